@@ -1,0 +1,143 @@
+//! The contract between model code and the devices that run it, at the granularity of a model.
+//!
+//! A model asks for whole operations (project, normalize, append to the cache, demote, attend); a backend decides
+//! instructions, memory and parallelism. Activations are rows of f32 that stay on the device between operations.
+//!
+//! **Invariants:** a backend knows no model, no request and no HTTP. The result of a row depends on that row and
+//! its own sequence alone: not on the other rows of the step, not on the number of threads.
+
+use half::{bf16, f16};
+use oscar_codec::{CacheLayout, CodedPageId, FullPageId, HeadRotations};
+use std::ops::Range;
+
+/// What a device can refuse.
+#[derive(Debug, thiserror::Error)]
+pub enum BackendError {
+    #[error("not enough memory on {device}: {bytes} bytes for {what}")]
+    OutOfMemory { device: String, what: String, bytes: usize },
+    #[error("{device} cannot do this: {why}")]
+    Unsupported { device: String, why: String },
+    #[error("{what} has a wrong shape: {detail}")]
+    Shape { what: String, detail: String },
+}
+
+pub type Result<T> = std::result::Result<T, BackendError>;
+
+/// A weight matrix as the checkpoint holds it, `[outputs][inputs]` row-major.
+#[derive(Clone, Copy, Debug)]
+pub struct HostMatrix<'a> {
+    pub outputs: usize,
+    pub inputs: usize,
+    pub values: HostValues<'a>,
+    pub bias: Option<&'a [f32]>,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub enum HostValues<'a> {
+    Bf16(&'a [bf16]),
+    F16(&'a [f16]),
+    F32(&'a [f32]),
+}
+
+/// Does an operation replace its output or add to it (the residual)?
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Write {
+    Replace,
+    Add,
+}
+
+/// The rows one sequence brings to a step: consecutive positions, and the pages that hold its context.
+#[derive(Clone, Debug)]
+pub struct SequenceRows<'a> {
+    /// Rows of the step that belong to this sequence.
+    pub rows: Range<usize>,
+    pub first_position: usize,
+    pub full: &'a [Option<FullPageId>],
+    pub coded: &'a [Option<CodedPageId>],
+    /// Positions coded in this step, before anyone attends.
+    pub demote: Range<usize>,
+}
+
+/// How heads are laid out and prepared before they meet the cache; the same for every layer.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct HeadShape {
+    pub query_heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    pub rms_norm_eps: f32,
+    /// Factor of the scores, usually `1/√head_dim`.
+    pub scale: f32,
+}
+
+/// What [`Backend::append`] applies to one layer's heads.
+pub struct HeadPreparation<'a, B: Backend + ?Sized> {
+    /// RMSNorm weights of query and key heads, where the family has them.
+    pub qk_norm: Option<(&'a B::Vector, &'a B::Vector)>,
+    pub rotation: Option<&'a B::LayerRotation>,
+}
+
+/// A device that runs models.
+pub trait Backend: Send + Sync {
+    /// Activations, `rows × width`.
+    type Rows: Send;
+    type Matrix: Send + Sync;
+    type Vector: Send + Sync;
+    /// Cosines and sines by position.
+    type Rope: Send + Sync;
+    /// Key rotations and means of a layer's heads, in the device's form.
+    type LayerRotation: Send + Sync;
+    /// Storage of the pages.
+    type Pool: Send;
+
+    /// One line for the start banner: device, instruction set, threads.
+    fn describe(&self) -> String;
+    /// The kernels that read this cache, so that no slow path is silent.
+    fn describe_attention(&self, layout: &CacheLayout) -> String;
+
+    fn matrix(&self, weights: HostMatrix<'_>) -> Result<Self::Matrix>;
+    fn vector(&self, values: &[f32]) -> Result<Self::Vector>;
+    fn rope(&self, cos: &[f32], sin: &[f32], head_dim: usize) -> Result<Self::Rope>;
+    fn layer_rotation(&self, heads: &[HeadRotations]) -> Result<Self::LayerRotation>;
+    /// Reserves page storage of up to `budget` bytes; memory is touched as pages are used.
+    fn pool(&self, layout: &CacheLayout, budget: usize) -> Result<Self::Pool>;
+    fn rows(&self, width: usize) -> Self::Rows;
+
+    /// `out ← table[token]` for each token.
+    fn embed(&self, table: &Self::Matrix, tokens: &[u32], out: &mut Self::Rows);
+    fn rms_norm(&self, x: &Self::Rows, weight: &Self::Vector, eps: f32, out: &mut Self::Rows);
+    /// `out ← x · Wᵀ (+ bias)`, or added to it.
+    fn linear(&self, weight: &Self::Matrix, x: &Self::Rows, out: &mut Self::Rows, write: Write);
+    /// Each row of `gate_up` is `[gate | up]`; `out ← silu(gate) · up`.
+    fn swiglu(&self, gate_up: &Self::Rows, out: &mut Self::Rows);
+    /// Keeps the rows named, in that order.
+    fn select(&self, x: &Self::Rows, rows: &[usize], out: &mut Self::Rows);
+    /// Copies rows to the host.
+    fn read(&self, x: &Self::Rows, out: &mut Vec<f32>);
+
+    /// Rows of `qkv` are `[queries | keys | values]`. Applies QK-norm and RoPE to query and key heads in place;
+    /// then takes the key mean off, rotates queries and keys into the cache's basis, stores keys and values in the
+    /// full pages of their positions and leaves the rotated queries in `queries`, in an order of the device's own.
+    fn append(
+        &self,
+        layer: usize,
+        shape: &HeadShape,
+        heads: HeadPreparation<'_, Self>,
+        rope: &Self::Rope,
+        sequences: &[SequenceRows<'_>],
+        qkv: &mut Self::Rows,
+        queries: &mut Self::Rows,
+        pool: &mut Self::Pool,
+    ) -> Result<()>;
+    /// Codes the rows of every sequence's `demote` range of one layer.
+    fn demote(&self, layer: usize, sequences: &[SequenceRows<'_>], pool: &mut Self::Pool) -> Result<()>;
+    /// Attention of the queries that `append` prepared over their contexts; rows of `out` hold all query heads.
+    fn attention(
+        &self,
+        layer: usize,
+        shape: &HeadShape,
+        sequences: &[SequenceRows<'_>],
+        queries: &Self::Rows,
+        pool: &Self::Pool,
+        out: &mut Self::Rows,
+    ) -> Result<()>;
+}

@@ -1,0 +1,158 @@
+//! Blocks of two formats under one memory budget.
+
+use oscar_codec::{CacheLayout, CodedPageId, FullPageId};
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+/// The pool has no room; nothing was taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "the KV cache is full: {wanted} bytes more are needed and {free} of {budget} are free; use a smaller context or \
+     batch, a narrower --kv format, or a larger --kv-memory"
+)]
+pub struct OutOfPages {
+    pub wanted: usize,
+    pub free: usize,
+    pub budget: usize,
+}
+
+/// What is in use now.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PoolUsage {
+    pub full_pages: usize,
+    pub coded_pages: usize,
+    pub bytes: usize,
+    pub budget: usize,
+}
+
+/// Ids of one format: the lowest free id is handed out first, so memory that was never needed is never touched.
+#[derive(Debug, Default)]
+struct Ids {
+    next: u32,
+    free: BinaryHeap<Reverse<u32>>,
+    used: usize,
+}
+
+impl Ids {
+    fn take(&mut self) -> u32 {
+        self.used += 1;
+        match self.free.pop() {
+            Some(Reverse(id)) => id,
+            None => {
+                self.next += 1;
+                self.next - 1
+            }
+        }
+    }
+
+    fn give_back(&mut self, id: u32) {
+        self.used -= 1;
+        self.free.push(Reverse(id));
+    }
+}
+
+#[derive(Debug)]
+struct State {
+    full: Ids,
+    coded: Ids,
+}
+
+#[derive(Debug)]
+struct Shared {
+    state: Mutex<State>,
+    full_bytes: usize,
+    coded_bytes: usize,
+    budget: usize,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // A panic while holding the lock leaves counts consistent: each critical section is one update.
+        self.state.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+
+    fn bytes(&self, state: &State) -> usize {
+        state.full.used * self.full_bytes + state.coded.used * self.coded_bytes
+    }
+}
+
+/// Hands out blocks; cheap to clone.
+#[derive(Clone, Debug)]
+pub struct PagePool {
+    shared: Arc<Shared>,
+}
+
+macro_rules! page {
+    ($(#[$doc:meta])* $name:ident, $id:ident, $kind:ident) => {
+        $(#[$doc])*
+        #[derive(Debug)]
+        pub struct $name {
+            id: $id,
+            shared: Arc<Shared>,
+        }
+
+        impl $name {
+            pub fn id(&self) -> $id {
+                self.id
+            }
+        }
+
+        impl Drop for $name {
+            fn drop(&mut self) {
+                self.shared.lock().$kind.give_back(self.id.0);
+            }
+        }
+    };
+}
+
+page!(
+    /// A full-precision block; returns to its pool when dropped.
+    FullPage, FullPageId, full
+);
+page!(
+    /// A coded block; returns to its pool when dropped.
+    CodedPage, CodedPageId, coded
+);
+
+impl PagePool {
+    pub fn new(layout: &CacheLayout, budget: usize) -> Self {
+        let state = State { full: Ids::default(), coded: Ids::default() };
+        Self {
+            shared: Arc::new(Shared {
+                state: Mutex::new(state),
+                full_bytes: layout.full_block_bytes(),
+                coded_bytes: layout.coded_block_bytes(),
+                budget,
+            }),
+        }
+    }
+
+    /// Takes `full` and `coded` blocks, all or none.
+    pub fn take(&self, full: usize, coded: usize) -> Result<(Vec<FullPage>, Vec<CodedPage>), OutOfPages> {
+        let shared = &self.shared;
+        let mut state = shared.lock();
+        let wanted = full * shared.full_bytes + coded * shared.coded_bytes;
+        let free = shared.budget.saturating_sub(shared.bytes(&state));
+        if wanted > free {
+            return Err(OutOfPages { wanted, free, budget: shared.budget });
+        }
+        let full = (0..full)
+            .map(|_| FullPage { id: FullPageId(state.full.take()), shared: shared.clone() })
+            .collect();
+        let coded = (0..coded)
+            .map(|_| CodedPage { id: CodedPageId(state.coded.take()), shared: shared.clone() })
+            .collect();
+        Ok((full, coded))
+    }
+
+    pub fn usage(&self) -> PoolUsage {
+        let state = self.shared.lock();
+        PoolUsage {
+            full_pages: state.full.used,
+            coded_pages: state.coded.used,
+            bytes: self.shared.bytes(&state),
+            budget: self.shared.budget,
+        }
+    }
+}

@@ -1,0 +1,198 @@
+//! One sequence's page table.
+
+use crate::pool::{CodedPage, FullPage, OutOfPages, PagePool};
+use oscar_codec::{CacheLayout, CodedPageId, FullPageId, PAGE_TOKENS};
+use std::ops::Range;
+
+/// What a step of `tokens` new positions does to the sequence; made by [`SequencePages::prepare`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StepPages {
+    /// Positions written in this step.
+    pub positions: Range<usize>,
+    /// Positions whose rows are coded in this step, whole demotion units.
+    pub demote: Range<usize>,
+}
+
+/// Page table of a sequence: block `b` covers positions `64·b..64·(b+1)` and holds a full page, a coded page, or
+/// both while its tokens are being demoted.
+#[derive(Debug, Default)]
+pub struct SequencePages {
+    len: usize,
+    full: Vec<Option<FullPage>>,
+    coded: Vec<Option<CodedPage>>,
+    full_ids: Vec<Option<FullPageId>>,
+    coded_ids: Vec<Option<CodedPageId>>,
+}
+
+impl SequencePages {
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Positions stored so far.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    pub fn full(&self) -> &[Option<FullPageId>] {
+        &self.full_ids
+    }
+
+    pub fn coded(&self) -> &[Option<CodedPageId>] {
+        &self.coded_ids
+    }
+
+    /// Blocks held now: full, coded.
+    pub fn blocks(&self) -> (usize, usize) {
+        (self.full_ids.iter().flatten().count(), self.coded_ids.iter().flatten().count())
+    }
+
+    /// Takes the pages that `tokens` more positions need. On failure nothing has changed.
+    pub fn prepare(
+        &mut self,
+        layout: &CacheLayout,
+        pool: &PagePool,
+        tokens: usize,
+    ) -> Result<StepPages, OutOfPages> {
+        let end = self.len + tokens;
+        let demote = if tokens == 0 { self.len..self.len } else { self.demotion(layout, end) };
+        let blocks = end.div_ceil(PAGE_TOKENS);
+        let first_new = self.len.div_ceil(PAGE_TOKENS);
+        let coded_blocks = if demote.is_empty() {
+            0..0
+        } else {
+            demote.start / PAGE_TOKENS..demote.end.div_ceil(PAGE_TOKENS)
+        };
+        // The last block may have lost its full page only if it was complete, so new blocks alone need one.
+        let full_missing: Vec<usize> = (first_new..blocks).collect();
+        let coded_missing: Vec<usize> =
+            coded_blocks.filter(|&b| self.coded_ids.get(b).copied().flatten().is_none()).collect();
+        let (full, coded) = pool.take(full_missing.len(), coded_missing.len())?;
+        self.grow(blocks);
+        for (block, page) in full_missing.into_iter().zip(full) {
+            self.full_ids[block] = Some(page.id());
+            self.full[block] = Some(page);
+        }
+        for (block, page) in coded_missing.into_iter().zip(coded) {
+            self.coded_ids[block] = Some(page.id());
+            self.coded[block] = Some(page);
+        }
+        Ok(StepPages { positions: self.len..end, demote })
+    }
+
+    fn demotion(&self, layout: &CacheLayout, end: usize) -> Range<usize> {
+        if layout.coded().is_none() {
+            return 0..0;
+        }
+        let windows = layout.windows();
+        let before = if self.len == 0 { windows.sink() } else { windows.boundary(self.len - 1) };
+        before..windows.boundary(end - 1)
+    }
+
+    fn grow(&mut self, blocks: usize) {
+        if blocks > self.full.len() {
+            self.full.resize_with(blocks, || None);
+            self.coded.resize_with(blocks, || None);
+            self.full_ids.resize(blocks, None);
+            self.coded_ids.resize(blocks, None);
+        }
+    }
+
+    /// Ends a step: its positions are stored, and full pages whose tokens are all coded go back to the pool.
+    pub fn commit(&mut self, layout: &CacheLayout, step: &StepPages) {
+        debug_assert_eq!(
+            step.positions.start, self.len,
+            "steps are committed in the order they were prepared"
+        );
+        self.len = step.positions.end;
+        if step.demote.is_empty() {
+            return;
+        }
+        let first = layout.windows().sink().div_ceil(PAGE_TOKENS).max(step.demote.start / PAGE_TOKENS);
+        for block in first..step.demote.end / PAGE_TOKENS {
+            self.full[block] = None;
+            self.full_ids[block] = None;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use oscar_codec::{CodeLayout, KvFormat, Windows};
+    use proptest::prelude::*;
+
+    fn layout(format: KvFormat, windows: Windows) -> CacheLayout {
+        CacheLayout::new(format, 2, 2, 64, windows, CodeLayout::CpuTile).unwrap()
+    }
+
+    /// Every position a query at the end may read has the page the rule calls for.
+    fn check_readable(pages: &SequencePages, layout: &CacheLayout, step: &StepPages) {
+        for t in step.positions.clone() {
+            for j in 0..=t {
+                let coded = layout.coded().is_some() && layout.windows().reads_code(t, j);
+                let block = j / PAGE_TOKENS;
+                assert!(
+                    if coded { pages.coded()[block].is_some() } else { pages.full()[block].is_some() },
+                    "query {t} cannot read {j} (coded: {coded})"
+                );
+            }
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(48))]
+
+        #[test]
+        fn any_chunking_keeps_every_page_the_rule_needs_and_leaks_none(
+            chunks in prop::collection::vec(1usize..200, 1..12), sink in 0usize..8, recent in 1usize..300,
+        ) {
+            let layout = layout(KvFormat::OSCAR2, Windows::new(sink * 16, recent).unwrap());
+            let pool = PagePool::new(&layout, usize::MAX / 4);
+            let mut pages = SequencePages::new();
+            let mut coded_up_to = sink * 16;
+            for n in chunks {
+                let step = pages.prepare(&layout, &pool, n).unwrap();
+                check_readable(&pages, &layout, &step);
+                prop_assert_eq!(step.demote.start, coded_up_to);
+                coded_up_to = step.demote.end;
+                pages.commit(&layout, &step);
+                prop_assert_eq!(pages.blocks(), layout.blocks(pages.len()), "at {} tokens", pages.len());
+                prop_assert_eq!(pool.usage().bytes, layout.sequence_bytes(pages.len()));
+            }
+            drop(pages);
+            prop_assert_eq!(pool.usage().bytes, 0);
+        }
+    }
+
+    #[test]
+    fn a_refused_step_changes_nothing() {
+        let layout = layout(KvFormat::Bf16, Windows::default());
+        let pool = PagePool::new(&layout, 3 * layout.full_block_bytes());
+        let mut pages = SequencePages::new();
+        let step = pages.prepare(&layout, &pool, 130).unwrap();
+        pages.commit(&layout, &step);
+        let error = pages.prepare(&layout, &pool, 100).unwrap_err();
+        assert_eq!(error.free, 0);
+        assert!(error.to_string().contains("--kv-memory"));
+        assert_eq!((pages.len(), pages.blocks()), (130, (3, 0)));
+        let step = pages.prepare(&layout, &pool, 62).unwrap();
+        pages.commit(&layout, &step);
+        assert_eq!(pages.len(), 192);
+    }
+
+    #[test]
+    fn ids_are_reused_lowest_first_and_never_shared() {
+        let layout = layout(KvFormat::OSCAR2, Windows::default());
+        let pool = PagePool::new(&layout, usize::MAX / 4);
+        let (mut full, _) = pool.take(4, 0).unwrap();
+        full.remove(1);
+        full.remove(0);
+        let (again, _) = pool.take(3, 0).unwrap();
+        assert_eq!(again.iter().map(|p| p.id().0).collect::<Vec<_>>(), [0, 1, 4]);
+    }
+}

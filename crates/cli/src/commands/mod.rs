@@ -1,0 +1,3 @@
+//! One module a command.
+
+pub mod doctor;

@@ -1,0 +1,202 @@
+//! What attention over pages must return.
+//!
+//! Each piece of the context, whatever its format, updates a running state (largest score, sum of weights,
+//! weighted sum of values); states of disjoint pieces merge in any order. Scores and outputs come in two forms:
+//! *plain* decodes every row and takes dot products, *folded* multiplies raw codes and applies scale and minimum
+//! outside the inner loop, `q·k̂ = s·(q·c) + z·Σq` and `Σ p·v̂ = Σ (p·s)·c + Σ p·z`. Fast kernels use the folded
+//! form; here both exist so that one can check the other.
+
+use crate::page::{PAGE_TOKENS, PageCodec, RowPageCodec, Side};
+use crate::window::Windows;
+use std::ops::Range;
+
+/// Running softmax state of one query head.
+#[derive(Clone, Debug, PartialEq)]
+pub struct AttentionState {
+    /// Largest score so far; −∞ when nothing was read.
+    pub max: f32,
+    /// Σ exp(score − max).
+    pub sum: f32,
+    /// Σ exp(score − max) · value, not yet divided by `sum`.
+    pub out: Vec<f32>,
+}
+
+impl AttentionState {
+    pub fn empty(head_dim: usize) -> Self {
+        Self { max: f32::NEG_INFINITY, sum: 0.0, out: vec![0.0; head_dim] }
+    }
+
+    /// Makes room for a score of `max`: everything accumulated so far is expressed relative to it.
+    fn rescale(&mut self, max: f32) {
+        if max > self.max {
+            let factor = if self.max == f32::NEG_INFINITY { 0.0 } else { (self.max - max).exp() };
+            self.sum *= factor;
+            self.out.iter_mut().for_each(|o| *o *= factor);
+            self.max = max;
+        }
+    }
+
+    /// Adds the state of a disjoint piece of the context. Associative and commutative up to rounding.
+    pub fn merge(&mut self, other: &Self) {
+        if other.max == f32::NEG_INFINITY {
+            return;
+        }
+        self.rescale(other.max);
+        let factor = (other.max - self.max).exp();
+        self.sum += other.sum * factor;
+        for (o, v) in self.out.iter_mut().zip(&other.out) {
+            *o += v * factor;
+        }
+    }
+
+    /// The attention output; zeros when nothing was read.
+    pub fn finish(&self, out: &mut [f32]) {
+        let norm = if self.sum > 0.0 { 1.0 / self.sum } else { 0.0 };
+        for (o, v) in out.iter_mut().zip(&self.out) {
+            *o = v * norm;
+        }
+    }
+}
+
+/// How codes enter the arithmetic.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Form {
+    /// Decode, then dot.
+    Plain,
+    /// Raw codes inside, scale and minimum outside.
+    Folded,
+}
+
+/// Reads tokens `tokens` of one page with one query (`scale` is usually `1/√d`) into `state`.
+pub fn attend_page(
+    query: &[f32],
+    scale: f32,
+    codec: &RowPageCodec,
+    page: &[u8],
+    tokens: Range<usize>,
+    form: Form,
+    state: &mut AttentionState,
+) {
+    let d = codec.head_dim();
+    assert!(query.len() == d && tokens.end <= PAGE_TOKENS && page.len() == codec.page_bytes());
+    let scores: Vec<f32> = tokens.clone().map(|t| scale * score(query, codec, page, t, form)).collect();
+    let Some(max) = scores.iter().copied().reduce(f32::max) else { return };
+    state.rescale(max);
+    let mut row = vec![0.0; d];
+    for (t, s) in tokens.zip(scores) {
+        let p = (s - state.max).exp();
+        state.sum += p;
+        add_value(p, codec, page, t, form, &mut row, &mut state.out);
+    }
+}
+
+/// Reads one page with every query head of a GQA group: `queries` and `states` are `group` long.
+pub fn attend_page_group(
+    queries: &[f32],
+    scale: f32,
+    codec: &RowPageCodec,
+    page: &[u8],
+    tokens: Range<usize>,
+    form: Form,
+    states: &mut [AttentionState],
+) {
+    assert_eq!(queries.len(), states.len() * codec.head_dim(), "one query row for each state");
+    for (query, state) in queries.chunks_exact(codec.head_dim()).zip(states) {
+        attend_page(query, scale, codec, page, tokens.clone(), form, state);
+    }
+}
+
+fn folds(codec: &RowPageCodec, side: Side, form: Form) -> bool {
+    form == Form::Folded && codec.spec(side).is_coded()
+}
+
+fn score(query: &[f32], codec: &RowPageCodec, page: &[u8], token: usize, form: Form) -> f32 {
+    if !folds(codec, Side::Key, form) {
+        let mut row = vec![0.0; query.len()];
+        codec.decode_row(Side::Key, page, token, &mut row);
+        return query.iter().zip(&row).map(|(q, k)| q * k).sum();
+    }
+    let groups = codec.groups(Side::Key);
+    let width = query.len() / groups;
+    (0..groups)
+        .map(|g| {
+            let p = codec.group_params(Side::Key, page, token, g);
+            let part = &query[g * width..(g + 1) * width];
+            let dot: f32 = part
+                .iter()
+                .enumerate()
+                .map(|(c, q)| q * codec.level(Side::Key, codec.code(Side::Key, page, token, g * width + c)))
+                .sum();
+            p.scale * dot + p.offset * part.iter().sum::<f32>()
+        })
+        .sum()
+}
+
+fn add_value(
+    p: f32,
+    codec: &RowPageCodec,
+    page: &[u8],
+    token: usize,
+    form: Form,
+    row: &mut [f32],
+    out: &mut [f32],
+) {
+    if !folds(codec, Side::Value, form) {
+        codec.decode_row(Side::Value, page, token, row);
+        for (o, v) in out.iter_mut().zip(row.iter()) {
+            *o += p * v;
+        }
+        return;
+    }
+    let groups = codec.groups(Side::Value);
+    let width = out.len() / groups;
+    for (g, part) in out.chunks_exact_mut(width).enumerate() {
+        let params = codec.group_params(Side::Value, page, token, g);
+        let (weight, shift) = (p * params.scale, p * params.offset);
+        for (c, o) in part.iter_mut().enumerate() {
+            *o += weight * codec.level(Side::Value, codec.code(Side::Value, page, token, g * width + c))
+                + shift;
+        }
+    }
+}
+
+/// A context as the cache holds it: block `b` covers positions `64·b ..`, as a BF16 page, a coded page or both.
+pub struct PagedContext<'a> {
+    pub full_codec: &'a RowPageCodec,
+    pub coded_codec: &'a RowPageCodec,
+    pub full: &'a [Option<&'a [u8]>],
+    pub coded: &'a [Option<&'a [u8]>],
+}
+
+/// Attention of the query at `position` over everything it may see, by the one rule of [`Windows`].
+///
+/// # Panics
+/// If a page the rule calls for is absent: that is a bug of the caller's bookkeeping, never of user input.
+pub fn attend_context(
+    query: &[f32],
+    scale: f32,
+    position: usize,
+    windows: &Windows,
+    context: &PagedContext<'_>,
+    form: Form,
+) -> AttentionState {
+    let mut state = AttentionState::empty(query.len());
+    let (sink, boundary, end) = (windows.sink(), windows.boundary(position), position + 1);
+    for (coded, range) in [(false, 0..sink.min(end)), (true, sink..boundary), (false, boundary..end)] {
+        let mut at = range.start;
+        while at < range.end {
+            let block = at / PAGE_TOKENS;
+            let stop = range.end.min((block + 1) * PAGE_TOKENS);
+            let tokens = at % PAGE_TOKENS..stop - block * PAGE_TOKENS;
+            let (codec, pages) =
+                if coded { (context.coded_codec, context.coded) } else { (context.full_codec, context.full) };
+            let page = pages.get(block).copied().flatten();
+            let page = page.unwrap_or_else(|| {
+                panic!("block {block} (coded: {coded}) is absent for position {position}")
+            });
+            attend_page(query, scale, codec, page, tokens, form, &mut state);
+            at = stop;
+        }
+    }
+    state
+}

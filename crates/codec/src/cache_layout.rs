@@ -1,0 +1,165 @@
+//! The shape of a whole model's cache: which codec holds full-precision tokens, which holds demoted ones, and
+//! which positions belong to which. Everything that counts bytes counts them here.
+
+use crate::error::Result;
+use crate::format::{FormatTable, KvFormat};
+use crate::layout::CodeLayout;
+use crate::page::{PAGE_TOKENS, PageCodec};
+use crate::window::Windows;
+
+/// A full-precision block: 64 tokens of every layer and head. Handed out by the cache, resolved by a backend.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct FullPageId(pub u32);
+
+/// A coded block: 64 tokens of every layer and head.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct CodedPageId(pub u32);
+
+#[derive(Clone, Debug, PartialEq)]
+pub struct CacheLayout {
+    format: KvFormat,
+    full: FormatTable,
+    coded: Option<FormatTable>,
+    windows: Windows,
+}
+
+impl CacheLayout {
+    /// The layout of a named format. Unquantized formats keep every token in full and ignore the windows.
+    pub fn new(
+        format: KvFormat,
+        layers: usize,
+        kv_heads: usize,
+        head_dim: usize,
+        windows: Windows,
+        layout: CodeLayout,
+    ) -> Result<Self> {
+        let table = |format| FormatTable::uniform(format, layers, kv_heads, head_dim, layout);
+        if format.is_coded() {
+            Ok(Self { format, full: table(KvFormat::Bf16)?, coded: Some(table(format)?), windows })
+        } else {
+            Ok(Self { format, full: table(format)?, coded: None, windows: Windows::unlimited() })
+        }
+    }
+
+    /// The same cache with another table of coded pages (widths or clip ratios by layer and head).
+    pub fn with_coded_table(mut self, table: FormatTable) -> Self {
+        self.coded = Some(table);
+        self
+    }
+
+    pub fn format(&self) -> KvFormat {
+        self.format
+    }
+
+    pub fn full(&self) -> &FormatTable {
+        &self.full
+    }
+
+    pub fn coded(&self) -> Option<&FormatTable> {
+        self.coded.as_ref()
+    }
+
+    pub fn windows(&self) -> &Windows {
+        &self.windows
+    }
+
+    pub fn layers(&self) -> usize {
+        self.full.layers()
+    }
+
+    pub fn kv_heads(&self) -> usize {
+        self.full.kv_heads()
+    }
+
+    pub fn head_dim(&self) -> usize {
+        self.full.head_dim()
+    }
+
+    pub fn full_block_bytes(&self) -> usize {
+        self.full.block_bytes()
+    }
+
+    pub fn coded_block_bytes(&self) -> usize {
+        self.coded.as_ref().map_or(0, FormatTable::block_bytes)
+    }
+
+    /// Full and coded blocks that a sequence of `tokens` holds between two steps.
+    pub fn blocks(&self, tokens: usize) -> (usize, usize) {
+        let all = tokens.div_ceil(PAGE_TOKENS);
+        if self.coded.is_none() || tokens == 0 {
+            return (all, 0);
+        }
+        let (sink, boundary) = (self.windows.sink(), self.windows.boundary(tokens - 1));
+        if boundary <= sink {
+            return (all, 0);
+        }
+        let coded = boundary.div_ceil(PAGE_TOKENS) - sink / PAGE_TOKENS;
+        // Blocks wholly inside sink..boundary have no full page left.
+        let gone = (boundary / PAGE_TOKENS).saturating_sub(sink.div_ceil(PAGE_TOKENS));
+        (all - gone, coded)
+    }
+
+    /// Bytes a sequence of `tokens` occupies between two steps, windows and metadata counted.
+    pub fn sequence_bytes(&self, tokens: usize) -> usize {
+        let (full, coded) = self.blocks(tokens);
+        full * self.full_block_bytes() + coded * self.coded_block_bytes()
+    }
+
+    /// Elements (key and value channels over all layers and heads) of one token.
+    pub fn elements_per_token(&self) -> usize {
+        2 * self.head_dim() * self.kv_heads() * self.layers()
+    }
+
+    /// Stored bits an element of a sequence of `tokens`, windows, metadata and unfilled pages counted.
+    pub fn bits_per_element(&self, tokens: usize) -> f64 {
+        if tokens == 0 {
+            0.0
+        } else {
+            self.sequence_bytes(tokens) as f64 * 8.0 / (tokens * self.elements_per_token()) as f64
+        }
+    }
+
+    /// Names of the codecs by layer, for people: uniform tables give one name.
+    pub fn describe(&self) -> String {
+        match &self.coded {
+            Some(table) => format!(
+                "{} ({:.2} bits), {} sink and {} recent tokens in BF16",
+                self.format,
+                table.bits_per_element(),
+                self.windows.sink(),
+                self.windows.recent()
+            ),
+            None => format!("{} ({} bits)", self.format, self.full.codec(0, 0).bits_per_element()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn layout(format: KvFormat) -> CacheLayout {
+        CacheLayout::new(format, 6, 2, 128, Windows::default(), CodeLayout::CpuTile).unwrap()
+    }
+
+    #[test]
+    fn blocks_follow_the_boundary() {
+        let oscar = layout(KvFormat::OSCAR2);
+        assert_eq!(oscar.blocks(0), (0, 0));
+        assert_eq!(oscar.blocks(335), (6, 0));
+        assert_eq!(oscar.blocks(336), (6, 1), "the first tile is coded, its block keeps both pages");
+        // 16384 tokens: boundary 16128 = 252 blocks, one of them the sink.
+        assert_eq!(oscar.blocks(16384), (1 + 4, 251));
+        assert_eq!(layout(KvFormat::Bf16).blocks(16384), (256, 0));
+    }
+
+    #[test]
+    fn two_bits_save_more_than_six_times_at_16k() {
+        let (bf16, oscar) = (layout(KvFormat::Bf16), layout(KvFormat::OSCAR2));
+        for tokens in 16384..16384 + 64 {
+            let ratio = bf16.sequence_bytes(tokens) as f64 / oscar.sequence_bytes(tokens) as f64;
+            assert!(ratio >= 6.0, "{ratio} at {tokens}");
+        }
+        assert_eq!(bf16.bits_per_element(64), 16.0);
+    }
+}

@@ -1,0 +1,53 @@
+//! One error type: each variant names the value that was wrong and what is allowed.
+
+/// What can be wrong with a request to this crate.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum CodecError {
+    #[error(
+        "head size {0} is not supported: it must be a multiple of 16 between 32 and 256 (e.g. 64, 80, 96, 128, 256)"
+    )]
+    HeadDim(usize),
+    #[error(
+        "group size {group} does not fit head size {head_dim}: use 32, 64, 128 or the head size, dividing it evenly"
+    )]
+    Group { group: usize, head_dim: usize },
+    #[error("{0} bits a code are not supported: use 1, 2, 3, 4 or 8")]
+    Bits(u32),
+    #[error("clip ratio {0} is out of range: it is a quantile of |x|, between 0 (no clipping) and 1")]
+    ClipRatio(f64),
+    #[error("unknown KV format '{name}': known formats are {known}")]
+    UnknownFormat { name: String, known: String },
+    #[error("unknown rotation composition '{name}': known compositions are {known}")]
+    UnknownComposition { name: String, known: String },
+    #[error("{what} has {got} elements, expected {expected}")]
+    Length { what: &'static str, got: usize, expected: usize },
+    #[error("{tokens} tokens do not fit: a page holds {max}")]
+    Tokens { tokens: usize, max: usize },
+    #[error("tile {tile} does not exist: a page has {max} tiles")]
+    Tile { tile: usize, max: usize },
+    #[error("layout '{layout}' cannot hold {bits}-bit codes of head size {head_dim}: {why}")]
+    Layout { layout: &'static str, bits: u32, head_dim: usize, why: &'static str },
+    #[error("rotation of head size {0} contains a value that is not finite")]
+    NotFinite(usize),
+    #[error("rotation is not orthogonal: max |RᵀR − I| is {error:.3e}, allowed {allowed:.1e}")]
+    NotOrthogonal { error: f64, allowed: f64 },
+    #[error("{what} {index} does not exist: there are {count}")]
+    Index { what: &'static str, index: usize, count: usize },
+    #[error("windows: {0}")]
+    Windows(String),
+}
+
+pub type Result<T> = std::result::Result<T, CodecError>;
+
+/// The head sizes the formats are defined for.
+pub fn check_head_dim(head_dim: usize) -> Result<()> {
+    if (32..=256).contains(&head_dim) && head_dim.is_multiple_of(16) {
+        Ok(())
+    } else {
+        Err(CodecError::HeadDim(head_dim))
+    }
+}
+
+pub(crate) fn check_len(what: &'static str, got: usize, expected: usize) -> Result<()> {
+    if got == expected { Ok(()) } else { Err(CodecError::Length { what, got, expected }) }
+}

@@ -1,0 +1,309 @@
+//! The formats by the names users type, and the table that gives each layer, head and side its own width.
+
+use crate::clip::{OFFICIAL_KEY_RATIO, OFFICIAL_VALUE_RATIO};
+use crate::error::{CodecError, Result, check_len};
+use crate::layout::CodeLayout;
+use crate::lloyd_max::Variant;
+use crate::page::{PAGE_TOKENS, PageCodec, RowPageCodec, Scheme, Side, SideSpec};
+use std::fmt;
+use std::str::FromStr;
+
+/// Which rotation a format expects its rows in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RotationKind {
+    /// Rows as the model makes them.
+    None,
+    /// The calibrated rotation of the layer and head (Hadamard until a file is given).
+    Calibrated,
+}
+
+/// A KV-cache format: what `--kv` accepts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum KvFormat {
+    /// `bf16`: the uncompressed cache everything is compared with.
+    Bf16,
+    /// `f32`: uncompressed 32-bit, for verification.
+    F32,
+    /// `oscar1`, `oscar2`, `oscar3`, `oscar4`: rotated, clipped affine codes of that width in every head.
+    Oscar { bits: u8 },
+    /// `oscar2-official`: the official recipe with fp32 scale and zero (2.5 bits an element, as shipped).
+    Oscar2Official,
+    /// `oscar2-lloyd`: rotated, clipped rows on exact Lloyd–Max centroids.
+    Oscar2Lloyd,
+    /// `oscar2-lloyd-official`: the official "ratio 1.16" variant.
+    Oscar2LloydOfficial,
+    /// `int1` … `int8`, optionally with `-g32`, `-g64`, `-g128`: plain affine codes, no rotation, no clip.
+    Int { bits: u8, group: u16 },
+}
+
+/// Clip ratio that a width tolerates: narrow codes gain from giving up the tails, wide ones lose.
+pub fn default_clip(side: Side, bits: u32) -> f64 {
+    match (side, bits) {
+        (Side::Key, 2) => OFFICIAL_KEY_RATIO,
+        (Side::Value, 2) => OFFICIAL_VALUE_RATIO,
+        (Side::Key, 3) => 0.98,
+        (Side::Value, 3) => 0.97,
+        (Side::Key, 4) => 0.995,
+        (Side::Value, 4) => 0.99,
+        // One bit stores mean and deviation and needs no range; eight bits have room for everything.
+        _ => 0.0,
+    }
+}
+
+impl KvFormat {
+    pub const OSCAR2: Self = Self::Oscar { bits: 2 };
+
+    /// One entry of each family, for lists and help texts.
+    pub fn all() -> Vec<Self> {
+        let mut all = vec![Self::Bf16, Self::F32];
+        all.extend([1, 2, 3, 4].map(|bits| Self::Oscar { bits }));
+        all.extend([Self::Oscar2Official, Self::Oscar2Lloyd, Self::Oscar2LloydOfficial]);
+        all.extend([1, 2, 3, 4, 8].map(|bits| Self::Int { bits, group: 0 }));
+        all
+    }
+
+    pub fn describe(self) -> String {
+        match self {
+            Self::Bf16 => "uncompressed BF16".into(),
+            Self::F32 => "uncompressed F32, for verification".into(),
+            Self::Oscar { bits: 1 } => "rotated rows, 1-bit mean ± mean absolute deviation".into(),
+            Self::Oscar { bits } => {
+                format!("rotated, clipped rows, {bits}-bit affine codes, fp16 scale and minimum")
+            }
+            Self::Oscar2Official => {
+                "official recipe: 2-bit codes, fp32 scale and zero, official byte order".into()
+            }
+            Self::Oscar2Lloyd => "rotated, clipped rows on exact Lloyd–Max centroids".into(),
+            Self::Oscar2LloydOfficial => "official Lloyd–Max mode: uniform grid of ratio 1.16".into(),
+            Self::Int { bits, group: 0 } => format!("plain {bits}-bit affine codes, one group a head"),
+            Self::Int { bits, group } => format!("plain {bits}-bit affine codes, groups of {group}"),
+        }
+    }
+
+    pub fn rotation(self) -> RotationKind {
+        match self {
+            Self::Bf16 | Self::F32 | Self::Int { .. } => RotationKind::None,
+            _ => RotationKind::Calibrated,
+        }
+    }
+
+    pub fn is_coded(self) -> bool {
+        !matches!(self, Self::Bf16 | Self::F32)
+    }
+
+    pub fn side_spec(self, side: Side) -> SideSpec {
+        let spec = |scheme, bits: u8| SideSpec {
+            scheme,
+            bits: bits as u32,
+            group: 0,
+            clip: default_clip(side, bits as u32),
+        };
+        match self {
+            Self::Bf16 => SideSpec::BF16,
+            Self::F32 => SideSpec::F32,
+            Self::Oscar { bits } => spec(Scheme::Affine, bits),
+            Self::Oscar2Official => spec(Scheme::OfficialAffine, 2),
+            Self::Oscar2Lloyd => spec(Scheme::LloydMax(Variant::Exact), 2),
+            Self::Oscar2LloydOfficial => spec(Scheme::LloydMax(Variant::OfficialRatio), 2),
+            Self::Int { bits, group } => {
+                SideSpec { scheme: Scheme::Affine, bits: bits as u32, group: group as usize, clip: 0.0 }
+            }
+        }
+    }
+
+    /// The byte order this format has where no kernel asks for another.
+    pub fn native_layout(self) -> CodeLayout {
+        if self == Self::Oscar2Official { CodeLayout::Official } else { CodeLayout::Logical }
+    }
+
+    pub fn codec(self, head_dim: usize, layout: CodeLayout) -> Result<RowPageCodec> {
+        RowPageCodec::new(head_dim, self.side_spec(Side::Key), self.side_spec(Side::Value), layout)
+    }
+}
+
+impl fmt::Display for KvFormat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Bf16 => f.write_str("bf16"),
+            Self::F32 => f.write_str("f32"),
+            Self::Oscar { bits } => write!(f, "oscar{bits}"),
+            Self::Oscar2Official => f.write_str("oscar2-official"),
+            Self::Oscar2Lloyd => f.write_str("oscar2-lloyd"),
+            Self::Oscar2LloydOfficial => f.write_str("oscar2-lloyd-official"),
+            Self::Int { bits, group: 0 } => write!(f, "int{bits}"),
+            Self::Int { bits, group } => write!(f, "int{bits}-g{group}"),
+        }
+    }
+}
+
+impl FromStr for KvFormat {
+    type Err = CodecError;
+
+    fn from_str(s: &str) -> Result<Self> {
+        let name = s.trim().to_ascii_lowercase();
+        let grouped = || {
+            let (head, group) = name.rsplit_once("-g")?;
+            let group = group.parse::<u16>().ok().filter(|g| matches!(g, 32 | 64 | 128))?;
+            match Self::all().into_iter().find(|f| f.to_string() == head)? {
+                Self::Int { bits, .. } => Some(Self::Int { bits, group }),
+                _ => None,
+            }
+        };
+        Self::all().into_iter().find(|f| f.to_string() == name).or_else(grouped).ok_or_else(|| {
+            CodecError::UnknownFormat {
+                name: s.to_owned(),
+                known: format!(
+                    "{}; int formats also take -g32, -g64 or -g128",
+                    Self::all().iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
+                ),
+            }
+        })
+    }
+}
+
+/// The codecs of a whole model: each layer and KV head has its own, so widths may differ by layer, head and side.
+#[derive(Clone, Debug, PartialEq)]
+pub struct FormatTable {
+    layers: usize,
+    kv_heads: usize,
+    codecs: Vec<RowPageCodec>,
+}
+
+impl FormatTable {
+    pub fn new(layers: usize, kv_heads: usize, codecs: Vec<RowPageCodec>) -> Result<Self> {
+        check_len("codec table", codecs.len(), layers * kv_heads)?;
+        if let Some(first) = codecs.first() {
+            for codec in &codecs {
+                check_len("head size of a codec", codec.head_dim(), first.head_dim())?;
+            }
+        }
+        Ok(Self { layers, kv_heads, codecs })
+    }
+
+    pub fn uniform(
+        format: KvFormat,
+        layers: usize,
+        kv_heads: usize,
+        head_dim: usize,
+        layout: CodeLayout,
+    ) -> Result<Self> {
+        let codec = format.codec(head_dim, layout)?;
+        Self::new(layers, kv_heads, vec![codec; layers * kv_heads])
+    }
+
+    /// `oscar` codes whose widths are given as `[layer][kv_head]` pairs of (key bits, value bits).
+    pub fn from_widths(
+        layers: usize,
+        kv_heads: usize,
+        head_dim: usize,
+        widths: &[(u32, u32)],
+        layout: CodeLayout,
+    ) -> Result<Self> {
+        let codecs = widths
+            .iter()
+            .map(|&(key, value)| {
+                let spec = |side, bits| SideSpec::affine(bits, default_clip(side, bits));
+                RowPageCodec::new(head_dim, spec(Side::Key, key), spec(Side::Value, value), layout)
+            })
+            .collect::<Result<_>>()?;
+        Self::new(layers, kv_heads, codecs)
+    }
+
+    pub fn layers(&self) -> usize {
+        self.layers
+    }
+
+    pub fn kv_heads(&self) -> usize {
+        self.kv_heads
+    }
+
+    pub fn head_dim(&self) -> usize {
+        self.codecs.first().map_or(0, PageCodec::head_dim)
+    }
+
+    pub fn codec(&self, layer: usize, kv_head: usize) -> &RowPageCodec {
+        &self.codecs[layer * self.kv_heads + kv_head]
+    }
+
+    /// Bytes of one 64-token block over all layers and heads.
+    pub fn block_bytes(&self) -> usize {
+        self.codecs.iter().map(PageCodec::page_bytes).sum()
+    }
+
+    /// Stored bits an element over the whole table.
+    pub fn bits_per_element(&self) -> f64 {
+        let elements: usize = self.codecs.iter().map(|c| 2 * PAGE_TOKENS * c.head_dim()).sum();
+        self.block_bytes() as f64 * 8.0 / elements as f64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_round_trip() {
+        for format in KvFormat::all() {
+            assert_eq!(format.to_string().parse::<KvFormat>().unwrap(), format);
+        }
+        assert_eq!("int4-g32".parse::<KvFormat>().unwrap(), KvFormat::Int { bits: 4, group: 32 });
+        assert_eq!(" OSCAR2 ".parse::<KvFormat>().unwrap(), KvFormat::OSCAR2);
+    }
+
+    #[test]
+    fn unknown_names_list_the_known_ones() {
+        for bad in ["oscar5", "int4-g48", "oscar2-g32", "", "q4_0"] {
+            let error = bad.parse::<KvFormat>().unwrap_err().to_string();
+            assert!(error.contains(&format!("'{bad}'")) && error.contains("oscar2-official"), "{error}");
+        }
+    }
+
+    #[test]
+    fn bits_are_counted_from_stored_bytes() {
+        for (name, bits) in [
+            ("bf16", 16.0),
+            ("f32", 32.0),
+            ("oscar1", 1.25),
+            ("oscar2", 2.25),
+            ("oscar3", 3.25),
+            ("oscar4", 4.25),
+            ("oscar2-official", 2.5),
+            ("oscar2-lloyd", 2.25),
+            ("int4-g32", 5.0),
+            ("int8", 8.25),
+        ] {
+            let format: KvFormat = name.parse().unwrap();
+            let codec = format.codec(128, format.native_layout()).unwrap();
+            let (keys, values) = (vec![0.5; 64 * 128], vec![-0.5; 64 * 128]);
+            let mut page = vec![0; codec.page_bytes()];
+            codec.encode(&keys, &values, &mut page).unwrap();
+            assert_eq!(page.len() as f64 * 8.0 / (2.0 * 64.0 * 128.0), bits, "{name}");
+            assert_eq!(codec.bits_per_element(), bits);
+        }
+        assert_eq!(KvFormat::OSCAR2.codec(128, CodeLayout::CpuTile).unwrap().page_bytes(), 4608);
+    }
+
+    #[test]
+    fn widths_may_differ_by_layer_head_and_side() {
+        let widths = [(2, 2), (2, 2), (1, 1), (1, 1), (4, 3), (3, 2)];
+        let table = FormatTable::from_widths(3, 2, 128, &widths, CodeLayout::CpuTile).unwrap();
+        for (i, &(k, v)) in widths.iter().enumerate() {
+            assert_eq!(table.codec(i / 2, i % 2).page_bytes(), 1024 * (k + v) as usize + 512);
+        }
+        assert_eq!(table.bits_per_element(), 2.0 + 0.25);
+        assert!(FormatTable::from_widths(3, 2, 128, &widths[..5], CodeLayout::CpuTile).is_err());
+        assert!(
+            FormatTable::from_widths(1, 1, 128, &[(5, 2)], CodeLayout::CpuTile)
+                .unwrap_err()
+                .to_string()
+                .contains('5')
+        );
+    }
+
+    #[test]
+    fn groups_must_divide_the_head() {
+        let error = KvFormat::Int { bits: 4, group: 64 }.codec(96, CodeLayout::Logical).unwrap_err();
+        assert_eq!(error, CodecError::Group { group: 64, head_dim: 96 });
+        assert!(KvFormat::OSCAR2.codec(100, CodeLayout::Logical).unwrap_err().to_string().contains("100"));
+    }
+}

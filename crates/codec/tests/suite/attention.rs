@@ -1,0 +1,182 @@
+//! Reference attention: folded against plain, merging, windows, GQA, long flat tails.
+
+use crate::support::Random;
+use oscar_codec::attention::{
+    AttentionState, Form, PagedContext, attend_context, attend_page, attend_page_group,
+};
+use oscar_codec::{CodeLayout, KvFormat, PageCodec, RowPageCodec, Windows};
+use proptest::prelude::*;
+
+fn page(codec: &RowPageCodec, random: &mut Random, tokens: usize) -> (Vec<f32>, Vec<f32>, Vec<u8>) {
+    let d = codec.head_dim();
+    let (k, v) = (random.rows(tokens * d), random.rows(tokens * d));
+    let mut bytes = vec![0; codec.page_bytes()];
+    codec.encode(&k, &v, &mut bytes).unwrap();
+    (k, v, bytes)
+}
+
+fn output(state: &AttentionState) -> Vec<f32> {
+    let mut out = vec![0.0; state.out.len()];
+    state.finish(&mut out);
+    out
+}
+
+fn close(a: &[f32], b: &[f32], tolerance: f32) {
+    for (x, y) in a.iter().zip(b) {
+        assert!((x - y).abs() <= tolerance, "{x} against {y}");
+    }
+}
+
+#[test]
+fn unquantized_pages_give_textbook_attention() {
+    let codec = KvFormat::F32.codec(64, CodeLayout::CpuTile).unwrap();
+    let mut random = Random::new(1);
+    let (k, v, bytes) = page(&codec, &mut random, 64);
+    let q = random.rows(64);
+    let mut state = AttentionState::empty(64);
+    attend_page(&q, 0.125, &codec, &bytes, 0..64, Form::Plain, &mut state);
+    let scores: Vec<f64> = k
+        .chunks(64)
+        .map(|row| row.iter().zip(&q).map(|(a, b)| (*a as f64) * (*b as f64)).sum::<f64>() * 0.125)
+        .collect();
+    let total: f64 = scores.iter().map(|s| s.exp()).sum();
+    let expected: Vec<f32> = (0..64)
+        .map(|c| (0..64).map(|t| scores[t].exp() / total * v[t * 64 + c] as f64).sum::<f64>() as f32)
+        .collect();
+    close(&output(&state), &expected, 1e-5);
+}
+
+#[test]
+fn folded_equals_plain_for_every_format_and_group_size() {
+    let mut random = Random::new(5);
+    for format in
+        KvFormat::all().into_iter().chain(["int2-g32".parse().unwrap(), "int4-g64".parse().unwrap()])
+    {
+        for d in [64, 128] {
+            let codec = format.codec(d, format.native_layout()).unwrap();
+            let (_, _, bytes) = page(&codec, &mut random, 64);
+            for group in [1, 3, 4, 6, 8, 12] {
+                let queries = random.rows(group * d);
+                let run = |form| {
+                    let mut states = vec![AttentionState::empty(d); group];
+                    attend_page_group(
+                        &queries,
+                        1.0 / (d as f32).sqrt(),
+                        &codec,
+                        &bytes,
+                        0..64,
+                        form,
+                        &mut states,
+                    );
+                    states.iter().flat_map(output).collect::<Vec<_>>()
+                };
+                close(&run(Form::Plain), &run(Form::Folded), 2e-5);
+            }
+        }
+    }
+}
+
+/// A context of `len` positions in both forms, and the answer of a query at its end.
+fn context_answer(len: usize, split: usize, windows: &Windows) -> (Vec<f32>, Vec<f32>) {
+    let full = KvFormat::Bf16.codec(64, CodeLayout::CpuTile).unwrap();
+    let coded = KvFormat::OSCAR2.codec(64, CodeLayout::CpuTile).unwrap();
+    let mut random = Random::new(9);
+    let (k, v) = (random.rows(len * 64), random.rows(len * 64));
+    let encode = |codec: &RowPageCodec| -> Vec<Vec<u8>> {
+        k.chunks(64 * 64)
+            .zip(v.chunks(64 * 64))
+            .map(|(k, v)| {
+                let mut bytes = vec![0; codec.page_bytes()];
+                codec.encode(k, v, &mut bytes).unwrap();
+                bytes
+            })
+            .collect()
+    };
+    let (full_pages, coded_pages) = (encode(&full), encode(&coded));
+    let q = random.rows(64);
+    let full_refs: Vec<Option<&[u8]>> = full_pages.iter().map(|p| Some(p.as_slice())).collect();
+    let coded_refs: Vec<Option<&[u8]>> = coded_pages.iter().map(|p| Some(p.as_slice())).collect();
+    let context =
+        PagedContext { full_codec: &full, coded_codec: &coded, full: &full_refs, coded: &coded_refs };
+    let whole = attend_context(&q, 0.125, len - 1, windows, &context, Form::Folded);
+    // The same read position by position in two halves, merged late half first.
+    let mut halves = [AttentionState::empty(64), AttentionState::empty(64)];
+    for j in 0..len {
+        let (codec, pages) =
+            if windows.reads_code(len - 1, j) { (&coded, &coded_pages) } else { (&full, &full_pages) };
+        let state = &mut halves[usize::from(j >= split)];
+        attend_page(&q, 0.125, codec, &pages[j / 64], j % 64..j % 64 + 1, Form::Plain, state);
+    }
+    let [early, mut late] = halves;
+    late.merge(&early);
+    (output(&whole), output(&late))
+}
+
+#[test]
+fn a_query_reads_code_exactly_between_sink_and_boundary() {
+    for len in [1, 63, 64, 65, 320, 335, 336, 337, 700] {
+        for windows in [Windows::default(), Windows::new(0, 16).unwrap(), Windows::new(16, 100).unwrap()] {
+            let (whole, by_position) = context_answer(len, len / 3, &windows);
+            close(&whole, &by_position, 2e-5);
+        }
+    }
+}
+
+#[test]
+fn a_flat_tail_of_128k_tokens_keeps_its_mass() {
+    // One loud token among 131071 whispers: the tail's share must not vanish.
+    let codec = KvFormat::OSCAR2.codec(64, CodeLayout::CpuTile).unwrap();
+    let mut tail = vec![0; codec.page_bytes()];
+    codec.encode(&vec![0.0; 64 * 64], &vec![1.0; 64 * 64], &mut tail).unwrap();
+    let mut head = vec![0; codec.page_bytes()];
+    let loud: Vec<f32> = (0..64).map(|c| if c == 0 { 12.0 } else { 0.0 }).collect();
+    codec.encode(&loud, &vec![0.0; 64], &mut head).unwrap();
+    let mut key = vec![0.0; 64];
+    let mut value = vec![0.0; 64];
+    codec.decode_rows(0, &head, &mut key, &mut value).unwrap();
+    let q: Vec<f32> = (0..64).map(|c| if c == 0 { 1.0 } else { 0.0 }).collect();
+    let mut state = AttentionState::empty(64);
+    attend_page(&q, 1.0, &codec, &head, 0..1, Form::Folded, &mut state);
+    for _ in 0..2048 {
+        attend_page(&q, 1.0, &codec, &tail, 0..64, Form::Folded, &mut state);
+    }
+    let tail_mass = 131072.0 / (131072.0 + (key[0] as f64).exp());
+    assert!((output(&state)[3] as f64 - tail_mass).abs() < 1e-3 * tail_mass);
+}
+
+#[test]
+fn an_empty_state_finishes_to_zeros_and_merges_as_nothing() {
+    let mut a = AttentionState::empty(4);
+    a.merge(&AttentionState::empty(4));
+    assert_eq!(output(&a), [0.0; 4]);
+    let b = AttentionState { max: 2.0, sum: 4.0, out: vec![4.0, 8.0, 0.0, -4.0] };
+    a.merge(&b);
+    assert_eq!(output(&a), [1.0, 2.0, 0.0, -1.0]);
+}
+
+proptest! {
+    #[test]
+    fn merge_order_does_not_matter(
+        parts in prop::collection::vec((-40.0f32..40.0, 0.1f32..50.0, prop::collection::vec(-3.0f32..3.0, 4)), 2..8), rotation in 0usize..8,
+    ) {
+        let states: Vec<AttentionState> = parts
+            .iter()
+            .map(|(max, sum, out)| AttentionState { max: *max, sum: *sum, out: out.iter().map(|v| v * sum).collect() })
+            .collect();
+        let mut forward = AttentionState::empty(4);
+        states.iter().for_each(|s| forward.merge(s));
+        let mut rotated = states.clone();
+        rotated.rotate_left(rotation % states.len());
+        // Fold as a tree: pairs first, then the pairs' results.
+        let mut tree = AttentionState::empty(4);
+        for pair in rotated.chunks(2) {
+            let mut both = pair[0].clone();
+            pair[1..].iter().for_each(|s| both.merge(s));
+            tree.merge(&both);
+        }
+        let (a, b) = (output(&forward), output(&tree));
+        for (x, y) in a.iter().zip(&b) {
+            prop_assert!((x - y).abs() < 1e-4, "{x} against {y}");
+        }
+    }
+}

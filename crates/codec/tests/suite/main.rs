@@ -1,0 +1,7 @@
+//! Behaviour of the codec crate as its users rely on it.
+
+mod attention;
+mod distortion;
+mod fixture;
+mod pages;
+mod support;

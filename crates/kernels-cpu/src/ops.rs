@@ -1,0 +1,172 @@
+//! Row and element operations between the matrix products: norms, sums, activations, conversions.
+//!
+//! The bodies are written once ([`portable`]), in lanes of fixed width without fused operations, and compiled
+//! once per instruction set. So the variants agree to the last bit, and the scalar one is the specification.
+
+pub mod convert;
+pub mod exp;
+mod portable;
+
+use half::bf16;
+
+use crate::kernels::Kernels;
+use crate::pool::ThreadPool;
+
+/// Elements one task handles: some microseconds of work.
+const TASK_ELEMENTS: usize = 16 << 10;
+
+/// The row and element kernels of one variant.
+///
+/// `unsafe` as in [`crate::gemm`]: the caller vouches for the variant's instructions.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct OpsKernels {
+    rms_norm_row: unsafe fn(&[f32], &[f32], f32, &mut [f32]),
+    add: unsafe fn(&mut [f32], &[f32]),
+    swiglu: unsafe fn(&[f32], &[f32], &mut [f32]),
+    argmax: unsafe fn(&[f32]) -> Option<usize>,
+    to_bf16: unsafe fn(&[f32], &mut [bf16]),
+    from_bf16: unsafe fn(&[bf16], &mut [f32]),
+}
+
+/// Compiles the portable bodies for an instruction set.
+macro_rules! compiled_for {
+    ($variant:ident $(, $features:literal)?) => {
+        pub(crate) mod $variant {
+            use super::{OpsKernels, bf16, portable};
+
+            pub(crate) const KERNELS: OpsKernels =
+                OpsKernels { rms_norm_row, add, swiglu, argmax, to_bf16, from_bf16 };
+
+            $(#[target_feature(enable = $features)])?
+            fn rms_norm_row(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
+                portable::rms_norm_row(x, weight, eps, out);
+            }
+            $(#[target_feature(enable = $features)])?
+            fn add(y: &mut [f32], x: &[f32]) {
+                portable::add(y, x);
+            }
+            $(#[target_feature(enable = $features)])?
+            fn swiglu(gate: &[f32], up: &[f32], out: &mut [f32]) {
+                portable::swiglu(gate, up, out);
+            }
+            $(#[target_feature(enable = $features)])?
+            fn argmax(row: &[f32]) -> Option<usize> {
+                portable::argmax(row)
+            }
+            $(#[target_feature(enable = $features)])?
+            fn to_bf16(x: &[f32], out: &mut [bf16]) {
+                portable::to_bf16(x, out);
+            }
+            $(#[target_feature(enable = $features)])?
+            fn from_bf16(x: &[bf16], out: &mut [f32]) {
+                portable::from_bf16(x, out);
+            }
+        }
+    };
+}
+
+compiled_for!(scalar);
+#[cfg(target_arch = "x86_64")]
+compiled_for!(avx2, "avx2,fma,f16c");
+#[cfg(target_arch = "x86_64")]
+compiled_for!(avx512, "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq");
+
+// SAFETY of all calls of a kernel below: `Kernels` exist only for variants this processor can run.
+impl Kernels {
+    /// Root-mean-square norm of each row of `x`: `x / sqrt(mean(x²) + eps) · weight`. A row is as long as
+    /// `weight`.
+    ///
+    /// # Panics
+    /// If `x` is not whole rows, or `out` not of the length of `x`.
+    pub fn rms_norm(&self, pool: &ThreadPool, x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
+        let width = weight.len();
+        assert!(width > 0 && x.len().is_multiple_of(width), "x must be whole rows of {width}");
+        assert_eq!(x.len(), out.len(), "out must be as long as x");
+        let chunk = rows_per_task(width) * width;
+        pool.run_chunks(out, chunk, |index, out| {
+            let x = &x[index * chunk..][..out.len()];
+            for (x, out) in x.chunks_exact(width).zip(out.chunks_exact_mut(width)) {
+                // SAFETY: see above.
+                unsafe { (self.ops.rms_norm_row)(x, weight, eps, out) };
+            }
+        });
+    }
+
+    /// `y += x`, element by element.
+    ///
+    /// # Panics
+    /// If the lengths differ.
+    pub fn add(&self, pool: &ThreadPool, y: &mut [f32], x: &[f32]) {
+        assert_eq!(y.len(), x.len(), "both sides of a sum must be of one length");
+        pool.run_chunks(y, TASK_ELEMENTS, |index, y| {
+            // SAFETY: see above.
+            unsafe { (self.ops.add)(y, &x[index * TASK_ELEMENTS..][..y.len()]) };
+        });
+    }
+
+    /// `out = silu(gate) · up` with `silu(g) = g / (1 + exp(-g))`, element by element.
+    ///
+    /// # Panics
+    /// If the lengths differ.
+    pub fn swiglu(&self, pool: &ThreadPool, gate: &[f32], up: &[f32], out: &mut [f32]) {
+        assert!(gate.len() == out.len() && up.len() == out.len(), "gate, up and out must be of one length");
+        pool.run_chunks(out, TASK_ELEMENTS, |index, out| {
+            let part = index * TASK_ELEMENTS..index * TASK_ELEMENTS + out.len();
+            // SAFETY: see above.
+            unsafe { (self.ops.swiglu)(&gate[part.clone()], &up[part], out) };
+        });
+    }
+
+    /// [`Kernels::swiglu`] on rows that hold `width` gate values followed by `width` up values, as one fused
+    /// matrix product leaves them.
+    ///
+    /// # Panics
+    /// If `out` is not whole rows of `width`, or `gate_up` not twice as long.
+    pub fn swiglu_rows(&self, pool: &ThreadPool, gate_up: &[f32], width: usize, out: &mut [f32]) {
+        assert!(width > 0 && out.len().is_multiple_of(width), "out must be whole rows of {width}");
+        assert_eq!(gate_up.len(), 2 * out.len(), "gate_up must hold gate and up for every output");
+        let rows = rows_per_task(width);
+        pool.run_chunks(out, rows * width, |index, out| {
+            let gate_up = &gate_up[2 * index * rows * width..][..2 * out.len()];
+            for (gate_up, out) in gate_up.chunks_exact(2 * width).zip(out.chunks_exact_mut(width)) {
+                let (gate, up) = gate_up.split_at(width);
+                // SAFETY: see above.
+                unsafe { (self.ops.swiglu)(gate, up, out) };
+            }
+        });
+    }
+
+    /// Index of the largest value, the first if several are equal. NaN is never the largest; `None` if there is
+    /// nothing else.
+    pub fn argmax(&self, row: &[f32]) -> Option<usize> {
+        // SAFETY: see above.
+        unsafe { (self.ops.argmax)(row) }
+    }
+
+    /// Rounds to BF16, to nearest even; NaN stays NaN.
+    ///
+    /// # Panics
+    /// If the lengths differ.
+    pub fn to_bf16(&self, x: &[f32], out: &mut [bf16]) {
+        assert_eq!(x.len(), out.len(), "both sides of a conversion must be of one length");
+        // SAFETY: see above.
+        unsafe { (self.ops.to_bf16)(x, out) };
+    }
+
+    /// Widens BF16 to f32, exactly.
+    ///
+    /// # Panics
+    /// If the lengths differ.
+    pub fn from_bf16(&self, x: &[bf16], out: &mut [f32]) {
+        assert_eq!(x.len(), out.len(), "both sides of a conversion must be of one length");
+        // SAFETY: see above.
+        unsafe { (self.ops.from_bf16)(x, out) };
+    }
+}
+
+fn rows_per_task(width: usize) -> usize {
+    (TASK_ELEMENTS / width).max(1)
+}
+
+#[cfg(test)]
+mod tests;

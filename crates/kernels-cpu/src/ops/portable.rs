@@ -1,0 +1,79 @@
+//! The bodies of the operations, inlined into one function per instruction set.
+//!
+//! Sums run in [`LANES`] separate lanes that are folded in a fixed order, and nothing is fused, so that every
+//! vector width gives the same bits.
+
+use half::bf16;
+
+use super::convert::{f32_from_bf16, f32_to_bf16};
+use super::exp::exp;
+
+/// Two of the widest vectors: enough independent sums to hide the latency of an addition.
+const LANES: usize = 32;
+
+#[inline(always)]
+pub(super) fn rms_norm_row(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
+    let scale = 1.0 / (sum_of_squares(x) / x.len() as f32 + eps).sqrt();
+    for ((out, &x), &weight) in out.iter_mut().zip(x).zip(weight) {
+        *out = x * scale * weight;
+    }
+}
+
+#[inline(always)]
+fn sum_of_squares(x: &[f32]) -> f32 {
+    let mut sums = [0.0_f32; LANES];
+    let (chunks, rest) = x.as_chunks::<LANES>();
+    for chunk in chunks {
+        for lane in 0..LANES {
+            sums[lane] += chunk[lane] * chunk[lane];
+        }
+    }
+    for (sum, &x) in sums.iter_mut().zip(rest) {
+        *sum += x * x;
+    }
+    let mut width = LANES / 2;
+    while width > 0 {
+        for lane in 0..width {
+            sums[lane] += sums[lane + width];
+        }
+        width /= 2;
+    }
+    sums[0]
+}
+
+#[inline(always)]
+pub(super) fn add(y: &mut [f32], x: &[f32]) {
+    y.iter_mut().zip(x).for_each(|(y, &x)| *y += x);
+}
+
+#[inline(always)]
+pub(super) fn swiglu(gate: &[f32], up: &[f32], out: &mut [f32]) {
+    for ((out, &gate), &up) in out.iter_mut().zip(gate).zip(up) {
+        *out = gate / (1.0 + exp(-gate)) * up;
+    }
+}
+
+#[inline(always)]
+pub(super) fn argmax(row: &[f32]) -> Option<usize> {
+    // A comparison with NaN is false, so NaN never replaces a maximum.
+    let larger = |best: f32, x: f32| if x > best { x } else { best };
+    let mut best = [f32::NEG_INFINITY; LANES];
+    let (chunks, rest) = row.as_chunks::<LANES>();
+    for chunk in chunks {
+        for lane in 0..LANES {
+            best[lane] = larger(best[lane], chunk[lane]);
+        }
+    }
+    let best = best.iter().chain(rest).fold(f32::NEG_INFINITY, |best, &x| larger(best, x));
+    row.iter().position(|&x| x == best)
+}
+
+#[inline(always)]
+pub(super) fn to_bf16(x: &[f32], out: &mut [bf16]) {
+    out.iter_mut().zip(x).for_each(|(out, &x)| *out = bf16::from_bits(f32_to_bf16(x)));
+}
+
+#[inline(always)]
+pub(super) fn from_bf16(x: &[bf16], out: &mut [f32]) {
+    out.iter_mut().zip(x).for_each(|(out, x)| *out = f32_from_bf16(x.to_bits()));
+}

@@ -1,0 +1,176 @@
+//! The scalar operations against f64, and every variant against the scalar one, to the last bit.
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::Variant;
+use crate::kernels::testing::kernels_or_note;
+
+const LENGTHS: [usize; 9] = [1, 7, 16, 31, 32, 33, 80, 1000, 40_000];
+
+fn pool(threads: usize) -> ThreadPool {
+    ThreadPool::new(threads).unwrap()
+}
+
+fn scalar() -> &'static Kernels {
+    Kernels::for_variant(Variant::Scalar).unwrap()
+}
+
+/// Reproducible values between `-scale` and `scale`.
+fn values(seed: u32, count: usize, scale: f32) -> Vec<f32> {
+    let mut state = seed;
+    let mut next = || {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (state >> 8) as f32 / (1 << 23) as f32 - 1.0
+    };
+    (0..count).map(|_| next() * scale).collect()
+}
+
+fn bits(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|value| value.to_bits()).collect()
+}
+
+#[test]
+fn scalar_rms_norm_matches_f64() {
+    for width in LENGTHS {
+        let (x, weight) = (values(1, 3 * width, 5.0), values(2, width, 2.0));
+        let mut out = vec![0.0; x.len()];
+        scalar().rms_norm(&pool(1), &x, &weight, 1e-6, &mut out);
+        for (row, out) in x.chunks_exact(width).zip(out.chunks_exact(width)) {
+            let mean = row.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>() / width as f64;
+            for i in 0..width {
+                let truth = f64::from(row[i]) / (mean + 1e-6).sqrt() * f64::from(weight[i]);
+                assert!(
+                    (f64::from(out[i]) - truth).abs() <= 2e-6 * truth.abs(),
+                    "{width}: {} {truth}",
+                    out[i]
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn rms_norm_of_zeros_is_zero() {
+    let mut out = [f32::NAN; 8];
+    scalar().rms_norm(&pool(1), &[0.0; 8], &[1.0; 4], 1e-6, &mut out);
+    assert_eq!(out, [0.0; 8]);
+}
+
+#[test]
+fn scalar_swiglu_matches_f64() {
+    let (gate, up) = (values(3, 10_000, 30.0), values(4, 10_000, 3.0));
+    let mut out = vec![0.0; gate.len()];
+    scalar().swiglu(&pool(1), &gate, &up, &mut out);
+    for i in 0..out.len() {
+        let g = f64::from(gate[i]);
+        let truth = g / (1.0 + (-g).exp()) * f64::from(up[i]);
+        assert!((f64::from(out[i]) - truth).abs() <= 1e-6 * truth.abs(), "{}: {} {truth}", gate[i], out[i]);
+    }
+    let mut edge = [0.0; 4];
+    scalar().swiglu(&pool(1), &[200.0, -200.0, 0.0, f32::NAN], &[1.0; 4], &mut edge);
+    assert_eq!(edge[..3], [200.0, 0.0, 0.0]);
+    assert!(edge[3].is_nan());
+}
+
+#[test]
+fn fused_rows_equal_separate_halves() {
+    let (rows, width) = (50, 700);
+    let gate_up = values(5, 2 * rows * width, 4.0);
+    let (mut gate, mut up) = (Vec::new(), Vec::new());
+    for row in gate_up.chunks_exact(2 * width) {
+        gate.extend_from_slice(&row[..width]);
+        up.extend_from_slice(&row[width..]);
+    }
+    let (mut fused, mut separate) = (vec![0.0; rows * width], vec![1.0; rows * width]);
+    scalar().swiglu_rows(&pool(2), &gate_up, width, &mut fused);
+    scalar().swiglu(&pool(2), &gate, &up, &mut separate);
+    assert_eq!(bits(&fused), bits(&separate));
+}
+
+#[test]
+fn argmax_takes_the_first_of_equals_and_no_nan() {
+    let mut row = vec![0.0; 100];
+    assert_eq!(scalar().argmax(&row), Some(0));
+    row[70] = 2.0;
+    row[40] = 2.0;
+    row[99] = f32::NAN;
+    row[0] = f32::NAN;
+    assert_eq!(scalar().argmax(&row), Some(40));
+    row[5] = f32::INFINITY;
+    assert_eq!(scalar().argmax(&row), Some(5));
+    assert_eq!(scalar().argmax(&[f32::NEG_INFINITY; 40]), Some(0));
+    assert_eq!(scalar().argmax(&[f32::NAN; 40]), None);
+    assert_eq!(scalar().argmax(&[]), None);
+}
+
+fn check_matches_scalar(variant: Variant) {
+    let Some(kernels) = kernels_or_note(variant) else { return };
+    let (pool_1, pool_3) = (pool(1), pool(3));
+    for len in LENGTHS {
+        let (mut a, b) = (values(6, 4 * len, 20.0), values(7, 4 * len, 3.0));
+        a[len / 2] = f32::NAN;
+        a[3 * len] = f32::INFINITY;
+        a[3 * len - 1] = f32::MIN_POSITIVE / 8.0;
+        let run = |kernels: &Kernels, pool: &ThreadPool| {
+            let mut results = vec![vec![0.0; 4 * len], a.clone(), vec![0.0; 4 * len]];
+            kernels.rms_norm(pool, &a, &b[..len], 1e-5, &mut results[0]);
+            kernels.add(pool, &mut results[1], &b);
+            kernels.swiglu(pool, &a, &b, &mut results[2]);
+            let mut narrow = vec![bf16::ZERO; 4 * len];
+            kernels.to_bf16(&a, &mut narrow);
+            let mut wide = vec![0.0; 4 * len];
+            kernels.from_bf16(&narrow, &mut wide);
+            results.push(wide);
+            let bits: Vec<Vec<u32>> = results.iter().map(|result| canonical_bits(result)).collect();
+            (bits, kernels.argmax(&a))
+        };
+        let expected = run(scalar(), &pool_1);
+        assert_eq!(run(kernels, &pool_1), expected, "{variant}, {len} elements");
+        assert_eq!(run(kernels, &pool_3), expected, "{variant}, {len} elements, three threads");
+    }
+}
+
+/// Bits, with every NaN the same: which NaN comes out of an operation is nobody's promise.
+fn canonical_bits(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|value| if value.is_nan() { 0x7fc0_0000 } else { value.to_bits() }).collect()
+}
+
+#[test]
+fn avx2_matches_scalar() {
+    check_matches_scalar(Variant::Avx2);
+}
+
+#[test]
+fn avx512_matches_scalar() {
+    check_matches_scalar(Variant::Avx512);
+}
+
+#[test]
+fn amx_matches_scalar() {
+    check_matches_scalar(Variant::Amx);
+}
+
+#[test]
+#[should_panic(expected = "whole rows")]
+fn partial_rows_are_refused() {
+    scalar().rms_norm(&pool(1), &[0.0; 7], &[1.0; 4], 1e-6, &mut [0.0; 7]);
+}
+
+#[test]
+#[should_panic(expected = "one length")]
+fn different_lengths_are_refused() {
+    scalar().add(&pool(1), &mut [0.0; 7], &[0.0; 8]);
+}
+
+proptest! {
+    #[test]
+    fn argmax_is_the_naive_one(row in prop::collection::vec(prop::num::f32::ANY, 0..200)) {
+        let naive = (0..row.len())
+            .filter(|&i| !row[i].is_nan())
+            .reduce(|best, i| if row[i] > row[best] { i } else { best });
+        for variant in Variant::available() {
+            prop_assert_eq!(Kernels::for_variant(variant).unwrap().argmax(&row), naive);
+        }
+    }
+}

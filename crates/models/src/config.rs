@@ -1,0 +1,198 @@
+//! `config.json` of any supported family, lowered into the one [`DecoderConfig`] the rest of the code reads.
+//!
+//! Invariant: a `DecoderConfig` obtained here has passed [`DecoderConfig::validate`]; every size is positive,
+//! heads divide evenly, and the model attends to its whole context.
+
+use serde::Deserialize;
+use serde_json::Value;
+
+use crate::error::LoadError;
+use crate::families::{llama, mistral, qwen2, qwen3};
+use crate::rope::RopeConfig;
+use crate::source::ModelSource;
+use crate::tensor::WeightDtype;
+
+/// The model families whose forward pass is implemented.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Family {
+    Qwen3,
+    Qwen2,
+    Llama,
+    Mistral,
+}
+
+impl Family {
+    pub const ALL: [Family; 4] = [Family::Qwen3, Family::Qwen2, Family::Llama, Family::Mistral];
+
+    /// The class name in `architectures`.
+    pub fn architecture(self) -> &'static str {
+        match self {
+            Self::Qwen3 => qwen3::ARCHITECTURE,
+            Self::Qwen2 => qwen2::ARCHITECTURE,
+            Self::Llama => llama::ARCHITECTURE,
+            Self::Mistral => mistral::ARCHITECTURE,
+        }
+    }
+
+    /// The value of `model_type`.
+    pub fn model_type(self) -> &'static str {
+        match self {
+            Self::Qwen3 => qwen3::MODEL_TYPE,
+            Self::Qwen2 => qwen2::MODEL_TYPE,
+            Self::Llama => llama::MODEL_TYPE,
+            Self::Mistral => mistral::MODEL_TYPE,
+        }
+    }
+
+    /// `architectures` decides when present: `model_type` is shared by chat, classifier and reward heads.
+    fn detect(header: &Header) -> Result<Self, LoadError> {
+        let architecture = header.architectures.as_deref().unwrap_or_default().first();
+        let found = match (architecture, &header.model_type) {
+            (Some(class), _) => {
+                Self::ALL.into_iter().find(|family| family.architecture() == class).ok_or(class)
+            }
+            (None, Some(kind)) => {
+                Self::ALL.into_iter().find(|family| family.model_type() == kind).ok_or(kind)
+            }
+            (None, None) => {
+                return Err(LoadError::config_field("architectures", "is missing, and so is model_type"));
+            }
+        };
+        found.map_err(|name| LoadError::UnknownArchitecture {
+            found: name.clone(),
+            supported: Self::ALL.map(Family::architecture).to_vec(),
+        })
+    }
+}
+
+/// What a decoder-only transformer needs to be run, whatever its family.
+#[derive(Debug, Clone, PartialEq)]
+pub struct DecoderConfig {
+    pub family: Family,
+    pub hidden_size: usize,
+    pub intermediate_size: usize,
+    pub layers: usize,
+    pub query_heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    pub vocab_size: usize,
+    pub rms_norm_eps: f32,
+    pub rope: RopeConfig,
+    /// RMSNorm over each query and key head before RoPE (Qwen3).
+    pub qk_norm: bool,
+    /// Bias on the query, key and value projections.
+    pub qkv_bias: bool,
+    /// Bias on the attention output projection.
+    pub output_bias: bool,
+    /// Bias on the gate, up and down projections.
+    pub mlp_bias: bool,
+    /// The output projection is the embedding table.
+    pub tie_word_embeddings: bool,
+    pub max_position_embeddings: usize,
+    /// Only ever a window no smaller than `max_position_embeddings`, so it never masks anything.
+    pub sliding_window: Option<usize>,
+    pub eos_token_ids: Vec<u32>,
+    pub bos_token_id: Option<u32>,
+    /// What the file says its weights are; the tensors themselves decide.
+    pub dtype: Option<WeightDtype>,
+}
+
+/// The fields read before the family is known.
+#[derive(Debug, Deserialize)]
+struct Header {
+    architectures: Option<Vec<String>>,
+    model_type: Option<String>,
+    quantization_config: Option<Value>,
+}
+
+impl DecoderConfig {
+    /// Reads `config.json`.
+    pub fn load(source: &ModelSource) -> Result<Self, LoadError> {
+        Self::from_json(&source.read_required("config.json")?)
+    }
+
+    /// Parses the bytes of a `config.json`.
+    pub fn from_json(bytes: &[u8]) -> Result<Self, LoadError> {
+        let json_error = |source| LoadError::Json { file: "config.json".to_owned(), source };
+        let header: Header = serde_json::from_slice(bytes).map_err(json_error)?;
+        let family = Family::detect(&header)?;
+        if let Some(quantization) = header.quantization_config {
+            let method = quantization.get("quant_method").and_then(Value::as_str).unwrap_or("unnamed method");
+            return Err(LoadError::Quantized { method: method.to_owned() });
+        }
+        let config = match family {
+            Family::Qwen3 => serde_json::from_slice::<qwen3::Qwen3Config>(bytes).map_err(json_error)?.lower(),
+            Family::Qwen2 => serde_json::from_slice::<qwen2::Qwen2Config>(bytes).map_err(json_error)?.lower(),
+            Family::Llama => serde_json::from_slice::<llama::LlamaConfig>(bytes).map_err(json_error)?.lower(),
+            Family::Mistral => {
+                serde_json::from_slice::<mistral::MistralConfig>(bytes).map_err(json_error)?.lower()
+            }
+        }?;
+        config.validate()?;
+        Ok(config)
+    }
+
+    /// Query heads that share one key-value head.
+    pub fn group_size(&self) -> usize {
+        self.query_heads / self.kv_heads
+    }
+
+    /// Width of all query heads together.
+    pub fn query_width(&self) -> usize {
+        self.query_heads * self.head_dim
+    }
+
+    /// Width of all key (or value) heads together.
+    pub fn kv_width(&self) -> usize {
+        self.kv_heads * self.head_dim
+    }
+
+    /// Refuses sizes that no forward pass could use, and those that only a corrupt file states.
+    pub fn validate(&self) -> Result<(), LoadError> {
+        // Generous bounds that keep every product of two sizes inside 64 bits and every list of layers short.
+        const LARGEST_SIZE: usize = 1 << 26;
+        const MOST_LAYERS: usize = 4096;
+        // Positions are multiplied as f32, exact up to here.
+        const MOST_POSITIONS: usize = 1 << 24;
+        let sizes = [
+            ("hidden_size", self.hidden_size, LARGEST_SIZE),
+            ("intermediate_size", self.intermediate_size, LARGEST_SIZE),
+            ("num_hidden_layers", self.layers, MOST_LAYERS),
+            ("num_attention_heads", self.query_heads, LARGEST_SIZE),
+            ("num_key_value_heads", self.kv_heads, LARGEST_SIZE),
+            ("head_dim", self.head_dim, LARGEST_SIZE),
+            ("vocab_size", self.vocab_size, LARGEST_SIZE),
+            ("max_position_embeddings", self.max_position_embeddings, MOST_POSITIONS),
+            ("num_attention_heads * head_dim", self.query_heads.saturating_mul(self.head_dim), LARGEST_SIZE),
+        ];
+        for (field, value, largest) in sizes {
+            if value == 0 || value > largest {
+                return Err(LoadError::config_field(
+                    field,
+                    format!("is {value}; it must be between 1 and {largest}"),
+                ));
+            }
+        }
+        if !self.query_heads.is_multiple_of(self.kv_heads) {
+            return Err(LoadError::config_field(
+                "num_attention_heads",
+                format!("is {}, which {} key-value heads do not divide", self.query_heads, self.kv_heads),
+            ));
+        }
+        if !self.head_dim.is_multiple_of(2) {
+            return Err(LoadError::config_field(
+                "head_dim",
+                format!("is {}; rotary embedding pairs elements, so it must be even", self.head_dim),
+            ));
+        }
+        if !(self.rms_norm_eps.is_finite() && self.rms_norm_eps >= 0.0) {
+            return Err(LoadError::config_field("rms_norm_eps", format!("is {}", self.rms_norm_eps)));
+        }
+        match self.sliding_window {
+            Some(window) if window < self.max_position_embeddings => {
+                Err(LoadError::SlidingWindow { window, max_positions: self.max_position_embeddings })
+            }
+            _ => Ok(()),
+        }
+    }
+}

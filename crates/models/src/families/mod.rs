@@ -1,0 +1,239 @@
+//! One file a model family: its `config.json` as published, and how it lowers into a
+//! [`DecoderConfig`](crate::DecoderConfig).
+//!
+//! What all families state in the same words is [`CommonFields`]; a family's own file holds only what is
+//! particular to it, defaults included (those of its configuration class in transformers).
+
+pub(crate) mod llama;
+pub(crate) mod mistral;
+pub(crate) mod qwen2;
+pub(crate) mod qwen3;
+
+use serde::Deserialize;
+
+use crate::config::{DecoderConfig, Family};
+use crate::error::LoadError;
+use crate::rope_fields::RopeFields;
+use crate::tensor::WeightDtype;
+
+/// The fields every family spells alike.
+#[derive(Debug, Deserialize)]
+pub(crate) struct CommonFields {
+    hidden_size: usize,
+    intermediate_size: usize,
+    num_hidden_layers: usize,
+    num_attention_heads: usize,
+    vocab_size: usize,
+    max_position_embeddings: usize,
+    #[serde(default = "default_rms_norm_eps")]
+    rms_norm_eps: f64,
+    #[serde(default = "default_hidden_act")]
+    hidden_act: String,
+    #[serde(default)]
+    tie_word_embeddings: bool,
+    head_dim: Option<usize>,
+    num_key_value_heads: Option<usize>,
+    eos_token_id: Option<TokenIds>,
+    bos_token_id: Option<u32>,
+    torch_dtype: Option<String>,
+    dtype: Option<String>,
+    #[serde(flatten)]
+    rope: RopeFields,
+}
+
+/// A token id field that may be one number or a list of them.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(untagged)]
+pub(crate) enum TokenIds {
+    One(u32),
+    Many(Vec<u32>),
+}
+
+impl TokenIds {
+    pub(crate) fn into_vec(self) -> Vec<u32> {
+        match self {
+            Self::One(id) => vec![id],
+            Self::Many(ids) => ids,
+        }
+    }
+}
+
+fn default_rms_norm_eps() -> f64 {
+    1e-6
+}
+
+fn default_hidden_act() -> String {
+    "silu".to_owned()
+}
+
+impl CommonFields {
+    /// A decoder without biases, head norms or window: the family adds what it has.
+    fn lower(self, family: Family) -> Result<DecoderConfig, LoadError> {
+        if !matches!(self.hidden_act.as_str(), "silu" | "swish") {
+            return Err(LoadError::config_field(
+                "hidden_act",
+                format!("is `{}`; only silu is computed", self.hidden_act),
+            ));
+        }
+        let heads = self.num_attention_heads;
+        let head_dim = match self.head_dim {
+            Some(given) => given,
+            None if heads > 0 && self.hidden_size.is_multiple_of(heads) => self.hidden_size / heads,
+            None => {
+                return Err(LoadError::config_field(
+                    "hidden_size",
+                    format!(
+                        "is {}, which {heads} heads do not divide; head_dim must be given",
+                        self.hidden_size
+                    ),
+                ));
+            }
+        };
+        let Some(kv_heads) = self.num_key_value_heads else {
+            return Err(LoadError::config_field("num_key_value_heads", "must be given"));
+        };
+        Ok(DecoderConfig {
+            family,
+            hidden_size: self.hidden_size,
+            intermediate_size: self.intermediate_size,
+            layers: self.num_hidden_layers,
+            query_heads: heads,
+            kv_heads,
+            head_dim,
+            vocab_size: self.vocab_size,
+            rms_norm_eps: self.rms_norm_eps as f32,
+            rope: self.rope.lower(self.max_position_embeddings)?,
+            qk_norm: false,
+            qkv_bias: false,
+            output_bias: false,
+            mlp_bias: false,
+            tie_word_embeddings: self.tie_word_embeddings,
+            max_position_embeddings: self.max_position_embeddings,
+            sliding_window: None,
+            eos_token_ids: self.eos_token_id.map(TokenIds::into_vec).unwrap_or_default(),
+            bos_token_id: self.bos_token_id,
+            dtype: self.dtype.or(self.torch_dtype).as_deref().and_then(WeightDtype::from_torch_name),
+        })
+    }
+}
+
+/// Qwen's window: declared in every file, in force only when switched on and reaching some layer.
+#[derive(Debug, Default, Deserialize)]
+pub(crate) struct QwenWindow {
+    #[serde(default)]
+    use_sliding_window: bool,
+    sliding_window: Option<usize>,
+    /// Layers from this one on slide, unless `layer_types` lists them one by one.
+    max_window_layers: Option<usize>,
+    layer_types: Option<Vec<String>>,
+}
+
+impl QwenWindow {
+    fn active(self, layers: usize) -> Option<usize> {
+        let some_layer_slides = match self.layer_types {
+            Some(kinds) => kinds.iter().any(|kind| kind == "sliding_attention"),
+            None => self.max_window_layers.is_none_or(|first| first < layers),
+        };
+        self.sliding_window.filter(|_| self.use_sliding_window && some_layer_slides)
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod test_support {
+    use serde_json::Value;
+
+    use crate::{DecoderConfig, LoadError};
+
+    pub(crate) fn parse(json: &Value) -> Result<DecoderConfig, LoadError> {
+        DecoderConfig::from_json(json.to_string().as_bytes())
+    }
+
+    /// `base` with the fields of `changes` put over it.
+    pub(crate) fn with(mut base: Value, changes: Value) -> Value {
+        for (field, value) in changes.as_object().unwrap() {
+            base[field] = value.clone();
+        }
+        base
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::test_support::{parse, with};
+    use crate::LoadError;
+    use serde_json::{Value, json};
+
+    fn small() -> Value {
+        json!({
+            "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100,
+            "max_position_embeddings": 512
+        })
+    }
+
+    #[test]
+    fn head_dim_defaults_to_an_even_share() {
+        assert_eq!(parse(&small()).unwrap().head_dim, 16);
+        let error = parse(&with(small(), json!({"hidden_size": 66}))).unwrap_err().to_string();
+        assert!(error.contains("head_dim must be given"), "{error}");
+    }
+
+    #[test]
+    fn model_type_decides_without_architectures() {
+        let mut json = with(small(), json!({"model_type": "qwen2"}));
+        json.as_object_mut().unwrap().remove("architectures");
+        assert!(parse(&json).unwrap().qkv_bias);
+        json.as_object_mut().unwrap().remove("model_type");
+        assert!(parse(&json).unwrap_err().to_string().contains("architectures"));
+    }
+
+    #[test]
+    fn an_unknown_architecture_is_named_beside_the_known() {
+        let json = with(small(), json!({"architectures": ["Qwen3MoeForCausalLM"]}));
+        let message = parse(&json).unwrap_err().to_string();
+        for name in ["Qwen3MoeForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"] {
+            assert!(message.contains(name), "{message}");
+        }
+    }
+
+    #[test]
+    fn quantized_checkpoints_are_refused_by_method() {
+        for method in ["fp8", "gptq", "awq"] {
+            let json = with(small(), json!({"quantization_config": {"quant_method": method, "bits": 4}}));
+            let error = parse(&json).unwrap_err();
+            assert!(matches!(&error, LoadError::Quantized { method: m } if m == method), "{error}");
+        }
+    }
+
+    #[test]
+    fn impossible_sizes_name_their_field() {
+        let cases = [
+            (json!({"num_key_value_heads": 3}), "num_attention_heads"),
+            (json!({"num_key_value_heads": 0}), "num_key_value_heads"),
+            (json!({"num_attention_heads": 0}), "heads"),
+            (json!({"head_dim": 15}), "head_dim"),
+            (json!({"hidden_size": 0}), "hidden_size"),
+            (json!({"num_hidden_layers": 0}), "num_hidden_layers"),
+            (json!({"vocab_size": 9_000_000_000_000u64}), "vocab_size"),
+            (json!({"max_position_embeddings": 1u64 << 40}), "max_position_embeddings"),
+            (
+                json!({"num_attention_heads": 1 << 20, "num_key_value_heads": 1, "head_dim": 1 << 20}),
+                "head_dim",
+            ),
+            (json!({"hidden_act": "gelu"}), "hidden_act"),
+            (json!({"rms_norm_eps": -1.0}), "rms_norm_eps"),
+            (json!({"hidden_size": "wide"}), "config.json"),
+        ];
+        for (change, field) in cases {
+            let message = parse(&with(small(), change.clone())).unwrap_err().to_string();
+            assert!(message.contains(field), "{change}: {message}");
+        }
+    }
+
+    #[test]
+    fn a_missing_field_is_named() {
+        let mut json = small();
+        json.as_object_mut().unwrap().remove("vocab_size");
+        assert!(parse(&json).unwrap_err().to_string().contains("vocab_size"));
+    }
+}

@@ -1,0 +1,37 @@
+//! Loading decoder language models from the files Hugging Face publishes.
+//!
+//! The path through this crate: a [`ModelSource`] says where the files are, [`DecoderConfig::load`] lowers the
+//! family's `config.json` into one description every family shares, [`Weights::open`] maps the safetensors
+//! without copying them, and [`Weights::check`] proves the two agree before any memory is spent.
+//!
+//! Invariant: nothing here knows requests, devices or HTTP serving. A model that loads is one whose full
+//! attention, rotary scaling and activation we compute exactly; anything else is refused by name.
+
+mod config;
+mod error;
+mod families;
+mod fingerprint;
+mod generation;
+#[cfg(feature = "hub")]
+pub mod hub;
+#[cfg(any(feature = "hub", test))]
+mod hub_files;
+mod mmap;
+mod rope;
+mod rope_fields;
+mod source;
+mod tensor;
+mod tensor_names;
+pub mod tiny;
+mod transformer;
+mod weights;
+
+pub use config::{DecoderConfig, Family};
+pub use error::{LineList, LoadError};
+pub use generation::GenerationConfig;
+pub use rope::{RopeConfig, RopeScaling, RopeTable};
+pub use source::{EmbeddedFiles, ModelName, ModelSource};
+pub use tensor::{TensorView, WeightDtype};
+pub use tensor_names::{Projection, RequiredTensor, TensorNames, required_tensors};
+pub use transformer::{BuildError, Observer, StepInput, Transformer, Workspace};
+pub use weights::Weights;

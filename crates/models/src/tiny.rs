@@ -1,0 +1,250 @@
+//! Writes complete random models of any supported family, small enough for tests of every crate.
+//!
+//! Invariant: the same configuration, options and seed give the same files on every machine, and a tensor's
+//! values depend only on the seed and its name, so sharding or dropping the prefix does not change the model.
+
+use std::fs;
+use std::path::Path;
+
+use half::{bf16, f16};
+use safetensors::tensor::TensorView as StoredTensor;
+use serde_json::{Value, json};
+
+use crate::config::{DecoderConfig, Family};
+use crate::error::LoadError;
+use crate::rope::{RopeConfig, RopeScaling};
+use crate::tensor::WeightDtype;
+use crate::tensor_names::{TensorNames, required_tensors};
+use crate::weights::{INDEX_FILE, SINGLE_FILE};
+
+/// A configuration that exercises its family's particulars and runs in milliseconds.
+pub fn tiny_config(family: Family) -> DecoderConfig {
+    DecoderConfig {
+        family,
+        hidden_size: 64,
+        intermediate_size: 96,
+        layers: 2,
+        query_heads: 4,
+        kv_heads: 2,
+        // Wider than an even share of the hidden size, as in the small Qwen3 models.
+        head_dim: 32,
+        vocab_size: 128,
+        rms_norm_eps: 1e-6,
+        rope: RopeConfig::plain(10_000.0),
+        qk_norm: family == Family::Qwen3,
+        qkv_bias: family == Family::Qwen2,
+        output_bias: false,
+        mlp_bias: false,
+        tie_word_embeddings: matches!(family, Family::Qwen3 | Family::Qwen2),
+        max_position_embeddings: 2048,
+        sliding_window: None,
+        eos_token_ids: vec![2],
+        bos_token_id: Some(1),
+        dtype: Some(WeightDtype::Bf16),
+    }
+}
+
+/// How the files are laid out.
+#[derive(Debug, Clone, Copy)]
+pub struct WriteOptions {
+    /// More than one writes an index and that many files.
+    pub shards: usize,
+    /// Name tensors `model.…`; without it the checkpoint looks like a saved bare decoder.
+    pub prefixed: bool,
+}
+
+impl Default for WriteOptions {
+    fn default() -> Self {
+        Self { shards: 1, prefixed: true }
+    }
+}
+
+/// Writes `config.json`, `generation_config.json` and the weights (in `config.dtype`, BF16 if it is `None`) into
+/// `dir`, which is created. There is no tokenizer: callers that need text bring their own.
+pub fn write_random_model(
+    dir: &Path,
+    config: &DecoderConfig,
+    options: WriteOptions,
+    seed: u64,
+) -> Result<(), LoadError> {
+    let unwritable =
+        |problem: String| LoadError::UnwritableModel { family: config.family.model_type(), problem };
+    config.validate()?;
+    let config_json = config_json(config).to_string();
+    if DecoderConfig::from_json(config_json.as_bytes())? != *config {
+        return Err(unwritable("its config.json cannot express this combination of settings".to_owned()));
+    }
+    let write = |name: &str, bytes: &[u8]| {
+        let path = dir.join(name);
+        fs::write(&path, bytes).map_err(|error| LoadError::io(path, error))
+    };
+    fs::create_dir_all(dir).map_err(|error| LoadError::io(dir, error))?;
+    write("config.json", config_json.as_bytes())?;
+    let generation = json!({"do_sample": false, "eos_token_id": config.eos_token_ids});
+    write("generation_config.json", generation.to_string().as_bytes())?;
+
+    let dtype = config.dtype.unwrap_or(WeightDtype::Bf16);
+    let tensors = random_tensors(config, options, dtype, seed);
+    let serialize = |part: &[RandomTensor]| {
+        let views: Result<Vec<_>, _> = part
+            .iter()
+            .map(|tensor| {
+                StoredTensor::new(dtype.to_safetensors(), tensor.shape.clone(), &tensor.bytes)
+                    .map(|view| (tensor.name.as_str(), view))
+            })
+            .collect();
+        views
+            .and_then(|views| safetensors::serialize(views, None))
+            .map_err(|error| unwritable(error.to_string()))
+    };
+    if options.shards <= 1 {
+        return write(SINGLE_FILE, &serialize(&tensors)?);
+    }
+    let total_size: usize = tensors.iter().map(|tensor| tensor.bytes.len()).sum();
+    let parts: Vec<&[RandomTensor]> = tensors.chunks(tensors.len().div_ceil(options.shards)).collect();
+    let mut weight_map = serde_json::Map::new();
+    for (index, part) in parts.iter().enumerate() {
+        let shard = format!("model-{:05}-of-{:05}.safetensors", index + 1, parts.len());
+        write(&shard, &serialize(part)?)?;
+        weight_map.extend(part.iter().map(|tensor| (tensor.name.clone(), Value::from(shard.clone()))));
+    }
+    let index = json!({"metadata": {"total_size": total_size}, "weight_map": weight_map});
+    write(INDEX_FILE, index.to_string().as_bytes())
+}
+
+/// The `config.json` of a configuration, in its family's words.
+fn config_json(config: &DecoderConfig) -> Value {
+    let mut json = json!({
+        "architectures": [config.family.architecture()],
+        "model_type": config.family.model_type(),
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.query_heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope.theta,
+        "rope_scaling": rope_scaling_json(&config.rope.scaling),
+        "hidden_act": "silu",
+        "attention_bias": config.output_bias,
+        "mlp_bias": config.mlp_bias,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "max_position_embeddings": config.max_position_embeddings,
+        "sliding_window": config.sliding_window,
+        "eos_token_id": config.eos_token_ids,
+        "bos_token_id": config.bos_token_id,
+        "torch_dtype": config.dtype.map(WeightDtype::torch_name),
+    });
+    if matches!(config.family, Family::Qwen3 | Family::Qwen2) {
+        json["use_sliding_window"] = Value::from(config.sliding_window.is_some());
+    }
+    json
+}
+
+fn rope_scaling_json(scaling: &RopeScaling) -> Value {
+    match scaling {
+        RopeScaling::None => Value::Null,
+        RopeScaling::Linear { factor } => json!({"rope_type": "linear", "factor": factor}),
+        RopeScaling::Llama3 {
+            factor,
+            low_freq_factor,
+            high_freq_factor,
+            original_max_position_embeddings,
+        } => json!({
+            "rope_type": "llama3",
+            "factor": factor,
+            "low_freq_factor": low_freq_factor,
+            "high_freq_factor": high_freq_factor,
+            "original_max_position_embeddings": original_max_position_embeddings,
+        }),
+        RopeScaling::Yarn {
+            factor,
+            original_max_position_embeddings,
+            beta_fast,
+            beta_slow,
+            attention_factor,
+            mscale,
+            mscale_all_dim,
+            truncate,
+        } => json!({
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": original_max_position_embeddings,
+            "beta_fast": beta_fast,
+            "beta_slow": beta_slow,
+            "attention_factor": attention_factor,
+            "mscale": mscale,
+            "mscale_all_dim": mscale_all_dim,
+            "truncate": truncate,
+        }),
+    }
+}
+
+struct RandomTensor {
+    name: String,
+    shape: Vec<usize>,
+    bytes: Vec<u8>,
+}
+
+/// Matrices keep the variance of what passes through them, norms stay near one, biases small: activations of
+/// the order of a trained model's, so that numerical tests mean something.
+fn random_tensors(
+    config: &DecoderConfig,
+    options: WriteOptions,
+    dtype: WeightDtype,
+    seed: u64,
+) -> Vec<RandomTensor> {
+    let names = if options.prefixed { TensorNames::PREFIXED } else { TensorNames::BARE };
+    // Values are drawn under the bare name, so that the prefix does not change them.
+    let seeds =
+        required_tensors(config, &TensorNames::BARE).into_iter().map(|tensor| name_hash(&tensor.name));
+    required_tensors(config, &names)
+        .into_iter()
+        .zip(seeds)
+        .map(|(tensor, name_seed)| {
+            let mut random = SplitMix(seed ^ name_seed);
+            let (center, spread) = match tensor.shape[..] {
+                [_, inputs] => (0.0, (3.0 / inputs as f32).sqrt()),
+                _ if tensor.name.ends_with(".bias") => (0.0, 0.2),
+                _ => (1.0, 0.2),
+            };
+            let elements: usize = tensor.shape.iter().product();
+            let mut bytes = Vec::with_capacity(elements * dtype.size());
+            for _ in 0..elements {
+                let value = center + spread * random.symmetric();
+                match dtype {
+                    WeightDtype::Bf16 => bytes.extend(bf16::from_f32(value).to_le_bytes()),
+                    WeightDtype::F16 => bytes.extend(f16::from_f32(value).to_le_bytes()),
+                    WeightDtype::F32 => bytes.extend(value.to_le_bytes()),
+                }
+            }
+            RandomTensor { name: tensor.name, shape: tensor.shape, bytes }
+        })
+        .collect()
+}
+
+/// FNV-1a, 64 bits.
+fn name_hash(name: &str) -> u64 {
+    name.bytes()
+        .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
+}
+
+/// The SplitMix64 generator: a counter, well mixed.
+struct SplitMix(u64);
+
+impl SplitMix {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.0;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ (mixed >> 31)
+    }
+
+    /// Uniform in [-1, 1), on a grid f32 represents exactly.
+    fn symmetric(&mut self) -> f32 {
+        (self.next() >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+    }
+}

@@ -1,0 +1,379 @@
+//! The decoder all supported families share, written once against the backend contract.
+//!
+//! ```text
+//! x = embed(token)
+//! for each layer:  x += Wo · attention(append(Wqkv · norm(x)))
+//!                  x += Wdown · swiglu(Wgate_up · norm(x))
+//! logits = Whead · norm(x)
+//! ```
+//!
+//! The value rotation of the cache is folded into `Wv` and `Wo` when the weights are loaded, so it costs nothing
+//! at run time; the key rotation cannot be folded (QK-norm and RoPE stand between) and is part of `append`.
+
+use crate::config::DecoderConfig;
+use crate::error::LoadError;
+use crate::rope::RopeTable;
+use crate::tensor::TensorView;
+use crate::tensor_names::Projection;
+use crate::weights::Weights;
+use half::{bf16, f16};
+use oscar_backend::{
+    Backend, BackendError, HeadPreparation, HeadShape, HostMatrix, HostValues, SequenceRows, Write,
+};
+use oscar_codec::{Rotation, RotationSet};
+
+/// Why a model could not be brought onto a device.
+#[derive(Debug, thiserror::Error)]
+pub enum BuildError {
+    #[error(transparent)]
+    Load(#[from] LoadError),
+    #[error(transparent)]
+    Backend(#[from] BackendError),
+    #[error(
+        "the rotations are for {found_layers} layers and {found_heads} KV heads of {found_dim}, the model has \
+         {layers} layers and {kv_heads} KV heads of {head_dim}: calibrate this model or give its own file"
+    )]
+    Rotations {
+        found_layers: usize,
+        found_heads: usize,
+        found_dim: usize,
+        layers: usize,
+        kv_heads: usize,
+        head_dim: usize,
+    },
+}
+
+struct Layer<B: Backend> {
+    input_norm: B::Vector,
+    qkv: B::Matrix,
+    qk_norm: Option<(B::Vector, B::Vector)>,
+    rotation: Option<B::LayerRotation>,
+    output: B::Matrix,
+    post_norm: B::Vector,
+    gate_up: B::Matrix,
+    down: B::Matrix,
+}
+
+/// A model on a device.
+pub struct Transformer<B: Backend> {
+    config: DecoderConfig,
+    shape: HeadShape,
+    max_positions: usize,
+    rope: B::Rope,
+    embedding: B::Matrix,
+    layers: Vec<Layer<B>>,
+    final_norm: B::Vector,
+    /// `None` when tied to the embedding.
+    head: Option<B::Matrix>,
+}
+
+/// Activations of a step, kept from step to step.
+pub struct Workspace<B: Backend> {
+    hidden: B::Rows,
+    normed: B::Rows,
+    qkv: B::Rows,
+    queries: B::Rows,
+    attended: B::Rows,
+    gate_up: B::Rows,
+    gated: B::Rows,
+    selected: B::Rows,
+    logits: B::Rows,
+}
+
+/// The rows of one step.
+pub struct StepInput<'a> {
+    pub tokens: &'a [u32],
+    pub sequences: &'a [SequenceRows<'a>],
+    /// Rows whose logits are wanted, ascending.
+    pub logits: &'a [usize],
+}
+
+/// Sees each layer's heads after QK-norm and RoPE and before any rotation: what calibration needs.
+pub trait Observer<B: Backend> {
+    fn layer(&mut self, layer: usize, sequences: &[SequenceRows<'_>], qkv: &B::Rows);
+}
+
+impl<B: Backend> Transformer<B> {
+    /// Brings the weights onto the device. `rotations` are those of the cache that will be used; `context` bounds
+    /// the positions (and the size of the RoPE table).
+    pub fn build(
+        backend: &B,
+        config: &DecoderConfig,
+        weights: &Weights,
+        rotations: Option<&RotationSet>,
+        context: usize,
+        mut progress: impl FnMut(usize),
+    ) -> Result<Self, BuildError> {
+        weights.check(config)?;
+        if let Some(set) = rotations {
+            let fits = (set.layers(), set.kv_heads(), set.head_dim())
+                == (config.layers, config.kv_heads, config.head_dim);
+            if !fits {
+                return Err(BuildError::Rotations {
+                    found_layers: set.layers(),
+                    found_heads: set.kv_heads(),
+                    found_dim: set.head_dim(),
+                    layers: config.layers,
+                    kv_heads: config.kv_heads,
+                    head_dim: config.head_dim,
+                });
+            }
+        }
+        let names = weights.names();
+        let vector = |name: &str| -> Result<B::Vector, BuildError> {
+            Ok(backend.vector(&weights.tensor(name)?.to_f32_vec())?)
+        };
+        let max_positions = context.min(config.max_position_embeddings);
+        let table = RopeTable::new(&config.rope, config.head_dim, max_positions);
+        let rope = backend.rope(table.cos_rows(), table.sin_rows(), config.head_dim)?;
+        let embedding = stacked(backend, weights, &[names.embedding()], None)?;
+        let mut layers = Vec::with_capacity(config.layers);
+        for index in 0..config.layers {
+            layers.push(Layer::build(backend, config, weights, rotations, index)?);
+            progress(index + 1);
+        }
+        let head = match config.tie_word_embeddings {
+            true => None,
+            false => Some(stacked(backend, weights, &[names.lm_head()], None)?),
+        };
+        let shape = HeadShape {
+            query_heads: config.query_heads,
+            kv_heads: config.kv_heads,
+            head_dim: config.head_dim,
+            rms_norm_eps: config.rms_norm_eps,
+            scale: (1.0 / (config.head_dim as f64).sqrt()) as f32,
+        };
+        let final_norm = vector(&names.final_norm())?;
+        Ok(Self { config: config.clone(), shape, max_positions, rope, embedding, layers, final_norm, head })
+    }
+
+    pub fn config(&self) -> &DecoderConfig {
+        &self.config
+    }
+
+    /// Positions this instance can address.
+    pub fn max_positions(&self) -> usize {
+        self.max_positions
+    }
+
+    pub fn workspace(&self, backend: &B) -> Workspace<B> {
+        let c = &self.config;
+        Workspace {
+            hidden: backend.rows(c.hidden_size),
+            normed: backend.rows(c.hidden_size),
+            qkv: backend.rows(c.query_width() + 2 * c.kv_width()),
+            queries: backend.rows(c.query_width()),
+            attended: backend.rows(c.query_width()),
+            gate_up: backend.rows(2 * c.intermediate_size),
+            gated: backend.rows(c.intermediate_size),
+            selected: backend.rows(c.hidden_size),
+            logits: backend.rows(c.vocab_size),
+        }
+    }
+
+    /// Runs one step and reads the wanted rows' logits (`logits.len() × vocab`) into `logits`.
+    pub fn forward(
+        &self,
+        backend: &B,
+        input: &StepInput<'_>,
+        pool: &mut B::Pool,
+        w: &mut Workspace<B>,
+        logits: &mut Vec<f32>,
+        mut observer: Option<&mut dyn Observer<B>>,
+    ) -> Result<(), BackendError> {
+        let eps = self.config.rms_norm_eps;
+        backend.embed(&self.embedding, input.tokens, &mut w.hidden);
+        for (index, layer) in self.layers.iter().enumerate() {
+            backend.rms_norm(&w.hidden, &layer.input_norm, eps, &mut w.normed);
+            backend.linear(&layer.qkv, &w.normed, &mut w.qkv, Write::Replace);
+            let heads = HeadPreparation {
+                qk_norm: layer.qk_norm.as_ref().map(|(q, k)| (q, k)),
+                rotation: layer.rotation.as_ref(),
+            };
+            backend.append(
+                index,
+                &self.shape,
+                heads,
+                &self.rope,
+                input.sequences,
+                &mut w.qkv,
+                &mut w.queries,
+                pool,
+            )?;
+            if let Some(observer) = observer.as_deref_mut() {
+                observer.layer(index, input.sequences, &w.qkv);
+            }
+            backend.demote(index, input.sequences, pool)?;
+            backend.attention(index, &self.shape, input.sequences, &w.queries, pool, &mut w.attended)?;
+            backend.linear(&layer.output, &w.attended, &mut w.hidden, Write::Add);
+
+            backend.rms_norm(&w.hidden, &layer.post_norm, eps, &mut w.normed);
+            backend.linear(&layer.gate_up, &w.normed, &mut w.gate_up, Write::Replace);
+            backend.swiglu(&w.gate_up, &mut w.gated);
+            backend.linear(&layer.down, &w.gated, &mut w.hidden, Write::Add);
+        }
+        logits.clear();
+        if !input.logits.is_empty() {
+            backend.select(&w.hidden, input.logits, &mut w.selected);
+            backend.rms_norm(&w.selected, &self.final_norm, eps, &mut w.normed);
+            backend.linear(
+                self.head.as_ref().unwrap_or(&self.embedding),
+                &w.normed,
+                &mut w.logits,
+                Write::Replace,
+            );
+            backend.read(&w.logits, logits);
+        }
+        Ok(())
+    }
+}
+
+impl<B: Backend> Layer<B> {
+    fn build(
+        backend: &B,
+        config: &DecoderConfig,
+        weights: &Weights,
+        rotations: Option<&RotationSet>,
+        index: usize,
+    ) -> Result<Self, BuildError> {
+        let names = weights.names();
+        let vector = |name: String| -> Result<B::Vector, BuildError> {
+            Ok(backend.vector(&weights.tensor(&name)?.to_f32_vec())?)
+        };
+        let plain = |projections: &[Projection]| -> Result<B::Matrix, BuildError> {
+            let list: Vec<String> = projections.iter().map(|p| names.weight(index, *p)).collect();
+            let bias = biases(config, weights, index, projections)?;
+            stacked(backend, weights, &list, bias.as_deref())
+        };
+        let qkv_parts = [Projection::Query, Projection::Key, Projection::Value];
+        let (qkv, output, rotation) = match rotations {
+            None => (plain(&qkv_parts)?, plain(&[Projection::Output])?, None),
+            Some(set) => {
+                let heads = &set.heads()[index * config.kv_heads..][..config.kv_heads];
+                let values: Vec<&Rotation> = heads.iter().map(|h| &h.value).collect();
+                let mut matrix = Vec::new();
+                for projection in qkv_parts {
+                    let mut part = weights.tensor(&names.weight(index, projection))?.to_f32_vec();
+                    if projection == Projection::Value {
+                        rotate_outputs(&mut part, config.hidden_size, &values);
+                    }
+                    matrix.extend(part);
+                }
+                let mut bias = biases(config, weights, index, &qkv_parts)?;
+                if let Some(bias) = &mut bias {
+                    let start = config.query_width() + config.kv_width();
+                    rotate_outputs(&mut bias[start..], 1, &values);
+                }
+                let qkv = backend.matrix(HostMatrix {
+                    outputs: config.query_width() + 2 * config.kv_width(),
+                    inputs: config.hidden_size,
+                    values: HostValues::F32(&matrix),
+                    bias: bias.as_deref(),
+                })?;
+                let mut out = weights.tensor(&names.weight(index, Projection::Output))?.to_f32_vec();
+                rotate_inputs(&mut out, config, &values);
+                let output = backend.matrix(HostMatrix {
+                    outputs: config.hidden_size,
+                    inputs: config.query_width(),
+                    values: HostValues::F32(&out),
+                    bias: biases(config, weights, index, &[Projection::Output])?.as_deref(),
+                })?;
+                (qkv, output, Some(backend.layer_rotation(heads)?))
+            }
+        };
+        Ok(Self {
+            input_norm: vector(names.input_norm(index))?,
+            qkv,
+            qk_norm: match config.qk_norm {
+                true => Some((vector(names.query_norm(index))?, vector(names.key_norm(index))?)),
+                false => None,
+            },
+            rotation,
+            output,
+            post_norm: vector(names.post_attention_norm(index))?,
+            gate_up: plain(&[Projection::Gate, Projection::Up])?,
+            down: plain(&[Projection::Down])?,
+        })
+    }
+}
+
+/// `v' = v·R` for each KV head, applied to the rows of `Wv` (or, with one input, to its bias):
+/// row `j` of the head becomes `Σᵢ R[i][j] · row i`.
+fn rotate_outputs(matrix: &mut [f32], inputs: usize, rotations: &[&Rotation]) {
+    for (head, rotation) in matrix.chunks_exact_mut(rotations[0].head_dim() * inputs).zip(rotations) {
+        let d = rotation.head_dim();
+        let original = head.to_vec();
+        head.fill(0.0);
+        for i in 0..d {
+            let source = &original[i * inputs..][..inputs];
+            for j in 0..d {
+                let r = rotation.matrix()[i * d + j];
+                for (o, v) in head[j * inputs..][..inputs].iter_mut().zip(source) {
+                    *o += r * v;
+                }
+            }
+        }
+    }
+}
+
+/// Undoes the value rotation in `Wo`: the block of each query head is multiplied by its KV head's `R`.
+fn rotate_inputs(matrix: &mut [f32], config: &DecoderConfig, rotations: &[&Rotation]) {
+    let (d, group) = (config.head_dim, config.group_size());
+    let mut rotated = vec![0.0; d];
+    for row in matrix.chunks_exact_mut(config.query_width()) {
+        for (head, block) in row.chunks_exact_mut(d).enumerate() {
+            rotations[head / group].apply(block, &mut rotated);
+            block.copy_from_slice(&rotated);
+        }
+    }
+}
+
+fn biases(
+    config: &DecoderConfig,
+    weights: &Weights,
+    layer: usize,
+    projections: &[Projection],
+) -> Result<Option<Vec<f32>>, LoadError> {
+    if !projections.iter().any(|p| p.has_bias(config)) {
+        return Ok(None);
+    }
+    let mut all = Vec::new();
+    for p in projections {
+        match p.has_bias(config) {
+            true => all.extend(weights.tensor(&weights.names().bias(layer, *p))?.to_f32_vec()),
+            false => all.extend(std::iter::repeat_n(0.0, p.shape(config)[0])),
+        }
+    }
+    Ok(Some(all))
+}
+
+/// Several matrices of equal width as one, their outputs after each other.
+fn stacked<B: Backend>(
+    backend: &B,
+    weights: &Weights,
+    names: &[String],
+    bias: Option<&[f32]>,
+) -> Result<B::Matrix, BuildError> {
+    let views = names.iter().map(|name| weights.tensor(name)).collect::<Result<Vec<TensorView<'_>>, _>>()?;
+    let outputs = views.iter().map(|v| v.shape[0]).sum();
+    let inputs = views[0].shape[1];
+    let matrix = |values| Ok(backend.matrix(HostMatrix { outputs, inputs, values, bias })?);
+    if let [view] = views.as_slice()
+        && let Some(values) = view.as_bf16()
+    {
+        return matrix(HostValues::Bf16(values));
+    }
+    if views.iter().all(|v| v.dtype == crate::tensor::WeightDtype::Bf16) {
+        let values: Vec<bf16> = views.iter().flat_map(TensorView::to_bf16_vec).collect();
+        return matrix(HostValues::Bf16(&values));
+    }
+    if views.iter().all(|v| v.dtype == crate::tensor::WeightDtype::F16) {
+        let values: Vec<f16> = views
+            .iter()
+            .flat_map(|v| v.bytes.chunks_exact(2).map(|b| f16::from_le_bytes([b[0], b[1]])))
+            .collect();
+        return matrix(HostValues::F16(&values));
+    }
+    let values: Vec<f32> = views.iter().flat_map(TensorView::to_f32_vec).collect();
+    matrix(HostValues::F32(&values))
+}

@@ -1,0 +1,261 @@
+//! The tensors of a checkpoint, mapped from one safetensors file or many, never copied to be looked at.
+//!
+//! Invariant: once [`Weights::open`] returns, every tensor's bytes lie inside its file, do not overlap another's,
+//! and are exactly as long as dtype and shape say. [`Weights::check`] then ties the names and shapes to a
+//! configuration; both read headers only, so a bad checkpoint costs no memory.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use safetensors::tensor::{Dtype, Metadata, SafeTensorError, SafeTensors};
+use serde::Deserialize;
+
+use crate::config::DecoderConfig;
+use crate::error::{LineList, LoadError};
+use crate::fingerprint::fingerprint;
+use crate::mmap::FileBytes;
+use crate::source::{ModelSource, check_file_name};
+use crate::tensor::{TensorView, WeightDtype};
+use crate::tensor_names::{TensorNames, required_tensors};
+
+pub(crate) const SINGLE_FILE: &str = "model.safetensors";
+pub(crate) const INDEX_FILE: &str = "model.safetensors.index.json";
+
+/// The open weights of a model.
+#[derive(Debug)]
+pub struct Weights {
+    files: Vec<FileBytes>,
+    entries: BTreeMap<String, Entry>,
+    names: TensorNames,
+}
+
+/// Where one tensor lies.
+#[derive(Debug)]
+struct Entry {
+    file: usize,
+    dtype: Dtype,
+    shape: Vec<usize>,
+    start: usize,
+    end: usize,
+}
+
+impl Weights {
+    /// Opens `model.safetensors`, or the shards that `model.safetensors.index.json` names.
+    ///
+    /// The files stay mapped: replace a checkpoint by renaming a new one over it, never by writing into it.
+    /// Editing one in place while it is open would change the weights under the model or end the process.
+    pub fn open(source: &ModelSource) -> Result<Self, LoadError> {
+        let (files, entries) = if source.contains(SINGLE_FILE) {
+            let file = source.map(SINGLE_FILE)?;
+            let entries = read_header(SINGLE_FILE, &file, 0)?;
+            (vec![file], entries)
+        } else if let Some(index) = source.read(INDEX_FILE)? {
+            open_shards(source, &ShardIndex::parse(&index)?)?
+        } else {
+            return Err(LoadError::MissingFile {
+                place: source.to_string(),
+                file: format!("{SINGLE_FILE} or {INDEX_FILE}"),
+            });
+        };
+        let names = TensorNames::detect(|name| entries.contains_key(name));
+        Ok(Self { files, entries, names })
+    }
+
+    /// Verifies that every tensor this configuration needs is there, shaped as needed and in a readable dtype;
+    /// all that is wrong is listed in one error.
+    pub fn check(&self, config: &DecoderConfig) -> Result<(), LoadError> {
+        if let Some(method) = self.quantization_trace() {
+            return Err(LoadError::Quantized { method });
+        }
+        let mut problems = Vec::new();
+        for required in required_tensors(config, &self.names) {
+            let name = &required.name;
+            let Some(entry) = self.entries.get(name) else {
+                let hint = if *name == self.names.lm_head() {
+                    " (a model that shares its embedding must say \"tie_word_embeddings\": true)"
+                } else {
+                    ""
+                };
+                problems.push(format!("{name} is missing{hint}"));
+                continue;
+            };
+            if entry.shape != required.shape {
+                problems.push(format!(
+                    "{name} is {:?}, the configuration needs {:?}",
+                    entry.shape, required.shape
+                ));
+            }
+            if WeightDtype::from_safetensors(entry.dtype).is_none() {
+                problems.push(format!("{name} is {}; BF16, F16 or F32 is needed", entry.dtype));
+            }
+        }
+        if problems.is_empty() {
+            return Ok(());
+        }
+        Err(LoadError::WeightsMismatch { problems: LineList(problems) })
+    }
+
+    /// A tensor by name, borrowed from the file.
+    pub fn tensor(&self, name: &str) -> Result<TensorView<'_>, LoadError> {
+        let entry =
+            self.entries.get(name).ok_or_else(|| LoadError::TensorMissing { name: name.to_owned() })?;
+        let dtype = WeightDtype::from_safetensors(entry.dtype).ok_or_else(|| {
+            LoadError::UnsupportedDtype { name: name.to_owned(), dtype: entry.dtype.to_string() }
+        })?;
+        Ok(TensorView { dtype, shape: &entry.shape, bytes: self.bytes(entry) })
+    }
+
+    /// The spelling of names in this checkpoint.
+    pub fn names(&self) -> &TensorNames {
+        &self.names
+    }
+
+    /// The names of all tensors in the files, sorted.
+    pub fn tensor_names(&self) -> impl Iterator<Item = &str> {
+        self.entries.keys().map(String::as_str)
+    }
+
+    /// Elements of all tensors in the files.
+    pub fn parameter_count(&self) -> u64 {
+        self.entries.values().map(|entry| entry.shape.iter().map(|n| *n as u64).product::<u64>()).sum()
+    }
+
+    /// Bytes of all tensors in the files.
+    pub fn total_bytes(&self) -> u64 {
+        self.entries.values().map(|entry| (entry.end - entry.start) as u64).sum()
+    }
+
+    /// Identifies the model: 64 hexadecimal digits, the same however the tensors are split over files. See the
+    /// `fingerprint` module for what it covers.
+    pub fn fingerprint(&self) -> String {
+        fingerprint(self.entries.iter().map(|(name, entry)| {
+            (name.as_str(), entry.dtype.to_string(), entry.shape.as_slice(), self.bytes(entry))
+        }))
+    }
+
+    fn bytes(&self, entry: &Entry) -> &[u8] {
+        &self.files[entry.file][entry.start..entry.end]
+    }
+
+    /// Tensors that only quantized checkpoints have; some are published without `quantization_config`.
+    fn quantization_trace(&self) -> Option<String> {
+        const TRACES: [&str; 4] = [".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv"];
+        let trace = self.entries.keys().find(|name| TRACES.iter().any(|ending| name.ends_with(ending)))?;
+        Some(format!("not stated, but the file holds {trace}"))
+    }
+}
+
+/// `model.safetensors.index.json`: which shard holds which tensor.
+#[derive(Debug, Deserialize)]
+pub(crate) struct ShardIndex {
+    weight_map: BTreeMap<String, String>,
+}
+
+impl ShardIndex {
+    /// Parses the index and refuses shard names that point out of the model's folder.
+    pub(crate) fn parse(bytes: &[u8]) -> Result<Self, LoadError> {
+        let index: Self = serde_json::from_slice(bytes)
+            .map_err(|source| LoadError::Json { file: INDEX_FILE.to_owned(), source })?;
+        for shard in index.weight_map.values() {
+            check_file_name(shard)?;
+        }
+        Ok(index)
+    }
+
+    /// The shards, sorted, each once.
+    pub(crate) fn shard_names(&self) -> Vec<String> {
+        self.weight_map.values().collect::<BTreeSet<_>>().into_iter().cloned().collect()
+    }
+}
+
+type OpenFiles = (Vec<FileBytes>, BTreeMap<String, Entry>);
+
+fn open_shards(source: &ModelSource, index: &ShardIndex) -> Result<OpenFiles, LoadError> {
+    let disagree = |problems| LoadError::BadIndex { file: INDEX_FILE, problems: LineList(problems) };
+    let shards = index.shard_names();
+    let absent: Vec<String> = shards
+        .iter()
+        .filter(|shard| !source.contains(shard))
+        .map(|shard| format!("shard {shard} is missing"))
+        .collect();
+    if !absent.is_empty() {
+        return Err(disagree(absent));
+    }
+
+    let mut files = Vec::with_capacity(shards.len());
+    let mut held: BTreeMap<String, Entry> = BTreeMap::new();
+    let mut problems = Vec::new();
+    for shard in &shards {
+        let file = source.map(shard)?;
+        for (name, entry) in read_header(shard, &file, files.len())? {
+            // The index decides; a tensor it does not place here is not ours to use.
+            if index.weight_map.get(&name) == Some(shard) {
+                held.insert(name, entry);
+            }
+        }
+        files.push(file);
+    }
+    for (name, shard) in &index.weight_map {
+        if !held.contains_key(name) {
+            problems.push(format!("{name} is not in {shard}"));
+        }
+    }
+    if problems.is_empty() { Ok((files, held)) } else { Err(disagree(problems)) }
+}
+
+/// Parses and verifies one file's header; touches no tensor data.
+fn read_header(name: &str, bytes: &[u8], file: usize) -> Result<BTreeMap<String, Entry>, LoadError> {
+    let (header_bytes, metadata) = SafeTensors::read_metadata(bytes).map_err(|error| {
+        LoadError::BadSafetensors { file: name.to_owned(), problem: explain(&error, bytes) }
+    })?;
+    let data_start = LENGTH_BYTES + header_bytes;
+    Ok(metadata
+        .tensors()
+        .into_iter()
+        .map(|(tensor, info)| {
+            let (start, end) = info.data_offsets;
+            let entry = Entry {
+                file,
+                dtype: info.dtype,
+                shape: info.shape.clone(),
+                start: data_start + start,
+                end: data_start + end,
+            };
+            (tensor, entry)
+        })
+        .collect())
+}
+
+/// A safetensors file begins with the length of its header.
+const LENGTH_BYTES: usize = 8;
+
+/// The parser's verdict in words that say what happened to the file.
+fn explain(error: &SafeTensorError, bytes: &[u8]) -> String {
+    let stated_header =
+        bytes.first_chunk::<LENGTH_BYTES>().map(|length| u64::from_le_bytes(*length)).unwrap_or_default();
+    match error {
+        SafeTensorError::HeaderTooSmall => format!("it has only {} bytes", bytes.len()),
+        SafeTensorError::HeaderTooLarge | SafeTensorError::InvalidHeaderLength => {
+            format!("it has {} bytes but states a header of {stated_header}", bytes.len())
+        }
+        SafeTensorError::MetadataIncompleteBuffer => {
+            let header = bytes.get(LENGTH_BYTES..).and_then(|rest| rest.get(..stated_header as usize));
+            let described = header.and_then(|json| serde_json::from_slice::<Metadata>(json).ok());
+            match described.map(|metadata| LENGTH_BYTES + stated_header as usize + metadata.data_len()) {
+                Some(expected) if expected > bytes.len() => {
+                    format!("it is cut short: {} bytes of {expected}", bytes.len())
+                }
+                Some(expected) => {
+                    format!("it has {} bytes where its header describes {expected}", bytes.len())
+                }
+                None => error.to_string(),
+            }
+        }
+        SafeTensorError::InvalidOffset(tensor) => {
+            format!("the data of `{tensor}` overlaps another tensor or leaves a gap before it")
+        }
+        SafeTensorError::TensorInvalidInfo => {
+            "a tensor's data is not as long as its shape and dtype say".to_owned()
+        }
+        other => other.to_string(),
+    }
+}

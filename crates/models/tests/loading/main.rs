@@ -1,0 +1,4 @@
+//! Whole models on disk: good ones of every family load, and each way a file can be wrong gives one clear error.
+
+mod corrupted;
+mod models;

@@ -1,0 +1,48 @@
+//! Reads the text side of a model folder in the Hugging Face layout.
+//!
+//! Invariant: this is the only module that opens files; everything else is given bytes.
+
+use std::io::ErrorKind;
+use std::path::Path;
+
+use crate::{ChatTemplate, NamedTemplate, TextError, Tokenizer, TokenizerConfig};
+
+/// The tokenizer of a model and, if it has one, its chat template.
+#[derive(Debug)]
+pub struct ModelText {
+    pub tokenizer: Tokenizer,
+    pub chat: Option<ChatTemplate>,
+}
+
+impl ModelText {
+    /// Reads `tokenizer.json` and, where present, `tokenizer_config.json` and `chat_template.jinja`. The
+    /// `.jinja` file takes the place of the configuration's default template.
+    pub fn from_dir(dir: &Path) -> Result<Self, TextError> {
+        let tokenizer_path = dir.join("tokenizer.json");
+        let tokenizer_json = std::fs::read(&tokenizer_path)
+            .map_err(|source| TextError::Read { path: tokenizer_path, source })?;
+        let mut config = match read_optional(&dir.join("tokenizer_config.json"))? {
+            Some(bytes) => TokenizerConfig::from_json(&bytes)?,
+            None => TokenizerConfig::default(),
+        };
+        if let Some(source) = read_optional(&dir.join("chat_template.jinja"))? {
+            let source = String::from_utf8_lossy(&source);
+            config.templates.retain(|template| template.name != NamedTemplate::DEFAULT);
+            config.templates.insert(0, NamedTemplate::unnamed(source));
+        }
+        let tokenizer = Tokenizer::from_json(&tokenizer_json, &config)?;
+        let chat = match config.templates.is_empty() {
+            true => None,
+            false => Some(ChatTemplate::new(&config.templates, &config.special)?),
+        };
+        Ok(Self { tokenizer, chat })
+    }
+}
+
+fn read_optional(path: &Path) -> Result<Option<Vec<u8>>, TextError> {
+    match std::fs::read(path) {
+        Ok(bytes) => Ok(Some(bytes)),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+        Err(source) => Err(TextError::Read { path: path.to_owned(), source }),
+    }
+}

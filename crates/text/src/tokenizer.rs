@@ -1,0 +1,169 @@
+//! The tokenizer: text to ids and back, around the `tokenizers` crate.
+//!
+//! Invariant: an id outside the vocabulary is an error, never silently dropped; truncation and padding that a
+//! `tokenizer.json` may carry from training are switched off, so that ids depend on the text alone.
+
+use std::collections::HashSet;
+use std::fmt;
+use std::sync::Arc;
+
+use tokenizers::{AddedToken, DecoderWrapper};
+
+use crate::{SpecialTokens, TextError, TokenizerConfig};
+
+/// A tokenizer; clones are cheap and share the vocabulary.
+#[derive(Clone)]
+pub struct Tokenizer {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    inner: tokenizers::Tokenizer,
+    special: SpecialTokens,
+    special_ids: HashSet<u32>,
+    byte_rule: ByteRule,
+}
+
+/// How tokens of this vocabulary may hold pieces of a UTF-8 sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ByteRule {
+    /// Byte-level BPE: every token is a byte string, text is their concatenation.
+    ByteLevel,
+    /// Tokens are text; `<0xNN>` tokens, where the decoder knows them, are single bytes.
+    Pieces { byte_fallback: bool },
+    /// A byte-level step buried in a longer chain of decoders.
+    Mixed,
+}
+
+impl Tokenizer {
+    /// Builds a tokenizer from the bytes of `tokenizer.json`.
+    pub fn from_json(tokenizer_json: &[u8], config: &TokenizerConfig) -> Result<Self, TextError> {
+        let unusable = |error: tokenizers::Error| TextError::TokenizerJson { reason: error.to_string() };
+        let mut inner = tokenizers::Tokenizer::from_bytes(tokenizer_json).map_err(unusable)?;
+        inner.with_truncation(None).map_err(unusable)?;
+        inner.with_padding(None);
+
+        // Tokens the configuration calls special must be skipped and matched as such even where
+        // tokenizer.json forgot the mark. Unknown ones are left out: their ids would lie past the embedding.
+        let special = config.special.clone();
+        let declared: Vec<AddedToken> = special
+            .named()
+            .map(|(_, token)| token)
+            .chain(special.additional().iter().map(String::as_str))
+            .filter(|token| inner.token_to_id(token).is_some())
+            .filter(|token| !inner.get_added_vocabulary().is_special_token(token))
+            .map(|token| AddedToken::from(token, true))
+            .collect();
+        inner.add_special_tokens(declared).map_err(unusable)?;
+
+        let added = inner.get_added_tokens_decoder();
+        let special_ids = added.iter().filter(|(_, token)| token.special).map(|(id, _)| *id).collect();
+        let byte_rule = byte_rule(inner.get_decoder());
+        Ok(Self { shared: Arc::new(Shared { inner, special, special_ids, byte_rule }) })
+    }
+
+    /// Token ids of `text`. Special tokens written out in the text (`<|im_end|>`) become their single id;
+    /// `add_special` also applies the model's frame, such as a leading BOS.
+    pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>, TextError> {
+        match self.shared.inner.encode_fast(text, add_special) {
+            Ok(encoding) => Ok(encoding.get_ids().to_vec()),
+            Err(error) => Err(TextError::Encode { bytes: text.len(), reason: error.to_string() }),
+        }
+    }
+
+    /// Text of `ids`, all at once. Bytes that are no UTF-8 become U+FFFD.
+    pub fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String, TextError> {
+        if let Some(&id) = ids.iter().find(|&&id| !self.contains(id)) {
+            return Err(self.unknown(id));
+        }
+        self.decode_known(ids, skip_special)
+    }
+
+    /// Number of tokens, the added ones included.
+    pub fn vocab_size(&self) -> usize {
+        self.shared.inner.get_vocab_size(true)
+    }
+
+    pub fn token_to_id(&self, token: &str) -> Option<u32> {
+        self.shared.inner.token_to_id(token)
+    }
+
+    /// The vocabulary's spelling of a token (`Ġthe`, `<0x0A>`), which is not yet text.
+    pub fn id_to_token(&self, id: u32) -> Option<String> {
+        self.shared.inner.id_to_token(id)
+    }
+
+    pub fn is_special(&self, id: u32) -> bool {
+        self.shared.special_ids.contains(&id)
+    }
+
+    pub fn special(&self) -> &SpecialTokens {
+        &self.shared.special
+    }
+
+    pub fn bos_id(&self) -> Option<u32> {
+        self.token_to_id(self.special().bos()?)
+    }
+
+    pub fn eos_id(&self) -> Option<u32> {
+        self.token_to_id(self.special().eos()?)
+    }
+
+    pub fn pad_id(&self) -> Option<u32> {
+        self.token_to_id(self.special().pad()?)
+    }
+
+    pub(crate) fn byte_rule(&self) -> ByteRule {
+        self.shared.byte_rule
+    }
+
+    /// Decodes ids that the caller has already checked.
+    pub(crate) fn decode_known(&self, ids: &[u32], skip_special: bool) -> Result<String, TextError> {
+        // Some decoders of the library panic when no token is left for them.
+        if skip_special && ids.iter().all(|&id| self.is_special(id)) || ids.is_empty() {
+            return Ok(String::new());
+        }
+        self.shared
+            .inner
+            .decode(ids, skip_special)
+            .map_err(|error| TextError::Decode { tokens: ids.len(), reason: error.to_string() })
+    }
+
+    pub(crate) fn unknown(&self, id: u32) -> TextError {
+        TextError::UnknownToken { id, vocab_size: self.vocab_size() }
+    }
+
+    fn contains(&self, id: u32) -> bool {
+        self.shared.inner.id_to_token(id).is_some()
+    }
+}
+
+impl fmt::Debug for Tokenizer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Tokenizer")
+            .field("vocab_size", &self.vocab_size())
+            .field("special", self.special())
+            .field("byte_rule", &self.shared.byte_rule)
+            .finish()
+    }
+}
+
+fn byte_rule(decoder: Option<&DecoderWrapper>) -> ByteRule {
+    let steps: &[DecoderWrapper] = match decoder {
+        None => &[],
+        Some(DecoderWrapper::Sequence(sequence)) => sequence.get_decoders(),
+        Some(single) => std::slice::from_ref(single),
+    };
+    match steps {
+        [DecoderWrapper::ByteLevel(_)] => ByteRule::ByteLevel,
+        _ if steps
+            .iter()
+            .any(|step| matches!(step, DecoderWrapper::ByteLevel(_) | DecoderWrapper::Sequence(_))) =>
+        {
+            ByteRule::Mixed
+        }
+        _ => ByteRule::Pieces {
+            byte_fallback: steps.iter().any(|step| matches!(step, DecoderWrapper::ByteFallback(_))),
+        },
+    }
+}
