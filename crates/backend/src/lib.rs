@@ -107,12 +107,18 @@ pub trait Backend: Send + Sync {
     fn rms_norm(&self, x: &Self::Rows, weight: &Self::Vector, eps: f32, out: &mut Self::Rows);
     /// `out ← x · Wᵀ (+ bias)`, or added to it.
     fn linear(&self, weight: &Self::Matrix, x: &Self::Rows, out: &mut Self::Rows, write: Write);
+    /// [`Backend::linear`] for the output head: activations keep at least 16 bits of mantissa, because nothing
+    /// after the head averages its rounding out.
+    fn logits(&self, weight: &Self::Matrix, x: &Self::Rows, out: &mut Self::Rows);
     /// Each row of `gate_up` is `[gate | up]`; `out ← silu(gate) · up`.
     fn swiglu(&self, gate_up: &Self::Rows, out: &mut Self::Rows);
     /// Keeps the rows named, in that order.
     fn select(&self, x: &Self::Rows, rows: &[usize], out: &mut Self::Rows);
     /// Copies rows to the host.
     fn read(&self, x: &Self::Rows, out: &mut Vec<f32>);
+    /// Adds `Σ_r w_r · xᵀx` to `gram` (`width × width`, row-major, symmetric), `x` being columns
+    /// `first..first + width` of row `r`; without weights every row counts once. The statistic of calibration.
+    fn accumulate_gram(&self, x: &Self::Rows, first: usize, width: usize, weights: Option<&[f32]>, gram: &mut [f64]);
 
     /// Rows of `qkv` are `[queries | keys | values]`. Applies QK-norm and RoPE to query and key heads in place;
     /// then takes the key mean off, rotates queries and keys into the cache's basis, stores keys and values in the

@@ -1,7 +1,31 @@
-//! Rotations for the 2-bit key-value cache.
+//! Rotations for the 2-bit key-value cache: the calibration that makes them and the files that hold them.
 //!
-//! [`zoo`] reads and writes the rotation files of the public RotationZoo.
+//! [`calibrate()`] runs a model over text and watches its heads: [`moments`] adds up second moments as tokens pass
+//! (nothing is dumped), [`spectrum`] turns them into eigenbases, [`clip_fit`] picks clip ratios and [`quality`]
+//! measures what two bits cost with and without the rotation. The result is a [`RotationFile`] and a
+//! [`CalibrationReport`]. [`zoo`] reads and writes the files of the public RotationZoo.
 //!
-//! Invariant: this crate knows files and matrices, never requests or serving.
+//! **Invariant:** this crate knows models, matrices and files, never requests or serving. Memory beyond the model
+//! depends on its shape alone, not on the amount of text.
 
+mod calibrate;
+pub mod clip_fit;
+mod error;
+pub mod moments;
+mod options;
+mod parallel;
+pub mod quality;
+pub mod report;
+pub mod rotation_file;
+pub mod sample;
+pub mod spectrum;
+pub mod symmetric;
+pub mod text_input;
 pub mod zoo;
+
+pub use calibrate::{Calibration, Progress, Stage, calibrate};
+pub use error::CalibrateError;
+pub use options::{CalibrationOptions, ClipPolicy, Granularity, MemoryPlan, Statistic};
+pub use report::{CalibrationReport, write_report};
+pub use rotation_file::{Clips, Metadata, RotationFile, RotationFileError};
+pub use text_input::split_tokens;

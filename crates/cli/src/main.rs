@@ -4,6 +4,8 @@
 //! object a line and nothing else; progress and logs go to standard error.
 
 mod commands;
+mod options;
+mod progress;
 mod table;
 
 use clap::{Parser, Subcommand};
@@ -25,11 +27,20 @@ struct Args {
 enum Command {
     /// What this machine has, which kernels were chosen, whether the model is intact, what each KV format costs
     Doctor(commands::doctor::Args),
+    /// Answer a prompt, a chat file, or hold a conversation
+    Run(commands::run::Args),
+    /// Which contexts and batches fit in a given memory, BF16 beside each format
+    Plan(commands::plan::Args),
+    /// Measure kernels and whole models on this machine
+    Bench(commands::bench::Args),
 }
 
 fn main() -> ExitCode {
     let result = match Args::parse().command {
         Command::Doctor(args) => commands::doctor::run(&args),
+        Command::Run(args) => commands::run::run(&args),
+        Command::Plan(args) => commands::plan::run(&args),
+        Command::Bench(args) => commands::bench::run(&args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

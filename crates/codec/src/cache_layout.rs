@@ -105,6 +105,12 @@ impl CacheLayout {
         full * self.full_block_bytes() + coded * self.coded_block_bytes()
     }
 
+    /// Bytes a sequence has held at most by the time it has `tokens`: its size dips when a block loses its full
+    /// page, and the dips repeat every block.
+    pub fn peak_bytes(&self, tokens: usize) -> usize {
+        (tokens.saturating_sub(PAGE_TOKENS - 1)..=tokens).map(|n| self.sequence_bytes(n)).max().unwrap_or(0)
+    }
+
     /// Elements (key and value channels over all layers and heads) of one token.
     pub fn elements_per_token(&self) -> usize {
         2 * self.head_dim() * self.kv_heads() * self.layers()
@@ -161,5 +167,15 @@ mod tests {
             assert!(ratio >= 6.0, "{ratio} at {tokens}");
         }
         assert_eq!(bf16.bits_per_element(64), 16.0);
+    }
+
+    #[test]
+    fn peak_is_what_growing_one_token_at_a_time_needs() {
+        let oscar = layout(KvFormat::OSCAR2);
+        let mut peak = 0;
+        for tokens in 0..2000 {
+            peak = peak.max(oscar.sequence_bytes(tokens));
+            assert_eq!(oscar.peak_bytes(tokens), peak, "at {tokens}");
+        }
     }
 }

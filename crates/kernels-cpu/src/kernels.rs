@@ -7,6 +7,7 @@ use crate::bandwidth::ReadKernel;
 use crate::cpu::{CpuError, Variant};
 use crate::gemm::tile::GemmKernels;
 use crate::ops::OpsKernels;
+use crate::ops::gram::GramKernel;
 use crate::{bandwidth, gemm, ops};
 
 /// The kernels of one variant. Tests and benchmarks may hold several side by side.
@@ -15,6 +16,7 @@ pub struct Kernels {
     variant: Variant,
     pub(crate) gemm: GemmKernels,
     pub(crate) ops: OpsKernels,
+    pub(crate) gram: GramKernel,
     pub(crate) read: ReadKernel,
 }
 
@@ -22,6 +24,7 @@ static SCALAR: Kernels = Kernels {
     variant: Variant::Scalar,
     gemm: gemm::scalar::KERNELS,
     ops: ops::scalar::KERNELS,
+    gram: ops::gram::scalar,
     read: bandwidth::scalar::read,
 };
 
@@ -30,6 +33,7 @@ static AVX2: Kernels = Kernels {
     variant: Variant::Avx2,
     gemm: gemm::avx2::KERNELS,
     ops: ops::avx2::KERNELS,
+    gram: ops::gram::avx2,
     read: bandwidth::avx2::read,
 };
 
@@ -38,6 +42,7 @@ static AVX512: Kernels = Kernels {
     variant: Variant::Avx512,
     gemm: gemm::avx512::KERNELS,
     ops: ops::avx512::KERNELS,
+    gram: ops::gram::avx512,
     read: bandwidth::avx512::read,
 };
 
@@ -46,6 +51,7 @@ static AMX: Kernels = Kernels {
     variant: Variant::Amx,
     gemm: gemm::amx::KERNELS,
     ops: ops::avx512::KERNELS,
+    gram: ops::gram::avx512,
     read: bandwidth::avx512::read,
 };
 

@@ -8,12 +8,14 @@
 //! beside it, not on its place in the batch, not on the number of threads. Serving relies on it, so that the
 //! same request gives the same answer alone and in a crowd.
 //!
-//! This crate knows nothing of models, requests or pages.
+//! This crate knows nothing of models, requests or scheduling.
 
 // SIMD intrinsics, tile instructions and the fork-join pool cannot be written without it; the workspace denies
 // `unsafe` everywhere else. Each block states why it is sound.
 #![allow(unsafe_code)]
 
+pub mod attention;
+pub mod backend;
 pub mod bandwidth;
 pub mod bench;
 pub mod buffer;

@@ -5,6 +5,7 @@
 
 pub mod convert;
 pub mod exp;
+pub(crate) mod gram;
 mod portable;
 
 use half::bf16;
@@ -21,6 +22,7 @@ const TASK_ELEMENTS: usize = 16 << 10;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct OpsKernels {
     rms_norm_row: unsafe fn(&[f32], &[f32], f32, &mut [f32]),
+    rope_row: unsafe fn(&mut [f32], &[f32], &[f32]),
     add: unsafe fn(&mut [f32], &[f32]),
     swiglu: unsafe fn(&[f32], &[f32], &mut [f32]),
     argmax: unsafe fn(&[f32]) -> Option<usize>,
@@ -35,11 +37,15 @@ macro_rules! compiled_for {
             use super::{OpsKernels, bf16, portable};
 
             pub(crate) const KERNELS: OpsKernels =
-                OpsKernels { rms_norm_row, add, swiglu, argmax, to_bf16, from_bf16 };
+                OpsKernels { rms_norm_row, rope_row, add, swiglu, argmax, to_bf16, from_bf16 };
 
             $(#[target_feature(enable = $features)])?
             fn rms_norm_row(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
                 portable::rms_norm_row(x, weight, eps, out);
+            }
+            $(#[target_feature(enable = $features)])?
+            fn rope_row(head: &mut [f32], cos: &[f32], sin: &[f32]) {
+                portable::rope_row(head, cos, sin);
             }
             $(#[target_feature(enable = $features)])?
             fn add(y: &mut [f32], x: &[f32]) {
@@ -90,6 +96,26 @@ impl Kernels {
                 unsafe { (self.ops.rms_norm_row)(x, weight, eps, out) };
             }
         });
+    }
+
+    /// [`Kernels::rms_norm`] of one row, on this thread.
+    ///
+    /// # Panics
+    /// If the lengths differ.
+    pub fn rms_norm_row(&self, x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
+        assert!(x.len() == weight.len() && x.len() == out.len(), "x, weight and out must be of one length");
+        // SAFETY: see above.
+        unsafe { (self.ops.rms_norm_row)(x, weight, eps, out) };
+    }
+
+    /// Rotary embedding of one head in place, halves paired: `(a, b) → (a·cos − b·sin, b·cos + a·sin)`.
+    ///
+    /// # Panics
+    /// If `cos` and `sin` are not half as long as `head`.
+    pub fn rope_row(&self, head: &mut [f32], cos: &[f32], sin: &[f32]) {
+        assert!(2 * cos.len() == head.len() && cos.len() == sin.len(), "cos and sin must be half a head long");
+        // SAFETY: see above.
+        unsafe { (self.ops.rope_row)(head, cos, sin) };
     }
 
     /// `y += x`, element by element.

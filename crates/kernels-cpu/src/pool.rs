@@ -341,6 +341,23 @@ mod tests {
     }
 
     #[test]
+    fn workers_take_part() {
+        let pool = pool(3);
+        for _ in 0..20 {
+            let started = AtomicUsize::new(0);
+            pool.run(3, &|_| {
+                // Each task holds its thread until all three run at once.
+                started.fetch_add(1, Ordering::SeqCst);
+                let since = Instant::now();
+                while started.load(Ordering::SeqCst) < 3 {
+                    assert!(since.elapsed() < Duration::from_secs(20), "a worker did not come");
+                    std::thread::yield_now();
+                }
+            });
+        }
+    }
+
+    #[test]
     fn several_callers_take_turns() {
         let pool = pool(3);
         let total = AtomicUsize::new(0);

@@ -88,9 +88,12 @@ pub struct StepInput<'a> {
     pub logits: &'a [usize],
 }
 
-/// Sees each layer's heads after QK-norm and RoPE and before any rotation: what calibration needs.
+/// Sees what calibration needs of each layer.
 pub trait Observer<B: Backend> {
-    fn layer(&mut self, layer: usize, sequences: &[SequenceRows<'_>], qkv: &B::Rows);
+    /// Rows of `[queries | keys | values]` after QK-norm and RoPE and before any rotation.
+    fn heads(&mut self, backend: &B, layer: usize, qkv: &B::Rows);
+    /// Attention outputs of all query heads, in the values' basis.
+    fn attended(&mut self, backend: &B, layer: usize, attended: &B::Rows);
 }
 
 impl<B: Backend> Transformer<B> {
@@ -201,10 +204,13 @@ impl<B: Backend> Transformer<B> {
                 pool,
             )?;
             if let Some(observer) = observer.as_deref_mut() {
-                observer.layer(index, input.sequences, &w.qkv);
+                observer.heads(backend, index, &w.qkv);
             }
             backend.demote(index, input.sequences, pool)?;
             backend.attention(index, &self.shape, input.sequences, &w.queries, pool, &mut w.attended)?;
+            if let Some(observer) = observer.as_deref_mut() {
+                observer.attended(backend, index, &w.attended);
+            }
             backend.linear(&layer.output, &w.attended, &mut w.hidden, Write::Add);
 
             backend.rms_norm(&w.hidden, &layer.post_norm, eps, &mut w.normed);
@@ -216,12 +222,7 @@ impl<B: Backend> Transformer<B> {
         if !input.logits.is_empty() {
             backend.select(&w.hidden, input.logits, &mut w.selected);
             backend.rms_norm(&w.selected, &self.final_norm, eps, &mut w.normed);
-            backend.linear(
-                self.head.as_ref().unwrap_or(&self.embedding),
-                &w.normed,
-                &mut w.logits,
-                Write::Replace,
-            );
+            backend.logits(self.head.as_ref().unwrap_or(&self.embedding), &w.normed, &mut w.logits);
             backend.read(&w.logits, logits);
         }
         Ok(())

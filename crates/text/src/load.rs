@@ -21,16 +21,24 @@ impl ModelText {
         let tokenizer_path = dir.join("tokenizer.json");
         let tokenizer_json = std::fs::read(&tokenizer_path)
             .map_err(|source| TextError::Read { path: tokenizer_path, source })?;
-        let mut config = match read_optional(&dir.join("tokenizer_config.json"))? {
-            Some(bytes) => TokenizerConfig::from_json(&bytes)?,
-            None => TokenizerConfig::default(),
-        };
-        if let Some(source) = read_optional(&dir.join("chat_template.jinja"))? {
-            let source = String::from_utf8_lossy(&source);
+        let config = read_optional(&dir.join("tokenizer_config.json"))?;
+        let template = read_optional(&dir.join("chat_template.jinja"))?;
+        Self::from_files(&tokenizer_json, config.as_deref(), template.as_deref())
+    }
+
+    /// The same from the files' bytes.
+    pub fn from_files(
+        tokenizer_json: &[u8],
+        tokenizer_config: Option<&[u8]>,
+        chat_template: Option<&[u8]>,
+    ) -> Result<Self, TextError> {
+        let mut config = tokenizer_config.map(TokenizerConfig::from_json).transpose()?.unwrap_or_default();
+        if let Some(source) = chat_template {
+            let source = String::from_utf8_lossy(source);
             config.templates.retain(|template| template.name != NamedTemplate::DEFAULT);
             config.templates.insert(0, NamedTemplate::unnamed(source));
         }
-        let tokenizer = Tokenizer::from_json(&tokenizer_json, &config)?;
+        let tokenizer = Tokenizer::from_json(tokenizer_json, &config)?;
         let chat = match config.templates.is_empty() {
             true => None,
             false => Some(ChatTemplate::new(&config.templates, &config.special)?),

@@ -1,3 +1,6 @@
 //! One module a command.
 
+pub mod bench;
 pub mod doctor;
+pub mod plan;
+pub mod run;

@@ -42,6 +42,14 @@ fn sum_of_squares(x: &[f32]) -> f32 {
 }
 
 #[inline(always)]
+pub(super) fn rope_row(head: &mut [f32], cos: &[f32], sin: &[f32]) {
+    let (first, second) = head.split_at_mut(cos.len());
+    for (((a, b), &cos), &sin) in first.iter_mut().zip(second).zip(cos).zip(sin) {
+        (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
+    }
+}
+
+#[inline(always)]
 pub(super) fn add(y: &mut [f32], x: &[f32]) {
     y.iter_mut().zip(x).for_each(|(y, &x)| *y += x);
 }

@@ -1,0 +1,38 @@
+//! Why a calibration ended without a result.
+
+use oscar_backend::BackendError;
+use oscar_cache::OutOfPages;
+use oscar_codec::CodecError;
+
+#[derive(Debug, thiserror::Error)]
+pub enum CalibrateError {
+    #[error("calibration was cancelled; nothing was written")]
+    Cancelled,
+    #[error(
+        "there are {found} tokens of calibration text and at least {needed} are needed: give a longer text \
+         or a larger token budget"
+    )]
+    TooFewTokens { found: usize, needed: usize },
+    #[error(
+        "token {token} of sequence {sequence} is not in the vocabulary of {vocabulary}: the text was \
+         tokenized for another model"
+    )]
+    Token { sequence: usize, token: u32, vocabulary: usize },
+    #[error("option {option}: {problem}")]
+    Option { option: &'static str, problem: String },
+    #[error(
+        "the {what} of layer {layer}, KV head {head} is not finite: the model overflows on this text, or its \
+         weights are damaged"
+    )]
+    NotFinite { what: &'static str, layer: usize, head: usize },
+    #[error(
+        "the eigenvalues of the {what} of layer {layer}, KV head {head} did not converge: report this with the model"
+    )]
+    NoConvergence { what: &'static str, layer: usize, head: usize },
+    #[error(transparent)]
+    Backend(#[from] BackendError),
+    #[error(transparent)]
+    Codec(#[from] CodecError),
+    #[error(transparent)]
+    Pages(#[from] OutOfPages),
+}

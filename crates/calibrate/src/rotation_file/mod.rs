@@ -1,0 +1,287 @@
+//! Our rotation files: a safetensors file that holds everything a cache needs to know about a model's heads.
+//!
+//! | tensor (f32) | shape | |
+//! |---|---|---|
+//! | `key_rotation`, `value_rotation` | `[layers, H, d, d]` | H is 1 when a layer shares its rotation, else the KV heads |
+//! | `key_eigenvalues`, `value_eigenvalues` | `[layers, H, d]` | optional, ascending |
+//! | `key_mean` | `[layers, kv_heads, d]` | only when keys are centred |
+//! | `key_clip`, `value_clip` | `[layers, kv_heads]` | quantile of \|x\|, 0 is no clipping |
+//!
+//! and [`Metadata`] in the header.
+//!
+//! **Invariant:** a file appears whole or not at all, the same contents give the same bytes, and a file that was
+//! read has passed every check: sizes, finiteness, orthogonality. A damaged or hostile file costs an error message
+//! and bounded memory.
+
+mod convert;
+mod metadata;
+mod read;
+
+pub use metadata::Metadata;
+
+use crate::options::Granularity;
+use crate::zoo::ZooError;
+use oscar_codec::format::default_clip;
+use oscar_codec::{CodecError, HeadRotations, RotationSet, Side};
+use oscar_models::DecoderConfig;
+use serde_json::{Map, Value, json};
+use std::fs::{self, File};
+use std::io::{self, BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+/// Largest |R·Rᵀ − I| accepted: far above rounding, far below anything that harms attention.
+pub const ORTHOGONALITY: f64 = 1e-3;
+
+#[derive(Debug, thiserror::Error)]
+pub enum RotationFileError {
+    #[error("{}: {source}", path.display())]
+    Io { path: PathBuf, source: io::Error },
+    #[error("reading failed: {0}")]
+    Read(#[from] io::Error),
+    #[error("not a rotation file: {0}")]
+    NotARotationFile(String),
+    #[error(
+        "the rotation file has format version {0}; this program reads version 1: update it, or calibrate again"
+    )]
+    Version(u32),
+    #[error("the rotations take {found} bytes; more than {limit} are refused")]
+    TooLarge { found: u64, limit: u64 },
+    #[error(
+        "the rotation file is damaged: it has {found} bytes and its header describes {expected}; fetch it again"
+    )]
+    Length { found: u64, expected: u64 },
+    #[error("metadata field {field} is {found}, expected {expected}")]
+    Metadata { field: &'static str, found: String, expected: &'static str },
+    #[error("tensor {tensor} is {found}, expected {expected}")]
+    Shape { tensor: String, found: String, expected: String },
+    #[error("tensor {tensor} holds {value} at {index}: the file is damaged or the calibration failed")]
+    Value { tensor: &'static str, index: usize, value: f32 },
+    #[error(
+        "{tensor} of layer {layer}, KV head {head} is not orthogonal: max |R·Rᵀ − I| is {error:.2e}, allowed {ORTHOGONALITY:.0e}"
+    )]
+    NotOrthogonal { tensor: &'static str, layer: usize, head: usize, error: f64 },
+    #[error(
+        "these rotations do not belong to this model: {0}; calibrate the model, or give the file made for it"
+    )]
+    OtherModel(String),
+    #[error("the RotationZoo format cannot hold {0}: allow a lossy export, or keep our own format")]
+    WouldLose(String),
+    #[error("the K and V files do not go together: {0}")]
+    Pair(String),
+    #[error(transparent)]
+    Zoo(#[from] ZooError),
+    #[error(transparent)]
+    Codec(#[from] CodecError),
+}
+
+/// Clip ratios in `[layer][kv_head]` order.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Clips {
+    pub key: Vec<f64>,
+    pub value: Vec<f64>,
+}
+
+impl Clips {
+    /// The default ratios of these widths everywhere.
+    pub fn uniform(heads: usize, bits: (u32, u32)) -> Self {
+        Self {
+            key: vec![default_clip(Side::Key, bits.0); heads],
+            value: vec![default_clip(Side::Value, bits.1); heads],
+        }
+    }
+}
+
+/// Rotations of a model with everything that belongs to them.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RotationFile {
+    pub rotations: RotationSet,
+    pub clips: Clips,
+    /// `[layer][H][d]`, H as in the file.
+    pub key_eigenvalues: Option<Vec<f32>>,
+    pub value_eigenvalues: Option<Vec<f32>>,
+    pub metadata: Metadata,
+}
+
+impl RotationFile {
+    /// Layers, KV heads, head size.
+    pub fn shape(&self) -> [usize; 3] {
+        [self.rotations.layers(), self.rotations.kv_heads(), self.rotations.head_dim()]
+    }
+
+    /// Distinct rotations of a layer.
+    pub(super) fn stored_heads(&self) -> usize {
+        if self.metadata.granularity == Granularity::Layer { 1 } else { self.rotations.kv_heads() }
+    }
+
+    /// Heads whose rotations are written, in order.
+    fn stored(&self) -> impl Iterator<Item = &HeadRotations> {
+        let (all, kept) = (self.rotations.kv_heads(), self.stored_heads());
+        self.rotations.heads().iter().enumerate().filter(move |(i, _)| i % all < kept).map(|(_, head)| head)
+    }
+
+    /// Refuses rotations made for another model.
+    pub fn check_model(&self, fingerprint: &str, config: &DecoderConfig) -> Result<(), RotationFileError> {
+        let (found, model) = (self.shape(), [config.layers, config.kv_heads, config.head_dim]);
+        if found != model {
+            return Err(RotationFileError::OtherModel(format!(
+                "they are for {} layers and {} KV heads of {}, the model has {} and {} of {}",
+                found[0], found[1], found[2], model[0], model[1], model[2]
+            )));
+        }
+        match &self.metadata.model_fingerprint {
+            Some(own) if own != fingerprint => Err(RotationFileError::OtherModel(format!(
+                "they were made from weights {}…, the model's are {}…",
+                own.chars().take(12).collect::<String>(),
+                fingerprint.chars().take(12).collect::<String>()
+            ))),
+            _ => Ok(()),
+        }
+    }
+
+    /// Writes the file, whole or not at all: it is written beside its place and renamed.
+    pub fn save(&self, path: &Path) -> Result<(), RotationFileError> {
+        let mut partial = path.as_os_str().to_owned();
+        partial.push(format!(".{}.partial", std::process::id()));
+        let partial = PathBuf::from(partial);
+        let io_error = |source| RotationFileError::Io { path: path.to_owned(), source };
+        let result = File::create(&partial).map_err(io_error).and_then(|file| {
+            let mut writer = BufWriter::new(file);
+            self.write(&mut writer)?;
+            let file = writer.into_inner().map_err(|error| io_error(error.into_error()))?;
+            file.sync_all().and_then(|()| fs::rename(&partial, path)).map_err(io_error)
+        });
+        if result.is_err() {
+            // The first error is the one worth telling.
+            let _ = fs::remove_file(&partial);
+        }
+        result
+    }
+
+    /// Writes the bytes of the file.
+    pub fn write(&self, out: &mut impl Write) -> Result<(), RotationFileError> {
+        self.check()?;
+        let shape @ [layers, kv_heads, d] = self.shape();
+        let heads = self.stored_heads();
+        let centred = self.metadata.centred;
+        let mut tensors: Vec<(&str, Vec<usize>)> = vec![
+            ("key_rotation", vec![layers, heads, d, d]),
+            ("value_rotation", vec![layers, heads, d, d]),
+            ("key_clip", vec![layers, kv_heads]),
+            ("value_clip", vec![layers, kv_heads]),
+        ];
+        if self.key_eigenvalues.is_some() {
+            tensors.push(("key_eigenvalues", vec![layers, heads, d]));
+        }
+        if self.value_eigenvalues.is_some() {
+            tensors.push(("value_eigenvalues", vec![layers, heads, d]));
+        }
+        if centred {
+            tensors.push(("key_mean", vec![layers, kv_heads, d]));
+        }
+        let mut header = Map::new();
+        header.insert("__metadata__".into(), json!(self.metadata.to_fields(shape)));
+        let mut end = 0;
+        for (name, shape) in &tensors {
+            let start = end;
+            end += shape.iter().product::<usize>() * size_of::<f32>();
+            header.insert(
+                (*name).into(),
+                json!({"dtype": "F32", "shape": shape, "data_offsets": [start, end]}),
+            );
+        }
+        let mut header = Value::Object(header).to_string();
+        // Data begins at a multiple of eight, as other writers do it.
+        header.push_str(&" ".repeat(header.len().next_multiple_of(8) - header.len()));
+        out.write_all(&(header.len() as u64).to_le_bytes())?;
+        out.write_all(header.as_bytes())?;
+
+        for head in self.stored() {
+            write_floats(out, head.key.matrix().iter().copied())?;
+        }
+        for head in self.stored() {
+            write_floats(out, head.value.matrix().iter().copied())?;
+        }
+        for clips in [&self.clips.key, &self.clips.value] {
+            write_floats(out, clips.iter().map(|&v| v as f32))?;
+        }
+        for eigenvalues in [&self.key_eigenvalues, &self.value_eigenvalues].into_iter().flatten() {
+            write_floats(out, eigenvalues.iter().copied())?;
+        }
+        if centred {
+            for head in self.rotations.heads() {
+                write_floats(out, head.key_mean.iter().flatten().copied())?;
+            }
+        }
+        out.flush()?;
+        Ok(())
+    }
+
+    /// Everything that a file promises; run before writing and after reading.
+    pub fn check(&self) -> Result<(), RotationFileError> {
+        let [layers, kv_heads, d] = self.shape();
+        let heads = self.stored_heads();
+        let lengths = [
+            ("key_clip", Some(self.clips.key.len()), layers * kv_heads),
+            ("value_clip", Some(self.clips.value.len()), layers * kv_heads),
+            ("key_eigenvalues", self.key_eigenvalues.as_ref().map(Vec::len), layers * heads * d),
+            ("value_eigenvalues", self.value_eigenvalues.as_ref().map(Vec::len), layers * heads * d),
+        ];
+        for (tensor, found, expected) in lengths {
+            if let Some(found) = found.filter(|&n| n != expected) {
+                let (found, expected) = (format!("{found} values"), format!("{expected}"));
+                return Err(RotationFileError::Shape { tensor: tensor.into(), found, expected });
+            }
+        }
+        for (tensor, clips) in [("key_clip", &self.clips.key), ("value_clip", &self.clips.value)] {
+            if let Some(index) = clips.iter().position(|v| !(0.0..=1.0).contains(v)) {
+                return Err(RotationFileError::Value { tensor, index, value: clips[index] as f32 });
+            }
+        }
+        for (tensor, values) in
+            [("key_eigenvalues", &self.key_eigenvalues), ("value_eigenvalues", &self.value_eigenvalues)]
+        {
+            let values = values.as_deref().unwrap_or_default();
+            if let Some(index) = values.iter().position(|v| !v.is_finite()) {
+                return Err(RotationFileError::Value { tensor, index, value: values[index] });
+            }
+        }
+        let all = self.rotations.heads();
+        for (index, head) in all.iter().enumerate() {
+            let first = &all[index / kv_heads * kv_heads];
+            if heads == 1 && (head.key != first.key || head.value != first.value) {
+                return Err(RotationFileError::Metadata {
+                    field: "granularity",
+                    found: format!("layer, but the heads of layer {} differ", index / kv_heads),
+                    expected: "head",
+                });
+            }
+            if head.key_mean.is_some() != self.metadata.centred {
+                return Err(RotationFileError::Metadata {
+                    field: "centred",
+                    found: self.metadata.centred.to_string(),
+                    expected: "what the heads hold: a mean in all, or in none",
+                });
+            }
+        }
+        for (index, head) in self.stored().enumerate() {
+            for (tensor, rotation) in [("key_rotation", &head.key), ("value_rotation", &head.value)] {
+                let error = read::orthogonality_error(d, rotation.matrix());
+                if error > ORTHOGONALITY {
+                    let (layer, head) = (index / heads, index % heads);
+                    return Err(RotationFileError::NotOrthogonal { tensor, layer, head, error });
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+fn write_floats(out: &mut impl Write, values: impl Iterator<Item = f32>) -> io::Result<()> {
+    for value in values {
+        out.write_all(&value.to_le_bytes())?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,204 @@
+//! Reading rotation files, piece by piece, nothing believed before it is checked.
+
+use super::{Clips, Metadata, RotationFile, RotationFileError};
+use crate::options::Granularity;
+use oscar_codec::{HeadRotations, Rotation, RotationSet};
+use safetensors::tensor::{Dtype, Metadata as Header};
+use std::fs::File;
+use std::io::{BufReader, Read, Seek, SeekFrom};
+use std::path::Path;
+
+/// Sixteen times the file of the largest model we know.
+const LARGEST_FILE: u64 = 2 << 30;
+/// A header has seven tensors and some lines of text.
+const LARGEST_HEADER: u64 = 256 << 10;
+/// Bytes of all rotations in memory, each head having its own.
+const LARGEST_SET: u64 = 2 << 30;
+const LARGEST_HEAD: usize = 256;
+const MOST_LAYERS: usize = 4096;
+const MOST_HEADS: usize = 1024;
+
+impl RotationFile {
+    /// Reads and checks a file.
+    pub fn load(path: &Path) -> Result<Self, RotationFileError> {
+        let named = |error: RotationFileError| match error {
+            RotationFileError::Read(source) => RotationFileError::Io { path: path.to_owned(), source },
+            other => other,
+        };
+        let open = || -> Result<Self, RotationFileError> {
+            let file = File::open(path)?;
+            let length = file.metadata()?.len();
+            Self::read(&mut BufReader::new(file), length)
+        };
+        open().map_err(named)
+    }
+
+    /// Reads a file of `length` bytes.
+    pub fn read(input: &mut (impl Read + Seek), length: u64) -> Result<Self, RotationFileError> {
+        if length > LARGEST_FILE {
+            return Err(RotationFileError::TooLarge { found: length, limit: LARGEST_FILE });
+        }
+        let mut source = Source::open(input, length)?;
+        let fields = source.header.metadata().as_ref().ok_or_else(|| {
+            RotationFileError::NotARotationFile("it is a safetensors file without metadata".into())
+        })?;
+        let (metadata, [layers, kv_heads, d]) = Metadata::from_fields(fields)?;
+        check_size("layers", layers, MOST_LAYERS)?;
+        check_size("kv_heads", kv_heads, MOST_HEADS)?;
+        check_size("head_dim", d, LARGEST_HEAD)?;
+        // One rotation for many heads is small in a file and is multiplied here.
+        let held = (layers * kv_heads * 2 * d * d * size_of::<f32>()) as u64;
+        if held > LARGEST_SET {
+            return Err(RotationFileError::TooLarge { found: held, limit: LARGEST_SET });
+        }
+        let heads = if metadata.granularity == Granularity::Layer { 1 } else { kv_heads };
+        source.check_names()?;
+
+        let matrix = [layers, heads, d, d];
+        let key = source.floats("key_rotation", &matrix)?;
+        let value = source.floats("value_rotation", &matrix)?;
+        let (key, value) = match (key, value) {
+            (Some(key), Some(value)) => (key, value),
+            _ => return Err(missing("key_rotation and value_rotation")),
+        };
+        let clips = Clips {
+            key: ratios(source.floats("key_clip", &[layers, kv_heads])?.ok_or_else(|| missing("key_clip"))?),
+            value: ratios(
+                source.floats("value_clip", &[layers, kv_heads])?.ok_or_else(|| missing("value_clip"))?,
+            ),
+        };
+        let mean = source.floats("key_mean", &[layers, kv_heads, d])?;
+        if metadata.centred && mean.is_none() {
+            return Err(missing("key_mean"));
+        }
+        let key_eigenvalues = source.floats("key_eigenvalues", &[layers, heads, d])?;
+        let value_eigenvalues = source.floats("value_eigenvalues", &[layers, heads, d])?;
+
+        let mut all = Vec::with_capacity(layers * kv_heads);
+        for index in 0..layers * kv_heads {
+            let stored = if heads == 1 { index / kv_heads } else { index };
+            let rotation =
+                |values: &[f32]| Rotation::from_matrix(d, values[stored * d * d..][..d * d].to_vec());
+            all.push(HeadRotations {
+                key: rotation(&key)?,
+                value: rotation(&value)?,
+                key_mean: mean.as_ref().map(|mean| mean[index * d..][..d].to_vec()),
+            });
+        }
+        let rotations = RotationSet::per_head(layers, kv_heads, d, all)?;
+        let file = Self { rotations, clips, key_eigenvalues, value_eigenvalues, metadata };
+        file.check()?;
+        Ok(file)
+    }
+}
+
+/// Ratios are decimal numbers; f32 would move the order statistic they select.
+fn ratios(values: Vec<f32>) -> Vec<f64> {
+    values.into_iter().map(|v| (f64::from(v) * 1e6).round() / 1e6).collect()
+}
+
+fn missing(what: &str) -> RotationFileError {
+    RotationFileError::NotARotationFile(format!("{what} is missing"))
+}
+
+fn check_size(field: &'static str, found: usize, most: usize) -> Result<(), RotationFileError> {
+    if (1..=most).contains(&found) {
+        return Ok(());
+    }
+    Err(RotationFileError::Metadata { field, found: found.to_string(), expected: "a plausible number" })
+}
+
+/// A safetensors file whose header has been checked against its length.
+struct Source<'a, R> {
+    input: &'a mut R,
+    header: Header,
+    data_start: u64,
+}
+
+impl<'a, R: Read + Seek> Source<'a, R> {
+    fn open(input: &'a mut R, length: u64) -> Result<Self, RotationFileError> {
+        let not_ours = |reason: String| RotationFileError::NotARotationFile(reason);
+        if length < 8 {
+            return Err(not_ours(format!("it has only {length} bytes")));
+        }
+        let mut prefix = [0; 8];
+        input.read_exact(&mut prefix)?;
+        let size = u64::from_le_bytes(prefix);
+        if size > LARGEST_HEADER || size > length - 8 {
+            return Err(not_ours(format!("it has {length} bytes and states a header of {size}")));
+        }
+        let mut json = vec![0; size as usize];
+        input.read_exact(&mut json)?;
+        let header: Header = serde_json::from_slice(&json)
+            .map_err(|error| not_ours(format!("its header is unreadable ({error})")))?;
+        let expected = (8 + size).saturating_add(header.data_len() as u64);
+        if expected != length {
+            return Err(RotationFileError::Length { found: length, expected });
+        }
+        Ok(Self { input, header, data_start: 8 + size })
+    }
+
+    /// A tensor nobody knows might change what the others mean.
+    fn check_names(&self) -> Result<(), RotationFileError> {
+        const KNOWN: [&str; 7] = [
+            "key_rotation",
+            "value_rotation",
+            "key_clip",
+            "value_clip",
+            "key_eigenvalues",
+            "value_eigenvalues",
+            "key_mean",
+        ];
+        match self.header.tensors().keys().find(|name| !KNOWN.contains(&name.as_str())) {
+            None => Ok(()),
+            Some(name) => Err(RotationFileError::NotARotationFile(format!(
+                "it holds an unknown tensor '{}'",
+                name.chars().take(60).collect::<String>()
+            ))),
+        }
+    }
+
+    /// A tensor of this shape, finite; `None` if the file has none of that name.
+    fn floats(&mut self, name: &'static str, shape: &[usize]) -> Result<Option<Vec<f32>>, RotationFileError> {
+        let Some(info) = self.header.info(name) else { return Ok(None) };
+        if info.dtype != Dtype::F32 || info.shape != shape {
+            return Err(RotationFileError::Shape {
+                tensor: name.into(),
+                found: format!("{} {:?}", info.dtype, info.shape),
+                expected: format!("F32 {shape:?}"),
+            });
+        }
+        // The header agrees with the length of the file, so these bytes exist.
+        let (start, end) = info.data_offsets;
+        self.input.seek(SeekFrom::Start(self.data_start + start as u64))?;
+        let mut bytes = vec![0; end - start];
+        self.input.read_exact(&mut bytes)?;
+        let values: Vec<f32> =
+            bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
+        match values.iter().position(|v| !v.is_finite()) {
+            None => Ok(Some(values)),
+            Some(index) => Err(RotationFileError::Value { tensor: name, index, value: values[index] }),
+        }
+    }
+}
+
+/// Largest entry of |R·Rᵀ − I|. Rows are contiguous, which makes this several times faster than columns, and a
+/// square matrix with orthonormal rows has orthonormal columns.
+pub(super) fn orthogonality_error(d: usize, matrix: &[f32]) -> f64 {
+    let mut worst = 0.0f64;
+    for i in 0..d {
+        let row = &matrix[i * d..][..d];
+        for j in 0..=i {
+            let mut lanes = [0.0f64; 8];
+            let other = &matrix[j * d..][..d];
+            for (a, b) in row.chunks_exact(8).zip(other.chunks_exact(8)) {
+                for lane in 0..8 {
+                    lanes[lane] += f64::from(a[lane]) * f64::from(b[lane]);
+                }
+            }
+            let error = (lanes.iter().sum::<f64>() - f64::from(u8::from(i == j))).abs();
+            worst = worst.max(error);
+        }
+    }
+    worst
+}

@@ -1,0 +1,306 @@
+//! Round trips, and files that are cut, damaged or hostile.
+
+use super::*;
+use crate::zoo::Limits;
+use oscar_codec::Rotation;
+use proptest::prelude::*;
+use std::io::Cursor;
+
+/// Orthogonal, and different for every seed: a Hadamard matrix with some columns turned.
+fn rotation(d: usize, seed: usize) -> Rotation {
+    let mut matrix = Rotation::hadamard(d).unwrap().matrix().to_vec();
+    for row in matrix.chunks_exact_mut(d) {
+        for (j, v) in row.iter_mut().enumerate() {
+            if (j * 7 + seed * 13) % 5 < 2 {
+                *v = -*v;
+            }
+        }
+    }
+    Rotation::from_matrix(d, matrix).unwrap()
+}
+
+fn file(granularity: Granularity, centred: bool) -> RotationFile {
+    let (layers, kv_heads, d) = (3, 2, 32);
+    let heads = (0..layers * kv_heads)
+        .map(|i| {
+            let seed = if granularity == Granularity::Layer { i / kv_heads } else { i };
+            HeadRotations {
+                key: rotation(d, seed),
+                value: rotation(d, seed + 100),
+                key_mean: centred.then(|| (0..d).map(|c| (c + i) as f32 / 7.0).collect()),
+            }
+        })
+        .collect();
+    let stored = if granularity == Granularity::Layer { layers } else { layers * kv_heads };
+    RotationFile {
+        rotations: RotationSet::per_head(layers, kv_heads, d, heads).unwrap(),
+        clips: Clips::uniform(layers * kv_heads, (2, 2)),
+        key_eigenvalues: Some((0..stored * d).map(|i| i as f32).collect()),
+        value_eigenvalues: Some((0..stored * d).map(|i| i as f32 * 2.0).collect()),
+        metadata: Metadata {
+            model_fingerprint: Some("ab".repeat(32)),
+            granularity,
+            statistic: "paper".into(),
+            composition: "r_h_pbr".into(),
+            centred,
+            clip: "official".into(),
+            clip_bits: (2, 2),
+            tokens: 1234,
+            sequences: 5,
+            sequence_len: 512,
+            text_digest: Some("cd".repeat(32)),
+            tool: "oscar test".into(),
+            note: "made \"here\"\n".into(),
+        },
+    }
+}
+
+fn bytes(file: &RotationFile) -> Vec<u8> {
+    let mut out = Vec::new();
+    file.write(&mut out).unwrap();
+    out
+}
+
+fn read(bytes: &[u8]) -> Result<RotationFile, RotationFileError> {
+    RotationFile::read(&mut Cursor::new(bytes), bytes.len() as u64)
+}
+
+fn refusal(bytes: &[u8]) -> String {
+    read(bytes).expect_err("a refusal").to_string()
+}
+
+#[test]
+fn files_round_trip_to_the_last_bit() {
+    for granularity in [Granularity::Head, Granularity::Layer] {
+        for centred in [true, false] {
+            let mut original = file(granularity, centred);
+            original.clips.key[3] = 0.87;
+            original.clips.value[1] = 0.0;
+            let written = bytes(&original);
+            assert_eq!(read(&written).unwrap(), original);
+            assert_eq!(bytes(&original), written, "the same contents give the same bytes");
+            // Any safetensors reader can open it.
+            let tensors = safetensors::SafeTensors::deserialize(&written).unwrap();
+            let heads = if granularity == Granularity::Layer { 1 } else { 2 };
+            assert_eq!(tensors.tensor("key_rotation").unwrap().shape(), [3, heads, 32, 32]);
+            assert_eq!(tensors.tensor("key_mean").is_ok(), centred);
+        }
+    }
+}
+
+#[test]
+fn ratios_keep_their_decimal_value() {
+    let mut original = file(Granularity::Head, false);
+    original.clips.key = vec![0.8, 0.9, 0.92, 0.96, 0.99, 0.0];
+    let again = read(&bytes(&original)).unwrap();
+    assert_eq!(again.clips, original.clips);
+    for (a, b) in original.clips.key.iter().zip(&again.clips.key) {
+        assert_eq!(oscar_codec::clip::order_index(*a, 80), oscar_codec::clip::order_index(*b, 80));
+    }
+}
+
+#[test]
+fn saving_leaves_one_whole_file_or_none() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("rotations.safetensors");
+    let original = file(Granularity::Head, true);
+    original.save(&path).unwrap();
+    assert_eq!(RotationFile::load(&path).unwrap(), original);
+    let mut broken = original.clone();
+    broken.clips.key.pop();
+    assert!(broken.save(&path).is_err());
+    assert_eq!(RotationFile::load(&path).unwrap(), original, "the old file is still there");
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "nothing is left beside it");
+    let error = original.save(&folder.path().join("no/such/folder")).unwrap_err().to_string();
+    assert!(error.contains("no/such/folder"), "{error}");
+    let error = RotationFile::load(&folder.path().join("absent")).unwrap_err().to_string();
+    assert!(error.contains("absent"), "{error}");
+}
+
+#[test]
+fn other_models_are_refused() {
+    let file = file(Granularity::Head, true);
+    let mut config = oscar_models::tiny::tiny_config(oscar_models::Family::Qwen3);
+    (config.layers, config.kv_heads, config.head_dim) = (3, 2, 32);
+    file.check_model(&"ab".repeat(32), &config).unwrap();
+    let error = file.check_model(&"00".repeat(32), &config).unwrap_err().to_string();
+    assert!(error.contains("abababababab") && error.contains("calibrate"), "{error}");
+    config.layers = 4;
+    let error = file.check_model(&"ab".repeat(32), &config).unwrap_err().to_string();
+    assert!(error.contains("3 layers") && error.contains("the model has 4"), "{error}");
+}
+
+#[test]
+fn truncated_files_are_refused_wherever_they_end() {
+    let whole = bytes(&file(Granularity::Head, true));
+    for length in (0..whole.len()).step_by(97).chain([7, 8, whole.len() - 1]) {
+        assert!(read(&whole[..length]).is_err(), "{length} bytes");
+    }
+    let message = refusal(&whole[..whole.len() - 4]);
+    assert!(message.contains("damaged") && message.contains(&whole.len().to_string()), "{message}");
+    let mut longer = whole.clone();
+    longer.push(0);
+    assert!(refusal(&longer).contains("damaged"));
+}
+
+/// The file with its header text changed (to the same length) by `edit`.
+fn with_header(edit: impl Fn(&str) -> String) -> Vec<u8> {
+    let whole = bytes(&file(Granularity::Layer, false));
+    let size = u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
+    let header = edit(std::str::from_utf8(&whole[8..8 + size]).unwrap());
+    [&(header.len() as u64).to_le_bytes(), header.as_bytes(), &whole[8 + size..]].concat()
+}
+
+#[test]
+fn lies_in_the_header_are_found() {
+    for (from, to, expected) in [
+        ("oscar-rotations", "other-rotations", "something else"),
+        ("\"format_version\":\"1\"", "\"format_version\":\"9\"", "version 9"),
+        ("\"kv_heads\":\"2\"", "\"kv_heads\":\"3\"", "key_clip"),
+        ("\"kv_heads\":\"2\"", "\"kv_heads\":\"0\"", "kv_heads"),
+        ("\"layers\":\"3\"", "\"layers\":\"4\"", "key_rotation"),
+        ("\"layers\":\"3\"", "\"layers\":\"99999999999\"", "layers"),
+        ("\"layers\":\"3\"", "\"layers\":\"4000\"", "key_rotation"),
+        ("\"head_dim\":\"32\"", "\"head_dim\":\"1000000\"", "head_dim"),
+        ("\"head_dim\":\"32\"", "\"head_dim\":\"16\"", "key_rotation"),
+        ("\"centred\":\"false\"", "\"centred\":\"true\"", "key_mean"),
+        ("\"granularity\":\"layer\"", "\"granularity\":\"head\"", "key_rotation"),
+        ("\"granularity\":\"layer\"", "\"granularity\":\"none\"", "granularity"),
+        ("\"clip_bits\":\"2,2\"", "\"clip_bits\":\"two\"", "clip_bits"),
+        ("\"value_clip\":{", "\"other_clip\":{", "unknown tensor"),
+        ("\"F32\"", "\"I32\"", "F32"),
+        ("__metadata__", "__somethin__", "unreadable"),
+    ] {
+        let message = refusal(&with_header(|header| {
+            assert!(header.contains(from), "{from} in {header}");
+            header.replace(from, to)
+        }));
+        assert!(message.contains(expected), "{from} → {to}: {message}");
+    }
+    let many = with_header(|h| {
+        h.replace("\"kv_heads\":\"2\"", "\"kv_heads\":\"1024\"").replace("[3,2]", "[3,1024]")
+    });
+    assert!(read(&many).is_err());
+    let text = "x".repeat(5000);
+    assert!(refusal(&with_header(|h| h.replace("oscar test", &text))).contains("tool"));
+}
+
+#[test]
+fn a_declared_giant_allocates_nothing() {
+    let mut giant = (200u64 << 10).to_le_bytes().to_vec();
+    giant.extend([b' '; 100]);
+    assert!(refusal(&giant).contains("states a header"));
+    let huge = RotationFile::read(&mut Cursor::new(&giant), 1 << 40).unwrap_err().to_string();
+    assert!(huge.contains("refused"), "{huge}");
+    let mut header = u64::MAX.to_le_bytes().to_vec();
+    header.extend([0; 64]);
+    assert!(read(&header).is_err());
+}
+
+#[test]
+fn bad_numbers_are_refused() {
+    let original = file(Granularity::Head, true);
+    let whole = bytes(&original);
+    let data = 8 + u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
+    let change = |index: usize, value: f32| {
+        let mut bytes = whole.clone();
+        bytes[data + 4 * index..][..4].copy_from_slice(&value.to_le_bytes());
+        bytes
+    };
+    assert!(refusal(&change(5, f32::NAN)).contains("key_rotation holds NaN at 5"));
+    let message = refusal(&change(32 * 32 + 3, 9.0));
+    assert!(message.contains("layer 0, KV head 1") && message.contains("not orthogonal"), "{message}");
+    let clips = 2 * 6 * 32 * 32;
+    assert!(refusal(&change(clips + 2, 1.5)).contains("key_clip holds 1.5"));
+    assert!(refusal(&change(clips + 6, -0.25)).contains("value_clip"));
+    assert!(refusal(&change(clips + 12, f32::INFINITY)).contains("key_eigenvalues"));
+
+    let mut uneven = original.clone();
+    uneven.metadata.granularity = Granularity::Layer;
+    uneven.key_eigenvalues = None;
+    uneven.value_eigenvalues = None;
+    assert!(uneven.check().unwrap_err().to_string().contains("heads of layer 0 differ"));
+    let mut half = original;
+    half.metadata.centred = false;
+    assert!(half.check().unwrap_err().to_string().contains("centred"));
+}
+
+#[test]
+fn zoo_files_come_back_and_losses_are_refused() {
+    for (granularity, version) in [(Granularity::Layer, 1), (Granularity::Head, 2)] {
+        let original = file(granularity, false);
+        let (key, value) = original.to_zoo(false).unwrap();
+        assert_eq!((key.format_version, value.format_version), (version, version));
+        let reread = |side| {
+            let bytes = crate::zoo::write::to_bytes(side).unwrap();
+            ZooFileBytes(bytes).read()
+        };
+        let again = RotationFile::from_zoo(&reread(&key), &reread(&value), 2).unwrap();
+        assert_eq!(again.rotations, original.rotations);
+        assert_eq!(again.clips, original.clips);
+        assert_eq!(again.key_eigenvalues, original.key_eigenvalues);
+        assert_eq!(again.metadata.granularity, granularity);
+        assert_eq!(again.metadata.model_fingerprint, None);
+        assert_eq!(
+            again.to_zoo(false).unwrap(),
+            (key.clone(), value.clone()),
+            "an import exports as it came"
+        );
+        assert_eq!(read(&bytes(&again)).unwrap(), again);
+
+        let centred = file(granularity, true);
+        assert!(centred.to_zoo(false).unwrap_err().to_string().contains("key means"));
+        assert_eq!(centred.to_zoo(true).unwrap().0.layers, key.layers);
+        let mut clipped = original.clone();
+        clipped.clips.value[0] = 0.8;
+        assert!(clipped.to_zoo(false).unwrap_err().to_string().contains("clip ratios"));
+        assert!(clipped.to_zoo(true).is_ok());
+    }
+    let (key, _) = file(Granularity::Layer, false).to_zoo(false).unwrap();
+    assert_eq!((key.objective.as_str(), key.source_grouping.as_str()), ("qqt_r_h_pbr", "layer"));
+}
+
+struct ZooFileBytes(Vec<u8>);
+
+impl ZooFileBytes {
+    fn read(self) -> crate::zoo::ZooFile {
+        crate::zoo::ZooFile::from_bytes(self.0, &Limits::default()).unwrap()
+    }
+}
+
+#[test]
+fn pairs_that_do_not_go_together_are_refused() {
+    let (key, value) = file(Granularity::Head, false).to_zoo(false).unwrap();
+    let error = |key: &crate::zoo::ZooFile, value: &crate::zoo::ZooFile, heads| {
+        RotationFile::from_zoo(key, value, heads).unwrap_err().to_string()
+    };
+    assert!(error(&key, &value, 4).contains("the model has 4"));
+    let mut short = value.clone();
+    short.layers.remove(&2);
+    assert!(error(&key, &short, 2).contains("K has 3 layers"));
+    let (mut gap_key, mut gap_value) = (key.clone(), value.clone());
+    gap_key.layers.remove(&1);
+    gap_value.layers.remove(&1);
+    assert!(error(&gap_key, &gap_value, 2).contains("hybrid"));
+    let mut oblique = key.clone();
+    let layer = oblique.layers.get_mut(&1).unwrap();
+    layer.q_rotation = Some(layer.rotation.iter().map(|v| v * 2.0).collect());
+    assert!(error(&oblique, &value, 2).contains("oblique"));
+    let mut stretched = key.clone();
+    stretched.layers.get_mut(&0).unwrap().rotation.iter_mut().for_each(|v| *v *= 2.0);
+    assert!(error(&stretched, &value, 2).contains("not orthogonal"));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    /// Whatever happens to the bytes, reading ends in a value or an error.
+    #[test]
+    fn damaged_bytes_never_panic(changes in prop::collection::vec((0usize..3000, any::<u8>()), 1..6)) {
+        let mut whole = bytes(&file(Granularity::Layer, true));
+        for (at, value) in changes {
+            whole[at] = value;
+        }
+        let _ = read(&whole);
+    }
+}

@@ -1,0 +1,81 @@
+//! `oscar bench gemm`: the matrix products a model is made of.
+
+use super::ceiling;
+use crate::table;
+use anyhow::{Result, bail};
+use oscar_kernels_cpu::bench::time_median;
+use oscar_kernels_cpu::{Epilogue, GemmScratch, Kernels, PackedMatrix, Precision, ThreadPool, Weights};
+use serde_json::json;
+
+#[derive(clap::Args)]
+pub struct Args {
+    /// Rows of activations: 1 is a decode step, hundreds a prefill chunk
+    #[arg(long, value_name = "M[,M…]", value_delimiter = ',', default_values_t = [1, 16, 512])]
+    rows: Vec<usize>,
+    #[arg(long, value_name = "N", default_value_t = 4096)]
+    outputs: usize,
+    #[arg(long, value_name = "N", default_value_t = 4096)]
+    inputs: usize,
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    threads: usize,
+    #[arg(long, value_name = "N", default_value_t = 9)]
+    repetitions: usize,
+    /// One JSON object a line
+    #[arg(long)]
+    json: bool,
+}
+
+pub fn run(args: &Args) -> Result<()> {
+    if args.rows.contains(&0) || args.outputs == 0 || args.inputs == 0 || args.threads == 0 {
+        bail!("--rows, --outputs, --inputs and --threads must be at least 1");
+    }
+    let kernels = Kernels::chosen()?;
+    let pool = ThreadPool::new(args.threads)?;
+    let ceiling = ceiling(kernels, &pool);
+    let weights: Vec<f32> =
+        (0..args.outputs * args.inputs).map(|i| ((i * 7 % 13) as f32 - 6.0) / 50.0).collect();
+    let mut lines = Vec::new();
+    for precision in [Precision::Bf16, Precision::F32] {
+        // Several copies, so that a matrix is never found in a cache.
+        let copies = ((256 << 20) / (args.outputs * args.inputs * 2)).clamp(1, 16) + 1;
+        let matrices = (0..copies)
+            .map(|_| PackedMatrix::pack(&pool, Weights::F32(&weights), args.outputs, args.inputs, precision))
+            .collect::<Result<Vec<_>, _>>()?;
+        for &m in &args.rows {
+            let x: Vec<f32> = (0..m * args.inputs).map(|i| ((i * 11 % 17) as f32 - 8.0) / 20.0).collect();
+            let mut y = vec![0.0; m * args.outputs];
+            let (mut scratch, mut which) = (GemmScratch::default(), 0);
+            let timing = time_median(2, args.repetitions, || {
+                matrices[which].linear(kernels, &pool, &x, m, &mut y, Epilogue::default(), &mut scratch);
+                which = (which + 1) % copies;
+            });
+            let seconds = timing.median.as_secs_f64();
+            let gflops = 2.0 * (m * args.outputs * args.inputs) as f64 / seconds / 1e9;
+            let gbps = matrices[0].bytes() as f64 / seconds / 1e9;
+            let name = format!("{precision:?}").to_lowercase();
+            if args.json {
+                println!(
+                    "{}",
+                    json!({"precision": name, "device": "cpu", "rows": m, "outputs": args.outputs, "inputs": args.inputs,
+                           "threads": args.threads, "us": seconds * 1e6, "gflops": gflops, "gbps": gbps, "ceiling_gbps": ceiling})
+                );
+            }
+            lines.push(vec![
+                name,
+                m.to_string(),
+                format!("{}×{}", args.outputs, args.inputs),
+                format!("{:.1}", seconds * 1e6),
+                format!("{:.0} %", timing.spread * 100.0),
+                format!("{gflops:.1}"),
+                format!("{gbps:.2}"),
+                format!("{:.0} %", gbps / ceiling * 100.0),
+            ]);
+        }
+    }
+    if !args.json {
+        println!("{} kernels, {} threads; read ceiling {ceiling:.1} GB/s\n", kernels.variant(), args.threads);
+        let header = ["precision", "rows", "matrix", "µs", "spread", "GFLOP/s", "GB/s", "of ceiling"];
+        println!("{}", table::render(&header, &lines));
+    }
+    Ok(())
+}

@@ -1,0 +1,95 @@
+//! `oscar bench`: timings with warm-up, median and spread, beside a memory-read ceiling measured in the same run.
+
+mod attention;
+mod gemm;
+mod model;
+
+use crate::table;
+use anyhow::Result;
+use oscar_kernels_cpu::bench::Timing;
+use oscar_kernels_cpu::{Kernels, ThreadPool, bandwidth};
+use serde_json::{Value, json};
+
+#[derive(clap::Args)]
+pub struct Args {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(clap::Subcommand)]
+enum What {
+    /// Matrix products at BF16 and F32: GFLOP/s, and GB/s of the matrix-vector product
+    Gemm(gemm::Args),
+    /// One layer's decode attention over a cache of random pages
+    Attention(attention::Args),
+    /// A whole model reading a prompt
+    Prefill(model::Args),
+    /// A whole model generating at a given context and batch
+    Decode(model::Args),
+}
+
+pub fn run(args: &Args) -> Result<()> {
+    match &args.what {
+        What::Gemm(args) => gemm::run(args),
+        What::Attention(args) => attention::run(args),
+        What::Prefill(args) => model::prefill(args),
+        What::Decode(args) => model::decode(args),
+    }
+}
+
+/// One measured row, with the field names that scripts rely on.
+struct Row {
+    kv: String,
+    context: usize,
+    batch: usize,
+    timing: Timing,
+    tokens_per_s: f64,
+    /// Bytes that must be read for one repetition.
+    bytes: usize,
+    cache_bytes: usize,
+    extra: Value,
+}
+
+/// Prints rows as a table or as JSON lines.
+fn report(rows: &[Row], ceiling: f64, json_output: bool) {
+    let first = rows.first().map(|r| r.tokens_per_s);
+    let mut lines = Vec::new();
+    for row in rows {
+        let us = row.timing.median.as_secs_f64() * 1e6;
+        let gbps = row.bytes as f64 / row.timing.median.as_secs_f64() / 1e9;
+        if json_output {
+            let mut object = json!({
+                "kv": row.kv, "device": "cpu", "context": row.context, "batch": row.batch, "us": us,
+                "us_min": row.timing.min.as_secs_f64() * 1e6, "us_max": row.timing.max.as_secs_f64() * 1e6,
+                "tokens_per_s": row.tokens_per_s, "gbps": gbps, "ceiling_gbps": ceiling, "cache_bytes": row.cache_bytes,
+            });
+            if let (Some(object), Some(extra)) = (object.as_object_mut(), row.extra.as_object()) {
+                object.extend(extra.clone());
+            }
+            println!("{object}");
+        }
+        lines.push(vec![
+            row.kv.clone(),
+            row.context.to_string(),
+            row.batch.to_string(),
+            format!("{us:.1}"),
+            format!("{:.0} %", row.timing.spread * 100.0),
+            format!("{:.0}", row.tokens_per_s),
+            first.map_or(String::new(), |f| format!("{:.2}×", row.tokens_per_s / f)),
+            format!("{gbps:.2}"),
+            format!("{:.0} %", gbps / ceiling * 100.0),
+            crate::progress::bytes(row.cache_bytes),
+        ]);
+    }
+    if !json_output {
+        println!("read ceiling measured in this run: {ceiling:.1} GB/s\n");
+        let header =
+            ["kv", "context", "batch", "µs", "spread", "tokens/s", "× first", "GB/s", "of ceiling", "cache"];
+        println!("{}", table::render(&header, &lines));
+    }
+}
+
+/// Plain streaming read over a buffer far larger than the caches.
+fn ceiling(kernels: &Kernels, pool: &ThreadPool) -> f64 {
+    bandwidth::read_ceiling(kernels, pool, 512 << 20, 5)
+}

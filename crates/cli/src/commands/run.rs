@@ -1,0 +1,300 @@
+//! `oscar run`: one answer, a chat file, or a conversation in the terminal.
+
+use crate::options::{CacheArgs, ModelArgs};
+use crate::progress;
+use anyhow::{Context, Result, bail};
+use oscar_backend::Backend;
+use oscar_codec::{CacheLayout, CodeLayout, KvFormat, Windows};
+use oscar_engine::{Logits, Runner, Sampler, SamplingParams, Sequence, StepRequest};
+use oscar_kernels_cpu::backend::CpuBackend;
+use oscar_text::{ChatInput, ModelText, StopMatcher, StreamDecoder};
+use serde_json::{Value, json};
+use std::io::{BufRead, IsTerminal, Write};
+use std::time::{Duration, Instant};
+
+#[derive(clap::Args)]
+pub struct Args {
+    #[command(flatten)]
+    model: ModelArgs,
+    #[command(flatten)]
+    cache: CacheArgs,
+    /// KV-cache format; `oscar doctor` lists them
+    #[arg(long, value_name = "FORMAT", default_value = "oscar2")]
+    kv: KvFormat,
+    /// What to answer, or @FILE to read it; without --prompt and --chat a conversation starts
+    #[arg(long, value_name = "TEXT|@FILE", conflicts_with = "chat")]
+    prompt: Option<String>,
+    /// A JSON file with messages: a list, or an object with `messages` and optionally `tools`
+    #[arg(long, value_name = "FILE")]
+    chat: Option<String>,
+    /// Continue the prompt as plain text, without the chat template
+    #[arg(long)]
+    raw: bool,
+    /// Longest sequence in tokens; the model's own limit if absent
+    #[arg(long, value_name = "N")]
+    context: Option<usize>,
+    /// Most tokens to generate
+    #[arg(long, value_name = "N", default_value_t = 512)]
+    max_tokens: usize,
+    /// 0 picks the most likely token; the model's recommendation if absent
+    #[arg(long, value_name = "X")]
+    temperature: Option<f32>,
+    /// Keep the smallest set of tokens whose probability reaches this
+    #[arg(long, value_name = "X")]
+    top_p: Option<f32>,
+    /// Keep the k most likely tokens; 0 keeps all
+    #[arg(long, value_name = "N")]
+    top_k: Option<usize>,
+    /// Drop tokens less likely than this share of the most likely one
+    #[arg(long, value_name = "X")]
+    min_p: Option<f32>,
+    /// Seed of the sampler
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    seed: u64,
+    /// Stop when this text appears (may be given several times)
+    #[arg(long, value_name = "TEXT")]
+    stop: Vec<String>,
+    /// One JSON object with the answer and its numbers on standard output
+    #[arg(long)]
+    json: bool,
+}
+
+pub fn run(args: &Args) -> Result<()> {
+    let model = args.model.open()?;
+    let text = model.text()?;
+    let generation = model.generation()?;
+    let greedy = generation.do_sample == Some(false);
+    let params = SamplingParams {
+        temperature: args.temperature.unwrap_or(if greedy {
+            0.0
+        } else {
+            generation.temperature.unwrap_or(0.0)
+        }),
+        top_k: args.top_k.unwrap_or(generation.top_k.unwrap_or(0) as usize),
+        top_p: args.top_p.unwrap_or(generation.top_p.unwrap_or(1.0)),
+        min_p: args.min_p.unwrap_or(generation.min_p.unwrap_or(0.0)),
+        seed: args.seed,
+    };
+    params.validate()?;
+    let context = args.context.unwrap_or(model.config.max_position_embeddings);
+    let cache = model.cache(args.kv, &args.cache)?;
+    let bar = progress::bar("loading", model.config.layers as u64);
+    let backend = args.model.backend()?;
+    eprintln!("{}: {}", model.name, backend.describe());
+    eprintln!("cache: {}; rotations: {}", cache.layout.describe(), cache.rotation_origin);
+    eprintln!("attention: {}", backend.describe_attention(&cache.layout));
+    let runner =
+        cache.runner(&model, backend, &args.cache, context, 1, |layers| bar.set_position(layers as u64))?;
+    bar.finish_and_clear();
+    let mut session = Session {
+        args,
+        runner,
+        text,
+        params,
+        stop_tokens: generation.stop_token_ids(&model.config).to_vec(),
+        sequence: Sequence::new(),
+        stored: Vec::new(),
+    };
+
+    match (&args.prompt, &args.chat) {
+        (Some(prompt), _) => {
+            let prompt = match prompt.strip_prefix('@') {
+                Some(path) => std::fs::read_to_string(path).with_context(|| format!("--prompt @{path}"))?,
+                None => prompt.clone(),
+            };
+            let tokens = if args.raw {
+                session.text.tokenizer.encode(&prompt, true)?
+            } else {
+                session.render(&json!([{"role": "user", "content": prompt}]), None)?
+            };
+            let outcome = session.answer(&tokens)?;
+            session.report(&outcome);
+        }
+        (None, Some(path)) => {
+            let bytes = std::fs::read(path).with_context(|| format!("--chat {path}"))?;
+            let chat: Value =
+                serde_json::from_slice(&bytes).with_context(|| format!("--chat {path} is no JSON"))?;
+            let messages = if chat.is_array() { &chat } else { &chat["messages"] };
+            if !messages.is_array() {
+                bail!("--chat {path}: expected a list of messages, or an object with `messages`");
+            }
+            let tokens = session.render(messages, chat.get("tools"))?;
+            let outcome = session.answer(&tokens)?;
+            session.report(&outcome);
+        }
+        (None, None) => session.converse()?,
+    }
+    Ok(())
+}
+
+struct Session<'a> {
+    args: &'a Args,
+    runner: Runner<CpuBackend>,
+    text: ModelText,
+    params: SamplingParams,
+    stop_tokens: Vec<u32>,
+    sequence: Sequence,
+    /// Tokens the sequence holds.
+    stored: Vec<u32>,
+}
+
+struct Outcome {
+    text: String,
+    prompt_tokens: usize,
+    reused_tokens: usize,
+    generated: usize,
+    finish: &'static str,
+    prefill: Duration,
+    decode: Duration,
+}
+
+impl Session<'_> {
+    fn render(&self, messages: &Value, tools: Option<&Value>) -> Result<Vec<u32>> {
+        let Some(template) = &self.text.chat else {
+            bail!("this model has no chat template: use --raw to continue plain text");
+        };
+        let prompt = template.render(&ChatInput { tools, ..ChatInput::new(messages) })?;
+        // The template writes special tokens itself.
+        Ok(self.text.tokenizer.encode(&prompt, false)?)
+    }
+
+    /// Generates after `prompt`, streaming to standard output unless JSON was asked for.
+    fn answer(&mut self, prompt: &[u32]) -> Result<Outcome> {
+        if prompt.is_empty() {
+            bail!("the prompt has no tokens: give some text");
+        }
+        // What the cache already holds of this prompt is not computed again; at least one token must be.
+        let reusable = prompt.len() > self.stored.len() && prompt.starts_with(&self.stored);
+        if !reusable {
+            self.sequence = Sequence::new();
+            self.stored.clear();
+        }
+        let reused_tokens = self.stored.len();
+        let fresh = &prompt[reused_tokens..];
+        let mut logits = Vec::new();
+        let started = Instant::now();
+        let bar = progress::bar("reading the prompt", fresh.len() as u64);
+        self.runner.prefill(&mut self.sequence, fresh, &mut logits, |done| bar.set_position(done as u64))?;
+        bar.finish_and_clear();
+        self.stored.extend_from_slice(fresh);
+        let prefill = started.elapsed();
+
+        let mut sampler = Sampler::new(self.params.clone())?;
+        let mut decoder = StreamDecoder::new(&self.text.tokenizer, true);
+        let mut stops = StopMatcher::new(self.args.stop.clone(), false)?;
+        let (mut text, mut generated, mut finish) = (String::new(), 0, "length");
+        let room = self.runner.context().saturating_sub(prompt.len());
+        let started = Instant::now();
+        while generated < self.args.max_tokens.min(room) {
+            let token = sampler.sample(&logits);
+            generated += 1;
+            if self.stop_tokens.contains(&token) {
+                finish = "stop";
+                break;
+            }
+            let output = stops.push(&decoder.push(token)?);
+            self.emit(&output.emit, &mut text)?;
+            if output.stopped.is_some() {
+                finish = "stop";
+                break;
+            }
+            if generated < self.args.max_tokens.min(room) {
+                let request =
+                    StepRequest { sequence: &mut self.sequence, tokens: &[token], logits: Logits::Last };
+                self.runner.step(&mut [request], &mut logits)?;
+                self.stored.push(token);
+            }
+        }
+        let decode = started.elapsed();
+        let tail = stops.push(&decoder.flush()?).emit + &stops.flush();
+        self.emit(&tail, &mut text)?;
+        Ok(Outcome { text, prompt_tokens: prompt.len(), reused_tokens, generated, finish, prefill, decode })
+    }
+
+    fn emit(&self, piece: &str, text: &mut String) -> Result<()> {
+        text.push_str(piece);
+        if !self.args.json {
+            let mut out = std::io::stdout().lock();
+            out.write_all(piece.as_bytes()).and_then(|()| out.flush()).context("writing the answer")?;
+        }
+        Ok(())
+    }
+
+    fn report(&self, o: &Outcome) {
+        let layout = self.runner.layout();
+        let bytes = self.runner.usage().bytes;
+        let tokens = self.sequence.len();
+        let rate = |n: usize, d: Duration| n as f64 / d.as_secs_f64().max(1e-9);
+        let (read, steps) = (o.prompt_tokens - o.reused_tokens, o.generated.saturating_sub(1));
+        let bits = bytes as f64 * 8.0 / (tokens.max(1) * layout.elements_per_token()) as f64;
+        let bf16 = bf16_bytes(layout, tokens);
+        if self.args.json {
+            println!(
+                "{}",
+                json!({
+                    "text": o.text, "finish_reason": o.finish, "kv": layout.format().to_string(),
+                    "prompt_tokens": o.prompt_tokens, "generated_tokens": o.generated,
+                    "prefill_tokens_per_s": rate(read, o.prefill), "tokens_per_s": rate(steps, o.decode),
+                    "cache_bytes": bytes, "bf16_cache_bytes": bf16, "bits": bits,
+                })
+            );
+            return;
+        }
+        println!();
+        eprintln!(
+            "\n[prompt {} tokens{}, {:.0} tokens/s · generated {} tokens, {:.1} tokens/s · cache {} for {tokens} tokens, \
+             {bits:.2} bits an element; BF16 would take {}]",
+            o.prompt_tokens,
+            if o.reused_tokens > 0 {
+                format!(" ({} from the cache)", o.reused_tokens)
+            } else {
+                String::new()
+            },
+            rate(read, o.prefill),
+            o.generated,
+            rate(steps, o.decode),
+            progress::bytes(bytes),
+            progress::bytes(bf16),
+        );
+    }
+
+    fn converse(&mut self) -> Result<()> {
+        if self.args.json {
+            bail!("--json needs --prompt or --chat");
+        }
+        if self.text.chat.is_none() {
+            bail!("this model has no chat template: use --raw with --prompt to continue plain text");
+        }
+        let interactive = std::io::stdin().is_terminal();
+        if interactive {
+            eprintln!("Write a message and press Enter; an empty line or Ctrl-D ends the conversation.");
+        }
+        let mut messages = Vec::new();
+        loop {
+            if interactive {
+                eprint!("\n> ");
+            }
+            let mut line = String::new();
+            if std::io::stdin().lock().read_line(&mut line)? == 0 || line.trim().is_empty() {
+                return Ok(());
+            }
+            messages.push(json!({"role": "user", "content": line.trim_end()}));
+            let tokens = self.render(&Value::Array(messages.clone()), None)?;
+            let outcome = self.answer(&tokens)?;
+            self.report(&outcome);
+            messages.push(json!({"role": "assistant", "content": outcome.text}));
+        }
+    }
+}
+
+fn bf16_bytes(layout: &CacheLayout, tokens: usize) -> usize {
+    let full = CacheLayout::new(
+        KvFormat::Bf16,
+        layout.layers(),
+        layout.kv_heads(),
+        layout.head_dim(),
+        Windows::default(),
+        CodeLayout::CpuTile,
+    );
+    full.map_or(0, |l| l.sequence_bytes(tokens))
+}

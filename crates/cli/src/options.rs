@@ -1,0 +1,265 @@
+//! Flags that mean the same in every command, and what they resolve to.
+
+use anyhow::{Context, Result, bail};
+use oscar_calibrate::RotationFile;
+use oscar_codec::{
+    CacheLayout, CodeLayout, FormatTable, KvFormat, RotationKind, RotationSet, RowPageCodec, Side, SideSpec,
+    Windows,
+};
+use oscar_engine::{Runner, RunnerOptions};
+use oscar_kernels_cpu::Kernels;
+use oscar_kernels_cpu::backend::{CpuBackend, Mode};
+use oscar_models::{DecoderConfig, GenerationConfig, ModelSource, Weights};
+use oscar_text::ModelText;
+use std::io::Cursor;
+use std::path::Path;
+
+/// Which model, on which device.
+#[derive(clap::Args, Clone)]
+pub struct ModelArgs {
+    /// Model: a directory, or a name in the local Hugging Face cache (org/name[@revision]); the embedded model if absent
+    #[arg(long, value_name = "DIR|NAME")]
+    pub model: Option<String>,
+    /// Device; auto picks the best one found
+    #[arg(long, value_enum, default_value = "auto")]
+    pub device: Device,
+    /// Threads; all cores if absent
+    #[arg(long, value_name = "N")]
+    pub threads: Option<usize>,
+    /// Precision of weights and activations in matrix products
+    #[arg(long, value_enum, default_value = "bf16")]
+    pub precision: PrecisionArg,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Device {
+    Auto,
+    Cpu,
+    Cuda,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum PrecisionArg {
+    /// BF16 weights, activations with 16 bits of mantissa
+    Bf16,
+    /// BF16 weights and activations: faster prefill, less exact
+    Fast,
+    /// Everything in F32, for verification
+    F32,
+}
+
+/// How the cache is kept.
+#[derive(clap::Args, Clone)]
+pub struct CacheArgs {
+    /// Rotations of the cache: a file made by `oscar calibrate`, or `hadamard`; the model's own file if absent
+    #[arg(long, value_name = "FILE|hadamard")]
+    pub rotations: Option<String>,
+    /// Tokens at the beginning kept in BF16 (a multiple of 16)
+    #[arg(long, value_name = "N", default_value_t = 64)]
+    pub sink: usize,
+    /// Most recent tokens kept in BF16
+    #[arg(long, value_name = "N", default_value_t = 256)]
+    pub recent: usize,
+    /// Prompt tokens processed in one step; answers do not depend on it
+    #[arg(long, value_name = "N", default_value_t = 512)]
+    pub prefill_chunk: usize,
+    /// Memory for KV pages, e.g. 512M or 8G; what the context needs if absent
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    pub kv_memory: Option<usize>,
+}
+
+/// Bytes from `123`, `64K`, `512M`, `8G` (binary units, an optional `iB` or `B` behind).
+pub fn parse_size(text: &str) -> Result<usize, String> {
+    let lower = text.trim().to_ascii_lowercase();
+    let stem = lower.strip_suffix("ib").or(lower.strip_suffix('b')).unwrap_or(&lower);
+    let (digits, unit) = match stem.chars().last() {
+        Some('k') => (&stem[..stem.len() - 1], 1u64 << 10),
+        Some('m') => (&stem[..stem.len() - 1], 1 << 20),
+        Some('g') => (&stem[..stem.len() - 1], 1 << 30),
+        Some('t') => (&stem[..stem.len() - 1], 1 << 40),
+        _ => (stem, 1),
+    };
+    let number: f64 =
+        digits.trim().parse().map_err(|_| format!("'{text}' is no size: write e.g. 512M or 8G"))?;
+    if !(number.is_finite() && number > 0.0) {
+        return Err(format!("'{text}' is no size: it must be positive"));
+    }
+    Ok((number * unit as f64) as usize)
+}
+
+/// A model's files, opened and checked but not yet on a device.
+pub struct OpenModel {
+    pub name: String,
+    pub source: ModelSource,
+    pub config: DecoderConfig,
+    pub weights: Weights,
+}
+
+/// File name under which a model directory carries its rotations.
+const MODEL_ROTATIONS: &str = "rotations.safetensors";
+
+impl ModelArgs {
+    pub fn open(&self) -> Result<OpenModel> {
+        let (name, source) = match &self.model {
+            Some(name) => (model_name(name), ModelSource::resolve(name)?),
+            None => (oscar_embedded::NAME.to_owned(), ModelSource::Embedded(oscar_embedded::FILES)),
+        };
+        let config = DecoderConfig::load(&source)?;
+        let weights = Weights::open(&source)?;
+        weights.check(&config)?;
+        Ok(OpenModel { name, source, config, weights })
+    }
+
+    pub fn backend(&self) -> Result<CpuBackend> {
+        if self.device == Device::Cuda {
+            bail!("--device cuda: this version runs on the CPU only; use --device cpu or auto");
+        }
+        let threads =
+            self.threads.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from));
+        if threads == 0 {
+            bail!("--threads 0: at least one thread is needed");
+        }
+        let precision = match self.precision {
+            PrecisionArg::Bf16 => Mode::Bf16,
+            PrecisionArg::Fast => Mode::Fast,
+            PrecisionArg::F32 => Mode::F32,
+        };
+        CpuBackend::new(Kernels::chosen()?, threads, precision).context("the thread pool could not start")
+    }
+}
+
+/// The last component of a path or repository name.
+fn model_name(name: &str) -> String {
+    Path::new(name).file_name().map_or_else(|| name.to_owned(), |n| n.to_string_lossy().into_owned())
+}
+
+impl OpenModel {
+    pub fn text(&self) -> Result<ModelText> {
+        let tokenizer = self.source.read_required("tokenizer.json")?;
+        let config = self.source.read("tokenizer_config.json")?;
+        let template = self.source.read("chat_template.jinja")?;
+        Ok(ModelText::from_files(&tokenizer, config.as_deref(), template.as_deref())?)
+    }
+
+    pub fn generation(&self) -> Result<GenerationConfig> {
+        Ok(GenerationConfig::load(&self.source)?)
+    }
+
+    /// The cache layout of a format, with the clip ratios of the rotation file where it has them.
+    pub fn cache(&self, format: KvFormat, args: &CacheArgs) -> Result<Cache> {
+        let c = &self.config;
+        let windows = Windows::new(args.sink, args.recent)?;
+        let layout = CacheLayout::new(format, c.layers, c.kv_heads, c.head_dim, windows, CodeLayout::CpuTile)
+            .or_else(|_| {
+                CacheLayout::new(format, c.layers, c.kv_heads, c.head_dim, windows, CodeLayout::Logical)
+            })?;
+        let (rotations, origin, layout) = match format.rotation() {
+            RotationKind::None => (None, "none".to_owned(), layout),
+            RotationKind::Calibrated => self.rotations(format, args, layout)?,
+        };
+        Ok(Cache { layout, rotations, rotation_origin: origin })
+    }
+
+    fn rotations(
+        &self,
+        format: KvFormat,
+        args: &CacheArgs,
+        layout: CacheLayout,
+    ) -> Result<(Option<RotationSet>, String, CacheLayout)> {
+        let c = &self.config;
+        let hadamard = || RotationSet::hadamard(c.layers, c.kv_heads, c.head_dim);
+        let (file, origin) = match args.rotations.as_deref() {
+            Some("hadamard") => return Ok((Some(hadamard()?), "Hadamard (as asked)".into(), layout)),
+            Some(path) => (RotationFile::load(Path::new(path))?, path.to_owned()),
+            None => match self.source.read(MODEL_ROTATIONS)? {
+                Some(bytes) => {
+                    let length = bytes.len() as u64;
+                    (
+                        RotationFile::read(&mut Cursor::new(bytes), length).context(MODEL_ROTATIONS)?,
+                        "calibrated, the model's own".into(),
+                    )
+                }
+                None => {
+                    let note =
+                        "Hadamard: the model has no rotations of its own, make them with `oscar calibrate`";
+                    return Ok((Some(hadamard()?), note.into(), layout));
+                }
+            },
+        };
+        file.check_model(&self.weights.fingerprint(), c)?;
+        let layout = with_clips(layout, format, &file)?;
+        Ok((Some(file.rotations), origin, layout))
+    }
+}
+
+/// The layout with the file's clip ratios, where they were chosen for this format's width.
+fn with_clips(layout: CacheLayout, format: KvFormat, file: &RotationFile) -> Result<CacheLayout> {
+    let KvFormat::Oscar { bits } = format else { return Ok(layout) };
+    let (bits, Some(table)) = (u32::from(bits), layout.coded()) else { return Ok(layout) };
+    if file.metadata.clip_bits != (bits, bits) {
+        return Ok(layout);
+    }
+    let (layers, heads) = (layout.layers(), layout.kv_heads());
+    let codecs = (0..layers * heads)
+        .map(|i| {
+            let codec = table.codec(i / heads, i % heads);
+            let spec = |side, clip| SideSpec { clip, ..codec.spec(side) };
+            let (key, value) = (spec(Side::Key, file.clips.key[i]), spec(Side::Value, file.clips.value[i]));
+            RowPageCodec::new(layout.head_dim(), key, value, codec.layout())
+        })
+        .collect::<Result<_, _>>()?;
+    Ok(layout.with_coded_table(FormatTable::new(layers, heads, codecs)?))
+}
+
+/// A cache layout and the rotations it needs.
+pub struct Cache {
+    pub layout: CacheLayout,
+    pub rotations: Option<RotationSet>,
+    pub rotation_origin: String,
+}
+
+impl Cache {
+    /// Loads the model for this cache, with room for `sequences` sequences of `context` tokens unless the user set
+    /// a budget.
+    pub fn runner(
+        &self,
+        model: &OpenModel,
+        backend: CpuBackend,
+        args: &CacheArgs,
+        context: usize,
+        sequences: usize,
+        progress: impl FnMut(usize),
+    ) -> Result<Runner<CpuBackend>> {
+        let options = RunnerOptions {
+            layout: self.layout.clone(),
+            rotations: self.rotations.as_ref(),
+            context,
+            kv_memory: args
+                .kv_memory
+                .unwrap_or_else(|| working_bytes(&self.layout, context, args.prefill_chunk) * sequences),
+            prefill_chunk: args.prefill_chunk,
+        };
+        Ok(Runner::load(backend, &model.config, &model.weights, options, progress)?)
+    }
+}
+
+/// Bytes a sequence may hold at any moment: at rest, plus the full pages of one prefill chunk.
+pub fn working_bytes(layout: &CacheLayout, context: usize, chunk: usize) -> usize {
+    let chunk_blocks = chunk.min(context).div_ceil(oscar_codec::PAGE_TOKENS) + 2;
+    layout.peak_bytes(context) + chunk_blocks * layout.full_block_bytes()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::parse_size;
+
+    #[test]
+    fn sizes_have_binary_units() {
+        assert_eq!(parse_size("64K"), Ok(65536));
+        assert_eq!(parse_size("1.5 GiB"), Ok(3 << 29));
+        assert_eq!(parse_size("10"), Ok(10));
+        for bad in ["", "G", "-1G", "4X", "nan"] {
+            assert!(parse_size(bad).is_err(), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,18 @@
+//! Turns "these tokens, these settings" into tokens.
+//!
+//! [`Runner`] owns a model, its page storage and its budget, and runs steps over any number of [`Sequence`]s at
+//! once: prefill chunks and single decode tokens alike. [`Sampler`] chooses a token from logits.
+//!
+//! **Invariant:** knows no HTTP and no JSON. What a sequence answers depends on that sequence alone: not on the
+//! chunks its prompt came in, not on who else is in the step.
+
+mod request;
+mod runner;
+mod sampling;
+
+pub use request::{
+    EngineApi, EngineInfo, EngineStats, Event, EventSink, FinishReason, GenerationParams, Request,
+    RequestError, RequestId, RunningRequest, TokenLogprobs, Usage,
+};
+pub use runner::{EngineError, Logits, Runner, RunnerOptions, Sequence, StepRequest};
+pub use sampling::{Sampler, SamplingError, SamplingParams};

@@ -1,0 +1,206 @@
+//! What the engine is asked and what it answers: plain data, no HTTP.
+
+use crate::sampling::SamplingParams;
+use std::fmt;
+
+/// Names a request from submission to its last event.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct RequestId(pub u64);
+
+/// One prompt to be continued, `choices` times.
+pub struct Request {
+    pub id: RequestId,
+    pub prompt: Vec<u32>,
+    pub params: GenerationParams,
+    /// Receives the events; when it says the listener is gone, the request is cancelled.
+    pub sink: Box<dyn EventSink>,
+}
+
+impl fmt::Debug for Request {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Request")
+            .field("id", &self.id)
+            .field("prompt", &self.prompt.len())
+            .field("params", &self.params)
+            .finish()
+    }
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub struct GenerationParams {
+    pub sampling: SamplingParams,
+    /// Most tokens of each choice; may be 0 when only the prompt's log-probabilities are wanted.
+    pub max_tokens: usize,
+    /// Stop tokens are ignored before this many tokens.
+    pub min_tokens: usize,
+    /// Any of these ends a choice (the model's own, unless the client ignores them, and the client's).
+    pub stop_tokens: Vec<u32>,
+    /// Independent continuations; choice `i` draws with seed `seed + i`.
+    pub choices: usize,
+    /// Log-probabilities of that many alternatives with each generated token.
+    pub logprobs: Option<usize>,
+    /// The same for the prompt's tokens.
+    pub prompt_logprobs: Option<usize>,
+}
+
+impl Default for GenerationParams {
+    fn default() -> Self {
+        Self {
+            sampling: SamplingParams::default(),
+            max_tokens: 16,
+            min_tokens: 0,
+            stop_tokens: Vec::new(),
+            choices: 1,
+            logprobs: None,
+            prompt_logprobs: None,
+        }
+    }
+}
+
+/// Where a request's events go. Called on the engine thread: must not block.
+pub trait EventSink: Send {
+    /// Delivers an event; `false` if nobody listens any more.
+    fn send(&self, event: Event) -> bool;
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub enum Event {
+    /// The prompt is stored; generation begins. Sent once, before any token.
+    Started { cached_tokens: usize, prompt_logprobs: Option<Vec<Option<TokenLogprobs>>> },
+    /// The next token of a choice. A stop token is not delivered.
+    Token { choice: usize, token: u32, logprobs: Option<TokenLogprobs> },
+    /// A choice has ended.
+    Finished { choice: usize, reason: FinishReason },
+    /// The request has ended; nothing follows.
+    Done(Usage),
+    /// The request failed; nothing follows.
+    Failed(RequestError),
+}
+
+/// The chosen token's log-probability (of the model's distribution before temperature and filters) and the most
+/// likely alternatives, descending.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TokenLogprobs {
+    pub token: u32,
+    pub logprob: f32,
+    pub top: Vec<(u32, f32)>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FinishReason {
+    /// A stop token.
+    Stop,
+    /// `max_tokens` or the end of the context.
+    Length,
+    /// Cancelled by the client.
+    Cancelled,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Usage {
+    pub prompt_tokens: usize,
+    /// Prompt tokens whose pages were already in the cache.
+    pub cached_tokens: usize,
+    /// Generated tokens of all choices, stop tokens counted.
+    pub completion_tokens: usize,
+}
+
+/// Why a request could not be taken or finished. Messages are for the client.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum RequestError {
+    #[error("the queue is full: {waiting} requests are waiting; try again later")]
+    QueueFull { waiting: usize },
+    #[error(
+        "the prompt has {prompt} tokens and {max_tokens} more were asked for, but the context is {context} tokens: shorten the prompt or lower max_tokens"
+    )]
+    ContextExceeded { prompt: usize, max_tokens: usize, context: usize },
+    #[error(
+        "the request needs {needed} bytes of KV cache and the whole cache has {budget}: shorten the prompt, lower n, or give the server more --kv-memory"
+    )]
+    TooLarge { needed: usize, budget: usize },
+    #[error("{parameter}: {problem}")]
+    Invalid { parameter: &'static str, problem: String },
+    #[error("the server is shutting down")]
+    ShuttingDown,
+    #[error("the engine failed: {0}")]
+    Engine(String),
+}
+
+/// What a front end needs of an engine. `oscar-server` talks to this alone, so it can be tested with a fake.
+pub trait EngineApi: Send + Sync {
+    /// Takes a request or says at once why not; everything later arrives as events.
+    fn submit(&self, request: Request) -> Result<(), RequestError>;
+    /// Ends a request; its pages are free within a step. Unknown ids are ignored.
+    fn cancel(&self, id: RequestId);
+    /// Forgets every cached prefix that no running request uses; returns how many pages became free.
+    fn flush_cache(&self) -> usize;
+    /// A snapshot for metrics and the web page.
+    fn stats(&self) -> EngineStats;
+    /// Refuses new requests; running ones go on.
+    fn drain(&self);
+    fn info(&self) -> &EngineInfo;
+}
+
+/// Fixed facts of a running engine.
+#[derive(Clone, Debug, PartialEq)]
+pub struct EngineInfo {
+    pub model: String,
+    pub kv_format: String,
+    /// Stored bits an element of coded pages, metadata counted.
+    pub kv_bits: f64,
+    pub device: String,
+    pub attention: String,
+    pub context: usize,
+    pub vocab_size: usize,
+    pub layers: usize,
+    pub kv_budget_bytes: usize,
+    pub full_block_bytes: usize,
+    pub coded_block_bytes: usize,
+    pub page_tokens: usize,
+    pub sink: usize,
+    pub recent: usize,
+}
+
+/// Counters only grow; gauges are of this moment.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct EngineStats {
+    pub running: usize,
+    pub waiting: usize,
+    pub steps: u64,
+    pub prompt_tokens: u64,
+    pub cached_tokens: u64,
+    pub generated_tokens: u64,
+    pub finished: u64,
+    pub cancelled: u64,
+    pub failed: u64,
+    pub preemptions: u64,
+    /// Tokens demoted from BF16 to code.
+    pub demoted_tokens: u64,
+    /// Prefix hits whose BF16 tail had been demoted: the documented exception to "same answer".
+    pub demoted_tail_hits: u64,
+    pub evicted_pages: u64,
+    pub full_pages: usize,
+    pub coded_pages: usize,
+    /// Pages held only by the prefix cache.
+    pub cached_full_pages: usize,
+    pub cached_coded_pages: usize,
+    pub cache_bytes: usize,
+    /// What the tokens held now would take in BF16.
+    pub bf16_bytes: usize,
+    /// Seconds the engine spent inside steps.
+    pub busy_seconds: f64,
+    pub requests: Vec<RunningRequest>,
+}
+
+/// One running request as the web page draws it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RunningRequest {
+    pub id: RequestId,
+    pub prompt_tokens: usize,
+    pub generated_tokens: usize,
+    pub cached_tokens: usize,
+    pub sink_tokens: usize,
+    pub coded_tokens: usize,
+    pub recent_tokens: usize,
+    pub bytes: usize,
+}

@@ -1,0 +1,235 @@
+//! One model on one device, and the steps it runs.
+
+use oscar_backend::{Backend, BackendError, SequenceRows};
+use oscar_cache::{OutOfPages, PagePool, PoolUsage, SequencePages};
+use oscar_codec::{CacheLayout, RotationSet};
+use oscar_models::{BuildError, DecoderConfig, Observer, StepInput, Transformer, Weights, Workspace};
+
+/// What can stop a step. The sequences of a refused step are as they were before.
+#[derive(Debug, thiserror::Error)]
+pub enum EngineError {
+    #[error(transparent)]
+    OutOfPages(#[from] OutOfPages),
+    #[error(transparent)]
+    Backend(#[from] BackendError),
+    #[error(
+        "position {position} is beyond the context of {context} tokens: shorten the prompt or raise --context"
+    )]
+    Context { position: usize, context: usize },
+    #[error("token {token} does not exist: the vocabulary has {vocab} tokens")]
+    Token { token: u32, vocab: usize },
+}
+
+/// How a model is to be run.
+pub struct RunnerOptions<'a> {
+    pub layout: CacheLayout,
+    /// Rotations of the cache; none for formats that store rows as they are.
+    pub rotations: Option<&'a RotationSet>,
+    /// Longest sequence, in tokens.
+    pub context: usize,
+    /// Bytes for KV pages.
+    pub kv_memory: usize,
+    /// Most prompt tokens of one sequence in one step.
+    pub prefill_chunk: usize,
+}
+
+/// A sequence in the cache.
+#[derive(Debug, Default)]
+pub struct Sequence {
+    pages: SequencePages,
+}
+
+impl Sequence {
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Tokens stored.
+    pub fn len(&self) -> usize {
+        self.pages.len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.pages.is_empty()
+    }
+
+    pub fn pages(&self) -> &SequencePages {
+        &self.pages
+    }
+}
+
+/// What one sequence brings to a step.
+pub struct StepRequest<'a> {
+    pub sequence: &'a mut Sequence,
+    pub tokens: &'a [u32],
+    /// Which of `tokens` want logits: the last, or all.
+    pub logits: Logits,
+}
+
+/// Rows whose logits are wanted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Logits {
+    None,
+    Last,
+    All,
+}
+
+/// A loaded model with its cache.
+pub struct Runner<B: Backend> {
+    backend: B,
+    model: Transformer<B>,
+    storage: B::Pool,
+    workspace: Workspace<B>,
+    layout: CacheLayout,
+    pool: PagePool,
+    context: usize,
+    prefill_chunk: usize,
+    weight_bytes: usize,
+}
+
+impl<B: Backend> Runner<B> {
+    pub fn load(
+        backend: B,
+        config: &DecoderConfig,
+        weights: &Weights,
+        options: RunnerOptions<'_>,
+        progress: impl FnMut(usize),
+    ) -> Result<Self, BuildError> {
+        let model =
+            Transformer::build(&backend, config, weights, options.rotations, options.context, progress)?;
+        let storage = backend.pool(&options.layout, options.kv_memory)?;
+        let workspace = model.workspace(&backend);
+        let pool = PagePool::new(&options.layout, options.kv_memory);
+        Ok(Self {
+            context: model.max_positions(),
+            prefill_chunk: options.prefill_chunk.max(1),
+            weight_bytes: weights.total_bytes() as usize,
+            layout: options.layout,
+            backend,
+            model,
+            storage,
+            workspace,
+            pool,
+        })
+    }
+
+    pub fn backend(&self) -> &B {
+        &self.backend
+    }
+
+    pub fn config(&self) -> &DecoderConfig {
+        self.model.config()
+    }
+
+    pub fn layout(&self) -> &CacheLayout {
+        &self.layout
+    }
+
+    pub fn context(&self) -> usize {
+        self.context
+    }
+
+    /// Bytes of the checkpoint's tensors: what a decode step reads besides the cache.
+    pub fn weight_bytes(&self) -> usize {
+        self.weight_bytes
+    }
+
+    pub fn usage(&self) -> PoolUsage {
+        self.pool.usage()
+    }
+
+    /// Changes the prefill chunk; answers do not depend on it.
+    pub fn set_prefill_chunk(&mut self, tokens: usize) {
+        self.prefill_chunk = tokens.max(1);
+    }
+
+    /// Runs one step over all requests together; `logits` receives the wanted rows in request order.
+    pub fn step(
+        &mut self,
+        requests: &mut [StepRequest<'_>],
+        logits: &mut Vec<f32>,
+    ) -> Result<(), EngineError> {
+        self.observed_step(requests, logits, None)
+    }
+
+    /// [`Runner::step`] with an observer of every layer.
+    pub fn observed_step(
+        &mut self,
+        requests: &mut [StepRequest<'_>],
+        logits: &mut Vec<f32>,
+        observer: Option<&mut dyn Observer<B>>,
+    ) -> Result<(), EngineError> {
+        self.check(requests)?;
+        let mut steps = Vec::with_capacity(requests.len());
+        for request in requests.iter_mut() {
+            // A refusal half-way leaves earlier sequences with pages they will need anyway; their length, and so
+            // what they answer, is unchanged until `commit`.
+            steps.push(request.sequence.pages.prepare(&self.layout, &self.pool, request.tokens.len())?);
+        }
+        let mut tokens = Vec::new();
+        let mut rows = Vec::with_capacity(requests.len());
+        let mut wanted = Vec::new();
+        for (request, step) in requests.iter().zip(&steps) {
+            let first = tokens.len();
+            tokens.extend_from_slice(request.tokens);
+            match request.logits {
+                Logits::None => {}
+                Logits::Last => wanted.extend(tokens.len().checked_sub(1).filter(|&last| last >= first)),
+                Logits::All => wanted.extend(first..tokens.len()),
+            }
+            rows.push(SequenceRows {
+                rows: first..tokens.len(),
+                first_position: step.positions.start,
+                full: request.sequence.pages.full(),
+                coded: request.sequence.pages.coded(),
+                demote: step.demote.clone(),
+            });
+        }
+        let input = StepInput { tokens: &tokens, sequences: &rows, logits: &wanted };
+        self.model.forward(
+            &self.backend,
+            &input,
+            &mut self.storage,
+            &mut self.workspace,
+            logits,
+            observer,
+        )?;
+        for (request, step) in requests.iter_mut().zip(&steps) {
+            request.sequence.pages.commit(&self.layout, step);
+        }
+        Ok(())
+    }
+
+    fn check(&self, requests: &[StepRequest<'_>]) -> Result<(), EngineError> {
+        for request in requests {
+            let end = request.sequence.len() + request.tokens.len();
+            if end > self.context {
+                return Err(EngineError::Context { position: end - 1, context: self.context });
+            }
+            let vocab = self.config().vocab_size;
+            if let Some(&token) = request.tokens.iter().find(|&&t| t as usize >= vocab) {
+                return Err(EngineError::Token { token, vocab });
+            }
+        }
+        Ok(())
+    }
+
+    /// Feeds a prompt in chunks and leaves the last token's logits in `logits`. `progress` hears how many prompt
+    /// tokens are stored.
+    pub fn prefill(
+        &mut self,
+        sequence: &mut Sequence,
+        tokens: &[u32],
+        logits: &mut Vec<f32>,
+        mut progress: impl FnMut(usize),
+    ) -> Result<(), EngineError> {
+        let mut done = 0;
+        for chunk in tokens.chunks(self.prefill_chunk) {
+            done += chunk.len();
+            let wanted = if done == tokens.len() { Logits::Last } else { Logits::None };
+            self.step(&mut [StepRequest { sequence, tokens: chunk, logits: wanted }], logits)?;
+            progress(done);
+        }
+        Ok(())
+    }
+}

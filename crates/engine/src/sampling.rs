@@ -1,0 +1,206 @@
+//! Choosing a token from logits.
+//!
+//! Order of operations: temperature, then top-k, then top-p, then min-p, then one uniform draw. The draw of the
+//! `n`-th token of a sequence is a function of the seed and `n` alone (a counter-based generator), so it does not
+//! depend on who else is being served.
+
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{Rng, SeedableRng};
+
+/// How to choose.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SamplingParams {
+    /// 0 picks the most likely token.
+    pub temperature: f32,
+    /// Keep the `k` most likely tokens; 0 keeps all.
+    pub top_k: usize,
+    /// Keep the smallest set of tokens whose probability reaches this.
+    pub top_p: f32,
+    /// Drop tokens less likely than this share of the most likely one.
+    pub min_p: f32,
+    pub seed: u64,
+}
+
+impl Default for SamplingParams {
+    fn default() -> Self {
+        Self { temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0, seed: 0 }
+    }
+}
+
+/// A setting out of range.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[error("{parameter} is {value}: it must be {allowed}")]
+pub struct SamplingError {
+    pub parameter: &'static str,
+    pub value: String,
+    pub allowed: &'static str,
+}
+
+impl SamplingParams {
+    pub fn validate(&self) -> Result<(), SamplingError> {
+        let check = |ok: bool, parameter, value: f32, allowed| {
+            if ok { Ok(()) } else { Err(SamplingError { parameter, value: value.to_string(), allowed }) }
+        };
+        check(
+            (0.0..=100.0).contains(&self.temperature),
+            "temperature",
+            self.temperature,
+            "between 0 and 100",
+        )?;
+        check(self.top_p > 0.0 && self.top_p <= 1.0, "top_p", self.top_p, "above 0 and at most 1")?;
+        check((0.0..=1.0).contains(&self.min_p), "min_p", self.min_p, "between 0 and 1")
+    }
+}
+
+/// Chooses the tokens of one sequence.
+#[derive(Clone, Debug)]
+pub struct Sampler {
+    params: SamplingParams,
+    drawn: u64,
+    candidates: Vec<(f32, u32)>,
+}
+
+impl Sampler {
+    pub fn new(params: SamplingParams) -> Result<Self, SamplingError> {
+        params.validate()?;
+        Ok(Self { params, drawn: 0, candidates: Vec::new() })
+    }
+
+    /// The next token. NaN logits are never chosen; if nothing else is left, token 0 is.
+    pub fn sample(&mut self, logits: &[f32]) -> u32 {
+        let index = self.drawn;
+        self.drawn += 1;
+        if self.params.temperature == 0.0 {
+            return argmax(logits);
+        }
+        let candidates = &mut self.candidates;
+        candidates.clear();
+        candidates
+            .extend(logits.iter().enumerate().filter(|(_, l)| !l.is_nan()).map(|(i, &l)| (l, i as u32)));
+        if candidates.is_empty() {
+            return 0;
+        }
+        // Ties are broken by token id, so that equal logits give equal answers everywhere.
+        let order = |a: &(f32, u32), b: &(f32, u32)| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1));
+        let k = self.params.top_k;
+        if k > 0 && k < candidates.len() {
+            candidates.select_nth_unstable_by(k - 1, order);
+            candidates.truncate(k);
+        }
+        candidates.sort_unstable_by(order);
+        let max = candidates[0].0;
+        let mut total = 0.0;
+        for (value, _) in candidates.iter_mut() {
+            *value = if max.is_finite() { ((*value - max) / self.params.temperature).exp() } else { 1.0 };
+            total += *value;
+        }
+        let mut kept = candidates.len();
+        if self.params.top_p < 1.0 {
+            let mut reached = 0.0;
+            for (i, (p, _)) in candidates.iter().enumerate() {
+                reached += p;
+                if reached >= self.params.top_p * total {
+                    kept = i + 1;
+                    break;
+                }
+            }
+        }
+        let floor = self.params.min_p * candidates[0].0;
+        kept = candidates[..kept].iter().position(|(p, _)| *p < floor).unwrap_or(kept).max(1);
+        let total: f32 = candidates[..kept].iter().map(|(p, _)| p).sum();
+        let mut target = uniform(self.params.seed, index) * total;
+        for (p, token) in &candidates[..kept] {
+            target -= p;
+            if target < 0.0 {
+                return *token;
+            }
+        }
+        candidates[kept - 1].1
+    }
+}
+
+/// Most likely token, the lowest id among equals; NaN never wins.
+pub fn argmax(logits: &[f32]) -> u32 {
+    let mut best = (f32::NEG_INFINITY, 0);
+    for (i, &l) in logits.iter().enumerate() {
+        if l > best.0 {
+            best = (l, i as u32);
+        }
+    }
+    best.1
+}
+
+/// Uniform in [0, 1) from (seed, index) alone.
+fn uniform(seed: u64, index: u64) -> f32 {
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    rng.set_word_pos(u128::from(index) * 16);
+    (rng.next_u32() >> 8) as f32 / (1 << 24) as f32
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn sampler(params: SamplingParams) -> Sampler {
+        Sampler::new(params).unwrap()
+    }
+
+    #[test]
+    fn zero_temperature_is_greedy_with_stable_ties() {
+        let mut s = sampler(SamplingParams::default());
+        assert_eq!(s.sample(&[1.0, 3.0, 3.0, f32::NAN]), 1);
+        assert_eq!(s.sample(&[f32::NAN; 4]), 0);
+    }
+
+    #[test]
+    fn frequencies_follow_the_softmax() {
+        let mut s = sampler(SamplingParams { temperature: 1.0, seed: 5, ..Default::default() });
+        let logits = [2f32.ln(), 1f32.ln(), 1f32.ln()];
+        let mut counts = [0; 3];
+        for _ in 0..8000 {
+            counts[s.sample(&logits) as usize] += 1;
+        }
+        assert!((counts[0] as f64 / 8000.0 - 0.5).abs() < 0.03, "{counts:?}");
+        assert!((counts[1] as f64 / 8000.0 - 0.25).abs() < 0.03, "{counts:?}");
+    }
+
+    #[test]
+    fn filters_keep_what_they_say() {
+        let logits = [0.5f32.ln(), 0.3f32.ln(), 0.15f32.ln(), 0.05f32.ln()];
+        let seen = |params: SamplingParams| {
+            let mut s = sampler(SamplingParams { temperature: 1.0, ..params });
+            let mut seen = [false; 4];
+            (0..600).for_each(|_| seen[s.sample(&logits) as usize] = true);
+            seen
+        };
+        assert_eq!(seen(SamplingParams { top_k: 2, ..Default::default() }), [true, true, false, false]);
+        assert_eq!(seen(SamplingParams { top_p: 0.9, ..Default::default() }), [true, true, true, false]);
+        assert_eq!(seen(SamplingParams { min_p: 0.5, ..Default::default() }), [true, true, false, false]);
+        assert_eq!(seen(SamplingParams { top_p: 0.01, ..Default::default() }), [true, false, false, false]);
+    }
+
+    #[test]
+    fn wrong_settings_are_named() {
+        for (params, name) in [
+            (SamplingParams { temperature: -1.0, ..Default::default() }, "temperature"),
+            (SamplingParams { temperature: f32::NAN, ..Default::default() }, "temperature"),
+            (SamplingParams { top_p: 0.0, ..Default::default() }, "top_p"),
+            (SamplingParams { min_p: 1.5, ..Default::default() }, "min_p"),
+        ] {
+            assert!(Sampler::new(params).unwrap_err().to_string().starts_with(name));
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn the_nth_draw_depends_on_seed_and_n_alone(seed in any::<u64>(), logits in prop::collection::vec(-5.0f32..5.0, 2..40)) {
+            let params = SamplingParams { temperature: 0.8, seed, ..Default::default() };
+            let (mut a, mut b) = (sampler(params.clone()), sampler(params));
+            b.sample(&[0.0, 1.0]);
+            let first = a.sample(&logits);
+            prop_assert!((first as usize) < logits.len());
+            prop_assert_eq!(a.sample(&logits), b.sample(&logits));
+        }
+    }
+}

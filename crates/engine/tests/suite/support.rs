@@ -1,0 +1,94 @@
+//! Runners on the embedded model and on tiny random ones.
+
+use oscar_codec::{CacheLayout, CodeLayout, KvFormat, RotationKind, RotationSet, Windows};
+use oscar_engine::{Logits, Runner, RunnerOptions, Sequence, StepRequest};
+use oscar_kernels_cpu::Kernels;
+use oscar_kernels_cpu::backend::{CpuBackend, Mode};
+use oscar_models::{DecoderConfig, ModelSource, Weights};
+
+pub struct Setup {
+    pub format: KvFormat,
+    pub windows: Windows,
+    pub threads: usize,
+    pub precision: Mode,
+    pub chunk: usize,
+    pub context: usize,
+}
+
+impl Default for Setup {
+    fn default() -> Self {
+        Self {
+            format: KvFormat::Bf16,
+            windows: Windows::default(),
+            threads: 2,
+            precision: Mode::Bf16,
+            chunk: 512,
+            context: 8192,
+        }
+    }
+}
+
+impl Setup {
+    pub fn embedded(&self) -> Runner<CpuBackend> {
+        self.runner(&ModelSource::Embedded(oscar_embedded::FILES))
+    }
+
+    pub fn runner(&self, source: &ModelSource) -> Runner<CpuBackend> {
+        let config = DecoderConfig::load(source).unwrap();
+        let weights = Weights::open(source).unwrap();
+        let (l, h, d) = (config.layers, config.kv_heads, config.head_dim);
+        let layout = CacheLayout::new(self.format, l, h, d, self.windows, CodeLayout::CpuTile).unwrap();
+        let rotations = match self.format.rotation() {
+            RotationKind::None => None,
+            RotationKind::Calibrated => Some(RotationSet::hadamard(l, h, d).unwrap()),
+        };
+        let backend = CpuBackend::new(Kernels::chosen().unwrap(), self.threads, self.precision).unwrap();
+        let options = RunnerOptions {
+            layout,
+            rotations: rotations.as_ref(),
+            context: self.context,
+            kv_memory: 1 << 30,
+            prefill_chunk: self.chunk,
+        };
+        Runner::load(backend, &config, &weights, options, |_| {}).unwrap()
+    }
+}
+
+/// Feeds `tokens` and returns the logits of every position.
+pub fn all_logits(runner: &mut Runner<CpuBackend>, tokens: &[u32], chunk: usize) -> Vec<f32> {
+    let mut sequence = Sequence::new();
+    let (mut all, mut logits) = (Vec::new(), Vec::new());
+    for part in tokens.chunks(chunk) {
+        let request = StepRequest { sequence: &mut sequence, tokens: part, logits: Logits::All };
+        runner.step(&mut [request], &mut logits).unwrap();
+        all.extend_from_slice(&logits);
+    }
+    all
+}
+
+pub fn argmax(row: &[f32]) -> u32 {
+    (0..row.len()).max_by(|&a, &b| row[a].total_cmp(&row[b]).then(b.cmp(&a))).unwrap() as u32
+}
+
+/// Greedy continuation of a prompt, ended by `stops` (which are kept) or after `limit` tokens.
+pub fn greedy(runner: &mut Runner<CpuBackend>, prompt: &[u32], limit: usize, stops: &[u32]) -> Vec<u32> {
+    let mut sequence = Sequence::new();
+    let (mut logits, mut out) = (Vec::new(), Vec::new());
+    runner.prefill(&mut sequence, prompt, &mut logits, |_| {}).unwrap();
+    loop {
+        let token = argmax(&logits);
+        out.push(token);
+        if out.len() == limit || stops.contains(&token) {
+            return out;
+        }
+        let request = StepRequest { sequence: &mut sequence, tokens: &[token], logits: Logits::Last };
+        runner.step(&mut [request], &mut logits).unwrap();
+    }
+}
+
+/// Log-probability of `token` under a row of logits.
+pub fn log_probability(row: &[f32], token: u32) -> f64 {
+    let max = row.iter().copied().fold(f32::NEG_INFINITY, f32::max) as f64;
+    let sum: f64 = row.iter().map(|&l| (l as f64 - max).exp()).sum();
+    row[token as usize] as f64 - max - sum.ln()
+}

@@ -1,0 +1,269 @@
+//! Which kernel reads the pages of a codec, and what it is handed.
+
+use oscar_codec::page::Scheme;
+use oscar_codec::{CodeLayout, PAGE_TOKENS, PageCodec, RowPageCodec, Side};
+
+use super::block::{QueryForms, RowBlock};
+use super::generic;
+use crate::cpu::Variant;
+
+/// How a codec's pages are read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum PageKind {
+    /// Raw codes against fixed-point queries and weights.
+    Codes { key_bits: u32, value_bits: u32 },
+    /// BF16 rows as dot-product operands.
+    Bf16,
+    /// Rows decoded to f32 once for all queries of the work item.
+    Decoded,
+}
+
+/// What one page is to a kernel.
+pub(super) struct PageView<'a> {
+    /// Codes or rows of each side, and their parameters, inside the page.
+    pub keys: &'a [u8],
+    pub values: &'a [u8],
+    pub key_params: &'a [u8],
+    pub value_params: &'a [u8],
+    /// From this page to the one read next, in bytes; for fetching ahead only.
+    pub ahead: isize,
+    /// Rows as f32, for [`PageKind::Decoded`].
+    pub decoded: Option<&'a DecodedPage>,
+}
+
+/// A page as f32 rows, token by token.
+#[derive(Default)]
+pub(super) struct DecodedPage {
+    pub keys: Vec<f32>,
+    pub values: Vec<f32>,
+}
+
+/// One step of reading a page with a block of rows.
+///
+/// # Safety
+/// The processor must have the instructions of the variant the stage was selected for.
+pub(super) type Stage = unsafe fn(&mut RowBlock, &PageView<'_>);
+
+/// The steps: scores of all tokens, softmax weights, weighted sum of values.
+#[derive(Clone, Copy)]
+pub(super) struct Stages {
+    pub score: Stage,
+    pub weigh: Stage,
+    pub add_values: Stage,
+}
+
+/// How a variant reads a codec's pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct PageReader {
+    variant: Variant,
+    pub kind: PageKind,
+}
+
+impl PageReader {
+    pub(super) fn new(variant: Variant, codec: &RowPageCodec) -> Self {
+        Self { variant, kind: kind(variant, codec) }
+    }
+
+    pub(super) fn forms(self) -> QueryForms {
+        match (self.kind, self.variant) {
+            (PageKind::Codes { .. }, _) => QueryForms { fixed_point: true, bf16: false },
+            (PageKind::Bf16, Variant::Avx512 | Variant::Amx) => QueryForms { fixed_point: false, bf16: true },
+            _ => QueryForms::default(),
+        }
+    }
+
+    /// The functions for a block of `rows` rows.
+    pub(super) fn stages(self, rows: usize) -> Stages {
+        match (self.variant, self.kind) {
+            #[cfg(target_arch = "x86_64")]
+            (Variant::Avx2, PageKind::Codes { key_bits, value_bits }) => {
+                super::avx2::code_stages(key_bits, value_bits)
+            }
+            #[cfg(target_arch = "x86_64")]
+            (Variant::Avx512, PageKind::Codes { key_bits, value_bits }) => {
+                super::avx512::code_stages(key_bits, value_bits, rows)
+            }
+            #[cfg(target_arch = "x86_64")]
+            (Variant::Amx, PageKind::Codes { key_bits, value_bits }) => {
+                super::amx::code_stages(key_bits, value_bits, rows)
+            }
+            #[cfg(target_arch = "x86_64")]
+            (Variant::Avx2, PageKind::Bf16) => super::avx2::bf16_stages(),
+            #[cfg(target_arch = "x86_64")]
+            (Variant::Avx512, PageKind::Bf16) => super::avx512_bf16::stages(rows),
+            #[cfg(target_arch = "x86_64")]
+            (Variant::Amx, PageKind::Bf16) => super::amx::bf16_stages(rows),
+            (variant, _) => {
+                let _ = rows;
+                generic::stages(variant)
+            }
+        }
+    }
+
+    pub(super) fn name(self) -> &'static str {
+        match (self.variant, self.kind) {
+            (Variant::Scalar, _) => "scalar decode",
+            (_, PageKind::Decoded) => "generic decode",
+            (Variant::Avx2, PageKind::Bf16) => "avx2 bf16",
+            (Variant::Avx512, PageKind::Bf16) => "avx512 bf16",
+            (Variant::Amx, PageKind::Bf16) => "amx bf16",
+            (variant, PageKind::Codes { key_bits, value_bits }) => code_name(variant, key_bits, value_bits),
+        }
+    }
+}
+
+fn code_name(variant: Variant, key_bits: u32, value_bits: u32) -> &'static str {
+    let names = match variant {
+        Variant::Avx2 => {
+            ["avx2 int1", "avx2 int2", "avx2 int3", "avx2 int4", "avx2 int8", "avx2 mixed widths"]
+        }
+        Variant::Avx512 => [
+            "avx512-vnni int1",
+            "avx512-vnni int2",
+            "avx512-vnni int3",
+            "avx512-vnni int4",
+            "avx512-vnni int8",
+            "avx512-vnni mixed widths",
+        ],
+        _ => ["amx int1", "amx int2", "amx int3", "amx int4", "amx int8", "amx mixed widths"],
+    };
+    match (key_bits == value_bits, key_bits) {
+        (false, _) => names[5],
+        (true, 8) => names[4],
+        (true, bits) => names[bits as usize - 1],
+    }
+}
+
+fn kind(variant: Variant, codec: &RowPageCodec) -> PageKind {
+    let (key, value) = (codec.spec(Side::Key), codec.spec(Side::Value));
+    if variant == Variant::Scalar || codec.layout() != CodeLayout::CpuTile {
+        return PageKind::Decoded;
+    }
+    let one_group = |side| codec.groups(side) == 1;
+    // Two 8-bit codes times a 7-bit weight do not fit the 16-bit sums of AVX2.
+    let narrow = |bits| bits <= 4 || variant != Variant::Avx2;
+    match (key.scheme, value.scheme) {
+        (Scheme::Bf16, Scheme::Bf16) => PageKind::Bf16,
+        (Scheme::Affine, Scheme::Affine)
+            if one_group(Side::Key) && one_group(Side::Value) && narrow(key.bits) && narrow(value.bits) =>
+        {
+            PageKind::Codes { key_bits: key.bits, value_bits: value.bits }
+        }
+        _ => PageKind::Decoded,
+    }
+}
+
+/// The kernel that reads this codec's pages in this variant, for the start banner: nothing falls back silently.
+pub fn kernel_name(variant: Variant, codec: &RowPageCodec) -> &'static str {
+    PageReader::new(variant, codec).name()
+}
+
+/// Room for what must be made of a page before kernels read it, shared by the blocks of a work item.
+#[derive(Default)]
+pub(super) struct PageScratch {
+    decoded: DecodedPage,
+    values: Vec<u8>,
+}
+
+impl PageScratch {
+    /// The view of `page` for rows that read the tokens in `used`; the others may hold anything.
+    pub(super) fn view<'a>(
+        &'a mut self,
+        kind: PageKind,
+        codec: &RowPageCodec,
+        page: &'a [u8],
+        used: u64,
+        ahead: isize,
+    ) -> PageView<'a> {
+        assert_eq!(page.len(), codec.page_bytes(), "a page of this codec");
+        let mut view = PageView {
+            keys: &page[codec.codes_range(Side::Key)],
+            values: &page[codec.codes_range(Side::Value)],
+            key_params: &page[codec.params_range(Side::Key)],
+            value_params: &page[codec.params_range(Side::Value)],
+            ahead,
+            decoded: None,
+        };
+        match kind {
+            PageKind::Codes { .. } => {}
+            PageKind::Bf16 if used == u64::MAX => {}
+            PageKind::Bf16 => {
+                // A weight of zero does not silence a NaN in a row that was never written.
+                self.values.clear();
+                self.values.extend_from_slice(view.values);
+                zero_unused_tokens(&mut self.values, used);
+                view.values = &self.values;
+            }
+            PageKind::Decoded => {
+                let d = codec.head_dim();
+                self.decoded.keys.resize(PAGE_TOKENS * d, 0.0);
+                self.decoded.values.resize(PAGE_TOKENS * d, 0.0);
+                for token in 0..PAGE_TOKENS {
+                    let rows = token * d..(token + 1) * d;
+                    if used >> token & 1 == 1 {
+                        codec.decode_row(Side::Key, page, token, &mut self.decoded.keys[rows.clone()]);
+                        codec.decode_row(Side::Value, page, token, &mut self.decoded.values[rows]);
+                    } else {
+                        self.decoded.keys[rows.clone()].fill(0.0);
+                        self.decoded.values[rows].fill(0.0);
+                    }
+                }
+                view.decoded = Some(&self.decoded);
+            }
+        }
+        view
+    }
+}
+
+/// `values` lie `[token pair][channel][2]`.
+fn zero_unused_tokens(values: &mut [u8], used: u64) {
+    let pair_bytes = values.len() / (PAGE_TOKENS / 2);
+    for (pair, bytes) in values.chunks_exact_mut(pair_bytes).enumerate() {
+        match used >> (2 * pair) & 3 {
+            3 => {}
+            0 => bytes.fill(0),
+            one => {
+                let unused = if one == 1 { 2 } else { 0 };
+                bytes.chunks_exact_mut(4).for_each(|lane| lane[unused..unused + 2].fill(0));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use oscar_codec::{KvFormat, SideSpec};
+
+    #[test]
+    fn names_tell_what_runs() {
+        let name = |variant, format: KvFormat| {
+            kernel_name(variant, &format.codec(128, CodeLayout::CpuTile).unwrap())
+        };
+        assert_eq!(name(Variant::Avx512, KvFormat::OSCAR2), "avx512-vnni int2");
+        assert_eq!(name(Variant::Avx512, KvFormat::Bf16), "avx512 bf16");
+        assert_eq!(name(Variant::Avx2, KvFormat::Int { bits: 8, group: 0 }), "generic decode");
+        assert_eq!(name(Variant::Amx, KvFormat::Oscar { bits: 3 }), "amx int3");
+        assert_eq!(name(Variant::Avx512, KvFormat::Int { bits: 8, group: 0 }), "avx512-vnni int8");
+        for format in [KvFormat::Oscar2Lloyd, KvFormat::F32, KvFormat::Int { bits: 4, group: 32 }] {
+            assert_eq!(name(Variant::Avx512, format), "generic decode");
+        }
+        assert_eq!(name(Variant::Scalar, KvFormat::OSCAR2), "scalar decode");
+        let mixed =
+            RowPageCodec::new(128, SideSpec::affine(4, 0.0), SideSpec::affine(2, 0.0), CodeLayout::CpuTile);
+        assert_eq!(kernel_name(Variant::Avx512, &mixed.unwrap()), "avx512-vnni mixed widths");
+        let logical = KvFormat::OSCAR2.codec(128, CodeLayout::Logical).unwrap();
+        assert_eq!(kernel_name(Variant::Avx512, &logical), "generic decode");
+    }
+
+    #[test]
+    fn unused_tokens_are_silenced() {
+        let mut values = vec![0xff_u8; 64 * 32 * 2];
+        zero_unused_tokens(&mut values, 0b0110_0011);
+        for (i, half) in values.chunks_exact(2).enumerate() {
+            let (pair, within) = (i / 64, i % 2);
+            let used = matches!(2 * pair + within, 0 | 1 | 5 | 6);
+            assert_eq!(half[0] != 0, used, "token {}", 2 * pair + within);
+        }
+    }
+}

@@ -1,0 +1,189 @@
+//! Walking the pages of a span with the rows of a work item.
+
+use std::ops::Range;
+
+use oscar_codec::{PAGE_TOKENS, RowPageCodec};
+
+use super::block::{QueryForms, ROWS, RowBlock};
+use super::page::{PageReader, PageScratch, Stages};
+use super::{Item, SPAN_TOKENS, TaskInput, Worker};
+use crate::cpu::Variant;
+
+/// The rows of an item, loaded into blocks.
+pub(super) struct ItemRows<'a> {
+    pub input: &'a TaskInput<'a>,
+    pub state: &'a mut Vec<f32>,
+    blocks: &'a mut [Box<RowBlock>],
+    page: &'a mut PageScratch,
+    reaches: Vec<Reach>,
+    full: PageReader,
+    coded: PageReader,
+}
+
+/// What a row reads: BF16 below `sink`, code up to `boundary`, BF16 up to `end`.
+#[derive(Clone, Copy, Debug)]
+struct Reach {
+    sink: usize,
+    boundary: usize,
+    end: usize,
+}
+
+impl Reach {
+    fn coded(self, base: usize) -> u64 {
+        token_mask(base, self.sink..self.boundary)
+    }
+
+    fn full(self, base: usize) -> u64 {
+        token_mask(base, 0..self.sink.min(self.end)) | token_mask(base, self.boundary..self.end)
+    }
+}
+
+/// Tokens of the page starting at position `base` that are in `range`.
+fn token_mask(base: usize, range: Range<usize>) -> u64 {
+    let start = range.start.saturating_sub(base).min(PAGE_TOKENS);
+    let end = range.end.saturating_sub(base).min(PAGE_TOKENS);
+    let below = |n: usize| if n == PAGE_TOKENS { u64::MAX } else { (1 << n) - 1 };
+    below(end) & !below(start)
+}
+
+impl Worker {
+    /// Prepares the queries of an item.
+    pub(super) fn load<'a>(
+        &'a mut self,
+        variant: Variant,
+        input: &'a TaskInput<'a>,
+        item: Item,
+    ) -> ItemRows<'a> {
+        let d = input.head_dim;
+        let full = PageReader::new(variant, input.context.full_codec);
+        let coded = PageReader::new(variant, input.context.coded_codec);
+        let (a, b) = (full.forms(), coded.forms());
+        let forms = QueryForms { fixed_point: a.fixed_point || b.fixed_point, bf16: a.bf16 || b.bf16 };
+        let count = item.rows.div_ceil(ROWS);
+        while self.blocks.len() < count {
+            self.blocks.push(RowBlock::new());
+        }
+        let queries = &input.queries[item.first_row * d..(item.first_row + item.rows) * d];
+        for (block, queries) in self.blocks.iter_mut().zip(queries.chunks(ROWS * d)) {
+            block.load(queries, d, input.scale, forms);
+        }
+        let reaches = input.positions[item.first_row..][..item.rows]
+            .iter()
+            .map(|&position| {
+                let position = position as usize;
+                Reach {
+                    sink: input.windows.sink(),
+                    boundary: input.windows.boundary(position),
+                    end: position + 1,
+                }
+            })
+            .collect();
+        ItemRows {
+            input,
+            state: &mut self.state,
+            blocks: &mut self.blocks[..count],
+            page: &mut self.page,
+            reaches,
+            full,
+            coded,
+        }
+    }
+}
+
+/// Reads span number `span` from an empty state and hands each row's result to `done(row, block, row in block)`.
+pub(super) fn read_span(rows: &mut ItemRows<'_>, span: usize, mut done: impl FnMut(usize, &RowBlock, usize)) {
+    rows.blocks.iter_mut().for_each(|block| block.reset());
+    let end = rows.reaches.last().map_or(0, |reach| reach.end);
+    let context = rows.input.context;
+    let full_stages = stages_of(rows.full, rows.blocks);
+    let coded_stages = stages_of(rows.coded, rows.blocks);
+    let first_page = span * SPAN_TOKENS / PAGE_TOKENS;
+    let last_page = end.div_ceil(PAGE_TOKENS).min((span + 1) * SPAN_TOKENS / PAGE_TOKENS);
+    for page in first_page..last_page {
+        let base = page * PAGE_TOKENS;
+        let coded =
+            Pages { codec: context.coded_codec, pages: context.coded, reader: rows.coded, what: "coded" };
+        read_page(rows, &coded, page, &coded_stages, |reach| reach.coded(base));
+        let full = Pages { codec: context.full_codec, pages: context.full, reader: rows.full, what: "full" };
+        read_page(rows, &full, page, &full_stages, |reach| reach.full(base));
+    }
+    for row in 0..rows.reaches.len() {
+        done(row, &rows.blocks[row / ROWS], row % ROWS);
+    }
+}
+
+fn stages_of(reader: PageReader, blocks: &[Box<RowBlock>]) -> Vec<Stages> {
+    blocks.iter().map(|block| reader.stages(block.rows)).collect()
+}
+
+/// The pages of one kind of a context.
+struct Pages<'a> {
+    codec: &'a RowPageCodec,
+    pages: &'a [Option<&'a [u8]>],
+    reader: PageReader,
+    what: &'static str,
+}
+
+fn read_page(
+    rows: &mut ItemRows<'_>,
+    source: &Pages<'_>,
+    index: usize,
+    stages: &[Stages],
+    mask: impl Fn(Reach) -> u64,
+) {
+    let mut used = 0;
+    for (block, reaches) in rows.blocks.iter_mut().zip(rows.reaches.chunks(ROWS)) {
+        for (slot, &reach) in block.masks.iter_mut().zip(reaches) {
+            *slot = mask(reach);
+            used |= *slot;
+        }
+    }
+    if used == 0 {
+        return;
+    }
+    let page = source.pages.get(index).copied().flatten();
+    let page = page.unwrap_or_else(|| panic!("{} page of block {index} is absent", source.what));
+    let next = source.pages.get(index + 1).copied().flatten().unwrap_or(page);
+    // Distance of unrelated allocations: only ever used to form prefetch addresses.
+    let ahead = (next.as_ptr() as isize).wrapping_sub(page.as_ptr() as isize);
+    let view = rows.page.view(source.reader.kind, source.codec, page, used, ahead);
+    for (block, stages) in rows.blocks.iter_mut().zip(stages) {
+        if block.masks[..block.rows].iter().all(|&mask| mask == 0) {
+            continue;
+        }
+        // SAFETY: the stages belong to the variant of the call, which `attend` found available.
+        unsafe {
+            (stages.score)(block, &view);
+            (stages.weigh)(block, &view);
+            if block.any_weight {
+                (stages.add_values)(block, &view);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use oscar_codec::Windows;
+
+    #[test]
+    fn masks_follow_the_window_rule() {
+        for (sink, recent) in [(64, 256), (0, 1), (16, 7), (80, 40)] {
+            let windows = Windows::new(sink, recent).unwrap();
+            for position in [0, 15, 16, 63, 64, 79, 80, 100, 320, 335, 336, 1000] {
+                let reach = Reach { sink, boundary: windows.boundary(position), end: position + 1 };
+                for page in 0..=position / PAGE_TOKENS + 1 {
+                    let base = page * PAGE_TOKENS;
+                    let (coded, full) = (reach.coded(base), reach.full(base));
+                    for t in 0..PAGE_TOKENS {
+                        let j = base + t;
+                        let code = j <= position && windows.reads_code(position, j);
+                        assert_eq!(coded >> t & 1 == 1, code, "{sink} {recent} {position} {j}");
+                        assert_eq!(full >> t & 1 == 1, j <= position && !code);
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,229 @@
+//! Outputs against the specification.
+
+use super::*;
+use oscar_codec::SideSpec;
+
+/// Fixed-point queries and weights: 16 bits of the largest.
+const CODED: f32 = 2e-4;
+/// Queries and weights rounded to 8 bits.
+const ROUNDED: f32 = 4e-3;
+/// Only the order of f32 additions differs.
+const SAME: f32 = 2e-5;
+
+fn check(variant: Variant, format: KvFormat, d: usize, windows: &Windows, lengths: &[usize], rows: &[usize]) {
+    let pool = ThreadPool::new(2).unwrap();
+    let longest = lengths.iter().copied().max().unwrap();
+    let context = Context::random(format, d, longest, d as u64 + longest as u64);
+    for &length in lengths {
+        for &rows in rows {
+            let queries = queries(rows, d, 1.5, rows as u64);
+            let positions = vec![length as u32 - 1; rows];
+            let got = context.attend(variant, &pool, windows, &queries, &positions);
+            let expected = context.expected(windows, &queries, &positions);
+            let error = relative_error(&got, &expected);
+            // The BF16 windows are rounded where the variant rounds them, whatever the code.
+            let tolerance = match variant {
+                Variant::Scalar => SAME,
+                Variant::Avx2 => CODED,
+                _ => ROUNDED,
+            };
+            assert!(
+                error <= tolerance,
+                "{variant} {format}, head {d}, {rows} rows, {length} tokens: error {error:e}"
+            );
+        }
+    }
+}
+
+fn all_shapes(variant: Variant) {
+    let windows = Windows::default();
+    for bits in [1, 2, 3, 4] {
+        for d in [64, 96, 128, 256] {
+            check(variant, KvFormat::Oscar { bits }, d, &windows, &[337, 700], &[1, 4, 8]);
+        }
+    }
+    for d in [32, 48, 80, 112, 144, 240] {
+        check(variant, KvFormat::OSCAR2, d, &windows, &[400], &[3]);
+        check(variant, KvFormat::Oscar { bits: 4 }, d, &windows, &[400], &[5]);
+    }
+    check(variant, KvFormat::OSCAR2, 128, &windows, &[500], &[1, 3, 4, 6, 8, 12, 16]);
+    check(variant, KvFormat::OSCAR2, 128, &windows, &[1, 2, 63, 64, 65, 335, 336, 337, 1000], &[4]);
+    check(variant, KvFormat::OSCAR2, 64, &windows, &[2047, 2048, 2049, 4500], &[2]);
+    for (sink, recent) in [(0, 1), (16, 7), (0, 64), (128, 100), (80, 33)] {
+        let windows = Windows::new(sink, recent).unwrap();
+        check(variant, KvFormat::OSCAR2, 64, &windows, &[1, 17, 64, 100, 300], &[4]);
+    }
+    let windows = Windows::new(16, 40).unwrap();
+    for format in ["bf16", "f32", "int8", "int4-g32", "oscar2-lloyd", "oscar2-lloyd-official"] {
+        check(variant, format.parse().unwrap(), 64, &windows, &[1, 64, 333], &[3]);
+    }
+    let official = KvFormat::Oscar2Official;
+    check(variant, official, 64, &windows, &[200], &[3]);
+}
+
+#[test]
+fn scalar_matches_the_codec() {
+    all_shapes(Variant::Scalar);
+}
+
+#[test]
+fn avx2_matches_scalar() {
+    if fast_variants().contains(&Variant::Avx2) {
+        all_shapes(Variant::Avx2);
+    }
+}
+
+#[test]
+fn avx512_matches_scalar() {
+    if fast_variants().contains(&Variant::Avx512) {
+        all_shapes(Variant::Avx512);
+    }
+}
+
+#[test]
+fn amx_matches_scalar() {
+    if fast_variants().contains(&Variant::Amx) {
+        all_shapes(Variant::Amx);
+    }
+}
+
+/// Everything as code but the last token: the integer path by itself, at its own tolerance.
+#[test]
+fn integer_path_is_accurate_to_its_fixed_point() {
+    let pool = ThreadPool::new(1).unwrap();
+    let windows = Windows::new(0, 1).unwrap();
+    for variant in fast_variants() {
+        for (key_bits, value_bits) in [(1, 1), (2, 2), (3, 3), (4, 4), (4, 2), (1, 3), (8, 8), (2, 8)] {
+            for d in [64, 128, 256] {
+                let mut random = Random::new(d as u64);
+                let mut rows = || (0..640 * d).map(|_| random.normal()).collect::<Vec<f32>>();
+                let (keys, values) = (rows(), rows());
+                // Weights of full pages in f32, so that only the codes are under test.
+                let full = KvFormat::F32.codec(d, CodeLayout::CpuTile).unwrap();
+                let spec = |bits| SideSpec::affine(bits, 0.95);
+                let coded =
+                    RowPageCodec::new(d, spec(key_bits), spec(value_bits), CodeLayout::CpuTile).unwrap();
+                let context = Context::new(full, coded, &keys, &values);
+                let queries = queries(6, d, 2.0, 5);
+                let positions = [639; 6];
+                let got = context.attend(variant, &pool, &windows, &queries, &positions);
+                let expected = context.expected(&windows, &queries, &positions);
+                let error = relative_error(&got, &expected);
+                assert!(error <= CODED, "{variant} {key_bits}/{value_bits} bits, head {d}: {error:e}");
+            }
+        }
+    }
+}
+
+/// Everything in BF16.
+#[test]
+fn bf16_path_is_accurate() {
+    let pool = ThreadPool::new(1).unwrap();
+    let windows = Windows::default();
+    for variant in fast_variants() {
+        for d in [32, 48, 80, 128, 256] {
+            for rows in [1, 3, 8, 12] {
+                let context = Context::random(KvFormat::Bf16, d, 700, 9);
+                let queries = queries(rows, d, 1.0, 6);
+                let positions = vec![698; rows];
+                let got = context.attend(variant, &pool, &windows, &queries, &positions);
+                let error = relative_error(&got, &context.expected(&windows, &queries, &positions));
+                let tolerance = if variant == Variant::Avx2 { SAME } else { ROUNDED };
+                assert!(error <= tolerance, "{variant}, head {d}, {rows} rows: {error:e}");
+            }
+        }
+    }
+}
+
+/// Keys with a huge common offset, zero rows and zero queries.
+#[test]
+fn offsets_and_zeros_do_no_harm() {
+    let (d, tokens) = (128, 500);
+    let pool = ThreadPool::new(1).unwrap();
+    let windows = Windows::new(16, 32).unwrap();
+    let mut random = Random::new(3);
+    let offset: Vec<f32> = (0..tokens * d).map(|_| 40.0 + 0.25 * random.normal()).collect();
+    let zeros = vec![0.0; tokens * d];
+    let values: Vec<f32> = (0..tokens * d).map(|_| random.normal()).collect();
+    let constant: Vec<f32> = (0..tokens).flat_map(|t| vec![(t % 7) as f32; d]).collect();
+    for variant in fast_variants() {
+        for (name, keys, values, tolerance) in [
+            ("offset keys", &offset, &values, 2e-2),
+            ("zero keys", &zeros, &values, ROUNDED),
+            ("zero values", &values, &zeros, 0.0),
+            ("constant rows", &values, &constant, ROUNDED),
+        ] {
+            let context = Context::of(KvFormat::OSCAR2, d, keys, values);
+            let mut queries = queries(4, d, 0.3, 8);
+            queries[d..2 * d].fill(0.0);
+            queries[2 * d..3 * d].fill(1e-38);
+            let positions = [tokens as u32 - 1; 4];
+            let got = context.attend(variant, &pool, &windows, &queries, &positions);
+            let error = relative_error(&got, &context.expected(&windows, &queries, &positions));
+            assert!(error <= tolerance, "{variant}, {name}: {error:e}");
+        }
+    }
+}
+
+/// One token far above a long flat tail: the tail's mass must survive, and so must the token.
+#[test]
+fn a_dominant_token_over_a_flat_tail() {
+    let (d, tokens) = (64, 32 * 1024);
+    let pool = ThreadPool::new(2).unwrap();
+    let windows = Windows::new(0, 1).unwrap();
+    for (at, lead) in [(100, 9.0_f32), (tokens - 200, 9.0), (5000, 13.0), (5000, 60.0), (5000, 300.0)] {
+        // Scores are `lead` at one token and 0 elsewhere; the tail's values are all 1, the token's −1.
+        let mut keys = vec![0.0; tokens * d];
+        let mut values = vec![1.0; tokens * d];
+        keys[at * d..(at + 1) * d].fill(lead / 8.0);
+        values[at * d..(at + 1) * d].fill(-1.0);
+        let context = Context::of(KvFormat::OSCAR2, d, &keys, &values);
+        let query = vec![1.0; d];
+        let positions = [tokens as u32 - 1];
+        let expected = context.expected(&windows, &query, &positions);
+        for variant in Variant::available() {
+            let got = context.attend(variant, &pool, &windows, &query, &positions);
+            let difference = got.iter().zip(&expected).map(|(g, e)| (g - e).abs()).fold(0.0, f32::max);
+            assert!(difference < 1e-3, "{variant}, lead {lead} at {at}: {} for {}", got[0], expected[0]);
+        }
+    }
+}
+
+/// Scores spread so wide that most weights underflow.
+#[test]
+fn underflow_is_not_a_problem() {
+    let (d, tokens) = (64, 3000);
+    let pool = ThreadPool::new(1).unwrap();
+    let context = Context::random(KvFormat::Oscar { bits: 4 }, d, tokens, 77);
+    let queries = queries(4, d, 60.0, 12);
+    let positions = [tokens as u32 - 1; 4];
+    for variant in fast_variants() {
+        let got = context.attend(variant, &pool, &Windows::default(), &queries, &positions);
+        assert!(got.iter().all(|v| v.is_finite()));
+        if variant == Variant::Avx2 {
+            let error = relative_error(&got, &context.expected(&Windows::default(), &queries, &positions));
+            assert!(error < 2e-2, "{variant}: {error:e}");
+        }
+    }
+}
+
+#[test]
+#[should_panic(expected = "coded page of block 1 is absent")]
+fn an_absent_page_is_a_bug_of_the_caller() {
+    let context = Context::random(KvFormat::OSCAR2, 32, 400, 1);
+    let pool = ThreadPool::new(1).unwrap();
+    context.with_pages(|context| {
+        let missing: Vec<Option<&[u8]>> = vec![None; context.coded.len()];
+        let context = PagedContext { coded: &missing, ..*context };
+        let (queries, mut out) = ([0.5; 32], [0.0; 32]);
+        let task = AttendTask {
+            queries: &queries,
+            positions: &[399],
+            scale: 1.0,
+            windows: &Windows::default(),
+            context: &context,
+            out: &mut out,
+        };
+        attend(Variant::Scalar, &pool, &mut [task], &mut Scratch::default());
+    });
+}

@@ -1,0 +1,137 @@
+//! Query and key heads on their way to the cache: QK-norm, RoPE, key mean, rotation, store.
+
+use super::pages::HeadPages;
+use super::{CpuRope, CpuRows};
+use crate::attention;
+use crate::{Epilogue, GemmScratch, Kernels, PackedMatrix, Precision, ThreadPool, Weights};
+use oscar_backend::{BackendError, HeadShape, Result, SequenceRows};
+use oscar_codec::{HeadRotations, PAGE_TOKENS, RowPageCodec};
+
+/// Key rotations of a layer, one for each KV head, ready for [`PackedMatrix::linear`].
+pub struct LayerRotation {
+    heads: Vec<HeadRotation>,
+}
+
+struct HeadRotation {
+    /// `Rᵀ` as `[out][in]`, in f32: keys are rounded once, when they are stored.
+    matrix: PackedMatrix,
+    mean: Option<Vec<f32>>,
+}
+
+impl LayerRotation {
+    pub fn new(pool: &ThreadPool, heads: &[HeadRotations]) -> Result<Self> {
+        let heads = heads
+            .iter()
+            .map(|head| {
+                let d = head.key.head_dim();
+                let mut transposed = vec![0.0; d * d];
+                for (i, row) in head.key.matrix().chunks_exact(d).enumerate() {
+                    for (j, &v) in row.iter().enumerate() {
+                        transposed[j * d + i] = v;
+                    }
+                }
+                let matrix = PackedMatrix::pack(pool, Weights::F32(&transposed), d, d, Precision::F32)
+                    .map_err(|error| BackendError::Shape { what: "a rotation".into(), detail: error.to_string() })?;
+                Ok(HeadRotation { matrix, mean: head.key_mean.clone() })
+            })
+            .collect::<Result<_>>()?;
+        Ok(Self { heads })
+    }
+}
+
+/// Position of each row of a step.
+pub fn positions(sequences: &[SequenceRows<'_>], rows: usize) -> Vec<u32> {
+    let mut positions = vec![0; rows];
+    for s in sequences {
+        for (i, row) in s.rows.clone().enumerate() {
+            positions[row] = (s.first_position + i) as u32;
+        }
+    }
+    positions
+}
+
+/// QK-norm (where given) and RoPE on query and key heads, in place.
+pub fn normalize_and_rope(
+    pool: &ThreadPool, kernels: &Kernels, shape: &HeadShape, qk_norm: Option<(&Vec<f32>, &Vec<f32>)>, rope: &CpuRope,
+    positions: &[u32], qkv: &mut CpuRows,
+) {
+    let d = shape.head_dim;
+    let width = qkv.width;
+    pool.run_chunks(&mut qkv.values, width, |row, values| {
+        let position = positions[row] as usize;
+        let cos = &rope.cos[position * rope.half..][..rope.half];
+        let sin = &rope.sin[position * rope.half..][..rope.half];
+        let mut normed = vec![0.0; d];
+        for (head, values) in values[..(shape.query_heads + shape.kv_heads) * d].chunks_exact_mut(d).enumerate() {
+            if let Some((query, key)) = qk_norm {
+                let weight = if head < shape.query_heads { query } else { key };
+                kernels.rms_norm_row(values, weight, shape.rms_norm_eps, &mut normed);
+                values.copy_from_slice(&normed);
+            }
+            kernels.rope_row(values, cos, sin);
+        }
+    });
+}
+
+/// One KV head's share of [`append`](oscar_backend::Backend::append): its queries' output and its pages.
+pub struct HeadTask<'a> {
+    pub head: usize,
+    /// `[token][query head of the group][head_dim]`.
+    pub queries: &'a mut [f32],
+    pub pages: &'a mut HeadPages,
+    pub codec: &'a RowPageCodec,
+}
+
+impl HeadTask<'_> {
+    pub fn run(
+        &mut self, pool: &ThreadPool, kernels: &Kernels, shape: &HeadShape, rotation: Option<&LayerRotation>,
+        sequences: &[SequenceRows<'_>], qkv: &CpuRows,
+    ) {
+        let (d, group) = (shape.head_dim, shape.query_heads / shape.kv_heads);
+        let rows = qkv.count();
+        let column = |head: usize| head * d;
+        let (query, key, value) = (
+            column(self.head * group),
+            column(shape.query_heads + self.head),
+            column(shape.query_heads + shape.kv_heads + self.head),
+        );
+        let mut keys = vec![0.0; rows * d];
+        for (row, values) in qkv.values.chunks_exact(qkv.width).enumerate() {
+            self.queries[row * group * d..][..group * d].copy_from_slice(&values[query..query + group * d]);
+            keys[row * d..][..d].copy_from_slice(&values[key..key + d]);
+        }
+        if let Some(rotation) = rotation.map(|r| &r.heads[self.head]) {
+            if let Some(mean) = &rotation.mean {
+                for key in keys.chunks_exact_mut(d) {
+                    key.iter_mut().zip(mean).for_each(|(k, m)| *k -= m);
+                }
+            }
+            let mut scratch = GemmScratch::default();
+            let mut rotate = |x: &mut [f32]| {
+                let original = x.to_vec();
+                let m = original.len() / d;
+                rotation.matrix.linear(kernels, pool, &original, m, x, Epilogue::default(), &mut scratch);
+            };
+            rotate(self.queries);
+            rotate(&mut keys);
+        }
+        let mut values = Vec::with_capacity(PAGE_TOKENS * d);
+        for s in sequences {
+            let mut row = s.rows.start;
+            while row < s.rows.end {
+                let position = s.first_position + (row - s.rows.start);
+                let (block, token) = (position / PAGE_TOKENS, position % PAGE_TOKENS);
+                let count = (PAGE_TOKENS - token).min(s.rows.end - row);
+                let Some(id) = s.full[block] else { unreachable!("the cache prepares the pages that a step writes") };
+                values.clear();
+                for r in row..row + count {
+                    values.extend_from_slice(&qkv.values[r * qkv.width + value..][..d]);
+                }
+                let keys = &keys[row * d..(row + count) * d];
+                attention::append_rows(self.codec, self.pages.page_mut(id.0), token, keys, &values)
+                    .expect("rows and pages have their codec's sizes");
+                row += count;
+            }
+        }
+    }
+}

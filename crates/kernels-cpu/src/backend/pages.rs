@@ -1,0 +1,84 @@
+//! Page storage of the CPU backend.
+//!
+//! Each layer and KV head has a region of its own per format, and page `i` of it lies at `i · page_bytes`: the
+//! pages of a sequence that grew alone are one sequential stream for the memory system. The byte budget bounds the
+//! page ids that the cache's bookkeeping hands out; regions are sized for it but touched only as pages are used.
+
+use super::region::Region;
+use oscar_backend::{BackendError, Result};
+use oscar_codec::{CacheLayout, CodedPageId, FormatTable, FullPageId, PageCodec, RowPageCodec};
+
+/// Pages of one layer, head and format.
+pub struct HeadPages {
+    region: Region,
+    page_bytes: usize,
+}
+
+impl HeadPages {
+    pub fn page(&self, index: u32) -> &[u8] {
+        &self.region.bytes()[index as usize * self.page_bytes..][..self.page_bytes]
+    }
+
+    pub fn page_mut(&mut self, index: u32) -> &mut [u8] {
+        &mut self.region.bytes_mut()[index as usize * self.page_bytes..][..self.page_bytes]
+    }
+}
+
+pub struct CpuPages {
+    layout: CacheLayout,
+    /// `[layer][kv_head]`.
+    full: Vec<HeadPages>,
+    coded: Vec<HeadPages>,
+}
+
+impl CpuPages {
+    pub fn reserve(layout: &CacheLayout, budget: usize) -> Result<Self> {
+        let table = |table: &FormatTable| -> Result<Vec<HeadPages>> {
+            let pages = budget / table.block_bytes().max(1) + 1;
+            let heads = (0..table.layers()).flat_map(|l| (0..table.kv_heads()).map(move |h| (l, h)));
+            heads
+                .map(|(l, h)| {
+                    let page_bytes = table.codec(l, h).page_bytes();
+                    let bytes = pages.saturating_mul(page_bytes);
+                    let region = Region::reserve(bytes).map_err(|error| BackendError::OutOfMemory {
+                        device: "cpu".into(),
+                        what: format!("the KV pages of layer {l}, head {h} ({error})"),
+                        bytes,
+                    })?;
+                    Ok(HeadPages { region, page_bytes })
+                })
+                .collect()
+        };
+        let coded = layout.coded().map(table).transpose()?.unwrap_or_default();
+        Ok(Self { layout: layout.clone(), full: table(layout.full())?, coded })
+    }
+
+    pub fn layout(&self) -> &CacheLayout {
+        &self.layout
+    }
+
+    pub fn full_codec(&self, layer: usize, head: usize) -> &RowPageCodec {
+        self.layout.full().codec(layer, head)
+    }
+
+    /// The codec of demoted pages; caches without any give the full one, which is then never asked for a page.
+    pub fn coded_codec(&self, layer: usize, head: usize) -> &RowPageCodec {
+        self.layout.coded().unwrap_or(self.layout.full()).codec(layer, head)
+    }
+
+    pub fn full_page(&self, layer: usize, head: usize, id: FullPageId) -> &[u8] {
+        self.full[layer * self.layout.kv_heads() + head].page(id.0)
+    }
+
+    pub fn coded_page(&self, layer: usize, head: usize, id: CodedPageId) -> &[u8] {
+        self.coded[layer * self.layout.kv_heads() + head].page(id.0)
+    }
+
+    /// The heads of one layer: layout, full pages, coded pages.
+    pub fn layer_mut(&mut self, layer: usize) -> (&CacheLayout, &mut [HeadPages], &mut [HeadPages]) {
+        let heads = self.layout.kv_heads();
+        let range = layer * heads..(layer + 1) * heads;
+        let coded = if self.coded.is_empty() { &mut [][..] } else { &mut self.coded[range.clone()] };
+        (&self.layout, &mut self.full[range], coded)
+    }
+}
