@@ -33,14 +33,36 @@ enum Command {
     Plan(commands::plan::Args),
     /// Measure kernels and whole models on this machine
     Bench(commands::bench::Args),
+    /// Make the rotations of a model's cache from a little text
+    Calibrate(commands::calibrate::Args),
+    /// What a KV format costs in the model's own predictions
+    Eval(commands::eval::Args),
+    /// Read, convert and verify official RotationZoo files
+    Zoo(commands::zoo::Args),
+}
+
+/// A reader that closes the pipe early (`oscar … | head`) is no failure worth a backtrace.
+fn exit_quietly_on_closed_pipe() {
+    let default = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |info| {
+        let message = info.payload().downcast_ref::<String>().map_or("", String::as_str);
+        if message.starts_with("failed printing to stdout") {
+            std::process::exit(0);
+        }
+        default(info);
+    }));
 }
 
 fn main() -> ExitCode {
+    exit_quietly_on_closed_pipe();
     let result = match Args::parse().command {
         Command::Doctor(args) => commands::doctor::run(&args),
         Command::Run(args) => commands::run::run(&args),
         Command::Plan(args) => commands::plan::run(&args),
         Command::Bench(args) => commands::bench::run(&args),
+        Command::Calibrate(args) => commands::calibrate::run(&args),
+        Command::Eval(args) => commands::eval::run(&args),
+        Command::Zoo(args) => commands::zoo::run(&args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -1,6 +1,9 @@
 //! One module a command.
 
 pub mod bench;
+pub mod calibrate;
 pub mod doctor;
+pub mod eval;
 pub mod plan;
 pub mod run;
+pub mod zoo;

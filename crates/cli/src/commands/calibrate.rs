@@ -1,0 +1,211 @@
+//! `oscar calibrate`: rotations for a model from a little text.
+
+use crate::options::{ModelArgs, OpenModel};
+use crate::progress;
+use anyhow::{Context, Result, bail};
+use oscar_calibrate::{CalibrationOptions, ClipPolicy, Granularity, Stage, Statistic, calibrate, write_report};
+use oscar_codec::Composition;
+use oscar_models::Transformer;
+use oscar_tasks::calibration::{CALIBRATION_SEEDS_FROM, Document, calibration_text};
+use oscar_text::{ChatInput, ModelText};
+use serde_json::{Value, json};
+use std::path::PathBuf;
+use std::sync::atomic::AtomicBool;
+use std::time::Instant;
+
+#[derive(clap::Args)]
+pub struct Args {
+    #[command(flatten)]
+    model: ModelArgs,
+    /// Where to write the rotations
+    #[arg(long, value_name = "FILE")]
+    out: PathBuf,
+    /// Calibration text, several files allowed: plain text, JSON Lines (`text` or `messages` in each), or chat JSON. It
+    /// should resemble the traffic and must not be the evaluation set. Material that ships with oscar if absent
+    #[arg(long, value_name = "FILE", num_args = 1..)]
+    text: Vec<PathBuf>,
+    /// Tokens to run, at most
+    #[arg(long, value_name = "N", default_value_t = 16384)]
+    tokens: usize,
+    /// Longest piece of text run at once
+    #[arg(long, value_name = "N", default_value_t = 2048)]
+    sequence: usize,
+    /// One rotation for each KV head, or one for a layer
+    #[arg(long, value_name = "head|layer", default_value = "head")]
+    granularity: Granularity,
+    /// Value statistic: `paper` (attention outputs, one pass), `coded` (the official code's, two passes), `plain`
+    #[arg(long, value_name = "paper|coded|plain", default_value = "paper")]
+    statistic: Statistic,
+    /// How eigenbasis, Hadamard and bit reversal combine, by the official names
+    #[arg(long, value_name = "NAME", default_value = "r_h_pbr")]
+    composition: Composition,
+    /// Leave the mean key in place
+    #[arg(long)]
+    no_centring: bool,
+    /// Fit a clip ratio for each layer, head and side instead of the official 0.96 / 0.92
+    #[arg(long)]
+    fit_clip: bool,
+    /// The published recipe: per layer, `coded` statistic, no centring, official clip
+    #[arg(long, conflicts_with_all = ["granularity", "statistic", "no_centring", "fit_clip"])]
+    official: bool,
+    /// Seed of the shipped text and of the sample that clip ratios are fitted on
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    seed: u64,
+    /// Also write report.html and report.json into this directory
+    #[arg(long, value_name = "DIR")]
+    report: Option<PathBuf>,
+    /// One JSON object with the result
+    #[arg(long)]
+    json: bool,
+}
+
+pub fn run(args: &Args) -> Result<()> {
+    let started = Instant::now();
+    let model = args.model.open()?;
+    let text = model.text()?;
+    let documents = documents(args)?;
+    let sequences = sequences(&model, &text, &documents, args.sequence, args.tokens)?;
+    let backend = args.model.backend()?;
+    let transformer =
+        Transformer::build(&backend, &model.config, &model.weights, None, args.sequence.max(256), |_| {})?;
+    let base = if args.official { CalibrationOptions::official() } else { CalibrationOptions::default() };
+    let options = CalibrationOptions {
+        tokens: args.tokens,
+        sequence_len: args.sequence,
+        composition: args.composition,
+        seed: args.seed,
+        granularity: if args.official { base.granularity } else { args.granularity },
+        statistic: if args.official { base.statistic } else { args.statistic },
+        centre_keys: base.centre_keys && !args.no_centring,
+        clip: if args.fit_clip { ClipPolicy::Fit } else { ClipPolicy::Official },
+        ..base
+    };
+    let bar = progress::bar("calibrating", 0);
+    let mut report_progress = |p: oscar_calibrate::Progress| {
+        bar.set_message(match p.stage {
+            Stage::Running { pass, passes } if passes > 1 => format!("pass {pass} of {passes}"),
+            Stage::Running { .. } => "running the text".to_owned(),
+            Stage::Solving => "solving layers".to_owned(),
+        });
+        bar.set_length(p.total as u64);
+        bar.set_position(p.done as u64);
+    };
+    let fingerprint = model.weights.fingerprint();
+    let cancelled = AtomicBool::new(false);
+    let result = calibrate(&backend, &transformer, &fingerprint, &sequences, &options, &mut report_progress, &cancelled)?;
+    bar.finish_and_clear();
+    result.file.save(&args.out)?;
+    if let Some(dir) = &args.report {
+        let [page, _] = write_report(dir, &result.report).with_context(|| format!("--report {}", dir.display()))?;
+        eprintln!("report: {}", page.display());
+    }
+    let m = &result.file.metadata;
+    if args.json {
+        println!(
+            "{}",
+            json!({"out": args.out, "tokens": m.tokens, "sequences": m.sequences, "seconds": started.elapsed().as_secs_f64(),
+                   "granularity": args.granularity.name(), "statistic": m.statistic, "composition": m.composition,
+                   "centred": m.centred, "clip": m.clip, "extra_memory_bytes": result.plan.bytes})
+        );
+    } else {
+        println!(
+            "{}: rotations of {} layers × {} KV heads from {} tokens in {:.1} s ({} statistic, {}, {} clip{})",
+            args.out.display(),
+            model.config.layers,
+            model.config.kv_heads,
+            m.tokens,
+            started.elapsed().as_secs_f64(),
+            m.statistic,
+            m.composition,
+            m.clip,
+            if m.centred { ", keys centred" } else { "" },
+        );
+    }
+    Ok(())
+}
+
+fn documents(args: &Args) -> Result<Vec<Document>> {
+    if args.text.is_empty() {
+        // About four characters a token, with some to spare.
+        return Ok(calibration_text(CALIBRATION_SEEDS_FROM + args.seed, args.tokens.saturating_mul(5)));
+    }
+    let mut all = Vec::new();
+    for path in &args.text {
+        let name = path.display();
+        let bytes = std::fs::read(path).with_context(|| format!("--text {name}"))?;
+        let content = String::from_utf8(bytes).with_context(|| format!("--text {name} is not UTF-8"))?;
+        match path.extension().and_then(|e| e.to_str()) {
+            Some("jsonl" | "ndjson") => {
+                for (i, line) in content.lines().enumerate().filter(|(_, l)| !l.trim().is_empty()) {
+                    let value: Value = serde_json::from_str(line).with_context(|| format!("{name}, line {}", i + 1))?;
+                    all.push(document(&value).with_context(|| format!("{name}, line {}", i + 1))?);
+                }
+            }
+            Some("json") => {
+                let value: Value = serde_json::from_str(&content).with_context(|| format!("{name} is no JSON"))?;
+                let is_chat = |v: &Value| v.is_array() && v[0].get("role").is_some() || v.get("messages").is_some();
+                match value.as_array().filter(|_| !is_chat(&value)) {
+                    Some(list) => {
+                        for (i, item) in list.iter().enumerate() {
+                            all.push(document(item).with_context(|| format!("{name}, entry {i}"))?);
+                        }
+                    }
+                    None => all.push(document(&value).with_context(|| name.to_string())?),
+                }
+            }
+            _ => all.push(Document::Text(content)),
+        }
+    }
+    Ok(all)
+}
+
+/// Text or a conversation, from a string, `{"text": …}`, a list of messages, or `{"messages": …}`.
+fn document(value: &Value) -> Result<Document> {
+    if let Some(text) = value.as_str().or_else(|| value.get("text")?.as_str()) {
+        return Ok(Document::Text(text.to_owned()));
+    }
+    let messages = if value.is_array() { value } else { &value["messages"] };
+    let Some(messages) = messages.as_array() else {
+        bail!("expected a string, an object with `text`, a list of messages, or an object with `messages`");
+    };
+    let mut turns = Vec::new();
+    for message in messages {
+        let (Some(role), Some(content)) = (message["role"].as_str(), message["content"].as_str()) else {
+            bail!("a message needs `role` and `content` as strings");
+        };
+        turns.push(oscar_tasks::chat::Turn {
+            role: if role == "assistant" { oscar_tasks::chat::Role::Assistant } else { oscar_tasks::chat::Role::User },
+            text: content.to_owned(),
+        });
+    }
+    Ok(Document::Chat(turns))
+}
+
+/// Token sequences of at most `length`, `budget` tokens in all.
+fn sequences(model: &OpenModel, text: &ModelText, documents: &[Document], length: usize, budget: usize) -> Result<Vec<Vec<u32>>> {
+    let mut all = Vec::new();
+    let mut total = 0;
+    for document in documents {
+        let tokens = match document {
+            Document::Text(content) => text.tokenizer.encode(content, true)?,
+            Document::Chat(turns) => {
+                let Some(template) = &text.chat else {
+                    bail!("{} has no chat template: calibrate on plain text with --text", model.name);
+                };
+                let messages: Vec<Value> =
+                    turns.iter().map(|t| json!({"role": t.role.as_str(), "content": t.text})).collect();
+                let messages = Value::Array(messages);
+                let input = ChatInput { add_generation_prompt: false, ..ChatInput::new(&messages) };
+                text.tokenizer.encode(&template.render(&input)?, false)?
+            }
+        };
+        for piece in tokens.chunks(length.max(1)) {
+            total += piece.len();
+            all.push(piece.to_vec());
+        }
+        if total >= budget {
+            break;
+        }
+    }
+    Ok(all)
+}
