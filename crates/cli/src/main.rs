@@ -25,6 +25,8 @@ struct Args {
 
 #[derive(Subcommand)]
 enum Command {
+    /// Serve the OpenAI-compatible API and a web page; works without a flag on the embedded model
+    Serve(Box<commands::serve::Flags>),
     /// What this machine has, which kernels were chosen, whether the model is intact, what each KV format costs
     Doctor(commands::doctor::Args),
     /// Answer a prompt, a chat file, or hold a conversation
@@ -56,6 +58,7 @@ fn exit_quietly_on_closed_pipe() {
 fn main() -> ExitCode {
     exit_quietly_on_closed_pipe();
     let result = match Args::parse().command {
+        Command::Serve(flags) => commands::serve::run(&flags),
         Command::Doctor(args) => commands::doctor::run(&args),
         Command::Run(args) => commands::run::run(&args),
         Command::Plan(args) => commands::plan::run(&args),

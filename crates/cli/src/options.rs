@@ -31,14 +31,16 @@ pub struct ModelArgs {
     pub precision: PrecisionArg,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Device {
     Auto,
     Cpu,
     Cuda,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum PrecisionArg {
     /// BF16 weights, activations with 16 bits of mantissa
     Bf16,
@@ -101,7 +103,7 @@ const MODEL_ROTATIONS: &str = "rotations.safetensors";
 impl ModelArgs {
     pub fn open(&self) -> Result<OpenModel> {
         let (name, source) = match &self.model {
-            Some(name) => (model_name(name), ModelSource::resolve(name)?),
+            Some(name) => (model_name(name), resolve(name)?),
             None => (oscar_embedded::NAME.to_owned(), ModelSource::Embedded(oscar_embedded::FILES)),
         };
         let config = DecoderConfig::load(&source)?;
@@ -126,6 +128,35 @@ impl ModelArgs {
         };
         CpuBackend::new(Kernels::chosen()?, threads, precision).context("the thread pool could not start")
     }
+}
+
+#[cfg(not(feature = "hub"))]
+fn resolve(name: &str) -> Result<ModelSource> {
+    Ok(ModelSource::resolve(name)?)
+}
+
+/// Looks for the model here, then on the hub, with a progress bar for each file.
+#[cfg(feature = "hub")]
+fn resolve(name: &str) -> Result<ModelSource> {
+    #[derive(Default)]
+    struct Bars(Option<indicatif::ProgressBar>);
+    impl oscar_models::hub::DownloadProgress for Bars {
+        fn begin_file(&mut self, file: &str, bytes: u64) {
+            eprintln!("downloading {file}");
+            self.0 = Some(crate::progress::bar("downloading", bytes));
+        }
+        fn advance(&mut self, bytes: u64) {
+            if let Some(bar) = &self.0 {
+                bar.inc(bytes);
+            }
+        }
+        fn end_file(&mut self) {
+            if let Some(bar) = self.0.take() {
+                bar.finish_and_clear();
+            }
+        }
+    }
+    Ok(oscar_models::hub::resolve_or_download(name, &mut Bars::default())?)
 }
 
 /// The last component of a path or repository name.

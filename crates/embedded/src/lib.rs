@@ -12,7 +12,7 @@ macro_rules! model_files {
 }
 
 /// The files of the Hugging Face directory `models/oscar-15m`.
-pub const FILES: &[(&str, &[u8])] = model_files![
+pub static FILES: &[(&str, &[u8])] = model_files![
     "config.json",
     "generation_config.json",
     "model.safetensors",

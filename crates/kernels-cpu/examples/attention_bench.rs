@@ -1,15 +1,18 @@
 //! Decode attention over long contexts, BF16 and coded, against the rate at which memory can be read.
 //!
-//! `cargo run --release --example attention_bench -- [threads] [head_dim]`
+//! `cargo run --release --example attention_bench -- [threads] [head_dim] [formats] [rows]`
 //!
 //! Each row of the table is the attention of one KV head: K and V pages of one contiguous pool, in order or
-//! shuffled, read once by all query heads of the group. Numbers are the best of several runs.
+//! shuffled, read once by all query heads of the group. Numbers are the best of several runs. With a list of formats
+//! (`bf16,oscar2`) or of rows (`4,8`) only those are measured, and neither prefill nor demotion.
 
 use std::time::Instant;
 
 use oscar_codec::attention::PagedContext;
 use oscar_codec::{CodeLayout, KvFormat, PAGE_TOKENS, PageCodec, Windows};
-use oscar_kernels_cpu::attention::{AttendTask, Scratch, append_rows, attend, demote_tile, kernel_name};
+use oscar_kernels_cpu::attention::{
+    AttendTask, AttentionPrecision, Scratch, append_rows, attend, demote_tile, kernel_name,
+};
 use oscar_kernels_cpu::bandwidth::read_ceiling;
 use oscar_kernels_cpu::buffer::Buffer;
 use oscar_kernels_cpu::{Kernels, ThreadPool, Variant};
@@ -60,15 +63,19 @@ fn as_bytes(words: &[u32]) -> &[u8] {
 }
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let mut arguments = std::env::args().skip(1).map(|a| a.parse::<usize>());
-    let threads = arguments.next().transpose()?.unwrap_or(1);
-    let d = arguments.next().transpose()?.unwrap_or(128);
+    let mut arguments = std::env::args().skip(1);
+    let threads = arguments.next().map_or(Ok(1), |a| a.parse())?;
+    let d = arguments.next().map_or(Ok(128), |a| a.parse())?;
+    let formats = arguments.next();
+    let groups = arguments.next().unwrap_or_else(|| "4,8".to_owned());
+    let groups = groups.split(',').map(str::parse).collect::<Result<Vec<usize>, _>>()?;
     let variant = Variant::chosen()?;
+    let precision = AttentionPrecision::chosen()?;
     let pool = ThreadPool::new(threads)?;
     let ceiling = read_ceiling(Kernels::for_variant(variant)?, &pool, 512 << 20, 9);
     println!("{}, {threads} threads, head {d}, read ceiling {ceiling:.1} GB/s", variant.describe());
     println!(
-        "{:<8} {:<24} {:>7} {:>5} {:>9} {:>9} {:>7} {:>9} {:>8}",
+        "{:<8} {:<30} {:>7} {:>5} {:>9} {:>9} {:>7} {:>9} {:>8}",
         "kv", "kernel", "tokens", "rows", "order", "Mtok/s", "GB/s", "ceiling", "x bf16"
     );
 
@@ -77,7 +84,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let (keys, values, queries) = (rows(), rows(), rows());
     let bf16 = KvFormat::Bf16.codec(d, CodeLayout::CpuTile)?;
     let mut baseline = std::collections::HashMap::new();
-    for format in ["bf16", "oscar2", "oscar4", "oscar3", "oscar1"] {
+    for format in formats.as_deref().unwrap_or("bf16,oscar2,oscar4,oscar3,oscar1").split(',') {
         let codec = format.parse::<KvFormat>()?.codec(d, CodeLayout::CpuTile)?;
         let mut page = vec![0; codec.page_bytes()];
         codec.encode(&keys, &values, &mut page)?;
@@ -101,12 +108,12 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                     .chunks_exact(pages_each)
                     .map(|coded| PagedContext { full_codec: &bf16, coded_codec: &codec, full: &full, coded })
                     .collect();
-                for group in [4, 8] {
+                for &group in &groups {
                     let mut outs = vec![0.0; copies * group * d];
                     let positions = vec![tokens as u32; group];
-                    let mut scratch = Scratch::default();
+                    let mut scratch = Scratch::new(precision);
                     let mut best = f64::INFINITY;
-                    for _ in 0..7 {
+                    for _ in 0..15 {
                         let mut tasks: Vec<AttendTask<'_>> = contexts
                             .iter()
                             .zip(outs.chunks_exact_mut(group * d))
@@ -127,7 +134,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                     let gbps = rate * 1e6 * codec.page_bytes() as f64 / PAGE_TOKENS as f64 / 1e9;
                     let base = *baseline.entry((tokens, shuffled, group)).or_insert(rate);
                     println!(
-                        "{format:<8} {:<24} {tokens:>7} {group:>5} {:>9} {rate:>9.1} {gbps:>7.2} {:>8.1}% {:>8.2}",
+                        "{format:<8} {:<30} {tokens:>7} {group:>5} {:>9} {rate:>9.1} {gbps:>7.2} {:>8.1}% {:>8.2}",
                         kernel_name(variant, &codec),
                         if shuffled { "shuffled" } else { "in order" },
                         100.0 * gbps / ceiling,
@@ -136,6 +143,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                 }
             }
         }
+    }
+    if formats.is_some() {
+        return Ok(());
     }
     prefill(variant, &pool, d)?;
     demotion(variant, d, &keys, &values)

@@ -113,7 +113,10 @@ impl Kernels {
     /// # Panics
     /// If `cos` and `sin` are not half as long as `head`.
     pub fn rope_row(&self, head: &mut [f32], cos: &[f32], sin: &[f32]) {
-        assert!(2 * cos.len() == head.len() && cos.len() == sin.len(), "cos and sin must be half a head long");
+        assert!(
+            2 * cos.len() == head.len() && cos.len() == sin.len(),
+            "cos and sin must be half a head long"
+        );
         // SAFETY: see above.
         unsafe { (self.ops.rope_row)(head, cos, sin) };
     }

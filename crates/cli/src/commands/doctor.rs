@@ -126,7 +126,7 @@ fn cpu_name() -> String {
     name.unwrap_or_else(|| std::env::consts::ARCH.to_owned())
 }
 
-fn memory_gib() -> Option<f64> {
+pub fn memory_gib() -> Option<f64> {
     let info = std::fs::read_to_string("/proc/meminfo").ok()?;
     let kib: f64 = info
         .lines()

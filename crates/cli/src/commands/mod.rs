@@ -6,4 +6,5 @@ pub mod doctor;
 pub mod eval;
 pub mod plan;
 pub mod run;
+pub mod serve;
 pub mod zoo;

@@ -40,12 +40,12 @@ pub(super) fn code_stages(key_bits: u32, value_bits: u32, rows: usize) -> Stages
         4 => add_values::<4>,
         _ => add_values::<8>,
     };
-    Stages { score, weigh: weigh_stage(value_bits, rows), add_values }
+    Stages { score, weigh: weigh_stage(value_bits, rows), add_values, find_maxima: None }
 }
 
 pub(super) fn bf16_stages(rows: usize) -> Stages {
     let weigh: Stage = super::avx512::by_rows!(rows, weigh_bf16);
-    Stages { score: score_bf16, weigh, add_values: add_values_bf16 }
+    Stages { score: score_bf16, weigh, add_values: add_values_bf16, find_maxima: None }
 }
 
 /// Tiles configured for this thread; dropping it gives them back.

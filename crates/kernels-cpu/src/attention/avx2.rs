@@ -7,9 +7,11 @@
 
 use std::arch::x86_64::*;
 
+use super::avx2_int8;
 use super::avx512::tile_bytes;
 use super::block::{LANES, MAX_DIM, RowBlock, middle_code};
 use super::page::{PageView, Stage, Stages};
+use super::precision::AttentionPrecision;
 use super::softmax256::{weigh_codes, weigh_f32};
 use oscar_codec::PAGE_TOKENS;
 
@@ -24,13 +26,18 @@ const fn units_in_16_bits(bits: u32) -> usize {
     (i16::MAX as usize / pair) / 4
 }
 
-pub(super) fn code_stages(key_bits: u32, value_bits: u32) -> Stages {
+pub(super) fn code_stages(precision: AttentionPrecision, key_bits: u32, value_bits: u32) -> Stages {
     let score: Stage = match key_bits {
+        bits if precision.one_byte(bits) => avx2_int8::score_stage(bits),
         1 => score::<1>,
         2 => score::<2>,
         3 => score::<3>,
         _ => score::<4>,
     };
+    if precision.one_byte(value_bits) {
+        let (weigh, add_values) = (avx2_int8::weigh_stage(value_bits), avx2_int8::value_stage(value_bits));
+        return Stages { score, weigh, add_values, find_maxima: None };
+    }
     let add_values: Stage = match value_bits {
         1 => add_values::<1>,
         2 => add_values::<2>,
@@ -43,11 +50,11 @@ pub(super) fn code_stages(key_bits: u32, value_bits: u32) -> Stages {
         3 => weigh_codes::<3>,
         _ => weigh_codes::<4>,
     };
-    Stages { score, weigh, add_values }
+    Stages { score, weigh, add_values, find_maxima: None }
 }
 
 pub(super) fn bf16_stages() -> Stages {
-    Stages { score: score_bf16, weigh: weigh_f32, add_values: add_values_bf16 }
+    Stages { score: score_bf16, weigh: weigh_f32, add_values: add_values_bf16, find_maxima: None }
 }
 
 /// Half a line of quad `J` of a unit: as in the AVX-512 kernel, eight lanes from `8 · half`.
@@ -56,7 +63,7 @@ pub(super) fn bf16_stages() -> Stages {
 /// The tile must be readable for [`tile_bytes`] and contain the unit.
 #[inline]
 #[target_feature(enable = "avx2")]
-unsafe fn quad<const BITS: u32, const J: usize>(
+pub(super) unsafe fn quad<const BITS: u32, const J: usize>(
     tile: *const u8,
     unit: usize,
     half: usize,

@@ -1,4 +1,4 @@
-//! Coded pages on AVX-512 VNNI: raw codes against fixed-point queries and weights.
+//! Coded pages on AVX-512 VNNI: raw codes against fixed-point queries and weights of two bytes.
 //!
 //! `vpdpbusd` multiplies four unsigned codes of a lane by four signed bytes and adds the products to 32 bits. All
 //! sums are exact: |256·H + L| ≤ 256 · 255 · 32639 < 2^31. For keys a lane is a token and the bytes are channels;
@@ -7,16 +7,31 @@
 
 use std::arch::x86_64::*;
 
+use super::avx512_int8;
 use super::block::{LANES, MAX_DIM, RowBlock, middle_code};
 use super::page::{PageView, Stage, Stages};
+use super::precision::AttentionPrecision;
 use super::softmax512::{prefetch, weigh_codes};
 use oscar_codec::PAGE_TOKENS;
 
-pub(super) fn code_stages(key_bits: u32, value_bits: u32, rows: usize) -> Stages {
-    Stages {
-        score: score_stage(key_bits, rows),
-        weigh: weigh_stage(value_bits, rows),
-        add_values: value_stage(value_bits, rows),
+pub(super) fn code_stages(
+    precision: AttentionPrecision,
+    key_bits: u32,
+    value_bits: u32,
+    rows: usize,
+) -> Stages {
+    let score = match precision.one_byte(key_bits) {
+        true => avx512_int8::score_stage(key_bits, rows),
+        false => score_stage(key_bits, rows),
+    };
+    match precision.one_byte(value_bits) {
+        true => avx512_int8::stages(score, value_bits, rows),
+        false => Stages {
+            score,
+            weigh: weigh_stage(value_bits, rows),
+            add_values: value_stage(value_bits, rows),
+            find_maxima: None,
+        },
     }
 }
 

@@ -17,6 +17,7 @@ pub(super) fn stages(rows: usize) -> Stages {
         score: by_rows!(rows, score),
         weigh: by_rows!(rows, weigh_bf16),
         add_values: by_rows!(rows, add_values),
+        find_maxima: None,
     }
 }
 

@@ -5,6 +5,8 @@
 
 use oscar_codec::PAGE_TOKENS;
 
+use super::precision::CREST_LIMIT;
+
 /// Rows of a block: eight rows as high and low bytes are the sixteen rows of a tile register.
 pub(super) const ROWS: usize = 8;
 /// Largest head the formats allow.
@@ -14,6 +16,8 @@ pub(super) const LANES: usize = 16;
 
 /// Largest quantized magnitude of a query or a weight: 127 · 256 + 127, so that both bytes fit.
 pub(super) const FIXED_MAX: f32 = 32639.0;
+/// Largest weight as a single byte.
+pub(super) const BYTE_MAX: f32 = 255.0;
 /// Below this a largest magnitude counts as zero: its step would leave the normal numbers.
 pub(super) const TINY: f32 = 1e-30;
 /// A page whose largest weight is below 2^-40 of the running one is left out for that row: a million such tokens
@@ -47,15 +51,39 @@ pub(super) struct RowBlock {
     pub q_sum: [f32; LANES],
     /// What rounding took from the sum of a query.
     pub q_rest: [f32; LANES],
+    /// The same where only the high bytes are read, and the low ones of `low_rows`.
+    pub q_rest_one_byte: [f32; LANES],
+    /// Rows, as bits, whose queries need their low bytes even against narrow codes.
+    pub low_rows: u8,
     /// Factor from a page's integers (or its BF16 sums) to `out`.
     pub w_step: [f32; LANES],
     pub max: [f32; LANES],
+    /// What is known of the current page once its scores are: see `softmax512_int8`.
+    pub entry: PageEntry,
     /// Tokens of the current page each row reads.
     pub masks: [u64; ROWS],
     /// Whether any row gives the current page weight.
     pub any_weight: bool,
+    /// Whether the values of the page before are still to be added.
+    pub values_due: bool,
     pub rows: usize,
     pub head_dim: usize,
+}
+
+/// How a page enters the state of each row, a lane a row.
+#[repr(C, align(64))]
+#[derive(Default)]
+pub(super) struct PageEntry {
+    pub page_max: [f32; LANES],
+    /// Factor of the page's weights; zero leaves the page out.
+    pub factor: [f32; LANES],
+    /// Factor of what was accumulated before, for rows in `moved`.
+    pub fading: [f32; LANES],
+    /// From weights to bytes and back.
+    pub to_bytes: [f32; LANES],
+    pub from_bytes: [f32; LANES],
+    /// Rows whose largest score is in this page.
+    pub moved: u16,
 }
 
 /// Which forms of the queries the kernels of a call read.
@@ -82,10 +110,14 @@ impl RowBlock {
             q_step: [0.0; LANES],
             q_sum: [0.0; LANES],
             q_rest: [0.0; LANES],
+            q_rest_one_byte: [0.0; LANES],
+            low_rows: 0,
             w_step: [0.0; LANES],
             max: [f32::NEG_INFINITY; LANES],
+            entry: PageEntry::default(),
             masks: [0; ROWS],
             any_weight: false,
+            values_due: false,
             rows: 0,
             head_dim: 0,
         })
@@ -96,6 +128,7 @@ impl RowBlock {
         self.rows = queries.len() / head_dim;
         self.head_dim = head_dim;
         assert!(self.rows <= ROWS && (1..=MAX_DIM).contains(&head_dim));
+        self.low_rows = 0;
         let unit = scale * std::f32::consts::LOG2_E;
         for (row, query) in queries.chunks_exact(head_dim).enumerate() {
             for (scaled, q) in self.q[row].iter_mut().zip(query) {
@@ -103,13 +136,18 @@ impl RowBlock {
             }
             let scaled = &self.q[row][..head_dim];
             if forms.fixed_point {
-                let (sum, largest) = sum_and_largest(scaled);
-                let (step, inverse) = fixed_point_step(largest);
+                let Extent { sum, squares, largest } = Extent::of(scaled);
+                let (step, inverse) = fixed_point_step(largest, FIXED_MAX);
                 let (hi, lo) = self.q_codes.split_at_mut(2 * row + 1);
                 let kept = split_fixed_point(scaled, inverse, &mut hi[2 * row], &mut lo[0]);
                 self.q_step[row] = step;
                 self.q_sum[row] = sum as f32;
-                self.q_rest[row] = (sum - f64::from(step) * f64::from(kept)) as f32;
+                let rest = |kept: i32| (sum - f64::from(step) * f64::from(kept)) as f32;
+                self.q_rest[row] = rest(kept.both);
+                let spiky =
+                    f64::from(largest).powi(2) * head_dim as f64 > CREST_LIMIT * CREST_LIMIT * squares;
+                self.low_rows |= u8::from(spiky) << row;
+                self.q_rest_one_byte[row] = rest(if spiky { kept.both } else { kept.high });
             }
             if forms.bf16 {
                 for (half, q) in self.q_bf16[row].iter_mut().zip(scaled) {
@@ -123,7 +161,8 @@ impl RowBlock {
             self.q_bf16[row][..head_dim].fill(0);
             self.q_codes[2 * row][..head_dim].fill(0);
             self.q_codes[2 * row + 1][..head_dim].fill(0);
-            (self.q_step[row], self.q_sum[row], self.q_rest[row]) = (0.0, 0.0, 0.0);
+            (self.q_step[row], self.q_sum[row]) = (0.0, 0.0);
+            (self.q_rest[row], self.q_rest_one_byte[row]) = (0.0, 0.0);
             self.masks[row] = 0;
         }
         // A last tile of channels that the head does not fill multiplies zeros.
@@ -137,6 +176,7 @@ impl RowBlock {
 
     /// Forgets what was read.
     pub(super) fn reset(&mut self) {
+        self.values_due = false;
         self.max = [f32::NEG_INFINITY; LANES];
         self.sum = [[0.0; LANES]; ROWS];
         self.shared = [[0.0; LANES]; ROWS];
@@ -193,36 +233,59 @@ pub(super) const fn middle_code(bits: u32) -> f32 {
     ((1 << bits) - 1) as f32 / 2.0
 }
 
-/// Step of the fixed-point form of values up to `largest`, and its inverse.
-pub(super) fn fixed_point_step(largest: f32) -> (f32, f32) {
-    if largest < TINY { (0.0, 0.0) } else { (largest / FIXED_MAX, FIXED_MAX / largest) }
+/// Step of integers up to `fixed_max` for values up to `largest`, and its inverse.
+pub(super) fn fixed_point_step(largest: f32, fixed_max: f32) -> (f32, f32) {
+    if largest < TINY { (0.0, 0.0) } else { (largest / fixed_max, fixed_max / largest) }
 }
 
-/// Sum and largest magnitude, each in independent chains: this runs for every span.
-fn sum_and_largest(values: &[f32]) -> (f64, f32) {
-    let (mut sums, mut largest) = ([0.0_f64; LANES], [0.0_f32; LANES]);
-    for lanes in values.chunks_exact(LANES) {
-        for i in 0..LANES {
-            sums[i] += f64::from(lanes[i]);
-            largest[i] = if lanes[i].abs() > largest[i] { lanes[i].abs() } else { largest[i] };
+/// What fixed point needs to know of a query.
+struct Extent {
+    sum: f64,
+    squares: f64,
+    largest: f32,
+}
+
+impl Extent {
+    /// In independent chains: this runs for every span.
+    fn of(values: &[f32]) -> Self {
+        let (mut sums, mut squares, mut largest) = ([0.0_f64; LANES], [0.0_f64; LANES], [0.0_f32; LANES]);
+        for lanes in values.chunks_exact(LANES) {
+            for i in 0..LANES {
+                sums[i] += f64::from(lanes[i]);
+                squares[i] += f64::from(lanes[i]) * f64::from(lanes[i]);
+                largest[i] = if lanes[i].abs() > largest[i] { lanes[i].abs() } else { largest[i] };
+            }
+        }
+        Self {
+            sum: sums.iter().sum(),
+            squares: squares.iter().sum(),
+            largest: largest.iter().fold(0.0, |m, v| v.max(m)),
         }
     }
-    (sums.iter().sum(), largest.iter().fold(0.0, |m, v| v.max(m)))
 }
 
-/// `value ≈ step · (256·hi + lo)` with `hi` in ±127 and `lo` in −128..128; returns the sum of the integers.
-fn split_fixed_point(values: &[f32], inverse: f32, hi: &mut [i8], lo: &mut [i8]) -> i32 {
+/// Sums of the integers a query became.
+struct Kept {
+    /// `Σ 256·hi + lo`.
+    both: i32,
+    /// `Σ 256·hi`.
+    high: i32,
+}
+
+/// `value ≈ step · (256·hi + lo)` with `hi` in ±127 and `lo` in −128..128: `hi` alone is the value rounded to a byte.
+fn split_fixed_point(values: &[f32], inverse: f32, hi: &mut [i8], lo: &mut [i8]) -> Kept {
     // Adding 1.5 · 2^23 rounds to an integer in the low bits of the float.
     const MAGIC: f32 = 12_582_912.0;
-    let mut sum = 0;
+    let mut kept = Kept { both: 0, high: 0 };
     for ((value, hi), lo) in values.iter().zip(hi).zip(lo) {
         let fixed = (value * inverse + MAGIC).to_bits() as i32 - MAGIC.to_bits() as i32;
         let high = (fixed + 128) >> 8;
         *hi = high as i8;
         *lo = (fixed - 256 * high) as i8;
-        sum += fixed;
+        kept.both += fixed;
+        kept.high += 256 * high;
     }
-    sum
+    kept
 }
 
 /// BF16 bits of a finite value, rounded to nearest even.
@@ -250,21 +313,40 @@ mod tests {
     #[test]
     fn fixed_point_is_within_half_a_step_and_bytes_fit() {
         let values: Vec<f32> = (0..256).map(|i| ((i * 37 % 256) as f32 - 127.5) / 9.0).collect();
-        let (exact, largest) = sum_and_largest(&values);
+        let Extent { sum: exact, squares, largest } = Extent::of(&values);
         assert_eq!(exact, values.iter().map(|&v| f64::from(v)).sum::<f64>());
+        let expected = values.iter().map(|&v| f64::from(v).powi(2)).sum::<f64>();
+        assert!((squares - expected).abs() < 1e-9 * expected);
         assert_eq!(largest, 127.5 / 9.0);
-        let (step, inverse) = fixed_point_step(largest);
+        let (step, inverse) = fixed_point_step(largest, FIXED_MAX);
         let (mut hi, mut lo) = ([0; 256], [0; 256]);
-        let sum = split_fixed_point(&values, inverse, &mut hi, &mut lo);
-        assert_eq!(sum, (0..256).map(|i| 256 * i32::from(hi[i]) + i32::from(lo[i])).sum::<i32>());
+        let kept = split_fixed_point(&values, inverse, &mut hi, &mut lo);
+        assert_eq!(kept.both, (0..256).map(|i| 256 * i32::from(hi[i]) + i32::from(lo[i])).sum::<i32>());
+        assert_eq!(kept.high, (0..256).map(|i| 256 * i32::from(hi[i])).sum::<i32>());
         for ((value, hi), lo) in values.iter().zip(hi).zip(lo) {
             let back = step * (256 * i32::from(hi) + i32::from(lo)) as f32;
             assert!((back - value).abs() <= step * 0.504, "{value} came back as {back}");
             assert!(hi >= -127);
+            let coarse = step * (256 * i32::from(hi)) as f32;
+            assert!((coarse - value).abs() <= 128.6 * step, "{value} came back as {coarse} from a byte");
         }
-        assert_eq!(fixed_point_step(0.0), (0.0, 0.0));
-        let (step, inverse) = fixed_point_step(TINY);
+        assert_eq!(fixed_point_step(0.0, FIXED_MAX), (0.0, 0.0));
+        let (step, inverse) = fixed_point_step(TINY, FIXED_MAX);
         assert!(step.is_normal() && inverse.is_finite());
+    }
+
+    #[test]
+    fn only_spiky_queries_need_low_bytes() {
+        let mut queries: Vec<f32> = (0..5 * 64).map(|i| ((i * 37 % 64) as f32 - 31.5) / 9.0).collect();
+        queries[64] = 40.0;
+        queries[2 * 64..3 * 64].fill(0.0);
+        queries[3 * 64..4 * 64].iter_mut().for_each(|q| *q *= 1e20);
+        queries[4 * 64..].iter_mut().for_each(|q| *q *= 1e-30);
+        let mut block = RowBlock::new();
+        block.load(&queries, 64, 1.0, QueryForms { fixed_point: true, bf16: false });
+        assert_eq!(block.low_rows, 0b10);
+        assert_eq!(block.q_rest[1], block.q_rest_one_byte[1]);
+        assert_eq!((block.q_rest[2], block.q_rest_one_byte[2]), (0.0, 0.0));
     }
 
     #[test]

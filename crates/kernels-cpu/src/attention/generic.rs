@@ -12,12 +12,12 @@ use crate::cpu::Variant;
 pub(super) fn stages(variant: Variant) -> Stages {
     match variant {
         #[cfg(target_arch = "x86_64")]
-        Variant::Avx2 => Stages { score: score_avx2, weigh, add_values: add_values_avx2 },
+        Variant::Avx2 => Stages { score: score_avx2, weigh, add_values: add_values_avx2, find_maxima: None },
         #[cfg(target_arch = "x86_64")]
         Variant::Avx512 | Variant::Amx => {
-            Stages { score: score_avx512, weigh, add_values: add_values_avx512 }
+            Stages { score: score_avx512, weigh, add_values: add_values_avx512, find_maxima: None }
         }
-        _ => Stages { score, weigh, add_values },
+        _ => Stages { score, weigh, add_values, find_maxima: None },
     }
 }
 

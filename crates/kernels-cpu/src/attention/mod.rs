@@ -10,7 +10,8 @@
 //! agree. That holds within a variant; variants differ by rounding:
 //!
 //! - Coded pages with one affine group a head use fixed-point queries (16 bits of the row's largest magnitude)
-//!   and weights (16 bits of the page's largest), and exact integer sums.
+//!   and weights (16 bits of the page's largest), and exact integer sums. Codes of one and two bits need but 8 bits
+//!   of both, see [`AttentionPrecision`]; AMX takes 16 all the same.
 //! - BF16 pages round queries and weights to BF16 on AVX-512 and AMX; AVX2 keeps both in f32.
 //! - Everything else is decoded to f32 ([`kernel_name`] says so).
 
@@ -19,6 +20,7 @@ mod block;
 mod demote;
 mod generic;
 mod page;
+mod precision;
 mod span;
 
 #[cfg(target_arch = "x86_64")]
@@ -26,15 +28,21 @@ mod amx;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
+mod avx2_int8;
+#[cfg(target_arch = "x86_64")]
 mod avx512;
 #[cfg(target_arch = "x86_64")]
 mod avx512_bf16;
+#[cfg(target_arch = "x86_64")]
+mod avx512_int8;
 #[cfg(target_arch = "x86_64")]
 mod demote512;
 #[cfg(target_arch = "x86_64")]
 mod softmax256;
 #[cfg(target_arch = "x86_64")]
 mod softmax512;
+#[cfg(target_arch = "x86_64")]
+mod softmax512_int8;
 
 #[cfg(test)]
 mod tests;
@@ -46,7 +54,8 @@ use oscar_codec::{PageCodec, Windows};
 
 pub use append::append_rows;
 pub use demote::{demote_kernel_name, demote_tile};
-pub use page::kernel_name;
+pub use page::{kernel_name, kernel_name_with};
+pub use precision::{AttentionPrecision, OVERRIDE as PRECISION_OVERRIDE, PrecisionError};
 
 use crate::cpu::Variant;
 use crate::disjoint::Disjoint;
@@ -77,18 +86,34 @@ pub struct AttendTask<'a> {
     pub out: &'a mut [f32],
 }
 
-/// Memory that [`attend`] keeps from call to call.
-#[derive(Default)]
+/// What [`attend`] keeps from call to call: memory, and the precision of its integers. The default has the precision
+/// of [`AttentionPrecision::chosen`].
 pub struct Scratch {
+    precision: AttentionPrecision,
+    calls: u64,
     workers: Vec<Mutex<Worker>>,
     states: Vec<f32>,
     items: Vec<Item>,
+}
+
+impl Scratch {
+    pub fn new(precision: AttentionPrecision) -> Self {
+        Self { precision, calls: 0, workers: Vec::new(), states: Vec::new(), items: Vec::new() }
+    }
+}
+
+impl Default for Scratch {
+    fn default() -> Self {
+        Self::new(AttentionPrecision::chosen().unwrap_or_default())
+    }
 }
 
 /// What one thread needs while it reads spans.
 #[derive(Default)]
 struct Worker {
     blocks: Vec<Box<RowBlock>>,
+    /// Call and item the blocks hold the queries of.
+    loaded: Option<(u64, usize)>,
     page: PageScratch,
     /// State of one row, twice: the running one and the next.
     state: Vec<f32>,
@@ -117,7 +142,9 @@ pub fn attend(variant: Variant, pool: &ThreadPool, tasks: &mut [AttendTask<'_>],
     while scratch.workers.len() < pool.threads() {
         scratch.workers.push(Mutex::default());
     }
-    let Scratch { workers, states, items } = scratch;
+    scratch.calls += 1;
+    let Scratch { precision, calls, workers, states, items } = scratch;
+    let (precision, call) = (*precision, *calls);
     items.clear();
     plan(tasks, pool.threads(), items, states);
 
@@ -137,7 +164,7 @@ pub fn attend(variant: Variant, pool: &ThreadPool, tasks: &mut [AttendTask<'_>],
         let input = &inputs[item.task];
         let d = input.head_dim;
         let mut worker = free_worker(workers);
-        let mut rows = worker.load(variant, input, item);
+        let mut rows = worker.load(variant, precision, input, item, (call, item_index));
         if let Some(start) = item.states {
             let size = item.rows * state_len(d);
             // SAFETY: the states of an item's spans do not overlap, and each span is one piece, run once.

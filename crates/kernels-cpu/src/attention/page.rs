@@ -5,6 +5,7 @@ use oscar_codec::{CodeLayout, PAGE_TOKENS, PageCodec, RowPageCodec, Side};
 
 use super::block::{QueryForms, RowBlock};
 use super::generic;
+use super::precision::AttentionPrecision;
 use crate::cpu::Variant;
 
 /// How a codec's pages are read.
@@ -31,6 +32,21 @@ pub(super) struct PageView<'a> {
     pub decoded: Option<&'a DecodedPage>,
 }
 
+impl<'a> PageView<'a> {
+    /// The page as it lies in memory.
+    pub(super) fn in_place(codec: &RowPageCodec, page: &'a [u8], ahead: isize) -> Self {
+        assert_eq!(page.len(), codec.page_bytes(), "a page of this codec");
+        Self {
+            keys: &page[codec.codes_range(Side::Key)],
+            values: &page[codec.codes_range(Side::Value)],
+            key_params: &page[codec.params_range(Side::Key)],
+            value_params: &page[codec.params_range(Side::Value)],
+            ahead,
+            decoded: None,
+        }
+    }
+}
+
 /// A page as f32 rows, token by token.
 #[derive(Default)]
 pub(super) struct DecodedPage {
@@ -50,18 +66,28 @@ pub(super) struct Stages {
     pub score: Stage,
     pub weigh: Stage,
     pub add_values: Stage,
+    /// Where present, it runs between `score` and `weigh` and does what takes long but is little work: the values of the
+    /// page read before are then added after it, so that the two overlap.
+    pub find_maxima: Option<Stage>,
 }
 
 /// How a variant reads a codec's pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct PageReader {
     variant: Variant,
+    precision: AttentionPrecision,
     pub kind: PageKind,
 }
 
 impl PageReader {
-    pub(super) fn new(variant: Variant, codec: &RowPageCodec) -> Self {
-        Self { variant, kind: kind(variant, codec) }
+    pub(super) fn new(variant: Variant, precision: AttentionPrecision, codec: &RowPageCodec) -> Self {
+        let kind = kind(variant, codec);
+        // Tiles read codes slower than VNNI does (measured: unpacking through memory costs more than the products
+        // save), so they are left to those who ask for both bytes at every width.
+        let codes = matches!(kind, PageKind::Codes { .. });
+        let by_tiles = variant == Variant::Amx && precision == AttentionPrecision::HiLo;
+        let variant = if variant == Variant::Amx && codes && !by_tiles { Variant::Avx512 } else { variant };
+        Self { variant, precision, kind }
     }
 
     pub(super) fn forms(self) -> QueryForms {
@@ -77,11 +103,11 @@ impl PageReader {
         match (self.variant, self.kind) {
             #[cfg(target_arch = "x86_64")]
             (Variant::Avx2, PageKind::Codes { key_bits, value_bits }) => {
-                super::avx2::code_stages(key_bits, value_bits)
+                super::avx2::code_stages(self.precision, key_bits, value_bits)
             }
             #[cfg(target_arch = "x86_64")]
             (Variant::Avx512, PageKind::Codes { key_bits, value_bits }) => {
-                super::avx512::code_stages(key_bits, value_bits, rows)
+                super::avx512::code_stages(self.precision, key_bits, value_bits, rows)
             }
             #[cfg(target_arch = "x86_64")]
             (Variant::Amx, PageKind::Codes { key_bits, value_bits }) => {
@@ -107,31 +133,52 @@ impl PageReader {
             (Variant::Avx2, PageKind::Bf16) => "avx2 bf16",
             (Variant::Avx512, PageKind::Bf16) => "avx512 bf16",
             (Variant::Amx, PageKind::Bf16) => "amx bf16",
-            (variant, PageKind::Codes { key_bits, value_bits }) => code_name(variant, key_bits, value_bits),
+            (variant, PageKind::Codes { key_bits, value_bits }) => {
+                code_name(variant, self.precision, key_bits, value_bits)
+            }
         }
     }
 }
 
-fn code_name(variant: Variant, key_bits: u32, value_bits: u32) -> &'static str {
+fn code_name(
+    variant: Variant,
+    precision: AttentionPrecision,
+    key_bits: u32,
+    value_bits: u32,
+) -> &'static str {
+    // By width of both sides; then other pairs of widths, with and without a side that meets one byte.
     let names = match variant {
-        Variant::Avx2 => {
-            ["avx2 int1", "avx2 int2", "avx2 int3", "avx2 int4", "avx2 int8", "avx2 mixed widths"]
-        }
-        Variant::Avx512 => [
-            "avx512-vnni int1",
-            "avx512-vnni int2",
-            "avx512-vnni int3",
-            "avx512-vnni int4",
-            "avx512-vnni int8",
-            "avx512-vnni mixed widths",
+        Variant::Avx2 => [
+            ["avx2 int1", "avx2 int1 (int8 query)"],
+            ["avx2 int2", "avx2 int2 (int8 query)"],
+            ["avx2 int3"; 2],
+            ["avx2 int4"; 2],
+            ["avx2 int8"; 2],
+            ["avx2 mixed widths", "avx2 mixed widths (int8 up to 2 bits)"],
         ],
-        _ => ["amx int1", "amx int2", "amx int3", "amx int4", "amx int8", "amx mixed widths"],
+        Variant::Avx512 => [
+            ["avx512-vnni int1", "avx512-vnni int1 (int8 query)"],
+            ["avx512-vnni int2", "avx512-vnni int2 (int8 query)"],
+            ["avx512-vnni int3"; 2],
+            ["avx512-vnni int4"; 2],
+            ["avx512-vnni int8"; 2],
+            ["avx512-vnni mixed widths", "avx512-vnni mixed widths (int8 up to 2 bits)"],
+        ],
+        _ => [
+            ["amx int1"; 2],
+            ["amx int2"; 2],
+            ["amx int3"; 2],
+            ["amx int4"; 2],
+            ["amx int8"; 2],
+            ["amx mixed widths"; 2],
+        ],
     };
-    match (key_bits == value_bits, key_bits) {
-        (false, _) => names[5],
-        (true, 8) => names[4],
-        (true, bits) => names[bits as usize - 1],
-    }
+    let widths = match (key_bits == value_bits, key_bits) {
+        (false, _) => 5,
+        (true, 8) => 4,
+        (true, bits) => bits as usize - 1,
+    };
+    names[widths][usize::from(precision.one_byte(key_bits.min(value_bits)))]
 }
 
 fn kind(variant: Variant, codec: &RowPageCodec) -> PageKind {
@@ -155,7 +202,16 @@ fn kind(variant: Variant, codec: &RowPageCodec) -> PageKind {
 
 /// The kernel that reads this codec's pages in this variant, for the start banner: nothing falls back silently.
 pub fn kernel_name(variant: Variant, codec: &RowPageCodec) -> &'static str {
-    PageReader::new(variant, codec).name()
+    kernel_name_with(variant, AttentionPrecision::chosen().unwrap_or_default(), codec)
+}
+
+/// [`kernel_name`] for a precision that need not be the process's.
+pub fn kernel_name_with(
+    variant: Variant,
+    precision: AttentionPrecision,
+    codec: &RowPageCodec,
+) -> &'static str {
+    PageReader::new(variant, precision, codec).name()
 }
 
 /// Room for what must be made of a page before kernels read it, shared by the blocks of a work item.
@@ -175,15 +231,7 @@ impl PageScratch {
         used: u64,
         ahead: isize,
     ) -> PageView<'a> {
-        assert_eq!(page.len(), codec.page_bytes(), "a page of this codec");
-        let mut view = PageView {
-            keys: &page[codec.codes_range(Side::Key)],
-            values: &page[codec.codes_range(Side::Value)],
-            key_params: &page[codec.params_range(Side::Key)],
-            value_params: &page[codec.params_range(Side::Value)],
-            ahead,
-            decoded: None,
-        };
+        let mut view = PageView::in_place(codec, page, ahead);
         match kind {
             PageKind::Codes { .. } => {}
             PageKind::Bf16 if used == u64::MAX => {}
@@ -238,20 +286,31 @@ mod tests {
     #[test]
     fn names_tell_what_runs() {
         let name = |variant, format: KvFormat| {
-            kernel_name(variant, &format.codec(128, CodeLayout::CpuTile).unwrap())
+            let codec = format.codec(128, CodeLayout::CpuTile).unwrap();
+            AttentionPrecision::ALL.map(|precision| kernel_name_with(variant, precision, &codec))
         };
-        assert_eq!(name(Variant::Avx512, KvFormat::OSCAR2), "avx512-vnni int2");
-        assert_eq!(name(Variant::Avx512, KvFormat::Bf16), "avx512 bf16");
-        assert_eq!(name(Variant::Avx2, KvFormat::Int { bits: 8, group: 0 }), "generic decode");
-        assert_eq!(name(Variant::Amx, KvFormat::Oscar { bits: 3 }), "amx int3");
-        assert_eq!(name(Variant::Avx512, KvFormat::Int { bits: 8, group: 0 }), "avx512-vnni int8");
+        assert_eq!(
+            name(Variant::Avx512, KvFormat::OSCAR2),
+            ["avx512-vnni int2 (int8 query)", "avx512-vnni int2"]
+        );
+        assert_eq!(name(Variant::Avx2, KvFormat::Oscar { bits: 1 }), ["avx2 int1 (int8 query)", "avx2 int1"]);
+        assert_eq!(name(Variant::Avx512, KvFormat::Bf16), ["avx512 bf16"; 2]);
+        assert_eq!(name(Variant::Avx2, KvFormat::Int { bits: 8, group: 0 }), ["generic decode"; 2]);
+        assert_eq!(name(Variant::Amx, KvFormat::OSCAR2), ["amx int2"; 2]);
+        assert_eq!(name(Variant::Amx, KvFormat::Oscar { bits: 3 }), ["amx int3"; 2]);
+        assert_eq!(name(Variant::Avx512, KvFormat::Oscar { bits: 4 }), ["avx512-vnni int4"; 2]);
+        assert_eq!(name(Variant::Avx512, KvFormat::Int { bits: 8, group: 0 }), ["avx512-vnni int8"; 2]);
         for format in [KvFormat::Oscar2Lloyd, KvFormat::F32, KvFormat::Int { bits: 4, group: 32 }] {
-            assert_eq!(name(Variant::Avx512, format), "generic decode");
+            assert_eq!(name(Variant::Avx512, format), ["generic decode"; 2]);
         }
-        assert_eq!(name(Variant::Scalar, KvFormat::OSCAR2), "scalar decode");
-        let mixed =
-            RowPageCodec::new(128, SideSpec::affine(4, 0.0), SideSpec::affine(2, 0.0), CodeLayout::CpuTile);
-        assert_eq!(kernel_name(Variant::Avx512, &mixed.unwrap()), "avx512-vnni mixed widths");
+        assert_eq!(name(Variant::Scalar, KvFormat::OSCAR2), ["scalar decode"; 2]);
+        let mixed = |key, value| {
+            let spec = |bits| SideSpec::affine(bits, 0.0);
+            let codec = RowPageCodec::new(128, spec(key), spec(value), CodeLayout::CpuTile).unwrap();
+            kernel_name_with(Variant::Avx512, AttentionPrecision::Int8, &codec)
+        };
+        assert_eq!(mixed(4, 2), "avx512-vnni mixed widths (int8 up to 2 bits)");
+        assert_eq!(mixed(4, 3), "avx512-vnni mixed widths");
         let logical = KvFormat::OSCAR2.codec(128, CodeLayout::Logical).unwrap();
         assert_eq!(kernel_name(Variant::Avx512, &logical), "generic decode");
     }

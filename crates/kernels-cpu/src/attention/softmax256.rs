@@ -3,7 +3,7 @@
 
 use std::arch::x86_64::*;
 
-use super::block::{LANES, NEGLIGIBLE, RowBlock, fixed_point_step, middle_code};
+use super::block::{BYTE_MAX, FIXED_MAX, LANES, NEGLIGIBLE, RowBlock, fixed_point_step, middle_code};
 use super::page::PageView;
 use oscar_codec::PAGE_TOKENS;
 
@@ -124,9 +124,52 @@ pub(super) fn weigh_f32(block: &mut RowBlock, _: &PageView<'_>) {
     }
 }
 
-/// Scores to fixed-point weights `p · scale` of the value codes, with `Σ p` and `Σ p·min` on the side.
+/// Scores to fixed-point weights `p · scale` of the value codes, with `Σ p` and `Σ p·min` on the side: two bytes each,
+/// `256·hi + lo`.
 #[target_feature(enable = "avx2,fma,f16c")]
 pub(super) fn weigh_codes<const BITS: u32>(block: &mut RowBlock, view: &PageView<'_>) {
+    weigh_fixed::<BITS>(block, view, FIXED_MAX, |rows, fixed| {
+        for half in 0..2 {
+            let hi: [__m256i; 4] = std::array::from_fn(|i| {
+                _mm256_srai_epi32::<8>(_mm256_add_epi32(fixed[4 * half + i], _mm256_set1_epi32(128)))
+            });
+            // The low byte, signed.
+            let lo: [__m256i; 4] = std::array::from_fn(|i| {
+                _mm256_srai_epi32::<24>(_mm256_slli_epi32::<24>(fixed[4 * half + i]))
+            });
+            for (which, quarters) in [hi, lo].into_iter().enumerate() {
+                let to = rows[which].as_mut_ptr();
+                // SAFETY: a row of 64 bytes has two halves of 32.
+                unsafe { _mm256_storeu_si256(to.add(32 * half).cast(), bytes_of(quarters)) };
+            }
+        }
+    });
+}
+
+/// The same with one unsigned byte, in the first of a row's two rows of `w_codes`.
+#[target_feature(enable = "avx2,fma,f16c")]
+pub(super) fn weigh_bytes<const BITS: u32>(block: &mut RowBlock, view: &PageView<'_>) {
+    weigh_fixed::<BITS>(block, view, BYTE_MAX, |rows, fixed| {
+        for half in 0..2 {
+            let quarters = std::array::from_fn(|i| fixed[4 * half + i]);
+            // SAFETY: as in `weigh_codes`.
+            unsafe {
+                let to = rows[0].as_mut_ptr().add(32 * half);
+                _mm256_storeu_si256(to.cast(), unsigned_bytes_of(quarters));
+            }
+        }
+    });
+}
+
+/// Weights as integers up to `fixed_max`, the page's largest of each row. `store` writes a row's two rows of bytes.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn weigh_fixed<const BITS: u32>(
+    block: &mut RowBlock,
+    view: &PageView<'_>,
+    fixed_max: f32,
+    store: impl Fn(&mut [[i8; PAGE_TOKENS]], [__m256i; VECTORS]),
+) {
     assert_eq!(view.value_params.len(), 4 * PAGE_TOKENS);
     // SAFETY: tiles of 16 scales and 16 minima of 2 bytes, eight at a time.
     let load = |i: usize, which: usize| unsafe {
@@ -154,7 +197,7 @@ pub(super) fn weigh_codes<const BITS: u32>(block: &mut RowBlock, view: &PageView
             largest = _mm256_max_ps(largest, w);
             w
         });
-        let (step, inverse) = fixed_point_step(largest_lane(largest));
+        let (step, inverse) = fixed_point_step(largest_lane(largest), fixed_max);
         block.w_step[row] = factor * step;
         let mut rest = [_mm256_setzero_ps(); 2];
         let fixed: [__m256i; VECTORS] = std::array::from_fn(|i| {
@@ -166,20 +209,7 @@ pub(super) fn weigh_codes<const BITS: u32>(block: &mut RowBlock, view: &PageView
         let middle = _mm256_set1_ps(middle_code(BITS));
         let shared = std::array::from_fn(|i| _mm256_fmadd_ps(rest[i], middle, shared[i]));
         accumulate(&mut block.shared[row], factor, shared);
-        for half in 0..2 {
-            let hi: [__m256i; 4] = std::array::from_fn(|i| {
-                _mm256_srai_epi32::<8>(_mm256_add_epi32(fixed[4 * half + i], _mm256_set1_epi32(128)))
-            });
-            // The low byte, signed.
-            let lo: [__m256i; 4] = std::array::from_fn(|i| {
-                _mm256_srai_epi32::<24>(_mm256_slli_epi32::<24>(fixed[4 * half + i]))
-            });
-            for (which, quarters) in [hi, lo].into_iter().enumerate() {
-                let to = block.w_codes[2 * row + which].as_mut_ptr();
-                // SAFETY: a row of 64 bytes has two halves of 32.
-                unsafe { _mm256_storeu_si256(to.add(32 * half).cast(), bytes_of(quarters)) };
-            }
-        }
+        store(&mut block.w_codes[2 * row..2 * row + 2], fixed);
     }
 }
 
@@ -190,6 +220,14 @@ fn bytes_of(v: [__m256i; 4]) -> __m256i {
     let (a, b) = (_mm256_packs_epi32(v[0], v[1]), _mm256_packs_epi32(v[2], v[3]));
     // Packing works within halves of a register: put the quarters back in order.
     _mm256_permutevar8x32_epi32(_mm256_packs_epi16(a, b), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7))
+}
+
+/// The same for integers in 0..=255.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn unsigned_bytes_of(v: [__m256i; 4]) -> __m256i {
+    let (a, b) = (_mm256_packus_epi32(v[0], v[1]), _mm256_packus_epi32(v[2], v[3]));
+    _mm256_permutevar8x32_epi32(_mm256_packus_epi16(a, b), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7))
 }
 
 #[cfg(test)]

@@ -33,14 +33,14 @@ struct Factors {
 
 /// The 16 tokens of a tile that a row reads.
 #[inline]
-fn tile_mask(mask: u64, tile: usize) -> __mmask16 {
+pub(super) fn tile_mask(mask: u64, tile: usize) -> __mmask16 {
     (mask >> (16 * tile)) as u16
 }
 
 /// The largest element of each of up to eight vectors, in the lane of its number. Lanes beyond repeat others.
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn maxima<const R: usize>(v: &[__m512; R]) -> __m512 {
+pub(super) fn maxima<const R: usize>(v: &[__m512; R]) -> __m512 {
     let at = |i: usize| v[i % R];
     let pair = |a: __m512, b: __m512| _mm512_max_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
     let four = |i: usize| {
@@ -57,8 +57,7 @@ fn maxima<const R: usize>(v: &[__m512; R]) -> __m512 {
     _mm512_shuffle_f32x4::<0x88>(all, all)
 }
 
-/// Finds the page's maximum of each row, moves the running maxima and fades what was accumulated below them. Rows
-/// that read nothing of the page keep their state: their page factor is 0.
+/// Finds the page's maximum of each row and how the page enters by it.
 #[inline]
 #[target_feature(enable = "avx512f,avx512dq")]
 fn factors<const R: usize>(block: &mut RowBlock) -> Factors {
@@ -73,25 +72,59 @@ fn factors<const R: usize>(block: &mut RowBlock) -> Factors {
         }
     }
     let page_max = maxima(&row_maxima);
-    let (mut all, mut fading) = (Factors { page_max: [0.0; LANES], page: lowest }, [0.0; LANES]);
-    // SAFETY: arrays of sixteen floats.
-    let moved = unsafe {
+    let moves = move_maxima(block, page_max);
+    let (mut all, mut fading) = (Factors { page_max: [0.0; LANES], page: moves.page }, [0.0; LANES]);
+    // SAFETY: sixteen floats each.
+    unsafe {
+        _mm512_storeu_ps(all.page_max.as_mut_ptr(), page_max);
+        _mm512_storeu_ps(fading.as_mut_ptr(), moves.fading);
+    }
+    fade_rows::<R>(block, moves.moved, &fading);
+    all
+}
+
+/// What a page's maxima do to the running ones, a lane a row.
+pub(super) struct Moves {
+    /// Factor of the page's weights; zero leaves the page out.
+    pub page: __m512,
+    /// Factor of what was accumulated before, due to the rows in `moved`.
+    pub fading: __m512,
+    pub moved: __mmask16,
+}
+
+/// Moves the running maxima to a page's, a lane a row. Rows that read nothing of the page keep their state: their
+/// page factor is 0.
+#[inline]
+#[target_feature(enable = "avx512f,avx512dq")]
+pub(super) fn move_maxima(block: &mut RowBlock, page_max: __m512) -> Moves {
+    // SAFETY: an array of sixteen floats.
+    let (before, now) = unsafe {
         let before = _mm512_loadu_ps(block.max.as_ptr());
         let now = _mm512_max_ps(before, page_max);
         _mm512_storeu_ps(block.max.as_mut_ptr(), now);
-        _mm512_storeu_ps(all.page_max.as_mut_ptr(), page_max);
-        _mm512_storeu_ps(fading.as_mut_ptr(), exp2(_mm512_sub_ps(before, now)));
-        let distance = _mm512_sub_ps(page_max, now);
-        // False for NaN too: −∞ − −∞ of a row that has read nothing yet.
-        let counts = _mm512_cmp_ps_mask::<_CMP_GE_OQ>(distance, _mm512_set1_ps(NEGLIGIBLE));
-        all.page = _mm512_maskz_mov_ps(counts, exp2(distance));
-        block.any_weight = counts != 0;
-        _mm512_cmp_ps_mask::<_CMP_GT_OQ>(page_max, before)
+        (before, now)
     };
+    let distance = _mm512_sub_ps(page_max, now);
+    // False for NaN too: −∞ − −∞ of a row that has read nothing yet.
+    let counts = _mm512_cmp_ps_mask::<_CMP_GE_OQ>(distance, _mm512_set1_ps(NEGLIGIBLE));
+    block.any_weight = counts != 0;
+    // Either the page or what was before is at the new maximum, and the other one is this far below.
+    let below = exp2(_mm512_min_ps(distance, _mm512_sub_ps(before, now)));
+    let moved = _mm512_cmp_ps_mask::<_CMP_GT_OQ>(page_max, before);
+    Moves {
+        page: _mm512_maskz_mov_ps(counts, _mm512_mask_mov_ps(below, moved, _mm512_set1_ps(1.0))),
+        fading: below,
+        moved,
+    }
+}
+
+/// Fades what was accumulated below maxima that moved.
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub(super) fn fade_rows<const R: usize>(block: &mut RowBlock, moved: __mmask16, fading: &[f32; LANES]) {
     if moved != 0 {
         (0..R).filter(|row| moved >> row & 1 == 1).for_each(|row| fade(block, row, fading[row]));
     }
-    all
 }
 
 /// Multiplies what a row has accumulated by `factor`.
@@ -129,7 +162,7 @@ fn weights(block: &RowBlock, row: usize, page_max: f32) -> [__m512; 4] {
 /// Adds `factor · v` to sixteen partial sums.
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn accumulate(sums: &mut [f32; LANES], factor: f32, v: __m512) {
+pub(super) fn accumulate(sums: &mut [f32; LANES], factor: f32, v: __m512) {
     // SAFETY: sixteen floats.
     unsafe {
         let sum = _mm512_fmadd_ps(_mm512_set1_ps(factor), v, _mm512_loadu_ps(sums.as_ptr()));

@@ -5,7 +5,8 @@ use std::ops::Range;
 use oscar_codec::{PAGE_TOKENS, RowPageCodec};
 
 use super::block::{QueryForms, ROWS, RowBlock};
-use super::page::{PageReader, PageScratch, Stages};
+use super::page::{PageReader, PageScratch, PageView, Stages};
+use super::precision::AttentionPrecision;
 use super::{Item, SPAN_TOKENS, TaskInput, Worker};
 use crate::cpu::Variant;
 
@@ -47,26 +48,31 @@ fn token_mask(base: usize, range: Range<usize>) -> u64 {
 }
 
 impl Worker {
-    /// Prepares the queries of an item.
+    /// Prepares the queries of an item, unless it is the one prepared last: `number` is that of the call and of the item.
     pub(super) fn load<'a>(
         &'a mut self,
         variant: Variant,
+        precision: AttentionPrecision,
         input: &'a TaskInput<'a>,
         item: Item,
+        number: (u64, usize),
     ) -> ItemRows<'a> {
         let d = input.head_dim;
-        let full = PageReader::new(variant, input.context.full_codec);
-        let coded = PageReader::new(variant, input.context.coded_codec);
+        let full = PageReader::new(variant, precision, input.context.full_codec);
+        let coded = PageReader::new(variant, precision, input.context.coded_codec);
         let (a, b) = (full.forms(), coded.forms());
         let forms = QueryForms { fixed_point: a.fixed_point || b.fixed_point, bf16: a.bf16 || b.bf16 };
         let count = item.rows.div_ceil(ROWS);
         while self.blocks.len() < count {
             self.blocks.push(RowBlock::new());
         }
-        let queries = &input.queries[item.first_row * d..(item.first_row + item.rows) * d];
-        for (block, queries) in self.blocks.iter_mut().zip(queries.chunks(ROWS * d)) {
-            block.load(queries, d, input.scale, forms);
+        if self.loaded.take() != Some(number) {
+            let queries = &input.queries[item.first_row * d..(item.first_row + item.rows) * d];
+            for (block, queries) in self.blocks.iter_mut().zip(queries.chunks(ROWS * d)) {
+                block.load(queries, d, input.scale, forms);
+            }
         }
+        self.loaded = Some(number);
         let reaches = input.positions[item.first_row..][..item.rows]
             .iter()
             .map(|&position| {
@@ -97,16 +103,41 @@ pub(super) fn read_span(rows: &mut ItemRows<'_>, span: usize, mut done: impl FnM
     let context = rows.input.context;
     let full_stages = stages_of(rows.full, rows.blocks);
     let coded_stages = stages_of(rows.coded, rows.blocks);
+    let coded = Pages {
+        codec: context.coded_codec,
+        pages: context.coded,
+        reader: rows.coded,
+        stages: &coded_stages,
+        what: "coded",
+    };
+    let full = Pages {
+        codec: context.full_codec,
+        pages: context.full,
+        reader: rows.full,
+        stages: &full_stages,
+        what: "full",
+    };
     let first_page = span * SPAN_TOKENS / PAGE_TOKENS;
     let last_page = end.div_ceil(PAGE_TOKENS).min((span + 1) * SPAN_TOKENS / PAGE_TOKENS);
+    // What every row reads as code: nearly everything, so masks are worth making only outside.
+    let all_coded = rows
+        .reaches
+        .iter()
+        .fold(0..usize::MAX, |all, reach| all.start.max(reach.sink)..all.end.min(reach.boundary));
+    let mut due = None;
     for page in first_page..last_page {
         let base = page * PAGE_TOKENS;
-        let coded =
-            Pages { codec: context.coded_codec, pages: context.coded, reader: rows.coded, what: "coded" };
-        read_page(rows, &coded, page, &coded_stages, |reach| reach.coded(base));
-        let full = Pages { codec: context.full_codec, pages: context.full, reader: rows.full, what: "full" };
-        read_page(rows, &full, page, &full_stages, |reach| reach.full(base));
+        if all_coded.start <= base && base + PAGE_TOKENS <= all_coded.end {
+            rows.blocks.iter_mut().for_each(|block| block.masks[..block.rows].fill(u64::MAX));
+            read_page(rows, &coded, page, u64::MAX, &mut due);
+        } else {
+            let used = rows.set_masks(|reach| reach.coded(base));
+            read_page(rows, &coded, page, used, &mut due);
+            let used = rows.set_masks(|reach| reach.full(base));
+            read_page(rows, &full, page, used, &mut due);
+        }
     }
+    add_due_values(rows.blocks, due.take());
     for row in 0..rows.reaches.len() {
         done(row, &rows.blocks[row / ROWS], row % ROWS);
     }
@@ -116,28 +147,42 @@ fn stages_of(reader: PageReader, blocks: &[Box<RowBlock>]) -> Vec<Stages> {
     blocks.iter().map(|block| reader.stages(block.rows)).collect()
 }
 
-/// The pages of one kind of a context.
+/// The pages of one kind of a context, and the kernels of each block for them.
 struct Pages<'a> {
     codec: &'a RowPageCodec,
     pages: &'a [Option<&'a [u8]>],
     reader: PageReader,
+    stages: &'a [Stages],
     what: &'static str,
 }
 
-fn read_page(
-    rows: &mut ItemRows<'_>,
-    source: &Pages<'_>,
-    index: usize,
-    stages: &[Stages],
-    mask: impl Fn(Reach) -> u64,
-) {
-    let mut used = 0;
-    for (block, reaches) in rows.blocks.iter_mut().zip(rows.reaches.chunks(ROWS)) {
-        for (slot, &reach) in block.masks.iter_mut().zip(reaches) {
-            *slot = mask(reach);
-            used |= *slot;
+/// A page whose values some blocks have still to add.
+struct Due<'a> {
+    view: PageView<'a>,
+    stages: &'a [Stages],
+}
+
+impl ItemRows<'_> {
+    /// Sets the tokens each row reads of a page, and returns those that any row reads.
+    fn set_masks(&mut self, mask: impl Fn(Reach) -> u64) -> u64 {
+        let mut used = 0;
+        for (block, reaches) in self.blocks.iter_mut().zip(self.reaches.chunks(ROWS)) {
+            for (slot, &reach) in block.masks.iter_mut().zip(reaches) {
+                *slot = mask(reach);
+                used |= *slot;
+            }
         }
+        used
     }
+}
+
+fn read_page<'a>(
+    rows: &mut ItemRows<'_>,
+    source: &Pages<'a>,
+    index: usize,
+    used: u64,
+    due: &mut Option<Due<'a>>,
+) {
     if used == 0 {
         return;
     }
@@ -146,11 +191,30 @@ fn read_page(
     let next = source.pages.get(index + 1).copied().flatten().unwrap_or(page);
     // Distance of unrelated allocations: only ever used to form prefetch addresses.
     let ahead = (next.as_ptr() as isize).wrapping_sub(page.as_ptr() as isize);
-    let view = rows.page.view(source.reader.kind, source.codec, page, used, ahead);
-    for (block, stages) in rows.blocks.iter_mut().zip(stages) {
-        if block.masks[..block.rows].iter().all(|&mask| mask == 0) {
-            continue;
+    let reads = |block: &RowBlock| block.masks[..block.rows].iter().any(|&mask| mask != 0);
+    if source.stages.iter().all(|stages| stages.find_maxima.is_some()) {
+        let view = PageView::in_place(source.codec, page, ahead);
+        for (i, (block, stages)) in rows.blocks.iter_mut().zip(source.stages).enumerate() {
+            let reads = reads(block);
+            // SAFETY: the stages belong to the variant of the call, which `attend` found available.
+            unsafe {
+                if reads {
+                    (stages.score)(block, &view);
+                    stages.find_maxima.inspect(|find_maxima| find_maxima(block, &view));
+                }
+                add_block_values(block, i, due.as_ref());
+                if reads && block.any_weight {
+                    (stages.weigh)(block, &view);
+                    block.values_due = true;
+                }
+            }
         }
+        *due = Some(Due { view, stages: source.stages });
+        return;
+    }
+    add_due_values(rows.blocks, due.take());
+    let view = rows.page.view(source.reader.kind, source.codec, page, used, ahead);
+    for (block, stages) in rows.blocks.iter_mut().zip(source.stages).filter(|(block, _)| reads(block)) {
         // SAFETY: the stages belong to the variant of the call, which `attend` found available.
         unsafe {
             (stages.score)(block, &view);
@@ -159,6 +223,21 @@ fn read_page(
                 (stages.add_values)(block, &view);
             }
         }
+    }
+}
+
+fn add_due_values(blocks: &mut [Box<RowBlock>], due: Option<Due<'_>>) {
+    for (i, block) in blocks.iter_mut().enumerate() {
+        add_block_values(block, i, due.as_ref());
+    }
+}
+
+/// Adds the values of the page before to block `i`, if it has weights for them.
+fn add_block_values(block: &mut RowBlock, i: usize, due: Option<&Due<'_>>) {
+    if let (true, Some(due)) = (block.values_due, due) {
+        // SAFETY: the stages belong to the variant of the call, which `attend` found available.
+        unsafe { (due.stages[i].add_values)(block, &due.view) };
+        block.values_due = false;
     }
 }
 

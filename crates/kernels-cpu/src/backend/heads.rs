@@ -30,8 +30,10 @@ impl LayerRotation {
                         transposed[j * d + i] = v;
                     }
                 }
-                let matrix = PackedMatrix::pack(pool, Weights::F32(&transposed), d, d, Precision::F32)
-                    .map_err(|error| BackendError::Shape { what: "a rotation".into(), detail: error.to_string() })?;
+                let matrix =
+                    PackedMatrix::pack(pool, Weights::F32(&transposed), d, d, Precision::F32).map_err(
+                        |error| BackendError::Shape { what: "a rotation".into(), detail: error.to_string() },
+                    )?;
                 Ok(HeadRotation { matrix, mean: head.key_mean.clone() })
             })
             .collect::<Result<_>>()?;
@@ -52,8 +54,13 @@ pub fn positions(sequences: &[SequenceRows<'_>], rows: usize) -> Vec<u32> {
 
 /// QK-norm (where given) and RoPE on query and key heads, in place.
 pub fn normalize_and_rope(
-    pool: &ThreadPool, kernels: &Kernels, shape: &HeadShape, qk_norm: Option<(&Vec<f32>, &Vec<f32>)>, rope: &CpuRope,
-    positions: &[u32], qkv: &mut CpuRows,
+    pool: &ThreadPool,
+    kernels: &Kernels,
+    shape: &HeadShape,
+    qk_norm: Option<(&Vec<f32>, &Vec<f32>)>,
+    rope: &CpuRope,
+    positions: &[u32],
+    qkv: &mut CpuRows,
 ) {
     let d = shape.head_dim;
     let width = qkv.width;
@@ -62,7 +69,9 @@ pub fn normalize_and_rope(
         let cos = &rope.cos[position * rope.half..][..rope.half];
         let sin = &rope.sin[position * rope.half..][..rope.half];
         let mut normed = vec![0.0; d];
-        for (head, values) in values[..(shape.query_heads + shape.kv_heads) * d].chunks_exact_mut(d).enumerate() {
+        for (head, values) in
+            values[..(shape.query_heads + shape.kv_heads) * d].chunks_exact_mut(d).enumerate()
+        {
             if let Some((query, key)) = qk_norm {
                 let weight = if head < shape.query_heads { query } else { key };
                 kernels.rms_norm_row(values, weight, shape.rms_norm_eps, &mut normed);
@@ -84,8 +93,13 @@ pub struct HeadTask<'a> {
 
 impl HeadTask<'_> {
     pub fn run(
-        &mut self, pool: &ThreadPool, kernels: &Kernels, shape: &HeadShape, rotation: Option<&LayerRotation>,
-        sequences: &[SequenceRows<'_>], qkv: &CpuRows,
+        &mut self,
+        pool: &ThreadPool,
+        kernels: &Kernels,
+        shape: &HeadShape,
+        rotation: Option<&LayerRotation>,
+        sequences: &[SequenceRows<'_>],
+        qkv: &CpuRows,
     ) {
         let (d, group) = (shape.head_dim, shape.query_heads / shape.kv_heads);
         let rows = qkv.count();
@@ -122,7 +136,9 @@ impl HeadTask<'_> {
                 let position = s.first_position + (row - s.rows.start);
                 let (block, token) = (position / PAGE_TOKENS, position % PAGE_TOKENS);
                 let count = (PAGE_TOKENS - token).min(s.rows.end - row);
-                let Some(id) = s.full[block] else { unreachable!("the cache prepares the pages that a step writes") };
+                let Some(id) = s.full[block] else {
+                    unreachable!("the cache prepares the pages that a step writes")
+                };
                 values.clear();
                 for r in row..row + count {
                     values.extend_from_slice(&qkv.values[r * qkv.width + value..][..d]);

@@ -94,6 +94,8 @@ pub struct CpuRope {
 
 impl CpuBackend {
     pub fn new(kernels: &'static Kernels, threads: usize, mode: Mode) -> std::io::Result<Self> {
+        // A wrong OSCAR_ATTENTION is refused here, once, before any kernel could ignore it.
+        attention::AttentionPrecision::chosen().map_err(std::io::Error::other)?;
         Ok(Self { kernels, pool: ThreadPool::new(threads)?, mode, scratch: Mutex::default() })
     }
 
@@ -112,7 +114,15 @@ impl CpuBackend {
     fn plain_linear(&self, weight: &CpuMatrix, x: &CpuRows, out: &mut CpuRows, write: Write) {
         let epilogue = Epilogue { bias: weight.bias.as_deref(), accumulate: write == Write::Add };
         let scratch = &mut self.scratch().gemm;
-        weight.packed.linear(self.kernels, &self.pool, &x.values, x.count(), &mut out.values, epilogue, scratch);
+        weight.packed.linear(
+            self.kernels,
+            &self.pool,
+            &x.values,
+            x.count(),
+            &mut out.values,
+            epilogue,
+            scratch,
+        );
     }
 
     /// A product whose activations keep 16 bits of mantissa: each row goes in twice, rounded to BF16 and as what the
@@ -159,7 +169,11 @@ impl Backend for CpuBackend {
             Mode::Fast => "BF16 weights and activations",
             Mode::F32 => "F32 weights and activations",
         };
-        format!("cpu, {} kernels, {} threads, {weights}", self.kernels.variant().describe(), self.pool.threads())
+        format!(
+            "cpu, {} kernels, {} threads, {weights}",
+            self.kernels.variant().describe(),
+            self.pool.threads()
+        )
     }
 
     fn describe_attention(&self, layout: &CacheLayout) -> String {
@@ -184,10 +198,14 @@ impl Backend for CpuBackend {
             HostValues::F16(v) => Weights::F16(v),
             HostValues::F32(v) => Weights::F32(v),
         };
-        let packed = PackedMatrix::pack(&self.pool, values, weights.outputs, weights.inputs, self.mode.weights())
-            .map_err(|error| Self::shape_error("a weight matrix", error))?;
+        let packed =
+            PackedMatrix::pack(&self.pool, values, weights.outputs, weights.inputs, self.mode.weights())
+                .map_err(|error| Self::shape_error("a weight matrix", error))?;
         if let Some(bias) = weights.bias.filter(|b| b.len() != weights.outputs) {
-            return Err(Self::shape_error("a bias", format!("{} values for {} outputs", bias.len(), weights.outputs)));
+            return Err(Self::shape_error(
+                "a bias",
+                format!("{} values for {} outputs", bias.len(), weights.outputs),
+            ));
         }
         Ok(CpuMatrix { packed, bias: weights.bias.map(<[f32]>::to_vec) })
     }
@@ -215,7 +233,9 @@ impl Backend for CpuBackend {
     fn embed(&self, table: &CpuMatrix, tokens: &[u32], out: &mut CpuRows) {
         out.resize(tokens.len());
         let width = out.width;
-        self.pool.run_chunks(&mut out.values, width, |row, values| table.packed.read_row(tokens[row] as usize, values));
+        self.pool.run_chunks(&mut out.values, width, |row, values| {
+            table.packed.read_row(tokens[row] as usize, values)
+        });
     }
 
     fn rms_norm(&self, x: &CpuRows, weight: &Vec<f32>, eps: f32, out: &mut CpuRows) {
@@ -257,13 +277,27 @@ impl Backend for CpuBackend {
         out.extend_from_slice(&x.values);
     }
 
-    fn accumulate_gram(&self, x: &CpuRows, first: usize, width: usize, weights: Option<&[f32]>, gram: &mut [f64]) {
+    fn accumulate_gram(
+        &self,
+        x: &CpuRows,
+        first: usize,
+        width: usize,
+        weights: Option<&[f32]>,
+        gram: &mut [f64],
+    ) {
         self.kernels.accumulate_gram(&self.pool, &x.values, x.width, first, width, weights, gram);
     }
 
     fn append(
-        &self, layer: usize, shape: &HeadShape, heads: HeadPreparation<'_, Self>, rope: &CpuRope,
-        sequences: &[SequenceRows<'_>], qkv: &mut CpuRows, queries: &mut CpuRows, pool: &mut CpuPages,
+        &self,
+        layer: usize,
+        shape: &HeadShape,
+        heads: HeadPreparation<'_, Self>,
+        rope: &CpuRope,
+        sequences: &[SequenceRows<'_>],
+        qkv: &mut CpuRows,
+        queries: &mut CpuRows,
+        pool: &mut CpuPages,
     ) -> Result<()> {
         let positions = heads::positions(sequences, qkv.count());
         heads::normalize_and_rope(&self.pool, self.kernels, shape, heads.qk_norm, rope, &positions, qkv);
@@ -276,7 +310,12 @@ impl Backend for CpuBackend {
             .chunks_exact_mut(per_head)
             .zip(full)
             .enumerate()
-            .map(|(head, (queries, pages))| HeadTask { head, queries, pages, codec: layout.full().codec(layer, head) })
+            .map(|(head, (queries, pages))| HeadTask {
+                head,
+                queries,
+                pages,
+                codec: layout.full().codec(layer, head),
+            })
             .collect();
         let qkv = &*qkv;
         self.pool.run_chunks(&mut tasks, 1, |_, task| {
@@ -303,8 +342,15 @@ impl Backend for CpuBackend {
                     };
                     let tile = position % PAGE_TOKENS / TILE_TOKENS;
                     let target = coded.page_mut(to.0);
-                    attention::demote_tile(self.kernels.variant(), full_codec, full.page(from.0), coded_codec, target, tile)
-                        .expect("pages have their codec's sizes");
+                    attention::demote_tile(
+                        self.kernels.variant(),
+                        full_codec,
+                        full.page(from.0),
+                        coded_codec,
+                        target,
+                        tile,
+                    )
+                    .expect("pages have their codec's sizes");
                 }
             }
         });
@@ -312,7 +358,12 @@ impl Backend for CpuBackend {
     }
 
     fn attention(
-        &self, layer: usize, shape: &HeadShape, sequences: &[SequenceRows<'_>], queries: &CpuRows, pool: &CpuPages,
+        &self,
+        layer: usize,
+        shape: &HeadShape,
+        sequences: &[SequenceRows<'_>],
+        queries: &CpuRows,
+        pool: &CpuPages,
         out: &mut CpuRows,
     ) -> Result<()> {
         let (d, group, rows) = (shape.head_dim, shape.query_heads / shape.kv_heads, queries.count());

@@ -3,12 +3,13 @@
 
 mod against_codec;
 mod demotion;
+mod one_byte;
 mod row_alone;
 
 use oscar_codec::attention::{Form, PagedContext, attend_context};
 use oscar_codec::{CodeLayout, KvFormat, PAGE_TOKENS, PageCodec, RowPageCodec, TILE_TOKENS, Windows};
 
-use super::{AttendTask, Scratch, attend};
+use super::{AttendTask, AttentionPrecision, Scratch, attend};
 use crate::cpu::Variant;
 use crate::pool::ThreadPool;
 
@@ -98,7 +99,7 @@ impl Context {
     /// Outputs of the kernels.
     pub(super) fn attend(
         &self,
-        variant: Variant,
+        (variant, precision): (Variant, AttentionPrecision),
         pool: &ThreadPool,
         windows: &Windows,
         queries: &[f32],
@@ -109,7 +110,7 @@ impl Context {
         self.with_pages(|context| {
             let scale = 1.0 / (d as f32).sqrt();
             let task = AttendTask { queries, positions, scale, windows, context, out: &mut out };
-            attend(variant, pool, &mut [task], &mut Scratch::default());
+            attend(variant, pool, &mut [task], &mut Scratch::new(precision));
         });
         out
     }
@@ -141,6 +142,20 @@ pub(super) fn fast_variants() -> Vec<Variant> {
         eprintln!("skipped: {variant} is not available on this machine");
     }
     Variant::available().filter(|&variant| variant != Variant::Scalar).collect()
+}
+
+/// Variants with every precision they have.
+pub(super) fn kernels(variants: impl IntoIterator<Item = Variant>) -> Vec<(Variant, AttentionPrecision)> {
+    let one_byte = |variant| matches!(variant, Variant::Avx2 | Variant::Avx512);
+    let precisions = |variant| {
+        AttentionPrecision::ALL
+            .into_iter()
+            .filter(move |&p| p == AttentionPrecision::HiLo || one_byte(variant))
+    };
+    variants
+        .into_iter()
+        .flat_map(|variant| precisions(variant).map(move |precision| (variant, precision)))
+        .collect()
 }
 
 /// Size of the difference relative to the size of what is expected, both as root mean squares.

@@ -8,37 +8,44 @@ fn bits(values: &[f32]) -> Vec<u32> {
 }
 
 /// Rows at different positions in one call, against each row by itself.
-fn check(variant: Variant, format: KvFormat, d: usize, windows: &Windows, positions: &[u32], seed: u64) {
+fn check(
+    kernel: (Variant, AttentionPrecision),
+    format: KvFormat,
+    d: usize,
+    windows: &Windows,
+    positions: &[u32],
+    seed: u64,
+) {
     let tokens = *positions.last().unwrap() as usize + 1;
     let context = Context::random(format, d, tokens, seed);
     let queries = queries(positions.len(), d, 2.0, seed);
     let one = ThreadPool::new(1).unwrap();
     let three = ThreadPool::new(3).unwrap();
-    let together = context.attend(variant, &one, windows, &queries, positions);
-    let threaded = context.attend(variant, &three, windows, &queries, positions);
-    assert_eq!(bits(&together), bits(&threaded), "{variant} {format}: threads show");
+    let together = context.attend(kernel, &one, windows, &queries, positions);
+    let threaded = context.attend(kernel, &three, windows, &queries, positions);
+    assert_eq!(bits(&together), bits(&threaded), "{kernel:?} {format}: threads show");
     for (row, &position) in positions.iter().enumerate() {
         let query = &queries[row * d..(row + 1) * d];
-        let alone = context.attend(variant, &three, windows, query, &[position]);
+        let alone = context.attend(kernel, &three, windows, query, &[position]);
         let part = &together[row * d..(row + 1) * d];
-        assert_eq!(bits(&alone), bits(part), "{variant} {format}: row {row} at {position} differs alone");
+        assert_eq!(bits(&alone), bits(part), "{kernel:?} {format}: row {row} at {position} differs alone");
     }
 }
 
 #[test]
 fn chunks_threads_and_neighbours_do_not_show() {
     let _ = fast_variants();
-    for variant in Variant::available() {
+    for kernel in kernels(Variant::available()) {
         for format in ["oscar1", "oscar2", "oscar3", "oscar4", "bf16", "oscar2-lloyd"] {
             let format: KvFormat = format.parse().unwrap();
             // A chunk of prefill, two heads a token, across the boundary of a span.
             let chunk: Vec<u32> = (2040..2056).flat_map(|p| [p, p]).collect();
-            check(variant, format, 64, &Windows::default(), &chunk, 4);
+            check(kernel, format, 64, &Windows::default(), &chunk, 4);
             let scattered = [0, 0, 1, 15, 16, 63, 64, 65, 300, 335, 336, 336, 337];
-            check(variant, format, 64, &Windows::new(16, 30).unwrap(), &scattered, 5);
+            check(kernel, format, 64, &Windows::new(16, 30).unwrap(), &scattered, 5);
         }
         let long: Vec<u32> = (0..150).map(|i| 3 * i).collect();
-        check(variant, KvFormat::OSCAR2, 32, &Windows::default(), &long, 6);
+        check(kernel, KvFormat::OSCAR2, 32, &Windows::default(), &long, 6);
     }
 }
 
@@ -51,9 +58,9 @@ fn other_tasks_in_the_call_do_not_show() {
     let b = Context::random(KvFormat::Oscar { bits: 4 }, d, 700, 2);
     let (queries_a, queries_b) = (queries(4, d, 1.0, 1), queries(6, d, 1.0, 2));
     let (positions_a, positions_b) = ([2499_u32; 4], [500, 501, 502, 600, 699, 699]);
-    for variant in Variant::available() {
+    for kernel in kernels(Variant::available()) {
         let (mut out_a, mut out_b) = (vec![0.0; 4 * d], vec![0.0; 6 * d]);
-        let mut scratch = Scratch::default();
+        let mut scratch = Scratch::new(kernel.1);
         for _ in 0..2 {
             a.with_pages(|context_a| {
                 b.with_pages(|context_b| {
@@ -70,12 +77,12 @@ fn other_tasks_in_the_call_do_not_show() {
                         task(&queries_b, &positions_b, context_b, &mut out_b),
                         task(&[], &[], context_b, &mut []),
                     ];
-                    attend(variant, &pool, &mut tasks, &mut scratch);
+                    attend(kernel.0, &pool, &mut tasks, &mut scratch);
                 });
             });
         }
-        assert_eq!(bits(&out_a), bits(&a.attend(variant, &pool, &windows, &queries_a, &positions_a)));
-        assert_eq!(bits(&out_b), bits(&b.attend(variant, &pool, &windows, &queries_b, &positions_b)));
+        assert_eq!(bits(&out_a), bits(&a.attend(kernel, &pool, &windows, &queries_a, &positions_a)));
+        assert_eq!(bits(&out_b), bits(&b.attend(kernel, &pool, &windows, &queries_b, &positions_b)));
     }
 }
 
@@ -92,8 +99,8 @@ proptest! {
     ) {
         positions.sort_unstable();
         let windows = Windows::new(16 * sink, recent).unwrap();
-        for variant in Variant::available() {
-            check(variant, KvFormat::Oscar { bits }, d, &windows, &positions, seed);
+        for kernel in kernels(Variant::available()) {
+            check(kernel, KvFormat::Oscar { bits }, d, &windows, &positions, seed);
         }
     }
 }

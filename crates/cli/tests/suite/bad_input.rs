@@ -1,0 +1,42 @@
+use crate::support::fail;
+
+/// Wrong usage exits with 2, a failure with 1; both name the value and the way out.
+#[test]
+fn errors_name_the_value_and_what_to_do() {
+    let dir = tempfile::tempdir().unwrap();
+    let empty = dir.path().to_str().unwrap();
+    let garbage = dir.path().join("garbage.json");
+    std::fs::write(&garbage, "{ not json").unwrap();
+    let garbage = garbage.to_str().unwrap();
+    let cases: [(&[&str], i32, &str); 16] = [
+        (&["run", "--kv", "oscar9", "--prompt", "x"], 2, "oscar2-official"),
+        (&["run", "--prompt", "x", "--chat", "y"], 2, "--chat"),
+        (&["run", "--raw", "--prompt", ""], 1, "no tokens"),
+        (&["run", "--prompt", "@/nonexistent/file"], 1, "/nonexistent/file"),
+        (&["run", "--chat", garbage], 1, "no JSON"),
+        (&["run", "--model", empty, "--prompt", "x"], 1, "config.json"),
+        (&["run", "--model", "no/such-model", "--prompt", "x"], 1, "no/such-model"),
+        (&["run", "--prompt", "x", "--temperature", "-1"], 2, ""),
+        (&["run", "--prompt", "x", "--top-p", "0"], 1, "top_p"),
+        (&["run", "--prompt", "x", "--sink", "10"], 1, "multiple of 16"),
+        (&["run", "--prompt", "x", "--rotations", garbage], 1, "rotation file"),
+        (&["run", "--prompt", "x", "--device", "cuda"], 1, "CPU"),
+        (&["run", "--prompt", "x", "--kv-memory", "1K"], 1, "--kv-memory"),
+        (&["plan", "--memory", "1M"], 1, "does not fit"),
+        (&["bench", "attention", "--heads", "7/2"], 1, "--heads"),
+        (&["eval", "ppl", "--text", garbage, "--window", "64"], 1, ""),
+    ];
+    for (args, status, needle) in cases {
+        let (code, message) = fail(args);
+        assert_eq!(code, status, "oscar {args:?}: {message}");
+        assert!(message.contains(needle), "oscar {args:?} should mention '{needle}': {message}");
+        assert!(!message.contains("panicked"), "oscar {args:?}: {message}");
+    }
+}
+
+#[test]
+fn an_overlong_prompt_is_refused_before_any_work() {
+    let (code, message) = fail(&["run", "--context", "32", "--prompt", &"word ".repeat(100)]);
+    assert_eq!(code, 1);
+    assert!(message.contains("context of 32"), "{message}");
+}

@@ -1,0 +1,6 @@
+//! The `oscar` command as people and scripts use it: the real binary, its output, its exit status.
+
+mod bad_input;
+mod calibration;
+mod commands;
+mod support;

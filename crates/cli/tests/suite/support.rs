@@ -1,0 +1,26 @@
+use serde_json::Value;
+use std::process::{Command, Output, Stdio};
+
+/// Runs the binary with nothing on standard input.
+pub fn oscar(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_oscar")).args(args).stdin(Stdio::null()).output().unwrap()
+}
+
+/// Standard output of a run that must succeed.
+pub fn succeed(args: &[&str]) -> String {
+    let out = oscar(args);
+    assert!(out.status.success(), "oscar {args:?} failed: {}", String::from_utf8_lossy(&out.stderr));
+    String::from_utf8(out.stdout).unwrap()
+}
+
+/// Every line of standard output as JSON, of a run that must succeed.
+pub fn json_lines(args: &[&str]) -> Vec<Value> {
+    succeed(args).lines().map(|line| serde_json::from_str(line).unwrap_or_else(|e| panic!("{line}: {e}"))).collect()
+}
+
+/// Exit status and standard error of a run that must fail.
+pub fn fail(args: &[&str]) -> (i32, String) {
+    let out = oscar(args);
+    assert!(!out.status.success(), "oscar {args:?} should have failed");
+    (out.status.code().unwrap_or(-1), String::from_utf8(out.stderr).unwrap())
+}
