@@ -2,13 +2,25 @@
 //!
 //! [`PagePool`] hands out full-precision and coded blocks under one byte budget; a block is an owned value that
 //! returns itself when dropped. [`SequencePages`] is one sequence's page table: it grows block by block, says which
-//! positions are demoted in a step, and lets go of full blocks once their tokens are coded.
+//! positions are demoted in a step, and lets go of full blocks once their tokens are coded. [`RadixCache`] keeps
+//! the pages of past sequences for later ones that begin alike.
 //!
 //! **Invariant:** no tensors, no bytes of pages, no clock: only ids and counts. A request that cannot be met
 //! changes nothing.
 
+mod evict;
+mod hash;
 mod pool;
+mod prefix;
+mod radix;
+#[cfg(test)]
+mod radix_tests;
 mod sequence;
+
+pub use evict::Reclaimed;
+pub use hash::PageHash;
+pub use prefix::{PrefixPages, resume_point};
+pub use radix::{CachedPages, RadixCache};
 
 pub use pool::{CodedPage, FullPage, OutOfPages, PagePool, PoolUsage};
 pub use sequence::{SequencePages, StepPages};

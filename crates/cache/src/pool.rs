@@ -3,6 +3,7 @@
 use oscar_codec::{CacheLayout, CodedPageId, FullPageId};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 /// The pool has no room; nothing was taken.
@@ -83,37 +84,77 @@ pub struct PagePool {
     shared: Arc<Shared>,
 }
 
-macro_rules! page {
-    ($(#[$doc:meta])* $name:ident, $id:ident, $kind:ident) => {
-        $(#[$doc])*
-        #[derive(Debug)]
-        pub struct $name {
-            id: $id,
-            shared: Arc<Shared>,
-        }
-
-        impl $name {
-            pub fn id(&self) -> $id {
-                self.id
-            }
-        }
-
-        impl Drop for $name {
-            fn drop(&mut self) {
-                self.shared.lock().$kind.give_back(self.id.0);
-            }
-        }
-    };
+/// The one owner of a full-precision block.
+#[derive(Debug)]
+struct FullBlock {
+    id: FullPageId,
+    shared: Arc<Shared>,
 }
 
-page!(
-    /// A full-precision block; returns to its pool when dropped.
-    FullPage, FullPageId, full
-);
-page!(
-    /// A coded block; returns to its pool when dropped.
-    CodedPage, CodedPageId, coded
-);
+impl Drop for FullBlock {
+    fn drop(&mut self) {
+        self.shared.lock().full.give_back(self.id.0);
+    }
+}
+
+/// The one owner of a coded block.
+#[derive(Debug)]
+struct CodedBlock {
+    id: CodedPageId,
+    /// Positions of the block, counted from its start, that its codes cover (positions of the sink, which are
+    /// never coded, counted in).
+    coded: AtomicUsize,
+    shared: Arc<Shared>,
+}
+
+impl Drop for CodedBlock {
+    fn drop(&mut self) {
+        self.shared.lock().coded.give_back(self.id.0);
+    }
+}
+
+/// A hold on a full-precision block; the block returns to its pool when the last hold is dropped.
+#[derive(Clone, Debug)]
+pub struct FullPage(Arc<FullBlock>);
+
+impl FullPage {
+    pub fn id(&self) -> FullPageId {
+        self.0.id
+    }
+
+    /// Does anyone else hold this block?
+    pub fn is_shared(&self) -> bool {
+        Arc::strong_count(&self.0) > 1
+    }
+}
+
+/// A hold on a coded block; the block returns to its pool when the last hold is dropped.
+///
+/// Holders may code further tiles of a shared block: all of them hold the same tokens after the same context, so
+/// they write the same bytes.
+#[derive(Clone, Debug)]
+pub struct CodedPage(Arc<CodedBlock>);
+
+impl CodedPage {
+    pub fn id(&self) -> CodedPageId {
+        self.0.id
+    }
+
+    /// Does anyone else hold this block?
+    pub fn is_shared(&self) -> bool {
+        Arc::strong_count(&self.0) > 1
+    }
+
+    /// Positions of the block, from its start, whose codes are written.
+    pub fn coded(&self) -> usize {
+        self.0.coded.load(Ordering::Relaxed)
+    }
+
+    /// The codes of the block's first `positions` positions are written.
+    pub fn mark_coded(&self, positions: usize) {
+        self.0.coded.fetch_max(positions, Ordering::Relaxed);
+    }
+}
 
 impl PagePool {
     pub fn new(layout: &CacheLayout, budget: usize) -> Self {
@@ -138,12 +179,26 @@ impl PagePool {
             return Err(OutOfPages { wanted, free, budget: shared.budget });
         }
         let full = (0..full)
-            .map(|_| FullPage { id: FullPageId(state.full.take()), shared: shared.clone() })
+            .map(|_| {
+                FullPage(Arc::new(FullBlock { id: FullPageId(state.full.take()), shared: shared.clone() }))
+            })
             .collect();
         let coded = (0..coded)
-            .map(|_| CodedPage { id: CodedPageId(state.coded.take()), shared: shared.clone() })
+            .map(|_| {
+                CodedPage(Arc::new(CodedBlock {
+                    id: CodedPageId(state.coded.take()),
+                    coded: AtomicUsize::new(0),
+                    shared: shared.clone(),
+                }))
+            })
             .collect();
         Ok((full, coded))
+    }
+
+    /// Bytes not handed out.
+    pub fn free(&self) -> usize {
+        let state = self.shared.lock();
+        self.shared.budget.saturating_sub(self.shared.bytes(&state))
     }
 
     pub fn usage(&self) -> PoolUsage {

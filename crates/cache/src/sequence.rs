@@ -1,6 +1,7 @@
 //! One sequence's page table.
 
 use crate::pool::{CodedPage, FullPage, OutOfPages, PagePool};
+use crate::prefix::{BlockNeed, BlockPages, PrefixPages, resume_point};
 use oscar_codec::{CacheLayout, CodedPageId, FullPageId, PAGE_TOKENS};
 use std::ops::Range;
 
@@ -20,6 +21,10 @@ pub struct SequencePages {
     len: usize,
     full: Vec<Option<FullPage>>,
     coded: Vec<Option<CodedPage>>,
+    /// Full pages the sequence itself has finished with: for the prefix tree, and because a resume at the last
+    /// whole page needs them.
+    lagging: Vec<(usize, FullPage)>,
+    keeps_resumable: bool,
     full_ids: Vec<Option<FullPageId>>,
     coded_ids: Vec<Option<CodedPageId>>,
 }
@@ -27,6 +32,36 @@ pub struct SequencePages {
 impl SequencePages {
     pub fn new() -> Self {
         Self::default()
+    }
+
+    /// A table for a [`RadixCache`](crate::RadixCache): it keeps full pages it has finished with until the tree
+    /// has been offered them, and those that a resume at `resume_point(len)` needs.
+    pub fn resumable() -> Self {
+        Self { keeps_resumable: true, ..Self::default() }
+    }
+
+    /// Continues a prefix that is already stored.
+    pub fn resume(layout: &CacheLayout, prefix: PrefixPages) -> Self {
+        let mut pages = Self::resumable();
+        pages.len = prefix.len();
+        pages.grow(prefix.blocks.len());
+        for (block, held) in prefix.blocks.into_iter().enumerate() {
+            let need = BlockNeed::at(layout, pages.len, block);
+            if let Some(page) = held.coded {
+                pages.coded_ids[block] = Some(page.id());
+                pages.coded[block] = Some(page);
+            }
+            match held.full {
+                Some(page) if need.full => {
+                    pages.full_ids[block] = Some(page.id());
+                    pages.full[block] = Some(page);
+                }
+                Some(page) => pages.lagging.push((block, page)),
+                None => {}
+            }
+        }
+        pages.trim(layout);
+        pages
     }
 
     /// Positions stored so far.
@@ -67,8 +102,10 @@ impl SequencePages {
         } else {
             demote.start / PAGE_TOKENS..demote.end.div_ceil(PAGE_TOKENS)
         };
-        // The last block may have lost its full page only if it was complete, so new blocks alone need one.
-        let full_missing: Vec<usize> = (first_new..blocks).collect();
+        // The last block may have lost its full page only if it was complete, so new blocks alone need one (and
+        // have it, if an earlier step was prepared and not run).
+        let full_missing: Vec<usize> =
+            (first_new..blocks).filter(|&b| self.full_ids.get(b).copied().flatten().is_none()).collect();
         let coded_missing: Vec<usize> =
             coded_blocks.filter(|&b| self.coded_ids.get(b).copied().flatten().is_none()).collect();
         let (full, coded) = pool.take(full_missing.len(), coded_missing.len())?;
@@ -112,10 +149,64 @@ impl SequencePages {
         if step.demote.is_empty() {
             return;
         }
+        for block in step.demote.start / PAGE_TOKENS..step.demote.end.div_ceil(PAGE_TOKENS) {
+            if let Some(page) = &self.coded[block] {
+                page.mark_coded((step.demote.end - block * PAGE_TOKENS).min(PAGE_TOKENS));
+            }
+        }
         let first = layout.windows().sink().div_ceil(PAGE_TOKENS).max(step.demote.start / PAGE_TOKENS);
         for block in first..step.demote.end / PAGE_TOKENS {
-            self.full[block] = None;
             self.full_ids[block] = None;
+            if let Some(page) = self.full[block].take()
+                && self.keeps_resumable
+            {
+                self.lagging.push((block, page));
+            }
+        }
+    }
+
+    /// Gives up finished full pages that no resume at `resume_point(len)` or later asks for.
+    pub fn trim(&mut self, layout: &CacheLayout) {
+        let point = resume_point(self.len);
+        self.lagging.retain(|&(block, _)| point > 0 && BlockNeed::at(layout, point, block).full);
+    }
+
+    /// Full pages held beyond those the sequence itself reads.
+    pub fn finished_full_pages(&self) -> usize {
+        self.lagging.len()
+    }
+
+    /// Bytes of the blocks held, shared ones counted.
+    pub fn bytes(&self, layout: &CacheLayout) -> usize {
+        let (full, coded) = self.blocks();
+        (full + self.lagging.len()) * layout.full_block_bytes() + coded * layout.coded_block_bytes()
+    }
+
+    /// What block `block` can give a prefix tree.
+    pub(crate) fn block(&self, block: usize) -> BlockPages {
+        let lagging = || self.lagging.iter().find(|(b, _)| *b == block).map(|(_, page)| page.clone());
+        BlockPages {
+            full: self.full[block].clone().or_else(lagging),
+            coded: self.coded[block].clone().filter(|page| page.coded() > 0),
+        }
+    }
+
+    /// Exchanges the pages of a whole block for others with the same contents.
+    pub(crate) fn adopt(&mut self, block: usize, pages: &BlockPages) {
+        if let (Some(own), Some(page)) = (&mut self.full[block], &pages.full) {
+            self.full_ids[block] = Some(page.id());
+            *own = page.clone();
+        }
+        if let (Some((_, own)), Some(page)) =
+            (self.lagging.iter_mut().find(|(b, _)| *b == block), &pages.full)
+        {
+            *own = page.clone();
+        }
+        if let (Some(own), Some(page)) = (&mut self.coded[block], &pages.coded)
+            && page.coded() >= own.coded()
+        {
+            self.coded_ids[block] = Some(page.id());
+            *own = page.clone();
         }
     }
 }
@@ -163,6 +254,33 @@ mod tests {
                 pages.commit(&layout, &step);
                 prop_assert_eq!(pages.blocks(), layout.blocks(pages.len()), "at {} tokens", pages.len());
                 prop_assert_eq!(pool.usage().bytes, layout.sequence_bytes(pages.len()));
+            }
+            drop(pages);
+            prop_assert_eq!(pool.usage().bytes, 0);
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(48))]
+
+        #[test]
+        fn a_resumable_table_can_always_be_resumed_at_its_last_whole_page(
+            chunks in prop::collection::vec(1usize..150, 1..14), sink in 0usize..8, recent in 1usize..300,
+        ) {
+            let layout = layout(KvFormat::OSCAR2, Windows::new(sink * 16, recent).unwrap());
+            let pool = PagePool::new(&layout, usize::MAX / 4);
+            let mut pages = SequencePages::resumable();
+            for n in chunks {
+                let step = pages.prepare(&layout, &pool, n).unwrap();
+                pages.commit(&layout, &step);
+                let point = resume_point(pages.len());
+                for block in 0..point / PAGE_TOKENS {
+                    let (need, held) = (BlockNeed::at(&layout, point, block), pages.block(block));
+                    prop_assert!(need.is_met(&held), "{need:?} by {held:?} at {}", pages.len());
+                }
+                pages.trim(&layout);
+                prop_assert!(pages.lagging.len() <= 1);
+                prop_assert_eq!(pool.usage().bytes, pages.bytes(&layout));
             }
             drop(pages);
             prop_assert_eq!(pool.usage().bytes, 0);

@@ -16,6 +16,7 @@ pub static FILES: &[(&str, &[u8])] = model_files![
     "config.json",
     "generation_config.json",
     "model.safetensors",
+    "rotations.safetensors",
     "tokenizer.json",
     "tokenizer_config.json"
 ];

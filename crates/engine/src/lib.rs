@@ -1,14 +1,25 @@
 //! Turns "these tokens, these settings" into tokens.
 //!
 //! [`Runner`] owns a model, its page storage and its budget, and runs steps over any number of [`Sequence`]s at
-//! once: prefill chunks and single decode tokens alike. [`Sampler`] chooses a token from logits.
+//! once: prefill chunks and single decode tokens alike. [`Sampler`] chooses a token from logits. [`Engine`] serves
+//! [`Request`]s from many clients on one thread: a pure [`Scheduler`](scheduler::Scheduler) plans each step, the
+//! worker runs it, the prefix cache keeps what was computed.
 //!
 //! **Invariant:** knows no HTTP and no JSON. What a sequence answers depends on that sequence alone: not on the
 //! chunks its prompt came in, not on who else is in the step.
 
+mod engine;
+mod ledger;
+mod logprobs;
 mod request;
 mod runner;
 mod sampling;
+pub mod scheduler;
+mod sequences;
+mod statistics;
+mod worker;
+
+pub use engine::{Engine, EngineHandle, EngineOptions};
 
 pub use request::{
     EngineApi, EngineInfo, EngineStats, Event, EventSink, FinishReason, GenerationParams, Request,
@@ -16,3 +27,4 @@ pub use request::{
 };
 pub use runner::{EngineError, Logits, Runner, RunnerOptions, Sequence, StepRequest};
 pub use sampling::{Sampler, SamplingError, SamplingParams};
+pub use scheduler::SchedulerOptions;

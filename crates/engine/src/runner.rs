@@ -1,7 +1,7 @@
 //! One model on one device, and the steps it runs.
 
 use oscar_backend::{Backend, BackendError, SequenceRows};
-use oscar_cache::{OutOfPages, PagePool, PoolUsage, SequencePages};
+use oscar_cache::{OutOfPages, PagePool, PoolUsage, PrefixPages, RadixCache, SequencePages, StepPages};
 use oscar_codec::{CacheLayout, RotationSet};
 use oscar_models::{BuildError, DecoderConfig, Observer, StepInput, Transformer, Weights, Workspace};
 
@@ -37,11 +37,28 @@ pub struct RunnerOptions<'a> {
 #[derive(Debug, Default)]
 pub struct Sequence {
     pages: SequencePages,
+    /// A step whose pages are set aside.
+    reserved: Option<StepPages>,
 }
 
 impl Sequence {
     pub fn new() -> Self {
         Self::default()
+    }
+
+    /// A sequence that goes on from a stored prefix (which may be empty) and can be put into the prefix cache.
+    pub fn resume(layout: &CacheLayout, prefix: PrefixPages) -> Self {
+        Self { pages: SequencePages::resume(layout, prefix), reserved: None }
+    }
+
+    /// Offers the whole pages of the sequence, whose tokens these are, to the prefix cache.
+    pub fn publish(&mut self, cache: &mut RadixCache, tokens: &[u32]) -> usize {
+        cache.insert(&tokens[..self.pages.len().min(tokens.len())], &mut self.pages)
+    }
+
+    /// Lets go of full pages that were kept for a prefix cache.
+    pub fn trim(&mut self, layout: &CacheLayout) {
+        self.pages.trim(layout);
     }
 
     /// Tokens stored.
@@ -138,6 +155,22 @@ impl<B: Backend> Runner<B> {
         self.pool.usage()
     }
 
+    pub fn pool(&self) -> &PagePool {
+        &self.pool
+    }
+
+    /// Sets the pages aside that a step of `tokens` tokens will need. Changes nothing if there are too few.
+    pub fn reserve(&self, sequence: &mut Sequence, tokens: usize) -> Result<(), OutOfPages> {
+        sequence.reserved = None;
+        sequence.reserved = Some(sequence.pages.prepare(&self.layout, &self.pool, tokens)?);
+        Ok(())
+    }
+
+    /// Most prompt tokens of one sequence in one step.
+    pub fn prefill_chunk(&self) -> usize {
+        self.prefill_chunk
+    }
+
     /// Changes the prefill chunk; answers do not depend on it.
     pub fn set_prefill_chunk(&mut self, tokens: usize) {
         self.prefill_chunk = tokens.max(1);
@@ -164,7 +197,11 @@ impl<B: Backend> Runner<B> {
         for request in requests.iter_mut() {
             // A refusal half-way leaves earlier sequences with pages they will need anyway; their length, and so
             // what they answer, is unchanged until `commit`.
-            steps.push(request.sequence.pages.prepare(&self.layout, &self.pool, request.tokens.len())?);
+            let sequence = &mut *request.sequence;
+            steps.push(match sequence.reserved.take() {
+                Some(step) if step.positions.len() == request.tokens.len() => step,
+                _ => sequence.pages.prepare(&self.layout, &self.pool, request.tokens.len())?,
+            });
         }
         let mut tokens = Vec::new();
         let mut rows = Vec::with_capacity(requests.len());

@@ -1,11 +1,12 @@
 //! Choosing a token from logits.
 //!
-//! Order of operations: temperature, then top-k, then top-p, then min-p, then one uniform draw. The draw of the
-//! `n`-th token of a sequence is a function of the seed and `n` alone (a counter-based generator), so it does not
-//! depend on who else is being served.
+//! Order of operations: repetition penalty, frequency and presence penalty, bias, banned tokens; then temperature,
+//! top-k, top-p, min-p, then one uniform draw. The draw of the `n`-th token of a sequence is a function of the seed
+//! and `n` alone (a counter-based generator), so it does not depend on who else is being served.
 
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
+use std::collections::{BTreeMap, BTreeSet};
 
 /// How to choose.
 #[derive(Clone, Debug, PartialEq)]
@@ -19,11 +20,30 @@ pub struct SamplingParams {
     /// Drop tokens less likely than this share of the most likely one.
     pub min_p: f32,
     pub seed: u64,
+    /// Divides positive logits of tokens that the prompt or the answer already has, multiplies negative ones;
+    /// 1 changes nothing.
+    pub repetition_penalty: f32,
+    /// Taken off the logit of every token the answer already has.
+    pub presence_penalty: f32,
+    /// Taken off the logit of a token once for each time the answer has it.
+    pub frequency_penalty: f32,
+    /// Added to the logits of these tokens; a later entry of the same token adds to an earlier one.
+    pub logit_bias: Vec<(u32, f32)>,
 }
 
 impl Default for SamplingParams {
     fn default() -> Self {
-        Self { temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0, seed: 0 }
+        Self {
+            temperature: 0.0,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            seed: 0,
+            repetition_penalty: 1.0,
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            logit_bias: Vec::new(),
+        }
     }
 }
 
@@ -48,7 +68,26 @@ impl SamplingParams {
             "between 0 and 100",
         )?;
         check(self.top_p > 0.0 && self.top_p <= 1.0, "top_p", self.top_p, "above 0 and at most 1")?;
-        check((0.0..=1.0).contains(&self.min_p), "min_p", self.min_p, "between 0 and 1")
+        check((0.0..=1.0).contains(&self.min_p), "min_p", self.min_p, "between 0 and 1")?;
+        let penalty = self.repetition_penalty;
+        check(penalty > 0.0 && penalty <= 100.0, "repetition_penalty", penalty, "above 0 and at most 100")?;
+        for (parameter, value) in
+            [("presence_penalty", self.presence_penalty), ("frequency_penalty", self.frequency_penalty)]
+        {
+            check((-2.0..=2.0).contains(&value), parameter, value, "between -2 and 2")?;
+        }
+        for &(_, bias) in &self.logit_bias {
+            check((-100.0..=100.0).contains(&bias), "logit_bias", bias, "between -100 and 100")?;
+        }
+        Ok(())
+    }
+
+    /// Do logits reach the choice as the model gave them?
+    fn leaves_logits_alone(&self) -> bool {
+        self.repetition_penalty == 1.0
+            && self.presence_penalty == 0.0
+            && self.frequency_penalty == 0.0
+            && self.logit_bias.is_empty()
     }
 }
 
@@ -58,16 +97,93 @@ pub struct Sampler {
     params: SamplingParams,
     drawn: u64,
     candidates: Vec<(f32, u32)>,
+    /// Distinct tokens of the prompt, kept only when a penalty asks for them.
+    prompt: BTreeSet<u32>,
+    /// How often the answer has each token so far.
+    counts: BTreeMap<u32, u32>,
+    adjusted: Vec<f32>,
 }
 
 impl Sampler {
+    /// A sampler whose repetition penalty knows only what it has sampled itself.
     pub fn new(params: SamplingParams) -> Result<Self, SamplingError> {
+        Self::for_prompt(params, &[])
+    }
+
+    /// A sampler for the continuation of `prompt`.
+    pub fn for_prompt(params: SamplingParams, prompt: &[u32]) -> Result<Self, SamplingError> {
         params.validate()?;
-        Ok(Self { params, drawn: 0, candidates: Vec::new() })
+        let prompt = match params.repetition_penalty == 1.0 {
+            true => BTreeSet::new(),
+            false => prompt.iter().copied().collect(),
+        };
+        Ok(Self {
+            params,
+            drawn: 0,
+            candidates: Vec::new(),
+            prompt,
+            counts: BTreeMap::new(),
+            adjusted: Vec::new(),
+        })
     }
 
     /// The next token. NaN logits are never chosen; if nothing else is left, token 0 is.
     pub fn sample(&mut self, logits: &[f32]) -> u32 {
+        self.sample_except(logits, &[])
+    }
+
+    /// [`Sampler::sample`] among all tokens but `banned`.
+    pub fn sample_except(&mut self, logits: &[f32], banned: &[u32]) -> u32 {
+        let plain = self.params.leaves_logits_alone();
+        let token = if plain && banned.is_empty() {
+            self.choose(logits)
+        } else {
+            let mut adjusted = std::mem::take(&mut self.adjusted);
+            adjusted.clear();
+            adjusted.extend_from_slice(logits);
+            self.adjust(&mut adjusted);
+            for &token in banned {
+                if let Some(logit) = adjusted.get_mut(token as usize) {
+                    *logit = f32::NAN;
+                }
+            }
+            let token = self.choose(&adjusted);
+            self.adjusted = adjusted;
+            token
+        };
+        if !plain {
+            *self.counts.entry(token).or_default() += 1;
+        }
+        token
+    }
+
+    /// Penalties and bias. Tokens beyond the vocabulary are passed over.
+    fn adjust(&self, logits: &mut [f32]) {
+        let p = &self.params;
+        if p.repetition_penalty != 1.0 {
+            let fresh = self.counts.keys().filter(|token| !self.prompt.contains(token));
+            for &token in self.prompt.iter().chain(fresh) {
+                if let Some(logit) = logits.get_mut(token as usize) {
+                    *logit = match *logit > 0.0 {
+                        true => *logit / p.repetition_penalty,
+                        false => *logit * p.repetition_penalty,
+                    };
+                }
+            }
+        }
+        for (&token, &count) in &self.counts {
+            if let Some(logit) = logits.get_mut(token as usize) {
+                *logit -= p.presence_penalty + p.frequency_penalty * count as f32;
+            }
+        }
+        for &(token, bias) in &p.logit_bias {
+            if let Some(logit) = logits.get_mut(token as usize) {
+                *logit += bias;
+            }
+        }
+    }
+
+    fn choose(&mut self, logits: &[f32]) -> u32 {
         let index = self.drawn;
         self.drawn += 1;
         if self.params.temperature == 0.0 {
@@ -187,9 +303,41 @@ mod tests {
             (SamplingParams { temperature: f32::NAN, ..Default::default() }, "temperature"),
             (SamplingParams { top_p: 0.0, ..Default::default() }, "top_p"),
             (SamplingParams { min_p: 1.5, ..Default::default() }, "min_p"),
+            (SamplingParams { repetition_penalty: 0.0, ..Default::default() }, "repetition_penalty"),
+            (SamplingParams { presence_penalty: f32::NAN, ..Default::default() }, "presence_penalty"),
+            (SamplingParams { frequency_penalty: 2.5, ..Default::default() }, "frequency_penalty"),
+            (SamplingParams { logit_bias: vec![(3, 101.0)], ..Default::default() }, "logit_bias"),
         ] {
             assert!(Sampler::new(params).unwrap_err().to_string().starts_with(name));
         }
+    }
+
+    #[test]
+    fn penalties_count_the_answer_and_repetition_the_prompt_too() {
+        let logits = [2.0, 1.9, 1.5, -1.0];
+        let mut frequency = sampler(SamplingParams { frequency_penalty: 0.3, ..Default::default() });
+        assert_eq!(
+            (0..5).map(|_| frequency.sample(&logits)).collect::<Vec<_>>(),
+            [0, 1, 0, 1, 2],
+            "2.0, then 1.9 over 1.7, 1.7 over 1.6, 1.6 over 1.4, then 1.5 over 1.4 and 1.3"
+        );
+        let mut presence = sampler(SamplingParams { presence_penalty: 0.3, ..Default::default() });
+        assert_eq!((0..4).map(|_| presence.sample(&logits)).collect::<Vec<_>>(), [0, 1, 0, 0]);
+        let params = SamplingParams { repetition_penalty: 1.5, ..Default::default() };
+        let mut repetition = Sampler::for_prompt(params, &[0, 0, 77]).unwrap();
+        assert_eq!([repetition.sample(&logits), repetition.sample(&logits)], [1, 2]);
+        let mut negative =
+            Sampler::for_prompt(SamplingParams { repetition_penalty: 2.0, ..Default::default() }, &[0])
+                .unwrap();
+        assert_eq!(negative.sample(&[-1.0, -1.5]), 1, "a negative logit is multiplied");
+    }
+
+    #[test]
+    fn bias_and_bans_decide() {
+        let params = SamplingParams { logit_bias: vec![(2, 3.0), (9, 1.0)], ..Default::default() };
+        let mut biased = sampler(params);
+        assert_eq!(biased.sample(&[1.0, 0.0, 0.5]), 2);
+        assert_eq!(biased.sample_except(&[1.0, 0.0, 0.5], &[2]), 0);
     }
 
     proptest! {

@@ -73,7 +73,9 @@ pub fn run(args: &Args) -> Result<()> {
         top_k: args.top_k.unwrap_or(generation.top_k.unwrap_or(0) as usize),
         top_p: args.top_p.unwrap_or(generation.top_p.unwrap_or(1.0)),
         min_p: args.min_p.unwrap_or(generation.min_p.unwrap_or(0.0)),
+        repetition_penalty: generation.repetition_penalty.unwrap_or(1.0),
         seed: args.seed,
+        ..SamplingParams::default()
     };
     params.validate()?;
     let context = args.context.unwrap_or(model.config.max_position_embeddings);
@@ -179,7 +181,7 @@ impl Session<'_> {
         self.stored.extend_from_slice(fresh);
         let prefill = started.elapsed();
 
-        let mut sampler = Sampler::new(self.params.clone())?;
+        let mut sampler = Sampler::for_prompt(self.params.clone(), prompt)?;
         let mut decoder = StreamDecoder::new(&self.text.tokenizer, true);
         let mut stops = StopMatcher::new(self.args.stop.clone(), false)?;
         let (mut text, mut generated, mut finish) = (String::new(), 0, "length");

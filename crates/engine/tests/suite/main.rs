@@ -1,6 +1,11 @@
 //! Whole models through the engine: goldens of Hugging Face transformers, and the promise that nothing but the
 //! sequence itself decides its answer.
 
+mod client;
+mod faults;
 mod goldens;
+mod requests;
 mod same_answers;
+mod scheduler;
+mod serving;
 mod support;

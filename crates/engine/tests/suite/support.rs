@@ -13,6 +13,7 @@ pub struct Setup {
     pub precision: Mode,
     pub chunk: usize,
     pub context: usize,
+    pub kv_memory: usize,
 }
 
 impl Default for Setup {
@@ -24,6 +25,7 @@ impl Default for Setup {
             precision: Mode::Bf16,
             chunk: 512,
             context: 8192,
+            kv_memory: 1 << 30,
         }
     }
 }
@@ -47,7 +49,7 @@ impl Setup {
             layout,
             rotations: rotations.as_ref(),
             context: self.context,
-            kv_memory: 1 << 30,
+            kv_memory: self.kv_memory,
             prefill_chunk: self.chunk,
         };
         Runner::load(backend, &config, &weights, options, |_| {}).unwrap()

@@ -296,8 +296,9 @@ mod tests {
         assert_eq!(name(Variant::Avx2, KvFormat::Oscar { bits: 1 }), ["avx2 int1 (int8 query)", "avx2 int1"]);
         assert_eq!(name(Variant::Avx512, KvFormat::Bf16), ["avx512 bf16"; 2]);
         assert_eq!(name(Variant::Avx2, KvFormat::Int { bits: 8, group: 0 }), ["generic decode"; 2]);
-        assert_eq!(name(Variant::Amx, KvFormat::OSCAR2), ["amx int2"; 2]);
-        assert_eq!(name(Variant::Amx, KvFormat::Oscar { bits: 3 }), ["amx int3"; 2]);
+        assert_eq!(name(Variant::Amx, KvFormat::OSCAR2), ["avx512-vnni int2 (int8 query)", "amx int2"]);
+        assert_eq!(name(Variant::Amx, KvFormat::Oscar { bits: 3 }), ["avx512-vnni int3", "amx int3"]);
+        assert_eq!(name(Variant::Amx, KvFormat::Bf16), ["amx bf16"; 2]);
         assert_eq!(name(Variant::Avx512, KvFormat::Oscar { bits: 4 }), ["avx512-vnni int4"; 2]);
         assert_eq!(name(Variant::Avx512, KvFormat::Int { bits: 8, group: 0 }), ["avx512-vnni int8"; 2]);
         for format in [KvFormat::Oscar2Lloyd, KvFormat::F32, KvFormat::Int { bits: 4, group: 32 }] {

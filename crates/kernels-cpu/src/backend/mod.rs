@@ -171,7 +171,7 @@ impl Backend for CpuBackend {
         };
         format!(
             "cpu, {} kernels, {} threads, {weights}",
-            self.kernels.variant().describe(),
+            self.kernels.variant(),
             self.pool.threads()
         )
     }

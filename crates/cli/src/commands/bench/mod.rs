@@ -52,7 +52,11 @@ struct Row {
 
 /// Prints rows as a table or as JSON lines.
 fn report(rows: &[Row], ceiling: f64, json_output: bool) {
-    let first = rows.first().map(|r| r.tokens_per_s);
+    // Ratios are between formats at the same context and batch.
+    let first_of = |row: &Row| {
+        let same = |r: &&Row| (r.context, r.batch) == (row.context, row.batch);
+        rows.iter().find(same).map(|r| r.tokens_per_s)
+    };
     let mut lines = Vec::new();
     for row in rows {
         let us = row.timing.median.as_secs_f64() * 1e6;
@@ -75,7 +79,7 @@ fn report(rows: &[Row], ceiling: f64, json_output: bool) {
             format!("{us:.1}"),
             format!("{:.0} %", row.timing.spread * 100.0),
             format!("{:.0}", row.tokens_per_s),
-            first.map_or(String::new(), |f| format!("{:.2}×", row.tokens_per_s / f)),
+            first_of(row).map_or(String::new(), |f| format!("{:.2}×", row.tokens_per_s / f)),
             format!("{gbps:.2}"),
             format!("{:.0} %", gbps / ceiling * 100.0),
             crate::progress::bytes(row.cache_bytes),

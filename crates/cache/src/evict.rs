@@ -1,0 +1,168 @@
+//! Making room: what the prefix tree gives up, and in which order.
+//!
+//! First go full pages that are held as code too and lie in no window before a branch or the end of a prompt: an
+//! exact resume there is not to be expected. Then, least recently used first, leaves with all they hold and the
+//! full pages of the other windows. A full page whose rows are not all coded goes with its leaf: coding it would
+//! keep codes from which no exact resume is possible (see [`prefix`](crate::prefix)).
+
+use crate::prefix::BlockPages;
+use crate::radix::{Node, NodeId, ROOT, RadixCache};
+use oscar_codec::PAGE_TOKENS;
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
+/// What a [`RadixCache::reclaim`] or [`RadixCache::flush`] gave back.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Reclaimed {
+    /// Full pages dropped because their codes are held.
+    pub thinned: usize,
+    /// Pages of evicted leaves, both formats.
+    pub evicted: usize,
+    pub bytes: usize,
+}
+
+impl BlockPages {
+    fn is_idle(&self) -> bool {
+        !self.full.as_ref().is_some_and(|p| p.is_shared())
+            && !self.coded.as_ref().is_some_and(|p| p.is_shared())
+    }
+}
+
+impl RadixCache {
+    /// Gives back at least `bytes`, or all that is idle.
+    pub fn reclaim(&mut self, bytes: usize) -> Reclaimed {
+        let mut done = Reclaimed::default();
+        self.thin(bytes, &mut done);
+        self.evict(bytes, &mut done);
+        done
+    }
+
+    /// Forgets everything that no sequence holds.
+    pub fn flush(&mut self) -> Reclaimed {
+        let mut done = Reclaimed::default();
+        self.evict(usize::MAX, &mut done);
+        done
+    }
+
+    /// Bytes that [`RadixCache::reclaim`] could give back now; looks at every node.
+    pub fn reclaimable(&self) -> usize {
+        // A node can go with all its pages once its whole subtree can; others can lose their full page at most.
+        let mut order = vec![ROOT];
+        let mut next = 0;
+        while next < order.len() {
+            order.extend(self.node(order[next]).children.values());
+            next += 1;
+        }
+        let mut stays = vec![false; self.nodes.len()];
+        stays[ROOT] = true;
+        let mut bytes = 0;
+        for &id in order.iter().skip(1).rev() {
+            let node = self.node(id);
+            if !node.pages.is_idle() {
+                stays[id] = true;
+            }
+            if stays[id] {
+                stays[node.parent] = true;
+                bytes += if self.is_thinnable(node) { self.layout.full_block_bytes() } else { 0 };
+            } else {
+                bytes += self.page_bytes(&node.pages);
+            }
+        }
+        bytes
+    }
+
+    fn page_bytes(&self, pages: &BlockPages) -> usize {
+        usize::from(pages.full.is_some()) * self.layout.full_block_bytes()
+            + usize::from(pages.coded.is_some()) * self.layout.coded_block_bytes()
+    }
+
+    /// Is the node's full page idle and all it says also held as code?
+    pub(crate) fn is_thinnable(&self, node: &Node) -> bool {
+        node.block * PAGE_TOKENS >= self.layout.windows().sink()
+            && node.pages.full.as_ref().is_some_and(|page| !page.is_shared())
+            && node.pages.coded.as_ref().is_some_and(|page| page.coded() >= PAGE_TOKENS)
+    }
+
+    /// Nodes whose full rows make a branch or the end of a prompt resumable.
+    fn windows_worth_keeping(&self) -> Vec<bool> {
+        let mut keep = vec![false; self.nodes.len()];
+        let reach = self.layout.windows().recent().div_ceil(PAGE_TOKENS) + 2;
+        for (id, node) in self.nodes.iter().enumerate() {
+            if node.as_ref().is_some_and(|node| node.anchor || node.children.len() > 1) {
+                let mut at = id;
+                for _ in 0..reach {
+                    if at == ROOT {
+                        break;
+                    }
+                    keep[at] = true;
+                    at = self.node(at).parent;
+                }
+            }
+        }
+        keep
+    }
+
+    /// Drops full pages that are only there because there was room.
+    fn thin(&mut self, bytes: usize, done: &mut Reclaimed) {
+        if done.bytes >= bytes {
+            return;
+        }
+        let keep = self.windows_worth_keeping();
+        let mut candidates: Vec<(u64, usize, NodeId)> = Vec::new();
+        for (id, node) in self.nodes.iter().enumerate() {
+            if let Some(node) = node.as_ref().filter(|node| !keep[id] && self.is_thinnable(node)) {
+                candidates.push((node.last_used, node.block, id));
+            }
+        }
+        candidates.sort_unstable();
+        for (_, _, id) in candidates {
+            if done.bytes >= bytes {
+                return;
+            }
+            self.drop_full(id, done);
+        }
+    }
+
+    fn drop_full(&mut self, id: NodeId, done: &mut Reclaimed) {
+        self.node_mut(id).pages.full = None;
+        done.thinned += 1;
+        done.bytes += self.layout.full_block_bytes();
+    }
+
+    /// Least recently used first: leaves, with all they hold, and the remaining full pages whose codes are held.
+    fn evict(&mut self, bytes: usize, done: &mut Reclaimed) {
+        if done.bytes >= bytes {
+            return;
+        }
+        let mut candidates = BinaryHeap::new();
+        for (id, node) in self.nodes.iter().enumerate() {
+            if let Some(node) = node
+                && (is_evictable(id, node) || self.is_thinnable(node))
+            {
+                candidates.push(Reverse((node.last_used, id)));
+            }
+        }
+        while done.bytes < bytes
+            && let Some(Reverse((_, id))) = candidates.pop()
+        {
+            let Some(node) = &self.nodes[id] else { continue };
+            if !is_evictable(id, node) {
+                if self.is_thinnable(node) {
+                    self.drop_full(id, done);
+                }
+                continue;
+            }
+            let node = self.remove(id);
+            done.evicted += usize::from(node.pages.full.is_some()) + usize::from(node.pages.coded.is_some());
+            done.bytes += self.page_bytes(&node.pages);
+            let parent = self.node(node.parent);
+            if is_evictable(node.parent, parent) {
+                candidates.push(Reverse((parent.last_used, node.parent)));
+            }
+        }
+    }
+}
+
+fn is_evictable(id: NodeId, node: &Node) -> bool {
+    id != ROOT && node.children.is_empty() && node.pages.is_idle()
+}

@@ -1,0 +1,64 @@
+//! What a stored prefix must hold so that a sequence may go on from it, by the one rule.
+//!
+//! A sequence of `n` tokens needs, block by block, what the queries from `n` on will read: full pages of the sink
+//! and of everything at or after `boundary(n − 1)`, codes of everything between. Nothing less will do: a row can
+//! only be computed again from the full-precision rows of *its* window, those rows from the ones of theirs, and so
+//! on back to the start. A prefix is therefore *resumable* at `n` or it is not; there is no cheap repair in between.
+
+use crate::pool::{CodedPage, FullPage};
+use oscar_codec::{CacheLayout, PAGE_TOKENS};
+
+/// Longest prefix of a sequence of `len` tokens that ends with a page and leaves at least one token to compute.
+pub fn resume_point(len: usize) -> usize {
+    len.saturating_sub(1) / PAGE_TOKENS * PAGE_TOKENS
+}
+
+/// The pages held of one block.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct BlockPages {
+    pub full: Option<FullPage>,
+    pub coded: Option<CodedPage>,
+}
+
+/// What resuming at some length needs of one block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct BlockNeed {
+    pub full: bool,
+    /// Positions of the block, from its start, whose codes are needed.
+    pub coded: usize,
+}
+
+impl BlockNeed {
+    /// The need of `block` when resuming at `len > 0` tokens.
+    pub fn at(layout: &CacheLayout, len: usize, block: usize) -> Self {
+        if layout.coded().is_none() {
+            return Self { full: true, coded: 0 };
+        }
+        let (sink, boundary) = (layout.windows().sink(), layout.windows().boundary(len - 1));
+        let (start, end) = (block * PAGE_TOKENS, (block + 1) * PAGE_TOKENS);
+        let coded = if start.max(sink) < end.min(boundary) { end.min(boundary) - start } else { 0 };
+        Self { full: start < sink || end > boundary, coded }
+    }
+
+    pub fn is_met(&self, pages: &BlockPages) -> bool {
+        (!self.full || pages.full.is_some())
+            && (self.coded == 0 || pages.coded.as_ref().is_some_and(|page| page.coded() >= self.coded))
+    }
+}
+
+/// A resumable prefix: holds on all its pages.
+#[derive(Debug, Default)]
+pub struct PrefixPages {
+    pub(crate) blocks: Vec<BlockPages>,
+}
+
+impl PrefixPages {
+    /// Tokens of the prefix, whole pages.
+    pub fn len(&self) -> usize {
+        self.blocks.len() * PAGE_TOKENS
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.blocks.is_empty()
+    }
+}

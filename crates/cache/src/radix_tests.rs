@@ -1,0 +1,279 @@
+//! The prefix tree against a model of memory: random sequences grow, are inserted, resumed, dropped and squeezed,
+//! and every position that a query reads holds the row of exactly its tokens.
+
+use crate::prefix::resume_point;
+use crate::{PagePool, RadixCache, SequencePages};
+use oscar_codec::{CacheLayout, CodeLayout, KvFormat, PAGE_TOKENS, Windows};
+use proptest::prelude::*;
+use std::collections::{BTreeSet, HashMap};
+
+/// What the pages would hold: for each position, a digest of the tokens up to it.
+#[derive(Default)]
+struct Memory {
+    full: HashMap<u32, [u64; PAGE_TOKENS]>,
+    coded: HashMap<u32, [u64; PAGE_TOKENS]>,
+}
+
+struct World {
+    layout: CacheLayout,
+    pool: PagePool,
+    tree: RadixCache,
+    memory: Memory,
+    live: Vec<(Vec<u32>, SequencePages)>,
+}
+
+fn digests(tokens: &[u32]) -> Vec<u64> {
+    tokens
+        .iter()
+        .scan(7u64, |state, &t| {
+            *state = (*state ^ u64::from(t)).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(23);
+            Some(*state)
+        })
+        .collect()
+}
+
+/// Text number `text`: pages of few kinds, so that texts share prefixes and branch between and inside pages.
+fn text(text: u64, len: usize) -> Vec<u32> {
+    let kind = |page: usize| (text >> (2 * (page % 8))) & 3;
+    (0..len)
+        .map(|i| {
+            let (page, offset) = (i / PAGE_TOKENS, i % PAGE_TOKENS);
+            // Kind 3 differs from kind 0 in the second half only.
+            match kind(page) {
+                3 if offset < 32 => offset as u32,
+                kind => offset as u32 + 100 * kind as u32,
+            }
+        })
+        .collect()
+}
+
+impl World {
+    fn new(format: KvFormat, windows: Windows, blocks: usize) -> Self {
+        let layout = CacheLayout::new(format, 2, 2, 64, windows, CodeLayout::CpuTile).unwrap();
+        let pool = PagePool::new(&layout, blocks * layout.full_block_bytes());
+        let tree = RadixCache::new(layout.clone());
+        Self { layout, pool, tree, memory: Memory::default(), live: Vec::new() }
+    }
+
+    fn begin(&mut self, tokens: Vec<u32>) -> usize {
+        let prefix = self.tree.find(&tokens[..tokens.len() - 1]);
+        let pages = SequencePages::resume(&self.layout, prefix);
+        self.live.push((tokens, pages));
+        let (tokens, pages) = &self.live[self.live.len() - 1];
+        if !pages.is_empty() {
+            self.check_reads(tokens, pages, pages.len());
+        }
+        pages.len()
+    }
+
+    /// Stores up to `count` more tokens of a live sequence, if pages can be had.
+    fn grow(&mut self, which: usize, count: usize) -> bool {
+        let (tokens, mut pages) = self.live.swap_remove(which);
+        let count = count.min(tokens.len() - pages.len());
+        let step = loop {
+            match pages.prepare(&self.layout, &self.pool, count) {
+                Ok(step) => break Some(step),
+                Err(full) => {
+                    let wanted = full.wanted - full.free;
+                    let possible = self.tree.reclaimable();
+                    let got = self.tree.reclaim(wanted).bytes;
+                    assert!(got >= wanted.min(possible) && got <= possible, "{got} of {possible}");
+                    if got < wanted {
+                        break None;
+                    }
+                }
+            }
+        };
+        if let Some(step) = &step {
+            let digests = digests(&tokens);
+            for p in step.positions.clone() {
+                let page = pages.full()[p / PAGE_TOKENS].unwrap().0;
+                self.memory.full.entry(page).or_insert([0; PAGE_TOKENS])[p % PAGE_TOKENS] = digests[p];
+            }
+            for p in step.demote.clone() {
+                let (block, at) = (p / PAGE_TOKENS, p % PAGE_TOKENS);
+                let row = self.memory.full[&pages.full()[block].unwrap().0][at];
+                let page = pages.coded()[block].unwrap().0;
+                self.memory.coded.entry(page).or_insert([0; PAGE_TOKENS])[at] = row;
+            }
+            for t in step.positions.clone() {
+                self.check_reads(&tokens, &pages, t);
+            }
+            pages.commit(&self.layout, step);
+        }
+        let done = step.is_some();
+        self.live.push((tokens, pages));
+        done
+    }
+
+    /// The query at `t` finds the right row at every position before it.
+    fn check_reads(&self, tokens: &[u32], pages: &SequencePages, t: usize) {
+        let digests = digests(tokens);
+        for j in 0..t {
+            let (block, at) = (j / PAGE_TOKENS, j % PAGE_TOKENS);
+            let is_coded = self.layout.coded().is_some() && self.layout.windows().reads_code(t, j);
+            let row = match is_coded {
+                // The tile that a first step codes before anyone reads it is checked in that step.
+                true if t == pages.len() && j >= self.layout.windows().boundary(t - 1) => continue,
+                true => self.memory.coded[&pages.coded()[block].expect("codes are held").0][at],
+                false => self.memory.full[&pages.full()[block].expect("rows are held").0][at],
+            };
+            assert_eq!(row, digests[j], "query {t} reads {j} (coded: {is_coded})");
+        }
+    }
+
+    /// Every page in use is held by the tree or a sequence, and by nobody else.
+    fn check_accounts(&self) {
+        let (mut full, mut coded) = (BTreeSet::new(), BTreeSet::new());
+        for node in self.tree.nodes.iter().flatten() {
+            full.extend(node.pages.full.iter().map(|p| p.id().0));
+            coded.extend(node.pages.coded.iter().map(|p| p.id().0));
+        }
+        for (_, pages) in &self.live {
+            full.extend(pages.full().iter().flatten().map(|p| p.0));
+            full.extend((0..pages.full().len()).filter_map(|b| pages.block(b).full.map(|p| p.id().0)));
+            coded.extend(pages.coded().iter().flatten().map(|p| p.0));
+        }
+        let usage = self.pool.usage();
+        assert_eq!((usage.full_pages, usage.coded_pages), (full.len(), coded.len()));
+        assert!(usage.bytes <= usage.budget);
+        let pages = self.tree.pages();
+        assert!(pages.idle_full <= pages.full && pages.spare_full <= pages.idle_full);
+    }
+}
+
+#[derive(Clone, Debug)]
+enum Action {
+    Store { text: u64, len: usize },
+    Begin { text: u64, len: usize },
+    Grow { which: usize, count: usize },
+    Insert { which: usize },
+    End { which: usize, insert: bool },
+    Reclaim { blocks: usize },
+    Flush,
+}
+
+fn action() -> impl Strategy<Value = Action> {
+    prop_oneof![
+        6 => (0u64..16, 2usize..600).prop_map(|(text, len)| Action::Store { text, len }),
+        3 => (0u64..16, 2usize..600).prop_map(|(text, len)| Action::Begin { text, len }),
+        8 => (any::<usize>(), 1usize..200).prop_map(|(which, count)| Action::Grow { which, count }),
+        3 => any::<usize>().prop_map(|which| Action::Insert { which }),
+        2 => (any::<usize>(), prop::bool::weighted(0.8))
+            .prop_map(|(which, insert)| Action::End { which, insert }),
+        3 => (0usize..6).prop_map(|blocks| Action::Reclaim { blocks }),
+        1 => Just(Action::Flush),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(96))]
+
+    #[test]
+    fn whatever_happens_every_read_is_right_and_every_page_accounted_for(
+        actions in prop::collection::vec(action(), 1..60), sink in 0usize..6, recent in 1usize..150,
+        blocks in 8usize..60, coded in prop::bool::weighted(0.8),
+    ) {
+        let format = if coded { KvFormat::OSCAR2 } else { KvFormat::Bf16 };
+        let mut world = World::new(format, Windows::new(16 * sink, recent).unwrap(), blocks);
+        for action in actions {
+            let count = world.live.len();
+            match action {
+                Action::Store { text: number, len } => {
+                    world.begin(text(number, len));
+                    let grown = world.grow(world.live.len() - 1, usize::MAX);
+                    let (tokens, mut pages) = world.live.pop().unwrap();
+                    if grown {
+                        world.tree.insert(&tokens, &mut pages);
+                    }
+                }
+                Action::Begin { text: number, len } => {
+                    world.begin(text(number, len));
+                }
+                Action::Grow { which, count: tokens } if count > 0 => {
+                    world.grow(which % count, tokens);
+                }
+                Action::Insert { which } if count > 0 => {
+                    let (tokens, pages) = &mut world.live[which % count];
+                    world.tree.insert(tokens, pages);
+                }
+                Action::End { which, insert } if count > 0 => {
+                    let (tokens, mut pages) = world.live.swap_remove(which % count);
+                    if insert {
+                        world.tree.insert(&tokens, &mut pages);
+                        world.tree.mark_prompt(&tokens[..pages.len()]);
+                    }
+                }
+                Action::Reclaim { blocks } => {
+                    let (bytes, free) = (blocks * world.layout.full_block_bytes(), world.pool.free());
+                    let done = world.tree.reclaim(bytes);
+                    prop_assert_eq!(world.pool.free() - free, done.bytes, "what is said is given");
+                }
+                Action::Flush => {
+                    let possible = world.tree.reclaimable();
+                    prop_assert_eq!(world.tree.flush().bytes, possible);
+                    prop_assert_eq!(world.tree.reclaimable(), 0);
+                }
+                _ => {}
+            }
+            world.check_accounts();
+        }
+        world.live.clear();
+        world.tree.flush();
+        prop_assert_eq!(world.tree.tokens(), 0);
+        prop_assert_eq!(world.pool.usage().bytes, 0);
+    }
+}
+
+fn stored(world: &mut World, tokens: Vec<u32>) {
+    world.begin(tokens);
+    let last = world.live.len() - 1;
+    assert!(world.grow(last, usize::MAX));
+    let (tokens, mut pages) = world.live.pop().unwrap();
+    world.tree.insert(&tokens, &mut pages);
+}
+
+#[test]
+fn a_stored_sequence_is_resumed_at_its_last_page_and_after_thinning_not_in_its_middle() {
+    let mut world = World::new(KvFormat::OSCAR2, Windows::new(64, 128).unwrap(), 100);
+    let tokens = text(0, 1000);
+    stored(&mut world, tokens.clone());
+    assert_eq!(world.tree.hashes(&tokens).len(), 15);
+    assert_eq!(world.begin(tokens.clone()), resume_point(1000));
+    assert_eq!(world.begin(tokens[..500].to_vec()), 448, "the middle too, while there is room for its rows");
+    world.live.clear();
+
+    // Room is needed: rows that are held as code go first, and the middle cannot be resumed any more. Reading its
+    // rows as code would change answers, and so would computing them again from code.
+    let spare = world.tree.pages().spare_full;
+    let done = world.tree.reclaim(spare * world.layout.full_block_bytes());
+    assert_eq!((done.thinned, done.evicted), (spare, 0));
+    assert_eq!(world.begin(tokens.clone()), resume_point(1000), "the end is as good as before");
+    assert_eq!(world.begin(tokens[..500].to_vec()), 64, "the sink is all that the middle can resume from");
+    // A branch that was computed again is remembered.
+    let mut branch = tokens[..500].to_vec();
+    branch.extend(text(0x5555, 100));
+    world.live.clear();
+    stored(&mut world, branch);
+    let mut other = tokens[..500].to_vec();
+    other.extend(text(0xaaaa, 100));
+    assert_eq!(world.begin(other), 448);
+}
+
+#[test]
+fn pages_in_use_survive_and_the_oldest_leaves_go_first() {
+    let mut world = World::new(KvFormat::Bf16, Windows::default(), 40);
+    for number in [0b00, 0b01, 0b10] {
+        stored(&mut world, text(number, 193));
+    }
+    assert_eq!(world.begin(text(0b00, 193)), 192);
+    let done = world.tree.reclaim(world.layout.full_block_bytes());
+    assert_eq!((done.thinned, done.evicted), (0, 1));
+    assert_eq!(world.begin(text(0b01, 193)), 128, "the least recently used lost its last page");
+    assert_eq!(world.begin(text(0b10, 193)), 192);
+    world.live.remove(2);
+    world.live.remove(1);
+    world.tree.flush();
+    assert_eq!(world.tree.tokens(), 192, "what is in use stays");
+    assert_eq!(world.begin(text(0b00, 193)), 192);
+}

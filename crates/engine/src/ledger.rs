@@ -1,0 +1,81 @@
+//! The scheduler's view of pages, on the real pool and the real prefix cache.
+
+use crate::runner::{Runner, Sequence};
+use crate::scheduler::{Ledger, SequenceId};
+use crate::sequences::Choice;
+use oscar_backend::Backend;
+use oscar_cache::{PrefixPages, RadixCache, Reclaimed};
+use std::collections::HashMap;
+
+pub struct PageLedger<'a, B: Backend> {
+    pub runner: &'a Runner<B>,
+    /// `None` if nothing is to be kept beyond its request.
+    pub cache: Option<&'a mut RadixCache>,
+    pub choices: &'a mut HashMap<SequenceId, Choice>,
+    pub reclaimed: Reclaimed,
+}
+
+impl<B: Backend> PageLedger<'_, B> {
+    /// Makes the pool give `bytes` more, if the prefix cache has them; keeps the cache as it is if not.
+    fn make_room(&mut self, bytes: usize) -> bool {
+        let Some(cache) = self.cache.as_deref_mut() else { return false };
+        if cache.reclaimable() < bytes {
+            return false;
+        }
+        let done = cache.reclaim(bytes);
+        self.reclaimed.thinned += done.thinned;
+        self.reclaimed.evicted += done.evicted;
+        self.reclaimed.bytes += done.bytes;
+        true
+    }
+}
+
+impl<B: Backend> Ledger for PageLedger<'_, B> {
+    fn admit(&mut self, id: SequenceId, tokens: usize, alone: bool) -> Option<usize> {
+        let choice = self.choices.get_mut(&id)?;
+        let layout = self.runner.layout();
+        let prefix = match self.cache.as_deref_mut() {
+            Some(cache) => cache.find(&choice.tokens[..choice.resume_limit]),
+            None => PrefixPages::default(),
+        };
+        let sequence = Sequence::resume(layout, prefix);
+        // Its size, the page its next tokens need, and the one it keeps for a later resume.
+        let needed = layout.peak_bytes(tokens) + 2 * layout.full_block_bytes();
+        let missing = needed.saturating_sub(sequence.pages().bytes(layout));
+        let free = self.runner.pool().free();
+        // The prefix is held now, so the cache does not count it as reclaimable.
+        let reclaimable = || self.cache.as_deref().map_or(0, RadixCache::reclaimable);
+        if !alone && free < missing && free + reclaimable() < missing {
+            return None;
+        }
+        let stored = sequence.len();
+        choice.published = stored;
+        choice.sequence = Some(sequence);
+        Some(stored)
+    }
+
+    fn reserve(&mut self, id: SequenceId, tokens: usize) -> bool {
+        loop {
+            let Some(sequence) = self.choices.get_mut(&id).and_then(|c| c.sequence.as_mut()) else {
+                return false;
+            };
+            match self.runner.reserve(sequence, tokens) {
+                Ok(()) => return true,
+                Err(full) => {
+                    if !self.make_room(full.wanted - full.free) {
+                        return false;
+                    }
+                }
+            }
+        }
+    }
+
+    fn release(&mut self, id: SequenceId) {
+        if let Some(choice) = self.choices.get_mut(&id)
+            && let Some(mut sequence) = choice.sequence.take()
+            && let Some(cache) = self.cache.as_deref_mut()
+        {
+            sequence.publish(cache, &choice.tokens);
+        }
+    }
+}

@@ -1,0 +1,295 @@
+//! Who computes what in the next step.
+//!
+//! Pure bookkeeping over token counts: no clock, no tensors, no tokenizer. Pages are asked of a [`Ledger`].
+//!
+//! **Policy.** Every sequence that only needs its next token gets it first, oldest first, so a long prompt cannot
+//! hold decoding up. Waiting sequences are admitted in order of arrival, none overtaken. Of what is left of the
+//! step's token budget the oldest prompt being stored may take half, and the others share the rest evenly: a long
+//! prompt neither starves nor is starved, and prompts that came together do not all end last.
+//! When pages run out the youngest sequence younger than the one in need gives way and waits at the front of the
+//! queue; the oldest therefore always goes on, and all end.
+
+use std::collections::VecDeque;
+
+/// One sequence: a choice of a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct SequenceId(pub u64);
+
+/// The cache as the scheduler knows it.
+pub trait Ledger {
+    /// Begins a sequence of `tokens` tokens, from a stored prefix if there is one, and says how many tokens that
+    /// prefix has. `None` if its pages are not to be had now; `alone` says that nothing else is running, so
+    /// waiting would not help.
+    fn admit(&mut self, id: SequenceId, tokens: usize, alone: bool) -> Option<usize>;
+    /// Sets the pages aside that `tokens` more positions need. Changes nothing if it cannot.
+    fn reserve(&mut self, id: SequenceId, tokens: usize) -> bool;
+    /// The sequence stops running and its pages are for others to take.
+    fn release(&mut self, id: SequenceId);
+}
+
+/// Sizes of a step and of the queue.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SchedulerOptions {
+    /// Most sequences running at once.
+    pub max_batch: usize,
+    /// Most tokens of a step; raised where it is too small for every running sequence to go on.
+    pub step_tokens: usize,
+    /// Most tokens of one sequence in a step.
+    pub prefill_chunk: usize,
+}
+
+impl SchedulerOptions {
+    /// Tokens of every step that decoding cannot take from prompts, at least.
+    pub const MIN_PREFILL: usize = 64;
+}
+
+impl Default for SchedulerOptions {
+    fn default() -> Self {
+        Self { max_batch: 32, step_tokens: 1024, prefill_chunk: 512 }
+    }
+}
+
+/// Tokens of one sequence to be computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Work {
+    pub id: SequenceId,
+    /// Tokens stored before the step.
+    pub start: usize,
+    pub tokens: usize,
+    /// The step reaches the end of what is known: its last logits choose the next token.
+    pub last: bool,
+}
+
+/// One step.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct StepPlan {
+    pub work: Vec<Work>,
+    /// Began to run, with the tokens they found stored.
+    pub admitted: Vec<(SequenceId, usize)>,
+    /// Stopped running; they will be admitted again.
+    pub preempted: Vec<SequenceId>,
+    /// Run alone and still cannot get the pages for one more token: they have to end.
+    pub exhausted: Vec<SequenceId>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Entry {
+    id: SequenceId,
+    /// Tokens known: the prompt and what was generated.
+    known: usize,
+    /// Tokens stored in the cache.
+    stored: usize,
+    /// Most tokens in a step.
+    chunk: usize,
+}
+
+impl Entry {
+    fn pending(&self) -> usize {
+        self.known - self.stored
+    }
+}
+
+/// See the [module](self).
+#[derive(Debug)]
+pub struct Scheduler {
+    options: SchedulerOptions,
+    /// Oldest first: a preempted sequence waits ahead of the newer ones, so admission keeps the order of age.
+    running: Vec<Entry>,
+    waiting: VecDeque<Entry>,
+}
+
+impl Scheduler {
+    pub fn new(options: SchedulerOptions) -> Self {
+        let max_batch = options.max_batch.max(1);
+        let options = SchedulerOptions {
+            max_batch,
+            step_tokens: options.step_tokens.max(2 * max_batch + SchedulerOptions::MIN_PREFILL),
+            prefill_chunk: options.prefill_chunk.max(1),
+        };
+        Self { options, running: Vec::new(), waiting: VecDeque::new() }
+    }
+
+    pub fn options(&self) -> &SchedulerOptions {
+        &self.options
+    }
+
+    /// Queues a sequence of `tokens > 0` tokens, at most `chunk` of which are computed in a step.
+    pub fn submit(&mut self, id: SequenceId, tokens: usize, chunk: usize) {
+        self.waiting.push_back(self.entry(id, tokens, chunk));
+    }
+
+    /// Queues sequences ahead of all others: continuations of a prompt that has had its turn.
+    pub fn submit_next(&mut self, ids: &[SequenceId], tokens: usize) {
+        for &id in ids.iter().rev() {
+            self.waiting.push_front(self.entry(id, tokens, usize::MAX));
+        }
+    }
+
+    fn entry(&self, id: SequenceId, tokens: usize, chunk: usize) -> Entry {
+        debug_assert!(tokens > 0, "an empty sequence has nothing to compute");
+        let chunk = chunk.clamp(1, self.options.prefill_chunk);
+        Entry { id, known: tokens, stored: 0, chunk }
+    }
+
+    /// A token was chosen: the sequence has one more to compute.
+    pub fn append(&mut self, id: SequenceId) {
+        if let Some(entry) = self.running.iter_mut().find(|e| e.id == id) {
+            entry.known += 1;
+        }
+    }
+
+    /// Forgets a sequence; the caller gives its pages back. Unknown ids are ignored.
+    pub fn remove(&mut self, id: SequenceId) {
+        self.running.retain(|e| e.id != id);
+        self.waiting.retain(|e| e.id != id);
+    }
+
+    pub fn running(&self) -> usize {
+        self.running.len()
+    }
+
+    pub fn waiting(&self) -> usize {
+        self.waiting.len()
+    }
+
+    pub fn is_idle(&self) -> bool {
+        self.running.is_empty() && self.waiting.is_empty()
+    }
+
+    /// The step's work was done: its tokens are stored.
+    pub fn complete(&mut self, plan: &StepPlan) {
+        for work in &plan.work {
+            if let Some(entry) = self.running.iter_mut().find(|e| e.id == work.id) {
+                entry.stored = work.start + work.tokens;
+            }
+        }
+    }
+
+    /// Plans the next step. Its pages are reserved when this returns.
+    pub fn schedule(&mut self, ledger: &mut impl Ledger) -> StepPlan {
+        let mut plan = StepPlan::default();
+        let mut budget = self.options.step_tokens;
+        let decoding: Vec<SequenceId> =
+            self.running.iter().filter(|e| e.pending() == 1).map(|e| e.id).collect();
+        for id in decoding {
+            // Someone older may have preempted it meanwhile.
+            if self.running.iter().any(|e| e.id == id) {
+                budget -= self.grant(ledger, &mut plan, id, 1);
+            }
+        }
+        if plan.preempted.is_empty() && plan.exhausted.is_empty() {
+            self.admit(ledger, &mut plan);
+        }
+        self.prefill(ledger, &mut plan, budget);
+        plan
+    }
+
+    fn admit(&mut self, ledger: &mut impl Ledger, plan: &mut StepPlan) {
+        while self.running.len() < self.options.max_batch {
+            let Some(mut entry) = self.waiting.pop_front() else { return };
+            let Some(stored) = ledger.admit(entry.id, entry.known, self.running.is_empty()) else {
+                self.waiting.push_front(entry);
+                return;
+            };
+            entry.stored = stored;
+            plan.admitted.push((entry.id, stored));
+            self.running.push(entry);
+        }
+    }
+
+    /// Gives the prompts being stored, those just admitted among them, their shares of `budget`.
+    fn prefill(&mut self, ledger: &mut impl Ledger, plan: &mut StepPlan, budget: usize) {
+        let idle = |e: &&Entry| {
+            let is_new = plan.admitted.iter().any(|(id, _)| *id == e.id);
+            (e.pending() > 1 || is_new) && !plan.work.iter().any(|w| w.id == e.id)
+        };
+        let prompts: Vec<(SequenceId, usize)> =
+            self.running.iter().filter(idle).map(|e| (e.id, e.pending().min(e.chunk))).collect();
+        let wanted: Vec<usize> = prompts.iter().map(|p| p.1).collect();
+        for ((id, _), share) in prompts.into_iter().zip(shares(&wanted, budget)) {
+            // Someone older may have preempted it meanwhile.
+            if share > 0 && self.running.iter().any(|e| e.id == id) {
+                self.grant(ledger, plan, id, share);
+            }
+        }
+    }
+
+    /// Reserves pages for up to `tokens` tokens, if need be at the cost of younger sequences, and returns how many
+    /// it became.
+    fn grant(
+        &mut self,
+        ledger: &mut impl Ledger,
+        plan: &mut StepPlan,
+        id: SequenceId,
+        tokens: usize,
+    ) -> usize {
+        loop {
+            let granted = largest_grant(ledger, id, tokens);
+            if granted > 0 {
+                plan.work.push(self.work(id, granted));
+                return granted;
+            }
+            match self.running.last().copied() {
+                Some(youngest) if youngest.id != id => {
+                    self.running.pop();
+                    plan.work.retain(|w| w.id != youngest.id);
+                    ledger.release(youngest.id);
+                    self.waiting.push_front(Entry { stored: 0, ..youngest });
+                    plan.preempted.push(youngest.id);
+                }
+                // Nobody is younger: those who are older end some time and leave their pages.
+                _ if self.running.len() > 1 => return 0,
+                _ => {
+                    plan.exhausted.push(id);
+                    return 0;
+                }
+            }
+        }
+    }
+
+    fn work(&self, id: SequenceId, tokens: usize) -> Work {
+        let entry = self.running.iter().find(|e| e.id == id).expect("work is given to running sequences");
+        Work { id, start: entry.stored, tokens, last: entry.stored + tokens == entry.known }
+    }
+}
+
+/// The largest of `tokens`, a half, a quarter … for which there are pages; 0 if there are none at all.
+fn largest_grant(ledger: &mut impl Ledger, id: SequenceId, tokens: usize) -> usize {
+    let mut tokens = tokens;
+    while tokens > 0 && !ledger.reserve(id, tokens) {
+        tokens /= 2;
+    }
+    tokens
+}
+
+/// Divides `budget` among prompts, oldest first: half for the oldest, the rest in even parts, what one leaves going
+/// to the others and at last to the oldest again.
+fn shares(wanted: &[usize], budget: usize) -> Vec<usize> {
+    let mut shares = vec![0; wanted.len()];
+    let Some((&oldest, others)) = wanted.split_first() else { return shares };
+    let first = oldest.min(budget.div_ceil(2));
+    let mut left = budget - first;
+    let mut order: Vec<usize> = (1..wanted.len()).collect();
+    order.sort_by_key(|&i| wanted[i]);
+    for (done, &i) in order.iter().enumerate() {
+        shares[i] = wanted[i].min(left / (others.len() - done));
+        left -= shares[i];
+    }
+    shares[0] = oldest.min(first + left);
+    shares
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shares_fill_the_budget_and_favour_the_oldest() {
+        assert_eq!(shares(&[], 10), [0usize; 0]);
+        assert_eq!(shares(&[100], 64), [64]);
+        assert_eq!(shares(&[100, 10], 64), [54, 10]);
+        assert_eq!(shares(&[100, 100, 100], 64), [32, 16, 16]);
+        assert_eq!(shares(&[5, 100, 8], 64), [5, 51, 8]);
+        assert_eq!(shares(&[3, 3], 64), [3, 3]);
+    }
+}

@@ -1,0 +1,48 @@
+//! Requests and their choices while they are being served.
+
+use crate::request::{GenerationParams, RequestId, TokenLogprobs};
+use crate::runner::Sequence;
+use crate::sampling::Sampler;
+use crate::scheduler::SequenceId;
+
+/// A request under way.
+pub struct Job {
+    pub params: GenerationParams,
+    pub prompt_tokens: usize,
+    /// Prompt tokens the first choice found in the cache.
+    pub cached_tokens: usize,
+    pub completion_tokens: usize,
+    /// Sequences that run or wait.
+    pub live: Vec<SequenceId>,
+    /// Choices that have not begun: all but the first wait for the prompt to be stored.
+    pub unborn: Vec<usize>,
+    pub prompt_logprobs: Option<Vec<Option<TokenLogprobs>>>,
+    /// Has it ever been given a place in a step?
+    pub admitted: bool,
+    /// Has [`Event::Started`](crate::Event::Started) gone out?
+    pub started: bool,
+}
+
+/// One continuation of a prompt.
+pub struct Choice {
+    pub request: RequestId,
+    pub index: usize,
+    /// The prompt and what was generated, all but a last token that nobody needs any more.
+    pub tokens: Vec<u32>,
+    pub generated: usize,
+    pub sampler: Sampler,
+    /// Its pages, while it runs.
+    pub sequence: Option<Sequence>,
+    /// Tokens of it that the prefix cache has been offered.
+    pub published: usize,
+    /// Longest stored prefix it may begin from: at least the last token has to be computed, and every token whose
+    /// logits are still wanted.
+    pub resume_limit: usize,
+}
+
+impl Choice {
+    /// Tokens stored in the cache.
+    pub fn stored(&self) -> usize {
+        self.sequence.as_ref().map_or(0, Sequence::len)
+    }
+}

@@ -1,0 +1,178 @@
+//! A device that fails: the requests of the failed step hear of it, the engine goes on.
+
+use crate::client::submit;
+use crate::support::{Setup, greedy};
+use oscar_backend::{
+    Backend, BackendError, HeadPreparation, HeadShape, HostMatrix, Result, SequenceRows, Write,
+};
+use oscar_codec::{CacheLayout, CodeLayout, HeadRotations, KvFormat, RotationSet, Windows};
+use oscar_engine::{Engine, EngineApi, EngineOptions, GenerationParams, RequestError, Runner, RunnerOptions};
+use oscar_kernels_cpu::Kernels;
+use oscar_kernels_cpu::backend::{CpuBackend, Mode};
+use oscar_models::{DecoderConfig, ModelSource, Weights};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+const HEALTHY: usize = 0;
+const REFUSES: usize = 1;
+const PANICS: usize = 2;
+
+/// The CPU, with attention that fails in layer 3 when told to.
+struct Faulty {
+    cpu: CpuBackend,
+    fault: Arc<AtomicUsize>,
+}
+
+impl Backend for Faulty {
+    type Rows = <CpuBackend as Backend>::Rows;
+    type Matrix = <CpuBackend as Backend>::Matrix;
+    type Vector = <CpuBackend as Backend>::Vector;
+    type Rope = <CpuBackend as Backend>::Rope;
+    type LayerRotation = <CpuBackend as Backend>::LayerRotation;
+    type Pool = <CpuBackend as Backend>::Pool;
+
+    fn describe(&self) -> String {
+        self.cpu.describe()
+    }
+    fn describe_attention(&self, layout: &CacheLayout) -> String {
+        self.cpu.describe_attention(layout)
+    }
+    fn matrix(&self, weights: HostMatrix<'_>) -> Result<Self::Matrix> {
+        self.cpu.matrix(weights)
+    }
+    fn vector(&self, values: &[f32]) -> Result<Self::Vector> {
+        self.cpu.vector(values)
+    }
+    fn rope(&self, cos: &[f32], sin: &[f32], head_dim: usize) -> Result<Self::Rope> {
+        self.cpu.rope(cos, sin, head_dim)
+    }
+    fn layer_rotation(&self, heads: &[HeadRotations]) -> Result<Self::LayerRotation> {
+        self.cpu.layer_rotation(heads)
+    }
+    fn pool(&self, layout: &CacheLayout, budget: usize) -> Result<Self::Pool> {
+        self.cpu.pool(layout, budget)
+    }
+    fn rows(&self, width: usize) -> Self::Rows {
+        self.cpu.rows(width)
+    }
+    fn embed(&self, table: &Self::Matrix, tokens: &[u32], out: &mut Self::Rows) {
+        self.cpu.embed(table, tokens, out);
+    }
+    fn rms_norm(&self, x: &Self::Rows, weight: &Self::Vector, eps: f32, out: &mut Self::Rows) {
+        self.cpu.rms_norm(x, weight, eps, out);
+    }
+    fn linear(&self, weight: &Self::Matrix, x: &Self::Rows, out: &mut Self::Rows, write: Write) {
+        self.cpu.linear(weight, x, out, write);
+    }
+    fn logits(&self, weight: &Self::Matrix, x: &Self::Rows, out: &mut Self::Rows) {
+        self.cpu.logits(weight, x, out);
+    }
+    fn swiglu(&self, gate_up: &Self::Rows, out: &mut Self::Rows) {
+        self.cpu.swiglu(gate_up, out);
+    }
+    fn select(&self, x: &Self::Rows, rows: &[usize], out: &mut Self::Rows) {
+        self.cpu.select(x, rows, out);
+    }
+    fn read(&self, x: &Self::Rows, out: &mut Vec<f32>) {
+        self.cpu.read(x, out);
+    }
+    fn accumulate_gram(
+        &self,
+        x: &Self::Rows,
+        first: usize,
+        width: usize,
+        weights: Option<&[f32]>,
+        gram: &mut [f64],
+    ) {
+        self.cpu.accumulate_gram(x, first, width, weights, gram);
+    }
+    fn append(
+        &self,
+        layer: usize,
+        shape: &HeadShape,
+        heads: HeadPreparation<'_, Self>,
+        rope: &Self::Rope,
+        sequences: &[SequenceRows<'_>],
+        qkv: &mut Self::Rows,
+        queries: &mut Self::Rows,
+        pool: &mut Self::Pool,
+    ) -> Result<()> {
+        let heads = HeadPreparation { qk_norm: heads.qk_norm, rotation: heads.rotation };
+        self.cpu.append(layer, shape, heads, rope, sequences, qkv, queries, pool)
+    }
+    fn demote(&self, layer: usize, sequences: &[SequenceRows<'_>], pool: &mut Self::Pool) -> Result<()> {
+        self.cpu.demote(layer, sequences, pool)
+    }
+    fn attention(
+        &self,
+        layer: usize,
+        shape: &HeadShape,
+        sequences: &[SequenceRows<'_>],
+        queries: &Self::Rows,
+        pool: &Self::Pool,
+        out: &mut Self::Rows,
+    ) -> Result<()> {
+        match self.fault.load(Ordering::SeqCst) {
+            REFUSES if layer == 3 => {
+                Err(BackendError::Unsupported { device: "faulty".into(), why: "told to".into() })
+            }
+            PANICS if layer == 3 => panic!("expected by the test"),
+            _ => self.cpu.attention(layer, shape, sequences, queries, pool, out),
+        }
+    }
+}
+
+#[test]
+fn a_failed_step_fails_its_requests_and_nothing_else() {
+    let fault = Arc::new(AtomicUsize::new(HEALTHY));
+    let source = ModelSource::Embedded(oscar_embedded::FILES);
+    let (config, weights) = (DecoderConfig::load(&source).unwrap(), Weights::open(&source).unwrap());
+    let (l, h, d) = (config.layers, config.kv_heads, config.head_dim);
+    let windows = Windows::new(32, 80).unwrap();
+    let rotations = RotationSet::hadamard(l, h, d).unwrap();
+    let options = RunnerOptions {
+        layout: CacheLayout::new(KvFormat::OSCAR2, l, h, d, windows, CodeLayout::CpuTile).unwrap(),
+        rotations: Some(&rotations),
+        context: 1024,
+        kv_memory: 1 << 26,
+        prefill_chunk: 100,
+    };
+    let cpu = CpuBackend::new(Kernels::chosen().unwrap(), 2, Mode::Bf16).unwrap();
+    let backend = Faulty { cpu, fault: fault.clone() };
+    let runner = Runner::load(backend, &config, &weights, options, |_| {}).unwrap();
+    let engine = Engine::start(runner, EngineOptions::new("test")).unwrap();
+
+    let prompt: Vec<u32> = (0..230).map(|i| i * 23 % 6000 + 3).collect();
+    let params = GenerationParams { max_tokens: 10, ..GenerationParams::default() };
+    let mut reference =
+        Setup { format: KvFormat::OSCAR2, windows, context: 1024, ..Setup::default() }.embedded();
+    let expected = greedy(&mut reference, &prompt, 10, &[]);
+    let mut failures = 0;
+    for state in [HEALTHY, REFUSES, PANICS, REFUSES, HEALTHY] {
+        fault.store(state, Ordering::SeqCst);
+        // Half of them find a prefix in the cache; failed ones must not spoil it.
+        for first in [7, prompt[0]] {
+            let mut prompt = prompt.clone();
+            prompt[0] = first;
+            let outcome = submit(&engine, &prompt, params.clone()).unwrap().finish(&engine, None);
+            match (state, outcome.failed) {
+                (HEALTHY, failed) => {
+                    assert_eq!(failed, None);
+                    if first != 7 {
+                        assert_eq!(outcome.answers[&0].tokens, expected);
+                    }
+                }
+                (REFUSES, Some(RequestError::Engine(message))) => assert!(message.contains("told to")),
+                (PANICS, Some(RequestError::Engine(message))) => assert!(message.contains("expected")),
+                (_, failed) => panic!("{failed:?}"),
+            }
+            failures += u64::from(state != HEALTHY);
+            let stats = engine.stats();
+            assert_eq!((stats.failed, stats.running, stats.waiting), (failures, 0, 0));
+            assert_eq!(stats.full_pages, stats.cached_full_pages, "failed requests hold nothing");
+        }
+    }
+    engine.flush_cache();
+    assert_eq!(engine.stats().full_pages + engine.stats().coded_pages, 0);
+    engine.shutdown();
+}

@@ -1,0 +1,234 @@
+//! Many turns, branches, repetitions and cancellations through a cache that is too small for them: every answer is
+//! the one of a cold run on an empty machine, and after every round all pages are accounted for.
+
+use crate::client::{Outcome, submit};
+use crate::support::{Setup, argmax, log_probability};
+use oscar_codec::{KvFormat, Windows};
+use oscar_engine::{
+    Engine, EngineApi, EngineHandle, EngineOptions, EngineStats, FinishReason, GenerationParams, Logits,
+    Runner, SchedulerOptions, Sequence, StepRequest,
+};
+use oscar_kernels_cpu::backend::CpuBackend;
+use std::collections::HashMap;
+
+/// A small generator of test data.
+struct Dice(u64);
+
+impl Dice {
+    fn roll(&mut self, below: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 >> 11) as usize % below
+    }
+
+    fn between(&mut self, low: usize, high: usize) -> usize {
+        low + self.roll(high - low)
+    }
+
+    fn tokens(&mut self, count: usize) -> Vec<u32> {
+        (0..count).map(|_| self.roll(6000) as u32 + 3).collect()
+    }
+}
+
+fn windows() -> Windows {
+    Windows::new(32, 80).unwrap()
+}
+
+/// Greedy tokens and their log-probabilities.
+type Cold = Vec<(u32, f64)>;
+
+/// Cold greedy answers with their log-probabilities, each computed once.
+struct Oracle {
+    runner: Runner<CpuBackend>,
+    known: HashMap<(Vec<u32>, usize), Cold>,
+}
+
+impl Oracle {
+    fn new(format: KvFormat) -> Self {
+        let runner = Setup { format, windows: windows(), ..Setup::default() }.embedded();
+        Self { runner, known: HashMap::new() }
+    }
+
+    fn answer(&mut self, prompt: &[u32], limit: usize) -> Cold {
+        let runner = &mut self.runner;
+        let cold = || {
+            let (mut sequence, mut logits, mut out) = (Sequence::new(), Vec::new(), Vec::new());
+            runner.prefill(&mut sequence, prompt, &mut logits, |_| {}).unwrap();
+            loop {
+                let token = argmax(&logits);
+                out.push((token, log_probability(&logits, token)));
+                if out.len() == limit {
+                    return out;
+                }
+                let request = StepRequest { sequence: &mut sequence, tokens: &[token], logits: Logits::Last };
+                runner.step(&mut [request], &mut logits).unwrap();
+            }
+        };
+        self.known.entry((prompt.to_vec(), limit)).or_insert_with(cold).clone()
+    }
+}
+
+fn check_answer(expected: &[(u32, f64)], outcome: &Outcome, what: &str) {
+    assert_eq!(outcome.failed, None, "{what}");
+    for (choice, answer) in &outcome.answers {
+        let cut = answer.reason == Some(FinishReason::Cancelled);
+        let tokens: Vec<u32> = expected.iter().map(|e| e.0).take(answer.tokens.len()).collect();
+        assert_eq!(answer.tokens, tokens, "{what}, choice {choice}");
+        assert!(cut || tokens.len() == expected.len(), "{what}, choice {choice}: {} tokens", tokens.len());
+        // Greedy tokens forgive small differences; log-probabilities do not.
+        for (got, (_, logprob)) in answer.logprobs.iter().zip(expected) {
+            assert!((f64::from(got.logprob) - logprob).abs() < 1e-5, "{what}: {got:?} is not {logprob}");
+        }
+    }
+}
+
+/// With nothing running, the prefix cache holds every page, and no more than the budget.
+fn check_accounts(engine: &EngineHandle, what: &str) {
+    let stats = engine.stats();
+    assert_eq!((stats.running, stats.waiting), (0, 0), "{what}");
+    assert_eq!(stats.full_pages, stats.cached_full_pages, "{what}: a full page is held by nobody known");
+    assert_eq!(stats.coded_pages, stats.cached_coded_pages, "{what}: a coded page is held by nobody known");
+    let info = engine.info();
+    let bytes = stats.full_pages * info.full_block_bytes + stats.coded_pages * info.coded_block_bytes;
+    assert!(bytes <= info.kv_budget_bytes, "{what}");
+}
+
+struct Plan {
+    format: KvFormat,
+    /// In full blocks.
+    budget: usize,
+    chunk: usize,
+    step_tokens: usize,
+    batch: usize,
+    rounds: usize,
+    seed: u64,
+}
+
+/// Returns the statistics, so that a test can say that it tested something.
+fn converse(plan: &Plan, oracle: &mut Oracle) -> EngineStats {
+    let mut setup = Setup {
+        format: plan.format,
+        windows: windows(),
+        chunk: plan.chunk,
+        context: 2048,
+        ..Setup::default()
+    };
+    setup.kv_memory = plan.budget * 64 * 2 * 128 * 2 * 6 * 2;
+    let options = EngineOptions {
+        scheduler: SchedulerOptions {
+            max_batch: plan.batch,
+            step_tokens: plan.step_tokens,
+            prefill_chunk: plan.chunk,
+        },
+        ..EngineOptions::new("test")
+    };
+    let engine = Engine::start(setup.embedded(), options).unwrap();
+    let mut dice = Dice(plan.seed);
+    let mut histories: Vec<Vec<u32>> = Vec::new();
+    for round in 0..plan.rounds {
+        let mut calls = Vec::new();
+        for _ in 0..dice.between(1, plan.batch + 3) {
+            let mut prompt = match (histories.is_empty(), dice.roll(5)) {
+                (true, _) | (_, 0) => Vec::new(),
+                (_, kind) => {
+                    let history = &histories[dice.roll(histories.len())];
+                    match kind {
+                        1 => history[..dice.between(1, history.len())].to_vec(),
+                        _ => history.clone(),
+                    }
+                }
+            };
+            // One in four repeats a known prefix as it is.
+            if prompt.is_empty() || dice.roll(4) > 0 {
+                let count = if prompt.is_empty() { dice.between(2, 220) } else { dice.between(1, 60) };
+                prompt.extend(dice.tokens(count));
+            }
+            if prompt.len() > 400 {
+                prompt.truncate(dice.between(200, 400));
+            }
+            let limit = dice.between(1, 32);
+            let choices = if dice.roll(6) == 0 { 3 } else { 1 };
+            let params = GenerationParams {
+                max_tokens: limit,
+                choices,
+                logprobs: Some(0),
+                ..GenerationParams::default()
+            };
+            let cancel = (dice.roll(7) == 0).then(|| dice.roll(limit));
+            calls.push((submit(&engine, &prompt, params).unwrap(), prompt, limit, choices, cancel));
+        }
+        for (call, prompt, limit, choices, cancel) in calls {
+            let what =
+                format!("seed {}, round {round}, prompt of {}, {limit} tokens", plan.seed, prompt.len());
+            let outcome = call.finish(&engine, cancel);
+            let expected = oracle.answer(&prompt, limit);
+            check_answer(&expected, &outcome, &what);
+            assert_eq!(outcome.answers.len(), choices, "{what}");
+            assert!(outcome.cached < prompt.len() && outcome.cached.is_multiple_of(64), "{what}");
+            let mut history = prompt;
+            history.extend(&outcome.answers[&0].tokens);
+            histories.push(history);
+            if histories.len() > 6 {
+                histories.remove(dice.roll(3));
+            }
+        }
+        check_accounts(&engine, &format!("seed {}, after round {round}", plan.seed));
+    }
+    let stats = engine.stats();
+    engine.flush_cache();
+    let empty = engine.stats();
+    assert_eq!((empty.full_pages, empty.coded_pages, empty.cache_bytes), (0, 0, 0), "nothing is leaked");
+    engine.shutdown();
+    stats
+}
+
+#[test]
+fn answers_do_not_depend_on_the_cache_the_batch_or_the_chunk() {
+    let (mut two_bit, mut bf16) = (Oracle::new(KvFormat::OSCAR2), Oracle::new(KvFormat::Bf16));
+    let plan = |format, budget, chunk, batch, seed| Plan {
+        format,
+        budget,
+        chunk,
+        step_tokens: 2 * chunk,
+        batch,
+        rounds: 4,
+        seed,
+    };
+    let (mut cached, mut evicted) = (0, 0);
+    for plan in [
+        plan(KvFormat::OSCAR2, 12, 150, 4, 11),
+        plan(KvFormat::OSCAR2, 11, 33, 6, 12),
+        plan(KvFormat::OSCAR2, 200, 512, 3, 13),
+        plan(KvFormat::Bf16, 18, 100, 4, 14),
+    ] {
+        let oracle = if plan.format == KvFormat::Bf16 { &mut bf16 } else { &mut two_bit };
+        let stats = converse(&plan, oracle);
+        cached += stats.cached_tokens;
+        evicted += stats.evicted_pages;
+    }
+    assert!(cached > 0 && evicted > 0, "{cached} tokens found, {evicted} pages evicted");
+}
+
+/// `cargo test --release -p oscar-engine -- --ignored soak`; `OSCAR_SOAK_SEEDS` sets how long.
+#[test]
+#[ignore = "minutes"]
+fn soak() {
+    let seeds = std::env::var("OSCAR_SOAK_SEEDS").ok().and_then(|n| n.parse().ok()).unwrap_or(40);
+    let mut oracle = Oracle::new(KvFormat::OSCAR2);
+    let mut dice = Dice(99);
+    for seed in 1000..1000 + seeds {
+        let chunk = dice.between(1, 300);
+        let plan = Plan {
+            format: KvFormat::OSCAR2,
+            budget: dice.between(9, 40),
+            chunk,
+            step_tokens: dice.between(1, 3) * chunk,
+            batch: dice.between(1, 9),
+            rounds: 25,
+            seed,
+        };
+        println!("seed {seed}: {:?}", converse(&plan, &mut oracle));
+        oracle.known.clear();
+    }
+}
