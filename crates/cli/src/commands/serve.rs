@@ -101,7 +101,7 @@ pub struct Flags {
     /// Largest request body [default: 32M]
     #[arg(long, value_name = "SIZE")]
     #[serde(skip_serializing_if = "Option::is_none")]
-    max_body: Option<String>,
+    max_body_bytes: Option<String>,
     /// Seconds that running requests get after SIGTERM [default: 30]
     #[arg(long, value_name = "SECONDS")]
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -162,7 +162,7 @@ struct Config {
     api_key_file: Option<PathBuf>,
     model_alias: Vec<String>,
     cors_origin: Vec<String>,
-    max_body: String,
+    max_body_bytes: String,
     drain_timeout: u64,
     allow_request_template: bool,
     no_reasoning_split: bool,
@@ -194,7 +194,7 @@ impl Default for Config {
             api_key_file: None,
             model_alias: Vec::new(),
             cors_origin: Vec::new(),
-            max_body: "32M".into(),
+            max_body_bytes: "32M".into(),
             drain_timeout: 30,
             allow_request_template: false,
             no_reasoning_split: false,
@@ -231,7 +231,7 @@ impl Config {
             port: self.port,
             api_keys: self.api_keys()?,
             model_aliases: self.model_alias.clone(),
-            max_body_bytes: parse_size(&self.max_body).map_err(anyhow::Error::msg).context("max_body")?,
+            max_body_bytes: parse_size(&self.max_body_bytes).map_err(anyhow::Error::msg).context("max_body_bytes")?,
             drain_timeout: Duration::from_secs(self.drain_timeout),
             allow_request_template: self.allow_request_template,
             reasoning: if self.no_reasoning_split { Reasoning::Off } else { Reasoning::think() },

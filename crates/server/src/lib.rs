@@ -1,0 +1,27 @@
+//! The only crate that speaks HTTP: the OpenAI API, operations and the web page, over an engine it knows by
+//! trait alone.
+//!
+//! A request travels `middleware -> routes/<endpoint>/{validate,types,convert} -> generate -> EngineApi`, and the
+//! answer comes back as events that [`generate`] turns into text and the endpoint into JSON or server-sent events.
+//!
+//! **Invariant:** no tensor, page or kernel is known here; everything the engine is asked goes through
+//! [`oscar_engine::EngineApi`], so the whole crate is tested with an engine that has no model. Nothing a client
+//! sends can panic the server or make it answer 5xx.
+
+mod app;
+mod body;
+mod config;
+mod error;
+mod generate;
+mod ids;
+mod logging;
+mod metrics;
+mod middleware;
+mod routes;
+mod schema;
+mod serve;
+
+pub use app::router;
+pub use config::{GenerationDefaults, LogFormat, Reasoning, ServerConfig};
+pub use logging::{LoggingError, init_logging};
+pub use serve::{serve, serve_on};

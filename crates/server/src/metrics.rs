@@ -1,0 +1,245 @@
+//! Numbers for Prometheus: latencies with vLLM's bucket edges, request counts, and the engine's own counters.
+//!
+//! Invariant: histograms are filled here as events pass by; what the engine counts is read from its snapshot at
+//! each scrape and never counted twice.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use oscar_engine::{EngineApi, EngineStats};
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric};
+use prometheus_client::metrics::counter::{ConstCounter, Counter};
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::ConstGauge;
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::metrics::info::Info;
+use prometheus_client::registry::Registry;
+
+use crate::generate::Totals;
+
+const FIRST_TOKEN_SECONDS: [f64; 22] = [
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
+    80.0, 160.0, 640.0, 2560.0,
+];
+const TOKEN_SECONDS: [f64; 19] = [
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+];
+const REQUEST_SECONDS: [f64; 21] = [
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0,
+    960.0, 1920.0, 7680.0,
+];
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct RouteLabels {
+    method: String,
+    route: String,
+    status: u16,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ReasonLabels {
+    finished_reason: &'static str,
+}
+
+/// The registry and the metrics that are fed from outside of it.
+#[derive(Debug)]
+pub struct Metrics {
+    registry: Registry,
+    http: Family<RouteLabels, Counter>,
+    finished: Family<ReasonLabels, Counter>,
+    first_token: Histogram,
+    inter_token: Histogram,
+    per_token: Histogram,
+    request: Histogram,
+    prompt_tokens: Histogram,
+    generation_tokens: Histogram,
+}
+
+impl Metrics {
+    pub fn new(engine: Arc<dyn EngineApi>) -> Self {
+        let mut registry = Registry::with_prefix("oscar");
+        let info = engine.info();
+        let tokens = token_edges(info.context);
+        let build = Info::new(vec![
+            ("version", env!("CARGO_PKG_VERSION").to_owned()),
+            ("model", info.model.clone()),
+            ("kv_format", info.kv_format.clone()),
+            ("device", info.device.clone()),
+        ]);
+        registry.register("build", "What is running", build);
+        let metrics = Self {
+            http: Family::default(),
+            finished: Family::default(),
+            first_token: Histogram::new(FIRST_TOKEN_SECONDS),
+            inter_token: Histogram::new(TOKEN_SECONDS),
+            per_token: Histogram::new(TOKEN_SECONDS),
+            request: Histogram::new(REQUEST_SECONDS),
+            prompt_tokens: Histogram::new(tokens.clone()),
+            generation_tokens: Histogram::new(tokens),
+            registry: Registry::default(),
+        };
+        registry.register("http_requests", "Responses by route and status", metrics.http.clone());
+        registry.register("request_success", "Ended choices by reason", metrics.finished.clone());
+        let mut histogram = |name: &str, help: &str, histogram: &Histogram| {
+            registry.register(name, help, histogram.clone());
+        };
+        histogram("time_to_first_token_seconds", "From submission to the first token", &metrics.first_token);
+        histogram("inter_token_latency_seconds", "Between two tokens of a choice", &metrics.inter_token);
+        histogram(
+            "request_time_per_output_token_seconds",
+            "Mean time of a request's tokens after the first",
+            &metrics.per_token,
+        );
+        histogram("e2e_request_latency_seconds", "From submission to the end", &metrics.request);
+        histogram("request_prompt_tokens", "Prompt tokens of a request", &metrics.prompt_tokens);
+        histogram("request_generation_tokens", "Generated tokens of a request", &metrics.generation_tokens);
+        registry.register_collector(Box::new(EngineCollector(engine)));
+        Self { registry, ..metrics }
+    }
+
+    pub fn http(&self, method: &str, route: &str, status: u16) {
+        let labels = RouteLabels { method: method.to_owned(), route: route.to_owned(), status };
+        self.http.get_or_create(&labels).inc();
+    }
+
+    pub fn finished(&self, finished_reason: &'static str) {
+        self.finished.get_or_create(&ReasonLabels { finished_reason }).inc();
+    }
+
+    pub fn first_token(&self, waited: Duration) {
+        self.first_token.observe(waited.as_secs_f64());
+    }
+
+    pub fn inter_token(&self, waited: Duration) {
+        self.inter_token.observe(waited.as_secs_f64());
+    }
+
+    /// A request has ended; `decode` is the time since its first token, if a choice had more than one.
+    pub fn request_done(&self, totals: Totals, elapsed: Duration, decode: Option<Duration>, tokens: usize) {
+        self.request.observe(elapsed.as_secs_f64());
+        self.prompt_tokens.observe(totals.prompt as f64);
+        self.generation_tokens.observe(totals.completion as f64);
+        if let Some(decode) = decode.filter(|_| tokens > 1) {
+            self.per_token.observe(decode.as_secs_f64() / (tokens - 1) as f64);
+        }
+    }
+
+    /// The OpenMetrics text.
+    pub fn encode(&self) -> Result<String, fmt::Error> {
+        let mut text = String::new();
+        prometheus_client::encoding::text::encode(&mut text, &self.registry)?;
+        Ok(text)
+    }
+}
+
+/// 1, 2, 5, 10, ... up to the context.
+fn token_edges(context: usize) -> Vec<f64> {
+    let decades = std::iter::successors(Some(1usize), |power| power.checked_mul(10));
+    let edges = decades.flat_map(|power| [1, 2, 5].map(|digit| power.saturating_mul(digit)));
+    let mut edges: Vec<f64> =
+        edges.take_while(|&edge| edge <= context.max(1)).map(|edge| edge as f64).collect();
+    edges.dedup();
+    edges
+}
+
+/// Reads the engine's snapshot at each scrape.
+struct EngineCollector(Arc<dyn EngineApi>);
+
+impl fmt::Debug for EngineCollector {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("EngineCollector")
+    }
+}
+
+impl Collector for EngineCollector {
+    fn encode(&self, mut encoder: DescriptorEncoder) -> Result<(), fmt::Error> {
+        let (stats, info) = (self.0.stats(), self.0.info());
+        for (name, help, value) in counters(&stats) {
+            let counter = ConstCounter::new(value);
+            counter.encode(encoder.encode_descriptor(name, help, None, counter.metric_type())?)?;
+        }
+        let busy = ConstCounter::new(stats.busy_seconds);
+        let help = "Seconds spent inside engine steps";
+        busy.encode(encoder.encode_descriptor("engine_busy_seconds", help, None, busy.metric_type())?)?;
+
+        let share = |part: usize, whole: usize| if whole == 0 { 0.0 } else { part as f64 / whole as f64 };
+        let hits = stats.cached_tokens as f64 / (stats.prompt_tokens.max(1)) as f64;
+        let gauges: [(&str, &str, f64); 10] = [
+            ("num_requests_running", "Requests in the batch", stats.running as f64),
+            ("num_requests_waiting", "Requests in the queue", stats.waiting as f64),
+            (
+                "kv_cache_usage_perc",
+                "Used share of the KV budget",
+                share(stats.cache_bytes, info.kv_budget_bytes),
+            ),
+            ("kv_cache_bytes", "Bytes of KV cache in use", stats.cache_bytes as f64),
+            ("kv_cache_bf16_bytes", "What the same tokens would take in BF16", stats.bf16_bytes as f64),
+            ("kv_cache_budget_bytes", "Bytes the KV cache may use", info.kv_budget_bytes as f64),
+            ("kv_bits_per_element", "Stored bits an element of coded pages, metadata counted", info.kv_bits),
+            (
+                "kv_effective_bits_per_element",
+                "Stored bits an element of everything held now, BF16 windows included",
+                16.0 * share(stats.cache_bytes, stats.bf16_bytes),
+            ),
+            ("prefix_cache_hit_rate", "Share of prompt tokens found in the cache", hits),
+            ("model_context_tokens", "Longest sequence", info.context as f64),
+        ];
+        for (name, help, value) in gauges {
+            let gauge = ConstGauge::new(value);
+            gauge.encode(encoder.encode_descriptor(name, help, None, gauge.metric_type())?)?;
+        }
+
+        let pages: [(&str, &str, usize); 4] = [
+            ("bf16", "all", stats.full_pages),
+            ("coded", "all", stats.coded_pages),
+            ("bf16", "prefix_cache", stats.cached_full_pages),
+            ("coded", "prefix_cache", stats.cached_coded_pages),
+        ];
+        let kind = ConstGauge::new(0u64).metric_type();
+        let help = "Pages by format; holder prefix_cache counts those no running request uses";
+        let mut family = encoder.encode_descriptor("kv_pages", help, None, kind)?;
+        for (format, holder, count) in pages {
+            let labels = [("format", format), ("holder", holder)];
+            ConstGauge::new(count as u64).encode(family.encode_family(&labels)?)?;
+        }
+        Ok(())
+    }
+}
+
+/// Names without the `_total` that the text format adds.
+fn counters(stats: &EngineStats) -> [(&'static str, &'static str, u64); 12] {
+    [
+        ("engine_steps", "Engine steps", stats.steps),
+        ("prompt_tokens", "Prompt tokens taken in", stats.prompt_tokens),
+        ("generation_tokens", "Tokens generated", stats.generated_tokens),
+        ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", stats.prompt_tokens),
+        ("prefix_cache_hits", "Prompt tokens found in the prefix cache", stats.cached_tokens),
+        ("num_preemptions", "Requests preempted for pages", stats.preemptions),
+        ("kv_demoted_tokens", "Tokens demoted from BF16 to code", stats.demoted_tokens),
+        ("kv_demoted_tail_hits", "Prefix hits whose BF16 tail had been demoted", stats.demoted_tail_hits),
+        ("kv_evicted_pages", "Pages evicted from the prefix cache", stats.evicted_pages),
+        ("engine_requests_finished", "Requests that ran to their end", stats.finished),
+        ("engine_requests_cancelled", "Requests cancelled", stats.cancelled),
+        ("engine_requests_failed", "Requests that failed", stats.failed),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn token_edges_are_1_2_5_up_to_the_context() {
+        assert_eq!(token_edges(100), [1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0]);
+        assert_eq!(token_edges(0), [1.0]);
+    }
+
+    #[test]
+    fn edges_ascend() {
+        for edges in [&FIRST_TOKEN_SECONDS[..], &TOKEN_SECONDS, &REQUEST_SECONDS] {
+            assert!(edges.windows(2).all(|pair| pair[0] < pair[1]));
+        }
+    }
+}

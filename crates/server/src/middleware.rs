@@ -1,0 +1,193 @@
+//! What happens around every handler: keys, origins, request ids and the access log.
+//!
+//! Invariant: every route but `/health` asks for a key once keys are configured, unknown routes included. The web
+//! pages answer 401 as well, with the page as the body, since it is where a browser's user can enter the key.
+
+use std::time::Instant;
+
+use axum::extract::{MatchedPath, Request, State};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header};
+use axum::middleware::Next;
+use axum::response::{IntoResponse, Response};
+use constant_time_eq::constant_time_eq;
+
+use crate::app::Shared;
+use crate::error::ApiError;
+use crate::routes::pages;
+
+const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
+const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
+
+/// The client's name for the request, or ours.
+#[derive(Clone, Debug)]
+pub struct RequestName(pub String);
+
+/// Lets through who has a key.
+pub async fn authenticate(State(app): State<Shared>, request: Request, next: Next) -> Response {
+    let path = request.uri().path();
+    if path == "/health" || app.config.api_keys.is_empty() || has_key(request.headers(), &app.config.api_keys)
+    {
+        return next.run(request).await;
+    }
+    let refusal = ApiError::Unauthorized.into_response();
+    match pages::unlocked(path).filter(|_| request.method() == Method::GET) {
+        Some(page) => (StatusCode::UNAUTHORIZED, page).into_response(),
+        None => refusal,
+    }
+}
+
+/// Every key is compared to its end, so that the time taken does not tell how much of one was right.
+fn has_key(headers: &HeaderMap, keys: &[String]) -> bool {
+    let bearer = headers.get(header::AUTHORIZATION).and_then(|value| {
+        let (scheme, key) = value.as_bytes().split_at_checked(7)?;
+        scheme.eq_ignore_ascii_case(b"bearer ").then(|| key.trim_ascii())
+    });
+    let plain = headers.get(API_KEY).map(HeaderValue::as_bytes);
+    let offered = [bearer, plain];
+    let right = |key: &String| {
+        offered.iter().flatten().fold(false, |found, offer| found | constant_time_eq(offer, key.as_bytes()))
+    };
+    keys.iter().fold(false, |found, key| found | right(key))
+}
+
+/// Answers preflight requests and marks responses for the origins that are allowed.
+pub async fn cors(State(app): State<Shared>, request: Request, next: Next) -> Response {
+    let origin = request.headers().get(header::ORIGIN).cloned();
+    let allowed = origin.filter(|origin| {
+        app.config
+            .cors_origins
+            .iter()
+            .any(|allowed| allowed == "*" || allowed.as_bytes() == origin.as_bytes())
+    });
+    let Some(origin) = allowed else { return next.run(request).await };
+    let preflight = request.method() == Method::OPTIONS
+        && request.headers().contains_key(header::ACCESS_CONTROL_REQUEST_METHOD);
+    let asked_headers = request.headers().get(header::ACCESS_CONTROL_REQUEST_HEADERS).cloned();
+    let mut response =
+        if preflight { StatusCode::NO_CONTENT.into_response() } else { next.run(request).await };
+    let headers = response.headers_mut();
+    headers.insert(header::ACCESS_CONTROL_ALLOW_ORIGIN, origin);
+    headers.append(header::VARY, HeaderValue::from_static("Origin"));
+    headers.insert(header::ACCESS_CONTROL_EXPOSE_HEADERS, HeaderValue::from_static("x-request-id"));
+    if preflight {
+        headers.insert(header::ACCESS_CONTROL_ALLOW_METHODS, HeaderValue::from_static("GET, POST, OPTIONS"));
+        headers.insert(header::ACCESS_CONTROL_MAX_AGE, HeaderValue::from_static("86400"));
+        let fallback = HeaderValue::from_static("authorization, content-type, x-api-key, x-request-id");
+        headers.insert(header::ACCESS_CONTROL_ALLOW_HEADERS, asked_headers.unwrap_or(fallback));
+    }
+    response
+}
+
+/// Names the request, counts it and writes its line in the access log.
+pub async fn observe(State(app): State<Shared>, mut request: Request, next: Next) -> Response {
+    let start = Instant::now();
+    let name = given_name(request.headers()).unwrap_or_else(|| app.ids.name());
+    let trace = request.headers().get(TRACEPARENT).and_then(trace_id).map(str::to_owned);
+    let method = request.method().clone();
+    let path = request.uri().path().to_owned();
+    request.extensions_mut().insert(RequestName(name.clone()));
+    let mut response = next.run(request).await;
+    let status = response.status().as_u16();
+    // The route, not the path: paths are the client's to invent, and each would be a new time series.
+    let route = response.extensions().get::<Route>().map_or("unknown", |route| route.0.as_str()).to_owned();
+    app.metrics.http(method_label(&method), &route, status);
+    if app.config.access_log {
+        let ms = start.elapsed().as_secs_f64() * 1000.0;
+        tracing::info!(
+            target: "oscar_server::access",
+            method = %method, path, status, ms, request_id = name, trace_id = trace, "request"
+        );
+    }
+    if let Ok(value) = HeaderValue::from_str(&name) {
+        response.headers_mut().insert(REQUEST_ID, value);
+    }
+    response
+}
+
+/// The matched route, put on the response for [`observe`], which runs outside of the routing.
+#[derive(Clone, Debug)]
+struct Route(String);
+
+/// Marks a response with the route that gave it.
+pub async fn mark_route(matched: Option<MatchedPath>, request: Request, next: Next) -> Response {
+    let mut response = next.run(request).await;
+    if let Some(matched) = matched {
+        response.extensions_mut().insert(Route(matched.as_str().to_owned()));
+    }
+    response
+}
+
+fn method_label(method: &Method) -> &'static str {
+    match method.as_str() {
+        "GET" => "GET",
+        "POST" => "POST",
+        "HEAD" => "HEAD",
+        "OPTIONS" => "OPTIONS",
+        _ => "other",
+    }
+}
+
+/// A client's request id, if it is short and printable: it ends up in logs, headers and bodies.
+fn given_name(headers: &HeaderMap) -> Option<String> {
+    let name = headers.get(REQUEST_ID)?.to_str().ok()?;
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.:".contains(&byte);
+    (!name.is_empty() && name.len() <= 128 && name.bytes().all(plain)).then(|| name.to_owned())
+}
+
+/// The trace id of a W3C `traceparent`: version, 32 digits, 16 digits, flags.
+fn trace_id(value: &HeaderValue) -> Option<&str> {
+    let mut parts = value.to_str().ok()?.split('-');
+    let hex = |part: &&str, digits: usize| {
+        part.len() == digits && part.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b))
+    };
+    parts.next().filter(|version| hex(version, 2) && *version != "ff")?;
+    let trace = parts.next().filter(|trace| hex(trace, 32) && trace.bytes().any(|b| b != b'0'))?;
+    parts.next().filter(|parent| hex(parent, 16))?;
+    parts.next().filter(|flags| hex(flags, 2))?;
+    Some(trace)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn headers(name: HeaderName, value: &'static str) -> HeaderMap {
+        HeaderMap::from_iter([(name, HeaderValue::from_static(value))])
+    }
+
+    #[test]
+    fn keys_come_in_two_headers() {
+        let keys = ["first".to_owned(), "second".to_owned()];
+        assert!(has_key(&headers(header::AUTHORIZATION, "Bearer second"), &keys));
+        assert!(has_key(&headers(header::AUTHORIZATION, "bearer first"), &keys));
+        assert!(has_key(&headers(API_KEY, "first"), &keys));
+        for wrong in ["Bearer", "Bearer ", "Bearer firs", "Bearer firstt", "Basic first", "first"] {
+            assert!(!has_key(&headers(header::AUTHORIZATION, wrong), &keys), "{wrong}");
+        }
+        assert!(!has_key(&HeaderMap::new(), &keys));
+    }
+
+    #[test]
+    fn only_harmless_request_ids_are_taken_over() {
+        assert_eq!(given_name(&headers(REQUEST_ID, "a-b_C.9:1")).as_deref(), Some("a-b_C.9:1"));
+        for wrong in ["", "a b", "<script>", "a\"b"] {
+            assert_eq!(given_name(&headers(REQUEST_ID, wrong)), None, "{wrong}");
+        }
+    }
+
+    #[test]
+    fn traceparent_is_read_strictly() {
+        let good = HeaderValue::from_static("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01");
+        assert_eq!(trace_id(&good), Some("0af7651916cd43dd8448eb211c80319c"));
+        for wrong in [
+            "",
+            "00",
+            "ff-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+            "00-00000000000000000000000000000000-b7ad6b7169203331-01",
+            "00-0AF7651916CD43DD8448EB211C80319C-b7ad6b7169203331-01",
+        ] {
+            assert_eq!(trace_id(&HeaderValue::from_static(wrong)), None, "{wrong}");
+        }
+    }
+}

@@ -1,0 +1,205 @@
+//! `POST /v1/chat/completions`.
+
+pub mod convert;
+pub mod types;
+pub mod validate;
+
+use axum::extract::{Extension, State};
+use axum::response::{IntoResponse, Response};
+use oscar_engine::TokenLogprobs;
+use serde_json::Value;
+
+use self::types::{ChatChoice, ChatChunk, ChatLogprobs, ChatResponse, ChunkChoice, Delta, Message};
+use crate::app::Shared;
+use crate::body::{RawBody, off_thread};
+use crate::error::ApiError;
+use crate::generate::{Finish, Generation, Output, TokenTexts, Totals};
+use crate::ids::unix_seconds;
+use crate::middleware::RequestName;
+use crate::routes::stream::{Chunks, respond};
+
+pub async fn create(
+    State(app): State<Shared>,
+    Extension(RequestName(name)): Extension<RequestName>,
+    RawBody(body): RawBody,
+) -> Result<Response, ApiError> {
+    let worker = app.clone();
+    let id = format!("chatcmpl-{name}");
+    let prepared = off_thread(&app, body.len(), move || convert::prepare(&worker, &name, &body)).await?;
+    let generation = Generation::start(&app, &prepared.job)?;
+    let frame = Frame {
+        id,
+        created: unix_seconds(),
+        model: prepared.model,
+        fingerprint: app.fingerprint(),
+        texts: TokenTexts::new(&app.text.tokenizer),
+        logprobs: prepared.job.params.logprobs.is_some(),
+    };
+    if prepared.stream {
+        let chunks = ChatChunks {
+            frame,
+            choices: prepared.job.params.choices,
+            include_usage: prepared.include_usage,
+            totals: Totals::default(),
+        };
+        return Ok(respond(app, generation, chunks));
+    }
+    let response = collect(&app, generation, frame, prepared.job.params.choices).await?;
+    Ok(axum::Json(response).into_response())
+}
+
+/// What every response and chunk of a request repeats.
+struct Frame {
+    id: String,
+    created: u64,
+    model: String,
+    fingerprint: String,
+    texts: TokenTexts,
+    logprobs: bool,
+}
+
+impl Frame {
+    fn logprobs(&self, tokens: &[TokenLogprobs]) -> Option<ChatLogprobs> {
+        let entries = || tokens.iter().map(|token| self.texts.chat_entry(token)).collect();
+        self.logprobs.then(|| ChatLogprobs { content: entries(), refusal: None })
+    }
+}
+
+#[derive(Default)]
+struct Collected {
+    content: String,
+    reasoning: String,
+    logprobs: Vec<Value>,
+    finish: Option<Finish>,
+}
+
+async fn collect(
+    app: &Shared,
+    mut generation: Generation,
+    frame: Frame,
+    choices: usize,
+) -> Result<ChatResponse, ApiError> {
+    let mut collected: Vec<Collected> = (0..choices).map(|_| Collected::default()).collect();
+    let mut totals = Totals::default();
+    let mut prompt_logprobs = None;
+    while let Some(output) = generation.next().await {
+        match output {
+            Output::Started { prompt_logprobs: found, .. } => {
+                prompt_logprobs = found.map(|tokens| frame.texts.prompt_logprobs(&tokens));
+            }
+            Output::Delta { choice, content, reasoning, logprobs } => {
+                let choice = &mut collected[choice];
+                choice.content += &content;
+                choice.reasoning += &reasoning;
+                choice.logprobs.extend(logprobs.iter().map(|token| frame.texts.chat_entry(token)));
+            }
+            Output::Finished { choice, finish } => collected[choice].finish = Some(finish),
+            Output::Done(done) => totals += done,
+            Output::Failed(error) => return Err(app.engine_error(error)),
+        }
+    }
+    let choice = |(index, choice): (usize, Collected)| {
+        let finish = choice.finish.unwrap_or(Finish { reason: "abort", stop: None });
+        ChatChoice {
+            index,
+            message: Message {
+                role: "assistant",
+                content: choice.content,
+                reasoning_content: (!choice.reasoning.is_empty()).then_some(choice.reasoning),
+                refusal: None,
+            },
+            logprobs: frame.logprobs.then_some(ChatLogprobs { content: choice.logprobs, refusal: None }),
+            finish_reason: finish.reason,
+            stop_reason: finish.stop,
+        }
+    };
+    Ok(ChatResponse {
+        choices: collected.into_iter().enumerate().map(choice).collect(),
+        id: frame.id,
+        object: "chat.completion",
+        created: frame.created,
+        model: frame.model,
+        usage: totals.into(),
+        system_fingerprint: frame.fingerprint,
+        prompt_logprobs,
+    })
+}
+
+/// The chunks of a streamed chat: for each choice its role, its text, its end; then the usage if asked for.
+struct ChatChunks {
+    frame: Frame,
+    choices: usize,
+    include_usage: bool,
+    totals: Totals,
+}
+
+impl ChatChunks {
+    fn chunk(&self, choices: Vec<ChunkChoice>) -> ChatChunk {
+        ChatChunk {
+            id: self.frame.id.clone(),
+            object: "chat.completion.chunk",
+            created: self.frame.created,
+            model: self.frame.model.clone(),
+            choices,
+            system_fingerprint: self.frame.fingerprint.clone(),
+            usage: self.include_usage.then_some(None),
+            prompt_logprobs: None,
+        }
+    }
+
+    fn role(&self, index: usize) -> ChatChunk {
+        let delta = Delta { role: Some("assistant"), content: Some(String::new()), reasoning_content: None };
+        self.chunk(vec![ChunkChoice { index, delta, logprobs: None, finish_reason: None, stop_reason: None }])
+    }
+}
+
+impl Chunks for ChatChunks {
+    type Chunk = ChatChunk;
+
+    fn chunks(&mut self, output: Output) -> Vec<ChatChunk> {
+        match output {
+            Output::Started { prompt_logprobs, .. } => {
+                let mut roles: Vec<ChatChunk> = (0..self.choices).map(|index| self.role(index)).collect();
+                if let Some(first) = roles.first_mut() {
+                    let texts = &self.frame.texts;
+                    first.prompt_logprobs = prompt_logprobs.map(|tokens| texts.prompt_logprobs(&tokens));
+                }
+                roles
+            }
+            Output::Delta { choice, content, reasoning, logprobs } => {
+                if content.is_empty() && reasoning.is_empty() && logprobs.is_empty() {
+                    return Vec::new();
+                }
+                let delta = Delta {
+                    role: None,
+                    content: (!content.is_empty() || reasoning.is_empty()).then_some(content),
+                    reasoning_content: (!reasoning.is_empty()).then_some(reasoning),
+                };
+                let logprobs = self.frame.logprobs(&logprobs);
+                let choice =
+                    ChunkChoice { index: choice, delta, logprobs, finish_reason: None, stop_reason: None };
+                vec![self.chunk(vec![choice])]
+            }
+            Output::Finished { choice, finish } => {
+                let end = ChunkChoice {
+                    index: choice,
+                    delta: Delta::default(),
+                    logprobs: None,
+                    finish_reason: Some(finish.reason),
+                    stop_reason: finish.stop,
+                };
+                vec![self.chunk(vec![end])]
+            }
+            Output::Done(totals) => {
+                self.totals += totals;
+                Vec::new()
+            }
+            Output::Failed(_) => Vec::new(),
+        }
+    }
+
+    fn last(&mut self) -> Option<ChatChunk> {
+        self.include_usage
+            .then(|| ChatChunk { usage: Some(Some(self.totals.into())), ..self.chunk(Vec::new()) })
+    }
+}

@@ -1,0 +1,159 @@
+//! What a chat request may not say.
+
+use serde_json::{Map, Value, json};
+
+use super::types::ChatFields;
+use crate::error::ApiError;
+use crate::routes::sampling::refuse_unless;
+use crate::schema::shown;
+
+/// Fields that would silently change nothing if they were let through.
+pub fn refuse_unsupported(body: &Map<String, Value>) -> Result<(), ApiError> {
+    let text_only = "only {\"type\": \"text\"} is";
+    refuse_unless(body, "response_format", |value| value["type"] == "text", text_only)?;
+    refuse_unless(
+        body,
+        "tool_choice",
+        |value| value == "auto" || value == "none",
+        "use \"auto\" or \"none\"",
+    )?;
+    refuse_unless(body, "use_beam_search", |value| value == false, "raise n instead")
+}
+
+/// Checks combinations of fields.
+pub fn combinations(fields: &ChatFields) -> Result<(), ApiError> {
+    if fields.continue_final_message == Some(true) && fields.add_generation_prompt == Some(true) {
+        let problem = "cannot be combined with add_generation_prompt: either go on in the last message or open a new turn";
+        return Err(ApiError::param("continue_final_message", problem));
+    }
+    if fields.top_logprobs.is_some_and(|top| top > 0) && fields.logprobs != Some(true) {
+        return Err(ApiError::param("top_logprobs", "needs logprobs: true"));
+    }
+    Ok(())
+}
+
+/// Checks the messages and brings them into the form that chat templates expect: text parts joined, `developer` as
+/// `system`, the arguments of tool calls as objects.
+pub fn messages(messages: Vec<Map<String, Value>>) -> Result<Vec<Value>, ApiError> {
+    if messages.is_empty() {
+        return Err(ApiError::param("messages", "is empty: at least one message is needed"));
+    }
+    messages.into_iter().enumerate().map(|(index, message)| one_message(index, message)).collect()
+}
+
+fn one_message(index: usize, mut message: Map<String, Value>) -> Result<Value, ApiError> {
+    let at = |field: &str| format!("messages[{index}].{field}");
+    match message.get("role") {
+        Some(Value::String(role)) if role == "developer" => {
+            message.insert("role".to_owned(), json!("system"));
+        }
+        Some(Value::String(role)) if !role.is_empty() => {}
+        Some(other) => {
+            return Err(ApiError::param(
+                at("role"),
+                format!("must be a string such as \"user\", not {}", shown(other)),
+            ));
+        }
+        None => return Err(ApiError::param(at("role"), "is missing")),
+    }
+    let calls_tools = matches!(message.get("tool_calls"), Some(Value::Array(calls)) if !calls.is_empty());
+    match message.get("content") {
+        Some(Value::String(_)) => {}
+        None | Some(Value::Null) if calls_tools => {
+            message.insert("content".to_owned(), json!(""));
+        }
+        None | Some(Value::Null) => return Err(ApiError::param(at("content"), "is missing")),
+        Some(Value::Array(parts)) => {
+            let text = join_parts(index, parts)?;
+            message.insert("content".to_owned(), Value::String(text));
+        }
+        Some(other) => {
+            let problem = format!("must be a string or a list of text parts, not {}", shown(other));
+            return Err(ApiError::param(at("content"), problem));
+        }
+    }
+    if let Some(Value::Array(calls)) = message.get_mut("tool_calls") {
+        calls.iter_mut().for_each(parse_arguments);
+    }
+    Ok(Value::Object(message))
+}
+
+fn join_parts(index: usize, parts: &[Value]) -> Result<String, ApiError> {
+    let texts: Result<Vec<&str>, ApiError> = parts
+        .iter()
+        .enumerate()
+        .map(|(part_index, part)| {
+            let param = || format!("messages[{index}].content[{part_index}]");
+            if let Value::String(text) = part {
+                return Ok(text.as_str());
+            }
+            let kind = part.get("type").and_then(Value::as_str);
+            match (kind, part.get("text")) {
+                (Some("text" | "input_text" | "output_text"), Some(Value::String(text))) => Ok(text.as_str()),
+                (Some("text" | "input_text" | "output_text"), _) => {
+                    Err(ApiError::param(format!("{}.text", param()), "must be a string"))
+                }
+                (Some(kind), _) => {
+                    let kind = shown(&Value::String(kind.to_owned()));
+                    Err(ApiError::param(
+                        param(),
+                        format!("parts of type {kind} are not supported, only text is"),
+                    ))
+                }
+                (None, _) => Err(ApiError::param(param(), "must be an object with `type` and `text`")),
+            }
+        })
+        .collect();
+    Ok(texts?.join("\n"))
+}
+
+/// OpenAI sends arguments as a string of JSON; templates print objects.
+fn parse_arguments(call: &mut Value) {
+    if let Some(arguments) = call.get_mut("function").and_then(|function| function.get_mut("arguments"))
+        && let Value::String(text) = &*arguments
+        && let Ok(parsed @ Value::Object(_)) = serde_json::from_str(text)
+    {
+        *arguments = parsed;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn check(message: Value) -> Result<Value, String> {
+        let Value::Object(message) = message else { panic!("not an object") };
+        one_message(0, message).map_err(|error| match error {
+            ApiError::Invalid { param, .. } => param.unwrap_or_default(),
+            other => other.to_string(),
+        })
+    }
+
+    #[test]
+    fn messages_are_brought_into_template_form() {
+        let parts = json!([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]);
+        assert_eq!(check(json!({"role": "user", "content": parts})).unwrap()["content"], "a\nb");
+        assert_eq!(check(json!({"role": "developer", "content": "x"})).unwrap()["role"], "system");
+        let call = json!({"role": "assistant", "content": null,
+            "tool_calls": [{"function": {"name": "f", "arguments": "{\"a\": 1}"}}]});
+        let message = check(call).unwrap();
+        assert_eq!(message["tool_calls"][0]["function"]["arguments"]["a"], 1);
+        assert_eq!(message["content"], "");
+    }
+
+    #[test]
+    fn wrong_messages_are_named() {
+        let cases = [
+            (json!({"content": "x"}), "messages[0].role"),
+            (json!({"role": 1, "content": "x"}), "messages[0].role"),
+            (json!({"role": "user"}), "messages[0].content"),
+            (json!({"role": "user", "content": 5}), "messages[0].content"),
+            (json!({"role": "user", "content": [{"type": "image_url"}]}), "messages[0].content[0]"),
+            (json!({"role": "user", "content": [{"type": "text"}]}), "messages[0].content[0].text"),
+            (json!({"role": "user", "content": [7]}), "messages[0].content[0]"),
+        ];
+        for (message, param) in cases {
+            assert_eq!(check(message).unwrap_err(), param);
+        }
+    }
+}

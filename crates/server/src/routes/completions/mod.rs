@@ -1,0 +1,238 @@
+//! `POST /v1/completions`.
+
+mod convert;
+pub mod types;
+mod validate;
+
+use axum::extract::{Extension, State};
+use axum::response::{IntoResponse, Response};
+use oscar_engine::TokenLogprobs;
+use serde_json::Value;
+
+use self::types::{CompletionChoice, CompletionLogprobs, CompletionResponse};
+use crate::app::Shared;
+use crate::body::{RawBody, off_thread};
+use crate::error::ApiError;
+use crate::generate::{Finish, Generation, Output, TokenTexts, Totals, finite};
+use crate::ids::unix_seconds;
+use crate::middleware::RequestName;
+use crate::routes::stream::{Chunks, respond};
+
+pub async fn create(
+    State(app): State<Shared>,
+    Extension(RequestName(name)): Extension<RequestName>,
+    RawBody(body): RawBody,
+) -> Result<Response, ApiError> {
+    let worker = app.clone();
+    let id = format!("cmpl-{name}");
+    let prepared = off_thread(&app, body.len(), move || convert::prepare(&worker, &name, &body)).await?;
+    let generation = Generation::start(&app, &prepared.job)?;
+    let choices = prepared.job.params.choices;
+    let reply = Reply {
+        id,
+        created: unix_seconds(),
+        model: prepared.model,
+        fingerprint: app.fingerprint(),
+        texts: TokenTexts::new(&app.text.tokenizer),
+        logprobs: prepared.job.params.logprobs.is_some(),
+        prompt_logprobs: prepared.wants_prompt_logprobs,
+        echo: prepared.echo,
+        offsets: vec![0; choices * prepared.job.prompts.len()],
+        prompts: prepared.job.prompts,
+        choices,
+        include_usage: prepared.include_usage,
+        totals: Totals::default(),
+    };
+    if prepared.stream {
+        return Ok(respond(app, generation, reply));
+    }
+    let response = collect(&app, generation, reply).await?;
+    Ok(axum::Json(response).into_response())
+}
+
+/// Turns outputs into pieces of choices, which are the chunks of a stream or are joined into one response.
+struct Reply {
+    id: String,
+    created: u64,
+    model: String,
+    fingerprint: String,
+    texts: TokenTexts,
+    logprobs: bool,
+    prompt_logprobs: bool,
+    echo: Option<Vec<String>>,
+    prompts: Vec<Vec<u32>>,
+    choices: usize,
+    /// Where the next token of each choice begins.
+    offsets: Vec<usize>,
+    include_usage: bool,
+    totals: Totals,
+}
+
+impl Reply {
+    fn response(&self, object: &'static str, choices: Vec<CompletionChoice>) -> CompletionResponse {
+        CompletionResponse {
+            id: self.id.clone(),
+            object,
+            created: self.created,
+            model: self.model.clone(),
+            choices,
+            system_fingerprint: self.fingerprint.clone(),
+            usage: None,
+        }
+    }
+
+    fn pieces(&mut self, output: Output) -> Vec<CompletionChoice> {
+        match output {
+            Output::Started { prompt, prompt_logprobs } => self.openings(prompt, prompt_logprobs),
+            Output::Delta { choice, content, logprobs, .. } => {
+                if content.is_empty() && logprobs.is_empty() {
+                    return Vec::new();
+                }
+                let logprobs = self.logprobs.then(|| self.token_logprobs(choice, &logprobs));
+                vec![CompletionChoice { logprobs, ..piece(choice, content) }]
+            }
+            Output::Finished { choice, finish: Finish { reason, stop } } => {
+                let finish_reason = Some(reason);
+                vec![CompletionChoice { finish_reason, stop_reason: stop, ..piece(choice, String::new()) }]
+            }
+            Output::Done(totals) => {
+                self.totals += totals;
+                Vec::new()
+            }
+            Output::Failed(_) => Vec::new(),
+        }
+    }
+
+    /// What the choices of a prompt begin with: the prompt, where it is repeated, and its log-probabilities.
+    fn openings(
+        &mut self,
+        prompt: usize,
+        found: Option<Vec<Option<TokenLogprobs>>>,
+    ) -> Vec<CompletionChoice> {
+        let echo = self.echo.as_ref().map(|texts| texts[prompt].clone());
+        let listed: Option<Value> = match &found {
+            Some(tokens) if self.prompt_logprobs => Some(self.texts.prompt_logprobs(tokens)),
+            _ => None,
+        };
+        if echo.is_none() && listed.is_none() {
+            return Vec::new();
+        }
+        let numbers = prompt * self.choices..(prompt + 1) * self.choices;
+        numbers
+            .map(|choice| {
+                let logprobs = match (&echo, &found) {
+                    (Some(_), Some(found)) if self.logprobs => {
+                        Some(self.echoed_logprobs(choice, prompt, found))
+                    }
+                    _ => None,
+                };
+                let text = echo.clone().unwrap_or_default();
+                CompletionChoice { logprobs, prompt_logprobs: listed.clone(), ..piece(choice, text) }
+            })
+            .collect()
+    }
+
+    fn echoed_logprobs(
+        &mut self,
+        choice: usize,
+        prompt: usize,
+        found: &[Option<TokenLogprobs>],
+    ) -> CompletionLogprobs {
+        let mut lists = CompletionLogprobs::default();
+        for (index, token) in self.prompts[prompt].clone().into_iter().enumerate() {
+            let logprobs = found.get(index).and_then(Option::as_ref);
+            self.add_token(&mut lists, choice, token, logprobs);
+        }
+        lists
+    }
+
+    fn token_logprobs(&mut self, choice: usize, tokens: &[TokenLogprobs]) -> CompletionLogprobs {
+        let mut lists = CompletionLogprobs::default();
+        for logprobs in tokens {
+            self.add_token(&mut lists, choice, logprobs.token, Some(logprobs));
+        }
+        lists
+    }
+
+    fn add_token(
+        &mut self,
+        lists: &mut CompletionLogprobs,
+        choice: usize,
+        token: u32,
+        logprobs: Option<&TokenLogprobs>,
+    ) {
+        let text = self.texts.text(token);
+        lists.text_offset.push(self.offsets[choice]);
+        self.offsets[choice] += text.chars().count();
+        lists.tokens.push(text);
+        lists.token_logprobs.push(logprobs.map(|logprobs| finite(logprobs.logprob)));
+        lists.top_logprobs.push(logprobs.map(|logprobs| self.texts.completion_entry(logprobs)));
+    }
+}
+
+fn piece(index: usize, text: String) -> CompletionChoice {
+    CompletionChoice {
+        index,
+        text,
+        logprobs: None,
+        finish_reason: None,
+        stop_reason: None,
+        prompt_logprobs: None,
+    }
+}
+
+async fn collect(
+    app: &Shared,
+    mut generation: Generation,
+    mut reply: Reply,
+) -> Result<CompletionResponse, ApiError> {
+    let mut choices: Vec<CompletionChoice> =
+        (0..reply.offsets.len()).map(|index| piece(index, String::new())).collect();
+    while let Some(output) = generation.next().await {
+        if let Output::Failed(error) = output {
+            return Err(app.engine_error(error));
+        }
+        for piece in reply.pieces(output) {
+            join(&mut choices[piece.index], piece);
+        }
+    }
+    for choice in &mut choices {
+        choice.finish_reason.get_or_insert("abort");
+        if reply.logprobs {
+            choice.logprobs.get_or_insert_default();
+        }
+    }
+    let usage = Some(Some(reply.totals.into()));
+    Ok(CompletionResponse { usage, ..reply.response("text_completion", choices) })
+}
+
+fn join(choice: &mut CompletionChoice, piece: CompletionChoice) {
+    choice.text += &piece.text;
+    choice.finish_reason = piece.finish_reason.or(choice.finish_reason);
+    choice.stop_reason = piece.stop_reason.or(choice.stop_reason.take());
+    choice.prompt_logprobs = piece.prompt_logprobs.or(choice.prompt_logprobs.take());
+    if let Some(more) = piece.logprobs {
+        let lists = choice.logprobs.get_or_insert_default();
+        lists.tokens.extend(more.tokens);
+        lists.token_logprobs.extend(more.token_logprobs);
+        lists.top_logprobs.extend(more.top_logprobs);
+        lists.text_offset.extend(more.text_offset);
+    }
+}
+
+impl Chunks for Reply {
+    type Chunk = CompletionResponse;
+
+    fn chunks(&mut self, output: Output) -> Vec<CompletionResponse> {
+        let pieces = self.pieces(output);
+        let usage = self.include_usage.then_some(None);
+        let chunk = |piece| CompletionResponse { usage, ..self.response("text_completion", vec![piece]) };
+        pieces.into_iter().map(chunk).collect()
+    }
+
+    fn last(&mut self) -> Option<CompletionResponse> {
+        let usage = Some(Some(self.totals.into()));
+        self.include_usage
+            .then(|| CompletionResponse { usage, ..self.response("text_completion", Vec::new()) })
+    }
+}

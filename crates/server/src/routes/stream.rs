@@ -1,0 +1,100 @@
+//! Server-sent events: one JSON object each, `[DONE]` at the end, comments in between when it gets quiet.
+
+use std::collections::VecDeque;
+use std::convert::Infallible;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use axum::http::{HeaderName, HeaderValue};
+use axum::response::sse::{Event, KeepAlive, Sse};
+use axum::response::{IntoResponse, Response};
+use futures_core::Stream;
+use serde::Serialize;
+
+use crate::app::Shared;
+use crate::generate::{Generation, Output};
+
+/// Turns outputs into the chunks of one endpoint.
+pub trait Chunks: Send + Unpin + 'static {
+    type Chunk: Serialize;
+
+    /// The chunks that an output gives rise to.
+    fn chunks(&mut self, output: Output) -> Vec<Self::Chunk>;
+    /// What follows when everything is done.
+    fn last(&mut self) -> Option<Self::Chunk>;
+}
+
+/// Answers with a stream of chunks. When the client goes away the stream is dropped, and with it the generation.
+pub fn respond(app: Shared, generation: Generation, chunks: impl Chunks) -> Response {
+    let keep_alive = KeepAlive::new().interval(app.config.keep_alive).text("keep-alive");
+    let events = Events { app, generation, chunks, ready: VecDeque::new(), ended: false };
+    let mut response = Sse::new(events).keep_alive(keep_alive).into_response();
+    // Reverse proxies would otherwise collect the stream before passing it on.
+    let buffering = HeaderName::from_static("x-accel-buffering");
+    response.headers_mut().insert(buffering, HeaderValue::from_static("no"));
+    response
+}
+
+struct Events<C> {
+    app: Shared,
+    generation: Generation,
+    chunks: C,
+    ready: VecDeque<Event>,
+    ended: bool,
+}
+
+impl<C: Chunks> Events<C> {
+    fn queue(&mut self, chunk: &impl Serialize) {
+        // Our own chunks are plain data, which always serializes.
+        if let Ok(text) = serde_json::to_string(chunk) {
+            self.ready.push_back(Event::default().data(text));
+        }
+    }
+
+    fn end(&mut self) {
+        self.ended = true;
+        self.ready.push_back(Event::default().data("[DONE]"));
+    }
+
+    fn take(&mut self, output: Option<Output>) {
+        match output {
+            Some(Output::Failed(error)) => {
+                let error = self.app.engine_error(error);
+                tracing::warn!(%error, "a stream failed");
+                self.queue(&error.to_json());
+                self.end();
+            }
+            Some(output) => {
+                for chunk in self.chunks.chunks(output) {
+                    self.queue(&chunk);
+                }
+            }
+            None => {
+                if let Some(chunk) = self.chunks.last() {
+                    self.queue(&chunk);
+                }
+                self.end();
+            }
+        }
+    }
+}
+
+impl<C: Chunks> Stream for Events<C> {
+    type Item = Result<Event, Infallible>;
+
+    fn poll_next(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        let this = self.get_mut();
+        loop {
+            if let Some(event) = this.ready.pop_front() {
+                return Poll::Ready(Some(Ok(event)));
+            }
+            if this.ended {
+                return Poll::Ready(None);
+            }
+            match this.generation.poll_next(context) {
+                Poll::Ready(output) => this.take(output),
+                Poll::Pending => return Poll::Pending,
+            }
+        }
+    }
+}

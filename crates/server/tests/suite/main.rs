@@ -1,0 +1,11 @@
+//! The server as its clients see it, over an engine that recites a script.
+
+mod chat;
+mod client;
+mod completions;
+mod fake;
+mod fuzz;
+mod operations;
+mod refusals;
+mod routes;
+mod sockets;
