@@ -118,7 +118,14 @@ pub trait Backend: Send + Sync {
     fn read(&self, x: &Self::Rows, out: &mut Vec<f32>);
     /// Adds `Σ_r w_r · xᵀx` to `gram` (`width × width`, row-major, symmetric), `x` being columns
     /// `first..first + width` of row `r`; without weights every row counts once. The statistic of calibration.
-    fn accumulate_gram(&self, x: &Self::Rows, first: usize, width: usize, weights: Option<&[f32]>, gram: &mut [f64]);
+    fn accumulate_gram(
+        &self,
+        x: &Self::Rows,
+        first: usize,
+        width: usize,
+        weights: Option<&[f32]>,
+        gram: &mut [f64],
+    );
 
     /// Rows of `qkv` are `[queries | keys | values]`. Applies QK-norm and RoPE to query and key heads in place;
     /// then takes the key mean off, rotates queries and keys into the cache's basis, stores keys and values in the

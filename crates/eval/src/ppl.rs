@@ -11,7 +11,9 @@ use oscar_engine::{EngineError, Logits, Runner, Sequence, StepRequest};
 pub enum PplError {
     #[error(transparent)]
     Engine(#[from] EngineError),
-    #[error("the text has {tokens} tokens, too few for one window of {window}: give more text or a smaller --window")]
+    #[error(
+        "the text has {tokens} tokens, too few for one window of {window}: give more text or a smaller --window"
+    )]
     TooShort { tokens: usize, window: usize },
     #[error("--score-from {score_from} leaves nothing to score in a window of {window}")]
     NothingScored { score_from: usize, window: usize },
@@ -50,7 +52,10 @@ struct Sums {
 
 /// Scores `tokens` with every runner; the first is the reference. `progress` hears (tokens done, tokens in all).
 pub fn evaluate<B: Backend>(
-    runners: &mut [Runner<B>], tokens: &[u32], options: &PplOptions, mut progress: impl FnMut(usize, usize),
+    runners: &mut [Runner<B>],
+    tokens: &[u32],
+    options: &PplOptions,
+    mut progress: impl FnMut(usize, usize),
 ) -> Result<Vec<PplResult>, PplError> {
     let window = options.window;
     if options.score_from + 1 >= window {
@@ -138,7 +143,10 @@ fn divergence(p: &[f32], q: &[f32]) -> f64 {
 }
 
 fn argmax(row: &[f32]) -> usize {
-    row.iter().enumerate().fold((0, f32::NEG_INFINITY), |best, (i, &v)| if v > best.1 { (i, v) } else { best }).0
+    row.iter()
+        .enumerate()
+        .fold((0, f32::NEG_INFINITY), |best, (i, &v)| if v > best.1 { (i, v) } else { best })
+        .0
 }
 
 #[cfg(test)]

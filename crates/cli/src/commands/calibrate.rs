@@ -3,7 +3,9 @@
 use crate::options::{ModelArgs, OpenModel};
 use crate::progress;
 use anyhow::{Context, Result, bail};
-use oscar_calibrate::{CalibrationOptions, ClipPolicy, Granularity, Stage, Statistic, calibrate, write_report};
+use oscar_calibrate::{
+    CalibrationOptions, ClipPolicy, Granularity, Stage, Statistic, calibrate, write_report,
+};
 use oscar_codec::Composition;
 use oscar_models::Transformer;
 use oscar_tasks::calibration::{CALIBRATION_SEEDS_FROM, Document, calibration_text};
@@ -92,11 +94,20 @@ pub fn run(args: &Args) -> Result<()> {
     };
     let fingerprint = model.weights.fingerprint();
     let cancelled = AtomicBool::new(false);
-    let result = calibrate(&backend, &transformer, &fingerprint, &sequences, &options, &mut report_progress, &cancelled)?;
+    let result = calibrate(
+        &backend,
+        &transformer,
+        &fingerprint,
+        &sequences,
+        &options,
+        &mut report_progress,
+        &cancelled,
+    )?;
     bar.finish_and_clear();
     result.file.save(&args.out)?;
     if let Some(dir) = &args.report {
-        let [page, _] = write_report(dir, &result.report).with_context(|| format!("--report {}", dir.display()))?;
+        let [page, _] =
+            write_report(dir, &result.report).with_context(|| format!("--report {}", dir.display()))?;
         eprintln!("report: {}", page.display());
     }
     let m = &result.file.metadata;
@@ -137,13 +148,16 @@ fn documents(args: &Args) -> Result<Vec<Document>> {
         match path.extension().and_then(|e| e.to_str()) {
             Some("jsonl" | "ndjson") => {
                 for (i, line) in content.lines().enumerate().filter(|(_, l)| !l.trim().is_empty()) {
-                    let value: Value = serde_json::from_str(line).with_context(|| format!("{name}, line {}", i + 1))?;
+                    let value: Value =
+                        serde_json::from_str(line).with_context(|| format!("{name}, line {}", i + 1))?;
                     all.push(document(&value).with_context(|| format!("{name}, line {}", i + 1))?);
                 }
             }
             Some("json") => {
-                let value: Value = serde_json::from_str(&content).with_context(|| format!("{name} is no JSON"))?;
-                let is_chat = |v: &Value| v.is_array() && v[0].get("role").is_some() || v.get("messages").is_some();
+                let value: Value =
+                    serde_json::from_str(&content).with_context(|| format!("{name} is no JSON"))?;
+                let is_chat =
+                    |v: &Value| v.is_array() && v[0].get("role").is_some() || v.get("messages").is_some();
                 match value.as_array().filter(|_| !is_chat(&value)) {
                     Some(list) => {
                         for (i, item) in list.iter().enumerate() {
@@ -174,7 +188,11 @@ fn document(value: &Value) -> Result<Document> {
             bail!("a message needs `role` and `content` as strings");
         };
         turns.push(oscar_tasks::chat::Turn {
-            role: if role == "assistant" { oscar_tasks::chat::Role::Assistant } else { oscar_tasks::chat::Role::User },
+            role: if role == "assistant" {
+                oscar_tasks::chat::Role::Assistant
+            } else {
+                oscar_tasks::chat::Role::User
+            },
             text: content.to_owned(),
         });
     }
@@ -182,7 +200,13 @@ fn document(value: &Value) -> Result<Document> {
 }
 
 /// Token sequences of at most `length`, `budget` tokens in all.
-fn sequences(model: &OpenModel, text: &ModelText, documents: &[Document], length: usize, budget: usize) -> Result<Vec<Vec<u32>>> {
+fn sequences(
+    model: &OpenModel,
+    text: &ModelText,
+    documents: &[Document],
+    length: usize,
+    budget: usize,
+) -> Result<Vec<Vec<u32>>> {
     let mut all = Vec::new();
     let mut total = 0;
     for document in documents {

@@ -55,7 +55,11 @@ fn ppl(args: &PplArgs) -> Result<()> {
     let model = args.model.open()?;
     let context = args.window;
     if context > model.config.max_position_embeddings {
-        bail!("--window {context}: {} addresses {} positions", model.name, model.config.max_position_embeddings);
+        bail!(
+            "--window {context}: {} addresses {} positions",
+            model.name,
+            model.config.max_position_embeddings
+        );
     }
     let text = std::fs::read(&args.text).with_context(|| format!("--text {}", args.text))?;
     let text = String::from_utf8(text).with_context(|| format!("--text {} is not UTF-8", args.text))?;
@@ -68,8 +72,12 @@ fn ppl(args: &PplArgs) -> Result<()> {
         eprintln!("{format}: rotations: {}", cache.rotation_origin);
         runners.push(cache.runner(&model, args.model.backend()?, &args.cache, context, 1, |_| {})?);
     }
-    let options =
-        PplOptions { window: args.window, score_from: args.score_from, limit: args.limit, chunk: args.cache.prefill_chunk };
+    let options = PplOptions {
+        window: args.window,
+        score_from: args.score_from,
+        limit: args.limit,
+        chunk: args.cache.prefill_chunk,
+    };
     let bar = progress::bar("scoring", 0);
     let results = evaluate(&mut runners, &tokens, &options, |done, total| {
         bar.set_length(total as u64);
@@ -79,7 +87,8 @@ fn ppl(args: &PplArgs) -> Result<()> {
     let mut rows = Vec::new();
     for ((format, runner), r) in formats.iter().zip(&runners).zip(&results) {
         let bits = runner.layout().coded().map_or(16.0, |t| t.bits_per_element());
-        let bits = if runner.layout().coded().is_none() { runner.layout().bits_per_element(64) } else { bits };
+        let bits =
+            if runner.layout().coded().is_none() { runner.layout().bits_per_element(64) } else { bits };
         if args.json {
             println!(
                 "{}",

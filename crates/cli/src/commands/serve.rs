@@ -209,7 +209,8 @@ impl Config {
     fn resolve(flags: &Flags) -> Result<Self> {
         let mut table = match &flags.config {
             Some(path) => {
-                let text = std::fs::read_to_string(path).with_context(|| format!("--config {}", path.display()))?;
+                let text =
+                    std::fs::read_to_string(path).with_context(|| format!("--config {}", path.display()))?;
                 text.parse::<toml::Table>().with_context(|| format!("--config {}", path.display()))?
             }
             None => toml::Table::new(),
@@ -231,7 +232,9 @@ impl Config {
             port: self.port,
             api_keys: self.api_keys()?,
             model_aliases: self.model_alias.clone(),
-            max_body_bytes: parse_size(&self.max_body_bytes).map_err(anyhow::Error::msg).context("max_body_bytes")?,
+            max_body_bytes: parse_size(&self.max_body_bytes)
+                .map_err(anyhow::Error::msg)
+                .context("max_body_bytes")?,
             drain_timeout: Duration::from_secs(self.drain_timeout),
             allow_request_template: self.allow_request_template,
             reasoning: if self.no_reasoning_split { Reasoning::Off } else { Reasoning::think() },
@@ -255,8 +258,12 @@ impl Config {
 /// Keys of a file, one a line, `#` begins a comment. A file without a key is an error: it would open the server.
 fn read_keys(path: &Path) -> Result<Vec<String>> {
     let text = std::fs::read_to_string(path).with_context(|| format!("--api-key-file {}", path.display()))?;
-    let keys: Vec<String> =
-        text.lines().map(str::trim).filter(|l| !l.is_empty() && !l.starts_with('#')).map(str::to_owned).collect();
+    let keys: Vec<String> = text
+        .lines()
+        .map(str::trim)
+        .filter(|l| !l.is_empty() && !l.starts_with('#'))
+        .map(str::to_owned)
+        .collect();
     if keys.is_empty() {
         bail!("--api-key-file {} holds no key: the server would be open to everyone", path.display());
     }
@@ -292,7 +299,13 @@ pub fn run(flags: &Flags) -> Result<()> {
         sink: config.sink,
         recent: config.recent,
         prefill_chunk: config.prefill_chunk,
-        kv_memory: config.kv_memory.as_deref().map(parse_size).transpose().map_err(anyhow::Error::msg).context("kv_memory")?,
+        kv_memory: config
+            .kv_memory
+            .as_deref()
+            .map(parse_size)
+            .transpose()
+            .map_err(anyhow::Error::msg)
+            .context("kv_memory")?,
     };
     let cache = model.cache(format, &cache_args)?;
     let context = config.context.unwrap_or(model.config.max_position_embeddings);
@@ -301,11 +314,16 @@ pub fn run(flags: &Flags) -> Result<()> {
     eprintln!("cache: {}; rotations: {}", cache.layout.describe(), cache.rotation_origin);
     eprintln!("attention: {}", backend.describe_attention(&cache.layout));
     let cache_args = CacheArgs {
-        kv_memory: Some(cache_args.kv_memory.unwrap_or_else(|| default_kv_memory(&cache.layout, context, config.prefill_chunk))),
+        kv_memory: Some(
+            cache_args
+                .kv_memory
+                .unwrap_or_else(|| default_kv_memory(&cache.layout, context, config.prefill_chunk)),
+        ),
         ..cache_args
     };
     let bar = progress::bar("loading", model.config.layers as u64);
-    let runner = cache.runner(&model, backend, &cache_args, context, 1, |layers| bar.set_position(layers as u64))?;
+    let runner =
+        cache.runner(&model, backend, &cache_args, context, 1, |layers| bar.set_position(layers as u64))?;
     bar.finish_and_clear();
     eprintln!("KV memory: {}", progress::bytes(cache_args.kv_memory.unwrap_or_default()));
 
@@ -332,7 +350,8 @@ pub fn run(flags: &Flags) -> Result<()> {
         prefix_cache: !config.no_prefix_cache,
         ..EngineOptions::new(model.name.clone())
     };
-    let engine: Arc<dyn EngineApi> = Arc::new(Engine::start(runner, options).context("the engine thread could not start")?);
+    let engine: Arc<dyn EngineApi> =
+        Arc::new(Engine::start(runner, options).context("the engine thread could not start")?);
     listen(server, engine, Arc::new(text), defaults, &model.name)
 }
 
@@ -343,7 +362,11 @@ fn default_kv_memory(layout: &oscar_codec::CacheLayout, context: usize, chunk: u
 }
 
 fn listen(
-    config: ServerConfig, engine: Arc<dyn EngineApi>, text: Arc<oscar_text::ModelText>, defaults: GenerationDefaults, name: &str,
+    config: ServerConfig,
+    engine: Arc<dyn EngineApi>,
+    text: Arc<oscar_text::ModelText>,
+    defaults: GenerationDefaults,
+    name: &str,
 ) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     runtime.block_on(async {

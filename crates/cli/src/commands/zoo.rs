@@ -70,9 +70,13 @@ pub fn run(args: &Args) -> Result<()> {
     match &args.what {
         What::Inspect { file, json } => inspect(file, *json),
         What::Find { root, model, named } => find(root, model, named.as_deref()),
-        What::Convert { key: Some(key), value: Some(value), kv_heads, out, .. } => to_safetensors(key, value, *kv_heads, out),
+        What::Convert { key: Some(key), value: Some(value), kv_heads, out, .. } => {
+            to_safetensors(key, value, *kv_heads, out)
+        }
         What::Convert { from: Some(from), lossy, out, .. } => to_pt(from, *lossy, out),
-        What::Convert { .. } => bail!("give --key and --value (two .pt files), or --from (a .safetensors file)"),
+        What::Convert { .. } => {
+            bail!("give --key and --value (two .pt files), or --from (a .safetensors file)")
+        }
         What::Verify { file, tolerance } => verify(file, *tolerance),
     }
 }
@@ -89,8 +93,15 @@ fn inspect(file: &Path, as_json: bool) -> Result<()> {
         if as_json {
             println!("{}", serde_json::to_value(m)?);
         } else {
-            println!("{}: {layers} layers × {heads} KV heads of {d}, {:?} granularity", file.display(), m.granularity);
-            println!("statistic {}, composition {}, keys centred: {}, clip {}", m.statistic, m.composition, m.centred, m.clip);
+            println!(
+                "{}: {layers} layers × {heads} KV heads of {d}, {:?} granularity",
+                file.display(),
+                m.granularity
+            );
+            println!(
+                "statistic {}, composition {}, keys centred: {}, clip {}",
+                m.statistic, m.composition, m.centred, m.clip
+            );
             println!("{} tokens in {} sequences; {}; {}", m.tokens, m.sequences, m.tool, m.note);
             println!("model {}", m.model_fingerprint.as_deref().unwrap_or("unknown"));
         }
@@ -111,7 +122,12 @@ fn inspect(file: &Path, as_json: bool) -> Result<()> {
     }
     println!(
         "{}: RotationZoo format {}, objective {}, grouping {}, {} layers, {heads}, head size {}",
-        file.display(), f.format_version, f.objective, f.source_grouping, f.layers.len(), first.head_dim
+        file.display(),
+        f.format_version,
+        f.objective,
+        f.source_grouping,
+        f.layers.len(),
+        first.head_dim
     );
     if let Some((layer, error)) = worst {
         println!("largest |RᵀR − I|: {error:.2e} (layer {layer})\n");
@@ -122,7 +138,8 @@ fn inspect(file: &Path, as_json: bool) -> Result<()> {
         .map(|(id, layer)| {
             let spectrum = layer.eigenvalues.as_ref().filter(|e| e.len() == layer.head_dim);
             let participation = spectrum.map(|e| {
-                let (sum, squares) = e.iter().fold((0.0, 0.0), |(s, q), &v| (s + f64::from(v), q + f64::from(v).powi(2)));
+                let (sum, squares) =
+                    e.iter().fold((0.0, 0.0), |(s, q), &v| (s + f64::from(v), q + f64::from(v).powi(2)));
                 format!("{:.1}", sum * sum / squares)
             });
             vec![
@@ -147,7 +164,10 @@ fn to_safetensors(key: &Path, value: &Path, kv_heads: Option<usize>, out: &Path)
     let (k, v) = (ZooFile::read(key)?, ZooFile::read(value)?);
     let own = k.layers.values().next().and_then(|l| l.heads);
     let Some(heads) = kv_heads.or(own) else {
-        bail!("{} holds one rotation a layer and does not say how many KV heads the model has: give --kv-heads", key.display());
+        bail!(
+            "{} holds one rotation a layer and does not say how many KV heads the model has: give --kv-heads",
+            key.display()
+        );
     };
     RotationFile::from_zoo(&k, &v, heads)?.save(out)?;
     println!("{}", out.display());
@@ -169,7 +189,10 @@ fn verify(file: &Path, tolerance: f64) -> Result<()> {
     let error = if is_ours(file) {
         let f = RotationFile::load(file)?;
         let heads = f.rotations.heads();
-        heads.iter().flat_map(|h| [h.key.orthogonality_error(), h.value.orthogonality_error()]).fold(0.0, f64::max)
+        heads
+            .iter()
+            .flat_map(|h| [h.key.orthogonality_error(), h.value.orthogonality_error()])
+            .fold(0.0, f64::max)
     } else {
         let f = ZooFile::read(file)?;
         f.validate()?;

@@ -6,7 +6,8 @@ fn calibrate_convert_and_use() {
     let dir = tempfile::tempdir().unwrap();
     let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
     let (file, report) = (path("r.safetensors"), path("report"));
-    let row = &json_lines(&["calibrate", "--tokens", "1024", "--out", &file, "--report", &report, "--json"])[0];
+    let row =
+        &json_lines(&["calibrate", "--tokens", "1024", "--out", &file, "--report", &report, "--json"])[0];
     assert_eq!(row["tokens"], 1024);
     assert!(fs::read_to_string(path("report/report.html")).unwrap().contains("<svg"));
     assert!(succeed(&["zoo", "verify", &file]).contains("orthogonal"));
@@ -20,7 +21,10 @@ fn calibrate_convert_and_use() {
     succeed(&["zoo", "convert", "--from", &file, "--lossy", "--out", &path("zoo")]);
     let (key, value) = (path("zoo/k_rotation_qqt_r_h_pbr.pt"), path("zoo/v_rotation_sst_r_h_pbr.pt"));
     let info = &json_lines(&["zoo", "inspect", &key, "--json"])[0];
-    assert_eq!((info["format_version"].as_u64(), info["layers"].as_u64(), info["heads"].as_u64()), (Some(2), Some(6), Some(2)));
+    assert_eq!(
+        (info["format_version"].as_u64(), info["layers"].as_u64(), info["heads"].as_u64()),
+        (Some(2), Some(6), Some(2))
+    );
     let back = path("back.safetensors");
     succeed(&["zoo", "convert", "--key", &key, "--value", &value, "--out", &back]);
     succeed(&["zoo", "verify", &back]);
@@ -31,8 +35,16 @@ fn calibration_text_comes_in_several_forms() {
     let dir = tempfile::tempdir().unwrap();
     let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
     fs::write(path("a.txt"), "The harbour lay still in the morning. ".repeat(40)).unwrap();
-    fs::write(path("b.jsonl"), "{\"text\": \"Some words.\"}\n\n{\"messages\": [{\"role\": \"user\", \"content\": \"Hi\"}]}\n").unwrap();
-    fs::write(path("c.json"), r#"[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]"#).unwrap();
+    fs::write(
+        path("b.jsonl"),
+        "{\"text\": \"Some words.\"}\n\n{\"messages\": [{\"role\": \"user\", \"content\": \"Hi\"}]}\n",
+    )
+    .unwrap();
+    fs::write(
+        path("c.json"),
+        r#"[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]"#,
+    )
+    .unwrap();
     let out = path("r.safetensors");
     let (a, b, c) = (path("a.txt"), path("b.jsonl"), path("c.json"));
     let row = &json_lines(&["calibrate", "--text", &a, &b, &c, "--out", &out, "--json"])[0];

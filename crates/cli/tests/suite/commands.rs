@@ -13,7 +13,10 @@ fn doctor_shows_machine_model_and_formats() {
 #[test]
 fn run_answers_on_a_two_bit_cache() {
     let json = &json_lines(&["run", "--prompt", "Who are you?", "--json"])[0];
-    assert_eq!(json["text"], "I am a small language model with fifteen million weights, trained to read long texts and remember what they say.");
+    assert_eq!(
+        json["text"],
+        "I am a small language model with fifteen million weights, trained to read long texts and remember what they say."
+    );
     assert_eq!(json["finish_reason"], "stop");
     assert_eq!(json["kv"], "oscar2");
     assert!(json["cache_bytes"].as_u64().unwrap() > 0);
@@ -24,7 +27,10 @@ fn run_stops_at_a_stop_string_and_at_the_token_limit() {
     let json = &json_lines(&["run", "--prompt", "Who are you?", "--stop", "fifteen", "--json"])[0];
     assert_eq!(json["text"], "I am a small language model with ");
     let json = &json_lines(&["run", "--prompt", "Who are you?", "--max-tokens", "3", "--json"])[0];
-    assert_eq!((json["finish_reason"].as_str().unwrap(), json["generated_tokens"].as_u64().unwrap()), ("length", 3));
+    assert_eq!(
+        (json["finish_reason"].as_str().unwrap(), json["generated_tokens"].as_u64().unwrap()),
+        ("length", 3)
+    );
 }
 
 #[test]
@@ -45,7 +51,18 @@ fn run_reads_chat_files_and_raw_prompts_from_files() {
 
 #[test]
 fn the_same_seed_gives_the_same_text() {
-    let args = ["run", "--prompt", "Continue this text: The sea was calm.", "--temperature", "1", "--seed", "7", "--max-tokens", "24", "--json"];
+    let args = [
+        "run",
+        "--prompt",
+        "Continue this text: The sea was calm.",
+        "--temperature",
+        "1",
+        "--seed",
+        "7",
+        "--max-tokens",
+        "24",
+        "--json",
+    ];
     let (a, b) = (json_lines(&args)[0]["text"].clone(), json_lines(&args)[0]["text"].clone());
     assert_eq!(a, b);
 }
@@ -63,7 +80,19 @@ fn plan_counts_exactly() {
 #[test]
 fn bench_rows_carry_the_promised_fields() {
     let runs: [&[&str]; 3] = [
-        &["bench", "attention", "--heads", "4/1", "--head-dim", "64", "--context", "512", "--repetitions", "2", "--json"],
+        &[
+            "bench",
+            "attention",
+            "--heads",
+            "4/1",
+            "--head-dim",
+            "64",
+            "--context",
+            "512",
+            "--repetitions",
+            "2",
+            "--json",
+        ],
         &["bench", "decode", "--context", "400", "--repetitions", "2", "--json"],
         &["bench", "prefill", "--context", "400", "--json"],
     ];
@@ -71,11 +100,33 @@ fn bench_rows_carry_the_promised_fields() {
         let rows = json_lines(args);
         assert_eq!(rows.len(), 2, "bf16 and oscar2");
         for row in rows {
-            for field in ["kv", "device", "context", "batch", "us", "tokens_per_s", "gbps", "ceiling_gbps", "cache_bytes"] {
+            for field in [
+                "kv",
+                "device",
+                "context",
+                "batch",
+                "us",
+                "tokens_per_s",
+                "gbps",
+                "ceiling_gbps",
+                "cache_bytes",
+            ] {
                 assert!(!row[field].is_null(), "{field} is missing in {row}");
             }
         }
     }
-    let rows = json_lines(&["bench", "gemm", "--rows", "1", "--outputs", "256", "--inputs", "256", "--repetitions", "2", "--json"]);
+    let rows = json_lines(&[
+        "bench",
+        "gemm",
+        "--rows",
+        "1",
+        "--outputs",
+        "256",
+        "--inputs",
+        "256",
+        "--repetitions",
+        "2",
+        "--json",
+    ]);
     assert!(rows.iter().all(|r| r["gflops"].as_f64().unwrap() > 0.0));
 }

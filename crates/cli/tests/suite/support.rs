@@ -15,7 +15,10 @@ pub fn succeed(args: &[&str]) -> String {
 
 /// Every line of standard output as JSON, of a run that must succeed.
 pub fn json_lines(args: &[&str]) -> Vec<Value> {
-    succeed(args).lines().map(|line| serde_json::from_str(line).unwrap_or_else(|e| panic!("{line}: {e}"))).collect()
+    succeed(args)
+        .lines()
+        .map(|line| serde_json::from_str(line).unwrap_or_else(|e| panic!("{line}: {e}")))
+        .collect()
 }
 
 /// Exit status and standard error of a run that must fail.

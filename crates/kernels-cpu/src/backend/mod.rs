@@ -169,11 +169,7 @@ impl Backend for CpuBackend {
             Mode::Fast => "BF16 weights and activations",
             Mode::F32 => "F32 weights and activations",
         };
-        format!(
-            "cpu, {} kernels, {} threads, {weights}",
-            self.kernels.variant(),
-            self.pool.threads()
-        )
+        format!("cpu, {} kernels, {} threads, {weights}", self.kernels.variant(), self.pool.threads())
     }
 
     fn describe_attention(&self, layout: &CacheLayout) -> String {

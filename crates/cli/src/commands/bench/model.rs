@@ -3,10 +3,11 @@
 use super::{Row, ceiling, report};
 use crate::options::{CacheArgs, ModelArgs};
 use crate::progress;
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use oscar_backend::Backend;
 use oscar_codec::KvFormat;
 use oscar_engine::{Logits, Runner, Sequence, StepRequest};
+use oscar_kernels_cpu::ThreadPool;
 use oscar_kernels_cpu::backend::CpuBackend;
 use oscar_kernels_cpu::bench::{Timing, time_median};
 use serde_json::json;
@@ -79,19 +80,17 @@ impl Args {
 pub fn prefill(args: &Args) -> Result<()> {
     args.check()?;
     let mut rows = Vec::new();
-    let mut limit = 0.0;
+    let mut pool = None;
     for &context in &args.context {
         for &format in &args.kv {
             let mut runner = args.runner(format, context, 1)?;
-            if limit == 0.0 {
-                limit = ceiling(runner.backend().kernels(), runner.backend().threads());
-            }
             let tokens = random_tokens(context, runner.config().vocab_size, 1);
             let mut sequence = Sequence::new();
             let started = Instant::now();
             runner.prefill(&mut sequence, &tokens, &mut Vec::new(), |_| {})?;
             let elapsed = started.elapsed();
             let cache_bytes = runner.usage().bytes;
+            pool.get_or_insert((runner.backend().kernels(), runner.backend().threads().threads()));
             rows.push(Row {
                 kv: format.to_string(),
                 context,
@@ -104,8 +103,12 @@ pub fn prefill(args: &Args) -> Result<()> {
             });
         }
     }
+    let peak = peak_rss();
+    // The ceiling needs a large buffer of its own, so it is measured after the peak was read.
+    let (kernels, threads) = pool.context("no context and format to measure")?;
+    let limit = ceiling(kernels, &ThreadPool::new(threads)?);
     report(&rows, limit, args.json);
-    if let (false, Some(peak)) = (args.json, peak_rss()) {
+    if let (false, Some(peak)) = (args.json, peak) {
         println!("\npeak resident memory of this process: {}", progress::bytes(peak));
     }
     Ok(())
