@@ -107,17 +107,24 @@ pub struct HeatMap<'a> {
 impl HeatMap<'_> {
     pub fn render(&self) -> String {
         const CELL: (f64, f64) = (34.0, 16.0);
+        /// The caption has a line of its own above the column numbers, and room for its words.
+        const CAPTION: (f64, f64) = (150.0, 16.0);
         let columns = self.columns.max(1);
         let rows = self.values.len().div_ceil(columns);
-        let (width, height) = (LEFT + columns as f64 * CELL.0 + 4.0, TOP + rows as f64 * CELL.1 + 4.0);
+        let top = TOP + CAPTION.1;
+        let width = (LEFT + columns as f64 * CELL.0 + 4.0).max(CAPTION.0);
+        let height = top + rows as f64 * CELL.1 + 4.0;
         let mut svg = open(width, height, self.title);
         put(&mut svg, format_args!(r#"<text class="label" x="4" y="12">{}</text>"#, escape(self.row_label)));
         for column in 0..columns {
             let x = LEFT + (column as f64 + 0.5) * CELL.0;
-            put(&mut svg, format_args!(r#"<text class="tick mid" x="{x:.1}" y="16">{column}</text>"#));
+            put(
+                &mut svg,
+                format_args!(r#"<text class="tick mid" x="{x:.1}" y="{:.1}">{column}</text>"#, top - 6.0),
+            );
         }
         for (row, values) in self.values.chunks(columns).enumerate() {
-            let y = TOP + row as f64 * CELL.1;
+            let y = top + row as f64 * CELL.1;
             let middle = y + 11.5;
             put(
                 &mut svg,

@@ -8,7 +8,7 @@ use oscar_calibrate::{
 };
 use oscar_codec::Composition;
 use oscar_models::Transformer;
-use oscar_tasks::calibration::{CALIBRATION_SEEDS_FROM, Document, calibration_text};
+use oscar_tasks::{CALIBRATION_SEEDS_FROM, Document, calibration_text};
 use oscar_text::{ChatInput, ModelText};
 use serde_json::{Value, json};
 use std::path::PathBuf;
@@ -65,8 +65,8 @@ pub fn run(args: &Args) -> Result<()> {
     let started = Instant::now();
     let model = args.model.open()?;
     let text = model.text()?;
-    let documents = documents(args)?;
-    let sequences = sequences(&model, &text, &documents, args.sequence, args.tokens)?;
+    let inputs = inputs(args)?;
+    let sequences = sequences(&model, &text, &inputs, args.sequence, args.tokens)?;
     let backend = args.model.backend()?;
     let transformer =
         Transformer::build(&backend, &model.config, &model.weights, None, args.sequence.max(256), |_| {})?;
@@ -135,10 +135,33 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-fn documents(args: &Args) -> Result<Vec<Document>> {
+/// A piece of calibration input.
+enum Input {
+    Text(String),
+    /// A list of messages as the chat template takes them.
+    Messages(Value),
+}
+
+impl From<Document> for Input {
+    fn from(document: Document) -> Self {
+        match document {
+            Document::Text(text) => Self::Text(text),
+            Document::Chat(turns) => {
+                let message = |t: &oscar_tasks::Turn| json!({"role": t.role.as_str(), "content": t.text});
+                Self::Messages(turns.iter().map(message).collect())
+            }
+        }
+    }
+}
+
+fn inputs(args: &Args) -> Result<Vec<Input>> {
     if args.text.is_empty() {
         // About four characters a token, with some to spare.
-        return Ok(calibration_text(CALIBRATION_SEEDS_FROM + args.seed, args.tokens.saturating_mul(5)));
+        let seed = CALIBRATION_SEEDS_FROM.saturating_add(args.seed);
+        return Ok(calibration_text(seed, args.tokens.saturating_mul(5))
+            .into_iter()
+            .map(Input::from)
+            .collect());
     }
     let mut all = Vec::new();
     for path in &args.text {
@@ -150,7 +173,7 @@ fn documents(args: &Args) -> Result<Vec<Document>> {
                 for (i, line) in content.lines().enumerate().filter(|(_, l)| !l.trim().is_empty()) {
                     let value: Value =
                         serde_json::from_str(line).with_context(|| format!("{name}, line {}", i + 1))?;
-                    all.push(document(&value).with_context(|| format!("{name}, line {}", i + 1))?);
+                    all.push(input(&value).with_context(|| format!("{name}, line {}", i + 1))?);
                 }
             }
             Some("json") => {
@@ -161,66 +184,52 @@ fn documents(args: &Args) -> Result<Vec<Document>> {
                 match value.as_array().filter(|_| !is_chat(&value)) {
                     Some(list) => {
                         for (i, item) in list.iter().enumerate() {
-                            all.push(document(item).with_context(|| format!("{name}, entry {i}"))?);
+                            all.push(input(item).with_context(|| format!("{name}, entry {i}"))?);
                         }
                     }
-                    None => all.push(document(&value).with_context(|| name.to_string())?),
+                    None => all.push(input(&value).with_context(|| name.to_string())?),
                 }
             }
-            _ => all.push(Document::Text(content)),
+            _ => all.push(Input::Text(content)),
         }
     }
     Ok(all)
 }
 
 /// Text or a conversation, from a string, `{"text": …}`, a list of messages, or `{"messages": …}`.
-fn document(value: &Value) -> Result<Document> {
+fn input(value: &Value) -> Result<Input> {
     if let Some(text) = value.as_str().or_else(|| value.get("text")?.as_str()) {
-        return Ok(Document::Text(text.to_owned()));
+        return Ok(Input::Text(text.to_owned()));
     }
     let messages = if value.is_array() { value } else { &value["messages"] };
-    let Some(messages) = messages.as_array() else {
+    let Some(list) = messages.as_array() else {
         bail!("expected a string, an object with `text`, a list of messages, or an object with `messages`");
     };
-    let mut turns = Vec::new();
-    for message in messages {
-        let (Some(role), Some(content)) = (message["role"].as_str(), message["content"].as_str()) else {
-            bail!("a message needs `role` and `content` as strings");
-        };
-        turns.push(oscar_tasks::chat::Turn {
-            role: if role == "assistant" {
-                oscar_tasks::chat::Role::Assistant
-            } else {
-                oscar_tasks::chat::Role::User
-            },
-            text: content.to_owned(),
-        });
+    if let Some(bad) = list.iter().find(|m| !m["role"].is_string()) {
+        bail!("a message needs a `role`: {bad}");
     }
-    Ok(Document::Chat(turns))
+    Ok(Input::Messages(messages.clone()))
 }
 
 /// Token sequences of at most `length`, `budget` tokens in all.
 fn sequences(
     model: &OpenModel,
     text: &ModelText,
-    documents: &[Document],
+    inputs: &[Input],
     length: usize,
     budget: usize,
 ) -> Result<Vec<Vec<u32>>> {
     let mut all = Vec::new();
     let mut total = 0;
-    for document in documents {
-        let tokens = match document {
-            Document::Text(content) => text.tokenizer.encode(content, true)?,
-            Document::Chat(turns) => {
+    for input in inputs {
+        let tokens = match input {
+            Input::Text(content) => text.tokenizer.encode(content, true)?,
+            Input::Messages(messages) => {
                 let Some(template) = &text.chat else {
                     bail!("{} has no chat template: calibrate on plain text with --text", model.name);
                 };
-                let messages: Vec<Value> =
-                    turns.iter().map(|t| json!({"role": t.role.as_str(), "content": t.text})).collect();
-                let messages = Value::Array(messages);
-                let input = ChatInput { add_generation_prompt: false, ..ChatInput::new(&messages) };
-                text.tokenizer.encode(&template.render(&input)?, false)?
+                let chat = ChatInput { add_generation_prompt: false, ..ChatInput::new(messages) };
+                text.tokenizer.encode(&template.render(&chat)?, false)?
             }
         };
         for piece in tokens.chunks(length.max(1)) {
