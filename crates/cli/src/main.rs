@@ -43,20 +43,25 @@ enum Command {
     Zoo(commands::zoo::Args),
 }
 
-/// A reader that closes the pipe early (`oscar … | head`) is no failure worth a backtrace.
-fn exit_quietly_on_closed_pipe() {
+/// `println!` panics when standard output cannot be written. A reader that closed the pipe early (`oscar … | head`) is
+/// no failure; anything else, such as a full disk, is one.
+fn report_failed_output() {
     let default = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |info| {
         let message = info.payload().downcast_ref::<String>().map_or("", String::as_str);
         if message.starts_with("failed printing to stdout") {
-            std::process::exit(0);
+            if message.contains("Broken pipe") {
+                std::process::exit(0);
+            }
+            eprintln!("error: {message}");
+            std::process::exit(1);
         }
         default(info);
     }));
 }
 
 fn main() -> ExitCode {
-    exit_quietly_on_closed_pipe();
+    report_failed_output();
     let result = match Args::parse().command {
         Command::Serve(flags) => commands::serve::run(&flags),
         Command::Doctor(args) => commands::doctor::run(&args),

@@ -6,7 +6,7 @@ use oscar_codec::{
     CacheLayout, CodeLayout, FormatTable, KvFormat, RotationKind, RotationSet, RowPageCodec, Side, SideSpec,
     Windows,
 };
-use oscar_engine::{Runner, RunnerOptions};
+use oscar_engine::{Runner, RunnerOptions, SamplingParams};
 use oscar_kernels_cpu::Kernels;
 use oscar_kernels_cpu::backend::{CpuBackend, Mode};
 use oscar_models::{DecoderConfig, GenerationConfig, ModelSource, Weights};
@@ -65,7 +65,7 @@ pub struct CacheArgs {
     /// Prompt tokens processed in one step; answers do not depend on it
     #[arg(long, value_name = "N", default_value_t = 512)]
     pub prefill_chunk: usize,
-    /// Memory for KV pages, e.g. 512M or 8G; what the context needs if absent
+    /// Memory for KV pages, e.g. 512M or 8G; if absent what the context needs (`bench serve`: 4 BF16 requests)
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub kv_memory: Option<usize>,
 }
@@ -118,9 +118,7 @@ impl ModelArgs {
         }
         let threads =
             self.threads.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from));
-        if threads == 0 {
-            bail!("--threads 0: at least one thread is needed");
-        }
+        check_threads(threads)?;
         let precision = match self.precision {
             PrecisionArg::Bf16 => Mode::Bf16,
             PrecisionArg::Fast => Mode::Fast,
@@ -128,6 +126,14 @@ impl ModelArgs {
         };
         CpuBackend::new(Kernels::chosen()?, threads, precision).context("the thread pool could not start")
     }
+}
+
+/// More threads than any machine has are a typing error, and starting them would fail half-way.
+pub fn check_threads(threads: usize) -> Result<()> {
+    if !(1..=1024).contains(&threads) {
+        bail!("--threads {threads}: between 1 and 1024");
+    }
+    Ok(())
 }
 
 #[cfg(not(feature = "hub"))]
@@ -176,9 +182,28 @@ impl OpenModel {
         Ok(GenerationConfig::load(&self.source)?)
     }
 
+    /// Sampling where the user says nothing: the model's recommendation, else plain sampling.
+    pub fn default_sampling(generation: &GenerationConfig) -> SamplingParams {
+        let greedy = generation.do_sample == Some(false);
+        SamplingParams {
+            temperature: if greedy { 0.0 } else { generation.temperature.unwrap_or(1.0) },
+            top_k: generation.top_k.unwrap_or(0) as usize,
+            top_p: generation.top_p.unwrap_or(1.0),
+            min_p: generation.min_p.unwrap_or(0.0),
+            repetition_penalty: generation.repetition_penalty.unwrap_or(1.0),
+            ..SamplingParams::default()
+        }
+    }
+
     /// The cache layout of a format, with the clip ratios of the rotation file where it has them.
     pub fn cache(&self, format: KvFormat, args: &CacheArgs) -> Result<Cache> {
         let c = &self.config;
+        if args.prefill_chunk == 0 {
+            bail!("--prefill-chunk 0: at least one token must be read in a step");
+        }
+        if let (RotationKind::None, Some(file)) = (format.rotation(), &args.rotations) {
+            eprintln!("note: --rotations {file} is not used: {format} stores rows as they are");
+        }
         let windows = Windows::new(args.sink, args.recent)?;
         let layout = CacheLayout::new(format, c.layers, c.kv_heads, c.head_dim, windows, CodeLayout::CpuTile)
             .or_else(|_| {
@@ -228,6 +253,11 @@ fn with_clips(layout: CacheLayout, format: KvFormat, file: &RotationFile) -> Res
     let KvFormat::Oscar { bits } = format else { return Ok(layout) };
     let (bits, Some(table)) = (u32::from(bits), layout.coded()) else { return Ok(layout) };
     if file.metadata.clip_bits != (bits, bits) {
+        if file.metadata.clip != "official" {
+            eprintln!(
+                "note: the file's clip ratios were fitted for other widths than {format}; the defaults are used"
+            );
+        }
         return Ok(layout);
     }
     let (layers, heads) = (layout.layers(), layout.kv_heads());

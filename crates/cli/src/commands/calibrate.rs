@@ -11,6 +11,7 @@ use oscar_models::Transformer;
 use oscar_tasks::{CALIBRATION_SEEDS_FROM, Document, calibration_text};
 use oscar_text::{ChatInput, ModelText};
 use serde_json::{Value, json};
+use std::io::{BufRead, BufReader, Read};
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
@@ -115,7 +116,7 @@ pub fn run(args: &Args) -> Result<()> {
         println!(
             "{}",
             json!({"out": args.out, "tokens": m.tokens, "sequences": m.sequences, "seconds": started.elapsed().as_secs_f64(),
-                   "granularity": args.granularity.name(), "statistic": m.statistic, "composition": m.composition,
+                   "granularity": m.granularity.name(), "statistic": m.statistic, "composition": m.composition,
                    "centred": m.centred, "clip": m.clip, "extra_memory_bytes": result.plan.bytes})
         );
     } else {
@@ -166,19 +167,28 @@ fn inputs(args: &Args) -> Result<Vec<Input>> {
     let mut all = Vec::new();
     for path in &args.text {
         let name = path.display();
-        let bytes = std::fs::read(path).with_context(|| format!("--text {name}"))?;
-        let content = String::from_utf8(bytes).with_context(|| format!("--text {name} is not UTF-8"))?;
+        let file = std::fs::File::open(path).with_context(|| format!("--text {name}"))?;
         match path.extension().and_then(|e| e.to_str()) {
             Some("jsonl" | "ndjson") => {
-                for (i, line) in content.lines().enumerate().filter(|(_, l)| !l.trim().is_empty()) {
+                // Line by line: only what the budget can use is kept.
+                let mut kept = 0;
+                for (i, line) in BufReader::new(file).lines().enumerate() {
+                    let line = line.with_context(|| format!("{name}, line {}", i + 1))?;
+                    if line.trim().is_empty() {
+                        continue;
+                    }
                     let value: Value =
-                        serde_json::from_str(line).with_context(|| format!("{name}, line {}", i + 1))?;
+                        serde_json::from_str(&line).with_context(|| format!("{name}, line {}", i + 1))?;
                     all.push(input(&value).with_context(|| format!("{name}, line {}", i + 1))?);
+                    kept += line.len();
+                    if kept > enough_bytes(args.tokens) {
+                        break;
+                    }
                 }
             }
             Some("json") => {
-                let value: Value =
-                    serde_json::from_str(&content).with_context(|| format!("{name} is no JSON"))?;
+                let value: Value = serde_json::from_reader(BufReader::new(file))
+                    .with_context(|| format!("{name} is no JSON"))?;
                 let is_chat =
                     |v: &Value| v.is_array() && v[0].get("role").is_some() || v.get("messages").is_some();
                 match value.as_array().filter(|_| !is_chat(&value)) {
@@ -190,10 +200,36 @@ fn inputs(args: &Args) -> Result<Vec<Input>> {
                     None => all.push(input(&value).with_context(|| name.to_string())?),
                 }
             }
-            _ => all.push(Input::Text(content)),
+            _ => {
+                let mut bytes = Vec::new();
+                file.take(enough_bytes(args.tokens) as u64)
+                    .read_to_end(&mut bytes)
+                    .with_context(|| format!("--text {name}"))?;
+                all.push(Input::Text(
+                    text_prefix(bytes).with_context(|| format!("--text {name} is not UTF-8"))?,
+                ));
+            }
         }
     }
     Ok(all)
+}
+
+/// More bytes of text than `tokens` tokens ever need: tokens of plain text are far shorter than 16 bytes on average.
+fn enough_bytes(tokens: usize) -> usize {
+    tokens.saturating_mul(16).saturating_add(64 << 10)
+}
+
+/// The bytes as text; a character cut off at the end is dropped.
+fn text_prefix(bytes: Vec<u8>) -> Result<String, std::string::FromUtf8Error> {
+    String::from_utf8(bytes).or_else(|error| {
+        let (valid, cut) = (error.utf8_error().valid_up_to(), error.utf8_error().error_len().is_none());
+        if !cut {
+            return Err(error);
+        }
+        let mut bytes = error.into_bytes();
+        bytes.truncate(valid);
+        String::from_utf8(bytes)
+    })
 }
 
 /// Text or a conversation, from a string, `{"text": …}`, a list of messages, or `{"messages": …}`.
@@ -211,6 +247,9 @@ fn input(value: &Value) -> Result<Input> {
     Ok(Input::Messages(messages.clone()))
 }
 
+/// Bytes of text tokenized at once.
+const TEXT_PIECE: usize = 64 << 10;
+
 /// Token sequences of at most `length`, `budget` tokens in all.
 fn sequences(
     model: &OpenModel,
@@ -223,7 +262,18 @@ fn sequences(
     let mut total = 0;
     for input in inputs {
         let tokens = match input {
-            Input::Text(content) => text.tokenizer.encode(content, true)?,
+            Input::Text(content) => {
+                // In pieces: tokenizing a whole book takes memory that 16K tokens do not need.
+                let mut tokens = Vec::new();
+                let mut rest = content.as_str();
+                while !rest.is_empty() && total + tokens.len() < budget {
+                    let cut = rest.floor_char_boundary(TEXT_PIECE);
+                    let (piece, tail) = rest.split_at(if cut == 0 { rest.len() } else { cut });
+                    tokens.extend(text.tokenizer.encode(piece, tokens.is_empty())?);
+                    rest = tail;
+                }
+                tokens
+            }
             Input::Messages(messages) => {
                 let Some(template) = &text.chat else {
                     bail!("{} has no chat template: calibrate on plain text with --text", model.name);

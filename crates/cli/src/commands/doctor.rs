@@ -57,11 +57,7 @@ pub fn run(args: &Args) -> Result<()> {
         "machine   {cpu}, {cores} threads{}",
         memory.map_or(String::new(), |m| format!(", {m:.1} GiB memory"))
     );
-    println!(
-        "kernels   {} (available: {}; override with OSCAR_CPU)",
-        chosen.describe(),
-        available.join(", ")
-    );
+    println!("kernels   {chosen} (available: {}; override with OSCAR_CPU)", available.join(", "));
     println!("gpu       not looked for: this version runs on the CPU");
     println!(
         "model     {name}: {} with {} layers, {} query and {} KV heads of {}, {:.1} M parameters",
@@ -74,7 +70,14 @@ pub fn run(args: &Args) -> Result<()> {
     );
     if let Some(sum) = checksum {
         println!("          weights intact, SHA-256 {}…", &sum[..16]);
+    } else {
+        println!("          tensors complete and of the right shapes; contents not checked");
     }
+    let rotations = source.contains("rotations.safetensors");
+    println!(
+        "          rotations: {}",
+        if rotations { "its own" } else { "none; `oscar calibrate` makes them" }
+    );
     println!("\nWhat {name} stores for each token, by KV format (64-token pages, all metadata counted):\n");
     println!("{}", format_table(&config)?);
     Ok(())

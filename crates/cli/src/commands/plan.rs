@@ -1,6 +1,6 @@
 //! `oscar plan`: what fits in a given memory, exactly, BF16 beside each format.
 
-use crate::options::{ModelArgs, parse_size};
+use crate::options::{ModelArgs, PrecisionArg, parse_size, working_bytes};
 use crate::{progress, table};
 use anyhow::{Result, bail};
 use oscar_codec::{CacheLayout, CodeLayout, KvFormat, Windows};
@@ -25,6 +25,9 @@ pub struct Args {
     /// Most recent tokens kept in BF16
     #[arg(long, default_value_t = 256)]
     recent: usize,
+    /// Prompt tokens processed in one step
+    #[arg(long, value_name = "N", default_value_t = 512)]
+    prefill_chunk: usize,
     /// One JSON object a line
     #[arg(long)]
     json: bool,
@@ -33,7 +36,25 @@ pub struct Args {
 pub fn run(args: &Args) -> Result<()> {
     let model = args.model.open()?;
     let c = &model.config;
-    let weights = model.weights.total_bytes() as usize;
+    // What the device holds: F32 mode widens every weight.
+    let weights = match args.model.precision {
+        PrecisionArg::F32 => model.weights.parameter_count() as usize * 4,
+        PrecisionArg::Bf16 | PrecisionArg::Fast => model.weights.parameter_count() as usize * 2,
+    };
+    if let Some(bad) = args.context.iter().find(|&&n| n == 0 || n > 1 << 32) {
+        bail!("--context {bad}: between 1 and 2³² tokens");
+    }
+    let (contexts, beyond): (Vec<usize>, Vec<usize>) =
+        args.context.iter().partition(|&&n| n <= c.max_position_embeddings);
+    if !beyond.is_empty() {
+        eprintln!(
+            "note: {} addresses {} positions; left out: {beyond:?}",
+            model.name, c.max_position_embeddings
+        );
+    }
+    if contexts.is_empty() {
+        bail!("--context: {} addresses only {} positions", model.name, c.max_position_embeddings);
+    }
     let Some(free) = args.memory.checked_sub(weights).filter(|&f| f > 0) else {
         bail!(
             "{} does not fit: its weights take {}, --memory allows {}",
@@ -47,15 +68,18 @@ pub fn run(args: &Args) -> Result<()> {
     for &format in &args.kv {
         let layout =
             CacheLayout::new(format, c.layers, c.kv_heads, c.head_dim, windows, CodeLayout::Logical)?;
-        let longest = longest_context(&layout, free);
-        for &context in args.context.iter().filter(|&&n| n > 0) {
+        // While a prompt is read, one chunk of it is held in BF16 besides.
+        let longest = longest_context(free, |n| working_bytes(&layout, n, args.prefill_chunk));
+        for &context in &contexts {
             let each = layout.peak_bytes(context);
-            let batch = free / each;
+            let reading = working_bytes(&layout, context, args.prefill_chunk) - each;
+            let batch = free.saturating_sub(reading) / each;
             if args.json {
                 println!(
                     "{}",
                     json!({
                         "kv": format.to_string(), "context": context, "batch": batch, "sequence_bytes": each,
+                        "prefill_bytes": reading,
                         "bits": layout.bits_per_element(context), "longest_context": longest,
                         "weight_bytes": weights, "memory_bytes": args.memory,
                     })
@@ -91,15 +115,15 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Most tokens of one sequence that fit in `bytes`.
-fn longest_context(layout: &CacheLayout, bytes: usize) -> usize {
+/// Most tokens of one sequence whose `size` is within `bytes`.
+fn longest_context(bytes: usize, size: impl Fn(usize) -> usize) -> usize {
     let (mut fits, mut fails) = (0, 1);
-    while layout.peak_bytes(fails) <= bytes && fails < 1 << 40 {
+    while size(fails) <= bytes && fails < 1 << 40 {
         (fits, fails) = (fails, fails * 2);
     }
     while fails - fits > 1 {
         let middle = fits + (fails - fits) / 2;
-        if layout.peak_bytes(middle) <= bytes { fits = middle } else { fails = middle }
+        if size(middle) <= bytes { fits = middle } else { fails = middle }
     }
     fits
 }
@@ -114,7 +138,7 @@ mod tests {
             let layout =
                 CacheLayout::new(format, 6, 2, 128, Windows::default(), CodeLayout::Logical).unwrap();
             for bytes in [layout.full_block_bytes(), 5 << 20, 1 << 30] {
-                let n = longest_context(&layout, bytes);
+                let n = longest_context(bytes, |n| layout.peak_bytes(n));
                 assert!(
                     layout.peak_bytes(n) <= bytes && layout.peak_bytes(n + 1) > bytes,
                     "{format} {bytes} {n}"

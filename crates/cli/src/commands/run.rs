@@ -1,6 +1,6 @@
 //! `oscar run`: one answer, a chat file, or a conversation in the terminal.
 
-use crate::options::{CacheArgs, ModelArgs};
+use crate::options::{CacheArgs, ModelArgs, OpenModel};
 use crate::progress;
 use anyhow::{Context, Result, bail};
 use oscar_backend::Backend;
@@ -28,7 +28,7 @@ pub struct Args {
     #[arg(long, value_name = "FILE")]
     chat: Option<String>,
     /// Continue the prompt as plain text, without the chat template
-    #[arg(long)]
+    #[arg(long, requires = "prompt")]
     raw: bool,
     /// Longest sequence in tokens; the model's own limit if absent
     #[arg(long, value_name = "N")]
@@ -37,7 +37,7 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 512)]
     max_tokens: usize,
     /// 0 picks the most likely token; the model's recommendation if absent
-    #[arg(long, value_name = "X")]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
     temperature: Option<f32>,
     /// Keep the smallest set of tokens whose probability reaches this
     #[arg(long, value_name = "X")]
@@ -63,20 +63,11 @@ pub fn run(args: &Args) -> Result<()> {
     let model = args.model.open()?;
     let text = model.text()?;
     let generation = model.generation()?;
-    let greedy = generation.do_sample == Some(false);
-    let params = SamplingParams {
-        temperature: args.temperature.unwrap_or(if greedy {
-            0.0
-        } else {
-            generation.temperature.unwrap_or(0.0)
-        }),
-        top_k: args.top_k.unwrap_or(generation.top_k.unwrap_or(0) as usize),
-        top_p: args.top_p.unwrap_or(generation.top_p.unwrap_or(1.0)),
-        min_p: args.min_p.unwrap_or(generation.min_p.unwrap_or(0.0)),
-        repetition_penalty: generation.repetition_penalty.unwrap_or(1.0),
-        seed: args.seed,
-        ..SamplingParams::default()
-    };
+    let mut params = SamplingParams { seed: args.seed, ..OpenModel::default_sampling(&generation) };
+    params.temperature = args.temperature.unwrap_or(params.temperature);
+    params.top_k = args.top_k.unwrap_or(params.top_k);
+    params.top_p = args.top_p.unwrap_or(params.top_p);
+    params.min_p = args.min_p.unwrap_or(params.min_p);
     params.validate()?;
     let context = args.context.unwrap_or(model.config.max_position_embeddings);
     let cache = model.cache(args.kv, &args.cache)?;

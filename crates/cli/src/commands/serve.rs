@@ -3,12 +3,12 @@
 //! What the user typed ([`Flags`]) is laid over the configuration file and the defaults, giving a [`Config`] in
 //! which everything is decided; `--print-config` prints exactly that.
 
-use crate::options::{CacheArgs, Device, ModelArgs, PrecisionArg, parse_size, working_bytes};
+use crate::options::{CacheArgs, Device, ModelArgs, OpenModel, PrecisionArg, parse_size, working_bytes};
 use crate::progress;
 use anyhow::{Context, Result, bail};
 use oscar_backend::Backend;
 use oscar_codec::KvFormat;
-use oscar_engine::{Engine, EngineApi, EngineOptions, SamplingParams, SchedulerOptions};
+use oscar_engine::{Engine, EngineApi, EngineOptions, SchedulerOptions};
 use oscar_server::{GenerationDefaults, LogFormat, Reasoning, ServerConfig, init_logging, serve_on};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
@@ -309,6 +309,17 @@ pub fn run(flags: &Flags) -> Result<()> {
     };
     let cache = model.cache(format, &cache_args)?;
     let context = config.context.unwrap_or(model.config.max_position_embeddings);
+    if context == 0 {
+        bail!("context 0: at least one token must fit");
+    }
+    let least = working_bytes(&cache.layout, context.min(config.prefill_chunk), config.prefill_chunk);
+    if let Some(bytes) = cache_args.kv_memory.filter(|&bytes| bytes < least) {
+        bail!(
+            "kv_memory of {} cannot hold one prefill step of this model: give at least {}",
+            progress::bytes(bytes),
+            progress::bytes(least)
+        );
+    }
     let backend = model_args.backend()?;
     eprintln!("{}: {}", model.name, backend.describe());
     eprintln!("cache: {}; rotations: {}", cache.layout.describe(), cache.rotation_origin);
@@ -327,16 +338,8 @@ pub fn run(flags: &Flags) -> Result<()> {
     bar.finish_and_clear();
     eprintln!("KV memory: {}", progress::bytes(cache_args.kv_memory.unwrap_or_default()));
 
-    let greedy = generation.do_sample == Some(false);
     let defaults = GenerationDefaults {
-        sampling: SamplingParams {
-            temperature: if greedy { 0.0 } else { generation.temperature.unwrap_or(1.0) },
-            top_k: generation.top_k.unwrap_or(0) as usize,
-            top_p: generation.top_p.unwrap_or(1.0),
-            min_p: generation.min_p.unwrap_or(0.0),
-            repetition_penalty: generation.repetition_penalty.unwrap_or(1.0),
-            ..SamplingParams::default()
-        },
+        sampling: OpenModel::default_sampling(&generation),
         stop_tokens: generation.stop_token_ids(&model.config).to_vec(),
         max_tokens: None,
     };

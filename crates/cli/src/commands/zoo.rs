@@ -169,6 +169,19 @@ fn to_safetensors(key: &Path, value: &Path, kv_heads: Option<usize>, out: &Path)
             key.display()
         );
     };
+    if !(1..=1024).contains(&heads) {
+        bail!("--kv-heads {heads}: between 1 and 1024");
+    }
+    // Official names tell the statistic: qqt belongs to keys, sst to values.
+    if k.objective.starts_with("sst") || v.objective.starts_with("qqt") {
+        bail!(
+            "the files are swapped: {} holds '{}', {} holds '{}'",
+            key.display(),
+            k.objective,
+            value.display(),
+            v.objective
+        );
+    }
     RotationFile::from_zoo(&k, &v, heads)?.save(out)?;
     println!("{}", out.display());
     Ok(())
@@ -198,7 +211,7 @@ fn verify(file: &Path, tolerance: f64) -> Result<()> {
         f.validate()?;
         f.orthogonality_error().map_or(0.0, |w| w.1)
     };
-    if error > tolerance {
+    if tolerance.is_nan() || error > tolerance {
         bail!("{}: largest |RᵀR − I| is {error:.2e}, allowed {tolerance:.1e}", file.display());
     }
     println!("{}: every rotation is finite and orthogonal, largest |RᵀR − I| {error:.2e}", file.display());

@@ -8,7 +8,7 @@ fn errors_name_the_value_and_what_to_do() {
     let garbage = dir.path().join("garbage.json");
     std::fs::write(&garbage, "{ not json").unwrap();
     let garbage = garbage.to_str().unwrap();
-    let cases: [(&[&str], i32, &str); 16] = [
+    let cases: [(&[&str], i32, &str); 21] = [
         (&["run", "--kv", "oscar9", "--prompt", "x"], 2, "oscar2-official"),
         (&["run", "--prompt", "x", "--chat", "y"], 2, "--chat"),
         (&["run", "--raw", "--prompt", ""], 1, "no tokens"),
@@ -24,6 +24,11 @@ fn errors_name_the_value_and_what_to_do() {
         (&["run", "--prompt", "x", "--kv-memory", "1K"], 1, "--kv-memory"),
         (&["plan", "--memory", "1M"], 1, "does not fit"),
         (&["bench", "attention", "--heads", "7/2"], 1, "--heads"),
+        (&["bench", "serve", "--rate", "0"], 1, "--rate 0"),
+        (&["bench", "serve", "--rate", "1", "--concurrency", "2"], 2, "--concurrency"),
+        (&["bench", "serve", "--shared-prefix", "600"], 1, "--prompt-tokens is 512"),
+        (&["bench", "serve", "--prompt-tokens", "1000000"], 1, "positions of oscar-15m"),
+        (&["bench", "serve", "--kv-memory", "1M"], 1, "in bf16"),
         (&["eval", "ppl", "--text", garbage, "--window", "64"], 1, ""),
     ];
     for (args, status, needle) in cases {

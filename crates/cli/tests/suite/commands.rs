@@ -73,8 +73,53 @@ fn plan_counts_exactly() {
     let bytes: Vec<f64> = rows.iter().map(|r| r["sequence_bytes"].as_f64().unwrap()).collect();
     assert_eq!(bytes[0], 16384.0 * 6144.0);
     assert!(bytes[0] / bytes[1] > 6.0, "{bytes:?}");
-    let free = (1u64 << 30) - rows[0]["weight_bytes"].as_u64().unwrap();
+    let free =
+        (1u64 << 30) - rows[0]["weight_bytes"].as_u64().unwrap() - rows[0]["prefill_bytes"].as_u64().unwrap();
     assert_eq!(rows[0]["batch"].as_u64().unwrap(), free / bytes[0] as u64);
+}
+
+#[test]
+fn a_planned_budget_is_enough_and_a_page_less_is_not() {
+    let row = &json_lines(&["plan", "--memory", "1G", "--kv", "oscar2", "--context", "600", "--json"])[0];
+    let planned = row["sequence_bytes"].as_u64().unwrap() + row["prefill_bytes"].as_u64().unwrap();
+    let prompt = "word ".repeat(590);
+    let run = |bytes: u64| {
+        let bytes = bytes.to_string();
+        crate::support::oscar(&[
+            "run",
+            "--raw",
+            "--prompt",
+            &prompt,
+            "--context",
+            "600",
+            "--max-tokens",
+            "4",
+            "--kv-memory",
+            &bytes,
+        ])
+    };
+    assert!(run(planned).status.success());
+    assert!(!run(planned / 2).status.success());
+}
+
+#[test]
+fn a_two_bit_cache_answers_from_coded_history() {
+    // The needle lies in the middle of some 1400 tokens: read as code, far from both BF16 windows.
+    let noise = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n";
+    let needle = "One of the special magic numbers for calm-anchor is: 4821973.\n";
+    let prompt = format!(
+        "Some special magic numbers are hidden in the text. Memorize them.\n{}{needle}{}What is the special magic number for \
+         calm-anchor mentioned in the text?",
+        noise.repeat(30),
+        noise.repeat(30)
+    );
+    let json = &json_lines(&["run", "--prompt", &prompt, "--json"])[0];
+    assert_eq!(json["text"], "4821973");
+    assert!(json["prompt_tokens"].as_u64().unwrap() > 1000, "{json}");
+    assert!(
+        json["cache_bytes"].as_f64().unwrap() < 0.6 * json["bf16_cache_bytes"].as_f64().unwrap(),
+        "{json}"
+    );
 }
 
 #[test]
@@ -129,4 +174,39 @@ fn bench_rows_carry_the_promised_fields() {
         "--json",
     ]);
     assert!(rows.iter().all(|r| r["gflops"].as_f64().unwrap() > 0.0));
+}
+
+#[test]
+fn bench_serve_gives_every_format_the_same_work_and_memory() {
+    let dir = tempfile::tempdir().unwrap();
+    let svg = dir.path().join("chart.svg");
+    let common =
+        ["bench", "serve", "--requests", "6", "--prompt-tokens", "96", "--output-tokens", "6", "--json"];
+    let closed = ["--concurrency", "3", "--shared-prefix", "64", "--turns", "2", "--warm", "--svg"];
+    let open = ["--rate", "200", "--kv", "oscar2"];
+    let rows = json_lines(&[&common[..], &closed, &[svg.to_str().unwrap()]].concat());
+    assert_eq!(rows.iter().map(|r| r["kv"].as_str().unwrap()).collect::<Vec<_>>(), ["bf16", "oscar2"]);
+    assert_eq!(rows[0]["kv_memory"], rows[1]["kv_memory"]);
+    for row in &rows {
+        assert_eq!((row["requests"].as_u64(), row["context"].as_u64()), (Some(12), Some(204)), "{row}");
+        let (running, held) = (row["peak_running"].as_u64().unwrap(), row["peak_held"].as_u64().unwrap());
+        assert!(1 <= held && held <= running && running <= 3, "{row}");
+        // Every first prompt was read before and every second turn continues a first: a page of each is stored.
+        assert!(row["prefix_hit_share"].as_f64().unwrap() > 0.4, "{row}");
+        for field in ["requests_per_s", "tokens_per_s", "decode_tokens_per_s", "cache_bytes", "batch"] {
+            assert!(row[field].as_f64().unwrap() > 0.0, "{field} in {row}");
+        }
+        for latency in ["ttft_ms", "tpot_ms"] {
+            let at = |p: &str| row[format!("{latency}_{p}")].as_f64().unwrap();
+            assert!(0.0 < at("p50") && at("p50") <= at("p90") && at("p90") <= at("p99"), "{row}");
+        }
+    }
+    assert!(std::fs::read_to_string(svg).unwrap().starts_with("<svg"));
+
+    let rows = json_lines(&[&common[..], &open].concat());
+    assert_eq!(
+        (rows.len(), rows[0]["mode"].as_str(), rows[0]["requests"].as_u64()),
+        (1, Some("open"), Some(6))
+    );
+    assert_eq!(rows[0]["prefix_hit_share"], 0.0, "cold prompts with nothing in common");
 }

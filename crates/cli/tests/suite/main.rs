@@ -2,5 +2,6 @@
 
 mod bad_input;
 mod calibration;
+mod clients;
 mod commands;
 mod support;

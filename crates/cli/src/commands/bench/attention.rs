@@ -4,7 +4,7 @@ use super::{Row, ceiling, report};
 use anyhow::{Context, Result, bail};
 use oscar_codec::attention::PagedContext;
 use oscar_codec::{CacheLayout, CodeLayout, KvFormat, PAGE_TOKENS, PageCodec, Windows};
-use oscar_kernels_cpu::attention::{AttendTask, Scratch, attend, kernel_name};
+use oscar_kernels_cpu::attention::{AttendTask, AttentionPrecision, Scratch, attend, kernel_name};
 use oscar_kernels_cpu::bench::time_median;
 use oscar_kernels_cpu::{Kernels, ThreadPool};
 use serde_json::json;
@@ -57,6 +57,17 @@ pub fn run(args: &Args) -> Result<()> {
         })?;
     if args.context.contains(&0) || args.batch.contains(&0) || args.threads == 0 {
         bail!("--context, --batch and --threads must be at least 1");
+    }
+    crate::options::check_threads(args.threads)?;
+    AttentionPrecision::chosen()?;
+    let most = args
+        .context
+        .iter()
+        .max()
+        .zip(args.batch.iter().max())
+        .and_then(|(c, b)| c.checked_mul(*b)?.checked_mul(kv_heads));
+    if most.is_none_or(|tokens| tokens > 1 << 26) {
+        bail!("--context × --batch × KV heads: more than 2²⁶ tokens are not measured");
     }
     let kernels = Kernels::chosen()?;
     let pool = ThreadPool::new(args.threads)?;

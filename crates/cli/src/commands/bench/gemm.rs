@@ -29,6 +29,11 @@ pub fn run(args: &Args) -> Result<()> {
     if args.rows.contains(&0) || args.outputs == 0 || args.inputs == 0 || args.threads == 0 {
         bail!("--rows, --outputs, --inputs and --threads must be at least 1");
     }
+    crate::options::check_threads(args.threads)?;
+    let largest = args.rows.iter().copied().max().unwrap_or(1).max(args.outputs);
+    if largest.checked_mul(args.inputs).is_none_or(|elements| elements > 1 << 32) {
+        bail!("--rows, --outputs and --inputs: matrices of more than 2³² elements are not measured");
+    }
     let kernels = Kernels::chosen()?;
     let pool = ThreadPool::new(args.threads)?;
     let ceiling = ceiling(kernels, &pool);

@@ -3,6 +3,7 @@
 mod attention;
 mod gemm;
 mod model;
+mod serve;
 
 use crate::table;
 use anyhow::Result;
@@ -26,6 +27,8 @@ enum What {
     Prefill(model::Args),
     /// A whole model generating at a given context and batch
     Decode(model::Args),
+    /// Many clients at once under one KV budget: throughput, latencies, prefix hits
+    Serve(serve::Args),
 }
 
 pub fn run(args: &Args) -> Result<()> {
@@ -34,6 +37,7 @@ pub fn run(args: &Args) -> Result<()> {
         What::Attention(args) => attention::run(args),
         What::Prefill(args) => model::prefill(args),
         What::Decode(args) => model::decode(args),
+        What::Serve(args) => serve::run(args),
     }
 }
 

@@ -9,9 +9,8 @@ use oscar_codec::KvFormat;
 use oscar_engine::{Logits, Runner, Sequence, StepRequest};
 use oscar_kernels_cpu::ThreadPool;
 use oscar_kernels_cpu::backend::CpuBackend;
-use oscar_kernels_cpu::bench::{Timing, time_median};
+use oscar_kernels_cpu::bench::time_median;
 use serde_json::json;
-use std::time::Instant;
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -25,19 +24,19 @@ pub struct Args {
     /// Tokens in the cache
     #[arg(long, value_name = "N[,N…]", value_delimiter = ',', default_values_t = [4096])]
     context: Vec<usize>,
-    /// Sequences decoded together
+    /// Sequences decoded together (decode only)
     #[arg(long, value_name = "N[,N…]", value_delimiter = ',', default_values_t = [1])]
     batch: Vec<usize>,
-    /// Timed decode steps
-    #[arg(long, value_name = "N", default_value_t = 24)]
-    repetitions: usize,
+    /// Timed repetitions: decode steps (24 if absent) or whole prompts (3 if absent)
+    #[arg(long, value_name = "N")]
+    repetitions: Option<usize>,
     /// One JSON object a line
     #[arg(long)]
     json: bool,
 }
 
 /// Token ids that look like nothing in particular.
-fn random_tokens(count: usize, vocab: usize, seed: u64) -> Vec<u32> {
+pub(super) fn random_tokens(count: usize, vocab: usize, seed: u64) -> Vec<u32> {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     (0..count)
         .map(|_| {
@@ -49,7 +48,7 @@ fn random_tokens(count: usize, vocab: usize, seed: u64) -> Vec<u32> {
 
 impl Args {
     fn check(&self) -> Result<()> {
-        if self.context.contains(&0) || self.batch.contains(&0) || self.repetitions == 0 {
+        if self.context.contains(&0) || self.batch.contains(&0) || self.repetitions == Some(0) {
             bail!("--context, --batch and --repetitions must be at least 1");
         }
         Ok(())
@@ -79,24 +78,34 @@ impl Args {
 
 pub fn prefill(args: &Args) -> Result<()> {
     args.check()?;
+    if args.batch != [1] {
+        bail!("--batch: prefill is measured one sequence at a time; leave it out");
+    }
     let mut rows = Vec::new();
     let mut pool = None;
     for &context in &args.context {
         for &format in &args.kv {
             let mut runner = args.runner(format, context, 1)?;
             let tokens = random_tokens(context, runner.config().vocab_size, 1);
-            let mut sequence = Sequence::new();
-            let started = Instant::now();
-            runner.prefill(&mut sequence, &tokens, &mut Vec::new(), |_| {})?;
-            let elapsed = started.elapsed();
-            let cache_bytes = runner.usage().bytes;
+            let mut cache_bytes = 0;
+            let mut failure = None;
+            let timing = time_median(1, args.repetitions.unwrap_or(3), || {
+                let mut sequence = Sequence::new();
+                if let Err(error) = runner.prefill(&mut sequence, &tokens, &mut Vec::new(), |_| {}) {
+                    failure.get_or_insert(error);
+                }
+                cache_bytes = runner.usage().bytes;
+            });
+            if let Some(error) = failure {
+                return Err(error.into());
+            }
             pool.get_or_insert((runner.backend().kernels(), runner.backend().threads().threads()));
             rows.push(Row {
                 kv: format.to_string(),
                 context,
                 batch: 1,
-                timing: Timing { median: elapsed, min: elapsed, max: elapsed, spread: 0.0 },
-                tokens_per_s: context as f64 / elapsed.as_secs_f64(),
+                tokens_per_s: context as f64 / timing.median.as_secs_f64(),
+                timing,
                 bytes: cache_bytes,
                 cache_bytes,
                 extra: json!({"bench": "prefill", "prefill_chunk": args.cache.prefill_chunk, "peak_rss_bytes": peak_rss()}),
@@ -109,7 +118,7 @@ pub fn prefill(args: &Args) -> Result<()> {
     let limit = ceiling(kernels, &ThreadPool::new(threads)?);
     report(&rows, limit, args.json);
     if let (false, Some(peak)) = (args.json, peak) {
-        println!("\npeak resident memory of this process: {}", progress::bytes(peak));
+        println!("\npeak resident memory of this process, all formats above: {}", progress::bytes(peak));
     }
     Ok(())
 }
@@ -122,7 +131,8 @@ pub fn decode(args: &Args) -> Result<()> {
         for &batch in &args.batch {
             for &format in &args.kv {
                 // The timed steps are the last ones before `context`.
-                let steps = args.repetitions + 3;
+                let repetitions = args.repetitions.unwrap_or(24);
+                let steps = repetitions + 3;
                 let Some(prompt) = context.checked_sub(steps).filter(|&n| n > 0) else {
                     bail!("--context {context} leaves no room for {steps} decode steps: lower --repetitions");
                 };
@@ -145,7 +155,7 @@ pub fn decode(args: &Args) -> Result<()> {
                 bar.finish_and_clear();
                 let mut step = 0;
                 let mut failure = None;
-                let timing = time_median(3, args.repetitions, || {
+                let timing = time_median(3, repetitions, || {
                     step += 1;
                     let token = [(step * 7919 % vocab) as u32];
                     let mut requests: Vec<StepRequest<'_>> = sequences
