@@ -16,7 +16,7 @@ fn errors_name_the_value_and_what_to_do() {
         (&["run", "--chat", garbage], 1, "no JSON"),
         (&["run", "--model", empty, "--prompt", "x"], 1, "config.json"),
         (&["run", "--model", "no/such-model", "--prompt", "x"], 1, "no/such-model"),
-        (&["run", "--prompt", "x", "--temperature", "-1"], 2, ""),
+        (&["run", "--prompt", "x", "--temperature", "-1"], 1, "temperature is -1"),
         (&["run", "--prompt", "x", "--top-p", "0"], 1, "top_p"),
         (&["run", "--prompt", "x", "--sink", "10"], 1, "multiple of 16"),
         (&["run", "--prompt", "x", "--rotations", garbage], 1, "rotation file"),
@@ -29,7 +29,7 @@ fn errors_name_the_value_and_what_to_do() {
         (&["bench", "serve", "--shared-prefix", "600"], 1, "--prompt-tokens is 512"),
         (&["bench", "serve", "--prompt-tokens", "1000000"], 1, "positions of oscar-15m"),
         (&["bench", "serve", "--kv-memory", "1M"], 1, "in bf16"),
-        (&["eval", "ppl", "--text", garbage, "--window", "64"], 1, ""),
+        (&["eval", "ppl", "--text", garbage, "--window", "64"], 1, "--score-from 512"),
     ];
     for (args, status, needle) in cases {
         let (code, message) = fail(args);
