@@ -25,7 +25,7 @@ pub struct PplOptions {
     pub window: usize,
     /// First position of a window that is scored.
     pub score_from: usize,
-    /// Most windows; 0 takes all that fit.
+    /// Most windows, spread evenly over the text; 0 takes all that fit.
     pub limit: usize,
     /// Tokens fed at a time; the result does not depend on it.
     pub chunk: usize,
@@ -65,8 +65,9 @@ pub fn evaluate<B: Backend>(
     if windows.is_empty() {
         return Err(PplError::TooShort { tokens: tokens.len(), window });
     }
-    if options.limit > 0 {
-        windows.truncate(options.limit);
+    if options.limit > 0 && options.limit < windows.len() {
+        // Spread over the whole text, so that one kind of text does not stand for all.
+        windows = (0..options.limit).map(|i| windows[i * windows.len() / options.limit]).collect();
     }
     let total = windows.len() * window;
     let mut sums = vec![Sums::default(); runners.len()];

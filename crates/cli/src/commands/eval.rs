@@ -37,7 +37,7 @@ struct PplArgs {
     /// First position of each window that is scored
     #[arg(long, value_name = "N", default_value_t = 512)]
     score_from: usize,
-    /// Most windows; 0 takes all
+    /// Most windows, spread evenly over the text; 0 takes all
     #[arg(long, value_name = "N", default_value_t = 0)]
     limit: usize,
     /// One JSON object a line
