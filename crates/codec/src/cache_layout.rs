@@ -111,6 +111,11 @@ impl CacheLayout {
         (tokens.saturating_sub(PAGE_TOKENS - 1)..=tokens).map(|n| self.sequence_bytes(n)).max().unwrap_or(0)
     }
 
+    /// Stored bits an element of the pages that hold history: the coded ones, or the full ones where nothing is coded.
+    pub fn page_bits(&self) -> f64 {
+        self.coded.as_ref().unwrap_or(&self.full).bits_per_element()
+    }
+
     /// Elements (key and value channels over all layers and heads) of one token.
     pub fn elements_per_token(&self) -> usize {
         2 * self.head_dim() * self.kv_heads() * self.layers()

@@ -8,7 +8,7 @@ use crate::runner::Runner;
 use crate::scheduler::SchedulerOptions;
 use crate::worker::{Command, Worker};
 use oscar_backend::Backend;
-use oscar_codec::{CacheLayout, PAGE_TOKENS, PageCodec};
+use oscar_codec::{CacheLayout, PAGE_TOKENS};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -113,14 +113,10 @@ impl Engine {
 
 fn info<B: Backend>(runner: &Runner<B>, options: &EngineOptions) -> EngineInfo {
     let layout = runner.layout();
-    let kv_bits = match layout.coded() {
-        Some(table) => table.bits_per_element(),
-        None => layout.full().codec(0, 0).bits_per_element(),
-    };
     EngineInfo {
         model: options.model.clone(),
         kv_format: layout.format().to_string(),
-        kv_bits,
+        kv_bits: layout.page_bits(),
         device: runner.backend().describe(),
         attention: runner.backend().describe_attention(layout),
         context: runner.context(),

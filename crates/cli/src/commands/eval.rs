@@ -86,9 +86,7 @@ fn ppl(args: &PplArgs) -> Result<()> {
     bar.finish_and_clear();
     let mut rows = Vec::new();
     for ((format, runner), r) in formats.iter().zip(&runners).zip(&results) {
-        let bits = runner.layout().coded().map_or(16.0, |t| t.bits_per_element());
-        let bits =
-            if runner.layout().coded().is_none() { runner.layout().bits_per_element(64) } else { bits };
+        let bits = runner.layout().page_bits();
         if args.json {
             println!(
                 "{}",
