@@ -58,6 +58,13 @@ pub struct SequenceRows<'a> {
     pub demote: Range<usize>,
 }
 
+/// One layer's KV head.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CacheHead {
+    pub layer: usize,
+    pub kv_head: usize,
+}
+
 /// How heads are laid out and prepared before they meet the cache; the same for every layer.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct HeadShape {
@@ -153,4 +160,39 @@ pub trait Backend: Send + Sync {
         pool: &Self::Pool,
         out: &mut Self::Rows,
     ) -> Result<()>;
+
+    /// Reads the keys and values of one layer and KV head at `positions` from full pages, row by row, as f32.
+    /// Calibration looks at the cache with it; the default refuses.
+    fn read_full_rows(
+        &self,
+        _head: CacheHead,
+        _full: &[Option<FullPageId>],
+        _positions: Range<usize>,
+        _pool: &Self::Pool,
+        _keys: &mut Vec<f32>,
+        _values: &mut Vec<f32>,
+    ) -> Result<()> {
+        Err(self.cannot("reading rows of the cache"))
+    }
+
+    /// Replaces keys and values of one layer and KV head from position `first` on, in full pages.
+    fn write_full_rows(
+        &self,
+        _head: CacheHead,
+        _full: &[Option<FullPageId>],
+        _first: usize,
+        _keys: &[f32],
+        _values: &[f32],
+        _pool: &mut Self::Pool,
+    ) -> Result<()> {
+        Err(self.cannot("replacing rows of the cache"))
+    }
+
+    /// The error of an operation that this backend does not have.
+    fn cannot(&self, what: &str) -> BackendError {
+        BackendError::Unsupported {
+            device: self.describe(),
+            why: format!("{what} is not implemented there; use --device cpu for this"),
+        }
+    }
 }

@@ -121,6 +121,13 @@ impl SequencePages {
         Ok(StepPages { positions: self.len..end, demote })
     }
 
+    /// Forgets positions from `len` on; their pages stay for what is written next. For tables without coded pages:
+    /// a code cannot be taken back.
+    pub fn rewind(&mut self, len: usize) {
+        debug_assert!(self.coded_ids.iter().all(Option::is_none), "coded positions cannot be rewound");
+        self.len = self.len.min(len);
+    }
+
     fn demotion(&self, layout: &CacheLayout, end: usize) -> Range<usize> {
         if layout.coded().is_none() {
             return 0..0;

@@ -2,9 +2,10 @@
 
 use anyhow::{Context, Result, bail};
 use oscar_calibrate::RotationFile;
+use oscar_calibrate::bits::solve;
 use oscar_codec::{
-    CacheLayout, CodeLayout, FormatTable, KvFormat, RotationKind, RotationSet, RowPageCodec, Side, SideSpec,
-    Windows,
+    CacheLayout, CodeLayout, FormatTable, KvFormat, MeanBits, RotationKind, RotationSet, RowPageCodec, Side,
+    SideSpec, Windows,
 };
 use oscar_engine::{Runner, RunnerOptions, SamplingParams};
 use oscar_kernels_cpu::Kernels;
@@ -225,7 +226,10 @@ impl OpenModel {
         let c = &self.config;
         let hadamard = || RotationSet::hadamard(c.layers, c.kv_heads, c.head_dim);
         let (file, origin) = match args.rotations.as_deref() {
-            Some("hadamard") => return Ok((Some(hadamard()?), "Hadamard (as asked)".into(), layout)),
+            Some("hadamard") => {
+                refuse_mean(format)?;
+                return Ok((Some(hadamard()?), "Hadamard (as asked)".into(), layout));
+            }
             Some(path) => (RotationFile::load(Path::new(path))?, path.to_owned()),
             None => match self.source.read(MODEL_ROTATIONS)? {
                 Some(bytes) => {
@@ -236,6 +240,7 @@ impl OpenModel {
                     )
                 }
                 None => {
+                    refuse_mean(format)?;
                     let note =
                         "Hadamard: the model has no rotations of its own, make them with `oscar calibrate`";
                     return Ok((Some(hadamard()?), note.into(), layout));
@@ -243,8 +248,52 @@ impl OpenModel {
             },
         };
         file.check_model(&self.weights.fingerprint(), c)?;
+        if let KvFormat::OscarMixed { mean } = format {
+            let (layout, widths) = with_widths(layout, mean, &file)?;
+            return Ok((Some(file.rotations), format!("{origin}; {widths}"), layout));
+        }
         let layout = with_clips(layout, format, &file)?;
         Ok((Some(file.rotations), origin, layout))
+    }
+}
+
+/// The layout with the file's widths for a mean, and where they come from.
+fn with_widths(
+    layout: CacheLayout,
+    mean: Option<MeanBits>,
+    file: &RotationFile,
+) -> Result<(CacheLayout, String)> {
+    let wanted = mean.unwrap_or(MeanBits::DEFAULT);
+    let (table, origin) = match (file.bits.table(wanted), &file.bits.harm) {
+        (Some(table), _) => (table.clone(), format!("widths by measured harm, {wanted} bits")),
+        (None, Some(harm)) => (
+            solve(harm, wanted, layout.head_dim())?,
+            format!(
+                "widths for {wanted} bits from the file's harms, not verified (verified: {})",
+                file.bits.means()
+            ),
+        ),
+        (None, None) if mean.is_none() => {
+            let note = "2 bits everywhere: the rotations have no widths, choose them with `oscar calibrate --bits 2.25`";
+            return Ok((layout, note.into()));
+        }
+        (None, None) => bail!(
+            "--kv oscar:{wanted}: the rotations have no table of widths; make one with `oscar calibrate --bits {wanted}`, \
+             or use oscar2"
+        ),
+    };
+    let Some(uniform) = layout.coded() else { return Ok((layout, origin)) };
+    let formats = table.formats(layout.head_dim(), uniform.codec(0, 0).layout())?;
+    Ok((layout.with_coded_table(formats), origin))
+}
+
+/// Widths are chosen for a model's calibrated rotations: without them there is no table to take.
+fn refuse_mean(format: KvFormat) -> Result<()> {
+    match format {
+        KvFormat::OscarMixed { mean: Some(mean) } => {
+            bail!("--kv oscar:{mean} needs calibrated rotations with widths: `oscar calibrate --bits {mean}`")
+        }
+        _ => Ok(()),
     }
 }
 

@@ -13,6 +13,10 @@ pub enum CodecError {
     Group { group: usize, head_dim: usize },
     #[error("{0} bits a code are not supported: use 1, 2, 3, 4 or 8")]
     Bits(u32),
+    #[error(
+        "'{found}' is no mean of 1- to 4-bit codes: with scale and minimum counted it is between 1.25 and 4.25 bits"
+    )]
+    MeanBits { found: String },
     #[error("clip ratio {0} is out of range: it is a quantile of |x|, between 0 (no clipping) and 1")]
     ClipRatio(f64),
     #[error("unknown KV format '{name}': known formats are {known}")]

@@ -24,6 +24,9 @@ pub enum KvFormat {
     Bf16,
     /// `f32`: uncompressed 32-bit, for verification.
     F32,
+    /// `oscar` or `oscar:2.00`: rotated, clipped affine codes whose width is given by a table for each layer, head and
+    /// side, the table being the model's own for that mean (2.25 bits where none is named).
+    OscarMixed { mean: Option<MeanBits> },
     /// `oscar1`, `oscar2`, `oscar3`, `oscar4`: rotated, clipped affine codes of that width in every head.
     Oscar { bits: u8 },
     /// `oscar2-official`: the official recipe with fp32 scale and zero (2.5 bits an element, as shipped).
@@ -34,6 +37,50 @@ pub enum KvFormat {
     Oscar2LloydOfficial,
     /// `int1` … `int8`, optionally with `-g32`, `-g64`, `-g128`: plain affine codes, no rotation, no clip.
     Int { bits: u8, group: u16 },
+}
+
+/// Mean stored bits an element of a table of widths, scale and minimum counted, in hundredths of a bit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct MeanBits(u16);
+
+impl MeanBits {
+    /// The size of uniform two-bit codes of 128 channels: what `--kv oscar` means.
+    pub const DEFAULT: Self = Self(225);
+    /// All codes one bit wide, and all four, of 128 channels.
+    pub const LEAST: Self = Self(125);
+    pub const MOST: Self = Self(425);
+    pub fn bits(self) -> f64 {
+        f64::from(self.0) / 100.0
+    }
+
+    /// Mean width of the codes alone: scale and minimum of a row take 32 bits.
+    pub fn mean_width(self, head_dim: usize) -> f64 {
+        self.bits() - 32.0 / head_dim as f64
+    }
+
+    /// In hundredths of a bit, as files name it.
+    pub fn hundredths(self) -> u16 {
+        self.0
+    }
+}
+
+impl fmt::Display for MeanBits {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:.2}", self.bits())
+    }
+}
+
+impl FromStr for MeanBits {
+    type Err = CodecError;
+
+    fn from_str(s: &str) -> Result<Self> {
+        let bits: f64 = s.trim().parse().map_err(|_| CodecError::MeanBits { found: s.to_owned() })?;
+        let hundredths = (bits * 100.0).round();
+        if !(f64::from(Self::LEAST.0)..=f64::from(Self::MOST.0)).contains(&hundredths) {
+            return Err(CodecError::MeanBits { found: s.to_owned() });
+        }
+        Ok(Self(hundredths as u16))
+    }
 }
 
 /// Clip ratio that a width tolerates: narrow codes gain from giving up the tails, wide ones lose.
@@ -51,11 +98,12 @@ pub fn default_clip(side: Side, bits: u32) -> f64 {
 }
 
 impl KvFormat {
+    pub const OSCAR: Self = Self::OscarMixed { mean: None };
     pub const OSCAR2: Self = Self::Oscar { bits: 2 };
 
     /// One entry of each family, for lists and help texts.
     pub fn all() -> Vec<Self> {
-        let mut all = vec![Self::Bf16, Self::F32];
+        let mut all = vec![Self::Bf16, Self::F32, Self::OSCAR];
         all.extend([1, 2, 3, 4].map(|bits| Self::Oscar { bits }));
         all.extend([Self::Oscar2Official, Self::Oscar2Lloyd, Self::Oscar2LloydOfficial]);
         all.extend([1, 2, 3, 4, 8].map(|bits| Self::Int { bits, group: 0 }));
@@ -66,6 +114,10 @@ impl KvFormat {
         match self {
             Self::Bf16 => "uncompressed BF16".into(),
             Self::F32 => "uncompressed F32, for verification".into(),
+            Self::OscarMixed { mean } => format!(
+                "rotated, clipped rows, 1 to 4 bits by measured harm, {} in the mean",
+                mean.unwrap_or(MeanBits::DEFAULT)
+            ),
             Self::Oscar { bits: 1 } => "rotated rows, 1-bit mean ± mean absolute deviation".into(),
             Self::Oscar { bits } => {
                 format!("rotated, clipped rows, {bits}-bit affine codes, fp16 scale and minimum")
@@ -101,6 +153,8 @@ impl KvFormat {
         match self {
             Self::Bf16 => SideSpec::BF16,
             Self::F32 => SideSpec::F32,
+            // The width where a model has no table; `FormatTable::from_widths` replaces it.
+            Self::OscarMixed { .. } => spec(Scheme::Affine, 2),
             Self::Oscar { bits } => spec(Scheme::Affine, bits),
             Self::Oscar2Official => spec(Scheme::OfficialAffine, 2),
             Self::Oscar2Lloyd => spec(Scheme::LloydMax(Variant::Exact), 2),
@@ -126,6 +180,8 @@ impl fmt::Display for KvFormat {
         match self {
             Self::Bf16 => f.write_str("bf16"),
             Self::F32 => f.write_str("f32"),
+            Self::OscarMixed { mean: None } => f.write_str("oscar"),
+            Self::OscarMixed { mean: Some(mean) } => write!(f, "oscar:{mean}"),
             Self::Oscar { bits } => write!(f, "oscar{bits}"),
             Self::Oscar2Official => f.write_str("oscar2-official"),
             Self::Oscar2Lloyd => f.write_str("oscar2-lloyd"),
@@ -141,6 +197,9 @@ impl FromStr for KvFormat {
 
     fn from_str(s: &str) -> Result<Self> {
         let name = s.trim().to_ascii_lowercase();
+        if let Some(mean) = name.strip_prefix("oscar:") {
+            return Ok(Self::OscarMixed { mean: Some(mean.parse()?) });
+        }
         let grouped = || {
             let (head, group) = name.rsplit_once("-g")?;
             let group = group.parse::<u16>().ok().filter(|g| matches!(g, 32 | 64 | 128))?;
@@ -153,7 +212,7 @@ impl FromStr for KvFormat {
             CodecError::UnknownFormat {
                 name: s.to_owned(),
                 known: format!(
-                    "{}; int formats also take -g32, -g64 or -g128",
+                    "{}; oscar:MEAN for another mean than 2.25 bits; int formats also take -g32, -g64 or -g128",
                     Self::all().iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
                 ),
             }
@@ -247,7 +306,18 @@ mod tests {
             assert_eq!(format.to_string().parse::<KvFormat>().unwrap(), format);
         }
         assert_eq!("int4-g32".parse::<KvFormat>().unwrap(), KvFormat::Int { bits: 4, group: 32 });
+        let mixed: KvFormat = "oscar:1.75".parse().unwrap();
+        assert_eq!(mixed.to_string(), "oscar:1.75");
+        assert_eq!(mixed, KvFormat::OscarMixed { mean: Some("1.750".parse().unwrap()) });
         assert_eq!(" OSCAR2 ".parse::<KvFormat>().unwrap(), KvFormat::OSCAR2);
+    }
+
+    #[test]
+    fn impossible_means_are_refused() {
+        for bad in ["oscar:1.2", "oscar:4.26", "oscar:-2", "oscar:nan", "oscar:", "oscar:two"] {
+            let error = bad.parse::<KvFormat>().unwrap_err().to_string();
+            assert!(error.contains("between 1.25 and 4.25"), "{error}");
+        }
     }
 
     #[test]

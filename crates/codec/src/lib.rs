@@ -24,7 +24,7 @@ pub mod window;
 
 pub use cache_layout::{CacheLayout, CodedPageId, FullPageId};
 pub use error::{CodecError, Result};
-pub use format::{FormatTable, KvFormat, RotationKind};
+pub use format::{FormatTable, KvFormat, MeanBits, RotationKind};
 pub use layout::CodeLayout;
 pub use page::{PAGE_TOKENS, PageCodec, RowPageCodec, Side, SideSpec, TILE_TOKENS};
 pub use rotation::{Composition, HeadRotations, Rotation, RotationSet};

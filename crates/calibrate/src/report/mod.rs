@@ -6,6 +6,7 @@
 mod html;
 pub mod svg;
 
+use crate::bits::BitPlan;
 use crate::clip_fit::ClipCurve;
 use crate::quality::{HeadQuality, Snr};
 use crate::rotation_file::Metadata;
@@ -26,6 +27,9 @@ pub struct CalibrationReport {
     pub sample_rows: usize,
     /// In `[layer][kv_head]` order.
     pub heads: Vec<HeadReport>,
+    /// Chosen widths and the harm they were chosen by.
+    #[serde(skip)]
+    pub widths: Option<BitPlan>,
 }
 
 /// One KV head.

@@ -37,6 +37,7 @@ fn file(granularity: Granularity, centred: bool) -> RotationFile {
         clips: Clips::uniform(layers * kv_heads, (2, 2)),
         key_eigenvalues: Some((0..stored * d).map(|i| i as f32).collect()),
         value_eigenvalues: Some((0..stored * d).map(|i| i as f32 * 2.0).collect()),
+        bits: BitPlan::default(),
         metadata: Metadata {
             model_fingerprint: Some("ab".repeat(32)),
             granularity,

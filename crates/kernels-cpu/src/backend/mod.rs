@@ -11,10 +11,12 @@ use crate::{Epilogue, GemmScratch, Kernels, PackedMatrix, Precision, ThreadPool,
 use half::bf16;
 use heads::{HeadTask, LayerRotation};
 use oscar_backend::{
-    Backend, BackendError, HeadPreparation, HeadShape, HostMatrix, HostValues, Result, SequenceRows, Write,
+    Backend, BackendError, CacheHead, HeadPreparation, HeadShape, HostMatrix, HostValues, Result,
+    SequenceRows, Write,
 };
 use oscar_codec::attention::PagedContext;
-use oscar_codec::{CacheLayout, HeadRotations, PAGE_TOKENS, TILE_TOKENS};
+use oscar_codec::{CacheLayout, FullPageId, HeadRotations, PAGE_TOKENS, PageCodec, Side, TILE_TOKENS};
+use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Runs models on the processor.
@@ -353,6 +355,49 @@ impl Backend for CpuBackend {
         Ok(())
     }
 
+    fn read_full_rows(
+        &self,
+        head: CacheHead,
+        full: &[Option<FullPageId>],
+        positions: Range<usize>,
+        pool: &CpuPages,
+        keys: &mut Vec<f32>,
+        values: &mut Vec<f32>,
+    ) -> Result<()> {
+        let codec = pool.full_codec(head.layer, head.kv_head);
+        let d = codec.head_dim();
+        keys.resize(positions.len() * d, 0.0);
+        values.resize(positions.len() * d, 0.0);
+        for (row, position) in positions.enumerate() {
+            let page = pool.full_page(head.layer, head.kv_head, held_page(full, position)?);
+            codec.decode_row(Side::Key, page, position % PAGE_TOKENS, &mut keys[row * d..][..d]);
+            codec.decode_row(Side::Value, page, position % PAGE_TOKENS, &mut values[row * d..][..d]);
+        }
+        Ok(())
+    }
+
+    fn write_full_rows(
+        &self,
+        head: CacheHead,
+        full: &[Option<FullPageId>],
+        first: usize,
+        keys: &[f32],
+        values: &[f32],
+        pool: &mut CpuPages,
+    ) -> Result<()> {
+        let (layout, pages, _) = pool.layer_mut(head.layer);
+        let codec = layout.full().codec(head.layer, head.kv_head);
+        let d = codec.head_dim();
+        for (row, (key, value)) in keys.chunks_exact(d).zip(values.chunks_exact(d)).enumerate() {
+            let position = first + row;
+            let page = pages[head.kv_head].page_mut(held_page(full, position)?.0);
+            attention::append_rows(codec, page, position % PAGE_TOKENS, key, value).map_err(|error| {
+                BackendError::Shape { what: "rows of the cache".into(), detail: error.to_string() }
+            })?;
+        }
+        Ok(())
+    }
+
     fn attention(
         &self,
         layer: usize,
@@ -426,4 +471,12 @@ impl Backend for CpuBackend {
         }
         Ok(())
     }
+}
+
+/// The full page that holds a position.
+fn held_page(full: &[Option<FullPageId>], position: usize) -> Result<FullPageId> {
+    full.get(position / PAGE_TOKENS).copied().flatten().ok_or_else(|| BackendError::Shape {
+        what: "page table".into(),
+        detail: format!("position {position} has no full page"),
+    })
 }
