@@ -36,7 +36,7 @@ pub struct HarmOptions {
 
 impl Default for HarmOptions {
     fn default() -> Self {
-        Self { lead: 96, measured: WIDTHS.to_vec() }
+        Self { lead: 64, measured: WIDTHS.to_vec() }
     }
 }
 

@@ -23,6 +23,11 @@ use std::sync::atomic::AtomicBool;
 /// everything else.
 const TASKS: [Task; 4] = [Task::Copy, Task::RunningSum, Task::NiahUuid, Task::NiahLines];
 
+/// Tokens before the scored ones, at least: twice what the BF16 windows keep, so that codes are what is read.
+const LEAST_HISTORY: usize = 640;
+/// Most positions of a probe that are scored.
+const SCORED: usize = 128;
+
 #[derive(clap::Args)]
 pub struct BitsArgs {
     /// Also choose a code width of 1 to 4 bits for each layer, head and side, at these mean sizes (bits an element with
@@ -78,7 +83,7 @@ pub fn choose<B: Backend>(
     let harm_options = HarmOptions { measured: args.harm_widths.clone(), ..HarmOptions::default() };
     harm_options.check()?;
     let windows = Windows::default();
-    let least = windows.sink() + windows.recent() + 512;
+    let least = LEAST_HISTORY + SCORED;
     if args.probe_tokens < least {
         bail!("--probe-tokens {}: at least {least}, or nothing is coded", args.probe_tokens);
     }
@@ -205,7 +210,8 @@ fn probes<B: Backend>(
                         + (material.seed << 20)
                         + (1 << 19)
                         + (half * args.probes + i) as u64;
-                    all.push(task_probe(args, material, *task, seed)?);
+                    let at = (i as f64 + 0.5 * half as f64) / args.probes as f64;
+                    all.push(task_probe(args, material, *task, seed, at)?);
                 }
             }
         }
@@ -213,7 +219,7 @@ fn probes<B: Backend>(
     Ok(all)
 }
 
-/// Windows over the calibration text; its last 256 positions are scored.
+/// Windows over the calibration text; the last positions of each are scored.
 fn text_probes(args: &BitsArgs, sequences: &[Vec<u32>], half: usize) -> Result<Vec<Probe>> {
     let all: Vec<u32> = sequences.iter().flatten().copied().collect();
     let needed = 2 * args.probes * args.probe_tokens;
@@ -229,32 +235,41 @@ fn text_probes(args: &BitsArgs, sequences: &[Vec<u32>], half: usize) -> Result<V
         .map(|window| Probe {
             group: "text".into(),
             tokens: window.to_vec(),
-            scored: args.probe_tokens - 256..args.probe_tokens,
+            scored: args.probe_tokens - SCORED..args.probe_tokens,
         })
         .collect())
 }
 
-/// A task of about the wanted length, scored on its right answer.
+/// A task of about the wanted length, scored on a part of its right answer that begins at the share `at`.
 fn task_probe<B: Backend>(
     args: &BitsArgs,
     material: &Material<'_, B>,
     task: Task,
     seed: u64,
+    at: f64,
 ) -> Result<Probe> {
-    // The longest case that fits: characters a token differ by model and by task.
-    let mut characters = args.probe_tokens * 4;
-    for _ in 0..12 {
+    // Characters a token differ by model and by task, and some tasks draw a short case now and then: go down from a
+    // size that is too long until one fits.
+    let mut characters = args.probe_tokens * 8;
+    while characters > args.probe_tokens {
         let case = task.case(seed, characters, &GrammarFiller)?;
+        characters = characters * 31 / 32;
         let prompt = prompt_tokens(material.text, case.question())?;
         let answer = material.text.tokenizer.encode(&case.answer, false)?;
-        let tokens: Vec<u32> = prompt.iter().chain(&answer).copied().collect();
-        if tokens.len() <= args.probe_tokens {
-            let scored = prompt.len() - 1..tokens.len();
-            return Ok(Probe { group: task.name().into(), tokens, scored });
+        let first = (answer.len().saturating_sub(SCORED) as f64 * at) as usize;
+        // The last scored position predicts what follows the answer.
+        let tokens: Vec<u32> =
+            prompt.iter().chain(&answer).copied().take(prompt.len() + first + SCORED).collect();
+        if tokens.len() <= args.probe_tokens && prompt.len() + first >= LEAST_HISTORY {
+            let scored = prompt.len() + first - 1..tokens.len();
+            return Ok(Probe { group: task.name().into(), scored, tokens });
         }
-        characters = characters * args.probe_tokens / tokens.len() * 31 / 32;
     }
-    bail!("a {} task does not fit {} tokens: raise --probe-tokens", task.name(), args.probe_tokens)
+    bail!(
+        "no {} task fits {} tokens: raise --probe-tokens or leave it out of --probe-kinds",
+        task.name(),
+        args.probe_tokens
+    )
 }
 
 /// A conversation as the model reads it; models without a chat template get it as plain text.
