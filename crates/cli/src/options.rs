@@ -142,28 +142,33 @@ fn resolve(name: &str) -> Result<ModelSource> {
     Ok(ModelSource::resolve(name)?)
 }
 
-/// Looks for the model here, then on the hub, with a progress bar for each file.
+/// Looks for the model here, then on the hub.
 #[cfg(feature = "hub")]
 fn resolve(name: &str) -> Result<ModelSource> {
-    #[derive(Default)]
-    struct Bars(Option<indicatif::ProgressBar>);
-    impl oscar_models::hub::DownloadProgress for Bars {
-        fn begin_file(&mut self, file: &str, bytes: u64) {
-            eprintln!("downloading {file}");
-            self.0 = Some(crate::progress::bar("downloading", bytes));
-        }
-        fn advance(&mut self, bytes: u64) {
-            if let Some(bar) = &self.0 {
-                bar.inc(bytes);
-            }
-        }
-        fn end_file(&mut self) {
-            if let Some(bar) = self.0.take() {
-                bar.finish_and_clear();
-            }
+    Ok(oscar_models::hub::resolve_or_download(name, &mut Bars::default())?)
+}
+
+/// A progress bar for each file that is downloaded.
+#[cfg(feature = "hub")]
+#[derive(Default)]
+pub struct Bars(Option<indicatif::ProgressBar>);
+
+#[cfg(feature = "hub")]
+impl oscar_models::hub::DownloadProgress for Bars {
+    fn begin_file(&mut self, file: &str, bytes: u64) {
+        eprintln!("downloading {file}");
+        self.0 = Some(crate::progress::bar("downloading", bytes));
+    }
+    fn advance(&mut self, bytes: u64) {
+        if let Some(bar) = &self.0 {
+            bar.inc(bytes);
         }
     }
-    Ok(oscar_models::hub::resolve_or_download(name, &mut Bars::default())?)
+    fn end_file(&mut self) {
+        if let Some(bar) = self.0.take() {
+            bar.finish_and_clear();
+        }
+    }
 }
 
 /// The last component of a path or repository name.
