@@ -24,6 +24,7 @@ impl<B: Backend> PageLedger<'_, B> {
         }
         let done = cache.reclaim(bytes);
         self.reclaimed.thinned += done.thinned;
+        self.reclaimed.demoted += done.demoted;
         self.reclaimed.evicted += done.evicted;
         self.reclaimed.bytes += done.bytes;
         true
@@ -35,7 +36,8 @@ impl<B: Backend> Ledger for PageLedger<'_, B> {
         let choice = self.choices.get_mut(&id)?;
         let layout = self.runner.layout();
         let prefix = match self.cache.as_deref_mut() {
-            Some(cache) => cache.find(&choice.tokens[..choice.resume_limit]),
+            Some(cache) if choice.takes_demoted => cache.find(&choice.tokens[..choice.resume_limit]),
+            Some(cache) => cache.find_exact(&choice.tokens[..choice.resume_limit]),
             None => PrefixPages::default(),
         };
         let sequence = Sequence::resume(layout, prefix);
@@ -49,6 +51,7 @@ impl<B: Backend> Ledger for PageLedger<'_, B> {
             return None;
         }
         let stored = sequence.len();
+        choice.takes_demoted = !sequence.pages().is_exact();
         choice.published = stored;
         choice.sequence = Some(sequence);
         Some(stored)

@@ -78,6 +78,10 @@ pub struct Flags {
     #[arg(long)]
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     no_prefix_cache: bool,
+    /// Never code the BF16 tail of a stored prefix to make room: evict it instead, so that a hit is always exact
+    #[arg(long)]
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    exact_hits: bool,
     /// Address to listen on [default: 127.0.0.1]
     #[arg(long, value_name = "ADDRESS")]
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -156,6 +160,7 @@ struct Config {
     prefill_chunk: usize,
     max_queue: usize,
     no_prefix_cache: bool,
+    exact_hits: bool,
     host: String,
     port: u16,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -189,6 +194,7 @@ impl Default for Config {
             prefill_chunk: scheduler.prefill_chunk,
             max_queue: 256,
             no_prefix_cache: false,
+            exact_hits: false,
             host: "127.0.0.1".into(),
             port: 8000,
             api_key_file: None,
@@ -351,6 +357,7 @@ pub fn run(flags: &Flags) -> Result<()> {
         },
         max_queue: config.max_queue,
         prefix_cache: !config.no_prefix_cache,
+        demote_idle_tails: !config.exact_hits,
         ..EngineOptions::new(model.name.clone())
     };
     let engine: Arc<dyn EngineApi> =
