@@ -1,10 +1,11 @@
 //! The scheduler's view of pages, on the real pool and the real prefix cache.
 
 use crate::runner::{Runner, Sequence};
-use crate::scheduler::{Ledger, SequenceId};
+use crate::scheduler::{Demand, Ledger, SequenceId};
 use crate::sequences::Choice;
 use oscar_backend::Backend;
 use oscar_cache::{PrefixPages, RadixCache, Reclaimed};
+use oscar_codec::CacheLayout;
 use std::collections::HashMap;
 
 pub struct PageLedger<'a, B: Backend> {
@@ -31,8 +32,24 @@ impl<B: Backend> PageLedger<'_, B> {
     }
 }
 
+impl<B: Backend> PageLedger<'_, B> {
+    /// Bytes a running sequence still has to be given.
+    fn outstanding(&self, demand: &Demand) -> usize {
+        let layout = self.runner.layout();
+        let held = self.choices.get(&demand.id).and_then(|choice| choice.sequence.as_ref());
+        needed(layout, demand.tokens).saturating_sub(held.map_or(0, |s| s.pages().bytes(layout)))
+    }
+}
+
+/// Bytes of a sequence that grows to `tokens`: the most it holds on the way, and the page it keeps for a resume.
+fn needed(layout: &CacheLayout, tokens: usize) -> usize {
+    layout.peak_bytes(tokens) + layout.full_block_bytes()
+}
+
 impl<B: Backend> Ledger for PageLedger<'_, B> {
-    fn admit(&mut self, id: SequenceId, tokens: usize, alone: bool) -> Option<usize> {
+    fn admit(&mut self, sequence: Demand, running: &[Demand]) -> Option<usize> {
+        let outstanding: usize = running.iter().map(|demand| self.outstanding(demand)).sum();
+        let Demand { id, tokens } = sequence;
         let choice = self.choices.get_mut(&id)?;
         let layout = self.runner.layout();
         let prefix = match self.cache.as_deref_mut() {
@@ -41,13 +58,11 @@ impl<B: Backend> Ledger for PageLedger<'_, B> {
             None => PrefixPages::default(),
         };
         let sequence = Sequence::resume(layout, prefix);
-        // Its size, the page its next tokens need, and the one it keeps for a later resume.
-        let needed = layout.peak_bytes(tokens) + 2 * layout.full_block_bytes();
-        let missing = needed.saturating_sub(sequence.pages().bytes(layout));
+        let missing = outstanding + needed(layout, tokens).saturating_sub(sequence.pages().bytes(layout));
         let free = self.runner.pool().free();
         // The prefix is held now, so the cache does not count it as reclaimable.
         let reclaimable = || self.cache.as_deref().map_or(0, RadixCache::reclaimable);
-        if !alone && free < missing && free + reclaimable() < missing {
+        if !running.is_empty() && free < missing && free + reclaimable() < missing {
             return None;
         }
         let stored = sequence.len();

@@ -25,6 +25,13 @@ pub struct Job {
     pub started: bool,
 }
 
+impl Job {
+    /// Most tokens that one of its choices stores: the last one generated is not.
+    pub fn most_tokens(&self) -> usize {
+        self.prompt_tokens + self.params.max_tokens.saturating_sub(1)
+    }
+}
+
 /// One continuation of a prompt.
 pub struct Choice {
     pub request: RequestId,

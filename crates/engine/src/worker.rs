@@ -155,10 +155,11 @@ impl<B: Backend> Worker<B> {
             Some(_) => (prompt.len(), LOGPROBS_CHUNK),
             None => (prompt.len(), usize::MAX),
         };
+        let limit = job.most_tokens();
         let sequence = self.add_choice(id, &mut job, 0, prompt);
         self.jobs.insert(id, job);
         match sequence {
-            Ok(sequence) => self.scheduler.submit(sequence, tokens, chunk),
+            Ok(sequence) => self.scheduler.submit(sequence, tokens, limit, chunk),
             Err(error) => self.fail(id, &RequestError::Engine(error.to_string())),
         }
     }
@@ -389,7 +390,7 @@ impl<B: Backend> Worker<B> {
                 .collect();
             match siblings {
                 Ok(siblings) if job.params.max_tokens > 0 => {
-                    self.scheduler.submit_next(&siblings, prompt.len());
+                    self.scheduler.submit_next(&siblings, prompt.len(), job.most_tokens());
                 }
                 Ok(_) => {}
                 Err(error) => {

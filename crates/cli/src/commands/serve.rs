@@ -354,6 +354,7 @@ pub fn run(flags: &Flags) -> Result<()> {
             max_batch: config.max_batch,
             step_tokens: config.step_tokens,
             prefill_chunk: config.prefill_chunk,
+            ..SchedulerOptions::default()
         },
         max_queue: config.max_queue,
         prefix_cache: !config.no_prefix_cache,

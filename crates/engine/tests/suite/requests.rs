@@ -64,7 +64,10 @@ fn repetition_and_continuation_compute_one_page_at_most() {
 fn growth_beyond_the_budget_preempts_and_resumes_with_the_same_answers() {
     let setup = Setup { kv_memory: 9 * FULL_BLOCK, ..setup() };
     let mut reference = Setup { kv_memory: 1 << 30, ..self::setup() }.embedded();
-    let engine = engine(&setup);
+    // Admitted for their prompts alone, they outgrow the cache together.
+    let scheduler = SchedulerOptions { decode_room: 0, ..SchedulerOptions::default() };
+    let engine =
+        Engine::start(setup.embedded(), EngineOptions { scheduler, ..EngineOptions::new("test") }).unwrap();
     let prompts: Vec<Vec<u32>> = (0..3).map(|i| tokens(20 + i as usize, i)).collect();
     let calls: Vec<_> = prompts.iter().map(|p| submit(&engine, p, params(230)).unwrap()).collect();
     for (call, prompt) in calls.into_iter().zip(&prompts) {
@@ -291,4 +294,22 @@ fn under_pressure_idle_tails_are_coded_before_anything_is_evicted_and_hits_on_th
         assert_eq!((&outcome.answers[&0].tokens, outcome.demoted_tail), (answer, false));
     }
     assert_eq!((exact.stats().demoted_tail_pages, exact.stats().demoted_tail_hits), (0, 0));
+}
+
+#[test]
+fn alone_or_in_a_batch_of_32_the_answers_are_the_same() {
+    for format in [KvFormat::OSCAR2, KvFormat::Bf16] {
+        let setup = Setup { format, ..setup() };
+        let mut reference = setup.embedded();
+        let engine = engine(&setup);
+        let prompts: Vec<Vec<u32>> = (0..32).map(|i| tokens(15 + 7 * i as usize, i)).collect();
+        let calls: Vec<_> = prompts.iter().map(|p| submit(&engine, p, params(20)).unwrap()).collect();
+        for (call, prompt) in calls.into_iter().zip(&prompts) {
+            let outcome = call.finish(&engine, None);
+            let alone = greedy(&mut reference, prompt, 20, &[]);
+            assert_eq!(outcome.answers[&0].tokens, alone, "{format}, prompt of {}", prompt.len());
+        }
+        let steps = engine.stats().steps;
+        assert!(steps < 20 + 15, "{steps} steps: they were not in one batch");
+    }
 }

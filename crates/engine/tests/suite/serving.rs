@@ -122,6 +122,8 @@ fn converse(plan: &Plan, oracle: &mut Oracle) -> EngineStats {
             max_batch: plan.batch,
             step_tokens: plan.step_tokens,
             prefill_chunk: plan.chunk,
+            // Little, so that sequences are preempted too.
+            decode_room: 4,
         },
         demote_idle_tails: plan.demotes,
         ..EngineOptions::new("test")
@@ -210,7 +212,7 @@ fn answers_do_not_depend_on_the_cache_the_batch_or_the_chunk() {
     };
     let (mut cached, mut evicted, mut demoted) = (0, 0, 0);
     for plan in [
-        plan(KvFormat::OSCAR2, 17, 150, 4, 11, true),
+        plan(KvFormat::OSCAR2, 11, 150, 4, 11, true),
         plan(KvFormat::OSCAR2, 11, 33, 6, 12, false),
         plan(KvFormat::OSCAR2, 200, 512, 3, 13, true),
         plan(KvFormat::Bf16, 18, 100, 4, 14, true),
