@@ -55,8 +55,9 @@ impl SchedulerOptions {
 }
 
 impl Default for SchedulerOptions {
+    /// Short steps: on a CPU they cost nothing, and whoever decodes or waits for a first token waits for a whole one.
     fn default() -> Self {
-        Self { max_batch: 32, step_tokens: 1024, prefill_chunk: 512, decode_room: 128 }
+        Self { max_batch: 32, step_tokens: 256, prefill_chunk: 512, decode_room: 128 }
     }
 }
 

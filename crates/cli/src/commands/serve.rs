@@ -64,7 +64,7 @@ pub struct Flags {
     #[arg(long, value_name = "N")]
     #[serde(skip_serializing_if = "Option::is_none")]
     max_batch: Option<usize>,
-    /// Most tokens of one engine step, prompts and decodes together [default: 1024]
+    /// Most tokens of one engine step, prompts and decodes together [default: 256]
     #[arg(long, value_name = "N")]
     #[serde(skip_serializing_if = "Option::is_none")]
     step_tokens: Option<usize>,

@@ -310,6 +310,7 @@ fn alone_or_in_a_batch_of_32_the_answers_are_the_same() {
             assert_eq!(outcome.answers[&0].tokens, alone, "{format}, prompt of {}", prompt.len());
         }
         let steps = engine.stats().steps;
-        assert!(steps < 20 + 15, "{steps} steps: they were not in one batch");
+        // Sixteen steps for the prompts, in the last of which nobody has ended.
+        assert!(steps < 20 + 20, "{steps} steps: they were not in one batch");
     }
 }

@@ -57,6 +57,9 @@ pub struct Args {
     /// Most sequences running at once [default: 32, or --concurrency if that is more]
     #[arg(long, value_name = "N")]
     max_batch: Option<usize>,
+    /// Most tokens of one engine step [default: 256]
+    #[arg(long, value_name = "N")]
+    step_tokens: Option<usize>,
     /// Seed of prompts and arrival times
     #[arg(long, value_name = "N", default_value_t = 1)]
     seed: u64,
@@ -133,6 +136,7 @@ impl Args {
             ("--turns", self.turns),
             ("--concurrency", self.concurrency.unwrap_or(1)),
             ("--max-batch", self.max_batch.unwrap_or(1)),
+            ("--step-tokens", self.step_tokens.unwrap_or(1)),
             ("--prefill-chunk", self.cache.prefill_chunk),
         ] {
             if value == 0 {
@@ -236,6 +240,7 @@ impl Args {
                     .max_batch
                     .unwrap_or_else(|| standard.max_batch.max(self.concurrency.unwrap_or(0))),
                 prefill_chunk: self.cache.prefill_chunk,
+                step_tokens: self.step_tokens.unwrap_or(standard.step_tokens),
                 ..standard
             },
             max_queue: self.requests,
