@@ -83,7 +83,7 @@ fn after_kill_9_the_same_command_starts_clean() {
     assert_eq!(server.wait().code(), None, "killed, not ended");
     drop(stream);
     // The same port, at once, with nothing left of the first life.
-    let server = Server::start_with(None, &["--port", &port, "--context", "2048"]);
+    let server = Server::start_with(None, &["--port", &port, "--context", "2048", "--threads", "1"]);
     assert_eq!(server.metric("oscar_engine_steps_total"), 0.0);
     let answer = server.chat(&json!({}));
     assert_eq!(answer.status, 200, "{}", answer.body);

@@ -38,12 +38,12 @@ impl Answer {
 impl Server {
     /// Starts on a free port and reads the address it prints.
     pub fn start(keys: Option<&str>) -> Self {
-        Self::start_with(keys, &["--port", "0", "--context", "2048"])
+        Self::start_with(keys, &["--port", "0", "--context", "2048", "--threads", "1"])
     }
 
     pub fn start_with(keys: Option<&str>, flags: &[&str]) -> Self {
         let mut command = Command::new(env!("CARGO_BIN_EXE_oscar"));
-        command.args(["serve", "--threads", "1", "--log", "error"]).args(flags);
+        command.args(["serve", "--log", "error"]).args(flags);
         command
             .stdin(Stdio::null())
             .stdout(Stdio::null())

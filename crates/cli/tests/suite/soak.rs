@@ -46,14 +46,14 @@ enum Manner {
 
 fn story(dice: &mut Dice) -> String {
     let town = dice.roll(12);
-    let length = dice.roll(40) + 1;
+    let length = dice.roll(25) + 1;
     format!("The harbour of town {town} lay still in the morning. ").repeat(length)
 }
 
 /// A request and how it is read; the statuses that are right for it.
 fn rude_request(dice: &mut Dice) -> (Vec<u8>, Manner, &'static [u16]) {
     let ask = |dice: &mut Dice, stream: bool, n: usize| {
-        let (most, messages) = (dice.roll(60) + 1, json!([{"role": "user", "content": story(dice)}]));
+        let (most, messages) = (dice.roll(30) + 1, json!([{"role": "user", "content": story(dice)}]));
         let fields = json!({"stream": stream, "max_tokens": most, "n": n, "ignore_eos": true, "messages": messages,
             "temperature": 0.7, "seed": dice.roll(9)});
         chat_body(&fields).to_string().into_bytes()
