@@ -65,6 +65,17 @@ pub struct CacheHead {
     pub kv_head: usize,
 }
 
+impl SequenceRows<'_> {
+    /// End of the last block that has codes and no full page: every query reads everything before it but the sink as
+    /// code, also where the windows alone would say BF16 (the tail of a stored prefix that was demoted to make
+    /// room). Never beyond the windows' own boundary otherwise.
+    pub fn coded_until(&self) -> usize {
+        let blocks = self.full.len().min(self.coded.len());
+        let only_code = |&b: &usize| self.full[b].is_none() && self.coded[b].is_some();
+        (0..blocks).rev().find(only_code).map_or(0, |block| (block + 1) * oscar_codec::PAGE_TOKENS)
+    }
+}
+
 /// How heads are laid out and prepared before they meet the cache; the same for every layer.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct HeadShape {
@@ -148,6 +159,10 @@ pub trait Backend: Send + Sync {
         queries: &mut Self::Rows,
         pool: &mut Self::Pool,
     ) -> Result<()>;
+    /// Does attention keep to [`SequenceRows::coded_until`]? Tails of stored prefixes are demoted only if so.
+    fn reads_demoted_tails(&self) -> bool {
+        false
+    }
     /// Codes the rows of every sequence's `demote` range of one layer.
     fn demote(&self, layer: usize, sequences: &[SequenceRows<'_>], pool: &mut Self::Pool) -> Result<()>;
     /// Attention of the queries that `append` prepared over their contexts; rows of `out` hold all query heads.

@@ -195,6 +195,14 @@ impl PagePool {
         Ok((full, coded))
     }
 
+    /// Takes a coded block in place of a full one, which returns once its last hold is dropped: never refused, because
+    /// a coded block is the smaller one. Its rows must be coded before the full block is written again.
+    pub(crate) fn exchange(&self, full: FullPage) -> CodedPage {
+        drop(full);
+        let id = CodedPageId(self.shared.lock().coded.take());
+        CodedPage(Arc::new(CodedBlock { id, coded: AtomicUsize::new(0), shared: self.shared.clone() }))
+    }
+
     /// Bytes not handed out.
     pub fn free(&self) -> usize {
         let state = self.shared.lock();

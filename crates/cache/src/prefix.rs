@@ -4,6 +4,10 @@
 //! and of everything at or after `boundary(n − 1)`, codes of everything between. Nothing less will do: a row can
 //! only be computed again from the full-precision rows of *its* window, those rows from the ones of theirs, and so
 //! on back to the start. A prefix is therefore *resumable* at `n` or it is not; there is no cheap repair in between.
+//!
+//! The one exception is counted: where the full pages of an idle tail were coded to make room
+//! ([`tails`](crate::tails)), a sequence may go on reading everything up to there as code. What it computes is
+//! *approximate* from then on, and marked so wherever it is stored.
 
 use crate::pool::{CodedPage, FullPage};
 use oscar_codec::{CacheLayout, PAGE_TOKENS};
@@ -29,12 +33,14 @@ pub(crate) struct BlockNeed {
 }
 
 impl BlockNeed {
-    /// The need of `block` when resuming at `len > 0` tokens.
-    pub fn at(layout: &CacheLayout, len: usize, block: usize) -> Self {
+    /// The need of `block` when resuming at `len > 0` tokens, reading everything before `coded_until` but the sink as
+    /// code whatever the windows say.
+    pub fn at(layout: &CacheLayout, len: usize, coded_until: usize, block: usize) -> Self {
         if layout.coded().is_none() {
             return Self { full: true, coded: 0 };
         }
-        let (sink, boundary) = (layout.windows().sink(), layout.windows().boundary(len - 1));
+        let sink = layout.windows().sink();
+        let boundary = layout.windows().boundary(len - 1).max(coded_until);
         let (start, end) = (block * PAGE_TOKENS, (block + 1) * PAGE_TOKENS);
         let coded = if start.max(sink) < end.min(boundary) { end.min(boundary) - start } else { 0 };
         Self { full: start < sink || end > boundary, coded }
@@ -50,6 +56,10 @@ impl BlockNeed {
 #[derive(Debug, Default)]
 pub struct PrefixPages {
     pub(crate) blocks: Vec<BlockPages>,
+    /// Everything before this position but the sink is read as code, whatever the windows say; 0 if they decide.
+    pub(crate) coded_until: usize,
+    /// From here on rows are not those of a cold run.
+    pub(crate) approximate_from: Option<usize>,
 }
 
 impl PrefixPages {
@@ -60,5 +70,10 @@ impl PrefixPages {
 
     pub fn is_empty(&self) -> bool {
         self.blocks.is_empty()
+    }
+
+    /// Will a sequence that goes on from here answer as a cold run does?
+    pub fn is_exact(&self) -> bool {
+        self.approximate_from.is_none()
     }
 }

@@ -25,6 +25,10 @@ pub struct SequencePages {
     /// whole page needs them.
     lagging: Vec<(usize, FullPage)>,
     keeps_resumable: bool,
+    /// Everything before this position but the sink is read as code, whatever the windows say.
+    coded_until: usize,
+    /// From here on rows are not those of a cold run, because it reads a demoted tail.
+    approximate_from: Option<usize>,
     full_ids: Vec<Option<FullPageId>>,
     coded_ids: Vec<Option<CodedPageId>>,
 }
@@ -44,9 +48,11 @@ impl SequencePages {
     pub fn resume(layout: &CacheLayout, prefix: PrefixPages) -> Self {
         let mut pages = Self::resumable();
         pages.len = prefix.len();
+        pages.coded_until = prefix.coded_until;
+        pages.approximate_from = prefix.approximate_from;
         pages.grow(prefix.blocks.len());
         for (block, held) in prefix.blocks.into_iter().enumerate() {
-            let need = BlockNeed::at(layout, pages.len, block);
+            let need = BlockNeed::at(layout, pages.len, pages.coded_until, block);
             if let Some(page) = held.coded {
                 pages.coded_ids[block] = Some(page.id());
                 pages.coded[block] = Some(page);
@@ -56,6 +62,8 @@ impl SequencePages {
                     pages.full_ids[block] = Some(page.id());
                     pages.full[block] = Some(page);
                 }
+                // Read as code from here on, and the tree has it.
+                Some(_) if block * PAGE_TOKENS < pages.coded_until => {}
                 Some(page) => pages.lagging.push((block, page)),
                 None => {}
             }
@@ -71,6 +79,24 @@ impl SequencePages {
 
     pub fn is_empty(&self) -> bool {
         self.len == 0
+    }
+
+    /// Will it answer as a cold run does?
+    pub fn is_exact(&self) -> bool {
+        self.approximate_from.is_none()
+    }
+
+    /// Are the rows of `block` those of a cold run?
+    pub(crate) fn is_exact_block(&self, block: usize) -> bool {
+        self.approximate_from.is_none_or(|from| (block + 1) * PAGE_TOKENS <= from)
+    }
+
+    /// First position at or beyond the sink that the last query read in BF16.
+    pub fn boundary(&self, layout: &CacheLayout) -> usize {
+        match self.len {
+            0 => layout.windows().sink(),
+            len => layout.windows().boundary(len - 1).max(self.coded_until),
+        }
     }
 
     pub fn full(&self) -> &[Option<FullPageId>] {
@@ -132,9 +158,7 @@ impl SequencePages {
         if layout.coded().is_none() {
             return 0..0;
         }
-        let windows = layout.windows();
-        let before = if self.len == 0 { windows.sink() } else { windows.boundary(self.len - 1) };
-        before..windows.boundary(end - 1)
+        self.boundary(layout)..layout.windows().boundary(end - 1).max(self.coded_until)
     }
 
     fn grow(&mut self, blocks: usize) {
@@ -174,8 +198,8 @@ impl SequencePages {
 
     /// Gives up finished full pages that no resume at `resume_point(len)` or later asks for.
     pub fn trim(&mut self, layout: &CacheLayout) {
-        let point = resume_point(self.len);
-        self.lagging.retain(|&(block, _)| point > 0 && BlockNeed::at(layout, point, block).full);
+        let (point, coded_until) = (resume_point(self.len), self.coded_until);
+        self.lagging.retain(|&(block, _)| point > 0 && BlockNeed::at(layout, point, coded_until, block).full);
     }
 
     /// Full pages held beyond those the sequence itself reads.
@@ -282,7 +306,7 @@ mod tests {
                 pages.commit(&layout, &step);
                 let point = resume_point(pages.len());
                 for block in 0..point / PAGE_TOKENS {
-                    let (need, held) = (BlockNeed::at(&layout, point, block), pages.block(block));
+                    let (need, held) = (BlockNeed::at(&layout, point, 0, block), pages.block(block));
                     prop_assert!(need.is_met(&held), "{need:?} by {held:?} at {}", pages.len());
                 }
                 pages.trim(&layout);

@@ -168,6 +168,17 @@ pub struct PagedContext<'a> {
     pub coded: &'a [Option<&'a [u8]>],
 }
 
+impl PagedContext<'_> {
+    /// End of the last block that has codes and no full page. Everything before it but the sink is read as code, by
+    /// the rule of [`Windows`] or, in a context whose tail was demoted to make room, in spite of it.
+    pub fn coded_until(&self) -> usize {
+        let only_code = |(full, coded): (&Option<&[u8]>, &Option<&[u8]>)| full.is_none() && coded.is_some();
+        let blocks = self.full.len().min(self.coded.len());
+        let last = self.full[..blocks].iter().zip(&self.coded[..blocks]).rposition(only_code);
+        last.map_or(0, |block| (block + 1) * PAGE_TOKENS)
+    }
+}
+
 /// Attention of the query at `position` over everything it may see, by the one rule of [`Windows`].
 ///
 /// # Panics
@@ -181,7 +192,8 @@ pub fn attend_context(
     form: Form,
 ) -> AttentionState {
     let mut state = AttentionState::empty(query.len());
-    let (sink, boundary, end) = (windows.sink(), windows.boundary(position), position + 1);
+    let (sink, boundary, end) =
+        (windows.sink(), windows.boundary(position).max(context.coded_until()), position + 1);
     for (coded, range) in [(false, 0..sink.min(end)), (true, sink..boundary), (false, boundary..end)] {
         let mut at = range.start;
         while at < range.end {

@@ -4,4 +4,8 @@ mod bad_input;
 mod calibration;
 mod clients;
 mod commands;
+mod python;
+mod server;
+#[cfg(target_os = "linux")]
+mod soak;
 mod support;

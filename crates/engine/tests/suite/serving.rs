@@ -103,6 +103,8 @@ struct Plan {
     batch: usize,
     rounds: usize,
     seed: u64,
+    /// May idle tails be demoted? Answers that go on from one are only checked for form.
+    demotes: bool,
 }
 
 /// Returns the statistics, so that a test can say that it tested something.
@@ -120,12 +122,16 @@ fn converse(plan: &Plan, oracle: &mut Oracle) -> EngineStats {
             max_batch: plan.batch,
             step_tokens: plan.step_tokens,
             prefill_chunk: plan.chunk,
+            // Little, so that sequences are preempted too.
+            decode_room: 4,
         },
+        demote_idle_tails: plan.demotes,
         ..EngineOptions::new("test")
     };
     let engine = Engine::start(setup.embedded(), options).unwrap();
     let mut dice = Dice(plan.seed);
     let mut histories: Vec<Vec<u32>> = Vec::new();
+    let mut demoted_hits = 0;
     for round in 0..plan.rounds {
         let mut calls = Vec::new();
         for _ in 0..dice.between(1, plan.batch + 3) {
@@ -162,8 +168,14 @@ fn converse(plan: &Plan, oracle: &mut Oracle) -> EngineStats {
             let what =
                 format!("seed {}, round {round}, prompt of {}, {limit} tokens", plan.seed, prompt.len());
             let outcome = call.finish(&engine, cancel);
-            let expected = oracle.answer(&prompt, limit);
-            check_answer(&expected, &outcome, &what);
+            assert_eq!(outcome.demoted_tail, outcome.usage.demoted_tail, "{what}");
+            if outcome.demoted_tail {
+                demoted_hits += 1;
+                assert!(plan.demotes && outcome.cached >= 64 && outcome.failed.is_none(), "{what}");
+            } else {
+                let expected = oracle.answer(&prompt, limit);
+                check_answer(&expected, &outcome, &what);
+            }
             assert_eq!(outcome.answers.len(), choices, "{what}");
             assert!(outcome.cached < prompt.len() && outcome.cached.is_multiple_of(64), "{what}");
             let mut history = prompt;
@@ -176,6 +188,8 @@ fn converse(plan: &Plan, oracle: &mut Oracle) -> EngineStats {
         check_accounts(&engine, &format!("seed {}, after round {round}", plan.seed));
     }
     let stats = engine.stats();
+    assert!(stats.demoted_tail_hits >= demoted_hits, "a request that was cancelled early may have been one");
+    assert!(plan.demotes || stats.demoted_tail_pages == 0);
     engine.flush_cache();
     let empty = engine.stats();
     assert_eq!((empty.full_pages, empty.coded_pages, empty.cache_bytes), (0, 0, 0), "nothing is leaked");
@@ -186,7 +200,7 @@ fn converse(plan: &Plan, oracle: &mut Oracle) -> EngineStats {
 #[test]
 fn answers_do_not_depend_on_the_cache_the_batch_or_the_chunk() {
     let (mut two_bit, mut bf16) = (Oracle::new(KvFormat::OSCAR2), Oracle::new(KvFormat::Bf16));
-    let plan = |format, budget, chunk, batch, seed| Plan {
+    let plan = |format, budget, chunk, batch, seed, demotes| Plan {
         format,
         budget,
         chunk,
@@ -194,20 +208,25 @@ fn answers_do_not_depend_on_the_cache_the_batch_or_the_chunk() {
         batch,
         rounds: 4,
         seed,
+        demotes,
     };
-    let (mut cached, mut evicted) = (0, 0);
+    let (mut cached, mut evicted, mut demoted) = (0, 0, 0);
     for plan in [
-        plan(KvFormat::OSCAR2, 12, 150, 4, 11),
-        plan(KvFormat::OSCAR2, 11, 33, 6, 12),
-        plan(KvFormat::OSCAR2, 200, 512, 3, 13),
-        plan(KvFormat::Bf16, 18, 100, 4, 14),
+        plan(KvFormat::OSCAR2, 11, 150, 4, 11, true),
+        plan(KvFormat::OSCAR2, 11, 33, 6, 12, false),
+        plan(KvFormat::OSCAR2, 200, 512, 3, 13, true),
+        plan(KvFormat::Bf16, 18, 100, 4, 14, true),
     ] {
         let oracle = if plan.format == KvFormat::Bf16 { &mut bf16 } else { &mut two_bit };
         let stats = converse(&plan, oracle);
         cached += stats.cached_tokens;
         evicted += stats.evicted_pages;
+        demoted += stats.demoted_tail_pages;
     }
-    assert!(cached > 0 && evicted > 0, "{cached} tokens found, {evicted} pages evicted");
+    assert!(
+        cached > 0 && evicted > 0 && demoted > 0,
+        "{cached} tokens found, {evicted} pages evicted, {demoted} tail pages demoted"
+    );
 }
 
 /// `cargo test --release -p oscar-engine -- --ignored soak`; `OSCAR_SOAK_SEEDS` sets how long.
@@ -227,6 +246,7 @@ fn soak() {
             batch: dice.between(1, 9),
             rounds: 25,
             seed,
+            demotes: dice.roll(2) == 0,
         };
         println!("seed {seed}: {:?}", converse(&plan, &mut oracle));
         oracle.known.clear();

@@ -209,13 +209,15 @@ struct TaskInput<'a> {
     scale: f32,
     windows: &'a Windows,
     context: &'a PagedContext<'a>,
+    coded_until: usize,
     head_dim: usize,
 }
 
 impl<'a> TaskInput<'a> {
     fn new(task: &AttendTask<'a>) -> Self {
         let AttendTask { queries, positions, scale, windows, context, .. } = *task;
-        Self { queries, positions, scale, windows, context, head_dim: context.full_codec.head_dim() }
+        let head_dim = context.full_codec.head_dim();
+        Self { queries, positions, scale, windows, context, coded_until: context.coded_until(), head_dim }
     }
 }
 

@@ -79,7 +79,7 @@ impl Worker {
                 let position = position as usize;
                 Reach {
                     sink: input.windows.sink(),
-                    boundary: input.windows.boundary(position),
+                    boundary: input.windows.boundary(position).max(input.coded_until),
                     end: position + 1,
                 }
             })

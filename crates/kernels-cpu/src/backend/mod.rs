@@ -322,6 +322,10 @@ impl Backend for CpuBackend {
         Ok(())
     }
 
+    fn reads_demoted_tails(&self) -> bool {
+        true
+    }
+
     fn demote(&self, layer: usize, sequences: &[SequenceRows<'_>], pool: &mut CpuPages) -> Result<()> {
         if sequences.iter().all(|s| s.demote.is_empty()) {
             return Ok(());

@@ -245,6 +245,45 @@ fn underflow_is_not_a_problem() {
     }
 }
 
+/// A tail that was demoted to make room: blocks in the window that have codes alone.
+#[test]
+fn a_demoted_tail_is_read_as_code_by_every_variant() {
+    let (d, tokens) = (64, 700);
+    let pool = ThreadPool::new(2).unwrap();
+    let context = Context::random(KvFormat::OSCAR2, d, tokens, 5);
+    let queries = queries(6, d, 1.0, 3);
+    let positions = [640, 650, 660, 670, 690, 699];
+    let windows = Windows::default();
+    let whole = context.expected(&windows, &queries, &positions);
+    context.with_pages(|context| {
+        let mut full = context.full.to_vec();
+        full[1..9].fill(None);
+        let context = PagedContext { full: &full, ..*context };
+        let scale = 1.0 / (d as f32).sqrt();
+        let mut expected = vec![0.0; queries.len()];
+        for ((query, &position), out) in
+            queries.chunks_exact(d).zip(&positions).zip(expected.chunks_exact_mut(d))
+        {
+            attend_context(query, scale, position as usize, &windows, &context, Form::Plain).finish(out);
+        }
+        assert!(relative_error(&whole, &expected) > 1e-2, "the tail matters here");
+        for (variant, precision) in kernels(fast_variants()) {
+            let mut out = vec![f32::NAN; queries.len()];
+            let task = AttendTask {
+                queries: &queries,
+                positions: &positions,
+                scale,
+                windows: &windows,
+                context: &context,
+                out: &mut out,
+            };
+            attend(variant, &pool, &mut [task], &mut Scratch::new(precision));
+            let error = relative_error(&out, &expected);
+            assert!(error < 2e-2, "{variant}: {error:e}");
+        }
+    });
+}
+
 #[test]
 #[should_panic(expected = "coded page of block 1 is absent")]
 fn an_absent_page_is_a_bug_of_the_caller() {
