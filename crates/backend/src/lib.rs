@@ -54,8 +54,10 @@ pub struct SequenceRows<'a> {
     pub first_position: usize,
     pub full: &'a [Option<FullPageId>],
     pub coded: &'a [Option<CodedPageId>],
-    /// Positions coded in this step, before anyone attends.
+    /// Positions whose keys are coded in this step, before anyone attends.
     pub demote: Range<usize>,
+    /// Positions whose values are: the same, unless the windows of the two sides differ.
+    pub demote_values: Range<usize>,
 }
 
 /// How heads are laid out and prepared before they meet the cache; the same for every layer.
@@ -141,7 +143,7 @@ pub trait Backend: Send + Sync {
         queries: &mut Self::Rows,
         pool: &mut Self::Pool,
     ) -> Result<()>;
-    /// Codes the rows of every sequence's `demote` range of one layer.
+    /// Codes the keys of every sequence's `demote` range of one layer and the values of its `demote_values`.
     fn demote(&self, layer: usize, sequences: &[SequenceRows<'_>], pool: &mut Self::Pool) -> Result<()>;
     /// Attention of the queries that `append` prepared over their contexts; rows of `out` hold all query heads.
     fn attention(

@@ -5,6 +5,7 @@
 //! full pages of the other windows. A full page whose rows are not all coded goes with its leaf: coding it would
 //! keep codes from which no exact resume is possible (see [`prefix`](crate::prefix)).
 
+use crate::pool::CodedPage;
 use crate::prefix::BlockPages;
 use crate::radix::{Node, NodeId, ROOT, RadixCache};
 use oscar_codec::PAGE_TOKENS;
@@ -80,7 +81,7 @@ impl RadixCache {
     pub(crate) fn is_thinnable(&self, node: &Node) -> bool {
         node.block * PAGE_TOKENS >= self.layout.windows().sink()
             && node.pages.full.as_ref().is_some_and(|page| !page.is_shared())
-            && node.pages.coded.as_ref().is_some_and(|page| page.coded() >= PAGE_TOKENS)
+            && node.pages.coded.as_ref().is_some_and(CodedPage::is_complete)
     }
 
     /// Nodes whose full rows make a branch or the end of a prompt resumable.

@@ -6,7 +6,7 @@
 //! on back to the start. A prefix is therefore *resumable* at `n` or it is not; there is no cheap repair in between.
 
 use crate::pool::{CodedPage, FullPage};
-use oscar_codec::{CacheLayout, PAGE_TOKENS};
+use oscar_codec::{CacheLayout, PAGE_TOKENS, Side};
 
 /// Longest prefix of a sequence of `len` tokens that ends with a page and leaves at least one token to compute.
 pub fn resume_point(len: usize) -> usize {
@@ -24,7 +24,7 @@ pub(crate) struct BlockPages {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct BlockNeed {
     pub full: bool,
-    /// Positions of the block, from its start, whose codes are needed.
+    /// How far the block must be coded, as [`CodedPage::coded`] counts.
     pub coded: usize,
 }
 
@@ -36,14 +36,24 @@ impl BlockNeed {
         }
         let (sink, boundary) = (layout.windows().sink(), layout.windows().boundary(len - 1));
         let (start, end) = (block * PAGE_TOKENS, (block + 1) * PAGE_TOKENS);
-        let coded = if start.max(sink) < end.min(boundary) { end.min(boundary) - start } else { 0 };
-        Self { full: start < sink || end > boundary, coded }
+        Self { full: start < sink || end > boundary, coded: coded_progress(layout, len, block) }
     }
 
     pub fn is_met(&self, pages: &BlockPages) -> bool {
         (!self.full || pages.full.is_some())
             && (self.coded == 0 || pages.coded.as_ref().is_some_and(|page| page.coded() >= self.coded))
     }
+}
+
+/// How far `block` of a sequence of `len > 0` tokens is coded, as [`CodedPage::coded`] counts.
+pub(crate) fn coded_progress(layout: &CacheLayout, len: usize, block: usize) -> usize {
+    let windows = layout.windows();
+    let (start, end) = (block * PAGE_TOKENS, (block + 1) * PAGE_TOKENS);
+    [Side::Key, Side::Value]
+        .map(|side| windows.side_boundary(side, len - 1).min(end))
+        .into_iter()
+        .map(|coded| if start.max(windows.sink()) < coded { coded - start } else { 0 })
+        .sum()
 }
 
 /// A resumable prefix: holds on all its pages.

@@ -220,6 +220,7 @@ impl<B: Backend> Runner<B> {
                 full: request.sequence.pages.full(),
                 coded: request.sequence.pages.coded(),
                 demote: step.demote.clone(),
+                demote_values: step.demote_values.clone(),
             });
         }
         let input = StepInput { tokens: &tokens, sequences: &rows, logits: &wanted };
