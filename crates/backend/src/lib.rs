@@ -54,8 +54,10 @@ pub struct SequenceRows<'a> {
     pub first_position: usize,
     pub full: &'a [Option<FullPageId>],
     pub coded: &'a [Option<CodedPageId>],
-    /// Positions coded in this step, before anyone attends.
+    /// Positions whose keys are coded in this step, before anyone attends.
     pub demote: Range<usize>,
+    /// Positions whose values are: the same, unless the windows of the two sides differ.
+    pub demote_values: Range<usize>,
 }
 
 /// One layer's KV head.
@@ -163,7 +165,7 @@ pub trait Backend: Send + Sync {
     fn reads_demoted_tails(&self) -> bool {
         false
     }
-    /// Codes the rows of every sequence's `demote` range of one layer.
+    /// Codes the keys of every sequence's `demote` range of one layer and the values of its `demote_values`.
     fn demote(&self, layer: usize, sequences: &[SequenceRows<'_>], pool: &mut Self::Pool) -> Result<()>;
     /// Attention of the queries that `append` prepared over their contexts; rows of `out` hold all query heads.
     fn attention(

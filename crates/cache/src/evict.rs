@@ -97,7 +97,7 @@ impl RadixCache {
     pub(crate) fn is_thinnable(&self, node: &Node) -> bool {
         node.block * PAGE_TOKENS >= self.layout.windows().sink()
             && node.pages.full.as_ref().is_some_and(|page| !page.is_shared())
-            && node.pages.coded.as_ref().is_some_and(|page| page.coded() >= PAGE_TOKENS)
+            && node.pages.coded.as_ref().is_some_and(CodedPage::is_complete)
     }
 
     /// Nodes whose full rows make a branch, the end of a prompt or that of an answer resumable.

@@ -10,7 +10,7 @@
 //! *approximate* from then on, and marked so wherever it is stored.
 
 use crate::pool::{CodedPage, FullPage};
-use oscar_codec::{CacheLayout, PAGE_TOKENS};
+use oscar_codec::{CacheLayout, PAGE_TOKENS, Side};
 
 /// Longest prefix of a sequence of `len` tokens that ends with a page and leaves at least one token to compute.
 pub fn resume_point(len: usize) -> usize {
@@ -28,7 +28,7 @@ pub(crate) struct BlockPages {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct BlockNeed {
     pub full: bool,
-    /// Positions of the block, from its start, whose codes are needed.
+    /// How far the block must be coded, as [`CodedPage::coded`] counts.
     pub coded: usize,
 }
 
@@ -42,14 +42,24 @@ impl BlockNeed {
         let sink = layout.windows().sink();
         let boundary = layout.windows().boundary(len - 1).max(coded_until);
         let (start, end) = (block * PAGE_TOKENS, (block + 1) * PAGE_TOKENS);
-        let coded = if start.max(sink) < end.min(boundary) { end.min(boundary) - start } else { 0 };
-        Self { full: start < sink || end > boundary, coded }
+        Self { full: start < sink || end > boundary, coded: coded_progress(layout, len, coded_until, block) }
     }
 
     pub fn is_met(&self, pages: &BlockPages) -> bool {
         (!self.full || pages.full.is_some())
             && (self.coded == 0 || pages.coded.as_ref().is_some_and(|page| page.coded() >= self.coded))
     }
+}
+
+/// How far `block` of a sequence of `len > 0` tokens is coded, as [`CodedPage::coded`] counts.
+pub(crate) fn coded_progress(layout: &CacheLayout, len: usize, coded_until: usize, block: usize) -> usize {
+    let windows = layout.windows();
+    let (start, end) = (block * PAGE_TOKENS, (block + 1) * PAGE_TOKENS);
+    [Side::Key, Side::Value]
+        .map(|side| windows.side_boundary(side, len - 1).max(coded_until).min(end))
+        .into_iter()
+        .map(|coded| if start.max(windows.sink()) < coded { coded - start } else { 0 })
+        .sum()
 }
 
 /// A resumable prefix: holds on all its pages.

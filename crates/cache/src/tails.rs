@@ -11,7 +11,7 @@
 use crate::evict::Reclaimed;
 use crate::pool::PagePool;
 use crate::radix::{Node, NodeId, RadixCache};
-use oscar_codec::{CacheLayout, CodedPageId, FullPageId, PAGE_TOKENS};
+use oscar_codec::{CacheLayout, CodedPageId, FullPageId, PAGE_TOKENS, Side};
 use std::ops::Range;
 
 /// Rows to be coded: positions `positions` of a sequence, which lie in its block `block`.
@@ -32,13 +32,15 @@ pub(crate) struct Tails {
 
 impl RadixCache {
     /// A tree that codes idle tails before it evicts anything, where the layout allows it: codes that are smaller
-    /// than rows, and pages that are whole demotion units.
+    /// than rows, keys and values coded together, and pages that are whole demotion units.
     pub fn with_demotion(layout: CacheLayout, pool: &PagePool) -> Self {
         let windows = layout.windows();
         let allowed = layout.coded().is_some()
             && layout.coded_block_bytes() < layout.full_block_bytes()
-            && PAGE_TOKENS.is_multiple_of(windows.unit())
-            && windows.sink().is_multiple_of(windows.unit());
+            && windows.sides_agree()
+            && !layout.codes_span_pages()
+            && PAGE_TOKENS.is_multiple_of(windows.tail(Side::Key).unit)
+            && windows.sink().is_multiple_of(windows.tail(Side::Key).unit);
         let mut tree = Self::new(layout);
         tree.tails = allowed.then(|| Tails { pool: pool.clone(), due: Vec::new() });
         tree
@@ -91,8 +93,9 @@ impl RadixCache {
             Some(coded) => coded.clone(),
             None => pool.exchange(page),
         };
-        let positions = node.block * PAGE_TOKENS + coded.coded()..(node.block + 1) * PAGE_TOKENS;
-        coded.mark_coded(PAGE_TOKENS);
+        // Progress counts both sides, which go together here.
+        let positions = node.block * PAGE_TOKENS + coded.coded() / 2..(node.block + 1) * PAGE_TOKENS;
+        coded.mark_coded(2 * PAGE_TOKENS);
         let demotion = TailDemotion { block: node.block, positions, full, coded: coded.id() };
         node.pages.coded = Some(coded);
         if let Some(tails) = self.tails.as_mut().filter(|_| !demotion.positions.is_empty()) {

@@ -166,6 +166,7 @@ fn run<B: Backend>(
                     full: pages.full(),
                     coded: pages.coded(),
                     demote: step.demote.clone(),
+                    demote_values: step.demote.clone(),
                 };
                 let input = StepInput { tokens, sequences: &[rows], logits: &[] };
                 transformer.forward(

@@ -5,7 +5,7 @@ use oscar_calibrate::RotationFile;
 use oscar_calibrate::bits::solve;
 use oscar_codec::{
     CacheLayout, CodeLayout, FormatTable, KvFormat, MeanBits, RotationKind, RotationSet, RowPageCodec, Side,
-    SideSpec, Windows,
+    SideSpec,
 };
 use oscar_engine::{Runner, RunnerOptions, SamplingParams};
 use oscar_kernels_cpu::Kernels;
@@ -57,12 +57,12 @@ pub struct CacheArgs {
     /// Rotations of the cache: a file made by `oscar calibrate`, or `hadamard`; the model's own file if absent
     #[arg(long, value_name = "FILE|hadamard")]
     pub rotations: Option<String>,
-    /// Tokens at the beginning kept in BF16 (a multiple of 16)
-    #[arg(long, value_name = "N", default_value_t = 64)]
-    pub sink: usize,
-    /// Most recent tokens kept in BF16
-    #[arg(long, value_name = "N", default_value_t = 256)]
-    pub recent: usize,
+    /// Tokens at the beginning kept in BF16 (a multiple of 16); 64, or what the format's source publishes, if absent
+    #[arg(long, value_name = "N")]
+    pub sink: Option<usize>,
+    /// Most recent tokens kept in BF16; 256, or what the format's source publishes, if absent
+    #[arg(long, value_name = "N")]
+    pub recent: Option<usize>,
     /// Prompt tokens processed in one step; answers do not depend on it
     #[arg(long, value_name = "N", default_value_t = 512)]
     pub prefill_chunk: usize,
@@ -207,17 +207,19 @@ impl OpenModel {
         if args.prefill_chunk == 0 {
             bail!("--prefill-chunk 0: at least one token must be read in a step");
         }
-        if let (RotationKind::None, Some(file)) = (format.rotation(), &args.rotations) {
-            eprintln!("note: --rotations {file} is not used: {format} stores rows as they are");
+        if let (kind, Some(file)) = (format.rotation(), &args.rotations)
+            && kind != RotationKind::Calibrated
+        {
+            eprintln!("note: --rotations {file} is not used: {format} has its own ({})", kind.describe());
         }
-        let windows = Windows::new(args.sink, args.recent)?;
+        let windows = format.windows(args.sink, args.recent)?;
         let layout = CacheLayout::new(format, c.layers, c.kv_heads, c.head_dim, windows, CodeLayout::CpuTile)
             .or_else(|_| {
                 CacheLayout::new(format, c.layers, c.kv_heads, c.head_dim, windows, CodeLayout::Logical)
             })?;
         let (rotations, origin, layout) = match format.rotation() {
-            RotationKind::None => (None, "none".to_owned(), layout),
             RotationKind::Calibrated => self.rotations(format, args, layout)?,
+            kind => (kind.data_free(c.layers, c.kv_heads, c.head_dim)?, kind.describe(), layout),
         };
         Ok(Cache { layout, rotations, rotation_origin: origin })
     }

@@ -11,6 +11,16 @@ pub enum CodecError {
         "group size {group} does not fit head size {head_dim}: use 32, 64, 128 or the head size, dividing it evenly"
     )]
     Group { group: usize, head_dim: usize },
+    #[error(
+        "groups of {tokens} tokens do not fit head size {head_dim}: they must be whole 16-token tiles over which the \
+         parameters of the channels can be dealt evenly"
+    )]
+    TokenGroup { tokens: usize, head_dim: usize },
+    #[error(
+        "groups of {0} tokens do not fit into one page: encode and read them with the pages around (encode_group, \
+         decode_token)"
+    )]
+    GroupSpansPages(usize),
     #[error("{0} bits a code are not supported: use 1, 2, 3, 4 or 8")]
     Bits(u32),
     #[error(

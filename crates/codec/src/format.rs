@@ -5,6 +5,10 @@ use crate::error::{CodecError, Result, check_len};
 use crate::layout::CodeLayout;
 use crate::lloyd_max::Variant;
 use crate::page::{PAGE_TOKENS, PageCodec, RowPageCodec, Scheme, Side, SideSpec};
+use crate::rivals::Rival;
+use crate::rotation::{Rotation, RotationSet};
+use crate::turboquant::Outliers;
+use crate::window::Windows;
 use std::fmt;
 use std::str::FromStr;
 
@@ -15,6 +19,53 @@ pub enum RotationKind {
     None,
     /// The calibrated rotation of the layer and head (Hadamard until a file is given).
     Calibrated,
+    /// The Hadamard matrix on both sides, whatever the model's rotations.
+    Hadamard,
+    /// Hadamard blocks of at most this order on queries and keys; values as the model makes them.
+    KeyHadamard { order: u16 },
+    /// A random orthogonal matrix for keys and one for values, block-diagonal where channels are split off.
+    Random { outliers: Outliers },
+}
+
+/// Seeds of the random rotations (keys, values).
+///
+/// DO NOT CHANGE: codes stored under one rotation mean nothing under another.
+const RANDOM_ROTATION_SEEDS: [u64; 2] = [0x5455_5242_4F4B_0000, 0x5455_5242_4F56_0000];
+
+impl RotationKind {
+    /// The rotations of the kinds that need no calibration; `None` for rows as they are. A calibrated kind gives
+    /// what it has before calibration: Hadamard.
+    pub fn data_free(self, layers: usize, kv_heads: usize, head_dim: usize) -> Result<Option<RotationSet>> {
+        let (key, value) = match self {
+            Self::None => return Ok(None),
+            Self::Calibrated | Self::Hadamard => {
+                (Rotation::hadamard(head_dim)?, Rotation::hadamard(head_dim)?)
+            }
+            Self::KeyHadamard { order } => {
+                (Rotation::block_hadamard(head_dim, order.into())?, Rotation::identity(head_dim)?)
+            }
+            Self::Random { outliers } => {
+                let first = outliers.channels(head_dim);
+                let blocks = [first, head_dim - first];
+                let [key, value] = RANDOM_ROTATION_SEEDS;
+                (Rotation::random(head_dim, &blocks, key)?, Rotation::random(head_dim, &blocks, value)?)
+            }
+        };
+        RotationSet::uniform(layers, kv_heads, key, value).map(Some)
+    }
+
+    /// What the rotations are, for people.
+    pub fn describe(self) -> String {
+        match self {
+            Self::None => "none".into(),
+            Self::Calibrated => "calibrated".into(),
+            Self::Hadamard => "Hadamard, as published".into(),
+            Self::KeyHadamard { order } => {
+                format!("Hadamard blocks of at most {order} on keys, values unrotated")
+            }
+            Self::Random { .. } => "random orthogonal, seeded".into(),
+        }
+    }
 }
 
 /// A KV-cache format: what `--kv` accepts.
@@ -37,6 +88,8 @@ pub enum KvFormat {
     Oscar2LloydOfficial,
     /// `int1` … `int8`, optionally with `-g32`, `-g64`, `-g128`: plain affine codes, no rotation, no clip.
     Int { bits: u8, group: u16 },
+    /// Another published method.
+    Rival(Rival),
 }
 
 /// Mean stored bits an element of a table of widths, scale and minimum counted, in hundredths of a bit.
@@ -107,6 +160,7 @@ impl KvFormat {
         all.extend([1, 2, 3, 4].map(|bits| Self::Oscar { bits }));
         all.extend([Self::Oscar2Official, Self::Oscar2Lloyd, Self::Oscar2LloydOfficial]);
         all.extend([1, 2, 3, 4, 8].map(|bits| Self::Int { bits, group: 0 }));
+        all.extend(Rival::all().into_iter().map(Self::Rival));
         all
     }
 
@@ -129,12 +183,14 @@ impl KvFormat {
             Self::Oscar2LloydOfficial => "official Lloyd–Max mode: uniform grid of ratio 1.16".into(),
             Self::Int { bits, group: 0 } => format!("plain {bits}-bit affine codes, one group a head"),
             Self::Int { bits, group } => format!("plain {bits}-bit affine codes, groups of {group}"),
+            Self::Rival(rival) => rival.describe(),
         }
     }
 
     pub fn rotation(self) -> RotationKind {
         match self {
             Self::Bf16 | Self::F32 | Self::Int { .. } => RotationKind::None,
+            Self::Rival(rival) => rival.rotation(),
             _ => RotationKind::Calibrated,
         }
     }
@@ -162,12 +218,29 @@ impl KvFormat {
             Self::Int { bits, group } => {
                 SideSpec { scheme: Scheme::Affine, bits: bits as u32, group: group as usize, clip: 0.0 }
             }
+            Self::Rival(rival) => rival.side_spec(side),
         }
     }
 
     /// The byte order this format has where no kernel asks for another.
     pub fn native_layout(self) -> CodeLayout {
         if self == Self::Oscar2Official { CodeLayout::Official } else { CodeLayout::Logical }
+    }
+
+    /// The windows to use: what the user says, else the format's own, else the engine's.
+    pub fn windows(self, sink: Option<usize>, recent: Option<usize>) -> Result<Windows> {
+        match self {
+            Self::Rival(rival) => rival.windows(sink, recent),
+            _ => {
+                let default = Windows::default();
+                Windows::new(sink.unwrap_or(default.sink()), recent.unwrap_or(default.recent()))
+            }
+        }
+    }
+
+    /// Layers at each end of a model that the format leaves in BF16.
+    pub fn boundary_layers(self) -> usize {
+        if let Self::Rival(rival) = self { rival.boundary_layers() } else { 0 }
     }
 
     pub fn codec(self, head_dim: usize, layout: CodeLayout) -> Result<RowPageCodec> {
@@ -188,6 +261,7 @@ impl fmt::Display for KvFormat {
             Self::Oscar2LloydOfficial => f.write_str("oscar2-lloyd-official"),
             Self::Int { bits, group: 0 } => write!(f, "int{bits}"),
             Self::Int { bits, group } => write!(f, "int{bits}-g{group}"),
+            Self::Rival(rival) => rival.fmt(f),
         }
     }
 }
@@ -208,15 +282,16 @@ impl FromStr for KvFormat {
                 _ => None,
             }
         };
-        Self::all().into_iter().find(|f| f.to_string() == name).or_else(grouped).ok_or_else(|| {
-            CodecError::UnknownFormat {
+        let rival = || Rival::parse(&name).map(Self::Rival);
+        Self::all().into_iter().find(|f| f.to_string() == name).or_else(grouped).or_else(rival).ok_or_else(
+            || CodecError::UnknownFormat {
                 name: s.to_owned(),
                 known: format!(
                     "{}; oscar:MEAN for another mean than 2.25 bits; int formats also take -g32, -g64 or -g128",
                     Self::all().iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
                 ),
-            }
-        })
+            },
+        )
     }
 }
 
@@ -247,7 +322,14 @@ impl FormatTable {
         layout: CodeLayout,
     ) -> Result<Self> {
         let codec = format.codec(head_dim, layout)?;
-        Self::new(layers, kv_heads, vec![codec; layers * kv_heads])
+        let mut codecs = vec![codec; layers * kv_heads];
+        let (edge, all) = (format.boundary_layers().min(layers) * kv_heads, codecs.len());
+        if edge > 0 {
+            let full = KvFormat::Bf16.codec(head_dim, layout)?;
+            codecs[..edge].fill(full.clone());
+            codecs[all - edge..].fill(full);
+        }
+        Self::new(layers, kv_heads, codecs)
     }
 
     /// `oscar` codes whose widths are given as `[layer][kv_head]` pairs of (key bits, value bits).

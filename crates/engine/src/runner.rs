@@ -230,6 +230,7 @@ impl<B: Backend> Runner<B> {
                 full: request.sequence.pages.full(),
                 coded: request.sequence.pages.coded(),
                 demote: step.demote.clone(),
+                demote_values: step.demote_values.clone(),
             });
         }
         let input = StepInput { tokens: &tokens, sequences: &rows, logits: &wanted };
@@ -270,6 +271,7 @@ impl<B: Backend> Runner<B> {
                 full,
                 coded,
                 demote: tail.positions.clone(),
+                demote_values: tail.positions.clone(),
             })
             .collect();
         for layer in 0..self.layout.layers() {

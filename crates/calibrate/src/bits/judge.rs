@@ -180,6 +180,7 @@ impl<B: Backend> Judge<'_, B> {
                 full: cache.pages.full(),
                 coded: cache.pages.coded(),
                 demote: step.demote.clone(),
+                demote_values: step.demote_values.clone(),
             };
             let positions: Vec<usize> = step.positions.clone().filter(|p| wanted.contains(p)).collect();
             let selected: Vec<usize> = positions.iter().map(|p| p - step.positions.start).collect();

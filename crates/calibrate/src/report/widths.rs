@@ -52,13 +52,12 @@ fn tables(mean: MeanBits, table: &WidthTable, out: &mut String) {
          columns KV heads.",
     );
     out.push_str("<div class=\"grid2\">");
-    let sides: [(&str, fn(&(u32, u32)) -> u32); 2] = [("keys", |w| w.0), ("values", |w| w.1)];
-    for (title, of) in sides {
+    for (side, title) in ["keys", "values"].into_iter().enumerate() {
         let map = HeatMap {
             title,
             row_label: title,
             columns: table.kv_heads,
-            values: table.widths.iter().map(|w| f64::from(of(w))).collect(),
+            values: table.units().into_iter().skip(side).step_by(2).map(f64::from).collect(),
             highest: 4.0,
         };
         put(out, format_args!("<div class=\"wide\">{}</div>", map.render()));

@@ -32,11 +32,11 @@ pub struct Flags {
     #[arg(long, value_name = "FILE|hadamard")]
     #[serde(skip_serializing_if = "Option::is_none")]
     rotations: Option<String>,
-    /// Tokens at the beginning of a sequence kept in BF16 [default: 64]
+    /// Tokens at the beginning of a sequence kept in BF16 [default: 64, or what the format's source publishes]
     #[arg(long, value_name = "N")]
     #[serde(skip_serializing_if = "Option::is_none")]
     sink: Option<usize>,
-    /// Most recent tokens kept in BF16 [default: 256]
+    /// Most recent tokens kept in BF16 [default: 256, or what the format's source publishes]
     #[arg(long, value_name = "N")]
     #[serde(skip_serializing_if = "Option::is_none")]
     recent: Option<usize>,
@@ -147,8 +147,10 @@ struct Config {
     kv: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     rotations: Option<String>,
-    sink: usize,
-    recent: usize,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    sink: Option<usize>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    recent: Option<usize>,
     #[serde(skip_serializing_if = "Option::is_none")]
     kv_memory: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -184,8 +186,8 @@ impl Default for Config {
             model: None,
             kv: "oscar2".into(),
             rotations: None,
-            sink: 64,
-            recent: 256,
+            sink: None,
+            recent: None,
             kv_memory: None,
             context: None,
             device: Device::Auto,

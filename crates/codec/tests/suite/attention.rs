@@ -4,7 +4,7 @@ use crate::support::Random;
 use oscar_codec::attention::{
     AttentionState, Form, PagedContext, attend_context, attend_page, attend_page_group,
 };
-use oscar_codec::{CodeLayout, KvFormat, PageCodec, RowPageCodec, Windows};
+use oscar_codec::{CodeLayout, KvFormat, PageCodec, RowPageCodec, Side, Windows};
 use proptest::prelude::*;
 
 fn page(codec: &RowPageCodec, random: &mut Random, tokens: usize) -> (Vec<f32>, Vec<f32>, Vec<u8>) {
@@ -53,7 +53,9 @@ fn folded_equals_plain_for_every_format_and_group_size() {
         KvFormat::all().into_iter().chain(["int2-g32".parse().unwrap(), "int4-g64".parse().unwrap()])
     {
         for d in [64, 128] {
-            let codec = format.codec(d, format.native_layout()).unwrap();
+            let codec = format.codec(d, format.native_layout());
+            // Groups larger than the head do not exist, and those along tokens are not read page by page.
+            let Some(codec) = codec.ok().filter(|c| c.token_groups(Side::Key).is_none()) else { continue };
             let (_, _, bytes) = page(&codec, &mut random, 64);
             for group in [1, 3, 4, 6, 8, 12] {
                 let queries = random.rows(group * d);

@@ -5,17 +5,21 @@ mod pages;
 mod region;
 
 pub use pages::CpuPages;
+use pages::HeadPages;
 
 use crate::attention::{self, AttendTask};
 use crate::{Epilogue, GemmScratch, Kernels, PackedMatrix, Precision, ThreadPool, Weights};
 use half::bf16;
 use heads::{HeadTask, LayerRotation};
+
 use oscar_backend::{
     Backend, BackendError, CacheHead, HeadPreparation, HeadShape, HostMatrix, HostValues, Result,
     SequenceRows, Write,
 };
 use oscar_codec::attention::PagedContext;
-use oscar_codec::{CacheLayout, FullPageId, HeadRotations, PAGE_TOKENS, PageCodec, Side, TILE_TOKENS};
+use oscar_codec::{
+    CacheLayout, CodedPageId, FullPageId, HeadRotations, PAGE_TOKENS, PageCodec, Side, TILE_TOKENS,
+};
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -152,9 +156,53 @@ impl CpuBackend {
         });
     }
 
+    /// Both sides together, a tile at a time.
+    fn demote_tiles(
+        &self,
+        codecs: attention::DemotionCodecs<'_>,
+        sequence: &SequenceRows<'_>,
+        full: &HeadPages,
+        coded: &mut HeadPages,
+    ) {
+        for position in sequence.demote.clone().step_by(TILE_TOKENS) {
+            let (from, to) = demotion_pages(sequence, position / PAGE_TOKENS);
+            let tile = position % PAGE_TOKENS / TILE_TOKENS;
+            let (from, to) = (full.page(from.0), coded.page_mut(to.0));
+            attention::demote_tile(self.kernels.variant(), codecs.full, from, codecs.coded, to, tile)
+                .expect("pages have their codec's sizes");
+        }
+    }
+
     fn shape_error(what: &str, detail: impl ToString) -> BackendError {
         BackendError::Shape { what: what.into(), detail: detail.to_string() }
     }
+}
+
+/// Each side by itself, as far as its own windows say.
+fn demote_sides(
+    codecs: attention::DemotionCodecs<'_>,
+    sequence: &SequenceRows<'_>,
+    full: &HeadPages,
+    coded: &mut HeadPages,
+) {
+    for (side, positions) in [(Side::Key, &sequence.demote), (Side::Value, &sequence.demote_values)] {
+        attention::demote_side(
+            codecs,
+            side,
+            positions.clone(),
+            |block| full.page(demotion_pages(sequence, block).0.0),
+            |block, write| write(coded.page_mut(demotion_pages(sequence, block).1.0)),
+        )
+        .expect("pages have their codec's sizes, and the windows demote whole groups");
+    }
+}
+
+/// The two pages of a block that is demoted.
+fn demotion_pages(sequence: &SequenceRows<'_>, block: usize) -> (FullPageId, CodedPageId) {
+    let (Some(from), Some(to)) = (sequence.full[block], sequence.coded[block]) else {
+        unreachable!("the cache prepares both pages of a block that is demoted")
+    };
+    (from, to)
 }
 
 impl Backend for CpuBackend {
@@ -327,7 +375,7 @@ impl Backend for CpuBackend {
     }
 
     fn demote(&self, layer: usize, sequences: &[SequenceRows<'_>], pool: &mut CpuPages) -> Result<()> {
-        if sequences.iter().all(|s| s.demote.is_empty()) {
+        if sequences.iter().all(|s| s.demote.is_empty() && s.demote_values.is_empty()) {
             return Ok(());
         }
         let (layout, full, coded) = pool.layer_mut(layer);
@@ -335,24 +383,16 @@ impl Backend for CpuBackend {
         let mut tasks: Vec<_> = full.iter().zip(coded).enumerate().collect();
         self.pool.run_chunks(&mut tasks, 1, |_, task| {
             let (head, (full, coded)) = &mut task[0];
-            let (full_codec, coded_codec) = (layout.full().codec(layer, *head), table.codec(layer, *head));
+            let codecs = attention::DemotionCodecs {
+                full: layout.full().codec(layer, *head),
+                coded: table.codec(layer, *head),
+            };
+            let by_tiles = layout.windows().sides_agree() && codecs.coded.token_groups(Side::Key).is_none();
             for sequence in sequences {
-                for position in sequence.demote.clone().step_by(TILE_TOKENS) {
-                    let block = position / PAGE_TOKENS;
-                    let (Some(from), Some(to)) = (sequence.full[block], sequence.coded[block]) else {
-                        unreachable!("the cache prepares both pages of a block that is demoted")
-                    };
-                    let tile = position % PAGE_TOKENS / TILE_TOKENS;
-                    let target = coded.page_mut(to.0);
-                    attention::demote_tile(
-                        self.kernels.variant(),
-                        full_codec,
-                        full.page(from.0),
-                        coded_codec,
-                        target,
-                        tile,
-                    )
-                    .expect("pages have their codec's sizes");
+                if by_tiles {
+                    self.demote_tiles(codecs, sequence, full, coded);
+                } else {
+                    demote_sides(codecs, sequence, full, coded);
                 }
             }
         });
