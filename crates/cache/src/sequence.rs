@@ -372,7 +372,7 @@ mod tests {
                 // A resume at the last whole page finds its codes, unless they cannot be shared.
                 let point = resume_point(pages.len());
                 for block in 0..point / PAGE_TOKENS {
-                    let (need, held) = (BlockNeed::at(&layout, point, block), pages.block(block));
+                    let (need, held) = (BlockNeed::at(&layout, point, 0, block), pages.block(block));
                     prop_assert_eq!(need.is_met(&held), need.coded == 0 || !layout.codes_span_pages());
                 }
             }

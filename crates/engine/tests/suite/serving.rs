@@ -244,7 +244,7 @@ fn rivals_answer_alike_from_the_prefix_cache() {
             chunk: 150,
             step_tokens: 300,
             batch: 3,
-            rounds: 3,
+            rounds: 6,
             seed: 21,
             demotes: false,
         };
