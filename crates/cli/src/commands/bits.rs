@@ -25,8 +25,9 @@ const TASKS: [Task; 4] = [Task::Copy, Task::RunningSum, Task::NiahUuid, Task::Ni
 
 /// Tokens before the scored ones, at least: twice what the BF16 windows keep, so that codes are what is read.
 const LEAST_HISTORY: usize = 640;
-/// Most positions of a probe that are scored.
+/// Most positions of an answer that are scored, and positions of a text.
 const SCORED: usize = 128;
+const TEXT_SCORED: usize = 256;
 
 #[derive(clap::Args)]
 pub struct BitsArgs {
@@ -38,7 +39,7 @@ pub struct BitsArgs {
     #[arg(long, value_name = "N", default_value_t = 3072)]
     pub probe_tokens: usize,
     /// Probes of each kind: text, copy, running_sum, niah_uuid, niah_lines
-    #[arg(long, value_name = "N", default_value_t = 4)]
+    #[arg(long, value_name = "N", default_value_t = 6)]
     pub probes: usize,
     /// Widths that are measured; the others follow from the codes' error. For large models one or two are enough
     #[arg(long, value_name = "WIDTH[,WIDTH…]", value_delimiter = ',', default_values_t = [1, 2, 3, 4])]
@@ -47,7 +48,7 @@ pub struct BitsArgs {
     #[arg(long, value_name = "KIND[,KIND…]", value_delimiter = ',')]
     pub probe_kinds: Vec<String>,
     /// Passes in which bits are moved between units that interact; 0 keeps the table the single harms give
-    #[arg(long, value_name = "N", default_value_t = 4)]
+    #[arg(long, value_name = "N", default_value_t = 1)]
     pub refine: usize,
 }
 
@@ -56,8 +57,8 @@ pub struct Material<'a, B: Backend> {
     pub model: &'a OpenModel,
     pub text: &'a ModelText,
     pub backend: &'a B,
-    /// Calibration text, in pieces.
-    pub sequences: &'a [Vec<u32>],
+    /// What text probes are cut from.
+    pub probe_text: &'a [u32],
     pub seed: u64,
     /// Where finished probes are noted, so that an interrupted run goes on.
     pub checkpoint: PathBuf,
@@ -83,7 +84,7 @@ pub fn choose<B: Backend>(
     let harm_options = HarmOptions { measured: args.harm_widths.clone(), ..HarmOptions::default() };
     harm_options.check()?;
     let windows = Windows::default();
-    let least = LEAST_HISTORY + SCORED;
+    let least = LEAST_HISTORY + TEXT_SCORED;
     if args.probe_tokens < least {
         bail!("--probe-tokens {}: at least {least}, or nothing is coded", args.probe_tokens);
     }
@@ -202,7 +203,7 @@ fn probes<B: Backend>(
     let mut all = Vec::new();
     for kind in kinds {
         match kind {
-            None => all.extend(text_probes(args, material.sequences, half)?),
+            None => all.extend(text_probes(args, material.probe_text, half)?),
             Some(task) => {
                 for i in 0..args.probes {
                     // Far from the cases of the calibration text, which count up from zero.
@@ -219,23 +220,23 @@ fn probes<B: Backend>(
     Ok(all)
 }
 
-/// Windows over the calibration text; the last positions of each are scored.
-fn text_probes(args: &BitsArgs, sequences: &[Vec<u32>], half: usize) -> Result<Vec<Probe>> {
-    let all: Vec<u32> = sequences.iter().flatten().copied().collect();
-    let needed = 2 * args.probes * args.probe_tokens;
-    if all.len() < needed {
+/// Windows over the text; the last positions of each are scored. The halves take every other window.
+fn text_probes(args: &BitsArgs, text: &[u32], half: usize) -> Result<Vec<Probe>> {
+    let window = args.probe_tokens.min(text.len() / (2 * args.probes).max(1));
+    if window < LEAST_HISTORY + TEXT_SCORED {
         bail!(
-            "the calibration text has {} tokens, the text probes need {needed}: give more with --text and --tokens, or \
-             lower --probes or --probe-tokens",
-            all.len()
+            "the text has {} tokens, too few for {} text probes: give more with --text, lower --probes, or leave `text` out of \
+             --probe-kinds",
+            text.len(),
+            2 * args.probes
         );
     }
-    let windows = all.chunks_exact(args.probe_tokens).skip(half * args.probes).take(args.probes);
+    let windows = text.chunks_exact(window).skip(half).step_by(2).take(args.probes);
     Ok(windows
-        .map(|window| Probe {
+        .map(|tokens| Probe {
             group: "text".into(),
-            tokens: window.to_vec(),
-            scored: args.probe_tokens - SCORED..args.probe_tokens,
+            tokens: tokens.to_vec(),
+            scored: window - TEXT_SCORED..window,
         })
         .collect())
 }

@@ -74,14 +74,8 @@ pub fn run(args: &Args) -> Result<()> {
     let started = Instant::now();
     let model = args.model.open()?;
     let text = model.text()?;
-    // Text probes of the width search are more text than the rotations need.
-    let probe_tokens = match args.bits.bits.is_empty() {
-        true => 0,
-        false => args.tokens.max(2 * args.bits.probes * args.bits.probe_tokens),
-    };
-    let wanted = args.tokens.max(probe_tokens);
-    let inputs = inputs(args, wanted)?;
-    let sequences = sequences(&model, &text, &inputs, args.sequence, wanted)?;
+    let inputs = inputs(args, args.tokens)?;
+    let sequences = sequences(&model, &text, &inputs, args.sequence, args.tokens)?;
     let backend = args.model.backend()?;
     let mut result = match &args.rotations {
         Some(path) => {
@@ -97,7 +91,7 @@ pub fn run(args: &Args) -> Result<()> {
             model: &model,
             text: &text,
             backend: &backend,
-            sequences: &sequences,
+            probe_text: &probe_text(args, &model, &text)?,
             seed: args.seed,
             checkpoint: suffixed(&args.out, ".harm.jsonl"),
         };
@@ -107,6 +101,16 @@ pub fn run(args: &Args) -> Result<()> {
         }
     }
     finish(args, &model, result, &chosen, started)
+}
+
+/// Text for the probes of the width search: the user's, or the prose that ships with oscar.
+fn probe_text(args: &Args, model: &OpenModel, text: &ModelText) -> Result<Vec<u32>> {
+    let wanted = 2 * args.bits.probes * args.bits.probe_tokens;
+    let inputs = match args.text.is_empty() {
+        true => oscar_tasks::filler::prose().iter().map(|p| Input::Text(p.text.to_owned())).collect(),
+        false => inputs(args, wanted)?,
+    };
+    Ok(sequences(model, text, &inputs, wanted, wanted)?.concat())
 }
 
 /// Rotations, from a calibration or from a file.
