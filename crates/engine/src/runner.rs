@@ -159,6 +159,11 @@ impl<B: Backend> Runner<B> {
         &self.layout
     }
 
+    /// Rotations of the cache.
+    pub fn rotations(&self) -> Option<&RotationSet> {
+        self.model.rotations()
+    }
+
     pub fn context(&self) -> usize {
         self.context
     }

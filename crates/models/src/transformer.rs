@@ -182,6 +182,11 @@ impl<B: Backend> Transformer<B> {
         &self.body.config
     }
 
+    /// Rotations that are folded in.
+    pub fn rotations(&self) -> Option<&RotationSet> {
+        self.rotations.as_ref()
+    }
+
     /// Positions this instance can address.
     pub fn max_positions(&self) -> usize {
         self.body.max_positions

@@ -2,6 +2,7 @@
 
 pub mod bench;
 pub mod calibrate;
+pub mod compare;
 pub mod doctor;
 pub mod eval;
 pub mod plan;
