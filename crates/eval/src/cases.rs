@@ -75,7 +75,13 @@ pub fn greedy() -> SamplingParams {
 /// Tokens an answer may be longer than the right one before it is cut: enough to see that it goes on.
 const ANSWER_SLACK: usize = 16;
 
-/// Chat tasks of about `context` tokens, `count` of each, in rounds so that a limit takes some of all.
+/// Draws of a task that are tried for one that fills its context.
+const DRAWS: u64 = 8;
+/// Seeds of further draws lie this far apart, beyond any count of cases.
+const NEXT_DRAW: u64 = 1 << 20;
+
+/// Chat tasks of about `context` tokens, `count` of each, in rounds so that a limit takes some of all. Draws that are short
+/// by nature, such as a list to reverse, are passed over where others fill the context: they would not leave the windows.
 pub fn chat_cases(
     prompts: &Prompts<'_>,
     tasks: &[Task],
@@ -87,9 +93,20 @@ pub fn chat_cases(
 ) -> Result<Vec<Case>> {
     let mut cases = Vec::with_capacity(tasks.len() * count);
     for index in 0..count {
-        let seed = evaluation_seed(first_seed, index);
         for &task in tasks {
-            cases.push(chat_case(prompts, task, context, seed, index, filler)?);
+            let size = |case: &Case| case.prompt.len() + case.max_tokens;
+            let mut best: Option<Case> = None;
+            for draw in 0..DRAWS {
+                let seed = evaluation_seed(first_seed + draw * NEXT_DRAW, index);
+                let case = chat_case(prompts, task, context, seed, index, filler)?;
+                if best.as_ref().is_none_or(|b| size(b) < size(&case)) {
+                    best = Some(case);
+                }
+                if best.as_ref().is_some_and(|b| 2 * size(b) >= context) {
+                    break;
+                }
+            }
+            cases.extend(best);
             progress();
         }
     }

@@ -4,4 +4,5 @@ mod bad_input;
 mod calibration;
 mod clients;
 mod commands;
+mod evaluation;
 mod support;
