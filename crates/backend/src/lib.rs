@@ -54,8 +54,28 @@ pub struct SequenceRows<'a> {
     pub first_position: usize,
     pub full: &'a [Option<FullPageId>],
     pub coded: &'a [Option<CodedPageId>],
-    /// Positions coded in this step, before anyone attends.
+    /// Positions whose keys are coded in this step, before anyone attends.
     pub demote: Range<usize>,
+    /// Positions whose values are: the same, unless the windows of the two sides differ.
+    pub demote_values: Range<usize>,
+}
+
+/// One layer's KV head.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CacheHead {
+    pub layer: usize,
+    pub kv_head: usize,
+}
+
+impl SequenceRows<'_> {
+    /// End of the last block that has codes and no full page: every query reads everything before it but the sink as
+    /// code, also where the windows alone would say BF16 (the tail of a stored prefix that was demoted to make
+    /// room). Never beyond the windows' own boundary otherwise.
+    pub fn coded_until(&self) -> usize {
+        let blocks = self.full.len().min(self.coded.len());
+        let only_code = |&b: &usize| self.full[b].is_none() && self.coded[b].is_some();
+        (0..blocks).rev().find(only_code).map_or(0, |block| (block + 1) * oscar_codec::PAGE_TOKENS)
+    }
 }
 
 /// How heads are laid out and prepared before they meet the cache; the same for every layer.
@@ -141,7 +161,11 @@ pub trait Backend: Send + Sync {
         queries: &mut Self::Rows,
         pool: &mut Self::Pool,
     ) -> Result<()>;
-    /// Codes the rows of every sequence's `demote` range of one layer.
+    /// Does attention keep to [`SequenceRows::coded_until`]? Tails of stored prefixes are demoted only if so.
+    fn reads_demoted_tails(&self) -> bool {
+        false
+    }
+    /// Codes the keys of every sequence's `demote` range of one layer and the values of its `demote_values`.
     fn demote(&self, layer: usize, sequences: &[SequenceRows<'_>], pool: &mut Self::Pool) -> Result<()>;
     /// Attention of the queries that `append` prepared over their contexts; rows of `out` hold all query heads.
     fn attention(
@@ -153,4 +177,39 @@ pub trait Backend: Send + Sync {
         pool: &Self::Pool,
         out: &mut Self::Rows,
     ) -> Result<()>;
+
+    /// Reads the keys and values of one layer and KV head at `positions` from full pages, row by row, as f32.
+    /// Calibration looks at the cache with it; the default refuses.
+    fn read_full_rows(
+        &self,
+        _head: CacheHead,
+        _full: &[Option<FullPageId>],
+        _positions: Range<usize>,
+        _pool: &Self::Pool,
+        _keys: &mut Vec<f32>,
+        _values: &mut Vec<f32>,
+    ) -> Result<()> {
+        Err(self.cannot("reading rows of the cache"))
+    }
+
+    /// Replaces keys and values of one layer and KV head from position `first` on, in full pages.
+    fn write_full_rows(
+        &self,
+        _head: CacheHead,
+        _full: &[Option<FullPageId>],
+        _first: usize,
+        _keys: &[f32],
+        _values: &[f32],
+        _pool: &mut Self::Pool,
+    ) -> Result<()> {
+        Err(self.cannot("replacing rows of the cache"))
+    }
+
+    /// The error of an operation that this backend does not have.
+    fn cannot(&self, what: &str) -> BackendError {
+        BackendError::Unsupported {
+            device: self.describe(),
+            why: format!("{what} is not implemented there; use --device cpu for this"),
+        }
+    }
 }

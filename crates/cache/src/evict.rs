@@ -1,10 +1,11 @@
 //! Making room: what the prefix tree gives up, and in which order.
 //!
-//! First go full pages that are held as code too and lie in no window before a branch or the end of a prompt: an
-//! exact resume there is not to be expected. Then, least recently used first, leaves with all they hold and the
-//! full pages of the other windows. A full page whose rows are not all coded goes with its leaf: coding it would
-//! keep codes from which no exact resume is possible (see [`prefix`](crate::prefix)).
+//! First go full pages that are held as code too and lie in no window before a branch or an end: an exact resume
+//! there is not to be expected. Then, if the tree may, the tails of idle prefixes are coded
+//! ([`tails`](crate::tails)). Then, least recently used first, leaves with all they hold and, in a tree that must not
+//! demote, the full pages of the other windows.
 
+use crate::pool::{CodedPage, FullPage};
 use crate::prefix::BlockPages;
 use crate::radix::{Node, NodeId, ROOT, RadixCache};
 use oscar_codec::PAGE_TOKENS;
@@ -16,12 +17,25 @@ use std::collections::BinaryHeap;
 pub struct Reclaimed {
     /// Full pages dropped because their codes are held.
     pub thinned: usize,
+    /// Full pages of idle tails that codes replace.
+    pub demoted: usize,
     /// Pages of evicted leaves, both formats.
     pub evicted: usize,
     pub bytes: usize,
 }
 
 impl BlockPages {
+    pub(crate) fn is_empty(&self) -> bool {
+        self.full.is_none() && self.coded.is_none()
+    }
+
+    pub(crate) fn has_a_page_of(&self, other: &Self) -> bool {
+        let id =
+            |pages: &Self| (pages.full.as_ref().map(FullPage::id), pages.coded.as_ref().map(CodedPage::id));
+        let ((full, coded), (other_full, other_coded)) = (id(self), id(other));
+        (full.is_some() && full == other_full) || (coded.is_some() && coded == other_coded)
+    }
+
     fn is_idle(&self) -> bool {
         !self.full.as_ref().is_some_and(|p| p.is_shared())
             && !self.coded.as_ref().is_some_and(|p| p.is_shared())
@@ -33,14 +47,16 @@ impl RadixCache {
     pub fn reclaim(&mut self, bytes: usize) -> Reclaimed {
         let mut done = Reclaimed::default();
         self.thin(bytes, &mut done);
+        self.demote_tails(bytes, &mut done);
         self.evict(bytes, &mut done);
         done
     }
 
-    /// Forgets everything that no sequence holds.
+    /// Forgets everything that no sequence holds or needs as its beginning.
     pub fn flush(&mut self) -> Reclaimed {
         let mut done = Reclaimed::default();
         self.evict(usize::MAX, &mut done);
+        self.demote_tails(usize::MAX, &mut done);
         done
     }
 
@@ -63,7 +79,8 @@ impl RadixCache {
             }
             if stays[id] {
                 stays[node.parent] = true;
-                bytes += if self.is_thinnable(node) { self.layout.full_block_bytes() } else { 0 };
+                let spare = if self.is_thinnable(node) { self.layout.full_block_bytes() } else { 0 };
+                bytes += spare.max(self.demotable(node));
             } else {
                 bytes += self.page_bytes(&node.pages);
             }
@@ -80,15 +97,15 @@ impl RadixCache {
     pub(crate) fn is_thinnable(&self, node: &Node) -> bool {
         node.block * PAGE_TOKENS >= self.layout.windows().sink()
             && node.pages.full.as_ref().is_some_and(|page| !page.is_shared())
-            && node.pages.coded.as_ref().is_some_and(|page| page.coded() >= PAGE_TOKENS)
+            && node.pages.coded.as_ref().is_some_and(CodedPage::is_complete)
     }
 
-    /// Nodes whose full rows make a branch or the end of a prompt resumable.
+    /// Nodes whose full rows make a branch, the end of a prompt or that of an answer resumable.
     fn windows_worth_keeping(&self) -> Vec<bool> {
         let mut keep = vec![false; self.nodes.len()];
         let reach = self.layout.windows().recent().div_ceil(PAGE_TOKENS) + 2;
         for (id, node) in self.nodes.iter().enumerate() {
-            if node.as_ref().is_some_and(|node| node.anchor || node.children.len() > 1) {
+            if node.as_ref().is_some_and(|node| node.anchor || node.children.len() != 1) {
                 let mut at = id;
                 for _ in 0..reach {
                     if at == ROOT {

@@ -16,6 +16,7 @@ mod radix;
 #[cfg(test)]
 mod radix_tests;
 mod sequence;
+mod tails;
 
 pub use evict::Reclaimed;
 pub use hash::PageHash;
@@ -24,3 +25,4 @@ pub use radix::{CachedPages, RadixCache};
 
 pub use pool::{CodedPage, FullPage, OutOfPages, PagePool, PoolUsage};
 pub use sequence::{SequencePages, StepPages};
+pub use tails::TailDemotion;

@@ -1,6 +1,6 @@
 //! Blocks of two formats under one memory budget.
 
-use oscar_codec::{CacheLayout, CodedPageId, FullPageId};
+use oscar_codec::{CacheLayout, CodedPageId, FullPageId, PAGE_TOKENS};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -101,8 +101,7 @@ impl Drop for FullBlock {
 #[derive(Debug)]
 struct CodedBlock {
     id: CodedPageId,
-    /// Positions of the block, counted from its start, that its codes cover (positions of the sink, which are
-    /// never coded, counted in).
+    /// See [`CodedPage::coded`].
     coded: AtomicUsize,
     shared: Arc<Shared>,
 }
@@ -145,14 +144,21 @@ impl CodedPage {
         Arc::strong_count(&self.0) > 1
     }
 
-    /// Positions of the block, from its start, whose codes are written.
+    /// How far the block is coded: the positions from its start whose keys are coded, plus those whose values are
+    /// (positions of the sink, which are never coded, counted in). Both only grow, and along any sequence in the
+    /// same order, so the sum alone says what is there.
     pub fn coded(&self) -> usize {
         self.0.coded.load(Ordering::Relaxed)
     }
 
-    /// The codes of the block's first `positions` positions are written.
-    pub fn mark_coded(&self, positions: usize) {
-        self.0.coded.fetch_max(positions, Ordering::Relaxed);
+    /// Are keys and values of the whole block coded?
+    pub fn is_complete(&self) -> bool {
+        self.coded() >= 2 * PAGE_TOKENS
+    }
+
+    /// The block is coded that far, see [`CodedPage::coded`].
+    pub fn mark_coded(&self, progress: usize) {
+        self.0.coded.fetch_max(progress, Ordering::Relaxed);
     }
 }
 
@@ -193,6 +199,14 @@ impl PagePool {
             })
             .collect();
         Ok((full, coded))
+    }
+
+    /// Takes a coded block in place of a full one, which returns once its last hold is dropped: never refused, because
+    /// a coded block is the smaller one. Its rows must be coded before the full block is written again.
+    pub(crate) fn exchange(&self, full: FullPage) -> CodedPage {
+        drop(full);
+        let id = CodedPageId(self.shared.lock().coded.take());
+        CodedPage(Arc::new(CodedBlock { id, coded: AtomicUsize::new(0), shared: self.shared.clone() }))
     }
 
     /// Bytes not handed out.

@@ -3,15 +3,18 @@
 //! A node is one page of tokens after its parent's; it holds the page's codes, its full-precision rows, or both.
 //! Sequences go in as they grow, prompt and answer, with the full-precision rows of their windows; those rows stay
 //! beside the codes while there is room for both. [`RadixCache::find`] gives the longest stored prefix that is resumable by the
-//! one rule (see [`prefix`](crate::prefix)), so that a hit answers as a cold run does, to the bit.
+//! one rule (see [`prefix`](crate::prefix)), so that a hit answers as a cold run does, to the bit; unless room was
+//! short and the tail it ends in was demoted ([`tails`](crate::tails)), which the caller is told.
 //!
 //! **Invariants:** a tree has one cache layout, which is part of what its pages mean. All holders of a page hold
 //! the same tokens after the same context: pages in the tree are complete and their full rows never change; codes
-//! are only added, the same by whoever adds them. A page that anyone else holds is never given back.
+//! are only added, the same by whoever adds them. Rows computed after a demoted tail live in nodes marked
+//! approximate and never mix with exact ones. A page that anyone else holds is never given back.
 
 use crate::hash::PageHash;
 use crate::prefix::{BlockNeed, BlockPages, PrefixPages, resume_point};
 use crate::sequence::SequencePages;
+use crate::tails::Tails;
 use oscar_codec::{CacheLayout, PAGE_TOKENS};
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -32,6 +35,10 @@ pub(crate) struct Node {
     pub hash: Option<PageHash>,
     /// A prompt ended here: its repetition will resume at this node.
     pub anchor: bool,
+    /// Its full page was given up to make room though it may be asked for: it can be read as code instead.
+    pub demoted: bool,
+    /// Its rows were computed after a demoted tail: not those of a cold run.
+    pub approximate: bool,
     /// When it was last found or inserted, in operations of the tree.
     pub last_used: u64,
 }
@@ -56,6 +63,8 @@ pub struct RadixCache {
     free: Vec<NodeId>,
     operations: u64,
     count: usize,
+    /// Demotion of idle tails, if that is wanted.
+    pub(crate) tails: Option<Tails>,
 }
 
 impl RadixCache {
@@ -68,9 +77,11 @@ impl RadixCache {
             pages: BlockPages::default(),
             hash: None,
             anchor: false,
+            demoted: false,
+            approximate: false,
             last_used: 0,
         };
-        Self { layout, nodes: vec![Some(root)], free: Vec::new(), operations: 0, count: 0 }
+        Self { layout, nodes: vec![Some(root)], free: Vec::new(), operations: 0, count: 0, tails: None }
     }
 
     /// Tokens stored in the tree.
@@ -102,30 +113,65 @@ impl RadixCache {
         path
     }
 
-    /// The longest prefix of `tokens` from which a sequence can go on as if it had just computed it. Empty if there
-    /// is none. To leave tokens to compute, pass fewer.
+    /// The longest prefix of `tokens` from which a sequence can go on, as if it had just computed it or, where that
+    /// reaches further, from a demoted tail ([`PrefixPages::is_exact`] tells). Empty if there is none. To leave
+    /// tokens to compute, pass fewer.
     pub fn find(&mut self, tokens: &[u32]) -> PrefixPages {
+        let path = self.touched_path(tokens);
+        self.longest(&path, true)
+    }
+
+    /// The longest prefix of `tokens` from which a sequence can go on as if it had just computed it.
+    pub fn find_exact(&mut self, tokens: &[u32]) -> PrefixPages {
+        let path = self.touched_path(tokens);
+        let exact = path.iter().position(|&id| self.node(id).approximate).unwrap_or(path.len());
+        self.longest(&path[..exact], false)
+    }
+
+    fn touched_path(&mut self, tokens: &[u32]) -> Vec<NodeId> {
         let path = self.path(tokens);
         self.operations += 1;
         for &id in &path {
             self.nodes[id].as_mut().expect("a path is of live nodes").last_used = self.operations;
         }
-        let mut count = path.len();
-        // Needs of lower blocks do not shrink as the length does, so each length is asked afresh; the blocks most
-        // likely to fail, those of the window, come first.
-        while count > 0 && !self.is_resumable(&path[..count]) {
-            count -= 1;
-        }
-        let blocks = path[..count].iter().map(|&id| self.node(id).pages.clone()).collect();
-        PrefixPages { blocks }
+        path
     }
 
-    fn is_resumable(&self, path: &[NodeId]) -> bool {
+    fn longest(&self, path: &[NodeId], demoted: bool) -> PrefixPages {
+        // Needs of lower blocks do not shrink as the length does, so each length is asked afresh; the blocks most
+        // likely to fail, those of the window, come first.
+        for count in (1..=path.len()).rev() {
+            if let Some(coded_until) = self.resumable(&path[..count], demoted) {
+                let blocks = path[..count].iter().map(|&id| self.node(id).pages.clone()).collect();
+                let approximate = path[..count].iter().position(|&id| self.node(id).approximate);
+                let approximate = approximate.or((coded_until > 0).then_some(count));
+                let approximate_from = approximate.map(|block| block * PAGE_TOKENS);
+                return PrefixPages { blocks, coded_until, approximate_from };
+            }
+        }
+        PrefixPages::default()
+    }
+
+    /// Can a sequence go on after `path`? If so, up to where it must read code whatever the windows say: 0 unless
+    /// `demoted` pages may be read as code.
+    fn resumable(&self, path: &[NodeId], demoted: bool) -> Option<usize> {
         let len = path.len() * PAGE_TOKENS;
-        path.iter()
-            .enumerate()
-            .rev()
-            .all(|(block, &id)| BlockNeed::at(&self.layout, len, block).is_met(&self.node(id).pages))
+        let mut coded_until = 0;
+        for (block, &id) in path.iter().enumerate().rev() {
+            let node = self.node(id);
+            if BlockNeed::at(&self.layout, len, coded_until, block).is_met(&node.pages) {
+                continue;
+            }
+            if !demoted || !node.demoted || coded_until > 0 {
+                return None;
+            }
+            // The last of them: it and all before it are read as code, all after it as they should be.
+            coded_until = (block + 1) * PAGE_TOKENS;
+            if !BlockNeed::at(&self.layout, len, coded_until, block).is_met(&node.pages) {
+                return None;
+            }
+        }
+        Some(coded_until)
     }
 
     /// Puts the whole pages of a sequence into the tree and returns how many tokens that is. `tokens` are the
@@ -138,20 +184,32 @@ impl RadixCache {
         for (block, page) in tokens.chunks_exact(PAGE_TOKENS).take(stored).enumerate() {
             let id = match self.node(parent).children.get(page) {
                 Some(&id) => id,
-                None => self.add(parent, page, block),
+                None => {
+                    let id = self.add(parent, page, block);
+                    self.node_mut(id).approximate = !pages.is_exact_block(block);
+                    id
+                }
             };
             let operations = self.operations;
+            let exact = pages.is_exact_block(block);
             let node = self.node_mut(id);
             node.last_used = operations;
             let offered = pages.block(block);
-            if node.pages.full.is_none() {
-                node.pages.full = offered.full;
+            if node.approximate && (exact || node.pages.is_empty()) {
+                node.pages = offered;
+                node.approximate = !exact;
+                node.demoted = false;
+            } else if node.approximate != exact && (exact || node.pages.has_a_page_of(&offered)) {
+                if node.pages.full.is_none() && offered.full.is_some() {
+                    node.pages.full = offered.full;
+                    node.demoted = false;
+                }
+                let coded = |page: &BlockPages| page.coded.as_ref().map_or(0, |page| page.coded());
+                if coded(&node.pages) < offered.coded.as_ref().map_or(0, |page| page.coded()) {
+                    node.pages.coded = offered.coded;
+                }
+                pages.adopt(block, &node.pages);
             }
-            let coded = |page: &BlockPages| page.coded.as_ref().map_or(0, |page| page.coded());
-            if coded(&node.pages) < offered.coded.as_ref().map_or(0, |page| page.coded()) {
-                node.pages.coded = offered.coded;
-            }
-            pages.adopt(block, &node.pages);
             parent = id;
         }
         pages.trim(&self.layout);
@@ -177,6 +235,8 @@ impl RadixCache {
             pages: BlockPages::default(),
             hash: Some(hash),
             anchor: false,
+            demoted: false,
+            approximate: false,
             last_used: 0,
         };
         let id = match self.free.pop() {

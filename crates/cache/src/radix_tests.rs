@@ -19,7 +19,16 @@ struct World {
     pool: PagePool,
     tree: RadixCache,
     memory: Memory,
-    live: Vec<(Vec<u32>, SequencePages)>,
+    live: Vec<Live>,
+    born: u64,
+    approximate_hits: usize,
+}
+
+struct Live {
+    tokens: Vec<u32>,
+    pages: SequencePages,
+    /// What its rows must be: a cold run's, but for those computed after a demoted tail, which are its own.
+    rows: Vec<u64>,
 }
 
 fn digests(tokens: &[u32]) -> Vec<u64> {
@@ -48,27 +57,53 @@ fn text(text: u64, len: usize) -> Vec<u32> {
 }
 
 impl World {
-    fn new(format: KvFormat, windows: Windows, blocks: usize) -> Self {
+    fn new(format: KvFormat, windows: Windows, blocks: usize, demotes: bool) -> Self {
         let layout = CacheLayout::new(format, 2, 2, 64, windows, CodeLayout::CpuTile).unwrap();
         let pool = PagePool::new(&layout, blocks * layout.full_block_bytes());
-        let tree = RadixCache::new(layout.clone());
-        Self { layout, pool, tree, memory: Memory::default(), live: Vec::new() }
+        let tree = match demotes {
+            true => RadixCache::with_demotion(layout.clone(), &pool),
+            false => RadixCache::new(layout.clone()),
+        };
+        Self { layout, pool, tree, memory: Memory::default(), live: Vec::new(), born: 0, approximate_hits: 0 }
     }
 
     fn begin(&mut self, tokens: Vec<u32>) -> usize {
         let prefix = self.tree.find(&tokens[..tokens.len() - 1]);
+        self.code();
+        let exact = self.tree.find_exact(&tokens[..tokens.len() - 1]);
+        assert!(exact.is_exact() && exact.len() <= prefix.len());
+        let (len, from) = (prefix.len(), prefix.approximate_from.unwrap_or(usize::MAX));
         let pages = SequencePages::resume(&self.layout, prefix);
-        self.live.push((tokens, pages));
-        let (tokens, pages) = &self.live[self.live.len() - 1];
-        if !pages.is_empty() {
-            self.check_reads(tokens, pages, pages.len());
+        assert_eq!(pages.is_exact(), from == usize::MAX);
+        let mut rows = digests(&tokens);
+        self.born += 1;
+        for (j, row) in rows.iter_mut().enumerate().skip(from) {
+            *row =
+                if j < len { self.read(&pages, len, j) } else { *row ^ self.born.wrapping_mul(0x5851_f42d) };
         }
-        pages.len()
+        self.approximate_hits += usize::from(!pages.is_exact());
+        self.live.push(Live { tokens, pages, rows });
+        if len > 0 {
+            self.check_reads(&self.live[self.live.len() - 1], len);
+        }
+        len
+    }
+
+    /// Codes the tails that the tree gave up.
+    fn code(&mut self) {
+        for demotion in self.tree.take_demotions() {
+            let page = self.memory.coded.entry(demotion.coded.0).or_insert([0; PAGE_TOKENS]);
+            for p in demotion.positions {
+                assert_eq!(p / PAGE_TOKENS, demotion.block);
+                page[p % PAGE_TOKENS] = self.memory.full[&demotion.full.0][p % PAGE_TOKENS];
+            }
+        }
     }
 
     /// Stores up to `count` more tokens of a live sequence, if pages can be had.
     fn grow(&mut self, which: usize, count: usize) -> bool {
-        let (tokens, mut pages) = self.live.swap_remove(which);
+        let mut live = self.live.swap_remove(which);
+        let Live { tokens, pages, rows } = &mut live;
         let count = count.min(tokens.len() - pages.len());
         let step = loop {
             match pages.prepare(&self.layout, &self.pool, count) {
@@ -84,11 +119,11 @@ impl World {
                 }
             }
         };
+        self.code();
         if let Some(step) = &step {
-            let digests = digests(&tokens);
             for p in step.positions.clone() {
                 let page = pages.full()[p / PAGE_TOKENS].unwrap().0;
-                self.memory.full.entry(page).or_insert([0; PAGE_TOKENS])[p % PAGE_TOKENS] = digests[p];
+                self.memory.full.entry(page).or_insert([0; PAGE_TOKENS])[p % PAGE_TOKENS] = rows[p];
             }
             for p in step.demote.clone() {
                 let (block, at) = (p / PAGE_TOKENS, p % PAGE_TOKENS);
@@ -97,28 +132,35 @@ impl World {
                 self.memory.coded.entry(page).or_insert([0; PAGE_TOKENS])[at] = row;
             }
             for t in step.positions.clone() {
-                self.check_reads(&tokens, &pages, t);
+                self.check_reads(&live, t);
             }
-            pages.commit(&self.layout, step);
+            live.pages.commit(&self.layout, step);
         }
-        let done = step.is_some();
-        self.live.push((tokens, pages));
-        done
+        self.live.push(live);
+        step.is_some()
+    }
+
+    /// What the query at `t` reads at `j`, by the rule of the kernels: codes between sink and boundary, and before
+    /// the end of the last block that has nothing else.
+    fn read(&self, pages: &SequencePages, t: usize, j: usize) -> u64 {
+        let only_code = |block: &usize| pages.full()[*block].is_none() && pages.coded()[*block].is_some();
+        let coded_until = (0..pages.full().len()).rev().find(only_code).map_or(0, |b| (b + 1) * PAGE_TOKENS);
+        let windows = self.layout.windows();
+        // The tile that a first step codes before anyone reads it is still in full.
+        let t = if t == pages.len() { t - 1 } else { t };
+        let is_coded =
+            self.layout.coded().is_some() && j >= windows.sink() && j < windows.boundary(t).max(coded_until);
+        let (block, at) = (j / PAGE_TOKENS, j % PAGE_TOKENS);
+        match is_coded {
+            true => self.memory.coded[&pages.coded()[block].expect("codes are held").0][at],
+            false => self.memory.full[&pages.full()[block].expect("rows are held").0][at],
+        }
     }
 
     /// The query at `t` finds the right row at every position before it.
-    fn check_reads(&self, tokens: &[u32], pages: &SequencePages, t: usize) {
-        let digests = digests(tokens);
+    fn check_reads(&self, live: &Live, t: usize) {
         for j in 0..t {
-            let (block, at) = (j / PAGE_TOKENS, j % PAGE_TOKENS);
-            let is_coded = self.layout.coded().is_some() && self.layout.windows().reads_code(t, j);
-            let row = match is_coded {
-                // The tile that a first step codes before anyone reads it is checked in that step.
-                true if t == pages.len() && j >= self.layout.windows().boundary(t - 1) => continue,
-                true => self.memory.coded[&pages.coded()[block].expect("codes are held").0][at],
-                false => self.memory.full[&pages.full()[block].expect("rows are held").0][at],
-            };
-            assert_eq!(row, digests[j], "query {t} reads {j} (coded: {is_coded})");
+            assert_eq!(self.read(&live.pages, t, j), live.rows[j], "query {t} reads {j}");
         }
     }
 
@@ -129,7 +171,7 @@ impl World {
             full.extend(node.pages.full.iter().map(|p| p.id().0));
             coded.extend(node.pages.coded.iter().map(|p| p.id().0));
         }
-        for (_, pages) in &self.live {
+        for Live { pages, .. } in &self.live {
             full.extend(pages.full().iter().flatten().map(|p| p.0));
             full.extend((0..pages.full().len()).filter_map(|b| pages.block(b).full.map(|p| p.id().0)));
             coded.extend(pages.coded().iter().flatten().map(|p| p.0));
@@ -173,16 +215,17 @@ proptest! {
     fn whatever_happens_every_read_is_right_and_every_page_accounted_for(
         actions in prop::collection::vec(action(), 1..60), sink in 0usize..6, recent in 1usize..150,
         blocks in 8usize..60, coded in prop::bool::weighted(0.8),
+        demotes in any::<bool>(),
     ) {
         let format = if coded { KvFormat::OSCAR2 } else { KvFormat::Bf16 };
-        let mut world = World::new(format, Windows::new(16 * sink, recent).unwrap(), blocks);
+        let mut world = World::new(format, Windows::new(16 * sink, recent).unwrap(), blocks, demotes);
         for action in actions {
             let count = world.live.len();
             match action {
                 Action::Store { text: number, len } => {
                     world.begin(text(number, len));
                     let grown = world.grow(world.live.len() - 1, usize::MAX);
-                    let (tokens, mut pages) = world.live.pop().unwrap();
+                    let Live { tokens, mut pages, .. } = world.live.pop().unwrap();
                     if grown {
                         world.tree.insert(&tokens, &mut pages);
                     }
@@ -194,11 +237,11 @@ proptest! {
                     world.grow(which % count, tokens);
                 }
                 Action::Insert { which } if count > 0 => {
-                    let (tokens, pages) = &mut world.live[which % count];
+                    let Live { tokens, pages, .. } = &mut world.live[which % count];
                     world.tree.insert(tokens, pages);
                 }
                 Action::End { which, insert } if count > 0 => {
-                    let (tokens, mut pages) = world.live.swap_remove(which % count);
+                    let Live { tokens, mut pages, .. } = world.live.swap_remove(which % count);
                     if insert {
                         world.tree.insert(&tokens, &mut pages);
                         world.tree.mark_prompt(&tokens[..pages.len()]);
@@ -208,16 +251,19 @@ proptest! {
                     let (bytes, free) = (blocks * world.layout.full_block_bytes(), world.pool.free());
                     let done = world.tree.reclaim(bytes);
                     prop_assert_eq!(world.pool.free() - free, done.bytes, "what is said is given");
+                    world.code();
                 }
                 Action::Flush => {
                     let possible = world.tree.reclaimable();
                     prop_assert_eq!(world.tree.flush().bytes, possible);
                     prop_assert_eq!(world.tree.reclaimable(), 0);
+                    world.code();
                 }
                 _ => {}
             }
             world.check_accounts();
         }
+        prop_assert!(demotes || world.approximate_hits == 0);
         world.live.clear();
         world.tree.flush();
         prop_assert_eq!(world.tree.tokens(), 0);
@@ -229,13 +275,13 @@ fn stored(world: &mut World, tokens: Vec<u32>) {
     world.begin(tokens);
     let last = world.live.len() - 1;
     assert!(world.grow(last, usize::MAX));
-    let (tokens, mut pages) = world.live.pop().unwrap();
+    let Live { tokens, mut pages, .. } = world.live.pop().unwrap();
     world.tree.insert(&tokens, &mut pages);
 }
 
 #[test]
 fn a_stored_sequence_is_resumed_at_its_last_page_and_after_thinning_not_in_its_middle() {
-    let mut world = World::new(KvFormat::OSCAR2, Windows::new(64, 128).unwrap(), 100);
+    let mut world = World::new(KvFormat::OSCAR2, Windows::new(64, 128).unwrap(), 100, false);
     let tokens = text(0, 1000);
     stored(&mut world, tokens.clone());
     assert_eq!(world.tree.hashes(&tokens).len(), 15);
@@ -262,7 +308,7 @@ fn a_stored_sequence_is_resumed_at_its_last_page_and_after_thinning_not_in_its_m
 
 #[test]
 fn pages_in_use_survive_and_the_oldest_leaves_go_first() {
-    let mut world = World::new(KvFormat::Bf16, Windows::default(), 40);
+    let mut world = World::new(KvFormat::Bf16, Windows::default(), 40, true);
     for number in [0b00, 0b01, 0b10] {
         stored(&mut world, text(number, 193));
     }
@@ -276,4 +322,54 @@ fn pages_in_use_survive_and_the_oldest_leaves_go_first() {
     world.tree.flush();
     assert_eq!(world.tree.tokens(), 192, "what is in use stays");
     assert_eq!(world.begin(text(0b00, 193)), 192);
+}
+
+#[test]
+fn idle_tails_are_coded_before_anything_is_evicted_and_used_tails_never() {
+    let mut world = World::new(KvFormat::OSCAR2, Windows::new(64, 128).unwrap(), 100, true);
+    let (old, new) = (text(0, 600), text(0x5555, 600));
+    stored(&mut world, old.clone());
+    stored(&mut world, new.clone());
+    assert_eq!(world.begin(new.clone()), 576, "in use");
+    let tokens = world.tree.tokens();
+    // First the rows that no hit is expected to ask for, of the one that nobody uses, then its tail.
+    let before = world.tree.pages();
+    let done = world.tree.reclaim((before.spare_full + 1) * world.layout.full_block_bytes());
+    world.code();
+    assert!(done.demoted >= 1, "{done:?}");
+    assert_eq!((done.evicted, world.tree.tokens()), (0, tokens));
+    assert_eq!(world.approximate_hits, 0);
+    assert_eq!(world.begin(old.clone()), 576, "nothing that is held is computed again");
+    assert_eq!(world.approximate_hits, 1);
+    assert_eq!(world.tree.find_exact(&old[..599]).len(), 64);
+    let last = world.live.len() - 1;
+    assert!(world.grow(last, usize::MAX));
+    let Live { tokens, mut pages, .. } = world.live.pop().unwrap();
+    world.tree.insert(&tokens, &mut pages);
+    drop(pages);
+    // What followed the demoted tail is marked: a longer hit on it is counted too.
+    let mut longer = old.clone();
+    longer.extend(text(0xaaaa, 60));
+    world.begin(longer);
+    assert_eq!(world.approximate_hits, 2);
+    world.live.clear();
+
+    // A cold run puts exact rows in their place.
+    let mut cold = SequencePages::resume(&world.layout, world.tree.find_exact(&old[..64]));
+    let step = cold.prepare(&world.layout, &world.pool, 600 - cold.len()).unwrap();
+    let rows = digests(&old);
+    for p in step.positions.clone() {
+        let page = cold.full()[p / PAGE_TOKENS].unwrap().0;
+        world.memory.full.entry(page).or_insert([0; PAGE_TOKENS])[p % PAGE_TOKENS] = rows[p];
+    }
+    for p in step.demote.clone() {
+        let page = cold.coded()[p / PAGE_TOKENS].unwrap().0;
+        world.memory.coded.entry(page).or_insert([0; PAGE_TOKENS])[p % PAGE_TOKENS] = rows[p];
+    }
+    cold.commit(&world.layout, &step);
+    world.tree.insert(&old, &mut cold);
+    drop(cold);
+    assert_eq!(world.begin(old), 576);
+    assert_eq!(world.approximate_hits, 2, "exact again");
+    world.check_accounts();
 }

@@ -1,8 +1,8 @@
 //! One sequence's page table.
 
 use crate::pool::{CodedPage, FullPage, OutOfPages, PagePool};
-use crate::prefix::{BlockNeed, BlockPages, PrefixPages, resume_point};
-use oscar_codec::{CacheLayout, CodedPageId, FullPageId, PAGE_TOKENS};
+use crate::prefix::{BlockNeed, BlockPages, PrefixPages, coded_progress, resume_point};
+use oscar_codec::{CacheLayout, CodedPageId, FullPageId, PAGE_TOKENS, Side};
 use std::ops::Range;
 
 /// What a step of `tokens` new positions does to the sequence; made by [`SequencePages::prepare`].
@@ -10,8 +10,10 @@ use std::ops::Range;
 pub struct StepPages {
     /// Positions written in this step.
     pub positions: Range<usize>,
-    /// Positions whose rows are coded in this step, whole demotion units.
+    /// Positions whose keys are coded in this step, whole demotion units.
     pub demote: Range<usize>,
+    /// Positions whose values are: the same, unless the windows of the sides differ.
+    pub demote_values: Range<usize>,
 }
 
 /// Page table of a sequence: block `b` covers positions `64·b..64·(b+1)` and holds a full page, a coded page, or
@@ -25,6 +27,12 @@ pub struct SequencePages {
     /// whole page needs them.
     lagging: Vec<(usize, FullPage)>,
     keeps_resumable: bool,
+    /// Everything before this position but the sink is read as code, whatever the windows say.
+    coded_until: usize,
+    /// From here on rows are not those of a cold run, because it reads a demoted tail.
+    approximate_from: Option<usize>,
+    /// Codes depend on later pages and are of no use to another sequence.
+    keeps_codes_back: bool,
     full_ids: Vec<Option<FullPageId>>,
     coded_ids: Vec<Option<CodedPageId>>,
 }
@@ -44,9 +52,11 @@ impl SequencePages {
     pub fn resume(layout: &CacheLayout, prefix: PrefixPages) -> Self {
         let mut pages = Self::resumable();
         pages.len = prefix.len();
+        pages.coded_until = prefix.coded_until;
+        pages.approximate_from = prefix.approximate_from;
         pages.grow(prefix.blocks.len());
         for (block, held) in prefix.blocks.into_iter().enumerate() {
-            let need = BlockNeed::at(layout, pages.len, block);
+            let need = BlockNeed::at(layout, pages.len, pages.coded_until, block);
             if let Some(page) = held.coded {
                 pages.coded_ids[block] = Some(page.id());
                 pages.coded[block] = Some(page);
@@ -56,6 +66,8 @@ impl SequencePages {
                     pages.full_ids[block] = Some(page.id());
                     pages.full[block] = Some(page);
                 }
+                // Read as code from here on, and the tree has it.
+                Some(_) if block * PAGE_TOKENS < pages.coded_until => {}
                 Some(page) => pages.lagging.push((block, page)),
                 None => {}
             }
@@ -71,6 +83,24 @@ impl SequencePages {
 
     pub fn is_empty(&self) -> bool {
         self.len == 0
+    }
+
+    /// Will it answer as a cold run does?
+    pub fn is_exact(&self) -> bool {
+        self.approximate_from.is_none()
+    }
+
+    /// Are the rows of `block` those of a cold run?
+    pub(crate) fn is_exact_block(&self, block: usize) -> bool {
+        self.approximate_from.is_none_or(|from| (block + 1) * PAGE_TOKENS <= from)
+    }
+
+    /// First position at or beyond the sink that the last query read in BF16.
+    pub fn boundary(&self, layout: &CacheLayout) -> usize {
+        match self.len {
+            0 => layout.windows().sink(),
+            len => layout.windows().boundary(len - 1).max(self.coded_until),
+        }
     }
 
     pub fn full(&self) -> &[Option<FullPageId>] {
@@ -94,14 +124,12 @@ impl SequencePages {
         tokens: usize,
     ) -> Result<StepPages, OutOfPages> {
         let end = self.len + tokens;
-        let demote = if tokens == 0 { self.len..self.len } else { self.demotion(layout, end) };
+        self.keeps_codes_back = layout.codes_span_pages();
+        let demotion = |side| if tokens == 0 { self.len..self.len } else { self.demotion(layout, side, end) };
+        let (demote, demote_values) = (demotion(Side::Key), demotion(Side::Value));
         let blocks = end.div_ceil(PAGE_TOKENS);
         let first_new = self.len.div_ceil(PAGE_TOKENS);
-        let coded_blocks = if demote.is_empty() {
-            0..0
-        } else {
-            demote.start / PAGE_TOKENS..demote.end.div_ceil(PAGE_TOKENS)
-        };
+        let coded_blocks = blocks_of(&demote, &demote_values);
         // The last block may have lost its full page only if it was complete, so new blocks alone need one (and
         // have it, if an earlier step was prepared and not run).
         let full_missing: Vec<usize> =
@@ -118,16 +146,26 @@ impl SequencePages {
             self.coded_ids[block] = Some(page.id());
             self.coded[block] = Some(page);
         }
-        Ok(StepPages { positions: self.len..end, demote })
+        Ok(StepPages { positions: self.len..end, demote, demote_values })
     }
 
-    fn demotion(&self, layout: &CacheLayout, end: usize) -> Range<usize> {
+    /// Forgets positions from `len` on; their pages stay for what is written next. For tables without coded pages:
+    /// a code cannot be taken back.
+    pub fn rewind(&mut self, len: usize) {
+        debug_assert!(self.coded_ids.iter().all(Option::is_none), "coded positions cannot be rewound");
+        self.len = self.len.min(len);
+    }
+
+    fn demotion(&self, layout: &CacheLayout, side: Side, end: usize) -> Range<usize> {
         if layout.coded().is_none() {
             return 0..0;
         }
         let windows = layout.windows();
-        let before = if self.len == 0 { windows.sink() } else { windows.boundary(self.len - 1) };
-        before..windows.boundary(end - 1)
+        let before = self
+            .len
+            .checked_sub(1)
+            .map_or(windows.sink(), |t| windows.side_boundary(side, t).max(self.coded_until));
+        before..windows.side_boundary(side, end - 1).max(self.coded_until)
     }
 
     fn grow(&mut self, blocks: usize) {
@@ -145,17 +183,19 @@ impl SequencePages {
             step.positions.start, self.len,
             "steps are committed in the order they were prepared"
         );
+        let before = self.boundary(layout);
         self.len = step.positions.end;
-        if step.demote.is_empty() {
+        if step.demote.is_empty() && step.demote_values.is_empty() {
             return;
         }
-        for block in step.demote.start / PAGE_TOKENS..step.demote.end.div_ceil(PAGE_TOKENS) {
+        for block in blocks_of(&step.demote, &step.demote_values) {
             if let Some(page) = &self.coded[block] {
-                page.mark_coded((step.demote.end - block * PAGE_TOKENS).min(PAGE_TOKENS));
+                page.mark_coded(coded_progress(layout, self.len, self.coded_until, block));
             }
         }
-        let first = layout.windows().sink().div_ceil(PAGE_TOKENS).max(step.demote.start / PAGE_TOKENS);
-        for block in first..step.demote.end / PAGE_TOKENS {
+        // A block is done with its full page once both sides of all its tokens are coded.
+        let first = layout.windows().sink().div_ceil(PAGE_TOKENS).max(before / PAGE_TOKENS);
+        for block in first..self.boundary(layout) / PAGE_TOKENS {
             self.full_ids[block] = None;
             if let Some(page) = self.full[block].take()
                 && self.keeps_resumable
@@ -167,8 +207,8 @@ impl SequencePages {
 
     /// Gives up finished full pages that no resume at `resume_point(len)` or later asks for.
     pub fn trim(&mut self, layout: &CacheLayout) {
-        let point = resume_point(self.len);
-        self.lagging.retain(|&(block, _)| point > 0 && BlockNeed::at(layout, point, block).full);
+        let (point, coded_until) = (resume_point(self.len), self.coded_until);
+        self.lagging.retain(|&(block, _)| point > 0 && BlockNeed::at(layout, point, coded_until, block).full);
     }
 
     /// Full pages held beyond those the sequence itself reads.
@@ -182,12 +222,13 @@ impl SequencePages {
         (full + self.lagging.len()) * layout.full_block_bytes() + coded * layout.coded_block_bytes()
     }
 
-    /// What block `block` can give a prefix tree.
+    /// What block `block` can give a prefix tree. Codes that depend on later pages are kept back: another sequence
+    /// may go on differently from here.
     pub(crate) fn block(&self, block: usize) -> BlockPages {
         let lagging = || self.lagging.iter().find(|(b, _)| *b == block).map(|(_, page)| page.clone());
         BlockPages {
             full: self.full[block].clone().or_else(lagging),
-            coded: self.coded[block].clone().filter(|page| page.coded() > 0),
+            coded: self.coded[block].clone().filter(|page| page.coded() > 0 && !self.keeps_codes_back),
         }
     }
 
@@ -211,6 +252,18 @@ impl SequencePages {
     }
 }
 
+/// Blocks that hold positions of either range.
+fn blocks_of(keys: &Range<usize>, values: &Range<usize>) -> Range<usize> {
+    match (keys.is_empty(), values.is_empty()) {
+        (true, true) => 0..0,
+        (false, true) => keys.start / PAGE_TOKENS..keys.end.div_ceil(PAGE_TOKENS),
+        (true, false) => values.start / PAGE_TOKENS..values.end.div_ceil(PAGE_TOKENS),
+        (false, false) => {
+            keys.start.min(values.start) / PAGE_TOKENS..keys.end.max(values.end).div_ceil(PAGE_TOKENS)
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -225,12 +278,14 @@ mod tests {
     fn check_readable(pages: &SequencePages, layout: &CacheLayout, step: &StepPages) {
         for t in step.positions.clone() {
             for j in 0..=t {
-                let coded = layout.coded().is_some() && layout.windows().reads_code(t, j);
-                let block = j / PAGE_TOKENS;
-                assert!(
-                    if coded { pages.coded()[block].is_some() } else { pages.full()[block].is_some() },
-                    "query {t} cannot read {j} (coded: {coded})"
-                );
+                for side in [Side::Key, Side::Value] {
+                    let coded = layout.coded().is_some() && layout.windows().reads_side_as_code(side, t, j);
+                    let block = j / PAGE_TOKENS;
+                    assert!(
+                        if coded { pages.coded()[block].is_some() } else { pages.full()[block].is_some() },
+                        "query {t} cannot read {j} (coded: {coded})"
+                    );
+                }
             }
         }
     }
@@ -275,12 +330,51 @@ mod tests {
                 pages.commit(&layout, &step);
                 let point = resume_point(pages.len());
                 for block in 0..point / PAGE_TOKENS {
-                    let (need, held) = (BlockNeed::at(&layout, point, block), pages.block(block));
+                    let (need, held) = (BlockNeed::at(&layout, point, 0, block), pages.block(block));
                     prop_assert!(need.is_met(&held), "{need:?} by {held:?} at {}", pages.len());
                 }
                 pages.trim(&layout);
                 prop_assert!(pages.lagging.len() <= 1);
                 prop_assert_eq!(pool.usage().bytes, pages.bytes(&layout));
+            }
+            drop(pages);
+            prop_assert_eq!(pool.usage().bytes, 0);
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(48))]
+
+        /// Keys that are flushed by the residual while values slide, in any chunks: the pages are those of the rule,
+        /// and every position is coded exactly once on each side.
+        #[test]
+        fn sides_with_windows_of_their_own_keep_what_they_need(
+            chunks in prop::collection::vec(1usize..300, 1..10), which in 0usize..5, sink in 0usize..4,
+        ) {
+            let name = ["kivi2", "kivi2-g64", "kitty", "kivi2-g32", "kitty-pro"][which];
+            let format: KvFormat = name.parse().unwrap();
+            let windows = match which {
+                3 => format.windows(Some(16 * sink), Some(100)),
+                _ => format.windows(None, None),
+            };
+            let layout = layout(format, windows.unwrap());
+            let pool = PagePool::new(&layout, usize::MAX / 4);
+            let mut pages = SequencePages::resumable();
+            let mut coded = [layout.windows().sink(); 2];
+            for n in chunks {
+                let step = pages.prepare(&layout, &pool, n).unwrap();
+                check_readable(&pages, &layout, &step);
+                prop_assert_eq!([step.demote.start, step.demote_values.start], coded);
+                coded = [step.demote.end, step.demote_values.end];
+                pages.commit(&layout, &step);
+                pages.trim(&layout);
+                prop_assert_eq!(pages.blocks(), layout.blocks(pages.len()), "at {} tokens", pages.len());
+                // A resume at the last whole page finds its codes, unless they cannot be shared.
+                let point = resume_point(pages.len());
+                for block in 0..point / PAGE_TOKENS {
+                    let (need, held) = (BlockNeed::at(&layout, point, 0, block), pages.block(block));
+                    prop_assert_eq!(need.is_met(&held), need.coded == 0 || !layout.codes_span_pages());
+                }
             }
             drop(pages);
             prop_assert_eq!(pool.usage().bytes, 0);

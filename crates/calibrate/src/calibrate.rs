@@ -1,5 +1,6 @@
 //! A calibration from the first token to the finished rotations.
 
+use crate::bits::BitPlan;
 use crate::clip_fit::{self, HeadRows};
 use crate::error::CalibrateError;
 use crate::moments::{HeadGrid, HeadStatistics, Moments};
@@ -165,6 +166,7 @@ fn run<B: Backend>(
                     full: pages.full(),
                     coded: pages.coded(),
                     demote: step.demote.clone(),
+                    demote_values: step.demote.clone(),
                 };
                 let input = StepInput { tokens, sequences: &[rows], logits: &[] };
                 transformer.forward(
@@ -373,6 +375,7 @@ fn assemble(
         clips,
         key_eigenvalues: Some(kept().flat_map(|r| narrow(&r.key_eigenvalues)).collect()),
         value_eigenvalues: Some(kept().flat_map(|r| narrow(&r.value_eigenvalues)).collect()),
+        bits: BitPlan::default(),
         metadata: metadata.clone(),
     };
     let report = CalibrationReport {
@@ -383,6 +386,7 @@ fn assemble(
         bits: options.bits,
         sample_rows,
         heads: reports,
+        widths: None,
     };
     Ok(Calibration { file, report, plan })
 }

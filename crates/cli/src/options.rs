@@ -2,9 +2,10 @@
 
 use anyhow::{Context, Result, bail};
 use oscar_calibrate::RotationFile;
+use oscar_calibrate::bits::solve;
 use oscar_codec::{
-    CacheLayout, CodeLayout, FormatTable, KvFormat, RotationKind, RotationSet, RowPageCodec, Side, SideSpec,
-    Windows,
+    CacheLayout, CodeLayout, FormatTable, KvFormat, MeanBits, RotationKind, RotationSet, RowPageCodec, Side,
+    SideSpec,
 };
 use oscar_engine::{Runner, RunnerOptions, SamplingParams};
 use oscar_kernels_cpu::Kernels;
@@ -56,12 +57,12 @@ pub struct CacheArgs {
     /// Rotations of the cache: a file made by `oscar calibrate`, or `hadamard`; the model's own file if absent
     #[arg(long, value_name = "FILE|hadamard")]
     pub rotations: Option<String>,
-    /// Tokens at the beginning kept in BF16 (a multiple of 16)
-    #[arg(long, value_name = "N", default_value_t = 64)]
-    pub sink: usize,
-    /// Most recent tokens kept in BF16
-    #[arg(long, value_name = "N", default_value_t = 256)]
-    pub recent: usize,
+    /// Tokens at the beginning kept in BF16 (a multiple of 16); 64, or what the format's source publishes, if absent
+    #[arg(long, value_name = "N")]
+    pub sink: Option<usize>,
+    /// Most recent tokens kept in BF16; 256, or what the format's source publishes, if absent
+    #[arg(long, value_name = "N")]
+    pub recent: Option<usize>,
     /// Prompt tokens processed in one step; answers do not depend on it
     #[arg(long, value_name = "N", default_value_t = 512)]
     pub prefill_chunk: usize,
@@ -141,28 +142,33 @@ fn resolve(name: &str) -> Result<ModelSource> {
     Ok(ModelSource::resolve(name)?)
 }
 
-/// Looks for the model here, then on the hub, with a progress bar for each file.
+/// Looks for the model here, then on the hub.
 #[cfg(feature = "hub")]
 fn resolve(name: &str) -> Result<ModelSource> {
-    #[derive(Default)]
-    struct Bars(Option<indicatif::ProgressBar>);
-    impl oscar_models::hub::DownloadProgress for Bars {
-        fn begin_file(&mut self, file: &str, bytes: u64) {
-            eprintln!("downloading {file}");
-            self.0 = Some(crate::progress::bar("downloading", bytes));
-        }
-        fn advance(&mut self, bytes: u64) {
-            if let Some(bar) = &self.0 {
-                bar.inc(bytes);
-            }
-        }
-        fn end_file(&mut self) {
-            if let Some(bar) = self.0.take() {
-                bar.finish_and_clear();
-            }
+    Ok(oscar_models::hub::resolve_or_download(name, &mut Bars::default())?)
+}
+
+/// A progress bar for each file that is downloaded.
+#[cfg(feature = "hub")]
+#[derive(Default)]
+pub struct Bars(Option<indicatif::ProgressBar>);
+
+#[cfg(feature = "hub")]
+impl oscar_models::hub::DownloadProgress for Bars {
+    fn begin_file(&mut self, file: &str, bytes: u64) {
+        eprintln!("downloading {file}");
+        self.0 = Some(crate::progress::bar("downloading", bytes));
+    }
+    fn advance(&mut self, bytes: u64) {
+        if let Some(bar) = &self.0 {
+            bar.inc(bytes);
         }
     }
-    Ok(oscar_models::hub::resolve_or_download(name, &mut Bars::default())?)
+    fn end_file(&mut self) {
+        if let Some(bar) = self.0.take() {
+            bar.finish_and_clear();
+        }
+    }
 }
 
 /// The last component of a path or repository name.
@@ -201,17 +207,19 @@ impl OpenModel {
         if args.prefill_chunk == 0 {
             bail!("--prefill-chunk 0: at least one token must be read in a step");
         }
-        if let (RotationKind::None, Some(file)) = (format.rotation(), &args.rotations) {
-            eprintln!("note: --rotations {file} is not used: {format} stores rows as they are");
+        if let (kind, Some(file)) = (format.rotation(), &args.rotations)
+            && kind != RotationKind::Calibrated
+        {
+            eprintln!("note: --rotations {file} is not used: {format} has its own ({})", kind.describe());
         }
-        let windows = Windows::new(args.sink, args.recent)?;
+        let windows = format.windows(args.sink, args.recent)?;
         let layout = CacheLayout::new(format, c.layers, c.kv_heads, c.head_dim, windows, CodeLayout::CpuTile)
             .or_else(|_| {
                 CacheLayout::new(format, c.layers, c.kv_heads, c.head_dim, windows, CodeLayout::Logical)
             })?;
         let (rotations, origin, layout) = match format.rotation() {
-            RotationKind::None => (None, "none".to_owned(), layout),
             RotationKind::Calibrated => self.rotations(format, args, layout)?,
+            kind => (kind.data_free(c.layers, c.kv_heads, c.head_dim)?, kind.describe(), layout),
         };
         Ok(Cache { layout, rotations, rotation_origin: origin })
     }
@@ -225,7 +233,10 @@ impl OpenModel {
         let c = &self.config;
         let hadamard = || RotationSet::hadamard(c.layers, c.kv_heads, c.head_dim);
         let (file, origin) = match args.rotations.as_deref() {
-            Some("hadamard") => return Ok((Some(hadamard()?), "Hadamard (as asked)".into(), layout)),
+            Some("hadamard") => {
+                refuse_mean(format)?;
+                return Ok((Some(hadamard()?), "Hadamard (as asked)".into(), layout));
+            }
             Some(path) => (RotationFile::load(Path::new(path))?, path.to_owned()),
             None => match self.source.read(MODEL_ROTATIONS)? {
                 Some(bytes) => {
@@ -236,6 +247,7 @@ impl OpenModel {
                     )
                 }
                 None => {
+                    refuse_mean(format)?;
                     let note =
                         "Hadamard: the model has no rotations of its own, make them with `oscar calibrate`";
                     return Ok((Some(hadamard()?), note.into(), layout));
@@ -243,8 +255,52 @@ impl OpenModel {
             },
         };
         file.check_model(&self.weights.fingerprint(), c)?;
+        if let KvFormat::OscarMixed { mean } = format {
+            let (layout, widths) = with_widths(layout, mean, &file)?;
+            return Ok((Some(file.rotations), format!("{origin}; {widths}"), layout));
+        }
         let layout = with_clips(layout, format, &file)?;
         Ok((Some(file.rotations), origin, layout))
+    }
+}
+
+/// The layout with the file's widths for a mean, and where they come from.
+fn with_widths(
+    layout: CacheLayout,
+    mean: Option<MeanBits>,
+    file: &RotationFile,
+) -> Result<(CacheLayout, String)> {
+    let wanted = mean.unwrap_or(MeanBits::DEFAULT);
+    let (table, origin) = match (file.bits.table(wanted), &file.bits.harm) {
+        (Some(table), _) => (table.clone(), format!("widths by measured harm, {wanted} bits")),
+        (None, Some(harm)) => (
+            solve(harm, wanted, layout.head_dim())?,
+            format!(
+                "widths for {wanted} bits from the file's harms, not verified (verified: {})",
+                file.bits.means()
+            ),
+        ),
+        (None, None) if mean.is_none() => {
+            let note = "2 bits everywhere: the rotations have no widths, choose them with `oscar calibrate --bits 2.25`";
+            return Ok((layout, note.into()));
+        }
+        (None, None) => bail!(
+            "--kv oscar:{wanted}: the rotations have no table of widths; make one with `oscar calibrate --bits {wanted}`, \
+             or use oscar2"
+        ),
+    };
+    let Some(uniform) = layout.coded() else { return Ok((layout, origin)) };
+    let formats = table.formats(layout.head_dim(), uniform.codec(0, 0).layout())?;
+    Ok((layout.with_coded_table(formats), origin))
+}
+
+/// Widths are chosen for a model's calibrated rotations: without them there is no table to take.
+fn refuse_mean(format: KvFormat) -> Result<()> {
+    match format {
+        KvFormat::OscarMixed { mean: Some(mean) } => {
+            bail!("--kv oscar:{mean} needs calibrated rotations with widths: `oscar calibrate --bits {mean}`")
+        }
+        _ => Ok(()),
     }
 }
 

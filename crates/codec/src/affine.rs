@@ -122,6 +122,34 @@ pub fn encode_group_official(row: &[f32], codes: &mut [u8]) -> OfficialParams {
     OfficialParams { scale, zero }
 }
 
+/// Scale and integer zero of QuaRot's quantizer, `x̂ = (code − zero) · scale`, both kept in fp16.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct RoundedZeroParams {
+    pub scale: f32,
+    pub zero: f32,
+}
+
+/// QuaRot's asymmetric quantizer: `scale = (max − min)/(2ᵇ − 1)`, `zero = round(−min/scale)`,
+/// `code = clamp(round(x/scale) + zero)`. The integer zero moves the whole grid by up to half a step. A row of equal
+/// values, for which the original divides by zero, takes its magnitude as the step and is kept.
+pub fn encode_group_rounded_zero(row: &[f32], bits: u32, codes: &mut [u8]) -> RoundedZeroParams {
+    let (min, max) = range(row);
+    let fp16 = |v: f32| f16::from_f32(v).to_f32();
+    let mut scale = fp16((max - min) / max_code(bits) as f32);
+    if scale <= 0.0 {
+        scale = fp16(max.abs());
+    }
+    if scale <= 0.0 {
+        codes.fill(0);
+        return RoundedZeroParams { scale: 0.0, zero: 0.0 };
+    }
+    let zero = fp16((-min / scale).round_ties_even().clamp(-SATURATION, SATURATION));
+    for (code, &x) in codes.iter_mut().zip(row) {
+        *code = ((x / scale).round_ties_even() + zero).clamp(0.0, max_code(bits) as f32) as u8;
+    }
+    RoundedZeroParams { scale, zero }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -139,6 +167,21 @@ mod tests {
         let p = encode_group_official(&clipped, &mut codes);
         assert_eq!((p.scale, p.zero), (1.166_666_6, 1.285_714_4));
         assert_eq!(codes, [0, 1, 1, 2, 2, 2, 3, 3]);
+    }
+
+    #[test]
+    fn quarot_rounds_the_zero_to_an_integer() {
+        let mut codes = [0; 8];
+        let p = encode_group_rounded_zero(&GOLDEN, 2, &mut codes);
+        // scale 4.5/3; −min/scale = 1 exactly here.
+        assert_eq!((p.scale, p.zero, codes), (1.5, 1.0, [0, 1, 1, 1, 1, 2, 2, 3]));
+        let shifted = GOLDEN.map(|v| v + 0.6);
+        let p = encode_group_rounded_zero(&shifted, 2, &mut codes);
+        assert_eq!((p.scale, p.zero), (1.5, 1.0), "−min/scale is 0.6");
+        for value in [5.0, -3.0, 0.0] {
+            let p = encode_group_rounded_zero(&[value; 8], 2, &mut codes);
+            assert_eq!((f32::from(codes[3]) - p.zero) * p.scale, value);
+        }
     }
 
     #[test]

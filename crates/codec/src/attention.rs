@@ -107,7 +107,7 @@ pub fn attend_page_group(
 }
 
 fn folds(codec: &RowPageCodec, side: Side, form: Form) -> bool {
-    form == Form::Folded && codec.spec(side).is_coded()
+    form == Form::Folded && codec.spec(side).is_coded() && codec.is_mapped(side)
 }
 
 fn score(query: &[f32], codec: &RowPageCodec, page: &[u8], token: usize, form: Form) -> f32 {
@@ -168,6 +168,17 @@ pub struct PagedContext<'a> {
     pub coded: &'a [Option<&'a [u8]>],
 }
 
+impl PagedContext<'_> {
+    /// End of the last block that has codes and no full page. Everything before it but the sink is read as code, by
+    /// the rule of [`Windows`] or, in a context whose tail was demoted to make room, in spite of it.
+    pub fn coded_until(&self) -> usize {
+        let only_code = |(full, coded): (&Option<&[u8]>, &Option<&[u8]>)| full.is_none() && coded.is_some();
+        let blocks = self.full.len().min(self.coded.len());
+        let last = self.full[..blocks].iter().zip(&self.coded[..blocks]).rposition(only_code);
+        last.map_or(0, |block| (block + 1) * PAGE_TOKENS)
+    }
+}
+
 /// Attention of the query at `position` over everything it may see, by the one rule of [`Windows`].
 ///
 /// # Panics
@@ -181,22 +192,77 @@ pub fn attend_context(
     form: Form,
 ) -> AttentionState {
     let mut state = AttentionState::empty(query.len());
-    let (sink, boundary, end) = (windows.sink(), windows.boundary(position), position + 1);
-    for (coded, range) in [(false, 0..sink.min(end)), (true, sink..boundary), (false, boundary..end)] {
+    let (sink, end) = (windows.sink(), position + 1);
+    let boundary = |side| windows.side_boundary(side, position).max(context.coded_until());
+    let (key, value) = (boundary(Side::Key), boundary(Side::Value));
+    let row_by_row = context.coded_codec.token_groups(Side::Key).is_none();
+    let (both, either) = (key.min(value), key.max(value));
+    let pieces = [
+        (Reading { keys_coded: false, values_coded: false }, 0..sink.min(end)),
+        (Reading { keys_coded: true, values_coded: true }, sink..both),
+        (Reading { keys_coded: key > value, values_coded: value > key }, both..either),
+        (Reading { keys_coded: false, values_coded: false }, either..end),
+    ];
+    for (reading, range) in pieces {
+        if reading.keys_coded != reading.values_coded || reading.keys_coded && !row_by_row {
+            attend_tokens(query, scale, sink, context, range, reading, &mut state);
+            continue;
+        }
         let mut at = range.start;
         while at < range.end {
             let block = at / PAGE_TOKENS;
             let stop = range.end.min((block + 1) * PAGE_TOKENS);
             let tokens = at % PAGE_TOKENS..stop - block * PAGE_TOKENS;
-            let (codec, pages) =
-                if coded { (context.coded_codec, context.coded) } else { (context.full_codec, context.full) };
+            let (codec, pages) = context.source(reading.keys_coded);
             let page = pages.get(block).copied().flatten();
             let page = page.unwrap_or_else(|| {
-                panic!("block {block} (coded: {coded}) is absent for position {position}")
+                panic!("block {block} (coded: {}) is absent for position {position}", reading.keys_coded)
             });
             attend_page(query, scale, codec, page, tokens, form, &mut state);
             at = stop;
         }
     }
     state
+}
+
+/// Which sides of some tokens are read as code.
+#[derive(Clone, Copy)]
+struct Reading {
+    keys_coded: bool,
+    values_coded: bool,
+}
+
+impl<'a> PagedContext<'a> {
+    fn source(&self, coded: bool) -> (&'a RowPageCodec, &'a [Option<&'a [u8]>]) {
+        if coded { (self.coded_codec, self.coded) } else { (self.full_codec, self.full) }
+    }
+}
+
+/// Token by token: for sides read from different pages and for codes that groups of tokens share.
+fn attend_tokens(
+    query: &[f32],
+    scale: f32,
+    origin: usize,
+    context: &PagedContext<'_>,
+    positions: Range<usize>,
+    reading: Reading,
+    state: &mut AttentionState,
+) {
+    let mut row = vec![0.0; query.len()];
+    let mut read = |side, coded, position| {
+        let (codec, pages) = context.source(coded);
+        codec
+            .decode_token(side, pages, origin, position, &mut row)
+            .unwrap_or_else(|error| panic!("position {position} cannot be read: {error}"));
+        row.clone()
+    };
+    for position in positions {
+        let key = read(Side::Key, reading.keys_coded, position);
+        let score = scale * query.iter().zip(&key).map(|(q, k)| q * k).sum::<f32>();
+        state.rescale(score);
+        let p = (score - state.max).exp();
+        state.sum += p;
+        let value = read(Side::Value, reading.values_coded, position);
+        state.out.iter_mut().zip(&value).for_each(|(o, v)| *o += p * v);
+    }
 }

@@ -4,8 +4,8 @@
 use crate::error::Result;
 use crate::format::{FormatTable, KvFormat};
 use crate::layout::CodeLayout;
-use crate::page::{PAGE_TOKENS, PageCodec};
-use crate::window::Windows;
+use crate::page::{PAGE_TOKENS, PageCodec, Side};
+use crate::window::{Tail, Windows};
 
 /// A full-precision block: 64 tokens of every layer and head. Handed out by the cache, resolved by a backend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -90,11 +90,12 @@ impl CacheLayout {
             return (all, 0);
         }
         let (sink, boundary) = (self.windows.sink(), self.windows.boundary(tokens - 1));
-        if boundary <= sink {
+        let frontier = self.windows.frontier(tokens - 1);
+        if frontier <= sink {
             return (all, 0);
         }
-        let coded = boundary.div_ceil(PAGE_TOKENS) - sink / PAGE_TOKENS;
-        // Blocks wholly inside sink..boundary have no full page left.
+        let coded = frontier.div_ceil(PAGE_TOKENS) - sink / PAGE_TOKENS;
+        // Blocks wholly inside sink..boundary, coded on both sides, have no full page left.
         let gone = (boundary / PAGE_TOKENS).saturating_sub(sink.div_ceil(PAGE_TOKENS));
         (all - gone, coded)
     }
@@ -106,9 +107,12 @@ impl CacheLayout {
     }
 
     /// Bytes a sequence has held at most by the time it has `tokens`: its size dips when a block loses its full
-    /// page, and the dips repeat every block.
+    /// page, and the dips repeat with the period of the windows.
     pub fn peak_bytes(&self, tokens: usize) -> usize {
-        (tokens.saturating_sub(PAGE_TOKENS - 1)..=tokens).map(|n| self.sequence_bytes(n)).max().unwrap_or(0)
+        (tokens.saturating_sub(self.windows.period() - 1)..=tokens)
+            .map(|n| self.sequence_bytes(n))
+            .max()
+            .unwrap_or(0)
     }
 
     /// Stored bits an element of the pages that hold history: the coded ones, or the full ones where nothing is coded.
@@ -130,16 +134,57 @@ impl CacheLayout {
         }
     }
 
+    /// Bits an element that the method itself takes for a sequence of `tokens`, unfilled pages not counted: each side
+    /// of each token has its width, or 16 bits while a query at the end still reads it in full. For a table of
+    /// `b` bits and `S` full tokens on both sides this is `b + (16 − b)·S/tokens`.
+    pub fn method_bits(&self, tokens: usize) -> f64 {
+        let Some(table) = self.coded.as_ref().filter(|_| tokens > 0) else { return self.page_bits() };
+        let coded = |side| {
+            (self.windows.side_boundary(side, tokens - 1).min(tokens)).saturating_sub(self.windows.sink())
+        };
+        let heads = self.layers() * self.kv_heads();
+        let sum: f64 = (0..heads)
+            .map(|i| {
+                let codec = table.codec(i / self.kv_heads(), i % self.kv_heads());
+                [Side::Key, Side::Value]
+                    .map(|side| {
+                        let n = coded(side) as f64;
+                        n * codec.side_bits(side) + (tokens as f64 - n) * 16.0
+                    })
+                    .iter()
+                    .sum::<f64>()
+            })
+            .sum();
+        sum / (2 * heads * tokens) as f64
+    }
+
+    /// Do codes of a page depend on tokens of later pages? Then pages cannot be shared between sequences that
+    /// part after them.
+    pub fn codes_span_pages(&self) -> bool {
+        self.coded.as_ref().is_some_and(|table| {
+            (0..table.layers() * table.kv_heads()).any(|i| {
+                table.codec(i / table.kv_heads(), i % table.kv_heads()).spans_pages(self.windows.sink())
+            })
+        })
+    }
+
     /// Names of the codecs by layer, for people: uniform tables give one name.
     pub fn describe(&self) -> String {
         match &self.coded {
-            Some(table) => format!(
-                "{} ({:.2} bits), {} sink and {} recent tokens in BF16",
-                self.format,
-                table.bits_per_element(),
-                self.windows.sink(),
-                self.windows.recent()
-            ),
+            Some(table) => {
+                let tail = |side| {
+                    let Tail { recent, unit } = self.windows.tail(side);
+                    // A flush empties the tail but for the token being written.
+                    if recent == 1 { format!("up to {unit}") } else { recent.to_string() }
+                };
+                let recent = if self.windows.sides_agree() {
+                    tail(Side::Key)
+                } else {
+                    format!("{} (keys) and {} (values)", tail(Side::Key), tail(Side::Value))
+                };
+                let name = format!("{} ({:.2} bits)", self.format, table.bits_per_element());
+                format!("{name}, {} sink and {recent} recent tokens in BF16", self.windows.sink())
+            }
             None => format!("{} ({} bits)", self.format, self.full.codec(0, 0).bits_per_element()),
         }
     }

@@ -11,8 +11,22 @@ pub enum CodecError {
         "group size {group} does not fit head size {head_dim}: use 32, 64, 128 or the head size, dividing it evenly"
     )]
     Group { group: usize, head_dim: usize },
+    #[error(
+        "groups of {tokens} tokens do not fit head size {head_dim}: they must be whole 16-token tiles over which the \
+         parameters of the channels can be dealt evenly"
+    )]
+    TokenGroup { tokens: usize, head_dim: usize },
+    #[error(
+        "groups of {0} tokens do not fit into one page: encode and read them with the pages around (encode_group, \
+         decode_token)"
+    )]
+    GroupSpansPages(usize),
     #[error("{0} bits a code are not supported: use 1, 2, 3, 4 or 8")]
     Bits(u32),
+    #[error(
+        "'{found}' is no mean of 1- to 4-bit codes: with scale and minimum counted it is between 1.25 and 4.25 bits"
+    )]
+    MeanBits { found: String },
     #[error("clip ratio {0} is out of range: it is a quantile of |x|, between 0 (no clipping) and 1")]
     ClipRatio(f64),
     #[error("unknown KV format '{name}': known formats are {known}")]

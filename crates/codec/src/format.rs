@@ -5,6 +5,10 @@ use crate::error::{CodecError, Result, check_len};
 use crate::layout::CodeLayout;
 use crate::lloyd_max::Variant;
 use crate::page::{PAGE_TOKENS, PageCodec, RowPageCodec, Scheme, Side, SideSpec};
+use crate::rivals::Rival;
+use crate::rotation::{Rotation, RotationSet};
+use crate::turboquant::Outliers;
+use crate::window::Windows;
 use std::fmt;
 use std::str::FromStr;
 
@@ -15,6 +19,53 @@ pub enum RotationKind {
     None,
     /// The calibrated rotation of the layer and head (Hadamard until a file is given).
     Calibrated,
+    /// The Hadamard matrix on both sides, whatever the model's rotations.
+    Hadamard,
+    /// Hadamard blocks of at most this order on queries and keys; values as the model makes them.
+    KeyHadamard { order: u16 },
+    /// A random orthogonal matrix for keys and one for values, block-diagonal where channels are split off.
+    Random { outliers: Outliers },
+}
+
+/// Seeds of the random rotations (keys, values).
+///
+/// DO NOT CHANGE: codes stored under one rotation mean nothing under another.
+const RANDOM_ROTATION_SEEDS: [u64; 2] = [0x5455_5242_4F4B_0000, 0x5455_5242_4F56_0000];
+
+impl RotationKind {
+    /// The rotations of the kinds that need no calibration; `None` for rows as they are. A calibrated kind gives
+    /// what it has before calibration: Hadamard.
+    pub fn data_free(self, layers: usize, kv_heads: usize, head_dim: usize) -> Result<Option<RotationSet>> {
+        let (key, value) = match self {
+            Self::None => return Ok(None),
+            Self::Calibrated | Self::Hadamard => {
+                (Rotation::hadamard(head_dim)?, Rotation::hadamard(head_dim)?)
+            }
+            Self::KeyHadamard { order } => {
+                (Rotation::block_hadamard(head_dim, order.into())?, Rotation::identity(head_dim)?)
+            }
+            Self::Random { outliers } => {
+                let first = outliers.channels(head_dim);
+                let blocks = [first, head_dim - first];
+                let [key, value] = RANDOM_ROTATION_SEEDS;
+                (Rotation::random(head_dim, &blocks, key)?, Rotation::random(head_dim, &blocks, value)?)
+            }
+        };
+        RotationSet::uniform(layers, kv_heads, key, value).map(Some)
+    }
+
+    /// What the rotations are, for people.
+    pub fn describe(self) -> String {
+        match self {
+            Self::None => "none".into(),
+            Self::Calibrated => "calibrated".into(),
+            Self::Hadamard => "Hadamard, as published".into(),
+            Self::KeyHadamard { order } => {
+                format!("Hadamard blocks of at most {order} on keys, values unrotated")
+            }
+            Self::Random { .. } => "random orthogonal, seeded".into(),
+        }
+    }
 }
 
 /// A KV-cache format: what `--kv` accepts.
@@ -24,6 +75,9 @@ pub enum KvFormat {
     Bf16,
     /// `f32`: uncompressed 32-bit, for verification.
     F32,
+    /// `oscar` or `oscar:2.00`: rotated, clipped affine codes whose width is given by a table for each layer, head and
+    /// side, the table being the model's own for that mean (2.25 bits where none is named).
+    OscarMixed { mean: Option<MeanBits> },
     /// `oscar1`, `oscar2`, `oscar3`, `oscar4`: rotated, clipped affine codes of that width in every head.
     Oscar { bits: u8 },
     /// `oscar2-official`: the official recipe with fp32 scale and zero (2.5 bits an element, as shipped).
@@ -34,6 +88,52 @@ pub enum KvFormat {
     Oscar2LloydOfficial,
     /// `int1` … `int8`, optionally with `-g32`, `-g64`, `-g128`: plain affine codes, no rotation, no clip.
     Int { bits: u8, group: u16 },
+    /// Another published method.
+    Rival(Rival),
+}
+
+/// Mean stored bits an element of a table of widths, scale and minimum counted, in hundredths of a bit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct MeanBits(u16);
+
+impl MeanBits {
+    /// The size of uniform two-bit codes of 128 channels: what `--kv oscar` means.
+    pub const DEFAULT: Self = Self(225);
+    /// All codes one bit wide, and all four, of 128 channels.
+    pub const LEAST: Self = Self(125);
+    pub const MOST: Self = Self(425);
+    pub fn bits(self) -> f64 {
+        f64::from(self.0) / 100.0
+    }
+
+    /// Mean width of the codes alone: scale and minimum of a row take 32 bits.
+    pub fn mean_width(self, head_dim: usize) -> f64 {
+        self.bits() - 32.0 / head_dim as f64
+    }
+
+    /// In hundredths of a bit, as files name it.
+    pub fn hundredths(self) -> u16 {
+        self.0
+    }
+}
+
+impl fmt::Display for MeanBits {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:.2}", self.bits())
+    }
+}
+
+impl FromStr for MeanBits {
+    type Err = CodecError;
+
+    fn from_str(s: &str) -> Result<Self> {
+        let bits: f64 = s.trim().parse().map_err(|_| CodecError::MeanBits { found: s.to_owned() })?;
+        let hundredths = (bits * 100.0).round();
+        if !(f64::from(Self::LEAST.0)..=f64::from(Self::MOST.0)).contains(&hundredths) {
+            return Err(CodecError::MeanBits { found: s.to_owned() });
+        }
+        Ok(Self(hundredths as u16))
+    }
 }
 
 /// Clip ratio that a width tolerates: narrow codes gain from giving up the tails, wide ones lose.
@@ -51,14 +151,16 @@ pub fn default_clip(side: Side, bits: u32) -> f64 {
 }
 
 impl KvFormat {
+    pub const OSCAR: Self = Self::OscarMixed { mean: None };
     pub const OSCAR2: Self = Self::Oscar { bits: 2 };
 
     /// One entry of each family, for lists and help texts.
     pub fn all() -> Vec<Self> {
-        let mut all = vec![Self::Bf16, Self::F32];
+        let mut all = vec![Self::Bf16, Self::F32, Self::OSCAR];
         all.extend([1, 2, 3, 4].map(|bits| Self::Oscar { bits }));
         all.extend([Self::Oscar2Official, Self::Oscar2Lloyd, Self::Oscar2LloydOfficial]);
         all.extend([1, 2, 3, 4, 8].map(|bits| Self::Int { bits, group: 0 }));
+        all.extend(Rival::all().into_iter().map(Self::Rival));
         all
     }
 
@@ -66,6 +168,10 @@ impl KvFormat {
         match self {
             Self::Bf16 => "uncompressed BF16".into(),
             Self::F32 => "uncompressed F32, for verification".into(),
+            Self::OscarMixed { mean } => format!(
+                "rotated, clipped rows, 1 to 4 bits by measured harm, {} in the mean",
+                mean.unwrap_or(MeanBits::DEFAULT)
+            ),
             Self::Oscar { bits: 1 } => "rotated rows, 1-bit mean ± mean absolute deviation".into(),
             Self::Oscar { bits } => {
                 format!("rotated, clipped rows, {bits}-bit affine codes, fp16 scale and minimum")
@@ -77,12 +183,14 @@ impl KvFormat {
             Self::Oscar2LloydOfficial => "official Lloyd–Max mode: uniform grid of ratio 1.16".into(),
             Self::Int { bits, group: 0 } => format!("plain {bits}-bit affine codes, one group a head"),
             Self::Int { bits, group } => format!("plain {bits}-bit affine codes, groups of {group}"),
+            Self::Rival(rival) => rival.describe(),
         }
     }
 
     pub fn rotation(self) -> RotationKind {
         match self {
             Self::Bf16 | Self::F32 | Self::Int { .. } => RotationKind::None,
+            Self::Rival(rival) => rival.rotation(),
             _ => RotationKind::Calibrated,
         }
     }
@@ -101,6 +209,8 @@ impl KvFormat {
         match self {
             Self::Bf16 => SideSpec::BF16,
             Self::F32 => SideSpec::F32,
+            // The width where a model has no table; `FormatTable::from_widths` replaces it.
+            Self::OscarMixed { .. } => spec(Scheme::Affine, 2),
             Self::Oscar { bits } => spec(Scheme::Affine, bits),
             Self::Oscar2Official => spec(Scheme::OfficialAffine, 2),
             Self::Oscar2Lloyd => spec(Scheme::LloydMax(Variant::Exact), 2),
@@ -108,12 +218,29 @@ impl KvFormat {
             Self::Int { bits, group } => {
                 SideSpec { scheme: Scheme::Affine, bits: bits as u32, group: group as usize, clip: 0.0 }
             }
+            Self::Rival(rival) => rival.side_spec(side),
         }
     }
 
     /// The byte order this format has where no kernel asks for another.
     pub fn native_layout(self) -> CodeLayout {
         if self == Self::Oscar2Official { CodeLayout::Official } else { CodeLayout::Logical }
+    }
+
+    /// The windows to use: what the user says, else the format's own, else the engine's.
+    pub fn windows(self, sink: Option<usize>, recent: Option<usize>) -> Result<Windows> {
+        match self {
+            Self::Rival(rival) => rival.windows(sink, recent),
+            _ => {
+                let default = Windows::default();
+                Windows::new(sink.unwrap_or(default.sink()), recent.unwrap_or(default.recent()))
+            }
+        }
+    }
+
+    /// Layers at each end of a model that the format leaves in BF16.
+    pub fn boundary_layers(self) -> usize {
+        if let Self::Rival(rival) = self { rival.boundary_layers() } else { 0 }
     }
 
     pub fn codec(self, head_dim: usize, layout: CodeLayout) -> Result<RowPageCodec> {
@@ -126,12 +253,15 @@ impl fmt::Display for KvFormat {
         match self {
             Self::Bf16 => f.write_str("bf16"),
             Self::F32 => f.write_str("f32"),
+            Self::OscarMixed { mean: None } => f.write_str("oscar"),
+            Self::OscarMixed { mean: Some(mean) } => write!(f, "oscar:{mean}"),
             Self::Oscar { bits } => write!(f, "oscar{bits}"),
             Self::Oscar2Official => f.write_str("oscar2-official"),
             Self::Oscar2Lloyd => f.write_str("oscar2-lloyd"),
             Self::Oscar2LloydOfficial => f.write_str("oscar2-lloyd-official"),
             Self::Int { bits, group: 0 } => write!(f, "int{bits}"),
             Self::Int { bits, group } => write!(f, "int{bits}-g{group}"),
+            Self::Rival(rival) => rival.fmt(f),
         }
     }
 }
@@ -141,6 +271,9 @@ impl FromStr for KvFormat {
 
     fn from_str(s: &str) -> Result<Self> {
         let name = s.trim().to_ascii_lowercase();
+        if let Some(mean) = name.strip_prefix("oscar:") {
+            return Ok(Self::OscarMixed { mean: Some(mean.parse()?) });
+        }
         let grouped = || {
             let (head, group) = name.rsplit_once("-g")?;
             let group = group.parse::<u16>().ok().filter(|g| matches!(g, 32 | 64 | 128))?;
@@ -149,15 +282,16 @@ impl FromStr for KvFormat {
                 _ => None,
             }
         };
-        Self::all().into_iter().find(|f| f.to_string() == name).or_else(grouped).ok_or_else(|| {
-            CodecError::UnknownFormat {
+        let rival = || Rival::parse(&name).map(Self::Rival);
+        Self::all().into_iter().find(|f| f.to_string() == name).or_else(grouped).or_else(rival).ok_or_else(
+            || CodecError::UnknownFormat {
                 name: s.to_owned(),
                 known: format!(
-                    "{}; int formats also take -g32, -g64 or -g128",
+                    "{}; oscar:MEAN for another mean than 2.25 bits; int formats also take -g32, -g64 or -g128",
                     Self::all().iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
                 ),
-            }
-        })
+            },
+        )
     }
 }
 
@@ -188,7 +322,14 @@ impl FormatTable {
         layout: CodeLayout,
     ) -> Result<Self> {
         let codec = format.codec(head_dim, layout)?;
-        Self::new(layers, kv_heads, vec![codec; layers * kv_heads])
+        let mut codecs = vec![codec; layers * kv_heads];
+        let (edge, all) = (format.boundary_layers().min(layers) * kv_heads, codecs.len());
+        if edge > 0 {
+            let full = KvFormat::Bf16.codec(head_dim, layout)?;
+            codecs[..edge].fill(full.clone());
+            codecs[all - edge..].fill(full);
+        }
+        Self::new(layers, kv_heads, codecs)
     }
 
     /// `oscar` codes whose widths are given as `[layer][kv_head]` pairs of (key bits, value bits).
@@ -247,7 +388,18 @@ mod tests {
             assert_eq!(format.to_string().parse::<KvFormat>().unwrap(), format);
         }
         assert_eq!("int4-g32".parse::<KvFormat>().unwrap(), KvFormat::Int { bits: 4, group: 32 });
+        let mixed: KvFormat = "oscar:1.75".parse().unwrap();
+        assert_eq!(mixed.to_string(), "oscar:1.75");
+        assert_eq!(mixed, KvFormat::OscarMixed { mean: Some("1.750".parse().unwrap()) });
         assert_eq!(" OSCAR2 ".parse::<KvFormat>().unwrap(), KvFormat::OSCAR2);
+    }
+
+    #[test]
+    fn impossible_means_are_refused() {
+        for bad in ["oscar:1.2", "oscar:4.26", "oscar:-2", "oscar:nan", "oscar:", "oscar:two"] {
+            let error = bad.parse::<KvFormat>().unwrap_err().to_string();
+            assert!(error.contains("between 1.25 and 4.25"), "{error}");
+        }
     }
 
     #[test]

@@ -38,7 +38,12 @@ pub fn transform(x: &mut [f32]) {
 /// The same transform as a row-major `d × d` matrix in f64, entry `(i, j)` = `(−1)^{popcount(i & j)} / √block`
 /// inside a block and zero outside.
 pub fn matrix(d: usize) -> Vec<f64> {
-    let block = block_size(d);
+    block_matrix(d, block_size(d))
+}
+
+/// The block-diagonal transform with blocks of at most `order`, a power of two.
+pub fn block_matrix(d: usize, order: usize) -> Vec<f64> {
+    let block = block_size(d).min(order).max(1);
     let norm = 1.0 / (block as f64).sqrt();
     let mut h = vec![0.0; d * d];
     for i in 0..d {

@@ -1,8 +1,9 @@
 //! The KV-cache formats, in scalar code that is the specification.
 //!
 //! Everything a key or a value row goes through between the model and the cache is defined here once:
-//! the rotation ([`rotation`]), the clip ([`clip`]), the quantizer ([`affine`], [`lloyd_max`]), the bytes of a
-//! page ([`page`], [`layout`], [`cache_layout`]), the names users type ([`format`](mod@format)), which positions a query reads as code
+//! the rotation ([`rotation`]), the clip ([`clip`]), the quantizer ([`affine`], [`lloyd_max`], and those of other methods:
+//! [`turboquant`], [`channel_groups`], [`fp8`]), the bytes of a
+//! page ([`page`], [`layout`], [`cache_layout`]), the names users type ([`format`](mod@format), [`rivals`]), which positions a query reads as code
 //! ([`window`]) and what attention over all of it must return ([`attention`]). Fast kernels live elsewhere and
 //! are tested against this crate.
 //!
@@ -12,20 +13,30 @@
 pub mod affine;
 pub mod attention;
 pub mod cache_layout;
+pub mod channel_groups;
 pub mod clip;
 mod error;
 pub mod format;
+pub mod fp8;
+mod group_pages;
 pub mod hadamard;
 pub mod layout;
 pub mod lloyd_max;
 pub mod page;
+pub mod random;
+pub mod record;
+mod relayout;
+pub mod rivals;
 pub mod rotation;
+pub mod turboquant;
 pub mod window;
 
 pub use cache_layout::{CacheLayout, CodedPageId, FullPageId};
 pub use error::{CodecError, Result};
-pub use format::{FormatTable, KvFormat, RotationKind};
+pub use format::{FormatTable, KvFormat, MeanBits, RotationKind};
+pub use group_pages::TilePlace;
 pub use layout::CodeLayout;
 pub use page::{PAGE_TOKENS, PageCodec, RowPageCodec, Side, SideSpec, TILE_TOKENS};
+pub use rivals::Rival;
 pub use rotation::{Composition, HeadRotations, Rotation, RotationSet};
-pub use window::Windows;
+pub use window::{Tail, Windows};

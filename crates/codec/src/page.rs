@@ -1,15 +1,19 @@
 //! Pages: 64 tokens of keys and values of one layer and KV head, in a fixed number of bytes.
 //!
 //! A [`PageCodec`] turns rows (already rotated) into the bytes of a page and back. [`RowPageCodec`] is the codec
-//! of every format that treats a token's row on its own; its page is
-//! `[key codes][value codes][key parameters][value parameters]`. Pages are written in whole 16-token tiles, so no
-//! byte is ever shared between two demotions, and may be partly filled.
+//! of every format; its page is `[key codes][value codes][key parameters][value parameters]`. Most formats treat a
+//! token's row on its own; those that group keys along tokens take their rows group by group
+//! ([`RowPageCodec::encode_group`]), because a group may span pages. Pages are written in whole 16-token tiles, so
+//! no byte is ever shared between two demotions, and may be partly filled.
 
 use crate::affine::{self, OfficialParams};
+use crate::channel_groups::ChannelGroups;
 use crate::clip;
 use crate::error::{CodecError, Result, check_head_dim, check_len};
 use crate::layout::{CodeLayout, CodeMap};
 use crate::lloyd_max;
+use crate::record::RecordCodec;
+use crate::turboquant::{TurboQuant, TurboSpec};
 use half::{bf16, f16};
 
 /// Tokens in a page.
@@ -36,6 +40,15 @@ pub enum Scheme {
     OfficialAffine,
     /// Lloyd–Max codes with fp16 deviation and mean (exact) or fp16 scale and minimum (official ratio).
     LloydMax(lloyd_max::Variant),
+    /// Affine codes with fp16 scale and an integer zero, QuaRot's way.
+    RoundedZero,
+    /// E4M3 floats with an fp16 scale a row.
+    Fp8,
+    /// Norm and Lloyd–Max codes of the direction.
+    TurboQuant(TurboSpec),
+    /// Two-bit codes a channel, in groups of `tokens` tokens, some eighths of the channels promoted to four bits.
+    /// For keys.
+    ChannelGroups { tokens: usize, promoted_eighths: usize },
 }
 
 /// Width, grouping and clipping of one side.
@@ -68,7 +81,9 @@ impl SideSpec {
         }
         let allowed = match self.scheme {
             Scheme::OfficialAffine | Scheme::LloydMax(lloyd_max::Variant::OfficialRatio) => self.bits == 2,
-            Scheme::LloydMax(_) => (1..=4).contains(&self.bits),
+            Scheme::LloydMax(_) | Scheme::TurboQuant(_) => (1..=4).contains(&self.bits),
+            Scheme::Fp8 => self.bits == 8,
+            Scheme::ChannelGroups { .. } => self.bits == 2,
             _ => matches!(self.bits, 1..=4 | 8),
         };
         if !allowed {
@@ -125,13 +140,23 @@ pub trait PageCodec {
     }
 }
 
+/// What the bytes of a side are, beyond elements and codes placed by a [`CodeLayout`].
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum Body {
+    /// Elements or codes in the order of the layout, parameters apart.
+    Mapped,
+    Records(RecordCodec),
+    TokenGroups(ChannelGroups),
+}
+
 /// One side of a row codec, with everything derived from its spec.
 #[derive(Clone, Debug, PartialEq)]
-struct SideCodec {
-    spec: SideSpec,
-    map: CodeMap,
+pub(crate) struct SideCodec {
+    pub(crate) spec: SideSpec,
+    pub(crate) body: Body,
+    pub(crate) map: CodeMap,
     group: usize,
-    groups: usize,
+    pub(crate) groups: usize,
     code_bytes: usize,
     param_bytes: usize,
     /// Lloyd–Max levels by code; empty for affine schemes.
@@ -150,18 +175,33 @@ impl SideCodec {
         spec.check(head_dim)?;
         let group = if spec.group == 0 { head_dim } else { spec.group };
         let groups = head_dim / group;
-        let bits = if spec.is_coded() { spec.bits } else { 8 };
+        let body = match spec.scheme {
+            Scheme::Fp8 => Body::Records(RecordCodec::Fp8 { head_dim }),
+            Scheme::TurboQuant(turbo) => {
+                Body::Records(RecordCodec::TurboQuant(TurboQuant::new(head_dim, spec.bits, turbo)?))
+            }
+            Scheme::ChannelGroups { tokens, promoted_eighths } => {
+                Body::TokenGroups(ChannelGroups::new(head_dim, tokens, head_dim * promoted_eighths / 8)?)
+            }
+            _ => Body::Mapped,
+        };
+        let is_mapped_code = spec.is_coded() && body == Body::Mapped;
+        let bits = if is_mapped_code { spec.bits } else { 8 };
         let map = CodeMap::new(
-            if spec.is_coded() { layout } else { unquantized_layout(layout) },
+            if is_mapped_code { layout } else { unquantized_layout(layout) },
             side,
             bits,
             head_dim,
         )?;
-        let (code_bytes, param_bytes) = match spec.scheme {
-            Scheme::F32 => (PAGE_TOKENS * head_dim * 4, 0),
-            Scheme::Bf16 => (PAGE_TOKENS * head_dim * 2, 0),
-            Scheme::OfficialAffine => (PAGE_TOKENS * map.row_bytes(), PAGE_TOKENS * groups * 8),
-            Scheme::Affine | Scheme::LloydMax(_) => (PAGE_TOKENS * map.row_bytes(), PAGE_TOKENS * groups * 4),
+        let (code_bytes, param_bytes) = match &body {
+            Body::Records(records) => (PAGE_TOKENS * records.row_bytes(), 0),
+            Body::TokenGroups(groups) => (PAGE_TOKENS / TILE_TOKENS * groups.tile_bytes(), 0),
+            Body::Mapped => match spec.scheme {
+                Scheme::F32 => (PAGE_TOKENS * head_dim * 4, 0),
+                Scheme::Bf16 => (PAGE_TOKENS * head_dim * 2, 0),
+                Scheme::OfficialAffine => (PAGE_TOKENS * map.row_bytes(), PAGE_TOKENS * groups * 8),
+                _ => (PAGE_TOKENS * map.row_bytes(), PAGE_TOKENS * groups * 4),
+            },
         };
         let levels = match spec.scheme {
             Scheme::LloydMax(lloyd_max::Variant::Exact) => {
@@ -169,10 +209,13 @@ impl SideCodec {
             }
             _ => Vec::new(),
         };
-        Ok(Self { spec, map, group, groups, code_bytes, param_bytes, levels })
+        Ok(Self { spec, body, map, group, groups, code_bytes, param_bytes, levels })
     }
 
     fn encode_row(&self, token: usize, row: &[f32], codes: &mut [u8], params: &mut [u8]) {
+        if let Body::Records(records) = &self.body {
+            return records.encode_row(row, &mut codes[token * records.row_bytes()..][..records.row_bytes()]);
+        }
         match self.spec.scheme {
             Scheme::F32 => {
                 for (c, v) in row.iter().enumerate() {
@@ -215,6 +258,10 @@ impl SideCodec {
                     let p = lloyd_max::encode_group_official_ratio(values, &mut group_codes);
                     Some(pair(p.scale, p.min))
                 }
+                Scheme::RoundedZero => {
+                    let p = affine::encode_group_rounded_zero(values, self.spec.bits, &mut group_codes);
+                    Some(pair(p.scale, p.zero))
+                }
                 _ => {
                     let p = affine::encode_group(values, self.spec.bits, &mut group_codes);
                     Some(pair(p.scale, p.min))
@@ -237,10 +284,12 @@ impl SideCodec {
                 let scale = f32::from_le_bytes(get(params, at(0)));
                 GroupParams { scale, offset: -f32::from_le_bytes(get(params, at(1))) * scale }
             }
-            _ => GroupParams {
-                scale: f16::from_le_bytes(get(params, at(0))).to_f32(),
-                offset: f16::from_le_bytes(get(params, at(1))).to_f32(),
-            },
+            scheme => {
+                let half = |which| f16::from_le_bytes(get(params, at(which))).to_f32();
+                let (scale, second) = (half(0), half(1));
+                let offset = if scheme == Scheme::RoundedZero { -second * scale } else { second };
+                GroupParams { scale, offset }
+            }
         }
     }
 
@@ -249,6 +298,14 @@ impl SideCodec {
     }
 
     fn decode_row(&self, token: usize, codes: &[u8], params: &[u8], row: &mut [f32]) {
+        match &self.body {
+            Body::Mapped => {}
+            Body::Records(records) => {
+                return records.decode_row(&codes[token * records.row_bytes()..][..records.row_bytes()], row);
+            }
+            // Only `decode_token` knows where groups begin and has the pages they may span.
+            Body::TokenGroups(_) => return row.fill(0.0),
+        }
         match self.spec.scheme {
             Scheme::F32 => {
                 for (c, v) in row.iter_mut().enumerate() {
@@ -272,7 +329,7 @@ impl SideCodec {
                     }
                 }
             }
-            Scheme::Affine | Scheme::LloydMax(_) => {
+            _ => {
                 for (g, values) in row.chunks_exact_mut(self.group).enumerate() {
                     let p = self.params(params, token, g);
                     for (c, v) in values.iter_mut().enumerate() {
@@ -300,7 +357,7 @@ fn get<const N: usize>(bytes: &[u8], index: usize) -> [u8; N] {
     out
 }
 
-/// Codec of the formats that treat each token's row on its own.
+/// Codec of the pages of one layer and KV head.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RowPageCodec {
     head_dim: usize,
@@ -320,7 +377,7 @@ impl RowPageCodec {
         })
     }
 
-    fn side(&self, side: Side) -> &SideCodec {
+    pub(crate) fn side(&self, side: Side) -> &SideCodec {
         match side {
             Side::Key => &self.key,
             Side::Value => &self.value,
@@ -338,6 +395,12 @@ impl RowPageCodec {
     /// Groups a row of this side is split into.
     pub fn groups(&self, side: Side) -> usize {
         self.side(side).groups
+    }
+
+    /// Stored bits an element of one side.
+    pub fn side_bits(&self, side: Side) -> f64 {
+        let side = self.side(side);
+        ((side.code_bytes + side.param_bytes) * 8) as f64 / (PAGE_TOKENS * self.head_dim) as f64
     }
 
     /// Byte range of a side's codes in a page.
@@ -372,47 +435,33 @@ impl RowPageCodec {
         self.side(side).level(code)
     }
 
-    /// Decodes one row of one side.
+    /// Decodes one row of one side. Sides that group along tokens cannot be read row by row and give zeros: they
+    /// are read with [`RowPageCodec::decode_token`].
     pub fn decode_row(&self, side: Side, page: &[u8], token: usize, row: &mut [f32]) {
         self.side(side).decode_row(token, &page[self.codes_range(side)], &page[self.params_range(side)], row);
     }
 
-    /// Rewrites a page in another layout, code by code and parameter by parameter, losing nothing.
-    pub fn relayout(&self, page: &[u8], layout: CodeLayout) -> Result<(Self, Vec<u8>)> {
-        check_len("page", page.len(), self.page_bytes())?;
-        let other = Self::new(self.head_dim, self.key.spec, self.value.spec, layout)?;
-        let mut out = vec![0u8; other.page_bytes()];
-        for side in [Side::Key, Side::Value] {
-            let (from, to) = (self.side(side), other.side(side));
-            let (codes, params) = (self.codes_range(side), self.params_range(side));
-            let element = match from.spec.scheme {
-                Scheme::F32 => 4,
-                Scheme::Bf16 => 2,
-                _ => 0,
-            };
-            for token in 0..PAGE_TOKENS {
-                for channel in 0..self.head_dim {
-                    if element == 0 {
-                        let code = from.map.read(&page[codes.clone()], token, channel);
-                        to.map.write(&mut out[codes.clone()], token, channel, code);
-                    } else {
-                        let (a, b) =
-                            (from.map.element_index(token, channel), to.map.element_index(token, channel));
-                        let source = codes.start + a * element..codes.start + (a + 1) * element;
-                        out[codes.start + b * element..][..element].copy_from_slice(&page[source]);
-                    }
-                }
-                let unit = if from.spec.scheme == Scheme::OfficialAffine { 4 } else { 2 };
-                for group in 0..if element == 0 { from.groups } else { 0 } {
-                    for which in 0..2 {
-                        let a = params.start + from.map.param_index(from.groups, token, group, which) * unit;
-                        let b = params.start + to.map.param_index(to.groups, token, group, which) * unit;
-                        out[b..b + unit].copy_from_slice(&page[a..a + unit]);
-                    }
-                }
-            }
+    /// Encodes rows `first..` of one side, leaving the other alone.
+    pub fn encode_side_rows(&self, side: Side, first: usize, rows: &[f32], page: &mut [u8]) -> Result<()> {
+        self.check_rows(first, rows.len(), rows.len(), page.len())?;
+        self.check_row_by_row(side)?;
+        // Codes of both sides precede all parameters, so one split separates them.
+        let base = self.params_range(Side::Key).start;
+        let params_range = self.params_range(side);
+        let (codes, params) = page.split_at_mut(base);
+        let codes = &mut codes[self.codes_range(side)];
+        let params = &mut params[params_range.start - base..params_range.end - base];
+        for (i, row) in rows.chunks_exact(self.head_dim).enumerate() {
+            self.side(side).encode_row(first + i, row, codes, params);
         }
-        Ok((other, out))
+        Ok(())
+    }
+
+    fn check_row_by_row(&self, side: Side) -> Result<()> {
+        match self.token_groups(side) {
+            Some(groups) => Err(CodecError::GroupSpansPages(groups.tokens())),
+            None => Ok(()),
+        }
     }
 
     fn check_rows(&self, first: usize, keys: usize, values: usize, page: usize) -> Result<usize> {
@@ -436,25 +485,20 @@ impl PageCodec for RowPageCodec {
         self.key.code_bytes + self.value.code_bytes + self.key.param_bytes + self.value.param_bytes
     }
 
+    fn demotion_tokens(&self) -> usize {
+        self.token_groups(Side::Key).map_or(TILE_TOKENS, ChannelGroups::tokens)
+    }
+
     fn encode_rows(&self, first: usize, keys: &[f32], values: &[f32], page: &mut [u8]) -> Result<()> {
         self.check_rows(first, keys.len(), values.len(), page.len())?;
-        for (side, rows) in [(Side::Key, keys), (Side::Value, values)] {
-            let params_range = self.params_range(side);
-            // Codes of both sides precede all parameters, so one split separates them.
-            let (codes, params) = page.split_at_mut(self.params_range(Side::Key).start);
-            let base = self.params_range(Side::Key).start;
-            let codes = &mut codes[self.codes_range(side)];
-            let params = &mut params[params_range.start - base..params_range.end - base];
-            for (i, row) in rows.chunks_exact(self.head_dim).enumerate() {
-                self.side(side).encode_row(first + i, row, codes, params);
-            }
-        }
-        Ok(())
+        self.encode_side_rows(Side::Key, first, keys, page)?;
+        self.encode_side_rows(Side::Value, first, values, page)
     }
 
     fn decode_rows(&self, first: usize, page: &[u8], keys: &mut [f32], values: &mut [f32]) -> Result<()> {
         self.check_rows(first, keys.len(), values.len(), page.len())?;
         for (side, rows) in [(Side::Key, keys), (Side::Value, values)] {
+            self.check_row_by_row(side)?;
             for (i, row) in rows.chunks_exact_mut(self.head_dim).enumerate() {
                 self.decode_row(side, page, first + i, row);
             }

@@ -6,6 +6,7 @@
 
 use crate::error::{CodecError, Result, check_head_dim, check_len};
 use crate::hadamard;
+use crate::random::orthogonal_matrix;
 use std::fmt;
 use std::str::FromStr;
 
@@ -46,6 +47,27 @@ impl Rotation {
     pub fn hadamard(head_dim: usize) -> Result<Self> {
         check_head_dim(head_dim)?;
         Self::from_f64(head_dim, &hadamard::matrix(head_dim))
+    }
+
+    /// Hadamard blocks of at most `order` along the diagonal.
+    pub fn block_hadamard(head_dim: usize, order: usize) -> Result<Self> {
+        check_head_dim(head_dim)?;
+        Self::from_f64(head_dim, &hadamard::block_matrix(head_dim, order))
+    }
+
+    /// Random orthogonal blocks of the given sizes along the diagonal, the same for the same seed.
+    pub fn random(head_dim: usize, blocks: &[usize], seed: u64) -> Result<Self> {
+        check_head_dim(head_dim)?;
+        check_len("random rotation", blocks.iter().sum(), head_dim)?;
+        let (mut matrix, mut first) = (vec![0.0; head_dim * head_dim], 0);
+        for (i, &size) in blocks.iter().enumerate() {
+            let block = orthogonal_matrix(size, seed + i as u64);
+            for (row, values) in block.chunks_exact(size.max(1)).enumerate() {
+                matrix[(first + row) * head_dim + first..][..size].copy_from_slice(values);
+            }
+            first += size;
+        }
+        Self::from_f64(head_dim, &matrix)
     }
 
     /// Composes a rotation from `eigenvectors`: row-major, column `j` the eigenvector of the `j`-th smallest

@@ -3,21 +3,32 @@
 //! The query at position `t` reads position `j` as its stored code if `sink ≤ j < boundary(t)` and in BF16
 //! otherwise. The rule depends on positions alone, so the chunking of a prefill, the batch, a prefix hit or a
 //! preemption cannot change an answer, and teacher-forced evaluation measures exactly what serving does.
+//!
+//! Keys and values have the same boundary, except in methods that publish different ones (KIVI and Kitty, whose
+//! keys are coded a whole group of tokens at a time while their values slide): those have one for each side.
 
 use crate::error::{CodecError, Result};
-use crate::page::TILE_TOKENS;
+use crate::page::{Side, TILE_TOKENS};
+
+/// How one side's history begins: at least `recent` tokens stay in BF16, and `unit` of them are coded at a time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tail {
+    pub recent: usize,
+    pub unit: usize,
+}
 
 /// Sizes of the BF16 windows, in tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Windows {
     sink: usize,
-    recent: usize,
-    unit: usize,
+    key: Tail,
+    value: Tail,
 }
 
 impl Default for Windows {
     fn default() -> Self {
-        Self { sink: 64, recent: 256, unit: TILE_TOKENS }
+        let tail = Tail { recent: 256, unit: TILE_TOKENS };
+        Self { sink: 64, key: tail, value: tail }
     }
 }
 
@@ -30,52 +41,104 @@ impl Windows {
     /// Windows for a codec that demotes `unit` tokens at a time (a multiple of 16: codecs that group along
     /// tokens take their own group).
     pub fn with_unit(sink: usize, recent: usize, unit: usize) -> Result<Self> {
+        if !unit.is_multiple_of(TILE_TOKENS) {
+            return Err(CodecError::Windows(format!(
+                "demotion unit of {unit} tokens: it must be a multiple of {TILE_TOKENS}"
+            )));
+        }
+        let tail = Tail { recent, unit };
+        Self::by_side(sink, tail, tail)
+    }
+
+    /// Windows whose keys and values are coded at different times. Keys are coded in whole tiles, values may be
+    /// coded token by token.
+    pub fn by_side(sink: usize, key: Tail, value: Tail) -> Result<Self> {
         if !sink.is_multiple_of(TILE_TOKENS) {
             return Err(CodecError::Windows(format!(
                 "sink of {sink} tokens: it must be a multiple of {TILE_TOKENS}"
             )));
         }
-        if recent == 0 {
+        if key.recent == 0 || value.recent == 0 {
             return Err(CodecError::Windows(
                 "recent window of 0 tokens: a query must read at least itself in full".into(),
             ));
         }
-        if unit == 0 || !unit.is_multiple_of(TILE_TOKENS) {
+        if key.unit == 0 || value.unit == 0 || !key.unit.is_multiple_of(TILE_TOKENS) {
             return Err(CodecError::Windows(format!(
-                "demotion unit of {unit} tokens: it must be a multiple of {TILE_TOKENS}"
+                "demotion units of {} and {} tokens: keys take a multiple of {TILE_TOKENS}, values at least 1",
+                key.unit, value.unit
             )));
         }
-        Ok(Self { sink, recent, unit })
+        Ok(Self { sink, key, value })
     }
 
     /// Everything stays in full precision.
     pub fn unlimited() -> Self {
-        Self { sink: 0, recent: usize::MAX / 2, unit: TILE_TOKENS }
+        let tail = Tail { recent: usize::MAX / 2, unit: TILE_TOKENS };
+        Self { sink: 0, key: tail, value: tail }
     }
 
     pub fn sink(&self) -> usize {
         self.sink
     }
 
+    /// Recent tokens that stay in BF16, of the side that keeps more.
     pub fn recent(&self) -> usize {
-        self.recent
+        self.key.recent.max(self.value.recent)
     }
 
-    /// Tokens demoted at a time.
-    pub fn unit(&self) -> usize {
-        self.unit
+    pub fn tail(&self, side: Side) -> Tail {
+        match side {
+            Side::Key => self.key,
+            Side::Value => self.value,
+        }
     }
 
-    /// First position at or beyond the sink that the query at position `t` reads in BF16:
+    /// Are keys and values always coded together, by whole tiles?
+    pub fn sides_agree(&self) -> bool {
+        self.key == self.value
+    }
+
+    /// First position at or beyond the sink that the query at position `t` reads in BF16 on that side:
     /// `sink + unit·⌊max(0, t + 1 − sink − recent) / unit⌋`.
-    pub fn boundary(&self, t: usize) -> usize {
-        self.sink + (t + 1).saturating_sub(self.sink + self.recent) / self.unit * self.unit
+    pub fn side_boundary(&self, side: Side, t: usize) -> usize {
+        let Tail { recent, unit } = self.tail(side);
+        self.sink + (t + 1).saturating_sub(self.sink.saturating_add(recent)) / unit * unit
     }
 
-    /// Does the query at `t` read position `j ≤ t` as code?
+    /// First position at or beyond the sink that the query at `t` reads in BF16 on some side: everything between
+    /// the sink and here is code on both.
+    pub fn boundary(&self, t: usize) -> usize {
+        self.side_boundary(Side::Key, t).min(self.side_boundary(Side::Value, t))
+    }
+
+    /// First position from which on the query at `t` reads nothing as code.
+    pub fn frontier(&self, t: usize) -> usize {
+        self.side_boundary(Side::Key, t).max(self.side_boundary(Side::Value, t))
+    }
+
+    /// Tokens after which the boundaries have moved on by whole pages and groups: sizes repeat with this period.
+    pub fn period(&self) -> usize {
+        [crate::page::PAGE_TOKENS, self.key.unit, self.value.unit].into_iter().fold(1, least_common_multiple)
+    }
+
+    /// Does the query at `t` read both key and value of position `j ≤ t` as code?
     pub fn reads_code(&self, t: usize, j: usize) -> bool {
         j >= self.sink && j < self.boundary(t)
     }
+
+    /// Does the query at `t` read that side of position `j ≤ t` as code?
+    pub fn reads_side_as_code(&self, side: Side, t: usize, j: usize) -> bool {
+        j >= self.sink && j < self.side_boundary(side, t)
+    }
+}
+
+fn least_common_multiple(a: usize, b: usize) -> usize {
+    let (mut x, mut y) = (a, b);
+    while y > 0 {
+        (x, y) = (y, x % y);
+    }
+    a / x * b
 }
 
 #[cfg(test)]
@@ -107,5 +170,24 @@ mod tests {
         assert!(Windows::new(64, 0).is_err());
         assert!(Windows::with_unit(64, 128, 24).is_err());
         assert_eq!(Windows::new(0, 1).unwrap().boundary(99), 96);
+    }
+
+    /// KIVI's residual of 128: the key tail grows to 128 tokens and is flushed whole, values slide.
+    #[test]
+    fn sides_may_flush_and_slide() {
+        let w = Windows::by_side(0, Tail { recent: 1, unit: 128 }, Tail { recent: 129, unit: 1 }).unwrap();
+        for t in 0..1000 {
+            let (key, value) = (w.side_boundary(Side::Key, t), w.side_boundary(Side::Value, t));
+            assert_eq!(t + 1 - key, t % 128 + 1, "full keys that query {t} reads");
+            assert_eq!(t + 1 - value, (t + 1).min(129));
+            assert_eq!((w.boundary(t), w.frontier(t)), (value.min(key), key.max(value)));
+        }
+        assert!(!w.sides_agree() && Windows::default().sides_agree());
+        assert_eq!((w.period(), Windows::default().period()), (128, 64));
+        assert!(w.reads_side_as_code(Side::Key, 128, 127) && !w.reads_side_as_code(Side::Value, 128, 127));
+        let tail = |recent, unit| Tail { recent, unit };
+        assert!(Windows::by_side(0, tail(1, 24), tail(1, 1)).is_err());
+        assert!(Windows::by_side(0, tail(1, 16), tail(0, 1)).is_err());
+        assert!(Windows::by_side(0, tail(1, 16), tail(1, 0)).is_err());
     }
 }

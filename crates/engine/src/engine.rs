@@ -24,6 +24,9 @@ pub struct EngineOptions {
     pub max_queue: usize,
     /// Keep what was computed for later requests?
     pub prefix_cache: bool,
+    /// Code the BF16 tails of idle prefixes when room is short, before anything is evicted? A hit on one reads code
+    /// where a cold run reads BF16, and is counted. Where the device cannot read such a tail there are none.
+    pub demote_idle_tails: bool,
 }
 
 impl EngineOptions {
@@ -33,6 +36,7 @@ impl EngineOptions {
             scheduler: SchedulerOptions::default(),
             max_queue: 256,
             prefix_cache: true,
+            demote_idle_tails: true,
         }
     }
 }

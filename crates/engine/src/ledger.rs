@@ -1,10 +1,11 @@
 //! The scheduler's view of pages, on the real pool and the real prefix cache.
 
 use crate::runner::{Runner, Sequence};
-use crate::scheduler::{Ledger, SequenceId};
+use crate::scheduler::{Demand, Ledger, SequenceId};
 use crate::sequences::Choice;
 use oscar_backend::Backend;
 use oscar_cache::{PrefixPages, RadixCache, Reclaimed};
+use oscar_codec::CacheLayout;
 use std::collections::HashMap;
 
 pub struct PageLedger<'a, B: Backend> {
@@ -24,31 +25,48 @@ impl<B: Backend> PageLedger<'_, B> {
         }
         let done = cache.reclaim(bytes);
         self.reclaimed.thinned += done.thinned;
+        self.reclaimed.demoted += done.demoted;
         self.reclaimed.evicted += done.evicted;
         self.reclaimed.bytes += done.bytes;
         true
     }
 }
 
+impl<B: Backend> PageLedger<'_, B> {
+    /// Bytes a running sequence still has to be given.
+    fn outstanding(&self, demand: &Demand) -> usize {
+        let layout = self.runner.layout();
+        let held = self.choices.get(&demand.id).and_then(|choice| choice.sequence.as_ref());
+        needed(layout, demand.tokens).saturating_sub(held.map_or(0, |s| s.pages().bytes(layout)))
+    }
+}
+
+/// Bytes of a sequence that grows to `tokens`: the most it holds on the way, and the page it keeps for a resume.
+fn needed(layout: &CacheLayout, tokens: usize) -> usize {
+    layout.peak_bytes(tokens) + layout.full_block_bytes()
+}
+
 impl<B: Backend> Ledger for PageLedger<'_, B> {
-    fn admit(&mut self, id: SequenceId, tokens: usize, alone: bool) -> Option<usize> {
+    fn admit(&mut self, sequence: Demand, running: &[Demand]) -> Option<usize> {
+        let outstanding: usize = running.iter().map(|demand| self.outstanding(demand)).sum();
+        let Demand { id, tokens } = sequence;
         let choice = self.choices.get_mut(&id)?;
         let layout = self.runner.layout();
         let prefix = match self.cache.as_deref_mut() {
-            Some(cache) => cache.find(&choice.tokens[..choice.resume_limit]),
+            Some(cache) if choice.takes_demoted => cache.find(&choice.tokens[..choice.resume_limit]),
+            Some(cache) => cache.find_exact(&choice.tokens[..choice.resume_limit]),
             None => PrefixPages::default(),
         };
         let sequence = Sequence::resume(layout, prefix);
-        // Its size, the page its next tokens need, and the one it keeps for a later resume.
-        let needed = layout.peak_bytes(tokens) + 2 * layout.full_block_bytes();
-        let missing = needed.saturating_sub(sequence.pages().bytes(layout));
+        let missing = outstanding + needed(layout, tokens).saturating_sub(sequence.pages().bytes(layout));
         let free = self.runner.pool().free();
         // The prefix is held now, so the cache does not count it as reclaimable.
         let reclaimable = || self.cache.as_deref().map_or(0, RadixCache::reclaimable);
-        if !alone && free < missing && free + reclaimable() < missing {
+        if !running.is_empty() && free < missing && free + reclaimable() < missing {
             return None;
         }
         let stored = sequence.len();
+        choice.takes_demoted = !sequence.pages().is_exact();
         choice.published = stored;
         choice.sequence = Some(sequence);
         Some(stored)

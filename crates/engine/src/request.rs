@@ -66,7 +66,12 @@ pub trait EventSink: Send {
 #[derive(Clone, Debug, PartialEq)]
 pub enum Event {
     /// The prompt is stored; generation begins. Sent once, before any token.
-    Started { cached_tokens: usize, prompt_logprobs: Option<Vec<Option<TokenLogprobs>>> },
+    Started {
+        cached_tokens: usize,
+        /// See [`Usage::demoted_tail`].
+        demoted_tail: bool,
+        prompt_logprobs: Option<Vec<Option<TokenLogprobs>>>,
+    },
     /// The next token of a choice. A stop token is not delivered.
     Token { choice: usize, token: u32, logprobs: Option<TokenLogprobs> },
     /// A choice has ended.
@@ -103,6 +108,9 @@ pub struct Usage {
     pub cached_tokens: usize,
     /// Generated tokens of all choices, stop tokens counted.
     pub completion_tokens: usize,
+    /// The cached tokens ended in a tail that had been demoted to make room: read as code, they may have changed the
+    /// answer.
+    pub demoted_tail: bool,
 }
 
 /// Why a request could not be taken or finished. Messages are for the client.
@@ -178,6 +186,8 @@ pub struct EngineStats {
     pub demoted_tokens: u64,
     /// Prefix hits whose BF16 tail had been demoted: the documented exception to "same answer".
     pub demoted_tail_hits: u64,
+    /// BF16 pages of idle prefixes that were coded to make room.
+    pub demoted_tail_pages: u64,
     pub evicted_pages: u64,
     pub full_pages: usize,
     pub coded_pages: usize,

@@ -1,7 +1,9 @@
 //! One model on one device, and the steps it runs.
 
 use oscar_backend::{Backend, BackendError, SequenceRows};
-use oscar_cache::{OutOfPages, PagePool, PoolUsage, PrefixPages, RadixCache, SequencePages, StepPages};
+use oscar_cache::{
+    OutOfPages, PagePool, PoolUsage, PrefixPages, RadixCache, SequencePages, StepPages, TailDemotion,
+};
 use oscar_codec::{CacheLayout, RotationSet};
 use oscar_models::{BuildError, DecoderConfig, Observer, StepInput, Transformer, Weights, Workspace};
 use std::sync::Arc;
@@ -60,6 +62,14 @@ impl Sequence {
     /// Lets go of full pages that were kept for a prefix cache.
     pub fn trim(&mut self, layout: &CacheLayout) {
         self.pages.trim(layout);
+    }
+
+    /// First position at or beyond the sink that is not coded; the sink itself where nothing ever is.
+    pub fn boundary(&self, layout: &CacheLayout) -> usize {
+        match layout.coded() {
+            Some(_) => self.pages.boundary(layout),
+            None => layout.windows().sink(),
+        }
     }
 
     /// Tokens stored.
@@ -242,6 +252,7 @@ impl<B: Backend> Runner<B> {
                 full: request.sequence.pages.full(),
                 coded: request.sequence.pages.coded(),
                 demote: step.demote.clone(),
+                demote_values: step.demote_values.clone(),
             });
         }
         let input = StepInput { tokens: &tokens, sequences: &rows, logits: &wanted };
@@ -255,6 +266,38 @@ impl<B: Backend> Runner<B> {
         )?;
         for (request, step) in requests.iter_mut().zip(&steps) {
             request.sequence.pages.commit(&self.layout, step);
+        }
+        Ok(())
+    }
+
+    /// Codes the rows of stored pages that the prefix cache gave up.
+    pub fn demote_tails(&mut self, tails: &[TailDemotion]) -> Result<(), EngineError> {
+        if tails.is_empty() {
+            return Ok(());
+        }
+        // Each as a sequence of which only this block is held.
+        let tables: Vec<_> = tails
+            .iter()
+            .map(|tail| {
+                let (mut full, mut coded) = (vec![None; tail.block + 1], vec![None; tail.block + 1]);
+                (full[tail.block], coded[tail.block]) = (Some(tail.full), Some(tail.coded));
+                (full, coded)
+            })
+            .collect();
+        let rows: Vec<SequenceRows<'_>> = tails
+            .iter()
+            .zip(&tables)
+            .map(|(tail, (full, coded))| SequenceRows {
+                rows: 0..0,
+                first_position: tail.positions.end,
+                full,
+                coded,
+                demote: tail.positions.clone(),
+                demote_values: tail.positions.clone(),
+            })
+            .collect();
+        for layer in 0..self.layout.layers() {
+            self.backend.demote(layer, &rows, &mut self.storage)?;
         }
         Ok(())
     }

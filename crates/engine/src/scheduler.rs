@@ -3,9 +3,11 @@
 //! Pure bookkeeping over token counts: no clock, no tensors, no tokenizer. Pages are asked of a [`Ledger`].
 //!
 //! **Policy.** Every sequence that only needs its next token gets it first, oldest first, so a long prompt cannot
-//! hold decoding up. Waiting sequences are admitted in order of arrival, none overtaken. Of what is left of the
-//! step's token budget the oldest prompt being stored may take half, and the others share the rest evenly: a long
-//! prompt neither starves nor is starved, and prompts that came together do not all end last.
+//! hold decoding up. Waiting sequences are admitted in order of arrival, none overtaken, once there is room for them
+//! beside what the running ones still need: the rest of their prompts and some tokens of answer. Of what is left of
+//! the step's token budget the oldest prompt being stored may take half, the rest goes to the others, those with the
+//! least to do first: a long prompt neither starves nor is starved, and prompts that came together do not all end
+//! last.
 //! When pages run out the youngest sequence younger than the one in need gives way and waits at the front of the
 //! queue; the oldest therefore always goes on, and all end.
 
@@ -15,12 +17,19 @@ use std::collections::VecDeque;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SequenceId(pub u64);
 
+/// Tokens that a sequence is going to store, those it has stored included.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Demand {
+    pub id: SequenceId,
+    pub tokens: usize,
+}
+
 /// The cache as the scheduler knows it.
 pub trait Ledger {
-    /// Begins a sequence of `tokens` tokens, from a stored prefix if there is one, and says how many tokens that
-    /// prefix has. `None` if its pages are not to be had now; `alone` says that nothing else is running, so
+    /// Begins a sequence, from a stored prefix if there is one, and says how many tokens that prefix has. `None` if
+    /// it cannot have the pages it demands beside those that `running` demand; it always can if nothing runs, as
     /// waiting would not help.
-    fn admit(&mut self, id: SequenceId, tokens: usize, alone: bool) -> Option<usize>;
+    fn admit(&mut self, sequence: Demand, running: &[Demand]) -> Option<usize>;
     /// Sets the pages aside that `tokens` more positions need. Changes nothing if it cannot.
     fn reserve(&mut self, id: SequenceId, tokens: usize) -> bool;
     /// The sequence stops running and its pages are for others to take.
@@ -36,6 +45,8 @@ pub struct SchedulerOptions {
     pub step_tokens: usize,
     /// Most tokens of one sequence in a step.
     pub prefill_chunk: usize,
+    /// Tokens of answer that a sequence must have room for to be admitted, if it may become that long.
+    pub decode_room: usize,
 }
 
 impl SchedulerOptions {
@@ -44,8 +55,9 @@ impl SchedulerOptions {
 }
 
 impl Default for SchedulerOptions {
+    /// Short steps: on a CPU they cost nothing, and whoever decodes or waits for a first token waits for a whole one.
     fn default() -> Self {
-        Self { max_batch: 32, step_tokens: 1024, prefill_chunk: 512 }
+        Self { max_batch: 32, step_tokens: 256, prefill_chunk: 512, decode_room: 128 }
     }
 }
 
@@ -81,11 +93,18 @@ struct Entry {
     stored: usize,
     /// Most tokens in a step.
     chunk: usize,
+    /// Most tokens it can come to store.
+    limit: usize,
 }
 
 impl Entry {
     fn pending(&self) -> usize {
         self.known - self.stored
+    }
+
+    fn demand(&self, decode_room: usize) -> Demand {
+        let tokens = self.known.saturating_add(decode_room).min(self.limit).max(self.known);
+        Demand { id: self.id, tokens }
     }
 }
 
@@ -105,6 +124,7 @@ impl Scheduler {
             max_batch,
             step_tokens: options.step_tokens.max(2 * max_batch + SchedulerOptions::MIN_PREFILL),
             prefill_chunk: options.prefill_chunk.max(1),
+            ..options
         };
         Self { options, running: Vec::new(), waiting: VecDeque::new() }
     }
@@ -113,22 +133,23 @@ impl Scheduler {
         &self.options
     }
 
-    /// Queues a sequence of `tokens > 0` tokens, at most `chunk` of which are computed in a step.
-    pub fn submit(&mut self, id: SequenceId, tokens: usize, chunk: usize) {
-        self.waiting.push_back(self.entry(id, tokens, chunk));
+    /// Queues a sequence of `tokens > 0` tokens, at most `chunk` of which are computed in a step. With its answer it
+    /// will not store more than `limit`.
+    pub fn submit(&mut self, id: SequenceId, tokens: usize, limit: usize, chunk: usize) {
+        self.waiting.push_back(self.entry(id, tokens, limit, chunk));
     }
 
     /// Queues sequences ahead of all others: continuations of a prompt that has had its turn.
-    pub fn submit_next(&mut self, ids: &[SequenceId], tokens: usize) {
+    pub fn submit_next(&mut self, ids: &[SequenceId], tokens: usize, limit: usize) {
         for &id in ids.iter().rev() {
-            self.waiting.push_front(self.entry(id, tokens, usize::MAX));
+            self.waiting.push_front(self.entry(id, tokens, limit, usize::MAX));
         }
     }
 
-    fn entry(&self, id: SequenceId, tokens: usize, chunk: usize) -> Entry {
+    fn entry(&self, id: SequenceId, tokens: usize, limit: usize, chunk: usize) -> Entry {
         debug_assert!(tokens > 0, "an empty sequence has nothing to compute");
         let chunk = chunk.clamp(1, self.options.prefill_chunk);
-        Entry { id, known: tokens, stored: 0, chunk }
+        Entry { id, known: tokens, stored: 0, chunk, limit }
     }
 
     /// A token was chosen: the sequence has one more to compute.
@@ -185,14 +206,18 @@ impl Scheduler {
     }
 
     fn admit(&mut self, ledger: &mut impl Ledger, plan: &mut StepPlan) {
+        let room = self.options.decode_room;
+        let mut running: Vec<Demand> = self.running.iter().map(|e| e.demand(room)).collect();
         while self.running.len() < self.options.max_batch {
             let Some(mut entry) = self.waiting.pop_front() else { return };
-            let Some(stored) = ledger.admit(entry.id, entry.known, self.running.is_empty()) else {
+            let demand = entry.demand(room);
+            let Some(stored) = ledger.admit(demand, &running) else {
                 self.waiting.push_front(entry);
                 return;
             };
             entry.stored = stored;
             plan.admitted.push((entry.id, stored));
+            running.push(demand);
             self.running.push(entry);
         }
     }
@@ -262,17 +287,18 @@ fn largest_grant(ledger: &mut impl Ledger, id: SequenceId, tokens: usize) -> usi
     tokens
 }
 
-/// Divides `budget` among prompts, oldest first: half for the oldest, the rest in even parts, what one leaves going
-/// to the others and at last to the oldest again.
+/// Divides `budget` among prompts, oldest first: half for the oldest, the rest to those that want least, what they
+/// leave to the oldest again. Equals are served in order of age, so some end early and none later than if all had
+/// shared.
 fn shares(wanted: &[usize], budget: usize) -> Vec<usize> {
     let mut shares = vec![0; wanted.len()];
-    let Some((&oldest, others)) = wanted.split_first() else { return shares };
+    let Some(&oldest) = wanted.first() else { return shares };
     let first = oldest.min(budget.div_ceil(2));
     let mut left = budget - first;
     let mut order: Vec<usize> = (1..wanted.len()).collect();
     order.sort_by_key(|&i| wanted[i]);
-    for (done, &i) in order.iter().enumerate() {
-        shares[i] = wanted[i].min(left / (others.len() - done));
+    for i in order {
+        shares[i] = wanted[i].min(left);
         left -= shares[i];
     }
     shares[0] = oldest.min(first + left);
@@ -288,7 +314,7 @@ mod tests {
         assert_eq!(shares(&[], 10), [0usize; 0]);
         assert_eq!(shares(&[100], 64), [64]);
         assert_eq!(shares(&[100, 10], 64), [54, 10]);
-        assert_eq!(shares(&[100, 100, 100], 64), [32, 16, 16]);
+        assert_eq!(shares(&[100, 100, 100], 64), [32, 32, 0]);
         assert_eq!(shares(&[5, 100, 8], 64), [5, 51, 8]);
         assert_eq!(shares(&[3, 3], 64), [3, 3]);
     }

@@ -12,6 +12,8 @@ pub struct Job {
     /// Prompt tokens the first choice found in the cache.
     pub cached_tokens: usize,
     pub completion_tokens: usize,
+    /// Does it go on from a prefix whose tail was demoted? Then it may answer differently from a cold run.
+    pub demoted_tail: bool,
     /// Sequences that run or wait.
     pub live: Vec<SequenceId>,
     /// Choices that have not begun: all but the first wait for the prompt to be stored.
@@ -21,6 +23,13 @@ pub struct Job {
     pub admitted: bool,
     /// Has [`Event::Started`](crate::Event::Started) gone out?
     pub started: bool,
+}
+
+impl Job {
+    /// Most tokens that one of its choices stores: the last one generated is not.
+    pub fn most_tokens(&self) -> usize {
+        self.prompt_tokens + self.params.max_tokens.saturating_sub(1)
+    }
 }
 
 /// One continuation of a prompt.
@@ -38,6 +47,9 @@ pub struct Choice {
     /// Longest stored prefix it may begin from: at least the last token has to be computed, and every token whose
     /// logits are still wanted.
     pub resume_limit: usize,
+    /// May it go on from a demoted tail? Not once it has computed anything exactly: preempted and resumed, it answers
+    /// as if it had never stopped.
+    pub takes_demoted: bool,
 }
 
 impl Choice {

@@ -22,6 +22,8 @@ pub struct Counters {
     pub failed: u64,
     pub preemptions: u64,
     pub demoted_tokens: u64,
+    pub demoted_tail_hits: u64,
+    pub demoted_tail_pages: u64,
     pub evicted_pages: u64,
     pub busy_seconds: f64,
     cached: CachedPages,
@@ -59,8 +61,8 @@ impl<B: Backend> Worker<B> {
             failed: c.failed,
             preemptions: c.preemptions,
             demoted_tokens: c.demoted_tokens,
-            // Hits are exact: a prefix that lost its window is not resumed.
-            demoted_tail_hits: 0,
+            demoted_tail_hits: c.demoted_tail_hits,
+            demoted_tail_pages: c.demoted_tail_pages,
             evicted_pages: c.evicted_pages,
             full_pages: usage.full_pages,
             coded_pages: usage.coded_pages,
@@ -92,7 +94,9 @@ impl<B: Backend> Worker<B> {
             let Some(sequence) = &choice.sequence else { continue };
             let len = sequence.len();
             let (sink, coded) = match layout.coded() {
-                Some(_) if len > 0 => (len.min(windows.sink()), windows.boundary(len - 1) - windows.sink()),
+                Some(_) if len > 0 => {
+                    (len.min(windows.sink()), sequence.pages().boundary(layout) - windows.sink())
+                }
                 _ => (0, 0),
             };
             request.sink_tokens += sink;

@@ -55,7 +55,12 @@ impl<B: Backend> Worker<B> {
         shared: Arc<Shared>,
         inbox: Receiver<Command>,
     ) -> Self {
-        let cache = options.prefix_cache.then(|| RadixCache::new(runner.layout().clone()));
+        let layout = runner.layout().clone();
+        let demotes = options.demote_idle_tails && runner.backend().reads_demoted_tails();
+        let cache = options.prefix_cache.then(|| match demotes {
+            true => RadixCache::with_demotion(layout, runner.pool()),
+            false => RadixCache::new(layout),
+        });
         let sizes = SchedulerOptions {
             prefill_chunk: options.scheduler.prefill_chunk.min(runner.prefill_chunk()),
             ..options.scheduler
@@ -137,6 +142,7 @@ impl<B: Backend> Worker<B> {
             prompt_tokens: prompt.len(),
             cached_tokens: 0,
             completion_tokens: 0,
+            demoted_tail: false,
             live: Vec::new(),
             unborn: (1..params.choices).collect(),
             prompt_logprobs: params.prompt_logprobs.map(|_| vec![None]),
@@ -149,10 +155,11 @@ impl<B: Backend> Worker<B> {
             Some(_) => (prompt.len(), LOGPROBS_CHUNK),
             None => (prompt.len(), usize::MAX),
         };
+        let limit = job.most_tokens();
         let sequence = self.add_choice(id, &mut job, 0, prompt);
         self.jobs.insert(id, job);
         match sequence {
-            Ok(sequence) => self.scheduler.submit(sequence, tokens, chunk),
+            Ok(sequence) => self.scheduler.submit(sequence, tokens, limit, chunk),
             Err(error) => self.fail(id, &RequestError::Engine(error.to_string())),
         }
     }
@@ -182,6 +189,7 @@ impl<B: Backend> Worker<B> {
                 sequence: None,
                 published: 0,
                 resume_limit,
+                takes_demoted: index == 0 || job.demoted_tail,
             },
         );
         job.live.push(id);
@@ -199,8 +207,13 @@ impl<B: Backend> Worker<B> {
         };
         let plan = self.scheduler.schedule(&mut ledger);
         self.counters.evicted_pages += (ledger.reclaimed.evicted + ledger.reclaimed.thinned) as u64;
+        self.counters.demoted_tail_pages += ledger.reclaimed.demoted as u64;
         self.counters.preemptions += plan.preempted.len() as u64;
         self.note_admissions(&plan);
+        if let Err(message) = self.demote_tails() {
+            // Codes that were promised are not there: nothing that is stored can be trusted.
+            return self.forget_everything(&message);
+        }
         for &id in &plan.exhausted {
             self.end_exhausted(id);
         }
@@ -209,6 +222,31 @@ impl<B: Backend> Worker<B> {
             self.counters.steps += 1;
         }
         self.counters.busy_seconds += begun.elapsed().as_secs_f64();
+    }
+
+    /// Codes the tails that the prefix cache gave up while the step was planned.
+    fn demote_tails(&mut self) -> Result<(), String> {
+        let tails = self.cache.as_mut().map(RadixCache::take_demotions).unwrap_or_default();
+        let runner = &mut self.runner;
+        match catch_unwind(AssertUnwindSafe(|| runner.demote_tails(&tails))) {
+            Ok(Ok(())) => Ok(()),
+            Ok(Err(error)) => Err(error.to_string()),
+            Err(panic) => Err(panic_message(&*panic)),
+        }
+    }
+
+    /// Fails what runs and empties the prefix cache.
+    fn forget_everything(&mut self, message: &str) {
+        let is_running = |job: &Job| job.live.iter().any(|id| self.choices[id].sequence.is_some());
+        let running: Vec<RequestId> =
+            self.jobs.iter().filter(|(_, job)| is_running(job)).map(|(&id, _)| id).collect();
+        for id in running {
+            self.fail(id, &RequestError::Engine(message.to_owned()));
+        }
+        if let Some(cache) = &mut self.cache {
+            cache.flush();
+            cache.take_demotions();
+        }
     }
 
     /// A sequence has the cache to itself and still finds no page: its answer ends here, or its prompt fails.
@@ -230,6 +268,8 @@ impl<B: Backend> Worker<B> {
             {
                 job.admitted = true;
                 job.cached_tokens = stored;
+                job.demoted_tail = choice.takes_demoted;
+                self.counters.demoted_tail_hits += u64::from(job.demoted_tail);
                 self.counters.prompt_tokens += job.prompt_tokens as u64;
                 self.counters.cached_tokens += stored as u64;
                 self.shared.queued.fetch_sub(1, Ordering::SeqCst);
@@ -238,10 +278,9 @@ impl<B: Backend> Worker<B> {
     }
 
     fn run_plan(&mut self, plan: &StepPlan) {
-        let windows = *self.runner.layout().windows();
-        let is_coded = self.runner.layout().coded().is_some();
         // The sequences leave the map while the runner borrows them all at once.
         let mut parts: Vec<(Work, Sequence, Logits)> = Vec::with_capacity(plan.work.len());
+        let mut boundaries = 0;
         for &work in &plan.work {
             let Some(choice) = self.choices.get_mut(&work.id) else { continue };
             let Some(sequence) = choice.sequence.take() else { continue };
@@ -252,6 +291,7 @@ impl<B: Backend> Worker<B> {
                 (false, true) => Logits::Last,
                 (false, false) => Logits::None,
             };
+            boundaries += sequence.boundary(self.runner.layout());
             parts.push((work, sequence, logits));
         }
         let (runner, choices, logits) = (&mut self.runner, &self.choices, &mut self.logits);
@@ -281,14 +321,12 @@ impl<B: Backend> Worker<B> {
             return;
         }
         self.scheduler.complete(plan);
+        let after: usize = parts.iter().map(|(_, s, _)| s.boundary(self.runner.layout())).sum();
+        self.counters.demoted_tokens += (after - boundaries) as u64;
         let vocab = self.runner.config().vocab_size;
         let logits = std::mem::take(&mut self.logits);
         let mut row = 0;
         for (work, sequence, wanted) in parts {
-            if is_coded {
-                let before = work.start.checked_sub(1).map_or(windows.sink(), |t| windows.boundary(t));
-                self.counters.demoted_tokens += (windows.boundary(sequence.len() - 1) - before) as u64;
-            }
             let rows = match wanted {
                 Logits::None => 0,
                 Logits::Last => 1,
@@ -340,7 +378,8 @@ impl<B: Backend> Worker<B> {
         if !job.started {
             job.started = true;
             let prompt_logprobs = job.prompt_logprobs.take();
-            self.outbox.push((request, Event::Started { cached_tokens: job.cached_tokens, prompt_logprobs }));
+            let (cached_tokens, demoted_tail) = (job.cached_tokens, job.demoted_tail);
+            self.outbox.push((request, Event::Started { cached_tokens, demoted_tail, prompt_logprobs }));
             let prompt = self.choices[&job.live[0]].tokens[..job.prompt_tokens].to_vec();
             if let Some(cache) = &mut self.cache {
                 cache.mark_prompt(&prompt);
@@ -351,7 +390,7 @@ impl<B: Backend> Worker<B> {
                 .collect();
             match siblings {
                 Ok(siblings) if job.params.max_tokens > 0 => {
-                    self.scheduler.submit_next(&siblings, prompt.len());
+                    self.scheduler.submit_next(&siblings, prompt.len(), job.most_tokens());
                 }
                 Ok(_) => {}
                 Err(error) => {
@@ -428,6 +467,7 @@ impl<B: Backend> Worker<B> {
                 prompt_tokens: job.prompt_tokens,
                 cached_tokens: job.cached_tokens,
                 completion_tokens: job.completion_tokens,
+                demoted_tail: job.demoted_tail,
             };
             if !job.admitted {
                 self.shared.queued.fetch_sub(1, Ordering::SeqCst);

@@ -30,7 +30,7 @@ pub use config::{DecoderConfig, Family};
 pub use error::{LineList, LoadError};
 pub use generation::GenerationConfig;
 pub use rope::{RopeConfig, RopeScaling, RopeTable};
-pub use source::{EmbeddedFiles, ModelName, ModelSource};
+pub use source::{EmbeddedFiles, ModelName, ModelSource, hub_cache_folders};
 pub use tensor::{TensorView, WeightDtype};
 pub use tensor_names::{Projection, RequiredTensor, TensorNames, required_tensors};
 pub use transformer::{BuildError, Observer, StepInput, Transformer, Workspace};

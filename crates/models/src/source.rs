@@ -204,6 +204,11 @@ impl ModelName {
     }
 }
 
+/// The Hugging Face cache folders of this user, whether or not they exist.
+pub fn hub_cache_folders() -> Vec<PathBuf> {
+    cache_folders(|variable| std::env::var_os(variable))
+}
+
 /// The cache folders in the order `huggingface_hub` prefers them.
 pub(crate) fn cache_folders(variable: impl Fn(&str) -> Option<OsString>) -> Vec<PathBuf> {
     let set = |name: &str| variable(name).filter(|value| !value.is_empty()).map(PathBuf::from);

@@ -23,5 +23,5 @@ mod serve;
 
 pub use app::router;
 pub use config::{GenerationDefaults, LogFormat, Reasoning, ServerConfig};
-pub use logging::{LoggingError, init_logging};
+pub use logging::{LoggingError, check_log_filter, init_logging};
 pub use serve::{serve, serve_on};

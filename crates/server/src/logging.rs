@@ -1,5 +1,7 @@
 //! Log lines on standard error, as text or JSON.
 
+use std::io::IsTerminal;
+
 use tracing_subscriber::EnvFilter;
 
 use crate::LogFormat;
@@ -12,11 +14,24 @@ pub enum LoggingError {
     AlreadySet,
 }
 
-/// Sets up logging for the process. `filter` is in the syntax of `RUST_LOG`, for example `info`.
+/// Is `filter` in the syntax of `RUST_LOG`, for example `info`?
+pub fn check_log_filter(filter: &str) -> Result<(), LoggingError> {
+    parse_filter(filter).map(drop)
+}
+
+fn parse_filter(filter: &str) -> Result<EnvFilter, LoggingError> {
+    EnvFilter::try_new(filter)
+        .map_err(|error| LoggingError::Filter { filter: filter.to_owned(), reason: error.to_string() })
+}
+
+/// Sets up logging for the process, in colour on a terminal alone.
 pub fn init_logging(format: LogFormat, filter: &str) -> Result<(), LoggingError> {
-    let parsed = EnvFilter::try_new(filter)
-        .map_err(|error| LoggingError::Filter { filter: filter.to_owned(), reason: error.to_string() })?;
-    let subscriber = tracing_subscriber::fmt().with_env_filter(parsed).with_writer(std::io::stderr);
+    let subscriber = tracing_subscriber::fmt()
+        .with_env_filter(parse_filter(filter)?)
+        .with_ansi(
+            std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty()),
+        )
+        .with_writer(std::io::stderr);
     let outcome = match format {
         LogFormat::Text => subscriber.with_target(false).try_init(),
         LogFormat::Json => subscriber.json().flatten_event(true).try_init(),

@@ -209,7 +209,7 @@ impl Collector for EngineCollector {
 }
 
 /// Names without the `_total` that the text format adds.
-fn counters(stats: &EngineStats) -> [(&'static str, &'static str, u64); 12] {
+fn counters(stats: &EngineStats) -> [(&'static str, &'static str, u64); 13] {
     [
         ("engine_steps", "Engine steps", stats.steps),
         ("prompt_tokens", "Prompt tokens taken in", stats.prompt_tokens),
@@ -219,6 +219,11 @@ fn counters(stats: &EngineStats) -> [(&'static str, &'static str, u64); 12] {
         ("num_preemptions", "Requests preempted for pages", stats.preemptions),
         ("kv_demoted_tokens", "Tokens demoted from BF16 to code", stats.demoted_tokens),
         ("kv_demoted_tail_hits", "Prefix hits whose BF16 tail had been demoted", stats.demoted_tail_hits),
+        (
+            "kv_demoted_tail_pages",
+            "BF16 pages of idle prefixes that were coded to make room",
+            stats.demoted_tail_pages,
+        ),
         ("kv_evicted_pages", "Pages evicted from the prefix cache", stats.evicted_pages),
         ("engine_requests_finished", "Requests that ran to their end", stats.finished),
         ("engine_requests_cancelled", "Requests cancelled", stats.cancelled),

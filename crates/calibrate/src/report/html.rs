@@ -1,7 +1,7 @@
 //! The page.
 
 use super::svg::{HeatMap, LineChart, Series, escape, number};
-use super::{CalibrationReport, HeadReport};
+use super::{CalibrationReport, HeadReport, widths};
 use crate::clip_fit::ClipCurve;
 use crate::quality::Snr;
 use std::fmt::Write;
@@ -38,6 +38,9 @@ pub(super) fn page(report: &CalibrationReport) -> String {
     summary(report, &mut out);
     snr_section(report, "Logit SNR", |h| h.quality.logits, LOGITS, &mut out);
     snr_section(report, "Value SNR", |h| h.quality.values, VALUES, &mut out);
+    if let Some(plan) = &report.widths {
+        widths::widths(plan, report.head_dim, &mut out);
+    }
     participation(report, &mut out);
     spectra(report, &mut out);
     clip_curves(report, &mut out);
@@ -53,12 +56,12 @@ const VALUES: &str = "Signal over error of the values, each row weighted by the 
 /// A title and what it shows of a head.
 type Figure<'a, T> = (&'static str, fn(&'a HeadReport) -> T);
 
-fn put(out: &mut String, text: std::fmt::Arguments<'_>) {
+pub(super) fn put(out: &mut String, text: std::fmt::Arguments<'_>) {
     // Writing to a string cannot fail.
     let _ = out.write_fmt(text);
 }
 
-fn section(out: &mut String, title: &str, text: &str) {
+pub(super) fn section(out: &mut String, title: &str, text: &str) {
     put(out, format_args!("<h2>{title}</h2>\n<p>{text}</p>\n"));
 }
 

@@ -5,7 +5,9 @@
 
 mod html;
 pub mod svg;
+mod widths;
 
+use crate::bits::BitPlan;
 use crate::clip_fit::ClipCurve;
 use crate::quality::{HeadQuality, Snr};
 use crate::rotation_file::Metadata;
@@ -26,6 +28,9 @@ pub struct CalibrationReport {
     pub sample_rows: usize,
     /// In `[layer][kv_head]` order.
     pub heads: Vec<HeadReport>,
+    /// Chosen widths and the harm they were chosen by.
+    #[serde(skip)]
+    pub widths: Option<BitPlan>,
 }
 
 /// One KV head.
@@ -63,7 +68,11 @@ impl CalibrationReport {
     }
 
     pub fn to_json(&self) -> serde_json::Result<String> {
-        serde_json::to_string_pretty(self)
+        let mut value = serde_json::to_value(self)?;
+        if let (Some(plan), Some(fields)) = (&self.widths, value.as_object_mut()) {
+            fields.insert("widths".into(), widths::to_json(plan));
+        }
+        serde_json::to_string_pretty(&value)
     }
 }
 
@@ -88,6 +97,7 @@ fn write(path: PathBuf, text: &str) -> io::Result<PathBuf> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::bits::{HarmMap, WidthTable};
     use crate::clip_fit::{ClipPoint, RATIOS};
     use crate::options::Granularity;
 
@@ -132,6 +142,14 @@ mod tests {
             bits: (2, 2),
             sample_rows: 256,
             heads: (0..6).map(head).collect(),
+            widths: Some(BitPlan {
+                tables: vec![("2.50".parse().unwrap(), WidthTable::uniform(3, 2, 2))],
+                harm: Some(HarmMap {
+                    layers: 3,
+                    kv_heads: 2,
+                    harm: (0..12).map(|i| [0.4, 0.1, 0.02, 0.001].map(|h| h * (1 + i) as f32)).collect(),
+                }),
+            }),
         }
     }
 
@@ -167,7 +185,9 @@ mod tests {
         }
         assert!(html.contains("&lt;script&gt;alert(1)&lt;/script&gt; &amp; co"));
         assert!(html.contains("prefers-color-scheme") && html.contains("width=device-width"));
-        for section in ["Logit SNR", "Value SNR", "Participation", "Spectra", "Clip"] {
+        for section in
+            ["Logit SNR", "Value SNR", "Harm", "Widths at 2.50", "Participation", "Spectra", "Clip"]
+        {
             assert!(html.contains(section), "{section}");
         }
         assert!(html.contains("+4.5 dB"), "calibrated against Hadamard");
@@ -182,6 +202,7 @@ mod tests {
         let value: serde_json::Value = serde_json::from_str(&fs::read_to_string(json).unwrap()).unwrap();
         assert_eq!(value["heads"][5]["logits"]["calibrated"], 12.5);
         assert_eq!(value["metadata"]["granularity"], "head");
+        assert_eq!(value["widths"]["tables"][0]["widths"][5], serde_json::json!([2, 2]));
         assert_eq!(fs::read_dir(dir).unwrap().count(), 2);
     }
 

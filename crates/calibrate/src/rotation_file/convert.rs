@@ -1,6 +1,7 @@
 //! To and from the files of the public RotationZoo.
 
 use super::{Clips, Metadata, RotationFile, RotationFileError};
+use crate::bits::BitPlan;
 use crate::options::{ClipPolicy, Granularity, Statistic};
 use crate::zoo::{ZooFile, ZooLayer};
 use oscar_codec::{Composition, HeadRotations, Rotation, RotationSet, Side};
@@ -133,6 +134,7 @@ impl RotationFile {
             clips: Clips::uniform(layers * kv_heads, (2, 2)),
             key_eigenvalues: eigenvalues(key, granularity, kv_heads),
             value_eigenvalues: eigenvalues(value, granularity, kv_heads),
+            bits: BitPlan::default(),
             metadata: Metadata {
                 model_fingerprint: None,
                 granularity,

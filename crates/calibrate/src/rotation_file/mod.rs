@@ -6,6 +6,8 @@
 //! | `key_eigenvalues`, `value_eigenvalues` | `[layers, H, d]` | optional, ascending |
 //! | `key_mean` | `[layers, kv_heads, d]` | only when keys are centred |
 //! | `key_clip`, `value_clip` | `[layers, kv_heads]` | quantile of \|x\|, 0 is no clipping |
+//! | `widths` | `[tables, layers, kv_heads, 2]` | optional; code widths of keys and values, a table for each mean in the header |
+//! | `harm` | `[layers, kv_heads, 2, 4]` | optional; measured harm of each width |
 //!
 //! and [`Metadata`] in the header.
 //!
@@ -19,6 +21,7 @@ mod read;
 
 pub use metadata::Metadata;
 
+use crate::bits::{BitPlan, WIDTHS};
 use crate::options::Granularity;
 use crate::zoo::ZooError;
 use oscar_codec::format::default_clip;
@@ -28,6 +31,9 @@ use serde_json::{Map, Value, json};
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
+
+/// Header field with the means of the width tables, in hundredths of a bit.
+const WIDTH_MEANS: &str = "width_means";
 
 /// Largest |R·Rᵀ − I| accepted: far above rounding, far below anything that harms attention.
 pub const ORTHOGONALITY: f64 = 1e-3;
@@ -99,6 +105,8 @@ pub struct RotationFile {
     /// `[layer][H][d]`, H as in the file.
     pub key_eigenvalues: Option<Vec<f32>>,
     pub value_eigenvalues: Option<Vec<f32>>,
+    /// Widths by layer, head and side; empty where none were chosen.
+    pub bits: BitPlan,
     pub metadata: Metadata,
 }
 
@@ -178,8 +186,19 @@ impl RotationFile {
         if centred {
             tensors.push(("key_mean", vec![layers, kv_heads, d]));
         }
+        if !self.bits.tables.is_empty() {
+            tensors.push(("widths", vec![self.bits.tables.len(), layers, kv_heads, 2]));
+        }
+        if self.bits.harm.is_some() {
+            tensors.push(("harm", vec![layers, kv_heads, 2, WIDTHS.len()]));
+        }
+        let mut fields = self.metadata.to_fields(shape);
+        if !self.bits.tables.is_empty() {
+            let means = self.bits.tables.iter().map(|(mean, _)| mean.hundredths().to_string());
+            fields.insert(WIDTH_MEANS.into(), means.collect::<Vec<_>>().join(","));
+        }
         let mut header = Map::new();
-        header.insert("__metadata__".into(), json!(self.metadata.to_fields(shape)));
+        header.insert("__metadata__".into(), json!(fields));
         let mut end = 0;
         for (name, shape) in &tensors {
             let start = end;
@@ -211,6 +230,12 @@ impl RotationFile {
             for head in self.rotations.heads() {
                 write_floats(out, head.key_mean.iter().flatten().copied())?;
             }
+        }
+        for (_, table) in &self.bits.tables {
+            write_floats(out, table.units().into_iter().map(|bits| bits as f32))?;
+        }
+        if let Some(map) = &self.bits.harm {
+            write_floats(out, map.harm.iter().flatten().copied())?;
         }
         out.flush()?;
         Ok(())
@@ -245,6 +270,7 @@ impl RotationFile {
                 return Err(RotationFileError::Value { tensor, index, value: values[index] });
             }
         }
+        self.bits.check(layers, kv_heads)?;
         let all = self.rotations.heads();
         for (index, head) in all.iter().enumerate() {
             let first = &all[index / kv_heads * kv_heads];

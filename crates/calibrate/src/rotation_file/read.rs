@@ -1,8 +1,9 @@
 //! Reading rotation files, piece by piece, nothing believed before it is checked.
 
-use super::{Clips, Metadata, RotationFile, RotationFileError};
+use super::{Clips, Metadata, RotationFile, RotationFileError, WIDTH_MEANS};
+use crate::bits::{BitPlan, HarmMap, WIDTHS, WidthTable};
 use crate::options::Granularity;
-use oscar_codec::{HeadRotations, Rotation, RotationSet};
+use oscar_codec::{HeadRotations, MeanBits, Rotation, RotationSet};
 use safetensors::tensor::{Dtype, Metadata as Header};
 use std::fs::File;
 use std::io::{BufReader, Read, Seek, SeekFrom};
@@ -10,13 +11,14 @@ use std::path::Path;
 
 /// Sixteen times the file of the largest model we know.
 const LARGEST_FILE: u64 = 2 << 30;
-/// A header has seven tensors and some lines of text.
+/// A header has nine tensors and some lines of text.
 const LARGEST_HEADER: u64 = 256 << 10;
 /// Bytes of all rotations in memory, each head having its own.
 const LARGEST_SET: u64 = 2 << 30;
 const LARGEST_HEAD: usize = 256;
 const MOST_LAYERS: usize = 4096;
 const MOST_HEADS: usize = 1024;
+const MOST_TABLES: usize = 64;
 
 impl RotationFile {
     /// Reads and checks a file.
@@ -43,6 +45,7 @@ impl RotationFile {
             RotationFileError::NotARotationFile("it is a safetensors file without metadata".into())
         })?;
         let (metadata, [layers, kv_heads, d]) = Metadata::from_fields(fields)?;
+        let means = width_means(fields.get(WIDTH_MEANS).map(String::as_str))?;
         check_size("layers", layers, MOST_LAYERS)?;
         check_size("kv_heads", kv_heads, MOST_HEADS)?;
         check_size("head_dim", d, LARGEST_HEAD)?;
@@ -86,10 +89,23 @@ impl RotationFile {
             });
         }
         let rotations = RotationSet::per_head(layers, kv_heads, d, all)?;
-        let file = Self { rotations, clips, key_eigenvalues, value_eigenvalues, metadata };
+        let bits = source.bit_plan(means, layers, kv_heads)?;
+        let file = Self { rotations, clips, key_eigenvalues, value_eigenvalues, bits, metadata };
         file.check()?;
         Ok(file)
     }
+}
+
+/// The means of the width tables, from hundredths separated by commas.
+fn width_means(field: Option<&str>) -> Result<Vec<MeanBits>, RotationFileError> {
+    let Some(field) = field else { return Ok(Vec::new()) };
+    let mean = |text: &str| (text.parse::<u16>().ok()? as f64 / 100.0).to_string().parse().ok();
+    let means: Option<Vec<MeanBits>> = field.split(',').take(MOST_TABLES + 1).map(mean).collect();
+    means.filter(|m| m.len() <= MOST_TABLES).ok_or_else(|| RotationFileError::Metadata {
+        field: WIDTH_MEANS,
+        found: format!("'{}'", field.chars().take(60).collect::<String>()),
+        expected: "up to 64 means in hundredths of a bit, like 225,175",
+    })
 }
 
 /// Ratios are decimal numbers; f32 would move the order statistic they select.
@@ -140,7 +156,7 @@ impl<'a, R: Read + Seek> Source<'a, R> {
 
     /// A tensor nobody knows might change what the others mean.
     fn check_names(&self) -> Result<(), RotationFileError> {
-        const KNOWN: [&str; 7] = [
+        const KNOWN: [&str; 9] = [
             "key_rotation",
             "value_rotation",
             "key_clip",
@@ -148,6 +164,8 @@ impl<'a, R: Read + Seek> Source<'a, R> {
             "key_eigenvalues",
             "value_eigenvalues",
             "key_mean",
+            "widths",
+            "harm",
         ];
         match self.header.tensors().keys().find(|name| !KNOWN.contains(&name.as_str())) {
             None => Ok(()),
@@ -156,6 +174,34 @@ impl<'a, R: Read + Seek> Source<'a, R> {
                 name.chars().take(60).collect::<String>()
             ))),
         }
+    }
+
+    fn bit_plan(
+        &mut self,
+        means: Vec<MeanBits>,
+        layers: usize,
+        kv_heads: usize,
+    ) -> Result<BitPlan, RotationFileError> {
+        let widths = match self.floats("widths", &[means.len(), layers, kv_heads, 2])? {
+            Some(widths) => widths,
+            None if means.is_empty() => Vec::new(),
+            None => return Err(missing("widths")),
+        };
+        let units = 2 * layers * kv_heads;
+        // Truncation makes odd values land outside the widths that `check` allows, or on the width they almost are.
+        let tables = means
+            .into_iter()
+            .zip(widths.chunks_exact(units))
+            .map(|(mean, table)| {
+                let table: Vec<u32> = table.iter().map(|&w| w as u32).collect();
+                (mean, WidthTable::from_units(layers, kv_heads, &table))
+            })
+            .collect();
+        let harm = self.floats("harm", &[layers, kv_heads, 2, WIDTHS.len()])?.map(|values| {
+            let row = |h: &[f32]| std::array::from_fn(|i| h[i]);
+            HarmMap { layers, kv_heads, harm: values.chunks_exact(WIDTHS.len()).map(row).collect() }
+        });
+        Ok(BitPlan { tables, harm })
     }
 
     /// A tensor of this shape, finite; `None` if the file has none of that name.

@@ -1,6 +1,7 @@
 //! Round trips, and files that are cut, damaged or hostile.
 
 use super::*;
+use crate::bits::{HarmMap, WidthTable};
 use crate::zoo::Limits;
 use oscar_codec::Rotation;
 use proptest::prelude::*;
@@ -37,6 +38,7 @@ fn file(granularity: Granularity, centred: bool) -> RotationFile {
         clips: Clips::uniform(layers * kv_heads, (2, 2)),
         key_eigenvalues: Some((0..stored * d).map(|i| i as f32).collect()),
         value_eigenvalues: Some((0..stored * d).map(|i| i as f32 * 2.0).collect()),
+        bits: BitPlan::default(),
         metadata: Metadata {
             model_fingerprint: Some("ab".repeat(32)),
             granularity,
@@ -53,6 +55,58 @@ fn file(granularity: Granularity, centred: bool) -> RotationFile {
             note: "made \"here\"\n".into(),
         },
     }
+}
+
+fn with_widths() -> RotationFile {
+    let mut file = file(Granularity::Head, true);
+    let table = |units: [u32; 12]| WidthTable::from_units(3, 2, &units);
+    file.bits = BitPlan {
+        tables: vec![
+            ("2.25".parse().unwrap(), table([1, 2, 3, 4, 1, 1, 2, 2, 2, 2, 2, 2])),
+            ("1.75".parse().unwrap(), table([1; 12])),
+        ],
+        harm: Some(HarmMap {
+            layers: 3,
+            kv_heads: 2,
+            harm: (0..12).map(|i| [i as f32, 0.5, 0.25, 0.0]).collect(),
+        }),
+    };
+    file
+}
+
+#[test]
+fn widths_and_harms_survive() {
+    let file = with_widths();
+    let written = bytes(&file);
+    let back = RotationFile::read(&mut Cursor::new(&written), written.len() as u64).unwrap();
+    assert_eq!(back.bits, file.bits);
+    assert_eq!(back.bits.table("1.75".parse().unwrap()).unwrap().mean_width(), 1.0);
+    assert_eq!(back.bits.means(), "2.25, 1.75");
+}
+
+#[test]
+fn impossible_widths_are_refused() {
+    let refuse = |change: fn(&mut BitPlan)| {
+        let mut file = with_widths();
+        change(&mut file.bits);
+        file.write(&mut Vec::new()).unwrap_err().to_string()
+    };
+    assert!(refuse(|b| b.tables[0].1.widths[0].0 = 5).contains("widths"));
+    assert!(refuse(|b| b.tables[0].1.widths.truncate(2)).contains("widths"));
+    assert!(refuse(|b| b.tables[1].0 = b.tables[0].0).contains("twice"));
+    assert!(refuse(|b| b.harm.as_mut().unwrap().harm[3][1] = -1.0).contains("harm"));
+    assert!(refuse(|b| b.harm.as_mut().unwrap().harm.truncate(3)).contains("harm"));
+    // A mean without its table, and one that no widths can have.
+    let text = bytes(&with_widths());
+    let replaced = |from: &str, to: &str| {
+        assert_eq!(from.len(), to.len());
+        let at = text.windows(from.len()).position(|w| w == from.as_bytes()).unwrap();
+        let mut changed = text.clone();
+        changed[at..at + to.len()].copy_from_slice(to.as_bytes());
+        RotationFile::read(&mut Cursor::new(&changed), changed.len() as u64).unwrap_err().to_string()
+    };
+    assert!(replaced("225,175", "225,975").contains("width_means"));
+    assert!(replaced("225,175", "225    ").contains("width_means"));
 }
 
 fn bytes(file: &RotationFile) -> Vec<u8> {

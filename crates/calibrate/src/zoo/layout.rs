@@ -14,6 +14,22 @@ use super::ZooError;
 const CACHE_FOLDERS: [&str; 2] =
     ["models--Zhongzhu--OSCAR-RotationZoo", "datasets--Zhongzhu--OSCAR-RotationZoo"];
 
+/// The zoo's name on the Hugging Face hub.
+pub const REPOSITORY: &str = "Zhongzhu/OSCAR-RotationZoo";
+
+/// The rotation files of `model` in the zoo's listing.
+pub fn files_of(listing: &[String], model: &str) -> Vec<String> {
+    let short = model.rsplit('/').next().unwrap_or(model);
+    let known =
+        |name: &str| Grouping::ALL.iter().any(|g| g.file_names().0 == name || g.file_names().1 == name);
+    let belongs = |file: &&String| {
+        let mut parts = file.split('/');
+        parts.next().is_some_and(|folder| folder.eq_ignore_ascii_case(short))
+            && parts.next_back().is_some_and(known)
+    };
+    listing.iter().filter(belongs).cloned().collect()
+}
+
 /// One rotation a layer, or one a KV head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Grouping {
@@ -237,6 +253,23 @@ mod tests {
         let files: Vec<String> = folders.iter().flat_map(|folder| pair(folder)).collect();
         let files: Vec<&str> = files.iter().map(String::as_str).chain(more.iter().copied()).collect();
         zoo(&files)
+    }
+
+    #[test]
+    fn a_listing_is_narrowed_to_the_model() {
+        let listing: Vec<String> = [
+            "README.md",
+            "Qwen3-8B/seq1_prompt1_group128/k_rotation_qqt_r_h_pbr.pt",
+            "Qwen3-8B/seq1_prompt1_group128/v_rotation_sst_r_h_pbr.pt",
+            "Qwen3-8B/seq1_prompt1_group128/notes.txt",
+            "Qwen3-8B-Base/seq1_prompt1_group128/k_rotation_qqt_r_h_pbr.pt",
+            "Qwen3-8B/k_rotation_perhead.pt",
+        ]
+        .map(str::to_owned)
+        .to_vec();
+        let files = files_of(&listing, "Qwen/qwen3-8b");
+        assert_eq!(files, [&*listing[1], &*listing[2], &*listing[5]]);
+        assert!(files_of(&listing, "other").is_empty());
     }
 
     #[test]

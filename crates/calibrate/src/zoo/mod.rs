@@ -22,7 +22,9 @@ pub mod write;
 pub use archive::TorchFile;
 pub use error::{PickleError, ZooError};
 pub use file::{ZooFile, ZooLayer};
-pub use layout::{Candidate, Choice, Grouping, find_pair, list_candidates};
+pub use layout::{
+    Candidate, Choice, Grouping, REPOSITORY, cached_root, files_of, find_pair, list_candidates,
+};
 pub use value::{Dtype, TensorView, Value};
 
 /// Ceilings on what one file may cost; each is far above any published rotation file.

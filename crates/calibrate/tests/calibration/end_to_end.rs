@@ -64,6 +64,7 @@ impl Model {
             full: pages.full(),
             coded: pages.coded(),
             demote: step.demote.clone(),
+            demote_values: step.demote.clone(),
         };
         let input = StepInput { tokens, sequences: &[rows], logits: &[tokens.len() - 1] };
         let mut logits = Vec::new();

@@ -1,18 +1,21 @@
 //! `oscar calibrate`: rotations for a model from a little text.
 
+use crate::commands::bits;
 use crate::options::{ModelArgs, OpenModel};
 use crate::progress;
 use anyhow::{Context, Result, bail};
 use oscar_calibrate::{
-    CalibrationOptions, ClipPolicy, Granularity, Stage, Statistic, calibrate, write_report,
+    CalibrationOptions, CalibrationReport, ClipPolicy, Granularity, RotationFile, Stage, Statistic,
+    calibrate, write_report,
 };
 use oscar_codec::Composition;
+use oscar_kernels_cpu::backend::CpuBackend;
 use oscar_models::Transformer;
 use oscar_tasks::{CALIBRATION_SEEDS_FROM, Document, calibration_text};
 use oscar_text::{ChatInput, ModelText};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
@@ -57,6 +60,11 @@ pub struct Args {
     /// Also write report.html and report.json into this directory
     #[arg(long, value_name = "DIR")]
     report: Option<PathBuf>,
+    /// Start from these rotations instead of making new ones (with --bits)
+    #[arg(long, value_name = "FILE", requires = "bits")]
+    rotations: Option<PathBuf>,
+    #[command(flatten)]
+    bits: bits::BitsArgs,
     /// One JSON object with the result
     #[arg(long)]
     json: bool,
@@ -66,11 +74,59 @@ pub fn run(args: &Args) -> Result<()> {
     let started = Instant::now();
     let model = args.model.open()?;
     let text = model.text()?;
-    let inputs = inputs(args)?;
-    let sequences = sequences(&model, &text, &inputs, args.sequence, args.tokens)?;
+    // Text probes of the width search are more text than the rotations need.
+    let probe_tokens = match args.bits.bits.is_empty() {
+        true => 0,
+        false => args.tokens.max(2 * args.bits.probes * args.bits.probe_tokens),
+    };
+    let wanted = args.tokens.max(probe_tokens);
+    let inputs = inputs(args, wanted)?;
+    let sequences = sequences(&model, &text, &inputs, args.sequence, wanted)?;
     let backend = args.model.backend()?;
+    let mut result = match &args.rotations {
+        Some(path) => {
+            let file = RotationFile::load(path)?;
+            file.check_model(&model.weights.fingerprint(), &model.config)?;
+            Made { file, report: None, extra_memory: 0 }
+        }
+        None => rotations(args, &model, &backend, &sequences)?,
+    };
+    let mut chosen = Vec::new();
+    if !args.bits.bits.is_empty() {
+        let material = bits::Material {
+            model: &model,
+            text: &text,
+            backend: &backend,
+            sequences: &sequences,
+            seed: args.seed,
+            checkpoint: suffixed(&args.out, ".harm.jsonl"),
+        };
+        chosen = bits::choose(&args.bits, &material, &mut result.file)?;
+        if let Some(report) = &mut result.report {
+            report.widths = Some(result.file.bits.clone());
+        }
+    }
+    finish(args, &model, result, &chosen, started)
+}
+
+/// Rotations, from a calibration or from a file.
+struct Made {
+    file: RotationFile,
+    report: Option<CalibrationReport>,
+    extra_memory: usize,
+}
+
+/// The path with something behind its name.
+fn suffixed(path: &Path, suffix: &str) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(suffix);
+    name.into()
+}
+
+/// Runs the calibration.
+fn rotations(args: &Args, model: &OpenModel, backend: &CpuBackend, sequences: &[Vec<u32>]) -> Result<Made> {
     let transformer =
-        Transformer::build(&backend, &model.config, &model.weights, None, args.sequence.max(256), |_| {})?;
+        Transformer::build(backend, &model.config, &model.weights, None, args.sequence.max(256), |_| {})?;
     let base = if args.official { CalibrationOptions::official() } else { CalibrationOptions::default() };
     let options = CalibrationOptions {
         tokens: args.tokens,
@@ -96,19 +152,32 @@ pub fn run(args: &Args) -> Result<()> {
     let fingerprint = model.weights.fingerprint();
     let cancelled = AtomicBool::new(false);
     let result = calibrate(
-        &backend,
+        backend,
         &transformer,
         &fingerprint,
-        &sequences,
+        sequences,
         &options,
         &mut report_progress,
         &cancelled,
     )?;
     bar.finish_and_clear();
+    Ok(Made { file: result.file, report: Some(result.report), extra_memory: result.plan.bytes })
+}
+
+/// Writes file and report and says what was made.
+fn finish(
+    args: &Args,
+    model: &OpenModel,
+    result: Made,
+    chosen: &[bits::Chosen],
+    started: Instant,
+) -> Result<()> {
     result.file.save(&args.out)?;
     if let Some(dir) = &args.report {
-        let [page, _] =
-            write_report(dir, &result.report).with_context(|| format!("--report {}", dir.display()))?;
+        let Some(report) = &result.report else {
+            bail!("--report needs the statistics of a calibration: leave out --rotations");
+        };
+        let [page, _] = write_report(dir, report).with_context(|| format!("--report {}", dir.display()))?;
         eprintln!("report: {}", page.display());
     }
     let m = &result.file.metadata;
@@ -117,7 +186,9 @@ pub fn run(args: &Args) -> Result<()> {
             "{}",
             json!({"out": args.out, "tokens": m.tokens, "sequences": m.sequences, "seconds": started.elapsed().as_secs_f64(),
                    "granularity": m.granularity.name(), "statistic": m.statistic, "composition": m.composition,
-                   "centred": m.centred, "clip": m.clip, "extra_memory_bytes": result.plan.bytes})
+                   "centred": m.centred, "clip": m.clip, "extra_memory_bytes": result.extra_memory,
+                   "widths": chosen.iter().map(|c| json!({"bits": c.mean.bits(), "table": c.table.describe(),
+                       "harm": c.scores.relative_to(&c.uniform)})).collect::<Vec<_>>()})
         );
     } else {
         println!(
@@ -132,6 +203,9 @@ pub fn run(args: &Args) -> Result<()> {
             m.clip,
             if m.centred { ", keys centred" } else { "" },
         );
+        if !chosen.is_empty() {
+            println!("{}", bits::describe(chosen));
+        }
     }
     Ok(())
 }
@@ -155,14 +229,11 @@ impl From<Document> for Input {
     }
 }
 
-fn inputs(args: &Args) -> Result<Vec<Input>> {
+fn inputs(args: &Args, tokens: usize) -> Result<Vec<Input>> {
     if args.text.is_empty() {
         // About four characters a token, with some to spare.
         let seed = CALIBRATION_SEEDS_FROM.saturating_add(args.seed);
-        return Ok(calibration_text(seed, args.tokens.saturating_mul(5))
-            .into_iter()
-            .map(Input::from)
-            .collect());
+        return Ok(calibration_text(seed, tokens.saturating_mul(5)).into_iter().map(Input::from).collect());
     }
     let mut all = Vec::new();
     for path in &args.text {
@@ -181,7 +252,7 @@ fn inputs(args: &Args) -> Result<Vec<Input>> {
                         serde_json::from_str(&line).with_context(|| format!("{name}, line {}", i + 1))?;
                     all.push(input(&value).with_context(|| format!("{name}, line {}", i + 1))?);
                     kept += line.len();
-                    if kept > enough_bytes(args.tokens) {
+                    if kept > enough_bytes(tokens) {
                         break;
                     }
                 }
@@ -202,7 +273,7 @@ fn inputs(args: &Args) -> Result<Vec<Input>> {
             }
             _ => {
                 let mut bytes = Vec::new();
-                file.take(enough_bytes(args.tokens) as u64)
+                file.take(enough_bytes(tokens) as u64)
                     .read_to_end(&mut bytes)
                     .with_context(|| format!("--text {name}"))?;
                 all.push(Input::Text(

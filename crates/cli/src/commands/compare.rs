@@ -21,8 +21,22 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 /// What is compared where the user names nothing.
-pub const DEFAULT_FORMATS: [&str; 7] =
-    ["bf16", "oscar2", "oscar2-official", "oscar3", "oscar4", "int2", "int8"];
+pub const DEFAULT_FORMATS: [&str; 14] = [
+    "bf16",
+    "oscar",
+    "oscar2",
+    "oscar2-official",
+    "oscar3",
+    "oscar4",
+    "saw4",
+    "turboquant3",
+    "turboquant2",
+    "kivi2-g32",
+    "kivi2-g128",
+    "quarot2",
+    "naive2",
+    "int8",
+];
 
 /// Tasks of a comparison: retrieval among look-alikes, memory, chained arithmetic and copying.
 const DEFAULT_TASKS: [&str; 5] = ["niah_lines", "niah_uuid", "memory", "running_sum", "copy"];
@@ -336,9 +350,11 @@ fn notes(args: &Args, tasks: &[Task]) -> Vec<String> {
             list(&args.depths)
         ));
     }
+    let windows = |tokens: Option<usize>| tokens.map_or("each format's own".to_owned(), |n| n.to_string());
     notes.push(format!(
-        "Windows: {} sink and {} recent tokens in BF16 where a format has them. Speed: median of {SPEED_ROUNDS} steps in turns.",
-        args.cache.sink, args.cache.recent
+        "Tokens kept in BF16: sink {}, recent {}. Speed: median of {SPEED_ROUNDS} steps, formats in turns.",
+        windows(args.cache.sink),
+        windows(args.cache.recent)
     ));
     notes
 }

@@ -1,6 +1,7 @@
 //! One module a command.
 
 pub mod bench;
+pub mod bits;
 pub mod calibrate;
 pub mod compare;
 pub mod doctor;

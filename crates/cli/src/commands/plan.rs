@@ -3,7 +3,7 @@
 use crate::options::{ModelArgs, PrecisionArg, parse_size, working_bytes};
 use crate::{progress, table};
 use anyhow::{Result, bail};
-use oscar_codec::{CacheLayout, CodeLayout, KvFormat, Windows};
+use oscar_codec::{CacheLayout, CodeLayout, KvFormat};
 use serde_json::json;
 
 #[derive(clap::Args)]
@@ -19,12 +19,12 @@ pub struct Args {
     /// Contexts for which the largest batch is computed
     #[arg(long, value_name = "N[,N…]", value_delimiter = ',', default_values_t = [4096, 16384, 32768, 131072])]
     context: Vec<usize>,
-    /// Tokens at the beginning kept in BF16
-    #[arg(long, default_value_t = 64)]
-    sink: usize,
-    /// Most recent tokens kept in BF16
-    #[arg(long, default_value_t = 256)]
-    recent: usize,
+    /// Tokens at the beginning kept in BF16; 64, or what the format's source publishes, if absent
+    #[arg(long)]
+    sink: Option<usize>,
+    /// Most recent tokens kept in BF16; 256, or what the format's source publishes, if absent
+    #[arg(long)]
+    recent: Option<usize>,
     /// Prompt tokens processed in one step
     #[arg(long, value_name = "N", default_value_t = 512)]
     prefill_chunk: usize,
@@ -63,9 +63,9 @@ pub fn run(args: &Args) -> Result<()> {
             progress::bytes(args.memory)
         );
     };
-    let windows = Windows::new(args.sink, args.recent)?;
     let mut rows = Vec::new();
     for &format in &args.kv {
+        let windows = format.windows(args.sink, args.recent)?;
         let layout =
             CacheLayout::new(format, c.layers, c.kv_heads, c.head_dim, windows, CodeLayout::Logical)?;
         // While a prompt is read, one chunk of it is held in BF16 besides.
@@ -136,7 +136,8 @@ mod tests {
     fn the_longest_context_fits_and_one_more_token_does_not() {
         for format in [KvFormat::Bf16, KvFormat::OSCAR2] {
             let layout =
-                CacheLayout::new(format, 6, 2, 128, Windows::default(), CodeLayout::Logical).unwrap();
+                CacheLayout::new(format, 6, 2, 128, oscar_codec::Windows::default(), CodeLayout::Logical)
+                    .unwrap();
             for bytes in [layout.full_block_bytes(), 5 << 20, 1 << 30] {
                 let n = longest_context(bytes, |n| layout.peak_bytes(n));
                 assert!(

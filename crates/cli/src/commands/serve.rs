@@ -9,7 +9,9 @@ use anyhow::{Context, Result, bail};
 use oscar_backend::Backend;
 use oscar_codec::KvFormat;
 use oscar_engine::{Engine, EngineApi, EngineOptions, SchedulerOptions};
-use oscar_server::{GenerationDefaults, LogFormat, Reasoning, ServerConfig, init_logging, serve_on};
+use oscar_server::{
+    GenerationDefaults, LogFormat, Reasoning, ServerConfig, check_log_filter, init_logging, serve_on,
+};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -30,11 +32,11 @@ pub struct Flags {
     #[arg(long, value_name = "FILE|hadamard")]
     #[serde(skip_serializing_if = "Option::is_none")]
     rotations: Option<String>,
-    /// Tokens at the beginning of a sequence kept in BF16 [default: 64]
+    /// Tokens at the beginning of a sequence kept in BF16 [default: 64, or what the format's source publishes]
     #[arg(long, value_name = "N")]
     #[serde(skip_serializing_if = "Option::is_none")]
     sink: Option<usize>,
-    /// Most recent tokens kept in BF16 [default: 256]
+    /// Most recent tokens kept in BF16 [default: 256, or what the format's source publishes]
     #[arg(long, value_name = "N")]
     #[serde(skip_serializing_if = "Option::is_none")]
     recent: Option<usize>,
@@ -62,7 +64,7 @@ pub struct Flags {
     #[arg(long, value_name = "N")]
     #[serde(skip_serializing_if = "Option::is_none")]
     max_batch: Option<usize>,
-    /// Most tokens of one engine step, prompts and decodes together [default: 1024]
+    /// Most tokens of one engine step, prompts and decodes together [default: 256]
     #[arg(long, value_name = "N")]
     #[serde(skip_serializing_if = "Option::is_none")]
     step_tokens: Option<usize>,
@@ -78,6 +80,10 @@ pub struct Flags {
     #[arg(long)]
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     no_prefix_cache: bool,
+    /// Never code the BF16 tail of a stored prefix to make room: evict it instead, so that a hit is always exact
+    #[arg(long)]
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    exact_hits: bool,
     /// Address to listen on [default: 127.0.0.1]
     #[arg(long, value_name = "ADDRESS")]
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -141,8 +147,10 @@ struct Config {
     kv: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     rotations: Option<String>,
-    sink: usize,
-    recent: usize,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    sink: Option<usize>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    recent: Option<usize>,
     #[serde(skip_serializing_if = "Option::is_none")]
     kv_memory: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -156,6 +164,7 @@ struct Config {
     prefill_chunk: usize,
     max_queue: usize,
     no_prefix_cache: bool,
+    exact_hits: bool,
     host: String,
     port: u16,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -177,8 +186,8 @@ impl Default for Config {
             model: None,
             kv: "oscar2".into(),
             rotations: None,
-            sink: 64,
-            recent: 256,
+            sink: None,
+            recent: None,
             kv_memory: None,
             context: None,
             device: Device::Auto,
@@ -189,6 +198,7 @@ impl Default for Config {
             prefill_chunk: scheduler.prefill_chunk,
             max_queue: 256,
             no_prefix_cache: false,
+            exact_hits: false,
             host: "127.0.0.1".into(),
             port: 8000,
             api_key_file: None,
@@ -223,7 +233,29 @@ impl Config {
         if config.max_batch == 0 || config.step_tokens == 0 || config.prefill_chunk == 0 {
             bail!("max_batch, step_tokens and prefill_chunk must be at least 1");
         }
+        config.log_format()?;
+        check_log_filter(&config.log).context("log")?;
+        config.kv.parse::<KvFormat>().context("kv")?;
+        config.kv_memory()?;
+        config.max_body_bytes()?;
         Ok(config)
+    }
+
+    fn log_format(&self) -> Result<LogFormat> {
+        match self.log_format.as_str() {
+            "text" => Ok(LogFormat::Text),
+            "json" => Ok(LogFormat::Json),
+            other => bail!("log_format '{other}': use text or json"),
+        }
+    }
+
+    fn kv_memory(&self) -> Result<Option<usize>> {
+        let size = self.kv_memory.as_deref().map(parse_size).transpose();
+        size.map_err(anyhow::Error::msg).context("kv_memory")
+    }
+
+    fn max_body_bytes(&self) -> Result<usize> {
+        parse_size(&self.max_body_bytes).map_err(anyhow::Error::msg).context("max_body_bytes")
     }
 
     fn server(&self) -> Result<ServerConfig> {
@@ -232,9 +264,7 @@ impl Config {
             port: self.port,
             api_keys: self.api_keys()?,
             model_aliases: self.model_alias.clone(),
-            max_body_bytes: parse_size(&self.max_body_bytes)
-                .map_err(anyhow::Error::msg)
-                .context("max_body_bytes")?,
+            max_body_bytes: self.max_body_bytes()?,
             drain_timeout: Duration::from_secs(self.drain_timeout),
             allow_request_template: self.allow_request_template,
             reasoning: if self.no_reasoning_split { Reasoning::Off } else { Reasoning::think() },
@@ -276,12 +306,7 @@ pub fn run(flags: &Flags) -> Result<()> {
         print!("{}", toml::to_string_pretty(&config)?);
         return Ok(());
     }
-    let log_format = match config.log_format.as_str() {
-        "text" => LogFormat::Text,
-        "json" => LogFormat::Json,
-        other => bail!("log_format '{other}': use text or json"),
-    };
-    init_logging(log_format, &config.log)?;
+    init_logging(config.log_format()?, &config.log)?;
     let server = config.server()?;
 
     let model_args = ModelArgs {
@@ -299,13 +324,7 @@ pub fn run(flags: &Flags) -> Result<()> {
         sink: config.sink,
         recent: config.recent,
         prefill_chunk: config.prefill_chunk,
-        kv_memory: config
-            .kv_memory
-            .as_deref()
-            .map(parse_size)
-            .transpose()
-            .map_err(anyhow::Error::msg)
-            .context("kv_memory")?,
+        kv_memory: config.kv_memory()?,
     };
     let cache = model.cache(format, &cache_args)?;
     let context = config.context.unwrap_or(model.config.max_position_embeddings);
@@ -348,9 +367,11 @@ pub fn run(flags: &Flags) -> Result<()> {
             max_batch: config.max_batch,
             step_tokens: config.step_tokens,
             prefill_chunk: config.prefill_chunk,
+            ..SchedulerOptions::default()
         },
         max_queue: config.max_queue,
         prefix_cache: !config.no_prefix_cache,
+        demote_idle_tails: !config.exact_hits,
         ..EngineOptions::new(model.name.clone())
     };
     let engine: Arc<dyn EngineApi> =

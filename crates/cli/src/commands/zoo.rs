@@ -22,11 +22,12 @@ enum What {
         #[arg(long)]
         json: bool,
     },
-    /// The key and value files of a model in a local copy of the zoo
+    /// The key and value files of a model in the zoo: in the Hugging Face cache, or downloaded into it by builds with
+    /// the feature `hub`
     Find {
-        /// Root of the zoo: a directory, or a Hugging Face cache directory that holds it
+        /// Root of the zoo instead: a directory, or a Hugging Face cache directory that holds it
         #[arg(long)]
-        root: PathBuf,
+        root: Option<PathBuf>,
         /// Model folder, e.g. Qwen3-8B
         model: String,
         /// A particular sampling folder; the one with the most tokens if absent
@@ -69,7 +70,7 @@ const VALUE_FILE: &str = "v_rotation_sst_r_h_pbr.pt";
 pub fn run(args: &Args) -> Result<()> {
     match &args.what {
         What::Inspect { file, json } => inspect(file, *json),
-        What::Find { root, model, named } => find(root, model, named.as_deref()),
+        What::Find { root, model, named } => find(root.as_deref(), model, named.as_deref()),
         What::Convert { key: Some(key), value: Some(value), kv_heads, out, .. } => {
             to_safetensors(key, value, *kv_heads, out)
         }
@@ -154,10 +155,45 @@ fn inspect(file: &Path, as_json: bool) -> Result<()> {
     Ok(())
 }
 
-fn find(root: &Path, model: &str, named: Option<&str>) -> Result<()> {
-    let pair = zoo::find_pair(root, model, named.map_or(Choice::MostTokens, Choice::Named))?;
+fn find(root: Option<&Path>, model: &str, named: Option<&str>) -> Result<()> {
+    let choice = named.map_or(Choice::MostTokens, Choice::Named);
+    let pair = match root {
+        Some(root) => zoo::find_pair(root, model, choice)?,
+        None => find_in_cache(model, choice)?,
+    };
     println!("{}\n  keys   {}\n  values {}", pair.name, pair.keys.display(), pair.values.display());
     Ok(())
+}
+
+/// Looks where the Hugging Face client keeps the zoo; what is not there may be on the hub.
+fn find_in_cache(model: &str, choice: Choice<'_>) -> Result<zoo::Candidate> {
+    let mut problems = Vec::new();
+    for hub in oscar_models::hub_cache_folders() {
+        match zoo::cached_root(&hub).and_then(|root| zoo::find_pair(&root, model, choice)) {
+            Ok(pair) => return Ok(pair),
+            Err(error) => problems.push(error.to_string()),
+        }
+    }
+    download(model, choice, &problems)
+}
+
+#[cfg(feature = "hub")]
+fn download(model: &str, choice: Choice<'_>, _problems: &[String]) -> Result<zoo::Candidate> {
+    let wanted = |listing: &[String]| zoo::files_of(listing, model);
+    let root =
+        oscar_models::hub::download_files(zoo::REPOSITORY, wanted, &mut crate::options::Bars::default())
+            .with_context(|| format!("{model} in {}", zoo::REPOSITORY))?;
+    Ok(zoo::find_pair(&root, model, choice)?)
+}
+
+#[cfg(not(feature = "hub"))]
+fn download(model: &str, _choice: Choice<'_>, problems: &[String]) -> Result<zoo::Candidate> {
+    bail!(
+        "{model} is not here ({}); this build does not download: build with `--features hub`, fetch {} yourself, or give \
+         --root",
+        problems.join("; "),
+        zoo::REPOSITORY
+    )
 }
 
 fn to_safetensors(key: &Path, value: &Path, kv_heads: Option<usize>, out: &Path) -> Result<()> {

@@ -8,7 +8,7 @@ fn errors_name_the_value_and_what_to_do() {
     let garbage = dir.path().join("garbage.json");
     std::fs::write(&garbage, "{ not json").unwrap();
     let garbage = garbage.to_str().unwrap();
-    let cases: [(&[&str], i32, &str); 21] = [
+    let cases: [(&[&str], i32, &str); 25] = [
         (&["run", "--kv", "oscar9", "--prompt", "x"], 2, "oscar2-official"),
         (&["run", "--prompt", "x", "--chat", "y"], 2, "--chat"),
         (&["run", "--raw", "--prompt", ""], 1, "no tokens"),
@@ -29,6 +29,10 @@ fn errors_name_the_value_and_what_to_do() {
         (&["bench", "serve", "--shared-prefix", "600"], 1, "--prompt-tokens is 512"),
         (&["bench", "serve", "--prompt-tokens", "1000000"], 1, "positions of oscar-15m"),
         (&["bench", "serve", "--kv-memory", "1M"], 1, "in bf16"),
+        (&["bench", "serve", "--http", "--turns", "2"], 1, "--turns 2"),
+        (&["serve", "--print-config", "--log", "oscar=loud"], 1, "oscar=loud"),
+        (&["serve", "--print-config", "--log-format", "xml"], 1, "use text or json"),
+        (&["serve", "--print-config", "--kv-memory", "lots"], 1, "kv_memory"),
         (&["eval", "ppl", "--text", garbage, "--window", "64"], 1, "--score-from 512"),
     ];
     for (args, status, needle) in cases {

@@ -209,4 +209,8 @@ fn bench_serve_gives_every_format_the_same_work_and_memory() {
         (1, Some("open"), Some(6))
     );
     assert_eq!(rows[0]["prefix_hit_share"], 0.0, "cold prompts with nothing in common");
+
+    let rows = json_lines(&[&common[..], &["--kv", "oscar2", "--http", "--concurrency", "6"]].concat());
+    assert!(rows[0]["http_seconds"].as_f64().unwrap() > 0.0, "{}", rows[0]);
+    assert!(rows[0]["http_overhead"].as_f64().unwrap() > -1.0, "{}", rows[0]);
 }

@@ -45,7 +45,7 @@ fn tasks_are_answered_alike_in_any_batch_and_resume_without_repeating() {
     let more = [&common[..], &["--limit", "2", "--kv", "oscar2", "--batch", "1"]].concat();
     assert_eq!(json_lines(&more), rows);
     let (_, message) = fail(&[&args[..], &["--sink", "128"]].concat());
-    assert!(message.contains("sink was 64, now it is 128") && message.contains("delete"), "{message}");
+    assert!(message.contains("sink was null, now it is 128") && message.contains("delete"), "{message}");
 }
 
 #[test]

@@ -5,4 +5,8 @@ mod calibration;
 mod clients;
 mod commands;
 mod evaluation;
+mod python;
+mod server;
+#[cfg(target_os = "linux")]
+mod soak;
 mod support;

@@ -4,4 +4,5 @@ mod attention;
 mod distortion;
 mod fixture;
 mod pages;
+mod rivals;
 mod support;

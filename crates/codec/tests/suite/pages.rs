@@ -9,6 +9,8 @@ use proptest::prelude::*;
 fn formats() -> Vec<KvFormat> {
     let mut all = KvFormat::all();
     all.push("int4-g32".parse().unwrap());
+    // Formats that group keys along tokens cannot be coded row by row: see `rivals`.
+    all.retain(|f| f.codec(128, f.native_layout()).is_ok_and(|c| c.token_groups(Side::Key).is_none()));
     all
 }
 
@@ -159,7 +161,7 @@ proptest! {
     }
 
     #[test]
-    fn any_bits_of_input_give_finite_rows(bits in prop::collection::vec(any::<u32>(), 128), which in 0usize..20) {
+    fn any_bits_of_input_give_finite_rows(bits in prop::collection::vec(any::<u32>(), 128), which in 0usize..60) {
         let all = formats();
         let format = all[which % all.len()];
         if format.is_coded() {

@@ -34,6 +34,7 @@ pub struct Answer {
 pub struct Outcome {
     pub answers: BTreeMap<usize, Answer>,
     pub cached: usize,
+    pub demoted_tail: bool,
     pub prompt_logprobs: Option<Vec<Option<TokenLogprobs>>>,
     pub usage: Usage,
     pub failed: Option<RequestError>,
@@ -61,10 +62,11 @@ impl Call {
                 Err(error) => panic!("no answer ({error}) from the engine at {:#?}", engine.stats()),
             };
             match event {
-                Event::Started { cached_tokens, prompt_logprobs } => {
+                Event::Started { cached_tokens, demoted_tail, prompt_logprobs } => {
                     assert!(!started, "Started comes once");
                     started = true;
                     outcome.cached = cached_tokens;
+                    outcome.demoted_tail = demoted_tail;
                     outcome.prompt_logprobs = prompt_logprobs;
                 }
                 Event::Token { choice, token, logprobs } => {

@@ -64,7 +64,10 @@ fn repetition_and_continuation_compute_one_page_at_most() {
 fn growth_beyond_the_budget_preempts_and_resumes_with_the_same_answers() {
     let setup = Setup { kv_memory: 9 * FULL_BLOCK, ..setup() };
     let mut reference = Setup { kv_memory: 1 << 30, ..self::setup() }.embedded();
-    let engine = engine(&setup);
+    // Admitted for their prompts alone, they outgrow the cache together.
+    let scheduler = SchedulerOptions { decode_room: 0, ..SchedulerOptions::default() };
+    let engine =
+        Engine::start(setup.embedded(), EngineOptions { scheduler, ..EngineOptions::new("test") }).unwrap();
     let prompts: Vec<Vec<u32>> = (0..3).map(|i| tokens(20 + i as usize, i)).collect();
     let calls: Vec<_> = prompts.iter().map(|p| submit(&engine, p, params(230)).unwrap()).collect();
     for (call, prompt) in calls.into_iter().zip(&prompts) {
@@ -242,4 +245,72 @@ fn who_does_not_listen_is_cancelled() {
     assert_eq!(outcome.answers[&0].tokens.len(), 40);
     let stats = engine.stats();
     assert_eq!((stats.cancelled, stats.finished, stats.running), (2, 1, 0));
+}
+
+#[test]
+fn under_pressure_idle_tails_are_coded_before_anything_is_evicted_and_hits_on_them_counted() {
+    // Four prompts of 320 tokens with all their windows do not fit; coded they do.
+    let setup = Setup { kv_memory: 16 * FULL_BLOCK, ..setup() };
+    let engine = engine(&setup);
+    let prompts: Vec<Vec<u32>> = (0..5).map(|i| tokens(320, i)).collect();
+    let cold: Vec<Vec<u32>> = prompts
+        .iter()
+        .map(|prompt| {
+            let outcome = submit(&engine, prompt, params(8)).unwrap().finish(&engine, None);
+            assert_eq!((outcome.cached, outcome.demoted_tail), (0, false));
+            outcome.answers[&0].tokens.clone()
+        })
+        .collect();
+    let stats = engine.stats();
+    assert!(stats.demoted_tail_pages > 0, "{stats:?}");
+    assert_eq!(stats.demoted_tail_hits, 0);
+    let mut reference = setup.embedded();
+    for (prompt, answer) in prompts.iter().zip(&cold) {
+        assert_eq!(answer, &greedy(&mut reference, prompt, 8, &[]));
+    }
+    // Every prompt is still there but for its last page; the oldest lost its BF16 tail.
+    let hit = submit(&engine, &prompts[0], params(8)).unwrap().finish(&engine, None);
+    assert_eq!((hit.cached, hit.demoted_tail, hit.usage.demoted_tail), (256, true, true));
+    assert_eq!(hit.answers[&0].tokens.len(), 8);
+    assert_eq!(engine.stats().demoted_tail_hits, 1);
+    // What followed the demoted tail is not taken for exact later.
+    let mut turn = prompts[0].clone();
+    turn.extend(&hit.answers[&0].tokens);
+    turn.extend(tokens(120, 77));
+    let second = submit(&engine, &turn, params(4)).unwrap().finish(&engine, None);
+    assert!(second.cached >= 256 && second.demoted_tail);
+    assert_eq!(engine.stats().demoted_tail_hits, 2);
+    let stats = engine.stats();
+    assert_eq!(stats.full_pages, stats.cached_full_pages);
+    assert_eq!(stats.coded_pages, stats.cached_coded_pages);
+    engine.flush_cache();
+    assert_eq!((engine.stats().full_pages, engine.stats().coded_pages), (0, 0));
+
+    // An engine that must not demote evicts instead, and is exact.
+    let options = EngineOptions { demote_idle_tails: false, ..EngineOptions::new("test") };
+    let exact = Engine::start(setup.embedded(), options).unwrap();
+    for (prompt, answer) in prompts.iter().zip(&cold).chain(prompts.iter().zip(&cold)) {
+        let outcome = submit(&exact, prompt, params(8)).unwrap().finish(&exact, None);
+        assert_eq!((&outcome.answers[&0].tokens, outcome.demoted_tail), (answer, false));
+    }
+    assert_eq!((exact.stats().demoted_tail_pages, exact.stats().demoted_tail_hits), (0, 0));
+}
+
+#[test]
+fn alone_or_in_a_batch_of_32_the_answers_are_the_same() {
+    for format in [KvFormat::OSCAR2, KvFormat::Bf16] {
+        let setup = Setup { format, ..setup() };
+        let mut reference = setup.embedded();
+        let engine = engine(&setup);
+        let prompts: Vec<Vec<u32>> = (0..32).map(|i| tokens(15 + 7 * i as usize, i)).collect();
+        let calls: Vec<_> = prompts.iter().map(|p| submit(&engine, p, params(20)).unwrap()).collect();
+        for (call, prompt) in calls.into_iter().zip(&prompts) {
+            let outcome = call.finish(&engine, None);
+            let alone = greedy(&mut reference, prompt, 20, &[]);
+            assert_eq!(outcome.answers[&0].tokens, alone, "{format}, prompt of {}", prompt.len());
+        }
+        let steps = engine.stats().steps;
+        // Sixteen steps for the prompts, in the last of which nobody has ended.
+        assert!(steps < 20 + 20, "{steps} steps: they were not in one batch");
+    }
 }

@@ -29,6 +29,31 @@ fn any_chunk_and_any_thread_count_give_the_same_logits_to_the_bit() {
     }
 }
 
+/// Methods that code keys by groups of tokens, flush them while values slide, or leave layers in BF16.
+#[test]
+fn rivals_with_windows_of_their_own_do_not_see_chunks_or_threads() {
+    let prompt = tokens(420, 5);
+    for name in ["kivi2", "kivi2-g128", "kitty", "turboquant-3bit_nc", "turboquant2-prod", "quarot2"] {
+        let format: KvFormat = name.parse().unwrap();
+        let windows = match name {
+            // Small windows, so that most of the short prompt is read as code.
+            "turboquant-3bit_nc" | "turboquant2-prod" | "quarot2" => format.windows(Some(16), Some(48)),
+            _ => format.windows(None, None),
+        }
+        .unwrap();
+        let setup = Setup { format, windows, threads: 1, ..Setup::default() };
+        let reference = all_logits(&mut setup.embedded(), &prompt, 420);
+        let mut runner = Setup { threads: 3, ..setup }.embedded();
+        for chunk in [33, 200] {
+            let logits = all_logits(&mut runner, &prompt, chunk);
+            assert!(bits(&logits) == bits(&reference), "{name}, chunks of {chunk}");
+        }
+        // One token at a time: what decoding does.
+        let logits = all_logits(&mut runner, &prompt[..300], 1);
+        assert!(bits(&logits) == bits(&reference[..logits.len()]), "{name}, one token at a time");
+    }
+}
+
 #[test]
 fn prefill_equals_feeding_one_token_at_a_time() {
     let prompt = tokens(400, 2);

@@ -1,6 +1,6 @@
 //! Properties of the scheduler, on a ledger that only counts.
 
-use oscar_engine::scheduler::{Ledger, Scheduler, SchedulerOptions, SequenceId, StepPlan};
+use oscar_engine::scheduler::{Demand, Ledger, Scheduler, SchedulerOptions, SequenceId, StepPlan};
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -20,11 +20,14 @@ impl Counts {
 }
 
 impl Ledger for Counts {
-    fn admit(&mut self, id: SequenceId, tokens: usize, alone: bool) -> Option<usize> {
-        if !alone && self.free() < tokens.div_ceil(PAGE) {
+    fn admit(&mut self, sequence: Demand, running: &[Demand]) -> Option<usize> {
+        assert_eq!(running.len(), self.held.len());
+        let outstanding: usize =
+            running.iter().map(|d| d.tokens.div_ceil(PAGE).saturating_sub(self.held[&d.id].1)).sum();
+        if !running.is_empty() && self.free() < outstanding + sequence.tokens.div_ceil(PAGE) {
             return None;
         }
-        assert!(self.held.insert(id, (0, 0)).is_none(), "admitted twice");
+        assert!(self.held.insert(sequence.id, (0, 0)).is_none(), "admitted twice");
         Some(0)
     }
 
@@ -118,11 +121,11 @@ proptest! {
     #[test]
     fn everyone_ends_in_order_within_the_budget(
         scripts in prop::collection::vec(script(), 1..14), batch in 1usize..6, chunk in 1usize..200,
-        step_tokens in 1usize..300, slack in 0usize..30,
+        step_tokens in 1usize..300, slack in 0usize..30, decode_room in 0usize..40,
     ) {
         // Every sequence fits alone.
         let largest = scripts.iter().map(|s| (s.prompt + s.answer).div_ceil(PAGE)).max().unwrap();
-        let options = SchedulerOptions { max_batch: batch, step_tokens, prefill_chunk: chunk };
+        let options = SchedulerOptions { max_batch: batch, step_tokens, prefill_chunk: chunk, decode_room };
         let mut world = World {
             scheduler: Scheduler::new(options),
             counts: Counts { total: largest + slack, held: BTreeMap::new() },
@@ -130,12 +133,13 @@ proptest! {
             first_admissions: Vec::new(),
         };
         let mut arrived = Vec::new();
-        let mut step = 0;
+        let (mut step, mut preemptions) = (0, 0);
         while step < 30 || !world.scheduler.is_idle() {
             for (i, script) in scripts.iter().enumerate() {
                 let id = SequenceId(i as u64);
                 if script.arrives == step {
-                    world.scheduler.submit(id, script.prompt, usize::MAX);
+                    let limit = script.prompt + script.answer - 1;
+                    world.scheduler.submit(id, script.prompt, limit, usize::MAX);
                     world.alive.insert(id, 0);
                     arrived.push(id);
                 }
@@ -146,21 +150,23 @@ proptest! {
             let decoding: BTreeSet<SequenceId> = world.counts.held.iter()
                 .filter(|(id, held)| held.0 + 1 == scripts[id.0 as usize].prompt + world.alive[id])
                 .map(|(id, _)| *id).collect();
-            let prefilling: Vec<(SequenceId, usize)> = world.counts.held.iter()
-                .filter(|(id, _)| !decoding.contains(id)).map(|(id, h)| (*id, h.0)).collect();
+            let stores_prompt = |id: &&SequenceId| world.counts.held.contains_key(id) && !decoding.contains(id);
+            let oldest = arrived.iter().find(stores_prompt).copied();
             let plan = world.scheduler.schedule(&mut world.counts);
             prop_assert!(plan.exhausted.is_empty());
             prop_assert!(world.alive.is_empty() || !plan.work.is_empty(), "someone always goes on");
-            if plan.preempted.is_empty() && world.counts.free() > 0 {
-                for (id, _) in prefilling {
-                    prop_assert!(plan.work.iter().any(|w| w.id == id), "a prompt being stored always goes on");
-                }
+            if let Some(oldest) = oldest && plan.preempted.is_empty() && world.counts.free() > 0 {
+                prop_assert!(plan.work.iter().any(|w| w.id == oldest), "the oldest prompt always goes on");
             }
+            preemptions += plan.preempted.len();
             world.perform(&scripts, &plan, &decoding);
             step += 1;
             prop_assert!(step < 20_000, "no end in sight");
         }
         prop_assert!(world.counts.held.is_empty() && world.alive.is_empty());
+        // Who was admitted with room for a whole answer is never in want of pages.
+        let longest = scripts.iter().map(|s| s.answer).max().unwrap();
+        prop_assert!(preemptions == 0 || decode_room + 1 < longest, "{preemptions} preemptions");
         let order: Vec<_> = arrived.into_iter().filter(|id| world.first_admissions.contains(id)).collect();
         prop_assert_eq!(order, world.first_admissions, "first come, first served");
     }
@@ -168,16 +174,17 @@ proptest! {
 
 #[test]
 fn a_long_prompt_neither_starves_nor_is_starved() {
-    let options = SchedulerOptions { max_batch: 8, step_tokens: 128, prefill_chunk: 128 };
+    let options =
+        SchedulerOptions { max_batch: 8, step_tokens: 128, prefill_chunk: 128, ..Default::default() };
     let mut scheduler = Scheduler::new(options);
     let mut counts = Counts { total: 10_000, held: BTreeMap::new() };
     let (long, short) = (SequenceId(0), SequenceId(1));
-    scheduler.submit(long, 100_000, usize::MAX);
+    scheduler.submit(long, 100_000, 100_010, usize::MAX);
     let plan = scheduler.schedule(&mut counts);
     assert_eq!(plan.work[0].tokens, 128);
     scheduler.complete(&plan);
     counts.held.get_mut(&long).unwrap().0 += 128;
-    scheduler.submit(short, 10, usize::MAX);
+    scheduler.submit(short, 10, 20, usize::MAX);
     let mut steps = 0;
     loop {
         steps += 1;
@@ -192,4 +199,38 @@ fn a_long_prompt_neither_starves_nor_is_starved() {
         }
     }
     assert!(steps <= 3, "the short prompt's first token took {steps} steps");
+}
+
+#[test]
+fn prompts_are_admitted_only_beside_what_running_ones_still_need() {
+    // Room for two prompts of 20 pages and their answers. All four arrive at once, all but empty-handed: counting
+    // only what is taken already would let all of them in.
+    let options = SchedulerOptions { max_batch: 8, step_tokens: 150, prefill_chunk: 100, decode_room: 16 };
+    let mut scheduler = Scheduler::new(options);
+    let mut counts = Counts { total: 45, held: BTreeMap::new() };
+    for i in 0..4 {
+        scheduler.submit(SequenceId(i), 20 * PAGE, 22 * PAGE, usize::MAX);
+    }
+    let plan = scheduler.schedule(&mut counts);
+    assert_eq!(plan.admitted.len(), 2);
+    scheduler.complete(&plan);
+    for work in &plan.work {
+        counts.held.get_mut(&work.id).unwrap().0 += work.tokens;
+    }
+    // One ends early: its successor comes in, in order.
+    scheduler.remove(SequenceId(0));
+    counts.held.remove(&SequenceId(0));
+    let plan = scheduler.schedule(&mut counts);
+    assert_eq!(plan.admitted.iter().map(|a| a.0.0).collect::<Vec<_>>(), [2]);
+    assert!(plan.preempted.is_empty());
+}
+
+#[test]
+fn of_prompts_that_came_together_some_end_early() {
+    let options = SchedulerOptions { max_batch: 32, step_tokens: 1024, ..Default::default() };
+    let mut scheduler = Scheduler::new(options);
+    let mut counts = Counts { total: 10_000, held: BTreeMap::new() };
+    (0..24).for_each(|i| scheduler.submit(SequenceId(i), 64, 128, usize::MAX));
+    let plan = scheduler.schedule(&mut counts);
+    assert_eq!(plan.work.iter().filter(|w| w.last).count(), 16, "as many as the step has tokens for");
 }

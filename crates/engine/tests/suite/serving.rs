@@ -31,8 +31,10 @@ impl Dice {
     }
 }
 
-fn windows() -> Windows {
-    Windows::new(32, 80).unwrap()
+/// Small windows; a method with windows of its own keeps their form.
+fn windows(format: KvFormat) -> Windows {
+    let recent = if format.windows(None, None).unwrap().sides_agree() { Some(80) } else { None };
+    format.windows(Some(32), recent).unwrap()
 }
 
 /// Greedy tokens and their log-probabilities.
@@ -46,7 +48,7 @@ struct Oracle {
 
 impl Oracle {
     fn new(format: KvFormat) -> Self {
-        let runner = Setup { format, windows: windows(), ..Setup::default() }.embedded();
+        let runner = Setup { format, windows: windows(format), ..Setup::default() }.embedded();
         Self { runner, known: HashMap::new() }
     }
 
@@ -103,13 +105,15 @@ struct Plan {
     batch: usize,
     rounds: usize,
     seed: u64,
+    /// May idle tails be demoted? Answers that go on from one are only checked for form.
+    demotes: bool,
 }
 
 /// Returns the statistics, so that a test can say that it tested something.
 fn converse(plan: &Plan, oracle: &mut Oracle) -> EngineStats {
     let mut setup = Setup {
         format: plan.format,
-        windows: windows(),
+        windows: windows(plan.format),
         chunk: plan.chunk,
         context: 2048,
         ..Setup::default()
@@ -120,12 +124,16 @@ fn converse(plan: &Plan, oracle: &mut Oracle) -> EngineStats {
             max_batch: plan.batch,
             step_tokens: plan.step_tokens,
             prefill_chunk: plan.chunk,
+            // Little, so that sequences are preempted too.
+            decode_room: 4,
         },
+        demote_idle_tails: plan.demotes,
         ..EngineOptions::new("test")
     };
     let engine = Engine::start(setup.embedded(), options).unwrap();
     let mut dice = Dice(plan.seed);
     let mut histories: Vec<Vec<u32>> = Vec::new();
+    let mut demoted_hits = 0;
     for round in 0..plan.rounds {
         let mut calls = Vec::new();
         for _ in 0..dice.between(1, plan.batch + 3) {
@@ -162,8 +170,14 @@ fn converse(plan: &Plan, oracle: &mut Oracle) -> EngineStats {
             let what =
                 format!("seed {}, round {round}, prompt of {}, {limit} tokens", plan.seed, prompt.len());
             let outcome = call.finish(&engine, cancel);
-            let expected = oracle.answer(&prompt, limit);
-            check_answer(&expected, &outcome, &what);
+            assert_eq!(outcome.demoted_tail, outcome.usage.demoted_tail, "{what}");
+            if outcome.demoted_tail {
+                demoted_hits += 1;
+                assert!(plan.demotes && outcome.cached >= 64 && outcome.failed.is_none(), "{what}");
+            } else {
+                let expected = oracle.answer(&prompt, limit);
+                check_answer(&expected, &outcome, &what);
+            }
             assert_eq!(outcome.answers.len(), choices, "{what}");
             assert!(outcome.cached < prompt.len() && outcome.cached.is_multiple_of(64), "{what}");
             let mut history = prompt;
@@ -176,6 +190,8 @@ fn converse(plan: &Plan, oracle: &mut Oracle) -> EngineStats {
         check_accounts(&engine, &format!("seed {}, after round {round}", plan.seed));
     }
     let stats = engine.stats();
+    assert!(stats.demoted_tail_hits >= demoted_hits, "a request that was cancelled early may have been one");
+    assert!(plan.demotes || stats.demoted_tail_pages == 0);
     engine.flush_cache();
     let empty = engine.stats();
     assert_eq!((empty.full_pages, empty.coded_pages, empty.cache_bytes), (0, 0, 0), "nothing is leaked");
@@ -186,7 +202,7 @@ fn converse(plan: &Plan, oracle: &mut Oracle) -> EngineStats {
 #[test]
 fn answers_do_not_depend_on_the_cache_the_batch_or_the_chunk() {
     let (mut two_bit, mut bf16) = (Oracle::new(KvFormat::OSCAR2), Oracle::new(KvFormat::Bf16));
-    let plan = |format, budget, chunk, batch, seed| Plan {
+    let plan = |format, budget, chunk, batch, seed, demotes| Plan {
         format,
         budget,
         chunk,
@@ -194,20 +210,47 @@ fn answers_do_not_depend_on_the_cache_the_batch_or_the_chunk() {
         batch,
         rounds: 4,
         seed,
+        demotes,
     };
-    let (mut cached, mut evicted) = (0, 0);
+    let (mut cached, mut evicted, mut demoted) = (0, 0, 0);
     for plan in [
-        plan(KvFormat::OSCAR2, 12, 150, 4, 11),
-        plan(KvFormat::OSCAR2, 11, 33, 6, 12),
-        plan(KvFormat::OSCAR2, 200, 512, 3, 13),
-        plan(KvFormat::Bf16, 18, 100, 4, 14),
+        plan(KvFormat::OSCAR2, 11, 150, 4, 11, true),
+        plan(KvFormat::OSCAR2, 11, 33, 6, 12, false),
+        plan(KvFormat::OSCAR2, 200, 512, 3, 13, true),
+        plan(KvFormat::Bf16, 18, 100, 4, 14, true),
     ] {
         let oracle = if plan.format == KvFormat::Bf16 { &mut bf16 } else { &mut two_bit };
         let stats = converse(&plan, oracle);
         cached += stats.cached_tokens;
         evicted += stats.evicted_pages;
+        demoted += stats.demoted_tail_pages;
     }
-    assert!(cached > 0 && evicted > 0, "{cached} tokens found, {evicted} pages evicted");
+    assert!(
+        cached > 0 && evicted > 0 && demoted > 0,
+        "{cached} tokens found, {evicted} pages evicted, {demoted} tail pages demoted"
+    );
+}
+
+/// Keys in groups of tokens: within a page, where the prefix cache shares their codes, and over pages, where it
+/// cannot.
+#[test]
+fn rivals_answer_alike_from_the_prefix_cache() {
+    for (name, shares) in [("kivi2", true), ("kivi2-g128", false)] {
+        let format: KvFormat = name.parse().unwrap();
+        let mut oracle = Oracle::new(format);
+        let plan = Plan {
+            format,
+            budget: 60,
+            chunk: 150,
+            step_tokens: 300,
+            batch: 3,
+            rounds: 6,
+            seed: 21,
+            demotes: false,
+        };
+        let stats = converse(&plan, &mut oracle);
+        assert!(!shares || stats.cached_tokens > 0, "{name}: nothing was found in the prefix cache");
+    }
 }
 
 /// `cargo test --release -p oscar-engine -- --ignored soak`; `OSCAR_SOAK_SEEDS` sets how long.
@@ -227,6 +270,7 @@ fn soak() {
             batch: dice.between(1, 9),
             rounds: 25,
             seed,
+            demotes: dice.roll(2) == 0,
         };
         println!("seed {seed}: {:?}", converse(&plan, &mut oracle));
         oracle.known.clear();

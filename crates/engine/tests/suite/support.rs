@@ -1,6 +1,6 @@
 //! Runners on the embedded model and on tiny random ones.
 
-use oscar_codec::{CacheLayout, CodeLayout, KvFormat, RotationKind, RotationSet, Windows};
+use oscar_codec::{CacheLayout, CodeLayout, KvFormat, Windows};
 use oscar_engine::{Logits, Runner, RunnerOptions, Sequence, StepRequest};
 use oscar_kernels_cpu::Kernels;
 use oscar_kernels_cpu::backend::{CpuBackend, Mode};
@@ -40,10 +40,7 @@ impl Setup {
         let weights = Weights::open(source).unwrap();
         let (l, h, d) = (config.layers, config.kv_heads, config.head_dim);
         let layout = CacheLayout::new(self.format, l, h, d, self.windows, CodeLayout::CpuTile).unwrap();
-        let rotations = match self.format.rotation() {
-            RotationKind::None => None,
-            RotationKind::Calibrated => Some(RotationSet::hadamard(l, h, d).unwrap()),
-        };
+        let rotations = self.format.rotation().data_free(l, h, d).unwrap();
         let backend = CpuBackend::new(Kernels::chosen().unwrap(), self.threads, self.precision).unwrap();
         let options = RunnerOptions {
             layout,

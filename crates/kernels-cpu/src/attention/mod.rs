@@ -13,15 +13,18 @@
 //!   and weights (16 bits of the page's largest), and exact integer sums. Codes of one and two bits need but 8 bits
 //!   of both, see [`AttentionPrecision`]; AMX takes 16 all the same.
 //! - BF16 pages round queries and weights to BF16 on AVX-512 and AMX; AVX2 keeps both in f32.
-//! - Everything else is decoded to f32 ([`kernel_name`] says so).
+//! - Everything else is decoded to BF16 rows first and read like BF16 pages ([`kernel_name`] says so). Pages of f32,
+//!   and everything in the scalar variant, are read in f32.
 
 mod append;
 mod block;
+mod decode;
 mod demote;
 mod generic;
 mod page;
 mod precision;
 mod span;
+mod tile;
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
@@ -53,7 +56,7 @@ use oscar_codec::attention::PagedContext;
 use oscar_codec::{PageCodec, Windows};
 
 pub use append::append_rows;
-pub use demote::{demote_kernel_name, demote_tile};
+pub use demote::{DemotionCodecs, demote_kernel_name, demote_side, demote_tile};
 pub use page::{kernel_name, kernel_name_with};
 pub use precision::{AttentionPrecision, OVERRIDE as PRECISION_OVERRIDE, PrecisionError};
 
@@ -61,7 +64,7 @@ use crate::cpu::Variant;
 use crate::disjoint::Disjoint;
 use crate::pool::ThreadPool;
 use block::{MAX_DIM, ROWS, RowBlock, finish_state, merge_state, state_len};
-use page::PageScratch;
+use page::{PageReader, PageScratch};
 use span::{ItemRows, read_span};
 
 /// Tokens of a span: the unit of parallel work along the context, and the order of merging. Part of the
@@ -70,6 +73,8 @@ pub const SPAN_TOKENS: usize = 2048;
 
 /// Blocks of rows a work item carries over each page.
 const ITEM_BLOCKS: usize = 8;
+/// The same where a page has to be decoded before it is read: the more rows share it, the better.
+const DECODING_ITEM_BLOCKS: usize = 64;
 
 /// The queries of one sequence and KV head: in decode the heads of the group, in prefill those of every token of
 /// the chunk.
@@ -146,7 +151,7 @@ pub fn attend(variant: Variant, pool: &ThreadPool, tasks: &mut [AttendTask<'_>],
     let Scratch { precision, calls, workers, states, items } = scratch;
     let (precision, call) = (*precision, *calls);
     items.clear();
-    plan(tasks, pool.threads(), items, states);
+    plan(variant, precision, tasks, pool.threads(), items, states);
 
     // Split items: every span of every item is a piece of work. Whole items: the item is.
     let pieces: Vec<(usize, usize)> = items
@@ -209,13 +214,15 @@ struct TaskInput<'a> {
     scale: f32,
     windows: &'a Windows,
     context: &'a PagedContext<'a>,
+    coded_until: usize,
     head_dim: usize,
 }
 
 impl<'a> TaskInput<'a> {
     fn new(task: &AttendTask<'a>) -> Self {
         let AttendTask { queries, positions, scale, windows, context, .. } = *task;
-        Self { queries, positions, scale, windows, context, head_dim: context.full_codec.head_dim() }
+        let head_dim = context.full_codec.head_dim();
+        Self { queries, positions, scale, windows, context, coded_until: context.coded_until(), head_dim }
     }
 }
 
@@ -231,11 +238,20 @@ fn check(task: &AttendTask<'_>) {
 
 /// Cuts the tasks into items. Whether an item's spans are handed out one by one decides who does the work, never
 /// what is computed.
-fn plan(tasks: &[AttendTask<'_>], threads: usize, items: &mut Vec<Item>, states: &mut Vec<f32>) {
+fn plan(
+    variant: Variant,
+    precision: AttentionPrecision,
+    tasks: &[AttendTask<'_>],
+    threads: usize,
+    items: &mut Vec<Item>,
+    states: &mut Vec<f32>,
+) {
     for (task, input) in tasks.iter().enumerate() {
         let total = input.positions.len();
-        for first_row in (0..total).step_by(ROWS * ITEM_BLOCKS) {
-            let rows = (ROWS * ITEM_BLOCKS).min(total - first_row);
+        let decodes = PageReader::new(variant, precision, input.context.coded_codec).decodes();
+        let most = ROWS * if decodes { DECODING_ITEM_BLOCKS } else { ITEM_BLOCKS };
+        for first_row in (0..total).step_by(most) {
+            let rows = most.min(total - first_row);
             let last = input.positions[first_row + rows - 1] as usize;
             items.push(Item { task, first_row, rows, spans: last / SPAN_TOKENS + 1, states: None });
         }

@@ -4,8 +4,10 @@ use oscar_codec::page::Scheme;
 use oscar_codec::{CodeLayout, PAGE_TOKENS, PageCodec, RowPageCodec, Side};
 
 use super::block::{QueryForms, RowBlock};
+use super::decode::{SidePage, decode_page};
 use super::generic;
 use super::precision::AttentionPrecision;
+use super::tile::Bf16Tile;
 use crate::cpu::Variant;
 
 /// How a codec's pages are read.
@@ -13,9 +15,10 @@ use crate::cpu::Variant;
 pub(super) enum PageKind {
     /// Raw codes against fixed-point queries and weights.
     Codes { key_bits: u32, value_bits: u32 },
-    /// BF16 rows as dot-product operands.
-    Bf16,
-    /// Rows decoded to f32 once for all queries of the work item.
+    /// BF16 rows as dot-product operands. Sides of any other form are decoded to such rows once for all queries of
+    /// the work item.
+    Bf16 { decoded: bool },
+    /// Rows decoded to f32: the scalar variant, and pages that are f32 themselves.
     Decoded,
 }
 
@@ -47,7 +50,7 @@ impl<'a> PageView<'a> {
     }
 }
 
-/// A page as f32 rows, token by token.
+/// A page as f32 rows, token by token; both sides have room whichever is decoded.
 #[derive(Default)]
 pub(super) struct DecodedPage {
     pub keys: Vec<f32>,
@@ -90,10 +93,25 @@ impl PageReader {
         Self { variant, precision, kind }
     }
 
+    /// How the same variant reads keys of one codec beside values of another.
+    pub(super) fn across(full: Self, coded: Self) -> Self {
+        let bf16 = |kind| matches!(kind, PageKind::Bf16 { .. } | PageKind::Codes { .. });
+        let both = bf16(full.kind) && bf16(coded.kind);
+        let kind = if both { PageKind::Bf16 { decoded: true } } else { PageKind::Decoded };
+        Self { kind, ..full }
+    }
+
+    /// Does a page cost much before the first row reads it?
+    pub(super) fn decodes(self) -> bool {
+        matches!(self.kind, PageKind::Decoded | PageKind::Bf16 { decoded: true })
+    }
+
     pub(super) fn forms(self) -> QueryForms {
         match (self.kind, self.variant) {
             (PageKind::Codes { .. }, _) => QueryForms { fixed_point: true, bf16: false },
-            (PageKind::Bf16, Variant::Avx512 | Variant::Amx) => QueryForms { fixed_point: false, bf16: true },
+            (PageKind::Bf16 { .. }, Variant::Avx512 | Variant::Amx) => {
+                QueryForms { fixed_point: false, bf16: true }
+            }
             _ => QueryForms::default(),
         }
     }
@@ -114,11 +132,11 @@ impl PageReader {
                 super::amx::code_stages(key_bits, value_bits, rows)
             }
             #[cfg(target_arch = "x86_64")]
-            (Variant::Avx2, PageKind::Bf16) => super::avx2::bf16_stages(),
+            (Variant::Avx2, PageKind::Bf16 { .. }) => super::avx2::bf16_stages(),
             #[cfg(target_arch = "x86_64")]
-            (Variant::Avx512, PageKind::Bf16) => super::avx512_bf16::stages(rows),
+            (Variant::Avx512, PageKind::Bf16 { .. }) => super::avx512_bf16::stages(rows),
             #[cfg(target_arch = "x86_64")]
-            (Variant::Amx, PageKind::Bf16) => super::amx::bf16_stages(rows),
+            (Variant::Amx, PageKind::Bf16 { .. }) => super::amx::bf16_stages(rows),
             (variant, _) => {
                 let _ = rows;
                 generic::stages(variant)
@@ -129,10 +147,10 @@ impl PageReader {
     pub(super) fn name(self) -> &'static str {
         match (self.variant, self.kind) {
             (Variant::Scalar, _) => "scalar decode",
-            (_, PageKind::Decoded) => "generic decode",
-            (Variant::Avx2, PageKind::Bf16) => "avx2 bf16",
-            (Variant::Avx512, PageKind::Bf16) => "avx512 bf16",
-            (Variant::Amx, PageKind::Bf16) => "amx bf16",
+            (_, PageKind::Decoded | PageKind::Bf16 { decoded: true }) => "generic decode",
+            (Variant::Avx2, PageKind::Bf16 { .. }) => "avx2 bf16",
+            (Variant::Avx512, PageKind::Bf16 { .. }) => "avx512 bf16",
+            (Variant::Amx, PageKind::Bf16 { .. }) => "amx bf16",
             (variant, PageKind::Codes { key_bits, value_bits }) => {
                 code_name(variant, self.precision, key_bits, value_bits)
             }
@@ -183,20 +201,23 @@ fn code_name(
 
 fn kind(variant: Variant, codec: &RowPageCodec) -> PageKind {
     let (key, value) = (codec.spec(Side::Key), codec.spec(Side::Value));
-    if variant == Variant::Scalar || codec.layout() != CodeLayout::CpuTile {
+    if variant == Variant::Scalar || [key.scheme, value.scheme].contains(&Scheme::F32) {
         return PageKind::Decoded;
+    }
+    if codec.layout() != CodeLayout::CpuTile {
+        return PageKind::Bf16 { decoded: true };
     }
     let one_group = |side| codec.groups(side) == 1;
     // Two 8-bit codes times a 7-bit weight do not fit the 16-bit sums of AVX2.
     let narrow = |bits| bits <= 4 || variant != Variant::Avx2;
     match (key.scheme, value.scheme) {
-        (Scheme::Bf16, Scheme::Bf16) => PageKind::Bf16,
+        (Scheme::Bf16, Scheme::Bf16) => PageKind::Bf16 { decoded: false },
         (Scheme::Affine, Scheme::Affine)
             if one_group(Side::Key) && one_group(Side::Value) && narrow(key.bits) && narrow(value.bits) =>
         {
             PageKind::Codes { key_bits: key.bits, value_bits: value.bits }
         }
-        _ => PageKind::Decoded,
+        _ => PageKind::Bf16 { decoded: true },
     }
 }
 
@@ -218,49 +239,76 @@ pub fn kernel_name_with(
 #[derive(Default)]
 pub(super) struct PageScratch {
     decoded: DecodedPage,
-    values: Vec<u8>,
+    keys: Bf16Tile,
+    values: Bf16Tile,
+    silenced: Vec<u8>,
 }
 
 impl PageScratch {
-    /// The view of `page` for rows that read the tokens in `used`; the others may hold anything.
+    /// The view of a page's keys and values, which may come from different pages, for rows that read the tokens in
+    /// `used`; the others may hold anything.
     pub(super) fn view<'a>(
         &'a mut self,
-        kind: PageKind,
-        codec: &RowPageCodec,
-        page: &'a [u8],
+        reader: PageReader,
+        keys: SidePage<'a>,
+        values: SidePage<'a>,
         used: u64,
         ahead: isize,
     ) -> PageView<'a> {
-        let mut view = PageView::in_place(codec, page, ahead);
-        match kind {
-            PageKind::Codes { .. } => {}
-            PageKind::Bf16 if used == u64::MAX => {}
-            PageKind::Bf16 => {
-                // A weight of zero does not silence a NaN in a row that was never written.
-                self.values.clear();
-                self.values.extend_from_slice(view.values);
-                zero_unused_tokens(&mut self.values, used);
-                view.values = &self.values;
+        let variant = reader.variant;
+        let d = keys.codec.head_dim();
+        let nothing = &[][..];
+        let mut view = PageView {
+            keys: nothing,
+            values: nothing,
+            key_params: nothing,
+            value_params: nothing,
+            ahead,
+            decoded: None,
+        };
+        let room = |rows: &mut Vec<f32>| rows.resize(PAGE_TOKENS * d, 0.0);
+        match reader.kind {
+            PageKind::Codes { .. } => PageView::in_place(keys.codec, keys.bytes(), ahead),
+            PageKind::Bf16 { .. } => {
+                if is_bf16_tile(keys) {
+                    view.keys = &keys.bytes()[keys.codec.codes_range(Side::Key)];
+                } else {
+                    room(&mut self.decoded.keys);
+                    decode_page(variant, keys, used, &mut self.decoded.keys);
+                    self.keys.store_keys(variant, &self.decoded.keys, d);
+                    view.keys = self.keys.bytes();
+                }
+                if !is_bf16_tile(values) {
+                    room(&mut self.decoded.values);
+                    decode_page(variant, values, used, &mut self.decoded.values);
+                    self.values.store_values(variant, &self.decoded.values, d);
+                    view.values = self.values.bytes();
+                } else if used == u64::MAX {
+                    view.values = &values.bytes()[values.codec.codes_range(Side::Value)];
+                } else {
+                    // A weight of zero does not silence a NaN in a row that was never written.
+                    self.silenced.clear();
+                    self.silenced.extend_from_slice(&values.bytes()[values.codec.codes_range(Side::Value)]);
+                    zero_unused_tokens(&mut self.silenced, used);
+                    view.values = &self.silenced;
+                }
+                view
             }
             PageKind::Decoded => {
-                let d = codec.head_dim();
-                self.decoded.keys.resize(PAGE_TOKENS * d, 0.0);
-                self.decoded.values.resize(PAGE_TOKENS * d, 0.0);
-                for token in 0..PAGE_TOKENS {
-                    let rows = token * d..(token + 1) * d;
-                    if used >> token & 1 == 1 {
-                        codec.decode_row(Side::Key, page, token, &mut self.decoded.keys[rows.clone()]);
-                        codec.decode_row(Side::Value, page, token, &mut self.decoded.values[rows]);
-                    } else {
-                        self.decoded.keys[rows.clone()].fill(0.0);
-                        self.decoded.values[rows].fill(0.0);
-                    }
-                }
+                room(&mut self.decoded.keys);
+                room(&mut self.decoded.values);
+                decode_page(variant, keys, used, &mut self.decoded.keys);
+                decode_page(variant, values, used, &mut self.decoded.values);
                 view.decoded = Some(&self.decoded);
+                view
             }
         }
-        view
     }
+}
+
+/// Can the BF16 kernels read this side where it lies?
+fn is_bf16_tile(page: SidePage<'_>) -> bool {
+    page.codec.spec(page.side).scheme == Scheme::Bf16 && page.codec.layout() == CodeLayout::CpuTile
 }
 
 /// `values` lie `[token pair][channel][2]`.
@@ -301,8 +349,13 @@ mod tests {
         assert_eq!(name(Variant::Amx, KvFormat::Bf16), ["amx bf16"; 2]);
         assert_eq!(name(Variant::Avx512, KvFormat::Oscar { bits: 4 }), ["avx512-vnni int4"; 2]);
         assert_eq!(name(Variant::Avx512, KvFormat::Int { bits: 8, group: 0 }), ["avx512-vnni int8"; 2]);
-        for format in [KvFormat::Oscar2Lloyd, KvFormat::F32, KvFormat::Int { bits: 4, group: 32 }] {
+        for format in ["oscar2-lloyd", "f32", "int4-g32", "quarot2", "kivi2", "turboquant3", "fp8"]
+            .map(|f| f.parse().unwrap())
+        {
             assert_eq!(name(Variant::Avx512, format), ["generic decode"; 2]);
+        }
+        for format in ["naive2", "saw4"].map(|f| f.parse().unwrap()) {
+            assert_ne!(name(Variant::Avx512, format), ["generic decode"; 2]);
         }
         assert_eq!(name(Variant::Scalar, KvFormat::OSCAR2), ["scalar decode"; 2]);
         let mixed = |key, value| {

@@ -2,9 +2,10 @@
 
 use std::ops::Range;
 
-use oscar_codec::{PAGE_TOKENS, RowPageCodec};
+use oscar_codec::{PAGE_TOKENS, RowPageCodec, Side, Windows};
 
 use super::block::{QueryForms, ROWS, RowBlock};
+use super::decode::SidePage;
 use super::page::{PageReader, PageScratch, PageView, Stages};
 use super::precision::AttentionPrecision;
 use super::{Item, SPAN_TOKENS, TaskInput, Worker};
@@ -21,21 +22,44 @@ pub(super) struct ItemRows<'a> {
     coded: PageReader,
 }
 
-/// What a row reads: BF16 below `sink`, code up to `boundary`, BF16 up to `end`.
+/// What a row reads of each side: BF16 below `sink`, code up to the side's boundary, BF16 up to `end`.
 #[derive(Clone, Copy, Debug)]
 struct Reach {
     sink: usize,
-    boundary: usize,
+    keys: usize,
+    values: usize,
     end: usize,
 }
 
 impl Reach {
-    fn coded(self, base: usize) -> u64 {
-        token_mask(base, self.sink..self.boundary)
+    fn new(windows: &Windows, position: usize, coded_until: usize) -> Self {
+        Self {
+            sink: windows.sink(),
+            keys: windows.side_boundary(Side::Key, position).max(coded_until),
+            values: windows.side_boundary(Side::Value, position).max(coded_until),
+            end: position + 1,
+        }
     }
 
+    /// Code on both sides.
+    fn coded(self, base: usize) -> u64 {
+        token_mask(base, self.sink..self.keys.min(self.values))
+    }
+
+    /// BF16 on both sides.
     fn full(self, base: usize) -> u64 {
-        token_mask(base, 0..self.sink.min(self.end)) | token_mask(base, self.boundary..self.end)
+        let recent = self.keys.max(self.values)..self.end;
+        token_mask(base, 0..self.sink.min(self.end)) | token_mask(base, recent)
+    }
+
+    /// Keys as code beside values in BF16.
+    fn coded_keys(self, base: usize) -> u64 {
+        token_mask(base, self.values..self.keys.max(self.values))
+    }
+
+    /// Values as code beside keys in BF16.
+    fn coded_values(self, base: usize) -> u64 {
+        token_mask(base, self.keys..self.values.max(self.keys))
     }
 }
 
@@ -75,14 +99,7 @@ impl Worker {
         self.loaded = Some(number);
         let reaches = input.positions[item.first_row..][..item.rows]
             .iter()
-            .map(|&position| {
-                let position = position as usize;
-                Reach {
-                    sink: input.windows.sink(),
-                    boundary: input.windows.boundary(position),
-                    end: position + 1,
-                }
-            })
+            .map(|&position| Reach::new(input.windows, position as usize, input.coded_until))
             .collect();
         ItemRows {
             input,
@@ -117,13 +134,15 @@ pub(super) fn read_span(rows: &mut ItemRows<'_>, span: usize, mut done: impl FnM
         stages: &full_stages,
         what: "full",
     };
+    // Windows of their own for each side: some tokens are read from both kinds of pages.
+    let across = PageReader::across(rows.full, rows.coded);
+    let across_stages = (!rows.input.windows.sides_agree()).then(|| stages_of(across, rows.blocks));
     let first_page = span * SPAN_TOKENS / PAGE_TOKENS;
     let last_page = end.div_ceil(PAGE_TOKENS).min((span + 1) * SPAN_TOKENS / PAGE_TOKENS);
     // What every row reads as code: nearly everything, so masks are worth making only outside.
-    let all_coded = rows
-        .reaches
-        .iter()
-        .fold(0..usize::MAX, |all, reach| all.start.max(reach.sink)..all.end.min(reach.boundary));
+    let all_coded = rows.reaches.iter().fold(0..usize::MAX, |all, reach| {
+        all.start.max(reach.sink)..all.end.min(reach.keys.min(reach.values))
+    });
     let mut due = None;
     for page in first_page..last_page {
         let base = page * PAGE_TOKENS;
@@ -133,6 +152,12 @@ pub(super) fn read_span(rows: &mut ItemRows<'_>, span: usize, mut done: impl FnM
         } else {
             let used = rows.set_masks(|reach| reach.coded(base));
             read_page(rows, &coded, page, used, &mut due);
+            if let Some(stages) = &across_stages {
+                let used = rows.set_masks(|reach| reach.coded_keys(base));
+                read_across(rows, [&coded, &full], (across, stages), page, used, &mut due);
+                let used = rows.set_masks(|reach| reach.coded_values(base));
+                read_across(rows, [&full, &coded], (across, stages), page, used, &mut due);
+            }
             let used = rows.set_masks(|reach| reach.full(base));
             read_page(rows, &full, page, used, &mut due);
         }
@@ -154,6 +179,12 @@ struct Pages<'a> {
     reader: PageReader,
     stages: &'a [Stages],
     what: &'static str,
+}
+
+impl<'a> Pages<'a> {
+    fn side(&self, side: Side, block: usize, origin: usize) -> SidePage<'a> {
+        SidePage { codec: self.codec, side, pages: self.pages, block, origin }
+    }
 }
 
 /// A page whose values some blocks have still to add.
@@ -213,14 +244,40 @@ fn read_page<'a>(
         return;
     }
     add_due_values(rows.blocks, due.take());
-    let view = rows.page.view(source.reader.kind, source.codec, page, used, ahead);
-    for (block, stages) in rows.blocks.iter_mut().zip(source.stages).filter(|(block, _)| reads(block)) {
+    let origin = rows.input.windows.sink();
+    let (keys, values) = (source.side(Side::Key, index, origin), source.side(Side::Value, index, origin));
+    let view = rows.page.view(source.reader, keys, values, used, ahead);
+    run_stages(rows.blocks, source.stages, &view);
+}
+
+/// Reads tokens whose keys lie in the first source's page and whose values in the second's.
+fn read_across<'a>(
+    rows: &mut ItemRows<'_>,
+    [keys, values]: [&Pages<'a>; 2],
+    (reader, stages): (PageReader, &[Stages]),
+    index: usize,
+    used: u64,
+    due: &mut Option<Due<'a>>,
+) {
+    if used == 0 {
+        return;
+    }
+    add_due_values(rows.blocks, due.take());
+    let origin = rows.input.windows.sink();
+    let (keys, values) = (keys.side(Side::Key, index, origin), values.side(Side::Value, index, origin));
+    let view = rows.page.view(reader, keys, values, used, 0);
+    run_stages(rows.blocks, stages, &view);
+}
+
+fn run_stages(blocks: &mut [Box<RowBlock>], stages: &[Stages], view: &PageView<'_>) {
+    let reads = |block: &RowBlock| block.masks[..block.rows].iter().any(|&mask| mask != 0);
+    for (block, stages) in blocks.iter_mut().zip(stages).filter(|(block, _)| reads(block)) {
         // SAFETY: the stages belong to the variant of the call, which `attend` found available.
         unsafe {
-            (stages.score)(block, &view);
-            (stages.weigh)(block, &view);
+            (stages.score)(block, view);
+            (stages.weigh)(block, view);
             if block.any_weight {
-                (stages.add_values)(block, &view);
+                (stages.add_values)(block, view);
             }
         }
     }
@@ -244,14 +301,47 @@ fn add_block_values(block: &mut RowBlock, i: usize, due: Option<&Due<'_>>) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use oscar_codec::Windows;
+    use oscar_codec::Tail;
+
+    #[test]
+    fn masks_of_sides_with_windows_of_their_own_cover_every_token_once() {
+        for (sink, key, value) in
+            [(0, (1, 128), (129, 1)), (32, (1, 128), (129, 128)), (16, (40, 16), (7, 3))]
+        {
+            let tail = |(recent, unit)| Tail { recent, unit };
+            let windows = Windows::by_side(sink, tail(key), tail(value)).unwrap();
+            for position in [0, 15, 100, 127, 128, 129, 300, 511, 777] {
+                let reach = Reach::new(&windows, position, 0);
+                for page in 0..=position / PAGE_TOKENS {
+                    let base = page * PAGE_TOKENS;
+                    let masks = [
+                        reach.coded(base),
+                        reach.coded_keys(base),
+                        reach.coded_values(base),
+                        reach.full(base),
+                    ];
+                    for t in (0..PAGE_TOKENS).filter(|t| base + t <= position) {
+                        let side = |side| windows.reads_side_as_code(side, position, base + t);
+                        let which = match (side(Side::Key), side(Side::Value)) {
+                            (true, true) => 0,
+                            (true, false) => 1,
+                            (false, true) => 2,
+                            (false, false) => 3,
+                        };
+                        let read: Vec<usize> = (0..4).filter(|&i| masks[i] >> t & 1 == 1).collect();
+                        assert_eq!(read, [which], "{windows:?}, query {position}, token {}", base + t);
+                    }
+                }
+            }
+        }
+    }
 
     #[test]
     fn masks_follow_the_window_rule() {
         for (sink, recent) in [(64, 256), (0, 1), (16, 7), (80, 40)] {
             let windows = Windows::new(sink, recent).unwrap();
             for position in [0, 15, 16, 63, 64, 79, 80, 100, 320, 335, 336, 1000] {
-                let reach = Reach { sink, boundary: windows.boundary(position), end: position + 1 };
+                let reach = Reach::new(&windows, position, 0);
                 for page in 0..=position / PAGE_TOKENS + 1 {
                     let base = page * PAGE_TOKENS;
                     let (coded, full) = (reach.coded(base), reach.full(base));
@@ -261,6 +351,7 @@ mod tests {
                         assert_eq!(coded >> t & 1 == 1, code, "{sink} {recent} {position} {j}");
                         assert_eq!(full >> t & 1 == 1, j <= position && !code);
                     }
+                    assert_eq!(reach.coded_keys(base) | reach.coded_values(base), 0);
                 }
             }
         }

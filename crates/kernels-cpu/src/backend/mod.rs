@@ -5,16 +5,22 @@ mod pages;
 mod region;
 
 pub use pages::CpuPages;
+use pages::HeadPages;
 
 use crate::attention::{self, AttendTask};
 use crate::{Epilogue, GemmScratch, Kernels, PackedMatrix, Precision, ThreadPool, Weights};
 use half::bf16;
 use heads::{HeadTask, LayerRotation};
+
 use oscar_backend::{
-    Backend, BackendError, HeadPreparation, HeadShape, HostMatrix, HostValues, Result, SequenceRows, Write,
+    Backend, BackendError, CacheHead, HeadPreparation, HeadShape, HostMatrix, HostValues, Result,
+    SequenceRows, Write,
 };
 use oscar_codec::attention::PagedContext;
-use oscar_codec::{CacheLayout, HeadRotations, PAGE_TOKENS, TILE_TOKENS};
+use oscar_codec::{
+    CacheLayout, CodedPageId, FullPageId, HeadRotations, PAGE_TOKENS, PageCodec, Side, TILE_TOKENS,
+};
+use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Runs models on the processor.
@@ -150,9 +156,53 @@ impl CpuBackend {
         });
     }
 
+    /// Both sides together, a tile at a time.
+    fn demote_tiles(
+        &self,
+        codecs: attention::DemotionCodecs<'_>,
+        sequence: &SequenceRows<'_>,
+        full: &HeadPages,
+        coded: &mut HeadPages,
+    ) {
+        for position in sequence.demote.clone().step_by(TILE_TOKENS) {
+            let (from, to) = demotion_pages(sequence, position / PAGE_TOKENS);
+            let tile = position % PAGE_TOKENS / TILE_TOKENS;
+            let (from, to) = (full.page(from.0), coded.page_mut(to.0));
+            attention::demote_tile(self.kernels.variant(), codecs.full, from, codecs.coded, to, tile)
+                .expect("pages have their codec's sizes");
+        }
+    }
+
     fn shape_error(what: &str, detail: impl ToString) -> BackendError {
         BackendError::Shape { what: what.into(), detail: detail.to_string() }
     }
+}
+
+/// Each side by itself, as far as its own windows say.
+fn demote_sides(
+    codecs: attention::DemotionCodecs<'_>,
+    sequence: &SequenceRows<'_>,
+    full: &HeadPages,
+    coded: &mut HeadPages,
+) {
+    for (side, positions) in [(Side::Key, &sequence.demote), (Side::Value, &sequence.demote_values)] {
+        attention::demote_side(
+            codecs,
+            side,
+            positions.clone(),
+            |block| full.page(demotion_pages(sequence, block).0.0),
+            |block, write| write(coded.page_mut(demotion_pages(sequence, block).1.0)),
+        )
+        .expect("pages have their codec's sizes, and the windows demote whole groups");
+    }
+}
+
+/// The two pages of a block that is demoted.
+fn demotion_pages(sequence: &SequenceRows<'_>, block: usize) -> (FullPageId, CodedPageId) {
+    let (Some(from), Some(to)) = (sequence.full[block], sequence.coded[block]) else {
+        unreachable!("the cache prepares both pages of a block that is demoted")
+    };
+    (from, to)
 }
 
 impl Backend for CpuBackend {
@@ -320,8 +370,12 @@ impl Backend for CpuBackend {
         Ok(())
     }
 
+    fn reads_demoted_tails(&self) -> bool {
+        true
+    }
+
     fn demote(&self, layer: usize, sequences: &[SequenceRows<'_>], pool: &mut CpuPages) -> Result<()> {
-        if sequences.iter().all(|s| s.demote.is_empty()) {
+        if sequences.iter().all(|s| s.demote.is_empty() && s.demote_values.is_empty()) {
             return Ok(());
         }
         let (layout, full, coded) = pool.layer_mut(layer);
@@ -329,27 +383,62 @@ impl Backend for CpuBackend {
         let mut tasks: Vec<_> = full.iter().zip(coded).enumerate().collect();
         self.pool.run_chunks(&mut tasks, 1, |_, task| {
             let (head, (full, coded)) = &mut task[0];
-            let (full_codec, coded_codec) = (layout.full().codec(layer, *head), table.codec(layer, *head));
+            let codecs = attention::DemotionCodecs {
+                full: layout.full().codec(layer, *head),
+                coded: table.codec(layer, *head),
+            };
+            let by_tiles = layout.windows().sides_agree() && codecs.coded.token_groups(Side::Key).is_none();
             for sequence in sequences {
-                for position in sequence.demote.clone().step_by(TILE_TOKENS) {
-                    let block = position / PAGE_TOKENS;
-                    let (Some(from), Some(to)) = (sequence.full[block], sequence.coded[block]) else {
-                        unreachable!("the cache prepares both pages of a block that is demoted")
-                    };
-                    let tile = position % PAGE_TOKENS / TILE_TOKENS;
-                    let target = coded.page_mut(to.0);
-                    attention::demote_tile(
-                        self.kernels.variant(),
-                        full_codec,
-                        full.page(from.0),
-                        coded_codec,
-                        target,
-                        tile,
-                    )
-                    .expect("pages have their codec's sizes");
+                if by_tiles {
+                    self.demote_tiles(codecs, sequence, full, coded);
+                } else {
+                    demote_sides(codecs, sequence, full, coded);
                 }
             }
         });
+        Ok(())
+    }
+
+    fn read_full_rows(
+        &self,
+        head: CacheHead,
+        full: &[Option<FullPageId>],
+        positions: Range<usize>,
+        pool: &CpuPages,
+        keys: &mut Vec<f32>,
+        values: &mut Vec<f32>,
+    ) -> Result<()> {
+        let codec = pool.full_codec(head.layer, head.kv_head);
+        let d = codec.head_dim();
+        keys.resize(positions.len() * d, 0.0);
+        values.resize(positions.len() * d, 0.0);
+        for (row, position) in positions.enumerate() {
+            let page = pool.full_page(head.layer, head.kv_head, held_page(full, position)?);
+            codec.decode_row(Side::Key, page, position % PAGE_TOKENS, &mut keys[row * d..][..d]);
+            codec.decode_row(Side::Value, page, position % PAGE_TOKENS, &mut values[row * d..][..d]);
+        }
+        Ok(())
+    }
+
+    fn write_full_rows(
+        &self,
+        head: CacheHead,
+        full: &[Option<FullPageId>],
+        first: usize,
+        keys: &[f32],
+        values: &[f32],
+        pool: &mut CpuPages,
+    ) -> Result<()> {
+        let (layout, pages, _) = pool.layer_mut(head.layer);
+        let codec = layout.full().codec(head.layer, head.kv_head);
+        let d = codec.head_dim();
+        for (row, (key, value)) in keys.chunks_exact(d).zip(values.chunks_exact(d)).enumerate() {
+            let position = first + row;
+            let page = pages[head.kv_head].page_mut(held_page(full, position)?.0);
+            attention::append_rows(codec, page, position % PAGE_TOKENS, key, value).map_err(|error| {
+                BackendError::Shape { what: "rows of the cache".into(), detail: error.to_string() }
+            })?;
+        }
         Ok(())
     }
 
@@ -426,4 +515,12 @@ impl Backend for CpuBackend {
         }
         Ok(())
     }
+}
+
+/// The full page that holds a position.
+fn held_page(full: &[Option<FullPageId>], position: usize) -> Result<FullPageId> {
+    full.get(position / PAGE_TOKENS).copied().flatten().ok_or_else(|| BackendError::Shape {
+        what: "page table".into(),
+        detail: format!("position {position} has no full page"),
+    })
 }

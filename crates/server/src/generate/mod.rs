@@ -74,6 +74,8 @@ pub struct Totals {
     pub cached: usize,
     pub completion: usize,
     pub reasoning: usize,
+    /// The cached tokens ended in a demoted tail, in any of the prompts.
+    pub demoted_tail: bool,
 }
 
 impl std::ops::AddAssign for Totals {
@@ -82,6 +84,7 @@ impl std::ops::AddAssign for Totals {
         self.cached += other.cached;
         self.completion += other.completion;
         self.reasoning += other.reasoning;
+        self.demoted_tail |= other.demoted_tail;
     }
 }
 
@@ -242,8 +245,9 @@ impl Worker {
     /// Handles an event; true if nothing more is to be expected or wanted.
     fn take(&mut self, event: Event) -> bool {
         match event {
-            Event::Started { cached_tokens, prompt_logprobs } => {
+            Event::Started { cached_tokens, demoted_tail, prompt_logprobs } => {
                 self.totals.cached = cached_tokens;
+                self.totals.demoted_tail = demoted_tail;
                 self.send(Output::Started { prompt: self.prompt, prompt_logprobs });
                 false
             }

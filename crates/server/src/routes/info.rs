@@ -125,6 +125,7 @@ pub async fn state(State(app): State<Shared>) -> Json<Value> {
             "generated_tokens": stats.generated_tokens, "finished": stats.finished,
             "cancelled": stats.cancelled, "failed": stats.failed, "preemptions": stats.preemptions,
             "demoted_tokens": stats.demoted_tokens, "demoted_tail_hits": stats.demoted_tail_hits,
+            "demoted_tail_pages": stats.demoted_tail_pages,
             "evicted_pages": stats.evicted_pages, "full_pages": stats.full_pages,
             "coded_pages": stats.coded_pages, "cached_full_pages": stats.cached_full_pages,
             "cached_coded_pages": stats.cached_coded_pages, "cache_bytes": stats.cache_bytes,

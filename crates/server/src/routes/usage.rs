@@ -17,6 +17,10 @@ pub struct Usage {
 #[derive(Clone, Copy, Debug, Serialize)]
 struct PromptDetails {
     cached_tokens: usize,
+    /// There only if it is so: the cached tokens ended in a tail that is held as code, so that the answer may differ
+    /// from a cold one.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    demoted_tail: bool,
 }
 
 #[derive(Clone, Copy, Debug, Serialize)]
@@ -30,7 +34,10 @@ impl From<Totals> for Usage {
             prompt_tokens: totals.prompt,
             completion_tokens: totals.completion,
             total_tokens: totals.prompt + totals.completion,
-            prompt_tokens_details: PromptDetails { cached_tokens: totals.cached },
+            prompt_tokens_details: PromptDetails {
+                cached_tokens: totals.cached,
+                demoted_tail: totals.demoted_tail,
+            },
             completion_tokens_details: CompletionDetails { reasoning_tokens: totals.reasoning },
         }
     }

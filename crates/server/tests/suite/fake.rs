@@ -210,7 +210,7 @@ impl Inner {
 
     fn recite(&self, request: &Request, cached: usize) {
         let mut usage =
-            Usage { prompt_tokens: request.prompt.len(), cached_tokens: cached, completion_tokens: 0 };
+            Usage { prompt_tokens: request.prompt.len(), cached_tokens: cached, ..Usage::default() };
         self.play(request, &mut usage);
         let mut state = self.state.lock().unwrap();
         state.running.remove(&request.id);
@@ -228,7 +228,11 @@ impl Inner {
             let tokens = request.prompt.iter().enumerate();
             tokens.map(|(index, &token)| (index > 0).then(|| logprobs(token, top))).collect()
         });
-        request.sink.send(Event::Started { cached_tokens: usage.cached_tokens, prompt_logprobs });
+        request.sink.send(Event::Started {
+            cached_tokens: usage.cached_tokens,
+            demoted_tail: false,
+            prompt_logprobs,
+        });
         let mut open: Vec<bool> = vec![true; params.choices];
         for position in 0.. {
             for choice in 0..params.choices {

@@ -3,7 +3,7 @@
 use super::{Row, ceiling, report};
 use anyhow::{Context, Result, bail};
 use oscar_codec::attention::PagedContext;
-use oscar_codec::{CacheLayout, CodeLayout, KvFormat, PAGE_TOKENS, PageCodec, Windows};
+use oscar_codec::{CacheLayout, CodeLayout, FormatTable, KvFormat, PAGE_TOKENS, PageCodec, Side};
 use oscar_kernels_cpu::attention::{AttendTask, AttentionPrecision, Scratch, attend, kernel_name};
 use oscar_kernels_cpu::bench::time_median;
 use oscar_kernels_cpu::{Kernels, ThreadPool};
@@ -25,10 +25,12 @@ pub struct Args {
     batch: Vec<usize>,
     #[arg(long, value_name = "N", default_value_t = 1)]
     threads: usize,
-    #[arg(long, default_value_t = 64)]
-    sink: usize,
-    #[arg(long, default_value_t = 256)]
-    recent: usize,
+    /// Tokens at the beginning kept in BF16; 64, or what the format's source publishes, if absent
+    #[arg(long)]
+    sink: Option<usize>,
+    /// Most recent tokens kept in BF16; 256, or what the format's source publishes, if absent
+    #[arg(long)]
+    recent: Option<usize>,
     /// Timed repetitions
     #[arg(long, value_name = "N", default_value_t = 15)]
     repetitions: usize,
@@ -72,13 +74,18 @@ pub fn run(args: &Args) -> Result<()> {
     let kernels = Kernels::chosen()?;
     let pool = ThreadPool::new(args.threads)?;
     let ceiling = ceiling(kernels, &pool);
-    let windows = Windows::new(args.sink, args.recent)?;
     let mut rows = Vec::new();
     for &context in &args.context {
         for &batch in &args.batch {
             for &format in &args.kv {
-                let layout =
+                let windows = format.windows(args.sink, args.recent)?;
+                let mut layout =
                     CacheLayout::new(format, 1, kv_heads, args.head_dim, windows, CodeLayout::CpuTile)?;
+                if format.boundary_layers() > 0 {
+                    // The layer measured is an inner one.
+                    let codec = format.codec(args.head_dim, CodeLayout::CpuTile)?;
+                    layout = layout.with_coded_table(FormatTable::new(1, kv_heads, vec![codec; kv_heads])?);
+                }
                 let codec = layout.coded().unwrap_or(layout.full()).codec(0, 0);
                 let name = kernel_name(kernels.variant(), codec);
                 if !args.json {
@@ -128,12 +135,12 @@ fn measure(
     let d = layout.head_dim();
     let position = shape.context - 1;
     let windows = layout.windows();
-    let (sink, boundary) = (windows.sink(), windows.boundary(position));
+    let (sink, boundary, frontier) = (windows.sink(), windows.boundary(position), windows.frontier(position));
     let full_codec = layout.full().codec(0, 0);
     let coded_codec = layout.coded().unwrap_or(layout.full()).codec(0, 0);
     let blocks = shape.context.div_ceil(PAGE_TOKENS);
     let coded_blocks =
-        if layout.coded().is_some() { sink / PAGE_TOKENS..boundary.div_ceil(PAGE_TOKENS) } else { 0..0 };
+        if layout.coded().is_some() { sink / PAGE_TOKENS..frontier.div_ceil(PAGE_TOKENS) } else { 0..0 };
     let needs_full =
         |b: usize| layout.coded().is_none() || b * PAGE_TOKENS < sink || (b + 1) * PAGE_TOKENS > boundary;
 
@@ -154,8 +161,10 @@ fn measure(
                 let keys: Vec<f32> = (0..PAGE_TOKENS * d).map(|_| row()).collect();
                 let values: Vec<f32> = (0..PAGE_TOKENS * d).map(|_| row()).collect();
                 let mut page = vec![0; codec.page_bytes()];
-                // The sizes are the codec's own.
-                let _ = codec.encode(&keys, &values, &mut page);
+                // The sizes are the codec's own. Keys in groups of tokens stay zero: reading them costs the same.
+                for (side, rows) in [(Side::Key, &keys), (Side::Value, &values)] {
+                    let _ = codec.encode_side_rows(side, 0, rows, &mut page);
+                }
                 page
             })
             .collect()

@@ -1,6 +1,7 @@
 //! Outputs against the specification.
 
 use super::*;
+use crate::attention::kernel_name_with;
 use oscar_codec::SideSpec;
 
 /// Fixed-point queries and weights: 16 bits of the largest.
@@ -9,8 +10,47 @@ const CODED: f32 = 2e-4;
 const ROUNDED: f32 = 4e-3;
 /// Queries and weights of one byte: the outputs of coarse codes, whose own error is thirty times as large.
 const ONE_BYTE: f32 = 1.5e-2;
+/// Decoded keys and values rounded to BF16 (2⁻⁹ of each) before queries and weights are.
+const DECODED: f32 = 1e-2;
 /// Only the order of f32 additions differs.
 const SAME: f32 = 2e-5;
+
+/// Methods with windows of their own, or that group along tokens, by every kernel.
+#[test]
+fn rivals_match_scalar() {
+    let pool = ThreadPool::new(2).unwrap();
+    let d = 128;
+    for (name, sink, recent) in [
+        ("kivi2", None, None),
+        ("kivi2-g64", Some(32), None),
+        ("kivi2-g128", Some(64), Some(256)),
+        ("kitty", None, None),
+        ("quarot2", Some(16), Some(40)),
+        ("turboquant2.5", Some(16), Some(40)),
+        ("turboquant3-prod", Some(16), Some(40)),
+        ("turboquant-3bit_nc", Some(16), Some(40)),
+        ("fp8", Some(16), Some(40)),
+    ] {
+        let format: KvFormat = name.parse().unwrap();
+        let windows = format.windows(sink, recent).unwrap();
+        for tokens in [1, 130, 257, 700, 2304] {
+            let context = Context::demoted(format, d, &windows, tokens);
+            let queries = queries(5, d, 1.5, tokens as u64);
+            let last = tokens as u32 - 1;
+            let positions = [0, 2, 5, 100, 0].map(|back| last.saturating_sub(back));
+            let mut positions = positions.to_vec();
+            positions.sort_unstable();
+            // Codes of the last position's windows are there for the earlier ones too.
+            let expected = context.expected(&windows, &queries, &positions);
+            for kernel in kernels(Variant::available()) {
+                let got = context.attend(kernel, &pool, &windows, &queries, &positions);
+                let error = relative_error(&got, &expected);
+                let tolerance = if kernel.0 == Variant::Scalar { SAME } else { DECODED };
+                assert!(error <= tolerance, "{kernel:?} {name}, {tokens} tokens: error {error:e}");
+            }
+        }
+    }
+}
 
 fn check(
     kernel: (Variant, AttentionPrecision),
@@ -33,8 +73,10 @@ fn check(
             let error = relative_error(&got, &expected);
             // The BF16 windows are rounded where the variant rounds them, whatever the code.
             let one_byte = matches!(format, KvFormat::Oscar { bits: ..=2 });
+            let generic = kernel_name_with(variant, precision, &context.coded_codec) == "generic decode";
             let tolerance = match variant {
                 Variant::Scalar => SAME,
+                _ if generic && format != KvFormat::F32 => DECODED,
                 _ if one_byte && precision == AttentionPrecision::Int8 => ONE_BYTE,
                 Variant::Avx2 => CODED,
                 _ => ROUNDED,
@@ -126,7 +168,12 @@ fn integer_path_is_accurate_to_its_fixed_point() {
                 let expected = context.expected(&windows, &queries, &positions);
                 let error = relative_error(&got, &expected);
                 let one_byte = precision.one_byte(key_bits) || precision.one_byte(value_bits);
-                let tolerance = if one_byte { ONE_BYTE } else { CODED };
+                let generic = kernel_name_with(variant, precision, &context.coded_codec) == "generic decode";
+                let tolerance = match (one_byte, generic) {
+                    (true, _) => ONE_BYTE,
+                    (_, true) => DECODED,
+                    _ => CODED,
+                };
                 assert!(
                     error <= tolerance,
                     "{variant} {precision} {key_bits}/{value_bits} bits, head {d}: {error:e}"
@@ -243,6 +290,45 @@ fn underflow_is_not_a_problem() {
             assert!(error < 2e-2, "{variant}: {error:e}");
         }
     }
+}
+
+/// A tail that was demoted to make room: blocks in the window that have codes alone.
+#[test]
+fn a_demoted_tail_is_read_as_code_by_every_variant() {
+    let (d, tokens) = (64, 700);
+    let pool = ThreadPool::new(2).unwrap();
+    let context = Context::random(KvFormat::OSCAR2, d, tokens, 5);
+    let queries = queries(6, d, 1.0, 3);
+    let positions = [640, 650, 660, 670, 690, 699];
+    let windows = Windows::default();
+    let whole = context.expected(&windows, &queries, &positions);
+    context.with_pages(|context| {
+        let mut full = context.full.to_vec();
+        full[1..9].fill(None);
+        let context = PagedContext { full: &full, ..*context };
+        let scale = 1.0 / (d as f32).sqrt();
+        let mut expected = vec![0.0; queries.len()];
+        for ((query, &position), out) in
+            queries.chunks_exact(d).zip(&positions).zip(expected.chunks_exact_mut(d))
+        {
+            attend_context(query, scale, position as usize, &windows, &context, Form::Plain).finish(out);
+        }
+        assert!(relative_error(&whole, &expected) > 1e-2, "the tail matters here");
+        for (variant, precision) in kernels(fast_variants()) {
+            let mut out = vec![f32::NAN; queries.len()];
+            let task = AttendTask {
+                queries: &queries,
+                positions: &positions,
+                scale,
+                windows: &windows,
+                context: &context,
+                out: &mut out,
+            };
+            attend(variant, &pool, &mut [task], &mut Scratch::new(precision));
+            let error = relative_error(&out, &expected);
+            assert!(error < 2e-2, "{variant}: {error:e}");
+        }
+    });
 }
 
 #[test]

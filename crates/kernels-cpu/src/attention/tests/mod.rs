@@ -7,9 +7,9 @@ mod one_byte;
 mod row_alone;
 
 use oscar_codec::attention::{Form, PagedContext, attend_context};
-use oscar_codec::{CodeLayout, KvFormat, PAGE_TOKENS, PageCodec, RowPageCodec, TILE_TOKENS, Windows};
+use oscar_codec::{CodeLayout, KvFormat, PAGE_TOKENS, PageCodec, RowPageCodec, Side, TILE_TOKENS, Windows};
 
-use super::{AttendTask, AttentionPrecision, Scratch, attend};
+use super::{AttendTask, AttentionPrecision, DemotionCodecs, Scratch, attend, demote_side};
 use crate::cpu::Variant;
 use crate::pool::ThreadPool;
 
@@ -71,6 +71,29 @@ impl Context {
             context.coded_codec.encode_rows(0, &kept_keys, &kept_values, &mut context.coded[page]).unwrap();
         }
         context
+    }
+
+    /// Pages as demotion leaves them by windows that may differ by side.
+    pub(super) fn demoted(format: KvFormat, d: usize, windows: &Windows, tokens: usize) -> Self {
+        let mut random = Random::new(tokens as u64);
+        let mut rows = || (0..tokens * d).map(|_| random.normal()).collect::<Vec<f32>>();
+        let (keys, values) = (rows(), rows());
+        let full_codec = KvFormat::Bf16.codec(d, CodeLayout::CpuTile).unwrap();
+        let coded_codec = format.codec(d, CodeLayout::CpuTile).unwrap();
+        let pages = tokens.div_ceil(PAGE_TOKENS);
+        let mut full = vec![vec![0xff; full_codec.page_bytes()]; pages];
+        for (page, (keys, values)) in
+            full.iter_mut().zip(keys.chunks(PAGE_TOKENS * d).zip(values.chunks(PAGE_TOKENS * d)))
+        {
+            full_codec.encode_rows(0, keys, values, page).unwrap();
+        }
+        let mut coded = vec![vec![0xff; coded_codec.page_bytes()]; pages];
+        let codecs = DemotionCodecs { full: &full_codec, coded: &coded_codec };
+        for side in [Side::Key, Side::Value] {
+            let positions = windows.sink()..windows.side_boundary(side, tokens - 1);
+            demote_side(codecs, side, positions, |b| &full[b][..], |b, write| write(&mut coded[b])).unwrap();
+        }
+        Self { full_codec, coded_codec, full, coded }
     }
 
     pub(super) fn random(format: KvFormat, d: usize, tokens: usize, seed: u64) -> Self {

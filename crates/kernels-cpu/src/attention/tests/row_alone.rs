@@ -18,6 +18,18 @@ fn check(
 ) {
     let tokens = *positions.last().unwrap() as usize + 1;
     let context = Context::random(format, d, tokens, seed);
+    check_context(kernel, format, &context, windows, positions, seed);
+}
+
+fn check_context(
+    kernel: (Variant, AttentionPrecision),
+    format: KvFormat,
+    context: &Context,
+    windows: &Windows,
+    positions: &[u32],
+    seed: u64,
+) {
+    let d = context.full_codec.head_dim();
     let queries = queries(positions.len(), d, 2.0, seed);
     let one = ThreadPool::new(1).unwrap();
     let three = ThreadPool::new(3).unwrap();
@@ -43,6 +55,13 @@ fn chunks_threads_and_neighbours_do_not_show() {
             check(kernel, format, 64, &Windows::default(), &chunk, 4);
             let scattered = [0, 0, 1, 15, 16, 63, 64, 65, 300, 335, 336, 336, 337];
             check(kernel, format, 64, &Windows::new(16, 30).unwrap(), &scattered, 5);
+        }
+        for name in ["kivi2-g128", "kitty", "turboquant2", "quarot2"] {
+            let format: KvFormat = name.parse().unwrap();
+            let windows = format.windows(None, None).unwrap();
+            let chunk: Vec<u32> = (2030..2060).flat_map(|p| [p, p]).collect();
+            let context = Context::demoted(format, 128, &windows, 2060);
+            check_context(kernel, format, &context, &windows, &chunk, 4);
         }
         let long: Vec<u32> = (0..150).map(|i| 3 * i).collect();
         check(kernel, KvFormat::OSCAR2, 32, &Windows::default(), &long, 6);

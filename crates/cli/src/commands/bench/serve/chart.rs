@@ -120,8 +120,8 @@ mod tests {
             ..Outcome::default()
         };
         let results = [
-            FormatResult { kv: KvFormat::Bf16, outcome: outcome() },
-            FormatResult { kv: KvFormat::Oscar { bits: 2 }, outcome: outcome() },
+            FormatResult { kv: KvFormat::Bf16, outcome: outcome(), over_http: None },
+            FormatResult { kv: KvFormat::Oscar { bits: 2 }, outcome: outcome(), over_http: None },
         ];
         let svg = draw(&results, "a < b & c");
         assert!(svg.contains("a &lt; b &amp; c"));

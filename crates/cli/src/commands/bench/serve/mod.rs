@@ -1,8 +1,10 @@
 //! `oscar bench serve`: many clients at once, every KV format under the same memory budget.
 //!
-//! The engine runs in this process, without HTTP. No token ends an answer, so every format does the same work.
+//! The engine runs in this process, without HTTP unless `--http` asks what that adds. No token ends an answer, so
+//! every format does the same work.
 
 mod chart;
+mod http;
 mod load;
 
 use super::model::random_tokens;
@@ -11,9 +13,10 @@ use crate::{progress, table};
 use anyhow::{Context, Result, bail};
 use load::{Arrivals, Load, Outcome, Percentiles};
 use oscar_codec::KvFormat;
-use oscar_engine::{Engine, EngineOptions, SchedulerOptions};
+use oscar_engine::{Engine, EngineApi, EngineHandle, EngineOptions, SchedulerOptions};
 use serde_json::{Value, json};
 use std::path::PathBuf;
+use std::sync::Arc;
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -48,9 +51,15 @@ pub struct Args {
     /// Before the clock starts, read every first prompt once, one by one, so that the cache holds what fits
     #[arg(long)]
     warm: bool,
+    /// Do the same work over HTTP too, streamed, and say what that adds; both in turns, the best of each counts
+    #[arg(long, conflicts_with_all = ["rate", "warm"])]
+    http: bool,
     /// Most sequences running at once [default: 32, or --concurrency if that is more]
     #[arg(long, value_name = "N")]
     max_batch: Option<usize>,
+    /// Most tokens of one engine step [default: 256]
+    #[arg(long, value_name = "N")]
+    step_tokens: Option<usize>,
     /// Seed of prompts and arrival times
     #[arg(long, value_name = "N", default_value_t = 1)]
     seed: u64,
@@ -65,6 +74,9 @@ pub struct Args {
 /// BF16 requests of full length that the budget holds when the user names none.
 const DEFAULT_BF16_REQUESTS: usize = 4;
 
+/// How often the bare engine and HTTP take turns.
+const HTTP_ROUNDS: usize = 5;
+
 /// Clients of a closed loop when the user says nothing.
 const DEFAULT_CONCURRENCY: usize = 8;
 
@@ -72,6 +84,14 @@ const DEFAULT_CONCURRENCY: usize = 8;
 struct FormatResult {
     kv: KvFormat,
     outcome: Outcome,
+    over_http: Option<Outcome>,
+}
+
+impl FormatResult {
+    /// What HTTP adds to the time of the bare engine, as a share of it.
+    fn http_overhead(&self) -> Option<f64> {
+        self.over_http.as_ref().map(|http| http.seconds / self.outcome.seconds - 1.0)
+    }
 }
 
 pub fn run(args: &Args) -> Result<()> {
@@ -84,9 +104,9 @@ pub fn run(args: &Args) -> Result<()> {
     let load = args.load(&model, arrivals);
     let mut results = Vec::new();
     for (&kv, cache) in args.kv.iter().zip(&caches) {
-        let outcome =
+        let (outcome, over_http) =
             args.measure(&model, cache, context, budget, &load).with_context(|| format!("--kv {kv}"))?;
-        results.push(FormatResult { kv, outcome });
+        results.push(FormatResult { kv, outcome, over_http });
     }
     if let Some(path) = &args.svg {
         let drawing = chart::draw(&results, &args.headline(budget, arrivals));
@@ -96,6 +116,12 @@ pub fn run(args: &Args) -> Result<()> {
         results.iter().for_each(|result| println!("{}", args.json_row(result, context, budget, arrivals)));
     } else {
         println!("{}\n\n{}", args.headline(budget, arrivals), render(&results));
+        for result in &results {
+            if let (Some(http), Some(overhead)) = (&result.over_http, result.http_overhead()) {
+                let (bare, http) = (result.outcome.seconds, http.seconds);
+                println!("{}: {bare:.3} s, over HTTP {http:.3} s: {:+.1} %", result.kv, overhead * 100.0);
+            }
+        }
     }
     Ok(())
 }
@@ -110,11 +136,15 @@ impl Args {
             ("--turns", self.turns),
             ("--concurrency", self.concurrency.unwrap_or(1)),
             ("--max-batch", self.max_batch.unwrap_or(1)),
+            ("--step-tokens", self.step_tokens.unwrap_or(1)),
             ("--prefill-chunk", self.cache.prefill_chunk),
         ] {
             if value == 0 {
                 bail!("{flag} 0: at least 1 is needed");
             }
+        }
+        if self.http && self.turns > 1 {
+            bail!("--http with --turns {}: one turn is measured over HTTP", self.turns);
         }
         if self.shared_prefix > self.prompt_tokens {
             bail!(
@@ -200,7 +230,7 @@ impl Args {
         context: usize,
         budget: usize,
         load: &Load,
-    ) -> Result<Outcome> {
+    ) -> Result<(Outcome, Option<Outcome>)> {
         let cache_args = CacheArgs { kv_memory: Some(budget), ..self.cache.clone() };
         let runner = cache.runner(model, self.model.backend()?, &cache_args, context, 1, |_| {})?;
         let standard = SchedulerOptions::default();
@@ -210,6 +240,7 @@ impl Args {
                     .max_batch
                     .unwrap_or_else(|| standard.max_batch.max(self.concurrency.unwrap_or(0))),
                 prefill_chunk: self.cache.prefill_chunk,
+                step_tokens: self.step_tokens.unwrap_or(standard.step_tokens),
                 ..standard
             },
             max_queue: self.requests,
@@ -222,7 +253,10 @@ impl Args {
             bar.finish_and_clear();
         }
         let bar = progress::bar("serving", (self.requests * self.turns) as u64);
-        let outcome = load.drive(&engine, |done| bar.set_position(done as u64));
+        let outcome = match self.http {
+            false => load.drive(&engine, |done| bar.set_position(done as u64)).map(|outcome| (outcome, None)),
+            true => in_turns(&engine, model, load, &|done| bar.set_position(done as u64)),
+        };
         bar.finish_and_clear();
         engine.shutdown();
         outcome
@@ -268,9 +302,36 @@ impl Args {
             "tpot_ms_p50": tpot.as_ref().map(|p| p.p50), "tpot_ms_p90": tpot.as_ref().map(|p| p.p90),
             "tpot_ms_p99": tpot.as_ref().map(|p| p.p99),
             "peak_running": o.peak_running, "peak_held": o.peak_held, "prefix_hit_share": o.prefix_hit_share(),
+            "http_seconds": result.over_http.as_ref().map(|http| http.seconds), "http_overhead": result.http_overhead(),
             "preemptions": o.preemptions, "evicted_pages": o.evicted_pages, "cache_bytes": o.peak_cache_bytes,
         })
     }
+}
+
+/// The work on the bare engine and over HTTP, by turns so that a noisy machine disturbs both; the best of each.
+fn in_turns(
+    engine: &EngineHandle,
+    model: &OpenModel,
+    load: &Load,
+    progress: &dyn Fn(usize),
+) -> Result<(Outcome, Option<Outcome>)> {
+    let http = http::HttpEngine::start(Arc::new(engine.clone()), Arc::new(model.text()?))?;
+    let (mut bare, mut over_http): (Option<Outcome>, Option<Outcome>) = (None, None);
+    let better =
+        |best: &Option<Outcome>, new: &Outcome| best.as_ref().is_none_or(|b| new.seconds < b.seconds);
+    for _ in 0..HTTP_ROUNDS {
+        engine.flush_cache();
+        let outcome = load.drive(engine, progress)?;
+        if better(&bare, &outcome) {
+            bare = Some(outcome);
+        }
+        engine.flush_cache();
+        let outcome = load.drive(&http, progress)?;
+        if better(&over_http, &outcome) {
+            over_http = Some(outcome);
+        }
+    }
+    Ok((bare.context("nothing was measured")?, over_http))
 }
 
 fn render(results: &[FormatResult]) -> String {
@@ -281,7 +342,7 @@ fn render(results: &[FormatResult]) -> String {
     };
     let lines: Vec<Vec<String>> = results
         .iter()
-        .map(|FormatResult { kv, outcome: o }| {
+        .map(|FormatResult { kv, outcome: o, .. }| {
             vec![
                 kv.to_string(),
                 format!("{:.2}", o.requests_per_s()),

@@ -1,0 +1,295 @@
+//! How far a coded cache moves the model's predictions.
+
+use super::probe::Probe;
+use super::table::WidthTable;
+use crate::error::CalibrateError;
+use oscar_backend::{Backend, SequenceRows};
+use oscar_cache::{PagePool, SequencePages};
+use oscar_codec::{CacheLayout, CodeLayout, KvFormat, Windows};
+use oscar_models::{StepInput, Transformer, Workspace};
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Most likely tokens of the exact prediction that are compared one by one; the others count as one. It bounds
+/// memory for large vocabularies, and the divergence of the coarser distributions is at most that of the whole.
+const KEPT_TOKENS: usize = 1024;
+
+/// The exact cache's prediction at one position.
+#[derive(Clone, Debug)]
+pub(super) struct Prediction {
+    /// Tokens in order of their number, with log-probabilities.
+    tokens: Vec<(u32, f32)>,
+    /// Probability of all others.
+    rest: f64,
+}
+
+impl Prediction {
+    pub(super) fn of(logits: &[f32]) -> Self {
+        let normalizer = log_sum_exp(logits);
+        let mut tokens: Vec<(u32, f32)> = logits
+            .iter()
+            .enumerate()
+            .map(|(token, &l)| (token as u32, (f64::from(l) - normalizer) as f32))
+            .collect();
+        let mut rest = 0.0;
+        if tokens.len() > KEPT_TOKENS {
+            tokens.select_nth_unstable_by(KEPT_TOKENS, |a, b| b.1.total_cmp(&a.1));
+            rest = tokens[KEPT_TOKENS..].iter().map(|&(_, l)| f64::from(l).exp()).sum();
+            tokens.truncate(KEPT_TOKENS);
+            tokens.sort_unstable_by_key(|&(token, _)| token);
+        }
+        Self { tokens, rest }
+    }
+
+    /// KL divergence from this prediction to another model's, in nats.
+    pub(super) fn divergence(&self, logits: &[f32]) -> f64 {
+        let normalizer = log_sum_exp(logits);
+        let (mut sum, mut kept) = (0.0, 0.0);
+        for &(token, exact) in &self.tokens {
+            let other = f64::from(logits[token as usize]) - normalizer;
+            sum += f64::from(exact).exp() * (f64::from(exact) - other);
+            kept += other.exp();
+        }
+        if self.rest > 0.0 {
+            sum += self.rest * (self.rest / (1.0 - kept).max(1e-12)).ln();
+        }
+        sum.max(0.0)
+    }
+
+    pub(super) fn top(&self) -> u32 {
+        self.tokens.iter().fold((0, f32::NEG_INFINITY), |best, &t| if t.1 > best.1 { t } else { best }).0
+    }
+}
+
+fn log_sum_exp(logits: &[f32]) -> f64 {
+    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let sum: f64 = logits.iter().map(|&l| f64::from(l - max).exp()).sum();
+    f64::from(max) + sum.ln()
+}
+
+/// Sums over positions, by group of probes.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Scores(BTreeMap<String, GroupScore>);
+
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+struct GroupScore {
+    divergence: f64,
+    agree: usize,
+    positions: usize,
+}
+
+impl Scores {
+    pub(super) fn add(&mut self, group: &str, exact: &Prediction, logits: &[f32]) {
+        let score = self.0.entry(group.to_owned()).or_default();
+        score.divergence += exact.divergence(logits);
+        score.agree += usize::from(exact.top() == argmax(logits));
+        score.positions += 1;
+    }
+
+    pub(super) fn merge(&mut self, other: Self) {
+        for (name, score) in other.0 {
+            let own = self.0.entry(name).or_default();
+            own.divergence += score.divergence;
+            own.agree += score.agree;
+            own.positions += score.positions;
+        }
+    }
+
+    /// Divergence summed over all positions.
+    pub(super) fn total(&self) -> f64 {
+        self.0.values().map(|s| s.divergence).sum()
+    }
+
+    /// Group, mean divergence and share of equal first choices.
+    pub fn groups(&self) -> impl Iterator<Item = (&str, f64, f64)> {
+        self.0.iter().map(|(name, s)| {
+            let n = s.positions.max(1) as f64;
+            (name.as_str(), s.divergence / n, s.agree as f64 / n)
+        })
+    }
+
+    /// Mean over groups of the divergence relative to a yardstick's: one is as harmful as the yardstick.
+    pub fn relative_to(&self, yardstick: &Self) -> f64 {
+        let shares: Vec<f64> = self
+            .groups()
+            .zip(yardstick.groups())
+            // A probe that the yardstick does not move says nothing about others; the floor keeps it out.
+            .map(|((_, own, _), (_, other, _))| own / other.max(1e-9))
+            .collect();
+        shares.iter().sum::<f64>() / shares.len().max(1) as f64
+    }
+}
+
+fn argmax(logits: &[f32]) -> u32 {
+    let best = logits
+        .iter()
+        .enumerate()
+        .fold((0, f32::NEG_INFINITY), |best, (i, &v)| if v > best.1 { (i, v) } else { best });
+    best.0 as u32
+}
+
+/// A model that answers probes with whatever cache it is given. It must have been built with the rotations of the
+/// cache that is judged.
+pub struct Judge<'a, B: Backend> {
+    pub backend: &'a B,
+    pub transformer: &'a Transformer<B>,
+    pub windows: Windows,
+    pub code_layout: CodeLayout,
+    /// Tokens run at once.
+    pub chunk: usize,
+    pub cancelled: &'a AtomicBool,
+}
+
+impl<B: Backend> Judge<'_, B> {
+    pub(super) fn layout(&self, table: Option<&WidthTable>) -> Result<CacheLayout, CalibrateError> {
+        let c = self.transformer.config();
+        let new = |format, windows| {
+            CacheLayout::new(format, c.layers, c.kv_heads, c.head_dim, windows, self.code_layout)
+        };
+        Ok(match table {
+            None => new(KvFormat::Bf16, Windows::unlimited())?,
+            Some(table) => new(KvFormat::OSCAR, self.windows)?
+                .with_coded_table(table.formats(c.head_dim, self.code_layout)?),
+        })
+    }
+
+    pub(super) fn check_cancelled(&self) -> Result<(), CalibrateError> {
+        match self.cancelled.load(Ordering::Relaxed) {
+            true => Err(CalibrateError::Cancelled),
+            false => Ok(()),
+        }
+    }
+
+    /// Runs `tokens` behind what `cache` holds; `wanted` are positions whose logits are handed to `seen`.
+    pub(super) fn run(
+        &self,
+        cache: &mut Cache<B>,
+        tokens: &[u32],
+        wanted: &Range<usize>,
+        mut seen: impl FnMut(usize, &[f32]),
+    ) -> Result<(), CalibrateError> {
+        let vocabulary = self.transformer.config().vocab_size;
+        let mut logits = Vec::new();
+        for chunk in tokens.chunks(self.chunk.max(1)) {
+            self.check_cancelled()?;
+            let step = cache.pages.prepare(&cache.layout, &cache.page_pool, chunk.len())?;
+            let rows = SequenceRows {
+                rows: 0..chunk.len(),
+                first_position: step.positions.start,
+                full: cache.pages.full(),
+                coded: cache.pages.coded(),
+                demote: step.demote.clone(),
+                demote_values: step.demote_values.clone(),
+            };
+            let positions: Vec<usize> = step.positions.clone().filter(|p| wanted.contains(p)).collect();
+            let selected: Vec<usize> = positions.iter().map(|p| p - step.positions.start).collect();
+            let input = StepInput { tokens: chunk, sequences: &[rows], logits: &selected };
+            self.transformer.forward(
+                self.backend,
+                &input,
+                &mut cache.pool,
+                &mut cache.workspace,
+                &mut logits,
+                None,
+            )?;
+            cache.pages.commit(&cache.layout, &step);
+            for (position, logits) in positions.into_iter().zip(logits.chunks_exact(vocabulary)) {
+                seen(position, logits);
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn cache(&self, layout: &CacheLayout, tokens: usize) -> Result<Cache<B>, CalibrateError> {
+        // What a prefill chunk holds beyond the sequence at rest.
+        let budget = layout.peak_bytes(tokens) + (self.chunk / 64 + 2) * layout.full_block_bytes();
+        Ok(Cache {
+            page_pool: PagePool::new(layout, budget),
+            pool: self.backend.pool(layout, budget)?,
+            workspace: self.transformer.workspace(self.backend),
+            pages: SequencePages::new(),
+            layout: layout.clone(),
+        })
+    }
+
+    /// The exact cache's predictions at the scored positions of a probe.
+    pub(super) fn reference(&self, probe: &Probe) -> Result<Vec<Prediction>, CalibrateError> {
+        let mut cache = self.cache(&self.layout(None)?, probe.tokens.len())?;
+        let mut predictions = Vec::with_capacity(probe.scored.len());
+        self.run(&mut cache, &probe.tokens, &probe.scored, |_, logits| {
+            predictions.push(Prediction::of(logits))
+        })?;
+        Ok(predictions)
+    }
+
+    /// What tables of widths do to the predictions when every token passes through the coded cache, as in serving.
+    /// The exact predictions are made once for all tables. `progress` hears of each run of a probe.
+    pub fn verify(
+        &self,
+        probes: &[Probe],
+        tables: &[WidthTable],
+        mut progress: impl FnMut(),
+    ) -> Result<Vec<Scores>, CalibrateError> {
+        let layouts = tables.iter().map(|t| self.layout(Some(t))).collect::<Result<Vec<_>, _>>()?;
+        let mut all = vec![Scores::default(); tables.len()];
+        for probe in probes {
+            let reference = self.reference(probe)?;
+            progress();
+            for (layout, scores) in layouts.iter().zip(&mut all) {
+                let mut cache = self.cache(layout, probe.tokens.len())?;
+                let mut exact = reference.iter();
+                self.run(&mut cache, &probe.tokens, &probe.scored, |_, logits| {
+                    if let Some(exact) = exact.next() {
+                        scores.add(&probe.group, exact, logits);
+                    }
+                })?;
+                progress();
+            }
+        }
+        Ok(all)
+    }
+}
+
+/// One sequence in a cache of its own.
+pub(super) struct Cache<B: Backend> {
+    pub layout: CacheLayout,
+    pub page_pool: PagePool,
+    pub pool: B::Pool,
+    pub workspace: Workspace<B>,
+    pub pages: SequencePages,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn divergence_of_known_distributions() {
+        let exact = Prediction::of(&[0.0, 0.0, -60.0]);
+        assert!(exact.divergence(&[0.0, 0.0, -60.0]).abs() < 1e-9);
+        let expected = -0.5 * (0.8f64.ln() + 0.2f64.ln()) - std::f64::consts::LN_2;
+        assert!((exact.divergence(&[0.8f32.ln(), 0.2f32.ln(), -60.0]) - expected).abs() < 1e-6);
+        assert_eq!(exact.top(), 0);
+    }
+
+    #[test]
+    fn large_vocabularies_lose_little() {
+        let logits = |shift: f32| -> Vec<f32> {
+            (0..5000).map(|i| ((i * 7919 % 5003) as f32 / 500.0) + shift * ((i % 13) as f32)).collect()
+        };
+        let (a, b) = (logits(0.0), logits(0.01));
+        let kept = Prediction::of(&a);
+        assert_eq!(kept.tokens.len(), KEPT_TOKENS);
+        let whole: f64 = a
+            .iter()
+            .zip(&b)
+            .map(|(&x, &y)| {
+                let (p, q) = (f64::from(x) - log_sum_exp(&a), f64::from(y) - log_sum_exp(&b));
+                p.exp() * (p - q)
+            })
+            .sum();
+        let coarse = kept.divergence(&b);
+        assert!(coarse <= whole && coarse > 0.8 * whole, "{coarse} of {whole}");
+    }
+}

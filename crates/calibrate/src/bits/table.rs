@@ -1,0 +1,153 @@
+//! Tables of widths and of harms, as rotation files keep them.
+
+use crate::rotation_file::RotationFileError;
+use oscar_codec::{CodeLayout, CodecError, FormatTable, MeanBits};
+
+/// The widths a unit may have.
+pub const WIDTHS: [u32; 4] = [1, 2, 3, 4];
+
+/// Width of each unit: `[layer][kv_head]` pairs of key and value bits.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WidthTable {
+    pub layers: usize,
+    pub kv_heads: usize,
+    pub widths: Vec<(u32, u32)>,
+}
+
+impl WidthTable {
+    pub fn uniform(layers: usize, kv_heads: usize, bits: u32) -> Self {
+        Self { layers, kv_heads, widths: vec![(bits, bits); layers * kv_heads] }
+    }
+
+    /// From one width for each unit, key before value.
+    pub fn from_units(layers: usize, kv_heads: usize, units: &[u32]) -> Self {
+        Self { layers, kv_heads, widths: units.chunks_exact(2).map(|pair| (pair[0], pair[1])).collect() }
+    }
+
+    /// One width for each unit, key before value.
+    pub fn units(&self) -> Vec<u32> {
+        self.widths.iter().flat_map(|&(key, value)| [key, value]).collect()
+    }
+
+    pub fn mean_width(&self) -> f64 {
+        let sum: u32 = self.units().iter().sum();
+        f64::from(sum) / (2 * self.widths.len()).max(1) as f64
+    }
+
+    /// The codecs of this table.
+    pub fn formats(&self, head_dim: usize, layout: CodeLayout) -> Result<FormatTable, CodecError> {
+        FormatTable::from_widths(self.layers, self.kv_heads, head_dim, &self.widths, layout)
+    }
+
+    /// One line a layer: `L4 K42 V32`, a digit for each head.
+    pub fn describe(&self) -> String {
+        let digits = |layer: usize, side: fn(&(u32, u32)) -> u32| -> String {
+            self.widths[layer * self.kv_heads..][..self.kv_heads]
+                .iter()
+                .map(|pair| side(pair).to_string())
+                .collect()
+        };
+        (0..self.layers)
+            .map(|l| format!("L{l} K{} V{}", digits(l, |p| p.0), digits(l, |p| p.1)))
+            .collect::<Vec<_>>()
+            .join(" · ")
+    }
+}
+
+/// Harm of each unit at each width: `[unit][width − 1]`, units as in [`WidthTable::units`]. One is what uniform two
+/// bits do to one group of probes; a unit's harm is the mean over the groups.
+#[derive(Clone, Debug, PartialEq)]
+pub struct HarmMap {
+    pub layers: usize,
+    pub kv_heads: usize,
+    pub harm: Vec<[f32; WIDTHS.len()]>,
+}
+
+impl HarmMap {
+    pub fn units(&self) -> usize {
+        self.harm.len()
+    }
+
+    /// Sum over units of what a table does, were units independent.
+    pub fn total(&self, table: &WidthTable) -> f64 {
+        table.units().iter().zip(&self.harm).map(|(&bits, harm)| f64::from(harm[bits as usize - 1])).sum()
+    }
+}
+
+/// What a rotation file knows about widths.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct BitPlan {
+    /// Tables that were verified in the whole model, by their mean.
+    pub tables: Vec<(MeanBits, WidthTable)>,
+    pub harm: Option<HarmMap>,
+}
+
+impl BitPlan {
+    pub fn is_empty(&self) -> bool {
+        self.tables.is_empty() && self.harm.is_none()
+    }
+
+    pub fn table(&self, mean: MeanBits) -> Option<&WidthTable> {
+        self.tables.iter().find(|(m, _)| *m == mean).map(|(_, table)| table)
+    }
+
+    pub fn means(&self) -> String {
+        self.tables.iter().map(|(mean, _)| mean.to_string()).collect::<Vec<_>>().join(", ")
+    }
+
+    /// Sizes and values that a file may hold.
+    pub(crate) fn check(&self, layers: usize, kv_heads: usize) -> Result<(), RotationFileError> {
+        let shape = |tensor: &str, found: usize, expected: usize| match found == expected {
+            true => Ok(()),
+            false => Err(RotationFileError::Shape {
+                tensor: tensor.into(),
+                found: format!("{found} values"),
+                expected: expected.to_string(),
+            }),
+        };
+        for (index, (mean, table)) in self.tables.iter().enumerate() {
+            shape("widths", table.widths.len(), layers * kv_heads)?;
+            if let Some(at) = table.units().iter().position(|w| !WIDTHS.contains(w)) {
+                return Err(RotationFileError::Value {
+                    tensor: "widths",
+                    index: at,
+                    value: table.units()[at] as f32,
+                });
+            }
+            if self.tables[..index].iter().any(|(other, _)| other == mean) {
+                return Err(RotationFileError::Metadata {
+                    field: "width_means",
+                    found: format!("{mean} twice"),
+                    expected: "each mean once",
+                });
+            }
+        }
+        if let Some(map) = &self.harm {
+            shape("harm", map.harm.len(), 2 * layers * kv_heads)?;
+            let bad = map.harm.iter().flatten().position(|v| !(v.is_finite() && *v >= 0.0));
+            if let Some(index) = bad {
+                return Err(RotationFileError::Value {
+                    tensor: "harm",
+                    index,
+                    value: map.harm[index / WIDTHS.len()][index % WIDTHS.len()],
+                });
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_table_is_told_by_layer() {
+        let table = WidthTable::from_units(2, 2, &[2, 1, 3, 4, 1, 1, 2, 2]);
+        assert_eq!(table.widths, [(2, 1), (3, 4), (1, 1), (2, 2)]);
+        assert_eq!(table.describe(), "L0 K23 V14 · L1 K12 V12");
+        assert_eq!(table.mean_width(), 2.0);
+        assert_eq!(table.formats(128, CodeLayout::CpuTile).unwrap().bits_per_element(), 2.25);
+        assert_eq!(WidthTable::uniform(2, 2, 3).mean_width(), 3.0);
+    }
+}

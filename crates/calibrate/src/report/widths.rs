@@ -1,0 +1,120 @@
+//! The page's part on widths: where harm is, what each unit got, and what a mean costs.
+
+use super::html::{put, section};
+use super::svg::{HeatMap, LineChart, Series};
+use crate::bits::{BitPlan, HarmMap, WidthTable, solve, solve_by_layer};
+use oscar_codec::MeanBits;
+use serde_json::{Value, json};
+
+/// Steps of the mean in the curve, in bits.
+const STEP: f64 = 0.05;
+
+pub(super) fn widths(plan: &BitPlan, head_dim: usize, out: &mut String) {
+    if let Some(map) = &plan.harm {
+        harm_maps(map, out);
+    }
+    for (mean, table) in &plan.tables {
+        tables(*mean, table, out);
+    }
+    if let Some(map) = &plan.harm {
+        curve(map, head_dim, out);
+    }
+}
+
+fn harm_maps(map: &HarmMap, out: &mut String) {
+    section(
+        out,
+        "Harm",
+        "What coding one unit alone at two bits does to the model's predictions on text and on answers, everything else \
+         exact; 100 is what two bits everywhere do. Rows are layers, columns KV heads.",
+    );
+    let percent = |unit: usize| 100.0 * f64::from(map.harm[unit][1]);
+    let highest = (0..map.units()).map(percent).fold(0.0, f64::max);
+    out.push_str("<div class=\"grid2\">");
+    for (side, title) in ["keys", "values"].into_iter().enumerate() {
+        let map = HeatMap {
+            title,
+            row_label: title,
+            columns: map.kv_heads,
+            values: (0..map.units() / 2).map(|head| percent(2 * head + side)).collect(),
+            highest,
+        };
+        put(out, format_args!("<div class=\"wide\">{}</div>", map.render()));
+    }
+    out.push_str("</div>\n");
+}
+
+fn tables(mean: MeanBits, table: &WidthTable, out: &mut String) {
+    section(
+        out,
+        &format!("Widths at {mean} bits"),
+        "Bits of each code, chosen for the least harm at this mean and verified in the whole model. Rows are layers, \
+         columns KV heads.",
+    );
+    out.push_str("<div class=\"grid2\">");
+    for (side, title) in ["keys", "values"].into_iter().enumerate() {
+        let map = HeatMap {
+            title,
+            row_label: title,
+            columns: table.kv_heads,
+            values: table.units().into_iter().skip(side).step_by(2).map(f64::from).collect(),
+            highest: 4.0,
+        };
+        put(out, format_args!("<div class=\"wide\">{}</div>", map.render()));
+    }
+    out.push_str("</div>\n");
+}
+
+/// Means that heads of this size can have, with the harm of the best tables: by head, by layer, uniform.
+fn means(map: &HarmMap, head_dim: usize) -> Vec<(f64, f64, f64)> {
+    let mut all = Vec::new();
+    let mut bits = MeanBits::LEAST.bits();
+    while bits <= MeanBits::MOST.bits() + 1e-9 {
+        let mean = format!("{bits:.2}").parse::<MeanBits>();
+        let solved = mean.ok().and_then(|mean| {
+            Some((solve(map, mean, head_dim).ok()?, solve_by_layer(map, mean, head_dim).ok()?))
+        });
+        if let Some((head, layer)) = solved {
+            all.push((bits, map.total(&head), map.total(&layer)));
+        }
+        bits += STEP;
+    }
+    all
+}
+
+fn curve(map: &HarmMap, head_dim: usize, out: &mut String) {
+    section(
+        out,
+        "Harm against size",
+        "Sum of single harms of the best table at each mean, logarithmic: blue by head, orange by layer; grey is the same \
+         width everywhere.",
+    );
+    let solved = means(map, head_dim);
+    let overhead = 32.0 / head_dim as f64;
+    let uniform = (1..=4u32)
+        .map(|w| (f64::from(w) + overhead, map.total(&WidthTable::uniform(map.layers, map.kv_heads, w))));
+    let chart = LineChart {
+        title: "harm against size",
+        x_label: "bits an element",
+        y_label: "harm",
+        logarithmic: true,
+        width: 960.0,
+        height: 260.0,
+        series: vec![
+            Series { class: "s0", points: uniform.collect() },
+            Series { class: "s1", points: solved.iter().map(|&(bits, _, layer)| (bits, layer)).collect() },
+            Series { class: "s2", points: solved.iter().map(|&(bits, head, _)| (bits, head)).collect() },
+        ],
+    };
+    put(out, format_args!("{}\n", chart.render()));
+}
+
+/// The same facts for programs.
+pub(super) fn to_json(plan: &BitPlan) -> Value {
+    let tables: Vec<Value> = plan
+        .tables
+        .iter()
+        .map(|(mean, table)| json!({"bits": mean.bits(), "layers": table.layers, "kv_heads": table.kv_heads, "widths": table.widths}))
+        .collect();
+    json!({"tables": tables, "harm": plan.harm.as_ref().map(|map| &map.harm)})
+}

@@ -1,0 +1,391 @@
+//! `oscar calibrate --bits`: widths for each layer, head and side, by the harm they do to text and to answers.
+
+use crate::options::OpenModel;
+use crate::progress;
+use anyhow::{Context, Result, bail};
+use oscar_backend::Backend;
+use oscar_calibrate::RotationFile;
+use oscar_calibrate::bits::{
+    BitPlan, HarmMap, HarmOptions, Judge, Probe, ProbeHarm, RefineOptions, Scores, WidthTable, probe_harm,
+    refine, solve,
+};
+use oscar_codec::{CodeLayout, MeanBits, Windows};
+use oscar_models::Transformer;
+use oscar_tasks::{CALIBRATION_SEEDS_FROM, GrammarFiller, Task, Turn};
+use oscar_text::{ChatInput, ModelText};
+use serde_json::{Map, Value, json};
+use sha2::{Digest, Sha256};
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
+
+/// What the harm is measured on besides text. Long copying is indispensable: the heads that carry it are quiet in
+/// everything else.
+const TASKS: [Task; 4] = [Task::Copy, Task::RunningSum, Task::NiahUuid, Task::NiahLines];
+
+/// Tokens before the scored ones, at least: twice what the BF16 windows keep, so that codes are what is read.
+const LEAST_HISTORY: usize = 640;
+/// Most positions of a probe that are scored.
+const SCORED: usize = 128;
+
+#[derive(clap::Args)]
+pub struct BitsArgs {
+    /// Also choose a code width of 1 to 4 bits for each layer, head and side, at these mean sizes (bits an element with
+    /// scale and minimum, 1.25 to 4.25); `--kv oscar` then uses the table of 2.25, `--kv oscar:1.75` that of 1.75
+    #[arg(long, value_name = "MEAN[,MEAN…]", value_delimiter = ',')]
+    pub bits: Vec<MeanBits>,
+    /// Tokens of a probe: text or a task with its answer
+    #[arg(long, value_name = "N", default_value_t = 3072)]
+    pub probe_tokens: usize,
+    /// Probes of each kind: text, copy, running_sum, niah_uuid, niah_lines
+    #[arg(long, value_name = "N", default_value_t = 4)]
+    pub probes: usize,
+    /// Widths that are measured; the others follow from the codes' error. For large models one or two are enough
+    #[arg(long, value_name = "WIDTH[,WIDTH…]", value_delimiter = ',', default_values_t = [1, 2, 3, 4])]
+    pub harm_widths: Vec<u32>,
+    /// Kinds of probes
+    #[arg(long, value_name = "KIND[,KIND…]", value_delimiter = ',')]
+    pub probe_kinds: Vec<String>,
+    /// Passes in which bits are moved between units that interact; 0 keeps the table the single harms give
+    #[arg(long, value_name = "N", default_value_t = 4)]
+    pub refine: usize,
+}
+
+/// Everything that choosing widths starts from.
+pub struct Material<'a, B: Backend> {
+    pub model: &'a OpenModel,
+    pub text: &'a ModelText,
+    pub backend: &'a B,
+    /// Calibration text, in pieces.
+    pub sequences: &'a [Vec<u32>],
+    pub seed: u64,
+    /// Where finished probes are noted, so that an interrupted run goes on.
+    pub checkpoint: PathBuf,
+}
+
+/// One chosen table and what it does.
+pub struct Chosen {
+    pub mean: MeanBits,
+    pub table: WidthTable,
+    /// Uniform two bits beside it, on the same probes.
+    pub uniform: Scores,
+    pub scores: Scores,
+    pub tried: usize,
+}
+
+/// Measures harms, solves for every mean and verifies the tables; puts them into the file.
+pub fn choose<B: Backend>(
+    args: &BitsArgs,
+    material: &Material<'_, B>,
+    file: &mut RotationFile,
+) -> Result<Vec<Chosen>> {
+    let config = &material.model.config;
+    let harm_options = HarmOptions { measured: args.harm_widths.clone(), ..HarmOptions::default() };
+    harm_options.check()?;
+    let windows = Windows::default();
+    let least = LEAST_HISTORY + SCORED;
+    if args.probe_tokens < least {
+        bail!("--probe-tokens {}: at least {least}, or nothing is coded", args.probe_tokens);
+    }
+    if args.probe_tokens > config.max_position_embeddings {
+        bail!(
+            "--probe-tokens {}: {} addresses {} positions",
+            args.probe_tokens,
+            material.model.name,
+            config.max_position_embeddings
+        );
+    }
+    let kinds = kinds(&args.probe_kinds)?;
+    let transformer = Transformer::build(
+        material.backend,
+        config,
+        &material.model.weights,
+        Some(&file.rotations),
+        args.probe_tokens + 64,
+        |_| {},
+    )?;
+    let cancelled = AtomicBool::new(false);
+    let judge = Judge {
+        backend: material.backend,
+        transformer: &transformer,
+        windows,
+        code_layout: CodeLayout::CpuTile,
+        chunk: 512,
+        cancelled: &cancelled,
+    };
+    // Tables are chosen on one half of the seeds and verified on the other.
+    let probes = probes(args, material, &kinds, 0)?;
+    let fresh = self::probes(args, material, &kinds, 1)?;
+    let ends = probes.len() * harm_options.passes(config.layers, config.kv_heads);
+    let tokens: usize = probes.iter().map(|p| p.tokens.len()).sum();
+    eprintln!(
+        "harm of {} units at {} widths: {} probes, {tokens} tokens of exact prefill, then {ends} short passes",
+        2 * config.layers * config.kv_heads,
+        harm_options.measured.len(),
+        probes.len(),
+    );
+    let harms = harms(&judge, &probes, &harm_options, file, &material.checkpoint)?;
+    let map = HarmMap::of(config.layers, config.kv_heads, &harms, &harm_options);
+
+    let mut tables = Vec::new();
+    for &mean in &args.bits {
+        let start = solve(&map, mean, config.head_dim)?;
+        let options =
+            RefineOptions { rounds: args.refine, lead: harm_options.lead, ..RefineOptions::default() };
+        let refined = match args.refine {
+            0 => None,
+            rounds => {
+                let passes = rounds * probes.len() * (options.moves + 3);
+                let bar = progress::bar("moving bits", passes as u64);
+                let refined = refine(&judge, &probes, &map, &start, &options, || bar.inc(1))?;
+                bar.finish_and_clear();
+                eprintln!(
+                    "{mean} bits: {:.3} of the harm of two bits everywhere from single harms, {:.3} after {} tables",
+                    refined.before, refined.after, refined.tried
+                );
+                Some(refined)
+            }
+        };
+        tables.push((mean, start, refined));
+    }
+
+    // Everything through the coded cache, as in serving, on probes that chose nothing.
+    let uniform = WidthTable::uniform(config.layers, config.kv_heads, 2);
+    let mut candidates = vec![uniform];
+    for (_, start, refined) in &tables {
+        candidates.push(start.clone());
+        candidates.extend(refined.as_ref().map(|r| r.table.clone()));
+    }
+    let bar = progress::bar("verifying", (fresh.len() * (candidates.len() + 1)) as u64);
+    let scores = judge.verify(&fresh, &candidates, || bar.inc(1))?;
+    bar.finish_and_clear();
+    let mut verified = candidates.into_iter().zip(scores);
+    let (_, uniform) = verified.next().context("uniform two bits were verified")?;
+    let mut chosen = Vec::new();
+    for (mean, _, refined) in tables {
+        let count = 1 + usize::from(refined.is_some());
+        let best = verified
+            .by_ref()
+            .take(count)
+            .min_by(|a, b| a.1.relative_to(&uniform).total_cmp(&b.1.relative_to(&uniform)));
+        let (table, scores) = best.context("every mean has a table")?;
+        let tried = refined.map_or(1, |r| r.tried);
+        chosen.push(Chosen { mean, table, uniform: uniform.clone(), scores, tried });
+    }
+    file.bits =
+        BitPlan { tables: chosen.iter().map(|c| (c.mean, c.table.clone())).collect(), harm: Some(map) };
+    // The harms are in the file now.
+    let _ = std::fs::remove_file(&material.checkpoint);
+    Ok(chosen)
+}
+
+/// Which probes to make: `text` and names of tasks.
+fn kinds(names: &[String]) -> Result<Vec<Option<Task>>> {
+    if names.is_empty() {
+        return Ok(std::iter::once(None).chain(TASKS.map(Some)).collect());
+    }
+    names
+        .iter()
+        .map(|name| match name.as_str() {
+            "text" => Ok(None),
+            name => Ok(Some(Task::parse(name).with_context(|| format!("--probe-kinds {name} (or `text`)"))?)),
+        })
+        .collect()
+}
+
+fn probes<B: Backend>(
+    args: &BitsArgs,
+    material: &Material<'_, B>,
+    kinds: &[Option<Task>],
+    half: usize,
+) -> Result<Vec<Probe>> {
+    let mut all = Vec::new();
+    for kind in kinds {
+        match kind {
+            None => all.extend(text_probes(args, material.sequences, half)?),
+            Some(task) => {
+                for i in 0..args.probes {
+                    // Far from the cases of the calibration text, which count up from zero.
+                    let seed = CALIBRATION_SEEDS_FROM
+                        + (material.seed << 20)
+                        + (1 << 19)
+                        + (half * args.probes + i) as u64;
+                    let at = (i as f64 + 0.5 * half as f64) / args.probes as f64;
+                    all.push(task_probe(args, material, *task, seed, at)?);
+                }
+            }
+        }
+    }
+    Ok(all)
+}
+
+/// Windows over the calibration text; the last positions of each are scored.
+fn text_probes(args: &BitsArgs, sequences: &[Vec<u32>], half: usize) -> Result<Vec<Probe>> {
+    let all: Vec<u32> = sequences.iter().flatten().copied().collect();
+    let needed = 2 * args.probes * args.probe_tokens;
+    if all.len() < needed {
+        bail!(
+            "the calibration text has {} tokens, the text probes need {needed}: give more with --text and --tokens, or \
+             lower --probes or --probe-tokens",
+            all.len()
+        );
+    }
+    let windows = all.chunks_exact(args.probe_tokens).skip(half * args.probes).take(args.probes);
+    Ok(windows
+        .map(|window| Probe {
+            group: "text".into(),
+            tokens: window.to_vec(),
+            scored: args.probe_tokens - SCORED..args.probe_tokens,
+        })
+        .collect())
+}
+
+/// A task of about the wanted length, scored on a part of its right answer that begins at the share `at`.
+fn task_probe<B: Backend>(
+    args: &BitsArgs,
+    material: &Material<'_, B>,
+    task: Task,
+    seed: u64,
+    at: f64,
+) -> Result<Probe> {
+    // Characters a token differ by model and by task, and some tasks draw a short case now and then: go down from a
+    // size that is too long until one fits.
+    let mut characters = args.probe_tokens * 8;
+    while characters > args.probe_tokens {
+        let case = task.case(seed, characters, &GrammarFiller)?;
+        characters = characters * 31 / 32;
+        let prompt = prompt_tokens(material.text, case.question())?;
+        let answer = material.text.tokenizer.encode(&case.answer, false)?;
+        let first = (answer.len().saturating_sub(SCORED) as f64 * at) as usize;
+        // The last scored position predicts what follows the answer.
+        let tokens: Vec<u32> =
+            prompt.iter().chain(&answer).copied().take(prompt.len() + first + SCORED).collect();
+        if tokens.len() <= args.probe_tokens && prompt.len() + first >= LEAST_HISTORY {
+            let scored = prompt.len() + first - 1..tokens.len();
+            return Ok(Probe { group: task.name().into(), scored, tokens });
+        }
+    }
+    bail!(
+        "no {} task fits {} tokens: raise --probe-tokens or leave it out of --probe-kinds",
+        task.name(),
+        args.probe_tokens
+    )
+}
+
+/// A conversation as the model reads it; models without a chat template get it as plain text.
+fn prompt_tokens(text: &ModelText, turns: &[Turn]) -> Result<Vec<u32>> {
+    let rendered = match &text.chat {
+        Some(template) => {
+            let messages: Value =
+                turns.iter().map(|t| json!({"role": t.role.as_str(), "content": t.text})).collect();
+            let extra = Map::from_iter([("enable_thinking".to_owned(), json!(false))]);
+            template.render(&ChatInput { extra: Some(&extra), ..ChatInput::new(&messages) })?
+        }
+        None => {
+            let turns: Vec<&str> = turns.iter().map(|t| t.text.as_str()).collect();
+            format!("{}\n\nAnswer: ", turns.join("\n\n"))
+        }
+    };
+    Ok(text.tokenizer.encode(&rendered, text.chat.is_none())?)
+}
+
+/// The harms of all probes; those a checkpoint has are not measured again.
+fn harms<B: Backend>(
+    judge: &Judge<'_, B>,
+    probes: &[Probe],
+    options: &HarmOptions,
+    file: &RotationFile,
+    checkpoint: &Path,
+) -> Result<Vec<ProbeHarm>> {
+    let config = judge.transformer.config();
+    let mut known = read_checkpoint(checkpoint)?;
+    let bar = progress::bar(
+        "measuring harm",
+        (probes.len() * options.passes(config.layers, config.kv_heads)) as u64,
+    );
+    let mut all = Vec::with_capacity(probes.len());
+    for probe in probes {
+        let key = probe_key(probe, options, file);
+        let harm = match known.remove(&key) {
+            Some(harm) => {
+                bar.inc(options.passes(config.layers, config.kv_heads) as u64);
+                harm
+            }
+            None => {
+                let harm = probe_harm(judge, probe, options, || bar.inc(1))?;
+                let line = json!({"probe": key, "harm": harm});
+                let mut out = std::fs::OpenOptions::new()
+                    .create(true)
+                    .append(true)
+                    .open(checkpoint)
+                    .with_context(|| checkpoint.display().to_string())?;
+                writeln!(out, "{line}").with_context(|| checkpoint.display().to_string())?;
+                harm
+            }
+        };
+        all.push(harm);
+    }
+    bar.finish_and_clear();
+    Ok(all)
+}
+
+/// What the result of a probe depends on.
+fn probe_key(probe: &Probe, options: &HarmOptions, file: &RotationFile) -> String {
+    let mut hash = Sha256::new();
+    hash.update(format!("{}|{:?}|{:?}|{:?}", probe.group, probe.scored, options, file.metadata));
+    probe.tokens.iter().for_each(|t| hash.update(t.to_le_bytes()));
+    hash.finalize().iter().map(|b| format!("{b:02x}")).collect()
+}
+
+/// Finished probes by their key; a line that was cut off by an interruption is skipped.
+fn read_checkpoint(path: &Path) -> Result<std::collections::HashMap<String, ProbeHarm>> {
+    let file = match std::fs::File::open(path) {
+        Ok(file) => file,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Default::default()),
+        Err(error) => return Err(error).with_context(|| path.display().to_string()),
+    };
+    let mut known = std::collections::HashMap::new();
+    for line in BufReader::new(file).lines() {
+        let line = line.with_context(|| path.display().to_string())?;
+        let Ok(value) = serde_json::from_str::<Value>(&line) else { continue };
+        if let (Some(key), Ok(harm)) =
+            (value["probe"].as_str(), serde_json::from_value(value["harm"].clone()))
+        {
+            known.insert(key.to_owned(), harm);
+        }
+    }
+    if !known.is_empty() {
+        eprintln!("{}: {} probes were measured before and are used", path.display(), known.len());
+    }
+    Ok(known)
+}
+
+/// The verified tables for people.
+pub fn describe(chosen: &[Chosen]) -> String {
+    let mut header = vec!["cache".to_owned(), "bits".to_owned(), "harm".to_owned()];
+    let mut rows = Vec::new();
+    for (index, c) in chosen.iter().enumerate() {
+        if index == 0 {
+            header.extend(c.uniform.groups().map(|(name, ..)| format!("KL {name}")));
+            rows.push(row("oscar2".into(), c.uniform.relative_to(&c.uniform), 2.25, &c.uniform));
+        }
+        rows.push(row(
+            format!("oscar:{}", c.mean),
+            c.scores.relative_to(&c.uniform),
+            c.mean.bits(),
+            &c.scores,
+        ));
+    }
+    let header: Vec<&str> = header.iter().map(String::as_str).collect();
+    let mut out = crate::table::render(&header, &rows);
+    for c in chosen {
+        out.push_str(&format!("\noscar:{} = {} ({} tables tried)", c.mean, c.table.describe(), c.tried));
+    }
+    out
+}
+
+fn row(name: String, harm: f64, bits: f64, scores: &Scores) -> Vec<String> {
+    let mut row = vec![name, format!("{bits:.2}"), format!("{harm:.3}")];
+    row.extend(scores.groups().map(|(_, kl, _)| format!("{kl:.5}")));
+    row
+}

@@ -1,0 +1,162 @@
+"""The web page in a headless Chromium, over its DevTools pipe. Usage: page.py CHROMIUM BASE_URL"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+
+chromium, base_url = sys.argv[1:]
+PATIENCE = 60
+
+
+class Browser:
+    """Commands out on descriptor 3, answers and events in on descriptor 4, each ended by a zero byte."""
+
+    def __init__(self, folder):
+        commands, self.out = os.pipe()
+        self.inp, events = os.pipe()
+
+        def wire():
+            # Away from 3 and 4 first: the pipes may have these very numbers.
+            a, b = os.dup(commands), os.dup(events)
+            a, b = os.dup2(a, 103), os.dup2(b, 104)
+            os.dup2(a, 3)
+            os.dup2(b, 4)
+
+        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
+                 "--disable-background-networking", "--disable-component-update", "--disable-sync",
+                 f"--user-data-dir={folder}", "--remote-debugging-pipe"]
+        self.process = subprocess.Popen([chromium, *flags], preexec_fn=wire, close_fds=False,
+                                        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        os.close(commands)
+        os.close(events)
+        self.rest, self.number, self.events, self.session = b"", 0, [], None
+
+    def command(self, method, **params):
+        self.number += 1
+        message = {"id": self.number, "method": method, "params": params}
+        if self.session:
+            message["sessionId"] = self.session
+        os.write(self.out, json.dumps(message).encode() + b"\0")
+        while True:
+            while b"\0" not in self.rest:
+                data = os.read(self.inp, 1 << 16)
+                assert data, "the browser has gone"
+                self.rest += data
+            line, self.rest = self.rest.split(b"\0", 1)
+            answer = json.loads(line)
+            if answer.get("id") == self.number:
+                assert "error" not in answer, (method, answer["error"])
+                return answer["result"]
+            self.events.append(answer)
+
+    def open(self, url, width, height, mobile):
+        self.session = None
+        target = self.command("Target.createTarget", url="about:blank")["targetId"]
+        self.session = self.command("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Runtime", "Log", "Page"):
+            self.command(f"{domain}.enable")
+        self.command("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=mobile)
+        self.command("Page.navigate", url=url)
+
+    def js(self, expression):
+        answer = self.command("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in answer, (expression, answer)
+        return answer["result"].get("value")
+
+    def wait(self, expression):
+        begun = time.monotonic()
+        while time.monotonic() - begun < PATIENCE:
+            if value := self.js(expression):
+                return value
+            time.sleep(0.05)
+        raise AssertionError(f"waited in vain for {expression}: {self.js('document.body.innerText')}")
+
+    def say(self, text):
+        """As a person does: types and presses Enter."""
+        self.command("Input.insertText", text=text)
+        for kind in ("keyDown", "keyUp"):
+            self.command("Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", windowsVirtualKeyCode=13,
+                         text="\r" if kind == "keyDown" else "")
+
+    def complaints(self):
+        found = []
+        for event in self.events:
+            params = event.get("params", {})
+            if event["method"] == "Runtime.exceptionThrown":
+                found.append(params["exceptionDetails"])
+            if event["method"] == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert"):
+                found.append(params["args"])
+            if event["method"] == "Log.entryAdded" and params["entry"]["level"] == "error":
+                found.append(params["entry"])
+        return found
+
+
+READY = "document.getElementById('about') && document.getElementById('about').textContent.includes('oscar-15m')"
+ANSWER = "[...document.querySelectorAll('.message:not(.user)')].map(m => m.textContent).join('|')"
+IDLE = "document.getElementById('send').textContent === 'Send'"
+WATCH = """(() => { window.lengths = new Set();
+  new MutationObserver(() => window.lengths.add(document.getElementById('log').textContent.length))
+    .observe(document.getElementById('log'), {subtree: true, childList: true, characterData: true}); })()"""
+FITS = "document.documentElement.scrollWidth <= window.innerWidth"
+QUESTION = "Who are you?"
+
+
+def text(name):
+    return f"document.getElementById('{name}').textContent"
+
+
+def long_answer():
+    """Keeps a request running that the panel can show."""
+    body = {"prompt": "The harbour lay still. " * 60, "max_tokens": 400, "ignore_eos": True, "temperature": 0}
+    request = urllib.request.Request(base_url + "/v1/completions", json.dumps(body).encode(),
+                                     {"Content-Type": "application/json"})
+    urllib.request.urlopen(request, timeout=PATIENCE).read()
+
+
+def desktop(browser):
+    browser.open(base_url + "/", 1280, 800, False)
+    browser.wait(READY)
+    assert browser.js(FITS)
+    browser.js(WATCH)
+    browser.say(QUESTION)
+    browser.wait(f"{IDLE} && ({ANSWER}).includes('small language model')")
+    steps = browser.js("window.lengths.size")
+    assert steps > 5, f"the answer came in {steps} pieces: it did not stream"
+    # The cache panel, idle and while somebody else's answer is running.
+    browser.wait(f"/[0-9]/.test({text('ours')}) && /[0-9]/.test({text('full')}) && /BF16/.test({text('pages')})")
+    running = threading.Thread(target=long_answer)
+    running.start()
+    browser.wait(f"{text('queue')}.startsWith('1 /')")
+    browser.wait("document.querySelectorAll('#requests .sink, #requests .coded, #requests .recent').length > 2")
+    running.join()
+    browser.wait(f"{text('queue')}.startsWith('0 /')")
+    # The conversation goes on.
+    browser.say("Tell me more.")
+    browser.wait(f"{IDLE} && document.querySelectorAll('.message:not(.user)').length === 2")
+
+
+def phone(browser):
+    browser.open(base_url + "/", 360, 740, True)
+    browser.wait(READY)
+    assert browser.js(FITS), "the empty page is wider than a phone"
+    browser.js("document.getElementById('draft').focus()")
+    browser.say("w" * 300 + " " + QUESTION)
+    browser.wait(f"{IDLE} && document.querySelectorAll('.message:not(.user)').length === 1")
+    assert browser.js(FITS), "a long word makes the page wider than a phone"
+
+
+with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+    browser = Browser(folder)
+    try:
+        desktop(browser)
+        phone(browser)
+        assert not browser.complaints(), browser.complaints()
+    finally:
+        browser.process.kill()
+        browser.process.wait()
+print("the page is content")

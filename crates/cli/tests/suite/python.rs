@@ -1,0 +1,54 @@
+//! Python with packages of PyPI, in environments under the target directory that are kept between runs.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// A Python that has `packages`, or `None` with a note if they cannot be had here. `OSCAR_TEST_PYTHON` names one that
+/// has everything already.
+///
+/// # Panics
+/// In CI, where they must be had.
+pub fn with(packages: &[&str]) -> Option<PathBuf> {
+    if let Some(python) = std::env::var_os("OSCAR_TEST_PYTHON") {
+        return Some(python.into());
+    }
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("python-{}", packages.join("-")));
+    match install(&folder, packages) {
+        Ok(python) => Some(python),
+        Err(why) => {
+            missing(&format!("{packages:?} cannot be installed: {why}"));
+            None
+        }
+    }
+}
+
+/// Something from outside is not there: a note, or in CI a failure.
+pub fn missing(why: &str) {
+    assert!(std::env::var_os("CI").is_none(), "{why}");
+    eprintln!("NOT TESTED: {why}");
+}
+
+fn install(folder: &Path, packages: &[&str]) -> Result<PathBuf, String> {
+    let (python, done) = (folder.join("bin/python"), folder.join("installed"));
+    if done.exists() {
+        return Ok(python);
+    }
+    run(Path::new("python3"), &["-m", "venv", "--clear", &folder.to_string_lossy()])?;
+    let mut install = vec!["-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check"];
+    install.extend(packages);
+    run(&python, &install)?;
+    std::fs::write(done, "").map_err(|error| format!("{}: {error}", folder.display()))?;
+    Ok(python)
+}
+
+fn run(program: &Path, args: &[&str]) -> Result<(), String> {
+    let out = Command::new(program)
+        .args(args)
+        .stdin(Stdio::null())
+        .output()
+        .map_err(|error| format!("{}: {error}", program.display()))?;
+    match out.status.success() {
+        true => Ok(()),
+        false => Err(format!("{} {args:?}: {}", program.display(), String::from_utf8_lossy(&out.stderr))),
+    }
+}

@@ -1,0 +1,130 @@
+//! Decoded rows as BF16 pages, so that the BF16 kernels can read what they have never seen.
+
+use oscar_codec::{PAGE_TOKENS, TILE_TOKENS};
+
+use super::block::{MAX_DIM, bf16_bits};
+use crate::cpu::Variant;
+
+/// A cache line of sixteen pairs of BF16.
+#[derive(Clone, Copy, Default)]
+#[repr(C, align(64))]
+struct Line([u32; 16]);
+
+/// One side of a page in [`CodeLayout::CpuTile`](oscar_codec::CodeLayout::CpuTile) order.
+#[derive(Default)]
+pub(super) struct Bf16Tile {
+    lines: Vec<Line>,
+}
+
+impl Bf16Tile {
+    pub(super) fn bytes(&self) -> &[u8] {
+        // SAFETY: lines are plain 32-bit words without padding, and bytes need no alignment.
+        unsafe { std::slice::from_raw_parts(self.lines.as_ptr().cast(), size_of_val(&*self.lines)) }
+    }
+
+    /// Takes keys, 64 × `d`, rounded to nearest even: `[tile][channel pair][16 tokens][2]`.
+    pub(super) fn store_keys(&mut self, variant: Variant, rows: &[f32], d: usize) {
+        self.lines.resize(PAGE_TOKENS * d * 2 / 64, Line::default());
+        match variant {
+            // SAFETY: a variant is only passed on by `attend`, which found it available.
+            #[cfg(target_arch = "x86_64")]
+            Variant::Avx2 => unsafe { keys_avx2(rows, d, &mut self.lines) },
+            // SAFETY: as above.
+            #[cfg(target_arch = "x86_64")]
+            Variant::Avx512 | Variant::Amx => unsafe { keys_avx512(rows, d, &mut self.lines) },
+            _ => keys_body(rows, d, &mut self.lines),
+        }
+    }
+
+    /// Takes values, 64 × `d`, rounded to nearest even: `[token pair][channel][2]`.
+    pub(super) fn store_values(&mut self, variant: Variant, rows: &[f32], d: usize) {
+        self.lines.resize(PAGE_TOKENS * d * 2 / 64, Line::default());
+        match variant {
+            // SAFETY: a variant is only passed on by `attend`, which found it available.
+            #[cfg(target_arch = "x86_64")]
+            Variant::Avx2 => unsafe { values_avx2(rows, d, &mut self.lines) },
+            // SAFETY: as above.
+            #[cfg(target_arch = "x86_64")]
+            Variant::Avx512 | Variant::Amx => unsafe { values_avx512(rows, d, &mut self.lines) },
+            _ => values_body(rows, d, &mut self.lines),
+        }
+    }
+}
+
+#[inline(always)]
+fn pair(low: f32, high: f32) -> u32 {
+    u32::from(bf16_bits(low)) | u32::from(bf16_bits(high)) << 16
+}
+
+#[inline(always)]
+fn keys_body(rows: &[f32], d: usize, lines: &mut [Line]) {
+    for (rows, lines) in rows.chunks_exact(TILE_TOKENS * d).zip(lines.chunks_exact_mut(d / 2)) {
+        let mut pairs = [[0u32; MAX_DIM / 2]; TILE_TOKENS];
+        for (row, pairs) in rows.chunks_exact(d).zip(&mut pairs) {
+            for (two, pair_of) in row.chunks_exact(2).zip(pairs) {
+                *pair_of = pair(two[0], two[1]);
+            }
+        }
+        for (p, line) in lines.iter_mut().enumerate() {
+            for (lane, pairs) in line.0.iter_mut().zip(&pairs) {
+                *lane = pairs[p];
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn values_body(rows: &[f32], d: usize, lines: &mut [Line]) {
+    for (two, lines) in rows.chunks_exact(2 * d).zip(lines.chunks_exact_mut(d / 16)) {
+        let (even, odd) = two.split_at(d);
+        for ((line, even), odd) in lines.iter_mut().zip(even.chunks_exact(16)).zip(odd.chunks_exact(16)) {
+            for i in 0..16 {
+                line.0[i] = pair(even[i], odd[i]);
+            }
+        }
+    }
+}
+
+macro_rules! compiled_for {
+    ($features:literal, $keys:ident, $values:ident) => {
+        #[cfg(target_arch = "x86_64")]
+        #[target_feature(enable = $features)]
+        fn $keys(rows: &[f32], d: usize, lines: &mut [Line]) {
+            keys_body(rows, d, lines);
+        }
+
+        #[cfg(target_arch = "x86_64")]
+        #[target_feature(enable = $features)]
+        fn $values(rows: &[f32], d: usize, lines: &mut [Line]) {
+            values_body(rows, d, lines);
+        }
+    };
+}
+
+compiled_for!("avx2", keys_avx2, values_avx2);
+compiled_for!("avx512f,avx512vl,avx512bw,avx512dq", keys_avx512, values_avx512);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use oscar_codec::{CodeLayout, KvFormat, PageCodec, Side};
+
+    #[test]
+    fn a_tile_is_the_bf16_page_of_the_rows() {
+        for d in [32, 80, 128, 256] {
+            let codec = KvFormat::Bf16.codec(d, CodeLayout::CpuTile).unwrap();
+            let row = |i: usize| ((i * 7919 % 1009) as f32 - 504.0) / 77.0;
+            let keys: Vec<f32> = (0..PAGE_TOKENS * d).map(row).collect();
+            let values: Vec<f32> = (0..PAGE_TOKENS * d).map(|i| row(i + 3)).collect();
+            let mut page = vec![0; codec.page_bytes()];
+            codec.encode(&keys, &values, &mut page).unwrap();
+            for variant in Variant::available() {
+                let mut tile = Bf16Tile::default();
+                tile.store_keys(variant, &keys, d);
+                assert!(tile.bytes() == &page[codec.codes_range(Side::Key)], "{variant}, keys of {d}");
+                tile.store_values(variant, &values, d);
+                assert!(tile.bytes() == &page[codec.codes_range(Side::Value)], "{variant}, values of {d}");
+            }
+        }
+    }
+}
