@@ -39,6 +39,8 @@ enum Command {
     Calibrate(commands::calibrate::Args),
     /// What a KV format costs in the model's own predictions
     Eval(commands::eval::Args),
+    /// KV formats side by side on one model: quality, memory and speed, with a report
+    Compare(Box<commands::compare::Args>),
     /// Read, convert and verify official RotationZoo files
     Zoo(commands::zoo::Args),
 }
@@ -70,6 +72,7 @@ fn main() -> ExitCode {
         Command::Bench(args) => commands::bench::run(&args),
         Command::Calibrate(args) => commands::calibrate::run(&args),
         Command::Eval(args) => commands::eval::run(&args),
+        Command::Compare(args) => commands::compare::run(&args),
         Command::Zoo(args) => commands::zoo::run(&args),
     };
     match result {

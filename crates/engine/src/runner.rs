@@ -6,6 +6,7 @@ use oscar_cache::{
 };
 use oscar_codec::{CacheLayout, RotationSet};
 use oscar_models::{BuildError, DecoderConfig, Observer, StepInput, Transformer, Weights, Workspace};
+use std::sync::Arc;
 
 /// What can stop a step. The sequences of a refused step are as they were before.
 #[derive(Debug, thiserror::Error)]
@@ -103,7 +104,7 @@ pub enum Logits {
 
 /// A loaded model with its cache.
 pub struct Runner<B: Backend> {
-    backend: B,
+    backend: Arc<B>,
     model: Transformer<B>,
     storage: B::Pool,
     workspace: Workspace<B>,
@@ -124,6 +125,22 @@ impl<B: Backend> Runner<B> {
     ) -> Result<Self, BuildError> {
         let model =
             Transformer::build(&backend, config, weights, options.rotations, options.context, progress)?;
+        Self::assemble(Arc::new(backend), model, weights, options)
+    }
+
+    /// The same model with another cache, on the same device and sharing its weights (but for the projections that
+    /// other rotations are folded into). The context is this runner's.
+    pub fn with_cache(&self, weights: &Weights, options: RunnerOptions<'_>) -> Result<Self, BuildError> {
+        let model = self.model.with_rotations(&self.backend, weights, options.rotations)?;
+        Self::assemble(self.backend.clone(), model, weights, options)
+    }
+
+    fn assemble(
+        backend: Arc<B>,
+        model: Transformer<B>,
+        weights: &Weights,
+        options: RunnerOptions<'_>,
+    ) -> Result<Self, BuildError> {
         let storage = backend.pool(&options.layout, options.kv_memory)?;
         let workspace = model.workspace(&backend);
         let pool = PagePool::new(&options.layout, options.kv_memory);
@@ -150,6 +167,11 @@ impl<B: Backend> Runner<B> {
 
     pub fn layout(&self) -> &CacheLayout {
         &self.layout
+    }
+
+    /// Rotations of the cache.
+    pub fn rotations(&self) -> Option<&RotationSet> {
+        self.model.rotations()
     }
 
     pub fn context(&self) -> usize {

@@ -1,8 +1,25 @@
-//! Evidence: what a KV format costs in the model's own predictions.
+//! Evidence: what a KV format costs in the model's own predictions and answers.
+//!
+//! [`ppl`] compares next-token distributions on text; [`cases`] and [`run`] ask long-context tasks, RULER and user-supplied
+//! [`benchmarks`] through the serving engine. [`journal`] keeps results, so that an interrupted run
+//! goes on.
 //!
 //! **Invariant:** measures exactly what serving does: the same engine, the same window rule, teacher forcing only
-//! instead of sampling. Knows no HTTP.
+//! instead of sampling. Seeds of calibration are never used. Knows no HTTP and no command line.
 
+pub mod benchmarks;
+pub mod cases;
+pub mod compare;
+mod error;
+pub mod generate;
+pub mod journal;
 pub mod ppl;
+pub mod prompts;
+pub mod run;
+pub mod sandbox;
 
-pub use ppl::{PplError, PplOptions, PplResult, evaluate};
+pub use error::EvalError;
+pub use generate::Generator;
+pub use journal::Journal;
+pub use ppl::{PplError, PplOptions, PplResult, WindowSums};
+pub use prompts::Prompts;

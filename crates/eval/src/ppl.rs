@@ -6,11 +6,10 @@
 
 use oscar_backend::Backend;
 use oscar_engine::{EngineError, Logits, Runner, Sequence, StepRequest};
+use serde::{Deserialize, Serialize};
 
 #[derive(Debug, thiserror::Error)]
 pub enum PplError {
-    #[error(transparent)]
-    Engine(#[from] EngineError),
     #[error(
         "the text has {tokens} tokens, too few for one window of {window}: give more text or a smaller --window"
     )]
@@ -42,91 +41,114 @@ pub struct PplResult {
     pub top1: f64,
 }
 
-#[derive(Clone, Copy, Default)]
-struct Sums {
-    scored: usize,
-    nll: f64,
-    kl: f64,
-    agree: usize,
+/// What one window added up to for one runner.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct WindowSums {
+    pub scored: usize,
+    pub nll: f64,
+    pub kl: f64,
+    pub agree: usize,
 }
 
-/// Scores `tokens` with every runner; the first is the reference. `progress` hears (tokens done, tokens in all).
-pub fn evaluate<B: Backend>(
-    runners: &mut [Runner<B>],
-    tokens: &[u32],
-    options: &PplOptions,
-    mut progress: impl FnMut(usize, usize),
-) -> Result<Vec<PplResult>, PplError> {
+/// The windows that the options choose from a text.
+pub fn windows<'a>(tokens: &'a [u32], options: &PplOptions) -> Result<Vec<&'a [u32]>, PplError> {
     let window = options.window;
     if options.score_from + 1 >= window {
         return Err(PplError::NothingScored { score_from: options.score_from, window });
     }
-    let mut windows: Vec<&[u32]> = tokens.chunks_exact(window).collect();
+    let windows: Vec<&[u32]> = tokens.chunks_exact(window).collect();
     if windows.is_empty() {
         return Err(PplError::TooShort { tokens: tokens.len(), window });
     }
-    if options.limit > 0 && options.limit < windows.len() {
-        // Spread over the whole text, so that one kind of text does not stand for all.
-        windows = (0..options.limit).map(|i| windows[i * windows.len() / options.limit]).collect();
+    if options.limit == 0 || options.limit >= windows.len() {
+        return Ok(windows);
     }
-    let total = windows.len() * window;
-    let mut sums = vec![Sums::default(); runners.len()];
-    let mut reference = Vec::new();
-    let mut logits = Vec::new();
-    for (index, window_tokens) in windows.iter().enumerate() {
-        let mut sequences: Vec<Sequence> = runners.iter().map(|_| Sequence::new()).collect();
-        let mut start = 0;
-        for chunk in window_tokens.chunks(options.chunk.max(1)) {
-            // Position t predicts token t + 1; a window's last position predicts nothing in it.
-            let end = start + chunk.len();
-            let scored = options.score_from.max(start)..end.min(window - 1);
-            for (i, (runner, sequence)) in runners.iter_mut().zip(&mut sequences).enumerate() {
-                let is_reference = i == 0;
-                let sums = &mut sums[i];
-                let wanted = if scored.is_empty() { Logits::None } else { Logits::All };
-                let request = StepRequest { sequence, tokens: chunk, logits: wanted };
-                runner.step(&mut [request], &mut logits)?;
-                if scored.is_empty() {
-                    continue;
-                }
-                let vocab = runner.config().vocab_size;
-                if is_reference {
-                    reference.clear();
-                }
-                for (row, position) in (start..end).enumerate() {
-                    if !scored.contains(&position) {
-                        continue;
-                    }
-                    let row = &mut logits[row * vocab..(row + 1) * vocab];
-                    log_softmax(row);
-                    let next = window_tokens[position + 1] as usize;
-                    sums.scored += 1;
-                    sums.nll -= f64::from(row[next]);
-                    if is_reference {
-                        sums.agree += 1;
-                        reference.extend_from_slice(row);
-                    } else {
-                        let exact = &reference[(position - scored.start) * vocab..][..vocab];
-                        sums.kl += divergence(exact, row);
-                        sums.agree += usize::from(argmax(exact) == argmax(row));
-                    }
-                }
-            }
-            start = end;
-            progress(index * window + end, total);
-        }
-    }
-    Ok(sums.iter().map(Sums::result).collect())
+    // Spread over the whole text, so that one kind of text does not stand for all.
+    Ok((0..options.limit).map(|i| windows[i * windows.len() / options.limit]).collect())
 }
 
-impl Sums {
-    fn result(&self) -> PplResult {
-        let n = self.scored.max(1) as f64;
-        PplResult {
-            scored: self.scored,
-            perplexity: (self.nll / n).exp(),
-            kl: self.kl / n,
-            top1: self.agree as f64 / n,
+/// Scores one window with every runner; the first is the reference. The sequences, one a runner, are new and hold the
+/// window afterwards. `progress` hears how many tokens are done.
+pub fn score_window<B: Backend>(
+    runners: &mut [&mut Runner<B>],
+    sequences: &mut [Sequence],
+    tokens: &[u32],
+    options: &PplOptions,
+    mut progress: impl FnMut(usize),
+) -> Result<Vec<WindowSums>, EngineError> {
+    let mut sums = vec![WindowSums::default(); runners.len()];
+    let (mut reference, mut logits) = (Reference::default(), Vec::new());
+    let mut start = 0;
+    for chunk in tokens.chunks(options.chunk.max(1)) {
+        // Position t predicts token t + 1; a window's last position predicts nothing in it.
+        let end = start + chunk.len();
+        let scored = options.score_from.max(start)..end.min(tokens.len() - 1);
+        reference.clear();
+        for (i, (runner, sequence)) in runners.iter_mut().zip(sequences.iter_mut()).enumerate() {
+            let wanted = if scored.is_empty() { Logits::None } else { Logits::All };
+            runner.step(&mut [StepRequest { sequence, tokens: chunk, logits: wanted }], &mut logits)?;
+            let (vocab, sums) = (runner.config().vocab_size, &mut sums[i]);
+            for position in scored.clone() {
+                let row = &mut logits[(position - start) * vocab..][..vocab];
+                log_softmax(row);
+                sums.scored += 1;
+                sums.nll -= f64::from(row[tokens[position + 1] as usize]);
+                if i == 0 {
+                    sums.agree += 1;
+                    reference.push(row);
+                } else {
+                    let (kl, agrees) = reference.compare(position - scored.start, row);
+                    sums.kl += kl;
+                    sums.agree += usize::from(agrees);
+                }
+            }
+        }
+        start = end;
+        progress(end);
+    }
+    Ok(sums)
+}
+
+/// The reference's distributions of one chunk.
+#[derive(Default)]
+struct Reference {
+    log_probabilities: Vec<f32>,
+    probabilities: Vec<f32>,
+    most_likely: Vec<usize>,
+}
+
+impl Reference {
+    fn clear(&mut self) {
+        self.log_probabilities.clear();
+        self.probabilities.clear();
+        self.most_likely.clear();
+    }
+
+    fn push(&mut self, row: &[f32]) {
+        self.log_probabilities.extend_from_slice(row);
+        self.probabilities.extend(row.iter().map(|l| l.exp()));
+        self.most_likely.push(argmax(row));
+    }
+
+    /// KL(reference ‖ row) of a position, and whether both find the same token most likely.
+    fn compare(&self, index: usize, row: &[f32]) -> (f64, bool) {
+        let range = index * row.len()..(index + 1) * row.len();
+        let kl = divergence(&self.probabilities[range.clone()], &self.log_probabilities[range], row);
+        (kl, self.most_likely[index] == argmax(row))
+    }
+}
+
+impl PplResult {
+    /// All windows together.
+    pub fn of(windows: &[WindowSums]) -> Self {
+        let scored: usize = windows.iter().map(|w| w.scored).sum();
+        let n = scored.max(1) as f64;
+        let total = |of: fn(&WindowSums) -> f64| windows.iter().map(of).sum::<f64>();
+        Self {
+            scored,
+            perplexity: (total(|w| w.nll) / n).exp(),
+            kl: total(|w| w.kl) / n,
+            top1: total(|w| w.agree as f64) / n,
         }
     }
 }
@@ -138,9 +160,9 @@ fn log_softmax(row: &mut [f32]) {
     row.iter_mut().for_each(|l| *l -= shift);
 }
 
-/// KL(p ‖ q) of two rows of log-probabilities.
-fn divergence(p: &[f32], q: &[f32]) -> f64 {
-    p.iter().zip(q).map(|(&p, &q)| f64::from(p).exp() * f64::from(p - q)).sum()
+/// KL(p ‖ q) from `p`'s probabilities and both rows of log-probabilities.
+fn divergence(p: &[f32], log_p: &[f32], log_q: &[f32]) -> f64 {
+    p.iter().zip(log_p.iter().zip(log_q)).map(|(&p, (&a, &b))| f64::from(p) * f64::from(a - b)).sum()
 }
 
 fn argmax(row: &[f32]) -> usize {
@@ -161,8 +183,9 @@ mod tests {
         let mut q = [0.0, 1.0, 1.0];
         log_softmax(&mut q);
         let expected = -(f64::from(q[1])) - std::f64::consts::LN_2;
-        assert!((divergence(&p, &q) - expected).abs() < 1e-6);
-        assert!(divergence(&q, &q).abs() < 1e-9);
+        let exp = |row: &[f32]| row.iter().map(|l| l.exp()).collect::<Vec<_>>();
+        assert!((divergence(&exp(&p), &p, &q) - expected).abs() < 1e-6);
+        assert!(divergence(&exp(&q), &q, &q).abs() < 1e-9);
         let total: f64 = q.iter().map(|&l| f64::from(l).exp()).sum();
         assert!((total - 1.0).abs() < 1e-6);
         assert_eq!(argmax(&q), 1);

@@ -21,6 +21,7 @@ use oscar_backend::{
     Backend, BackendError, HeadPreparation, HeadShape, HostMatrix, HostValues, SequenceRows, Write,
 };
 use oscar_codec::{Rotation, RotationSet};
+use std::sync::Arc;
 
 /// Why a model could not be brought onto a device.
 #[derive(Debug, thiserror::Error)]
@@ -43,19 +44,24 @@ pub enum BuildError {
     },
 }
 
+/// What a layer has whatever the cache: its feed-forward part and its norms.
 struct Layer<B: Backend> {
     input_norm: B::Vector,
-    qkv: B::Matrix,
     qk_norm: Option<(B::Vector, B::Vector)>,
-    rotation: Option<B::LayerRotation>,
-    output: B::Matrix,
     post_norm: B::Vector,
     gate_up: B::Matrix,
     down: B::Matrix,
 }
 
-/// A model on a device.
-pub struct Transformer<B: Backend> {
+/// A layer's attention projections with the rotation of a cache folded in.
+struct Projections<B: Backend> {
+    qkv: B::Matrix,
+    output: B::Matrix,
+    rotation: Option<B::LayerRotation>,
+}
+
+/// What models that differ only in their cache share.
+struct Body<B: Backend> {
     config: DecoderConfig,
     shape: HeadShape,
     max_positions: usize,
@@ -65,6 +71,13 @@ pub struct Transformer<B: Backend> {
     final_norm: B::Vector,
     /// `None` when tied to the embedding.
     head: Option<B::Matrix>,
+}
+
+/// A model on a device, prepared for one set of rotations.
+pub struct Transformer<B: Backend> {
+    body: Arc<Body<B>>,
+    projections: Arc<Vec<Projections<B>>>,
+    rotations: Option<RotationSet>,
 }
 
 /// Activations of a step, kept from step to step.
@@ -108,20 +121,7 @@ impl<B: Backend> Transformer<B> {
         mut progress: impl FnMut(usize),
     ) -> Result<Self, BuildError> {
         weights.check(config)?;
-        if let Some(set) = rotations {
-            let fits = (set.layers(), set.kv_heads(), set.head_dim())
-                == (config.layers, config.kv_heads, config.head_dim);
-            if !fits {
-                return Err(BuildError::Rotations {
-                    found_layers: set.layers(),
-                    found_heads: set.kv_heads(),
-                    found_dim: set.head_dim(),
-                    layers: config.layers,
-                    kv_heads: config.kv_heads,
-                    head_dim: config.head_dim,
-                });
-            }
-        }
+        check_rotations(config, rotations)?;
         let names = weights.names();
         let vector = |name: &str| -> Result<B::Vector, BuildError> {
             Ok(backend.vector(&weights.tensor(name)?.to_f32_vec())?)
@@ -131,8 +131,10 @@ impl<B: Backend> Transformer<B> {
         let rope = backend.rope(table.cos_rows(), table.sin_rows(), config.head_dim)?;
         let embedding = stacked(backend, weights, &[names.embedding()], None)?;
         let mut layers = Vec::with_capacity(config.layers);
+        let mut projections = Vec::with_capacity(config.layers);
         for index in 0..config.layers {
-            layers.push(Layer::build(backend, config, weights, rotations, index)?);
+            layers.push(Layer::build(backend, config, weights, index)?);
+            projections.push(Projections::build(backend, config, weights, rotations, index)?);
             progress(index + 1);
         }
         let head = match config.tie_word_embeddings {
@@ -147,20 +149,51 @@ impl<B: Backend> Transformer<B> {
             scale: (1.0 / (config.head_dim as f64).sqrt()) as f32,
         };
         let final_norm = vector(&names.final_norm())?;
-        Ok(Self { config: config.clone(), shape, max_positions, rope, embedding, layers, final_norm, head })
+        let config = config.clone();
+        let body = Body { config, shape, max_positions, rope, embedding, layers, final_norm, head };
+        Ok(Self {
+            body: Arc::new(body),
+            projections: Arc::new(projections),
+            rotations: rotations.cloned(),
+        })
+    }
+
+    /// The same model for a cache with other rotations. Everything that does not depend on them is shared: equal
+    /// rotations cost no memory, others only the attention projections they are folded into.
+    pub fn with_rotations(
+        &self,
+        backend: &B,
+        weights: &Weights,
+        rotations: Option<&RotationSet>,
+    ) -> Result<Self, BuildError> {
+        let projections = if self.rotations.as_ref() == rotations {
+            self.projections.clone()
+        } else {
+            let config = self.config();
+            weights.check(config)?;
+            check_rotations(config, rotations)?;
+            let build = |index| Projections::build(backend, config, weights, rotations, index);
+            Arc::new((0..config.layers).map(build).collect::<Result<_, _>>()?)
+        };
+        Ok(Self { body: self.body.clone(), projections, rotations: rotations.cloned() })
     }
 
     pub fn config(&self) -> &DecoderConfig {
-        &self.config
+        &self.body.config
+    }
+
+    /// Rotations that are folded in.
+    pub fn rotations(&self) -> Option<&RotationSet> {
+        self.rotations.as_ref()
     }
 
     /// Positions this instance can address.
     pub fn max_positions(&self) -> usize {
-        self.max_positions
+        self.body.max_positions
     }
 
     pub fn workspace(&self, backend: &B) -> Workspace<B> {
-        let c = &self.config;
+        let c = self.config();
         Workspace {
             hidden: backend.rows(c.hidden_size),
             normed: backend.rows(c.hidden_size),
@@ -184,20 +217,21 @@ impl<B: Backend> Transformer<B> {
         logits: &mut Vec<f32>,
         mut observer: Option<&mut dyn Observer<B>>,
     ) -> Result<(), BackendError> {
-        let eps = self.config.rms_norm_eps;
-        backend.embed(&self.embedding, input.tokens, &mut w.hidden);
-        for (index, layer) in self.layers.iter().enumerate() {
+        let body = &*self.body;
+        let eps = body.config.rms_norm_eps;
+        backend.embed(&body.embedding, input.tokens, &mut w.hidden);
+        for (index, (layer, projections)) in body.layers.iter().zip(&*self.projections).enumerate() {
             backend.rms_norm(&w.hidden, &layer.input_norm, eps, &mut w.normed);
-            backend.linear(&layer.qkv, &w.normed, &mut w.qkv, Write::Replace);
+            backend.linear(&projections.qkv, &w.normed, &mut w.qkv, Write::Replace);
             let heads = HeadPreparation {
                 qk_norm: layer.qk_norm.as_ref().map(|(q, k)| (q, k)),
-                rotation: layer.rotation.as_ref(),
+                rotation: projections.rotation.as_ref(),
             };
             backend.append(
                 index,
-                &self.shape,
+                &body.shape,
                 heads,
-                &self.rope,
+                &body.rope,
                 input.sequences,
                 &mut w.qkv,
                 &mut w.queries,
@@ -207,11 +241,11 @@ impl<B: Backend> Transformer<B> {
                 observer.heads(backend, index, &w.qkv);
             }
             backend.demote(index, input.sequences, pool)?;
-            backend.attention(index, &self.shape, input.sequences, &w.queries, pool, &mut w.attended)?;
+            backend.attention(index, &body.shape, input.sequences, &w.queries, pool, &mut w.attended)?;
             if let Some(observer) = observer.as_deref_mut() {
                 observer.attended(backend, index, &w.attended);
             }
-            backend.linear(&layer.output, &w.attended, &mut w.hidden, Write::Add);
+            backend.linear(&projections.output, &w.attended, &mut w.hidden, Write::Add);
 
             backend.rms_norm(&w.hidden, &layer.post_norm, eps, &mut w.normed);
             backend.linear(&layer.gate_up, &w.normed, &mut w.gate_up, Write::Replace);
@@ -221,15 +255,52 @@ impl<B: Backend> Transformer<B> {
         logits.clear();
         if !input.logits.is_empty() {
             backend.select(&w.hidden, input.logits, &mut w.selected);
-            backend.rms_norm(&w.selected, &self.final_norm, eps, &mut w.normed);
-            backend.logits(self.head.as_ref().unwrap_or(&self.embedding), &w.normed, &mut w.logits);
+            backend.rms_norm(&w.selected, &body.final_norm, eps, &mut w.normed);
+            backend.logits(body.head.as_ref().unwrap_or(&body.embedding), &w.normed, &mut w.logits);
             backend.read(&w.logits, logits);
         }
         Ok(())
     }
 }
 
+/// The matrices named, stacked, with their biases.
+fn plain<B: Backend>(
+    backend: &B,
+    config: &DecoderConfig,
+    weights: &Weights,
+    index: usize,
+    projections: &[Projection],
+) -> Result<B::Matrix, BuildError> {
+    let list: Vec<String> = projections.iter().map(|p| weights.names().weight(index, *p)).collect();
+    let bias = biases(config, weights, index, projections)?;
+    stacked(backend, weights, &list, bias.as_deref())
+}
+
 impl<B: Backend> Layer<B> {
+    fn build(
+        backend: &B,
+        config: &DecoderConfig,
+        weights: &Weights,
+        index: usize,
+    ) -> Result<Self, BuildError> {
+        let names = weights.names();
+        let vector = |name: String| -> Result<B::Vector, BuildError> {
+            Ok(backend.vector(&weights.tensor(&name)?.to_f32_vec())?)
+        };
+        Ok(Self {
+            input_norm: vector(names.input_norm(index))?,
+            qk_norm: match config.qk_norm {
+                true => Some((vector(names.query_norm(index))?, vector(names.key_norm(index))?)),
+                false => None,
+            },
+            post_norm: vector(names.post_attention_norm(index))?,
+            gate_up: plain(backend, config, weights, index, &[Projection::Gate, Projection::Up])?,
+            down: plain(backend, config, weights, index, &[Projection::Down])?,
+        })
+    }
+}
+
+impl<B: Backend> Projections<B> {
     fn build(
         backend: &B,
         config: &DecoderConfig,
@@ -238,63 +309,64 @@ impl<B: Backend> Layer<B> {
         index: usize,
     ) -> Result<Self, BuildError> {
         let names = weights.names();
-        let vector = |name: String| -> Result<B::Vector, BuildError> {
-            Ok(backend.vector(&weights.tensor(&name)?.to_f32_vec())?)
-        };
-        let plain = |projections: &[Projection]| -> Result<B::Matrix, BuildError> {
-            let list: Vec<String> = projections.iter().map(|p| names.weight(index, *p)).collect();
-            let bias = biases(config, weights, index, projections)?;
-            stacked(backend, weights, &list, bias.as_deref())
-        };
         let qkv_parts = [Projection::Query, Projection::Key, Projection::Value];
-        let (qkv, output, rotation) = match rotations {
-            None => (plain(&qkv_parts)?, plain(&[Projection::Output])?, None),
-            Some(set) => {
-                let heads = &set.heads()[index * config.kv_heads..][..config.kv_heads];
-                let values: Vec<&Rotation> = heads.iter().map(|h| &h.value).collect();
-                let mut matrix = Vec::new();
-                for projection in qkv_parts {
-                    let mut part = weights.tensor(&names.weight(index, projection))?.to_f32_vec();
-                    if projection == Projection::Value {
-                        rotate_outputs(&mut part, config.hidden_size, &values);
-                    }
-                    matrix.extend(part);
-                }
-                let mut bias = biases(config, weights, index, &qkv_parts)?;
-                if let Some(bias) = &mut bias {
-                    let start = config.query_width() + config.kv_width();
-                    rotate_outputs(&mut bias[start..], 1, &values);
-                }
-                let qkv = backend.matrix(HostMatrix {
-                    outputs: config.query_width() + 2 * config.kv_width(),
-                    inputs: config.hidden_size,
-                    values: HostValues::F32(&matrix),
-                    bias: bias.as_deref(),
-                })?;
-                let mut out = weights.tensor(&names.weight(index, Projection::Output))?.to_f32_vec();
-                rotate_inputs(&mut out, config, &values);
-                let output = backend.matrix(HostMatrix {
-                    outputs: config.hidden_size,
-                    inputs: config.query_width(),
-                    values: HostValues::F32(&out),
-                    bias: biases(config, weights, index, &[Projection::Output])?.as_deref(),
-                })?;
-                (qkv, output, Some(backend.layer_rotation(heads)?))
-            }
+        let Some(set) = rotations else {
+            return Ok(Self {
+                qkv: plain(backend, config, weights, index, &qkv_parts)?,
+                output: plain(backend, config, weights, index, &[Projection::Output])?,
+                rotation: None,
+            });
         };
-        Ok(Self {
-            input_norm: vector(names.input_norm(index))?,
-            qkv,
-            qk_norm: match config.qk_norm {
-                true => Some((vector(names.query_norm(index))?, vector(names.key_norm(index))?)),
-                false => None,
-            },
-            rotation,
-            output,
-            post_norm: vector(names.post_attention_norm(index))?,
-            gate_up: plain(&[Projection::Gate, Projection::Up])?,
-            down: plain(&[Projection::Down])?,
-        })
+        let heads = &set.heads()[index * config.kv_heads..][..config.kv_heads];
+        let values: Vec<&Rotation> = heads.iter().map(|h| &h.value).collect();
+        let mut matrix = Vec::new();
+        for projection in qkv_parts {
+            let mut part = weights.tensor(&names.weight(index, projection))?.to_f32_vec();
+            if projection == Projection::Value {
+                rotate_outputs(&mut part, config.hidden_size, &values);
+            }
+            matrix.extend(part);
+        }
+        let mut bias = biases(config, weights, index, &qkv_parts)?;
+        if let Some(bias) = &mut bias {
+            let start = config.query_width() + config.kv_width();
+            rotate_outputs(&mut bias[start..], 1, &values);
+        }
+        let qkv = backend.matrix(HostMatrix {
+            outputs: config.query_width() + 2 * config.kv_width(),
+            inputs: config.hidden_size,
+            values: HostValues::F32(&matrix),
+            bias: bias.as_deref(),
+        })?;
+        let mut out = weights.tensor(&names.weight(index, Projection::Output))?.to_f32_vec();
+        rotate_inputs(&mut out, config, &values);
+        let output = backend.matrix(HostMatrix {
+            outputs: config.hidden_size,
+            inputs: config.query_width(),
+            values: HostValues::F32(&out),
+            bias: biases(config, weights, index, &[Projection::Output])?.as_deref(),
+        })?;
+        Ok(Self { qkv, output, rotation: Some(backend.layer_rotation(heads)?) })
+    }
+}
+
+/// Rotations must be made for this model's shape.
+fn check_rotations(config: &DecoderConfig, rotations: Option<&RotationSet>) -> Result<(), BuildError> {
+    match rotations {
+        Some(set)
+            if (set.layers(), set.kv_heads(), set.head_dim())
+                != (config.layers, config.kv_heads, config.head_dim) =>
+        {
+            Err(BuildError::Rotations {
+                found_layers: set.layers(),
+                found_heads: set.kv_heads(),
+                found_dim: set.head_dim(),
+                layers: config.layers,
+                kv_heads: config.kv_heads,
+                head_dim: config.head_dim,
+            })
+        }
+        _ => Ok(()),
     }
 }
 

@@ -176,6 +176,31 @@ fn keys_are_distinct_and_depths_spread() {
 }
 
 #[test]
+fn needles_stand_at_the_depths_asked_for() {
+    let percents = [5, 25, 50, 75, 95];
+    for length in [1024, 4096] {
+        let cases = generator(length).needles_at(&percents, 1).unwrap();
+        assert_eq!(cases, generator(length).needles_at(&percents, 1).unwrap());
+        assert_ne!(cases[0].references, generator(length).needles_at(&percents, 2).unwrap()[0].references);
+        assert_eq!(cases.len(), percents.len());
+        for (case, percent) in cases.iter().zip(percents) {
+            assert!(cost(case) <= length && length - cost(case) < 60, "{}", cost(case));
+            assert_eq!((case.references.len(), case.depths.len()), (1, 1));
+            assert!((case.depths[0] - percent as f64 / 100.0).abs() < 0.08, "{:?} at {percent}", case.depths);
+            assert_eq!(case.prompt.matches(case.references[0].as_str()).count(), 1);
+            assert_eq!(context(case), context(&cases[0]), "only the question differs");
+            let (_, question) = case.prompt.rsplit_once('\n').unwrap();
+            let key = question.strip_prefix("What is the special magic number for ").unwrap();
+            let key = key.strip_suffix(" mentioned in the provided text?").unwrap();
+            assert!(case.prompt.contains(&format!("numbers for {key} is: {}.", case.references[0])));
+        }
+    }
+    let single = generator(2048).needles_at(&[40], 0).unwrap();
+    assert_eq!((single.len(), single[0].task), (1, RulerTask::NiahSingle2));
+    assert_eq!(context(&single[0]).matches("One of the special magic ").count(), 1);
+}
+
+#[test]
 fn wordings_are_official() {
     let generator = generator(2048);
     let one = generator.case(RulerTask::NiahSingle1, 0).unwrap();

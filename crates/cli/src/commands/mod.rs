@@ -3,6 +3,7 @@
 pub mod bench;
 pub mod bits;
 pub mod calibrate;
+pub mod compare;
 pub mod doctor;
 pub mod eval;
 pub mod plan;

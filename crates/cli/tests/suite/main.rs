@@ -4,6 +4,7 @@ mod bad_input;
 mod calibration;
 mod clients;
 mod commands;
+mod evaluation;
 mod python;
 mod server;
 #[cfg(target_os = "linux")]

@@ -195,6 +195,21 @@ struct Draft {
     depths: Vec<f64>,
 }
 
+impl Draft {
+    fn into_case(self, task: RulerTask, index: usize) -> RulerCase {
+        RulerCase {
+            task,
+            index,
+            prompt: self.prompt,
+            answer_prefix: self.answer_prefix,
+            references: self.references,
+            depths: self.depths,
+            tokens_to_generate: task.tokens_to_generate(),
+            metric: task.metric(),
+        }
+    }
+}
+
 /// Makes the cases of a run.
 pub struct RulerGenerator<'a> {
     config: RulerConfig,
@@ -254,16 +269,27 @@ impl<'a> RulerGenerator<'a> {
                 }
             }
         };
-        Ok(RulerCase {
-            task,
-            index,
-            prompt: draft.prompt,
-            answer_prefix: draft.answer_prefix,
-            references: draft.references,
-            depths: draft.depths,
-            tokens_to_generate: task.tokens_to_generate(),
-            metric: task.metric(),
-        })
+        Ok(draft.into_case(task, index))
+    }
+
+    /// Needles at the given depths (in percent) of one essay haystack, a case for each, in order of depth: RULER's
+    /// `niah_multikey_1` with as many keys as depths and every key asked for in turn, so that the cases share all but
+    /// their question. One depth gives `niah_single_2` with its needle there.
+    pub fn needles_at(&self, percents: &[usize], index: usize) -> Result<Vec<RulerCase>, TaskError> {
+        let task = if percents.len() == 1 { RulerTask::NiahSingle2 } else { RulerTask::NiahMultikey1 };
+        let Some(shape) = task.niah_shape() else { return Ok(Vec::new()) };
+        let RulerConfig { max_seq_length: available, seed, .. } = self.config;
+        let random = Random::new(&format!("ruler/depths/{available}/{percents:?}"), seed, index as u64);
+        let plans = niah::Plan::at_depths(shape, percents, random);
+        let essay = self.essay()?;
+        let compose = |size| plans.iter().map(|plan| plan.compose(size, essay)).collect::<Vec<Draft>>();
+        let cost = |drafts: &Vec<Draft>| {
+            drafts.iter().map(|draft| self.cost(task, draft)).max().unwrap_or(available.saturating_add(1))
+        };
+        let most = available.saturating_mul(2).max(percents.len());
+        let drafts = fit::largest_fitting(percents.len()..=most, available, compose, cost)
+            .map_err(|needed| TaskError::ContextTooShort { task: task.name(), needed, available })?;
+        Ok(drafts.into_iter().map(|draft| draft.into_case(task, index)).collect())
     }
 
     fn essay(&self) -> Result<&Essay, TaskError> {

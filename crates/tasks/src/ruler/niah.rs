@@ -168,6 +168,35 @@ impl Plan {
         Self { shape, needles: depths.into_iter().zip(sentences).collect(), taken, query, answers, random }
     }
 
+    /// A needle at each of these depths in one haystack, and for each needle the plan that asks for it: the prompts
+    /// differ in their question alone. One depth is the plain single needle at a place of the caller's choice.
+    pub fn at_depths(shape: NiahShape, percents: &[usize], random: Random) -> Vec<Self> {
+        let several = NiahShape { keys: percents.len(), values: 1, queries: percents.len(), ..shape };
+        let mut plan = Self::draw(several, random);
+        let mut depths = percents.to_vec();
+        depths.sort_unstable();
+        for (needle, depth) in plan.needles.iter_mut().zip(depths) {
+            needle.0 = depth;
+        }
+        let key_of = |needle: &str| {
+            needle
+                .split_once(" for ")
+                .and_then(|(_, rest)| rest.split_once(" is: "))
+                .map(|(key, _)| key.to_owned())
+        };
+        plan.needles
+            .iter()
+            .map(|(_, needle)| Self {
+                shape: NiahShape { keys: percents.len(), values: 1, queries: 1, ..shape },
+                needles: plan.needles.clone(),
+                taken: plan.taken.clone(),
+                query: key_of(needle).unwrap_or_default(),
+                answers: plan.answers.iter().filter(|answer| answer.1 == *needle).cloned().collect(),
+                random: plan.random.clone(),
+            })
+            .collect()
+    }
+
     /// Words of an essay, or lines of noise; lines must be as many as the needles put between them.
     pub fn least_size(&self) -> usize {
         self.needles.len()

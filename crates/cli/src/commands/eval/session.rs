@@ -1,0 +1,170 @@
+//! A model opened once for many formats: its weights are shared, each format brings its own cache.
+
+use crate::options::{Cache, CacheArgs, ModelArgs, OpenModel, working_bytes};
+use anyhow::{Result, bail};
+use oscar_backend::Backend;
+use oscar_codec::KvFormat;
+use oscar_engine::{Runner, RunnerOptions};
+use oscar_eval::run::{Method, REFERENCE};
+use oscar_eval::{EvalError, Generator};
+use oscar_kernels_cpu::backend::CpuBackend;
+use oscar_text::ModelText;
+use serde_json::{Value, json};
+use std::cell::RefCell;
+use std::str::FromStr;
+
+/// A format by the name it is reported under. The one place where names become formats.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Format {
+    pub name: String,
+    pub kv: KvFormat,
+}
+
+impl FromStr for Format {
+    type Err = oscar_codec::CodecError;
+
+    fn from_str(name: &str) -> Result<Self, Self::Err> {
+        let kv: KvFormat = name.parse()?;
+        Ok(Self { name: kv.to_string(), kv })
+    }
+}
+
+/// A format with its cache worked out for the model.
+pub struct Prepared {
+    pub name: String,
+    pub cache: Cache,
+}
+
+/// An open model.
+pub struct Session {
+    pub model: OpenModel,
+    pub text: ModelText,
+    pub stop_tokens: Vec<u32>,
+    cache_args: CacheArgs,
+    precision: String,
+    /// One runner for each set of rotations met so far: what other caches of those rotations share.
+    templates: RefCell<Vec<Runner<CpuBackend>>>,
+    /// Longest sequence.
+    pub context: usize,
+}
+
+impl Session {
+    /// Opens the model for sequences of up to `context` tokens (its own limit if absent), which the user set by `flag`.
+    pub fn open(
+        model_args: &ModelArgs,
+        cache_args: &CacheArgs,
+        context: Option<usize>,
+        flag: &str,
+    ) -> Result<Self> {
+        let model = model_args.open()?;
+        let context = context.unwrap_or(model.config.max_position_embeddings);
+        if context > model.config.max_position_embeddings {
+            bail!(
+                "{flag} {context}: {} addresses {} positions",
+                model.name,
+                model.config.max_position_embeddings
+            );
+        }
+        let text = model.text()?;
+        let stop_tokens = model.generation()?.stop_token_ids(&model.config).to_vec();
+        let plain = model.cache(KvFormat::Bf16, cache_args)?;
+        let base = plain.runner(&model, model_args.backend()?, cache_args, context, 1, |_| {})?;
+        let precision = format!("{:?}", model_args.precision).to_lowercase();
+        Ok(Self {
+            model,
+            text,
+            stop_tokens,
+            cache_args: cache_args.clone(),
+            precision,
+            templates: RefCell::new(vec![base]),
+            context,
+        })
+    }
+
+    /// The formats with their caches, BF16 first and each once.
+    pub fn prepare(&self, formats: &[Format]) -> Result<Vec<Prepared>> {
+        let mut prepared: Vec<Prepared> = Vec::new();
+        let reference = Format { name: REFERENCE.to_owned(), kv: KvFormat::Bf16 };
+        for format in [&reference].into_iter().chain(formats) {
+            if prepared.iter().any(|p| p.name == format.name) {
+                continue;
+            }
+            let cache = self.model.cache(format.kv, &self.cache_args)?;
+            prepared.push(Prepared { name: format.name.clone(), cache });
+        }
+        Ok(prepared)
+    }
+
+    /// A runner of this format with room for `sequences` sequences, unless the user set a budget.
+    pub fn runner(&self, format: &Prepared, sequences: usize) -> Result<Runner<CpuBackend>> {
+        let layout = format.cache.layout.clone();
+        let chunk = self.cache_args.prefill_chunk;
+        let kv_memory = self
+            .cache_args
+            .kv_memory
+            .unwrap_or_else(|| working_bytes(&layout, self.context, chunk) * sequences.max(1));
+        let rotations = format.cache.rotations.as_ref();
+        let options = |kv_memory| RunnerOptions {
+            layout: layout.clone(),
+            rotations,
+            context: self.context,
+            kv_memory,
+            prefill_chunk: chunk,
+        };
+        let weights = &self.model.weights;
+        let mut templates = self.templates.borrow_mut();
+        if !templates.iter().any(|runner| runner.rotations() == rotations) {
+            let template = templates[0].with_cache(weights, options(layout.full_block_bytes()))?;
+            templates.push(template);
+        }
+        let same = templates.iter().find(|runner| runner.rotations() == rotations).unwrap_or(&templates[0]);
+        Ok(same.with_cache(weights, options(kv_memory))?)
+    }
+
+    /// The formats as methods that answer `batch` sequences at once.
+    pub fn methods<'a>(&'a self, formats: &'a [Prepared], batch: usize) -> Vec<Method<'a>> {
+        let method = |format: &'a Prepared| Method {
+            kv: format.name.clone(),
+            bits: format.cache.layout.page_bits(),
+            start: Box::new(move || {
+                let runner = self.runner(format, batch).map_err(|e| EvalError::Start(format!("{e:#}")))?;
+                Generator::start(runner, self.stop_tokens.clone(), batch)
+            }),
+        };
+        formats.iter().map(method).collect()
+    }
+
+    /// The device, and the kernels that read a format's pages.
+    pub fn describe(&self, format: &Prepared) -> (String, String) {
+        let templates = self.templates.borrow();
+        let backend = templates[0].backend();
+        (backend.describe(), backend.describe_attention(&format.cache.layout))
+    }
+
+    /// The part of a configuration that decides what a model answers, with what the command adds.
+    pub fn config(&self, more: Value) -> Value {
+        let mut config = json!({
+            "model": self.model.name,
+            "fingerprint": self.model.weights.fingerprint(),
+            "precision": self.precision,
+            "sink": self.cache_args.sink,
+            "recent": self.cache_args.recent,
+            "rotations": self.cache_args.rotations,
+        });
+        if let (Value::Object(config), Value::Object(more)) = (&mut config, more) {
+            config.extend(more);
+        }
+        config
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_normalized_and_unknown_ones_refused() {
+        assert_eq!(" OSCAR2 ".parse::<Format>().unwrap().name, "oscar2");
+        assert!("oscar9".parse::<Format>().unwrap_err().to_string().contains("oscar9"));
+    }
+}

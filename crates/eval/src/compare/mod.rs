@@ -1,0 +1,214 @@
+//! Methods side by side: what each was measured to be, and how that is shown.
+//!
+//! [`Comparison`] is the whole result, the same in the JSON file and in the page; [`report`] draws it.
+//!
+//! **Invariant:** a figure that was not measured is absent, never a default.
+
+pub mod report;
+pub mod speed;
+
+use crate::ppl::PplResult;
+use crate::run::{REFERENCE, Row, summarize};
+use serde::{Deserialize, Serialize};
+
+/// A whole comparison.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Comparison {
+    pub model: String,
+    pub device: String,
+    /// The command that makes it again.
+    pub command: String,
+    /// What was measured and how, for people.
+    pub notes: Vec<String>,
+    /// Contexts of needles, bits and memory; text and speed are measured at the last.
+    pub contexts: Vec<usize>,
+    pub methods: Vec<MethodResult>,
+}
+
+/// Everything measured of one method.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct MethodResult {
+    pub kv: String,
+    pub description: String,
+    pub rotations: String,
+    /// The kernels that read its pages.
+    pub kernel: String,
+    /// Its pages are decoded element by element: exact, but its speed says nothing about the method.
+    pub generic: bool,
+    /// Stored bits an element of its pages, metadata counted.
+    pub bits: f64,
+    pub sizes: Vec<Size>,
+    pub text: Option<Text>,
+    pub tasks: Vec<TaskScore>,
+    /// Mean over tasks.
+    pub task_accuracy: Option<f64>,
+    pub needles: Vec<Needle>,
+    /// Mean over needles.
+    pub needle_accuracy: Option<f64>,
+    pub divergence: Option<Divergence>,
+    pub speed: Option<Speed>,
+}
+
+/// What a sequence of a context takes, windows and metadata counted.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Size {
+    pub context: usize,
+    pub bits: f64,
+    pub bytes: usize,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Text {
+    pub context: usize,
+    pub ppl: f64,
+    pub kl: f64,
+    pub top1: f64,
+    pub n: usize,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct TaskScore {
+    pub task: String,
+    pub context: usize,
+    pub accuracy: f64,
+    pub n: usize,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Needle {
+    pub context: usize,
+    pub depth: f64,
+    pub accuracy: f64,
+    pub n: usize,
+}
+
+/// How long greedy answers stay BF16's.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Divergence {
+    /// Share of answers that are BF16's to the end.
+    pub same: f64,
+    /// Mean number of tokens before the first that differs, whole answers counted in full.
+    pub tokens: f64,
+    /// The same as a share of BF16's answer.
+    pub share: f64,
+    pub n: usize,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Speed {
+    pub context: usize,
+    pub tokens_per_s: f64,
+    /// Against BF16, measured in turns with it.
+    pub ratio: f64,
+}
+
+impl Text {
+    pub fn new(context: usize, result: PplResult) -> Self {
+        Self { context, ppl: result.perplexity, kl: result.kl, top1: result.top1, n: result.scored }
+    }
+}
+
+impl MethodResult {
+    /// Takes in the answers to tasks and needles; `reference` are BF16's to the same cases, in the same order.
+    pub fn add_answers(&mut self, rows: &[Row], reference: &[Row], long: impl Fn(&Row) -> bool) {
+        let (needles, tasks): (Vec<Row>, Vec<Row>) =
+            rows.iter().cloned().partition(|row| row.depth.is_some());
+        self.tasks = summarize(&tasks)
+            .into_iter()
+            .map(|s| TaskScore { task: s.task, context: s.context, accuracy: s.accuracy, n: s.n })
+            .collect();
+        self.task_accuracy = mean(self.tasks.iter().map(|t| t.accuracy));
+        self.needles = summarize(&needles)
+            .into_iter()
+            .filter_map(|s| {
+                let depth = needles.iter().find(|row| row.task == s.task)?.depth?;
+                Some(Needle { context: s.context, depth, accuracy: s.accuracy, n: s.n })
+            })
+            .collect();
+        self.needle_accuracy = mean(self.needles.iter().map(|n| n.accuracy));
+        if self.kv != REFERENCE {
+            let pairs = rows.iter().zip(reference).filter(|(_, r)| long(r));
+            self.divergence = divergence(pairs);
+        }
+    }
+
+    /// Memory and bits at a context.
+    pub fn size_at(&self, context: usize) -> Option<&Size> {
+        self.sizes.iter().find(|size| size.context == context)
+    }
+}
+
+fn divergence<'a>(pairs: impl Iterator<Item = (&'a Row, &'a Row)>) -> Option<Divergence> {
+    let (mut same, mut tokens, mut share, mut n) = (0.0, 0.0, 0.0, 0usize);
+    for (row, reference) in pairs {
+        let length = reference.tokens.len() as f64;
+        let kept = row.first_divergence.map_or(length, |d| d as f64);
+        same += f64::from(row.same_as_bf16 == Some(true));
+        tokens += kept;
+        share += if length > 0.0 { (kept / length).min(1.0) } else { 1.0 };
+        n += 1;
+    }
+    let count = n as f64;
+    (n > 0).then(|| Divergence { same: same / count, tokens: tokens / count, share: share / count, n })
+}
+
+fn mean(values: impl Iterator<Item = f64>) -> Option<f64> {
+    let values: Vec<f64> = values.collect();
+    (!values.is_empty()).then(|| values.iter().sum::<f64>() / values.len() as f64)
+}
+
+/// Indices of the points that no other beats: fewer bits at no worse a cost, or less cost at no more bits.
+pub fn pareto_front(points: &[(f64, f64)]) -> Vec<usize> {
+    let beaten = |&(x, y): &(f64, f64)| points.iter().any(|&(a, b)| a <= x && b <= y && (a < x || b < y));
+    let mut front: Vec<usize> = (0..points.len()).filter(|&i| !beaten(&points[i])).collect();
+    front.sort_by(|&i, &j| points[i].0.total_cmp(&points[j].0));
+    front
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_front_is_what_nothing_beats() {
+        let points = [(2.25, 0.01), (2.25, 0.05), (4.25, 0.001), (3.0, 0.02), (2.125, 0.03), (4.25, 0.001)];
+        assert_eq!(pareto_front(&points), [4, 0, 2, 5]);
+        assert!(pareto_front(&[]).is_empty());
+    }
+
+    #[test]
+    fn answers_become_tasks_needles_and_divergence() {
+        let row = |kv: &str, task: &str, depth, score, tokens: Vec<u32>, first: Option<usize>| Row {
+            kv: kv.into(),
+            bits: 2.25,
+            task: task.into(),
+            context: 1024,
+            index: 0,
+            seed: 0,
+            depth,
+            score,
+            prompt_tokens: 9,
+            finished: true,
+            answer: String::new(),
+            tokens,
+            same_as_bf16: Some(first.is_none()),
+            first_divergence: first,
+        };
+        let reference = [
+            row("bf16", "copy", None, 1.0, vec![1; 10], None),
+            row("bf16", "copy", None, 1.0, vec![1; 20], None),
+            row("bf16", "needle_50", Some(0.5), 1.0, vec![1], None),
+        ];
+        let rows = [
+            row("oscar2", "copy", None, 1.0, vec![1; 10], None),
+            row("oscar2", "copy", None, 0.0, vec![1; 20], Some(5)),
+            row("oscar2", "needle_50", Some(0.5), 0.0, vec![2], Some(0)),
+        ];
+        let mut method = MethodResult { kv: "oscar2".into(), ..MethodResult::default() };
+        method.add_answers(&rows, &reference, |r| r.task == "copy");
+        assert_eq!((method.task_accuracy, method.needle_accuracy), (Some(0.5), Some(0.0)));
+        assert_eq!(method.needles[0].depth, 0.5);
+        let d = method.divergence.unwrap();
+        assert_eq!((d.same, d.tokens, d.share, d.n), (0.5, 7.5, 0.625, 2));
+    }
+}
