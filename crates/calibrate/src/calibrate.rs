@@ -326,12 +326,10 @@ fn solve_head(
         ClipPolicy::Fit => (key_curve.best, value_curve.best),
     };
     let quality = measure(sample, &statistics.query, &rotations, clips, options.bits)?;
-    // tr(C_K C_Q) is the mean squared logit; what the mean key contributes to it is removed by centring.
+    // kᵀ C_Q k in the mean is the mean squared logit; what the mean key contributes to it is removed by centring.
     let mean: Vec<f32> = statistics.key_mean.iter().map(|&v| v as f32).collect();
-    let logit_energy = (0..statistics.key.dim())
-        .flat_map(|i| (0..statistics.key.dim()).map(move |j| (i, j)))
-        .map(|(i, j)| statistics.key.get(i, j) * statistics.query.get(i, j))
-        .sum::<f64>();
+    let energies = sample.keys.chunks_exact(sample.head_dim).map(|key| statistics.query.quadratic(key));
+    let logit_energy = energies.sum::<f64>() / (sample.keys.len() / sample.head_dim).max(1) as f64;
     let mean_energy = statistics.query.quadratic(&mean);
     let report = HeadReport {
         layer,

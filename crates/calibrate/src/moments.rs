@@ -4,7 +4,7 @@
 //!
 //! ```text
 //! query      C = QᵀQ / (T·r)                 weighs key errors: ‖Q(K−K̂)ᵀ‖² = T·r · tr((K−K̂) C (K−K̂)ᵀ)
-//! key        KᵀK / T, and the mean key
+//! key        the mean key
 //! value      paper   (SV)ᵀ(SV) / (T·r)       of attention outputs, softmax and mask included
 //!            coded   Vᵀ diag(w) V / Σw       with w_t = k_t C k_tᵀ, after a first pass has found C
 //!            plain   VᵀV / T
@@ -49,7 +49,6 @@ impl HeadGrid {
 #[derive(Clone, Debug)]
 struct Sums {
     query: Symmetric,
-    key: Symmetric,
     key_sum: Vec<f64>,
     value: Symmetric,
     /// Σw of the `coded` statistic.
@@ -60,7 +59,6 @@ struct Sums {
 #[derive(Clone, Debug, PartialEq)]
 pub struct HeadStatistics {
     pub query: Symmetric,
-    pub key: Symmetric,
     pub key_mean: Vec<f64>,
     pub value: Symmetric,
 }
@@ -79,13 +77,7 @@ impl Moments {
     /// Empty sums; `sample` collects rows during the first pass.
     pub fn new(grid: HeadGrid, statistic: Statistic, sample: RowSample) -> Self {
         let empty = || Symmetric::zeros(grid.head_dim);
-        let sums = Sums {
-            query: empty(),
-            key: empty(),
-            key_sum: vec![0.0; grid.head_dim],
-            value: empty(),
-            weight: 0.0,
-        };
+        let sums = Sums { query: empty(), key_sum: vec![0.0; grid.head_dim], value: empty(), weight: 0.0 };
         Self { grid, statistic, tokens: 0, sums: vec![sums; grid.heads()], sample }
     }
 
@@ -104,16 +96,15 @@ impl Moments {
         let (tokens, group) = (self.tokens.max(1) as f64, self.grid.group() as f64);
         let statistic = self.statistic;
         let heads = self.sums.into_iter().map(|sums| {
-            let Sums { mut query, mut key, mut key_sum, mut value, weight } = sums;
+            let Sums { mut query, mut key_sum, mut value, weight } = sums;
             query.scale(1.0 / (tokens * group));
-            key.scale(1.0 / tokens);
             key_sum.iter_mut().for_each(|v| *v /= tokens);
             value.scale(match statistic {
                 Statistic::Paper => 1.0 / (tokens * group),
                 Statistic::Coded => 1.0 / weight.max(1e-12),
                 Statistic::Plain => 1.0 / tokens,
             });
-            HeadStatistics { query, key, key_mean: key_sum, value }
+            HeadStatistics { query, key_mean: key_sum, value }
         });
         (heads.collect(), self.sample)
     }
@@ -164,8 +155,6 @@ impl Pass<'_> {
             let (key_at, value_at) = ((query_heads + head) * d, (query_heads + kv_heads + head) * d);
             self.gram(backend, qkv, head * group * d, group, None);
             self.moments.sums[index].query.add_full(&self.gram);
-            self.gram(backend, qkv, key_at, 1, None);
-            self.moments.sums[index].key.add_full(&self.gram);
             if self.moments.statistic == Statistic::Plain {
                 self.gram(backend, qkv, value_at, 1, None);
                 self.moments.sums[index].value.add_full(&self.gram);

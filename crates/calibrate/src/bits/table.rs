@@ -19,6 +19,14 @@ impl WidthTable {
         Self { layers, kv_heads, widths: vec![(bits, bits); layers * kv_heads] }
     }
 
+    /// Any table of that mean: for counting bytes, which do not depend on where the bits are.
+    pub fn of_mean(layers: usize, kv_heads: usize, head_dim: usize, mean: MeanBits) -> Self {
+        let units = 2 * layers * kv_heads;
+        let bits = (mean.mean_width(head_dim).clamp(1.0, 4.0) * units as f64 + 1e-6) as usize;
+        let widths: Vec<u32> = (0..units).map(|unit| ((bits + unit) / units) as u32).collect();
+        Self::from_units(layers, kv_heads, &widths)
+    }
+
     /// From one width for each unit, key before value.
     pub fn from_units(layers: usize, kv_heads: usize, units: &[u32]) -> Self {
         Self { layers, kv_heads, widths: units.chunks_exact(2).map(|pair| (pair[0], pair[1])).collect() }
@@ -149,5 +157,10 @@ mod tests {
         assert_eq!(table.mean_width(), 2.0);
         assert_eq!(table.formats(128, CodeLayout::CpuTile).unwrap().bits_per_element(), 2.25);
         assert_eq!(WidthTable::uniform(2, 2, 3).mean_width(), 3.0);
+        for (mean, width) in [("2.25", 2.0), ("1.25", 1.0), ("4.25", 4.0), ("2.75", 2.5), ("2.00", 1.75)] {
+            let table = WidthTable::of_mean(2, 2, 128, mean.parse().unwrap());
+            assert_eq!(table.mean_width(), width, "{mean}");
+            assert!(table.units().iter().all(|w| WIDTHS.contains(w)));
+        }
     }
 }

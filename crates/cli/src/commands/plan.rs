@@ -3,7 +3,8 @@
 use crate::options::{ModelArgs, PrecisionArg, parse_size, working_bytes};
 use crate::{progress, table};
 use anyhow::{Result, bail};
-use oscar_codec::{CacheLayout, CodeLayout, KvFormat};
+use oscar_calibrate::bits::WidthTable;
+use oscar_codec::{CacheLayout, CodeLayout, KvFormat, MeanBits};
 use serde_json::json;
 
 #[derive(clap::Args)]
@@ -14,7 +15,7 @@ pub struct Args {
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     memory: usize,
     /// KV formats to plan for
-    #[arg(long, value_name = "FORMAT[,FORMAT…]", value_delimiter = ',', default_values = ["bf16", "oscar4", "oscar2"])]
+    #[arg(long, value_name = "FORMAT[,FORMAT…]", value_delimiter = ',', default_values = ["bf16", "oscar4", "oscar"])]
     kv: Vec<KvFormat>,
     /// Contexts for which the largest batch is computed
     #[arg(long, value_name = "N[,N…]", value_delimiter = ',', default_values_t = [4096, 16384, 32768, 131072])]
@@ -66,8 +67,13 @@ pub fn run(args: &Args) -> Result<()> {
     let mut rows = Vec::new();
     for &format in &args.kv {
         let windows = format.windows(args.sink, args.recent)?;
-        let layout =
+        let mut layout =
             CacheLayout::new(format, c.layers, c.kv_heads, c.head_dim, windows, CodeLayout::Logical)?;
+        if let KvFormat::OscarMixed { mean } = format {
+            let mean = mean.unwrap_or(MeanBits::DEFAULT);
+            let table = WidthTable::of_mean(c.layers, c.kv_heads, c.head_dim, mean);
+            layout = layout.with_coded_table(table.formats(c.head_dim, CodeLayout::Logical)?);
+        }
         // While a prompt is read, one chunk of it is held in BF16 besides.
         let longest = longest_context(free, |n| working_bytes(&layout, n, args.prefill_chunk));
         for &context in &contexts {

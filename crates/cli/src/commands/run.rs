@@ -19,7 +19,7 @@ pub struct Args {
     #[command(flatten)]
     cache: CacheArgs,
     /// KV-cache format; `oscar doctor` lists them
-    #[arg(long, value_name = "FORMAT", default_value = "oscar2")]
+    #[arg(long, value_name = "FORMAT", default_value = "oscar")]
     kv: KvFormat,
     /// What to answer, or @FILE to read it; without --prompt and --chat a conversation starts
     #[arg(long, value_name = "TEXT|@FILE", conflicts_with = "chat")]

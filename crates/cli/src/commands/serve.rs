@@ -184,7 +184,7 @@ impl Default for Config {
         let scheduler = SchedulerOptions::default();
         Self {
             model: None,
-            kv: "oscar2".into(),
+            kv: "oscar".into(),
             rotations: None,
             sink: None,
             recent: None,

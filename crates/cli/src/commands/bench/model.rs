@@ -19,7 +19,7 @@ pub struct Args {
     #[command(flatten)]
     cache: CacheArgs,
     /// KV formats to compare; ratios are against the first
-    #[arg(long, value_name = "FORMAT[,FORMAT…]", value_delimiter = ',', default_values = ["bf16", "oscar2"])]
+    #[arg(long, value_name = "FORMAT[,FORMAT…]", value_delimiter = ',', default_values = ["bf16", "oscar2", "oscar"])]
     kv: Vec<KvFormat>,
     /// Tokens in the cache
     #[arg(long, value_name = "N[,N…]", value_delimiter = ',', default_values_t = [4096])]

@@ -60,7 +60,7 @@ pub struct Common {
     #[command(flatten)]
     pub cache: CacheArgs,
     /// KV formats; BF16 is always measured and the reference
-    #[arg(long, value_name = "FORMAT[,FORMAT…]", value_delimiter = ',', default_values = ["oscar2"])]
+    #[arg(long, value_name = "FORMAT[,FORMAT…]", value_delimiter = ',', default_values = ["oscar", "oscar2"])]
     pub kv: Vec<Format>,
     /// Record each result in this file, one JSON object a line; a rerun goes on where it stopped
     #[arg(long, value_name = "FILE")]

@@ -25,7 +25,7 @@ pub struct Args {
     #[command(flatten)]
     cache: CacheArgs,
     /// KV formats, measured one after the other under the same --kv-memory; ratios are against the first
-    #[arg(long, value_name = "FORMAT[,FORMAT…]", value_delimiter = ',', default_values = ["bf16", "oscar2"])]
+    #[arg(long, value_name = "FORMAT[,FORMAT…]", value_delimiter = ',', default_values = ["bf16", "oscar"])]
     kv: Vec<KvFormat>,
     /// Conversations in all; each is one request unless --turns says more
     #[arg(long, value_name = "N", default_value_t = 32)]
