@@ -199,7 +199,7 @@ impl RadixCache {
                 node.pages = offered;
                 node.approximate = !exact;
                 node.demoted = false;
-            } else if node.approximate == !exact && (exact || node.pages.has_a_page_of(&offered)) {
+            } else if node.approximate != exact && (exact || node.pages.has_a_page_of(&offered)) {
                 if node.pages.full.is_none() && offered.full.is_some() {
                     node.pages.full = offered.full;
                     node.demoted = false;
