@@ -9,6 +9,7 @@
 //! chunks its prompt came in, not on who else is in the step.
 
 mod engine;
+mod failures;
 mod ledger;
 mod logprobs;
 mod request;

@@ -5,6 +5,7 @@
 //! statistics were brought up to date, so who has seen `Done` sees its pages accounted for.
 
 use crate::engine::{EngineOptions, Shared};
+use crate::failures::panic_message;
 use crate::ledger::PageLedger;
 use crate::logprobs::token_logprobs;
 use crate::request::{Event, EventSink, FinishReason, Request, RequestError, RequestId, Usage};
@@ -15,7 +16,6 @@ use crate::sequences::{Choice, Job};
 use crate::statistics::Counters;
 use oscar_backend::Backend;
 use oscar_cache::{RadixCache, Reclaimed};
-use std::any::Any;
 use std::collections::{BTreeMap, HashMap};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -40,7 +40,7 @@ pub struct Worker<B: Backend> {
     pub(crate) jobs: BTreeMap<RequestId, Job>,
     pub(crate) choices: HashMap<SequenceId, Choice>,
     sinks: HashMap<RequestId, Box<dyn EventSink>>,
-    outbox: Vec<(RequestId, Event)>,
+    pub(crate) outbox: Vec<(RequestId, Event)>,
     pub(crate) counters: Counters,
     next_sequence: u64,
     logits: Vec<f32>,
@@ -235,31 +235,6 @@ impl<B: Backend> Worker<B> {
         }
     }
 
-    /// Fails what runs and empties the prefix cache.
-    fn forget_everything(&mut self, message: &str) {
-        let is_running = |job: &Job| job.live.iter().any(|id| self.choices[id].sequence.is_some());
-        let running: Vec<RequestId> =
-            self.jobs.iter().filter(|(_, job)| is_running(job)).map(|(&id, _)| id).collect();
-        for id in running {
-            self.fail(id, &RequestError::Engine(message.to_owned()));
-        }
-        if let Some(cache) = &mut self.cache {
-            cache.flush();
-            cache.take_demotions();
-        }
-    }
-
-    /// A sequence has the cache to itself and still finds no page: its answer ends here, or its prompt fails.
-    fn end_exhausted(&mut self, id: SequenceId) {
-        let Some(choice) = self.choices.get(&id) else { return };
-        let (request, tokens) = (choice.request, choice.tokens.len());
-        if self.jobs.get(&request).is_some_and(|job| job.started) {
-            return self.end_choice(id, FinishReason::Length);
-        }
-        let needed = self.runner.layout().peak_bytes(tokens);
-        self.fail(request, &RequestError::TooLarge { needed, budget: self.runner.usage().budget });
-    }
-
     fn note_admissions(&mut self, plan: &StepPlan) {
         for &(id, stored) in &plan.admitted {
             let choice = &self.choices[&id];
@@ -450,7 +425,7 @@ impl<B: Backend> Worker<B> {
     }
 
     /// Ends one choice and, with the last, its request.
-    fn end_choice(&mut self, id: SequenceId, reason: FinishReason) {
+    pub(crate) fn end_choice(&mut self, id: SequenceId, reason: FinishReason) {
         self.publish(id, true);
         self.scheduler.remove(id);
         let Some(choice) = self.choices.remove(&id) else { return };
@@ -488,20 +463,6 @@ impl<B: Backend> Worker<B> {
         }
     }
 
-    /// Ends a request that cannot go on; its pages are forgotten.
-    fn fail(&mut self, id: RequestId, error: &RequestError) {
-        let Some(job) = self.jobs.remove(&id) else { return };
-        for sequence in job.live {
-            self.scheduler.remove(sequence);
-            self.choices.remove(&sequence);
-        }
-        if !job.admitted {
-            self.shared.queued.fetch_sub(1, Ordering::SeqCst);
-        }
-        self.counters.failed += 1;
-        self.outbox.push((id, Event::Failed(error.clone())));
-    }
-
     /// Hands out the events; who does not listen any more is cancelled.
     fn deliver(&mut self) {
         let mut gone = Vec::new();
@@ -527,10 +488,4 @@ impl<B: Backend> Worker<B> {
             self.outbox.retain(|(other, _)| *other != id);
         }
     }
-}
-
-fn panic_message(panic: &(dyn Any + Send)) -> String {
-    let text = panic.downcast_ref::<&str>().copied();
-    let message = text.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
-    format!("a step panicked: {}", message.unwrap_or("no message"))
 }

@@ -185,7 +185,7 @@ fn soak(duration: Duration) {
             "--context",
             "2048",
             "--kv-memory",
-            "64M",
+            "16M",
             "--max-body-bytes",
             "1M",
             "--threads",
