@@ -231,25 +231,31 @@ fn answers_do_not_depend_on_the_cache_the_batch_or_the_chunk() {
     );
 }
 
-/// Keys in groups of tokens: within a page, where the prefix cache shares their codes, and over pages, where it
-/// cannot.
+/// Keys in groups of tokens: within a page, where the prefix cache shares their codes, and over pages, where codes
+/// depend on what follows and a branch must compute its own.
 #[test]
 fn rivals_answer_alike_from_the_prefix_cache() {
     for (name, shares) in [("kivi2", true), ("kivi2-g128", false)] {
         let format: KvFormat = name.parse().unwrap();
         let mut oracle = Oracle::new(format);
-        let plan = Plan {
-            format,
-            budget: 60,
-            chunk: 150,
-            step_tokens: 300,
-            batch: 3,
-            rounds: 6,
-            seed: 21,
-            demotes: false,
-        };
-        let stats = converse(&plan, &mut oracle);
-        assert!(!shares || stats.cached_tokens > 0, "{name}: nothing was found in the prefix cache");
+        let setup = Setup { format, windows: windows(format), context: 2048, ..Setup::default() };
+        let engine = Engine::start(setup.embedded(), EngineOptions::new("test")).unwrap();
+        let mut dice = Dice(21);
+        let history = dice.tokens(330);
+        let mut cached = Vec::new();
+        // Cold, longer, and a branch that parts inside a group of 128.
+        for (kept, added) in [(330, 0), (330, 40), (250, 60), (330, 40)] {
+            let mut prompt = history[..kept].to_vec();
+            prompt.extend(Dice(added as u64 + 1).tokens(added));
+            let params = GenerationParams { max_tokens: 6, logprobs: Some(0), ..GenerationParams::default() };
+            let outcome = submit(&engine, &prompt, params).unwrap().finish(&engine, None);
+            let what = format!("{name}, {kept} known and {added} new tokens");
+            check_answer(&oracle.answer(&prompt, 6), &outcome, &what);
+            cached.push(outcome.cached);
+        }
+        let expected = if shares { [0, 320, 192, 320] } else { [0, 128, 128, 128] };
+        assert_eq!(cached, expected, "{name}: tokens found in the prefix cache");
+        engine.shutdown();
     }
 }
 
