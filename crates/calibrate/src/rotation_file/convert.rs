@@ -16,6 +16,9 @@ impl RotationFile {
             if self.metadata.centred {
                 return Err(RotationFileError::WouldLose("the key means".into()));
             }
+            if !self.bits.is_empty() {
+                return Err(RotationFileError::WouldLose("the tables of widths".into()));
+            }
             let [layers, kv_heads, _] = self.shape();
             if self.clips != Clips::uniform(layers * kv_heads, (2, 2)) {
                 return Err(RotationFileError::WouldLose("clip ratios other than the official ones".into()));

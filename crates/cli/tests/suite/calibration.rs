@@ -31,6 +31,90 @@ fn calibrate_convert_and_use() {
 }
 
 #[test]
+fn widths_are_chosen_stored_and_used() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
+    let (file, report) = (path("r.safetensors"), path("report"));
+    let small =
+        ["--tokens", "1024", "--probes", "1", "--probe-tokens", "1024", "--probe-kinds", "copy,niah_uuid"];
+    let mut args = vec!["calibrate", "--bits", "2.25,1.5", "--harm-widths", "2", "--refine", "0", "--json"];
+    args.extend(["--out", &file, "--report", &report]);
+    args.extend(small);
+    let row = &json_lines(&args)[0];
+    let tables = row["widths"].as_array().unwrap();
+    assert_eq!(tables.len(), 2);
+    let table = tables[0]["table"].as_str().unwrap();
+    let digits = |text: &str| {
+        text.split([' ', '·'])
+            .filter(|p| p.starts_with(['K', 'V']))
+            .map(|p| p[1..].to_owned())
+            .collect::<String>()
+    };
+    let widths: Vec<u32> = digits(table).chars().map(|c| c.to_digit(10).unwrap()).collect();
+    assert_eq!((widths.len(), widths.iter().sum::<u32>()), (24, 48), "{table}");
+    assert!(widths.iter().any(|&w| w != 2), "heads differ in what they bear: {table}");
+    assert!(tables[0]["harm"].as_f64().unwrap() < 1.0, "less harm than two bits everywhere: {row}");
+    assert!(fs::read_to_string(path("report/report.html")).unwrap().contains("Widths at 2.25 bits"));
+    assert!(
+        !fs::exists(path("r.safetensors.harm.jsonl")).unwrap(),
+        "the checkpoint goes when the file is there"
+    );
+    assert!(succeed(&["zoo", "inspect", &file]).contains(table));
+
+    let banner = |kv: &str| {
+        let out =
+            crate::support::oscar(&["run", "--kv", kv, "--rotations", &file, "--prompt", "Who are you?"]);
+        assert!(out.status.success());
+        String::from_utf8(out.stderr).unwrap()
+    };
+    assert!(banner("oscar").contains("widths by measured harm, 2.25 bits"));
+    assert!(banner("oscar:1.50").contains("1.50 bits"));
+    assert!(banner("oscar:3").contains("not verified (verified: 2.25, 1.50)"));
+    let rows = json_lines(&[
+        "plan",
+        "--memory",
+        "1G",
+        "--context",
+        "16000",
+        "--kv",
+        "oscar2,oscar,oscar:1.5",
+        "--json",
+    ]);
+    let bits: Vec<f64> = rows.iter().map(|r| r["bits"].as_f64().unwrap()).collect();
+    assert!(bits[0] == bits[1] && bits[2] < bits[1] - 0.6, "{bits:?}");
+}
+
+#[test]
+fn impossible_widths_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
+    let file = path("r.safetensors");
+    for mean in ["1.2", "4.3", "two"] {
+        let (code, message) = fail(&["calibrate", "--bits", mean, "--out", &file]);
+        assert_eq!(code, 2);
+        assert!(message.contains("between 1.25 and 4.25"), "{message}");
+    }
+    let refuse = |more: &[&str], part: &str| {
+        let mut args = vec!["calibrate", "--tokens", "256", "--bits", "2.25", "--out", &file];
+        args.extend(more);
+        let (_, message) = fail(&args);
+        assert!(message.contains(part), "{message}");
+    };
+    refuse(&["--probe-kinds", "juggling"], "juggling");
+    refuse(&["--probe-tokens", "500"], "--probe-tokens 500");
+    refuse(&["--harm-widths", "5"], "--harm-widths");
+    refuse(&["--probes", "40"], "text probes");
+    // Rotations without widths: the default says so, a mean that was asked for is an error.
+    succeed(&["calibrate", "--tokens", "256", "--out", &file]);
+    let out = crate::support::oscar(&["run", "--rotations", &file, "--prompt", "Hi"]);
+    assert!(String::from_utf8(out.stderr).unwrap().contains("2 bits everywhere"));
+    let (_, message) = fail(&["run", "--kv", "oscar:2.25", "--rotations", &file, "--prompt", "Hi"]);
+    assert!(message.contains("oscar calibrate --bits 2.25"), "{message}");
+    let (_, message) = fail(&["run", "--kv", "oscar:2", "--rotations", "hadamard", "--prompt", "Hi"]);
+    assert!(message.contains("calibrated rotations"), "{message}");
+}
+
+#[test]
 fn calibration_text_comes_in_several_forms() {
     let dir = tempfile::tempdir().unwrap();
     let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
