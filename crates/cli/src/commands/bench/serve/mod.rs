@@ -244,6 +244,7 @@ impl Args {
                 ..standard
             },
             max_queue: self.requests,
+            demote_idle_tails: true,
             ..EngineOptions::new(model.name.clone())
         };
         let engine = Engine::start(runner, options).context("the engine thread could not start")?;
