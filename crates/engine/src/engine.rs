@@ -25,7 +25,8 @@ pub struct EngineOptions {
     /// Keep what was computed for later requests?
     pub prefix_cache: bool,
     /// Code the BF16 tails of idle prefixes when room is short, before anything is evicted? A hit on one reads code
-    /// where a cold run reads BF16, and is counted. Where the device cannot read such a tail there are none.
+    /// where a cold run reads BF16, and is counted. Where the device cannot read such a tail there are none. Off by
+    /// default: what measures must be exact.
     pub demote_idle_tails: bool,
 }
 
@@ -36,7 +37,7 @@ impl EngineOptions {
             scheduler: SchedulerOptions::default(),
             max_queue: 256,
             prefix_cache: true,
-            demote_idle_tails: true,
+            demote_idle_tails: false,
         }
     }
 }

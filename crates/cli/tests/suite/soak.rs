@@ -2,7 +2,7 @@
 //! answers 5xx, and when they are gone its pages and its memory are back where they were.
 
 use crate::server::{PATIENCE, Server, chat_body};
-use serde_json::{Value, json};
+use serde_json::json;
 use std::io::{ErrorKind, Read, Write};
 use std::net::TcpStream;
 use std::sync::Mutex;
@@ -80,7 +80,8 @@ fn rude_request(dice: &mut Dice) -> (Vec<u8>, Manner, &'static [u16]) {
 /// Sends it and reads what the manner allows; the status, if it was read.
 fn converse(address: &str, body: &[u8], manner: &Manner, dice: &mut Dice) -> std::io::Result<Option<u16>> {
     let mut stream = TcpStream::connect(address)?;
-    stream.set_read_timeout(Some(PATIENCE))?;
+    // Sixty-three others are ahead of it on a machine that may be busy: the engine's steps tell a stall.
+    stream.set_read_timeout(Some(5 * PATIENCE))?;
     let head = format!(
         "POST /v1/chat/completions HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n",
         body.len()
@@ -165,7 +166,7 @@ fn storm(server: &Server, duration: Duration, seed: u64, tally: &Tally) {
 fn settle(server: &Server) -> usize {
     let begun = Instant::now();
     while server.metric("oscar_num_requests_running") + server.metric("oscar_num_requests_waiting") > 0.0 {
-        assert!(begun.elapsed() < PATIENCE, "requests of clients that have gone are still there");
+        assert!(begun.elapsed() < 5 * PATIENCE, "requests of clients that have gone are still there");
         std::thread::sleep(Duration::from_millis(50));
     }
     assert_eq!(server.send("POST", "/flush_cache", None, None).status, 200);
@@ -211,8 +212,7 @@ fn soak(duration: Duration) {
         server.metric("oscar_kv_demoted_tail_pages_total"),
     );
     assert!(after < before + before / 8 + (24 << 20), "memory grew from {before} to {after} bytes");
-    let failed: Value = json!(server.metric("oscar_engine_requests_failed_total"));
-    assert_eq!(failed, json!(0.0));
+    assert_eq!(server.metric("oscar_engine_requests_failed_total"), 0.0);
     let answer = server.chat(&json!({}));
     assert_eq!(answer.status, 200, "{}", answer.body);
 }

@@ -251,7 +251,8 @@ fn who_does_not_listen_is_cancelled() {
 fn under_pressure_idle_tails_are_coded_before_anything_is_evicted_and_hits_on_them_counted() {
     // Four prompts of 320 tokens with all their windows do not fit; coded they do.
     let setup = Setup { kv_memory: 16 * FULL_BLOCK, ..setup() };
-    let engine = engine(&setup);
+    let options = EngineOptions { demote_idle_tails: true, ..EngineOptions::new("test") };
+    let engine = Engine::start(setup.embedded(), options).unwrap();
     let prompts: Vec<Vec<u32>> = (0..5).map(|i| tokens(320, i)).collect();
     let cold: Vec<Vec<u32>> = prompts
         .iter()
@@ -287,8 +288,7 @@ fn under_pressure_idle_tails_are_coded_before_anything_is_evicted_and_hits_on_th
     assert_eq!((engine.stats().full_pages, engine.stats().coded_pages), (0, 0));
 
     // An engine that must not demote evicts instead, and is exact.
-    let options = EngineOptions { demote_idle_tails: false, ..EngineOptions::new("test") };
-    let exact = Engine::start(setup.embedded(), options).unwrap();
+    let exact = self::engine(&setup);
     for (prompt, answer) in prompts.iter().zip(&cold).chain(prompts.iter().zip(&cold)) {
         let outcome = submit(&exact, prompt, params(8)).unwrap().finish(&exact, None);
         assert_eq!((&outcome.answers[&0].tokens, outcome.demoted_tail), (answer, false));

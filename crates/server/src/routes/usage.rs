@@ -42,3 +42,18 @@ impl From<Totals> for Usage {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn a_demoted_tail_is_told_and_nothing_otherwise() {
+        let mut totals = Totals { prompt: 70, cached: 64, completion: 3, ..Totals::default() };
+        let details = |totals| json!(Usage::from(totals))["prompt_tokens_details"].clone();
+        assert_eq!(details(totals), json!({"cached_tokens": 64}));
+        totals += Totals { demoted_tail: true, ..Totals::default() };
+        assert_eq!(details(totals), json!({"cached_tokens": 64, "demoted_tail": true}));
+    }
+}

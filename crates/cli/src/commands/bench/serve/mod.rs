@@ -75,7 +75,7 @@ pub struct Args {
 const DEFAULT_BF16_REQUESTS: usize = 4;
 
 /// How often the bare engine and HTTP take turns.
-const HTTP_ROUNDS: usize = 5;
+const HTTP_ROUNDS: usize = 3;
 
 /// Clients of a closed loop when the user says nothing.
 const DEFAULT_CONCURRENCY: usize = 8;
@@ -244,6 +244,7 @@ impl Args {
                 ..standard
             },
             max_queue: self.requests,
+            demote_idle_tails: true,
             ..EngineOptions::new(model.name.clone())
         };
         let engine = Engine::start(runner, options).context("the engine thread could not start")?;
