@@ -58,10 +58,10 @@ fn bits_with_windows_are_a_function_of_context() {
     for (name, key, value) in BITS {
         let cache = layout(name, Some(64), Some(256));
         let unit = cache.windows().tail(Side::Key).unit;
-        for tokens in [1, 320, 335, 1000, 8192, 131_072] {
+        for tokens in [1usize, 320, 335, 1000, 8192, 131_072] {
             let full = |unit: usize| {
-                let coded = (tokens as usize).saturating_sub(320) / unit * unit;
-                tokens as usize - coded
+                let coded = tokens.saturating_sub(320) / unit * unit;
+                tokens - coded
             };
             let side = |bits: f64, unit| bits + (16.0 - bits) * full(unit) as f64 / tokens as f64;
             let expected = (side(key, unit) + side(value, 16)) / 2.0;

@@ -88,10 +88,9 @@ fn keys_body(rows: &[f32], d: usize, lines: &mut [Line]) {
 fn values_body(rows: &[f32], d: usize, lines: &mut [Line]) {
     for (two, lines) in rows.chunks_exact(2 * d).zip(lines.chunks_exact_mut(d / 16)) {
         let (even, odd) = two.split_at(d);
-        for ((line, even), odd) in lines.iter_mut().zip(even.chunks_exact(16)).zip(odd.chunks_exact(16)) {
-            for i in 0..16 {
-                line.0[i] = pair(even[i], odd[i]);
-            }
+        let channels = even.as_chunks::<16>().0.iter().zip(odd.as_chunks::<16>().0);
+        for (line, (even, odd)) in lines.iter_mut().zip(channels) {
+            line.0 = std::array::from_fn(|i| pair(even[i], odd[i]));
         }
     }
 }
