@@ -10,11 +10,14 @@ use oscar_codec::channel_groups::GroupHeader;
 use oscar_codec::page::Scheme;
 use oscar_codec::record::RecordCodec;
 use oscar_codec::turboquant::Instance;
-use oscar_codec::{CodeLayout, PAGE_TOKENS, PageCodec, RowPageCodec, Side, TILE_TOKENS, affine, fp8, layout};
+use oscar_codec::{CodeLayout, PAGE_TOKENS, PageCodec, RowPageCodec, Side, TILE_TOKENS, affine, fp8};
 use std::sync::OnceLock;
 
 use super::block::MAX_DIM;
 use crate::cpu::Variant;
+
+/// Room for the codes of a row.
+pub(super) type CodeBuffer = [u32; MAX_DIM];
 
 /// One side of one page, with the pages around it for codes that span them.
 #[derive(Clone, Copy)]
@@ -35,38 +38,44 @@ impl<'a> SidePage<'a> {
 }
 
 /// Decodes the tokens in `used` into `rows`, 64 × head size.
-pub(super) fn decode_page(variant: Variant, page: SidePage<'_>, used: u64, rows: &mut [f32]) {
+pub(super) fn decode_page(
+    variant: Variant,
+    page: SidePage<'_>,
+    used: u64,
+    rows: &mut [f32],
+    codes: &mut CodeBuffer,
+) {
     assert_eq!(rows.len(), PAGE_TOKENS * page.codec.head_dim());
     match variant {
         // SAFETY: a variant is only passed on by `attend`, which found it available.
         #[cfg(target_arch = "x86_64")]
-        Variant::Avx2 => unsafe { decode_avx2(page, used, rows) },
+        Variant::Avx2 => unsafe { decode_avx2(page, used, rows, codes) },
         // SAFETY: as above.
         #[cfg(target_arch = "x86_64")]
-        Variant::Avx512 | Variant::Amx => unsafe { decode_avx512(page, used, rows) },
-        _ => decode_body(page, used, rows),
+        Variant::Avx512 | Variant::Amx => unsafe { decode_avx512(page, used, rows, codes) },
+        _ => decode_body(page, used, rows, codes),
     }
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
-fn decode_avx2(page: SidePage<'_>, used: u64, rows: &mut [f32]) {
-    decode_body(page, used, rows);
+fn decode_avx2(page: SidePage<'_>, used: u64, rows: &mut [f32], codes: &mut CodeBuffer) {
+    decode_body(page, used, rows, codes);
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512vl,avx512bw,avx512dq")]
-fn decode_avx512(page: SidePage<'_>, used: u64, rows: &mut [f32]) {
-    decode_body(page, used, rows);
+fn decode_avx512(page: SidePage<'_>, used: u64, rows: &mut [f32], codes: &mut CodeBuffer) {
+    decode_body(page, used, rows, codes);
 }
 
 #[inline(always)]
-fn decode_body(page: SidePage<'_>, used: u64, rows: &mut [f32]) {
+fn decode_body(page: SidePage<'_>, used: u64, rows: &mut [f32], buffer: &mut CodeBuffer) {
     let SidePage { codec, side, .. } = page;
     let bytes = page.bytes();
     let d = codec.head_dim();
     if codec.token_groups(side).is_some() {
-        return decode_token_groups(page, used, rows);
+        return decode_token_groups(page, used, rows, buffer);
     }
     let codes = &bytes[codec.codes_range(side)];
     let mapped = MappedSide::new(codec, side);
@@ -75,9 +84,9 @@ fn decode_body(page: SidePage<'_>, used: u64, rows: &mut [f32]) {
             row.fill(0.0);
         } else if let Some(records) = codec.records(side) {
             let record = &codes[token * records.row_bytes()..][..records.row_bytes()];
-            decode_record(records, record, row);
+            decode_record(records, record, row, buffer);
         } else if codec.spec(side).is_coded() {
-            mapped.decode_row(bytes, codes, token, row);
+            mapped.decode_row(bytes, codes, token, row, buffer);
         } else {
             codec.decode_row(side, bytes, token, row);
         }
@@ -102,10 +111,9 @@ impl<'a> MappedSide<'a> {
     }
 
     #[inline(always)]
-    fn decode_row(&self, page: &[u8], codes: &[u8], token: usize, row: &mut [f32]) {
+    fn decode_row(&self, page: &[u8], codes: &[u8], token: usize, row: &mut [f32], buffer: &mut CodeBuffer) {
         let d = row.len();
-        let mut unpacked = [0u32; MAX_DIM];
-        let unpacked = &mut unpacked[..d];
+        let unpacked = &mut buffer[..d];
         match self.codec.layout() {
             CodeLayout::Logical => {
                 let bytes = d * self.bits as usize / 8;
@@ -132,7 +140,8 @@ impl<'a> MappedSide<'a> {
                 }
                 None => {
                     for (v, &code) in part.iter_mut().zip(codes) {
-                        *v = params.scale * code as f32 + params.offset;
+                        // Codes are below 2⁸: as a signed number they convert in one instruction.
+                        *v = params.scale * code as i32 as f32 + params.offset;
                     }
                 }
             }
@@ -146,18 +155,19 @@ fn unpack_stream(bytes: &[u8], bits: u32, out: &mut [u32]) {
     /// `N` codes of `BITS` in each `BYTES` bytes.
     #[inline(always)]
     fn unpack<const BYTES: usize, const N: usize, const BITS: u32>(bytes: &[u8], out: &mut [u32]) {
-        for (word, out) in bytes.chunks_exact(BYTES).zip(out.chunks_exact_mut(N)) {
+        for (word, out) in bytes.as_chunks::<BYTES>().0.iter().zip(out.as_chunks_mut::<N>().0) {
             let mut four = [0; 4];
             four[..BYTES].copy_from_slice(word);
             let word = u32::from_le_bytes(four);
-            for (i, code) in out.iter_mut().enumerate() {
-                *code = word >> (BITS * i as u32) & ((1 << BITS) - 1);
+            for i in 0..N {
+                out[i] = word.wrapping_shr(BITS.wrapping_mul(i as u32)) & ((1 << BITS) - 1);
             }
         }
     }
     match bits {
         // Rows are multiples of 8 channels, so words of 8 codes never run over.
         1 => unpack::<1, 8, 1>(bytes, out),
+        2 if out.len().is_multiple_of(16) => unpack::<4, 16, 2>(bytes, out),
         2 => unpack::<2, 8, 2>(bytes, out),
         3 => unpack::<3, 8, 3>(bytes, out),
         4 => unpack::<4, 8, 4>(bytes, out),
@@ -170,43 +180,61 @@ fn unpack_stream(bytes: &[u8], bits: u32, out: &mut [u32]) {
 fn unpack_tile(side: Side, codes: &[u8], bits: u32, token: usize, out: &mut [u32]) {
     let d = out.len();
     let (tile, lane) = (token / TILE_TOKENS, token % TILE_TOKENS);
-    let mut base = tile * TILE_TOKENS * d * bits as usize / 8;
-    out.fill(0);
-    for &(width, code_shift) in layout::planes(bits) {
-        let (planes, mask) = (8 / width as usize, (1u32 << width) - 1);
-        let set = &codes[base..][..TILE_TOKENS * d * width as usize / 8];
-        match side {
-            // A word is a token's: byte `i` of plane `j` is channel `4j + i`.
-            Side::Key => {
-                for (line, out) in set.chunks_exact(64).zip(out.chunks_mut(4 * planes)) {
-                    let word = u32::from_le_bytes([0, 1, 2, 3].map(|i| line[4 * lane + i]));
-                    for (i, code) in out.iter_mut().enumerate() {
-                        *code |= (word >> (8 * (i % 4) as u32 + width * (i / 4) as u32) & mask) << code_shift;
-                    }
-                }
-            }
-            // A word is a channel's: byte `i` of plane `j` is token `4j + i`.
-            Side::Value => {
-                let quad = lane / 4;
-                for (slab, out) in out.chunks_exact_mut(16).enumerate() {
-                    let (line, plane) = match width {
-                        1 => (slab / 2, quad + 4 * (slab % 2)),
-                        _ => (slab * (4 / planes) + quad / planes, quad % planes),
-                    };
-                    let shift = 8 * (lane % 4) as u32 + width * plane as u32;
-                    for (word, code) in set[line * 64..][..64].chunks_exact(4).zip(out) {
-                        let word = u32::from_le_bytes([word[0], word[1], word[2], word[3]]);
-                        *code |= (word >> shift & mask) << code_shift;
-                    }
-                }
-            }
+    let tile = &codes[tile * TILE_TOKENS * d * bits as usize / 8..][..TILE_TOKENS * d * bits as usize / 8];
+    // Three bits are a set of two-bit planes and then one of one-bit planes.
+    let (low, high) = if bits == 3 { tile.split_at(TILE_TOKENS * d / 4) } else { (tile, &[][..]) };
+    match (side, bits) {
+        (Side::Key, 1) => key_planes::<1, 32, 0>(low, lane, out),
+        (Side::Key, 2 | 3) => key_planes::<2, 16, 0>(low, lane, out),
+        (Side::Key, 4) => key_planes::<4, 8, 0>(low, lane, out),
+        (Side::Key, _) => key_planes::<8, 4, 0>(low, lane, out),
+        (Side::Value, 1) => value_planes::<1, 0>(low, lane, out),
+        (Side::Value, 2 | 3) => value_planes::<2, 0>(low, lane, out),
+        (Side::Value, 4) => value_planes::<4, 0>(low, lane, out),
+        (Side::Value, _) => value_planes::<8, 0>(low, lane, out),
+    }
+    match (side, bits) {
+        (Side::Key, 3) => key_planes::<1, 32, 2>(high, lane, out),
+        (Side::Value, 3) => value_planes::<1, 2>(high, lane, out),
+        _ => {}
+    }
+}
+
+/// A word is a token's: byte `i` of plane `j` is channel `4j + i`. `N` channels a line; a shift of 0 begins codes
+/// anew, any other adds to them.
+#[inline(always)]
+fn key_planes<const WIDTH: u32, const N: usize, const SHIFT: u32>(set: &[u8], lane: usize, out: &mut [u32]) {
+    for (line, out) in set.as_chunks::<64>().0.iter().zip(out.as_chunks_mut::<N>().0) {
+        let word = u32::from_le_bytes([0, 1, 2, 3].map(|i| line[(4 * lane + i) & 63]));
+        for i in 0..N {
+            let shift = 8 * (i as u32 & 3) + WIDTH.wrapping_mul(i as u32 / 4);
+            let field = (word.wrapping_shr(shift) & ((1 << WIDTH) - 1)) << SHIFT;
+            out[i] = if SHIFT == 0 { field } else { out[i] | field };
         }
-        base += set.len();
+    }
+}
+
+/// A word is a channel's: byte `i` of plane `j` is token `4j + i`. Otherwise as [`key_planes`].
+#[inline(always)]
+fn value_planes<const WIDTH: u32, const SHIFT: u32>(set: &[u8], lane: usize, out: &mut [u32]) {
+    let (quad, planes) = (lane / 4, 8 / WIDTH as usize);
+    let lines = set.as_chunks::<64>().0;
+    for (slab, out) in out.as_chunks_mut::<16>().0.iter_mut().enumerate() {
+        let (line, plane) = match WIDTH {
+            1 => (slab / 2, quad + 4 * (slab % 2)),
+            _ => (slab * (4 / planes) + quad / planes, quad % planes),
+        };
+        let shift = 8 * (lane as u32 % 4) + WIDTH * plane as u32;
+        let words = lines[line].as_chunks::<4>().0;
+        for i in 0..16 {
+            let field = (u32::from_le_bytes(words[i]).wrapping_shr(shift) & ((1 << WIDTH) - 1)) << SHIFT;
+            out[i] = if SHIFT == 0 { field } else { out[i] | field };
+        }
     }
 }
 
 #[inline(always)]
-fn decode_record(records: &RecordCodec, record: &[u8], row: &mut [f32]) {
+fn decode_record(records: &RecordCodec, record: &[u8], row: &mut [f32], buffer: &mut CodeBuffer) {
     match records {
         RecordCodec::Fp8 { head_dim } => {
             static TABLE: OnceLock<[f32; 256]> = OnceLock::new();
@@ -216,17 +244,16 @@ fn decode_record(records: &RecordCodec, record: &[u8], row: &mut [f32]) {
         }
         RecordCodec::TurboQuant(codec) => {
             for instance in codec.instances() {
-                decode_instance(instance, record, &mut row[instance.first..][..instance.channels]);
+                decode_instance(instance, record, &mut row[instance.first..][..instance.channels], buffer);
             }
         }
     }
 }
 
 #[inline(always)]
-fn decode_instance(instance: &Instance, record: &[u8], row: &mut [f32]) {
+fn decode_instance(instance: &Instance, record: &[u8], row: &mut [f32], buffer: &mut CodeBuffer) {
     let (codes, signs, norm, residual) = instance.parts(record);
-    let mut unpacked = [0u32; MAX_DIM];
-    let unpacked = &mut unpacked[..row.len()];
+    let unpacked = &mut buffer[..row.len()];
     unpack_stream(codes, instance.bits, unpacked);
     let mut levels = [0f32; 16];
     levels[..instance.levels.len()].copy_from_slice(&instance.levels);
@@ -246,7 +273,7 @@ fn decode_instance(instance: &Instance, record: &[u8], row: &mut [f32]) {
 }
 
 #[inline(always)]
-fn decode_token_groups(page: SidePage<'_>, used: u64, rows: &mut [f32]) {
+fn decode_token_groups(page: SidePage<'_>, used: u64, rows: &mut [f32], buffer: &mut CodeBuffer) {
     let SidePage { codec, side, pages, block, origin } = page;
     let Some(groups) = codec.token_groups(side) else { return };
     let (d, bytes) = (codec.head_dim(), page.bytes());
@@ -271,14 +298,15 @@ fn decode_token_groups(page: SidePage<'_>, used: u64, rows: &mut [f32]) {
                 row.fill(0.0);
                 continue;
             }
-            let mut unpacked = [0u32; MAX_DIM];
-            let unpacked = &mut unpacked[..d];
+            let unpacked = &mut buffer[..d];
             unpack_stream(&tile[token * d / 4..][..d / 4], 2, unpacked);
             for &channel in &header.promoted {
                 unpacked[channel] = u32::from(groups.code(&header.whole, tile, token, channel));
             }
-            for (c, v) in row.iter_mut().enumerate() {
-                *v = header.scales[c] * unpacked[c] as f32 + header.minima[c];
+            let params = header.scales.iter().zip(&header.minima);
+            for ((v, &code), (scale, min)) in row.iter_mut().zip(unpacked.iter()).zip(params) {
+                // Codes are below 2⁸: as a signed number they convert in one instruction.
+                *v = scale * code as i32 as f32 + min;
             }
         }
     }
@@ -350,7 +378,7 @@ mod tests {
                 {
                     let page = SidePage { codec, side, pages: &pages, block, origin };
                     let mut got = vec![f32::NAN; PAGE_TOKENS * d];
-                    decode_page(variant, page, used, &mut got);
+                    decode_page(variant, page, used, &mut got, &mut [0; MAX_DIM]);
                     for (token, got) in got.chunks_exact(d).enumerate() {
                         let mut want = vec![0.0; d];
                         if used >> token & 1 == 1 {

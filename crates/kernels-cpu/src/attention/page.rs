@@ -3,8 +3,8 @@
 use oscar_codec::page::Scheme;
 use oscar_codec::{CodeLayout, PAGE_TOKENS, PageCodec, RowPageCodec, Side};
 
-use super::block::{QueryForms, RowBlock};
-use super::decode::{SidePage, decode_page};
+use super::block::{MAX_DIM, QueryForms, RowBlock};
+use super::decode::{CodeBuffer, SidePage, decode_page};
 use super::generic;
 use super::precision::AttentionPrecision;
 use super::tile::Bf16Tile;
@@ -242,6 +242,7 @@ pub(super) struct PageScratch {
     keys: Bf16Tile,
     values: Bf16Tile,
     silenced: Vec<u8>,
+    codes: Vec<CodeBuffer>,
 }
 
 impl PageScratch {
@@ -266,6 +267,8 @@ impl PageScratch {
             ahead,
             decoded: None,
         };
+        self.codes.resize(1, [0; MAX_DIM]);
+        let codes = &mut self.codes[0];
         let room = |rows: &mut Vec<f32>| rows.resize(PAGE_TOKENS * d, 0.0);
         match reader.kind {
             PageKind::Codes { .. } => PageView::in_place(keys.codec, keys.bytes(), ahead),
@@ -274,13 +277,13 @@ impl PageScratch {
                     view.keys = &keys.bytes()[keys.codec.codes_range(Side::Key)];
                 } else {
                     room(&mut self.decoded.keys);
-                    decode_page(variant, keys, used, &mut self.decoded.keys);
+                    decode_page(variant, keys, used, &mut self.decoded.keys, codes);
                     self.keys.store_keys(variant, &self.decoded.keys, d);
                     view.keys = self.keys.bytes();
                 }
                 if !is_bf16_tile(values) {
                     room(&mut self.decoded.values);
-                    decode_page(variant, values, used, &mut self.decoded.values);
+                    decode_page(variant, values, used, &mut self.decoded.values, codes);
                     self.values.store_values(variant, &self.decoded.values, d);
                     view.values = self.values.bytes();
                 } else if used == u64::MAX {
@@ -297,8 +300,8 @@ impl PageScratch {
             PageKind::Decoded => {
                 room(&mut self.decoded.keys);
                 room(&mut self.decoded.values);
-                decode_page(variant, keys, used, &mut self.decoded.keys);
-                decode_page(variant, values, used, &mut self.decoded.values);
+                decode_page(variant, keys, used, &mut self.decoded.keys, codes);
+                decode_page(variant, values, used, &mut self.decoded.values, codes);
                 view.decoded = Some(&self.decoded);
                 view
             }

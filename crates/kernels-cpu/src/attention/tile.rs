@@ -2,7 +2,6 @@
 
 use oscar_codec::{PAGE_TOKENS, TILE_TOKENS};
 
-use super::block::{MAX_DIM, bf16_bits};
 use crate::cpu::Variant;
 
 /// A cache line of sixteen pairs of BF16.
@@ -53,21 +52,33 @@ impl Bf16Tile {
 
 #[inline(always)]
 fn pair(low: f32, high: f32) -> u32 {
-    u32::from(bf16_bits(low)) | u32::from(bf16_bits(high)) << 16
+    rounded(low) >> 16 | rounded(high) & 0xffff_0000
+}
+
+/// Bits of a finite value rounded to nearest even in the upper half, as `bf16_bits` does, kept in 32 bits so that
+/// the compiler need not change widths.
+#[inline(always)]
+fn rounded(value: f32) -> u32 {
+    let bits = value.to_bits();
+    bits.wrapping_add(0x7fff + (bits >> 16 & 1))
 }
 
 #[inline(always)]
 fn keys_body(rows: &[f32], d: usize, lines: &mut [Line]) {
     for (rows, lines) in rows.chunks_exact(TILE_TOKENS * d).zip(lines.chunks_exact_mut(d / 2)) {
-        let mut pairs = [[0u32; MAX_DIM / 2]; TILE_TOKENS];
-        for (row, pairs) in rows.chunks_exact(d).zip(&mut pairs) {
-            for (two, pair_of) in row.chunks_exact(2).zip(pairs) {
-                *pair_of = pair(two[0], two[1]);
+        // Sixteen pairs of each row at a time: what is turned stays in registers or close by.
+        for (block, lines) in lines.chunks_mut(16).enumerate() {
+            let mut pairs = [[0u32; 16]; TILE_TOKENS];
+            for (row, pairs) in rows.chunks_exact(d).zip(&mut pairs) {
+                let row = &row[32 * block..][..2 * lines.len()];
+                for (two, pair_of) in row.as_chunks::<2>().0.iter().zip(pairs) {
+                    *pair_of = pair(two[0], two[1]);
+                }
             }
-        }
-        for (p, line) in lines.iter_mut().enumerate() {
-            for (lane, pairs) in line.0.iter_mut().zip(&pairs) {
-                *lane = pairs[p];
+            for (p, line) in lines.iter_mut().enumerate() {
+                for lane in 0..TILE_TOKENS {
+                    line.0[lane] = pairs[lane][p & 15];
+                }
             }
         }
     }
@@ -77,10 +88,9 @@ fn keys_body(rows: &[f32], d: usize, lines: &mut [Line]) {
 fn values_body(rows: &[f32], d: usize, lines: &mut [Line]) {
     for (two, lines) in rows.chunks_exact(2 * d).zip(lines.chunks_exact_mut(d / 16)) {
         let (even, odd) = two.split_at(d);
-        for ((line, even), odd) in lines.iter_mut().zip(even.chunks_exact(16)).zip(odd.chunks_exact(16)) {
-            for i in 0..16 {
-                line.0[i] = pair(even[i], odd[i]);
-            }
+        let channels = even.as_chunks::<16>().0.iter().zip(odd.as_chunks::<16>().0);
+        for (line, (even, odd)) in lines.iter_mut().zip(channels) {
+            line.0 = std::array::from_fn(|i| pair(even[i], odd[i]));
         }
     }
 }
