@@ -38,7 +38,7 @@ pub struct Args {
 }
 
 pub fn run(args: &Args) -> Result<()> {
-    args.ask.check()?;
+    args.ask.check_generated(args.limit)?;
     args.seeds.iter().try_for_each(|&seed| check_seed(seed, 0))?;
     let mut tasks = args.tasks.iter().map(|name| RulerTask::parse(name)).collect::<Result<Vec<_>, _>>()?;
     if tasks.is_empty() {
