@@ -44,6 +44,18 @@ pub struct Case {
     pub expected: Expected,
 }
 
+impl Expected {
+    /// What is right, for people.
+    pub fn text(&self) -> String {
+        match self {
+            Self::Exact(text) | Self::Math(text) => text.clone(),
+            Self::Contains { references, .. } => references.join(", "),
+            Self::Choice(letter) => letter.to_string(),
+            Self::Code(problem) => format!("passes the tests of {}", problem.entry_point),
+        }
+    }
+}
+
 impl Case {
     /// Names the case in results, the same in every run.
     pub fn key(&self) -> String {
@@ -161,7 +173,8 @@ fn chat_case(
     best.ok_or(EvalError::ContextTooShort { task: task.name(), context })
 }
 
-/// RULER cases of one length, `count` of each task, in rounds.
+/// RULER cases of one length, `count` of each task, in rounds. With `answer_prefix` chat models are given the beginning of
+/// the answer too; base models always are.
 pub fn ruler_cases(
     prompts: &Prompts<'_>,
     generator: &RulerGenerator<'_>,
@@ -169,12 +182,16 @@ pub fn ruler_cases(
     length: usize,
     seed: u64,
     count: usize,
+    answer_prefix: bool,
     mut progress: impl FnMut(),
 ) -> Result<Vec<Case>> {
     let mut cases = Vec::with_capacity(tasks.len() * count);
     for index in 0..count {
         for &task in tasks {
-            let case = generator.case(task, index)?;
+            let mut case = generator.case(task, index)?;
+            if !(answer_prefix || prompts.is_raw()) {
+                case.answer_prefix.clear();
+            }
             cases.push(ruler_case(prompts, case, task.name(), length, seed, None)?);
             progress();
         }

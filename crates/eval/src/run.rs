@@ -28,6 +28,9 @@ pub struct Row {
     /// The model ended its answer itself.
     pub finished: bool,
     pub answer: String,
+    /// What is right.
+    #[serde(default)]
+    pub expected: String,
     pub tokens: Vec<u32>,
     /// Whether the answer is BF16's, token for token; absent for BF16 itself and for sampled answers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -119,6 +122,7 @@ fn make_row(
         prompt_tokens: case.prompt.len(),
         finished: answer.finished,
         answer: text,
+        expected: case.expected.text(),
         tokens: answer.tokens,
         same_as_bf16: divergence.map(|d| d.is_none()),
         first_divergence: divergence.flatten(),
@@ -192,6 +196,7 @@ mod tests {
             prompt_tokens: 1,
             finished: true,
             answer: String::new(),
+            expected: String::new(),
             tokens: vec![],
             same_as_bf16: divergence.map(|d| d.is_none()),
             first_divergence: divergence.flatten(),

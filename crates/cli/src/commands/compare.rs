@@ -109,8 +109,8 @@ impl Args {
         if self.context.is_empty() || !self.context.is_sorted() {
             bail!("--context: give contexts in ascending order");
         }
-        if self.windows == 0 || self.batch == 0 {
-            bail!("--windows and --batch must be at least 1");
+        if self.windows == 0 || self.batch == 0 || self.limit == 0 {
+            bail!("--windows, --limit and --batch must be at least 1");
         }
         if self.depths.is_empty() || !self.depths.is_sorted() || self.depths.iter().any(|&d| d > 100) {
             bail!("--depths: give percentages from 0 to 100 in ascending order");
@@ -139,7 +139,8 @@ pub fn run(args: &Args) -> Result<()> {
         None => GrammarFiller.essay(args.windows * args.longest(), TEXT_SEED),
     };
     let longest = args.task_context.iter().copied().max().unwrap_or(0).max(args.longest() + SPEED_ROOM);
-    let session = Session::open(&args.model, &args.cache, Some(longest), "--context and room for speed:")?;
+    let session =
+        Session::open(&args.model, &args.cache, Some(longest), "--context (with room for the speed steps)")?;
     let formats = session.prepare(&args.kv)?;
     let mut methods: Vec<MethodResult> =
         formats.iter().map(|f| describe(&session, f, &args.context)).collect();

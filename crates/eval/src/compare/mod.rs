@@ -190,6 +190,7 @@ mod tests {
             prompt_tokens: 9,
             finished: true,
             answer: String::new(),
+            expected: String::new(),
             tokens,
             same_as_bf16: Some(first.is_none()),
             first_divergence: first,

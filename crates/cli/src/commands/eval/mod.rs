@@ -90,6 +90,14 @@ impl AskArgs {
         }
         Ok(())
     }
+
+    /// [`AskArgs::check`] where cases are generated, so that 0 cannot mean all of them.
+    fn check_generated(&self, limit: usize) -> Result<()> {
+        if limit == 0 {
+            bail!("--limit 0: at least one case of each task must be asked");
+        }
+        self.check()
+    }
 }
 
 /// Seeds of calibration would measure on what rotations were fitted to.

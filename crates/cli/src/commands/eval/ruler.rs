@@ -26,6 +26,9 @@ pub struct Args {
     /// Seeds; each gives cases of its own
     #[arg(long, visible_alias = "seed", value_name = "N[,N…]", value_delimiter = ',', default_values_t = [42])]
     seeds: Vec<u64>,
+    /// Give chat models the beginning of the answer, as the official runs do; plain-text prompts (--raw) always end with it
+    #[arg(long)]
+    answer_prefix: bool,
     /// SQuAD development set (dev-v2.0.json), for qa_1
     #[arg(long, value_name = "FILE")]
     squad: Option<String>,
@@ -38,7 +41,7 @@ pub struct Args {
 }
 
 pub fn run(args: &Args) -> Result<()> {
-    args.ask.check()?;
+    args.ask.check_generated(args.limit)?;
     args.seeds.iter().try_for_each(|&seed| check_seed(seed, 0))?;
     let mut tasks = args.tasks.iter().map(|name| RulerTask::parse(name)).collect::<Result<Vec<_>, _>>()?;
     if tasks.is_empty() {
@@ -62,7 +65,7 @@ pub fn run(args: &Args) -> Result<()> {
     let prompts = Prompts::new(&session.text, args.ask.raw);
     let formats = session.prepare(&common.kv)?;
     let config = session.config(json!({
-        "text": text_digest, "raw": prompts.is_raw(), "squad": squad_digest, "hotpotqa": hotpot_digest,
+        "text": text_digest, "raw": prompts.is_raw(), "answer_prefix": args.answer_prefix, "squad": squad_digest, "hotpotqa": hotpot_digest,
     }));
     let mut journal = Journal::open(common.out.as_deref(), "eval ruler", &config)?;
 
@@ -81,7 +84,16 @@ pub fn run(args: &Args) -> Result<()> {
             if let Some(set) = &hotpot {
                 generator = generator.with_qa_2(set.clone());
             }
-            cases.extend(ruler_cases(&prompts, &generator, &tasks, length, seed, args.limit, || bar.inc(1))?);
+            cases.extend(ruler_cases(
+                &prompts,
+                &generator,
+                &tasks,
+                length,
+                seed,
+                args.limit,
+                args.answer_prefix,
+                || bar.inc(1),
+            )?);
         }
     }
     bar.finish_and_clear();

@@ -45,7 +45,7 @@ pub struct Args {
 }
 
 pub fn run(args: &Args) -> Result<()> {
-    args.ask.check()?;
+    args.ask.check_generated(args.limit)?;
     check_seed(args.seed, args.limit)?;
     let tasks = args.tasks.iter().map(|name| Task::parse(name)).collect::<Result<Vec<_>, _>>()?;
     let Some(&longest) = args.context.iter().max() else { bail!("--context: give at least one") };

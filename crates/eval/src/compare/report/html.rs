@@ -29,9 +29,13 @@ pub(super) fn page(comparison: &Comparison) -> String {
     table(comparison, &mut out);
     tasks(comparison, &mut out);
     needles(comparison, &mut out);
-    divergence(comparison, &mut out);
-    memory(comparison, &mut out);
-    speed(comparison, &mut out);
+    out.push_str("<div class=\"pair\">");
+    for figure in [divergence, memory, speed] {
+        out.push_str("<div>");
+        figure(comparison, &mut out);
+        out.push_str("</div>\n");
+    }
+    out.push_str("</div>\n");
     methods(comparison, &mut out);
     out.push_str("</body></html>\n");
     out

@@ -37,13 +37,17 @@ impl Comparison {
                 ),
             );
         }
+        // The command is printed in full beside the picture; here only as far as there is room.
+        let caption_text = format!("{}, dashed: what nothing beats. {}", self.model, self.command);
+        let room = (total / 6.0) as usize;
+        let cut: String = caption_text.chars().take(room).collect();
+        let more = if cut.len() < caption_text.len() { " …" } else { "" };
         put(
             &mut out,
             format_args!(
-                r#"<text class="tick" x="8" y="{:.0}">{} · {} · the dashed line joins what nothing beats</text></svg>"#,
+                r#"<text class="tick" x="8" y="{:.0}">{}{more}</text></svg>"#,
                 height + caption - 9.0,
-                svg::escape(&self.model),
-                svg::escape(&self.command)
+                svg::escape(&cut)
             ),
         );
         out

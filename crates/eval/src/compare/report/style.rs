@@ -8,7 +8,7 @@ macro_rules! colours {
 @media(prefers-color-scheme:dark){:root,svg{--ink:#e6e9ed;--soft:#a3adb8;--line:#2f363e;--paper:#14171a;--card:#1d2126;--ours:#78a6ff;--theirs:#eba35f;--base:#9aa4af;\
 --h0:#b23b3b;--h1:#b8693f;--h2:#a98b34;--h3:#5f8f4e;--h4:#2e7d4f}}\
 svg text{font-family:system-ui,-apple-system,'Segoe UI',Roboto,sans-serif;fill:var(--soft);font-size:11px}svg text.head{font-size:13px;font-weight:600;fill:var(--ink)}\
-svg text.name{font-size:11.5px;fill:var(--ink)}svg text.name.ours{fill:var(--ours);font-weight:600}svg text.name.best{font-weight:700}.end{text-anchor:end}.mid{text-anchor:middle}\
+svg text.name{font-size:11.5px;fill:var(--ink);paint-order:stroke;stroke:var(--paper);stroke-width:3px;stroke-linejoin:round}svg text.name.ours{fill:var(--ours);font-weight:600}svg text.name.best{font-weight:700}.end{text-anchor:end}.mid{text-anchor:middle}\
 .grid{stroke:var(--line)}.lead{stroke:var(--soft);stroke-width:.7}.front{fill:none;stroke:var(--ours);stroke-width:1.6;stroke-dasharray:5 4;stroke-opacity:.75}\
 circle{stroke:var(--paper);stroke-width:1.2}.ours{fill:var(--ours)}.theirs{fill:var(--theirs)}.base{fill:var(--base)}circle.best{stroke:var(--ink);stroke-width:1.6}\
 svg text.theirs,svg text.base{fill:var(--ink)}.none{fill:var(--card)}\

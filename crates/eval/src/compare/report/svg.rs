@@ -40,7 +40,7 @@ const RIGHT: f64 = 16.0;
 const TOP: f64 = 34.0;
 const BOTTOM: f64 = 40.0;
 /// Width of a character and height of a line of a label.
-const LABEL: (f64, f64) = (6.1, 13.0);
+const LABEL: (f64, f64) = (7.0, 13.0);
 
 /// A rectangle: left, top, right, bottom.
 type Area = (f64, f64, f64, f64);
@@ -186,7 +186,9 @@ impl Scatter<'_> {
             return ticks(low, high).into_iter().filter(|t| (0.0..=1.0).contains(t)).collect();
         }
         let decades = low.floor() as i32..=high.ceil() as i32;
-        let all = decades.flat_map(|d| [1.0, 2.0, 5.0].map(|m| m * 10f64.powi(d)));
+        // Over many decades their beginnings are enough.
+        let within: &[f64] = if high - low > 2.2 { &[1.0] } else { &[1.0, 2.0, 5.0] };
+        let all = decades.flat_map(|d| within.iter().map(move |m| m * 10f64.powi(d)));
         all.filter(|t| (low..=high).contains(&t.log10())).collect()
     }
 }
@@ -225,7 +227,7 @@ pub struct Bar {
 pub fn bars(title: &str, bars: &[Bar]) -> String {
     const LINE: f64 = 22.0;
     const NAME: f64 = 128.0;
-    const TEXT: f64 = 150.0;
+    const TEXT: f64 = 210.0;
     let height = bars.len() as f64 * LINE + 8.0;
     let highest = bars.iter().map(|b| b.value).fold(0.0, f64::max);
     let mut svg = open(WIDTH, height, title);
@@ -375,7 +377,7 @@ pub fn cost(value: f64) -> String {
         _ if value >= 0.1 => format!("{value:.2}"),
         _ if value >= 0.01 => format!("{value:.3}"),
         _ if value >= 0.001 => format!("{value:.4}"),
-        _ if value >= 0.0001 => format!("{value:.5}"),
+        _ if value >= 0.00009 => format!("{value:.5}"),
         _ => format!("{value:.0e}"),
     }
 }
