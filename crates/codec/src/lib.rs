@@ -15,6 +15,7 @@ pub mod cache_layout;
 pub mod clip;
 mod error;
 pub mod format;
+pub mod gpu_tile;
 pub mod hadamard;
 pub mod layout;
 pub mod lloyd_max;
