@@ -7,7 +7,7 @@
 //! its own sequence alone: not on the other rows of the step, not on the number of threads.
 
 use half::{bf16, f16};
-use oscar_codec::{CacheLayout, CodedPageId, FullPageId, HeadRotations};
+use oscar_codec::{CacheLayout, CodeLayout, CodedPageId, FullPageId, HeadRotations};
 use std::ops::Range;
 
 /// What a device can refuse.
@@ -17,6 +17,9 @@ pub enum BackendError {
     OutOfMemory { device: String, what: String, bytes: usize },
     #[error("{device} cannot do this: {why}")]
     Unsupported { device: String, why: String },
+    /// The device, its driver or one of its libraries failed; what it holds is lost.
+    #[error("{device} failed: {why}")]
+    Device { device: String, why: String },
     #[error("{what} has a wrong shape: {detail}")]
     Shape { what: String, detail: String },
 }
@@ -77,6 +80,9 @@ pub struct HeadPreparation<'a, B: Backend + ?Sized> {
 }
 
 /// A device that runs models.
+///
+/// A device may run behind the caller: operations without a result are enqueued, and what fails in one is reported
+/// by the next operation that has a result, [`Backend::read`] at the latest.
 pub trait Backend: Send + Sync {
     /// Activations, `rows × width`.
     type Rows: Send;
@@ -94,6 +100,9 @@ pub trait Backend: Send + Sync {
     /// The kernels that read this cache, so that no slow path is silent.
     fn describe_attention(&self, layout: &CacheLayout) -> String;
 
+    /// The order of bytes in pages that this device's kernels read fastest.
+    fn page_order(&self) -> CodeLayout;
+
     fn matrix(&self, weights: HostMatrix<'_>) -> Result<Self::Matrix>;
     fn vector(&self, values: &[f32]) -> Result<Self::Vector>;
     fn rope(&self, cos: &[f32], sin: &[f32], head_dim: usize) -> Result<Self::Rope>;
@@ -101,6 +110,13 @@ pub trait Backend: Send + Sync {
     /// Reserves page storage of up to `budget` bytes; memory is touched as pages are used.
     fn pool(&self, layout: &CacheLayout, budget: usize) -> Result<Self::Pool>;
     fn rows(&self, width: usize) -> Self::Rows;
+
+    /// Hears of a step before its first operation: page tables and positions can go to the device once for all layers.
+    /// The operations up to the next call bring the same sequences.
+    fn begin_step(&self, sequences: &[SequenceRows<'_>], pool: &mut Self::Pool) -> Result<()> {
+        let _ = (sequences, pool);
+        Ok(())
+    }
 
     /// `out ← table[token]` for each token.
     fn embed(&self, table: &Self::Matrix, tokens: &[u32], out: &mut Self::Rows);
@@ -114,8 +130,8 @@ pub trait Backend: Send + Sync {
     fn swiglu(&self, gate_up: &Self::Rows, out: &mut Self::Rows);
     /// Keeps the rows named, in that order.
     fn select(&self, x: &Self::Rows, rows: &[usize], out: &mut Self::Rows);
-    /// Copies rows to the host.
-    fn read(&self, x: &Self::Rows, out: &mut Vec<f32>);
+    /// Copies rows to the host, behind what `out` holds, once everything enqueued is done.
+    fn read(&self, x: &Self::Rows, out: &mut Vec<f32>) -> Result<()>;
     /// Adds `Σ_r w_r · xᵀx` to `gram` (`width × width`, row-major, symmetric), `x` being columns
     /// `first..first + width` of row `r`; without weights every row counts once. The statistic of calibration.
     fn accumulate_gram(
@@ -125,7 +141,7 @@ pub trait Backend: Send + Sync {
         width: usize,
         weights: Option<&[f32]>,
         gram: &mut [f64],
-    );
+    ) -> Result<()>;
 
     /// Rows of `qkv` are `[queries | keys | values]`. Applies QK-norm and RoPE to query and key heads in place;
     /// then takes the key mean off, rotates queries and keys into the cache's basis, stores keys and values in the

@@ -91,9 +91,9 @@ pub struct StepInput<'a> {
 /// Sees what calibration needs of each layer.
 pub trait Observer<B: Backend> {
     /// Rows of `[queries | keys | values]` after QK-norm and RoPE and before any rotation.
-    fn heads(&mut self, backend: &B, layer: usize, qkv: &B::Rows);
+    fn heads(&mut self, backend: &B, layer: usize, qkv: &B::Rows) -> Result<(), BackendError>;
     /// Attention outputs of all query heads, in the values' basis.
-    fn attended(&mut self, backend: &B, layer: usize, attended: &B::Rows);
+    fn attended(&mut self, backend: &B, layer: usize, attended: &B::Rows) -> Result<(), BackendError>;
 }
 
 impl<B: Backend> Transformer<B> {
@@ -185,6 +185,7 @@ impl<B: Backend> Transformer<B> {
         mut observer: Option<&mut dyn Observer<B>>,
     ) -> Result<(), BackendError> {
         let eps = self.config.rms_norm_eps;
+        backend.begin_step(input.sequences, pool)?;
         backend.embed(&self.embedding, input.tokens, &mut w.hidden);
         for (index, layer) in self.layers.iter().enumerate() {
             backend.rms_norm(&w.hidden, &layer.input_norm, eps, &mut w.normed);
@@ -204,12 +205,12 @@ impl<B: Backend> Transformer<B> {
                 pool,
             )?;
             if let Some(observer) = observer.as_deref_mut() {
-                observer.heads(backend, index, &w.qkv);
+                observer.heads(backend, index, &w.qkv)?;
             }
             backend.demote(index, input.sequences, pool)?;
             backend.attention(index, &self.shape, input.sequences, &w.queries, pool, &mut w.attended)?;
             if let Some(observer) = observer.as_deref_mut() {
-                observer.attended(backend, index, &w.attended);
+                observer.attended(backend, index, &w.attended)?;
             }
             backend.linear(&layer.output, &w.attended, &mut w.hidden, Write::Add);
 
@@ -223,7 +224,7 @@ impl<B: Backend> Transformer<B> {
             backend.select(&w.hidden, input.logits, &mut w.selected);
             backend.rms_norm(&w.selected, &self.final_norm, eps, &mut w.normed);
             backend.logits(self.head.as_ref().unwrap_or(&self.embedding), &w.normed, &mut w.logits);
-            backend.read(&w.logits, logits);
+            backend.read(&w.logits, logits)?;
         }
         Ok(())
     }

@@ -14,7 +14,7 @@ use oscar_backend::{
     Backend, BackendError, HeadPreparation, HeadShape, HostMatrix, HostValues, Result, SequenceRows, Write,
 };
 use oscar_codec::attention::PagedContext;
-use oscar_codec::{CacheLayout, HeadRotations, PAGE_TOKENS, TILE_TOKENS};
+use oscar_codec::{CacheLayout, CodeLayout, HeadRotations, PAGE_TOKENS, TILE_TOKENS};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Runs models on the processor.
@@ -188,6 +188,10 @@ impl Backend for CpuBackend {
         }
     }
 
+    fn page_order(&self) -> CodeLayout {
+        CodeLayout::CpuTile
+    }
+
     fn matrix(&self, weights: HostMatrix<'_>) -> Result<CpuMatrix> {
         let values = match weights.values {
             HostValues::Bf16(v) => Weights::Bf16(v),
@@ -269,8 +273,9 @@ impl Backend for CpuBackend {
         }
     }
 
-    fn read(&self, x: &CpuRows, out: &mut Vec<f32>) {
+    fn read(&self, x: &CpuRows, out: &mut Vec<f32>) -> Result<()> {
         out.extend_from_slice(&x.values);
+        Ok(())
     }
 
     fn accumulate_gram(
@@ -280,8 +285,9 @@ impl Backend for CpuBackend {
         width: usize,
         weights: Option<&[f32]>,
         gram: &mut [f64],
-    ) {
+    ) -> Result<()> {
         self.kernels.accumulate_gram(&self.pool, &x.values, x.width, first, width, weights, gram);
+        Ok(())
     }
 
     fn append(
