@@ -79,6 +79,11 @@ pub struct HeadPreparation<'a, B: Backend + ?Sized> {
     pub rotation: Option<&'a B::LayerRotation>,
 }
 
+/// Amplitude of uniform random weights whose outputs have about the variance of their inputs.
+pub fn random_amplitude(inputs: usize) -> f32 {
+    (3.0 / inputs.max(1) as f32).sqrt()
+}
+
 /// A device that runs models.
 ///
 /// A device may run behind the caller: operations without a result are enqueued, and what fails in one is reported
@@ -104,11 +109,29 @@ pub trait Backend: Send + Sync {
     fn page_order(&self) -> CodeLayout;
 
     fn matrix(&self, weights: HostMatrix<'_>) -> Result<Self::Matrix>;
+    /// A matrix of random BF16 weights, for benchmarks that need a model's shape but not its contents.
+    fn random_matrix(&self, outputs: usize, inputs: usize, seed: u64) -> Result<Self::Matrix> {
+        let amplitude = random_amplitude(inputs);
+        let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+        let values: Vec<bf16> = (0..outputs * inputs)
+            .map(|_| {
+                state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+                bf16::from_f32(((state >> 40) as f32 / (1 << 23) as f32 - 1.0) * amplitude)
+            })
+            .collect();
+        self.matrix(HostMatrix { outputs, inputs, values: HostValues::Bf16(&values), bias: None })
+    }
     fn vector(&self, values: &[f32]) -> Result<Self::Vector>;
     fn rope(&self, cos: &[f32], sin: &[f32], head_dim: usize) -> Result<Self::Rope>;
     fn layer_rotation(&self, heads: &[HeadRotations]) -> Result<Self::LayerRotation>;
     /// Reserves page storage of up to `budget` bytes; memory is touched as pages are used.
     fn pool(&self, layout: &CacheLayout, budget: usize) -> Result<Self::Pool>;
+    /// Puts random rows and codes into the pages up to these ids that were never used, for benchmarks of long contexts;
+    /// `false` if this device does not.
+    fn randomize(&self, pool: &mut Self::Pool, full: usize, coded: usize) -> Result<bool> {
+        let _ = (pool, full, coded);
+        Ok(false)
+    }
     fn rows(&self, width: usize) -> Self::Rows;
 
     /// Hears of a step before its first operation: page tables and positions can go to the device once for all layers.

@@ -4,6 +4,7 @@
 //! object a line and nothing else; progress and logs go to standard error.
 
 mod commands;
+mod device;
 mod options;
 mod progress;
 mod table;

@@ -12,15 +12,20 @@
 //! way out, never a panic.
 #![allow(unsafe_code)]
 
+mod attention_paths;
+pub mod backend;
+pub mod bandwidth;
 pub mod compile;
 pub mod device;
 mod error;
+pub mod gemm;
 mod kernels;
 mod library;
 pub mod pages;
 pub mod sources;
 pub mod step;
 
+pub use backend::CudaBackend;
 pub use device::Device;
 pub use error::CudaError;
 pub use kernels::Kernels;

@@ -12,6 +12,8 @@ pub(crate) struct Library {
     /// Names to try, newest first; those of the bare form are found through the loader's own paths.
     pub files: &'static [&'static str],
     pub variable: &'static str,
+    /// Beginning of the names of libraries that this one opens by bare name and that lie beside it.
+    pub companions: Option<&'static str>,
     pub advice: &'static str,
 }
 
@@ -19,6 +21,7 @@ pub(crate) const NVRTC: Library = Library {
     name: "libnvrtc",
     files: &["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"],
     variable: "OSCAR_NVRTC",
+    companions: Some("libnvrtc-builtins.so"),
     advice: "install it (CUDA toolkit, or `pip install nvidia-cuda-nvrtc`) and set OSCAR_NVRTC to its file or folder \
              if it lies in an unusual place, or use --device cpu",
 };
@@ -27,6 +30,7 @@ pub(crate) const CUBLASLT: Library = Library {
     name: "libcublasLt",
     files: &["libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so"],
     variable: "OSCAR_CUBLASLT",
+    companions: None,
     advice: "install it (CUDA toolkit, or `pip install nvidia-cublas`) and set OSCAR_CUBLASLT to its file or folder \
              if it lies in an unusual place, or use --device cpu",
 };
@@ -39,6 +43,12 @@ impl Library {
             let bare = candidate.parent().is_none_or(|p| p.as_os_str().is_empty());
             if !bare && !candidate.exists() {
                 continue;
+            }
+            if let (false, Some(prefix), Some(folder)) = (bare, self.companions, candidate.parent()) {
+                for companion in matching(folder, prefix) {
+                    // Should it be needed and missing, the compiler says so itself.
+                    let _ = open_global(&companion);
+                }
             }
             match open_global(&candidate) {
                 Ok(()) => return Ok(candidate),
@@ -147,6 +157,7 @@ mod tests {
             name: "libnothing",
             files: &["libnothing-of-oscar.so.1"],
             variable: "OSCAR_NOTHING",
+            companions: None,
             advice: "install nothing",
         };
         let message = library.open().unwrap_err().to_string();

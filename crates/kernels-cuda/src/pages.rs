@@ -45,6 +45,17 @@ pub struct CudaPages {
     /// `heads` on the device.
     table: Buffer,
     granularity: usize,
+    /// Pages that hold random contents.
+    randomized: (usize, usize),
+}
+
+/// A run of pages whose contents nobody has written yet.
+pub(crate) struct FreshPages {
+    pub address: u64,
+    pub count: usize,
+    pub page_bytes: usize,
+    /// Byte where the parameters of a coded page begin; `None` for full pages.
+    pub parameters: Option<usize>,
 }
 
 impl CudaPages {
@@ -78,7 +89,16 @@ impl CudaPages {
             })
             .collect();
         let table = device.upload_new(&heads, "the table of KV pages")?;
-        Ok(Self { device: device.clone(), layout: layout.clone(), full, coded, heads, table, granularity })
+        Ok(Self {
+            device: device.clone(),
+            layout: layout.clone(),
+            full,
+            coded,
+            heads,
+            table,
+            granularity,
+            randomized: (0, 0),
+        })
     }
 
     pub fn layout(&self) -> &CacheLayout {
@@ -108,6 +128,27 @@ impl CudaPages {
             region.grow(coded, self.granularity)?;
         }
         Ok(())
+    }
+
+    /// Puts memory behind these many page ids and lists, once, those that were not listed before.
+    pub(crate) fn fresh(&mut self, full: usize, coded: usize) -> Result<Vec<FreshPages>> {
+        self.ensure(full, coded)?;
+        let mut all = Vec::new();
+        let before = self.randomized;
+        self.randomized = (before.0.max(full), before.1.max(coded));
+        let run = |region: &Region, from: usize, to: usize, parameters| FreshPages {
+            address: region.address + (from * region.page_bytes) as u64,
+            count: to.saturating_sub(from),
+            page_bytes: region.page_bytes,
+            parameters,
+        };
+        all.extend(self.full.iter().map(|r| run(r, before.0, full, None)));
+        for (r, h) in self.coded.iter().zip(&self.heads) {
+            let codes = 8 * self.layout.head_dim() * (h.key_bits + h.value_bits) as usize;
+            all.push(run(r, before.1, coded, Some(codes)));
+        }
+        all.retain(|run| run.count > 0);
+        Ok(all)
     }
 
     /// Bytes of memory behind the regions.
@@ -178,6 +219,12 @@ fn check_layout(layout: &CacheLayout) -> Result<()> {
     for codec in codecs(layout.full()) {
         if ![Side::Key, Side::Value].into_iter().all(|side| bf16(codec.spec(side))) {
             return refuse("the GPU keeps full tokens in BF16".into());
+        }
+        if codec.layout() != CodeLayout::GpuTile {
+            return refuse(format!(
+                "its pages are in {} order, the GPU reads its own",
+                codec.layout().name()
+            ));
         }
     }
     for codec in layout.coded().into_iter().flat_map(codecs) {

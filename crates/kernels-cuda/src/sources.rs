@@ -21,6 +21,7 @@ macro_rules! source {
 
 source!(ROWS, "rows.cu", by_head_dim: false);
 source!(SKINNY_GEMM, "skinny_gemm.cu", by_head_dim: false);
+source!(BANDWIDTH, "bandwidth.cu", by_head_dim: false);
 source!(GRAM, "gram.cu", by_head_dim: false);
 source!(RANDOM, "random.cu", by_head_dim: false);
 source!(APPEND, "append.cu", by_head_dim: true);
@@ -35,7 +36,7 @@ pub static HEADERS: &[(&str, &str)] = &[
 
 /// Every source.
 pub static ALL: &[&Source] =
-    &[&ROWS, &SKINNY_GEMM, &GRAM, &RANDOM, &APPEND, &ATTENTION_GENERIC, &ATTENTION_PREFILL];
+    &[&ROWS, &SKINNY_GEMM, &BANDWIDTH, &GRAM, &RANDOM, &APPEND, &ATTENTION_GENERIC, &ATTENTION_PREFILL];
 
 /// Head sizes the kernels are compiled for.
 pub const HEAD_DIMS: [usize; 3] = [64, 128, 256];

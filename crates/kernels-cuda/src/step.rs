@@ -191,16 +191,23 @@ fn fill(
     Ok(summary)
 }
 
-/// A ring of page-locked memory through which small host data reaches the device without anyone waiting.
+/// Page-locked memory through which small host data reaches the device without anyone waiting (a ring), and through
+/// which results come back.
 pub struct Uploads {
     device: Device,
     ring: PinnedBuffer,
     next: usize,
+    landing: Option<PinnedBuffer>,
 }
 
 impl Uploads {
     pub fn new(device: &Device) -> Result<Self> {
-        Ok(Self { device: device.clone(), ring: PinnedBuffer::new(device, 16 << 20)?, next: 0 })
+        Ok(Self {
+            device: device.clone(),
+            ring: PinnedBuffer::new(device, 16 << 20)?,
+            next: 0,
+            landing: None,
+        })
     }
 
     /// Enqueues a copy of `bytes` to the device address `to`, which must have room for them.
@@ -216,6 +223,26 @@ impl Uploads {
             self.ring.enqueue_copy(self.next, part.len(), to)?;
             self.next = (self.next + part.len()).next_multiple_of(16);
             to += part.len() as u64;
+        }
+        Ok(())
+    }
+
+    /// Waits for the stream and appends `count` f32 at the device address `from` to `out`.
+    pub fn download(&mut self, from: u64, count: usize, out: &mut Vec<f32>) -> Result<()> {
+        const MOST: usize = 64 << 20;
+        for first in (0..count).step_by(MOST / 4) {
+            let bytes = (count - first).min(MOST / 4) * 4;
+            if self.landing.as_ref().is_none_or(|b| b.bytes() < bytes) {
+                self.landing = None;
+                self.landing = Some(PinnedBuffer::new(&self.device, bytes.next_power_of_two())?);
+            }
+            let Some(landing) = &mut self.landing else { continue };
+            let part = &mut landing.slice_mut()[..bytes];
+            self.device.download_raw(from + 4 * first as u64, part)?;
+            out.extend_from_slice(bytemuck::cast_slice(part));
+        }
+        if count == 0 {
+            self.device.synchronize()?;
         }
         Ok(())
     }

@@ -139,15 +139,54 @@ impl<B: Backend> Transformer<B> {
             true => None,
             false => Some(stacked(backend, weights, &[names.lm_head()], None)?),
         };
-        let shape = HeadShape {
-            query_heads: config.query_heads,
-            kv_heads: config.kv_heads,
-            head_dim: config.head_dim,
-            rms_norm_eps: config.rms_norm_eps,
-            scale: (1.0 / (config.head_dim as f64).sqrt()) as f32,
-        };
         let final_norm = vector(&names.final_norm())?;
+        let shape = head_shape(config);
         Ok(Self { config: config.clone(), shape, max_positions, rope, embedding, layers, final_norm, head })
+    }
+
+    /// A model of this shape with random weights, made on the device: for benchmarks.
+    pub fn random(
+        backend: &B,
+        config: &DecoderConfig,
+        rotations: Option<&RotationSet>,
+        context: usize,
+    ) -> Result<Self, BuildError> {
+        let (hidden, heads) = (config.hidden_size, config.head_dim);
+        let ones = |len: usize| backend.vector(&vec![1.0; len]);
+        let table = RopeTable::new(&config.rope, heads, context);
+        let mut layers = Vec::with_capacity(config.layers);
+        for index in 0..config.layers {
+            let matrix =
+                |which, outputs, inputs| backend.random_matrix(outputs, inputs, (4 * index + which) as u64);
+            layers.push(Layer {
+                input_norm: ones(hidden)?,
+                qkv: matrix(0, config.query_width() + 2 * config.kv_width(), hidden)?,
+                qk_norm: config
+                    .qk_norm
+                    .then(|| Ok::<_, BackendError>((ones(heads)?, ones(heads)?)))
+                    .transpose()?,
+                rotation: rotations
+                    .map(|set| {
+                        backend.layer_rotation(&set.heads()[index * config.kv_heads..][..config.kv_heads])
+                    })
+                    .transpose()?,
+                output: matrix(1, hidden, config.query_width())?,
+                post_norm: ones(hidden)?,
+                gate_up: matrix(2, 2 * config.intermediate_size, hidden)?,
+                down: matrix(3, hidden, config.intermediate_size)?,
+            });
+        }
+        let vocabulary = |seed| backend.random_matrix(config.vocab_size, hidden, seed);
+        Ok(Self {
+            shape: head_shape(config),
+            max_positions: context,
+            rope: backend.rope(table.cos_rows(), table.sin_rows(), heads)?,
+            embedding: vocabulary(1 << 32)?,
+            layers,
+            final_norm: ones(hidden)?,
+            head: if config.tie_word_embeddings { None } else { Some(vocabulary(2 << 32)?) },
+            config: config.clone(),
+        })
     }
 
     pub fn config(&self) -> &DecoderConfig {
@@ -296,6 +335,16 @@ impl<B: Backend> Layer<B> {
             gate_up: plain(&[Projection::Gate, Projection::Up])?,
             down: plain(&[Projection::Down])?,
         })
+    }
+}
+
+fn head_shape(config: &DecoderConfig) -> HeadShape {
+    HeadShape {
+        query_heads: config.query_heads,
+        kv_heads: config.kv_heads,
+        head_dim: config.head_dim,
+        rms_norm_eps: config.rms_norm_eps,
+        scale: (1.0 / (config.head_dim as f64).sqrt()) as f32,
     }
 }
 

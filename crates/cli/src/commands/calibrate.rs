@@ -3,6 +3,7 @@
 use crate::options::{ModelArgs, OpenModel};
 use crate::progress;
 use anyhow::{Context, Result, bail};
+use oscar_backend::Backend;
 use oscar_calibrate::{
     CalibrationOptions, ClipPolicy, Granularity, Stage, Statistic, calibrate, write_report,
 };
@@ -81,6 +82,7 @@ pub fn run(args: &Args) -> Result<()> {
         statistic: if args.official { base.statistic } else { args.statistic },
         centre_keys: base.centre_keys && !args.no_centring,
         clip: if args.fit_clip { ClipPolicy::Fit } else { ClipPolicy::Official },
+        code_layout: backend.page_order(),
         ..base
     };
     let bar = progress::bar("calibrating", 0);
