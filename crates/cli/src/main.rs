@@ -40,6 +40,8 @@ enum Command {
     Calibrate(commands::calibrate::Args),
     /// What a KV format costs in the model's own predictions
     Eval(commands::eval::Args),
+    /// Compare every CUDA kernel with the scalar reference and a whole model with the CPU; fails on a difference
+    GpuCheck(commands::gpu_check::Args),
     /// Read, convert and verify official RotationZoo files
     Zoo(commands::zoo::Args),
 }
@@ -71,6 +73,7 @@ fn main() -> ExitCode {
         Command::Bench(args) => commands::bench::run(&args),
         Command::Calibrate(args) => commands::calibrate::run(&args),
         Command::Eval(args) => commands::eval::run(&args),
+        Command::GpuCheck(args) => commands::gpu_check::run(&args),
         Command::Zoo(args) => commands::zoo::run(&args),
     };
     match result {

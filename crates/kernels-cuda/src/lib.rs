@@ -15,6 +15,7 @@
 mod attention_paths;
 pub mod backend;
 pub mod bandwidth;
+pub mod bench;
 pub mod compile;
 pub mod device;
 mod error;

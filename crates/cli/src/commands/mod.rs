@@ -4,6 +4,7 @@ pub mod bench;
 pub mod calibrate;
 pub mod doctor;
 pub mod eval;
+pub mod gpu_check;
 pub mod plan;
 pub mod run;
 pub mod serve;
