@@ -21,9 +21,9 @@ template <class T> T atomicOr(T* p, T v) { T o = *p; *p |= v; return o; }
 
 struct SequenceInfo { u32 first_row, rows, first_position, table, blocks, boundary; };
 struct StepTables { u64 sequences, row_sequence, row_position, full, coded, demoted; u32 sequence_count, rows, demoted_count, sink, recent, unit; };
-struct DecodePlan { u64 words; u32 workers, pad; };
+struct DecodePlan { u64 memory; u32 workers, pad; };
 struct PlanArgs { StepTables step; u64 heads, cost_before; DecodePlan plan; u32 kv_heads, head_dim, least_cost; };
-struct DecodeArgs { StepTables step; DecodePlan plan; u64 heads, queries, out, partials, arrived; u32 kv_heads, group; float scale; u32 out_is_bf16; };
+struct DecodeArgs { StepTables step; DecodePlan plan; u64 heads, queries, out, rounded, partials, arrived; u32 kv_heads, group; float scale; };
 
 inline float half_to_float(u16 h) {
     u32 s = (h & 0x8000u) << 16, e = (h >> 10) & 31, m = h & 1023;
@@ -63,15 +63,20 @@ struct Variant {
     std::string file() const { char b[96]; snprintf(b, 96, "decode_%d_%d_%d_%d_%d.cubin", head_dim, tiles, warps, stages, blocks); return b; }
 };
 
+// Dynamic shared memory of a variant: the bound that src/attention/decode.rs computes.
+inline u32 shared_bytes(const Variant& v) {
+    u32 steps = v.head_dim / 16, heads = 8 * v.tiles, room = heads * (v.head_dim + 4) * 4, slot = 32 * v.head_dim + 512;
+    u32 bytes = v.warps * v.stages * (slot + 12) + (room <= slot ? 16 : v.warps * room) + v.tiles * steps * (32 * 24 + 32) + v.warps * (8 + heads * 8 + 88) + heads * (8 + 128) + steps * 16 + 64;
+    return (bytes + 127) / 128 * 128;
+}
+
 struct Kernel {
     CUmodule module; CUfunction decode, plan; u32 shared; int workers, threads; Variant v;
     static std::string folder;
     explicit Kernel(Variant variant) : v(variant) {
         CK(cuModuleLoad(&module, (folder + "/" + v.file()).c_str()));
         CK(cuModuleGetFunction(&decode, module, "decode_attention"));
-        CUfunction size; CK(cuModuleGetFunction(&size, module, "decode_shared_bytes"));
-        CUdeviceptr p = device_alloc(4); void* args[] = {&p};
-        CK(cuLaunchKernel(size, 1, 1, 1, 1, 1, 1, 0, 0, args, 0)); CK(cuMemcpyDtoH(&shared, p, 4)); CK(cuMemFree(p));
+        shared = shared_bytes(v);
         CK(cuFuncSetAttribute(decode, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared));
         threads = 32 * v.warps;
         int occupancy, sms; CUdevice d; CK(cuCtxGetDevice(&d));
@@ -117,4 +122,14 @@ struct Step {
 };
 
 inline void launch_plan(const Kernel& k, PlanArgs& a, CUstream s) { void* p[] = {&a}; CK(cuLaunchKernel(k.plan, 1, 1, 1, 256, 1, 1, 0, s, p, 0)); }
-inline void launch_decode(const Kernel& k, DecodeArgs& a, CUstream s) { void* p[] = {&a}; CK(cuLaunchKernel(k.decode, k.workers, 1, 1, k.threads, 1, 1, k.shared, s, p, 0)); }
+inline void launch_decode(const Kernel& k, DecodeArgs& a, CUstream s) {  // may begin while the kernel before it ends
+    void* p[] = {&a}; CUlaunchAttribute at{}; at.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION; at.value.programmaticStreamSerializationAllowed = 1;
+    CUlaunchConfig c{}; c.gridDimX = k.workers; c.gridDimY = c.gridDimZ = 1; c.blockDimX = k.threads; c.blockDimY = c.blockDimZ = 1; c.sharedMemBytes = k.shared; c.hStream = s; c.attrs = &at; c.numAttrs = 1;
+    CK(cuLaunchKernelEx(&c, k.decode, p, 0));
+}
+// Workers of a plan that have something to read.
+inline u32 active_workers(CUdeviceptr plan, int workers) {
+    std::vector<u32> w(12 * workers); CK(cuMemcpyDtoH(w.data(), plan, w.size() * 4));
+    u32 n = 0; for (int i = 0; i < workers; i++) n += memcmp(&w[12 * i], &w[12 * i + 3], 12) != 0;
+    return n;
+}

@@ -1,12 +1,12 @@
 // Decode attention over pages: one launch a layer for every sequence, BF16 and coded tokens together.
 //
 // A persistent block of WARPS warps works through its range of the plan (decode_plan.cuh), segment by segment, a segment
-// being what it reads of one item. Warps take the segment's units in turn, each through a ring of its own, and never wait
-// for one another until the segment ends; the first pages of the next segment are on their way while one is merged. An
-// item that several blocks read is merged by the last of them to arrive, in the order of the plan.
+// being what it reads of one item. Its warps claim the segment's units one by one, each loads through a ring of its own, and
+// they do not wait for one another until the segment ends; the first pages of the next segment are on their way while one
+// is merged. An item that several blocks read is merged by the last of them to arrive, in the order of the plan.
 //
-// Compiled with HEAD_DIM (64, 128, 256), QUERY_TILES (1: up to 8 query heads to a KV head, 2: up to 16), WARPS, STAGES and
-// BLOCKS (blocks that share a multiprocessor).
+// Compiled with HEAD_DIM (64, 128, 256), QUERY_TILES (1: up to 8 query heads to a KV head, 2: up to 16), WARPS, STAGES,
+// BLOCKS (blocks that share a multiprocessor) and SHARED_BYTES (of dynamic shared memory).
 #include "decode_plan.cuh"
 #include "decode_state.cuh"
 #include "pipeline.cuh"
@@ -16,106 +16,120 @@ struct DecodeArgs {
     DecodePlan plan;
     const HeadPages* heads;  // of this layer
     const float* queries;    // [rows][query heads][HEAD_DIM], in the cache's basis
-    void* out;               // [rows][query heads][HEAD_DIM]
+    float* out;              // [rows][query heads][HEAD_DIM], or null
+    u16* rounded;            // the same in BF16, or null
     float* partials;         // [2 * workers][HEADS][HEAD_DIM + 2]
     u32* arrived;            // [items], zero before and after every launch
     u32 kv_heads;
-    u32 group;        // query heads to a KV head
-    float scale;      // of the scores, times log2 e
-    u32 out_is_bf16;  // else f32
+    u32 group;    // query heads to a KV head
+    float scale;  // of the scores, times log2 e
 };
 
 constexpr int HEADS = 8 * QUERY_TILES;
 constexpr int THREADS = 32 * WARPS;
 constexpr int SUMS_STRIDE = HEAD_DIM + 4;  // keeps the lanes' heads in different banks
-constexpr int SUMS = WARPS > 1 ? WARPS / 2 : 1;
+constexpr int SUMS_BYTES = 4 * HEADS * SUMS_STRIDE;
+// A warp puts its result down in the one slot that the next segment's loads leave free, where it fits.
+constexpr bool SUMS_IN_SLOTS = SUMS_BYTES <= SLOT_BYTES;
+constexpr u32 KNOWN_FACTORS = 32;
 
-// What one warp reads of a segment: BF16 tiles near_first, near_first + WARPS, …, then coded units likewise. Kept in shared
-// memory, for the registers' sake.
+constexpr u32 NO_UNIT = 0xffffffffu;
+// Units a warp takes in turn before it claims any: those it starts with.
+constexpr u32 FIRST_CLAIMS = STAGES + 1;
+
+// What a block reads of an item. Kept in shared memory, for the registers' sake.
 struct Segment {
     ContextShape context;
     HeadPages head;
     const u32 *full, *coded;  // page ids of the sequence
-    u32 near_first, near_count;
-    u32 coded_first, coded_count;  // counted from the item's first coded unit
-    u32 boundary;
+    u32 begin, end;           // units of the item
+    u32 boundary, row;
 
-    DEVICE u32 loads() const { return 2 * near_count + coded_count; }
-    DEVICE u32 near_tile(u32 i) const {
-        u32 unit = near_first + i * WARPS;
+    DEVICE u32 near_tile(u32 unit) const {
         return unit < context.sink_tiles ? unit : context.recent_tile + unit - context.sink_tiles;
     }
+    DEVICE u32 coded_page(u32 unit) const { return context.first_page + (unit - context.near_units) / pieces_of(head); }
 };
 
 struct alignas(128) Shared {
     u8 slots[WARPS][STAGES][SLOT_BYTES];
-    float sums[SUMS][HEADS][SUMS_STRIDE];
+    u8 sums[SUMS_IN_SLOTS ? 1 : WARPS][SUMS_IN_SLOTS ? 16 : SUMS_BYTES];
     uint4 near_query[QUERY_TILES * STEPS * 32];
     uint2 coded_query[QUERY_TILES * STEPS * 32];
     float query_sums[QUERY_TILES * STEPS][8];
     float largest[WARPS];
     float m[WARPS][HEADS], l[WARPS][HEADS];
     float item_m[HEADS], item_scale[HEADS];
+    float2 to_codes[STEPS], from_codes[STEPS];  // units of the result
     u64 barriers[WARPS][STAGES];
-    Segment segments[WARPS];
+    float factors[HEADS][KNOWN_FACTORS];
+    u32 slot_unit[WARPS][STAGES];  // what each slot holds
+    u32 spare[WARPS];              // the slot that holds the warp's result
+    Segment segments[WARPS];       // each warp's own copy: warps go on to the next segment at different times
+    u32 claims[2];                 // units claimed of this segment and of the next
     u32 last;
+
+    DEVICE u8* sum_room(int warp) {
+        if constexpr (SUMS_IN_SLOTS) return slots[warp][spare[warp]];
+        else return sums[warp];
+    }
 };
 
-extern "C" __global__ void decode_shared_bytes(u32* bytes) { *bytes = sizeof(Shared); }
+// What the host launches with.
+static_assert(sizeof(Shared) <= SHARED_BYTES, "SHARED_BYTES is too small");
 
-// Fills in this warp's share of units begin..end of an item; false where there are none for anyone.
-DEVICE bool set_segment(Segment& g, const DecodeArgs& a, u32 item, u32 begin, u32 end, int warp) {
-    const SequenceInfo s = a.step.sequences[item / a.kv_heads];
-    const HeadPages head = a.heads[item % a.kv_heads];
+// Describes units begin..end of an item; false where there are none.
+DEVICE bool set_segment(Segment& g, const DecodeArgs& a, const SequenceInfo& s, u32 head_index, u32 begin, u32 end) {
+    const HeadPages head = a.heads[head_index];
     const ContextShape context = context_of(a.step, s);
-    u32 near = context.near_units, all = units_of(context, head);
+    u32 all = units_of(context, head);
     end = end < all ? end : all;
     if (begin >= end) return false;
     g.head = head;
     g.context = context;
     g.full = a.step.full + s.table;
     g.coded = a.step.coded + s.table;
+    g.begin = begin;
+    g.end = end;
     g.boundary = s.boundary;
-    u32 near_end = end < near ? end : near;
-    g.near_first = begin + warp;
-    g.near_count = g.near_first < near_end ? (near_end - g.near_first + WARPS - 1) / WARPS : 0;
-    // Coded units go first to the warps that had fewer BF16 tiles.
-    u32 coded_begin = begin > near ? begin : near, tiles = near_end > begin ? near_end - begin : 0;
-    u32 turn = (warp + WARPS - tiles % WARPS) % WARPS;
-    g.coded_first = coded_begin - near + turn;
-    u32 coded_end = end > near ? end - near : 0;
-    g.coded_count = g.coded_first < coded_end ? (coded_end - g.coded_first + WARPS - 1) / WARPS : 0;
+    g.row = s.first_row;
     return true;
 }
 
 using SlotRing = Ring<STAGES, SLOT_BYTES>;
 
-// A segment's loads in order, STAGES ahead of their use: both sides of every BF16 tile, then the coded units.
+// A warp's loads of a segment, STAGES ahead of their use: both sides of every BF16 tile it claims, then coded units.
 struct Loader {
-    u32 next;       // next load to start
-    u32 count;
-    u32 next_page;  // page id of the next load, read ahead
+    u32 claimed;  // units so far
+    u32 unit;     // next to load
+    u32 page;     // its page id, read ahead
+    u32 side;     // of the BF16 tile
 
-    DEVICE u32 page_of(const Segment& g, u32 i) const {
-        if (i < 2 * g.near_count) return g.full[g.near_tile(i / 2) / (PAGE_TOKENS / TILE_TOKENS)];
-        u32 unit = g.coded_first + (i - 2 * g.near_count) * WARPS;
-        return g.coded[g.context.first_page + unit / pieces_of(g.head)];
+    DEVICE void claim(const Segment& g, u32* claims, int lane, int warp) {
+        u32 index = claimed * WARPS + warp;
+        if (claimed++ >= FIRST_CLAIMS) {
+            if (lane == 0) index = atomicAdd(claims, 1);
+            index = __shfl_sync(0xffffffffu, index, 0);
+        }
+        unit = g.begin + index;
+        if (unit < g.end)
+            page = unit < g.context.near_units ? g.full[g.near_tile(unit) / (PAGE_TOKENS / TILE_TOKENS)] : g.coded[g.coded_page(unit)];
     }
 
     // One side of a BF16 tile.
     DEVICE void start_near(const Segment& g, const SlotRing& ring, u32 slot, int lane) const {
-        u32 row = g.near_tile(next / 2) % (PAGE_TOKENS / TILE_TOKENS) * TILE_TOKENS;
-        const u8* page = (const u8*)g.head.full + (u64)next_page * (4 * PAGE_TOKENS * HEAD_DIM) +
-                         (next & 1) * (2 * PAGE_TOKENS * HEAD_DIM) + row * 128;
+        u32 row = g.near_tile(unit) % (PAGE_TOKENS / TILE_TOKENS) * TILE_TOKENS;
+        const u8* at_page = (const u8*)g.head.full + (u64)page * (4 * PAGE_TOKENS * HEAD_DIM) +
+                            side * (2 * PAGE_TOKENS * HEAD_DIM) + row * 128;
         const u8* from[PANELS];
         u32 at[PANELS], bytes[PANELS];
 #pragma unroll
         for (int p = 0; p < PANELS; p++)
-            from[p] = page + p * PAGE_TOKENS * 128, at[p] = p * TILE_TOKENS * 128, bytes[p] = TILE_TOKENS * 128;
+            from[p] = at_page + p * PAGE_TOKENS * 128, at[p] = p * TILE_TOKENS * 128, bytes[p] = TILE_TOKENS * 128;
         ring.fill(slot, from, at, bytes, lane);
     }
 
-    DEVICE void start_page(const Segment& g, const SlotRing& ring, u32 slot, u32 page, int lane) const {
+    DEVICE void start_page(const Segment& g, const SlotRing& ring, u32 slot, int lane) const {
         const u8* const from[1] = {(const u8*)g.head.coded + (u64)page * SLOT_BYTES};
         ring.fill(slot, from, {0}, {SLOT_BYTES}, lane);
     }
@@ -123,58 +137,113 @@ struct Loader {
     // Half a page: its two tiles of key codes, value codes, key pairs and value pairs.
     DEVICE void start_half_page(const Segment& g, const SlotRing& ring, u32 slot, int lane) const {
         u32 keys = 4 * HEAD_DIM * g.head.key_bits, values = 4 * HEAD_DIM * g.head.value_bits;
-        const u8* page = (const u8*)g.head.coded + (u64)next_page * (2 * (keys + values) + 8 * PAGE_TOKENS);
-        u32 half = (g.coded_first + (next - 2 * g.near_count) * WARPS) & 1;
-        const u8* params = page + 2 * (keys + values) + half * 128;
-        const u8* const from[4] = {page + half * keys, page + 2 * keys + half * values, params, params + 256};
+        const u8* at_page = (const u8*)g.head.coded + (u64)page * (2 * (keys + values) + 8 * PAGE_TOKENS);
+        u32 half = (unit - g.context.near_units) & 1;
+        const u8* params = at_page + 2 * (keys + values) + half * 128;
+        const u8* const from[4] = {at_page + half * keys, at_page + 2 * keys + half * values, params, params + 256};
         ring.fill(slot, from, {0, keys, keys + values, keys + values + 128}, {keys, values, 128, 128}, lane);
     }
 
-    // Fills the ring from the slot at hand on.
-    DEVICE void start(const Segment& g, const SlotRing& ring, int lane) {
-        count = g.loads(), next = 0;
-        next_page = count > 0 ? page_of(g, 0) : 0;
-#pragma unroll 1
-        for (u32 s = 0, slot = ring.slot; s < STAGES; s++, slot = slot + 1 == STAGES ? 0 : slot + 1) refill(g, ring, slot, lane);
-    }
-
-    DEVICE void refill(const Segment& g, const SlotRing& ring, u32 slot, int lane) {
-        if (next < count) {
-            if (next < 2 * g.near_count) start_near(g, ring, slot, lane);
-            else if (pieces_of(g.head) == 1) start_page(g, ring, slot, next_page, lane);
-            else start_half_page(g, ring, slot, lane);
-            if (++next < count) next_page = page_of(g, next);
+    // Fills a slot with the next load, if there is one.
+    DEVICE void refill(const Segment& g, const SlotRing& ring, u32 slot, u32* slot_unit, u32* claims, int lane, int warp) {
+        bool any = unit < g.end;
+        if (lane == 0) slot_unit[slot] = any ? unit : NO_UNIT;
+        if (any) {
+            bool whole = true;
+            if (unit < g.context.near_units) {
+                start_near(g, ring, slot, lane);
+                whole = side == 1;
+                side ^= 1;
+            } else if (pieces_of(g.head) == 1) {
+                start_page(g, ring, slot, lane);
+            } else {
+                start_half_page(g, ring, slot, lane);
+            }
+            if (whole) claim(g, claims, lane, warp);
         }
         ring.end_fill();
     }
 
-    // The slot at hand has been read by every lane: fill it again and go to the next.
-    DEVICE void turn(const Segment& g, SlotRing& ring, int lane) {
+    // Fills the ring from the slot at hand on: first all slots but one, then that one.
+    DEVICE void start(const Segment& g, const SlotRing& ring, u32* slot_unit, u32* claims, bool rest, int lane, int warp) {
+        if (!rest) {
+            claimed = 0, side = 0;
+            claim(g, claims, lane, warp);
+        }
+#pragma unroll 1
+        for (u32 s = rest ? STAGES - 1 : 0; s < (rest ? STAGES : STAGES - 1); s++) {
+            u32 slot = ring.slot + s;
+            refill(g, ring, slot < STAGES ? slot : slot - STAGES, slot_unit, claims, lane, warp);
+        }
         __syncwarp();
-        refill(g, ring, ring.slot, lane);
-        ring.advance();
     }
 
+    // The slot at hand has been read by every lane: fill it again and go to the next.
+    DEVICE void turn(const Segment& g, SlotRing& ring, u32* slot_unit, u32* claims, int lane, int warp) {
+        __syncwarp();
+        refill(g, ring, ring.slot, slot_unit, claims, lane, warp);
+        ring.advance();
+        __syncwarp();
+    }
+
+    // The same where only two-bit pages are left.
+    DEVICE void turn_page(const Segment& g, SlotRing& ring, u32* slot_unit, u32* claims, int lane, int warp) {
+        __syncwarp();
+        bool any = unit < g.end;
+        if (lane == 0) slot_unit[ring.slot] = any ? unit : NO_UNIT;
+        if (any) {
+            start_page(g, ring, ring.slot, lane);
+            u32 index = claimed * WARPS + warp;
+            if (claimed++ >= FIRST_CLAIMS) {
+                if (lane == 0) index = atomicAdd(claims, 1);
+                index = __shfl_sync(0xffffffffu, index, 0);
+            }
+            unit = g.begin + index;
+            if (unit < g.end) page = g.coded[g.context.first_page + unit - g.context.near_units];
+        }
+        ring.end_fill();
+        ring.advance();
+        __syncwarp();
+    }
 };
 
-// The query heads of an item as fragments, in BF16 pairs and in fp16 with the planes' exponents taken off. All threads.
-DEVICE float prepare_query(Shared& shared, const DecodeArgs& a, u32 row, u32 head_index, u32 key_bits) {
-    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
-    const float* rows = a.queries + ((u64)row * a.kv_heads + head_index) * a.group * HEAD_DIM;
-    constexpr int FRAGMENTS = QUERY_TILES * STEPS, ROUNDS = (FRAGMENTS + WARPS - 1) / WARPS;
+// An item's query heads, spread over the block: fragment f of warp f mod WARPS.
+struct QueryRows {
+    static constexpr int FRAGMENTS = QUERY_TILES * STEPS, ROUNDS = (FRAGMENTS + WARPS - 1) / WARPS;
     float2 v[ROUNDS][2];
+
+    DEVICE void load(const DecodeArgs& a, u32 row, u32 head_index, int lane, int warp) {
+        const float* rows = a.queries + ((u64)row * a.kv_heads + head_index) * a.group * HEAD_DIM;
+#pragma unroll
+        for (int k = 0; k < ROUNDS; k++) {
+            int f = warp + k * WARPS, head = f / STEPS * 8 + (lane >> 2), channel = f % STEPS * 16 + (lane & 3) * 2;
+#pragma unroll
+            for (int b = 0; b < 2; b++) {
+                v[k][b] = make_float2(0.f, 0.f);
+                if (f < FRAGMENTS && head < a.group) v[k][b] = *(const float2*)(rows + head * HEAD_DIM + channel + 8 * b);
+            }
+        }
+    }
+};
+
+// Puts the query down as fragments, in BF16 pairs and in fp16 with the planes' exponents taken off. All threads.
+DEVICE float prepare_query(Shared& shared, const DecodeArgs& a, QueryRows& rows, u32 key_bits, u32 value_bits) {
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+    constexpr int FRAGMENTS = QueryRows::FRAGMENTS, ROUNDS = QueryRows::ROUNDS;
+    if (tid < 2 * STEPS) {
+        int exponent = plane_exponent(value_bits, tid / 2, tid & 1);
+        (&shared.to_codes[0].x)[tid] = __uint_as_float((u32)(127 - 24 + exponent) << 23);
+        (&shared.from_codes[0].x)[tid] = __uint_as_float((u32)(127 + 24 - exponent) << 23);
+    }
+    auto& v = rows.v;
     float largest = 0.f;
 #pragma unroll
-    for (int k = 0; k < ROUNDS; k++) {
-        int f = warp + k * WARPS, head = f / STEPS * 8 + (lane >> 2), channel = f % STEPS * 16 + (lane & 3) * 2;
+    for (int k = 0; k < ROUNDS; k++)
 #pragma unroll
         for (int b = 0; b < 2; b++) {
-            v[k][b] = make_float2(0.f, 0.f);
-            if (f < FRAGMENTS && head < a.group) v[k][b] = *(const float2*)(rows + head * HEAD_DIM + channel + 8 * b);
             v[k][b].x *= a.scale, v[k][b].y *= a.scale;
             largest = fmaxf(largest, fmaxf(fabsf(v[k][b].x), fabsf(v[k][b].y)));
         }
-    }
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, step));
     if (lane == 0) shared.largest[warp] = largest;
@@ -234,38 +303,53 @@ DEVICE void load_query(CodedQuery& q, const Shared& shared, float down, int lane
     }
 }
 
-DEVICE void read_near(State& state, const Segment& g, Loader& loader, SlotRing& ring, const Shared& shared, int lane) {
-    for (u32 i = 0; i < g.near_count; i++) {
-        int tokens = (int)(g.context.length - g.near_tile(i) * TILE_TOKENS);
+// What a warp reads with.
+struct Reader {
+    Loader loader;
+    SlotRing ring;
+    u32* claims;  // of this segment
+
+    DEVICE void turn(Shared& shared, int lane, int warp) {
+        loader.turn(shared.segments[warp], ring, shared.slot_unit[warp], claims, lane, warp);
+    }
+};
+
+DEVICE void read_near(State& state, Reader& reader, Shared& shared, int lane, int warp) {
+    const Segment& g = shared.segments[warp];
+#pragma unroll 1
+    while (true) {
+        u32 unit = shared.slot_unit[warp][reader.ring.slot];
+        if (unit >= g.context.near_units) break;
+        int tokens = (int)(g.context.length - g.near_tile(unit) * TILE_TOKENS);
         float s[QUERY_TILES][4];
         u32 p[QUERY_TILES][4];
-        ring.wait();
-        near_scores(s, ring.data + ring.slot * SLOT_BYTES, shared.near_query, lane);
-        loader.turn(g, ring, lane);
+        reader.ring.wait();
+        near_scores(s, reader.ring.data + reader.ring.slot * SLOT_BYTES, shared.near_query, lane);
+        reader.turn(shared, lane, warp);
         near_weights(state, s, tokens, p, lane);
-        ring.wait();
-        near_values(state, p, ring.data + ring.slot * SLOT_BYTES, tokens, lane);
-        loader.turn(g, ring, lane);
+        reader.ring.wait();
+        near_values(state, p, reader.ring.data + reader.ring.slot * SLOT_BYTES, tokens, lane);
+        reader.turn(shared, lane, warp);
     }
 }
 
 // Coded units of a segment. Two-bit pages come whole; other widths, chosen by the head's table entry, in halves.
 template <bool TWO_BIT>
-DEVICE void read_coded(State& state, const CodedQuery& query, const Segment& g, Loader& loader, SlotRing& ring, u8* slots,
-                       u32 sink, int lane) {
+DEVICE void read_coded(State& state, const CodedQuery& query, Reader& reader, Shared& shared, u32 sink, int lane, int warp) {
     constexpr int TILES = TWO_BIT ? 4 : 2;
+    const Segment& g = shared.segments[warp];
     const u32 kb = g.head.key_bits, vb = g.head.value_bits;
     const u32 values_at = TWO_BIT ? 16 * HEAD_DIM : 4 * HEAD_DIM * kb;
     const u32 key_params_at = TWO_BIT ? 32 * HEAD_DIM : 4 * HEAD_DIM * (kb + vb);
     const u32 value_params_at = key_params_at + TILES * 64;
-    const u32 boundary = g.boundary;
-    u32 first = g.context.first_page * PAGE_TOKENS + g.coded_first * (TILES * TILE_TOKENS);
-    u32 page = loader.next_page;
-    bool settle = true;
+    bool settle = true, move = true;
 #pragma unroll 1
-    for (u32 left = g.coded_count; left > 0;) {
-        ring.wait();
-        u8* slot = slots + ring.slot * SLOT_BYTES;
+    while (true) {
+        u32 unit = shared.slot_unit[warp][reader.ring.slot];
+        if (unit == NO_UNIT) break;
+        u32 first = g.context.first_page * PAGE_TOKENS + (unit - g.context.near_units) * (TILES * TILE_TOKENS);
+        reader.ring.wait();
+        u8* slot = shared.slots[warp][reader.ring.slot];
         float s[TILES][QUERY_TILES][4];
         if constexpr (TWO_BIT) {
             coded_scores<2, TILES>(s, state, query, slot, slot + key_params_at, lane);
@@ -278,13 +362,13 @@ DEVICE void read_coded(State& state, const CodedQuery& query, const Segment& g, 
             }
         }
         bool none = false;
-        if (first < sink || first + TILES * TILE_TOKENS > boundary) {
+        if (first < sink || first + TILES * TILE_TOKENS > g.boundary) {
             // The ends of the coded range: tiles outside it hold anything.
             none = true;
 #pragma unroll
             for (int t = 0; t < TILES; t++) {
                 u32 position = first + t * TILE_TOKENS;
-                if (position < sink || position >= boundary) {
+                if (position < sink || position >= g.boundary) {
 #pragma unroll
                     for (int n = 0; n < QUERY_TILES; n++)
 #pragma unroll
@@ -299,9 +383,12 @@ DEVICE void read_coded(State& state, const CodedQuery& query, const Segment& g, 
         }
         if (!none) {
             u32 w[TILES][QUERY_TILES][2];
-            if (!coded_weights<TILES>(w, state, s, slot + value_params_at, settle, lane)) {
+            if (move) {
                 move_reference<TILES>(state, s, slot + value_params_at, settle, lane);
-                settle = false;
+                move = settle = false;
+            }
+            if (!coded_weights<TILES>(w, state, s, slot + value_params_at, lane)) {
+                move = true;
                 continue;  // the same unit again
             }
             if constexpr (TWO_BIT) {
@@ -315,19 +402,8 @@ DEVICE void read_coded(State& state, const CodedQuery& query, const Segment& g, 
                 }
             }
         }
-        if constexpr (TWO_BIT) {
-            // As loader.turn, from fewer registers: the load to start is that of STAGES units on.
-            __syncwarp();
-            if (left > STAGES) {
-                loader.start_page(g, ring, ring.slot, page, lane);
-                if (left > STAGES + 1) page = g.coded[first / PAGE_TOKENS + (STAGES + 1) * WARPS];
-            }
-            ring.end_fill();
-            ring.advance();
-        } else {
-            loader.turn(g, ring, lane);
-        }
-        left--, first += WARPS * TILES * TILE_TOKENS;
+        if constexpr (TWO_BIT) reader.loader.turn_page(g, reader.ring, shared.slot_unit[warp], reader.claims, lane, warp);
+        else reader.turn(shared, lane, warp);
     }
 }
 
@@ -364,35 +440,33 @@ DEVICE void merge_warps(Shared& shared, State& state, int lane, int warp) {
     if (threadIdx.x < HEADS) {
         int head = threadIdx.x;
         float m = NEGATIVE_INFINITY, l = 0.f;
+#pragma unroll
         for (int w = 0; w < WARPS; w++) m = fmaxf(m, shared.m[w][head]);
+#pragma unroll
         for (int w = 0; w < WARPS; w++)
             if (shared.l[w][head] > 0.f) l = fmaf(shared.l[w][head], exp2_fast(shared.m[w][head] - m), l);
         shared.item_m[head] = m, shared.item_scale[head] = l;
     }
-    // The upper half of the warps put their sums down, the lower half add theirs to them.
-    auto each = [&](auto&& f) {
+    float* room = (float*)shared.sum_room(warp) + 2 * (lane & 3) * SUMS_STRIDE + (lane >> 2);
 #pragma unroll
-        for (int n = 0; n < QUERY_TILES; n++)
+    for (int n = 0; n < QUERY_TILES; n++)
 #pragma unroll
-            for (int j = 0; j < STEPS; j++)
+        for (int j = 0; j < STEPS; j++)
 #pragma unroll
-                for (int i = 0; i < 4; i++)
-                    f(shared.sums[warp % SUMS][n * 8 + 2 * (lane & 3) + (i & 1)][16 * j + (lane >> 2) + 8 * (i >> 1)],
-                      state.o[n][j][i]);
-    };
-    if (warp >= WARPS - SUMS) each([](float& at, float o) { at = o; });
-    __syncthreads();
-    if (warp < WARPS - SUMS) each([](float& at, float o) { at += o; });
+            for (int i = 0; i < 4; i++) room[(n * 8 + (i & 1)) * SUMS_STRIDE + 16 * j + 8 * (i >> 1)] = state.o[n][j][i];
+    writes_before_bulk_copies();
     __syncthreads();
 }
 
-DEVICE float4 summed(const Shared& shared, int head, int channel) {
-    float4 v = *(const float4*)&shared.sums[0][head][channel];
+DEVICE void add_to(float4& v, float4 x, float f) {
+    v.x = fmaf(x.x, f, v.x), v.y = fmaf(x.y, f, v.y), v.z = fmaf(x.z, f, v.z), v.w = fmaf(x.w, f, v.w);
+}
+
+DEVICE float4 summed(Shared& shared, int head, int channel) {
+    float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
-    for (int s = 1; s < SUMS; s++) {
-        float4 w = *(const float4*)&shared.sums[s][head][channel];
-        v.x += w.x, v.y += w.y, v.z += w.z, v.w += w.w;
-    }
+    for (int w = 0; w < WARPS; w++)
+        add_to(v, *(const float4*)((const float*)shared.sum_room(w) + head * SUMS_STRIDE + channel), 1.f);
     return v;
 }
 
@@ -403,8 +477,8 @@ struct OutputRows {
     DEVICE OutputRows(const DecodeArgs& a, u32 row, u32 head) : first(((u64)row * a.kv_heads + head) * a.group * HEAD_DIM) {}
     DEVICE void store(const DecodeArgs& a, int head, int channel, float4 v) const {
         u64 at = first + head * HEAD_DIM + channel;
-        if (a.out_is_bf16) *(uint2*)((u16*)a.out + at) = make_uint2(pack_bf16(v.x, v.y), pack_bf16(v.z, v.w));
-        else *(float4*)((float*)a.out + at) = v;
+        if (a.out) *(float4*)(a.out + at) = v;
+        if (a.rounded) *(uint2*)(a.rounded + at) = make_uint2(pack_bf16(v.x, v.y), pack_bf16(v.z, v.w));
     }
 };
 
@@ -414,11 +488,12 @@ constexpr int PARTIAL = HEADS * (HEAD_DIM + 2);  // floats: results, then (m, l)
 constexpr int QUADS = HEAD_DIM / 4;
 
 // A block's share of an item is done: writes the result, or a partial one that the last block merges. All threads.
-DEVICE void finish_segment(Shared& shared, const DecodeArgs& a, u32 item, u32 worker, bool first_of_worker) {
+DEVICE void finish_segment(Shared& shared, const DecodeArgs& a, u32 item, u32 row, u32 head_index, u32 worker, bool first_of_worker) {
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, quads = (int)a.group * QUADS;
-    const uint2 readers = a.plan.items()[item];
-    const OutputRows out(a, a.step.sequences[item / a.kv_heads].first_row, item % a.kv_heads);
-    if (readers.y == 1) {
+    const ItemPlan readers = *a.plan.item(item);
+    const OutputRows out(a, row, head_index);
+    if (readers.count == 1) {
+#pragma unroll 1
         for (int e = tid; e < quads; e += THREADS) {
             int head = e / QUADS, channel = e % QUADS * 4;
             out.store(a, head, channel, scaled(summed(shared, head, channel), 1.f / shared.item_scale[head]));
@@ -426,105 +501,162 @@ DEVICE void finish_segment(Shared& shared, const DecodeArgs& a, u32 item, u32 wo
         return;
     }
     float* own = a.partials + (u64)(2 * worker + (first_of_worker ? 0 : 1)) * PARTIAL;
+#pragma unroll 1
     for (int e = tid; e < quads; e += THREADS)
         __stcg((float4*)own + e, summed(shared, e / QUADS, e % QUADS * 4));
     if (tid < a.group) __stcg((float2*)(own + HEADS * HEAD_DIM) + tid, make_float2(shared.item_m[tid], shared.item_scale[tid]));
     __threadfence();
     __syncthreads();
-    if (tid == 0) shared.last = atomicAdd(&a.arrived[item], 1) + 1 == readers.y;
+    if (tid == 0) shared.last = atomicAdd(&a.arrived[item], 1) + 1 == readers.count;
     __syncthreads();
     if (!shared.last) return;
     __threadfence();
-    // Worker readers.x holds the item in its second partial unless it begins with it; the others begin with it.
-    auto partial = [&](u32 k) {
-        u32 w = readers.x + k;
-        bool second = k == 0 && a.plan.starts()[w].x != item;
-        return (const float*)a.partials + (u64)(2 * w + (second ? 1 : 0)) * PARTIAL;
-    };
+    // The first reader holds the item in its second partial unless it begins with it; the others begin with it.
+    const float* const first = a.partials + (u64)(2 * readers.first + readers.second) * PARTIAL;
+    const float* const others = a.partials + (u64)(2 * readers.first) * PARTIAL;
+    auto partial = [&](u32 k) { return k == 0 ? first : others + (u64)k * (2 * PARTIAL); };
     for (int head = warp; head < a.group; head += WARPS) {
-        float m = NEGATIVE_INFINITY, l = 0.f;
-        for (u32 k = lane; k < readers.y; k += 32) {
-            float2 ml = __ldcg((const float2*)(partial(k) + HEADS * HEAD_DIM) + head);
-            float larger = fmaxf(m, ml.x);
-            l = (m > NEGATIVE_INFINITY ? l * exp2_fast(m - larger) : 0.f) + (ml.y > 0.f ? ml.y * exp2_fast(ml.x - larger) : 0.f);
-            m = larger;
-        }
-        float all = m;
+        auto pair = [&](u32 k) { return __ldcg((const float2*)(partial(k) + HEADS * HEAD_DIM) + head); };
+        float2 own_pair = make_float2(NEGATIVE_INFINITY, 0.f);
+        if (lane < readers.count) own_pair = pair(lane);
+        float m = own_pair.x;
+#pragma unroll 1
+        for (u32 k = lane + 32; k < readers.count; k += 32) m = fmaxf(m, pair(k).x);
 #pragma unroll
-        for (int step = 16; step > 0; step /= 2) all = fmaxf(all, __shfl_xor_sync(0xffffffffu, all, step));
-        l = m > NEGATIVE_INFINITY ? l * exp2_fast(m - all) : 0.f;
+        for (int step = 16; step > 0; step /= 2) m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, step));
+        float f = own_pair.y > 0.f ? exp2_fast(own_pair.x - m) : 0.f, l = own_pair.y * f;
+        shared.factors[head][lane] = f;
+#pragma unroll 1
+        for (u32 k = lane + 32; k < readers.count; k += 32) {
+            float2 p = pair(k);
+            if (p.y > 0.f) l = fmaf(p.y, exp2_fast(p.x - m), l);
+        }
         l = warp_sum(l);
-        if (lane == 0) shared.item_m[head] = all, shared.item_scale[head] = 1.f / l;
+        if (lane == 0) shared.item_m[head] = m, shared.item_scale[head] = 1.f / l;
     }
     __syncthreads();
-    for (int e = tid; e < quads; e += THREADS) {
-        int head = e / QUADS;
-        float m = shared.item_m[head];
+    // The block's parts take every parts-th partial; channels beyond the threads' number go round by round.
+    const int columns = quads < THREADS ? quads : THREADS, parts = THREADS / columns, part = tid / columns;
+    auto part_sum = [&](int t) { return (float4*)shared.sum_room(t >> 5) + (t & 31); };
+#pragma unroll 1
+    for (int round = 0; round < quads; round += columns) {
+        const int e = round + tid % columns, head = e / QUADS;
+        const bool takes = part < parts && e < quads;
         float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 4
-        for (u32 k = 0; k < readers.y; k++) {
-            const float* p = partial(k);
-            float2 ml = __ldcg((const float2*)(p + HEADS * HEAD_DIM) + head);
-            float4 x = __ldcg((const float4*)p + e);
-            float f = ml.y > 0.f ? exp2_fast(ml.x - m) : 0.f;
-            v.x = fmaf(x.x, f, v.x), v.y = fmaf(x.y, f, v.y), v.z = fmaf(x.z, f, v.z), v.w = fmaf(x.w, f, v.w);
+        if (takes) {
+            const u32 known = readers.count < KNOWN_FACTORS ? readers.count : KNOWN_FACTORS;
+            u32 k = part;
+#pragma unroll 1
+            for (; k + 3 * parts < known; k += 4 * parts) {
+                float4 x[4];
+#pragma unroll
+                for (int i = 0; i < 4; i++) x[i] = __ldcg((const float4*)partial(k + i * parts) + e);
+#pragma unroll
+                for (int i = 0; i < 4; i++) add_to(v, x[i], shared.factors[head][k + i * parts]);
+            }
+#pragma unroll 1
+            for (; k < readers.count; k += parts) {
+                float2 p = __ldcg((const float2*)(partial(k) + HEADS * HEAD_DIM) + head);
+                add_to(v, __ldcg((const float4*)partial(k) + e), p.y > 0.f ? exp2_fast(p.x - shared.item_m[head]) : 0.f);
+            }
+            *part_sum(tid) = v;
         }
-        out.store(a, head, e % QUADS * 4, scaled(v, shared.item_scale[head]));
+        __syncthreads();
+        if (takes && part == 0) {
+            for (int p = 1; p < parts; p++) add_to(v, *part_sum(tid + p * columns), 1.f);
+            out.store(a, head, e % QUADS * 4, scaled(v, shared.item_scale[head]));
+        }
+        __syncthreads();
     }
+    writes_before_bulk_copies();
     if (tid == 0) a.arrived[item] = 0;
 }
+
+#ifdef PROFILE
+#define STAMP(i) \
+    if (threadIdx.x == 0) { \
+        u64 now; \
+        asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); \
+        ((u64*)a.step.demoted)[blockIdx.x * 16 + (i)] = now; \
+    }
+#else
+#define STAMP(i)
+#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(const __grid_constant__ DecodeArgs a) {
     extern __shared__ u8 memory[];
     Shared& shared = *(Shared*)memory;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const u32 worker = blockIdx.x;
-    Segment& g = shared.segments[warp];
-    SlotRing ring;
-    ring.init(shared_address(shared.slots[warp]), shared_address(shared.barriers[warp]), lane);
-    if (worker >= a.plan.active()) return;
-    const uint2 start = a.plan.starts()[worker], stop = a.plan.starts()[worker + 1];
-    u32 item = start.x, begin = start.y;
-    // Goes on to the next item of the range that has something to read.
-    auto find = [&]() {
-        __syncwarp();
-        bool found = false;
-        for (; item < stop.x || (item == stop.x && stop.y > 0); item++, begin = 0)
-            if ((found = set_segment(g, a, item, begin, item == stop.x ? stop.y : 0xffffffffu, warp))) break;
-        __syncwarp();
-        return found;
-    };
-    if (!find()) return;
-    Loader loader;
-    loader.start(g, ring, lane);
+    allow_next_kernel();
+    STAMP(0)
     wait_for_previous_kernel();
-    bool first_of_worker = true;
+    const WorkerPlan plan = *a.plan.worker(worker);
+    if (!plan.begin.before(plan.end)) return;
+    Segment& g = shared.segments[warp];
+    Reader reader;
+    reader.ring.init(shared_address(shared.slots[warp]), shared_address(shared.barriers[warp]), lane);
+    Place at = plan.begin;
+    SequenceInfo sequence = plan.first;
+    auto next_item = [&]() {
+        if (++at.head == a.kv_heads) {
+            at.head = 0;
+            if (++at.sequence < a.step.sequence_count) sequence = a.step.sequences[at.sequence];
+        }
+        at.unit = 0;
+    };
+    State state;
+    u32 last_row = 0, last_head = 0, last_item = 0, segments = 0;
+    if (threadIdx.x < 2) shared.claims[threadIdx.x] = FIRST_CLAIMS * WARPS;
+    STAMP(1)
     while (true) {
-        float down = prepare_query(shared, a, a.step.sequences[item / a.kv_heads].first_row, item % a.kv_heads, g.head.key_bits);
-        State state;
+        // The next item of the range that has something to read; its first loads start before the last one is merged.
+        bool more = false;
+        __syncwarp();
+        for (; at.before(plan.end); next_item()) {
+            bool ends = at.sequence == plan.end.sequence && at.head == plan.end.head;
+            if ((more = set_segment(g, a, sequence, at.head, at.unit, ends ? plan.end.unit : 0xffffffffu))) break;
+        }
+        __syncwarp();
+        reader.claims = &shared.claims[segments & 1];
+        QueryRows rows;
+        if (more) {
+            rows.load(a, g.row, at.head, lane, warp);
+            reader.loader.start(g, reader.ring, shared.slot_unit[warp], reader.claims, false, lane, warp);
+        }
+        STAMP(2)
+        if (segments > 0) {
+            if (lane == 0) shared.spare[warp] = reader.ring.slot == 0 ? STAGES - 1 : reader.ring.slot - 1;
+            __syncwarp();
+            merge_warps(shared, state, lane, warp);
+            STAMP(6)
+            if (threadIdx.x == 0) shared.claims[~segments & 1] = FIRST_CLAIMS * WARPS;  // every warp is done with it
+            finish_segment(shared, a, last_item, last_row, last_head, worker, segments == 1);
+            STAMP(7)
+        }
+        if (!more) return;
+        segments++;
+        last_item = at.sequence * a.kv_heads + at.head, last_row = g.row, last_head = at.head;
+        __syncthreads();
+        reader.loader.start(g, reader.ring, shared.slot_unit[warp], reader.claims, true, lane, warp);
+        float down = prepare_query(shared, a, rows, g.head.key_bits, g.head.value_bits);
         state.clear();
-        read_near(state, g, loader, ring, shared, lane);
-        if (g.coded_count > 0) {
+        STAMP(3)
+        read_near(state, reader, shared, lane, warp);
+        STAMP(4)
+        if (shared.slot_unit[warp][reader.ring.slot] != NO_UNIT) {
             CodedQuery query;
             load_query(query, shared, down, lane);
             if (state.fresh) {
 #pragma unroll
                 for (int n = 0; n < QUERY_TILES; n++) state.m[n][0] = state.m[n][1] = 0.f;
             }
-            state.to_code_units(g.head.value_bits, 1);
-            u8* slots = shared.slots[warp][0];
-            if (pieces_of(g.head) == 1) read_coded<true>(state, query, g, loader, ring, slots, a.step.sink, lane);
-            else read_coded<false>(state, query, g, loader, ring, slots, a.step.sink, lane);
-            state.to_code_units(g.head.value_bits, -1);
+            state.to_units(shared.to_codes);
+            if (pieces_of(g.head) == 1) read_coded<true>(state, query, reader, shared, a.step.sink, lane, warp);
+            else read_coded<false>(state, query, reader, shared, a.step.sink, lane, warp);
+            state.to_units(shared.from_codes);
         }
-        const u32 done = item++;
-        begin = 0;
-        const bool more = find();
-        if (more) loader.start(g, ring, lane);
-        merge_warps(shared, state, lane, warp);
-        finish_segment(shared, a, done, worker, first_of_worker);
-        if (!more) return;
-        first_of_worker = false;
-        __syncthreads();
+        STAMP(5)
+        next_item();
     }
 }

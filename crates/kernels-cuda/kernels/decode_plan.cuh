@@ -17,9 +17,11 @@ struct ContextShape {
     u32 pages;
 };
 
+// Sequences that bring more than one row are not decoded here: they have no units.
 DEVICE ContextShape context_of(const StepTables& step, const SequenceInfo& s) {
-    ContextShape c;
-    c.length = s.first_position + s.rows;
+    ContextShape c = {};
+    if (s.rows != 1) return c;
+    c.length = s.first_position + 1;
     u32 sink_end = step.sink < c.length ? step.sink : c.length;
     bool coded = s.boundary > step.sink;
     u32 recent = coded ? s.boundary : sink_end;
@@ -36,12 +38,33 @@ DEVICE u32 pieces_of(const HeadPages& head) { return head.key_bits == 2 && head.
 
 DEVICE u32 units_of(const ContextShape& c, const HeadPages& head) { return c.near_units + c.pages * pieces_of(head); }
 
-// The plan in memory: [active workers, 0, 0, 0] [start of each worker and the end: (item, unit)] [items: (first worker, workers)].
-struct DecodePlan {
-    u32* words;
-    u32 workers;  // room for starts
+// A place in the row of units.
+struct Place {
+    u32 sequence, head, unit;
 
-    DEVICE u32 active() const { return words[0]; }
-    DEVICE uint2* starts() const { return (uint2*)(words + 4); }
-    DEVICE uint2* items() const { return starts() + workers + 1; }
+    DEVICE bool before(const Place& b) const {
+        return sequence != b.sequence ? sequence < b.sequence : head != b.head ? head < b.head : unit < b.unit;
+    }
+};
+
+// What a worker reads, begin up to end; nothing where it is idle. The first sequence comes along, to save a look-up.
+struct alignas(16) WorkerPlan {
+    Place begin, end;
+    SequenceInfo first;
+};
+
+// The workers that read an item: `count` of them from `first` on.
+struct ItemPlan {
+    u32 first, count;
+    u32 second;  // is the item the first worker's last rather than its first?
+    u32 unused;
+};
+
+// The plan in memory: the workers, then the items (sequences outside, heads inside).
+struct DecodePlan {
+    u8* memory;
+    u32 workers;
+
+    DEVICE WorkerPlan* worker(u32 w) const { return (WorkerPlan*)memory + w; }
+    DEVICE ItemPlan* item(u32 i) const { return (ItemPlan*)((WorkerPlan*)memory + workers) + i; }
 };

@@ -48,15 +48,14 @@ struct State {
         l[n][0] *= f0, l[n][1] *= f1, z[n][0] *= f0, z[n][1] *= f1;
     }
 
-    // Takes the result from true units to those in which value codes of `bits` arrive (`sign` = 1), or back (-1).
-    DEVICE void to_code_units(int bits, int sign) {
+    // Takes the result to other units: a factor for each half of a step's channels.
+    DEVICE void to_units(const float2 (&factors)[STEPS]) {
 #pragma unroll
         for (int j = 0; j < STEPS; j++) {
-            float f0 = exp2_fast((float)(sign * (plane_exponent(bits, j, 0) - 24)));
-            float f1 = exp2_fast((float)(sign * (plane_exponent(bits, j, 1) - 24)));
+            float2 f = factors[j];
 #pragma unroll
             for (int n = 0; n < QUERY_TILES; n++)
-                o[n][j][0] *= f0, o[n][j][1] *= f0, o[n][j][2] *= f1, o[n][j][3] *= f1;
+                o[n][j][0] *= f.x, o[n][j][1] *= f.x, o[n][j][2] *= f.y, o[n][j][3] *= f.y;
         }
     }
 };
@@ -179,26 +178,35 @@ struct CodedQuery {
 template <int BITS, int TILES>
 DEVICE void coded_scores(float (&s)[TILES][QUERY_TILES][4], const State& state, const CodedQuery& query, const u8* codes,
                          const u8* params, int lane) {
+    // Two tiles at a time, so that one's products need not wait for the other's.
 #pragma unroll
-    for (int t = 0; t < TILES; t++) {
-        TileWords<BITS> words;
-        load_tile(words, codes + t * code_bytes_per_tile(BITS), lane);
-        float c[QUERY_TILES][4];
+    for (int t = 0; t < TILES; t += 2) {
+        TileWords<BITS> words[2];
 #pragma unroll
-        for (int n = 0; n < QUERY_TILES; n++)
+        for (int u = 0; u < 2; u++) {
+            load_tile(words[u], codes + (t + u) * code_bytes_per_tile(BITS), lane);
 #pragma unroll
-            for (int i = 0; i < 4; i++) c[n][i] = 0.f;
+            for (int n = 0; n < QUERY_TILES; n++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) s[t + u][n][i] = 0.f;
+        }
 #pragma unroll
         for (int j = 0; j < STEPS; j++) {
-            u32 a[4];
 #pragma unroll
-            for (int x = 0; x < 4; x++) a[x] = code_pair<BITS, KEY>(words, j, x);
+            for (int u = 0; u < 2; u++) {
+                u32 a[4];
 #pragma unroll
-            for (int n = 0; n < QUERY_TILES; n++) {
-                uint2 q = query.at(n, j, lane);
-                mma_f16(c[n], a[0], a[1], a[2], a[3], q.x, q.y);
+                for (int x = 0; x < 4; x++) a[x] = code_pair<BITS, KEY>(words[u], j, x);
+#pragma unroll
+                for (int n = 0; n < QUERY_TILES; n++) {
+                    uint2 q = query.at(n, j, lane);
+                    mma_f16(s[t + u][n], a[0], a[1], a[2], a[3], q.x, q.y);
+                }
             }
         }
+    }
+#pragma unroll
+    for (int t = 0; t < TILES; t++) {
         uint2 pairs = *(const uint2*)(params + t * 64 + (lane >> 2) * 8);
         float scale0 = low_f16(pairs.x) * query.factor, min0 = high_f16(pairs.x);
         float scale1 = low_f16(pairs.y) * query.factor, min1 = high_f16(pairs.y);
@@ -206,16 +214,16 @@ DEVICE void coded_scores(float (&s)[TILES][QUERY_TILES][4], const State& state, 
         for (int n = 0; n < QUERY_TILES; n++) {
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                s[t][n][i] = fmaf(c[n][i], scale0, fmaf(min0, query.sum[n][i], -state.m[n][i]));
-                s[t][n][2 + i] = fmaf(c[n][2 + i], scale1, fmaf(min1, query.sum[n][i], -state.m[n][i]));
+                s[t][n][i] = fmaf(s[t][n][i], scale0, fmaf(min0, query.sum[n][i], -state.m[n][i]));
+                s[t][n][2 + i] = fmaf(s[t][n][2 + i], scale1, fmaf(min1, query.sum[n][i], -state.m[n][i]));
             }
         }
     }
 }
 
-// Moves the reference so that the products of these tiles fit fp16. Their scores must be computed anew.
+// Moves the reference so that the products of these tiles fit fp16.
 template <int TILES>
-DEVICE void move_reference(State& state, const float (&s)[TILES][QUERY_TILES][4], const u8* params, bool settle, int lane) {
+DEVICE void move_reference(State& state, float (&s)[TILES][QUERY_TILES][4], const u8* params, bool settle, int lane) {
 #pragma unroll
     for (int n = 0; n < QUERY_TILES; n++) {
         float weight[2] = {NEGATIVE_INFINITY, NEGATIVE_INFINITY}, product[2] = {NEGATIVE_INFINITY, NEGATIVE_INFINITY};
@@ -238,6 +246,8 @@ DEVICE void move_reference(State& state, const float (&s)[TILES][QUERY_TILES][4]
             if (!state.fresh) up = fmaxf(up, settle ? -WEIGHT_TARGET : 0.f);
             factor[i] = state.fresh ? 0.f : exp2_fast(-up);
             state.m[n][i] += up;
+#pragma unroll
+            for (int t = 0; t < TILES; t++) s[t][n][i] -= up, s[t][n][2 + i] -= up;
         }
         state.rescale(n, factor[0], factor[1]);
     }
@@ -248,10 +258,10 @@ DEVICE void move_reference(State& state, const float (&s)[TILES][QUERY_TILES][4]
 // changed, where the reference has to move first.
 template <int TILES>
 DEVICE bool coded_weights(u32 (&w)[TILES][QUERY_TILES][2], State& state, const float (&s)[TILES][QUERY_TILES][4],
-                          const u8* params, bool settle, int lane) {
+                          const u8* params, int lane) {
     float l[QUERY_TILES][2], z[QUERY_TILES][2];
     u32 sum[QUERY_TILES];
-    bool too_large = settle;
+    bool too_large = false;
 #pragma unroll
     for (int n = 0; n < QUERY_TILES; n++)
 #pragma unroll
