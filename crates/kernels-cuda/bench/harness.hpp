@@ -59,14 +59,14 @@ template <class T> CUdeviceptr upload(const std::vector<T>& v) {
 }
 
 struct Variant {
-    int head_dim, tiles, warps, stages, blocks;
-    std::string file() const { char b[96]; snprintf(b, 96, "decode_%d_%d_%d_%d_%d.cubin", head_dim, tiles, warps, stages, blocks); return b; }
+    int head_dim, tiles, warps, stages, split;
+    std::string file() const { char b[96]; snprintf(b, 96, "decode_%d_%d_%d_%d_%d.cubin", head_dim, tiles, warps, stages, split); return b; }
 };
 
 // Dynamic shared memory of a variant: the bound that src/attention/decode.rs computes.
 inline u32 shared_bytes(const Variant& v) {
     u32 steps = v.head_dim / 16, heads = 8 * v.tiles, room = heads * (v.head_dim + 4) * 4, slot = 32 * v.head_dim + 512;
-    u32 bytes = v.warps * v.stages * (slot + 12) + (room <= slot ? 16 : v.warps * room) + v.tiles * steps * (32 * 24 + 32) + v.warps * (8 + heads * 8 + 88) + heads * (8 + 128) + steps * 16 + 64;
+    u32 bytes = v.warps * v.stages * (slot + 12) + (room <= slot ? 16 : v.warps * room) + v.tiles * steps * (32 * 24 + 32) + v.warps * (8 + heads * 8 + 96) + heads * (8 + 128) + steps * 16 + 64;
     return (bytes + 127) / 128 * 128;
 }
 
@@ -129,7 +129,8 @@ inline void launch_decode(const Kernel& k, DecodeArgs& a, CUstream s) {  // may 
 }
 // Workers of a plan that have something to read.
 inline u32 active_workers(CUdeviceptr plan, int workers) {
-    std::vector<u32> w(12 * workers); CK(cuMemcpyDtoH(w.data(), plan, w.size() * 4));
-    u32 n = 0; for (int i = 0; i < workers; i++) n += memcmp(&w[12 * i], &w[12 * i + 3], 12) != 0;
+    std::vector<u32> w(76 * workers); CK(cuMemcpyDtoH(w.data(), plan, w.size() * 4));
+    u32 n = 0; for (int i = 0; i < workers; i++) n += memcmp(&w[76 * i], &w[76 * i + 3], 12) != 0;
     return n;
 }
+

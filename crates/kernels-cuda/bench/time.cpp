@@ -21,7 +21,7 @@ int main(int argc, char** argv) {
     for (auto [c, b] : std::vector<std::pair<u32, u32>>{{8192, 1}, {32768, 1}, {131072, 1}, {32768, 8}, {131072, 8}}) shapes.push_back({c, b, 4, false});
     int only = 0;  // "one CONTEXT BATCH GROUP CODES": three plain launches, for a profiler; with stamps if compiled so
     if (which == "one") { shapes = {{(u32)atoi(argv[3]), (u32)atoi(argv[4]), atoi(argv[5]), atoi(argv[6]) != 0}}; only = argc > 7 ? 2 : 1; }
-    std::vector<Variant> variants = {{128, 1, 16, 3, 1}, {128, 2, 8, 3, 1}};
+    std::vector<Variant> variants = {{128, 1, 16, 3, 1}, {128, 1, 16, 3, 2}, {128, 2, 8, 3, 0}};
     const int D = 128; const u32 heads = 8;
     size_t arena_bytes = 24ull << 30; CUdeviceptr arena = device_alloc(arena_bytes);
     {   // random codes with sane parameters everywhere: 16 MB of pages, copied over the arena
@@ -32,19 +32,18 @@ int main(int argc, char** argv) {
     size_t bf16_bytes = 20ull << 30; CUdeviceptr bf16 = device_alloc(bf16_bytes);
     { std::vector<u16> block(8 << 20); Random r(2); for (auto& x : block) x = float_to_bf16(r.normal() * .5f); CUdeviceptr b = upload(block); for (size_t o = 0; o < bf16_bytes; o += block.size() * 2) CK(cuMemcpyDtoD(bf16 + o, b, block.size() * 2)); cuMemFree(b); }
     for (auto& sh : shapes) for (auto& v : variants) {
-        if (v.tiles != (sh.group + 7) / 8) continue;
-        if (which != "all" && v.tiles == 1 && v.warps != 16) continue;
+        if (v.tiles != (sh.group + 7) / 8 || (v.split == 1 && sh.group > 4) || (v.split == 2 && sh.group <= 4)) continue;
         Kernel k(v); Random random(3); Step step(std::vector<u32>(sh.batch, sh.context), 64, 256, sh.codes, random);
         size_t full_layer = (size_t)step.full_pages * full_page_bytes(D) * heads, coded_layer = (size_t)step.coded_pages * 4608 * heads;
         int layers = (int)std::min<size_t>(36, std::min(bf16_bytes / full_layer, coded_layer ? arena_bytes / coded_layer : 1000));
         std::vector<HeadPages> table((size_t)layers * heads);
         for (int l = 0; l < layers; l++) for (u32 h = 0; h < heads; h++) table[l * heads + h] = {bf16 + l * full_layer + h * (full_layer / heads), arena + l * coded_layer + h * (coded_layer / heads), sh.codes ? 2u : 0, sh.codes ? 2u : 0, 0, 0};
         std::vector<float> q((size_t)sh.batch * heads * sh.group * D); for (auto& x : q) x = random.normal();
-        CUdeviceptr dq = upload(q), ht = upload(table), out = device_alloc(q.size() * 4), partials = device_alloc(k.partial_bytes()), arrived = device_alloc(sh.batch * heads * 4), cost = device_alloc((sh.batch + 1) * 8), words = device_alloc(48 * k.workers + 16 * sh.batch * heads);
+        CUdeviceptr dq = upload(q), ht = upload(table), out = device_alloc(q.size() * 4), partials = device_alloc(k.partial_bytes()), arrived = device_alloc(sh.batch * heads * 4), cost = device_alloc((sh.batch + 1) * 8), words = device_alloc(304 * k.workers + 16 * sh.batch * heads);
         CK(cuMemsetD8(arrived, 0, sh.batch * heads * 4));
         StepTables tables = step.tables(); DecodePlan plan{words, (u32)k.workers, 0};
         double bytes = 0; for (auto& i : step.sequences) { u32 n = i.first_position + 1, c = sh.codes ? i.boundary - step.sink : 0; bytes += heads * (c * 72.0 + (n - c) * 512.0); }
-        std::vector<u32> leasts = sh.batch == 1 ? std::vector<u32>{8192, 24576, 49152, 98304} : std::vector<u32>{65536};
+        std::vector<u32> leasts = sh.batch == 1 ? std::vector<u32>{16384} : std::vector<u32>{65536};
         if (only) {
             PlanArgs pa{tables, ht, cost, plan, heads, (u32)D, 16384}; launch_plan(k, pa, s);
             CUdeviceptr stamps = device_alloc(k.workers * 128); CK(cuMemsetD8(stamps, 0, k.workers * 128)); if (only == 2) tables.demoted = stamps;

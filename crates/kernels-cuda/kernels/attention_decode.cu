@@ -25,7 +25,7 @@ struct DecodeArgs {
     float scale;  // of the scores, times log2 e
 };
 
-constexpr int HEADS = 8 * QUERY_TILES;
+constexpr int HEADS = COLUMNS;  // room for query heads, a column each
 constexpr int THREADS = 32 * WARPS;
 constexpr int SUMS_STRIDE = HEAD_DIM + 4;  // keeps the lanes' heads in different banks
 constexpr int SUMS_BYTES = 4 * HEADS * SUMS_STRIDE;
@@ -42,23 +42,21 @@ struct Segment {
     ContextShape context;
     HeadPages head;
     const u32 *full, *coded;  // page ids of the sequence
+    const u32* first_pages;   // of the units from `begin` on, or null
     u32 begin, end;           // units of the item
     u32 boundary, row;
-
-    DEVICE u32 near_tile(u32 unit) const {
-        return unit < context.sink_tiles ? unit : context.recent_tile + unit - context.sink_tiles;
-    }
-    DEVICE u32 coded_page(u32 unit) const { return context.first_page + (unit - context.near_units) / pieces_of(head); }
 };
 
 struct alignas(128) Shared {
     u8 slots[WARPS][STAGES][SLOT_BYTES];
     u8 sums[SUMS_IN_SLOTS ? 1 : WARPS][SUMS_IN_SLOTS ? 16 : SUMS_BYTES];
     uint4 near_query[QUERY_TILES * STEPS * 32];
-    uint2 coded_query[QUERY_TILES * STEPS * 32];
+    uint2 coded_query[QUERY_TILES * STEPS * 32];  // in fp16, or split into bytes for two-bit codes
     float query_sums[QUERY_TILES * STEPS][8];
+    float split_step;
     float largest[WARPS];
-    float m[WARPS][HEADS], l[WARPS][HEADS];
+    alignas(16) float m[HEADS][WARPS];
+    alignas(16) float l[HEADS][WARPS];
     float item_m[HEADS], item_scale[HEADS];
     float2 to_codes[STEPS], from_codes[STEPS];  // units of the result
     u64 barriers[WARPS][STAGES];
@@ -79,7 +77,8 @@ struct alignas(128) Shared {
 static_assert(sizeof(Shared) <= SHARED_BYTES, "SHARED_BYTES is too small");
 
 // Describes units begin..end of an item; false where there are none.
-DEVICE bool set_segment(Segment& g, const DecodeArgs& a, const SequenceInfo& s, u32 head_index, u32 begin, u32 end) {
+DEVICE bool set_segment(Segment& g, const DecodeArgs& a, const SequenceInfo& s, u32 head_index, u32 begin, u32 end,
+                        const u32* first_pages) {
     const HeadPages head = a.heads[head_index];
     const ContextShape context = context_of(a.step, s);
     u32 all = units_of(context, head);
@@ -89,6 +88,7 @@ DEVICE bool set_segment(Segment& g, const DecodeArgs& a, const SequenceInfo& s, 
     g.context = context;
     g.full = a.step.full + s.table;
     g.coded = a.step.coded + s.table;
+    g.first_pages = first_pages;
     g.begin = begin;
     g.end = end;
     g.boundary = s.boundary;
@@ -113,12 +113,12 @@ struct Loader {
         }
         unit = g.begin + index;
         if (unit < g.end)
-            page = unit < g.context.near_units ? g.full[g.near_tile(unit) / (PAGE_TOKENS / TILE_TOKENS)] : g.coded[g.coded_page(unit)];
+            page = g.first_pages && index < FIRST_PAGES ? g.first_pages[index] : page_of(g.context, g.head, g.full, g.coded, unit);
     }
 
     // One side of a BF16 tile.
     DEVICE void start_near(const Segment& g, const SlotRing& ring, u32 slot, int lane) const {
-        u32 row = g.near_tile(unit) % (PAGE_TOKENS / TILE_TOKENS) * TILE_TOKENS;
+        u32 row = near_tile(g.context, unit) % (PAGE_TOKENS / TILE_TOKENS) * TILE_TOKENS;
         const u8* at_page = (const u8*)g.head.full + (u64)page * (4 * PAGE_TOKENS * HEAD_DIM) +
                             side * (2 * PAGE_TOKENS * HEAD_DIM) + row * 128;
         const u8* from[PANELS];
@@ -216,14 +216,54 @@ struct QueryRows {
         const float* rows = a.queries + ((u64)row * a.kv_heads + head_index) * a.group * HEAD_DIM;
 #pragma unroll
         for (int k = 0; k < ROUNDS; k++) {
-            int f = warp + k * WARPS, head = f / STEPS * 8 + (lane >> 2), channel = f % STEPS * 16 + (lane & 3) * 2;
+            int f = warp + k * WARPS, column = f / STEPS * 8 + (lane >> 2), channel = f % STEPS * 16 + (lane & 3) * 2;
+            int head = head_of(column);
+            bool used = f < FRAGMENTS && head < a.group;
 #pragma unroll
             for (int b = 0; b < 2; b++) {
                 v[k][b] = make_float2(0.f, 0.f);
-                if (f < FRAGMENTS && head < a.group) v[k][b] = *(const float2*)(rows + head * HEAD_DIM + channel + 8 * b);
+                if (used) v[k][b] = *(const float2*)(rows + head * HEAD_DIM + channel + 8 * b);
             }
         }
+#if SPLIT_QUERY
+        const int job = split_job(warp), plane = job % PLANES, head = 4 * (job / PLANES) + (lane >> 3);
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            split[k] = make_float2(0.f, 0.f);
+            if (job < SPLIT_QUERY * PLANES && head < a.group)
+                split[k] = *(const float2*)(rows + head * HEAD_DIM + 16 * (4 * (k & 1) + plane) + 2 * (lane & 3) + 8 * (k >> 1));
+        }
+#endif
     }
+#if SPLIT_QUERY
+    float2 split[4];  // by step (k & 1) and half (k >> 1)
+
+    // The plane and the four heads of the split query that a warp makes; the last warps have no other fragments.
+    DEVICE static int split_job(int warp) { return WARPS - 1 - warp; }
+
+    // Rounds the channels of a plane to steps and splits them into high and low bytes: a lane keeps its column's.
+    DEVICE void put_split(Shared& shared, float scale, float step, int lane, int warp) const {
+        const int job = split_job(warp), plane = job % PLANES;
+        if (job >= SPLIT_QUERY * PLANES) return;
+        const float plane_step = plane & 1 ? 4.f * step : step, inverse = scale / plane_step;
+        u32 b[2] = {0, 0};
+        float sum = 0.f;
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                int whole = __float2int_rn((h ? split[k].y : split[k].x) * inverse);
+                int high = (whole + 64) >> 7, low = whole - 128 * high;
+                sum += (float)whole * plane_step;
+                b[k >> 1] |= ((lane & 4 ? low : high) & 0xff) << (8 * (2 * h + (k & 1)));
+            }
+        }
+        shared.coded_query[job * 32 + lane] = make_uint2(b[0], b[1]);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+        if ((lane & 3) == 0) shared.query_sums[job][lane >> 2] = sum;
+    }
+#endif
 };
 
 // Puts the query down as fragments, in BF16 pairs and in fp16 with the planes' exponents taken off. All threads.
@@ -250,6 +290,14 @@ DEVICE float prepare_query(Shared& shared, const DecodeArgs& a, QueryRows& rows,
     __syncthreads();
 #pragma unroll
     for (int w = 0; w < WARPS; w++) largest = fmaxf(largest, shared.largest[w]);
+#if SPLIT_QUERY
+    const float step = largest > 0.f ? largest / SPLIT_RANGE : 1.f;
+    const bool split = key_bits == 2 && value_bits == 2;
+    if (split) rows.put_split(shared, a.scale, step, lane, warp);
+    if (tid == 0) shared.split_step = step;
+#else
+    constexpr bool split = false;
+#endif
     // One power of two for the group brings the largest channel to 2^14..2^15.
     int power = 14 + 127 - (int)(__float_as_uint(largest) >> 23);
     power = largest == 0.f ? 0 : power < -100 ? -100 : power > 100 ? 100 : power;
@@ -271,15 +319,31 @@ DEVICE float prepare_query(Shared& shared, const DecodeArgs& a, QueryRows& rows,
                 sum += (low_f16(coded[b]) + high_f16(coded[b])) * back;
             }
             shared.near_query[f * 32 + lane] = make_uint4(high[0], high[1], low[0], low[1]);
-            shared.coded_query[f * 32 + lane] = make_uint2(coded[0], coded[1]);
             sum += __shfl_xor_sync(0xffffffffu, sum, 1);
             sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-            if ((lane & 3) == 0) shared.query_sums[f][lane >> 2] = sum;
+            if (!split) shared.coded_query[f * 32 + lane] = make_uint2(coded[0], coded[1]);
+            if (!split && (lane & 3) == 0) shared.query_sums[f][lane >> 2] = sum;
         }
     }
     __syncthreads();
     return 1.f / up;
 }
+
+#if SPLIT_QUERY
+DEVICE void load_query(SplitQuery& q, const Shared& shared, int lane) {
+    q.factor = shared.split_step;
+#pragma unroll
+    for (int k = 0; k < SPLIT_QUERY; k++) {
+        q.sum[k] = 0.f;
+#pragma unroll
+        for (int p = 0; p < PLANES; p++) {
+            uint2 b = shared.coded_query[(k * PLANES + p) * 32 + lane];
+            q.b[k][p][0] = b.x, q.b[k][p][1] = b.y;
+            q.sum[k] += shared.query_sums[k * PLANES + p][2 * (lane & 3)];
+        }
+    }
+}
+#endif
 
 DEVICE void load_query(CodedQuery& q, const Shared& shared, float down, int lane) {
     q.shared = shared.coded_query;
@@ -320,7 +384,7 @@ DEVICE void read_near(State& state, Reader& reader, Shared& shared, int lane, in
     while (true) {
         u32 unit = shared.slot_unit[warp][reader.ring.slot];
         if (unit >= g.context.near_units) break;
-        int tokens = (int)(g.context.length - g.near_tile(unit) * TILE_TOKENS);
+        int tokens = (int)(g.context.length - near_tile(g.context, unit) * TILE_TOKENS);
         float s[QUERY_TILES][4];
         u32 p[QUERY_TILES][4];
         reader.ring.wait();
@@ -333,15 +397,68 @@ DEVICE void read_near(State& state, Reader& reader, Shared& shared, int lane, in
     }
 }
 
-// Coded units of a segment. Two-bit pages come whole; other widths, chosen by the head's table entry, in halves.
-template <bool TWO_BIT>
-DEVICE void read_coded(State& state, const CodedQuery& query, Reader& reader, Shared& shared, u32 sink, int lane, int warp) {
-    constexpr int TILES = TWO_BIT ? 4 : 2;
+// Masks the tiles of a unit that lie outside the coded range, which may hold anything; false where all do. `mask(t)` takes
+// a tile's scores to minus infinity.
+template <int TILES, class F>
+DEVICE bool mask_ends(u32 first, u32 sink, u32 boundary, u8* value_params, F&& mask, int lane) {
+    bool any = false;
+#pragma unroll
+    for (int t = 0; t < TILES; t++) {
+        u32 position = first + t * TILE_TOKENS;
+        if (position < sink || position >= boundary) {
+            mask(t);
+            if (lane < TILE_TOKENS) *(u32*)(value_params + t * 64 + lane * 4) = 0;
+        } else {
+            any = true;
+        }
+    }
+    writes_before_bulk_copies();
+    __syncwarp();
+    return any;
+}
+
+// Whole pages of two-bit codes.
+template <class Query>
+DEVICE void read_two_bit(State& state, const Query& query, Reader& reader, Shared& shared, u32 sink, int lane, int warp) {
+    constexpr int TILES = PAGE_TOKENS / TILE_TOKENS;
+    constexpr u32 VALUES_AT = 16 * HEAD_DIM, KEY_PARAMS_AT = 32 * HEAD_DIM, VALUE_PARAMS_AT = KEY_PARAMS_AT + 4 * PAGE_TOKENS;
+    const Segment& g = shared.segments[warp];
+    bool settle = true, move = true;
+#pragma unroll 1
+    while (true) {
+        u32 unit = shared.slot_unit[warp][reader.ring.slot];
+        if (unit == NO_UNIT) break;
+        u32 first = (g.context.first_page + unit - g.context.near_units) * PAGE_TOKENS;
+        reader.ring.wait();
+        u8* slot = shared.slots[warp][reader.ring.slot];
+        bool any = true;
+        u32 w[TILES][QUERY_TILES][2];
+        float s[TILES][QUERY_TILES][4];
+#if SPLIT_QUERY
+        split_scores(s, state, query, slot, slot + KEY_PARAMS_AT, lane);
+#else
+        coded_scores<2, TILES>(s, state, query, slot, slot + KEY_PARAMS_AT, lane);
+#endif
+        if (first < sink || first + PAGE_TOKENS > g.boundary)
+            any = mask_ends<TILES>(first, sink, g.boundary, slot + VALUE_PARAMS_AT, [&](int t) { clear_scores(s[t]); }, lane);
+        if (any) {
+            if (move) move_reference<LANE_COLUMNS>(state, s, slot + VALUE_PARAMS_AT, settle, lane), move = settle = false;
+            if (!coded_weights<LANE_COLUMNS>(w, state, s, slot + VALUE_PARAMS_AT, lane)) {
+                move = true;
+                continue;  // the same unit again
+            }
+            coded_values<2, TILES>(state, w, slot + VALUES_AT, lane);
+        }
+        reader.loader.turn_page(g, reader.ring, shared.slot_unit[warp], reader.claims, lane, warp);
+    }
+}
+
+// Halves of pages of any widths, which are the head's.
+DEVICE void read_any_width(State& state, const CodedQuery& query, Reader& reader, Shared& shared, u32 sink, int lane, int warp) {
+    constexpr int TILES = PAGE_TOKENS / TILE_TOKENS / 2;
     const Segment& g = shared.segments[warp];
     const u32 kb = g.head.key_bits, vb = g.head.value_bits;
-    const u32 values_at = TWO_BIT ? 16 * HEAD_DIM : 4 * HEAD_DIM * kb;
-    const u32 key_params_at = TWO_BIT ? 32 * HEAD_DIM : 4 * HEAD_DIM * (kb + vb);
-    const u32 value_params_at = key_params_at + TILES * 64;
+    const u32 values_at = 4 * HEAD_DIM * kb, key_params_at = 4 * HEAD_DIM * (kb + vb), value_params_at = key_params_at + TILES * 64;
     bool settle = true, move = true;
 #pragma unroll 1
     while (true) {
@@ -351,59 +468,30 @@ DEVICE void read_coded(State& state, const CodedQuery& query, Reader& reader, Sh
         reader.ring.wait();
         u8* slot = shared.slots[warp][reader.ring.slot];
         float s[TILES][QUERY_TILES][4];
-        if constexpr (TWO_BIT) {
-            coded_scores<2, TILES>(s, state, query, slot, slot + key_params_at, lane);
-        } else {
-            switch (kb) {
-                case 1: coded_scores<1, TILES>(s, state, query, slot, slot + key_params_at, lane); break;
-                case 2: coded_scores<2, TILES>(s, state, query, slot, slot + key_params_at, lane); break;
-                case 3: coded_scores<3, TILES>(s, state, query, slot, slot + key_params_at, lane); break;
-                default: coded_scores<4, TILES>(s, state, query, slot, slot + key_params_at, lane);
-            }
+        switch (kb) {
+            case 1: coded_scores<1, TILES>(s, state, query, slot, slot + key_params_at, lane); break;
+            case 2: coded_scores<2, TILES>(s, state, query, slot, slot + key_params_at, lane); break;
+            case 3: coded_scores<3, TILES>(s, state, query, slot, slot + key_params_at, lane); break;
+            default: coded_scores<4, TILES>(s, state, query, slot, slot + key_params_at, lane);
         }
-        bool none = false;
-        if (first < sink || first + TILES * TILE_TOKENS > g.boundary) {
-            // The ends of the coded range: tiles outside it hold anything.
-            none = true;
-#pragma unroll
-            for (int t = 0; t < TILES; t++) {
-                u32 position = first + t * TILE_TOKENS;
-                if (position < sink || position >= g.boundary) {
-#pragma unroll
-                    for (int n = 0; n < QUERY_TILES; n++)
-#pragma unroll
-                        for (int k = 0; k < 4; k++) s[t][n][k] = NEGATIVE_INFINITY;
-                    if (lane < TILE_TOKENS) *(u32*)(slot + value_params_at + t * 64 + lane * 4) = 0;
-                } else {
-                    none = false;
-                }
-            }
-            writes_before_bulk_copies();
-            __syncwarp();
-        }
-        if (!none) {
+        bool any = true;
+        if (first < sink || first + TILES * TILE_TOKENS > g.boundary)
+            any = mask_ends<TILES>(first, sink, g.boundary, slot + value_params_at, [&](int t) { clear_scores(s[t]); }, lane);
+        if (any) {
             u32 w[TILES][QUERY_TILES][2];
-            if (move) {
-                move_reference<TILES>(state, s, slot + value_params_at, settle, lane);
-                move = settle = false;
-            }
-            if (!coded_weights<TILES>(w, state, s, slot + value_params_at, lane)) {
+            if (move) move_reference<2>(state, s, slot + value_params_at, settle, lane), move = settle = false;
+            if (!coded_weights<2>(w, state, s, slot + value_params_at, lane)) {
                 move = true;
                 continue;  // the same unit again
             }
-            if constexpr (TWO_BIT) {
-                coded_values<2, TILES>(state, w, slot + values_at, lane);
-            } else {
-                switch (vb) {
-                    case 1: coded_values<1, TILES>(state, w, slot + values_at, lane); break;
-                    case 2: coded_values<2, TILES>(state, w, slot + values_at, lane); break;
-                    case 3: coded_values<3, TILES>(state, w, slot + values_at, lane); break;
-                    default: coded_values<4, TILES>(state, w, slot + values_at, lane);
-                }
+            switch (vb) {
+                case 1: coded_values<1, TILES>(state, w, slot + values_at, lane); break;
+                case 2: coded_values<2, TILES>(state, w, slot + values_at, lane); break;
+                case 3: coded_values<3, TILES>(state, w, slot + values_at, lane); break;
+                default: coded_values<4, TILES>(state, w, slot + values_at, lane);
             }
         }
-        if constexpr (TWO_BIT) reader.loader.turn_page(g, reader.ring, shared.slot_unit[warp], reader.claims, lane, warp);
-        else reader.turn(shared, lane, warp);
+        reader.turn(shared, lane, warp);
     }
 }
 
@@ -416,8 +504,8 @@ DEVICE void merge_warps(Shared& shared, State& state, int lane, int warp) {
         for (int i = 0; i < 2; i++) {
             float l = sum_over_tokens(state.l[n][i]), z = sum_over_tokens(state.z[n][i]);
             if (lane < 4) {
-                shared.m[warp][n * 8 + 2 * lane + i] = state.m[n][i];
-                shared.l[warp][n * 8 + 2 * lane + i] = l;
+                shared.m[n * 8 + 2 * lane + i][warp] = state.fresh ? NEGATIVE_INFINITY : state.m[n][i];
+                shared.l[n * 8 + 2 * lane + i][warp] = l;
             }
 #pragma unroll
             for (int j = 0; j < STEPS; j++) state.o[n][j][i] += z, state.o[n][j][2 + i] += z;
@@ -432,7 +520,7 @@ DEVICE void merge_warps(Shared& shared, State& state, int lane, int warp) {
             int head = n * 8 + 2 * (lane & 3) + i;
             float m = NEGATIVE_INFINITY;
 #pragma unroll
-            for (int w = 0; w < WARPS; w++) m = fmaxf(m, shared.m[w][head]);
+            for (int w = 0; w < WARPS; w++) m = fmaxf(m, shared.m[head][w]);
             factor[i] = state.fresh ? 0.f : exp2_fast(state.m[n][i] - m);
         }
         state.rescale(n, factor[0], factor[1]);
@@ -441,10 +529,10 @@ DEVICE void merge_warps(Shared& shared, State& state, int lane, int warp) {
         int head = threadIdx.x;
         float m = NEGATIVE_INFINITY, l = 0.f;
 #pragma unroll
-        for (int w = 0; w < WARPS; w++) m = fmaxf(m, shared.m[w][head]);
+        for (int w = 0; w < WARPS; w++) m = fmaxf(m, shared.m[head][w]);
 #pragma unroll
         for (int w = 0; w < WARPS; w++)
-            if (shared.l[w][head] > 0.f) l = fmaf(shared.l[w][head], exp2_fast(shared.m[w][head] - m), l);
+            if (shared.l[head][w] > 0.f) l = fmaf(shared.l[head][w], exp2_fast(shared.m[head][w] - m), l);
         shared.item_m[head] = m, shared.item_scale[head] = l;
     }
     float* room = (float*)shared.sum_room(warp) + 2 * (lane & 3) * SUMS_STRIDE + (lane >> 2);
@@ -496,25 +584,38 @@ DEVICE void finish_segment(Shared& shared, const DecodeArgs& a, u32 item, u32 ro
 #pragma unroll 1
         for (int e = tid; e < quads; e += THREADS) {
             int head = e / QUADS, channel = e % QUADS * 4;
-            out.store(a, head, channel, scaled(summed(shared, head, channel), 1.f / shared.item_scale[head]));
+            out.store(a, head, channel, scaled(summed(shared, column_of(head), channel), 1.f / shared.item_scale[column_of(head)]));
         }
         return;
     }
     float* own = a.partials + (u64)(2 * worker + (first_of_worker ? 0 : 1)) * PARTIAL;
 #pragma unroll 1
     for (int e = tid; e < quads; e += THREADS)
-        __stcg((float4*)own + e, summed(shared, e / QUADS, e % QUADS * 4));
-    if (tid < a.group) __stcg((float2*)(own + HEADS * HEAD_DIM) + tid, make_float2(shared.item_m[tid], shared.item_scale[tid]));
-    __threadfence();
+        __stcg((float4*)own + e, summed(shared, column_of(e / QUADS), e % QUADS * 4));
+    if (tid < a.group) __stcg((float2*)(own + HEADS * HEAD_DIM) + tid, make_float2(shared.item_m[column_of(tid)], shared.item_scale[column_of(tid)]));
     __syncthreads();
-    if (tid == 0) shared.last = atomicAdd(&a.arrived[item], 1) + 1 == readers.count;
+    if (tid == 0) {
+        u32 before;
+        asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(a.arrived + item) : "memory");
+        shared.last = before + 1 == readers.count;
+    }
     __syncthreads();
     if (!shared.last) return;
-    __threadfence();
     // The first reader holds the item in its second partial unless it begins with it; the others begin with it.
     const float* const first = a.partials + (u64)(2 * readers.first + readers.second) * PARTIAL;
     const float* const others = a.partials + (u64)(2 * readers.first) * PARTIAL;
     auto partial = [&](u32 k) { return k == 0 ? first : others + (u64)k * (2 * PARTIAL); };
+    // The block's parts take every parts-th partial; channels beyond the threads' number go round by round. The first
+    // loads need not wait for the factors.
+    const int columns = quads < THREADS ? quads : THREADS, parts = THREADS / columns, part = tid / columns;
+    const u32 known = readers.count < KNOWN_FACTORS ? readers.count : KNOWN_FACTORS;
+    float4 x[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        x[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+        u32 k = part + i * parts;
+        if (part < parts && k < known) x[i] = __ldcg((const float4*)partial(k) + tid % columns);
+    }
     for (int head = warp; head < a.group; head += WARPS) {
         auto pair = [&](u32 k) { return __ldcg((const float2*)(partial(k) + HEADS * HEAD_DIM) + head); };
         float2 own_pair = make_float2(NEGATIVE_INFINITY, 0.f);
@@ -535,8 +636,6 @@ DEVICE void finish_segment(Shared& shared, const DecodeArgs& a, u32 item, u32 ro
         if (lane == 0) shared.item_m[head] = m, shared.item_scale[head] = 1.f / l;
     }
     __syncthreads();
-    // The block's parts take every parts-th partial; channels beyond the threads' number go round by round.
-    const int columns = quads < THREADS ? quads : THREADS, parts = THREADS / columns, part = tid / columns;
     auto part_sum = [&](int t) { return (float4*)shared.sum_room(t >> 5) + (t & 31); };
 #pragma unroll 1
     for (int round = 0; round < quads; round += columns) {
@@ -544,15 +643,11 @@ DEVICE void finish_segment(Shared& shared, const DecodeArgs& a, u32 item, u32 ro
         const bool takes = part < parts && e < quads;
         float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
         if (takes) {
-            const u32 known = readers.count < KNOWN_FACTORS ? readers.count : KNOWN_FACTORS;
             u32 k = part;
-#pragma unroll 1
-            for (; k + 3 * parts < known; k += 4 * parts) {
-                float4 x[4];
+            if (round == 0) {
 #pragma unroll
-                for (int i = 0; i < 4; i++) x[i] = __ldcg((const float4*)partial(k + i * parts) + e);
-#pragma unroll
-                for (int i = 0; i < 4; i++) add_to(v, x[i], shared.factors[head][k + i * parts]);
+                for (int i = 0; i < 4; i++, k += parts)
+                    if (k < known) add_to(v, x[i], shared.factors[head][k]);
             }
 #pragma unroll 1
             for (; k < readers.count; k += parts) {
@@ -591,7 +686,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(c
     allow_next_kernel();
     STAMP(0)
     wait_for_previous_kernel();
-    const WorkerPlan plan = *a.plan.worker(worker);
+    const WorkerPlan& in_memory = *a.plan.worker(worker);
+    // Brings the first page ids near while the rest of the plan is on its way.
+    asm volatile("prefetch.global.L1 [%0];" ::"l"(in_memory.pages + 2 * lane));
+    const struct {
+        Place begin, end;
+        SequenceInfo first;
+    } plan = {in_memory.begin, in_memory.end, in_memory.first};
     if (!plan.begin.before(plan.end)) return;
     Segment& g = shared.segments[warp];
     Reader reader;
@@ -615,7 +716,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(c
         __syncwarp();
         for (; at.before(plan.end); next_item()) {
             bool ends = at.sequence == plan.end.sequence && at.head == plan.end.head;
-            if ((more = set_segment(g, a, sequence, at.head, at.unit, ends ? plan.end.unit : 0xffffffffu))) break;
+            const u32* pages = segments == 0 && at.head == plan.begin.head && at.sequence == plan.begin.sequence
+                                   ? a.plan.worker(worker)->pages
+                                   : nullptr;
+            if ((more = set_segment(g, a, sequence, at.head, at.unit, ends ? plan.end.unit : 0xffffffffu, pages))) break;
         }
         __syncwarp();
         reader.claims = &shared.claims[segments & 1];
@@ -645,15 +749,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(c
         read_near(state, reader, shared, lane, warp);
         STAMP(4)
         if (shared.slot_unit[warp][reader.ring.slot] != NO_UNIT) {
-            CodedQuery query;
-            load_query(query, shared, down, lane);
             if (state.fresh) {
 #pragma unroll
                 for (int n = 0; n < QUERY_TILES; n++) state.m[n][0] = state.m[n][1] = 0.f;
             }
             state.to_units(shared.to_codes);
-            if (pieces_of(g.head) == 1) read_coded<true>(state, query, reader, shared, a.step.sink, lane, warp);
-            else read_coded<false>(state, query, reader, shared, a.step.sink, lane, warp);
+            if (pieces_of(g.head) == 1) {
+#if SPLIT_QUERY
+                SplitQuery query;
+                load_query(query, shared, lane);
+#else
+                CodedQuery query;
+                load_query(query, shared, down, lane);
+#endif
+                read_two_bit(state, query, reader, shared, a.step.sink, lane, warp);
+            } else {
+                CodedQuery query;
+                load_query(query, shared, down, lane);
+                read_any_width(state, query, reader, shared, a.step.sink, lane, warp);
+            }
             state.to_units(shared.from_codes);
         }
         STAMP(5)

@@ -161,6 +161,17 @@ extern "C" __global__ void __launch_bounds__(256) decode_plan(PlanArgs a) {
     __syncthreads();
     for (u32 w = tid; w < a.plan.workers; w += 256)
         a.plan.worker(w)->end = w + 1 < a.plan.workers ? a.plan.worker(w + 1)->begin : end;
+    for (u32 i = tid; i < a.plan.workers * FIRST_PAGES; i += 256) {
+        WorkerPlan& plan = *a.plan.worker(i / FIRST_PAGES);
+        const Place begin = plan.begin;
+        if (begin.sequence >= n) continue;
+        const SequenceInfo info = a.step.sequences[begin.sequence];
+        const ContextShape c = context_of(a.step, info);
+        const HeadPages head = a.heads[begin.head];
+        u32 unit = begin.unit + i % FIRST_PAGES;
+        plan.pages[i % FIRST_PAGES] =
+            unit < units_of(c, head) ? page_of(c, head, a.step.full + info.table, a.step.coded + info.table, unit) : NO_PAGE;
+    }
     for (u32 item = tid; item < n * a.kv_heads; item += 256) {
         u32 sequence = item / a.kv_heads, head = item % a.kv_heads;
         u32 units = units_of(context_of(a.step, a.step.sequences[sequence]), a.heads[head]);

@@ -36,6 +36,17 @@ DEVICE ContextShape context_of(const StepTables& step, const SequenceInfo& s) {
 // Two-bit pages fit a slot; the others come in halves.
 DEVICE u32 pieces_of(const HeadPages& head) { return head.key_bits == 2 && head.value_bits == 2 ? 1 : 2; }
 
+// Tile of a unit below near_units.
+DEVICE u32 near_tile(const ContextShape& c, u32 unit) {
+    return unit < c.sink_tiles ? unit : c.recent_tile + unit - c.sink_tiles;
+}
+
+// Id of the page that holds a unit.
+DEVICE u32 page_of(const ContextShape& c, const HeadPages& head, const u32* full, const u32* coded, u32 unit) {
+    return unit < c.near_units ? full[near_tile(c, unit) / (PAGE_TOKENS / TILE_TOKENS)]
+                               : coded[c.first_page + (unit - c.near_units) / pieces_of(head)];
+}
+
 DEVICE u32 units_of(const ContextShape& c, const HeadPages& head) { return c.near_units + c.pages * pieces_of(head); }
 
 // A place in the row of units.
@@ -47,10 +58,14 @@ struct Place {
     }
 };
 
-// What a worker reads, begin up to end; nothing where it is idle. The first sequence comes along, to save a look-up.
+constexpr u32 FIRST_PAGES = 64;
+
+// What a worker reads, begin up to end; nothing where it is idle. The first sequence and the page ids of the first units come
+// along, to save look-ups.
 struct alignas(16) WorkerPlan {
     Place begin, end;
     SequenceInfo first;
+    u32 pages[FIRST_PAGES];
 };
 
 // The workers that read an item: `count` of them from `first` on.

@@ -3,8 +3,24 @@
 // Scores are in powers of two (the scale times log2 e is in the query). Heads are columns: a lane has heads 2q and 2q+1 of
 // each tile of eight; tokens are rows r and r+8 of a 16-token tile while they are scores, and channels are rows r and r+8 of a
 // step in the result. Sums over tokens stay split over the lanes r until the end.
+//
+// SPLIT_QUERY (head size 128): against two-bit keys the query is multiplied as its high and low byte, in integers, four codes
+// to a mask. Columns of those products come in pairs, so a tile of eight columns holds four heads; SPLIT_QUERY is their number,
+// 1 for groups of up to four and 2 for up to eight. A lane then has heads q and q + 4 in all it does.
 #pragma once
 #include "fragments.cuh"
+
+#ifndef SPLIT_QUERY
+#define SPLIT_QUERY 0
+#endif
+static_assert(!SPLIT_QUERY || (HEAD_DIM == 128 && QUERY_TILES == 1), "the split query is made for head size 128");
+
+constexpr int COLUMNS = 8 * QUERY_TILES;
+// Columns of a lane that two-bit pages are read for.
+constexpr int LANE_COLUMNS = SPLIT_QUERY == 1 ? 1 : 2;
+// Column of a query head of the group, and back.
+DEVICE int column_of(int head) { return !SPLIT_QUERY ? head : head < 4 ? 2 * head : 2 * (head - 4) + 1; }
+DEVICE int head_of(int column) { return SPLIT_QUERY ? column / 2 + 4 * (column & 1) : column; }
 
 constexpr int SLOT_BYTES = 32 * HEAD_DIM + 512;  // a two-bit page, half of any other, or one side of a BF16 tile
 constexpr int NEAR_SIDE_BYTES = 2 * TILE_TOKENS * HEAD_DIM;
@@ -221,8 +237,15 @@ DEVICE void coded_scores(float (&s)[TILES][QUERY_TILES][4], const State& state, 
     }
 }
 
+DEVICE void clear_scores(float (&s)[QUERY_TILES][4]) {
+#pragma unroll
+    for (int n = 0; n < QUERY_TILES; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) s[n][i] = NEGATIVE_INFINITY;
+}
+
 // Moves the reference so that the products of these tiles fit fp16.
-template <int TILES>
+template <int LANE_COLUMNS_USED, int TILES>
 DEVICE void move_reference(State& state, float (&s)[TILES][QUERY_TILES][4], const u8* params, bool settle, int lane) {
 #pragma unroll
     for (int n = 0; n < QUERY_TILES; n++) {
@@ -232,14 +255,14 @@ DEVICE void move_reference(State& state, float (&s)[TILES][QUERY_TILES][4], cons
             uint2 pairs = *(const uint2*)(params + t * 64 + (lane >> 2) * 8);
             float log0 = log2_fast(low_f16(pairs.x)), log1 = log2_fast(low_f16(pairs.y));
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
+            for (int i = 0; i < LANE_COLUMNS_USED; i++) {
                 weight[i] = fmaxf(weight[i], fmaxf(s[t][n][i], s[t][n][2 + i]));
                 product[i] = fmaxf(product[i], fmaxf(s[t][n][i] + log0, s[t][n][2 + i] + log1));
             }
         }
-        float factor[2];
+        float factor[2] = {1.f, 1.f};
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
+        for (int i = 0; i < LANE_COLUMNS_USED; i++) {
             float up = fmaxf(max_over_tokens(product[i]) - PRODUCT_TARGET, max_over_tokens(weight[i]) - WEIGHT_TARGET);
             // Before anything was read the reference may go anywhere; after BF16 tiles it may come down as long as their
             // weights stay finite; later it only rises.
@@ -256,7 +279,7 @@ DEVICE void move_reference(State& state, float (&s)[TILES][QUERY_TILES][4], cons
 
 // Weights of the tiles times the values' scales, as fp16 pairs; adds up weights and weight * minimum. False, with nothing
 // changed, where the reference has to move first.
-template <int TILES>
+template <int LANE_COLUMNS_USED, int TILES>
 DEVICE bool coded_weights(u32 (&w)[TILES][QUERY_TILES][2], State& state, const float (&s)[TILES][QUERY_TILES][4],
                           const u8* params, int lane) {
     float l[QUERY_TILES][2], z[QUERY_TILES][2];
@@ -275,12 +298,16 @@ DEVICE bool coded_weights(u32 (&w)[TILES][QUERY_TILES][2], State& state, const f
             float p[4];
 #pragma unroll
             for (int i = 0; i < 4; i++) {
+                if ((i & 1) >= LANE_COLUMNS_USED) {
+                    p[i] = 0.f;
+                    continue;
+                }
                 p[i] = exp2_fast(s[t][n][i]);
                 l[n][i & 1] += p[i];
                 z[n][i & 1] = fmaf(p[i], i < 2 ? min0 : min1, z[n][i & 1]);
             }
-            w[t][n][0] = pack_f16(p[0] * scale0, p[1] * scale0);
-            w[t][n][1] = pack_f16(p[2] * scale1, p[3] * scale1);
+            w[t][n][0] = pack_f16(p[0] * scale0, LANE_COLUMNS_USED == 2 ? p[1] * scale0 : 0.f);
+            w[t][n][1] = pack_f16(p[2] * scale1, LANE_COLUMNS_USED == 2 ? p[3] * scale1 : 0.f);
             u32 both = add_f16x2(w[t][n][0], w[t][n][1]);
             sum[n] = t == 0 ? both : add_f16x2(sum[n], both);
         }
@@ -315,3 +342,51 @@ DEVICE void coded_values(State& state, const u32 (&w)[TILES][QUERY_TILES][2], co
         }
     }
 }
+
+// ---- Two-bit tiles against the split query --------------------------------------------------------------------------
+//
+// Byte i of a word, masked for plane p, is the code of step 4(i & 1) + p, channel 2q + (i >> 1) of the step's half. Odd planes
+// arrive four times too large; the query's bytes for them are in steps four times as large.
+
+#if SPLIT_QUERY
+constexpr int PLANES = 4;
+constexpr float SPLIT_RANGE = 16256.f;  // 127 * 128
+
+struct SplitQuery {
+    u32 b[SPLIT_QUERY][PLANES][2];
+    float sum[LANE_COLUMNS];  // of the channels, as rounded
+    float factor;             // of a step
+};
+
+DEVICE u32 byte_codes(u32 word, int plane) {
+    return (plane < 2 ? word : word >> 4) & (plane & 1 ? 0x0c0c0c0cu : 0x03030303u);
+}
+
+// As coded_scores.
+template <int TILES>
+DEVICE void split_scores(float (&s)[TILES][1][4], const State& state, const SplitQuery& query, const u8* codes, const u8* params,
+                         int lane) {
+#pragma unroll
+    for (int t = 0; t < TILES; t++) {
+        u32 words[4];
+        load_words(words, codes + t * code_bytes_per_tile(2), lane);
+        int c[SPLIT_QUERY][4] = {};
+#pragma unroll
+        for (int p = 0; p < PLANES; p++) {
+            u32 a[4];
+#pragma unroll
+            for (int x = 0; x < 4; x++) a[x] = byte_codes(words[x], p);
+#pragma unroll
+            for (int k = 0; k < SPLIT_QUERY; k++) mma_u8s8(c[k], a[0], a[1], a[2], a[3], query.b[k][p][0], query.b[k][p][1]);
+        }
+        uint2 pairs = *(const uint2*)(params + t * 64 + (lane >> 2) * 8);
+        float scale0 = low_f16(pairs.x) * query.factor, min0 = high_f16(pairs.x);
+        float scale1 = low_f16(pairs.y) * query.factor, min1 = high_f16(pairs.y);
+#pragma unroll
+        for (int k = 0; k < LANE_COLUMNS; k++) {
+            s[t][0][k] = fmaf((float)(c[k][0] * 128 + c[k][1]), scale0, fmaf(min0, query.sum[k], -state.m[0][k]));
+            s[t][0][2 + k] = fmaf((float)(c[k][2] * 128 + c[k][3]), scale1, fmaf(min1, query.sum[k], -state.m[0][k]));
+        }
+    }
+}
+#endif
