@@ -151,6 +151,18 @@ pub trait Backend: Send + Sync {
     fn logits(&self, weight: &Self::Matrix, x: &Self::Rows, out: &mut Self::Rows);
     /// Each row of `gate_up` is `[gate | up]`; `out ← silu(gate) · up`.
     fn swiglu(&self, gate_up: &Self::Rows, out: &mut Self::Rows);
+    /// [`Backend::linear`] and [`Backend::swiglu`] in one, where a device gains by it; `gate_up` is room for what lies
+    /// between and may stay untouched.
+    fn gated_linear(
+        &self,
+        weight: &Self::Matrix,
+        x: &Self::Rows,
+        gate_up: &mut Self::Rows,
+        out: &mut Self::Rows,
+    ) {
+        self.linear(weight, x, gate_up, Write::Replace);
+        self.swiglu(gate_up, out);
+    }
     /// Keeps the rows named, in that order.
     fn select(&self, x: &Self::Rows, rows: &[usize], out: &mut Self::Rows);
     /// Copies rows to the host, behind what `out` holds, once everything enqueued is done.

@@ -1,6 +1,6 @@
 //! The device a command runs on, chosen at start: one type for all of them, so that commands need not be generic.
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use oscar_backend::{
     Backend, BackendError, HeadPreparation, HeadShape, HostMatrix, Result as BackendResult, SequenceRows,
     Write,
@@ -81,14 +81,6 @@ impl AnyBackend {
             Self::Cpu(_) => None,
             Self::Cuda(cuda) => Some(cuda.device().memory()?.0),
         })
-    }
-
-    /// The processor, for what only exists there.
-    pub fn into_cpu(self, what: &str) -> Result<Cpu> {
-        match self {
-            Self::Cpu(cpu) => Ok(*cpu),
-            Self::Cuda(_) => bail!("{what} runs on the CPU: use --device cpu"),
-        }
     }
 }
 
@@ -189,6 +181,16 @@ impl Backend for AnyBackend {
 
     fn linear(&self, weight: &Self::Matrix, x: &Self::Rows, out: &mut Self::Rows, write: Write) {
         on_device!(self, linear([weight], [x], [out], write));
+    }
+
+    fn gated_linear(
+        &self,
+        weight: &Self::Matrix,
+        x: &Self::Rows,
+        gate_up: &mut Self::Rows,
+        out: &mut Self::Rows,
+    ) {
+        on_device!(self, gated_linear([weight], [x], [gate_up], [out]));
     }
 
     fn logits(&self, weight: &Self::Matrix, x: &Self::Rows, out: &mut Self::Rows) {

@@ -1,7 +1,8 @@
 //! Which kernel attends for which sequences of a step.
 
+use crate::attention::decode::{DecodeAttention, DecodeRows};
 use crate::device::{Device, KernelParams, LaunchShape};
-use crate::error::Result;
+use crate::error::{CudaError, Result};
 use crate::kernels::Kernels;
 use crate::pages::CudaPages;
 use crate::sources::{ATTENTION_GENERIC, ATTENTION_PREFILL};
@@ -55,47 +56,74 @@ struct PrefillParams {
 // SAFETY: the struct of `attention_prefill.cu`, filled with addresses of live buffers.
 unsafe impl KernelParams for PrefillParams {}
 
-pub struct AttentionPaths {}
+/// The kernels that attend, and what they keep from step to step.
+#[derive(Default)]
+pub struct AttentionPaths {
+    decode: DecodeAttention,
+    /// `OSCAR_CUDA_ATTENTION=generic`: the plain kernel for everything, as a second opinion.
+    plain: bool,
+}
 
 impl AttentionPaths {
-    pub fn new(_device: &Device) -> Self {
-        Self {}
+    pub fn new() -> Result<Self> {
+        let plain = match std::env::var("OSCAR_CUDA_ATTENTION").as_deref() {
+            Ok("generic") => true,
+            Ok("" | "auto") | Err(_) => false,
+            Ok(other) => {
+                let why = format!("OSCAR_CUDA_ATTENTION={other}: it may be auto or generic");
+                return Err(CudaError::Unsupported(why));
+            }
+        };
+        Ok(Self { plain, ..Self::default() })
     }
 
-    pub fn describe(&self, layout: &CacheLayout) -> String {
-        let _ = layout;
-        "generic".into()
+    pub fn describe(&self, device: &Device, layout: &CacheLayout) -> String {
+        let d = layout.head_dim();
+        if self.plain {
+            return "generic kernel (as asked)".into();
+        }
+        match prefill_fits(device, d) {
+            true => format!("tensor-core decode and prefill kernels, head size {d}"),
+            false => format!(
+                "tensor-core decode kernel, generic prefill (too little shared memory), head size {d}"
+            ),
+        }
     }
 
     pub fn begin_step(
         &mut self,
-        _device: &Device,
-        _kernels: &Kernels,
-        _tables: &StepTables,
-        _summary: &StepSummary,
-        _pool: &CudaPages,
+        device: &Device,
+        kernels: &Kernels,
+        tables: &StepTables,
+        summary: &StepSummary,
+        pool: &CudaPages,
     ) -> Result<()> {
-        Ok(())
-    }
-
-    pub fn demote(
-        &mut self,
-        _device: &Device,
-        _kernels: &Kernels,
-        _layer: usize,
-        _tables: &StepTables,
-        _summary: &StepSummary,
-        _pool: &mut CudaPages,
-    ) -> Result<()> {
-        Ok(())
-    }
-
-    pub fn attend(&mut self, device: &Device, kernels: &Kernels, call: &AttentionCall<'_>) -> Result<()> {
-        if call.summary.decode {
-            return generic(device, kernels, call);
+        if !self.plain && summary.sequences.iter().any(|s| s.rows == 1) {
+            self.decode.plan(device, kernels, tables, pool)?;
         }
-        prefill(device, kernels, call, 1)
+        Ok(())
     }
+
+    /// Enqueues a layer's attention; the answer says whether the BF16 output was written as well.
+    pub fn attend(&mut self, device: &Device, kernels: &Kernels, call: &AttentionCall<'_>) -> Result<bool> {
+        let rows = || call.summary.sequences.iter().map(|s| s.rows);
+        // The plain kernel takes all rows, so it runs first where the decode kernel follows.
+        let plain = self.plain || rows().any(|r| r > 1) && !prefill_fits(device, call.shape.head_dim);
+        if plain {
+            generic(device, kernels, call)?;
+        } else if rows().any(|r| r > 1) {
+            prefill(device, kernels, call, 2)?;
+        }
+        if !self.plain && rows().any(|r| r == 1) {
+            let rows = DecodeRows { queries: call.queries, out: call.out, rounded: call.rounded };
+            self.decode.attend(device, kernels, call.layer, call.shape, call.tables, call.pool, rows)?;
+        }
+        Ok(!plain && call.rounded != 0)
+    }
+}
+
+fn prefill_fits(device: &Device, head_dim: usize) -> bool {
+    prefill_block(head_dim).1 <= device.properties().shared_memory as usize
 }
 
 /// Rows a block of `attention_prefill.cu` takes, and its shared memory.

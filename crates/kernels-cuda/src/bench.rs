@@ -2,24 +2,25 @@
 //! found in the second-level cache.
 
 use crate::device::Device;
-use crate::error::Result;
-use crate::gemm::{CublasLt, CudaMatrix, Product, Skinny, SkinnyShape};
+use crate::error::{CudaError, Result};
+use crate::gemm::{CublasLt, CudaMatrix, Product, Skinny, SkinnyProduct, SkinnyShape};
 use crate::kernels::Kernels;
 
 /// Bytes that must lie between two uses of a matrix.
 const COLD_BYTES: usize = 512 << 20;
 
-/// Median microseconds of one launch, `launch(i)` being the `i`-th of a run of launches without pause.
-pub fn time_us(
+/// Microseconds of one launch, sample by sample in ascending order; `launch(i)` is the `i`-th of runs of launches
+/// without pause.
+pub fn time_us<E: From<CudaError>>(
     device: &Device,
     repetitions: usize,
-    mut launch: impl FnMut(usize) -> Result<()>,
-) -> Result<f64> {
+    mut launch: impl FnMut(usize) -> std::result::Result<(), E>,
+) -> std::result::Result<Vec<f64>, E> {
     const RUN: usize = 16;
     let (start, end) = (device.event()?, device.event()?);
     let mut samples = Vec::with_capacity(repetitions);
     let mut index = 0;
-    for sample in 0..repetitions + 2 {
+    for sample in 0..repetitions.max(1) + 2 {
         start.record()?;
         for _ in 0..RUN {
             launch(index)?;
@@ -32,7 +33,11 @@ pub fn time_us(
         }
     }
     samples.sort_by(f64::total_cmp);
-    Ok(samples[samples.len() / 2])
+    Ok(samples)
+}
+
+fn median(samples: &[f64]) -> f64 {
+    samples[samples.len() / 2]
 }
 
 /// One way to multiply, and how long it took.
@@ -68,19 +73,22 @@ pub fn gemm(
     if Skinny::takes(&matrices[0], rows) {
         let skinny = Skinny::new(device, kernels)?;
         let chosen = SkinnyShape::choose(rows, outputs, device.properties().multiprocessors);
+        let (x, out) = (x.address(), out.address());
+        let product = SkinnyProduct { rows, x, out, add: false, gated: false };
         for shape in SkinnyShape::all(rows) {
-            let us = time_us(device, repetitions, |i| {
-                skinny.enqueue(shape, &matrices[i % copies], rows, x.address(), out.address(), false)
+            let us = time_us::<CudaError>(device, repetitions, |i| {
+                skinny.enqueue(shape, &matrices[i % copies], &product)
             })?;
-            let kernel = format!("own, {} rows, {} tiles, {} warps", shape.rows, shape.tiles, shape.warps);
-            timings.push(GemmTiming { kernel, chosen: shape == chosen, us });
+            let SkinnyShape { rows, tiles, depth, warps } = shape;
+            let kernel = format!("own {rows}/{tiles}/{depth}, {warps} warps");
+            timings.push(GemmTiming { kernel, chosen: shape == chosen, us: median(&us) });
         }
     }
     let mut cublaslt = CublasLt::open(device)?;
     let product = Product { rows, outputs, inputs, add: false };
-    let us = time_us(device, repetitions, |i| {
+    let us = time_us::<CudaError>(device, repetitions, |i| {
         cublaslt.enqueue(product, matrices[i % copies].weights.address(), x.address(), out.address())
     })?;
-    timings.push(GemmTiming { kernel: "cuBLASLt".into(), chosen: timings.is_empty(), us });
+    timings.push(GemmTiming { kernel: "cuBLASLt".into(), chosen: timings.is_empty(), us: median(&us) });
     Ok(timings)
 }

@@ -12,6 +12,7 @@
 //! way out, never a panic.
 #![allow(unsafe_code)]
 
+pub mod attention;
 mod attention_paths;
 pub mod backend;
 pub mod bandwidth;

@@ -254,8 +254,7 @@ impl<B: Backend> Transformer<B> {
             backend.linear(&layer.output, &w.attended, &mut w.hidden, Write::Add);
 
             backend.rms_norm(&w.hidden, &layer.post_norm, eps, &mut w.normed);
-            backend.linear(&layer.gate_up, &w.normed, &mut w.gate_up, Write::Replace);
-            backend.swiglu(&w.gate_up, &mut w.gated);
+            backend.gated_linear(&layer.gate_up, &w.normed, &mut w.gate_up, &mut w.gated);
             backend.linear(&layer.down, &w.gated, &mut w.hidden, Write::Add);
         }
         logits.clear();

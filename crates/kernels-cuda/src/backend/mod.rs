@@ -8,7 +8,7 @@ pub use rows::CudaRows;
 use crate::attention_paths::{AttentionCall, AttentionPaths};
 use crate::device::{Buffer, Device};
 use crate::error::{CudaError, Result};
-use crate::gemm::{CublasLt, CudaMatrix, Product, Skinny, SkinnyShape};
+use crate::gemm::{CublasLt, CudaMatrix, Product, Skinny, SkinnyProduct, SkinnyShape};
 use crate::kernels::Kernels;
 use crate::pages::CudaPages;
 use crate::step::{StepPlanner, StepTables, Uploads};
@@ -74,7 +74,7 @@ impl CudaBackend {
             uploads: Uploads::new(&device)?,
             planner: StepPlanner::default(),
             tables: StepTables::default(),
-            attention: AttentionPaths::new(&device),
+            attention: AttentionPaths::new()?,
             indices: None,
             high: None,
             low: None,
@@ -144,8 +144,8 @@ impl CudaBackend {
             return Ok(());
         }
         if Skinny::takes(weight, rows) && x.values() != 0 {
-            let shape = SkinnyShape::choose(rows, weight.outputs, self.device.properties().multiprocessors);
-            return self.skinny.enqueue(shape, weight, rows, x.values(), out.values(), add);
+            let product = SkinnyProduct { rows, x: x.values(), out: out.values(), add, gated: false };
+            return self.skinny.enqueue(self.skinny_shape(weight, rows), weight, &product);
         }
         let product = Product { rows, outputs: weight.outputs, inputs: weight.inputs, add };
         let State { cublaslt, high, low, .. } = state;
@@ -171,6 +171,26 @@ impl CudaBackend {
             self.launches.bias(&Bias { bias: bias.address(), out: out.values(), width, rows })?;
         }
         Ok(())
+    }
+
+    fn skinny_shape(&self, weight: &CudaMatrix, rows: usize) -> SkinnyShape {
+        SkinnyShape::choose(rows, weight.outputs, self.device.properties().multiprocessors)
+    }
+
+    /// Product and gate in one launch: for few rows. `false` if these are not.
+    fn gated(&self, x: &CudaRows, weight: &CudaMatrix, out: &mut CudaRows) -> Result<bool> {
+        let rows = x.count();
+        let fits = rows > 0
+            && x.values() != 0
+            && Skinny::takes(weight, rows)
+            && Skinny::gates(weight)
+            && (weight.inputs, weight.outputs) == (x.width(), 2 * out.width());
+        if fits {
+            out.resize(&self.device, rows, true, false)?;
+            let product = SkinnyProduct { rows, x: x.values(), out: out.values(), add: false, gated: true };
+            self.skinny.enqueue(self.skinny_shape(weight, rows), weight, &product)?;
+        }
+        Ok(fits)
     }
 
     /// Do steps of this many rows carry BF16 copies?
@@ -211,7 +231,7 @@ impl Backend for CudaBackend {
     }
 
     fn describe_attention(&self, layout: &CacheLayout) -> String {
-        self.state().attention.describe(layout)
+        self.state().attention.describe(&self.device, layout)
     }
 
     fn page_order(&self) -> CodeLayout {
@@ -338,6 +358,18 @@ impl Backend for CudaBackend {
 
     fn linear(&self, weight: &CudaMatrix, x: &CudaRows, out: &mut CudaRows, write: Write) {
         self.enqueue(|state| self.product(state, weight, x, out, write == Write::Add, false));
+    }
+
+    fn gated_linear(&self, weight: &CudaMatrix, x: &CudaRows, gate_up: &mut CudaRows, out: &mut CudaRows) {
+        let mut fused = true;
+        self.enqueue(|_| {
+            fused = self.gated(x, weight, out)?;
+            Ok(())
+        });
+        if !fused {
+            self.linear(weight, x, gate_up, Write::Replace);
+            self.swiglu(gate_up, out);
+        }
     }
 
     fn logits(&self, weight: &CudaMatrix, x: &CudaRows, out: &mut CudaRows) {
@@ -476,8 +508,7 @@ impl Backend for CudaBackend {
         pool: &mut CudaPages,
     ) -> BackendResult<()> {
         self.run(|state| {
-            let State { attention, tables, planner, .. } = state;
-            attention.demote(&self.device, &self.kernels, layer, tables, planner.summary(), pool)
+            crate::attention::demote::demote(&self.device, &self.kernels, layer, &state.tables, pool)
         })
     }
 
@@ -492,7 +523,7 @@ impl Backend for CudaBackend {
     ) -> BackendResult<()> {
         self.run(|state| {
             let State { attention, tables, planner, .. } = state;
-            out.resize(&self.device, queries.count(), true, false)?;
+            out.resize(&self.device, queries.count(), true, Self::rounds(queries.count()))?;
             let call = AttentionCall {
                 layer,
                 shape,
@@ -501,9 +532,12 @@ impl Backend for CudaBackend {
                 pool,
                 queries: queries.values(),
                 out: out.values(),
-                rounded: 0,
+                rounded: out.rounded(),
             };
-            attention.attend(&self.device, &self.kernels, &call)
+            if !attention.attend(&self.device, &self.kernels, &call)? {
+                out.written();
+            }
+            Ok(())
         })
     }
 }

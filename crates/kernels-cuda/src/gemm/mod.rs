@@ -5,7 +5,7 @@ mod cublaslt;
 mod skinny;
 
 pub use cublaslt::{CublasLt, Product};
-pub use skinny::{MOST_ROWS, Skinny, SkinnyShape};
+pub use skinny::{MOST_ROWS, Skinny, SkinnyProduct, SkinnyShape};
 
 use crate::device::{Buffer, Device};
 use crate::error::{CudaError, Result};

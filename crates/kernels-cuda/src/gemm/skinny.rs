@@ -2,19 +2,20 @@
 
 use super::CudaMatrix;
 use crate::device::{Device, Function, KernelParams, LaunchShape};
-use crate::error::Result;
+use crate::error::{CudaError, Result};
 use crate::kernels::Kernels;
 use crate::sources::SKINNY_GEMM;
 use std::ffi::CStr;
 
 /// Most rows the kernel takes.
-pub const MOST_ROWS: usize = 32;
+pub const MOST_ROWS: usize = 16;
 
-/// A variant: rows it has room for, tiles of 8 outputs a block, warps a block.
+/// A variant: rows it has room for, tiles of 8 outputs a block, loads in flight, warps a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SkinnyShape {
     pub rows: usize,
     pub tiles: usize,
+    pub depth: usize,
     pub warps: usize,
 }
 
@@ -29,6 +30,7 @@ struct Params {
     outputs: u32,
     inputs: u32,
     add: u32,
+    gated: u32,
 }
 
 // SAFETY: the struct of `skinny_gemm.cu`; `Skinny::enqueue` fills it with addresses of live matrices.
@@ -37,41 +39,44 @@ unsafe impl KernelParams for Params {}
 /// Compiled variants of the kernel.
 pub struct Skinny {
     device: Device,
-    functions: Vec<(usize, usize, Function)>,
+    functions: Vec<(SkinnyShape, Function)>,
 }
 
-const VARIANTS: [(usize, usize, &CStr); 8] = [
-    (8, 1, c"skinny_8_1"),
-    (8, 2, c"skinny_8_2"),
-    (8, 4, c"skinny_8_4"),
-    (16, 1, c"skinny_16_1"),
-    (16, 2, c"skinny_16_2"),
-    (16, 4, c"skinny_16_4"),
-    (32, 2, c"skinny_32_2"),
-    (32, 4, c"skinny_32_4"),
+/// The variants of `skinny_gemm.cu` and their names.
+const VARIANTS: [(SkinnyShape, &CStr); 6] = [
+    (SkinnyShape { rows: 8, tiles: 2, depth: 4, warps: 16 }, c"skinny_8_2_4_16"),
+    (SkinnyShape { rows: 8, tiles: 4, depth: 2, warps: 8 }, c"skinny_8_4_2_8"),
+    (SkinnyShape { rows: 8, tiles: 4, depth: 2, warps: 16 }, c"skinny_8_4_2_16"),
+    (SkinnyShape { rows: 8, tiles: 4, depth: 4, warps: 8 }, c"skinny_8_4_4_8"),
+    (SkinnyShape { rows: 16, tiles: 4, depth: 2, warps: 8 }, c"skinny_16_4_2_8"),
+    (SkinnyShape { rows: 16, tiles: 4, depth: 2, warps: 16 }, c"skinny_16_4_2_16"),
 ];
 
 impl SkinnyShape {
-    /// What measured best: enough blocks to fill the device, then as many outputs a block as possible, because every
-    /// block reads all activations.
+    /// What measured best: as many outputs a block as still fill the device, because every block reads all
+    /// activations; more warps where there are few blocks.
     pub fn choose(rows: usize, outputs: usize, multiprocessors: u32) -> Self {
-        let capacity = if rows <= 8 { 8 } else { rows.next_power_of_two().min(MOST_ROWS) };
-        let blocks = |tiles: usize| outputs.div_ceil(8 * tiles);
-        let enough = multiprocessors as usize;
-        let least = if capacity == 32 { 2 } else { 1 };
-        let tiles = [4, 2, 1].into_iter().find(|&t| t >= least && blocks(t) >= 2 * enough).unwrap_or(least);
-        let warps = if blocks(tiles) >= 4 * enough { 8 } else { 16 };
-        Self { rows: capacity, tiles, warps }
+        let rows = if rows <= 8 { 8 } else { MOST_ROWS };
+        let (blocks, enough) = (outputs.div_ceil(32), multiprocessors as usize);
+        let (tiles, depth, warps) = match rows {
+            8 if 2 * blocks < enough => (2, 4, 16),
+            // One block a multiprocessor: all the warps it takes. Some more: they must share it.
+            8 if blocks <= enough => (4, 2, 16),
+            8 if blocks < 2 * enough => (4, 4, 8),
+            _ if blocks >= 2 * enough => (4, 2, 8),
+            _ => (4, 2, 16),
+        };
+        Self { rows, tiles, depth, warps }
     }
 
     fn shared(self) -> usize {
         self.warps * self.rows * self.tiles * 8 * 4
     }
 
-    /// Every variant with room for `rows`, for benchmarks and checks.
+    /// The variants for `rows` rows, for benchmarks and checks.
     pub fn all(rows: usize) -> Vec<Self> {
-        let fits = VARIANTS.iter().filter(|v| v.0 >= rows);
-        fits.flat_map(|&(rows, tiles, _)| [8, 16].map(|warps| Self { rows, tiles, warps })).collect()
+        let capacity = if rows <= 8 { 8 } else { MOST_ROWS };
+        VARIANTS.iter().map(|v| v.0).filter(|v| v.rows == capacity).collect()
     }
 }
 
@@ -79,9 +84,8 @@ impl Skinny {
     pub fn new(device: &Device, kernels: &Kernels) -> Result<Self> {
         let functions = VARIANTS
             .iter()
-            .map(|&(rows, tiles, name)| {
-                let most = SkinnyShape { rows, tiles, warps: 16 }.shared();
-                Ok((rows, tiles, kernels.function(&SKINNY_GEMM, &Vec::new(), name, most)?))
+            .map(|&(shape, name)| {
+                Ok((shape, kernels.function(&SKINNY_GEMM, &Vec::new(), name, shape.shared())?))
             })
             .collect::<Result<_>>()?;
         Ok(Self { device: device.clone(), functions })
@@ -92,35 +96,43 @@ impl Skinny {
         rows <= MOST_ROWS && matrix.inputs.is_multiple_of(32) && matrix.outputs.is_multiple_of(8)
     }
 
-    /// Enqueues `out ← x · wᵀ + bias`, or added to it; `x` and `out` are f32 rows.
-    pub fn enqueue(
-        &self,
-        shape: SkinnyShape,
-        matrix: &CudaMatrix,
-        rows: usize,
-        x: u64,
-        out: u64,
-        add: bool,
-    ) -> Result<()> {
-        let find = |&&(r, t, _): &&(usize, usize, Function)| (r, t) == (shape.rows, shape.tiles);
-        let Some(&(_, _, function)) = self.functions.iter().find(find) else {
+    /// Can [`SkinnyProduct::gated`] be asked of this matrix?
+    pub fn gates(matrix: &CudaMatrix) -> bool {
+        matrix.outputs.is_multiple_of(64)
+    }
+
+    pub fn enqueue(&self, shape: SkinnyShape, matrix: &CudaMatrix, product: &SkinnyProduct) -> Result<()> {
+        let Some(&(_, function)) = self.functions.iter().find(|f| f.0 == shape) else {
             let detail = format!("{shape:?} is no variant of the kernel");
-            return Err(crate::error::CudaError::Shape { what: "a skinny product", detail });
+            return Err(CudaError::Shape { what: "a skinny product", detail });
         };
         let params = Params {
             weights: matrix.weights.address(),
-            x,
-            out,
+            x: product.x,
+            out: product.out,
             bias: matrix.bias.as_ref().map_or(0, |b| b.address()),
-            rows: rows as u32,
+            rows: product.rows as u32,
             outputs: matrix.outputs as u32,
             inputs: matrix.inputs as u32,
-            add: add as u32,
+            add: product.add as u32,
+            gated: product.gated as u32,
         };
         let grid = matrix.outputs.div_ceil(8 * shape.tiles);
         let launch = LaunchShape::new(grid, shape.warps as u32 * 32).shared(shape.shared()).overlapping();
         self.device.launch(function, launch, &params)
     }
+}
+
+/// What is multiplied: `out ← x · wᵀ + bias`, with a gate behind it where asked. Addresses are of f32 rows.
+#[derive(Clone, Copy, Debug)]
+pub struct SkinnyProduct {
+    pub rows: usize,
+    pub x: u64,
+    pub out: u64,
+    /// Adds to what `out` holds.
+    pub add: bool,
+    /// The matrix makes `[gate | up]` and `out` receives `silu(gate) · up`.
+    pub gated: bool,
 }
 
 #[cfg(test)]
@@ -133,7 +145,7 @@ mod tests {
             for outputs in [8, 256, 2560, 4096, 6144, 24576, 151_936] {
                 let shape = SkinnyShape::choose(rows, outputs, 132);
                 assert!(shape.rows >= rows, "{rows} {shape:?}");
-                assert!(VARIANTS.iter().any(|&(r, t, _)| (r, t) == (shape.rows, shape.tiles)), "{shape:?}");
+                assert!(VARIANTS.iter().any(|v| v.0 == shape), "{shape:?}");
             }
         }
     }

@@ -148,14 +148,14 @@ impl Numbers {
 }
 
 /// Rows on the GPU with these values, which must be exact in BF16: an embedding of row numbers.
-fn upload(
-    gpu: &CudaBackend,
-    values: &[f32],
-    width: usize,
-) -> Result<<CudaBackend as Backend>::Rows> {
+fn upload(gpu: &CudaBackend, values: &[f32], width: usize) -> Result<<CudaBackend as Backend>::Rows> {
     let count = values.len() / width;
-    let table =
-        gpu.matrix(HostMatrix { outputs: count, inputs: width, values: HostValues::F32(values), bias: None })?;
+    let table = gpu.matrix(HostMatrix {
+        outputs: count,
+        inputs: width,
+        values: HostValues::F32(values),
+        bias: None,
+    })?;
     let tokens: Vec<u32> = (0..count as u32).collect();
     let mut rows = gpu.rows(width);
     gpu.embed(&table, &tokens, &mut rows);

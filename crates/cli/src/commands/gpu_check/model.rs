@@ -15,7 +15,10 @@ const PROMPTS: [(&str, usize); 4] = [
     ("The", 1),
     ("The history of the city begins with a small market by the river.", 1),
     ("Once upon a time there was a king who had three daughters. ", 12),
-    ("A list of things to remember: the blue door, the old key, the third step, and the number forty-two. ", 45),
+    (
+        "A list of things to remember: the blue door, the old key, the third step, and the number forty-two. ",
+        45,
+    ),
 ];
 
 /// Largest difference of a logit: BF16 rounds activations and cached rows at 2⁻⁸, and coded rows amplify a difference
@@ -42,7 +45,8 @@ pub fn check(report: &mut Report) -> Result<()> {
 }
 
 fn runner(model: &OpenModel, format: KvFormat, backend: AnyBackend) -> Result<Runner<AnyBackend>> {
-    let cache_args = CacheArgs { rotations: None, sink: 64, recent: 256, prefill_chunk: 300, kv_memory: None };
+    let cache_args =
+        CacheArgs { rotations: None, sink: 64, recent: 256, prefill_chunk: 300, kv_memory: None };
     let cache = model.cache(format, &cache_args)?;
     cache.runner(model, backend, &cache_args, 4096.min(model.config.max_position_embeddings), 1, |_| {})
 }
@@ -61,13 +65,12 @@ fn compare(
     gpu.prefill(&mut on_gpu, prompt, &mut found, |_| {})?;
     for step in 0..GENERATED {
         let what = || format!("{format}, prompt of {} tokens, token {step}", prompt.len());
-        let difference = expected
-            .iter()
-            .zip(&found)
-            .map(|(&e, &f)| f64::from((e - f).abs()))
-            .fold(if expected.len() == found.len() { 0.0 } else { f64::INFINITY }, |a, d| {
+        let difference = expected.iter().zip(&found).map(|(&e, &f)| f64::from((e - f).abs())).fold(
+            if expected.len() == found.len() { 0.0 } else { f64::INFINITY },
+            |a, d| {
                 if d.is_nan() { f64::INFINITY } else { a.max(d) }
-            });
+            },
+        );
         report.case(&format!("model logits, {format}"), difference, allowed(format), what);
         let (token, choice) = (argmax(&expected), argmax(&found));
         // Where the devices choose differently, the CPU must have found the two tokens nearly equal.
