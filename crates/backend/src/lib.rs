@@ -7,7 +7,7 @@
 //! its own sequence alone: not on the other rows of the step, not on the number of threads.
 
 use half::{bf16, f16};
-use oscar_codec::{CacheLayout, CodedPageId, FullPageId, HeadRotations};
+use oscar_codec::{CacheLayout, CodeLayout, CodedPageId, FullPageId, HeadRotations};
 use std::ops::Range;
 
 /// What a device can refuse.
@@ -17,6 +17,9 @@ pub enum BackendError {
     OutOfMemory { device: String, what: String, bytes: usize },
     #[error("{device} cannot do this: {why}")]
     Unsupported { device: String, why: String },
+    /// The device, its driver or one of its libraries failed; what it holds is lost.
+    #[error("{device} failed: {why}")]
+    Device { device: String, why: String },
     #[error("{what} has a wrong shape: {detail}")]
     Shape { what: String, detail: String },
 }
@@ -96,7 +99,15 @@ pub struct HeadPreparation<'a, B: Backend + ?Sized> {
     pub rotation: Option<&'a B::LayerRotation>,
 }
 
+/// Amplitude of uniform random weights whose outputs have about the variance of their inputs.
+pub fn random_amplitude(inputs: usize) -> f32 {
+    (3.0 / inputs.max(1) as f32).sqrt()
+}
+
 /// A device that runs models.
+///
+/// A device may run behind the caller: operations without a result are enqueued, and what fails in one is reported
+/// by the next operation that has a result, [`Backend::read`] at the latest.
 pub trait Backend: Send + Sync {
     /// Activations, `rows × width`.
     type Rows: Send;
@@ -114,13 +125,41 @@ pub trait Backend: Send + Sync {
     /// The kernels that read this cache, so that no slow path is silent.
     fn describe_attention(&self, layout: &CacheLayout) -> String;
 
+    /// The order of bytes in pages that this device's kernels read fastest.
+    fn page_order(&self) -> CodeLayout;
+
     fn matrix(&self, weights: HostMatrix<'_>) -> Result<Self::Matrix>;
+    /// A matrix of random BF16 weights, for benchmarks that need a model's shape but not its contents.
+    fn random_matrix(&self, outputs: usize, inputs: usize, seed: u64) -> Result<Self::Matrix> {
+        let amplitude = random_amplitude(inputs);
+        let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+        let values: Vec<bf16> = (0..outputs * inputs)
+            .map(|_| {
+                state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+                bf16::from_f32(((state >> 40) as f32 / (1 << 23) as f32 - 1.0) * amplitude)
+            })
+            .collect();
+        self.matrix(HostMatrix { outputs, inputs, values: HostValues::Bf16(&values), bias: None })
+    }
     fn vector(&self, values: &[f32]) -> Result<Self::Vector>;
     fn rope(&self, cos: &[f32], sin: &[f32], head_dim: usize) -> Result<Self::Rope>;
     fn layer_rotation(&self, heads: &[HeadRotations]) -> Result<Self::LayerRotation>;
     /// Reserves page storage of up to `budget` bytes; memory is touched as pages are used.
     fn pool(&self, layout: &CacheLayout, budget: usize) -> Result<Self::Pool>;
+    /// Puts random rows and codes into the pages up to these ids that were never used, for benchmarks of long contexts;
+    /// `false` if this device does not.
+    fn randomize(&self, pool: &mut Self::Pool, full: usize, coded: usize) -> Result<bool> {
+        let _ = (pool, full, coded);
+        Ok(false)
+    }
     fn rows(&self, width: usize) -> Self::Rows;
+
+    /// Hears of a step before its first operation: page tables and positions can go to the device once for all layers.
+    /// The operations up to the next call bring the same sequences.
+    fn begin_step(&self, sequences: &[SequenceRows<'_>], pool: &mut Self::Pool) -> Result<()> {
+        let _ = (sequences, pool);
+        Ok(())
+    }
 
     /// `out ← table[token]` for each token.
     fn embed(&self, table: &Self::Matrix, tokens: &[u32], out: &mut Self::Rows);
@@ -132,10 +171,22 @@ pub trait Backend: Send + Sync {
     fn logits(&self, weight: &Self::Matrix, x: &Self::Rows, out: &mut Self::Rows);
     /// Each row of `gate_up` is `[gate | up]`; `out ← silu(gate) · up`.
     fn swiglu(&self, gate_up: &Self::Rows, out: &mut Self::Rows);
+    /// [`Backend::linear`] and [`Backend::swiglu`] in one, where a device gains by it; `gate_up` is room for what lies
+    /// between and may stay untouched.
+    fn gated_linear(
+        &self,
+        weight: &Self::Matrix,
+        x: &Self::Rows,
+        gate_up: &mut Self::Rows,
+        out: &mut Self::Rows,
+    ) {
+        self.linear(weight, x, gate_up, Write::Replace);
+        self.swiglu(gate_up, out);
+    }
     /// Keeps the rows named, in that order.
     fn select(&self, x: &Self::Rows, rows: &[usize], out: &mut Self::Rows);
-    /// Copies rows to the host.
-    fn read(&self, x: &Self::Rows, out: &mut Vec<f32>);
+    /// Copies rows to the host, behind what `out` holds, once everything enqueued is done.
+    fn read(&self, x: &Self::Rows, out: &mut Vec<f32>) -> Result<()>;
     /// Adds `Σ_r w_r · xᵀx` to `gram` (`width × width`, row-major, symmetric), `x` being columns
     /// `first..first + width` of row `r`; without weights every row counts once. The statistic of calibration.
     fn accumulate_gram(
@@ -145,7 +196,7 @@ pub trait Backend: Send + Sync {
         width: usize,
         weights: Option<&[f32]>,
         gram: &mut [f64],
-    );
+    ) -> Result<()>;
 
     /// Rows of `qkv` are `[queries | keys | values]`. Applies QK-norm and RoPE to query and key heads in place;
     /// then takes the key mean off, rotates queries and keys into the cache's basis, stores keys and values in the

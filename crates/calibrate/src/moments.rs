@@ -16,7 +16,7 @@
 use crate::options::Statistic;
 use crate::sample::RowSample;
 use crate::symmetric::Symmetric;
-use oscar_backend::Backend;
+use oscar_backend::{Backend, BackendError};
 use oscar_models::{DecoderConfig, Observer};
 
 /// The heads of a model.
@@ -131,17 +131,22 @@ impl Pass<'_> {
         first: usize,
         count: usize,
         weights: Option<&[f32]>,
-    ) -> &[f64] {
+    ) -> Result<(), BackendError> {
         let d = self.moments.grid.head_dim;
         self.gram.clear();
         self.gram.resize(d * d, 0.0);
         for head in 0..count {
-            backend.accumulate_gram(x, first + head * d, d, weights, &mut self.gram);
+            backend.accumulate_gram(x, first + head * d, d, weights, &mut self.gram)?;
         }
-        &self.gram
+        Ok(())
     }
 
-    fn first_pass<B: Backend>(&mut self, backend: &B, layer: usize, qkv: &B::Rows) {
+    fn first_pass<B: Backend>(
+        &mut self,
+        backend: &B,
+        layer: usize,
+        qkv: &B::Rows,
+    ) -> Result<(), BackendError> {
         let HeadGrid { query_heads, kv_heads, head_dim: d, .. } = self.moments.grid;
         let group = query_heads / kv_heads;
         let width = (query_heads + 2 * kv_heads) * d;
@@ -153,10 +158,10 @@ impl Pass<'_> {
         for head in 0..kv_heads {
             let index = layer * kv_heads + head;
             let (key_at, value_at) = ((query_heads + head) * d, (query_heads + kv_heads + head) * d);
-            self.gram(backend, qkv, head * group * d, group, None);
+            self.gram(backend, qkv, head * group * d, group, None)?;
             self.moments.sums[index].query.add_full(&self.gram);
             if self.moments.statistic == Statistic::Plain {
-                self.gram(backend, qkv, value_at, 1, None);
+                self.gram(backend, qkv, value_at, 1, None)?;
                 self.moments.sums[index].value.add_full(&self.gram);
             }
             for row in rows.chunks_exact(width) {
@@ -169,10 +174,16 @@ impl Pass<'_> {
             });
         }
         self.rows = rows;
+        Ok(())
     }
 
     /// The `coded` statistic: every value row counts by the energy of its key's logits.
-    fn second_pass<B: Backend>(&mut self, backend: &B, layer: usize, qkv: &B::Rows) {
+    fn second_pass<B: Backend>(
+        &mut self,
+        backend: &B,
+        layer: usize,
+        qkv: &B::Rows,
+    ) -> Result<(), BackendError> {
         let HeadGrid { query_heads, kv_heads, head_dim: d, .. } = self.moments.grid;
         let width = (query_heads + 2 * kv_heads) * d;
         let queries = (self.moments.tokens.max(1) * self.moments.grid.group()) as f64;
@@ -187,34 +198,36 @@ impl Pass<'_> {
                     .chunks_exact(width)
                     .map(|row| (query.quadratic(&row[key_at..key_at + d]) / queries) as f32),
             );
-            self.gram(backend, qkv, key_at + kv_heads * d, 1, Some(&weights));
+            self.gram(backend, qkv, key_at + kv_heads * d, 1, Some(&weights))?;
             let sums = &mut self.moments.sums[index];
             sums.value.add_full(&self.gram);
             sums.weight += weights.iter().map(|&w| f64::from(w)).sum::<f64>();
         }
         self.weights = weights;
+        Ok(())
     }
 }
 
 impl<B: Backend> Observer<B> for Pass<'_> {
-    fn heads(&mut self, backend: &B, layer: usize, qkv: &B::Rows) {
+    fn heads(&mut self, backend: &B, layer: usize, qkv: &B::Rows) -> Result<(), BackendError> {
         self.rows.clear();
-        backend.read(qkv, &mut self.rows);
+        backend.read(qkv, &mut self.rows)?;
         match self.pass {
             0 => self.first_pass(backend, layer, qkv),
             _ => self.second_pass(backend, layer, qkv),
         }
     }
 
-    fn attended(&mut self, backend: &B, layer: usize, attended: &B::Rows) {
+    fn attended(&mut self, backend: &B, layer: usize, attended: &B::Rows) -> Result<(), BackendError> {
         if self.pass > 0 || self.moments.statistic != Statistic::Paper {
-            return;
+            return Ok(());
         }
         let HeadGrid { kv_heads, head_dim: d, .. } = self.moments.grid;
         let group = self.moments.grid.group();
         for head in 0..kv_heads {
-            self.gram(backend, attended, head * group * d, group, None);
+            self.gram(backend, attended, head * group * d, group, None)?;
             self.moments.sums[layer * kv_heads + head].value.add_full(&self.gram);
         }
+        Ok(())
     }
 }

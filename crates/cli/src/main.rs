@@ -4,6 +4,7 @@
 //! object a line and nothing else; progress and logs go to standard error.
 
 mod commands;
+mod device;
 mod options;
 mod progress;
 mod table;
@@ -41,6 +42,8 @@ enum Command {
     Eval(commands::eval::Args),
     /// KV formats side by side on one model: quality, memory and speed, with a report
     Compare(Box<commands::compare::Args>),
+    /// Compare every CUDA kernel with the scalar reference and a whole model with the CPU; fails on a difference
+    GpuCheck(commands::gpu_check::Args),
     /// Read, convert and verify official RotationZoo files
     Zoo(commands::zoo::Args),
 }
@@ -73,6 +76,7 @@ fn main() -> ExitCode {
         Command::Calibrate(args) => commands::calibrate::run(&args),
         Command::Eval(args) => commands::eval::run(&args),
         Command::Compare(args) => commands::compare::run(&args),
+        Command::GpuCheck(args) => commands::gpu_check::run(&args),
         Command::Zoo(args) => commands::zoo::run(&args),
     };
     match result {

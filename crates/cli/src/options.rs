@@ -1,6 +1,8 @@
 //! Flags that mean the same in every command, and what they resolve to.
 
+use crate::device::AnyBackend;
 use anyhow::{Context, Result, bail};
+use oscar_backend::Backend;
 use oscar_calibrate::RotationFile;
 use oscar_calibrate::bits::solve;
 use oscar_codec::{
@@ -113,9 +115,19 @@ impl ModelArgs {
         Ok(OpenModel { name, source, config, weights })
     }
 
-    pub fn backend(&self) -> Result<CpuBackend> {
-        if self.device == Device::Cuda {
-            bail!("--device cuda: this version runs on the CPU only; use --device cpu or auto");
+    /// The device asked for; `auto` takes a GPU where one can be used.
+    pub fn backend(&self) -> Result<AnyBackend> {
+        if self.device == Device::Cuda && self.precision == PrecisionArg::F32 {
+            bail!("--precision f32 is for verification on the CPU: use it with --device cpu");
+        }
+        let gpu = match self.device {
+            Device::Cuda => Some(AnyBackend::cuda()?),
+            // An F32 run is a CPU run.
+            Device::Auto if self.precision != PrecisionArg::F32 => AnyBackend::cuda_if_usable(),
+            Device::Auto | Device::Cpu => None,
+        };
+        if let Some(gpu) = gpu {
+            return Ok(gpu);
         }
         let threads =
             self.threads.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from));
@@ -125,7 +137,9 @@ impl ModelArgs {
             PrecisionArg::Fast => Mode::Fast,
             PrecisionArg::F32 => Mode::F32,
         };
-        CpuBackend::new(Kernels::chosen()?, threads, precision).context("the thread pool could not start")
+        let cpu = CpuBackend::new(Kernels::chosen()?, threads, precision)
+            .context("the thread pool could not start")?;
+        Ok(AnyBackend::Cpu(Box::new(cpu)))
     }
 }
 
@@ -341,14 +355,16 @@ impl Cache {
     pub fn runner(
         &self,
         model: &OpenModel,
-        backend: CpuBackend,
+        backend: AnyBackend,
         args: &CacheArgs,
         context: usize,
         sequences: usize,
         progress: impl FnMut(usize),
-    ) -> Result<Runner<CpuBackend>> {
+    ) -> Result<Runner<AnyBackend>> {
+        // A format that the device's order does not exist for is refused by the device itself, by name.
+        let layout = self.layout.with_order(backend.page_order()).unwrap_or_else(|_| self.layout.clone());
         let options = RunnerOptions {
-            layout: self.layout.clone(),
+            layout,
             rotations: self.rotations.as_ref(),
             context,
             kv_memory: args

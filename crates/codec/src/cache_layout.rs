@@ -47,6 +47,15 @@ impl CacheLayout {
         self
     }
 
+    /// The same cache with the bytes of its pages in another order.
+    pub fn with_order(&self, order: CodeLayout) -> Result<Self> {
+        Ok(Self {
+            full: self.full.with_order(order)?,
+            coded: self.coded.as_ref().map(|table| table.with_order(order)).transpose()?,
+            ..self.clone()
+        })
+    }
+
     pub fn format(&self) -> KvFormat {
         self.format
     }
@@ -217,6 +226,16 @@ mod tests {
             assert!(ratio >= 6.0, "{ratio} at {tokens}");
         }
         assert_eq!(bf16.bits_per_element(64), 16.0);
+    }
+
+    #[test]
+    fn another_order_keeps_sizes_and_specs() {
+        let cpu =
+            CacheLayout::new(KvFormat::OSCAR2, 2, 2, 128, Windows::default(), CodeLayout::CpuTile).unwrap();
+        let gpu = cpu.with_order(CodeLayout::GpuTile).unwrap();
+        assert_eq!(gpu.coded().unwrap().codec(1, 1).layout(), CodeLayout::GpuTile);
+        assert_eq!(gpu.sequence_bytes(5000), cpu.sequence_bytes(5000));
+        assert_eq!(gpu.with_order(CodeLayout::CpuTile).unwrap(), cpu);
     }
 
     #[test]

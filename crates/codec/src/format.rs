@@ -350,6 +350,14 @@ impl FormatTable {
         Self::new(layers, kv_heads, codecs)
     }
 
+    /// The same codecs with their bytes in another order.
+    pub fn with_order(&self, order: CodeLayout) -> Result<Self> {
+        let reordered = |codec: &RowPageCodec| {
+            RowPageCodec::new(codec.head_dim(), codec.spec(Side::Key), codec.spec(Side::Value), order)
+        };
+        Self::new(self.layers, self.kv_heads, self.codecs.iter().map(reordered).collect::<Result<_>>()?)
+    }
+
     pub fn layers(&self) -> usize {
         self.layers
     }

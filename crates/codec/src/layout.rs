@@ -5,6 +5,7 @@
 //! can be carried from any layout to any other code by code.
 
 use crate::error::{CodecError, Result};
+use crate::gpu_tile;
 use crate::page::{Side, TILE_TOKENS};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -19,6 +20,8 @@ pub enum CodeLayout {
     /// byte `i` of plane `j` is channel `4j + i` of the line's channels; for values a lane is a channel and byte
     /// `i` of plane `j` is token `4j + i`. Three-bit codes are a two-bit plane set followed by a one-bit one.
     CpuTile,
+    /// 16-token tiles in the order in which a warp's lanes feed tensor cores; see [`gpu_tile`](mod@crate::gpu_tile).
+    GpuTile,
 }
 
 /// Some bits of one code: `width` bits at `shift` in `byte`, worth `1 << code_shift`.
@@ -59,6 +62,7 @@ impl CodeLayout {
             Self::Logical => "logical",
             Self::Official => "official",
             Self::CpuTile => "cpu-tile",
+            Self::GpuTile => "gpu-tile",
         }
     }
 }
@@ -74,6 +78,9 @@ impl CodeMap {
                 return refuse(
                     "one-bit planes hold 32 channels a lane, so the head size must be a multiple of 32",
                 );
+            }
+            CodeLayout::GpuTile if !gpu_tile::HEAD_DIMS.contains(&head_dim) => {
+                return refuse("GPU pages are defined for head sizes 64, 128 and 256");
             }
             _ => {}
         }
@@ -116,6 +123,7 @@ impl CodeMap {
                 }
                 fields
             }
+            CodeLayout::GpuTile => gpu_tile::locate(self.side, self.bits, d, token, channel),
         }
     }
 
@@ -163,6 +171,7 @@ impl CodeMap {
                 let (tile, lane) = (token / TILE_TOKENS, token % TILE_TOKENS);
                 ((tile * groups + group) * 2 + which) * TILE_TOKENS + lane
             }
+            CodeLayout::GpuTile => gpu_tile::param_index(groups, token, group, which),
         }
     }
 
@@ -179,6 +188,7 @@ impl CodeMap {
                 tile * TILE_TOKENS * d + ((channel / 2) * TILE_TOKENS + lane) * 2 + channel % 2
             }
             (CodeLayout::CpuTile, Side::Value) => (token / 2 * d + channel) * 2 + token % 2,
+            (CodeLayout::GpuTile, _) => gpu_tile::element_index(token, channel),
         }
     }
 }
@@ -190,7 +200,7 @@ mod tests {
 
     #[test]
     fn every_layout_is_a_bijection_on_the_bits_of_a_page() {
-        for layout in [CodeLayout::Logical, CodeLayout::Official, CodeLayout::CpuTile] {
+        for layout in [CodeLayout::Logical, CodeLayout::Official, CodeLayout::CpuTile, CodeLayout::GpuTile] {
             for side in [Side::Key, Side::Value] {
                 for bits in [1, 2, 3, 4, 8] {
                     for d in [32, 64, 80, 96, 128, 256] {
@@ -224,14 +234,16 @@ mod tests {
 
     #[test]
     fn tiles_do_not_share_bytes() {
-        for side in [Side::Key, Side::Value] {
-            for bits in [1, 2, 3, 4, 8] {
-                let map = CodeMap::new(CodeLayout::CpuTile, side, bits, 128).unwrap();
-                let tile_bytes = TILE_TOKENS * map.row_bytes();
-                for token in 0..PAGE_TOKENS {
-                    for channel in 0..128 {
-                        for f in map.locate(token, channel).into_iter().flatten() {
-                            assert_eq!(f.byte / tile_bytes, token / TILE_TOKENS);
+        for layout in [CodeLayout::CpuTile, CodeLayout::GpuTile] {
+            for side in [Side::Key, Side::Value] {
+                for bits in [1, 2, 3, 4, 8] {
+                    let map = CodeMap::new(layout, side, bits, 128).unwrap();
+                    let tile_bytes = TILE_TOKENS * map.row_bytes();
+                    for token in 0..PAGE_TOKENS {
+                        for channel in 0..128 {
+                            for f in map.locate(token, channel).into_iter().flatten() {
+                                assert_eq!(f.byte / tile_bytes, token / TILE_TOKENS);
+                            }
                         }
                     }
                 }
@@ -241,13 +253,14 @@ mod tests {
 
     #[test]
     fn element_and_parameter_orders_are_bijections() {
-        for layout in [CodeLayout::Logical, CodeLayout::CpuTile] {
+        for (layout, d) in [(CodeLayout::Logical, 96), (CodeLayout::CpuTile, 96), (CodeLayout::GpuTile, 128)]
+        {
             for side in [Side::Key, Side::Value] {
-                let map = CodeMap::new(layout, side, 2, 96).unwrap();
+                let map = CodeMap::new(layout, side, 2, d).unwrap();
                 let mut elements: Vec<usize> =
-                    (0..PAGE_TOKENS).flat_map(|t| (0..96).map(move |c| map.element_index(t, c))).collect();
+                    (0..PAGE_TOKENS).flat_map(|t| (0..d).map(move |c| map.element_index(t, c))).collect();
                 elements.sort_unstable();
-                assert!(elements.iter().copied().eq(0..PAGE_TOKENS * 96));
+                assert!(elements.iter().copied().eq(0..PAGE_TOKENS * d));
                 let mut params: Vec<usize> = (0..PAGE_TOKENS)
                     .flat_map(|t| (0..3).flat_map(move |g| (0..2).map(move |w| map.param_index(3, t, g, w))))
                     .collect();
@@ -275,5 +288,7 @@ mod tests {
         let error = CodeMap::new(CodeLayout::Official, Side::Key, 4, 128).unwrap_err().to_string();
         assert!(error.contains("official") && error.contains("4-bit"), "{error}");
         assert!(CodeMap::new(CodeLayout::CpuTile, Side::Value, 3, 80).is_err());
+        let error = CodeMap::new(CodeLayout::GpuTile, Side::Key, 2, 96).unwrap_err().to_string();
+        assert!(error.contains("64, 128 and 256"), "{error}");
     }
 }

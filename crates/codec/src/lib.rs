@@ -18,6 +18,7 @@ pub mod clip;
 mod error;
 pub mod format;
 pub mod fp8;
+pub mod gpu_tile;
 mod group_pages;
 pub mod hadamard;
 pub mod layout;

@@ -344,7 +344,10 @@ impl SideCodec {
 
 /// Unquantized rows have no official order of their own.
 fn unquantized_layout(layout: CodeLayout) -> CodeLayout {
-    if layout == CodeLayout::CpuTile { CodeLayout::CpuTile } else { CodeLayout::Logical }
+    match layout {
+        CodeLayout::CpuTile | CodeLayout::GpuTile => layout,
+        CodeLayout::Logical | CodeLayout::Official => CodeLayout::Logical,
+    }
 }
 
 fn put<const N: usize>(bytes: &mut [u8], index: usize, value: [u8; N]) {

@@ -125,21 +125,31 @@ impl<B: Backend> Runner<B> {
     ) -> Result<Self, BuildError> {
         let model =
             Transformer::build(&backend, config, weights, options.rotations, options.context, progress)?;
-        Self::assemble(Arc::new(backend), model, weights, options)
+        Self::assemble(Arc::new(backend), model, options, weights.total_bytes() as usize)
+    }
+
+    /// A model of this shape with random weights: for benchmarks.
+    pub fn random(
+        backend: B,
+        config: &DecoderConfig,
+        options: RunnerOptions<'_>,
+    ) -> Result<Self, BuildError> {
+        let model = Transformer::random(&backend, config, options.rotations, options.context)?;
+        Self::assemble(Arc::new(backend), model, options, config.matrix_parameters() * 2)
     }
 
     /// The same model with another cache, on the same device and sharing its weights (but for the projections that
     /// other rotations are folded into). The context is this runner's.
     pub fn with_cache(&self, weights: &Weights, options: RunnerOptions<'_>) -> Result<Self, BuildError> {
         let model = self.model.with_rotations(&self.backend, weights, options.rotations)?;
-        Self::assemble(self.backend.clone(), model, weights, options)
+        Self::assemble(self.backend.clone(), model, options, weights.total_bytes() as usize)
     }
 
     fn assemble(
         backend: Arc<B>,
         model: Transformer<B>,
-        weights: &Weights,
         options: RunnerOptions<'_>,
+        weight_bytes: usize,
     ) -> Result<Self, BuildError> {
         let storage = backend.pool(&options.layout, options.kv_memory)?;
         let workspace = model.workspace(&backend);
@@ -147,7 +157,7 @@ impl<B: Backend> Runner<B> {
         Ok(Self {
             context: model.max_positions(),
             prefill_chunk: options.prefill_chunk.max(1),
-            weight_bytes: weights.total_bytes() as usize,
+            weight_bytes,
             layout: options.layout,
             backend,
             model,
@@ -300,6 +310,25 @@ impl<B: Backend> Runner<B> {
             self.backend.demote(layer, &rows, &mut self.storage)?;
         }
         Ok(())
+    }
+
+    /// Gives a sequence the pages of `tokens` more tokens without computing anything, their contents random: for
+    /// benchmarks of long contexts. `false` if the device cannot, and nothing has changed.
+    pub fn pretend(&mut self, sequence: &mut Sequence, tokens: usize) -> Result<bool, EngineError> {
+        if !self.backend.randomize(&mut self.storage, 0, 0)? {
+            return Ok(false);
+        }
+        let end = sequence.len() + tokens;
+        while sequence.len() < end {
+            let chunk = self.prefill_chunk.min(end - sequence.len());
+            let step = sequence.pages.prepare(&self.layout, &self.pool, chunk)?;
+            let last = |ids: &mut dyn Iterator<Item = u32>| ids.max().map_or(0, |id| id as usize + 1);
+            let full = last(&mut sequence.pages.full().iter().flatten().map(|id| id.0));
+            let coded = last(&mut sequence.pages.coded().iter().flatten().map(|id| id.0));
+            self.backend.randomize(&mut self.storage, full, coded)?;
+            sequence.pages.commit(&self.layout, &step);
+        }
+        Ok(true)
     }
 
     fn check(&self, requests: &[StepRequest<'_>]) -> Result<(), EngineError> {

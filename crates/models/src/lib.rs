@@ -19,6 +19,7 @@ mod hub_files;
 mod mmap;
 mod rope;
 mod rope_fields;
+pub mod shapes;
 mod source;
 mod tensor;
 mod tensor_names;

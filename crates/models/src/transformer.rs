@@ -104,9 +104,9 @@ pub struct StepInput<'a> {
 /// Sees what calibration needs of each layer.
 pub trait Observer<B: Backend> {
     /// Rows of `[queries | keys | values]` after QK-norm and RoPE and before any rotation.
-    fn heads(&mut self, backend: &B, layer: usize, qkv: &B::Rows);
+    fn heads(&mut self, backend: &B, layer: usize, qkv: &B::Rows) -> Result<(), BackendError>;
     /// Attention outputs of all query heads, in the values' basis.
-    fn attended(&mut self, backend: &B, layer: usize, attended: &B::Rows);
+    fn attended(&mut self, backend: &B, layer: usize, attended: &B::Rows) -> Result<(), BackendError>;
 }
 
 impl<B: Backend> Transformer<B> {
@@ -141,15 +141,8 @@ impl<B: Backend> Transformer<B> {
             true => None,
             false => Some(stacked(backend, weights, &[names.lm_head()], None)?),
         };
-        let shape = HeadShape {
-            query_heads: config.query_heads,
-            kv_heads: config.kv_heads,
-            head_dim: config.head_dim,
-            rms_norm_eps: config.rms_norm_eps,
-            scale: (1.0 / (config.head_dim as f64).sqrt()) as f32,
-        };
         let final_norm = vector(&names.final_norm())?;
-        let config = config.clone();
+        let (config, shape) = (config.clone(), head_shape(config));
         let body = Body { config, shape, max_positions, rope, embedding, layers, final_norm, head };
         Ok(Self { body: Arc::new(body), projections: Arc::new(projections), rotations: rotations.cloned() })
     }
@@ -172,6 +165,51 @@ impl<B: Backend> Transformer<B> {
             Arc::new((0..config.layers).map(build).collect::<Result<_, _>>()?)
         };
         Ok(Self { body: self.body.clone(), projections, rotations: rotations.cloned() })
+    }
+
+    /// A model of this shape with random weights, made on the device: for benchmarks.
+    pub fn random(
+        backend: &B,
+        config: &DecoderConfig,
+        rotations: Option<&RotationSet>,
+        context: usize,
+    ) -> Result<Self, BuildError> {
+        let (hidden, heads) = (config.hidden_size, config.head_dim);
+        let ones = |len: usize| backend.vector(&vec![1.0; len]);
+        let table = RopeTable::new(&config.rope, heads, context);
+        let (mut layers, mut projections) = (Vec::new(), Vec::new());
+        for index in 0..config.layers {
+            let matrix =
+                |which, outputs, inputs| backend.random_matrix(outputs, inputs, (4 * index + which) as u64);
+            let qk_norm = || Ok::<_, BackendError>((ones(heads)?, ones(heads)?));
+            let rotation = |set: &RotationSet| {
+                backend.layer_rotation(&set.heads()[index * config.kv_heads..][..config.kv_heads])
+            };
+            projections.push(Projections {
+                qkv: matrix(0, config.query_width() + 2 * config.kv_width(), hidden)?,
+                output: matrix(1, hidden, config.query_width())?,
+                rotation: rotations.map(rotation).transpose()?,
+            });
+            layers.push(Layer {
+                input_norm: ones(hidden)?,
+                qk_norm: config.qk_norm.then(qk_norm).transpose()?,
+                post_norm: ones(hidden)?,
+                gate_up: matrix(2, 2 * config.intermediate_size, hidden)?,
+                down: matrix(3, hidden, config.intermediate_size)?,
+            });
+        }
+        let vocabulary = |seed| backend.random_matrix(config.vocab_size, hidden, seed);
+        let body = Body {
+            shape: head_shape(config),
+            max_positions: context,
+            rope: backend.rope(table.cos_rows(), table.sin_rows(), heads)?,
+            embedding: vocabulary(1 << 32)?,
+            layers,
+            final_norm: ones(hidden)?,
+            head: if config.tie_word_embeddings { None } else { Some(vocabulary(2 << 32)?) },
+            config: config.clone(),
+        };
+        Ok(Self { body: Arc::new(body), projections: Arc::new(projections), rotations: rotations.cloned() })
     }
 
     pub fn config(&self) -> &DecoderConfig {
@@ -215,6 +253,7 @@ impl<B: Backend> Transformer<B> {
     ) -> Result<(), BackendError> {
         let body = &*self.body;
         let eps = body.config.rms_norm_eps;
+        backend.begin_step(input.sequences, pool)?;
         backend.embed(&body.embedding, input.tokens, &mut w.hidden);
         for (index, (layer, projections)) in body.layers.iter().zip(&*self.projections).enumerate() {
             backend.rms_norm(&w.hidden, &layer.input_norm, eps, &mut w.normed);
@@ -234,18 +273,17 @@ impl<B: Backend> Transformer<B> {
                 pool,
             )?;
             if let Some(observer) = observer.as_deref_mut() {
-                observer.heads(backend, index, &w.qkv);
+                observer.heads(backend, index, &w.qkv)?;
             }
             backend.demote(index, input.sequences, pool)?;
             backend.attention(index, &body.shape, input.sequences, &w.queries, pool, &mut w.attended)?;
             if let Some(observer) = observer.as_deref_mut() {
-                observer.attended(backend, index, &w.attended);
+                observer.attended(backend, index, &w.attended)?;
             }
             backend.linear(&projections.output, &w.attended, &mut w.hidden, Write::Add);
 
             backend.rms_norm(&w.hidden, &layer.post_norm, eps, &mut w.normed);
-            backend.linear(&layer.gate_up, &w.normed, &mut w.gate_up, Write::Replace);
-            backend.swiglu(&w.gate_up, &mut w.gated);
+            backend.gated_linear(&layer.gate_up, &w.normed, &mut w.gate_up, &mut w.gated);
             backend.linear(&layer.down, &w.gated, &mut w.hidden, Write::Add);
         }
         logits.clear();
@@ -253,7 +291,7 @@ impl<B: Backend> Transformer<B> {
             backend.select(&w.hidden, input.logits, &mut w.selected);
             backend.rms_norm(&w.selected, &body.final_norm, eps, &mut w.normed);
             backend.logits(body.head.as_ref().unwrap_or(&body.embedding), &w.normed, &mut w.logits);
-            backend.read(&w.logits, logits);
+            backend.read(&w.logits, logits)?;
         }
         Ok(())
     }
@@ -363,6 +401,16 @@ fn check_rotations(config: &DecoderConfig, rotations: Option<&RotationSet>) -> R
             })
         }
         _ => Ok(()),
+    }
+}
+
+fn head_shape(config: &DecoderConfig) -> HeadShape {
+    HeadShape {
+        query_heads: config.query_heads,
+        kv_heads: config.kv_heads,
+        head_dim: config.head_dim,
+        rms_norm_eps: config.rms_norm_eps,
+        scale: (1.0 / (config.head_dim as f64).sqrt()) as f32,
     }
 }
 

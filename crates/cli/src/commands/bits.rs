@@ -9,7 +9,7 @@ use oscar_calibrate::bits::{
     BitPlan, HarmMap, HarmOptions, Judge, Probe, ProbeHarm, RefineOptions, Scores, WidthTable, probe_harm,
     refine, solve,
 };
-use oscar_codec::{CodeLayout, MeanBits, Windows};
+use oscar_codec::{MeanBits, Windows};
 use oscar_models::Transformer;
 use oscar_tasks::{CALIBRATION_SEEDS_FROM, GrammarFiller, Task, Turn};
 use oscar_text::{ChatInput, ModelText};
@@ -110,7 +110,7 @@ pub fn choose<B: Backend>(
         backend: material.backend,
         transformer: &transformer,
         windows,
-        code_layout: CodeLayout::CpuTile,
+        code_layout: material.backend.page_order(),
         chunk: 512,
         cancelled: &cancelled,
     };

@@ -1,15 +1,16 @@
 //! `oscar calibrate`: rotations for a model from a little text.
 
 use crate::commands::bits;
+use crate::device::AnyBackend;
 use crate::options::{ModelArgs, OpenModel};
 use crate::progress;
 use anyhow::{Context, Result, bail};
+use oscar_backend::Backend;
 use oscar_calibrate::{
     CalibrationOptions, CalibrationReport, ClipPolicy, Granularity, RotationFile, Stage, Statistic,
     calibrate, write_report,
 };
 use oscar_codec::Composition;
-use oscar_kernels_cpu::backend::CpuBackend;
 use oscar_models::Transformer;
 use oscar_tasks::{CALIBRATION_SEEDS_FROM, Document, calibration_text};
 use oscar_text::{ChatInput, ModelText};
@@ -128,7 +129,7 @@ fn suffixed(path: &Path, suffix: &str) -> PathBuf {
 }
 
 /// Runs the calibration.
-fn rotations(args: &Args, model: &OpenModel, backend: &CpuBackend, sequences: &[Vec<u32>]) -> Result<Made> {
+fn rotations(args: &Args, model: &OpenModel, backend: &AnyBackend, sequences: &[Vec<u32>]) -> Result<Made> {
     let transformer =
         Transformer::build(backend, &model.config, &model.weights, None, args.sequence.max(256), |_| {})?;
     let base = if args.official { CalibrationOptions::official() } else { CalibrationOptions::default() };
@@ -141,6 +142,7 @@ fn rotations(args: &Args, model: &OpenModel, backend: &CpuBackend, sequences: &[
         statistic: if args.official { base.statistic } else { args.statistic },
         centre_keys: base.centre_keys && !args.no_centring,
         clip: if args.fit_clip { ClipPolicy::Fit } else { ClipPolicy::Official },
+        code_layout: backend.page_order(),
         ..base
     };
     let bar = progress::bar("calibrating", 0);

@@ -5,6 +5,7 @@
 
 use super::eval::session::{Format, Prepared, Session};
 use super::eval::{check_seed, digest, ppl::recorded_window, read_text};
+use crate::device::AnyBackend;
 use crate::options::{CacheArgs, ModelArgs};
 use crate::{progress, table};
 use anyhow::{Context, Result, bail};
@@ -14,7 +15,6 @@ use oscar_eval::compare::speed::decode_in_turns;
 use oscar_eval::compare::{Comparison, MethodResult, Size, Speed, Text};
 use oscar_eval::run::{Row, run_cases};
 use oscar_eval::{Journal, PplOptions, PplResult, Prompts, ppl::windows};
-use oscar_kernels_cpu::backend::CpuBackend;
 use oscar_tasks::{Filler, GrammarFiller, RulerConfig, RulerGenerator, Task};
 use serde_json::json;
 use std::path::{Path, PathBuf};
@@ -245,7 +245,7 @@ fn measure_text(
 /// Decode speed after a window of text, all formats in turns; those recorded are not measured again.
 fn measure_speed(
     names: &[&str],
-    runners: &mut [Runner<CpuBackend>],
+    runners: &mut [Runner<AnyBackend>],
     sequences: Vec<Sequence>,
     window: &[u32],
     journal: &mut Journal,

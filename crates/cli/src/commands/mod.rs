@@ -6,6 +6,7 @@ pub mod calibrate;
 pub mod compare;
 pub mod doctor;
 pub mod eval;
+pub mod gpu_check;
 pub mod plan;
 pub mod run;
 pub mod serve;

@@ -122,7 +122,7 @@ pub fn run(args: &Args) -> Result<()> {
 }
 
 /// Most tokens of one sequence whose `size` is within `bytes`.
-fn longest_context(bytes: usize, size: impl Fn(usize) -> usize) -> usize {
+pub(super) fn longest_context(bytes: usize, size: impl Fn(usize) -> usize) -> usize {
     let (mut fits, mut fails) = (0, 1);
     while size(fails) <= bytes && fails < 1 << 40 {
         (fits, fails) = (fails, fails * 2);

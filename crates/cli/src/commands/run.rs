@@ -1,12 +1,12 @@
 //! `oscar run`: one answer, a chat file, or a conversation in the terminal.
 
+use crate::device::AnyBackend;
 use crate::options::{CacheArgs, ModelArgs, OpenModel};
 use crate::progress;
 use anyhow::{Context, Result, bail};
 use oscar_backend::Backend;
 use oscar_codec::{CacheLayout, CodeLayout, KvFormat, Windows};
 use oscar_engine::{Logits, Runner, Sampler, SamplingParams, Sequence, StepRequest};
-use oscar_kernels_cpu::backend::CpuBackend;
 use oscar_text::{ChatInput, ModelText, StopMatcher, StreamDecoder};
 use serde_json::{Value, json};
 use std::io::{BufRead, IsTerminal, Write};
@@ -122,7 +122,7 @@ pub fn run(args: &Args) -> Result<()> {
 
 struct Session<'a> {
     args: &'a Args,
-    runner: Runner<CpuBackend>,
+    runner: Runner<AnyBackend>,
     text: ModelText,
     params: SamplingParams,
     stop_tokens: Vec<u32>,

@@ -39,7 +39,7 @@ fn every_layout_holds_the_same_page() {
             else {
                 continue;
             };
-            for layout in [CodeLayout::Official, CodeLayout::CpuTile] {
+            for layout in [CodeLayout::Official, CodeLayout::CpuTile, CodeLayout::GpuTile] {
                 let Some(Encoded { codec, page: direct, .. }) = encoded(format, d, layout, 3) else {
                     continue;
                 };
@@ -56,7 +56,7 @@ fn every_layout_holds_the_same_page() {
 #[test]
 fn tiles_fill_a_page_as_one_encode_does() {
     for format in formats() {
-        for layout in [CodeLayout::Logical, CodeLayout::CpuTile] {
+        for layout in [CodeLayout::Logical, CodeLayout::CpuTile, CodeLayout::GpuTile] {
             let Some(Encoded { codec, keys, values, page: whole }) = encoded(format, 128, layout, 11) else {
                 continue;
             };

@@ -18,7 +18,8 @@ use oscar_backend::{
 };
 use oscar_codec::attention::PagedContext;
 use oscar_codec::{
-    CacheLayout, CodedPageId, FullPageId, HeadRotations, PAGE_TOKENS, PageCodec, Side, TILE_TOKENS,
+    CacheLayout, CodeLayout, CodedPageId, FullPageId, HeadRotations, PAGE_TOKENS, PageCodec, Side,
+    TILE_TOKENS,
 };
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -238,6 +239,10 @@ impl Backend for CpuBackend {
         }
     }
 
+    fn page_order(&self) -> CodeLayout {
+        CodeLayout::CpuTile
+    }
+
     fn matrix(&self, weights: HostMatrix<'_>) -> Result<CpuMatrix> {
         let values = match weights.values {
             HostValues::Bf16(v) => Weights::Bf16(v),
@@ -319,8 +324,9 @@ impl Backend for CpuBackend {
         }
     }
 
-    fn read(&self, x: &CpuRows, out: &mut Vec<f32>) {
+    fn read(&self, x: &CpuRows, out: &mut Vec<f32>) -> Result<()> {
         out.extend_from_slice(&x.values);
+        Ok(())
     }
 
     fn accumulate_gram(
@@ -330,8 +336,9 @@ impl Backend for CpuBackend {
         width: usize,
         weights: Option<&[f32]>,
         gram: &mut [f64],
-    ) {
+    ) -> Result<()> {
         self.kernels.accumulate_gram(&self.pool, &x.values, x.width, first, width, weights, gram);
+        Ok(())
     }
 
     fn append(

@@ -1,6 +1,7 @@
 //! `oscar bench attention`: decode attention of one layer, cold caches, random pages.
 
 use super::{Row, ceiling, report};
+use crate::options::Device;
 use anyhow::{Context, Result, bail};
 use oscar_codec::attention::PagedContext;
 use oscar_codec::{CacheLayout, CodeLayout, FormatTable, KvFormat, PAGE_TOKENS, PageCodec, Side};
@@ -11,32 +12,35 @@ use serde_json::json;
 
 #[derive(clap::Args)]
 pub struct Args {
+    /// Where to measure
+    #[arg(long, value_enum, default_value = "cpu")]
+    device: Device,
     /// KV formats to compare; ratios are against the first
     #[arg(long, value_name = "FORMAT[,FORMAT…]", value_delimiter = ',', default_values = ["bf16", "oscar2"])]
-    kv: Vec<KvFormat>,
+    pub(super) kv: Vec<KvFormat>,
     /// Query heads / KV heads
     #[arg(long, value_name = "Q/KV", default_value = "32/8")]
-    heads: String,
+    pub(super) heads: String,
     #[arg(long, value_name = "N", default_value_t = 128)]
-    head_dim: usize,
+    pub(super) head_dim: usize,
     #[arg(long, value_name = "N[,N…]", value_delimiter = ',', default_values_t = [8192, 32768])]
-    context: Vec<usize>,
+    pub(super) context: Vec<usize>,
     #[arg(long, value_name = "N[,N…]", value_delimiter = ',', default_values_t = [1])]
-    batch: Vec<usize>,
+    pub(super) batch: Vec<usize>,
     #[arg(long, value_name = "N", default_value_t = 1)]
     threads: usize,
     /// Tokens at the beginning kept in BF16; 64, or what the format's source publishes, if absent
     #[arg(long)]
-    sink: Option<usize>,
+    pub(super) sink: Option<usize>,
     /// Most recent tokens kept in BF16; 256, or what the format's source publishes, if absent
     #[arg(long)]
-    recent: Option<usize>,
+    pub(super) recent: Option<usize>,
     /// Timed repetitions
     #[arg(long, value_name = "N", default_value_t = 15)]
-    repetitions: usize,
+    pub(super) repetitions: usize,
     /// One JSON object a line
     #[arg(long)]
-    json: bool,
+    pub(super) json: bool,
 }
 
 /// Copies of the cache are cycled through until this much memory lies between two uses of a page, so that no
@@ -68,8 +72,13 @@ pub fn run(args: &Args) -> Result<()> {
         .max()
         .zip(args.batch.iter().max())
         .and_then(|(c, b)| c.checked_mul(*b)?.checked_mul(kv_heads));
-    if most.is_none_or(|tokens| tokens > 1 << 26) {
-        bail!("--context × --batch × KV heads: more than 2²⁶ tokens are not measured");
+    // A GPU has the memory for more than a CPU has the patience for.
+    let limit = if args.device == Device::Cuda { 1 << 30 } else { 1 << 26 };
+    if most.is_none_or(|tokens| tokens > limit) {
+        bail!("--context × --batch × KV heads: more than {limit} tokens are not measured");
+    }
+    if args.device == Device::Cuda {
+        return super::attention_gpu::run(args, query_heads, kv_heads);
     }
     let kernels = Kernels::chosen()?;
     let pool = ThreadPool::new(args.threads)?;

@@ -1,14 +1,20 @@
 //! `oscar bench gemm`: the matrix products a model is made of.
 
 use super::ceiling;
+use crate::device::AnyBackend;
+use crate::options::Device;
 use crate::table;
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
+use oscar_backend::Backend;
 use oscar_kernels_cpu::bench::time_median;
 use oscar_kernels_cpu::{Epilogue, GemmScratch, Kernels, PackedMatrix, Precision, ThreadPool, Weights};
 use serde_json::json;
 
 #[derive(clap::Args)]
 pub struct Args {
+    /// Where to measure
+    #[arg(long, value_enum, default_value = "cpu")]
+    device: Device,
     /// Rows of activations: 1 is a decode step, hundreds a prefill chunk
     #[arg(long, value_name = "M[,M…]", value_delimiter = ',', default_values_t = [1, 16, 512])]
     rows: Vec<usize>,
@@ -33,6 +39,9 @@ pub fn run(args: &Args) -> Result<()> {
     let largest = args.rows.iter().copied().max().unwrap_or(1).max(args.outputs);
     if largest.checked_mul(args.inputs).is_none_or(|elements| elements > 1 << 32) {
         bail!("--rows, --outputs and --inputs: matrices of more than 2³² elements are not measured");
+    }
+    if args.device == Device::Cuda {
+        return on_gpu(args);
     }
     let kernels = Kernels::chosen()?;
     let pool = ThreadPool::new(args.threads)?;
@@ -80,6 +89,50 @@ pub fn run(args: &Args) -> Result<()> {
     if !args.json {
         println!("{} kernels, {} threads; read ceiling {ceiling:.1} GB/s\n", kernels.variant(), args.threads);
         let header = ["precision", "rows", "matrix", "µs", "spread", "GFLOP/s", "GB/s", "of ceiling"];
+        println!("{}", table::render(&header, &lines));
+    }
+    Ok(())
+}
+
+/// Every kernel that could multiply these shapes, the one the backend takes marked.
+fn on_gpu(args: &Args) -> Result<()> {
+    let backend = AnyBackend::cuda()?;
+    let ceiling = backend.read_ceiling()?;
+    let cuda = backend.as_cuda().context("--device cuda")?;
+    let mut lines = Vec::new();
+    for &rows in &args.rows {
+        for t in oscar_kernels_cuda::bench::gemm(
+            cuda.device(),
+            cuda.kernels(),
+            rows,
+            args.outputs,
+            args.inputs,
+            args.repetitions,
+        )? {
+            let gflops = 2.0 * (rows * args.outputs * args.inputs) as f64 / t.us / 1e3;
+            let gbps = (args.outputs * args.inputs * 2) as f64 / t.us / 1e3;
+            if args.json {
+                println!(
+                    "{}",
+                    json!({"precision": "bf16", "device": "cuda", "rows": rows, "outputs": args.outputs,
+                           "inputs": args.inputs, "kernel": t.kernel, "chosen": t.chosen, "us": t.us,
+                           "gflops": gflops, "gbps": gbps, "ceiling_gbps": ceiling})
+                );
+            }
+            lines.push(vec![
+                rows.to_string(),
+                format!("{}×{}", args.outputs, args.inputs),
+                format!("{}{}", t.kernel, if t.chosen { " (chosen)" } else { "" }),
+                format!("{:.1}", t.us),
+                format!("{gflops:.0}"),
+                format!("{gbps:.0}"),
+                format!("{:.0} %", gbps / ceiling * 100.0),
+            ]);
+        }
+    }
+    if !args.json {
+        println!("{}; read ceiling {ceiling:.0} GB/s\n", backend.describe());
+        let header = ["rows", "matrix", "kernel", "µs", "GFLOP/s", "GB/s", "of ceiling"];
         println!("{}", table::render(&header, &lines));
     }
     Ok(())

@@ -1,6 +1,7 @@
 //! `oscar bench`: timings with warm-up, median and spread, beside a memory-read ceiling measured in the same run.
 
 mod attention;
+mod attention_gpu;
 mod gemm;
 mod model;
 mod serve;

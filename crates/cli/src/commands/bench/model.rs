@@ -1,15 +1,15 @@
 //! `oscar bench prefill` and `oscar bench decode`: whole models.
 
-use super::{Row, ceiling, report};
-use crate::options::{CacheArgs, ModelArgs};
+use super::{Row, report};
+use crate::device::AnyBackend;
+use crate::options::{CacheArgs, ModelArgs, working_bytes};
 use crate::progress;
 use anyhow::{Context, Result, bail};
 use oscar_backend::Backend;
-use oscar_codec::KvFormat;
-use oscar_engine::{Logits, Runner, Sequence, StepRequest};
-use oscar_kernels_cpu::ThreadPool;
-use oscar_kernels_cpu::backend::CpuBackend;
+use oscar_codec::{CacheLayout, KvFormat, RotationKind, RotationSet};
+use oscar_engine::{Logits, Runner, RunnerOptions, Sequence, StepRequest};
 use oscar_kernels_cpu::bench::time_median;
+use oscar_models::{DecoderConfig, shapes};
 use serde_json::json;
 
 #[derive(clap::Args)]
@@ -18,6 +18,9 @@ pub struct Args {
     model: ModelArgs,
     #[command(flatten)]
     cache: CacheArgs,
+    /// Random weights of a published model's shape instead of a model: qwen3-0.6b, qwen3-4b, qwen3-8b, qwen3-32b
+    #[arg(long, value_name = "NAME", conflicts_with = "model", value_parser = parse_shape)]
+    shape: Option<DecoderConfig>,
     /// KV formats to compare; ratios are against the first
     #[arg(long, value_name = "FORMAT[,FORMAT…]", value_delimiter = ',', default_values = ["bf16", "oscar2", "oscar"])]
     kv: Vec<KvFormat>,
@@ -54,7 +57,10 @@ impl Args {
         Ok(())
     }
 
-    fn runner(&self, format: KvFormat, context: usize, batch: usize) -> Result<Runner<CpuBackend>> {
+    fn runner(&self, format: KvFormat, context: usize, batch: usize) -> Result<Runner<AnyBackend>> {
+        if let Some(config) = &self.shape {
+            return self.random_runner(config, format, context, batch);
+        }
         let model = self.model.open()?;
         if context > model.config.max_position_embeddings {
             bail!(
@@ -74,6 +80,56 @@ impl Args {
         }
         cache.runner(&model, backend, &self.cache, context, batch, |_| {})
     }
+
+    /// A model of `--shape` with random weights and, where the cache rotates, Hadamard rotations.
+    fn random_runner(
+        &self,
+        config: &DecoderConfig,
+        format: KvFormat,
+        context: usize,
+        batch: usize,
+    ) -> Result<Runner<AnyBackend>> {
+        let backend = self.model.backend()?;
+        let (c, windows) = (config, format.windows(self.cache.sink, self.cache.recent)?);
+        let layout =
+            CacheLayout::new(format, c.layers, c.kv_heads, c.head_dim, windows, backend.page_order())?;
+        let rotations = match format.rotation() {
+            RotationKind::None => None,
+            _ => Some(RotationSet::hadamard(c.layers, c.kv_heads, c.head_dim)?),
+        };
+        if !self.json {
+            eprintln!("{format}: {}, {}", backend.describe(), backend.describe_attention(&layout));
+        }
+        let chunk = self.cache.prefill_chunk;
+        let kv_memory =
+            self.cache.kv_memory.unwrap_or_else(|| working_bytes(&layout, context, chunk) * batch);
+        let options =
+            RunnerOptions { layout, rotations: rotations.as_ref(), context, kv_memory, prefill_chunk: chunk };
+        Ok(Runner::random(backend, config, options)?)
+    }
+
+    /// Sequences of `tokens` each: with random pages where the device makes them for a random model, else by prefill.
+    fn fill(&self, runner: &mut Runner<AnyBackend>, tokens: usize, batch: usize) -> Result<Vec<Sequence>> {
+        let vocab = runner.config().vocab_size;
+        let bar = progress::bar("filling the cache", (tokens * batch) as u64);
+        let mut sequences = Vec::new();
+        for b in 0..batch {
+            let mut sequence = Sequence::new();
+            if !(self.shape.is_some() && runner.pretend(&mut sequence, tokens)?) {
+                let prompt = random_tokens(tokens, vocab, b as u64 + 1);
+                runner.prefill(&mut sequence, &prompt, &mut Vec::new(), |n| {
+                    bar.set_position((b * tokens + n) as u64)
+                })?;
+            }
+            sequences.push(sequence);
+        }
+        bar.finish_and_clear();
+        Ok(sequences)
+    }
+}
+
+fn parse_shape(name: &str) -> Result<DecoderConfig, String> {
+    shapes::shape(name).ok_or_else(|| format!("'{name}' is no known shape: {}", shapes::NAMES.join(", ")))
 }
 
 pub fn prefill(args: &Args) -> Result<()> {
@@ -82,7 +138,7 @@ pub fn prefill(args: &Args) -> Result<()> {
         bail!("--batch: prefill is measured one sequence at a time; leave it out");
     }
     let mut rows = Vec::new();
-    let mut pool = None;
+    let mut last = None;
     for &context in &args.context {
         for &format in &args.kv {
             let mut runner = args.runner(format, context, 1)?;
@@ -99,7 +155,6 @@ pub fn prefill(args: &Args) -> Result<()> {
             if let Some(error) = failure {
                 return Err(error.into());
             }
-            pool.get_or_insert((runner.backend().kernels(), runner.backend().threads().threads()));
             rows.push(Row {
                 kv: format.to_string(),
                 context,
@@ -108,14 +163,15 @@ pub fn prefill(args: &Args) -> Result<()> {
                 timing,
                 bytes: cache_bytes,
                 cache_bytes,
-                extra: json!({"bench": "prefill", "prefill_chunk": args.cache.prefill_chunk, "peak_rss_bytes": peak_rss()}),
+                extra: json!({"bench": "prefill", "prefill_chunk": args.cache.prefill_chunk, "peak_rss_bytes": peak_rss(),
+                              "device": runner.backend().name()}),
             });
+            last = Some(runner);
         }
     }
     let peak = peak_rss();
     // The ceiling needs a large buffer of its own, so it is measured after the peak was read.
-    let (kernels, threads) = pool.context("no context and format to measure")?;
-    let limit = ceiling(kernels, &ThreadPool::new(threads)?);
+    let limit = last.context("no context and format to measure")?.backend().read_ceiling()?;
     report(&rows, limit, args.json);
     if let (false, Some(peak)) = (args.json, peak) {
         println!("\npeak resident memory of this process, all formats above: {}", progress::bytes(peak));
@@ -126,6 +182,7 @@ pub fn prefill(args: &Args) -> Result<()> {
 pub fn decode(args: &Args) -> Result<()> {
     args.check()?;
     let mut rows = Vec::new();
+    let mut capacity: Vec<Capacity> = Vec::new();
     let mut limit = 0.0;
     for &context in &args.context {
         for &batch in &args.batch {
@@ -138,21 +195,14 @@ pub fn decode(args: &Args) -> Result<()> {
                 };
                 let mut runner = args.runner(format, context, batch)?;
                 if limit == 0.0 {
-                    limit = ceiling(runner.backend().kernels(), runner.backend().threads());
+                    limit = runner.backend().read_ceiling()?;
+                }
+                if let Some(free) = runner.backend().free_memory()? {
+                    capacity.push(Capacity::of(runner.layout(), context, args.cache.prefill_chunk, free));
                 }
                 let vocab = runner.config().vocab_size;
-                let bar = progress::bar("filling the cache", (prompt * batch) as u64);
-                let mut sequences = Vec::new();
+                let mut sequences = args.fill(&mut runner, prompt, batch)?;
                 let mut logits = Vec::new();
-                for b in 0..batch {
-                    let mut sequence = Sequence::new();
-                    let tokens = random_tokens(prompt, vocab, b as u64 + 1);
-                    runner.prefill(&mut sequence, &tokens, &mut logits, |n| {
-                        bar.set_position((b * prompt + n) as u64)
-                    })?;
-                    sequences.push(sequence);
-                }
-                bar.finish_and_clear();
                 let mut step = 0;
                 let mut failure = None;
                 let timing = time_median(3, repetitions, || {
@@ -178,13 +228,58 @@ pub fn decode(args: &Args) -> Result<()> {
                     timing,
                     bytes: runner.layout().sequence_bytes(context) * batch + runner.weight_bytes(),
                     cache_bytes,
-                    extra: json!({"bench": "decode", "threads": runner.backend().threads().threads()}),
+                    extra: json!({"bench": "decode", "device": runner.backend().name(),
+                                  "threads": runner.backend().as_cpu().map(|cpu| cpu.threads().threads())}),
                 });
             }
         }
     }
     report(&rows, limit, args.json);
+    capacity.dedup();
+    for c in &capacity {
+        c.print(args.json);
+    }
     Ok(())
+}
+
+/// What fits on a device beside the weights.
+#[derive(PartialEq)]
+struct Capacity {
+    kv: KvFormat,
+    free: usize,
+    longest: usize,
+    context: usize,
+    batch: usize,
+}
+
+impl Capacity {
+    fn of(layout: &CacheLayout, context: usize, chunk: usize, free: usize) -> Self {
+        let each = layout.peak_bytes(context);
+        let reading = working_bytes(layout, context, chunk) - each;
+        Self {
+            kv: layout.format(),
+            free,
+            longest: super::super::plan::longest_context(free, |n| working_bytes(layout, n, chunk)),
+            context,
+            batch: free.saturating_sub(reading) / each.max(1),
+        }
+    }
+
+    fn print(&self, json_output: bool) {
+        let Self { kv, free, longest, context, batch } = self;
+        if json_output {
+            println!(
+                "{}",
+                json!({"bench": "capacity", "kv": kv.to_string(), "free_bytes": free, "longest_context": longest,
+                       "context": context, "batch": batch})
+            );
+        } else {
+            println!(
+                "capacity {kv}: {} free beside the weights hold one context of {longest} tokens, or {batch} of {context}",
+                progress::bytes(*free)
+            );
+        }
+    }
 }
 
 /// High-water mark of resident memory, where the system tells it.

@@ -2,12 +2,12 @@
 
 use super::session::Session;
 use super::{Common, digest, read_text};
+use crate::device::AnyBackend;
 use crate::{progress, table};
 use anyhow::Result;
 use oscar_engine::{Runner, Sequence};
 use oscar_eval::ppl::{score_window, windows};
 use oscar_eval::{Journal, PplOptions, PplResult, WindowSums};
-use oscar_kernels_cpu::backend::CpuBackend;
 use serde_json::json;
 
 #[derive(clap::Args)]
@@ -102,7 +102,7 @@ pub fn recorded_window(
     journal: &mut Journal,
     index: usize,
     names: &[&str],
-    runners: &mut [Runner<CpuBackend>],
+    runners: &mut [Runner<AnyBackend>],
     sequences: &mut Vec<Sequence>,
     window: &[u32],
     options: &PplOptions,
@@ -114,7 +114,7 @@ pub fn recorded_window(
     sequences.resize_with(names.len(), Sequence::new);
     if sums.iter().any(Option::is_none) {
         let missing: Vec<usize> = (0..names.len()).filter(|&i| i == 0 || sums[i].is_none()).collect();
-        let mut wanted: Vec<&mut Runner<CpuBackend>> = runners
+        let mut wanted: Vec<&mut Runner<AnyBackend>> = runners
             .iter_mut()
             .enumerate()
             .filter_map(|(i, runner)| missing.contains(&i).then_some(runner))

@@ -1,5 +1,6 @@
 //! A model opened once for many formats: its weights are shared, each format brings its own cache.
 
+use crate::device::AnyBackend;
 use crate::options::{Cache, CacheArgs, ModelArgs, OpenModel, working_bytes};
 use anyhow::{Result, bail};
 use oscar_backend::Backend;
@@ -7,7 +8,6 @@ use oscar_codec::KvFormat;
 use oscar_engine::{Runner, RunnerOptions};
 use oscar_eval::run::{Method, REFERENCE};
 use oscar_eval::{EvalError, Generator};
-use oscar_kernels_cpu::backend::CpuBackend;
 use oscar_text::ModelText;
 use serde_json::{Value, json};
 use std::cell::RefCell;
@@ -43,7 +43,7 @@ pub struct Session {
     cache_args: CacheArgs,
     precision: String,
     /// One runner for each set of rotations met so far: what other caches of those rotations share.
-    templates: RefCell<Vec<Runner<CpuBackend>>>,
+    templates: RefCell<Vec<Runner<AnyBackend>>>,
     /// Longest sequence.
     pub context: usize,
 }
@@ -96,7 +96,7 @@ impl Session {
     }
 
     /// A runner of this format with room for `sequences` sequences, unless the user set a budget.
-    pub fn runner(&self, format: &Prepared, sequences: usize) -> Result<Runner<CpuBackend>> {
+    pub fn runner(&self, format: &Prepared, sequences: usize) -> Result<Runner<AnyBackend>> {
         let layout = format.cache.layout.clone();
         let chunk = self.cache_args.prefill_chunk;
         let kv_memory = self

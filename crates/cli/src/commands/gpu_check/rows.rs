@@ -1,0 +1,209 @@
+//! Checks of the operations on rows: plain formulas in f64 are the reference.
+
+use super::{Numbers, Report, download, largest_difference, upload};
+use anyhow::Result;
+use oscar_backend::{Backend, HostMatrix, HostValues, Write};
+use oscar_kernels_cuda::CudaBackend;
+
+pub fn check(gpu: &CudaBackend, report: &mut Report) -> Result<()> {
+    embeddings(gpu, report)?;
+    norms(gpu, report)?;
+    gates(gpu, report)?;
+    products(gpu, report)?;
+    gated_products(gpu, report)?;
+    grams(gpu, report)
+}
+
+fn embeddings(gpu: &CudaBackend, report: &mut Report) -> Result<()> {
+    let mut numbers = Numbers::new(1);
+    for (rows, width) in [(1, 64), (5, 384), (70, 1000)] {
+        let values = numbers.vector(rows * width);
+        let x = upload(gpu, &values, width)?;
+        let exact: Vec<f64> = values.iter().map(|&v| f64::from(v)).collect();
+        report.case("embed", largest_difference(&download(gpu, &x)?, &exact), 0.0, || {
+            format!("{rows}×{width}")
+        });
+        let wanted: Vec<usize> = (0..rows).rev().step_by(2).collect();
+        let mut selected = gpu.rows(width);
+        gpu.select(&x, &wanted, &mut selected);
+        let expected: Vec<f64> = wanted.iter().flat_map(|&r| exact[r * width..][..width].to_vec()).collect();
+        let difference = largest_difference(&download(gpu, &selected)?, &expected);
+        report.case("select", difference, 0.0, || format!("{} of {rows}×{width}", wanted.len()));
+    }
+    Ok(())
+}
+
+fn norms(gpu: &CudaBackend, report: &mut Report) -> Result<()> {
+    let mut numbers = Numbers::new(2);
+    for (rows, width) in [(1, 64), (3, 384), (2, 5120), (40, 2560)] {
+        for scale in [1.0f32, 1024.0, 1.0 / 1024.0, 0.0] {
+            let values: Vec<f32> = numbers.vector(rows * width).iter().map(|v| v * scale).collect();
+            let weights = numbers.vector(width);
+            let (x, weight) = (upload(gpu, &values, width)?, gpu.vector(&weights)?);
+            let mut out = gpu.rows(width);
+            gpu.rms_norm(&x, &weight, 1e-6, &mut out);
+            let expected: Vec<f64> = values
+                .chunks_exact(width)
+                .flat_map(|row| {
+                    let squares: f64 = row.iter().map(|&v| f64::from(v).powi(2)).sum();
+                    let factor = 1.0 / (squares / width as f64 + 1e-6).sqrt();
+                    row.iter()
+                        .zip(&weights)
+                        .map(move |(&v, &w)| f64::from(v) * factor * f64::from(w))
+                        .collect::<Vec<_>>()
+                })
+                .collect();
+            let difference = largest_difference(&download(gpu, &out)?, &expected);
+            report.case("rms_norm", difference, 2e-5, || format!("{rows}×{width} times {scale}"));
+        }
+    }
+    Ok(())
+}
+
+fn gates(gpu: &CudaBackend, report: &mut Report) -> Result<()> {
+    let mut numbers = Numbers::new(3);
+    for (rows, width, scale) in [(1, 96, 1.0f32), (7, 384, 64.0), (32, 128, 16384.0)] {
+        let values: Vec<f32> = numbers.vector(rows * 2 * width).iter().map(|v| v * scale).collect();
+        let x = upload(gpu, &values, 2 * width)?;
+        let mut out = gpu.rows(width);
+        gpu.swiglu(&x, &mut out);
+        let found = download(gpu, &out)?;
+        let mut worst = 0f64;
+        for (row, found) in values.chunks_exact(2 * width).zip(found.chunks_exact(width)) {
+            for i in 0..width {
+                let (gate, up) = (f64::from(row[i]), f64::from(row[width + i]));
+                let expected = gate / (1.0 + (-gate).exp()) * up;
+                worst = worst.max((f64::from(found[i]) - expected).abs() / (1e-3 + expected.abs()));
+            }
+        }
+        report.case("swiglu", worst, 2e-5, || format!("{rows}×{width} times {scale}"));
+    }
+    Ok(())
+}
+
+fn products(gpu: &CudaBackend, report: &mut Report) -> Result<()> {
+    let mut numbers = Numbers::new(4);
+    let shapes = [(8, 32), (24, 64), (136, 96), (1152, 384), (256, 4096), (40, 1000)];
+    for rows in [1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 100] {
+        for (outputs, inputs) in shapes {
+            let weights = numbers.vector(outputs * inputs);
+            let bias = numbers.vector(outputs);
+            let x = numbers.vector(rows * inputs);
+            // Sixteen bits of mantissa: products with a part that BF16 cannot hold.
+            let fine: Vec<f32> = x.iter().map(|v| v * 1.003_173_8).collect();
+            let with_bias = (rows + outputs) % 2 == 0;
+            let matrix = gpu.matrix(HostMatrix {
+                outputs,
+                inputs,
+                values: HostValues::F32(&weights),
+                bias: with_bias.then_some(&bias),
+            })?;
+            let normed = scaled(gpu, &x, inputs, 1.003_173_8)?;
+            let mut out = gpu.rows(outputs);
+            let dot = |r: usize, o: usize| -> (f64, f64) {
+                let (row, weight) = (&fine[r * inputs..][..inputs], &weights[o * inputs..][..inputs]);
+                let terms = row.iter().zip(weight).map(|(&a, &b)| f64::from(a) * f64::from(b));
+                let plain = f64::from(if with_bias { bias[o] } else { 0.0 });
+                terms.fold((plain, plain.abs()), |(sum, size), t| (sum + t, size + t.abs()))
+            };
+            let mut reference = vec![(0.0, 0.0); rows * outputs];
+            for (i, cell) in reference.iter_mut().enumerate() {
+                *cell = dot(i / outputs, i % outputs);
+            }
+            let worst = |found: &[f32], times: f64| {
+                let share = |(f, (sum, size)): (&f32, &(f64, f64))| {
+                    let d = (f64::from(*f) - times * sum).abs() / (times * size).max(1e-30);
+                    if d.is_nan() { f64::INFINITY } else { d }
+                };
+                if found.len() != reference.len() {
+                    return f64::INFINITY;
+                }
+                found.iter().zip(&reference).map(share).fold(0.0, f64::max)
+            };
+            let what = || format!("{rows} rows, {outputs}×{inputs}, bias {with_bias}");
+            // Few rows keep 16 bits of the activations, many are rounded to BF16.
+            let own = rows <= 16 && inputs % 32 == 0;
+            let allowed = if own { 1e-5 } else { 4e-3 };
+            gpu.linear(&matrix, &normed, &mut out, Write::Replace);
+            let name = if own { "linear, few rows" } else { "linear, many rows" };
+            report.case(name, worst(&download(gpu, &out)?, 1.0), allowed, what);
+            gpu.linear(&matrix, &normed, &mut out, Write::Add);
+            report.case(name, worst(&download(gpu, &out)?, 2.0), allowed, what);
+            gpu.logits(&matrix, &normed, &mut out);
+            report.case("logits", worst(&download(gpu, &out)?, 1.0), 2e-5, what);
+        }
+    }
+    Ok(())
+}
+
+/// Product and gate in one against the same in f64.
+fn gated_products(gpu: &CudaBackend, report: &mut Report) -> Result<()> {
+    let mut numbers = Numbers::new(6);
+    for rows in [1, 5, 8, 13, 16] {
+        for (outputs, inputs) in [(64, 32), (192, 384), (1024, 2560), (96, 64)] {
+            let values = numbers.vector(rows * inputs);
+            let weights = numbers.vector(outputs * inputs);
+            let host = HostMatrix { outputs, inputs, values: HostValues::F32(&weights), bias: None };
+            let matrix = gpu.matrix(host)?;
+            let x = upload(gpu, &values, inputs)?;
+            let (mut gate_up, mut gated) = (gpu.rows(outputs), gpu.rows(outputs / 2));
+            gpu.gated_linear(&matrix, &x, &mut gate_up, &mut gated);
+            let dot = |r: usize, o: usize| -> f64 {
+                let (row, weight) = (&values[r * inputs..][..inputs], &weights[o * inputs..][..inputs]);
+                row.iter().zip(weight).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum()
+            };
+            let silu = |g: f64| g / (1.0 + (-g).exp());
+            let expected: Vec<f64> = (0..rows * outputs / 2)
+                .map(|i| {
+                    let (r, o) = (i / (outputs / 2), i % (outputs / 2));
+                    silu(dot(r, o)) * dot(r, o + outputs / 2)
+                })
+                .collect();
+            // Gate and up are each sums of `inputs` terms of about 1/3.
+            let allowed = 1e-5 * inputs as f64;
+            let what = || format!("{rows} rows, {outputs}×{inputs}");
+            let difference = largest_difference(&download(gpu, &gated)?, &expected);
+            report.case("linear and gate", difference, allowed, what);
+        }
+    }
+    Ok(())
+}
+
+/// `x` times a factor that BF16 does not hold, as f32 rows: a norm of rows with a chosen weight would do the same.
+fn scaled(gpu: &CudaBackend, x: &[f32], width: usize, factor: f32) -> Result<<CudaBackend as Backend>::Rows> {
+    // RMSNorm divides by the row's own size, so each row is given its size back through an epsilon that dwarfs it.
+    let rows = upload(gpu, x, width)?;
+    let eps = 1e12f32;
+    let weight = gpu.vector(&vec![factor * eps.sqrt(); width])?;
+    let mut out = gpu.rows(width);
+    gpu.rms_norm(&rows, &weight, eps, &mut out);
+    gpu.read(&out, &mut Vec::new())?;
+    Ok(out)
+}
+
+fn grams(gpu: &CudaBackend, report: &mut Report) -> Result<()> {
+    let mut numbers = Numbers::new(5);
+    for (rows, stride, first, width) in [(1, 64, 0, 64), (33, 512, 128, 128), (100, 300, 7, 40)] {
+        let values = numbers.vector(rows * stride);
+        let x = upload(gpu, &values, stride)?;
+        for weighted in [false, true] {
+            let weights: Vec<f32> = (0..rows).map(|_| numbers.unit().abs()).collect();
+            let mut gram = vec![1.0; width * width];
+            gpu.accumulate_gram(&x, first, width, weighted.then_some(&weights), &mut gram)?;
+            let mut worst = 0f64;
+            for i in 0..width {
+                for j in 0..width {
+                    let expected: f64 = (0..rows)
+                        .map(|r| {
+                            let at = |c: usize| f64::from(values[r * stride + first + c]);
+                            at(i) * at(j) * if weighted { f64::from(weights[r]) } else { 1.0 }
+                        })
+                        .sum();
+                    worst = worst.max((gram[i * width + j] - 1.0 - expected).abs());
+                }
+            }
+            report.case("gram", worst, 1e-5, || format!("{rows} rows, {width} columns, weighted {weighted}"));
+        }
+    }
+    Ok(())
+}

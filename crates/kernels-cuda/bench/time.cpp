@@ -1,0 +1,76 @@
+// Times decode attention over cold caches: a CUDA graph of launches, each on its own layer's pages, best and median of replays.
+#include "harness.hpp"
+
+static float ceiling(CUstream s) {  // GB/s of a plain read of 4 GB
+    CUmodule m; CUfunction f; CK(cuModuleLoad(&m, (Kernel::folder + "/read.cubin").c_str())); CK(cuModuleGetFunction(&f, m, "read_all"));
+    size_t bytes = 4ull << 30; CUdeviceptr p = device_alloc(bytes), out = device_alloc(16); CK(cuMemsetD8(p, 1, bytes));
+    u64 n = bytes / 16; void* a[] = {&p, &n, &out}; CUevent e0, e1; cuEventCreate(&e0, 0); cuEventCreate(&e1, 0); float best = 1e9;
+    for (int grid : {132 * 4, 132 * 8, 132 * 16}) for (int i = 0; i < 6; i++) { cuEventRecord(e0, s); CK(cuLaunchKernel(f, grid, 1, 1, 512, 1, 1, 0, s, a, 0)); cuEventRecord(e1, s); cuEventSynchronize(e1); float ms; cuEventElapsedTime(&ms, e0, e1); best = std::min(best, ms); }
+    cuMemFree(p); cuMemFree(out); return bytes / best * 1e-6f;
+}
+
+int main(int argc, char** argv) {
+    Kernel::folder = argc > 1 ? argv[1] : "."; std::string which = argc > 2 ? argv[2] : "all";
+    CK(cuInit(0)); CUdevice d; CUcontext ctx; CK(cuDeviceGet(&d, 0)); CK(cuDevicePrimaryCtxRetain(&ctx, d)); CK(cuCtxSetCurrent(ctx));
+    CUstream s; CK(cuStreamCreate(&s, CU_STREAM_NON_BLOCKING)); float top = ceiling(s);
+    printf("read ceiling %.0f GB/s\n", top);
+    struct Shape { u32 context, batch; int group; bool codes; };
+    std::vector<Shape> shapes;
+    for (int g : {4, 8}) { for (auto [c, b] : std::vector<std::pair<u32, u32>>{{8192, 1}, {32768, 1}, {131072, 1}, {8192, 32}, {32768, 8}, {32768, 32}, {131072, 8}, {131072, 32}}) shapes.push_back({c, b, g, true}); }
+    shapes.push_back({32768, 32, 16, true});
+    for (auto [c, b] : std::vector<std::pair<u32, u32>>{{8192, 1}, {32768, 1}, {131072, 1}, {32768, 8}, {131072, 8}}) shapes.push_back({c, b, 4, false});
+    int only = 0;  // "one CONTEXT BATCH GROUP CODES": three plain launches, for a profiler; with stamps if compiled so
+    if (which == "one") { shapes = {{(u32)atoi(argv[3]), (u32)atoi(argv[4]), atoi(argv[5]), atoi(argv[6]) != 0}}; only = argc > 7 ? 2 : 1; }
+    std::vector<Variant> variants = {{128, 1, 16, 3, 1}, {128, 1, 16, 3, 2}, {128, 2, 8, 3, 0}};
+    const int D = 128; const u32 heads = 8;
+    size_t arena_bytes = 24ull << 30; CUdeviceptr arena = device_alloc(arena_bytes);
+    {   // random codes with sane parameters everywhere: 16 MB of pages, copied over the arena
+        std::vector<u8> block(3641 * 4608); Random r(1); for (auto& x : block) x = (u8)r.next();
+        for (size_t p = 0; p < 3641; p++) for (int i = 0; i < 128; i++) { u16* pair = (u16*)&block[p * 4608 + 4096 + 4 * i]; pair[0] = float_to_half(0.2f + 0.3f * r.unit()); pair[1] = float_to_half(-0.5f + 0.2f * r.unit()); }
+        CUdeviceptr b = upload(block); for (size_t o = 0; o + block.size() <= arena_bytes; o += block.size()) CK(cuMemcpyDtoD(arena + o, b, block.size())); cuMemFree(b);
+    }
+    size_t bf16_bytes = 20ull << 30; CUdeviceptr bf16 = device_alloc(bf16_bytes);
+    { std::vector<u16> block(8 << 20); Random r(2); for (auto& x : block) x = float_to_bf16(r.normal() * .5f); CUdeviceptr b = upload(block); for (size_t o = 0; o < bf16_bytes; o += block.size() * 2) CK(cuMemcpyDtoD(bf16 + o, b, block.size() * 2)); cuMemFree(b); }
+    for (auto& sh : shapes) for (auto& v : variants) {
+        if (v.tiles != (sh.group + 7) / 8 || (v.split == 1 && sh.group > 4) || (v.split == 2 && sh.group <= 4)) continue;
+        Kernel k(v); Random random(3); Step step(std::vector<u32>(sh.batch, sh.context), 64, 256, sh.codes, random);
+        size_t full_layer = (size_t)step.full_pages * full_page_bytes(D) * heads, coded_layer = (size_t)step.coded_pages * 4608 * heads;
+        int layers = (int)std::min<size_t>(36, std::min(bf16_bytes / full_layer, coded_layer ? arena_bytes / coded_layer : 1000));
+        std::vector<HeadPages> table((size_t)layers * heads);
+        for (int l = 0; l < layers; l++) for (u32 h = 0; h < heads; h++) table[l * heads + h] = {bf16 + l * full_layer + h * (full_layer / heads), arena + l * coded_layer + h * (coded_layer / heads), sh.codes ? 2u : 0, sh.codes ? 2u : 0, 0, 0};
+        std::vector<float> q((size_t)sh.batch * heads * sh.group * D); for (auto& x : q) x = random.normal();
+        CUdeviceptr dq = upload(q), ht = upload(table), out = device_alloc(q.size() * 4), partials = device_alloc(k.partial_bytes()), arrived = device_alloc(sh.batch * heads * 4), cost = device_alloc((sh.batch + 1) * 8), words = device_alloc(304 * k.workers + 16 * sh.batch * heads);
+        CK(cuMemsetD8(arrived, 0, sh.batch * heads * 4));
+        StepTables tables = step.tables(); DecodePlan plan{words, (u32)k.workers, 0};
+        double bytes = 0; for (auto& i : step.sequences) { u32 n = i.first_position + 1, c = sh.codes ? i.boundary - step.sink : 0; bytes += heads * (c * 72.0 + (n - c) * 512.0); }
+        std::vector<u32> leasts = sh.batch == 1 ? std::vector<u32>{16384} : std::vector<u32>{65536};
+        if (only) {
+            PlanArgs pa{tables, ht, cost, plan, heads, (u32)D, 16384}; launch_plan(k, pa, s);
+            CUdeviceptr stamps = device_alloc(k.workers * 128); CK(cuMemsetD8(stamps, 0, k.workers * 128)); if (only == 2) tables.demoted = stamps;
+            for (int l = 0; l < std::min(layers, only == 2 ? 20 : 3); l++) { DecodeArgs da{tables, plan, ht + l * heads * sizeof(HeadPages), dq, 0, out, partials, arrived, heads, (u32)sh.group, 0.08838834764f * 1.44269504f}; launch_decode(k, da, s); }
+            CK(cuStreamSynchronize(s));
+            if (only == 2) {
+                std::vector<u64> t(k.workers * 16); CK(cuMemcpyDtoH(t.data(), stamps, t.size() * 8)); u64 t0 = ~0ull, t1 = 0; for (u64 x : t) if (x) t0 = std::min(t0, x), t1 = std::max(t1, x);
+                printf("%uK x%u: span %.2f us; worker: start plan loads query near coded merged done\n", sh.context / 1024, sh.batch, (t1 - t0) * 1e-3);
+                for (int w = 0; w < k.workers; w += k.workers > 150 ? k.workers / 24 : 1) { printf("%4d:", w); for (int i = 0; i < 8; i++) printf(" %7.2f", t[w * 16 + i] ? (t[w * 16 + i] - t0) * 1e-3 : -1.0); printf("\n"); }
+                for (int i = 0; i < 8; i++) { double m = 0; for (int w = 0; w < k.workers; w++) if (t[w * 16 + i]) m = std::max(m, (t[w * 16 + i] - t0) * 1e-3); printf("   latest stamp %d: %.2f\n", i, m); }
+            }
+            return 0;
+        }
+        for (u32 least : leasts) {
+            PlanArgs pa{tables, ht, cost, plan, heads, (u32)D, least};
+            CUgraph g; CUgraphExec ge; CK(cuStreamBeginCapture(s, CU_STREAM_CAPTURE_MODE_GLOBAL));
+            launch_plan(k, pa, s);
+            for (int l = 0; l < layers; l++) { DecodeArgs da{tables, plan, ht + l * heads * sizeof(HeadPages), dq, 0, out, partials, arrived, heads, (u32)sh.group, 0.08838834764f * 1.44269504f}; launch_decode(k, da, s); }
+            CK(cuStreamEndCapture(s, &g)); CK(cuGraphInstantiate(&ge, g, 0));
+            CUevent e0, e1; cuEventCreate(&e0, 0); cuEventCreate(&e1, 0); std::vector<float> ms;
+            double est = bytes / 3e9 * layers * 1e-3; int reps = est > 20 ? 5 : 15;
+            for (int i = 0; i < reps + 2; i++) { cuEventRecord(e0, s); CK(cuGraphLaunch(ge, s)); cuEventRecord(e1, s); CK(cuEventSynchronize(e1)); float t; cuEventElapsedTime(&t, e0, e1); if (i >= 2) ms.push_back(t); }
+            std::sort(ms.begin(), ms.end()); float us = ms[ms.size() / 2] * 1e3f / layers; u32 active = active_workers(words, k.workers);
+            printf("%s %6uK x%-2u %2d/8 heads %s least %6u active %4u: %8.2f us (best %.2f) %6.0f GB/s = %3.0f %% of ceiling, floor %.1f us, %d layers\n", sh.codes ? "int2" : "bf16", sh.context / 1024, sh.batch, sh.group * 8, v.file().c_str(), least, active, us, ms[0] * 1e3f / layers, bytes / us * 1e-3, bytes / us * 1e-3 / top * 100, bytes / top * 1e-3, layers);
+            cuGraphExecDestroy(ge); cuGraphDestroy(g);
+        }
+        for (CUdeviceptr p : {dq, ht, out, partials, arrived, cost, words, (CUdeviceptr)tables.sequences, (CUdeviceptr)tables.full, (CUdeviceptr)tables.coded}) cuMemFree(p);
+        fflush(stdout);
+    }
+}

@@ -1,0 +1,349 @@
+// Attention of many rows of a sequence over its pages: a flash kernel on tensor cores.
+//
+// A block takes 16 rows a warp; rows are (token, query head of the group) pairs, so one page read serves the whole group.
+// It walks over the context page by page. A page is read in full, as code, or both, each position by the rule of the
+// windows; only pages on a border are masked. Coded pages are unpacked into shared memory as small integers in BF16,
+// which is exact; scale and minimum are applied to scores and weights: q.k = s (q.c) + z sum(q), sum p v = sum (p s) c + sum p z.
+#include "common.cuh"
+
+struct PrefillParams {
+    StepTables step;
+    const HeadPages* pages;  // of the layer
+    const float* queries;    // [row][query head][HEAD_DIM]
+    float* out;              // likewise
+    u16* rounded;            // the same in BF16, or null
+    u32 query_heads;
+    u32 kv_heads;
+    u32 least_rows;          // sequences with fewer rows belong to the decode kernel
+    float scale;
+};
+
+constexpr int D = HEAD_DIM;
+constexpr int WARPS = D == 256 ? 4 : 8;
+constexpr int THREADS = WARPS * 32;
+constexpr int ROWS = WARPS * 16;
+constexpr int STEPS = D / 16;
+constexpr int SIDE_BYTES = 64 * D * 2;   // keys or values of a tile in shared memory
+constexpr int TILE_BYTES = 2 * SIDE_BYTES;
+constexpr int RAW_BYTES = 8 * D * 8 + 512;
+constexpr int QUERY_BYTES = ROWS * D * 2;
+
+// Byte of a 16-byte chunk in panels of 64 channels (or tokens), swizzled as full pages are.
+DEVICE u32 panel_byte(u32 rows, u32 row, u32 chunk) {
+    return (chunk >> 3) * rows * 128 + row * 128 + ((chunk & 7) ^ (row & 7)) * 16;
+}
+
+DEVICE void copy_async(u32 to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+DEVICE void load_matrices(u32 (&r)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address));
+}
+
+DEVICE void load_matrices_transposed(u32 (&r)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address));
+}
+
+// Two codes, in the low bits of each half, as two BF16 integers: 128 + c has its last place at 1.
+DEVICE u32 integers(u32 pair) {
+    u32 y;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(pair | 0x43004300u), "r"(0x3f803f80u), "r"(0xc300c300u));
+    return y;
+}
+
+// One lane's words of one 16-token tile and side: keys to [token][channel], values to [channel][token].
+template <int BITS>
+DEVICE void unpack(const u8* codes, u32 side, u32 tile, u32 lane, u8* to) {
+    constexpr int LOW = BITS == 3 ? 2 : BITS;
+    constexpr int PLANES = 16 / LOW;
+    constexpr int WORDS = D * LOW / 64;
+    const u8* base = codes + tile * 2 * D * BITS;
+#pragma unroll
+    for (int word = 0; word < WORDS; word++) {
+        u32 w = *(const u32*)(base + word_byte(WORDS, lane, word));
+        u32 top = BITS == 3 ? *(const u32*)(base + D * 4 + word_byte(WORDS / 2, lane, word / 2)) >> (word & 1) : 0;
+#pragma unroll
+        for (int plane = 0; plane < PLANES; plane++) {
+            u32 pair = w >> (LOW * plane) & ((1u << LOW) - 1) * 0x00010001u;
+            if (BITS == 3) pair |= (top >> (2 * plane) & 0x00010001u) << 2;
+            u32 j, channel_half, token_half;
+            if (PLANES <= STEPS) {
+                j = word / 4 * PLANES + plane;
+                channel_half = side == KEY ? word >> 1 & 1 : word & 1;
+                token_half = side == KEY ? word & 1 : word >> 1 & 1;
+            } else if (PLANES == 2 * STEPS) {
+                j = plane % STEPS;
+                channel_half = plane / STEPS;
+                token_half = word;
+            } else {
+                j = plane % STEPS;
+                channel_half = plane / STEPS & 1;
+                token_half = plane / (2 * STEPS);
+            }
+            u32 row = lane >> 2, quad = lane & 3;
+            if (side == KEY) {
+                u32 token = tile * 16 + token_half * 8 + row, chunk = 2 * j + channel_half;
+                *(u32*)(to + panel_byte(64, token, chunk) + quad * 4) = integers(pair);
+            } else {
+                u32 channel = 16 * j + 8 * channel_half + row, chunk = 2 * tile + token_half;
+                *(u32*)(to + panel_byte(D, channel, chunk) + quad * 4) = integers(pair);
+            }
+        }
+    }
+}
+
+DEVICE void unpack_any(u32 bits, const u8* codes, u32 side, u32 tile, u32 lane, u8* to) {
+    switch (bits) {
+        case 1: unpack<1>(codes, side, tile, lane, to); break;
+        case 2: unpack<2>(codes, side, tile, lane, to); break;
+        case 3: unpack<3>(codes, side, tile, lane, to); break;
+        default: unpack<4>(codes, side, tile, lane, to); break;
+    }
+}
+
+// What a block reads next: a page, in full or as code.
+struct Cursor {
+    u32 block;
+    bool coded;
+};
+
+struct Context {
+    u32 sink, first_boundary, last_boundary, last;  // boundaries of the block's first and last query; its last position
+
+    DEVICE bool wants(const Cursor& c) const {
+        u32 begin = c.block * 64, end = min(begin + 64, last + 1);
+        if (c.coded) return end > sink && begin < last_boundary && last_boundary > sink;
+        return begin < sink || end > first_boundary;
+    }
+
+    // The first page to read from `c` on; false at the end.
+    DEVICE bool find(Cursor& c) const {
+        while (c.block * 64 <= last) {
+            if (wants(c)) return true;
+            step(c);
+        }
+        return false;
+    }
+
+    DEVICE static void step(Cursor& c) {
+        c.block += c.coded;
+        c.coded = !c.coded;
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS) attention_prefill(PrefillParams p) {
+    extern __shared__ __align__(1024) u8 memory[];
+    u8* queries = memory;
+    u8* tiles = queries + QUERY_BYTES;
+    u8* raws = tiles + 2 * TILE_BYTES;
+
+    const u32 group = p.query_heads / p.kv_heads, kv_head = blockIdx.y;
+    allow_next_kernel();
+    wait_for_previous_kernel();
+    const SequenceInfo s = p.step.sequences[blockIdx.z];
+    // Late rows have the most to read: they go first.
+    const u32 first = (gridDim.x - 1 - blockIdx.x) * ROWS, all_rows = s.rows * group;
+    if (s.rows < p.least_rows || first >= all_rows) return;
+    const u32 last_row = min(first + ROWS, all_rows) - 1;
+    const HeadPages pages = p.pages[kv_head];
+    const CodedPage shape = {pages.key_bits, pages.value_bits, D};
+    const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+    const u32 first_query = s.first_position + first / group, last_query = s.first_position + last_row / group;
+    const Context context = {p.step.sink, boundary_of(p.step, first_query), boundary_of(p.step, last_query), last_query};
+
+    auto start_copy = [&](const Cursor& c, u32 stage) {
+        u32 id = (c.coded ? p.step.coded : p.step.full)[s.table + c.block];
+        if (c.coded) {
+            const u8* page = (const u8*)(pages.coded + (u64)id * shape.bytes());
+            u32 to = shared_address(raws + stage * RAW_BYTES);
+            for (u32 i = threadIdx.x; i < shape.bytes() / 16; i += THREADS) copy_async(to + i * 16, page + i * 16);
+        } else {
+            const u8* page = (const u8*)(pages.full + (u64)id * full_page_bytes(D));
+            u32 to = shared_address(tiles + stage * TILE_BYTES);
+            for (u32 i = threadIdx.x; i < TILE_BYTES / 16; i += THREADS) copy_async(to + i * 16, page + i * 16);
+        }
+    };
+
+    Cursor now = {0, false};
+    context.find(now);
+    start_copy(now, 0);
+    asm volatile("cp.async.commit_group;" ::: "memory");
+
+    for (u32 i = threadIdx.x; i < ROWS * (D / 8); i += THREADS) {
+        u32 row = i / (D / 8), chunk = i % (D / 8), packed = min(first + row, last_row);
+        const float4* q = (const float4*)(p.queries +
+            ((u64)(s.first_row + packed / group) * p.query_heads + kv_head * group + packed % group) * D + chunk * 8);
+        float4 a = q[0], b = q[1];
+        *(uint4*)(queries + panel_byte(ROWS, row, chunk)) =
+            make_uint4(pack_bf16(a.x, a.y), pack_bf16(a.z, a.w), pack_bf16(b.x, b.y), pack_bf16(b.z, b.w));
+    }
+    __syncthreads();
+
+    // This thread's two rows: g and g + 8 of the warp's sixteen.
+    u32 position[2], boundary[2];
+    float query_sum[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        u32 row = warp * 16 + h * 8 + g;
+        position[h] = s.first_position + min(first + row, last_row) / group;
+        boundary[h] = boundary_of(p.step, position[h]);
+        float sum = 0.0f;
+        for (u32 chunk = t; chunk < D / 8; chunk += 4) {
+            uint4 q = *(const uint4*)(queries + panel_byte(ROWS, row, chunk));
+            sum += low_bf16(q.x) + high_bf16(q.x) + low_bf16(q.y) + high_bf16(q.y);
+            sum += low_bf16(q.z) + high_bf16(q.z) + low_bf16(q.w) + high_bf16(q.w);
+        }
+        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+        query_sum[h] = sum + __shfl_xor_sync(0xffffffffu, sum, 2);
+    }
+    const u32 query_address = shared_address(queries);
+    const float scale = p.scale * LOG2E;
+    float out[2 * STEPS][4] = {};
+    float largest[2] = {NEGATIVE_INFINITY, NEGATIVE_INFINITY}, total[2] = {}, shift[2] = {};
+
+    bool more = true;
+    for (u32 stage = 0; more; stage ^= 1) {
+        Cursor next = now;
+        Context::step(next);
+        more = context.find(next);
+        if (more) start_copy(next, stage ^ 1);
+        asm volatile("cp.async.commit_group;" ::: "memory");
+        asm volatile("cp.async.wait_group 1;" ::: "memory");
+        __syncthreads();
+        u8* tile = tiles + stage * TILE_BYTES;
+        const u8* raw = raws + stage * RAW_BYTES;
+        if (now.coded) {
+            for (u32 i = warp; i < 8; i += WARPS) {
+                if (i < 4) unpack_any(shape.key_bits, raw + shape.codes(KEY), KEY, i, lane, tile);
+                else unpack_any(shape.value_bits, raw + shape.codes(VALUE), VALUE, i - 4, lane, tile + SIDE_BYTES);
+            }
+            __syncthreads();
+        }
+        const u32 keys = shared_address(tile), values = keys + SIDE_BYTES;
+
+        float score[8][4] = {};
+#pragma unroll
+        for (int k = 0; k < STEPS; k++) {
+            u32 a[4];
+            load_matrices(a, query_address +
+                panel_byte(ROWS, warp * 16 + (lane >> 3 & 1) * 8 + (lane & 7), 2 * k + (lane >> 4)));
+#pragma unroll
+            for (int n = 0; n < 8; n += 2) {
+                u32 b[4];
+                load_matrices(b, keys + panel_byte(64, 8 * (n + (lane >> 4)) + (lane & 7), 2 * k + (lane >> 3 & 1)));
+                mma_bf16(score[n], a[0], a[1], a[2], a[3], b[0], b[1]);
+                mma_bf16(score[n + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
+            }
+        }
+        const u32 begin = now.block * 64;
+        if (now.coded) {
+#pragma unroll
+            for (int n = 0; n < 8; n++)
+#pragma unroll
+                for (int c = 0; c < 2; c++) {
+                    u32 pair = *(const u32*)(raw + param_byte(shape, KEY, n * 8 + 2 * t + c));
+                    float s_k = f16_to_f32(pair & 0xffff), z_k = f16_to_f32(pair >> 16);
+                    score[n][c] = __fmaf_rn(score[n][c], s_k, z_k * query_sum[0]);
+                    score[n][2 + c] = __fmaf_rn(score[n][2 + c], s_k, z_k * query_sum[1]);
+                }
+        }
+        bool whole = now.coded ? begin >= context.sink && begin + 64 <= context.first_boundary
+                               : begin + 63 <= first_query &&
+                                     (begin + 64 <= context.sink || begin >= context.last_boundary);
+        if (!whole) {
+#pragma unroll
+            for (int n = 0; n < 8; n++)
+#pragma unroll
+                for (int c = 0; c < 4; c++) {
+                    u32 j = begin + n * 8 + 2 * t + (c & 1), h = c >> 1;
+                    bool is_code = j >= context.sink && j < boundary[h];
+                    if (is_code != now.coded || j > position[h]) score[n][c] = NEGATIVE_INFINITY;
+                }
+        }
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float top = NEGATIVE_INFINITY;
+#pragma unroll
+            for (int n = 0; n < 8; n++) top = fmaxf(top, fmaxf(score[n][2 * h], score[n][2 * h + 1]));
+            top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+            top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+            float before = largest[h], after = fmaxf(before, top * scale);
+            // Nothing seen yet: any finite reference will do.
+            float reference = after == NEGATIVE_INFINITY ? 0.0f : after;
+            float factor = exp2_fast(before - reference);
+            largest[h] = after;
+            float sum = 0.0f;
+#pragma unroll
+            for (int n = 0; n < 8; n++)
+#pragma unroll
+                for (int c = 0; c < 2; c++) {
+                    float w = exp2_fast(__fmaf_rn(score[n][2 * h + c], scale, -reference));
+                    score[n][2 * h + c] = w;
+                    sum += w;
+                }
+            total[h] = __fmaf_rn(total[h], factor, sum);
+            shift[h] *= factor;
+#pragma unroll
+            for (int n = 0; n < 2 * STEPS; n++) {
+                out[n][2 * h] *= factor;
+                out[n][2 * h + 1] *= factor;
+            }
+        }
+        if (now.coded) {
+#pragma unroll
+            for (int n = 0; n < 8; n++)
+#pragma unroll
+                for (int c = 0; c < 2; c++) {
+                    u32 pair = *(const u32*)(raw + param_byte(shape, VALUE, n * 8 + 2 * t + c));
+                    float s_v = f16_to_f32(pair & 0xffff), z_v = f16_to_f32(pair >> 16);
+                    shift[0] = __fmaf_rn(score[n][c], z_v, shift[0]);
+                    shift[1] = __fmaf_rn(score[n][2 + c], z_v, shift[1]);
+                    score[n][c] *= s_v;
+                    score[n][2 + c] *= s_v;
+                }
+        }
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            u32 a[4] = {pack_bf16(score[2 * k][0], score[2 * k][1]), pack_bf16(score[2 * k][2], score[2 * k][3]),
+                        pack_bf16(score[2 * k + 1][0], score[2 * k + 1][1]),
+                        pack_bf16(score[2 * k + 1][2], score[2 * k + 1][3])};
+#pragma unroll
+            for (int n = 0; n < 2 * STEPS; n += 2) {
+                u32 b[4];
+                if (now.coded)
+                    load_matrices(b, values + panel_byte(D, 8 * (n + (lane >> 4)) + (lane & 7), 2 * k + (lane >> 3 & 1)));
+                else
+                    load_matrices_transposed(
+                        b, values + panel_byte(64, 16 * k + (lane >> 3 & 1) * 8 + (lane & 7), n + (lane >> 4)));
+                mma_bf16(out[n], a[0], a[1], a[2], a[3], b[0], b[1]);
+                mma_bf16(out[n + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
+            }
+        }
+        now = next;
+        __syncthreads();
+    }
+
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        float sum = total[h], z = shift[h];
+        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+        z += __shfl_xor_sync(0xffffffffu, z, 1);
+        z += __shfl_xor_sync(0xffffffffu, z, 2);
+        u32 packed = first + warp * 16 + h * 8 + g;
+        if (packed > last_row) continue;
+        float norm = 1.0f / sum;
+        u64 at = ((u64)(s.first_row + packed / group) * p.query_heads + kv_head * group + packed % group) * D + 2 * t;
+#pragma unroll
+        for (int n = 0; n < 2 * STEPS; n++) {
+            float x = (out[n][2 * h] + z) * norm, y = (out[n][2 * h + 1] + z) * norm;
+            *(float2*)(p.out + at + n * 8) = make_float2(x, y);
+            if (p.rounded) *(u32*)(p.rounded + at + n * 8) = pack_bf16(x, y);
+        }
+    }
+}

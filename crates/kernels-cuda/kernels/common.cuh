@@ -1,0 +1,118 @@
+// What every kernel shares: number formats, tensor-core products, warp reductions and the tables of a step.
+// Free of toolkit headers: NVRTC alone compiles these files.
+#pragma once
+
+#include "page.cuh"
+
+#define DEVICE __device__ __forceinline__
+#define NO_PAGE 0xffffffffu
+#define NEGATIVE_INFINITY __int_as_float(0xff800000)
+
+// ---- Tables of a step: `src/step.rs` writes them, once for all layers. ----
+
+// One sequence's rows and pages.
+struct SequenceInfo {
+    u32 first_row;       // rows of the step that belong to it
+    u32 rows;
+    u32 first_position;  // position of the first of them
+    u32 table;           // where its pages begin in `full` and `coded`
+    u32 blocks;          // pages of 64 tokens in its tables
+    u32 boundary;        // of its last row: positions sink..boundary have codes
+};
+
+// 16 tokens that this step turns into codes.
+struct DemotedTile {
+    u32 full;   // page ids
+    u32 coded;
+    u32 tile;   // 0..3 within the page
+};
+
+struct StepTables {
+    const SequenceInfo* sequences;
+    const u32* row_sequence;  // by row
+    const u32* row_position;
+    const u32* full;          // page ids by sequence and block; NO_PAGE where there is none
+    const u32* coded;
+    const DemotedTile* demoted;
+    u32 sequence_count;
+    u32 rows;
+    u32 demoted_count;
+    // The windows: the query at t reads j as code if sink <= j < boundary(t).
+    u32 sink;
+    u32 recent;
+    u32 unit;
+};
+
+// First position at or beyond the sink that the query at `t` reads in BF16.
+DEVICE u32 boundary_of(const StepTables& s, u32 t) {
+    u64 before = (u64)s.sink + s.recent;
+    u64 past = (u64)t + 1 > before ? (u64)t + 1 - before : 0;
+    return s.sink + (u32)(past / s.unit) * s.unit;
+}
+
+// ---- Number formats. ----
+
+DEVICE float bf16_to_f32(u16 x) { return __uint_as_float((u32)x << 16); }
+
+// Round to nearest even, as the CPU does; NaN stays NaN.
+DEVICE u16 f32_to_bf16(float x) {
+    u16 y;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));
+    return y;
+}
+
+// Two values in one register, the first in the low half.
+DEVICE u32 pack_bf16(float low, float high) {
+    u32 y;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+    return y;
+}
+
+DEVICE float low_bf16(u32 x) { return __uint_as_float(x << 16); }
+DEVICE float high_bf16(u32 x) { return __uint_as_float(x & 0xffff0000u); }
+
+DEVICE float f16_to_f32(u16 x) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+    return y;
+}
+
+// 2^x, to about 2 units in the last place.
+DEVICE float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+#define LOG2E 1.4426950408889634f
+
+// ---- Tensor cores: D(16x8) += A(16x16) B(16x8), sums in f32. ----
+
+DEVICE void mma_bf16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// ---- Warps. ----
+
+DEVICE float warp_sum(float x) {
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
+    return x;
+}
+
+// Lets the next kernel of the stream begin, and waits for what the one before it writes.
+DEVICE void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+DEVICE void allow_next_kernel() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}

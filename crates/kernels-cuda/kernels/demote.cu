@@ -1,0 +1,145 @@
+// Turns 16-token tiles of full pages into codes: clip by the exact order statistic, scale and minimum rounded to fp16, codes
+// chosen against the rounded pair. Every operation is the one of oscar_codec (clip, affine) in the same order and rounding,
+// so that codes and pairs are identical to the scalar reference to the bit.
+//
+// One block for a tile's keys or values of one head. A warp codes a row, then the block packs the codes into words.
+// Compiled with HEAD_DIM.
+#include "common.cuh"
+
+struct DemoteArgs {
+    StepTables step;
+    const HeadPages* heads;  // of this layer
+    u32 kv_heads;
+};
+
+constexpr int DEMOTE_WARPS = 4;
+constexpr int VALUES = HEAD_DIM / 32;   // of a row, by lane: channels lane, lane + 32, …
+constexpr float SATURATION = 32752.f;   // oscar_codec::affine::SATURATION
+
+// Largest threshold that at least `above` magnitudes of the row reach, which is the order statistic at HEAD_DIM - above.
+// BF16 values and the saturated one have thirteen zero bits at the end.
+DEVICE float order_statistic(const float (&x)[VALUES], u32 above) {
+    u32 threshold = 0;
+    for (int bit = 30; bit >= 13; bit--) {
+        u32 candidate = threshold | 1u << bit, reach = 0;
+#pragma unroll
+        for (int i = 0; i < VALUES; i++) reach += (__float_as_uint(x[i]) & 0x7fffffffu) >= candidate;
+        if (__reduce_add_sync(0xffffffffu, reach) >= above) threshold = candidate;
+    }
+    return __uint_as_float(threshold);
+}
+
+// Sum in the order of oscar_codec::affine::lane_sum: sixteen strided sums, then halves added to halves. The row lies in
+// shared memory; every lane gets the sum.
+template <class F>
+DEVICE float lane_sum(const float* row, F&& f, int lane) {
+    float sum = 0.f;
+    for (int i = lane & 15; i < HEAD_DIM; i += 16) sum = __fadd_rn(sum, f(row[i]));
+#pragma unroll
+    for (int half = 8; half > 0; half /= 2) sum = __fadd_rn(sum, __shfl_down_sync(0xffffffffu, sum, half, 16));
+    return __shfl_sync(0xffffffffu, sum, 0);
+}
+
+DEVICE u16 f32_to_f16(float x) {
+    u16 y;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
+    return y;
+}
+
+// The code of the pair `half` and plane `plane` of a lane's word, for a width that is a power of two: inverse of code_place.
+DEVICE u32 code_at(const u8 (*codes)[HEAD_DIM], u32 side, u32 bits, u32 lane, u32 word, u32 half, u32 plane) {
+    constexpr u32 steps = HEAD_DIM / 16;
+    u32 planes = 16 / bits, j, token_half, channel_half;
+    if (planes <= steps) {
+        u32 row_half = word & 1, column_half = (word >> 1) & 1;
+        j = plane + planes * (word / 4);
+        token_half = side == KEY ? row_half : column_half, channel_half = side == KEY ? column_half : row_half;
+    } else {
+        j = plane % steps, channel_half = plane / steps & 1;
+        token_half = planes == 2 * steps ? word : plane / (2 * steps);
+    }
+    u32 r = lane >> 2, pair = 2 * (lane & 3) + half;
+    u32 token = (side == KEY ? r : pair) + 8 * token_half, channel = 16 * j + (side == KEY ? pair : r) + 8 * channel_half;
+    return codes[token][channel];
+}
+
+extern "C" __global__ void __launch_bounds__(32 * DEMOTE_WARPS) demote(DemoteArgs a) {
+    __shared__ u8 codes[TILE_TOKENS][HEAD_DIM];
+    __shared__ float rows[DEMOTE_WARPS][HEAD_DIM];
+    wait_for_previous_kernel();
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const u32 jobs = a.step.demoted_count * a.kv_heads * 2;
+    for (u32 job = blockIdx.x; job < jobs; job += gridDim.x) {
+        const u32 side = job & 1, head_index = (job >> 1) % a.kv_heads;
+        const DemotedTile tile = a.step.demoted[(job >> 1) / a.kv_heads];
+        const HeadPages head = a.heads[head_index];
+        const CodedPage shape = {head.key_bits, head.value_bits, HEAD_DIM};
+        const u32 bits = shape.side_bits(side), clip = side == KEY ? head.key_clip : head.value_clip;
+        const float top = (float)((1u << bits) - 1);
+        const u16* from = (const u16*)head.full + (u64)tile.full * (2 * PAGE_TOKENS * HEAD_DIM);
+        u8* const page = (u8*)head.coded + (u64)tile.coded * shape.bytes();
+        for (int token = warp; token < TILE_TOKENS; token += DEMOTE_WARPS) {
+            float x[VALUES];
+#pragma unroll
+            for (int i = 0; i < VALUES; i++) {
+                float v = bf16_to_f32(from[full_element(side, HEAD_DIM, tile.tile * TILE_TOKENS + token, lane + 32 * i)]);
+                x[i] = v != v ? 0.f : fminf(fmaxf(v, -SATURATION), SATURATION);
+            }
+            if (clip != 0xffffffffu) {
+                float t = order_statistic(x, HEAD_DIM - clip);
+#pragma unroll
+                for (int i = 0; i < VALUES; i++) x[i] = x[i] < -t ? -t : x[i] > t ? t : x[i];
+            }
+            float scale, minimum;
+            if (bits == 1) {
+                __syncwarp();
+#pragma unroll
+                for (int i = 0; i < VALUES; i++) rows[warp][lane + 32 * i] = x[i];
+                __syncwarp();
+                float mean = __fdiv_rn(lane_sum(rows[warp], [](float v) { return v; }, lane), (float)HEAD_DIM);
+                float deviation = __fdiv_rn(
+                    lane_sum(rows[warp], [&](float v) { return fabsf(__fsub_rn(v, mean)); }, lane), (float)HEAD_DIM);
+                scale = __fmul_rn(2.f, deviation), minimum = __fsub_rn(mean, deviation);
+            } else {
+                float low = x[0], high = x[0];
+#pragma unroll
+                for (int i = 1; i < VALUES; i++) low = fminf(low, x[i]), high = fmaxf(high, x[i]);
+#pragma unroll
+                for (int step = 16; step > 0; step /= 2) {
+                    low = fminf(low, __shfl_xor_sync(0xffffffffu, low, step));
+                    high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, step));
+                }
+                scale = __fdiv_rn(__fsub_rn(high, low), top), minimum = low;
+            }
+            const u16 scale16 = f32_to_f16(scale), minimum16 = f32_to_f16(minimum);
+            scale = f16_to_f32(scale16), minimum = f16_to_f32(minimum16);
+#pragma unroll
+            for (int i = 0; i < VALUES; i++) {
+                float level = floorf(__fadd_rn(__fdiv_rn(__fsub_rn(x[i], minimum), scale), 0.5f));
+                codes[token][lane + 32 * i] = scale <= 0.f ? 0 : (u8)fminf(fmaxf(level, 0.f), top);
+            }
+            if (lane == 0) store_params(page, shape, side, tile.tile * TILE_TOKENS + token, scale16, minimum16);
+        }
+        __syncthreads();
+        u8* const out = page + shape.codes(side) + tile.tile * (2 * HEAD_DIM * bits);
+        const u32 low_bits = bits == 3 ? 2 : bits, words = HEAD_DIM * low_bits / 64, planes = 16 / low_bits;
+        for (u32 w = threadIdx.x; w < 32 * words; w += blockDim.x) {
+            u32 in_lane = w % 32, word = w / 32, packed = 0;
+            for (u32 half = 0; half < 2; half++)
+                for (u32 plane = 0; plane < planes; plane++)
+                    packed |= (code_at(codes, side, low_bits, in_lane, word, half, plane) & ((1u << low_bits) - 1))
+                              << (16 * half + low_bits * plane);
+            *(u32*)(out + word_byte(words, in_lane, word)) = packed;
+        }
+        if (bits == 3) {
+            for (u32 w = threadIdx.x; w < 16 * words; w += blockDim.x) {
+                u32 in_lane = w % 32, word = w / 32, packed = 0;
+                for (u32 half = 0; half < 2; half++)
+                    for (u32 bit = 0; bit < 16; bit++)
+                        packed |= (code_at(codes, side, 2, in_lane, 2 * word + (bit & 1), half, bit / 2) >> 2) << (16 * half + bit);
+                *(u32*)(out + 4 * HEAD_DIM + word_byte(words / 2, in_lane, word)) = packed;
+            }
+        }
+        __syncthreads();
+    }
+}

@@ -1,0 +1,150 @@
+// Fragments of tensor-core products beyond those of common.cuh, and codes as such fragments.
+//
+// mma.m16n8k16: lane 4r + q holds A registers x = 0..3 (row r + 8(x & 1), columns 2q, 2q+1, +8 if x >= 2), B registers 0, 1
+// (rows 2q, 2q+1, +8; column r) and sums 0..3 (rows r, r, r+8, r+8; columns 2q, 2q+1).
+#pragma once
+#include "common.cuh"
+
+#ifdef HEAD_DIM
+constexpr int STEPS = HEAD_DIM / 16;  // 16-channel steps of a head
+#endif
+
+DEVICE void mma_f16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// D(16x8) += A(16x32, unsigned bytes) B(32x8, signed bytes), exactly.
+DEVICE void mma_u8s8(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Transposes an 8x8 block of 16-bit elements held as a sum's rows: turns probabilities into a B register.
+DEVICE u32 transpose_8x8(u32 x) {
+    u32 y;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
+
+DEVICE void load_matrix(u32 (&a)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+DEVICE void load_matrix_transposed(u32 (&a)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+DEVICE u32 pack_f16(float low, float high) {
+    u32 y;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+    return y;
+}
+
+DEVICE float low_f16(u32 x) { return f16_to_f32((u16)(x & 0xffff)); }
+DEVICE float high_f16(u32 x) { return f16_to_f32((u16)(x >> 16)); }
+
+DEVICE u32 add_f16x2(u32 a, u32 b) {
+    u32 y;
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+}
+
+// Is either half at least `limit`'s?
+DEVICE bool any_at_least_f16x2(u32 a, u32 limit) {
+    u32 y;
+    asm("{ .reg .pred p, q; setp.ge.f16x2 p|q, %1, %2; or.pred p, p, q; selp.u32 %0, 1, 0, p; }"
+        : "=r"(y)
+        : "r"(a), "r"(limit));
+    return y != 0;
+}
+
+DEVICE float log2_fast(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// ---- Codes as A registers ------------------------------------------------------------------------------------------
+//
+// Masked bits of a word are a pair of fp16 numbers code * 2^(exponent - 24), exactly: bits 0..10 of an fp16 number count in
+// steps of 2^-24. The exponent depends on the plane; it is taken off the query (keys) or the result's row (values).
+
+#ifdef HEAD_DIM
+__host__ __device__ constexpr int planes_of(int bits) { return 16 / (bits == 3 ? 2 : bits); }
+
+// Words a lane has of one 16-token tile (of the low part, for three bits).
+__host__ __device__ constexpr int words_of(int bits) { return HEAD_DIM * (bits == 3 ? 2 : bits) / 64; }
+
+__host__ __device__ constexpr int code_bytes_per_tile(int bits) { return 2 * HEAD_DIM * bits; }
+
+// Power of two that the codes of step j arrive with; `channel_half` tells channels 0..7 of the step from 8..15.
+DEVICE int plane_exponent(int bits, int j, int channel_half) {
+    int planes = planes_of(bits);
+    int plane = planes <= STEPS ? j % planes : j + STEPS * channel_half;
+    return bits == 1 ? (plane & 7) : bits == 4 ? 4 * (plane & 1) : 2 * (plane % 5);
+}
+
+template <int BITS>
+struct TileWords {
+    u32 low[words_of(BITS)];
+    u32 top[BITS == 3 ? (words_of(3) / 2) : 1];
+};
+
+template <int N>
+DEVICE void load_words(u32 (&w)[N], const u8* tile, int lane) {
+    if constexpr (N >= 4) {
+#pragma unroll
+        for (int i = 0; i < N / 4; i++) {
+            uint4 v = *(const uint4*)(tile + i * 512 + lane * 16);
+            w[4 * i] = v.x, w[4 * i + 1] = v.y, w[4 * i + 2] = v.z, w[4 * i + 3] = v.w;
+        }
+    } else if constexpr (N == 2) {
+        uint2 v = *(const uint2*)(tile + lane * 8);
+        w[0] = v.x, w[1] = v.y;
+    } else {
+        w[0] = *(const u32*)(tile + lane * 4);
+    }
+}
+
+template <int BITS>
+DEVICE void load_tile(TileWords<BITS>& words, const u8* tile, int lane) {
+    load_words(words.low, tile, lane);
+    if constexpr (BITS == 3) load_words(words.top, tile + 4 * HEAD_DIM, lane);
+}
+
+// Register x of step j. All arguments but the words are constants once loops are unrolled.
+template <int BITS, int SIDE>
+DEVICE u32 code_pair(const TileWords<BITS>& words, int j, int x) {
+    constexpr int planes = planes_of(BITS);
+    const int channel_half = SIDE == KEY ? x >> 1 : x & 1, token_half = SIDE == KEY ? x & 1 : x >> 1;
+    int word, plane;
+    if constexpr (planes <= STEPS) {
+        word = x + 4 * (j / planes), plane = j % planes;
+    } else if constexpr (planes == 2 * STEPS) {
+        word = token_half, plane = j + STEPS * channel_half;
+    } else {
+        word = 0, plane = j + STEPS * channel_half + 2 * STEPS * token_half;
+    }
+    u32 w = words.low[word];
+    if constexpr (BITS == 1) return (plane < 8 ? w : w >> 8) & (0x00010001u << (plane & 7));
+    if constexpr (BITS == 4) return (plane < 2 ? w : w >> 8) & (0x000f000fu << (4 * (plane & 1)));
+    u32 low = (plane < 5 ? w : w >> 10) & (0x00030003u << (2 * (plane % 5)));
+    if constexpr (BITS == 3) {
+        // The high bit goes right above the low two.
+        u32 t = words.top[word / 2];
+        u32 lifted = plane < 5 ? t << (2 - (word & 1)) : t >> (8 + (word & 1));
+        low |= lifted & (0x00040004u << (2 * (plane % 5)));
+    }
+    return low;
+}
+#endif

@@ -1,0 +1,130 @@
+// Operations on rows of activations: embedding, RMSNorm, SwiGLU, selection, conversions.
+// Rows are f32; large steps also get a BF16 copy, which is what the matrix products of a prefill read.
+#include "common.cuh"
+
+struct EmbedParams {
+    const u16* table;  // BF16 [vocabulary][width]
+    const u32* tokens;
+    float* out;
+    u32 width;
+};
+
+// One block a row.
+extern "C" __global__ void embed(EmbedParams p) {
+    allow_next_kernel();
+    wait_for_previous_kernel();
+    const u16* row = p.table + (u64)p.tokens[blockIdx.x] * p.width;
+    float* out = p.out + (u64)blockIdx.x * p.width;
+    for (u32 i = threadIdx.x; i < p.width; i += blockDim.x) out[i] = bf16_to_f32(row[i]);
+}
+
+struct RmsNormParams {
+    const float* x;
+    const float* weight;
+    float* out;
+    u16* rounded;  // BF16 copy, or null
+    u32 width;
+    float eps;
+};
+
+DEVICE float block_sum(float x) {
+    __shared__ float parts[32];
+    x = warp_sum(x);
+    if ((threadIdx.x & 31) == 0) parts[threadIdx.x >> 5] = x;
+    __syncthreads();
+    u32 warps = blockDim.x >> 5;
+    x = threadIdx.x < warps ? parts[threadIdx.x] : 0.0f;
+    if (threadIdx.x < 32) x = warp_sum(x);
+    if (threadIdx.x == 0) parts[0] = x;
+    __syncthreads();
+    return parts[0];
+}
+
+// One block a row.
+extern "C" __global__ void rms_norm(RmsNormParams p) {
+    allow_next_kernel();
+    wait_for_previous_kernel();
+    const float* x = p.x + (u64)blockIdx.x * p.width;
+    float* out = p.out + (u64)blockIdx.x * p.width;
+    u16* rounded = p.rounded ? p.rounded + (u64)blockIdx.x * p.width : 0;
+    float squares = 0.0f;
+    for (u32 i = threadIdx.x; i < p.width; i += blockDim.x) squares = __fmaf_rn(x[i], x[i], squares);
+    float scale = 1.0f / sqrtf(block_sum(squares) / (float)p.width + p.eps);
+    for (u32 i = threadIdx.x; i < p.width; i += blockDim.x) {
+        float y = x[i] * scale * p.weight[i];
+        out[i] = y;
+        if (rounded) rounded[i] = f32_to_bf16(y);
+    }
+}
+
+struct SwigluParams {
+    const float* gate_up;  // rows of [gate | up]
+    float* out;            // one of the two is null
+    u16* rounded;
+    u32 width;  // of gate and of up
+    u32 rows;
+};
+
+extern "C" __global__ void swiglu(SwigluParams p) {
+    allow_next_kernel();
+    wait_for_previous_kernel();
+    u64 total = (u64)p.rows * p.width;
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < total; i += (u64)gridDim.x * blockDim.x) {
+        u64 row = i / p.width;
+        u32 column = (u32)(i - row * p.width);
+        const float* gate_up = p.gate_up + row * 2 * p.width;
+        float gate = gate_up[column], up = gate_up[p.width + column];
+        float y = gate / (1.0f + exp2f(-gate * LOG2E)) * up;
+        if (p.out) p.out[i] = y;
+        else p.rounded[i] = f32_to_bf16(y);
+    }
+}
+
+struct SelectParams {
+    const float* x;
+    const u32* rows;
+    float* out;
+    u32 width;
+};
+
+// One block a wanted row.
+extern "C" __global__ void select_rows(SelectParams p) {
+    allow_next_kernel();
+    wait_for_previous_kernel();
+    const float* x = p.x + (u64)p.rows[blockIdx.x] * p.width;
+    float* out = p.out + (u64)blockIdx.x * p.width;
+    for (u32 i = threadIdx.x; i < p.width; i += blockDim.x) out[i] = x[i];
+}
+
+struct RoundParams {
+    const float* x;
+    u16* high;
+    u16* low;  // what the rounding lost, or null
+    u64 count;
+};
+
+extern "C" __global__ void round_to_bf16(RoundParams p) {
+    allow_next_kernel();
+    wait_for_previous_kernel();
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < p.count; i += (u64)gridDim.x * blockDim.x) {
+        float x = p.x[i];
+        u16 high = f32_to_bf16(x);
+        p.high[i] = high;
+        if (p.low) p.low[i] = f32_to_bf16(x - bf16_to_f32(high));
+    }
+}
+
+struct BiasParams {
+    const float* bias;
+    float* out;
+    u32 width;
+    u32 rows;
+};
+
+extern "C" __global__ void add_bias(BiasParams p) {
+    allow_next_kernel();
+    wait_for_previous_kernel();
+    u64 total = (u64)p.rows * p.width;
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < total; i += (u64)gridDim.x * blockDim.x)
+        p.out[i] += p.bias[i % p.width];
+}

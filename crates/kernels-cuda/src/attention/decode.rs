@@ -1,0 +1,346 @@
+//! Decode attention: the variant of the kernel, the plan of a step and its scratch memory.
+//!
+//! A step is planned once for all layers whose heads have the same widths; every layer is then one launch of as many
+//! blocks as the GPU has multiprocessors. Nothing here waits for the device, and a launch's parameters depend only on
+//! addresses, so steps of the same buffers can be captured in a graph.
+
+use crate::device::{Buffer, Device, KernelParams, LaunchShape};
+use crate::error::{CudaError, Result};
+use crate::kernels::Kernels;
+use crate::pages::{CudaPages, HeadPages};
+use crate::sources::{ATTENTION_DECODE, ATTENTION_PLAN, Defines, HEAD_DIMS};
+use crate::step::StepTables;
+use oscar_backend::HeadShape;
+use std::f32::consts::LOG2_E;
+
+/// Warps that the kernel needs at least, to make a split query.
+const MIN_WARPS: usize = 2;
+/// Most query heads to a KV head.
+pub const MAX_GROUP: usize = 16;
+/// Bytes below which a block is not worth its start.
+const LEAST_COST: u32 = 16 << 10;
+/// Slots of a warp's ring: more hide more latency, as far as shared memory goes.
+const STAGES: std::ops::RangeInclusive<usize> = 2..=4;
+
+/// One compiled form of the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Variant {
+    pub head_dim: usize,
+    /// Tiles of eight query heads.
+    pub query_tiles: usize,
+    pub warps: usize,
+    pub stages: usize,
+    /// Is the query multiplied as high and low bytes against two-bit keys?
+    pub split_query: bool,
+}
+
+impl Variant {
+    /// The largest form for this shape that fits a block's shared memory.
+    pub fn fitting(head_dim: usize, group: usize, shared_memory: usize) -> Result<Self> {
+        if !HEAD_DIMS.contains(&head_dim) || group == 0 || group > MAX_GROUP {
+            return Err(CudaError::Unsupported(format!(
+                "attention with head size {head_dim} and {group} query heads to a KV head: kernels exist for head sizes 64, \
+                 128 and 256 and up to {MAX_GROUP} query heads"
+            )));
+        }
+        let query_tiles = group.div_ceil(8);
+        // Registers: results and query of every warp must fit the register file.
+        let warps = match query_tiles * head_dim {
+            0..=128 => 16,
+            129..=256 => 8,
+            _ => 4,
+        };
+        // Two columns a head leave room for four heads.
+        let split_query = head_dim == 128 && group <= 4;
+        let mut variant = Self { head_dim, query_tiles, warps, stages: *STAGES.end(), split_query };
+        while variant.shared_bytes() > shared_memory {
+            if variant.stages > *STAGES.start() {
+                variant.stages -= 1;
+            } else if variant.warps > MIN_WARPS {
+                (variant.warps, variant.stages) = (variant.warps / 2, *STAGES.end());
+            } else {
+                return Err(CudaError::Unsupported(format!(
+                    "attention needs {} bytes of shared memory, the GPU has {shared_memory} a block",
+                    variant.shared_bytes()
+                )));
+            }
+        }
+        Ok(variant)
+    }
+
+    /// Dynamic shared memory; the kernel asserts that its `Shared` fits.
+    pub fn shared_bytes(&self) -> usize {
+        let Self { head_dim, query_tiles, warps, stages, .. } = *self;
+        let (steps, heads, slot) = (head_dim / 16, 8 * query_tiles, 32 * head_dim + 512);
+        let slots = warps * stages * (slot + 12);
+        // A warp's result goes into a slot where it fits.
+        let result = heads * (head_dim + 4) * 4;
+        let results = if result <= slot { 16 } else { warps * result };
+        let query = query_tiles * steps * (32 * 24 + 32);
+        let by_warp = warps * (8 + heads * 8 + 96);
+        (slots + results + query + by_warp + heads * (8 + 128) + steps * 16 + 64).next_multiple_of(128)
+    }
+
+    pub fn defines(&self) -> Defines {
+        vec![
+            ("HEAD_DIM", self.head_dim),
+            ("QUERY_TILES", self.query_tiles),
+            ("WARPS", self.warps),
+            ("STAGES", self.stages),
+            ("SPLIT_QUERY", self.split_query as usize),
+            ("BLOCKS", 1),
+            ("SHARED_BYTES", self.shared_bytes()),
+        ]
+    }
+
+    /// Every variant that a GPU with this much shared memory a block may ask for.
+    pub fn all(shared_memory: usize) -> impl Iterator<Item = Self> {
+        HEAD_DIMS.into_iter().flat_map(move |d| {
+            [8, 16].into_iter().filter_map(move |g| Self::fitting(d, g, shared_memory).ok())
+        })
+    }
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct DecodePlan {
+    memory: u64,
+    workers: u32,
+    unused: u32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct PlanArgs {
+    step: StepTables,
+    heads: u64,
+    cost_before: u64,
+    plan: DecodePlan,
+    kv_heads: u32,
+    head_dim: u32,
+    least_cost: u32,
+}
+
+// SAFETY: the struct of `attention_plan.cu`, filled with addresses of live buffers.
+unsafe impl KernelParams for PlanArgs {}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct DecodeArgs {
+    step: StepTables,
+    plan: DecodePlan,
+    heads: u64,
+    queries: u64,
+    out: u64,
+    rounded: u64,
+    partials: u64,
+    arrived: u64,
+    kv_heads: u32,
+    group: u32,
+    scale: f32,
+}
+
+// SAFETY: the struct of `attention_decode.cu`, filled with addresses of live buffers.
+unsafe impl KernelParams for DecodeArgs {}
+
+/// Bytes of `WorkerPlan` and `ItemPlan` in `decode_plan.cuh`.
+const WORKER_PLAN: usize = 304;
+const ITEM_PLAN: usize = 16;
+
+/// Queries and results of one layer, as device addresses.
+#[derive(Clone, Copy, Debug)]
+pub struct DecodeRows {
+    /// f32 `[row][query head][head_dim]`.
+    pub queries: u64,
+    /// The same shape in f32, or 0.
+    pub out: u64,
+    /// The same shape in BF16, or 0.
+    pub rounded: u64,
+}
+
+/// Plans and scratch memory, kept from step to step; memory grows and is never given back.
+#[derive(Default)]
+pub struct DecodeAttention {
+    /// Page table the profiles were made for.
+    pages: u64,
+    /// Layers whose heads have the same widths share a profile, and so a plan.
+    profile_of_layer: Vec<usize>,
+    /// A layer of each profile.
+    profiles: Vec<usize>,
+    plans: Option<Buffer>,
+    cost: Option<Buffer>,
+    arrived: Option<Buffer>,
+    partials: Option<Buffer>,
+}
+
+impl DecodeAttention {
+    /// Plans the decode attention of a step: sequences that bring exactly one row.
+    pub fn plan(
+        &mut self,
+        device: &Device,
+        kernels: &Kernels,
+        step: &StepTables,
+        pool: &CudaPages,
+    ) -> Result<()> {
+        let (kv_heads, head_dim) = (pool.layout().kv_heads(), pool.layout().head_dim());
+        if self.pages != pool.layer(0) || self.profile_of_layer.len() != pool.layout().layers() {
+            (self.profile_of_layer, self.profiles) = profiles(pool.heads(), kv_heads);
+            self.pages = pool.layer(0);
+        }
+        let sequences = step.sequence_count as usize;
+        let items = sequences * kv_heads;
+        let bytes = self.plan_bytes(device, items) * self.profiles.len();
+        grow(device, &mut self.plans, bytes, "attention plans", false)?;
+        grow(device, &mut self.cost, 8 * (sequences + 1), "attention plans", false)?;
+        grow(device, &mut self.arrived, 4 * items, "attention counters", true)?;
+        let function = kernels.function(&ATTENTION_PLAN, &Defines::new(), c"decode_plan", 0)?;
+        for (profile, &layer) in self.profiles.iter().enumerate() {
+            let args = PlanArgs {
+                step: *step,
+                heads: pool.layer(layer),
+                cost_before: address(&self.cost),
+                plan: self.plan_of(device, items, profile),
+                kv_heads: kv_heads as u32,
+                head_dim: head_dim as u32,
+                least_cost: LEAST_COST,
+            };
+            device.launch(function, LaunchShape::new(1, 256), &args)?;
+        }
+        Ok(())
+    }
+
+    /// One layer's attention for the planned sequences.
+    pub fn attend(
+        &mut self,
+        device: &Device,
+        kernels: &Kernels,
+        layer: usize,
+        shape: &HeadShape,
+        step: &StepTables,
+        pool: &CudaPages,
+        rows: DecodeRows,
+    ) -> Result<()> {
+        let group = shape.query_heads / shape.kv_heads.max(1);
+        let variant = Variant::fitting(shape.head_dim, group, device.properties().shared_memory as usize)?;
+        let shared = variant.shared_bytes();
+        let function =
+            kernels.function(&ATTENTION_DECODE, &variant.defines(), c"decode_attention", shared)?;
+        let workers = workers(device);
+        let partials = 2 * workers * 8 * variant.query_tiles * (shape.head_dim + 2) * 4;
+        grow(device, &mut self.partials, partials, "partial attention results", false)?;
+        let profile = *self.profile_of_layer.get(layer).ok_or_else(|| CudaError::Shape {
+            what: "decode attention",
+            detail: format!("layer {layer} was not planned"),
+        })?;
+        let items = step.sequence_count as usize * shape.kv_heads;
+        let args = DecodeArgs {
+            step: *step,
+            plan: self.plan_of(device, items, profile),
+            heads: pool.layer(layer),
+            queries: rows.queries,
+            out: rows.out,
+            rounded: rows.rounded,
+            partials: address(&self.partials),
+            arrived: address(&self.arrived),
+            kv_heads: shape.kv_heads as u32,
+            group: group as u32,
+            scale: shape.scale * LOG2_E,
+        };
+        let launch = LaunchShape::new(workers, 32 * variant.warps as u32).shared(shared).overlapping();
+        device.launch(function, launch, &args)
+    }
+
+    fn plan_bytes(&self, device: &Device, items: usize) -> usize {
+        (workers(device) * WORKER_PLAN + items * ITEM_PLAN).next_multiple_of(128)
+    }
+
+    fn plan_of(&self, device: &Device, items: usize, profile: usize) -> DecodePlan {
+        let memory = address(&self.plans) + (profile * self.plan_bytes(device, items)) as u64;
+        DecodePlan { memory, workers: workers(device) as u32, unused: 0 }
+    }
+}
+
+fn workers(device: &Device) -> usize {
+    device.properties().multiprocessors as usize
+}
+
+fn address(buffer: &Option<Buffer>) -> u64 {
+    buffer.as_ref().map_or(0, Buffer::address)
+}
+
+/// Replaces a buffer that is too small, with zeros where asked.
+fn grow(device: &Device, buffer: &mut Option<Buffer>, bytes: usize, what: &str, zero: bool) -> Result<()> {
+    if buffer.as_ref().is_none_or(|b| b.bytes() < bytes) {
+        *buffer = None;
+        let new = device.alloc(bytes.next_power_of_two().max(4096), what)?;
+        if zero {
+            device.fill(&new, 0)?;
+        }
+        *buffer = Some(new);
+    }
+    Ok(())
+}
+
+/// The profile of every layer, and the first layer of every profile.
+fn profiles(heads: &[HeadPages], kv_heads: usize) -> (Vec<usize>, Vec<usize>) {
+    let widths = |layer: usize| -> Vec<(u32, u32)> {
+        heads[layer * kv_heads..(layer + 1) * kv_heads].iter().map(|h| (h.key_bits, h.value_bits)).collect()
+    };
+    let (mut of_layer, mut first): (Vec<usize>, Vec<usize>) = (Vec::new(), Vec::new());
+    for layer in 0..heads.len() / kv_heads.max(1) {
+        let profile = first.iter().position(|&f| widths(f) == widths(layer)).unwrap_or_else(|| {
+            first.push(layer);
+            first.len() - 1
+        });
+        of_layer.push(profile);
+    }
+    (of_layer, first)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_shape_has_a_variant_on_every_supported_gpu() {
+        // Shared memory a block may have on sm_80, sm_89 and sm_90.
+        for shared in [163 << 10, 99 << 10, 227 << 10] {
+            for d in HEAD_DIMS {
+                for group in 1..=MAX_GROUP {
+                    let v = Variant::fitting(d, group, shared).unwrap();
+                    assert!(
+                        v.shared_bytes() <= shared && v.query_tiles * 8 >= group && v.warps >= 2,
+                        "{v:?}"
+                    );
+                }
+            }
+        }
+        let tuned = Variant::fitting(128, 4, 227 << 10).unwrap();
+        assert_eq!((tuned.warps, tuned.stages, tuned.split_query), (16, 3, true));
+    }
+
+    #[test]
+    fn shapes_without_a_kernel_say_which_exist() {
+        for (d, group) in [(96, 4), (128, 17), (128, 0)] {
+            let error = Variant::fitting(d, group, 227 << 10).unwrap_err().to_string();
+            assert!(error.contains("64, 128 and 256"), "{error}");
+        }
+        assert!(Variant::fitting(256, 16, 8 << 10).unwrap_err().to_string().contains("shared memory"));
+    }
+
+    #[test]
+    fn layers_of_equal_widths_share_a_plan() {
+        let head = |key_bits, value_bits| HeadPages {
+            full: 0,
+            coded: 0,
+            key_bits,
+            value_bits,
+            key_clip: 0,
+            value_clip: 0,
+        };
+        let heads =
+            [head(2, 2), head(2, 2), head(2, 3), head(2, 2), head(2, 2), head(2, 2), head(2, 3), head(2, 2)];
+        assert_eq!(profiles(&heads, 2), (vec![0, 1, 0, 1], vec![0, 1]));
+        assert_eq!(profiles(&[], 2), (vec![], vec![]));
+    }
+}

@@ -1,0 +1,41 @@
+//! Coding of the tiles that leave the recent window in this step: one launch a layer.
+
+use crate::device::{Device, KernelParams, LaunchShape};
+use crate::error::Result;
+use crate::kernels::Kernels;
+use crate::pages::CudaPages;
+use crate::sources::DEMOTE;
+use crate::step::StepTables;
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct DemoteArgs {
+    step: StepTables,
+    heads: u64,
+    kv_heads: u32,
+}
+
+// SAFETY: the struct of `demote.cu`, filled with addresses of live buffers.
+unsafe impl KernelParams for DemoteArgs {}
+
+/// Blocks that share one multiprocessor without crowding it.
+const BLOCKS_PER_MULTIPROCESSOR: usize = 8;
+
+/// Codes one layer's demoted tiles; nothing where the step demotes none.
+pub fn demote(
+    device: &Device,
+    kernels: &Kernels,
+    layer: usize,
+    step: &StepTables,
+    pool: &CudaPages,
+) -> Result<()> {
+    let (kv_heads, head_dim) = (pool.layout().kv_heads(), pool.layout().head_dim());
+    let jobs = step.demoted_count as usize * kv_heads * 2;
+    if jobs == 0 {
+        return Ok(());
+    }
+    let function = kernels.function(&DEMOTE, &vec![("HEAD_DIM", head_dim)], c"demote", 0)?;
+    let most = device.properties().multiprocessors as usize * BLOCKS_PER_MULTIPROCESSOR;
+    let args = DemoteArgs { step: *step, heads: pool.layer(layer), kv_heads: kv_heads as u32 };
+    device.launch(function, LaunchShape::new(jobs.min(most), 128).overlapping(), &args)
+}

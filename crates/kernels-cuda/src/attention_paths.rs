@@ -1,0 +1,189 @@
+//! Which kernel attends for which sequences of a step.
+
+use crate::attention::decode::{DecodeAttention, DecodeRows};
+use crate::device::{Device, KernelParams, LaunchShape};
+use crate::error::{CudaError, Result};
+use crate::kernels::Kernels;
+use crate::pages::CudaPages;
+use crate::sources::{ATTENTION_GENERIC, ATTENTION_PREFILL};
+use crate::step::{StepSummary, StepTables};
+use oscar_backend::HeadShape;
+use oscar_codec::CacheLayout;
+
+/// One layer's attention in a step.
+pub struct AttentionCall<'a> {
+    pub layer: usize,
+    pub shape: &'a HeadShape,
+    pub tables: &'a StepTables,
+    pub summary: &'a StepSummary,
+    pub pool: &'a CudaPages,
+    /// f32 `[row][query head][head_dim]`, device addresses.
+    pub queries: u64,
+    pub out: u64,
+    /// The output in BF16 as well, or 0.
+    pub rounded: u64,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct GenericParams {
+    step: StepTables,
+    pages: u64,
+    queries: u64,
+    out: u64,
+    query_heads: u32,
+    kv_heads: u32,
+    scale: f32,
+}
+
+// SAFETY: the struct of `attention_generic.cu`, filled with addresses of live buffers.
+unsafe impl KernelParams for GenericParams {}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct PrefillParams {
+    step: StepTables,
+    pages: u64,
+    queries: u64,
+    out: u64,
+    rounded: u64,
+    query_heads: u32,
+    kv_heads: u32,
+    least_rows: u32,
+    scale: f32,
+}
+
+// SAFETY: the struct of `attention_prefill.cu`, filled with addresses of live buffers.
+unsafe impl KernelParams for PrefillParams {}
+
+/// The kernels that attend, and what they keep from step to step.
+#[derive(Default)]
+pub struct AttentionPaths {
+    decode: DecodeAttention,
+    /// `OSCAR_CUDA_ATTENTION=generic`: the plain kernel for everything, as a second opinion.
+    plain: bool,
+}
+
+impl AttentionPaths {
+    pub fn new() -> Result<Self> {
+        let plain = match std::env::var("OSCAR_CUDA_ATTENTION").as_deref() {
+            Ok("generic") => true,
+            Ok("" | "auto") | Err(_) => false,
+            Ok(other) => {
+                let why = format!("OSCAR_CUDA_ATTENTION={other}: it may be auto or generic");
+                return Err(CudaError::Unsupported(why));
+            }
+        };
+        Ok(Self { plain, ..Self::default() })
+    }
+
+    pub fn describe(&self, device: &Device, layout: &CacheLayout) -> String {
+        let d = layout.head_dim();
+        if self.plain {
+            return "generic kernel (as asked)".into();
+        }
+        match prefill_fits(device, d) {
+            true => format!("tensor-core decode and prefill kernels, head size {d}"),
+            false => format!(
+                "tensor-core decode kernel, generic prefill (too little shared memory), head size {d}"
+            ),
+        }
+    }
+
+    pub fn begin_step(
+        &mut self,
+        device: &Device,
+        kernels: &Kernels,
+        tables: &StepTables,
+        summary: &StepSummary,
+        pool: &CudaPages,
+    ) -> Result<()> {
+        if !self.plain && summary.sequences.iter().any(|s| s.rows == 1) {
+            self.decode.plan(device, kernels, tables, pool)?;
+        }
+        Ok(())
+    }
+
+    /// Enqueues a layer's attention; the answer says whether the BF16 output was written as well.
+    pub fn attend(&mut self, device: &Device, kernels: &Kernels, call: &AttentionCall<'_>) -> Result<bool> {
+        let rows = || call.summary.sequences.iter().map(|s| s.rows);
+        // The plain kernel takes all rows, so it runs first where the decode kernel follows.
+        let plain = self.plain || rows().any(|r| r > 1) && !prefill_fits(device, call.shape.head_dim);
+        if plain {
+            generic(device, kernels, call)?;
+        } else if rows().any(|r| r > 1) {
+            prefill(device, kernels, call, 2)?;
+        }
+        if !self.plain && rows().any(|r| r == 1) {
+            let rows = DecodeRows { queries: call.queries, out: call.out, rounded: call.rounded };
+            self.decode.attend(device, kernels, call.layer, call.shape, call.tables, call.pool, rows)?;
+        }
+        Ok(!plain && call.rounded != 0)
+    }
+}
+
+fn prefill_fits(device: &Device, head_dim: usize) -> bool {
+    prefill_block(head_dim).1 <= device.properties().shared_memory as usize
+}
+
+/// Rows a block of `attention_prefill.cu` takes, and its shared memory.
+fn prefill_block(head_dim: usize) -> (usize, usize) {
+    let rows = if head_dim == 256 { 64 } else { 128 };
+    let (queries, tile, raw) = (rows * head_dim * 2, 64 * head_dim * 4, 8 * head_dim * 8 + 512);
+    (rows, queries + 2 * tile + 2 * raw)
+}
+
+/// The flash kernel, for the sequences that bring at least `least_rows` rows.
+pub fn prefill(
+    device: &Device,
+    kernels: &Kernels,
+    call: &AttentionCall<'_>,
+    least_rows: usize,
+) -> Result<()> {
+    let shape = call.shape;
+    let (block_rows, shared) = prefill_block(shape.head_dim);
+    let defines = vec![("HEAD_DIM", shape.head_dim)];
+    let function = kernels.function(&ATTENTION_PREFILL, &defines, c"attention_prefill", shared)?;
+    let params = PrefillParams {
+        step: *call.tables,
+        pages: call.pool.layer(call.layer),
+        queries: call.queries,
+        out: call.out,
+        rounded: call.rounded,
+        query_heads: shape.query_heads as u32,
+        kv_heads: shape.kv_heads as u32,
+        least_rows: least_rows as u32,
+        scale: shape.scale,
+    };
+    let most_rows = call.summary.sequences.iter().map(|s| s.rows as usize).max().unwrap_or(0);
+    let group = shape.query_heads / shape.kv_heads;
+    let launch = LaunchShape {
+        grid: (
+            (most_rows * group).div_ceil(block_rows) as u32,
+            shape.kv_heads as u32,
+            call.summary.sequences.len() as u32,
+        ),
+        block: if shape.head_dim == 256 { 128 } else { 256 },
+        shared: shared as u32,
+        overlap: true,
+    };
+    device.launch(function, launch, &params)
+}
+
+/// The plain kernel, for any row.
+pub fn generic(device: &Device, kernels: &Kernels, call: &AttentionCall<'_>) -> Result<()> {
+    let shape = call.shape;
+    let defines = vec![("HEAD_DIM", shape.head_dim)];
+    let function = kernels.function(&ATTENTION_GENERIC, &defines, c"attention_generic", 0)?;
+    let params = GenericParams {
+        step: *call.tables,
+        pages: call.pool.layer(call.layer),
+        queries: call.queries,
+        out: call.out,
+        query_heads: shape.query_heads as u32,
+        kv_heads: shape.kv_heads as u32,
+        scale: shape.scale,
+    };
+    let launch = LaunchShape::grid2(call.summary.rows, shape.query_heads, 256).overlapping();
+    device.launch(function, launch, &params)
+}

@@ -1,0 +1,147 @@
+//! The small kernels of `rows.cu`, `append.cu`, `gram.cu` and `random.cu`: their parameters and launches.
+
+use crate::device::{Device, Function, KernelParams, LaunchShape};
+use crate::error::Result;
+use crate::kernels::Kernels;
+use crate::sources::{APPEND, GRAM, RANDOM, ROWS, Source};
+use crate::step::StepTables;
+use std::ffi::CStr;
+
+macro_rules! params {
+    ($(#[$doc:meta])* $name:ident { $($field:ident: $type:ty),* $(,)? }) => {
+        $(#[$doc])*
+        #[repr(C)]
+        #[derive(Clone, Copy)]
+        pub struct $name { $(pub $field: $type),* }
+        // SAFETY: the fields are those of the kernel's parameter struct, in its order; the backend fills them with
+        // addresses of buffers that live until the stream has passed the launch.
+        unsafe impl KernelParams for $name {}
+    };
+}
+
+params!(Embed { table: u64, tokens: u64, out: u64, width: u32 });
+params!(RmsNorm { x: u64, weight: u64, out: u64, rounded: u64, width: u32, eps: f32 });
+params!(Swiglu { gate_up: u64, out: u64, rounded: u64, width: u32, rows: u32 });
+params!(Select { x: u64, rows: u64, out: u64, width: u32 });
+params!(Round { x: u64, high: u64, low: u64, count: u64 });
+params!(Bias { bias: u64, out: u64, width: u32, rows: u32 });
+params!(Gram { x: u64, weights: u64, gram: u64, stride: u32, first: u32, width: u32, rows: u32 });
+params!(Random { out: u64, count: u64, seed: u64, amplitude: f32 });
+params!(RandomPages { pages: u64, page_bytes: u64, parameters: u64, count: u64, seed: u64 });
+params!(Append {
+    step: StepTables,
+    pages: u64,
+    qkv: u64,
+    queries: u64,
+    query_norm: u64,
+    key_norm: u64,
+    cosines: u64,
+    sines: u64,
+    rotation: u64,
+    mean: u64,
+    query_heads: u32,
+    kv_heads: u32,
+    rows_per_block: u32,
+    eps: f32,
+});
+
+/// The kernels, compiled.
+pub struct Launches {
+    device: Device,
+    embed: Function,
+    rms_norm: Function,
+    swiglu: Function,
+    select: Function,
+    round: Function,
+    bias: Function,
+}
+
+impl Launches {
+    pub fn new(device: &Device, kernels: &Kernels) -> Result<Self> {
+        let rows = |name: &'static CStr| kernels.function(&ROWS, &Vec::new(), name, 0);
+        Ok(Self {
+            device: device.clone(),
+            embed: rows(c"embed")?,
+            rms_norm: rows(c"rms_norm")?,
+            swiglu: rows(c"swiglu")?,
+            select: rows(c"select_rows")?,
+            round: rows(c"round_to_bf16")?,
+            bias: rows(c"add_bias")?,
+        })
+    }
+
+    /// Threads for a row of `width`: each takes a few elements.
+    fn row_threads(width: u32) -> u32 {
+        (width / 8).next_multiple_of(32).clamp(128, 1024)
+    }
+
+    /// Blocks for `count` independent elements.
+    fn blocks(&self, count: u64) -> usize {
+        (count.div_ceil(256 * 4) as usize).clamp(1, self.device.properties().multiprocessors as usize * 16)
+    }
+
+    pub fn embed(&self, rows: usize, p: &Embed) -> Result<()> {
+        self.device.launch(self.embed, LaunchShape::new(rows, 256).overlapping(), p)
+    }
+
+    pub fn rms_norm(&self, rows: usize, p: &RmsNorm) -> Result<()> {
+        let shape = LaunchShape::new(rows, Self::row_threads(p.width)).overlapping();
+        self.device.launch(self.rms_norm, shape, p)
+    }
+
+    pub fn swiglu(&self, p: &Swiglu) -> Result<()> {
+        let blocks = self.blocks(u64::from(p.rows) * u64::from(p.width));
+        self.device.launch(self.swiglu, LaunchShape::new(blocks, 256).overlapping(), p)
+    }
+
+    pub fn select(&self, rows: usize, p: &Select) -> Result<()> {
+        self.device.launch(self.select, LaunchShape::new(rows, 256).overlapping(), p)
+    }
+
+    pub fn round(&self, p: &Round) -> Result<()> {
+        self.device.launch(self.round, LaunchShape::new(self.blocks(p.count), 256).overlapping(), p)
+    }
+
+    pub fn bias(&self, p: &Bias) -> Result<()> {
+        let blocks = self.blocks(u64::from(p.rows) * u64::from(p.width));
+        self.device.launch(self.bias, LaunchShape::new(blocks, 256).overlapping(), p)
+    }
+
+    pub fn append(&self, kernels: &Kernels, head_dim: usize, p: &Append) -> Result<()> {
+        // As `append.cu` computes them.
+        const VECTORS: usize = 16;
+        let parts = (1024 / head_dim).min(4);
+        let shared = (1 + parts) * VECTORS * head_dim * 4;
+        let defines = vec![("HEAD_DIM", head_dim)];
+        let function = kernels.function(&APPEND, &defines, c"append", shared)?;
+        let blocks = (p.step.rows as usize).div_ceil(p.rows_per_block as usize);
+        let shape = LaunchShape::grid2(blocks, p.kv_heads as usize, (head_dim * parts) as u32);
+        self.device.launch(function, shape.shared(shared).overlapping(), p)
+    }
+
+    pub fn gram(&self, kernels: &Kernels, p: &Gram) -> Result<()> {
+        let tiles = (p.width as usize).div_ceil(16);
+        self.launch_once(kernels, &GRAM, c"gram", LaunchShape::grid2(tiles, tiles, 256), p)
+    }
+
+    pub fn random(&self, kernels: &Kernels, p: &Random) -> Result<()> {
+        let shape = LaunchShape::new(self.blocks(p.count), 256);
+        self.launch_once(kernels, &RANDOM, c"random_bf16", shape, p)
+    }
+
+    pub fn random_pages(&self, kernels: &Kernels, p: &RandomPages) -> Result<()> {
+        let shape = LaunchShape::new(self.blocks(p.count * p.page_bytes / 4), 256);
+        self.launch_once(kernels, &RANDOM, c"random_pages", shape, p)
+    }
+
+    fn launch_once<P: KernelParams>(
+        &self,
+        kernels: &Kernels,
+        source: &'static Source,
+        name: &'static CStr,
+        shape: LaunchShape,
+        p: &P,
+    ) -> Result<()> {
+        self.device.launch(kernels.function(source, &Vec::new(), name, 0)?, shape, p)
+    }
+}

@@ -1,0 +1,543 @@
+//! The GPU as a [`Backend`]: everything is enqueued on one stream; the host waits when it reads rows.
+
+mod launches;
+mod rows;
+
+pub use rows::CudaRows;
+
+use crate::attention_paths::{AttentionCall, AttentionPaths};
+use crate::device::{Buffer, Device};
+use crate::error::{CudaError, Result};
+use crate::gemm::{CublasLt, CudaMatrix, Product, Skinny, SkinnyProduct, SkinnyShape};
+use crate::kernels::Kernels;
+use crate::pages::CudaPages;
+use crate::step::{StepPlanner, StepTables, Uploads};
+use launches::{Append, Bias, Embed, Gram, Launches, Random, RandomPages, RmsNorm, Round, Select, Swiglu};
+use oscar_backend::{
+    Backend, HeadPreparation, HeadShape, HostMatrix, Result as BackendResult, SequenceRows, Write,
+};
+use oscar_codec::{CacheLayout, CodeLayout, HeadRotations};
+use rows::grow;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Runs models on one GPU.
+pub struct CudaBackend {
+    device: Device,
+    kernels: Kernels,
+    launches: Launches,
+    skinny: Skinny,
+    state: Mutex<State>,
+}
+
+struct State {
+    cublaslt: CublasLt,
+    uploads: Uploads,
+    planner: StepPlanner,
+    tables: StepTables,
+    attention: AttentionPaths,
+    /// Token ids and row numbers on the device.
+    indices: Option<Buffer>,
+    /// BF16 copies of activations: rounded, and what the rounding lost.
+    high: Option<Buffer>,
+    low: Option<Buffer>,
+    gram: Option<Buffer>,
+    /// What failed in an operation that has no result; reported by the next that has one.
+    failed: Option<CudaError>,
+}
+
+/// Vectors (norm weights) as f32.
+pub struct CudaVector {
+    values: Buffer,
+    len: usize,
+}
+
+/// Cosines and sines, `[position][head_dim / 2]`.
+pub struct CudaRope {
+    cosines: Buffer,
+    sines: Buffer,
+    positions: usize,
+}
+
+/// Key rotations of a layer's heads, `[kv_head][d][d]`, and their means.
+pub struct CudaRotation {
+    matrices: Buffer,
+    means: Option<Buffer>,
+}
+
+impl CudaBackend {
+    /// Opens GPU `index` with everything it needs, or says what is missing.
+    pub fn open(index: usize) -> Result<Self> {
+        let device = Device::open(index)?;
+        let kernels = Kernels::new(&device)?;
+        let state = State {
+            cublaslt: CublasLt::open(&device)?,
+            uploads: Uploads::new(&device)?,
+            planner: StepPlanner::default(),
+            tables: StepTables::default(),
+            attention: AttentionPaths::new()?,
+            indices: None,
+            high: None,
+            low: None,
+            gram: None,
+            failed: None,
+        };
+        Ok(Self {
+            launches: Launches::new(&device, &kernels)?,
+            skinny: Skinny::new(&device, &kernels)?,
+            device,
+            kernels,
+            state: Mutex::new(state),
+        })
+    }
+
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    pub fn kernels(&self) -> &Kernels {
+        &self.kernels
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Runs an operation that has no result of its own. After a failure nothing more is enqueued until it was reported.
+    fn enqueue(&self, operation: impl FnOnce(&mut State) -> Result<()>) {
+        let mut state = self.state();
+        if state.failed.is_none()
+            && let Err(error) = operation(&mut state)
+        {
+            state.failed = Some(error);
+        }
+    }
+
+    /// Runs an operation that has a result, after reporting what failed before it.
+    fn run<T>(&self, operation: impl FnOnce(&mut State) -> Result<T>) -> BackendResult<T> {
+        let mut state = self.state();
+        if let Some(error) = state.failed.take() {
+            return Err(error.into());
+        }
+        Ok(operation(&mut state)?)
+    }
+
+    /// `out ← x · wᵀ`; `exact` keeps 16 bits of the activations' mantissa whatever the number of rows.
+    fn product(
+        &self,
+        state: &mut State,
+        weight: &CudaMatrix,
+        x: &CudaRows,
+        out: &mut CudaRows,
+        add: bool,
+        exact: bool,
+    ) -> Result<()> {
+        let rows = x.count();
+        if (weight.inputs, weight.outputs) != (x.width(), out.width()) {
+            let detail = format!("{}→{} by {} × {}", x.width(), out.width(), weight.outputs, weight.inputs);
+            return Err(CudaError::Shape { what: "a product", detail });
+        }
+        if !add {
+            out.resize(&self.device, rows, true, false)?;
+        }
+        out.written();
+        if rows == 0 {
+            return Ok(());
+        }
+        if Skinny::takes(weight, rows) && x.values() != 0 {
+            let product = SkinnyProduct { rows, x: x.values(), out: out.values(), add, gated: false };
+            return self.skinny.enqueue(self.skinny_shape(weight, rows), weight, &product);
+        }
+        let product = Product { rows, outputs: weight.outputs, inputs: weight.inputs, add };
+        let State { cublaslt, high, low, .. } = state;
+        let mut rounded = x.rounded();
+        if rounded == 0 || exact {
+            let count = rows * x.width();
+            grow(&self.device, high, count * 2)?;
+            if exact {
+                grow(&self.device, low, count * 2)?;
+            }
+            rounded = high.as_ref().map_or(0, Buffer::address);
+            let low = low.as_ref().filter(|_| exact).map_or(0, Buffer::address);
+            self.launches.round(&Round { x: x.values(), high: rounded, low, count: count as u64 })?;
+        }
+        let weights = weight.weights.address();
+        cublaslt.enqueue(product, weights, rounded, out.values())?;
+        if exact {
+            let low = low.as_ref().map_or(0, Buffer::address);
+            cublaslt.enqueue(Product { add: true, ..product }, weights, low, out.values())?;
+        }
+        if let Some(bias) = &weight.bias {
+            let (width, rows) = (weight.outputs as u32, rows as u32);
+            self.launches.bias(&Bias { bias: bias.address(), out: out.values(), width, rows })?;
+        }
+        Ok(())
+    }
+
+    fn skinny_shape(&self, weight: &CudaMatrix, rows: usize) -> SkinnyShape {
+        SkinnyShape::choose(rows, weight.outputs, self.device.properties().multiprocessors)
+    }
+
+    /// Product and gate in one launch: for few rows. `false` if these are not.
+    fn gated(&self, x: &CudaRows, weight: &CudaMatrix, out: &mut CudaRows) -> Result<bool> {
+        let rows = x.count();
+        let fits = rows > 0
+            && x.values() != 0
+            && Skinny::takes(weight, rows)
+            && Skinny::gates(weight)
+            && (weight.inputs, weight.outputs) == (x.width(), 2 * out.width());
+        if fits {
+            out.resize(&self.device, rows, true, false)?;
+            let product = SkinnyProduct { rows, x: x.values(), out: out.values(), add: false, gated: true };
+            self.skinny.enqueue(self.skinny_shape(weight, rows), weight, &product)?;
+        }
+        Ok(fits)
+    }
+
+    /// Do steps of this many rows carry BF16 copies?
+    fn rounds(rows: usize) -> bool {
+        rows > crate::gemm::MOST_ROWS
+    }
+
+    fn send_indices(&self, state: &mut State, values: &[u32]) -> Result<u64> {
+        grow(&self.device, &mut state.indices, values.len() * 4)?;
+        let to = state.indices.as_ref().map_or(0, Buffer::address);
+        state.uploads.enqueue(bytemuck::cast_slice(values), to)?;
+        Ok(to)
+    }
+}
+
+impl Backend for CudaBackend {
+    type Rows = CudaRows;
+    type Matrix = CudaMatrix;
+    type Vector = CudaVector;
+    type Rope = CudaRope;
+    type LayerRotation = CudaRotation;
+    type Pool = CudaPages;
+
+    fn describe(&self) -> String {
+        let p = self.device.properties();
+        let (major, minor) = self.kernels.compiler().version();
+        format!(
+            "cuda, {} (sm_{}{}, {:.0} GiB, driver CUDA {}.{}, NVRTC {major}.{minor}), BF16 weights, 16-bit activations \
+             up to {} rows, BF16 above",
+            p.name,
+            p.major,
+            p.minor,
+            p.memory as f64 / (1u64 << 30) as f64,
+            p.driver.0,
+            p.driver.1,
+            crate::gemm::MOST_ROWS,
+        )
+    }
+
+    fn describe_attention(&self, layout: &CacheLayout) -> String {
+        self.state().attention.describe(&self.device, layout)
+    }
+
+    fn page_order(&self) -> CodeLayout {
+        CodeLayout::GpuTile
+    }
+
+    fn matrix(&self, weights: HostMatrix<'_>) -> BackendResult<CudaMatrix> {
+        Ok(CudaMatrix::upload(&self.device, &weights)?)
+    }
+
+    fn random_matrix(&self, outputs: usize, inputs: usize, seed: u64) -> BackendResult<CudaMatrix> {
+        let matrix = CudaMatrix::uninitialized(&self.device, outputs, inputs)?;
+        let amplitude = oscar_backend::random_amplitude(inputs);
+        let p = Random {
+            out: matrix.weights.address(),
+            count: (outputs * inputs) as u64,
+            seed: seed.wrapping_mul(0x9E37_79B9_7F4A_7C15),
+            amplitude,
+        };
+        self.launches.random(&self.kernels, &p)?;
+        Ok(matrix)
+    }
+
+    fn vector(&self, values: &[f32]) -> BackendResult<CudaVector> {
+        Ok(CudaVector { values: self.device.upload_new(values, "norm weights")?, len: values.len() })
+    }
+
+    fn rope(&self, cos: &[f32], sin: &[f32], head_dim: usize) -> BackendResult<CudaRope> {
+        Ok(CudaRope {
+            cosines: self.device.upload_new(cos, "the RoPE table")?,
+            sines: self.device.upload_new(sin, "the RoPE table")?,
+            positions: cos.len() / (head_dim / 2).max(1),
+        })
+    }
+
+    fn layer_rotation(&self, heads: &[HeadRotations]) -> BackendResult<CudaRotation> {
+        let matrices: Vec<f32> = heads.iter().flat_map(|h| h.key.matrix().iter().copied()).collect();
+        let means = heads.iter().any(|h| h.key_mean.is_some()).then(|| {
+            let zero = vec![0.0; heads[0].key.head_dim()];
+            let means: Vec<f32> =
+                heads.iter().flat_map(|h| h.key_mean.as_ref().unwrap_or(&zero).iter().copied()).collect();
+            self.device.upload_new(&means, "key means")
+        });
+        Ok(CudaRotation {
+            matrices: self.device.upload_new(&matrices, "key rotations")?,
+            means: means.transpose()?,
+        })
+    }
+
+    fn pool(&self, layout: &CacheLayout, budget: usize) -> BackendResult<CudaPages> {
+        Ok(CudaPages::reserve(&self.device, layout, budget)?)
+    }
+
+    fn randomize(&self, pool: &mut CudaPages, full: usize, coded: usize) -> BackendResult<bool> {
+        for run in pool.fresh(full, coded)? {
+            let bytes = (run.count * run.page_bytes) as u64;
+            match run.parameters {
+                None => {
+                    let p = Random { out: run.address, count: bytes / 2, seed: run.address, amplitude: 1.7 };
+                    self.launches.random(&self.kernels, &p)?;
+                }
+                Some(parameters) => {
+                    let p = RandomPages {
+                        pages: run.address,
+                        page_bytes: run.page_bytes as u64,
+                        parameters: parameters as u64,
+                        count: run.count as u64,
+                        seed: run.address,
+                    };
+                    self.launches.random_pages(&self.kernels, &p)?;
+                }
+            }
+        }
+        Ok(true)
+    }
+
+    fn rows(&self, width: usize) -> CudaRows {
+        CudaRows::new(width)
+    }
+
+    fn begin_step(&self, sequences: &[SequenceRows<'_>], pool: &mut CudaPages) -> BackendResult<()> {
+        self.run(|state| {
+            let State { planner, uploads, tables, attention, .. } = state;
+            let layout = pool.layout().clone();
+            let has_codes = layout.coded().is_some();
+            *tables = planner.plan(&self.device, uploads, layout.windows(), has_codes, sequences)?;
+            let summary = planner.summary();
+            pool.ensure(summary.full_pages, summary.coded_pages)?;
+            attention.begin_step(&self.device, &self.kernels, tables, summary, pool)
+        })
+    }
+
+    fn embed(&self, table: &CudaMatrix, tokens: &[u32], out: &mut CudaRows) {
+        self.enqueue(|state| {
+            if let Some(bad) = tokens.iter().find(|&&t| t as usize >= table.outputs) {
+                let detail = format!("token {bad} of {}", table.outputs);
+                return Err(CudaError::Shape { what: "an embedding", detail });
+            }
+            out.resize(&self.device, tokens.len(), true, false)?;
+            let ids = self.send_indices(state, tokens)?;
+            let (table, out, width) = (table.weights.address(), out.values(), out.width() as u32);
+            self.launches.embed(tokens.len(), &Embed { table, tokens: ids, out, width })
+        });
+    }
+
+    fn rms_norm(&self, x: &CudaRows, weight: &CudaVector, eps: f32, out: &mut CudaRows) {
+        self.enqueue(|_| {
+            if weight.len != x.width() || out.width() != x.width() {
+                let detail = format!("{} weights for rows of {}", weight.len, x.width());
+                return Err(CudaError::Shape { what: "a norm", detail });
+            }
+            out.resize(&self.device, x.count(), true, Self::rounds(x.count()))?;
+            let p = RmsNorm {
+                x: x.values(),
+                weight: weight.values.address(),
+                out: out.values(),
+                rounded: out.rounded(),
+                width: x.width() as u32,
+                eps,
+            };
+            self.launches.rms_norm(x.count(), &p)
+        });
+    }
+
+    fn linear(&self, weight: &CudaMatrix, x: &CudaRows, out: &mut CudaRows, write: Write) {
+        self.enqueue(|state| self.product(state, weight, x, out, write == Write::Add, false));
+    }
+
+    fn gated_linear(&self, weight: &CudaMatrix, x: &CudaRows, gate_up: &mut CudaRows, out: &mut CudaRows) {
+        let mut fused = true;
+        self.enqueue(|_| {
+            fused = self.gated(x, weight, out)?;
+            Ok(())
+        });
+        if !fused {
+            self.linear(weight, x, gate_up, Write::Replace);
+            self.swiglu(gate_up, out);
+        }
+    }
+
+    fn logits(&self, weight: &CudaMatrix, x: &CudaRows, out: &mut CudaRows) {
+        self.enqueue(|state| self.product(state, weight, x, out, false, true));
+    }
+
+    fn swiglu(&self, gate_up: &CudaRows, out: &mut CudaRows) {
+        self.enqueue(|_| {
+            let (rows, rounds) = (gate_up.count(), Self::rounds(gate_up.count()));
+            out.resize(&self.device, rows, !rounds, rounds)?;
+            let p = Swiglu {
+                gate_up: gate_up.values(),
+                out: out.values(),
+                rounded: out.rounded(),
+                width: out.width() as u32,
+                rows: rows as u32,
+            };
+            self.launches.swiglu(&p)
+        });
+    }
+
+    fn select(&self, x: &CudaRows, rows: &[usize], out: &mut CudaRows) {
+        self.enqueue(|state| {
+            if let Some(bad) = rows.iter().find(|&&r| r >= x.count()) {
+                let detail = format!("row {bad} of {}", x.count());
+                return Err(CudaError::Shape { what: "a selection", detail });
+            }
+            out.resize(&self.device, rows.len(), true, false)?;
+            let rows_u32: Vec<u32> = rows.iter().map(|&r| r as u32).collect();
+            let ids = self.send_indices(state, &rows_u32)?;
+            let p = Select { x: x.values(), rows: ids, out: out.values(), width: x.width() as u32 };
+            self.launches.select(rows.len(), &p)
+        });
+    }
+
+    fn read(&self, x: &CudaRows, out: &mut Vec<f32>) -> BackendResult<()> {
+        self.run(|state| {
+            if x.values() == 0 && x.count() > 0 {
+                let detail = "they are held in BF16 alone".into();
+                return Err(CudaError::Shape { what: "rows to read", detail });
+            }
+            let count = x.count() * x.width();
+            state.uploads.download(x.values(), count, out)
+        })
+    }
+
+    fn accumulate_gram(
+        &self,
+        x: &CudaRows,
+        first: usize,
+        width: usize,
+        weights: Option<&[f32]>,
+        gram: &mut [f64],
+    ) -> BackendResult<()> {
+        self.run(|state| {
+            if first + width > x.width() || gram.len() != width * width || x.values() == 0 {
+                let detail = format!("columns {first}.. of {}, {width} wide", x.width());
+                return Err(CudaError::Shape { what: "a Gram matrix", detail });
+            }
+            let weights = match weights {
+                Some(weights) => self.send_indices(state, bytemuck::cast_slice(weights))?,
+                None => 0,
+            };
+            grow(&self.device, &mut state.gram, gram.len() * 8)?;
+            let Some(buffer) = &state.gram else { return Ok(()) };
+            let p = Gram {
+                x: x.values(),
+                weights,
+                gram: buffer.address(),
+                stride: x.width() as u32,
+                first: first as u32,
+                width: width as u32,
+                rows: x.count() as u32,
+            };
+            self.launches.gram(&self.kernels, &p)?;
+            let mut sums = vec![0f64; gram.len()];
+            self.device.download(buffer, 0, &mut sums)?;
+            gram.iter_mut().zip(sums).for_each(|(g, s)| *g += s);
+            Ok(())
+        })
+    }
+
+    fn append(
+        &self,
+        layer: usize,
+        shape: &HeadShape,
+        heads: HeadPreparation<'_, Self>,
+        rope: &CudaRope,
+        _sequences: &[SequenceRows<'_>],
+        qkv: &mut CudaRows,
+        queries: &mut CudaRows,
+        pool: &mut CudaPages,
+    ) -> BackendResult<()> {
+        self.run(|state| {
+            let summary = state.planner.summary();
+            if summary.rows != qkv.count() || summary.longest > rope.positions {
+                let detail = format!(
+                    "{} rows of a step of {}, position {} of {}",
+                    qkv.count(),
+                    summary.rows,
+                    summary.longest,
+                    rope.positions
+                );
+                return Err(CudaError::Shape { what: "heads to append", detail });
+            }
+            queries.resize(&self.device, qkv.count(), true, false)?;
+            qkv.written();
+            let group = shape.query_heads / shape.kv_heads;
+            // A decode step has few rows and many multiprocessors: one row a block. A prefill fills the block.
+            let full_block = (16 / (group + 1)).max(1);
+            let rows_per_block = if qkv.count() <= 16 { 1 } else { full_block };
+            let p = Append {
+                step: state.tables,
+                pages: pool.layer(layer),
+                qkv: qkv.values(),
+                queries: queries.values(),
+                query_norm: heads.qk_norm.map_or(0, |(q, _)| q.values.address()),
+                key_norm: heads.qk_norm.map_or(0, |(_, k)| k.values.address()),
+                cosines: rope.cosines.address(),
+                sines: rope.sines.address(),
+                rotation: heads.rotation.map_or(0, |r| r.matrices.address()),
+                mean: heads.rotation.and_then(|r| r.means.as_ref()).map_or(0, Buffer::address),
+                query_heads: shape.query_heads as u32,
+                kv_heads: shape.kv_heads as u32,
+                rows_per_block: rows_per_block as u32,
+                eps: shape.rms_norm_eps,
+            };
+            self.launches.append(&self.kernels, shape.head_dim, &p)
+        })
+    }
+
+    fn demote(
+        &self,
+        layer: usize,
+        _sequences: &[SequenceRows<'_>],
+        pool: &mut CudaPages,
+    ) -> BackendResult<()> {
+        self.run(|state| {
+            crate::attention::demote::demote(&self.device, &self.kernels, layer, &state.tables, pool)
+        })
+    }
+
+    fn attention(
+        &self,
+        layer: usize,
+        shape: &HeadShape,
+        _sequences: &[SequenceRows<'_>],
+        queries: &CudaRows,
+        pool: &CudaPages,
+        out: &mut CudaRows,
+    ) -> BackendResult<()> {
+        self.run(|state| {
+            let State { attention, tables, planner, .. } = state;
+            out.resize(&self.device, queries.count(), true, Self::rounds(queries.count()))?;
+            let call = AttentionCall {
+                layer,
+                shape,
+                tables,
+                summary: planner.summary(),
+                pool,
+                queries: queries.values(),
+                out: out.values(),
+                rounded: out.rounded(),
+            };
+            if !attention.attend(&self.device, &self.kernels, &call)? {
+                out.written();
+            }
+            Ok(())
+        })
+    }
+}

@@ -1,0 +1,518 @@
+//! One GPU: its context, the one stream everything runs on, memory, copies and launches.
+//!
+//! **Invariant:** every operation is ordered by the one stream; nothing here waits for the device except
+//! [`Device::synchronize`], [`Device::download`] and the release of memory.
+
+use crate::error::{CudaError, Result};
+use cudarc::driver::sys::{self, CUresult};
+use std::ffi::{CStr, c_void};
+use std::ptr::null_mut;
+use std::sync::Arc;
+
+/// What the kernels must know of a GPU.
+#[derive(Clone, Debug)]
+pub struct Properties {
+    pub name: String,
+    /// Compute capability.
+    pub major: i32,
+    pub minor: i32,
+    pub multiprocessors: u32,
+    /// Largest dynamic shared memory of a block, in bytes.
+    pub shared_memory: u32,
+    pub memory: usize,
+    /// CUDA version of the driver, e.g. (13, 0).
+    pub driver: (i32, i32),
+}
+
+/// An opened GPU. Cheap to clone; the last clone closes it.
+#[derive(Clone)]
+pub struct Device(Arc<Inner>);
+
+struct Inner {
+    properties: Properties,
+    ordinal: sys::CUdevice,
+    context: sys::CUcontext,
+    stream: sys::CUstream,
+}
+
+// SAFETY: contexts and streams of the driver API may be used from any thread once made current there, which every
+// operation of `Device` does first.
+unsafe impl Send for Inner {}
+// SAFETY: as above; the driver serializes calls on one stream.
+unsafe impl Sync for Inner {}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        // SAFETY: the stream and the context are ours and nothing can use them after the last clone. Failures leave
+        // nothing to clean up.
+        unsafe {
+            let _ = sys::cuCtxSetCurrent(self.context);
+            let _ = sys::cuStreamDestroy_v2(self.stream);
+            let _ = sys::cuDevicePrimaryCtxRelease_v2(self.ordinal);
+        }
+    }
+}
+
+/// Grid, block and dynamic shared memory of a launch.
+#[derive(Clone, Copy, Debug)]
+pub struct LaunchShape {
+    pub grid: (u32, u32, u32),
+    pub block: u32,
+    /// Bytes of dynamic shared memory.
+    pub shared: u32,
+    /// May begin while the kernel before it ends: the kernel must then wait by `griddepcontrol.wait` before it touches
+    /// anything that an earlier kernel writes.
+    pub overlap: bool,
+}
+
+impl LaunchShape {
+    pub fn new(grid: usize, block: u32) -> Self {
+        Self { grid: (grid as u32, 1, 1), block, shared: 0, overlap: false }
+    }
+
+    pub fn grid2(x: usize, y: usize, block: u32) -> Self {
+        Self { grid: (x as u32, y as u32, 1), block, shared: 0, overlap: false }
+    }
+
+    pub fn shared(self, bytes: usize) -> Self {
+        Self { shared: bytes as u32, ..self }
+    }
+
+    pub fn overlapping(self) -> Self {
+        Self { overlap: true, ..self }
+    }
+}
+
+/// The parameters of a kernel: one C struct, passed by value as the kernel's only parameter.
+///
+/// # Safety
+/// The type must be `repr(C)` with the fields of the kernel's parameter struct, and the addresses in it must stay valid
+/// until the stream has run the kernel.
+pub unsafe trait KernelParams: Copy {}
+
+/// A kernel in a loaded module.
+#[derive(Clone, Copy)]
+pub struct Function(pub(crate) sys::CUfunction);
+
+// SAFETY: a function handle is an address in the driver's tables, valid as long as its module, which is never unloaded.
+unsafe impl Send for Function {}
+// SAFETY: as above.
+unsafe impl Sync for Function {}
+
+impl Device {
+    /// Opens GPU `index`. The absence of a driver or of a GPU is an ordinary answer.
+    pub fn open(index: usize) -> Result<Self> {
+        // SAFETY: only looks whether the library can be loaded.
+        if !unsafe { sys::is_culib_present() } {
+            return Err(CudaError::NoDriver);
+        }
+        // SAFETY: plain driver calls with out-parameters of the right types, in the order the driver asks for.
+        unsafe {
+            match sys::cuInit(0) {
+                CUresult::CUDA_SUCCESS => {}
+                CUresult::CUDA_ERROR_NO_DEVICE => return Err(CudaError::NoDevice),
+                other => check("the GPU", "cuInit", other)?,
+            }
+            let mut version = 0;
+            check("the GPU", "cuDriverGetVersion", sys::cuDriverGetVersion(&mut version))?;
+            let driver = (version / 1000, version % 1000 / 10);
+            if driver.0 < 12 {
+                return Err(CudaError::OldDriver { major: driver.0, minor: driver.1 });
+            }
+            let mut count = 0;
+            check("the GPU", "cuDeviceGetCount", sys::cuDeviceGetCount(&mut count))?;
+            if count == 0 {
+                return Err(CudaError::NoDevice);
+            }
+            if index >= count as usize {
+                return Err(CudaError::NoSuchDevice { index, count: count as usize });
+            }
+            let mut ordinal = 0;
+            check("the GPU", "cuDeviceGet", sys::cuDeviceGet(&mut ordinal, index as i32))?;
+            let properties = properties(ordinal, driver)?;
+            if properties.major < 8 {
+                let Properties { name, major, minor, .. } = properties;
+                return Err(CudaError::OldDevice { name, major, minor });
+            }
+            let mut context = null_mut();
+            let device = &properties.name;
+            check(device, "cuDevicePrimaryCtxRetain", sys::cuDevicePrimaryCtxRetain(&mut context, ordinal))?;
+            check(device, "cuCtxSetCurrent", sys::cuCtxSetCurrent(context))?;
+            let mut stream = null_mut();
+            let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+            check(device, "cuStreamCreate", sys::cuStreamCreate(&mut stream, flags))?;
+            Ok(Self(Arc::new(Inner { properties, ordinal, context, stream })))
+        }
+    }
+
+    pub fn properties(&self) -> &Properties {
+        &self.0.properties
+    }
+
+    pub fn name(&self) -> &str {
+        &self.0.properties.name
+    }
+
+    pub(crate) fn ordinal(&self) -> i32 {
+        self.0.ordinal
+    }
+
+    pub(crate) fn stream(&self) -> sys::CUstream {
+        self.0.stream
+    }
+
+    /// Makes the context current in this thread; every driver call of ours goes through it.
+    pub(crate) fn enter(&self) -> Result<()> {
+        // SAFETY: the context lives as long as `self`.
+        self.check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(self.0.context) })
+    }
+
+    pub(crate) fn check(&self, call: &'static str, result: CUresult) -> Result<()> {
+        check(self.name(), call, result)
+    }
+
+    /// Free and total bytes.
+    pub fn memory(&self) -> Result<(usize, usize)> {
+        self.enter()?;
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: two out-parameters.
+        self.check("cuMemGetInfo", unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) })?;
+        Ok((free, total))
+    }
+
+    pub(crate) fn out_of_memory(&self, what: &str, bytes: usize) -> CudaError {
+        let (free, total) = self.memory().unwrap_or((0, 0));
+        CudaError::OutOfMemory { device: self.name().into(), what: what.into(), bytes, free, total }
+    }
+
+    /// Waits until everything enqueued is done.
+    pub fn synchronize(&self) -> Result<()> {
+        self.enter()?;
+        // SAFETY: our own stream.
+        self.check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.0.stream) })
+    }
+
+    /// Device memory with undefined contents.
+    pub fn alloc(&self, bytes: usize, what: &str) -> Result<Buffer> {
+        self.enter()?;
+        let mut address = 0;
+        // SAFETY: one out-parameter; a zero size is made one byte, which the driver accepts.
+        match unsafe { sys::cuMemAlloc_v2(&mut address, bytes.max(1)) } {
+            CUresult::CUDA_ERROR_OUT_OF_MEMORY => return Err(self.out_of_memory(what, bytes)),
+            other => self.check("cuMemAlloc", other)?,
+        }
+        Ok(Buffer { device: self.clone(), address, bytes })
+    }
+
+    /// Copies host bytes into device memory and returns when they have been read. For loading, not for steps.
+    pub fn upload(&self, bytes: &[u8], to: &Buffer, offset: usize) -> Result<()> {
+        check_range("an upload", to, offset, bytes.len())?;
+        self.enter()?;
+        let (to, from) = (to.address + offset as u64, bytes.as_ptr().cast::<c_void>());
+        // SAFETY: the range was checked; pageable memory is copied before the call returns or staged by the driver.
+        self.check("cuMemcpyHtoDAsync", unsafe {
+            sys::cuMemcpyHtoDAsync_v2(to, from, bytes.len(), self.0.stream)
+        })
+    }
+
+    pub fn upload_new<T: bytemuck::NoUninit>(&self, values: &[T], what: &str) -> Result<Buffer> {
+        let bytes = bytemuck::cast_slice(values);
+        let buffer = self.alloc(bytes.len(), what)?;
+        self.upload(bytes, &buffer, 0)?;
+        Ok(buffer)
+    }
+
+    /// Waits for the stream and copies device memory to the host.
+    pub fn download<T: bytemuck::Pod>(&self, from: &Buffer, offset: usize, out: &mut [T]) -> Result<()> {
+        let bytes = bytemuck::cast_slice_mut::<T, u8>(out);
+        check_range("a download", from, offset, bytes.len())?;
+        self.download_raw(from.address + offset as u64, bytes)
+    }
+
+    /// [`Device::download`] from any address.
+    pub(crate) fn download_raw(&self, address: u64, bytes: &mut [u8]) -> Result<()> {
+        self.enter()?;
+        // SAFETY: callers pass an address with that many bytes behind it; we wait before the host slice is used.
+        self.check("cuMemcpyDtoHAsync", unsafe {
+            sys::cuMemcpyDtoHAsync_v2(
+                bytes.as_mut_ptr().cast::<c_void>(),
+                address,
+                bytes.len(),
+                self.0.stream,
+            )
+        })?;
+        self.synchronize()
+    }
+
+    /// Fills device memory with a byte.
+    pub fn fill(&self, buffer: &Buffer, byte: u8) -> Result<()> {
+        self.enter()?;
+        // SAFETY: the whole of a live buffer.
+        self.check("cuMemsetD8Async", unsafe {
+            sys::cuMemsetD8Async(buffer.address, byte, buffer.bytes, self.0.stream)
+        })
+    }
+
+    /// Enqueues a kernel.
+    pub fn launch<P: KernelParams>(&self, function: Function, shape: LaunchShape, params: &P) -> Result<()> {
+        self.enter()?;
+        let mut pointers = [std::ptr::from_ref(params).cast_mut().cast::<c_void>()];
+        let mut attribute = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: Default::default(),
+            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        };
+        // Programmatic serialization exists from compute capability 9.0 on.
+        let overlap = shape.overlap && self.properties().major >= 9;
+        let config = sys::CUlaunchConfig {
+            gridDimX: shape.grid.0,
+            gridDimY: shape.grid.1,
+            gridDimZ: shape.grid.2,
+            blockDimX: shape.block,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: shape.shared,
+            hStream: self.0.stream,
+            attrs: &mut attribute,
+            numAttrs: overlap as u32,
+        };
+        // SAFETY: `KernelParams` promises the parameter's layout and the addresses in it; the driver copies the
+        // parameters before the call returns.
+        self.check("cuLaunchKernelEx", unsafe {
+            sys::cuLaunchKernelEx(&config, function.0, pointers.as_mut_ptr(), null_mut())
+        })
+    }
+
+    /// Lets a kernel use up to `bytes` of dynamic shared memory.
+    pub fn allow_shared(&self, function: Function, bytes: usize) -> Result<()> {
+        self.enter()?;
+        let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        // SAFETY: a live function handle.
+        self.check("cuFuncSetAttribute", unsafe {
+            sys::cuFuncSetAttribute(function.0, attribute, bytes as i32)
+        })
+    }
+
+    /// Blocks of `block` threads and `shared` bytes that one multiprocessor holds at a time.
+    pub fn occupancy(&self, function: Function, block: u32, shared: usize) -> Result<u32> {
+        self.enter()?;
+        let mut blocks = 0;
+        // SAFETY: a live function handle and an out-parameter.
+        self.check("cuOccupancyMaxActiveBlocksPerMultiprocessor", unsafe {
+            sys::cuOccupancyMaxActiveBlocksPerMultiprocessor(&mut blocks, function.0, block as i32, shared)
+        })?;
+        Ok(blocks as u32)
+    }
+
+    /// A point in the stream, for timing and for knowing what is done.
+    pub fn event(&self) -> Result<Event> {
+        self.enter()?;
+        let mut event = null_mut();
+        // SAFETY: one out-parameter.
+        self.check("cuEventCreate", unsafe { sys::cuEventCreate(&mut event, 0) })?;
+        Ok(Event { device: self.clone(), event })
+    }
+}
+
+/// Device memory; freed when dropped (which waits for the device).
+pub struct Buffer {
+    device: Device,
+    address: u64,
+    bytes: usize,
+}
+
+impl Buffer {
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        // SAFETY: our own allocation, dropped once; the driver waits for kernels that use it.
+        let _ = self.device.enter().map(|()| unsafe { sys::cuMemFree_v2(self.address) });
+    }
+}
+
+/// Page-locked host memory, which the device reads without the driver's help.
+pub(crate) struct PinnedBuffer {
+    device: Device,
+    pointer: *mut u8,
+    bytes: usize,
+}
+
+// SAFETY: plain memory with one owner.
+unsafe impl Send for PinnedBuffer {}
+
+impl PinnedBuffer {
+    pub(crate) fn new(device: &Device, bytes: usize) -> Result<Self> {
+        device.enter()?;
+        let mut pointer = null_mut();
+        // SAFETY: one out-parameter.
+        match unsafe { sys::cuMemAllocHost_v2(&mut pointer, bytes) } {
+            CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
+                return Err(device.out_of_memory("page-locked host memory", bytes));
+            }
+            other => device.check("cuMemAllocHost", other)?,
+        }
+        Ok(Self { device: device.clone(), pointer: pointer.cast(), bytes })
+    }
+
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    pub(crate) fn slice_mut(&mut self) -> &mut [u8] {
+        // SAFETY: the allocation has that many bytes and this is its only owner.
+        unsafe { std::slice::from_raw_parts_mut(self.pointer, self.bytes) }
+    }
+
+    /// Enqueues a copy of a part of this memory; it must not be written again before the copy is done.
+    pub(crate) fn enqueue_copy(&self, at: usize, bytes: usize, to: u64) -> Result<()> {
+        assert!(at + bytes <= self.bytes, "a copy lies inside its buffer");
+        self.device.enter()?;
+        // SAFETY: the source range was checked, callers give a destination of that size.
+        self.device.check("cuMemcpyHtoDAsync", unsafe {
+            sys::cuMemcpyHtoDAsync_v2(to, self.pointer.add(at).cast(), bytes, self.device.stream())
+        })
+    }
+}
+
+impl Drop for PinnedBuffer {
+    fn drop(&mut self) {
+        let _ = self.device.synchronize();
+        // SAFETY: our own allocation, and the stream that may read it is done.
+        let _ = self.device.enter().map(|()| unsafe { sys::cuMemFreeHost(self.pointer.cast()) });
+    }
+}
+
+pub struct Event {
+    device: Device,
+    event: sys::CUevent,
+}
+
+// SAFETY: driver handles may be used from any thread.
+unsafe impl Send for Event {}
+
+impl Event {
+    pub fn record(&self) -> Result<()> {
+        self.device.enter()?;
+        // SAFETY: our own event and stream.
+        self.device.check("cuEventRecord", unsafe { sys::cuEventRecord(self.event, self.device.stream()) })
+    }
+
+    /// Waits until the stream has passed this point.
+    pub fn wait(&self) -> Result<()> {
+        self.device.enter()?;
+        // SAFETY: our own event.
+        self.device.check("cuEventSynchronize", unsafe { sys::cuEventSynchronize(self.event) })
+    }
+
+    /// Microseconds from `earlier` to this point, both passed.
+    pub fn us_since(&self, earlier: &Event) -> Result<f64> {
+        self.wait()?;
+        let mut milliseconds = 0f32;
+        type Elapsed = unsafe extern "C" fn(*mut f32, sys::CUevent, sys::CUevent) -> CUresult;
+        // SAFETY: two recorded events of one device. The function is looked up here because cudarc for CUDA 13 only
+        // knows its successor, which older drivers lack; the signature is that of both.
+        let result = unsafe {
+            match sys::culib().get::<Elapsed>(b"cuEventElapsedTime") {
+                Ok(elapsed) => elapsed(&mut milliseconds, earlier.event, self.event),
+                Err(_) => CUresult::CUDA_ERROR_NOT_SUPPORTED,
+            }
+        };
+        self.device.check("cuEventElapsedTime", result)?;
+        Ok(f64::from(milliseconds) * 1e3)
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        // SAFETY: our own event, dropped once.
+        let _ = self.device.enter().map(|()| unsafe { sys::cuEventDestroy_v2(self.event) });
+    }
+}
+
+fn check_range(what: &'static str, buffer: &Buffer, offset: usize, bytes: usize) -> Result<()> {
+    if offset.checked_add(bytes).is_none_or(|end| end > buffer.bytes) {
+        let detail = format!("{bytes} bytes at {offset} of {}", buffer.bytes);
+        return Err(CudaError::Shape { what, detail });
+    }
+    Ok(())
+}
+
+fn check(device: &str, call: &'static str, result: CUresult) -> Result<()> {
+    if result == CUresult::CUDA_SUCCESS {
+        return Ok(());
+    }
+    let text = |get: unsafe fn(CUresult, *mut *const std::ffi::c_char) -> CUresult| {
+        let mut pointer = std::ptr::null();
+        // SAFETY: the driver fills the pointer with a static string or leaves it null.
+        unsafe {
+            let _ = get(result, &mut pointer);
+            if pointer.is_null() {
+                format!("{result:?}")
+            } else {
+                CStr::from_ptr(pointer).to_string_lossy().into_owned()
+            }
+        }
+    };
+    Err(CudaError::Driver {
+        device: device.into(),
+        call,
+        name: text(sys::cuGetErrorName),
+        message: text(sys::cuGetErrorString),
+    })
+}
+
+/// # Safety
+/// The driver must be initialized and `ordinal` one of its devices.
+unsafe fn properties(ordinal: sys::CUdevice, driver: (i32, i32)) -> Result<Properties> {
+    use sys::CUdevice_attribute_enum as A;
+    let mut name = [0; 128];
+    // SAFETY: a buffer and its length; the driver terminates the name.
+    let name = unsafe {
+        check("the GPU", "cuDeviceGetName", sys::cuDeviceGetName(name.as_mut_ptr(), 127, ordinal))?;
+        CStr::from_ptr(name.as_ptr()).to_string_lossy().into_owned()
+    };
+    let attribute = |which| -> Result<i32> {
+        let mut value = 0;
+        // SAFETY: one out-parameter.
+        check(&name, "cuDeviceGetAttribute", unsafe {
+            sys::cuDeviceGetAttribute(&mut value, which, ordinal)
+        })?;
+        Ok(value)
+    };
+    let mut memory = 0;
+    // SAFETY: one out-parameter.
+    check(&name, "cuDeviceTotalMem", unsafe { sys::cuDeviceTotalMem_v2(&mut memory, ordinal) })?;
+    Ok(Properties {
+        major: attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+        minor: attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+        multiprocessors: attribute(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32,
+        shared_memory: attribute(A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as u32,
+        memory,
+        driver,
+        name,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_machine_without_a_gpu_gets_an_answer_and_no_panic() {
+        match Device::open(0) {
+            Ok(device) => assert!(device.properties().multiprocessors > 0),
+            Err(error) => {
+                assert!(error.to_string().contains("--device cpu") || !error.to_string().is_empty())
+            }
+        }
+        assert!(Device::open(10_000).is_err());
+    }
+}

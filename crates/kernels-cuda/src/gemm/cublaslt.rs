@@ -1,0 +1,181 @@
+//! Large matrix products by cuBLASLt: BF16 operands, f32 sums.
+
+use crate::device::{Buffer, Device};
+use crate::error::{CudaError, Result};
+use crate::library;
+use cudarc::cublaslt::sys::{self, cublasStatus_t};
+use std::collections::HashMap;
+use std::ffi::{CStr, c_void};
+use std::mem::size_of_val;
+use std::ptr::null_mut;
+
+/// Room for algorithms that split the inner dimension; what NVIDIA recommends for Hopper.
+const WORKSPACE: usize = 32 << 20;
+
+/// `out[rows][outputs] = x[rows][inputs] · w[outputs][inputs]ᵀ`, all row-major.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Product {
+    pub rows: usize,
+    pub outputs: usize,
+    pub inputs: usize,
+    /// Adds to what `out` holds.
+    pub add: bool,
+}
+
+/// The library, with the algorithms chosen so far.
+pub struct CublasLt {
+    device: Device,
+    handle: sys::cublasLtHandle_t,
+    workspace: Buffer,
+    plans: HashMap<Product, Plan>,
+}
+
+struct Plan {
+    operation: sys::cublasLtMatmulDesc_t,
+    weights: sys::cublasLtMatrixLayout_t,
+    x: sys::cublasLtMatrixLayout_t,
+    out: sys::cublasLtMatrixLayout_t,
+    algorithm: sys::cublasLtMatmulAlgo_t,
+}
+
+// SAFETY: handles of the library may be used from any thread, one at a time; `CublasLt` is only reached under a lock.
+unsafe impl Send for CublasLt {}
+
+impl CublasLt {
+    pub fn open(device: &Device) -> Result<Self> {
+        library::CUBLASLT.open()?;
+        device.enter()?;
+        let mut handle = null_mut();
+        // SAFETY: the library is open; one out-parameter.
+        check("cublasLtCreate", unsafe { sys::cublasLtCreate(&mut handle) })?;
+        let workspace = device.alloc(WORKSPACE, "the workspace of cuBLASLt")?;
+        Ok(Self { device: device.clone(), handle, workspace, plans: HashMap::new() })
+    }
+
+    /// Enqueues a product; the addresses must hold matrices of its sizes, BF16 for `weights` and `x`, f32 for `out`.
+    pub fn enqueue(&mut self, product: Product, weights: u64, x: u64, out: u64) -> Result<()> {
+        self.device.enter()?;
+        if !self.plans.contains_key(&product) {
+            let plan = self.plan(product)?;
+            self.plans.insert(product, plan);
+        }
+        let plan = &self.plans[&product];
+        let (alpha, beta) = (1f32, if product.add { 1f32 } else { 0f32 });
+        // SAFETY: descriptors of this product, device addresses promised by the caller, our own workspace and stream.
+        check("cublasLtMatmul", unsafe {
+            sys::cublasLtMatmul(
+                self.handle,
+                plan.operation,
+                std::ptr::from_ref(&alpha).cast(),
+                weights as *const c_void,
+                plan.weights,
+                x as *const c_void,
+                plan.x,
+                std::ptr::from_ref(&beta).cast(),
+                out as *const c_void,
+                plan.out,
+                out as *mut c_void,
+                plan.out,
+                &plan.algorithm,
+                self.workspace.address() as *mut c_void,
+                WORKSPACE,
+                self.device.stream().cast(),
+            )
+        })
+    }
+
+    /// The library counts in columns: our row-major `out` is its column-major `outputs × rows`, so it multiplies the
+    /// transposed weights with `x`.
+    fn plan(&self, p: Product) -> Result<Plan> {
+        use sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA;
+        use sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
+        use sys::cudaDataType_t::{CUDA_R_16BF, CUDA_R_32F};
+        let (rows, outputs, inputs) = (p.rows as u64, p.outputs as u64, p.inputs as u64);
+        // CUBLAS_OP_T; the enum belongs to the bindings of another library.
+        let transposed: i32 = 1;
+        let (mut operation, mut weights, mut x, mut out, mut preference) =
+            (null_mut(), null_mut(), null_mut(), null_mut(), null_mut());
+        let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
+        let mut found = 0;
+        let mut results = std::mem::MaybeUninit::<sys::cublasLtMatmulHeuristicResult_t>::zeroed();
+        // SAFETY: out-parameters of the right types; attributes with their sizes; one result is asked for and read only
+        // if one came. Descriptors live as long as the process, there are as many as shapes in use.
+        unsafe {
+            check(
+                "cublasLtMatmulDescCreate",
+                sys::cublasLtMatmulDescCreate(&mut operation, compute, CUDA_R_32F),
+            )?;
+            check(
+                "cublasLtMatmulDescSetAttribute",
+                sys::cublasLtMatmulDescSetAttribute(
+                    operation,
+                    CUBLASLT_MATMUL_DESC_TRANSA,
+                    std::ptr::from_ref(&transposed).cast(),
+                    size_of_val(&transposed),
+                ),
+            )?;
+            let layout = |at: &mut sys::cublasLtMatrixLayout_t, kind, rows, columns| {
+                check(
+                    "cublasLtMatrixLayoutCreate",
+                    sys::cublasLtMatrixLayoutCreate(at, kind, rows, columns, rows as i64),
+                )
+            };
+            layout(&mut weights, CUDA_R_16BF, inputs, outputs)?;
+            layout(&mut x, CUDA_R_16BF, inputs, rows)?;
+            layout(&mut out, CUDA_R_32F, outputs, rows)?;
+            check("cublasLtMatmulPreferenceCreate", sys::cublasLtMatmulPreferenceCreate(&mut preference))?;
+            check(
+                "cublasLtMatmulPreferenceSetAttribute",
+                sys::cublasLtMatmulPreferenceSetAttribute(
+                    preference,
+                    CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+                    std::ptr::from_ref(&WORKSPACE).cast(),
+                    size_of_val(&WORKSPACE),
+                ),
+            )?;
+            let status = sys::cublasLtMatmulAlgoGetHeuristic(
+                self.handle,
+                operation,
+                weights,
+                x,
+                out,
+                out,
+                preference,
+                1,
+                results.as_mut_ptr(),
+                &mut found,
+            );
+            let _ = sys::cublasLtMatmulPreferenceDestroy(preference);
+            check("cublasLtMatmulAlgoGetHeuristic", status)?;
+            if found == 0 {
+                return Err(CudaError::Unsupported(format!("cuBLASLt knows no way to multiply {p:?}")));
+            }
+            Ok(Plan { operation, weights, x, out, algorithm: results.assume_init().algo })
+        }
+    }
+}
+
+impl Drop for CublasLt {
+    fn drop(&mut self) {
+        let _ = self.device.synchronize();
+        // SAFETY: our own handle and descriptors, used by nobody after this.
+        unsafe {
+            for plan in self.plans.values() {
+                let _ = sys::cublasLtMatmulDescDestroy(plan.operation);
+                for layout in [plan.weights, plan.x, plan.out] {
+                    let _ = sys::cublasLtMatrixLayoutDestroy(layout);
+                }
+            }
+            let _ = sys::cublasLtDestroy(self.handle);
+        }
+    }
+}
+
+fn check(call: &'static str, status: cublasStatus_t) -> Result<()> {
+    if status == cublasStatus_t::CUBLAS_STATUS_SUCCESS {
+        return Ok(());
+    }
+    // SAFETY: returns a static string for every status.
+    let message = unsafe { CStr::from_ptr(sys::cublasLtGetStatusString(status)) };
+    Err(CudaError::Library { call, message: message.to_string_lossy().into_owned() })
+}

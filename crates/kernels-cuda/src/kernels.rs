@@ -1,0 +1,88 @@
+//! Loaded kernels by source, variant and name, compiled when first asked for.
+
+use crate::compile::Compiler;
+use crate::device::{Device, Function};
+use crate::error::Result;
+use crate::sources::{Defines, Source};
+use cudarc::driver::sys;
+use std::collections::HashMap;
+use std::ffi::CStr;
+use std::ptr::null_mut;
+use std::sync::{Mutex, PoisonError};
+
+/// The kernels of one GPU.
+pub struct Kernels {
+    device: Device,
+    compiler: Compiler,
+    modules: Mutex<HashMap<(&'static str, Defines), Module>>,
+    functions: Mutex<HashMap<(&'static str, Defines, &'static CStr), Function>>,
+}
+
+#[derive(Clone, Copy)]
+struct Module(sys::CUmodule);
+
+// SAFETY: a module handle is an address in the driver's tables; modules are never unloaded before the process ends.
+unsafe impl Send for Module {}
+
+impl Kernels {
+    pub fn new(device: &Device) -> Result<Self> {
+        Ok(Self {
+            device: device.clone(),
+            compiler: Compiler::open()?,
+            modules: Mutex::default(),
+            functions: Mutex::default(),
+        })
+    }
+
+    pub fn compiler(&self) -> &Compiler {
+        &self.compiler
+    }
+
+    /// A kernel of a variant; `shared` is the dynamic shared memory it may be launched with.
+    pub fn function(
+        &self,
+        source: &'static Source,
+        defines: &Defines,
+        name: &'static CStr,
+        shared: usize,
+    ) -> Result<Function> {
+        let mut functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(&function) = functions.get(&(source.file, defines.clone(), name)) {
+            return Ok(function);
+        }
+        let module = self.module(source, defines)?;
+        let mut function = null_mut();
+        self.device.enter()?;
+        // SAFETY: a live module, a NUL-terminated name and an out-parameter.
+        self.device.check("cuModuleGetFunction", unsafe {
+            sys::cuModuleGetFunction(&mut function, module.0, name.as_ptr())
+        })?;
+        let function = Function(function);
+        // Up to 48 KB need no permission.
+        if shared > 48 << 10 {
+            self.device.allow_shared(function, shared)?;
+        }
+        functions.insert((source.file, defines.clone(), name), function);
+        Ok(function)
+    }
+
+    fn module(&self, source: &'static Source, defines: &Defines) -> Result<Module> {
+        let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(&module) = modules.get(&(source.file, defines.clone())) {
+            return Ok(module);
+        }
+        let p = self.device.properties();
+        let mut image = self.compiler.image(source, defines, p.major * 10 + p.minor)?;
+        // PTX is text and must end with a zero byte; machine code does not mind one.
+        image.push(0);
+        self.device.enter()?;
+        let mut module = null_mut();
+        // SAFETY: a complete image, read before the call returns.
+        self.device.check("cuModuleLoadData", unsafe {
+            sys::cuModuleLoadData(&mut module, image.as_ptr().cast())
+        })?;
+        let module = Module(module);
+        modules.insert((source.file, defines.clone()), module);
+        Ok(module)
+    }
+}

@@ -1,0 +1,33 @@
+//! NVIDIA GPUs as a backend: whole models, and attention over 2-bit pages.
+//!
+//! Nothing of CUDA is needed to build. At run time the driver is found by dynamic loading, the kernels under `kernels/`
+//! are compiled by NVRTC at first use and kept on disk ([`compile`]), large matrix products go to cuBLASLt. One
+//! [`Device`] has one stream; a step enqueues everything and waits once, when logits are read.
+//!
+//! Contract between the files: pages are addressed by [`pages`], the tables of a step are made by [`step`] and read by
+//! all kernels through `StepTables`; each kernel takes one parameter struct by value ([`device::KernelParams`]);
+//! rotated queries are f32, `[row][query head][head_dim]`, attention outputs likewise.
+//!
+//! **Invariant:** knows no model and no scheduling. Anything missing (driver, GPU, library, memory) is an error with a
+//! way out, never a panic.
+#![allow(unsafe_code)]
+
+pub mod attention;
+mod attention_paths;
+pub mod backend;
+pub mod bandwidth;
+pub mod bench;
+pub mod compile;
+pub mod device;
+mod error;
+pub mod gemm;
+mod kernels;
+mod library;
+pub mod pages;
+pub mod sources;
+pub mod step;
+
+pub use backend::CudaBackend;
+pub use device::Device;
+pub use error::CudaError;
+pub use kernels::Kernels;

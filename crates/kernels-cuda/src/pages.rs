@@ -1,0 +1,344 @@
+//! Page storage on the GPU.
+//!
+//! Each layer and KV head has one region per format, and page `id` of it lies at `base + id · page bytes`. A region is
+//! address space for the whole budget; memory stands behind it only up to the largest id in use, in steps of the
+//! device's granularity, so a cache costs what it holds. Kernels find the regions in a table of [`HeadPages`].
+
+use crate::device::{Buffer, Device};
+use crate::error::{CudaError, Result};
+use cudarc::driver::sys::{self, CUresult};
+use oscar_codec::clip::order_index;
+use oscar_codec::page::Scheme;
+use oscar_codec::{CacheLayout, CodeLayout, FormatTable, PageCodec, RowPageCodec, Side, SideSpec};
+
+/// Pages of one layer, KV head and format.
+struct Region {
+    device: Device,
+    address: u64,
+    reserved: usize,
+    mapped: usize,
+    chunks: Vec<(u64, usize, u64)>,
+    page_bytes: usize,
+}
+
+/// `HeadPages` of the kernels: where one layer's and head's pages lie and how they are coded.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
+pub struct HeadPages {
+    pub full: u64,
+    pub coded: u64,
+    pub key_bits: u32,
+    pub value_bits: u32,
+    /// Order-statistic index of the clip; `u32::MAX` where clipping is off.
+    pub key_clip: u32,
+    pub value_clip: u32,
+}
+
+/// The pages of a model.
+pub struct CudaPages {
+    device: Device,
+    layout: CacheLayout,
+    /// `[layer][kv_head]`.
+    full: Vec<Region>,
+    coded: Vec<Region>,
+    heads: Vec<HeadPages>,
+    /// `heads` on the device.
+    table: Buffer,
+    granularity: usize,
+    /// Pages that hold random contents.
+    randomized: (usize, usize),
+}
+
+/// A run of pages whose contents nobody has written yet.
+pub(crate) struct FreshPages {
+    pub address: u64,
+    pub count: usize,
+    pub page_bytes: usize,
+    /// Byte where the parameters of a coded page begin; `None` for full pages.
+    pub parameters: Option<usize>,
+}
+
+impl CudaPages {
+    pub(crate) fn reserve(device: &Device, layout: &CacheLayout, budget: usize) -> Result<Self> {
+        check_layout(layout)?;
+        let (free, _) = device.memory()?;
+        if budget > free {
+            return Err(device.out_of_memory("the KV pages (--kv-memory)", budget));
+        }
+        let granularity = granularity(device)?;
+        let regions = |table: &FormatTable| -> Result<Vec<Region>> {
+            let pages = budget / table.block_bytes().max(1) + 1;
+            codecs(table)
+                .map(|codec| Region::reserve(device, pages, codec.page_bytes(), granularity))
+                .collect()
+        };
+        let full = regions(layout.full())?;
+        let coded = layout.coded().map(regions).transpose()?.unwrap_or_default();
+        let clip = |codec: &RowPageCodec, side| {
+            order_index(codec.spec(side).clip, codec.head_dim()).map_or(u32::MAX, |index| index as u32)
+        };
+        let heads: Vec<HeadPages> = codecs(layout.coded().unwrap_or(layout.full()))
+            .enumerate()
+            .map(|(i, codec)| HeadPages {
+                full: full[i].address,
+                coded: coded.get(i).map_or(0, |r| r.address),
+                key_bits: codec.spec(Side::Key).bits,
+                value_bits: codec.spec(Side::Value).bits,
+                key_clip: clip(codec, Side::Key),
+                value_clip: clip(codec, Side::Value),
+            })
+            .collect();
+        let table = device.upload_new(&heads, "the table of KV pages")?;
+        Ok(Self {
+            device: device.clone(),
+            layout: layout.clone(),
+            full,
+            coded,
+            heads,
+            table,
+            granularity,
+            randomized: (0, 0),
+        })
+    }
+
+    pub fn layout(&self) -> &CacheLayout {
+        &self.layout
+    }
+
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Device address of the [`HeadPages`] of a layer's heads.
+    pub fn layer(&self, layer: usize) -> u64 {
+        self.table.address() + (layer * self.layout.kv_heads() * size_of::<HeadPages>()) as u64
+    }
+
+    /// The same table on the host, `[layer][kv_head]`.
+    pub fn heads(&self) -> &[HeadPages] {
+        &self.heads
+    }
+
+    /// Puts memory behind the first `full` and `coded` page ids.
+    pub fn ensure(&mut self, full: usize, coded: usize) -> Result<()> {
+        for region in &mut self.full {
+            region.grow(full, self.granularity)?;
+        }
+        for region in &mut self.coded {
+            region.grow(coded, self.granularity)?;
+        }
+        Ok(())
+    }
+
+    /// Puts memory behind these many page ids and lists, once, those that were not listed before.
+    pub(crate) fn fresh(&mut self, full: usize, coded: usize) -> Result<Vec<FreshPages>> {
+        self.ensure(full, coded)?;
+        let mut all = Vec::new();
+        let before = self.randomized;
+        self.randomized = (before.0.max(full), before.1.max(coded));
+        let run = |region: &Region, from: usize, to: usize, parameters| FreshPages {
+            address: region.address + (from * region.page_bytes) as u64,
+            count: to.saturating_sub(from),
+            page_bytes: region.page_bytes,
+            parameters,
+        };
+        all.extend(self.full.iter().map(|r| run(r, before.0, full, None)));
+        for (r, h) in self.coded.iter().zip(&self.heads) {
+            let codes = 8 * self.layout.head_dim() * (h.key_bits + h.value_bits) as usize;
+            all.push(run(r, before.1, coded, Some(codes)));
+        }
+        all.retain(|run| run.count > 0);
+        Ok(all)
+    }
+
+    /// Bytes of memory behind the regions.
+    pub fn mapped_bytes(&self) -> usize {
+        self.full.iter().chain(&self.coded).map(|r| r.mapped).sum()
+    }
+
+    /// Copies a page to the host (for checks).
+    pub fn read_page(&self, layer: usize, head: usize, id: u32, coded: bool) -> Result<Vec<u8>> {
+        let (address, bytes) = self.page_at(layer, head, id, coded)?;
+        let mut page = vec![0; bytes];
+        self.device.download_raw(address, &mut page)?;
+        Ok(page)
+    }
+
+    /// Copies a page to the device (for checks).
+    pub fn write_page(&mut self, layer: usize, head: usize, id: u32, coded: bool, page: &[u8]) -> Result<()> {
+        let (address, bytes) = self.page_at(layer, head, id, coded)?;
+        if page.len() != bytes {
+            let detail = format!("{} bytes for a page of {bytes}", page.len());
+            return Err(CudaError::Shape { what: "a page", detail });
+        }
+        self.device.enter()?;
+        // SAFETY: the page lies in mapped memory (checked above) and has as many bytes.
+        self.device.check("cuMemcpyHtoDAsync", unsafe {
+            sys::cuMemcpyHtoDAsync_v2(address, page.as_ptr().cast(), bytes, self.device.stream())
+        })?;
+        self.device.synchronize()
+    }
+
+    fn page_at(&self, layer: usize, head: usize, id: u32, coded: bool) -> Result<(u64, usize)> {
+        let regions = if coded { &self.coded } else { &self.full };
+        let index = layer * self.layout.kv_heads() + head;
+        let page = regions.get(index).and_then(|region| {
+            let at = id as usize * region.page_bytes;
+            (at + region.page_bytes <= region.mapped)
+                .then_some((region.address + at as u64, region.page_bytes))
+        });
+        page.ok_or_else(|| CudaError::Shape {
+            what: "a page",
+            detail: format!("page {id} of layer {layer}, head {head} has no memory yet"),
+        })
+    }
+}
+
+fn codecs(table: &FormatTable) -> impl Iterator<Item = &RowPageCodec> {
+    (0..table.layers()).flat_map(move |l| (0..table.kv_heads()).map(move |h| table.codec(l, h)))
+}
+
+/// What the kernels read: BF16 rows, and affine codes of 1 to 4 bits with one group a head, in the GPU's order.
+fn check_layout(layout: &CacheLayout) -> Result<()> {
+    let refuse = |why: String| {
+        Err(CudaError::Unsupported(format!(
+            "KV format {}: {why}; use bf16 or oscar1 to oscar4, or --device cpu",
+            layout.format()
+        )))
+    };
+    let bf16 = |spec: SideSpec| spec.scheme == Scheme::Bf16;
+    let affine = |spec: SideSpec, d: usize| {
+        spec.scheme == Scheme::Affine && (1..=4).contains(&spec.bits) && (spec.group == 0 || spec.group == d)
+    };
+    if !crate::sources::HEAD_DIMS.contains(&layout.head_dim()) {
+        return refuse(format!(
+            "the GPU kernels know heads of 64, 128 and 256 channels, not {}",
+            layout.head_dim()
+        ));
+    }
+    if !layout.windows().sides_agree() {
+        return refuse("its keys and values are coded at different times".into());
+    }
+    for codec in codecs(layout.full()) {
+        if ![Side::Key, Side::Value].into_iter().all(|side| bf16(codec.spec(side))) {
+            return refuse("the GPU keeps full tokens in BF16".into());
+        }
+        if codec.layout() != CodeLayout::GpuTile {
+            return refuse(format!(
+                "its pages are in {} order, the GPU reads its own",
+                codec.layout().name()
+            ));
+        }
+    }
+    for codec in layout.coded().into_iter().flat_map(codecs) {
+        if ![Side::Key, Side::Value].into_iter().all(|side| affine(codec.spec(side), codec.head_dim())) {
+            return refuse("the GPU reads affine codes of 1 to 4 bits with one scale a head".into());
+        }
+        if codec.layout() != CodeLayout::GpuTile {
+            return refuse(format!(
+                "its pages are in {} order, the GPU reads its own",
+                codec.layout().name()
+            ));
+        }
+    }
+    Ok(())
+}
+
+fn allocation(device: &Device) -> sys::CUmemAllocationProp {
+    sys::CUmemAllocationProp {
+        type_: sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
+        requestedHandleTypes: sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_NONE,
+        location: location(device),
+        win32HandleMetaData: std::ptr::null_mut(),
+        allocFlags: sys::CUmemAllocationProp_st__bindgen_ty_1 {
+            compressionType: 0,
+            gpuDirectRDMACapable: 0,
+            usage: 0,
+            reserved: [0; 4],
+        },
+    }
+}
+
+fn location(device: &Device) -> sys::CUmemLocation {
+    sys::CUmemLocation { type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE, id: device.ordinal() }
+}
+
+fn granularity(device: &Device) -> Result<usize> {
+    device.enter()?;
+    let mut bytes = 0;
+    let flag = sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM;
+    // SAFETY: a complete description and an out-parameter.
+    device.check("cuMemGetAllocationGranularity", unsafe {
+        sys::cuMemGetAllocationGranularity(&mut bytes, &allocation(device), flag)
+    })?;
+    Ok(bytes.max(1))
+}
+
+impl Region {
+    fn reserve(device: &Device, pages: usize, page_bytes: usize, granularity: usize) -> Result<Self> {
+        device.enter()?;
+        let reserved = pages.saturating_mul(page_bytes).div_ceil(granularity) * granularity;
+        let mut address = 0;
+        // SAFETY: one out-parameter; only address space is taken.
+        match unsafe { sys::cuMemAddressReserve(&mut address, reserved, 0, 0, 0) } {
+            CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
+                return Err(device.out_of_memory("the address space of KV pages", reserved));
+            }
+            other => device.check("cuMemAddressReserve", other)?,
+        }
+        Ok(Self { device: device.clone(), address, reserved, mapped: 0, chunks: Vec::new(), page_bytes })
+    }
+
+    /// Makes the first `pages` usable. Grows by an eighth at least, so that a growing cache maps rarely.
+    fn grow(&mut self, pages: usize, granularity: usize) -> Result<()> {
+        let bytes = pages * self.page_bytes;
+        if bytes <= self.mapped {
+            return Ok(());
+        }
+        if bytes > self.reserved {
+            let detail = format!("{bytes} bytes of pages in a region of {}", self.reserved);
+            return Err(CudaError::Shape { what: "the page table", detail });
+        }
+        let device = self.device.clone();
+        device.enter()?;
+        let wanted = bytes.max(self.mapped + self.mapped / 8).div_ceil(granularity) * granularity;
+        let size = wanted.min(self.reserved) - self.mapped;
+        let at = self.address + self.mapped as u64;
+        let mut handle = 0;
+        let access = sys::CUmemAccessDesc {
+            location: location(&device),
+            flags: sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
+        };
+        // SAFETY: sizes are multiples of the granularity, the range lies in our reservation behind what is mapped, and
+        // the handle is released when the region is dropped.
+        unsafe {
+            match sys::cuMemCreate(&mut handle, size, &allocation(&device), 0) {
+                CUresult::CUDA_ERROR_OUT_OF_MEMORY => return Err(device.out_of_memory("KV pages", size)),
+                other => device.check("cuMemCreate", other)?,
+            }
+            if let Err(error) = device.check("cuMemMap", sys::cuMemMap(at, size, 0, handle, 0)) {
+                let _ = sys::cuMemRelease(handle);
+                return Err(error);
+            }
+            self.chunks.push((at, size, handle));
+            device.check("cuMemSetAccess", sys::cuMemSetAccess(at, size, &access, 1))?;
+        }
+        self.mapped += size;
+        Ok(())
+    }
+}
+
+impl Drop for Region {
+    fn drop(&mut self) {
+        let _ = self.device.synchronize();
+        for &(at, size, handle) in &self.chunks {
+            // SAFETY: mapped by `grow` and unmapped once, after the stream is done.
+            unsafe {
+                let _ = sys::cuMemUnmap(at, size);
+                let _ = sys::cuMemRelease(handle);
+            }
+        }
+        // SAFETY: our own reservation, nothing is mapped in it any more.
+        let _ = unsafe { sys::cuMemAddressFree(self.address, self.reserved) };
+    }
+}

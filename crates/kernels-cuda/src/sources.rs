@@ -1,0 +1,80 @@
+//! The kernels, as text: every `.cu` file, the headers they share, and the variants each is compiled in.
+//!
+//! The files are free of toolkit headers, so that NVRTC alone compiles them. A *variant* is a file with its
+//! definitions, such as `HEAD_DIM=128`.
+
+use crate::attention::decode::Variant;
+
+/// One `.cu` file.
+#[derive(Debug, PartialEq, Eq, Hash)]
+pub struct Source {
+    pub file: &'static str,
+    pub text: &'static str,
+    /// Is it compiled once for each head size?
+    pub by_head_dim: bool,
+}
+
+macro_rules! source {
+    ($name:ident, $file:literal, by_head_dim: $by:literal) => {
+        pub static $name: Source =
+            Source { file: $file, text: include_str!(concat!("../kernels/", $file)), by_head_dim: $by };
+    };
+}
+
+source!(ROWS, "rows.cu", by_head_dim: false);
+source!(SKINNY_GEMM, "skinny_gemm.cu", by_head_dim: false);
+source!(BANDWIDTH, "bandwidth.cu", by_head_dim: false);
+source!(GRAM, "gram.cu", by_head_dim: false);
+source!(RANDOM, "random.cu", by_head_dim: false);
+source!(APPEND, "append.cu", by_head_dim: true);
+source!(ATTENTION_GENERIC, "attention_generic.cu", by_head_dim: true);
+source!(ATTENTION_PREFILL, "attention_prefill.cu", by_head_dim: true);
+
+source!(DEMOTE, "demote.cu", by_head_dim: true);
+source!(ATTENTION_PLAN, "attention_plan.cu", by_head_dim: false);
+// Has variants of its own: `attention::decode::Variant`.
+source!(ATTENTION_DECODE, "attention_decode.cu", by_head_dim: false);
+
+/// Headers that kernels include by name.
+pub static HEADERS: &[(&str, &str)] = &[
+    ("decode_plan.cuh", include_str!("../kernels/decode_plan.cuh")),
+    ("decode_state.cuh", include_str!("../kernels/decode_state.cuh")),
+    ("fragments.cuh", include_str!("../kernels/fragments.cuh")),
+    ("pipeline.cuh", include_str!("../kernels/pipeline.cuh")),
+    ("page.cuh", include_str!("../kernels/page.cuh")),
+    ("common.cuh", include_str!("../kernels/common.cuh")),
+];
+
+/// Every source whose variants are at most its head sizes.
+static PLAIN: &[&Source] = &[
+    &ROWS,
+    &SKINNY_GEMM,
+    &BANDWIDTH,
+    &GRAM,
+    &RANDOM,
+    &APPEND,
+    &ATTENTION_GENERIC,
+    &ATTENTION_PREFILL,
+    &ATTENTION_PLAN,
+    &DEMOTE,
+];
+
+/// Head sizes the kernels are compiled for.
+pub const HEAD_DIMS: [usize; 3] = [64, 128, 256];
+
+/// Definitions of a variant, in a fixed order.
+pub type Defines = Vec<(&'static str, usize)>;
+
+/// Every variant that a model may ask for on a GPU with this much shared memory a block.
+pub fn variants(shared_memory: usize) -> Vec<(&'static Source, Defines)> {
+    let decode = Variant::all(shared_memory).map(|v| (&ATTENTION_DECODE, v.defines()));
+    let mut all: Vec<(&'static Source, Defines)> = decode.collect();
+    for source in PLAIN {
+        if source.by_head_dim {
+            all.extend(HEAD_DIMS.map(|d| (*source, vec![("HEAD_DIM", d)])));
+        } else {
+            all.push((*source, Vec::new()));
+        }
+    }
+    all
+}
