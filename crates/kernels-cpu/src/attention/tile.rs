@@ -86,11 +86,13 @@ fn keys_body(rows: &[f32], d: usize, lines: &mut [Line]) {
 
 #[inline(always)]
 fn values_body(rows: &[f32], d: usize, lines: &mut [Line]) {
-    for (two, lines) in rows.chunks_exact(2 * d).zip(lines.chunks_exact_mut(d / 16)) {
+    // SAFETY: a line is sixteen words without padding, and the slice is borrowed exclusively.
+    let words = unsafe { std::slice::from_raw_parts_mut(lines.as_mut_ptr().cast::<u32>(), 16 * lines.len()) };
+    // One long run of words: over lines the compiler would gather and scatter.
+    for (two, words) in rows.chunks_exact(2 * d).zip(words.chunks_exact_mut(d)) {
         let (even, odd) = two.split_at(d);
-        let channels = even.as_chunks::<16>().0.iter().zip(odd.as_chunks::<16>().0);
-        for (line, (even, odd)) in lines.iter_mut().zip(channels) {
-            line.0 = std::array::from_fn(|i| pair(even[i], odd[i]));
+        for ((word, even), odd) in words.iter_mut().zip(even).zip(odd) {
+            *word = pair(*even, *odd);
         }
     }
 }
