@@ -260,8 +260,22 @@ mod tests {
         let short = [Some(FullPageId(9))];
         let windows = Windows::new(64, 64).unwrap();
         let sequences = [
-            SequenceRows { rows: 1..3, first_position: 270, full: &full, coded: &coded, demote: 176..208 },
-            SequenceRows { rows: 0..1, first_position: 5, full: &short, coded: &[], demote: 0..0 },
+            SequenceRows {
+                rows: 1..3,
+                first_position: 270,
+                full: &full,
+                coded: &coded,
+                demote: 176..208,
+                demote_values: 176..208,
+            },
+            SequenceRows {
+                rows: 0..1,
+                first_position: 5,
+                full: &short,
+                coded: &[],
+                demote: 0..0,
+                demote_values: 0..0,
+            },
         ];
         // Tile 176 lies in block 2, tile 192 in block 3, which has no coded page.
         let mut words = Words::default();
