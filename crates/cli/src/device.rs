@@ -2,13 +2,14 @@
 
 use anyhow::{Context, Result};
 use oscar_backend::{
-    Backend, BackendError, HeadPreparation, HeadShape, HostMatrix, Result as BackendResult, SequenceRows,
-    Write,
+    Backend, BackendError, CacheHead, HeadPreparation, HeadShape, HostMatrix, Result as BackendResult,
+    SequenceRows, Write,
 };
-use oscar_codec::{CacheLayout, CodeLayout, HeadRotations};
+use oscar_codec::{CacheLayout, CodeLayout, FullPageId, HeadRotations};
 use oscar_kernels_cpu::backend::CpuBackend;
 use oscar_kernels_cpu::bandwidth;
 use oscar_kernels_cuda::{CudaBackend, bandwidth as cuda_bandwidth};
+use std::ops::Range;
 
 type Cpu = CpuBackend;
 type Cuda = CudaBackend;
@@ -255,6 +256,34 @@ impl Backend for AnyBackend {
             }
             _ => Err(BackendError::Shape { what: "heads".into(), detail: "of several devices".into() }),
         }
+    }
+
+    fn reads_demoted_tails(&self) -> bool {
+        on_device!(self, reads_demoted_tails())
+    }
+
+    fn read_full_rows(
+        &self,
+        head: CacheHead,
+        full: &[Option<FullPageId>],
+        positions: Range<usize>,
+        pool: &Self::Pool,
+        keys: &mut Vec<f32>,
+        values: &mut Vec<f32>,
+    ) -> BackendResult<()> {
+        on_device!(self, read_full_rows(head, full, positions, [pool], keys, values))
+    }
+
+    fn write_full_rows(
+        &self,
+        head: CacheHead,
+        full: &[Option<FullPageId>],
+        first: usize,
+        keys: &[f32],
+        values: &[f32],
+        pool: &mut Self::Pool,
+    ) -> BackendResult<()> {
+        on_device!(self, write_full_rows(head, full, first, keys, values, [pool]))
     }
 
     fn demote(

@@ -14,10 +14,11 @@ use crate::pages::CudaPages;
 use crate::step::{StepPlanner, StepTables, Uploads};
 use launches::{Append, Bias, Embed, Gram, Launches, Random, RandomPages, RmsNorm, Round, Select, Swiglu};
 use oscar_backend::{
-    Backend, HeadPreparation, HeadShape, HostMatrix, Result as BackendResult, SequenceRows, Write,
+    Backend, CacheHead, HeadPreparation, HeadShape, HostMatrix, Result as BackendResult, SequenceRows, Write,
 };
-use oscar_codec::{CacheLayout, CodeLayout, HeadRotations};
+use oscar_codec::{CacheLayout, CodeLayout, FullPageId, HeadRotations};
 use rows::grow;
+use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Runs models on one GPU.
@@ -499,6 +500,30 @@ impl Backend for CudaBackend {
             };
             self.launches.append(&self.kernels, shape.head_dim, &p)
         })
+    }
+
+    fn read_full_rows(
+        &self,
+        head: CacheHead,
+        full: &[Option<FullPageId>],
+        positions: Range<usize>,
+        pool: &CudaPages,
+        keys: &mut Vec<f32>,
+        values: &mut Vec<f32>,
+    ) -> BackendResult<()> {
+        Ok(pool.read_full_rows(head, full, positions, keys, values)?)
+    }
+
+    fn write_full_rows(
+        &self,
+        head: CacheHead,
+        full: &[Option<FullPageId>],
+        first: usize,
+        keys: &[f32],
+        values: &[f32],
+        pool: &mut CudaPages,
+    ) -> BackendResult<()> {
+        Ok(pool.write_full_rows(head, full, first, keys, values)?)
     }
 
     fn demote(
