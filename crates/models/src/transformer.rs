@@ -151,11 +151,7 @@ impl<B: Backend> Transformer<B> {
         let final_norm = vector(&names.final_norm())?;
         let config = config.clone();
         let body = Body { config, shape, max_positions, rope, embedding, layers, final_norm, head };
-        Ok(Self {
-            body: Arc::new(body),
-            projections: Arc::new(projections),
-            rotations: rotations.cloned(),
-        })
+        Ok(Self { body: Arc::new(body), projections: Arc::new(projections), rotations: rotations.cloned() })
     }
 
     /// The same model for a cache with other rotations. Everything that does not depend on them is shared: equal

@@ -141,7 +141,7 @@ fn bytes(n: usize) -> String {
 /// A number of tokens for people: `4K`, `1.5K`, `300`.
 fn tokens(n: usize) -> String {
     match n {
-        _ if n >= 1024 && n % 1024 == 0 => format!("{}K", n / 1024),
+        _ if n >= 1024 && n.is_multiple_of(1024) => format!("{}K", n / 1024),
         _ if n >= 10_000 => format!("{:.1}K", n as f64 / 1024.0),
         _ => n.to_string(),
     }
