@@ -101,7 +101,7 @@ pub(crate) fn param_index(groups: usize, token: usize, group: usize, which: usiz
 /// Index, in elements, of a value stored unquantized.
 pub(crate) fn element_index(token: usize, channel: usize) -> usize {
     let (panel, within) = (channel / 64, channel % 64);
-    let chunk = within / 8 ^ token % 8;
+    let chunk = (within / 8) ^ (token % 8);
     (panel * PAGE_TOKENS + token) * 64 + chunk * 8 + within % 8
 }
 
