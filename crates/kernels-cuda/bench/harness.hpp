@@ -66,7 +66,7 @@ struct Variant {
 // Dynamic shared memory of a variant: the bound that src/attention/decode.rs computes.
 inline u32 shared_bytes(const Variant& v) {
     u32 steps = v.head_dim / 16, heads = 8 * v.tiles, room = heads * (v.head_dim + 4) * 4, slot = 32 * v.head_dim + 512;
-    u32 bytes = v.warps * v.stages * (slot + 12) + (room <= slot ? 16 : v.warps * room) + v.tiles * steps * (32 * 24 + 32) + v.warps * (8 + heads * 8 + 96) + heads * (8 + 128) + steps * 16 + 64;
+    u32 bytes = v.warps * v.stages * (slot + 20) + (room <= slot ? 16 : v.warps * room) + v.tiles * steps * (32 * 24 + 32) + (v.warps + 3) * (8 + heads * 8 + 96) + heads * 8 + steps * 16 + 192;
     return (bytes + 127) / 128 * 128;
 }
 
@@ -80,7 +80,7 @@ struct Kernel {
         CK(cuFuncSetAttribute(decode, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared));
         threads = 32 * v.warps;
         int occupancy, sms; CUdevice d; CK(cuCtxGetDevice(&d));
-        CK(cuOccupancyMaxActiveBlocksPerMultiprocessor(&occupancy, decode, threads, shared));
+        CK(cuOccupancyMaxActiveBlocksPerMultiprocessor(&occupancy, decode, threads + 32, shared));
         CK(cuDeviceGetAttribute(&sms, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, d));
         workers = occupancy * sms;
         CUmodule m; CK(cuModuleLoad(&m, (folder + "/plan.cubin").c_str())); CK(cuModuleGetFunction(&plan, m, "decode_plan"));
@@ -124,7 +124,7 @@ struct Step {
 inline void launch_plan(const Kernel& k, PlanArgs& a, CUstream s) { void* p[] = {&a}; CK(cuLaunchKernel(k.plan, 1, 1, 1, 256, 1, 1, 0, s, p, 0)); }
 inline void launch_decode(const Kernel& k, DecodeArgs& a, CUstream s) {  // may begin while the kernel before it ends
     void* p[] = {&a}; CUlaunchAttribute at{}; at.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION; at.value.programmaticStreamSerializationAllowed = 1;
-    CUlaunchConfig c{}; c.gridDimX = k.workers; c.gridDimY = c.gridDimZ = 1; c.blockDimX = k.threads; c.blockDimY = c.blockDimZ = 1; c.sharedMemBytes = k.shared; c.hStream = s; c.attrs = &at; c.numAttrs = 1;
+    CUlaunchConfig c{}; c.gridDimX = k.workers; c.gridDimY = c.gridDimZ = 1; c.blockDimX = k.threads + 32; c.blockDimY = c.blockDimZ = 1; c.sharedMemBytes = k.shared; c.hStream = s; c.attrs = &at; c.numAttrs = 1;
     CK(cuLaunchKernelEx(&c, k.decode, p, 0));
 }
 // Workers of a plan that have something to read.

@@ -19,9 +19,9 @@ int main(int argc, char** argv) {
     for (int g : {4, 8}) { for (auto [c, b] : std::vector<std::pair<u32, u32>>{{8192, 1}, {32768, 1}, {131072, 1}, {8192, 32}, {32768, 8}, {32768, 32}, {131072, 8}, {131072, 32}}) shapes.push_back({c, b, g, true}); }
     shapes.push_back({32768, 32, 16, true});
     for (auto [c, b] : std::vector<std::pair<u32, u32>>{{8192, 1}, {32768, 1}, {131072, 1}, {32768, 8}, {131072, 8}}) shapes.push_back({c, b, 4, false});
-    int only = 0;  // "one CONTEXT BATCH GROUP CODES": three plain launches, for a profiler; with stamps if compiled so
-    if (which == "one") { shapes = {{(u32)atoi(argv[3]), (u32)atoi(argv[4]), atoi(argv[5]), atoi(argv[6]) != 0}}; only = argc > 7 ? 2 : 1; }
-    std::vector<Variant> variants = {{128, 1, 16, 3, 1}, {128, 1, 16, 3, 2}, {128, 2, 8, 3, 0}};
+    bool only = false;  // "one CONTEXT BATCH GROUP CODES": three plain launches, for a profiler
+    if (which == "one") { shapes = {{(u32)atoi(argv[3]), (u32)atoi(argv[4]), atoi(argv[5]), atoi(argv[6]) != 0}}; only = true; }
+    std::vector<Variant> variants = {{128, 1, 15, 3, 1}, {128, 1, 15, 3, 2}, {128, 2, 7, 3, 0}};
     const int D = 128; const u32 heads = 8;
     size_t arena_bytes = 24ull << 30; CUdeviceptr arena = device_alloc(arena_bytes);
     {   // random codes with sane parameters everywhere: 16 MB of pages, copied over the arena
@@ -46,15 +46,8 @@ int main(int argc, char** argv) {
         std::vector<u32> leasts = sh.batch == 1 ? std::vector<u32>{16384} : std::vector<u32>{65536};
         if (only) {
             PlanArgs pa{tables, ht, cost, plan, heads, (u32)D, 16384}; launch_plan(k, pa, s);
-            CUdeviceptr stamps = device_alloc(k.workers * 128); CK(cuMemsetD8(stamps, 0, k.workers * 128)); if (only == 2) tables.demoted = stamps;
-            for (int l = 0; l < std::min(layers, only == 2 ? 20 : 3); l++) { DecodeArgs da{tables, plan, ht + l * heads * sizeof(HeadPages), dq, 0, out, partials, arrived, heads, (u32)sh.group, 0.08838834764f * 1.44269504f}; launch_decode(k, da, s); }
+            for (int l = 0; l < std::min(layers, 3); l++) { DecodeArgs da{tables, plan, ht + l * heads * sizeof(HeadPages), dq, 0, out, partials, arrived, heads, (u32)sh.group, 0.08838834764f * 1.44269504f}; launch_decode(k, da, s); }
             CK(cuStreamSynchronize(s));
-            if (only == 2) {
-                std::vector<u64> t(k.workers * 16); CK(cuMemcpyDtoH(t.data(), stamps, t.size() * 8)); u64 t0 = ~0ull, t1 = 0; for (u64 x : t) if (x) t0 = std::min(t0, x), t1 = std::max(t1, x);
-                printf("%uK x%u: span %.2f us; worker: start plan loads query near coded merged done\n", sh.context / 1024, sh.batch, (t1 - t0) * 1e-3);
-                for (int w = 0; w < k.workers; w += k.workers > 150 ? k.workers / 24 : 1) { printf("%4d:", w); for (int i = 0; i < 8; i++) printf(" %7.2f", t[w * 16 + i] ? (t[w * 16 + i] - t0) * 1e-3 : -1.0); printf("\n"); }
-                for (int i = 0; i < 8; i++) { double m = 0; for (int w = 0; w < k.workers; w++) if (t[w * 16 + i]) m = std::max(m, (t[w * 16 + i] - t0) * 1e-3); printf("   latest stamp %d: %.2f\n", i, m); }
-            }
             return 0;
         }
         for (u32 least : leasts) {

@@ -1,9 +1,9 @@
 // Decode attention over pages: one launch a layer for every sequence, BF16 and coded tokens together.
 //
-// A persistent block of WARPS warps works through its range of the plan (decode_plan.cuh), segment by segment, a segment
-// being what it reads of one item. Its warps claim the segment's units one by one, each loads through a ring of its own, and
-// they do not wait for one another until the segment ends; the first pages of the next segment are on their way while one
-// is merged. An item that several blocks read is merged by the last of them to arrive, in the order of the plan.
+// A persistent block works through its range of the plan (decode_plan.cuh), segment by segment, a segment being what it reads
+// of one item. WARPS warps read; one more hands them the segment's units, one by one as their rings have room, and starts
+// the copies. Readers do not wait for one another until the segment ends; the next segment's first pages are on their way
+// while one is merged. An item that several blocks read is merged by the last of them to arrive, in the order of the plan.
 //
 // Compiled with HEAD_DIM (64, 128, 256), QUERY_TILES (1: up to 8 query heads to a KV head, 2: up to 16), WARPS, STAGES,
 // BLOCKS (blocks that share a multiprocessor) and SHARED_BYTES (of dynamic shared memory).
@@ -26,16 +26,16 @@ struct DecodeArgs {
 };
 
 constexpr int HEADS = COLUMNS;  // room for query heads, a column each
-constexpr int THREADS = 32 * WARPS;
+constexpr int THREADS = 32 * WARPS;  // that read
+constexpr int WARPS_ROUNDED = (WARPS + 3) / 4 * 4;
+static_assert(WARPS <= 32, "a lane of the filling warp for each ring");
 constexpr int SUMS_STRIDE = HEAD_DIM + 4;  // keeps the lanes' heads in different banks
 constexpr int SUMS_BYTES = 4 * HEADS * SUMS_STRIDE;
-// A warp puts its result down in the one slot that the next segment's loads leave free, where it fits.
+// A warp puts its result down in the slot that told it of the segment's end, where it fits.
 constexpr bool SUMS_IN_SLOTS = SUMS_BYTES <= SLOT_BYTES;
 constexpr u32 KNOWN_FACTORS = 32;
 
 constexpr u32 NO_UNIT = 0xffffffffu;
-// Units a warp takes in turn before it claims any: those it starts with.
-constexpr u32 FIRST_CLAIMS = STAGES + 1;
 
 // What a block reads of an item. Kept in shared memory, for the registers' sake.
 struct Segment {
@@ -55,20 +55,20 @@ struct alignas(128) Shared {
     float query_sums[QUERY_TILES * STEPS][8];
     float split_step;
     float largest[WARPS];
-    alignas(16) float m[HEADS][WARPS];
-    alignas(16) float l[HEADS][WARPS];
+    alignas(16) float m[HEADS][WARPS_ROUNDED], l[HEADS][WARPS_ROUNDED];
     float item_m[HEADS], item_scale[HEADS];
     float2 to_codes[STEPS], from_codes[STEPS];  // units of the result
-    u64 barriers[WARPS][STAGES];
-    float factors[HEADS][KNOWN_FACTORS];
+    u64 full[WARPS][STAGES], empty[WARPS][STAGES];
     u32 slot_unit[WARPS][STAGES];  // what each slot holds
-    u32 spare[WARPS];              // the slot that holds the warp's result
-    Segment segments[WARPS];       // each warp's own copy: warps go on to the next segment at different times
-    u32 claims[2];                 // units claimed of this segment and of the next
+    u32 last_slot[WARPS];          // the slot that held NO_UNIT
+    Segment segments[WARPS + 1];   // each warp's own copy: warps go on to the next segment at different times
     u32 last;
 
+    // Factors of partial results, in the room of a query that has been read.
+    DEVICE float& factor(int head, u32 partial) { return ((float*)near_query)[head * KNOWN_FACTORS + partial]; }
+
     DEVICE u8* sum_room(int warp) {
-        if constexpr (SUMS_IN_SLOTS) return slots[warp][spare[warp]];
+        if constexpr (SUMS_IN_SLOTS) return slots[warp][last_slot[warp]];
         else return sums[warp];
     }
 };
@@ -96,114 +96,103 @@ DEVICE bool set_segment(Segment& g, const DecodeArgs& a, const SequenceInfo& s, 
     return true;
 }
 
-using SlotRing = Ring<STAGES, SLOT_BYTES>;
+// All reading threads.
+DEVICE void sync_readers() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
 
-// A warp's loads of a segment, STAGES ahead of their use: both sides of every BF16 tile it claims, then coded units.
-struct Loader {
-    u32 claimed;  // units so far
-    u32 unit;     // next to load
-    u32 page;     // its page id, read ahead
-    u32 side;     // of the BF16 tile
+// The filling warp: lane w serves ring w.
+struct Filler {
+    u32 slot, parity;  // next slot of the ring, and the parity at which it is empty
+    u32 unit, side;    // the BF16 tile whose keys (side 0) or values (1) come next
 
-    DEVICE void claim(const Segment& g, u32* claims, int lane, int warp) {
-        u32 index = claimed * WARPS + warp;
-        if (claimed++ >= FIRST_CLAIMS) {
-            if (lane == 0) index = atomicAdd(claims, 1);
-            index = __shfl_sync(0xffffffffu, index, 0);
-        }
-        unit = g.begin + index;
-        if (unit < g.end)
-            page = g.first_pages && index < FIRST_PAGES ? g.first_pages[index] : page_of(g.context, g.head, g.full, g.coded, unit);
-    }
-
-    // One side of a BF16 tile.
-    DEVICE void start_near(const Segment& g, const SlotRing& ring, u32 slot, int lane) const {
-        u32 row = near_tile(g.context, unit) % (PAGE_TOKENS / TILE_TOKENS) * TILE_TOKENS;
-        const u8* at_page = (const u8*)g.head.full + (u64)page * (4 * PAGE_TOKENS * HEAD_DIM) +
-                            side * (2 * PAGE_TOKENS * HEAD_DIM) + row * 128;
-        const u8* from[PANELS];
-        u32 at[PANELS], bytes[PANELS];
+    // The copies of a load: where from, where to in the slot, how many bytes. Returns their number.
+    DEVICE static int copies(const Segment& g, u32 unit, u32 side, u32 page, const u8* (&from)[4], u32 (&at)[4], u32 (&bytes)[4]) {
+        if (unit < g.context.near_units) {
+            u32 row = near_tile(g.context, unit) % (PAGE_TOKENS / TILE_TOKENS) * TILE_TOKENS;
+            const u8* start = (const u8*)g.head.full + (u64)page * (4 * PAGE_TOKENS * HEAD_DIM) +
+                              side * (2 * PAGE_TOKENS * HEAD_DIM) + row * 128;
 #pragma unroll
-        for (int p = 0; p < PANELS; p++)
-            from[p] = at_page + p * PAGE_TOKENS * 128, at[p] = p * TILE_TOKENS * 128, bytes[p] = TILE_TOKENS * 128;
-        ring.fill(slot, from, at, bytes, lane);
-    }
-
-    DEVICE void start_page(const Segment& g, const SlotRing& ring, u32 slot, int lane) const {
-        const u8* const from[1] = {(const u8*)g.head.coded + (u64)page * SLOT_BYTES};
-        ring.fill(slot, from, {0}, {SLOT_BYTES}, lane);
-    }
-
-    // Half a page: its two tiles of key codes, value codes, key pairs and value pairs.
-    DEVICE void start_half_page(const Segment& g, const SlotRing& ring, u32 slot, int lane) const {
+            for (int p = 0; p < PANELS; p++)
+                from[p] = start + p * PAGE_TOKENS * 128, at[p] = p * TILE_TOKENS * 128, bytes[p] = TILE_TOKENS * 128;
+            return PANELS;
+        }
         u32 keys = 4 * HEAD_DIM * g.head.key_bits, values = 4 * HEAD_DIM * g.head.value_bits;
-        const u8* at_page = (const u8*)g.head.coded + (u64)page * (2 * (keys + values) + 8 * PAGE_TOKENS);
+        const u8* start = (const u8*)g.head.coded + (u64)page * (2 * (keys + values) + 8 * PAGE_TOKENS);
+        if (pieces_of(g.head) == 1) {
+            from[0] = start, at[0] = 0, bytes[0] = SLOT_BYTES;
+            return 1;
+        }
+        // Half a page: its two tiles of key codes, value codes, key pairs and value pairs.
         u32 half = (unit - g.context.near_units) & 1;
-        const u8* params = at_page + 2 * (keys + values) + half * 128;
-        const u8* const from[4] = {at_page + half * keys, at_page + 2 * keys + half * values, params, params + 256};
-        ring.fill(slot, from, {0, keys, keys + values, keys + values + 128}, {keys, values, 128, 128}, lane);
+        from[0] = start + half * keys, at[0] = 0, bytes[0] = keys;
+        from[1] = start + 2 * keys + half * values, at[1] = keys, bytes[1] = values;
+        from[2] = start + 2 * (keys + values) + half * 128, at[2] = keys + values, bytes[2] = 128;
+        from[3] = from[2] + 256, at[3] = at[2] + 128, bytes[3] = 128;
+        return 4;
     }
 
-    // Fills a slot with the next load, if there is one.
-    DEVICE void refill(const Segment& g, const SlotRing& ring, u32 slot, u32* slot_unit, u32* claims, int lane, int warp) {
-        bool any = unit < g.end;
-        if (lane == 0) slot_unit[slot] = any ? unit : NO_UNIT;
-        if (any) {
-            bool whole = true;
-            if (unit < g.context.near_units) {
-                start_near(g, ring, slot, lane);
-                whole = side == 1;
-                side ^= 1;
-            } else if (pieces_of(g.head) == 1) {
-                start_page(g, ring, slot, lane);
-            } else {
-                start_half_page(g, ring, slot, lane);
+    // Starts the copies of a load into a slot of a ring.
+    DEVICE static void fill(Shared& shared, const Segment& g, u32 ring, u32 slot, u32 unit, u32 side, u32 page, int lane) {
+        const u8* from[4];
+        u32 at[4], bytes[4];
+        const int n = copies(g, unit, side, page, from, at, bytes);
+        const u32 to = shared_address(shared.slots[ring][slot]), full = shared_address(&shared.full[ring][slot]);
+#if BULK_COPIES
+        u32 all = 0;
+#pragma unroll
+        for (int i = 0; i < 4; i++) all += i < n ? bytes[i] : 0;
+        expect_bytes(full, all);
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (i < n) copy_bulk(to + at[i], from[i], bytes[i], full);
+#else
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (i < n) copy_by_lanes(to + at[i], from[i], bytes[i], lane);
+        arrive_after_copies(full);
+#endif
+    }
+
+    // Hands out a segment's units until every ring has been told of its end.
+    DEVICE void serve(Shared& shared, const Segment& g, int lane) {
+        const u32 empty = shared_address(shared.empty[lane < WARPS ? lane : 0]);
+        bool open = lane < WARPS;
+        u32 next = 0;
+        side = 0;
+        while (__any_sync(0xffffffffu, open)) {
+            const bool ready = open && barrier_passed_now(empty + 8 * slot, parity);
+            const u32 takers = __ballot_sync(0xffffffffu, ready && side == 0);
+            if (!__any_sync(0xffffffffu, ready)) {
+                __nanosleep(40);
+                continue;
             }
-            if (whole) claim(g, claims, lane, warp);
-        }
-        ring.end_fill();
-    }
-
-    // Fills the ring from the slot at hand on: first all slots but one, then that one.
-    DEVICE void start(const Segment& g, const SlotRing& ring, u32* slot_unit, u32* claims, bool rest, int lane, int warp) {
-        if (!rest) {
-            claimed = 0, side = 0;
-            claim(g, claims, lane, warp);
-        }
-#pragma unroll 1
-        for (u32 s = rest ? STAGES - 1 : 0; s < (rest ? STAGES : STAGES - 1); s++) {
-            u32 slot = ring.slot + s;
-            refill(g, ring, slot < STAGES ? slot : slot - STAGES, slot_unit, claims, lane, warp);
-        }
-        __syncwarp();
-    }
-
-    // The slot at hand has been read by every lane: fill it again and go to the next.
-    DEVICE void turn(const Segment& g, SlotRing& ring, u32* slot_unit, u32* claims, int lane, int warp) {
-        __syncwarp();
-        refill(g, ring, ring.slot, slot_unit, claims, lane, warp);
-        ring.advance();
-        __syncwarp();
-    }
-
-    // The same where only two-bit pages are left.
-    DEVICE void turn_page(const Segment& g, SlotRing& ring, u32* slot_unit, u32* claims, int lane, int warp) {
-        __syncwarp();
-        bool any = unit < g.end;
-        if (lane == 0) slot_unit[ring.slot] = any ? unit : NO_UNIT;
-        if (any) {
-            start_page(g, ring, ring.slot, lane);
-            u32 index = claimed * WARPS + warp;
-            if (claimed++ >= FIRST_CLAIMS) {
-                if (lane == 0) index = atomicAdd(claims, 1);
-                index = __shfl_sync(0xffffffffu, index, 0);
+            u32 page = 0;
+            if (ready && side == 0) unit = g.begin + next + __popc(takers & ((1u << lane) - 1));
+            next += __popc(takers);
+            const bool any = ready && unit < g.end;
+            if (any) {
+                u32 index = unit - g.begin;
+                page = g.first_pages && index < FIRST_PAGES ? g.first_pages[index] : page_of(g.context, g.head, g.full, g.coded, unit);
             }
-            unit = g.begin + index;
-            if (unit < g.end) page = g.coded[g.context.first_page + unit - g.context.near_units];
+            if (ready) shared.slot_unit[lane][slot] = any ? unit : NO_UNIT;
+#if BULK_COPIES
+            if (any) fill(shared, g, lane, slot, unit, side, page, lane);
+            else if (ready) barrier_arrive(shared_address(&shared.full[lane][slot]));
+#else
+            __syncwarp();
+            for (u32 left = __ballot_sync(0xffffffffu, ready); left; left &= left - 1) {
+                const int ring = __ffs(left) - 1;
+                const u32 to = __shfl_sync(0xffffffffu, slot, ring), what = __shfl_sync(0xffffffffu, unit, ring);
+                const u32 of = __shfl_sync(0xffffffffu, side, ring), from = __shfl_sync(0xffffffffu, page, ring);
+                if (what < g.end) fill(shared, g, ring, to, what, of, from, lane);
+                else barrier_arrive(shared_address(&shared.full[ring][to]));
+            }
+#endif
+            if (ready) {
+                open = any;
+                side = any && unit < g.context.near_units ? side ^ 1 : 0;
+                if (++slot == STAGES) slot = 0, parity ^= 1;
+            }
         }
-        ring.end_fill();
-        ring.advance();
-        __syncwarp();
     }
 };
 
@@ -238,6 +227,7 @@ struct QueryRows {
 #if SPLIT_QUERY
     float2 split[4];  // by step (k & 1) and half (k >> 1)
 
+    static_assert(WARPS >= SPLIT_QUERY * PLANES, "a warp for each plane of four heads");
     // The plane and the four heads of the split query that a warp makes; the last warps have no other fragments.
     DEVICE static int split_job(int warp) { return WARPS - 1 - warp; }
 
@@ -287,7 +277,7 @@ DEVICE float prepare_query(Shared& shared, const DecodeArgs& a, QueryRows& rows,
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, step));
     if (lane == 0) shared.largest[warp] = largest;
-    __syncthreads();
+    sync_readers();
 #pragma unroll
     for (int w = 0; w < WARPS; w++) largest = fmaxf(largest, shared.largest[w]);
 #if SPLIT_QUERY
@@ -325,7 +315,7 @@ DEVICE float prepare_query(Shared& shared, const DecodeArgs& a, QueryRows& rows,
             if (!split && (lane & 3) == 0) shared.query_sums[f][lane >> 2] = sum;
         }
     }
-    __syncthreads();
+    sync_readers();
     return 1.f / up;
 }
 
@@ -367,33 +357,24 @@ DEVICE void load_query(CodedQuery& q, const Shared& shared, float down, int lane
     }
 }
 
-// What a warp reads with.
-struct Reader {
-    Loader loader;
-    SlotRing ring;
-    u32* claims;  // of this segment
+using Ring = ReadRing<STAGES>;
 
-    DEVICE void turn(Shared& shared, int lane, int warp) {
-        loader.turn(shared.segments[warp], ring, shared.slot_unit[warp], claims, lane, warp);
-    }
-};
-
-DEVICE void read_near(State& state, Reader& reader, Shared& shared, int lane, int warp) {
+DEVICE void read_near(State& state, Ring& ring, Shared& shared, int lane, int warp) {
     const Segment& g = shared.segments[warp];
 #pragma unroll 1
     while (true) {
-        u32 unit = shared.slot_unit[warp][reader.ring.slot];
+        ring.wait();
+        u32 unit = shared.slot_unit[warp][ring.slot];
         if (unit >= g.context.near_units) break;
         int tokens = (int)(g.context.length - near_tile(g.context, unit) * TILE_TOKENS);
         float s[QUERY_TILES][4];
         u32 p[QUERY_TILES][4];
-        reader.ring.wait();
-        near_scores(s, reader.ring.data + reader.ring.slot * SLOT_BYTES, shared.near_query, lane);
-        reader.turn(shared, lane, warp);
+        near_scores(s, shared_address(shared.slots[warp][ring.slot]), shared.near_query, lane);
+        ring.release(lane);
         near_weights(state, s, tokens, p, lane);
-        reader.ring.wait();
-        near_values(state, p, reader.ring.data + reader.ring.slot * SLOT_BYTES, tokens, lane);
-        reader.turn(shared, lane, warp);
+        ring.wait();
+        near_values(state, p, shared_address(shared.slots[warp][ring.slot]), tokens, lane);
+        ring.release(lane);
     }
 }
 
@@ -419,18 +400,18 @@ DEVICE bool mask_ends(u32 first, u32 sink, u32 boundary, u8* value_params, F&& m
 
 // Whole pages of two-bit codes.
 template <class Query>
-DEVICE void read_two_bit(State& state, const Query& query, Reader& reader, Shared& shared, u32 sink, int lane, int warp) {
+DEVICE void read_two_bit(State& state, const Query& query, Ring& ring, Shared& shared, u32 sink, int lane, int warp) {
     constexpr int TILES = PAGE_TOKENS / TILE_TOKENS;
     constexpr u32 VALUES_AT = 16 * HEAD_DIM, KEY_PARAMS_AT = 32 * HEAD_DIM, VALUE_PARAMS_AT = KEY_PARAMS_AT + 4 * PAGE_TOKENS;
     const Segment& g = shared.segments[warp];
     bool settle = true, move = true;
 #pragma unroll 1
     while (true) {
-        u32 unit = shared.slot_unit[warp][reader.ring.slot];
+        ring.wait();
+        u32 unit = shared.slot_unit[warp][ring.slot];
         if (unit == NO_UNIT) break;
         u32 first = (g.context.first_page + unit - g.context.near_units) * PAGE_TOKENS;
-        reader.ring.wait();
-        u8* slot = shared.slots[warp][reader.ring.slot];
+        u8* slot = shared.slots[warp][ring.slot];
         bool any = true;
         u32 w[TILES][QUERY_TILES][2];
         float s[TILES][QUERY_TILES][4];
@@ -449,12 +430,12 @@ DEVICE void read_two_bit(State& state, const Query& query, Reader& reader, Share
             }
             coded_values<2, TILES>(state, w, slot + VALUES_AT, lane);
         }
-        reader.loader.turn_page(g, reader.ring, shared.slot_unit[warp], reader.claims, lane, warp);
+        ring.release(lane);
     }
 }
 
 // Halves of pages of any widths, which are the head's.
-DEVICE void read_any_width(State& state, const CodedQuery& query, Reader& reader, Shared& shared, u32 sink, int lane, int warp) {
+DEVICE void read_any_width(State& state, const CodedQuery& query, Ring& ring, Shared& shared, u32 sink, int lane, int warp) {
     constexpr int TILES = PAGE_TOKENS / TILE_TOKENS / 2;
     const Segment& g = shared.segments[warp];
     const u32 kb = g.head.key_bits, vb = g.head.value_bits;
@@ -462,11 +443,11 @@ DEVICE void read_any_width(State& state, const CodedQuery& query, Reader& reader
     bool settle = true, move = true;
 #pragma unroll 1
     while (true) {
-        u32 unit = shared.slot_unit[warp][reader.ring.slot];
+        ring.wait();
+        u32 unit = shared.slot_unit[warp][ring.slot];
         if (unit == NO_UNIT) break;
         u32 first = g.context.first_page * PAGE_TOKENS + (unit - g.context.near_units) * (TILES * TILE_TOKENS);
-        reader.ring.wait();
-        u8* slot = shared.slots[warp][reader.ring.slot];
+        u8* slot = shared.slots[warp][ring.slot];
         float s[TILES][QUERY_TILES][4];
         switch (kb) {
             case 1: coded_scores<1, TILES>(s, state, query, slot, slot + key_params_at, lane); break;
@@ -491,7 +472,7 @@ DEVICE void read_any_width(State& state, const CodedQuery& query, Reader& reader
                 default: coded_values<4, TILES>(state, w, slot + values_at, lane);
             }
         }
-        reader.turn(shared, lane, warp);
+        ring.release(lane);
     }
 }
 
@@ -511,7 +492,7 @@ DEVICE void merge_warps(Shared& shared, State& state, int lane, int warp) {
             for (int j = 0; j < STEPS; j++) state.o[n][j][i] += z, state.o[n][j][2 + i] += z;
         }
     }
-    __syncthreads();
+    sync_readers();
 #pragma unroll
     for (int n = 0; n < QUERY_TILES; n++) {
         float factor[2];
@@ -542,8 +523,7 @@ DEVICE void merge_warps(Shared& shared, State& state, int lane, int warp) {
         for (int j = 0; j < STEPS; j++)
 #pragma unroll
             for (int i = 0; i < 4; i++) room[(n * 8 + (i & 1)) * SUMS_STRIDE + 16 * j + 8 * (i >> 1)] = state.o[n][j][i];
-    writes_before_bulk_copies();
-    __syncthreads();
+    sync_readers();
 }
 
 DEVICE void add_to(float4& v, float4 x, float f) {
@@ -593,13 +573,13 @@ DEVICE void finish_segment(Shared& shared, const DecodeArgs& a, u32 item, u32 ro
     for (int e = tid; e < quads; e += THREADS)
         __stcg((float4*)own + e, summed(shared, column_of(e / QUADS), e % QUADS * 4));
     if (tid < a.group) __stcg((float2*)(own + HEADS * HEAD_DIM) + tid, make_float2(shared.item_m[column_of(tid)], shared.item_scale[column_of(tid)]));
-    __syncthreads();
+    sync_readers();
     if (tid == 0) {
         u32 before;
         asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(a.arrived + item) : "memory");
         shared.last = before + 1 == readers.count;
     }
-    __syncthreads();
+    sync_readers();
     if (!shared.last) return;
     // The first reader holds the item in its second partial unless it begins with it; the others begin with it.
     const float* const first = a.partials + (u64)(2 * readers.first + readers.second) * PARTIAL;
@@ -609,13 +589,17 @@ DEVICE void finish_segment(Shared& shared, const DecodeArgs& a, u32 item, u32 ro
     // loads need not wait for the factors.
     const int columns = quads < THREADS ? quads : THREADS, parts = THREADS / columns, part = tid / columns;
     const u32 known = readers.count < KNOWN_FACTORS ? readers.count : KNOWN_FACTORS;
-    float4 x[4];
+    constexpr int BATCH = 8;
+    float4 x[BATCH];
+    auto load_batch = [&](u32 from, int e, bool takes) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        x[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-        u32 k = part + i * parts;
-        if (part < parts && k < known) x[i] = __ldcg((const float4*)partial(k) + tid % columns);
-    }
+        for (int i = 0; i < BATCH; i++) {
+            x[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+            u32 k = from + i * parts;
+            if (takes && k < known) x[i] = __ldcg((const float4*)partial(k) + e);
+        }
+    };
+    load_batch(part, tid % columns, part < parts);
     for (int head = warp; head < a.group; head += WARPS) {
         auto pair = [&](u32 k) { return __ldcg((const float2*)(partial(k) + HEADS * HEAD_DIM) + head); };
         float2 own_pair = make_float2(NEGATIVE_INFINITY, 0.f);
@@ -626,7 +610,7 @@ DEVICE void finish_segment(Shared& shared, const DecodeArgs& a, u32 item, u32 ro
 #pragma unroll
         for (int step = 16; step > 0; step /= 2) m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, step));
         float f = own_pair.y > 0.f ? exp2_fast(own_pair.x - m) : 0.f, l = own_pair.y * f;
-        shared.factors[head][lane] = f;
+        shared.factor(head, lane) = f;
 #pragma unroll 1
         for (u32 k = lane + 32; k < readers.count; k += 32) {
             float2 p = pair(k);
@@ -635,7 +619,7 @@ DEVICE void finish_segment(Shared& shared, const DecodeArgs& a, u32 item, u32 ro
         l = warp_sum(l);
         if (lane == 0) shared.item_m[head] = m, shared.item_scale[head] = 1.f / l;
     }
-    __syncthreads();
+    sync_readers();
     auto part_sum = [&](int t) { return (float4*)shared.sum_room(t >> 5) + (t & 31); };
 #pragma unroll 1
     for (int round = 0; round < quads; round += columns) {
@@ -644,47 +628,37 @@ DEVICE void finish_segment(Shared& shared, const DecodeArgs& a, u32 item, u32 ro
         float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
         if (takes) {
             u32 k = part;
-            if (round == 0) {
-#pragma unroll
-                for (int i = 0; i < 4; i++, k += parts)
-                    if (k < known) add_to(v, x[i], shared.factors[head][k]);
-            }
 #pragma unroll 1
-            for (; k < readers.count; k += parts) {
+            while (k < known) {
+                if (round > 0 || k != part) load_batch(k, e, true);
+#pragma unroll
+                for (int i = 0; i < BATCH; i++, k += parts)
+                    if (k < known) add_to(v, x[i], shared.factor(head, k));
+            }
+            // More readers than factors are kept for: their factors once more.
+#pragma unroll 1
+            for (k = known + (part + parts - known % parts) % parts; k < readers.count; k += parts) {
                 float2 p = __ldcg((const float2*)(partial(k) + HEADS * HEAD_DIM) + head);
                 add_to(v, __ldcg((const float4*)partial(k) + e), p.y > 0.f ? exp2_fast(p.x - shared.item_m[head]) : 0.f);
             }
             *part_sum(tid) = v;
         }
-        __syncthreads();
+        sync_readers();
         if (takes && part == 0) {
             for (int p = 1; p < parts; p++) add_to(v, *part_sum(tid + p * columns), 1.f);
             out.store(a, head, e % QUADS * 4, scaled(v, shared.item_scale[head]));
         }
-        __syncthreads();
+        sync_readers();
     }
-    writes_before_bulk_copies();
     if (tid == 0) a.arrived[item] = 0;
 }
 
-#ifdef PROFILE
-#define STAMP(i) \
-    if (threadIdx.x == 0) { \
-        u64 now; \
-        asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); \
-        ((u64*)a.step.demoted)[blockIdx.x * 16 + (i)] = now; \
-    }
-#else
-#define STAMP(i)
-#endif
-
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(const __grid_constant__ DecodeArgs a) {
+extern "C" __global__ void __launch_bounds__(THREADS + 32, BLOCKS) decode_attention(const __grid_constant__ DecodeArgs a) {
     extern __shared__ u8 memory[];
     Shared& shared = *(Shared*)memory;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const u32 worker = blockIdx.x;
     allow_next_kernel();
-    STAMP(0)
     wait_for_previous_kernel();
     const WorkerPlan& in_memory = *a.plan.worker(worker);
     // Brings the first page ids near while the rest of the plan is on its way.
@@ -695,8 +669,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(c
     } plan = {in_memory.begin, in_memory.end, in_memory.first};
     if (!plan.begin.before(plan.end)) return;
     Segment& g = shared.segments[warp];
-    Reader reader;
-    reader.ring.init(shared_address(shared.slots[warp]), shared_address(shared.barriers[warp]), lane);
+    if (threadIdx.x < WARPS * STAGES) {
+        barrier_init(shared_address(&shared.full[0][0] + threadIdx.x), FULL_ARRIVALS);
+        barrier_init(shared_address(&shared.empty[0][0] + threadIdx.x), 1);
+#if BULK_COPIES
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+    }
     Place at = plan.begin;
     SequenceInfo sequence = plan.first;
     auto next_item = [&]() {
@@ -706,49 +685,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(c
         }
         at.unit = 0;
     };
-    State state;
-    u32 last_row = 0, last_head = 0, last_item = 0, segments = 0;
-    if (threadIdx.x < 2) shared.claims[threadIdx.x] = FIRST_CLAIMS * WARPS;
-    STAMP(1)
-    while (true) {
-        // The next item of the range that has something to read; its first loads start before the last one is merged.
-        bool more = false;
+    // Describes the next item of the range, from `at` on, that has something to read.
+    auto find = [&](bool first) {
         __syncwarp();
-        for (; at.before(plan.end); next_item()) {
+        bool found = false;
+        while (at.before(plan.end)) {
             bool ends = at.sequence == plan.end.sequence && at.head == plan.end.head;
-            const u32* pages = segments == 0 && at.head == plan.begin.head && at.sequence == plan.begin.sequence
-                                   ? a.plan.worker(worker)->pages
-                                   : nullptr;
-            if ((more = set_segment(g, a, sequence, at.head, at.unit, ends ? plan.end.unit : 0xffffffffu, pages))) break;
+            const u32* pages = first && at.unit == plan.begin.unit ? in_memory.pages : nullptr;
+            found = set_segment(g, a, sequence, at.head, at.unit, ends ? plan.end.unit : 0xffffffffu, pages);
+            if (found) break;
+            first = false;
+            next_item();
         }
         __syncwarp();
-        reader.claims = &shared.claims[segments & 1];
+        return found;
+    };
+    __syncthreads();
+    if (warp == WARPS) {
+        Filler filler;
+        filler.slot = 0, filler.parity = 1;
+        for (bool first = true; find(first); first = false, next_item()) filler.serve(shared, g, lane);
+        return;
+    }
+    Ring ring;
+    ring.full = shared_address(shared.full[warp]), ring.empty = shared_address(shared.empty[warp]), ring.slot = ring.phase = 0;
+    State state;
+    u32 worker_segments = 0;
+    while (find(worker_segments == 0)) {
+        const u32 row = g.row, head = at.head, item = at.sequence * a.kv_heads + at.head;
         QueryRows rows;
-        if (more) {
-            rows.load(a, g.row, at.head, lane, warp);
-            reader.loader.start(g, reader.ring, shared.slot_unit[warp], reader.claims, false, lane, warp);
-        }
-        STAMP(2)
-        if (segments > 0) {
-            if (lane == 0) shared.spare[warp] = reader.ring.slot == 0 ? STAGES - 1 : reader.ring.slot - 1;
-            __syncwarp();
-            merge_warps(shared, state, lane, warp);
-            STAMP(6)
-            if (threadIdx.x == 0) shared.claims[~segments & 1] = FIRST_CLAIMS * WARPS;  // every warp is done with it
-            finish_segment(shared, a, last_item, last_row, last_head, worker, segments == 1);
-            STAMP(7)
-        }
-        if (!more) return;
-        segments++;
-        last_item = at.sequence * a.kv_heads + at.head, last_row = g.row, last_head = at.head;
-        __syncthreads();
-        reader.loader.start(g, reader.ring, shared.slot_unit[warp], reader.claims, true, lane, warp);
+        rows.load(a, row, head, lane, warp);
         float down = prepare_query(shared, a, rows, g.head.key_bits, g.head.value_bits);
         state.clear();
-        STAMP(3)
-        read_near(state, reader, shared, lane, warp);
-        STAMP(4)
-        if (shared.slot_unit[warp][reader.ring.slot] != NO_UNIT) {
+        read_near(state, ring, shared, lane, warp);
+        if (shared.slot_unit[warp][ring.slot] != NO_UNIT) {
             if (state.fresh) {
 #pragma unroll
                 for (int n = 0; n < QUERY_TILES; n++) state.m[n][0] = state.m[n][1] = 0.f;
@@ -762,15 +732,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(c
                 CodedQuery query;
                 load_query(query, shared, down, lane);
 #endif
-                read_two_bit(state, query, reader, shared, a.step.sink, lane, warp);
+                read_two_bit(state, query, ring, shared, a.step.sink, lane, warp);
             } else {
                 CodedQuery query;
                 load_query(query, shared, down, lane);
-                read_any_width(state, query, reader, shared, a.step.sink, lane, warp);
+                read_any_width(state, query, ring, shared, a.step.sink, lane, warp);
             }
             state.to_units(shared.from_codes);
         }
-        STAMP(5)
+        if (lane == 0) shared.last_slot[warp] = ring.slot;
+        __syncwarp();
+        merge_warps(shared, state, lane, warp);
+        finish_segment(shared, a, item, row, head, worker, worker_segments == 0);
+        sync_readers();
+        writes_before_bulk_copies();
+        ring.release(lane);
+        worker_segments++;
         next_item();
     }
 }

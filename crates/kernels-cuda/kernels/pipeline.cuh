@@ -1,8 +1,8 @@
-// A warp's own ring of shared-memory slots, filled ahead of use.
+// Rings of shared-memory slots: each reading warp has one, and one more warp fills them all, ahead of use.
 //
-// On sm_90 a slot is filled by bulk copies that complete on its mbarrier; before that, by cp.async groups. Exactly one
-// `end_fill` stands for every slot that is filled (or would be, past the end of the work), and slots are waited for in the
-// order in which they were filled.
+// A slot goes round between two mbarriers: the filler waits for `empty`, copies, and completes `full`; the reader waits for
+// `full`, reads, and arrives at `empty`. On sm_90 a lane of the filler copies for a ring of its own, in bulk; before that the
+// whole warp copies for one ring after another, by cp.async.
 #pragma once
 #include "common.cuh"
 
@@ -12,85 +12,84 @@
 #define BULK_COPIES 0
 #endif
 
-template <int SLOTS, int SLOT_BYTES>
-struct Ring {
-    u32 data;      // shared address of this warp's slots
-    u32 barriers;  // shared address of this warp's mbarriers
-    u32 slot;      // next slot to read
-    u32 phase;
-
-    DEVICE void init(u32 data_address, u32 barrier_address, int lane) {
-        data = data_address, barriers = barrier_address, slot = 0, phase = 0;
+DEVICE bool barrier_passed(u32 barrier, u32 parity) {
+    u32 passed;
 #if BULK_COPIES
-        if (lane == 0) {
-#pragma unroll
-            for (int s = 0; s < SLOTS; s++)
-                asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barriers + 8 * s) : "memory");
-            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        }
-        __syncwarp();
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+#else
+    asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
 #endif
-    }
+                 : "=r"(passed)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
+    return passed != 0;
+}
 
-    // Waits until the slot at hand is filled.
+// The same without waiting at all.
+DEVICE bool barrier_passed_now(u32 barrier, u32 parity) {
+    u32 passed;
+    asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(passed)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
+    return passed != 0;
+}
+
+DEVICE void barrier_init(u32 barrier, u32 count) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+DEVICE void barrier_arrive(u32 barrier) {
+    asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier) : "memory");
+}
+
+// Arrivals that complete a full barrier.
+constexpr u32 FULL_ARRIVALS = BULK_COPIES ? 1 : 32;
+
+// A reading warp's place in its ring.
+template <int SLOTS>
+struct ReadRing {
+    u32 full, empty;  // shared addresses of the ring's barriers
+    u32 slot, phase;
+
     DEVICE void wait() const {
-#if BULK_COPIES
-        asm volatile(
-            "{ .reg .pred p;\n"
-            "AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
-            "@p bra DONE; bra AGAIN;\n"
-            "DONE: }" ::"r"(barriers + 8 * slot),
-            "r"(phase)
-            : "memory");
-#else
-        asm volatile("cp.async.wait_group %0;" ::"n"(SLOTS - 1) : "memory");
-        __syncwarp();
-#endif
-    }
-
-    // Fills slot `s` by up to four copies, `from[i]` to offset `at[i]`, each of a multiple of 16 bytes. All lanes.
-    template <int N>
-    DEVICE void fill(u32 s, const u8* const (&from)[N], const u32 (&at)[N], const u32 (&bytes)[N], int lane) const {
-        u32 to = data + s * SLOT_BYTES;
-#if BULK_COPIES
-        u32 elected, barrier = barriers + 8 * s;
-        asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(elected));
-        if (elected) {
-            u32 all = 0;
-#pragma unroll
-            for (int i = 0; i < N; i++) all += bytes[i];
-            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(all) : "memory");
-            // Pages are read once a step: they need not push anything else out of L2.
-            u64 policy;
-            asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-#pragma unroll
-            for (int i = 0; i < N; i++)
-                asm volatile(
-                    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-                    "[%0], [%1], %2, [%3], %4;" ::"r"(to + at[i]),
-                    "l"(from[i]), "r"(bytes[i]), "r"(barrier), "l"(policy)
-                    : "memory");
+        while (!barrier_passed(full + 8 * slot, phase)) {
         }
-#else
-#pragma unroll
-        for (int n = 0; n < N; n++)
-            for (u32 i = 16 * lane; i < bytes[n]; i += 512)
-                asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + at[n] + i), "l"(from[n] + i) : "memory");
-#endif
     }
 
-    // Stands after every fill, and where one would be past the end of the work.
-    DEVICE void end_fill() const {
-#if !BULK_COPIES
-        asm volatile("cp.async.commit_group;" ::: "memory");
-#endif
-    }
-
-    // The slot at hand has been read.
-    DEVICE void advance() {
+    // Every lane has read the slot: gives it back and goes to the next.
+    DEVICE void release(int lane) {
+        __syncwarp();
+        if (lane == 0) barrier_arrive(empty + 8 * slot);
         if (++slot == SLOTS) slot = 0, phase ^= 1;
     }
 };
+
+#if BULK_COPIES
+DEVICE void expect_bytes(u32 full, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full), "r"(bytes) : "memory");
+}
+
+// Copies a multiple of 16 bytes. Pages are read once a step: they need not push anything else out of L2.
+DEVICE void copy_bulk(u32 to, const u8* from, u32 bytes, u32 full) {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
+        "l"(from), "r"(bytes), "r"(full), "l"(policy)
+        : "memory");
+}
+#else
+DEVICE void copy_by_lanes(u32 to, const u8* from, u32 bytes, int lane) {
+    for (u32 i = 16 * lane; i < bytes; i += 512)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + i), "l"(from + i) : "memory");
+}
+
+// Arrives when the lane's copies so far have landed.
+DEVICE void arrive_after_copies(u32 full) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(full) : "memory");
+}
+#endif
 
 // Orders ordinary writes to a slot before the bulk copy that fills it next.
 DEVICE void writes_before_bulk_copies() {

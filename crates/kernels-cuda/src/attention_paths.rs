@@ -25,7 +25,7 @@ pub struct AttentionCall<'a> {
 }
 
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, bytemuck::NoUninit)]
 struct GenericParams {
     step: StepTables,
     pages: u64,
@@ -34,13 +34,14 @@ struct GenericParams {
     query_heads: u32,
     kv_heads: u32,
     scale: f32,
+    unused: u32,
 }
 
 // SAFETY: the struct of `attention_generic.cu`, filled with addresses of live buffers.
 unsafe impl KernelParams for GenericParams {}
 
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, bytemuck::NoUninit)]
 struct PrefillParams {
     step: StepTables,
     pages: u64,
@@ -183,6 +184,7 @@ pub fn generic(device: &Device, kernels: &Kernels, call: &AttentionCall<'_>) -> 
         query_heads: shape.query_heads as u32,
         kv_heads: shape.kv_heads as u32,
         scale: shape.scale,
+        unused: 0,
     };
     let launch = LaunchShape::grid2(call.summary.rows, shape.query_heads, 256).overlapping();
     device.launch(function, launch, &params)

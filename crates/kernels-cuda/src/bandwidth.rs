@@ -6,7 +6,7 @@ use crate::kernels::Kernels;
 use crate::sources::BANDWIDTH;
 
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, bytemuck::NoUninit)]
 struct ReadParams {
     data: u64,
     count: u64,

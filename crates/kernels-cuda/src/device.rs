@@ -4,10 +4,11 @@
 //! [`Device::synchronize`], [`Device::download`] and the release of memory.
 
 use crate::error::{CudaError, Result};
+use crate::graph::{Profile, Recorded, Recorder};
 use cudarc::driver::sys::{self, CUresult};
 use std::ffi::{CStr, c_void};
 use std::ptr::null_mut;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// What the kernels must know of a GPU.
 #[derive(Clone, Debug)]
@@ -33,6 +34,9 @@ struct Inner {
     ordinal: sys::CUdevice,
     context: sys::CUcontext,
     stream: sys::CUstream,
+    recorder: Mutex<Recorder>,
+    /// `OSCAR_CUDA_GRAPHS=off` launches every kernel by itself.
+    graphs: bool,
 }
 
 // SAFETY: contexts and streams of the driver API may be used from any thread once made current there, which every
@@ -47,6 +51,7 @@ impl Drop for Inner {
         // nothing to clean up.
         unsafe {
             let _ = sys::cuCtxSetCurrent(self.context);
+            *self.recorder.get_mut().unwrap_or_else(PoisonError::into_inner) = Recorder::default();
             let _ = sys::cuStreamDestroy_v2(self.stream);
             let _ = sys::cuDevicePrimaryCtxRelease_v2(self.ordinal);
         }
@@ -54,7 +59,7 @@ impl Drop for Inner {
 }
 
 /// Grid, block and dynamic shared memory of a launch.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LaunchShape {
     pub grid: (u32, u32, u32),
     pub block: u32,
@@ -88,11 +93,14 @@ impl LaunchShape {
 /// # Safety
 /// The type must be `repr(C)` with the fields of the kernel's parameter struct, and the addresses in it must stay valid
 /// until the stream has run the kernel.
-pub unsafe trait KernelParams: Copy {}
+pub unsafe trait KernelParams: bytemuck::NoUninit {}
 
 /// A kernel in a loaded module.
-#[derive(Clone, Copy)]
-pub struct Function(pub(crate) sys::CUfunction);
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Function {
+    pub(crate) handle: sys::CUfunction,
+    pub(crate) name: &'static CStr,
+}
 
 // SAFETY: a function handle is an address in the driver's tables, valid as long as its module, which is never unloaded.
 unsafe impl Send for Function {}
@@ -141,7 +149,10 @@ impl Device {
             let mut stream = null_mut();
             let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
             check(device, "cuStreamCreate", sys::cuStreamCreate(&mut stream, flags))?;
-            Ok(Self(Arc::new(Inner { properties, ordinal, context, stream })))
+            // Graphs keep the overlap of launches from CUDA 12.3 on.
+            let graphs = driver >= (12, 3) && graphs_wanted()?;
+            let recorder = Mutex::default();
+            Ok(Self(Arc::new(Inner { properties, ordinal, context, stream, recorder, graphs })))
         }
     }
 
@@ -171,6 +182,83 @@ impl Device {
         check(self.name(), call, result)
     }
 
+    fn recorder(&self) -> MutexGuard<'_, Recorder> {
+        self.0.recorder.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Notes launches instead of making them until [`Device::flush`], which anything that depends on their order calls
+    /// itself. Between the two, only memory that no noted launch touches may be written by copies.
+    pub(crate) fn record(&self) -> Result<()> {
+        self.flush()?;
+        let mut recorder = self.recorder();
+        recorder.active = self.0.graphs || recorder.profile.is_some();
+        Ok(())
+    }
+
+    /// Hands what was recorded to the GPU.
+    pub(crate) fn flush(&self) -> Result<()> {
+        let mut recorder = self.recorder();
+        recorder.active = false;
+        if recorder.now.launches.is_empty() {
+            return Ok(());
+        }
+        self.enter()?;
+        let result = match recorder.profile {
+            Some(_) => self.run_profiled(&mut recorder),
+            None => recorder.graph(|recorded| self.capture(recorded)).and_then(|exec| {
+                // SAFETY: an instantiated graph of this context and our own stream.
+                self.check("cuGraphLaunch", unsafe { sys::cuGraphLaunch(exec, self.0.stream) })
+            }),
+        };
+        recorder.now.clear();
+        result
+    }
+
+    fn capture(&self, recorded: &Recorded) -> Result<sys::CUgraphExec> {
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        // SAFETY: our own stream, which is not capturing: recordings are captured one at a time under the lock.
+        self.check("cuStreamBeginCapture", unsafe { sys::cuStreamBeginCapture_v2(self.0.stream, mode) })?;
+        let launched = recorded
+            .launches
+            .iter()
+            .try_for_each(|l| self.launch_now(l.function, l.shape, recorded.parameters_of(l).cast()));
+        let (mut graph, mut exec) = (null_mut(), null_mut());
+        // SAFETY: ends the capture begun above, whatever came of the launches; out-parameters of the right types.
+        unsafe {
+            let ended = self.check("cuStreamEndCapture", sys::cuStreamEndCapture(self.0.stream, &mut graph));
+            launched.and(ended)?;
+            let made = sys::cuGraphInstantiateWithFlags(&mut exec, graph, 0);
+            let _ = sys::cuGraphDestroy(graph);
+            self.check("cuGraphInstantiate", made)?;
+        }
+        Ok(exec)
+    }
+
+    /// Times every launch that is recorded, instead of making graphs of them.
+    pub fn set_profiling(&self, on: bool) -> Result<Option<Profile>> {
+        self.flush()?;
+        let mut recorder = self.recorder();
+        Ok(std::mem::replace(&mut recorder.profile, on.then(Profile::default)))
+    }
+
+    fn run_profiled(&self, recorder: &mut Recorder) -> Result<()> {
+        let Recorder { now, profile, .. } = recorder;
+        let marks = (0..=now.launches.len()).map(|_| self.event()).collect::<Result<Vec<_>>>()?;
+        marks[0].record_now()?;
+        for (launch, mark) in now.launches.iter().zip(&marks[1..]) {
+            self.launch_now(launch.function, launch.shape, now.parameters_of(launch).cast())?;
+            mark.record_now()?;
+        }
+        for (launch, pair) in now.launches.iter().zip(marks.windows(2)) {
+            let us = pair[1].us_since_now(&pair[0])?;
+            if let Some(profile) = profile.as_mut() {
+                let entry = profile.entry(launch.function.name).or_default();
+                *entry = (entry.0 + 1, entry.1 + us);
+            }
+        }
+        Ok(())
+    }
+
     /// Free and total bytes.
     pub fn memory(&self) -> Result<(usize, usize)> {
         self.enter()?;
@@ -187,6 +275,7 @@ impl Device {
 
     /// Waits until everything enqueued is done.
     pub fn synchronize(&self) -> Result<()> {
+        self.flush()?;
         self.enter()?;
         // SAFETY: our own stream.
         self.check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.0.stream) })
@@ -207,6 +296,7 @@ impl Device {
     /// Copies host bytes into device memory and returns when they have been read. For loading, not for steps.
     pub fn upload(&self, bytes: &[u8], to: &Buffer, offset: usize) -> Result<()> {
         check_range("an upload", to, offset, bytes.len())?;
+        self.flush()?;
         self.enter()?;
         let (to, from) = (to.address + offset as u64, bytes.as_ptr().cast::<c_void>());
         // SAFETY: the range was checked; pageable memory is copied before the call returns or staged by the driver.
@@ -231,6 +321,7 @@ impl Device {
 
     /// [`Device::download`] from any address.
     pub(crate) fn download_raw(&self, address: u64, bytes: &mut [u8]) -> Result<()> {
+        self.flush()?;
         self.enter()?;
         // SAFETY: callers pass an address with that many bytes behind it; we wait before the host slice is used.
         self.check("cuMemcpyDtoHAsync", unsafe {
@@ -246,6 +337,7 @@ impl Device {
 
     /// Fills device memory with a byte.
     pub fn fill(&self, buffer: &Buffer, byte: u8) -> Result<()> {
+        self.flush()?;
         self.enter()?;
         // SAFETY: the whole of a live buffer.
         self.check("cuMemsetD8Async", unsafe {
@@ -253,10 +345,21 @@ impl Device {
         })
     }
 
-    /// Enqueues a kernel.
+    /// Enqueues a kernel, or notes it while recording.
     pub fn launch<P: KernelParams>(&self, function: Function, shape: LaunchShape, params: &P) -> Result<()> {
+        let mut recorder = self.recorder();
+        if recorder.active {
+            recorder.now.push(function, shape, bytemuck::bytes_of(params));
+            return Ok(());
+        }
+        drop(recorder);
         self.enter()?;
-        let mut pointers = [std::ptr::from_ref(params).cast_mut().cast::<c_void>()];
+        self.launch_now(function, shape, std::ptr::from_ref(params).cast())
+    }
+
+    /// `params` points to the kernel's parameter struct.
+    fn launch_now(&self, function: Function, shape: LaunchShape, params: *const c_void) -> Result<()> {
+        let mut pointers = [params.cast_mut()];
         let mut attribute = sys::CUlaunchAttribute {
             id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
             pad: Default::default(),
@@ -279,7 +382,7 @@ impl Device {
         // SAFETY: `KernelParams` promises the parameter's layout and the addresses in it; the driver copies the
         // parameters before the call returns.
         self.check("cuLaunchKernelEx", unsafe {
-            sys::cuLaunchKernelEx(&config, function.0, pointers.as_mut_ptr(), null_mut())
+            sys::cuLaunchKernelEx(&config, function.handle, pointers.as_mut_ptr(), null_mut())
         })
     }
 
@@ -289,7 +392,7 @@ impl Device {
         let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         // SAFETY: a live function handle.
         self.check("cuFuncSetAttribute", unsafe {
-            sys::cuFuncSetAttribute(function.0, attribute, bytes as i32)
+            sys::cuFuncSetAttribute(function.handle, attribute, bytes as i32)
         })
     }
 
@@ -299,7 +402,12 @@ impl Device {
         let mut blocks = 0;
         // SAFETY: a live function handle and an out-parameter.
         self.check("cuOccupancyMaxActiveBlocksPerMultiprocessor", unsafe {
-            sys::cuOccupancyMaxActiveBlocksPerMultiprocessor(&mut blocks, function.0, block as i32, shared)
+            sys::cuOccupancyMaxActiveBlocksPerMultiprocessor(
+                &mut blocks,
+                function.handle,
+                block as i32,
+                shared,
+            )
         })?;
         Ok(blocks as u32)
     }
@@ -333,6 +441,7 @@ impl Buffer {
 
 impl Drop for Buffer {
     fn drop(&mut self) {
+        let _ = self.device.flush();
         // SAFETY: our own allocation, dropped once; the driver waits for kernels that use it.
         let _ = self.device.enter().map(|()| unsafe { sys::cuMemFree_v2(self.address) });
     }
@@ -400,21 +509,26 @@ unsafe impl Send for Event {}
 
 impl Event {
     pub fn record(&self) -> Result<()> {
+        self.device.flush()?;
         self.device.enter()?;
+        self.record_now()
+    }
+
+    /// [`Event::record`] without regard to what is being recorded.
+    fn record_now(&self) -> Result<()> {
         // SAFETY: our own event and stream.
         self.device.check("cuEventRecord", unsafe { sys::cuEventRecord(self.event, self.device.stream()) })
     }
 
-    /// Waits until the stream has passed this point.
-    pub fn wait(&self) -> Result<()> {
-        self.device.enter()?;
-        // SAFETY: our own event.
-        self.device.check("cuEventSynchronize", unsafe { sys::cuEventSynchronize(self.event) })
-    }
-
     /// Microseconds from `earlier` to this point, both passed.
     pub fn us_since(&self, earlier: &Event) -> Result<f64> {
-        self.wait()?;
+        self.device.enter()?;
+        self.us_since_now(earlier)
+    }
+
+    fn us_since_now(&self, earlier: &Event) -> Result<f64> {
+        // SAFETY: our own event.
+        self.device.check("cuEventSynchronize", unsafe { sys::cuEventSynchronize(self.event) })?;
         let mut milliseconds = 0f32;
         type Elapsed = unsafe extern "C" fn(*mut f32, sys::CUevent, sys::CUevent) -> CUresult;
         // SAFETY: two recorded events of one device. The function is looked up here because cudarc for CUDA 13 only
@@ -434,6 +548,14 @@ impl Drop for Event {
     fn drop(&mut self) {
         // SAFETY: our own event, dropped once.
         let _ = self.device.enter().map(|()| unsafe { sys::cuEventDestroy_v2(self.event) });
+    }
+}
+
+fn graphs_wanted() -> Result<bool> {
+    match std::env::var("OSCAR_CUDA_GRAPHS").as_deref() {
+        Ok("off") => Ok(false),
+        Ok("" | "on") | Err(_) => Ok(true),
+        Ok(other) => Err(CudaError::Unsupported(format!("OSCAR_CUDA_GRAPHS={other}: it may be on or off"))),
     }
 }
 

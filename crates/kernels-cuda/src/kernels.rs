@@ -57,7 +57,7 @@ impl Kernels {
         self.device.check("cuModuleGetFunction", unsafe {
             sys::cuModuleGetFunction(&mut function, module.0, name.as_ptr())
         })?;
-        let function = Function(function);
+        let function = Function { handle: function, name };
         // Up to 48 KB need no permission.
         if shared > 48 << 10 {
             self.device.allow_shared(function, shared)?;

@@ -21,6 +21,7 @@ pub mod compile;
 pub mod device;
 mod error;
 pub mod gemm;
+pub mod graph;
 mod kernels;
 mod library;
 pub mod pages;

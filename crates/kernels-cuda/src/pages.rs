@@ -176,6 +176,7 @@ impl CudaPages {
             let detail = format!("{} bytes for a page of {bytes}", page.len());
             return Err(CudaError::Shape { what: "a page", detail });
         }
+        self.device.flush()?;
         self.device.enter()?;
         // SAFETY: the page lies in mapped memory (checked above) and has as many bytes.
         self.device.check("cuMemcpyHtoDAsync", unsafe {

@@ -24,7 +24,7 @@ pub struct SequenceInfo {
 
 /// `StepTables` of the kernels.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, bytemuck::NoUninit)]
 pub struct StepTables {
     pub sequences: u64,
     pub row_sequence: u64,
@@ -150,33 +150,37 @@ fn fill(
         });
         table += blocks as u32;
     }
+    // Tables begin at places that depend on rounded-up sizes alone, so that most steps have the same addresses and
+    // recorded launches stay the same.
+    let room = |count: usize| count.next_power_of_two().max(16);
+    let table = table as usize;
     w.words.clear();
     w.words.extend_from_slice(bytemuck::cast_slice(&summary.sequences));
-    w.row_sequence = w.words.len();
-    w.row_position = w.row_sequence + rows;
-    w.words.resize(w.row_position + rows, 0);
+    w.row_sequence = room(sequences.len()) * (size_of::<SequenceInfo>() / 4);
+    w.row_position = w.row_sequence + room(rows);
+    w.full = w.row_position + room(rows);
+    w.coded = w.full + room(table);
+    w.demoted = w.coded + room(table);
+    w.words.resize(w.demoted, 0);
     for (index, s) in sequences.iter().enumerate() {
         for (i, row) in s.rows.clone().enumerate() {
             w.words[w.row_sequence + row] = index as u32;
             w.words[w.row_position + row] = (s.first_position + i) as u32;
         }
     }
-    w.full = w.words.len();
     for (s, info) in sequences.iter().zip(&summary.sequences) {
-        let ids = s.full[..info.blocks as usize].iter().map(|id| id.map_or(NO_PAGE, |id| id.0));
-        w.words.extend(ids);
-    }
-    w.coded = w.words.len();
-    for (s, info) in sequences.iter().zip(&summary.sequences) {
-        let ids =
-            (0..info.blocks as usize).map(|b| s.coded.get(b).copied().flatten().map_or(NO_PAGE, |id| id.0));
-        w.words.extend(ids);
+        let (at, blocks) = (info.table as usize, info.blocks as usize);
+        for (to, id) in w.words[w.full + at..][..blocks].iter_mut().zip(s.full) {
+            *to = id.map_or(NO_PAGE, |id| id.0);
+        }
+        for (b, to) in w.words[w.coded + at..][..blocks].iter_mut().enumerate() {
+            *to = s.coded.get(b).copied().flatten().map_or(NO_PAGE, |id| id.0);
+        }
     }
     let largest =
         |ids: &[u32]| ids.iter().filter(|&&id| id != NO_PAGE).max().map_or(0, |&id| id as usize + 1);
-    summary.full_pages = largest(&w.words[w.full..w.coded]);
-    summary.coded_pages = largest(&w.words[w.coded..]);
-    w.demoted = w.words.len();
+    summary.full_pages = largest(&w.words[w.full..][..table]);
+    summary.coded_pages = largest(&w.words[w.coded..][..table]);
     for s in sequences {
         for position in s.demote.clone().step_by(TILE_TOKENS) {
             let block = position / PAGE_TOKENS;
@@ -286,10 +290,10 @@ mod tests {
         assert!(!summary.decode && summary.longest == 272 && summary.demoted_tiles == 1);
         assert_eq!(summary.sequences[0].boundary as usize, windows.boundary(271));
         let w = &words.words;
-        assert_eq!(w[words.row_sequence..words.row_position], [1, 0, 0]);
-        assert_eq!(w[words.row_position..words.full], [5, 270, 271]);
-        assert_eq!(w[words.full..words.coded], [4, NO_PAGE, 7, 8, 2, 9]);
-        assert_eq!(w[words.coded..words.demoted], [NO_PAGE, 3, 0, NO_PAGE, NO_PAGE, NO_PAGE]);
+        assert_eq!(w[words.row_sequence..][..3], [1, 0, 0]);
+        assert_eq!(w[words.row_position..][..3], [5, 270, 271]);
+        assert_eq!(w[words.full..][..6], [4, NO_PAGE, 7, 8, 2, 9]);
+        assert_eq!(w[words.coded..][..6], [NO_PAGE, 3, 0, NO_PAGE, NO_PAGE, NO_PAGE]);
         assert_eq!(w[words.demoted..], [7, 0, 3]);
     }
 }

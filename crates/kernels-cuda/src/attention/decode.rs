@@ -13,8 +13,6 @@ use crate::step::StepTables;
 use oscar_backend::HeadShape;
 use std::f32::consts::LOG2_E;
 
-/// Warps that the kernel needs at least, to make a split query.
-const MIN_WARPS: usize = 2;
 /// Most query heads to a KV head.
 pub const MAX_GROUP: usize = 16;
 /// Bytes below which a block is not worth its start.
@@ -28,10 +26,11 @@ pub struct Variant {
     pub head_dim: usize,
     /// Tiles of eight query heads.
     pub query_tiles: usize,
+    /// Warps that read; one more fills their rings.
     pub warps: usize,
     pub stages: usize,
-    /// Is the query multiplied as high and low bytes against two-bit keys?
-    pub split_query: bool,
+    /// Tiles of four query heads whose high and low bytes are multiplied against two-bit keys; 0 for fp16 queries.
+    pub split_query: usize,
 }
 
 impl Variant {
@@ -44,19 +43,18 @@ impl Variant {
             )));
         }
         let query_tiles = group.div_ceil(8);
-        // Registers: results and query of every warp must fit the register file.
+        // Registers: results and query of every warp, the filling one too, must fit the register file.
         let warps = match query_tiles * head_dim {
-            0..=128 => 16,
-            129..=256 => 8,
+            0..=128 => 15,
+            129..=256 => 7,
             _ => 4,
         };
-        // Two columns a head leave room for four heads.
-        let split_query = head_dim == 128 && group <= 4;
+        let split_query = if head_dim == 128 && group <= 8 { group.div_ceil(4) } else { 0 };
         let mut variant = Self { head_dim, query_tiles, warps, stages: *STAGES.end(), split_query };
         while variant.shared_bytes() > shared_memory {
             if variant.stages > *STAGES.start() {
                 variant.stages -= 1;
-            } else if variant.warps > MIN_WARPS {
+            } else if variant.warps > 1 {
                 (variant.warps, variant.stages) = (variant.warps / 2, *STAGES.end());
             } else {
                 return Err(CudaError::Unsupported(format!(
@@ -65,6 +63,10 @@ impl Variant {
                 )));
             }
         }
+        // Each plane of four heads is made by a warp of its own.
+        if variant.warps < 4 * variant.split_query {
+            variant.split_query = 0;
+        }
         Ok(variant)
     }
 
@@ -72,13 +74,13 @@ impl Variant {
     pub fn shared_bytes(&self) -> usize {
         let Self { head_dim, query_tiles, warps, stages, .. } = *self;
         let (steps, heads, slot) = (head_dim / 16, 8 * query_tiles, 32 * head_dim + 512);
-        let slots = warps * stages * (slot + 12);
+        let slots = warps * stages * (slot + 20);
         // A warp's result goes into a slot where it fits.
         let result = heads * (head_dim + 4) * 4;
         let results = if result <= slot { 16 } else { warps * result };
         let query = query_tiles * steps * (32 * 24 + 32);
-        let by_warp = warps * (8 + heads * 8 + 96);
-        (slots + results + query + by_warp + heads * (8 + 128) + steps * 16 + 64).next_multiple_of(128)
+        let by_warp = (warps + 3) * (8 + heads * 8 + 96);
+        (slots + results + query + by_warp + heads * 8 + steps * 16 + 192).next_multiple_of(128)
     }
 
     pub fn defines(&self) -> Defines {
@@ -87,7 +89,7 @@ impl Variant {
             ("QUERY_TILES", self.query_tiles),
             ("WARPS", self.warps),
             ("STAGES", self.stages),
-            ("SPLIT_QUERY", self.split_query as usize),
+            ("SPLIT_QUERY", self.split_query),
             ("BLOCKS", 1),
             ("SHARED_BYTES", self.shared_bytes()),
         ]
@@ -102,7 +104,7 @@ impl Variant {
 }
 
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, bytemuck::NoUninit)]
 struct DecodePlan {
     memory: u64,
     workers: u32,
@@ -110,7 +112,7 @@ struct DecodePlan {
 }
 
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, bytemuck::NoUninit)]
 struct PlanArgs {
     step: StepTables,
     heads: u64,
@@ -119,13 +121,14 @@ struct PlanArgs {
     kv_heads: u32,
     head_dim: u32,
     least_cost: u32,
+    unused: u32,
 }
 
 // SAFETY: the struct of `attention_plan.cu`, filled with addresses of live buffers.
 unsafe impl KernelParams for PlanArgs {}
 
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, bytemuck::NoUninit)]
 struct DecodeArgs {
     step: StepTables,
     plan: DecodePlan,
@@ -138,6 +141,7 @@ struct DecodeArgs {
     kv_heads: u32,
     group: u32,
     scale: f32,
+    unused: u32,
 }
 
 // SAFETY: the struct of `attention_decode.cu`, filled with addresses of live buffers.
@@ -203,6 +207,7 @@ impl DecodeAttention {
                 kv_heads: kv_heads as u32,
                 head_dim: head_dim as u32,
                 least_cost: LEAST_COST,
+                unused: 0,
             };
             device.launch(function, LaunchShape::new(1, 256), &args)?;
         }
@@ -245,8 +250,9 @@ impl DecodeAttention {
             kv_heads: shape.kv_heads as u32,
             group: group as u32,
             scale: shape.scale * LOG2_E,
+            unused: 0,
         };
-        let launch = LaunchShape::new(workers, 32 * variant.warps as u32).shared(shared).overlapping();
+        let launch = LaunchShape::new(workers, 32 * (variant.warps as u32 + 1)).shared(shared).overlapping();
         device.launch(function, launch, &args)
     }
 
@@ -316,7 +322,7 @@ mod tests {
             }
         }
         let tuned = Variant::fitting(128, 4, 227 << 10).unwrap();
-        assert_eq!((tuned.warps, tuned.stages, tuned.split_query), (16, 3, true));
+        assert_eq!((tuned.warps, tuned.stages, tuned.split_query), (15, 3, 1));
     }
 
     #[test]

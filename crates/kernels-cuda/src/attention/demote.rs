@@ -8,11 +8,12 @@ use crate::sources::DEMOTE;
 use crate::step::StepTables;
 
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, bytemuck::NoUninit)]
 struct DemoteArgs {
     step: StepTables,
     heads: u64,
     kv_heads: u32,
+    unused: u32,
 }
 
 // SAFETY: the struct of `demote.cu`, filled with addresses of live buffers.
@@ -36,6 +37,6 @@ pub fn demote(
     }
     let function = kernels.function(&DEMOTE, &vec![("HEAD_DIM", head_dim)], c"demote", 0)?;
     let most = device.properties().multiprocessors as usize * BLOCKS_PER_MULTIPROCESSOR;
-    let args = DemoteArgs { step: *step, heads: pool.layer(layer), kv_heads: kv_heads as u32 };
+    let args = DemoteArgs { step: *step, heads: pool.layer(layer), kv_heads: kv_heads as u32, unused: 0 };
     device.launch(function, LaunchShape::new(jobs.min(most), 128).overlapping(), &args)
 }

@@ -11,7 +11,7 @@ macro_rules! params {
     ($(#[$doc:meta])* $name:ident { $($field:ident: $type:ty),* $(,)? }) => {
         $(#[$doc])*
         #[repr(C)]
-        #[derive(Clone, Copy)]
+        #[derive(Clone, Copy, bytemuck::NoUninit)]
         pub struct $name { $(pub $field: $type),* }
         // SAFETY: the fields are those of the kernel's parameter struct, in its order; the backend fills them with
         // addresses of buffers that live until the stream has passed the launch.
@@ -19,14 +19,14 @@ macro_rules! params {
     };
 }
 
-params!(Embed { table: u64, tokens: u64, out: u64, width: u32 });
+params!(Embed { table: u64, tokens: u64, out: u64, width: u32, unused: u32 });
 params!(RmsNorm { x: u64, weight: u64, out: u64, rounded: u64, width: u32, eps: f32 });
 params!(Swiglu { gate_up: u64, out: u64, rounded: u64, width: u32, rows: u32 });
-params!(Select { x: u64, rows: u64, out: u64, width: u32 });
+params!(Select { x: u64, rows: u64, out: u64, width: u32, unused: u32 });
 params!(Round { x: u64, high: u64, low: u64, count: u64 });
 params!(Bias { bias: u64, out: u64, width: u32, rows: u32 });
 params!(Gram { x: u64, weights: u64, gram: u64, stride: u32, first: u32, width: u32, rows: u32 });
-params!(Random { out: u64, count: u64, seed: u64, amplitude: f32 });
+params!(Random { out: u64, count: u64, seed: u64, amplitude: f32, unused: u32 });
 params!(RandomPages { pages: u64, page_bytes: u64, parameters: u64, count: u64, seed: u64 });
 params!(Append {
     step: StepTables,

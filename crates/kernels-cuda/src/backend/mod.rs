@@ -36,14 +36,23 @@ struct State {
     planner: StepPlanner,
     tables: StepTables,
     attention: AttentionPaths,
-    /// Token ids and row numbers on the device.
-    indices: Option<Buffer>,
+    /// Token ids, row numbers and row weights on the device: a buffer for each use, because copies do not wait for
+    /// launches that are being recorded.
+    indices: [Option<Buffer>; 3],
     /// BF16 copies of activations: rounded, and what the rounding lost.
     high: Option<Buffer>,
     low: Option<Buffer>,
     gram: Option<Buffer>,
     /// What failed in an operation that has no result; reported by the next that has one.
     failed: Option<CudaError>,
+}
+
+/// What an index buffer is for.
+#[derive(Clone, Copy)]
+enum Index {
+    Tokens,
+    Rows,
+    Weights,
 }
 
 /// Vectors (norm weights) as f32.
@@ -76,7 +85,7 @@ impl CudaBackend {
             planner: StepPlanner::default(),
             tables: StepTables::default(),
             attention: AttentionPaths::new()?,
-            indices: None,
+            indices: [None, None, None],
             high: None,
             low: None,
             gram: None,
@@ -199,9 +208,10 @@ impl CudaBackend {
         rows > crate::gemm::MOST_ROWS
     }
 
-    fn send_indices(&self, state: &mut State, values: &[u32]) -> Result<u64> {
-        grow(&self.device, &mut state.indices, values.len() * 4)?;
-        let to = state.indices.as_ref().map_or(0, Buffer::address);
+    fn send_indices(&self, state: &mut State, use_of: Index, values: &[u32]) -> Result<u64> {
+        let buffer = &mut state.indices[use_of as usize];
+        grow(&self.device, buffer, values.len() * 4)?;
+        let to = buffer.as_ref().map_or(0, Buffer::address);
         state.uploads.enqueue(bytemuck::cast_slice(values), to)?;
         Ok(to)
     }
@@ -251,6 +261,7 @@ impl Backend for CudaBackend {
             count: (outputs * inputs) as u64,
             seed: seed.wrapping_mul(0x9E37_79B9_7F4A_7C15),
             amplitude,
+            unused: 0,
         };
         self.launches.random(&self.kernels, &p)?;
         Ok(matrix)
@@ -291,7 +302,13 @@ impl Backend for CudaBackend {
             let bytes = (run.count * run.page_bytes) as u64;
             match run.parameters {
                 None => {
-                    let p = Random { out: run.address, count: bytes / 2, seed: run.address, amplitude: 1.7 };
+                    let p = Random {
+                        out: run.address,
+                        count: bytes / 2,
+                        seed: run.address,
+                        amplitude: 1.7,
+                        unused: 0,
+                    };
                     self.launches.random(&self.kernels, &p)?;
                 }
                 Some(parameters) => {
@@ -316,11 +333,16 @@ impl Backend for CudaBackend {
     fn begin_step(&self, sequences: &[SequenceRows<'_>], pool: &mut CudaPages) -> BackendResult<()> {
         self.run(|state| {
             let State { planner, uploads, tables, attention, .. } = state;
-            let layout = pool.layout().clone();
-            let has_codes = layout.coded().is_some();
-            *tables = planner.plan(&self.device, uploads, layout.windows(), has_codes, sequences)?;
+            // What an earlier step recorded must be on its way before its tables are overwritten.
+            self.device.flush()?;
+            let layout = pool.layout();
+            let (windows, has_codes) = (*layout.windows(), layout.coded().is_some());
+            *tables = planner.plan(&self.device, uploads, &windows, has_codes, sequences)?;
             let summary = planner.summary();
             pool.ensure(summary.full_pages, summary.coded_pages)?;
+            if summary.decode && summary.rows <= crate::gemm::MOST_ROWS {
+                self.device.record()?;
+            }
             attention.begin_step(&self.device, &self.kernels, tables, summary, pool)
         })
     }
@@ -332,9 +354,9 @@ impl Backend for CudaBackend {
                 return Err(CudaError::Shape { what: "an embedding", detail });
             }
             out.resize(&self.device, tokens.len(), true, false)?;
-            let ids = self.send_indices(state, tokens)?;
+            let ids = self.send_indices(state, Index::Tokens, tokens)?;
             let (table, out, width) = (table.weights.address(), out.values(), out.width() as u32);
-            self.launches.embed(tokens.len(), &Embed { table, tokens: ids, out, width })
+            self.launches.embed(tokens.len(), &Embed { table, tokens: ids, out, width, unused: 0 })
         });
     }
 
@@ -400,8 +422,9 @@ impl Backend for CudaBackend {
             }
             out.resize(&self.device, rows.len(), true, false)?;
             let rows_u32: Vec<u32> = rows.iter().map(|&r| r as u32).collect();
-            let ids = self.send_indices(state, &rows_u32)?;
-            let p = Select { x: x.values(), rows: ids, out: out.values(), width: x.width() as u32 };
+            let ids = self.send_indices(state, Index::Rows, &rows_u32)?;
+            let p =
+                Select { x: x.values(), rows: ids, out: out.values(), width: x.width() as u32, unused: 0 };
             self.launches.select(rows.len(), &p)
         });
     }
@@ -431,7 +454,7 @@ impl Backend for CudaBackend {
                 return Err(CudaError::Shape { what: "a Gram matrix", detail });
             }
             let weights = match weights {
-                Some(weights) => self.send_indices(state, bytemuck::cast_slice(weights))?,
+                Some(weights) => self.send_indices(state, Index::Weights, bytemuck::cast_slice(weights))?,
                 None => 0,
             };
             grow(&self.device, &mut state.gram, gram.len() * 8)?;

@@ -54,6 +54,7 @@ impl CublasLt {
 
     /// Enqueues a product; the addresses must hold matrices of its sizes, BF16 for `weights` and `x`, f32 for `out`.
     pub fn enqueue(&mut self, product: Product, weights: u64, x: u64, out: u64) -> Result<()> {
+        self.device.flush()?;
         self.device.enter()?;
         if !self.plans.contains_key(&product) {
             let plan = self.plan(product)?;

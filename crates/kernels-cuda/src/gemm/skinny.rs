@@ -20,7 +20,7 @@ pub struct SkinnyShape {
 }
 
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, bytemuck::NoUninit)]
 struct Params {
     weights: u64,
     x: u64,
@@ -31,6 +31,7 @@ struct Params {
     inputs: u32,
     add: u32,
     gated: u32,
+    unused: u32,
 }
 
 // SAFETY: the struct of `skinny_gemm.cu`; `Skinny::enqueue` fills it with addresses of live matrices.
@@ -116,6 +117,7 @@ impl Skinny {
             inputs: matrix.inputs as u32,
             add: product.add as u32,
             gated: product.gated as u32,
+            unused: 0,
         };
         let grid = matrix.outputs.div_ceil(8 * shape.tiles);
         let launch = LaunchShape::new(grid, shape.warps as u32 * 32).shared(shape.shared()).overlapping();

@@ -9,6 +9,7 @@ use oscar_backend::Backend;
 use oscar_codec::{CacheLayout, KvFormat, RotationKind, RotationSet};
 use oscar_engine::{Logits, Runner, RunnerOptions, Sequence, StepRequest};
 use oscar_kernels_cpu::bench::time_median;
+use oscar_kernels_cuda::graph::Profile;
 use oscar_models::{DecoderConfig, shapes};
 use serde_json::json;
 
@@ -33,6 +34,9 @@ pub struct Args {
     /// Timed repetitions: decode steps (24 if absent) or whole prompts (3 if absent)
     #[arg(long, value_name = "N")]
     repetitions: Option<usize>,
+    /// Also print where the time of a decode step goes, by kernel (GPUs)
+    #[arg(long)]
+    profile: bool,
     /// One JSON object a line
     #[arg(long)]
     json: bool,
@@ -189,7 +193,7 @@ pub fn decode(args: &Args) -> Result<()> {
             for &format in &args.kv {
                 // The timed steps are the last ones before `context`.
                 let repetitions = args.repetitions.unwrap_or(24);
-                let steps = repetitions + 3;
+                let steps = repetitions + 3 + usize::from(args.profile);
                 let Some(prompt) = context.checked_sub(steps).filter(|&n| n > 0) else {
                     bail!("--context {context} leaves no room for {steps} decode steps: lower --repetitions");
                 };
@@ -219,6 +223,17 @@ pub fn decode(args: &Args) -> Result<()> {
                 if let Some(error) = failure {
                     return Err(error.into());
                 }
+                if let (true, Some(cuda)) = (args.profile, runner.backend().as_cuda()) {
+                    let device = cuda.device().clone();
+                    device.set_profiling(true)?;
+                    let mut requests: Vec<StepRequest<'_>> = sequences
+                        .iter_mut()
+                        .map(|sequence| StepRequest { sequence, tokens: &[1], logits: Logits::Last })
+                        .collect();
+                    runner.step(&mut requests, &mut logits)?;
+                    let what = format!("{format}, context {context}, batch {batch}");
+                    print_profile(&what, device.set_profiling(false)?);
+                }
                 let cache_bytes = runner.usage().bytes;
                 rows.push(Row {
                     kv: format.to_string(),
@@ -240,6 +255,17 @@ pub fn decode(args: &Args) -> Result<()> {
         c.print(args.json);
     }
     Ok(())
+}
+
+/// Kernels of one step, the longest first. Timed one by one, so that nothing overlaps as it does in a real step.
+fn print_profile(what: &str, profile: Option<Profile>) {
+    let Some(profile) = profile else { return };
+    let mut kernels: Vec<_> = profile.into_iter().collect();
+    kernels.sort_by(|a, b| b.1.1.total_cmp(&a.1.1));
+    eprintln!("{what}, one step:");
+    for (name, (count, us)) in kernels {
+        eprintln!("  {us:9.1} µs  {count:4} × {:7.2} µs  {}", us / count as f64, name.to_string_lossy());
+    }
 }
 
 /// What fits on a device beside the weights.
