@@ -131,7 +131,7 @@ mod tests {
 
     #[test]
     fn a_mix_of_texts_and_chats() {
-        let documents = calibration_text(1, 400_000);
+        let documents = calibration_text(1, 1_200_000);
         let chats: Vec<&Document> =
             documents.iter().filter(|document| matches!(document, Document::Chat(_))).collect();
         assert!(chats.len() * 10 >= documents.len() * 4 && chats.len() * 10 <= documents.len() * 6);

@@ -171,6 +171,12 @@ pub fn choose<B: Backend>(
             .min_by(|a, b| a.1.relative_to(&uniform).total_cmp(&b.1.relative_to(&uniform)));
         let (table, scores) = best.context("every mean has a table")?;
         let tried = refined.map_or(1, |r| r.tried);
+        if scores.relative_to(&uniform) >= 1.0 && table.mean_width() >= 2.0 {
+            eprintln!(
+                "warning: on fresh probes the table of {mean} bits is no better than two bits everywhere: measure with more \
+                 --probes, longer --probe-tokens or other --probe-kinds"
+            );
+        }
         chosen.push(Chosen { mean, table, uniform: uniform.clone(), scores, tried });
     }
     file.bits =

@@ -18,7 +18,7 @@ fn run_answers_on_a_two_bit_cache() {
         "I am a small language model with fifteen million weights, trained to read long texts and remember what they say."
     );
     assert_eq!(json["finish_reason"], "stop");
-    assert_eq!(json["kv"], "oscar2");
+    assert_eq!(json["kv"], "oscar");
     assert!(json["cache_bytes"].as_u64().unwrap() > 0);
 }
 
@@ -143,7 +143,8 @@ fn bench_rows_carry_the_promised_fields() {
     ];
     for args in runs {
         let rows = json_lines(args);
-        assert_eq!(rows.len(), 2, "bf16 and oscar2");
+        let formats = if args[1] == "attention" { 2 } else { 3 };
+        assert_eq!(rows.len(), formats, "bf16 and oscar2, and oscar where there is a model");
         for row in rows {
             for field in [
                 "kv",
@@ -185,7 +186,7 @@ fn bench_serve_gives_every_format_the_same_work_and_memory() {
     let closed = ["--concurrency", "3", "--shared-prefix", "64", "--turns", "2", "--warm", "--svg"];
     let open = ["--rate", "200", "--kv", "oscar2"];
     let rows = json_lines(&[&common[..], &closed, &[svg.to_str().unwrap()]].concat());
-    assert_eq!(rows.iter().map(|r| r["kv"].as_str().unwrap()).collect::<Vec<_>>(), ["bf16", "oscar2"]);
+    assert_eq!(rows.iter().map(|r| r["kv"].as_str().unwrap()).collect::<Vec<_>>(), ["bf16", "oscar"]);
     assert_eq!(rows[0]["kv_memory"], rows[1]["kv_memory"]);
     for row in &rows {
         assert_eq!((row["requests"].as_u64(), row["context"].as_u64()), (Some(12), Some(204)), "{row}");

@@ -109,7 +109,7 @@ pub struct Prose {
     pub text: &'static str,
 }
 
-/// The hand-written prose, written for this project: some four thousand words on a dozen subjects.
+/// The hand-written prose, written for this project: some eighteen thousand words of stories, manuals and code.
 pub fn prose() -> Vec<Prose> {
     include_str!("../prose.txt")
         .split("# ")
@@ -129,10 +129,10 @@ mod tests {
         let pieces = prose();
         assert!(pieces.len() >= 10);
         let words: usize = pieces.iter().map(|piece| piece.text.split_whitespace().count()).sum();
-        assert!((3000..6000).contains(&words), "{words}");
+        assert!((3000..30_000).contains(&words), "{words}");
         for piece in pieces {
             assert!(!piece.title.is_empty() && piece.text.len() > 500, "{}", piece.title);
-            assert!(piece.text.is_ascii() && !piece.text.contains('#'), "{}", piece.title);
+            assert!(piece.text.is_ascii() && !piece.text.contains("# "), "{}", piece.title);
         }
     }
 
