@@ -264,7 +264,7 @@ impl<B: Backend> Transformer<B> {
             backend.logits(self.head.as_ref().unwrap_or(&self.embedding), &w.normed, &mut w.logits);
             backend.read(&w.logits, logits)?;
         }
-        Ok(())
+        backend.end_step()
     }
 }
 

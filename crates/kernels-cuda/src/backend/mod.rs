@@ -11,6 +11,7 @@ use crate::error::{CudaError, Result};
 use crate::gemm::{CublasLt, CudaMatrix, Product, Skinny, SkinnyProduct, SkinnyShape};
 use crate::kernels::Kernels;
 use crate::pages::CudaPages;
+use crate::sources::{APPEND, DEMOTE};
 use crate::step::{StepPlanner, StepTables, Uploads};
 use launches::{Append, Bias, Embed, Gram, Launches, Random, RandomPages, RmsNorm, Round, Select, Swiglu};
 use oscar_backend::{
@@ -293,7 +294,15 @@ impl Backend for CudaBackend {
     }
 
     fn pool(&self, layout: &CacheLayout, budget: usize) -> BackendResult<CudaPages> {
-        Ok(CudaPages::reserve(&self.device, layout, budget)?)
+        let pages = CudaPages::reserve(&self.device, layout, budget)?;
+        // Compiled now rather than in the middle of an answer.
+        let by_head = vec![("HEAD_DIM", layout.head_dim())];
+        self.kernels.function(&APPEND, &by_head, c"append", launches::append_shared(layout.head_dim()))?;
+        if layout.coded().is_some() {
+            self.kernels.function(&DEMOTE, &by_head, c"demote", 0)?;
+        }
+        self.state().attention.prepare(&self.device, &self.kernels, layout.head_dim())?;
+        Ok(pages)
     }
 
     fn randomize(&self, pool: &mut CudaPages, full: usize, coded: usize) -> BackendResult<bool> {
@@ -344,6 +353,10 @@ impl Backend for CudaBackend {
             }
             attention.begin_step(&self.device, &self.kernels, tables, summary, pool)
         })
+    }
+
+    fn end_step(&self) -> BackendResult<()> {
+        self.run(|_| Ok(()))
     }
 
     fn embed(&self, table: &CudaMatrix, tokens: &[u32], out: &mut CudaRows) {

@@ -62,7 +62,9 @@ impl Report {
         if share.is_nan() || share > finding.worst {
             finding.worst = share;
         }
-        if !(difference <= allowed) && finding.failure.is_none() {
+        // NaN passes no comparison.
+        let passes = difference <= allowed;
+        if !passes && finding.failure.is_none() {
             finding.failure = Some(format!("{}: differs by {difference:.3e}, allowed {allowed:.3e}", what()));
         }
     }
