@@ -96,8 +96,8 @@ pub fn statistics(statistic: Statistic, chunk: usize) -> (Vec<HeadStatistics>, V
         for first in (0..TOKENS).step_by(chunk) {
             let range = first..TOKENS.min(first + chunk);
             observer.first_token = first;
-            observer.heads(&backend, 0, &rows(&backend, &qkv, 12 * 128, range.clone()));
-            observer.attended(&backend, 0, &rows(&backend, &attended, 8 * 128, range));
+            observer.heads(&backend, 0, &rows(&backend, &qkv, 12 * 128, range.clone())).unwrap();
+            observer.attended(&backend, 0, &rows(&backend, &attended, 8 * 128, range)).unwrap();
         }
     }
     let (heads, sample) = moments.finish();

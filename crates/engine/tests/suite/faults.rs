@@ -37,6 +37,9 @@ impl Backend for Faulty {
     fn describe_attention(&self, layout: &CacheLayout) -> String {
         self.cpu.describe_attention(layout)
     }
+    fn page_order(&self) -> CodeLayout {
+        self.cpu.page_order()
+    }
     fn matrix(&self, weights: HostMatrix<'_>) -> Result<Self::Matrix> {
         self.cpu.matrix(weights)
     }
@@ -73,8 +76,8 @@ impl Backend for Faulty {
     fn select(&self, x: &Self::Rows, rows: &[usize], out: &mut Self::Rows) {
         self.cpu.select(x, rows, out);
     }
-    fn read(&self, x: &Self::Rows, out: &mut Vec<f32>) {
-        self.cpu.read(x, out);
+    fn read(&self, x: &Self::Rows, out: &mut Vec<f32>) -> Result<()> {
+        self.cpu.read(x, out)
     }
     fn accumulate_gram(
         &self,
@@ -83,8 +86,8 @@ impl Backend for Faulty {
         width: usize,
         weights: Option<&[f32]>,
         gram: &mut [f64],
-    ) {
-        self.cpu.accumulate_gram(x, first, width, weights, gram);
+    ) -> Result<()> {
+        self.cpu.accumulate_gram(x, first, width, weights, gram)
     }
     fn append(
         &self,

@@ -4,9 +4,10 @@
 //! blocks as the GPU has multiprocessors. Nothing here waits for the device, and a launch's parameters depend only on
 //! addresses, so steps of the same buffers can be captured in a graph.
 
-use crate::device::{Buffer, Device, KernelParams, LaunchShape};
+use crate::device::{Device, KernelParams, LaunchShape};
 use crate::error::{CudaError, Result};
 use crate::kernels::Kernels;
+use crate::memory::Buffer;
 use crate::pages::{CudaPages, HeadPages};
 use crate::sources::{ATTENTION_DECODE, ATTENTION_PLAN, Defines, HEAD_DIMS};
 use crate::step::StepTables;
