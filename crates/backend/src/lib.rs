@@ -161,6 +161,12 @@ pub trait Backend: Send + Sync {
         Ok(())
     }
 
+    /// Hears that the step's last operation was asked for: what failed in one of them is reported now, to those whose
+    /// step it is.
+    fn end_step(&self) -> Result<()> {
+        Ok(())
+    }
+
     /// `out ← table[token]` for each token.
     fn embed(&self, table: &Self::Matrix, tokens: &[u32], out: &mut Self::Rows);
     fn rms_norm(&self, x: &Self::Rows, weight: &Self::Vector, eps: f32, out: &mut Self::Rows);

@@ -172,6 +172,10 @@ impl Backend for AnyBackend {
         on_device!(self, begin_step(sequences, [pool]))
     }
 
+    fn end_step(&self) -> BackendResult<()> {
+        on_device!(self, end_step())
+    }
+
     fn embed(&self, table: &Self::Matrix, tokens: &[u32], out: &mut Self::Rows) {
         on_device!(self, embed([table], tokens, [out]));
     }

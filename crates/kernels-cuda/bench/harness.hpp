@@ -66,12 +66,12 @@ struct Variant {
 // Dynamic shared memory of a variant: the bound that src/attention/decode.rs computes.
 inline u32 shared_bytes(const Variant& v) {
     u32 steps = v.head_dim / 16, heads = 8 * v.tiles, room = heads * (v.head_dim + 4) * 4, slot = 32 * v.head_dim + 512;
-    u32 bytes = v.warps * v.stages * (slot + 20) + (room <= slot ? 16 : v.warps * room) + v.tiles * steps * (32 * 24 + 32) + (v.warps + 3) * (8 + heads * 8 + 96) + heads * 8 + steps * 16 + 192;
+    u32 bytes = v.warps * v.stages * (slot + 20) + (room <= slot ? 16 : v.warps * room) + v.tiles * steps * (32 * 24 + 32) + (v.warps + 3) * (8 + heads * 12 + 96) + heads * 8 + steps * 16 + 192;
     return (bytes + 127) / 128 * 128;
 }
 
 struct Kernel {
-    CUmodule module; CUfunction decode, plan; u32 shared; int workers, threads; Variant v;
+    CUmodule module; CUfunction decode, plan, pages; u32 shared; int workers, threads; Variant v;
     static std::string folder;
     explicit Kernel(Variant variant) : v(variant) {
         CK(cuModuleLoad(&module, (folder + "/" + v.file()).c_str()));
@@ -83,7 +83,7 @@ struct Kernel {
         CK(cuOccupancyMaxActiveBlocksPerMultiprocessor(&occupancy, decode, threads + 32, shared));
         CK(cuDeviceGetAttribute(&sms, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, d));
         workers = occupancy * sms;
-        CUmodule m; CK(cuModuleLoad(&m, (folder + "/plan.cubin").c_str())); CK(cuModuleGetFunction(&plan, m, "decode_plan"));
+        CUmodule m; CK(cuModuleLoad(&m, (folder + "/plan.cubin").c_str())); CK(cuModuleGetFunction(&plan, m, "decode_plan")); CK(cuModuleGetFunction(&pages, m, "decode_plan_pages"));
     }
     size_t partial_bytes() const { return 2ull * workers * (8 * v.tiles) * (v.head_dim + 2) * 4; }
 };
@@ -121,10 +121,10 @@ struct Step {
     }
 };
 
-inline void launch_plan(const Kernel& k, PlanArgs& a, CUstream s) { void* p[] = {&a}; CK(cuLaunchKernel(k.plan, 1, 1, 1, 256, 1, 1, 0, s, p, 0)); }
+inline void launch_plan(const Kernel& k, PlanArgs& a, CUstream s) { void* p[] = {&a}; CK(cuLaunchKernel(k.plan, 1, 1, 1, 256, 1, 1, 0, s, p, 0)); CK(cuLaunchKernel(k.pages, k.workers, 1, 1, 64, 1, 1, 0, s, p, 0)); }
 inline void launch_decode(const Kernel& k, DecodeArgs& a, CUstream s) {  // may begin while the kernel before it ends
     void* p[] = {&a}; CUlaunchAttribute at{}; at.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION; at.value.programmaticStreamSerializationAllowed = 1;
-    CUlaunchConfig c{}; c.gridDimX = k.workers; c.gridDimY = c.gridDimZ = 1; c.blockDimX = k.threads + 32; c.blockDimY = c.blockDimZ = 1; c.sharedMemBytes = k.shared; c.hStream = s; c.attrs = &at; c.numAttrs = 1;
+    CUlaunchConfig c{}; c.gridDimX = k.workers; c.gridDimY = c.gridDimZ = 1; c.blockDimX = k.threads + 32; c.blockDimY = c.blockDimZ = 1; c.sharedMemBytes = k.shared; c.hStream = s; c.attrs = &at; c.numAttrs = getenv("NO_OVERLAP") ? 0 : 1;
     CK(cuLaunchKernelEx(&c, k.decode, p, 0));
 }
 // Workers of a plan that have something to read.

@@ -68,12 +68,12 @@ DEVICE u32 own_workers(u64 cost, u64 total, u32 workers, u64 least) {
 }
 
 extern "C" __global__ void __launch_bounds__(256) decode_plan(PlanArgs a) {
-    wait_for_previous_kernel();
     __shared__ u64 warp_total[8];
-    __shared__ u32 active_shared;
-    __shared__ bool own_shared;
-    __shared__ u64 least_shared;
-    const u32 n = a.step.sequence_count, tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+    __shared__ u32 own[256];         // workers of an item, where each has its own
+    __shared__ u64 slowest_shared;  // most bytes that such a worker reads
+    wait_for_previous_kernel();
+    const u32 n = a.step.sequence_count, items = n * a.kv_heads, tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+    if (tid == 0) a.cost_before[0] = 0, slowest_shared = 0;
     u64 before = 0;
     u32 largest = near_cost(a);
     for (u32 h = 0; h < a.kv_heads; h++) {
@@ -100,79 +100,48 @@ extern "C" __global__ void __launch_bounds__(256) decode_plan(PlanArgs a) {
         __syncthreads();
     }
     const u64 total = before;
-    if (tid == 0) {
-        a.cost_before[0] = 0;
-        // A worker takes at least two of the largest units, so that no two begin at the same place.
-        u64 least = a.least_cost > 2 * largest ? a.least_cost : 2 * largest;
-        own_shared = false, least_shared = least;
-        u64 wanted = total / least;
-        u32 active = wanted < 1 ? 1 : wanted < a.plan.workers ? (u32)wanted : a.plan.workers;
-        active_shared = active;
-        // Where items are few, give each its own workers: none then goes from one item to the next.
-        u32 used = 0;
-        u64 slowest = 0;
-        if (total > 0 && n * a.kv_heads <= a.plan.workers) {
-            for (u32 s = 0; s < n; s++) {
-                ContextShape c = context_of(a.step, a.step.sequences[s]);
-                for (u32 h = 0; h < a.kv_heads; h++) {
-                    u64 cost = item_cost(a, c, a.heads[h]);
-                    u32 own = own_workers(cost, total, a.plan.workers, least);
-                    used += own;
-                    if (own > 0 && cost / own > slowest) slowest = cost / own;
-                }
-            }
-            if (used <= a.plan.workers && slowest <= total / active + SWITCH_COST) {
-                own_shared = true;
-                active_shared = used;
-            }
-        }
-    }
-    __syncthreads();
-    const u32 active = active_shared;
+    // A worker takes at least two of the largest units, so that no two begin at the same place.
+    const u64 least = a.least_cost > 2 * largest ? a.least_cost : 2 * largest, wanted = total / least;
+    u32 active = wanted < 1 ? 1 : wanted < a.plan.workers ? (u32)wanted : a.plan.workers;
     const Place end = {n, 0, 0};
-    if (own_shared) {
-        for (u32 s = tid; s < n; s += 256) {
-            u32 w = 0;
-            for (u32 before = 0; before <= s; before++) {
-                const SequenceInfo info = a.step.sequences[before];
-                ContextShape c = context_of(a.step, info);
-                for (u32 h = 0; h < a.kv_heads; h++) {
-                    u64 cost = item_cost(a, c, a.heads[h]);
-                    u32 own = own_workers(cost, total, a.plan.workers, least_shared);
-                    if (before < s) {
-                        w += own;
-                        continue;
-                    }
-                    for (u32 i = 0; i < own; i++, w++) {
-                        a.plan.worker(w)->begin = {s, h, unit_of(a, c, h, cost * i / own)};
-                        a.plan.worker(w)->first = info;
-                    }
-                }
-            }
+    // Where items are few, give each its own workers: none then goes from one item to the next.
+    const bool few = total > 0 && items <= a.plan.workers && items <= 256;
+    bool own_workers_each = false;
+    if (few) {
+        const u32 sequence = tid / a.kv_heads, head = tid % a.kv_heads;
+        u64 cost = 0;
+        ContextShape c = {};
+        own[tid] = 0;
+        if (tid < items) {
+            c = context_of(a.step, a.step.sequences[sequence]);
+            cost = item_cost(a, c, a.heads[head]);
+            own[tid] = own_workers(cost, total, a.plan.workers, least);
+            if (cost > 0) atomicMax(&slowest_shared, cost / own[tid]);
         }
-        for (u32 w = active + tid; w < a.plan.workers; w += 256) a.plan.worker(w)->begin = end;
-    } else {
-        for (u32 w = tid; w < a.plan.workers; w += 256) {
-            WorkerPlan& plan = *a.plan.worker(w);
-            plan.begin = w < active && total > 0 ? place_of(a, total * w / active) : end;
-            if (plan.begin.sequence < n) plan.first = a.step.sequences[plan.begin.sequence];
+        __syncthreads();
+        u32 first = 0, used = 0;
+        for (u32 i = 0; i < items; i++) {
+            if (i == tid) first = used;
+            used += own[i];
+        }
+        own_workers_each = used <= a.plan.workers && slowest_shared <= total / active + SWITCH_COST;
+        if (own_workers_each) {
+            active = used;
+            if (tid < items)
+                for (u32 i = 0; i < own[tid]; i++)
+                    a.plan.worker(first + i)->begin = {sequence, head, unit_of(a, c, head, cost * i / own[tid])};
         }
     }
-    __syncthreads();
     for (u32 w = tid; w < a.plan.workers; w += 256)
-        a.plan.worker(w)->end = w + 1 < a.plan.workers ? a.plan.worker(w + 1)->begin : end;
-    for (u32 i = tid; i < a.plan.workers * FIRST_PAGES; i += 256) {
-        WorkerPlan& plan = *a.plan.worker(i / FIRST_PAGES);
-        const Place begin = plan.begin;
-        if (begin.sequence >= n) continue;
-        const SequenceInfo info = a.step.sequences[begin.sequence];
-        const ContextShape c = context_of(a.step, info);
-        const HeadPages head = a.heads[begin.head];
-        u32 unit = begin.unit + i % FIRST_PAGES;
-        plan.pages[i % FIRST_PAGES] =
-            unit < units_of(c, head) ? page_of(c, head, a.step.full + info.table, a.step.coded + info.table, unit) : NO_PAGE;
+        if (w >= active || total == 0) a.plan.worker(w)->begin = end;
+        else if (!own_workers_each) a.plan.worker(w)->begin = place_of(a, total * w / active);
+    __syncthreads();
+    for (u32 w = tid; w < a.plan.workers; w += 256) {
+        WorkerPlan& plan = *a.plan.worker(w);
+        plan.end = w + 1 < a.plan.workers ? a.plan.worker(w + 1)->begin : end;
+        if (plan.begin.sequence < n) plan.first = a.step.sequences[plan.begin.sequence];
     }
-    for (u32 item = tid; item < n * a.kv_heads; item += 256) {
+    for (u32 item = tid; item < items; item += 256) {
         u32 sequence = item / a.kv_heads, head = item % a.kv_heads;
         u32 units = units_of(context_of(a.step, a.step.sequences[sequence]), a.heads[head]);
         if (units == 0) {
@@ -184,4 +153,18 @@ extern "C" __global__ void __launch_bounds__(256) decode_plan(PlanArgs a) {
         const Place begin = a.plan.worker(first)->begin;
         *a.plan.item(item) = {first, last - first + 1, begin.sequence != sequence || begin.head != head, 0};
     }
+}
+
+// Page ids of every worker's first units: a block for each worker, a thread for each unit.
+extern "C" __global__ void __launch_bounds__(FIRST_PAGES) decode_plan_pages(PlanArgs a) {
+    wait_for_previous_kernel();
+    WorkerPlan& plan = *a.plan.worker(blockIdx.x);
+    const Place begin = plan.begin;
+    if (begin.sequence >= a.step.sequence_count) return;
+    const SequenceInfo info = plan.first;
+    const ContextShape c = context_of(a.step, info);
+    const HeadPages head = a.heads[begin.head];
+    const u32 unit = begin.unit + threadIdx.x;
+    plan.pages[threadIdx.x] =
+        unit < units_of(c, head) ? page_of(c, head, a.step.full + info.table, a.step.coded + info.table, unit) : NO_PAGE;
 }

@@ -12,7 +12,7 @@ struct DemoteArgs {
     u32 kv_heads;
 };
 
-constexpr int DEMOTE_WARPS = 4;
+constexpr int DEMOTE_WARPS = TILE_TOKENS;  // a warp for each row
 constexpr int VALUES = HEAD_DIM / 32;   // of a row, by lane: channels lane, lane + 32, …
 constexpr float SATURATION = 32752.f;   // oscar_codec::affine::SATURATION
 
@@ -78,48 +78,47 @@ extern "C" __global__ void __launch_bounds__(32 * DEMOTE_WARPS) demote(DemoteArg
         const float top = (float)((1u << bits) - 1);
         const u16* from = (const u16*)head.full + (u64)tile.full * (2 * PAGE_TOKENS * HEAD_DIM);
         u8* const page = (u8*)head.coded + (u64)tile.coded * shape.bytes();
-        for (int token = warp; token < TILE_TOKENS; token += DEMOTE_WARPS) {
-            float x[VALUES];
+        const int token = warp;
+        float x[VALUES];
 #pragma unroll
-            for (int i = 0; i < VALUES; i++) {
-                float v = bf16_to_f32(from[full_element(side, HEAD_DIM, tile.tile * TILE_TOKENS + token, lane + 32 * i)]);
-                x[i] = v != v ? 0.f : fminf(fmaxf(v, -SATURATION), SATURATION);
-            }
-            if (clip != 0xffffffffu) {
-                float t = order_statistic(x, HEAD_DIM - clip);
-#pragma unroll
-                for (int i = 0; i < VALUES; i++) x[i] = x[i] < -t ? -t : x[i] > t ? t : x[i];
-            }
-            float scale, minimum;
-            if (bits == 1) {
-                __syncwarp();
-#pragma unroll
-                for (int i = 0; i < VALUES; i++) rows[warp][lane + 32 * i] = x[i];
-                __syncwarp();
-                float mean = __fdiv_rn(lane_sum(rows[warp], [](float v) { return v; }, lane), (float)HEAD_DIM);
-                float deviation = __fdiv_rn(
-                    lane_sum(rows[warp], [&](float v) { return fabsf(__fsub_rn(v, mean)); }, lane), (float)HEAD_DIM);
-                scale = __fmul_rn(2.f, deviation), minimum = __fsub_rn(mean, deviation);
-            } else {
-                float low = x[0], high = x[0];
-#pragma unroll
-                for (int i = 1; i < VALUES; i++) low = fminf(low, x[i]), high = fmaxf(high, x[i]);
-#pragma unroll
-                for (int step = 16; step > 0; step /= 2) {
-                    low = fminf(low, __shfl_xor_sync(0xffffffffu, low, step));
-                    high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, step));
-                }
-                scale = __fdiv_rn(__fsub_rn(high, low), top), minimum = low;
-            }
-            const u16 scale16 = f32_to_f16(scale), minimum16 = f32_to_f16(minimum);
-            scale = f16_to_f32(scale16), minimum = f16_to_f32(minimum16);
-#pragma unroll
-            for (int i = 0; i < VALUES; i++) {
-                float level = floorf(__fadd_rn(__fdiv_rn(__fsub_rn(x[i], minimum), scale), 0.5f));
-                codes[token][lane + 32 * i] = scale <= 0.f ? 0 : (u8)fminf(fmaxf(level, 0.f), top);
-            }
-            if (lane == 0) store_params(page, shape, side, tile.tile * TILE_TOKENS + token, scale16, minimum16);
+        for (int i = 0; i < VALUES; i++) {
+            float v = bf16_to_f32(from[full_element(side, HEAD_DIM, tile.tile * TILE_TOKENS + token, lane + 32 * i)]);
+            x[i] = v != v ? 0.f : fminf(fmaxf(v, -SATURATION), SATURATION);
         }
+        if (clip != 0xffffffffu) {
+            float t = order_statistic(x, HEAD_DIM - clip);
+#pragma unroll
+            for (int i = 0; i < VALUES; i++) x[i] = x[i] < -t ? -t : x[i] > t ? t : x[i];
+        }
+        float scale, minimum;
+        if (bits == 1) {
+            __syncwarp();
+#pragma unroll
+            for (int i = 0; i < VALUES; i++) rows[warp][lane + 32 * i] = x[i];
+            __syncwarp();
+            float mean = __fdiv_rn(lane_sum(rows[warp], [](float v) { return v; }, lane), (float)HEAD_DIM);
+            float deviation = __fdiv_rn(
+                lane_sum(rows[warp], [&](float v) { return fabsf(__fsub_rn(v, mean)); }, lane), (float)HEAD_DIM);
+            scale = __fmul_rn(2.f, deviation), minimum = __fsub_rn(mean, deviation);
+        } else {
+            float low = x[0], high = x[0];
+#pragma unroll
+            for (int i = 1; i < VALUES; i++) low = fminf(low, x[i]), high = fmaxf(high, x[i]);
+#pragma unroll
+            for (int step = 16; step > 0; step /= 2) {
+                low = fminf(low, __shfl_xor_sync(0xffffffffu, low, step));
+                high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, step));
+            }
+            scale = __fdiv_rn(__fsub_rn(high, low), top), minimum = low;
+        }
+        const u16 scale16 = f32_to_f16(scale), minimum16 = f32_to_f16(minimum);
+        scale = f16_to_f32(scale16), minimum = f16_to_f32(minimum16);
+#pragma unroll
+        for (int i = 0; i < VALUES; i++) {
+            float level = floorf(__fadd_rn(__fdiv_rn(__fsub_rn(x[i], minimum), scale), 0.5f));
+            codes[token][lane + 32 * i] = scale <= 0.f ? 0 : (u8)fminf(fmaxf(level, 0.f), top);
+        }
+        if (lane == 0) store_params(page, shape, side, tile.tile * TILE_TOKENS + token, scale16, minimum16);
         __syncthreads();
         u8* const out = page + shape.codes(side) + tile.tile * (2 * HEAD_DIM * bits);
         const u32 low_bits = bits == 3 ? 2 : bits, words = HEAD_DIM * low_bits / 64, planes = 16 / low_bits;

@@ -43,8 +43,8 @@ DEVICE void barrier_arrive(u32 barrier) {
     asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier) : "memory");
 }
 
-// Arrivals that complete a full barrier.
-constexpr u32 FULL_ARRIVALS = BULK_COPIES ? 1 : 32;
+// Arrivals that complete the barriers.
+constexpr u32 FULL_ARRIVALS = BULK_COPIES ? 1 : 32, EMPTY_ARRIVALS = 32;
 
 // A reading warp's place in its ring.
 template <int SLOTS>
@@ -57,10 +57,9 @@ struct ReadRing {
         }
     }
 
-    // Every lane has read the slot: gives it back and goes to the next.
-    DEVICE void release(int lane) {
-        __syncwarp();
-        if (lane == 0) barrier_arrive(empty + 8 * slot);
+    // The lane has read the slot: gives it back and goes to the next.
+    DEVICE void release() {
+        barrier_arrive(empty + 8 * slot);
         if (++slot == SLOTS) slot = 0, phase ^= 1;
     }
 };

@@ -40,20 +40,44 @@ DEVICE float block_sum(float x) {
     return parts[0];
 }
 
-// One block a row.
+constexpr int NORM_QUADS = 4;  // of a thread: rows up to 16 * blockDim.x elements stay in registers
+
+// One block a row; the width is a multiple of 4 and at most 16 times the threads.
 extern "C" __global__ void rms_norm(RmsNormParams p) {
+    const u32 quads = p.width / 4;
+    const float4* weights = (const float4*)p.weight;
+    float4 x[NORM_QUADS], w[NORM_QUADS];
     allow_next_kernel();
+#pragma unroll
+    for (int k = 0; k < NORM_QUADS; k++) {
+        u32 i = threadIdx.x + k * blockDim.x;
+        if (i < quads) w[k] = weights[i];
+    }
+    // Weights never change; everything below does.
     wait_for_previous_kernel();
-    const float* x = p.x + (u64)blockIdx.x * p.width;
-    float* out = p.out + (u64)blockIdx.x * p.width;
-    u16* rounded = p.rounded ? p.rounded + (u64)blockIdx.x * p.width : 0;
+    const float4* row = (const float4*)(p.x + (u64)blockIdx.x * p.width);
     float squares = 0.0f;
-    for (u32 i = threadIdx.x; i < p.width; i += blockDim.x) squares = __fmaf_rn(x[i], x[i], squares);
-    float scale = 1.0f / sqrtf(block_sum(squares) / (float)p.width + p.eps);
-    for (u32 i = threadIdx.x; i < p.width; i += blockDim.x) {
-        float y = x[i] * scale * p.weight[i];
+#pragma unroll
+    for (int k = 0; k < NORM_QUADS; k++) {
+        u32 i = threadIdx.x + k * blockDim.x;
+        x[k] = i < quads ? row[i] : make_float4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int k = 0; k < NORM_QUADS; k++) {
+        squares = __fmaf_rn(x[k].x, x[k].x, __fmaf_rn(x[k].y, x[k].y, squares));
+        squares = __fmaf_rn(x[k].z, x[k].z, __fmaf_rn(x[k].w, x[k].w, squares));
+    }
+    const float scale = 1.0f / sqrtf(block_sum(squares) / (float)p.width + p.eps);
+    float4* out = (float4*)(p.out + (u64)blockIdx.x * p.width);
+    uint2* rounded = p.rounded ? (uint2*)(p.rounded + (u64)blockIdx.x * p.width) : 0;
+#pragma unroll
+    for (int k = 0; k < NORM_QUADS; k++) {
+        u32 i = threadIdx.x + k * blockDim.x;
+        if (i >= quads) break;
+        float4 y = make_float4(x[k].x * scale * w[k].x, x[k].y * scale * w[k].y, x[k].z * scale * w[k].z,
+                               x[k].w * scale * w[k].w);
         out[i] = y;
-        if (rounded) rounded[i] = f32_to_bf16(y);
+        if (rounded) rounded[i] = make_uint2(pack_bf16(y.x, y.y), pack_bf16(y.z, y.w));
     }
 }
 

@@ -78,6 +78,15 @@ impl AttentionPaths {
         Ok(Self { plain, ..Self::default() })
     }
 
+    /// Compiles what prompts will need.
+    pub fn prepare(&self, device: &Device, kernels: &Kernels, head_dim: usize) -> Result<()> {
+        if !self.plain && prefill_fits(device, head_dim) {
+            let (defines, shared) = (vec![("HEAD_DIM", head_dim)], prefill_block(head_dim).1);
+            kernels.function(&ATTENTION_PREFILL, &defines, c"attention_prefill", shared)?;
+        }
+        Ok(())
+    }
+
     pub fn describe(&self, device: &Device, layout: &CacheLayout) -> String {
         let d = layout.head_dim();
         if self.plain {

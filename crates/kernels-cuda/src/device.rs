@@ -5,6 +5,8 @@
 
 use crate::error::{CudaError, Result};
 use crate::graph::{Profile, Recorded, Recorder};
+pub use crate::launch::{Function, KernelParams, LaunchShape};
+use crate::memory::{Buffer, Event};
 use cudarc::driver::sys::{self, CUresult};
 use std::ffi::{CStr, c_void};
 use std::ptr::null_mut;
@@ -57,55 +59,6 @@ impl Drop for Inner {
         }
     }
 }
-
-/// Grid, block and dynamic shared memory of a launch.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct LaunchShape {
-    pub grid: (u32, u32, u32),
-    pub block: u32,
-    /// Bytes of dynamic shared memory.
-    pub shared: u32,
-    /// May begin while the kernel before it ends: the kernel must then wait by `griddepcontrol.wait` before it touches
-    /// anything that an earlier kernel writes.
-    pub overlap: bool,
-}
-
-impl LaunchShape {
-    pub fn new(grid: usize, block: u32) -> Self {
-        Self { grid: (grid as u32, 1, 1), block, shared: 0, overlap: false }
-    }
-
-    pub fn grid2(x: usize, y: usize, block: u32) -> Self {
-        Self { grid: (x as u32, y as u32, 1), block, shared: 0, overlap: false }
-    }
-
-    pub fn shared(self, bytes: usize) -> Self {
-        Self { shared: bytes as u32, ..self }
-    }
-
-    pub fn overlapping(self) -> Self {
-        Self { overlap: true, ..self }
-    }
-}
-
-/// The parameters of a kernel: one C struct, passed by value as the kernel's only parameter.
-///
-/// # Safety
-/// The type must be `repr(C)` with the fields of the kernel's parameter struct, and the addresses in it must stay valid
-/// until the stream has run the kernel.
-pub unsafe trait KernelParams: bytemuck::NoUninit {}
-
-/// A kernel in a loaded module.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub struct Function {
-    pub(crate) handle: sys::CUfunction,
-    pub(crate) name: &'static CStr,
-}
-
-// SAFETY: a function handle is an address in the driver's tables, valid as long as its module, which is never unloaded.
-unsafe impl Send for Function {}
-// SAFETY: as above.
-unsafe impl Sync for Function {}
 
 impl Device {
     /// Opens GPU `index`. The absence of a driver or of a GPU is an ordinary answer.
@@ -419,135 +372,6 @@ impl Device {
         // SAFETY: one out-parameter.
         self.check("cuEventCreate", unsafe { sys::cuEventCreate(&mut event, 0) })?;
         Ok(Event { device: self.clone(), event })
-    }
-}
-
-/// Device memory; freed when dropped (which waits for the device).
-pub struct Buffer {
-    device: Device,
-    address: u64,
-    bytes: usize,
-}
-
-impl Buffer {
-    pub fn address(&self) -> u64 {
-        self.address
-    }
-
-    pub fn bytes(&self) -> usize {
-        self.bytes
-    }
-}
-
-impl Drop for Buffer {
-    fn drop(&mut self) {
-        let _ = self.device.flush();
-        // SAFETY: our own allocation, dropped once; the driver waits for kernels that use it.
-        let _ = self.device.enter().map(|()| unsafe { sys::cuMemFree_v2(self.address) });
-    }
-}
-
-/// Page-locked host memory, which the device reads without the driver's help.
-pub(crate) struct PinnedBuffer {
-    device: Device,
-    pointer: *mut u8,
-    bytes: usize,
-}
-
-// SAFETY: plain memory with one owner.
-unsafe impl Send for PinnedBuffer {}
-
-impl PinnedBuffer {
-    pub(crate) fn new(device: &Device, bytes: usize) -> Result<Self> {
-        device.enter()?;
-        let mut pointer = null_mut();
-        // SAFETY: one out-parameter.
-        match unsafe { sys::cuMemAllocHost_v2(&mut pointer, bytes) } {
-            CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
-                return Err(device.out_of_memory("page-locked host memory", bytes));
-            }
-            other => device.check("cuMemAllocHost", other)?,
-        }
-        Ok(Self { device: device.clone(), pointer: pointer.cast(), bytes })
-    }
-
-    pub(crate) fn bytes(&self) -> usize {
-        self.bytes
-    }
-
-    pub(crate) fn slice_mut(&mut self) -> &mut [u8] {
-        // SAFETY: the allocation has that many bytes and this is its only owner.
-        unsafe { std::slice::from_raw_parts_mut(self.pointer, self.bytes) }
-    }
-
-    /// Enqueues a copy of a part of this memory; it must not be written again before the copy is done.
-    pub(crate) fn enqueue_copy(&self, at: usize, bytes: usize, to: u64) -> Result<()> {
-        assert!(at + bytes <= self.bytes, "a copy lies inside its buffer");
-        self.device.enter()?;
-        // SAFETY: the source range was checked, callers give a destination of that size.
-        self.device.check("cuMemcpyHtoDAsync", unsafe {
-            sys::cuMemcpyHtoDAsync_v2(to, self.pointer.add(at).cast(), bytes, self.device.stream())
-        })
-    }
-}
-
-impl Drop for PinnedBuffer {
-    fn drop(&mut self) {
-        let _ = self.device.synchronize();
-        // SAFETY: our own allocation, and the stream that may read it is done.
-        let _ = self.device.enter().map(|()| unsafe { sys::cuMemFreeHost(self.pointer.cast()) });
-    }
-}
-
-pub struct Event {
-    device: Device,
-    event: sys::CUevent,
-}
-
-// SAFETY: driver handles may be used from any thread.
-unsafe impl Send for Event {}
-
-impl Event {
-    pub fn record(&self) -> Result<()> {
-        self.device.flush()?;
-        self.device.enter()?;
-        self.record_now()
-    }
-
-    /// [`Event::record`] without regard to what is being recorded.
-    fn record_now(&self) -> Result<()> {
-        // SAFETY: our own event and stream.
-        self.device.check("cuEventRecord", unsafe { sys::cuEventRecord(self.event, self.device.stream()) })
-    }
-
-    /// Microseconds from `earlier` to this point, both passed.
-    pub fn us_since(&self, earlier: &Event) -> Result<f64> {
-        self.device.enter()?;
-        self.us_since_now(earlier)
-    }
-
-    fn us_since_now(&self, earlier: &Event) -> Result<f64> {
-        // SAFETY: our own event.
-        self.device.check("cuEventSynchronize", unsafe { sys::cuEventSynchronize(self.event) })?;
-        let mut milliseconds = 0f32;
-        type Elapsed = unsafe extern "C" fn(*mut f32, sys::CUevent, sys::CUevent) -> CUresult;
-        // SAFETY: two recorded events of one device. The function is looked up here because cudarc for CUDA 13 only
-        // knows its successor, which older drivers lack; the signature is that of both.
-        let result = unsafe {
-            match sys::culib().get::<Elapsed>(b"cuEventElapsedTime") {
-                Ok(elapsed) => elapsed(&mut milliseconds, earlier.event, self.event),
-                Err(_) => CUresult::CUDA_ERROR_NOT_SUPPORTED,
-            }
-        };
-        self.device.check("cuEventElapsedTime", result)?;
-        Ok(f64::from(milliseconds) * 1e3)
-    }
-}
-
-impl Drop for Event {
-    fn drop(&mut self) {
-        // SAFETY: our own event, dropped once.
-        let _ = self.device.enter().map(|()| unsafe { sys::cuEventDestroy_v2(self.event) });
     }
 }
 

@@ -4,8 +4,9 @@
 //! address space for the whole budget; memory stands behind it only up to the largest id in use, in steps of the
 //! device's granularity, so a cache costs what it holds. Kernels find the regions in a table of [`HeadPages`].
 
-use crate::device::{Buffer, Device};
+use crate::device::Device;
 use crate::error::{CudaError, Result};
+use crate::memory::Buffer;
 use cudarc::driver::sys::{self, CUresult};
 use oscar_backend::CacheHead;
 use oscar_codec::clip::order_index;

@@ -37,7 +37,12 @@ source!(ATTENTION_DECODE, "attention_decode.cu", by_head_dim: false);
 
 /// Headers that kernels include by name.
 pub static HEADERS: &[(&str, &str)] = &[
+    ("decode_block.cuh", include_str!("../kernels/decode_block.cuh")),
+    ("decode_filler.cuh", include_str!("../kernels/decode_filler.cuh")),
+    ("decode_merge.cuh", include_str!("../kernels/decode_merge.cuh")),
     ("decode_plan.cuh", include_str!("../kernels/decode_plan.cuh")),
+    ("decode_query.cuh", include_str!("../kernels/decode_query.cuh")),
+    ("decode_readers.cuh", include_str!("../kernels/decode_readers.cuh")),
     ("decode_state.cuh", include_str!("../kernels/decode_state.cuh")),
     ("fragments.cuh", include_str!("../kernels/fragments.cuh")),
     ("pipeline.cuh", include_str!("../kernels/pipeline.cuh")),

@@ -3,8 +3,9 @@
 //!
 //! **Invariant:** the structs here have the layout of those in `kernels/common.cuh`.
 
-use crate::device::{Buffer, Device, PinnedBuffer};
+use crate::device::Device;
 use crate::error::{CudaError, Result};
+use crate::memory::{Buffer, PinnedBuffer};
 use oscar_backend::SequenceRows;
 use oscar_codec::{PAGE_TOKENS, Side, TILE_TOKENS, Windows};
 

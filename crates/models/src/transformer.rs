@@ -293,7 +293,7 @@ impl<B: Backend> Transformer<B> {
             backend.logits(body.head.as_ref().unwrap_or(&body.embedding), &w.normed, &mut w.logits);
             backend.read(&w.logits, logits)?;
         }
-        Ok(())
+        backend.end_step()
     }
 }
 

@@ -2,8 +2,10 @@
 
 use crate::table;
 use anyhow::{Context, Result, bail};
+use oscar_backend::Backend;
 use oscar_codec::{KvFormat, PageCodec};
 use oscar_kernels_cpu::Variant;
+use oscar_kernels_cuda::CudaBackend;
 use oscar_models::{DecoderConfig, ModelSource, Weights};
 use serde_json::json;
 use sha2::{Digest, Sha256};
@@ -36,6 +38,8 @@ pub fn run(args: &Args) -> Result<()> {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let (cpu, memory) = (cpu_name(), memory_gib());
 
+    let gpu = gpu();
+
     if args.json {
         let formats: Vec<_> = KvFormat::all()
             .into_iter()
@@ -45,7 +49,7 @@ pub fn run(args: &Args) -> Result<()> {
             "{}",
             json!({
                 "version": env!("CARGO_PKG_VERSION"), "cpu": cpu, "cores": cores, "memory_gib": memory,
-                "instruction_sets": available, "kernels": chosen.to_string(), "model": name, "weights_sha256": checksum,
+                "instruction_sets": available, "kernels": chosen.to_string(), "gpu": gpu, "model": name, "weights_sha256": checksum,
                 "parameters": weights.parameter_count(), "formats": formats,
             })
         );
@@ -58,7 +62,7 @@ pub fn run(args: &Args) -> Result<()> {
         memory.map_or(String::new(), |m| format!(", {m:.1} GiB memory"))
     );
     println!("kernels   {chosen} (available: {}; override with OSCAR_CPU)", available.join(", "));
-    println!("gpu       not looked for: this version runs on the CPU");
+    println!("gpu       {gpu}");
     println!(
         "model     {name}: {} with {} layers, {} query and {} KV heads of {}, {:.1} M parameters",
         config.family.architecture(),
@@ -81,6 +85,11 @@ pub fn run(args: &Args) -> Result<()> {
     println!("\nWhat {name} stores for each token, by KV format (64-token pages, all metadata counted):\n");
     println!("{}", format_table(&config)?);
     Ok(())
+}
+
+/// The GPU as `--device auto` finds it, or why it does not.
+fn gpu() -> String {
+    CudaBackend::open(0).map_or_else(|error| format!("none used: {error}"), |gpu| gpu.describe())
 }
 
 fn format_table(config: &DecoderConfig) -> Result<String> {

@@ -20,7 +20,7 @@ fn errors_name_the_value_and_what_to_do() {
         (&["run", "--prompt", "x", "--top-p", "0"], 1, "top_p"),
         (&["run", "--prompt", "x", "--sink", "10"], 1, "multiple of 16"),
         (&["run", "--prompt", "x", "--rotations", garbage], 1, "rotation file"),
-        (&["run", "--prompt", "x", "--device", "cuda"], 1, "--device cpu"),
+        (&["run", "--prompt", "x", "--device", "cuda", "--precision", "f32"], 1, "--precision f32"),
         (&["run", "--prompt", "x", "--kv-memory", "1K"], 1, "--kv-memory"),
         (&["plan", "--memory", "1M"], 1, "does not fit"),
         (&["bench", "attention", "--heads", "7/2"], 1, "--heads"),

@@ -4,9 +4,10 @@
 //! blocks as the GPU has multiprocessors. Nothing here waits for the device, and a launch's parameters depend only on
 //! addresses, so steps of the same buffers can be captured in a graph.
 
-use crate::device::{Buffer, Device, KernelParams, LaunchShape};
+use crate::device::{Device, KernelParams, LaunchShape};
 use crate::error::{CudaError, Result};
 use crate::kernels::Kernels;
+use crate::memory::Buffer;
 use crate::pages::{CudaPages, HeadPages};
 use crate::sources::{ATTENTION_DECODE, ATTENTION_PLAN, Defines, HEAD_DIMS};
 use crate::step::StepTables;
@@ -79,7 +80,7 @@ impl Variant {
         let result = heads * (head_dim + 4) * 4;
         let results = if result <= slot { 16 } else { warps * result };
         let query = query_tiles * steps * (32 * 24 + 32);
-        let by_warp = (warps + 3) * (8 + heads * 8 + 96);
+        let by_warp = (warps + 3) * (8 + heads * 12 + 96);
         (slots + results + query + by_warp + heads * 8 + steps * 16 + 192).next_multiple_of(128)
     }
 
@@ -147,8 +148,10 @@ struct DecodeArgs {
 // SAFETY: the struct of `attention_decode.cu`, filled with addresses of live buffers.
 unsafe impl KernelParams for DecodeArgs {}
 
-/// Bytes of `WorkerPlan` and `ItemPlan` in `decode_plan.cuh`.
-const WORKER_PLAN: usize = 304;
+/// Page ids in a `WorkerPlan` of `decode_plan.cuh`.
+const FIRST_PAGES: u32 = 64;
+/// Bytes of `WorkerPlan` and `ItemPlan`.
+const WORKER_PLAN: usize = 48 + 4 * FIRST_PAGES as usize;
 const ITEM_PLAN: usize = 16;
 
 /// Queries and results of one layer, as device addresses.
@@ -198,6 +201,7 @@ impl DecodeAttention {
         grow(device, &mut self.cost, 8 * (sequences + 1), "attention plans", false)?;
         grow(device, &mut self.arrived, 4 * items, "attention counters", true)?;
         let function = kernels.function(&ATTENTION_PLAN, &Defines::new(), c"decode_plan", 0)?;
+        let pages = kernels.function(&ATTENTION_PLAN, &Defines::new(), c"decode_plan_pages", 0)?;
         for (profile, &layer) in self.profiles.iter().enumerate() {
             let args = PlanArgs {
                 step: *step,
@@ -210,6 +214,7 @@ impl DecodeAttention {
                 unused: 0,
             };
             device.launch(function, LaunchShape::new(1, 256), &args)?;
+            device.launch(pages, LaunchShape::new(workers(device), FIRST_PAGES), &args)?;
         }
         Ok(())
     }

@@ -6,6 +6,7 @@ use crate::kernels::Kernels;
 use crate::pages::CudaPages;
 use crate::sources::DEMOTE;
 use crate::step::StepTables;
+use oscar_codec::TILE_TOKENS;
 
 #[repr(C)]
 #[derive(Clone, Copy, bytemuck::NoUninit)]
@@ -20,7 +21,7 @@ struct DemoteArgs {
 unsafe impl KernelParams for DemoteArgs {}
 
 /// Blocks that share one multiprocessor without crowding it.
-const BLOCKS_PER_MULTIPROCESSOR: usize = 8;
+const BLOCKS_PER_MULTIPROCESSOR: usize = 2;
 
 /// Codes one layer's demoted tiles; nothing where the step demotes none.
 pub fn demote(
@@ -38,5 +39,5 @@ pub fn demote(
     let function = kernels.function(&DEMOTE, &vec![("HEAD_DIM", head_dim)], c"demote", 0)?;
     let most = device.properties().multiprocessors as usize * BLOCKS_PER_MULTIPROCESSOR;
     let args = DemoteArgs { step: *step, heads: pool.layer(layer), kv_heads: kv_heads as u32, unused: 0 };
-    device.launch(function, LaunchShape::new(jobs.min(most), 128).overlapping(), &args)
+    device.launch(function, LaunchShape::new(jobs.min(most), 32 * TILE_TOKENS as u32).overlapping(), &args)
 }

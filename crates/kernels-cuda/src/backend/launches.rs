@@ -1,7 +1,7 @@
 //! The small kernels of `rows.cu`, `append.cu`, `gram.cu` and `random.cu`: their parameters and launches.
 
 use crate::device::{Device, Function, KernelParams, LaunchShape};
-use crate::error::Result;
+use crate::error::{CudaError, Result};
 use crate::kernels::Kernels;
 use crate::sources::{APPEND, GRAM, RANDOM, ROWS, Source};
 use crate::step::StepTables;
@@ -45,6 +45,17 @@ params!(Append {
     eps: f32,
 });
 
+/// `PARTS` of `append.cu`.
+fn append_parts(head_dim: usize) -> usize {
+    (1024 / head_dim).min(4)
+}
+
+/// Dynamic shared memory of `append.cu`: its vectors and their partial sums.
+pub fn append_shared(head_dim: usize) -> usize {
+    const VECTORS: usize = 16;
+    (1 + append_parts(head_dim)) * VECTORS * head_dim * 4
+}
+
 /// The kernels, compiled.
 pub struct Launches {
     device: Device,
@@ -70,11 +81,6 @@ impl Launches {
         })
     }
 
-    /// Threads for a row of `width`: each takes a few elements.
-    fn row_threads(width: u32) -> u32 {
-        (width / 8).next_multiple_of(32).clamp(128, 1024)
-    }
-
     /// Blocks for `count` independent elements.
     fn blocks(&self, count: u64) -> usize {
         (count.div_ceil(256 * 4) as usize).clamp(1, self.device.properties().multiprocessors as usize * 16)
@@ -85,8 +91,13 @@ impl Launches {
     }
 
     pub fn rms_norm(&self, rows: usize, p: &RmsNorm) -> Result<()> {
-        let shape = LaunchShape::new(rows, Self::row_threads(p.width)).overlapping();
-        self.device.launch(self.rms_norm, shape, p)
+        // A thread of the kernel holds up to four quads.
+        let threads = (p.width / 8).next_multiple_of(32).clamp(64, 1024);
+        if !p.width.is_multiple_of(4) || p.width > 16 * threads {
+            let detail = format!("rows of {} elements: a multiple of 4 up to 16384 is needed", p.width);
+            return Err(CudaError::Shape { what: "a norm", detail });
+        }
+        self.device.launch(self.rms_norm, LaunchShape::new(rows, threads).overlapping(), p)
     }
 
     pub fn swiglu(&self, p: &Swiglu) -> Result<()> {
@@ -108,10 +119,7 @@ impl Launches {
     }
 
     pub fn append(&self, kernels: &Kernels, head_dim: usize, p: &Append) -> Result<()> {
-        // As `append.cu` computes them.
-        const VECTORS: usize = 16;
-        let parts = (1024 / head_dim).min(4);
-        let shared = (1 + parts) * VECTORS * head_dim * 4;
+        let (parts, shared) = (append_parts(head_dim), append_shared(head_dim));
         let defines = vec![("HEAD_DIM", head_dim)];
         let function = kernels.function(&APPEND, &defines, c"append", shared)?;
         let blocks = (p.step.rows as usize).div_ceil(p.rows_per_block as usize);

@@ -1,18 +1,23 @@
 //! The GPU as a [`Backend`]: everything is enqueued on one stream; the host waits when it reads rows.
 
+mod constants;
 mod launches;
+mod products;
 mod rows;
 
+pub use constants::{CudaRope, CudaRotation, CudaVector};
 pub use rows::CudaRows;
 
 use crate::attention_paths::{AttentionCall, AttentionPaths};
-use crate::device::{Buffer, Device};
+use crate::device::Device;
 use crate::error::{CudaError, Result};
-use crate::gemm::{CublasLt, CudaMatrix, Product, Skinny, SkinnyProduct, SkinnyShape};
+use crate::gemm::{CublasLt, CudaMatrix, Skinny};
 use crate::kernels::Kernels;
+use crate::memory::Buffer;
 use crate::pages::CudaPages;
+use crate::sources::{APPEND, DEMOTE};
 use crate::step::{StepPlanner, StepTables, Uploads};
-use launches::{Append, Bias, Embed, Gram, Launches, Random, RandomPages, RmsNorm, Round, Select, Swiglu};
+use launches::{Append, Embed, Gram, Launches, Random, RandomPages, RmsNorm, Select, Swiglu};
 use oscar_backend::{
     Backend, CacheHead, HeadPreparation, HeadShape, HostMatrix, Result as BackendResult, SequenceRows, Write,
 };
@@ -53,25 +58,6 @@ enum Index {
     Tokens,
     Rows,
     Weights,
-}
-
-/// Vectors (norm weights) as f32.
-pub struct CudaVector {
-    values: Buffer,
-    len: usize,
-}
-
-/// Cosines and sines, `[position][head_dim / 2]`.
-pub struct CudaRope {
-    cosines: Buffer,
-    sines: Buffer,
-    positions: usize,
-}
-
-/// Key rotations of a layer's heads, `[kv_head][d][d]`, and their means.
-pub struct CudaRotation {
-    matrices: Buffer,
-    means: Option<Buffer>,
 }
 
 impl CudaBackend {
@@ -129,78 +115,6 @@ impl CudaBackend {
             return Err(error.into());
         }
         Ok(operation(&mut state)?)
-    }
-
-    /// `out ← x · wᵀ`; `exact` keeps 16 bits of the activations' mantissa whatever the number of rows.
-    fn product(
-        &self,
-        state: &mut State,
-        weight: &CudaMatrix,
-        x: &CudaRows,
-        out: &mut CudaRows,
-        add: bool,
-        exact: bool,
-    ) -> Result<()> {
-        let rows = x.count();
-        if (weight.inputs, weight.outputs) != (x.width(), out.width()) {
-            let detail = format!("{}→{} by {} × {}", x.width(), out.width(), weight.outputs, weight.inputs);
-            return Err(CudaError::Shape { what: "a product", detail });
-        }
-        if !add {
-            out.resize(&self.device, rows, true, false)?;
-        }
-        out.written();
-        if rows == 0 {
-            return Ok(());
-        }
-        if Skinny::takes(weight, rows) && x.values() != 0 {
-            let product = SkinnyProduct { rows, x: x.values(), out: out.values(), add, gated: false };
-            return self.skinny.enqueue(self.skinny_shape(weight, rows), weight, &product);
-        }
-        let product = Product { rows, outputs: weight.outputs, inputs: weight.inputs, add };
-        let State { cublaslt, high, low, .. } = state;
-        let mut rounded = x.rounded();
-        if rounded == 0 || exact {
-            let count = rows * x.width();
-            grow(&self.device, high, count * 2)?;
-            if exact {
-                grow(&self.device, low, count * 2)?;
-            }
-            rounded = high.as_ref().map_or(0, Buffer::address);
-            let low = low.as_ref().filter(|_| exact).map_or(0, Buffer::address);
-            self.launches.round(&Round { x: x.values(), high: rounded, low, count: count as u64 })?;
-        }
-        let weights = weight.weights.address();
-        cublaslt.enqueue(product, weights, rounded, out.values())?;
-        if exact {
-            let low = low.as_ref().map_or(0, Buffer::address);
-            cublaslt.enqueue(Product { add: true, ..product }, weights, low, out.values())?;
-        }
-        if let Some(bias) = &weight.bias {
-            let (width, rows) = (weight.outputs as u32, rows as u32);
-            self.launches.bias(&Bias { bias: bias.address(), out: out.values(), width, rows })?;
-        }
-        Ok(())
-    }
-
-    fn skinny_shape(&self, weight: &CudaMatrix, rows: usize) -> SkinnyShape {
-        SkinnyShape::choose(rows, weight.outputs, self.device.properties().multiprocessors)
-    }
-
-    /// Product and gate in one launch: for few rows. `false` if these are not.
-    fn gated(&self, x: &CudaRows, weight: &CudaMatrix, out: &mut CudaRows) -> Result<bool> {
-        let rows = x.count();
-        let fits = rows > 0
-            && x.values() != 0
-            && Skinny::takes(weight, rows)
-            && Skinny::gates(weight)
-            && (weight.inputs, weight.outputs) == (x.width(), 2 * out.width());
-        if fits {
-            out.resize(&self.device, rows, true, false)?;
-            let product = SkinnyProduct { rows, x: x.values(), out: out.values(), add: false, gated: true };
-            self.skinny.enqueue(self.skinny_shape(weight, rows), weight, &product)?;
-        }
-        Ok(fits)
     }
 
     /// Do steps of this many rows carry BF16 copies?
@@ -294,7 +208,15 @@ impl Backend for CudaBackend {
     }
 
     fn pool(&self, layout: &CacheLayout, budget: usize) -> BackendResult<CudaPages> {
-        Ok(CudaPages::reserve(&self.device, layout, budget)?)
+        let pages = CudaPages::reserve(&self.device, layout, budget)?;
+        // Compiled now rather than in the middle of an answer.
+        let by_head = vec![("HEAD_DIM", layout.head_dim())];
+        self.kernels.function(&APPEND, &by_head, c"append", launches::append_shared(layout.head_dim()))?;
+        if layout.coded().is_some() {
+            self.kernels.function(&DEMOTE, &by_head, c"demote", 0)?;
+        }
+        self.state().attention.prepare(&self.device, &self.kernels, layout.head_dim())?;
+        Ok(pages)
     }
 
     fn randomize(&self, pool: &mut CudaPages, full: usize, coded: usize) -> BackendResult<bool> {
@@ -345,6 +267,10 @@ impl Backend for CudaBackend {
             }
             attention.begin_step(&self.device, &self.kernels, tables, summary, pool)
         })
+    }
+
+    fn end_step(&self) -> BackendResult<()> {
+        self.run(|_| Ok(()))
     }
 
     fn embed(&self, table: &CudaMatrix, tokens: &[u32], out: &mut CudaRows) {

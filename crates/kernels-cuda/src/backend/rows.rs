@@ -1,7 +1,8 @@
 //! Activations on the device.
 
-use crate::device::{Buffer, Device};
+use crate::device::Device;
 use crate::error::Result;
+use crate::memory::Buffer;
 
 /// `rows × width` activations. The f32 form is what operations exchange; steps of many rows carry a BF16 copy beside it
 /// (or, where nothing else reads it, instead of it) for the matrix products.

@@ -1,8 +1,9 @@
 //! Large matrix products by cuBLASLt: BF16 operands, f32 sums.
 
-use crate::device::{Buffer, Device};
+use crate::device::Device;
 use crate::error::{CudaError, Result};
 use crate::library;
+use crate::memory::Buffer;
 use cudarc::cublaslt::sys::{self, cublasStatus_t};
 use std::collections::HashMap;
 use std::ffi::{CStr, c_void};

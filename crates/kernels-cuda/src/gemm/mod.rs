@@ -7,8 +7,9 @@ mod skinny;
 pub use cublaslt::{CublasLt, Product};
 pub use skinny::{MOST_ROWS, Skinny, SkinnyProduct, SkinnyShape};
 
-use crate::device::{Buffer, Device};
+use crate::device::Device;
 use crate::error::{CudaError, Result};
+use crate::memory::Buffer;
 use half::bf16;
 use oscar_backend::{HostMatrix, HostValues};
 

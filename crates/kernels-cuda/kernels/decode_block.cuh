@@ -1,0 +1,94 @@
+// What a block of decode attention is given and shares: the launch's arguments, shared memory, the segment at hand.
+#pragma once
+#include "decode_plan.cuh"
+#include "decode_state.cuh"
+#include "pipeline.cuh"
+
+struct DecodeArgs {
+    StepTables step;
+    DecodePlan plan;
+    const HeadPages* heads;  // of this layer
+    const float* queries;    // [rows][query heads][HEAD_DIM], in the cache's basis
+    float* out;              // [rows][query heads][HEAD_DIM], or null
+    u16* rounded;            // the same in BF16, or null
+    float* partials;         // [2 * workers][HEADS][HEAD_DIM + 2]
+    u32* arrived;            // [items], zero before and after every launch
+    u32 kv_heads;
+    u32 group;    // query heads to a KV head
+    float scale;  // of the scores, times log2 e
+};
+
+constexpr int HEADS = COLUMNS;  // room for query heads, a column each
+constexpr int THREADS = 32 * WARPS;  // that read
+constexpr int WARPS_ROUNDED = (WARPS + 3) / 4 * 4;
+static_assert(WARPS <= 32, "a lane of the filling warp for each ring");
+constexpr int SUMS_STRIDE = HEAD_DIM + 4;  // keeps the lanes' heads in different banks
+constexpr int SUMS_BYTES = 4 * HEADS * SUMS_STRIDE;
+// A warp puts its result down in the slot that told it of the segment's end, where it fits.
+constexpr bool SUMS_IN_SLOTS = SUMS_BYTES <= SLOT_BYTES;
+constexpr u32 KNOWN_FACTORS = 32;
+
+constexpr u32 NO_UNIT = 0xffffffffu;
+
+// What a block reads of an item. Kept in shared memory, for the registers' sake.
+struct Segment {
+    ContextShape context;
+    HeadPages head;
+    const u32 *full, *coded;  // page ids of the sequence
+    const u32* first_pages;   // of the units from `begin` on, or null
+    u32 begin, end;           // units of the item
+    u32 boundary, row;
+};
+
+struct alignas(128) Shared {
+    u8 slots[WARPS][STAGES][SLOT_BYTES];
+    u8 sums[SUMS_IN_SLOTS ? 1 : WARPS][SUMS_IN_SLOTS ? 16 : SUMS_BYTES];
+    uint4 near_query[QUERY_TILES * STEPS * 32];
+    uint2 coded_query[QUERY_TILES * STEPS * 32];  // in fp16, or split into bytes for two-bit codes
+    float query_sums[QUERY_TILES * STEPS][8];
+    float largest[WARPS];
+    alignas(16) float m[HEADS][WARPS_ROUNDED], l[HEADS][WARPS_ROUNDED], z[HEADS][WARPS_ROUNDED];
+    float item_m[HEADS], item_scale[HEADS];
+    float split_step;
+    float2 to_codes[STEPS], from_codes[STEPS];  // units of the result
+    u64 full[WARPS][STAGES], empty[WARPS][STAGES];
+    u32 slot_unit[WARPS][STAGES];  // what each slot holds
+    u32 last_slot[WARPS];          // the slot that held NO_UNIT
+    Segment segments[WARPS + 1];   // each warp's own copy: warps go on to the next segment at different times
+    ItemPlan readers;              // of the segment's item
+    u32 last;
+
+    // Factors of partial results, in the room of a query that has been read.
+    DEVICE float& factor(int head, u32 partial) { return ((float*)near_query)[head * KNOWN_FACTORS + partial]; }
+
+    DEVICE u8* sum_room(int warp) {
+        if constexpr (SUMS_IN_SLOTS) return slots[warp][last_slot[warp]];
+        else return sums[warp];
+    }
+};
+
+// What the host launches with.
+static_assert(sizeof(Shared) <= SHARED_BYTES, "SHARED_BYTES is too small");
+
+// Describes units begin..end of an item; false where there are none.
+DEVICE bool set_segment(Segment& g, const DecodeArgs& a, const SequenceInfo& s, u32 head_index, u32 begin, u32 end,
+                        const u32* first_pages) {
+    const HeadPages head = a.heads[head_index];
+    const ContextShape context = context_of(a.step, s);
+    u32 all = units_of(context, head);
+    end = end < all ? end : all;
+    if (begin >= end) return false;
+    g.head = head;
+    g.context = context;
+    g.full = a.step.full + s.table;
+    g.coded = a.step.coded + s.table;
+    g.first_pages = first_pages;
+    g.begin = begin;
+    g.end = end;
+    g.boundary = s.boundary;
+    g.row = s.first_row;
+    return true;
+}
+
+// All reading threads.
+DEVICE void sync_readers() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }

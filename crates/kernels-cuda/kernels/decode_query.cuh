@@ -1,0 +1,168 @@
+// The query of an item, from rows in memory to fragments in shared memory to registers.
+#pragma once
+#include "decode_block.cuh"
+
+// An item's query heads, spread over the block: fragment f of warp f mod WARPS.
+struct QueryRows {
+    static constexpr int FRAGMENTS = QUERY_TILES * STEPS, ROUNDS = (FRAGMENTS + WARPS - 1) / WARPS;
+    float2 v[ROUNDS][2];
+
+    DEVICE void load(const DecodeArgs& a, u32 row, u32 head_index, int lane, int warp) {
+        const float* rows = a.queries + ((u64)row * a.kv_heads + head_index) * a.group * HEAD_DIM;
+#pragma unroll
+        for (int k = 0; k < ROUNDS; k++) {
+            int f = warp + k * WARPS, column = f / STEPS * 8 + (lane >> 2), channel = f % STEPS * 16 + (lane & 3) * 2;
+            int head = head_of(column);
+            bool used = f < FRAGMENTS && head < a.group;
+#pragma unroll
+            for (int b = 0; b < 2; b++) {
+                v[k][b] = make_float2(0.f, 0.f);
+                if (used) v[k][b] = *(const float2*)(rows + head * HEAD_DIM + channel + 8 * b);
+            }
+        }
+#if SPLIT_QUERY
+        const int job = split_job(warp), plane = job % PLANES, head = 4 * (job / PLANES) + (lane >> 3);
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            split[k] = make_float2(0.f, 0.f);
+            if (job < SPLIT_QUERY * PLANES && head < a.group)
+                split[k] = *(const float2*)(rows + head * HEAD_DIM + 16 * (4 * (k & 1) + plane) + 2 * (lane & 3) + 8 * (k >> 1));
+        }
+#endif
+    }
+#if SPLIT_QUERY
+    float2 split[4];  // by step (k & 1) and half (k >> 1)
+
+    static_assert(WARPS >= SPLIT_QUERY * PLANES, "a warp for each plane of four heads");
+    // The plane and the four heads of the split query that a warp makes; the last warps have no other fragments.
+    DEVICE static int split_job(int warp) { return WARPS - 1 - warp; }
+
+    // Rounds the channels of a plane to steps and splits them into high and low bytes: a lane keeps its column's.
+    DEVICE void put_split(Shared& shared, float scale, float step, int lane, int warp) const {
+        const int job = split_job(warp), plane = job % PLANES;
+        if (job >= SPLIT_QUERY * PLANES) return;
+        const float plane_step = plane & 1 ? 4.f * step : step, inverse = scale / plane_step;
+        u32 b[2] = {0, 0};
+        float sum = 0.f;
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                int whole = __float2int_rn((h ? split[k].y : split[k].x) * inverse);
+                int high = (whole + 64) >> 7, low = whole - 128 * high;
+                sum += (float)whole * plane_step;
+                b[k >> 1] |= ((lane & 4 ? low : high) & 0xff) << (8 * (2 * h + (k & 1)));
+            }
+        }
+        shared.coded_query[job * 32 + lane] = make_uint2(b[0], b[1]);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+        if ((lane & 3) == 0) shared.query_sums[job][lane >> 2] = sum;
+    }
+#endif
+};
+
+// Puts the query down as fragments, in BF16 pairs and in fp16 with the planes' exponents taken off. All threads.
+DEVICE float prepare_query(Shared& shared, const DecodeArgs& a, QueryRows& rows, u32 item, u32 key_bits, u32 value_bits) {
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+    // Needed at the segment's end; on its way together with the query.
+    ItemPlan readers = {};
+    if (tid == 0) readers = *a.plan.item(item);
+    constexpr int FRAGMENTS = QueryRows::FRAGMENTS, ROUNDS = QueryRows::ROUNDS;
+    if (tid < 2 * STEPS) {
+        int exponent = plane_exponent(value_bits, tid / 2, tid & 1);
+        (&shared.to_codes[0].x)[tid] = __uint_as_float((u32)(127 - 24 + exponent) << 23);
+        (&shared.from_codes[0].x)[tid] = __uint_as_float((u32)(127 + 24 - exponent) << 23);
+    }
+    auto& v = rows.v;
+    float largest = 0.f;
+#pragma unroll
+    for (int k = 0; k < ROUNDS; k++)
+#pragma unroll
+        for (int b = 0; b < 2; b++) {
+            v[k][b].x *= a.scale, v[k][b].y *= a.scale;
+            largest = fmaxf(largest, fmaxf(fabsf(v[k][b].x), fabsf(v[k][b].y)));
+        }
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, step));
+    if (lane == 0) shared.largest[warp] = largest;
+    sync_readers();
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) largest = fmaxf(largest, shared.largest[w]);
+#if SPLIT_QUERY
+    const float step = largest > 0.f ? largest / SPLIT_RANGE : 1.f;
+    const bool split = key_bits == 2 && value_bits == 2;
+    if (split) rows.put_split(shared, a.scale, step, lane, warp);
+    if (tid == 0) shared.split_step = step;
+#else
+    constexpr bool split = false;
+#endif
+    if (tid == 0) shared.readers = readers;
+    // One power of two for the group brings the largest channel to 2^14..2^15.
+    int power = 14 + 127 - (int)(__float_as_uint(largest) >> 23);
+    power = largest == 0.f ? 0 : power < -100 ? -100 : power > 100 ? 100 : power;
+    const float up = __uint_as_float((u32)(127 + power) << 23);
+#pragma unroll
+    for (int k = 0; k < ROUNDS; k++) {
+        int f = warp + k * WARPS, j = f % STEPS;
+        if (f < FRAGMENTS) {
+            u32 high[2], low[2], coded[2];
+            float sum = 0.f;
+#pragma unroll
+            for (int b = 0; b < 2; b++) {
+                float x = v[k][b].x, y = v[k][b].y;
+                high[b] = pack_bf16(x, y);
+                low[b] = pack_bf16(x - low_bf16(high[b]), y - high_bf16(high[b]));
+                int exponent = plane_exponent(key_bits, j, b);
+                float down = __uint_as_float((u32)(127 - exponent) << 23), back = __uint_as_float((u32)(127 + exponent) << 23);
+                coded[b] = pack_f16(x * up * down, y * up * down);
+                sum += (low_f16(coded[b]) + high_f16(coded[b])) * back;
+            }
+            shared.near_query[f * 32 + lane] = make_uint4(high[0], high[1], low[0], low[1]);
+            sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+            sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+            if (!split) shared.coded_query[f * 32 + lane] = make_uint2(coded[0], coded[1]);
+            if (!split && (lane & 3) == 0) shared.query_sums[f][lane >> 2] = sum;
+        }
+    }
+    sync_readers();
+    return 1.f / up;
+}
+
+#if SPLIT_QUERY
+DEVICE void load_query(SplitQuery& q, const Shared& shared, int lane) {
+    q.factor = shared.split_step;
+#pragma unroll
+    for (int k = 0; k < SPLIT_QUERY; k++) {
+        q.sum[k] = 0.f;
+#pragma unroll
+        for (int p = 0; p < PLANES; p++) {
+            uint2 b = shared.coded_query[(k * PLANES + p) * 32 + lane];
+            q.b[k][p][0] = b.x, q.b[k][p][1] = b.y;
+            q.sum[k] += shared.query_sums[k * PLANES + p][2 * (lane & 3)];
+        }
+    }
+}
+#endif
+
+DEVICE void load_query(CodedQuery& q, const Shared& shared, float down, int lane) {
+    q.shared = shared.coded_query;
+    q.factor = down * 16777216.f;
+#pragma unroll
+    for (int n = 0; n < QUERY_TILES; n++) {
+        if constexpr (QUERY_IN_REGISTERS) {
+#pragma unroll
+            for (int j = 0; j < STEPS; j++) {
+                uint2 b = shared.coded_query[(n * STEPS + j) * 32 + lane];
+                q.b[n][j][0] = b.x, q.b[n][j][1] = b.y;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float sum = 0.f;
+#pragma unroll
+            for (int j = 0; j < STEPS; j++) sum += shared.query_sums[n * STEPS + j][2 * (lane & 3) + i];
+            q.sum[n][i] = sum * down;
+        }
+    }
+}

@@ -1,0 +1,136 @@
+//! What lives on a device beside code: its memory, page-locked host memory, and points in its stream.
+
+use crate::device::Device;
+use crate::error::Result;
+use cudarc::driver::sys::{self, CUresult};
+use std::ptr::null_mut;
+
+/// Device memory; freed when dropped (which waits for the device).
+pub struct Buffer {
+    pub(crate) device: Device,
+    pub(crate) address: u64,
+    pub(crate) bytes: usize,
+}
+
+impl Buffer {
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        let _ = self.device.flush();
+        // SAFETY: our own allocation, dropped once; the driver waits for kernels that use it.
+        let _ = self.device.enter().map(|()| unsafe { sys::cuMemFree_v2(self.address) });
+    }
+}
+
+/// Page-locked host memory, which the device reads without the driver's help.
+pub(crate) struct PinnedBuffer {
+    device: Device,
+    pointer: *mut u8,
+    bytes: usize,
+}
+
+// SAFETY: plain memory with one owner.
+unsafe impl Send for PinnedBuffer {}
+
+impl PinnedBuffer {
+    pub(crate) fn new(device: &Device, bytes: usize) -> Result<Self> {
+        device.enter()?;
+        let mut pointer = null_mut();
+        // SAFETY: one out-parameter.
+        match unsafe { sys::cuMemAllocHost_v2(&mut pointer, bytes) } {
+            CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
+                return Err(device.out_of_memory("page-locked host memory", bytes));
+            }
+            other => device.check("cuMemAllocHost", other)?,
+        }
+        Ok(Self { device: device.clone(), pointer: pointer.cast(), bytes })
+    }
+
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    pub(crate) fn slice_mut(&mut self) -> &mut [u8] {
+        // SAFETY: the allocation has that many bytes and this is its only owner.
+        unsafe { std::slice::from_raw_parts_mut(self.pointer, self.bytes) }
+    }
+
+    /// Enqueues a copy of a part of this memory; it must not be written again before the copy is done.
+    pub(crate) fn enqueue_copy(&self, at: usize, bytes: usize, to: u64) -> Result<()> {
+        assert!(at + bytes <= self.bytes, "a copy lies inside its buffer");
+        self.device.enter()?;
+        // SAFETY: the source range was checked, callers give a destination of that size.
+        self.device.check("cuMemcpyHtoDAsync", unsafe {
+            sys::cuMemcpyHtoDAsync_v2(to, self.pointer.add(at).cast(), bytes, self.device.stream())
+        })
+    }
+}
+
+impl Drop for PinnedBuffer {
+    fn drop(&mut self) {
+        let _ = self.device.synchronize();
+        // SAFETY: our own allocation, and the stream that may read it is done.
+        let _ = self.device.enter().map(|()| unsafe { sys::cuMemFreeHost(self.pointer.cast()) });
+    }
+}
+
+/// A point in the stream.
+pub struct Event {
+    pub(crate) device: Device,
+    pub(crate) event: sys::CUevent,
+}
+
+// SAFETY: driver handles may be used from any thread.
+unsafe impl Send for Event {}
+
+impl Event {
+    pub fn record(&self) -> Result<()> {
+        self.device.flush()?;
+        self.device.enter()?;
+        self.record_now()
+    }
+
+    /// [`Event::record`] without regard to what is being recorded.
+    pub(crate) fn record_now(&self) -> Result<()> {
+        // SAFETY: our own event and stream.
+        self.device.check("cuEventRecord", unsafe { sys::cuEventRecord(self.event, self.device.stream()) })
+    }
+
+    /// Microseconds from `earlier` to this point, both passed.
+    pub fn us_since(&self, earlier: &Event) -> Result<f64> {
+        self.device.enter()?;
+        self.us_since_now(earlier)
+    }
+
+    pub(crate) fn us_since_now(&self, earlier: &Event) -> Result<f64> {
+        // SAFETY: our own event.
+        self.device.check("cuEventSynchronize", unsafe { sys::cuEventSynchronize(self.event) })?;
+        let mut milliseconds = 0f32;
+        type Elapsed = unsafe extern "C" fn(*mut f32, sys::CUevent, sys::CUevent) -> CUresult;
+        // SAFETY: two recorded events of one device. The function is looked up here because cudarc for CUDA 13 only
+        // knows its successor, which older drivers lack; the signature is that of both.
+        let result = unsafe {
+            match sys::culib().get::<Elapsed>(b"cuEventElapsedTime") {
+                Ok(elapsed) => elapsed(&mut milliseconds, earlier.event, self.event),
+                Err(_) => CUresult::CUDA_ERROR_NOT_SUPPORTED,
+            }
+        };
+        self.device.check("cuEventElapsedTime", result)?;
+        Ok(f64::from(milliseconds) * 1e3)
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        // SAFETY: our own event, dropped once.
+        let _ = self.device.enter().map(|()| unsafe { sys::cuEventDestroy_v2(self.event) });
+    }
+}
