@@ -177,7 +177,7 @@ impl Fetcher<'_> {
         if self.local.get(file).is_some() {
             return Ok(());
         }
-        let progress = ForwardedProgress(&mut *self.progress);
+        let progress = ForwardedProgress { told: &mut *self.progress, begun: false };
         self.remote.download_with_progress(file, progress).map_err(|error| failed(file, error))?;
         Ok(())
     }
@@ -190,20 +190,25 @@ impl Fetcher<'_> {
     }
 }
 
-/// Our progress trait under the name `hf-hub` calls.
-struct ForwardedProgress<'a>(&'a mut dyn DownloadProgress);
+/// Our progress trait under the name `hf-hub` calls. It begins a file twice; we say so once.
+struct ForwardedProgress<'a> {
+    told: &'a mut dyn DownloadProgress,
+    begun: bool,
+}
 
 impl Progress for ForwardedProgress<'_> {
     fn init(&mut self, size: usize, filename: &str) {
-        self.0.begin_file(filename, size as u64);
+        if !std::mem::replace(&mut self.begun, true) {
+            self.told.begin_file(filename, size as u64);
+        }
     }
 
     fn update(&mut self, size: usize) {
-        self.0.advance(size as u64);
+        self.told.advance(size as u64);
     }
 
     fn finish(&mut self) {
-        self.0.end_file();
+        self.told.end_file();
     }
 }
 
