@@ -181,8 +181,6 @@ pub fn choose<B: Backend>(
     }
     file.bits =
         BitPlan { tables: chosen.iter().map(|c| (c.mean, c.table.clone())).collect(), harm: Some(map) };
-    // The harms are in the file now.
-    let _ = std::fs::remove_file(&material.checkpoint);
     Ok(chosen)
 }
 

@@ -94,7 +94,7 @@ pub fn run(args: &Args) -> Result<()> {
             backend: &backend,
             probe_text: &probe_text(args, &model, &text)?,
             seed: args.seed,
-            checkpoint: suffixed(&args.out, ".harm.jsonl"),
+            checkpoint: checkpoint(&args.out),
         };
         chosen = bits::choose(&args.bits, &material, &mut result.file)?;
         if let Some(report) = &mut result.report {
@@ -121,10 +121,10 @@ struct Made {
     extra_memory: usize,
 }
 
-/// The path with something behind its name.
-fn suffixed(path: &Path, suffix: &str) -> PathBuf {
-    let mut name = path.as_os_str().to_owned();
-    name.push(suffix);
+/// Where the harms of finished probes are noted until the file is written.
+fn checkpoint(out: &Path) -> PathBuf {
+    let mut name = out.as_os_str().to_owned();
+    name.push(".harm.jsonl");
     name.into()
 }
 
@@ -179,6 +179,10 @@ fn finish(
     started: Instant,
 ) -> Result<()> {
     result.file.save(&args.out)?;
+    if !chosen.is_empty() {
+        // The harms are in the file now; before that, losing them would cost the whole measurement.
+        let _ = std::fs::remove_file(checkpoint(&args.out));
+    }
     if let Some(dir) = &args.report {
         let Some(report) = &result.report else {
             bail!("--report needs the statistics of a calibration: leave out --rotations");
