@@ -399,35 +399,34 @@ fn listen(
             .await
             .with_context(|| format!("cannot listen on {address}: is the port taken? choose another with --port"))?;
         let address = listener.local_addr()?;
+        let stop = stop_signal().context("signals cannot be caught")?;
         eprintln!("\nserving {name} on http://{address}   (web page: the same address; Ctrl-C stops)\n");
         eprintln!("  curl http://{address}/v1/chat/completions -H 'Content-Type: application/json' \\");
         eprintln!("       -d '{{\"model\": \"{name}\", \"messages\": [{{\"role\": \"user\", \"content\": \"Who are you?\"}}]}}'\n");
-        serve_on(listener, config, engine, text, defaults, stop_signal()).await.context("the server failed")
+        serve_on(listener, config, engine, text, defaults, stop).await.context("the server failed")
     })
 }
 
-/// Ends on Ctrl-C or SIGTERM.
-async fn stop_signal() {
-    let interrupt = tokio::signal::ctrl_c();
-    #[cfg(unix)]
-    {
-        use tokio::signal::unix::{SignalKind, signal};
-        match signal(SignalKind::terminate()) {
-            Ok(mut terminate) => {
-                tokio::select! {
-                    _ = interrupt => {}
-                    _ = terminate.recv() => {}
-                }
-            }
-            Err(_) => {
-                let _ = interrupt.await;
-            }
+/// A future that ends on Ctrl-C or SIGTERM. Both are caught from this call on, not from its first poll: a signal that
+/// comes while the first request is being answered must already drain.
+#[cfg(unix)]
+fn stop_signal() -> std::io::Result<impl Future<Output = ()> + Send + 'static> {
+    use tokio::signal::unix::{SignalKind, signal};
+    let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
+    Ok(async move {
+        tokio::select! {
+            _ = interrupt.recv() => {}
+            _ = terminate.recv() => {}
         }
-    }
-    #[cfg(not(unix))]
-    {
-        let _ = interrupt.await;
-    }
+    })
+}
+
+#[cfg(not(unix))]
+fn stop_signal() -> std::io::Result<impl Future<Output = ()> + Send + 'static> {
+    let mut interrupt = tokio::signal::windows::ctrl_c()?;
+    Ok(async move {
+        interrupt.recv().await;
+    })
 }
 
 #[cfg(test)]

@@ -145,13 +145,16 @@ pub fn read_answer(mut stream: TcpStream) -> Answer {
 fn unchunked(mut body: &str) -> String {
     let mut text = String::new();
     loop {
-        let (size, rest) = body.split_once("\r\n").expect("a chunk begins with its size");
-        let size = usize::from_str_radix(size, 16).unwrap();
-        if size == 0 {
+        let chunk = body.split_once("\r\n").and_then(|(size, rest)| {
+            let size = usize::from_str_radix(size, 16).ok()?;
+            Some((rest.get(..size)?, rest.get(size + 2..)?))
+        });
+        let Some((chunk, rest)) = chunk else { panic!("cut off after {text:?}, with {body:?}") };
+        if chunk.is_empty() {
             return text;
         }
-        text.push_str(&rest[..size]);
-        body = &rest[size + 2..];
+        text.push_str(chunk);
+        body = rest;
     }
 }
 
