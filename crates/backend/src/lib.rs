@@ -127,6 +127,11 @@ pub trait Backend: Send + Sync {
 
     /// The order of bytes in pages that this device's kernels read fastest.
     fn page_order(&self) -> CodeLayout;
+    /// The cache as this device will keep it: bytes in its order, blocks of the size they really take there. Budgets
+    /// and page tables are made for this layout.
+    fn held_layout(&self, layout: &CacheLayout) -> CacheLayout {
+        layout.clone()
+    }
 
     fn matrix(&self, weights: HostMatrix<'_>) -> Result<Self::Matrix>;
     /// A matrix of random BF16 weights, for benchmarks that need a model's shape but not its contents.
@@ -218,9 +223,16 @@ pub trait Backend: Send + Sync {
         queries: &mut Self::Rows,
         pool: &mut Self::Pool,
     ) -> Result<()>;
-    /// Does attention keep to [`SequenceRows::coded_until`]? Tails of stored prefixes are demoted only if so.
-    fn reads_demoted_tails(&self) -> bool {
+    /// Does attention over this cache keep to [`SequenceRows::coded_until`]? Tails of stored prefixes are demoted only
+    /// if so.
+    fn reads_demoted_tails(&self, layout: &CacheLayout) -> bool {
+        let _ = layout;
         false
+    }
+    /// Hears of rows that are coded outside of a step, before [`Backend::demote`] is asked to, layer by layer.
+    fn begin_demotion(&self, sequences: &[SequenceRows<'_>], pool: &mut Self::Pool) -> Result<()> {
+        let _ = (sequences, pool);
+        Ok(())
     }
     /// Codes the keys of every sequence's `demote` range of one layer and the values of its `demote_values`.
     fn demote(&self, layer: usize, sequences: &[SequenceRows<'_>], pool: &mut Self::Pool) -> Result<()>;

@@ -133,6 +133,10 @@ impl Backend for AnyBackend {
         on_device!(self, page_order())
     }
 
+    fn held_layout(&self, layout: &CacheLayout) -> CacheLayout {
+        on_device!(self, held_layout(layout))
+    }
+
     fn matrix(&self, weights: HostMatrix<'_>) -> BackendResult<Self::Matrix> {
         made_on!(self, matrix(weights))
     }
@@ -262,8 +266,12 @@ impl Backend for AnyBackend {
         }
     }
 
-    fn reads_demoted_tails(&self) -> bool {
-        on_device!(self, reads_demoted_tails())
+    fn reads_demoted_tails(&self, layout: &CacheLayout) -> bool {
+        on_device!(self, reads_demoted_tails(layout))
+    }
+
+    fn begin_demotion(&self, sequences: &[SequenceRows<'_>], pool: &mut Self::Pool) -> BackendResult<()> {
+        on_device!(self, begin_demotion(sequences, [pool]))
     }
 
     fn read_full_rows(

@@ -363,13 +363,14 @@ impl Cache {
     ) -> Result<Runner<AnyBackend>> {
         // A format that the device's order does not exist for is refused by the device itself, by name.
         let layout = self.layout.with_order(backend.page_order()).unwrap_or_else(|_| self.layout.clone());
+        let held = backend.held_layout(&layout);
         let options = RunnerOptions {
             layout,
             rotations: self.rotations.as_ref(),
             context,
             kv_memory: args
                 .kv_memory
-                .unwrap_or_else(|| working_bytes(&self.layout, context, args.prefill_chunk) * sequences),
+                .unwrap_or_else(|| working_bytes(&held, context, args.prefill_chunk) * sequences),
             prefill_chunk: args.prefill_chunk,
         };
         Ok(Runner::load(backend, &model.config, &model.weights, options, progress)?)

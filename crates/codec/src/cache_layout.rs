@@ -21,6 +21,8 @@ pub struct CacheLayout {
     full: FormatTable,
     coded: Option<FormatTable>,
     windows: Windows,
+    /// Bytes a coded block takes where it is kept, if not the codecs' own.
+    held_block_bytes: Option<usize>,
 }
 
 impl CacheLayout {
@@ -35,9 +37,11 @@ impl CacheLayout {
     ) -> Result<Self> {
         let table = |format| FormatTable::uniform(format, layers, kv_heads, head_dim, layout);
         if format.is_coded() {
-            Ok(Self { format, full: table(KvFormat::Bf16)?, coded: Some(table(format)?), windows })
+            let (full, coded) = (table(KvFormat::Bf16)?, Some(table(format)?));
+            Ok(Self { format, full, coded, windows, held_block_bytes: None })
         } else {
-            Ok(Self { format, full: table(format)?, coded: None, windows: Windows::unlimited() })
+            let (full, windows) = (table(format)?, Windows::unlimited());
+            Ok(Self { format, full, coded: None, windows, held_block_bytes: None })
         }
     }
 
@@ -54,6 +58,13 @@ impl CacheLayout {
             coded: self.coded.as_ref().map(|table| table.with_order(order)).transpose()?,
             ..self.clone()
         })
+    }
+
+    /// The same cache on a device that keeps coded blocks in another form, of this size. Everything that counts
+    /// memory counts this; the bits of the method ([`Self::page_bits`], [`Self::method_bits`]) stay what they are.
+    pub fn with_held_block_bytes(mut self, bytes: usize) -> Self {
+        self.held_block_bytes = Some(bytes);
+        self
     }
 
     pub fn format(&self) -> KvFormat {
@@ -88,8 +99,9 @@ impl CacheLayout {
         self.full.block_bytes()
     }
 
+    /// Bytes a coded block takes where it is kept.
     pub fn coded_block_bytes(&self) -> usize {
-        self.coded.as_ref().map_or(0, FormatTable::block_bytes)
+        self.coded.as_ref().map_or(0, |table| self.held_block_bytes.unwrap_or_else(|| table.block_bytes()))
     }
 
     /// Full and coded blocks that a sequence of `tokens` holds between two steps.
@@ -236,6 +248,18 @@ mod tests {
         assert_eq!(gpu.coded().unwrap().codec(1, 1).layout(), CodeLayout::GpuTile);
         assert_eq!(gpu.sequence_bytes(5000), cpu.sequence_bytes(5000));
         assert_eq!(gpu.with_order(CodeLayout::CpuTile).unwrap(), cpu);
+    }
+
+    #[test]
+    fn blocks_kept_in_another_form_are_counted_as_kept() {
+        let own = layout(KvFormat::OSCAR2);
+        let held = own.clone().with_held_block_bytes(own.full_block_bytes());
+        let (full, coded) = own.blocks(16384);
+        assert_eq!(held.sequence_bytes(16384), (full + coded) * own.full_block_bytes());
+        assert_eq!((held.page_bits(), held.method_bits(16384)), (own.page_bits(), own.method_bits(16384)));
+        assert_eq!(held.with_order(CodeLayout::GpuTile).unwrap().coded_block_bytes(), own.full_block_bytes());
+        let plain = layout(KvFormat::Bf16).with_held_block_bytes(7);
+        assert_eq!(plain.coded_block_bytes(), 0, "nothing is coded");
     }
 
     #[test]

@@ -151,14 +151,15 @@ impl<B: Backend> Runner<B> {
         options: RunnerOptions<'_>,
         weight_bytes: usize,
     ) -> Result<Self, BuildError> {
-        let storage = backend.pool(&options.layout, options.kv_memory)?;
+        let layout = backend.held_layout(&options.layout);
+        let storage = backend.pool(&layout, options.kv_memory)?;
         let workspace = model.workspace(&backend);
-        let pool = PagePool::new(&options.layout, options.kv_memory);
+        let pool = PagePool::new(&layout, options.kv_memory);
         Ok(Self {
             context: model.max_positions(),
             prefill_chunk: options.prefill_chunk.max(1),
             weight_bytes,
-            layout: options.layout,
+            layout,
             backend,
             model,
             storage,
@@ -306,9 +307,11 @@ impl<B: Backend> Runner<B> {
                 demote_values: tail.positions.clone(),
             })
             .collect();
+        self.backend.begin_demotion(&rows, &mut self.storage)?;
         for layer in 0..self.layout.layers() {
             self.backend.demote(layer, &rows, &mut self.storage)?;
         }
+        self.backend.end_step()?;
         Ok(())
     }
 

@@ -56,7 +56,7 @@ impl<B: Backend> Worker<B> {
         inbox: Receiver<Command>,
     ) -> Self {
         let layout = runner.layout().clone();
-        let demotes = options.demote_idle_tails && runner.backend().reads_demoted_tails();
+        let demotes = options.demote_idle_tails && runner.backend().reads_demoted_tails(&layout);
         let cache = options.prefix_cache.then(|| match demotes {
             true => RadixCache::with_demotion(layout, runner.pool()),
             false => RadixCache::new(layout),

@@ -5,10 +5,11 @@ use crate::device::{Device, KernelParams, LaunchShape};
 use crate::error::{CudaError, Result};
 use crate::kernels::Kernels;
 use crate::pages::CudaPages;
-use crate::sources::{ATTENTION_GENERIC, ATTENTION_PREFILL};
-use crate::step::{StepSummary, StepTables};
+use crate::sources::{ATTENTION_DECODED, ATTENTION_GENERIC, ATTENTION_PREFILL};
+use crate::step::{StepSummary, StepTables, window};
+use crate::storage::Storage;
 use oscar_backend::HeadShape;
-use oscar_codec::CacheLayout;
+use oscar_codec::{CacheLayout, Side, Windows};
 
 /// One layer's attention in a step.
 pub struct AttentionCall<'a> {
@@ -39,6 +40,26 @@ struct GenericParams {
 
 // SAFETY: the struct of `attention_generic.cu`, filled with addresses of live buffers.
 unsafe impl KernelParams for GenericParams {}
+
+#[repr(C)]
+#[derive(Clone, Copy, bytemuck::NoUninit)]
+struct DecodedParams {
+    step: StepTables,
+    pages: u64,
+    queries: u64,
+    out: u64,
+    query_heads: u32,
+    kv_heads: u32,
+    scale: f32,
+    key_recent: u32,
+    key_unit: u32,
+    value_recent: u32,
+    value_unit: u32,
+    unused: u32,
+}
+
+// SAFETY: the struct of `attention_decoded.cu`, filled with addresses of live buffers.
+unsafe impl KernelParams for DecodedParams {}
 
 #[repr(C)]
 #[derive(Clone, Copy, bytemuck::NoUninit)]
@@ -79,8 +100,17 @@ impl AttentionPaths {
     }
 
     /// Compiles what prompts will need.
-    pub fn prepare(&self, device: &Device, kernels: &Kernels, head_dim: usize) -> Result<()> {
-        if !self.plain && prefill_fits(device, head_dim) {
+    pub fn prepare(
+        &self,
+        device: &Device,
+        kernels: &Kernels,
+        head_dim: usize,
+        storage: Storage,
+    ) -> Result<()> {
+        if storage == Storage::Decoded {
+            let defines = vec![("HEAD_DIM", head_dim)];
+            kernels.function(&ATTENTION_DECODED, &defines, c"attention_decoded", 0)?;
+        } else if !self.plain && prefill_fits(device, head_dim) {
             let (defines, shared) = (vec![("HEAD_DIM", head_dim)], prefill_block(head_dim).1);
             kernels.function(&ATTENTION_PREFILL, &defines, c"attention_prefill", shared)?;
         }
@@ -89,6 +119,13 @@ impl AttentionPaths {
 
     pub fn describe(&self, device: &Device, layout: &CacheLayout) -> String {
         let d = layout.head_dim();
+        if Storage::of(layout).is_ok_and(|storage| storage == Storage::Decoded) {
+            return format!(
+                "generic, {} has no kernels here: codes are made on the CPU and kept decoded in BF16 on the device; \
+                 answers are the codec's, memory and speed are not",
+                layout.format()
+            );
+        }
         if self.plain {
             return "generic kernel (as asked)".into();
         }
@@ -100,6 +137,11 @@ impl AttentionPaths {
         }
     }
 
+    /// Can queries read as code what the windows give them in BF16? The plain kernel knows the windows alone.
+    pub fn reads_demoted_tails(&self, device: &Device, head_dim: usize) -> bool {
+        !self.plain && prefill_fits(device, head_dim)
+    }
+
     pub fn begin_step(
         &mut self,
         device: &Device,
@@ -108,7 +150,8 @@ impl AttentionPaths {
         summary: &StepSummary,
         pool: &CudaPages,
     ) -> Result<()> {
-        if !self.plain && summary.sequences.iter().any(|s| s.rows == 1) {
+        if !self.plain && pool.storage() != Storage::Decoded && summary.sequences.iter().any(|s| s.rows == 1)
+        {
             self.decode.plan(device, kernels, tables, pool)?;
         }
         Ok(())
@@ -116,6 +159,10 @@ impl AttentionPaths {
 
     /// Enqueues a layer's attention; the answer says whether the BF16 output was written as well.
     pub fn attend(&mut self, device: &Device, kernels: &Kernels, call: &AttentionCall<'_>) -> Result<bool> {
+        if call.pool.storage() == Storage::Decoded {
+            decoded(device, kernels, call)?;
+            return Ok(false);
+        }
         let rows = || call.summary.sequences.iter().map(|s| s.rows);
         // The plain kernel takes all rows, so it runs first where the decode kernel follows.
         let plain = self.plain || rows().any(|r| r > 1) && !prefill_fits(device, call.shape.head_dim);
@@ -177,6 +224,30 @@ pub fn prefill(
         shared: shared as u32,
         overlap: true,
     };
+    device.launch(function, launch, &params)
+}
+
+/// The kernel of caches whose history is kept decoded, for any row.
+pub fn decoded(device: &Device, kernels: &Kernels, call: &AttentionCall<'_>) -> Result<()> {
+    let (shape, windows): (_, &Windows) = (call.shape, call.pool.layout().windows());
+    let defines = vec![("HEAD_DIM", shape.head_dim)];
+    let function = kernels.function(&ATTENTION_DECODED, &defines, c"attention_decoded", 0)?;
+    let (key, value) = (windows.tail(Side::Key), windows.tail(Side::Value));
+    let params = DecodedParams {
+        step: *call.tables,
+        pages: call.pool.layer(call.layer),
+        queries: call.queries,
+        out: call.out,
+        query_heads: shape.query_heads as u32,
+        kv_heads: shape.kv_heads as u32,
+        scale: shape.scale,
+        key_recent: window(key.recent),
+        key_unit: window(key.unit),
+        value_recent: window(value.recent),
+        value_unit: window(value.unit),
+        unused: 0,
+    };
+    let launch = LaunchShape::grid2(call.summary.rows, shape.query_heads, 256).overlapping();
     device.launch(function, launch, &params)
 }
 

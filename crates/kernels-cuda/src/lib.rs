@@ -18,6 +18,7 @@ pub mod backend;
 pub mod bandwidth;
 pub mod bench;
 pub mod compile;
+mod decoded;
 pub mod device;
 mod error;
 pub mod gemm;
@@ -29,6 +30,7 @@ pub mod memory;
 pub mod pages;
 pub mod sources;
 pub mod step;
+pub mod storage;
 
 pub use backend::CudaBackend;
 pub use device::Device;

@@ -82,6 +82,39 @@ impl Drop for PinnedBuffer {
     }
 }
 
+/// Copies device memory, by address, into these slices; waits once for all.
+pub(crate) fn download_all(device: &Device, copies: &mut [(u64, &mut [u8])]) -> Result<()> {
+    device.flush()?;
+    device.enter()?;
+    for (from, to) in copies.iter_mut() {
+        // SAFETY: callers pass an address with that many bytes behind it; we wait before any slice is used.
+        let copied =
+            unsafe { sys::cuMemcpyDtoHAsync_v2(to.as_mut_ptr().cast(), *from, to.len(), device.stream()) };
+        if let Err(error) = device.check("cuMemcpyDtoHAsync", copied) {
+            // Copies that were begun must not outlive the slices.
+            let _ = device.synchronize();
+            return Err(error);
+        }
+    }
+    device.synchronize()
+}
+
+/// Copies these slices to device memory, by address; waits once for all.
+pub(crate) fn upload_all(device: &Device, copies: &[(u64, &[u8])]) -> Result<()> {
+    device.flush()?;
+    device.enter()?;
+    for (to, from) in copies {
+        // SAFETY: callers pass an address with that many bytes behind it; the slices live until we have waited.
+        let copied =
+            unsafe { sys::cuMemcpyHtoDAsync_v2(*to, from.as_ptr().cast(), from.len(), device.stream()) };
+        if let Err(error) = device.check("cuMemcpyHtoDAsync", copied) {
+            let _ = device.synchronize();
+            return Err(error);
+        }
+    }
+    device.synchronize()
+}
+
 /// A point in the stream.
 pub struct Event {
     pub(crate) device: Device,

@@ -7,14 +7,11 @@
 use crate::device::Device;
 use crate::error::{CudaError, Result};
 use crate::memory::Buffer;
+use crate::storage::{Storage, codecs};
 use cudarc::driver::sys::{self, CUresult};
 use oscar_backend::CacheHead;
 use oscar_codec::clip::order_index;
-use oscar_codec::page::Scheme;
-use oscar_codec::{
-    CacheLayout, CodeLayout, CodecError, FormatTable, FullPageId, PAGE_TOKENS, PageCodec, RowPageCodec, Side,
-    SideSpec,
-};
+use oscar_codec::{CacheLayout, CodecError, FullPageId, PAGE_TOKENS, PageCodec, RowPageCodec, Side};
 use std::ops::Range;
 
 /// Pages of one layer, KV head and format.
@@ -44,6 +41,7 @@ pub struct HeadPages {
 pub struct CudaPages {
     device: Device,
     layout: CacheLayout,
+    storage: Storage,
     /// `[layer][kv_head]`.
     full: Vec<Region>,
     coded: Vec<Region>,
@@ -66,24 +64,31 @@ pub(crate) struct FreshPages {
 
 impl CudaPages {
     pub(crate) fn reserve(device: &Device, layout: &CacheLayout, budget: usize) -> Result<Self> {
-        check_layout(layout)?;
+        let storage = Storage::of(layout)?;
+        storage.check_order(layout)?;
+        let layout = &Storage::held(layout);
         let (free, _) = device.memory()?;
         if budget > free {
             return Err(device.out_of_memory("the KV pages (--kv-memory)", budget));
         }
         let granularity = granularity(device)?;
-        let regions = |table: &FormatTable| -> Result<Vec<Region>> {
-            let pages = budget / table.block_bytes().max(1) + 1;
+        let regions = |table, block_bytes: usize| -> Result<Vec<Region>> {
+            let pages = budget / block_bytes.max(1) + 1;
             codecs(table)
                 .map(|codec| Region::reserve(device, pages, codec.page_bytes(), granularity))
                 .collect()
         };
-        let full = regions(layout.full())?;
-        let coded = layout.coded().map(regions).transpose()?.unwrap_or_default();
+        let full = regions(layout.full(), layout.full_block_bytes())?;
+        let coded = match (storage, layout.coded()) {
+            (Storage::Codes, Some(table)) => regions(table, layout.coded_block_bytes())?,
+            (Storage::Decoded, _) => regions(layout.full(), layout.coded_block_bytes())?,
+            (Storage::Plain, _) | (_, None) => Vec::new(),
+        };
         let clip = |codec: &RowPageCodec, side| {
             order_index(codec.spec(side).clip, codec.head_dim()).map_or(u32::MAX, |index| index as u32)
         };
-        let heads: Vec<HeadPages> = codecs(layout.coded().unwrap_or(layout.full()))
+        let read_as_code = layout.coded().filter(|_| storage == Storage::Codes);
+        let heads: Vec<HeadPages> = codecs(read_as_code.unwrap_or(layout.full()))
             .enumerate()
             .map(|(i, codec)| HeadPages {
                 full: full[i].address,
@@ -98,6 +103,7 @@ impl CudaPages {
         Ok(Self {
             device: device.clone(),
             layout: layout.clone(),
+            storage,
             full,
             coded,
             heads,
@@ -109,6 +115,10 @@ impl CudaPages {
 
     pub fn layout(&self) -> &CacheLayout {
         &self.layout
+    }
+
+    pub fn storage(&self) -> Storage {
+        self.storage
     }
 
     pub fn device(&self) -> &Device {
@@ -151,7 +161,8 @@ impl CudaPages {
         all.extend(self.full.iter().map(|r| run(r, before.0, full, None)));
         for (r, h) in self.coded.iter().zip(&self.heads) {
             let codes = 8 * self.layout.head_dim() * (h.key_bits + h.value_bits) as usize;
-            all.push(run(r, before.1, coded, Some(codes)));
+            let parameters = (self.storage == Storage::Codes).then_some(codes);
+            all.push(run(r, before.1, coded, parameters));
         }
         all.retain(|run| run.count > 0);
         Ok(all)
@@ -227,7 +238,8 @@ impl CudaPages {
         Ok(())
     }
 
-    fn page_at(&self, layer: usize, head: usize, id: u32, coded: bool) -> Result<(u64, usize)> {
+    /// Address and bytes of a page that has memory.
+    pub(crate) fn page_at(&self, layer: usize, head: usize, id: u32, coded: bool) -> Result<(u64, usize)> {
         let regions = if coded { &self.coded } else { &self.full };
         let index = layer * self.layout.kv_heads() + head;
         let page = regions.get(index).and_then(|region| {
@@ -262,56 +274,6 @@ fn held(full: &[Option<FullPageId>], block: usize) -> Result<u32> {
 
 fn shape(error: CodecError) -> CudaError {
     CudaError::Shape { what: "rows of the cache", detail: error.to_string() }
-}
-
-fn codecs(table: &FormatTable) -> impl Iterator<Item = &RowPageCodec> {
-    (0..table.layers()).flat_map(move |l| (0..table.kv_heads()).map(move |h| table.codec(l, h)))
-}
-
-/// What the kernels read: BF16 rows, and affine codes of 1 to 4 bits with one group a head, in the GPU's order.
-fn check_layout(layout: &CacheLayout) -> Result<()> {
-    let refuse = |why: String| {
-        Err(CudaError::Unsupported(format!(
-            "KV format {}: {why}; use bf16 or oscar1 to oscar4, or --device cpu",
-            layout.format()
-        )))
-    };
-    let bf16 = |spec: SideSpec| spec.scheme == Scheme::Bf16;
-    let affine = |spec: SideSpec, d: usize| {
-        spec.scheme == Scheme::Affine && (1..=4).contains(&spec.bits) && (spec.group == 0 || spec.group == d)
-    };
-    if !crate::sources::HEAD_DIMS.contains(&layout.head_dim()) {
-        return refuse(format!(
-            "the GPU kernels know heads of 64, 128 and 256 channels, not {}",
-            layout.head_dim()
-        ));
-    }
-    if !layout.windows().sides_agree() {
-        return refuse("its keys and values are coded at different times".into());
-    }
-    for codec in codecs(layout.full()) {
-        if ![Side::Key, Side::Value].into_iter().all(|side| bf16(codec.spec(side))) {
-            return refuse("the GPU keeps full tokens in BF16".into());
-        }
-        if codec.layout() != CodeLayout::GpuTile {
-            return refuse(format!(
-                "its pages are in {} order, the GPU reads its own",
-                codec.layout().name()
-            ));
-        }
-    }
-    for codec in layout.coded().into_iter().flat_map(codecs) {
-        if ![Side::Key, Side::Value].into_iter().all(|side| affine(codec.spec(side), codec.head_dim())) {
-            return refuse("the GPU reads affine codes of 1 to 4 bits with one scale a head".into());
-        }
-        if codec.layout() != CodeLayout::GpuTile {
-            return refuse(format!(
-                "its pages are in {} order, the GPU reads its own",
-                codec.layout().name()
-            ));
-        }
-    }
-    Ok(())
 }
 
 fn allocation(device: &Device) -> sys::CUmemAllocationProp {

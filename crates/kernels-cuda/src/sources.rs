@@ -28,6 +28,7 @@ source!(GRAM, "gram.cu", by_head_dim: false);
 source!(RANDOM, "random.cu", by_head_dim: false);
 source!(APPEND, "append.cu", by_head_dim: true);
 source!(ATTENTION_GENERIC, "attention_generic.cu", by_head_dim: true);
+source!(ATTENTION_DECODED, "attention_decoded.cu", by_head_dim: true);
 source!(ATTENTION_PREFILL, "attention_prefill.cu", by_head_dim: true);
 
 source!(DEMOTE, "demote.cu", by_head_dim: true);
@@ -59,6 +60,7 @@ static PLAIN: &[&Source] = &[
     &RANDOM,
     &APPEND,
     &ATTENTION_GENERIC,
+    &ATTENTION_DECODED,
     &ATTENTION_PREFILL,
     &ATTENTION_PLAN,
     &DEMOTE,

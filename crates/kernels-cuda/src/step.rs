@@ -1,13 +1,19 @@
 //! The tables of a step: which rows belong to which sequence, where their pages lie, what is demoted. Made on the host
 //! once for all layers and sent to the device in one copy.
 //!
+//! Where a stored prefix had its tail demoted, queries read as code what the windows alone would give them in BF16. The
+//! decode kernel takes the boundary from here, so such queries become sequences of one row each, over the same pages;
+//! from the first query on whose own boundary lies beyond, the rest of the rows stays together.
+//!
 //! **Invariant:** the structs here have the layout of those in `kernels/common.cuh`.
 
 use crate::device::Device;
 use crate::error::{CudaError, Result};
 use crate::memory::{Buffer, PinnedBuffer};
+use crate::storage::Storage;
 use oscar_backend::SequenceRows;
 use oscar_codec::{PAGE_TOKENS, Side, TILE_TOKENS, Windows};
+use std::ops::Range;
 
 const NO_PAGE: u32 = u32::MAX;
 
@@ -86,10 +92,28 @@ impl StepPlanner {
         device: &Device,
         uploads: &mut Uploads,
         windows: &Windows,
-        has_codes: bool,
+        storage: Storage,
         sequences: &[SequenceRows<'_>],
     ) -> Result<StepTables> {
-        self.summary = fill(&mut self.words, windows, has_codes, sequences)?;
+        self.summary = fill(&mut self.words, windows, storage, sequences)?;
+        self.send(device, uploads, windows)
+    }
+
+    /// Plans the coding of rows outside of a step: there are tiles, and no rows.
+    pub fn plan_demotion(
+        &mut self,
+        device: &Device,
+        uploads: &mut Uploads,
+        windows: &Windows,
+        sequences: &[SequenceRows<'_>],
+    ) -> Result<StepTables> {
+        self.words = Words::default();
+        self.summary = StepSummary::default();
+        add_tiles(&mut self.words, &mut self.summary, sequences)?;
+        self.send(device, uploads, windows)
+    }
+
+    fn send(&mut self, device: &Device, uploads: &mut Uploads, windows: &Windows) -> Result<StepTables> {
         let bytes: &[u8] = bytemuck::cast_slice(&self.words.words);
         if self.device_tables.as_ref().is_none_or(|b| b.bytes() < bytes.len()) {
             self.device_tables = None;
@@ -99,7 +123,6 @@ impl StepPlanner {
         let base = self.device_tables.as_ref().map_or(0, Buffer::address);
         uploads.enqueue(bytes, base)?;
         let at = |words: usize| base + 4 * words as u64;
-        let clamp = |n: usize| n.min(u32::MAX as usize / 2) as u32;
         let w = &self.words;
         Ok(StepTables {
             sequences: base,
@@ -111,23 +134,30 @@ impl StepPlanner {
             sequence_count: self.summary.sequences.len() as u32,
             rows: self.summary.rows as u32,
             demoted_count: self.summary.demoted_tiles as u32,
-            sink: clamp(windows.sink()),
-            recent: clamp(windows.recent()),
-            unit: clamp(windows.tail(Side::Key).unit),
+            sink: window(windows.sink()),
+            recent: window(windows.recent()),
+            unit: window(windows.tail(Side::Key).unit),
         })
     }
+}
+
+/// A size of the windows as kernels take it: positions end far below the limit.
+pub(crate) fn window(tokens: usize) -> u32 {
+    tokens.min(u32::MAX as usize / 2) as u32
 }
 
 fn fill(
     w: &mut Words,
     windows: &Windows,
-    has_codes: bool,
+    storage: Storage,
     sequences: &[SequenceRows<'_>],
 ) -> Result<StepSummary> {
     let rows = sequences.iter().map(|s| s.rows.end).max().unwrap_or(0);
     let mut summary = StepSummary { rows, decode: true, ..StepSummary::default() };
     let mut table = 0;
-    for s in sequences {
+    // Rows of each entry, and the sequence whose pages they read.
+    let mut entries: Vec<(Range<usize>, usize)> = Vec::with_capacity(sequences.len());
+    for (index, s) in sequences.iter().enumerate() {
         let end = s.first_position + s.rows.len();
         if s.rows.is_empty() || end > u32::MAX as usize / 2 || s.full.len() < end.div_ceil(PAGE_TOKENS) {
             let detail =
@@ -137,18 +167,24 @@ fn fill(
         let blocks = end.div_ceil(PAGE_TOKENS);
         summary.decode &= s.rows.len() == 1;
         summary.longest = summary.longest.max(end);
-        summary.sequences.push(SequenceInfo {
-            first_row: s.rows.start as u32,
-            rows: s.rows.len() as u32,
-            first_position: s.first_position as u32,
-            table,
-            blocks: blocks as u32,
-            boundary: if has_codes {
-                windows.boundary(end - 1).min(end) as u32
-            } else {
-                windows.sink() as u32
-            },
-        });
+        let coded_until = if storage == Storage::Codes { s.coded_until() } else { 0 };
+        for rows in parts(s, windows, coded_until) {
+            let first = s.first_position + (rows.start - s.rows.start);
+            let end = first + rows.len();
+            summary.sequences.push(SequenceInfo {
+                first_row: rows.start as u32,
+                rows: rows.len() as u32,
+                first_position: first as u32,
+                table,
+                blocks: blocks as u32,
+                boundary: match storage {
+                    Storage::Plain => windows.sink() as u32,
+                    Storage::Codes => windows.boundary(end - 1).max(coded_until).min(end) as u32,
+                    Storage::Decoded => windows.boundary(end - 1).min(end) as u32,
+                },
+            });
+            entries.push((rows, index));
+        }
         table += blocks as u32;
     }
     // Tables begin at places that depend on rounded-up sizes alone, so that most steps have the same addresses and
@@ -157,19 +193,20 @@ fn fill(
     let table = table as usize;
     w.words.clear();
     w.words.extend_from_slice(bytemuck::cast_slice(&summary.sequences));
-    w.row_sequence = room(sequences.len()) * (size_of::<SequenceInfo>() / 4);
+    w.row_sequence = room(entries.len()) * (size_of::<SequenceInfo>() / 4);
     w.row_position = w.row_sequence + room(rows);
     w.full = w.row_position + room(rows);
     w.coded = w.full + room(table);
     w.demoted = w.coded + room(table);
     w.words.resize(w.demoted, 0);
-    for (index, s) in sequences.iter().enumerate() {
-        for (i, row) in s.rows.clone().enumerate() {
-            w.words[w.row_sequence + row] = index as u32;
-            w.words[w.row_position + row] = (s.first_position + i) as u32;
+    for (entry, ((rows, _), info)) in entries.iter().zip(&summary.sequences).enumerate() {
+        for (i, row) in rows.clone().enumerate() {
+            w.words[w.row_sequence + row] = entry as u32;
+            w.words[w.row_position + row] = info.first_position + i as u32;
         }
     }
-    for (s, info) in sequences.iter().zip(&summary.sequences) {
+    for ((_, index), info) in entries.iter().zip(&summary.sequences) {
+        let s = &sequences[*index];
         let (at, blocks) = (info.table as usize, info.blocks as usize);
         for (to, id) in w.words[w.full + at..][..blocks].iter_mut().zip(s.full) {
             *to = id.map_or(NO_PAGE, |id| id.0);
@@ -182,6 +219,25 @@ fn fill(
         |ids: &[u32]| ids.iter().filter(|&&id| id != NO_PAGE).max().map_or(0, |&id| id as usize + 1);
     summary.full_pages = largest(&w.words[w.full..][..table]);
     summary.coded_pages = largest(&w.words[w.coded..][..table]);
+    // Decoded history is made on the host: its positions need not be whole tiles.
+    if storage == Storage::Codes {
+        add_tiles(w, &mut summary, sequences)?;
+    }
+    Ok(summary)
+}
+
+/// The rows of a sequence by how they are attended: those whose own boundary lies before a demoted tail's end one by
+/// one, the others together.
+fn parts(s: &SequenceRows<'_>, windows: &Windows, coded_until: usize) -> Vec<Range<usize>> {
+    let alone =
+        (0..s.rows.len()).take_while(|i| windows.boundary(s.first_position + i) < coded_until).count();
+    let mut parts: Vec<Range<usize>> = (s.rows.start..s.rows.start + alone).map(|row| row..row + 1).collect();
+    parts.extend((alone < s.rows.len()).then_some(s.rows.start + alone..s.rows.end));
+    parts
+}
+
+/// Appends the tiles that are coded, and counts their pages.
+fn add_tiles(w: &mut Words, summary: &mut StepSummary, sequences: &[SequenceRows<'_>]) -> Result<()> {
     for s in sequences {
         for position in s.demote.clone().step_by(TILE_TOKENS) {
             let block = position / PAGE_TOKENS;
@@ -191,9 +247,11 @@ fn fill(
             };
             w.words.extend([full.0, coded.0, (position % PAGE_TOKENS / TILE_TOKENS) as u32]);
             summary.demoted_tiles += 1;
+            summary.full_pages = summary.full_pages.max(full.0 as usize + 1);
+            summary.coded_pages = summary.coded_pages.max(coded.0 as usize + 1);
         }
     }
-    Ok(summary)
+    Ok(())
 }
 
 /// Page-locked memory through which small host data reaches the device without anyone waiting (a ring), and through
@@ -284,9 +342,14 @@ mod tests {
         ];
         // Tile 176 lies in block 2, tile 192 in block 3, which has no coded page.
         let mut words = Words::default();
-        assert!(fill(&mut words, &windows, true, &sequences).unwrap_err().to_string().contains("block 3"));
+        assert!(
+            fill(&mut words, &windows, Storage::Codes, &sequences)
+                .unwrap_err()
+                .to_string()
+                .contains("block 3")
+        );
         let sequences = [SequenceRows { demote: 176..192, ..sequences[0].clone() }, sequences[1].clone()];
-        let summary = fill(&mut words, &windows, true, &sequences).unwrap();
+        let summary = fill(&mut words, &windows, Storage::Codes, &sequences).unwrap();
         assert_eq!((summary.rows, summary.full_pages, summary.coded_pages), (3, 10, 4));
         assert!(!summary.decode && summary.longest == 272 && summary.demoted_tiles == 1);
         assert_eq!(summary.sequences[0].boundary as usize, windows.boundary(271));
@@ -296,5 +359,74 @@ mod tests {
         assert_eq!(w[words.full..][..6], [4, NO_PAGE, 7, 8, 2, 9]);
         assert_eq!(w[words.coded..][..6], [NO_PAGE, 3, 0, NO_PAGE, NO_PAGE, NO_PAGE]);
         assert_eq!(w[words.demoted..], [7, 0, 3]);
+    }
+    /// 400 tokens are stored; blocks 1 to 3 were demoted although the windows would keep 240 and later in BF16.
+    #[test]
+    fn queries_over_a_demoted_tail_go_one_by_one() {
+        let full: Vec<_> = (0..9).map(|b| (!(1..4).contains(&b)).then_some(FullPageId(b))).collect();
+        let coded: Vec<_> = (0..9).map(|b| (1..4).contains(&b).then_some(CodedPageId(b))).collect();
+        let windows = Windows::new(64, 160).unwrap();
+        let rows = SequenceRows {
+            rows: 2..52,
+            first_position: 400,
+            full: &full,
+            coded: &coded,
+            demote: 0..0,
+            demote_values: 0..0,
+        };
+        assert_eq!((rows.coded_until(), windows.boundary(400), windows.boundary(415)), (256, 240, 256));
+        let mut words = Words::default();
+        let sequences = [SequenceRows { rows: 0..2, first_position: 20, ..rows.clone() }, rows];
+        let summary = fill(&mut words, &windows, Storage::Codes, &sequences).unwrap();
+        // Its own boundary is the sink until far later, so both of the first sequence's rows go alone.
+        assert_eq!(summary.sequences.len(), 2 + 15 + 1);
+        for (i, info) in summary.sequences[2..17].iter().enumerate() {
+            let wanted = SequenceInfo {
+                first_row: 2 + i as u32,
+                rows: 1,
+                first_position: 400 + i as u32,
+                table: 1,
+                blocks: 8,
+                boundary: 256,
+            };
+            assert_eq!(*info, wanted);
+        }
+        let rest = summary.sequences[17];
+        assert_eq!((rest.first_row, rest.rows, rest.first_position, rest.table), (17, 35, 415, 1));
+        assert_eq!(rest.boundary as usize, windows.boundary(449));
+        assert_eq!(summary.sequences[0].boundary, 21, "never beyond the query itself");
+        let w = &words.words;
+        assert_eq!(
+            w[words.row_sequence..][..20],
+            [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 17, 17]
+        );
+        assert_eq!(
+            w[words.row_position..][..20],
+            [
+                20, 21, 400, 401, 402, 403, 404, 405, 406, 407, 408, 409, 410, 411, 412, 413, 414, 415, 416,
+                417
+            ]
+        );
+        assert_eq!(w[words.full..][..5], [0, 0, NO_PAGE, NO_PAGE, NO_PAGE]);
+        // A decoded history is never read by this rule.
+        let summary = fill(&mut words, &windows, Storage::Decoded, &sequences).unwrap();
+        assert_eq!((summary.sequences.len(), summary.demoted_tiles), (2, 0));
+    }
+
+    #[test]
+    fn demotions_outside_a_step_bring_tiles_alone() {
+        let (full, coded) = ([None, Some(FullPageId(11))], [None, Some(CodedPageId(6))]);
+        let tail = SequenceRows {
+            rows: 0..0,
+            first_position: 128,
+            full: &full,
+            coded: &coded,
+            demote: 80..128,
+            demote_values: 80..128,
+        };
+        let (mut words, mut summary) = (Words::default(), StepSummary::default());
+        add_tiles(&mut words, &mut summary, &[tail]).unwrap();
+        assert_eq!(words.words, [11, 6, 1, 11, 6, 2, 11, 6, 3]);
+        assert_eq!((summary.demoted_tiles, summary.full_pages, summary.coded_pages), (3, 12, 7));
     }
 }

@@ -331,7 +331,9 @@ pub fn run(flags: &Flags) -> Result<()> {
     if context == 0 {
         bail!("context 0: at least one token must fit");
     }
-    let least = working_bytes(&cache.layout, context.min(config.prefill_chunk), config.prefill_chunk);
+    let backend = model_args.backend()?;
+    let held = backend.held_layout(&cache.layout);
+    let least = working_bytes(&held, context.min(config.prefill_chunk), config.prefill_chunk);
     if let Some(bytes) = cache_args.kv_memory.filter(|&bytes| bytes < least) {
         bail!(
             "kv_memory of {} cannot hold one prefill step of this model: give at least {}",
@@ -339,15 +341,12 @@ pub fn run(flags: &Flags) -> Result<()> {
             progress::bytes(least)
         );
     }
-    let backend = model_args.backend()?;
     eprintln!("{}: {}", model.name, backend.describe());
     eprintln!("cache: {}; rotations: {}", cache.layout.describe(), cache.rotation_origin);
     eprintln!("attention: {}", backend.describe_attention(&cache.layout));
     let cache_args = CacheArgs {
         kv_memory: Some(
-            cache_args
-                .kv_memory
-                .unwrap_or_else(|| default_kv_memory(&cache.layout, context, config.prefill_chunk)),
+            cache_args.kv_memory.unwrap_or_else(|| default_kv_memory(&held, context, config.prefill_chunk)),
         ),
         ..cache_args
     };

@@ -103,8 +103,8 @@ impl Backend for Faulty {
         let heads = HeadPreparation { qk_norm: heads.qk_norm, rotation: heads.rotation };
         self.cpu.append(layer, shape, heads, rope, sequences, qkv, queries, pool)
     }
-    fn reads_demoted_tails(&self) -> bool {
-        self.cpu.reads_demoted_tails()
+    fn reads_demoted_tails(&self, layout: &CacheLayout) -> bool {
+        self.cpu.reads_demoted_tails(layout)
     }
     fn demote(&self, layer: usize, sequences: &[SequenceRows<'_>], pool: &mut Self::Pool) -> Result<()> {
         self.cpu.demote(layer, sequences, pool)

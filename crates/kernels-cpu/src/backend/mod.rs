@@ -377,7 +377,7 @@ impl Backend for CpuBackend {
         Ok(())
     }
 
-    fn reads_demoted_tails(&self) -> bool {
+    fn reads_demoted_tails(&self, _layout: &CacheLayout) -> bool {
         true
     }
 

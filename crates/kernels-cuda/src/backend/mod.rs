@@ -17,6 +17,7 @@ use crate::memory::Buffer;
 use crate::pages::CudaPages;
 use crate::sources::{APPEND, DEMOTE};
 use crate::step::{StepPlanner, StepTables, Uploads};
+use crate::storage::Storage;
 use launches::{Append, Embed, Gram, Launches, Random, RandomPages, RmsNorm, Select, Swiglu};
 use oscar_backend::{
     Backend, CacheHead, HeadPreparation, HeadShape, HostMatrix, Result as BackendResult, SequenceRows, Write,
@@ -207,15 +208,19 @@ impl Backend for CudaBackend {
         })
     }
 
+    fn held_layout(&self, layout: &CacheLayout) -> CacheLayout {
+        Storage::held(layout)
+    }
+
     fn pool(&self, layout: &CacheLayout, budget: usize) -> BackendResult<CudaPages> {
         let pages = CudaPages::reserve(&self.device, layout, budget)?;
         // Compiled now rather than in the middle of an answer.
         let by_head = vec![("HEAD_DIM", layout.head_dim())];
         self.kernels.function(&APPEND, &by_head, c"append", launches::append_shared(layout.head_dim()))?;
-        if layout.coded().is_some() {
+        if pages.storage() == Storage::Codes {
             self.kernels.function(&DEMOTE, &by_head, c"demote", 0)?;
         }
-        self.state().attention.prepare(&self.device, &self.kernels, layout.head_dim())?;
+        self.state().attention.prepare(&self.device, &self.kernels, layout.head_dim(), pages.storage())?;
         Ok(pages)
     }
 
@@ -257,12 +262,13 @@ impl Backend for CudaBackend {
             let State { planner, uploads, tables, attention, .. } = state;
             // What an earlier step recorded must be on its way before its tables are overwritten.
             self.device.flush()?;
-            let layout = pool.layout();
-            let (windows, has_codes) = (*layout.windows(), layout.coded().is_some());
-            *tables = planner.plan(&self.device, uploads, &windows, has_codes, sequences)?;
+            let (windows, storage) = (*pool.layout().windows(), pool.storage());
+            *tables = planner.plan(&self.device, uploads, &windows, storage, sequences)?;
             let summary = planner.summary();
             pool.ensure(summary.full_pages, summary.coded_pages)?;
-            if summary.decode && summary.rows <= crate::gemm::MOST_ROWS {
+            // Decoded history goes through the host in the middle of a step: there is nothing to record as a whole.
+            let whole = storage != Storage::Decoded;
+            if whole && summary.decode && summary.rows <= crate::gemm::MOST_ROWS {
                 self.device.record()?;
             }
             attention.begin_step(&self.device, &self.kernels, tables, summary, pool)
@@ -475,13 +481,31 @@ impl Backend for CudaBackend {
         Ok(pool.write_full_rows(head, full, first, keys, values)?)
     }
 
+    fn reads_demoted_tails(&self, layout: &CacheLayout) -> bool {
+        let codes = Storage::of(layout).is_ok_and(|storage| storage == Storage::Codes);
+        codes && self.state().attention.reads_demoted_tails(&self.device, layout.head_dim())
+    }
+
+    fn begin_demotion(&self, sequences: &[SequenceRows<'_>], pool: &mut CudaPages) -> BackendResult<()> {
+        self.run(|state| {
+            let State { planner, uploads, tables, .. } = state;
+            self.device.flush()?;
+            let windows = *pool.layout().windows();
+            *tables = planner.plan_demotion(&self.device, uploads, &windows, sequences)?;
+            pool.ensure(planner.summary().full_pages, planner.summary().coded_pages)
+        })
+    }
+
     fn demote(
         &self,
         layer: usize,
-        _sequences: &[SequenceRows<'_>],
+        sequences: &[SequenceRows<'_>],
         pool: &mut CudaPages,
     ) -> BackendResult<()> {
         self.run(|state| {
+            if pool.storage() == Storage::Decoded {
+                return crate::decoded::demote(&self.device, layer, sequences, pool);
+            }
             crate::attention::demote::demote(&self.device, &self.kernels, layer, &state.tables, pool)
         })
     }

@@ -26,9 +26,11 @@ pub fn run(args: &Args, query_heads: usize, kv_heads: usize) -> Result<()> {
             for &format in &args.kv {
                 let d = args.head_dim;
                 let one = CacheLayout::new(format, 1, kv_heads, d, windows, gpu.page_order())?;
+                let one = gpu.held_layout(&one);
                 let bytes = one.sequence_bytes(context) * batch;
                 let layers = COLD_BYTES.div_ceil(bytes) + 1;
                 let layout = CacheLayout::new(format, layers, kv_heads, d, windows, gpu.page_order())?;
+                let layout = gpu.held_layout(&layout);
                 let kernel = gpu.describe_attention(&layout);
                 let shape = HeadShape {
                     query_heads,

@@ -97,6 +97,7 @@ impl Args {
         let (c, windows) = (config, format.windows(self.cache.sink, self.cache.recent)?);
         let layout =
             CacheLayout::new(format, c.layers, c.kv_heads, c.head_dim, windows, backend.page_order())?;
+        let layout = backend.held_layout(&layout);
         let rotations = match format.rotation() {
             RotationKind::None => None,
             _ => Some(RotationSet::hadamard(c.layers, c.kv_heads, c.head_dim)?),

@@ -97,7 +97,8 @@ impl Session {
 
     /// A runner of this format with room for `sequences` sequences, unless the user set a budget.
     pub fn runner(&self, format: &Prepared, sequences: usize) -> Result<Runner<AnyBackend>> {
-        let layout = format.cache.layout.clone();
+        let mut templates = self.templates.borrow_mut();
+        let layout = templates[0].backend().held_layout(&format.cache.layout);
         let chunk = self.cache_args.prefill_chunk;
         let kv_memory = self
             .cache_args
@@ -112,7 +113,6 @@ impl Session {
             prefill_chunk: chunk,
         };
         let weights = &self.model.weights;
-        let mut templates = self.templates.borrow_mut();
         if !templates.iter().any(|runner| runner.rotations() == rotations) {
             let template = templates[0].with_cache(weights, options(layout.full_block_bytes()))?;
             templates.push(template);

@@ -1,0 +1,159 @@
+//! What the history of a cache is on the GPU: codes that kernels read, or, for formats without kernels, rows that
+//! went through the codec on the CPU and are kept decoded.
+//!
+//! **Invariant:** a format is never read by another rule than its own. Where the kernels do not know it, the answers are
+//! still the codec's; memory and speed are not, and everything that describes the cache says so.
+
+use crate::error::{CudaError, Result};
+use oscar_codec::page::Scheme;
+use oscar_codec::{CacheLayout, CodeLayout, FormatTable, PageCodec, RowPageCodec, Side, SideSpec};
+
+/// How pages of history are kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Storage {
+    /// There is no history: every token stays in BF16.
+    Plain,
+    /// Affine codes of 1 to 4 bits, made and read by kernels.
+    Codes,
+    /// BF16 rows in the form of full pages, coded and decoded on the CPU: for every other format.
+    Decoded,
+}
+
+impl Storage {
+    /// How a cache is kept, or why it cannot be.
+    pub fn of(layout: &CacheLayout) -> Result<Self> {
+        let refuse = |why: String| {
+            Err(CudaError::Unsupported(format!("KV format {}: {why}; use --device cpu", layout.format())))
+        };
+        if !crate::sources::HEAD_DIMS.contains(&layout.head_dim()) {
+            return refuse(format!(
+                "the GPU kernels know heads of 64, 128 and 256 channels, not {}",
+                layout.head_dim()
+            ));
+        }
+        for codec in codecs(layout.full()) {
+            if !both(|side| codec.spec(side).scheme == Scheme::Bf16) {
+                return refuse("the GPU keeps full tokens in BF16".into());
+            }
+        }
+        Ok(Self::kind(layout))
+    }
+
+    /// [`Storage::of`] for a cache that is not refused.
+    fn kind(layout: &CacheLayout) -> Self {
+        let Some(table) = layout.coded() else { return Self::Plain };
+        let read_by_kernels =
+            |codec: &RowPageCodec| both(|side| is_plain_affine(codec.spec(side), codec.head_dim()));
+        match layout.windows().sides_agree() && codecs(table).all(read_by_kernels) {
+            true => Self::Codes,
+            false => Self::Decoded,
+        }
+    }
+
+    /// The cache in the GPU's byte order, its blocks as large as they are there.
+    pub fn held(layout: &CacheLayout) -> CacheLayout {
+        // A head size without such an order is refused when pages are reserved, by name.
+        let layout = layout.with_order(CodeLayout::GpuTile).unwrap_or_else(|_| layout.clone());
+        match Self::kind(&layout) {
+            Self::Decoded => {
+                let bytes = layout.full_block_bytes();
+                layout.with_held_block_bytes(bytes)
+            }
+            Self::Plain | Self::Codes => layout,
+        }
+    }
+
+    /// Refuses pages whose bytes lie in another order than the kernels read.
+    pub fn check_order(self, layout: &CacheLayout) -> Result<()> {
+        // Codes that the GPU never sees may have any order.
+        let coded = layout.coded().filter(|_| self == Self::Codes);
+        let wrong = codecs(layout.full())
+            .chain(coded.into_iter().flat_map(codecs))
+            .find(|codec| codec.layout() != CodeLayout::GpuTile);
+        match wrong {
+            Some(codec) => Err(CudaError::Unsupported(format!(
+                "KV format {}: its pages are in {} order, the GPU reads its own",
+                layout.format(),
+                codec.layout().name()
+            ))),
+            None => Ok(()),
+        }
+    }
+}
+
+/// The codecs of a table, `[layer][kv_head]`.
+pub fn codecs(table: &FormatTable) -> impl Iterator<Item = &RowPageCodec> {
+    (0..table.layers()).flat_map(move |l| (0..table.kv_heads()).map(move |h| table.codec(l, h)))
+}
+
+fn both(holds: impl Fn(Side) -> bool) -> bool {
+    holds(Side::Key) && holds(Side::Value)
+}
+
+/// What the kernels read: one scale and minimum a head.
+fn is_plain_affine(spec: SideSpec, head_dim: usize) -> bool {
+    spec.scheme == Scheme::Affine
+        && (1..=4).contains(&spec.bits)
+        && (spec.group == 0 || spec.group == head_dim)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use oscar_codec::{KvFormat, Windows};
+
+    fn layout(name: &str, head_dim: usize) -> CacheLayout {
+        let format: KvFormat = name.parse().unwrap();
+        let windows = format.windows(None, None).unwrap();
+        CacheLayout::new(format, 6, 2, head_dim, windows, CodeLayout::CpuTile).unwrap()
+    }
+
+    #[test]
+    fn every_format_is_kept_by_its_own_rule_or_refused_by_name() {
+        for format in KvFormat::all() {
+            let layout = layout(&format.to_string(), 128);
+            let name = format.to_string();
+            let wanted = match name.as_str() {
+                "f32" => {
+                    let error = Storage::of(&layout).unwrap_err().to_string();
+                    assert!(error.contains("f32") && error.contains("--device cpu"), "{error}");
+                    continue;
+                }
+                "bf16" => Storage::Plain,
+                "oscar" | "oscar1" | "oscar2" | "oscar3" | "oscar4" => Storage::Codes,
+                // Plain affine codes whatever the rotation.
+                "int1" | "int2" | "int3" | "int4" | "naive2" => Storage::Codes,
+                name if name.starts_with("saw4") => Storage::Codes,
+                _ => Storage::Decoded,
+            };
+            assert_eq!(Storage::of(&layout).unwrap(), wanted, "{name}");
+        }
+        assert!(Storage::of(&layout("oscar2", 96)).unwrap_err().to_string().contains("96"));
+    }
+
+    #[test]
+    fn the_held_layout_counts_what_is_kept() {
+        for (name, decoded) in [("oscar2", false), ("bf16", false), ("kivi2", true), ("int8", true)] {
+            let own = layout(name, 128);
+            let held = Storage::held(&own);
+            Storage::of(&held).unwrap().check_order(&held).unwrap();
+            assert_eq!(Storage::of(&held).unwrap(), Storage::of(&own).unwrap(), "{name}");
+            let coded = if decoded { own.full_block_bytes() } else { own.coded_block_bytes() };
+            assert_eq!(held.coded_block_bytes(), coded, "{name}");
+            assert_eq!(held.page_bits(), own.page_bits(), "{name}");
+        }
+        let own = layout("oscar2", 128);
+        let error = Storage::of(&own).unwrap().check_order(&own).unwrap_err().to_string();
+        assert!(error.contains("cpu-tile"), "{error}");
+    }
+
+    #[test]
+    fn windows_by_side_are_beyond_the_code_kernels() {
+        let windows = *layout("kivi2", 64).windows();
+        assert!(!windows.sides_agree());
+        let by_side = CacheLayout::new(KvFormat::OSCAR2, 1, 1, 64, windows, CodeLayout::GpuTile).unwrap();
+        assert_eq!(Storage::of(&by_side).unwrap(), Storage::Decoded);
+        let agreeing = CacheLayout::new(KvFormat::OSCAR2, 1, 1, 64, Windows::default(), CodeLayout::GpuTile);
+        assert_eq!(Storage::of(&agreeing.unwrap()).unwrap(), Storage::Codes);
+    }
+}
