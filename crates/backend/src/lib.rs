@@ -6,6 +6,10 @@
 //! **Invariants:** a backend knows no model, no request and no HTTP. The result of a row depends on that row and
 //! its own sequence alone: not on the other rows of the step, not on the number of threads.
 
+mod candidates;
+
+pub use candidates::{Candidate, MOST_CANDIDATES, Pick, candidate_key, candidate_of, pick};
+
 use half::{bf16, f16};
 use oscar_codec::{CacheLayout, CodeLayout, CodedPageId, FullPageId, HeadRotations};
 use std::ops::Range;
@@ -198,6 +202,16 @@ pub trait Backend: Send + Sync {
     fn select(&self, x: &Self::Rows, rows: &[usize], out: &mut Self::Rows);
     /// Copies rows to the host, behind what `out` holds, once everything enqueued is done.
     fn read(&self, x: &Self::Rows, out: &mut Vec<f32>) -> Result<()>;
+    /// Does [`Backend::pick`] save anything here?
+    fn picks(&self) -> bool {
+        false
+    }
+    /// Lists, once everything enqueued is done, the most likely tokens of the rows of logits named: exactly those of
+    /// [`pick`]. They go behind what `out` holds, one list for each entry of `rows`.
+    fn pick(&self, logits: &Self::Rows, rows: &[(usize, Pick)], out: &mut Vec<Vec<Candidate>>) -> Result<()> {
+        let _ = (logits, rows, out);
+        Err(self.cannot("picking tokens"))
+    }
     /// Adds `Σ_r w_r · xᵀx` to `gram` (`width × width`, row-major, symmetric), `x` being columns
     /// `first..first + width` of row `r`; without weights every row counts once. The statistic of calibration.
     fn accumulate_gram(

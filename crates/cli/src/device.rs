@@ -2,8 +2,8 @@
 
 use anyhow::{Context, Result};
 use oscar_backend::{
-    Backend, BackendError, CacheHead, HeadPreparation, HeadShape, HostMatrix, Result as BackendResult,
-    SequenceRows, Write,
+    Backend, BackendError, CacheHead, Candidate, HeadPreparation, HeadShape, HostMatrix, Pick,
+    Result as BackendResult, SequenceRows, Write,
 };
 use oscar_codec::{CacheLayout, CodeLayout, FullPageId, HeadRotations};
 use oscar_kernels_cpu::backend::CpuBackend;
@@ -216,6 +216,19 @@ impl Backend for AnyBackend {
 
     fn read(&self, x: &Self::Rows, out: &mut Vec<f32>) -> BackendResult<()> {
         on_device!(self, read([x], out))
+    }
+
+    fn picks(&self) -> bool {
+        on_device!(self, picks())
+    }
+
+    fn pick(
+        &self,
+        logits: &Self::Rows,
+        rows: &[(usize, Pick)],
+        out: &mut Vec<Vec<Candidate>>,
+    ) -> BackendResult<()> {
+        on_device!(self, pick([logits], rows, out))
     }
 
     fn accumulate_gram(

@@ -1,6 +1,6 @@
 //! One model on one device, and the steps it runs.
 
-use oscar_backend::{Backend, BackendError, SequenceRows};
+use oscar_backend::{Backend, BackendError, Candidate, Pick, SequenceRows};
 use oscar_cache::{
     OutOfPages, PagePool, PoolUsage, PrefixPages, RadixCache, SequencePages, StepPages, TailDemotion,
 };
@@ -90,7 +90,7 @@ impl Sequence {
 pub struct StepRequest<'a> {
     pub sequence: &'a mut Sequence,
     pub tokens: &'a [u32],
-    /// Which of `tokens` want logits: the last, or all.
+    /// Which of `tokens` want logits.
     pub logits: Logits,
 }
 
@@ -100,6 +100,8 @@ pub enum Logits {
     None,
     Last,
     All,
+    /// Of the last, only these tokens. For [`Runner::step_picking`]; elsewhere it is as good as `Last`.
+    Pick(Pick),
 }
 
 /// A loaded model with its cache.
@@ -235,6 +237,36 @@ impl<B: Backend> Runner<B> {
         logits: &mut Vec<f32>,
         observer: Option<&mut dyn Observer<B>>,
     ) -> Result<(), EngineError> {
+        self.run_step(requests, |model, backend, input, _, storage, workspace| {
+            model.forward(backend, input, storage, workspace, logits, observer)
+        })
+    }
+
+    /// [`Runner::step`], but requests for [`Logits::Pick`] get a list in `picked` instead of logits, both in request
+    /// order. For backends that [pick](Backend::picks).
+    pub fn step_picking(
+        &mut self,
+        requests: &mut [StepRequest<'_>],
+        logits: &mut Vec<f32>,
+        picked: &mut Vec<Vec<Candidate>>,
+    ) -> Result<(), EngineError> {
+        self.run_step(requests, |model, backend, input, picks, storage, workspace| {
+            model.forward_picking(backend, input, picks, storage, workspace, logits, picked)
+        })
+    }
+
+    fn run_step(
+        &mut self,
+        requests: &mut [StepRequest<'_>],
+        forward: impl FnOnce(
+            &Transformer<B>,
+            &B,
+            &StepInput<'_>,
+            &[(usize, Pick)],
+            &mut B::Pool,
+            &mut Workspace<B>,
+        ) -> Result<(), BackendError>,
+    ) -> Result<(), EngineError> {
         self.check(requests)?;
         let mut steps = Vec::with_capacity(requests.len());
         for request in requests.iter_mut() {
@@ -248,13 +280,19 @@ impl<B: Backend> Runner<B> {
         }
         let mut tokens = Vec::new();
         let mut rows = Vec::with_capacity(requests.len());
-        let mut wanted = Vec::new();
+        let (mut wanted, mut picks) = (Vec::new(), Vec::new());
         for (request, step) in requests.iter().zip(&steps) {
             let first = tokens.len();
             tokens.extend_from_slice(request.tokens);
             match request.logits {
                 Logits::None => {}
-                Logits::Last => wanted.extend(tokens.len().checked_sub(1).filter(|&last| last >= first)),
+                Logits::Last | Logits::Pick(_) => {
+                    let last = tokens.len().checked_sub(1).filter(|&last| last >= first);
+                    if let (Logits::Pick(what), Some(_)) = (request.logits, last) {
+                        picks.push((wanted.len(), what));
+                    }
+                    wanted.extend(last);
+                }
                 Logits::All => wanted.extend(first..tokens.len()),
             }
             rows.push(SequenceRows {
@@ -267,14 +305,7 @@ impl<B: Backend> Runner<B> {
             });
         }
         let input = StepInput { tokens: &tokens, sequences: &rows, logits: &wanted };
-        self.model.forward(
-            &self.backend,
-            &input,
-            &mut self.storage,
-            &mut self.workspace,
-            logits,
-            observer,
-        )?;
+        forward(&self.model, &self.backend, &input, &picks, &mut self.storage, &mut self.workspace)?;
         for (request, step) in requests.iter_mut().zip(&steps) {
             request.sequence.pages.commit(&self.layout, step);
         }

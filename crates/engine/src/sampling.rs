@@ -4,6 +4,7 @@
 //! top-k, top-p, min-p, then one uniform draw. The draw of the `n`-th token of a sequence is a function of the seed
 //! and `n` alone (a counter-based generator), so it does not depend on who else is being served.
 
+use oscar_backend::{Candidate, MOST_CANDIDATES, Pick};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 use std::collections::{BTreeMap, BTreeSet};
@@ -96,7 +97,7 @@ impl SamplingParams {
 pub struct Sampler {
     params: SamplingParams,
     drawn: u64,
-    candidates: Vec<(f32, u32)>,
+    candidates: Vec<Candidate>,
     /// Distinct tokens of the prompt, kept only when a penalty asks for them.
     prompt: BTreeSet<u32>,
     /// How often the answer has each token so far.
@@ -130,6 +131,31 @@ impl Sampler {
     /// The next token. NaN logits are never chosen; if nothing else is left, token 0 is.
     pub fn sample(&mut self, logits: &[f32]) -> u32 {
         self.sample_except(logits, &[])
+    }
+
+    /// All that the next choice needs of the logits, where that is less than the whole row.
+    pub fn pick(&self) -> Option<Pick> {
+        let p = &self.params;
+        if !p.leaves_logits_alone() {
+            return None;
+        }
+        match p.temperature == 0.0 {
+            true => Some(Pick::Greedy),
+            false => (1..=MOST_CANDIDATES).contains(&p.top_k).then_some(Pick::Top(p.top_k)),
+        }
+    }
+
+    /// The next token from the list that [`Sampler::pick`] asked for: the one that [`Sampler::sample`] would choose
+    /// from the whole row.
+    pub fn sample_among(&mut self, candidates: &[Candidate]) -> u32 {
+        let index = self.drawn;
+        self.drawn += 1;
+        if self.params.temperature == 0.0 {
+            return candidates.first().map_or(0, |&(_, token)| token);
+        }
+        self.candidates.clear();
+        self.candidates.extend_from_slice(candidates);
+        self.draw(index)
     }
 
     /// [`Sampler::sample`] among all tokens but `banned`.
@@ -193,9 +219,6 @@ impl Sampler {
         candidates.clear();
         candidates
             .extend(logits.iter().enumerate().filter(|(_, l)| !l.is_nan()).map(|(i, &l)| (l, i as u32)));
-        if candidates.is_empty() {
-            return 0;
-        }
         // Ties are broken by token id, so that equal logits give equal answers everywhere.
         let order = |a: &(f32, u32), b: &(f32, u32)| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1));
         let k = self.params.top_k;
@@ -204,7 +227,13 @@ impl Sampler {
             candidates.truncate(k);
         }
         candidates.sort_unstable_by(order);
-        let max = candidates[0].0;
+        self.draw(index)
+    }
+
+    /// The `index`-th draw among the candidates, which are sorted and cut to `top_k`.
+    fn draw(&mut self, index: u64) -> u32 {
+        let candidates = &mut self.candidates;
+        let Some(&(max, _)) = candidates.first() else { return 0 };
         let mut total = 0.0;
         for (value, _) in candidates.iter_mut() {
             *value = if max.is_finite() { ((*value - max) / self.params.temperature).exp() } else { 1.0 };
@@ -333,6 +362,24 @@ mod tests {
     }
 
     #[test]
+    fn only_plain_settings_make_do_with_a_list() {
+        let pick = |params: SamplingParams| sampler(params).pick();
+        assert_eq!(pick(SamplingParams::default()), Some(Pick::Greedy));
+        let top = |top_k| SamplingParams { temperature: 0.7, top_k, ..Default::default() };
+        assert_eq!(pick(top(20)), Some(Pick::Top(20)));
+        assert_eq!(pick(top(MOST_CANDIDATES)), Some(Pick::Top(256)));
+        for whole in [
+            top(0),
+            top(MOST_CANDIDATES + 1),
+            SamplingParams { repetition_penalty: 1.1, ..Default::default() },
+            SamplingParams { logit_bias: vec![(3, 1.0)], ..top(20) },
+            SamplingParams { presence_penalty: 0.5, ..Default::default() },
+        ] {
+            assert_eq!(pick(whole.clone()), None, "{whole:?}");
+        }
+    }
+
+    #[test]
     fn bias_and_bans_decide() {
         let params = SamplingParams { logit_bias: vec![(2, 3.0), (9, 1.0)], ..Default::default() };
         let mut biased = sampler(params);
@@ -340,7 +387,34 @@ mod tests {
         assert_eq!(biased.sample_except(&[1.0, 0.0, 0.5], &[2]), 0);
     }
 
+    /// Logits as they come and as they should not.
+    fn any_logits() -> impl Strategy<Value = Vec<f32>> {
+        let values = prop_oneof![
+            6 => -5.0f32..5.0,
+            3 => prop::sample::select(vec![-1.0f32, -0.0, 0.0, 2.5]),
+            1 => prop::sample::select(vec![f32::NAN, f32::NEG_INFINITY, f32::INFINITY, 1e30]),
+        ];
+        prop::collection::vec(values, 1..400)
+    }
+
     proptest! {
+        #[test]
+        fn a_list_gives_the_token_that_the_whole_row_gives(
+            rows in prop::collection::vec(any_logits(), 1..6), seed in any::<u64>(), top_k in 1usize..300,
+            temperature in prop::sample::select(vec![0.0f32, 0.3, 1.0, 5.0]),
+            top_p in prop::sample::select(vec![1.0f32, 0.9, 0.3]), min_p in prop::sample::select(vec![0.0f32, 0.1]),
+        ) {
+            let params = SamplingParams { temperature, top_k, top_p, min_p, seed, ..Default::default() };
+            let (mut whole, mut listed) = (sampler(params.clone()), sampler(params));
+            for row in rows {
+                let token = match listed.pick() {
+                    Some(what) => listed.sample_among(&oscar_backend::pick(&row, what)),
+                    None => listed.sample(&row),
+                };
+                prop_assert_eq!(token, whole.sample(&row));
+            }
+        }
+
         #[test]
         fn the_nth_draw_depends_on_seed_and_n_alone(seed in any::<u64>(), logits in prop::collection::vec(-5.0f32..5.0, 2..40)) {
             let params = SamplingParams { temperature: 0.8, seed, ..Default::default() };

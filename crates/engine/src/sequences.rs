@@ -1,9 +1,10 @@
 //! Requests and their choices while they are being served.
 
 use crate::request::{GenerationParams, RequestId, TokenLogprobs};
-use crate::runner::Sequence;
+use crate::runner::{Logits, Sequence};
 use crate::sampling::Sampler;
 use crate::scheduler::SequenceId;
+use oscar_backend::Candidate;
 
 /// A request under way.
 pub struct Job {
@@ -52,7 +53,47 @@ pub struct Choice {
     pub takes_demoted: bool,
 }
 
+/// What a step says of a choice's next token.
+#[derive(Clone, Copy)]
+pub enum Found<'a> {
+    Logits(&'a [f32]),
+    /// What [`Logits::Pick`] asked for.
+    Candidates(&'a [Candidate]),
+}
+
+impl<'a> Found<'a> {
+    pub fn logits(self) -> Option<&'a [f32]> {
+        match self {
+            Self::Logits(rows) => Some(rows),
+            Self::Candidates(_) => None,
+        }
+    }
+
+    /// What it says of the last token.
+    pub fn last(self, vocab: usize) -> Self {
+        match self {
+            Self::Logits(rows) => Self::Logits(&rows[rows.len() - vocab..]),
+            list => list,
+        }
+    }
+}
+
 impl Choice {
+    /// Tokens that may not come next: an answer that must go on cannot end.
+    pub fn banned<'a>(&self, params: &'a GenerationParams) -> &'a [u32] {
+        if self.generated < params.min_tokens { &params.stop_tokens } else { &[] }
+    }
+
+    /// What the next token is to be chosen from; `picks` says whether the device can list candidates.
+    pub fn wants(&self, params: &GenerationParams, picks: bool) -> Logits {
+        match self.sampler.pick() {
+            Some(what) if picks && params.logprobs.is_none() && self.banned(params).is_empty() => {
+                Logits::Pick(what)
+            }
+            _ => Logits::Last,
+        }
+    }
+
     /// Tokens stored in the cache.
     pub fn stored(&self) -> usize {
         self.sequence.as_ref().map_or(0, Sequence::len)

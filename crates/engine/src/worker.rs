@@ -12,9 +12,9 @@ use crate::request::{Event, EventSink, FinishReason, Request, RequestError, Requ
 use crate::runner::{EngineError, Logits, Runner, Sequence, StepRequest};
 use crate::sampling::{Sampler, SamplingError};
 use crate::scheduler::{Scheduler, SchedulerOptions, SequenceId, StepPlan, Work};
-use crate::sequences::{Choice, Job};
+use crate::sequences::{Choice, Found, Job};
 use crate::statistics::Counters;
-use oscar_backend::Backend;
+use oscar_backend::{Backend, Candidate};
 use oscar_cache::{RadixCache, Reclaimed};
 use std::collections::{BTreeMap, HashMap};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -44,6 +44,7 @@ pub struct Worker<B: Backend> {
     pub(crate) counters: Counters,
     next_sequence: u64,
     logits: Vec<f32>,
+    picked: Vec<Vec<Candidate>>,
     pub(crate) shared: Arc<Shared>,
     inbox: Receiver<Command>,
 }
@@ -76,6 +77,7 @@ impl<B: Backend> Worker<B> {
             counters: Counters::default(),
             next_sequence: 0,
             logits: Vec::new(),
+            picked: Vec::new(),
             shared,
             inbox,
         }
@@ -255,7 +257,7 @@ impl<B: Backend> Worker<B> {
     fn run_plan(&mut self, plan: &StepPlan) {
         // The sequences leave the map while the runner borrows them all at once.
         let mut parts: Vec<(Work, Sequence, Logits)> = Vec::with_capacity(plan.work.len());
-        let mut boundaries = 0;
+        let (mut boundaries, picks) = (0, self.runner.backend().picks());
         for &work in &plan.work {
             let Some(choice) = self.choices.get_mut(&work.id) else { continue };
             let Some(sequence) = choice.sequence.take() else { continue };
@@ -263,13 +265,14 @@ impl<B: Backend> Worker<B> {
             let wants_all = job.prompt_logprobs.is_some() && choice.index == 0 && !job.started;
             let logits = match (wants_all, work.last) {
                 (true, _) => Logits::All,
-                (false, true) => Logits::Last,
+                (false, true) => choice.wants(&job.params, picks),
                 (false, false) => Logits::None,
             };
             boundaries += sequence.boundary(self.runner.layout());
             parts.push((work, sequence, logits));
         }
-        let (runner, choices, logits) = (&mut self.runner, &self.choices, &mut self.logits);
+        let (runner, choices) = (&mut self.runner, &self.choices);
+        let (logits, picked) = (&mut self.logits, &mut self.picked);
         let outcome = catch_unwind(AssertUnwindSafe(|| -> Result<(), EngineError> {
             let mut requests: Vec<StepRequest<'_>> = parts
                 .iter_mut()
@@ -279,7 +282,7 @@ impl<B: Backend> Worker<B> {
                     logits: *logits,
                 })
                 .collect();
-            runner.step(&mut requests, logits)
+            runner.step_picking(&mut requests, logits, picked)
         }));
         let error = match outcome {
             Ok(Ok(())) => None,
@@ -299,31 +302,33 @@ impl<B: Backend> Worker<B> {
         let after: usize = parts.iter().map(|(_, s, _)| s.boundary(self.runner.layout())).sum();
         self.counters.demoted_tokens += (after - boundaries) as u64;
         let vocab = self.runner.config().vocab_size;
-        let logits = std::mem::take(&mut self.logits);
-        let mut row = 0;
+        let (logits, picked) = (std::mem::take(&mut self.logits), std::mem::take(&mut self.picked));
+        let (mut row, mut lists) = (0, picked.iter());
         for (work, sequence, wanted) in parts {
-            let rows = match wanted {
-                Logits::None => 0,
-                Logits::Last => 1,
-                Logits::All => work.tokens,
+            let (rows, list) = match wanted {
+                Logits::None => (0, None),
+                Logits::Last => (1, None),
+                Logits::All => (work.tokens, None),
+                Logits::Pick(_) => (0, lists.next()),
             };
             let mine = &logits[row * vocab..(row + rows) * vocab];
             row += rows;
             if let Some(choice) = self.choices.get_mut(&work.id) {
                 choice.sequence = Some(sequence);
-                self.after_work(&work, wanted, mine, vocab);
+                let found = list.map_or(Found::Logits(mine), |list| Found::Candidates(list));
+                self.after_work(&work, wanted, found, vocab);
             }
         }
-        self.logits = logits;
+        (self.logits, self.picked) = (logits, picked);
     }
 
     /// What one sequence's share of a step brought.
-    fn after_work(&mut self, work: &Work, wanted: Logits, logits: &[f32], vocab: usize) {
+    fn after_work(&mut self, work: &Work, wanted: Logits, found: Found<'_>, vocab: usize) {
         self.publish(work.id, false);
         let choice = &self.choices[&work.id];
         let request = choice.request;
         let Some(job) = self.jobs.get_mut(&request) else { return };
-        if wanted == Logits::All
+        if let (Logits::All, Some(logits)) = (wanted, found.logits())
             && let (Some(found), Some(top)) = (&mut job.prompt_logprobs, job.params.prompt_logprobs)
         {
             for (i, row) in logits.chunks_exact(vocab).enumerate() {
@@ -342,7 +347,7 @@ impl<B: Backend> Worker<B> {
             return;
         }
         if self.start(request) {
-            self.continue_choice(work.id, &logits[logits.len() - vocab..]);
+            self.continue_choice(work.id, found.last(vocab));
         }
     }
 
@@ -386,20 +391,22 @@ impl<B: Backend> Worker<B> {
     }
 
     /// Chooses the next token of a choice.
-    fn continue_choice(&mut self, id: SequenceId, logits: &[f32]) {
+    fn continue_choice(&mut self, id: SequenceId, found: Found<'_>) {
         let Some(choice) = self.choices.get_mut(&id) else { return };
         let Some(job) = self.jobs.get_mut(&choice.request) else { return };
         let params = &job.params;
-        // An answer that must go on cannot end: its stop tokens are out of the question until it may.
-        let banned = if choice.generated < params.min_tokens { params.stop_tokens.as_slice() } else { &[] };
-        let token = choice.sampler.sample_except(logits, banned);
+        let token = match found {
+            Found::Logits(logits) => choice.sampler.sample_except(logits, choice.banned(params)),
+            Found::Candidates(list) => choice.sampler.sample_among(list),
+        };
         choice.generated += 1;
         job.completion_tokens += 1;
         self.counters.generated_tokens += 1;
         if choice.generated > params.min_tokens && params.stop_tokens.contains(&token) {
             return self.end_choice(id, FinishReason::Stop);
         }
-        let logprobs = params.logprobs.map(|top| token_logprobs(logits, token, top));
+        let wanted = params.logprobs.zip(found.logits());
+        let logprobs = wanted.map(|(top, logits)| token_logprobs(logits, token, top));
         self.outbox.push((choice.request, Event::Token { choice: choice.index, token, logprobs }));
         if choice.generated == params.max_tokens {
             return self.end_choice(id, FinishReason::Length);

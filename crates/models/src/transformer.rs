@@ -10,6 +10,10 @@
 //! The value rotation of the cache is folded into `Wv` and `Wo` when the weights are loaded, so it costs nothing
 //! at run time; the key rotation cannot be folded (QK-norm and RoPE stand between) and is part of `append`.
 
+mod forward;
+
+pub use forward::{Observer, StepInput};
+
 use crate::config::DecoderConfig;
 use crate::error::LoadError;
 use crate::rope::RopeTable;
@@ -91,22 +95,8 @@ pub struct Workspace<B: Backend> {
     gated: B::Rows,
     selected: B::Rows,
     logits: B::Rows,
-}
-
-/// The rows of one step.
-pub struct StepInput<'a> {
-    pub tokens: &'a [u32],
-    pub sequences: &'a [SequenceRows<'a>],
-    /// Rows whose logits are wanted, ascending.
-    pub logits: &'a [usize],
-}
-
-/// Sees what calibration needs of each layer.
-pub trait Observer<B: Backend> {
-    /// Rows of `[queries | keys | values]` after QK-norm and RoPE and before any rotation.
-    fn heads(&mut self, backend: &B, layer: usize, qkv: &B::Rows) -> Result<(), BackendError>;
-    /// Attention outputs of all query heads, in the values' basis.
-    fn attended(&mut self, backend: &B, layer: usize, attended: &B::Rows) -> Result<(), BackendError>;
+    /// Those rows of `logits` that go to the host whole, where not all do.
+    whole_logits: B::Rows,
 }
 
 impl<B: Backend> Transformer<B> {
@@ -238,62 +228,8 @@ impl<B: Backend> Transformer<B> {
             gated: backend.rows(c.intermediate_size),
             selected: backend.rows(c.hidden_size),
             logits: backend.rows(c.vocab_size),
+            whole_logits: backend.rows(c.vocab_size),
         }
-    }
-
-    /// Runs one step and reads the wanted rows' logits (`logits.len() × vocab`) into `logits`.
-    pub fn forward(
-        &self,
-        backend: &B,
-        input: &StepInput<'_>,
-        pool: &mut B::Pool,
-        w: &mut Workspace<B>,
-        logits: &mut Vec<f32>,
-        mut observer: Option<&mut dyn Observer<B>>,
-    ) -> Result<(), BackendError> {
-        let body = &*self.body;
-        let eps = body.config.rms_norm_eps;
-        backend.begin_step(input.sequences, pool)?;
-        backend.embed(&body.embedding, input.tokens, &mut w.hidden);
-        for (index, (layer, projections)) in body.layers.iter().zip(&*self.projections).enumerate() {
-            backend.rms_norm(&w.hidden, &layer.input_norm, eps, &mut w.normed);
-            backend.linear(&projections.qkv, &w.normed, &mut w.qkv, Write::Replace);
-            let heads = HeadPreparation {
-                qk_norm: layer.qk_norm.as_ref().map(|(q, k)| (q, k)),
-                rotation: projections.rotation.as_ref(),
-            };
-            backend.append(
-                index,
-                &body.shape,
-                heads,
-                &body.rope,
-                input.sequences,
-                &mut w.qkv,
-                &mut w.queries,
-                pool,
-            )?;
-            if let Some(observer) = observer.as_deref_mut() {
-                observer.heads(backend, index, &w.qkv)?;
-            }
-            backend.demote(index, input.sequences, pool)?;
-            backend.attention(index, &body.shape, input.sequences, &w.queries, pool, &mut w.attended)?;
-            if let Some(observer) = observer.as_deref_mut() {
-                observer.attended(backend, index, &w.attended)?;
-            }
-            backend.linear(&projections.output, &w.attended, &mut w.hidden, Write::Add);
-
-            backend.rms_norm(&w.hidden, &layer.post_norm, eps, &mut w.normed);
-            backend.gated_linear(&layer.gate_up, &w.normed, &mut w.gate_up, &mut w.gated);
-            backend.linear(&layer.down, &w.gated, &mut w.hidden, Write::Add);
-        }
-        logits.clear();
-        if !input.logits.is_empty() {
-            backend.select(&w.hidden, input.logits, &mut w.selected);
-            backend.rms_norm(&w.selected, &body.final_norm, eps, &mut w.normed);
-            backend.logits(body.head.as_ref().unwrap_or(&body.embedding), &w.normed, &mut w.logits);
-            backend.read(&w.logits, logits)?;
-        }
-        backend.end_step()
     }
 }
 

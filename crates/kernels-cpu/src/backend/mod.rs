@@ -13,8 +13,8 @@ use half::bf16;
 use heads::{HeadTask, LayerRotation};
 
 use oscar_backend::{
-    Backend, BackendError, CacheHead, HeadPreparation, HeadShape, HostMatrix, HostValues, Result,
-    SequenceRows, Write,
+    Backend, BackendError, CacheHead, Candidate, HeadPreparation, HeadShape, HostMatrix, HostValues, Pick,
+    Result, SequenceRows, Write,
 };
 use oscar_codec::attention::PagedContext;
 use oscar_codec::{
@@ -326,6 +326,20 @@ impl Backend for CpuBackend {
 
     fn read(&self, x: &CpuRows, out: &mut Vec<f32>) -> Result<()> {
         out.extend_from_slice(&x.values);
+        Ok(())
+    }
+
+    fn picks(&self) -> bool {
+        true
+    }
+
+    fn pick(&self, logits: &CpuRows, rows: &[(usize, Pick)], out: &mut Vec<Vec<Candidate>>) -> Result<()> {
+        for &(row, what) in rows {
+            let logits = logits.values.chunks_exact(logits.width).nth(row);
+            let logits =
+                logits.ok_or_else(|| Self::shape_error("a pick", format!("there is no row {row}")))?;
+            out.push(oscar_backend::pick(logits, what));
+        }
         Ok(())
     }
 

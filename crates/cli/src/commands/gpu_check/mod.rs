@@ -2,8 +2,14 @@
 //! that needs nothing but the GPU; exits non-zero on a difference.
 
 mod cache;
+mod decoded;
+mod growing;
+mod heads;
 mod model;
+#[cfg(test)]
+mod on_cpu;
 mod rows;
+mod tails;
 
 use crate::table;
 use anyhow::{Context, Result, bail};
@@ -28,6 +34,10 @@ enum Part {
     Rows,
     /// Append, demotion and attention over pages of every width
     Cache,
+    /// Formats without kernels: history coded on the CPU and kept decoded
+    Generic,
+    /// Prefixes whose BF16 tails were coded to make room
+    Tails,
     /// The embedded model against the CPU
     Model,
 }
@@ -81,7 +91,14 @@ pub fn run(args: &Args) -> Result<()> {
         rows::check(&gpu, &mut report)?;
     }
     if wants(Part::Cache) {
-        cache::check(&gpu, &mut report)?;
+        cache::check(&gpu, 1, &mut report)?;
+        heads::check(&gpu, &mut report)?;
+    }
+    if wants(Part::Generic) {
+        decoded::check(&gpu, 1, &mut report)?;
+    }
+    if wants(Part::Tails) {
+        tails::check(&gpu, 1, &mut report)?;
     }
     if wants(Part::Model) {
         model::check(&mut report)?;
@@ -149,7 +166,7 @@ impl Numbers {
 }
 
 /// Rows on the GPU with these values, which must be exact in BF16: an embedding of row numbers.
-fn upload(gpu: &CudaBackend, values: &[f32], width: usize) -> Result<<CudaBackend as Backend>::Rows> {
+fn upload<B: Backend>(gpu: &B, values: &[f32], width: usize) -> Result<B::Rows> {
     let count = values.len() / width;
     let table = gpu.matrix(HostMatrix {
         outputs: count,
@@ -165,7 +182,7 @@ fn upload(gpu: &CudaBackend, values: &[f32], width: usize) -> Result<<CudaBacken
     Ok(rows)
 }
 
-fn download(gpu: &CudaBackend, rows: &<CudaBackend as Backend>::Rows) -> Result<Vec<f32>> {
+fn download<B: Backend>(gpu: &B, rows: &B::Rows) -> Result<Vec<f32>> {
     let mut values = Vec::new();
     gpu.read(rows, &mut values)?;
     Ok(values)

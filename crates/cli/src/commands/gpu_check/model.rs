@@ -7,6 +7,21 @@ use anyhow::{Context, Result};
 use oscar_codec::KvFormat;
 use oscar_engine::{Logits, Runner, Sequence, StepRequest};
 
+/// Those that have kernels, then rivals: `saw4` by the kernels of plain codes, the others by the generic path.
+const FORMATS: [&str; 11] = [
+    "bf16",
+    "oscar2",
+    "oscar4",
+    "oscar1",
+    "saw4",
+    "int8",
+    "quarot2",
+    "kivi2-g32",
+    "kitty",
+    "turboquant3",
+    "turboquant-k3v4",
+];
+
 /// Tokens generated after each prompt.
 const GENERATED: usize = 48;
 
@@ -31,7 +46,7 @@ pub fn check(report: &mut Report) -> Result<()> {
     let args = ModelArgs { model: None, device: Device::Cpu, threads: None, precision: PrecisionArg::Bf16 };
     let model = args.open()?;
     let tokenizer = model.text()?.tokenizer;
-    for name in ["bf16", "oscar2", "oscar4", "oscar1"] {
+    for name in FORMATS {
         let format: KvFormat = name.parse()?;
         let mut cpu = runner(&model, format, args.backend()?)?;
         let mut gpu = runner(&model, format, AnyBackend::cuda()?)?;

@@ -1,0 +1,411 @@
+//! Sequences that grow on the GPU, one layer of them, beside a scalar twin that holds what the codec says every page must
+//! contain and what attention over it must return.
+
+use super::{Numbers, Report, download, largest_difference, upload};
+use anyhow::{Context, Result};
+use oscar_backend::{Backend, HeadPreparation, HeadShape, SequenceRows};
+use oscar_cache::{PagePool, SequencePages};
+use oscar_codec::{CacheLayout, PAGE_TOKENS, PageCodec, RowPageCodec, Side, TILE_TOKENS, Windows};
+use oscar_kernels_cuda::pages::CudaPages;
+use oscar_kernels_cuda::storage::Storage;
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+/// What rows look like.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Pattern {
+    Plain,
+    /// A few channels a thousand times larger.
+    Outliers,
+    /// Every row constant.
+    Constant,
+    /// Beyond what the fp16 pair of a code can hold.
+    Huge,
+    /// Subnormal neighbourhood.
+    Tiny,
+    Zero,
+    /// Ties at the clip threshold.
+    Ties,
+}
+
+impl Pattern {
+    pub const ALL: [Self; 7] =
+        [Self::Plain, Self::Outliers, Self::Constant, Self::Huge, Self::Tiny, Self::Zero, Self::Ties];
+
+    fn row(self, numbers: &mut Numbers, d: usize) -> Vec<f32> {
+        let constant = numbers.unit();
+        (0..d)
+            .map(|i| {
+                let x = numbers.unit();
+                let x = match self {
+                    Self::Plain => x,
+                    Self::Outliers if i % 37 == 5 => x * 1000.0,
+                    Self::Outliers => x,
+                    Self::Constant => constant,
+                    Self::Huge => x * 1e6,
+                    Self::Tiny => x * 1e-30,
+                    Self::Zero => 0.0,
+                    Self::Ties => (x * 4.0).round() / 4.0,
+                };
+                half::bf16::from_f32(x).to_f32()
+            })
+            .collect()
+    }
+}
+
+/// Names of what is checked, and how far attention may be off.
+#[derive(Clone, Copy)]
+pub struct Checks {
+    pub history: &'static str,
+    pub decode: &'static str,
+    pub prefill: &'static str,
+    /// Largest difference of an output, as a share of the largest value it is a mean of.
+    pub allowed: f64,
+}
+
+/// Pages of a device that can be looked at. The unit tests run the checks on the CPU, so that a check which has never
+/// seen a GPU is known to be right.
+pub trait Inspected {
+    fn storage(&self) -> Storage;
+    /// A page of history of the first layer; `None` where pages are not to be compared.
+    fn history_page(&self, head: usize, id: u32) -> Result<Option<Vec<u8>>>;
+}
+
+impl Inspected for CudaPages {
+    fn storage(&self) -> Storage {
+        CudaPages::storage(self)
+    }
+
+    fn history_page(&self, head: usize, id: u32) -> Result<Option<Vec<u8>>> {
+        Ok(Some(self.read_page(0, head, id, true)?))
+    }
+}
+
+/// One layer's cache of some sequences, on the GPU and as a twin.
+pub struct Growing<'a, B: Backend> {
+    pub gpu: &'a B,
+    pub layout: CacheLayout,
+    shape: HeadShape,
+    pub page_pool: PagePool,
+    pub pool: B::Pool,
+    pub pages: Vec<SequencePages>,
+    /// By sequence and KV head.
+    pub twins: Vec<Vec<HeadTwin>>,
+    rope: B::Rope,
+    queries: B::Rows,
+    attended: B::Rows,
+    numbers: Numbers,
+    pub checks: Checks,
+    what: String,
+}
+
+impl<'a, B: Backend<Pool: Inspected>> Growing<'a, B> {
+    #[allow(clippy::too_many_arguments)]
+    pub fn new(
+        gpu: &'a B,
+        layout: CacheLayout,
+        group: usize,
+        scale: f32,
+        sequences: usize,
+        total: usize,
+        seed: u64,
+        checks: Checks,
+        what: String,
+    ) -> Result<Self> {
+        let (d, kv_heads) = (layout.head_dim(), layout.kv_heads());
+        let layout = gpu.held_layout(&layout);
+        let budget = (layout.full_block_bytes() + layout.coded_block_bytes()) * (total / PAGE_TOKENS + 24);
+        Ok(Self {
+            gpu,
+            shape: HeadShape {
+                query_heads: kv_heads * group,
+                kv_heads,
+                head_dim: d,
+                rms_norm_eps: 1e-6,
+                scale,
+            },
+            page_pool: PagePool::new(&layout, budget),
+            pool: gpu.pool(&layout, budget)?,
+            pages: (0..sequences).map(|_| SequencePages::new()).collect(),
+            twins: vec![vec![HeadTwin::default(); kv_heads]; sequences],
+            queries: gpu.rows(kv_heads * group * d),
+            attended: gpu.rows(kv_heads * group * d),
+            rope: gpu.rope(&vec![1.0; total * d / 2], &vec![0.0; total * d / 2], d)?,
+            layout,
+            numbers: Numbers::new(seed),
+            checks,
+            what,
+        })
+    }
+
+    /// Gives each sequence so many rows more and compares what the GPU then holds and answers.
+    pub fn step(&mut self, step_rows: &[usize], pattern: Pattern, report: &mut Report) -> Result<()> {
+        let HeadShape { query_heads, kv_heads, head_dim: d, .. } = self.shape;
+        let width = (query_heads + 2 * kv_heads) * d;
+        let mut values = Vec::new();
+        for _ in 0..step_rows.iter().sum() {
+            for _ in 0..query_heads {
+                values.extend(Pattern::Plain.row(&mut self.numbers, d));
+            }
+            for _ in 0..2 * kv_heads {
+                values.extend(pattern.row(&mut self.numbers, d));
+            }
+        }
+        let mut plans = Vec::new();
+        for (pages, &rows) in self.pages.iter_mut().zip(step_rows) {
+            plans.push(pages.prepare(&self.layout, &self.page_pool, rows)?);
+        }
+        let mut first = 0;
+        let rows: Vec<SequenceRows<'_>> = self
+            .pages
+            .iter()
+            .zip(&plans)
+            .map(|(pages, plan)| {
+                let range = first..first + plan.positions.len();
+                first = range.end;
+                SequenceRows {
+                    rows: range,
+                    first_position: plan.positions.start,
+                    full: pages.full(),
+                    coded: pages.coded(),
+                    demote: plan.demote.clone(),
+                    demote_values: plan.demote_values.clone(),
+                }
+            })
+            .collect();
+        let (gpu, pool) = (self.gpu, &mut self.pool);
+        let mut qkv = upload(gpu, &values, width)?;
+        let (queries, attended) = (&mut self.queries, &mut self.attended);
+        gpu.begin_step(&rows, pool)?;
+        let plain = HeadPreparation { qk_norm: None, rotation: None };
+        gpu.append(0, &self.shape, plain, &self.rope, &rows, &mut qkv, queries, pool)?;
+        gpu.demote(0, &rows, pool)?;
+        gpu.attention(0, &self.shape, &rows, queries, pool, attended)?;
+        let found = download(gpu, attended)?;
+
+        for (s, twins) in rows.iter().zip(&mut self.twins) {
+            for (head, twin) in twins.iter_mut().enumerate() {
+                for row in s.rows.clone() {
+                    let at = |h: usize| &values[row * width + h * d..][..d];
+                    twin.keys.extend_from_slice(at(query_heads + head));
+                    twin.values.extend_from_slice(at(query_heads + kv_heads + head));
+                }
+                twin.demote(&self.layout, pool.storage(), head, [&s.demote, &s.demote_values])?;
+                twin.compare_history(&self.layout, pool, head, s, self.checks.history, &self.what, report)?;
+            }
+        }
+        let reference = Reference {
+            shape: &self.shape,
+            windows: self.layout.windows(),
+            coded: self.layout.coded().is_some(),
+            values: &values,
+            width,
+            found: &found,
+            checks: self.checks,
+            what: &self.what,
+        };
+        for (s, twins) in rows.iter().zip(&self.twins) {
+            reference.compare(s, twins, &mut self.numbers, report);
+        }
+        for (pages, plan) in self.pages.iter_mut().zip(&plans) {
+            pages.commit(&self.layout, plan);
+        }
+        Ok(())
+    }
+}
+
+/// What one sequence holds of one KV head: rows as stored and as coded.
+#[derive(Default, Clone)]
+pub struct HeadTwin {
+    pub keys: Vec<f32>,
+    pub values: Vec<f32>,
+    coded_pages: BTreeMap<usize, Vec<u8>>,
+    coded_keys: Vec<f32>,
+    coded_values: Vec<f32>,
+}
+
+impl HeadTwin {
+    /// Forgets everything from a position on.
+    pub fn truncate(&mut self, tokens: usize, head_dim: usize) {
+        for rows in [&mut self.keys, &mut self.values, &mut self.coded_keys, &mut self.coded_values] {
+            rows.truncate(tokens * head_dim);
+        }
+    }
+
+    /// Codes positions of keys and values as the codec does and keeps what they decode to.
+    pub fn demote(
+        &mut self,
+        layout: &CacheLayout,
+        storage: Storage,
+        head: usize,
+        positions: [&Range<usize>; 2],
+    ) -> Result<()> {
+        let Some(table) = layout.coded() else { return Ok(()) };
+        let (codec, d, origin) = (table.codec(0, head), layout.head_dim(), layout.windows().sink());
+        self.coded_keys.resize(self.keys.len(), 0.0);
+        self.coded_values.resize(self.values.len(), 0.0);
+        for (side, positions) in [Side::Key, Side::Value].into_iter().zip(positions) {
+            let (rows, decoded) = match side {
+                Side::Key => (&self.keys, &mut self.coded_keys),
+                Side::Value => (&self.values, &mut self.coded_values),
+            };
+            let pages = &mut self.coded_pages;
+            for block in positions.start / PAGE_TOKENS..positions.end.div_ceil(PAGE_TOKENS) {
+                pages.entry(block).or_insert_with(|| vec![0; codec.page_bytes()]);
+            }
+            let page = |block: usize| format!("page of block {block}");
+            if let Some(groups) = codec.token_groups(side) {
+                for first in positions.clone().step_by(groups.tokens()) {
+                    let rows = &rows[first * d..(first + groups.tokens()) * d];
+                    codec.encode_group(side, first, rows, |at, bytes, tile| {
+                        if let Some(page) = pages.get_mut(&at.block) {
+                            page[bytes].copy_from_slice(tile);
+                        }
+                    })?;
+                }
+            } else {
+                for position in positions.clone() {
+                    let block = position / PAGE_TOKENS;
+                    let into = pages.get_mut(&block).with_context(|| page(block))?;
+                    let row = &rows[position * d..(position + 1) * d];
+                    codec.encode_side_rows(side, position % PAGE_TOKENS, row, into)?;
+                }
+            }
+            let last = pages.keys().next_back().map_or(0, |block| block + 1);
+            let held: Vec<Option<&[u8]>> = (0..last).map(|b| pages.get(&b).map(Vec::as_slice)).collect();
+            for position in positions.clone() {
+                let row = &mut decoded[position * d..(position + 1) * d];
+                codec.decode_token(side, &held, origin, position, row)?;
+                if storage == Storage::Decoded {
+                    row.iter_mut().for_each(|v| *v = half::bf16::from_f32(*v).to_f32());
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The rows that were just demoted, on the GPU and here.
+    #[allow(clippy::too_many_arguments)]
+    pub fn compare_history(
+        &self,
+        layout: &CacheLayout,
+        pool: &impl Inspected,
+        head: usize,
+        s: &SequenceRows<'_>,
+        name: &str,
+        what: &str,
+        report: &mut Report,
+    ) -> Result<()> {
+        let Some(table) = layout.coded() else { return Ok(()) };
+        for (side, positions) in [(Side::Key, &s.demote), (Side::Value, &s.demote_values)] {
+            for position in positions.clone().step_by(TILE_TOKENS) {
+                let block = position / PAGE_TOKENS;
+                let id = s.coded.get(block).copied().flatten().context("a coded page")?;
+                let Some(page) = pool.history_page(head, id.0)? else { continue };
+                // A tile, or as much of it as a sliding window demotes.
+                let end = positions.end.min(position + TILE_TOKENS).min((block + 1) * PAGE_TOKENS);
+                let differing = match pool.storage() {
+                    Storage::Decoded => {
+                        let full = layout.full().codec(0, head);
+                        (position..end).filter(|&p| !self.holds(full, side, p, &page)).count()
+                    }
+                    _ => self.differing(table.codec(0, head), side, position..end, &page),
+                };
+                report.case(name, differing as f64, 0.0, || {
+                    format!("{what}, {side:?} of positions {position}..{end}, head {head}")
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// Codes and parameters in which a page differs from the codec's.
+    fn differing(&self, codec: &RowPageCodec, side: Side, positions: Range<usize>, page: &[u8]) -> usize {
+        let Some(expected) = self.coded_pages.get(&(positions.start / PAGE_TOKENS)) else {
+            return usize::MAX;
+        };
+        let mut count = 0;
+        for token in positions.map(|p| p % PAGE_TOKENS) {
+            let params = |page| codec.group_params(side, page, token, 0);
+            count += usize::from(params(expected) != params(page));
+            let code = |page, c| codec.code(side, page, token, c);
+            count += (0..codec.head_dim()).filter(|&c| code(expected, c) != code(page, c)).count();
+        }
+        count
+    }
+
+    /// Does a page of decoded history hold what the codes of a position stand for?
+    fn holds(&self, full: &RowPageCodec, side: Side, position: usize, page: &[u8]) -> bool {
+        let mut row = vec![0.0; full.head_dim()];
+        full.decode_row(side, page, position % PAGE_TOKENS, &mut row);
+        let expected = if side == Side::Key { &self.coded_keys } else { &self.coded_values };
+        let expected = &expected[position * full.head_dim()..][..full.head_dim()];
+        row.iter().zip(expected).all(|(a, b)| a.to_bits() == b.to_bits())
+    }
+}
+
+/// Attention of some rows of a step, in f64, against what the GPU found.
+struct Reference<'a> {
+    shape: &'a HeadShape,
+    windows: &'a Windows,
+    coded: bool,
+    /// Rows of `[queries | keys | values]`.
+    values: &'a [f32],
+    width: usize,
+    found: &'a [f32],
+    checks: Checks,
+    what: &'a str,
+}
+
+impl Reference<'_> {
+    fn compare(&self, s: &SequenceRows<'_>, twins: &[HeadTwin], numbers: &mut Numbers, report: &mut Report) {
+        let (shape, d) = (self.shape, self.shape.head_dim);
+        let (group, count) = (shape.query_heads / shape.kv_heads, s.rows.len());
+        let coded_until = if self.coded { s.coded_until() } else { 0 };
+        // All rows of a decode step; first, last and some others of a prefill.
+        let mut chosen: Vec<usize> = vec![0, count - 1];
+        chosen.extend((0..6).map(|_| numbers.below(count)));
+        chosen.sort_unstable();
+        chosen.dedup();
+        for i in chosen {
+            let (row, t) = (s.rows.start + i, s.first_position + i);
+            for head in 0..shape.query_heads {
+                let twin = &twins[head / group];
+                let query = &self.values[row * self.width + head * d..][..d];
+                let is_code = |side, j: usize| {
+                    let boundary = self.windows.side_boundary(side, t).max(coded_until);
+                    self.coded && j >= self.windows.sink() && j < boundary
+                };
+                let key = |j: usize| {
+                    let rows = if is_code(Side::Key, j) { &twin.coded_keys } else { &twin.keys };
+                    &rows[j * d..][..d]
+                };
+                let value = |j: usize| {
+                    let rows = if is_code(Side::Value, j) { &twin.coded_values } else { &twin.values };
+                    &rows[j * d..][..d]
+                };
+                let dot = |k: &[f32]| -> f64 {
+                    query.iter().zip(k).map(|(&q, &k)| f64::from(q) * f64::from(k)).sum()
+                };
+                let scores: Vec<f64> = (0..=t).map(|j| f64::from(shape.scale) * dot(key(j))).collect();
+                let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+                let weights: Vec<f64> = scores.iter().map(|s| (s - top).exp()).collect();
+                let sum: f64 = weights.iter().sum();
+                let mut expected = vec![0f64; d];
+                let mut largest = 0f64;
+                for (j, w) in weights.iter().enumerate() {
+                    for (e, &v) in expected.iter_mut().zip(value(j)) {
+                        *e += w / sum * f64::from(v);
+                        largest = largest.max(f64::from(v).abs());
+                    }
+                }
+                let at = row * shape.query_heads * d + head * d;
+                let difference = largest_difference(&self.found[at..at + d], &expected);
+                let name = if count == 1 { self.checks.decode } else { self.checks.prefill };
+                report.case(name, difference, largest * self.checks.allowed + 1e-30, || {
+                    format!("{}, position {t}, query head {head}", self.what)
+                });
+            }
+        }
+    }
+}

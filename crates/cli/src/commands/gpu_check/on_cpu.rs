@@ -1,0 +1,61 @@
+//! The checks themselves, checked: the scalar CPU backend passes them (a part of them, to save time).
+
+use super::growing::Inspected;
+use super::{Report, cache, decoded, tails};
+use anyhow::Result;
+use oscar_codec::CodedPageId;
+use oscar_kernels_cpu::backend::{CpuBackend, CpuPages, Mode};
+use oscar_kernels_cpu::{Kernels, Variant};
+use oscar_kernels_cuda::storage::Storage;
+
+impl Inspected for CpuPages {
+    fn storage(&self) -> Storage {
+        if self.layout().coded().is_some() { Storage::Codes } else { Storage::Plain }
+    }
+
+    fn history_page(&self, head: usize, id: u32) -> Result<Option<Vec<u8>>> {
+        // Formats without GPU kernels have no codes on a GPU that these could be compared like.
+        let compares = Storage::of(self.layout())? == Storage::Codes;
+        Ok(compares.then(|| self.coded_page(0, head, CodedPageId(id)).to_vec()))
+    }
+}
+
+fn cpu() -> CpuBackend {
+    CpuBackend::new(Kernels::for_variant(Variant::Scalar).unwrap(), 2, Mode::F32).unwrap()
+}
+
+fn assert_passes(report: &Report, names: &[&str]) {
+    for finding in &report.findings {
+        assert_eq!(finding.failure, None, "{}", finding.name);
+    }
+    for name in names {
+        assert!(report.findings.iter().any(|f| f.name == *name && f.cases > 10), "{name} was not checked");
+    }
+}
+
+#[test]
+fn the_cpu_passes_the_checks_of_demoted_tails() {
+    let mut report = Report::default();
+    tails::check(&cpu(), 5, &mut report).unwrap();
+    assert_passes(
+        &report,
+        &["demoted tail, codes", "demoted tail, attention, decode", "demoted tail, attention, prefill"],
+    );
+}
+
+#[test]
+fn the_cpu_passes_the_checks_of_generic_formats() {
+    let mut report = Report::default();
+    decoded::check(&cpu(), 5, &mut report).unwrap();
+    assert_passes(
+        &report,
+        &["generic formats run", "generic formats, attention, decode", "generic formats, attention, prefill"],
+    );
+}
+
+#[test]
+fn the_cpu_passes_the_checks_of_codes() {
+    let mut report = Report::default();
+    cache::check(&cpu(), 11, &mut report).unwrap();
+    assert_passes(&report, &["demoted codes", "attention, decode", "attention, prefill"]);
+}
