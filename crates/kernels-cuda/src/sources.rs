@@ -26,6 +26,7 @@ source!(SKINNY_GEMM, "skinny_gemm.cu", by_head_dim: false);
 source!(BANDWIDTH, "bandwidth.cu", by_head_dim: false);
 source!(GRAM, "gram.cu", by_head_dim: false);
 source!(RANDOM, "random.cu", by_head_dim: false);
+source!(PICK, "pick.cu", by_head_dim: false);
 source!(APPEND, "append.cu", by_head_dim: true);
 source!(ATTENTION_GENERIC, "attention_generic.cu", by_head_dim: true);
 source!(ATTENTION_DECODED, "attention_decoded.cu", by_head_dim: true);
@@ -58,6 +59,7 @@ static PLAIN: &[&Source] = &[
     &BANDWIDTH,
     &GRAM,
     &RANDOM,
+    &PICK,
     &APPEND,
     &ATTENTION_GENERIC,
     &ATTENTION_DECODED,

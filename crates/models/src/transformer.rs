@@ -21,9 +21,7 @@ use crate::tensor::TensorView;
 use crate::tensor_names::Projection;
 use crate::weights::Weights;
 use half::{bf16, f16};
-use oscar_backend::{
-    Backend, BackendError, HeadPreparation, HeadShape, HostMatrix, HostValues, SequenceRows, Write,
-};
+use oscar_backend::{Backend, BackendError, HeadShape, HostMatrix, HostValues};
 use oscar_codec::{Rotation, RotationSet};
 use std::sync::Arc;
 

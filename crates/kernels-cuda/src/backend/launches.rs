@@ -1,9 +1,9 @@
-//! The small kernels of `rows.cu`, `append.cu`, `gram.cu` and `random.cu`: their parameters and launches.
+//! The small kernels of `rows.cu`, `append.cu`, `gram.cu`, `random.cu` and `pick.cu`: their parameters and launches.
 
 use crate::device::{Device, Function, KernelParams, LaunchShape};
 use crate::error::{CudaError, Result};
 use crate::kernels::Kernels;
-use crate::sources::{APPEND, GRAM, RANDOM, ROWS, Source};
+use crate::sources::{APPEND, GRAM, PICK, RANDOM, ROWS, Source};
 use crate::step::StepTables;
 use std::ffi::CStr;
 
@@ -28,6 +28,7 @@ params!(Bias { bias: u64, out: u64, width: u32, rows: u32 });
 params!(Gram { x: u64, weights: u64, gram: u64, stride: u32, first: u32, width: u32, rows: u32 });
 params!(Random { out: u64, count: u64, seed: u64, amplitude: f32, unused: u32 });
 params!(RandomPages { pages: u64, page_bytes: u64, parameters: u64, count: u64, seed: u64 });
+params!(PickParams { logits: u64, rows: u64, parts: u64, out: u64, width: u32, part_count: u32 });
 params!(Append {
     step: StepTables,
     pages: u64,
@@ -65,11 +66,15 @@ pub struct Launches {
     select: Function,
     round: Function,
     bias: Function,
+    greedy_parts: Function,
+    greedy_merge: Function,
+    top_candidates: Function,
 }
 
 impl Launches {
     pub fn new(device: &Device, kernels: &Kernels) -> Result<Self> {
         let rows = |name: &'static CStr| kernels.function(&ROWS, &Vec::new(), name, 0);
+        let pick = |name: &'static CStr| kernels.function(&PICK, &Vec::new(), name, 0);
         Ok(Self {
             device: device.clone(),
             embed: rows(c"embed")?,
@@ -78,6 +83,9 @@ impl Launches {
             select: rows(c"select_rows")?,
             round: rows(c"round_to_bf16")?,
             bias: rows(c"add_bias")?,
+            greedy_parts: pick(c"greedy_parts")?,
+            greedy_merge: pick(c"greedy_merge")?,
+            top_candidates: pick(c"top_candidates")?,
         })
     }
 
@@ -140,6 +148,24 @@ impl Launches {
     pub fn random_pages(&self, kernels: &Kernels, p: &RandomPages) -> Result<()> {
         let shape = LaunchShape::new(self.blocks(p.count * p.page_bytes / 4), 256);
         self.launch_once(kernels, &RANDOM, c"random_pages", shape, p)
+    }
+
+    /// The most likely token of each of `rows` rows.
+    pub fn greedy(&self, rows: usize, p: &PickParams) -> Result<()> {
+        if rows == 0 {
+            return Ok(());
+        }
+        let slices = LaunchShape::grid2(p.part_count as usize, rows, 256).overlapping();
+        self.device.launch(self.greedy_parts, slices, p)?;
+        self.device.launch(self.greedy_merge, LaunchShape::new(rows, 64).overlapping(), p)
+    }
+
+    /// The most likely tokens of each of `rows` rows.
+    pub fn top_candidates(&self, rows: usize, p: &PickParams) -> Result<()> {
+        if rows == 0 {
+            return Ok(());
+        }
+        self.device.launch(self.top_candidates, LaunchShape::new(rows, 1024).overlapping(), p)
     }
 
     fn launch_once<P: KernelParams>(

@@ -2,6 +2,8 @@
 
 mod constants;
 mod launches;
+mod occasional;
+mod picks;
 mod products;
 mod rows;
 
@@ -18,9 +20,10 @@ use crate::pages::CudaPages;
 use crate::sources::{APPEND, DEMOTE};
 use crate::step::{StepPlanner, StepTables, Uploads};
 use crate::storage::Storage;
-use launches::{Append, Embed, Gram, Launches, Random, RandomPages, RmsNorm, Select, Swiglu};
+use launches::{Append, Embed, Launches, Random, RmsNorm, Select, Swiglu};
 use oscar_backend::{
-    Backend, CacheHead, HeadPreparation, HeadShape, HostMatrix, Result as BackendResult, SequenceRows, Write,
+    Backend, CacheHead, Candidate, HeadPreparation, HeadShape, HostMatrix, Pick, Result as BackendResult,
+    SequenceRows, Write,
 };
 use oscar_codec::{CacheLayout, CodeLayout, FullPageId, HeadRotations};
 use rows::grow;
@@ -44,11 +47,13 @@ struct State {
     attention: AttentionPaths,
     /// Token ids, row numbers and row weights on the device: a buffer for each use, because copies do not wait for
     /// launches that are being recorded.
-    indices: [Option<Buffer>; 3],
+    indices: [Option<Buffer>; 4],
     /// BF16 copies of activations: rounded, and what the rounding lost.
     high: Option<Buffer>,
     low: Option<Buffer>,
     gram: Option<Buffer>,
+    /// Keys of the most likely tokens.
+    picked: Option<Buffer>,
     /// What failed in an operation that has no result; reported by the next that has one.
     failed: Option<CudaError>,
 }
@@ -59,6 +64,7 @@ enum Index {
     Tokens,
     Rows,
     Weights,
+    Picks,
 }
 
 impl CudaBackend {
@@ -72,10 +78,11 @@ impl CudaBackend {
             planner: StepPlanner::default(),
             tables: StepTables::default(),
             attention: AttentionPaths::new()?,
-            indices: [None, None, None],
+            indices: [None, None, None, None],
             high: None,
             low: None,
             gram: None,
+            picked: None,
             failed: None,
         };
         Ok(Self {
@@ -170,12 +177,11 @@ impl Backend for CudaBackend {
 
     fn random_matrix(&self, outputs: usize, inputs: usize, seed: u64) -> BackendResult<CudaMatrix> {
         let matrix = CudaMatrix::uninitialized(&self.device, outputs, inputs)?;
-        let amplitude = oscar_backend::random_amplitude(inputs);
         let p = Random {
             out: matrix.weights.address(),
             count: (outputs * inputs) as u64,
             seed: seed.wrapping_mul(0x9E37_79B9_7F4A_7C15),
-            amplitude,
+            amplitude: oscar_backend::random_amplitude(inputs),
             unused: 0,
         };
         self.launches.random(&self.kernels, &p)?;
@@ -195,17 +201,7 @@ impl Backend for CudaBackend {
     }
 
     fn layer_rotation(&self, heads: &[HeadRotations]) -> BackendResult<CudaRotation> {
-        let matrices: Vec<f32> = heads.iter().flat_map(|h| h.key.matrix().iter().copied()).collect();
-        let means = heads.iter().any(|h| h.key_mean.is_some()).then(|| {
-            let zero = vec![0.0; heads[0].key.head_dim()];
-            let means: Vec<f32> =
-                heads.iter().flat_map(|h| h.key_mean.as_ref().unwrap_or(&zero).iter().copied()).collect();
-            self.device.upload_new(&means, "key means")
-        });
-        Ok(CudaRotation {
-            matrices: self.device.upload_new(&matrices, "key rotations")?,
-            means: means.transpose()?,
-        })
+        Ok(CudaRotation::upload(&self.device, heads)?)
     }
 
     fn held_layout(&self, layout: &CacheLayout) -> CacheLayout {
@@ -225,31 +221,7 @@ impl Backend for CudaBackend {
     }
 
     fn randomize(&self, pool: &mut CudaPages, full: usize, coded: usize) -> BackendResult<bool> {
-        for run in pool.fresh(full, coded)? {
-            let bytes = (run.count * run.page_bytes) as u64;
-            match run.parameters {
-                None => {
-                    let p = Random {
-                        out: run.address,
-                        count: bytes / 2,
-                        seed: run.address,
-                        amplitude: 1.7,
-                        unused: 0,
-                    };
-                    self.launches.random(&self.kernels, &p)?;
-                }
-                Some(parameters) => {
-                    let p = RandomPages {
-                        pages: run.address,
-                        page_bytes: run.page_bytes as u64,
-                        parameters: parameters as u64,
-                        count: run.count as u64,
-                        seed: run.address,
-                    };
-                    self.launches.random_pages(&self.kernels, &p)?;
-                }
-            }
-        }
+        self.randomize_pages(pool, full, coded)?;
         Ok(true)
     }
 
@@ -260,7 +232,7 @@ impl Backend for CudaBackend {
     fn begin_step(&self, sequences: &[SequenceRows<'_>], pool: &mut CudaPages) -> BackendResult<()> {
         self.run(|state| {
             let State { planner, uploads, tables, attention, .. } = state;
-            // What an earlier step recorded must be on its way before its tables are overwritten.
+            // Recorded launches must be on their way before the tables they read are overwritten.
             self.device.flush()?;
             let (windows, storage) = (*pool.layout().windows(), pool.storage());
             *tables = planner.plan(&self.device, uploads, &windows, storage, sequences)?;
@@ -372,6 +344,19 @@ impl Backend for CudaBackend {
         })
     }
 
+    fn picks(&self) -> bool {
+        true
+    }
+
+    fn pick(
+        &self,
+        logits: &CudaRows,
+        rows: &[(usize, Pick)],
+        out: &mut Vec<Vec<Candidate>>,
+    ) -> BackendResult<()> {
+        self.run(|state| self.list_candidates(state, logits, rows, out))
+    }
+
     fn accumulate_gram(
         &self,
         x: &CudaRows,
@@ -380,32 +365,7 @@ impl Backend for CudaBackend {
         weights: Option<&[f32]>,
         gram: &mut [f64],
     ) -> BackendResult<()> {
-        self.run(|state| {
-            if first + width > x.width() || gram.len() != width * width || x.values() == 0 {
-                let detail = format!("columns {first}.. of {}, {width} wide", x.width());
-                return Err(CudaError::Shape { what: "a Gram matrix", detail });
-            }
-            let weights = match weights {
-                Some(weights) => self.send_indices(state, Index::Weights, bytemuck::cast_slice(weights))?,
-                None => 0,
-            };
-            grow(&self.device, &mut state.gram, gram.len() * 8)?;
-            let Some(buffer) = &state.gram else { return Ok(()) };
-            let p = Gram {
-                x: x.values(),
-                weights,
-                gram: buffer.address(),
-                stride: x.width() as u32,
-                first: first as u32,
-                width: width as u32,
-                rows: x.count() as u32,
-            };
-            self.launches.gram(&self.kernels, &p)?;
-            let mut sums = vec![0f64; gram.len()];
-            self.device.download(buffer, 0, &mut sums)?;
-            gram.iter_mut().zip(sums).for_each(|(g, s)| *g += s);
-            Ok(())
-        })
+        self.run(|state| self.add_gram(state, x, first, width, weights, gram))
     }
 
     fn append(
@@ -490,8 +450,7 @@ impl Backend for CudaBackend {
         self.run(|state| {
             let State { planner, uploads, tables, .. } = state;
             self.device.flush()?;
-            let windows = *pool.layout().windows();
-            *tables = planner.plan_demotion(&self.device, uploads, &windows, sequences)?;
+            *tables = planner.plan_demotion(&self.device, uploads, pool.layout().windows(), sequences)?;
             pool.ensure(planner.summary().full_pages, planner.summary().coded_pages)
         })
     }
