@@ -8,6 +8,7 @@ mod heads;
 mod model;
 #[cfg(test)]
 mod on_cpu;
+mod picks;
 mod rows;
 mod tails;
 
@@ -38,6 +39,8 @@ enum Part {
     Generic,
     /// Prefixes whose BF16 tails were coded to make room
     Tails,
+    /// Tokens chosen on the device
+    Picks,
     /// The embedded model against the CPU
     Model,
 }
@@ -99,6 +102,9 @@ pub fn run(args: &Args) -> Result<()> {
     }
     if wants(Part::Tails) {
         tails::check(&gpu, 1, &mut report)?;
+    }
+    if wants(Part::Picks) {
+        picks::check(&gpu, &mut report)?;
     }
     if wants(Part::Model) {
         model::check(&mut report)?;

@@ -4,6 +4,7 @@ use super::Report;
 use crate::device::AnyBackend;
 use crate::options::{CacheArgs, Device, ModelArgs, OpenModel, PrecisionArg};
 use anyhow::{Context, Result};
+use oscar_backend::{Pick, pick};
 use oscar_codec::KvFormat;
 use oscar_engine::{Logits, Runner, Sequence, StepRequest};
 
@@ -55,11 +56,13 @@ pub fn check(report: &mut Report) -> Result<()> {
             let what = || format!("{format}, prompt of {} tokens", prompt.len());
             compare(&mut cpu, &mut gpu, &prompt, format, report).with_context(what)?;
         }
+        let prompt = tokenizer.encode(&PROMPTS[2].0.repeat(PROMPTS[2].1), false)?;
+        picked(&mut gpu, &prompt, format, report).with_context(|| format!("{format}, picked tokens"))?;
     }
     Ok(())
 }
 
-fn runner(model: &OpenModel, format: KvFormat, backend: AnyBackend) -> Result<Runner<AnyBackend>> {
+pub(super) fn runner(model: &OpenModel, format: KvFormat, backend: AnyBackend) -> Result<Runner<AnyBackend>> {
     let cache_args =
         CacheArgs { rotations: None, sink: None, recent: None, prefill_chunk: 300, kv_memory: None };
     let cache = model.cache(format, &cache_args)?;
@@ -96,6 +99,57 @@ fn compare(
         cpu.step(&mut [request(&mut on_cpu)], &mut expected)?;
         let request = |sequence| StepRequest { sequence, tokens: &token, logits: Logits::Last };
         gpu.step(&mut [request(&mut on_gpu)], &mut found)?;
+    }
+    Ok(())
+}
+
+/// Two sequences of the same tokens in one step: of one the logits are read, of the other only a list of tokens, which must
+/// be what the logits say; then a step whose logits never leave the device.
+pub(super) fn picked(
+    gpu: &mut Runner<AnyBackend>,
+    prompt: &[u32],
+    format: KvFormat,
+    report: &mut Report,
+) -> Result<()> {
+    // The two share a step, not the way it is divided: rounding may differ in the last bits of a layer's output.
+    const ALLOWED: f64 = 0.05;
+    let (mut whole, mut listed) = (Sequence::new(), Sequence::new());
+    let (mut logits, mut lists) = (Vec::new(), Vec::new());
+    gpu.prefill(&mut whole, prompt, &mut logits, |_| {})?;
+    gpu.prefill(&mut listed, prompt, &mut logits, |_| {})?;
+    let name = format!("model picked tokens, {format}");
+    for step in 0..12 {
+        let what = if step % 2 == 0 { Pick::Top(20) } else { Pick::Greedy };
+        let token = [argmax(&logits) as u32];
+        let mut requests = [
+            StepRequest { sequence: &mut whole, tokens: &token, logits: Logits::Last },
+            StepRequest { sequence: &mut listed, tokens: &token, logits: Logits::Pick(what) },
+        ];
+        gpu.step_picking(&mut requests, &mut logits, &mut lists)?;
+        let expected = pick(&logits, what);
+        let found = lists.first().map(Vec::as_slice).unwrap_or_default();
+        let mut difference = if found.len() == expected.len() { 0.0 } else { f64::INFINITY };
+        for ((logit, token), (wanted, _)) in found.iter().zip(&expected) {
+            // Its own logit, and the one that belongs at this place of the list.
+            let own = logits.get(*token as usize).copied().unwrap_or(f32::NAN);
+            for other in [own, *wanted] {
+                let apart = f64::from((logit - other).abs());
+                difference = if apart.is_nan() { f64::INFINITY } else { apart.max(difference) };
+            }
+        }
+        report.case(&name, difference, ALLOWED, || format!("{what:?}, token {step}"));
+    }
+    for step in 0..4 {
+        let token = [argmax(&logits) as u32];
+        let mut requests = [
+            StepRequest { sequence: &mut whole, tokens: &token, logits: Logits::Pick(Pick::Greedy) },
+            StepRequest { sequence: &mut listed, tokens: &token, logits: Logits::Pick(Pick::Top(20)) },
+        ];
+        let mut none = Vec::new();
+        gpu.step_picking(&mut requests, &mut none, &mut lists)?;
+        let best = |i: usize| lists.get(i).and_then(|list| list.first()).map_or(f32::NAN, |best| best.0);
+        let apart = f64::from((best(0) - best(1)).abs()) + none.len() as f64;
+        report.case(&name, apart, ALLOWED, || format!("no logits read, token {step}"));
     }
     Ok(())
 }

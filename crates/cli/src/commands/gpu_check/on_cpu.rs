@@ -1,9 +1,10 @@
 //! The checks themselves, checked: the scalar CPU backend passes them (a part of them, to save time).
 
 use super::growing::Inspected;
-use super::{Report, cache, decoded, tails};
+use super::{Report, cache, decoded, model, picks, tails};
+use crate::options::{Device, ModelArgs, PrecisionArg};
 use anyhow::Result;
-use oscar_codec::CodedPageId;
+use oscar_codec::{CodedPageId, KvFormat};
 use oscar_kernels_cpu::backend::{CpuBackend, CpuPages, Mode};
 use oscar_kernels_cpu::{Kernels, Variant};
 use oscar_kernels_cuda::storage::Storage;
@@ -58,4 +59,23 @@ fn the_cpu_passes_the_checks_of_codes() {
     let mut report = Report::default();
     cache::check(&cpu(), 11, &mut report).unwrap();
     assert_passes(&report, &["demoted codes", "attention, decode", "attention, prefill"]);
+}
+
+#[test]
+fn the_cpu_passes_the_checks_of_picks() {
+    let mut report = Report::default();
+    picks::check(&cpu(), &mut report).unwrap();
+    assert_passes(&report, &["picks, greedy", "picks, top", "picks, lists that came"]);
+}
+
+#[test]
+fn the_cpu_passes_the_check_of_picked_tokens() {
+    let args =
+        ModelArgs { model: None, device: Device::Cpu, threads: Some(2), precision: PrecisionArg::Bf16 };
+    let opened = args.open().unwrap();
+    let mut runner = model::runner(&opened, KvFormat::OSCAR2, args.backend().unwrap()).unwrap();
+    let prompt: Vec<u32> = (20..420).collect();
+    let mut report = Report::default();
+    model::picked(&mut runner, &prompt, KvFormat::OSCAR2, &mut report).unwrap();
+    assert_passes(&report, &["model picked tokens, oscar2"]);
 }
