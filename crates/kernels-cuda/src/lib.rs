@@ -2,7 +2,11 @@
 //!
 //! Nothing of CUDA is needed to build. At run time the driver is found by dynamic loading, the kernels under `kernels/`
 //! are compiled by NVRTC at first use and kept on disk ([`compile`]), large matrix products go to cuBLASLt. One
-//! [`Device`] has one stream; a step enqueues everything and waits once, when logits are read.
+//! [`Device`] has one stream; a step enqueues everything and waits once, when its tokens are chosen: what comes back is
+//! a token or a short list for each sequence, or its logits where a request needs them all.
+//!
+//! Caches of BF16 rows and of affine codes of 1 to 4 bits (`oscar*`, `int1` to `int4`, `naive2`, `saw4`) have kernels of
+//! their own. Every other format goes the generic way ([`storage`]): coded on the CPU, kept decoded, read in BF16.
 //!
 //! Contract between the files: pages are addressed by [`pages`], the tables of a step are made by [`step`] and read by
 //! all kernels through `StepTables`; each kernel takes one parameter struct by value ([`device::KernelParams`]);

@@ -309,6 +309,21 @@ impl Uploads {
         }
         Ok(())
     }
+
+    /// Waits for the stream and copies a few words from the device address `from`.
+    pub fn download_words(&mut self, from: u64, words: &mut [u64]) -> Result<()> {
+        let words: &mut [u8] = bytemuck::cast_slice_mut(words);
+        if self.landing.as_ref().is_none_or(|b| b.bytes() < words.len()) {
+            self.landing = None;
+            self.landing = Some(PinnedBuffer::new(&self.device, words.len().next_power_of_two().max(4096))?);
+        }
+        if let Some(landing) = &mut self.landing {
+            let part = &mut landing.slice_mut()[..words.len()];
+            self.device.download_raw(from, part)?;
+            words.copy_from_slice(part);
+        }
+        Ok(())
+    }
 }
 
 #[cfg(test)]

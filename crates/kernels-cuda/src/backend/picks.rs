@@ -108,7 +108,7 @@ impl CudaBackend {
             PickParams { rows: rows + 8 * order.greedy as u64, out: picked + 8 * order.greedy as u64, ..p };
         self.launches.top_candidates(order.lists, &lists)?;
         let mut keys = vec![0u64; order.keys()];
-        self.device.download_raw(picked, bytemuck::cast_slice_mut(&mut keys))?;
+        state.uploads.download_words(picked, &mut keys)?;
         order.deal(&keys, out);
         Ok(())
     }
