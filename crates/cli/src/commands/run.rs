@@ -4,7 +4,7 @@ use crate::device::AnyBackend;
 use crate::options::{CacheArgs, ModelArgs, OpenModel};
 use crate::progress;
 use anyhow::{Context, Result, bail};
-use oscar_backend::Backend;
+use oscar_backend::{Backend, Candidate};
 use oscar_codec::{CacheLayout, CodeLayout, KvFormat, Windows};
 use oscar_engine::{Logits, Runner, Sampler, SamplingParams, Sequence, StepRequest};
 use oscar_text::{ChatInput, ModelText, StopMatcher, StreamDecoder};
@@ -173,13 +173,18 @@ impl Session<'_> {
         let prefill = started.elapsed();
 
         let mut sampler = Sampler::for_prompt(self.params.clone(), prompt)?;
+        let pick = sampler.pick().filter(|_| self.runner.backend().picks());
+        let mut picked: Vec<Vec<Candidate>> = Vec::new();
         let mut decoder = StreamDecoder::new(&self.text.tokenizer, true);
         let mut stops = StopMatcher::new(self.args.stop.clone(), false)?;
         let (mut text, mut generated, mut finish) = (String::new(), 0, "length");
         let room = self.runner.context().saturating_sub(prompt.len());
         let started = Instant::now();
         while generated < self.args.max_tokens.min(room) {
-            let token = sampler.sample(&logits);
+            let token = match picked.first() {
+                Some(list) => sampler.sample_among(list),
+                None => sampler.sample(&logits),
+            };
             generated += 1;
             if self.stop_tokens.contains(&token) {
                 finish = "stop";
@@ -192,9 +197,9 @@ impl Session<'_> {
                 break;
             }
             if generated < self.args.max_tokens.min(room) {
-                let request =
-                    StepRequest { sequence: &mut self.sequence, tokens: &[token], logits: Logits::Last };
-                self.runner.step(&mut [request], &mut logits)?;
+                let wanted = pick.map_or(Logits::Last, Logits::Pick);
+                let request = StepRequest { sequence: &mut self.sequence, tokens: &[token], logits: wanted };
+                self.runner.step_picking(&mut [request], &mut logits, &mut picked)?;
                 self.stored.push(token);
             }
         }

@@ -5,7 +5,7 @@ use crate::device::AnyBackend;
 use crate::options::{CacheArgs, ModelArgs, working_bytes};
 use crate::progress;
 use anyhow::{Context, Result, bail};
-use oscar_backend::Backend;
+use oscar_backend::{Backend, Pick};
 use oscar_codec::{CacheLayout, KvFormat, RotationKind, RotationSet};
 use oscar_engine::{Logits, Runner, RunnerOptions, Sequence, StepRequest};
 use oscar_kernels_cpu::bench::time_median;
@@ -184,6 +184,9 @@ pub fn prefill(args: &Args) -> Result<()> {
     Ok(())
 }
 
+/// A timed step ends with the choice of a token, as it does in serving.
+const GREEDY: Logits = Logits::Pick(Pick::Greedy);
+
 pub fn decode(args: &Args) -> Result<()> {
     args.check()?;
     let mut rows = Vec::new();
@@ -207,7 +210,7 @@ pub fn decode(args: &Args) -> Result<()> {
                 }
                 let vocab = runner.config().vocab_size;
                 let mut sequences = args.fill(&mut runner, prompt, batch)?;
-                let mut logits = Vec::new();
+                let (mut logits, mut picked) = (Vec::new(), Vec::new());
                 let mut step = 0;
                 let mut failure = None;
                 let timing = time_median(3, repetitions, || {
@@ -215,9 +218,9 @@ pub fn decode(args: &Args) -> Result<()> {
                     let token = [(step * 7919 % vocab) as u32];
                     let mut requests: Vec<StepRequest<'_>> = sequences
                         .iter_mut()
-                        .map(|sequence| StepRequest { sequence, tokens: &token, logits: Logits::Last })
+                        .map(|sequence| StepRequest { sequence, tokens: &token, logits: GREEDY })
                         .collect();
-                    if let Err(error) = runner.step(&mut requests, &mut logits) {
+                    if let Err(error) = runner.step_picking(&mut requests, &mut logits, &mut picked) {
                         failure.get_or_insert(error);
                     }
                 });
@@ -229,9 +232,9 @@ pub fn decode(args: &Args) -> Result<()> {
                     device.set_profiling(true)?;
                     let mut requests: Vec<StepRequest<'_>> = sequences
                         .iter_mut()
-                        .map(|sequence| StepRequest { sequence, tokens: &[1], logits: Logits::Last })
+                        .map(|sequence| StepRequest { sequence, tokens: &[1], logits: GREEDY })
                         .collect();
-                    runner.step(&mut requests, &mut logits)?;
+                    runner.step_picking(&mut requests, &mut logits, &mut picked)?;
                     let what = format!("{format}, context {context}, batch {batch}");
                     print_profile(&what, device.set_profiling(false)?);
                 }
