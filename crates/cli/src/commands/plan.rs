@@ -1,10 +1,11 @@
 //! `oscar plan`: what fits in a given memory, exactly, BF16 beside each format.
 
-use crate::options::{ModelArgs, PrecisionArg, parse_size, working_bytes};
+use crate::options::{Device, ModelArgs, PrecisionArg, parse_size, working_bytes};
 use crate::{progress, table};
 use anyhow::{Result, bail};
 use oscar_calibrate::bits::WidthTable;
 use oscar_codec::{CacheLayout, CodeLayout, KvFormat, MeanBits};
+use oscar_kernels_cuda::storage::Storage;
 use serde_json::json;
 
 #[derive(clap::Args)]
@@ -73,6 +74,12 @@ pub fn run(args: &Args) -> Result<()> {
             let mean = mean.unwrap_or(MeanBits::DEFAULT);
             let table = WidthTable::of_mean(c.layers, c.kv_heads, c.head_dim, mean);
             layout = layout.with_coded_table(table.formats(c.head_dim, CodeLayout::Logical)?);
+        }
+        if args.model.device == Device::Cuda {
+            if Storage::of(&layout)? == Storage::Decoded {
+                eprintln!("note: {format} has no CUDA kernels: its history is kept decoded there, in BF16");
+            }
+            layout = Storage::held(&layout);
         }
         // While a prompt is read, one chunk of it is held in BF16 besides.
         let longest = longest_context(free, |n| working_bytes(&layout, n, args.prefill_chunk));

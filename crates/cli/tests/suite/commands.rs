@@ -78,6 +78,20 @@ fn plan_counts_exactly() {
     assert_eq!(rows[0]["batch"].as_u64().unwrap(), free / bytes[0] as u64);
 }
 
+/// On a GPU, formats without kernels are kept decoded, and a plan counts that.
+#[test]
+fn a_plan_for_the_gpu_counts_what_the_gpu_keeps() {
+    let plan = |device: &str| {
+        let formats = "bf16,oscar2,kivi2";
+        let args =
+            ["plan", "--device", device, "--memory", "1G", "--kv", formats, "--context", "16384", "--json"];
+        json_lines(&args).iter().map(|row| row["sequence_bytes"].as_u64().unwrap()).collect::<Vec<_>>()
+    };
+    let (cpu, gpu) = (plan("cpu"), plan("cuda"));
+    assert_eq!((cpu[0], cpu[1]), (gpu[0], gpu[1]));
+    assert!(4 * cpu[2] < cpu[0] && gpu[2] >= gpu[0], "{cpu:?} {gpu:?}");
+}
+
 #[test]
 fn a_planned_budget_is_enough_and_a_page_less_is_not() {
     let row = &json_lines(&["plan", "--memory", "1G", "--kv", "oscar2", "--context", "600", "--json"])[0];

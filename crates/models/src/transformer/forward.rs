@@ -60,6 +60,10 @@ impl<B: Backend> Transformer<B> {
         logits.clear();
         self.head(backend, input, w);
         backend.pick(&w.logits, picks, picked)?;
+        if picked.len() != picks.len() {
+            let detail = format!("{} lists for {} rows", picked.len(), picks.len());
+            return Err(BackendError::Shape { what: "picked tokens".into(), detail });
+        }
         let whole: Vec<usize> = (0..input.logits.len())
             .filter(|&i| picks.binary_search_by_key(&i, |&(index, _)| index).is_err())
             .collect();
