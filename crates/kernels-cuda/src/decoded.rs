@@ -367,6 +367,34 @@ mod tests {
         assert!(error.contains("block 1"), "{error}");
     }
 
+    /// Two sequences in one step that share their pages, one further than the other: neither undoes the other's rows.
+    #[test]
+    fn sequences_that_share_pages_add_up() {
+        let twin = Twin::new("int8", 400, 5);
+        let full = twin.layout.full().codec(2, 0);
+        let coded = twin.layout.coded().unwrap().codec(2, 0);
+        let room = || twin.coded_ids.iter().flatten().map(|id| (id.0, vec![0; full.page_bytes()])).collect();
+        let mut heads = [0; 3].map(|_| HeadWork {
+            recoder: Recoder { full, coded, origin: 64 },
+            full: twin.full.clone(),
+            decoded: room(),
+        });
+        // Enough rows for several threads, were there as many.
+        let steps = [twin.demotion(64..160, 64..160), twin.demotion(96..112, 96..112)];
+        recode_heads(&mut heads, &steps).unwrap();
+        let expected: [Vec<f32>; 2] = [Side::Key, Side::Value].map(|side| twin.expected(side, 160));
+        for work in &heads {
+            for (side, expected) in [Side::Key, Side::Value].into_iter().zip(&expected) {
+                let mut row = vec![0.0; D];
+                for (position, expected) in (64..160).zip(expected.chunks_exact(D)) {
+                    let id = twin.coded_ids[position / PAGE_TOKENS].unwrap().0;
+                    full.decode_row(side, &work.decoded[&id], position % PAGE_TOKENS, &mut row);
+                    assert_eq!(row, expected, "{side:?} of {position}");
+                }
+            }
+        }
+    }
+
     #[test]
     fn half_a_group_is_refused() {
         let twin = Twin::new("kivi2-g32", 400, 3);

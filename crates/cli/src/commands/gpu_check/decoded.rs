@@ -27,8 +27,8 @@ const CHECKS: Checks = Checks {
     history: "generic formats, decoded history",
     decode: "generic formats, attention, decode",
     prefill: "generic formats, attention, prefill",
-    // Everything but the rows themselves is f32: sums of a few thousand terms.
-    allowed: 1e-4,
+    // Everything but the rows themselves is f32; outliers make scores of hundreds, whose last bits a weight feels.
+    allowed: 5e-4,
 };
 
 /// Runs every `every`-th case.
