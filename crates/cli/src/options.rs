@@ -4,7 +4,7 @@ use crate::device::AnyBackend;
 use anyhow::{Context, Result, bail};
 use oscar_backend::Backend;
 use oscar_calibrate::RotationFile;
-use oscar_calibrate::bits::solve;
+use oscar_calibrate::bits::{Freedom, solve};
 use oscar_codec::{
     CacheLayout, CodeLayout, FormatTable, KvFormat, MeanBits, RotationKind, RotationSet, RowPageCodec, Side,
     SideSpec,
@@ -288,7 +288,7 @@ fn with_widths(
     let (table, origin) = match (file.bits.table(wanted), &file.bits.harm) {
         (Some(table), _) => (table.clone(), format!("widths by measured harm, {wanted} bits")),
         (None, Some(harm)) => (
-            solve(harm, wanted, layout.head_dim())?,
+            solve(harm, wanted, layout.head_dim(), &Freedom::default())?,
             format!(
                 "widths for {wanted} bits from the file's harms, not verified (verified: {})",
                 file.bits.means()

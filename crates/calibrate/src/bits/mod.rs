@@ -17,5 +17,5 @@ mod table;
 pub use judge::{Judge, Scores};
 pub use probe::{HarmOptions, Probe, ProbeHarm, probe_harm};
 pub use refine::{RefineOptions, Refined, refine};
-pub use solve::{solve, solve_by_layer};
+pub use solve::{Freedom, solve};
 pub use table::{BitPlan, HarmMap, WIDTHS, WidthTable};

@@ -2,7 +2,7 @@
 
 use super::html::{put, section};
 use super::svg::{HeatMap, LineChart, Series};
-use crate::bits::{BitPlan, HarmMap, WidthTable, solve, solve_by_layer};
+use crate::bits::{BitPlan, Freedom, HarmMap, WidthTable, solve};
 use oscar_codec::MeanBits;
 use serde_json::{Value, json};
 
@@ -67,12 +67,14 @@ fn tables(mean: MeanBits, table: &WidthTable, out: &mut String) {
 
 /// Means that heads of this size can have, with the harm of the best tables: by head, by layer, uniform.
 fn means(map: &HarmMap, head_dim: usize) -> Vec<(f64, f64, f64)> {
+    let by_head = Freedom::default();
+    let by_layer = Freedom { by_layer: true, ..Freedom::default() };
     let mut all = Vec::new();
     let mut bits = MeanBits::LEAST.bits();
     while bits <= MeanBits::MOST.bits() + 1e-9 {
         let mean = format!("{bits:.2}").parse::<MeanBits>();
         let solved = mean.ok().and_then(|mean| {
-            Some((solve(map, mean, head_dim).ok()?, solve_by_layer(map, mean, head_dim).ok()?))
+            Some((solve(map, mean, head_dim, &by_head).ok()?, solve(map, mean, head_dim, &by_layer).ok()?))
         });
         if let Some((head, layer)) = solved {
             all.push((bits, map.total(&head), map.total(&layer)));

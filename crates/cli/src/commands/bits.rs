@@ -6,10 +6,10 @@ use anyhow::{Context, Result, bail};
 use oscar_backend::Backend;
 use oscar_calibrate::RotationFile;
 use oscar_calibrate::bits::{
-    BitPlan, HarmMap, HarmOptions, Judge, Probe, ProbeHarm, RefineOptions, Scores, WidthTable, probe_harm,
-    refine, solve,
+    BitPlan, Freedom, HarmMap, HarmOptions, Judge, Probe, ProbeHarm, RefineOptions, Scores, WidthTable,
+    probe_harm, refine, solve,
 };
-use oscar_codec::{MeanBits, Windows};
+use oscar_codec::{MeanBits, Side, Windows};
 use oscar_models::Transformer;
 use oscar_tasks::{CALIBRATION_SEEDS_FROM, GrammarFiller, Task, Turn};
 use oscar_text::{ChatInput, ModelText};
@@ -47,9 +47,59 @@ pub struct BitsArgs {
     /// Kinds of probes
     #[arg(long, value_name = "KIND[,KIND…]", value_delimiter = ',')]
     pub probe_kinds: Vec<String>,
-    /// Passes in which bits are moved between units that interact; 0 keeps the table the single harms give
-    #[arg(long, value_name = "N", default_value_t = 1)]
-    pub refine: usize,
+    /// Passes in which bits are moved between units that interact; 0 keeps the table the single harms give. 1 if absent,
+    /// or 0 where --widths, --widths-by or --widths-of bind the table
+    #[arg(long, value_name = "N")]
+    pub refine: Option<usize>,
+    /// Take the harms that the file of --rotations holds instead of measuring them: other means in seconds
+    #[arg(long, requires = "rotations")]
+    pub reuse_harms: bool,
+    /// Widths a unit may have
+    #[arg(long, value_name = "WIDTH[,WIDTH…]", value_delimiter = ',', default_values_t = [1, 2, 3, 4])]
+    pub widths: Vec<u32>,
+    /// Units that have a width of their own: each head, or all heads of a layer and side together
+    #[arg(long, value_enum, value_name = "UNIT", default_value_t = WidthsBy::Head)]
+    pub widths_by: WidthsBy,
+    /// Sides whose widths differ; the other side has the mean width everywhere
+    #[arg(long, value_enum, value_name = "SIDE", default_value_t = WidthsOf::Both)]
+    pub widths_of: WidthsOf,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum WidthsBy {
+    Head,
+    Layer,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum WidthsOf {
+    Both,
+    Keys,
+    Values,
+}
+
+impl BitsArgs {
+    fn freedom(&self) -> Freedom {
+        Freedom {
+            widths: self.widths.clone(),
+            by_layer: self.widths_by == WidthsBy::Layer,
+            side: match self.widths_of {
+                WidthsOf::Both => None,
+                WidthsOf::Keys => Some(Side::Key),
+                WidthsOf::Values => Some(Side::Value),
+            },
+        }
+    }
+
+    /// Moving single bits would break what binds the table.
+    fn refine_rounds(&self, freedom: &Freedom) -> Result<usize> {
+        match (self.refine, *freedom == Freedom::default()) {
+            (Some(rounds @ 1..), false) => bail!(
+                "--refine {rounds} moves bits between any two units: leave it out with --widths, --widths-by or --widths-of"
+            ),
+            (given, free) => Ok(given.unwrap_or(usize::from(free))),
+        }
+    }
 }
 
 /// Everything that choosing widths starts from.
@@ -83,6 +133,18 @@ pub fn choose<B: Backend>(
     let config = &material.model.config;
     let harm_options = HarmOptions { measured: args.harm_widths.clone(), ..HarmOptions::default() };
     harm_options.check()?;
+    let freedom = args.freedom();
+    freedom.check()?;
+    let rounds = args.refine_rounds(&freedom)?;
+    // A mean out of reach is refused now, not after minutes of measuring.
+    let harmless = HarmMap {
+        layers: config.layers,
+        kv_heads: config.kv_heads,
+        harm: vec![Default::default(); 2 * config.layers * config.kv_heads],
+    };
+    for &mean in &args.bits {
+        solve(&harmless, mean, config.head_dim, &freedom)?;
+    }
     let windows = Windows::default();
     let least = LEAST_HISTORY + TEXT_SCORED;
     if args.probe_tokens < least {
@@ -117,25 +179,31 @@ pub fn choose<B: Backend>(
     // Tables are chosen on one half of the seeds and verified on the other.
     let probes = probes(args, material, &kinds, 0)?;
     let fresh = self::probes(args, material, &kinds, 1)?;
-    let ends = probes.len() * harm_options.passes(config.layers, config.kv_heads);
-    let tokens: usize = probes.iter().map(|p| p.tokens.len()).sum();
-    eprintln!(
-        "harm of {} units at {} widths: {} probes, {tokens} tokens of exact prefill, then {ends} short passes",
-        2 * config.layers * config.kv_heads,
-        harm_options.measured.len(),
-        probes.len(),
-    );
-    let harms = harms(&judge, &probes, &harm_options, file, &material.checkpoint)?;
-    let map = HarmMap::of(config.layers, config.kv_heads, &harms, &harm_options);
+    let map = match args.reuse_harms {
+        true => file.bits.harm.clone().context(
+            "--reuse-harms: the file of --rotations holds no harms: make it with `oscar calibrate --bits`",
+        )?,
+        false => {
+            let ends = probes.len() * harm_options.passes(config.layers, config.kv_heads);
+            let tokens: usize = probes.iter().map(|p| p.tokens.len()).sum();
+            eprintln!(
+                "harm of {} units at {} widths: {} probes, {tokens} tokens of exact prefill, then {ends} short passes",
+                2 * config.layers * config.kv_heads,
+                harm_options.measured.len(),
+                probes.len(),
+            );
+            let harms = harms(&judge, &probes, &harm_options, file, &material.checkpoint)?;
+            HarmMap::of(config.layers, config.kv_heads, &harms, &harm_options)
+        }
+    };
 
     let mut tables = Vec::new();
     for &mean in &args.bits {
-        let start = solve(&map, mean, config.head_dim)?;
-        let options =
-            RefineOptions { rounds: args.refine, lead: harm_options.lead, ..RefineOptions::default() };
-        let refined = match args.refine {
+        let start = solve(&map, mean, config.head_dim, &freedom)?;
+        let options = RefineOptions { rounds, lead: harm_options.lead, ..RefineOptions::default() };
+        let refined = match rounds {
             0 => None,
-            rounds => {
+            _ => {
                 let passes = rounds * probes.len() * (options.moves + 3);
                 let bar = progress::bar("moving bits", passes as u64);
                 let refined = refine(&judge, &probes, &map, &start, &options, || bar.inc(1))?;

@@ -62,6 +62,18 @@ fn widths_are_chosen_stored_and_used() {
     );
     assert!(succeed(&["zoo", "inspect", &file]).contains(table));
 
+    // The harms are in the file: another table needs no measuring.
+    let again = path("again.safetensors");
+    let mut args =
+        vec!["calibrate", "--rotations", &file, "--reuse-harms", "--bits", "2.25", "--widths-by", "layer"];
+    args.extend(["--widths", "1,2,4", "--json", "--out", &again]);
+    args.extend(small);
+    let row = &json_lines(&args)[0];
+    let table = row["widths"][0]["table"].as_str().unwrap();
+    for heads in table.split([' ', '·']).filter(|p| p.starts_with(['K', 'V'])) {
+        assert!(["11", "22", "44"].contains(&&heads[1..]), "{table}");
+    }
+
     let banner = |kv: &str| {
         let out =
             crate::support::oscar(&["run", "--kv", kv, "--rotations", &file, "--prompt", "Who are you?"]);
@@ -105,8 +117,12 @@ fn impossible_widths_are_refused() {
     refuse(&["--probe-tokens", "500"], "--probe-tokens 500");
     refuse(&["--harm-widths", "5"], "--harm-widths");
     refuse(&["--probes", "40"], "text probes");
+    refuse(&["--widths", "2,1"], "--widths");
+    refuse(&["--widths", "3,4"], "between 3.25 and 4.25");
+    refuse(&["--widths-by", "layer", "--refine", "1"], "--refine 1");
     // Rotations without widths: the default says so, a mean that was asked for is an error.
     succeed(&["calibrate", "--tokens", "256", "--out", &file]);
+    refuse(&["--rotations", &file, "--reuse-harms"], "holds no harms");
     let out = crate::support::oscar(&["run", "--rotations", &file, "--prompt", "Hi"]);
     assert!(String::from_utf8(out.stderr).unwrap().contains("2 bits everywhere"));
     let (_, message) = fail(&["run", "--kv", "oscar:2.25", "--rotations", &file, "--prompt", "Hi"]);
