@@ -39,7 +39,11 @@ mod avx512_bf16;
 #[cfg(target_arch = "x86_64")]
 mod avx512_int8;
 #[cfg(target_arch = "x86_64")]
+mod decode512;
+#[cfg(target_arch = "x86_64")]
 mod demote512;
+#[cfg(target_arch = "x86_64")]
+mod rows512;
 #[cfg(target_arch = "x86_64")]
 mod softmax256;
 #[cfg(target_arch = "x86_64")]
