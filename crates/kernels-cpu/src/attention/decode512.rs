@@ -11,7 +11,7 @@
 use std::arch::x86_64::*;
 
 use oscar_codec::page::Scheme;
-use oscar_codec::{CodeLayout, PAGE_TOKENS, PageCodec, RowPageCodec, Side, TILE_TOKENS};
+use oscar_codec::{CodeLayout, PageCodec, RowPageCodec, Side, TILE_TOKENS};
 
 use super::block::{LANES, MAX_DIM};
 use super::decode::SidePage;
@@ -41,6 +41,10 @@ pub(super) fn decode(page: SidePage<'_>, used: u64, halves: &mut Vec<u16>, tile:
     let SidePage { codec, side, .. } = page;
     assert!(reads(codec, side), "a side that AVX-512 decodes");
     let words = tile.words_mut(codec.head_dim());
+    if let Some(next) = page.pages.get(page.block + 1).copied().flatten() {
+        fetch(&next[codec.codes_range(side)]);
+        fetch(&next[codec.params_range(side)]);
+    }
     if !codec.is_mapped(side) {
         return rows512::decode(page, used, halves, words);
     }
@@ -70,6 +74,14 @@ pub(super) fn decode(page: SidePage<'_>, used: u64, halves: &mut Vec<u16>, tile:
         (Side::Value, 3, _) => mapped.values::<3, 2, false>(words),
         (Side::Value, 4, _) => mapped.values::<4, 4, false>(words),
         (Side::Value, ..) => mapped.values::<8, 8, false>(words),
+    }
+}
+
+/// Fetches what is decoded next: pages lie apart, so the processor cannot know.
+fn fetch(bytes: &[u8]) {
+    for line in bytes.chunks(64) {
+        // SAFETY: prefetches never fault.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(line.as_ptr().cast()) };
     }
 }
 
@@ -302,5 +314,3 @@ pub(super) fn store_line(out: &mut [u32; LINE], line: __m512i) {
     // SAFETY: 64 bytes.
     unsafe { _mm512_storeu_si512(out.as_mut_ptr().cast(), line) }
 }
-
-const _: () = assert!(PAGE_TOKENS.is_multiple_of(TILE_TOKENS));

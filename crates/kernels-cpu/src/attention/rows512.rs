@@ -145,22 +145,30 @@ fn decode_records(records: &RecordCodec, bytes: &[u8], d: usize, used: u64, rows
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")]
 fn decode_fp8(bytes: &[u8], at: usize, d: usize, row: &mut [u16]) {
     let scale = _mm512_set1_ps(half_at(&bytes[at + d..]));
-    let largest = _mm512_set1_ps(oscar_codec::fp8::MAX);
-    for channel in (0..d).step_by(LANES) {
-        let codes = &bytes[at + channel..][..LANES];
-        // SAFETY: sixteen bytes.
-        let codes = _mm256_cvtepu8_epi16(unsafe { _mm_loadu_si128(codes.as_ptr().cast()) });
-        // Sign, exponent and mantissa where an fp16 has them: the value of such a half is 2⁻⁸ of the code's.
-        let sign = _mm256_slli_epi16::<8>(_mm256_and_si256(codes, _mm256_set1_epi16(0x80)));
-        let rest = _mm256_slli_epi16::<7>(_mm256_and_si256(codes, _mm256_set1_epi16(0x7f)));
-        let value = _mm512_cvtph_ps(_mm256_or_si256(sign, rest));
-        let value = _mm512_mul_ps(value, _mm512_set1_ps(256.0));
-        // The patterns of NaN, never written, count as the largest.
-        let value = _mm512_min_ps(value, largest);
-        let value = _mm512_max_ps(value, _mm512_xor_ps(largest, _mm512_set1_ps(-0.0)));
-        let value = _mm512_mul_ps(scale, value);
-        store_halves(row, channel, round_halves(value, value));
+    for channel in (0..d).step_by(CHUNK) {
+        let codes = &bytes[at + channel..];
+        // The last sixteen channels of an odd head stand beside what comes after, which is not read back.
+        let low = codes.first_chunk().map_or(_mm512_setzero_ps(), |codes| fp8_values(codes, scale));
+        let high = codes.get(LANES..).and_then(|codes| codes.first_chunk());
+        let high = high.map_or(_mm512_setzero_ps(), |codes| fp8_values(codes, scale));
+        store_halves(row, channel, round_halves(low, high));
     }
+}
+
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
+fn fp8_values(codes: &[u8; LANES], scale: __m512) -> __m512 {
+    // SAFETY: sixteen bytes.
+    let codes = _mm256_cvtepu8_epi16(unsafe { _mm_loadu_si128(codes.as_ptr().cast()) });
+    // Sign, exponent and mantissa where an fp16 has them: the value of such a half is 2⁻⁸ of the code's.
+    let sign = _mm256_slli_epi16::<8>(_mm256_and_si256(codes, _mm256_set1_epi16(0x80)));
+    let rest = _mm256_slli_epi16::<7>(_mm256_and_si256(codes, _mm256_set1_epi16(0x7f)));
+    let value = _mm512_cvtph_ps(_mm256_or_si256(sign, rest));
+    let value = _mm512_mul_ps(value, _mm512_set1_ps(256.0));
+    // The patterns of NaN, never written, count as the largest.
+    let largest = oscar_codec::fp8::MAX;
+    let value = _mm512_max_ps(_mm512_min_ps(value, _mm512_set1_ps(largest)), _mm512_set1_ps(-largest));
+    _mm512_mul_ps(scale, value)
 }
 
 /// One instance of TurboQuant with what its rows share.
@@ -181,33 +189,38 @@ impl<'a> TurboInstance<'a> {
         Self { instance, spread: Spread::new(instance.bits), levels: load_levels(&levels), sketch }
     }
 
+    /// Thirty-two codes of the record at byte `at` of the side.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw")]
+    fn codes(&self, bytes: &[u8], at: usize, chunk: usize) -> __m512i {
+        let Instance { bits, start, .. } = *self.instance;
+        self.spread.codes(bytes, at + start + chunk * CHUNK * bits as usize / 8)
+    }
+
     /// Decodes the instance's channels of the record at byte `at` of the side.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")]
     fn decode(&self, bytes: &[u8], at: usize, row: &mut [u16]) {
-        let Instance { first, channels, bits, start, .. } = *self.instance;
+        let Instance { first, channels, .. } = *self.instance;
         let [_, signs, norms] = self.instance.stored_parts(&bytes[at..]);
-        let chunk_bytes = CHUNK * bits as usize / 8;
-        let mut codes = [_mm512_setzero_si512(); MAX_DIM / CHUNK];
-        let codes = &mut codes[..channels.div_ceil(CHUNK)];
-        for (chunk, codes) in codes.iter_mut().enumerate() {
-            *codes = self.spread.codes(bytes, at + start + chunk * chunk_bytes);
-        }
-        let norm = half_at(norms);
-        let squares = if self.instance.normalized { self.sum_of_squares(codes) } else { 0.0 };
-        let scale = _mm512_set1_ps(self.instance.scale(norm, squares));
+        let squares = if self.instance.normalized { self.sum_of_squares(bytes, at) } else { 0.0 };
+        let scale = _mm512_set1_ps(self.instance.scale(half_at(norms), squares));
         let scaled = _mm512_mul_ps(self.levels, scale);
+        let chunks = channels.div_ceil(CHUNK);
         let Some(sketch) = self.sketch else {
             let table = round_halves(scaled, scaled);
-            for (chunk, codes) in codes.iter().enumerate() {
-                store_halves(row, first + chunk * CHUNK, _mm512_permutexvar_epi16(*codes, table));
+            for chunk in 0..chunks {
+                let codes = self.codes(bytes, at, chunk);
+                store_halves(row, first + chunk * CHUNK, _mm512_permutexvar_epi16(codes, table));
             }
             return;
         };
         let factor = _mm512_set1_ps(self.instance.sketch_factor(half_at(&norms[2..])));
-        for (chunk, codes) in codes.iter().enumerate() {
-            let sums = sketch.sum(signs, chunk);
-            let [low, high] = widened(*codes);
+        let mut sums = [_mm512_setzero_ps(); MAX_DIM / LANES];
+        let sums = &mut sums[..2 * chunks];
+        sketch.sum(signs, sums);
+        for (chunk, sums) in sums.as_chunks::<2>().0.iter().enumerate() {
+            let [low, high] = widened(self.codes(bytes, at, chunk));
             let value =
                 |codes, sum| _mm512_add_ps(_mm512_permutexvar_ps(codes, scaled), _mm512_mul_ps(factor, sum));
             store_halves(row, first + chunk * CHUNK, round_halves(value(low, sums[0]), value(high, sums[1])));
@@ -217,12 +230,13 @@ impl<'a> TurboInstance<'a> {
     /// Σ level², in the order of `affine::lane_sum`.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
-    fn sum_of_squares(&self, codes: &[__m512i]) -> f32 {
+    fn sum_of_squares(&self, bytes: &[u8], at: usize) -> f32 {
         let squares = _mm512_mul_ps(self.levels, self.levels);
         let mut sum = _mm512_setzero_ps();
-        for (chunk, codes) in codes.iter().enumerate() {
-            for (half, codes) in widened(*codes).into_iter().enumerate() {
-                let left = self.instance.channels.saturating_sub(chunk * CHUNK + half * LANES);
+        let channels = self.instance.channels;
+        for chunk in 0..channels.div_ceil(CHUNK) {
+            for (half, codes) in widened(self.codes(bytes, at, chunk)).into_iter().enumerate() {
+                let left = channels.saturating_sub(chunk * CHUNK + half * LANES);
                 let present = ((1u32 << left.min(LANES)) - 1) as u16;
                 sum = _mm512_add_ps(sum, _mm512_maskz_permutexvar_ps(present, codes, squares));
             }
@@ -261,20 +275,34 @@ impl SketchSums {
         })
     }
 
-    /// Thirty-two channels of `Σ sign · direction`.
+    /// `Σ sign · direction`, sixteen channels a sum.
     #[inline]
     #[target_feature(enable = "avx512f")]
-    fn sum(&self, signs: &[u8], chunk: usize) -> [__m512; 2] {
-        let mut sums = [_mm512_setzero_ps(); 2];
+    fn sum(&self, signs: &[u8], sums: &mut [__m512]) {
+        // Eight sums stay in registers while the directions go by.
+        let (eights, rest) = sums.as_chunks_mut::<8>();
+        let (done, (twos, _)) = (8 * eights.len(), rest.as_chunks_mut::<2>());
+        for (i, sums) in eights.iter_mut().enumerate() {
+            self.slabs(signs, 8 * i, sums);
+        }
+        for (i, sums) in twos.iter_mut().enumerate() {
+            self.slabs(signs, done + 2 * i, sums);
+        }
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    fn slabs<const N: usize>(&self, signs: &[u8], first: usize, out: &mut [__m512; N]) {
+        let mut sums = [_mm512_setzero_ps(); N];
         for four in 0..self.fours {
             let signs = usize::from(signs[four / 2] >> (4 * (four % 2)) & 15);
-            let at = &self.sums[(four * 16 + signs) * self.stride + chunk * CHUNK..][..CHUNK];
-            for (half, sum) in sums.iter_mut().enumerate() {
-                // SAFETY: thirty-two floats.
-                *sum = _mm512_add_ps(*sum, unsafe { _mm512_loadu_ps(at.as_ptr().add(half * LANES)) });
+            let at = &self.sums[(four * 16 + signs) * self.stride + first * LANES..][..N * LANES];
+            for (i, sum) in sums.iter_mut().enumerate() {
+                // SAFETY: sixteen floats for each sum.
+                *sum = _mm512_add_ps(*sum, unsafe { _mm512_loadu_ps(at.as_ptr().add(i * LANES)) });
             }
         }
-        sums
+        *out = sums;
     }
 }
 
