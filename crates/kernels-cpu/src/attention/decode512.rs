@@ -166,7 +166,7 @@ impl Mapped<'_> {
     fn keys<const BITS: u32, const WIDTH: u32, const OFFICIAL: bool>(&self, words: &mut [u32]) {
         let d = self.d;
         let channels = 32 / WIDTH as usize;
-        let levels = load_levels(&self.levels);
+        let levels = load_floats(&self.levels);
         for (tile, words) in words.chunks_exact_mut(TILE_TOKENS / 2 * d).enumerate() {
             let keep = (self.used >> (TILE_TOKENS * tile)) as u16;
             if keep == 0 {
@@ -197,7 +197,7 @@ impl Mapped<'_> {
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")]
     fn values<const BITS: u32, const WIDTH: u32, const OFFICIAL: bool>(&self, words: &mut [u32]) {
         let d = self.d;
-        let levels = load_levels(&self.levels);
+        let levels = load_floats(&self.levels);
         let mut scales = [[0f32; TILE_TOKENS]; MAX_GROUPS];
         let mut seconds = [[0f32; TILE_TOKENS]; MAX_GROUPS];
         for (tile, words) in words.chunks_exact_mut(TILE_TOKENS / 2 * d).enumerate() {
@@ -295,9 +295,9 @@ pub(super) fn round_halves(low: __m512, high: __m512) -> __m512i {
 
 #[inline]
 #[target_feature(enable = "avx512f")]
-pub(super) fn load_levels(levels: &[f32; LANES]) -> __m512 {
+pub(super) fn load_floats(floats: &[f32; LANES]) -> __m512 {
     // SAFETY: sixteen floats.
-    unsafe { _mm512_loadu_ps(levels.as_ptr()) }
+    unsafe { _mm512_loadu_ps(floats.as_ptr()) }
 }
 
 #[inline]

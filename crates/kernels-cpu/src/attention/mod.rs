@@ -46,6 +46,8 @@ mod demote512;
 #[cfg(target_arch = "x86_64")]
 mod rows512;
 #[cfg(target_arch = "x86_64")]
+mod sketch512;
+#[cfg(target_arch = "x86_64")]
 mod softmax256;
 #[cfg(target_arch = "x86_64")]
 mod softmax512;

@@ -7,7 +7,6 @@
 //! their rows may differ from the specification by the rounding of those sums.
 
 use std::arch::x86_64::*;
-use std::sync::OnceLock;
 
 use oscar_codec::channel_groups::ChannelGroups;
 use oscar_codec::record::RecordCodec;
@@ -16,7 +15,8 @@ use oscar_codec::{PAGE_TOKENS, PageCodec, RowPageCodec, Side, TILE_TOKENS};
 
 use super::block::{LANES, MAX_DIM};
 use super::decode::SidePage;
-use super::decode512::{load_levels, round_halves, store_line};
+use super::decode512::{load_floats, round_halves, store_line};
+use super::sketch512::SketchSums;
 
 /// Codes taken at a time.
 const CHUNK: usize = 32;
@@ -123,12 +123,17 @@ fn half_at(bytes: &[u8]) -> f32 {
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")]
 fn decode_records(records: &RecordCodec, bytes: &[u8], d: usize, used: u64, rows: &mut [u16]) {
     let row_bytes = records.row_bytes();
-    let turbo: Vec<TurboInstance<'_>> = match records {
+    let mut turbo: Vec<TurboInstance<'_>> = match records {
         RecordCodec::TurboQuant(codec) => {
             codec.instances().iter().map(|instance| TurboInstance::new(instance)).collect()
         }
         RecordCodec::Fp8 { .. } => Vec::new(),
     };
+    for TurboInstance { instance, sketch, sums, .. } in &mut turbo {
+        if let Some(sketch) = sketch {
+            sketch.of_page(|token| instance.stored_parts(&bytes[token * row_bytes..])[1], sums);
+        }
+    }
     for token in 0..PAGE_TOKENS {
         let row = &mut rows[token * d..][..d + CHUNK];
         if used >> token & 1 == 0 {
@@ -136,7 +141,7 @@ fn decode_records(records: &RecordCodec, bytes: &[u8], d: usize, used: u64, rows
         } else if let RecordCodec::Fp8 { .. } = records {
             decode_fp8(bytes, token * row_bytes, d, row);
         } else {
-            turbo.iter().for_each(|instance| instance.decode(bytes, token * row_bytes, row));
+            turbo.iter().for_each(|instance| instance.decode(bytes, token, row_bytes, row));
         }
     }
 }
@@ -177,16 +182,22 @@ struct TurboInstance<'a> {
     spread: Spread,
     /// Centroids by code, repeated: a lookup need not mask the bits above a code.
     levels: __m512,
-    /// Sums of four directions by their signs.
     sketch: Option<&'static SketchSums>,
+    /// What the sketches of the page sum to.
+    sums: Vec<f32>,
 }
 
 impl<'a> TurboInstance<'a> {
     #[target_feature(enable = "avx512f,avx512bw")]
     fn new(instance: &'a Instance) -> Self {
         let levels = std::array::from_fn(|code| instance.levels[code % instance.levels.len()]);
-        let sketch = instance.sketch.as_deref().map(|matrix| SketchSums::of(matrix, instance.channels));
-        Self { instance, spread: Spread::new(instance.bits), levels: load_levels(&levels), sketch }
+        Self {
+            instance,
+            spread: Spread::new(instance.bits),
+            levels: load_floats(&levels),
+            sketch: SketchSums::of(instance),
+            sums: Vec::new(),
+        }
     }
 
     /// Thirty-two codes of the record at byte `at` of the side.
@@ -197,12 +208,13 @@ impl<'a> TurboInstance<'a> {
         self.spread.codes(bytes, at + start + chunk * CHUNK * bits as usize / 8)
     }
 
-    /// Decodes the instance's channels of the record at byte `at` of the side.
+    /// Decodes the instance's channels of one of the side's records.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")]
-    fn decode(&self, bytes: &[u8], at: usize, row: &mut [u16]) {
+    fn decode(&self, bytes: &[u8], token: usize, row_bytes: usize, row: &mut [u16]) {
         let Instance { first, channels, .. } = *self.instance;
-        let [_, signs, norms] = self.instance.stored_parts(&bytes[at..]);
+        let at = token * row_bytes;
+        let [_, _, norms] = self.instance.stored_parts(&bytes[at..]);
         let squares = if self.instance.normalized { self.sum_of_squares(bytes, at) } else { 0.0 };
         let scale = _mm512_set1_ps(self.instance.scale(half_at(norms), squares));
         let scaled = _mm512_mul_ps(self.levels, scale);
@@ -216,14 +228,13 @@ impl<'a> TurboInstance<'a> {
             return;
         };
         let factor = _mm512_set1_ps(self.instance.sketch_factor(half_at(&norms[2..])));
-        let mut sums = [_mm512_setzero_ps(); MAX_DIM / LANES];
-        let sums = &mut sums[..2 * chunks];
-        sketch.sum(signs, sums);
-        for (chunk, sums) in sums.as_chunks::<2>().0.iter().enumerate() {
+        let sums = &self.sums[token * sketch.stride()..][..sketch.stride()];
+        for (chunk, sums) in sums.as_chunks::<LANES>().0.as_chunks::<2>().0.iter().enumerate() {
             let [low, high] = widened(self.codes(bytes, at, chunk));
             let value =
                 |codes, sum| _mm512_add_ps(_mm512_permutexvar_ps(codes, scaled), _mm512_mul_ps(factor, sum));
-            store_halves(row, first + chunk * CHUNK, round_halves(value(low, sums[0]), value(high, sums[1])));
+            let (low, high) = (value(low, load_floats(&sums[0])), value(high, load_floats(&sums[1])));
+            store_halves(row, first + chunk * CHUNK, round_halves(low, high));
         }
     }
 
@@ -245,64 +256,6 @@ impl<'a> TurboInstance<'a> {
         let four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps::<1>(eight));
         let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
         _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps::<1>(two, two)))
-    }
-}
-
-/// `Σ ± direction` over four directions at a time, for all sixteen signs: `[four][signs][channels]`.
-struct SketchSums {
-    fours: usize,
-    /// Channels rounded up to whole chunks.
-    stride: usize,
-    sums: Vec<f32>,
-}
-
-impl SketchSums {
-    /// The sums for the sketch of instances of `channels`, made once.
-    fn of(matrix: &[f32], channels: usize) -> &'static Self {
-        static SUMS: [OnceLock<SketchSums>; MAX_DIM / 8 + 1] = [const { OnceLock::new() }; MAX_DIM / 8 + 1];
-        SUMS[channels / 8].get_or_init(|| {
-            let (fours, stride) = (channels / 4, channels.next_multiple_of(CHUNK));
-            let mut sums = vec![0f32; fours * 16 * stride];
-            for (i, sums) in sums.chunks_exact_mut(stride).enumerate() {
-                for (bit, direction) in
-                    matrix[i / 16 * 4 * channels..].chunks_exact(channels).take(4).enumerate()
-                {
-                    let sign = if i >> bit & 1 == 1 { 1.0 } else { -1.0 };
-                    sums.iter_mut().zip(direction).for_each(|(sum, g)| *sum += sign * g);
-                }
-            }
-            Self { fours, stride, sums }
-        })
-    }
-
-    /// `Σ sign · direction`, sixteen channels a sum.
-    #[inline]
-    #[target_feature(enable = "avx512f")]
-    fn sum(&self, signs: &[u8], sums: &mut [__m512]) {
-        // Eight sums stay in registers while the directions go by.
-        let (eights, rest) = sums.as_chunks_mut::<8>();
-        let (done, (twos, _)) = (8 * eights.len(), rest.as_chunks_mut::<2>());
-        for (i, sums) in eights.iter_mut().enumerate() {
-            self.slabs(signs, 8 * i, sums);
-        }
-        for (i, sums) in twos.iter_mut().enumerate() {
-            self.slabs(signs, done + 2 * i, sums);
-        }
-    }
-
-    #[inline]
-    #[target_feature(enable = "avx512f")]
-    fn slabs<const N: usize>(&self, signs: &[u8], first: usize, out: &mut [__m512; N]) {
-        let mut sums = [_mm512_setzero_ps(); N];
-        for four in 0..self.fours {
-            let signs = usize::from(signs[four / 2] >> (4 * (four % 2)) & 15);
-            let at = &self.sums[(four * 16 + signs) * self.stride + first * LANES..][..N * LANES];
-            for (i, sum) in sums.iter_mut().enumerate() {
-                // SAFETY: sixteen floats for each sum.
-                *sum = _mm512_add_ps(*sum, unsafe { _mm512_loadu_ps(at.as_ptr().add(i * LANES)) });
-            }
-        }
-        *out = sums;
     }
 }
 
