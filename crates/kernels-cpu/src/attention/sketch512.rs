@@ -14,10 +14,15 @@ use oscar_codec::turboquant::Instance;
 use super::block::{LANES, MAX_DIM};
 
 /// Tokens summed at a time: enough chains to hide the latency of an addition.
-const TOKENS: usize = 4;
+const TOKENS: usize = 8;
 
-/// Sixteen channels of the sums of four directions, by the four signs.
-type Four = [[f32; LANES]; 16];
+/// Sixteen channels on a cache line of their own.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+struct Slab([f32; LANES]);
+
+/// Sums of four directions by the four signs.
+type Four = [Slab; 16];
 
 /// The table of one size of sketch.
 pub(super) struct SketchSums {
@@ -38,14 +43,14 @@ impl SketchSums {
         let fours = channels / 4;
         // Rows are decoded 32 channels at a time.
         let slabs = 2 * channels.div_ceil(2 * LANES);
-        let mut sums = vec![[[0f32; LANES]; 16]; slabs * fours];
+        let mut sums = vec![[Slab([0.0; LANES]); 16]; slabs * fours];
         for (i, table) in sums.iter_mut().enumerate() {
             let (slab, four) = (i / fours, i % fours);
             for (bit, direction) in matrix.chunks_exact(channels).skip(4 * four).take(4).enumerate() {
                 for (signs, sums) in table.iter_mut().enumerate() {
                     let sign = if signs >> bit & 1 == 1 { 1.0 } else { -1.0 };
                     let part = direction.get(slab * LANES..).unwrap_or_default();
-                    sums.iter_mut().zip(part).for_each(|(sum, g)| *sum += sign * g);
+                    sums.0.iter_mut().zip(part).for_each(|(sum, g)| *sum += sign * g);
                 }
             }
         }
@@ -62,11 +67,11 @@ impl SketchSums {
     pub(super) fn of_page<'a>(&self, signs: impl Fn(usize) -> &'a [u8], out: &mut Vec<f32>) {
         let stride = self.stride();
         out.resize(PAGE_TOKENS * stride, 0.0);
-        let mut nibbles = [[0u8; PAGE_TOKENS]; MAX_DIM / 4];
+        let mut nibbles = [[0u32; PAGE_TOKENS]; MAX_DIM / 4];
         for token in 0..PAGE_TOKENS {
             for (two, &byte) in nibbles.as_chunks_mut::<2>().0.iter_mut().zip(signs(token)) {
-                two[0][token] = byte & 15;
-                two[1][token] = byte >> 4;
+                two[0][token] = u32::from(byte & 15);
+                two[1][token] = u32::from(byte >> 4);
             }
         }
         for (slab, table) in self.sums.chunks_exact(self.fours).enumerate() {
@@ -74,7 +79,7 @@ impl SketchSums {
                 let mut sums = [_mm512_setzero_ps(); TOKENS];
                 for (table, nibbles) in table.iter().zip(&nibbles) {
                     for (i, sum) in sums.iter_mut().enumerate() {
-                        let part = &table[usize::from(nibbles[token + i] & 15)];
+                        let part = &table[nibbles[token + i] as usize & 15].0;
                         // SAFETY: sixteen floats.
                         *sum = _mm512_add_ps(*sum, unsafe { _mm512_loadu_ps(part.as_ptr()) });
                     }
