@@ -139,12 +139,23 @@ impl ChannelGroups {
         Ok(())
     }
 
+    /// The high bits of promoted channels in a tile, token by token.
+    pub fn plane<'a>(&self, tile: &'a [u8]) -> &'a [u8] {
+        &tile[self.code_bytes()..][..self.plane_bytes()]
+    }
+
+    /// A tile's slice of its group's parameters. In order they are `[fp16 scale, fp16 minimum]` of each channel, then,
+    /// where channels are promoted, a byte a channel: its row of the second plane, if it has one.
+    pub fn header_slice<'a>(&self, tile: &'a [u8]) -> &'a [u8] {
+        &tile[self.code_bytes() + self.plane_bytes()..self.tile_bytes()]
+    }
+
     /// Puts a group's parameters together from its tiles, given in order.
     pub fn header<'a>(&self, tiles: impl Iterator<Item = &'a [u8]>) -> GroupHeader {
         let d = self.head_dim;
         let mut bytes = Vec::with_capacity(self.tiles() * self.slice_bytes());
         for tile in tiles {
-            bytes.extend_from_slice(&tile[self.code_bytes() + self.plane_bytes()..self.tile_bytes()]);
+            bytes.extend_from_slice(self.header_slice(tile));
         }
         let half = |at: usize| f16::from_le_bytes([bytes[at], bytes[at + 1]]).to_f32();
         let params = (0..d).map(|c| AffineParams { scale: half(4 * c), min: half(4 * c + 2) }).collect();

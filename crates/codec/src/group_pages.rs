@@ -77,6 +77,22 @@ impl RowPageCodec {
         Ok(())
     }
 
+    /// The tiles of the group around `position`, in order, each absent if its page is, and where the group begins.
+    pub fn tiles_of_group<'a>(
+        &self,
+        side: Side,
+        pages: &'a [Option<&'a [u8]>],
+        origin: usize,
+        position: usize,
+    ) -> Option<(usize, impl Iterator<Item = Option<&'a [u8]>>)> {
+        let groups = self.token_groups(side)?;
+        let first = origin + position.checked_sub(origin)? / groups.tokens() * groups.tokens();
+        let tiles = Self::group_tiles(groups, first).map(move |at| {
+            Some(&pages.get(at.block).copied().flatten()?[self.tile_range(side, groups, at.tile)])
+        });
+        Some((first, tiles))
+    }
+
     /// The parameters of the group around `position`, and where it begins; `None` where a page of it is absent.
     pub fn group_header(
         &self,
@@ -85,12 +101,9 @@ impl RowPageCodec {
         origin: usize,
         position: usize,
     ) -> Option<(usize, GroupHeader)> {
-        let groups = self.token_groups(side)?;
-        let first = origin + position.checked_sub(origin)? / groups.tokens() * groups.tokens();
-        let tiles: Option<Vec<&[u8]>> = Self::group_tiles(groups, first)
-            .map(|at| Some(&pages.get(at.block).copied().flatten()?[self.tile_range(side, groups, at.tile)]))
-            .collect();
-        Some((first, groups.header(tiles?.into_iter())))
+        let (first, tiles) = self.tiles_of_group(side, pages, origin, position)?;
+        let tiles: Option<Vec<&[u8]>> = tiles.collect();
+        Some((first, self.token_groups(side)?.header(tiles?.into_iter())))
     }
 
     /// Decodes one side of the token at `position`, whatever the side is. `pages` are the coded pages of the

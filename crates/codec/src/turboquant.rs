@@ -84,10 +84,16 @@ impl Instance {
         self.code_bytes() + self.sign_bytes() + if self.sketch.is_some() { 4 } else { 2 }
     }
 
-    /// Codes, signs and the two norms of a row's bytes.
-    pub fn parts<'a>(&self, row: &'a [u8]) -> (&'a [u8], &'a [u8], f32, f32) {
+    /// Codes, signs and fp16 norms of a row's bytes, as they are stored.
+    pub fn stored_parts<'a>(&self, row: &'a [u8]) -> [&'a [u8]; 3] {
         let (codes, rest) = row[self.start..][..self.bytes()].split_at(self.code_bytes());
         let (signs, norms) = rest.split_at(self.sign_bytes());
+        [codes, signs, norms]
+    }
+
+    /// Codes, signs and the two norms of a row's bytes.
+    pub fn parts<'a>(&self, row: &'a [u8]) -> (&'a [u8], &'a [u8], f32, f32) {
+        let [codes, signs, norms] = self.stored_parts(row);
         let half = |at: usize| f16::from_le_bytes([norms[at], norms[at + 1]]).to_f32();
         (codes, signs, half(0), if self.sketch.is_some() { half(2) } else { 0.0 })
     }

@@ -213,8 +213,12 @@ pub fn number(value: f64) -> String {
     }
 }
 
+/// A tick of a logarithmic axis: a power of ten as such, anything between two of them as the number it is.
 fn power(exponent: f64) -> String {
-    format!("1e{}", number(exponent))
+    match exponent.fract().abs() < 1e-9 {
+        true => format!("1e{exponent:.0}"),
+        false => number(10f64.powf(exponent)),
+    }
 }
 
 #[cfg(test)]
@@ -259,6 +263,7 @@ mod tests {
     #[test]
     fn numbers_are_short() {
         assert_eq!([0.0, 0.5, 12.0, 123.4, 0.001].map(number), ["0", "0.5", "12", "123", "1e-3"]);
+        assert_eq!([-3.0, 0.0, 1.0, -0.8, -2.5].map(power), ["1e-3", "1e0", "1e1", "0.16", "3e-3"]);
     }
 
     #[test]

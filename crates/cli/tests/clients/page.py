@@ -1,99 +1,13 @@
-"""The web page in a headless Chromium, over its DevTools pipe. Usage: page.py CHROMIUM BASE_URL"""
+"""The web page in a headless Chromium. Usage: page.py CHROMIUM BASE_URL"""
 
 import json
-import os
-import subprocess
 import sys
-import tempfile
 import threading
-import time
 import urllib.request
 
+from browser import FITS, PATIENCE, started
+
 chromium, base_url = sys.argv[1:]
-PATIENCE = 60
-
-
-class Browser:
-    """Commands out on descriptor 3, answers and events in on descriptor 4, each ended by a zero byte."""
-
-    def __init__(self, folder):
-        commands, self.out = os.pipe()
-        self.inp, events = os.pipe()
-
-        def wire():
-            # Away from 3 and 4 first: the pipes may have these very numbers.
-            a, b = os.dup(commands), os.dup(events)
-            a, b = os.dup2(a, 103), os.dup2(b, 104)
-            os.dup2(a, 3)
-            os.dup2(b, 4)
-
-        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
-                 "--disable-background-networking", "--disable-component-update", "--disable-sync",
-                 f"--user-data-dir={folder}", "--remote-debugging-pipe"]
-        self.process = subprocess.Popen([chromium, *flags], preexec_fn=wire, close_fds=False,
-                                        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        os.close(commands)
-        os.close(events)
-        self.rest, self.number, self.events, self.session = b"", 0, [], None
-
-    def command(self, method, **params):
-        self.number += 1
-        message = {"id": self.number, "method": method, "params": params}
-        if self.session:
-            message["sessionId"] = self.session
-        os.write(self.out, json.dumps(message).encode() + b"\0")
-        while True:
-            while b"\0" not in self.rest:
-                data = os.read(self.inp, 1 << 16)
-                assert data, "the browser has gone"
-                self.rest += data
-            line, self.rest = self.rest.split(b"\0", 1)
-            answer = json.loads(line)
-            if answer.get("id") == self.number:
-                assert "error" not in answer, (method, answer["error"])
-                return answer["result"]
-            self.events.append(answer)
-
-    def open(self, url, width, height, mobile):
-        self.session = None
-        target = self.command("Target.createTarget", url="about:blank")["targetId"]
-        self.session = self.command("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        for domain in ("Runtime", "Log", "Page"):
-            self.command(f"{domain}.enable")
-        self.command("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=mobile)
-        self.command("Page.navigate", url=url)
-
-    def js(self, expression):
-        answer = self.command("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
-        assert "exceptionDetails" not in answer, (expression, answer)
-        return answer["result"].get("value")
-
-    def wait(self, expression):
-        begun = time.monotonic()
-        while time.monotonic() - begun < PATIENCE:
-            if value := self.js(expression):
-                return value
-            time.sleep(0.05)
-        raise AssertionError(f"waited in vain for {expression}: {self.js('document.body.innerText')}")
-
-    def say(self, text):
-        """As a person does: types and presses Enter."""
-        self.command("Input.insertText", text=text)
-        for kind in ("keyDown", "keyUp"):
-            self.command("Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", windowsVirtualKeyCode=13,
-                         text="\r" if kind == "keyDown" else "")
-
-    def complaints(self):
-        found = []
-        for event in self.events:
-            params = event.get("params", {})
-            if event["method"] == "Runtime.exceptionThrown":
-                found.append(params["exceptionDetails"])
-            if event["method"] == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert"):
-                found.append(params["args"])
-            if event["method"] == "Log.entryAdded" and params["entry"]["level"] == "error":
-                found.append(params["entry"])
-        return found
 
 
 READY = "document.getElementById('about') && document.getElementById('about').textContent.includes('oscar-15m')"
@@ -102,7 +16,6 @@ IDLE = "document.getElementById('send').textContent === 'Send'"
 WATCH = """(() => { window.lengths = new Set();
   new MutationObserver(() => window.lengths.add(document.getElementById('log').textContent.length))
     .observe(document.getElementById('log'), {subtree: true, childList: true, characterData: true}); })()"""
-FITS = "document.documentElement.scrollWidth <= window.innerWidth"
 QUESTION = "Who are you?"
 
 
@@ -155,13 +68,7 @@ def phone(browser):
     assert browser.js(FITS), "a long word makes the page wider than a phone"
 
 
-with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-    browser = Browser(folder)
-    try:
-        desktop(browser)
-        phone(browser)
-        assert not browser.complaints(), browser.complaints()
-    finally:
-        browser.process.kill()
-        browser.process.wait()
+with started(chromium) as browser:
+    desktop(browser)
+    phone(browser)
 print("the page is content")

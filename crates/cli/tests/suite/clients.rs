@@ -5,8 +5,7 @@
 use crate::python;
 use crate::server::{Answer, Server, chat_body, read_answer, stream_data};
 use serde_json::{Value, json};
-use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::path::Path;
 
 const KEY: &str = "a-key-for-tests";
 
@@ -91,53 +90,32 @@ fn after_kill_9_the_same_command_starts_clean() {
     assert!(content.starts_with("I am a small language model"), "{content}");
 }
 
-/// Runs a script of `tests/clients` that must end well and say so.
-fn run_script(python: &Path, script: &str, args: &[&str]) {
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/clients").join(script);
-    let out = Command::new(python)
-        .arg(script)
-        .args(args)
-        .env_remove("OPENAI_BASE_URL")
-        .stdin(Stdio::null())
-        .output()
-        .unwrap();
-    let (stdout, stderr) = (String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
-    assert!(out.status.success(), "{stdout}{stderr}");
-    assert!(stdout.contains("is content"), "{stdout}");
-}
-
 #[cfg(unix)]
 #[test]
 fn the_official_openai_client_is_content() {
     let Some(python) = python::with(&["openai"]) else { return };
     let server = Server::start(Some(KEY));
-    run_script(&python, "openai_client.py", &[&format!("http://{}", server.address), KEY]);
+    python::run_script(&python, "openai_client.py", &[&format!("http://{}", server.address), KEY]);
 }
 
 #[cfg(unix)]
 #[test]
 fn sglang_router_in_front_of_two_replicas_is_content() {
     let Some(python) = python::with(&["sglang-router==0.3.2"]) else { return };
-    run_script(&python, "routers.py", &["sglang_router.launch_router", env!("CARGO_BIN_EXE_oscar")]);
+    python::run_script(&python, "routers.py", &["sglang_router.launch_router", env!("CARGO_BIN_EXE_oscar")]);
 }
 
 #[cfg(unix)]
 #[test]
 fn smg_in_front_of_two_replicas_is_content() {
     let Some(python) = python::with(&["smg==1.13.0"]) else { return };
-    run_script(&python, "routers.py", &["smg.launch_router", env!("CARGO_BIN_EXE_oscar")]);
+    python::run_script(&python, "routers.py", &["smg.launch_router", env!("CARGO_BIN_EXE_oscar")]);
 }
 
 #[cfg(unix)]
 #[test]
 fn the_web_page_works_in_chromium() {
-    let is_there = |name: &&str| {
-        Command::new(name).arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status().is_ok()
-    };
-    let Some(chromium) = ["chromium", "chromium-browser", "google-chrome"].into_iter().find(is_there) else {
-        return python::missing("no Chromium is installed");
-    };
+    let Some(chromium) = python::chromium() else { return };
     let server = Server::start(None);
-    let python = PathBuf::from("python3");
-    run_script(&python, "page.py", &[chromium, &format!("http://{}", server.address)]);
+    python::run_script(Path::new("python3"), "page.py", &[chromium, &format!("http://{}", server.address)]);
 }

@@ -6,6 +6,8 @@ mod clients;
 mod commands;
 mod evaluation;
 mod python;
+#[cfg(unix)]
+mod reports;
 mod server;
 #[cfg(target_os = "linux")]
 mod soak;

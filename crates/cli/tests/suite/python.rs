@@ -1,4 +1,5 @@
-//! Python with packages of PyPI, in environments under the target directory that are kept between runs.
+//! Scripts of `tests/clients` and what they need from outside: Python with packages of PyPI, in environments under the
+//! target directory that are kept between runs, and Chromium.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -26,6 +27,36 @@ pub fn with(packages: &[&str]) -> Option<PathBuf> {
 pub fn missing(why: &str) {
     assert!(std::env::var_os("CI").is_none(), "{why}");
     eprintln!("NOT TESTED: {why}");
+}
+
+/// A Chromium that runs, or `None` with a note.
+///
+/// # Panics
+/// In CI, where there must be one.
+pub fn chromium() -> Option<&'static str> {
+    let is_there = |name: &&str| {
+        Command::new(name).arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status().is_ok()
+    };
+    let found = ["chromium", "chromium-browser", "google-chrome"].into_iter().find(is_there);
+    if found.is_none() {
+        missing("no Chromium is installed");
+    }
+    found
+}
+
+/// Runs a script of `tests/clients` that must end well and say so.
+pub fn run_script(python: &Path, script: &str, args: &[&str]) {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/clients").join(script);
+    let out = Command::new(python)
+        .arg(script)
+        .args(args)
+        .env_remove("OPENAI_BASE_URL")
+        .stdin(Stdio::null())
+        .output()
+        .unwrap();
+    let (stdout, stderr) = (String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
+    assert!(out.status.success(), "{stdout}{stderr}");
+    assert!(stdout.contains("is content"), "{stdout}");
 }
 
 fn install(folder: &Path, packages: &[&str]) -> Result<PathBuf, String> {

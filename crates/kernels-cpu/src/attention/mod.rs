@@ -13,7 +13,8 @@
 //!   and weights (16 bits of the page's largest), and exact integer sums. Codes of one and two bits need but 8 bits
 //!   of both, see [`AttentionPrecision`]; AMX takes 16 all the same.
 //! - BF16 pages round queries and weights to BF16 on AVX-512 and AMX; AVX2 keeps both in f32.
-//! - Everything else is decoded to BF16 rows first and read like BF16 pages ([`kernel_name`] says so). Pages of f32,
+//! - Everything else is decoded to BF16 first, once for all rows of a work item, and read like BF16 pages
+//!   ([`kernel_name`] says so): through f32 rows, on AVX-512 straight to the tile (`decode512`). Pages of f32,
 //!   and everything in the scalar variant, are read in f32.
 
 mod append;
@@ -39,7 +40,13 @@ mod avx512_bf16;
 #[cfg(target_arch = "x86_64")]
 mod avx512_int8;
 #[cfg(target_arch = "x86_64")]
+mod decode512;
+#[cfg(target_arch = "x86_64")]
 mod demote512;
+#[cfg(target_arch = "x86_64")]
+mod rows512;
+#[cfg(target_arch = "x86_64")]
+mod sketch512;
 #[cfg(target_arch = "x86_64")]
 mod softmax256;
 #[cfg(target_arch = "x86_64")]

@@ -241,6 +241,7 @@ pub(super) struct PageScratch {
     decoded: DecodedPage,
     keys: Bf16Tile,
     values: Bf16Tile,
+    halves: Vec<u16>,
     silenced: Vec<u8>,
     codes: Vec<CodeBuffer>,
 }
@@ -276,15 +277,19 @@ impl PageScratch {
                 if is_bf16_tile(keys) {
                     view.keys = &keys.bytes()[keys.codec.codes_range(Side::Key)];
                 } else {
-                    room(&mut self.decoded.keys);
-                    decode_page(variant, keys, used, &mut self.decoded.keys, codes);
-                    self.keys.store_keys(variant, &self.decoded.keys, d);
+                    if !decode_to_tile(variant, keys, used, &mut self.halves, &mut self.keys) {
+                        room(&mut self.decoded.keys);
+                        decode_page(variant, keys, used, &mut self.decoded.keys, codes);
+                        self.keys.store_keys(variant, &self.decoded.keys, d);
+                    }
                     view.keys = self.keys.bytes();
                 }
                 if !is_bf16_tile(values) {
-                    room(&mut self.decoded.values);
-                    decode_page(variant, values, used, &mut self.decoded.values, codes);
-                    self.values.store_values(variant, &self.decoded.values, d);
+                    if !decode_to_tile(variant, values, used, &mut self.halves, &mut self.values) {
+                        room(&mut self.decoded.values);
+                        decode_page(variant, values, used, &mut self.decoded.values, codes);
+                        self.values.store_values(variant, &self.decoded.values, d);
+                    }
                     view.values = self.values.bytes();
                 } else if used == u64::MAX {
                     view.values = &values.bytes()[values.codec.codes_range(Side::Value)];
@@ -305,6 +310,28 @@ impl PageScratch {
                 view.decoded = Some(&self.decoded);
                 view
             }
+        }
+    }
+}
+
+/// Decodes a side straight to a BF16 tile, where the variant has a decoder for it.
+fn decode_to_tile(
+    variant: Variant,
+    page: SidePage<'_>,
+    used: u64,
+    halves: &mut Vec<u16>,
+    tile: &mut Bf16Tile,
+) -> bool {
+    match variant {
+        #[cfg(target_arch = "x86_64")]
+        Variant::Avx512 | Variant::Amx if super::decode512::reads(page.codec, page.side) => {
+            // SAFETY: a variant is only passed on by `attend`, which found it available.
+            unsafe { super::decode512::decode(page, used, halves, tile) };
+            true
+        }
+        _ => {
+            let _ = (page, used, halves, tile);
+            false
         }
     }
 }

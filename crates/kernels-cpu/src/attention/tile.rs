@@ -21,6 +21,12 @@ impl Bf16Tile {
         unsafe { std::slice::from_raw_parts(self.lines.as_ptr().cast(), size_of_val(&*self.lines)) }
     }
 
+    /// The page's pairs, to be written: 64 × `d` halves.
+    pub(super) fn words_mut(&mut self, d: usize) -> &mut [u32] {
+        self.lines.resize(PAGE_TOKENS * d * 2 / 64, Line::default());
+        words(&mut self.lines)
+    }
+
     /// Takes keys, 64 × `d`, rounded to nearest even: `[tile][channel pair][16 tokens][2]`.
     pub(super) fn store_keys(&mut self, variant: Variant, rows: &[f32], d: usize) {
         self.lines.resize(PAGE_TOKENS * d * 2 / 64, Line::default());
@@ -84,10 +90,14 @@ fn keys_body(rows: &[f32], d: usize, lines: &mut [Line]) {
     }
 }
 
+fn words(lines: &mut [Line]) -> &mut [u32] {
+    // SAFETY: a line is sixteen words without padding, and the slice is borrowed exclusively.
+    unsafe { std::slice::from_raw_parts_mut(lines.as_mut_ptr().cast::<u32>(), 16 * lines.len()) }
+}
+
 #[inline(always)]
 fn values_body(rows: &[f32], d: usize, lines: &mut [Line]) {
-    // SAFETY: a line is sixteen words without padding, and the slice is borrowed exclusively.
-    let words = unsafe { std::slice::from_raw_parts_mut(lines.as_mut_ptr().cast::<u32>(), 16 * lines.len()) };
+    let words = words(lines);
     // One long run of words: over lines the compiler would gather and scatter.
     for (two, words) in rows.chunks_exact(2 * d).zip(words.chunks_exact_mut(d)) {
         let (even, odd) = two.split_at(d);

@@ -92,7 +92,7 @@ fn fronts(comparison: &Comparison, out: &mut String) {
     out.push_str("<p class=\"key\"><i style=\"background:var(--ours)\"></i>OSCAR formats<i style=\"background:var(--theirs)\"></i>other methods<i style=\"background:var(--base)\"></i>BF16</p>");
     out.push_str("<div class=\"pair\">");
     for figure in [kl_figure(comparison), accuracy_figure(comparison)].into_iter().flatten() {
-        put(out, format_args!("<div>{}</div>", figure.render()));
+        put(out, format_args!("<div class=\"figure\">{}</div>", figure.render()));
     }
     out.push_str("</div>\n");
 }
@@ -209,7 +209,10 @@ fn divergence(comparison: &Comparison, out: &mut String) {
         "Mean share of a long greedy answer before the first token that is not BF16's; that position in tokens; and the share \
          of answers that are the same to the end.",
     );
-    out.push_str(&bars("Long answers: share that is BF16's", &list));
+    put(
+        out,
+        format_args!("<div class=\"figure\">{}</div>\n", bars("Long answers: share that is BF16's", &list)),
+    );
 }
 
 fn memory(comparison: &Comparison, out: &mut String) {
@@ -228,7 +231,7 @@ fn memory(comparison: &Comparison, out: &mut String) {
             Some(Bar { label: m.kv.clone(), class: class(m), value: size.bytes as f64, text })
         })
         .collect();
-    out.push_str(&bars("Memory", &list));
+    put(out, format_args!("<div class=\"figure\">{}</div>\n", bars("Memory", &list)));
 }
 
 fn speed(comparison: &Comparison, out: &mut String) {
@@ -249,15 +252,15 @@ fn speed(comparison: &Comparison, out: &mut String) {
         out,
         "Decode speed against BF16 (noisy)",
         "One sequence, steps of all formats in turns, median. A format marked “generic decode” has no kernel of its own here: \
-         its pages are expanded to floats first, so its bar shows this program, not the method.",
+         its pages are expanded to BF16 first, so its bar shows this program, not the method.",
     );
-    out.push_str(&bars("Decode speed against BF16", &list));
+    put(out, format_args!("<div class=\"figure\">{}</div>\n", bars("Decode speed against BF16", &list)));
 }
 
 fn methods(comparison: &Comparison, out: &mut String) {
     out.push_str("<h2>How it was measured</h2>\n<ul>");
     comparison.notes.iter().for_each(|note| put(out, format_args!("<li>{}</li>", escape(note))));
-    out.push_str("</ul>\n<div class=\"wide\"><table><tr><th>kv</th><th>what it is</th><th>rotations</th><th>kernel</th></tr>");
+    out.push_str("</ul>\n<div class=\"wide\"><table><tr><th>kv</th><th class=\"text\">what it is</th><th class=\"text\">rotations</th><th class=\"text\">kernel</th></tr>");
     for m in &comparison.methods {
         put(out, format_args!("<tr class=\"{}\"><td>{}</td>", class(m), escape(&m.kv)));
         for text in [&m.description, &m.rotations, &m.kernel] {

@@ -27,10 +27,10 @@ h1{font-size:1.45rem;margin:.2em 0}h2{font-size:1.12rem;margin:2em 0 .2em}p{colo
 .tile{background:var(--card);border-radius:8px;padding:10px 12px}.tile b{display:block;font-size:1.3rem}.tile span{color:var(--soft);font-size:.85rem}\
 .pair{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr));gap:16px}\
 .maps{display:grid;grid-template-columns:repeat(auto-fill,minmax(190px,1fr));gap:14px 18px}\
-svg{width:100%;height:auto;display:block}.wide{overflow-x:auto}\
+svg{width:100%;height:auto;display:block}.wide,.figure{overflow-x:auto}.pair>*{min-width:0}\
 table{border-collapse:collapse;font-size:.85rem}td,th{padding:4px 9px;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}\
 th{color:var(--soft);font-weight:600}td:first-child,th:first-child{text-align:left;position:sticky;left:0;background:var(--paper)}\
-tr.ours td:first-child{color:var(--ours);font-weight:600}td.text{text-align:left}code{background:var(--card);padding:2px 5px;border-radius:4px;overflow-wrap:anywhere}\
+tr.ours td:first-child{color:var(--ours);font-weight:600}td.text,th.text{text-align:left;white-space:normal;min-width:8em}code{background:var(--card);padding:2px 5px;border-radius:4px;overflow-wrap:anywhere}\
 li{color:var(--soft)}.key i{display:inline-block;width:.75em;height:.75em;border-radius:50%;margin:0 .4em 0 1em}\
-@media(max-width:520px){body{padding:10px}.maps{grid-template-columns:repeat(2,1fr)}}"
+@media(max-width:520px){body{padding:10px}.maps{grid-template-columns:repeat(2,1fr)}.figure svg{min-width:460px}}"
 );

@@ -65,6 +65,9 @@ impl Scatter<'_> {
         let points: Vec<&Point> = self.points.iter().filter(usable).collect();
         let vertical = |y: f64| if self.y_is_cost { y.log10() } else { y };
         let (x_low, x_high) = padded(points.iter().map(|p| p.x.log2()), 0.12);
+        // An octave at least, so that formats of one width still stand over a scale.
+        let more = (1.0 - (x_high - x_low)).max(0.0) / 2.0;
+        let (x_low, x_high) = (x_low - more, x_high + more);
         let (y_low, y_high) = padded(points.iter().map(|p| vertical(p.y)), 0.1);
         let x_at = |x: f64| LEFT + (x.log2() - x_low) / (x_high - x_low) * (WIDTH - LEFT - RIGHT);
         let y_at = |y: f64| TOP + (y_high - vertical(y)) / (y_high - y_low) * (HEIGHT - TOP - BOTTOM);

@@ -2,6 +2,7 @@
 //! the row alone.
 
 mod against_codec;
+mod decoding;
 mod demotion;
 mod one_byte;
 mod row_alone;
