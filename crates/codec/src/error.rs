@@ -27,6 +27,10 @@ pub enum CodecError {
         "'{found}' is no mean of 1- to 4-bit codes: with scale and minimum counted it is between 1.25 and 4.25 bits"
     )]
     MeanBits { found: String },
+    #[error("rounding needs a second moment that is finite and not zero: calibrate again")]
+    Metric,
+    #[error("only affine codes with one scale a row can be rounded by what reads them")]
+    Rounding,
     #[error("clip ratio {0} is out of range: it is a quantile of |x|, between 0 (no clipping) and 1")]
     ClipRatio(f64),
     #[error("unknown KV format '{name}': known formats are {known}")]

@@ -7,6 +7,7 @@ use crate::lloyd_max::Variant;
 use crate::page::{PAGE_TOKENS, PageCodec, RowPageCodec, Scheme, Side, SideSpec};
 use crate::rivals::Rival;
 use crate::rotation::{Rotation, RotationSet};
+use crate::rounding::Rounding;
 use crate::turboquant::Outliers;
 use crate::window::Windows;
 use std::fmt;
@@ -350,10 +351,23 @@ impl FormatTable {
         Self::new(layers, kv_heads, codecs)
     }
 
+    /// The same pages with codes chosen as each head's rounding says, `[layer][kv_head]`.
+    pub fn with_roundings(mut self, roundings: Vec<Rounding>) -> Result<Self> {
+        check_len("roundings", roundings.len(), self.codecs.len())?;
+        let codecs = self.codecs.into_iter().zip(roundings);
+        self.codecs = codecs.map(|(codec, rounding)| codec.with_rounding(rounding)).collect::<Result<_>>()?;
+        Ok(self)
+    }
+
     /// The same codecs with their bytes in another order.
     pub fn with_order(&self, order: CodeLayout) -> Result<Self> {
         let reordered = |codec: &RowPageCodec| {
-            RowPageCodec::new(codec.head_dim(), codec.spec(Side::Key), codec.spec(Side::Value), order)
+            let new =
+                RowPageCodec::new(codec.head_dim(), codec.spec(Side::Key), codec.spec(Side::Value), order)?;
+            match codec.rounding(Side::Key) {
+                rounding if rounding.is_nearest() => Ok(new),
+                rounding => new.with_rounding(rounding.clone()),
+            }
         };
         Self::new(self.layers, self.kv_heads, self.codecs.iter().map(reordered).collect::<Result<_>>()?)
     }

@@ -1,7 +1,7 @@
 //! The KV-cache formats, in scalar code that is the specification.
 //!
 //! Everything a key or a value row goes through between the model and the cache is defined here once:
-//! the rotation ([`rotation`]), the clip ([`clip`]), the quantizer ([`affine`], [`lloyd_max`], and those of other methods:
+//! the rotation ([`rotation`]), the clip ([`clip`]), the quantizer ([`affine`], [`rounding`], [`lloyd_max`], and those of other methods:
 //! [`turboquant`], [`channel_groups`], [`fp8`]), the bytes of a
 //! page ([`page`], [`layout`], [`cache_layout`]), the names users type ([`format`](mod@format), [`rivals`]), which positions a query reads as code
 //! ([`window`]) and what attention over all of it must return ([`attention`]). Fast kernels live elsewhere and
@@ -29,6 +29,7 @@ pub mod record;
 mod relayout;
 pub mod rivals;
 pub mod rotation;
+pub mod rounding;
 pub mod turboquant;
 pub mod window;
 
@@ -40,4 +41,5 @@ pub use layout::CodeLayout;
 pub use page::{PAGE_TOKENS, PageCodec, RowPageCodec, Side, SideSpec, TILE_TOKENS};
 pub use rivals::Rival;
 pub use rotation::{Composition, HeadRotations, Rotation, RotationSet};
+pub use rounding::{Feedback, Rounding};
 pub use window::{Tail, Windows};

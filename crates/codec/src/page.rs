@@ -13,6 +13,7 @@ use crate::error::{CodecError, Result, check_head_dim, check_len};
 use crate::layout::{CodeLayout, CodeMap};
 use crate::lloyd_max;
 use crate::record::RecordCodec;
+use crate::rounding::Rounding;
 use crate::turboquant::{TurboQuant, TurboSpec};
 use half::{bf16, f16};
 
@@ -161,6 +162,8 @@ pub(crate) struct SideCodec {
     param_bytes: usize,
     /// Lloyd–Max levels by code; empty for affine schemes.
     levels: Vec<f32>,
+    /// How codes are chosen; the bytes mean the same whatever it is.
+    rounding: Rounding,
 }
 
 /// The affine (or centroid) reading of a stored group: `x̂ = scale · level(code) + offset`.
@@ -209,7 +212,17 @@ impl SideCodec {
             }
             _ => Vec::new(),
         };
-        Ok(Self { spec, body, map, group, groups, code_bytes, param_bytes, levels })
+        Ok(Self {
+            spec,
+            body,
+            map,
+            group,
+            groups,
+            code_bytes,
+            param_bytes,
+            levels,
+            rounding: Rounding::default(),
+        })
     }
 
     fn encode_row(&self, token: usize, row: &[f32], codes: &mut [u8], params: &mut [u8]) {
@@ -238,6 +251,9 @@ impl SideCodec {
         };
         let mut row = row.to_vec();
         affine::sanitize(&mut row, limit);
+        if !self.rounding.is_nearest() {
+            return self.encode_rounded(token, &row, codes, params);
+        }
         clip::clip(&mut row, self.spec.clip);
         let mut group_codes = vec![0u8; self.group];
         for (g, values) in row.chunks_exact(self.group).enumerate() {
@@ -274,6 +290,18 @@ impl SideCodec {
             for (c, &code) in group_codes.iter().enumerate() {
                 self.map.write(codes, token, g * self.group + c, code);
             }
+        }
+    }
+
+    fn encode_rounded(&self, token: usize, row: &[f32], codes: &mut [u8], params: &mut [u8]) {
+        let mut row_codes = vec![0u8; row.len()];
+        let pair = self.rounding.encode(row, self.spec.clip, self.spec.bits, &mut row_codes);
+        for (which, value) in [pair.scale, pair.min].into_iter().enumerate() {
+            let at = self.map.param_index(self.groups, token, 0, which);
+            put(params, at, f16::from_f32(value).to_le_bytes());
+        }
+        for (channel, &code) in row_codes.iter().enumerate() {
+            self.map.write(codes, token, channel, code);
         }
     }
 
@@ -378,6 +406,25 @@ impl RowPageCodec {
             key: SideCodec::new(key, Side::Key, head_dim, layout)?,
             value: SideCodec::new(value, Side::Value, head_dim, layout)?,
         })
+    }
+
+    /// The same pages with codes chosen another way: `unbiased` on both sides, feedback for keys.
+    pub fn with_rounding(mut self, rounding: Rounding) -> Result<Self> {
+        for side in [&self.key, &self.value] {
+            if side.spec.scheme != Scheme::Affine || side.groups != 1 {
+                return Err(CodecError::Rounding);
+            }
+        }
+        if let Some(feedback) = &rounding.feedback {
+            check_len("feedback", feedback.dim(), self.head_dim)?;
+        }
+        self.value.rounding = Rounding { feedback: None, ..rounding.clone() };
+        self.key.rounding = rounding;
+        Ok(self)
+    }
+
+    pub fn rounding(&self, side: Side) -> &Rounding {
+        &self.side(side).rounding
     }
 
     pub(crate) fn side(&self, side: Side) -> &SideCodec {

@@ -257,6 +257,11 @@ impl Composition {
         }
     }
 
+    /// Is the product `U·X`, with `X` the same for every head?
+    pub fn begins_with_eigenbasis(self) -> bool {
+        matches!(self.factors().first(), Some(Factor::Eigenbasis))
+    }
+
     fn factors(self) -> &'static [Factor] {
         use Factor::{BitReversal as P, Eigenbasis as U, Hadamard as H};
         match self {
