@@ -4,6 +4,9 @@
 //! Values lie with a channel in each lane: statistics are taken row by row, codes slab by slab. Magnitudes of BF16
 //! are 15-bit integers, so the order statistic is found bit by bit, counting.
 //!
+//! Codes that are rounded by what reads them (`oscar_codec::rounding`) are chosen before they are packed: the levels take
+//! the place of the values.
+//!
 //! A row whose stored minimum would be zero or subnormal, where the sign of zero and the flush mode matter, is
 //! left to the specification: [`demote`] returns false before it has written anything.
 
@@ -11,7 +14,8 @@ use std::arch::x86_64::*;
 
 use oscar_codec::affine::{SATURATION, max_code};
 use oscar_codec::clip::order_index;
-use oscar_codec::{PageCodec, RowPageCodec, Side, TILE_TOKENS};
+use oscar_codec::rounding::{LARGEST_MIN, MOST_GROWTH};
+use oscar_codec::{Feedback, PageCodec, RowPageCodec, Side, TILE_TOKENS};
 
 use super::block::{LANES, MAX_DIM};
 
@@ -25,6 +29,10 @@ struct Rows {
     magnitudes: [u16; TILE_TOKENS * MAX_DIM],
     scale: [f32; TILE_TOKENS],
     min: [f32; TILE_TOKENS],
+    /// `x` before it was clipped, where codes are rounded.
+    raw: [f32; TILE_TOKENS * MAX_DIM],
+    /// `x` holds levels instead of values.
+    levelled: bool,
 }
 
 /// Quantizes a tile; false if it has to go through the specification.
@@ -46,6 +54,8 @@ pub(super) unsafe fn demote(
         magnitudes: [0; TILE_TOKENS * MAX_DIM],
         scale: [0.0; TILE_TOKENS],
         min: [0.0; TILE_TOKENS],
+        raw: [0.0; TILE_TOKENS * MAX_DIM],
+        levelled: false,
     };
     let (mut keys, mut values) = (zero(), zero());
     let tile_of = |side| {
@@ -57,6 +67,19 @@ pub(super) unsafe fn demote(
     values.load_values(tile_of(Side::Value), d, order_index(value_spec.clip, d));
     if !(keys.key_params(d, key_spec.bits) && values.value_params(d, value_spec.bits)) {
         return false;
+    }
+    let (key_rounding, value_rounding) = (coded.rounding(Side::Key), coded.rounding(Side::Value));
+    if !key_rounding.is_nearest() {
+        keys.round_keys(d, key_spec.bits, key_rounding.feedback.as_ref());
+        if key_rounding.refits(key_spec.bits) && !keys.refit_keys(d) {
+            return false;
+        }
+    }
+    if !value_rounding.is_nearest() {
+        values.round_values(d, value_spec.bits);
+        if value_rounding.refits(value_spec.bits) && !values.refit_values(d) {
+            return false;
+        }
     }
     for (side, rows, bits) in [(Side::Key, &keys, key_spec.bits), (Side::Value, &values, value_spec.bits)] {
         let codes = coded.codes_range(side);
@@ -125,6 +148,7 @@ impl Rows {
                 _mm512_storeu_ps(to.add(LANES), sanitize(_mm512_castsi512_ps(odd)));
             }
         }
+        self.raw[..LANES * d].copy_from_slice(&self.x[..LANES * d]);
         let Some(order) = order else { return };
         // Largest t with at most `order` magnitudes below it, bit by bit: that is the order statistic.
         let mut t = _mm512_setzero_si512();
@@ -175,6 +199,7 @@ impl Rows {
                 _mm256_storeu_si256(to.add(at + d).cast(), high);
             }
         }
+        self.raw[..LANES * d].copy_from_slice(&self.x[..LANES * d]);
         let Some(order) = order else { return };
         for token in 0..TILE_TOKENS {
             let row = &self.magnitudes[token * d..(token + 1) * d];
@@ -263,6 +288,128 @@ impl Rows {
             };
         }
         self.round_params()
+    }
+
+    /// Levels of all keys, the last channel first: sixteen rows side by side.
+    #[target_feature(enable = "avx512f,avx512dq")]
+    fn round_keys(&mut self, d: usize, bits: u32, feedback: Option<&Feedback>) {
+        // SAFETY: sixteen floats each.
+        let (scale, min) =
+            unsafe { (_mm512_loadu_ps(self.scale.as_ptr()), _mm512_loadu_ps(self.min.as_ptr())) };
+        let top = max_code(bits) as f32;
+        if feedback.is_some() {
+            self.x[..LANES * d].copy_from_slice(&self.raw[..LANES * d]);
+        }
+        for channel in (0..d).rev() {
+            let (before, at) = self.x[..LANES * (channel + 1)].split_at_mut(LANES * channel);
+            // SAFETY: channels are sixteen floats.
+            let error = unsafe {
+                let level = level(_mm512_loadu_ps(at.as_ptr()), scale, min, top);
+                _mm512_storeu_ps(at.as_mut_ptr(), level);
+                let raw = _mm512_loadu_ps(self.raw.as_ptr().add(LANES * channel));
+                _mm512_sub_ps(raw, _mm512_add_ps(_mm512_mul_ps(scale, level), min))
+            };
+            let Some(feedback) = feedback else { continue };
+            for (aim, &weight) in before.chunks_exact_mut(LANES).zip(feedback.row(channel)) {
+                // SAFETY: sixteen floats.
+                unsafe {
+                    let moved = _mm512_mul_ps(_mm512_set1_ps(weight), error);
+                    _mm512_storeu_ps(aim.as_mut_ptr(), _mm512_add_ps(_mm512_loadu_ps(aim.as_ptr()), moved));
+                }
+            }
+        }
+        self.levelled = true;
+    }
+
+    /// Levels of all values.
+    #[target_feature(enable = "avx512f,avx512dq")]
+    fn round_values(&mut self, d: usize, bits: u32) {
+        let top = max_code(bits) as f32;
+        for (token, row) in self.x[..LANES * d].chunks_exact_mut(d).enumerate() {
+            let (scale, min) = (_mm512_set1_ps(self.scale[token]), _mm512_set1_ps(self.min[token]));
+            for slab in row.chunks_exact_mut(LANES) {
+                // SAFETY: sixteen floats.
+                unsafe {
+                    let level = level(_mm512_loadu_ps(slab.as_ptr()), scale, min, top);
+                    _mm512_storeu_ps(slab.as_mut_ptr(), level);
+                }
+            }
+        }
+        self.levelled = true;
+    }
+
+    /// The pairs with which mean and length of each key row are right; false if one is for the specification.
+    #[target_feature(enable = "avx512f,avx512dq,avx512vl,f16c")]
+    fn refit_keys(&mut self, d: usize) -> bool {
+        // SAFETY: a channel is sixteen floats.
+        let raw = |c: usize| unsafe { _mm512_loadu_ps(self.raw.as_ptr().add(LANES * c)) };
+        // SAFETY: likewise.
+        let levels = |c: usize| unsafe { _mm512_loadu_ps(self.x.as_ptr().add(LANES * c)) };
+        let n = _mm512_set1_ps(d as f32);
+        let mut sums = [_mm512_setzero_ps(); LANES];
+        // Sums of levels are small integers, exact in any order.
+        let mut level = _mm512_setzero_ps();
+        for c in 0..d {
+            sums[c % LANES] = _mm512_add_ps(sums[c % LANES], raw(c));
+            level = _mm512_add_ps(level, levels(c));
+        }
+        let (mean, level) = (_mm512_div_ps(halve(sums), n), _mm512_div_ps(level, n));
+        let (mut own, mut common) = ([_mm512_setzero_ps(); LANES], [_mm512_setzero_ps(); LANES]);
+        for c in 0..d {
+            let x = _mm512_sub_ps(raw(c), mean);
+            let lane = c % LANES;
+            own[lane] = _mm512_add_ps(own[lane], _mm512_mul_ps(x, x));
+            common[lane] = _mm512_add_ps(common[lane], _mm512_mul_ps(x, _mm512_sub_ps(levels(c), level)));
+        }
+        let mut rows = [[0.0f32; LANES]; 4];
+        for (row, values) in rows.iter_mut().zip([mean, level, halve(own), halve(common)]) {
+            // SAFETY: sixteen floats.
+            unsafe { _mm512_storeu_ps(row.as_mut_ptr(), values) };
+        }
+        let [mean, level, own, common] = rows;
+        (0..LANES).all(|token| self.refit(token, mean[token], level[token], own[token], common[token]))
+    }
+
+    /// The same for value rows.
+    #[target_feature(enable = "avx512f,avx512dq,avx512vl,f16c")]
+    fn refit_values(&mut self, d: usize) -> bool {
+        (0..TILE_TOKENS).all(|token| {
+            let at = token * d;
+            // SAFETY: slabs of sixteen floats within the row.
+            let raw = |s: usize| unsafe { _mm512_loadu_ps(self.raw.as_ptr().add(at + LANES * s)) };
+            // SAFETY: likewise.
+            let levels = |s: usize| unsafe { _mm512_loadu_ps(self.x.as_ptr().add(at + LANES * s)) };
+            let zero = _mm512_setzero_ps();
+            let slabs = d / LANES;
+            let mean = halve_lanes((0..slabs).fold(zero, |sum, s| _mm512_add_ps(sum, raw(s)))) / d as f32;
+            // Small integers, exact in any order.
+            let level = halve_lanes((0..slabs).fold(zero, |sum, s| _mm512_add_ps(sum, levels(s)))) / d as f32;
+            let (mut own, mut common) = (zero, zero);
+            for s in 0..slabs {
+                let x = _mm512_sub_ps(raw(s), _mm512_set1_ps(mean));
+                own = _mm512_add_ps(own, _mm512_mul_ps(x, x));
+                let distance = _mm512_sub_ps(levels(s), _mm512_set1_ps(level));
+                common = _mm512_add_ps(common, _mm512_mul_ps(x, distance));
+            }
+            self.refit(token, mean, level, halve_lanes(own), halve_lanes(common))
+        })
+    }
+
+    /// The end of `oscar_codec::rounding`'s unbiased pair; false if the minimum is not a normal number.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512vl,f16c")]
+    fn refit(&mut self, token: usize, mean: f32, level: f32, own: f32, common: f32) -> bool {
+        if common > 0.0 {
+            let scale = half((own / common).min(self.scale[token] * MOST_GROWTH));
+            let min = mean - scale * level;
+            if min.abs() <= LARGEST_MIN {
+                if !min.is_normal() {
+                    return false;
+                }
+                (self.scale[token], self.min[token]) = (scale, half(min));
+            }
+        }
+        true
     }
 
     /// Rounds the pairs to fp16 and back; false if a minimum is not a normal number.
@@ -357,13 +504,28 @@ impl Rows {
                 ),
             }
         };
-        let spread = _mm512_cmp_ps_mask::<_CMP_GT_OQ>(scale, _mm512_setzero_ps());
-        let level = _mm512_add_ps(_mm512_div_ps(_mm512_sub_ps(x, min), scale), _mm512_set1_ps(0.5));
-        let level = _mm512_roundscale_ps::<0x09>(level);
-        let level = _mm512_max_ps(level, _mm512_setzero_ps());
-        let level = _mm512_min_ps(level, _mm512_set1_ps(max_code(BITS) as f32));
-        _mm512_maskz_cvttps_epi32(spread, level)
+        let level = if self.levelled { x } else { level(x, scale, min, max_code(BITS) as f32) };
+        _mm512_cvttps_epi32(level)
     }
+}
+
+/// The nearest level, or 0 where the row has no spread: `AffineParams::code` before it becomes an integer.
+#[inline]
+#[target_feature(enable = "avx512f,avx512dq")]
+fn level(x: __m512, scale: __m512, min: __m512, top: f32) -> __m512 {
+    let spread = _mm512_cmp_ps_mask::<_CMP_GT_OQ>(scale, _mm512_setzero_ps());
+    let level = _mm512_add_ps(_mm512_div_ps(_mm512_sub_ps(x, min), scale), _mm512_set1_ps(0.5));
+    let level = _mm512_roundscale_ps::<0x09>(level);
+    let level = _mm512_max_ps(level, _mm512_setzero_ps());
+    _mm512_maskz_min_ps(spread, level, _mm512_set1_ps(top))
+}
+
+/// Through fp16 and back.
+#[inline]
+#[target_feature(enable = "f16c")]
+fn half(x: f32) -> f32 {
+    let half = _mm_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm_set_ss(x));
+    _mm_cvtss_f32(_mm_cvtph_ps(half))
 }
 
 /// Halves added to halves, vector by vector: the end of `oscar_codec::affine::lane_sum`.

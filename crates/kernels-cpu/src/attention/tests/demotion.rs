@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::attention::{append_rows, demote_kernel_name, demote_tile};
-use oscar_codec::SideSpec;
+use oscar_codec::{Feedback, Rounding, SideSpec};
 
 /// Demotes a tile of these rows with every variant and compares with the codec.
 fn check(name: &str, coded: &RowPageCodec, keys: &[f32], values: &[f32]) {
@@ -47,40 +47,67 @@ fn codecs() -> Vec<RowPageCodec> {
     all
 }
 
+/// Queries of a few directions, no axis among them.
+fn feedback(d: usize) -> Feedback {
+    let mut random = Random::new(d as u64);
+    let mut metric = vec![0.0; d * d];
+    for strength in [9.0, 4.0, 2.0, 1.0, 1.0] {
+        let direction: Vec<f64> = (0..d).map(|_| f64::from(random.normal())).collect();
+        for i in 0..d {
+            for j in 0..d {
+                metric[i * d + j] += strength * direction[i] * direction[j];
+            }
+        }
+    }
+    Feedback::of_metric(d, &metric).unwrap()
+}
+
 #[test]
 fn demotion_is_bit_exact() {
     let _ = fast_variants();
-    for codec in codecs() {
-        let n = TILE_TOKENS * codec.head_dim();
-        let mut random = Random::new(n as u64);
-        let mut rows = |make: &dyn Fn(&mut Random, usize) -> f32| -> Vec<f32> {
-            (0..n).map(|i| make(&mut random, i)).collect()
-        };
-        let cases: [(&str, Vec<f32>); 10] = [
-            ("random", rows(&|r, _| r.normal())),
-            ("large", rows(&|r, _| 3e4 * r.normal())),
-            ("offset", rows(&|r, _| 300.0 + r.normal())),
-            ("outliers", rows(&|r, i| r.normal() * if i % 37 == 0 { 1e3 } else { 1.0 })),
-            ("ties", rows(&|r, _| (3.0 * r.normal()).round() * 0.5)),
-            ("constant", rows(&|_, i| (i / 128 % 5) as f32 - 2.0)),
-            ("signed zeros", rows(&|r, _| if r.uniform() > 0.0 { 0.0 } else { -0.0 })),
-            ("half zeros", rows(&|r, _| if r.uniform() > 0.3 { r.uniform().max(0.0) } else { -0.0 })),
-            ("subnormal", rows(&|r, _| 1e-39 * r.normal())),
-            (
-                "not numbers",
-                rows(&|r, i| match i % 29 {
-                    3 => f32::NAN,
-                    7 => f32::INFINITY,
-                    11 => f32::NEG_INFINITY,
-                    13 => f32::MAX,
-                    _ => r.normal(),
-                }),
-            ),
-        ];
-        for (i, (name, keys)) in cases.iter().enumerate() {
-            check(name, &codec, keys, &cases[(i + 1) % cases.len()].1);
-            check(name, &codec, keys, keys);
-        }
+    codecs().iter().for_each(check_all_rows);
+}
+
+#[test]
+fn rounded_demotion_is_bit_exact() {
+    for (i, codec) in codecs().into_iter().enumerate().filter(|(_, codec)| codec.spec(Side::Key).clip != 0.5)
+    {
+        let feedback = (i % 3 > 0).then(|| feedback(codec.head_dim()));
+        let rounding = Rounding { unbiased: i % 3 < 2, feedback };
+        check_all_rows(&codec.with_rounding(rounding).unwrap());
+    }
+}
+
+fn check_all_rows(codec: &RowPageCodec) {
+    let n = TILE_TOKENS * codec.head_dim();
+    let mut random = Random::new(n as u64);
+    let mut rows = |make: &dyn Fn(&mut Random, usize) -> f32| -> Vec<f32> {
+        (0..n).map(|i| make(&mut random, i)).collect()
+    };
+    let cases: [(&str, Vec<f32>); 10] = [
+        ("random", rows(&|r, _| r.normal())),
+        ("large", rows(&|r, _| 3e4 * r.normal())),
+        ("offset", rows(&|r, _| 300.0 + r.normal())),
+        ("outliers", rows(&|r, i| r.normal() * if i % 37 == 0 { 1e3 } else { 1.0 })),
+        ("ties", rows(&|r, _| (3.0 * r.normal()).round() * 0.5)),
+        ("constant", rows(&|_, i| (i / 128 % 5) as f32 - 2.0)),
+        ("signed zeros", rows(&|r, _| if r.uniform() > 0.0 { 0.0 } else { -0.0 })),
+        ("half zeros", rows(&|r, _| if r.uniform() > 0.3 { r.uniform().max(0.0) } else { -0.0 })),
+        ("subnormal", rows(&|r, _| 1e-39 * r.normal())),
+        (
+            "not numbers",
+            rows(&|r, i| match i % 29 {
+                3 => f32::NAN,
+                7 => f32::INFINITY,
+                11 => f32::NEG_INFINITY,
+                13 => f32::MAX,
+                _ => r.normal(),
+            }),
+        ),
+    ];
+    for (i, (name, keys)) in cases.iter().enumerate() {
+        check(name, codec, keys, &cases[(i + 1) % cases.len()].1);
+        check(name, codec, keys, keys);
     }
 }
 
