@@ -26,7 +26,7 @@ pub mod zoo;
 
 pub use calibrate::{Calibration, Progress, Stage, calibrate};
 pub use error::CalibrateError;
-pub use options::{CalibrationOptions, ClipPolicy, Granularity, MemoryPlan, Statistic};
+pub use options::{CalibrationOptions, ClipPolicy, CodeRounding, Granularity, MemoryPlan, Statistic};
 pub use report::{CalibrationReport, write_report};
 pub use rotation_file::{Clips, Metadata, RotationFile, RotationFileError};
 pub use text_input::split_tokens;

@@ -65,6 +65,16 @@ named!(
     }
 );
 named!(
+    /// How codes of chosen widths are rounded.
+    CodeRounding, "rounding" {
+        /// To the nearest level.
+        Nearest = "nearest",
+        /// By what reads them: errors fed back through the queries' second moment, scales without bias
+        /// (`oscar_codec::rounding`).
+        Shaped = "shaped",
+    }
+);
+named!(
     /// Where clip ratios come from.
     ClipPolicy, "clip" {
         /// The official constants.

@@ -3,8 +3,8 @@
 use crate::device::AnyBackend;
 use anyhow::{Context, Result, bail};
 use oscar_backend::Backend;
-use oscar_calibrate::RotationFile;
 use oscar_calibrate::bits::{Freedom, solve};
+use oscar_calibrate::{CodeRounding, RotationFile};
 use oscar_codec::{
     CacheLayout, CodeLayout, FormatTable, KvFormat, MeanBits, RotationKind, RotationSet, RowPageCodec, Side,
     SideSpec,
@@ -305,6 +305,11 @@ fn with_widths(
     };
     let Some(uniform) = layout.coded() else { return Ok((layout, origin)) };
     let formats = table.formats(layout.head_dim(), uniform.codec(0, 0).layout())?;
+    let formats = formats.with_roundings(file.roundings(file.bits.rounding)?)?;
+    let origin = match file.bits.rounding {
+        CodeRounding::Nearest => origin,
+        CodeRounding::Shaped => format!("{origin}, rounded by what reads them"),
+    };
     Ok((layout.with_coded_table(formats), origin))
 }
 

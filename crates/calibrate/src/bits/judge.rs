@@ -5,7 +5,7 @@ use super::table::WidthTable;
 use crate::error::CalibrateError;
 use oscar_backend::{Backend, SequenceRows};
 use oscar_cache::{PagePool, SequencePages};
-use oscar_codec::{CacheLayout, CodeLayout, KvFormat, Windows};
+use oscar_codec::{CacheLayout, CodeLayout, KvFormat, Rounding, Windows};
 use oscar_models::{StepInput, Transformer, Workspace};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -136,6 +136,8 @@ pub struct Judge<'a, B: Backend> {
     pub transformer: &'a Transformer<B>,
     pub windows: Windows,
     pub code_layout: CodeLayout,
+    /// Of each layer and KV head.
+    pub roundings: &'a [Rounding],
     /// Tokens run at once.
     pub chunk: usize,
     pub cancelled: &'a AtomicBool,
@@ -149,8 +151,9 @@ impl<B: Backend> Judge<'_, B> {
         };
         Ok(match table {
             None => new(KvFormat::Bf16, Windows::unlimited())?,
-            Some(table) => new(KvFormat::OSCAR, self.windows)?
-                .with_coded_table(table.formats(c.head_dim, self.code_layout)?),
+            Some(table) => new(KvFormat::OSCAR, self.windows)?.with_coded_table(
+                table.formats(c.head_dim, self.code_layout)?.with_roundings(self.roundings.to_vec())?,
+            ),
         })
     }
 

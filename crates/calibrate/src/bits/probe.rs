@@ -11,7 +11,7 @@ use crate::error::CalibrateError;
 use half::bf16;
 use oscar_backend::{Backend, CacheHead};
 use oscar_codec::format::default_clip;
-use oscar_codec::{Side, affine, clip};
+use oscar_codec::{Rounding, Side, affine};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -150,7 +150,7 @@ fn code_distortions() -> [f64; WIDTHS.len()] {
     let rows: Vec<f32> = (0..64 * CHANNELS).map(|_| (0..12).map(|_| uniform()).sum::<f32>() - 6.0).collect();
     WIDTHS.map(|width| {
         let mut coded = rows.clone();
-        recode(&mut coded, CHANNELS, width, default_clip(Side::Key, width));
+        recode(&mut coded, CHANNELS, width, default_clip(Side::Key, width), &Rounding::default());
         coded.iter().zip(&rows).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>() / rows.len() as f64
     })
 }
@@ -245,10 +245,14 @@ impl<'a, 'j, B: Backend> CodedStage<'a, 'j, B> {
             self.exact[index] = Some(HeadRows { keys: narrow(keys), values: narrow(values) });
         }
         let Some(rows) = &self.exact[index] else { return Ok(()) };
+        let rounding = &self.judge.roundings[index];
+        // Feedback is for keys.
+        let of_values = Rounding { feedback: None, ..rounding.clone() };
         let side = |rows: &[bf16], side: Side, width: u32| {
             let mut rows: Vec<f32> = rows.iter().map(|v| v.to_f32()).collect();
             if width != EXACT {
-                recode(&mut rows, self.head_dim, width, default_clip(side, width));
+                let rounding = if side == Side::Key { rounding } else { &of_values };
+                recode(&mut rows, self.head_dim, width, default_clip(side, width), rounding);
             }
             rows
         };
@@ -295,12 +299,11 @@ impl<'a, 'j, B: Backend> CodedStage<'a, 'j, B> {
 }
 
 /// What rows become when they are coded and read back.
-fn recode(rows: &mut [f32], head_dim: usize, bits: u32, ratio: f64) {
+fn recode(rows: &mut [f32], head_dim: usize, bits: u32, ratio: f64, rounding: &Rounding) {
     let mut codes = vec![0; head_dim];
     for row in rows.chunks_exact_mut(head_dim) {
         affine::sanitize(row, affine::SATURATION);
-        clip::clip(row, ratio);
-        let params = affine::encode_group(row, bits, &mut codes);
+        let params = rounding.encode(row, ratio, bits, &mut codes);
         for (value, &code) in row.iter_mut().zip(&codes) {
             *value = params.decode(code);
         }
@@ -310,7 +313,7 @@ fn recode(rows: &mut [f32], head_dim: usize, bits: u32, ratio: f64) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use oscar_codec::{CodeLayout, KvFormat, PageCodec};
+    use oscar_codec::{CodeLayout, Composition, Feedback, KvFormat, PageCodec};
 
     #[test]
     fn groups_count_alike_and_unmeasured_widths_follow_the_error() {
@@ -339,15 +342,19 @@ mod tests {
     fn recoded_rows_are_what_the_cache_would_read() {
         let d = 128;
         let rows: Vec<f32> = (0..16 * d).map(|i| ((i * 7919 % 1013) as f32 - 500.0) / 90.0).collect();
+        let falling: Vec<f32> = (0..d).map(|i| 0.9f32.powi(i as i32)).collect();
+        let feedback = Feedback::of_spectrum(&falling, Composition::RHPbr).unwrap().unwrap();
         for bits in 1..=4u8 {
+            let rounding = Rounding { unbiased: true, feedback: (bits > 2).then(|| feedback.clone()) };
             let codec = KvFormat::Oscar { bits }.codec(d, CodeLayout::Logical).unwrap();
+            let codec = codec.with_rounding(rounding.clone()).unwrap();
             let mut page = vec![0; codec.page_bytes()];
             codec.encode(&rows, &rows, &mut page).unwrap();
             let (mut keys, mut values) = (vec![0.0; 16 * d], vec![0.0; 16 * d]);
             codec.decode_rows(0, &page, &mut keys, &mut values).unwrap();
             for (side, expected) in [(Side::Key, keys), (Side::Value, values)] {
                 let mut ours = rows.clone();
-                recode(&mut ours, d, bits.into(), default_clip(side, bits.into()));
+                recode(&mut ours, d, bits.into(), default_clip(side, bits.into()), codec.rounding(side));
                 assert_eq!(ours, expected, "{bits} bits, {side:?}");
             }
         }

@@ -1,5 +1,6 @@
 //! Tables of widths and of harms, as rotation files keep them.
 
+use crate::options::CodeRounding;
 use crate::rotation_file::RotationFileError;
 use oscar_codec::{CodeLayout, CodecError, FormatTable, MeanBits};
 
@@ -83,11 +84,19 @@ impl HarmMap {
 }
 
 /// What a rotation file knows about widths.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct BitPlan {
     /// Tables that were verified in the whole model, by their mean.
     pub tables: Vec<(MeanBits, WidthTable)>,
     pub harm: Option<HarmMap>,
+    /// How the codes were rounded when harms were measured, and are to be.
+    pub rounding: CodeRounding,
+}
+
+impl Default for BitPlan {
+    fn default() -> Self {
+        Self { tables: Vec::new(), harm: None, rounding: CodeRounding::Nearest }
+    }
 }
 
 impl BitPlan {

@@ -22,10 +22,10 @@ mod read;
 pub use metadata::Metadata;
 
 use crate::bits::{BitPlan, WIDTHS};
-use crate::options::Granularity;
+use crate::options::{CodeRounding, Granularity};
 use crate::zoo::ZooError;
 use oscar_codec::format::default_clip;
-use oscar_codec::{CodecError, HeadRotations, RotationSet, Side};
+use oscar_codec::{CodecError, Composition, Feedback, HeadRotations, RotationSet, Rounding, Side};
 use oscar_models::DecoderConfig;
 use serde_json::{Map, Value, json};
 use std::fs::{self, File};
@@ -34,6 +34,8 @@ use std::path::{Path, PathBuf};
 
 /// Header field with the means of the width tables, in hundredths of a bit.
 const WIDTH_MEANS: &str = "width_means";
+/// Header field with the rounding of their codes.
+const WIDTH_ROUNDING: &str = "width_rounding";
 
 /// Largest |R·Rᵀ − I| accepted: far above rounding, far below anything that harms attention.
 pub const ORTHOGONALITY: f64 = 1e-3;
@@ -44,6 +46,11 @@ pub enum RotationFileError {
     Io { path: PathBuf, source: io::Error },
     #[error("reading failed: {0}")]
     Read(#[from] io::Error),
+    #[error(
+        "codes cannot be shaped: the rotations come without the queries' eigenvalues, or are not composed from their \
+         eigenvectors; use --rounding nearest, or calibrate again"
+    )]
+    NoSpectrum,
     #[error("not a rotation file: {0}")]
     NotARotationFile(String),
     #[error(
@@ -127,6 +134,26 @@ impl RotationFile {
         self.rotations.heads().iter().enumerate().filter(move |(i, _)| i % all < kept).map(|(_, head)| head)
     }
 
+    /// How the codes of each layer and KV head are rounded. Shaped codes need the eigenvalues of the queries and a
+    /// composition that begins with their eigenvectors.
+    pub fn roundings(&self, rounding: CodeRounding) -> Result<Vec<Rounding>, RotationFileError> {
+        let [layers, kv_heads, d] = self.shape();
+        if rounding == CodeRounding::Nearest {
+            return Ok(vec![Rounding::default(); layers * kv_heads]);
+        }
+        let composition: Composition = self.metadata.composition.parse()?;
+        let values = self.key_eigenvalues.as_ref().filter(|_| composition.begins_with_eigenbasis());
+        let Some(values) = values else { return Err(RotationFileError::NoSpectrum) };
+        let stored = values
+            .chunks_exact(d)
+            .map(|head| Ok(Rounding { unbiased: true, feedback: Feedback::of_spectrum(head, composition)? }))
+            .collect::<Result<Vec<_>, RotationFileError>>()?;
+        let shared = self.stored_heads() == 1;
+        Ok((0..layers * kv_heads)
+            .map(|head| stored[if shared { head / kv_heads } else { head }].clone())
+            .collect())
+    }
+
     /// Refuses rotations made for another model.
     pub fn check_model(&self, fingerprint: &str, config: &DecoderConfig) -> Result<(), RotationFileError> {
         let (found, model) = (self.shape(), [config.layers, config.kv_heads, config.head_dim]);
@@ -196,6 +223,9 @@ impl RotationFile {
         if !self.bits.tables.is_empty() {
             let means = self.bits.tables.iter().map(|(mean, _)| mean.hundredths().to_string());
             fields.insert(WIDTH_MEANS.into(), means.collect::<Vec<_>>().join(","));
+        }
+        if !self.bits.is_empty() {
+            fields.insert(WIDTH_ROUNDING.into(), self.bits.rounding.to_string());
         }
         let mut header = Map::new();
         header.insert("__metadata__".into(), json!(fields));

@@ -1,7 +1,8 @@
 //! Reading rotation files, piece by piece, nothing believed before it is checked.
 
-use super::{Clips, Metadata, RotationFile, RotationFileError, WIDTH_MEANS};
+use super::{Clips, Metadata, RotationFile, RotationFileError, WIDTH_MEANS, WIDTH_ROUNDING};
 use crate::bits::{BitPlan, HarmMap, WIDTHS, WidthTable};
+use crate::options::CodeRounding;
 use crate::options::Granularity;
 use oscar_codec::{HeadRotations, MeanBits, Rotation, RotationSet};
 use safetensors::tensor::{Dtype, Metadata as Header};
@@ -46,6 +47,7 @@ impl RotationFile {
         })?;
         let (metadata, [layers, kv_heads, d]) = Metadata::from_fields(fields)?;
         let means = width_means(fields.get(WIDTH_MEANS).map(String::as_str))?;
+        let rounding = width_rounding(fields.get(WIDTH_ROUNDING).map(String::as_str))?;
         check_size("layers", layers, MOST_LAYERS)?;
         check_size("kv_heads", kv_heads, MOST_HEADS)?;
         check_size("head_dim", d, LARGEST_HEAD)?;
@@ -89,7 +91,7 @@ impl RotationFile {
             });
         }
         let rotations = RotationSet::per_head(layers, kv_heads, d, all)?;
-        let bits = source.bit_plan(means, layers, kv_heads)?;
+        let bits = source.bit_plan(means, rounding, layers, kv_heads)?;
         let file = Self { rotations, clips, key_eigenvalues, value_eigenvalues, bits, metadata };
         file.check()?;
         Ok(file)
@@ -105,6 +107,16 @@ fn width_means(field: Option<&str>) -> Result<Vec<MeanBits>, RotationFileError> 
         field: WIDTH_MEANS,
         found: format!("'{}'", field.chars().take(60).collect::<String>()),
         expected: "up to 64 means in hundredths of a bit, like 225,175",
+    })
+}
+
+/// How codes of the tables are rounded; files from before there was a choice round to the nearest.
+fn width_rounding(field: Option<&str>) -> Result<CodeRounding, RotationFileError> {
+    let Some(field) = field else { return Ok(CodeRounding::Nearest) };
+    field.parse().map_err(|_| RotationFileError::Metadata {
+        field: WIDTH_ROUNDING,
+        found: format!("'{}'", field.chars().take(60).collect::<String>()),
+        expected: "nearest or shaped",
     })
 }
 
@@ -179,6 +191,7 @@ impl<'a, R: Read + Seek> Source<'a, R> {
     fn bit_plan(
         &mut self,
         means: Vec<MeanBits>,
+        rounding: CodeRounding,
         layers: usize,
         kv_heads: usize,
     ) -> Result<BitPlan, RotationFileError> {
@@ -201,7 +214,7 @@ impl<'a, R: Read + Seek> Source<'a, R> {
             let row = |h: &[f32]| std::array::from_fn(|i| h[i]);
             HarmMap { layers, kv_heads, harm: values.chunks_exact(WIDTHS.len()).map(row).collect() }
         });
-        Ok(BitPlan { tables, harm })
+        Ok(BitPlan { tables, harm, rounding })
     }
 
     /// A tensor of this shape, finite; `None` if the file has none of that name.

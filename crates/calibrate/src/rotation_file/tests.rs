@@ -70,6 +70,7 @@ fn with_widths() -> RotationFile {
             kv_heads: 2,
             harm: (0..12).map(|i| [i as f32, 0.5, 0.25, 0.0]).collect(),
         }),
+        rounding: CodeRounding::Shaped,
     };
     file
 }

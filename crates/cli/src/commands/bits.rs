@@ -4,12 +4,12 @@ use crate::options::OpenModel;
 use crate::progress;
 use anyhow::{Context, Result, bail};
 use oscar_backend::Backend;
-use oscar_calibrate::RotationFile;
 use oscar_calibrate::bits::{
     BitPlan, Freedom, HarmMap, HarmOptions, Judge, Probe, ProbeHarm, RefineOptions, Scores, WidthTable,
     probe_harm, refine, solve,
 };
-use oscar_codec::{MeanBits, Side, Windows};
+use oscar_calibrate::{CodeRounding, RotationFile, RotationFileError};
+use oscar_codec::{MeanBits, Rounding, Side, Windows};
 use oscar_models::Transformer;
 use oscar_tasks::{CALIBRATION_SEEDS_FROM, GrammarFiller, Task, Turn};
 use oscar_text::{ChatInput, ModelText};
@@ -54,6 +54,9 @@ pub struct BitsArgs {
     /// Take the harms that the file of --rotations holds instead of measuring them: other means in seconds
     #[arg(long, requires = "rotations")]
     pub reuse_harms: bool,
+    /// How codes are rounded: by what reads them (`shaped`, if absent and the rotations allow it) or to the nearest level
+    #[arg(long, value_name = "nearest|shaped")]
+    pub rounding: Option<CodeRounding>,
     /// Widths a unit may have
     #[arg(long, value_name = "WIDTH[,WIDTH…]", value_delimiter = ',', default_values_t = [1, 2, 3, 4])]
     pub widths: Vec<u32>,
@@ -87,6 +90,31 @@ impl BitsArgs {
                 WidthsOf::Both => None,
                 WidthsOf::Keys => Some(Side::Key),
                 WidthsOf::Values => Some(Side::Value),
+            },
+        }
+    }
+
+    /// The rounding asked for; by default the best that the file allows.
+    fn roundings(&self, file: &RotationFile) -> Result<(CodeRounding, Vec<Rounding>)> {
+        let known = file.bits.harm.as_ref().map(|_| file.bits.rounding).filter(|_| self.reuse_harms);
+        if let (Some(asked), Some(known)) = (self.rounding, known)
+            && asked != known
+        {
+            bail!(
+                "--rounding {asked}: the harms of the file are those of {known} codes: leave out --reuse-harms"
+            );
+        }
+        match self.rounding.or(known) {
+            Some(rounding) => Ok((rounding, file.roundings(rounding)?)),
+            None => match file.roundings(CodeRounding::Shaped) {
+                Ok(roundings) => Ok((CodeRounding::Shaped, roundings)),
+                Err(RotationFileError::NoSpectrum) => {
+                    eprintln!(
+                        "note: the rotations come without a spectrum of the queries: codes are rounded to the nearest"
+                    );
+                    Ok((CodeRounding::Nearest, file.roundings(CodeRounding::Nearest)?))
+                }
+                Err(error) => Err(error.into()),
             },
         }
     }
@@ -159,6 +187,7 @@ pub fn choose<B: Backend>(
         );
     }
     let kinds = kinds(&args.probe_kinds)?;
+    let (rounding, roundings) = args.roundings(file)?;
     let transformer = Transformer::build(
         material.backend,
         config,
@@ -173,6 +202,7 @@ pub fn choose<B: Backend>(
         transformer: &transformer,
         windows,
         code_layout: material.backend.page_order(),
+        roundings: &roundings,
         chunk: 512,
         cancelled: &cancelled,
     };
@@ -192,7 +222,7 @@ pub fn choose<B: Backend>(
                 harm_options.measured.len(),
                 probes.len(),
             );
-            let harms = harms(&judge, &probes, &harm_options, file, &material.checkpoint)?;
+            let harms = harms(&judge, &probes, &harm_options, rounding, file, &material.checkpoint)?;
             HarmMap::of(config.layers, config.kv_heads, &harms, &harm_options)
         }
     };
@@ -247,8 +277,11 @@ pub fn choose<B: Backend>(
         }
         chosen.push(Chosen { mean, table, uniform: uniform.clone(), scores, tried });
     }
-    file.bits =
-        BitPlan { tables: chosen.iter().map(|c| (c.mean, c.table.clone())).collect(), harm: Some(map) };
+    file.bits = BitPlan {
+        tables: chosen.iter().map(|c| (c.mean, c.table.clone())).collect(),
+        harm: Some(map),
+        rounding,
+    };
     Ok(chosen)
 }
 
@@ -367,6 +400,7 @@ fn harms<B: Backend>(
     judge: &Judge<'_, B>,
     probes: &[Probe],
     options: &HarmOptions,
+    rounding: CodeRounding,
     file: &RotationFile,
     checkpoint: &Path,
 ) -> Result<Vec<ProbeHarm>> {
@@ -378,7 +412,7 @@ fn harms<B: Backend>(
     );
     let mut all = Vec::with_capacity(probes.len());
     for probe in probes {
-        let key = probe_key(probe, options, file);
+        let key = probe_key(probe, options, rounding, file);
         let harm = match known.remove(&key) {
             Some(harm) => {
                 bar.inc(options.passes(config.layers, config.kv_heads) as u64);
@@ -403,9 +437,9 @@ fn harms<B: Backend>(
 }
 
 /// What the result of a probe depends on.
-fn probe_key(probe: &Probe, options: &HarmOptions, file: &RotationFile) -> String {
+fn probe_key(probe: &Probe, options: &HarmOptions, rounding: CodeRounding, file: &RotationFile) -> String {
     let mut hash = Sha256::new();
-    hash.update(format!("{}|{:?}|{:?}|{:?}", probe.group, probe.scored, options, file.metadata));
+    hash.update(format!("{}|{:?}|{options:?}|{rounding}|{:?}", probe.group, probe.scored, file.metadata));
     probe.tokens.iter().for_each(|t| hash.update(t.to_le_bytes()));
     hash.finalize().iter().map(|b| format!("{b:02x}")).collect()
 }
