@@ -1,20 +1,28 @@
 // Turns 16-token tiles of full pages into codes: clip by the exact order statistic, scale and minimum rounded to fp16, codes
-// chosen against the rounded pair. Every operation is the one of oscar_codec (clip, affine) in the same order and rounding,
+// chosen against the rounded pair, or by what reads the row. Every operation is the one of oscar_codec (clip, affine, rounding) in the same order and rounding,
 // so that codes and pairs are identical to the scalar reference to the bit.
 //
 // One block for a tile's keys or values of one head. A warp codes a row, then the block packs the codes into words.
 // Compiled with HEAD_DIM.
 #include "common.cuh"
 
+// How codes of a head are rounded (oscar_codec::Rounding).
+struct HeadRounding {
+    const float* feedback;  // of keys, HEAD_DIM rows; null: to the nearest level
+    u32 unbiased, unused;
+};
+
 struct DemoteArgs {
     StepTables step;
     const HeadPages* heads;  // of this layer
+    const HeadRounding* roundings;  // likewise; null: all to the nearest level
     u32 kv_heads;
 };
 
 constexpr int DEMOTE_WARPS = TILE_TOKENS;  // a warp for each row
 constexpr int VALUES = HEAD_DIM / 32;   // of a row, by lane: channels lane, lane + 32, …
 constexpr float SATURATION = 32752.f;   // oscar_codec::affine::SATURATION
+constexpr float MOST_GROWTH = 1.5f, LARGEST_MIN = 65504.f;  // oscar_codec::rounding
 
 // Largest threshold that at least `above` magnitudes of the row reach, which is the order statistic at HEAD_DIM - above.
 // BF16 values and the saturated one have thirteen zero bits at the end.
@@ -38,6 +46,22 @@ DEVICE float lane_sum(const float* row, F&& f, int lane) {
 #pragma unroll
     for (int half = 8; half > 0; half /= 2) sum = __fadd_rn(sum, __shfl_down_sync(0xffffffffu, sum, half, 16));
     return __shfl_sync(0xffffffffu, sum, 0);
+}
+
+// The same over f of each channel.
+template <class F>
+DEVICE float channel_sum(F&& f, int lane) {
+    float sum = 0.f;
+    for (int c = lane & 15; c < HEAD_DIM; c += 16) sum = __fadd_rn(sum, f(c));
+#pragma unroll
+    for (int half = 8; half > 0; half /= 2) sum = __fadd_rn(sum, __shfl_down_sync(0xffffffffu, sum, half, 16));
+    return __shfl_sync(0xffffffffu, sum, 0);
+}
+
+// The nearest level, or 0 where the row has no spread.
+DEVICE float level_of(float x, float scale, float minimum, float top) {
+    float level = floorf(__fadd_rn(__fdiv_rn(__fsub_rn(x, minimum), scale), 0.5f));
+    return scale <= 0.f ? 0.f : fminf(fmaxf(level, 0.f), top);
 }
 
 DEVICE u16 f32_to_f16(float x) {
@@ -85,6 +109,9 @@ extern "C" __global__ void __launch_bounds__(32 * DEMOTE_WARPS) demote(DemoteArg
             float v = bf16_to_f32(from[full_element(side, HEAD_DIM, tile.tile * TILE_TOKENS + token, lane + 32 * i)]);
             x[i] = v != v ? 0.f : fminf(fmaxf(v, -SATURATION), SATURATION);
         }
+        float raw[VALUES];
+#pragma unroll
+        for (int i = 0; i < VALUES; i++) raw[i] = x[i];
         if (clip != 0xffffffffu) {
             float t = order_statistic(x, HEAD_DIM - clip);
 #pragma unroll
@@ -111,12 +138,54 @@ extern "C" __global__ void __launch_bounds__(32 * DEMOTE_WARPS) demote(DemoteArg
             }
             scale = __fdiv_rn(__fsub_rn(high, low), top), minimum = low;
         }
-        const u16 scale16 = f32_to_f16(scale), minimum16 = f32_to_f16(minimum);
+        u16 scale16 = f32_to_f16(scale), minimum16 = f32_to_f16(minimum);
         scale = f16_to_f32(scale16), minimum = f16_to_f32(minimum16);
+        const HeadRounding rounding = a.roundings ? a.roundings[head_index] : HeadRounding{};
+        if (side == KEY && rounding.feedback) {
+            // The last channel first; each error moves what the earlier ones aim at.
 #pragma unroll
-        for (int i = 0; i < VALUES; i++) {
-            float level = floorf(__fadd_rn(__fdiv_rn(__fsub_rn(x[i], minimum), scale), 0.5f));
-            codes[token][lane + 32 * i] = scale <= 0.f ? 0 : (u8)fminf(fmaxf(level, 0.f), top);
+            for (int i = 0; i < VALUES; i++) x[i] = raw[i];
+#pragma unroll
+            for (int i = VALUES - 1; i >= 0; i--) {
+                for (int owner = 31; owner >= 0; owner--) {
+                    const int channel = owner + 32 * i;
+                    const float level = level_of(x[i], scale, minimum, top);
+                    if (lane == owner) codes[token][channel] = (u8)level;
+                    const float own = __fsub_rn(raw[i], __fadd_rn(__fmul_rn(scale, level), minimum));
+                    const float error = __shfl_sync(0xffffffffu, own, owner);
+                    const float* weights = rounding.feedback + channel * HEAD_DIM;
+#pragma unroll
+                    for (int j = 0; j <= i; j++)
+                        if (lane + 32 * j < channel) x[j] = __fadd_rn(x[j], __fmul_rn(weights[lane + 32 * j], error));
+                }
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < VALUES; i++) codes[token][lane + 32 * i] = (u8)level_of(x[i], scale, minimum, top);
+        }
+        if (rounding.unbiased && bits > 1) {
+            // Mean and length of the row are made right.
+            __syncwarp();
+#pragma unroll
+            for (int i = 0; i < VALUES; i++) rows[warp][lane + 32 * i] = raw[i];
+            __syncwarp();
+            u32 levels = 0;
+#pragma unroll
+            for (int i = 0; i < VALUES; i++) levels += codes[token][lane + 32 * i];
+            const float level = __fdiv_rn((float)__reduce_add_sync(0xffffffffu, levels), (float)HEAD_DIM);
+            const float mean = __fdiv_rn(channel_sum([&](int c) { return rows[warp][c]; }, lane), (float)HEAD_DIM);
+            const float own = channel_sum([&](int c) {
+                float v = __fsub_rn(rows[warp][c], mean);
+                return __fmul_rn(v, v);
+            }, lane);
+            const float common = channel_sum([&](int c) {
+                return __fmul_rn(__fsub_rn(rows[warp][c], mean), __fsub_rn((float)codes[token][c], level));
+            }, lane);
+            if (common > 0.f) {
+                const u16 fitted16 = f32_to_f16(fminf(__fdiv_rn(own, common), __fmul_rn(scale, MOST_GROWTH)));
+                const float low = __fsub_rn(mean, __fmul_rn(f16_to_f32(fitted16), level));
+                if (fabsf(low) <= LARGEST_MIN) scale16 = fitted16, minimum16 = f32_to_f16(low);
+            }
         }
         if (lane == 0) store_params(page, shape, side, tile.tile * TILE_TOKENS + token, scale16, minimum16);
         __syncthreads();

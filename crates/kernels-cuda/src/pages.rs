@@ -11,7 +11,9 @@ use crate::storage::{Storage, codecs};
 use cudarc::driver::sys::{self, CUresult};
 use oscar_backend::CacheHead;
 use oscar_codec::clip::order_index;
-use oscar_codec::{CacheLayout, CodecError, FullPageId, PAGE_TOKENS, PageCodec, RowPageCodec, Side};
+use oscar_codec::{
+    CacheLayout, CodecError, FormatTable, FullPageId, PAGE_TOKENS, PageCodec, RowPageCodec, Side,
+};
 use std::ops::Range;
 
 /// Pages of one layer, KV head and format.
@@ -37,6 +39,45 @@ pub struct HeadPages {
     pub value_clip: u32,
 }
 
+/// `HeadRounding` of the kernels: how codes of one layer and head are rounded.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
+struct HeadRounding {
+    /// Address of the keys' feedback, 0 for none.
+    feedback: u64,
+    unbiased: u32,
+    unused: u32,
+}
+
+/// How codes are rounded, on the device.
+struct Roundings {
+    /// `[layer][kv_head]`.
+    table: Buffer,
+    /// What the table's addresses lead to.
+    _feedback: Vec<Buffer>,
+}
+
+impl Roundings {
+    /// Nothing where all codes are the nearest.
+    fn upload(device: &Device, coded: &FormatTable) -> Result<Option<Self>> {
+        if codecs(coded).all(|codec| codec.rounding(Side::Key).is_nearest()) {
+            return Ok(None);
+        }
+        let (mut heads, mut feedback) = (Vec::new(), Vec::new());
+        for codec in codecs(coded) {
+            let rounding = codec.rounding(Side::Key);
+            let mut address = 0;
+            if let Some(matrix) = &rounding.feedback {
+                let buffer = device.upload_new(matrix.rows(), "what errors of keys ask for")?;
+                address = buffer.address();
+                feedback.push(buffer);
+            }
+            heads.push(HeadRounding { feedback: address, unbiased: u32::from(rounding.unbiased), unused: 0 });
+        }
+        Ok(Some(Self { table: device.upload_new(&heads, "the table of roundings")?, _feedback: feedback }))
+    }
+}
+
 /// The pages of a model.
 pub struct CudaPages {
     device: Device,
@@ -48,6 +89,7 @@ pub struct CudaPages {
     heads: Vec<HeadPages>,
     /// `heads` on the device.
     table: Buffer,
+    roundings: Option<Roundings>,
     granularity: usize,
     /// Pages that hold random contents.
     randomized: (usize, usize),
@@ -108,6 +150,7 @@ impl CudaPages {
             coded,
             heads,
             table,
+            roundings: read_as_code.map(|coded| Roundings::upload(device, coded)).transpose()?.flatten(),
             granularity,
             randomized: (0, 0),
         })
@@ -128,6 +171,12 @@ impl CudaPages {
     /// Device address of the [`HeadPages`] of a layer's heads.
     pub fn layer(&self, layer: usize) -> u64 {
         self.table.address() + (layer * self.layout.kv_heads() * size_of::<HeadPages>()) as u64
+    }
+
+    /// Device address of how codes of a layer's heads are rounded; 0 where all are the nearest.
+    pub fn layer_roundings(&self, layer: usize) -> u64 {
+        let bytes = layer * self.layout.kv_heads() * size_of::<HeadRounding>();
+        self.roundings.as_ref().map_or(0, |r| r.table.address() + bytes as u64)
     }
 
     /// The same table on the host, `[layer][kv_head]`.

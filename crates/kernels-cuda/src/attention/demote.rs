@@ -13,6 +13,7 @@ use oscar_codec::TILE_TOKENS;
 struct DemoteArgs {
     step: StepTables,
     heads: u64,
+    roundings: u64,
     kv_heads: u32,
     unused: u32,
 }
@@ -38,6 +39,12 @@ pub fn demote(
     }
     let function = kernels.function(&DEMOTE, &vec![("HEAD_DIM", head_dim)], c"demote", 0)?;
     let most = device.properties().multiprocessors as usize * BLOCKS_PER_MULTIPROCESSOR;
-    let args = DemoteArgs { step: *step, heads: pool.layer(layer), kv_heads: kv_heads as u32, unused: 0 };
+    let args = DemoteArgs {
+        step: *step,
+        heads: pool.layer(layer),
+        roundings: pool.layer_roundings(layer),
+        kv_heads: kv_heads as u32,
+        unused: 0,
+    };
     device.launch(function, LaunchShape::new(jobs.min(most), 32 * TILE_TOKENS as u32).overlapping(), &args)
 }

@@ -5,7 +5,10 @@ use super::Report;
 use super::growing::{Checks, Growing, Inspected, Pattern};
 use anyhow::Result;
 use oscar_backend::Backend;
-use oscar_codec::{CacheLayout, CodeLayout, FormatTable, KvFormat, RowPageCodec, SideSpec, Windows};
+use oscar_codec::{
+    CacheLayout, CodeLayout, Composition, Feedback, FormatTable, KvFormat, Rounding, RowPageCodec, SideSpec,
+    Windows,
+};
 
 struct Case {
     head_dim: usize,
@@ -44,17 +47,28 @@ impl Case {
             .map(|h| {
                 let (key, value) = self.widths[h % self.widths.len()];
                 let (key_clip, value_clip) = clips[h % clips.len()];
-                RowPageCodec::new(
+                let codec = RowPageCodec::new(
                     d,
                     SideSpec::affine(key, key_clip),
                     SideSpec::affine(value, value_clip),
                     order,
-                )
+                )?;
+                Ok(codec.with_rounding(rounding(d, h)?)?)
             })
-            .collect::<Result<_, _>>()?;
+            .collect::<Result<_>>()?;
         let layout = CacheLayout::new(KvFormat::OSCAR2, 1, heads, d, self.windows, order)?;
         Ok(layout.with_coded_table(FormatTable::new(1, heads, codecs)?))
     }
+}
+
+/// Heads are rounded in every way: to the nearest level, by what reads them, and only without bias.
+fn rounding(head_dim: usize, head: usize) -> Result<Rounding> {
+    let spectrum: Vec<f32> = (0..head_dim).map(|i| 0.9f32.powi((head_dim - i) as i32)).collect();
+    let feedback = match head % 3 {
+        1 => Feedback::of_spectrum(&spectrum, Composition::RHPbr)?,
+        _ => None,
+    };
+    Ok(Rounding { unbiased: head % 3 > 0, feedback })
 }
 
 /// Runs every `every`-th case.
