@@ -57,6 +57,30 @@ fn file(granularity: Granularity, centred: bool) -> RotationFile {
     }
 }
 
+#[test]
+fn roundings_follow_the_spectrum_or_say_that_there_is_none() {
+    let of_heads = file(Granularity::Head, true);
+    assert!(of_heads.roundings(CodeRounding::Nearest).unwrap().iter().all(|r| r.is_nearest()));
+    let [layers, kv_heads, d] = of_heads.shape();
+    let shaped = |mut file: RotationFile, composition: &str| {
+        file.metadata.composition = composition.into();
+        file.roundings(CodeRounding::Shaped)
+    };
+    let heads = shaped(of_heads.clone(), "r_h").unwrap();
+    assert_eq!(heads.len(), layers * kv_heads);
+    assert!(heads.iter().all(|r| r.unbiased && r.feedback.as_ref().is_some_and(|f| f.dim() == d)));
+    assert_ne!(heads[0].feedback, heads[1].feedback);
+    // One rotation a layer: its heads share what reads them.
+    let shared = shaped(file(Granularity::Layer, true), "r_h").unwrap();
+    assert_eq!(shared[0].feedback, shared[1].feedback);
+    assert_ne!(shared[0].feedback, shared[kv_heads].feedback);
+    let mut without = of_heads.clone();
+    without.key_eigenvalues = None;
+    for refused in [shaped(without, "r_h"), shaped(of_heads, "h")] {
+        assert!(refused.unwrap_err().to_string().contains("--rounding nearest"));
+    }
+}
+
 fn with_widths() -> RotationFile {
     let mut file = file(Granularity::Head, true);
     let table = |units: [u32; 12]| WidthTable::from_units(3, 2, &units);

@@ -62,7 +62,20 @@ fn widths_are_chosen_stored_and_used() {
     );
     assert!(succeed(&["zoo", "inspect", &file]).contains(table));
 
-    // The harms are in the file: another table needs no measuring.
+    // The harms are in the file, as those of shaped codes: another table needs no measuring.
+    let (_, message) = fail(&[
+        "calibrate",
+        "--rotations",
+        &file,
+        "--reuse-harms",
+        "--bits",
+        "2.25",
+        "--rounding",
+        "nearest",
+        "--out",
+        &file,
+    ]);
+    assert!(message.contains("harms of the file are those of shaped codes"), "{message}");
     let again = path("again.safetensors");
     let mut args =
         vec!["calibrate", "--rotations", &file, "--reuse-harms", "--bits", "2.25", "--widths-by", "layer"];
@@ -80,7 +93,7 @@ fn widths_are_chosen_stored_and_used() {
         assert!(out.status.success());
         String::from_utf8(out.stderr).unwrap()
     };
-    assert!(banner("oscar").contains("widths by measured harm, 2.25 bits"));
+    assert!(banner("oscar").contains("widths by measured harm, 2.25 bits, rounded by what reads them"));
     assert!(banner("oscar:1.50").contains("1.50 bits"));
     assert!(banner("oscar:3").contains("not verified (verified: 2.25, 1.50)"));
     let rows = json_lines(&[
