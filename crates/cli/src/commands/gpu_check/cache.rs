@@ -68,7 +68,7 @@ fn rounding(head_dim: usize, head: usize) -> Result<Rounding> {
         1 => Feedback::of_spectrum(&spectrum, Composition::RHPbr)?,
         _ => None,
     };
-    Ok(Rounding { unbiased: head % 3 > 0, feedback })
+    Ok(Rounding { unbiased: !head.is_multiple_of(3), feedback })
 }
 
 /// Runs every `every`-th case.
