@@ -30,6 +30,7 @@ mod relayout;
 pub mod rivals;
 pub mod rotation;
 pub mod rounding;
+mod side;
 pub mod turboquant;
 pub mod window;
 

@@ -4,8 +4,8 @@
 //! Values lie with a channel in each lane: statistics are taken row by row, codes slab by slab. Magnitudes of BF16
 //! are 15-bit integers, so the order statistic is found bit by bit, counting.
 //!
-//! Codes that are rounded by what reads them (`oscar_codec::rounding`) are chosen before they are packed: the levels take
-//! the place of the values.
+//! Codes that are rounded by what reads them are chosen before they are packed ([`super::round512`]): the levels take the
+//! place of the values.
 //!
 //! A row whose stored minimum would be zero or subnormal, where the sign of zero and the flush mode matter, is
 //! left to the specification: [`demote`] returns false before it has written anything.
@@ -14,25 +14,24 @@ use std::arch::x86_64::*;
 
 use oscar_codec::affine::{SATURATION, max_code};
 use oscar_codec::clip::order_index;
-use oscar_codec::rounding::{LARGEST_MIN, MOST_GROWTH};
-use oscar_codec::{Feedback, PageCodec, RowPageCodec, Side, TILE_TOKENS};
+use oscar_codec::{PageCodec, RowPageCodec, Side, TILE_TOKENS};
 
 use super::block::{LANES, MAX_DIM};
 
 /// Rows of one side of a tile, clamped, with a lane for each token (keys) or channel (values), and the pair of
 /// each token.
 #[repr(C, align(64))]
-struct Rows {
+pub(super) struct Rows {
     /// `[channel][token]` for keys, `[token][channel]` for values.
-    x: [f32; TILE_TOKENS * MAX_DIM],
+    pub(super) x: [f32; TILE_TOKENS * MAX_DIM],
     /// BF16 magnitudes: `[channel pair][token][2]` for keys, `[token][channel]` for values.
     magnitudes: [u16; TILE_TOKENS * MAX_DIM],
-    scale: [f32; TILE_TOKENS],
-    min: [f32; TILE_TOKENS],
+    pub(super) scale: [f32; TILE_TOKENS],
+    pub(super) min: [f32; TILE_TOKENS],
     /// `x` before it was clipped, where codes are rounded.
-    raw: [f32; TILE_TOKENS * MAX_DIM],
+    pub(super) raw: [f32; TILE_TOKENS * MAX_DIM],
     /// `x` holds levels instead of values.
-    levelled: bool,
+    pub(super) levelled: bool,
 }
 
 /// Quantizes a tile; false if it has to go through the specification.
@@ -290,128 +289,6 @@ impl Rows {
         self.round_params()
     }
 
-    /// Levels of all keys, the last channel first: sixteen rows side by side.
-    #[target_feature(enable = "avx512f,avx512dq")]
-    fn round_keys(&mut self, d: usize, bits: u32, feedback: Option<&Feedback>) {
-        // SAFETY: sixteen floats each.
-        let (scale, min) =
-            unsafe { (_mm512_loadu_ps(self.scale.as_ptr()), _mm512_loadu_ps(self.min.as_ptr())) };
-        let top = max_code(bits) as f32;
-        if feedback.is_some() {
-            self.x[..LANES * d].copy_from_slice(&self.raw[..LANES * d]);
-        }
-        for channel in (0..d).rev() {
-            let (before, at) = self.x[..LANES * (channel + 1)].split_at_mut(LANES * channel);
-            // SAFETY: channels are sixteen floats.
-            let error = unsafe {
-                let level = level(_mm512_loadu_ps(at.as_ptr()), scale, min, top);
-                _mm512_storeu_ps(at.as_mut_ptr(), level);
-                let raw = _mm512_loadu_ps(self.raw.as_ptr().add(LANES * channel));
-                _mm512_sub_ps(raw, _mm512_add_ps(_mm512_mul_ps(scale, level), min))
-            };
-            let Some(feedback) = feedback else { continue };
-            for (aim, &weight) in before.chunks_exact_mut(LANES).zip(feedback.row(channel)) {
-                // SAFETY: sixteen floats.
-                unsafe {
-                    let moved = _mm512_mul_ps(_mm512_set1_ps(weight), error);
-                    _mm512_storeu_ps(aim.as_mut_ptr(), _mm512_add_ps(_mm512_loadu_ps(aim.as_ptr()), moved));
-                }
-            }
-        }
-        self.levelled = true;
-    }
-
-    /// Levels of all values.
-    #[target_feature(enable = "avx512f,avx512dq")]
-    fn round_values(&mut self, d: usize, bits: u32) {
-        let top = max_code(bits) as f32;
-        for (token, row) in self.x[..LANES * d].chunks_exact_mut(d).enumerate() {
-            let (scale, min) = (_mm512_set1_ps(self.scale[token]), _mm512_set1_ps(self.min[token]));
-            for slab in row.chunks_exact_mut(LANES) {
-                // SAFETY: sixteen floats.
-                unsafe {
-                    let level = level(_mm512_loadu_ps(slab.as_ptr()), scale, min, top);
-                    _mm512_storeu_ps(slab.as_mut_ptr(), level);
-                }
-            }
-        }
-        self.levelled = true;
-    }
-
-    /// The pairs with which mean and length of each key row are right; false if one is for the specification.
-    #[target_feature(enable = "avx512f,avx512dq,avx512vl,f16c")]
-    fn refit_keys(&mut self, d: usize) -> bool {
-        // SAFETY: a channel is sixteen floats.
-        let raw = |c: usize| unsafe { _mm512_loadu_ps(self.raw.as_ptr().add(LANES * c)) };
-        // SAFETY: likewise.
-        let levels = |c: usize| unsafe { _mm512_loadu_ps(self.x.as_ptr().add(LANES * c)) };
-        let n = _mm512_set1_ps(d as f32);
-        let mut sums = [_mm512_setzero_ps(); LANES];
-        // Sums of levels are small integers, exact in any order.
-        let mut level = _mm512_setzero_ps();
-        for c in 0..d {
-            sums[c % LANES] = _mm512_add_ps(sums[c % LANES], raw(c));
-            level = _mm512_add_ps(level, levels(c));
-        }
-        let (mean, level) = (_mm512_div_ps(halve(sums), n), _mm512_div_ps(level, n));
-        let (mut own, mut common) = ([_mm512_setzero_ps(); LANES], [_mm512_setzero_ps(); LANES]);
-        for c in 0..d {
-            let x = _mm512_sub_ps(raw(c), mean);
-            let lane = c % LANES;
-            own[lane] = _mm512_add_ps(own[lane], _mm512_mul_ps(x, x));
-            common[lane] = _mm512_add_ps(common[lane], _mm512_mul_ps(x, _mm512_sub_ps(levels(c), level)));
-        }
-        let mut rows = [[0.0f32; LANES]; 4];
-        for (row, values) in rows.iter_mut().zip([mean, level, halve(own), halve(common)]) {
-            // SAFETY: sixteen floats.
-            unsafe { _mm512_storeu_ps(row.as_mut_ptr(), values) };
-        }
-        let [mean, level, own, common] = rows;
-        (0..LANES).all(|token| self.refit(token, mean[token], level[token], own[token], common[token]))
-    }
-
-    /// The same for value rows.
-    #[target_feature(enable = "avx512f,avx512dq,avx512vl,f16c")]
-    fn refit_values(&mut self, d: usize) -> bool {
-        (0..TILE_TOKENS).all(|token| {
-            let at = token * d;
-            // SAFETY: slabs of sixteen floats within the row.
-            let raw = |s: usize| unsafe { _mm512_loadu_ps(self.raw.as_ptr().add(at + LANES * s)) };
-            // SAFETY: likewise.
-            let levels = |s: usize| unsafe { _mm512_loadu_ps(self.x.as_ptr().add(at + LANES * s)) };
-            let zero = _mm512_setzero_ps();
-            let slabs = d / LANES;
-            let mean = halve_lanes((0..slabs).fold(zero, |sum, s| _mm512_add_ps(sum, raw(s)))) / d as f32;
-            // Small integers, exact in any order.
-            let level = halve_lanes((0..slabs).fold(zero, |sum, s| _mm512_add_ps(sum, levels(s)))) / d as f32;
-            let (mut own, mut common) = (zero, zero);
-            for s in 0..slabs {
-                let x = _mm512_sub_ps(raw(s), _mm512_set1_ps(mean));
-                own = _mm512_add_ps(own, _mm512_mul_ps(x, x));
-                let distance = _mm512_sub_ps(levels(s), _mm512_set1_ps(level));
-                common = _mm512_add_ps(common, _mm512_mul_ps(x, distance));
-            }
-            self.refit(token, mean, level, halve_lanes(own), halve_lanes(common))
-        })
-    }
-
-    /// The end of `oscar_codec::rounding`'s unbiased pair; false if the minimum is not a normal number.
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512vl,f16c")]
-    fn refit(&mut self, token: usize, mean: f32, level: f32, own: f32, common: f32) -> bool {
-        if common > 0.0 {
-            let scale = half((own / common).min(self.scale[token] * MOST_GROWTH));
-            let min = mean - scale * level;
-            if min.abs() <= LARGEST_MIN {
-                if !min.is_normal() {
-                    return false;
-                }
-                (self.scale[token], self.min[token]) = (scale, half(min));
-            }
-        }
-        true
-    }
-
     /// Rounds the pairs to fp16 and back; false if a minimum is not a normal number.
     #[inline]
     #[target_feature(enable = "avx512f,f16c")]
@@ -512,7 +389,7 @@ impl Rows {
 /// The nearest level, or 0 where the row has no spread: `AffineParams::code` before it becomes an integer.
 #[inline]
 #[target_feature(enable = "avx512f,avx512dq")]
-fn level(x: __m512, scale: __m512, min: __m512, top: f32) -> __m512 {
+pub(super) fn level(x: __m512, scale: __m512, min: __m512, top: f32) -> __m512 {
     let spread = _mm512_cmp_ps_mask::<_CMP_GT_OQ>(scale, _mm512_setzero_ps());
     let level = _mm512_add_ps(_mm512_div_ps(_mm512_sub_ps(x, min), scale), _mm512_set1_ps(0.5));
     let level = _mm512_roundscale_ps::<0x09>(level);
@@ -520,18 +397,10 @@ fn level(x: __m512, scale: __m512, min: __m512, top: f32) -> __m512 {
     _mm512_maskz_min_ps(spread, level, _mm512_set1_ps(top))
 }
 
-/// Through fp16 and back.
-#[inline]
-#[target_feature(enable = "f16c")]
-fn half(x: f32) -> f32 {
-    let half = _mm_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm_set_ss(x));
-    _mm_cvtss_f32(_mm_cvtph_ps(half))
-}
-
 /// Halves added to halves, vector by vector: the end of `oscar_codec::affine::lane_sum`.
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn halve(mut sums: [__m512; LANES]) -> __m512 {
+pub(super) fn halve(mut sums: [__m512; LANES]) -> __m512 {
     let mut half = LANES / 2;
     while half > 0 {
         for i in 0..half {
@@ -545,7 +414,7 @@ fn halve(mut sums: [__m512; LANES]) -> __m512 {
 /// The same within one vector.
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn halve_lanes(sum: __m512) -> f32 {
+pub(super) fn halve_lanes(sum: __m512) -> f32 {
     let mut lanes = [0.0_f32; LANES];
     // SAFETY: sixteen floats.
     unsafe { _mm512_storeu_ps(lanes.as_mut_ptr(), sum) };

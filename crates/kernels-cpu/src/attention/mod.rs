@@ -44,6 +44,8 @@ mod decode512;
 #[cfg(target_arch = "x86_64")]
 mod demote512;
 #[cfg(target_arch = "x86_64")]
+mod round512;
+#[cfg(target_arch = "x86_64")]
 mod rows512;
 #[cfg(target_arch = "x86_64")]
 mod sketch512;
