@@ -170,7 +170,7 @@ impl RowPageCodec {
         if let Some(feedback) = &rounding.feedback {
             check_len("feedback", feedback.dim(), self.head_dim)?;
         }
-        self.value.rounding = Rounding { feedback: None, ..rounding.clone() };
+        self.value.rounding = rounding.of_values();
         self.key.rounding = rounding;
         Ok(self)
     }

@@ -131,6 +131,11 @@ impl Rounding {
         !self.unbiased && self.feedback.is_none()
     }
 
+    /// The same for values, which queries do not read: without feedback.
+    pub fn of_values(&self) -> Self {
+        Self { feedback: None, ..self.clone() }
+    }
+
     /// Does the scale of codes of this width change?
     pub fn refits(&self, bits: u32) -> bool {
         self.unbiased && bits > 1

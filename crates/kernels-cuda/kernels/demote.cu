@@ -37,18 +37,8 @@ DEVICE float order_statistic(const float (&x)[VALUES], u32 above) {
     return __uint_as_float(threshold);
 }
 
-// Sum in the order of oscar_codec::affine::lane_sum: sixteen strided sums, then halves added to halves. The row lies in
-// shared memory; every lane gets the sum.
-template <class F>
-DEVICE float lane_sum(const float* row, F&& f, int lane) {
-    float sum = 0.f;
-    for (int i = lane & 15; i < HEAD_DIM; i += 16) sum = __fadd_rn(sum, f(row[i]));
-#pragma unroll
-    for (int half = 8; half > 0; half /= 2) sum = __fadd_rn(sum, __shfl_down_sync(0xffffffffu, sum, half, 16));
-    return __shfl_sync(0xffffffffu, sum, 0);
-}
-
-// The same over f of each channel.
+// Sum of f over the channels in the order of oscar_codec::affine::lane_sum: sixteen strided sums, then halves added to halves.
+// Every lane gets the sum.
 template <class F>
 DEVICE float channel_sum(F&& f, int lane) {
     float sum = 0.f;
@@ -123,9 +113,9 @@ extern "C" __global__ void __launch_bounds__(32 * DEMOTE_WARPS) demote(DemoteArg
 #pragma unroll
             for (int i = 0; i < VALUES; i++) rows[warp][lane + 32 * i] = x[i];
             __syncwarp();
-            float mean = __fdiv_rn(lane_sum(rows[warp], [](float v) { return v; }, lane), (float)HEAD_DIM);
+            float mean = __fdiv_rn(channel_sum([&](int c) { return rows[warp][c]; }, lane), (float)HEAD_DIM);
             float deviation = __fdiv_rn(
-                lane_sum(rows[warp], [&](float v) { return fabsf(__fsub_rn(v, mean)); }, lane), (float)HEAD_DIM);
+                channel_sum([&](int c) { return fabsf(__fsub_rn(rows[warp][c], mean)); }, lane), (float)HEAD_DIM);
             scale = __fmul_rn(2.f, deviation), minimum = __fsub_rn(mean, deviation);
         } else {
             float low = x[0], high = x[0];

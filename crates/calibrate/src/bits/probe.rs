@@ -6,7 +6,7 @@
 //! does to the reading of the prompt itself is left to the joint verification.
 
 use super::judge::{Cache, Judge, Prediction, Scores};
-use super::table::{HarmMap, WIDTHS};
+use super::table::{HarmMap, WIDTHS, check_widths};
 use crate::error::CalibrateError;
 use half::bf16;
 use oscar_backend::{Backend, CacheHead};
@@ -42,15 +42,7 @@ impl Default for HarmOptions {
 
 impl HarmOptions {
     pub fn check(&self) -> Result<(), CalibrateError> {
-        let known =
-            self.measured.iter().all(|w| WIDTHS.contains(w)) && self.measured.is_sorted_by(|a, b| a < b);
-        match known && !self.measured.is_empty() {
-            true => Ok(()),
-            false => Err(CalibrateError::Option {
-                option: "--harm-widths",
-                problem: format!("{:?}: some of {WIDTHS:?}, each once", self.measured),
-            }),
-        }
+        check_widths("--harm-widths", &self.measured)
     }
 
     /// Passes over the end of a probe that measuring it takes: every unit and width, the exact cache, and all units
@@ -246,8 +238,7 @@ impl<'a, 'j, B: Backend> CodedStage<'a, 'j, B> {
         }
         let Some(rows) = &self.exact[index] else { return Ok(()) };
         let rounding = &self.judge.roundings[index];
-        // Feedback is for keys.
-        let of_values = Rounding { feedback: None, ..rounding.clone() };
+        let of_values = rounding.of_values();
         let side = |rows: &[bf16], side: Side, width: u32| {
             let mut rows: Vec<f32> = rows.iter().map(|v| v.to_f32()).collect();
             if width != EXACT {

@@ -3,7 +3,7 @@
 //! Every unit has the same size, so this is a knapsack with at most four choices an item and a budget of a few
 //! thousand bits: it is solved exactly, where a Lagrangian would leave the last bits to a guess.
 
-use super::table::{HarmMap, WIDTHS, WidthTable};
+use super::table::{HarmMap, WIDTHS, WidthTable, check_widths};
 use crate::error::CalibrateError;
 use oscar_codec::{MeanBits, Side};
 
@@ -26,14 +26,7 @@ impl Default for Freedom {
 
 impl Freedom {
     pub fn check(&self) -> Result<(), CalibrateError> {
-        let known = self.widths.iter().all(|w| WIDTHS.contains(w)) && self.widths.is_sorted_by(|a, b| a < b);
-        match known && !self.widths.is_empty() {
-            true => Ok(()),
-            false => Err(CalibrateError::Option {
-                option: "--widths",
-                problem: format!("{:?}: some of {WIDTHS:?}, each once and ascending", self.widths),
-            }),
-        }
+        check_widths("--widths", &self.widths)
     }
 }
 

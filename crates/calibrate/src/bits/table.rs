@@ -1,11 +1,24 @@
 //! Tables of widths and of harms, as rotation files keep them.
 
+use crate::error::CalibrateError;
 use crate::options::CodeRounding;
 use crate::rotation_file::RotationFileError;
 use oscar_codec::{CodeLayout, CodecError, FormatTable, MeanBits};
 
 /// The widths a unit may have.
 pub const WIDTHS: [u32; 4] = [1, 2, 3, 4];
+
+/// Refuses a list that is not made of some of the widths, ascending, each once.
+pub(super) fn check_widths(option: &'static str, widths: &[u32]) -> Result<(), CalibrateError> {
+    let known = widths.iter().all(|w| WIDTHS.contains(w)) && widths.is_sorted_by(|a, b| a < b);
+    match known && !widths.is_empty() {
+        true => Ok(()),
+        false => Err(CalibrateError::Option {
+            option,
+            problem: format!("{widths:?}: some of {WIDTHS:?}, each once and ascending"),
+        }),
+    }
+}
 
 /// Width of each unit: `[layer][kv_head]` pairs of key and value bits.
 #[derive(Clone, Debug, PartialEq, Eq)]
