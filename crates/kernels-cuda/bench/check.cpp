@@ -51,12 +51,12 @@ static void check(const Case& c, Kernel& k, u32 least_cost) {
     for (auto& x : q) x = c.mode == 1 ? 0.f : random.normal() * (c.mode == 2 ? 8.f : 1.f);
     const float scale = 1.f / std::sqrt((float)D);
     CUdeviceptr dq = upload(q), heads_ptr = upload(table), out = device_alloc(q.size() * 4), partials = device_alloc(k.partial_bytes());
-    CUdeviceptr arrived = device_alloc(rows * heads * 4), cost = device_alloc((rows + 1) * 8), words = device_alloc(304 * k.workers + 16 * rows * heads);
-    CK(cuMemsetD8(out, 0xff, q.size() * 4)); CK(cuMemsetD8(arrived, 0, rows * heads * 4)); CK(cuMemsetD8(partials, 0xff, k.partial_bytes()));
+    CUdeviceptr cost = device_alloc((rows + 1) * 8), words = device_alloc(304 * k.workers + 16 * rows * heads);
+    CK(cuMemsetD8(out, 0xff, q.size() * 4)); CK(cuMemsetD8(partials, 0xff, k.partial_bytes()));
     StepTables tables = step.tables(); DecodePlan plan{words, (u32)k.workers, 0};
     PlanArgs pa{tables, heads_ptr, cost, plan, heads, (u32)D, least_cost};
-    DecodeArgs da{tables, plan, heads_ptr, dq, out, 0, partials, arrived, heads, (u32)c.group, scale * 1.4426950408889634f};
-    for (int i = 0; i < 2; i++) { launch_plan(k, pa, 0); launch_decode(k, da, 0); }  // twice: counters must come back to zero
+    DecodeArgs da{tables, plan, heads_ptr, dq, out, 0, partials, heads, (u32)c.group, scale * 1.4426950408889634f};
+    for (int i = 0; i < 2; i++) { launch_plan(k, pa, 0); launch_decode(k, da, 0); }  // twice: partial results must be taken away
     CK(cuCtxSynchronize());
     std::vector<float> got(q.size()); CK(cuMemcpyDtoH(got.data(), out, got.size() * 4));
     double worst = 0; std::vector<double> errors(rows * query_heads, 0); std::vector<std::thread> threads;
@@ -86,7 +86,7 @@ static void check(const Case& c, Kernel& k, u32 least_cost) {
     u32 active = active_workers(words, k.workers);
     printf("%-4s %-30s d%d g%d kv%d workers %u/%d: worst error %.2e (row %u of length %u, head %u)\n", ok ? "ok" : "FAIL", c.name, D, c.group, heads, active, k.workers, worst, at / query_heads, c.lengths[at / query_heads], at % query_heads);
     for (auto& t : table) { cuMemFree(t.full); cuMemFree(t.coded); }
-    for (CUdeviceptr p : {dq, heads_ptr, out, partials, arrived, cost, words, (CUdeviceptr)tables.sequences, (CUdeviceptr)tables.full, (CUdeviceptr)tables.coded}) cuMemFree(p);
+    for (CUdeviceptr p : {dq, heads_ptr, out, partials, cost, words, (CUdeviceptr)tables.sequences, (CUdeviceptr)tables.full, (CUdeviceptr)tables.coded}) cuMemFree(p);
 }
 
 int main(int argc, char** argv) {

@@ -23,7 +23,7 @@ struct SequenceInfo { u32 first_row, rows, first_position, table, blocks, bounda
 struct StepTables { u64 sequences, row_sequence, row_position, full, coded, demoted; u32 sequence_count, rows, demoted_count, sink, recent, unit; };
 struct DecodePlan { u64 memory; u32 workers, pad; };
 struct PlanArgs { StepTables step; u64 heads, cost_before; DecodePlan plan; u32 kv_heads, head_dim, least_cost; };
-struct DecodeArgs { StepTables step; DecodePlan plan; u64 heads, queries, out, rounded, partials, arrived; u32 kv_heads, group; float scale; };
+struct DecodeArgs { StepTables step; DecodePlan plan; u64 heads, queries, out, rounded, partials; u32 kv_heads, group; float scale; };
 
 inline float half_to_float(u16 h) {
     u32 s = (h & 0x8000u) << 16, e = (h >> 10) & 31, m = h & 1023;

@@ -39,14 +39,14 @@ int main(int argc, char** argv) {
         std::vector<HeadPages> table((size_t)layers * heads);
         for (int l = 0; l < layers; l++) for (u32 h = 0; h < heads; h++) table[l * heads + h] = {bf16 + l * full_layer + h * (full_layer / heads), arena + l * coded_layer + h * (coded_layer / heads), sh.codes ? 2u : 0, sh.codes ? 2u : 0, 0, 0};
         std::vector<float> q((size_t)sh.batch * heads * sh.group * D); for (auto& x : q) x = random.normal();
-        CUdeviceptr dq = upload(q), ht = upload(table), out = device_alloc(q.size() * 4), partials = device_alloc(k.partial_bytes()), arrived = device_alloc(sh.batch * heads * 4), cost = device_alloc((sh.batch + 1) * 8), words = device_alloc(304 * k.workers + 16 * sh.batch * heads);
-        CK(cuMemsetD8(arrived, 0, sh.batch * heads * 4));
+        CUdeviceptr dq = upload(q), ht = upload(table), out = device_alloc(q.size() * 4), partials = device_alloc(k.partial_bytes()), cost = device_alloc((sh.batch + 1) * 8), words = device_alloc(304 * k.workers + 16 * sh.batch * heads);
+        CK(cuMemsetD8(partials, 0xff, k.partial_bytes()));
         StepTables tables = step.tables(); DecodePlan plan{words, (u32)k.workers, 0};
         double bytes = 0; for (auto& i : step.sequences) { u32 n = i.first_position + 1, c = sh.codes ? i.boundary - step.sink : 0; bytes += heads * (c * 72.0 + (n - c) * 512.0); }
         std::vector<u32> leasts = sh.batch == 1 ? std::vector<u32>{16384} : std::vector<u32>{65536};
         if (only) {
             PlanArgs pa{tables, ht, cost, plan, heads, (u32)D, 16384}; launch_plan(k, pa, s);
-            for (int l = 0; l < std::min(layers, 3); l++) { DecodeArgs da{tables, plan, ht + l * heads * sizeof(HeadPages), dq, 0, out, partials, arrived, heads, (u32)sh.group, 0.08838834764f * 1.44269504f}; launch_decode(k, da, s); }
+            for (int l = 0; l < std::min(layers, 3); l++) { DecodeArgs da{tables, plan, ht + l * heads * sizeof(HeadPages), dq, 0, out, partials, heads, (u32)sh.group, 0.08838834764f * 1.44269504f}; launch_decode(k, da, s); }
             CK(cuStreamSynchronize(s));
             return 0;
         }
@@ -54,7 +54,7 @@ int main(int argc, char** argv) {
             PlanArgs pa{tables, ht, cost, plan, heads, (u32)D, least};
             CUgraph g; CUgraphExec ge; CK(cuStreamBeginCapture(s, CU_STREAM_CAPTURE_MODE_GLOBAL));
             launch_plan(k, pa, s);
-            for (int l = 0; l < layers; l++) { DecodeArgs da{tables, plan, ht + l * heads * sizeof(HeadPages), dq, 0, out, partials, arrived, heads, (u32)sh.group, 0.08838834764f * 1.44269504f}; launch_decode(k, da, s); }
+            for (int l = 0; l < layers; l++) { DecodeArgs da{tables, plan, ht + l * heads * sizeof(HeadPages), dq, 0, out, partials, heads, (u32)sh.group, 0.08838834764f * 1.44269504f}; launch_decode(k, da, s); }
             CK(cuStreamEndCapture(s, &g)); CK(cuGraphInstantiate(&ge, g, 0));
             CUevent e0, e1; cuEventCreate(&e0, 0); cuEventCreate(&e1, 0); std::vector<float> ms;
             double est = bytes / 3e9 * layers * 1e-3; int reps = est > 20 ? 5 : 15;
@@ -63,7 +63,7 @@ int main(int argc, char** argv) {
             printf("%s %6uK x%-2u %2d/8 heads %s least %6u active %4u: %8.2f us (best %.2f) %6.0f GB/s = %3.0f %% of ceiling, floor %.1f us, %d layers\n", sh.codes ? "int2" : "bf16", sh.context / 1024, sh.batch, sh.group * 8, v.file().c_str(), least, active, us, ms[0] * 1e3f / layers, bytes / us * 1e-3, bytes / us * 1e-3 / top * 100, bytes / top * 1e-3, layers);
             cuGraphExecDestroy(ge); cuGraphDestroy(g);
         }
-        for (CUdeviceptr p : {dq, ht, out, partials, arrived, cost, words, (CUdeviceptr)tables.sequences, (CUdeviceptr)tables.full, (CUdeviceptr)tables.coded}) cuMemFree(p);
+        for (CUdeviceptr p : {dq, ht, out, partials, cost, words, (CUdeviceptr)tables.sequences, (CUdeviceptr)tables.full, (CUdeviceptr)tables.coded}) cuMemFree(p);
         fflush(stdout);
     }
 }

@@ -3,7 +3,10 @@
 // A persistent block works through its range of the plan (decode_plan.cuh), segment by segment, a segment being what it reads
 // of one item. WARPS warps read; one more hands them the segment's units, one by one as their rings have room, and starts
 // the copies. Readers do not wait for one another until the segment ends; the next segment's first pages are on their way
-// while one is merged. An item that several blocks read is merged by the last of them to arrive, in the order of the plan.
+// while one is merged. An item that several blocks read is merged by the last of them in the plan, when all else is done.
+//
+// What only this layer's earlier kernels write (queries, the newest rows, codes made in this step) waits for them; all other
+// pages are on their way before. The plan and the tables of the step were finished before any of its layers began.
 //
 // Compiled with HEAD_DIM (64, 128, 256), QUERY_TILES (1: up to 8 query heads to a KV head, 2: up to 16), WARPS, STAGES,
 // BLOCKS (blocks that share a multiprocessor) and SHARED_BYTES (of dynamic shared memory).
@@ -18,15 +21,13 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, BLOCKS) decode_attent
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const u32 worker = blockIdx.x;
     allow_next_kernel();
-    wait_for_previous_kernel();
-    const WorkerPlan& in_memory = *a.plan.worker(worker);
-    // Brings the first page ids near while the rest of the plan is on its way.
-    asm volatile("prefetch.global.L1 [%0];" ::"l"(in_memory.pages + 2 * lane));
-    const struct {
-        Place begin, end;
-        SequenceInfo first;
-    } plan = {in_memory.begin, in_memory.end, in_memory.first};
-    if (!plan.begin.before(plan.end)) return;
+    const WorkerRange plan = a.plan.range(worker);
+    Filler filler;
+    if (warp == WARPS) filler.load_pages(a.plan.worker(worker)->pages, lane);
+    if (!plan.begin.before(plan.end)) {
+        wait_for_previous_kernel();
+        return;
+    }
     Segment& g = shared.segments[warp];
     if (threadIdx.x < WARPS * STAGES) {
         barrier_init(shared_address(&shared.full[0][0] + threadIdx.x), FULL_ARRIVALS);
@@ -45,15 +46,13 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, BLOCKS) decode_attent
         at.unit = 0;
     };
     // Describes the next item of the range, from `at` on, that has something to read.
-    auto find = [&](bool first) {
+    auto find = [&]() {
         __syncwarp();
         bool found = false;
         while (at.before(plan.end)) {
             bool ends = at.sequence == plan.end.sequence && at.head == plan.end.head;
-            const u32* pages = first && at.unit == plan.begin.unit ? in_memory.pages : nullptr;
-            found = set_segment(g, a, sequence, at.head, at.unit, ends ? plan.end.unit : 0xffffffffu, pages);
+            found = set_segment(g, a, sequence, at.head, at.unit, ends ? plan.end.unit : 0xffffffffu);
             if (found) break;
-            first = false;
             next_item();
         }
         __syncwarp();
@@ -61,24 +60,23 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, BLOCKS) decode_attent
     };
     __syncthreads();
     if (warp == WARPS) {
-        Filler filler;
-        filler.slot = 0, filler.parity = 1;
-        for (bool first = true; find(first); first = false, next_item()) filler.serve(shared, g, lane);
+        // A worker's range begins with an item that it reads.
+        for (bool first = true; find(); first = false, next_item()) filler.serve(shared, a, g, lane, first);
         return;
     }
     Ring ring;
     ring.full = shared_address(shared.full[warp]), ring.empty = shared_address(shared.empty[warp]), ring.slot = ring.phase = 0;
     State state;
-    u32 worker_segments = 0;
-    while (true) {
-        QueryRows rows;
-        // A worker's range begins with an item that it reads: its query need not wait for the pages' places.
-        const bool first = worker_segments == 0;
-        if (first) rows.load(a, sequence.first_row, at.head, lane, warp);
-        if (!find(first)) return;
+    bool first = true;
+    while (find()) {
         const u32 row = g.row, head = at.head, item = at.sequence * a.kv_heads + at.head;
-        if (!first) rows.load(a, row, head, lane, warp);
-        float down = prepare_query(shared, a, rows, item, g.head.key_bits, g.head.value_bits);
+        // Needed at the segment's end.
+        uint4 readers = {};
+        if (threadIdx.x == 0) readers = __ldcg((const uint4*)a.plan.item(item));
+        if (first) wait_for_previous_kernel();
+        QueryRows rows;
+        rows.load(a, row, head, lane, warp);
+        float down = prepare_query(shared, a, rows, readers, g.head.key_bits, g.head.value_bits);
         state.clear();
         read_near(state, ring, shared, lane, warp);
         if (shared.slot_unit[warp][ring.slot] != NO_UNIT) {
@@ -106,11 +104,13 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, BLOCKS) decode_attent
         if (lane == 0) shared.last_slot[warp] = ring.slot;
         __syncwarp();
         put_down(shared, state, lane, warp);
-        finish_segment(shared, a, item, row, head, worker, worker_segments == 0);
+        finish_segment(shared, a, row, head, worker, first);
         sync_readers();
         writes_before_bulk_copies();
         ring.release();
-        worker_segments++;
+        first = false;
         next_item();
     }
+    // A range ends only here; the item that others began with this worker as its last reader is its first.
+    if (shared.owed.readers.count > 0) merge_item(shared, a, shared.owed);
 }

@@ -11,8 +11,7 @@ struct DecodeArgs {
     const float* queries;    // [rows][query heads][HEAD_DIM], in the cache's basis
     float* out;              // [rows][query heads][HEAD_DIM], or null
     u16* rounded;            // the same in BF16, or null
-    float* partials;         // [2 * workers][HEADS][HEAD_DIM + 2]
-    u32* arrived;            // [items], zero before and after every launch
+    float* partials;         // [2 * workers][HEADS][HEAD_DIM + 2], EMPTY before and after every launch
     u32 kv_heads;
     u32 group;    // query heads to a KV head
     float scale;  // of the scores, times log2 e
@@ -26,8 +25,6 @@ constexpr int SUMS_STRIDE = HEAD_DIM + 4;  // keeps the lanes' heads in differen
 constexpr int SUMS_BYTES = 4 * HEADS * SUMS_STRIDE;
 // A warp puts its result down in the slot that told it of the segment's end, where it fits.
 constexpr bool SUMS_IN_SLOTS = SUMS_BYTES <= SLOT_BYTES;
-constexpr u32 KNOWN_FACTORS = 32;
-
 constexpr u32 NO_UNIT = 0xffffffffu;
 
 // What a block reads of an item. Kept in shared memory, for the registers' sake.
@@ -35,9 +32,14 @@ struct Segment {
     ContextShape context;
     HeadPages head;
     const u32 *full, *coded;  // page ids of the sequence
-    const u32* first_pages;   // of the units from `begin` on, or null
     u32 begin, end;           // units of the item
     u32 boundary, row;
+};
+
+// An item that the worker merges when its range is read: its readers and where the result goes. Nothing where there are none.
+struct OwedMerge {
+    ItemPlan readers;
+    u32 row, head;
 };
 
 struct alignas(128) Shared {
@@ -48,7 +50,7 @@ struct alignas(128) Shared {
     float query_sums[QUERY_TILES * STEPS][8];
     float largest[WARPS];
     alignas(16) float m[HEADS][WARPS_ROUNDED], l[HEADS][WARPS_ROUNDED], z[HEADS][WARPS_ROUNDED];
-    float item_m[HEADS], item_scale[HEADS];
+    float item_scale[HEADS];
     float split_step;
     float2 to_codes[STEPS], from_codes[STEPS];  // units of the result
     u64 full[WARPS][STAGES], empty[WARPS][STAGES];
@@ -56,10 +58,7 @@ struct alignas(128) Shared {
     u32 last_slot[WARPS];          // the slot that held NO_UNIT
     Segment segments[WARPS + 1];   // each warp's own copy: warps go on to the next segment at different times
     ItemPlan readers;              // of the segment's item
-    u32 last;
-
-    // Factors of partial results, in the room of a query that has been read.
-    DEVICE float& factor(int head, u32 partial) { return ((float*)near_query)[head * KNOWN_FACTORS + partial]; }
+    OwedMerge owed;
 
     DEVICE u8* sum_room(int warp) {
         if constexpr (SUMS_IN_SLOTS) return slots[warp][last_slot[warp]];
@@ -71,8 +70,7 @@ struct alignas(128) Shared {
 static_assert(sizeof(Shared) <= SHARED_BYTES, "SHARED_BYTES is too small");
 
 // Describes units begin..end of an item; false where there are none.
-DEVICE bool set_segment(Segment& g, const DecodeArgs& a, const SequenceInfo& s, u32 head_index, u32 begin, u32 end,
-                        const u32* first_pages) {
+DEVICE bool set_segment(Segment& g, const DecodeArgs& a, const SequenceInfo& s, u32 head_index, u32 begin, u32 end) {
     const HeadPages head = a.heads[head_index];
     const ContextShape context = context_of(a.step, s);
     u32 all = units_of(context, head);
@@ -82,12 +80,20 @@ DEVICE bool set_segment(Segment& g, const DecodeArgs& a, const SequenceInfo& s, 
     g.context = context;
     g.full = a.step.full + s.table;
     g.coded = a.step.coded + s.table;
-    g.first_pages = first_pages;
     g.begin = begin;
     g.end = end;
     g.boundary = s.boundary;
     g.row = s.first_row;
     return true;
+}
+
+// Was a unit complete before this step? Several sequences of a step may be rows of one, over the same pages: together they
+// bring at most all of the step's rows. Codes made in this step end at a sequence's boundary.
+DEVICE bool is_old(const StepTables& step, const Segment& g, u32 unit) {
+    const ContextShape& c = g.context;
+    if (unit < c.near_units) return (near_tile(c, unit) + 1) * TILE_TOKENS + step.rows <= c.length;
+    const u32 page = c.first_page + (unit - c.near_units) / pieces_of(g.head);
+    return step.demoted_count == 0 || (page + 1) * PAGE_TOKENS + step.demoted_count * TILE_TOKENS <= g.boundary;
 }
 
 // All reading threads.

@@ -4,8 +4,14 @@
 
 // The filling warp: lane w serves ring w.
 struct Filler {
-    u32 slot, parity;  // next slot of the ring, and the parity at which it is empty
-    u32 unit, side;    // the BF16 tile whose keys (side 0) or values (1) come next
+    u32 slot = 0, parity = 1;  // next slot of the ring, and the parity at which it is empty
+    u32 unit, side;            // the BF16 tile whose keys (side 0) or values (1) come next
+    u32 first_pages[FIRST_PAGES / 32];  // page ids of the worker's first units, over the lanes
+
+    DEVICE void load_pages(const u32* pages, int lane) {
+#pragma unroll
+        for (int i = 0; i < FIRST_PAGES / 32; i++) first_pages[i] = __ldcg(pages + 32 * i + lane);
+    }
 
     // The copies of a load: where from, where to in the slot, how many bytes. Returns their number.
     DEVICE static int copies(const Segment& g, u32 unit, u32 side, u32 page, const u8* (&from)[4], u32 (&at)[4], u32 (&bytes)[4]) {
@@ -55,8 +61,10 @@ struct Filler {
 #endif
     }
 
-    // Hands out a segment's units until every ring has been told of its end.
-    DEVICE void serve(Shared& shared, const Segment& g, int lane) {
+    // Hands out a segment's units until every ring has been told of its end. Of the worker's first segment, units that are
+    // older than the step do not wait for the kernels before this one.
+    DEVICE void serve(Shared& shared, const DecodeArgs& a, const Segment& g, int lane, bool first) {
+        bool waits = first;
         const u32 empty = shared_address(shared.empty[lane < WARPS ? lane : 0]);
         bool open = lane < WARPS;
         u32 next = 0;
@@ -68,18 +76,27 @@ struct Filler {
                 __nanosleep(40);
                 continue;
             }
-            u32 page = 0;
             if (ready && side == 0) unit = g.begin + next + __popc(takers & ((1u << lane) - 1));
             next += __popc(takers);
             const bool any = ready && unit < g.end;
-            if (any) {
-                u32 index = unit - g.begin;
-                page = g.first_pages && index < FIRST_PAGES ? g.first_pages[index] : page_of(g.context, g.head, g.full, g.coded, unit);
+            const u32 index = unit - g.begin;
+            u32 page = 0;
+#pragma unroll
+            for (int i = 0; i < FIRST_PAGES / 32; i++) {
+                u32 known = __shfl_sync(0xffffffffu, first_pages[i], index & 31);
+                if (index / 32 == i) page = known;
             }
+            if (any && !(first && index < FIRST_PAGES)) page = page_of(g.context, g.head, g.full, g.coded, unit);
             if (ready) shared.slot_unit[lane][slot] = any ? unit : NO_UNIT;
 #if BULK_COPIES
-            if (any) fill(shared, g, lane, slot, unit, side, page, lane);
-            else if (ready) barrier_arrive(shared_address(&shared.full[lane][slot]));
+            const bool late = waits && any && !(index < FIRST_PAGES && is_old(a.step, g, unit));
+            if (any && !late) fill(shared, g, lane, slot, unit, side, page, lane);
+            else if (ready && !any) barrier_arrive(shared_address(&shared.full[lane][slot]));
+            if (__any_sync(0xffffffffu, late)) {
+                wait_for_previous_kernel();
+                waits = false;
+                if (late) fill(shared, g, lane, slot, unit, side, page, lane);
+            }
 #else
             __syncwarp();
             for (u32 left = __ballot_sync(0xffffffffu, ready); left; left &= left - 1) {
@@ -96,5 +113,6 @@ struct Filler {
                 if (++slot == STAGES) slot = 0, parity ^= 1;
             }
         }
+        if (waits) wait_for_previous_kernel();
     }
 };

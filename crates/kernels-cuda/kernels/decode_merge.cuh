@@ -63,106 +63,144 @@ struct OutputRows {
 
 DEVICE float4 scaled(float4 v, float f) { return make_float4(v.x * f, v.y * f, v.z * f, v.w * f); }
 
-constexpr int PARTIAL = HEADS * (HEAD_DIM + 2);  // floats: results, then (m, l) of each head
+// A partial result in memory: a block's sums of every head, then (m, l) of each. A word that nothing was written to is EMPTY:
+// whoever waits for it reads it until it is not, and empties it again for the next launch. So a result is on its way in one
+// step, and nothing has to be counted.
+constexpr int PARTIAL = HEADS * (HEAD_DIM + 2);  // floats
 constexpr int QUADS = HEAD_DIM / 4;
+constexpr u32 EMPTY = 0xffffffffu;  // a NaN that no arithmetic gives
+constexpr u32 MOST_READERS = 256;
 
-// A block's share of an item is done: writes the result, or a partial one that the last block merges. All threads.
-DEVICE void finish_segment(Shared& shared, const DecodeArgs& a, u32 item, u32 row, u32 head_index, u32 worker, bool first_of_worker) {
-    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, quads = (int)a.group * QUADS;
+DEVICE float full_word(float x) { return __float_as_uint(x) == EMPTY ? __uint_as_float(0x7fffffffu) : x; }
+DEVICE bool is_full(float x) { return __float_as_uint(x) != EMPTY; }
+DEVICE bool is_full(float2 x) { return is_full(x.x) && is_full(x.y); }
+DEVICE bool is_full(float4 x) { return is_full(x.x) && is_full(x.y) && is_full(x.z) && is_full(x.w); }
+
+DEVICE void put(float4* to, float4 x) {
+    asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
+}
+DEVICE void put(float2* to, float2 x) {
+    asm volatile("st.relaxed.gpu.global.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x.x), "f"(x.y) : "memory");
+}
+DEVICE void look(const float4* from, float4& x) {
+    asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "l"(from) : "memory");
+}
+DEVICE void look(const float2* from, float2& x) {
+    asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "l"(from) : "memory");
+}
+DEVICE void empty(float4* at) {
+    const float e = __uint_as_float(EMPTY);
+    put(at, make_float4(e, e, e, e));
+}
+DEVICE void empty(float2* at) { put(at, make_float2(__uint_as_float(EMPTY), __uint_as_float(EMPTY))); }
+
+// A block's share of an item is done: writes the result, or a partial one for the item's last reader. All readers.
+DEVICE void finish_segment(Shared& shared, const DecodeArgs& a, u32 row, u32 head_index, u32 worker, bool first_of_worker) {
+    const int tid = threadIdx.x, quads = (int)a.group * QUADS;
     const ItemPlan readers = shared.readers;
+    const bool alone = readers.count == 1;
     const OutputRows out(a, row, head_index);
-    if (readers.count == 1) {
-#pragma unroll 1
-        for (int e = tid; e < quads; e += THREADS) {
-            int head = e / QUADS, channel = e % QUADS * 4;
-            const BlockSum sum(shared, column_of(head), channel);
-            out.store(a, head, channel, scaled(sum.v, 1.f / sum.l));
-        }
-        return;
-    }
     float* own = a.partials + (u64)(2 * worker + (first_of_worker ? 0 : 1)) * PARTIAL;
 #pragma unroll 1
     for (int e = tid; e < quads; e += THREADS) {
-        const BlockSum sum(shared, column_of(e / QUADS), e % QUADS * 4);
-        __stcg((float4*)own + e, sum.v);
-        if (e % QUADS == 0) __stcg((float2*)(own + HEADS * HEAD_DIM) + e / QUADS, make_float2(sum.m, sum.l));
+        const int head = e / QUADS, channel = e % QUADS * 4;
+        const BlockSum sum(shared, column_of(head), channel);
+        if (alone) {
+            out.store(a, head, channel, scaled(sum.v, 1.f / sum.l));
+            continue;
+        }
+        put((float4*)own + e, make_float4(full_word(sum.v.x), full_word(sum.v.y), full_word(sum.v.z), full_word(sum.v.w)));
+        if (channel == 0) put((float2*)(own + HEADS * HEAD_DIM) + head, make_float2(full_word(sum.m), full_word(sum.l)));
     }
-    sync_readers();
-    if (tid == 0) {
-        u32 before;
-        asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(a.arrived + item) : "memory");
-        shared.last = before + 1 == readers.count;
+    // Readers follow one another, so the last one's range begins with the item.
+    if (tid == 0 && first_of_worker) {
+        const bool last = worker + 1 == readers.first + readers.count;
+        shared.owed = {readers, row, head_index};
+        if (alone || !last) shared.owed.readers.count = 0;
     }
-    sync_readers();
-    if (!shared.last) return;
+}
+
+// What merging uses of the slots, which are free by then.
+struct MergeRoom {
+    float factors[HEADS][MOST_READERS];
+    float4 sums[THREADS];
+};
+static_assert(sizeof(MergeRoom) <= sizeof(Shared::slots), "merging needs more room than the slots have");
+
+// Adds up the partial results of an item in the order of the plan. All readers.
+DEVICE void merge_item(Shared& shared, const DecodeArgs& a, const OwedMerge& item) {
+    MergeRoom& room = *(MergeRoom*)shared.slots;
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, quads = (int)a.group * QUADS;
+    const u32 count = item.readers.count;
+    const OutputRows out(a, item.row, item.head);
     // The first reader holds the item in its second partial unless it begins with it; the others begin with it.
-    const float* const first = a.partials + (u64)(2 * readers.first + readers.second) * PARTIAL;
-    const float* const others = a.partials + (u64)(2 * readers.first) * PARTIAL;
+    float* const first = a.partials + (u64)(2 * item.readers.first + item.readers.second) * PARTIAL;
+    float* const others = a.partials + (u64)(2 * item.readers.first) * PARTIAL;
     auto partial = [&](u32 k) { return k == 0 ? first : others + (u64)k * (2 * PARTIAL); };
     // The block's parts take every parts-th partial; channels beyond the threads' number go round by round. The first
     // loads need not wait for the factors.
     const int columns = quads < THREADS ? quads : THREADS, parts = THREADS / columns, part = tid / columns;
-    const u32 known = readers.count < KNOWN_FACTORS ? readers.count : KNOWN_FACTORS;
-    constexpr int BATCH = 8;
+    constexpr int BATCH = 6;
     float4 x[BATCH];
-    auto load_batch = [&](u32 from, int e, bool takes) {
+    auto look_at = [&](u32 from, int e, bool again) {
 #pragma unroll
-        for (int i = 0; i < BATCH; i++) {
-            x[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-            u32 k = from + i * parts;
-            if (takes && k < known) x[i] = __ldcg((const float4*)partial(k) + e);
-        }
+        for (int i = 0; i < BATCH; i++)
+            if (from + i * parts < count && !(again && is_full(x[i]))) look((const float4*)partial(from + i * parts) + e, x[i]);
     };
-    load_batch(part, tid % columns, part < parts);
-    for (int head = warp; head < a.group; head += WARPS) {
-        auto pair = [&](u32 k) { return __ldcg((const float2*)(partial(k) + HEADS * HEAD_DIM) + head); };
-        float2 own_pair = make_float2(NEGATIVE_INFINITY, 0.f);
-        if (lane < readers.count) own_pair = pair(lane);
-        float m = own_pair.x;
-#pragma unroll 1
-        for (u32 k = lane + 32; k < readers.count; k += 32) m = fmaxf(m, pair(k).x);
+    auto missing = [&](u32 from) {
+        bool any = false;
 #pragma unroll
-        for (int step = 16; step > 0; step /= 2) m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, step));
-        float f = own_pair.y > 0.f ? exp2_fast(own_pair.x - m) : 0.f, l = own_pair.y * f;
-        shared.factor(head, lane) = f;
+        for (int i = 0; i < BATCH; i++) any |= from + i * parts < count && !is_full(x[i]);
+        return any;
+    };
+    if (part < parts) look_at(part, tid % columns, false);
+    for (int head = warp; head < a.group; head += WARPS) {
+        auto pair = [&](u32 k) { return (float2*)(partial(k) + HEADS * HEAD_DIM) + head; };
+        float m = NEGATIVE_INFINITY, l = 0.f;
 #pragma unroll 1
-        for (u32 k = lane + 32; k < readers.count; k += 32) {
-            float2 p = pair(k);
-            if (p.y > 0.f) l = fmaf(p.y, exp2_fast(p.x - m), l);
+        for (u32 k = lane; k < count; k += 32) {
+            float2 p;
+            do look(pair(k), p);
+            while (!is_full(p));
+            empty(pair(k));
+            // What weighs nothing must not move the reference.
+            const float reference = p.y == 0.f ? NEGATIVE_INFINITY : p.x, higher = fmaxf(m, reference);
+            room.factors[head][k] = reference;
+            if (p.y != 0.f) l = fmaf(l, exp2_fast(m - higher), p.y * exp2_fast(reference - higher)), m = higher;
         }
-        l = warp_sum(l);
-        if (lane == 0) shared.item_m[head] = m, shared.item_scale[head] = 1.f / l;
+        float top = m;
+#pragma unroll
+        for (int step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, step));
+#pragma unroll 1
+        for (u32 k = lane; k < count; k += 32) room.factors[head][k] = exp2_fast(room.factors[head][k] - top);
+        l = warp_sum(l != 0.f ? l * exp2_fast(m - top) : 0.f);
+        if (lane == 0) shared.item_scale[head] = 1.f / l;
     }
     sync_readers();
-    auto part_sum = [&](int t) { return (float4*)shared.sum_room(t >> 5) + (t & 31); };
 #pragma unroll 1
     for (int round = 0; round < quads; round += columns) {
         const int e = round + tid % columns, head = e / QUADS;
         const bool takes = part < parts && e < quads;
         float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
         if (takes) {
-            u32 k = part;
 #pragma unroll 1
-            while (k < known) {
-                if (round > 0 || k != part) load_batch(k, e, true);
+            for (u32 k = part; k < count; k += BATCH * parts) {
+                if (round > 0 || k != part) look_at(k, e, false);
+                while (missing(k)) look_at(k, e, true);
 #pragma unroll
-                for (int i = 0; i < BATCH; i++, k += parts)
-                    if (k < known) add_to(v, x[i], shared.factor(head, k));
+                for (int i = 0; i < BATCH; i++)
+                    if (k + i * parts < count) {
+                        empty((float4*)partial(k + i * parts) + e);
+                        add_to(v, x[i], room.factors[head][k + i * parts]);
+                    }
             }
-            // More readers than factors are kept for: their factors once more.
-#pragma unroll 1
-            for (k = known + (part + parts - known % parts) % parts; k < readers.count; k += parts) {
-                float2 p = __ldcg((const float2*)(partial(k) + HEADS * HEAD_DIM) + head);
-                add_to(v, __ldcg((const float4*)partial(k) + e), p.y > 0.f ? exp2_fast(p.x - shared.item_m[head]) : 0.f);
-            }
-            *part_sum(tid) = v;
+            if (part > 0) room.sums[tid] = v;
         }
         sync_readers();
         if (takes && part == 0) {
-            for (int p = 1; p < parts; p++) add_to(v, *part_sum(tid + p * columns), 1.f);
+            for (int p = 1; p < parts; p++) add_to(v, room.sums[tid + p * columns], 1.f);
             out.store(a, head, e % QUADS * 4, scaled(v, shared.item_scale[head]));
         }
-        sync_readers();
+        if (round + columns < quads) sync_readers();
     }
-    if (tid == 0) a.arrived[item] = 0;
 }

@@ -60,11 +60,14 @@ struct Place {
 
 constexpr u32 FIRST_PAGES = 64;
 
-// What a worker reads, begin up to end; nothing where it is idle. The first sequence and the page ids of the first units come
-// along, to save look-ups.
-struct alignas(16) WorkerPlan {
+// What a worker reads, begin up to end; nothing where it is idle. The first sequence comes along, to save a look-up.
+struct alignas(16) WorkerRange {
     Place begin, end;
     SequenceInfo first;
+};
+
+// The same, and the page ids of the first units.
+struct WorkerPlan : WorkerRange {
     u32 pages[FIRST_PAGES];
 };
 
@@ -81,5 +84,12 @@ struct DecodePlan {
     u32 workers;
 
     DEVICE WorkerPlan* worker(u32 w) const { return (WorkerPlan*)memory + w; }
+    // A worker's range past the first-level cache, which may hold an earlier step's.
+    DEVICE WorkerRange range(u32 w) const {
+        static_assert(sizeof(WorkerRange) == 48, "three quads");
+        const uint4* p = (const uint4*)worker(w);
+        const uint4 x = __ldcg(p), y = __ldcg(p + 1), z = __ldcg(p + 2);
+        return {{x.x, x.y, x.z}, {x.w, y.x, y.y}, {y.z, y.w, z.x, z.y, z.z, z.w}};
+    }
     DEVICE ItemPlan* item(u32 i) const { return (ItemPlan*)((WorkerPlan*)memory + workers) + i; }
 };

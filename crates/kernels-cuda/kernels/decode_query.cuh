@@ -63,11 +63,8 @@ struct QueryRows {
 };
 
 // Puts the query down as fragments, in BF16 pairs and in fp16 with the planes' exponents taken off. All threads.
-DEVICE float prepare_query(Shared& shared, const DecodeArgs& a, QueryRows& rows, u32 item, u32 key_bits, u32 value_bits) {
+DEVICE float prepare_query(Shared& shared, const DecodeArgs& a, QueryRows& rows, const uint4& readers, u32 key_bits, u32 value_bits) {
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
-    // Needed at the segment's end; on its way together with the query.
-    ItemPlan readers = {};
-    if (tid == 0) readers = *a.plan.item(item);
     constexpr int FRAGMENTS = QueryRows::FRAGMENTS, ROUNDS = QueryRows::ROUNDS;
     if (tid < 2 * STEPS) {
         int exponent = plane_exponent(value_bits, tid / 2, tid & 1);
@@ -97,7 +94,7 @@ DEVICE float prepare_query(Shared& shared, const DecodeArgs& a, QueryRows& rows,
 #else
     constexpr bool split = false;
 #endif
-    if (tid == 0) shared.readers = readers;
+    if (tid == 0) shared.readers = {readers.x, readers.y, readers.z, readers.w};
     // One power of two for the group brings the largest channel to 2^14..2^15.
     int power = 14 + 127 - (int)(__float_as_uint(largest) >> 23);
     power = largest == 0.f ? 0 : power < -100 ? -100 : power > 100 ? 100 : power;

@@ -138,7 +138,6 @@ struct DecodeArgs {
     out: u64,
     rounded: u64,
     partials: u64,
-    arrived: u64,
     kv_heads: u32,
     group: u32,
     scale: f32,
@@ -153,6 +152,11 @@ const FIRST_PAGES: u32 = 64;
 /// Bytes of `WorkerPlan` and `ItemPlan`.
 const WORKER_PLAN: usize = 48 + 4 * FIRST_PAGES as usize;
 const ITEM_PLAN: usize = 16;
+
+/// Readers of an item that merging has room for, `MOST_READERS` of `decode_merge.cuh`.
+const MOST_WORKERS: usize = 256;
+/// Every byte of a partial result that nobody has written yet.
+const EMPTY: u8 = 0xff;
 
 /// Queries and results of one layer, as device addresses.
 #[derive(Clone, Copy, Debug)]
@@ -176,7 +180,6 @@ pub struct DecodeAttention {
     profiles: Vec<usize>,
     plans: Option<Buffer>,
     cost: Option<Buffer>,
-    arrived: Option<Buffer>,
     partials: Option<Buffer>,
 }
 
@@ -197,9 +200,8 @@ impl DecodeAttention {
         let sequences = step.sequence_count as usize;
         let items = sequences * kv_heads;
         let bytes = self.plan_bytes(device, items) * self.profiles.len();
-        grow(device, &mut self.plans, bytes, "attention plans", false)?;
-        grow(device, &mut self.cost, 8 * (sequences + 1), "attention plans", false)?;
-        grow(device, &mut self.arrived, 4 * items, "attention counters", true)?;
+        grow(device, &mut self.plans, bytes, "attention plans", None)?;
+        grow(device, &mut self.cost, 8 * (sequences + 1), "attention plans", None)?;
         let function = kernels.function(&ATTENTION_PLAN, &Defines::new(), c"decode_plan", 0)?;
         let pages = kernels.function(&ATTENTION_PLAN, &Defines::new(), c"decode_plan_pages", 0)?;
         for (profile, &layer) in self.profiles.iter().enumerate() {
@@ -237,7 +239,7 @@ impl DecodeAttention {
             kernels.function(&ATTENTION_DECODE, &variant.defines(), c"decode_attention", shared)?;
         let workers = workers(device);
         let partials = 2 * workers * 8 * variant.query_tiles * (shape.head_dim + 2) * 4;
-        grow(device, &mut self.partials, partials, "partial attention results", false)?;
+        grow(device, &mut self.partials, partials, "partial attention results", Some(EMPTY))?;
         let profile = *self.profile_of_layer.get(layer).ok_or_else(|| CudaError::Shape {
             what: "decode attention",
             detail: format!("layer {layer} was not planned"),
@@ -251,7 +253,6 @@ impl DecodeAttention {
             out: rows.out,
             rounded: rows.rounded,
             partials: address(&self.partials),
-            arrived: address(&self.arrived),
             kv_heads: shape.kv_heads as u32,
             group: group as u32,
             scale: shape.scale * LOG2_E,
@@ -272,20 +273,26 @@ impl DecodeAttention {
 }
 
 fn workers(device: &Device) -> usize {
-    device.properties().multiprocessors as usize
+    (device.properties().multiprocessors as usize).min(MOST_WORKERS)
 }
 
 fn address(buffer: &Option<Buffer>) -> u64 {
     buffer.as_ref().map_or(0, Buffer::address)
 }
 
-/// Replaces a buffer that is too small, with zeros where asked.
-fn grow(device: &Device, buffer: &mut Option<Buffer>, bytes: usize, what: &str, zero: bool) -> Result<()> {
+/// Replaces a buffer that is too small, filled with a byte where asked.
+fn grow(
+    device: &Device,
+    buffer: &mut Option<Buffer>,
+    bytes: usize,
+    what: &str,
+    fill: Option<u8>,
+) -> Result<()> {
     if buffer.as_ref().is_none_or(|b| b.bytes() < bytes) {
         *buffer = None;
         let new = device.alloc(bytes.next_power_of_two().max(4096), what)?;
-        if zero {
-            device.fill(&new, 0)?;
+        if let Some(byte) = fill {
+            device.fill(&new, byte)?;
         }
         *buffer = Some(new);
     }
