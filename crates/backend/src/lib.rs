@@ -198,6 +198,34 @@ pub trait Backend: Send + Sync {
         self.linear(weight, x, gate_up, Write::Replace);
         self.swiglu(gate_up, out);
     }
+    /// [`Backend::rms_norm`] and [`Backend::linear`] in one, where a device gains by it; `normed` is room for what lies
+    /// between and may stay untouched.
+    fn norm_linear(
+        &self,
+        norm: &Self::Vector,
+        eps: f32,
+        weight: &Self::Matrix,
+        x: &Self::Rows,
+        normed: &mut Self::Rows,
+        out: &mut Self::Rows,
+    ) {
+        self.rms_norm(x, norm, eps, normed);
+        self.linear(weight, normed, out, Write::Replace);
+    }
+    /// [`Backend::rms_norm`] and [`Backend::gated_linear`] in one, likewise.
+    fn norm_gated_linear(
+        &self,
+        norm: &Self::Vector,
+        eps: f32,
+        weight: &Self::Matrix,
+        x: &Self::Rows,
+        normed: &mut Self::Rows,
+        gate_up: &mut Self::Rows,
+        out: &mut Self::Rows,
+    ) {
+        self.rms_norm(x, norm, eps, normed);
+        self.gated_linear(weight, normed, gate_up, out);
+    }
     /// Keeps the rows named, in that order.
     fn select(&self, x: &Self::Rows, rows: &[usize], out: &mut Self::Rows);
     /// Copies rows to the host, behind what `out` holds, once everything enqueued is done.

@@ -202,6 +202,31 @@ impl Backend for AnyBackend {
         on_device!(self, gated_linear([weight], [x], [gate_up], [out]));
     }
 
+    fn norm_linear(
+        &self,
+        norm: &Self::Vector,
+        eps: f32,
+        weight: &Self::Matrix,
+        x: &Self::Rows,
+        normed: &mut Self::Rows,
+        out: &mut Self::Rows,
+    ) {
+        on_device!(self, norm_linear([norm], eps, [weight], [x], [normed], [out]));
+    }
+
+    fn norm_gated_linear(
+        &self,
+        norm: &Self::Vector,
+        eps: f32,
+        weight: &Self::Matrix,
+        x: &Self::Rows,
+        normed: &mut Self::Rows,
+        gate_up: &mut Self::Rows,
+        out: &mut Self::Rows,
+    ) {
+        on_device!(self, norm_gated_linear([norm], eps, [weight], [x], [normed], [gate_up], [out]));
+    }
+
     fn logits(&self, weight: &Self::Matrix, x: &Self::Rows, out: &mut Self::Rows) {
         on_device!(self, logits([weight], [x], [out]));
     }

@@ -1,11 +1,17 @@
 // Few rows times a large matrix: out[row][n] = sum_k x[row][k] * w[n][k], which is reading w once.
 //
-// A block makes 8*TILES outputs for up to 8*ROW_TILES rows; its warps share the inner dimension and their sums are added
-// in a fixed order. Weights are the right operand of mma.m16n8k16, straight from memory: a lane's 16 bytes are eight
-// consecutive k of one output, which the products take in an order of their own, the same on both sides. The left
-// operand holds a row twice, rounded to BF16 (row g) and what the rounding lost (row g + 8): 16 bits of mantissa for free.
+// A block takes a multiprocessor for itself and works through units of 8 * TILES outputs, so that there are as many blocks as
+// multiprocessors and weights flow without a break: each lane copies its 16 bytes of a chunk into a slot of shared memory that
+// it alone reads, a few chunks ahead, over the end of a unit into the next, and, before anything else, ahead of the wait for
+// the kernel that makes x. (Slots instead of registers: a warp has too few scoreboards to wait for one of many loads.)
 //
-// SwiGLU can be part of it: half of a block's tiles are then gates, the other half their ups.
+// Warps share the inner dimension; their sums are added in a fixed order. Weights are the right operand of mma.m16n8k16: a
+// lane's 16 bytes are eight consecutive k of one output, which the products take in an order of their own, the same on both
+// sides. The left operand holds a row twice, rounded to BF16 (row g) and what the rounding lost (row g + 8): 16 bits of
+// mantissa for free.
+//
+// RMSNorm can be part of it: inputs are multiplied by its weights on their way, the row's scale is known when all have passed
+// and multiplies the sums. SwiGLU can be part of it: half of a unit's tiles are then gates, the other half their ups.
 #include "common.cuh"
 
 struct SkinnyParams {
@@ -13,18 +19,36 @@ struct SkinnyParams {
     const float* x;      // [rows][inputs]
     float* out;          // [rows][outputs], or [rows][outputs / 2] if gated
     const float* bias;   // or null
+    const float* norm;   // weights of the norm of x; the kernels without a norm ignore it
     u32 rows;
     u32 outputs;         // a multiple of 8; of 8 * TILES if gated
     u32 inputs;          // a multiple of 32
     u32 add;             // to what `out` holds
     u32 gated;           // outputs are [gate | up] and out = silu(gate) * up
+    float eps;           // of the norm
 };
 
-DEVICE uint4 load_weights(const u16* p) {
+constexpr int TILES = 4;  // of 8 outputs, in a unit
+constexpr int SLOTS = 3;  // of a lane: one is read while the others fill
+constexpr u32 HALF = TILES / 2;
+constexpr u32 CHUNK = 32;  // of the inner dimension, which a warp takes at a time
+
+DEVICE void copy_16_bytes(u32 to, const void* from) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+// Closes the group of copies begun since the last one, which may be empty.
+DEVICE void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until all groups but the last `PENDING` have landed.
+template <int PENDING>
+DEVICE void wait_for_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+DEVICE uint4 read_slot(u32 at) {
     uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(p));
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
     return v;
 }
 
@@ -34,108 +58,192 @@ DEVICE void split(float a, float b, u32& high, u32& low) {
     low = pack_bf16(a - low_bf16(high), b - high_bf16(high));
 }
 
-// DEPTH chunks of 32 k are in flight for each warp.
-template <int ROW_TILES, int TILES, int DEPTH>
-DEVICE void skinny(const SkinnyParams& p) {
-    extern __shared__ float partial[];  // [warp][row tile][tile][8 rows][8 outputs]
-    constexpr u32 CELLS = ROW_TILES * TILES * 64, HALF = TILES / 2;
-    const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
-    const u32 g = lane >> 2, t = lane & 3;
-    // First output of the block; of a gated block, first gate.
-    const u32 first = blockIdx.x * 8 * (p.gated ? HALF : TILES);
-    const u32 chunks = p.inputs / 32;
-    const u16* w = p.weights + (u64)(first + g) * p.inputs + t * 8;
-    u32 offset[TILES];
-#pragma unroll
-    for (int n = 0; n < TILES; n++) {
-        u32 output = p.gated && n >= HALF ? p.outputs / 2 + (n - HALF) * 8 : n * 8;
-        // Tiles beyond the matrix read the first one again; nobody writes their sums.
-        offset[n] = first + output < p.outputs ? output * p.inputs : 0;
+// Eight values of a row, as the left operand of two products.
+struct Eight {
+    float4 lower, upper;
+
+    DEVICE void load(const float* from) {
+        lower = ((const float4*)from)[0];
+        upper = ((const float4*)from)[1];
     }
-    float sum[ROW_TILES][TILES][4] = {};
-    uint4 b[DEPTH][TILES];
-    allow_next_kernel();
-#pragma unroll
-    for (int d = 0; d < DEPTH; d++) {
-        u32 c = warp + d * warps;
-#pragma unroll
-        for (int n = 0; n < TILES; n++)
-            if (c < chunks) b[d][n] = load_weights(w + offset[n] + c * 32);
+    DEVICE void clear() { lower = upper = make_float4(0, 0, 0, 0); }
+    DEVICE float squares(float sum) const {
+        sum = __fmaf_rn(lower.x, lower.x, __fmaf_rn(lower.y, lower.y, sum));
+        sum = __fmaf_rn(lower.z, lower.z, __fmaf_rn(lower.w, lower.w, sum));
+        sum = __fmaf_rn(upper.x, upper.x, __fmaf_rn(upper.y, upper.y, sum));
+        return __fmaf_rn(upper.z, upper.z, __fmaf_rn(upper.w, upper.w, sum));
     }
-    // Weights never change; everything below does.
-    wait_for_previous_kernel();
-    for (u32 c0 = warp; c0 < chunks; c0 += DEPTH * warps) {
-#pragma unroll
-        for (int d = 0; d < DEPTH; d++) {
-            u32 c = c0 + d * warps;
-            if (c >= chunks) break;
-#pragma unroll
-            for (int m = 0; m < ROW_TILES; m++) {
-                u32 row = m * 8 + g;
-                float4 lower = make_float4(0, 0, 0, 0), upper = lower;
-                if (row < p.rows) {
-                    const float4* x = (const float4*)(p.x + (u64)row * p.inputs + c * 32 + t * 8);
-                    lower = x[0];
-                    upper = x[1];
-                }
-                u32 high[4], low[4];
-                split(lower.x, lower.y, high[0], low[0]);
-                split(lower.z, lower.w, high[1], low[1]);
-                split(upper.x, upper.y, high[2], low[2]);
-                split(upper.z, upper.w, high[3], low[3]);
-#pragma unroll
-                for (int n = 0; n < TILES; n++) {
-                    mma_bf16(sum[m][n], high[0], low[0], high[1], low[1], b[d][n].x, b[d][n].y);
-                    mma_bf16(sum[m][n], high[2], low[2], high[3], low[3], b[d][n].z, b[d][n].w);
-                }
-            }
-            u32 next = c + DEPTH * warps;
-#pragma unroll
-            for (int n = 0; n < TILES; n++)
-                if (next < chunks) b[d][n] = load_weights(w + offset[n] + next * 32);
-        }
+    DEVICE Eight times(const Eight& w) const {
+        return {make_float4(lower.x * w.lower.x, lower.y * w.lower.y, lower.z * w.lower.z, lower.w * w.lower.w),
+                make_float4(upper.x * w.upper.x, upper.y * w.upper.y, upper.z * w.upper.z, upper.w * w.upper.w)};
     }
-#pragma unroll
-    for (int m = 0; m < ROW_TILES; m++) {
+    DEVICE void parts(u32 (&high)[4], u32 (&low)[4]) const {
+        split(lower.x, lower.y, high[0], low[0]);
+        split(lower.z, lower.w, high[1], low[1]);
+        split(upper.x, upper.y, high[2], low[2]);
+        split(upper.z, upper.w, high[3], low[3]);
+    }
+};
+
+// Where a lane's copies have got to.
+template <int WARPS>
+struct Copies {
+    const SkinnyParams& p;
+    const u32 unit_outputs, units, chunks;  // `chunks`: of this warp, in each unit
+    const u32 ring;                         // shared address of the lane's first slot
+    u32 unit, chunk, slot;
+    const u16* from;
+    u32 tile_offset[TILES];
+
+    static constexpr u32 SLOT = WARPS * TILES * 512;
+
+    DEVICE Copies(const SkinnyParams& p, u32 unit_outputs, u32 units, u32 chunks, u32 ring)
+        : p(p), unit_outputs(unit_outputs), units(units), chunks(chunks), ring(ring), unit(blockIdx.x), chunk(0), slot(0) {
+        if (chunks == 0) unit = units;
+        begin_unit();
+    }
+
+    DEVICE void begin_unit() {
+        if (unit >= units) return;
+        const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, first = unit * unit_outputs;
+        from = p.weights + (u64)(first + (lane >> 2)) * p.inputs + warp * CHUNK + (lane & 3) * 8;
 #pragma unroll
         for (int n = 0; n < TILES; n++) {
-            float* at = partial + (((warp * ROW_TILES + m) * TILES + n) * 8 + g) * 8 + 2 * t;
-            at[0] = sum[m][n][0] + sum[m][n][2];
-            at[1] = sum[m][n][1] + sum[m][n][3];
+            u32 output = p.gated && n >= HALF ? p.outputs / 2 + (n - HALF) * 8 : n * 8;
+            // Tiles beyond the matrix read the first one again; nobody writes their sums.
+            tile_offset[n] = first + output < p.outputs ? output * p.inputs : 0;
         }
     }
-    __syncthreads();
-    const u32 cells = p.gated ? CELLS / 2 : CELLS, tiles = p.gated ? HALF : TILES;
-    const u32 width = p.gated ? p.outputs / 2 : p.outputs;
-    for (u32 i = threadIdx.x; i < cells; i += blockDim.x) {
-        const u32 column = i & 7, within = i >> 3 & 7, tile = (i >> 6) % tiles, m = (i >> 6) / tiles;
-        const u32 row = m * 8 + within, output = first + tile * 8 + column;
-        if (row >= p.rows || output >= width) continue;
-        const float* cell = partial + ((m * TILES + tile) * 8 + within) * 8 + column;
-        float total = 0.0f;
-        for (u32 k = 0; k < warps; k++) total += cell[k * CELLS];
-        if (p.bias) total += p.bias[output];
-        if (p.gated) {
-            float up = 0.0f;
-            for (u32 k = 0; k < warps; k++) up += cell[k * CELLS + HALF * 64];
-            if (p.bias) up += p.bias[width + output];
-            total = __fdividef(total, 1.0f + exp2_fast(-total * LOG2E)) * up;
+
+    // Begins the copies of the next chunk, if there is one.
+    DEVICE void begin_next() {
+        if (unit < units) {
+#pragma unroll
+            for (int n = 0; n < TILES; n++) copy_16_bytes(ring + slot * SLOT + n * 512, from + tile_offset[n]);
+            from += WARPS * CHUNK;
+            if (++chunk == chunks) {
+                chunk = 0, unit += gridDim.x;
+                begin_unit();
+            }
         }
-        float* out = p.out + (u64)row * width + output;
-        *out = p.add ? *out + total : total;
+        close_copies();
+        slot = slot + 1 == SLOTS ? 0 : slot + 1;
+    }
+};
+
+template <int ROW_TILES, int WARPS, bool NORM>
+DEVICE void skinny(const SkinnyParams& p) {
+    constexpr u32 CELLS = ROW_TILES * TILES * 64;
+    extern __shared__ u8 memory[];  // slots, then two units' sums, f32 [unit & 1][warp][row tile][tile][8 rows][8 outputs]
+    float* partial = (float*)(memory + SLOTS * Copies<WARPS>::SLOT);
+    __shared__ float squares[WARPS][ROW_TILES * 8];
+    const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+    const u32 all_chunks = p.inputs / CHUNK, chunks = all_chunks > warp ? (all_chunks - warp + WARPS - 1) / WARPS : 0;
+    const u32 tiles = p.gated ? HALF : TILES, width = p.gated ? p.outputs / 2 : p.outputs;
+    const u32 units = (width + 8 * tiles - 1) / (8 * tiles);
+    allow_next_kernel();
+    Copies<WARPS> copies(p, 8 * tiles, units, chunks, shared_address(memory) + warp * (TILES * 512) + lane * 16);
+#pragma unroll
+    for (int i = 0; i < SLOTS - 1; i++) copies.begin_next();
+    // Weights never change; everything below does.
+    wait_for_previous_kernel();
+    Eight x[ROW_TILES], weight;
+    float square[ROW_TILES] = {};
+    auto load_inputs = [&](u32 chunk) {
+        const u32 k = (chunk * WARPS + warp) * CHUNK + t * 8;
+#pragma unroll
+        for (int m = 0; m < ROW_TILES; m++) {
+            if (m * 8 + g < p.rows) x[m].load(p.x + (u64)(m * 8 + g) * p.inputs + k);
+            else x[m].clear();
+        }
+        if (NORM) weight.load(p.norm + k);
+    };
+    if (chunks > 0) load_inputs(0);
+    u32 slot = 0, buffer = 0;
+    for (u32 unit = blockIdx.x; unit < units; unit += gridDim.x, buffer ^= 1) {
+        float sum[ROW_TILES][TILES][4] = {};
+#pragma unroll 1
+        for (u32 chunk = 0; chunk < chunks; chunk++) {
+            u32 high[ROW_TILES][4], low[ROW_TILES][4];
+#pragma unroll
+            for (int m = 0; m < ROW_TILES; m++) {
+                if (NORM && unit == blockIdx.x) square[m] = x[m].squares(square[m]);
+                (NORM ? x[m].times(weight) : x[m]).parts(high[m], low[m]);
+            }
+            load_inputs(chunk + 1 < chunks ? chunk + 1 : 0);
+            wait_for_copies<SLOTS - 2>();
+            uint4 b[TILES];
+#pragma unroll
+            for (int n = 0; n < TILES; n++) b[n] = read_slot(copies.ring + slot * Copies<WARPS>::SLOT + n * 512);
+            slot = slot + 1 == SLOTS ? 0 : slot + 1;
+            copies.begin_next();
+#pragma unroll
+            for (int m = 0; m < ROW_TILES; m++)
+#pragma unroll
+                for (int n = 0; n < TILES; n++) {
+                    mma_bf16(sum[m][n], high[m][0], low[m][0], high[m][1], low[m][1], b[n].x, b[n].y);
+                    mma_bf16(sum[m][n], high[m][2], low[m][2], high[m][3], low[m][3], b[n].z, b[n].w);
+                }
+        }
+        // Two buffers: a warp may begin the next unit's sums while others still add up this one's.
+        float* sums = partial + buffer * WARPS * CELLS;
+#pragma unroll
+        for (int m = 0; m < ROW_TILES; m++)
+#pragma unroll
+            for (int n = 0; n < TILES; n++)
+                *(float2*)(sums + warp * CELLS + ((m * TILES + n) * 8 + g) * 8 + 2 * t) =
+                    make_float2(sum[m][n][0] + sum[m][n][2], sum[m][n][1] + sum[m][n][3]);
+        if (NORM && unit == blockIdx.x) {
+#pragma unroll
+            for (int m = 0; m < ROW_TILES; m++) {
+                float s = square[m] + __shfl_xor_sync(0xffffffffu, square[m], 1);
+                s += __shfl_xor_sync(0xffffffffu, s, 2);
+                if (t == 0) squares[warp][m * 8 + g] = s;
+            }
+        }
+        __syncthreads();
+        for (u32 i = threadIdx.x; i < ROW_TILES * tiles * 64; i += 32 * WARPS) {
+            const u32 column = i & 7, within = i >> 3 & 7, tile = (i >> 6) % tiles, m = (i >> 6) / tiles;
+            const u32 row = m * 8 + within, output = (unit * tiles + tile) * 8 + column;
+            if (row >= p.rows || output >= width) continue;
+            float scale = 1.0f;
+            if (NORM) {
+                float s = 0.0f;
+#pragma unroll
+                for (int w = 0; w < WARPS; w++) s += squares[w][row];
+                scale = 1.0f / sqrtf(s / (float)p.inputs + p.eps);
+            }
+            const float* cell = sums + ((m * TILES + tile) * 8 + within) * 8 + column;
+            float total = 0.0f;
+#pragma unroll
+            for (int w = 0; w < WARPS; w++) total += cell[w * CELLS];
+            total *= scale;
+            if (p.bias) total += p.bias[output];
+            if (p.gated) {
+                float up = 0.0f;
+#pragma unroll
+                for (int w = 0; w < WARPS; w++) up += cell[w * CELLS + HALF * 64];
+                up *= scale;
+                if (p.bias) up += p.bias[width + output];
+                total = __fdividef(total, 1.0f + exp2_fast(-total * LOG2E)) * up;
+            }
+            float* out = p.out + (u64)row * width + output;
+            *out = p.add ? *out + total : total;
+        }
     }
 }
 
-// A block has at most `warps` warps, and `blocks` of them share a multiprocessor: with several, the next kernel's first
-// weights are on their way while this one ends.
-#define VARIANT(rows, tiles, depth, warps, blocks)                                                                 \
-    extern "C" __global__ void __launch_bounds__(32 * warps, blocks) skinny_##rows##_##tiles##_##depth##_##warps(  \
-        SkinnyParams p) {                                                                                          \
-        skinny<rows / 8, tiles, depth>(p);                                                                         \
+// For up to `rows` rows, in blocks of `warps` warps.
+#define VARIANT(rows, warps)                                                                                            \
+    extern "C" __global__ void __launch_bounds__(32 * warps, 1) skinny_##rows##_##warps(const __grid_constant__ SkinnyParams p) { \
+        skinny<rows / 8, warps, false>(p);                                                                              \
+    }                                                                                                                   \
+    extern "C" __global__ void __launch_bounds__(32 * warps, 1)                                                         \
+        skinny_norm_##rows##_##warps(const __grid_constant__ SkinnyParams p) {                                          \
+        skinny<rows / 8, warps, true>(p);                                                                               \
     }
-VARIANT(8, 2, 4, 16, 1)
-VARIANT(8, 4, 2, 8, 3)
-VARIANT(8, 4, 2, 16, 1)
-VARIANT(8, 4, 4, 8, 2)
-VARIANT(16, 4, 2, 8, 2)
-VARIANT(16, 4, 2, 16, 1)
+VARIANT(8, 16)
+VARIANT(16, 16)
+// For GPUs with less than 100 KB of shared memory a block.
+VARIANT(8, 8)
+VARIANT(16, 8)

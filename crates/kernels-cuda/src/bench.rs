@@ -3,7 +3,7 @@
 
 use crate::device::Device;
 use crate::error::{CudaError, Result};
-use crate::gemm::{CublasLt, CudaMatrix, Product, Skinny, SkinnyProduct, SkinnyShape};
+use crate::gemm::{CublasLt, CudaMatrix, Product, Skinny, SkinnyProduct};
 use crate::kernels::Kernels;
 
 /// Bytes that must lie between two uses of a matrix.
@@ -72,16 +72,14 @@ pub fn gemm(
     let mut timings = Vec::new();
     if Skinny::takes(&matrices[0], rows) {
         let skinny = Skinny::new(device, kernels)?;
-        let chosen = SkinnyShape::choose(rows, outputs, device.properties().multiprocessors);
         let (x, out) = (x.address(), out.address());
-        let product = SkinnyProduct { rows, x, out, add: false, gated: false };
-        for shape in SkinnyShape::all(rows) {
+        let product = SkinnyProduct { rows, x, out, norm: None, add: false, gated: false };
+        for (index, shape) in skinny.shapes(rows).enumerate() {
             let us = time_us::<CudaError>(device, repetitions, |i| {
-                skinny.enqueue(shape, &matrices[i % copies], &product)
+                skinny.enqueue_as(shape, &matrices[i % copies], &product)
             })?;
-            let SkinnyShape { rows, tiles, depth, warps } = shape;
-            let kernel = format!("own {rows}/{tiles}/{depth}, {warps} warps");
-            timings.push(GemmTiming { kernel, chosen: shape == chosen, us: median(&us) });
+            let kernel = format!("own, {} rows, {} warps", shape.rows, shape.warps);
+            timings.push(GemmTiming { kernel, chosen: index == 0, us: median(&us) });
         }
     }
     let mut cublaslt = CublasLt::open(device)?;

@@ -4,13 +4,14 @@
 //! [`Device::synchronize`], [`Device::download`] and the release of memory.
 
 use crate::error::{CudaError, Result};
-use crate::graph::{Profile, Recorded, Recorder};
+use crate::graph::{FIRST_PART, HostTimes, Profile, Recorded, Recorder};
 pub use crate::launch::{Function, KernelParams, LaunchShape};
 use crate::memory::{Buffer, Event};
 use cudarc::driver::sys::{self, CUresult};
 use std::ffi::{CStr, c_void};
 use std::ptr::null_mut;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 /// What the kernels must know of a GPU.
 #[derive(Clone, Debug)]
@@ -145,26 +146,39 @@ impl Device {
         self.flush()?;
         let mut recorder = self.recorder();
         recorder.active = self.0.graphs || recorder.profile.is_some();
+        recorder.began = recorder.active.then(Instant::now);
         Ok(())
     }
 
-    /// Hands what was recorded to the GPU.
+    /// Hands what was recorded to the GPU and ends the recording.
     pub(crate) fn flush(&self) -> Result<()> {
         let mut recorder = self.recorder();
         recorder.active = false;
+        let result = self.hand_over(&mut recorder);
+        (recorder.began, recorder.started) = (None, None);
+        result
+    }
+
+    fn hand_over(&self, recorder: &mut Recorder) -> Result<()> {
         if recorder.now.launches.is_empty() {
             return Ok(());
         }
         self.enter()?;
         let result = match recorder.profile {
-            Some(_) => self.run_profiled(&mut recorder),
+            Some(_) => self.run_profiled(recorder),
             None => recorder.graph(|recorded| self.capture(recorded)).and_then(|exec| {
                 // SAFETY: an instantiated graph of this context and our own stream.
                 self.check("cuGraphLaunch", unsafe { sys::cuGraphLaunch(exec, self.0.stream) })
             }),
         };
+        recorder.handed_over();
         recorder.now.clear();
         result
+    }
+
+    /// What recorded steps have cost the host since this was last asked.
+    pub fn take_host_times(&self) -> HostTimes {
+        std::mem::take(&mut self.recorder().times)
     }
 
     fn capture(&self, recorded: &Recorded) -> Result<sys::CUgraphExec> {
@@ -303,7 +317,8 @@ impl Device {
         let mut recorder = self.recorder();
         if recorder.active {
             recorder.now.push(function, shape, bytemuck::bytes_of(params));
-            return Ok(());
+            let first_part = recorder.began.is_some() && recorder.now.launches.len() == FIRST_PART;
+            return if first_part { self.hand_over(&mut recorder) } else { Ok(()) };
         }
         drop(recorder);
         self.enter()?;

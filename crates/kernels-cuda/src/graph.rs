@@ -3,7 +3,8 @@
 //! A decode step is a few hundred small launches whose parameters hardly ever change: addresses stay, positions and page
 //! ids live in device memory. While recording, [`Device::launch`](crate::Device::launch) only notes function, shape and
 //! parameters; when the step's result is wanted, a graph with exactly these launches is looked up, or made, and launched
-//! at once. Since the lookup compares everything, a graph can never be stale.
+//! at once. Since the lookup compares everything, a graph can never be stale. The first few launches go as a graph of
+//! their own, so that the GPU has work while the host notes the rest.
 
 use crate::device::{Function, LaunchShape};
 use crate::error::Result;
@@ -11,9 +12,13 @@ use cudarc::driver::sys;
 use std::collections::BTreeMap;
 use std::ffi::CStr;
 use std::ops::Range;
+use std::time::{Duration, Instant};
 
 /// Graphs kept; the one unused for longest goes first.
 const MOST_GRAPHS: usize = 64;
+
+/// Launches of a step's first graph: some layers, so that they last longer than noting the others takes.
+pub(crate) const FIRST_PART: usize = 24;
 
 /// A launch that was noted.
 #[derive(Clone, PartialEq)]
@@ -72,11 +77,28 @@ impl Drop for Graph {
 /// Microseconds by kernel.
 pub type Profile = BTreeMap<&'static CStr, (usize, f64)>;
 
+/// What recorded steps have cost the host.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct HostTimes {
+    pub steps: usize,
+    /// From the beginning of a step until the GPU had its first launches.
+    pub before_start: Duration,
+    /// From then on until it had the last ones.
+    pub behind: Duration,
+    /// Graphs that had to be made.
+    pub captures: usize,
+}
+
 /// What is being recorded, and the graphs made so far.
 #[derive(Default)]
 pub(crate) struct Recorder {
     pub active: bool,
     pub now: Recorded,
+    /// When the recording began, until its first part was handed over.
+    pub began: Option<Instant>,
+    /// When it was.
+    pub started: Option<Instant>,
+    pub times: HostTimes,
     graphs: Vec<Graph>,
     clock: u64,
     /// Launches are timed one by one instead of being run as graphs.
@@ -84,6 +106,19 @@ pub(crate) struct Recorder {
 }
 
 impl Recorder {
+    /// Counts the time of a hand-over that has just been made.
+    pub fn handed_over(&mut self) {
+        let now = Instant::now();
+        if let Some(began) = self.began.take() {
+            self.times.before_start += now - began;
+            self.times.steps += 1;
+            self.started = Some(now);
+        } else if let Some(started) = self.started {
+            self.times.behind += now - started;
+            self.started = Some(now);
+        }
+    }
+
     /// The graph of what was recorded, made by `capture` if there is none yet.
     pub fn graph(
         &mut self,
@@ -95,6 +130,7 @@ impl Recorder {
             return Ok(graph.exec);
         }
         let exec = capture(&self.now)?;
+        self.times.captures += 1;
         if self.graphs.len() >= MOST_GRAPHS
             && let Some(oldest) = (0..self.graphs.len()).min_by_key(|&i| self.graphs[i].last_used)
         {

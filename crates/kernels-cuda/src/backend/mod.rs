@@ -125,6 +125,23 @@ impl CudaBackend {
         Ok(operation(&mut state)?)
     }
 
+    /// [`CudaBackend::fused`] as an operation without a result; `true` where it was done, or failed.
+    fn fuse(
+        &self,
+        norm: Option<(&CudaVector, f32)>,
+        weight: &CudaMatrix,
+        x: &CudaRows,
+        out: &mut CudaRows,
+        gated: bool,
+    ) -> bool {
+        let mut fused = true;
+        self.enqueue(|_| {
+            fused = self.fused(norm, weight, x, out, gated)?;
+            Ok(())
+        });
+        fused
+    }
+
     /// Do steps of this many rows carry BF16 copies?
     fn rounds(rows: usize) -> bool {
         rows > crate::gemm::MOST_ROWS
@@ -287,15 +304,41 @@ impl Backend for CudaBackend {
         self.enqueue(|state| self.product(state, weight, x, out, write == Write::Add, false));
     }
 
+    fn norm_linear(
+        &self,
+        norm: &CudaVector,
+        eps: f32,
+        weight: &CudaMatrix,
+        x: &CudaRows,
+        normed: &mut CudaRows,
+        out: &mut CudaRows,
+    ) {
+        if !self.fuse(Some((norm, eps)), weight, x, out, false) {
+            self.rms_norm(x, norm, eps, normed);
+            self.linear(weight, normed, out, Write::Replace);
+        }
+    }
+
     fn gated_linear(&self, weight: &CudaMatrix, x: &CudaRows, gate_up: &mut CudaRows, out: &mut CudaRows) {
-        let mut fused = true;
-        self.enqueue(|_| {
-            fused = self.gated(x, weight, out)?;
-            Ok(())
-        });
-        if !fused {
+        if !self.fuse(None, weight, x, out, true) {
             self.linear(weight, x, gate_up, Write::Replace);
             self.swiglu(gate_up, out);
+        }
+    }
+
+    fn norm_gated_linear(
+        &self,
+        norm: &CudaVector,
+        eps: f32,
+        weight: &CudaMatrix,
+        x: &CudaRows,
+        normed: &mut CudaRows,
+        gate_up: &mut CudaRows,
+        out: &mut CudaRows,
+    ) {
+        if !self.fuse(Some((norm, eps)), weight, x, out, true) {
+            self.rms_norm(x, norm, eps, normed);
+            self.gated_linear(weight, normed, gate_up, out);
         }
     }
 

@@ -1,10 +1,11 @@
 //! Matrix products of the backend: which way a product goes.
 
+use super::constants::CudaVector;
 use super::launches::{Bias, Round};
 use super::rows::{CudaRows, grow};
 use super::{CudaBackend, State};
 use crate::error::{CudaError, Result};
-use crate::gemm::{CudaMatrix, Product, Skinny, SkinnyProduct, SkinnyShape};
+use crate::gemm::{CudaMatrix, Product, Skinny, SkinnyProduct};
 use crate::memory::Buffer;
 
 impl CudaBackend {
@@ -31,8 +32,9 @@ impl CudaBackend {
             return Ok(());
         }
         if Skinny::takes(weight, rows) && x.values() != 0 {
-            let product = SkinnyProduct { rows, x: x.values(), out: out.values(), add, gated: false };
-            return self.skinny.enqueue(self.skinny_shape(weight, rows), weight, &product);
+            let (x, out) = (x.values(), out.values());
+            let product = SkinnyProduct { rows, x, out, norm: None, add, gated: false };
+            return self.skinny.enqueue(weight, &product);
         }
         let product = Product { rows, outputs: weight.outputs, inputs: weight.inputs, add };
         let State { cublaslt, high, low, .. } = state;
@@ -60,22 +62,28 @@ impl CudaBackend {
         Ok(())
     }
 
-    fn skinny_shape(&self, weight: &CudaMatrix, rows: usize) -> SkinnyShape {
-        SkinnyShape::choose(rows, weight.outputs, self.device.properties().multiprocessors)
-    }
-
-    /// Product and gate in one launch: for few rows. `false` if these are not.
-    pub(super) fn gated(&self, x: &CudaRows, weight: &CudaMatrix, out: &mut CudaRows) -> Result<bool> {
-        let rows = x.count();
+    /// A product of few rows in one launch, with a norm of `x` before it and a gate behind it where asked. `false`, and
+    /// nothing done, if this one does not go so.
+    pub(super) fn fused(
+        &self,
+        norm: Option<(&CudaVector, f32)>,
+        weight: &CudaMatrix,
+        x: &CudaRows,
+        out: &mut CudaRows,
+        gated: bool,
+    ) -> Result<bool> {
+        let (rows, outputs) = (x.count(), out.width() * (1 + usize::from(gated)));
         let fits = rows > 0
             && x.values() != 0
             && Skinny::takes(weight, rows)
-            && Skinny::gates(weight)
-            && (weight.inputs, weight.outputs) == (x.width(), 2 * out.width());
+            && (!gated || Skinny::gates(weight))
+            && (weight.inputs, weight.outputs) == (x.width(), outputs)
+            && norm.is_none_or(|(n, _)| n.len == x.width());
         if fits {
             out.resize(&self.device, rows, true, false)?;
-            let product = SkinnyProduct { rows, x: x.values(), out: out.values(), add: false, gated: true };
-            self.skinny.enqueue(self.skinny_shape(weight, rows), weight, &product)?;
+            let norm = norm.map(|(n, eps)| (n.values.address(), eps));
+            let (x, out) = (x.values(), out.values());
+            self.skinny.enqueue(weight, &SkinnyProduct { rows, x, out, norm, add: false, gated })?;
         }
         Ok(fits)
     }

@@ -96,8 +96,8 @@ impl<B: Backend> Transformer<B> {
         backend.begin_step(input.sequences, pool)?;
         backend.embed(&body.embedding, input.tokens, &mut w.hidden);
         for (index, (layer, projections)) in body.layers.iter().zip(&*self.projections).enumerate() {
-            backend.rms_norm(&w.hidden, &layer.input_norm, eps, &mut w.normed);
-            backend.linear(&projections.qkv, &w.normed, &mut w.qkv, Write::Replace);
+            let norm = &layer.input_norm;
+            backend.norm_linear(norm, eps, &projections.qkv, &w.hidden, &mut w.normed, &mut w.qkv);
             let heads = HeadPreparation {
                 qk_norm: layer.qk_norm.as_ref().map(|(q, k)| (q, k)),
                 rotation: projections.rotation.as_ref(),
@@ -122,8 +122,15 @@ impl<B: Backend> Transformer<B> {
             }
             backend.linear(&projections.output, &w.attended, &mut w.hidden, Write::Add);
 
-            backend.rms_norm(&w.hidden, &layer.post_norm, eps, &mut w.normed);
-            backend.gated_linear(&layer.gate_up, &w.normed, &mut w.gate_up, &mut w.gated);
+            backend.norm_gated_linear(
+                &layer.post_norm,
+                eps,
+                &layer.gate_up,
+                &w.hidden,
+                &mut w.normed,
+                &mut w.gate_up,
+                &mut w.gated,
+            );
             backend.linear(&layer.down, &w.gated, &mut w.hidden, Write::Add);
         }
         Ok(())

@@ -9,9 +9,10 @@ use oscar_backend::{Backend, Pick};
 use oscar_codec::{CacheLayout, KvFormat, RotationKind, RotationSet};
 use oscar_engine::{Logits, Runner, RunnerOptions, Sequence, StepRequest};
 use oscar_kernels_cpu::bench::time_median;
-use oscar_kernels_cuda::graph::Profile;
+use oscar_kernels_cuda::graph::{HostTimes, Profile};
 use oscar_models::{DecoderConfig, shapes};
 use serde_json::json;
+use std::time::Duration;
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -213,6 +214,9 @@ pub fn decode(args: &Args) -> Result<()> {
                 let (mut logits, mut picked) = (Vec::new(), Vec::new());
                 let mut step = 0;
                 let mut failure = None;
+                if let Some(cuda) = runner.backend().as_cuda() {
+                    cuda.device().take_host_times();
+                }
                 let timing = time_median(3, repetitions, || {
                     step += 1;
                     let token = [(step * 7919 % vocab) as u32];
@@ -229,6 +233,7 @@ pub fn decode(args: &Args) -> Result<()> {
                 }
                 if let (true, Some(cuda)) = (args.profile, runner.backend().as_cuda()) {
                     let device = cuda.device().clone();
+                    let host = device.take_host_times();
                     device.set_profiling(true)?;
                     let mut requests: Vec<StepRequest<'_>> = sequences
                         .iter_mut()
@@ -237,6 +242,7 @@ pub fn decode(args: &Args) -> Result<()> {
                     runner.step_picking(&mut requests, &mut logits, &mut picked)?;
                     let what = format!("{format}, context {context}, batch {batch}");
                     print_profile(&what, device.set_profiling(false)?);
+                    print_host_times(&host);
                 }
                 let cache_bytes = runner.usage().bytes;
                 rows.push(Row {
@@ -270,6 +276,17 @@ fn print_profile(what: &str, profile: Option<Profile>) {
     for (name, (count, us)) in kernels {
         eprintln!("  {us:9.1} µs  {count:4} × {:7.2} µs  {}", us / count as f64, name.to_string_lossy());
     }
+}
+
+fn print_host_times(host: &HostTimes) {
+    let each = |time: Duration| time.as_secs_f64() * 1e6 / host.steps.max(1) as f64;
+    eprintln!(
+        "  host, mean of {} steps: {:.1} µs before the GPU had work, {:.1} µs behind it; {} graphs made",
+        host.steps,
+        each(host.before_start),
+        each(host.behind),
+        host.captures
+    );
 }
 
 /// What fits on a device beside the weights.
