@@ -22,7 +22,8 @@ template <class T> T atomicOr(T* p, T v) { T o = *p; *p |= v; return o; }
 struct SequenceInfo { u32 first_row, rows, first_position, table, blocks, boundary; };
 struct StepTables { u64 sequences, row_sequence, row_position, full, coded, demoted; u32 sequence_count, rows, demoted_count, sink, recent, unit; };
 struct DecodePlan { u64 memory; u32 workers, pad; };
-struct PlanArgs { StepTables step; u64 heads, cost_before; DecodePlan plan; u32 kv_heads, head_dim, least_cost; };
+struct PlanArgs { StepTables step; u64 heads, cost_before; DecodePlan plan; u32 kv_heads, head_dim, least_cost, spare; };
+struct AppendParams { StepTables step; u64 pages, qkv, queries, query_norm, key_norm, cosines, sines, rotation, mean; u32 query_heads, kv_heads, rows_per_block; float eps; };
 struct DecodeArgs { StepTables step; DecodePlan plan; u64 heads, queries, out, rounded, partials; u32 kv_heads, group; float scale; };
 
 inline float half_to_float(u16 h) {
@@ -71,7 +72,7 @@ inline u32 shared_bytes(const Variant& v) {
 }
 
 struct Kernel {
-    CUmodule module; CUfunction decode, plan, pages; u32 shared; int workers, threads; Variant v;
+    CUmodule module; CUfunction decode, plan; u32 shared; int workers, threads; Variant v;
     static std::string folder;
     explicit Kernel(Variant variant) : v(variant) {
         CK(cuModuleLoad(&module, (folder + "/" + v.file()).c_str()));
@@ -83,7 +84,7 @@ struct Kernel {
         CK(cuOccupancyMaxActiveBlocksPerMultiprocessor(&occupancy, decode, threads + 32, shared));
         CK(cuDeviceGetAttribute(&sms, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, d));
         workers = occupancy * sms;
-        CUmodule m; CK(cuModuleLoad(&m, (folder + "/plan.cubin").c_str())); CK(cuModuleGetFunction(&plan, m, "decode_plan")); CK(cuModuleGetFunction(&pages, m, "decode_plan_pages"));
+        CUmodule m; CK(cuModuleLoad(&m, (folder + "/plan.cubin").c_str())); CK(cuModuleGetFunction(&plan, m, "decode_plan"));
     }
     size_t partial_bytes() const { return 2ull * workers * (8 * v.tiles) * (v.head_dim + 2) * 4; }
 };
@@ -121,11 +122,16 @@ struct Step {
     }
 };
 
-inline void launch_plan(const Kernel& k, PlanArgs& a, CUstream s) { void* p[] = {&a}; CK(cuLaunchKernel(k.plan, 1, 1, 1, 256, 1, 1, 0, s, p, 0)); CK(cuLaunchKernel(k.pages, k.workers, 1, 1, 64, 1, 1, 0, s, p, 0)); }
+inline void launch_plan(const Kernel& k, PlanArgs& a, CUstream s) { void* p[] = {&a}; CK(cuLaunchKernel(k.plan, k.workers, 1, 1, 256, 1, 1, 0, s, p, 0)); }
 inline void launch_decode(const Kernel& k, DecodeArgs& a, CUstream s) {  // may begin while the kernel before it ends
     void* p[] = {&a}; CUlaunchAttribute at{}; at.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION; at.value.programmaticStreamSerializationAllowed = 1;
     CUlaunchConfig c{}; c.gridDimX = k.workers; c.gridDimY = c.gridDimZ = 1; c.blockDimX = k.threads + 32; c.blockDimY = c.blockDimZ = 1; c.sharedMemBytes = k.shared; c.hStream = s; c.attrs = &at; c.numAttrs = getenv("NO_OVERLAP") ? 0 : 1;
     CK(cuLaunchKernelEx(&c, k.decode, p, 0));
+}
+inline void launch_overlapping(CUfunction f, u32 x, u32 y, u32 threads, u32 shared, void** p, CUstream s) {
+    CUlaunchAttribute at{}; at.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION; at.value.programmaticStreamSerializationAllowed = 1;
+    CUlaunchConfig c{}; c.gridDimX = x; c.gridDimY = y; c.gridDimZ = 1; c.blockDimX = threads; c.blockDimY = c.blockDimZ = 1; c.sharedMemBytes = shared; c.hStream = s; c.attrs = &at; c.numAttrs = 1;
+    CK(cuLaunchKernelEx(&c, f, p, 0));
 }
 // Workers of a plan that have something to read.
 inline u32 active_workers(CUdeviceptr plan, int workers) {

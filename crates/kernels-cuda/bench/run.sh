@@ -12,6 +12,7 @@ done
 cubin() { nvcc -std=c++17 -fmad=false -arch=sm_90 -cubin "$@"; }
 cubin -o "$out/plan.cubin" "$here/../kernels/attention_plan.cu"
 cubin -o "$out/read.cubin" "$here/read.cu"
+cubin -DHEAD_DIM=128 -o "$out/append.cubin" "$here/../kernels/append.cu"
 # head size, query tiles, reading warps, stages, split query
 for v in "128 1 15 3 1" "128 1 15 3 2" "128 2 7 3 0" "64 1 15 4 0" "64 2 7 4 0" "256 1 7 3 0" "256 2 4 3 0"; do
     set -- $v
@@ -20,3 +21,4 @@ for v in "128 1 15 3 1" "128 1 15 3 2" "128 2 7 3 0" "64 1 15 4 0" "64 2 7 4 0" 
 done
 "$out/check" "$out"
 "$out/time" "$out"
+"$out/time" "$out" layer

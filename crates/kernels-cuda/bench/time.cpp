@@ -1,5 +1,10 @@
 // Times decode attention over cold caches: a CUDA graph of launches, each on its own layer's pages, best and median of replays.
+//   time FOLDER                                       all shapes
+//   time FOLDER one CONTEXT BATCH GROUP CODES         three plain launches, for a profiler
+//   time FOLDER layer                                 behind a product-like read of 48 MB and the append of the new row
 #include "harness.hpp"
+
+constexpr u32 APPEND_THREADS = 256, APPEND_SHARED = (5 * 8 * 128 + 128 * 128) * 4;  // src/backend/launches.rs
 
 static float ceiling(CUstream s) {  // GB/s of a plain read of 4 GB
     CUmodule m; CUfunction f; CK(cuModuleLoad(&m, (Kernel::folder + "/read.cubin").c_str())); CK(cuModuleGetFunction(&f, m, "read_all"));
@@ -19,7 +24,8 @@ int main(int argc, char** argv) {
     for (int g : {4, 8}) { for (auto [c, b] : std::vector<std::pair<u32, u32>>{{8192, 1}, {32768, 1}, {131072, 1}, {8192, 32}, {32768, 8}, {32768, 32}, {131072, 8}, {131072, 32}}) shapes.push_back({c, b, g, true}); }
     shapes.push_back({32768, 32, 16, true});
     for (auto [c, b] : std::vector<std::pair<u32, u32>>{{8192, 1}, {32768, 1}, {131072, 1}, {32768, 8}, {131072, 8}}) shapes.push_back({c, b, 4, false});
-    bool only = false;  // "one CONTEXT BATCH GROUP CODES": three plain launches, for a profiler
+    bool only = false, layer = which == "layer";
+    if (layer) { shapes.clear(); for (auto [c, b] : std::vector<std::pair<u32, u32>>{{8192, 1}, {32768, 1}, {100000, 1}, {131072, 1}, {32768, 8}}) shapes.push_back({c, b, 4, true}); }
     if (which == "one") { shapes = {{(u32)atoi(argv[3]), (u32)atoi(argv[4]), atoi(argv[5]), atoi(argv[6]) != 0}}; only = true; }
     std::vector<Variant> variants = {{128, 1, 15, 3, 1}, {128, 1, 15, 3, 2}, {128, 2, 7, 3, 0}};
     const int D = 128; const u32 heads = 8;
@@ -29,6 +35,10 @@ int main(int argc, char** argv) {
         for (size_t p = 0; p < 3641; p++) for (int i = 0; i < 128; i++) { u16* pair = (u16*)&block[p * 4608 + 4096 + 4 * i]; pair[0] = float_to_half(0.2f + 0.3f * r.unit()); pair[1] = float_to_half(-0.5f + 0.2f * r.unit()); }
         CUdeviceptr b = upload(block); for (size_t o = 0; o + block.size() <= arena_bytes; o += block.size()) CK(cuMemcpyDtoD(arena + o, b, block.size())); cuMemFree(b);
     }
+    const size_t weight_bytes = 48ull << 20; CUfunction product, append; { CUmodule m; CK(cuModuleLoad(&m, (Kernel::folder + "/read.cubin").c_str())); CK(cuModuleGetFunction(&product, m, "read_ahead")); CK(cuModuleLoad(&m, (Kernel::folder + "/append.cubin").c_str())); CK(cuModuleGetFunction(&append, m, "append")); }
+    CK(cuFuncSetAttribute(product, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, 128 << 10)); CK(cuFuncSetAttribute(append, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, APPEND_SHARED));
+    CUdeviceptr weights = device_alloc(36 * weight_bytes), rope = device_alloc((131072 + 64) * 64 * 4), rotation = device_alloc(36 * 8 * 65536), norm = device_alloc(512);
+    CK(cuMemsetD32(weights, 0x3c003c00, 9 * weight_bytes)); CK(cuMemsetD32(rope, 0x3f000000, (131072 + 64) * 64)); CK(cuMemsetD32(rotation, 0x3d000000, 36 * 8 * 16384)); CK(cuMemsetD32(norm, 0x3f800000, 128));
     size_t bf16_bytes = 20ull << 30; CUdeviceptr bf16 = device_alloc(bf16_bytes);
     { std::vector<u16> block(8 << 20); Random r(2); for (auto& x : block) x = float_to_bf16(r.normal() * .5f); CUdeviceptr b = upload(block); for (size_t o = 0; o < bf16_bytes; o += block.size() * 2) CK(cuMemcpyDtoD(bf16 + o, b, block.size() * 2)); cuMemFree(b); }
     for (auto& sh : shapes) for (auto& v : variants) {
@@ -43,27 +53,39 @@ int main(int argc, char** argv) {
         CK(cuMemsetD8(partials, 0xff, k.partial_bytes()));
         StepTables tables = step.tables(); DecodePlan plan{words, (u32)k.workers, 0};
         double bytes = 0; for (auto& i : step.sequences) { u32 n = i.first_position + 1, c = sh.codes ? i.boundary - step.sink : 0; bytes += heads * (c * 72.0 + (n - c) * 512.0); }
+        const u32 spare = std::min(heads * sh.batch, (u32)k.workers / 8);  // as src/attention/decode.rs
         std::vector<u32> leasts = sh.batch == 1 ? std::vector<u32>{16384} : std::vector<u32>{65536};
         if (only) {
-            PlanArgs pa{tables, ht, cost, plan, heads, (u32)D, 16384}; launch_plan(k, pa, s);
+            PlanArgs pa{tables, ht, cost, plan, heads, (u32)D, 16384, spare}; launch_plan(k, pa, s);
             for (int l = 0; l < std::min(layers, 3); l++) { DecodeArgs da{tables, plan, ht + l * heads * sizeof(HeadPages), dq, 0, out, partials, heads, (u32)sh.group, 0.08838834764f * 1.44269504f}; launch_decode(k, da, s); }
             CK(cuStreamSynchronize(s));
             return 0;
         }
-        for (u32 least : leasts) {
-            PlanArgs pa{tables, ht, cost, plan, heads, (u32)D, least};
+        std::vector<u32> rows(sh.batch), ends(sh.batch, sh.context - 1); for (u32 i = 0; i < sh.batch; i++) rows[i] = i;
+        tables.row_sequence = upload(rows); tables.row_position = upload(ends); CUdeviceptr qkv = device_alloc(q.size() * 8); CK(cuMemsetD32(qkv, 0x3e800000, q.size() * 2));
+        for (u32 least : leasts) for (int part = layer ? 0 : 2; part < 3; part++) {  // product and append, product and attention, all three
+            PlanArgs pa{tables, ht, cost, plan, heads, (u32)D, least, spare};
             CUgraph g; CUgraphExec ge; CK(cuStreamBeginCapture(s, CU_STREAM_CAPTURE_MODE_GLOBAL));
             launch_plan(k, pa, s);
-            for (int l = 0; l < layers; l++) { DecodeArgs da{tables, plan, ht + l * heads * sizeof(HeadPages), dq, 0, out, partials, heads, (u32)sh.group, 0.08838834764f * 1.44269504f}; launch_decode(k, da, s); }
+            for (int l = 0; l < layers; l++) {
+                if (layer) {
+                    CUdeviceptr w = weights + l * weight_bytes; u64 n = weight_bytes / 16; void* wp[] = {&w, &n, &out}; launch_overlapping(product, k.workers, 1, 512, 128 << 10, wp, s);
+                    AppendParams ap{tables, ht + l * heads * sizeof(HeadPages), qkv, dq, norm, norm, rope, rope, rotation + l * heads * 65536, 0, heads * sh.group, heads, 1, 1e-6f};
+                    if (part != 1) { void* xp[] = {&ap}; launch_overlapping(append, sh.batch, heads, APPEND_THREADS, APPEND_SHARED, xp, s); }
+                    if (part == 0) continue;
+                }
+                DecodeArgs da{tables, plan, ht + l * heads * sizeof(HeadPages), dq, 0, out, partials, heads, (u32)sh.group, 0.08838834764f * 1.44269504f}; launch_decode(k, da, s);
+            }
             CK(cuStreamEndCapture(s, &g)); CK(cuGraphInstantiate(&ge, g, 0));
             CUevent e0, e1; cuEventCreate(&e0, 0); cuEventCreate(&e1, 0); std::vector<float> ms;
-            double est = bytes / 3e9 * layers * 1e-3; int reps = est > 20 ? 5 : 15;
+            double est = bytes / 3e9 * layers * 1e-3; int reps = est > 20 ? 5 : layer ? 41 : 15;
             for (int i = 0; i < reps + 2; i++) { cuEventRecord(e0, s); CK(cuGraphLaunch(ge, s)); cuEventRecord(e1, s); CK(cuEventSynchronize(e1)); float t; cuEventElapsedTime(&t, e0, e1); if (i >= 2) ms.push_back(t); }
             std::sort(ms.begin(), ms.end()); float us = ms[ms.size() / 2] * 1e3f / layers; u32 active = active_workers(words, k.workers);
-            printf("%s %6uK x%-2u %2d/8 heads %s least %6u active %4u: %8.2f us (best %.2f) %6.0f GB/s = %3.0f %% of ceiling, floor %.1f us, %d layers\n", sh.codes ? "int2" : "bf16", sh.context / 1024, sh.batch, sh.group * 8, v.file().c_str(), least, active, us, ms[0] * 1e3f / layers, bytes / us * 1e-3, bytes / us * 1e-3 / top * 100, bytes / top * 1e-3, layers);
+            if (layer) printf("layer %6u x%-2u %s: %8.2f us (best %.2f)\n", sh.context, sh.batch, part == 0 ? "product, append           " : part == 1 ? "product,         attention" : "product, append, attention", us, ms[0] * 1e3f / layers);
+            else printf("%s %6uK x%-2u %2d/8 heads %s least %6u active %4u: %8.2f us (best %.2f) %6.0f GB/s = %3.0f %% of ceiling, floor %.1f us, %d layers\n", sh.codes ? "int2" : "bf16", sh.context / 1024, sh.batch, sh.group * 8, v.file().c_str(), least, active, us, ms[0] * 1e3f / layers, bytes / us * 1e-3, bytes / us * 1e-3 / top * 100, bytes / top * 1e-3, layers);
             cuGraphExecDestroy(ge); cuGraphDestroy(g);
         }
-        for (CUdeviceptr p : {dq, ht, out, partials, cost, words, (CUdeviceptr)tables.sequences, (CUdeviceptr)tables.full, (CUdeviceptr)tables.coded}) cuMemFree(p);
+        for (CUdeviceptr p : {dq, ht, out, partials, cost, words, qkv, (CUdeviceptr)tables.row_sequence, (CUdeviceptr)tables.row_position, (CUdeviceptr)tables.sequences, (CUdeviceptr)tables.full, (CUdeviceptr)tables.coded}) cuMemFree(p);
         fflush(stdout);
     }
 }

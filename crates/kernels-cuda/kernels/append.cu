@@ -1,5 +1,9 @@
 // Query and key heads on their way to the cache: QK-norm, RoPE, key mean, rotation; keys and values into their full
 // pages, rotated queries out. One block takes the query heads of one KV head and the key head itself, for a few rows.
+//
+// At one row the kernel is a chain of waits, so all that is not this step's projections is fetched before the wait: the
+// rotation into shared memory, norm weights, RoPE and page ids into registers. A block is small enough to be there while
+// the product before it runs. The order of every sum is fixed: a row's result does not depend on the rows beside it.
 #include "common.cuh"
 
 struct AppendParams {
@@ -20,13 +24,20 @@ struct AppendParams {
 };
 
 constexpr int D = HEAD_DIM;
-constexpr int PARTS = 1024 / D < 4 ? 1024 / D : 4;  // threads that share one output channel
-constexpr int THREADS = D * PARTS, WARPS = THREADS / 32;
-constexpr int VECTORS = 16;                         // rows times heads a block takes at a time
-constexpr int PER_LANE = D / 32;
+constexpr int PARTS = 4;                  // threads that share two output channels, each a part of the sum
 constexpr int PER_PART = D / PARTS;
-// Few enough to hold a thread's share of the rotation in registers from before the wait on.
-constexpr bool ROTATION_HELD = D <= 128;
+constexpr int PAIRS = D / 2;
+constexpr int THREADS = PAIRS * PARTS, WARPS = THREADS / 32;
+constexpr int VECTORS = 8;                // rows times heads a block takes at a time
+constexpr int PER_LANE = D / 32;
+// Larger rotations are read where they lie.
+constexpr bool ROTATION_NEAR = D <= 128;
+
+struct Shared {
+    float vectors[VECTORS][D];
+    float sums[PARTS][VECTORS][D];
+    float rotation[ROTATION_NEAR ? D * D : 4];
+};
 
 // What a vector meets on its way and no kernel of the step writes: a lane's channels lane, lane + 32, ...
 struct VectorConstants {
@@ -46,69 +57,76 @@ struct VectorConstants {
     }
 };
 
-// sum += x[0] * y[0] + x[1] * y[1] + ..., one after the other.
-template <int COUNT, int ROOM>
-DEVICE void add_products(float& sum, const float* x, const float (&y)[ROOM]) {
-#pragma unroll
-    for (int i = 0; i < COUNT; i += 4) {
-        const float4 q = *(const float4*)(x + i);
-        sum = __fmaf_rn(q.x, y[i], sum);
-        sum = __fmaf_rn(q.y, y[i + 1], sum);
-        sum = __fmaf_rn(q.z, y[i + 2], sum);
-        sum = __fmaf_rn(q.w, y[i + 3], sum);
-    }
-}
+// Where a row's key and value go.
+struct RowPlace {
+    u16* page;
+    u32 token;
 
-// The full page of a row's position.
-DEVICE u16* page_of(const AppendParams& p, const HeadPages& pages, u32 row, u32& position) {
-    position = __ldcg(p.step.row_position + row);
-    const u32 table = __ldcg(&p.step.sequences[__ldcg(p.step.row_sequence + row)].table);
-    return (u16*)(pages.full + (u64)__ldcg(p.step.full + table + position / 64) * full_page_bytes(D));
+    DEVICE RowPlace(const AppendParams& p, const HeadPages& pages, u32 row) {
+        const u32 position = __ldcg(p.step.row_position + row), table = __ldcg(&p.step.sequences[__ldcg(p.step.row_sequence + row)].table);
+        page = (u16*)(pages.full + (u64)__ldcg(p.step.full + table + position / 64) * full_page_bytes(D));
+        token = position % 64;
+    }
+    DEVICE void put(Side side, u32 channel, float x) const { page[full_element(side, D, token, channel)] = f32_to_bf16(x); }
+};
+
+// Thread (part, pair) adds up its part of `sum_i x[i] * R[i][channel]` for two channels of every vector. `rotation` is at
+// the thread's first row and channel.
+DEVICE void rotate(Shared& shared, const float* rotation, u32 count, u32 part, u32 pair) {
+    float sum[VECTORS][2] = {};
+#pragma unroll 4
+    for (int i = 0; i < PER_PART; i += 4) {
+        float2 r[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++) r[k] = *(const float2*)(rotation + (i + k) * D);
+#pragma unroll
+        for (int v = 0; v < VECTORS; v++) {
+            if (v >= count) break;
+            const float4 x = *(const float4*)&shared.vectors[v][part * PER_PART + i];
+            sum[v][0] = __fmaf_rn(x.x, r[0].x, sum[v][0]), sum[v][1] = __fmaf_rn(x.x, r[0].y, sum[v][1]);
+            sum[v][0] = __fmaf_rn(x.y, r[1].x, sum[v][0]), sum[v][1] = __fmaf_rn(x.y, r[1].y, sum[v][1]);
+            sum[v][0] = __fmaf_rn(x.z, r[2].x, sum[v][0]), sum[v][1] = __fmaf_rn(x.z, r[2].y, sum[v][1]);
+            sum[v][0] = __fmaf_rn(x.w, r[3].x, sum[v][0]), sum[v][1] = __fmaf_rn(x.w, r[3].y, sum[v][1]);
+        }
+    }
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++)
+        if (v < count) *(float2*)&shared.sums[part][v][2 * pair] = make_float2(sum[v][0], sum[v][1]);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) append(AppendParams p) {
     extern __shared__ float4 memory[];
-    float(*vectors)[D] = (float(*)[D])memory;              // [VECTORS][D]
-    float(*sums)[VECTORS][D] = (float(*)[VECTORS][D])(vectors + VECTORS);  // [PARTS][VECTORS][D]
-    const u32 kv_head = blockIdx.y, group = p.query_heads / p.kv_heads;
-    const u32 first_row = blockIdx.x * p.rows_per_block;
-    const u32 rows = min(p.rows_per_block, p.step.rows - first_row);
-    const u32 width = (p.query_heads + 2 * p.kv_heads) * D;
-    const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    const u32 channel = threadIdx.x % D, part = threadIdx.x / D;
-    const u32 total = rows * (group + 1);
+    Shared& shared = *(Shared*)memory;
+    const u32 tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, pair = tid % PAIRS, part = tid / PAIRS;
+    const u32 kv_head = blockIdx.y, heads = p.query_heads / p.kv_heads + 1, width = (p.query_heads + 2 * p.kv_heads) * D;
+    const u32 first_row = blockIdx.x * p.rows_per_block, rows = min(p.rows_per_block, p.step.rows - first_row);
+    // Vector `v` is head `v % heads` of row `v / heads`; the last head is the key.
+    const u32 total = rows * heads;
     allow_next_kernel();
 
-    // Everything but the projections is there already: the tables of a step are complete before its first kernel.
-    const HeadPages pages = p.pages[kv_head];
-    u32 position;
-    u16* page = page_of(p, pages, first_row, position);
-    const float* const rotation = p.rotation ? p.rotation + (u64)kv_head * D * D + (u64)part * PER_PART * D + channel : nullptr;
-    float held[ROTATION_HELD ? PER_PART : 1];
-    if (ROTATION_HELD && rotation) {
-#pragma unroll
-        for (int i = 0; i < PER_PART; i++) held[ROTATION_HELD ? i : 0] = rotation[i * D];
+    const float* rotation = p.rotation ? p.rotation + (u64)kv_head * D * D : nullptr;
+    if (ROTATION_NEAR && rotation) {
+        for (u32 i = 4 * tid; i < D * D; i += 4 * THREADS)
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared.rotation + i)), "l"(rotation + i) : "memory");
+        rotation = shared.rotation;
     }
+    // The tables of a step are complete before its first kernel.
     VectorConstants constants;
-    if (warp < total) constants.load(p, first_row + warp / (group + 1), warp % (group + 1) == group, kv_head, lane);
+    if (warp < total) constants.load(p, first_row + warp / heads, warp % heads == heads - 1, kv_head, lane);
+    const HeadPages pages = p.pages[kv_head];
+    const RowPlace first_place(p, pages, first_row);
     wait_for_previous_kernel();
 
-    // Values go into their pages as they are: the model's weights already hold their rotation. The last warps do
-    // it, which have the fewest vectors.
-    for (u32 r = PARTS - 1 - part; r < rows; r += PARTS) {
-        u32 at = position;
-        u16* to = r == 0 ? page : page_of(p, pages, first_row + r, at);
-        float v = p.qkv[(u64)(first_row + r) * width + (p.query_heads + p.kv_heads + kv_head) * D + channel];
-        to[full_element(VALUE, D, at % 64, channel)] = f32_to_bf16(v);
-    }
-
-    // Vector `v` of a block is head `v % (group + 1)` of row `v / (group + 1)`; the last head is the key.
+    // Values go into their pages as they are: the model's weights already hold their rotation.
+    const float* values_from = p.qkv + (u64)first_row * width + (p.query_heads + p.kv_heads + kv_head) * D;
+    float first_value = 0.0f;
+    if (tid < D) first_value = values_from[tid];
     for (u32 base = 0; base < total; base += VECTORS) {
         const u32 count = min((u32)VECTORS, total - base);
         for (u32 v = warp; v < count; v += WARPS) {
-            const u32 row = first_row + (base + v) / (group + 1), head = (base + v) % (group + 1);
-            const bool is_key = head == group;
-            float* x = p.qkv + (u64)row * width + (is_key ? p.query_heads + kv_head : kv_head * group + head) * D;
+            const u32 row = first_row + (base + v) / heads, head = (base + v) % heads;
+            const bool is_key = head == heads - 1;
+            float* x = p.qkv + (u64)row * width + (is_key ? p.query_heads + kv_head : kv_head * (heads - 1) + head) * D;
             float values[PER_LANE];
 #pragma unroll
             for (int k = 0; k < PER_LANE; k++) values[k] = x[lane + 32 * k];
@@ -131,51 +149,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) append(App
 #pragma unroll
             for (int k = 0; k < PER_LANE; k++) {
                 x[lane + 32 * k] = values[k];
-                vectors[v][lane + 32 * k] = values[k] - constants.mean[k];
+                shared.vectors[v][lane + 32 * k] = values[k] - constants.mean[k];
             }
         }
+        asm volatile("cp.async.wait_all;" ::: "memory");
         __syncthreads();
         if (rotation) {
-            // Thread (part, channel) adds up its share of `sum_i x[i] * R[i][channel]` for every vector.
-            if constexpr (ROTATION_HELD) {
-#pragma unroll 2
-                for (u32 v = 0; v < count; v++) {
-                    float sum = 0.0f;
-                    add_products<PER_PART>(sum, vectors[v] + part * PER_PART, held);
-                    sums[part][v][channel] = sum;
-                }
-            } else {
-                float sum[VECTORS] = {};
-                for (int i = 0; i < PER_PART; i += 8) {
-                    float column[8];
-#pragma unroll
-                    for (int k = 0; k < 8; k++) column[k] = rotation[(i + k) * D];
-#pragma unroll
-                    for (int v = 0; v < VECTORS; v++)
-                        if (v < count) add_products<8>(sum[v], vectors[v] + part * PER_PART + i, column);
-                }
-#pragma unroll
-                for (int v = 0; v < VECTORS; v++)
-                    if (v < count) sums[part][v][channel] = sum[v];
-            }
+            rotate(shared, rotation + (u64)part * PER_PART * D + 2 * pair, count, part, pair);
             __syncthreads();
         }
-        for (u32 v = part; v < count; v += PARTS) {
-            float x = vectors[v][channel];
+        for (u32 i = tid; i < count * D; i += THREADS) {
+            const u32 v = i / D, channel = i % D;
+            float x = shared.vectors[v][channel];
             if (rotation) {
-                x = sums[0][v][channel];
+                x = shared.sums[0][v][channel];
 #pragma unroll
-                for (int other = 1; other < PARTS; other++) x += sums[other][v][channel];
+                for (int other = 1; other < PARTS; other++) x += shared.sums[other][v][channel];
             }
-            const u32 row = first_row + (base + v) / (group + 1), head = (base + v) % (group + 1);
-            if (head < group) {
-                p.queries[((u64)row * p.query_heads + kv_head * group + head) * D + channel] = x;
-            } else {
-                u32 at = position;
-                u16* to = row == first_row ? page : page_of(p, pages, row, at);
-                to[full_element(KEY, D, at % 64, channel)] = f32_to_bf16(x);
-            }
+            const u32 row = first_row + (base + v) / heads, head = (base + v) % heads;
+            if (head < heads - 1) p.queries[((u64)row * p.query_heads + kv_head * (heads - 1) + head) * D + channel] = x;
+            else if (row == first_row) first_place.put(KEY, channel, x);
+            else RowPlace(p, pages, row).put(KEY, channel, x);
         }
-        __syncthreads();
+        if (base + VECTORS < total) __syncthreads();
     }
+    if (tid < D) first_place.put(VALUE, tid, first_value);
+    for (u32 i = D + tid; i < rows * D; i += THREADS)
+        RowPlace(p, pages, first_row + i / D).put(VALUE, i % D, values_from[(u64)(i / D) * width + i % D]);
 }

@@ -1,64 +1,117 @@
-// Plans a step's decode attention: one block, once for all layers whose heads have the same widths.
+// Plans a step's decode attention, once for all layers whose heads have the same widths. A block for each worker: all of them
+// make the same plan in shared memory, and each writes down its own worker and a share of the items.
 #include "decode_plan.cuh"
 
 struct PlanArgs {
     StepTables step;
     const HeadPages* heads;  // of one layer
-    u64* cost_before;        // [sequences + 1], scratch
+    u64* cost_before;        // [sequences + 1], scratch for many sequences
     DecodePlan plan;
     u32 kv_heads;
     u32 head_dim;
     u32 least_cost;  // bytes below which a worker is not worth its start
+    u32 spare;       // workers to leave idle where little is read
 };
 
+constexpr u32 THREADS = 256;
+constexpr u32 MOST_WORKERS = 256, MOST_HEADS = 256;  // as in src/attention/decode.rs
 // Bytes a worker reads in the time that going on to a second item costs it.
 constexpr u32 SWITCH_COST = 100 << 10;
+// The kernel before attention may still hold a few multiprocessors when the others are free. Workers that read less than this
+// would wait for those that have to begin there.
+constexpr u32 LITTLE = 640 << 10;
 
-// Bytes of a unit: a BF16 tile, a coded page or half of one.
-DEVICE u32 near_cost(const PlanArgs& a) { return 4 * TILE_TOKENS * a.head_dim; }
-DEVICE u32 coded_cost(const PlanArgs& a, const HeadPages& h) {
-    return (8 * a.head_dim * (h.key_bits + h.value_bits) + 8 * PAGE_TOKENS) / pieces_of(h);
-}
+// What every block works out.
+struct Plan {
+    u64 page_cost[MOST_HEADS];  // bytes of a coded page, by head
+    u32 pieces[MOST_HEADS];     // units of it
+    u64 cost_before[THREADS + 1];  // costs before each sequence, where they are few
+    u32 own_before[THREADS + 1];  // workers before each item, where each has its own
+    Place begins[MOST_WORKERS + 1];
+    u64 warp_sums[THREADS / 32];
+    u64 slowest;
+    u32 largest;
+};
 
-DEVICE u64 item_cost(const PlanArgs& a, const ContextShape& c, const HeadPages& h) {
-    return (u64)c.near_units * near_cost(a) + (u64)c.pages * pieces_of(h) * coded_cost(a, h);
-}
-
-// How many of the first `n` workers begin at or before a place.
-DEVICE u32 begun(const DecodePlan& plan, u32 n, const Place& at) {
-    u32 low = 0, high = n;
-    while (low < high) {
-        u32 middle = (low + high) / 2;
-        if (at.before(plan.worker(middle)->begin)) high = middle;
-        else low = middle + 1;
+// Sums over the threads before this one; `total` over all.
+template <class T>
+DEVICE T sum_before(T x, T* warp_sums, T& total) {
+    const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    T sum = x;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        T other = __shfl_up_sync(0xffffffffu, sum, step);
+        if (lane >= step) sum += other;
     }
-    return low;
-}
-
-// The first unit of an item that has at least `bytes` before it.
-DEVICE u32 unit_of(const PlanArgs& a, const ContextShape& c, u32 head, u64 bytes) {
-    u64 near = (u64)c.near_units * near_cost(a);
-    u32 coded = coded_cost(a, a.heads[head]);
-    return bytes <= near ? (u32)((bytes + near_cost(a) - 1) / near_cost(a)) : c.near_units + (u32)((bytes - near + coded - 1) / coded);
-}
-
-// The place where `target` bytes lie before it, rounded up to a whole unit.
-DEVICE Place place_of(const PlanArgs& a, u64 target) {
-    const u32 n = a.step.sequence_count;
-    u32 low = 0, high = n;  // last sequence that begins at or before the target
-    while (low + 1 < high) {
-        u32 middle = (low + high) / 2;
-        if (a.cost_before[middle] <= target) low = middle;
-        else high = middle;
+    __syncthreads();
+    if (lane == 31) warp_sums[warp] = sum;
+    __syncthreads();
+    T before = sum - x;
+    total = 0;
+#pragma unroll
+    for (u32 w = 0; w < THREADS / 32; w++) {
+        if (w < warp) before += warp_sums[w];
+        total += warp_sums[w];
     }
-    u64 rest = target - a.cost_before[low];
-    ContextShape c = context_of(a.step, a.step.sequences[low]);
-    u32 h = 0;
-    while (h + 1 < a.kv_heads && rest >= item_cost(a, c, a.heads[h])) rest -= item_cost(a, c, a.heads[h++]);
-    u32 unit = unit_of(a, c, h, rest);
-    if (unit < units_of(c, a.heads[h])) return {low, h, unit};
-    return h + 1 < a.kv_heads ? Place{low, h + 1, 0} : Place{low + 1, 0, 0};
+    return before;
 }
+
+struct Planner {
+    const PlanArgs& a;
+    Plan& plan;
+    u64* cost_before;  // of the sequences
+    u64 near_cost;     // bytes of a BF16 tile
+
+    DEVICE u64 item_cost(const ContextShape& c, u32 head) const { return c.near_units * near_cost + c.pages * plan.page_cost[head]; }
+    DEVICE u32 units(const ContextShape& c, u32 head) const { return c.near_units + c.pages * plan.pieces[head]; }
+
+    // The first unit of an item that has at least `bytes` before it.
+    DEVICE u32 unit_of(const ContextShape& c, u32 head, u64 bytes) const {
+        const u64 near = c.near_units * near_cost;
+        if (bytes <= near) return (u32)((bytes + near_cost - 1) / near_cost);
+        const u32 coded = (u32)plan.page_cost[head] / plan.pieces[head];
+        return c.near_units + (u32)((bytes - near + coded - 1) / coded);
+    }
+
+    // The place where `target` bytes lie before it, rounded up to a whole unit.
+    DEVICE Place place_of(u64 target) const {
+        u32 low = 0, high = a.step.sequence_count;  // last sequence that begins at or before the target
+        while (low + 1 < high) {
+            u32 middle = (low + high) / 2;
+            if (cost_before[middle] <= target) low = middle;
+            else high = middle;
+        }
+        u64 rest = target - cost_before[low];
+        const ContextShape c = context_of(a.step, a.step.sequences[low]);
+        u32 h = 0;
+        for (; h + 1 < a.kv_heads && rest >= item_cost(c, h); h++) rest -= item_cost(c, h);
+        const u32 unit = unit_of(c, h, rest);
+        if (unit < units(c, h)) return {low, h, unit};
+        return h + 1 < a.kv_heads ? Place{low, h + 1, 0} : Place{low + 1, 0, 0};
+    }
+
+    // How many of the first `n` workers begin at or before a place.
+    DEVICE u32 begun(u32 n, const Place& at) const {
+        u32 low = 0, high = n;
+        while (low < high) {
+            u32 middle = (low + high) / 2;
+            if (at.before(plan.begins[middle])) high = middle;
+            else low = middle + 1;
+        }
+        return low;
+    }
+
+    // The item that has worker `w`, where each has its own.
+    DEVICE u32 item_of(u32 items, u32 w) const {
+        u32 low = 0, high = items;
+        while (low + 1 < high) {
+            u32 middle = (low + high) / 2;
+            if (plan.own_before[middle] <= w) low = middle;
+            else high = middle;
+        }
+        return low;
+    }
+};
 
 // Workers of an item where each item has its own: its share of `workers`, at least one.
 DEVICE u32 own_workers(u64 cost, u64 total, u32 workers, u64 least) {
@@ -67,104 +120,96 @@ DEVICE u32 own_workers(u64 cost, u64 total, u32 workers, u64 least) {
     return cost == 0 ? 0 : share < 1 ? 1 : (u32)share;
 }
 
-extern "C" __global__ void __launch_bounds__(256) decode_plan(PlanArgs a) {
-    __shared__ u64 warp_total[8];
-    __shared__ u32 own[256];         // workers of an item, where each has its own
-    __shared__ u64 slowest_shared;  // most bytes that such a worker reads
+extern "C" __global__ void __launch_bounds__(THREADS) decode_plan(PlanArgs a) {
+    __shared__ Plan plan;
     wait_for_previous_kernel();
-    const u32 n = a.step.sequence_count, items = n * a.kv_heads, tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
-    if (tid == 0) a.cost_before[0] = 0, slowest_shared = 0;
-    u64 before = 0;
-    u32 largest = near_cost(a);
-    for (u32 h = 0; h < a.kv_heads; h++) {
-        u32 cost = coded_cost(a, a.heads[h]);
-        largest = cost > largest ? cost : largest;
-    }
-    // Costs of the sequences, summed from the first on.
-    for (u32 first = 0; first < n; first += 256) {
-        u64 cost = 0;
-        if (first + tid < n) {
-            ContextShape c = context_of(a.step, a.step.sequences[first + tid]);
-            for (u32 h = 0; h < a.kv_heads; h++) cost += item_cost(a, c, a.heads[h]);
-        }
-        for (int step = 1; step < 32; step *= 2) {
-            u64 other = __shfl_up_sync(0xffffffffu, cost, step);
-            if (lane >= step) cost += other;
-        }
-        if (lane == 31) warp_total[warp] = cost;
-        __syncthreads();
-        u64 offset = before;
-        for (u32 w = 0; w < warp; w++) offset += warp_total[w];
-        if (first + tid < n) a.cost_before[first + tid + 1] = offset + cost;
-        for (u32 w = 0; w < 8; w++) before += warp_total[w];
-        __syncthreads();
-    }
-    const u64 total = before;
-    // A worker takes at least two of the largest units, so that no two begin at the same place.
-    const u64 least = a.least_cost > 2 * largest ? a.least_cost : 2 * largest, wanted = total / least;
-    u32 active = wanted < 1 ? 1 : wanted < a.plan.workers ? (u32)wanted : a.plan.workers;
-    const Place end = {n, 0, 0};
-    // Where items are few, give each its own workers: none then goes from one item to the next.
-    const bool few = total > 0 && items <= a.plan.workers && items <= 256;
-    bool own_workers_each = false;
-    if (few) {
-        const u32 sequence = tid / a.kv_heads, head = tid % a.kv_heads;
-        u64 cost = 0;
-        ContextShape c = {};
-        own[tid] = 0;
-        if (tid < items) {
-            c = context_of(a.step, a.step.sequences[sequence]);
-            cost = item_cost(a, c, a.heads[head]);
-            own[tid] = own_workers(cost, total, a.plan.workers, least);
-            if (cost > 0) atomicMax(&slowest_shared, cost / own[tid]);
-        }
-        __syncthreads();
-        u32 first = 0, used = 0;
-        for (u32 i = 0; i < items; i++) {
-            if (i == tid) first = used;
-            used += own[i];
-        }
-        own_workers_each = used <= a.plan.workers && slowest_shared <= total / active + SWITCH_COST;
-        if (own_workers_each) {
-            active = used;
-            if (tid < items)
-                for (u32 i = 0; i < own[tid]; i++)
-                    a.plan.worker(first + i)->begin = {sequence, head, unit_of(a, c, head, cost * i / own[tid])};
-        }
-    }
-    for (u32 w = tid; w < a.plan.workers; w += 256)
-        if (w >= active || total == 0) a.plan.worker(w)->begin = end;
-        else if (!own_workers_each) a.plan.worker(w)->begin = place_of(a, total * w / active);
+    const u32 n = a.step.sequence_count, items = n * a.kv_heads, workers = a.plan.workers, tid = threadIdx.x;
+    const Planner p = {a, plan, n <= THREADS ? plan.cost_before : a.cost_before, 4 * TILE_TOKENS * (u64)a.head_dim};
+    if (tid == 0) plan.slowest = 0, plan.largest = (u32)p.near_cost;
+    u64 page_cost = 0;
     __syncthreads();
-    for (u32 w = tid; w < a.plan.workers; w += 256) {
-        WorkerPlan& plan = *a.plan.worker(w);
-        plan.end = w + 1 < a.plan.workers ? a.plan.worker(w + 1)->begin : end;
-        if (plan.begin.sequence < n) plan.first = a.step.sequences[plan.begin.sequence];
+    if (tid < a.kv_heads) {
+        const HeadPages head = a.heads[tid];
+        page_cost = 8 * a.head_dim * (head.key_bits + head.value_bits) + 8 * PAGE_TOKENS;
+        plan.page_cost[tid] = page_cost, plan.pieces[tid] = pieces_of(head);
+        atomicMax(&plan.largest, (u32)page_cost / pieces_of(head));
     }
-    for (u32 item = tid; item < items; item += 256) {
-        u32 sequence = item / a.kv_heads, head = item % a.kv_heads;
-        u32 units = units_of(context_of(a.step, a.step.sequences[sequence]), a.heads[head]);
-        if (units == 0) {
-            *a.plan.item(item) = {0, 0, 0, 0};
-            continue;
+    u64 page_of_all_heads;
+    sum_before(page_cost, plan.warp_sums, page_of_all_heads);
+    // Costs of the sequences, summed from the first on. Blocks that share the scratch write the same numbers.
+    u64 total = 0;
+    if (tid == 0) p.cost_before[0] = 0;
+    for (u32 first = 0; first < n; first += THREADS) {
+        u64 cost = 0, all;
+        if (first + tid < n) {
+            const ContextShape c = context_of(a.step, a.step.sequences[first + tid]);
+            cost = c.near_units * p.near_cost * a.kv_heads + c.pages * page_of_all_heads;
         }
-        u32 first = begun(a.plan, active, {sequence, head, 0}) - 1;
-        u32 last = begun(a.plan, active, {sequence, head, units - 1}) - 1;
-        const Place begin = a.plan.worker(first)->begin;
-        *a.plan.item(item) = {first, last - first + 1, begin.sequence != sequence || begin.head != head, 0};
+        const u64 before = sum_before(cost, plan.warp_sums, all);
+        if (first + tid < n) p.cost_before[first + tid + 1] = total + before + cost;
+        total += all;
     }
-}
-
-// Page ids of every worker's first units: a block for each worker, a thread for each unit.
-extern "C" __global__ void __launch_bounds__(FIRST_PAGES) decode_plan_pages(PlanArgs a) {
-    wait_for_previous_kernel();
-    WorkerPlan& plan = *a.plan.worker(blockIdx.x);
-    const Place begin = plan.begin;
-    if (begin.sequence >= a.step.sequence_count) return;
-    const SequenceInfo info = plan.first;
-    const ContextShape c = context_of(a.step, info);
-    const HeadPages head = a.heads[begin.head];
-    const u32 unit = begin.unit + threadIdx.x;
-    plan.pages[threadIdx.x] =
-        unit < units_of(c, head) ? page_of(c, head, a.step.full + info.table, a.step.coded + info.table, unit) : NO_PAGE;
+    // A worker takes at least two of the largest units, so that no two begin at the same place.
+    const u64 least = a.least_cost > 2 * plan.largest ? a.least_cost : 2 * plan.largest, wanted = total / least;
+    const u32 most = a.spare < workers && total < (u64)LITTLE * workers ? workers - a.spare : workers;
+    u32 active = wanted < 1 ? 1 : wanted < most ? (u32)wanted : most;
+    // Where items are few, give each its own workers: none then goes from one item to the next.
+    bool own_workers_each = false;
+    if (total > 0 && items <= most && items <= THREADS) {
+        u32 own = 0, used;
+        if (tid < items) {
+            const u64 cost = p.item_cost(context_of(a.step, a.step.sequences[tid / a.kv_heads]), tid % a.kv_heads);
+            own = own_workers(cost, total, most, least);
+            if (cost > 0) atomicMax(&plan.slowest, cost / own);
+        }
+        plan.own_before[tid] = sum_before(own, (u32*)plan.warp_sums, used);
+        if (tid == 0) plan.own_before[items] = used;
+        __syncthreads();
+        own_workers_each = used <= most && plan.slowest <= total / active + SWITCH_COST;
+        if (own_workers_each) active = used;
+    }
+    __syncthreads();
+    for (u32 w = tid; w <= workers; w += THREADS) {
+        Place begin = {n, 0, 0};
+        if (w < active && total > 0) {
+            if (own_workers_each) {
+                const u32 item = p.item_of(items, w), own = plan.own_before[item + 1] - plan.own_before[item];
+                const u32 sequence = item / a.kv_heads, head = item % a.kv_heads;
+                const ContextShape c = context_of(a.step, a.step.sequences[sequence]);
+                begin = {sequence, head, p.unit_of(c, head, p.item_cost(c, head) * (w - plan.own_before[item]) / own)};
+            } else {
+                begin = p.place_of(total * w / active);
+            }
+        }
+        plan.begins[w] = begin;
+    }
+    __syncthreads();
+    // The worker of this block, and the page ids of its first units.
+    const u32 worker = blockIdx.x;
+    const Place begin = plan.begins[worker];
+    if (begin.sequence < n && tid < FIRST_PAGES) {
+        WorkerPlan& out = *a.plan.worker(worker);
+        const SequenceInfo info = a.step.sequences[begin.sequence];
+        const ContextShape c = context_of(a.step, info);
+        const HeadPages head = a.heads[begin.head];
+        const u32 unit = begin.unit + tid;
+        out.pages[tid] = unit < units_of(c, head) ? page_of(c, head, a.step.full + info.table, a.step.coded + info.table, unit) : NO_PAGE;
+        if (tid == 0) out.first = info;
+    }
+    if (tid == 0) a.plan.worker(worker)->begin = begin, a.plan.worker(worker)->end = plan.begins[worker + 1];
+    for (u32 item = blockIdx.x * THREADS + tid; item < items; item += gridDim.x * THREADS) {
+        ItemPlan readers = {0, 0, 0, 0};
+        const u32 sequence = item / a.kv_heads, head = item % a.kv_heads;
+        const u32 units = p.units(context_of(a.step, a.step.sequences[sequence]), head);
+        if (own_workers_each) {
+            readers = {plan.own_before[item], plan.own_before[item + 1] - plan.own_before[item], 0, 0};
+        } else if (units > 0) {
+            const u32 first = p.begun(active, {sequence, head, 0}) - 1, last = p.begun(active, {sequence, head, units - 1}) - 1;
+            const Place at = plan.begins[first];
+            readers = {first, last - first + 1, at.sequence != sequence || at.head != head, 0};
+        }
+        *a.plan.item(item) = readers;
+    }
+    // Attention reads the plan without waiting for this kernel: it is finished when the next one may begin.
+    __threadfence();
 }

@@ -140,7 +140,8 @@ DEVICE void merge_item(Shared& shared, const DecodeArgs& a, const OwedMerge& ite
     // The block's parts take every parts-th partial; channels beyond the threads' number go round by round. The first
     // loads need not wait for the factors.
     const int columns = quads < THREADS ? quads : THREADS, parts = THREADS / columns, part = tid / columns;
-    constexpr int BATCH = 6;
+    // On their way at a time: a usual item's share of a thread.
+    constexpr int BATCH = HEADS / 2 * QUADS <= THREADS && SPLIT_QUERY == 1 ? 6 : 16;
     float4 x[BATCH];
     auto look_at = [&](u32 from, int e, bool again) {
 #pragma unroll

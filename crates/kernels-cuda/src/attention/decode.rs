@@ -122,7 +122,7 @@ struct PlanArgs {
     kv_heads: u32,
     head_dim: u32,
     least_cost: u32,
-    unused: u32,
+    spare: u32,
 }
 
 // SAFETY: the struct of `attention_plan.cu`, filled with addresses of live buffers.
@@ -148,9 +148,15 @@ struct DecodeArgs {
 unsafe impl KernelParams for DecodeArgs {}
 
 /// Page ids in a `WorkerPlan` of `decode_plan.cuh`.
-const FIRST_PAGES: u32 = 64;
+const FIRST_PAGES: usize = 64;
+/// Threads of a block of `attention_plan.cu`.
+const PLAN_THREADS: u32 = 256;
+/// KV heads that `attention_plan.cu` has room for.
+const MOST_HEADS: usize = 256;
+/// The share of the workers that may be left idle where little is read, as a divisor.
+const MOST_SPARE: usize = 8;
 /// Bytes of `WorkerPlan` and `ItemPlan`.
-const WORKER_PLAN: usize = 48 + 4 * FIRST_PAGES as usize;
+const WORKER_PLAN: usize = 48 + 4 * FIRST_PAGES;
 const ITEM_PLAN: usize = 16;
 
 /// Readers of an item that merging has room for, `MOST_READERS` of `decode_merge.cuh`.
@@ -197,13 +203,19 @@ impl DecodeAttention {
             (self.profile_of_layer, self.profiles) = profiles(pool.heads(), kv_heads);
             self.pages = pool.layer(0);
         }
+        if kv_heads > MOST_HEADS {
+            return Err(CudaError::Unsupported(format!(
+                "decode attention with {kv_heads} KV heads: plans are made for up to {MOST_HEADS}"
+            )));
+        }
         let sequences = step.sequence_count as usize;
         let items = sequences * kv_heads;
         let bytes = self.plan_bytes(device, items) * self.profiles.len();
         grow(device, &mut self.plans, bytes, "attention plans", None)?;
         grow(device, &mut self.cost, 8 * (sequences + 1), "attention plans", None)?;
         let function = kernels.function(&ATTENTION_PLAN, &Defines::new(), c"decode_plan", 0)?;
-        let pages = kernels.function(&ATTENTION_PLAN, &Defines::new(), c"decode_plan_pages", 0)?;
+        // `append` has a block for each head of each row.
+        let spare = items.min(workers(device) / MOST_SPARE);
         for (profile, &layer) in self.profiles.iter().enumerate() {
             let args = PlanArgs {
                 step: *step,
@@ -213,10 +225,10 @@ impl DecodeAttention {
                 kv_heads: kv_heads as u32,
                 head_dim: head_dim as u32,
                 least_cost: LEAST_COST,
-                unused: 0,
+                spare: spare as u32,
             };
-            device.launch(function, LaunchShape::new(1, 256), &args)?;
-            device.launch(pages, LaunchShape::new(workers(device), FIRST_PAGES), &args)?;
+            // Without overlap: attention reads the plan before it waits for the kernels of its layer.
+            device.launch(function, LaunchShape::new(workers(device), PLAN_THREADS), &args)?;
         }
         Ok(())
     }

@@ -46,15 +46,22 @@ params!(Append {
     eps: f32,
 });
 
-/// `PARTS` of `append.cu`.
-fn append_parts(head_dim: usize) -> usize {
-    (1024 / head_dim).min(4)
+/// Rows of a block of `append.cu` where there are many: its rotation is read once for all of them.
+const APPEND_ROWS: usize = 16;
+/// Steps of up to this many rows, decoding ones, have a block for each.
+const APPEND_ALONE: usize = 16;
+
+/// Rows a block of `append.cu` takes in a step of `rows`.
+pub fn append_rows_per_block(rows: usize) -> usize {
+    if rows <= APPEND_ALONE { 1 } else { APPEND_ROWS }
 }
 
-/// Dynamic shared memory of `append.cu`: its vectors and their partial sums.
+/// Dynamic shared memory of `append.cu`: its vectors, their partial sums, and the rotation where it is small enough.
 pub fn append_shared(head_dim: usize) -> usize {
-    const VECTORS: usize = 16;
-    (1 + append_parts(head_dim)) * VECTORS * head_dim * 4
+    const VECTORS: usize = 8;
+    const PARTS: usize = 4;
+    let rotation = if head_dim <= 128 { head_dim * head_dim } else { 4 };
+    ((1 + PARTS) * VECTORS * head_dim + rotation) * 4
 }
 
 /// The kernels, compiled.
@@ -127,11 +134,11 @@ impl Launches {
     }
 
     pub fn append(&self, kernels: &Kernels, head_dim: usize, p: &Append) -> Result<()> {
-        let (parts, shared) = (append_parts(head_dim), append_shared(head_dim));
+        let shared = append_shared(head_dim);
         let defines = vec![("HEAD_DIM", head_dim)];
         let function = kernels.function(&APPEND, &defines, c"append", shared)?;
         let blocks = (p.step.rows as usize).div_ceil(p.rows_per_block as usize);
-        let shape = LaunchShape::grid2(blocks, p.kv_heads as usize, (head_dim * parts) as u32);
+        let shape = LaunchShape::grid2(blocks, p.kv_heads as usize, 2 * head_dim as u32);
         self.device.launch(function, shape.shared(shared).overlapping(), p)
     }
 

@@ -436,10 +436,6 @@ impl Backend for CudaBackend {
             }
             queries.resize(&self.device, qkv.count(), true, false)?;
             qkv.written();
-            let group = shape.query_heads / shape.kv_heads;
-            // A decode step has few rows and many multiprocessors: one row a block. A prefill fills the block.
-            let full_block = (16 / (group + 1)).max(1);
-            let rows_per_block = if qkv.count() <= 16 { 1 } else { full_block };
             let p = Append {
                 step: state.tables,
                 pages: pool.layer(layer),
@@ -453,7 +449,7 @@ impl Backend for CudaBackend {
                 mean: heads.rotation.and_then(|r| r.means.as_ref()).map_or(0, Buffer::address),
                 query_heads: shape.query_heads as u32,
                 kv_heads: shape.kv_heads as u32,
-                rows_per_block: rows_per_block as u32,
+                rows_per_block: launches::append_rows_per_block(qkv.count()) as u32,
                 eps: shape.rms_norm_eps,
             };
             self.launches.append(&self.kernels, shape.head_dim, &p)
