@@ -4,7 +4,7 @@
 //   time FOLDER layer                                 behind a product-like read of 48 MB and the append of the new row
 #include "harness.hpp"
 
-constexpr u32 APPEND_THREADS = 256, APPEND_SHARED = (5 * 8 * 128 + 128 * 128) * 4;  // src/backend/launches.rs
+constexpr u32 APPEND_THREADS = 256, APPEND_SHARED = (5 * 10 * 128 + 128 * 128) * 4;  // src/backend/launches.rs
 
 static float ceiling(CUstream s) {  // GB/s of a plain read of 4 GB
     CUmodule m; CUfunction f; CK(cuModuleLoad(&m, (Kernel::folder + "/read.cubin").c_str())); CK(cuModuleGetFunction(&f, m, "read_all"));
@@ -25,7 +25,7 @@ int main(int argc, char** argv) {
     shapes.push_back({32768, 32, 16, true});
     for (auto [c, b] : std::vector<std::pair<u32, u32>>{{8192, 1}, {32768, 1}, {131072, 1}, {32768, 8}, {131072, 8}}) shapes.push_back({c, b, 4, false});
     bool only = false, layer = which == "layer";
-    if (layer) { shapes.clear(); for (auto [c, b] : std::vector<std::pair<u32, u32>>{{8192, 1}, {32768, 1}, {100000, 1}, {131072, 1}, {32768, 8}}) shapes.push_back({c, b, 4, true}); }
+    if (layer) { shapes.clear(); for (auto [c, b] : std::vector<std::pair<u32, u32>>{{8192, 1}, {32768, 1}, {100000, 1}, {131072, 1}, {32768, 8}, {100000, 8}}) for (int g : {4, 8}) shapes.push_back({c, b, g, true}); }
     if (which == "one") { shapes = {{(u32)atoi(argv[3]), (u32)atoi(argv[4]), atoi(argv[5]), atoi(argv[6]) != 0}}; only = true; }
     std::vector<Variant> variants = {{128, 1, 15, 3, 1}, {128, 1, 15, 3, 2}, {128, 2, 7, 3, 0}};
     const int D = 128; const u32 heads = 8;
@@ -53,7 +53,7 @@ int main(int argc, char** argv) {
         CK(cuMemsetD8(partials, 0xff, k.partial_bytes()));
         StepTables tables = step.tables(); DecodePlan plan{words, (u32)k.workers, 0};
         double bytes = 0; for (auto& i : step.sequences) { u32 n = i.first_position + 1, c = sh.codes ? i.boundary - step.sink : 0; bytes += heads * (c * 72.0 + (n - c) * 512.0); }
-        const u32 spare = std::min(heads * sh.batch, (u32)k.workers / 8);  // as src/attention/decode.rs
+        const u32 spare = heads * sh.batch <= (u32)k.workers / 8 ? heads * sh.batch : 0;  // as src/attention/decode.rs
         std::vector<u32> leasts = sh.batch == 1 ? std::vector<u32>{16384} : std::vector<u32>{65536};
         if (only) {
             PlanArgs pa{tables, ht, cost, plan, heads, (u32)D, 16384, spare}; launch_plan(k, pa, s);
@@ -63,7 +63,7 @@ int main(int argc, char** argv) {
         }
         std::vector<u32> rows(sh.batch), ends(sh.batch, sh.context - 1); for (u32 i = 0; i < sh.batch; i++) rows[i] = i;
         tables.row_sequence = upload(rows); tables.row_position = upload(ends); CUdeviceptr qkv = device_alloc(q.size() * 8); CK(cuMemsetD32(qkv, 0x3e800000, q.size() * 2));
-        for (u32 least : leasts) for (int part = layer ? 0 : 2; part < 3; part++) {  // product and append, product and attention, all three
+        for (u32 least : leasts) for (int part = layer ? 0 : 3; part < 4; part++) {  // bit 0: with the append, bit 1: with attention
             PlanArgs pa{tables, ht, cost, plan, heads, (u32)D, least, spare};
             CUgraph g; CUgraphExec ge; CK(cuStreamBeginCapture(s, CU_STREAM_CAPTURE_MODE_GLOBAL));
             launch_plan(k, pa, s);
@@ -71,8 +71,8 @@ int main(int argc, char** argv) {
                 if (layer) {
                     CUdeviceptr w = weights + l * weight_bytes; u64 n = weight_bytes / 16; void* wp[] = {&w, &n, &out}; launch_overlapping(product, k.workers, 1, 512, 128 << 10, wp, s);
                     AppendParams ap{tables, ht + l * heads * sizeof(HeadPages), qkv, dq, norm, norm, rope, rope, rotation + l * heads * 65536, 0, heads * sh.group, heads, 1, 1e-6f};
-                    if (part != 1) { void* xp[] = {&ap}; launch_overlapping(append, sh.batch, heads, APPEND_THREADS, APPEND_SHARED, xp, s); }
-                    if (part == 0) continue;
+                    if (part & 1) { void* xp[] = {&ap}; launch_overlapping(append, sh.batch, heads, APPEND_THREADS, APPEND_SHARED, xp, s); }
+                    if (!(part & 2)) continue;
                 }
                 DecodeArgs da{tables, plan, ht + l * heads * sizeof(HeadPages), dq, 0, out, partials, heads, (u32)sh.group, 0.08838834764f * 1.44269504f}; launch_decode(k, da, s);
             }
@@ -81,7 +81,7 @@ int main(int argc, char** argv) {
             double est = bytes / 3e9 * layers * 1e-3; int reps = est > 20 ? 5 : layer ? 41 : 15;
             for (int i = 0; i < reps + 2; i++) { cuEventRecord(e0, s); CK(cuGraphLaunch(ge, s)); cuEventRecord(e1, s); CK(cuEventSynchronize(e1)); float t; cuEventElapsedTime(&t, e0, e1); if (i >= 2) ms.push_back(t); }
             std::sort(ms.begin(), ms.end()); float us = ms[ms.size() / 2] * 1e3f / layers; u32 active = active_workers(words, k.workers);
-            if (layer) printf("layer %6u x%-2u %s: %8.2f us (best %.2f)\n", sh.context, sh.batch, part == 0 ? "product, append           " : part == 1 ? "product,         attention" : "product, append, attention", us, ms[0] * 1e3f / layers);
+            if (layer) printf("layer %6u x%-2u %2d/8 heads %s: %8.2f us (best %.2f)\n", sh.context, sh.batch, sh.group * 8, part == 0 ? "product                   " : part == 1 ? "product, append           " : part == 2 ? "product,         attention" : "product, append, attention", us, ms[0] * 1e3f / layers);
             else printf("%s %6uK x%-2u %2d/8 heads %s least %6u active %4u: %8.2f us (best %.2f) %6.0f GB/s = %3.0f %% of ceiling, floor %.1f us, %d layers\n", sh.codes ? "int2" : "bf16", sh.context / 1024, sh.batch, sh.group * 8, v.file().c_str(), least, active, us, ms[0] * 1e3f / layers, bytes / us * 1e-3, bytes / us * 1e-3 / top * 100, bytes / top * 1e-3, layers);
             cuGraphExecDestroy(ge); cuGraphDestroy(g);
         }

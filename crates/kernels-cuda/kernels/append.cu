@@ -28,7 +28,7 @@ constexpr int PARTS = 4;                  // threads that share two output chann
 constexpr int PER_PART = D / PARTS;
 constexpr int PAIRS = D / 2;
 constexpr int THREADS = PAIRS * PARTS, WARPS = THREADS / 32;
-constexpr int VECTORS = 8;                // rows times heads a block takes at a time
+constexpr int VECTORS = 10;               // rows times heads a block takes at a time
 constexpr int PER_LANE = D / 32;
 // Larger rotations are read where they lie.
 constexpr bool ROTATION_NEAR = D <= 128;
@@ -63,7 +63,8 @@ struct RowPlace {
     u32 token;
 
     DEVICE RowPlace(const AppendParams& p, const HeadPages& pages, u32 row) {
-        const u32 position = __ldcg(p.step.row_position + row), table = __ldcg(&p.step.sequences[__ldcg(p.step.row_sequence + row)].table);
+        const u32 position = __ldcg(p.step.row_position + row), sequence = __ldcg(p.step.row_sequence + row);
+        const u32 table = __ldcg(&p.step.sequences[sequence].table);
         page = (u16*)(pages.full + (u64)__ldcg(p.step.full + table + position / 64) * full_page_bytes(D));
         token = position % 64;
     }
@@ -107,7 +108,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) append(App
     const float* rotation = p.rotation ? p.rotation + (u64)kv_head * D * D : nullptr;
     if (ROTATION_NEAR && rotation) {
         for (u32 i = 4 * tid; i < D * D; i += 4 * THREADS)
-            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared.rotation + i)), "l"(rotation + i) : "memory");
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared.rotation + i)), "l"(rotation + i)
+                         : "memory");
         rotation = shared.rotation;
     }
     // The tables of a step are complete before its first kernel.

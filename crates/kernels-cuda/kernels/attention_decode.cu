@@ -3,10 +3,12 @@
 // A persistent block works through its range of the plan (decode_plan.cuh), segment by segment, a segment being what it reads
 // of one item. WARPS warps read; one more hands them the segment's units, one by one as their rings have room, and starts
 // the copies. Readers do not wait for one another until the segment ends; the next segment's first pages are on their way
-// while one is merged. An item that several blocks read is merged by the last of them in the plan, when all else is done.
+// while one is merged. An item that several blocks read is merged by the last of them in the plan, some heads each, when
+// they have read all else; they are all there at the same time, since there are no more blocks than multiprocessors.
 //
-// What only this layer's earlier kernels write (queries, the newest rows, codes made in this step) waits for them; all other
-// pages are on their way before. The plan and the tables of the step were finished before any of its layers began.
+// What a block reads and where it lies is found out before it waits for the kernels of its layer: the plan and the tables of
+// the step were finished before any of its layers began. Pages are not read before: they would keep the memory busy while those
+// kernels fetch what everything here waits for (measured).
 //
 // Compiled with HEAD_DIM (64, 128, 256), QUERY_TILES (1: up to 8 query heads to a KV head, 2: up to 16), WARPS, STAGES,
 // BLOCKS (blocks that share a multiprocessor) and SHARED_BYTES (of dynamic shared memory).
@@ -36,6 +38,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, BLOCKS) decode_attent
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
     }
+    if (threadIdx.x == 0) shared.owed.mergers = 0;
     Place at = plan.begin;
     SequenceInfo sequence = plan.first;
     auto next_item = [&]() {
@@ -61,7 +64,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, BLOCKS) decode_attent
     __syncthreads();
     if (warp == WARPS) {
         // A worker's range begins with an item that it reads.
-        for (bool first = true; find(); first = false, next_item()) filler.serve(shared, a, g, lane, first);
+        bool found = find();
+        wait_for_previous_kernel();
+        for (bool first = true; found; first = false, next_item(), found = find()) filler.serve(shared, g, lane, first);
         return;
     }
     Ring ring;
@@ -111,6 +116,5 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, BLOCKS) decode_attent
         first = false;
         next_item();
     }
-    // A range ends only here; the item that others began with this worker as its last reader is its first.
-    if (shared.owed.readers.count > 0) merge_item(shared, a, shared.owed);
+    if (shared.owed.mergers > 0) merge_item(shared, a, shared.owed);
 }

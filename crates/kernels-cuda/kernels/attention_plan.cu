@@ -62,7 +62,9 @@ struct Planner {
     u64* cost_before;  // of the sequences
     u64 near_cost;     // bytes of a BF16 tile
 
-    DEVICE u64 item_cost(const ContextShape& c, u32 head) const { return c.near_units * near_cost + c.pages * plan.page_cost[head]; }
+    DEVICE u64 item_cost(const ContextShape& c, u32 head) const {
+        return c.near_units * near_cost + c.pages * plan.page_cost[head];
+    }
     DEVICE u32 units(const ContextShape& c, u32 head) const { return c.near_units + c.pages * plan.pieces[head]; }
 
     // The first unit of an item that has at least `bytes` before it.
@@ -193,7 +195,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_plan(PlanArgs a) {
         const ContextShape c = context_of(a.step, info);
         const HeadPages head = a.heads[begin.head];
         const u32 unit = begin.unit + tid;
-        out.pages[tid] = unit < units_of(c, head) ? page_of(c, head, a.step.full + info.table, a.step.coded + info.table, unit) : NO_PAGE;
+        const bool any = unit < units_of(c, head);
+        out.pages[tid] = any ? page_of(c, head, a.step.full + info.table, a.step.coded + info.table, unit) : NO_PAGE;
         if (tid == 0) out.first = info;
     }
     if (tid == 0) a.plan.worker(worker)->begin = begin, a.plan.worker(worker)->end = plan.begins[worker + 1];

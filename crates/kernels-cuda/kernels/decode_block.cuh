@@ -36,10 +36,11 @@ struct Segment {
     u32 boundary, row;
 };
 
-// An item that the worker merges when its range is read: its readers and where the result goes. Nothing where there are none.
+// An item some of whose heads the worker merges when its range is read: its readers, where the result goes, which heads.
 struct OwedMerge {
     ItemPlan readers;
     u32 row, head;
+    u32 first_head, mergers;  // every mergers-th head from the first on; none where there are no mergers
 };
 
 struct alignas(128) Shared {
@@ -85,15 +86,6 @@ DEVICE bool set_segment(Segment& g, const DecodeArgs& a, const SequenceInfo& s, 
     g.boundary = s.boundary;
     g.row = s.first_row;
     return true;
-}
-
-// Was a unit complete before this step? Several sequences of a step may be rows of one, over the same pages: together they
-// bring at most all of the step's rows. Codes made in this step end at a sequence's boundary.
-DEVICE bool is_old(const StepTables& step, const Segment& g, u32 unit) {
-    const ContextShape& c = g.context;
-    if (unit < c.near_units) return (near_tile(c, unit) + 1) * TILE_TOKENS + step.rows <= c.length;
-    const u32 page = c.first_page + (unit - c.near_units) / pieces_of(g.head);
-    return step.demoted_count == 0 || (page + 1) * PAGE_TOKENS + step.demoted_count * TILE_TOKENS <= g.boundary;
 }
 
 // All reading threads.

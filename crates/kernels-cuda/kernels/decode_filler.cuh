@@ -61,10 +61,8 @@ struct Filler {
 #endif
     }
 
-    // Hands out a segment's units until every ring has been told of its end. Of the worker's first segment, units that are
-    // older than the step do not wait for the kernels before this one.
-    DEVICE void serve(Shared& shared, const DecodeArgs& a, const Segment& g, int lane, bool first) {
-        bool waits = first;
+    // Hands out a segment's units until every ring has been told of its end.
+    DEVICE void serve(Shared& shared, const Segment& g, int lane, bool first) {
         const u32 empty = shared_address(shared.empty[lane < WARPS ? lane : 0]);
         bool open = lane < WARPS;
         u32 next = 0;
@@ -89,14 +87,8 @@ struct Filler {
             if (any && !(first && index < FIRST_PAGES)) page = page_of(g.context, g.head, g.full, g.coded, unit);
             if (ready) shared.slot_unit[lane][slot] = any ? unit : NO_UNIT;
 #if BULK_COPIES
-            const bool late = waits && any && !(index < FIRST_PAGES && is_old(a.step, g, unit));
-            if (any && !late) fill(shared, g, lane, slot, unit, side, page, lane);
-            else if (ready && !any) barrier_arrive(shared_address(&shared.full[lane][slot]));
-            if (__any_sync(0xffffffffu, late)) {
-                wait_for_previous_kernel();
-                waits = false;
-                if (late) fill(shared, g, lane, slot, unit, side, page, lane);
-            }
+            if (any) fill(shared, g, lane, slot, unit, side, page, lane);
+            else if (ready) barrier_arrive(shared_address(&shared.full[lane][slot]));
 #else
             __syncwarp();
             for (u32 left = __ballot_sync(0xffffffffu, ready); left; left &= left - 1) {
@@ -113,6 +105,5 @@ struct Filler {
                 if (++slot == STAGES) slot = 0, parity ^= 1;
             }
         }
-        if (waits) wait_for_previous_kernel();
     }
 };

@@ -2,12 +2,12 @@
 #pragma once
 #include "decode_block.cuh"
 
-// Puts a warp's state down in shared memory, for all to add up. All readers.
+// Puts the columns of a warp's state that hold heads down in shared memory, for all to add up. All readers.
 DEVICE void put_down(Shared& shared, State& state, int lane, int warp) {
 #pragma unroll
     for (int n = 0; n < QUERY_TILES; n++)
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
+        for (int i = 0; i < LANE_COLUMNS; i++) {
             float l = sum_over_tokens(state.l[n][i]), z = sum_over_tokens(state.z[n][i]);
             if (lane < 4) {
                 int column = n * 8 + 2 * lane + i;
@@ -21,7 +21,8 @@ DEVICE void put_down(Shared& shared, State& state, int lane, int warp) {
 #pragma unroll
         for (int j = 0; j < STEPS; j++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) room[(n * 8 + (i & 1)) * SUMS_STRIDE + 16 * j + 8 * (i >> 1)] = state.o[n][j][i];
+            for (int i = 0; i < 4; i += 3 - LANE_COLUMNS)
+                room[(n * 8 + (i & 1)) * SUMS_STRIDE + 16 * j + 8 * (i >> 1)] = state.o[n][j][i];
     sync_readers();
 }
 
@@ -69,7 +70,7 @@ DEVICE float4 scaled(float4 v, float f) { return make_float4(v.x * f, v.y * f, v
 constexpr int PARTIAL = HEADS * (HEAD_DIM + 2);  // floats
 constexpr int QUADS = HEAD_DIM / 4;
 constexpr u32 EMPTY = 0xffffffffu;  // a NaN that no arithmetic gives
-constexpr u32 MOST_READERS = 256;
+constexpr u32 MOST_READERS = 256, MOST_MERGERS = 4;
 
 DEVICE float full_word(float x) { return __float_as_uint(x) == EMPTY ? __uint_as_float(0x7fffffffu) : x; }
 DEVICE bool is_full(float x) { return __float_as_uint(x) != EMPTY; }
@@ -77,13 +78,17 @@ DEVICE bool is_full(float2 x) { return is_full(x.x) && is_full(x.y); }
 DEVICE bool is_full(float4 x) { return is_full(x.x) && is_full(x.y) && is_full(x.z) && is_full(x.w); }
 
 DEVICE void put(float4* to, float4 x) {
-    asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
+    asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
+                 : "memory");
 }
 DEVICE void put(float2* to, float2 x) {
     asm volatile("st.relaxed.gpu.global.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x.x), "f"(x.y) : "memory");
 }
 DEVICE void look(const float4* from, float4& x) {
-    asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "l"(from) : "memory");
+    asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                 : "l"(from)
+                 : "memory");
 }
 DEVICE void look(const float2* from, float2& x) {
     asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "l"(from) : "memory");
@@ -94,7 +99,7 @@ DEVICE void empty(float4* at) {
 }
 DEVICE void empty(float2* at) { put(at, make_float2(__uint_as_float(EMPTY), __uint_as_float(EMPTY))); }
 
-// A block's share of an item is done: writes the result, or a partial one for the item's last reader. All readers.
+// A block's share of an item is done: writes the result, or a partial one for the item's last readers. All readers.
 DEVICE void finish_segment(Shared& shared, const DecodeArgs& a, u32 row, u32 head_index, u32 worker, bool first_of_worker) {
     const int tid = threadIdx.x, quads = (int)a.group * QUADS;
     const ItemPlan readers = shared.readers;
@@ -112,11 +117,13 @@ DEVICE void finish_segment(Shared& shared, const DecodeArgs& a, u32 row, u32 hea
         put((float4*)own + e, make_float4(full_word(sum.v.x), full_word(sum.v.y), full_word(sum.v.z), full_word(sum.v.w)));
         if (channel == 0) put((float2*)(own + HEADS * HEAD_DIM) + head, make_float2(full_word(sum.m), full_word(sum.l)));
     }
-    // Readers follow one another, so the last one's range begins with the item.
+    // The last readers share the heads out among them. All readers but the first begin with the item, so whoever owes a merge
+    // owes it for the first item of its range.
     if (tid == 0 && first_of_worker) {
-        const bool last = worker + 1 == readers.first + readers.count;
-        shared.owed = {readers, row, head_index};
-        if (alone || !last) shared.owed.readers.count = 0;
+        const u32 most = a.group < MOST_MERGERS ? a.group : MOST_MERGERS;
+        const u32 mergers = readers.count - 1 < most ? readers.count - 1 : most;
+        const u32 later = readers.first + readers.count - 1 - worker;
+        shared.owed = {readers, row, head_index, later, later < mergers ? mergers : 0};
     }
 }
 
@@ -127,10 +134,13 @@ struct MergeRoom {
 };
 static_assert(sizeof(MergeRoom) <= sizeof(Shared::slots), "merging needs more room than the slots have");
 
-// Adds up the partial results of an item in the order of the plan. All readers.
+// Adds up the partial results of some heads of an item in the order of the plan. All readers.
 DEVICE void merge_item(Shared& shared, const DecodeArgs& a, const OwedMerge& item) {
     MergeRoom& room = *(MergeRoom*)shared.slots;
-    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, quads = (int)a.group * QUADS;
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+    const int mergers = (int)item.mergers, first_head = (int)item.first_head;
+    const int heads = ((int)a.group - first_head + mergers - 1) / mergers, quads = heads * QUADS;
+    auto nth_head = [&](int i) { return first_head + i * mergers; };
     const u32 count = item.readers.count;
     const OutputRows out(a, item.row, item.head);
     // The first reader holds the item in its second partial unless it begins with it; the others begin with it.
@@ -139,14 +149,16 @@ DEVICE void merge_item(Shared& shared, const DecodeArgs& a, const OwedMerge& ite
     auto partial = [&](u32 k) { return k == 0 ? first : others + (u64)k * (2 * PARTIAL); };
     // The block's parts take every parts-th partial; channels beyond the threads' number go round by round. The first
     // loads need not wait for the factors.
-    const int columns = quads < THREADS ? quads : THREADS, parts = THREADS / columns, part = tid / columns;
-    // On their way at a time: a usual item's share of a thread.
-    constexpr int BATCH = HEADS / 2 * QUADS <= THREADS && SPLIT_QUERY == 1 ? 6 : 16;
+    const int columns = quads < THREADS ? quads : THREADS, room_for = THREADS / columns;
+    const int parts = room_for < (int)count ? room_for : (int)count, part = tid / columns;
+    auto place_of = [&](int e) { return nth_head(e / QUADS) * QUADS + e % QUADS; };
+    constexpr int BATCH = 6;
     float4 x[BATCH];
     auto look_at = [&](u32 from, int e, bool again) {
 #pragma unroll
         for (int i = 0; i < BATCH; i++)
-            if (from + i * parts < count && !(again && is_full(x[i]))) look((const float4*)partial(from + i * parts) + e, x[i]);
+            if (from + i * parts < count && !(again && is_full(x[i])))
+                look((const float4*)partial(from + i * parts) + place_of(e), x[i]);
     };
     auto missing = [&](u32 from) {
         bool any = false;
@@ -155,7 +167,8 @@ DEVICE void merge_item(Shared& shared, const DecodeArgs& a, const OwedMerge& ite
         return any;
     };
     if (part < parts) look_at(part, tid % columns, false);
-    for (int head = warp; head < a.group; head += WARPS) {
+    for (int i = warp; i < heads; i += WARPS) {
+        const int head = nth_head(i);
         auto pair = [&](u32 k) { return (float2*)(partial(k) + HEADS * HEAD_DIM) + head; };
         float m = NEGATIVE_INFINITY, l = 0.f;
 #pragma unroll 1
@@ -180,7 +193,7 @@ DEVICE void merge_item(Shared& shared, const DecodeArgs& a, const OwedMerge& ite
     sync_readers();
 #pragma unroll 1
     for (int round = 0; round < quads; round += columns) {
-        const int e = round + tid % columns, head = e / QUADS;
+        const int e = round + tid % columns, head = nth_head(e / QUADS);
         const bool takes = part < parts && e < quads;
         float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
         if (takes) {
@@ -191,7 +204,7 @@ DEVICE void merge_item(Shared& shared, const DecodeArgs& a, const OwedMerge& ite
 #pragma unroll
                 for (int i = 0; i < BATCH; i++)
                     if (k + i * parts < count) {
-                        empty((float4*)partial(k + i * parts) + e);
+                        empty((float4*)partial(k + i * parts) + place_of(e));
                         add_to(v, x[i], room.factors[head][k + i * parts]);
                     }
             }

@@ -80,12 +80,12 @@ DEVICE float prepare_query(Shared& shared, const DecodeArgs& a, QueryRows& rows,
             v[k][b].x *= a.scale, v[k][b].y *= a.scale;
             largest = fmaxf(largest, fmaxf(fabsf(v[k][b].x), fabsf(v[k][b].y)));
         }
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, step));
+    // Numbers that are not negative compare as their bits do.
+    auto largest_of_lanes = [](float x) { return __uint_as_float(__reduce_max_sync(0xffffffffu, __float_as_uint(x))); };
+    largest = largest_of_lanes(largest);
     if (lane == 0) shared.largest[warp] = largest;
     sync_readers();
-#pragma unroll
-    for (int w = 0; w < WARPS; w++) largest = fmaxf(largest, shared.largest[w]);
+    largest = largest_of_lanes(lane < WARPS ? shared.largest[lane] : 0.f);
 #if SPLIT_QUERY
     const float step = largest > 0.f ? largest / SPLIT_RANGE : 1.f;
     const bool split = key_bits == 2 && value_bits == 2;

@@ -214,8 +214,8 @@ impl DecodeAttention {
         grow(device, &mut self.plans, bytes, "attention plans", None)?;
         grow(device, &mut self.cost, 8 * (sequences + 1), "attention plans", None)?;
         let function = kernels.function(&ATTENTION_PLAN, &Defines::new(), c"decode_plan", 0)?;
-        // `append` has a block for each head of each row.
-        let spare = items.min(workers(device) / MOST_SPARE);
+        // `append` has a block for each head of each row, and is there when attention begins.
+        let spare = if items <= workers(device) / MOST_SPARE { items } else { 0 };
         for (profile, &layer) in self.profiles.iter().enumerate() {
             let args = PlanArgs {
                 step: *step,

@@ -58,7 +58,7 @@ pub fn append_rows_per_block(rows: usize) -> usize {
 
 /// Dynamic shared memory of `append.cu`: its vectors, their partial sums, and the rotation where it is small enough.
 pub fn append_shared(head_dim: usize) -> usize {
-    const VECTORS: usize = 8;
+    const VECTORS: usize = 10;
     const PARTS: usize = 4;
     let rotation = if head_dim <= 128 { head_dim * head_dim } else { 4 };
     ((1 + PARTS) * VECTORS * head_dim + rotation) * 4
