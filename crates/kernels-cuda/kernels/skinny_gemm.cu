@@ -159,9 +159,27 @@ DEVICE void skinny(const SkinnyParams& p) {
         if (NORM) weight.load(p.norm + k);
     };
     if (chunks > 0) load_inputs(0);
+    // The outputs of a unit that this thread adds up: row, place in the unit and place in a warp's sums.
+    constexpr int MINE = (CELLS + 32 * WARPS - 1) / (32 * WARPS);
+    u32 row[MINE], place[MINE], cell[MINE];
+#pragma unroll
+    for (int j = 0; j < MINE; j++) {
+        const u32 i = threadIdx.x + j * 32 * WARPS, tile = (i >> 6) % tiles, m = (i >> 6) / tiles, within = i >> 3 & 7;
+        row[j] = i < ROW_TILES * tiles * 64 ? m * 8 + within : p.rows;
+        place[j] = tile * 8 + (i & 7);
+        cell[j] = ((m * TILES + tile) * 8 + within) * 8 + (i & 7);
+    }
     u32 slot = 0, buffer = 0;
     for (u32 unit = blockIdx.x; unit < units; unit += gridDim.x, buffer ^= 1) {
         float sum[ROW_TILES][TILES][4] = {};
+        float held[MINE];
+        float* out[MINE];
+#pragma unroll
+        for (int j = 0; j < MINE; j++) {
+            const u32 output = unit * tiles * 8 + place[j];
+            out[j] = row[j] < p.rows && output < width ? p.out + (u64)row[j] * width + output : nullptr;
+            held[j] = p.add && out[j] ? *out[j] : 0.0f;
+        }
 #pragma unroll 1
         for (u32 chunk = 0; chunk < chunks; chunk++) {
             u32 high[ROW_TILES][4], low[ROW_TILES][4];
@@ -202,33 +220,31 @@ DEVICE void skinny(const SkinnyParams& p) {
             }
         }
         __syncthreads();
-        for (u32 i = threadIdx.x; i < ROW_TILES * tiles * 64; i += 32 * WARPS) {
-            const u32 column = i & 7, within = i >> 3 & 7, tile = (i >> 6) % tiles, m = (i >> 6) / tiles;
-            const u32 row = m * 8 + within, output = (unit * tiles + tile) * 8 + column;
-            if (row >= p.rows || output >= width) continue;
+#pragma unroll
+        for (int j = 0; j < MINE; j++) {
+            if (!out[j]) continue;
             float scale = 1.0f;
             if (NORM) {
                 float s = 0.0f;
 #pragma unroll
-                for (int w = 0; w < WARPS; w++) s += squares[w][row];
+                for (int w = 0; w < WARPS; w++) s += squares[w][row[j]];
                 scale = 1.0f / sqrtf(s / (float)p.inputs + p.eps);
             }
-            const float* cell = sums + ((m * TILES + tile) * 8 + within) * 8 + column;
             float total = 0.0f;
 #pragma unroll
-            for (int w = 0; w < WARPS; w++) total += cell[w * CELLS];
+            for (int w = 0; w < WARPS; w++) total += sums[w * CELLS + cell[j]];
             total *= scale;
+            const u32 output = unit * tiles * 8 + place[j];
             if (p.bias) total += p.bias[output];
             if (p.gated) {
                 float up = 0.0f;
 #pragma unroll
-                for (int w = 0; w < WARPS; w++) up += cell[w * CELLS + HALF * 64];
+                for (int w = 0; w < WARPS; w++) up += sums[w * CELLS + HALF * 64 + cell[j]];
                 up *= scale;
                 if (p.bias) up += p.bias[width + output];
                 total = __fdividef(total, 1.0f + exp2_fast(-total * LOG2E)) * up;
             }
-            float* out = p.out + (u64)row * width + output;
-            *out = p.add ? *out + total : total;
+            *out[j] = p.add ? held[j] + total : total;
         }
     }
 }
