@@ -15,7 +15,14 @@ extern "C" __global__ void embed(EmbedParams p) {
     wait_for_previous_kernel();
     const u16* row = p.table + (u64)p.tokens[blockIdx.x] * p.width;
     float* out = p.out + (u64)blockIdx.x * p.width;
-    for (u32 i = threadIdx.x; i < p.width; i += blockDim.x) out[i] = bf16_to_f32(row[i]);
+    // Eight at a time where rows allow it: a loop of single loads would wait for memory again and again.
+    const u32 eights = p.width % 8 == 0 ? p.width / 8 : 0;
+    for (u32 i = threadIdx.x; i < eights; i += blockDim.x) {
+        uint4 v = ((const uint4*)row)[i];
+        ((float4*)out)[2 * i] = make_float4(low_bf16(v.x), high_bf16(v.x), low_bf16(v.y), high_bf16(v.y));
+        ((float4*)out)[2 * i + 1] = make_float4(low_bf16(v.z), high_bf16(v.z), low_bf16(v.w), high_bf16(v.w));
+    }
+    for (u32 i = 8 * eights + threadIdx.x; i < p.width; i += blockDim.x) out[i] = bf16_to_f32(row[i]);
 }
 
 struct RmsNormParams {
@@ -117,7 +124,9 @@ extern "C" __global__ void select_rows(SelectParams p) {
     wait_for_previous_kernel();
     const float* x = p.x + (u64)p.rows[blockIdx.x] * p.width;
     float* out = p.out + (u64)blockIdx.x * p.width;
-    for (u32 i = threadIdx.x; i < p.width; i += blockDim.x) out[i] = x[i];
+    const u32 quads = p.width % 4 == 0 ? p.width / 4 : 0;
+    for (u32 i = threadIdx.x; i < quads; i += blockDim.x) ((float4*)out)[i] = ((const float4*)x)[i];
+    for (u32 i = 4 * quads + threadIdx.x; i < p.width; i += blockDim.x) out[i] = x[i];
 }
 
 struct RoundParams {

@@ -1,7 +1,7 @@
 // Few rows times a large matrix: out[row][n] = sum_k x[row][k] * w[n][k], which is reading w once.
 //
 // A block takes a multiprocessor for itself and works through units of 8 * TILES outputs, so that there are as many blocks as
-// multiprocessors and weights flow without a break: each lane copies its 16 bytes of a chunk into a slot of shared memory that
+// multiprocessors, each with as much to do as any other, and weights flow without a break: each lane copies its 16 bytes of a chunk into a slot of shared memory that
 // it alone reads, a few chunks ahead, over the end of a unit into the next, and, before anything else, ahead of the wait for
 // the kernel that makes x. (Slots instead of registers: a warp has too few scoreboards to wait for one of many loads.)
 //
@@ -21,17 +21,18 @@ struct SkinnyParams {
     const float* bias;   // or null
     const float* norm;   // weights of the norm of x; the kernels without a norm ignore it
     u32 rows;
-    u32 outputs;         // a multiple of 8; of 8 * TILES if gated
+    u32 outputs;         // a multiple of 8; of 8 * TILES, which is even, if gated
     u32 inputs;          // a multiple of 32
     u32 add;             // to what `out` holds
     u32 gated;           // outputs are [gate | up] and out = silu(gate) * up
     float eps;           // of the norm
 };
 
-constexpr int TILES = 4;  // of 8 outputs, in a unit
-constexpr int SLOTS = 3;  // of a lane: one is read while the others fill
-constexpr u32 HALF = TILES / 2;
 constexpr u32 CHUNK = 32;  // of the inner dimension, which a warp takes at a time
+// Slots of a lane for units of so many tiles: one is read while the others fill. More than half of a multiprocessor's shared
+// memory, so that no two blocks ever share one while another has none.
+template <int TILES>
+constexpr int SLOTS_OF = TILES == 4 ? 3 : 4;
 
 DEVICE void copy_16_bytes(u32 to, const void* from) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
@@ -86,16 +87,17 @@ struct Eight {
 };
 
 // Where a lane's copies have got to.
-template <int WARPS>
+template <int WARPS, int TILES>
 struct Copies {
+    static constexpr int SLOTS = SLOTS_OF<TILES>;
+    static constexpr u32 SLOT = WARPS * TILES * 512, HALF = TILES / 2;
+
     const SkinnyParams& p;
     const u32 unit_outputs, units, chunks;  // `chunks`: of this warp, in each unit
     const u32 ring;                         // shared address of the lane's first slot
     u32 unit, chunk, slot;
     const u16* from;
     u32 tile_offset[TILES];
-
-    static constexpr u32 SLOT = WARPS * TILES * 512;
 
     DEVICE Copies(const SkinnyParams& p, u32 unit_outputs, u32 units, u32 chunks, u32 ring)
         : p(p), unit_outputs(unit_outputs), units(units), chunks(chunks), ring(ring), unit(blockIdx.x), chunk(0), slot(0) {
@@ -131,18 +133,20 @@ struct Copies {
     }
 };
 
-template <int ROW_TILES, int WARPS, bool NORM>
+template <int ROW_TILES, int WARPS, int TILES, bool NORM>
 DEVICE void skinny(const SkinnyParams& p) {
-    constexpr u32 CELLS = ROW_TILES * TILES * 64;
+    constexpr u32 CELLS = ROW_TILES * TILES * 64, HALF = TILES / 2;
+    constexpr int SLOTS = SLOTS_OF<TILES>;
+    using LaneCopies = Copies<WARPS, TILES>;
     extern __shared__ u8 memory[];  // slots, then two units' sums, f32 [unit & 1][warp][row tile][tile][8 rows][8 outputs]
-    float* partial = (float*)(memory + SLOTS * Copies<WARPS>::SLOT);
+    float* partial = (float*)(memory + SLOTS * LaneCopies::SLOT);
     __shared__ float squares[WARPS][ROW_TILES * 8];
     const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
     const u32 all_chunks = p.inputs / CHUNK, chunks = all_chunks > warp ? (all_chunks - warp + WARPS - 1) / WARPS : 0;
     const u32 tiles = p.gated ? HALF : TILES, width = p.gated ? p.outputs / 2 : p.outputs;
     const u32 units = (width + 8 * tiles - 1) / (8 * tiles);
     allow_next_kernel();
-    Copies<WARPS> copies(p, 8 * tiles, units, chunks, shared_address(memory) + warp * (TILES * 512) + lane * 16);
+    LaneCopies copies(p, 8 * tiles, units, chunks, shared_address(memory) + warp * (TILES * 512) + lane * 16);
 #pragma unroll
     for (int i = 0; i < SLOTS - 1; i++) copies.begin_next();
     // Weights never change; everything below does.
@@ -159,9 +163,27 @@ DEVICE void skinny(const SkinnyParams& p) {
         if (NORM) weight.load(p.norm + k);
     };
     if (chunks > 0) load_inputs(0);
+    // The outputs of a unit that this thread adds up: row, place in the unit and place in a warp's sums.
+    constexpr int MINE = (CELLS + 32 * WARPS - 1) / (32 * WARPS);
+    u32 row[MINE], place[MINE], cell[MINE];
+#pragma unroll
+    for (int j = 0; j < MINE; j++) {
+        const u32 i = threadIdx.x + j * 32 * WARPS, tile = (i >> 6) % tiles, m = (i >> 6) / tiles, within = i >> 3 & 7;
+        row[j] = i < ROW_TILES * tiles * 64 ? m * 8 + within : p.rows;
+        place[j] = tile * 8 + (i & 7);
+        cell[j] = ((m * TILES + tile) * 8 + within) * 8 + (i & 7);
+    }
     u32 slot = 0, buffer = 0;
     for (u32 unit = blockIdx.x; unit < units; unit += gridDim.x, buffer ^= 1) {
         float sum[ROW_TILES][TILES][4] = {};
+        float held[MINE];
+        float* out[MINE];
+#pragma unroll
+        for (int j = 0; j < MINE; j++) {
+            const u32 output = unit * tiles * 8 + place[j];
+            out[j] = row[j] < p.rows && output < width ? p.out + (u64)row[j] * width + output : nullptr;
+            held[j] = p.add && out[j] ? *out[j] : 0.0f;
+        }
 #pragma unroll 1
         for (u32 chunk = 0; chunk < chunks; chunk++) {
             u32 high[ROW_TILES][4], low[ROW_TILES][4];
@@ -174,7 +196,7 @@ DEVICE void skinny(const SkinnyParams& p) {
             wait_for_copies<SLOTS - 2>();
             uint4 b[TILES];
 #pragma unroll
-            for (int n = 0; n < TILES; n++) b[n] = read_slot(copies.ring + slot * Copies<WARPS>::SLOT + n * 512);
+            for (int n = 0; n < TILES; n++) b[n] = read_slot(copies.ring + slot * LaneCopies::SLOT + n * 512);
             slot = slot + 1 == SLOTS ? 0 : slot + 1;
             copies.begin_next();
 #pragma unroll
@@ -202,48 +224,49 @@ DEVICE void skinny(const SkinnyParams& p) {
             }
         }
         __syncthreads();
-        for (u32 i = threadIdx.x; i < ROW_TILES * tiles * 64; i += 32 * WARPS) {
-            const u32 column = i & 7, within = i >> 3 & 7, tile = (i >> 6) % tiles, m = (i >> 6) / tiles;
-            const u32 row = m * 8 + within, output = (unit * tiles + tile) * 8 + column;
-            if (row >= p.rows || output >= width) continue;
+#pragma unroll
+        for (int j = 0; j < MINE; j++) {
+            if (!out[j]) continue;
             float scale = 1.0f;
             if (NORM) {
                 float s = 0.0f;
 #pragma unroll
-                for (int w = 0; w < WARPS; w++) s += squares[w][row];
+                for (int w = 0; w < WARPS; w++) s += squares[w][row[j]];
                 scale = 1.0f / sqrtf(s / (float)p.inputs + p.eps);
             }
-            const float* cell = sums + ((m * TILES + tile) * 8 + within) * 8 + column;
             float total = 0.0f;
 #pragma unroll
-            for (int w = 0; w < WARPS; w++) total += cell[w * CELLS];
+            for (int w = 0; w < WARPS; w++) total += sums[w * CELLS + cell[j]];
             total *= scale;
+            const u32 output = unit * tiles * 8 + place[j];
             if (p.bias) total += p.bias[output];
             if (p.gated) {
                 float up = 0.0f;
 #pragma unroll
-                for (int w = 0; w < WARPS; w++) up += cell[w * CELLS + HALF * 64];
+                for (int w = 0; w < WARPS; w++) up += sums[w * CELLS + HALF * 64 + cell[j]];
                 up *= scale;
                 if (p.bias) up += p.bias[width + output];
                 total = __fdividef(total, 1.0f + exp2_fast(-total * LOG2E)) * up;
             }
-            float* out = p.out + (u64)row * width + output;
-            *out = p.add ? *out + total : total;
+            *out[j] = p.add ? held[j] + total : total;
         }
     }
 }
 
-// For up to `rows` rows, in blocks of `warps` warps.
-#define VARIANT(rows, warps)                                                                                            \
-    extern "C" __global__ void __launch_bounds__(32 * warps, 1) skinny_##rows##_##warps(const __grid_constant__ SkinnyParams p) { \
-        skinny<rows / 8, warps, false>(p);                                                                              \
-    }                                                                                                                   \
-    extern "C" __global__ void __launch_bounds__(32 * warps, 1)                                                         \
-        skinny_norm_##rows##_##warps(const __grid_constant__ SkinnyParams p) {                                          \
-        skinny<rows / 8, warps, true>(p);                                                                               \
+// For up to `rows` rows, in blocks of `warps` warps, units of `tiles` tiles.
+#define VARIANT(rows, warps, tiles)                                                                   \
+    extern "C" __global__ void __launch_bounds__(32 * warps, 1)                                       \
+        skinny_##rows##_##warps##_##tiles(const __grid_constant__ SkinnyParams p) {                   \
+        skinny<rows / 8, warps, tiles, false>(p);                                                     \
+    }                                                                                                 \
+    extern "C" __global__ void __launch_bounds__(32 * warps, 1)                                       \
+        skinny_norm_##rows##_##warps##_##tiles(const __grid_constant__ SkinnyParams p) {              \
+        skinny<rows / 8, warps, tiles, true>(p);                                                      \
     }
-VARIANT(8, 16)
-VARIANT(16, 16)
+VARIANT(8, 16, 4)
+VARIANT(8, 16, 3)
+VARIANT(16, 16, 4)
+VARIANT(16, 16, 3)
 // For GPUs with less than 100 KB of shared memory a block.
-VARIANT(8, 8)
-VARIANT(16, 8)
+VARIANT(8, 8, 4)
+VARIANT(16, 8, 4)

@@ -74,12 +74,13 @@ pub fn gemm(
         let skinny = Skinny::new(device, kernels)?;
         let (x, out) = (x.address(), out.address());
         let product = SkinnyProduct { rows, x, out, norm: None, add: false, gated: false };
-        for (index, shape) in skinny.shapes(rows).enumerate() {
+        let chosen = skinny.choose(rows, outputs, false);
+        for shape in skinny.shapes(rows) {
             let us = time_us::<CudaError>(device, repetitions, |i| {
                 skinny.enqueue_as(shape, &matrices[i % copies], &product)
             })?;
-            let kernel = format!("own, {} rows, {} warps", shape.rows, shape.warps);
-            timings.push(GemmTiming { kernel, chosen: index == 0, us: median(&us) });
+            let kernel = format!("own, {} rows, {} warps, {} tiles", shape.rows, shape.warps, shape.tiles);
+            timings.push(GemmTiming { kernel, chosen: Some(shape) == chosen, us: median(&us) });
         }
     }
     let mut cublaslt = CublasLt::open(device)?;

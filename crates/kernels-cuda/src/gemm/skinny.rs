@@ -10,15 +10,15 @@ use std::ffi::CStr;
 /// Most rows the kernel takes.
 pub const MOST_ROWS: usize = 16;
 
-/// `TILES` and `SLOTS` of `skinny_gemm.cu`.
-const TILES: usize = 4;
-const SLOTS: usize = 3;
+/// Tiles of a unit that holds gates and their ups.
+const GATED_TILES: usize = 4;
 
-/// A variant: rows it has room for, warps a block.
+/// A variant: rows it has room for, warps a block, tiles of 8 outputs in a unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SkinnyShape {
     pub rows: usize,
     pub warps: usize,
+    pub tiles: usize,
 }
 
 #[repr(C)]
@@ -55,18 +55,29 @@ pub struct Skinny {
 }
 
 /// The variants of `skinny_gemm.cu` and the names of their kernels, those with most warps first.
-const VARIANTS: [(SkinnyShape, &CStr, &CStr); 4] = [
-    (SkinnyShape { rows: 8, warps: 16 }, c"skinny_8_16", c"skinny_norm_8_16"),
-    (SkinnyShape { rows: 16, warps: 16 }, c"skinny_16_16", c"skinny_norm_16_16"),
-    (SkinnyShape { rows: 8, warps: 8 }, c"skinny_8_8", c"skinny_norm_8_8"),
-    (SkinnyShape { rows: 16, warps: 8 }, c"skinny_16_8", c"skinny_norm_16_8"),
+const VARIANTS: [(SkinnyShape, &CStr, &CStr); 6] = [
+    (SkinnyShape { rows: 8, warps: 16, tiles: 4 }, c"skinny_8_16_4", c"skinny_norm_8_16_4"),
+    (SkinnyShape { rows: 8, warps: 16, tiles: 3 }, c"skinny_8_16_3", c"skinny_norm_8_16_3"),
+    (SkinnyShape { rows: 16, warps: 16, tiles: 4 }, c"skinny_16_16_4", c"skinny_norm_16_16_4"),
+    (SkinnyShape { rows: 16, warps: 16, tiles: 3 }, c"skinny_16_16_3", c"skinny_norm_16_16_3"),
+    (SkinnyShape { rows: 8, warps: 8, tiles: 4 }, c"skinny_8_8_4", c"skinny_norm_8_8_4"),
+    (SkinnyShape { rows: 16, warps: 8, tiles: 4 }, c"skinny_16_8_4", c"skinny_norm_16_8_4"),
 ];
 
 impl SkinnyShape {
     /// Dynamic shared memory: the lanes' slots and the sums of two units.
     fn shared(self) -> usize {
-        let (slots, sums) = (SLOTS * TILES * 512, 2 * TILES * 64 * 4 * (self.rows / 8));
-        self.warps * (slots + sums)
+        let slots = if self.tiles == 4 { 3 } else { 4 };
+        self.warps * self.tiles * (slots * 512 + 2 * 64 * 4 * (self.rows / 8))
+    }
+
+    fn units(self, outputs: usize) -> usize {
+        outputs.div_ceil(8 * self.tiles)
+    }
+
+    /// Tiles that the busiest of so many blocks takes: what a product lasts.
+    fn longest(self, outputs: usize, blocks: usize) -> usize {
+        self.units(outputs).div_ceil(blocks) * self.tiles
     }
 
     /// Room for the squares of a norm, which is not dynamic.
@@ -96,17 +107,26 @@ impl Skinny {
 
     /// Can [`SkinnyProduct::gated`] be asked of this matrix?
     pub fn gates(matrix: &CudaMatrix) -> bool {
-        matrix.outputs.is_multiple_of(16 * TILES)
+        matrix.outputs.is_multiple_of(16 * GATED_TILES)
     }
 
-    /// The variants for `rows` rows, the one that is used first.
+    /// The variants for `rows` rows.
     pub fn shapes(&self, rows: usize) -> impl Iterator<Item = SkinnyShape> {
         let capacity = if rows <= 8 { 8 } else { MOST_ROWS };
         self.pairs.iter().map(|p| p.shape).filter(move |s| s.rows == capacity)
     }
 
+    /// The variant that is used: most warps first, then the evenest share of the work.
+    pub fn choose(&self, rows: usize, outputs: usize, gated: bool) -> Option<SkinnyShape> {
+        choose(self.shapes(rows), outputs, gated, self.blocks())
+    }
+
+    fn blocks(&self) -> usize {
+        self.device.properties().multiprocessors as usize
+    }
+
     pub fn enqueue(&self, matrix: &CudaMatrix, product: &SkinnyProduct) -> Result<()> {
-        let Some(shape) = self.shapes(product.rows).next() else {
+        let Some(shape) = self.choose(product.rows, matrix.outputs, product.gated) else {
             let detail = "the GPU has too little shared memory a block".into();
             return Err(CudaError::Shape { what: "a skinny product", detail });
         };
@@ -133,12 +153,22 @@ impl Skinny {
             gated: product.gated as u32,
             eps,
         };
-        let units = matrix.outputs.div_ceil(8 * TILES);
-        let blocks = units.min(self.device.properties().multiprocessors as usize);
+        let blocks = shape.units(matrix.outputs).min(self.blocks());
         let launch = LaunchShape::new(blocks, shape.warps as u32 * 32).shared(shape.shared()).overlapping();
         let function = if product.norm.is_some() { pair.normed } else { pair.plain };
         self.device.launch(function, launch, &params)
     }
+}
+
+fn choose(
+    shapes: impl Iterator<Item = SkinnyShape>,
+    outputs: usize,
+    gated: bool,
+    blocks: usize,
+) -> Option<SkinnyShape> {
+    shapes
+        .filter(|s| !gated || s.tiles == GATED_TILES)
+        .min_by_key(|s| (std::cmp::Reverse(s.warps), s.longest(outputs, blocks), std::cmp::Reverse(s.tiles)))
 }
 
 /// What is multiplied: `out ← x · wᵀ + bias`, with a norm before it and a gate behind it where asked. Addresses are of
@@ -160,16 +190,32 @@ pub struct SkinnyProduct {
 mod tests {
     use super::*;
 
+    fn fitting(rows: usize, room: usize) -> impl Iterator<Item = SkinnyShape> {
+        VARIANTS.iter().map(|v| v.0).filter(move |s| s.rows == rows && s.fits(room))
+    }
+
     #[test]
     fn every_supported_gpu_has_room_for_a_variant_of_every_size() {
         // Shared memory a block may have on sm_80, sm_89 and sm_90.
         for (room, warps) in [(163 << 10, 16), (99 << 10, 8), (227 << 10, 16)] {
             for rows in [8, MOST_ROWS] {
-                let first = VARIANTS.iter().find(|(s, ..)| s.rows == rows && s.fits(room));
-                assert_eq!(first.map(|(s, ..)| s.warps), Some(warps), "{rows} rows in {room} bytes");
+                for gated in [false, true] {
+                    let chosen = choose(fitting(rows, room), 4096, gated, 108).unwrap();
+                    assert_eq!((chosen.warps, chosen.rows), (warps, rows), "{room} bytes");
+                }
             }
         }
-        // More than half of a multiprocessor: two blocks on one while another has none would cost half the speed.
-        assert!(VARIANTS[0].0.shared() > 114 << 10);
+        // More than half of a multiprocessor: no two blocks on one while another has none.
+        for (shape, ..) in VARIANTS.iter().filter(|v| v.0.warps == 16) {
+            assert!(shape.shared() > 114 << 10, "{shape:?}");
+        }
+    }
+
+    #[test]
+    fn units_are_chosen_so_that_the_busiest_block_has_least_to_do() {
+        let tiles = |outputs, gated| choose(fitting(8, 227 << 10), outputs, gated, 132).unwrap().tiles;
+        // 128 units of 4 tiles; 256 of 3 in two rounds instead of 192 of 4; 107 of 3 instead of 80 of 4.
+        assert_eq!([4096, 6144, 2560].map(|outputs| tiles(outputs, false)), [4, 3, 3]);
+        assert_eq!(tiles(6144, true), 4);
     }
 }
