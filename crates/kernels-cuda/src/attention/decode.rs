@@ -153,8 +153,8 @@ const FIRST_PAGES: usize = 64;
 const PLAN_THREADS: u32 = 256;
 /// KV heads that `attention_plan.cu` has room for.
 const MOST_HEADS: usize = 256;
-/// The share of the workers that may be left idle where little is read, as a divisor.
-const MOST_SPARE: usize = 8;
+/// Of so many workers one may be left idle where little is read.
+const WORKERS_TO_A_SPARE: usize = 8;
 /// Bytes of `WorkerPlan` and `ItemPlan`.
 const WORKER_PLAN: usize = 48 + 4 * FIRST_PAGES;
 const ITEM_PLAN: usize = 16;
@@ -214,8 +214,7 @@ impl DecodeAttention {
         grow(device, &mut self.plans, bytes, "attention plans", None)?;
         grow(device, &mut self.cost, 8 * (sequences + 1), "attention plans", None)?;
         let function = kernels.function(&ATTENTION_PLAN, &Defines::new(), c"decode_plan", 0)?;
-        // `append` has a block for each head of each row, and is there when attention begins.
-        let spare = if items <= workers(device) / MOST_SPARE { items } else { 0 };
+        let spare = spare_workers(items, workers(device));
         for (profile, &layer) in self.profiles.iter().enumerate() {
             let args = PlanArgs {
                 step: *step,
@@ -288,6 +287,12 @@ fn workers(device: &Device) -> usize {
     (device.properties().multiprocessors as usize).min(MOST_WORKERS)
 }
 
+/// Workers to leave idle where little is read: `append` has a block for each head of each row, and still holds their
+/// multiprocessors when attention begins on the others. Many rows hold too many to leave them all out.
+fn spare_workers(items: usize, workers: usize) -> usize {
+    if items <= workers / WORKERS_TO_A_SPARE { items } else { 0 }
+}
+
 fn address(buffer: &Option<Buffer>) -> u64 {
     buffer.as_ref().map_or(0, Buffer::address)
 }
@@ -356,6 +361,12 @@ mod tests {
             assert!(error.contains("64, 128 and 256"), "{error}");
         }
         assert!(Variant::fitting(256, 16, 8 << 10).unwrap_err().to_string().contains("shared memory"));
+    }
+
+    #[test]
+    fn few_rows_leave_their_multiprocessors_out_and_many_do_not() {
+        assert_eq!([1, 8, 16, 17, 64].map(|items| spare_workers(items, 132)), [1, 8, 16, 0, 0]);
+        assert_eq!(spare_workers(1, 4), 0);
     }
 
     #[test]
