@@ -17,6 +17,8 @@ constexpr u32 SWITCH_COST = 100 << 10;
 // Bytes of a unit: a BF16 tile, a coded page or half of one.
 DEVICE u32 near_cost(const PlanArgs& a) { return 4 * TILE_TOKENS * a.head_dim; }
 DEVICE u32 coded_cost(const PlanArgs& a, const HeadPages& h) {
+    // A head without history has no such units; any cost will do.
+    if (!h.keeps_history()) return near_cost(a);
     return (8 * a.head_dim * (h.key_bits + h.value_bits) + 8 * PAGE_TOKENS) / pieces_of(h);
 }
 
