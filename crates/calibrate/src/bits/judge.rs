@@ -111,26 +111,27 @@ impl Scores {
         })
     }
 
-    /// Mean over groups of the divergence relative to a yardstick's: one is as harmful as the yardstick.
+    /// The divergences of all groups in one figure, relative to a yardstick's: one is as harmful as the yardstick.
     pub fn relative_to(&self, yardstick: &Self) -> f64 {
-        let units = measuring_units(yardstick.groups().map(|(_, divergence, _)| divergence));
-        let shares: Vec<f64> =
-            self.groups().zip(units).map(|((_, divergence, _), unit)| divergence / unit).collect();
-        shares.iter().sum::<f64>() / shares.len().max(1) as f64
+        let weights = group_weights(yardstick.groups().map(|(_, divergence, _)| divergence));
+        self.groups().zip(weights).map(|((_, divergence, _), weight)| divergence * weight).sum()
     }
 }
 
 /// Share of the largest group's yardstick below which no group's is taken for its own.
 const LEAST_YARDSTICK: f64 = 0.1;
 
-/// What a divergence of each group is measured in: the group's own under the yardstick, so that kinds of probes count alike
-/// whatever their scale, but no less than a share of the largest. A group that the yardstick hardly moves is one
-/// on which codes do no harm that anyone would see; divided by so little, its noise would weigh as much as the others' harm.
-pub(super) fn measuring_units(yardsticks: impl Iterator<Item = f64>) -> Vec<f64> {
+/// What a divergence of each group counts, so that the yardstick's add up to one. Divergences are measured in the group's own
+/// under the yardstick, so that kinds of probes count alike whatever their scale, but in no less than a share of the
+/// largest: a group that the yardstick hardly moves is one on which codes do no harm that anyone would see, and divided by
+/// so little, its noise would weigh as much as the others' harm.
+pub(super) fn group_weights(yardsticks: impl Iterator<Item = f64>) -> Vec<f64> {
     let own: Vec<f64> = yardsticks.collect();
     let least = LEAST_YARDSTICK * own.iter().copied().fold(0.0, f64::max);
     // Where nothing moves at all, any unit will do.
-    own.into_iter().map(|divergence| divergence.max(least).max(1e-12)).collect()
+    let units: Vec<f64> = own.iter().map(|divergence| divergence.max(least).max(1e-12)).collect();
+    let total: f64 = own.iter().zip(&units).map(|(divergence, unit)| divergence / unit).sum();
+    units.into_iter().map(|unit| 1.0 / (unit * total.max(1e-12))).collect()
 }
 
 fn argmax(logits: &[f32]) -> u32 {
@@ -336,10 +337,14 @@ mod tests {
 
     #[test]
     fn a_yardstick_that_hardly_moves_does_not_make_noise_into_harm() {
-        let units = measuring_units([0.008, 0.004, 2e-5, 0.0].into_iter());
-        let expected = [0.008, 0.004, 0.0008, 0.0008];
-        assert!(units.iter().zip(expected).all(|(a, b)| (a - b).abs() < 1e-12), "{units:?}");
-        assert!(measuring_units([0.0, 0.0].into_iter()).iter().all(|&u| u > 0.0));
+        let yardsticks = [0.008, 0.004, 2e-5, 0.0];
+        let weights = group_weights(yardsticks.into_iter());
+        let total: f64 = yardsticks.iter().zip(&weights).map(|(y, w)| y * w).sum();
+        assert!((total - 1.0).abs() < 1e-9, "the yardstick is one: {total}");
+        assert!((weights[1] / weights[0] - 2.0).abs() < 1e-9, "kinds that move count alike");
+        // Both are measured in a tenth of the largest.
+        assert!((weights[2] / weights[0] - 10.0).abs() < 1e-9 && weights[3] == weights[2], "{weights:?}");
+        assert!(group_weights([0.0, 0.0].into_iter()).iter().all(|w| w.is_finite()));
     }
 
     #[test]

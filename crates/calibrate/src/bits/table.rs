@@ -81,7 +81,7 @@ impl WidthTable {
 }
 
 /// Harm of each unit at each width: `[unit][width − 1]`, units as in [`WidthTable::units`]. One is what uniform two
-/// bits do to one group of probes; a unit's harm is the mean over the groups.
+/// bits do to all groups of probes together.
 #[derive(Clone, Debug, PartialEq)]
 pub struct HarmMap {
     pub layers: usize,
