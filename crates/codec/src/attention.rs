@@ -77,6 +77,9 @@ pub fn attend_page(
     form: Form,
     state: &mut AttentionState,
 ) {
+    if !codec.keeps_history() {
+        return;
+    }
     let d = codec.head_dim();
     assert!(query.len() == d && tokens.end <= PAGE_TOKENS && page.len() == codec.page_bytes());
     let scores: Vec<f32> = tokens.clone().map(|t| scale * score(query, codec, page, t, form)).collect();
@@ -204,6 +207,9 @@ pub fn attend_context(
         (Reading { keys_coded: false, values_coded: false }, either..end),
     ];
     for (reading, range) in pieces {
+        if (reading.keys_coded || reading.values_coded) && !context.coded_codec.keeps_history() {
+            continue;
+        }
         if reading.keys_coded != reading.values_coded || reading.keys_coded && !row_by_row {
             attend_tokens(query, scale, sink, context, range, reading, &mut state);
             continue;

@@ -179,6 +179,15 @@ impl CacheLayout {
         sum / (2 * heads * tokens) as f64
     }
 
+    /// Does every head keep its history? One that does not lives by its recent tokens, so these must never be given up
+    /// for codes that it does not have.
+    pub fn keeps_all_history(&self) -> bool {
+        self.coded.as_ref().is_none_or(|table| {
+            (0..table.layers() * table.kv_heads())
+                .all(|i| table.codec(i / table.kv_heads(), i % table.kv_heads()).keeps_history())
+        })
+    }
+
     /// Do codes of a page depend on tokens of later pages? Then pages cannot be shared between sequences that
     /// part after them.
     pub fn codes_span_pages(&self) -> bool {

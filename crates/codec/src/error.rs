@@ -24,6 +24,10 @@ pub enum CodecError {
     #[error("{0} bits a code are not supported: use 1, 2, 3, 4 or 8")]
     Bits(u32),
     #[error(
+        "a head keeps the history of both sides or of none: give it 0 bits on both, or at least 1 on each"
+    )]
+    HalfAbsent,
+    #[error(
         "'{found}' is no mean of 1- to 4-bit codes: with scale and minimum counted it is between 1.25 and 4.25 bits"
     )]
     MeanBits { found: String },

@@ -333,7 +333,8 @@ impl FormatTable {
         Self::new(layers, kv_heads, codecs)
     }
 
-    /// `oscar` codes whose widths are given as `[layer][kv_head]` pairs of (key bits, value bits).
+    /// `oscar` codes whose widths are given as `[layer][kv_head]` pairs of (key bits, value bits); a head of no bits keeps no
+    /// history.
     pub fn from_widths(
         layers: usize,
         kv_heads: usize,
@@ -344,7 +345,10 @@ impl FormatTable {
         let codecs = widths
             .iter()
             .map(|&(key, value)| {
-                let spec = |side, bits| SideSpec::affine(bits, default_clip(side, bits));
+                let spec = |side, bits| match bits {
+                    0 => SideSpec::ABSENT,
+                    _ => SideSpec::affine(bits, default_clip(side, bits)),
+                };
                 RowPageCodec::new(head_dim, spec(Side::Key, key), spec(Side::Value, value), layout)
             })
             .collect::<Result<_>>()?;
@@ -465,6 +469,13 @@ mod tests {
             assert_eq!(table.codec(i / 2, i % 2).page_bytes(), 1024 * (k + v) as usize + 512);
         }
         assert_eq!(table.bits_per_element(), 2.0 + 0.25);
+        let table = FormatTable::from_widths(1, 2, 128, &[(0, 0), (4, 4)], CodeLayout::CpuTile).unwrap();
+        assert_eq!((table.codec(0, 0).page_bytes(), table.codec(0, 0).keeps_history()), (0, false));
+        assert_eq!(table.bits_per_element(), 4.25 / 2.0, "a head without history takes no bytes at all");
+        for half in [(0, 2), (2, 0)] {
+            let error = FormatTable::from_widths(1, 1, 128, &[half], CodeLayout::CpuTile).unwrap_err();
+            assert_eq!(error, CodecError::HalfAbsent);
+        }
         assert!(FormatTable::from_widths(3, 2, 128, &widths[..5], CodeLayout::CpuTile).is_err());
         assert!(
             FormatTable::from_widths(1, 1, 128, &[(5, 2)], CodeLayout::CpuTile)

@@ -49,6 +49,8 @@ pub enum Scheme {
     /// Two-bit codes a channel, in groups of `tokens` tokens, some eighths of the channels promoted to four bits.
     /// For keys.
     ChannelGroups { tokens: usize, promoted_eighths: usize },
+    /// Nothing: queries of the head read its BF16 windows alone. Of both sides or of none.
+    Absent,
 }
 
 /// Width, grouping and clipping of one side.
@@ -66,6 +68,7 @@ pub struct SideSpec {
 impl SideSpec {
     pub const BF16: Self = Self { scheme: Scheme::Bf16, bits: 16, group: 0, clip: 0.0 };
     pub const F32: Self = Self { scheme: Scheme::F32, bits: 32, group: 0, clip: 0.0 };
+    pub const ABSENT: Self = Self { scheme: Scheme::Absent, bits: 0, group: 0, clip: 0.0 };
 
     pub fn affine(bits: u32, clip: f64) -> Self {
         Self { scheme: Scheme::Affine, bits, group: 0, clip }
@@ -83,6 +86,7 @@ impl SideSpec {
             Scheme::OfficialAffine | Scheme::LloydMax(lloyd_max::Variant::OfficialRatio) => self.bits == 2,
             Scheme::LloydMax(_) | Scheme::TurboQuant(_) => (1..=4).contains(&self.bits),
             Scheme::Fp8 => self.bits == 8,
+            Scheme::Absent => self.bits == 0,
             Scheme::ChannelGroups { .. } => self.bits == 2,
             _ => matches!(self.bits, 1..=4 | 8),
         };
@@ -152,6 +156,9 @@ pub struct RowPageCodec {
 impl RowPageCodec {
     pub fn new(head_dim: usize, key: SideSpec, value: SideSpec, layout: CodeLayout) -> Result<Self> {
         check_head_dim(head_dim)?;
+        if (key.scheme == Scheme::Absent) != (value.scheme == Scheme::Absent) {
+            return Err(CodecError::HalfAbsent);
+        }
         Ok(Self {
             head_dim,
             layout,
@@ -163,7 +170,7 @@ impl RowPageCodec {
     /// The same pages with codes chosen another way: `unbiased` on both sides, feedback for keys.
     pub fn with_rounding(mut self, rounding: Rounding) -> Result<Self> {
         for side in [&self.key, &self.value] {
-            if side.spec.scheme != Scheme::Affine || side.groups != 1 {
+            if !matches!(side.spec.scheme, Scheme::Affine | Scheme::Absent) || side.groups != 1 {
                 return Err(CodecError::Rounding);
             }
         }
@@ -184,6 +191,11 @@ impl RowPageCodec {
             Side::Key => &self.key,
             Side::Value => &self.value,
         }
+    }
+
+    /// Is there anything of this head but its BF16 windows?
+    pub fn keeps_history(&self) -> bool {
+        self.key.spec.scheme != Scheme::Absent
     }
 
     pub fn spec(&self, side: Side) -> SideSpec {

@@ -19,6 +19,7 @@ pub(crate) enum Body {
     Mapped,
     Records(RecordCodec),
     TokenGroups(ChannelGroups),
+    Nothing,
 }
 
 /// One side of a row codec, with everything derived from its spec.
@@ -57,6 +58,7 @@ impl SideCodec {
             Scheme::ChannelGroups { tokens, promoted_eighths } => {
                 Body::TokenGroups(ChannelGroups::new(head_dim, tokens, head_dim * promoted_eighths / 8)?)
             }
+            Scheme::Absent => Body::Nothing,
             _ => Body::Mapped,
         };
         let is_mapped_code = spec.is_coded() && body == Body::Mapped;
@@ -70,6 +72,7 @@ impl SideCodec {
         let (code_bytes, param_bytes) = match &body {
             Body::Records(records) => (PAGE_TOKENS * records.row_bytes(), 0),
             Body::TokenGroups(groups) => (PAGE_TOKENS / TILE_TOKENS * groups.tile_bytes(), 0),
+            Body::Nothing => (0, 0),
             Body::Mapped => match spec.scheme {
                 Scheme::F32 => (PAGE_TOKENS * head_dim * 4, 0),
                 Scheme::Bf16 => (PAGE_TOKENS * head_dim * 2, 0),
@@ -101,6 +104,7 @@ impl SideCodec {
             return records.encode_row(row, &mut codes[token * records.row_bytes()..][..records.row_bytes()]);
         }
         match self.spec.scheme {
+            Scheme::Absent => return,
             Scheme::F32 => {
                 for (c, v) in row.iter().enumerate() {
                     put(codes, self.map.element_index(token, c), v.to_le_bytes());
@@ -203,7 +207,7 @@ impl SideCodec {
                 return records.decode_row(&codes[token * records.row_bytes()..][..records.row_bytes()], row);
             }
             // Only `decode_token` knows where groups begin and has the pages they may span.
-            Body::TokenGroups(_) => return row.fill(0.0),
+            Body::TokenGroups(_) | Body::Nothing => return row.fill(0.0),
         }
         match self.spec.scheme {
             Scheme::F32 => {

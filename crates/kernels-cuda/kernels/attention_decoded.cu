@@ -44,6 +44,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_decoded(DecodedP
     const u32 key_boundary = side_boundary(sink, p.key_recent, p.key_unit, position);
     const u32 value_boundary = side_boundary(sink, p.value_recent, p.value_unit, position);
     const HeadPages pages = p.pages[kv_head];
+    const bool history = pages.keeps_history();
     for (u32 i = threadIdx.x; i < D; i += THREADS)
         query[i] = p.queries[((u64)row * p.query_heads + head) * D + i] * p.scale;
     float largest = NEGATIVE_INFINITY, total = 0.0f, sum = 0.0f;  // `sum` of channel threadIdx.x
@@ -54,7 +55,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_decoded(DecodedP
         // Four threads take a token's score, eight channels at a time.
         const u32 token = threadIdx.x / 4, part = threadIdx.x % 4, at = begin + token;
         float score = 0.0f;
-        if (token < end) {
+        if (token < end && !history && at >= sink && at < max(key_boundary, value_boundary)) {
+            score = NEGATIVE_INFINITY;
+        } else if (token < end) {
             const u16* page = page_of(pages, full_id, decoded_id, at >= sink && at < key_boundary);
             for (u32 c = 8 * part; c < D; c += 32) {
                 const uint4 k = *(const uint4*)(page + full_element(KEY, D, token, c));
@@ -75,14 +78,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_decoded(DecodedP
         const float before = largest;
         for (u32 t = 0; t < end; t++) largest = fmaxf(largest, weights[t]);
         __syncthreads();
-        if (threadIdx.x < PAGE_TOKENS) weights[threadIdx.x] = exp2f((weights[threadIdx.x] - largest) * LOG2E);
-        if (threadIdx.x == 0) rescale = exp2f((before - largest) * LOG2E);
+        // Nothing to read yet: any finite reference will do.
+        const float reference = largest == NEGATIVE_INFINITY ? 0.0f : largest;
+        if (threadIdx.x < PAGE_TOKENS) weights[threadIdx.x] = exp2f((weights[threadIdx.x] - reference) * LOG2E);
+        if (threadIdx.x == 0) rescale = exp2f((before - reference) * LOG2E);
         __syncthreads();
         total *= rescale;
         sum *= rescale;
         for (u32 t = 0; t < end; t++) total += weights[t];
         if (threadIdx.x < D) {
             for (u32 t = 0; t < end; t++) {
+                if (weights[t] == 0.0f) continue;  // what is not read may hold anything
                 const u16* page =
                     page_of(pages, full_id, decoded_id, begin + t >= sink && begin + t < value_boundary);
                 sum = __fmaf_rn(weights[t], bf16_to_f32(page[full_element(VALUE, D, t, threadIdx.x)]), sum);

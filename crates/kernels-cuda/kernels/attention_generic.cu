@@ -40,7 +40,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_generic(Attentio
         const u32 at = block * 64 + token;
         float score = 0.0f;
         if (token < end) {
-            if (at >= p.step.sink && at < boundary) {
+            if (at >= p.step.sink && at < boundary && !pages.keeps_history()) {
+                score = NEGATIVE_INFINITY;
+            } else if (at >= p.step.sink && at < boundary) {
                 u32 pair = *(const u32*)(coded + param_byte(shape, KEY, token));
                 float scale = f16_to_f32(pair & 0xffff), minimum = f16_to_f32(pair >> 16);
                 for (u32 c = part; c < D; c += 4)
@@ -57,8 +59,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_generic(Attentio
         float before = largest;
         for (u32 t = 0; t < end; t++) largest = fmaxf(largest, weights[t]);
         __syncthreads();
-        if (threadIdx.x < 64) weights[threadIdx.x] = exp2f((weights[threadIdx.x] - largest) * LOG2E);
-        if (threadIdx.x == 0) rescale = exp2f((before - largest) * LOG2E);
+        // Nothing to read yet: any finite reference will do.
+        const float reference = largest == NEGATIVE_INFINITY ? 0.0f : largest;
+        if (threadIdx.x < 64) weights[threadIdx.x] = exp2f((weights[threadIdx.x] - reference) * LOG2E);
+        if (threadIdx.x == 0) rescale = exp2f((before - reference) * LOG2E);
         __syncthreads();
         total *= rescale;
         sum *= rescale;
@@ -68,6 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_generic(Attentio
             for (u32 t = 0; t < end; t++) {
                 float value;
                 if (block * 64 + t >= p.step.sink && block * 64 + t < boundary) {
+                    if (!pages.keeps_history()) continue;
                     u32 pair = *(const u32*)(coded + param_byte(shape, VALUE, t));
                     value = f16_to_f32(pair & 0xffff) * (float)load_code(coded, shape, VALUE, t, c) +
                             f16_to_f32(pair >> 16);

@@ -23,7 +23,7 @@ constexpr u32 LITTLE = 640 << 10;
 
 // What every block works out.
 struct Plan {
-    u64 page_cost[MOST_HEADS];  // bytes of a coded page, by head
+    u64 page_cost[MOST_HEADS];  // bytes of a coded page, by head; 0 where it keeps no history
     u32 pieces[MOST_HEADS];     // units of it
     u64 cost_before[THREADS + 1];  // costs before each sequence, where they are few
     u32 own_before[THREADS + 1];  // workers before each item, where each has its own
@@ -70,7 +70,7 @@ struct Planner {
     // The first unit of an item that has at least `bytes` before it.
     DEVICE u32 unit_of(const ContextShape& c, u32 head, u64 bytes) const {
         const u64 near = c.near_units * near_cost;
-        if (bytes <= near) return (u32)((bytes + near_cost - 1) / near_cost);
+        if (bytes <= near || plan.pieces[head] == 0) return (u32)((bytes + near_cost - 1) / near_cost);
         const u32 coded = (u32)plan.page_cost[head] / plan.pieces[head];
         return c.near_units + (u32)((bytes - near + coded - 1) / coded);
     }
@@ -132,9 +132,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_plan(PlanArgs a) {
     __syncthreads();
     if (tid < a.kv_heads) {
         const HeadPages head = a.heads[tid];
-        page_cost = 8 * a.head_dim * (head.key_bits + head.value_bits) + 8 * PAGE_TOKENS;
-        plan.page_cost[tid] = page_cost, plan.pieces[tid] = pieces_of(head);
-        atomicMax(&plan.largest, (u32)page_cost / pieces_of(head));
+        const u32 pieces = pieces_of(head);
+        page_cost = pieces == 0 ? 0 : 8 * a.head_dim * (head.key_bits + head.value_bits) + 8 * PAGE_TOKENS;
+        plan.page_cost[tid] = page_cost, plan.pieces[tid] = pieces;
+        if (pieces > 0) atomicMax(&plan.largest, (u32)page_cost / pieces);
     }
     u64 page_of_all_heads;
     sum_before(page_cost, plan.warp_sums, page_of_all_heads);

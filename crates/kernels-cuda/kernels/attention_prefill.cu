@@ -114,10 +114,11 @@ struct Cursor {
 
 struct Context {
     u32 sink, first_boundary, last_boundary, last;  // boundaries of the block's first and last query; its last position
+    bool history;
 
     DEVICE bool wants(const Cursor& c) const {
         u32 begin = c.block * 64, end = min(begin + 64, last + 1);
-        if (c.coded) return end > sink && begin < last_boundary && last_boundary > sink;
+        if (c.coded) return history && end > sink && begin < last_boundary && last_boundary > sink;
         return begin < sink || end > first_boundary;
     }
 
@@ -154,7 +155,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_prefill(PrefillP
     const CodedPage shape = {pages.key_bits, pages.value_bits, D};
     const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
     const u32 first_query = s.first_position + first / group, last_query = s.first_position + last_row / group;
-    const Context context = {p.step.sink, boundary_of(p.step, first_query), boundary_of(p.step, last_query), last_query};
+    const Context context = {p.step.sink, boundary_of(p.step, first_query), boundary_of(p.step, last_query), last_query,
+                             pages.keeps_history()};
 
     auto start_copy = [&](const Cursor& c, u32 stage) {
         u32 id = (c.coded ? p.step.coded : p.step.full)[s.table + c.block];

@@ -33,8 +33,10 @@ DEVICE ContextShape context_of(const StepTables& step, const SequenceInfo& s) {
     return c;
 }
 
-// Two-bit pages fit a slot; the others come in halves.
-DEVICE u32 pieces_of(const HeadPages& head) { return head.key_bits == 2 && head.value_bits == 2 ? 1 : 2; }
+// Two-bit pages fit a slot; the others come in halves, or not at all where a head keeps no history.
+DEVICE u32 pieces_of(const HeadPages& head) {
+    return !head.keeps_history() ? 0 : head.key_bits == 2 && head.value_bits == 2 ? 1 : 2;
+}
 
 // Tile of a unit below near_units.
 DEVICE u32 near_tile(const ContextShape& c, u32 unit) {

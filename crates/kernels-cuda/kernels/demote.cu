@@ -87,6 +87,7 @@ extern "C" __global__ void __launch_bounds__(32 * DEMOTE_WARPS) demote(DemoteArg
         const u32 side = job & 1, head_index = (job >> 1) % a.kv_heads;
         const DemotedTile tile = a.step.demoted[(job >> 1) / a.kv_heads];
         const HeadPages head = a.heads[head_index];
+        if (!head.keeps_history()) continue;
         const CodedPage shape = {head.key_bits, head.value_bits, HEAD_DIM};
         const u32 bits = shape.side_bits(side), clip = side == KEY ? head.key_clip : head.value_clip;
         const float top = (float)((1u << bits) - 1);

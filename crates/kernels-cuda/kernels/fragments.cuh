@@ -89,6 +89,7 @@ __host__ __device__ constexpr int code_bytes_per_tile(int bits) { return 2 * HEA
 
 // Power of two that the codes of step j arrive with; `channel_half` tells channels 0..7 of the step from 8..15.
 DEVICE int plane_exponent(int bits, int j, int channel_half) {
+    if (bits == 0) return 0;  // of a head without history: no codes come
     int planes = planes_of(bits);
     int plane = planes <= STEPS ? j % planes : j + STEPS * channel_half;
     return bits == 1 ? (plane & 7) : bits == 4 ? 4 * (plane & 1) : 2 * (plane % 5);

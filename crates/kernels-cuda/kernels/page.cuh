@@ -132,10 +132,13 @@ __device__ __forceinline__ void store_params(u8 *page, const CodedPage &shape, u
 
 // Pages of one layer and KV head: page i of a kind lies at base + i * page bytes. The device array of these, one entry per
 // (layer, head), is made once when the pool is made; key_clip and value_clip are order-statistic indices (oscar_codec::clip::
-// order_index), 0xffffffff where clipping is off.
+// order_index), 0xffffffff where clipping is off. A head of zero bits keeps no history: it has no coded pages, and its
+// queries read the BF16 windows alone.
 struct HeadPages {
   u64 full;
   u64 coded;
   u32 key_bits, value_bits;
   u32 key_clip, value_clip;
+
+  __device__ __forceinline__ bool keeps_history() const { return key_bits != 0; }
 };

@@ -130,13 +130,17 @@ impl CudaPages {
             order_index(codec.spec(side).clip, codec.head_dim()).map_or(u32::MAX, |index| index as u32)
         };
         let read_as_code = layout.coded().filter(|_| storage == Storage::Codes);
+        // History that is kept decoded has the widths of full pages, but for heads that keep none.
+        let absent = |i: usize| {
+            layout.coded().is_some_and(|t| !t.codec(i / t.kv_heads(), i % t.kv_heads()).keeps_history())
+        };
         let heads: Vec<HeadPages> = codecs(read_as_code.unwrap_or(layout.full()))
             .enumerate()
             .map(|(i, codec)| HeadPages {
                 full: full[i].address,
                 coded: coded.get(i).map_or(0, |r| r.address),
-                key_bits: codec.spec(Side::Key).bits,
-                value_bits: codec.spec(Side::Value).bits,
+                key_bits: if absent(i) { 0 } else { codec.spec(Side::Key).bits },
+                value_bits: if absent(i) { 0 } else { codec.spec(Side::Value).bits },
                 key_clip: clip(codec, Side::Key),
                 value_clip: clip(codec, Side::Value),
             })
@@ -213,7 +217,7 @@ impl CudaPages {
             let parameters = (self.storage == Storage::Codes).then_some(codes);
             all.push(run(r, before.1, coded, parameters));
         }
-        all.retain(|run| run.count > 0);
+        all.retain(|run| run.count > 0 && run.page_bytes > 0);
         Ok(all)
     }
 
@@ -226,7 +230,9 @@ impl CudaPages {
     pub fn read_page(&self, layer: usize, head: usize, id: u32, coded: bool) -> Result<Vec<u8>> {
         let (address, bytes) = self.page_at(layer, head, id, coded)?;
         let mut page = vec![0; bytes];
-        self.device.download_raw(address, &mut page)?;
+        if bytes > 0 {
+            self.device.download_raw(address, &mut page)?;
+        }
         Ok(page)
     }
 
@@ -360,6 +366,16 @@ impl Region {
         device.enter()?;
         let reserved = pages.saturating_mul(page_bytes).div_ceil(granularity) * granularity;
         let mut address = 0;
+        if reserved == 0 {
+            return Ok(Self {
+                device: device.clone(),
+                address,
+                reserved,
+                mapped: 0,
+                chunks: Vec::new(),
+                page_bytes,
+            });
+        }
         // SAFETY: one out-parameter; only address space is taken.
         match unsafe { sys::cuMemAddressReserve(&mut address, reserved, 0, 0, 0) } {
             CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
@@ -418,6 +434,9 @@ impl Drop for Region {
                 let _ = sys::cuMemUnmap(at, size);
                 let _ = sys::cuMemRelease(handle);
             }
+        }
+        if self.reserved == 0 {
+            return;
         }
         // SAFETY: our own reservation, nothing is mapped in it any more.
         let _ = unsafe { sys::cuMemAddressFree(self.address, self.reserved) };

@@ -13,7 +13,7 @@ use oscar_codec::{CacheLayout, CodeLayout, FormatTable, PageCodec, RowPageCodec,
 pub enum Storage {
     /// There is no history: every token stays in BF16.
     Plain,
-    /// Affine codes of 1 to 4 bits, made and read by kernels.
+    /// Affine codes of 1 to 4 bits, made and read by kernels, or no history at all.
     Codes,
     /// BF16 rows in the form of full pages, coded and decoded on the CPU: for every other format.
     Decoded,
@@ -42,8 +42,9 @@ impl Storage {
     /// [`Storage::of`] for a cache that is not refused.
     fn kind(layout: &CacheLayout) -> Self {
         let Some(table) = layout.coded() else { return Self::Plain };
-        let read_by_kernels =
-            |codec: &RowPageCodec| both(|side| is_plain_affine(codec.spec(side), codec.head_dim()));
+        let read_by_kernels = |codec: &RowPageCodec| {
+            !codec.keeps_history() || both(|side| is_plain_affine(codec.spec(side), codec.head_dim()))
+        };
         match layout.windows().sides_agree() && codecs(table).all(read_by_kernels) {
             true => Self::Codes,
             false => Self::Decoded,

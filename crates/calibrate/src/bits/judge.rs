@@ -5,7 +5,9 @@ use super::table::WidthTable;
 use crate::error::CalibrateError;
 use oscar_backend::{Backend, SequenceRows};
 use oscar_cache::{PagePool, SequencePages};
-use oscar_codec::{CacheLayout, CodeLayout, KvFormat, Rounding, Windows};
+use oscar_codec::{
+    CacheLayout, CodeLayout, FormatTable, KvFormat, Rounding, RowPageCodec, SideSpec, Windows,
+};
 use oscar_models::{StepInput, Transformer, Workspace};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -109,16 +111,27 @@ impl Scores {
         })
     }
 
-    /// Mean over groups of the divergence relative to a yardstick's: one is as harmful as the yardstick.
+    /// The divergences of all groups in one figure, relative to a yardstick's: one is as harmful as the yardstick.
     pub fn relative_to(&self, yardstick: &Self) -> f64 {
-        let shares: Vec<f64> = self
-            .groups()
-            .zip(yardstick.groups())
-            // A probe that the yardstick does not move says nothing about others; the floor keeps it out.
-            .map(|((_, own, _), (_, other, _))| own / other.max(1e-9))
-            .collect();
-        shares.iter().sum::<f64>() / shares.len().max(1) as f64
+        let weights = group_weights(yardstick.groups().map(|(_, divergence, _)| divergence));
+        self.groups().zip(weights).map(|((_, divergence, _), weight)| divergence * weight).sum()
     }
+}
+
+/// Share of the largest group's yardstick below which no group's is taken for its own.
+const LEAST_YARDSTICK: f64 = 0.1;
+
+/// What a divergence of each group counts, so that the yardstick's add up to one. Divergences are measured in the group's own
+/// under the yardstick, so that kinds of probes count alike whatever their scale, but in no less than a share of the
+/// largest: a group that the yardstick hardly moves is one on which codes do no harm that anyone would see, and divided by
+/// so little, its noise would weigh as much as the others' harm.
+pub(super) fn group_weights(yardsticks: impl Iterator<Item = f64>) -> Vec<f64> {
+    let own: Vec<f64> = yardsticks.collect();
+    let least = LEAST_YARDSTICK * own.iter().copied().fold(0.0, f64::max);
+    // Where nothing moves at all, any unit will do.
+    let units: Vec<f64> = own.iter().map(|divergence| divergence.max(least).max(1e-12)).collect();
+    let total: f64 = own.iter().zip(&units).map(|(divergence, unit)| divergence / unit).sum();
+    units.into_iter().map(|unit| 1.0 / (unit * total.max(1e-12))).collect()
 }
 
 fn argmax(logits: &[f32]) -> u32 {
@@ -155,6 +168,58 @@ impl<B: Backend> Judge<'_, B> {
                 table.formats(c.head_dim, self.code_layout)?.with_roundings(self.roundings.to_vec())?,
             ),
         })
+    }
+
+    /// The exact cache, but for one head (by its number) that keeps no history.
+    fn layout_without(&self, head: usize) -> Result<CacheLayout, CalibrateError> {
+        let c = self.transformer.config();
+        let exact = KvFormat::Bf16.codec(c.head_dim, self.code_layout)?;
+        let mut codecs = vec![exact; c.layers * c.kv_heads];
+        codecs[head] = RowPageCodec::new(c.head_dim, SideSpec::ABSENT, SideSpec::ABSENT, self.code_layout)?;
+        let layout = CacheLayout::new(
+            KvFormat::OSCAR,
+            c.layers,
+            c.kv_heads,
+            c.head_dim,
+            self.windows,
+            self.code_layout,
+        )?;
+        Ok(layout.with_coded_table(FormatTable::new(c.layers, c.kv_heads, codecs)?))
+    }
+
+    /// Divergences, summed over a probe's positions, when one of `heads` after the other keeps no history.
+    pub(super) fn without_history(
+        &self,
+        probe: &Probe,
+        heads: &[usize],
+        mut progress: impl FnMut(),
+    ) -> Result<Vec<f64>, CalibrateError> {
+        let reference = self.reference(probe)?;
+        progress();
+        let mut all = Vec::with_capacity(heads.len());
+        for &head in heads {
+            all.push(self.score(&self.layout_without(head)?, probe, &reference)?.total());
+            progress();
+        }
+        Ok(all)
+    }
+
+    /// What a cache does to a probe when every token passes through it.
+    fn score(
+        &self,
+        layout: &CacheLayout,
+        probe: &Probe,
+        reference: &[Prediction],
+    ) -> Result<Scores, CalibrateError> {
+        let mut scores = Scores::default();
+        let mut cache = self.cache(layout, probe.tokens.len())?;
+        let mut exact = reference.iter();
+        self.run(&mut cache, &probe.tokens, &probe.scored, |_, logits| {
+            if let Some(exact) = exact.next() {
+                scores.add(&probe.group, exact, logits);
+            }
+        })?;
+        Ok(scores)
     }
 
     pub(super) fn check_cancelled(&self) -> Result<(), CalibrateError> {
@@ -240,13 +305,7 @@ impl<B: Backend> Judge<'_, B> {
             let reference = self.reference(probe)?;
             progress();
             for (layout, scores) in layouts.iter().zip(&mut all) {
-                let mut cache = self.cache(layout, probe.tokens.len())?;
-                let mut exact = reference.iter();
-                self.run(&mut cache, &probe.tokens, &probe.scored, |_, logits| {
-                    if let Some(exact) = exact.next() {
-                        scores.add(&probe.group, exact, logits);
-                    }
-                })?;
+                scores.merge(self.score(layout, probe, &reference)?);
                 progress();
             }
         }
@@ -274,6 +333,18 @@ mod tests {
         let expected = -0.5 * (0.8f64.ln() + 0.2f64.ln()) - std::f64::consts::LN_2;
         assert!((exact.divergence(&[0.8f32.ln(), 0.2f32.ln(), -60.0]) - expected).abs() < 1e-6);
         assert_eq!(exact.top(), 0);
+    }
+
+    #[test]
+    fn a_yardstick_that_hardly_moves_does_not_make_noise_into_harm() {
+        let yardsticks = [0.008, 0.004, 2e-5, 0.0];
+        let weights = group_weights(yardsticks.into_iter());
+        let total: f64 = yardsticks.iter().zip(&weights).map(|(y, w)| y * w).sum();
+        assert!((total - 1.0).abs() < 1e-9, "the yardstick is one: {total}");
+        assert!((weights[1] / weights[0] - 2.0).abs() < 1e-9, "kinds that move count alike");
+        // Both are measured in a tenth of the largest.
+        assert!((weights[2] / weights[0] - 10.0).abs() < 1e-9 && weights[3] == weights[2], "{weights:?}");
+        assert!(group_weights([0.0, 0.0].into_iter()).iter().all(|w| w.is_finite()));
     }
 
     #[test]

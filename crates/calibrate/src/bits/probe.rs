@@ -5,7 +5,7 @@
 //! with the exact ones. So a unit costs the end of each probe instead of the whole: some hundred tokens. What coding
 //! does to the reading of the prompt itself is left to the joint verification.
 
-use super::judge::{Cache, Judge, Prediction, Scores};
+use super::judge::{Cache, Judge, Prediction, Scores, group_weights};
 use super::table::{HarmMap, WIDTHS, check_widths};
 use crate::error::CalibrateError;
 use half::bf16;
@@ -52,6 +52,17 @@ impl HarmOptions {
     }
 }
 
+/// Divergence of a probe, summed over positions, with each of these heads (by number) without history, all else exact.
+/// History is left out while the prompt is read too: nothing cheaper would show what the head passes on.
+pub fn absent_harm<B: Backend>(
+    judge: &Judge<'_, B>,
+    probe: &Probe,
+    heads: &[usize],
+    progress: impl FnMut(),
+) -> Result<Vec<f64>, CalibrateError> {
+    judge.without_history(probe, heads, progress)
+}
+
 /// What one probe says about every unit.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ProbeHarm {
@@ -61,6 +72,9 @@ pub struct ProbeHarm {
     pub yardstick: f64,
     /// The same with one unit coded: `[unit][measured width]`.
     pub units: Vec<Vec<f64>>,
+    /// The same with one head without history: `(head, divergence)` of those that were tried.
+    #[serde(default)]
+    pub absent: Vec<(usize, f64)>,
 }
 
 /// Codes every unit alone at every measured width. `progress` hears of each pass over the end of the probe.
@@ -90,24 +104,26 @@ pub fn probe_harm<B: Backend>(
     }
     let yardstick = stage.score()?.total();
     progress();
-    Ok(ProbeHarm { group: probe.group.clone(), positions: probe.scored.len(), yardstick, units: harm })
+    let (group, positions) = (probe.group.clone(), probe.scored.len());
+    Ok(ProbeHarm { group, positions, yardstick, units: harm, absent: Vec::new() })
 }
 
 impl HarmMap {
-    /// Sums up what probes said: the mean over groups of the divergence relative to uniform two bits.
+    /// Sums up what probes said: the groups' divergences relative to those of uniform two bits.
     pub fn of(layers: usize, kv_heads: usize, probes: &[ProbeHarm], options: &HarmOptions) -> Self {
         let mut groups: BTreeMap<&str, Vec<&ProbeHarm>> = BTreeMap::new();
         for probe in probes {
             groups.entry(&probe.group).or_default().push(probe);
         }
-        let measured = |unit: usize, width: usize| -> f64 {
-            let shares = groups.values().map(|group| {
-                let all: f64 = group.iter().map(|p| p.yardstick).sum();
-                // A group that two bits everywhere do not move says nothing; the floor keeps it out.
-                group.iter().map(|p| p.units[unit][width]).sum::<f64>() / all.max(1e-9)
-            });
-            shares.sum::<f64>() / groups.len().max(1) as f64
+        let a_position = |group: &[&ProbeHarm], of: &dyn Fn(&ProbeHarm) -> f64| -> f64 {
+            let positions: usize = group.iter().map(|p| p.positions).sum();
+            group.iter().map(|p| of(p)).sum::<f64>() / positions.max(1) as f64
         };
+        let weights = group_weights(groups.values().map(|group| a_position(group, &|p| p.yardstick)));
+        let relative = |of: &dyn Fn(&ProbeHarm) -> f64| -> f64 {
+            groups.values().zip(&weights).map(|(group, weight)| a_position(group, of) * weight).sum()
+        };
+        let measured = |unit: usize, width: usize| relative(&|p| p.units[unit][width]);
         let distortion = code_distortions();
         let harm = (0..2 * layers * kv_heads)
             .map(|unit| {
@@ -127,7 +143,25 @@ impl HarmMap {
                 harm
             })
             .collect();
-        Self { layers, kv_heads, harm }
+        // A head counts as measured where every probe tried it.
+        let find = |p: &ProbeHarm, head| p.absent.iter().find(|(h, _)| *h == head).map(|(_, d)| *d);
+        let absent = (0..layers * kv_heads)
+            .map(|head| {
+                let tried = !probes.is_empty() && probes.iter().all(|p| find(p, head).is_some());
+                tried.then(|| relative(&|p| find(p, head).unwrap_or_default()) as f32)
+            })
+            .collect();
+        Self { layers, kv_heads, harm, absent }
+    }
+
+    /// The heads that are worth trying without history: the half that bears one bit on both sides best.
+    pub fn expendable(&self) -> Vec<usize> {
+        let one_bit = |head: &usize| self.harm[2 * head][0] + self.harm[2 * head + 1][0];
+        let mut heads: Vec<usize> = (0..self.layers * self.kv_heads).collect();
+        heads.sort_by(|a, b| one_bit(a).total_cmp(&one_bit(b)));
+        heads.truncate(heads.len() / 2);
+        heads.sort_unstable();
+        heads
     }
 }
 
@@ -313,17 +347,23 @@ mod tests {
             positions: 1,
             yardstick,
             units: harm.map(|h| vec![h]).to_vec(),
+            absent: vec![(0, 2.0 * yardstick)],
         };
         let options = HarmOptions { measured: vec![2], ..HarmOptions::default() };
         let probes =
-            [probe("text", 1.0, [0.2, 0.0]), probe("text", 3.0, [0.2, 0.4]), probe("copy", 0.1, [0.0, 0.1])];
+            [probe("text", 1.0, [0.2, 0.0]), probe("text", 3.0, [0.2, 0.4]), probe("copy", 0.5, [0.0, 0.5])];
         let map = HarmMap::of(1, 1, &probes, &options);
+        assert_eq!(map.absent, [Some(2.0)]);
+        assert_eq!(HarmMap { absent: Vec::new(), ..map.clone() }.expendable(), Vec::<usize>::new());
         assert!((map.harm[0][1] - 0.05).abs() < 1e-6 && (map.harm[1][1] - 0.55).abs() < 1e-6, "{map:?}");
         for unit in &map.harm {
             let ratio = unit[0] / unit[1];
             assert!((2.0..4.0).contains(&ratio), "one bit has about three times the error of two: {ratio}");
             assert!(unit[2] < unit[1] / 3.0 && unit[3] < unit[2] / 3.0);
         }
+        // Copying that two bits leave alone: its noise counts by a tenth of what text is measured in.
+        let quiet = [probes[0].clone(), probes[1].clone(), probe("copy", 1e-6, [0.0, 1e-6])];
+        assert!((HarmMap::of(1, 1, &quiet, &options).harm[1][1] - 0.1).abs() < 1e-4);
         for bad in [vec![], vec![0], vec![2, 1], vec![5]] {
             assert!(HarmOptions { measured: bad, ..HarmOptions::default() }.check().is_err());
         }

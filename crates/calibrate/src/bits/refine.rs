@@ -6,7 +6,7 @@
 
 use super::judge::{Judge, Scores};
 use super::probe::{CodedStage, HarmOptions, Probe};
-use super::table::{HarmMap, WIDTHS, WidthTable};
+use super::table::{ABSENT, HarmMap, WIDTHS, WidthTable};
 use crate::error::CalibrateError;
 use oscar_backend::Backend;
 use std::collections::BTreeSet;
@@ -91,7 +91,7 @@ fn exchanges(map: &HarmMap, widths: &[u32]) -> Vec<Vec<u32>> {
     let widest = WIDTHS[WIDTHS.len() - 1];
     let mut all = Vec::new();
     for from in (0..widths.len()).filter(|&u| widths[u] > WIDTHS[0]) {
-        for to in (0..widths.len()).filter(|&u| u != from && widths[u] < widest) {
+        for to in (0..widths.len()).filter(|&u| u != from && widths[u] != ABSENT && widths[u] < widest) {
             let lost = at(from, widths[from] - 1) - at(from, widths[from]);
             let won = at(to, widths[to]) - at(to, widths[to] + 1);
             let mut table = widths.to_vec();
@@ -120,7 +120,8 @@ fn combine(centre: &[u32], tables: &[Vec<u32>], harms: &[f64]) -> Vec<u32> {
     combined
 }
 
-/// Scores tables with the history of every unit coded, at the ends of the probes.
+/// Scores tables with the history of every unit coded, at the ends of the probes. Heads without history are left exact:
+/// bits are not moved to or from them, so what they do is the same for all tables.
 fn judge_tables<B: Backend>(
     judge: &Judge<'_, B>,
     probes: &[Probe],
@@ -150,7 +151,7 @@ mod tests {
     fn map() -> HarmMap {
         let harm =
             vec![[4.0, 3.0, 1.0, 0.5], [1.0, 0.5, 0.2, 0.1], [8.0, 2.0, 1.0, 0.9], [0.1, 0.1, 0.1, 0.1]];
-        HarmMap { layers: 2, kv_heads: 1, harm }
+        HarmMap { layers: 2, kv_heads: 1, harm, absent: vec![None; 2] }
     }
 
     #[test]
@@ -161,6 +162,7 @@ mod tests {
         assert!(all.iter().all(|t| t.iter().sum::<u32>() == 8));
         // The last unit does not need its second bit, the first gains most.
         assert_eq!(all[0], [3, 2, 2, 1]);
+        assert!(exchanges(&map(), &[2, 2, 0, 0]).iter().all(|t| t[2..] == [0, 0]), "no history stays none");
         assert!(exchanges(&map(), &[1, 1, 1, 1]).is_empty());
         assert!(exchanges(&map(), &[4, 4, 4, 4]).is_empty());
     }

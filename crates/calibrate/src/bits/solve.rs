@@ -1,16 +1,19 @@
 //! The widths of least total harm at a given mean.
 //!
-//! Every unit has the same size, so this is a knapsack with at most four choices an item and a budget of a few
-//! thousand bits: it is solved exactly, where a Lagrangian would leave the last bits to a guess.
+//! A knapsack: each head takes a pair of widths, or keeps no history and takes nothing. A few thousand steps of budget make
+//! it cheap to solve exactly, where a Lagrangian would leave the last bits to a guess.
 
-use super::table::{HarmMap, WIDTHS, WidthTable, check_widths};
+use super::table::{ABSENT, HarmMap, WIDTHS, WidthTable, check_widths};
 use crate::error::CalibrateError;
 use oscar_codec::{MeanBits, Side};
+
+/// Bits of a row's scale and minimum.
+const PARAMETER_BITS: usize = 32;
 
 /// What a table may differ in. The default is everything; less is what the gain is measured against.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Freedom {
-    /// Widths a unit may have, ascending.
+    /// Widths a unit may have, ascending; 0 lets a head keep no history.
     pub widths: Vec<u32>,
     /// All heads of a layer and side share a width.
     pub by_layer: bool,
@@ -20,14 +23,32 @@ pub struct Freedom {
 
 impl Default for Freedom {
     fn default() -> Self {
-        Self { widths: WIDTHS.to_vec(), by_layer: false, side: None }
+        Self { widths: std::iter::once(ABSENT).chain(WIDTHS).collect(), by_layer: false, side: None }
     }
 }
 
 impl Freedom {
     pub fn check(&self) -> Result<(), CalibrateError> {
-        check_widths("--widths", &self.widths)
+        check_widths("--widths", self.coded())
     }
+
+    /// May heads go without history? Not where one side is bound to a width.
+    pub fn allows_absent(&self) -> bool {
+        self.widths.first() == Some(&ABSENT) && self.side.is_none()
+    }
+
+    /// The widths of those that have one.
+    fn coded(&self) -> &[u32] {
+        self.widths.strip_prefix(&[ABSENT]).unwrap_or(&self.widths)
+    }
+}
+
+/// One way to keep a head, or the heads of a layer: what it costs and does.
+#[derive(Clone, Copy, Debug)]
+struct Choice {
+    widths: (u32, u32),
+    cost: usize,
+    harm: f64,
 }
 
 /// The best table whose mean is at most `mean`, scale and minimum counted.
@@ -38,81 +59,91 @@ pub fn solve(
     freedom: &Freedom,
 ) -> Result<WidthTable, CalibrateError> {
     freedom.check()?;
-    let width = mean.mean_width(head_dim);
     let sharing = if freedom.by_layer { map.kv_heads } else { 1 };
-    // The units that share a width are neighbours in steps of two, for the sides alternate.
-    let group_of = |unit: usize| match freedom.by_layer {
-        true => unit / (2 * map.kv_heads) * 2 + unit % 2,
-        false => unit,
+    let heads = map.layers * map.kv_heads;
+    let fixed_width = (mean.mean_width(head_dim).round() as u32).clamp(WIDTHS[0], WIDTHS[WIDTHS.len() - 1]);
+    let coded = freedom.coded();
+    let side_widths = |side| match freedom.side {
+        Some(varying) if varying != side => std::slice::from_ref(&fixed_width),
+        _ => coded,
     };
-    let fixed = |unit: usize| match freedom.side {
-        Some(Side::Key) => unit % 2 == 1,
-        Some(Side::Value) => unit.is_multiple_of(2),
-        None => false,
-    };
-    let mut groups = vec![[0.0; WIDTHS.len()]; map.units() / sharing];
-    for (unit, harm) in map.harm.iter().enumerate() {
-        groups[group_of(unit)].iter_mut().zip(harm).for_each(|(sum, h)| *sum += h);
-    }
-    let varying: Vec<usize> = (0..groups.len()).filter(|&group| !fixed(group)).collect();
-    let harms: Vec<[f32; WIDTHS.len()]> = varying.iter().map(|&group| groups[group]).collect();
-    // What the fixed side takes too much or too little changes what is left for the other.
-    let fixed_width = (width.round() as u32).clamp(WIDTHS[0], WIDTHS[WIDTHS.len() - 1]);
-    let fixed_bits = fixed_width as usize * (groups.len() - varying.len());
+    let (key_widths, value_widths) = (side_widths(Side::Key), side_widths(Side::Value));
+    // Costs of a row are multiples of this many bits.
+    let step = divisor(head_dim, PARAMETER_BITS);
+    let row = |bits: u32| (bits as usize * head_dim + PARAMETER_BITS) / step;
+    let groups: Vec<Vec<Choice>> = (0..heads / sharing)
+        .map(|group| {
+            let members = group * sharing..(group + 1) * sharing;
+            let sum = |of: &dyn Fn(usize) -> f64| members.clone().map(of).sum::<f64>();
+            let mut choices = Vec::new();
+            let absent = members.clone().all(|head| map.absent[head].is_some());
+            if absent && freedom.allows_absent() {
+                let harm = sum(&|head| map.absent[head].map_or(f64::INFINITY, f64::from));
+                choices.push(Choice { widths: (ABSENT, ABSENT), cost: 0, harm });
+            }
+            for &key in key_widths {
+                for &value in value_widths {
+                    let at = |unit: usize, bits: u32| f64::from(map.harm[unit][bits as usize - 1]);
+                    let harm = sum(&|head| at(2 * head, key) + at(2 * head + 1, value));
+                    choices.push(Choice {
+                        widths: (key, value),
+                        cost: sharing * (row(key) + row(value)),
+                        harm,
+                    });
+                }
+            }
+            choices
+        })
+        .collect();
     // A hair above the mean would otherwise be lost to rounding.
-    let budget = (width * groups.len() as f64 + 1e-6).floor() - fixed_bits as f64;
-    let (narrowest, widest) = (freedom.widths[0], freedom.widths[freedom.widths.len() - 1]);
-    let reach = |bits: u32| (bits as usize * varying.len() + fixed_bits) as f64 / groups.len() as f64;
-    if !((narrowest as usize * varying.len()) as f64..=(widest as usize * varying.len()) as f64)
-        .contains(&budget)
-    {
-        let overhead = 32.0 / head_dim as f64;
+    let budget = (mean.bits() * (2 * heads * head_dim) as f64 / step as f64 + 1e-6).floor() as usize;
+    // The reach of coded heads: a mean that only heads without history could keep is none of these codes'.
+    let reach = |pick: fn(&[u32]) -> u32| heads * (row(pick(key_widths)) + row(pick(value_widths)));
+    let (least, most) = (reach(|w| w[0]), reach(|w| w[w.len() - 1]));
+    if !(least..=most).contains(&budget) {
+        let bits = |cost: usize| (cost * step) as f64 / (2 * heads * head_dim) as f64;
         return Err(CalibrateError::Option {
             option: "--bits",
             problem: format!(
                 "{mean} bits are out of reach: heads of {head_dim} take between {:.2} and {:.2}",
-                reach(narrowest) + overhead,
-                reach(widest) + overhead
+                bits(least),
+                bits(most)
             ),
         });
     }
-    let mut shared = vec![fixed_width; groups.len()];
-    for (&group, bits) in varying.iter().zip(least_harm(&harms, &freedom.widths, budget as usize)) {
-        shared[group] = bits;
-    }
-    let units: Vec<u32> = (0..map.units()).map(|unit| shared[group_of(unit)]).collect();
-    Ok(WidthTable::from_units(map.layers, map.kv_heads, &units))
+    let shared = least_harm(&groups, budget);
+    let widths = (0..heads).map(|head| shared[head / sharing]).collect();
+    Ok(WidthTable { layers: map.layers, kv_heads: map.kv_heads, widths })
 }
 
-/// Exact minimum of the sum of harms with at most `budget` bits in all, which must suffice for the narrowest width.
-fn least_harm(harm: &[[f32; WIDTHS.len()]], widths: &[u32], budget: usize) -> Vec<u32> {
-    let units = harm.len();
-    let narrowest = widths[0];
-    // Every unit takes at least the narrowest width; `spare` bits are dealt out beyond that.
-    let spare = budget - narrowest as usize * units;
-    let mut best = vec![0.0f64; spare + 1];
-    let mut choices = vec![0u8; units * (spare + 1)];
-    for (unit, harm) in harm.iter().enumerate() {
+fn divisor(a: usize, b: usize) -> usize {
+    if b == 0 { a } else { divisor(b, a % b) }
+}
+
+/// Exact minimum of the sum of harms with at most `budget` in all, which must suffice for the cheapest choices.
+fn least_harm(groups: &[Vec<Choice>], budget: usize) -> Vec<(u32, u32)> {
+    let mut best = vec![0.0f64; budget + 1];
+    let mut chosen = vec![0u8; groups.len() * (budget + 1)];
+    for (group, choices) in groups.iter().enumerate() {
         let before = best.clone();
-        for left in 0..=spare {
-            let options =
-                widths.iter().map(|w| (w - narrowest) as usize).filter(|&extra| extra <= left).map(|extra| {
-                    // More bits are taken only if they help: ties go to the narrower code.
-                    (before[left - extra] + f64::from(harm[narrowest as usize + extra - 1]), extra)
-                });
-            let (least, extra) = options.fold((f64::INFINITY, 0), |a, b| if b.0 < a.0 { b } else { a });
+        for left in 0..=budget {
+            let affordable = choices.iter().enumerate().filter(|(_, c)| c.cost <= left);
+            // More is spent only if it helps: ties go to the earlier choice, which is the narrower.
+            let (least, index) = affordable
+                .map(|(index, c)| (before[left - c.cost] + c.harm, index))
+                .fold((f64::INFINITY, 0), |a, b| if b.0 < a.0 { b } else { a });
             best[left] = least;
-            choices[unit * (spare + 1) + left] = extra as u8;
+            chosen[group * (budget + 1) + left] = index as u8;
         }
     }
-    let mut left = spare;
-    let mut chosen = vec![0; units];
-    for unit in (0..units).rev() {
-        let extra = usize::from(choices[unit * (spare + 1) + left]);
-        chosen[unit] = narrowest + extra as u32;
-        left -= extra;
+    let mut left = budget;
+    let mut widths = vec![(0, 0); groups.len()];
+    for (group, choices) in groups.iter().enumerate().rev() {
+        let choice = choices[usize::from(chosen[group * (budget + 1) + left])];
+        widths[group] = choice.widths;
+        left -= choice.cost;
     }
-    chosen
+    widths
 }
 
 #[cfg(test)]
@@ -121,7 +152,8 @@ mod tests {
     use proptest::prelude::*;
 
     fn map(kv_heads: usize, harm: Vec<[f32; 4]>) -> HarmMap {
-        HarmMap { layers: harm.len() / 2 / kv_heads, kv_heads, harm }
+        let heads = harm.len() / 2;
+        HarmMap { layers: heads / kv_heads, kv_heads, harm, absent: vec![None; heads] }
     }
 
     #[test]
@@ -132,7 +164,7 @@ mod tests {
         let all = Freedom::default();
         let table = solve(&map, "2.25".parse().unwrap(), 128, &all).unwrap();
         assert_eq!(table.units(), [3, 1, 1, 3]);
-        assert_eq!(table.mean_width(), 2.0);
+        assert_eq!(table.mean_bits(128), 2.25);
         let table = solve(&map, "3.25".parse().unwrap(), 128, &all).unwrap();
         assert_eq!(table.units(), [4, 2, 2, 4]);
     }
@@ -165,6 +197,31 @@ mod tests {
     }
 
     #[test]
+    fn what_a_head_without_history_frees_goes_to_others() {
+        let fragile = [8.0, 4.0, 2.0, 1.0];
+        let mut map = map(1, vec![fragile, fragile, [0.2; 4], [0.2; 4]]);
+        map.absent = vec![Some(50.0), Some(0.5)];
+        let mean = "2.25".parse().unwrap();
+        // Its two bits and two pairs of parameters: 4.5 of 9 bits in all.
+        let table = solve(&map, mean, 128, &Freedom::default()).unwrap();
+        assert_eq!(table.widths, [(4, 4), (0, 0)]);
+        assert!(table.mean_bits(128) <= 2.25);
+        let coded = Freedom { widths: WIDTHS.to_vec(), ..Freedom::default() };
+        assert_eq!(solve(&map, mean, 128, &coded).unwrap().widths, [(3, 3), (1, 1)]);
+        let keys = Freedom { side: Some(Side::Key), ..Freedom::default() };
+        assert!(solve(&map, mean, 128, &keys).unwrap().widths.iter().all(|pair| pair.1 == 2));
+        // Not measured, not chosen; nor where it does more harm than one bit saves.
+        map.absent[1] = None;
+        assert_eq!(solve(&map, mean, 128, &Freedom::default()).unwrap().widths, [(3, 3), (1, 1)]);
+        map.absent[1] = Some(9.0);
+        assert_eq!(solve(&map, mean, 128, &Freedom::default()).unwrap().widths, [(3, 3), (1, 1)]);
+        let by_layer = Freedom { by_layer: true, ..Freedom::default() };
+        map.absent = vec![Some(0.0); 2];
+        (map.layers, map.kv_heads) = (1, 2);
+        assert_eq!(solve(&map, mean, 128, &by_layer).unwrap().widths, [(0, 0); 2]);
+    }
+
+    #[test]
     fn impossible_means_say_what_is_possible() {
         let map = map(1, vec![[1.0; 4]; 2]);
         let error = solve(&map, "1.30".parse().unwrap(), 64, &Freedom::default()).unwrap_err().to_string();
@@ -178,10 +235,15 @@ mod tests {
             harm in prop::collection::vec(prop::array::uniform4(0.0f32..10.0), 2..12),
             extra in 0usize..30,
         ) {
-            let harm: Vec<[f32; 4]> = harm.into_iter().map(|mut h| { h.sort_by(|a, b| b.total_cmp(a)); h }).collect();
+            let mut harm: Vec<[f32; 4]> = harm.into_iter().map(|mut h| { h.sort_by(|a, b| b.total_cmp(a)); h }).collect();
+            harm.truncate(harm.len() / 2 * 2);
             let budget = (harm.len() + extra).min(4 * harm.len());
-            let widths = least_harm(&harm, &WIDTHS, budget);
-            prop_assert!(widths.iter().sum::<u32>() as usize <= budget);
+            let map = map(1, harm.clone());
+            let mean = budget as f64 / harm.len() as f64 + 0.25;
+            let table = solve(&map, format!("{mean:.2}").parse().unwrap(), 128, &Freedom::default()).unwrap();
+            let widths = table.units();
+            // A mean has two decimals.
+            prop_assert!(widths.iter().sum::<u32>() as usize <= budget + 1);
             let at = |unit: usize, width: u32| harm[unit][width as usize - 1];
             for from in 0..harm.len() {
                 for to in 0..harm.len() {

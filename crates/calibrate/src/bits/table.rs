@@ -20,7 +20,10 @@ pub(super) fn check_widths(option: &'static str, widths: &[u32]) -> Result<(), C
     }
 }
 
-/// Width of each unit: `[layer][kv_head]` pairs of key and value bits.
+/// The width of both units of a head that keeps no history.
+pub const ABSENT: u32 = 0;
+
+/// Width of each unit: `[layer][kv_head]` pairs of key and value bits, both [`ABSENT`] or neither.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WidthTable {
     pub layers: usize,
@@ -51,9 +54,10 @@ impl WidthTable {
         self.widths.iter().flat_map(|&(key, value)| [key, value]).collect()
     }
 
-    pub fn mean_width(&self) -> f64 {
-        let sum: u32 = self.units().iter().sum();
-        f64::from(sum) / (2 * self.widths.len()).max(1) as f64
+    /// Stored bits an element, scale and minimum counted.
+    pub fn mean_bits(&self, head_dim: usize) -> f64 {
+        let stored = |bits: u32| if bits == ABSENT { 0.0 } else { f64::from(bits) + 32.0 / head_dim as f64 };
+        self.units().into_iter().map(stored).sum::<f64>() / (2 * self.widths.len()).max(1) as f64
     }
 
     /// The codecs of this table.
@@ -61,7 +65,7 @@ impl WidthTable {
         FormatTable::from_widths(self.layers, self.kv_heads, head_dim, &self.widths, layout)
     }
 
-    /// One line a layer: `L4 K42 V32`, a digit for each head.
+    /// One line a layer: `L4 K42 V32`, a digit for each head; 0 where a head keeps no history.
     pub fn describe(&self) -> String {
         let digits = |layer: usize, side: fn(&(u32, u32)) -> u32| -> String {
             self.widths[layer * self.kv_heads..][..self.kv_heads]
@@ -77,12 +81,14 @@ impl WidthTable {
 }
 
 /// Harm of each unit at each width: `[unit][width − 1]`, units as in [`WidthTable::units`]. One is what uniform two
-/// bits do to one group of probes; a unit's harm is the mean over the groups.
+/// bits do to all groups of probes together.
 #[derive(Clone, Debug, PartialEq)]
 pub struct HarmMap {
     pub layers: usize,
     pub kv_heads: usize,
     pub harm: Vec<[f32; WIDTHS.len()]>,
+    /// Harm of each head without history, `[layer][kv_head]`; `None` where it was not measured.
+    pub absent: Vec<Option<f32>>,
 }
 
 impl HarmMap {
@@ -92,7 +98,13 @@ impl HarmMap {
 
     /// Sum over units of what a table does, were units independent.
     pub fn total(&self, table: &WidthTable) -> f64 {
-        table.units().iter().zip(&self.harm).map(|(&bits, harm)| f64::from(harm[bits as usize - 1])).sum()
+        let unit = |(&bits, harm): (&u32, &[f32; WIDTHS.len()])| match bits {
+            ABSENT => 0.0,
+            _ => f64::from(harm[bits as usize - 1]),
+        };
+        let without = table.widths.iter().zip(&self.absent).filter(|((key, _), _)| *key == ABSENT);
+        table.units().iter().zip(&self.harm).map(unit).sum::<f64>()
+            + without.map(|(_, harm)| harm.map_or(f64::INFINITY, f64::from)).sum::<f64>()
     }
 }
 
@@ -137,7 +149,11 @@ impl BitPlan {
         };
         for (index, (mean, table)) in self.tables.iter().enumerate() {
             shape("widths", table.widths.len(), layers * kv_heads)?;
-            if let Some(at) = table.units().iter().position(|w| !WIDTHS.contains(w)) {
+            let known = |&(key, value): &(u32, u32)| {
+                WIDTHS.contains(&key) && WIDTHS.contains(&value) || (key, value) == (ABSENT, ABSENT)
+            };
+            if let Some(head) = table.widths.iter().position(|pair| !known(pair)) {
+                let at = 2 * head + usize::from(WIDTHS.contains(&table.widths[head].0));
                 return Err(RotationFileError::Value {
                     tensor: "widths",
                     index: at,
@@ -154,6 +170,12 @@ impl BitPlan {
         }
         if let Some(map) = &self.harm {
             shape("harm", map.harm.len(), 2 * layers * kv_heads)?;
+            shape("harm_absent", map.absent.len(), layers * kv_heads)?;
+            let bad = map.absent.iter().flatten().position(|v| !(v.is_finite() && *v >= 0.0));
+            if let Some(index) = bad {
+                let value = map.absent.iter().flatten().nth(index).copied().unwrap_or_default();
+                return Err(RotationFileError::Value { tensor: "harm_absent", index, value });
+            }
             let bad = map.harm.iter().flatten().position(|v| !(v.is_finite() && *v >= 0.0));
             if let Some(index) = bad {
                 return Err(RotationFileError::Value {
@@ -176,12 +198,17 @@ mod tests {
         let table = WidthTable::from_units(2, 2, &[2, 1, 3, 4, 1, 1, 2, 2]);
         assert_eq!(table.widths, [(2, 1), (3, 4), (1, 1), (2, 2)]);
         assert_eq!(table.describe(), "L0 K23 V14 · L1 K12 V12");
-        assert_eq!(table.mean_width(), 2.0);
+        assert_eq!(table.mean_bits(128), 2.25);
+        let table = WidthTable::from_units(1, 2, &[4, 4, 0, 0]);
+        assert_eq!((table.mean_bits(128), table.describe()), (2.125, "L0 K40 V40".to_owned()));
+        let formats = table.formats(128, CodeLayout::CpuTile).unwrap();
+        assert_eq!(formats.bits_per_element(), table.mean_bits(128));
+        let table = WidthTable::from_units(2, 2, &[2, 1, 3, 4, 1, 1, 2, 2]);
         assert_eq!(table.formats(128, CodeLayout::CpuTile).unwrap().bits_per_element(), 2.25);
-        assert_eq!(WidthTable::uniform(2, 2, 3).mean_width(), 3.0);
-        for (mean, width) in [("2.25", 2.0), ("1.25", 1.0), ("4.25", 4.0), ("2.75", 2.5), ("2.00", 1.75)] {
+        assert_eq!(WidthTable::uniform(2, 2, 3).mean_bits(64), 3.5);
+        for mean in ["2.25", "1.25", "4.25", "2.75", "2.00"] {
             let table = WidthTable::of_mean(2, 2, 128, mean.parse().unwrap());
-            assert_eq!(table.mean_width(), width, "{mean}");
+            assert_eq!(format!("{:.2}", table.mean_bits(128)), mean);
             assert!(table.units().iter().all(|w| WIDTHS.contains(w)));
         }
     }

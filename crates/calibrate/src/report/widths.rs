@@ -48,8 +48,8 @@ fn tables(mean: MeanBits, table: &WidthTable, out: &mut String) {
     section(
         out,
         &format!("Widths at {mean} bits"),
-        "Bits of each code, chosen for the least harm at this mean and verified in the whole model. Rows are layers, \
-         columns KV heads.",
+        "Bits of each code, chosen for the least harm at this mean and verified in the whole model; 0 for heads that keep \
+         no history. Rows are layers, columns KV heads.",
     );
     out.push_str("<div class=\"grid2\">");
     for (side, title) in ["keys", "values"].into_iter().enumerate() {
@@ -118,5 +118,6 @@ pub(super) fn to_json(plan: &BitPlan) -> Value {
         .iter()
         .map(|(mean, table)| json!({"bits": mean.bits(), "layers": table.layers, "kv_heads": table.kv_heads, "widths": table.widths}))
         .collect();
-    json!({"tables": tables, "harm": plan.harm.as_ref().map(|map| &map.harm)})
+    let harm = plan.harm.as_ref();
+    json!({"tables": tables, "harm": harm.map(|map| &map.harm), "harm_absent": harm.map(|map| &map.absent)})
 }

@@ -8,6 +8,7 @@
 //! | `key_clip`, `value_clip` | `[layers, kv_heads]` | quantile of \|x\|, 0 is no clipping |
 //! | `widths` | `[tables, layers, kv_heads, 2]` | optional; code widths of keys and values, a table for each mean in the header |
 //! | `harm` | `[layers, kv_heads, 2, 4]` | optional; measured harm of each width |
+//! | `harm_absent` | `[layers, kv_heads]` | optional; that of a head without history, −1 where it was not measured |
 //!
 //! and [`Metadata`] in the header.
 //!
@@ -218,6 +219,7 @@ impl RotationFile {
         }
         if self.bits.harm.is_some() {
             tensors.push(("harm", vec![layers, kv_heads, 2, WIDTHS.len()]));
+            tensors.push(("harm_absent", vec![layers, kv_heads]));
         }
         let mut fields = self.metadata.to_fields(shape);
         if !self.bits.tables.is_empty() {
@@ -266,6 +268,7 @@ impl RotationFile {
         }
         if let Some(map) = &self.bits.harm {
             write_floats(out, map.harm.iter().flatten().copied())?;
+            write_floats(out, map.absent.iter().map(|harm| harm.unwrap_or(-1.0)))?;
         }
         out.flush()?;
         Ok(())

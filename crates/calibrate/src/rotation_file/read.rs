@@ -168,7 +168,7 @@ impl<'a, R: Read + Seek> Source<'a, R> {
 
     /// A tensor nobody knows might change what the others mean.
     fn check_names(&self) -> Result<(), RotationFileError> {
-        const KNOWN: [&str; 9] = [
+        const KNOWN: [&str; 10] = [
             "key_rotation",
             "value_rotation",
             "key_clip",
@@ -178,6 +178,7 @@ impl<'a, R: Read + Seek> Source<'a, R> {
             "key_mean",
             "widths",
             "harm",
+            "harm_absent",
         ];
         match self.header.tensors().keys().find(|name| !KNOWN.contains(&name.as_str())) {
             None => Ok(()),
@@ -210,9 +211,14 @@ impl<'a, R: Read + Seek> Source<'a, R> {
                 (mean, WidthTable::from_units(layers, kv_heads, &table))
             })
             .collect();
+        // Files of before heads could go without history have none of these.
+        let absent = self.floats("harm_absent", &[layers, kv_heads])?;
+        let absent = absent.unwrap_or_else(|| vec![-1.0; layers * kv_heads]);
         let harm = self.floats("harm", &[layers, kv_heads, 2, WIDTHS.len()])?.map(|values| {
             let row = |h: &[f32]| std::array::from_fn(|i| h[i]);
-            HarmMap { layers, kv_heads, harm: values.chunks_exact(WIDTHS.len()).map(row).collect() }
+            let harm = values.chunks_exact(WIDTHS.len()).map(row).collect();
+            let absent = absent.iter().map(|&v| (v >= 0.0).then_some(v)).collect();
+            HarmMap { layers, kv_heads, harm, absent }
         });
         Ok(BitPlan { tables, harm, rounding })
     }

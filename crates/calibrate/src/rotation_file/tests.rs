@@ -87,12 +87,13 @@ fn with_widths() -> RotationFile {
     file.bits = BitPlan {
         tables: vec![
             ("2.25".parse().unwrap(), table([1, 2, 3, 4, 1, 1, 2, 2, 2, 2, 2, 2])),
-            ("1.75".parse().unwrap(), table([1; 12])),
+            ("1.75".parse().unwrap(), table([1, 1, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1])),
         ],
         harm: Some(HarmMap {
             layers: 3,
             kv_heads: 2,
             harm: (0..12).map(|i| [i as f32, 0.5, 0.25, 0.0]).collect(),
+            absent: (0..6).map(|i| (i % 2 == 1).then_some(i as f32)).collect(),
         }),
         rounding: CodeRounding::Shaped,
     };
@@ -105,7 +106,7 @@ fn widths_and_harms_survive() {
     let written = bytes(&file);
     let back = RotationFile::read(&mut Cursor::new(&written), written.len() as u64).unwrap();
     assert_eq!(back.bits, file.bits);
-    assert_eq!(back.bits.table("1.75".parse().unwrap()).unwrap().mean_width(), 1.0);
+    assert_eq!(back.bits.table("1.75".parse().unwrap()).unwrap().units()[1..4], [1, 0, 0]);
     assert_eq!(back.bits.means(), "2.25, 1.75");
 }
 
@@ -117,6 +118,8 @@ fn impossible_widths_are_refused() {
         file.write(&mut Vec::new()).unwrap_err().to_string()
     };
     assert!(refuse(|b| b.tables[0].1.widths[0].0 = 5).contains("widths"));
+    assert!(refuse(|b| b.tables[0].1.widths[0].1 = 0).contains("widths"), "history of one side alone");
+    assert!(refuse(|b| b.harm.as_mut().unwrap().absent[1] = Some(f32::NAN)).contains("harm_absent"));
     assert!(refuse(|b| b.tables[0].1.widths.truncate(2)).contains("widths"));
     assert!(refuse(|b| b.tables[1].0 = b.tables[0].0).contains("twice"));
     assert!(refuse(|b| b.harm.as_mut().unwrap().harm[3][1] = -1.0).contains("harm"));

@@ -1,12 +1,13 @@
 //! `oscar calibrate --bits`: widths for each layer, head and side, by the harm they do to text and to answers.
 
+mod measure;
+
 use crate::options::OpenModel;
 use crate::progress;
 use anyhow::{Context, Result, bail};
 use oscar_backend::Backend;
 use oscar_calibrate::bits::{
-    BitPlan, Freedom, HarmMap, HarmOptions, Judge, Probe, ProbeHarm, RefineOptions, Scores, WidthTable,
-    probe_harm, refine, solve,
+    BitPlan, Freedom, HarmMap, HarmOptions, Judge, Probe, RefineOptions, Scores, WidthTable, refine, solve,
 };
 use oscar_calibrate::{CodeRounding, RotationFile, RotationFileError};
 use oscar_codec::{MeanBits, Rounding, Side, Windows};
@@ -14,9 +15,7 @@ use oscar_models::Transformer;
 use oscar_tasks::{CALIBRATION_SEEDS_FROM, GrammarFiller, Task, Turn};
 use oscar_text::{ChatInput, ModelText};
 use serde_json::{Map, Value, json};
-use sha2::{Digest, Sha256};
-use std::io::{BufRead, BufReader, Write};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 
 /// What the harm is measured on besides text. Long copying is indispensable: the heads that carry it are quiet in
@@ -57,8 +56,8 @@ pub struct BitsArgs {
     /// How codes are rounded: by what reads them (`shaped`, if absent and the rotations allow it) or to the nearest level
     #[arg(long, value_name = "nearest|shaped")]
     pub rounding: Option<CodeRounding>,
-    /// Widths a unit may have
-    #[arg(long, value_name = "WIDTH[,WIDTH…]", value_delimiter = ',', default_values_t = [1, 2, 3, 4])]
+    /// Widths a unit may have; with 0, a head may keep no history and read its BF16 windows alone
+    #[arg(long, value_name = "WIDTH[,WIDTH…]", value_delimiter = ',', default_values_t = [0, 1, 2, 3, 4])]
     pub widths: Vec<u32>,
     /// Units that have a width of their own: each head, or all heads of a layer and side together
     #[arg(long, value_enum, value_name = "UNIT", default_value_t = WidthsBy::Head)]
@@ -169,6 +168,7 @@ pub fn choose<B: Backend>(
         layers: config.layers,
         kv_heads: config.kv_heads,
         harm: vec![Default::default(); 2 * config.layers * config.kv_heads],
+        absent: vec![None; config.layers * config.kv_heads],
     };
     for &mean in &args.bits {
         solve(&harmless, mean, config.head_dim, &freedom)?;
@@ -222,8 +222,24 @@ pub fn choose<B: Backend>(
                 harm_options.measured.len(),
                 probes.len(),
             );
-            let harms = harms(&judge, &probes, &harm_options, rounding, file, &material.checkpoint)?;
-            HarmMap::of(config.layers, config.kv_heads, &harms, &harm_options)
+            let key = measure::Key { options: &harm_options, rounding, file };
+            let mut checkpoint = measure::Checkpoint::open(&material.checkpoint)?;
+            let mut harms = measure::harms(&judge, &probes, key, &mut checkpoint)?;
+            let map = HarmMap::of(config.layers, config.kv_heads, &harms, &harm_options);
+            match freedom.allows_absent() {
+                false => map,
+                true => {
+                    measure::without_history(
+                        &judge,
+                        &probes,
+                        &map.expendable(),
+                        key,
+                        &mut checkpoint,
+                        &mut harms,
+                    )?;
+                    HarmMap::of(config.layers, config.kv_heads, &harms, &harm_options)
+                }
+            }
         }
     };
 
@@ -269,7 +285,7 @@ pub fn choose<B: Backend>(
             .min_by(|a, b| a.1.relative_to(&uniform).total_cmp(&b.1.relative_to(&uniform)));
         let (table, scores) = best.context("every mean has a table")?;
         let tried = refined.map_or(1, |r| r.tried);
-        if scores.relative_to(&uniform) >= 1.0 && table.mean_width() >= 2.0 {
+        if scores.relative_to(&uniform) >= 1.0 && mean >= MeanBits::DEFAULT {
             eprintln!(
                 "warning: on fresh probes the table of {mean} bits is no better than two bits everywhere: measure with more \
                  --probes, longer --probe-tokens or other --probe-kinds"
@@ -393,78 +409,6 @@ fn prompt_tokens(text: &ModelText, turns: &[Turn]) -> Result<Vec<u32>> {
         }
     };
     Ok(text.tokenizer.encode(&rendered, text.chat.is_none())?)
-}
-
-/// The harms of all probes; those a checkpoint has are not measured again.
-fn harms<B: Backend>(
-    judge: &Judge<'_, B>,
-    probes: &[Probe],
-    options: &HarmOptions,
-    rounding: CodeRounding,
-    file: &RotationFile,
-    checkpoint: &Path,
-) -> Result<Vec<ProbeHarm>> {
-    let config = judge.transformer.config();
-    let mut known = read_checkpoint(checkpoint)?;
-    let bar = progress::bar(
-        "measuring harm",
-        (probes.len() * options.passes(config.layers, config.kv_heads)) as u64,
-    );
-    let mut all = Vec::with_capacity(probes.len());
-    for probe in probes {
-        let key = probe_key(probe, options, rounding, file);
-        let harm = match known.remove(&key) {
-            Some(harm) => {
-                bar.inc(options.passes(config.layers, config.kv_heads) as u64);
-                harm
-            }
-            None => {
-                let harm = probe_harm(judge, probe, options, || bar.inc(1))?;
-                let line = json!({"probe": key, "harm": harm});
-                let mut out = std::fs::OpenOptions::new()
-                    .create(true)
-                    .append(true)
-                    .open(checkpoint)
-                    .with_context(|| checkpoint.display().to_string())?;
-                writeln!(out, "{line}").with_context(|| checkpoint.display().to_string())?;
-                harm
-            }
-        };
-        all.push(harm);
-    }
-    bar.finish_and_clear();
-    Ok(all)
-}
-
-/// What the result of a probe depends on.
-fn probe_key(probe: &Probe, options: &HarmOptions, rounding: CodeRounding, file: &RotationFile) -> String {
-    let mut hash = Sha256::new();
-    hash.update(format!("{}|{:?}|{options:?}|{rounding}|{:?}", probe.group, probe.scored, file.metadata));
-    probe.tokens.iter().for_each(|t| hash.update(t.to_le_bytes()));
-    hash.finalize().iter().map(|b| format!("{b:02x}")).collect()
-}
-
-/// Finished probes by their key; a line that was cut off by an interruption is skipped.
-fn read_checkpoint(path: &Path) -> Result<std::collections::HashMap<String, ProbeHarm>> {
-    let file = match std::fs::File::open(path) {
-        Ok(file) => file,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Default::default()),
-        Err(error) => return Err(error).with_context(|| path.display().to_string()),
-    };
-    let mut known = std::collections::HashMap::new();
-    for line in BufReader::new(file).lines() {
-        let line = line.with_context(|| path.display().to_string())?;
-        let Ok(value) = serde_json::from_str::<Value>(&line) else { continue };
-        if let (Some(key), Ok(harm)) =
-            (value["probe"].as_str(), serde_json::from_value(value["harm"].clone()))
-        {
-            known.insert(key.to_owned(), harm);
-        }
-    }
-    if !known.is_empty() {
-        eprintln!("{}: {} probes were measured before and are used", path.display(), known.len());
-    }
-    Ok(known)
 }
 
 /// The verified tables for people.

@@ -20,6 +20,8 @@ pub(super) enum PageKind {
     Bf16 { decoded: bool },
     /// Rows decoded to f32: the scalar variant, and pages that are f32 themselves.
     Decoded,
+    /// Pages of heads that keep no history: never read.
+    Absent,
 }
 
 /// What one page is to a kernel.
@@ -146,6 +148,7 @@ impl PageReader {
 
     pub(super) fn name(self) -> &'static str {
         match (self.variant, self.kind) {
+            (_, PageKind::Absent) => "nothing",
             (Variant::Scalar, _) => "scalar decode",
             (_, PageKind::Decoded | PageKind::Bf16 { decoded: true }) => "generic decode",
             (Variant::Avx2, PageKind::Bf16 { .. }) => "avx2 bf16",
@@ -201,6 +204,9 @@ fn code_name(
 
 fn kind(variant: Variant, codec: &RowPageCodec) -> PageKind {
     let (key, value) = (codec.spec(Side::Key), codec.spec(Side::Value));
+    if !codec.keeps_history() {
+        return PageKind::Absent;
+    }
     if variant == Variant::Scalar || [key.scheme, value.scheme].contains(&Scheme::F32) {
         return PageKind::Decoded;
     }
@@ -302,6 +308,7 @@ impl PageScratch {
                 }
                 view
             }
+            PageKind::Absent => unreachable!("the walk over a span leaves these pages out"),
             PageKind::Decoded => {
                 room(&mut self.decoded.keys);
                 room(&mut self.decoded.values);

@@ -143,10 +143,14 @@ pub(super) fn read_span(rows: &mut ItemRows<'_>, span: usize, mut done: impl FnM
     let all_coded = rows.reaches.iter().fold(0..usize::MAX, |all, reach| {
         all.start.max(reach.sink)..all.end.min(reach.keys.min(reach.values))
     });
+    let has_history = context.coded_codec.keeps_history();
     let mut due = None;
     for page in first_page..last_page {
         let base = page * PAGE_TOKENS;
-        if all_coded.start <= base && base + PAGE_TOKENS <= all_coded.end {
+        if !has_history {
+            let used = rows.set_masks(|reach| reach.full(base));
+            read_page(rows, &full, page, used, &mut due);
+        } else if all_coded.start <= base && base + PAGE_TOKENS <= all_coded.end {
             rows.blocks.iter_mut().for_each(|block| block.masks[..block.rows].fill(u64::MAX));
             read_page(rows, &coded, page, u64::MAX, &mut due);
         } else {

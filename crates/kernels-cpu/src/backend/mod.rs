@@ -391,8 +391,8 @@ impl Backend for CpuBackend {
         Ok(())
     }
 
-    fn reads_demoted_tails(&self, _layout: &CacheLayout) -> bool {
-        true
+    fn reads_demoted_tails(&self, layout: &CacheLayout) -> bool {
+        layout.keeps_all_history()
     }
 
     fn demote(&self, layer: usize, sequences: &[SequenceRows<'_>], pool: &mut CpuPages) -> Result<()> {

@@ -482,7 +482,9 @@ impl Backend for CudaBackend {
 
     fn reads_demoted_tails(&self, layout: &CacheLayout) -> bool {
         let codes = Storage::of(layout).is_ok_and(|storage| storage == Storage::Codes);
-        codes && self.state().attention.reads_demoted_tails(&self.device, layout.head_dim())
+        codes
+            && layout.keeps_all_history()
+            && self.state().attention.reads_demoted_tails(&self.device, layout.head_dim())
     }
 
     fn begin_demotion(&self, sequences: &[SequenceRows<'_>], pool: &mut CudaPages) -> BackendResult<()> {

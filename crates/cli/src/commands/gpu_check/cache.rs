@@ -47,12 +47,11 @@ impl Case {
             .map(|h| {
                 let (key, value) = self.widths[h % self.widths.len()];
                 let (key_clip, value_clip) = clips[h % clips.len()];
-                let codec = RowPageCodec::new(
-                    d,
-                    SideSpec::affine(key, key_clip),
-                    SideSpec::affine(value, value_clip),
-                    order,
-                )?;
+                let spec = |bits, clip| match bits {
+                    0 => SideSpec::ABSENT,
+                    _ => SideSpec::affine(bits, clip),
+                };
+                let codec = RowPageCodec::new(d, spec(key, key_clip), spec(value, value_clip), order)?;
                 Ok(codec.with_rounding(rounding(d, h)?)?)
             })
             .collect::<Result<_>>()?;
@@ -118,6 +117,15 @@ pub fn check<B: Backend<Pool: Inspected>>(gpu: &B, every: u64, report: &mut Repo
                     Case { head_dim, kv_heads: 3, group: 4, widths, windows, pattern: Pattern::Plain, steps };
                 run(case, report)?;
             }
+        }
+    }
+    // Heads that keep no history beside others, and alone; with a sink and without.
+    for widths in [vec![(0, 0), (2, 2), (3, 1)], vec![(4, 2), (0, 0)], vec![(0, 0)]] {
+        for (head_dim, windows) in [(64, narrow), (128, usual), (256, Windows::new(0, 48)?)] {
+            let steps = vec![vec![500, 17, 1], vec![1, 1, 76], vec![33, 1, 1], vec![1, 1, 1]];
+            let (widths, pattern) = (widths.clone(), Pattern::Plain);
+            let case = Case { head_dim, kv_heads: 3, group: 4, widths, windows, pattern, steps };
+            run(case, report)?;
         }
     }
     // Values that hurt.

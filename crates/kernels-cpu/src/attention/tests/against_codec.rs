@@ -1,7 +1,7 @@
 //! Outputs against the specification.
 
 use super::*;
-use crate::attention::kernel_name_with;
+use crate::attention::{SPAN_TOKENS, kernel_name_with};
 use oscar_codec::SideSpec;
 
 /// Fixed-point queries and weights: 16 bits of the largest.
@@ -178,6 +178,42 @@ fn integer_path_is_accurate_to_its_fixed_point() {
                     error <= tolerance,
                     "{variant} {precision} {key_bits}/{value_bits} bits, head {d}: {error:e}"
                 );
+            }
+        }
+    }
+}
+
+/// Heads without history read their windows: what a context of these tokens alone gives.
+#[test]
+fn absent_history_is_not_read() {
+    let pool = ThreadPool::new(2).unwrap();
+    let d = 64;
+    let mut random = Random::new(11);
+    let tokens = 2 * SPAN_TOKENS + 100;
+    let mut rows = || (0..tokens * d).map(|_| random.normal()).collect::<Vec<f32>>();
+    let (keys, values) = (rows(), rows());
+    let full = KvFormat::Bf16.codec(d, CodeLayout::CpuTile).unwrap();
+    let absent = RowPageCodec::new(d, SideSpec::ABSENT, SideSpec::ABSENT, CodeLayout::CpuTile).unwrap();
+    let context = Context::new(full.clone(), absent, &keys, &values);
+    let queries = queries(3, d, 1.5, 4);
+    // With a sink, and without: then whole spans hold nothing.
+    for (sink, recent) in [(64, 256), (0, 40)] {
+        let windows = Windows::new(sink, recent).unwrap();
+        for last in [30, 700, tokens - 1] {
+            let positions = [last as u32; 3];
+            let kept: Vec<usize> = (0..=last).filter(|&j| !windows.reads_code(last, j)).collect();
+            let pick = |rows: &[f32]| -> Vec<f32> {
+                kept.iter().flat_map(|&j| rows[j * d..(j + 1) * d].to_vec()).collect()
+            };
+            let alone = Context::new(full.clone(), full.clone(), &pick(&keys), &pick(&values));
+            let end = [kept.len() as u32 - 1; 3];
+            let expected = alone.expected(&Windows::unlimited(), &queries, &end);
+            assert!(relative_error(&context.expected(&windows, &queries, &positions), &expected) <= SAME);
+            for kernel in kernels(Variant::available()) {
+                let got = context.attend(kernel, &pool, &windows, &queries, &positions);
+                let tolerance = if kernel.0 == Variant::Scalar { SAME } else { ROUNDED };
+                let error = relative_error(&got, &expected);
+                assert!(error <= tolerance, "{kernel:?}, {sink}/{recent}, query {last}: {error:e}");
             }
         }
     }
