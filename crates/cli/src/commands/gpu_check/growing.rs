@@ -222,6 +222,8 @@ pub struct HeadTwin {
     coded_pages: BTreeMap<usize, Vec<u8>>,
     coded_keys: Vec<f32>,
     coded_values: Vec<f32>,
+    /// What would be code is not kept, and not read.
+    without_history: bool,
 }
 
 impl HeadTwin {
@@ -242,6 +244,7 @@ impl HeadTwin {
     ) -> Result<()> {
         let Some(table) = layout.coded() else { return Ok(()) };
         let (codec, d, origin) = (table.codec(0, head), layout.head_dim(), layout.windows().sink());
+        self.without_history = !codec.keeps_history();
         self.coded_keys.resize(self.keys.len(), 0.0);
         self.coded_values.resize(self.values.len(), 0.0);
         for (side, positions) in [Side::Key, Side::Value].into_iter().zip(positions) {
@@ -328,6 +331,9 @@ impl HeadTwin {
         let Some(expected) = self.coded_pages.get(&(positions.start / PAGE_TOKENS)) else {
             return usize::MAX;
         };
+        if !codec.keeps_history() {
+            return page.len();
+        }
         let mut count = 0;
         for token in positions.map(|p| p % PAGE_TOKENS) {
             let params = |page| codec.group_params(side, page, token, 0);
@@ -391,7 +397,11 @@ impl Reference<'_> {
                 let dot = |k: &[f32]| -> f64 {
                     query.iter().zip(k).map(|(&q, &k)| f64::from(q) * f64::from(k)).sum()
                 };
-                let scores: Vec<f64> = (0..=t).map(|j| f64::from(shape.scale) * dot(key(j))).collect();
+                let score = |j: usize| match twin.without_history && is_code(Side::Key, j) {
+                    true => f64::NEG_INFINITY,
+                    false => f64::from(shape.scale) * dot(key(j)),
+                };
+                let scores: Vec<f64> = (0..=t).map(score).collect();
                 let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
                 let weights: Vec<f64> = scores.iter().map(|s| (s - top).exp()).collect();
                 let sum: f64 = weights.iter().sum();
