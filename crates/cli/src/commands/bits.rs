@@ -50,7 +50,8 @@ pub struct BitsArgs {
     /// or 0 where --widths, --widths-by or --widths-of bind the table
     #[arg(long, value_name = "N")]
     pub refine: Option<usize>,
-    /// Take the harms that the file of --rotations holds instead of measuring them: other means in seconds
+    /// Take the harms that the file of --rotations holds instead of measuring them: other means in seconds; its tables of
+    /// means that are not asked for stay
     #[arg(long, requires = "rotations")]
     pub reuse_harms: bool,
     /// How codes are rounded: by what reads them (`shaped`, if absent and the rotations allow it) or to the nearest level
@@ -293,11 +294,13 @@ pub fn choose<B: Backend>(
         }
         chosen.push(Chosen { mean, table, uniform: uniform.clone(), scores, tried });
     }
-    file.bits = BitPlan {
-        tables: chosen.iter().map(|c| (c.mean, c.table.clone())).collect(),
-        harm: Some(map),
-        rounding,
-    };
+    let mut tables: Vec<_> = chosen.iter().map(|c| (c.mean, c.table.clone())).collect();
+    if args.reuse_harms {
+        // Of the same harms and the same codes: they stay, for the means that were not asked for.
+        let kept = file.bits.tables.iter().filter(|(mean, _)| !args.bits.contains(mean));
+        tables.extend(kept.cloned());
+    }
+    file.bits = BitPlan { tables, harm: Some(map), rounding };
     Ok(chosen)
 }
 

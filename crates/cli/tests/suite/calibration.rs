@@ -89,6 +89,9 @@ fn widths_are_chosen_stored_and_used() {
     for heads in table.split([' ', '·']).filter(|p| p.starts_with(['K', 'V'])) {
         assert!(["11", "22", "44"].contains(&&heads[1..]), "{table}");
     }
+    let other = tables[1]["table"].as_str().unwrap();
+    let inspected = succeed(&["zoo", "inspect", &again]);
+    assert!(inspected.contains(other), "tables of other means stay: {inspected}");
 
     let banner = |kv: &str| {
         let out =
