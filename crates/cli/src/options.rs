@@ -238,6 +238,15 @@ impl OpenModel {
         Ok(Cache { layout, rotations, rotation_origin: origin })
     }
 
+    /// The rotation file that calibrated formats use, as it is; none for Hadamard rotations.
+    pub fn rotation_bytes(&self, args: &CacheArgs) -> Result<Option<Vec<u8>>> {
+        match args.rotations.as_deref() {
+            Some("hadamard") => Ok(None),
+            Some(path) => Ok(Some(std::fs::read(path).with_context(|| format!("--rotations {path}"))?)),
+            None => Ok(self.source.read(MODEL_ROTATIONS)?.map(|bytes| bytes.to_vec())),
+        }
+    }
+
     fn rotations(
         &self,
         format: KvFormat,

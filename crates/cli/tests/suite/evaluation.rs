@@ -162,6 +162,37 @@ fn text_windows_resume_and_take_more_formats() {
 }
 
 #[test]
+fn results_of_another_rotation_file_are_not_gone_on_with() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
+    let (file, out, prose) = (path("r.safetensors"), path("ppl.jsonl"), path("text.txt"));
+    std::fs::write(&prose, "A page of the log, read again and again. ".repeat(150)).unwrap();
+    let args = [
+        "eval",
+        "ppl",
+        "--kv",
+        "oscar2",
+        "--rotations",
+        &file,
+        "--text",
+        &prose,
+        "--window",
+        "800",
+        "--limit",
+        "1",
+        "--out",
+        &out,
+    ];
+    succeed(&["calibrate", "--tokens", "512", "--out", &file]);
+    succeed(&args);
+    succeed(&args);
+    // The same name, other contents.
+    succeed(&["calibrate", "--tokens", "640", "--out", &file]);
+    let (_, message) = fail(&args);
+    assert!(message.contains("another configuration") && message.contains("rotation_file"), "{message}");
+}
+
+#[test]
 fn a_comparison_ends_in_table_json_report_and_picture() {
     let dir = tempfile::tempdir().unwrap();
     let (out, picture) = (dir.path().join("result"), dir.path().join("picture.svg"));

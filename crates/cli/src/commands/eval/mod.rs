@@ -118,10 +118,10 @@ pub fn filler(path: Option<&str>, flag: &str) -> Result<(Box<dyn Filler>, Option
     Ok((Box::new(filler), Some(digest(&text))))
 }
 
-/// Names a text in a configuration.
-pub fn digest(text: &str) -> String {
+/// Names a text or a file in a configuration.
+pub fn digest(contents: impl AsRef<[u8]>) -> String {
     use sha2::{Digest, Sha256};
-    Sha256::digest(text.as_bytes()).iter().take(8).map(|byte| format!("{byte:02x}")).collect()
+    Sha256::digest(contents).iter().take(8).map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// A text file that must exist, be UTF-8 and not be empty.

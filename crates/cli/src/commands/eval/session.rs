@@ -1,5 +1,6 @@
 //! A model opened once for many formats: its weights are shared, each format brings its own cache.
 
+use super::digest;
 use crate::device::AnyBackend;
 use crate::options::{Cache, CacheArgs, ModelArgs, OpenModel, working_bytes};
 use anyhow::{Result, bail};
@@ -41,6 +42,8 @@ pub struct Session {
     pub text: ModelText,
     pub stop_tokens: Vec<u32>,
     cache_args: CacheArgs,
+    /// Names the contents of the rotation file: results of another one are not gone on with.
+    rotation_digest: Option<String>,
     precision: String,
     /// One runner for each set of rotations met so far: what other caches of those rotations share.
     templates: RefCell<Vec<Runner<AnyBackend>>>,
@@ -70,11 +73,13 @@ impl Session {
         let plain = model.cache(KvFormat::Bf16, cache_args)?;
         let base = plain.runner(&model, model_args.backend()?, cache_args, context, 1, |_| {})?;
         let precision = format!("{:?}", model_args.precision).to_lowercase();
+        let rotation_digest = model.rotation_bytes(cache_args)?.map(digest);
         Ok(Self {
             model,
             text,
             stop_tokens,
             cache_args: cache_args.clone(),
+            rotation_digest,
             precision,
             templates: RefCell::new(vec![base]),
             context,
@@ -150,6 +155,7 @@ impl Session {
             "sink": self.cache_args.sink,
             "recent": self.cache_args.recent,
             "rotations": self.cache_args.rotations,
+            "rotation_file": self.rotation_digest,
         });
         if let (Value::Object(config), Value::Object(more)) = (&mut config, more) {
             config.extend(more);
