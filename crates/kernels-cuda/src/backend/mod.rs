@@ -125,23 +125,6 @@ impl CudaBackend {
         Ok(operation(&mut state)?)
     }
 
-    /// [`CudaBackend::fused`] as an operation without a result; `true` where it was done, or failed.
-    fn fuse(
-        &self,
-        norm: Option<(&CudaVector, f32)>,
-        weight: &CudaMatrix,
-        x: &CudaRows,
-        out: &mut CudaRows,
-        gated: bool,
-    ) -> bool {
-        let mut fused = true;
-        self.enqueue(|_| {
-            fused = self.fused(norm, weight, x, out, gated)?;
-            Ok(())
-        });
-        fused
-    }
-
     /// Do steps of this many rows carry BF16 copies?
     fn rounds(rows: usize) -> bool {
         rows > crate::gemm::MOST_ROWS

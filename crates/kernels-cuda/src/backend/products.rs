@@ -62,16 +62,16 @@ impl CudaBackend {
         Ok(())
     }
 
-    /// A product of few rows in one launch, with a norm of `x` before it and a gate behind it where asked. `false`, and
-    /// nothing done, if this one does not go so.
-    pub(super) fn fused(
+    /// A product of few rows in one launch, with a norm of `x` before it and a gate behind it where asked: an operation
+    /// without a result. `false`, and nothing done, if this one does not go so.
+    pub(super) fn fuse(
         &self,
         norm: Option<(&CudaVector, f32)>,
         weight: &CudaMatrix,
         x: &CudaRows,
         out: &mut CudaRows,
         gated: bool,
-    ) -> Result<bool> {
+    ) -> bool {
         let (rows, outputs) = (x.count(), out.width() * (1 + usize::from(gated)));
         let fits = rows > 0
             && x.values() != 0
@@ -80,11 +80,13 @@ impl CudaBackend {
             && (weight.inputs, weight.outputs) == (x.width(), outputs)
             && norm.is_none_or(|(n, _)| n.len == x.width());
         if fits {
-            out.resize(&self.device, rows, true, false)?;
-            let norm = norm.map(|(n, eps)| (n.values.address(), eps));
-            let (x, out) = (x.values(), out.values());
-            self.skinny.enqueue(weight, &SkinnyProduct { rows, x, out, norm, add: false, gated })?;
+            self.enqueue(|_| {
+                out.resize(&self.device, rows, true, false)?;
+                let norm = norm.map(|(n, eps)| (n.values.address(), eps));
+                let (x, out) = (x.values(), out.values());
+                self.skinny.enqueue(weight, &SkinnyProduct { rows, x, out, norm, add: false, gated })
+            });
         }
-        Ok(fits)
+        fits
     }
 }
