@@ -4,7 +4,7 @@
 use crate::error::Result;
 use crate::format::{FormatTable, KvFormat};
 use crate::layout::CodeLayout;
-use crate::page::{PAGE_TOKENS, PageCodec, Side};
+use crate::page::{PAGE_TOKENS, PageCodec, RowPageCodec, Side};
 use crate::window::{Tail, Windows};
 
 /// A full-precision block: 64 tokens of every layer and head. Handed out by the cache, resolved by a backend.
@@ -182,10 +182,7 @@ impl CacheLayout {
     /// Does every head keep its history? One that does not lives by its recent tokens, so these must never be given up
     /// for codes that it does not have.
     pub fn keeps_all_history(&self) -> bool {
-        self.coded.as_ref().is_none_or(|table| {
-            (0..table.layers() * table.kv_heads())
-                .all(|i| table.codec(i / table.kv_heads(), i % table.kv_heads()).keeps_history())
-        })
+        self.coded.as_ref().is_none_or(|table| table.codecs().iter().all(RowPageCodec::keeps_history))
     }
 
     /// Do codes of a page depend on tokens of later pages? Then pages cannot be shared between sequences that

@@ -345,10 +345,7 @@ impl FormatTable {
         let codecs = widths
             .iter()
             .map(|&(key, value)| {
-                let spec = |side, bits| match bits {
-                    0 => SideSpec::ABSENT,
-                    _ => SideSpec::affine(bits, default_clip(side, bits)),
-                };
+                let spec = |side, bits| SideSpec::of_width(bits, default_clip(side, bits));
                 RowPageCodec::new(head_dim, spec(Side::Key, key), spec(Side::Value, value), layout)
             })
             .collect::<Result<_>>()?;
@@ -390,6 +387,11 @@ impl FormatTable {
 
     pub fn codec(&self, layer: usize, kv_head: usize) -> &RowPageCodec {
         &self.codecs[layer * self.kv_heads + kv_head]
+    }
+
+    /// All codecs, `[layer][kv_head]`.
+    pub fn codecs(&self) -> &[RowPageCodec] {
+        &self.codecs
     }
 
     /// Bytes of one 64-token block over all layers and heads.

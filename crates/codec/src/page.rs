@@ -70,6 +70,11 @@ impl SideSpec {
     pub const F32: Self = Self { scheme: Scheme::F32, bits: 32, group: 0, clip: 0.0 };
     pub const ABSENT: Self = Self { scheme: Scheme::Absent, bits: 0, group: 0, clip: 0.0 };
 
+    /// Affine codes of so many bits; of none, nothing at all.
+    pub fn of_width(bits: u32, clip: f64) -> Self {
+        if bits == 0 { Self::ABSENT } else { Self::affine(bits, clip) }
+    }
+
     pub fn affine(bits: u32, clip: f64) -> Self {
         Self { scheme: Scheme::Affine, bits, group: 0, clip }
     }

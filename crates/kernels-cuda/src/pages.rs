@@ -7,7 +7,7 @@
 use crate::device::Device;
 use crate::error::{CudaError, Result};
 use crate::memory::Buffer;
-use crate::storage::{Storage, codecs};
+use crate::storage::Storage;
 use cudarc::driver::sys::{self, CUresult};
 use oscar_backend::CacheHead;
 use oscar_codec::clip::order_index;
@@ -60,11 +60,11 @@ struct Roundings {
 impl Roundings {
     /// Nothing where all codes are the nearest.
     fn upload(device: &Device, coded: &FormatTable) -> Result<Option<Self>> {
-        if codecs(coded).all(|codec| codec.rounding(Side::Key).is_nearest()) {
+        if coded.codecs().iter().all(|codec| codec.rounding(Side::Key).is_nearest()) {
             return Ok(None);
         }
         let (mut heads, mut feedback) = (Vec::new(), Vec::new());
-        for codec in codecs(coded) {
+        for codec in coded.codecs() {
             let rounding = codec.rounding(Side::Key);
             let mut address = 0;
             if let Some(matrix) = &rounding.feedback {
@@ -114,9 +114,11 @@ impl CudaPages {
             return Err(device.out_of_memory("the KV pages (--kv-memory)", budget));
         }
         let granularity = granularity(device)?;
-        let regions = |table, block_bytes: usize| -> Result<Vec<Region>> {
+        let regions = |table: &FormatTable, block_bytes: usize| -> Result<Vec<Region>> {
             let pages = budget / block_bytes.max(1) + 1;
-            codecs(table)
+            table
+                .codecs()
+                .iter()
                 .map(|codec| Region::reserve(device, pages, codec.page_bytes(), granularity))
                 .collect()
         };
@@ -134,7 +136,10 @@ impl CudaPages {
         let absent = |i: usize| {
             layout.coded().is_some_and(|t| !t.codec(i / t.kv_heads(), i % t.kv_heads()).keeps_history())
         };
-        let heads: Vec<HeadPages> = codecs(read_as_code.unwrap_or(layout.full()))
+        let heads: Vec<HeadPages> = read_as_code
+            .unwrap_or(layout.full())
+            .codecs()
+            .iter()
             .enumerate()
             .map(|(i, codec)| HeadPages {
                 full: full[i].address,

@@ -6,7 +6,7 @@
 
 use crate::error::{CudaError, Result};
 use oscar_codec::page::Scheme;
-use oscar_codec::{CacheLayout, CodeLayout, FormatTable, PageCodec, RowPageCodec, Side, SideSpec};
+use oscar_codec::{CacheLayout, CodeLayout, PageCodec, RowPageCodec, Side, SideSpec};
 
 /// How pages of history are kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,7 +31,7 @@ impl Storage {
                 layout.head_dim()
             ));
         }
-        for codec in codecs(layout.full()) {
+        for codec in layout.full().codecs() {
             if !both(|side| codec.spec(side).scheme == Scheme::Bf16) {
                 return refuse("the GPU keeps full tokens in BF16".into());
             }
@@ -45,7 +45,7 @@ impl Storage {
         let read_by_kernels = |codec: &RowPageCodec| {
             !codec.keeps_history() || both(|side| is_plain_affine(codec.spec(side), codec.head_dim()))
         };
-        match layout.windows().sides_agree() && codecs(table).all(read_by_kernels) {
+        match layout.windows().sides_agree() && table.codecs().iter().all(read_by_kernels) {
             true => Self::Codes,
             false => Self::Decoded,
         }
@@ -68,8 +68,11 @@ impl Storage {
     pub fn check_order(self, layout: &CacheLayout) -> Result<()> {
         // Codes that the GPU never sees may have any order.
         let coded = layout.coded().filter(|_| self == Self::Codes);
-        let wrong = codecs(layout.full())
-            .chain(coded.into_iter().flat_map(codecs))
+        let wrong = layout
+            .full()
+            .codecs()
+            .iter()
+            .chain(coded.into_iter().flat_map(|table| table.codecs()))
             .find(|codec| codec.layout() != CodeLayout::GpuTile);
         match wrong {
             Some(codec) => Err(CudaError::Unsupported(format!(
@@ -80,11 +83,6 @@ impl Storage {
             None => Ok(()),
         }
     }
-}
-
-/// The codecs of a table, `[layer][kv_head]`.
-pub fn codecs(table: &FormatTable) -> impl Iterator<Item = &RowPageCodec> {
-    (0..table.layers()).flat_map(move |l| (0..table.kv_heads()).map(move |h| table.codec(l, h)))
 }
 
 fn both(holds: impl Fn(Side) -> bool) -> bool {

@@ -67,6 +67,7 @@ const VARIANTS: [(SkinnyShape, &CStr, &CStr); 6] = [
 impl SkinnyShape {
     /// Dynamic shared memory: the lanes' slots and the sums of two units.
     fn shared(self) -> usize {
+        // `SLOTS_OF` of `skinny_gemm.cu`.
         let slots = if self.tiles == 4 { 3 } else { 4 };
         self.warps * self.tiles * (slots * 512 + 2 * 64 * 4 * (self.rows / 8))
     }

@@ -47,11 +47,8 @@ impl Case {
             .map(|h| {
                 let (key, value) = self.widths[h % self.widths.len()];
                 let (key_clip, value_clip) = clips[h % clips.len()];
-                let spec = |bits, clip| match bits {
-                    0 => SideSpec::ABSENT,
-                    _ => SideSpec::affine(bits, clip),
-                };
-                let codec = RowPageCodec::new(d, spec(key, key_clip), spec(value, value_clip), order)?;
+                let (key, value) = (SideSpec::of_width(key, key_clip), SideSpec::of_width(value, value_clip));
+                let codec = RowPageCodec::new(d, key, value, order)?;
                 Ok(codec.with_rounding(rounding(d, h)?)?)
             })
             .collect::<Result<_>>()?;
