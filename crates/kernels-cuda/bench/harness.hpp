@@ -19,10 +19,10 @@ template <class T> T atomicOr(T* p, T v) { T o = *p; *p |= v; return o; }
 
 #define CK(x) do { CUresult r_ = (x); if (r_) { const char* e_; cuGetErrorString(r_, &e_); printf("%s:%d %s: %s\n", __FILE__, __LINE__, #x, e_); exit(1); } } while (0)
 
-struct SequenceInfo { u32 first_row, rows, first_position, table, blocks, boundary; };
+struct SequenceInfo { u32 first_row, rows, first_position, table, old_codes, boundary; };
 struct StepTables { u64 sequences, row_sequence, row_position, full, coded, demoted; u32 sequence_count, rows, demoted_count, sink, recent, unit; };
 struct DecodePlan { u64 memory; u32 workers, pad; };
-struct PlanArgs { StepTables step; u64 heads, cost_before; DecodePlan plan; u32 kv_heads, head_dim, least_cost, spare; };
+struct PlanArgs { StepTables step; u64 heads, cost_before; DecodePlan plan; u32 kv_heads, head_dim, least_cost, spare, round_cost, unused; };
 struct AppendParams { StepTables step; u64 pages, qkv, queries, query_norm, key_norm, cosines, sines, rotation, mean; u32 query_heads, kv_heads, rows_per_block; float eps; };
 struct DecodeArgs { StepTables step; DecodePlan plan; u64 heads, queries, out, rounded, partials; u32 kv_heads, group; float scale; };
 
@@ -67,9 +67,11 @@ struct Variant {
 // Dynamic shared memory of a variant: the bound that src/attention/decode.rs computes.
 inline u32 shared_bytes(const Variant& v) {
     u32 steps = v.head_dim / 16, heads = 8 * v.tiles, room = heads * (v.head_dim + 4) * 4, slot = 32 * v.head_dim + 512;
-    u32 bytes = v.warps * v.stages * (slot + 20) + (room <= slot ? 16 : v.warps * room) + v.tiles * steps * (32 * 24 + 32) + (v.warps + 3) * (8 + heads * 12 + 96) + heads * 8 + steps * 16 + 192;
+    u32 bytes = v.warps * v.stages * (slot + 20) + (room <= slot ? 16 : v.warps * room) + v.tiles * steps * (32 * 24 + 32) + (v.warps + 3) * (8 + heads * 8 + 96) + heads * 4 + steps * 16 + 1280;
     return (bytes + 127) / 128 * 128;
 }
+
+inline u32 round_cost(const Variant& v) { return v.warps * (32 * v.head_dim + 512); }
 
 struct Kernel {
     CUmodule module; CUfunction decode, plan; u32 shared; int workers, threads; Variant v;
@@ -86,7 +88,7 @@ struct Kernel {
         workers = occupancy * sms;
         CUmodule m; CK(cuModuleLoad(&m, (folder + "/plan.cubin").c_str())); CK(cuModuleGetFunction(&plan, m, "decode_plan"));
     }
-    size_t partial_bytes() const { return 2ull * workers * (8 * v.tiles) * (v.head_dim + 2) * 4; }
+    size_t partial_bytes() const { return 2ull * workers * (8 * v.tiles) * v.head_dim * 8; }
 };
 inline std::string Kernel::folder = ".";
 
@@ -101,7 +103,7 @@ struct Step {
         for (u32 i = 0; i < lengths.size(); i++) {
             u32 n = lengths[i], b = codes ? std::min(boundary_of(sink, recent, n - 1), n) : 0;
             u32 table = (u32)full.size(), blocks = (n + 63) / 64;
-            sequences.push_back({i, 1, n - 1, table, blocks, b});
+            sequences.push_back({i, 1, n - 1, table, b - std::min(b, 16u), b});
             for (u32 p = 0; p < blocks; p++) {
                 bool is_coded = codes && b > sink && p >= sink / 64 && p * 64 < b;
                 bool is_full = !(is_coded && p * 64 >= sink && p * 64 + 64 <= b);

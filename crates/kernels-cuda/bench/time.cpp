@@ -56,7 +56,7 @@ int main(int argc, char** argv) {
         const u32 spare = heads * sh.batch <= (u32)k.workers / 8 ? heads * sh.batch : 0;  // as src/attention/decode.rs
         std::vector<u32> leasts = sh.batch == 1 ? std::vector<u32>{16384} : std::vector<u32>{65536};
         if (only) {
-            PlanArgs pa{tables, ht, cost, plan, heads, (u32)D, 16384, spare}; launch_plan(k, pa, s);
+            PlanArgs pa{tables, ht, cost, plan, heads, (u32)D, 16384, spare, round_cost(v), 0}; launch_plan(k, pa, s);
             for (int l = 0; l < std::min(layers, 3); l++) { DecodeArgs da{tables, plan, ht + l * heads * sizeof(HeadPages), dq, 0, out, partials, heads, (u32)sh.group, 0.08838834764f * 1.44269504f}; launch_decode(k, da, s); }
             CK(cuStreamSynchronize(s));
             return 0;
@@ -64,7 +64,7 @@ int main(int argc, char** argv) {
         std::vector<u32> rows(sh.batch), ends(sh.batch, sh.context - 1); for (u32 i = 0; i < sh.batch; i++) rows[i] = i;
         tables.row_sequence = upload(rows); tables.row_position = upload(ends); CUdeviceptr qkv = device_alloc(q.size() * 8); CK(cuMemsetD32(qkv, 0x3e800000, q.size() * 2));
         for (u32 least : leasts) for (int part = layer ? 0 : 3; part < 4; part++) {  // bit 0: with the append, bit 1: with attention
-            PlanArgs pa{tables, ht, cost, plan, heads, (u32)D, least, spare};
+            PlanArgs pa{tables, ht, cost, plan, heads, (u32)D, least, spare, round_cost(v), 0};
             CUgraph g; CUgraphExec ge; CK(cuStreamBeginCapture(s, CU_STREAM_CAPTURE_MODE_GLOBAL));
             launch_plan(k, pa, s);
             for (int l = 0; l < layers; l++) {

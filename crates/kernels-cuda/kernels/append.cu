@@ -71,19 +71,19 @@ struct RowPlace {
     DEVICE void put(Side side, u32 channel, float x) const { page[full_element(side, D, token, channel)] = f32_to_bf16(x); }
 };
 
-// Thread (part, pair) adds up its part of `sum_i x[i] * R[i][channel]` for two channels of every vector. `rotation` is at
-// the thread's first row and channel.
-DEVICE void rotate(Shared& shared, const float* rotation, u32 count, u32 part, u32 pair) {
-    float sum[VECTORS][2] = {};
-#pragma unroll 4
+// Thread (part, pair) adds up its part of `sum_i x[i] * R[i][channel]` for two channels of COUNT vectors from `first` on.
+// `rotation` is at the thread's first row and channel.
+template <int COUNT>
+DEVICE void rotate_few(Shared& shared, const float* rotation, u32 first, u32 part, u32 pair) {
+    float sum[COUNT][2] = {};
+#pragma unroll 2
     for (int i = 0; i < PER_PART; i += 4) {
         float2 r[4];
 #pragma unroll
         for (int k = 0; k < 4; k++) r[k] = *(const float2*)(rotation + (i + k) * D);
 #pragma unroll
-        for (int v = 0; v < VECTORS; v++) {
-            if (v >= count) break;
-            const float4 x = *(const float4*)&shared.vectors[v][part * PER_PART + i];
+        for (int v = 0; v < COUNT; v++) {
+            const float4 x = *(const float4*)&shared.vectors[first + v][part * PER_PART + i];
             sum[v][0] = __fmaf_rn(x.x, r[0].x, sum[v][0]), sum[v][1] = __fmaf_rn(x.x, r[0].y, sum[v][1]);
             sum[v][0] = __fmaf_rn(x.y, r[1].x, sum[v][0]), sum[v][1] = __fmaf_rn(x.y, r[1].y, sum[v][1]);
             sum[v][0] = __fmaf_rn(x.z, r[2].x, sum[v][0]), sum[v][1] = __fmaf_rn(x.z, r[2].y, sum[v][1]);
@@ -91,8 +91,19 @@ DEVICE void rotate(Shared& shared, const float* rotation, u32 count, u32 part, u
         }
     }
 #pragma unroll
-    for (int v = 0; v < VECTORS; v++)
-        if (v < count) *(float2*)&shared.sums[part][v][2 * pair] = make_float2(sum[v][0], sum[v][1]);
+    for (int v = 0; v < COUNT; v++) *(float2*)&shared.sums[part][first + v][2 * pair] = make_float2(sum[v][0], sum[v][1]);
+}
+
+// Their number is known to the compiler, which then loads ahead of the sums.
+DEVICE void rotate(Shared& shared, const float* rotation, u32 count, u32 part, u32 pair) {
+    u32 first = 0;
+    for (; first + 5 <= count; first += 5) rotate_few<5>(shared, rotation, first, part, pair);
+    switch (count - first) {
+        case 1: return rotate_few<1>(shared, rotation, first, part, pair);
+        case 2: return rotate_few<2>(shared, rotation, first, part, pair);
+        case 3: return rotate_few<3>(shared, rotation, first, part, pair);
+        case 4: return rotate_few<4>(shared, rotation, first, part, pair);
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) append(AppendParams p) {

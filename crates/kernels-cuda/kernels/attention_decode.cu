@@ -7,8 +7,8 @@
 // they have read all else; they are all there at the same time, since there are no more blocks than multiprocessors.
 //
 // What a block reads and where it lies is found out before it waits for the kernels of its layer: the plan and the tables of
-// the step were finished before any of its layers began. Pages are not read before: they would keep the memory busy while those
-// kernels fetch what everything here waits for (measured).
+// the step were finished before any of its layers began. Of the pages a slot a warp is read before, where they are older than
+// the step; more would keep the memory busy while those kernels fetch what everything here waits for (measured).
 //
 // Compiled with HEAD_DIM (64, 128, 256), QUERY_TILES (1: up to 8 query heads to a KV head, 2: up to 16), WARPS, STAGES,
 // BLOCKS (blocks that share a multiprocessor) and SHARED_BYTES (of dynamic shared memory).
@@ -23,6 +23,14 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, BLOCKS) decode_attent
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const u32 worker = blockIdx.x;
     allow_next_kernel();
+    // Before anything is asked of memory: the fence would wait for it.
+    if (threadIdx.x < WARPS * STAGES) {
+        barrier_init(shared_address(&shared.full[0][0] + threadIdx.x), FULL_ARRIVALS);
+        barrier_init(shared_address(&shared.empty[0][0] + threadIdx.x), EMPTY_ARRIVALS);
+        barriers_before_bulk_copies();
+    }
+    if (threadIdx.x < a.kv_heads * (sizeof(HeadPages) / 16) && threadIdx.x < NEAR_HEADS * (sizeof(HeadPages) / 16))
+        copy_16_bytes(shared_address((uint4*)shared.heads + threadIdx.x), (const uint4*)a.heads + threadIdx.x);
     const WorkerRange plan = a.plan.range(worker);
     Filler filler;
     if (warp == WARPS) filler.load_pages(a.plan.worker(worker)->pages, lane);
@@ -31,14 +39,6 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, BLOCKS) decode_attent
         return;
     }
     Segment& g = shared.segments[warp];
-    if (threadIdx.x < WARPS * STAGES) {
-        barrier_init(shared_address(&shared.full[0][0] + threadIdx.x), FULL_ARRIVALS);
-        barrier_init(shared_address(&shared.empty[0][0] + threadIdx.x), EMPTY_ARRIVALS);
-#if BULK_COPIES
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#endif
-    }
-    if (threadIdx.x == 0) shared.owed.mergers = 0;
     Place at = plan.begin;
     SequenceInfo sequence = plan.first;
     auto next_item = [&]() {
@@ -54,26 +54,34 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, BLOCKS) decode_attent
         bool found = false;
         while (at.before(plan.end)) {
             bool ends = at.sequence == plan.end.sequence && at.head == plan.end.head;
-            found = set_segment(g, a, sequence, at.head, at.unit, ends ? plan.end.unit : 0xffffffffu);
+            found = set_segment(g, shared, a, sequence, at.head, at.unit, ends ? plan.end.unit : 0xffffffffu);
             if (found) break;
             next_item();
         }
         __syncwarp();
         return found;
     };
+    wait_for_copied_bytes();
     __syncthreads();
     if (warp == WARPS) {
         // A worker's range begins with an item that it reads.
-        bool found = find();
+        find();
+        filler.begin(lane);
+        if (g.context.pages_are_old(g.head, g.begin, WARPS, g.old_codes)) filler.hand_out(shared, g, lane, true);
         wait_for_previous_kernel();
-        for (bool first = true; found; first = false, next_item(), found = find()) filler.serve(shared, g, lane, first);
+        filler.serve(shared, g, lane, true);
+        for (next_item(); find(); next_item()) {
+            filler.begin(lane);
+            filler.serve(shared, g, lane, false);
+        }
         return;
     }
     Ring ring;
     ring.full = shared_address(shared.full[warp]), ring.empty = shared_address(shared.empty[warp]), ring.slot = ring.phase = 0;
     State state;
-    bool first = true;
-    while (find()) {
+    OwedMerge owed;
+    bool first = true, more = find();
+    while (more) {
         const u32 row = g.row, head = at.head, item = at.sequence * a.kv_heads + at.head;
         // Needed at the segment's end.
         uint4 readers = {};
@@ -109,12 +117,19 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, BLOCKS) decode_attent
         if (lane == 0) shared.last_slot[warp] = ring.slot;
         __syncwarp();
         put_down(shared, state, lane, warp);
-        finish_segment(shared, a, row, head, worker, first);
-        sync_readers();
-        writes_before_bulk_copies();
-        ring.release();
+        const OwedMerge owes = finish_segment(shared, a, row, head, worker, first);
+        if (first) owed = owes;
         first = false;
         next_item();
+        more = find();
+        if (more) {
+            // The filler may have the slots that held the result.
+            sync_readers();
+            writes_before_bulk_copies();
+            ring.release();
+        }
     }
-    if (shared.owed.mergers > 0) merge_item(shared, a, shared.owed);
+    if (owed.mergers == 0) return;
+    if (owed.readers.count <= 2 * SHARERS) merge_item<2>(a, owed);
+    else merge_item<6>(a, owed);
 }

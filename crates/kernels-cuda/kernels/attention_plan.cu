@@ -11,6 +11,7 @@ struct PlanArgs {
     u32 head_dim;
     u32 least_cost;  // bytes below which a worker is not worth its start
     u32 spare;       // workers to leave idle where little is read
+    u32 round_cost;  // bytes that the warps of a worker take at a time
 };
 
 constexpr u32 THREADS = 256;
@@ -20,6 +21,10 @@ constexpr u32 SWITCH_COST = 100 << 10;
 // The kernel before attention may still hold a few multiprocessors when the others are free. Workers that read less than this
 // would wait for those that have to begin there.
 constexpr u32 LITTLE = 640 << 10;
+// Where they read so few rounds, more of them may be left idle as long as none reads another round: their multiprocessors are
+// free for the next kernel.
+constexpr u64 FEW_ROUNDS = 4;
+constexpr u32 MOST_SPARE = 4;  // times `spare`
 
 // What every block works out.
 struct Plan {
@@ -154,7 +159,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_plan(PlanArgs a) {
     }
     // A worker takes at least two of the largest units, so that no two begin at the same place.
     const u64 least = a.least_cost > 2 * plan.largest ? a.least_cost : 2 * plan.largest, wanted = total / least;
-    const u32 most = a.spare < workers && total < (u64)LITTLE * workers ? workers - a.spare : workers;
+    u32 most = workers;
+    if (a.spare < workers && total < (u64)LITTLE * workers) {
+        most = workers - a.spare;
+        const u64 round = a.round_cost, rounds = (total + most * round - 1) / (most * round);
+        if (rounds > 0 && rounds <= FEW_ROUNDS && MOST_SPARE * a.spare < workers) {
+            const u32 fewest = (u32)((total + rounds * round - 1) / (rounds * round)), least = workers - MOST_SPARE * a.spare;
+            most = fewest > least ? fewest : least;
+        }
+    }
     u32 active = wanted < 1 ? 1 : wanted < most ? (u32)wanted : most;
     // Where items are few, give each its own workers: none then goes from one item to the next.
     bool own_workers_each = false;

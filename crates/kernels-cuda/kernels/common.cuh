@@ -16,7 +16,7 @@ struct SequenceInfo {
     u32 rows;
     u32 first_position;  // position of the first of them
     u32 table;           // where its pages begin in `full` and `coded`
-    u32 blocks;          // pages of 64 tokens in its tables
+    u32 old_codes;       // codes of positions before this were made in earlier steps
     u32 boundary;        // of its last row: positions sink..boundary have codes
 };
 

@@ -11,7 +11,7 @@ struct DecodeArgs {
     const float* queries;    // [rows][query heads][HEAD_DIM], in the cache's basis
     float* out;              // [rows][query heads][HEAD_DIM], or null
     u16* rounded;            // the same in BF16, or null
-    float* partials;         // [2 * workers][HEADS][HEAD_DIM + 2], EMPTY before and after every launch
+    float* partials;         // [2 * workers] partial results (decode_merge.cuh), EMPTY before and after every launch
     u32 kv_heads;
     u32 group;    // query heads to a KV head
     float scale;  // of the scores, times log2 e
@@ -26,6 +26,7 @@ constexpr int SUMS_BYTES = 4 * HEADS * SUMS_STRIDE;
 // A warp puts its result down in the slot that told it of the segment's end, where it fits.
 constexpr bool SUMS_IN_SLOTS = SUMS_BYTES <= SLOT_BYTES;
 constexpr u32 NO_UNIT = 0xffffffffu;
+constexpr u32 NEAR_HEADS = 32;  // KV heads beyond these are looked up in memory
 
 // What a block reads of an item. Kept in shared memory, for the registers' sake.
 struct Segment {
@@ -33,7 +34,7 @@ struct Segment {
     HeadPages head;
     const u32 *full, *coded;  // page ids of the sequence
     u32 begin, end;           // units of the item
-    u32 boundary, row;
+    u32 boundary, old_codes, row;
 };
 
 // An item some of whose heads the worker merges when its range is read: its readers, where the result goes, which heads.
@@ -50,16 +51,16 @@ struct alignas(128) Shared {
     uint2 coded_query[QUERY_TILES * STEPS * 32];  // in fp16, or split into bytes for two-bit codes
     float query_sums[QUERY_TILES * STEPS][8];
     float largest[WARPS];
-    alignas(16) float m[HEADS][WARPS_ROUNDED], l[HEADS][WARPS_ROUNDED], z[HEADS][WARPS_ROUNDED];
-    float item_scale[HEADS];
+    alignas(16) float m[HEADS][WARPS_ROUNDED], l[HEADS][WARPS_ROUNDED];
+    float top[HEADS];  // largest m
     float split_step;
     float2 to_codes[STEPS], from_codes[STEPS];  // units of the result
     u64 full[WARPS][STAGES], empty[WARPS][STAGES];
     u32 slot_unit[WARPS][STAGES];  // what each slot holds
-    u32 last_slot[WARPS];          // the slot that held NO_UNIT
+    alignas(16) u32 last_slot[WARPS_ROUNDED];  // the slot that held NO_UNIT
     Segment segments[WARPS + 1];   // each warp's own copy: warps go on to the next segment at different times
     ItemPlan readers;              // of the segment's item
-    OwedMerge owed;
+    alignas(16) HeadPages heads[NEAR_HEADS];  // of the layer, fetched beside the plan
 
     DEVICE u8* sum_room(int warp) {
         if constexpr (SUMS_IN_SLOTS) return slots[warp][last_slot[warp]];
@@ -71,8 +72,9 @@ struct alignas(128) Shared {
 static_assert(sizeof(Shared) <= SHARED_BYTES, "SHARED_BYTES is too small");
 
 // Describes units begin..end of an item; false where there are none.
-DEVICE bool set_segment(Segment& g, const DecodeArgs& a, const SequenceInfo& s, u32 head_index, u32 begin, u32 end) {
-    const HeadPages head = a.heads[head_index];
+DEVICE bool set_segment(Segment& g, const Shared& shared, const DecodeArgs& a, const SequenceInfo& s, u32 head_index, u32 begin,
+                        u32 end) {
+    const HeadPages head = head_index < NEAR_HEADS ? shared.heads[head_index] : a.heads[head_index];
     const ContextShape context = context_of(a.step, s);
     u32 all = units_of(context, head);
     end = end < all ? end : all;
@@ -84,6 +86,7 @@ DEVICE bool set_segment(Segment& g, const DecodeArgs& a, const SequenceInfo& s, 
     g.begin = begin;
     g.end = end;
     g.boundary = s.boundary;
+    g.old_codes = s.old_codes;
     g.row = s.first_row;
     return true;
 }

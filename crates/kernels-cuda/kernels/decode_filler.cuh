@@ -6,6 +6,8 @@
 struct Filler {
     u32 slot = 0, parity = 1;  // next slot of the ring, and the parity at which it is empty
     u32 unit, side;            // the BF16 tile whose keys (side 0) or values (1) come next
+    u32 next;                  // units of the segment handed out
+    bool open;                 // has the ring not been told of the segment's end?
     u32 first_pages[FIRST_PAGES / 32];  // page ids of the worker's first units, over the lanes
 
     DEVICE void load_pages(const u32* pages, int lane) {
@@ -61,49 +63,55 @@ struct Filler {
 #endif
     }
 
-    // Hands out a segment's units until every ring has been told of its end.
-    DEVICE void serve(Shared& shared, const Segment& g, int lane, bool first) {
+    // Begins a segment.
+    DEVICE void begin(int lane) {
+        open = lane < WARPS;
+        next = side = 0;
+    }
+
+    // Gives every ring that has room its next unit, or tells it of the segment's end.
+    DEVICE void hand_out(Shared& shared, const Segment& g, int lane, bool first) {
         const u32 empty = shared_address(shared.empty[lane < WARPS ? lane : 0]);
-        bool open = lane < WARPS;
-        u32 next = 0;
-        side = 0;
-        while (__any_sync(0xffffffffu, open)) {
-            const bool ready = open && barrier_passed_now(empty + 8 * slot, parity);
-            const u32 takers = __ballot_sync(0xffffffffu, ready && side == 0);
-            if (!__any_sync(0xffffffffu, ready)) {
-                __nanosleep(40);
-                continue;
-            }
-            if (ready && side == 0) unit = g.begin + next + __popc(takers & ((1u << lane) - 1));
-            next += __popc(takers);
-            const bool any = ready && unit < g.end;
-            const u32 index = unit - g.begin;
-            u32 page = 0;
-#pragma unroll
-            for (int i = 0; i < FIRST_PAGES / 32; i++) {
-                u32 known = __shfl_sync(0xffffffffu, first_pages[i], index & 31);
-                if (index / 32 == i) page = known;
-            }
-            if (any && !(first && index < FIRST_PAGES)) page = page_of(g.context, g.head, g.full, g.coded, unit);
-            if (ready) shared.slot_unit[lane][slot] = any ? unit : NO_UNIT;
-#if BULK_COPIES
-            if (any) fill(shared, g, lane, slot, unit, side, page, lane);
-            else if (ready) barrier_arrive(shared_address(&shared.full[lane][slot]));
-#else
-            __syncwarp();
-            for (u32 left = __ballot_sync(0xffffffffu, ready); left; left &= left - 1) {
-                const int ring = __ffs(left) - 1;
-                const u32 to = __shfl_sync(0xffffffffu, slot, ring), what = __shfl_sync(0xffffffffu, unit, ring);
-                const u32 of = __shfl_sync(0xffffffffu, side, ring), from = __shfl_sync(0xffffffffu, page, ring);
-                if (what < g.end) fill(shared, g, ring, to, what, of, from, lane);
-                else barrier_arrive(shared_address(&shared.full[ring][to]));
-            }
-#endif
-            if (ready) {
-                open = any;
-                side = any && unit < g.context.near_units ? side ^ 1 : 0;
-                if (++slot == STAGES) slot = 0, parity ^= 1;
-            }
+        const bool ready = open && barrier_passed_now(empty + 8 * slot, parity);
+        const u32 takers = __ballot_sync(0xffffffffu, ready && side == 0);
+        if (!__any_sync(0xffffffffu, ready)) {
+            __nanosleep(40);
+            return;
         }
+        if (ready && side == 0) unit = g.begin + next + __popc(takers & ((1u << lane) - 1));
+        next += __popc(takers);
+        const bool any = ready && unit < g.end;
+        const u32 index = unit - g.begin;
+        u32 page = 0;
+#pragma unroll
+        for (int i = 0; i < FIRST_PAGES / 32; i++) {
+            u32 known = __shfl_sync(0xffffffffu, first_pages[i], index & 31);
+            if (index / 32 == i) page = known;
+        }
+        if (any && !(first && index < FIRST_PAGES)) page = page_of(g.context, g.head, g.full, g.coded, unit);
+        if (ready) shared.slot_unit[lane][slot] = any ? unit : NO_UNIT;
+#if BULK_COPIES
+        if (any) fill(shared, g, lane, slot, unit, side, page, lane);
+        else if (ready) barrier_arrive(shared_address(&shared.full[lane][slot]));
+#else
+        __syncwarp();
+        for (u32 left = __ballot_sync(0xffffffffu, ready); left; left &= left - 1) {
+            const int ring = __ffs(left) - 1;
+            const u32 to = __shfl_sync(0xffffffffu, slot, ring), what = __shfl_sync(0xffffffffu, unit, ring);
+            const u32 of = __shfl_sync(0xffffffffu, side, ring), from = __shfl_sync(0xffffffffu, page, ring);
+            if (what < g.end) fill(shared, g, ring, to, what, of, from, lane);
+            else barrier_arrive(shared_address(&shared.full[ring][to]));
+        }
+#endif
+        if (ready) {
+            open = any;
+            side = any && unit < g.context.near_units ? side ^ 1 : 0;
+            if (++slot == STAGES) slot = 0, parity ^= 1;
+        }
+    }
+
+    // The rest of a segment.
+    DEVICE void serve(Shared& shared, const Segment& g, int lane, bool first) {
+        while (__any_sync(0xffffffffu, open)) hand_out(shared, g, lane, first);
     }
 };

@@ -2,51 +2,60 @@
 #pragma once
 #include "decode_block.cuh"
 
-// Puts the columns of a warp's state that hold heads down in shared memory, for all to add up. All readers.
+DEVICE void add_to(float4& v, float4 x, float f) {
+    v.x = fmaf(x.x, f, v.x), v.y = fmaf(x.y, f, v.y), v.z = fmaf(x.z, f, v.z), v.w = fmaf(x.w, f, v.w);
+}
+DEVICE float4 scaled(float4 v, float f) { return make_float4(v.x * f, v.y * f, v.z * f, v.w * f); }
+
+// exp2(x - top), and nothing for what was never read.
+DEVICE float weight_of(float x, float top) { return x == NEGATIVE_INFINITY ? 0.f : exp2_fast(x - top); }
+
+// Puts the columns of a warp's state that hold heads down in shared memory, relative to the block's largest reference, so
+// that they need only be added up. All readers.
 DEVICE void put_down(Shared& shared, State& state, int lane, int warp) {
+    float m[QUERY_TILES][LANE_COLUMNS], l[QUERY_TILES][LANE_COLUMNS], z[QUERY_TILES][LANE_COLUMNS];
+    auto column = [&](int n, int i) { return n * 8 + 2 * (lane & 3) + i; };
 #pragma unroll
     for (int n = 0; n < QUERY_TILES; n++)
 #pragma unroll
         for (int i = 0; i < LANE_COLUMNS; i++) {
-            float l = sum_over_tokens(state.l[n][i]), z = sum_over_tokens(state.z[n][i]);
-            if (lane < 4) {
-                int column = n * 8 + 2 * lane + i;
-                shared.m[column][warp] = state.fresh ? NEGATIVE_INFINITY : state.m[n][i];
-                shared.l[column][warp] = l, shared.z[column][warp] = z;
-            }
+            m[n][i] = state.fresh ? NEGATIVE_INFINITY : state.m[n][i];
+            if (lane < 4) shared.m[column(n, i)][warp] = m[n][i];
+            l[n][i] = sum_over_tokens(state.l[n][i]), z[n][i] = sum_over_tokens(state.z[n][i]);
         }
-    float* room = (float*)shared.sum_room(warp) + 2 * (lane & 3) * SUMS_STRIDE + (lane >> 2);
+    sync_readers();
+    float* room = (float*)shared.sum_room(warp) + (lane >> 2);
 #pragma unroll
     for (int n = 0; n < QUERY_TILES; n++)
 #pragma unroll
-        for (int j = 0; j < STEPS; j++)
+        for (int i = 0; i < LANE_COLUMNS; i++) {
+            const int c = column(n, i);
+            float top = shared.m[c][0];
 #pragma unroll
-            for (int i = 0; i < 4; i += 3 - LANE_COLUMNS)
-                room[(n * 8 + (i & 1)) * SUMS_STRIDE + 16 * j + 8 * (i >> 1)] = state.o[n][j][i];
+            for (int w = 1; w < WARPS; w++) top = fmaxf(top, shared.m[c][w]);
+            const float f = weight_of(m[n][i], top), offset = z[n][i] * f;
+            if (lane < 4) shared.l[c][warp] = l[n][i] * f;
+            if (lane < 4 && warp == 0) shared.top[c] = top;
+#pragma unroll
+            for (int j = 0; j < STEPS; j++)
+#pragma unroll
+                for (int half = 0; half < 2; half++)
+                    room[c * SUMS_STRIDE + 16 * j + 8 * half] = fmaf(state.o[n][j][2 * half + i], f, offset);
+        }
     sync_readers();
 }
 
-DEVICE void add_to(float4& v, float4 x, float f) {
-    v.x = fmaf(x.x, f, v.x), v.y = fmaf(x.y, f, v.y), v.z = fmaf(x.z, f, v.z), v.w = fmaf(x.w, f, v.w);
-}
-
-// Four channels of one column summed over the warps: the reference, the sum of weights, the weighted sum of values.
+// Four channels of one column summed over the warps: the weights, the weighted values.
 struct BlockSum {
-    float m, l;
+    float l;
     float4 v;
 
-    DEVICE BlockSum(Shared& shared, int column, int channel) : m(NEGATIVE_INFINITY), l(0.f), v(make_float4(0.f, 0.f, 0.f, 0.f)) {
-        float z = 0.f;
-#pragma unroll
-        for (int w = 0; w < WARPS; w++) m = fmaxf(m, shared.m[column][w]);
+    DEVICE BlockSum(Shared& shared, int column, int channel) : l(0.f), v(make_float4(0.f, 0.f, 0.f, 0.f)) {
 #pragma unroll
         for (int w = 0; w < WARPS; w++) {
-            float f = exp2_fast(shared.m[column][w] - m);
-            l = fmaf(shared.l[column][w], f, l), z = fmaf(shared.z[column][w], f, z);
-            // A warp that read nothing has put down nothing.
-            if (f > 0.f) add_to(v, *(const float4*)((const float*)shared.sum_room(w) + column * SUMS_STRIDE + channel), f);
+            l += shared.l[column][w];
+            add_to(v, *(const float4*)((const float*)shared.sum_room(w) + column * SUMS_STRIDE + channel), 1.f);
         }
-        v.x += z, v.y += z, v.z += z, v.w += z;
     }
 };
 
@@ -62,15 +71,16 @@ struct OutputRows {
     }
 };
 
-DEVICE float4 scaled(float4 v, float f) { return make_float4(v.x * f, v.y * f, v.z * f, v.w * f); }
-
-// A partial result in memory: a block's sums of every head, then (m, l) of each. A word that nothing was written to is EMPTY:
+// A partial result in memory: for every head and four channels of it a block's sums and what they are relative to. A word that nothing was written to is EMPTY:
 // whoever waits for it reads it until it is not, and empties it again for the next launch. So a result is on its way in one
 // step, and nothing has to be counted.
-constexpr int PARTIAL = HEADS * (HEAD_DIM + 2);  // floats
-constexpr int QUADS = HEAD_DIM / 4;
+struct alignas(32) PartialQuad {
+    float4 v;
+    float2 ml;  // reference and sum of weights of the head
+};
+constexpr int QUADS = HEAD_DIM / 4, PARTIAL = HEADS * QUADS;  // of a partial result
 constexpr u32 EMPTY = 0xffffffffu;  // a NaN that no arithmetic gives
-constexpr u32 MOST_READERS = 256, MOST_MERGERS = 4;
+constexpr int SHARERS = 8;  // lanes that add up four channels of a head, some readers' each
 
 DEVICE float full_word(float x) { return __float_as_uint(x) == EMPTY ? __uint_as_float(0x7fffffffu) : x; }
 DEVICE bool is_full(float x) { return __float_as_uint(x) != EMPTY; }
@@ -99,13 +109,14 @@ DEVICE void empty(float4* at) {
 }
 DEVICE void empty(float2* at) { put(at, make_float2(__uint_as_float(EMPTY), __uint_as_float(EMPTY))); }
 
-// A block's share of an item is done: writes the result, or a partial one for the item's last readers. All readers.
-DEVICE void finish_segment(Shared& shared, const DecodeArgs& a, u32 row, u32 head_index, u32 worker, bool first_of_worker) {
+// A block's share of an item is done: writes the result, or a partial one for the item's last readers. All readers. Says what
+// the worker owes.
+DEVICE OwedMerge finish_segment(Shared& shared, const DecodeArgs& a, u32 row, u32 head_index, u32 worker, bool first_of_worker) {
     const int tid = threadIdx.x, quads = (int)a.group * QUADS;
     const ItemPlan readers = shared.readers;
     const bool alone = readers.count == 1;
     const OutputRows out(a, row, head_index);
-    float* own = a.partials + (u64)(2 * worker + (first_of_worker ? 0 : 1)) * PARTIAL;
+    PartialQuad* own = (PartialQuad*)a.partials + (u64)(2 * worker + (first_of_worker ? 0 : 1)) * PARTIAL;
 #pragma unroll 1
     for (int e = tid; e < quads; e += THREADS) {
         const int head = e / QUADS, channel = e % QUADS * 4;
@@ -114,107 +125,82 @@ DEVICE void finish_segment(Shared& shared, const DecodeArgs& a, u32 row, u32 hea
             out.store(a, head, channel, scaled(sum.v, 1.f / sum.l));
             continue;
         }
-        put((float4*)own + e, make_float4(full_word(sum.v.x), full_word(sum.v.y), full_word(sum.v.z), full_word(sum.v.w)));
-        if (channel == 0) put((float2*)(own + HEADS * HEAD_DIM) + head, make_float2(full_word(sum.m), full_word(sum.l)));
+        put(&own[e].v, make_float4(full_word(sum.v.x), full_word(sum.v.y), full_word(sum.v.z), full_word(sum.v.w)));
+        put(&own[e].ml, make_float2(full_word(shared.top[column_of(head)]), full_word(sum.l)));
     }
-    // The last readers share the heads out among them. All readers but the first begin with the item, so whoever owes a merge
-    // owes it for the first item of its range.
-    if (tid == 0 && first_of_worker) {
-        const u32 most = a.group < MOST_MERGERS ? a.group : MOST_MERGERS;
-        const u32 mergers = readers.count - 1 < most ? readers.count - 1 : most;
-        const u32 later = readers.first + readers.count - 1 - worker;
-        shared.owed = {readers, row, head_index, later, later < mergers ? mergers : 0};
-    }
+    // The last readers share the heads out among them, each as many as it has lanes for. All readers but the first begin with
+    // the item, so whoever owes a merge owes it for the first item of its range.
+    constexpr u32 HEADS_AT_ONCE = THREADS / SHARERS > QUADS ? THREADS / SHARERS / QUADS : 1;
+    const u32 enough = (a.group + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE;
+    const u32 mergers = readers.count - 1 < enough ? readers.count - 1 : enough;
+    const u32 later = readers.first + readers.count - 1 - worker;
+    return {readers, row, head_index, later, first_of_worker && later < mergers ? mergers : 0};
 }
 
-// What merging uses of the slots, which are free by then.
-struct MergeRoom {
-    float factors[HEADS][MOST_READERS];
-    float4 sums[THREADS];
-};
-static_assert(sizeof(MergeRoom) <= sizeof(Shared::slots), "merging needs more room than the slots have");
-
-// Adds up the partial results of some heads of an item in the order of the plan. All readers.
-DEVICE void merge_item(Shared& shared, const DecodeArgs& a, const OwedMerge& item) {
-    MergeRoom& room = *(MergeRoom*)shared.slots;
-    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
-    const int mergers = (int)item.mergers, first_head = (int)item.first_head;
-    const int heads = ((int)a.group - first_head + mergers - 1) / mergers, quads = heads * QUADS;
-    auto nth_head = [&](int i) { return first_head + i * mergers; };
+// Adds up the partial results of some heads of an item: each lane every SHARERS-th reader's, then the lanes together, in an
+// order that depends on nothing but the plan. All readers. A lane looks at BATCH partial results at a time.
+template <int BATCH>
+DEVICE void merge_item(const DecodeArgs& a, const OwedMerge& item) {
+    const int sharer = threadIdx.x % SHARERS, mergers = (int)item.mergers, first_head = (int)item.first_head;
+    const int quads = ((int)a.group - first_head + mergers - 1) / mergers * QUADS;
     const u32 count = item.readers.count;
     const OutputRows out(a, item.row, item.head);
     // The first reader holds the item in its second partial unless it begins with it; the others begin with it.
-    float* const first = a.partials + (u64)(2 * item.readers.first + item.readers.second) * PARTIAL;
-    float* const others = a.partials + (u64)(2 * item.readers.first) * PARTIAL;
-    auto partial = [&](u32 k) { return k == 0 ? first : others + (u64)k * (2 * PARTIAL); };
-    // The block's parts take every parts-th partial; channels beyond the threads' number go round by round. The first
-    // loads need not wait for the factors.
-    const int columns = quads < THREADS ? quads : THREADS, room_for = THREADS / columns;
-    const int parts = room_for < (int)count ? room_for : (int)count, part = tid / columns;
-    auto place_of = [&](int e) { return nth_head(e / QUADS) * QUADS + e % QUADS; };
-    constexpr int BATCH = 6;
-    float4 x[BATCH];
-    auto look_at = [&](u32 from, int e, bool again) {
-#pragma unroll
-        for (int i = 0; i < BATCH; i++)
-            if (from + i * parts < count && !(again && is_full(x[i])))
-                look((const float4*)partial(from + i * parts) + place_of(e), x[i]);
-    };
-    auto missing = [&](u32 from) {
-        bool any = false;
-#pragma unroll
-        for (int i = 0; i < BATCH; i++) any |= from + i * parts < count && !is_full(x[i]);
-        return any;
-    };
-    if (part < parts) look_at(part, tid % columns, false);
-    for (int i = warp; i < heads; i += WARPS) {
-        const int head = nth_head(i);
-        auto pair = [&](u32 k) { return (float2*)(partial(k) + HEADS * HEAD_DIM) + head; };
-        float m = NEGATIVE_INFINITY, l = 0.f;
+    PartialQuad* const first = (PartialQuad*)a.partials + (u64)(2 * item.readers.first + item.readers.second) * PARTIAL;
+    PartialQuad* const others = (PartialQuad*)a.partials + (u64)(2 * item.readers.first) * PARTIAL;
 #pragma unroll 1
-        for (u32 k = lane; k < count; k += 32) {
-            float2 p;
-            do look(pair(k), p);
-            while (!is_full(p));
-            empty(pair(k));
-            // What weighs nothing must not move the reference.
-            const float reference = p.y == 0.f ? NEGATIVE_INFINITY : p.x, higher = fmaxf(m, reference);
-            room.factors[head][k] = reference;
-            if (p.y != 0.f) l = fmaf(l, exp2_fast(m - higher), p.y * exp2_fast(reference - higher)), m = higher;
+    for (int round = 0; round < quads; round += THREADS / SHARERS) {
+        const int e = round + (int)threadIdx.x / SHARERS, head = first_head + e / QUADS * mergers;
+        const int place = head * QUADS + e % QUADS;
+        auto partial = [&](u32 k) { return (k == 0 ? first : others + (u64)k * (2 * PARTIAL)) + place; };
+        float m = NEGATIVE_INFINITY, l = 0.f;
+        float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 1
+        for (u32 from = sharer; from < count && e < quads; from += SHARERS * BATCH) {
+            float4 x[BATCH];
+            float2 p[BATCH];
+            bool missing = false;
+            auto look_at = [&](bool again) {
+                missing = false;
+#pragma unroll
+                for (int i = 0; i < BATCH; i++) {
+                    const u32 k = from + i * SHARERS;
+                    if (k >= count || (again && is_full(x[i]) && is_full(p[i]))) continue;
+                    look(&partial(k)->v, x[i]), look(&partial(k)->ml, p[i]);
+                }
+#pragma unroll
+                for (int i = 0; i < BATCH; i++)
+                    missing |= from + i * SHARERS < count && !(is_full(x[i]) && is_full(p[i]));
+            };
+            look_at(false);
+            while (missing) look_at(true);
+            float top = m;
+#pragma unroll
+            for (int i = 0; i < BATCH; i++) {
+                const u32 k = from + i * SHARERS;
+                if (k < count) empty(&partial(k)->v), empty(&partial(k)->ml);
+                // What weighs nothing must not move the reference.
+                if (k >= count || p[i].y == 0.f) p[i] = make_float2(NEGATIVE_INFINITY, 0.f), x[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+                top = fmaxf(top, p[i].x);
+            }
+            const float before = weight_of(m, top);
+            l *= before, v = scaled(v, before), m = top;
+#pragma unroll
+            for (int i = 0; i < BATCH; i++) {
+                const float f = weight_of(p[i].x, top);
+                l = fmaf(p[i].y, f, l), add_to(v, x[i], f);
+            }
         }
         float top = m;
 #pragma unroll
-        for (int step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, step));
-#pragma unroll 1
-        for (u32 k = lane; k < count; k += 32) room.factors[head][k] = exp2_fast(room.factors[head][k] - top);
-        l = warp_sum(l != 0.f ? l * exp2_fast(m - top) : 0.f);
-        if (lane == 0) shared.item_scale[head] = 1.f / l;
-    }
-    sync_readers();
-#pragma unroll 1
-    for (int round = 0; round < quads; round += columns) {
-        const int e = round + tid % columns, head = nth_head(e / QUADS);
-        const bool takes = part < parts && e < quads;
-        float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
-        if (takes) {
-#pragma unroll 1
-            for (u32 k = part; k < count; k += BATCH * parts) {
-                if (round > 0 || k != part) look_at(k, e, false);
-                while (missing(k)) look_at(k, e, true);
+        for (int step = 1; step < SHARERS; step *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, step));
+        const float f = weight_of(m, top);
+        l *= f, v = scaled(v, f);
 #pragma unroll
-                for (int i = 0; i < BATCH; i++)
-                    if (k + i * parts < count) {
-                        empty((float4*)partial(k + i * parts) + place_of(e));
-                        add_to(v, x[i], room.factors[head][k + i * parts]);
-                    }
-            }
-            if (part > 0) room.sums[tid] = v;
+        for (int step = 1; step < SHARERS; step *= 2) {
+            auto other = [&](float x) { return __shfl_xor_sync(0xffffffffu, x, step); };
+            l += other(l), v.x += other(v.x), v.y += other(v.y), v.z += other(v.z), v.w += other(v.w);
         }
-        sync_readers();
-        if (takes && part == 0) {
-            for (int p = 1; p < parts; p++) add_to(v, room.sums[tid + p * columns], 1.f);
-            out.store(a, head, e % QUADS * 4, scaled(v, shared.item_scale[head]));
-        }
-        if (round + columns < quads) sync_readers();
+        if (e < quads && sharer == 0) out.store(a, head, e % QUADS * 4, scaled(v, 1.f / l));
     }
 }

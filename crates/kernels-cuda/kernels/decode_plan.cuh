@@ -7,6 +7,11 @@
 #pragma once
 #include "common.cuh"
 
+// Two-bit pages fit a slot; the others come in halves, or not at all where a head keeps no history.
+DEVICE u32 pieces_of(const HeadPages& head) {
+    return !head.keeps_history() ? 0 : head.key_bits == 2 && head.value_bits == 2 ? 1 : 2;
+}
+
 // The units of one sequence.
 struct ContextShape {
     u32 length;       // positions 0..length are read
@@ -15,6 +20,13 @@ struct ContextShape {
     u32 near_units;   // all BF16 tiles
     u32 first_page;   // coded pages first_page..first_page + pages
     u32 pages;
+
+    // Are `count` units from `first` on coded pages that no kernel of this step writes?
+    DEVICE bool pages_are_old(const HeadPages& head, u32 first, u32 count, u32 old_codes) const {
+        if (first < near_units || pieces_of(head) == 0) return false;
+        const u32 last_page = first_page + (first + count - 1 - near_units) / pieces_of(head);
+        return (last_page + 1) * PAGE_TOKENS <= old_codes;
+    }
 };
 
 // Sequences that bring more than one row are not decoded here: they have no units.
@@ -31,11 +43,6 @@ DEVICE ContextShape context_of(const StepTables& step, const SequenceInfo& s) {
     c.first_page = step.sink / PAGE_TOKENS;
     c.pages = coded ? (s.boundary + PAGE_TOKENS - 1) / PAGE_TOKENS - c.first_page : 0;
     return c;
-}
-
-// Two-bit pages fit a slot; the others come in halves, or not at all where a head keeps no history.
-DEVICE u32 pieces_of(const HeadPages& head) {
-    return !head.keeps_history() ? 0 : head.key_bits == 2 && head.value_bits == 2 ? 1 : 2;
 }
 
 // Tile of a unit below near_units.

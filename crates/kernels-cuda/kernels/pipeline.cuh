@@ -64,6 +64,12 @@ struct ReadRing {
     }
 };
 
+// A lane's own copies, without a barrier.
+DEVICE void copy_16_bytes(u32 to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+DEVICE void wait_for_copied_bytes() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 #if BULK_COPIES
 DEVICE void expect_bytes(u32 full, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full), "r"(bytes) : "memory");
@@ -80,8 +86,7 @@ DEVICE void copy_bulk(u32 to, const u8* from, u32 bytes, u32 full) {
 }
 #else
 DEVICE void copy_by_lanes(u32 to, const u8* from, u32 bytes, int lane) {
-    for (u32 i = 16 * lane; i < bytes; i += 512)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + i), "l"(from + i) : "memory");
+    for (u32 i = 16 * lane; i < bytes; i += 512) copy_16_bytes(to + i, from + i);
 }
 
 // Arrives when the lane's copies so far have landed.
@@ -89,6 +94,13 @@ DEVICE void arrive_after_copies(u32 full) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(full) : "memory");
 }
 #endif
+
+// Shows initialized barriers to bulk copies.
+DEVICE void barriers_before_bulk_copies() {
+#if BULK_COPIES
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
 
 // Orders ordinary writes to a slot before the bulk copy that fills it next.
 DEVICE void writes_before_bulk_copies() {

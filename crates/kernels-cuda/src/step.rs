@@ -25,7 +25,7 @@ pub struct SequenceInfo {
     pub rows: u32,
     pub first_position: u32,
     pub table: u32,
-    pub blocks: u32,
+    pub old_codes: u32,
     pub boundary: u32,
 }
 
@@ -155,8 +155,8 @@ fn fill(
     let rows = sequences.iter().map(|s| s.rows.end).max().unwrap_or(0);
     let mut summary = StepSummary { rows, decode: true, ..StepSummary::default() };
     let mut table = 0;
-    // Rows of each entry, and the sequence whose pages they read.
-    let mut entries: Vec<(Range<usize>, usize)> = Vec::with_capacity(sequences.len());
+    // Rows of each entry, the sequence whose pages they read, and how many.
+    let mut entries: Vec<(Range<usize>, usize, usize)> = Vec::with_capacity(sequences.len());
     for (index, s) in sequences.iter().enumerate() {
         let end = s.first_position + s.rows.len();
         if s.rows.is_empty() || end > u32::MAX as usize / 2 || s.full.len() < end.div_ceil(PAGE_TOKENS) {
@@ -171,19 +171,20 @@ fn fill(
         for rows in parts(s, windows, coded_until) {
             let first = s.first_position + (rows.start - s.rows.start);
             let end = first + rows.len();
+            let boundary = match storage {
+                Storage::Plain => windows.sink(),
+                Storage::Codes => windows.boundary(end - 1).max(coded_until).min(end),
+                Storage::Decoded => windows.boundary(end - 1).min(end),
+            };
             summary.sequences.push(SequenceInfo {
                 first_row: rows.start as u32,
                 rows: rows.len() as u32,
                 first_position: first as u32,
                 table,
-                blocks: blocks as u32,
-                boundary: match storage {
-                    Storage::Plain => windows.sink() as u32,
-                    Storage::Codes => windows.boundary(end - 1).max(coded_until).min(end) as u32,
-                    Storage::Decoded => windows.boundary(end - 1).min(end) as u32,
-                },
+                old_codes: (if s.demote.is_empty() { boundary } else { boundary.min(s.demote.start) }) as u32,
+                boundary: boundary as u32,
             });
-            entries.push((rows, index));
+            entries.push((rows, index, blocks));
         }
         table += blocks as u32;
     }
@@ -199,15 +200,14 @@ fn fill(
     w.coded = w.full + room(table);
     w.demoted = w.coded + room(table);
     w.words.resize(w.demoted, 0);
-    for (entry, ((rows, _), info)) in entries.iter().zip(&summary.sequences).enumerate() {
+    for (entry, ((rows, ..), info)) in entries.iter().zip(&summary.sequences).enumerate() {
         for (i, row) in rows.clone().enumerate() {
             w.words[w.row_sequence + row] = entry as u32;
             w.words[w.row_position + row] = info.first_position + i as u32;
         }
     }
-    for ((_, index), info) in entries.iter().zip(&summary.sequences) {
-        let s = &sequences[*index];
-        let (at, blocks) = (info.table as usize, info.blocks as usize);
+    for (&(_, index, blocks), info) in entries.iter().zip(&summary.sequences) {
+        let (s, at) = (&sequences[index], info.table as usize);
         for (to, id) in w.words[w.full + at..][..blocks].iter_mut().zip(s.full) {
             *to = id.map_or(NO_PAGE, |id| id.0);
         }
@@ -368,6 +368,8 @@ mod tests {
         assert_eq!((summary.rows, summary.full_pages, summary.coded_pages), (3, 10, 4));
         assert!(!summary.decode && summary.longest == 272 && summary.demoted_tiles == 1);
         assert_eq!(summary.sequences[0].boundary as usize, windows.boundary(271));
+        // What this step codes is not old; without anything to code, all codes are.
+        assert_eq!(summary.sequences.iter().map(|s| s.old_codes).collect::<Vec<_>>(), [176, 6]);
         let w = &words.words;
         assert_eq!(w[words.row_sequence..][..3], [1, 0, 0]);
         assert_eq!(w[words.row_position..][..3], [5, 270, 271]);
@@ -401,7 +403,7 @@ mod tests {
                 rows: 1,
                 first_position: 400 + i as u32,
                 table: 1,
-                blocks: 8,
+                old_codes: 256,
                 boundary: 256,
             };
             assert_eq!(*info, wanted);

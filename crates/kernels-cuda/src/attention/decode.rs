@@ -71,17 +71,23 @@ impl Variant {
         Ok(variant)
     }
 
+    /// Bytes of a slot: a two-bit page, half of any other, or one side of a BF16 tile.
+    fn slot_bytes(&self) -> usize {
+        32 * self.head_dim + 512
+    }
+
     /// Dynamic shared memory; the kernel asserts that its `Shared` fits.
     pub fn shared_bytes(&self) -> usize {
         let Self { head_dim, query_tiles, warps, stages, .. } = *self;
-        let (steps, heads, slot) = (head_dim / 16, 8 * query_tiles, 32 * head_dim + 512);
+        let (steps, heads, slot) = (head_dim / 16, 8 * query_tiles, self.slot_bytes());
         let slots = warps * stages * (slot + 20);
         // A warp's result goes into a slot where it fits.
         let result = heads * (head_dim + 4) * 4;
         let results = if result <= slot { 16 } else { warps * result };
         let query = query_tiles * steps * (32 * 24 + 32);
-        let by_warp = (warps + 3) * (8 + heads * 12 + 96);
-        (slots + results + query + by_warp + heads * 8 + steps * 16 + 192).next_multiple_of(128)
+        let by_warp = (warps + 3) * (8 + heads * 8 + 96);
+        // The last number: page addresses of 32 KV heads, and single values.
+        (slots + results + query + by_warp + heads * 4 + steps * 16 + 1280).next_multiple_of(128)
     }
 
     pub fn defines(&self) -> Defines {
@@ -123,6 +129,8 @@ struct PlanArgs {
     head_dim: u32,
     least_cost: u32,
     spare: u32,
+    round_cost: u32,
+    unused: u32,
 }
 
 // SAFETY: the struct of `attention_plan.cu`, filled with addresses of live buffers.
@@ -159,8 +167,10 @@ const WORKERS_TO_A_SPARE: usize = 8;
 const WORKER_PLAN: usize = 48 + 4 * FIRST_PAGES;
 const ITEM_PLAN: usize = 16;
 
-/// Readers of an item that merging has room for, `MOST_READERS` of `decode_merge.cuh`.
+/// Workers that `attention_plan.cu` has room for.
 const MOST_WORKERS: usize = 256;
+/// Bytes of `PartialQuad` of `decode_merge.cuh`.
+const PARTIAL_QUAD: usize = 32;
 /// Every byte of a partial result that nobody has written yet.
 const EMPTY: u8 = 0xff;
 
@@ -215,6 +225,8 @@ impl DecodeAttention {
         grow(device, &mut self.cost, 8 * (sequences + 1), "attention plans", None)?;
         let function = kernels.function(&ATTENTION_PLAN, &Defines::new(), c"decode_plan", 0)?;
         let spare = spare_workers(items, workers(device));
+        // How many query heads share a KV head is not known here; up to eight do in most models.
+        let variant = Variant::fitting(head_dim, 8, device.properties().shared_memory as usize)?;
         for (profile, &layer) in self.profiles.iter().enumerate() {
             let args = PlanArgs {
                 step: *step,
@@ -225,6 +237,8 @@ impl DecodeAttention {
                 head_dim: head_dim as u32,
                 least_cost: LEAST_COST,
                 spare: spare as u32,
+                round_cost: (variant.warps * variant.slot_bytes()) as u32,
+                unused: 0,
             };
             // Without overlap: attention reads the plan before it waits for the kernels of its layer.
             device.launch(function, LaunchShape::new(workers(device), PLAN_THREADS), &args)?;
@@ -249,7 +263,7 @@ impl DecodeAttention {
         let function =
             kernels.function(&ATTENTION_DECODE, &variant.defines(), c"decode_attention", shared)?;
         let workers = workers(device);
-        let partials = 2 * workers * 8 * variant.query_tiles * (shape.head_dim + 2) * 4;
+        let partials = 2 * workers * 8 * variant.query_tiles * shape.head_dim / 4 * PARTIAL_QUAD;
         grow(device, &mut self.partials, partials, "partial attention results", Some(EMPTY))?;
         let profile = *self.profile_of_layer.get(layer).ok_or_else(|| CudaError::Shape {
             what: "decode attention",
