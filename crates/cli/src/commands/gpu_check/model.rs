@@ -44,7 +44,13 @@ fn allowed(format: KvFormat) -> f64 {
 }
 
 pub fn check(report: &mut Report) -> Result<()> {
-    let args = ModelArgs { model: None, device: Device::Cpu, threads: None, precision: PrecisionArg::Bf16 };
+    let args = ModelArgs {
+        model: None,
+        device: Device::Cpu,
+        threads: None,
+        precision: PrecisionArg::Bf16,
+        weights: None,
+    };
     let model = args.open()?;
     let tokenizer = model.text()?.tokenizer;
     for name in FORMATS {
