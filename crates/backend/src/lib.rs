@@ -7,8 +7,10 @@
 //! its own sequence alone: not on the other rows of the step, not on the number of threads.
 
 mod candidates;
+mod fp8;
 
 pub use candidates::{Candidate, MOST_CANDIDATES, Pick, candidate_key, candidate_of, pick};
+pub use fp8::{FP8_BLOCK, Fp8Blocks, Fp8Matrix, fp8_blocks};
 
 use half::{bf16, f16};
 use oscar_codec::{CacheLayout, CodeLayout, CodedPageId, FullPageId, HeadRotations};
@@ -44,6 +46,16 @@ pub enum HostValues<'a> {
     Bf16(&'a [bf16]),
     F16(&'a [f16]),
     F32(&'a [f32]),
+    /// Kept as it is by devices that multiply with it, expanded by the others.
+    Fp8(Fp8Blocks<'a>),
+}
+
+/// How the weights of a matrix are held.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WeightFormat {
+    Bf16,
+    /// E4M3 with a scale for every block of 128 × 128; activations are not quantized.
+    Fp8,
 }
 
 /// Does an operation replace its output or add to it (the residual)?
@@ -137,9 +149,21 @@ pub trait Backend: Send + Sync {
         layout.clone()
     }
 
+    /// Are products made with FP8 weights as they are? Other devices expand them when they get them.
+    fn multiplies_fp8(&self) -> bool {
+        false
+    }
     fn matrix(&self, weights: HostMatrix<'_>) -> Result<Self::Matrix>;
-    /// A matrix of random BF16 weights, for benchmarks that need a model's shape but not its contents.
-    fn random_matrix(&self, outputs: usize, inputs: usize, seed: u64) -> Result<Self::Matrix> {
+    /// Bytes of weights that one pass over the matrix reads, as this device holds it.
+    fn matrix_bytes(&self, matrix: &Self::Matrix) -> usize;
+    /// A matrix of random weights, for benchmarks that need a model's shape but not its contents.
+    fn random_matrix(
+        &self,
+        format: WeightFormat,
+        outputs: usize,
+        inputs: usize,
+        seed: u64,
+    ) -> Result<Self::Matrix> {
         let amplitude = random_amplitude(inputs);
         let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
         let values: Vec<bf16> = (0..outputs * inputs)
@@ -148,7 +172,15 @@ pub trait Backend: Send + Sync {
                 bf16::from_f32(((state >> 40) as f32 / (1 << 23) as f32 - 1.0) * amplitude)
             })
             .collect();
-        self.matrix(HostMatrix { outputs, inputs, values: HostValues::Bf16(&values), bias: None })
+        match format {
+            WeightFormat::Bf16 => {
+                self.matrix(HostMatrix { outputs, inputs, values: HostValues::Bf16(&values), bias: None })
+            }
+            WeightFormat::Fp8 => {
+                let values: Vec<f32> = values.iter().map(|v| v.to_f32()).collect();
+                self.matrix(Fp8Matrix::quantize(&values, outputs, inputs).host(outputs, inputs))
+            }
+        }
     }
     fn vector(&self, values: &[f32]) -> Result<Self::Vector>;
     fn rope(&self, cos: &[f32], sin: &[f32], head_dim: usize) -> Result<Self::Rope>;

@@ -3,7 +3,7 @@
 use anyhow::{Context, Result};
 use oscar_backend::{
     Backend, BackendError, CacheHead, Candidate, HeadPreparation, HeadShape, HostMatrix, Pick,
-    Result as BackendResult, SequenceRows, Write,
+    Result as BackendResult, SequenceRows, WeightFormat, Write,
 };
 use oscar_codec::{CacheLayout, CodeLayout, FullPageId, HeadRotations};
 use oscar_kernels_cpu::backend::CpuBackend;
@@ -141,8 +141,22 @@ impl Backend for AnyBackend {
         made_on!(self, matrix(weights))
     }
 
-    fn random_matrix(&self, outputs: usize, inputs: usize, seed: u64) -> BackendResult<Self::Matrix> {
-        made_on!(self, random_matrix(outputs, inputs, seed))
+    fn multiplies_fp8(&self) -> bool {
+        on_device!(self, multiplies_fp8())
+    }
+
+    fn matrix_bytes(&self, matrix: &Self::Matrix) -> usize {
+        on_device!(self, matrix_bytes([matrix]))
+    }
+
+    fn random_matrix(
+        &self,
+        format: WeightFormat,
+        outputs: usize,
+        inputs: usize,
+        seed: u64,
+    ) -> BackendResult<Self::Matrix> {
+        made_on!(self, random_matrix(format, outputs, inputs, seed))
     }
 
     fn vector(&self, values: &[f32]) -> BackendResult<Self::Vector> {

@@ -2,7 +2,7 @@
 
 use crate::device::AnyBackend;
 use anyhow::{Context, Result, bail};
-use oscar_backend::Backend;
+use oscar_backend::{Backend, WeightFormat};
 use oscar_calibrate::bits::{Freedom, solve};
 use oscar_calibrate::{CodeRounding, RotationFile};
 use oscar_codec::{
@@ -32,6 +32,10 @@ pub struct ModelArgs {
     /// Precision of weights and activations in matrix products
     #[arg(long, value_enum, default_value = "bf16")]
     pub precision: PrecisionArg,
+    /// Weights of the layers: bf16 expands those of an FP8 checkpoint, fp8 quantizes others while loading; as the checkpoint
+    /// has them if absent
+    #[arg(long, value_enum, value_name = "FORMAT")]
+    pub weights: Option<WeightsArg>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, serde::Serialize, serde::Deserialize)]
@@ -51,6 +55,31 @@ pub enum PrecisionArg {
     Fast,
     /// Everything in F32, for verification
     F32,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum WeightsArg {
+    /// BF16
+    Bf16,
+    /// E4M3 with a scale for every block of 128 × 128; activations are not quantized
+    Fp8,
+}
+
+impl WeightsArg {
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Bf16 => "bf16",
+            Self::Fp8 => "fp8",
+        }
+    }
+
+    pub fn format(self) -> WeightFormat {
+        match self {
+            Self::Bf16 => WeightFormat::Bf16,
+            Self::Fp8 => WeightFormat::Fp8,
+        }
+    }
 }
 
 /// How the cache is kept.
@@ -112,6 +141,10 @@ impl ModelArgs {
         let config = DecoderConfig::load(&source)?;
         let weights = Weights::open(&source)?;
         weights.check(&config)?;
+        let weights = match self.weights {
+            Some(asked) => weights.delivered_as(asked.format()),
+            None => weights,
+        };
         Ok(OpenModel { name, source, config, weights })
     }
 
@@ -213,6 +246,12 @@ impl OpenModel {
             repetition_penalty: generation.repetition_penalty.unwrap_or(1.0),
             ..SamplingParams::default()
         }
+    }
+
+    /// What becomes of FP8 weights on this device with this cache; nothing where there are none.
+    pub fn describe_weights(&self, cache: &Cache, backend: &AnyBackend) -> Option<String> {
+        let rotated = cache.rotations.is_some();
+        self.weights.describe_fp8(&self.config, rotated, backend.multiplies_fp8())
     }
 
     /// The cache layout of a format, with the clip ratios of the rotation file where it has them.

@@ -1,6 +1,6 @@
 //! One model on one device, and the steps it runs.
 
-use oscar_backend::{Backend, BackendError, Candidate, Pick, SequenceRows};
+use oscar_backend::{Backend, BackendError, Candidate, Pick, SequenceRows, WeightFormat};
 use oscar_cache::{
     OutOfPages, PagePool, PoolUsage, PrefixPages, RadixCache, SequencePages, StepPages, TailDemotion,
 };
@@ -127,35 +127,36 @@ impl<B: Backend> Runner<B> {
     ) -> Result<Self, BuildError> {
         let model =
             Transformer::build(&backend, config, weights, options.rotations, options.context, progress)?;
-        Self::assemble(Arc::new(backend), model, options, weights.total_bytes() as usize)
+        Self::assemble(Arc::new(backend), model, options)
     }
 
     /// A model of this shape with random weights: for benchmarks.
     pub fn random(
         backend: B,
         config: &DecoderConfig,
+        weights: WeightFormat,
         options: RunnerOptions<'_>,
     ) -> Result<Self, BuildError> {
-        let model = Transformer::random(&backend, config, options.rotations, options.context)?;
-        Self::assemble(Arc::new(backend), model, options, config.matrix_parameters() * 2)
+        let model = Transformer::random(&backend, config, weights, options.rotations, options.context)?;
+        Self::assemble(Arc::new(backend), model, options)
     }
 
     /// The same model with another cache, on the same device and sharing its weights (but for the projections that
     /// other rotations are folded into). The context is this runner's.
     pub fn with_cache(&self, weights: &Weights, options: RunnerOptions<'_>) -> Result<Self, BuildError> {
         let model = self.model.with_rotations(&self.backend, weights, options.rotations)?;
-        Self::assemble(self.backend.clone(), model, options, weights.total_bytes() as usize)
+        Self::assemble(self.backend.clone(), model, options)
     }
 
     fn assemble(
         backend: Arc<B>,
         model: Transformer<B>,
         options: RunnerOptions<'_>,
-        weight_bytes: usize,
     ) -> Result<Self, BuildError> {
         let layout = backend.held_layout(&options.layout);
         let storage = backend.pool(&layout, options.kv_memory)?;
         let workspace = model.workspace(&backend);
+        let weight_bytes = model.matrix_bytes(&backend);
         let pool = PagePool::new(&layout, options.kv_memory);
         Ok(Self {
             context: model.max_positions(),
@@ -191,7 +192,7 @@ impl<B: Backend> Runner<B> {
         self.context
     }
 
-    /// Bytes of the checkpoint's tensors: what a decode step reads besides the cache.
+    /// Bytes of the matrices as the device holds them: what a decode step reads besides the cache.
     pub fn weight_bytes(&self) -> usize {
         self.weight_bytes
     }

@@ -12,23 +12,37 @@
 //
 // RMSNorm can be part of it: inputs are multiplied by its weights on their way, the row's scale is known when all have passed
 // and multiplies the sums. SwiGLU can be part of it: half of a unit's tiles are then gates, the other half their ups.
-#include "common.cuh"
+//
+// With FP8 defined weights are FP8 (`fp8.cuh`): a lane's 16 bytes are sixteen k, become BF16 between slot and product, and a
+// chunk, which lies in one block, has sums of its own that its blocks' scales multiply. Everything else is the same.
+#include "fp8.cuh"
 
 struct SkinnyParams {
-    const u16* weights;  // BF16 [outputs][inputs]
+    const u8* weights;   // [outputs][inputs]: BF16, or arranged FP8
+    const float* scales; // of FP8 weights, [outputs / 128][inputs / 128], both rounded up
     const float* x;      // [rows][inputs]
     float* out;          // [rows][outputs], or [rows][outputs / 2] if gated
     const float* bias;   // or null
     const float* norm;   // weights of the norm of x; the kernels without a norm ignore it
     u32 rows;
     u32 outputs;         // a multiple of 8; of 8 * TILES, which is even, if gated
-    u32 inputs;          // a multiple of 32
+    u32 inputs;          // a multiple of CHUNK
     u32 add;             // to what `out` holds
     u32 gated;           // outputs are [gate | up] and out = silu(gate) * up
     float eps;           // of the norm
 };
 
-constexpr u32 CHUNK = 32;  // of the inner dimension, which a warp takes at a time
+#ifdef FP8
+constexpr u32 VALUES = 16;  // that a lane takes at a time: 16 bytes
+// Weights come 2^-120 times too small; half of it is made up for here, half at the end, so that nothing leaves f32's range.
+constexpr float INPUT_FACTOR = 0x1p60f, SUM_FACTOR = FP8_TOO_SMALL_BY / INPUT_FACTOR;
+#else
+constexpr u32 VALUES = 8;
+constexpr float INPUT_FACTOR = 1.0f, SUM_FACTOR = 1.0f;
+#endif
+constexpr u32 CHUNK = 4 * VALUES;  // of the inner dimension, which a warp takes at a time
+constexpr u32 ELEMENT = 16 / VALUES;
+constexpr int EIGHTS = VALUES / 8;
 // Slots of a lane for units of so many tiles: one is read while the others fill. More than half of a multiprocessor's shared
 // memory, so that no two blocks ever share one while another has none.
 template <int TILES>
@@ -78,7 +92,11 @@ struct Eight {
         return {make_float4(lower.x * w.lower.x, lower.y * w.lower.y, lower.z * w.lower.z, lower.w * w.lower.w),
                 make_float4(upper.x * w.upper.x, upper.y * w.upper.y, upper.z * w.upper.z, upper.w * w.upper.w)};
     }
-    DEVICE void parts(u32 (&high)[4], u32 (&low)[4]) const {
+    DEVICE Eight times(float f) const {
+        return {make_float4(lower.x * f, lower.y * f, lower.z * f, lower.w * f),
+                make_float4(upper.x * f, upper.y * f, upper.z * f, upper.w * f)};
+    }
+    DEVICE void parts(u32* high, u32* low) const {
         split(lower.x, lower.y, high[0], low[0]);
         split(lower.z, lower.w, high[1], low[1]);
         split(upper.x, upper.y, high[2], low[2]);
@@ -86,17 +104,34 @@ struct Eight {
     }
 };
 
+// The right operand of the i-th product of a lane's 16 bytes.
+DEVICE void operand(const uint4& bytes, int i, u32& first, u32& second) {
+    const u32 words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
+#ifdef FP8
+    first = fp8_first_pair(words[i]), second = fp8_second_pair(words[i]);
+#else
+    first = words[2 * i], second = words[2 * i + 1];
+#endif
+}
+
+// Where the outputs of a unit's n-th tile begin, counted from the unit's first.
+template <int TILES>
+DEVICE u32 tile_output(const SkinnyParams& p, int n) {
+    constexpr int HALF = TILES / 2;
+    return p.gated && n >= HALF ? p.outputs / 2 + (n - HALF) * 8 : n * 8;
+}
+
 // Where a lane's copies have got to.
 template <int WARPS, int TILES>
 struct Copies {
     static constexpr int SLOTS = SLOTS_OF<TILES>;
-    static constexpr u32 SLOT = WARPS * TILES * 512, HALF = TILES / 2;
+    static constexpr u32 SLOT = WARPS * TILES * 512;
 
     const SkinnyParams& p;
     const u32 unit_outputs, units, chunks;  // `chunks`: of this warp, in each unit
     const u32 ring;                         // shared address of the lane's first slot
     u32 unit, chunk, slot;
-    const u16* from;
+    const u8* from;
     u32 tile_offset[TILES];
 
     DEVICE Copies(const SkinnyParams& p, u32 unit_outputs, u32 units, u32 chunks, u32 ring)
@@ -108,12 +143,12 @@ struct Copies {
     DEVICE void begin_unit() {
         if (unit >= units) return;
         const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, first = unit * unit_outputs;
-        from = p.weights + (u64)(first + (lane >> 2)) * p.inputs + warp * CHUNK + (lane & 3) * 8;
+        from = p.weights + ((u64)(first + (lane >> 2)) * p.inputs + warp * CHUNK + (lane & 3) * VALUES) * ELEMENT;
 #pragma unroll
         for (int n = 0; n < TILES; n++) {
-            u32 output = p.gated && n >= HALF ? p.outputs / 2 + (n - HALF) * 8 : n * 8;
+            const u32 output = tile_output<TILES>(p, n);
             // Tiles beyond the matrix read the first one again; nobody writes their sums.
-            tile_offset[n] = first + output < p.outputs ? output * p.inputs : 0;
+            tile_offset[n] = first + output < p.outputs ? output * p.inputs * ELEMENT : 0;
         }
     }
 
@@ -122,7 +157,7 @@ struct Copies {
         if (unit < units) {
 #pragma unroll
             for (int n = 0; n < TILES; n++) copy_16_bytes(ring + slot * SLOT + n * 512, from + tile_offset[n]);
-            from += WARPS * CHUNK;
+            from += WARPS * CHUNK * ELEMENT;
             if (++chunk == chunks) {
                 chunk = 0, unit += gridDim.x;
                 begin_unit();
@@ -137,6 +172,8 @@ template <int ROW_TILES, int WARPS, int TILES, bool NORM>
 DEVICE void skinny(const SkinnyParams& p) {
     constexpr u32 CELLS = ROW_TILES * TILES * 64, HALF = TILES / 2;
     constexpr int SLOTS = SLOTS_OF<TILES>;
+    // Inputs are loaded a chunk ahead where registers allow it.
+    constexpr bool AHEAD = ROW_TILES * EIGHTS <= 2;
     using LaneCopies = Copies<WARPS, TILES>;
     extern __shared__ u8 memory[];  // slots, then two units' sums, f32 [unit & 1][warp][row tile][tile][8 rows][8 outputs]
     float* partial = (float*)(memory + SLOTS * LaneCopies::SLOT);
@@ -151,18 +188,21 @@ DEVICE void skinny(const SkinnyParams& p) {
     for (int i = 0; i < SLOTS - 1; i++) copies.begin_next();
     // Weights never change; everything below does.
     wait_for_previous_kernel();
-    Eight x[ROW_TILES], weight;
+    Eight x[ROW_TILES][EIGHTS], weight[EIGHTS];
     float square[ROW_TILES] = {};
     auto load_inputs = [&](u32 chunk) {
-        const u32 k = (chunk * WARPS + warp) * CHUNK + t * 8;
 #pragma unroll
-        for (int m = 0; m < ROW_TILES; m++) {
-            if (m * 8 + g < p.rows) x[m].load(p.x + (u64)(m * 8 + g) * p.inputs + k);
-            else x[m].clear();
+        for (int e = 0; e < EIGHTS; e++) {
+            const u32 k = (chunk * WARPS + warp) * CHUNK + t * VALUES + e * 8;
+#pragma unroll
+            for (int m = 0; m < ROW_TILES; m++) {
+                if (m * 8 + g < p.rows) x[m][e].load(p.x + (u64)(m * 8 + g) * p.inputs + k);
+                else x[m][e].clear();
+            }
+            if (NORM) weight[e].load(p.norm + k);
         }
-        if (NORM) weight.load(p.norm + k);
     };
-    if (chunks > 0) load_inputs(0);
+    if (AHEAD && chunks > 0) load_inputs(0);
     // The outputs of a unit that this thread adds up: row, place in the unit and place in a warp's sums.
     constexpr int MINE = (CELLS + 32 * WARPS - 1) / (32 * WARPS);
     u32 row[MINE], place[MINE], cell[MINE];
@@ -184,15 +224,35 @@ DEVICE void skinny(const SkinnyParams& p) {
             out[j] = row[j] < p.rows && output < width ? p.out + (u64)row[j] * width + output : nullptr;
             held[j] = p.add && out[j] ? *out[j] : 0.0f;
         }
+#ifdef FP8
+        const u32 scale_columns = (p.inputs + FP8_BLOCK - 1) / FP8_BLOCK;
+        u32 scale_row[TILES];
+#pragma unroll
+        for (int n = 0; n < TILES; n++) {
+            const u32 output = unit * tiles * 8 + tile_output<TILES>(p, n);
+            scale_row[n] = (output < p.outputs ? output : 0) / FP8_BLOCK * scale_columns;
+        }
+#endif
 #pragma unroll 1
         for (u32 chunk = 0; chunk < chunks; chunk++) {
-            u32 high[ROW_TILES][4], low[ROW_TILES][4];
+#ifdef FP8
+            float scale[TILES];
 #pragma unroll
-            for (int m = 0; m < ROW_TILES; m++) {
-                if (NORM && unit == blockIdx.x) square[m] = x[m].squares(square[m]);
-                (NORM ? x[m].times(weight) : x[m]).parts(high[m], low[m]);
+            for (int n = 0; n < TILES; n++)
+                scale[n] = p.scales[scale_row[n] + (chunk * WARPS + warp) * CHUNK / FP8_BLOCK];
+#endif
+            if (!AHEAD) load_inputs(chunk);
+            u32 high[ROW_TILES][VALUES / 2], low[ROW_TILES][VALUES / 2];
+#pragma unroll
+            for (int e = 0; e < EIGHTS; e++) {
+                const Eight factor = weight[e].times(INPUT_FACTOR);
+#pragma unroll
+                for (int m = 0; m < ROW_TILES; m++) {
+                    if (NORM && unit == blockIdx.x) square[m] = x[m][e].squares(square[m]);
+                    (NORM ? x[m][e].times(factor) : x[m][e].times(INPUT_FACTOR)).parts(high[m] + 4 * e, low[m] + 4 * e);
+                }
             }
-            load_inputs(chunk + 1 < chunks ? chunk + 1 : 0);
+            if (AHEAD) load_inputs(chunk + 1 < chunks ? chunk + 1 : 0);
             wait_for_copies<SLOTS - 2>();
             uint4 b[TILES];
 #pragma unroll
@@ -200,11 +260,25 @@ DEVICE void skinny(const SkinnyParams& p) {
             slot = slot + 1 == SLOTS ? 0 : slot + 1;
             copies.begin_next();
 #pragma unroll
-            for (int m = 0; m < ROW_TILES; m++)
+            for (int n = 0; n < TILES; n++)
 #pragma unroll
-                for (int n = 0; n < TILES; n++) {
-                    mma_bf16(sum[m][n], high[m][0], low[m][0], high[m][1], low[m][1], b[n].x, b[n].y);
-                    mma_bf16(sum[m][n], high[m][2], low[m][2], high[m][3], low[m][3], b[n].z, b[n].w);
+                for (int m = 0; m < ROW_TILES; m++) {
+#ifdef FP8
+                    float of_chunk[4] = {};
+#else
+                    float(&of_chunk)[4] = sum[m][n];
+#endif
+#pragma unroll
+                    for (int i = 0; i < VALUES / 4; i++) {
+                        u32 first, second;
+                        operand(b[n], i, first, second);
+                        const int j = 2 * i;
+                        mma_bf16(of_chunk, high[m][j], low[m][j], high[m][j + 1], low[m][j + 1], first, second);
+                    }
+#ifdef FP8
+#pragma unroll
+                    for (int i = 0; i < 4; i++) sum[m][n][i] = __fmaf_rn(scale[n], of_chunk[i], sum[m][n][i]);
+#endif
                 }
         }
         // Two buffers: a warp may begin the next unit's sums while others still add up this one's.
@@ -227,12 +301,12 @@ DEVICE void skinny(const SkinnyParams& p) {
 #pragma unroll
         for (int j = 0; j < MINE; j++) {
             if (!out[j]) continue;
-            float scale = 1.0f;
+            float scale = SUM_FACTOR;
             if (NORM) {
                 float s = 0.0f;
 #pragma unroll
                 for (int w = 0; w < WARPS; w++) s += squares[w][row[j]];
-                scale = 1.0f / sqrtf(s / (float)p.inputs + p.eps);
+                scale *= 1.0f / sqrtf(s / (float)p.inputs + p.eps);
             }
             float total = 0.0f;
 #pragma unroll

@@ -1,10 +1,11 @@
 //! Timings of single kernels, for `oscar bench`: device events around launches over rotating data, so that nothing is
 //! found in the second-level cache.
 
+use crate::backend::CudaBackend;
 use crate::device::Device;
 use crate::error::{CudaError, Result};
-use crate::gemm::{CublasLt, CudaMatrix, Product, Skinny, SkinnyProduct};
-use crate::kernels::Kernels;
+use crate::gemm::{CublasLt, Product, Skinny, SkinnyProduct};
+use oscar_backend::WeightFormat;
 
 /// Bytes that must lie between two uses of a matrix.
 const COLD_BYTES: usize = 512 << 20;
@@ -46,32 +47,31 @@ pub struct GemmTiming {
     /// What the backend chooses for this shape.
     pub chosen: bool,
     pub us: f64,
+    /// Of weights, read once.
+    pub bytes: usize,
 }
 
-/// Times every way the backend has to multiply `rows` rows with an `outputs × inputs` matrix.
+/// Times every way the backend has to multiply `rows` rows with an `outputs × inputs` matrix of this format.
 pub fn gemm(
-    device: &Device,
-    kernels: &Kernels,
+    backend: &CudaBackend,
+    format: WeightFormat,
     rows: usize,
     outputs: usize,
     inputs: usize,
     repetitions: usize,
 ) -> Result<Vec<GemmTiming>> {
-    let bytes = outputs * inputs * 2;
-    let copies = COLD_BYTES.div_ceil(bytes) + 1;
+    let device = backend.device();
+    let copies = COLD_BYTES.div_ceil(outputs * inputs) + 1;
     let matrices = (0..copies)
-        .map(|_| {
-            let matrix = CudaMatrix::uninitialized(device, outputs, inputs)?;
-            device.fill(&matrix.weights, 0x3c)?;
-            Ok(matrix)
-        })
+        .map(|i| backend.random_weights(format, outputs, inputs, i as u64))
         .collect::<Result<Vec<_>>>()?;
+    let bytes = matrices[0].bytes();
     let x = device.alloc(rows * inputs * 4, "activations")?;
     device.fill(&x, 0x3c)?;
     let out = device.alloc(rows * outputs * 4, "activations")?;
     let mut timings = Vec::new();
     if Skinny::takes(&matrices[0], rows) {
-        let skinny = Skinny::new(device, kernels)?;
+        let skinny = backend.skinny(&matrices[0])?;
         let (x, out) = (x.address(), out.address());
         let product = SkinnyProduct { rows, x, out, norm: None, add: false, gated: false };
         let chosen = skinny.choose(rows, outputs, false);
@@ -80,14 +80,24 @@ pub fn gemm(
                 skinny.enqueue_as(shape, &matrices[i % copies], &product)
             })?;
             let kernel = format!("own, {} rows, {} warps, {} tiles", shape.rows, shape.warps, shape.tiles);
-            timings.push(GemmTiming { kernel, chosen: Some(shape) == chosen, us: median(&us) });
+            timings.push(GemmTiming { kernel, chosen: Some(shape) == chosen, us: median(&us), bytes });
         }
     }
     let mut cublaslt = CublasLt::open(device)?;
-    let product = Product { rows, outputs, inputs, add: false };
+    let mut expanded = None;
     let us = time_us::<CudaError>(device, repetitions, |i| {
-        cublaslt.enqueue(product, matrices[i % copies].weights.address(), x.address(), out.address())
+        let matrix = &matrices[i % copies];
+        for panel in matrix.panels() {
+            let weights = backend.panel(matrix, &panel, &mut expanded)?;
+            let product = Product { rows, outputs: panel.len(), inputs, stride: outputs, add: false };
+            cublaslt.enqueue(product, weights, x.address(), out.address() + 4 * panel.start as u64)?;
+        }
+        Ok(())
     })?;
-    timings.push(GemmTiming { kernel: "cuBLASLt".into(), chosen: timings.is_empty(), us: median(&us) });
+    let kernel = match format {
+        WeightFormat::Bf16 => "cuBLASLt",
+        WeightFormat::Fp8 => "expanded, cuBLASLt",
+    };
+    timings.push(GemmTiming { kernel: kernel.into(), chosen: timings.is_empty(), us: median(&us), bytes });
     Ok(timings)
 }

@@ -4,6 +4,7 @@
 //! definitions, such as `HEAD_DIM=128`.
 
 use crate::attention::decode::Variant;
+use oscar_backend::WeightFormat;
 
 /// One `.cu` file.
 #[derive(Debug, PartialEq, Eq, Hash)]
@@ -22,7 +23,9 @@ macro_rules! source {
 }
 
 source!(ROWS, "rows.cu", by_head_dim: false);
+// Has a variant for each format of weights: `weight_defines`.
 source!(SKINNY_GEMM, "skinny_gemm.cu", by_head_dim: false);
+source!(EXPAND, "expand.cu", by_head_dim: false);
 source!(BANDWIDTH, "bandwidth.cu", by_head_dim: false);
 source!(GRAM, "gram.cu", by_head_dim: false);
 source!(RANDOM, "random.cu", by_head_dim: false);
@@ -46,6 +49,7 @@ pub static HEADERS: &[(&str, &str)] = &[
     ("decode_query.cuh", include_str!("../kernels/decode_query.cuh")),
     ("decode_readers.cuh", include_str!("../kernels/decode_readers.cuh")),
     ("decode_state.cuh", include_str!("../kernels/decode_state.cuh")),
+    ("fp8.cuh", include_str!("../kernels/fp8.cuh")),
     ("fragments.cuh", include_str!("../kernels/fragments.cuh")),
     ("pipeline.cuh", include_str!("../kernels/pipeline.cuh")),
     ("page.cuh", include_str!("../kernels/page.cuh")),
@@ -56,6 +60,7 @@ pub static HEADERS: &[(&str, &str)] = &[
 static PLAIN: &[&Source] = &[
     &ROWS,
     &SKINNY_GEMM,
+    &EXPAND,
     &BANDWIDTH,
     &GRAM,
     &RANDOM,
@@ -74,10 +79,19 @@ pub const HEAD_DIMS: [usize; 3] = [64, 128, 256];
 /// Definitions of a variant, in a fixed order.
 pub type Defines = Vec<(&'static str, usize)>;
 
+/// Definitions of kernels that read weights in this format.
+pub fn weight_defines(format: WeightFormat) -> Defines {
+    match format {
+        WeightFormat::Bf16 => Vec::new(),
+        WeightFormat::Fp8 => vec![("FP8", 1)],
+    }
+}
+
 /// Every variant that a model may ask for on a GPU with this much shared memory a block.
 pub fn variants(shared_memory: usize) -> Vec<(&'static Source, Defines)> {
     let decode = Variant::all(shared_memory).map(|v| (&ATTENTION_DECODE, v.defines()));
     let mut all: Vec<(&'static Source, Defines)> = decode.collect();
+    all.push((&SKINNY_GEMM, weight_defines(WeightFormat::Fp8)));
     for source in PLAIN {
         if source.by_head_dim {
             all.extend(HEAD_DIMS.map(|d| (*source, vec![("HEAD_DIM", d)])));

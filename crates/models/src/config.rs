@@ -8,6 +8,7 @@ use serde_json::Value;
 
 use crate::error::LoadError;
 use crate::families::{llama, mistral, qwen2, qwen3};
+use crate::fp8;
 use crate::rope::RopeConfig;
 use crate::source::ModelSource;
 use crate::tensor::WeightDtype;
@@ -95,6 +96,8 @@ pub struct DecoderConfig {
     pub bos_token_id: Option<u32>,
     /// What the file says its weights are; the tensors themselves decide.
     pub dtype: Option<WeightDtype>,
+    /// The file says that matrices may be FP8 with scales; the tensors themselves decide which.
+    pub fp8_weights: bool,
 }
 
 /// The fields read before the family is known.
@@ -116,11 +119,10 @@ impl DecoderConfig {
         let json_error = |source| LoadError::Json { file: "config.json".to_owned(), source };
         let header: Header = serde_json::from_slice(bytes).map_err(json_error)?;
         let family = Family::detect(&header)?;
-        if let Some(quantization) = header.quantization_config {
-            let method = quantization.get("quant_method").and_then(Value::as_str).unwrap_or("unnamed method");
-            return Err(LoadError::Quantized { method: method.to_owned() });
+        if let Some(quantization) = &header.quantization_config {
+            fp8::check_config(quantization)?;
         }
-        let config = match family {
+        let mut config = match family {
             Family::Qwen3 => serde_json::from_slice::<qwen3::Qwen3Config>(bytes).map_err(json_error)?.lower(),
             Family::Qwen2 => serde_json::from_slice::<qwen2::Qwen2Config>(bytes).map_err(json_error)?.lower(),
             Family::Llama => serde_json::from_slice::<llama::LlamaConfig>(bytes).map_err(json_error)?.lower(),
@@ -128,6 +130,7 @@ impl DecoderConfig {
                 serde_json::from_slice::<mistral::MistralConfig>(bytes).map_err(json_error)?.lower()
             }
         }?;
+        config.fp8_weights = header.quantization_config.is_some();
         config.validate()?;
         Ok(config)
     }

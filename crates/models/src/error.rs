@@ -46,8 +46,8 @@ pub enum LoadError {
     BadField { file: &'static str, field: String, problem: String },
 
     #[error(
-        "the checkpoint is quantized (quantization_config: {method}); only BF16, F16 and F32 weights are read. \
-         Use the unquantized checkpoint of the same model."
+        "the checkpoint is quantized (quantization_config: {method}); BF16, F16 and F32 weights are read, and FP8 of \
+         quant_method `fp8`. Use the unquantized checkpoint of the same model, or its FP8 one."
     )]
     Quantized { method: String },
 
@@ -81,6 +81,12 @@ pub enum LoadError {
 
     #[error("tensor `{name}` is {dtype}; only BF16, F16 and F32 weights are read")]
     UnsupportedDtype { name: String, dtype: String },
+
+    #[error("tensor `{name}` holds codes that are no numbers (NaN); the file is damaged, download it again")]
+    NanWeights { name: String },
+
+    #[error("the scales of tensor `{name}` cannot be used: {problem}")]
+    BadScales { name: String, problem: String },
 
     #[error("a random {family} model cannot be written: {problem}")]
     UnwritableModel { family: &'static str, problem: String },

@@ -11,11 +11,13 @@ mod config;
 mod error;
 mod families;
 mod fingerprint;
+mod fp8;
 mod generation;
 #[cfg(feature = "hub")]
 pub mod hub;
 #[cfg(any(feature = "hub", test))]
 mod hub_files;
+mod matrices;
 mod mmap;
 mod rope;
 mod rope_fields;
@@ -29,7 +31,9 @@ mod weights;
 
 pub use config::{DecoderConfig, Family};
 pub use error::{LineList, LoadError};
+pub use fp8::Fp8Weights;
 pub use generation::GenerationConfig;
+pub use matrices::{Holding, LayerMatrix, MatrixView};
 pub use rope::{RopeConfig, RopeScaling, RopeTable};
 pub use source::{EmbeddedFiles, ModelName, ModelSource, hub_cache_folders};
 pub use tensor::{TensorView, WeightDtype};

@@ -38,6 +38,7 @@ pub fn shape(name: &str) -> Option<DecoderConfig> {
         eos_token_ids: vec![151_645],
         bos_token_id: None,
         dtype: Some(WeightDtype::Bf16),
+        fp8_weights: false,
     })
 }
 

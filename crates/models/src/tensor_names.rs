@@ -116,6 +116,12 @@ impl TensorNames {
     }
 }
 
+/// Is this the weight of a layer's projection?
+pub(crate) fn is_projection(name: &str) -> bool {
+    let module = name.strip_suffix(".weight").unwrap_or_default();
+    Projection::ALL.iter().any(|p| module.strip_suffix(p.path()).is_some_and(|layer| layer.ends_with('.')))
+}
+
 /// A tensor the forward pass will ask for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RequiredTensor {

@@ -3,6 +3,8 @@
 //! Invariant: the same configuration, options and seed give the same files on every machine, and a tensor's
 //! values depend only on the seed and its name, so sharding or dropping the prefix does not change the model.
 
+pub mod fp8;
+
 use std::fs;
 use std::path::Path;
 
@@ -41,6 +43,7 @@ pub fn tiny_config(family: Family) -> DecoderConfig {
         eos_token_ids: vec![2],
         bos_token_id: Some(1),
         dtype: Some(WeightDtype::Bf16),
+        fp8_weights: false,
     }
 }
 

@@ -16,12 +16,11 @@ pub use forward::{Observer, StepInput};
 
 use crate::config::DecoderConfig;
 use crate::error::LoadError;
+use crate::matrices::{self, LayerMatrix};
 use crate::rope::RopeTable;
-use crate::tensor::TensorView;
 use crate::tensor_names::Projection;
 use crate::weights::Weights;
-use half::{bf16, f16};
-use oscar_backend::{Backend, BackendError, HeadShape, HostMatrix, HostValues};
+use oscar_backend::{Backend, BackendError, HeadShape, HostMatrix, HostValues, WeightFormat};
 use oscar_codec::{Rotation, RotationSet};
 use std::sync::Arc;
 
@@ -117,7 +116,7 @@ impl<B: Backend> Transformer<B> {
         let max_positions = context.min(config.max_position_embeddings);
         let table = RopeTable::new(&config.rope, config.head_dim, max_positions);
         let rope = backend.rope(table.cos_rows(), table.sin_rows(), config.head_dim)?;
-        let embedding = stacked(backend, weights, &[names.embedding()], None)?;
+        let embedding = matrices::prepare_embedding(backend, weights)?;
         let mut layers = Vec::with_capacity(config.layers);
         let mut projections = Vec::with_capacity(config.layers);
         for index in 0..config.layers {
@@ -127,7 +126,7 @@ impl<B: Backend> Transformer<B> {
         }
         let head = match config.tie_word_embeddings {
             true => None,
-            false => Some(stacked(backend, weights, &[names.lm_head()], None)?),
+            false => Some(matrices::prepare_head(backend, weights)?),
         };
         let final_norm = vector(&names.final_norm())?;
         let (config, shape) = (config.clone(), head_shape(config));
@@ -155,10 +154,12 @@ impl<B: Backend> Transformer<B> {
         Ok(Self { body: self.body.clone(), projections, rotations: rotations.cloned() })
     }
 
-    /// A model of this shape with random weights, made on the device: for benchmarks.
+    /// A model of this shape with random weights, made on the device: for benchmarks. In FP8 are those matrices that an FP8
+    /// checkpoint would leave in FP8: nothing is folded into them, and neither the embedding nor the head.
     pub fn random(
         backend: &B,
         config: &DecoderConfig,
+        weights: WeightFormat,
         rotations: Option<&RotationSet>,
         context: usize,
     ) -> Result<Self, BuildError> {
@@ -167,26 +168,28 @@ impl<B: Backend> Transformer<B> {
         let table = RopeTable::new(&config.rope, heads, context);
         let (mut layers, mut projections) = (Vec::new(), Vec::new());
         for index in 0..config.layers {
-            let matrix =
-                |which, outputs, inputs| backend.random_matrix(outputs, inputs, (4 * index + which) as u64);
+            let matrix = |which, format, outputs, inputs| {
+                backend.random_matrix(format, outputs, inputs, (4 * index + which) as u64)
+            };
+            let folded = if rotations.is_some() { WeightFormat::Bf16 } else { weights };
             let qk_norm = || Ok::<_, BackendError>((ones(heads)?, ones(heads)?));
             let rotation = |set: &RotationSet| {
                 backend.layer_rotation(&set.heads()[index * config.kv_heads..][..config.kv_heads])
             };
             projections.push(Projections {
-                qkv: matrix(0, config.query_width() + 2 * config.kv_width(), hidden)?,
-                output: matrix(1, hidden, config.query_width())?,
+                qkv: matrix(0, folded, config.query_width() + 2 * config.kv_width(), hidden)?,
+                output: matrix(1, folded, hidden, config.query_width())?,
                 rotation: rotations.map(rotation).transpose()?,
             });
             layers.push(Layer {
                 input_norm: ones(hidden)?,
                 qk_norm: config.qk_norm.then(qk_norm).transpose()?,
                 post_norm: ones(hidden)?,
-                gate_up: matrix(2, 2 * config.intermediate_size, hidden)?,
-                down: matrix(3, hidden, config.intermediate_size)?,
+                gate_up: matrix(2, weights, 2 * config.intermediate_size, hidden)?,
+                down: matrix(3, weights, hidden, config.intermediate_size)?,
             });
         }
-        let vocabulary = |seed| backend.random_matrix(config.vocab_size, hidden, seed);
+        let vocabulary = |seed| backend.random_matrix(WeightFormat::Bf16, config.vocab_size, hidden, seed);
         let body = Body {
             shape: head_shape(config),
             max_positions: context,
@@ -207,6 +210,15 @@ impl<B: Backend> Transformer<B> {
     /// Rotations that are folded in.
     pub fn rotations(&self) -> Option<&RotationSet> {
         self.rotations.as_ref()
+    }
+
+    /// Bytes of matrices that a step reads, whatever its rows.
+    pub fn matrix_bytes(&self, backend: &B) -> usize {
+        let body = &*self.body;
+        let layers = body.layers.iter().flat_map(|layer| [&layer.gate_up, &layer.down]);
+        let attention = self.projections.iter().flat_map(|p| [&p.qkv, &p.output]);
+        let head = body.head.as_ref().unwrap_or(&body.embedding);
+        layers.chain(attention).chain([head]).map(|matrix| backend.matrix_bytes(matrix)).sum()
     }
 
     /// Positions this instance can address.
@@ -231,19 +243,6 @@ impl<B: Backend> Transformer<B> {
     }
 }
 
-/// The matrices named, stacked, with their biases.
-fn plain<B: Backend>(
-    backend: &B,
-    config: &DecoderConfig,
-    weights: &Weights,
-    index: usize,
-    projections: &[Projection],
-) -> Result<B::Matrix, BuildError> {
-    let list: Vec<String> = projections.iter().map(|p| weights.names().weight(index, *p)).collect();
-    let bias = biases(config, weights, index, projections)?;
-    stacked(backend, weights, &list, bias.as_deref())
-}
-
 impl<B: Backend> Layer<B> {
     fn build(
         backend: &B,
@@ -262,8 +261,8 @@ impl<B: Backend> Layer<B> {
                 false => None,
             },
             post_norm: vector(names.post_attention_norm(index))?,
-            gate_up: plain(backend, config, weights, index, &[Projection::Gate, Projection::Up])?,
-            down: plain(backend, config, weights, index, &[Projection::Down])?,
+            gate_up: matrices::prepare(backend, config, weights, index, LayerMatrix::GateUp)?,
+            down: matrices::prepare(backend, config, weights, index, LayerMatrix::Down)?,
         })
     }
 }
@@ -277,25 +276,24 @@ impl<B: Backend> Projections<B> {
         index: usize,
     ) -> Result<Self, BuildError> {
         let names = weights.names();
-        let qkv_parts = [Projection::Query, Projection::Key, Projection::Value];
         let Some(set) = rotations else {
             return Ok(Self {
-                qkv: plain(backend, config, weights, index, &qkv_parts)?,
-                output: plain(backend, config, weights, index, &[Projection::Output])?,
+                qkv: matrices::prepare(backend, config, weights, index, LayerMatrix::QueryKeyValue)?,
+                output: matrices::prepare(backend, config, weights, index, LayerMatrix::Output)?,
                 rotation: None,
             });
         };
         let heads = &set.heads()[index * config.kv_heads..][..config.kv_heads];
         let values: Vec<&Rotation> = heads.iter().map(|h| &h.value).collect();
         let mut matrix = Vec::new();
-        for projection in qkv_parts {
-            let mut part = weights.tensor(&names.weight(index, projection))?.to_f32_vec();
+        for &projection in LayerMatrix::QueryKeyValue.projections() {
+            let mut part = weights.matrix(&names.weight(index, projection))?.to_f32_vec();
             if projection == Projection::Value {
                 rotate_outputs(&mut part, config.hidden_size, &values);
             }
             matrix.extend(part);
         }
-        let mut bias = biases(config, weights, index, &qkv_parts)?;
+        let mut bias = matrices::biases(config, weights, index, LayerMatrix::QueryKeyValue)?;
         if let Some(bias) = &mut bias {
             let start = config.query_width() + config.kv_width();
             rotate_outputs(&mut bias[start..], 1, &values);
@@ -306,13 +304,13 @@ impl<B: Backend> Projections<B> {
             values: HostValues::F32(&matrix),
             bias: bias.as_deref(),
         })?;
-        let mut out = weights.tensor(&names.weight(index, Projection::Output))?.to_f32_vec();
+        let mut out = weights.matrix(&names.weight(index, Projection::Output))?.to_f32_vec();
         rotate_inputs(&mut out, config, &values);
         let output = backend.matrix(HostMatrix {
             outputs: config.hidden_size,
             inputs: config.query_width(),
             values: HostValues::F32(&out),
-            bias: biases(config, weights, index, &[Projection::Output])?.as_deref(),
+            bias: matrices::biases(config, weights, index, LayerMatrix::Output)?.as_deref(),
         })?;
         Ok(Self { qkv, output, rotation: Some(backend.layer_rotation(heads)?) })
     }
@@ -377,54 +375,4 @@ fn rotate_inputs(matrix: &mut [f32], config: &DecoderConfig, rotations: &[&Rotat
             block.copy_from_slice(&rotated);
         }
     }
-}
-
-fn biases(
-    config: &DecoderConfig,
-    weights: &Weights,
-    layer: usize,
-    projections: &[Projection],
-) -> Result<Option<Vec<f32>>, LoadError> {
-    if !projections.iter().any(|p| p.has_bias(config)) {
-        return Ok(None);
-    }
-    let mut all = Vec::new();
-    for p in projections {
-        match p.has_bias(config) {
-            true => all.extend(weights.tensor(&weights.names().bias(layer, *p))?.to_f32_vec()),
-            false => all.extend(std::iter::repeat_n(0.0, p.shape(config)[0])),
-        }
-    }
-    Ok(Some(all))
-}
-
-/// Several matrices of equal width as one, their outputs after each other.
-fn stacked<B: Backend>(
-    backend: &B,
-    weights: &Weights,
-    names: &[String],
-    bias: Option<&[f32]>,
-) -> Result<B::Matrix, BuildError> {
-    let views = names.iter().map(|name| weights.tensor(name)).collect::<Result<Vec<TensorView<'_>>, _>>()?;
-    let outputs = views.iter().map(|v| v.shape[0]).sum();
-    let inputs = views[0].shape[1];
-    let matrix = |values| Ok(backend.matrix(HostMatrix { outputs, inputs, values, bias })?);
-    if let [view] = views.as_slice()
-        && let Some(values) = view.as_bf16()
-    {
-        return matrix(HostValues::Bf16(values));
-    }
-    if views.iter().all(|v| v.dtype == crate::tensor::WeightDtype::Bf16) {
-        let values: Vec<bf16> = views.iter().flat_map(TensorView::to_bf16_vec).collect();
-        return matrix(HostValues::Bf16(&values));
-    }
-    if views.iter().all(|v| v.dtype == crate::tensor::WeightDtype::F16) {
-        let values: Vec<f16> = views
-            .iter()
-            .flat_map(|v| v.bytes.chunks_exact(2).map(|b| f16::from_le_bytes([b[0], b[1]])))
-            .collect();
-        return matrix(HostValues::F16(&values));
-    }
-    let values: Vec<f32> = views.iter().flat_map(TensorView::to_f32_vec).collect();
-    matrix(HostValues::F32(&values))
 }

@@ -2,20 +2,24 @@
 //!
 //! Invariant: once [`Weights::open`] returns, every tensor's bytes lie inside its file, do not overlap another's,
 //! and are exactly as long as dtype and shape say. [`Weights::check`] then ties the names and shapes to a
-//! configuration; both read headers only, so a bad checkpoint costs no memory.
+//! configuration; both read headers only (and the few scales of FP8 weights), so a bad checkpoint costs no memory.
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 
+use oscar_backend::WeightFormat;
 use safetensors::tensor::{Dtype, Metadata, SafeTensorError, SafeTensors};
 use serde::Deserialize;
 
 use crate::config::DecoderConfig;
 use crate::error::{LineList, LoadError};
 use crate::fingerprint::fingerprint;
+use crate::fp8::{self, Fp8Weights};
+use crate::matrices::MatrixView;
 use crate::mmap::FileBytes;
 use crate::source::{ModelSource, check_file_name};
 use crate::tensor::{TensorView, WeightDtype};
-use crate::tensor_names::{TensorNames, required_tensors};
+use crate::tensor_names::{TensorNames, is_projection, required_tensors};
 
 pub(crate) const SINGLE_FILE: &str = "model.safetensors";
 pub(crate) const INDEX_FILE: &str = "model.safetensors.index.json";
@@ -26,6 +30,7 @@ pub struct Weights {
     files: Vec<FileBytes>,
     entries: BTreeMap<String, Entry>,
     names: TensorNames,
+    wanted: Option<WeightFormat>,
 }
 
 /// Where one tensor lies.
@@ -36,6 +41,12 @@ struct Entry {
     shape: Vec<usize>,
     start: usize,
     end: usize,
+}
+
+impl Entry {
+    fn elements(&self) -> u64 {
+        self.shape.iter().map(|n| *n as u64).product()
+    }
 }
 
 impl Weights {
@@ -57,13 +68,23 @@ impl Weights {
             });
         };
         let names = TensorNames::detect(|name| entries.contains_key(name));
-        Ok(Self { files, entries, names })
+        Ok(Self { files, entries, names, wanted: None })
+    }
+
+    /// The same weights with their projections as if the checkpoint held them in FP8 (they are quantized as they are loaded),
+    /// or with FP8 expanded to BF16 whatever a device can do.
+    pub fn delivered_as(self, format: WeightFormat) -> Self {
+        Self { wanted: Some(format), ..self }
+    }
+
+    pub(crate) fn wanted(&self) -> Option<WeightFormat> {
+        self.wanted
     }
 
     /// Verifies that every tensor this configuration needs is there, shaped as needed and in a readable dtype;
     /// all that is wrong is listed in one error.
     pub fn check(&self, config: &DecoderConfig) -> Result<(), LoadError> {
-        if let Some(method) = self.quantization_trace() {
+        if let Some(method) = self.quantization_trace(config) {
             return Err(LoadError::Quantized { method });
         }
         let mut problems = Vec::new();
@@ -84,7 +105,9 @@ impl Weights {
                     entry.shape, required.shape
                 ));
             }
-            if WeightDtype::from_safetensors(entry.dtype).is_none() {
+            if entry.dtype == Dtype::F8_E4M3 && config.fp8_weights {
+                problems.extend(self.scales_of(name, entry).err());
+            } else if WeightDtype::from_safetensors(entry.dtype).is_none() {
                 problems.push(format!("{name} is {}; BF16, F16 or F32 is needed", entry.dtype));
             }
         }
@@ -104,6 +127,40 @@ impl Weights {
         Ok(TensorView { dtype, shape: &entry.shape, bytes: self.bytes(entry) })
     }
 
+    /// A matrix by name, plain or FP8.
+    pub fn matrix(&self, name: &str) -> Result<MatrixView<'_>, LoadError> {
+        let Some(entry) = self.entries.get(name).filter(|entry| entry.dtype == Dtype::F8_E4M3) else {
+            let view = self.tensor(name)?;
+            return Ok(match self.is_fp8(name) {
+                true => MatrixView::Fp8(Fp8Weights::quantize(&view)),
+                false => MatrixView::Plain(view),
+            });
+        };
+        let bad = |problem| LoadError::BadScales { name: name.to_owned(), problem };
+        let scales = self.scales_of(name, entry).map_err(bad)?;
+        let codes = self.bytes(entry);
+        if fp8::holds_nan(codes) {
+            return Err(LoadError::NanWeights { name: name.to_owned() });
+        }
+        Ok(MatrixView::Fp8(Fp8Weights { shape: &entry.shape, codes: Cow::Borrowed(codes), scales }))
+    }
+
+    /// Is this matrix FP8, in the file or as asked for?
+    pub(crate) fn is_fp8(&self, name: &str) -> bool {
+        let stored = self.entries.get(name).is_some_and(|entry| entry.dtype == Dtype::F8_E4M3);
+        stored || (self.wanted == Some(WeightFormat::Fp8) && is_projection(name))
+    }
+
+    /// The scale of every block of an FP8 matrix, or what is wrong with them.
+    fn scales_of(&self, name: &str, entry: &Entry) -> Result<Vec<f32>, String> {
+        let Some(scales) = fp8::scale_names(name).find(|scales| self.entries.contains_key(scales)) else {
+            let wanted: Vec<String> = fp8::scale_names(name).collect();
+            return Err(format!("{name} is FP8 without its scales: {} is missing", wanted.join(" or ")));
+        };
+        let view = self.tensor(&scales).map_err(|error| error.to_string())?;
+        fp8::block_scales(&entry.shape, &view).map_err(|problem| format!("the scales {scales}: {problem}"))
+    }
+
     /// The spelling of names in this checkpoint.
     pub fn names(&self) -> &TensorNames {
         &self.names
@@ -114,9 +171,17 @@ impl Weights {
         self.entries.keys().map(String::as_str)
     }
 
-    /// Elements of all tensors in the files.
+    /// Elements of all tensors in the files but the scales of quantized ones.
     pub fn parameter_count(&self) -> u64 {
-        self.entries.values().map(|entry| entry.shape.iter().map(|n| *n as u64).product::<u64>()).sum()
+        let parameters = self.entries.iter().filter(|(name, _)| !fp8::belongs_to_quantization(name));
+        parameters.map(|(_, entry)| entry.elements()).sum()
+    }
+
+    /// Elements of all parameters that are no matrices.
+    pub(crate) fn vector_elements(&self) -> u64 {
+        let vectors = self.entries.iter().filter(|(_, entry)| entry.shape.len() == 1);
+        let parameters = vectors.filter(|(name, _)| !fp8::belongs_to_quantization(name));
+        parameters.map(|(_, entry)| entry.elements()).sum()
     }
 
     /// Bytes of all tensors in the files.
@@ -137,9 +202,11 @@ impl Weights {
     }
 
     /// Tensors that only quantized checkpoints have; some are published without `quantization_config`.
-    fn quantization_trace(&self) -> Option<String> {
-        const TRACES: [&str; 4] = [".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv"];
-        let trace = self.entries.keys().find(|name| TRACES.iter().any(|ending| name.ends_with(ending)))?;
+    fn quantization_trace(&self, config: &DecoderConfig) -> Option<String> {
+        let packed = |name: &str| name.ends_with(".qweight") || name.ends_with(".weight_packed");
+        let scaled = |name: &str| fp8::SCALE_ENDINGS.iter().any(|ending| name.ends_with(ending));
+        let is_trace = |name: &&String| packed(name) || (!config.fp8_weights && scaled(name));
+        let trace = self.entries.keys().find(is_trace)?;
         Some(format!("not stated, but the file holds {trace}"))
     }
 }

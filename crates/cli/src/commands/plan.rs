@@ -4,8 +4,9 @@ use crate::options::{Device, ModelArgs, PrecisionArg, parse_size, working_bytes}
 use crate::{progress, table};
 use anyhow::{Result, bail};
 use oscar_calibrate::bits::WidthTable;
-use oscar_codec::{CacheLayout, CodeLayout, KvFormat, MeanBits};
+use oscar_codec::{CacheLayout, CodeLayout, KvFormat, MeanBits, RotationKind};
 use oscar_kernels_cuda::storage::Storage;
+use oscar_models::Holding;
 use serde_json::json;
 
 #[derive(clap::Args)]
@@ -35,14 +36,23 @@ pub struct Args {
     json: bool,
 }
 
+/// What is left beside the weights, with some formats.
+struct Budget {
+    weights: usize,
+    free: usize,
+    formats: Vec<String>,
+    /// What becomes of FP8 weights.
+    fp8: Option<String>,
+}
+
 pub fn run(args: &Args) -> Result<()> {
     let model = args.model.open()?;
     let c = &model.config;
-    // What the device holds: F32 mode widens every weight.
-    let weights = match args.model.precision {
-        PrecisionArg::F32 => model.weights.parameter_count() as usize * 4,
-        PrecisionArg::Bf16 | PrecisionArg::Fast => model.weights.parameter_count() as usize * 2,
-    };
+    // What the device holds: F32 mode widens every weight, a GPU keeps FP8 as it is.
+    let element_bytes = if args.model.precision == PrecisionArg::F32 { 4 } else { 2 };
+    let holding = Holding { fp8: args.model.device == Device::Cuda, element_bytes };
+    let rotates = |format: KvFormat| format.rotation() != RotationKind::None;
+    let weights_of = |format| model.weights.held_bytes(c, rotates(format), holding) as usize;
     if let Some(bad) = args.context.iter().find(|&&n| n == 0 || n > 1 << 32) {
         bail!("--context {bad}: between 1 and 2³² tokens");
     }
@@ -57,16 +67,26 @@ pub fn run(args: &Args) -> Result<()> {
     if contexts.is_empty() {
         bail!("--context: {} addresses only {} positions", model.name, c.max_position_embeddings);
     }
-    let Some(free) = args.memory.checked_sub(weights).filter(|&f| f > 0) else {
-        bail!(
-            "{} does not fit: its weights take {}, --memory allows {}",
-            model.name,
-            progress::bytes(weights),
-            progress::bytes(args.memory)
-        );
-    };
-    let mut rows = Vec::new();
+    let (mut rows, mut budgets): (Vec<Vec<String>>, Vec<Budget>) = Default::default();
     for &format in &args.kv {
+        let weights = weights_of(format);
+        let Some(free) = args.memory.checked_sub(weights).filter(|&f| f > 0) else {
+            bail!(
+                "{} does not fit: its weights take {}, --memory allows {}",
+                model.name,
+                progress::bytes(weights),
+                progress::bytes(args.memory)
+            );
+        };
+        match budgets.iter_mut().find(|b| b.weights == weights) {
+            Some(budget) => budget.formats.push(format.to_string()),
+            None => budgets.push(Budget {
+                weights,
+                free,
+                formats: vec![format.to_string()],
+                fp8: model.weights.describe_fp8(c, rotates(format), holding.fp8),
+            }),
+        }
         let windows = format.windows(args.sink, args.recent)?;
         let mut layout =
             CacheLayout::new(format, c.layers, c.kv_heads, c.head_dim, windows, CodeLayout::Logical)?;
@@ -109,14 +129,26 @@ pub fn run(args: &Args) -> Result<()> {
         }
     }
     if !args.json {
-        println!(
-            "{}: weights {}, {} left of {} for the cache; the model addresses {} positions\n",
-            model.name,
-            progress::bytes(weights),
-            progress::bytes(free),
-            progress::bytes(args.memory),
-            c.max_position_embeddings
-        );
+        for budget in &budgets {
+            // Formats differ in this only where a rotation is folded into weights that would be FP8 without it.
+            let with = if budgets.len() > 1 {
+                format!(" with {}", budget.formats.join(", "))
+            } else {
+                String::new()
+            };
+            println!(
+                "{}{with}: weights {}, {} left of {} for the cache; the model addresses {} positions",
+                model.name,
+                progress::bytes(budget.weights),
+                progress::bytes(budget.free),
+                progress::bytes(args.memory),
+                c.max_position_embeddings
+            );
+            if let Some(fp8) = &budget.fp8 {
+                println!("  {fp8}");
+            }
+        }
+        println!();
         println!(
             "{}",
             table::render(

@@ -74,6 +74,9 @@ pub fn run(args: &Args) -> Result<()> {
     let bar = progress::bar("loading", model.config.layers as u64);
     let backend = args.model.backend()?;
     eprintln!("{}: {}", model.name, backend.describe());
+    if let Some(weights) = model.describe_weights(&cache, &backend) {
+        eprintln!("{weights}");
+    }
     eprintln!("cache: {}; rotations: {}", cache.layout.describe(), cache.rotation_origin);
     eprintln!("attention: {}", backend.describe_attention(&cache.layout));
     let runner =

@@ -3,7 +3,9 @@
 //! What the user typed ([`Flags`]) is laid over the configuration file and the defaults, giving a [`Config`] in
 //! which everything is decided; `--print-config` prints exactly that.
 
-use crate::options::{CacheArgs, Device, ModelArgs, OpenModel, PrecisionArg, parse_size, working_bytes};
+use crate::options::{
+    CacheArgs, Device, ModelArgs, OpenModel, PrecisionArg, WeightsArg, parse_size, working_bytes,
+};
 use crate::progress;
 use anyhow::{Context, Result, bail};
 use oscar_backend::Backend;
@@ -60,6 +62,10 @@ pub struct Flags {
     #[arg(long, value_name = "PRECISION")]
     #[serde(skip_serializing_if = "Option::is_none")]
     precision: Option<PrecisionArg>,
+    /// Weights of the layers, bf16 or fp8; as the checkpoint has them if absent
+    #[arg(long, value_name = "FORMAT")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    weights: Option<WeightsArg>,
     /// Most sequences running at once [default: 32]
     #[arg(long, value_name = "N")]
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -159,6 +165,8 @@ struct Config {
     #[serde(skip_serializing_if = "Option::is_none")]
     threads: Option<usize>,
     precision: PrecisionArg,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    weights: Option<WeightsArg>,
     max_batch: usize,
     step_tokens: usize,
     prefill_chunk: usize,
@@ -193,6 +201,7 @@ impl Default for Config {
             device: Device::Auto,
             threads: None,
             precision: PrecisionArg::Bf16,
+            weights: None,
             max_batch: scheduler.max_batch,
             step_tokens: scheduler.step_tokens,
             prefill_chunk: scheduler.prefill_chunk,
@@ -314,6 +323,7 @@ pub fn run(flags: &Flags) -> Result<()> {
         device: config.device,
         threads: config.threads,
         precision: config.precision,
+        weights: config.weights,
     };
     let model = model_args.open()?;
     let text = model.text()?;
@@ -342,6 +352,9 @@ pub fn run(flags: &Flags) -> Result<()> {
         );
     }
     eprintln!("{}: {}", model.name, backend.describe());
+    if let Some(weights) = model.describe_weights(&cache, &backend) {
+        eprintln!("{weights}");
+    }
     eprintln!("cache: {}; rotations: {}", cache.layout.describe(), cache.rotation_origin);
     eprintln!("attention: {}", backend.describe_attention(&cache.layout));
     let cache_args = CacheArgs {

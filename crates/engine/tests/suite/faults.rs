@@ -43,6 +43,9 @@ impl Backend for Faulty {
     fn matrix(&self, weights: HostMatrix<'_>) -> Result<Self::Matrix> {
         self.cpu.matrix(weights)
     }
+    fn matrix_bytes(&self, matrix: &Self::Matrix) -> usize {
+        self.cpu.matrix_bytes(matrix)
+    }
     fn vector(&self, values: &[f32]) -> Result<Self::Vector> {
         self.cpu.vector(values)
     }

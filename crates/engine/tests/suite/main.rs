@@ -3,6 +3,7 @@
 
 mod client;
 mod faults;
+mod fp8_weights;
 mod goldens;
 mod requests;
 mod same_answers;

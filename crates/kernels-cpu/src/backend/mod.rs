@@ -248,6 +248,7 @@ impl Backend for CpuBackend {
             HostValues::Bf16(v) => Weights::Bf16(v),
             HostValues::F16(v) => Weights::F16(v),
             HostValues::F32(v) => Weights::F32(v),
+            HostValues::Fp8(v) => Weights::Fp8(v),
         };
         let packed =
             PackedMatrix::pack(&self.pool, values, weights.outputs, weights.inputs, self.mode.weights())
@@ -259,6 +260,10 @@ impl Backend for CpuBackend {
             ));
         }
         Ok(CpuMatrix { packed, bias: weights.bias.map(<[f32]>::to_vec) })
+    }
+
+    fn matrix_bytes(&self, matrix: &CpuMatrix) -> usize {
+        matrix.packed.bytes()
     }
 
     fn vector(&self, values: &[f32]) -> Result<Vec<f32>> {

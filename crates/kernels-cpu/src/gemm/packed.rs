@@ -7,6 +7,7 @@
 //! The order is the same for all variants, so a matrix is packed once and any variant can multiply with it.
 
 use half::{bf16, f16};
+use oscar_backend::Fp8Blocks;
 use thiserror::Error;
 
 use super::tile::LANES;
@@ -32,6 +33,8 @@ pub enum Weights<'a> {
     Bf16(&'a [bf16]),
     F16(&'a [f16]),
     F32(&'a [f32]),
+    /// Expanded while packing: products read BF16 (or f32) whatever the checkpoint holds.
+    Fp8(Fp8Blocks<'a>),
 }
 
 /// Why weights could not be packed.
@@ -41,6 +44,8 @@ pub enum PackError {
     Length { outputs: usize, inputs: usize, len: usize },
     #[error("a matrix needs at least one output and one input, not {outputs}×{inputs}")]
     Empty { outputs: usize, inputs: usize },
+    #[error("{0}")]
+    Fp8(String),
 }
 
 /// A weight matrix, packed once for [`PackedMatrix::linear`].
@@ -70,12 +75,16 @@ impl PackedMatrix {
             Weights::Bf16(weights) => weights.len(),
             Weights::F16(weights) => weights.len(),
             Weights::F32(weights) => weights.len(),
+            Weights::Fp8(weights) => weights.codes.len(),
         };
         if outputs == 0 || inputs == 0 {
             return Err(PackError::Empty { outputs, inputs });
         }
         if outputs.checked_mul(inputs) != Some(len) {
             return Err(PackError::Length { outputs, inputs, len });
+        }
+        if let Weights::Fp8(weights) = weights {
+            weights.check(outputs, inputs).map_err(|error| PackError::Fp8(error.to_string()))?;
         }
         let padded = inputs.next_multiple_of(INPUT_PADDING);
         let steps = match precision {
@@ -84,8 +93,14 @@ impl PackedMatrix {
         };
         let mut words = Buffer::zeroed(outputs.div_ceil(LANES) * steps * LANES);
         pool.run_chunks(words.words_mut(), steps * LANES, |block, words| {
+            let mut expanded = Vec::new();
             for lane in 0..LANES.min(outputs - block * LANES) {
-                let row = (block * LANES + lane) * inputs..(block * LANES + lane + 1) * inputs;
+                let output = block * LANES + lane;
+                let row = output * inputs..(output + 1) * inputs;
+                if let Weights::Fp8(weights) = weights {
+                    expanded.resize(inputs, 0.0);
+                    weights.expand_row(output, &mut expanded);
+                }
                 match (precision, weights) {
                     (Precision::Bf16, Weights::Bf16(w)) => pack_pairs(words, lane, &w[row], |w| w.to_bits()),
                     (Precision::Bf16, Weights::F16(w)) => {
@@ -95,6 +110,8 @@ impl PackedMatrix {
                     (Precision::F32, Weights::Bf16(w)) => pack_single(words, lane, &w[row], bf16::to_f32),
                     (Precision::F32, Weights::F16(w)) => pack_single(words, lane, &w[row], f16::to_f32),
                     (Precision::F32, Weights::F32(w)) => pack_single(words, lane, &w[row], |w| w),
+                    (Precision::Bf16, Weights::Fp8(_)) => pack_pairs(words, lane, &expanded, f32_to_bf16),
+                    (Precision::F32, Weights::Fp8(_)) => pack_single(words, lane, &expanded, |w| w),
                 }
             }
         });
@@ -196,6 +213,23 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn fp8_is_packed_as_what_it_expands_to() {
+        let (outputs, inputs) = (150, 161);
+        let values: Vec<f32> =
+            (0..outputs * inputs).map(|n| ((n * 37 % 501) as f32 - 250.0) / 77.0).collect();
+        let matrix = oscar_backend::Fp8Matrix::quantize(&values, outputs, inputs);
+        let expanded = matrix.blocks().expand(inputs);
+        for precision in [Precision::Bf16, Precision::F32] {
+            let pack = |weights| PackedMatrix::pack(&pool(), weights, outputs, inputs, precision).unwrap();
+            let (codes, plain) = (pack(Weights::Fp8(matrix.blocks())), pack(Weights::F32(&expanded)));
+            assert_eq!(codes.words.words(), plain.words.words());
+        }
+        let few = Fp8Blocks { scales: &matrix.scales[1..], ..matrix.blocks() };
+        let error = PackedMatrix::pack(&pool(), Weights::Fp8(few), outputs, inputs, Precision::Bf16);
+        assert!(error.unwrap_err().to_string().contains("3 scales"));
     }
 
     #[test]

@@ -13,22 +13,22 @@ pub use rows::CudaRows;
 use crate::attention_paths::{AttentionCall, AttentionPaths};
 use crate::device::Device;
 use crate::error::{CudaError, Result};
-use crate::gemm::{CublasLt, CudaMatrix, Skinny};
+use crate::gemm::{CublasLt, CudaMatrix, Fp8Kernels, Skinny};
 use crate::kernels::Kernels;
 use crate::memory::Buffer;
 use crate::pages::CudaPages;
 use crate::sources::{APPEND, DEMOTE};
 use crate::step::{StepPlanner, StepTables, Uploads};
 use crate::storage::Storage;
-use launches::{Append, Embed, Launches, Random, RmsNorm, Select, Swiglu};
+use launches::{Append, Embed, Launches, RmsNorm, Select, Swiglu};
 use oscar_backend::{
     Backend, CacheHead, Candidate, HeadPreparation, HeadShape, HostMatrix, Pick, Result as BackendResult,
-    SequenceRows, Write,
+    SequenceRows, WeightFormat, Write,
 };
 use oscar_codec::{CacheLayout, CodeLayout, FullPageId, HeadRotations};
 use rows::grow;
 use std::ops::Range;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// Runs models on one GPU.
 pub struct CudaBackend {
@@ -36,6 +36,8 @@ pub struct CudaBackend {
     kernels: Kernels,
     launches: Launches,
     skinny: Skinny,
+    /// Made when the first FP8 matrix comes.
+    fp8: OnceLock<Fp8Kernels>,
     state: Mutex<State>,
 }
 
@@ -51,6 +53,8 @@ struct State {
     /// BF16 copies of activations: rounded, and what the rounding lost.
     high: Option<Buffer>,
     low: Option<Buffer>,
+    /// FP8 weights expanded for a product of many rows.
+    expanded: Option<Buffer>,
     gram: Option<Buffer>,
     /// Keys of the most likely tokens.
     picked: Option<Buffer>,
@@ -81,13 +85,15 @@ impl CudaBackend {
             indices: [None, None, None, None],
             high: None,
             low: None,
+            expanded: None,
             gram: None,
             picked: None,
             failed: None,
         };
         Ok(Self {
             launches: Launches::new(&device, &kernels)?,
-            skinny: Skinny::new(&device, &kernels)?,
+            skinny: Skinny::new(&device, &kernels, WeightFormat::Bf16)?,
+            fp8: OnceLock::new(),
             device,
             kernels,
             state: Mutex::new(state),
@@ -171,21 +177,31 @@ impl Backend for CudaBackend {
         CodeLayout::GpuTile
     }
 
-    fn matrix(&self, weights: HostMatrix<'_>) -> BackendResult<CudaMatrix> {
-        Ok(CudaMatrix::upload(&self.device, &weights)?)
+    fn multiplies_fp8(&self) -> bool {
+        true
     }
 
-    fn random_matrix(&self, outputs: usize, inputs: usize, seed: u64) -> BackendResult<CudaMatrix> {
-        let matrix = CudaMatrix::uninitialized(&self.device, outputs, inputs)?;
-        let p = Random {
-            out: matrix.weights.address(),
-            count: (outputs * inputs) as u64,
-            seed: seed.wrapping_mul(0x9E37_79B9_7F4A_7C15),
-            amplitude: oscar_backend::random_amplitude(inputs),
-            unused: 0,
-        };
-        self.launches.random(&self.kernels, &p)?;
+    fn matrix(&self, weights: HostMatrix<'_>) -> BackendResult<CudaMatrix> {
+        let matrix = CudaMatrix::upload(&self.device, &weights)?;
+        if matrix.format() == WeightFormat::Fp8 {
+            // Compiled now rather than in the middle of a step.
+            self.fp8_kernels()?;
+        }
         Ok(matrix)
+    }
+
+    fn matrix_bytes(&self, matrix: &CudaMatrix) -> usize {
+        matrix.bytes()
+    }
+
+    fn random_matrix(
+        &self,
+        format: WeightFormat,
+        outputs: usize,
+        inputs: usize,
+        seed: u64,
+    ) -> BackendResult<CudaMatrix> {
+        Ok(self.random_weights(format, outputs, inputs, seed)?)
     }
 
     fn vector(&self, values: &[f32]) -> BackendResult<CudaVector> {
@@ -258,6 +274,10 @@ impl Backend for CudaBackend {
                 return Err(CudaError::Shape { what: "an embedding", detail });
             }
             out.resize(&self.device, tokens.len(), true, false)?;
+            if table.format() == WeightFormat::Fp8 {
+                let detail = "its rows are read one by one, which FP8's are not".into();
+                return Err(CudaError::Shape { what: "an embedding", detail });
+            }
             let ids = self.send_indices(state, Index::Tokens, tokens)?;
             let (table, out, width) = (table.weights.address(), out.values(), out.width() as u32);
             self.launches.embed(tokens.len(), &Embed { table, tokens: ids, out, width, unused: 0 })

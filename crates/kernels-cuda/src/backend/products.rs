@@ -5,8 +5,9 @@ use super::launches::{Bias, Round};
 use super::rows::{CudaRows, grow};
 use super::{CudaBackend, State};
 use crate::error::{CudaError, Result};
-use crate::gemm::{CudaMatrix, Product, Skinny, SkinnyProduct};
+use crate::gemm::{CudaMatrix, Fp8Kernels, Product, Skinny, SkinnyProduct};
 use crate::memory::Buffer;
+use oscar_backend::WeightFormat;
 
 impl CudaBackend {
     /// `out ← x · wᵀ`; `exact` keeps 16 bits of the activations' mantissa whatever the number of rows.
@@ -34,10 +35,9 @@ impl CudaBackend {
         if Skinny::takes(weight, rows) && x.values() != 0 {
             let (x, out) = (x.values(), out.values());
             let product = SkinnyProduct { rows, x, out, norm: None, add, gated: false };
-            return self.skinny.enqueue(weight, &product);
+            return self.skinny(weight)?.enqueue(weight, &product);
         }
-        let product = Product { rows, outputs: weight.outputs, inputs: weight.inputs, add };
-        let State { cublaslt, high, low, .. } = state;
+        let State { cublaslt, high, low, expanded, .. } = state;
         let mut rounded = x.rounded();
         if rounded == 0 || exact {
             let count = rows * x.width();
@@ -49,17 +49,55 @@ impl CudaBackend {
             let low = low.as_ref().filter(|_| exact).map_or(0, Buffer::address);
             self.launches.round(&Round { x: x.values(), high: rounded, low, count: count as u64 })?;
         }
-        let weights = weight.weights.address();
-        cublaslt.enqueue(product, weights, rounded, out.values())?;
-        if exact {
-            let low = low.as_ref().map_or(0, Buffer::address);
-            cublaslt.enqueue(Product { add: true, ..product }, weights, low, out.values())?;
+        for panel in weight.panels() {
+            let (outputs, inputs, stride) = (panel.len(), weight.inputs, weight.outputs);
+            let weights = self.panel(weight, &panel, expanded)?;
+            let out = out.values() + 4 * panel.start as u64;
+            let product = Product { rows, outputs, inputs, stride, add };
+            cublaslt.enqueue(product, weights, rounded, out)?;
+            if exact {
+                let low = low.as_ref().map_or(0, Buffer::address);
+                cublaslt.enqueue(Product { add: true, ..product }, weights, low, out)?;
+            }
         }
         if let Some(bias) = &weight.bias {
             let (width, rows) = (weight.outputs as u32, rows as u32);
             self.launches.bias(&Bias { bias: bias.address(), out: out.values(), width, rows })?;
         }
         Ok(())
+    }
+
+    /// The kernels for few rows and this matrix.
+    pub(crate) fn skinny(&self, weight: &CudaMatrix) -> Result<&Skinny> {
+        match weight.format() {
+            WeightFormat::Bf16 => Ok(&self.skinny),
+            WeightFormat::Fp8 => Ok(&self.fp8_kernels()?.skinny),
+        }
+    }
+
+    /// The kernels of FP8 weights; they are compiled when the first such matrix comes.
+    pub(super) fn fp8_kernels(&self) -> Result<&Fp8Kernels> {
+        if let Some(kernels) = self.fp8.get() {
+            return Ok(kernels);
+        }
+        let kernels = Fp8Kernels::new(&self.device, &self.kernels)?;
+        Ok(self.fp8.get_or_init(|| kernels))
+    }
+
+    /// Address of some outputs of a matrix in BF16: its own, or room that they are expanded into.
+    pub(crate) fn panel(
+        &self,
+        weight: &CudaMatrix,
+        outputs: &std::ops::Range<usize>,
+        expanded: &mut Option<Buffer>,
+    ) -> Result<u64> {
+        if weight.format() == WeightFormat::Bf16 {
+            return Ok(weight.weights.address() + 2 * (outputs.start * weight.inputs) as u64);
+        }
+        grow(&self.device, expanded, 2 * outputs.len() * weight.inputs)?;
+        let Some(room) = expanded else { return Ok(0) };
+        self.fp8_kernels()?.expand(weight, outputs, room)?;
+        Ok(room.address())
     }
 
     /// A product of few rows in one launch, with a norm of `x` before it and a gate behind it where asked: an operation
@@ -84,7 +122,8 @@ impl CudaBackend {
                 out.resize(&self.device, rows, true, false)?;
                 let norm = norm.map(|(n, eps)| (n.values.address(), eps));
                 let (x, out) = (x.values(), out.values());
-                self.skinny.enqueue(weight, &SkinnyProduct { rows, x, out, norm, add: false, gated })
+                let product = SkinnyProduct { rows, x, out, norm, add: false, gated };
+                self.skinny(weight)?.enqueue(weight, &product)
             });
         }
         fits

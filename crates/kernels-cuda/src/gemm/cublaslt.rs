@@ -13,12 +13,13 @@ use std::ptr::null_mut;
 /// Room for algorithms that split the inner dimension; what NVIDIA recommends for Hopper.
 const WORKSPACE: usize = 32 << 20;
 
-/// `out[rows][outputs] = x[rows][inputs] · w[outputs][inputs]ᵀ`, all row-major.
+/// `out[rows][outputs] = x[rows][inputs] · w[outputs][inputs]ᵀ`, all row-major; rows of `out` are `stride` apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Product {
     pub rows: usize,
     pub outputs: usize,
     pub inputs: usize,
+    pub stride: usize,
     /// Adds to what `out` holds.
     pub add: bool,
 }
@@ -92,7 +93,8 @@ impl CublasLt {
         use sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA;
         use sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
         use sys::cudaDataType_t::{CUDA_R_16BF, CUDA_R_32F};
-        let (rows, outputs, inputs) = (p.rows as u64, p.outputs as u64, p.inputs as u64);
+        let (rows, outputs, inputs, stride) =
+            (p.rows as u64, p.outputs as u64, p.inputs as u64, p.stride as i64);
         // CUBLAS_OP_T; the enum belongs to the bindings of another library.
         let transposed: i32 = 1;
         let (mut operation, mut weights, mut x, mut out, mut preference) =
@@ -116,15 +118,15 @@ impl CublasLt {
                     size_of_val(&transposed),
                 ),
             )?;
-            let layout = |at: &mut sys::cublasLtMatrixLayout_t, kind, rows, columns| {
+            let layout = |at: &mut sys::cublasLtMatrixLayout_t, kind, rows, columns, stride| {
                 check(
                     "cublasLtMatrixLayoutCreate",
-                    sys::cublasLtMatrixLayoutCreate(at, kind, rows, columns, rows as i64),
+                    sys::cublasLtMatrixLayoutCreate(at, kind, rows, columns, stride),
                 )
             };
-            layout(&mut weights, CUDA_R_16BF, inputs, outputs)?;
-            layout(&mut x, CUDA_R_16BF, inputs, rows)?;
-            layout(&mut out, CUDA_R_32F, outputs, rows)?;
+            layout(&mut weights, CUDA_R_16BF, inputs, outputs, inputs as i64)?;
+            layout(&mut x, CUDA_R_16BF, inputs, rows, inputs as i64)?;
+            layout(&mut out, CUDA_R_32F, outputs, rows, stride)?;
             check("cublasLtMatmulPreferenceCreate", sys::cublasLtMatmulPreferenceCreate(&mut preference))?;
             check(
                 "cublasLtMatmulPreferenceSetAttribute",

@@ -1,21 +1,29 @@
 //! Matrix products: few rows by our own kernel, which reads the weights once at memory speed and keeps 16 bits of the
-//! activations' mantissa; many rows by cuBLASLt on BF16.
+//! activations' mantissa; many rows by cuBLASLt on BF16. FP8 weights stay FP8 for few rows and are expanded panel by panel
+//! for many.
 
 mod cublaslt;
+mod fp8;
 mod skinny;
 
 pub use cublaslt::{CublasLt, Product};
+pub use fp8::Fp8Kernels;
+pub(crate) use fp8::random_scale;
 pub use skinny::{MOST_ROWS, Skinny, SkinnyProduct, SkinnyShape};
 
 use crate::device::Device;
 use crate::error::{CudaError, Result};
 use crate::memory::Buffer;
 use half::bf16;
-use oscar_backend::{HostMatrix, HostValues};
+use oscar_backend::{Fp8Blocks, HostMatrix, HostValues, WeightFormat, fp8_blocks};
+use std::ops::Range;
 
-/// Weights on the device, BF16 `[outputs][inputs]`, and their bias.
+/// Weights on the device, `[outputs][inputs]`, and their bias.
 pub struct CudaMatrix {
+    /// BF16, or FP8 codes in the kernels' arrangement.
     pub(crate) weights: Buffer,
+    /// Of FP8 weights.
+    pub(crate) scales: Option<Buffer>,
     pub(crate) bias: Option<Buffer>,
     pub(crate) outputs: usize,
     pub(crate) inputs: usize,
@@ -30,10 +38,37 @@ impl CudaMatrix {
         self.inputs
     }
 
-    /// Room for weights that someone else writes.
+    pub fn format(&self) -> WeightFormat {
+        if self.scales.is_some() { WeightFormat::Fp8 } else { WeightFormat::Bf16 }
+    }
+
+    /// Bytes of weights and scales.
+    pub fn bytes(&self) -> usize {
+        self.weights.bytes() + self.scales.as_ref().map_or(0, Buffer::bytes)
+    }
+
+    /// Room for BF16 weights that someone else writes.
     pub(crate) fn uninitialized(device: &Device, outputs: usize, inputs: usize) -> Result<Self> {
         let weights = device.alloc(outputs * inputs * 2, "weights")?;
-        Ok(Self { weights, bias: None, outputs, inputs })
+        Ok(Self { weights, scales: None, bias: None, outputs, inputs })
+    }
+
+    /// Room for FP8 weights that someone else writes.
+    pub(crate) fn uninitialized_fp8(
+        device: &Device,
+        outputs: usize,
+        inputs: usize,
+        scales: &[f32],
+    ) -> Result<Self> {
+        if !Skinny::multiplies(WeightFormat::Fp8, outputs, inputs)
+            || scales.len() != fp8_blocks(outputs) * fp8_blocks(inputs)
+        {
+            let detail = format!("{} scales for {outputs} × {inputs}", scales.len());
+            return Err(CudaError::Shape { what: "an FP8 matrix", detail });
+        }
+        let weights = device.alloc(outputs * inputs, "weights")?;
+        let scales = Some(device.upload_new(scales, "the scales of weights")?);
+        Ok(Self { weights, scales, bias: None, outputs, inputs })
     }
 
     pub fn upload(device: &Device, matrix: &HostMatrix<'_>) -> Result<Self> {
@@ -42,31 +77,76 @@ impl CudaMatrix {
             HostValues::Bf16(v) => v.len(),
             HostValues::F16(v) => v.len(),
             HostValues::F32(v) => v.len(),
+            HostValues::Fp8(v) => v.codes.len(),
         };
         if given != outputs * inputs || bias.is_some_and(|b| b.len() != outputs) {
             let detail = format!("{given} values for {outputs} × {inputs}");
             return Err(CudaError::Shape { what: "a weight matrix", detail });
         }
-        let mut uploaded = Self::uninitialized(device, outputs, inputs)?;
-        let to = &uploaded.weights;
-        match values {
-            HostValues::Bf16(v) => device.upload(bytemuck::cast_slice(v), to, 0)?,
-            HostValues::F16(v) => upload_rounded(device, v, to, |x| bf16::from_f32(x.to_f32()))?,
-            HostValues::F32(v) => upload_rounded(device, v, to, |x| bf16::from_f32(*x))?,
-        }
+        let mut uploaded = match values {
+            HostValues::Fp8(v) => Self::upload_fp8(device, &v, outputs, inputs)?,
+            HostValues::Bf16(v) => {
+                let uploaded = Self::uninitialized(device, outputs, inputs)?;
+                device.upload(bytemuck::cast_slice(v), &uploaded.weights, 0)?;
+                uploaded
+            }
+            HostValues::F16(v) => {
+                let uploaded = Self::uninitialized(device, outputs, inputs)?;
+                upload_slabs(device, v, 1, &uploaded.weights, |x| bf16::from_f32(x[0].to_f32()))?;
+                uploaded
+            }
+            HostValues::F32(v) => {
+                let uploaded = Self::uninitialized(device, outputs, inputs)?;
+                upload_slabs(device, v, 1, &uploaded.weights, |x| bf16::from_f32(x[0]))?;
+                uploaded
+            }
+        };
         uploaded.bias = bias.map(|b| device.upload_new(b, "a bias")).transpose()?;
         Ok(uploaded)
     }
+
+    /// In FP8 where the kernels take such a matrix, expanded to BF16 otherwise.
+    fn upload_fp8(device: &Device, matrix: &Fp8Blocks<'_>, outputs: usize, inputs: usize) -> Result<Self> {
+        if let Err(error) = matrix.check(outputs, inputs) {
+            return Err(CudaError::Shape { what: "an FP8 matrix", detail: error.to_string() });
+        }
+        if Skinny::multiplies(WeightFormat::Fp8, outputs, inputs) {
+            let uploaded = Self::uninitialized_fp8(device, outputs, inputs, matrix.scales)?;
+            upload_slabs(device, matrix.codes, fp8::WORD_CODES, &uploaded.weights, fp8::arrange)?;
+            return Ok(uploaded);
+        }
+        let uploaded = Self::uninitialized(device, outputs, inputs)?;
+        let weights = matrix.expand(inputs);
+        upload_slabs(device, &weights, 1, &uploaded.weights, |x| bf16::from_f32(x[0]))?;
+        Ok(uploaded)
+    }
+
+    /// Outputs that are expanded at a time: all of BF16's, so many of FP8's that the room for them stays bounded.
+    pub(crate) fn panels(&self) -> impl Iterator<Item = Range<usize>> + use<> {
+        const PANEL_BYTES: usize = 128 << 20;
+        let outputs = self.outputs;
+        let step = match self.format() {
+            WeightFormat::Bf16 => outputs,
+            WeightFormat::Fp8 => (PANEL_BYTES / (2 * self.inputs) / 128 * 128).clamp(128, outputs.max(128)),
+        };
+        (0..outputs).step_by(step.max(1)).map(move |first| first..outputs.min(first + step))
+    }
 }
 
-/// Rounds and sends a slab at a time, so that no second copy of a large matrix is held.
-fn upload_rounded<T>(device: &Device, values: &[T], to: &Buffer, round: impl Fn(&T) -> bf16) -> Result<()> {
+/// Converts and sends a slab at a time, so that no second copy of a large matrix is held; `group` values become one.
+fn upload_slabs<T, U: bytemuck::NoUninit>(
+    device: &Device,
+    values: &[T],
+    group: usize,
+    to: &Buffer,
+    convert: impl Fn(&[T]) -> U,
+) -> Result<()> {
     const SLAB: usize = 4 << 20;
-    let mut slab = Vec::with_capacity(SLAB.min(values.len()));
-    for (index, part) in values.chunks(SLAB).enumerate() {
+    let mut slab = Vec::with_capacity(SLAB.min(values.len() / group));
+    for (index, part) in values.chunks(SLAB * group).enumerate() {
         slab.clear();
-        slab.extend(part.iter().map(&round));
-        device.upload(bytemuck::cast_slice(&slab), to, index * SLAB * 2)?;
+        slab.extend(part.chunks_exact(group).map(&convert));
+        device.upload(bytemuck::cast_slice(&slab), to, index * SLAB * size_of::<U>())?;
         // The slab is filled again: the copy must be over.
         device.synchronize()?;
     }

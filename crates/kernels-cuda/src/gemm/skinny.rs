@@ -4,7 +4,8 @@ use super::CudaMatrix;
 use crate::device::{Device, Function, KernelParams, LaunchShape};
 use crate::error::{CudaError, Result};
 use crate::kernels::Kernels;
-use crate::sources::SKINNY_GEMM;
+use crate::sources::{SKINNY_GEMM, weight_defines};
+use oscar_backend::WeightFormat;
 use std::ffi::CStr;
 
 /// Most rows the kernel takes.
@@ -25,6 +26,7 @@ pub struct SkinnyShape {
 #[derive(Clone, Copy, bytemuck::NoUninit)]
 struct Params {
     weights: u64,
+    scales: u64,
     x: u64,
     out: u64,
     bias: u64,
@@ -48,9 +50,10 @@ struct Pair {
     normed: Function,
 }
 
-/// The variants that the GPU has room for.
+/// The variants that the GPU has room for, of kernels for weights in one format.
 pub struct Skinny {
     device: Device,
+    format: WeightFormat,
     pairs: Vec<Pair>,
 }
 
@@ -88,22 +91,33 @@ impl SkinnyShape {
 }
 
 impl Skinny {
-    pub fn new(device: &Device, kernels: &Kernels) -> Result<Self> {
+    pub fn new(device: &Device, kernels: &Kernels, format: WeightFormat) -> Result<Self> {
         let room = device.properties().shared_memory as usize;
+        let defines = weight_defines(format);
         let pairs = VARIANTS
             .iter()
             .filter(|(shape, ..)| shape.fits(room))
             .map(|&(shape, plain, normed)| {
-                let function = |name| kernels.function(&SKINNY_GEMM, &Vec::new(), name, shape.shared());
+                let function = |name| kernels.function(&SKINNY_GEMM, &defines, name, shape.shared());
                 Ok(Pair { shape, plain: function(plain)?, normed: function(normed)? })
             })
             .collect::<Result<_>>()?;
-        Ok(Self { device: device.clone(), pairs })
+        Ok(Self { device: device.clone(), format, pairs })
     }
 
     /// Does the kernel take this product?
     pub fn takes(matrix: &CudaMatrix, rows: usize) -> bool {
-        rows <= MOST_ROWS && matrix.inputs.is_multiple_of(32) && matrix.outputs.is_multiple_of(8)
+        rows <= MOST_ROWS && Self::multiplies(matrix.format(), matrix.outputs, matrix.inputs)
+    }
+
+    /// Does it take matrices of this shape?
+    pub fn multiplies(format: WeightFormat, outputs: usize, inputs: usize) -> bool {
+        // `CHUNK` of `skinny_gemm.cu`.
+        let chunk = match format {
+            WeightFormat::Bf16 => 32,
+            WeightFormat::Fp8 => 64,
+        };
+        inputs.is_multiple_of(chunk) && outputs.is_multiple_of(8)
     }
 
     /// Can [`SkinnyProduct::gated`] be asked of this matrix?
@@ -140,9 +154,14 @@ impl Skinny {
             let detail = format!("{shape:?} is no variant of the kernel");
             return Err(CudaError::Shape { what: "a skinny product", detail });
         };
+        if matrix.format() != self.format {
+            let detail = format!("{:?} weights for kernels of {:?}", matrix.format(), self.format);
+            return Err(CudaError::Shape { what: "a skinny product", detail });
+        }
         let (norm, eps) = product.norm.unwrap_or_default();
         let params = Params {
             weights: matrix.weights.address(),
+            scales: matrix.scales.as_ref().map_or(0, |s| s.address()),
             x: product.x,
             out: product.out,
             bias: matrix.bias.as_ref().map_or(0, |b| b.address()),

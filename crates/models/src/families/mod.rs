@@ -113,6 +113,7 @@ impl CommonFields {
             eos_token_ids: self.eos_token_id.map(TokenIds::into_vec).unwrap_or_default(),
             bos_token_id: self.bos_token_id,
             dtype: self.dtype.or(self.torch_dtype).as_deref().and_then(WeightDtype::from_torch_name),
+            fp8_weights: false,
         })
     }
 }
@@ -198,7 +199,7 @@ mod tests {
 
     #[test]
     fn quantized_checkpoints_are_refused_by_method() {
-        for method in ["fp8", "gptq", "awq"] {
+        for method in ["compressed-tensors", "gptq", "awq"] {
             let json = with(small(), json!({"quantization_config": {"quant_method": method, "bits": 4}}));
             let error = parse(&json).unwrap_err();
             assert!(matches!(&error, LoadError::Quantized { method: m } if m == method), "{error}");

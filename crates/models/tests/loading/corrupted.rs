@@ -170,10 +170,10 @@ fn quantized_checkpoint_without_a_quantization_config() {
 fn quantization_config() {
     let victim = Victim::new(1);
     let mut config: Value = serde_json::from_slice(&fs::read(victim.path("config.json")).unwrap()).unwrap();
-    config["quantization_config"] = json!({"quant_method": "fp8", "activation_scheme": "dynamic"});
+    config["quantization_config"] = json!({"quant_method": "gptq", "activation_scheme": "dynamic"});
     fs::write(victim.path("config.json"), config.to_string()).unwrap();
     let error = DecoderConfig::load(&ModelSource::Dir(victim.dir.path().to_owned())).unwrap_err();
-    assert_says(&error.to_string(), &["quantized", "fp8", "unquantized checkpoint"]);
+    assert_says(&error.to_string(), &["quantized", "gptq", "unquantized checkpoint"]);
 }
 
 #[test]

@@ -2,12 +2,15 @@
 
 use super::ceiling;
 use crate::device::AnyBackend;
-use crate::options::Device;
+use crate::options::{Device, WeightsArg};
 use crate::table;
 use anyhow::{Context, Result, bail};
 use oscar_backend::Backend;
 use oscar_kernels_cpu::bench::time_median;
 use oscar_kernels_cpu::{Epilogue, GemmScratch, Kernels, PackedMatrix, Precision, ThreadPool, Weights};
+use oscar_kernels_cuda::CudaBackend;
+use oscar_kernels_cuda::bench::{GemmTiming, gemm};
+use oscar_kernels_cuda::gemm::Skinny;
 use serde_json::json;
 
 #[derive(clap::Args)]
@@ -94,6 +97,19 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
+/// BF16 weights, and FP8 where there are kernels for the shape.
+fn on_gpu_timings(args: &Args, cuda: &CudaBackend, rows: usize) -> Result<Vec<(&'static str, GemmTiming)>> {
+    let mut timings = Vec::new();
+    for weights in [WeightsArg::Bf16, WeightsArg::Fp8] {
+        let (outputs, inputs) = (args.outputs, args.inputs);
+        if weights == WeightsArg::Bf16 || Skinny::multiplies(weights.format(), outputs, inputs) {
+            let found = gemm(cuda, weights.format(), rows, outputs, inputs, args.repetitions)?;
+            timings.extend(found.into_iter().map(|t| (weights.name(), t)));
+        }
+    }
+    Ok(timings)
+}
+
 /// Every kernel that could multiply these shapes, the one the backend takes marked.
 fn on_gpu(args: &Args) -> Result<()> {
     let backend = AnyBackend::cuda()?;
@@ -101,25 +117,19 @@ fn on_gpu(args: &Args) -> Result<()> {
     let cuda = backend.as_cuda().context("--device cuda")?;
     let mut lines = Vec::new();
     for &rows in &args.rows {
-        for t in oscar_kernels_cuda::bench::gemm(
-            cuda.device(),
-            cuda.kernels(),
-            rows,
-            args.outputs,
-            args.inputs,
-            args.repetitions,
-        )? {
+        for (precision, t) in on_gpu_timings(args, cuda, rows)? {
             let gflops = 2.0 * (rows * args.outputs * args.inputs) as f64 / t.us / 1e3;
-            let gbps = (args.outputs * args.inputs * 2) as f64 / t.us / 1e3;
+            let gbps = t.bytes as f64 / t.us / 1e3;
             if args.json {
                 println!(
                     "{}",
-                    json!({"precision": "bf16", "device": "cuda", "rows": rows, "outputs": args.outputs,
+                    json!({"precision": precision, "device": "cuda", "rows": rows, "outputs": args.outputs,
                            "inputs": args.inputs, "kernel": t.kernel, "chosen": t.chosen, "us": t.us,
                            "gflops": gflops, "gbps": gbps, "ceiling_gbps": ceiling})
                 );
             }
             lines.push(vec![
+                precision.into(),
                 rows.to_string(),
                 format!("{}×{}", args.outputs, args.inputs),
                 format!("{}{}", t.kernel, if t.chosen { " (chosen)" } else { "" }),
@@ -132,7 +142,7 @@ fn on_gpu(args: &Args) -> Result<()> {
     }
     if !args.json {
         println!("{}; read ceiling {ceiling:.0} GB/s\n", backend.describe());
-        let header = ["rows", "matrix", "kernel", "µs", "GFLOP/s", "GB/s", "of ceiling"];
+        let header = ["weights", "rows", "matrix", "kernel", "µs", "GFLOP/s", "GB/s", "of ceiling"];
         println!("{}", table::render(&header, &lines));
     }
     Ok(())

@@ -2,10 +2,10 @@
 
 use super::{Row, report};
 use crate::device::AnyBackend;
-use crate::options::{CacheArgs, ModelArgs, working_bytes};
+use crate::options::{CacheArgs, ModelArgs, WeightsArg, working_bytes};
 use crate::progress;
 use anyhow::{Context, Result, bail};
-use oscar_backend::{Backend, Pick};
+use oscar_backend::{Backend, Pick, WeightFormat};
 use oscar_codec::{CacheLayout, KvFormat, RotationKind, RotationSet};
 use oscar_engine::{Logits, Runner, RunnerOptions, Sequence, StepRequest};
 use oscar_kernels_cpu::bench::time_median;
@@ -82,6 +82,9 @@ impl Args {
                 backend.describe_attention(&cache.layout),
                 cache.rotation_origin
             );
+            if let Some(weights) = model.describe_weights(&cache, &backend) {
+                eprintln!("{weights}");
+            }
         }
         cache.runner(&model, backend, &self.cache, context, batch, |_| {})
     }
@@ -111,7 +114,12 @@ impl Args {
             self.cache.kv_memory.unwrap_or_else(|| working_bytes(&layout, context, chunk) * batch);
         let options =
             RunnerOptions { layout, rotations: rotations.as_ref(), context, kv_memory, prefill_chunk: chunk };
-        Ok(Runner::random(backend, config, options)?)
+        Ok(Runner::random(backend, config, self.weights(), options)?)
+    }
+
+    /// Weights of a random model.
+    fn weights(&self) -> WeightFormat {
+        self.model.weights.map_or(WeightFormat::Bf16, WeightsArg::format)
     }
 
     /// Sequences of `tokens` each: with random pages where the device makes them for a random model, else by prefill.
@@ -254,6 +262,7 @@ pub fn decode(args: &Args) -> Result<()> {
                     bytes: runner.layout().sequence_bytes(context) * batch + runner.weight_bytes(),
                     cache_bytes,
                     extra: json!({"bench": "decode", "device": runner.backend().name(),
+                                  "weight_bytes": runner.weight_bytes(), "weights": args.model.weights,
                                   "threads": runner.backend().as_cpu().map(|cpu| cpu.threads().threads())}),
                 });
             }

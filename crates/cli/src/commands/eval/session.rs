@@ -2,7 +2,7 @@
 
 use super::digest;
 use crate::device::AnyBackend;
-use crate::options::{Cache, CacheArgs, ModelArgs, OpenModel, working_bytes};
+use crate::options::{Cache, CacheArgs, ModelArgs, OpenModel, WeightsArg, working_bytes};
 use anyhow::{Result, bail};
 use oscar_backend::Backend;
 use oscar_codec::KvFormat;
@@ -45,6 +45,8 @@ pub struct Session {
     /// Names the contents of the rotation file: results of another one are not gone on with.
     rotation_digest: Option<String>,
     precision: String,
+    /// As asked for; absent means as the checkpoint has them.
+    weights: Option<WeightsArg>,
     /// One runner for each set of rotations met so far: what other caches of those rotations share.
     templates: RefCell<Vec<Runner<AnyBackend>>>,
     /// Longest sequence.
@@ -81,6 +83,7 @@ impl Session {
             cache_args: cache_args.clone(),
             rotation_digest,
             precision,
+            weights: model_args.weights,
             templates: RefCell::new(vec![base]),
             context,
         })
@@ -157,6 +160,9 @@ impl Session {
             "rotations": self.cache_args.rotations,
             "rotation_file": self.rotation_digest,
         });
+        if let Some(weights) = self.weights {
+            config["weights"] = json!(weights);
+        }
         if let (Value::Object(config), Value::Object(more)) = (&mut config, more) {
             config.extend(more);
         }

@@ -2,7 +2,7 @@
 
 use super::Report;
 use crate::device::AnyBackend;
-use crate::options::{CacheArgs, Device, ModelArgs, OpenModel, PrecisionArg};
+use crate::options::{CacheArgs, Device, ModelArgs, OpenModel, PrecisionArg, WeightsArg};
 use anyhow::{Context, Result};
 use oscar_backend::{Pick, pick};
 use oscar_codec::KvFormat;
@@ -22,6 +22,9 @@ const FORMATS: [&str; 11] = [
     "turboquant3",
     "turboquant-k3v4",
 ];
+
+/// Those that are also run with FP8 weights: one that leaves all matrices FP8, one that folds a rotation into attention's.
+const FP8_FORMATS: [&str; 2] = ["bf16", "oscar2"];
 
 /// Tokens generated after each prompt.
 const GENERATED: usize = 48;
@@ -44,17 +47,29 @@ fn allowed(format: KvFormat) -> f64 {
 }
 
 pub fn check(report: &mut Report) -> Result<()> {
-    let args = ModelArgs { model: None, device: Device::Cpu, threads: None, precision: PrecisionArg::Bf16 };
+    let args = ModelArgs {
+        model: None,
+        device: Device::Cpu,
+        threads: None,
+        precision: PrecisionArg::Bf16,
+        weights: None,
+    };
+    check_formats(&args, &FORMATS, "model", report)?;
+    let fp8 = ModelArgs { weights: Some(WeightsArg::Fp8), ..args };
+    check_formats(&fp8, &FP8_FORMATS, "FP8 model", report)
+}
+
+fn check_formats(args: &ModelArgs, formats: &[&str], model_name: &str, report: &mut Report) -> Result<()> {
     let model = args.open()?;
     let tokenizer = model.text()?.tokenizer;
-    for name in FORMATS {
+    for name in formats {
         let format: KvFormat = name.parse()?;
         let mut cpu = runner(&model, format, args.backend()?)?;
         let mut gpu = runner(&model, format, AnyBackend::cuda()?)?;
         for (text, times) in PROMPTS {
             let prompt = tokenizer.encode(&text.repeat(times), false)?;
             let what = || format!("{format}, prompt of {} tokens", prompt.len());
-            compare(&mut cpu, &mut gpu, &prompt, format, report).with_context(what)?;
+            compare(&mut cpu, &mut gpu, &prompt, format, model_name, report).with_context(what)?;
         }
         let prompt = tokenizer.encode(&PROMPTS[2].0.repeat(PROMPTS[2].1), false)?;
         picked(&mut gpu, &prompt, format, report).with_context(|| format!("{format}, picked tokens"))?;
@@ -75,6 +90,7 @@ fn compare(
     gpu: &mut Runner<AnyBackend>,
     prompt: &[u32],
     format: KvFormat,
+    model_name: &str,
     report: &mut Report,
 ) -> Result<()> {
     let (mut on_cpu, mut on_gpu) = (Sequence::new(), Sequence::new());
@@ -89,11 +105,11 @@ fn compare(
                 if d.is_nan() { f64::INFINITY } else { a.max(d) }
             },
         );
-        report.case(&format!("model logits, {format}"), difference, allowed(format), what);
+        report.case(&format!("{model_name} logits, {format}"), difference, allowed(format), what);
         let (token, choice) = (argmax(&expected), argmax(&found));
         // Where the devices choose differently, the CPU must have found the two tokens nearly equal.
         let gap = f64::from(expected[token] - expected[choice]);
-        report.case(&format!("model greedy tokens, {format}"), gap, allowed(format) / 8.0, what);
+        report.case(&format!("{model_name} greedy tokens, {format}"), gap, allowed(format) / 8.0, what);
         let token = [token as u32];
         let request = |sequence| StepRequest { sequence, tokens: &token, logits: Logits::Last };
         cpu.step(&mut [request(&mut on_cpu)], &mut expected)?;

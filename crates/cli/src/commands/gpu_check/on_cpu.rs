@@ -70,8 +70,13 @@ fn the_cpu_passes_the_checks_of_picks() {
 
 #[test]
 fn the_cpu_passes_the_check_of_picked_tokens() {
-    let args =
-        ModelArgs { model: None, device: Device::Cpu, threads: Some(2), precision: PrecisionArg::Bf16 };
+    let args = ModelArgs {
+        model: None,
+        device: Device::Cpu,
+        threads: Some(2),
+        precision: PrecisionArg::Bf16,
+        weights: None,
+    };
     let opened = args.open().unwrap();
     let mut runner = model::runner(&opened, KvFormat::OSCAR2, args.backend().unwrap()).unwrap();
     let prompt: Vec<u32> = (20..420).collect();

@@ -2,15 +2,18 @@
 
 use super::{Numbers, Report, download, largest_difference, upload};
 use anyhow::Result;
-use oscar_backend::{Backend, HostMatrix, HostValues, Write};
+use oscar_backend::{Backend, Fp8Matrix, HostMatrix, HostValues, WeightFormat, Write, fp8_blocks};
 use oscar_kernels_cuda::CudaBackend;
+use oscar_kernels_cuda::gemm::Skinny;
 
 pub fn check(gpu: &CudaBackend, report: &mut Report) -> Result<()> {
     embeddings(gpu, report)?;
     norms(gpu, report)?;
     gates(gpu, report)?;
-    products(gpu, report)?;
-    fused_products(gpu, report)?;
+    for format in [WeightFormat::Bf16, WeightFormat::Fp8] {
+        products(gpu, format, report)?;
+        fused_products(gpu, format, report)?;
+    }
     grams(gpu, report)
 }
 
@@ -81,13 +84,62 @@ fn gates(gpu: &CudaBackend, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-fn products(gpu: &CudaBackend, report: &mut Report) -> Result<()> {
+/// Weights of a matrix: what a product is to be made with, and the codes if they are FP8.
+struct Drawn {
+    values: Vec<f32>,
+    fp8: Option<Fp8Matrix>,
+}
+
+impl Drawn {
+    fn new(numbers: &mut Numbers, format: WeightFormat, outputs: usize, inputs: usize) -> Self {
+        if format == WeightFormat::Bf16 {
+            return Self { values: numbers.vector(outputs * inputs), fp8: None };
+        }
+        // Any code but NaN, or, in every other matrix, subnormal ones alone, which beside others would be lost in the sums.
+        let magnitudes = if numbers.below(2) == 0 { 0x7f } else { 8 };
+        let code = |n: &mut Numbers| (n.below(magnitudes) | n.below(2) << 7) as u8;
+        let codes = (0..outputs * inputs).map(|_| code(numbers)).collect();
+        let blocks = fp8_blocks(outputs) * fp8_blocks(inputs);
+        let scales = (0..blocks).map(|_| (1.1 + numbers.unit()) / 300.0).collect();
+        let fp8 = Fp8Matrix { codes, scales };
+        Self { values: fp8.blocks().expand(inputs), fp8: Some(fp8) }
+    }
+
+    fn values(&self) -> HostValues<'_> {
+        match &self.fp8 {
+            Some(fp8) => HostValues::Fp8(fp8.blocks()),
+            None => HostValues::F32(&self.values),
+        }
+    }
+}
+
+/// A check's name with these weights.
+fn named(name: &str, format: WeightFormat) -> String {
+    match format {
+        WeightFormat::Bf16 => name.to_owned(),
+        WeightFormat::Fp8 => format!("{name}, FP8"),
+    }
+}
+
+fn products(gpu: &CudaBackend, format: WeightFormat, report: &mut Report) -> Result<()> {
     let mut numbers = Numbers::new(4);
-    // Some have more units of outputs than a GPU has multiprocessors, some fewer chunks than a block has warps.
-    let shapes = [(8, 32), (24, 64), (136, 96), (1152, 384), (256, 4096), (40, 1000), (8648, 160)];
+    // Some have more units of outputs than a GPU has multiprocessors, some fewer chunks than a block has warps; the kernels
+    // do not take all of them.
+    let shapes: &[(usize, usize)] = match format {
+        WeightFormat::Bf16 => {
+            &[(8, 32), (24, 64), (136, 96), (1152, 384), (256, 4096), (40, 1000), (8648, 160)]
+        }
+        WeightFormat::Fp8 => {
+            &[(8, 64), (24, 128), (136, 192), (1152, 384), (256, 4096), (40, 1000), (8648, 192)]
+        }
+    };
+    // More outputs than are expanded at a time.
+    let large = [(16_640, 4096)];
     for rows in [1, 2, 7, 8, 9, 15, 16, 17, 33, 100] {
-        for (outputs, inputs) in shapes {
-            let weights = numbers.vector(outputs * inputs);
+        let more = large.iter().filter(|_| rows == 17 && format == WeightFormat::Fp8);
+        for &(outputs, inputs) in shapes.iter().chain(more) {
+            let drawn = Drawn::new(&mut numbers, format, outputs, inputs);
+            let weights = &drawn.values;
             let bias = numbers.vector(outputs);
             let x = numbers.vector(rows * inputs);
             // Sixteen bits of mantissa: products with a part that BF16 cannot hold.
@@ -96,7 +148,7 @@ fn products(gpu: &CudaBackend, report: &mut Report) -> Result<()> {
             let matrix = gpu.matrix(HostMatrix {
                 outputs,
                 inputs,
-                values: HostValues::F32(&weights),
+                values: drawn.values(),
                 bias: with_bias.then_some(&bias),
             })?;
             let normed = scaled(gpu, &x, inputs, 1.003_173_8)?;
@@ -122,30 +174,36 @@ fn products(gpu: &CudaBackend, report: &mut Report) -> Result<()> {
                 found.iter().zip(&reference).map(share).fold(0.0, f64::max)
             };
             let what = || format!("{rows} rows, {outputs}×{inputs}, bias {with_bias}");
-            // Few rows keep 16 bits of the activations, many are rounded to BF16.
-            let own = rows <= 16 && inputs % 32 == 0;
+            // Few rows keep 16 bits of the activations, many are rounded to BF16; so are FP8 weights for them.
+            let own = rows <= 16 && Skinny::multiplies(format, outputs, inputs);
             let allowed = if own { 1e-5 } else { 4e-3 };
             gpu.linear(&matrix, &normed, &mut out, Write::Replace);
-            let name = if own { "linear, few rows" } else { "linear, many rows" };
-            report.case(name, worst(&download(gpu, &out)?, 1.0), allowed, what);
+            let name = named(if own { "linear, few rows" } else { "linear, many rows" }, format);
+            report.case(&name, worst(&download(gpu, &out)?, 1.0), allowed, what);
             gpu.linear(&matrix, &normed, &mut out, Write::Add);
-            report.case(name, worst(&download(gpu, &out)?, 2.0), allowed, what);
+            report.case(&name, worst(&download(gpu, &out)?, 2.0), allowed, what);
             gpu.logits(&matrix, &normed, &mut out);
-            report.case("logits", worst(&download(gpu, &out)?, 1.0), 2e-5, what);
+            let allowed = if own || format == WeightFormat::Bf16 { 2e-5 } else { 4e-3 };
+            report.case(&named("logits", format), worst(&download(gpu, &out)?, 1.0), allowed, what);
         }
     }
     Ok(())
 }
 
 /// Norm, product and gate in one, as far as they go together, against the same in f64.
-fn fused_products(gpu: &CudaBackend, report: &mut Report) -> Result<()> {
+fn fused_products(gpu: &CudaBackend, format: WeightFormat, report: &mut Report) -> Result<()> {
     let mut numbers = Numbers::new(6);
     for rows in [1, 5, 8, 13, 16, 20] {
-        for (outputs, inputs) in [(64, 32), (192, 384), (1024, 2560), (96, 64), (8640, 160)] {
+        let shapes = match format {
+            WeightFormat::Bf16 => [(64, 32), (192, 384), (1024, 2560), (96, 64), (8640, 160)],
+            WeightFormat::Fp8 => [(64, 64), (192, 384), (1024, 2560), (96, 128), (8640, 192)],
+        };
+        for (outputs, inputs) in shapes {
             let values = numbers.vector(rows * inputs);
-            let weights = numbers.vector(outputs * inputs);
+            let drawn = Drawn::new(&mut numbers, format, outputs, inputs);
+            let weights = &drawn.values;
             let norm = numbers.vector(inputs);
-            let host = HostMatrix { outputs, inputs, values: HostValues::F32(&weights), bias: None };
+            let host = HostMatrix { outputs, inputs, values: drawn.values(), bias: None };
             let (matrix, norm_vector) = (gpu.matrix(host)?, gpu.vector(&norm)?);
             let x = upload(gpu, &values, inputs)?;
             let eps = 1e-3;
@@ -177,7 +235,7 @@ fn fused_products(gpu: &CudaBackend, report: &mut Report) -> Result<()> {
             let allowed = if rows <= 16 { 1e-5 } else { 2e-3 } * inputs as f64;
             let what = || format!("{rows} rows, {outputs}×{inputs}");
             let mut case = |name, found: &[f32], expected: &[f64]| {
-                report.case(name, largest_difference(found, expected), allowed, what);
+                report.case(&named(name, format), largest_difference(found, expected), allowed, what);
             };
             let (mut between, mut gate_up) = (gpu.rows(inputs), gpu.rows(outputs));
             let (mut out, mut gated) = (gpu.rows(outputs), gpu.rows(outputs / 2));

@@ -1,0 +1,40 @@
+// FP8 weights made BF16, for products of many rows.
+#include "fp8.cuh"
+
+struct ExpandParams {
+    const u32* codes;     // arranged words [outputs][inputs / 4]
+    const float* scales;  // [outputs / 128, rounded up][columns]
+    u16* out;             // BF16 [count][inputs]
+    u32 first;            // output where the panel begins
+    u32 count;            // outputs of the panel
+    u32 inputs;           // a multiple of 16
+    u32 columns;
+};
+
+// The value of both codes of a pair, times their scale, rounded as the CPU rounds it.
+DEVICE u32 scaled_pair(u32 pair, float scale) {
+    return pack_bf16(low_bf16(pair) * FP8_TOO_SMALL_BY * scale, high_bf16(pair) * FP8_TOO_SMALL_BY * scale);
+}
+
+extern "C" __global__ void expand_fp8(ExpandParams p) {
+    allow_next_kernel();
+    // The panel before this one may still be read.
+    wait_for_previous_kernel();
+    const u32 words = p.inputs / 16;  // of sixteen codes, which never straddle a block
+    const u64 total = (u64)p.count * words;
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < total; i += (u64)gridDim.x * blockDim.x) {
+        const u32 row = (u32)(i / words), column = (u32)(i - (u64)row * words), output = p.first + row;
+        const uint4 v = ((const uint4*)p.codes)[(u64)output * words + column];
+        const float scale = p.scales[(u64)(output / FP8_BLOCK) * p.columns + column * 16 / FP8_BLOCK];
+        const u32 word[4] = {v.x, v.y, v.z, v.w};
+        u32 out[8];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            out[2 * j] = scaled_pair(fp8_first_pair(word[j]), scale);
+            out[2 * j + 1] = scaled_pair(fp8_second_pair(word[j]), scale);
+        }
+        uint4* to = (uint4*)p.out + 2 * i;
+        to[0] = make_uint4(out[0], out[1], out[2], out[3]);
+        to[1] = make_uint4(out[4], out[5], out[6], out[7]);
+    }
+}

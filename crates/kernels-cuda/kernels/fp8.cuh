@@ -1,0 +1,22 @@
+// FP8 weights (E4M3) as kernels read them: four consecutive codes a word, arranged so that few instructions make BF16 of
+// them. `src/gemm/fp8.rs` arranges them and tests this arithmetic.
+//
+// Codes 0 and 1 lie in the two halves of a word where BF16 has its sign, the low four bits of its exponent and the first three
+// of its mantissa; codes 2 and 3 fill the gaps, so that a rotation by 12 brings their signs and exponents into place (the
+// exponents from the other half) and a shift by 4 their mantissas:
+//
+//   bit   31  30-27  26-23  22-20  19   18-16   15  14-11  10-7   6-4   3    2-0
+//         s1   e2     e1     m1    s3    m3     s0   e3     e0    m0    s2   m2
+//
+// What comes out is 2^-120 times the value: BF16's exponent has another bias. E4M3's subnormals are then BF16's.
+#pragma once
+
+#include "common.cuh"
+
+#define FP8_TOO_SMALL_BY 0x1p120f
+constexpr u32 FP8_BLOCK = 128;  // outputs and inputs that share a scale
+
+DEVICE u32 fp8_first_pair(u32 word) { return word & 0x87f087f0u; }
+DEVICE u32 fp8_second_pair(u32 word) {
+    return (__funnelshift_l(word, word, 12) & 0x87808780u) | (word << 4 & 0x00700070u);
+}

@@ -1,0 +1,268 @@
+//! The matrices of a layer as devices get them: projections that read the same rows stacked into one, in the numbers of the
+//! checkpoint, in FP8 or expanded.
+//!
+//! FP8 stays FP8 unless something is folded into the matrix (the value rotation, in attention's), or its parts are not all
+//! FP8, or blocks of 128 rows would reach over the seam between two parts. [`Weights::delivered`] is that rule; loading and
+//! `oscar plan` both ask it.
+
+use half::{bf16, f16};
+use oscar_backend::{Backend, FP8_BLOCK, Fp8Blocks, HostMatrix, HostValues, WeightFormat, fp8_blocks};
+
+use crate::config::DecoderConfig;
+use crate::error::LoadError;
+use crate::fp8::Fp8Weights;
+use crate::tensor::{TensorView, WeightDtype};
+use crate::tensor_names::Projection;
+use crate::transformer::BuildError;
+use crate::weights::Weights;
+
+/// The matrices a layer is multiplied with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LayerMatrix {
+    QueryKeyValue,
+    Output,
+    GateUp,
+    Down,
+}
+
+impl LayerMatrix {
+    pub const ALL: [Self; 4] = [Self::QueryKeyValue, Self::Output, Self::GateUp, Self::Down];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::QueryKeyValue => "qkv",
+            Self::Output => "output",
+            Self::GateUp => "gate_up",
+            Self::Down => "down",
+        }
+    }
+
+    /// The projections it is stacked of.
+    pub fn projections(self) -> &'static [Projection] {
+        match self {
+            Self::QueryKeyValue => &[Projection::Query, Projection::Key, Projection::Value],
+            Self::Output => &[Projection::Output],
+            Self::GateUp => &[Projection::Gate, Projection::Up],
+            Self::Down => &[Projection::Down],
+        }
+    }
+
+    /// Rows (outputs) and columns (inputs).
+    pub fn shape(self, config: &DecoderConfig) -> [usize; 2] {
+        let shapes = self.projections().iter().map(|p| p.shape(config));
+        shapes.fold([0, 0], |[rows, _], [more, columns]| [rows + more, columns])
+    }
+
+    /// Is the value rotation of a cache folded into it?
+    fn carries_rotation(self) -> bool {
+        matches!(self, Self::QueryKeyValue | Self::Output)
+    }
+}
+
+/// What a device makes of the weights it gets.
+#[derive(Debug, Clone, Copy)]
+pub struct Holding {
+    /// FP8 stays FP8; otherwise it is expanded.
+    pub fp8: bool,
+    /// Bytes of an element of everything else.
+    pub element_bytes: usize,
+}
+
+/// A matrix of the checkpoint.
+#[derive(Debug)]
+pub enum MatrixView<'a> {
+    Plain(TensorView<'a>),
+    Fp8(Fp8Weights<'a>),
+}
+
+impl MatrixView<'_> {
+    pub fn to_f32_vec(&self) -> Vec<f32> {
+        match self {
+            Self::Plain(view) => view.to_f32_vec(),
+            Self::Fp8(stored) => stored.expand(),
+        }
+    }
+
+    fn shape(&self) -> &[usize] {
+        match self {
+            Self::Plain(view) => view.shape,
+            Self::Fp8(stored) => stored.shape,
+        }
+    }
+}
+
+impl Weights {
+    /// The numbers in which a device gets a matrix; `rotated` says that a value rotation is folded into attention's.
+    pub fn delivered(
+        &self,
+        config: &DecoderConfig,
+        layer: usize,
+        matrix: LayerMatrix,
+        rotated: bool,
+    ) -> WeightFormat {
+        let parts = matrix.projections();
+        let coded = parts.iter().filter(|p| self.is_fp8(&self.names().weight(layer, **p))).count();
+        let seams_on_blocks =
+            parts.len() == 1 || parts.iter().all(|p| p.shape(config)[0].is_multiple_of(FP8_BLOCK));
+        let stays = match self.wanted() {
+            _ if rotated && matrix.carries_rotation() => false,
+            Some(WeightFormat::Bf16) => false,
+            _ => coded == parts.len() && seams_on_blocks,
+        };
+        if stays { WeightFormat::Fp8 } else { WeightFormat::Bf16 }
+    }
+
+    /// The head's, where it has weights of its own.
+    fn delivered_head(&self) -> WeightFormat {
+        let stays = self.wanted() != Some(WeightFormat::Bf16) && self.is_fp8(&self.names().lm_head());
+        if stays { WeightFormat::Fp8 } else { WeightFormat::Bf16 }
+    }
+
+    /// Bytes of the weights on a device.
+    pub fn held_bytes(&self, config: &DecoderConfig, rotated: bool, holding: Holding) -> u64 {
+        let bytes = |format, [outputs, inputs]: [usize; 2]| match format {
+            WeightFormat::Fp8 if holding.fp8 => {
+                outputs * inputs + 4 * fp8_blocks(outputs) * fp8_blocks(inputs)
+            }
+            _ => outputs * inputs * holding.element_bytes,
+        };
+        let vocabulary = [config.vocab_size, config.hidden_size];
+        let mut total = bytes(WeightFormat::Bf16, vocabulary);
+        if !config.tie_word_embeddings {
+            total += bytes(self.delivered_head(), vocabulary);
+        }
+        for layer in 0..config.layers {
+            for matrix in LayerMatrix::ALL {
+                total += bytes(self.delivered(config, layer, matrix, rotated), matrix.shape(config));
+            }
+        }
+        total as u64 + 4 * self.vector_elements()
+    }
+
+    /// Which matrices stay FP8 and which do not, in a line; `None` if there is nothing to say about FP8.
+    pub fn describe_fp8(&self, config: &DecoderConfig, rotated: bool, multiplied: bool) -> Option<String> {
+        let of = |matrix| (0..config.layers).map(move |layer| self.delivered(config, layer, matrix, rotated));
+        let (mut kept, mut expanded) = (Vec::new(), Vec::new());
+        for matrix in LayerMatrix::ALL {
+            let count = of(matrix).filter(|format| *format == WeightFormat::Fp8).count();
+            match (count == config.layers, count) {
+                (true, _) => kept.push(matrix.name().to_owned()),
+                (false, 0) => expanded.push(matrix.name().to_owned()),
+                (false, some) => kept.push(format!("{} ({some} of {} layers)", matrix.name(), config.layers)),
+            }
+        }
+        if !config.tie_word_embeddings && self.delivered_head() == WeightFormat::Fp8 {
+            kept.push("head".to_owned());
+        }
+        if kept.is_empty() && !config.fp8_weights {
+            return None;
+        }
+        let origin = if config.fp8_weights { "the checkpoint's" } else { "quantized now" };
+        let how = match (multiplied, kept.is_empty()) {
+            (_, true) => "all expanded to BF16".to_owned(),
+            (true, _) => format!("{} (activations are not quantized)", kept.join(", ")),
+            (false, _) => format!("{}, expanded to BF16 on this device", kept.join(", ")),
+        };
+        let why = if rotated { " (the value rotation is folded into qkv and output)" } else { "" };
+        let rest = match expanded.is_empty() {
+            true => String::new(),
+            false if kept.is_empty() => why.to_owned(),
+            false => format!("; in BF16: {}{why}", expanded.join(", ")),
+        };
+        Some(format!("FP8 weights, {origin}: {how}{rest}"))
+    }
+}
+
+/// A matrix of a layer with its bias, brought onto the device as it is.
+pub(crate) fn prepare<B: Backend>(
+    backend: &B,
+    config: &DecoderConfig,
+    weights: &Weights,
+    layer: usize,
+    matrix: LayerMatrix,
+) -> Result<B::Matrix, BuildError> {
+    let parts = matrix.projections();
+    let names: Vec<String> = parts.iter().map(|p| weights.names().weight(layer, *p)).collect();
+    let bias = biases(config, weights, layer, matrix)?;
+    let format = weights.delivered(config, layer, matrix, false);
+    stacked(backend, weights, &names, bias.as_deref(), format)
+}
+
+/// The output head of a model that has one of its own.
+pub(crate) fn prepare_head<B: Backend>(backend: &B, weights: &Weights) -> Result<B::Matrix, BuildError> {
+    stacked(backend, weights, &[weights.names().lm_head()], None, weights.delivered_head())
+}
+
+/// The embedding, whose rows are read one by one: never FP8.
+pub(crate) fn prepare_embedding<B: Backend>(backend: &B, weights: &Weights) -> Result<B::Matrix, BuildError> {
+    stacked(backend, weights, &[weights.names().embedding()], None, WeightFormat::Bf16)
+}
+
+/// The biases of a matrix's outputs, if any of its parts has one.
+pub(crate) fn biases(
+    config: &DecoderConfig,
+    weights: &Weights,
+    layer: usize,
+    matrix: LayerMatrix,
+) -> Result<Option<Vec<f32>>, LoadError> {
+    let parts = matrix.projections();
+    if !parts.iter().any(|p| p.has_bias(config)) {
+        return Ok(None);
+    }
+    let mut all = Vec::new();
+    for p in parts {
+        match p.has_bias(config) {
+            true => all.extend(weights.tensor(&weights.names().bias(layer, *p))?.to_f32_vec()),
+            false => all.extend(std::iter::repeat_n(0.0, p.shape(config)[0])),
+        }
+    }
+    Ok(Some(all))
+}
+
+/// Several matrices of equal width as one, their outputs after each other.
+fn stacked<B: Backend>(
+    backend: &B,
+    weights: &Weights,
+    names: &[String],
+    bias: Option<&[f32]>,
+    format: WeightFormat,
+) -> Result<B::Matrix, BuildError> {
+    let views = names.iter().map(|name| weights.matrix(name)).collect::<Result<Vec<_>, _>>()?;
+    let outputs = views.iter().map(|v| v.shape()[0]).sum();
+    let inputs = views[0].shape()[1];
+    let matrix = |values| Ok(backend.matrix(HostMatrix { outputs, inputs, values, bias })?);
+    let all_f32 = || -> Vec<f32> { views.iter().flat_map(MatrixView::to_f32_vec).collect() };
+    if format == WeightFormat::Fp8 {
+        let stored: Vec<&Fp8Weights<'_>> = views
+            .iter()
+            .filter_map(|v| if let MatrixView::Fp8(stored) = v { Some(stored) } else { None })
+            .collect();
+        if let [one] = stored.as_slice() {
+            return matrix(HostValues::Fp8(one.blocks()));
+        }
+        let codes: Vec<u8> = stored.iter().flat_map(|s| s.codes.iter().copied()).collect();
+        let scales: Vec<f32> = stored.iter().flat_map(|s| s.scales.iter().copied()).collect();
+        return matrix(HostValues::Fp8(Fp8Blocks { codes: &codes, scales: &scales }));
+    }
+    let plain: Vec<&TensorView<'_>> = views
+        .iter()
+        .filter_map(|v| if let MatrixView::Plain(view) = v { Some(view) } else { None })
+        .collect();
+    let all = |dtype| plain.len() == views.len() && plain.iter().all(|v| v.dtype == dtype);
+    if let [view] = plain.as_slice()
+        && let Some(values) = view.as_bf16()
+        && views.len() == 1
+    {
+        return matrix(HostValues::Bf16(values));
+    }
+    if all(WeightDtype::Bf16) {
+        let values: Vec<bf16> = plain.iter().flat_map(|v| v.to_bf16_vec()).collect();
+        return matrix(HostValues::Bf16(&values));
+    }
+    if all(WeightDtype::F16) {
+        let halves = plain.iter().flat_map(|v| v.bytes.chunks_exact(2));
+        let values: Vec<f16> = halves.map(|b| f16::from_le_bytes([b[0], b[1]])).collect();
+        return matrix(HostValues::F16(&values));
+    }
+    matrix(HostValues::F32(&all_f32()))
+}
