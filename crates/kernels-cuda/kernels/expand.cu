@@ -21,20 +21,23 @@ extern "C" __global__ void expand_fp8(ExpandParams p) {
     // The panel before this one may still be read.
     wait_for_previous_kernel();
     const u32 words = p.inputs / 16;  // of sixteen codes, which never straddle a block
-    const u64 total = (u64)p.count * words;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < total; i += (u64)gridDim.x * blockDim.x) {
-        const u32 row = (u32)(i / words), column = (u32)(i - (u64)row * words), output = p.first + row;
-        const uint4 v = ((const uint4*)p.codes)[(u64)output * words + column];
-        const float scale = p.scales[(u64)(output / FP8_BLOCK) * p.columns + column * 16 / FP8_BLOCK];
-        const u32 word[4] = {v.x, v.y, v.z, v.w};
-        u32 out[8];
+    for (u32 row = blockIdx.x; row < p.count; row += gridDim.x) {
+        const u32 output = p.first + row;
+        const uint4* codes = (const uint4*)p.codes + (u64)output * words;
+        const float* scales = p.scales + output / FP8_BLOCK * p.columns;
+        uint4* to = (uint4*)p.out + (u64)row * words * 2;
+        for (u32 column = threadIdx.x; column < words; column += blockDim.x) {
+            const uint4 v = codes[column];
+            const float scale = scales[column * 16 / FP8_BLOCK];
+            const u32 word[4] = {v.x, v.y, v.z, v.w};
+            u32 out[8];
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            out[2 * j] = scaled_pair(fp8_first_pair(word[j]), scale);
-            out[2 * j + 1] = scaled_pair(fp8_second_pair(word[j]), scale);
+            for (int j = 0; j < 4; j++) {
+                out[2 * j] = scaled_pair(fp8_first_pair(word[j]), scale);
+                out[2 * j + 1] = scaled_pair(fp8_second_pair(word[j]), scale);
+            }
+            to[2 * column] = make_uint4(out[0], out[1], out[2], out[3]);
+            to[2 * column + 1] = make_uint4(out[4], out[5], out[6], out[7]);
         }
-        uint4* to = (uint4*)p.out + 2 * i;
-        to[0] = make_uint4(out[0], out[1], out[2], out[3]);
-        to[1] = make_uint4(out[4], out[5], out[6], out[7]);
     }
 }

@@ -46,7 +46,7 @@ constexpr int EIGHTS = VALUES / 8;
 // Slots of a lane for units of so many tiles: one is read while the others fill. More than half of a multiprocessor's shared
 // memory, so that no two blocks ever share one while another has none.
 template <int TILES>
-constexpr int SLOTS_OF = TILES == 4 ? 3 : 4;
+constexpr int SLOTS_OF = TILES == 3 ? 4 : 3;
 
 DEVICE void copy_16_bytes(u32 to, const void* from) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
@@ -173,7 +173,7 @@ DEVICE void skinny(const SkinnyParams& p) {
     constexpr u32 CELLS = ROW_TILES * TILES * 64, HALF = TILES / 2;
     constexpr int SLOTS = SLOTS_OF<TILES>;
     // Inputs are loaded a chunk ahead where registers allow it.
-    constexpr bool AHEAD = ROW_TILES * EIGHTS <= 2;
+    constexpr bool AHEAD = ROW_TILES * EIGHTS * WARPS <= 32;
     using LaneCopies = Copies<WARPS, TILES>;
     extern __shared__ u8 memory[];  // slots, then two units' sums, f32 [unit & 1][warp][row tile][tile][8 rows][8 outputs]
     float* partial = (float*)(memory + SLOTS * LaneCopies::SLOT);
@@ -328,13 +328,22 @@ DEVICE void skinny(const SkinnyParams& p) {
 }
 
 // For up to `rows` rows, in blocks of `warps` warps, units of `tiles` tiles.
+#ifdef FP8
+#define PLAIN skinny_fp8_
+#define NORMED skinny_fp8_norm_
+#else
+#define PLAIN skinny_
+#define NORMED skinny_norm_
+#endif
+#define PASTE(prefix, rows, warps, tiles) prefix##rows##_##warps##_##tiles
+#define NAME(prefix, rows, warps, tiles) PASTE(prefix, rows, warps, tiles)
 #define VARIANT(rows, warps, tiles)                                                                   \
     extern "C" __global__ void __launch_bounds__(32 * warps, 1)                                       \
-        skinny_##rows##_##warps##_##tiles(const __grid_constant__ SkinnyParams p) {                   \
+        NAME(PLAIN, rows, warps, tiles)(const __grid_constant__ SkinnyParams p) {                     \
         skinny<rows / 8, warps, tiles, false>(p);                                                     \
     }                                                                                                 \
     extern "C" __global__ void __launch_bounds__(32 * warps, 1)                                       \
-        skinny_norm_##rows##_##warps##_##tiles(const __grid_constant__ SkinnyParams p) {              \
+        NAME(NORMED, rows, warps, tiles)(const __grid_constant__ SkinnyParams p) {                    \
         skinny<rows / 8, warps, tiles, true>(p);                                                      \
     }
 VARIANT(8, 16, 4)
@@ -344,3 +353,8 @@ VARIANT(16, 16, 3)
 // For GPUs with less than 100 KB of shared memory a block.
 VARIANT(8, 8, 4)
 VARIANT(16, 8, 4)
+#ifdef FP8
+// Half as many inputs for a byte of weights: with FP8 they cost as much to bring and to split as the weights.
+VARIANT(8, 8, 8)
+VARIANT(16, 8, 8)
+#endif

@@ -4,7 +4,7 @@
 use crate::backend::CudaBackend;
 use crate::device::Device;
 use crate::error::{CudaError, Result};
-use crate::gemm::{CublasLt, Product, Skinny, SkinnyProduct};
+use crate::gemm::{CublasLt, Product, Skinny, SkinnyProduct, SkinnyShape};
 use oscar_backend::WeightFormat;
 
 /// Bytes that must lie between two uses of a matrix.
@@ -73,14 +73,21 @@ pub fn gemm(
     if Skinny::takes(&matrices[0], rows) {
         let skinny = backend.skinny(&matrices[0])?;
         let (x, out) = (x.address(), out.address());
-        let product = SkinnyProduct { rows, x, out, norm: None, add: false, gated: false };
-        let chosen = skinny.choose(rows, outputs, false);
-        for shape in skinny.shapes(rows) {
-            let us = time_us::<CudaError>(device, repetitions, |i| {
-                skinny.enqueue_as(shape, &matrices[i % copies], &product)
-            })?;
-            let kernel = format!("own, {} rows, {} warps, {} tiles", shape.rows, shape.warps, shape.tiles);
-            timings.push(GemmTiming { kernel, chosen: Some(shape) == chosen, us: median(&us), bytes });
+        let plain = SkinnyProduct { rows, x, out, norm: None, add: false, gated: false };
+        // As in a model: with the norm before it and the gate behind it.
+        let fused = SkinnyProduct { norm: Some((x, 1e-6)), gated: true, ..plain };
+        for (product, what) in [(plain, ""), (fused, ", norm and gate")] {
+            let chosen = skinny.choose(rows, outputs, product.gated);
+            let gates = Skinny::gates(&matrices[0]);
+            let takes = |s: &SkinnyShape| !product.gated || (gates && s.tiles.is_multiple_of(2));
+            for shape in skinny.shapes(rows).filter(takes) {
+                let us = time_us::<CudaError>(device, repetitions, |i| {
+                    skinny.enqueue_as(shape, &matrices[i % copies], &product)
+                })?;
+                let SkinnyShape { rows, warps, tiles } = shape;
+                let kernel = format!("own, {rows} rows, {warps} warps, {tiles} tiles{what}");
+                timings.push(GemmTiming { kernel, chosen: Some(shape) == chosen, us: median(&us), bytes });
+            }
         }
     }
     let mut cublaslt = CublasLt::open(device)?;

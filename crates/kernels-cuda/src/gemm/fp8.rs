@@ -74,8 +74,8 @@ impl Fp8Kernels {
             inputs: matrix.inputs as u32,
             columns: fp8_blocks(matrix.inputs) as u32,
         };
-        let most = self.device.properties().multiprocessors as usize * 16;
-        let blocks = (outputs.len() * matrix.inputs).div_ceil(256 * 16).clamp(1, most);
+        // A block a row, in a few rounds.
+        let blocks = outputs.len().clamp(1, self.device.properties().multiprocessors as usize * 16);
         self.device.launch(self.expand, LaunchShape::new(blocks, 256).overlapping(), &p)
     }
 }

@@ -6,13 +6,11 @@ use crate::error::{CudaError, Result};
 use crate::kernels::Kernels;
 use crate::sources::{SKINNY_GEMM, weight_defines};
 use oscar_backend::WeightFormat;
+use std::cmp::Reverse;
 use std::ffi::CStr;
 
 /// Most rows the kernel takes.
 pub const MOST_ROWS: usize = 16;
-
-/// Tiles of a unit that holds gates and their ups.
-const GATED_TILES: usize = 4;
 
 /// A variant: rows it has room for, warps a block, tiles of 8 outputs in a unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,21 +55,65 @@ pub struct Skinny {
     pairs: Vec<Pair>,
 }
 
-/// The variants of `skinny_gemm.cu` and the names of their kernels, those with most warps first.
-const VARIANTS: [(SkinnyShape, &CStr, &CStr); 6] = [
-    (SkinnyShape { rows: 8, warps: 16, tiles: 4 }, c"skinny_8_16_4", c"skinny_norm_8_16_4"),
-    (SkinnyShape { rows: 8, warps: 16, tiles: 3 }, c"skinny_8_16_3", c"skinny_norm_8_16_3"),
-    (SkinnyShape { rows: 16, warps: 16, tiles: 4 }, c"skinny_16_16_4", c"skinny_norm_16_16_4"),
-    (SkinnyShape { rows: 16, warps: 16, tiles: 3 }, c"skinny_16_16_3", c"skinny_norm_16_16_3"),
-    (SkinnyShape { rows: 8, warps: 8, tiles: 4 }, c"skinny_8_8_4", c"skinny_norm_8_8_4"),
-    (SkinnyShape { rows: 16, warps: 8, tiles: 4 }, c"skinny_16_8_4", c"skinny_norm_16_8_4"),
+/// A variant of `skinny_gemm.cu`.
+struct Variant {
+    shape: SkinnyShape,
+    /// Its kernels, without and with a norm, for BF16 and for FP8 weights.
+    bf16: [&'static CStr; 2],
+    fp8: [&'static CStr; 2],
+    /// Is there one for BF16?
+    has_bf16: bool,
+}
+
+macro_rules! variant {
+    ($rows:literal, $warps:literal, $tiles:literal, bf16: $has_bf16:literal) => {
+        Variant {
+            shape: SkinnyShape { rows: $rows, warps: $warps, tiles: $tiles },
+            bf16: [variant!(@ "skinny_", $rows, $warps, $tiles), variant!(@ "skinny_norm_", $rows, $warps, $tiles)],
+            fp8: [
+                variant!(@ "skinny_fp8_", $rows, $warps, $tiles),
+                variant!(@ "skinny_fp8_norm_", $rows, $warps, $tiles),
+            ],
+            has_bf16: $has_bf16,
+        }
+    };
+    (@ $prefix:literal, $rows:literal, $warps:literal, $tiles:literal) => {
+        c_name(concat!($prefix, $rows, "_", $warps, "_", $tiles, "\0"))
+    };
+}
+
+const fn c_name(text: &'static str) -> &'static CStr {
+    match CStr::from_bytes_with_nul(text.as_bytes()) {
+        Ok(name) => name,
+        Err(_) => panic!("a name ends with its only zero"),
+    }
+}
+
+const VARIANTS: [Variant; 8] = [
+    variant!(8, 16, 4, bf16: true),
+    variant!(8, 16, 3, bf16: true),
+    variant!(16, 16, 4, bf16: true),
+    variant!(16, 16, 3, bf16: true),
+    variant!(8, 8, 4, bf16: true),
+    variant!(16, 8, 4, bf16: true),
+    variant!(8, 8, 8, bf16: false),
+    variant!(16, 8, 8, bf16: false),
 ];
+
+impl Variant {
+    fn names(&self, format: WeightFormat) -> Option<[&'static CStr; 2]> {
+        match format {
+            WeightFormat::Bf16 => self.has_bf16.then_some(self.bf16),
+            WeightFormat::Fp8 => Some(self.fp8),
+        }
+    }
+}
 
 impl SkinnyShape {
     /// Dynamic shared memory: the lanes' slots and the sums of two units.
     fn shared(self) -> usize {
         // `SLOTS_OF` of `skinny_gemm.cu`.
-        let slots = if self.tiles == 4 { 3 } else { 4 };
+        let slots = if self.tiles == 3 { 4 } else { 3 };
         self.warps * self.tiles * (slots * 512 + 2 * 64 * 4 * (self.rows / 8))
     }
 
@@ -94,14 +136,13 @@ impl Skinny {
     pub fn new(device: &Device, kernels: &Kernels, format: WeightFormat) -> Result<Self> {
         let room = device.properties().shared_memory as usize;
         let defines = weight_defines(format);
-        let pairs = VARIANTS
-            .iter()
-            .filter(|(shape, ..)| shape.fits(room))
-            .map(|&(shape, plain, normed)| {
-                let function = |name| kernels.function(&SKINNY_GEMM, &defines, name, shape.shared());
-                Ok(Pair { shape, plain: function(plain)?, normed: function(normed)? })
-            })
-            .collect::<Result<_>>()?;
+        let mut pairs = Vec::new();
+        for variant in VARIANTS.iter().filter(|v| v.shape.fits(room)) {
+            let Some([plain, normed]) = variant.names(format) else { continue };
+            let shape = variant.shape;
+            let function = |name| kernels.function(&SKINNY_GEMM, &defines, name, shape.shared());
+            pairs.push(Pair { shape, plain: function(plain)?, normed: function(normed)? });
+        }
         Ok(Self { device: device.clone(), format, pairs })
     }
 
@@ -122,7 +163,8 @@ impl Skinny {
 
     /// Can [`SkinnyProduct::gated`] be asked of this matrix?
     pub fn gates(matrix: &CudaMatrix) -> bool {
-        matrix.outputs.is_multiple_of(16 * GATED_TILES)
+        // Units of four or eight tiles, half of which are gates.
+        matrix.outputs.is_multiple_of(64)
     }
 
     /// The variants for `rows` rows.
@@ -131,7 +173,7 @@ impl Skinny {
         self.pairs.iter().map(|p| p.shape).filter(move |s| s.rows == capacity)
     }
 
-    /// The variant that is used: most warps first, then the evenest share of the work.
+    /// The variant that is used: the evenest share of the work, then the fewest passes over the inputs, then most warps.
     pub fn choose(&self, rows: usize, outputs: usize, gated: bool) -> Option<SkinnyShape> {
         choose(self.shapes(rows), outputs, gated, self.blocks())
     }
@@ -187,8 +229,8 @@ fn choose(
     blocks: usize,
 ) -> Option<SkinnyShape> {
     shapes
-        .filter(|s| !gated || s.tiles == GATED_TILES)
-        .min_by_key(|s| (std::cmp::Reverse(s.warps), s.longest(outputs, blocks), std::cmp::Reverse(s.tiles)))
+        .filter(|s| !gated || s.tiles.is_multiple_of(2))
+        .min_by_key(|s| (s.longest(outputs, blocks), Reverse(s.tiles), Reverse(s.warps)))
 }
 
 /// What is multiplied: `out ← x · wᵀ + bias`, with a norm before it and a gate behind it where asked. Addresses are of
@@ -210,32 +252,51 @@ pub struct SkinnyProduct {
 mod tests {
     use super::*;
 
-    fn fitting(rows: usize, room: usize) -> impl Iterator<Item = SkinnyShape> {
-        VARIANTS.iter().map(|v| v.0).filter(move |s| s.rows == rows && s.fits(room))
+    fn fitting(format: WeightFormat, rows: usize, room: usize) -> impl Iterator<Item = SkinnyShape> {
+        let there = VARIANTS.iter().filter(move |v| v.names(format).is_some()).map(|v| v.shape);
+        there.filter(move |s| s.rows == rows && s.fits(room))
     }
 
     #[test]
     fn every_supported_gpu_has_room_for_a_variant_of_every_size() {
-        // Shared memory a block may have on sm_80, sm_89 and sm_90.
-        for (room, warps) in [(163 << 10, 16), (99 << 10, 8), (227 << 10, 16)] {
-            for rows in [8, MOST_ROWS] {
-                for gated in [false, true] {
-                    let chosen = choose(fitting(rows, room), 4096, gated, 108).unwrap();
-                    assert_eq!((chosen.warps, chosen.rows), (warps, rows), "{room} bytes");
+        for format in [WeightFormat::Bf16, WeightFormat::Fp8] {
+            // Shared memory a block may have on sm_80, sm_89 and sm_90.
+            for (room, warps) in [(163 << 10, 16), (99 << 10, 8), (227 << 10, 16)] {
+                for rows in [8, MOST_ROWS] {
+                    for gated in [false, true] {
+                        let chosen = choose(fitting(format, rows, room), 4096, gated, 128).unwrap();
+                        assert_eq!((chosen.warps, chosen.rows), (warps, rows), "{room} bytes");
+                    }
                 }
             }
         }
         // More than half of a multiprocessor: no two blocks on one while another has none.
-        for (shape, ..) in VARIANTS.iter().filter(|v| v.0.warps == 16) {
-            assert!(shape.shared() > 114 << 10, "{shape:?}");
+        for v in VARIANTS.iter().filter(|v| v.shape.warps * v.shape.tiles >= 48) {
+            assert!(v.shape.shared() > 114 << 10, "{:?}", v.shape);
         }
     }
 
     #[test]
+    fn variants_are_called_what_the_kernels_are() {
+        let names = VARIANTS[1].names(WeightFormat::Fp8).unwrap();
+        assert_eq!(names, [c"skinny_fp8_8_16_3", c"skinny_fp8_norm_8_16_3"]);
+        assert_eq!(VARIANTS[0].names(WeightFormat::Bf16).unwrap(), [c"skinny_8_16_4", c"skinny_norm_8_16_4"]);
+    }
+
+    #[test]
     fn units_are_chosen_so_that_the_busiest_block_has_least_to_do() {
-        let tiles = |outputs, gated| choose(fitting(8, 227 << 10), outputs, gated, 132).unwrap().tiles;
+        let chosen = |format, outputs, gated| {
+            let shape = choose(fitting(format, 8, 227 << 10), outputs, gated, 132).unwrap();
+            (shape.warps, shape.tiles)
+        };
         // 128 units of 4 tiles; 256 of 3 in two rounds instead of 192 of 4; 107 of 3 instead of 80 of 4.
-        assert_eq!([4096, 6144, 2560].map(|outputs| tiles(outputs, false)), [4, 3, 3]);
-        assert_eq!(tiles(6144, true), 4);
+        for format in [WeightFormat::Bf16, WeightFormat::Fp8] {
+            let tiles = [4096, 6144, 2560].map(|outputs| chosen(format, outputs, false));
+            assert_eq!(tiles, [(16, 4), (16, 3), (16, 3)]);
+        }
+        assert_eq!(chosen(WeightFormat::Bf16, 6144, true), (16, 4));
+        // Three rounds of 8 tiles are as long as six of 4, and read the inputs half as often.
+        assert_eq!(chosen(WeightFormat::Fp8, 24576, true), (8, 8));
+        assert_eq!(chosen(WeightFormat::Bf16, 24576, true), (16, 4));
     }
 }
