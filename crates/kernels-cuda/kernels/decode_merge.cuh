@@ -1,6 +1,7 @@
 // Results: from the warps of a block to the block, and from the blocks of an item to memory.
 #pragma once
 #include "decode_block.cuh"
+#include "handover.cuh"
 
 DEVICE void add_to(float4& v, float4 x, float f) {
     v.x = fmaf(x.x, f, v.x), v.y = fmaf(x.y, f, v.y), v.z = fmaf(x.z, f, v.z), v.w = fmaf(x.w, f, v.w);
@@ -71,43 +72,13 @@ struct OutputRows {
     }
 };
 
-// A partial result in memory: for every head and four channels of it a block's sums and what they are relative to. A word that nothing was written to is EMPTY:
-// whoever waits for it reads it until it is not, and empties it again for the next launch. So a result is on its way in one
-// step, and nothing has to be counted.
+// A partial result in memory: for every head and four channels of it a block's sums and what they are relative to.
 struct alignas(32) PartialQuad {
     float4 v;
     float2 ml;  // reference and sum of weights of the head
 };
 constexpr int QUADS = HEAD_DIM / 4, PARTIAL = HEADS * QUADS;  // of a partial result
-constexpr u32 EMPTY = 0xffffffffu;  // a NaN that no arithmetic gives
 constexpr int SHARERS = 8;  // lanes that add up four channels of a head, some readers' each
-
-DEVICE float full_word(float x) { return __float_as_uint(x) == EMPTY ? __uint_as_float(0x7fffffffu) : x; }
-DEVICE bool is_full(float x) { return __float_as_uint(x) != EMPTY; }
-DEVICE bool is_full(float2 x) { return is_full(x.x) && is_full(x.y); }
-DEVICE bool is_full(float4 x) { return is_full(x.x) && is_full(x.y) && is_full(x.z) && is_full(x.w); }
-
-DEVICE void put(float4* to, float4 x) {
-    asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
-                 : "memory");
-}
-DEVICE void put(float2* to, float2 x) {
-    asm volatile("st.relaxed.gpu.global.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x.x), "f"(x.y) : "memory");
-}
-DEVICE void look(const float4* from, float4& x) {
-    asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-                 : "l"(from)
-                 : "memory");
-}
-DEVICE void look(const float2* from, float2& x) {
-    asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "l"(from) : "memory");
-}
-DEVICE void empty(float4* at) {
-    const float e = __uint_as_float(EMPTY);
-    put(at, make_float4(e, e, e, e));
-}
-DEVICE void empty(float2* at) { put(at, make_float2(__uint_as_float(EMPTY), __uint_as_float(EMPTY))); }
 
 // A block's share of an item is done: writes the result, or a partial one for the item's last readers. All readers. Says what
 // the worker owes.
@@ -125,8 +96,8 @@ DEVICE OwedMerge finish_segment(Shared& shared, const DecodeArgs& a, u32 row, u3
             out.store(a, head, channel, scaled(sum.v, 1.f / sum.l));
             continue;
         }
-        put(&own[e].v, make_float4(full_word(sum.v.x), full_word(sum.v.y), full_word(sum.v.z), full_word(sum.v.w)));
-        put(&own[e].ml, make_float2(full_word(shared.top[column_of(head)]), full_word(sum.l)));
+        hand_over(&own[e].v, sum.v);
+        hand_over(&own[e].ml, make_float2(shared.top[column_of(head)], sum.l));
     }
     // The last readers share the heads out among them, each as many as it has lanes for. All readers but the first begin with
     // the item, so whoever owes a merge owes it for the first item of its range.

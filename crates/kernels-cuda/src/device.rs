@@ -4,14 +4,13 @@
 //! [`Device::synchronize`], [`Device::download`] and the release of memory.
 
 use crate::error::{CudaError, Result};
-use crate::graph::{FIRST_PART, HostTimes, Profile, Recorded, Recorder};
+use crate::graph::{HostTimes, Profile, Recorded, Recorder, Turn};
 pub use crate::launch::{Function, KernelParams, LaunchShape};
 use crate::memory::{Buffer, Event};
 use cudarc::driver::sys::{self, CUresult};
 use std::ffi::{CStr, c_void};
 use std::ptr::null_mut;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
 
 /// What the kernels must know of a GPU.
 #[derive(Clone, Debug)]
@@ -146,7 +145,7 @@ impl Device {
         self.flush()?;
         let mut recorder = self.recorder();
         recorder.active = self.0.graphs || recorder.profile.is_some();
-        recorder.began = recorder.active.then(Instant::now);
+        recorder.begin();
         Ok(())
     }
 
@@ -155,7 +154,7 @@ impl Device {
         let mut recorder = self.recorder();
         recorder.active = false;
         let result = self.hand_over(&mut recorder);
-        (recorder.began, recorder.started) = (None, None);
+        recorder.end();
         result
     }
 
@@ -315,14 +314,21 @@ impl Device {
     /// Enqueues a kernel, or notes it while recording.
     pub fn launch<P: KernelParams>(&self, function: Function, shape: LaunchShape, params: &P) -> Result<()> {
         let mut recorder = self.recorder();
-        if recorder.active {
-            recorder.now.push(function, shape, bytemuck::bytes_of(params));
-            let first_part = recorder.began.is_some() && recorder.now.launches.len() == FIRST_PART;
-            return if first_part { self.hand_over(&mut recorder) } else { Ok(()) };
+        let turn = if recorder.active { recorder.next() } else { Turn::Now };
+        match turn {
+            Turn::Now => {
+                self.enter()?;
+                let launched = self.launch_now(function, shape, std::ptr::from_ref(params).cast());
+                if recorder.active {
+                    recorder.handed_over();
+                }
+                launched
+            }
+            Turn::Later | Turn::LastOfPart => {
+                recorder.now.push(function, shape, bytemuck::bytes_of(params));
+                if matches!(turn, Turn::LastOfPart) { self.hand_over(&mut recorder) } else { Ok(()) }
+            }
         }
-        drop(recorder);
-        self.enter()?;
-        self.launch_now(function, shape, std::ptr::from_ref(params).cast())
     }
 
     /// `params` points to the kernel's parameter struct.

@@ -3,8 +3,8 @@
 //! A decode step is a few hundred small launches whose parameters hardly ever change: addresses stay, positions and page
 //! ids live in device memory. While recording, [`Device::launch`](crate::Device::launch) only notes function, shape and
 //! parameters; when the step's result is wanted, a graph with exactly these launches is looked up, or made, and launched
-//! at once. Since the lookup compares everything, a graph can never be stale. The first few launches go as a graph of
-//! their own, so that the GPU has work while the host notes the rest.
+//! at once. Since the lookup compares everything, a graph can never be stale. The first few launches are made at once and
+//! some more go as a graph of their own, so that the GPU has work while the host notes the rest.
 
 use crate::device::{Function, LaunchShape};
 use crate::error::Result;
@@ -17,8 +17,21 @@ use std::time::{Duration, Instant};
 /// Graphs kept; the one unused for longest goes first.
 const MOST_GRAPHS: usize = 64;
 
+/// Launches of a step that are made at once: about a layer, which lasts longer than noting a few others takes.
+const AT_ONCE: usize = 8;
+
 /// Launches of a step's first graph: some layers, so that they last longer than noting the others takes.
-pub(crate) const FIRST_PART: usize = 24;
+const FIRST_PART: usize = 24;
+
+/// What is done with a launch.
+pub(crate) enum Turn {
+    /// Made at once.
+    Now,
+    /// Noted.
+    Later,
+    /// Noted, and then all that were noted are handed over.
+    LastOfPart,
+}
 
 /// A launch that was noted.
 #[derive(Clone, PartialEq)]
@@ -94,10 +107,12 @@ pub struct HostTimes {
 pub(crate) struct Recorder {
     pub active: bool,
     pub now: Recorded,
-    /// When the recording began, until its first part was handed over.
-    pub began: Option<Instant>,
-    /// When it was.
-    pub started: Option<Instant>,
+    /// Launches since the recording began.
+    launches: usize,
+    /// When the recording began, until the GPU had work.
+    began: Option<Instant>,
+    /// Until when it was given work.
+    started: Option<Instant>,
     pub times: HostTimes,
     graphs: Vec<Graph>,
     clock: u64,
@@ -106,6 +121,25 @@ pub(crate) struct Recorder {
 }
 
 impl Recorder {
+    pub fn begin(&mut self) {
+        self.launches = 0;
+        self.began = self.active.then(Instant::now);
+    }
+
+    pub fn end(&mut self) {
+        (self.began, self.started) = (None, None);
+    }
+
+    /// What becomes of the launch at hand. One by one they are timed, and all are noted.
+    pub fn next(&mut self) -> Turn {
+        self.launches += 1;
+        match (self.launches, &self.profile) {
+            (1..=AT_ONCE, None) => Turn::Now,
+            (launches, None) if launches == AT_ONCE + FIRST_PART => Turn::LastOfPart,
+            _ => Turn::Later,
+        }
+    }
+
     /// Counts the time of a hand-over that has just been made.
     pub fn handed_over(&mut self) {
         let now = Instant::now();

@@ -4,6 +4,7 @@ use super::CudaMatrix;
 use crate::device::{Device, Function, KernelParams, LaunchShape};
 use crate::error::{CudaError, Result};
 use crate::kernels::Kernels;
+use crate::memory::Buffer;
 use crate::sources::{SKINNY_GEMM, weight_defines};
 use oscar_backend::WeightFormat;
 use std::cmp::Reverse;
@@ -12,12 +13,31 @@ use std::ffi::CStr;
 /// Most rows the kernel takes.
 pub const MOST_ROWS: usize = 16;
 
+/// Bytes a block may hand another: `MOST_CELLS` of `skinny_gemm.cu`.
+const HANDED: usize = 1024 * 16;
+/// Every byte of what nobody has handed over yet.
+const EMPTY: u8 = 0xff;
+/// Chunks that even shares are multiples of.
+const GRAIN: usize = 4;
+/// What handing over costs, in tiles of a chunk read meanwhile: at the end of a product, and before whole units, when the
+/// next weights are on their way.
+const HANDOVER: [usize; 2] = [48, 12];
+
 /// A variant: rows it has room for, warps a block, tiles of 8 outputs in a unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SkinnyShape {
     pub rows: usize,
     pub warps: usize,
     pub tiles: usize,
+}
+
+/// How units are shared out among blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Shares {
+    /// Whole units.
+    Whole,
+    /// Whole units as far as all blocks have as many; equal shares of the rest, which begin and end inside of units.
+    Even,
 }
 
 #[repr(C)]
@@ -35,6 +55,13 @@ struct Params {
     add: u32,
     gated: u32,
     eps: f32,
+    rounds: u32,
+    remainder: u32,
+    grain: u32,
+    share: u32,
+    longer: u32,
+    unused: u32,
+    handed: u64,
 }
 
 // SAFETY: the struct of `skinny_gemm.cu`; `Skinny::enqueue` fills it with addresses of live matrices.
@@ -51,6 +78,7 @@ struct Pair {
 /// The variants that the GPU has room for, of kernels for weights in one format.
 pub struct Skinny {
     device: Device,
+    handed: Buffer,
     format: WeightFormat,
     pairs: Vec<Pair>,
 }
@@ -121,14 +149,20 @@ impl SkinnyShape {
         outputs.div_ceil(8 * self.tiles)
     }
 
-    /// Tiles that the busiest of so many blocks takes: what a product lasts.
-    fn longest(self, outputs: usize, blocks: usize) -> usize {
-        self.units(outputs).div_ceil(blocks) * self.tiles
+    /// What a product lasts: tiles of a chunk that the busiest of so many blocks takes, of units of so many chunks.
+    fn longest(self, shares: Shares, outputs: usize, chunks: usize, blocks: usize) -> usize {
+        let (units, unit) = (self.units(outputs), self.tiles * chunks);
+        let (rounds, remainder) = (units / blocks, units % blocks);
+        let longest_of_remainder = match shares {
+            Shares::Whole => unit * usize::from(remainder > 0),
+            Shares::Even => (remainder * unit).div_ceil(blocks) + HANDOVER[usize::from(rounds > 0)],
+        };
+        rounds * unit + longest_of_remainder
     }
 
     /// Room for the squares of a norm, which is not dynamic.
     fn fits(self, shared_memory: usize) -> bool {
-        self.shared() + self.warps * self.rows * 4 <= shared_memory
+        self.shared() + 2 * self.warps * self.rows * 4 <= shared_memory
     }
 }
 
@@ -143,7 +177,10 @@ impl Skinny {
             let function = |name| kernels.function(&SKINNY_GEMM, &defines, name, shape.shared());
             pairs.push(Pair { shape, plain: function(plain)?, normed: function(normed)? });
         }
-        Ok(Self { device: device.clone(), format, pairs })
+        let blocks = device.properties().multiprocessors as usize;
+        let handed = device.alloc(blocks * HANDED, "sums that blocks hand over")?;
+        device.fill(&handed, EMPTY)?;
+        Ok(Self { device: device.clone(), handed, format, pairs })
     }
 
     /// Does the kernel take this product?
@@ -153,12 +190,7 @@ impl Skinny {
 
     /// Does it take matrices of this shape?
     pub fn multiplies(format: WeightFormat, outputs: usize, inputs: usize) -> bool {
-        // `CHUNK` of `skinny_gemm.cu`.
-        let chunk = match format {
-            WeightFormat::Bf16 => 32,
-            WeightFormat::Fp8 => 64,
-        };
-        inputs.is_multiple_of(chunk) && outputs.is_multiple_of(8)
+        inputs.is_multiple_of(chunk(format)) && outputs.is_multiple_of(8)
     }
 
     /// Can [`SkinnyProduct::gated`] be asked of this matrix?
@@ -173,9 +205,14 @@ impl Skinny {
         self.pairs.iter().map(|p| p.shape).filter(move |s| s.rows == capacity)
     }
 
-    /// The variant that is used: the evenest share of the work, then the fewest passes over the inputs, then most warps.
-    pub fn choose(&self, rows: usize, outputs: usize, gated: bool) -> Option<SkinnyShape> {
-        choose(self.shapes(rows), outputs, gated, self.blocks())
+    /// The variant that is used, and how it shares: where the busiest block has least to do, then the fewest passes over
+    /// the inputs, then most warps.
+    pub fn choose(&self, matrix: &CudaMatrix, rows: usize, gated: bool) -> Option<(SkinnyShape, Shares)> {
+        choose(self.shapes(rows), matrix.outputs, self.chunks(matrix), gated, self.blocks())
+    }
+
+    fn chunks(&self, matrix: &CudaMatrix) -> usize {
+        matrix.inputs / chunk(self.format)
     }
 
     fn blocks(&self) -> usize {
@@ -183,15 +220,21 @@ impl Skinny {
     }
 
     pub fn enqueue(&self, matrix: &CudaMatrix, product: &SkinnyProduct) -> Result<()> {
-        let Some(shape) = self.choose(product.rows, matrix.outputs, product.gated) else {
+        let Some((shape, shares)) = self.choose(matrix, product.rows, product.gated) else {
             let detail = "the GPU has too little shared memory a block".into();
             return Err(CudaError::Shape { what: "a skinny product", detail });
         };
-        self.enqueue_as(shape, matrix, product)
+        self.enqueue_as(shape, shares, matrix, product)
     }
 
     /// [`Skinny::enqueue`] with a variant of [`Skinny::shapes`].
-    pub fn enqueue_as(&self, shape: SkinnyShape, matrix: &CudaMatrix, product: &SkinnyProduct) -> Result<()> {
+    pub fn enqueue_as(
+        &self,
+        shape: SkinnyShape,
+        shares: Shares,
+        matrix: &CudaMatrix,
+        product: &SkinnyProduct,
+    ) -> Result<()> {
         let Some(pair) = self.pairs.iter().find(|p| p.shape == shape) else {
             let detail = format!("{shape:?} is no variant of the kernel");
             return Err(CudaError::Shape { what: "a skinny product", detail });
@@ -201,6 +244,15 @@ impl Skinny {
             return Err(CudaError::Shape { what: "a skinny product", detail });
         }
         let (norm, eps) = product.norm.unwrap_or_default();
+        let (units, chunks) = (shape.units(matrix.outputs), self.chunks(matrix));
+        // No more blocks than can be there at the same time: they wait for one another.
+        let (blocks, grain) = match shares {
+            Shares::Whole => (units.min(self.blocks()), chunks),
+            // At least a chunk for every warp.
+            Shares::Even => ((units * chunks / shape.warps).clamp(1, self.blocks()), GRAIN),
+        };
+        let (rounds, remainder) = (units / blocks, units % blocks);
+        let grains = (remainder * chunks).div_ceil(grain);
         let params = Params {
             weights: matrix.weights.address(),
             scales: matrix.scales.as_ref().map_or(0, |s| s.address()),
@@ -214,23 +266,43 @@ impl Skinny {
             add: product.add as u32,
             gated: product.gated as u32,
             eps,
+            rounds: rounds as u32,
+            remainder: remainder as u32,
+            grain: grain as u32,
+            share: (grains / blocks) as u32,
+            longer: (grains % blocks) as u32,
+            unused: 0,
+            handed: self.handed.address(),
         };
-        let blocks = shape.units(matrix.outputs).min(self.blocks());
-        let launch = LaunchShape::new(blocks, shape.warps as u32 * 32).shared(shape.shared()).overlapping();
+        let launch = LaunchShape::new(blocks, shape.warps as u32 * 32)
+            .shared(shape.shared())
+            .overlapping();
         let function = if product.norm.is_some() { pair.normed } else { pair.plain };
         self.device.launch(function, launch, &params)
+    }
+}
+
+/// Inputs that a warp takes at a time: `CHUNK` of `skinny_gemm.cu`.
+fn chunk(format: WeightFormat) -> usize {
+    match format {
+        WeightFormat::Bf16 => 32,
+        WeightFormat::Fp8 => 64,
     }
 }
 
 fn choose(
     shapes: impl Iterator<Item = SkinnyShape>,
     outputs: usize,
+    chunks: usize,
     gated: bool,
     blocks: usize,
-) -> Option<SkinnyShape> {
+) -> Option<(SkinnyShape, Shares)> {
     shapes
         .filter(|s| !gated || s.tiles.is_multiple_of(2))
-        .min_by_key(|s| (s.longest(outputs, blocks), Reverse(s.tiles), Reverse(s.warps)))
+        .flat_map(|shape| [Shares::Whole, Shares::Even].map(|shares| (shape, shares)))
+        .min_by_key(|&(s, shares)| {
+            (s.longest(shares, outputs, chunks, blocks), Reverse(s.tiles), Reverse(s.warps), shares)
+        })
 }
 
 /// What is multiplied: `out ← x · wᵀ + bias`, with a norm before it and a gate behind it where asked. Addresses are of
@@ -264,7 +336,7 @@ mod tests {
             for (room, warps) in [(163 << 10, 16), (99 << 10, 8), (227 << 10, 16)] {
                 for rows in [8, MOST_ROWS] {
                     for gated in [false, true] {
-                        let chosen = choose(fitting(format, rows, room), 4096, gated, 128).unwrap();
+                        let (chosen, _) = choose(fitting(format, rows, room), 4096, 128, gated, 128).unwrap();
                         assert_eq!((chosen.warps, chosen.rows), (warps, rows), "{room} bytes");
                     }
                 }
@@ -284,19 +356,19 @@ mod tests {
     }
 
     #[test]
-    fn units_are_chosen_so_that_the_busiest_block_has_least_to_do() {
-        let chosen = |format, outputs, gated| {
-            let shape = choose(fitting(format, 8, 227 << 10), outputs, gated, 132).unwrap();
-            (shape.warps, shape.tiles)
+    fn units_and_shares_are_chosen_so_that_the_busiest_block_has_least_to_do() {
+        use Shares::{Even, Whole};
+        let chosen = |format, outputs, inputs: usize, gated| {
+            let chunks = inputs / chunk(format);
+            let (shape, shares) = choose(fitting(format, 8, 227 << 10), outputs, chunks, gated, 132).unwrap();
+            (shape.warps, shape.tiles, shares)
         };
-        // 128 units of 4 tiles; 256 of 3 in two rounds instead of 192 of 4; 107 of 3 instead of 80 of 4.
-        for format in [WeightFormat::Bf16, WeightFormat::Fp8] {
-            let tiles = [4096, 6144, 2560].map(|outputs| chosen(format, outputs, false));
-            assert_eq!(tiles, [(16, 4), (16, 3), (16, 3)]);
-        }
-        assert_eq!(chosen(WeightFormat::Bf16, 6144, true), (16, 4));
-        // Three rounds of 8 tiles are as long as six of 4, and read the inputs half as often.
-        assert_eq!(chosen(WeightFormat::Fp8, 24576, true), (8, 8));
-        assert_eq!(chosen(WeightFormat::Bf16, 24576, true), (16, 4));
+        let bf16 = |outputs, inputs, gated| chosen(WeightFormat::Bf16, outputs, inputs, gated);
+        // 128 units of 4 tiles for 132 blocks; 256 of 3 in two rounds instead of 192 of 4.
+        assert_eq!([bf16(4096, 4096, false), bf16(6144, 4096, false)], [(16, 4, Whole), (16, 3, Whole)]);
+        // 80 units would leave a third of the blocks idle; 768 in six rounds are 36 too few.
+        assert_eq!([bf16(2560, 9728, false), bf16(24576, 4096, true)], [(16, 4, Even), (16, 4, Even)]);
+        // Units of 8 tiles read the inputs half as often.
+        assert_eq!(chosen(WeightFormat::Fp8, 24576, 4096, true).1, 8);
     }
 }

@@ -123,14 +123,14 @@ fn named(name: &str, format: WeightFormat) -> String {
 
 fn products(gpu: &CudaBackend, format: WeightFormat, report: &mut Report) -> Result<()> {
     let mut numbers = Numbers::new(4);
-    // Some have more units of outputs than a GPU has multiprocessors, some fewer chunks than a block has warps; the kernels
-    // do not take all of them.
+    // Some have more units of outputs than a GPU has multiprocessors, some fewer chunks than a block has warps; of some units
+    // several blocks have a piece (few outputs and many inputs), or two; the kernels do not take all of them.
     let shapes: &[(usize, usize)] = match format {
         WeightFormat::Bf16 => {
-            &[(8, 32), (24, 64), (136, 96), (1152, 384), (256, 4096), (40, 1000), (8648, 160)]
+            &[(8, 32), (24, 64), (136, 96), (1152, 384), (256, 4096), (40, 1000), (8648, 160), (4672, 512)]
         }
         WeightFormat::Fp8 => {
-            &[(8, 64), (24, 128), (136, 192), (1152, 384), (256, 4096), (40, 1000), (8648, 192)]
+            &[(8, 64), (24, 128), (136, 192), (1152, 384), (256, 4096), (40, 1000), (8648, 192), (4672, 1024)]
         }
     };
     // More outputs than are expanded at a time.
@@ -195,8 +195,8 @@ fn fused_products(gpu: &CudaBackend, format: WeightFormat, report: &mut Report) 
     let mut numbers = Numbers::new(6);
     for rows in [1, 5, 8, 13, 16, 20] {
         let shapes = match format {
-            WeightFormat::Bf16 => [(64, 32), (192, 384), (1024, 2560), (96, 64), (8640, 160)],
-            WeightFormat::Fp8 => [(64, 64), (192, 384), (1024, 2560), (96, 128), (8640, 192)],
+            WeightFormat::Bf16 => [(64, 32), (192, 384), (1024, 2560), (96, 64), (8640, 160), (4672, 512)],
+            WeightFormat::Fp8 => [(64, 64), (192, 384), (1024, 2560), (96, 128), (8640, 192), (4672, 1024)],
         };
         for (outputs, inputs) in shapes {
             let values = numbers.vector(rows * inputs);
