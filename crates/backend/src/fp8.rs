@@ -72,27 +72,28 @@ pub struct Fp8Matrix {
 }
 
 impl Fp8Matrix {
-    /// The nearest codes under scales that give the largest weight of each block the largest code.
+    /// The nearest codes under scales that give the largest weight of each block the largest code. Takes all cores: models
+    /// are quantized while someone waits for them.
     pub fn quantize(weights: &[f32], outputs: usize, inputs: usize) -> Self {
         assert_eq!(weights.len(), outputs * inputs, "weights of {outputs} × {inputs}");
-        let columns = fp8_blocks(inputs);
-        let mut scales = vec![0f32; fp8_blocks(outputs) * columns];
-        for (output, row) in weights.chunks_exact(inputs).enumerate() {
-            let scales = &mut scales[output / FP8_BLOCK * columns..][..columns];
-            for (block, scale) in row.chunks(FP8_BLOCK).zip(scales) {
-                *scale = block.iter().fold(*scale, |largest, w| largest.max(w.abs()));
+        let (band, columns) = (FP8_BLOCK * inputs, fp8_blocks(inputs));
+        let mut matrix =
+            Self { codes: vec![0; weights.len()], scales: vec![0.0; fp8_blocks(outputs) * columns] };
+        let threads = std::thread::available_parallelism().map_or(1, usize::from);
+        let bands = fp8_blocks(outputs).div_ceil(threads).max(1);
+        std::thread::scope(|scope| {
+            let codes = matrix.codes.chunks_mut((bands * band).max(1));
+            let scales = matrix.scales.chunks_mut((bands * columns).max(1));
+            for ((weights, codes), scales) in weights.chunks((bands * band).max(1)).zip(codes).zip(scales) {
+                scope.spawn(move || {
+                    let bands =
+                        weights.chunks(band).zip(codes.chunks_mut(band)).zip(scales.chunks_mut(columns));
+                    bands
+                        .for_each(|((weights, codes), scales)| quantize_band(weights, inputs, codes, scales));
+                });
             }
-        }
-        // A block of zeros has any scale.
-        scales.iter_mut().for_each(|s| *s = if *s > 0.0 { *s / fp8::MAX } else { 1.0 });
-        let mut codes = Vec::with_capacity(weights.len());
-        for (output, row) in weights.chunks_exact(inputs).enumerate() {
-            let scales = &scales[output / FP8_BLOCK * columns..][..columns];
-            for (block, scale) in row.chunks(FP8_BLOCK).zip(scales) {
-                codes.extend(block.iter().map(|w| fp8::encode(w / scale)));
-            }
-        }
-        Self { codes, scales }
+        });
+        matrix
     }
 
     pub fn blocks(&self) -> Fp8Blocks<'_> {
@@ -102,6 +103,22 @@ impl Fp8Matrix {
     /// As a backend takes it.
     pub fn host(&self, outputs: usize, inputs: usize) -> HostMatrix<'_> {
         HostMatrix { outputs, inputs, values: HostValues::Fp8(self.blocks()), bias: None }
+    }
+}
+
+/// Up to 128 outputs: one row of blocks.
+fn quantize_band(weights: &[f32], inputs: usize, codes: &mut [u8], scales: &mut [f32]) {
+    for row in weights.chunks_exact(inputs) {
+        for (block, scale) in row.chunks(FP8_BLOCK).zip(&mut *scales) {
+            *scale = block.iter().fold(*scale, |largest, w| largest.max(w.abs()));
+        }
+    }
+    // A block of zeros has any scale.
+    scales.iter_mut().for_each(|s| *s = if *s > 0.0 { *s / fp8::MAX } else { 1.0 });
+    for (row, codes) in weights.chunks_exact(inputs).zip(codes.chunks_exact_mut(inputs)) {
+        for ((block, codes), scale) in row.chunks(FP8_BLOCK).zip(codes.chunks_mut(FP8_BLOCK)).zip(&*scales) {
+            codes.iter_mut().zip(block).for_each(|(code, w)| *code = fp8::encode(w / scale));
+        }
     }
 }
 

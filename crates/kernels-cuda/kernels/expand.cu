@@ -7,7 +7,7 @@ struct ExpandParams {
     u16* out;             // BF16 [count][inputs]
     u32 first;            // output where the panel begins
     u32 count;            // outputs of the panel
-    u32 inputs;           // a multiple of 16
+    u32 inputs;           // a multiple of 8
     u32 columns;
 };
 
@@ -20,24 +20,17 @@ extern "C" __global__ void expand_fp8(ExpandParams p) {
     allow_next_kernel();
     // The panel before this one may still be read.
     wait_for_previous_kernel();
-    const u32 words = p.inputs / 16;  // of sixteen codes, which never straddle a block
+    const u32 eights = p.inputs / 8;  // of codes, which never straddle a block
     for (u32 row = blockIdx.x; row < p.count; row += gridDim.x) {
         const u32 output = p.first + row;
-        const uint4* codes = (const uint4*)p.codes + (u64)output * words;
+        const uint2* codes = (const uint2*)p.codes + (u64)output * eights;
         const float* scales = p.scales + output / FP8_BLOCK * p.columns;
-        uint4* to = (uint4*)p.out + (u64)row * words * 2;
-        for (u32 column = threadIdx.x; column < words; column += blockDim.x) {
-            const uint4 v = codes[column];
-            const float scale = scales[column * 16 / FP8_BLOCK];
-            const u32 word[4] = {v.x, v.y, v.z, v.w};
-            u32 out[8];
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                out[2 * j] = scaled_pair(fp8_first_pair(word[j]), scale);
-                out[2 * j + 1] = scaled_pair(fp8_second_pair(word[j]), scale);
-            }
-            to[2 * column] = make_uint4(out[0], out[1], out[2], out[3]);
-            to[2 * column + 1] = make_uint4(out[4], out[5], out[6], out[7]);
+        uint4* to = (uint4*)p.out + (u64)row * eights;
+        for (u32 column = threadIdx.x; column < eights; column += blockDim.x) {
+            const uint2 v = codes[column];
+            const float scale = scales[column * 8 / FP8_BLOCK];
+            to[column] = make_uint4(scaled_pair(fp8_first_pair(v.x), scale), scaled_pair(fp8_second_pair(v.x), scale),
+                                    scaled_pair(fp8_first_pair(v.y), scale), scaled_pair(fp8_second_pair(v.y), scale));
         }
     }
 }

@@ -163,7 +163,7 @@ impl Weights {
             (true, _) => format!("{} (activations are not quantized)", kept.join(", ")),
             (false, _) => format!("{}, expanded to BF16 on this device", kept.join(", ")),
         };
-        let why = if rotated { " (the value rotation is folded into qkv and output)" } else { "" };
+        let why = if rotated { " (the value rotation is folded into attention's)" } else { "" };
         let rest = match expanded.is_empty() {
             true => String::new(),
             false if kept.is_empty() => why.to_owned(),

@@ -5,6 +5,7 @@ mod calibration;
 mod clients;
 mod commands;
 mod evaluation;
+mod fp8;
 mod python;
 #[cfg(unix)]
 mod reports;

@@ -149,9 +149,23 @@ impl SkinnyShape {
         outputs.div_ceil(8 * self.tiles)
     }
 
-    /// What a product lasts: tiles of a chunk that the busiest of so many blocks takes, of units of so many chunks.
-    fn longest(self, shares: Shares, outputs: usize, chunks: usize, blocks: usize) -> usize {
-        let (units, unit) = (self.units(outputs), self.tiles * chunks);
+    /// What a product lasts, in tiles of a chunk: what the busiest of so many blocks reads of weights, of units of so many
+    /// chunks, and its passes over the inputs.
+    fn duration(
+        self,
+        format: WeightFormat,
+        shares: Shares,
+        outputs: usize,
+        chunks: usize,
+        blocks: usize,
+    ) -> usize {
+        // Bringing and splitting the inputs is hidden behind BF16 weights; behind FP8, which come in half the time, it is not
+        // (H200, matrices of Qwen3-8B).
+        let pass = match format {
+            WeightFormat::Bf16 => 0,
+            WeightFormat::Fp8 => 3,
+        };
+        let (units, unit) = (self.units(outputs), (self.tiles + pass) * chunks);
         let (rounds, remainder) = (units / blocks, units % blocks);
         let longest_of_remainder = match shares {
             Shares::Whole => unit * usize::from(remainder > 0),
@@ -205,10 +219,10 @@ impl Skinny {
         self.pairs.iter().map(|p| p.shape).filter(move |s| s.rows == capacity)
     }
 
-    /// The variant that is used, and how it shares: where the busiest block has least to do, then the fewest passes over
-    /// the inputs, then most warps.
+    /// The variant that is used, and how it shares: what is done first, by what it reads of weights and inputs; then most
+    /// warps.
     pub fn choose(&self, matrix: &CudaMatrix, rows: usize, gated: bool) -> Option<(SkinnyShape, Shares)> {
-        choose(self.shapes(rows), matrix.outputs, self.chunks(matrix), gated, self.blocks())
+        choose(self.format, self.shapes(rows), matrix.outputs, self.chunks(matrix), gated, self.blocks())
     }
 
     fn chunks(&self, matrix: &CudaMatrix) -> usize {
@@ -274,9 +288,7 @@ impl Skinny {
             unused: 0,
             handed: self.handed.address(),
         };
-        let launch = LaunchShape::new(blocks, shape.warps as u32 * 32)
-            .shared(shape.shared())
-            .overlapping();
+        let launch = LaunchShape::new(blocks, shape.warps as u32 * 32).shared(shape.shared()).overlapping();
         let function = if product.norm.is_some() { pair.normed } else { pair.plain };
         self.device.launch(function, launch, &params)
     }
@@ -291,6 +303,7 @@ fn chunk(format: WeightFormat) -> usize {
 }
 
 fn choose(
+    format: WeightFormat,
     shapes: impl Iterator<Item = SkinnyShape>,
     outputs: usize,
     chunks: usize,
@@ -301,7 +314,7 @@ fn choose(
         .filter(|s| !gated || s.tiles.is_multiple_of(2))
         .flat_map(|shape| [Shares::Whole, Shares::Even].map(|shares| (shape, shares)))
         .min_by_key(|&(s, shares)| {
-            (s.longest(shares, outputs, chunks, blocks), Reverse(s.tiles), Reverse(s.warps), shares)
+            (s.duration(format, shares, outputs, chunks, blocks), Reverse(s.tiles), Reverse(s.warps), shares)
         })
 }
 
@@ -336,7 +349,8 @@ mod tests {
             for (room, warps) in [(163 << 10, 16), (99 << 10, 8), (227 << 10, 16)] {
                 for rows in [8, MOST_ROWS] {
                     for gated in [false, true] {
-                        let (chosen, _) = choose(fitting(format, rows, room), 4096, 128, gated, 128).unwrap();
+                        let (chosen, _) =
+                            choose(format, fitting(format, rows, room), 4096, 128, gated, 128).unwrap();
                         assert_eq!((chosen.warps, chosen.rows), (warps, rows), "{room} bytes");
                     }
                 }
@@ -359,16 +373,18 @@ mod tests {
     fn units_and_shares_are_chosen_so_that_the_busiest_block_has_least_to_do() {
         use Shares::{Even, Whole};
         let chosen = |format, outputs, inputs: usize, gated| {
-            let chunks = inputs / chunk(format);
-            let (shape, shares) = choose(fitting(format, 8, 227 << 10), outputs, chunks, gated, 132).unwrap();
+            let shapes = fitting(format, 8, 227 << 10);
+            let (shape, shares) =
+                choose(format, shapes, outputs, inputs / chunk(format), gated, 132).unwrap();
             (shape.warps, shape.tiles, shares)
         };
         let bf16 = |outputs, inputs, gated| chosen(WeightFormat::Bf16, outputs, inputs, gated);
         // 128 units of 4 tiles for 132 blocks; 256 of 3 in two rounds instead of 192 of 4.
         assert_eq!([bf16(4096, 4096, false), bf16(6144, 4096, false)], [(16, 4, Whole), (16, 3, Whole)]);
-        // 80 units would leave a third of the blocks idle; 768 in six rounds are 36 too few.
+        // 80 units would leave a third of the blocks idle; 768 in six rounds are 24 too few.
         assert_eq!([bf16(2560, 9728, false), bf16(24576, 4096, true)], [(16, 4, Even), (16, 4, Even)]);
-        // Units of 8 tiles read the inputs half as often.
-        assert_eq!(chosen(WeightFormat::Fp8, 24576, 4096, true).1, 8);
+        // Passes over the inputs count.
+        let fp8 = |outputs, inputs, gated| chosen(WeightFormat::Fp8, outputs, inputs, gated).1;
+        assert_eq!([fp8(4096, 4096, false), fp8(6144, 4096, false), fp8(24576, 4096, true)], [4, 8, 8]);
     }
 }
