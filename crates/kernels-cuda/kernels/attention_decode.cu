@@ -86,9 +86,10 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, BLOCKS) decode_attent
         // Needed at the segment's end.
         uint4 readers = {};
         if (threadIdx.x == 0) readers = __ldcg((const uint4*)a.plan.item(item));
+        put_units(shared, g.head.value_bits);
+        QueryRows rows(a, row, head, lane, warp);
         if (first) wait_for_previous_kernel();
-        QueryRows rows;
-        rows.load(a, row, head, lane, warp);
+        rows.load();
         float down = prepare_query(shared, a, rows, readers, g.head.key_bits, g.head.value_bits);
         state.clear();
         read_near(state, ring, shared, lane, warp);

@@ -2,35 +2,58 @@
 #pragma once
 #include "decode_block.cuh"
 
-// An item's query heads, spread over the block: fragment f of warp f mod WARPS.
+// Before a block knows its query: factors between the results' units, which the head's widths determine. All readers.
+DEVICE void put_units(Shared& shared, u32 value_bits) {
+    const int tid = threadIdx.x;
+    if (tid < 2 * STEPS) {
+        int exponent = plane_exponent(value_bits, tid / 2, tid & 1);
+        (&shared.to_codes[0].x)[tid] = __uint_as_float((u32)(127 - 24 + exponent) << 23);
+        (&shared.from_codes[0].x)[tid] = __uint_as_float((u32)(127 + 24 - exponent) << 23);
+    }
+}
+
+// An item's query heads, spread over the block: fragment f of warp f mod WARPS. Where they lie is worked out ahead of the
+// wait for them.
 struct QueryRows {
     static constexpr int FRAGMENTS = QUERY_TILES * STEPS, ROUNDS = (FRAGMENTS + WARPS - 1) / WARPS;
+    const float* from[ROUNDS];  // null: zeros
     float2 v[ROUNDS][2];
 
-    DEVICE void load(const DecodeArgs& a, u32 row, u32 head_index, int lane, int warp) {
+    DEVICE QueryRows(const DecodeArgs& a, u32 row, u32 head_index, int lane, int warp) {
         const float* rows = a.queries + ((u64)row * a.kv_heads + head_index) * a.group * HEAD_DIM;
 #pragma unroll
         for (int k = 0; k < ROUNDS; k++) {
             int f = warp + k * WARPS, column = f / STEPS * 8 + (lane >> 2), channel = f % STEPS * 16 + (lane & 3) * 2;
             int head = head_of(column);
-            bool used = f < FRAGMENTS && head < a.group;
+            from[k] = f < FRAGMENTS && head < a.group ? rows + head * HEAD_DIM + channel : nullptr;
+            asm volatile("" : "+l"(from[k]));  // now, not behind the wait
+        }
+#if SPLIT_QUERY
+        const int job = split_job(warp), head = 4 * (job / PLANES) + (lane >> 3);
+        const bool makes = job < SPLIT_QUERY * PLANES && head < a.group;
+        split_from = makes ? rows + head * HEAD_DIM + 16 * (job % PLANES) + 2 * (lane & 3) : nullptr;
+        asm volatile("" : "+l"(split_from));
+#endif
+    }
+
+    DEVICE void load() {
+#pragma unroll
+        for (int k = 0; k < ROUNDS; k++)
 #pragma unroll
             for (int b = 0; b < 2; b++) {
                 v[k][b] = make_float2(0.f, 0.f);
-                if (used) v[k][b] = *(const float2*)(rows + head * HEAD_DIM + channel + 8 * b);
+                if (from[k]) v[k][b] = *(const float2*)(from[k] + 8 * b);
             }
-        }
 #if SPLIT_QUERY
-        const int job = split_job(warp), plane = job % PLANES, head = 4 * (job / PLANES) + (lane >> 3);
 #pragma unroll
         for (int k = 0; k < 4; k++) {
             split[k] = make_float2(0.f, 0.f);
-            if (job < SPLIT_QUERY * PLANES && head < a.group)
-                split[k] = *(const float2*)(rows + head * HEAD_DIM + 16 * (4 * (k & 1) + plane) + 2 * (lane & 3) + 8 * (k >> 1));
+            if (split_from) split[k] = *(const float2*)(split_from + 64 * (k & 1) + 8 * (k >> 1));
         }
 #endif
     }
 #if SPLIT_QUERY
+    const float* split_from;
     float2 split[4];  // by step (k & 1) and half (k >> 1)
 
     static_assert(WARPS >= SPLIT_QUERY * PLANES, "a warp for each plane of four heads");
@@ -41,7 +64,8 @@ struct QueryRows {
     DEVICE void put_split(Shared& shared, float scale, float step, int lane, int warp) const {
         const int job = split_job(warp), plane = job % PLANES;
         if (job >= SPLIT_QUERY * PLANES) return;
-        const float plane_step = plane & 1 ? 4.f * step : step, inverse = scale / plane_step;
+        // Any step does that is the same here and where sums are taken back.
+        const float plane_step = plane & 1 ? 4.f * step : step, inverse = __fdividef(scale, plane_step);
         u32 b[2] = {0, 0};
         float sum = 0.f;
 #pragma unroll
@@ -66,11 +90,6 @@ struct QueryRows {
 DEVICE float prepare_query(Shared& shared, const DecodeArgs& a, QueryRows& rows, const uint4& readers, u32 key_bits, u32 value_bits) {
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
     constexpr int FRAGMENTS = QueryRows::FRAGMENTS, ROUNDS = QueryRows::ROUNDS;
-    if (tid < 2 * STEPS) {
-        int exponent = plane_exponent(value_bits, tid / 2, tid & 1);
-        (&shared.to_codes[0].x)[tid] = __uint_as_float((u32)(127 - 24 + exponent) << 23);
-        (&shared.from_codes[0].x)[tid] = __uint_as_float((u32)(127 + 24 - exponent) << 23);
-    }
     auto& v = rows.v;
     float largest = 0.f;
 #pragma unroll
@@ -87,7 +106,7 @@ DEVICE float prepare_query(Shared& shared, const DecodeArgs& a, QueryRows& rows,
     sync_readers();
     largest = largest_of_lanes(lane < WARPS ? shared.largest[lane] : 0.f);
 #if SPLIT_QUERY
-    const float step = largest > 0.f ? largest / SPLIT_RANGE : 1.f;
+    const float step = largest > 0.f ? largest * (1.f / SPLIT_RANGE) : 1.f;
     const bool split = key_bits == 2 && value_bits == 2;
     if (split) rows.put_split(shared, a.scale, step, lane, warp);
     if (tid == 0) shared.split_step = step;
@@ -102,25 +121,29 @@ DEVICE float prepare_query(Shared& shared, const DecodeArgs& a, QueryRows& rows,
 #pragma unroll
     for (int k = 0; k < ROUNDS; k++) {
         int f = warp + k * WARPS, j = f % STEPS;
-        if (f < FRAGMENTS) {
-            u32 high[2], low[2], coded[2];
-            float sum = 0.f;
+        if (f >= FRAGMENTS) continue;
+        u32 high[2], low[2];
 #pragma unroll
-            for (int b = 0; b < 2; b++) {
-                float x = v[k][b].x, y = v[k][b].y;
-                high[b] = pack_bf16(x, y);
-                low[b] = pack_bf16(x - low_bf16(high[b]), y - high_bf16(high[b]));
-                int exponent = plane_exponent(key_bits, j, b);
-                float down = __uint_as_float((u32)(127 - exponent) << 23), back = __uint_as_float((u32)(127 + exponent) << 23);
-                coded[b] = pack_f16(x * up * down, y * up * down);
-                sum += (low_f16(coded[b]) + high_f16(coded[b])) * back;
-            }
-            shared.near_query[f * 32 + lane] = make_uint4(high[0], high[1], low[0], low[1]);
-            sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-            sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-            if (!split) shared.coded_query[f * 32 + lane] = make_uint2(coded[0], coded[1]);
-            if (!split && (lane & 3) == 0) shared.query_sums[f][lane >> 2] = sum;
+        for (int b = 0; b < 2; b++) {
+            float x = v[k][b].x, y = v[k][b].y;
+            high[b] = pack_bf16(x, y);
+            low[b] = pack_bf16(x - low_bf16(high[b]), y - high_bf16(high[b]));
         }
+        shared.near_query[f * 32 + lane] = make_uint4(high[0], high[1], low[0], low[1]);
+        if (split) continue;
+        u32 coded[2];
+        float sum = 0.f;
+#pragma unroll
+        for (int b = 0; b < 2; b++) {
+            int exponent = plane_exponent(key_bits, j, b);
+            float down = __uint_as_float((u32)(127 - exponent) << 23), back = __uint_as_float((u32)(127 + exponent) << 23);
+            coded[b] = pack_f16(v[k][b].x * up * down, v[k][b].y * up * down);
+            sum += (low_f16(coded[b]) + high_f16(coded[b])) * back;
+        }
+        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+        shared.coded_query[f * 32 + lane] = make_uint2(coded[0], coded[1]);
+        if ((lane & 3) == 0) shared.query_sums[f][lane >> 2] = sum;
     }
     sync_readers();
     return 1.f / up;

@@ -1,13 +1,9 @@
 // Few rows times a large matrix: out[row][n] = sum_k x[row][k] * w[n][k], which is reading w once.
 //
 // A block takes a multiprocessor for itself and works through units of 8 * TILES outputs, so that there are as many blocks as
-// multiprocessors and weights flow without a break: each lane copies its 16 bytes of a chunk into a slot of shared memory that
+// multiprocessors, each with as much to do as any other, and weights flow without a break: each lane copies its 16 bytes of a chunk into a slot of shared memory that
 // it alone reads, a few chunks ahead, over the end of a unit into the next, and, before anything else, ahead of the wait for
 // the kernel that makes x. (Slots instead of registers: a warp has too few scoreboards to wait for one of many loads.)
-//
-// Each block takes as many whole units as the next one. What remains is shared out evenly where that pays: a share then begins
-// and ends inside of units. The block that has a unit's beginning finishes it; the others hand it their sums (handover.cuh).
-// Remainders come first, so that waiting for one another is not waited for at the end.
 //
 // Warps share the inner dimension; their sums are added in a fixed order. Weights are the right operand of mma.m16n8k16: a
 // lane's 16 bytes are eight consecutive k of one output, which the products take in an order of their own, the same on both
@@ -20,7 +16,6 @@
 // With FP8 defined weights are FP8 (`fp8.cuh`): a lane's 16 bytes are sixteen k, become BF16 between slot and product, and a
 // chunk, which lies in one block, has sums of its own that its blocks' scales multiply. Everything else is the same.
 #include "fp8.cuh"
-#include "handover.cuh"
 
 struct SkinnyParams {
     const u8* weights;   // [outputs][inputs]: BF16, or arranged FP8
@@ -35,14 +30,7 @@ struct SkinnyParams {
     u32 add;             // to what `out` holds
     u32 gated;           // outputs are [gate | up] and out = silu(gate) * up
     float eps;           // of the norm
-    u32 rounds;          // whole units of every block, after the remainder
-    u32 remainder;       // units that are shared out, the first ones
-    u32 grain;           // such shares begin and end at multiples of so many chunks
-    u32 share, longer;   // grains of a share; the first `longer` have one more
-    float4* handed;      // [blocks][MOST_CELLS], EMPTY before and after every launch
 };
-
-constexpr u32 MOST_CELLS = 1024;  // outputs of a unit, for all rows
 
 #ifdef FP8
 constexpr u32 VALUES = 16;  // that a lane takes at a time: 16 bytes
@@ -133,42 +121,6 @@ DEVICE u32 tile_output(const SkinnyParams& p, int n) {
     return p.gated && n >= HALF ? p.outputs / 2 + (n - HALF) * 8 : n * 8;
 }
 
-// The pieces of units that a block's share consists of: chunks begin..end of a unit.
-struct Share {
-    const u32 chunks;  // of a unit
-    u32 left, rounds;  // chunks of the remainder from this piece on, and whole units behind them
-    u32 unit, begin, end;
-
-    DEVICE explicit Share(const SkinnyParams& p) : chunks(p.inputs / CHUNK), rounds(p.rounds) {
-        const u32 first = first_chunk(p, blockIdx.x);
-        left = first_chunk(p, blockIdx.x + 1) - first;
-        if (left > 0) {
-            // Divisions are slow, and the first copies wait for this.
-            unit = p.grain == chunks ? first_grain(p, blockIdx.x) : first / chunks;
-            begin = first - unit * chunks;
-            end = min(chunks, begin + left);
-        } else {
-            whole_unit(p.remainder + blockIdx.x);
-        }
-    }
-    DEVICE static u32 first_grain(const SkinnyParams& p, u32 block) { return block * p.share + min(block, p.longer); }
-    DEVICE static u32 first_chunk(const SkinnyParams& p, u32 block) {
-        return min(p.remainder * (p.inputs / CHUNK), first_grain(p, block) * p.grain);
-    }
-    DEVICE void whole_unit(u32 at) { unit = at, begin = 0, end = chunks; }
-    DEVICE bool any() const { return left + rounds > 0; }
-    DEVICE void next(const SkinnyParams& p) {
-        if (left > 0) {
-            left -= end - begin;
-            if (left == 0) return whole_unit(p.remainder + blockIdx.x);
-            unit++, begin = 0, end = min(chunks, left);
-        } else {
-            rounds--;
-            unit += gridDim.x;
-        }
-    }
-};
-
 // Where a lane's copies have got to.
 template <int WARPS, int TILES>
 struct Copies {
@@ -176,22 +128,22 @@ struct Copies {
     static constexpr u32 SLOT = WARPS * TILES * 512;
 
     const SkinnyParams& p;
-    const u32 unit_outputs;
-    const u32 ring;  // shared address of the lane's first slot
-    Share share;
-    u32 chunk, slot;
+    const u32 unit_outputs, units, chunks;  // `chunks`: of this warp, in each unit
+    const u32 ring;                         // shared address of the lane's first slot
+    u32 unit, chunk, slot;
     const u8* from;
     u32 tile_offset[TILES];
 
-    DEVICE Copies(const SkinnyParams& p, const Share& share, u32 unit_outputs, u32 ring)
-        : p(p), unit_outputs(unit_outputs), ring(ring), share(share), slot(0) {
-        begin_piece();
+    DEVICE Copies(const SkinnyParams& p, u32 unit_outputs, u32 units, u32 chunks, u32 ring)
+        : p(p), unit_outputs(unit_outputs), units(units), chunks(chunks), ring(ring), unit(blockIdx.x), chunk(0), slot(0) {
+        if (chunks == 0) unit = units;
+        begin_unit();
     }
 
-    DEVICE void begin_piece() {
-        const u32 lane = threadIdx.x & 31, first = share.unit * unit_outputs;
-        chunk = share.begin + (threadIdx.x >> 5);
-        from = p.weights + ((u64)(first + (lane >> 2)) * p.inputs + chunk * CHUNK + (lane & 3) * VALUES) * ELEMENT;
+    DEVICE void begin_unit() {
+        if (unit >= units) return;
+        const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, first = unit * unit_outputs;
+        from = p.weights + ((u64)(first + (lane >> 2)) * p.inputs + warp * CHUNK + (lane & 3) * VALUES) * ELEMENT;
 #pragma unroll
         for (int n = 0; n < TILES; n++) {
             const u32 output = tile_output<TILES>(p, n);
@@ -200,18 +152,15 @@ struct Copies {
         }
     }
 
-    // Begins the copies of the warp's next chunk, if it has one in this round of the warps.
+    // Begins the copies of the next chunk, if there is one.
     DEVICE void begin_next() {
-        if (share.any()) {
-            if (chunk < share.end) {
+        if (unit < units) {
 #pragma unroll
-                for (int n = 0; n < TILES; n++) copy_16_bytes(ring + slot * SLOT + n * 512, from + tile_offset[n]);
-            }
+            for (int n = 0; n < TILES; n++) copy_16_bytes(ring + slot * SLOT + n * 512, from + tile_offset[n]);
             from += WARPS * CHUNK * ELEMENT;
-            chunk += WARPS;
-            if (chunk - (threadIdx.x >> 5) >= share.end) {
-                share.next(p);
-                begin_piece();
+            if (++chunk == chunks) {
+                chunk = 0, unit += gridDim.x;
+                begin_unit();
             }
         }
         close_copies();
@@ -226,23 +175,25 @@ DEVICE void skinny(const SkinnyParams& p) {
     // Inputs are loaded a chunk ahead where registers allow it.
     constexpr bool AHEAD = ROW_TILES * EIGHTS * WARPS <= 32;
     using LaneCopies = Copies<WARPS, TILES>;
-    extern __shared__ u8 memory[];  // slots, then two pieces' sums, f32 [buffer][warp][row tile][tile][8 rows][8 outputs]
+    extern __shared__ u8 memory[];  // slots, then two units' sums, f32 [unit & 1][warp][row tile][tile][8 rows][8 outputs]
     float* partial = (float*)(memory + SLOTS * LaneCopies::SLOT);
-    __shared__ float squares[2][WARPS][ROW_TILES * 8];
+    __shared__ float squares[WARPS][ROW_TILES * 8];
     const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+    const u32 all_chunks = p.inputs / CHUNK, chunks = all_chunks > warp ? (all_chunks - warp + WARPS - 1) / WARPS : 0;
     const u32 tiles = p.gated ? HALF : TILES, width = p.gated ? p.outputs / 2 : p.outputs;
+    const u32 units = (width + 8 * tiles - 1) / (8 * tiles);
     allow_next_kernel();
-    Share share(p);
-    LaneCopies copies(p, share, 8 * tiles, shared_address(memory) + warp * (TILES * 512) + lane * 16);
-#pragma unroll 1
+    LaneCopies copies(p, 8 * tiles, units, chunks, shared_address(memory) + warp * (TILES * 512) + lane * 16);
+#pragma unroll
     for (int i = 0; i < SLOTS - 1; i++) copies.begin_next();
     // Weights never change; everything below does.
     wait_for_previous_kernel();
     Eight x[ROW_TILES][EIGHTS], weight[EIGHTS];
+    float square[ROW_TILES] = {};
     auto load_inputs = [&](u32 chunk) {
 #pragma unroll
         for (int e = 0; e < EIGHTS; e++) {
-            const u32 k = chunk * CHUNK + t * VALUES + e * 8;
+            const u32 k = (chunk * WARPS + warp) * CHUNK + t * VALUES + e * 8;
 #pragma unroll
             for (int m = 0; m < ROW_TILES; m++) {
                 if (m * 8 + g < p.rows) x[m][e].load(p.x + (u64)(m * 8 + g) * p.inputs + k);
@@ -251,12 +202,9 @@ DEVICE void skinny(const SkinnyParams& p) {
             if (NORM) weight[e].load(p.norm + k);
         }
     };
-    // All pieces but the first begin with chunk 0.
-    const u32 first_of_next = warp < share.chunks ? warp : 0;
-    if (AHEAD) load_inputs(share.begin + warp < share.end ? share.begin + warp : first_of_next);
+    if (AHEAD && chunks > 0) load_inputs(0);
     // The outputs of a unit that this thread adds up: row, place in the unit and place in a warp's sums.
     constexpr int MINE = (CELLS + 32 * WARPS - 1) / (32 * WARPS);
-    static_assert(MINE * 32 * WARPS <= MOST_CELLS, "room to hand over");
     u32 row[MINE], place[MINE], cell[MINE];
 #pragma unroll
     for (int j = 0; j < MINE; j++) {
@@ -265,24 +213,16 @@ DEVICE void skinny(const SkinnyParams& p) {
         place[j] = tile * 8 + (i & 7);
         cell[j] = ((m * TILES + tile) * 8 + within) * 8 + (i & 7);
     }
-    auto handed_by = [&](u32 block, int j) { return p.handed + (u64)block * MOST_CELLS + j * 32 * WARPS + threadIdx.x; };
     u32 slot = 0, buffer = 0;
-    bool scale_known = false;  // `squares[scale_buffer]` are of all inputs
-    u32 scale_buffer = 0;
-    for (; share.any(); share.next(p), buffer ^= 1) {
-        const u32 unit = share.unit;
-        const bool begins = share.begin == 0, whole = begins && share.end == share.chunks;
+    for (u32 unit = blockIdx.x; unit < units; unit += gridDim.x, buffer ^= 1) {
         float sum[ROW_TILES][TILES][4] = {};
-        float square[ROW_TILES] = {};
         float held[MINE];
         float* out[MINE];
-        float4 early[MINE];
 #pragma unroll
         for (int j = 0; j < MINE; j++) {
             const u32 output = unit * tiles * 8 + place[j];
             out[j] = row[j] < p.rows && output < width ? p.out + (u64)row[j] * width + output : nullptr;
-            held[j] = p.add && begins && out[j] ? *out[j] : 0.0f;
-            if (begins && !whole && out[j]) look(handed_by(blockIdx.x + 1, j), early[j]);
+            held[j] = p.add && out[j] ? *out[j] : 0.0f;
         }
 #ifdef FP8
         const u32 scale_columns = (p.inputs + FP8_BLOCK - 1) / FP8_BLOCK;
@@ -294,34 +234,31 @@ DEVICE void skinny(const SkinnyParams& p) {
         }
 #endif
 #pragma unroll 1
-        for (u32 round = share.begin; round < share.end; round += WARPS) {
-            const u32 chunk = round + warp;
-            wait_for_copies<SLOTS - 2>();
-            // Into the slot that was read the last time.
-            copies.begin_next();
-            const u32 from = copies.ring + slot * LaneCopies::SLOT;
-            slot = slot + 1 == SLOTS ? 0 : slot + 1;
-            if (chunk >= share.end) continue;
+        for (u32 chunk = 0; chunk < chunks; chunk++) {
 #ifdef FP8
             float scale[TILES];
 #pragma unroll
-            for (int n = 0; n < TILES; n++) scale[n] = p.scales[scale_row[n] + chunk * CHUNK / FP8_BLOCK];
+            for (int n = 0; n < TILES; n++)
+                scale[n] = p.scales[scale_row[n] + (chunk * WARPS + warp) * CHUNK / FP8_BLOCK];
 #endif
             if (!AHEAD) load_inputs(chunk);
             u32 high[ROW_TILES][VALUES / 2], low[ROW_TILES][VALUES / 2];
 #pragma unroll
             for (int e = 0; e < EIGHTS; e++) {
-                const Eight factor = weight[e].times(INPUT_FACTOR);
+                if (NORM) weight[e] = weight[e].times(INPUT_FACTOR);
 #pragma unroll
                 for (int m = 0; m < ROW_TILES; m++) {
-                    if (NORM && !scale_known) square[m] = x[m][e].squares(square[m]);
-                    (NORM ? x[m][e].times(factor) : x[m][e].times(INPUT_FACTOR)).parts(high[m] + 4 * e, low[m] + 4 * e);
+                    if (NORM && unit == blockIdx.x) square[m] = x[m][e].squares(square[m]);
+                    (NORM ? x[m][e].times(weight[e]) : x[m][e].times(INPUT_FACTOR)).parts(high[m] + 4 * e, low[m] + 4 * e);
                 }
             }
-            if (AHEAD) load_inputs(chunk + WARPS < share.end ? chunk + WARPS : first_of_next);
+            if (AHEAD) load_inputs(chunk + 1 < chunks ? chunk + 1 : 0);
+            wait_for_copies<SLOTS - 2>();
             uint4 b[TILES];
 #pragma unroll
-            for (int n = 0; n < TILES; n++) b[n] = read_slot(from + n * 512);
+            for (int n = 0; n < TILES; n++) b[n] = read_slot(copies.ring + slot * LaneCopies::SLOT + n * 512);
+            slot = slot + 1 == SLOTS ? 0 : slot + 1;
+            copies.begin_next();
 #pragma unroll
             for (int n = 0; n < TILES; n++)
 #pragma unroll
@@ -344,7 +281,7 @@ DEVICE void skinny(const SkinnyParams& p) {
 #endif
                 }
         }
-        // Two buffers: a warp may begin the next piece's sums while others still add up this one's.
+        // Two buffers: a warp may begin the next unit's sums while others still add up this one's.
         float* sums = partial + buffer * WARPS * CELLS;
 #pragma unroll
         for (int m = 0; m < ROW_TILES; m++)
@@ -352,53 +289,41 @@ DEVICE void skinny(const SkinnyParams& p) {
             for (int n = 0; n < TILES; n++)
                 *(float2*)(sums + warp * CELLS + ((m * TILES + n) * 8 + g) * 8 + 2 * t) =
                     make_float2(sum[m][n][0] + sum[m][n][2], sum[m][n][1] + sum[m][n][3]);
-        if (NORM && !scale_known) {
+        if (NORM && unit == blockIdx.x) {
 #pragma unroll
             for (int m = 0; m < ROW_TILES; m++) {
                 float s = square[m] + __shfl_xor_sync(0xffffffffu, square[m], 1);
                 s += __shfl_xor_sync(0xffffffffu, s, 2);
-                if (t == 0) squares[buffer][warp][m * 8 + g] = s;
+                if (t == 0) squares[warp][m * 8 + g] = s;
             }
-            scale_buffer = buffer;
         }
         __syncthreads();
 #pragma unroll
         for (int j = 0; j < MINE; j++) {
             if (!out[j]) continue;
-            float total = 0.0f, up = 0.0f, squared = 0.0f;
-#pragma unroll
-            for (int w = 0; w < WARPS; w++) {
-                total += sums[w * CELLS + cell[j]];
-                if (p.gated) up += sums[w * CELLS + HALF * 64 + cell[j]];
-                if (NORM) squared += squares[scale_buffer][w][row[j]];
-            }
-            if (!begins) {
-                hand_over(handed_by(blockIdx.x, j), make_float4(total, up, squared, 0.0f));
-                continue;
-            }
-            // The rest of the unit, from the blocks that have it.
-            for (u32 block = blockIdx.x + 1, end = share.end; end < share.chunks; block++) {
-                float4 rest = early[j];
-                if (block > blockIdx.x + 1) look(handed_by(block, j), rest);
-                while (!is_full(rest)) look(handed_by(block, j), rest);
-                empty(handed_by(block, j));
-                total += rest.x, up += rest.y;
-                if (NORM && !scale_known) squared += rest.z;
-                end = Share::first_chunk(p, block + 1) - unit * share.chunks;
-            }
             float scale = SUM_FACTOR;
-            if (NORM) scale *= 1.0f / sqrtf(squared / (float)p.inputs + p.eps);
+            if (NORM) {
+                float s = 0.0f;
+#pragma unroll
+                for (int w = 0; w < WARPS; w++) s += squares[w][row[j]];
+                scale *= 1.0f / sqrtf(s / (float)p.inputs + p.eps);
+            }
+            float total = 0.0f;
+#pragma unroll
+            for (int w = 0; w < WARPS; w++) total += sums[w * CELLS + cell[j]];
             total *= scale;
             const u32 output = unit * tiles * 8 + place[j];
             if (p.bias) total += p.bias[output];
             if (p.gated) {
+                float up = 0.0f;
+#pragma unroll
+                for (int w = 0; w < WARPS; w++) up += sums[w * CELLS + HALF * 64 + cell[j]];
                 up *= scale;
                 if (p.bias) up += p.bias[width + output];
                 total = __fdividef(total, 1.0f + exp2_fast(-total * LOG2E)) * up;
             }
             *out[j] = p.add ? held[j] + total : total;
         }
-        scale_known |= whole;
     }
 }
 
@@ -412,15 +337,12 @@ DEVICE void skinny(const SkinnyParams& p) {
 #endif
 #define PASTE(prefix, rows, warps, tiles) prefix##rows##_##warps##_##tiles
 #define NAME(prefix, rows, warps, tiles) PASTE(prefix, rows, warps, tiles)
-// What makes queries, keys and values is of three tiles in many models: it takes no more registers than leave room for a block
-// of `append` beside it, which waits for it.
-constexpr int BOUND(int rows, int warps, int tiles) { return rows == 8 && tiles == 3 && VALUES == 8 ? 640 : 32 * warps; }
 #define VARIANT(rows, warps, tiles)                                                                   \
-    extern "C" __global__ void __launch_bounds__(BOUND(rows, warps, tiles), 1)                        \
+    extern "C" __global__ void __launch_bounds__(32 * warps, 1)                                       \
         NAME(PLAIN, rows, warps, tiles)(const __grid_constant__ SkinnyParams p) {                     \
         skinny<rows / 8, warps, tiles, false>(p);                                                     \
     }                                                                                                 \
-    extern "C" __global__ void __launch_bounds__(BOUND(rows, warps, tiles), 1)                        \
+    extern "C" __global__ void __launch_bounds__(32 * warps, 1)                                       \
         NAME(NORMED, rows, warps, tiles)(const __grid_constant__ SkinnyParams p) {                    \
         skinny<rows / 8, warps, tiles, true>(p);                                                      \
     }

@@ -4,7 +4,7 @@
 use crate::backend::CudaBackend;
 use crate::device::Device;
 use crate::error::{CudaError, Result};
-use crate::gemm::{CublasLt, Product, Shares, Skinny, SkinnyProduct, SkinnyShape};
+use crate::gemm::{CublasLt, Product, Skinny, SkinnyProduct, SkinnyShape};
 use oscar_backend::WeightFormat;
 
 /// Bytes that must lie between two uses of a matrix.
@@ -77,22 +77,16 @@ pub fn gemm(
         // As in a model: with the norm before it and the gate behind it.
         let fused = SkinnyProduct { norm: Some((x, 1e-6)), gated: true, ..plain };
         for (product, what) in [(plain, ""), (fused, ", norm and gate")] {
-            let chosen = skinny.choose(&matrices[0], rows, product.gated);
+            let chosen = skinny.choose(rows, outputs, product.gated);
             let gates = Skinny::gates(&matrices[0]);
             let takes = |s: &SkinnyShape| !product.gated || (gates && s.tiles.is_multiple_of(2));
-            let ways = skinny.shapes(rows).filter(takes);
-            for (shape, shares) in ways.flat_map(|s| [(s, Shares::Whole), (s, Shares::Even)]) {
+            for shape in skinny.shapes(rows).filter(takes) {
                 let us = time_us::<CudaError>(device, repetitions, |i| {
-                    skinny.enqueue_as(shape, shares, &matrices[i % copies], &product)
+                    skinny.enqueue_as(shape, &matrices[i % copies], &product)
                 })?;
                 let SkinnyShape { rows, warps, tiles } = shape;
-                let shared = match shares {
-                    Shares::Whole => "whole units",
-                    Shares::Even => "even shares",
-                };
-                let kernel = format!("own, {rows} rows, {warps} warps, {tiles} tiles, {shared}{what}");
-                let chosen = Some((shape, shares)) == chosen;
-                timings.push(GemmTiming { kernel, chosen, us: median(&us), bytes });
+                let kernel = format!("own, {rows} rows, {warps} warps, {tiles} tiles{what}");
+                timings.push(GemmTiming { kernel, chosen: Some(shape) == chosen, us: median(&us), bytes });
             }
         }
     }

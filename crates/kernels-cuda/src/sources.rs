@@ -50,7 +50,6 @@ pub static HEADERS: &[(&str, &str)] = &[
     ("decode_readers.cuh", include_str!("../kernels/decode_readers.cuh")),
     ("decode_state.cuh", include_str!("../kernels/decode_state.cuh")),
     ("fp8.cuh", include_str!("../kernels/fp8.cuh")),
-    ("handover.cuh", include_str!("../kernels/handover.cuh")),
     ("fragments.cuh", include_str!("../kernels/fragments.cuh")),
     ("pipeline.cuh", include_str!("../kernels/pipeline.cuh")),
     ("page.cuh", include_str!("../kernels/page.cuh")),

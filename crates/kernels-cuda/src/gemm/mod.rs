@@ -9,7 +9,7 @@ mod skinny;
 pub use cublaslt::{CublasLt, Product};
 pub use fp8::Fp8Kernels;
 pub(crate) use fp8::random_scale;
-pub use skinny::{MOST_ROWS, Shares, Skinny, SkinnyProduct, SkinnyShape};
+pub use skinny::{MOST_ROWS, Skinny, SkinnyProduct, SkinnyShape};
 
 use crate::device::Device;
 use crate::error::{CudaError, Result};

@@ -4,7 +4,6 @@ use super::CudaMatrix;
 use crate::device::{Device, Function, KernelParams, LaunchShape};
 use crate::error::{CudaError, Result};
 use crate::kernels::Kernels;
-use crate::memory::Buffer;
 use crate::sources::{SKINNY_GEMM, weight_defines};
 use oscar_backend::WeightFormat;
 use std::cmp::Reverse;
@@ -13,31 +12,12 @@ use std::ffi::CStr;
 /// Most rows the kernel takes.
 pub const MOST_ROWS: usize = 16;
 
-/// Bytes a block may hand another: `MOST_CELLS` of `skinny_gemm.cu`.
-const HANDED: usize = 1024 * 16;
-/// Every byte of what nobody has handed over yet.
-const EMPTY: u8 = 0xff;
-/// Chunks that even shares are multiples of.
-const GRAIN: usize = 4;
-/// What handing over costs, in tiles of a chunk read meanwhile: at the end of a product, and before whole units, when the
-/// next weights are on their way.
-const HANDOVER: [usize; 2] = [48, 12];
-
 /// A variant: rows it has room for, warps a block, tiles of 8 outputs in a unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SkinnyShape {
     pub rows: usize,
     pub warps: usize,
     pub tiles: usize,
-}
-
-/// How units are shared out among blocks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Shares {
-    /// Whole units.
-    Whole,
-    /// Whole units as far as all blocks have as many; equal shares of the rest, which begin and end inside of units.
-    Even,
 }
 
 #[repr(C)]
@@ -55,13 +35,6 @@ struct Params {
     add: u32,
     gated: u32,
     eps: f32,
-    rounds: u32,
-    remainder: u32,
-    grain: u32,
-    share: u32,
-    longer: u32,
-    unused: u32,
-    handed: u64,
 }
 
 // SAFETY: the struct of `skinny_gemm.cu`; `Skinny::enqueue` fills it with addresses of live matrices.
@@ -78,7 +51,6 @@ struct Pair {
 /// The variants that the GPU has room for, of kernels for weights in one format.
 pub struct Skinny {
     device: Device,
-    handed: Buffer,
     format: WeightFormat,
     pairs: Vec<Pair>,
 }
@@ -149,34 +121,20 @@ impl SkinnyShape {
         outputs.div_ceil(8 * self.tiles)
     }
 
-    /// What a product lasts, in tiles of a chunk: what the busiest of so many blocks reads of weights, of units of so many
-    /// chunks, and its passes over the inputs.
-    fn duration(
-        self,
-        format: WeightFormat,
-        shares: Shares,
-        outputs: usize,
-        chunks: usize,
-        blocks: usize,
-    ) -> usize {
+    /// What a product lasts, in tiles of weights: those of the busiest of so many blocks, and its passes over the inputs.
+    fn duration(self, format: WeightFormat, outputs: usize, blocks: usize) -> usize {
         // Bringing and splitting the inputs is hidden behind BF16 weights; behind FP8, which come in half the time, it is not
         // (H200, matrices of Qwen3-8B).
         let pass = match format {
             WeightFormat::Bf16 => 0,
             WeightFormat::Fp8 => 3,
         };
-        let (units, unit) = (self.units(outputs), (self.tiles + pass) * chunks);
-        let (rounds, remainder) = (units / blocks, units % blocks);
-        let longest_of_remainder = match shares {
-            Shares::Whole => unit * usize::from(remainder > 0),
-            Shares::Even => (remainder * unit).div_ceil(blocks) + HANDOVER[usize::from(rounds > 0)],
-        };
-        rounds * unit + longest_of_remainder
+        self.units(outputs).div_ceil(blocks) * (self.tiles + pass)
     }
 
     /// Room for the squares of a norm, which is not dynamic.
     fn fits(self, shared_memory: usize) -> bool {
-        self.shared() + 2 * self.warps * self.rows * 4 <= shared_memory
+        self.shared() + self.warps * self.rows * 4 <= shared_memory
     }
 }
 
@@ -191,10 +149,7 @@ impl Skinny {
             let function = |name| kernels.function(&SKINNY_GEMM, &defines, name, shape.shared());
             pairs.push(Pair { shape, plain: function(plain)?, normed: function(normed)? });
         }
-        let blocks = device.properties().multiprocessors as usize;
-        let handed = device.alloc(blocks * HANDED, "sums that blocks hand over")?;
-        device.fill(&handed, EMPTY)?;
-        Ok(Self { device: device.clone(), handed, format, pairs })
+        Ok(Self { device: device.clone(), format, pairs })
     }
 
     /// Does the kernel take this product?
@@ -204,7 +159,12 @@ impl Skinny {
 
     /// Does it take matrices of this shape?
     pub fn multiplies(format: WeightFormat, outputs: usize, inputs: usize) -> bool {
-        inputs.is_multiple_of(chunk(format)) && outputs.is_multiple_of(8)
+        // `CHUNK` of `skinny_gemm.cu`.
+        let chunk = match format {
+            WeightFormat::Bf16 => 32,
+            WeightFormat::Fp8 => 64,
+        };
+        inputs.is_multiple_of(chunk) && outputs.is_multiple_of(8)
     }
 
     /// Can [`SkinnyProduct::gated`] be asked of this matrix?
@@ -219,14 +179,9 @@ impl Skinny {
         self.pairs.iter().map(|p| p.shape).filter(move |s| s.rows == capacity)
     }
 
-    /// The variant that is used, and how it shares: what is done first, by what it reads of weights and inputs; then most
-    /// warps.
-    pub fn choose(&self, matrix: &CudaMatrix, rows: usize, gated: bool) -> Option<(SkinnyShape, Shares)> {
-        choose(self.format, self.shapes(rows), matrix.outputs, self.chunks(matrix), gated, self.blocks())
-    }
-
-    fn chunks(&self, matrix: &CudaMatrix) -> usize {
-        matrix.inputs / chunk(self.format)
+    /// The variant that is used: the one that is done first, by what it reads of weights and inputs; then most warps.
+    pub fn choose(&self, rows: usize, outputs: usize, gated: bool) -> Option<SkinnyShape> {
+        choose(self.format, self.shapes(rows), outputs, gated, self.blocks())
     }
 
     fn blocks(&self) -> usize {
@@ -234,21 +189,15 @@ impl Skinny {
     }
 
     pub fn enqueue(&self, matrix: &CudaMatrix, product: &SkinnyProduct) -> Result<()> {
-        let Some((shape, shares)) = self.choose(matrix, product.rows, product.gated) else {
+        let Some(shape) = self.choose(product.rows, matrix.outputs, product.gated) else {
             let detail = "the GPU has too little shared memory a block".into();
             return Err(CudaError::Shape { what: "a skinny product", detail });
         };
-        self.enqueue_as(shape, shares, matrix, product)
+        self.enqueue_as(shape, matrix, product)
     }
 
     /// [`Skinny::enqueue`] with a variant of [`Skinny::shapes`].
-    pub fn enqueue_as(
-        &self,
-        shape: SkinnyShape,
-        shares: Shares,
-        matrix: &CudaMatrix,
-        product: &SkinnyProduct,
-    ) -> Result<()> {
+    pub fn enqueue_as(&self, shape: SkinnyShape, matrix: &CudaMatrix, product: &SkinnyProduct) -> Result<()> {
         let Some(pair) = self.pairs.iter().find(|p| p.shape == shape) else {
             let detail = format!("{shape:?} is no variant of the kernel");
             return Err(CudaError::Shape { what: "a skinny product", detail });
@@ -258,15 +207,6 @@ impl Skinny {
             return Err(CudaError::Shape { what: "a skinny product", detail });
         }
         let (norm, eps) = product.norm.unwrap_or_default();
-        let (units, chunks) = (shape.units(matrix.outputs), self.chunks(matrix));
-        // No more blocks than can be there at the same time: they wait for one another.
-        let (blocks, grain) = match shares {
-            Shares::Whole => (units.min(self.blocks()), chunks),
-            // At least a chunk for every warp.
-            Shares::Even => ((units * chunks / shape.warps).clamp(1, self.blocks()), GRAIN),
-        };
-        let (rounds, remainder) = (units / blocks, units % blocks);
-        let grains = (remainder * chunks).div_ceil(grain);
         let params = Params {
             weights: matrix.weights.address(),
             scales: matrix.scales.as_ref().map_or(0, |s| s.address()),
@@ -280,25 +220,11 @@ impl Skinny {
             add: product.add as u32,
             gated: product.gated as u32,
             eps,
-            rounds: rounds as u32,
-            remainder: remainder as u32,
-            grain: grain as u32,
-            share: (grains / blocks) as u32,
-            longer: (grains % blocks) as u32,
-            unused: 0,
-            handed: self.handed.address(),
         };
+        let blocks = shape.units(matrix.outputs).min(self.blocks());
         let launch = LaunchShape::new(blocks, shape.warps as u32 * 32).shared(shape.shared()).overlapping();
         let function = if product.norm.is_some() { pair.normed } else { pair.plain };
         self.device.launch(function, launch, &params)
-    }
-}
-
-/// Inputs that a warp takes at a time: `CHUNK` of `skinny_gemm.cu`.
-fn chunk(format: WeightFormat) -> usize {
-    match format {
-        WeightFormat::Bf16 => 32,
-        WeightFormat::Fp8 => 64,
     }
 }
 
@@ -306,16 +232,12 @@ fn choose(
     format: WeightFormat,
     shapes: impl Iterator<Item = SkinnyShape>,
     outputs: usize,
-    chunks: usize,
     gated: bool,
     blocks: usize,
-) -> Option<(SkinnyShape, Shares)> {
+) -> Option<SkinnyShape> {
     shapes
         .filter(|s| !gated || s.tiles.is_multiple_of(2))
-        .flat_map(|shape| [Shares::Whole, Shares::Even].map(|shares| (shape, shares)))
-        .min_by_key(|&(s, shares)| {
-            (s.duration(format, shares, outputs, chunks, blocks), Reverse(s.tiles), Reverse(s.warps), shares)
-        })
+        .min_by_key(|s| (s.duration(format, outputs, blocks), Reverse(s.tiles), Reverse(s.warps)))
 }
 
 /// What is multiplied: `out ← x · wᵀ + bias`, with a norm before it and a gate behind it where asked. Addresses are of
@@ -349,8 +271,7 @@ mod tests {
             for (room, warps) in [(163 << 10, 16), (99 << 10, 8), (227 << 10, 16)] {
                 for rows in [8, MOST_ROWS] {
                     for gated in [false, true] {
-                        let (chosen, _) =
-                            choose(format, fitting(format, rows, room), 4096, 128, gated, 128).unwrap();
+                        let chosen = choose(format, fitting(format, rows, room), 4096, gated, 128).unwrap();
                         assert_eq!((chosen.warps, chosen.rows), (warps, rows), "{room} bytes");
                     }
                 }
@@ -370,21 +291,20 @@ mod tests {
     }
 
     #[test]
-    fn units_and_shares_are_chosen_so_that_the_busiest_block_has_least_to_do() {
-        use Shares::{Even, Whole};
-        let chosen = |format, outputs, inputs: usize, gated| {
-            let shapes = fitting(format, 8, 227 << 10);
-            let (shape, shares) =
-                choose(format, shapes, outputs, inputs / chunk(format), gated, 132).unwrap();
-            (shape.warps, shape.tiles, shares)
+    fn units_are_chosen_so_that_the_busiest_block_has_least_to_do() {
+        let chosen = |format, outputs, gated| {
+            let shape = choose(format, fitting(format, 8, 227 << 10), outputs, gated, 132).unwrap();
+            (shape.warps, shape.tiles)
         };
-        let bf16 = |outputs, inputs, gated| chosen(WeightFormat::Bf16, outputs, inputs, gated);
-        // 128 units of 4 tiles for 132 blocks; 256 of 3 in two rounds instead of 192 of 4.
-        assert_eq!([bf16(4096, 4096, false), bf16(6144, 4096, false)], [(16, 4, Whole), (16, 3, Whole)]);
-        // 80 units would leave a third of the blocks idle; 768 in six rounds are 24 too few.
-        assert_eq!([bf16(2560, 9728, false), bf16(24576, 4096, true)], [(16, 4, Even), (16, 4, Even)]);
-        // Passes over the inputs count.
-        let fp8 = |outputs, inputs, gated| chosen(WeightFormat::Fp8, outputs, inputs, gated).1;
-        assert_eq!([fp8(4096, 4096, false), fp8(6144, 4096, false), fp8(24576, 4096, true)], [4, 8, 8]);
+        // 128 units of 4 tiles; 256 of 3 in two rounds instead of 192 of 4; 107 of 3 instead of 80 of 4.
+        let tiles = |format| [4096, 6144, 2560].map(|outputs| chosen(format, outputs, false));
+        assert_eq!(tiles(WeightFormat::Bf16), [(16, 4), (16, 3), (16, 3)]);
+        assert_eq!(
+            [6144, 24576].map(|outputs| chosen(WeightFormat::Bf16, outputs, true)),
+            [(16, 4), (16, 4)]
+        );
+        // Passes over the inputs count: one round of 8 tiles instead of two of 3, three of 8 instead of six of 4.
+        assert_eq!(tiles(WeightFormat::Fp8), [(16, 4), (8, 8), (16, 3)]);
+        assert_eq!(chosen(WeightFormat::Fp8, 24576, true), (8, 8));
     }
 }
