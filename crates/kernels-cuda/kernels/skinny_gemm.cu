@@ -245,11 +245,11 @@ DEVICE void skinny(const SkinnyParams& p) {
             u32 high[ROW_TILES][VALUES / 2], low[ROW_TILES][VALUES / 2];
 #pragma unroll
             for (int e = 0; e < EIGHTS; e++) {
-                if (NORM) weight[e] = weight[e].times(INPUT_FACTOR);
+                const Eight factor = weight[e].times(INPUT_FACTOR);
 #pragma unroll
                 for (int m = 0; m < ROW_TILES; m++) {
                     if (NORM && unit == blockIdx.x) square[m] = x[m][e].squares(square[m]);
-                    (NORM ? x[m][e].times(weight[e]) : x[m][e].times(INPUT_FACTOR)).parts(high[m] + 4 * e, low[m] + 4 * e);
+                    (NORM ? x[m][e].times(factor) : x[m][e].times(INPUT_FACTOR)).parts(high[m] + 4 * e, low[m] + 4 * e);
                 }
             }
             if (AHEAD) load_inputs(chunk + 1 < chunks ? chunk + 1 : 0);
