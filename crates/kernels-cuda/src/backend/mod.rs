@@ -157,7 +157,7 @@ impl Backend for CudaBackend {
         let p = self.device.properties();
         let (major, minor) = self.kernels.compiler().version();
         format!(
-            "cuda, {} (sm_{}{}, {:.0} GiB, driver CUDA {}.{}, NVRTC {major}.{minor}), BF16 weights, 16-bit activations \
+            "cuda, {} (sm_{}{}, {:.0} GiB, driver CUDA {}.{}, NVRTC {major}.{minor}), BF16 or FP8 weights, 16-bit activations \
              up to {} rows, BF16 above",
             p.name,
             p.major,
