@@ -40,11 +40,13 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, BLOCKS) decode_attent
     }
     Segment& g = shared.segments[warp];
     Place at = plan.begin;
-    SequenceInfo sequence = plan.first;
+    set_sequence(g, a, plan.first);
     auto next_item = [&]() {
         if (++at.head == a.kv_heads) {
             at.head = 0;
-            if (++at.sequence < a.step.sequence_count) sequence = a.step.sequences[at.sequence];
+            __syncwarp();
+            if (++at.sequence < a.step.sequence_count) set_sequence(g, a, a.step.sequences[at.sequence]);
+            __syncwarp();
         }
         at.unit = 0;
     };
@@ -54,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, BLOCKS) decode_attent
         bool found = false;
         while (at.before(plan.end)) {
             bool ends = at.sequence == plan.end.sequence && at.head == plan.end.head;
-            found = set_segment(g, shared, a, sequence, at.head, at.unit, ends ? plan.end.unit : 0xffffffffu);
+            found = set_item(g, shared, a, at.head, at.unit, ends ? plan.end.unit : 0xffffffffu);
             if (found) break;
             next_item();
         }
@@ -97,8 +99,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, BLOCKS) decode_attent
             if (state.fresh) {
 #pragma unroll
                 for (int n = 0; n < QUERY_TILES; n++) state.m[n][0] = state.m[n][1] = 0.f;
+            } else {
+                state.to_units(shared.to_codes);
             }
-            state.to_units(shared.to_codes);
             if (pieces_of(g.head) == 1) {
 #if SPLIT_QUERY
                 SplitQuery query;

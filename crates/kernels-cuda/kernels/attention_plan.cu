@@ -24,7 +24,7 @@ constexpr u32 LITTLE = 640 << 10;
 // Where they read so few rounds, more of them may be left idle as long as none reads another round: their multiprocessors are
 // free for the next kernel.
 constexpr u64 FEW_ROUNDS = 4;
-constexpr u32 MOST_SPARE = 4;  // times `spare`
+constexpr u32 MOST_SPARE = 3;  // times `spare`
 
 // What every block works out.
 struct Plan {

@@ -71,23 +71,25 @@ struct alignas(128) Shared {
 // What the host launches with.
 static_assert(sizeof(Shared) <= SHARED_BYTES, "SHARED_BYTES is too small");
 
-// Describes units begin..end of an item; false where there are none.
-DEVICE bool set_segment(Segment& g, const Shared& shared, const DecodeArgs& a, const SequenceInfo& s, u32 head_index, u32 begin,
-                        u32 end) {
-    const HeadPages head = head_index < NEAR_HEADS ? shared.heads[head_index] : a.heads[head_index];
-    const ContextShape context = context_of(a.step, s);
-    u32 all = units_of(context, head);
-    end = end < all ? end : all;
-    if (begin >= end) return false;
-    g.head = head;
-    g.context = context;
+// Describes a sequence.
+DEVICE void set_sequence(Segment& g, const DecodeArgs& a, const SequenceInfo& s) {
+    g.context = context_of(a.step, s);
     g.full = a.step.full + s.table;
     g.coded = a.step.coded + s.table;
-    g.begin = begin;
-    g.end = end;
     g.boundary = s.boundary;
     g.old_codes = s.old_codes;
     g.row = s.first_row;
+}
+
+// Describes units begin..end of an item of the sequence; false where there are none.
+DEVICE bool set_item(Segment& g, const Shared& shared, const DecodeArgs& a, u32 head_index, u32 begin, u32 end) {
+    const HeadPages head = head_index < NEAR_HEADS ? shared.heads[head_index] : a.heads[head_index];
+    u32 all = units_of(g.context, head);
+    end = end < all ? end : all;
+    if (begin >= end) return false;
+    g.head = head;
+    g.begin = begin;
+    g.end = end;
     return true;
 }
 

@@ -267,12 +267,12 @@ DEVICE void move_reference(State& state, float (&s)[TILES][QUERY_TILES][4], cons
             // Before anything was read the reference may go anywhere; after BF16 tiles it may come down as long as their
             // weights stay finite; later it only rises.
             if (!state.fresh) up = fmaxf(up, settle ? -WEIGHT_TARGET : 0.f);
-            factor[i] = state.fresh ? 0.f : exp2_fast(-up);
+            factor[i] = exp2_fast(-up);
             state.m[n][i] += up;
 #pragma unroll
             for (int t = 0; t < TILES; t++) s[t][n][i] -= up, s[t][n][2 + i] -= up;
         }
-        state.rescale(n, factor[0], factor[1]);
+        if (!state.fresh) state.rescale(n, factor[0], factor[1]);
     }
     state.fresh = false;
 }

@@ -88,11 +88,20 @@ __host__ __device__ constexpr int words_of(int bits) { return HEAD_DIM * (bits =
 __host__ __device__ constexpr int code_bytes_per_tile(int bits) { return 2 * HEAD_DIM * bits; }
 
 // Power of two that the codes of step j arrive with; `channel_half` tells channels 0..7 of the step from 8..15.
-DEVICE int plane_exponent(int bits, int j, int channel_half) {
-    if (bits == 0) return 0;  // of a head without history: no codes come
-    int planes = planes_of(bits);
+template <int BITS>
+DEVICE int plane_exponent(int j, int channel_half) {
+    constexpr int planes = planes_of(BITS);
     int plane = planes <= STEPS ? j % planes : j + STEPS * channel_half;
-    return bits == 1 ? (plane & 7) : bits == 4 ? 4 * (plane & 1) : 2 * (plane % 5);
+    return BITS == 1 ? (plane & 7) : BITS == 4 ? 4 * (plane & 1) : 2 * (plane % 5);
+}
+DEVICE int plane_exponent(u32 bits, int j, int channel_half) {
+    switch (bits) {
+        case 1: return plane_exponent<1>(j, channel_half);
+        case 2:
+        case 3: return plane_exponent<2>(j, channel_half);
+        case 4: return plane_exponent<4>(j, channel_half);
+        default: return 0;  // of a head without history: no codes come
+    }
 }
 
 template <int BITS>
