@@ -26,6 +26,10 @@ constexpr u32 LITTLE = 640 << 10;
 constexpr u64 FEW_ROUNDS = 4;
 constexpr u32 MOST_SPARE = 3;  // times `spare`
 
+// a / b, rounded down: exact below 2^53, which bytes times workers stay below, and much faster than whole numbers of 64 bits
+// are divided.
+DEVICE u64 quotient(u64 a, u64 b) { return (u64)((double)a / (double)b); }
+
 // What every block works out.
 struct Plan {
     u64 page_cost[MOST_HEADS];  // bytes of a coded page, by head; 0 where it keeps no history
@@ -75,9 +79,9 @@ struct Planner {
     // The first unit of an item that has at least `bytes` before it.
     DEVICE u32 unit_of(const ContextShape& c, u32 head, u64 bytes) const {
         const u64 near = c.near_units * near_cost;
-        if (bytes <= near || plan.pieces[head] == 0) return (u32)((bytes + near_cost - 1) / near_cost);
+        if (bytes <= near || plan.pieces[head] == 0) return (u32)quotient(bytes + near_cost - 1, near_cost);
         const u32 coded = (u32)plan.page_cost[head] / plan.pieces[head];
-        return c.near_units + (u32)((bytes - near + coded - 1) / coded);
+        return c.near_units + (u32)quotient(bytes - near + coded - 1, coded);
     }
 
     // The place where `target` bytes lie before it, rounded up to a whole unit.
@@ -122,7 +126,7 @@ struct Planner {
 
 // Workers of an item where each item has its own: its share of `workers`, at least one.
 DEVICE u32 own_workers(u64 cost, u64 total, u32 workers, u64 least) {
-    u64 share = cost * workers / total, most = cost / least;
+    u64 share = quotient(cost * workers, total), most = quotient(cost, least);
     share = share < most ? share : most;
     return cost == 0 ? 0 : share < 1 ? 1 : (u32)share;
 }
@@ -158,13 +162,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_plan(PlanArgs a) {
         total += all;
     }
     // A worker takes at least two of the largest units, so that no two begin at the same place.
-    const u64 least = a.least_cost > 2 * plan.largest ? a.least_cost : 2 * plan.largest, wanted = total / least;
+    const u64 least = a.least_cost > 2 * plan.largest ? a.least_cost : 2 * plan.largest, wanted = quotient(total, least);
     u32 most = workers;
     if (a.spare < workers && total < (u64)LITTLE * workers) {
         most = workers - a.spare;
-        const u64 round = a.round_cost, rounds = (total + most * round - 1) / (most * round);
+        const u64 round = a.round_cost, rounds = quotient(total + most * round - 1, most * round);
         if (rounds > 0 && rounds <= FEW_ROUNDS && MOST_SPARE * a.spare < workers) {
-            const u32 fewest = (u32)((total + rounds * round - 1) / (rounds * round)), least = workers - MOST_SPARE * a.spare;
+            const u32 fewest = (u32)quotient(total + rounds * round - 1, rounds * round), least = workers - MOST_SPARE * a.spare;
             most = fewest > least ? fewest : least;
         }
     }
@@ -176,12 +180,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_plan(PlanArgs a) {
         if (tid < items) {
             const u64 cost = p.item_cost(context_of(a.step, a.step.sequences[tid / a.kv_heads]), tid % a.kv_heads);
             own = own_workers(cost, total, most, least);
-            if (cost > 0) atomicMax(&plan.slowest, cost / own);
+            if (cost > 0) atomicMax(&plan.slowest, quotient(cost, own));
         }
         plan.own_before[tid] = sum_before(own, (u32*)plan.warp_sums, used);
         if (tid == 0) plan.own_before[items] = used;
         __syncthreads();
-        own_workers_each = used <= most && plan.slowest <= total / active + SWITCH_COST;
+        own_workers_each = used <= most && plan.slowest <= quotient(total, active) + SWITCH_COST;
         if (own_workers_each) active = used;
     }
     __syncthreads();
@@ -192,9 +196,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_plan(PlanArgs a) {
                 const u32 item = p.item_of(items, w), own = plan.own_before[item + 1] - plan.own_before[item];
                 const u32 sequence = item / a.kv_heads, head = item % a.kv_heads;
                 const ContextShape c = context_of(a.step, a.step.sequences[sequence]);
-                begin = {sequence, head, p.unit_of(c, head, p.item_cost(c, head) * (w - plan.own_before[item]) / own)};
+                begin = {sequence, head, p.unit_of(c, head, quotient(p.item_cost(c, head) * (w - plan.own_before[item]), own))};
             } else {
-                begin = p.place_of(total * w / active);
+                begin = p.place_of(quotient(total * w, active));
             }
         }
         plan.begins[w] = begin;
