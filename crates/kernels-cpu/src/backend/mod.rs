@@ -1,15 +1,16 @@
 //! The CPU as a [`Backend`]: the kernels of this crate, a thread pool and page storage put together.
 
+mod demotion;
 mod heads;
 mod pages;
+mod products;
 mod region;
 
+use demotion::demote_sides;
 pub use pages::CpuPages;
-use pages::HeadPages;
 
 use crate::attention::{self, AttendTask};
-use crate::{Epilogue, GemmScratch, Kernels, PackedMatrix, Precision, ThreadPool, Weights};
-use half::bf16;
+use crate::{GemmScratch, Kernels, PackedMatrix, Precision, ThreadPool, Weights};
 use heads::{HeadTask, LayerRotation};
 
 use oscar_backend::{
@@ -17,10 +18,7 @@ use oscar_backend::{
     Result, SequenceRows, Write,
 };
 use oscar_codec::attention::PagedContext;
-use oscar_codec::{
-    CacheLayout, CodeLayout, CodedPageId, FullPageId, HeadRotations, PAGE_TOKENS, PageCodec, Side,
-    TILE_TOKENS,
-};
+use oscar_codec::{CacheLayout, CodeLayout, FullPageId, HeadRotations, PAGE_TOKENS, PageCodec, Side};
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -118,92 +116,9 @@ impl CpuBackend {
         self.scratch.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn plain_linear(&self, weight: &CpuMatrix, x: &CpuRows, out: &mut CpuRows, write: Write) {
-        let epilogue = Epilogue { bias: weight.bias.as_deref(), accumulate: write == Write::Add };
-        let scratch = &mut self.scratch().gemm;
-        weight.packed.linear(
-            self.kernels,
-            &self.pool,
-            &x.values,
-            x.count(),
-            &mut out.values,
-            epilogue,
-            scratch,
-        );
-    }
-
-    /// A product whose activations keep 16 bits of mantissa: each row goes in twice, rounded to BF16 and as what the
-    /// rounding lost. A few rows cost no more than reading the weights once.
-    fn split_linear(&self, weight: &CpuMatrix, x: &CpuRows, out: &mut CpuRows, write: Write) {
-        let (rows, inputs, outputs) = (x.count(), weight.packed.inputs(), weight.packed.outputs());
-        let Scratch { gemm, parts, sums, .. } = &mut *self.scratch();
-        parts.resize(2 * rows * inputs, 0.0);
-        self.pool.run_chunks(parts, 2 * inputs, |row, parts| {
-            let (high, low) = parts.split_at_mut(inputs);
-            for ((high, low), &v) in high.iter_mut().zip(low).zip(&x.values[row * inputs..]) {
-                *high = bf16::from_f32(v).to_f32();
-                *low = v - *high;
-            }
-        });
-        sums.resize(2 * rows * outputs, 0.0);
-        weight.packed.linear(self.kernels, &self.pool, parts, 2 * rows, sums, Epilogue::default(), gemm);
-        let sums = &*sums;
-        self.pool.run_chunks(&mut out.values, outputs, |row, out| {
-            let (high, low) = sums[2 * row * outputs..][..2 * outputs].split_at(outputs);
-            for (i, out) in out.iter_mut().enumerate() {
-                let sum = high[i] + low[i] + weight.bias.as_ref().map_or(0.0, |b| b[i]);
-                *out = if write == Write::Add { *out + sum } else { sum };
-            }
-        });
-    }
-
-    /// Both sides together, a tile at a time.
-    fn demote_tiles(
-        &self,
-        codecs: attention::DemotionCodecs<'_>,
-        sequence: &SequenceRows<'_>,
-        full: &HeadPages,
-        coded: &mut HeadPages,
-    ) {
-        for position in sequence.demote.clone().step_by(TILE_TOKENS) {
-            let (from, to) = demotion_pages(sequence, position / PAGE_TOKENS);
-            let tile = position % PAGE_TOKENS / TILE_TOKENS;
-            let (from, to) = (full.page(from.0), coded.page_mut(to.0));
-            attention::demote_tile(self.kernels.variant(), codecs.full, from, codecs.coded, to, tile)
-                .expect("pages have their codec's sizes");
-        }
-    }
-
     fn shape_error(what: &str, detail: impl ToString) -> BackendError {
         BackendError::Shape { what: what.into(), detail: detail.to_string() }
     }
-}
-
-/// Each side by itself, as far as its own windows say.
-fn demote_sides(
-    codecs: attention::DemotionCodecs<'_>,
-    sequence: &SequenceRows<'_>,
-    full: &HeadPages,
-    coded: &mut HeadPages,
-) {
-    for (side, positions) in [(Side::Key, &sequence.demote), (Side::Value, &sequence.demote_values)] {
-        attention::demote_side(
-            codecs,
-            side,
-            positions.clone(),
-            |block| full.page(demotion_pages(sequence, block).0.0),
-            |block, write| write(coded.page_mut(demotion_pages(sequence, block).1.0)),
-        )
-        .expect("pages have their codec's sizes, and the windows demote whole groups");
-    }
-}
-
-/// The two pages of a block that is demoted.
-fn demotion_pages(sequence: &SequenceRows<'_>, block: usize) -> (FullPageId, CodedPageId) {
-    let (Some(from), Some(to)) = (sequence.full[block], sequence.coded[block]) else {
-        unreachable!("the cache prepares both pages of a block that is demoted")
-    };
-    (from, to)
 }
 
 impl Backend for CpuBackend {

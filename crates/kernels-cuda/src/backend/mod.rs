@@ -1,6 +1,7 @@
 //! The GPU as a [`Backend`]: everything is enqueued on one stream; the host waits when it reads rows.
 
 mod constants;
+mod heads;
 mod launches;
 mod occasional;
 mod picks;
@@ -10,7 +11,7 @@ mod rows;
 pub use constants::{CudaRope, CudaRotation, CudaVector};
 pub use rows::CudaRows;
 
-use crate::attention_paths::{AttentionCall, AttentionPaths};
+use crate::attention_paths::AttentionPaths;
 use crate::device::Device;
 use crate::error::{CudaError, Result};
 use crate::gemm::{CublasLt, CudaMatrix, Fp8Kernels, Skinny};
@@ -20,7 +21,7 @@ use crate::pages::CudaPages;
 use crate::sources::{APPEND, DEMOTE};
 use crate::step::{StepPlanner, StepTables, Uploads};
 use crate::storage::Storage;
-use launches::{Append, Embed, Launches, RmsNorm, Select, Swiglu};
+use launches::{Embed, Launches, RmsNorm, Select, Swiglu};
 use oscar_backend::{
     Backend, CacheHead, Candidate, HeadPreparation, HeadShape, HostMatrix, Pick, Result as BackendResult,
     SequenceRows, WeightFormat, Write,
@@ -425,38 +426,7 @@ impl Backend for CudaBackend {
         queries: &mut CudaRows,
         pool: &mut CudaPages,
     ) -> BackendResult<()> {
-        self.run(|state| {
-            let summary = state.planner.summary();
-            if summary.rows != qkv.count() || summary.longest > rope.positions {
-                let detail = format!(
-                    "{} rows of a step of {}, position {} of {}",
-                    qkv.count(),
-                    summary.rows,
-                    summary.longest,
-                    rope.positions
-                );
-                return Err(CudaError::Shape { what: "heads to append", detail });
-            }
-            queries.resize(&self.device, qkv.count(), true, false)?;
-            qkv.written();
-            let p = Append {
-                step: state.tables,
-                pages: pool.layer(layer),
-                qkv: qkv.values(),
-                queries: queries.values(),
-                query_norm: heads.qk_norm.map_or(0, |(q, _)| q.values.address()),
-                key_norm: heads.qk_norm.map_or(0, |(_, k)| k.values.address()),
-                cosines: rope.cosines.address(),
-                sines: rope.sines.address(),
-                rotation: heads.rotation.map_or(0, |r| r.matrices.address()),
-                mean: heads.rotation.and_then(|r| r.means.as_ref()).map_or(0, Buffer::address),
-                query_heads: shape.query_heads as u32,
-                kv_heads: shape.kv_heads as u32,
-                rows_per_block: launches::append_rows_per_block(qkv.count()) as u32,
-                eps: shape.rms_norm_eps,
-            };
-            self.launches.append(&self.kernels, shape.head_dim, &p)
-        })
+        self.run(|state| self.append_heads(state, layer, shape, heads, rope, qkv, queries, pool))
     }
 
     fn read_full_rows(
@@ -522,23 +492,6 @@ impl Backend for CudaBackend {
         pool: &CudaPages,
         out: &mut CudaRows,
     ) -> BackendResult<()> {
-        self.run(|state| {
-            let State { attention, tables, planner, .. } = state;
-            out.resize(&self.device, queries.count(), true, Self::rounds(queries.count()))?;
-            let call = AttentionCall {
-                layer,
-                shape,
-                tables,
-                summary: planner.summary(),
-                pool,
-                queries: queries.values(),
-                out: out.values(),
-                rounded: out.rounded(),
-            };
-            if !attention.attend(&self.device, &self.kernels, &call)? {
-                out.written();
-            }
-            Ok(())
-        })
+        self.run(|state| self.attend(state, layer, shape, queries, pool, out))
     }
 }
