@@ -6,14 +6,14 @@ struct Case {
     const char* name; int head_dim, kv_heads, group; std::vector<u32> lengths; u32 sink, recent; bool codes;
     std::vector<std::pair<u32, u32>> widths;  // by head, repeated
     int mode;  // 0 ordinary, 1 flat, 2 one huge score, 3 tiny value scales, 4 wild scales, 5 large offsets
-    double tolerance;
+    double tolerance; bool mixed = false;
 };
 
 static int failures = 0;
 
 static void check(const Case& c, Kernel& k, u32 least_cost) {
     Random random(c.head_dim * 131 + c.group * 17 + c.lengths.size() + c.mode);
-    Step step(c.lengths, c.sink, c.recent, c.codes, random);
+    Step step(c.lengths, c.sink, c.recent, c.codes, random, c.mixed);
     const int D = c.head_dim; const u32 heads = c.kv_heads;
     std::vector<HeadPages> table(heads); std::vector<std::vector<u8>> full(heads), coded(heads);
     for (u32 h = 0; h < heads; h++) {
@@ -62,7 +62,7 @@ static void check(const Case& c, Kernel& k, u32 least_cost) {
     double worst = 0; std::vector<double> errors(rows * query_heads, 0); std::vector<std::thread> threads;
     for (int w = 0; w < 16; w++) threads.emplace_back([&, w] {
         for (u32 item = w; item < rows * heads; item += 16) {
-            u32 i = item / heads, h = item % heads; auto& s = step.sequences[i]; u32 n = s.first_position + 1; CodedPage shape{table[h].key_bits, table[h].value_bits, (u32)D};
+            u32 i = item / heads, h = item % heads; auto& s = step.sequences[i]; if (s.rows != 1) continue; u32 n = s.first_position + 1; CodedPage shape{table[h].key_bits, table[h].value_bits, (u32)D};
             std::vector<float> kv((size_t)n * 2 * D);
             for (u32 j = 0; j < n; j++) for (int side = 0; side < 2; side++) {
                 bool code = c.codes && j >= step.sink && j < s.boundary; u32 b = j / 64, t = j % 64; float* row = &kv[((size_t)j * 2 + side) * D];
@@ -104,6 +104,7 @@ int main(int argc, char** argv) {
         check({"two bits, odd lengths", D, 2, base, odd, 64, 256, true, two, 0, 2e-3}, k, fine);
         check({"bf16 only", D, 2, base, odd, 0, 0, false, two, 0, 1e-4}, k, fine);
         check({"one worker each", D, 2, base, small, 64, 256, true, two, 0, 2e-3}, k, 1u << 30);
+        check({"mixed with prefill", D, 2, base, odd, 64, 256, true, two, 0, 2e-3, true}, k, fine);
         if (quick) continue;
         check({"all widths", D, 16, base, {700, 1333}, 64, 256, true, all, 0, 2e-3}, k, fine);
         for (int g = 1; g <= (v.split == 1 ? 4 : 8); g++) check({"group size", D, 1, g + 8 * (v.tiles - 1), small, 64, 256, true, two, 0, 2e-3}, k, fine);

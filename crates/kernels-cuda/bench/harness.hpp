@@ -98,12 +98,13 @@ inline u32 boundary_of(u32 sink, u32 recent, u32 t) { return sink + (t + 1 > sin
 struct Step {
     std::vector<SequenceInfo> sequences; std::vector<u32> full, coded; u32 sink, recent, full_pages = 0, coded_pages = 0;
     bool has_codes;
-    Step(const std::vector<u32>& lengths, u32 sink_, u32 recent_, bool codes, Random& random) : sink(sink_), recent(recent_), has_codes(codes) {
+    Step(const std::vector<u32>& lengths, u32 sink_, u32 recent_, bool codes, Random& random, bool mixed = false) : sink(sink_), recent(recent_), has_codes(codes) {
         if (!codes) sink = 0, recent = 0x7fffffff;
         for (u32 i = 0; i < lengths.size(); i++) {
             u32 n = lengths[i], b = codes ? std::min(boundary_of(sink, recent, n - 1), n) : 0;
             u32 table = (u32)full.size(), blocks = (n + 63) / 64;
-            sequences.push_back({i, 1, n - 1, table, b - std::min(b, 16u), b});
+            // Mixed: some bring more rows, which is not decoding.
+            sequences.push_back({i, mixed && i % 3 == 1 ? 2u : 1u, n - 1, table, b - std::min(b, 16u), b});
             for (u32 p = 0; p < blocks; p++) {
                 bool is_coded = codes && b > sink && p >= sink / 64 && p * 64 < b;
                 bool is_full = !(is_coded && p * 64 >= sink && p * 64 + 64 <= b);

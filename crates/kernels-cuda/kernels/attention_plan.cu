@@ -98,7 +98,11 @@ struct Planner {
         for (; h + 1 < a.kv_heads && rest >= item_cost(c, h); h++) rest -= item_cost(c, h);
         const u32 unit = unit_of(c, h, rest);
         if (unit < units(c, h)) return {low, h, unit};
-        return h + 1 < a.kv_heads ? Place{low, h + 1, 0} : Place{low + 1, 0, 0};
+        if (h + 1 < a.kv_heads) return {low, h + 1, 0};
+        // The next sequence that has units: a worker's range begins with something to read.
+        do low++;
+        while (low < a.step.sequence_count && cost_before[low + 1] == cost_before[low]);
+        return {low, 0, 0};
     }
 
     // How many of the first `n` workers begin at or before a place.
