@@ -64,6 +64,11 @@ impl Fp8Blocks<'_> {
     }
 }
 
+/// Are matrices of this shape multiplied in FP8 by a device that multiplies in FP8 at all? Others are expanded.
+pub const fn fp8_multiplied(outputs: usize, inputs: usize) -> bool {
+    inputs.is_multiple_of(64) && outputs.is_multiple_of(8)
+}
+
 /// An FP8 matrix of our own making.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Fp8Matrix {

@@ -10,7 +10,7 @@ mod candidates;
 mod fp8;
 
 pub use candidates::{Candidate, MOST_CANDIDATES, Pick, candidate_key, candidate_of, pick};
-pub use fp8::{FP8_BLOCK, Fp8Blocks, Fp8Matrix, fp8_blocks};
+pub use fp8::{FP8_BLOCK, Fp8Blocks, Fp8Matrix, fp8_blocks, fp8_multiplied};
 
 use half::{bf16, f16};
 use oscar_codec::{CacheLayout, CodeLayout, CodedPageId, FullPageId, HeadRotations};

@@ -188,6 +188,9 @@ fn fill(
         }
         table += blocks as u32;
     }
+    if storage == Storage::Codes {
+        codes_of_others_are_new(&mut summary.sequences, &entries, sequences);
+    }
     // Tables begin at places that depend on rounded-up sizes alone, so that most steps have the same addresses and
     // recorded launches stay the same.
     let room = |count: usize| count.next_power_of_two().max(16);
@@ -224,6 +227,25 @@ fn fill(
         add_tiles(w, &mut summary, sequences)?;
     }
     Ok(summary)
+}
+
+/// Where sequences share a coded page and one of them codes a tile of it in this step, none may read it before. Shared
+/// pages lie at the same place of every table: they hold a common beginning.
+fn codes_of_others_are_new(
+    infos: &mut [SequenceInfo],
+    entries: &[(Range<usize>, usize, usize)],
+    sequences: &[SequenceRows<'_>],
+) {
+    for writer in sequences.iter().filter(|s| !s.demote.is_empty()) {
+        for block in writer.demote.start / PAGE_TOKENS..writer.demote.end.div_ceil(PAGE_TOKENS) {
+            let page = writer.coded.get(block).copied().flatten();
+            for ((_, index, _), info) in entries.iter().zip(&mut *infos) {
+                if page.is_some() && sequences[*index].coded.get(block).copied().flatten() == page {
+                    info.old_codes = info.old_codes.min((block * PAGE_TOKENS) as u32);
+                }
+            }
+        }
+    }
 }
 
 /// The rows of a sequence by how they are attended: those whose own boundary lies before a demoted tail's end one by
@@ -369,7 +391,15 @@ mod tests {
         assert!(!summary.decode && summary.longest == 272 && summary.demoted_tiles == 1);
         assert_eq!(summary.sequences[0].boundary as usize, windows.boundary(271));
         // What this step codes is not old; without anything to code, all codes are.
-        assert_eq!(summary.sequences.iter().map(|s| s.old_codes).collect::<Vec<_>>(), [176, 6]);
+        let old_codes = |s: &StepSummary| s.sequences.iter().map(|s| s.old_codes).collect::<Vec<_>>();
+        assert_eq!(old_codes(&summary), [128, 6], "the page of tile 176 begins at 128");
+        // Another sequence that reads the page is told, one that has another page there is not.
+        let reader = SequenceRows { rows: 3..4, demote: 0..0, ..sequences[0].clone() };
+        let elsewhere = [None, Some(CodedPageId(3)), Some(CodedPageId(1))];
+        let other = SequenceRows { rows: 4..5, coded: &elsewhere, ..reader.clone() };
+        let all = [sequences[0].clone(), sequences[1].clone(), reader, other];
+        let shared = fill(&mut Words::default(), &windows, Storage::Codes, &all).unwrap();
+        assert_eq!(old_codes(&shared)[2..], [128, windows.boundary(270) as u32]);
         let w = &words.words;
         assert_eq!(w[words.row_sequence..][..3], [1, 0, 0]);
         assert_eq!(w[words.row_position..][..3], [5, 270, 271]);

@@ -26,9 +26,10 @@ pub(crate) fn check_config(quantization: &Value) -> Result<(), LoadError> {
     let refuse = |field: &str, problem: String| {
         Err(LoadError::config_field(&format!("quantization_config.{field}"), problem))
     };
-    match text("fmt") {
-        None | Some("e4m3") => {}
-        Some(other) => return refuse("fmt", format!("is `{other}`; only e4m3 is read")),
+    match quantization.get("fmt") {
+        None | Some(Value::Null) => {}
+        Some(fmt) if *fmt == "e4m3" => {}
+        Some(other) => return refuse("fmt", format!("is {other}; only \"e4m3\" is read")),
     }
     match quantization.get("weight_block_size") {
         None | Some(Value::Null) => Ok(()),
@@ -80,11 +81,14 @@ pub struct Fp8Weights<'a> {
 }
 
 impl<'a> Fp8Weights<'a> {
-    /// What an FP8 checkpoint would hold of this matrix.
-    pub(crate) fn quantize(view: &TensorView<'a>) -> Self {
-        let Fp8Matrix { codes, scales } =
-            Fp8Matrix::quantize(&view.to_f32_vec(), view.shape[0], view.shape[1]);
-        Self { shape: view.shape, codes: Cow::Owned(codes), scales }
+    /// What an FP8 checkpoint would hold of this matrix; `None` if some weight is no number.
+    pub(crate) fn quantize(view: &TensorView<'a>) -> Option<Self> {
+        let weights = view.to_f32_vec();
+        if !weights.iter().all(|w| w.is_finite()) {
+            return None;
+        }
+        let Fp8Matrix { codes, scales } = Fp8Matrix::quantize(&weights, view.shape[0], view.shape[1]);
+        Some(Self { shape: view.shape, codes: Cow::Owned(codes), scales })
     }
 
     pub fn blocks(&self) -> Fp8Blocks<'_> {
@@ -124,7 +128,8 @@ mod tests {
     #[test]
     fn others_are_refused_by_field() {
         for (config, says) in [
-            (json!({"quant_method": "fp8", "fmt": "e5m2"}), "quantization_config.fmt` is `e5m2`"),
+            (json!({"quant_method": "fp8", "fmt": "e5m2"}), "quantization_config.fmt` is \"e5m2\""),
+            (json!({"quant_method": "fp8", "fmt": 43}), "quantization_config.fmt` is 43"),
             (json!({"quant_method": "fp8", "weight_block_size": [64, 128]}), "is [64,128]; only [128, 128]"),
             (json!({"quant_method": "fp8", "weight_block_size": "128"}), "weight_block_size"),
             (json!({"quant_method": "gptq", "bits": 4}), "gptq"),

@@ -6,7 +6,9 @@
 //! `oscar plan` both ask it.
 
 use half::{bf16, f16};
-use oscar_backend::{Backend, FP8_BLOCK, Fp8Blocks, HostMatrix, HostValues, WeightFormat, fp8_blocks};
+use oscar_backend::{
+    Backend, FP8_BLOCK, Fp8Blocks, HostMatrix, HostValues, WeightFormat, fp8_blocks, fp8_multiplied,
+};
 
 use crate::config::DecoderConfig;
 use crate::error::LoadError;
@@ -121,7 +123,7 @@ impl Weights {
     /// Bytes of the weights on a device.
     pub fn held_bytes(&self, config: &DecoderConfig, rotated: bool, holding: Holding) -> u64 {
         let bytes = |format, [outputs, inputs]: [usize; 2]| match format {
-            WeightFormat::Fp8 if holding.fp8 => {
+            WeightFormat::Fp8 if holding.fp8 && fp8_multiplied(outputs, inputs) => {
                 outputs * inputs + 4 * fp8_blocks(outputs) * fp8_blocks(inputs)
             }
             _ => outputs * inputs * holding.element_bytes,
@@ -144,9 +146,14 @@ impl Weights {
         let of = |matrix| (0..config.layers).map(move |layer| self.delivered(config, layer, matrix, rotated));
         let (mut kept, mut expanded) = (Vec::new(), Vec::new());
         for matrix in LayerMatrix::ALL {
-            let count = of(matrix).filter(|format| *format == WeightFormat::Fp8).count();
+            let [outputs, inputs] = matrix.shape(config);
+            let odd = multiplied && !fp8_multiplied(outputs, inputs);
+            let count = of(matrix).filter(|format| *format == WeightFormat::Fp8 && !odd).count();
             match (count == config.layers, count) {
                 (true, _) => kept.push(matrix.name().to_owned()),
+                (false, 0) if rotated && matrix.carries_rotation() => {
+                    expanded.push(format!("{} (the value rotation is folded in)", matrix.name()));
+                }
                 (false, 0) => expanded.push(matrix.name().to_owned()),
                 (false, some) => kept.push(format!("{} ({some} of {} layers)", matrix.name(), config.layers)),
             }
@@ -159,15 +166,14 @@ impl Weights {
         }
         let origin = if config.fp8_weights { "the checkpoint's" } else { "quantized now" };
         let how = match (multiplied, kept.is_empty()) {
-            (_, true) => "all expanded to BF16".to_owned(),
+            (_, true) => "all expanded".to_owned(),
             (true, _) => format!("{} (activations are not quantized)", kept.join(", ")),
-            (false, _) => format!("{}, expanded to BF16 on this device", kept.join(", ")),
+            (false, _) => format!("{}, expanded on this device", kept.join(", ")),
         };
-        let why = if rotated { " (the value rotation is folded into attention's)" } else { "" };
-        let rest = match expanded.is_empty() {
+        // What is quantized now is so everywhere, as in a checkpoint: the same answers whatever is kept.
+        let rest = match expanded.is_empty() || kept.is_empty() {
             true => String::new(),
-            false if kept.is_empty() => why.to_owned(),
-            false => format!("; in BF16: {}{why}", expanded.join(", ")),
+            false => format!("; expanded: {}", expanded.join(", ")),
         };
         Some(format!("FP8 weights, {origin}: {how}{rest}"))
     }

@@ -154,8 +154,8 @@ impl<B: Backend> Transformer<B> {
         Ok(Self { body: self.body.clone(), projections, rotations: rotations.cloned() })
     }
 
-    /// A model of this shape with random weights, made on the device: for benchmarks. In FP8 are those matrices that an FP8
-    /// checkpoint would leave in FP8: nothing is folded into them, and neither the embedding nor the head.
+    /// A model of this shape with random weights, made on the device: for benchmarks. In FP8 are those matrices that nothing
+    /// is folded into, and neither the embedding nor the head.
     pub fn random(
         backend: &B,
         config: &DecoderConfig,

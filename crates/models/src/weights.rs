@@ -131,10 +131,13 @@ impl Weights {
     pub fn matrix(&self, name: &str) -> Result<MatrixView<'_>, LoadError> {
         let Some(entry) = self.entries.get(name).filter(|entry| entry.dtype == Dtype::F8_E4M3) else {
             let view = self.tensor(name)?;
-            return Ok(match self.is_fp8(name) {
-                true => MatrixView::Fp8(Fp8Weights::quantize(&view)),
-                false => MatrixView::Plain(view),
-            });
+            if !self.is_fp8(name) {
+                return Ok(MatrixView::Plain(view));
+            }
+            let quantized = Fp8Weights::quantize(&view);
+            return quantized
+                .map(MatrixView::Fp8)
+                .ok_or_else(|| LoadError::NanWeights { name: name.to_owned() });
         };
         let bad = |problem| LoadError::BadScales { name: name.to_owned(), problem };
         let scales = self.scales_of(name, entry).map_err(bad)?;

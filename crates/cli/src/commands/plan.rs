@@ -67,25 +67,26 @@ pub fn run(args: &Args) -> Result<()> {
     if contexts.is_empty() {
         bail!("--context: {} addresses only {} positions", model.name, c.max_position_embeddings);
     }
+    if args.model.device == Device::Auto && model.weights.describe_fp8(c, false, true).is_some() {
+        eprintln!("note: weights are counted as on the CPU, which expands FP8; --device cuda counts a GPU's");
+    }
     let (mut rows, mut budgets): (Vec<Vec<String>>, Vec<Budget>) = Default::default();
+    let mut too_large = Vec::new();
     for &format in &args.kv {
         let weights = weights_of(format);
         let Some(free) = args.memory.checked_sub(weights).filter(|&f| f > 0) else {
-            bail!(
-                "{} does not fit: its weights take {}, --memory allows {}",
+            too_large.push(format!(
+                "{} with {format} does not fit: its weights take {}, --memory allows {}",
                 model.name,
                 progress::bytes(weights),
                 progress::bytes(args.memory)
-            );
+            ));
+            continue;
         };
-        match budgets.iter_mut().find(|b| b.weights == weights) {
+        let fp8 = model.weights.describe_fp8(c, rotates(format), holding.fp8);
+        match budgets.iter_mut().find(|b| b.weights == weights && b.fp8 == fp8) {
             Some(budget) => budget.formats.push(format.to_string()),
-            None => budgets.push(Budget {
-                weights,
-                free,
-                formats: vec![format.to_string()],
-                fp8: model.weights.describe_fp8(c, rotates(format), holding.fp8),
-            }),
+            None => budgets.push(Budget { weights, free, formats: vec![format.to_string()], fp8 }),
         }
         let windows = format.windows(args.sink, args.recent)?;
         let mut layout =
@@ -127,6 +128,10 @@ pub fn run(args: &Args) -> Result<()> {
                 longest.to_string(),
             ]);
         }
+    }
+    match too_large.as_slice() {
+        [first, ..] if budgets.is_empty() => bail!("{first}"),
+        some => some.iter().for_each(|line| eprintln!("note: {line}")),
     }
     if !args.json {
         for budget in &budgets {

@@ -21,13 +21,10 @@ fn an_fp8_checkpoint_answers_and_says_what_became_of_its_weights() {
     let dir = checkpoint();
     let model = dir.path().to_str().unwrap();
     for (kv, says) in [
-        (
-            "bf16",
-            "FP8 weights, the checkpoint's: qkv, output, gate_up, down, expanded to BF16 on this device",
-        ),
+        ("bf16", "FP8 weights, the checkpoint's: qkv, output, gate_up, down, expanded on this device"),
         (
             "oscar2",
-            "gate_up, down, expanded to BF16 on this device; in BF16: qkv, output (the value rotation",
+            "gate_up, down, expanded on this device; expanded: qkv (the value rotation is folded in), output (",
         ),
     ] {
         let args = [
@@ -76,6 +73,27 @@ fn a_plan_counts_fp8_where_it_stays_fp8() {
     let attention = 6 * (384 * (1024 + 512 + 1024) - 4 * (3 * (8 + 4 + 8)));
     assert_eq!((gpu[0], gpu[1]), (cpu[0] - mlp - attention, cpu[0] - mlp));
     assert_eq!(plan(&["--device", "cuda", "--weights", "bf16"]), cpu);
+    // Memory for the weights of one cache and not of the other: planned, and said.
+    let memory = (gpu[0] + gpu[1]).div_ceil(2).to_string();
+    let two = [
+        "plan",
+        "--model",
+        model,
+        "--device",
+        "cuda",
+        "--context",
+        "64",
+        "--kv",
+        "oscar2,bf16",
+        "--memory",
+        &memory,
+    ];
+    let out = oscar(&two);
+    let (text, note) = (String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
+    assert!(out.status.success() && text.contains("bf16") && !text.contains("oscar2"), "{text}");
+    assert!(note.contains("with oscar2 does not fit"), "{note}");
+    let none = oscar(&[&two[..9], &["--memory", "1M"]].concat());
+    assert!(!none.status.success() && String::from_utf8_lossy(&none.stderr).contains("does not fit"));
 }
 
 #[test]
@@ -125,5 +143,5 @@ fn bad_fp8_is_refused_by_name() {
     let config = std::fs::read_to_string(&path).unwrap().replace("e4m3", "e5m2");
     std::fs::write(&path, config).unwrap();
     let (status, message) = fail(&["run", "--model", dir.path().to_str().unwrap(), "--prompt", "x"]);
-    assert!(status == 1 && message.contains("only e4m3"), "{message}");
+    assert!(status == 1 && message.contains("only \"e4m3\""), "{message}");
 }

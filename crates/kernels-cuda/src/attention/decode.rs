@@ -105,7 +105,7 @@ impl Variant {
     /// Every variant that a GPU with this much shared memory a block may ask for.
     pub fn all(shared_memory: usize) -> impl Iterator<Item = Self> {
         HEAD_DIMS.into_iter().flat_map(move |d| {
-            [8, 16].into_iter().filter_map(move |g| Self::fitting(d, g, shared_memory).ok())
+            [4, 8, 16].into_iter().filter_map(move |g| Self::fitting(d, g, shared_memory).ok())
         })
     }
 }

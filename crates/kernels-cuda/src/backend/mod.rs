@@ -139,7 +139,7 @@ impl CudaBackend {
 
     fn send_indices(&self, state: &mut State, use_of: Index, values: &[u32]) -> Result<u64> {
         let buffer = &mut state.indices[use_of as usize];
-        grow(&self.device, buffer, values.len() * 4)?;
+        grow(&self.device, buffer, values.len() * 4, "row numbers")?;
         let to = buffer.as_ref().map_or(0, Buffer::address);
         state.uploads.enqueue(bytemuck::cast_slice(values), to)?;
         Ok(to)
@@ -274,11 +274,11 @@ impl Backend for CudaBackend {
                 let detail = format!("token {bad} of {}", table.outputs);
                 return Err(CudaError::Shape { what: "an embedding", detail });
             }
-            out.resize(&self.device, tokens.len(), true, false)?;
             if table.format() == WeightFormat::Fp8 {
                 let detail = "its rows are read one by one, which FP8's are not".into();
                 return Err(CudaError::Shape { what: "an embedding", detail });
             }
+            out.resize(&self.device, tokens.len(), true, false)?;
             let ids = self.send_indices(state, Index::Tokens, tokens)?;
             let (table, out, width) = (table.weights.address(), out.values(), out.width() as u32);
             self.launches.embed(tokens.len(), &Embed { table, tokens: ids, out, width, unused: 0 })

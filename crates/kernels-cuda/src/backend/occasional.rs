@@ -93,7 +93,7 @@ impl CudaBackend {
             Some(weights) => self.send_indices(state, Index::Weights, bytemuck::cast_slice(weights))?,
             None => 0,
         };
-        grow(&self.device, &mut state.gram, gram.len() * 8)?;
+        grow(&self.device, &mut state.gram, gram.len() * 8, "a statistic")?;
         let Some(buffer) = &state.gram else { return Ok(()) };
         let p = Gram {
             x: x.values(),

@@ -92,7 +92,7 @@ impl CudaBackend {
         }
         let order = Order::of(picks, logits.count())?;
         let parts = logits.width().div_ceil(SLICE).min(MOST_PARTS);
-        grow(&self.device, &mut state.picked, 8 * (order.keys() + order.greedy * parts))?;
+        grow(&self.device, &mut state.picked, 8 * (order.keys() + order.greedy * parts), "likely tokens")?;
         let picked = state.picked.as_ref().map_or(0, Buffer::address);
         let rows = self.send_indices(state, Index::Picks, &order.rows)?;
         let p = PickParams {

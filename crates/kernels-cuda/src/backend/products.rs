@@ -41,9 +41,9 @@ impl CudaBackend {
         let mut rounded = x.rounded();
         if rounded == 0 || exact {
             let count = rows * x.width();
-            grow(&self.device, high, count * 2)?;
+            grow(&self.device, high, count * 2, "activations")?;
             if exact {
-                grow(&self.device, low, count * 2)?;
+                grow(&self.device, low, count * 2, "activations")?;
             }
             rounded = high.as_ref().map_or(0, Buffer::address);
             let low = low.as_ref().filter(|_| exact).map_or(0, Buffer::address);
@@ -94,7 +94,7 @@ impl CudaBackend {
         if weight.format() == WeightFormat::Bf16 {
             return Ok(weight.weights.address() + 2 * (outputs.start * weight.inputs) as u64);
         }
-        grow(&self.device, expanded, 2 * outputs.len() * weight.inputs)?;
+        grow(&self.device, expanded, 2 * outputs.len() * weight.inputs, "FP8 weights expanded for a prompt")?;
         let Some(room) = expanded else { return Ok(0) };
         self.fp8_kernels()?.expand(weight, outputs, room)?;
         Ok(room.address())

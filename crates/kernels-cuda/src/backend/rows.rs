@@ -32,10 +32,10 @@ impl CudaRows {
     pub(super) fn resize(&mut self, device: &Device, rows: usize, values: bool, rounded: bool) -> Result<()> {
         let elements = rows * self.width;
         if values {
-            grow(device, &mut self.values, elements * 4)?;
+            grow(device, &mut self.values, elements * 4, "activations")?;
         }
         if rounded {
-            grow(device, &mut self.rounded, elements * 2)?;
+            grow(device, &mut self.rounded, elements * 2, "activations")?;
         }
         (self.rows, self.holds_values, self.holds_rounded) = (rows, values, rounded);
         Ok(())
@@ -59,11 +59,11 @@ impl CudaRows {
 
 /// Replaces the buffer by a larger one if it is too small. Sizes are rounded up so that a growing batch reallocates
 /// rarely: the release of memory waits for the device.
-pub(super) fn grow(device: &Device, buffer: &mut Option<Buffer>, bytes: usize) -> Result<()> {
+pub(super) fn grow(device: &Device, buffer: &mut Option<Buffer>, bytes: usize, what: &str) -> Result<()> {
     if buffer.as_ref().is_none_or(|b| b.bytes() < bytes) {
         *buffer = None;
         let step = (bytes / 8).next_power_of_two().max(1 << 10);
-        *buffer = Some(device.alloc(bytes.next_multiple_of(step), "activations")?);
+        *buffer = Some(device.alloc(bytes.next_multiple_of(step), what)?);
     }
     Ok(())
 }

@@ -63,7 +63,11 @@ impl CudaMatrix {
         if !Skinny::multiplies(WeightFormat::Fp8, outputs, inputs)
             || scales.len() != fp8_blocks(outputs) * fp8_blocks(inputs)
         {
-            let detail = format!("{} scales for {outputs} × {inputs}", scales.len());
+            let detail = format!(
+                "{outputs} × {inputs} with {} scales: outputs must be a multiple of 8, inputs of 64, with a scale for each \
+                 128 × 128",
+                scales.len()
+            );
             return Err(CudaError::Shape { what: "an FP8 matrix", detail });
         }
         let weights = device.alloc(outputs * inputs, "weights")?;

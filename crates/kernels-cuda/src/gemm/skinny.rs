@@ -159,12 +159,11 @@ impl Skinny {
 
     /// Does it take matrices of this shape?
     pub fn multiplies(format: WeightFormat, outputs: usize, inputs: usize) -> bool {
-        // `CHUNK` of `skinny_gemm.cu`.
-        let chunk = match format {
-            WeightFormat::Bf16 => 32,
-            WeightFormat::Fp8 => 64,
-        };
-        inputs.is_multiple_of(chunk) && outputs.is_multiple_of(8)
+        // Inputs: `CHUNK` of `skinny_gemm.cu`.
+        match format {
+            WeightFormat::Bf16 => inputs.is_multiple_of(32) && outputs.is_multiple_of(8),
+            WeightFormat::Fp8 => oscar_backend::fp8_multiplied(outputs, inputs),
+        }
     }
 
     /// Can [`SkinnyProduct::gated`] be asked of this matrix?

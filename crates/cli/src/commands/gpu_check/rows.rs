@@ -123,8 +123,8 @@ fn named(name: &str, format: WeightFormat) -> String {
 
 fn products(gpu: &CudaBackend, format: WeightFormat, report: &mut Report) -> Result<()> {
     let mut numbers = Numbers::new(4);
-    // Some have more units of outputs than a GPU has multiprocessors, some fewer chunks than a block has warps; of some units
-    // several blocks have a piece (few outputs and many inputs), or two; the kernels do not take all of them.
+    // Some have more units of outputs than a GPU has multiprocessors, some fewer chunks than a block has warps; the kernels
+    // do not take all of them.
     let shapes: &[(usize, usize)] = match format {
         WeightFormat::Bf16 => {
             &[(8, 32), (24, 64), (136, 96), (1152, 384), (256, 4096), (40, 1000), (8648, 160), (4672, 512)]
