@@ -125,6 +125,22 @@ pub fn check<B: Backend<Pool: Inspected>>(gpu: &B, every: u64, report: &mut Repo
             run(case, report)?;
         }
     }
+    // Many sequences of uneven lengths, some with a prompt in the steps that the others decode in: blocks that read several
+    // of them must pass over what is not decoded.
+    for (head_dim, kv_heads) in [(64, 4), (128, 3), (128, 8)] {
+        let of_step = |step: usize| -> Vec<usize> {
+            let rows = |i: usize| match (i + step) % 3 {
+                _ if step == 0 => 3 + i * 37 % 300,
+                1 => 2 + i * 13 % 30,
+                _ => 1,
+            };
+            (0..40).map(rows).collect()
+        };
+        let steps = (0..4).map(of_step).collect();
+        let (widths, pattern) = (vec![(2, 2), (3, 1)], Pattern::Plain);
+        let case = Case { head_dim, kv_heads, group: 4, widths, windows: narrow, pattern, steps };
+        run(case, report)?;
+    }
     // Values that hurt.
     for pattern in Pattern::ALL {
         for head_dim in [64, 128, 256] {
