@@ -1,14 +1,14 @@
 //! Files that must be refused, each with the message a person would need.
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use oscar_models::tiny::{WriteOptions, tiny_config, write_random_model};
 use oscar_models::{DecoderConfig, Family, LoadError, ModelSource, WeightDtype, Weights};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
-const WEIGHTS: &str = "model.safetensors";
+pub(crate) const WEIGHTS: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 
 /// A tiny Qwen3 model to damage.
@@ -41,17 +41,8 @@ impl Victim {
         self.open().unwrap().check(config).unwrap_err().to_string()
     }
 
-    /// Rewrites the header of the single weight file; the data stays.
     fn edit_header(&self, edit: impl FnOnce(&mut Value)) {
-        let bytes = fs::read(self.path(WEIGHTS)).unwrap();
-        let length = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
-        let mut header: Value = serde_json::from_slice(&bytes[8..8 + length]).unwrap();
-        edit(&mut header);
-        let header = header.to_string();
-        let mut rewritten = (header.len() as u64).to_le_bytes().to_vec();
-        rewritten.extend(header.as_bytes());
-        rewritten.extend(&bytes[8 + length..]);
-        fs::write(self.path(WEIGHTS), rewritten).unwrap();
+        edit_header(self.dir.path(), edit);
     }
 
     fn edit_index(&self, edit: impl FnOnce(&mut Value)) {
@@ -65,6 +56,19 @@ fn assert_says(message: &str, parts: &[&str]) {
     for part in parts {
         assert!(message.contains(part), "`{part}` is not in: {message}");
     }
+}
+
+/// Rewrites the header of the single weight file; the data stays.
+pub(crate) fn edit_header(dir: &Path, edit: impl FnOnce(&mut Value)) {
+    let bytes = fs::read(dir.join(WEIGHTS)).unwrap();
+    let length = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let mut header: Value = serde_json::from_slice(&bytes[8..8 + length]).unwrap();
+    edit(&mut header);
+    let header = header.to_string();
+    let mut rewritten = (header.len() as u64).to_le_bytes().to_vec();
+    rewritten.extend(header.as_bytes());
+    rewritten.extend(&bytes[8 + length..]);
+    fs::write(dir.join(WEIGHTS), rewritten).unwrap();
 }
 
 #[test]

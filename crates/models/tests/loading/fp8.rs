@@ -1,5 +1,6 @@
 //! FP8 checkpoints: what they are delivered as, what they take, and the ways they can be wrong.
 
+use crate::corrupted::{WEIGHTS, edit_header};
 use std::fs;
 use std::path::Path;
 
@@ -11,7 +12,6 @@ use oscar_models::{
 };
 use serde_json::{Value, json};
 
-const WEIGHTS: &str = "model.safetensors";
 const GATE: &str = "model.layers.0.mlp.gate_proj.weight";
 const SCALES: &str = "model.layers.0.mlp.gate_proj.weight_scale_inv";
 
@@ -120,19 +120,6 @@ fn plain_weights_can_be_quantized_while_loading() {
     assert!(matches!(weights.matrix("model.embed_tokens.weight"), Ok(MatrixView::Plain(_))));
     let line = weights.describe_fp8(&config, false, true).unwrap();
     assert!(line.contains("quantized now: output, down"), "{line}");
-}
-
-/// The header of the file, edited; the data stays.
-fn edit_header(dir: &Path, edit: impl FnOnce(&mut Value)) {
-    let bytes = fs::read(dir.join(WEIGHTS)).unwrap();
-    let length = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
-    let mut header: Value = serde_json::from_slice(&bytes[8..8 + length]).unwrap();
-    edit(&mut header);
-    let header = header.to_string();
-    let mut rewritten = (header.len() as u64).to_le_bytes().to_vec();
-    rewritten.extend(header.as_bytes());
-    rewritten.extend(&bytes[8 + length..]);
-    fs::write(dir.join(WEIGHTS), rewritten).unwrap();
 }
 
 /// Writes bytes over the beginning of a tensor.
