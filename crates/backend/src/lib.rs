@@ -227,8 +227,10 @@ pub trait Backend: Send + Sync {
         gate_up: &mut Self::Rows,
         out: &mut Self::Rows,
     ) {
-        self.linear(weight, x, gate_up, Write::Replace);
-        self.swiglu(gate_up, out);
+        if !self.fused_gate(weight, x, out) {
+            self.linear(weight, x, gate_up, Write::Replace);
+            self.swiglu(gate_up, out);
+        }
     }
     /// [`Backend::rms_norm`] and [`Backend::linear`] in one, where a device gains by it; `normed` is room for what lies
     /// between and may stay untouched.
@@ -241,8 +243,10 @@ pub trait Backend: Send + Sync {
         normed: &mut Self::Rows,
         out: &mut Self::Rows,
     ) {
-        self.rms_norm(x, norm, eps, normed);
-        self.linear(weight, normed, out, Write::Replace);
+        if !self.fused_norm(norm, eps, weight, x, out, false) {
+            self.rms_norm(x, norm, eps, normed);
+            self.linear(weight, normed, out, Write::Replace);
+        }
     }
     /// [`Backend::rms_norm`] and [`Backend::gated_linear`] in one, likewise.
     fn norm_gated_linear(
@@ -255,8 +259,26 @@ pub trait Backend: Send + Sync {
         gate_up: &mut Self::Rows,
         out: &mut Self::Rows,
     ) {
-        self.rms_norm(x, norm, eps, normed);
-        self.gated_linear(weight, normed, gate_up, out);
+        if !self.fused_norm(norm, eps, weight, x, out, true) {
+            self.rms_norm(x, norm, eps, normed);
+            self.gated_linear(weight, normed, gate_up, out);
+        }
+    }
+    /// The whole of [`Backend::gated_linear`] in one operation of the device; `false`, and nothing done, where it has none.
+    fn fused_gate(&self, _weight: &Self::Matrix, _x: &Self::Rows, _out: &mut Self::Rows) -> bool {
+        false
+    }
+    /// The same of [`Backend::norm_linear`], or of [`Backend::norm_gated_linear`] where `gated`.
+    fn fused_norm(
+        &self,
+        _norm: &Self::Vector,
+        _eps: f32,
+        _weight: &Self::Matrix,
+        _x: &Self::Rows,
+        _out: &mut Self::Rows,
+        _gated: bool,
+    ) -> bool {
+        false
     }
     /// Keeps the rows named, in that order.
     fn select(&self, x: &Self::Rows, rows: &[usize], out: &mut Self::Rows);

@@ -206,39 +206,20 @@ impl Backend for AnyBackend {
         on_device!(self, linear([weight], [x], [out], write));
     }
 
-    fn gated_linear(
-        &self,
-        weight: &Self::Matrix,
-        x: &Self::Rows,
-        gate_up: &mut Self::Rows,
-        out: &mut Self::Rows,
-    ) {
-        on_device!(self, gated_linear([weight], [x], [gate_up], [out]));
+    fn fused_gate(&self, weight: &Self::Matrix, x: &Self::Rows, out: &mut Self::Rows) -> bool {
+        on_device!(self, fused_gate([weight], [x], [out]))
     }
 
-    fn norm_linear(
+    fn fused_norm(
         &self,
         norm: &Self::Vector,
         eps: f32,
         weight: &Self::Matrix,
         x: &Self::Rows,
-        normed: &mut Self::Rows,
         out: &mut Self::Rows,
-    ) {
-        on_device!(self, norm_linear([norm], eps, [weight], [x], [normed], [out]));
-    }
-
-    fn norm_gated_linear(
-        &self,
-        norm: &Self::Vector,
-        eps: f32,
-        weight: &Self::Matrix,
-        x: &Self::Rows,
-        normed: &mut Self::Rows,
-        gate_up: &mut Self::Rows,
-        out: &mut Self::Rows,
-    ) {
-        on_device!(self, norm_gated_linear([norm], eps, [weight], [x], [normed], [gate_up], [out]));
+        gated: bool,
+    ) -> bool {
+        on_device!(self, fused_norm([norm], eps, [weight], [x], [out], gated))
     }
 
     fn logits(&self, weight: &Self::Matrix, x: &Self::Rows, out: &mut Self::Rows) {

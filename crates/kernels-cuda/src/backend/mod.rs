@@ -308,42 +308,20 @@ impl Backend for CudaBackend {
         self.enqueue(|state| self.product(state, weight, x, out, write == Write::Add, false));
     }
 
-    fn norm_linear(
+    fn fused_gate(&self, weight: &CudaMatrix, x: &CudaRows, out: &mut CudaRows) -> bool {
+        self.fuse(None, weight, x, out, true)
+    }
+
+    fn fused_norm(
         &self,
         norm: &CudaVector,
         eps: f32,
         weight: &CudaMatrix,
         x: &CudaRows,
-        normed: &mut CudaRows,
         out: &mut CudaRows,
-    ) {
-        if !self.fuse(Some((norm, eps)), weight, x, out, false) {
-            self.rms_norm(x, norm, eps, normed);
-            self.linear(weight, normed, out, Write::Replace);
-        }
-    }
-
-    fn gated_linear(&self, weight: &CudaMatrix, x: &CudaRows, gate_up: &mut CudaRows, out: &mut CudaRows) {
-        if !self.fuse(None, weight, x, out, true) {
-            self.linear(weight, x, gate_up, Write::Replace);
-            self.swiglu(gate_up, out);
-        }
-    }
-
-    fn norm_gated_linear(
-        &self,
-        norm: &CudaVector,
-        eps: f32,
-        weight: &CudaMatrix,
-        x: &CudaRows,
-        normed: &mut CudaRows,
-        gate_up: &mut CudaRows,
-        out: &mut CudaRows,
-    ) {
-        if !self.fuse(Some((norm, eps)), weight, x, out, true) {
-            self.rms_norm(x, norm, eps, normed);
-            self.gated_linear(weight, normed, gate_up, out);
-        }
+        gated: bool,
+    ) -> bool {
+        self.fuse(Some((norm, eps)), weight, x, out, gated)
     }
 
     fn logits(&self, weight: &CudaMatrix, x: &CudaRows, out: &mut CudaRows) {
