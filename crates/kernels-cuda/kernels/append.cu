@@ -118,9 +118,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) append(App
 
     const float* rotation = p.rotation ? p.rotation + (u64)kv_head * D * D : nullptr;
     if (ROTATION_NEAR && rotation) {
-        for (u32 i = 4 * tid; i < D * D; i += 4 * THREADS)
-            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared.rotation + i)), "l"(rotation + i)
-                         : "memory");
+        for (u32 i = 4 * tid; i < D * D; i += 4 * THREADS) copy_to_shared(shared_address(shared.rotation + i), rotation + i);
         rotation = shared.rotation;
     }
     // The tables of a step are complete before its first kernel.
@@ -165,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) append(App
                 shared.vectors[v][lane + 32 * k] = values[k] - constants.mean[k];
             }
         }
-        asm volatile("cp.async.wait_all;" ::: "memory");
+        wait_for_copied_bytes();
         __syncthreads();
         if (rotation) {
             rotate(shared, rotation + (u64)part * PER_PART * D + 2 * pair, count, part, pair);

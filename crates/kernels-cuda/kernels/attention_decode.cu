@@ -30,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, BLOCKS) decode_attent
         barriers_before_bulk_copies();
     }
     if (threadIdx.x < a.kv_heads * (sizeof(HeadPages) / 16) && threadIdx.x < NEAR_HEADS * (sizeof(HeadPages) / 16))
-        copy_16_bytes(shared_address((uint4*)shared.heads + threadIdx.x), (const uint4*)a.heads + threadIdx.x);
+        copy_to_shared(shared_address((uint4*)shared.heads + threadIdx.x), (const uint4*)a.heads + threadIdx.x);
     const WorkerRange plan = a.plan.range(worker);
     Filler filler;
     if (warp == WARPS) filler.load_pages(a.plan.worker(worker)->pages, lane);

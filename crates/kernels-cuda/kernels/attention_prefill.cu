@@ -33,10 +33,6 @@ DEVICE u32 panel_byte(u32 rows, u32 row, u32 chunk) {
     return (chunk >> 3) * rows * 128 + row * 128 + ((chunk & 7) ^ (row & 7)) * 16;
 }
 
-DEVICE void copy_async(u32 to, const void* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-
 DEVICE void load_matrices(u32 (&r)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -163,11 +159,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_prefill(PrefillP
         if (c.coded) {
             const u8* page = (const u8*)(pages.coded + (u64)id * shape.bytes());
             u32 to = shared_address(raws + stage * RAW_BYTES);
-            for (u32 i = threadIdx.x; i < shape.bytes() / 16; i += THREADS) copy_async(to + i * 16, page + i * 16);
+            for (u32 i = threadIdx.x; i < shape.bytes() / 16; i += THREADS) copy_to_shared(to + i * 16, page + i * 16);
         } else {
             const u8* page = (const u8*)(pages.full + (u64)id * full_page_bytes(D));
             u32 to = shared_address(tiles + stage * TILE_BYTES);
-            for (u32 i = threadIdx.x; i < TILE_BYTES / 16; i += THREADS) copy_async(to + i * 16, page + i * 16);
+            for (u32 i = threadIdx.x; i < TILE_BYTES / 16; i += THREADS) copy_to_shared(to + i * 16, page + i * 16);
         }
     };
 

@@ -97,6 +97,12 @@ DEVICE void mma_bf16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 
 
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
+// A lane's own copies into shared memory, without a barrier.
+DEVICE void copy_to_shared(u32 to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+DEVICE void wait_for_copied_bytes() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // ---- Warps. ----
 
 DEVICE float warp_sum(float x) {

@@ -64,12 +64,6 @@ struct ReadRing {
     }
 };
 
-// A lane's own copies, without a barrier.
-DEVICE void copy_16_bytes(u32 to, const void* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-DEVICE void wait_for_copied_bytes() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
 #if BULK_COPIES
 DEVICE void expect_bytes(u32 full, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full), "r"(bytes) : "memory");
@@ -86,7 +80,7 @@ DEVICE void copy_bulk(u32 to, const u8* from, u32 bytes, u32 full) {
 }
 #else
 DEVICE void copy_by_lanes(u32 to, const u8* from, u32 bytes, int lane) {
-    for (u32 i = 16 * lane; i < bytes; i += 512) copy_16_bytes(to + i, from + i);
+    for (u32 i = 16 * lane; i < bytes; i += 512) copy_to_shared(to + i, from + i);
 }
 
 // Arrives when the lane's copies so far have landed.
