@@ -103,8 +103,8 @@ struct Step {
         for (u32 i = 0; i < lengths.size(); i++) {
             u32 n = lengths[i], b = codes ? std::min(boundary_of(sink, recent, n - 1), n) : 0;
             u32 table = (u32)full.size(), blocks = (n + 63) / 64;
-            // Mixed: some bring more rows, which is not decoding.
-            sequences.push_back({i, mixed && i % 3 == 1 ? 2u : 1u, n - 1, table, b - std::min(b, 16u), b});
+            // Mixed: some bring more rows, which is not decoding. Every other one has codes of this step.
+            sequences.push_back({i, mixed && i % 3 == 1 ? 2u : 1u, n - 1, table, i % 2 ? b - std::min(b, 16u) : b, b});
             for (u32 p = 0; p < blocks; p++) {
                 bool is_coded = codes && b > sink && p >= sink / 64 && p * 64 < b;
                 bool is_full = !(is_coded && p * 64 >= sink && p * 64 + 64 <= b);

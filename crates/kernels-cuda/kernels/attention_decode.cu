@@ -69,7 +69,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, BLOCKS) decode_attent
         // A worker's range begins with an item that it reads.
         find();
         filler.begin(lane);
-        if (g.context.pages_are_old(g.head, g.begin, WARPS, g.old_codes)) filler.hand_out(shared, g, lane, true);
+        const u32 old = g.context.old_until(g.head, g.begin, g.old_codes, g.boundary);
+        if (g.begin < old) filler.hand_out(shared, g, lane, true, old);
+        fetch_partial(a, worker, lane);
         wait_for_previous_kernel();
         filler.serve(shared, g, lane, true);
         for (next_item(); find(); next_item()) {

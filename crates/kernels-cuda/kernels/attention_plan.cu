@@ -69,7 +69,7 @@ struct Planner {
     const PlanArgs& a;
     Plan& plan;
     u64* cost_before;  // of the sequences
-    u64 near_cost;     // bytes of a BF16 tile
+    u64 near_cost;     // of a BF16 tile
 
     DEVICE u64 item_cost(const ContextShape& c, u32 head) const {
         return c.near_units * near_cost + c.pages * plan.page_cost[head];
@@ -139,9 +139,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_plan(PlanArgs a) {
     __shared__ Plan plan;
     wait_for_previous_kernel();
     const u32 n = a.step.sequence_count, items = n * a.kv_heads, workers = a.plan.workers, tid = threadIdx.x;
-    const Planner p = {a, plan, n <= THREADS ? plan.cost_before : a.cost_before, 4 * TILE_TOKENS * (u64)a.head_dim};
-    if (tid == 0) plan.slowest = 0, plan.largest = (u32)p.near_cost;
     u64 page_cost = 0;
+    if (tid == 0) plan.slowest = 0, plan.largest = 4 * TILE_TOKENS * a.head_dim;
     __syncthreads();
     if (tid < a.kv_heads) {
         const HeadPages head = a.heads[tid];
@@ -152,19 +151,28 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_plan(PlanArgs a) {
     }
     u64 page_of_all_heads;
     sum_before(page_cost, plan.warp_sums, page_of_all_heads);
-    // Costs of the sequences, summed from the first on. Blocks that share the scratch write the same numbers.
-    u64 total = 0;
-    if (tid == 0) p.cost_before[0] = 0;
-    for (u32 first = 0; first < n; first += THREADS) {
-        u64 cost = 0, all;
-        if (first + tid < n) {
-            const ContextShape c = context_of(a.step, a.step.sequences[first + tid]);
-            cost = c.near_units * p.near_cost * a.kv_heads + c.pages * page_of_all_heads;
+    const u64 near_bytes = 4 * TILE_TOKENS * (u64)a.head_dim;
+    Planner p = {a, plan, n <= THREADS ? plan.cost_before : a.cost_before, near_bytes};
+    // Costs of the sequences, summed from the first on and kept if asked. Blocks that share the scratch write the same numbers.
+    auto add_up = [&](bool keep) {
+        u64 total = 0;
+        if (keep && tid == 0) p.cost_before[0] = 0;
+        for (u32 first = 0; first < n; first += THREADS) {
+            u64 cost = 0, all;
+            if (first + tid < n) {
+                const ContextShape c = context_of(a.step, a.step.sequences[first + tid]);
+                cost = c.near_units * p.near_cost * a.kv_heads + c.pages * page_of_all_heads;
+            }
+            const u64 before = sum_before(cost, plan.warp_sums, all);
+            if (keep && first + tid < n) p.cost_before[first + tid + 1] = total + before + cost;
+            total += all;
         }
-        const u64 before = sum_before(cost, plan.warp_sums, all);
-        if (first + tid < n) p.cost_before[first + tid + 1] = total + before + cost;
-        total += all;
-    }
+        return total;
+    };
+    // In a stream of codes a BF16 tile takes the time of half as many bytes again; where all is read in a few rounds it does not
+    // (H200).
+    if (page_of_all_heads > 0 && add_up(false) > FEW_ROUNDS * workers * (u64)a.round_cost) p.near_cost = near_bytes * 3 / 2;
+    const u64 total = add_up(true);
     // A worker takes at least two of the largest units, so that no two begin at the same place.
     const u64 least = a.least_cost > 2 * plan.largest ? a.least_cost : 2 * plan.largest, wanted = quotient(total, least);
     u32 most = workers;

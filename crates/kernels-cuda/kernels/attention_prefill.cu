@@ -33,18 +33,6 @@ DEVICE u32 panel_byte(u32 rows, u32 row, u32 chunk) {
     return (chunk >> 3) * rows * 128 + row * 128 + ((chunk & 7) ^ (row & 7)) * 16;
 }
 
-DEVICE void load_matrices(u32 (&r)[4], u32 address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address));
-}
-
-DEVICE void load_matrices_transposed(u32 (&r)[4], u32 address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address));
-}
-
 // Two codes, in the low bits of each half, as two BF16 integers: 128 + c has its last place at 1.
 DEVICE u32 integers(u32 pair) {
     u32 y;
@@ -228,12 +216,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_prefill(PrefillP
 #pragma unroll
         for (int k = 0; k < STEPS; k++) {
             u32 a[4];
-            load_matrices(a, query_address +
+            load_matrix(a, query_address +
                 panel_byte(ROWS, warp * 16 + (lane >> 3 & 1) * 8 + (lane & 7), 2 * k + (lane >> 4)));
 #pragma unroll
             for (int n = 0; n < 8; n += 2) {
                 u32 b[4];
-                load_matrices(b, keys + panel_byte(64, 8 * (n + (lane >> 4)) + (lane & 7), 2 * k + (lane >> 3 & 1)));
+                load_matrix(b, keys + panel_byte(64, 8 * (n + (lane >> 4)) + (lane & 7), 2 * k + (lane >> 3 & 1)));
                 mma_bf16(score[n], a[0], a[1], a[2], a[3], b[0], b[1]);
                 mma_bf16(score[n + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
             }
@@ -314,9 +302,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_prefill(PrefillP
             for (int n = 0; n < 2 * STEPS; n += 2) {
                 u32 b[4];
                 if (now.coded)
-                    load_matrices(b, values + panel_byte(D, 8 * (n + (lane >> 4)) + (lane & 7), 2 * k + (lane >> 3 & 1)));
+                    load_matrix(b, values + panel_byte(D, 8 * (n + (lane >> 4)) + (lane & 7), 2 * k + (lane >> 3 & 1)));
                 else
-                    load_matrices_transposed(
+                    load_matrix_transposed(
                         b, values + panel_byte(64, 16 * k + (lane >> 3 & 1) * 8 + (lane & 7), n + (lane >> 4)));
                 mma_bf16(out[n], a[0], a[1], a[2], a[3], b[0], b[1]);
                 mma_bf16(out[n + 1], a[0], a[1], a[2], a[3], b[2], b[3]);

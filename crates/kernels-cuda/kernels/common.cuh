@@ -16,7 +16,8 @@ struct SequenceInfo {
     u32 rows;
     u32 first_position;  // position of the first of them
     u32 table;           // where its pages begin in `full` and `coded`
-    u32 old_codes;       // codes of positions before this were made in earlier steps
+    u32 old_codes;       // codes of positions before this were made in earlier steps; if all were, up to the boundary, then so was
+                         // everything else that is read but the new token
     u32 boundary;        // of its last row: positions sink..boundary have codes
 };
 
@@ -96,6 +97,24 @@ DEVICE void mma_bf16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 
 }
 
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// Four 8x8 blocks of 16-bit elements from shared memory: lane l names row l % 8 of block l / 8 and gets two neighbours of row
+// l / 4 of each block; transposed, of column l / 4.
+DEVICE void load_matrix(u32 (&a)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+                 : "r"(address)
+                 : "memory");
+}
+DEVICE void load_matrix_transposed(u32 (&a)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// Asks for a line that will be read soon.
+DEVICE void prefetch_to_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 // A lane's own copies into shared memory, without a barrier.
 DEVICE void copy_to_shared(u32 to, const void* from) {

@@ -69,17 +69,19 @@ struct Filler {
         next = side = 0;
     }
 
-    // Gives every ring that has room its next unit, or tells it of the segment's end.
-    DEVICE void hand_out(Shared& shared, const Segment& g, int lane, bool first) {
+    // Gives every ring that has room its next unit, or tells it of the segment's end. Units from `limit` on, which lies beyond the
+    // next one, are kept back.
+    DEVICE void hand_out(Shared& shared, const Segment& g, int lane, bool first, u32 limit = 0xffffffffu) {
         const u32 empty = shared_address(shared.empty[lane < WARPS ? lane : 0]);
-        const bool ready = open && barrier_passed_now(empty + 8 * slot, parity);
-        const u32 takers = __ballot_sync(0xffffffffu, ready && side == 0);
-        if (!__any_sync(0xffffffffu, ready)) {
+        const bool has_room = open && barrier_passed_now(empty + 8 * slot, parity);
+        const u32 takers = __ballot_sync(0xffffffffu, has_room && side == 0);
+        if (!__any_sync(0xffffffffu, has_room)) {
             __nanosleep(40);
             return;
         }
-        if (ready && side == 0) unit = g.begin + next + __popc(takers & ((1u << lane) - 1));
-        next += __popc(takers);
+        if (has_room && side == 0) unit = g.begin + next + __popc(takers & ((1u << lane) - 1));
+        next += min((u32)__popc(takers), limit - (g.begin + next));
+        const bool ready = has_room && unit < limit;
         const bool any = ready && unit < g.end;
         const u32 index = unit - g.begin;
         u32 page = 0;
@@ -91,8 +93,17 @@ struct Filler {
         if (any && !(first && index < FIRST_PAGES)) page = page_of(g.context, g.head, g.full, g.coded, unit);
         if (ready) shared.slot_unit[lane][slot] = any ? unit : NO_UNIT;
 #if BULK_COPIES
+#ifdef COPIES_IN_TURN
+        // For racecheck: all lanes' copies are issued by instructions of the warp, which it takes for its first lane's. That one has
+        // not seen the others' slots empty.
+        for (int turn = 0; turn < WARPS; turn++) {
+            if (any && lane == turn) fill(shared, g, lane, slot, unit, side, page, lane);
+            __syncwarp();
+        }
+#else
         if (any) fill(shared, g, lane, slot, unit, side, page, lane);
-        else if (ready) barrier_arrive(shared_address(&shared.full[lane][slot]));
+#endif
+        if (ready && !any) barrier_arrive(shared_address(&shared.full[lane][slot]));
 #else
         __syncwarp();
         for (u32 left = __ballot_sync(0xffffffffu, ready); left; left &= left - 1) {

@@ -121,6 +121,17 @@ struct alignas(32) PartialQuad {
 constexpr int QUADS = HEAD_DIM / 4, PARTIAL = HEADS * QUADS;  // of a partial result
 constexpr int SHARERS = 8;  // lanes that add up four channels of a head, some readers' each
 
+DEVICE PartialQuad* partial_of(const DecodeArgs& a, u32 worker, bool first_of_worker) {
+    return (PartialQuad*)a.partials + (u64)(2 * worker + (first_of_worker ? 0 : 1)) * PARTIAL;
+}
+
+// Since the last launch a layer's weights have gone through L2: a partial result that is written or looked at would wait for
+// the rest of its lines to come from memory.
+DEVICE void fetch_partial(const DecodeArgs& a, u32 worker, int lane) {
+    const u8* own = (const u8*)partial_of(a, worker, true);
+    for (u32 at = 128 * lane; at < a.group * QUADS * sizeof(PartialQuad); at += 128 * 32) prefetch_to_l2(own + at);
+}
+
 // A block's share of an item is done: writes the result, or a partial one for the item's last readers. All readers. Says what
 // the worker owes.
 DEVICE OwedMerge finish_segment(Shared& shared, const DecodeArgs& a, u32 row, u32 head_index, u32 worker, bool first_of_worker) {
@@ -128,7 +139,7 @@ DEVICE OwedMerge finish_segment(Shared& shared, const DecodeArgs& a, u32 row, u3
     const ItemPlan readers = shared.readers;
     const bool alone = readers.count == 1;
     const OutputRows out(a, row, head_index);
-    PartialQuad* own = (PartialQuad*)a.partials + (u64)(2 * worker + (first_of_worker ? 0 : 1)) * PARTIAL;
+    PartialQuad* own = partial_of(a, worker, first_of_worker);
 #pragma unroll 1
     for (int e = tid; e < quads; e += THREADS) {
         const int head = e / QUADS, channel = e % QUADS * 4;

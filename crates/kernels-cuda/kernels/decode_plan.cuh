@@ -21,11 +21,14 @@ struct ContextShape {
     u32 first_page;   // coded pages first_page..first_page + pages
     u32 pages;
 
-    // Are `count` units from `first` on coded pages that no kernel of this step writes?
-    DEVICE bool pages_are_old(const HeadPages& head, u32 first, u32 count, u32 old_codes) const {
-        if (first < near_units || pieces_of(head) == 0) return false;
-        const u32 last_page = first_page + (first + count - 1 - near_units) / pieces_of(head);
-        return (last_page + 1) * PAGE_TOKENS <= old_codes;
+    // How far the units go, from `first` on, that no kernel of this step writes. Where all is old but the new token: BF16 tiles but
+    // the last, and all pages, of which nothing but codes up to the boundary is read. Else codes of earlier steps.
+    DEVICE u32 old_until(const HeadPages& head, u32 first, u32 old_codes, u32 boundary) const {
+        const bool all_old = old_codes >= boundary;
+        if (first < near_units) return all_old && pages > 0 ? near_units - 1 : 0;  // without codes it gains nothing (H200)
+        if (all_old) return 0xffffffffu;
+        const u32 old_pages = old_codes / PAGE_TOKENS;
+        return near_units + (old_pages > first_page ? old_pages - first_page : 0) * pieces_of(head);
     }
 };
 

@@ -30,20 +30,6 @@ DEVICE u32 transpose_8x8(u32 x) {
     return y;
 }
 
-DEVICE void load_matrix(u32 (&a)[4], u32 address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-                 : "r"(address)
-                 : "memory");
-}
-
-DEVICE void load_matrix_transposed(u32 (&a)[4], u32 address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-                 : "r"(address)
-                 : "memory");
-}
-
 DEVICE u32 pack_f16(float low, float high) {
     u32 y;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));

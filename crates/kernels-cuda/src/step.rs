@@ -25,6 +25,7 @@ pub struct SequenceInfo {
     pub rows: u32,
     pub first_position: u32,
     pub table: u32,
+    /// See [`old_codes`].
     pub old_codes: u32,
     pub boundary: u32,
 }
@@ -181,7 +182,7 @@ fn fill(
                 rows: rows.len() as u32,
                 first_position: first as u32,
                 table,
-                old_codes: (if s.demote.is_empty() { boundary } else { boundary.min(s.demote.start) }) as u32,
+                old_codes: old_codes(s, rows.len(), boundary) as u32,
                 boundary: boundary as u32,
             });
             entries.push((rows, index, blocks));
@@ -227,6 +228,19 @@ fn fill(
         add_tiles(w, &mut summary, sequences)?;
     }
     Ok(summary)
+}
+
+/// Up to where the codes that these `rows` of a sequence read, up to their boundary, were made in earlier steps: the boundary
+/// itself only if all that they read is of earlier steps but their own tokens.
+fn old_codes(s: &SequenceRows<'_>, rows: usize, boundary: usize) -> usize {
+    if rows < s.rows.len() {
+        // A row that is attended alone reads what the rows before it bring.
+        0
+    } else if s.demote.is_empty() {
+        boundary
+    } else {
+        boundary.min(s.demote.start)
+    }
 }
 
 /// Where sequences share a coded page and one of them codes a tile of it in this step, none may read it before. Shared
@@ -433,7 +447,7 @@ mod tests {
                 rows: 1,
                 first_position: 400 + i as u32,
                 table: 1,
-                old_codes: 256,
+                old_codes: 0, // it reads tokens of this step beside its own
                 boundary: 256,
             };
             assert_eq!(*info, wanted);
