@@ -4,7 +4,7 @@
 //   time FOLDER layer                                 behind a product-like read of 48 MB and the append of the new row
 #include "harness.hpp"
 
-constexpr u32 APPEND_THREADS = 256, APPEND_SHARED = (5 * 10 * 128 + 128 * 128) * 4;  // src/backend/launches.rs
+constexpr u32 APPEND_THREADS = 256, APPEND_SHARED = 2 * 16 * 136 * 2 + 128 * 128 * 4;  // src/backend/launches.rs
 
 static float ceiling(CUstream s) {  // GB/s of a plain read of 4 GB
     CUmodule m; CUfunction f; CK(cuModuleLoad(&m, (Kernel::folder + "/read.cubin").c_str())); CK(cuModuleGetFunction(&f, m, "read_all"));

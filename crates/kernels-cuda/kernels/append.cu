@@ -15,7 +15,7 @@ struct AppendParams {
     const float* key_norm;
     const float* cosines;    // [position][HEAD_DIM / 2]
     const float* sines;
-    const float* rotation;   // [kv head][HEAD_DIM][HEAD_DIM], or null
+    const uint4* rotation;   // of the kv heads, as fragments (below), or null
     const float* mean;       // [kv head][HEAD_DIM]
     u32 query_heads;
     u32 kv_heads;
@@ -24,19 +24,26 @@ struct AppendParams {
 };
 
 constexpr int D = HEAD_DIM;
-constexpr int PARTS = 4;                  // threads that share two output channels, each a part of the sum
-constexpr int PER_PART = D / PARTS;
-constexpr int PAIRS = D / 2;
-constexpr int THREADS = PAIRS * PARTS, WARPS = THREADS / 32;
-constexpr int VECTORS = 10;               // rows times heads a block takes at a time
+constexpr int WARPS = D / 16, THREADS = 32 * WARPS;  // a warp for 16 channels of the result
+constexpr int STEPS = D / 16, TILES = D / 8;
+constexpr int VECTORS = 16;               // rows times heads a block takes at a time
+constexpr int STRIDE = D + 8;             // keeps the rows that a warp reads in different banks
 constexpr int PER_LANE = D / 32;
+constexpr int ROTATION = STEPS * TILES * 32;  // quads of a rotation
 // Larger rotations are read where they lie.
 constexpr bool ROTATION_NEAR = D <= 128;
 
+// Vectors and rotation are the sum of two BF16 numbers each, high and low; their product is that of three pairs of these, all
+// but low times low, which is below what is left of either. A rotation lies in fragments of 16 inputs and 8 outputs, [input
+// step][output tile][lane]: the lane's two registers of the high parts and of the low.
 struct Shared {
-    float vectors[VECTORS][D];
-    float sums[PARTS][VECTORS][D];
-    float rotation[ROTATION_NEAR ? D * D : 4];
+    u16 high[VECTORS][STRIDE], low[VECTORS][STRIDE];
+    uint4 rotation[ROTATION_NEAR ? ROTATION : 1];
+
+    DEVICE void put(u32 vector, u32 channel, float x) {
+        const u16 h = f32_to_bf16(x);
+        high[vector][channel] = h, low[vector][channel] = f32_to_bf16(x - bf16_to_f32(h));
+    }
 };
 
 // What a vector meets on its way and no kernel of the step writes: a lane's channels lane, lane + 32, ...
@@ -71,76 +78,83 @@ struct RowPlace {
     DEVICE void put(Side side, u32 channel, float x) const { page[full_element(side, D, token, channel)] = f32_to_bf16(x); }
 };
 
-// Thread (part, pair) adds up its part of `sum_i x[i] * R[i][channel]` for two channels of COUNT vectors from `first` on.
-// `rotation` is at the thread's first row and channel.
-template <int COUNT>
-DEVICE void rotate_few(Shared& shared, const float* rotation, u32 first, u32 part, u32 pair) {
-    float sum[COUNT][2] = {};
+// Two tiles of channels of the vectors, rotated: [tile][i] is of vector lane / 4 + 8 * (i / 2) and channel 2 * (lane % 4) + i % 2
+// of the tile. All warps, each its own channels; what lies in the rows of vectors that are not there has no effect on others.
+DEVICE void rotate(float (&out)[2][4], const Shared& shared, const uint4* rotation, u32 lane, u32 warp) {
+    float sums[3][2][4] = {};
+    const u32 g = lane >> 2, t = lane & 3;
+    auto part = [&](const u16 (&x)[VECTORS][STRIDE], u32 row, u32 channel) { return *(const u32*)&x[row][channel]; };
 #pragma unroll 2
-    for (int i = 0; i < PER_PART; i += 4) {
-        float2 r[4];
+    for (int step = 0; step < STEPS; step++) {
+        const u32 channel = 16 * step + 2 * t;
+        const u32 high[4] = {part(shared.high, g, channel), part(shared.high, g + 8, channel),
+                             part(shared.high, g, channel + 8), part(shared.high, g + 8, channel + 8)};
+        const u32 low[4] = {part(shared.low, g, channel), part(shared.low, g + 8, channel),
+                            part(shared.low, g, channel + 8), part(shared.low, g + 8, channel + 8)};
 #pragma unroll
-        for (int k = 0; k < 4; k++) r[k] = *(const float2*)(rotation + (i + k) * D);
-#pragma unroll
-        for (int v = 0; v < COUNT; v++) {
-            const float4 x = *(const float4*)&shared.vectors[first + v][part * PER_PART + i];
-            sum[v][0] = __fmaf_rn(x.x, r[0].x, sum[v][0]), sum[v][1] = __fmaf_rn(x.x, r[0].y, sum[v][1]);
-            sum[v][0] = __fmaf_rn(x.y, r[1].x, sum[v][0]), sum[v][1] = __fmaf_rn(x.y, r[1].y, sum[v][1]);
-            sum[v][0] = __fmaf_rn(x.z, r[2].x, sum[v][0]), sum[v][1] = __fmaf_rn(x.z, r[2].y, sum[v][1]);
-            sum[v][0] = __fmaf_rn(x.w, r[3].x, sum[v][0]), sum[v][1] = __fmaf_rn(x.w, r[3].y, sum[v][1]);
+        for (int n = 0; n < 2; n++) {
+            const uint4 r = rotation[(step * TILES + 2 * warp + n) * 32 + lane];
+            mma_bf16(sums[0][n], high[0], high[1], high[2], high[3], r.x, r.y);
+            mma_bf16(sums[1][n], low[0], low[1], low[2], low[3], r.x, r.y);
+            mma_bf16(sums[2][n], high[0], high[1], high[2], high[3], r.z, r.w);
         }
     }
 #pragma unroll
-    for (int v = 0; v < COUNT; v++) *(float2*)&shared.sums[part][first + v][2 * pair] = make_float2(sum[v][0], sum[v][1]);
-}
-
-// Their number is known to the compiler, which then loads ahead of the sums.
-DEVICE void rotate(Shared& shared, const float* rotation, u32 count, u32 part, u32 pair) {
-    u32 first = 0;
-    for (; first + 5 <= count; first += 5) rotate_few<5>(shared, rotation, first, part, pair);
-    switch (count - first) {
-        case 1: return rotate_few<1>(shared, rotation, first, part, pair);
-        case 2: return rotate_few<2>(shared, rotation, first, part, pair);
-        case 3: return rotate_few<3>(shared, rotation, first, part, pair);
-        case 4: return rotate_few<4>(shared, rotation, first, part, pair);
-    }
+    for (int n = 0; n < 2; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) out[n][i] = sums[0][n][i] + (sums[1][n][i] + sums[2][n][i]);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) append(AppendParams p) {
     extern __shared__ float4 memory[];
     Shared& shared = *(Shared*)memory;
-    const u32 tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, pair = tid % PAIRS, part = tid / PAIRS;
-    const u32 kv_head = blockIdx.y, heads = p.query_heads / p.kv_heads + 1, width = (p.query_heads + 2 * p.kv_heads) * D;
+    const u32 tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+    const u32 kv_head = blockIdx.y, group = p.query_heads / p.kv_heads, width = (p.query_heads + 2 * p.kv_heads) * D;
     const u32 first_row = blockIdx.x * p.rows_per_block, rows = min(p.rows_per_block, p.step.rows - first_row);
-    // Vector `v` is head `v % heads` of row `v / heads`; the last head is the key.
-    const u32 total = rows * heads;
+    // Vector `v` is vector `v % each` of row `v / each`: the query heads, the key, the value.
+    const u32 each = group + 2, total = rows * each;
     allow_next_kernel();
 
-    const float* rotation = p.rotation ? p.rotation + (u64)kv_head * D * D : nullptr;
+    const uint4* rotation = p.rotation ? p.rotation + kv_head * ROTATION : nullptr;
     if (ROTATION_NEAR && rotation) {
-        for (u32 i = 4 * tid; i < D * D; i += 4 * THREADS) copy_to_shared(shared_address(shared.rotation + i), rotation + i);
+        for (u32 i = tid; i < ROTATION; i += THREADS) copy_to_shared(shared_address(shared.rotation + i), rotation + i);
         rotation = shared.rotation;
     }
     // The tables of a step are complete before its first kernel.
     VectorConstants constants;
-    if (warp < total) constants.load(p, first_row + warp / heads, warp % heads == heads - 1, kv_head, lane);
+    if (warp < total) constants.load(p, first_row + warp / each, warp % each == group, kv_head, lane);
     const HeadPages pages = p.pages[kv_head];
     const RowPlace first_place(p, pages, first_row);
+    auto place_of = [&](u32 row) { return row == first_row ? first_place : RowPlace(p, pages, row); };
+    // Neighbouring channels of a finished query head or key go out.
+    auto put_out = [&](u32 row, u32 index, u32 channel, auto... x) {
+        u32 at = channel;
+        if (index < group) {
+            float* to = p.queries + ((u64)row * p.query_heads + kv_head * group + index) * D;
+            ((to[at++] = x), ...);
+        } else {
+            const RowPlace place = place_of(row);
+            (place.put(KEY, at++, x), ...);
+        }
+    };
     wait_for_previous_kernel();
-
-    // Values go into their pages as they are: the model's weights already hold their rotation.
-    const float* values_from = p.qkv + (u64)first_row * width + (p.query_heads + p.kv_heads + kv_head) * D;
-    float first_value = 0.0f;
-    if (tid < D) first_value = values_from[tid];
     for (u32 base = 0; base < total; base += VECTORS) {
         const u32 count = min((u32)VECTORS, total - base);
         for (u32 v = warp; v < count; v += WARPS) {
-            const u32 row = first_row + (base + v) / heads, head = (base + v) % heads;
-            const bool is_key = head == heads - 1;
-            float* x = p.qkv + (u64)row * width + (is_key ? p.query_heads + kv_head : kv_head * (heads - 1) + head) * D;
+            const u32 row = first_row + (base + v) / each, index = (base + v) % each;
+            const bool is_query = index < group, is_key = index == group;
+            const u32 head = is_query ? kv_head * group + index : p.query_heads + (is_key ? 0 : p.kv_heads) + kv_head;
+            float* x = p.qkv + (u64)row * width + head * D + lane;
             float values[PER_LANE];
 #pragma unroll
-            for (int k = 0; k < PER_LANE; k++) values[k] = x[lane + 32 * k];
+            for (int k = 0; k < PER_LANE; k++) values[k] = x[32 * k];
+            if (!is_query && !is_key) {
+                // Values go into their pages as they are: the model's weights already hold their rotation.
+                const RowPlace place = place_of(row);
+#pragma unroll
+                for (int k = 0; k < PER_LANE; k++) place.put(VALUE, lane + 32 * k, values[k]);
+                continue;
+            }
             if (base > 0 || v != warp) constants.load(p, row, is_key, kv_head, lane);
             if (is_key ? p.key_norm : p.query_norm) {
                 float squares = 0.0f;
@@ -159,32 +173,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) append(App
             }
 #pragma unroll
             for (int k = 0; k < PER_LANE; k++) {
-                x[lane + 32 * k] = values[k];
-                shared.vectors[v][lane + 32 * k] = values[k] - constants.mean[k];
+                x[32 * k] = values[k];
+                values[k] -= constants.mean[k];
+                if (rotation) shared.put(v, lane + 32 * k, values[k]);
+                else put_out(row, index, lane + 32 * k, values[k]);
             }
         }
+        if (!rotation) continue;
         wait_for_copied_bytes();
         __syncthreads();
-        if (rotation) {
-            rotate(shared, rotation + (u64)part * PER_PART * D + 2 * pair, count, part, pair);
-            __syncthreads();
-        }
-        for (u32 i = tid; i < count * D; i += THREADS) {
-            const u32 v = i / D, channel = i % D;
-            float x = shared.vectors[v][channel];
-            if (rotation) {
-                x = shared.sums[0][v][channel];
+        float out[2][4];
+        rotate(out, shared, rotation, lane, warp);
 #pragma unroll
-                for (int other = 1; other < PARTS; other++) x += shared.sums[other][v][channel];
-            }
-            const u32 row = first_row + (base + v) / heads, head = (base + v) % heads;
-            if (head < heads - 1) p.queries[((u64)row * p.query_heads + kv_head * (heads - 1) + head) * D + channel] = x;
-            else if (row == first_row) first_place.put(KEY, channel, x);
-            else RowPlace(p, pages, row).put(KEY, channel, x);
+        for (int half = 0; half < 2; half++) {
+            const u32 v = (lane >> 2) + 8 * half, row = first_row + (base + v) / each, index = (base + v) % each;
+            if (v >= count || index > group) continue;
+#pragma unroll
+            for (int n = 0; n < 2; n++)
+                put_out(row, index, 16 * warp + 8 * n + 2 * (lane & 3), out[n][2 * half], out[n][2 * half + 1]);
         }
         if (base + VECTORS < total) __syncthreads();
     }
-    if (tid < D) first_place.put(VALUE, tid, first_value);
-    for (u32 i = D + tid; i < rows * D; i += THREADS)
-        RowPlace(p, pages, first_row + i / D).put(VALUE, i % D, values_from[(u64)(i / D) * width + i % D]);
 }

@@ -3,6 +3,7 @@
 use crate::device::Device;
 use crate::error::Result;
 use crate::memory::Buffer;
+use half::bf16;
 use oscar_codec::HeadRotations;
 
 /// Vectors (norm weights) as f32.
@@ -18,7 +19,7 @@ pub struct CudaRope {
     pub(super) positions: usize,
 }
 
-/// Key rotations of a layer's heads, `[kv_head][d][d]`, and their means.
+/// Key rotations of a layer's heads, one after the other in the order of `append.cu`, and their means.
 pub struct CudaRotation {
     pub(super) matrices: Buffer,
     pub(super) means: Option<Buffer>,
@@ -26,7 +27,8 @@ pub struct CudaRotation {
 
 impl CudaRotation {
     pub(super) fn upload(device: &Device, heads: &[HeadRotations]) -> Result<Self> {
-        let matrices: Vec<f32> = heads.iter().flat_map(|h| h.key.matrix().iter().copied()).collect();
+        let matrices: Vec<[u32; 4]> =
+            heads.iter().flat_map(|h| fragments(h.key.matrix(), h.key.head_dim())).collect();
         let means = heads.iter().any(|h| h.key_mean.is_some()).then(|| {
             let zero = vec![0.0; heads[0].key.head_dim()];
             let means: Vec<f32> =
@@ -34,5 +36,53 @@ impl CudaRotation {
             device.upload_new(&means, "key means")
         });
         Ok(Self { matrices: device.upload_new(&matrices, "key rotations")?, means: means.transpose()? })
+    }
+}
+
+/// A matrix `[input][output]` as `append.cu` reads it: in steps of 16 inputs and tiles of 8 outputs, for every lane of a warp
+/// the two registers of a tensor-core operand in the numbers' high parts and the two in their low ones.
+fn fragments(matrix: &[f32], d: usize) -> Vec<[u32; 4]> {
+    let parts = |input: usize, output: usize| {
+        let x = matrix[input * d + output];
+        let high = bf16::from_f32(x);
+        [high, bf16::from_f32(x - high.to_f32())].map(|part| u32::from(part.to_bits()))
+    };
+    let mut all = Vec::with_capacity(d * d / 4);
+    for place in 0..d * d / 4 {
+        let (step, tile, lane) = (place / 32 / (d / 8), place / 32 % (d / 8), place % 32);
+        let (input, output) = (16 * step + 2 * (lane % 4), 8 * tile + lane / 4);
+        let pair = |input: usize| {
+            let (first, second) = (parts(input, output), parts(input + 1, output));
+            [first[0] | second[0] << 16, first[1] | second[1] << 16]
+        };
+        let (low_inputs, high_inputs) = (pair(input), pair(input + 8));
+        all.push([low_inputs[0], high_inputs[0], low_inputs[1], high_inputs[1]]);
+    }
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fragments_hold_every_element_in_two_parts() {
+        let d = 64;
+        let matrix: Vec<f32> = (0..d * d).map(|i| ((i * 37 % 101) as f32 - 50.0) / 77.0).collect();
+        let found = fragments(&matrix, d);
+        assert_eq!(found.len(), d * d / 4);
+        let part = |bits: u32| bf16::from_bits(bits as u16).to_f32();
+        for input in 0..d {
+            for output in 0..d {
+                // Operand of mma.m16n8k16: a lane has one output and inputs 2t, 2t + 1 (first register), 2t + 8, 2t + 9 (second).
+                let (lane, register) = (output % 8 * 4 + input % 8 / 2, input % 16 / 8);
+                let quad = found[(input / 16 * (d / 8) + output / 8) * 32 + lane];
+                let [high, low] =
+                    [quad[register], quad[2 + register]].map(|r| r >> (16 * (input % 2)) & 0xffff);
+                let x = matrix[input * d + output];
+                assert_eq!(part(high), bf16::from_f32(x).to_f32());
+                assert!((part(high) + part(low) - x).abs() <= x.abs() * 2f32.powi(-16), "{input} {output}");
+            }
+        }
     }
 }

@@ -56,12 +56,11 @@ pub fn append_rows_per_block(rows: usize) -> usize {
     if rows <= APPEND_ALONE { 1 } else { APPEND_ROWS }
 }
 
-/// Dynamic shared memory of `append.cu`: its vectors, their partial sums, and the rotation where it is small enough.
+/// Dynamic shared memory of `append.cu`: its vectors in two parts, and the rotation where it is small enough.
 pub fn append_shared(head_dim: usize) -> usize {
-    const VECTORS: usize = 10;
-    const PARTS: usize = 4;
-    let rotation = if head_dim <= 128 { head_dim * head_dim } else { 4 };
-    ((1 + PARTS) * VECTORS * head_dim + rotation) * 4
+    const VECTORS: usize = 16;
+    let rotation = if head_dim <= 128 { head_dim * head_dim * 4 } else { 16 };
+    2 * VECTORS * (head_dim + 8) * 2 + rotation
 }
 
 /// The kernels, compiled.
