@@ -1,9 +1,10 @@
 // Few rows times a large matrix: out[row][n] = sum_k x[row][k] * w[n][k], which is reading w once.
 //
-// A block takes a multiprocessor for itself and works through units of 8 * TILES outputs, so that there are as many blocks as
-// multiprocessors, each with as much to do as any other, and weights flow without a break: each lane copies its 16 bytes of a chunk into a slot of shared memory that
-// it alone reads, a few chunks ahead, over the end of a unit into the next, and, before anything else, ahead of the wait for
-// the kernel that makes x. (Slots instead of registers: a warp has too few scoreboards to wait for one of many loads.)
+// A block takes a multiprocessor for itself and works through units of up to 8 * TILES outputs, so that there are as many blocks
+// as multiprocessors, each with as much to do as any other, and weights flow without a break: each lane copies its 16 bytes of a
+// chunk into a slot of shared memory that it alone reads, a few chunks ahead, over the end of a unit into the next, and, before
+// anything else, ahead of the wait for the kernel that makes x. (Slots instead of registers: a warp has too few scoreboards to
+// wait for one of many loads.)
 //
 // Warps share the inner dimension; their sums are added in a fixed order. Weights are the right operand of mma.m16n8k16: a
 // lane's 16 bytes are eight consecutive k of one output, which the products take in an order of their own, the same on both
@@ -25,11 +26,25 @@ struct SkinnyParams {
     const float* bias;   // or null
     const float* norm;   // weights of the norm of x; the kernels without a norm ignore it
     u32 rows;
-    u32 outputs;         // a multiple of 8; of 8 * TILES, which is even, if gated
+    u32 outputs;
     u32 inputs;          // a multiple of CHUNK
     u32 add;             // to what `out` holds
     u32 gated;           // outputs are [gate | up] and out = silu(gate) * up
     float eps;           // of the norm
+    // Units of `unit` outputs (gates alone if gated), then smaller ones of `last_unit` so that all blocks have as much to do.
+    // FP8: both are multiples of 8.
+    u32 unit, last_unit, large_units, units;
+};
+
+// The outputs of a unit.
+struct UnitOutputs {
+    u32 first, count;
+
+    DEVICE UnitOutputs(const SkinnyParams& p, u32 unit) {
+        const bool large = unit < p.large_units;
+        first = large ? unit * p.unit : p.large_units * p.unit + (unit - p.large_units) * p.last_unit;
+        count = min(large ? p.unit : p.last_unit, (p.gated ? p.outputs / 2 : p.outputs) - first);
+    }
 };
 
 #ifdef FP8
@@ -114,11 +129,16 @@ DEVICE void operand(const uint4& bytes, int i, u32& first, u32& second) {
 #endif
 }
 
-// Where the outputs of a unit's n-th tile begin, counted from the unit's first.
+// Outputs of a unit before its n-th tile, gates and ups apart.
+template <int TILES>
+DEVICE u32 tile_place(const SkinnyParams& p, int n) {
+    constexpr int HALF = TILES / 2;
+    return 8 * (p.gated && n >= HALF ? n - HALF : n);
+}
+// The tile's first output, counted from the unit's.
 template <int TILES>
 DEVICE u32 tile_output(const SkinnyParams& p, int n) {
-    constexpr int HALF = TILES / 2;
-    return p.gated && n >= HALF ? p.outputs / 2 + (n - HALF) * 8 : n * 8;
+    return tile_place<TILES>(p, n) + (p.gated && n >= TILES / 2 ? p.outputs / 2 : 0);
 }
 
 // Where a lane's copies have got to.
@@ -128,35 +148,37 @@ struct Copies {
     static constexpr u32 SLOT = WARPS * TILES * 512;
 
     const SkinnyParams& p;
-    const u32 unit_outputs, units, chunks;  // `chunks`: of this warp, in each unit
-    const u32 ring;                         // shared address of the lane's first slot
+    const u32 chunks;  // of this warp, in each unit
+    const u32 ring;    // shared address of the lane's first slot
     u32 unit, chunk, slot;
     const u8* from;
     u32 tile_offset[TILES];
+    u32 there;  // a bit for each tile of which the lane has an output; sums of the others are not written
 
-    DEVICE Copies(const SkinnyParams& p, u32 unit_outputs, u32 units, u32 chunks, u32 ring)
-        : p(p), unit_outputs(unit_outputs), units(units), chunks(chunks), ring(ring), unit(blockIdx.x), chunk(0), slot(0) {
-        if (chunks == 0) unit = units;
+    DEVICE Copies(const SkinnyParams& p, u32 chunks, u32 ring)
+        : p(p), chunks(chunks), ring(ring), unit(blockIdx.x), chunk(0), slot(0) {
+        if (chunks == 0) unit = p.units;
+#pragma unroll
+        for (int n = 0; n < TILES; n++) tile_offset[n] = tile_output<TILES>(p, n) * p.inputs * ELEMENT;
         begin_unit();
     }
 
     DEVICE void begin_unit() {
-        if (unit >= units) return;
-        const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, first = unit * unit_outputs;
-        from = p.weights + ((u64)(first + (lane >> 2)) * p.inputs + warp * CHUNK + (lane & 3) * VALUES) * ELEMENT;
+        if (unit >= p.units) return;
+        const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+        const UnitOutputs outputs(p, unit);
+        from = p.weights + ((u64)(outputs.first + (lane >> 2)) * p.inputs + warp * CHUNK + (lane & 3) * VALUES) * ELEMENT;
+        there = 0;
 #pragma unroll
-        for (int n = 0; n < TILES; n++) {
-            const u32 output = tile_output<TILES>(p, n);
-            // Tiles beyond the matrix read the first one again; nobody writes their sums.
-            tile_offset[n] = first + output < p.outputs ? output * p.inputs * ELEMENT : 0;
-        }
+        for (int n = 0; n < TILES; n++) there |= (u32)(tile_place<TILES>(p, n) + (lane >> 2) < outputs.count) << n;
     }
 
     // Begins the copies of the next chunk, if there is one.
     DEVICE void begin_next() {
-        if (unit < units) {
+        if (unit < p.units) {
 #pragma unroll
-            for (int n = 0; n < TILES; n++) copy_16_bytes(ring + slot * SLOT + n * 512, from + tile_offset[n]);
+            for (int n = 0; n < TILES; n++)
+                if (there >> n & 1) copy_16_bytes(ring + slot * SLOT + n * 512, from + tile_offset[n]);
             from += WARPS * CHUNK * ELEMENT;
             if (++chunk == chunks) {
                 chunk = 0, unit += gridDim.x;
@@ -181,14 +203,25 @@ DEVICE void skinny(const SkinnyParams& p) {
     const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
     const u32 all_chunks = p.inputs / CHUNK, chunks = all_chunks > warp ? (all_chunks - warp + WARPS - 1) / WARPS : 0;
     const u32 tiles = p.gated ? HALF : TILES, width = p.gated ? p.outputs / 2 : p.outputs;
-    const u32 units = (width + 8 * tiles - 1) / (8 * tiles);
     allow_next_kernel();
-    LaneCopies copies(p, 8 * tiles, units, chunks, shared_address(memory) + warp * (TILES * 512) + lane * 16);
+    // Weights of the norm come from far away, like the matrix: ahead of it, or the first sums would wait for all of both.
+    Eight weight[EIGHTS];
+    auto load_norm = [&](u32 chunk) {
 #pragma unroll
-    for (int i = 0; i < SLOTS - 1; i++) copies.begin_next();
+        for (int e = 0; e < EIGHTS; e++) weight[e].load(p.norm + (chunk * WARPS + warp) * CHUNK + t * VALUES + e * 8);
+    };
+    if (NORM) {
+        if (AHEAD && chunks > 0) load_norm(0);
+        for (u32 i = threadIdx.x * 32; i < p.inputs; i += 32 * WARPS * 32) prefetch_to_l2(p.norm + i);
+    }
+    LaneCopies copies(p, chunks, shared_address(memory) + warp * (TILES * 512) + lane * 16);
+    // A kernel with a norm begins when the one before it ends: of what it asks for now, its inputs would be in line behind all.
+    constexpr int EARLY = NORM ? 1 : SLOTS - 1;
+#pragma unroll
+    for (int i = 0; i < EARLY; i++) copies.begin_next();
     // Weights never change; everything below does.
     wait_for_previous_kernel();
-    Eight x[ROW_TILES][EIGHTS], weight[EIGHTS];
+    Eight x[ROW_TILES][EIGHTS];
     float square[ROW_TILES] = {};
     auto load_inputs = [&](u32 chunk) {
 #pragma unroll
@@ -199,10 +232,11 @@ DEVICE void skinny(const SkinnyParams& p) {
                 if (m * 8 + g < p.rows) x[m][e].load(p.x + (u64)(m * 8 + g) * p.inputs + k);
                 else x[m][e].clear();
             }
-            if (NORM) weight[e].load(p.norm + k);
         }
     };
     if (AHEAD && chunks > 0) load_inputs(0);
+#pragma unroll
+    for (int i = EARLY; i < SLOTS - 1; i++) copies.begin_next();
     // The outputs of a unit that this thread adds up: row, place in the unit and place in a warp's sums.
     constexpr int MINE = (CELLS + 32 * WARPS - 1) / (32 * WARPS);
     u32 row[MINE], place[MINE], cell[MINE];
@@ -214,14 +248,14 @@ DEVICE void skinny(const SkinnyParams& p) {
         cell[j] = ((m * TILES + tile) * 8 + within) * 8 + (i & 7);
     }
     u32 slot = 0, buffer = 0;
-    for (u32 unit = blockIdx.x; unit < units; unit += gridDim.x, buffer ^= 1) {
+    for (u32 unit = blockIdx.x; unit < p.units; unit += gridDim.x, buffer ^= 1) {
+        const UnitOutputs outputs(p, unit);
         float sum[ROW_TILES][TILES][4] = {};
         float held[MINE];
         float* out[MINE];
 #pragma unroll
         for (int j = 0; j < MINE; j++) {
-            const u32 output = unit * tiles * 8 + place[j];
-            out[j] = row[j] < p.rows && output < width ? p.out + (u64)row[j] * width + output : nullptr;
+            out[j] = row[j] < p.rows && place[j] < outputs.count ? p.out + (u64)row[j] * width + outputs.first + place[j] : nullptr;
             held[j] = p.add && out[j] ? *out[j] : 0.0f;
         }
 #ifdef FP8
@@ -229,7 +263,7 @@ DEVICE void skinny(const SkinnyParams& p) {
         u32 scale_row[TILES];
 #pragma unroll
         for (int n = 0; n < TILES; n++) {
-            const u32 output = unit * tiles * 8 + tile_output<TILES>(p, n);
+            const u32 output = outputs.first + tile_output<TILES>(p, n);
             scale_row[n] = (output < p.outputs ? output : 0) / FP8_BLOCK * scale_columns;
         }
 #endif
@@ -241,7 +275,10 @@ DEVICE void skinny(const SkinnyParams& p) {
             for (int n = 0; n < TILES; n++)
                 scale[n] = p.scales[scale_row[n] + (chunk * WARPS + warp) * CHUNK / FP8_BLOCK];
 #endif
-            if (!AHEAD) load_inputs(chunk);
+            if (!AHEAD) {
+                load_inputs(chunk);
+                if (NORM) load_norm(chunk);
+            }
             u32 high[ROW_TILES][VALUES / 2], low[ROW_TILES][VALUES / 2];
 #pragma unroll
             for (int e = 0; e < EIGHTS; e++) {
@@ -252,7 +289,11 @@ DEVICE void skinny(const SkinnyParams& p) {
                     (NORM ? x[m][e].times(weight[e]) : x[m][e].times(INPUT_FACTOR)).parts(high[m] + 4 * e, low[m] + 4 * e);
                 }
             }
-            if (AHEAD) load_inputs(chunk + 1 < chunks ? chunk + 1 : 0);
+            if (AHEAD) {
+                const u32 next = chunk + 1 < chunks ? chunk + 1 : 0;
+                load_inputs(next);
+                if (NORM) load_norm(next);
+            }
             wait_for_copies<SLOTS - 2>();
             uint4 b[TILES];
 #pragma unroll
@@ -312,7 +353,7 @@ DEVICE void skinny(const SkinnyParams& p) {
 #pragma unroll
             for (int w = 0; w < WARPS; w++) total += sums[w * CELLS + cell[j]];
             total *= scale;
-            const u32 output = unit * tiles * 8 + place[j];
+            const u32 output = outputs.first + place[j];
             if (p.bias) total += p.bias[output];
             if (p.gated) {
                 float up = 0.0f;
@@ -337,12 +378,15 @@ DEVICE void skinny(const SkinnyParams& p) {
 #endif
 #define PASTE(prefix, rows, warps, tiles) prefix##rows##_##warps##_##tiles
 #define NAME(prefix, rows, warps, tiles) PASTE(prefix, rows, warps, tiles)
+// What makes queries, keys and values is of three tiles in many models: it takes no more registers than leave room for a block
+// of `append` beside it, which waits for it.
+constexpr int BOUND(int rows, int warps, int tiles) { return rows == 8 && tiles == 3 && VALUES == 8 ? 640 : 32 * warps; }
 #define VARIANT(rows, warps, tiles)                                                                   \
-    extern "C" __global__ void __launch_bounds__(32 * warps, 1)                                       \
+    extern "C" __global__ void __launch_bounds__(BOUND(rows, warps, tiles), 1)                        \
         NAME(PLAIN, rows, warps, tiles)(const __grid_constant__ SkinnyParams p) {                     \
         skinny<rows / 8, warps, tiles, false>(p);                                                     \
     }                                                                                                 \
-    extern "C" __global__ void __launch_bounds__(32 * warps, 1)                                       \
+    extern "C" __global__ void __launch_bounds__(BOUND(rows, warps, tiles), 1)                        \
         NAME(NORMED, rows, warps, tiles)(const __grid_constant__ SkinnyParams p) {                    \
         skinny<rows / 8, warps, tiles, true>(p);                                                      \
     }

@@ -20,6 +20,17 @@ pub struct SkinnyShape {
     pub tiles: usize,
 }
 
+/// How a matrix is shared out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Cut {
+    /// Outputs of a unit, gates alone where gated.
+    unit: usize,
+    /// The same of the last units, one for each block, and how many units come before them.
+    last_unit: usize,
+    large_units: usize,
+    units: usize,
+}
+
 #[repr(C)]
 #[derive(Clone, Copy, bytemuck::NoUninit)]
 struct Params {
@@ -35,6 +46,10 @@ struct Params {
     add: u32,
     gated: u32,
     eps: f32,
+    unit: u32,
+    last_unit: u32,
+    large_units: u32,
+    units: u32,
 }
 
 // SAFETY: the struct of `skinny_gemm.cu`; `Skinny::enqueue` fills it with addresses of live matrices.
@@ -112,24 +127,48 @@ impl Variant {
 impl SkinnyShape {
     /// Dynamic shared memory: the lanes' slots and the sums of two units.
     fn shared(self) -> usize {
-        // `SLOTS_OF` of `skinny_gemm.cu`.
-        let slots = if self.tiles == 3 { 4 } else { 3 };
-        self.warps * self.tiles * (slots * 512 + 2 * 64 * 4 * (self.rows / 8))
+        self.warps * self.tiles * (self.slots() * 512 + 2 * 64 * 4 * (self.rows / 8))
     }
 
-    fn units(self, outputs: usize) -> usize {
-        outputs.div_ceil(8 * self.tiles)
+    /// Outputs of a unit that the variant has room for.
+    fn room(self, gated: bool) -> usize {
+        if gated { 4 * self.tiles } else { 8 * self.tiles }
     }
 
-    /// What a product lasts, in tiles of weights: those of the busiest of so many blocks, and its passes over the inputs.
-    fn duration(self, format: WeightFormat, outputs: usize, blocks: usize) -> usize {
+    /// Cuts a matrix so that so many blocks have as much to do as one another, in as few rounds as the variant needs: units of
+    /// one size, and in the last round what is left in equal parts.
+    fn cut(self, format: WeightFormat, outputs: usize, gated: bool, blocks: usize) -> Cut {
+        let width = if gated { outputs / 2 } else { outputs };
+        let sized = |outputs: usize| match format {
+            WeightFormat::Bf16 => outputs.max(8),
+            // Outputs of a tile share a scale.
+            WeightFormat::Fp8 => outputs.next_multiple_of(8),
+        };
+        let rounds = width.div_ceil(blocks * self.room(gated));
+        let unit = sized(width.div_ceil(blocks * rounds));
+        let large_units = (rounds - 1) * blocks;
+        let left = width - large_units * unit;
+        let last_unit = sized(left.div_ceil(blocks));
+        Cut { unit, last_unit, large_units, units: large_units + left.div_ceil(last_unit) }
+    }
+
+    /// What a product lasts, in rows of weights: those of the busiest of so many blocks, and its passes over the inputs.
+    /// Then its rounds.
+    fn duration(self, format: WeightFormat, cut: Cut, gated: bool, blocks: usize) -> (usize, usize) {
         // Bringing and splitting the inputs is hidden behind BF16 weights; behind FP8, which come in half the time, it is not
         // (H200, matrices of Qwen3-8B).
         let pass = match format {
             WeightFormat::Bf16 => 0,
-            WeightFormat::Fp8 => 3,
+            WeightFormat::Fp8 => 24,
         };
-        self.units(outputs).div_ceil(blocks) * (self.tiles + pass)
+        let rounds = cut.large_units / blocks + 1;
+        let outputs = cut.large_units / blocks * cut.unit + cut.last_unit;
+        (outputs * if gated { 2 } else { 1 } + rounds * pass, rounds)
+    }
+
+    /// Slots of a lane: `SLOTS_OF` of `skinny_gemm.cu`.
+    fn slots(self) -> usize {
+        if self.tiles == 3 { 4 } else { 3 }
     }
 
     /// Room for the squares of a norm, which is not dynamic.
@@ -178,7 +217,8 @@ impl Skinny {
         self.pairs.iter().map(|p| p.shape).filter(move |s| s.rows == capacity)
     }
 
-    /// The variant that is used: the one that is done first, by what it reads of weights and inputs; then most warps.
+    /// The variant that is used: the one that is done first, by what it reads of weights and inputs, in the fewest rounds; then
+    /// the one with most weights on their way.
     pub fn choose(&self, rows: usize, outputs: usize, gated: bool) -> Option<SkinnyShape> {
         choose(self.format, self.shapes(rows), outputs, gated, self.blocks())
     }
@@ -206,6 +246,7 @@ impl Skinny {
             return Err(CudaError::Shape { what: "a skinny product", detail });
         }
         let (norm, eps) = product.norm.unwrap_or_default();
+        let cut = shape.cut(self.format, matrix.outputs, product.gated, self.blocks());
         let params = Params {
             weights: matrix.weights.address(),
             scales: matrix.scales.as_ref().map_or(0, |s| s.address()),
@@ -219,8 +260,12 @@ impl Skinny {
             add: product.add as u32,
             gated: product.gated as u32,
             eps,
+            unit: cut.unit as u32,
+            last_unit: cut.last_unit as u32,
+            large_units: cut.large_units as u32,
+            units: cut.units as u32,
         };
-        let blocks = shape.units(matrix.outputs).min(self.blocks());
+        let blocks = cut.units.min(self.blocks());
         let launch = LaunchShape::new(blocks, shape.warps as u32 * 32).shared(shape.shared()).overlapping();
         let function = if product.norm.is_some() { pair.normed } else { pair.plain };
         self.device.launch(function, launch, &params)
@@ -234,9 +279,11 @@ fn choose(
     gated: bool,
     blocks: usize,
 ) -> Option<SkinnyShape> {
-    shapes
-        .filter(|s| !gated || s.tiles.is_multiple_of(2))
-        .min_by_key(|s| (s.duration(format, outputs, blocks), Reverse(s.tiles), Reverse(s.warps)))
+    shapes.filter(|s| !gated || s.tiles.is_multiple_of(2)).min_by_key(|s| {
+        let cut = s.cut(format, outputs, gated, blocks);
+        let on_their_way = (s.slots() - 1) * s.warps * cut.unit.min(outputs.div_ceil(blocks));
+        (s.duration(format, cut, gated, blocks), Reverse(on_their_way), Reverse(s.warps))
+    })
 }
 
 /// What is multiplied: `out ← x · wᵀ + bias`, with a norm before it and a gate behind it where asked. Addresses are of
@@ -290,20 +337,48 @@ mod tests {
     }
 
     #[test]
-    fn units_are_chosen_so_that_the_busiest_block_has_least_to_do() {
+    fn matrices_are_cut_so_that_the_busiest_block_has_least_to_do() {
         let chosen = |format, outputs, gated| {
             let shape = choose(format, fitting(format, 8, 227 << 10), outputs, gated, 132).unwrap();
-            (shape.warps, shape.tiles)
+            let cut = shape.cut(format, outputs, gated, 132);
+            (shape.warps, shape.tiles, cut.unit, cut.last_unit, cut.units)
         };
-        // 128 units of 4 tiles; 256 of 3 in two rounds instead of 192 of 4; 107 of 3 instead of 80 of 4.
-        let tiles = |format| [4096, 6144, 2560].map(|outputs| chosen(format, outputs, false));
-        assert_eq!(tiles(WeightFormat::Bf16), [(16, 4), (16, 3), (16, 3)]);
+        // Qwen3-8B and 4B: as many outputs for a block as there are, divided by 132, or hardly more.
+        let bf16 = |outputs| chosen(WeightFormat::Bf16, outputs, false);
         assert_eq!(
-            [6144, 24576].map(|outputs| chosen(WeightFormat::Bf16, outputs, true)),
-            [(16, 4), (16, 4)]
+            [bf16(4096), bf16(6144), bf16(2560)],
+            [(16, 4, 32, 32, 128), (16, 3, 24, 23, 132 + 130), (16, 3, 20, 20, 128)]
         );
-        // Passes over the inputs count: one round of 8 tiles instead of two of 3, three of 8 instead of six of 4.
-        assert_eq!(tiles(WeightFormat::Fp8), [(16, 4), (8, 8), (16, 3)]);
-        assert_eq!(chosen(WeightFormat::Fp8, 24576, true), (8, 8));
+        let gated = |outputs| chosen(WeightFormat::Bf16, outputs, true);
+        assert_eq!(
+            [gated(24576), gated(19456)],
+            [(16, 4, 16, 14, 5 * 132 + 124), (16, 4, 15, 14, 4 * 132 + 130)]
+        );
+        assert_eq!(bf16(151_936), (16, 4, 32, 32, 35 * 132 + 128));
+        // Small matrices: units of eight at least.
+        assert_eq!([bf16(8), bf16(136)].map(|c| (c.3, c.4)), [(8, 1), (8, 17)]);
+        // FP8: whole tiles; passes over the inputs count.
+        let fp8 = |outputs, gated| chosen(WeightFormat::Fp8, outputs, gated);
+        assert_eq!([fp8(4096, false).1, fp8(6144, false).1, fp8(24576, true).1], [4, 8, 8]);
+    }
+
+    #[test]
+    fn every_output_is_in_one_unit() {
+        for format in [WeightFormat::Bf16, WeightFormat::Fp8] {
+            for outputs in (64..9000).step_by(64) {
+                for gated in [false, true] {
+                    for shape in fitting(format, 8, 227 << 10).filter(|s| !gated || s.tiles % 2 == 0) {
+                        let cut = shape.cut(format, outputs, gated, 132);
+                        let width = if gated { outputs / 2 } else { outputs };
+                        let what = format!("{shape:?} {outputs} {cut:?}");
+                        assert!(cut.last_unit <= cut.unit && cut.unit <= shape.room(gated), "{what}");
+                        assert!(cut.units <= cut.large_units + 132, "{what}");
+                        let before_last =
+                            cut.large_units * cut.unit + (cut.units - cut.large_units - 1) * cut.last_unit;
+                        assert!(before_last < width && before_last + cut.last_unit >= width, "{what}");
+                    }
+                }
+            }
+        }
     }
 }
