@@ -24,6 +24,9 @@ pub struct Args {
     /// Which checks to run; all if absent
     #[arg(long, value_enum, value_delimiter = ',')]
     only: Vec<Part>,
+    /// Only every n-th of the many cases of cache, generic and tails, for slow tools like compute-sanitizer
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
+    every: u64,
     /// One JSON object a line
     #[arg(long)]
     json: bool,
@@ -94,14 +97,14 @@ pub fn run(args: &Args) -> Result<()> {
         rows::check(&gpu, &mut report)?;
     }
     if wants(Part::Cache) {
-        cache::check(&gpu, 1, &mut report)?;
+        cache::check(&gpu, args.every, &mut report)?;
         heads::check(&gpu, &mut report)?;
     }
     if wants(Part::Generic) {
-        decoded::check(&gpu, 1, &mut report)?;
+        decoded::check(&gpu, args.every, &mut report)?;
     }
     if wants(Part::Tails) {
-        tails::check(&gpu, 1, &mut report)?;
+        tails::check(&gpu, args.every, &mut report)?;
     }
     if wants(Part::Picks) {
         picks::check(&gpu, &mut report)?;
