@@ -192,10 +192,13 @@ impl Device {
         // SAFETY: ends the capture begun above, whatever came of the launches; out-parameters of the right types.
         unsafe {
             let ended = self.check("cuStreamEndCapture", sys::cuStreamEndCapture(self.0.stream, &mut graph));
-            launched.and(ended)?;
-            let made = sys::cuGraphInstantiateWithFlags(&mut exec, graph, 0);
-            let _ = sys::cuGraphDestroy(graph);
-            self.check("cuGraphInstantiate", made)?;
+            let made = launched.and(ended).and_then(|()| {
+                self.check("cuGraphInstantiate", sys::cuGraphInstantiateWithFlags(&mut exec, graph, 0))
+            });
+            if !graph.is_null() {
+                let _ = sys::cuGraphDestroy(graph);
+            }
+            made?;
         }
         Ok(exec)
     }

@@ -142,11 +142,13 @@ impl Session {
         formats.iter().map(method).collect()
     }
 
-    /// The device, and the kernels that read a format's pages.
+    /// The device, what became of FP8 weights on it, and the kernels that read a format's pages.
     pub fn describe(&self, format: &Prepared) -> (String, String) {
         let templates = self.templates.borrow();
         let backend = templates[0].backend();
-        (backend.describe(), backend.describe_attention(&format.cache.layout))
+        let weights = self.model.describe_weights(&format.cache, backend);
+        let device = [Some(backend.describe()), weights].into_iter().flatten().collect::<Vec<_>>().join("; ");
+        (device, backend.describe_attention(&format.cache.layout))
     }
 
     /// The part of a configuration that decides what a model answers, with what the command adds.
