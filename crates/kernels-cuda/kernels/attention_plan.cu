@@ -139,8 +139,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_plan(PlanArgs a) {
     __shared__ Plan plan;
     wait_for_previous_kernel();
     const u32 n = a.step.sequence_count, items = n * a.kv_heads, workers = a.plan.workers, tid = threadIdx.x;
+    const u64 near_bytes = 4 * TILE_TOKENS * (u64)a.head_dim;
     u64 page_cost = 0;
-    if (tid == 0) plan.slowest = 0, plan.largest = 4 * TILE_TOKENS * a.head_dim;
+    if (tid == 0) plan.slowest = 0, plan.largest = (u32)near_bytes;
     __syncthreads();
     if (tid < a.kv_heads) {
         const HeadPages head = a.heads[tid];
@@ -151,7 +152,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_plan(PlanArgs a) {
     }
     u64 page_of_all_heads;
     sum_before(page_cost, plan.warp_sums, page_of_all_heads);
-    const u64 near_bytes = 4 * TILE_TOKENS * (u64)a.head_dim;
     Planner p = {a, plan, n <= THREADS ? plan.cost_before : a.cost_before, near_bytes};
     // Costs of the sequences, summed from the first on and kept if asked. Blocks that share the scratch write the same numbers.
     auto add_up = [&](bool keep) {

@@ -139,8 +139,8 @@ impl Device {
         self.0.recorder.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notes launches (but for the first few) instead of making them until [`Device::flush`], which anything that depends on their order calls
-    /// itself. Between the two, only memory that no noted launch touches may be written by copies.
+    /// Notes launches (but for the first few) instead of making them until [`Device::flush`], which anything that depends on
+    /// their order calls itself. Between the two, only memory that no noted launch touches may be written by copies.
     pub(crate) fn record(&self) -> Result<()> {
         self.flush()?;
         let mut recorder = self.recorder();
