@@ -55,7 +55,7 @@ static void check(const Case& c, Kernel& k, u32 least_cost) {
     CK(cuMemsetD8(out, 0xff, q.size() * 4)); CK(cuMemsetD8(partials, 0xff, k.partial_bytes()));
     StepTables tables = step.tables(); DecodePlan plan{words, (u32)k.workers, 0};
     PlanArgs pa{tables, heads_ptr, cost, plan, heads, (u32)D, least_cost, heads, round_cost(k.v), 0};
-    DecodeArgs da{tables, plan, heads_ptr, dq, out, 0, partials, heads, (u32)c.group, scale * 1.4426950408889634f};
+    DecodeArgs da{tables, plan, heads_ptr, dq, 0, {}, out, 0, partials, heads, (u32)c.group, scale * 1.4426950408889634f};
     for (int i = 0; i < 2; i++) { launch_plan(k, pa, 0); launch_decode(k, da, 0); }  // twice: partial results must be taken away
     CK(cuCtxSynchronize());
     std::vector<float> got(q.size()); CK(cuMemcpyDtoH(got.data(), out, got.size() * 4));

@@ -22,9 +22,10 @@ template <class T> T atomicOr(T* p, T v) { T o = *p; *p |= v; return o; }
 struct SequenceInfo { u32 first_row, rows, first_position, table, old_codes, boundary; };
 struct StepTables { u64 sequences, row_sequence, row_position, full, coded, demoted; u32 sequence_count, rows, demoted_count, sink, recent, unit; };
 struct DecodePlan { u64 memory; u32 workers, pad; };
-struct PlanArgs { StepTables step; u64 heads, cost_before; DecodePlan plan; u32 kv_heads, head_dim, least_cost, spare, round_cost, unused; };
-struct AppendParams { StepTables step; u64 pages, qkv, queries, query_norm, key_norm, cosines, sines, rotation, mean; u32 query_heads, kv_heads, rows_per_block; float eps; };
-struct DecodeArgs { StepTables step; DecodePlan plan; u64 heads, queries, out, rounded, partials; u32 kv_heads, group; float scale; };
+struct PlanArgs { StepTables step; u64 heads, cost_before; DecodePlan plan; u32 kv_heads, head_dim, least_cost, spare, round_cost, own_workers; };
+struct HeadConstants { u64 query_norm, key_norm, cosines, sines, rotation, mean; float eps; u32 unused; };
+struct AppendParams { StepTables step; u64 pages, qkv, queries; HeadConstants heads; u32 query_heads, kv_heads, rows_per_block, unused; };
+struct DecodeArgs { StepTables step; DecodePlan plan; u64 heads, queries, qkv; HeadConstants new_heads; u64 out, rounded, partials; u32 kv_heads, group; float scale; };
 
 inline float half_to_float(u16 h) {
     u32 s = (h & 0x8000u) << 16, e = (h >> 10) & 31, m = h & 1023;
@@ -65,22 +66,28 @@ struct Variant {
 };
 
 // Dynamic shared memory of a variant: the bound that src/attention/decode.rs computes.
-inline u32 shared_bytes(const Variant& v) {
+inline u32 shared_bytes(const Variant& v, bool projections) {
     u32 steps = v.head_dim / 16, heads = 8 * v.tiles, room = heads * (v.head_dim + 4) * 4, slot = 32 * v.head_dim + 512;
     u32 bytes = v.warps * v.stages * (slot + 20) + (room <= slot ? 16 : v.warps * room) + v.tiles * steps * (32 * 24 + 32) + (v.warps + 3) * (8 + heads * 8 + 96) + heads * 4 + steps * 16 + 1280;
+    if (projections) bytes += 4 * 9 * (v.head_dim + 8) + 32 * (v.head_dim + 4) + 4 * v.head_dim + 32;
     return (bytes + 127) / 128 * 128;
 }
 
 inline u32 round_cost(const Variant& v) { return v.warps * (32 * v.head_dim + 512); }
 
 struct Kernel {
-    CUmodule module; CUfunction decode, plan; u32 shared; int workers, threads; Variant v;
+    CUmodule module; CUfunction decode, from_projections, plan; u32 shared; int workers, threads; Variant v;
     static std::string folder;
     explicit Kernel(Variant variant) : v(variant) {
         CK(cuModuleLoad(&module, (folder + "/" + v.file()).c_str()));
         CK(cuModuleGetFunction(&decode, module, "decode_attention"));
-        shared = shared_bytes(v);
+        shared = shared_bytes(v, false);
         CK(cuFuncSetAttribute(decode, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared));
+        from_projections = 0;
+        if (CUmodule m; v.tiles == 1 && v.head_dim == 128 && !cuModuleLoad(&m, (folder + "/from_projections_" + v.file()).c_str())) {
+            CK(cuModuleGetFunction(&from_projections, m, "decode_attention"));
+            CK(cuFuncSetAttribute(from_projections, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes(v, true)));
+        }
         threads = 32 * v.warps;
         int occupancy, sms; CUdevice d; CK(cuCtxGetDevice(&d));
         CK(cuOccupancyMaxActiveBlocksPerMultiprocessor(&occupancy, decode, threads + 32, shared));
@@ -126,10 +133,10 @@ struct Step {
 };
 
 inline void launch_plan(const Kernel& k, PlanArgs& a, CUstream s) { void* p[] = {&a}; CK(cuLaunchKernel(k.plan, k.workers, 1, 1, 256, 1, 1, 0, s, p, 0)); }
-inline void launch_decode(const Kernel& k, DecodeArgs& a, CUstream s) {  // may begin while the kernel before it ends
+inline void launch_decode(const Kernel& k, DecodeArgs& a, CUstream s, bool projections = false) {  // may begin while the kernel before it ends
     void* p[] = {&a}; CUlaunchAttribute at{}; at.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION; at.value.programmaticStreamSerializationAllowed = 1;
-    CUlaunchConfig c{}; c.gridDimX = k.workers; c.gridDimY = c.gridDimZ = 1; c.blockDimX = k.threads + 32; c.blockDimY = c.blockDimZ = 1; c.sharedMemBytes = k.shared; c.hStream = s; c.attrs = &at; c.numAttrs = getenv("NO_OVERLAP") ? 0 : 1;
-    CK(cuLaunchKernelEx(&c, k.decode, p, 0));
+    CUlaunchConfig c{}; c.gridDimX = k.workers; c.gridDimY = c.gridDimZ = 1; c.blockDimX = k.threads + 32; c.blockDimY = c.blockDimZ = 1; c.sharedMemBytes = shared_bytes(k.v, projections); c.hStream = s; c.attrs = &at; c.numAttrs = getenv("NO_OVERLAP") ? 0 : 1;
+    CK(cuLaunchKernelEx(&c, projections ? k.from_projections : k.decode, p, 0));
 }
 inline void launch_overlapping(CUfunction f, u32 x, u32 y, u32 threads, u32 shared, void** p, CUstream s) {
     CUlaunchAttribute at{}; at.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION; at.value.programmaticStreamSerializationAllowed = 1;

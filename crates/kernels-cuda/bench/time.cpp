@@ -1,7 +1,7 @@
 // Times decode attention over cold caches: a CUDA graph of launches, each on its own layer's pages, best and median of replays.
 //   time FOLDER                                       all shapes
 //   time FOLDER one CONTEXT BATCH GROUP CODES         three plain launches, for a profiler
-//   time FOLDER layer                                 behind a product-like read of 48 MB and the append of the new row
+//   time FOLDER layer                                 behind a product-like read of 48 MB and the append of the new row, or with that in it
 #include "harness.hpp"
 
 constexpr u32 APPEND_THREADS = 256, APPEND_SHARED = 2 * 16 * 136 * 2 + 128 * 128 * 4;  // src/backend/launches.rs
@@ -57,31 +57,32 @@ int main(int argc, char** argv) {
         std::vector<u32> leasts = sh.batch == 1 ? std::vector<u32>{16384} : std::vector<u32>{65536};
         if (only) {
             PlanArgs pa{tables, ht, cost, plan, heads, (u32)D, 16384, spare, round_cost(v), 0}; launch_plan(k, pa, s);
-            for (int l = 0; l < std::min(layers, 3); l++) { DecodeArgs da{tables, plan, ht + l * heads * sizeof(HeadPages), dq, 0, out, partials, heads, (u32)sh.group, 0.08838834764f * 1.44269504f}; launch_decode(k, da, s); }
+            for (int l = 0; l < std::min(layers, 3); l++) { DecodeArgs da{tables, plan, ht + l * heads * sizeof(HeadPages), dq, 0, {}, 0, out, partials, heads, (u32)sh.group, 0.08838834764f * 1.44269504f}; launch_decode(k, da, s); }
             CK(cuStreamSynchronize(s));
             return 0;
         }
         std::vector<u32> rows(sh.batch), ends(sh.batch, sh.context - 1); for (u32 i = 0; i < sh.batch; i++) rows[i] = i;
         tables.row_sequence = upload(rows); tables.row_position = upload(ends); CUdeviceptr qkv = device_alloc(q.size() * 8); CK(cuMemsetD32(qkv, 0x3e800000, q.size() * 2));
-        for (u32 least : leasts) for (int part = layer ? 0 : 3; part < 4; part++) {  // bit 0: with the append, bit 1: with attention
-            PlanArgs pa{tables, ht, cost, plan, heads, (u32)D, least, spare, round_cost(v), 0};
+        for (u32 least : leasts) for (int part = layer ? 0 : 3; part < (layer && k.from_projections && sh.batch <= 2 ? 5 : 4); part++) {  // bit 0: with the append, bit 1: with attention; 4: with both in one
+            PlanArgs pa{tables, ht, cost, plan, heads, (u32)D, least, part == 4 ? 0 : spare, round_cost(v), part == 4};
             CUgraph g; CUgraphExec ge; CK(cuStreamBeginCapture(s, CU_STREAM_CAPTURE_MODE_GLOBAL));
             launch_plan(k, pa, s);
             for (int l = 0; l < layers; l++) {
                 if (layer) {
                     CUdeviceptr w = weights + l * weight_bytes; u64 n = weight_bytes / 16; void* wp[] = {&w, &n, &out}; launch_overlapping(product, k.workers, 1, 512, 128 << 10, wp, s);
-                    AppendParams ap{tables, ht + l * heads * sizeof(HeadPages), qkv, dq, norm, norm, rope, rope, rotation + l * heads * 65536, 0, heads * sh.group, heads, 1, 1e-6f};
+                    HeadConstants constants{norm, norm, rope, rope, rotation + l * heads * 65536, 0, 1e-6f, 0}; AppendParams ap{tables, ht + l * heads * sizeof(HeadPages), qkv, dq, constants, heads * sh.group, heads, 1, 0};
+                    if (part == 4) { DecodeArgs da{tables, plan, ht + l * heads * sizeof(HeadPages), 0, qkv, constants, 0, out, partials, heads, (u32)sh.group, 0.08838834764f * 1.44269504f}; launch_decode(k, da, s, true); continue; }
                     if (part & 1) { void* xp[] = {&ap}; launch_overlapping(append, sh.batch, heads, APPEND_THREADS, APPEND_SHARED, xp, s); }
                     if (!(part & 2)) continue;
                 }
-                DecodeArgs da{tables, plan, ht + l * heads * sizeof(HeadPages), dq, 0, out, partials, heads, (u32)sh.group, 0.08838834764f * 1.44269504f}; launch_decode(k, da, s);
+                DecodeArgs da{tables, plan, ht + l * heads * sizeof(HeadPages), dq, 0, {}, 0, out, partials, heads, (u32)sh.group, 0.08838834764f * 1.44269504f}; launch_decode(k, da, s);
             }
             CK(cuStreamEndCapture(s, &g)); CK(cuGraphInstantiate(&ge, g, 0));
             CUevent e0, e1; cuEventCreate(&e0, 0); cuEventCreate(&e1, 0); std::vector<float> ms;
             double est = bytes / 3e9 * layers * 1e-3; int reps = est > 20 ? 5 : layer ? 41 : 15;
             for (int i = 0; i < reps + 2; i++) { cuEventRecord(e0, s); CK(cuGraphLaunch(ge, s)); cuEventRecord(e1, s); CK(cuEventSynchronize(e1)); float t; cuEventElapsedTime(&t, e0, e1); if (i >= 2) ms.push_back(t); }
             std::sort(ms.begin(), ms.end()); float us = ms[ms.size() / 2] * 1e3f / layers; u32 active = active_workers(words, k.workers);
-            if (layer) printf("layer %6u x%-2u %2d/8 heads %s: %8.2f us (best %.2f)\n", sh.context, sh.batch, sh.group * 8, part == 0 ? "product                   " : part == 1 ? "product, append           " : part == 2 ? "product,         attention" : "product, append, attention", us, ms[0] * 1e3f / layers);
+            if (layer) printf("layer %6u x%-2u %2d/8 heads %s: %8.2f us (best %.2f)\n", sh.context, sh.batch, sh.group * 8, part == 0 ? "product                   " : part == 1 ? "product, append           " : part == 2 ? "product,         attention" : part == 3 ? "product, append, attention" : "product, attention with it", us, ms[0] * 1e3f / layers);
             else printf("%s %6uK x%-2u %2d/8 heads %s least %6u active %4u: %8.2f us (best %.2f) %6.0f GB/s = %3.0f %% of ceiling, floor %.1f us, %d layers\n", sh.codes ? "int2" : "bf16", sh.context / 1024, sh.batch, sh.group * 8, v.file().c_str(), least, active, us, ms[0] * 1e3f / layers, bytes / us * 1e-3, bytes / us * 1e-3 / top * 100, bytes / top * 1e-3, layers);
             cuGraphExecDestroy(ge); cuGraphDestroy(g);
         }

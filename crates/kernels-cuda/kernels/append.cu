@@ -4,64 +4,29 @@
 // At one row the kernel is a chain of waits, so all that is not this step's projections is fetched before the wait: the
 // rotation into shared memory, norm weights, RoPE and page ids into registers. A block is small enough to be there while
 // the product before it runs. The order of every sum is fixed: a row's result does not depend on the rows beside it.
-#include "common.cuh"
+#include "heads.cuh"
 
 struct AppendParams {
     StepTables step;
     const HeadPages* pages;  // of the layer
     float* qkv;              // rows of [queries | keys | values]; queries and keys are normed and roped in place
     float* queries;          // [row][query head][HEAD_DIM], rotated
-    const float* query_norm; // weights, or null
-    const float* key_norm;
-    const float* cosines;    // [position][HEAD_DIM / 2]
-    const float* sines;
-    const uint4* rotation;   // of the kv heads, as fragments (below), or null
-    const float* mean;       // [kv head][HEAD_DIM]
+    HeadConstants heads;
     u32 query_heads;
     u32 kv_heads;
     u32 rows_per_block;
-    float eps;
+    u32 unused;
 };
 
 constexpr int D = HEAD_DIM;
 constexpr int WARPS = D / 16, THREADS = 32 * WARPS;  // a warp for 16 channels of the result
-constexpr int STEPS = D / 16, TILES = D / 8;
 constexpr int VECTORS = 16;               // rows times heads a block takes at a time
-constexpr int STRIDE = D + 8;             // keeps the rows that a warp reads in different banks
-constexpr int PER_LANE = D / 32;
-constexpr int ROTATION = STEPS * TILES * 32;  // quads of a rotation
 // Larger rotations are read where they lie.
 constexpr bool ROTATION_NEAR = D <= 128;
 
-// Vectors and rotation are the sum of two BF16 numbers each, high and low; their product is that of three pairs of these, all
-// but low times low, which is below what is left of either. A rotation lies in fragments of 16 inputs and 8 outputs, [input
-// step][output tile][lane]: the lane's two registers of the high parts and of the low.
 struct Shared {
-    u16 high[VECTORS][STRIDE], low[VECTORS][STRIDE];
-    uint4 rotation[ROTATION_NEAR ? ROTATION : 1];
-
-    DEVICE void put(u32 vector, u32 channel, float x) {
-        const u16 h = f32_to_bf16(x);
-        high[vector][channel] = h, low[vector][channel] = f32_to_bf16(x - bf16_to_f32(h));
-    }
-};
-
-// What a vector meets on its way and no kernel of the step writes: a lane's channels lane, lane + 32, ...
-struct VectorConstants {
-    float weight[PER_LANE], mean[PER_LANE], cosine[PER_LANE / 2], sine[PER_LANE / 2];
-
-    DEVICE void load(const AppendParams& p, u32 row, bool is_key, u32 kv_head, u32 lane) {
-        const float* norm = is_key ? p.key_norm : p.query_norm;
-        const float* means = is_key && p.mean ? p.mean + kv_head * D : nullptr;
-        const u64 at = (u64)__ldcg(p.step.row_position + row) * (D / 2) + lane;
-#pragma unroll
-        for (int k = 0; k < PER_LANE; k++) {
-            weight[k] = norm ? norm[lane + 32 * k] : 1.0f;
-            mean[k] = means ? means[lane + 32 * k] : 0.0f;
-        }
-#pragma unroll
-        for (int k = 0; k < PER_LANE / 2; k++) cosine[k] = p.cosines[at + 32 * k], sine[k] = p.sines[at + 32 * k];
-    }
+    SplitVectors<VECTORS> vectors;
+    uint4 rotation[ROTATION_NEAR ? ROTATION_QUADS : 1];
 };
 
 // Where a row's key and value go.
@@ -78,31 +43,17 @@ struct RowPlace {
     DEVICE void put(Side side, u32 channel, float x) const { page[full_element(side, D, token, channel)] = f32_to_bf16(x); }
 };
 
-// Two tiles of channels of the vectors, rotated: [tile][i] is of vector lane / 4 + 8 * (i / 2) and channel 2 * (lane % 4) + i % 2
-// of the tile. All warps, each its own channels; what lies in the rows of vectors that are not there has no effect on others.
-DEVICE void rotate(float (&out)[2][4], const Shared& shared, const uint4* rotation, u32 lane, u32 warp) {
-    float sums[3][2][4] = {};
+// The warp's own two tiles of channels.
+DEVICE void rotate_vectors(float (&out)[2][4], const Shared& shared, const uint4* rotation, u32 lane, u32 warp) {
     const u32 g = lane >> 2, t = lane & 3;
-    auto part = [&](const u16 (&x)[VECTORS][STRIDE], u32 row, u32 channel) { return *(const u32*)&x[row][channel]; };
-#pragma unroll 2
-    for (int step = 0; step < STEPS; step++) {
-        const u32 channel = 16 * step + 2 * t;
-        const u32 high[4] = {part(shared.high, g, channel), part(shared.high, g + 8, channel),
-                             part(shared.high, g, channel + 8), part(shared.high, g + 8, channel + 8)};
-        const u32 low[4] = {part(shared.low, g, channel), part(shared.low, g + 8, channel),
-                            part(shared.low, g, channel + 8), part(shared.low, g + 8, channel + 8)};
+    auto vectors = [&](int step, u32 (&high)[4], u32 (&low)[4]) {
 #pragma unroll
-        for (int n = 0; n < 2; n++) {
-            const uint4 r = rotation[(step * TILES + 2 * warp + n) * 32 + lane];
-            mma_bf16(sums[0][n], high[0], high[1], high[2], high[3], r.x, r.y);
-            mma_bf16(sums[1][n], low[0], low[1], low[2], low[3], r.x, r.y);
-            mma_bf16(sums[2][n], high[0], high[1], high[2], high[3], r.z, r.w);
+        for (int i = 0; i < 4; i++) {
+            const u32 vector = g + 8 * (i & 1), channel = 16 * step + 2 * t + 8 * (i >> 1);
+            high[i] = shared.vectors.high_pair(vector, channel), low[i] = shared.vectors.low_pair(vector, channel);
         }
-    }
-#pragma unroll
-    for (int n = 0; n < 2; n++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) out[n][i] = sums[0][n][i] + (sums[1][n][i] + sums[2][n][i]);
+    };
+    rotate<2>(out, vectors, [&](int step, int n) { return rotation[(step * TILES_OF_HEAD + 2 * warp + n) * 32 + lane]; });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) append(AppendParams p) {
@@ -115,14 +66,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) append(App
     const u32 each = group + 2, total = rows * each;
     allow_next_kernel();
 
-    const uint4* rotation = p.rotation ? p.rotation + kv_head * ROTATION : nullptr;
+    const uint4* rotation = p.heads.rotation ? p.heads.rotation + kv_head * ROTATION_QUADS : nullptr;
     if (ROTATION_NEAR && rotation) {
-        for (u32 i = tid; i < ROTATION; i += THREADS) copy_to_shared(shared_address(shared.rotation + i), rotation + i);
+        for (u32 i = tid; i < ROTATION_QUADS; i += THREADS) copy_to_shared(shared_address(shared.rotation + i), rotation + i);
         rotation = shared.rotation;
     }
     // The tables of a step are complete before its first kernel.
     VectorConstants constants;
-    if (warp < total) constants.load(p, first_row + warp / each, warp % each == group, kv_head, lane);
+    auto load_constants = [&](u32 row, bool is_key) {
+        constants.load(p.heads, __ldcg(p.step.row_position + row), is_key, kv_head, lane);
+    };
+    if (warp < total) load_constants(first_row + warp / each, warp % each == group);
     const HeadPages pages = p.pages[kv_head];
     const RowPlace first_place(p, pages, first_row);
     auto place_of = [&](u32 row) { return row == first_row ? first_place : RowPlace(p, pages, row); };
@@ -145,37 +99,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) append(App
             const bool is_query = index < group, is_key = index == group;
             const u32 head = is_query ? kv_head * group + index : p.query_heads + (is_key ? 0 : p.kv_heads) + kv_head;
             float* x = p.qkv + (u64)row * width + head * D + lane;
-            float values[PER_LANE];
+            float values[CHANNELS];
 #pragma unroll
-            for (int k = 0; k < PER_LANE; k++) values[k] = x[32 * k];
+            for (int k = 0; k < CHANNELS; k++) values[k] = x[32 * k];
             if (!is_query && !is_key) {
                 // Values go into their pages as they are: the model's weights already hold their rotation.
                 const RowPlace place = place_of(row);
 #pragma unroll
-                for (int k = 0; k < PER_LANE; k++) place.put(VALUE, lane + 32 * k, values[k]);
+                for (int k = 0; k < CHANNELS; k++) place.put(VALUE, lane + 32 * k, values[k]);
                 continue;
             }
-            if (base > 0 || v != warp) constants.load(p, row, is_key, kv_head, lane);
-            if (is_key ? p.key_norm : p.query_norm) {
-                float squares = 0.0f;
+            if (base > 0 || v != warp) load_constants(row, is_key);
+            constants.norm_and_rope(values, is_key ? p.heads.key_norm : p.heads.query_norm, p.heads.eps);
 #pragma unroll
-                for (int k = 0; k < PER_LANE; k++) squares = __fmaf_rn(values[k], values[k], squares);
-                float scale = 1.0f / sqrtf(warp_sum(squares) / (float)D + p.eps);
-#pragma unroll
-                for (int k = 0; k < PER_LANE; k++) values[k] = values[k] * scale * constants.weight[k];
-            }
-#pragma unroll
-            for (int k = 0; k < PER_LANE / 2; k++) {
-                float c = constants.cosine[k], s = constants.sine[k];
-                float a = values[k], b = values[k + PER_LANE / 2];
-                values[k] = a * c - b * s;
-                values[k + PER_LANE / 2] = b * c + a * s;
-            }
-#pragma unroll
-            for (int k = 0; k < PER_LANE; k++) {
+            for (int k = 0; k < CHANNELS; k++) {
                 x[32 * k] = values[k];
                 values[k] -= constants.mean[k];
-                if (rotation) shared.put(v, lane + 32 * k, values[k]);
+                if (rotation) shared.vectors.put(v, lane + 32 * k, values[k]);
                 else put_out(row, index, lane + 32 * k, values[k]);
             }
         }
@@ -183,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) append(App
         wait_for_copied_bytes();
         __syncthreads();
         float out[2][4];
-        rotate(out, shared, rotation, lane, warp);
+        rotate_vectors(out, shared, rotation, lane, warp);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const u32 v = (lane >> 2) + 8 * half, row = first_row + (base + v) / each, index = (base + v) % each;

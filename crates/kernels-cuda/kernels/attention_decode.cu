@@ -11,24 +11,135 @@
 // the step; more would keep the memory busy while those kernels fetch what everything here waits for (measured).
 //
 // Compiled with HEAD_DIM (64, 128, 256), QUERY_TILES (1: up to 8 query heads to a KV head, 2: up to 16), WARPS, STAGES,
-// BLOCKS (blocks that share a multiprocessor) and SHARED_BYTES (of dynamic shared memory).
+// BLOCKS (blocks that share a multiprocessor), SHARED_BYTES (of dynamic shared memory) and FROM_PROJECTIONS: is the way of the new
+// token into the cache gone here (decode_heads.cuh)? Then the plan gives every item workers of its own.
 #include "decode_filler.cuh"
+#include "decode_heads.cuh"
 #include "decode_merge.cuh"
 #include "decode_query.cuh"
 #include "decode_readers.cuh"
 
+// Initializes the barriers of a warp's ring. Lanes of a warp would take turns, of 60 cycles a barrier: each warp has its own done.
+// Before anything is asked of memory: the fence would wait for it.
+DEVICE void make_barriers(Shared& shared, int lane, int warp) {
+    if (warp >= WARPS || lane != 0) return;
+#pragma unroll
+    for (int i = 0; i < STAGES; i++) {
+        barrier_init(shared_address(&shared.full[warp][i]), FULL_ARRIVALS);
+        barrier_init(shared_address(&shared.empty[warp][i]), EMPTY_ARRIVALS);
+    }
+    barriers_before_bulk_copies();
+}
+
+DEVICE Ring ring_of(Shared& shared, int warp) {
+    Ring ring;
+    ring.full = shared_address(shared.full[warp]), ring.empty = shared_address(shared.empty[warp]), ring.slot = ring.phase = 0;
+    return ring;
+}
+
+// Reads the units of a segment as they come. All readers.
+DEVICE void read_segment(State& state, Ring& ring, Shared& shared, const DecodeArgs& a, float down, int lane, int warp) {
+    const Segment& g = shared.segments[warp];
+    state.clear();
+    read_near(state, ring, shared, lane, warp);
+    if (shared.slot_unit[warp][ring.slot] != NO_UNIT) {
+        if (state.fresh) {
+#pragma unroll
+            for (int n = 0; n < QUERY_TILES; n++) state.m[n][0] = state.m[n][1] = 0.f;
+        } else {
+            state.to_units(shared.to_codes);
+        }
+        if (pieces_of(g.head) != 1) {
+            CodedQuery query;
+            load_query(query, shared, down, lane);
+            read_any_width(state, query, ring, shared, a.step.sink, lane, warp);
+        } else {
+#if SPLIT_QUERY
+            SplitQuery query;
+            load_query(query, shared, lane);
+#else
+            CodedQuery query;
+            load_query(query, shared, down, lane);
+#endif
+            read_two_bit(state, query, ring, shared, a.step.sink, lane, warp);
+        }
+        state.to_units(shared.from_codes);
+    }
+    if (lane == 0) shared.last_slot[warp] = ring.slot;
+    __syncwarp();
+}
+
+DEVICE void merge_owed(const DecodeArgs& a, const OwedMerge& owed) {
+    if (owed.mergers == 0) return;
+    if (owed.readers.count <= 2 * SHARERS) merge_item<2>(a, owed);
+    else merge_item<6>(a, owed);
+}
+
+#if FROM_PROJECTIONS
+#ifndef EARLY_SLOTS
+#define EARLY_SLOTS 2
+#endif
+// A worker reads of one item. Between the end of the kernel before and the first score lie the projections and what is made of
+// them: the loads of those are the first that a reader waits for, and all else is done while they are on their way.
 extern "C" __global__ void __launch_bounds__(THREADS + 32, BLOCKS) decode_attention(const __grid_constant__ DecodeArgs a) {
     extern __shared__ u8 memory[];
     Shared& shared = *(Shared*)memory;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const u32 worker = blockIdx.x;
     allow_next_kernel();
-    // Before anything is asked of memory: the fence would wait for it.
-    if (threadIdx.x < WARPS * STAGES) {
-        barrier_init(shared_address(&shared.full[0][0] + threadIdx.x), FULL_ARRIVALS);
-        barrier_init(shared_address(&shared.empty[0][0] + threadIdx.x), EMPTY_ARRIVALS);
-        barriers_before_bulk_copies();
+    make_barriers(shared, lane, warp);
+    fetch_rotations(a, worker, lane, warp);
+    const WorkerRange plan = a.plan.range(worker);
+    Filler filler;
+    if (warp == WARPS) filler.load_pages(a.plan.worker(worker)->pages, lane);
+    if (!plan.begin.before(plan.end)) {
+        wait_for_previous_kernel();
+        return;
     }
+    Segment& g = shared.segments[warp];
+    const u32 item = plan.begin.sequence * a.kv_heads + plan.begin.head;
+    auto describe = [&]() {
+        const bool ends = plan.begin.sequence == plan.end.sequence && plan.begin.head == plan.end.head;
+        set_sequence(g, a, plan.first);
+        set_item(g, a.heads[plan.begin.head], plan.begin.unit, ends ? plan.end.unit : 0xffffffffu);
+        __syncwarp();
+    };
+    if (warp == WARPS) {
+        describe();
+        wait_for_barriers();
+        filler.begin(lane);
+        // Nothing of what is read here is of this step.
+        for (int i = 0; i < EARLY_SLOTS; i++) filler.hand_out(shared, g, lane, true);
+        fetch_partial(a, worker, lane);
+        wait_for_previous_kernel();
+        filler.serve(shared, g, lane, true);
+        return;
+    }
+    barriers_are_made();
+    NewToken token(a, plan, lane, warp);
+    wait_for_previous_kernel();
+    token.load();
+    uint4 readers = {};
+    if (threadIdx.x == 0) readers = __ldcg((const uint4*)a.plan.item(item));
+    describe();
+    put_units(shared, g.head.value_bits);
+    QueryRows rows;
+    token.make(shared, a, rows, lane, warp);
+    float down = prepare_query(shared, a, rows, readers, g.head.key_bits, g.head.value_bits);
+    Ring ring = ring_of(shared, warp);
+    State state;
+    read_segment(state, ring, shared, a, down, lane, warp);
+    put_down(shared, state, lane, warp);
+    merge_owed(a, finish_segment(shared, a, g.row, plan.begin.head, worker, true));
+}
+#else
+extern "C" __global__ void __launch_bounds__(THREADS + 32, BLOCKS) decode_attention(const __grid_constant__ DecodeArgs a) {
+    extern __shared__ u8 memory[];
+    Shared& shared = *(Shared*)memory;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const u32 worker = blockIdx.x;
+    allow_next_kernel();
+    make_barriers(shared, lane, warp);
     if (threadIdx.x < a.kv_heads * (sizeof(HeadPages) / 16) && threadIdx.x < NEAR_HEADS * (sizeof(HeadPages) / 16))
         copy_to_shared(shared_address((uint4*)shared.heads + threadIdx.x), (const uint4*)a.heads + threadIdx.x);
     const WorkerRange plan = a.plan.range(worker);
@@ -56,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, BLOCKS) decode_attent
         bool found = false;
         while (at.before(plan.end)) {
             bool ends = at.sequence == plan.end.sequence && at.head == plan.end.head;
-            found = set_item(g, shared, a, at.head, at.unit, ends ? plan.end.unit : 0xffffffffu);
+            found = set_item(g, head_pages(shared, a, at.head), at.unit, ends ? plan.end.unit : 0xffffffffu);
             if (found) break;
             next_item();
         }
@@ -80,8 +191,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, BLOCKS) decode_attent
         }
         return;
     }
-    Ring ring;
-    ring.full = shared_address(shared.full[warp]), ring.empty = shared_address(shared.empty[warp]), ring.slot = ring.phase = 0;
+    Ring ring = ring_of(shared, warp);
     State state;
     OwedMerge owed;
     bool first = true, more = find();
@@ -95,33 +205,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, BLOCKS) decode_attent
         if (first) wait_for_previous_kernel();
         rows.load();
         float down = prepare_query(shared, a, rows, readers, g.head.key_bits, g.head.value_bits);
-        state.clear();
-        read_near(state, ring, shared, lane, warp);
-        if (shared.slot_unit[warp][ring.slot] != NO_UNIT) {
-            if (state.fresh) {
-#pragma unroll
-                for (int n = 0; n < QUERY_TILES; n++) state.m[n][0] = state.m[n][1] = 0.f;
-            } else {
-                state.to_units(shared.to_codes);
-            }
-            if (pieces_of(g.head) == 1) {
-#if SPLIT_QUERY
-                SplitQuery query;
-                load_query(query, shared, lane);
-#else
-                CodedQuery query;
-                load_query(query, shared, down, lane);
-#endif
-                read_two_bit(state, query, ring, shared, a.step.sink, lane, warp);
-            } else {
-                CodedQuery query;
-                load_query(query, shared, down, lane);
-                read_any_width(state, query, ring, shared, a.step.sink, lane, warp);
-            }
-            state.to_units(shared.from_codes);
-        }
-        if (lane == 0) shared.last_slot[warp] = ring.slot;
-        __syncwarp();
+        read_segment(state, ring, shared, a, down, lane, warp);
         put_down(shared, state, lane, warp);
         const OwedMerge owes = finish_segment(shared, a, row, head, worker, first);
         if (first) owed = owes;
@@ -135,7 +219,6 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, BLOCKS) decode_attent
             ring.release();
         }
     }
-    if (owed.mergers == 0) return;
-    if (owed.readers.count <= 2 * SHARERS) merge_item<2>(a, owed);
-    else merge_item<6>(a, owed);
+    merge_owed(a, owed);
 }
+#endif

@@ -12,6 +12,7 @@ struct PlanArgs {
     u32 least_cost;  // bytes below which a worker is not worth its start
     u32 spare;       // workers to leave idle where little is read
     u32 round_cost;  // bytes that the warps of a worker take at a time
+    u32 own_workers; // each item must have workers of its own; there are no more items than workers
 };
 
 constexpr u32 THREADS = 256;
@@ -135,6 +136,12 @@ DEVICE u32 own_workers(u64 cost, u64 total, u32 workers, u64 least) {
     return cost == 0 ? 0 : share < 1 ? 1 : (u32)share;
 }
 
+// The same where every item must have its own: one, and a share of the `rest` of them.
+DEVICE u32 one_and_share(u64 cost, u64 total, u32 rest, u64 least) {
+    const u64 share = quotient(cost * rest, total), most = quotient(cost, least);
+    return cost == 0 ? 0 : 1 + (u32)(share < most ? share : most > 0 ? most - 1 : 0);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS) decode_plan(PlanArgs a) {
     __shared__ Plan plan;
     wait_for_previous_kernel();
@@ -187,17 +194,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_plan(PlanArgs a) {
     u32 active = wanted < 1 ? 1 : wanted < most ? (u32)wanted : most;
     // Where items are few, give each its own workers: none then goes from one item to the next.
     bool own_workers_each = false;
-    if (total > 0 && items <= most && items <= THREADS) {
+    if (total > 0 && items <= (a.own_workers ? workers : most) && items <= THREADS) {
         u32 own = 0, used;
         if (tid < items) {
             const u64 cost = p.item_cost(context_of(a.step, a.step.sequences[tid / a.kv_heads]), tid % a.kv_heads);
-            own = own_workers(cost, total, most, least);
+            own = a.own_workers ? one_and_share(cost, total, most - items, least) : own_workers(cost, total, most, least);
             if (cost > 0) atomicMax(&plan.slowest, quotient(cost, own));
         }
         plan.own_before[tid] = sum_before(own, (u32*)plan.warp_sums, used);
         if (tid == 0) plan.own_before[items] = used;
         __syncthreads();
-        own_workers_each = used <= most && plan.slowest <= quotient(total, active) + SWITCH_COST;
+        own_workers_each = a.own_workers || (used <= most && plan.slowest <= quotient(total, active) + SWITCH_COST);
         if (own_workers_each) active = used;
     }
     __syncthreads();

@@ -113,6 +113,13 @@ DEVICE void load_matrix_transposed(u32 (&a)[4], u32 address) {
                  : "memory");
 }
 
+// A policy for what is read once: it is the first to leave L2.
+DEVICE u64 read_once() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
 // Asks for a line that will be read soon.
 DEVICE void prefetch_to_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 

@@ -2,6 +2,7 @@
 #pragma once
 #include "decode_plan.cuh"
 #include "decode_state.cuh"
+#include "heads.cuh"
 #include "pipeline.cuh"
 
 struct DecodeArgs {
@@ -9,6 +10,8 @@ struct DecodeArgs {
     DecodePlan plan;
     const HeadPages* heads;  // of this layer
     const float* queries;    // [rows][query heads][HEAD_DIM], in the cache's basis
+    const float* qkv;        // FROM_PROJECTIONS: instead, rows of [queries | keys | values]
+    HeadConstants new_heads;
     float* out;              // [rows][query heads][HEAD_DIM], or null
     u16* rounded;            // the same in BF16, or null
     float* partials;         // [2 * workers] partial results (decode_merge.cuh), EMPTY before and after every launch
@@ -26,7 +29,14 @@ constexpr int SUMS_BYTES = 4 * HEADS * SUMS_STRIDE;
 // A warp puts its result down in the slot that told it of the segment's end, where it fits.
 constexpr bool SUMS_IN_SLOTS = SUMS_BYTES <= SLOT_BYTES;
 constexpr u32 NO_UNIT = 0xffffffffu;
+constexpr int KEY_ROW = COLUMNS;  // of vectors to rotate, behind the query heads
 constexpr u32 NEAR_HEADS = 32;  // KV heads beyond these are looked up in memory
+
+#ifndef FROM_PROJECTIONS
+#define FROM_PROJECTIONS 0
+#endif
+static_assert(!FROM_PROJECTIONS || (QUERY_TILES == 1 && HEAD_DIM <= 128 && WARPS >= 10),
+              "a warp for every vector and for every 16 channels, and room for the rotation in registers");
 
 // What a block reads of an item. Kept in shared memory, for the registers' sake.
 struct Segment {
@@ -61,6 +71,11 @@ struct alignas(128) Shared {
     Segment segments[WARPS + 1];   // each warp's own copy: warps go on to the next segment at different times
     ItemPlan readers;              // of the segment's item
     alignas(16) HeadPages heads[NEAR_HEADS];  // of the layer, fetched beside the plan
+#if FROM_PROJECTIONS
+    SplitVectors<COLUMNS + 1> new_vectors;           // before their rotation: query heads by column, the key
+    alignas(16) float new_queries[COLUMNS][SUMS_STRIDE];
+    alignas(16) u16 new_rows[2][HEAD_DIM];           // the token's key and value as they are stored
+#endif
 
     DEVICE u8* sum_room(int warp) {
         if constexpr (SUMS_IN_SLOTS) return slots[warp][last_slot[warp]];
@@ -81,9 +96,12 @@ DEVICE void set_sequence(Segment& g, const DecodeArgs& a, const SequenceInfo& s)
     g.row = s.first_row;
 }
 
+DEVICE HeadPages head_pages(const Shared& shared, const DecodeArgs& a, u32 head_index) {
+    return head_index < NEAR_HEADS ? shared.heads[head_index] : a.heads[head_index];
+}
+
 // Describes units begin..end of an item of the sequence; false where there are none.
-DEVICE bool set_item(Segment& g, const Shared& shared, const DecodeArgs& a, u32 head_index, u32 begin, u32 end) {
-    const HeadPages head = head_index < NEAR_HEADS ? shared.heads[head_index] : a.heads[head_index];
+DEVICE bool set_item(Segment& g, const HeadPages& head, u32 begin, u32 end) {
     u32 all = units_of(g.context, head);
     end = end < all ? end : all;
     if (begin >= end) return false;
@@ -92,6 +110,10 @@ DEVICE bool set_item(Segment& g, const Shared& shared, const DecodeArgs& a, u32 
     g.end = end;
     return true;
 }
+
+// Readers say that they have made their barriers, and go on; the filling warp waits for it.
+DEVICE void barriers_are_made() { asm volatile("bar.arrive 2, %0;" ::"n"(THREADS + 32) : "memory"); }
+DEVICE void wait_for_barriers() { asm volatile("bar.sync 2, %0;" ::"n"(THREADS + 32) : "memory"); }
 
 // All reading threads.
 DEVICE void sync_readers() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }

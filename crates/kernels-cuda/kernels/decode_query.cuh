@@ -19,6 +19,12 @@ struct QueryRows {
     const float* from[ROUNDS];  // null: zeros
     float2 v[ROUNDS][2];
 
+#if FROM_PROJECTIONS
+    DEVICE QueryRows() {
+#pragma unroll
+        for (int k = 0; k < ROUNDS; k++) v[k][0] = v[k][1] = make_float2(0.f, 0.f);
+    }
+#endif
     DEVICE QueryRows(const DecodeArgs& a, u32 row, u32 head_index, int lane, int warp) {
         const float* rows = a.queries + ((u64)row * a.kv_heads + head_index) * a.group * HEAD_DIM;
 #pragma unroll
@@ -59,6 +65,17 @@ struct QueryRows {
     static_assert(WARPS >= SPLIT_QUERY * PLANES, "a warp for each plane of four heads");
     // The plane and the four heads of the split query that a warp makes; the last warps have no other fragments.
     DEVICE static int split_job(int warp) { return WARPS - 1 - warp; }
+
+    // The same channels from shared memory, where they were made here.
+    DEVICE void load_split(const float (&queries)[COLUMNS][SUMS_STRIDE], u32 group, int lane, int warp) {
+        const int job = split_job(warp), head = 4 * (job / PLANES) + (lane >> 3);
+        const bool makes = job < SPLIT_QUERY * PLANES && head < group;
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            const int channel = 16 * (job % PLANES) + 2 * (lane & 3) + 64 * (k & 1) + 8 * (k >> 1);
+            split[k] = makes ? *(const float2*)&queries[column_of(head)][channel] : make_float2(0.f, 0.f);
+        }
+    }
 
     // Rounds the channels of a plane to steps and splits them into high and low bytes: a lane keeps its column's.
     DEVICE void put_split(Shared& shared, float scale, float step, int lane, int warp) const {
@@ -108,6 +125,9 @@ DEVICE float prepare_query(Shared& shared, const DecodeArgs& a, QueryRows& rows,
 #if SPLIT_QUERY
     const float step = largest > 0.f ? largest * (1.f / SPLIT_RANGE) : 1.f;
     const bool split = key_bits == 2 && value_bits == 2;
+#if FROM_PROJECTIONS
+    if (split) rows.load_split(shared.new_queries, a.group, lane, warp);
+#endif
     if (split) rows.put_split(shared, a.scale, step, lane, warp);
     if (tid == 0) shared.split_step = step;
 #else

@@ -1,6 +1,6 @@
 // What a reading warp does with the units it is handed: BF16 tiles first, then codes.
 #pragma once
-#include "decode_block.cuh"
+#include "decode_heads.cuh"
 
 using Ring = ReadRing<STAGES>;
 
@@ -14,11 +14,18 @@ DEVICE void read_near(State& state, Ring& ring, Shared& shared, int lane, int wa
         int tokens = (int)(g.context.length - near_tile(g.context, unit) * TILE_TOKENS);
         float s[QUERY_TILES][4];
         u32 p[QUERY_TILES][4];
+#if FROM_PROJECTIONS
+        const bool newest = unit + 1 == g.context.near_units;
+        if (newest) put_new_row(shared.slots[warp][ring.slot], shared.new_rows[KEY], tokens - 1, lane);
+#endif
         near_scores(s, shared_address(shared.slots[warp][ring.slot]), shared.near_query, lane);
         __syncwarp();  // lanes read for one another
         ring.release();
         near_weights(state, s, tokens, p, lane);
         ring.wait();
+#if FROM_PROJECTIONS
+        if (newest) put_new_row(shared.slots[warp][ring.slot], shared.new_rows[VALUE], tokens - 1, lane);
+#endif
         near_values(state, p, shared_address(shared.slots[warp][ring.slot]), tokens, lane);
         __syncwarp();
         ring.release();

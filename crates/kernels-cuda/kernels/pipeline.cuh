@@ -71,11 +71,9 @@ DEVICE void expect_bytes(u32 full, u32 bytes) {
 
 // Copies a multiple of 16 bytes. Pages are read once a step: they need not push anything else out of L2.
 DEVICE void copy_bulk(u32 to, const u8* from, u32 bytes, u32 full) {
-    u64 policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
-        "l"(from), "r"(bytes), "r"(full), "l"(policy)
+        "l"(from), "r"(bytes), "r"(full), "l"(read_once())
         : "memory");
 }
 #else

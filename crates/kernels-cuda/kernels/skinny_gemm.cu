@@ -63,8 +63,10 @@ constexpr int EIGHTS = VALUES / 8;
 template <int TILES>
 constexpr int SLOTS_OF = TILES == 3 ? 4 : 3;
 
+// Weights are read once a step: they need not push anything else out of L2.
 DEVICE void copy_16_bytes(u32 to, const void* from) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(read_once())
+                 : "memory");
 }
 
 // Closes the group of copies begun since the last one, which may be empty.

@@ -1,8 +1,9 @@
 //! Which kernel attends for which sequences of a step.
 
-use crate::attention::decode::{DecodeAttention, DecodeRows};
+use crate::attention::decode::{DecodeAttention, DecodeRows, Queries, Variant};
 use crate::device::{Device, KernelParams, LaunchShape};
 use crate::error::{CudaError, Result};
+use crate::heads::Projections;
 use crate::kernels::Kernels;
 use crate::pages::CudaPages;
 use crate::sources::{ATTENTION_DECODED, ATTENTION_GENERIC, ATTENTION_PREFILL};
@@ -20,6 +21,8 @@ pub struct AttentionCall<'a> {
     pub pool: &'a CudaPages,
     /// f32 `[row][query head][head_dim]`, device addresses.
     pub queries: u64,
+    /// What decode attention is to make the queries from, where it said that it would.
+    pub projections: Option<Projections>,
     pub out: u64,
     /// The output in BF16 as well, or 0.
     pub rounded: u64,
@@ -84,6 +87,8 @@ pub struct AttentionPaths {
     decode: DecodeAttention,
     /// `OSCAR_CUDA_ATTENTION=generic`: the plain kernel for everything, as a second opinion.
     plain: bool,
+    /// May decode attention make the heads of this step?
+    makes_heads: bool,
 }
 
 impl AttentionPaths {
@@ -150,11 +155,24 @@ impl AttentionPaths {
         summary: &StepSummary,
         pool: &CudaPages,
     ) -> Result<()> {
-        if !self.plain && pool.storage() != Storage::Decoded && summary.sequences.iter().any(|s| s.rows == 1)
-        {
-            self.decode.plan(device, kernels, tables, pool)?;
+        let decodes = !self.plain && pool.storage() != Storage::Decoded;
+        let kv_heads = pool.layout().kv_heads();
+        self.makes_heads = decodes
+            && std::env::var_os("OSCAR_NO_FUSE").is_none()
+            && summary.only_new_tokens()
+            && DecodeAttention::makes_heads(device, summary.rows, kv_heads);
+        if decodes && summary.sequences.iter().any(|s| s.rows == 1) {
+            self.decode.plan(device, kernels, tables, pool, self.makes_heads)?;
         }
         Ok(())
+    }
+
+    /// Will attention of this step take projections, and make queries, keys and values of them itself?
+    pub fn makes_heads(&self, device: &Device, shape: &HeadShape) -> bool {
+        let group = shape.query_heads / shape.kv_heads.max(1);
+        let shared = device.properties().shared_memory as usize;
+        let variant = Variant::fitting(shape.head_dim, group, shared).ok();
+        self.makes_heads && variant.and_then(|v| v.taking_projections(shared)).is_some()
     }
 
     /// Enqueues a layer's attention; the answer says whether the BF16 output was written as well.
@@ -172,7 +190,8 @@ impl AttentionPaths {
             prefill(device, kernels, call, 2)?;
         }
         if !self.plain && rows().any(|r| r == 1) {
-            let rows = DecodeRows { queries: call.queries, out: call.out, rounded: call.rounded };
+            let queries = call.projections.map_or(Queries::Ready(call.queries), Queries::FromProjections);
+            let rows = DecodeRows { queries, out: call.out, rounded: call.rounded };
             self.decode.attend(device, kernels, call.layer, call.shape, call.tables, call.pool, rows)?;
         }
         Ok(!plain && call.rounded != 0)

@@ -27,6 +27,7 @@ pub mod device;
 mod error;
 pub mod gemm;
 pub mod graph;
+mod heads;
 mod kernels;
 mod launch;
 mod library;

@@ -44,6 +44,7 @@ source!(ATTENTION_DECODE, "attention_decode.cu", by_head_dim: false);
 pub static HEADERS: &[(&str, &str)] = &[
     ("decode_block.cuh", include_str!("../kernels/decode_block.cuh")),
     ("decode_filler.cuh", include_str!("../kernels/decode_filler.cuh")),
+    ("decode_heads.cuh", include_str!("../kernels/decode_heads.cuh")),
     ("decode_merge.cuh", include_str!("../kernels/decode_merge.cuh")),
     ("decode_plan.cuh", include_str!("../kernels/decode_plan.cuh")),
     ("decode_query.cuh", include_str!("../kernels/decode_query.cuh")),
@@ -51,6 +52,7 @@ pub static HEADERS: &[(&str, &str)] = &[
     ("decode_state.cuh", include_str!("../kernels/decode_state.cuh")),
     ("fp8.cuh", include_str!("../kernels/fp8.cuh")),
     ("fragments.cuh", include_str!("../kernels/fragments.cuh")),
+    ("heads.cuh", include_str!("../kernels/heads.cuh")),
     ("pipeline.cuh", include_str!("../kernels/pipeline.cuh")),
     ("page.cuh", include_str!("../kernels/page.cuh")),
     ("common.cuh", include_str!("../kernels/common.cuh")),

@@ -63,6 +63,15 @@ pub struct StepSummary {
     pub decode: bool,
 }
 
+impl StepSummary {
+    /// Does every sequence bring one row, is nothing coded, and is every new token read in BF16?
+    pub fn only_new_tokens(&self) -> bool {
+        self.decode
+            && self.demoted_tiles == 0
+            && self.sequences.iter().all(|s| s.boundary <= s.first_position)
+    }
+}
+
 /// The words of a step, and where each table begins in them.
 #[derive(Default)]
 struct Words {

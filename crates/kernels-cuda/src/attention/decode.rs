@@ -6,6 +6,7 @@
 
 use crate::device::{Device, KernelParams, LaunchShape};
 use crate::error::{CudaError, Result};
+use crate::heads::{HeadConstants, Projections};
 use crate::kernels::Kernels;
 use crate::memory::Buffer;
 use crate::pages::{CudaPages, HeadPages};
@@ -32,6 +33,8 @@ pub struct Variant {
     pub stages: usize,
     /// Tiles of four query heads whose high and low bytes are multiplied against two-bit keys; 0 for fp16 queries.
     pub split_query: usize,
+    /// Does it make queries, and the new token's key and value, of projections?
+    pub from_projections: bool,
 }
 
 impl Variant {
@@ -51,7 +54,14 @@ impl Variant {
             _ => 4,
         };
         let split_query = if head_dim == 128 && group <= 8 { group.div_ceil(4) } else { 0 };
-        let mut variant = Self { head_dim, query_tiles, warps, stages: *STAGES.end(), split_query };
+        let mut variant = Self {
+            head_dim,
+            query_tiles,
+            warps,
+            stages: *STAGES.end(),
+            split_query,
+            from_projections: false,
+        };
         while variant.shared_bytes() > shared_memory {
             if variant.stages > *STAGES.start() {
                 variant.stages -= 1;
@@ -76,6 +86,14 @@ impl Variant {
         32 * self.head_dim + 512
     }
 
+    /// The form of it that takes projections instead of queries, where there is one: it needs a warp for every vector and
+    /// for every 16 channels, registers for the rotation, and a little more shared memory.
+    pub fn taking_projections(self, shared_memory: usize) -> Option<Self> {
+        let variant = Self { from_projections: true, ..self };
+        let takes = self.query_tiles == 1 && self.head_dim <= 128 && self.warps >= 10;
+        (takes && variant.shared_bytes() <= shared_memory).then_some(variant)
+    }
+
     /// Dynamic shared memory; the kernel asserts that its `Shared` fits.
     pub fn shared_bytes(&self) -> usize {
         let Self { head_dim, query_tiles, warps, stages, .. } = *self;
@@ -86,8 +104,13 @@ impl Variant {
         let results = if result <= slot { 16 } else { warps * result };
         let query = query_tiles * steps * (32 * 24 + 32);
         let by_warp = (warps + 3) * (8 + heads * 8 + 96);
+        // Vectors in two parts before their rotation, queries after it, a key and a value.
+        let new_heads = match self.from_projections {
+            true => 4 * 9 * (head_dim + 8) + 32 * (head_dim + 4) + 4 * head_dim + 32,
+            false => 0,
+        };
         // The last number: page addresses of 32 KV heads, and single values.
-        (slots + results + query + by_warp + heads * 4 + steps * 16 + 1280).next_multiple_of(128)
+        (slots + results + query + by_warp + new_heads + heads * 4 + steps * 16 + 1280).next_multiple_of(128)
     }
 
     pub fn defines(&self) -> Defines {
@@ -97,6 +120,7 @@ impl Variant {
             ("WARPS", self.warps),
             ("STAGES", self.stages),
             ("SPLIT_QUERY", self.split_query),
+            ("FROM_PROJECTIONS", usize::from(self.from_projections)),
             ("BLOCKS", 1),
             ("SHARED_BYTES", self.shared_bytes()),
         ]
@@ -105,7 +129,9 @@ impl Variant {
     /// Every variant that a GPU with this much shared memory a block may ask for.
     pub fn all(shared_memory: usize) -> impl Iterator<Item = Self> {
         HEAD_DIMS.into_iter().flat_map(move |d| {
-            [4, 8, 16].into_iter().filter_map(move |g| Self::fitting(d, g, shared_memory).ok())
+            let fitting = move |g| Self::fitting(d, g, shared_memory).ok();
+            let plain = [4, 8, 16].into_iter().filter_map(fitting);
+            plain.flat_map(move |v| [Some(v), v.taking_projections(shared_memory)].into_iter().flatten())
         })
     }
 }
@@ -130,7 +156,7 @@ struct PlanArgs {
     least_cost: u32,
     spare: u32,
     round_cost: u32,
-    unused: u32,
+    own_workers: u32,
 }
 
 // SAFETY: the struct of `attention_plan.cu`, filled with addresses of live buffers.
@@ -143,6 +169,8 @@ struct DecodeArgs {
     plan: DecodePlan,
     heads: u64,
     queries: u64,
+    qkv: u64,
+    new_heads: HeadConstants,
     out: u64,
     rounded: u64,
     partials: u64,
@@ -161,8 +189,8 @@ const FIRST_PAGES: usize = 64;
 const PLAN_THREADS: u32 = 256;
 /// KV heads that `attention_plan.cu` has room for.
 const MOST_HEADS: usize = 256;
-/// Of so many workers one may be left idle where little is read.
-const WORKERS_TO_A_SPARE: usize = 8;
+/// A step is of few items where there are so many workers to each.
+const WORKERS_TO_AN_ITEM: usize = 8;
 /// Bytes of `WorkerPlan` and `ItemPlan`.
 const WORKER_PLAN: usize = 48 + 4 * FIRST_PAGES;
 const ITEM_PLAN: usize = 16;
@@ -174,11 +202,19 @@ const PARTIAL_QUAD: usize = 32;
 /// Every byte of a partial result that nobody has written yet.
 const EMPTY: u8 = 0xff;
 
+/// Where the queries come from.
+#[derive(Clone, Copy, Debug)]
+pub enum Queries {
+    /// f32 `[row][query head][head_dim]`, in the cache's basis; keys and values are in their pages.
+    Ready(u64),
+    /// The kernel makes them, and stores keys and values.
+    FromProjections(Projections),
+}
+
 /// Queries and results of one layer, as device addresses.
 #[derive(Clone, Copy, Debug)]
 pub struct DecodeRows {
-    /// f32 `[row][query head][head_dim]`.
-    pub queries: u64,
+    pub queries: Queries,
     /// The same shape in f32, or 0.
     pub out: u64,
     /// The same shape in BF16, or 0.
@@ -200,13 +236,14 @@ pub struct DecodeAttention {
 }
 
 impl DecodeAttention {
-    /// Plans the decode attention of a step: sequences that bring exactly one row.
+    /// Plans the decode attention of a step: sequences that bring exactly one row. `makes_heads`: no `append` runs before it.
     pub fn plan(
         &mut self,
         device: &Device,
         kernels: &Kernels,
         step: &StepTables,
         pool: &CudaPages,
+        makes_heads: bool,
     ) -> Result<()> {
         let (kv_heads, head_dim) = (pool.layout().kv_heads(), pool.layout().head_dim());
         if self.pages != pool.layer(0) || self.profile_of_layer.len() != pool.layout().layers() {
@@ -224,7 +261,7 @@ impl DecodeAttention {
         grow(device, &mut self.plans, bytes, "attention plans", None)?;
         grow(device, &mut self.cost, 8 * (sequences + 1), "attention plans", None)?;
         let function = kernels.function(&ATTENTION_PLAN, &Defines::new(), c"decode_plan", 0)?;
-        let spare = spare_workers(items, workers(device));
+        let spare = if makes_heads { 0 } else { spare_workers(items, workers(device)) };
         // How many query heads share a KV head is not known here; up to eight do in most models.
         let variant = Variant::fitting(head_dim, 8, device.properties().shared_memory as usize)?;
         for (profile, &layer) in self.profiles.iter().enumerate() {
@@ -238,12 +275,18 @@ impl DecodeAttention {
                 least_cost: LEAST_COST,
                 spare: spare as u32,
                 round_cost: (variant.warps * variant.slot_bytes()) as u32,
-                unused: 0,
+                own_workers: u32::from(makes_heads),
             };
             // Without overlap: attention reads the plan before it waits for the kernels of its layer.
             device.launch(function, LaunchShape::new(workers(device), PLAN_THREADS), &args)?;
         }
         Ok(())
+    }
+
+    /// Can attention make the heads of a step of so many rows? Each block that reads an item makes its queries, so that a
+    /// block must read one only, and enough of them be left to share a long one.
+    pub fn makes_heads(device: &Device, rows: usize, kv_heads: usize) -> bool {
+        is_few(rows * kv_heads, workers(device))
     }
 
     /// One layer's attention for the planned sequences.
@@ -258,10 +301,27 @@ impl DecodeAttention {
         rows: DecodeRows,
     ) -> Result<()> {
         let group = shape.query_heads / shape.kv_heads.max(1);
-        let variant = Variant::fitting(shape.head_dim, group, device.properties().shared_memory as usize)?;
+        let shared_memory = device.properties().shared_memory as usize;
+        let plain = Variant::fitting(shape.head_dim, group, shared_memory)?;
+        let compiled = |v: &Variant| {
+            kernels.function(&ATTENTION_DECODE, &v.defines(), c"decode_attention", v.shared_bytes())
+        };
+        // Compiled now also where another is launched, rather than in the middle of an answer.
+        let mut function = compiled(&plain)?;
+        let mut variant = plain;
+        let (mut queries, mut projections) = (0, None);
+        match rows.queries {
+            Queries::Ready(ready) => queries = ready,
+            Queries::FromProjections(raw) => {
+                variant = plain.taking_projections(shared_memory).ok_or_else(|| CudaError::Shape {
+                    what: "decode attention",
+                    detail: format!("{plain:?} does not take projections"),
+                })?;
+                function = compiled(&variant)?;
+                projections = Some(raw);
+            }
+        }
         let shared = variant.shared_bytes();
-        let function =
-            kernels.function(&ATTENTION_DECODE, &variant.defines(), c"decode_attention", shared)?;
         let workers = workers(device);
         let partials = 2 * workers * 8 * variant.query_tiles * shape.head_dim / 4 * PARTIAL_QUAD;
         grow(device, &mut self.partials, partials, "partial attention results", Some(EMPTY))?;
@@ -274,7 +334,9 @@ impl DecodeAttention {
             step: *step,
             plan: self.plan_of(device, items, profile),
             heads: pool.layer(layer),
-            queries: rows.queries,
+            queries,
+            qkv: projections.map_or(0, |p| p.rows),
+            new_heads: projections.map(|p| p.constants).unwrap_or_default(),
             out: rows.out,
             rounded: rows.rounded,
             partials: address(&self.partials),
@@ -304,7 +366,11 @@ fn workers(device: &Device) -> usize {
 /// Workers to leave idle where little is read: `append` has a block for each head of each row, and still holds their
 /// multiprocessors when attention begins on the others. Many rows hold too many to leave them all out.
 fn spare_workers(items: usize, workers: usize) -> usize {
-    if items <= workers / WORKERS_TO_A_SPARE { items } else { 0 }
+    if is_few(items, workers) { items } else { 0 }
+}
+
+fn is_few(items: usize, workers: usize) -> bool {
+    items <= workers / WORKERS_TO_AN_ITEM
 }
 
 fn address(buffer: &Option<Buffer>) -> u64 {

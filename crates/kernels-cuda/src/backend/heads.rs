@@ -4,14 +4,23 @@ use super::launches::{Append, append_rows_per_block};
 use super::{CudaBackend, CudaRope, CudaRows, State};
 use crate::attention_paths::AttentionCall;
 use crate::error::{CudaError, Result};
+use crate::heads::{HeadConstants, Projections};
 use crate::memory::Buffer;
 use crate::pages::CudaPages;
 use oscar_backend::{HeadPreparation, HeadShape};
 
+/// Heads that `append` was asked for and attention will make.
+pub(super) struct PendingAppend {
+    layer: usize,
+    head_dim: usize,
+    params: Append,
+}
+
 impl CudaBackend {
+    /// Appends, or leaves it to the attention that follows: whatever else comes first has it done ([`State::append_now`]).
     pub(super) fn append_heads(
         &self,
-        state: &State,
+        state: &mut State,
         layer: usize,
         shape: &HeadShape,
         heads: HeadPreparation<'_, Self>,
@@ -33,23 +42,39 @@ impl CudaBackend {
         }
         queries.resize(&self.device, qkv.count(), true, false)?;
         qkv.written();
-        let p = Append {
-            step: state.tables,
-            pages: pool.layer(layer),
-            qkv: qkv.values(),
-            queries: queries.values(),
+        let constants = HeadConstants {
             query_norm: heads.qk_norm.map_or(0, |(q, _)| q.values.address()),
             key_norm: heads.qk_norm.map_or(0, |(_, k)| k.values.address()),
             cosines: rope.cosines.address(),
             sines: rope.sines.address(),
             rotation: heads.rotation.map_or(0, |r| r.matrices.address()),
             mean: heads.rotation.and_then(|r| r.means.as_ref()).map_or(0, Buffer::address),
+            eps: shape.rms_norm_eps,
+            unused: 0,
+        };
+        let p = Append {
+            step: state.tables,
+            pages: pool.layer(layer),
+            qkv: qkv.values(),
+            queries: queries.values(),
+            heads: constants,
             query_heads: shape.query_heads as u32,
             kv_heads: shape.kv_heads as u32,
             rows_per_block: append_rows_per_block(qkv.count()) as u32,
-            eps: shape.rms_norm_eps,
+            unused: 0,
         };
-        self.launches.append(&self.kernels, shape.head_dim, &p)
+        state.pending = Some(PendingAppend { layer, head_dim: shape.head_dim, params: p });
+        if state.attention.makes_heads(&self.device, shape) { Ok(()) } else { self.append_now(state) }
+    }
+
+    /// Appends what was left to attention.
+    pub(super) fn append_now(&self, state: &mut State) -> Result<()> {
+        match state.pending.take() {
+            Some(PendingAppend { head_dim, params, .. }) => {
+                self.launches.append(&self.kernels, head_dim, &params)
+            }
+            None => Ok(()),
+        }
     }
 
     pub(super) fn attend(
@@ -61,7 +86,12 @@ impl CudaBackend {
         pool: &CudaPages,
         out: &mut CudaRows,
     ) -> Result<()> {
-        let State { attention, tables, planner, .. } = state;
+        if state.pending.as_ref().is_some_and(|p| p.layer != layer || p.params.queries != queries.values()) {
+            self.append_now(state)?;
+        }
+        let State { attention, tables, planner, pending, .. } = state;
+        let projections =
+            pending.take().map(|p| Projections { rows: p.params.qkv, constants: p.params.heads });
         out.resize(&self.device, queries.count(), true, Self::rounds(queries.count()))?;
         let call = AttentionCall {
             layer,
@@ -70,6 +100,7 @@ impl CudaBackend {
             summary: planner.summary(),
             pool,
             queries: queries.values(),
+            projections,
             out: out.values(),
             rounded: out.rounded(),
         };

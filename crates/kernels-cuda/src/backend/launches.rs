@@ -2,6 +2,7 @@
 
 use crate::device::{Device, Function, KernelParams, LaunchShape};
 use crate::error::{CudaError, Result};
+use crate::heads::HeadConstants;
 use crate::kernels::Kernels;
 use crate::sources::{APPEND, GRAM, PICK, RANDOM, ROWS, Source};
 use crate::step::StepTables;
@@ -34,16 +35,11 @@ params!(Append {
     pages: u64,
     qkv: u64,
     queries: u64,
-    query_norm: u64,
-    key_norm: u64,
-    cosines: u64,
-    sines: u64,
-    rotation: u64,
-    mean: u64,
+    heads: HeadConstants,
     query_heads: u32,
     kv_heads: u32,
     rows_per_block: u32,
-    eps: f32,
+    unused: u32,
 });
 
 /// Rows of a block of `append.cu` where there are many: its rotation is read once for all of them.

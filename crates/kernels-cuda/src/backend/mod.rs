@@ -21,6 +21,7 @@ use crate::pages::CudaPages;
 use crate::sources::{APPEND, DEMOTE};
 use crate::step::{StepPlanner, StepTables, Uploads};
 use crate::storage::Storage;
+use heads::PendingAppend;
 use launches::{Embed, Launches, RmsNorm, Select, Swiglu};
 use oscar_backend::{
     Backend, CacheHead, Candidate, HeadPreparation, HeadShape, HostMatrix, Pick, Result as BackendResult,
@@ -48,6 +49,7 @@ struct State {
     planner: StepPlanner,
     tables: StepTables,
     attention: AttentionPaths,
+    pending: Option<PendingAppend>,
     /// Token ids, row numbers and row weights on the device: a buffer for each use, because copies do not wait for
     /// launches that are being recorded.
     indices: [Option<Buffer>; 4],
@@ -83,6 +85,7 @@ impl CudaBackend {
             planner: StepPlanner::default(),
             tables: StepTables::default(),
             attention: AttentionPaths::new()?,
+            pending: None,
             indices: [None, None, None, None],
             high: None,
             low: None,
@@ -117,7 +120,7 @@ impl CudaBackend {
     fn enqueue(&self, operation: impl FnOnce(&mut State) -> Result<()>) {
         let mut state = self.state();
         if state.failed.is_none()
-            && let Err(error) = operation(&mut state)
+            && let Err(error) = self.append_now(&mut state).and_then(|()| operation(&mut state))
         {
             state.failed = Some(error);
         }
@@ -125,6 +128,14 @@ impl CudaBackend {
 
     /// Runs an operation that has a result, after reporting what failed before it.
     fn run<T>(&self, operation: impl FnOnce(&mut State) -> Result<T>) -> BackendResult<T> {
+        self.run_before_append(|state| {
+            self.append_now(state)?;
+            operation(state)
+        })
+    }
+
+    /// The same for what takes heads that are not appended yet.
+    fn run_before_append<T>(&self, operation: impl FnOnce(&mut State) -> Result<T>) -> BackendResult<T> {
         let mut state = self.state();
         if let Some(error) = state.failed.take() {
             return Err(error.into());
@@ -247,8 +258,10 @@ impl Backend for CudaBackend {
     }
 
     fn begin_step(&self, sequences: &[SequenceRows<'_>], pool: &mut CudaPages) -> BackendResult<()> {
-        self.run(|state| {
+        self.run_before_append(|state| {
             let State { planner, uploads, tables, attention, .. } = state;
+            // Of a step that failed, at most.
+            state.pending = None;
             // Recorded launches must be on their way before the tables they read are overwritten.
             self.device.flush()?;
             let (windows, storage) = (*pool.layout().windows(), pool.storage());
@@ -416,7 +429,7 @@ impl Backend for CudaBackend {
         keys: &mut Vec<f32>,
         values: &mut Vec<f32>,
     ) -> BackendResult<()> {
-        Ok(pool.read_full_rows(head, full, positions, keys, values)?)
+        self.run(|_| pool.read_full_rows(head, full, positions, keys, values))
     }
 
     fn write_full_rows(
@@ -428,7 +441,7 @@ impl Backend for CudaBackend {
         values: &[f32],
         pool: &mut CudaPages,
     ) -> BackendResult<()> {
-        Ok(pool.write_full_rows(head, full, first, keys, values)?)
+        self.run(|_| pool.write_full_rows(head, full, first, keys, values))
     }
 
     fn reads_demoted_tails(&self, layout: &CacheLayout) -> bool {
@@ -453,7 +466,11 @@ impl Backend for CudaBackend {
         sequences: &[SequenceRows<'_>],
         pool: &mut CudaPages,
     ) -> BackendResult<()> {
-        self.run(|state| {
+        self.run_before_append(|state| {
+            if state.tables.demoted_count == 0 && pool.storage() != Storage::Decoded {
+                return Ok(());
+            }
+            self.append_now(state)?;
             if pool.storage() == Storage::Decoded {
                 return crate::decoded::demote(&self.device, layer, sequences, pool);
             }
@@ -470,6 +487,6 @@ impl Backend for CudaBackend {
         pool: &CudaPages,
         out: &mut CudaRows,
     ) -> BackendResult<()> {
-        self.run(|state| self.attend(state, layer, shape, queries, pool, out))
+        self.run_before_append(|state| self.attend(state, layer, shape, queries, pool, out))
     }
 }

@@ -6,6 +6,7 @@ mod decoded;
 mod growing;
 mod heads;
 mod model;
+mod new_tokens;
 #[cfg(test)]
 mod on_cpu;
 mod picks;
@@ -99,6 +100,7 @@ pub fn run(args: &Args) -> Result<()> {
     if wants(Part::Cache) {
         cache::check(&gpu, args.every, &mut report)?;
         heads::check(&gpu, &mut report)?;
+        new_tokens::check(&gpu, args.every, &mut report)?;
     }
     if wants(Part::Generic) {
         decoded::check(&gpu, args.every, &mut report)?;

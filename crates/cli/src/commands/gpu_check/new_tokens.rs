@@ -1,0 +1,189 @@
+//! Steps of single tokens, which attention takes as projections: their way into the cache must be that of `append`, which
+//! [`heads`](super::heads) checks.
+
+use super::{Numbers, Report, download, upload};
+use anyhow::{Context, Result};
+use oscar_backend::{Backend, HeadPreparation, HeadShape, SequenceRows};
+use oscar_cache::{PagePool, SequencePages};
+use oscar_codec::{CacheLayout, CodeLayout, HeadRotations, KvFormat, PAGE_TOKENS, Rotation, Side, Windows};
+use oscar_kernels_cuda::CudaBackend;
+use oscar_kernels_cuda::pages::CudaPages;
+
+const KV_HEADS: usize = 2;
+/// Largest difference of an output as a share of the largest: the two ways share the context out differently.
+const ALLOWED: f64 = 1e-3;
+
+/// What both ways of a case are given.
+struct Case {
+    layout: CacheLayout,
+    shape: HeadShape,
+    /// Tokens of each sequence before the first single one.
+    lengths: Vec<usize>,
+    normed: bool,
+    rotated: bool,
+}
+
+/// One way: its pages, and what is needed to go it.
+struct Way<'a> {
+    case: &'a Case,
+    gpu: &'a CudaBackend,
+    page_pool: PagePool,
+    pool: CudaPages,
+    pages: Vec<SequencePages>,
+}
+
+impl<'a> Way<'a> {
+    fn new(gpu: &'a CudaBackend, case: &'a Case) -> Result<Self> {
+        let layout = &case.layout;
+        let blocks = case.lengths.iter().map(|l| l / PAGE_TOKENS + 4).sum::<usize>();
+        let budget = (layout.full_block_bytes() + layout.coded_block_bytes()) * blocks;
+        let pages = case.lengths.iter().map(|_| SequencePages::new()).collect();
+        Ok(Self {
+            case,
+            gpu,
+            page_pool: PagePool::new(layout, budget),
+            pool: gpu.pool(layout, budget)?,
+            pages,
+        })
+    }
+
+    /// A step of `rows[i]` rows of sequence `i`. With `apart`, something reads the queries between append and attention.
+    fn step(
+        &mut self,
+        rows: &[usize],
+        values: &[f32],
+        heads: HeadPreparation<'_, CudaBackend>,
+        rope: &<CudaBackend as Backend>::Rope,
+        apart: bool,
+    ) -> Result<Vec<f32>> {
+        let Case { layout, shape, .. } = self.case;
+        let (gpu, pool) = (self.gpu, &mut self.pool);
+        let mut plans = Vec::new();
+        for (pages, &rows) in self.pages.iter_mut().zip(rows) {
+            plans.push(pages.prepare(layout, &self.page_pool, rows)?);
+        }
+        let mut first = 0;
+        let sequences: Vec<SequenceRows<'_>> = (self.pages.iter().zip(&plans))
+            .map(|(pages, plan)| {
+                first += plan.positions.len();
+                SequenceRows {
+                    rows: first - plan.positions.len()..first,
+                    first_position: plan.positions.start,
+                    full: pages.full(),
+                    coded: pages.coded(),
+                    demote: plan.demote.clone(),
+                    demote_values: plan.demote_values.clone(),
+                }
+            })
+            .collect();
+        let width = (shape.query_heads + 2 * shape.kv_heads) * shape.head_dim;
+        let mut qkv = upload(gpu, values, width)?;
+        let (mut queries, mut attended) =
+            (gpu.rows(shape.query_heads * shape.head_dim), gpu.rows(shape.query_heads * shape.head_dim));
+        gpu.begin_step(&sequences, pool)?;
+        gpu.append(0, shape, heads, rope, &sequences, &mut qkv, &mut queries, pool)?;
+        if apart {
+            download(gpu, &queries)?;
+        }
+        gpu.demote(0, &sequences, pool)?;
+        gpu.attention(0, shape, &sequences, &queries, pool, &mut attended)?;
+        let found = download(gpu, &attended)?;
+        for (pages, plan) in self.pages.iter_mut().zip(&plans) {
+            pages.commit(layout, plan);
+        }
+        Ok(found)
+    }
+
+    /// A sequence's last token as it is stored.
+    fn last_row(&self, sequence: usize, tokens: usize, head: usize, side: Side) -> Result<Vec<f32>> {
+        let id = self.pages[sequence].full()[(tokens - 1) / PAGE_TOKENS].context("the last page")?;
+        let page = self.pool.read_page(0, head, id.0, false)?;
+        let mut row = vec![0.0; self.case.shape.head_dim];
+        self.case.layout.full().codec(0, head).decode_row(side, &page, (tokens - 1) % PAGE_TOKENS, &mut row);
+        Ok(row)
+    }
+}
+
+pub fn check(gpu: &CudaBackend, every: u64, report: &mut Report) -> Result<()> {
+    let mut index = 0;
+    // Workers are shared out by length, and everyone has one.
+    let uneven = vec![6000, 20, 1, 900];
+    for d in [64, 128] {
+        for group in [1, 3, 4, 5, 8] {
+            for format in [KvFormat::Bf16, KvFormat::OSCAR2] {
+                for lengths in [vec![1], vec![63, 64, 15, 335, 1200], vec![4321], uneven.clone()] {
+                    index += 1;
+                    if index % every != 0 {
+                        continue;
+                    }
+                    let windows = Windows::default();
+                    let layout = CacheLayout::new(format, 1, KV_HEADS, d, windows, CodeLayout::GpuTile)?;
+                    let shape = HeadShape {
+                        query_heads: KV_HEADS * group,
+                        kv_heads: KV_HEADS,
+                        head_dim: d,
+                        rms_norm_eps: 1e-6,
+                        scale: 1.0 / (d as f32).sqrt(),
+                    };
+                    let (normed, rotated) = (index % 3 != 0, index % 5 != 0);
+                    run(gpu, &Case { layout, shape, lengths, normed, rotated }, index, report)?;
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+fn run(gpu: &CudaBackend, case: &Case, seed: u64, report: &mut Report) -> Result<()> {
+    const STEPS: usize = 19; // over a demotion
+    let mut numbers = Numbers::new(seed);
+    let (d, shape) = (case.shape.head_dim, &case.shape);
+    let rotation = Rotation::hadamard(d)?;
+    let heads: Vec<HeadRotations> = (0..KV_HEADS)
+        .map(|_| HeadRotations {
+            key: rotation.clone(),
+            value: rotation.clone(),
+            key_mean: Some(numbers.vector(d)),
+        })
+        .collect();
+    let norms = (gpu.vector(&numbers.vector(d))?, gpu.vector(&numbers.vector(d))?);
+    let layer = gpu.layer_rotation(&heads)?;
+    let longest = case.lengths.iter().max().copied().unwrap_or(0) + STEPS;
+    let angles: Vec<f32> = (0..longest * d / 2).map(|_| numbers.unit() * 3.0).collect();
+    let (cos, sin): (Vec<f32>, Vec<f32>) = angles.iter().map(|a| (a.cos(), a.sin())).unzip();
+    let rope = gpu.rope(&cos, &sin, d)?;
+    let preparation = || HeadPreparation {
+        qk_norm: case.normed.then_some((&norms.0, &norms.1)),
+        rotation: case.rotated.then_some(&layer),
+    };
+    let width = (shape.query_heads + 2 * KV_HEADS) * d;
+    let (mut together, mut apart) = (Way::new(gpu, case)?, Way::new(gpu, case)?);
+    for step in 0..=STEPS {
+        let rows = if step == 0 { case.lengths.clone() } else { vec![1; case.lengths.len()] };
+        let values = numbers.vector(rows.iter().sum::<usize>() * width);
+        let found = together.step(&rows, &values, preparation(), &rope, false)?;
+        let expected = apart.step(&rows, &values, preparation(), &rope, true)?;
+        let largest = expected.iter().fold(0f64, |a, &b| a.max(f64::from(b).abs()));
+        let difference = found.iter().zip(&expected).fold(0f64, |a, (&x, &y)| {
+            let d = f64::from((x - y).abs());
+            if d.is_nan() { f64::NAN } else { a.max(d) }
+        });
+        let what = || {
+            let Case { lengths, normed, rotated, layout, .. } = case;
+            format!(
+                "{}, head {d}, group {}, after {lengths:?} tokens, step {step}, norm {normed}, rotation {rotated}",
+                layout.format(),
+                shape.query_heads / KV_HEADS
+            )
+        };
+        report.case("new tokens, attention", difference, largest * ALLOWED, what);
+        for (sequence, length) in case.lengths.iter().enumerate() {
+            for (head, side) in (0..KV_HEADS).flat_map(|head| [(head, Side::Key), (head, Side::Value)]) {
+                let [a, b] = [&together, &apart].map(|way| way.last_row(sequence, length + step, head, side));
+                let differing = a?.iter().zip(&b?).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
+                report.case("new tokens, rows of the cache", differing as f64, 0.0, what);
+            }
+        }
+    }
+    Ok(())
+}
