@@ -19,6 +19,10 @@ for v in "128 1 15 3 1" "128 1 15 3 2" "128 2 7 3 0" "64 1 15 4 0" "64 2 7 4 0" 
     cubin -DHEAD_DIM=$1 -DQUERY_TILES=$2 -DWARPS=$3 -DSTAGES=$4 -DSPLIT_QUERY=$5 -DBLOCKS=1 -DSHARED_BYTES=232448 \
         -o "$out/decode_$1_$2_$3_$4_$5.cubin" "$here/../kernels/attention_decode.cu"
 done
+for split in 1 2; do
+    cubin -DHEAD_DIM=128 -DQUERY_TILES=1 -DWARPS=15 -DSTAGES=3 -DSPLIT_QUERY=$split -DBLOCKS=1 -DSHARED_BYTES=232448 \
+        -DFROM_PROJECTIONS=1 -o "$out/from_projections_decode_128_1_15_3_$split.cubin" "$here/../kernels/attention_decode.cu"
+done
 "$out/check" "$out"
 "$out/time" "$out"
 "$out/time" "$out" layer

@@ -64,7 +64,7 @@ int main(int argc, char** argv) {
         std::vector<u32> rows(sh.batch), ends(sh.batch, sh.context - 1); for (u32 i = 0; i < sh.batch; i++) rows[i] = i;
         tables.row_sequence = upload(rows); tables.row_position = upload(ends); CUdeviceptr qkv = device_alloc(q.size() * 8); CK(cuMemsetD32(qkv, 0x3e800000, q.size() * 2));
         for (u32 least : leasts) for (int part = layer ? 0 : 3; part < (layer && k.from_projections && sh.batch <= 2 ? 5 : 4); part++) {  // bit 0: with the append, bit 1: with attention; 4: with both in one
-            PlanArgs pa{tables, ht, cost, plan, heads, (u32)D, least, part == 4 ? 0 : spare, round_cost(v), part == 4};
+            PlanArgs pa{tables, ht, cost, plan, heads, (u32)D, least, spare, round_cost(v), part == 4};
             CUgraph g; CUgraphExec ge; CK(cuStreamBeginCapture(s, CU_STREAM_CAPTURE_MODE_GLOBAL));
             launch_plan(k, pa, s);
             for (int l = 0; l < layers; l++) {

@@ -184,9 +184,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_plan(PlanArgs a) {
     const u64 least = a.least_cost > 2 * plan.largest ? a.least_cost : 2 * plan.largest, wanted = quotient(total, least);
     u32 most = workers;
     if (a.spare < workers && total < (u64)LITTLE * workers) {
-        most = workers - a.spare;
+        if (!a.own_workers) most = workers - a.spare;  // no kernel of few blocks comes before
         const u64 round = a.round_cost, rounds = quotient(total + most * round - 1, most * round);
-        if (rounds > 0 && rounds <= FEW_ROUNDS && MOST_SPARE * a.spare < workers) {
+        if (rounds > 0 && rounds <= (a.own_workers ? 1 : FEW_ROUNDS) && MOST_SPARE * a.spare < workers) {
             const u32 fewest = (u32)quotient(total + rounds * round - 1, rounds * round), least = workers - MOST_SPARE * a.spare;
             most = fewest > least ? fewest : least;
         }

@@ -4,16 +4,19 @@
 
 struct EmbedParams {
     const u16* table;  // BF16 [vocabulary][width]
-    const u32* tokens;
+    const u32* tokens;  // null: `few` are all
     float* out;
     u32 width;
+    u32 unused;
+    u32 few[16];
 };
 
 // One block a row.
-extern "C" __global__ void embed(EmbedParams p) {
+extern "C" __global__ void embed(const __grid_constant__ EmbedParams p) {
     allow_next_kernel();
     wait_for_previous_kernel();
-    const u16* row = p.table + (u64)p.tokens[blockIdx.x] * p.width;
+    const u32 token = p.tokens ? p.tokens[blockIdx.x] : p.few[blockIdx.x];
+    const u16* row = p.table + (u64)token * p.width;
     float* out = p.out + (u64)blockIdx.x * p.width;
     // Eight at a time where rows allow it: a loop of single loads would wait for memory again and again.
     const u32 eights = p.width % 8 == 0 ? p.width / 8 : 0;

@@ -159,12 +159,17 @@ impl AttentionPaths {
         let kv_heads = pool.layout().kv_heads();
         self.makes_heads = decodes
             && std::env::var_os("OSCAR_NO_FUSE").is_none()
-            && summary.only_new_tokens()
+            && summary.only_new_tokens(pool.layout().windows())
             && DecodeAttention::makes_heads(device, summary.rows, kv_heads);
         if decodes && summary.sequences.iter().any(|s| s.rows == 1) {
             self.decode.plan(device, kernels, tables, pool, self.makes_heads)?;
         }
         Ok(())
+    }
+
+    /// Plans as for the last step, whose tables now hold another like it.
+    pub fn plan_again(&self, device: &Device, kernels: &Kernels) -> Result<()> {
+        if self.plain { Ok(()) } else { self.decode.plan_again(device, kernels) }
     }
 
     /// Will attention of this step take projections, and make queries, keys and values of them itself?

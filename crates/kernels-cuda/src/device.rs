@@ -149,6 +149,17 @@ impl Device {
         Ok(())
     }
 
+    /// What makes up a step begins here: as many of its launches are made at once whatever was launched before them.
+    pub(crate) fn count_launches_from_here(&self) {
+        self.recorder().count_from_here();
+    }
+
+    /// Would a launch be made now rather than noted?
+    pub(crate) fn launches_at_once(&self) -> bool {
+        let recorder = self.recorder();
+        !recorder.active || recorder.is_at_once()
+    }
+
     /// Hands what was recorded to the GPU and ends the recording.
     pub(crate) fn flush(&self) -> Result<()> {
         let mut recorder = self.recorder();

@@ -130,6 +130,18 @@ impl Recorder {
         (self.began, self.started) = (None, None);
     }
 
+    /// Forgets launches that were all made at once.
+    pub fn count_from_here(&mut self) {
+        if self.now.launches.is_empty() {
+            self.launches = 0;
+        }
+    }
+
+    /// Will the next launch be made at once?
+    pub fn is_at_once(&self) -> bool {
+        self.launches < AT_ONCE && self.profile.is_none()
+    }
+
     /// What becomes of the launch at hand. One by one they are timed, and all are noted.
     pub fn next(&mut self) -> Turn {
         self.launches += 1;

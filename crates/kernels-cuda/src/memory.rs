@@ -58,6 +58,18 @@ impl PinnedBuffer {
         self.bytes
     }
 
+    /// Where kernels find it: host and device have one address space.
+    pub(crate) fn address(&self) -> u64 {
+        self.pointer as u64
+    }
+
+    /// A word that a kernel may be writing.
+    pub(crate) fn word(&self, at: usize) -> u64 {
+        assert!(8 * at + 8 <= self.bytes, "a word lies inside its buffer");
+        // SAFETY: inside of our own allocation, which is aligned; volatile because the device writes it, words at once.
+        unsafe { self.pointer.cast::<u64>().add(at).read_volatile() }
+    }
+
     pub(crate) fn slice_mut(&mut self) -> &mut [u8] {
         // SAFETY: the allocation has that many bytes and this is its only owner.
         unsafe { std::slice::from_raw_parts_mut(self.pointer, self.bytes) }
@@ -135,6 +147,23 @@ impl Event {
     pub(crate) fn record_now(&self) -> Result<()> {
         // SAFETY: our own event and stream.
         self.device.check("cuEventRecord", unsafe { sys::cuEventRecord(self.event, self.device.stream()) })
+    }
+
+    /// Has the stream passed this point? What failed before it is reported.
+    pub fn has_passed(&self) -> Result<bool> {
+        self.device.enter()?;
+        // SAFETY: our own event.
+        match unsafe { sys::cuEventQuery(self.event) } {
+            CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            other => self.device.check("cuEventQuery", other).map(|()| true),
+        }
+    }
+
+    /// Waits until the stream has passed this point.
+    pub fn wait(&self) -> Result<()> {
+        self.device.enter()?;
+        // SAFETY: our own event.
+        self.device.check("cuEventSynchronize", unsafe { sys::cuEventSynchronize(self.event) })
     }
 
     /// Microseconds from `earlier` to this point, both passed.

@@ -15,6 +15,7 @@ use oscar_codec::{
     CacheLayout, CodecError, FormatTable, FullPageId, PAGE_TOKENS, PageCodec, RowPageCodec, Side,
 };
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Pages of one layer, KV head and format.
 struct Region {
@@ -81,6 +82,8 @@ impl Roundings {
 /// The pages of a model.
 pub struct CudaPages {
     device: Device,
+    /// No other has had it.
+    serial: u64,
     layout: CacheLayout,
     storage: Storage,
     /// `[layer][kv_head]`.
@@ -151,7 +154,9 @@ impl CudaPages {
             })
             .collect();
         let table = device.upload_new(&heads, "the table of KV pages")?;
+        static SERIALS: AtomicU64 = AtomicU64::new(1);
         Ok(Self {
+            serial: SERIALS.fetch_add(1, Ordering::Relaxed),
             device: device.clone(),
             layout: layout.clone(),
             storage,
@@ -163,6 +168,11 @@ impl CudaPages {
             granularity,
             randomized: (0, 0),
         })
+    }
+
+    /// A number that tells these pages from all others, also from those that had their memory before.
+    pub fn serial(&self) -> u64 {
+        self.serial
     }
 
     pub fn layout(&self) -> &CacheLayout {

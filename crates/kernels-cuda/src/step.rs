@@ -9,7 +9,8 @@
 
 use crate::device::Device;
 use crate::error::{CudaError, Result};
-use crate::memory::{Buffer, PinnedBuffer};
+use crate::memory::{Buffer, Event, PinnedBuffer};
+use crate::pages::CudaPages;
 use crate::storage::Storage;
 use oscar_backend::SequenceRows;
 use oscar_codec::{PAGE_TOKENS, Side, TILE_TOKENS, Windows};
@@ -65,10 +66,40 @@ pub struct StepSummary {
 
 impl StepSummary {
     /// Does every sequence bring one row, is nothing coded, and is every new token read in BF16?
-    pub fn only_new_tokens(&self) -> bool {
-        self.decode
-            && self.demoted_tiles == 0
-            && self.sequences.iter().all(|s| s.boundary <= s.first_position)
+    pub fn only_new_tokens(&self, windows: &Windows) -> bool {
+        let in_bf16 = |s: &SequenceInfo| s.boundary as usize <= windows.sink().max(s.first_position as usize);
+        self.decode && self.demoted_tiles == 0 && self.sequences.iter().all(in_bf16)
+    }
+
+    /// Will a next step of the same sequences, one token on, be like this one: no new page, nothing to code?
+    fn repeats(&self, windows: &Windows, storage: Storage) -> bool {
+        let like_this = |s: &SequenceInfo| {
+            let (this, next) = (s.first_position as usize, s.first_position as usize + 1);
+            let same_boundary = match storage {
+                Storage::Plain => true,
+                // Before the end of the sink it moves with the token.
+                Storage::Codes => {
+                    s.boundary as usize <= this && windows.boundary(this) == windows.boundary(next)
+                }
+                Storage::Decoded => false,
+            };
+            same_boundary && !next.is_multiple_of(PAGE_TOKENS)
+        };
+        self.only_new_tokens(windows) && self.sequences.iter().all(like_this)
+    }
+}
+
+impl Words {
+    /// Makes of a step's tables those of a next one that [repeats](StepSummary::repeats) it.
+    fn advance(&mut self, summary: &StepSummary) {
+        const WORDS: usize = size_of::<SequenceInfo>() / 4;
+        const FIRST_POSITION: usize = std::mem::offset_of!(SequenceInfo, first_position) / 4;
+        for sequence in 0..summary.sequences.len() {
+            self.words[sequence * WORDS + FIRST_POSITION] += 1;
+        }
+        for row in 0..summary.rows {
+            self.words[self.row_position + row] += 1;
+        }
     }
 }
 
@@ -84,11 +115,27 @@ struct Words {
 }
 
 /// Makes the tables; kept from step to step.
+///
+/// While the GPU is at a step the host has nothing to do, and mostly the next step is the same sequences one token on: its
+/// tables are [foreseen](StepPlanner::foresee) and sent ahead. What comes is compared with them, word by word.
 #[derive(Default)]
 pub struct StepPlanner {
     device_tables: Option<Buffer>,
     words: Words,
     summary: StepSummary,
+    /// What was planned last: windows, storage and pages of it.
+    step: Option<(Windows, Storage, u64)>,
+    /// The words that the device holds, or will when the stream has come so far.
+    sent: Vec<u32>,
+    /// Are these of a step that has not come yet?
+    foreseen: bool,
+}
+
+/// The tables of a step.
+pub struct PlannedStep {
+    pub tables: StepTables,
+    /// They are those that were foreseen, and whatever was made of them then still holds.
+    pub foreseen: bool,
 }
 
 impl StepPlanner {
@@ -96,17 +143,38 @@ impl StepPlanner {
         &self.summary
     }
 
-    /// Plans a step and sends its tables through `uploads`.
+    /// Plans a step over `pages` and sends its tables through `uploads`.
     pub fn plan(
         &mut self,
         device: &Device,
         uploads: &mut Uploads,
-        windows: &Windows,
-        storage: Storage,
+        pages: &CudaPages,
         sequences: &[SequenceRows<'_>],
-    ) -> Result<StepTables> {
-        self.summary = fill(&mut self.words, windows, storage, sequences)?;
-        self.send(device, uploads, windows)
+    ) -> Result<PlannedStep> {
+        let (windows, storage) = (*pages.layout().windows(), pages.storage());
+        let step = Some((windows, storage, pages.serial()));
+        let foreseen = std::mem::take(&mut self.foreseen) && self.step == step;
+        self.step = None;
+        self.summary = fill(&mut self.words, &windows, storage, sequences)?;
+        let foreseen = foreseen && self.words.words == self.sent;
+        if !foreseen {
+            self.send(device, uploads)?;
+        }
+        self.step = step;
+        Ok(PlannedStep { tables: self.tables(&windows), foreseen })
+    }
+
+    /// If the next step can be foreseen, all sequences one token on and nothing else changed, sends its tables. They are of no use to
+    /// the step that was planned last, whose launches must all have been made.
+    pub fn foresee(&mut self, device: &Device, uploads: &mut Uploads) -> Result<bool> {
+        let Some((windows, storage, _)) = self.step else { return Ok(false) };
+        if self.foreseen || !self.summary.repeats(&windows, storage) {
+            return Ok(false);
+        }
+        self.words.advance(&self.summary);
+        self.send(device, uploads)?;
+        self.foreseen = true;
+        Ok(true)
     }
 
     /// Plans the coding of rows outside of a step: there are tiles, and no rows.
@@ -119,22 +187,41 @@ impl StepPlanner {
     ) -> Result<StepTables> {
         self.words = Words::default();
         self.summary = StepSummary::default();
+        (self.step, self.foreseen) = (None, false);
         add_tiles(&mut self.words, &mut self.summary, sequences)?;
-        self.send(device, uploads, windows)
+        self.send(device, uploads)?;
+        Ok(self.tables(windows))
     }
 
-    fn send(&mut self, device: &Device, uploads: &mut Uploads, windows: &Windows) -> Result<StepTables> {
-        let bytes: &[u8] = bytemuck::cast_slice(&self.words.words);
-        if self.device_tables.as_ref().is_none_or(|b| b.bytes() < bytes.len()) {
+    /// Sends what the device does not hold yet.
+    fn send(&mut self, device: &Device, uploads: &mut Uploads) -> Result<()> {
+        let bytes = 4 * self.words.words.len();
+        if self.device_tables.as_ref().is_none_or(|b| b.bytes() < bytes) {
             self.device_tables = None;
-            self.device_tables =
-                Some(device.alloc(bytes.len().next_power_of_two().max(1 << 16), "page tables")?);
+            self.sent.clear();
+            self.device_tables = Some(device.alloc(bytes.next_power_of_two().max(1 << 16), "page tables")?);
         }
         let base = self.device_tables.as_ref().map_or(0, Buffer::address);
-        uploads.enqueue(bytes, base)?;
+        let w = &self.words;
+        // After a failure nothing is known of what the device holds.
+        let mut sent = std::mem::take(&mut self.sent);
+        // Page ids, by far the most of it, hardly change.
+        for part in [0..w.full, w.full..w.words.len()] {
+            if let Some(changed) = changed(&sent, &w.words, part) {
+                let to = base + 4 * changed.start as u64;
+                uploads.enqueue(bytemuck::cast_slice(&w.words[changed]), to)?;
+            }
+        }
+        sent.clone_from(&w.words);
+        self.sent = sent;
+        Ok(())
+    }
+
+    fn tables(&self, windows: &Windows) -> StepTables {
+        let base = self.device_tables.as_ref().map_or(0, Buffer::address);
         let at = |words: usize| base + 4 * words as u64;
         let w = &self.words;
-        Ok(StepTables {
+        StepTables {
             sequences: base,
             row_sequence: at(w.row_sequence),
             row_position: at(w.row_position),
@@ -147,8 +234,18 @@ impl StepPlanner {
             sink: window(windows.sink()),
             recent: window(windows.recent()),
             unit: window(windows.tail(Side::Key).unit),
-        })
+        }
     }
+}
+
+/// The smallest range of `part` outside of which nothing changed.
+fn changed(old: &[u32], new: &[u32], part: Range<usize>) -> Option<Range<usize>> {
+    if old.len() != new.len() {
+        return (!part.is_empty()).then_some(part);
+    }
+    let differs = |&i: &usize| old[i] != new[i];
+    let first = part.clone().find(differs)?;
+    part.clone().rev().find(differs).map(|last| first..last + 1)
 }
 
 /// A size of the windows as kernels take it: positions end far below the limit.
@@ -212,26 +309,30 @@ fn fill(
     w.full = w.row_position + room(rows);
     w.coded = w.full + room(table);
     w.demoted = w.coded + room(table);
-    w.words.resize(w.demoted, 0);
+    w.words.resize(w.full, 0);
     for (entry, ((rows, ..), info)) in entries.iter().zip(&summary.sequences).enumerate() {
         for (i, row) in rows.clone().enumerate() {
             w.words[w.row_sequence + row] = entry as u32;
             w.words[w.row_position + row] = info.first_position + i as u32;
         }
     }
-    for (&(_, index, blocks), info) in entries.iter().zip(&summary.sequences) {
-        let (s, at) = (&sequences[index], info.table as usize);
-        for (to, id) in w.words[w.full + at..][..blocks].iter_mut().zip(s.full) {
-            *to = id.map_or(NO_PAGE, |id| id.0);
-        }
-        for (b, to) in w.words[w.coded + at..][..blocks].iter_mut().enumerate() {
-            *to = s.coded.get(b).copied().flatten().map_or(NO_PAGE, |id| id.0);
-        }
+    // A sequence has one table, however many of its rows are attended alone. This is most of what the host does in a step.
+    for s in sequences {
+        let blocks = (s.first_position + s.rows.len()).div_ceil(PAGE_TOKENS);
+        w.words.extend(s.full[..blocks].iter().map(|id| id.map_or(NO_PAGE, |id| id.0)));
     }
-    let largest =
-        |ids: &[u32]| ids.iter().filter(|&&id| id != NO_PAGE).max().map_or(0, |&id| id as usize + 1);
-    summary.full_pages = largest(&w.words[w.full..][..table]);
-    summary.coded_pages = largest(&w.words[w.coded..][..table]);
+    w.words.resize(w.coded, 0);
+    for s in sequences {
+        let blocks = (s.first_position + s.rows.len()).div_ceil(PAGE_TOKENS);
+        let held = &s.coded[..blocks.min(s.coded.len())];
+        w.words.extend(held.iter().map(|id| id.map_or(NO_PAGE, |id| id.0)));
+        w.words.extend(std::iter::repeat_n(NO_PAGE, blocks - held.len()));
+    }
+    w.words.resize(w.demoted, 0);
+    // One more than the largest id; `NO_PAGE` comes to nothing.
+    let count = |ids: &[u32]| ids.iter().map(|id| id.wrapping_add(1)).max().unwrap_or(0) as usize;
+    summary.full_pages = count(&w.words[w.full..][..table]);
+    summary.coded_pages = count(&w.words[w.coded..][..table]);
     // Decoded history is made on the host: its positions need not be whole tiles.
     if storage == Storage::Codes {
         add_tiles(w, &mut summary, sequences)?;
@@ -299,6 +400,9 @@ fn add_tiles(w: &mut Words, summary: &mut StepSummary, sequences: &[SequenceRows
     Ok(())
 }
 
+/// A word that no kernel has written yet.
+pub const UNANSWERED: u64 = u64::MAX;
+
 /// Page-locked memory through which small host data reaches the device without anyone waiting (a ring), and through
 /// which results come back.
 pub struct Uploads {
@@ -306,6 +410,9 @@ pub struct Uploads {
     ring: PinnedBuffer,
     next: usize,
     landing: Option<PinnedBuffer>,
+    /// What kernels write for the host to read.
+    answer: Option<PinnedBuffer>,
+    answered: Event,
 }
 
 impl Uploads {
@@ -315,7 +422,50 @@ impl Uploads {
             ring: PinnedBuffer::new(device, 16 << 20)?,
             next: 0,
             landing: None,
+            answer: None,
+            answered: device.event()?,
         })
+    }
+
+    /// Where kernels may write words that the host reads, each once: in the host's own memory, which saves a copy. None of
+    /// them may be [`UNANSWERED`]. Nothing launched before may still write there.
+    pub fn answer(&mut self, words: usize) -> Result<u64> {
+        if self.answer.as_ref().is_none_or(|b| b.bytes() < 8 * words) {
+            self.answer = None;
+            self.answer = Some(PinnedBuffer::new(&self.device, (8 * words).next_power_of_two().max(4096))?);
+        }
+        let Some(answer) = &mut self.answer else { return Ok(0) };
+        bytemuck::cast_slice_mut(&mut answer.slice_mut()[..8 * words]).fill(UNANSWERED);
+        Ok(answer.address())
+    }
+
+    /// Everything that makes the answer has been launched.
+    pub fn answer_is_coming(&mut self) -> Result<()> {
+        self.answered.record()
+    }
+
+    /// Waits for the answer; not for what was enqueued behind it. The words are looked at until they are there, which is sooner
+    /// than the driver says so; now and then it is asked, should there be none.
+    pub fn read_answer(&mut self, words: &mut [u64]) -> Result<()> {
+        const LOOKS: usize = 1024;
+        let Some(answer) = &self.answer else { return self.answered.wait() };
+        let mut left = 0;
+        loop {
+            let passed = left == 0 && self.answered.has_passed()?;
+            let missing = |(at, word): (usize, &mut u64)| {
+                *word = answer.word(at);
+                *word == UNANSWERED
+            };
+            if !words.iter_mut().enumerate().any(missing) {
+                return Ok(());
+            }
+            if passed {
+                let detail = "the kernels are done and have not answered".into();
+                return Err(CudaError::Shape { what: "a pick", detail });
+            }
+            left = if left == 0 { LOOKS } else { left - 1 };
+            std::hint::spin_loop();
+        }
     }
 
     /// Enqueues a copy of `bytes` to the device address `to`, which must have room for them.
@@ -351,21 +501,6 @@ impl Uploads {
         }
         if count == 0 {
             self.device.synchronize()?;
-        }
-        Ok(())
-    }
-
-    /// Waits for the stream and copies a few words from the device address `from`.
-    pub fn download_words(&mut self, from: u64, words: &mut [u64]) -> Result<()> {
-        let words: &mut [u8] = bytemuck::cast_slice_mut(words);
-        if self.landing.as_ref().is_none_or(|b| b.bytes() < words.len()) {
-            self.landing = None;
-            self.landing = Some(PinnedBuffer::new(&self.device, words.len().next_power_of_two().max(4096))?);
-        }
-        if let Some(landing) = &mut self.landing {
-            let part = &mut landing.slice_mut()[..words.len()];
-            self.device.download_raw(from, part)?;
-            words.copy_from_slice(part);
         }
         Ok(())
     }
@@ -481,6 +616,67 @@ mod tests {
         // A decoded history is never read by this rule.
         let summary = fill(&mut words, &windows, Storage::Decoded, &sequences).unwrap();
         assert_eq!((summary.sequences.len(), summary.demoted_tiles), (2, 0));
+    }
+
+    #[test]
+    fn a_step_that_repeats_is_foreseen_to_the_word() {
+        let full = [Some(FullPageId(4)), None, None, Some(FullPageId(8)), Some(FullPageId(2))];
+        let coded = [None, Some(CodedPageId(3)), Some(CodedPageId(0)), Some(CodedPageId(7)), None];
+        let windows = Windows::new(64, 64).unwrap();
+        let step = |storage, positions: [usize; 2], demote: Range<usize>| {
+            let (short, none) = ([Some(FullPageId(9)), Some(FullPageId(1))], [None; 2]);
+            let sequences = [
+                SequenceRows {
+                    rows: 0..1,
+                    first_position: positions[0],
+                    full: &full,
+                    coded: &coded,
+                    demote: demote.clone(),
+                    demote_values: demote,
+                },
+                SequenceRows {
+                    rows: 1..2,
+                    first_position: positions[1],
+                    full: &short,
+                    coded: &none,
+                    demote: 0..0,
+                    demote_values: 0..0,
+                },
+            ];
+            let mut words = Words::default();
+            let summary = fill(&mut words, &windows, storage, &sequences).unwrap();
+            (words, summary)
+        };
+        for storage in [Storage::Codes, Storage::Plain] {
+            for first in 256..270 {
+                let (mut words, summary) = step(storage, [first, 80], 0..0);
+                let codes =
+                    storage == Storage::Codes && windows.boundary(first + 1) != windows.boundary(first);
+                assert_eq!(summary.repeats(&windows, storage), !codes, "{first}");
+                if !codes {
+                    words.advance(&summary);
+                    assert_eq!(words.words, step(storage, [first + 1, 81], 0..0).0.words, "{first}");
+                }
+            }
+            // The next token needs a page.
+            assert!(!step(storage, [260, 127], 0..0).1.repeats(&windows, storage));
+        }
+        // The boundary of a short context moves with its end; its new token is read in BF16 all the same.
+        let (_, short) = step(Storage::Codes, [260, 20], 0..0);
+        assert!(short.only_new_tokens(&windows) && !short.repeats(&windows, Storage::Codes));
+        let (_, summary) = step(Storage::Codes, [271, 80], 192..208);
+        assert!(summary.demoted_tiles == 1 && !summary.repeats(&windows, Storage::Codes));
+        assert!(!step(Storage::Decoded, [260, 80], 0..0).1.repeats(&windows, Storage::Decoded));
+    }
+
+    #[test]
+    fn what_changed_is_sent() {
+        let old = [1, 2, 3, 4, 5];
+        assert_eq!(changed(&old, &[1, 2, 3, 4, 5], 0..5), None);
+        assert_eq!(changed(&old, &[1, 0, 3, 0, 5], 0..5), Some(1..4));
+        assert_eq!(changed(&old, &[1, 0, 3, 0, 5], 2..5), Some(3..4));
+        assert_eq!(changed(&old, &[1, 2], 0..2), Some(0..2), "tables of another size are all new");
+        assert_eq!(changed(&old, &[], 0..0), None);
     }
 
     #[test]

@@ -224,7 +224,7 @@ pub struct DecodeRows {
 /// Plans and scratch memory, kept from step to step; memory grows and is never given back.
 #[derive(Default)]
 pub struct DecodeAttention {
-    /// Page table the profiles were made for.
+    /// Serial number of the pages the profiles were made for.
     pages: u64,
     /// Layers whose heads have the same widths share a profile, and so a plan.
     profile_of_layer: Vec<usize>,
@@ -233,6 +233,8 @@ pub struct DecodeAttention {
     plans: Option<Buffer>,
     cost: Option<Buffer>,
     partials: Option<Buffer>,
+    /// The launches of the last plan.
+    planned: Vec<PlanArgs>,
 }
 
 impl DecodeAttention {
@@ -246,9 +248,9 @@ impl DecodeAttention {
         makes_heads: bool,
     ) -> Result<()> {
         let (kv_heads, head_dim) = (pool.layout().kv_heads(), pool.layout().head_dim());
-        if self.pages != pool.layer(0) || self.profile_of_layer.len() != pool.layout().layers() {
+        if self.pages != pool.serial() {
             (self.profile_of_layer, self.profiles) = profiles(pool.heads(), kv_heads);
-            self.pages = pool.layer(0);
+            self.pages = pool.serial();
         }
         if kv_heads > MOST_HEADS {
             return Err(CudaError::Unsupported(format!(
@@ -260,12 +262,12 @@ impl DecodeAttention {
         let bytes = self.plan_bytes(device, items) * self.profiles.len();
         grow(device, &mut self.plans, bytes, "attention plans", None)?;
         grow(device, &mut self.cost, 8 * (sequences + 1), "attention plans", None)?;
-        let function = kernels.function(&ATTENTION_PLAN, &Defines::new(), c"decode_plan", 0)?;
-        let spare = if makes_heads { 0 } else { spare_workers(items, workers(device)) };
+        let spare = spare_workers(items, workers(device));
         // How many query heads share a KV head is not known here; up to eight do in most models.
         let variant = Variant::fitting(head_dim, 8, device.properties().shared_memory as usize)?;
+        self.planned.clear();
         for (profile, &layer) in self.profiles.iter().enumerate() {
-            let args = PlanArgs {
+            self.planned.push(PlanArgs {
                 step: *step,
                 heads: pool.layer(layer),
                 cost_before: address(&self.cost),
@@ -276,11 +278,17 @@ impl DecodeAttention {
                 spare: spare as u32,
                 round_cost: (variant.warps * variant.slot_bytes()) as u32,
                 own_workers: u32::from(makes_heads),
-            };
-            // Without overlap: attention reads the plan before it waits for the kernels of its layer.
-            device.launch(function, LaunchShape::new(workers(device), PLAN_THREADS), &args)?;
+            });
         }
-        Ok(())
+        self.plan_again(device, kernels)
+    }
+
+    /// The last plan for what its tables hold now.
+    pub fn plan_again(&self, device: &Device, kernels: &Kernels) -> Result<()> {
+        let function = kernels.function(&ATTENTION_PLAN, &Defines::new(), c"decode_plan", 0)?;
+        // Without overlap: attention reads the plan before it waits for the kernels of its layer.
+        let shape = LaunchShape::new(workers(device), PLAN_THREADS);
+        self.planned.iter().try_for_each(|args| device.launch(function, shape, args))
     }
 
     /// Can attention make the heads of a step of so many rows? Each block that reads an item makes its queries, so that a

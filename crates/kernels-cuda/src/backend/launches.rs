@@ -8,6 +8,9 @@ use crate::sources::{APPEND, GRAM, PICK, RANDOM, ROWS, Source};
 use crate::step::StepTables;
 use std::ffi::CStr;
 
+/// Tokens that come with the launch that embeds them.
+pub const EMBED_FEW: usize = 16;
+
 macro_rules! params {
     ($(#[$doc:meta])* $name:ident { $($field:ident: $type:ty),* $(,)? }) => {
         $(#[$doc])*
@@ -20,7 +23,7 @@ macro_rules! params {
     };
 }
 
-params!(Embed { table: u64, tokens: u64, out: u64, width: u32, unused: u32 });
+params!(Embed { table: u64, tokens: u64, out: u64, width: u32, unused: u32, few: [u32; EMBED_FEW] });
 params!(RmsNorm { x: u64, weight: u64, out: u64, rounded: u64, width: u32, eps: f32 });
 params!(Swiglu { gate_up: u64, out: u64, rounded: u64, width: u32, rows: u32 });
 params!(Select { x: u64, rows: u64, out: u64, width: u32, unused: u32 });

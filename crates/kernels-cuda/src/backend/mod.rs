@@ -22,7 +22,7 @@ use crate::sources::{APPEND, DEMOTE};
 use crate::step::{StepPlanner, StepTables, Uploads};
 use crate::storage::Storage;
 use heads::PendingAppend;
-use launches::{Embed, Launches, RmsNorm, Select, Swiglu};
+use launches::{EMBED_FEW, Embed, Launches, RmsNorm, Select, Swiglu};
 use oscar_backend::{
     Backend, CacheHead, Candidate, HeadPreparation, HeadShape, HostMatrix, Pick, Result as BackendResult,
     SequenceRows, WeightFormat, Write,
@@ -52,7 +52,7 @@ struct State {
     pending: Option<PendingAppend>,
     /// Token ids, row numbers and row weights on the device: a buffer for each use, because copies do not wait for
     /// launches that are being recorded.
-    indices: [Option<Buffer>; 4],
+    indices: [Indices; 4],
     /// BF16 copies of activations: rounded, and what the rounding lost.
     high: Option<Buffer>,
     low: Option<Buffer>,
@@ -63,6 +63,14 @@ struct State {
     picked: Option<Buffer>,
     /// What failed in an operation that has no result; reported by the next that has one.
     failed: Option<CudaError>,
+}
+
+/// Numbers on the device.
+#[derive(Default)]
+struct Indices {
+    buffer: Option<Buffer>,
+    /// What the buffer holds, or will when the stream has come so far.
+    sent: Vec<u32>,
 }
 
 /// What an index buffer is for.
@@ -86,7 +94,7 @@ impl CudaBackend {
             tables: StepTables::default(),
             attention: AttentionPaths::new()?,
             pending: None,
-            indices: [None, None, None, None],
+            indices: Default::default(),
             high: None,
             low: None,
             expanded: None,
@@ -149,11 +157,26 @@ impl CudaBackend {
     }
 
     fn send_indices(&self, state: &mut State, use_of: Index, values: &[u32]) -> Result<u64> {
-        let buffer = &mut state.indices[use_of as usize];
+        let Indices { buffer, sent } = &mut state.indices[use_of as usize];
+        let before = buffer.as_ref().map_or(0, Buffer::address);
         grow(&self.device, buffer, values.len() * 4, "row numbers")?;
         let to = buffer.as_ref().map_or(0, Buffer::address);
-        state.uploads.enqueue(bytemuck::cast_slice(values), to)?;
+        // Steps of the same sequences want the same rows.
+        if to != before || sent != values {
+            sent.clear();
+            state.uploads.enqueue(bytemuck::cast_slice(values), to)?;
+            sent.extend_from_slice(values);
+        }
         Ok(to)
+    }
+
+    /// Behind the launches of a step and before its result is awaited: sends and plans what will probably be the next.
+    fn foresee_step(&self, state: &mut State) -> Result<()> {
+        let State { planner, uploads, attention, .. } = state;
+        if planner.foresee(&self.device, uploads)? {
+            attention.plan_again(&self.device, &self.kernels)?;
+        }
+        Ok(())
     }
 }
 
@@ -264,16 +287,21 @@ impl Backend for CudaBackend {
             state.pending = None;
             // Recorded launches must be on their way before the tables they read are overwritten.
             self.device.flush()?;
-            let (windows, storage) = (*pool.layout().windows(), pool.storage());
-            *tables = planner.plan(&self.device, uploads, &windows, storage, sequences)?;
+            let planned = planner.plan(&self.device, uploads, pool, sequences)?;
+            *tables = planned.tables;
             let summary = planner.summary();
             pool.ensure(summary.full_pages, summary.coded_pages)?;
             // Decoded history goes through the host in the middle of a step: there is nothing to record as a whole.
-            let whole = storage != Storage::Decoded;
+            let whole = pool.storage() != Storage::Decoded;
             if whole && summary.decode && summary.rows <= crate::gemm::MOST_ROWS {
                 self.device.record()?;
             }
-            attention.begin_step(&self.device, &self.kernels, tables, summary, pool)
+            if !planned.foreseen {
+                attention.begin_step(&self.device, &self.kernels, tables, summary, pool)?;
+            }
+            // The same launches are noted, and make the same graphs, whether the plan was among these or foreseen.
+            self.device.count_launches_from_here();
+            Ok(())
         })
     }
 
@@ -292,9 +320,20 @@ impl Backend for CudaBackend {
                 return Err(CudaError::Shape { what: "an embedding", detail });
             }
             out.resize(&self.device, tokens.len(), true, false)?;
-            let ids = self.send_indices(state, Index::Tokens, tokens)?;
-            let (table, out, width) = (table.weights.address(), out.values(), out.width() as u32);
-            self.launches.embed(tokens.len(), &Embed { table, tokens: ids, out, width, unused: 0 })
+            let mut p = Embed {
+                table: table.weights.address(),
+                tokens: 0,
+                out: out.values(),
+                width: out.width() as u32,
+                unused: 0,
+                few: [0; EMBED_FEW],
+            };
+            // Parameters of a noted launch had better be those of the last step.
+            match p.few.get_mut(..tokens.len()) {
+                Some(few) if self.device.launches_at_once() => few.copy_from_slice(tokens),
+                _ => p.tokens = self.send_indices(state, Index::Tokens, tokens)?,
+            }
+            self.launches.embed(tokens.len(), &p)
         });
     }
 

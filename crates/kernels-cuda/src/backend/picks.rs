@@ -92,23 +92,25 @@ impl CudaBackend {
         }
         let order = Order::of(picks, logits.count())?;
         let parts = logits.width().div_ceil(SLICE).min(MOST_PARTS);
-        grow(&self.device, &mut state.picked, 8 * (order.keys() + order.greedy * parts), "likely tokens")?;
-        let picked = state.picked.as_ref().map_or(0, Buffer::address);
+        grow(&self.device, &mut state.picked, 8 * (order.greedy * parts).max(1), "likely tokens")?;
+        let answer = state.uploads.answer(order.keys())?;
         let rows = self.send_indices(state, Index::Picks, &order.rows)?;
         let p = PickParams {
             logits: logits.values(),
             rows,
-            parts: picked + 8 * order.keys() as u64,
-            out: picked,
+            parts: state.picked.as_ref().map_or(0, Buffer::address),
+            out: answer,
             width: logits.width() as u32,
             part_count: parts as u32,
         };
         self.launches.greedy(order.greedy, &p)?;
         let lists =
-            PickParams { rows: rows + 8 * order.greedy as u64, out: picked + 8 * order.greedy as u64, ..p };
+            PickParams { rows: rows + 8 * order.greedy as u64, out: answer + 8 * order.greedy as u64, ..p };
         self.launches.top_candidates(order.lists, &lists)?;
         let mut keys = vec![0u64; order.keys()];
-        state.uploads.download_words(picked, &mut keys)?;
+        state.uploads.answer_is_coming()?;
+        self.foresee_step(state)?;
+        state.uploads.read_answer(&mut keys)?;
         order.deal(&keys, out);
         Ok(())
     }
