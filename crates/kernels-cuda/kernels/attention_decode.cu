@@ -76,9 +76,8 @@ DEVICE void merge_owed(const DecodeArgs& a, const OwedMerge& owed) {
 }
 
 #if FROM_PROJECTIONS
-#ifndef EARLY_SLOTS
-#define EARLY_SLOTS 2
-#endif
+constexpr int EARLY_SLOTS = 2;  // of a warp that are filled before the kernels of the layer are waited for
+
 // A worker reads of one item. Between the end of the kernel before and the first score lie the projections and what is made of
 // them: the loads of those are the first that a reader waits for, and all else is done while they are on their way.
 extern "C" __global__ void __launch_bounds__(THREADS + 32, BLOCKS) decode_attention(const __grid_constant__ DecodeArgs a) {
@@ -91,22 +90,29 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, BLOCKS) decode_attent
     fetch_rotations(a, worker, lane, warp);
     const WorkerRange plan = a.plan.range(worker);
     Filler filler;
-    if (warp == WARPS) filler.load_pages(a.plan.worker(worker)->pages, lane);
+    LayerHeads heads;
+    if (warp == WARPS) {
+        filler.load_pages(a.plan.worker(worker)->pages, lane);
+        heads.load(a, lane);
+        wait_for_barriers();
+    } else {
+        barriers_are_made();
+    }
     if (!plan.begin.before(plan.end)) {
         wait_for_previous_kernel();
         return;
     }
     Segment& g = shared.segments[warp];
     const u32 item = plan.begin.sequence * a.kv_heads + plan.begin.head;
-    auto describe = [&]() {
+    auto describe = [&](const HeadPages& head) {
         const bool ends = plan.begin.sequence == plan.end.sequence && plan.begin.head == plan.end.head;
         set_sequence(g, a, plan.first);
-        set_item(g, a.heads[plan.begin.head], plan.begin.unit, ends ? plan.end.unit : 0xffffffffu);
+        __syncwarp();
+        set_item(g, head, plan.begin.unit, ends ? plan.end.unit : 0xffffffffu);
         __syncwarp();
     };
     if (warp == WARPS) {
-        describe();
-        wait_for_barriers();
+        describe(heads.of(a, plan.begin.head));
         filler.begin(lane);
         // Nothing of what is read here is of this step.
         for (int i = 0; i < EARLY_SLOTS; i++) filler.hand_out(shared, g, lane, true);
@@ -115,13 +121,12 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, BLOCKS) decode_attent
         filler.serve(shared, g, lane, true);
         return;
     }
-    barriers_are_made();
     NewToken token(a, plan, lane, warp);
     wait_for_previous_kernel();
     token.load();
     uint4 readers = {};
     if (threadIdx.x == 0) readers = __ldcg((const uint4*)a.plan.item(item));
-    describe();
+    describe(a.heads[plan.begin.head]);
     put_units(shared, g.head.value_bits);
     QueryRows rows;
     token.make(shared, a, rows, lane, warp);

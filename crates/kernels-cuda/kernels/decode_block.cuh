@@ -111,6 +111,29 @@ DEVICE bool set_item(Segment& g, const HeadPages& head, u32 begin, u32 end) {
     return true;
 }
 
+#if FROM_PROJECTIONS
+// The first heads of a layer over the lanes of a warp: asked for before it is known which one is needed.
+struct LayerHeads {
+    static constexpr u32 HELD = 16;
+    uint4 half;
+
+    DEVICE void load(const DecodeArgs& a, u32 lane) {
+        static_assert(sizeof(HeadPages) == 2 * sizeof(uint4), "two lanes a head");
+        half = make_uint4(0, 0, 0, 0);
+        if (lane < 2 * a.kv_heads) half = ((const uint4*)a.heads)[lane];
+    }
+    // The whole warp, for one head.
+    DEVICE HeadPages of(const DecodeArgs& a, u32 head) const {
+        if (head >= HELD) return a.heads[head];
+        auto word = [&](u32 x, u32 lane) { return __shfl_sync(0xffffffffu, x, lane); };
+        auto both = [&](u32 low, u32 high, u32 lane) { return (u64)word(high, lane) << 32 | word(low, lane); };
+        const u32 first = 2 * head, second = first + 1;
+        return {both(half.x, half.y, first), both(half.z, half.w, first),
+                word(half.x, second), word(half.y, second), word(half.z, second), word(half.w, second)};
+    }
+};
+#endif
+
 // Readers say that they have made their barriers, and go on; the filling warp waits for it.
 DEVICE void barriers_are_made() { asm volatile("bar.arrive 2, %0;" ::"n"(THREADS + 32) : "memory"); }
 DEVICE void wait_for_barriers() { asm volatile("bar.sync 2, %0;" ::"n"(THREADS + 32) : "memory"); }

@@ -218,10 +218,7 @@ DEVICE void skinny(const SkinnyParams& p) {
     }
     LaneCopies copies(p, chunks, shared_address(memory) + warp * (TILES * 512) + lane * 16);
     // A kernel with a norm begins when the one before it ends: of what it asks for now, its inputs would be in line behind all.
-#ifndef NORM_EARLY
-#define NORM_EARLY 1
-#endif
-    constexpr int EARLY = NORM ? NORM_EARLY : SLOTS - 1;
+    constexpr int EARLY = NORM ? 1 : SLOTS - 1;
 #pragma unroll
     for (int i = 0; i < EARLY; i++) copies.begin_next();
     // Weights never change; everything below does.

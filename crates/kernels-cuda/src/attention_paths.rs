@@ -87,21 +87,24 @@ pub struct AttentionPaths {
     decode: DecodeAttention,
     /// `OSCAR_CUDA_ATTENTION=generic`: the plain kernel for everything, as a second opinion.
     plain: bool,
+    /// `OSCAR_CUDA_ATTENTION=apart`: `append` always has a launch of its own.
+    apart: bool,
     /// May decode attention make the heads of this step?
     makes_heads: bool,
 }
 
 impl AttentionPaths {
     pub fn new() -> Result<Self> {
-        let plain = match std::env::var("OSCAR_CUDA_ATTENTION").as_deref() {
-            Ok("generic") => true,
-            Ok("" | "auto") | Err(_) => false,
+        let (plain, apart) = match std::env::var("OSCAR_CUDA_ATTENTION").as_deref() {
+            Ok("generic") => (true, false),
+            Ok("apart") => (false, true),
+            Ok("" | "auto") | Err(_) => (false, false),
             Ok(other) => {
-                let why = format!("OSCAR_CUDA_ATTENTION={other}: it may be auto or generic");
+                let why = format!("OSCAR_CUDA_ATTENTION={other}: it may be auto, apart or generic");
                 return Err(CudaError::Unsupported(why));
             }
         };
-        Ok(Self { plain, ..Self::default() })
+        Ok(Self { plain, apart, ..Self::default() })
     }
 
     /// Compiles what prompts will need.
@@ -158,7 +161,7 @@ impl AttentionPaths {
         let decodes = !self.plain && pool.storage() != Storage::Decoded;
         let kv_heads = pool.layout().kv_heads();
         self.makes_heads = decodes
-            && std::env::var_os("OSCAR_NO_FUSE").is_none()
+            && !self.apart
             && summary.only_new_tokens(pool.layout().windows())
             && DecodeAttention::makes_heads(device, summary.rows, kv_heads);
         if decodes && summary.sequences.iter().any(|s| s.rows == 1) {
