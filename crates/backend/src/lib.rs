@@ -308,6 +308,9 @@ pub trait Backend: Send + Sync {
     /// Rows of `qkv` are `[queries | keys | values]`. Applies QK-norm and RoPE to query and key heads in place;
     /// then takes the key mean off, rotates queries and keys into the cache's basis, stores keys and values in the
     /// full pages of their positions and leaves the rotated queries in `queries`, in an order of the device's own.
+    ///
+    /// A device may leave this to the [`Backend::attention`] of the layer that follows, which takes the queries once; after it
+    /// `qkv` and `queries` hold anything. Until then nothing that is given here may be dropped.
     fn append(
         &self,
         layer: usize,

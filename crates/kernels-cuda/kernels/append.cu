@@ -1,5 +1,6 @@
 // Query and key heads on their way to the cache: QK-norm, RoPE, key mean, rotation; keys and values into their full
-// pages, rotated queries out. Steps of a few single tokens do not come here: decode attention goes the same way itself. One block takes the query heads of one KV head and the key head itself, for a few rows.
+// pages, rotated queries out. One block takes the query heads of one KV head and the key head itself, for a few rows. Most
+// steps of a few single tokens do not come here: decode attention goes the same way itself (decode_heads.cuh).
 //
 // At one row the kernel is a chain of waits, so all that is not this step's projections is fetched before the wait: the
 // rotation into shared memory, norm weights, RoPE and page ids into registers. A block is small enough to be there while

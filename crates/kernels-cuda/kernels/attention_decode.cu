@@ -8,7 +8,8 @@
 //
 // What a block reads and where it lies is found out before it waits for the kernels of its layer: the plan and the tables of
 // the step were finished before any of its layers began. Of the pages a slot a warp is read before, where they are older than
-// the step; more would keep the memory busy while those kernels fetch what everything here waits for (measured).
+// the step; more would keep the memory busy while those kernels fetch what everything here waits for. Two are, where only a product
+// comes before (both measured).
 //
 // Compiled with HEAD_DIM (64, 128, 256), QUERY_TILES (1: up to 8 query heads to a KV head, 2: up to 16), WARPS, STAGES,
 // BLOCKS (blocks that share a multiprocessor), SHARED_BYTES (of dynamic shared memory) and FROM_PROJECTIONS: is the way of the new
@@ -19,8 +20,8 @@
 #include "decode_query.cuh"
 #include "decode_readers.cuh"
 
-// Initializes the barriers of a warp's ring. Lanes of a warp would take turns, of 60 cycles a barrier: each warp has its own done.
-// Before anything is asked of memory: the fence would wait for it.
+// One lane of each warp initializes the barriers of the warp's ring; several lanes would do it one after the other, 60 cycles a
+// barrier. Before anything is asked of memory: the fence would wait for it.
 DEVICE void make_barriers(Shared& shared, int lane, int warp) {
     if (warp >= WARPS || lane != 0) return;
 #pragma unroll
@@ -114,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, BLOCKS) decode_attent
     if (warp == WARPS) {
         describe(heads.of(a, plan.begin.head));
         filler.begin(lane);
-        // Nothing of what is read here is of this step.
+        // Nothing of what is read here is of this step: the new token's row is put into its tile later.
         for (int i = 0; i < EARLY_SLOTS; i++) filler.hand_out(shared, g, lane, true);
         fetch_partial(a, worker, lane);
         wait_for_previous_kernel();

@@ -91,6 +91,8 @@ pub struct AttentionPaths {
     apart: bool,
     /// May decode attention make the heads of this step?
     makes_heads: bool,
+    /// Query heads to a KV head, once heads have come.
+    group: Option<usize>,
 }
 
 impl AttentionPaths {
@@ -163,7 +165,8 @@ impl AttentionPaths {
         self.makes_heads = decodes
             && !self.apart
             && summary.only_new_tokens(pool.layout().windows())
-            && DecodeAttention::makes_heads(device, summary.rows, kv_heads);
+            && DecodeAttention::makes_heads(device, summary.rows, kv_heads)
+            && self.has_kernel(device, pool.layout().head_dim(), self.group.unwrap_or(1));
         if decodes && summary.sequences.iter().any(|s| s.rows == 1) {
             self.decode.plan(device, kernels, tables, pool, self.makes_heads)?;
         }
@@ -176,11 +179,16 @@ impl AttentionPaths {
     }
 
     /// Will attention of this step take projections, and make queries, keys and values of them itself?
-    pub fn makes_heads(&self, device: &Device, shape: &HeadShape) -> bool {
+    pub fn makes_heads(&mut self, device: &Device, shape: &HeadShape) -> bool {
         let group = shape.query_heads / shape.kv_heads.max(1);
+        self.group = Some(group);
+        self.makes_heads && self.has_kernel(device, shape.head_dim, group)
+    }
+
+    /// Is there a kernel for heads like these that takes projections?
+    fn has_kernel(&self, device: &Device, head_dim: usize, group: usize) -> bool {
         let shared = device.properties().shared_memory as usize;
-        let variant = Variant::fitting(shape.head_dim, group, shared).ok();
-        self.makes_heads && variant.and_then(|v| v.taking_projections(shared)).is_some()
+        Variant::fitting(head_dim, group, shared).is_ok_and(|v| v.taking_projections(shared).is_some())
     }
 
     /// Enqueues a layer's attention; the answer says whether the BF16 output was written as well.

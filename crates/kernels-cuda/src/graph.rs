@@ -107,7 +107,7 @@ pub struct HostTimes {
 pub(crate) struct Recorder {
     pub active: bool,
     pub now: Recorded,
-    /// Launches since the recording began.
+    /// Launches of the step so far.
     launches: usize,
     /// When the recording began, until the GPU had work.
     began: Option<Instant>,

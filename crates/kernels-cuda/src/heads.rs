@@ -1,5 +1,5 @@
 //! What a new token's heads meet on their way into the cache: norms, RoPE, rotations. Two kernels go that way: `append.cu` for
-//! any rows, and decode attention itself where every row of a step is a sequence's only one.
+//! any rows, and decode attention itself in most steps of a few single tokens.
 //!
 //! **Invariant:** the struct here has the layout of that in `kernels/heads.cuh`.
 

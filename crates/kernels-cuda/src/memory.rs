@@ -30,7 +30,7 @@ impl Drop for Buffer {
     }
 }
 
-/// Page-locked host memory, which the device reads without the driver's help.
+/// Page-locked host memory, which the device reads and writes without the driver's help.
 pub(crate) struct PinnedBuffer {
     device: Device,
     pointer: *mut u8,

@@ -16,6 +16,7 @@ use oscar_codec::{
 };
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 
 /// Pages of one layer, KV head and format.
 struct Region {
@@ -83,7 +84,7 @@ impl Roundings {
 pub struct CudaPages {
     device: Device,
     /// No other has had it.
-    serial: u64,
+    serial: Arc<u64>,
     layout: CacheLayout,
     storage: Storage,
     /// `[layer][kv_head]`.
@@ -156,7 +157,7 @@ impl CudaPages {
         let table = device.upload_new(&heads, "the table of KV pages")?;
         static SERIALS: AtomicU64 = AtomicU64::new(1);
         Ok(Self {
-            serial: SERIALS.fetch_add(1, Ordering::Relaxed),
+            serial: Arc::new(SERIALS.fetch_add(1, Ordering::Relaxed)),
             device: device.clone(),
             layout: layout.clone(),
             storage,
@@ -172,7 +173,12 @@ impl CudaPages {
 
     /// A number that tells these pages from all others, also from those that had their memory before.
     pub fn serial(&self) -> u64 {
-        self.serial
+        *self.serial
+    }
+
+    /// The same, as long as these pages are there.
+    pub(crate) fn living(&self) -> Weak<u64> {
+        Arc::downgrade(&self.serial)
     }
 
     pub fn layout(&self) -> &CacheLayout {

@@ -15,6 +15,7 @@ use crate::storage::Storage;
 use oscar_backend::SequenceRows;
 use oscar_codec::{PAGE_TOKENS, Side, TILE_TOKENS, Windows};
 use std::ops::Range;
+use std::sync::Weak;
 
 const NO_PAGE: u32 = u32::MAX;
 
@@ -124,11 +125,30 @@ pub struct StepPlanner {
     words: Words,
     summary: StepSummary,
     /// What was planned last: windows, storage and pages of it.
-    step: Option<(Windows, Storage, u64)>,
+    step: Option<PlannedLast>,
     /// The words that the device holds, or will when the stream has come so far.
     sent: Vec<u32>,
     /// Are these of a step that has not come yet?
     foreseen: bool,
+}
+
+/// What a step was planned for.
+struct PlannedLast {
+    windows: Windows,
+    storage: Storage,
+    /// Serial number of the pages, as long as they are there.
+    pages: Weak<u64>,
+}
+
+impl PlannedLast {
+    fn of(pages: &CudaPages) -> Self {
+        Self { windows: *pages.layout().windows(), storage: pages.storage(), pages: pages.living() }
+    }
+
+    /// Pages that are gone are like no others.
+    fn is_of(&self, pages: &CudaPages) -> bool {
+        self.pages.upgrade().is_some_and(|serial| *serial == pages.serial())
+    }
 }
 
 /// The tables of a step.
@@ -152,29 +172,35 @@ impl StepPlanner {
         sequences: &[SequenceRows<'_>],
     ) -> Result<PlannedStep> {
         let (windows, storage) = (*pages.layout().windows(), pages.storage());
-        let step = Some((windows, storage, pages.serial()));
-        let foreseen = std::mem::take(&mut self.foreseen) && self.step == step;
-        self.step = None;
+        let last = self.step.take();
+        let foreseen = std::mem::take(&mut self.foreseen) && last.is_some_and(|last| last.is_of(pages));
         self.summary = fill(&mut self.words, &windows, storage, sequences)?;
         let foreseen = foreseen && self.words.words == self.sent;
         if !foreseen {
             self.send(device, uploads)?;
         }
-        self.step = step;
+        self.step = Some(PlannedLast::of(pages));
         Ok(PlannedStep { tables: self.tables(&windows), foreseen })
     }
 
     /// If the next step can be foreseen, all sequences one token on and nothing else changed, sends its tables. They are of no use to
     /// the step that was planned last, whose launches must all have been made.
     pub fn foresee(&mut self, device: &Device, uploads: &mut Uploads) -> Result<bool> {
-        let Some((windows, storage, _)) = self.step else { return Ok(false) };
-        if self.foreseen || !self.summary.repeats(&windows, storage) {
+        let foreseeable = self.step.as_ref().is_some_and(|last| {
+            last.pages.strong_count() > 0 && self.summary.repeats(&last.windows, last.storage)
+        });
+        if self.foreseen || !foreseeable {
             return Ok(false);
         }
         self.words.advance(&self.summary);
         self.send(device, uploads)?;
         self.foreseen = true;
         Ok(true)
+    }
+
+    /// What was made of foreseen tables is of no use.
+    pub fn forget(&mut self) {
+        self.foreseen = false;
     }
 
     /// Plans the coding of rows outside of a step: there are tiles, and no rows.
@@ -262,8 +288,8 @@ fn fill(
     let rows = sequences.iter().map(|s| s.rows.end).max().unwrap_or(0);
     let mut summary = StepSummary { rows, decode: true, ..StepSummary::default() };
     let mut table = 0;
-    // Rows of each entry, the sequence whose pages they read, and how many.
-    let mut entries: Vec<(Range<usize>, usize, usize)> = Vec::with_capacity(sequences.len());
+    // Rows of each entry, and the sequence whose pages they read.
+    let mut entries: Vec<(Range<usize>, usize)> = Vec::with_capacity(sequences.len());
     for (index, s) in sequences.iter().enumerate() {
         let end = s.first_position + s.rows.len();
         if s.rows.is_empty() || end > u32::MAX as usize / 2 || s.full.len() < end.div_ceil(PAGE_TOKENS) {
@@ -291,7 +317,7 @@ fn fill(
                 old_codes: old_codes(s, rows.len(), boundary) as u32,
                 boundary: boundary as u32,
             });
-            entries.push((rows, index, blocks));
+            entries.push((rows, index));
         }
         table += blocks as u32;
     }
@@ -310,20 +336,21 @@ fn fill(
     w.coded = w.full + room(table);
     w.demoted = w.coded + room(table);
     w.words.resize(w.full, 0);
-    for (entry, ((rows, ..), info)) in entries.iter().zip(&summary.sequences).enumerate() {
+    for (entry, ((rows, _), info)) in entries.iter().zip(&summary.sequences).enumerate() {
         for (i, row) in rows.clone().enumerate() {
             w.words[w.row_sequence + row] = entry as u32;
             w.words[w.row_position + row] = info.first_position + i as u32;
         }
     }
     // A sequence has one table, however many of its rows are attended alone. This is most of what the host does in a step.
+    let blocks_of = |s: &SequenceRows<'_>| (s.first_position + s.rows.len()).div_ceil(PAGE_TOKENS);
     for s in sequences {
-        let blocks = (s.first_position + s.rows.len()).div_ceil(PAGE_TOKENS);
+        let blocks = blocks_of(s);
         w.words.extend(s.full[..blocks].iter().map(|id| id.map_or(NO_PAGE, |id| id.0)));
     }
     w.words.resize(w.coded, 0);
     for s in sequences {
-        let blocks = (s.first_position + s.rows.len()).div_ceil(PAGE_TOKENS);
+        let blocks = blocks_of(s);
         let held = &s.coded[..blocks.min(s.coded.len())];
         w.words.extend(held.iter().map(|id| id.map_or(NO_PAGE, |id| id.0)));
         w.words.extend(std::iter::repeat_n(NO_PAGE, blocks - held.len()));
@@ -357,13 +384,13 @@ fn old_codes(s: &SequenceRows<'_>, rows: usize, boundary: usize) -> usize {
 /// pages lie at the same place of every table: they hold a common beginning.
 fn codes_of_others_are_new(
     infos: &mut [SequenceInfo],
-    entries: &[(Range<usize>, usize, usize)],
+    entries: &[(Range<usize>, usize)],
     sequences: &[SequenceRows<'_>],
 ) {
     for writer in sequences.iter().filter(|s| !s.demote.is_empty()) {
         for block in writer.demote.start / PAGE_TOKENS..writer.demote.end.div_ceil(PAGE_TOKENS) {
             let page = writer.coded.get(block).copied().flatten();
-            for ((_, index, _), info) in entries.iter().zip(&mut *infos) {
+            for ((_, index), info) in entries.iter().zip(&mut *infos) {
                 if page.is_some() && sequences[*index].coded.get(block).copied().flatten() == page {
                     info.old_codes = info.old_codes.min((block * PAGE_TOKENS) as u32);
                 }
@@ -413,6 +440,8 @@ pub struct Uploads {
     /// What kernels write for the host to read.
     answer: Option<PinnedBuffer>,
     answered: Event,
+    /// May kernels still write an answer that nobody has read?
+    unread: bool,
 }
 
 impl Uploads {
@@ -424,12 +453,17 @@ impl Uploads {
             landing: None,
             answer: None,
             answered: device.event()?,
+            unread: false,
         })
     }
 
     /// Where kernels may write words that the host reads, each once: in the host's own memory, which saves a copy. None of
-    /// them may be [`UNANSWERED`]. Nothing launched before may still write there.
+    /// them may be [`UNANSWERED`].
     pub fn answer(&mut self, words: usize) -> Result<u64> {
+        if std::mem::replace(&mut self.unread, true) {
+            // Of a pick that failed half-way.
+            self.device.synchronize()?;
+        }
         if self.answer.as_ref().is_none_or(|b| b.bytes() < 8 * words) {
             self.answer = None;
             self.answer = Some(PinnedBuffer::new(&self.device, (8 * words).next_power_of_two().max(4096))?);
@@ -457,6 +491,7 @@ impl Uploads {
                 *word == UNANSWERED
             };
             if !words.iter_mut().enumerate().any(missing) {
+                self.unread = false;
                 return Ok(());
             }
             if passed {

@@ -314,21 +314,17 @@ impl DecodeAttention {
         let compiled = |v: &Variant| {
             kernels.function(&ATTENTION_DECODE, &v.defines(), c"decode_attention", v.shared_bytes())
         };
-        // Compiled now also where another is launched, rather than in the middle of an answer.
-        let mut function = compiled(&plain)?;
-        let mut variant = plain;
-        let (mut queries, mut projections) = (0, None);
-        match rows.queries {
-            Queries::Ready(ready) => queries = ready,
-            Queries::FromProjections(raw) => {
-                variant = plain.taking_projections(shared_memory).ok_or_else(|| CudaError::Shape {
-                    what: "decode attention",
-                    detail: format!("{plain:?} does not take projections"),
-                })?;
-                function = compiled(&variant)?;
-                projections = Some(raw);
+        // Both forms are compiled with the first: not in the middle of an answer.
+        let taking = plain.taking_projections(shared_memory);
+        let functions = (compiled(&plain)?, taking.as_ref().map(compiled).transpose()?);
+        let (variant, function, queries, projections) = match (rows.queries, taking, functions.1) {
+            (Queries::Ready(queries), ..) => (plain, functions.0, queries, None),
+            (Queries::FromProjections(raw), Some(taking), Some(function)) => (taking, function, 0, Some(raw)),
+            (Queries::FromProjections(_), ..) => {
+                let detail = format!("{plain:?} does not take projections");
+                return Err(CudaError::Shape { what: "decode attention", detail });
             }
-        }
+        };
         let shared = variant.shared_bytes();
         let workers = workers(device);
         let partials = 2 * workers * 8 * variant.query_tiles * shape.head_dim / 4 * PARTIAL_QUAD;

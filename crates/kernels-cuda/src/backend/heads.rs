@@ -17,7 +17,7 @@ pub(super) struct PendingAppend {
 }
 
 impl CudaBackend {
-    /// Appends, or leaves it to the attention that follows: whatever else comes first has it done ([`State::append_now`]).
+    /// Appends, or leaves it to the attention that follows: whatever else comes first has it done ([`CudaBackend::append_now`]).
     pub(super) fn append_heads(
         &self,
         state: &mut State,

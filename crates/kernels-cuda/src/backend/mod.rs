@@ -59,7 +59,7 @@ struct State {
     /// FP8 weights expanded for a product of many rows.
     expanded: Option<Buffer>,
     gram: Option<Buffer>,
-    /// Keys of the most likely tokens.
+    /// Keys of the most likely tokens of slices of rows.
     picked: Option<Buffer>,
     /// What failed in an operation that has no result; reported by the next that has one.
     failed: Option<CudaError>,
@@ -173,10 +173,11 @@ impl CudaBackend {
     /// Behind the launches of a step and before its result is awaited: sends and plans what will probably be the next.
     fn foresee_step(&self, state: &mut State) -> Result<()> {
         let State { planner, uploads, attention, .. } = state;
-        if planner.foresee(&self.device, uploads)? {
-            attention.plan_again(&self.device, &self.kernels)?;
+        // One by one, launches are timed in the step they belong to.
+        if self.device.is_profiling() || !planner.foresee(&self.device, uploads)? {
+            return Ok(());
         }
-        Ok(())
+        attention.plan_again(&self.device, &self.kernels).inspect_err(|_| planner.forget())
     }
 }
 
@@ -296,7 +297,7 @@ impl Backend for CudaBackend {
             if whole && summary.decode && summary.rows <= crate::gemm::MOST_ROWS {
                 self.device.record()?;
             }
-            if !planned.foreseen {
+            if !planned.foreseen || self.device.is_profiling() {
                 attention.begin_step(&self.device, &self.kernels, tables, summary, pool)?;
             }
             // The same launches are noted, and make the same graphs, whether the plan was among these or foreseen.
@@ -491,7 +492,9 @@ impl Backend for CudaBackend {
     }
 
     fn begin_demotion(&self, sequences: &[SequenceRows<'_>], pool: &mut CudaPages) -> BackendResult<()> {
-        self.run(|state| {
+        self.run_before_append(|state| {
+            // Of a step that failed, at most.
+            state.pending = None;
             let State { planner, uploads, tables, .. } = state;
             self.device.flush()?;
             *tables = planner.plan_demotion(&self.device, uploads, pool.layout().windows(), sequences)?;

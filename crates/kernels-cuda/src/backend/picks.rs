@@ -109,8 +109,10 @@ impl CudaBackend {
         self.launches.top_candidates(order.lists, &lists)?;
         let mut keys = vec![0u64; order.keys()];
         state.uploads.answer_is_coming()?;
-        self.foresee_step(state)?;
+        let foreseen = self.foresee_step(state);
         state.uploads.read_answer(&mut keys)?;
+        // The answer is as good as ever; the next operation hears of it.
+        state.failed = foreseen.err();
         order.deal(&keys, out);
         Ok(())
     }

@@ -166,7 +166,7 @@ fn run(gpu: &CudaBackend, case: &Case, seed: u64, report: &mut Report) -> Result
         let largest = expected.iter().fold(0f64, |a, &b| a.max(f64::from(b).abs()));
         let difference = found.iter().zip(&expected).fold(0f64, |a, (&x, &y)| {
             let d = f64::from((x - y).abs());
-            if d.is_nan() { f64::NAN } else { a.max(d) }
+            if a.is_nan() || d.is_nan() { f64::NAN } else { a.max(d) }
         });
         let what = || {
             let Case { lengths, normed, rotated, layout, .. } = case;
