@@ -36,6 +36,7 @@ pub mod pages;
 pub mod sources;
 pub mod step;
 pub mod storage;
+mod uploads;
 
 pub use backend::CudaBackend;
 pub use device::Device;

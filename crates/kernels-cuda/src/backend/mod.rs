@@ -19,8 +19,9 @@ use crate::kernels::Kernels;
 use crate::memory::Buffer;
 use crate::pages::CudaPages;
 use crate::sources::{APPEND, DEMOTE};
-use crate::step::{StepPlanner, StepTables, Uploads};
+use crate::step::{StepPlanner, StepTables};
 use crate::storage::Storage;
+use crate::uploads::Uploads;
 use heads::PendingAppend;
 use launches::{EMBED_FEW, Embed, Launches, RmsNorm, Select, Swiglu};
 use oscar_backend::{

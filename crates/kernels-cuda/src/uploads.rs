@@ -1,0 +1,119 @@
+//! Small data on its way between host and device without anyone waiting: tables and numbers there, chosen tokens back.
+
+use crate::device::Device;
+use crate::error::{CudaError, Result};
+use crate::memory::{Event, PinnedBuffer};
+
+/// A word that no kernel has written yet.
+pub const UNANSWERED: u64 = u64::MAX;
+
+/// Page-locked memory through which small host data reaches the device without anyone waiting (a ring), and through
+/// which results come back.
+pub struct Uploads {
+    device: Device,
+    ring: PinnedBuffer,
+    next: usize,
+    landing: Option<PinnedBuffer>,
+    /// What kernels write for the host to read.
+    answer: Option<PinnedBuffer>,
+    answered: Event,
+    /// May kernels still write an answer that nobody has read?
+    unread: bool,
+}
+
+impl Uploads {
+    pub fn new(device: &Device) -> Result<Self> {
+        Ok(Self {
+            device: device.clone(),
+            ring: PinnedBuffer::new(device, 16 << 20)?,
+            next: 0,
+            landing: None,
+            answer: None,
+            answered: device.event()?,
+            unread: false,
+        })
+    }
+
+    /// Where kernels may write words that the host reads, each once: in the host's own memory, which saves a copy. None of
+    /// them may be [`UNANSWERED`].
+    pub fn answer(&mut self, words: usize) -> Result<u64> {
+        if std::mem::replace(&mut self.unread, true) {
+            // Of a pick that failed half-way.
+            self.device.synchronize()?;
+        }
+        if self.answer.as_ref().is_none_or(|b| b.bytes() < 8 * words) {
+            self.answer = None;
+            self.answer = Some(PinnedBuffer::new(&self.device, (8 * words).next_power_of_two().max(4096))?);
+        }
+        let Some(answer) = &mut self.answer else { return Ok(0) };
+        bytemuck::cast_slice_mut(&mut answer.slice_mut()[..8 * words]).fill(UNANSWERED);
+        Ok(answer.address())
+    }
+
+    /// Everything that makes the answer has been launched.
+    pub fn answer_is_coming(&mut self) -> Result<()> {
+        self.answered.record()
+    }
+
+    /// Waits for the answer; not for what was enqueued behind it. The words are looked at until they are there, which is sooner
+    /// than the driver says so; now and then it is asked, should there be none.
+    pub fn read_answer(&mut self, words: &mut [u64]) -> Result<()> {
+        const LOOKS: usize = 1024;
+        let Some(answer) = &self.answer else { return self.answered.wait() };
+        let mut left = 0;
+        loop {
+            let passed = left == 0 && self.answered.has_passed()?;
+            let missing = |(at, word): (usize, &mut u64)| {
+                *word = answer.word(at);
+                *word == UNANSWERED
+            };
+            if !words.iter_mut().enumerate().any(missing) {
+                self.unread = false;
+                return Ok(());
+            }
+            if passed {
+                let detail = "the kernels are done and have not answered".into();
+                return Err(CudaError::Shape { what: "a pick", detail });
+            }
+            left = if left == 0 { LOOKS } else { left - 1 };
+            std::hint::spin_loop();
+        }
+    }
+
+    /// Enqueues a copy of `bytes` to the device address `to`, which must have room for them.
+    pub fn enqueue(&mut self, bytes: &[u8], to: u64) -> Result<()> {
+        let mut to = to;
+        for part in bytes.chunks(self.ring.bytes()) {
+            if self.next + part.len() > self.ring.bytes() {
+                // Once around: what lies at the start may still be on its way.
+                self.device.synchronize()?;
+                self.next = 0;
+            }
+            self.ring.slice_mut()[self.next..self.next + part.len()].copy_from_slice(part);
+            self.ring.enqueue_copy(self.next, part.len(), to)?;
+            self.next = (self.next + part.len()).next_multiple_of(16);
+            to += part.len() as u64;
+        }
+        Ok(())
+    }
+
+    /// Waits for the stream and appends `count` f32 at the device address `from` to `out`.
+    pub fn download(&mut self, from: u64, count: usize, out: &mut Vec<f32>) -> Result<()> {
+        const MOST: usize = 64 << 20;
+        for first in (0..count).step_by(MOST / 4) {
+            let bytes = (count - first).min(MOST / 4) * 4;
+            if self.landing.as_ref().is_none_or(|b| b.bytes() < bytes) {
+                self.landing = None;
+                self.landing = Some(PinnedBuffer::new(&self.device, bytes.next_power_of_two())?);
+            }
+            let Some(landing) = &mut self.landing else { continue };
+            let part = &mut landing.slice_mut()[..bytes];
+            self.device.download_raw(from + 4 * first as u64, part)?;
+            out.extend_from_slice(bytemuck::cast_slice(part));
+        }
+        if count == 0 {
+            self.device.synchronize()?;
+        }
+        Ok(())
+    }
+}
