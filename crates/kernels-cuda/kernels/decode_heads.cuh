@@ -107,16 +107,13 @@ struct NewToken {
         }
     }
 };
-#endif
 
-#if FROM_PROJECTIONS
 // Brings a block's share of the layer's rotations near.
 DEVICE void fetch_rotations(const DecodeArgs& a, u32 worker, int lane, int warp) {
     if (warp != WARPS - 1 || !a.new_heads.rotation) return;
     const u32 lines = a.kv_heads * (ROTATION_QUADS / 8);
     for (u32 i = worker * 32 + lane; i < lines; i += gridDim.x * 32) prefetch_to_l2(a.new_heads.rotation + 8 * i);
 }
-#endif
 
 // Puts a row into a side of a BF16 tile that was copied before the row was made. A whole warp.
 DEVICE void put_new_row(u8* tile, const u16* row, u32 token, int lane) {
@@ -125,3 +122,4 @@ DEVICE void put_new_row(u8* tile, const u16* row, u32 token, int lane) {
     writes_before_bulk_copies();
     __syncwarp();
 }
+#endif

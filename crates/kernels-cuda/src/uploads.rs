@@ -15,7 +15,7 @@ pub struct Uploads {
     next: usize,
     landing: Option<PinnedBuffer>,
     /// What kernels write for the host to read.
-    answer: Option<PinnedBuffer>,
+    answer: PinnedBuffer,
     answered: Event,
     /// May kernels still write an answer that nobody has read?
     unread: bool,
@@ -28,7 +28,7 @@ impl Uploads {
             ring: PinnedBuffer::new(device, 16 << 20)?,
             next: 0,
             landing: None,
-            answer: None,
+            answer: PinnedBuffer::new(device, 4096)?,
             answered: device.event()?,
             unread: false,
         })
@@ -41,13 +41,11 @@ impl Uploads {
             // Of a pick that failed half-way.
             self.device.synchronize()?;
         }
-        if self.answer.as_ref().is_none_or(|b| b.bytes() < 8 * words) {
-            self.answer = None;
-            self.answer = Some(PinnedBuffer::new(&self.device, (8 * words).next_power_of_two().max(4096))?);
+        if self.answer.bytes() < 8 * words {
+            self.answer = PinnedBuffer::new(&self.device, (8 * words).next_power_of_two())?;
         }
-        let Some(answer) = &mut self.answer else { return Ok(0) };
-        bytemuck::cast_slice_mut(&mut answer.slice_mut()[..8 * words]).fill(UNANSWERED);
-        Ok(answer.address())
+        bytemuck::cast_slice_mut(&mut self.answer.slice_mut()[..8 * words]).fill(UNANSWERED);
+        Ok(self.answer.address())
     }
 
     /// Everything that makes the answer has been launched.
@@ -59,12 +57,11 @@ impl Uploads {
     /// than the driver says so; now and then it is asked, should there be none.
     pub fn read_answer(&mut self, words: &mut [u64]) -> Result<()> {
         const LOOKS: usize = 1024;
-        let Some(answer) = &self.answer else { return self.answered.wait() };
         let mut left = 0;
         loop {
             let passed = left == 0 && self.answered.has_passed()?;
             let missing = |(at, word): (usize, &mut u64)| {
-                *word = answer.word(at);
+                *word = self.answer.word(at);
                 *word == UNANSWERED
             };
             if !words.iter_mut().enumerate().any(missing) {

@@ -235,6 +235,8 @@ pub struct DecodeAttention {
     partials: Option<Buffer>,
     /// The launches of the last plan.
     planned: Vec<PlanArgs>,
+    /// The variant that is compiled, in both its forms.
+    compiled: Option<Variant>,
 }
 
 impl DecodeAttention {
@@ -314,17 +316,21 @@ impl DecodeAttention {
         let compiled = |v: &Variant| {
             kernels.function(&ATTENTION_DECODE, &v.defines(), c"decode_attention", v.shared_bytes())
         };
-        // Both forms are compiled with the first: not in the middle of an answer.
         let taking = plain.taking_projections(shared_memory);
-        let functions = (compiled(&plain)?, taking.as_ref().map(compiled).transpose()?);
-        let (variant, function, queries, projections) = match (rows.queries, taking, functions.1) {
-            (Queries::Ready(queries), ..) => (plain, functions.0, queries, None),
-            (Queries::FromProjections(raw), Some(taking), Some(function)) => (taking, function, 0, Some(raw)),
-            (Queries::FromProjections(_), ..) => {
+        // Both forms are compiled with the first: not in the middle of an answer.
+        if self.compiled != Some(plain) {
+            [Some(plain), taking].iter().flatten().try_for_each(|v| compiled(v).map(drop))?;
+            self.compiled = Some(plain);
+        }
+        let (variant, queries, projections) = match (rows.queries, taking) {
+            (Queries::Ready(queries), _) => (plain, queries, None),
+            (Queries::FromProjections(raw), Some(taking)) => (taking, 0, Some(raw)),
+            (Queries::FromProjections(_), None) => {
                 let detail = format!("{plain:?} does not take projections");
                 return Err(CudaError::Shape { what: "decode attention", detail });
             }
         };
+        let function = compiled(&variant)?;
         let shared = variant.shared_bytes();
         let workers = workers(device);
         let partials = 2 * workers * 8 * variant.query_tiles * shape.head_dim / 4 * PARTIAL_QUAD;

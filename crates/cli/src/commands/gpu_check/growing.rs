@@ -4,7 +4,7 @@
 use super::{Numbers, Report, download, largest_difference, upload};
 use anyhow::{Context, Result};
 use oscar_backend::{Backend, HeadPreparation, HeadShape, SequenceRows};
-use oscar_cache::{PagePool, SequencePages};
+use oscar_cache::{PagePool, SequencePages, StepPages};
 use oscar_codec::{CacheLayout, PAGE_TOKENS, PageCodec, RowPageCodec, Side, TILE_TOKENS, Windows};
 use oscar_kernels_cuda::pages::CudaPages;
 use oscar_kernels_cuda::storage::Storage;
@@ -81,6 +81,24 @@ impl Inspected for CudaPages {
     }
 }
 
+/// What each sequence brings to a step, one after the other.
+pub fn rows_of<'a>(pages: &'a [SequencePages], plans: &'a [StepPages]) -> Vec<SequenceRows<'a>> {
+    let mut first = 0;
+    let rows = |(pages, plan): (&'a SequencePages, &'a StepPages)| {
+        let range = first..first + plan.positions.len();
+        first = range.end;
+        SequenceRows {
+            rows: range,
+            first_position: plan.positions.start,
+            full: pages.full(),
+            coded: pages.coded(),
+            demote: plan.demote.clone(),
+            demote_values: plan.demote_values.clone(),
+        }
+    };
+    pages.iter().zip(plans).map(rows).collect()
+}
+
 /// One layer's cache of some sequences, on the GPU and as a twin.
 pub struct Growing<'a, B: Backend> {
     pub gpu: &'a B,
@@ -155,24 +173,7 @@ impl<'a, B: Backend<Pool: Inspected>> Growing<'a, B> {
         for (pages, &rows) in self.pages.iter_mut().zip(step_rows) {
             plans.push(pages.prepare(&self.layout, &self.page_pool, rows)?);
         }
-        let mut first = 0;
-        let rows: Vec<SequenceRows<'_>> = self
-            .pages
-            .iter()
-            .zip(&plans)
-            .map(|(pages, plan)| {
-                let range = first..first + plan.positions.len();
-                first = range.end;
-                SequenceRows {
-                    rows: range,
-                    first_position: plan.positions.start,
-                    full: pages.full(),
-                    coded: pages.coded(),
-                    demote: plan.demote.clone(),
-                    demote_values: plan.demote_values.clone(),
-                }
-            })
-            .collect();
+        let rows = rows_of(&self.pages, &plans);
         let (gpu, pool) = (self.gpu, &mut self.pool);
         let mut qkv = upload(gpu, &values, width)?;
         let (queries, attended) = (&mut self.queries, &mut self.attended);

@@ -7,6 +7,17 @@ use oscar_cache::{PagePool, SequencePages};
 use oscar_codec::{CacheLayout, CodeLayout, HeadRotations, KvFormat, Rotation, Side, Windows};
 use oscar_kernels_cuda::CudaBackend;
 
+/// Heads that are rotated and have a key mean.
+pub fn rotated_heads(numbers: &mut Numbers, kv_heads: usize, d: usize) -> Result<Vec<HeadRotations>> {
+    let rotation = Rotation::hadamard(d)?;
+    let mut head = || HeadRotations {
+        key: rotation.clone(),
+        value: rotation.clone(),
+        key_mean: Some(numbers.vector(d)),
+    };
+    Ok((0..kv_heads).map(|_| head()).collect())
+}
+
 /// QK-norm, RoPE, key mean and rotation on the way into the pages.
 pub fn check(gpu: &CudaBackend, report: &mut Report) -> Result<()> {
     let mut numbers = Numbers::new(7);
@@ -22,14 +33,7 @@ pub fn check(gpu: &CudaBackend, report: &mut Report) -> Result<()> {
                 rms_norm_eps: 1e-6,
                 scale: 1.0,
             };
-            let rotation = Rotation::hadamard(d)?;
-            let heads: Vec<HeadRotations> = (0..kv_heads)
-                .map(|_| HeadRotations {
-                    key: rotation.clone(),
-                    value: rotation.clone(),
-                    key_mean: Some(numbers.vector(d)),
-                })
-                .collect();
+            let heads = rotated_heads(&mut numbers, kv_heads, d)?;
             let (query_norm, key_norm) = (numbers.vector(d), numbers.vector(d));
             let angles: Vec<f32> = (0..rows * d / 2).map(|_| numbers.unit() * 3.0).collect();
             let cos: Vec<f32> = angles.iter().map(|a| a.cos()).collect();
@@ -75,7 +79,9 @@ pub fn check(gpu: &CudaBackend, report: &mut Report) -> Result<()> {
                     .collect()
             };
             let rotated = |x: &[f64]| -> Vec<f64> {
-                (0..d).map(|j| (0..d).map(|i| x[i] * f64::from(rotation.matrix()[i * d + j])).sum()).collect()
+                (0..d)
+                    .map(|j| (0..d).map(|i| x[i] * f64::from(heads[0].key.matrix()[i * d + j])).sum())
+                    .collect()
             };
             for row in 0..rows {
                 for head in 0..kv_heads * group {

@@ -1,11 +1,12 @@
 //! Steps of single tokens, which attention takes as projections: their way into the cache must be that of `append`, which
 //! [`heads`](super::heads) checks.
 
-use super::{Numbers, Report, download, upload};
+use super::growing::rows_of;
+use super::{Numbers, Report, download, heads::rotated_heads, largest_difference, upload};
 use anyhow::{Context, Result};
-use oscar_backend::{Backend, HeadPreparation, HeadShape, SequenceRows};
+use oscar_backend::{Backend, HeadPreparation, HeadShape};
 use oscar_cache::{PagePool, SequencePages};
-use oscar_codec::{CacheLayout, CodeLayout, HeadRotations, KvFormat, PAGE_TOKENS, Rotation, Side, Windows};
+use oscar_codec::{CacheLayout, CodeLayout, KvFormat, PAGE_TOKENS, Side, Windows};
 use oscar_kernels_cuda::CudaBackend;
 use oscar_kernels_cuda::pages::CudaPages;
 
@@ -62,20 +63,7 @@ impl<'a> Way<'a> {
         for (pages, &rows) in self.pages.iter_mut().zip(rows) {
             plans.push(pages.prepare(layout, &self.page_pool, rows)?);
         }
-        let mut first = 0;
-        let sequences: Vec<SequenceRows<'_>> = (self.pages.iter().zip(&plans))
-            .map(|(pages, plan)| {
-                first += plan.positions.len();
-                SequenceRows {
-                    rows: first - plan.positions.len()..first,
-                    first_position: plan.positions.start,
-                    full: pages.full(),
-                    coded: pages.coded(),
-                    demote: plan.demote.clone(),
-                    demote_values: plan.demote_values.clone(),
-                }
-            })
-            .collect();
+        let sequences = rows_of(&self.pages, &plans);
         let width = (shape.query_heads + 2 * shape.kv_heads) * shape.head_dim;
         let mut qkv = upload(gpu, values, width)?;
         let (mut queries, mut attended) =
@@ -138,14 +126,7 @@ fn run(gpu: &CudaBackend, case: &Case, seed: u64, report: &mut Report) -> Result
     const STEPS: usize = 19; // over a demotion
     let mut numbers = Numbers::new(seed);
     let (d, shape) = (case.shape.head_dim, &case.shape);
-    let rotation = Rotation::hadamard(d)?;
-    let heads: Vec<HeadRotations> = (0..KV_HEADS)
-        .map(|_| HeadRotations {
-            key: rotation.clone(),
-            value: rotation.clone(),
-            key_mean: Some(numbers.vector(d)),
-        })
-        .collect();
+    let heads = rotated_heads(&mut numbers, KV_HEADS, d)?;
     let norms = (gpu.vector(&numbers.vector(d))?, gpu.vector(&numbers.vector(d))?);
     let layer = gpu.layer_rotation(&heads)?;
     let longest = case.lengths.iter().max().copied().unwrap_or(0) + STEPS;
@@ -163,11 +144,9 @@ fn run(gpu: &CudaBackend, case: &Case, seed: u64, report: &mut Report) -> Result
         let values = numbers.vector(rows.iter().sum::<usize>() * width);
         let found = together.step(&rows, &values, preparation(), &rope, false)?;
         let expected = apart.step(&rows, &values, preparation(), &rope, true)?;
-        let largest = expected.iter().fold(0f64, |a, &b| a.max(f64::from(b).abs()));
-        let difference = found.iter().zip(&expected).fold(0f64, |a, (&x, &y)| {
-            let d = f64::from((x - y).abs());
-            if a.is_nan() || d.is_nan() { f64::NAN } else { a.max(d) }
-        });
+        let expected: Vec<f64> = expected.into_iter().map(f64::from).collect();
+        let largest = expected.iter().fold(0f64, |a, b| a.max(b.abs()));
+        let difference = largest_difference(&found, &expected);
         let what = || {
             let Case { lengths, normed, rotated, layout, .. } = case;
             format!(
