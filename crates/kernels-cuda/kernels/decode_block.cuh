@@ -66,6 +66,9 @@ struct alignas(128) Shared {
     float split_step;
     float2 to_codes[STEPS], from_codes[STEPS];  // units of the result
     u64 full[WARPS][STAGES], empty[WARPS][STAGES];
+#ifdef RACECHECK
+    u64 results_read;
+#endif
     u32 slot_unit[WARPS][STAGES];  // what each slot holds
     alignas(16) u32 last_slot[WARPS_ROUNDED];  // the slot that held NO_UNIT
     Segment segments[WARPS + 1];   // each warp's own copy: warps go on to the next segment at different times

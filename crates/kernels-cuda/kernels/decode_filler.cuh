@@ -9,6 +9,15 @@ struct Filler {
     u32 next;                  // units of the segment handed out
     bool open;                 // has the ring not been told of the segment's end?
     u32 first_pages[FIRST_PAGES / 32];  // page ids of the worker's first units, over the lanes
+#ifdef RACECHECK
+    u32 segment = 0, result_slot;  // where the ring's reader puts the result of the segment before
+
+    DEVICE bool result_is_read(Shared& shared) const {
+        return segment == 1 || slot != result_slot || barrier_passed_now(shared_address(&shared.results_read), segment & 1);
+    }
+#else
+    DEVICE bool result_is_read(Shared&) const { return true; }
+#endif
 
     DEVICE void load_pages(const u32* pages, int lane) {
 #pragma unroll
@@ -67,13 +76,16 @@ struct Filler {
     DEVICE void begin(int lane) {
         open = lane < WARPS;
         next = side = 0;
+#ifdef RACECHECK
+        segment++;
+#endif
     }
 
     // Gives every ring that has room its next unit, or tells it of the segment's end. Units from `limit` on, which lies beyond the
     // next one, are kept back.
     DEVICE void hand_out(Shared& shared, const Segment& g, int lane, bool first, u32 limit = 0xffffffffu) {
         const u32 empty = shared_address(shared.empty[lane < WARPS ? lane : 0]);
-        const bool has_room = open && barrier_passed_now(empty + 8 * slot, parity);
+        const bool has_room = open && barrier_passed_now(empty + 8 * slot, parity) && result_is_read(shared);
         const u32 takers = __ballot_sync(0xffffffffu, has_room && side == 0);
         if (!__any_sync(0xffffffffu, has_room)) {
             __nanosleep(40);
@@ -93,9 +105,9 @@ struct Filler {
         if (any && !(first && index < FIRST_PAGES)) page = page_of(g.context, g.head, g.full, g.coded, unit);
         if (ready) shared.slot_unit[lane][slot] = any ? unit : NO_UNIT;
 #if BULK_COPIES
-#ifdef COPIES_IN_TURN
-        // For racecheck: all lanes' copies are issued by instructions of the warp, which it takes for its first lane's. That one has
-        // not seen the others' slots empty.
+#ifdef RACECHECK
+        // All lanes' copies are issued by instructions of the warp, which the tool takes for its first lane's. That one has not
+        // seen the others' slots empty.
         for (int turn = 0; turn < WARPS; turn++) {
             if (any && lane == turn) fill(shared, g, lane, slot, unit, side, page, lane);
             __syncwarp();
@@ -115,6 +127,9 @@ struct Filler {
         }
 #endif
         if (ready) {
+#ifdef RACECHECK
+            if (!any) result_slot = slot;
+#endif
             open = any;
             side = any && unit < g.context.near_units ? side ^ 1 : 0;
             if (++slot == STAGES) slot = 0, parity ^= 1;

@@ -106,7 +106,7 @@ fn options(defines: &Defines, arch: &str) -> Vec<String> {
         "--define-macro=OSCAR_CUDA".into(),
     ];
     all.extend(defines.iter().map(|(name, value)| format!("--define-macro={name}={value}")));
-    // For tools that look at kernels: `COPIES_IN_TURN` is made for racecheck.
+    // For tools that look at kernels: `RACECHECK` is for the one of that name.
     let more = std::env::var("OSCAR_CUDA_DEFINES").unwrap_or_default();
     all.extend(more.split(',').filter(|name| !name.is_empty()).map(|name| format!("--define-macro={name}")));
     all

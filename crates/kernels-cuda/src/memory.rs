@@ -159,6 +159,13 @@ impl Event {
         }
     }
 
+    /// Waits until the stream has passed this point. What failed before it is reported.
+    pub fn wait(&self) -> Result<()> {
+        self.device.enter()?;
+        // SAFETY: our own event.
+        self.device.check("cuEventSynchronize", unsafe { sys::cuEventSynchronize(self.event) })
+    }
+
     /// Microseconds from `earlier` to this point, both passed.
     pub fn us_since(&self, earlier: &Event) -> Result<f64> {
         self.device.enter()?;

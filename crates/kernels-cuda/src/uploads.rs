@@ -3,6 +3,7 @@
 use crate::device::Device;
 use crate::error::{CudaError, Result};
 use crate::memory::{Event, PinnedBuffer};
+use std::time::{Duration, Instant};
 
 /// A word that no kernel has written yet.
 pub const UNANSWERED: u64 = u64::MAX;
@@ -54,11 +55,16 @@ impl Uploads {
     }
 
     /// Waits for the answer; not for what was enqueued behind it. The words are looked at until they are there, which is sooner
-    /// than the driver says so; now and then it is asked, should there be none.
+    /// than the driver says so; now and then it is asked, should there be none. What takes long is left to the driver: a core
+    /// has better to do, and tools that watch kernels get to work only while someone waits there.
     pub fn read_answer(&mut self, words: &mut [u64]) -> Result<()> {
         const LOOKS: usize = 1024;
-        let mut left = 0;
+        const LONG: Duration = Duration::from_millis(50);
+        let (mut left, began) = (0, Instant::now());
         loop {
+            if left == 0 && began.elapsed() > LONG {
+                self.answered.wait()?;
+            }
             let passed = left == 0 && self.answered.has_passed()?;
             let missing = |(at, word): (usize, &mut u64)| {
                 *word = self.answer.word(at);

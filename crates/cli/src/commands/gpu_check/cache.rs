@@ -1,8 +1,8 @@
 //! Checks of append, demotion and attention over pages of every width: sequences grow step by step on the GPU while a
 //! scalar twin holds what the codec says.
 
-use super::Report;
 use super::growing::{Checks, Growing, Inspected, Pattern};
+use super::{Extent, Report};
 use anyhow::Result;
 use oscar_backend::Backend;
 use oscar_codec::{
@@ -67,14 +67,13 @@ fn rounding(head_dim: usize, head: usize) -> Result<Rounding> {
     Ok(Rounding { unbiased: !head.is_multiple_of(3), feedback })
 }
 
-/// Runs every `every`-th case.
-pub fn check<B: Backend<Pool: Inspected>>(gpu: &B, every: u64, report: &mut Report) -> Result<()> {
+pub fn check<B: Backend<Pool: Inspected>>(gpu: &B, extent: Extent, report: &mut Report) -> Result<()> {
     let narrow = Windows::new(16, 48)?;
     let usual = Windows::default();
     let mut seed = 100;
     let mut run = |case: Case, report: &mut Report| -> Result<()> {
         seed += 1;
-        if seed % every != 0 {
+        if !extent.takes(seed) {
             return Ok(());
         }
         // A case that cannot run is a difference too; the others still tell something.

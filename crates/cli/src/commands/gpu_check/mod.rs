@@ -25,9 +25,9 @@ pub struct Args {
     /// Which checks to run; all if absent
     #[arg(long, value_enum, value_delimiter = ',')]
     only: Vec<Part>,
-    /// Only every n-th of the many cases of cache, generic and tails, for slow tools like compute-sanitizer
-    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
-    every: u64,
+    /// A few small cases of each check, for slow tools like compute-sanitizer
+    #[arg(long)]
+    small: bool,
     /// One JSON object a line
     #[arg(long)]
     json: bool,
@@ -47,6 +47,30 @@ enum Part {
     Picks,
     /// The embedded model against the CPU
     Model,
+}
+
+/// How much of each check is run.
+#[derive(Clone, Copy)]
+struct Extent {
+    /// Of the many cases of a check, every n-th.
+    every: u64,
+    /// Nothing large, and only the first steps of what goes on for long.
+    small: bool,
+}
+
+impl Extent {
+    const WHOLE: Self = Self { every: 1, small: false };
+    /// Few enough for a tool that makes a kernel a thousand times slower, of every head size and storage.
+    const SMALL: Self = Self { every: 13, small: true };
+
+    fn takes(self, case: u64) -> bool {
+        case.is_multiple_of(self.every)
+    }
+
+    /// Something that counts `size` is run if it is small enough for a small check, or if everything is.
+    fn fits(self, size: usize, small: usize) -> bool {
+        !self.small || size <= small
+    }
 }
 
 /// What one kind of check found.
@@ -93,26 +117,27 @@ pub fn run(args: &Args) -> Result<()> {
         println!("{}", gpu.describe());
     }
     let wants = |part| args.only.is_empty() || args.only.contains(&part);
+    let extent = if args.small { Extent::SMALL } else { Extent::WHOLE };
     let mut report = Report::default();
     if wants(Part::Rows) {
-        rows::check(&gpu, &mut report)?;
+        rows::check(&gpu, extent, &mut report)?;
     }
     if wants(Part::Cache) {
-        cache::check(&gpu, args.every, &mut report)?;
+        cache::check(&gpu, extent, &mut report)?;
         heads::check(&gpu, &mut report)?;
-        new_tokens::check(&gpu, args.every, &mut report)?;
+        new_tokens::check(&gpu, extent, &mut report)?;
     }
     if wants(Part::Generic) {
-        decoded::check(&gpu, args.every, &mut report)?;
+        decoded::check(&gpu, extent, &mut report)?;
     }
     if wants(Part::Tails) {
-        tails::check(&gpu, args.every, &mut report)?;
+        tails::check(&gpu, extent, &mut report)?;
     }
     if wants(Part::Picks) {
-        picks::check(&gpu, &mut report)?;
+        picks::check(&gpu, extent, &mut report)?;
     }
     if wants(Part::Model) {
-        model::check(&mut report)?;
+        model::check(extent, &mut report)?;
     }
     let failed: Vec<&Finding> = report.findings.iter().filter(|f| f.failure.is_some()).collect();
     if args.json {

@@ -1,6 +1,6 @@
 //! The embedded model on both devices: the same prompts, the same tokens, logits beside each other.
 
-use super::Report;
+use super::{Extent, Report};
 use crate::device::AnyBackend;
 use crate::options::{CacheArgs, Device, ModelArgs, OpenModel, PrecisionArg, WeightsArg};
 use anyhow::{Context, Result};
@@ -26,9 +26,6 @@ const FORMATS: [&str; 11] = [
 /// Those that are also run with FP8 weights: one that leaves all matrices FP8, one that folds a rotation into attention's.
 const FP8_FORMATS: [&str; 2] = ["bf16", "oscar2"];
 
-/// Tokens generated after each prompt.
-const GENERATED: usize = 48;
-
 /// Prompts of 1 token to several times the windows: the last crosses from BF16 into code.
 const PROMPTS: [(&str, usize); 4] = [
     ("The", 1),
@@ -46,7 +43,14 @@ fn allowed(format: KvFormat) -> f64 {
     if format.is_coded() { 2.0 } else { 0.25 }
 }
 
-pub fn check(report: &mut Report) -> Result<()> {
+/// How many of the formats and of the prompts, and how many tokens generated after each prompt.
+struct Amount {
+    formats: usize,
+    first_prompt: usize,
+    generated: usize,
+}
+
+pub fn check(extent: Extent, report: &mut Report) -> Result<()> {
     let args = ModelArgs {
         model: None,
         device: Device::Cpu,
@@ -54,22 +58,34 @@ pub fn check(report: &mut Report) -> Result<()> {
         precision: PrecisionArg::Bf16,
         weights: None,
     };
-    check_formats(&args, &FORMATS, "model", report)?;
+    // Of the prompts the last, which has history.
+    let amount = match extent.small {
+        true => Amount { formats: 2, first_prompt: PROMPTS.len() - 1, generated: 3 },
+        false => Amount { formats: usize::MAX, first_prompt: 0, generated: 48 },
+    };
+    check_formats(&args, &FORMATS, &amount, "model", report)?;
     let fp8 = ModelArgs { weights: Some(WeightsArg::Fp8), ..args };
-    check_formats(&fp8, &FP8_FORMATS, "FP8 model", report)
+    check_formats(&fp8, &FP8_FORMATS, &amount, "FP8 model", report)
 }
 
-fn check_formats(args: &ModelArgs, formats: &[&str], model_name: &str, report: &mut Report) -> Result<()> {
+fn check_formats(
+    args: &ModelArgs,
+    formats: &[&str],
+    amount: &Amount,
+    model_name: &str,
+    report: &mut Report,
+) -> Result<()> {
     let model = args.open()?;
     let tokenizer = model.text()?.tokenizer;
-    for name in formats {
+    for name in formats.iter().take(amount.formats) {
         let format: KvFormat = name.parse()?;
         let mut cpu = runner(&model, format, args.backend()?)?;
         let mut gpu = runner(&model, format, AnyBackend::cuda()?)?;
-        for (text, times) in PROMPTS {
-            let prompt = tokenizer.encode(&text.repeat(times), false)?;
+        for (text, times) in &PROMPTS[amount.first_prompt..] {
+            let prompt = tokenizer.encode(&text.repeat(*times), false)?;
             let what = || format!("{format}, prompt of {} tokens", prompt.len());
-            compare(&mut cpu, &mut gpu, &prompt, format, model_name, report).with_context(what)?;
+            let generated = amount.generated;
+            compare(&mut cpu, &mut gpu, &prompt, generated, format, model_name, report).with_context(what)?;
         }
         let prompt = tokenizer.encode(&PROMPTS[2].0.repeat(PROMPTS[2].1), false)?;
         picked(&mut gpu, &prompt, format, report).with_context(|| format!("{format}, picked tokens"))?;
@@ -89,6 +105,7 @@ fn compare(
     cpu: &mut Runner<AnyBackend>,
     gpu: &mut Runner<AnyBackend>,
     prompt: &[u32],
+    generated: usize,
     format: KvFormat,
     model_name: &str,
     report: &mut Report,
@@ -97,7 +114,7 @@ fn compare(
     let (mut expected, mut found) = (Vec::new(), Vec::new());
     cpu.prefill(&mut on_cpu, prompt, &mut expected, |_| {})?;
     gpu.prefill(&mut on_gpu, prompt, &mut found, |_| {})?;
-    for step in 0..GENERATED {
+    for step in 0..generated {
         let what = || format!("{format}, prompt of {} tokens, token {step}", prompt.len());
         let difference = expected.iter().zip(&found).map(|(&e, &f)| f64::from((e - f).abs())).fold(
             if expected.len() == found.len() { 0.0 } else { f64::INFINITY },

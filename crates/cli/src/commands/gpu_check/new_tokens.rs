@@ -2,7 +2,7 @@
 //! [`heads`](super::heads) checks.
 
 use super::growing::rows_of;
-use super::{Numbers, Report, download, heads::rotated_heads, largest_difference, upload};
+use super::{Extent, Numbers, Report, download, heads::rotated_heads, largest_difference, upload};
 use anyhow::{Context, Result};
 use oscar_backend::{Backend, HeadPreparation, HeadShape};
 use oscar_cache::{PagePool, SequencePages};
@@ -92,8 +92,10 @@ impl<'a> Way<'a> {
     }
 }
 
-pub fn check(gpu: &CudaBackend, every: u64, report: &mut Report) -> Result<()> {
+pub fn check(gpu: &CudaBackend, extent: Extent, report: &mut Report) -> Result<()> {
     let mut index = 0;
+    // Over a demotion.
+    let steps = if extent.small { 3 } else { 19 };
     // Workers are shared out by length, and everyone has one.
     let uneven = vec![6000, 20, 1, 900];
     for d in [64, 128] {
@@ -101,7 +103,8 @@ pub fn check(gpu: &CudaBackend, every: u64, report: &mut Report) -> Result<()> {
             for format in [KvFormat::Bf16, KvFormat::OSCAR2] {
                 for lengths in [vec![1], vec![63, 64, 15, 335, 1200], vec![4321], uneven.clone()] {
                     index += 1;
-                    if index % every != 0 {
+                    let longest = lengths.iter().max().copied().unwrap_or(0);
+                    if !extent.takes(index) || !extent.fits(longest, 1200) {
                         continue;
                     }
                     let windows = Windows::default();
@@ -114,7 +117,7 @@ pub fn check(gpu: &CudaBackend, every: u64, report: &mut Report) -> Result<()> {
                         scale: 1.0 / (d as f32).sqrt(),
                     };
                     let (normed, rotated) = (index % 3 != 0, index % 5 != 0);
-                    run(gpu, &Case { layout, shape, lengths, normed, rotated }, index, report)?;
+                    run(gpu, &Case { layout, shape, lengths, normed, rotated }, steps, index, report)?;
                 }
             }
         }
@@ -122,14 +125,13 @@ pub fn check(gpu: &CudaBackend, every: u64, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-fn run(gpu: &CudaBackend, case: &Case, seed: u64, report: &mut Report) -> Result<()> {
-    const STEPS: usize = 19; // over a demotion
+fn run(gpu: &CudaBackend, case: &Case, steps: usize, seed: u64, report: &mut Report) -> Result<()> {
     let mut numbers = Numbers::new(seed);
     let (d, shape) = (case.shape.head_dim, &case.shape);
     let heads = rotated_heads(&mut numbers, KV_HEADS, d)?;
     let norms = (gpu.vector(&numbers.vector(d))?, gpu.vector(&numbers.vector(d))?);
     let layer = gpu.layer_rotation(&heads)?;
-    let longest = case.lengths.iter().max().copied().unwrap_or(0) + STEPS;
+    let longest = case.lengths.iter().max().copied().unwrap_or(0) + steps;
     let angles: Vec<f32> = (0..longest * d / 2).map(|_| numbers.unit() * 3.0).collect();
     let (cos, sin): (Vec<f32>, Vec<f32>) = angles.iter().map(|a| (a.cos(), a.sin())).unzip();
     let rope = gpu.rope(&cos, &sin, d)?;
@@ -139,7 +141,7 @@ fn run(gpu: &CudaBackend, case: &Case, seed: u64, report: &mut Report) -> Result
     };
     let width = (shape.query_heads + 2 * KV_HEADS) * d;
     let (mut together, mut apart) = (Way::new(gpu, case)?, Way::new(gpu, case)?);
-    for step in 0..=STEPS {
+    for step in 0..=steps {
         let rows = if step == 0 { case.lengths.clone() } else { vec![1; case.lengths.len()] };
         let values = numbers.vector(rows.iter().sum::<usize>() * width);
         let found = together.step(&rows, &values, preparation(), &rope, false)?;

@@ -1,7 +1,7 @@
 //! The checks themselves, checked: the scalar CPU backend passes them (a part of them, to save time).
 
 use super::growing::Inspected;
-use super::{Report, cache, decoded, model, picks, tails};
+use super::{Extent, Report, cache, decoded, model, picks, tails};
 use crate::options::{Device, ModelArgs, PrecisionArg};
 use anyhow::Result;
 use oscar_codec::{CodedPageId, KvFormat};
@@ -25,6 +25,10 @@ fn cpu() -> CpuBackend {
     CpuBackend::new(Kernels::for_variant(Variant::Scalar).unwrap(), 2, Mode::F32).unwrap()
 }
 
+fn one_in(every: u64) -> Extent {
+    Extent { every, small: false }
+}
+
 fn assert_passes(report: &Report, names: &[&str]) {
     for finding in &report.findings {
         assert_eq!(finding.failure, None, "{}", finding.name);
@@ -37,7 +41,7 @@ fn assert_passes(report: &Report, names: &[&str]) {
 #[test]
 fn the_cpu_passes_the_checks_of_demoted_tails() {
     let mut report = Report::default();
-    tails::check(&cpu(), 5, &mut report).unwrap();
+    tails::check(&cpu(), one_in(5), &mut report).unwrap();
     assert_passes(
         &report,
         &["demoted tail, codes", "demoted tail, attention, decode", "demoted tail, attention, prefill"],
@@ -47,7 +51,7 @@ fn the_cpu_passes_the_checks_of_demoted_tails() {
 #[test]
 fn the_cpu_passes_the_checks_of_generic_formats() {
     let mut report = Report::default();
-    decoded::check(&cpu(), 5, &mut report).unwrap();
+    decoded::check(&cpu(), one_in(5), &mut report).unwrap();
     assert_passes(
         &report,
         &["generic formats run", "generic formats, attention, decode", "generic formats, attention, prefill"],
@@ -57,14 +61,14 @@ fn the_cpu_passes_the_checks_of_generic_formats() {
 #[test]
 fn the_cpu_passes_the_checks_of_codes() {
     let mut report = Report::default();
-    cache::check(&cpu(), 11, &mut report).unwrap();
+    cache::check(&cpu(), one_in(11), &mut report).unwrap();
     assert_passes(&report, &["demoted codes", "attention, decode", "attention, prefill"]);
 }
 
 #[test]
 fn the_cpu_passes_the_checks_of_picks() {
     let mut report = Report::default();
-    picks::check(&cpu(), &mut report).unwrap();
+    picks::check(&cpu(), Extent::WHOLE, &mut report).unwrap();
     assert_passes(&report, &["picks, greedy", "picks, top", "picks, lists that came"]);
 }
 

@@ -1,16 +1,16 @@
 //! Checks of the choice of tokens on the device: the same tokens, the same logits, the same order as the plain rule, to the
 //! bit, whatever the row holds.
 
-use super::{Numbers, Report, download, upload};
+use super::{Extent, Numbers, Report, download, upload};
 use anyhow::Result;
 use oscar_backend::{Backend, Candidate, HostMatrix, HostValues, MOST_CANDIDATES, Pick, pick};
 
 /// Sizes of vocabularies: the smallest, an odd one, one that is whole slices, real ones.
 const WIDTHS: [usize; 6] = [1, 7, 255, 4096, 32003, 151_936];
 
-pub fn check<B: Backend>(gpu: &B, report: &mut Report) -> Result<()> {
+pub fn check<B: Backend>(gpu: &B, extent: Extent, report: &mut Report) -> Result<()> {
     let mut numbers = Numbers::new(31);
-    for width in WIDTHS {
+    for width in WIDTHS.into_iter().filter(|&width| extent.fits(width, 4096)) {
         let rows = adversarial(&mut numbers, width);
         let values: Vec<f32> = rows.iter().flat_map(|(_, row)| row.iter().copied()).collect();
         let logits = upload(gpu, &values, width)?;
@@ -18,7 +18,7 @@ pub fn check<B: Backend>(gpu: &B, report: &mut Report) -> Result<()> {
         compare(gpu, &logits, width, &names, &mut numbers, report)?;
     }
     // Logits as a model makes them: sums in f32, no two alike.
-    for width in [4096, 151_936] {
+    for width in [4096, 151_936].into_iter().filter(|&width| extent.fits(width, 4096)) {
         let (inputs, rows) = (64, 9);
         let weights = numbers.vector(width * inputs);
         let matrix =

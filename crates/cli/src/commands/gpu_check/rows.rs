@@ -1,18 +1,21 @@
 //! Checks of the operations on rows: plain formulas in f64 are the reference.
 
-use super::{Numbers, Report, download, largest_difference, upload};
+use super::{Extent, Numbers, Report, download, largest_difference, upload};
 use anyhow::Result;
 use oscar_backend::{Backend, Fp8Matrix, HostMatrix, HostValues, WeightFormat, Write, fp8_blocks};
 use oscar_kernels_cuda::CudaBackend;
 use oscar_kernels_cuda::gemm::Skinny;
 
-pub fn check(gpu: &CudaBackend, report: &mut Report) -> Result<()> {
+/// Elements of the largest matrix of a small check: some still have more units than a GPU has multiprocessors.
+const SMALL_MATRIX: usize = 1 << 21;
+
+pub fn check(gpu: &CudaBackend, extent: Extent, report: &mut Report) -> Result<()> {
     embeddings(gpu, report)?;
     norms(gpu, report)?;
     gates(gpu, report)?;
     for format in [WeightFormat::Bf16, WeightFormat::Fp8] {
-        products(gpu, format, report)?;
-        fused_products(gpu, format, report)?;
+        products(gpu, format, extent, report)?;
+        fused_products(gpu, format, extent, report)?;
     }
     grams(gpu, report)
 }
@@ -121,7 +124,7 @@ fn named(name: &str, format: WeightFormat) -> String {
     }
 }
 
-fn products(gpu: &CudaBackend, format: WeightFormat, report: &mut Report) -> Result<()> {
+fn products(gpu: &CudaBackend, format: WeightFormat, extent: Extent, report: &mut Report) -> Result<()> {
     let mut numbers = Numbers::new(4);
     // Some have more units of outputs than a GPU has multiprocessors, some fewer chunks than a block has warps; the kernels
     // do not take all of them.
@@ -135,9 +138,14 @@ fn products(gpu: &CudaBackend, format: WeightFormat, report: &mut Report) -> Res
     };
     // More outputs than are expanded at a time.
     let large = [(16_640, 4096)];
-    for rows in [1, 2, 7, 8, 9, 15, 16, 17, 33, 100] {
+    // Both halves of few rows and the fewest many are a small check.
+    let counts: &[usize] = if extent.small { &[1, 9, 17] } else { &[1, 2, 7, 8, 9, 15, 16, 17, 33, 100] };
+    for &rows in counts {
         let more = large.iter().filter(|_| rows == 17 && format == WeightFormat::Fp8);
         for &(outputs, inputs) in shapes.iter().chain(more) {
+            if !extent.fits(outputs * inputs, SMALL_MATRIX) {
+                continue;
+            }
             let drawn = Drawn::new(&mut numbers, format, outputs, inputs);
             let weights = &drawn.values;
             let bias = numbers.vector(outputs);
@@ -191,14 +199,23 @@ fn products(gpu: &CudaBackend, format: WeightFormat, report: &mut Report) -> Res
 }
 
 /// Norm, product and gate in one, as far as they go together, against the same in f64.
-fn fused_products(gpu: &CudaBackend, format: WeightFormat, report: &mut Report) -> Result<()> {
+fn fused_products(
+    gpu: &CudaBackend,
+    format: WeightFormat,
+    extent: Extent,
+    report: &mut Report,
+) -> Result<()> {
     let mut numbers = Numbers::new(6);
-    for rows in [1, 5, 8, 13, 16, 20] {
+    let counts: &[usize] = if extent.small { &[1, 13, 20] } else { &[1, 5, 8, 13, 16, 20] };
+    for &rows in counts {
         let shapes = match format {
             WeightFormat::Bf16 => [(64, 32), (192, 384), (1024, 2560), (96, 64), (8640, 160), (4672, 512)],
             WeightFormat::Fp8 => [(64, 64), (192, 384), (1024, 2560), (96, 128), (8640, 192), (4672, 1024)],
         };
         for (outputs, inputs) in shapes {
+            if !extent.fits(outputs * inputs, SMALL_MATRIX) {
+                continue;
+            }
             let values = numbers.vector(rows * inputs);
             let drawn = Drawn::new(&mut numbers, format, outputs, inputs);
             let weights = &drawn.values;

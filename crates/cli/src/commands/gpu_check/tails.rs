@@ -1,8 +1,8 @@
 //! Checks of prefixes whose BF16 tails were coded to make room: the codes are the codec's, and queries that go on from
 //! such a prefix read them where the windows alone would say BF16.
 
-use super::Report;
 use super::growing::{Checks, Growing, Inspected, Pattern};
+use super::{Extent, Report};
 use anyhow::{Context, Result, ensure};
 use oscar_backend::{Backend, SequenceRows};
 use oscar_cache::{RadixCache, SequencePages, TailDemotion};
@@ -16,15 +16,14 @@ const CHECKS: Checks = Checks {
     allowed: 1.0 / 128.0,
 };
 
-/// Runs every `every`-th case.
-pub fn check<B: Backend<Pool: Inspected>>(gpu: &B, every: u64, report: &mut Report) -> Result<()> {
+pub fn check<B: Backend<Pool: Inspected>>(gpu: &B, extent: Extent, report: &mut Report) -> Result<()> {
     let mut seed = 700;
     for head_dim in [64, 128, 256] {
         for widths in [(2, 2), (3, 1), (4, 4)] {
             for (sink, recent, stored) in [(16, 200, 450), (64, 256, 640), (0, 128, 200)] {
                 for first in [1, 40, 150] {
                     seed += 1;
-                    if seed % every != 0 {
+                    if !extent.takes(seed) {
                         continue;
                     }
                     let what = format!(
