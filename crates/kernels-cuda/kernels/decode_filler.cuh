@@ -9,15 +9,6 @@ struct Filler {
     u32 next;                  // units of the segment handed out
     bool open;                 // has the ring not been told of the segment's end?
     u32 first_pages[FIRST_PAGES / 32];  // page ids of the worker's first units, over the lanes
-#ifdef RACECHECK
-    u32 segment = 0, result_slot;  // where the ring's reader puts the result of the segment before
-
-    DEVICE bool result_is_read(Shared& shared) const {
-        return segment == 1 || slot != result_slot || barrier_passed_now(shared_address(&shared.results_read), segment & 1);
-    }
-#else
-    DEVICE bool result_is_read(Shared&) const { return true; }
-#endif
 
     DEVICE void load_pages(const u32* pages, int lane) {
 #pragma unroll
@@ -76,16 +67,18 @@ struct Filler {
     DEVICE void begin(int lane) {
         open = lane < WARPS;
         next = side = 0;
-#ifdef RACECHECK
-        segment++;
-#endif
     }
 
     // Gives every ring that has room its next unit, or tells it of the segment's end. Units from `limit` on, which lies beyond the
     // next one, are kept back.
     DEVICE void hand_out(Shared& shared, const Segment& g, int lane, bool first, u32 limit = 0xffffffffu) {
         const u32 empty = shared_address(shared.empty[lane < WARPS ? lane : 0]);
-        const bool has_room = open && barrier_passed_now(empty + 8 * slot, parity) && result_is_read(shared);
+        const bool has_room = open && barrier_passed_now(empty + 8 * slot, parity);
+#ifdef RACECHECK
+        // A slot is empty only after everyone has read the result it may have held: of two parities one has always passed.
+        const u32 results = shared_address(&shared.results_read);
+        if (has_room && !barrier_passed_now(results, 0)) barrier_passed_now(results, 1);
+#endif
         const u32 takers = __ballot_sync(0xffffffffu, has_room && side == 0);
         if (!__any_sync(0xffffffffu, has_room)) {
             __nanosleep(40);
@@ -127,9 +120,6 @@ struct Filler {
         }
 #endif
         if (ready) {
-#ifdef RACECHECK
-            if (!any) result_slot = slot;
-#endif
             open = any;
             side = any && unit < g.context.near_units ? side ^ 1 : 0;
             if (++slot == STAGES) slot = 0, parity ^= 1;

@@ -43,11 +43,12 @@ fn allowed(format: KvFormat) -> f64 {
     if format.is_coded() { 2.0 } else { 0.25 }
 }
 
-/// How many of the formats and of the prompts, and how many tokens generated after each prompt.
+/// How many of the formats and of the prompts, how many tokens after each prompt, and how many that are picked.
 struct Amount {
     formats: usize,
     first_prompt: usize,
     generated: usize,
+    picked: usize,
 }
 
 pub fn check(extent: Extent, report: &mut Report) -> Result<()> {
@@ -60,8 +61,8 @@ pub fn check(extent: Extent, report: &mut Report) -> Result<()> {
     };
     // Of the prompts the last, which has history.
     let amount = match extent.small {
-        true => Amount { formats: 2, first_prompt: PROMPTS.len() - 1, generated: 3 },
-        false => Amount { formats: usize::MAX, first_prompt: 0, generated: 48 },
+        true => Amount { formats: 2, first_prompt: PROMPTS.len() - 1, generated: 2, picked: 2 },
+        false => Amount { formats: usize::MAX, first_prompt: 0, generated: 48, picked: 12 },
     };
     check_formats(&args, &FORMATS, &amount, "model", report)?;
     let fp8 = ModelArgs { weights: Some(WeightsArg::Fp8), ..args };
@@ -88,7 +89,8 @@ fn check_formats(
             compare(&mut cpu, &mut gpu, &prompt, generated, format, model_name, report).with_context(what)?;
         }
         let prompt = tokenizer.encode(&PROMPTS[2].0.repeat(PROMPTS[2].1), false)?;
-        picked(&mut gpu, &prompt, format, report).with_context(|| format!("{format}, picked tokens"))?;
+        picked(&mut gpu, &prompt, amount.picked, format, report)
+            .with_context(|| format!("{format}, picked tokens"))?;
     }
     Ok(())
 }
@@ -141,6 +143,7 @@ fn compare(
 pub(super) fn picked(
     gpu: &mut Runner<AnyBackend>,
     prompt: &[u32],
+    steps: usize,
     format: KvFormat,
     report: &mut Report,
 ) -> Result<()> {
@@ -151,7 +154,7 @@ pub(super) fn picked(
     gpu.prefill(&mut whole, prompt, &mut logits, |_| {})?;
     gpu.prefill(&mut listed, prompt, &mut logits, |_| {})?;
     let name = format!("model picked tokens, {format}");
-    for step in 0..12 {
+    for step in 0..steps {
         let what = if step % 2 == 0 { Pick::Top(20) } else { Pick::Greedy };
         let token = [argmax(&logits) as u32];
         let mut requests = [
@@ -172,7 +175,7 @@ pub(super) fn picked(
         }
         report.case(&name, difference, ALLOWED, || format!("{what:?}, token {step}"));
     }
-    for step in 0..4 {
+    for step in 0..steps / 3 + 1 {
         let token = [argmax(&logits) as u32];
         let mut requests = [
             StepRequest { sequence: &mut whole, tokens: &token, logits: Logits::Pick(Pick::Greedy) },

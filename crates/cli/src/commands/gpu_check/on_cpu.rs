@@ -85,6 +85,6 @@ fn the_cpu_passes_the_check_of_picked_tokens() {
     let mut runner = model::runner(&opened, KvFormat::OSCAR2, args.backend().unwrap()).unwrap();
     let prompt: Vec<u32> = (20..420).collect();
     let mut report = Report::default();
-    model::picked(&mut runner, &prompt, KvFormat::OSCAR2, &mut report).unwrap();
+    model::picked(&mut runner, &prompt, 12, KvFormat::OSCAR2, &mut report).unwrap();
     assert_passes(&report, &["model picked tokens, oscar2"]);
 }
