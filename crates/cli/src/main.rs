@@ -44,6 +44,8 @@ enum Command {
     Compare(Box<commands::compare::Args>),
     /// Compare every CUDA kernel with the scalar reference and a whole model with the CPU; fails on a difference
     GpuCheck(commands::gpu_check::Args),
+    /// Compile the CUDA kernels ahead of time, for machines without NVRTC or for a quick first start
+    Kernels(commands::kernels::Args),
     /// Read, convert and verify official RotationZoo files
     Zoo(commands::zoo::Args),
 }
@@ -77,6 +79,7 @@ fn main() -> ExitCode {
         Command::Eval(args) => commands::eval::run(&args),
         Command::Compare(args) => commands::compare::run(&args),
         Command::GpuCheck(args) => commands::gpu_check::run(&args),
+        Command::Kernels(args) => commands::kernels::run(&args),
         Command::Zoo(args) => commands::zoo::run(&args),
     };
     match result {

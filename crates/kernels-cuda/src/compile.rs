@@ -1,15 +1,10 @@
-//! NVRTC at work, and the compiled kernels kept on disk.
-//!
-//! A cached image is named by the hash of everything that determines it (sources, definitions, architecture, compiler
-//! version) and appears by an atomic rename, so a half-written or outdated one is never loaded.
+//! NVRTC at work.
 
 use crate::error::{CudaError, Result};
 use crate::library;
 use crate::sources::{Defines, HEADERS, Source};
 use cudarc::nvrtc::sys::{self, nvrtcResult};
-use sha2::{Digest, Sha256};
 use std::ffi::{CStr, CString};
-use std::path::PathBuf;
 use std::ptr::null_mut;
 use std::sync::OnceLock;
 
@@ -46,57 +41,28 @@ impl Compiler {
         self.version
     }
 
-    /// The image of a variant for a GPU of compute capability `capability` (e.g. 90): machine code where this compiler
-    /// knows the GPU, else PTX of the newest architecture it knows, which the driver translates.
-    pub fn image(&self, source: &'static Source, defines: &Defines, capability: i32) -> Result<Vec<u8>> {
+    /// What to compile for a GPU of compute capability `capability` (e.g. 90): machine code where this compiler knows the GPU,
+    /// else PTX of the newest architecture it knows, which the driver translates.
+    pub fn arch_for(&self, capability: i32) -> Result<String> {
         let known = self.architectures.contains(&capability);
         let newest = self.architectures.iter().copied().filter(|&a| a <= capability).max();
-        let arch = match (known, newest) {
-            (true, _) => format!("sm_{capability}"),
-            (false, Some(newest)) => format!("compute_{newest}"),
-            (false, None) => {
-                return Err(CudaError::Unsupported(format!(
-                    "NVRTC {}.{} makes no code for compute capability {capability}: install an NVRTC that does",
-                    self.version.0, self.version.1
-                )));
-            }
-        };
-        let path = cache_folder().map(|folder| folder.join(self.image_name(source, defines, &arch)));
-        if let Some(image) = path.as_ref().and_then(|p| std::fs::read(p).ok()).filter(|i| !i.is_empty()) {
-            return Ok(image);
+        match (known, newest) {
+            (true, _) => Ok(format!("sm_{capability}")),
+            (false, Some(newest)) => Ok(format!("compute_{newest}")),
+            (false, None) => Err(CudaError::Unsupported(format!(
+                "NVRTC {}.{} makes no code for compute capability {capability}: install an NVRTC that does",
+                self.version.0, self.version.1
+            ))),
         }
-        let image = compile(source, defines, &arch)?;
-        if let Some(path) = path {
-            // A cache that cannot be written costs time at the next start, nothing else.
-            let _ = store(&path, &image);
-        }
-        Ok(image)
     }
 
-    /// Compiles without looking at or filling the cache.
+    /// The image of a variant for `sm_90` (machine code) or `compute_90` (PTX).
     pub fn compile(&self, source: &'static Source, defines: &Defines, arch: &str) -> Result<Vec<u8>> {
         compile(source, defines, arch)
     }
-
-    fn image_name(&self, source: &Source, defines: &Defines, arch: &str) -> String {
-        let mut hash = Sha256::new();
-        let mut part = |text: &str| {
-            hash.update((text.len() as u64).to_le_bytes());
-            hash.update(text);
-        };
-        part(source.text);
-        HEADERS.iter().for_each(|(name, text)| {
-            part(name);
-            part(text);
-        });
-        part(&options(defines, arch).join(" "));
-        part(&format!("{:?}", self.version));
-        let digest: String = hash.finalize().iter().take(16).map(|b| format!("{b:02x}")).collect();
-        format!("{}-{arch}-{digest}.bin", source.file.trim_end_matches(".cu"))
-    }
 }
 
-fn options(defines: &Defines, arch: &str) -> Vec<String> {
+pub(crate) fn options(defines: &Defines, arch: &str) -> Vec<String> {
     let mut all = vec![
         format!("--gpu-architecture={arch}"),
         "--std=c++17".into(),
@@ -110,26 +76,6 @@ fn options(defines: &Defines, arch: &str) -> Vec<String> {
     let more = std::env::var("OSCAR_CUDA_DEFINES").unwrap_or_default();
     all.extend(more.split(',').filter(|name| !name.is_empty()).map(|name| format!("--define-macro={name}")));
     all
-}
-
-/// `$XDG_CACHE_HOME/oscar/kernels`, or under `~/.cache`.
-fn cache_folder() -> Option<PathBuf> {
-    let base = std::env::var_os("XDG_CACHE_HOME")
-        .filter(|v| !v.is_empty())
-        .map(PathBuf::from)
-        .or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".cache")))?;
-    Some(base.join("oscar").join("kernels"))
-}
-
-fn store(path: &std::path::Path, image: &[u8]) -> std::io::Result<()> {
-    if let Some(folder) = path.parent() {
-        std::fs::create_dir_all(folder)?;
-    }
-    let temporary = path.with_extension(format!("tmp{}", std::process::id()));
-    std::fs::write(&temporary, image)?;
-    std::fs::rename(&temporary, path).inspect_err(|_| {
-        let _ = std::fs::remove_file(&temporary);
-    })
 }
 
 fn check(call: &'static str, result: nvrtcResult) -> Result<()> {

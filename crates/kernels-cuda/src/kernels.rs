@@ -1,8 +1,8 @@
-//! Loaded kernels by source, variant and name, compiled when first asked for.
+//! Loaded kernels by source, variant and name, fetched when first asked for.
 
-use crate::compile::Compiler;
 use crate::device::{Device, Function};
 use crate::error::Result;
+use crate::images::Images;
 use crate::sources::{Defines, Source};
 use cudarc::driver::sys;
 use std::collections::HashMap;
@@ -13,7 +13,7 @@ use std::sync::{Mutex, PoisonError};
 /// The kernels of one GPU.
 pub struct Kernels {
     device: Device,
-    compiler: Compiler,
+    images: Images,
     modules: Mutex<HashMap<(&'static str, Defines), Module>>,
     functions: Mutex<HashMap<(&'static str, Defines, &'static CStr), Function>>,
 }
@@ -28,14 +28,14 @@ impl Kernels {
     pub fn new(device: &Device) -> Result<Self> {
         Ok(Self {
             device: device.clone(),
-            compiler: Compiler::open()?,
+            images: Images::open()?,
             modules: Mutex::default(),
             functions: Mutex::default(),
         })
     }
 
-    pub fn compiler(&self) -> &Compiler {
-        &self.compiler
+    pub fn images(&self) -> &Images {
+        &self.images
     }
 
     /// A kernel of a variant; `shared` is the dynamic shared memory it may be launched with.
@@ -72,7 +72,7 @@ impl Kernels {
             return Ok(module);
         }
         let p = self.device.properties();
-        let mut image = self.compiler.image(source, defines, p.major * 10 + p.minor)?;
+        let mut image = self.images.image(source, defines, p.major * 10 + p.minor)?;
         // PTX is text and must end with a zero byte; machine code does not mind one.
         image.push(0);
         self.device.enter()?;

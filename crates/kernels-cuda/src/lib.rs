@@ -1,7 +1,7 @@
 //! NVIDIA GPUs as a backend: whole models, and attention over 2-bit pages.
 //!
 //! Nothing of CUDA is needed to build. At run time the driver is found by dynamic loading, the kernels under `kernels/`
-//! are compiled by NVRTC at first use and kept on disk ([`compile`]), large matrix products go to cuBLASLt. One
+//! are compiled by NVRTC at first use and kept on disk, or come from a folder ([`images`]), large matrix products go to cuBLASLt. One
 //! [`Device`] has one stream; a step enqueues everything and waits once, when its tokens are chosen: what comes back is
 //! a token or a short list for each sequence, or its logits where a request needs them all.
 //!
@@ -28,6 +28,7 @@ mod error;
 pub mod gemm;
 pub mod graph;
 mod heads;
+pub mod images;
 mod kernels;
 mod launch;
 mod library;

@@ -92,7 +92,13 @@ pub fn weight_defines(format: WeightFormat) -> Defines {
 /// Every variant that a model may ask for on a GPU with this much shared memory a block.
 pub fn variants(shared_memory: usize) -> Vec<(&'static Source, Defines)> {
     let decode = Variant::all(shared_memory).map(|v| (&ATTENTION_DECODE, v.defines()));
-    let mut all: Vec<(&'static Source, Defines)> = decode.collect();
+    let mut all: Vec<(&'static Source, Defines)> = Vec::new();
+    // Several group sizes may come to the same.
+    for variant in decode {
+        if !all.contains(&variant) {
+            all.push(variant);
+        }
+    }
     all.push((&SKINNY_GEMM, weight_defines(WeightFormat::Fp8)));
     for source in PLAIN {
         if source.by_head_dim {

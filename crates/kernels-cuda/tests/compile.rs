@@ -1,8 +1,8 @@
-//! Every kernel compiles for every architecture we support, where NVRTC is at hand.
+//! Every kernel compiles for every architecture we support, where NVRTC is at hand, and is found again.
 
 use oscar_kernels_cuda::compile::Compiler;
+use oscar_kernels_cuda::images::{Architecture, Images, precompile};
 use oscar_kernels_cuda::sources;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Skipped, aloud, where libnvrtc cannot be loaded, unless `OSCAR_NVRTC` says where it is (as CI does).
@@ -16,31 +16,36 @@ fn all_kernels_compile_for_all_architectures() {
         }
         Err(error) => panic!("{error}"),
     };
-    // Each architecture with the shared memory that its GPUs give a block.
-    let targets = [("sm_80", 163 << 10), ("sm_89", 99 << 10), ("sm_90", 227 << 10), ("sm_100", 227 << 10)];
-    let mut jobs: Vec<_> = targets
-        .into_iter()
-        .flat_map(|(arch, shared)| sources::variants(shared).into_iter().map(move |(s, d)| (arch, s, d)))
-        .collect();
+    let folder = tempfile::tempdir().unwrap();
+    let images = Images::Precompiled(folder.path().to_owned());
+    for arch in ["sm_80", "sm_89", "sm_90", "sm_100"] {
+        let arch: Architecture = arch.parse().unwrap();
+        let variants = sources::variants(arch.shared_memory);
+        let (source, defines) = &variants[0];
+        let missing = images.image(source, defines, arch.capability).unwrap_err().to_string();
+        assert!(missing.contains(&format!("oscar kernels --arch {arch}")), "{missing}");
+
+        let done = AtomicUsize::new(0);
+        let count = || {
+            done.fetch_add(1, Ordering::Relaxed);
+        };
+        let (made, bytes) = precompile(&compiler, arch, folder.path(), count).unwrap();
+        assert_eq!((made, done.into_inner()), (variants.len(), variants.len()));
+        let bytes_of = |(source, defines)| images.image(source, defines, arch.capability).unwrap().len();
+        assert_eq!(variants.iter().map(|(s, d)| (*s, d)).map(bytes_of).sum::<usize>(), bytes);
+    }
     // As racecheck gets to see it.
-    let watched =
-        jobs.iter().find(|(arch, source, _)| *arch == "sm_90" && source.file == "attention_decode.cu");
-    let (arch, source, mut defines) = watched.cloned().expect("decode attention has variants");
+    let decode = sources::variants(227 << 10).into_iter().find(|(s, _)| s.file == "attention_decode.cu");
+    let (source, mut defines) = decode.expect("decode attention has variants");
     defines.push(("RACECHECK", 1));
-    jobs.push((arch, source, defines));
-    let (next, failures) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
-    std::thread::scope(|scope| {
-        for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
-            scope.spawn(|| {
-                while let Some((arch, source, defines)) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    match compiler.compile(source, defines, arch) {
-                        Ok(image) => assert!(!image.is_empty()),
-                        Err(error) => failures.lock().unwrap().push(format!("{defines:?}: {error}")),
-                    }
-                }
-            });
-        }
-    });
-    let failures = failures.into_inner().unwrap();
-    assert!(failures.is_empty(), "{}", failures.join("\n\n"));
+    assert!(!compiler.compile(source, &defines, "sm_90").unwrap().is_empty());
+}
+
+#[test]
+fn architectures_are_named_as_the_compiler_names_them() {
+    for arch in Architecture::ALL {
+        assert_eq!(arch.to_string().parse(), Ok(arch));
+    }
+    let unknown = "sm_70".parse::<Architecture>().unwrap_err();
+    assert!(unknown.contains("sm_80") && unknown.contains("sm_120"), "{unknown}");
 }

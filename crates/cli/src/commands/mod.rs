@@ -7,6 +7,7 @@ pub mod compare;
 pub mod doctor;
 pub mod eval;
 pub mod gpu_check;
+pub mod kernels;
 pub mod plan;
 pub mod run;
 pub mod serve;

@@ -8,7 +8,7 @@ fn errors_name_the_value_and_what_to_do() {
     let garbage = dir.path().join("garbage.json");
     std::fs::write(&garbage, "{ not json").unwrap();
     let garbage = garbage.to_str().unwrap();
-    let cases: [(&[&str], i32, &str); 25] = [
+    let cases: [(&[&str], i32, &str); 26] = [
         (&["run", "--kv", "oscar9", "--prompt", "x"], 2, "oscar2-official"),
         (&["run", "--prompt", "x", "--chat", "y"], 2, "--chat"),
         (&["run", "--raw", "--prompt", ""], 1, "no tokens"),
@@ -22,6 +22,7 @@ fn errors_name_the_value_and_what_to_do() {
         (&["run", "--prompt", "x", "--rotations", garbage], 1, "rotation file"),
         (&["run", "--prompt", "x", "--device", "cuda", "--precision", "f32"], 1, "--precision f32"),
         (&["run", "--prompt", "x", "--kv-memory", "1K"], 1, "--kv-memory"),
+        (&["kernels", "--arch", "sm_70", "--out", empty], 2, "one of sm_80"),
         (&["plan", "--memory", "1M"], 1, "does not fit"),
         (&["bench", "attention", "--heads", "7/2"], 1, "--heads"),
         (&["bench", "serve", "--rate", "0"], 1, "--rate 0"),

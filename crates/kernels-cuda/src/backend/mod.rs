@@ -192,9 +192,8 @@ impl Backend for CudaBackend {
 
     fn describe(&self) -> String {
         let p = self.device.properties();
-        let (major, minor) = self.kernels.compiler().version();
         format!(
-            "cuda, {} (sm_{}{}, {:.0} GiB, driver CUDA {}.{}, NVRTC {major}.{minor}), BF16 or FP8 weights, 16-bit activations \
+            "cuda, {} (sm_{}{}, {:.0} GiB, driver CUDA {}.{}, {}), BF16 or FP8 weights, 16-bit activations \
              up to {} rows, BF16 above",
             p.name,
             p.major,
@@ -202,6 +201,7 @@ impl Backend for CudaBackend {
             p.memory as f64 / (1u64 << 30) as f64,
             p.driver.0,
             p.driver.1,
+            self.kernels.images().describe(),
             crate::gemm::MOST_ROWS,
         )
     }

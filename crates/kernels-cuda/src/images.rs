@@ -1,0 +1,213 @@
+//! Where a GPU's kernels come from: the compiler and its cache on disk, or a folder of images compiled ahead of time.
+//!
+//! An image is named by the hash of everything that determines it (sources, definitions, architecture, in the cache also
+//! the compiler's version) and appears by an atomic rename, so a half-written or outdated one is never loaded.
+
+use crate::compile::{self, Compiler};
+use crate::error::{CudaError, Result};
+use crate::sources::{self, Defines, HEADERS, Source};
+use sha2::{Digest, Sha256};
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Names a folder of precompiled kernels.
+const FOLDER_VARIABLE: &str = "OSCAR_CUDA_KERNELS";
+
+/// The source of a GPU's images.
+pub enum Images {
+    /// Made by NVRTC when first asked for, kept in the user's cache.
+    Compiled(Compiler),
+    /// Made by [`precompile`]: there is nothing but what lies there.
+    Precompiled(PathBuf),
+}
+
+impl Images {
+    /// The folder that `OSCAR_CUDA_KERNELS` names; without it NVRTC is looked for.
+    pub fn open() -> Result<Self> {
+        match std::env::var_os(FOLDER_VARIABLE).filter(|folder| !folder.is_empty()) {
+            None => Compiler::open().map(Self::Compiled),
+            Some(folder) if Path::new(&folder).is_dir() => Ok(Self::Precompiled(folder.into())),
+            Some(folder) => {
+                let folder = folder.display();
+                Err(CudaError::Unsupported(format!("{FOLDER_VARIABLE}={folder}: there is no such folder")))
+            }
+        }
+    }
+
+    /// A word about it for people.
+    pub fn describe(&self) -> String {
+        match self {
+            Self::Compiled(compiler) => {
+                let (major, minor) = compiler.version();
+                format!("NVRTC {major}.{minor}")
+            }
+            Self::Precompiled(_) => "precompiled kernels".into(),
+        }
+    }
+
+    /// The image of a variant for a GPU of compute capability `capability` (e.g. 90).
+    pub fn image(&self, source: &'static Source, defines: &Defines, capability: i32) -> Result<Vec<u8>> {
+        match self {
+            Self::Compiled(compiler) => {
+                let arch = compiler.arch_for(capability)?;
+                let name = image_name(source, defines, &arch, Some(compiler.version()));
+                let path = cache_folder().map(|folder| folder.join(name));
+                if let Some(image) = path.as_ref().and_then(|p| read(p)) {
+                    return Ok(image);
+                }
+                let image = compiler.compile(source, defines, &arch)?;
+                if let Some(path) = path {
+                    // A cache that cannot be written costs time at the next start, nothing else.
+                    let _ = store(&path, &image);
+                }
+                Ok(image)
+            }
+            Self::Precompiled(folder) => {
+                let arch = format!("sm_{capability}");
+                read(&folder.join(image_name(source, defines, &arch, None))).ok_or_else(|| {
+                    let folder = folder.display();
+                    CudaError::Unsupported(format!(
+                        "{folder} ({FOLDER_VARIABLE}) has no image of this version's {} {defines:?} for {arch}: make it with \
+                         `oscar kernels --arch {arch} --out {folder}`, or unset {FOLDER_VARIABLE} to compile here",
+                        source.file
+                    ))
+                })
+            }
+        }
+    }
+}
+
+/// A GPU architecture that kernels are compiled for ahead of time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Architecture {
+    /// Compute capability, e.g. 90.
+    pub capability: i32,
+    /// Shared memory that its GPUs give a block, which decides on variants.
+    pub shared_memory: usize,
+}
+
+impl Architecture {
+    pub const ALL: [Self; 8] = [
+        Self::of(80, 163),
+        Self::of(86, 99),
+        Self::of(87, 163),
+        Self::of(89, 99),
+        Self::of(90, 227),
+        Self::of(100, 227),
+        Self::of(103, 227),
+        Self::of(120, 99),
+    ];
+
+    const fn of(capability: i32, kibibytes: usize) -> Self {
+        Self { capability, shared_memory: kibibytes << 10 }
+    }
+}
+
+impl std::fmt::Display for Architecture {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "sm_{}", self.capability)
+    }
+}
+
+impl FromStr for Architecture {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        let known = || Self::ALL.map(|a| a.to_string()).join(", ");
+        Self::ALL
+            .into_iter()
+            .find(|a| a.to_string() == text)
+            .ok_or_else(|| format!("it may be one of {}", known()))
+    }
+}
+
+/// Compiles everything that a model may ask for on GPUs of an architecture into a folder, on all cores. `done` hears of each
+/// image. Returns their number and bytes.
+pub fn precompile(
+    compiler: &Compiler,
+    architecture: Architecture,
+    folder: &Path,
+    done: impl Fn() + Sync,
+) -> Result<(usize, usize)> {
+    let arch = architecture.to_string();
+    let jobs = sources::variants(architecture.shared_memory);
+    let (next, bytes) = (AtomicUsize::new(0), AtomicUsize::new(0));
+    let failure = Mutex::new(None);
+    let work = || {
+        while let Some((source, defines)) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let stored = compiler.compile(source, defines, &arch).and_then(|image| {
+                let path = folder.join(image_name(source, defines, &arch, None));
+                store(&path, &image).map_err(|error| {
+                    CudaError::Unsupported(format!("{} could not be written: {error}", path.display()))
+                })?;
+                Ok(image.len())
+            });
+            match stored {
+                Ok(size) => bytes.fetch_add(size, Ordering::Relaxed),
+                Err(error) => {
+                    // The others need not go on.
+                    next.store(jobs.len(), Ordering::Relaxed);
+                    if let Ok(mut failure) = failure.lock() {
+                        failure.get_or_insert(error);
+                    }
+                    return;
+                }
+            };
+            done();
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
+            scope.spawn(work);
+        }
+    });
+    match failure.into_inner().ok().flatten() {
+        Some(error) => Err(error),
+        None => Ok((jobs.len(), bytes.into_inner())),
+    }
+}
+
+fn image_name(source: &Source, defines: &Defines, arch: &str, compiler: Option<(i32, i32)>) -> String {
+    let mut hash = Sha256::new();
+    let mut part = |text: &str| {
+        hash.update((text.len() as u64).to_le_bytes());
+        hash.update(text);
+    };
+    part(source.text);
+    HEADERS.iter().for_each(|(name, text)| {
+        part(name);
+        part(text);
+    });
+    part(&compile::options(defines, arch).join(" "));
+    if let Some(version) = compiler {
+        part(&format!("{version:?}"));
+    }
+    let digest: String = hash.finalize().iter().take(16).map(|b| format!("{b:02x}")).collect();
+    format!("{}-{arch}-{digest}.bin", source.file.trim_end_matches(".cu"))
+}
+
+/// `$XDG_CACHE_HOME/oscar/kernels`, or under `~/.cache`.
+fn cache_folder() -> Option<PathBuf> {
+    let base = std::env::var_os("XDG_CACHE_HOME")
+        .filter(|v| !v.is_empty())
+        .map(PathBuf::from)
+        .or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".cache")))?;
+    Some(base.join("oscar").join("kernels"))
+}
+
+fn read(path: &Path) -> Option<Vec<u8>> {
+    std::fs::read(path).ok().filter(|image| !image.is_empty())
+}
+
+fn store(path: &Path, image: &[u8]) -> std::io::Result<()> {
+    if let Some(folder) = path.parent() {
+        std::fs::create_dir_all(folder)?;
+    }
+    let temporary = path.with_extension(format!("tmp{}", std::process::id()));
+    std::fs::write(&temporary, image)?;
+    std::fs::rename(&temporary, path).inspect_err(|_| {
+        let _ = std::fs::remove_file(&temporary);
+    })
+}
