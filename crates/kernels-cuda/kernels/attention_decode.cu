@@ -14,8 +14,7 @@
 // Compiled with HEAD_DIM (64, 128, 256), QUERY_TILES (1: up to 8 query heads to a KV head, 2: up to 16), WARPS, STAGES,
 // BLOCKS (blocks that share a multiprocessor), SHARED_BYTES (of dynamic shared memory) and FROM_PROJECTIONS: is the way of the new
 // token into the cache gone here (decode_heads.cuh)? Then the plan gives every item workers of its own. RACECHECK adds what
-// compute-sanitizer's tool of that name needs to see that one thing comes before another: it does not follow an order that is made of
-// a barrier of all readers and the barrier of a ring.
+// compute-sanitizer's tool of that name needs to see that one thing comes before another.
 #include "decode_filler.cuh"
 #include "decode_heads.cuh"
 #include "decode_merge.cuh"
@@ -31,9 +30,6 @@ DEVICE void make_barriers(Shared& shared, int lane, int warp) {
         barrier_init(shared_address(&shared.full[warp][i]), FULL_ARRIVALS);
         barrier_init(shared_address(&shared.empty[warp][i]), EMPTY_ARRIVALS);
     }
-#ifdef RACECHECK
-    if (warp == 0) barrier_init(shared_address(&shared.results_read), THREADS);
-#endif
     barriers_before_bulk_copies();
 }
 
@@ -197,6 +193,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, BLOCKS) decode_attent
         wait_for_previous_kernel();
         filler.serve(shared, g, lane, true);
         for (next_item(); find(); next_item()) {
+            filler_ends_segment();
             filler.begin(lane);
             filler.serve(shared, g, lane, false);
         }
@@ -225,10 +222,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, BLOCKS) decode_attent
         more = find();
         if (more) {
             // The filler may have the slots that held the result.
-#ifdef RACECHECK
-            barrier_arrive(shared_address(&shared.results_read));
-#endif
-            sync_readers();
+            readers_end_segment();
             writes_before_bulk_copies();
             ring.release();
         }

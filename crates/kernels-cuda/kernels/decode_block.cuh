@@ -66,9 +66,6 @@ struct alignas(128) Shared {
     float split_step;
     float2 to_codes[STEPS], from_codes[STEPS];  // units of the result
     u64 full[WARPS][STAGES], empty[WARPS][STAGES];
-#ifdef RACECHECK
-    u64 results_read;
-#endif
     u32 slot_unit[WARPS][STAGES];  // what each slot holds
     alignas(16) u32 last_slot[WARPS_ROUNDED];  // the slot that held NO_UNIT
     Segment segments[WARPS + 1];   // each warp's own copy: warps go on to the next segment at different times
@@ -143,3 +140,14 @@ DEVICE void wait_for_barriers() { asm volatile("bar.sync 2, %0;" ::"n"(THREADS +
 
 // All reading threads.
 DEVICE void sync_readers() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
+
+// Between segments: everyone has read the results that lie in slots. The filler learns it slot by slot, as readers then empty
+// them, and begins with others meanwhile. Racecheck does not follow an order that is made of the readers' barrier and a
+// ring's: for it the filler waits too.
+#ifdef RACECHECK
+DEVICE void readers_end_segment() { asm volatile("bar.sync 3, %0;" ::"n"(THREADS + 32) : "memory"); }
+DEVICE void filler_ends_segment() { readers_end_segment(); }
+#else
+DEVICE void readers_end_segment() { sync_readers(); }
+DEVICE void filler_ends_segment() {}
+#endif

@@ -74,11 +74,6 @@ struct Filler {
     DEVICE void hand_out(Shared& shared, const Segment& g, int lane, bool first, u32 limit = 0xffffffffu) {
         const u32 empty = shared_address(shared.empty[lane < WARPS ? lane : 0]);
         const bool has_room = open && barrier_passed_now(empty + 8 * slot, parity);
-#ifdef RACECHECK
-        // A slot is empty only after everyone has read the result it may have held: of two parities one has always passed.
-        const u32 results = shared_address(&shared.results_read);
-        if (has_room && !barrier_passed_now(results, 0)) barrier_passed_now(results, 1);
-#endif
         const u32 takers = __ballot_sync(0xffffffffu, has_room && side == 0);
         if (!__any_sync(0xffffffffu, has_room)) {
             __nanosleep(40);

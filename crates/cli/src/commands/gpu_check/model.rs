@@ -43,10 +43,10 @@ fn allowed(format: KvFormat) -> f64 {
     if format.is_coded() { 2.0 } else { 0.25 }
 }
 
-/// How many of the formats and of the prompts, how many tokens after each prompt, and how many that are picked.
+/// How many of the formats, which texts repeated how often, how many tokens after each, and how many that are picked.
 struct Amount {
     formats: usize,
-    first_prompt: usize,
+    prompts: Vec<(&'static str, usize)>,
     generated: usize,
     picked: usize,
 }
@@ -59,10 +59,10 @@ pub fn check(extent: Extent, report: &mut Report) -> Result<()> {
         precision: PrecisionArg::Bf16,
         weights: None,
     };
-    // Of the prompts the last, which has history.
     let amount = match extent.small {
-        true => Amount { formats: 2, first_prompt: PROMPTS.len() - 1, generated: 2, picked: 2 },
-        false => Amount { formats: usize::MAX, first_prompt: 0, generated: 48, picked: 12 },
+        // Just long enough for some history.
+        true => Amount { formats: 2, prompts: vec![(PROMPTS[3].0, 15)], generated: 2, picked: 2 },
+        false => Amount { formats: usize::MAX, prompts: PROMPTS.to_vec(), generated: 48, picked: 12 },
     };
     check_formats(&args, &FORMATS, &amount, "model", report)?;
     let fp8 = ModelArgs { weights: Some(WeightsArg::Fp8), ..args };
@@ -82,7 +82,7 @@ fn check_formats(
         let format: KvFormat = name.parse()?;
         let mut cpu = runner(&model, format, args.backend()?)?;
         let mut gpu = runner(&model, format, AnyBackend::cuda()?)?;
-        for (text, times) in &PROMPTS[amount.first_prompt..] {
+        for (text, times) in &amount.prompts {
             let prompt = tokenizer.encode(&text.repeat(*times), false)?;
             let what = || format!("{format}, prompt of {} tokens", prompt.len());
             let generated = amount.generated;
