@@ -145,9 +145,11 @@ DEVICE void sync_readers() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "me
 // them, and begins with others meanwhile. Racecheck does not follow an order that is made of the readers' barrier and a
 // ring's: for it the filler waits too.
 #ifdef RACECHECK
-DEVICE void readers_end_segment() { asm volatile("bar.sync 3, %0;" ::"n"(THREADS + 32) : "memory"); }
-DEVICE void filler_ends_segment() { readers_end_segment(); }
+DEVICE void filler_ends_segment() { asm volatile("bar.sync 3, %0;" ::"n"(THREADS + 32) : "memory"); }
 #else
-DEVICE void readers_end_segment() { sync_readers(); }
 DEVICE void filler_ends_segment() {}
 #endif
+DEVICE void readers_end_segment() {
+    sync_readers();
+    filler_ends_segment();
+}

@@ -41,10 +41,15 @@ impl Compiler {
         self.version
     }
 
+    /// Does it make machine code for GPUs of this compute capability (e.g. 90)?
+    pub fn knows(&self, capability: i32) -> bool {
+        self.architectures.contains(&capability)
+    }
+
     /// What to compile for a GPU of compute capability `capability` (e.g. 90): machine code where this compiler knows the GPU,
     /// else PTX of the newest architecture it knows, which the driver translates.
     pub fn arch_for(&self, capability: i32) -> Result<String> {
-        let known = self.architectures.contains(&capability);
+        let known = self.knows(capability);
         let newest = self.architectures.iter().copied().filter(|&a| a <= capability).max();
         match (known, newest) {
             (true, _) => Ok(format!("sm_{capability}")),

@@ -7,10 +7,13 @@ use crate::compile::{self, Compiler};
 use crate::error::{CudaError, Result};
 use crate::sources::{self, Defines, HEADERS, Source};
 use sha2::{Digest, Sha256};
+use std::fs::File;
+use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Names a folder of precompiled kernels.
 const FOLDER_VARIABLE: &str = "OSCAR_CUDA_KERNELS";
@@ -54,7 +57,9 @@ impl Images {
                 let arch = compiler.arch_for(capability)?;
                 let name = image_name(source, defines, &arch, Some(compiler.version()));
                 let path = cache_folder().map(|folder| folder.join(name));
-                if let Some(image) = path.as_ref().and_then(|p| read(p)) {
+                let kept =
+                    path.as_ref().and_then(|p| std::fs::read(p).ok()).filter(|image| !image.is_empty());
+                if let Some(image) = kept {
                     return Ok(image);
                 }
                 let image = compiler.compile(source, defines, &arch)?;
@@ -65,18 +70,51 @@ impl Images {
                 Ok(image)
             }
             Self::Precompiled(folder) => {
-                let arch = format!("sm_{capability}");
-                read(&folder.join(image_name(source, defines, &arch, None))).ok_or_else(|| {
-                    let folder = folder.display();
-                    CudaError::Unsupported(format!(
-                        "{folder} ({FOLDER_VARIABLE}) has no image of this version's {} {defines:?} for {arch}: make it with \
-                         `oscar kernels --arch {arch} --out {folder}`, or unset {FOLDER_VARIABLE} to compile here",
-                        source.file
-                    ))
-                })
+                for arch in Architecture::running_on(capability) {
+                    let path = folder.join(image_name(source, defines, &arch.to_string(), None));
+                    match std::fs::read(&path) {
+                        Ok(image) if !image.is_empty() => return Ok(image),
+                        Ok(_) => {}
+                        Err(error) if error.kind() == ErrorKind::NotFound => {}
+                        Err(error) => {
+                            return Err(CudaError::Unsupported(format!("{}: {error}", path.display())));
+                        }
+                    }
+                }
+                Err(missing(folder, source, capability))
             }
         }
     }
+
+    /// Fails where a GPU's kernels are to come from a folder that lacks one of them: now rather than in the middle of an answer.
+    pub fn check(&self, capability: i32, shared_memory: usize) -> Result<()> {
+        let Self::Precompiled(folder) = self else { return Ok(()) };
+        let variants = sources::variants(shared_memory);
+        let there = |arch: Architecture, (source, defines): &(&'static Source, Defines)| {
+            let path = folder.join(image_name(source, defines, &arch.to_string(), None));
+            std::fs::metadata(path).is_ok_and(|found| found.len() > 0)
+        };
+        let lacks = |arch| variants.iter().find(|variant| !there(arch, variant));
+        let mut nearest_lacks = None;
+        for arch in Architecture::running_on(capability) {
+            let Some((source, _)) = lacks(arch) else { return Ok(()) };
+            nearest_lacks.get_or_insert(*source);
+        }
+        Err(missing(folder, nearest_lacks.unwrap_or(variants[0].0), capability))
+    }
+}
+
+/// What is said where a folder has no image.
+fn missing(folder: &Path, source: &Source, capability: i32) -> CudaError {
+    let (file, folder) = (source.file, folder.display());
+    let make = match Architecture::running_on(capability).next() {
+        Some(arch) => format!("make them with `oscar kernels --arch {arch} --out {folder}`, or "),
+        None => String::new(),
+    };
+    CudaError::Unsupported(format!(
+        "{folder} ({FOLDER_VARIABLE}) lacks images of this version's {file} for sm_{capability}: {make}unset {FOLDER_VARIABLE} \
+         to compile here"
+    ))
 }
 
 /// A GPU architecture that kernels are compiled for ahead of time.
@@ -89,6 +127,15 @@ pub struct Architecture {
 }
 
 impl Architecture {
+    /// Those that most GPUs in use have, or run the code of.
+    pub const USUAL: [Self; 6] = [
+        Self::of(80, 163),
+        Self::of(86, 99),
+        Self::of(89, 99),
+        Self::of(90, 227),
+        Self::of(100, 227),
+        Self::of(120, 99),
+    ];
     pub const ALL: [Self; 8] = [
         Self::of(80, 163),
         Self::of(86, 99),
@@ -102,6 +149,12 @@ impl Architecture {
 
     const fn of(capability: i32, kibibytes: usize) -> Self {
         Self { capability, shared_memory: kibibytes << 10 }
+    }
+
+    /// Those whose images run on GPUs of this compute capability, the nearest first: of its generation, not newer.
+    fn running_on(capability: i32) -> impl Iterator<Item = Self> {
+        let runs = move |a: &Self| a.capability / 10 == capability / 10 && a.capability <= capability;
+        Self::ALL.into_iter().rev().filter(runs)
     }
 }
 
@@ -197,17 +250,18 @@ fn cache_folder() -> Option<PathBuf> {
     Some(base.join("oscar").join("kernels"))
 }
 
-fn read(path: &Path) -> Option<Vec<u8>> {
-    std::fs::read(path).ok().filter(|image| !image.is_empty())
-}
-
+/// Writes a file that is whole or not there, whoever else writes it at the same time.
 fn store(path: &Path, image: &[u8]) -> std::io::Result<()> {
+    static STORED: AtomicUsize = AtomicUsize::new(0);
     if let Some(folder) = path.parent() {
         std::fs::create_dir_all(folder)?;
     }
-    let temporary = path.with_extension(format!("tmp{}", std::process::id()));
-    std::fs::write(&temporary, image)?;
-    std::fs::rename(&temporary, path).inspect_err(|_| {
+    // Containers that share the folder may have the same process ids.
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
+    let count = STORED.fetch_add(1, Ordering::Relaxed);
+    let temporary = path.with_extension(format!("tmp-{}-{count}-{now}", std::process::id()));
+    let written = File::create_new(&temporary).and_then(|mut file| file.write_all(image));
+    written.and_then(|()| std::fs::rename(&temporary, path)).inspect_err(|_| {
         let _ = std::fs::remove_file(&temporary);
     })
 }

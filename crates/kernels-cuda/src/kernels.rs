@@ -26,12 +26,9 @@ unsafe impl Send for Module {}
 
 impl Kernels {
     pub fn new(device: &Device) -> Result<Self> {
-        Ok(Self {
-            device: device.clone(),
-            images: Images::open()?,
-            modules: Mutex::default(),
-            functions: Mutex::default(),
-        })
+        let (images, p) = (Images::open()?, device.properties());
+        images.check(p.major * 10 + p.minor, p.shared_memory as usize)?;
+        Ok(Self { device: device.clone(), images, modules: Mutex::default(), functions: Mutex::default() })
     }
 
     pub fn images(&self) -> &Images {

@@ -18,13 +18,14 @@ fn all_kernels_compile_for_all_architectures() {
     };
     let folder = tempfile::tempdir().unwrap();
     let images = Images::Precompiled(folder.path().to_owned());
-    for arch in ["sm_80", "sm_89", "sm_90", "sm_100"] {
-        let arch: Architecture = arch.parse().unwrap();
-        let variants = sources::variants(arch.shared_memory);
-        let (source, defines) = &variants[0];
+    for arch in Architecture::USUAL {
+        let (source, defines) = &sources::variants(arch.shared_memory)[0];
         let missing = images.image(source, defines, arch.capability).unwrap_err().to_string();
         assert!(missing.contains(&format!("oscar kernels --arch {arch}")), "{missing}");
-
+        assert!(images.check(arch.capability, arch.shared_memory).is_err());
+    }
+    for arch in Architecture::USUAL {
+        let variants = sources::variants(arch.shared_memory);
         let done = AtomicUsize::new(0);
         let count = || {
             done.fetch_add(1, Ordering::Relaxed);
@@ -33,7 +34,19 @@ fn all_kernels_compile_for_all_architectures() {
         assert_eq!((made, done.into_inner()), (variants.len(), variants.len()));
         let bytes_of = |(source, defines)| images.image(source, defines, arch.capability).unwrap().len();
         assert_eq!(variants.iter().map(|(s, d)| (*s, d)).map(bytes_of).sum::<usize>(), bytes);
+        images.check(arch.capability, arch.shared_memory).unwrap();
     }
+    // A GPU of the same generation runs the code of an older one that has as much shared memory; of another it does not.
+    for (capability, kibibytes) in [(87, 163), (103, 227), (121, 99)] {
+        images.check(capability, kibibytes << 10).unwrap();
+    }
+    assert!(images.check(75, 99 << 10).is_err() && images.check(110, 227 << 10).is_err());
+    // One that is not whole is missed before anything runs.
+    let mut all = std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().path());
+    let damaged = all.find(|path| path.to_string_lossy().contains("pick-sm_90-")).unwrap();
+    std::fs::write(&damaged, b"").unwrap();
+    let missed = images.check(90, 227 << 10).unwrap_err().to_string();
+    assert!(missed.contains("pick.cu") && missed.contains("--arch sm_90"), "{missed}");
     // As racecheck gets to see it.
     let decode = sources::variants(227 << 10).into_iter().find(|(s, _)| s.file == "attention_decode.cu");
     let (source, mut defines) = decode.expect("decode attention has variants");

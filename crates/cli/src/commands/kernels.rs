@@ -1,7 +1,7 @@
 //! `oscar kernels`: the CUDA kernels compiled ahead of time, for machines that have a GPU and no compiler.
 
 use crate::{progress, table};
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use oscar_kernels_cuda::compile::Compiler;
 use oscar_kernels_cuda::images::{Architecture, precompile};
 use oscar_kernels_cuda::sources;
@@ -11,13 +11,9 @@ use std::time::Instant;
 
 #[derive(clap::Args)]
 pub struct Args {
-    /// GPU architectures to compile for, e.g. sm_90 for the H100 and H200
-    #[arg(
-        long,
-        value_name = "ARCH[,ARCH…]",
-        value_delimiter = ',',
-        default_values = ["sm_80", "sm_89", "sm_90", "sm_100"]
-    )]
+    /// GPU architectures to compile for, e.g. sm_90 for the H100 and H200; if absent, all of sm_80, sm_86, sm_89, sm_90,
+    /// sm_100 and sm_120 that the compiler knows
+    #[arg(long, value_name = "ARCH[,ARCH…]", value_delimiter = ',')]
     arch: Vec<Architecture>,
     /// Folder for the compiled kernels: `OSCAR_CUDA_KERNELS` names it where they are used
     #[arg(long, value_name = "DIR")]
@@ -29,9 +25,20 @@ pub struct Args {
 
 pub fn run(args: &Args) -> Result<()> {
     let compiler = Compiler::open()?;
+    let (major, minor) = compiler.version();
+    let known = |arch: &Architecture| compiler.knows(arch.capability);
+    if let Some(arch) = args.arch.iter().find(|arch| !known(arch)) {
+        bail!("--arch {arch}: NVRTC {major}.{minor} makes no code for it; install an NVRTC that does");
+    }
+    let (usual, unknown): (Vec<_>, Vec<_>) = Architecture::USUAL.into_iter().partition(known);
+    if args.arch.is_empty() && !unknown.is_empty() {
+        let names: Vec<String> = unknown.iter().map(Architecture::to_string).collect();
+        eprintln!("left out, because NVRTC {major}.{minor} makes no code for it: {}", names.join(", "));
+    }
+    let wanted = if args.arch.is_empty() { &usual } else { &args.arch };
     std::fs::create_dir_all(&args.out).with_context(|| format!("{}", args.out.display()))?;
     let mut lines = Vec::new();
-    for &arch in &args.arch {
+    for &arch in wanted {
         let began = Instant::now();
         let bar = progress::bar("kernels", sources::variants(arch.shared_memory).len() as u64);
         let (images, bytes) = precompile(&compiler, arch, &args.out, || bar.inc(1))?;
