@@ -235,7 +235,7 @@ impl Device {
             mark.record_now()?;
         }
         for (launch, pair) in now.launches.iter().zip(marks.windows(2)) {
-            let us = pair[1].us_since_now(&pair[0])?;
+            let us = pair[1].us_since(&pair[0])?;
             if let Some(profile) = profile.as_mut() {
                 let entry = profile.entry(launch.function.name).or_default();
                 *entry = (entry.0 + 1, entry.1 + us);

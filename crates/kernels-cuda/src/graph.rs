@@ -144,10 +144,11 @@ impl Recorder {
 
     /// What becomes of the launch at hand. One by one they are timed, and all are noted.
     pub fn next(&mut self) -> Turn {
+        let at_once = self.is_at_once();
         self.launches += 1;
-        match (self.launches, &self.profile) {
-            (1..=AT_ONCE, None) => Turn::Now,
-            (launches, None) if launches == AT_ONCE + FIRST_PART => Turn::LastOfPart,
+        match &self.profile {
+            None if at_once => Turn::Now,
+            None if self.launches == AT_ONCE + FIRST_PART => Turn::LastOfPart,
             _ => Turn::Later,
         }
     }

@@ -127,15 +127,6 @@ pub struct Architecture {
 }
 
 impl Architecture {
-    /// Those that most GPUs in use have, or run the code of.
-    pub const USUAL: [Self; 6] = [
-        Self::of(80, 163),
-        Self::of(86, 99),
-        Self::of(89, 99),
-        Self::of(90, 227),
-        Self::of(100, 227),
-        Self::of(120, 99),
-    ];
     pub const ALL: [Self; 8] = [
         Self::of(80, 163),
         Self::of(86, 99),
@@ -146,6 +137,11 @@ impl Architecture {
         Self::of(103, 227),
         Self::of(120, 99),
     ];
+
+    /// Those that most GPUs in use have; what is left out runs the code of another.
+    pub fn usual() -> impl Iterator<Item = Self> {
+        Self::ALL.into_iter().filter(|a| ![87, 103].contains(&a.capability))
+    }
 
     const fn of(capability: i32, kibibytes: usize) -> Self {
         Self { capability, shared_memory: kibibytes << 10 }

@@ -168,13 +168,7 @@ impl Event {
 
     /// Microseconds from `earlier` to this point, both passed.
     pub fn us_since(&self, earlier: &Event) -> Result<f64> {
-        self.device.enter()?;
-        self.us_since_now(earlier)
-    }
-
-    pub(crate) fn us_since_now(&self, earlier: &Event) -> Result<f64> {
-        // SAFETY: our own event.
-        self.device.check("cuEventSynchronize", unsafe { sys::cuEventSynchronize(self.event) })?;
+        self.wait()?;
         let mut milliseconds = 0f32;
         type Elapsed = unsafe extern "C" fn(*mut f32, sys::CUevent, sys::CUevent) -> CUresult;
         // SAFETY: two recorded events of one device. The function is looked up here because cudarc for CUDA 13 only

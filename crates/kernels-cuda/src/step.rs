@@ -103,28 +103,6 @@ impl Words {
             self.words[self.row_position + row] += 1;
         }
     }
-
-    /// Are these, which [`advance`](Self::advance) made after the step of `last`, the words of a step? Page ids, by far the most of
-    /// it, are compared where they lie: the GPU waits.
-    fn hold(&self, last: &StepSummary, step: &Outline, sequences: &[SequenceRows<'_>]) -> bool {
-        let (now, infos) = (&step.summary, bytemuck::cast_slice(&step.summary.sequences));
-        let same_shape = (now.rows, now.sequences.len()) == (last.rows, last.sequences.len())
-            && now.sequences.len() == sequences.len()
-            && now.decode
-            && step.blocks == self.blocks;
-        let blocks_of = |s: &SequenceRows<'_>| (s.first_position + s.rows.len()).div_ceil(PAGE_TOKENS);
-        let same_pages = |(s, info): (&SequenceRows<'_>, &SequenceInfo)| {
-            let (blocks, table) = (blocks_of(s), info.table as usize);
-            let held = blocks.min(s.coded.len());
-            let full = &self.words[self.full + table..][..blocks];
-            let (coded, beyond) = self.words[self.coded + table..][..blocks].split_at(held);
-            s.demote.is_empty()
-                && s.full[..blocks].iter().zip(full).all(|(id, &word)| id.map_or(NO_PAGE, |id| id.0) == word)
-                && s.coded[..held].iter().zip(coded).all(|(id, &word)| id.map_or(NO_PAGE, |id| id.0) == word)
-                && beyond.iter().all(|&word| word == NO_PAGE)
-        };
-        same_shape && self.words.starts_with(infos) && sequences.iter().zip(&now.sequences).all(same_pages)
-    }
 }
 
 /// The words of a step, and where each table begins in them.
@@ -136,8 +114,6 @@ struct Words {
     full: usize,
     coded: usize,
     demoted: usize,
-    /// Entries of the tables of full and coded pages.
-    blocks: usize,
 }
 
 /// Makes the tables; kept from step to step.
@@ -199,13 +175,9 @@ impl StepPlanner {
         let (windows, storage) = (*pages.layout().windows(), pages.storage());
         let last = self.step.take();
         let foreseen = std::mem::take(&mut self.foreseen) && last.is_some_and(|last| last.is_of(pages));
-        let outline = Outline::of(&windows, storage, sequences)?;
-        let foreseen = foreseen && self.words.hold(&self.summary, &outline, sequences);
-        if foreseen {
-            let StepSummary { full_pages, coded_pages, .. } = self.summary;
-            self.summary = StepSummary { full_pages, coded_pages, ..outline.summary };
-        } else {
-            self.summary = fill(&mut self.words, storage, outline, sequences)?;
+        self.summary = fill(&mut self.words, &windows, storage, sequences)?;
+        let foreseen = foreseen && self.words.words == self.sent;
+        if !foreseen {
             self.send(device, uploads)?;
         }
         self.step = Some(PlannedLast::of(pages));
@@ -308,72 +280,56 @@ pub(crate) fn window(tokens: usize) -> u32 {
     tokens.min(u32::MAX as usize / 2) as u32
 }
 
-/// A step but for its pages.
-struct Outline {
-    /// Without the numbers of pages and tiles.
-    summary: StepSummary,
-    /// Rows of each entry, and the sequence whose pages they read.
-    entries: Vec<(Range<usize>, usize)>,
-    blocks: usize,
-}
-
-impl Outline {
-    fn of(windows: &Windows, storage: Storage, sequences: &[SequenceRows<'_>]) -> Result<Self> {
-        let rows = sequences.iter().map(|s| s.rows.end).max().unwrap_or(0);
-        let mut summary = StepSummary { rows, decode: true, ..StepSummary::default() };
-        let mut table = 0;
-        let mut entries: Vec<(Range<usize>, usize)> = Vec::with_capacity(sequences.len());
-        for (index, s) in sequences.iter().enumerate() {
-            let end = s.first_position + s.rows.len();
-            if s.rows.is_empty() || end > u32::MAX as usize / 2 || s.full.len() < end.div_ceil(PAGE_TOKENS) {
-                let (rows, first, pages) = (s.rows.len(), s.first_position, s.full.len());
-                let detail = format!("{rows} rows from position {first} on {pages} pages");
-                return Err(CudaError::Shape { what: "a sequence of the step", detail });
-            }
-            let blocks = end.div_ceil(PAGE_TOKENS);
-            summary.decode &= s.rows.len() == 1;
-            summary.longest = summary.longest.max(end);
-            let coded_until = if storage == Storage::Codes { s.coded_until() } else { 0 };
-            for rows in parts(s, windows, coded_until) {
-                let first = s.first_position + (rows.start - s.rows.start);
-                let end = first + rows.len();
-                let boundary = match storage {
-                    Storage::Plain => windows.sink(),
-                    Storage::Codes => windows.boundary(end - 1).max(coded_until).min(end),
-                    Storage::Decoded => windows.boundary(end - 1).min(end),
-                };
-                summary.sequences.push(SequenceInfo {
-                    first_row: rows.start as u32,
-                    rows: rows.len() as u32,
-                    first_position: first as u32,
-                    table,
-                    old_codes: old_codes(s, rows.len(), boundary) as u32,
-                    boundary: boundary as u32,
-                });
-                entries.push((rows, index));
-            }
-            table += blocks as u32;
-        }
-        if storage == Storage::Codes {
-            codes_of_others_are_new(&mut summary.sequences, &entries, sequences);
-        }
-        Ok(Self { summary, entries, blocks: table as usize })
-    }
-}
-
 fn fill(
     w: &mut Words,
+    windows: &Windows,
     storage: Storage,
-    outline: Outline,
     sequences: &[SequenceRows<'_>],
 ) -> Result<StepSummary> {
-    let Outline { mut summary, entries, blocks: table } = outline;
-    let rows = summary.rows;
+    let rows = sequences.iter().map(|s| s.rows.end).max().unwrap_or(0);
+    let mut summary = StepSummary { rows, decode: true, ..StepSummary::default() };
+    let mut table = 0;
+    // Rows of each entry, and the sequence whose pages they read.
+    let mut entries: Vec<(Range<usize>, usize)> = Vec::with_capacity(sequences.len());
+    for (index, s) in sequences.iter().enumerate() {
+        let end = s.first_position + s.rows.len();
+        if s.rows.is_empty() || end > u32::MAX as usize / 2 || s.full.len() < end.div_ceil(PAGE_TOKENS) {
+            let detail =
+                format!("{} rows from position {} on {} pages", s.rows.len(), s.first_position, s.full.len());
+            return Err(CudaError::Shape { what: "a sequence of the step", detail });
+        }
+        let blocks = end.div_ceil(PAGE_TOKENS);
+        summary.decode &= s.rows.len() == 1;
+        summary.longest = summary.longest.max(end);
+        let coded_until = if storage == Storage::Codes { s.coded_until() } else { 0 };
+        for rows in parts(s, windows, coded_until) {
+            let first = s.first_position + (rows.start - s.rows.start);
+            let end = first + rows.len();
+            let boundary = match storage {
+                Storage::Plain => windows.sink(),
+                Storage::Codes => windows.boundary(end - 1).max(coded_until).min(end),
+                Storage::Decoded => windows.boundary(end - 1).min(end),
+            };
+            summary.sequences.push(SequenceInfo {
+                first_row: rows.start as u32,
+                rows: rows.len() as u32,
+                first_position: first as u32,
+                table,
+                old_codes: old_codes(s, rows.len(), boundary) as u32,
+                boundary: boundary as u32,
+            });
+            entries.push((rows, index));
+        }
+        table += blocks as u32;
+    }
+    if storage == Storage::Codes {
+        codes_of_others_are_new(&mut summary.sequences, &entries, sequences);
+    }
     // Tables begin at places that depend on rounded-up sizes alone, so that most steps have the same addresses and
     // recorded launches stay the same.
     let room = |count: usize| count.next_power_of_two().max(16);
+    let table = table as usize;
     w.words.clear();
-    w.blocks = table;
     w.words.extend_from_slice(bytemuck::cast_slice(&summary.sequences));
     w.row_sequence = room(entries.len()) * (size_of::<SequenceInfo>() / 4);
     w.row_position = w.row_sequence + room(rows);
@@ -504,13 +460,13 @@ mod tests {
         // Tile 176 lies in block 2, tile 192 in block 3, which has no coded page.
         let mut words = Words::default();
         assert!(
-            filled(&mut words, &windows, Storage::Codes, &sequences)
+            fill(&mut words, &windows, Storage::Codes, &sequences)
                 .unwrap_err()
                 .to_string()
                 .contains("block 3")
         );
         let sequences = [SequenceRows { demote: 176..192, ..sequences[0].clone() }, sequences[1].clone()];
-        let summary = filled(&mut words, &windows, Storage::Codes, &sequences).unwrap();
+        let summary = fill(&mut words, &windows, Storage::Codes, &sequences).unwrap();
         assert_eq!((summary.rows, summary.full_pages, summary.coded_pages), (3, 10, 4));
         assert!(!summary.decode && summary.longest == 272 && summary.demoted_tiles == 1);
         assert_eq!(summary.sequences[0].boundary as usize, windows.boundary(271));
@@ -522,7 +478,7 @@ mod tests {
         let elsewhere = [None, Some(CodedPageId(3)), Some(CodedPageId(1))];
         let other = SequenceRows { rows: 4..5, coded: &elsewhere, ..reader.clone() };
         let all = [sequences[0].clone(), sequences[1].clone(), reader, other];
-        let shared = filled(&mut Words::default(), &windows, Storage::Codes, &all).unwrap();
+        let shared = fill(&mut Words::default(), &windows, Storage::Codes, &all).unwrap();
         assert_eq!(old_codes(&shared)[2..], [128, windows.boundary(270) as u32]);
         let w = &words.words;
         assert_eq!(w[words.row_sequence..][..3], [1, 0, 0]);
@@ -548,7 +504,7 @@ mod tests {
         assert_eq!((rows.coded_until(), windows.boundary(400), windows.boundary(415)), (256, 240, 256));
         let mut words = Words::default();
         let sequences = [SequenceRows { rows: 0..2, first_position: 20, ..rows.clone() }, rows];
-        let summary = filled(&mut words, &windows, Storage::Codes, &sequences).unwrap();
+        let summary = fill(&mut words, &windows, Storage::Codes, &sequences).unwrap();
         // Its own boundary is the sink until far later, so both of the first sequence's rows go alone.
         assert_eq!(summary.sequences.len(), 2 + 15 + 1);
         for (i, info) in summary.sequences[2..17].iter().enumerate() {
@@ -580,17 +536,8 @@ mod tests {
         );
         assert_eq!(w[words.full..][..5], [0, 0, NO_PAGE, NO_PAGE, NO_PAGE]);
         // A decoded history is never read by this rule.
-        let summary = filled(&mut words, &windows, Storage::Decoded, &sequences).unwrap();
+        let summary = fill(&mut words, &windows, Storage::Decoded, &sequences).unwrap();
         assert_eq!((summary.sequences.len(), summary.demoted_tiles), (2, 0));
-    }
-
-    fn filled(
-        words: &mut Words,
-        windows: &Windows,
-        storage: Storage,
-        sequences: &[SequenceRows<'_>],
-    ) -> Result<StepSummary> {
-        fill(words, storage, Outline::of(windows, storage, sequences)?, sequences)
     }
 
     #[test]
@@ -611,17 +558,19 @@ mod tests {
         for storage in [Storage::Codes, Storage::Plain] {
             let mut words = Words::default();
             let before = [row(0, 260, &full, &coded), row(1, 80, &short, &[])];
-            let last = filled(&mut words, &windows, storage, &before).unwrap();
+            let last = fill(&mut words, &windows, storage, &before).unwrap();
             assert!(last.repeats(&windows, storage));
             words.advance(&last);
             let holds = |sequences: &[SequenceRows<'_>]| {
-                words.hold(&last, &Outline::of(&windows, storage, sequences).unwrap(), sequences)
+                let mut made = Words::default();
+                fill(&mut made, &windows, storage, sequences).unwrap();
+                made.words == words.words
             };
             let next = || [row(0, 261, &full, &coded), row(1, 81, &short, &[])];
             assert!(holds(&next()));
             // What was foreseen is also what would have been made.
             let mut made = Words::default();
-            filled(&mut made, &windows, storage, &next()).unwrap();
+            fill(&mut made, &windows, storage, &next()).unwrap();
             assert_eq!(words.words, made.words);
 
             assert!(!holds(&before), "the same step again");
@@ -650,7 +599,8 @@ mod tests {
             assert!(!holds(&[row(0, 261, &full, &beyond), row(1, 81, &short, &[])]), "one more coded page");
             let [mut a, b] = next();
             (a.demote, a.demote_values) = (192..208, 192..208);
-            assert!(!holds(&[a, b]), "something to code");
+            // Plain pages have no codes, and a range to code means nothing to them.
+            assert_eq!(holds(&[a, b]), storage == Storage::Plain, "something to code");
         }
     }
 
@@ -680,7 +630,7 @@ mod tests {
                 },
             ];
             let mut words = Words::default();
-            let summary = filled(&mut words, &windows, storage, &sequences).unwrap();
+            let summary = fill(&mut words, &windows, storage, &sequences).unwrap();
             (words, summary)
         };
         for storage in [Storage::Codes, Storage::Plain] {

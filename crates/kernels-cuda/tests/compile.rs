@@ -18,13 +18,13 @@ fn all_kernels_compile_for_all_architectures() {
     };
     let folder = tempfile::tempdir().unwrap();
     let images = Images::Precompiled(folder.path().to_owned());
-    for arch in Architecture::USUAL {
+    for arch in Architecture::usual() {
         let (source, defines) = &sources::variants(arch.shared_memory)[0];
         let missing = images.image(source, defines, arch.capability).unwrap_err().to_string();
         assert!(missing.contains(&format!("oscar kernels --arch {arch}")), "{missing}");
         assert!(images.check(arch.capability, arch.shared_memory).is_err());
     }
-    for arch in Architecture::USUAL {
+    for arch in Architecture::usual() {
         let variants = sources::variants(arch.shared_memory);
         let done = AtomicUsize::new(0);
         let count = || {

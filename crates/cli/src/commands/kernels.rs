@@ -30,7 +30,7 @@ pub fn run(args: &Args) -> Result<()> {
     if let Some(arch) = args.arch.iter().find(|arch| !known(arch)) {
         bail!("--arch {arch}: NVRTC {major}.{minor} makes no code for it; install an NVRTC that does");
     }
-    let (usual, unknown): (Vec<_>, Vec<_>) = Architecture::USUAL.into_iter().partition(known);
+    let (usual, unknown): (Vec<_>, Vec<_>) = Architecture::usual().partition(known);
     if args.arch.is_empty() && !unknown.is_empty() {
         let names: Vec<String> = unknown.iter().map(Architecture::to_string).collect();
         eprintln!("left out, because NVRTC {major}.{minor} makes no code for it: {}", names.join(", "));
