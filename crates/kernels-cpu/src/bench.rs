@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Timing {
     pub median: Duration,
+    pub mean: Duration,
     pub min: Duration,
     pub max: Duration,
     /// `(max - min) / median`: how much the machine was disturbed.
@@ -18,8 +19,9 @@ impl Timing {
         samples.sort_unstable();
         let (min, max) = (*samples.first()?, *samples.last()?);
         let median = samples[samples.len() / 2];
+        let mean = samples.iter().sum::<Duration>() / samples.len() as u32;
         let spread = (max - min).as_secs_f64() / median.as_secs_f64().max(1e-12);
-        Some(Self { median, min, max, spread })
+        Some(Self { median, mean, min, max, spread })
     }
 
     /// `amount` per second at the median, in units of 10⁹: GB/s of bytes, GFLOP/s of operations.
@@ -49,12 +51,13 @@ mod tests {
 
     #[test]
     fn summary_of_known_samples() {
-        let mut samples = [30, 10, 20].map(Duration::from_millis);
+        let mut samples = [60, 10, 20].map(Duration::from_millis);
         let timing = Timing::from_samples(&mut samples).unwrap();
         assert_eq!(timing.min, Duration::from_millis(10));
         assert_eq!(timing.median, Duration::from_millis(20));
-        assert_eq!(timing.max, Duration::from_millis(30));
-        assert!((timing.spread - 1.0).abs() < 1e-9);
+        assert_eq!(timing.mean, Duration::from_millis(30));
+        assert_eq!(timing.max, Duration::from_millis(60));
+        assert!((timing.spread - 2.5).abs() < 1e-9);
         assert!((timing.giga_per_second(2e7) - 1.0).abs() < 1e-9);
         assert_eq!(Timing::from_samples(&mut []), None);
     }

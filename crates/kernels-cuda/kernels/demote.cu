@@ -14,9 +14,9 @@ struct HeadRounding {
 
 struct DemoteArgs {
     StepTables step;
-    const HeadPages* heads;  // of this layer
+    const HeadPages* heads;  // of one layer, or of several one behind the other
     const HeadRounding* roundings;  // likewise; null: all to the nearest level
-    u32 kv_heads;
+    u32 head_count;
 };
 
 constexpr int DEMOTE_WARPS = TILE_TOKENS;  // a warp for each row
@@ -82,10 +82,10 @@ extern "C" __global__ void __launch_bounds__(32 * DEMOTE_WARPS) demote(DemoteArg
     __shared__ float rows[DEMOTE_WARPS][HEAD_DIM];
     wait_for_previous_kernel();
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    const u32 jobs = a.step.demoted_count * a.kv_heads * 2;
+    const u32 jobs = a.step.demoted_count * a.head_count * 2;
     for (u32 job = blockIdx.x; job < jobs; job += gridDim.x) {
-        const u32 side = job & 1, head_index = (job >> 1) % a.kv_heads;
-        const DemotedTile tile = a.step.demoted[(job >> 1) / a.kv_heads];
+        const u32 side = job & 1, head_index = (job >> 1) % a.head_count;
+        const DemotedTile tile = a.step.demoted[(job >> 1) / a.head_count];
         const HeadPages head = a.heads[head_index];
         if (!head.keeps_history()) continue;
         const CodedPage shape = {head.key_bits, head.value_bits, HEAD_DIM};

@@ -5,6 +5,9 @@
 //! decode kernel takes the boundary from here, so such queries become sequences of one row each, over the same pages;
 //! from the first query on whose own boundary lies beyond, the rest of the rows stays together.
 //!
+//! What a step codes was mostly written by earlier ones (a decoded token is the oldest of its window when it is coded): then the
+//! tiles of all layers are coded at once before the step, which is then like any other, and not layer by layer.
+//!
 //! **Invariant:** the structs here have the layout of those in `kernels/common.cuh`.
 
 use crate::device::Device;
@@ -60,6 +63,8 @@ pub struct StepSummary {
     pub full_pages: usize,
     pub coded_pages: usize,
     pub demoted_tiles: usize,
+    /// Was all that is coded written by earlier steps, so that it can be coded before this one?
+    pub codes_ahead: bool,
     /// Longest context of the step, in tokens.
     pub longest: usize,
     /// Does every sequence bring one row?
@@ -67,10 +72,15 @@ pub struct StepSummary {
 }
 
 impl StepSummary {
-    /// Does every sequence bring one row, is nothing coded, and is every new token read in BF16?
+    /// Does every sequence bring one row, is nothing coded in the middle of the step, and is every new token read in BF16?
     pub fn only_new_tokens(&self, windows: &Windows) -> bool {
         let in_bf16 = |s: &SequenceInfo| s.boundary as usize <= windows.sink().max(s.first_position as usize);
-        self.decode && self.demoted_tiles == 0 && self.sequences.iter().all(in_bf16)
+        self.decode && self.coded_by_layer() == 0 && self.sequences.iter().all(in_bf16)
+    }
+
+    /// Tiles that every layer codes when its turn comes.
+    fn coded_by_layer(&self) -> usize {
+        if self.codes_ahead { 0 } else { self.demoted_tiles }
     }
 
     /// Will a next step of the same sequences, one token on, be like this one: no new page, nothing to code?
@@ -92,8 +102,9 @@ impl StepSummary {
 }
 
 impl Words {
-    /// Makes of a step's tables those of a next one that [repeats](StepSummary::repeats) it.
+    /// Makes of a step's tables those of a next one that [repeats](StepSummary::repeats) it, and codes nothing.
     fn advance(&mut self, summary: &StepSummary) {
+        self.words.truncate(self.demoted);
         const WORDS: usize = size_of::<SequenceInfo>() / 4;
         const FIRST_POSITION: usize = std::mem::offset_of!(SequenceInfo, first_position) / 4;
         for sequence in 0..summary.sequences.len() {
@@ -154,7 +165,10 @@ impl PlannedLast {
 
 /// The tables of a step.
 pub struct PlannedStep {
+    /// What every layer is given.
     pub tables: StepTables,
+    /// The same with tiles of all layers that are to be coded before the first.
+    pub ahead: Option<StepTables>,
     /// They are those that were foreseen, and whatever was made of them then still holds.
     pub foreseen: bool,
 }
@@ -181,7 +195,9 @@ impl StepPlanner {
             self.send(device, uploads)?;
         }
         self.step = Some(PlannedLast::of(pages));
-        Ok(PlannedStep { tables: self.tables(&windows), foreseen })
+        let all = self.tables(&windows);
+        let tables = StepTables { demoted_count: self.summary.coded_by_layer() as u32, ..all };
+        Ok(PlannedStep { tables, ahead: self.summary.codes_ahead.then_some(all), foreseen })
     }
 
     /// If the next step can be foreseen, all sequences one token on and nothing else changed, sends its tables. They are of no use to
@@ -233,7 +249,7 @@ impl StepPlanner {
         // After a failure nothing is known of what the device holds.
         let mut sent = std::mem::take(&mut self.sent);
         // Page ids, by far the most of it, hardly change.
-        for part in [0..w.full, w.full..w.words.len()] {
+        for part in [0..w.full, w.full..w.demoted, w.demoted..w.words.len()] {
             if let Some(changed) = changed(&sent, &w.words, part) {
                 let to = base + 4 * changed.start as u64;
                 uploads.enqueue(bytemuck::cast_slice(&w.words[changed]), to)?;
@@ -267,10 +283,7 @@ impl StepPlanner {
 
 /// The smallest range of `part` outside of which nothing changed.
 fn changed(old: &[u32], new: &[u32], part: Range<usize>) -> Option<Range<usize>> {
-    if old.len() != new.len() {
-        return (!part.is_empty()).then_some(part);
-    }
-    let differs = |&i: &usize| old[i] != new[i];
+    let differs = |&i: &usize| old.get(i) != Some(&new[i]);
     let first = part.clone().find(differs)?;
     part.clone().rev().find(differs).map(|last| first..last + 1)
 }
@@ -288,6 +301,7 @@ fn fill(
 ) -> Result<StepSummary> {
     let rows = sequences.iter().map(|s| s.rows.end).max().unwrap_or(0);
     let mut summary = StepSummary { rows, decode: true, ..StepSummary::default() };
+    summary.codes_ahead = storage == Storage::Codes && only_earlier_rows_are_coded(sequences);
     let mut table = 0;
     // Rows of each entry, and the sequence whose pages they read.
     let mut entries: Vec<(Range<usize>, usize)> = Vec::with_capacity(sequences.len());
@@ -315,14 +329,14 @@ fn fill(
                 rows: rows.len() as u32,
                 first_position: first as u32,
                 table,
-                old_codes: old_codes(s, rows.len(), boundary) as u32,
+                old_codes: old_codes(s, rows.len(), boundary, summary.codes_ahead) as u32,
                 boundary: boundary as u32,
             });
             entries.push((rows, index));
         }
         table += blocks as u32;
     }
-    if storage == Storage::Codes {
+    if storage == Storage::Codes && !summary.codes_ahead {
         codes_of_others_are_new(&mut summary.sequences, &entries, sequences);
     }
     // Tables begin at places that depend on rounded-up sizes alone, so that most steps have the same addresses and
@@ -368,13 +382,19 @@ fn fill(
     Ok(summary)
 }
 
-/// Up to where the codes that these `rows` of a sequence read, up to their boundary, were made in earlier steps: the boundary
-/// itself only if all that they read is of earlier steps but their own tokens.
-fn old_codes(s: &SequenceRows<'_>, rows: usize, boundary: usize) -> usize {
+/// Is something coded, and nothing of it among the rows that the step brings?
+fn only_earlier_rows_are_coded(sequences: &[SequenceRows<'_>]) -> bool {
+    let earlier = |s: &SequenceRows<'_>| s.demote.is_empty() || s.demote.end <= s.first_position;
+    sequences.iter().any(|s| !s.demote.is_empty()) && sequences.iter().all(earlier)
+}
+
+/// Up to where the codes that these `rows` of a sequence read, up to their boundary, were made before this step's first layer: the
+/// boundary itself only if all that they read was there before but their own tokens.
+fn old_codes(s: &SequenceRows<'_>, rows: usize, boundary: usize, codes_ahead: bool) -> usize {
     if rows < s.rows.len() {
         // A row that is attended alone reads what the rows before it bring.
         0
-    } else if s.demote.is_empty() {
+    } else if codes_ahead || s.demote.is_empty() {
         boundary
     } else {
         boundary.min(s.demote.start)
@@ -470,14 +490,21 @@ mod tests {
         assert_eq!((summary.rows, summary.full_pages, summary.coded_pages), (3, 10, 4));
         assert!(!summary.decode && summary.longest == 272 && summary.demoted_tiles == 1);
         assert_eq!(summary.sequences[0].boundary as usize, windows.boundary(271));
-        // What this step codes is not old; without anything to code, all codes are.
+        // What it codes was there before, and is coded before its first layer: then all codes are old.
+        assert!(summary.codes_ahead && summary.coded_by_layer() == 0);
         let old_codes = |s: &StepSummary| s.sequences.iter().map(|s| s.old_codes).collect::<Vec<_>>();
-        assert_eq!(old_codes(&summary), [128, 6], "the page of tile 176 begins at 128");
+        assert_eq!(old_codes(&summary), [windows.boundary(271) as u32, 6]);
+        // Rows that the step itself brings are coded when a layer has made them, and so is everything else.
+        let prompt = SequenceRows { rows: 1..82, first_position: 191, ..sequences[0].clone() };
+        let by_layer = [prompt, sequences[1].clone()];
+        let summary_by_layer = fill(&mut Words::default(), &windows, Storage::Codes, &by_layer).unwrap();
+        assert!(!summary_by_layer.codes_ahead && summary_by_layer.coded_by_layer() == 1);
+        assert_eq!(old_codes(&summary_by_layer), [128, 6], "the page of tile 176 begins at 128");
         // Another sequence that reads the page is told, one that has another page there is not.
-        let reader = SequenceRows { rows: 3..4, demote: 0..0, ..sequences[0].clone() };
+        let reader = SequenceRows { rows: 82..83, demote: 0..0, ..sequences[0].clone() };
         let elsewhere = [None, Some(CodedPageId(3)), Some(CodedPageId(1))];
-        let other = SequenceRows { rows: 4..5, coded: &elsewhere, ..reader.clone() };
-        let all = [sequences[0].clone(), sequences[1].clone(), reader, other];
+        let other = SequenceRows { rows: 83..84, coded: &elsewhere, ..reader.clone() };
+        let all = [by_layer[0].clone(), by_layer[1].clone(), reader, other];
         let shared = fill(&mut Words::default(), &windows, Storage::Codes, &all).unwrap();
         assert_eq!(old_codes(&shared)[2..], [128, windows.boundary(270) as u32]);
         let w = &words.words;
@@ -650,8 +677,12 @@ mod tests {
         // The boundary of a short context moves with its end; its new token is read in BF16 all the same.
         let (_, short) = step(Storage::Codes, [260, 20], 0..0);
         assert!(short.only_new_tokens(&windows) && !short.repeats(&windows, Storage::Codes));
-        let (_, summary) = step(Storage::Codes, [271, 80], 192..208);
-        assert!(summary.demoted_tiles == 1 && !summary.repeats(&windows, Storage::Codes));
+        // A step behind one that coded ahead is like it but for the tile.
+        let (mut words, summary) = step(Storage::Codes, [271, 80], 192..208);
+        assert!(summary.demoted_tiles == 1 && summary.only_new_tokens(&windows));
+        assert!(summary.repeats(&windows, Storage::Codes));
+        words.advance(&summary);
+        assert_eq!(words.words, step(Storage::Codes, [272, 81], 0..0).0.words);
         assert!(!step(Storage::Decoded, [260, 80], 0..0).1.repeats(&windows, Storage::Decoded));
     }
 
@@ -661,7 +692,9 @@ mod tests {
         assert_eq!(changed(&old, &[1, 2, 3, 4, 5], 0..5), None);
         assert_eq!(changed(&old, &[1, 0, 3, 0, 5], 0..5), Some(1..4));
         assert_eq!(changed(&old, &[1, 0, 3, 0, 5], 2..5), Some(3..4));
-        assert_eq!(changed(&old, &[1, 2], 0..2), Some(0..2), "tables of another size are all new");
+        assert_eq!(changed(&old, &[1, 2], 0..2), None, "whatever lies behind them");
+        assert_eq!(changed(&old, &[1, 0, 3, 4, 5, 6, 7], 1..7), Some(1..7));
+        assert_eq!(changed(&old, &[1, 0, 3, 4, 5, 6, 7], 2..7), Some(5..7));
         assert_eq!(changed(&old, &[], 0..0), None);
     }
 

@@ -298,6 +298,12 @@ impl Backend for CudaBackend {
             if whole && summary.decode && summary.rows <= crate::gemm::MOST_ROWS {
                 self.device.record()?;
             }
+            if let Some(tiles) = &planned.ahead {
+                // Attention reads codes before it waits for the kernels of its layer: what makes them must be over when the plan,
+                // which overlaps with nothing, begins. A step that codes is never a foreseen one, so that there is a plan.
+                let layers = 0..pool.layout().layers();
+                crate::attention::demote::demote(&self.device, &self.kernels, layers, tiles, pool)?;
+            }
             if !planned.foreseen || self.device.is_profiling() {
                 attention.begin_step(&self.device, &self.kernels, tables, summary, pool)?;
             }
@@ -517,7 +523,8 @@ impl Backend for CudaBackend {
             if pool.storage() == Storage::Decoded {
                 return crate::decoded::demote(&self.device, layer, sequences, pool);
             }
-            crate::attention::demote::demote(&self.device, &self.kernels, layer, &state.tables, pool)
+            let layers = layer..layer + 1;
+            crate::attention::demote::demote(&self.device, &self.kernels, layers, &state.tables, pool)
         })
     }
 

@@ -113,6 +113,7 @@ pub fn run(args: &Args) -> Result<()> {
                     kv: format.to_string(),
                     context,
                     batch,
+                    typical: timing.median,
                     timing,
                     tokens_per_s,
                     bytes,

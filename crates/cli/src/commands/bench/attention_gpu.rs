@@ -46,6 +46,7 @@ pub fn run(args: &Args, query_heads: usize, kv_heads: usize) -> Result<()> {
                     context,
                     batch,
                     tokens_per_s: (context * batch) as f64 / timing.median.as_secs_f64(),
+                    typical: timing.median,
                     timing,
                     bytes,
                     cache_bytes: bytes,

@@ -11,6 +11,7 @@ use anyhow::Result;
 use oscar_kernels_cpu::bench::Timing;
 use oscar_kernels_cpu::{Kernels, ThreadPool, bandwidth};
 use serde_json::{Value, json};
+use std::time::Duration;
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -48,6 +49,8 @@ struct Row {
     context: usize,
     batch: usize,
     timing: Timing,
+    /// What a repetition counts for: the median, or the mean where some of them have more to do than others.
+    typical: Duration,
     tokens_per_s: f64,
     /// Bytes that must be read for one repetition.
     bytes: usize,
@@ -64,12 +67,14 @@ fn report(rows: &[Row], ceiling: f64, json_output: bool) {
     };
     let mut lines = Vec::new();
     for row in rows {
-        let us = row.timing.median.as_secs_f64() * 1e6;
-        let gbps = row.bytes as f64 / row.timing.median.as_secs_f64() / 1e9;
+        let [us, us_mean, us_min, us_max] =
+            [row.timing.median, row.timing.mean, row.timing.min, row.timing.max]
+                .map(|t| t.as_secs_f64() * 1e6);
+        let gbps = row.bytes as f64 / row.typical.as_secs_f64() / 1e9;
         if json_output {
             let mut object = json!({
                 "kv": row.kv, "device": "cpu", "context": row.context, "batch": row.batch, "us": us,
-                "us_min": row.timing.min.as_secs_f64() * 1e6, "us_max": row.timing.max.as_secs_f64() * 1e6,
+                "us_mean": us_mean, "us_min": us_min, "us_max": us_max,
                 "tokens_per_s": row.tokens_per_s, "gbps": gbps, "ceiling_gbps": ceiling, "cache_bytes": row.cache_bytes,
             });
             if let (Some(object), Some(extra)) = (object.as_object_mut(), row.extra.as_object()) {
@@ -82,6 +87,7 @@ fn report(rows: &[Row], ceiling: f64, json_output: bool) {
             row.context.to_string(),
             row.batch.to_string(),
             format!("{us:.1}"),
+            format!("{us_mean:.1}"),
             format!("{:.0} %", row.timing.spread * 100.0),
             format!("{:.0}", row.tokens_per_s),
             first_of(row).map_or(String::new(), |f| format!("{:.2}×", row.tokens_per_s / f)),
@@ -92,8 +98,19 @@ fn report(rows: &[Row], ceiling: f64, json_output: bool) {
     }
     if !json_output {
         println!("read ceiling measured in this run: {ceiling:.1} GB/s\n");
-        let header =
-            ["kv", "context", "batch", "µs", "spread", "tokens/s", "× first", "GB/s", "of ceiling", "cache"];
+        let header = [
+            "kv",
+            "context",
+            "batch",
+            "median µs",
+            "mean µs",
+            "spread",
+            "tokens/s",
+            "× first",
+            "GB/s",
+            "of ceiling",
+            "cache",
+        ];
         println!("{}", table::render(&header, &lines));
     }
 }

@@ -6,7 +6,7 @@ use crate::options::{CacheArgs, ModelArgs, WeightsArg, working_bytes};
 use crate::progress;
 use anyhow::{Context, Result, bail};
 use oscar_backend::{Backend, Pick, WeightFormat};
-use oscar_codec::{CacheLayout, KvFormat, RotationKind, RotationSet};
+use oscar_codec::{CacheLayout, KvFormat, PAGE_TOKENS, RotationKind, RotationSet};
 use oscar_engine::{Logits, Runner, RunnerOptions, Sequence, StepRequest};
 use oscar_kernels_cpu::bench::time_median;
 use oscar_kernels_cuda::graph::{HostTimes, Profile};
@@ -32,7 +32,8 @@ pub struct Args {
     /// Sequences decoded together (decode only)
     #[arg(long, value_name = "N[,N…]", value_delimiter = ',', default_values_t = [1])]
     batch: Vec<usize>,
-    /// Timed repetitions: decode steps (24 if absent) or whole prompts (3 if absent)
+    /// Timed repetitions: decode steps (64 if absent, after which coding and pages are where they were) or whole prompts (3 if
+    /// absent)
     #[arg(long, value_name = "N")]
     repetitions: Option<usize>,
     /// Also print where the time of a decode step goes, by kernel (GPUs)
@@ -122,19 +123,21 @@ impl Args {
         self.model.weights.map_or(WeightFormat::Bf16, WeightsArg::format)
     }
 
-    /// Sequences of `tokens` each: with random pages where the device makes them for a random model, else by prefill.
-    fn fill(&self, runner: &mut Runner<AnyBackend>, tokens: usize, batch: usize) -> Result<Vec<Sequence>> {
+    /// Sequences of so many tokens: with random pages where the device makes them for a random model, else by prefill.
+    fn fill(&self, runner: &mut Runner<AnyBackend>, lengths: &[usize]) -> Result<Vec<Sequence>> {
         let vocab = runner.config().vocab_size;
-        let bar = progress::bar("filling the cache", (tokens * batch) as u64);
+        let bar = progress::bar("filling the cache", lengths.iter().sum::<usize>() as u64);
         let mut sequences = Vec::new();
-        for b in 0..batch {
+        let mut before = 0;
+        for (b, &tokens) in lengths.iter().enumerate() {
             let mut sequence = Sequence::new();
             if !(self.shape.is_some() && runner.pretend(&mut sequence, tokens)?) {
                 let prompt = random_tokens(tokens, vocab, b as u64 + 1);
                 runner.prefill(&mut sequence, &prompt, &mut Vec::new(), |n| {
-                    bar.set_position((b * tokens + n) as u64)
+                    bar.set_position((before + n) as u64)
                 })?;
             }
+            before += tokens;
             sequences.push(sequence);
         }
         bar.finish_and_clear();
@@ -174,6 +177,7 @@ pub fn prefill(args: &Args) -> Result<()> {
                 context,
                 batch: 1,
                 tokens_per_s: context as f64 / timing.median.as_secs_f64(),
+                typical: timing.median,
                 timing,
                 bytes: cache_bytes,
                 cache_bytes,
@@ -193,6 +197,11 @@ pub fn prefill(args: &Args) -> Result<()> {
     Ok(())
 }
 
+/// How far a sequence of a batch lags behind the first: every place of a page and of a tile is taken before one is taken twice.
+fn stagger(sequence: usize) -> usize {
+    sequence * 9 % PAGE_TOKENS
+}
+
 /// A timed step ends with the choice of a token, as it does in serving.
 const GREEDY: Logits = Logits::Pick(Pick::Greedy);
 
@@ -204,12 +213,15 @@ pub fn decode(args: &Args) -> Result<()> {
     for &context in &args.context {
         for &batch in &args.batch {
             for &format in &args.kv {
-                // The timed steps are the last ones before `context`.
-                let repetitions = args.repetitions.unwrap_or(24);
+                // The timed steps are the last ones before `context`. Sequences of a batch are not at the same place of a
+                // page: in serving they hardly ever code their tokens in the same steps.
+                let repetitions = args.repetitions.unwrap_or(PAGE_TOKENS);
                 let steps = repetitions + 3 + usize::from(args.profile);
-                let Some(prompt) = context.checked_sub(steps).filter(|&n| n > 0) else {
+                let ends: Vec<usize> = (0..batch).map(|b| context.saturating_sub(stagger(b))).collect();
+                let lengths: Vec<usize> = ends.iter().map(|end| end.saturating_sub(steps)).collect();
+                if lengths.contains(&0) {
                     bail!("--context {context} leaves no room for {steps} decode steps: lower --repetitions");
-                };
+                }
                 let mut runner = args.runner(format, context, batch)?;
                 if limit == 0.0 {
                     limit = runner.backend().read_ceiling()?;
@@ -218,7 +230,7 @@ pub fn decode(args: &Args) -> Result<()> {
                     capacity.push(Capacity::of(runner.layout(), context, args.cache.prefill_chunk, free));
                 }
                 let vocab = runner.config().vocab_size;
-                let mut sequences = args.fill(&mut runner, prompt, batch)?;
+                let mut sequences = args.fill(&mut runner, &lengths)?;
                 let (mut logits, mut picked) = (Vec::new(), Vec::new());
                 let mut step = 0;
                 let mut failure = None;
@@ -257,9 +269,12 @@ pub fn decode(args: &Args) -> Result<()> {
                     kv: format.to_string(),
                     context,
                     batch,
-                    tokens_per_s: batch as f64 / timing.median.as_secs_f64(),
+                    // Steps that code tokens, or take a page, are some of what tokens wait for.
+                    tokens_per_s: batch as f64 / timing.mean.as_secs_f64(),
+                    typical: timing.mean,
                     timing,
-                    bytes: runner.layout().sequence_bytes(context) * batch + runner.weight_bytes(),
+                    bytes: ends.iter().map(|&end| runner.layout().sequence_bytes(end)).sum::<usize>()
+                        + runner.weight_bytes(),
                     cache_bytes,
                     extra: json!({"bench": "decode", "device": runner.backend().name(),
                                   "weight_bytes": runner.weight_bytes(), "weights": args.model.weights,

@@ -11,10 +11,11 @@ use oscar_codec::{
 };
 
 struct Case {
+    layers: usize,
     head_dim: usize,
     kv_heads: usize,
     group: usize,
-    /// (key bits, value bits) by head, repeated as needed; none for a BF16 cache.
+    /// (key bits, value bits) by layer and head, repeated as needed; none for a BF16 cache.
     widths: Vec<(u32, u32)>,
     windows: Windows,
     pattern: Pattern,
@@ -25,7 +26,8 @@ struct Case {
 impl Case {
     fn describe(&self) -> String {
         format!(
-            "head {}, {} KV heads, group {}, widths {:?}, sink {} recent {}, {:?} rows, steps {:?}",
+            "{} layers, head {}, {} KV heads, group {}, widths {:?}, sink {} recent {}, {:?} rows, steps {:?}",
+            self.layers,
             self.head_dim,
             self.kv_heads,
             self.group,
@@ -38,12 +40,13 @@ impl Case {
     }
 
     fn layout(&self) -> Result<CacheLayout> {
-        let (d, heads, order) = (self.head_dim, self.kv_heads, CodeLayout::GpuTile);
+        let (layers, d, heads, order) = (self.layers, self.head_dim, self.kv_heads, CodeLayout::GpuTile);
         if self.widths.is_empty() {
-            return Ok(CacheLayout::new(KvFormat::Bf16, 1, heads, d, self.windows, order)?);
+            return Ok(CacheLayout::new(KvFormat::Bf16, layers, heads, d, self.windows, order)?);
         }
         let clips = [(0.96, 0.92), (0.0, 1.0), (0.5, 0.99)];
-        let codecs = (0..heads)
+        // No two heads that follow one another are alike, also from layer to layer.
+        let codecs = (0..layers * heads)
             .map(|h| {
                 let (key, value) = self.widths[h % self.widths.len()];
                 let (key_clip, value_clip) = clips[h % clips.len()];
@@ -52,8 +55,8 @@ impl Case {
                 Ok(codec.with_rounding(rounding(d, h)?)?)
             })
             .collect::<Result<_>>()?;
-        let layout = CacheLayout::new(KvFormat::OSCAR2, 1, heads, d, self.windows, order)?;
-        Ok(layout.with_coded_table(FormatTable::new(1, heads, codecs)?))
+        let layout = CacheLayout::new(KvFormat::OSCAR2, layers, heads, d, self.windows, order)?;
+        Ok(layout.with_coded_table(FormatTable::new(layers, heads, codecs)?))
     }
 }
 
@@ -73,7 +76,8 @@ pub fn check<B: Backend<Pool: Inspected>>(gpu: &B, extent: Extent, report: &mut 
     let mut seed = 100;
     let mut run = |case: Case, report: &mut Report| -> Result<()> {
         seed += 1;
-        if !extent.takes(seed) {
+        // Of what few cases are of their kind, a small check takes them too.
+        if !extent.takes(seed) && case.layers == 1 {
             return Ok(());
         }
         // A case that cannot run is a difference too; the others still tell something.
@@ -92,6 +96,7 @@ pub fn check<B: Backend<Pool: Inspected>>(gpu: &B, extent: Extent, report: &mut 
             };
             let steps = vec![vec![61 + group], vec![1], vec![90], vec![1], vec![1]];
             let case = Case {
+                layers: 1,
                 head_dim,
                 kv_heads: 2,
                 group,
@@ -109,8 +114,16 @@ pub fn check<B: Backend<Pool: Inspected>>(gpu: &B, extent: Extent, report: &mut 
             for head_dim in [64, 128, 256] {
                 let steps = vec![vec![130, 17, 1], vec![1, 1, 76], vec![33, 1, 1], vec![1, 1, 1]];
                 let (widths, windows) = (vec![(key, value), (value, key), (2, 2)], narrow);
-                let case =
-                    Case { head_dim, kv_heads: 3, group: 4, widths, windows, pattern: Pattern::Plain, steps };
+                let case = Case {
+                    layers: 1,
+                    head_dim,
+                    kv_heads: 3,
+                    group: 4,
+                    widths,
+                    windows,
+                    pattern: Pattern::Plain,
+                    steps,
+                };
                 run(case, report)?;
             }
         }
@@ -120,7 +133,7 @@ pub fn check<B: Backend<Pool: Inspected>>(gpu: &B, extent: Extent, report: &mut 
         for (head_dim, windows) in [(64, narrow), (128, usual), (256, Windows::new(0, 48)?)] {
             let steps = vec![vec![500, 17, 1], vec![1, 1, 76], vec![33, 1, 1], vec![1, 1, 1]];
             let (widths, pattern) = (widths.clone(), Pattern::Plain);
-            let case = Case { head_dim, kv_heads: 3, group: 4, widths, windows, pattern, steps };
+            let case = Case { layers: 1, head_dim, kv_heads: 3, group: 4, widths, windows, pattern, steps };
             run(case, report)?;
         }
     }
@@ -137,7 +150,7 @@ pub fn check<B: Backend<Pool: Inspected>>(gpu: &B, extent: Extent, report: &mut 
         };
         let steps = (0..4).map(of_step).collect();
         let (widths, pattern) = (vec![(2, 2), (3, 1)], Pattern::Plain);
-        let case = Case { head_dim, kv_heads, group: 4, widths, windows: narrow, pattern, steps };
+        let case = Case { layers: 1, head_dim, kv_heads, group: 4, widths, windows: narrow, pattern, steps };
         run(case, report)?;
     }
     // Values that hurt.
@@ -145,16 +158,41 @@ pub fn check<B: Backend<Pool: Inspected>>(gpu: &B, extent: Extent, report: &mut 
         for head_dim in [64, 128, 256] {
             let steps = vec![vec![200], vec![1], vec![16], vec![1]];
             let widths = vec![(2, 2), (1, 4), (4, 1), (3, 3)];
-            let case = Case { head_dim, kv_heads: 4, group: 3, widths, windows: narrow, pattern, steps };
+            let case =
+                Case { layers: 1, head_dim, kv_heads: 4, group: 3, widths, windows: narrow, pattern, steps };
             run(case, report)?;
         }
+    }
+    // Several layers, whose tiles are coded together before a step where they are of earlier ones, and layer by layer in the same
+    // steps as a prompt that codes its own rows; tokens that attention takes as projections, and others.
+    for (head_dim, group, sequences) in [(64, 5, 2), (128, 4, 3), (128, 8, 40), (256, 2, 2)] {
+        if !extent.fits(sequences, 3) {
+            continue;
+        }
+        // The first of them codes a tile in its third step, each other in another one.
+        let mut steps: Vec<Vec<usize>> = vec![(0..sequences).map(|i| 77 - i % 5 + 3 * i).collect()];
+        steps.extend((0..if extent.small { 4 } else { 17 }).map(|_| vec![1; sequences]));
+        steps.push((0..sequences).map(|i| if i == 0 { 90 } else { 1 }).collect());
+        steps.extend([vec![1; sequences], vec![20; sequences], vec![1; sequences]]);
+        let widths = vec![(2, 2), (3, 1), (2, 2), (0, 0), (4, 2)];
+        let (windows, pattern) = (narrow, Pattern::Plain);
+        let case = Case { layers: 3, head_dim, kv_heads: 2, group, widths, windows, pattern, steps };
+        run(case, report)?;
     }
     // The usual windows and a context of many pages, cut in odd chunks.
     let steps = [509, 700, 3, 1, 1, 64, 1].map(|n| vec![n]).to_vec();
     for widths in [vec![], vec![(2, 2)]] {
         let (windows, steps) = (usual, steps.clone());
-        let case =
-            Case { head_dim: 128, kv_heads: 2, group: 4, widths, windows, pattern: Pattern::Outliers, steps };
+        let case = Case {
+            layers: 1,
+            head_dim: 128,
+            kv_heads: 2,
+            group: 4,
+            widths,
+            windows,
+            pattern: Pattern::Outliers,
+            steps,
+        };
         run(case, report)?;
     }
     Ok(())

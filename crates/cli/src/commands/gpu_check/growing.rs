@@ -1,9 +1,9 @@
-//! Sequences that grow on the GPU, one layer of them, beside a scalar twin that holds what the codec says every page must
-//! contain and what attention over it must return.
+//! Sequences that grow on the GPU beside a scalar twin that holds what the codec says every page must contain and what attention
+//! over it must return.
 
 use super::{Numbers, Report, download, largest_difference, upload};
 use anyhow::{Context, Result};
-use oscar_backend::{Backend, HeadPreparation, HeadShape, SequenceRows};
+use oscar_backend::{Backend, CacheHead, HeadPreparation, HeadShape, SequenceRows};
 use oscar_cache::{PagePool, SequencePages, StepPages};
 use oscar_codec::{CacheLayout, PAGE_TOKENS, PageCodec, RowPageCodec, Side, TILE_TOKENS, Windows};
 use oscar_kernels_cuda::pages::CudaPages;
@@ -67,8 +67,8 @@ pub struct Checks {
 /// seen a GPU is known to be right.
 pub trait Inspected {
     fn storage(&self) -> Storage;
-    /// A page of history of the first layer; `None` where pages are not to be compared.
-    fn history_page(&self, head: usize, id: u32) -> Result<Option<Vec<u8>>>;
+    /// A page of history; `None` where pages are not to be compared.
+    fn history_page(&self, head: CacheHead, id: u32) -> Result<Option<Vec<u8>>>;
 }
 
 impl Inspected for CudaPages {
@@ -76,8 +76,8 @@ impl Inspected for CudaPages {
         CudaPages::storage(self)
     }
 
-    fn history_page(&self, head: usize, id: u32) -> Result<Option<Vec<u8>>> {
-        Ok(Some(self.read_page(0, head, id, true)?))
+    fn history_page(&self, head: CacheHead, id: u32) -> Result<Option<Vec<u8>>> {
+        Ok(Some(self.read_page(head.layer, head.kv_head, id, true)?))
     }
 }
 
@@ -99,7 +99,7 @@ pub fn rows_of<'a>(pages: &'a [SequencePages], plans: &'a [StepPages]) -> Vec<Se
     pages.iter().zip(plans).map(rows).collect()
 }
 
-/// One layer's cache of some sequences, on the GPU and as a twin.
+/// The cache of some sequences, on the GPU and as a twin.
 pub struct Growing<'a, B: Backend> {
     pub gpu: &'a B,
     pub layout: CacheLayout,
@@ -107,7 +107,7 @@ pub struct Growing<'a, B: Backend> {
     pub page_pool: PagePool,
     pub pool: B::Pool,
     pub pages: Vec<SequencePages>,
-    /// By sequence and KV head.
+    /// By sequence, and by layer and KV head.
     pub twins: Vec<Vec<HeadTwin>>,
     rope: B::Rope,
     queries: B::Rows,
@@ -145,7 +145,7 @@ impl<'a, B: Backend<Pool: Inspected>> Growing<'a, B> {
             page_pool: PagePool::new(&layout, budget),
             pool: gpu.pool(&layout, budget)?,
             pages: (0..sequences).map(|_| SequencePages::new()).collect(),
-            twins: vec![vec![HeadTwin::default(); kv_heads]; sequences],
+            twins: vec![vec![HeadTwin::default(); layout.layers() * kv_heads]; sequences],
             queries: gpu.rows(kv_heads * group * d),
             attended: gpu.rows(kv_heads * group * d),
             rope: gpu.rope(&vec![1.0; total * d / 2], &vec![0.0; total * d / 2], d)?,
@@ -159,9 +159,68 @@ impl<'a, B: Backend<Pool: Inspected>> Growing<'a, B> {
     /// Gives each sequence so many rows more and compares what the GPU then holds and answers.
     pub fn step(&mut self, step_rows: &[usize], pattern: Pattern, report: &mut Report) -> Result<()> {
         let HeadShape { query_heads, kv_heads, head_dim: d, .. } = self.shape;
-        let width = (query_heads + 2 * kv_heads) * d;
+        let (layers, width) = (self.layout.layers(), (query_heads + 2 * kv_heads) * d);
+        let values: Vec<Vec<f32>> = (0..layers).map(|_| self.rows(step_rows.iter().sum(), pattern)).collect();
+        let mut plans = Vec::new();
+        for (pages, &rows) in self.pages.iter_mut().zip(step_rows) {
+            plans.push(pages.prepare(&self.layout, &self.page_pool, rows)?);
+        }
+        let rows = rows_of(&self.pages, &plans);
+        let (gpu, pool) = (self.gpu, &mut self.pool);
+        let mut projected = Vec::new();
+        for values in &values {
+            projected.push(upload(gpu, values, width)?);
+        }
+        let mut found = Vec::new();
+        let (queries, attended) = (&mut self.queries, &mut self.attended);
+        gpu.begin_step(&rows, pool)?;
+        for (layer, qkv) in projected.iter_mut().enumerate() {
+            let plain = HeadPreparation { qk_norm: None, rotation: None };
+            gpu.append(layer, &self.shape, plain, &self.rope, &rows, qkv, queries, pool)?;
+            gpu.demote(layer, &rows, pool)?;
+            gpu.attention(layer, &self.shape, &rows, queries, pool, attended)?;
+            found.push(download(gpu, attended)?);
+        }
+
+        for (s, twins) in rows.iter().zip(&mut self.twins) {
+            for (index, twin) in twins.iter_mut().enumerate() {
+                let head = CacheHead { layer: index / kv_heads, kv_head: index % kv_heads };
+                for row in s.rows.clone() {
+                    let at = |h: usize| &values[head.layer][row * width + h * d..][..d];
+                    twin.keys.extend_from_slice(at(query_heads + head.kv_head));
+                    twin.values.extend_from_slice(at(query_heads + kv_heads + head.kv_head));
+                }
+                twin.demote(&self.layout, pool.storage(), head, [&s.demote, &s.demote_values])?;
+                twin.compare_history(&self.layout, pool, head, s, self.checks.history, &self.what, report)?;
+            }
+        }
+        for (layer, (values, found)) in values.iter().zip(&found).enumerate() {
+            let what = format!("{}, layer {layer}", self.what);
+            let reference = Reference {
+                shape: &self.shape,
+                windows: self.layout.windows(),
+                coded: self.layout.coded().is_some(),
+                values,
+                width,
+                found,
+                checks: self.checks,
+                what: &what,
+            };
+            for (s, twins) in rows.iter().zip(&self.twins) {
+                reference.compare(s, &twins[layer * kv_heads..][..kv_heads], &mut self.numbers, report);
+            }
+        }
+        for (pages, plan) in self.pages.iter_mut().zip(&plans) {
+            pages.commit(&self.layout, plan);
+        }
+        Ok(())
+    }
+
+    /// So many rows of `[queries | keys | values]`.
+    fn rows(&mut self, count: usize, pattern: Pattern) -> Vec<f32> {
+        let HeadShape { query_heads, kv_heads, head_dim: d, .. } = self.shape;
         let mut values = Vec::new();
-        for _ in 0..step_rows.iter().sum() {
+        for _ in 0..count {
             for _ in 0..query_heads {
                 values.extend(Pattern::Plain.row(&mut self.numbers, d));
             }
@@ -169,49 +228,7 @@ impl<'a, B: Backend<Pool: Inspected>> Growing<'a, B> {
                 values.extend(pattern.row(&mut self.numbers, d));
             }
         }
-        let mut plans = Vec::new();
-        for (pages, &rows) in self.pages.iter_mut().zip(step_rows) {
-            plans.push(pages.prepare(&self.layout, &self.page_pool, rows)?);
-        }
-        let rows = rows_of(&self.pages, &plans);
-        let (gpu, pool) = (self.gpu, &mut self.pool);
-        let mut qkv = upload(gpu, &values, width)?;
-        let (queries, attended) = (&mut self.queries, &mut self.attended);
-        gpu.begin_step(&rows, pool)?;
-        let plain = HeadPreparation { qk_norm: None, rotation: None };
-        gpu.append(0, &self.shape, plain, &self.rope, &rows, &mut qkv, queries, pool)?;
-        gpu.demote(0, &rows, pool)?;
-        gpu.attention(0, &self.shape, &rows, queries, pool, attended)?;
-        let found = download(gpu, attended)?;
-
-        for (s, twins) in rows.iter().zip(&mut self.twins) {
-            for (head, twin) in twins.iter_mut().enumerate() {
-                for row in s.rows.clone() {
-                    let at = |h: usize| &values[row * width + h * d..][..d];
-                    twin.keys.extend_from_slice(at(query_heads + head));
-                    twin.values.extend_from_slice(at(query_heads + kv_heads + head));
-                }
-                twin.demote(&self.layout, pool.storage(), head, [&s.demote, &s.demote_values])?;
-                twin.compare_history(&self.layout, pool, head, s, self.checks.history, &self.what, report)?;
-            }
-        }
-        let reference = Reference {
-            shape: &self.shape,
-            windows: self.layout.windows(),
-            coded: self.layout.coded().is_some(),
-            values: &values,
-            width,
-            found: &found,
-            checks: self.checks,
-            what: &self.what,
-        };
-        for (s, twins) in rows.iter().zip(&self.twins) {
-            reference.compare(s, twins, &mut self.numbers, report);
-        }
-        for (pages, plan) in self.pages.iter_mut().zip(&plans) {
-            pages.commit(&self.layout, plan);
-        }
-        Ok(())
+        values
     }
 }
 
@@ -240,11 +257,12 @@ impl HeadTwin {
         &mut self,
         layout: &CacheLayout,
         storage: Storage,
-        head: usize,
+        head: CacheHead,
         positions: [&Range<usize>; 2],
     ) -> Result<()> {
         let Some(table) = layout.coded() else { return Ok(()) };
-        let (codec, d, origin) = (table.codec(0, head), layout.head_dim(), layout.windows().sink());
+        let (codec, d, origin) =
+            (table.codec(head.layer, head.kv_head), layout.head_dim(), layout.windows().sink());
         self.without_history = !codec.keeps_history();
         self.coded_keys.resize(self.keys.len(), 0.0);
         self.coded_values.resize(self.values.len(), 0.0);
@@ -294,7 +312,7 @@ impl HeadTwin {
         &self,
         layout: &CacheLayout,
         pool: &impl Inspected,
-        head: usize,
+        head: CacheHead,
         s: &SequenceRows<'_>,
         name: &str,
         what: &str,
@@ -310,13 +328,13 @@ impl HeadTwin {
                 let end = positions.end.min(position + TILE_TOKENS).min((block + 1) * PAGE_TOKENS);
                 let differing = match pool.storage() {
                     Storage::Decoded => {
-                        let full = layout.full().codec(0, head);
+                        let full = layout.full().codec(head.layer, head.kv_head);
                         (position..end).filter(|&p| !self.holds(full, side, p, &page)).count()
                     }
-                    _ => self.differing(table.codec(0, head), side, position..end, &page),
+                    _ => self.differing(table.codec(head.layer, head.kv_head), side, position..end, &page),
                 };
                 report.case(name, differing as f64, 0.0, || {
-                    format!("{what}, {side:?} of positions {position}..{end}, head {head}")
+                    format!("{what}, {side:?} of positions {position}..{end}, {head:?}")
                 });
             }
         }

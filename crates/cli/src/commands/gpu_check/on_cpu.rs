@@ -4,6 +4,7 @@ use super::growing::Inspected;
 use super::{Extent, Report, cache, decoded, model, picks, tails};
 use crate::options::{Device, ModelArgs, PrecisionArg};
 use anyhow::Result;
+use oscar_backend::CacheHead;
 use oscar_codec::{CodedPageId, KvFormat};
 use oscar_kernels_cpu::backend::{CpuBackend, CpuPages, Mode};
 use oscar_kernels_cpu::{Kernels, Variant};
@@ -14,10 +15,10 @@ impl Inspected for CpuPages {
         if self.layout().coded().is_some() { Storage::Codes } else { Storage::Plain }
     }
 
-    fn history_page(&self, head: usize, id: u32) -> Result<Option<Vec<u8>>> {
+    fn history_page(&self, head: CacheHead, id: u32) -> Result<Option<Vec<u8>>> {
         // Formats without GPU kernels have no codes on a GPU that these could be compared like.
         let compares = Storage::of(self.layout())? == Storage::Codes;
-        Ok(compares.then(|| self.coded_page(0, head, CodedPageId(id)).to_vec()))
+        Ok(compares.then(|| self.coded_page(head.layer, head.kv_head, CodedPageId(id)).to_vec()))
     }
 }
 

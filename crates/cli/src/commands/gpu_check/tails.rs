@@ -4,7 +4,7 @@
 use super::growing::{Checks, Growing, Inspected, Pattern};
 use super::{Extent, Report};
 use anyhow::{Context, Result, ensure};
-use oscar_backend::{Backend, SequenceRows};
+use oscar_backend::{Backend, CacheHead, SequenceRows};
 use oscar_cache::{RadixCache, SequencePages, TailDemotion};
 use oscar_codec::{CacheLayout, CodeLayout, FormatTable, KvFormat, Windows};
 
@@ -128,7 +128,8 @@ fn code<B: Backend<Pool: Inspected>>(
     gpu.begin_demotion(&rows, pool)?;
     gpu.demote(0, &rows, pool)?;
     gpu.end_step()?;
-    for (head, twin) in growing.twins[0].iter_mut().enumerate() {
+    for (kv_head, twin) in growing.twins[0].iter_mut().enumerate() {
+        let head = CacheHead { layer: 0, kv_head };
         twin.demote(&growing.layout, pool.storage(), head, [&tail.positions, &tail.positions])?;
         twin.compare_history(&growing.layout, pool, head, &rows[0], CHECKS.history, what, report)?;
     }
