@@ -77,7 +77,7 @@ DEVICE u32 code_at(const u8 (*codes)[HEAD_DIM], u32 side, u32 bits, u32 lane, u3
     return codes[token][channel];
 }
 
-extern "C" __global__ void __launch_bounds__(32 * DEMOTE_WARPS) demote(DemoteArgs a) {
+extern "C" __global__ void __launch_bounds__(32 * DEMOTE_WARPS, 3) demote(DemoteArgs a) {
     __shared__ u8 codes[TILE_TOKENS][HEAD_DIM];
     __shared__ float rows[DEMOTE_WARPS][HEAD_DIM];
     wait_for_previous_kernel();

@@ -405,12 +405,22 @@ impl Device {
         Ok(blocks as u32)
     }
 
-    /// A point in the stream, for timing and for knowing what is done.
+    /// A point in the stream, for timing.
     pub fn event(&self) -> Result<Event> {
+        self.event_with(0)
+    }
+
+    /// A point in the stream, for knowing what is done: who waits for it sleeps.
+    pub fn sleeping_event(&self) -> Result<Event> {
+        use sys::CUevent_flags_enum as Flag;
+        self.event_with(Flag::CU_EVENT_BLOCKING_SYNC as u32 | Flag::CU_EVENT_DISABLE_TIMING as u32)
+    }
+
+    fn event_with(&self, flags: u32) -> Result<Event> {
         self.enter()?;
         let mut event = null_mut();
         // SAFETY: one out-parameter.
-        self.check("cuEventCreate", unsafe { sys::cuEventCreate(&mut event, 0) })?;
+        self.check("cuEventCreate", unsafe { sys::cuEventCreate(&mut event, flags) })?;
         Ok(Event { device: self.clone(), event })
     }
 }

@@ -82,39 +82,72 @@ impl StepSummary {
     fn coded_by_layer(&self) -> usize {
         if self.codes_ahead { 0 } else { self.demoted_tiles }
     }
-
-    /// Will a next step of the same sequences, one token on, be like this one: no new page, nothing to code?
-    fn repeats(&self, windows: &Windows, storage: Storage) -> bool {
-        let like_this = |s: &SequenceInfo| {
-            let (this, next) = (s.first_position as usize, s.first_position as usize + 1);
-            let same_boundary = match storage {
-                Storage::Plain => true,
-                // Before the end of the sink it moves with the token.
-                Storage::Codes => {
-                    s.boundary as usize <= this && windows.boundary(this) == windows.boundary(next)
-                }
-                Storage::Decoded => false,
-            };
-            same_boundary && !next.is_multiple_of(PAGE_TOKENS)
-        };
-        self.only_new_tokens(windows) && self.sequences.iter().all(like_this)
-    }
 }
 
 impl Words {
-    /// Makes of a step's tables those of a next one that [repeats](StepSummary::repeats) it, and codes nothing.
-    fn advance(&mut self, summary: &StepSummary) {
-        self.words.truncate(self.demoted);
-        const WORDS: usize = size_of::<SequenceInfo>() / 4;
-        const FIRST_POSITION: usize = std::mem::offset_of!(SequenceInfo, first_position) / 4;
-        for sequence in 0..summary.sequences.len() {
-            self.words[sequence * WORDS + FIRST_POSITION] += 1;
+    /// Makes of a step's tables those of the next one, every sequence one token on, and says how many tiles that codes. `None`, and
+    /// nothing changed, where it cannot be foreseen: it needs a page whose id nobody knows, or the step is not one of single tokens.
+    fn advance(&mut self, summary: &StepSummary, windows: &Windows, storage: Storage) -> Option<usize> {
+        if storage == Storage::Decoded || !summary.only_new_tokens(windows) {
+            return None;
         }
+        let mut tiles = Vec::new();
+        let mut infos = summary.sequences.clone();
+        for s in &mut infos {
+            let (this, next) = (s.first_position as usize, s.first_position as usize + 1);
+            if next.is_multiple_of(PAGE_TOKENS) {
+                return None;
+            }
+            s.first_position += 1;
+            if storage == Storage::Plain {
+                continue;
+            }
+            let coded_until = s.boundary as usize;
+            let boundary = windows.boundary(next).max(coded_until);
+            // Before the end of the sink the boundary moves with the token.
+            if coded_until > this || boundary > next {
+                return None;
+            }
+            for position in (coded_until..boundary).step_by(TILE_TOKENS) {
+                tiles.extend(self.tile(s, position)?);
+            }
+            // What was coded before the step begins is as old as the rest.
+            (s.boundary, s.old_codes) = (boundary as u32, boundary as u32);
+        }
+        if storage == Storage::Codes {
+            for s in &summary.sequences {
+                self.give_back_coded_page(s, windows);
+            }
+        }
+        self.words[..infos.len() * SEQUENCE_WORDS].copy_from_slice(bytemuck::cast_slice(&infos));
         for row in 0..summary.rows {
             self.words[self.row_position + row] += 1;
         }
+        self.words.truncate(self.demoted);
+        self.words.extend_from_slice(&tiles);
+        Some(tiles.len() / TILE_WORDS)
+    }
+
+    /// The tile of a position that is to be coded, if both its pages are there.
+    fn tile(&self, s: &SequenceInfo, position: usize) -> Option<[u32; TILE_WORDS]> {
+        let block = position / PAGE_TOKENS;
+        let [full, coded] = [self.full, self.coded].map(|table| self.words[table + s.table as usize + block]);
+        let in_page = (position % PAGE_TOKENS / TILE_TOKENS) as u32;
+        (full != NO_PAGE && coded != NO_PAGE).then_some([full, coded, in_page])
+    }
+
+    /// After a step that coded the last tile of a page the sequence has no use for the full one.
+    fn give_back_coded_page(&mut self, s: &SequenceInfo, windows: &Windows) {
+        let boundary = s.boundary as usize;
+        if boundary.is_multiple_of(PAGE_TOKENS) && boundary >= windows.sink() + PAGE_TOKENS {
+            self.words[self.full + s.table as usize + boundary / PAGE_TOKENS - 1] = NO_PAGE;
+        }
     }
 }
+
+/// Words of a [`SequenceInfo`], and of a tile: its pages and where in them it lies.
+const SEQUENCE_WORDS: usize = size_of::<SequenceInfo>() / 4;
+const TILE_WORDS: usize = 3;
 
 /// The words of a step, and where each table begins in them.
 #[derive(Default)]
@@ -130,7 +163,9 @@ struct Words {
 /// Makes the tables; kept from step to step.
 ///
 /// While the GPU is at a step the host has nothing to do, and mostly the next step is the same sequences one token on: its
-/// tables are [foreseen](StepPlanner::foresee) and sent ahead. What comes is compared with them, word by word.
+/// tables are [foreseen](StepPlanner::foresee) and sent ahead, and what it codes is coded. What comes is compared with them, word by
+/// word. If another step comes, tiles were coded that nobody has asked for: they lie beyond what anyone reads as code, and whoever
+/// comes to read them codes them again.
 #[derive(Default)]
 pub struct StepPlanner {
     device_tables: Option<Buffer>,
@@ -167,7 +202,7 @@ impl PlannedLast {
 pub struct PlannedStep {
     /// What every layer is given.
     pub tables: StepTables,
-    /// The same with tiles of all layers that are to be coded before the first.
+    /// The same with tiles that are to be coded in all layers before the first.
     pub ahead: Option<StepTables>,
     /// They are those that were foreseen, and whatever was made of them then still holds.
     pub foreseen: bool,
@@ -197,22 +232,25 @@ impl StepPlanner {
         self.step = Some(PlannedLast::of(pages));
         let all = self.tables(&windows);
         let tables = StepTables { demoted_count: self.summary.coded_by_layer() as u32, ..all };
-        Ok(PlannedStep { tables, ahead: self.summary.codes_ahead.then_some(all), foreseen })
+        let ahead = (self.summary.codes_ahead && !foreseen).then_some(all);
+        Ok(PlannedStep { tables, ahead, foreseen })
     }
 
-    /// If the next step can be foreseen, all sequences one token on and nothing else changed, sends its tables. They are of no use to
-    /// the step that was planned last, whose launches must all have been made.
-    pub fn foresee(&mut self, device: &Device, uploads: &mut Uploads) -> Result<bool> {
-        let foreseeable = self.step.as_ref().is_some_and(|last| {
-            last.pages.strong_count() > 0 && self.summary.repeats(&last.windows, last.storage)
-        });
-        if self.foreseen || !foreseeable {
-            return Ok(false);
-        }
-        self.words.advance(&self.summary);
+    /// If the next step can be foreseen, all sequences one token on and no page more, sends its tables, and returns them with the tiles
+    /// that are to be coded in all layers. They are of no use to the step that was planned last, whose launches must all have been
+    /// made.
+    pub fn foresee(&mut self, device: &Device, uploads: &mut Uploads) -> Result<Option<StepTables>> {
+        let Some(last) = self.step.as_ref().filter(|last| !self.foreseen && last.pages.strong_count() > 0)
+        else {
+            return Ok(None);
+        };
+        let windows = last.windows;
+        let Some(tiles) = self.words.advance(&self.summary, &windows, last.storage) else {
+            return Ok(None);
+        };
         self.send(device, uploads)?;
         self.foreseen = true;
-        Ok(true)
+        Ok(Some(StepTables { demoted_count: tiles as u32, ..self.tables(&windows) }))
     }
 
     /// What was made of foreseen tables is of no use.
@@ -345,7 +383,7 @@ fn fill(
     let table = table as usize;
     w.words.clear();
     w.words.extend_from_slice(bytemuck::cast_slice(&summary.sequences));
-    w.row_sequence = room(entries.len()) * (size_of::<SequenceInfo>() / 4);
+    w.row_sequence = room(entries.len()) * SEQUENCE_WORDS;
     w.row_position = w.row_sequence + room(rows);
     w.full = w.row_position + room(rows);
     w.coded = w.full + room(table);
@@ -451,7 +489,8 @@ fn add_tiles(w: &mut Words, summary: &mut StepSummary, sequences: &[SequenceRows
 #[cfg(test)]
 mod tests {
     use super::*;
-    use oscar_codec::{CodedPageId, FullPageId};
+    use oscar_cache::{PagePool, SequencePages, StepPages};
+    use oscar_codec::{CacheLayout, CodeLayout, CodedPageId, FullPageId, KvFormat};
 
     #[test]
     fn tables_name_rows_pages_and_tiles() {
@@ -586,8 +625,7 @@ mod tests {
             let mut words = Words::default();
             let before = [row(0, 260, &full, &coded), row(1, 80, &short, &[])];
             let last = fill(&mut words, &windows, storage, &before).unwrap();
-            assert!(last.repeats(&windows, storage));
-            words.advance(&last);
+            assert_eq!(words.advance(&last, &windows, storage), Some(0));
             let holds = |sequences: &[SequenceRows<'_>]| {
                 let mut made = Words::default();
                 fill(&mut made, &windows, storage, sequences).unwrap();
@@ -631,59 +669,99 @@ mod tests {
         }
     }
 
+    /// Steps of two sequences as the cache prepares them, foreseen from one to the next.
     #[test]
-    fn a_step_that_repeats_is_foreseen_to_the_word() {
-        let full = [Some(FullPageId(4)), None, None, Some(FullPageId(8)), Some(FullPageId(2))];
-        let coded = [None, Some(CodedPageId(3)), Some(CodedPageId(0)), Some(CodedPageId(7)), None];
-        let windows = Windows::new(64, 64).unwrap();
-        let step = |storage, positions: [usize; 2], demote: Range<usize>| {
-            let (short, none) = ([Some(FullPageId(9)), Some(FullPageId(1))], [None; 2]);
-            let sequences = [
-                SequenceRows {
-                    rows: 0..1,
-                    first_position: positions[0],
-                    full: &full,
-                    coded: &coded,
-                    demote: demote.clone(),
-                    demote_values: demote,
-                },
-                SequenceRows {
-                    rows: 1..2,
-                    first_position: positions[1],
-                    full: &short,
-                    coded: &none,
-                    demote: 0..0,
-                    demote_values: 0..0,
-                },
-            ];
-            let mut words = Words::default();
-            let summary = fill(&mut words, &windows, storage, &sequences).unwrap();
-            (words, summary)
-        };
-        for storage in [Storage::Codes, Storage::Plain] {
-            for first in 256..270 {
-                let (mut words, summary) = step(storage, [first, 80], 0..0);
-                let codes =
-                    storage == Storage::Codes && windows.boundary(first + 1) != windows.boundary(first);
-                assert_eq!(summary.repeats(&windows, storage), !codes, "{first}");
-                if !codes {
-                    words.advance(&summary);
-                    assert_eq!(words.words, step(storage, [first + 1, 81], 0..0).0.words, "{first}");
+    fn steps_are_foreseen_to_the_word_unless_they_need_a_page() {
+        for (windows, format) in [
+            (Windows::new(64, 64).unwrap(), KvFormat::OSCAR2),
+            (Windows::new(16, 48).unwrap(), KvFormat::OSCAR2),
+            (Windows::unlimited(), KvFormat::Bf16),
+        ] {
+            let layout = CacheLayout::new(format, 1, 1, 64, windows, CodeLayout::GpuTile).unwrap();
+            let storage = Storage::of(&layout).unwrap();
+            let pool = PagePool::new(&layout, 1 << 24);
+            let mut pages = [SequencePages::new(), SequencePages::new()];
+            let mut step = |tokens: [usize; 2]| {
+                let mut prepared = Vec::new();
+                for (pages, tokens) in pages.iter_mut().zip(tokens) {
+                    prepared.push(pages.prepare(&layout, &pool, tokens).unwrap());
                 }
+                let mut first = 0;
+                let row = |(pages, step): (&'_ SequencePages, &StepPages)| {
+                    let rows = first..first + step.positions.len();
+                    first = rows.end;
+                    (pages.full().to_vec(), pages.coded().to_vec(), rows, step.clone())
+                };
+                let held: Vec<_> = pages.iter().zip(&prepared).map(row).collect();
+                let rows: Vec<_> = held
+                    .iter()
+                    .map(|(full, coded, rows, step)| SequenceRows {
+                        rows: rows.clone(),
+                        first_position: step.positions.start,
+                        full,
+                        coded,
+                        demote: step.demote.clone(),
+                        demote_values: step.demote_values.clone(),
+                    })
+                    .collect();
+                let mut words = Words::default();
+                let summary = fill(&mut words, &windows, storage, &rows).unwrap();
+                for (pages, step) in pages.iter_mut().zip(&prepared) {
+                    pages.commit(&layout, step);
+                }
+                let takes_a_page = prepared.iter().any(|step| {
+                    let coded = &step.demote;
+                    let begins = coded.start == windows.sink() || coded.start.is_multiple_of(PAGE_TOKENS);
+                    step.positions.start.is_multiple_of(PAGE_TOKENS) || !coded.is_empty() && begins
+                });
+                (words, summary, takes_a_page)
+            };
+            let (mut before, mut last, _) = step([200, 71]);
+            let (mut foreseen, mut coding) = (0, 0);
+            for _ in 0..300 {
+                let advanced = before.advance(&last, &windows, storage);
+                let (words, summary, takes_a_page) = step([1, 1]);
+                // A step behind a prompt is not foreseen.
+                assert_eq!(advanced.is_some(), last.decode && !takes_a_page, "{:?}", summary.sequences);
+                if let Some(tiles) = advanced {
+                    assert_eq!(before.words, words.words, "{:?}", summary.sequences);
+                    assert_eq!((tiles, tiles > 0), (summary.demoted_tiles, summary.codes_ahead));
+                    (foreseen, coding) = (foreseen + 1, coding + tiles);
+                }
+                (before, last) = (words, summary);
             }
-            // The next token needs a page.
-            assert!(!step(storage, [260, 127], 0..0).1.repeats(&windows, storage));
+            // Of 64 steps a sequence takes a full page in one and a coded one in another, and codes tiles in three more.
+            let codes = storage == Storage::Codes;
+            assert!(
+                foreseen > if codes { 270 } else { 285 } && (coding > 20) == codes,
+                "{foreseen} {coding}"
+            );
         }
+    }
+
+    #[test]
+    fn short_and_decoded_contexts_are_not_foreseen() {
+        let windows = Windows::new(64, 64).unwrap();
+        let full = [Some(FullPageId(9))];
+        let rows = SequenceRows {
+            rows: 0..1,
+            first_position: 20,
+            full: &full,
+            coded: &[],
+            demote: 0..0,
+            demote_values: 0..0,
+        };
         // The boundary of a short context moves with its end; its new token is read in BF16 all the same.
-        let (_, short) = step(Storage::Codes, [260, 20], 0..0);
-        assert!(short.only_new_tokens(&windows) && !short.repeats(&windows, Storage::Codes));
-        // A step behind one that coded ahead is like it but for the tile.
-        let (mut words, summary) = step(Storage::Codes, [271, 80], 192..208);
-        assert!(summary.demoted_tiles == 1 && summary.only_new_tokens(&windows));
-        assert!(summary.repeats(&windows, Storage::Codes));
-        words.advance(&summary);
-        assert_eq!(words.words, step(Storage::Codes, [272, 81], 0..0).0.words);
-        assert!(!step(Storage::Decoded, [260, 80], 0..0).1.repeats(&windows, Storage::Decoded));
+        for (storage, advances) in
+            [(Storage::Codes, None), (Storage::Decoded, None), (Storage::Plain, Some(0))]
+        {
+            let mut words = Words::default();
+            let summary = fill(&mut words, &windows, storage, std::slice::from_ref(&rows)).unwrap();
+            assert!(summary.only_new_tokens(&windows));
+            let made = words.words.clone();
+            assert_eq!(words.advance(&summary, &windows, storage), advances);
+            assert_eq!(words.words == made, advances.is_none());
+        }
     }
 
     #[test]

@@ -30,7 +30,7 @@ impl Uploads {
             next: 0,
             landing: None,
             answer: PinnedBuffer::new(device, 4096)?,
-            answered: device.event()?,
+            answered: device.sleeping_event()?,
             unread: false,
         })
     }
@@ -55,8 +55,8 @@ impl Uploads {
     }
 
     /// Waits for the answer; not for what was enqueued behind it. The words are looked at until they are there, which is sooner
-    /// than the driver says so; now and then it is asked, should there be none. What takes long is left to the driver: tools that
-    /// watch kernels get to work only while someone waits there.
+    /// than the driver says so; now and then it is asked, should there be none. What takes long is left to the driver, where this
+    /// thread sleeps, and tools that watch kernels get to work.
     pub fn read_answer(&mut self, words: &mut [u64]) -> Result<()> {
         const LOOKS: usize = 1024;
         const LONG: Duration = Duration::from_millis(50);

@@ -166,6 +166,7 @@ fn bench_rows_carry_the_promised_fields() {
                 "context",
                 "batch",
                 "us",
+                "us_mean",
                 "tokens_per_s",
                 "gbps",
                 "ceiling_gbps",

@@ -8,7 +8,6 @@ use crate::pages::CudaPages;
 use crate::sources::DEMOTE;
 use crate::step::StepTables;
 use oscar_codec::TILE_TOKENS;
-use std::ops::Range;
 
 #[repr(C)]
 #[derive(Clone, Copy, bytemuck::NoUninit)]
@@ -23,36 +22,60 @@ struct DemoteArgs {
 // SAFETY: the struct of `demote.cu`, filled with addresses of live buffers.
 unsafe impl KernelParams for DemoteArgs {}
 
-/// Blocks that share one multiprocessor without crowding it, where other kernels run beside them.
+/// Blocks that share one multiprocessor without crowding it where other kernels run beside them.
 const BLOCKS_PER_MULTIPROCESSOR: usize = 2;
 
 /// Blocks of a launch that runs alone.
 const MOST_BLOCKS: usize = 1 << 16;
 
-/// Codes the demoted tiles of some layers; nothing where the step demotes none.
-pub fn demote(
-    device: &Device,
-    kernels: &Kernels,
-    layers: Range<usize>,
-    step: &StepTables,
-    pool: &CudaPages,
-) -> Result<()> {
-    let (kv_heads, head_dim) = (pool.layout().kv_heads(), pool.layout().head_dim());
-    // Heads of all layers lie one behind the other.
-    let heads = layers.len() * kv_heads;
-    let jobs = step.demoted_count as usize * heads * 2;
-    if jobs == 0 {
-        return Ok(());
+/// The heads of some layers, which are coded together.
+#[derive(Clone, Copy)]
+pub struct Demotion {
+    heads: u64,
+    roundings: u64,
+    head_count: usize,
+    head_dim: usize,
+    /// Do other kernels run beside it?
+    beside_others: bool,
+}
+
+impl Demotion {
+    /// Of one layer, in the middle of a step.
+    pub fn of_layer(pool: &CudaPages, layer: usize) -> Self {
+        Self {
+            heads: pool.layer(layer),
+            roundings: pool.layer_roundings(layer),
+            head_count: pool.layout().kv_heads(),
+            head_dim: pool.layout().head_dim(),
+            beside_others: true,
+        }
     }
-    let function = kernels.function(&DEMOTE, &vec![("HEAD_DIM", head_dim)], c"demote", 0)?;
-    let beside_others = device.properties().multiprocessors as usize * BLOCKS_PER_MULTIPROCESSOR;
-    let blocks = if layers.len() > 1 { jobs.min(MOST_BLOCKS) } else { jobs.min(beside_others) };
-    let args = DemoteArgs {
-        step: *step,
-        heads: pool.layer(layers.start),
-        roundings: pool.layer_roundings(layers.start),
-        head_count: heads as u32,
-        unused: 0,
-    };
-    device.launch(function, LaunchShape::new(blocks, 32 * TILE_TOKENS as u32).overlapping(), &args)
+
+    /// Of all layers, whose heads lie one behind the other, before a step.
+    pub fn of_all_layers(pool: &CudaPages) -> Self {
+        let head_count = pool.layout().layers() * pool.layout().kv_heads();
+        Self { head_count, beside_others: false, ..Self::of_layer(pool, 0) }
+    }
+
+    /// Codes the tiles that these tables name.
+    pub fn launch(&self, device: &Device, kernels: &Kernels, step: &StepTables) -> Result<()> {
+        let jobs = step.demoted_count as usize * self.head_count * 2;
+        if jobs == 0 {
+            return Ok(());
+        }
+        let function = kernels.function(&DEMOTE, &vec![("HEAD_DIM", self.head_dim)], c"demote", 0)?;
+        let most = match self.beside_others {
+            true => device.properties().multiprocessors as usize * BLOCKS_PER_MULTIPROCESSOR,
+            false => MOST_BLOCKS,
+        };
+        let args = DemoteArgs {
+            step: *step,
+            heads: self.heads,
+            roundings: self.roundings,
+            head_count: self.head_count as u32,
+            unused: 0,
+        };
+        let shape = LaunchShape::new(jobs.min(most), 32 * TILE_TOKENS as u32);
+        device.launch(function, shape.overlapping(), &args)
+    }
 }

@@ -11,6 +11,7 @@ mod rows;
 pub use constants::{CudaRope, CudaRotation, CudaVector};
 pub use rows::CudaRows;
 
+use crate::attention::demote::Demotion;
 use crate::attention_paths::AttentionPaths;
 use crate::device::Device;
 use crate::error::{CudaError, Result};
@@ -50,6 +51,8 @@ struct State {
     planner: StepPlanner,
     tables: StepTables,
     attention: AttentionPaths,
+    /// All layers of the pages that the last step was planned over.
+    demotion: Option<Demotion>,
     pending: Option<PendingAppend>,
     /// Token ids, row numbers and row weights on the device: a buffer for each use, because copies do not wait for
     /// launches that are being recorded.
@@ -94,6 +97,7 @@ impl CudaBackend {
             planner: StepPlanner::default(),
             tables: StepTables::default(),
             attention: AttentionPaths::new()?,
+            demotion: None,
             pending: None,
             indices: Default::default(),
             high: None,
@@ -171,14 +175,19 @@ impl CudaBackend {
         Ok(to)
     }
 
-    /// Behind the launches of a step and before its result is awaited: sends and plans what will probably be the next.
+    /// Behind the launches of a step and before its result is awaited: sends and plans what will probably be the next, and codes what
+    /// that one codes.
     fn foresee_step(&self, state: &mut State) -> Result<()> {
-        let State { planner, uploads, attention, .. } = state;
+        let State { planner, uploads, attention, demotion, .. } = state;
         // One by one, launches are timed in the step they belong to.
-        if self.device.is_profiling() || !planner.foresee(&self.device, uploads)? {
+        if self.device.is_profiling() {
             return Ok(());
         }
-        attention.plan_again(&self.device, &self.kernels).inspect_err(|_| planner.forget())
+        let Some(tables) = planner.foresee(&self.device, uploads)? else { return Ok(()) };
+        let coded = demotion.map_or(Ok(()), |all| all.launch(&self.device, &self.kernels, &tables));
+        coded
+            .and_then(|()| attention.plan_again(&self.device, &self.kernels))
+            .inspect_err(|_| planner.forget())
     }
 }
 
@@ -284,7 +293,7 @@ impl Backend for CudaBackend {
 
     fn begin_step(&self, sequences: &[SequenceRows<'_>], pool: &mut CudaPages) -> BackendResult<()> {
         self.run_before_append(|state| {
-            let State { planner, uploads, tables, attention, .. } = state;
+            let State { planner, uploads, tables, attention, demotion, .. } = state;
             // Of a step that failed, at most.
             state.pending = None;
             // Recorded launches must be on their way before the tables they read are overwritten.
@@ -298,12 +307,13 @@ impl Backend for CudaBackend {
             if whole && summary.decode && summary.rows <= crate::gemm::MOST_ROWS {
                 self.device.record()?;
             }
+            let all_layers = Demotion::of_all_layers(pool);
             if let Some(tiles) = &planned.ahead {
                 // Attention reads codes before it waits for the kernels of its layer: what makes them must be over when the plan,
-                // which overlaps with nothing, begins. A step that codes is never a foreseen one, so that there is a plan.
-                let layers = 0..pool.layout().layers();
-                crate::attention::demote::demote(&self.device, &self.kernels, layers, tiles, pool)?;
+                // which overlaps with nothing, begins.
+                all_layers.launch(&self.device, &self.kernels, tiles)?;
             }
+            *demotion = Some(all_layers);
             if !planned.foreseen || self.device.is_profiling() {
                 attention.begin_step(&self.device, &self.kernels, tables, summary, pool)?;
             }
@@ -523,8 +533,7 @@ impl Backend for CudaBackend {
             if pool.storage() == Storage::Decoded {
                 return crate::decoded::demote(&self.device, layer, sequences, pool);
             }
-            let layers = layer..layer + 1;
-            crate::attention::demote::demote(&self.device, &self.kernels, layers, &state.tables, pool)
+            Demotion::of_layer(pool, layer).launch(&self.device, &self.kernels, &state.tables)
         })
     }
 

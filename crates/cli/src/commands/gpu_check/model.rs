@@ -1,6 +1,6 @@
 //! The embedded model on both devices: the same prompts, the same tokens, logits beside each other.
 
-use super::{Extent, Report};
+use super::{Extent, Report, largest_difference};
 use crate::device::AnyBackend;
 use crate::options::{CacheArgs, Device, ModelArgs, OpenModel, PrecisionArg, WeightsArg};
 use anyhow::{Context, Result};
@@ -43,12 +43,14 @@ fn allowed(format: KvFormat) -> f64 {
     if format.is_coded() { 2.0 } else { 0.25 }
 }
 
-/// How many of the formats, which texts repeated how often, how many tokens after each, and how many that are picked.
+/// How many of the formats, which texts repeated how often, how many tokens after each, how many that are picked, and how many of
+/// steps that follow one another as foreseen.
 struct Amount {
     formats: usize,
     prompts: Vec<(&'static str, usize)>,
     generated: usize,
     picked: usize,
+    foreseen: usize,
 }
 
 pub fn check(extent: Extent, report: &mut Report) -> Result<()> {
@@ -61,8 +63,12 @@ pub fn check(extent: Extent, report: &mut Report) -> Result<()> {
     };
     let amount = match extent.small {
         // Just long enough for some history.
-        true => Amount { formats: 2, prompts: vec![(PROMPTS[3].0, 15)], generated: 2, picked: 2 },
-        false => Amount { formats: usize::MAX, prompts: PROMPTS.to_vec(), generated: 48, picked: 12 },
+        true => {
+            Amount { formats: 2, prompts: vec![(PROMPTS[3].0, 15)], generated: 2, picked: 2, foreseen: 3 }
+        }
+        false => {
+            Amount { formats: usize::MAX, prompts: PROMPTS.to_vec(), generated: 48, picked: 12, foreseen: 70 }
+        }
     };
     check_formats(&args, &FORMATS, &amount, "model", report)?;
     let fp8 = ModelArgs { weights: Some(WeightsArg::Fp8), ..args };
@@ -91,6 +97,9 @@ fn check_formats(
         let prompt = tokenizer.encode(&PROMPTS[2].0.repeat(PROMPTS[2].1), false)?;
         picked(&mut gpu, &prompt, amount.picked, format, report)
             .with_context(|| format!("{format}, picked tokens"))?;
+        let text = tokenizer.encode(&PROMPTS[3].0.repeat(30), false)?;
+        foreseen(&mut gpu, &text, amount.foreseen, format, report)
+            .with_context(|| format!("{format}, steps that were foreseen"))?;
     }
     Ok(())
 }
@@ -186,6 +195,64 @@ pub(super) fn picked(
         let best = |i: usize| lists.get(i).and_then(|list| list.first()).map_or(f32::NAN, |best| best.0);
         let apart = f64::from((best(0) - best(1)).abs()) + none.len() as f64;
         report.case(&name, apart, ALLOWED, || format!("no logits read, token {step}"));
+    }
+    Ok(())
+}
+
+/// A device may prepare, and code, what the next step will probably be while it is at one whose tokens it picks itself. The answers
+/// must be those of steps whose logits are read, where it does not, also where another step comes in between.
+pub(super) fn foreseen(
+    gpu: &mut Runner<AnyBackend>,
+    text: &[u32],
+    steps: usize,
+    format: KvFormat,
+    report: &mut Report,
+) -> Result<()> {
+    // The steps are the same to the launch; only the time at which tiles are coded is not.
+    const ALLOWED: f64 = 1e-3;
+    // Each codes a tile in its second step, of a page that has codes already.
+    const LENGTHS: [usize; 2] = [350, 366];
+    #[derive(Clone, Copy, Debug, PartialEq)]
+    enum Way {
+        Read,
+        Picked,
+        Disturbed,
+    }
+    let mut best_logits = |way: Way| -> Result<Vec<f32>> {
+        let mut sequences = [Sequence::new(), Sequence::new()];
+        for (sequence, length) in sequences.iter_mut().zip(LENGTHS) {
+            let prompt = text.get(..length).context("a text that is long enough")?;
+            gpu.prefill(sequence, prompt, &mut Vec::new(), |_| {})?;
+        }
+        let mut other = Sequence::new();
+        let (mut logits, mut lists, mut best) = (Vec::new(), Vec::new(), Vec::new());
+        for step in 0..steps {
+            if way == Way::Disturbed && step % 3 == 1 {
+                let requests =
+                    &mut [StepRequest { sequence: &mut other, tokens: &text[..2], logits: Logits::Last }];
+                gpu.step(requests, &mut logits)?;
+            }
+            let token = [text[step]];
+            let what = if way == Way::Read { Logits::Last } else { Logits::Pick(Pick::Greedy) };
+            let mut requests =
+                sequences.each_mut().map(|sequence| StepRequest { sequence, tokens: &token, logits: what });
+            gpu.step_picking(&mut requests, &mut logits, &mut lists)?;
+            match way {
+                Way::Read => {
+                    let rows = logits.chunks_exact(logits.len() / LENGTHS.len());
+                    best.extend(rows.map(|row| row[argmax(row)]));
+                }
+                _ => best.extend(lists.iter().flatten().map(|(logit, _)| logit)),
+            }
+        }
+        Ok(best)
+    };
+    let expected = best_logits(Way::Read)?;
+    for way in [Way::Picked, Way::Disturbed] {
+        let found = best_logits(way)?;
+        let expected: Vec<f64> = expected.iter().copied().map(f64::from).collect();
+        let difference = largest_difference(&found, &expected);
+        report.case(&format!("model foreseen steps, {format}"), difference, ALLOWED, || format!("{way:?}"));
     }
     Ok(())
 }

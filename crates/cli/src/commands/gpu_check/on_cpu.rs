@@ -88,4 +88,7 @@ fn the_cpu_passes_the_check_of_picked_tokens() {
     let mut report = Report::default();
     model::picked(&mut runner, &prompt, 12, KvFormat::OSCAR2, &mut report).unwrap();
     assert_passes(&report, &["model picked tokens, oscar2"]);
+    model::foreseen(&mut runner, &prompt, 4, KvFormat::OSCAR2, &mut report).unwrap();
+    assert!(report.findings.iter().all(|f| f.failure.is_none() && f.cases > 0));
+    assert!(report.findings.iter().any(|f| f.name == "model foreseen steps, oscar2"));
 }
