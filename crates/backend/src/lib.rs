@@ -195,7 +195,7 @@ pub trait Backend: Send + Sync {
     }
     fn rows(&self, width: usize) -> Self::Rows;
 
-    /// Hears of a step before its first operation: page tables and positions can go to the device once for all layers.
+    /// Hears of a step before its first operation on the cache: page tables and positions can go to the device once for all layers.
     /// The operations up to the next call bring the same sequences.
     fn begin_step(&self, sequences: &[SequenceRows<'_>], pool: &mut Self::Pool) -> Result<()> {
         let _ = (sequences, pool);

@@ -11,6 +11,7 @@ use cudarc::driver::sys::{self, CUresult};
 use std::ffi::{CStr, c_void};
 use std::ptr::null_mut;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 /// What the kernels must know of a GPU.
 #[derive(Clone, Debug)]
@@ -140,12 +141,13 @@ impl Device {
     }
 
     /// Notes launches (but for the first few) instead of making them until [`Device::flush`], which anything that depends on
-    /// their order calls itself. Between the two, only memory that no noted launch touches may be written by copies.
-    pub(crate) fn record(&self) -> Result<()> {
+    /// their order calls itself. Between the two, only memory that no noted launch touches may be written by copies. `began`: when the
+    /// host began with what is recorded.
+    pub(crate) fn record(&self, began: Instant) -> Result<()> {
         self.flush()?;
         let mut recorder = self.recorder();
         recorder.active = self.0.graphs || recorder.profile.is_some();
-        recorder.begin();
+        recorder.begin(began);
         Ok(())
     }
 

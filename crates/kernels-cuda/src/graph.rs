@@ -94,10 +94,10 @@ pub type Profile = BTreeMap<&'static CStr, (usize, f64)>;
 #[derive(Clone, Copy, Debug, Default)]
 pub struct HostTimes {
     pub steps: usize,
-    /// From the beginning of a step until the GPU had its first launches.
-    pub before_start: Duration,
+    /// For the tables, while the GPU has the step's first launches: until it has more.
+    pub tables: Duration,
     /// From then on until it had the last ones.
-    pub behind: Duration,
+    pub launches: Duration,
     /// Graphs that had to be made.
     pub captures: usize,
 }
@@ -109,7 +109,7 @@ pub(crate) struct Recorder {
     pub now: Recorded,
     /// Launches of the step so far.
     launches: usize,
-    /// When the recording began, until the GPU had work.
+    /// When the host began with the step, until the GPU had what is recorded.
     began: Option<Instant>,
     /// Until when it was given work.
     started: Option<Instant>,
@@ -121,9 +121,9 @@ pub(crate) struct Recorder {
 }
 
 impl Recorder {
-    pub fn begin(&mut self) {
+    pub fn begin(&mut self, began: Instant) {
         self.launches = 0;
-        self.began = self.active.then(Instant::now);
+        self.began = self.active.then_some(began);
     }
 
     pub fn end(&mut self) {
@@ -157,11 +157,11 @@ impl Recorder {
     pub fn handed_over(&mut self) {
         let now = Instant::now();
         if let Some(began) = self.began.take() {
-            self.times.before_start += now - began;
+            self.times.tables += now - began;
             self.times.steps += 1;
             self.started = Some(now);
         } else if let Some(started) = self.started {
-            self.times.behind += now - started;
+            self.times.launches += now - started;
             self.started = Some(now);
         }
     }

@@ -33,6 +33,7 @@ use oscar_codec::{CacheLayout, CodeLayout, FullPageId, HeadRotations};
 use rows::grow;
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Instant;
 
 /// Runs models on one GPU.
 pub struct CudaBackend {
@@ -293,6 +294,7 @@ impl Backend for CudaBackend {
 
     fn begin_step(&self, sequences: &[SequenceRows<'_>], pool: &mut CudaPages) -> BackendResult<()> {
         self.run_before_append(|state| {
+            let began = Instant::now();
             let State { planner, uploads, tables, attention, demotion, .. } = state;
             // Of a step that failed, at most.
             state.pending = None;
@@ -304,8 +306,8 @@ impl Backend for CudaBackend {
             pool.ensure(summary.full_pages, summary.coded_pages)?;
             // Decoded history goes through the host in the middle of a step: there is nothing to record as a whole.
             let whole = pool.storage() != Storage::Decoded;
-            if whole && summary.decode && summary.rows <= crate::gemm::MOST_ROWS {
-                self.device.record()?;
+            if whole && summary.decode && !Self::rounds(summary.rows) {
+                self.device.record(began)?;
             }
             let all_layers = Demotion::of_all_layers(pool);
             if let Some(tiles) = &planned.ahead {
@@ -328,6 +330,8 @@ impl Backend for CudaBackend {
     }
 
     fn embed(&self, table: &CudaMatrix, tokens: &[u32], out: &mut CudaRows) {
+        // Of a step that failed, at most: a step begins.
+        self.state().pending = None;
         self.enqueue(|state| {
             if let Some(bad) = tokens.iter().find(|&&t| t as usize >= table.outputs) {
                 let detail = format!("token {bad} of {}", table.outputs);
@@ -336,6 +340,10 @@ impl Backend for CudaBackend {
             if table.format() == WeightFormat::Fp8 {
                 let detail = "its rows are read one by one, which FP8's are not".into();
                 return Err(CudaError::Shape { what: "an embedding", detail });
+            }
+            // A step's first launch; what is timed one by one is noted, in steps whose launches can be.
+            if self.device.is_profiling() && !Self::rounds(tokens.len()) {
+                self.device.record(Instant::now())?;
             }
             out.resize(&self.device, tokens.len(), true, false)?;
             let mut p = Embed {

@@ -77,8 +77,12 @@ impl<B: Backend> Transformer<B> {
     /// Logits of the wanted rows, on the device.
     fn head(&self, backend: &B, input: &StepInput<'_>, w: &mut Workspace<B>) {
         let body = &*self.body;
-        backend.select(&w.hidden, input.logits, &mut w.selected);
-        backend.rms_norm(&w.selected, &body.final_norm, body.config.rms_norm_eps, &mut w.normed);
+        let every_row = input.logits.iter().copied().eq(0..input.tokens.len());
+        if !every_row {
+            backend.select(&w.hidden, input.logits, &mut w.selected);
+        }
+        let wanted = if every_row { &w.hidden } else { &w.selected };
+        backend.rms_norm(wanted, &body.final_norm, body.config.rms_norm_eps, &mut w.normed);
         backend.logits(body.head.as_ref().unwrap_or(&body.embedding), &w.normed, &mut w.logits);
     }
 
@@ -93,11 +97,14 @@ impl<B: Backend> Transformer<B> {
     ) -> Result<(), BackendError> {
         let body = &*self.body;
         let eps = body.config.rms_norm_eps;
-        backend.begin_step(input.sequences, pool)?;
         backend.embed(&body.embedding, input.tokens, &mut w.hidden);
         for (index, (layer, projections)) in body.layers.iter().zip(&*self.projections).enumerate() {
             let norm = &layer.input_norm;
             backend.norm_linear(norm, eps, &projections.qkv, &w.hidden, &mut w.normed, &mut w.qkv);
+            if index == 0 {
+                // Behind the first operations: a device is at them while its tables are made.
+                backend.begin_step(input.sequences, pool)?;
+            }
             let heads = HeadPreparation {
                 qk_norm: layer.qk_norm.as_ref().map(|(q, k)| (q, k)),
                 rotation: projections.rotation.as_ref(),

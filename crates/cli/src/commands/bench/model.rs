@@ -305,10 +305,10 @@ fn print_profile(what: &str, profile: Option<Profile>) {
 fn print_host_times(host: &HostTimes) {
     let each = |time: Duration| time.as_secs_f64() * 1e6 / host.steps.max(1) as f64;
     eprintln!(
-        "  host, mean of {} steps: {:.1} µs before the GPU had work, {:.1} µs behind it; {} graphs made",
+        "  host, mean of {} steps: {:.1} µs for tables, {:.1} µs for launches; {} graphs made",
         host.steps,
-        each(host.before_start),
-        each(host.behind),
+        each(host.tables),
+        each(host.launches),
         host.captures
     );
 }
