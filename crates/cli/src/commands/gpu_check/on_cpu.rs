@@ -83,11 +83,13 @@ fn the_cpu_passes_the_check_of_picked_tokens() {
         weights: None,
     };
     let opened = args.open().unwrap();
-    let mut runner = model::runner(&opened, KvFormat::OSCAR2, args.backend().unwrap()).unwrap();
+    let mut runner = model::runner(&opened, KvFormat::OSCAR2, None, args.backend().unwrap()).unwrap();
     let prompt: Vec<u32> = (20..420).collect();
     let mut report = Report::default();
     model::picked(&mut runner, &prompt, 12, KvFormat::OSCAR2, &mut report).unwrap();
     assert_passes(&report, &["model picked tokens, oscar2"]);
+    let narrow = Some(model::NARROW);
+    let mut runner = model::runner(&opened, KvFormat::OSCAR2, narrow, args.backend().unwrap()).unwrap();
     model::foreseen(&mut runner, &prompt, 4, KvFormat::OSCAR2, &mut report).unwrap();
     assert!(report.findings.iter().all(|f| f.failure.is_none() && f.cases > 0));
     assert!(report.findings.iter().any(|f| f.name == "model foreseen steps, oscar2"));
