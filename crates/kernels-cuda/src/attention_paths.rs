@@ -7,7 +7,7 @@ use crate::heads::Projections;
 use crate::kernels::Kernels;
 use crate::pages::CudaPages;
 use crate::sources::{ATTENTION_DECODED, ATTENTION_GENERIC, ATTENTION_PREFILL};
-use crate::step::{StepSummary, StepTables, window};
+use crate::step::{SequenceInfo, StepSummary, StepTables, window};
 use crate::storage::Storage;
 use oscar_backend::HeadShape;
 use oscar_codec::{CacheLayout, Side, Windows};
@@ -165,7 +165,7 @@ impl AttentionPaths {
         self.makes_heads = decodes
             && !self.apart
             && summary.only_new_tokens(pool.layout().windows())
-            && DecodeAttention::makes_heads(device, summary.rows, kv_heads)
+            && DecodeAttention::makes_heads(device, &costs(summary, pool.layout()), kv_heads)
             && self.has_kernel(device, pool.layout().head_dim(), self.group.unwrap_or(1));
         if decodes && summary.sequences.iter().any(|s| s.rows == 1) {
             self.decode.plan(device, kernels, tables, pool, self.makes_heads)?;
@@ -212,6 +212,15 @@ impl AttentionPaths {
         }
         Ok(!plain && call.rounded != 0)
     }
+}
+
+/// About what each sequence of a step reads, in rows of BF16.
+fn costs(summary: &StepSummary, layout: &CacheLayout) -> Vec<usize> {
+    let coded = |s: &SequenceInfo| (s.boundary as usize).saturating_sub(layout.windows().sink());
+    let (full, code) = (layout.full_block_bytes(), layout.coded_block_bytes());
+    let cost =
+        |s: &SequenceInfo| (s.first_position + s.rows) as usize - coded(s) + coded(s) * code / full.max(1);
+    summary.sequences.iter().map(cost).collect()
 }
 
 fn prefill_fits(device: &Device, head_dim: usize) -> bool {

@@ -191,6 +191,8 @@ const PLAN_THREADS: u32 = 256;
 const MOST_HEADS: usize = 256;
 /// A step is of few items where there are so many workers to each.
 const WORKERS_TO_AN_ITEM: usize = 8;
+/// By how much a worker may read more than its share. Memory is as busy with a tenth of the multiprocessors idle.
+const MOST_UNEVEN: f64 = 1.12;
 /// Bytes of `WorkerPlan` and `ItemPlan`.
 const WORKER_PLAN: usize = 48 + 4 * FIRST_PAGES;
 const ITEM_PLAN: usize = 16;
@@ -293,10 +295,11 @@ impl DecodeAttention {
         self.planned.iter().try_for_each(|args| device.launch(function, shape, args))
     }
 
-    /// Can attention make the heads of a step of so many rows? Each block that reads an item makes its queries, so that a
-    /// block must read one only, and enough of them be left to share a long one.
-    pub fn makes_heads(device: &Device, rows: usize, kv_heads: usize) -> bool {
-        is_few(rows * kv_heads, workers(device))
+    /// Can attention make the heads of a step whose sequences read so much each? Each block that reads an item makes its queries,
+    /// so that a block must read one only: the items must be few, or go into the blocks evenly.
+    pub fn makes_heads(device: &Device, costs: &[usize], kv_heads: usize) -> bool {
+        let workers = workers(device);
+        is_few(costs.len() * kv_heads, workers) || go_in_evenly(costs, kv_heads, workers)
     }
 
     /// One layer's attention for the planned sequences.
@@ -383,6 +386,15 @@ fn is_few(items: usize, workers: usize) -> bool {
     items <= workers / WORKERS_TO_AN_ITEM
 }
 
+/// Does no worker read much more than its share if each item has workers of its own, as the plan then gives them out?
+fn go_in_evenly(costs: &[usize], kv_heads: usize, workers: usize) -> bool {
+    let (items, total) = (costs.len() * kv_heads, costs.iter().sum::<usize>() * kv_heads);
+    let Some(rest) = workers.checked_sub(items) else { return false };
+    let slowest = |&cost: &usize| cost as f64 / (1 + cost * rest / total.max(1)) as f64;
+    let slowest = costs.iter().map(slowest).fold(0.0, f64::max);
+    slowest * workers as f64 <= total as f64 * MOST_UNEVEN
+}
+
 fn address(buffer: &Option<Buffer>) -> u64 {
     buffer.as_ref().map_or(0, Buffer::address)
 }
@@ -457,6 +469,19 @@ mod tests {
     fn few_rows_leave_their_multiprocessors_out_and_many_do_not() {
         assert_eq!([1, 8, 16, 17, 64].map(|items| spare_workers(items, 132)), [1, 8, 16, 0, 0]);
         assert_eq!(spare_workers(1, 4), 0);
+    }
+
+    #[test]
+    fn items_go_into_workers_evenly_or_not_at_all() {
+        let equal = |batch: usize| go_in_evenly(&vec![1000; batch], 8, 132);
+        assert_eq!(
+            [3, 4, 5, 6, 7, 8, 9, 16, 17].map(equal),
+            [true, true, true, false, false, true, false, true, false]
+        );
+        let long_and_short = [100_000, 1000, 1000, 1000, 1000, 1000, 1000, 1000];
+        assert!(!go_in_evenly(&long_and_short, 8, 132));
+        assert!(go_in_evenly(&[100_000, 99_000, 98_000, 97_000], 8, 132));
+        assert!(!go_in_evenly(&[0; 20], 8, 132), "more items than workers");
     }
 
     #[test]

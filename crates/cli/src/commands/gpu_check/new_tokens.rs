@@ -98,10 +98,14 @@ pub fn check(gpu: &CudaBackend, extent: Extent, report: &mut Report) -> Result<(
     let steps = if extent.small { 3 } else { 19 };
     // Workers are shared out by length, and everyone has one.
     let uneven = vec![6000, 20, 1, 900];
+    // More than a few go in evenly.
+    let many: Vec<usize> = (0..12).map(|i| 700 - 3 * i).collect();
     for d in [64, 128] {
         for group in [1, 3, 4, 5, 8] {
             for format in [KvFormat::Bf16, KvFormat::OSCAR2] {
-                for lengths in [vec![1], vec![63, 64, 15, 335, 1200], vec![4321], uneven.clone()] {
+                for lengths in
+                    [vec![1], vec![63, 64, 15, 335, 1200], vec![4321], uneven.clone(), many.clone()]
+                {
                     index += 1;
                     let longest = lengths.iter().max().copied().unwrap_or(0);
                     if !extent.takes(index) || !extent.fits(longest, 1200) {
