@@ -208,7 +208,7 @@ pub trait Backend: Send + Sync {
         Ok(())
     }
 
-    /// `out ← table[token]` for each token.
+    /// `out ← table[token]` for each token: the first operation of a step.
     fn embed(&self, table: &Self::Matrix, tokens: &[u32], out: &mut Self::Rows);
     fn rms_norm(&self, x: &Self::Rows, weight: &Self::Vector, eps: f32, out: &mut Self::Rows);
     /// `out ← x · Wᵀ (+ bias)`, or added to it.

@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) append(App
         for (u32 i = tid; i < ROTATION_QUADS; i += THREADS) copy_to_shared(shared_address(shared.rotation + i), rotation + i);
         rotation = shared.rotation;
     }
-    // The tables of a step are complete before its first kernel.
+    // A step's tables are complete before this kernel may begin: they are copied, and mostly planned, between other kernels and it.
     VectorConstants constants;
     auto load_constants = [&](u32 row, bool is_key) {
         constants.load(p.heads, __ldcg(p.step.row_position + row), is_key, kv_head, lane);

@@ -6,9 +6,9 @@
 // while one is merged. An item that several blocks read is merged by the last of them in the plan, some heads each, when
 // they have read all else; they are all there at the same time, since there are no more blocks than multiprocessors.
 //
-// What a block reads and where it lies is found out before it waits for the kernels of its layer: the plan and the tables of
-// the step were finished before any of its layers began. Of the pages a slot a warp is read before, where they are older than
-// the step; more would keep the memory busy while those kernels fetch what everything here waits for. Two are, where only a product
+// What a block reads and where it lies is found out before it waits for the kernels of its layer: tables, what is coded ahead and
+// the plan, which overlaps with no kernel before it, were finished before a kernel behind the plan could begin, and attention is
+// behind it. Of the pages a slot a warp is read before, where they are older than the step or coded ahead of it; more would keep the memory busy while those kernels fetch what everything here waits for. Two are, where only a product
 // comes before (both measured).
 //
 // Compiled with HEAD_DIM (64, 128, 256), QUERY_TILES (1: up to 8 query heads to a KV head, 2: up to 16), WARPS, STAGES,

@@ -16,12 +16,12 @@ struct SequenceInfo {
     u32 rows;
     u32 first_position;  // position of the first of them
     u32 table;           // where its pages begin in `full` and `coded`
-    u32 old_codes;       // codes of positions before this were made in earlier steps; if all were, up to the boundary, then so was
-                         // everything else that is read but the new token
+    u32 old_codes;       // codes of positions before this were made before the step's plan; if all were, up to the boundary, then so
+                         // was everything else that is read but the new token
     u32 boundary;        // of its last row: positions sink..boundary have codes
 };
 
-// 16 tokens that this step turns into codes.
+// 16 tokens that are turned into codes for this step.
 struct DemotedTile {
     u32 full;   // page ids
     u32 coded;

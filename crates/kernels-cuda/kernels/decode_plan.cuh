@@ -22,7 +22,7 @@ struct ContextShape {
     u32 pages;
 
     // How far the units go, from `first` on, that no kernel of this step writes. Where all is old but the new token: BF16 tiles but
-    // the last, and all pages, of which nothing but codes up to the boundary is read. Else codes of earlier steps.
+    // the last, and all pages, of which nothing but codes up to the boundary is read. Else codes that were made before.
     DEVICE u32 old_until(const HeadPages& head, u32 first, u32 old_codes, u32 boundary) const {
         const bool all_old = old_codes >= boundary;
         if (first < near_units) return all_old && pages > 0 ? near_units - 1 : 0;  // without codes it gains nothing (H200)

@@ -136,7 +136,8 @@ impl Words {
         (full != NO_PAGE && coded != NO_PAGE).then_some([full, coded, in_page])
     }
 
-    /// After a step that coded the last tile of a page the sequence has no use for the full one.
+    /// After a step that coded the last tile of a page the sequence has no use for the full one. (Of several pages that a large unit
+    /// ends, only the last is foreseen; then the step that comes is another.)
     fn give_back_coded_page(&mut self, s: &SequenceInfo, windows: &Windows) {
         let boundary = s.boundary as usize;
         if boundary.is_multiple_of(PAGE_TOKENS) && boundary >= windows.sink() + PAGE_TOKENS {
@@ -164,8 +165,8 @@ struct Words {
 ///
 /// While the GPU is at a step the host has nothing to do, and mostly the next step is the same sequences one token on: its
 /// tables are [foreseen](StepPlanner::foresee) and sent ahead, and what it codes is coded. What comes is compared with them, word by
-/// word. If another step comes, tiles were coded that nobody has asked for: they lie beyond what anyone reads as code, and whoever
-/// comes to read them codes them again.
+/// word. If another step comes, tiles were coded that nobody has asked for. This sequence reads them as code only when it has coded
+/// them again; others that share the page may be further on, and find the codes that they or someone else made of the same rows.
 #[derive(Default)]
 pub struct StepPlanner {
     device_tables: Option<Buffer>,
@@ -202,7 +203,7 @@ impl PlannedLast {
 pub struct PlannedStep {
     /// What every layer is given.
     pub tables: StepTables,
-    /// The same with tiles that are to be coded in all layers before the first.
+    /// The same with tiles that are to be coded in all layers before the first; of a foreseen step they are coded already.
     pub ahead: Option<StepTables>,
     /// They are those that were foreseen, and whatever was made of them then still holds.
     pub foreseen: bool,
@@ -232,8 +233,7 @@ impl StepPlanner {
         self.step = Some(PlannedLast::of(pages));
         let all = self.tables(&windows);
         let tables = StepTables { demoted_count: self.summary.coded_by_layer() as u32, ..all };
-        let ahead = (self.summary.codes_ahead && !foreseen).then_some(all);
-        Ok(PlannedStep { tables, ahead, foreseen })
+        Ok(PlannedStep { tables, ahead: self.summary.codes_ahead.then_some(all), foreseen })
     }
 
     /// If the next step can be foreseen, all sequences one token on and no page more, sends its tables, and returns them with the tiles
@@ -248,6 +248,10 @@ impl StepPlanner {
         let Some(tiles) = self.words.advance(&self.summary, &windows, last.storage) else {
             return Ok(None);
         };
+        // The plan that is made again, and the launches after it, know these tables by their address.
+        if self.device_tables.as_ref().is_none_or(|b| b.bytes() < 4 * self.words.words.len()) {
+            return Ok(None);
+        }
         self.send(device, uploads)?;
         self.foreseen = true;
         Ok(Some(StepTables { demoted_count: tiles as u32, ..self.tables(&windows) }))

@@ -180,7 +180,6 @@ impl CudaBackend {
     /// that one codes.
     fn foresee_step(&self, state: &mut State) -> Result<()> {
         let State { planner, uploads, attention, demotion, .. } = state;
-        // One by one, launches are timed in the step they belong to.
         if self.device.is_profiling() {
             return Ok(());
         }
@@ -300,6 +299,8 @@ impl Backend for CudaBackend {
             state.pending = None;
             // Recorded launches must be on their way before the tables they read are overwritten.
             self.device.flush()?;
+            let all_layers = Demotion::of_all_layers(pool);
+            *demotion = Some(all_layers);
             let planned = planner.plan(&self.device, uploads, pool, sequences)?;
             *tables = planned.tables;
             let summary = planner.summary();
@@ -309,17 +310,18 @@ impl Backend for CudaBackend {
             if whole && summary.decode && !Self::rounds(summary.rows) {
                 self.device.record(began)?;
             }
-            let all_layers = Demotion::of_all_layers(pool);
-            if let Some(tiles) = &planned.ahead {
+            // One by one, launches are timed in the step they belong to, also what was done when it was foreseen.
+            let again = !planned.foreseen || self.device.is_profiling();
+            if let Some(tiles) = planned.ahead.filter(|_| again) {
                 // Attention reads codes before it waits for the kernels of its layer: what makes them must be over when the plan,
                 // which overlaps with nothing, begins.
-                all_layers.launch(&self.device, &self.kernels, tiles)?;
+                all_layers.launch(&self.device, &self.kernels, &tiles)?;
             }
-            *demotion = Some(all_layers);
-            if !planned.foreseen || self.device.is_profiling() {
+            // The same launches are noted, and make the same graphs, whether something was coded or planned before them or not.
+            self.device.count_launches_from_here();
+            if again {
                 attention.begin_step(&self.device, &self.kernels, tables, summary, pool)?;
             }
-            // The same launches are noted, and make the same graphs, whether the plan was among these or foreseen.
             self.device.count_launches_from_here();
             Ok(())
         })
@@ -340,10 +342,6 @@ impl Backend for CudaBackend {
             if table.format() == WeightFormat::Fp8 {
                 let detail = "its rows are read one by one, which FP8's are not".into();
                 return Err(CudaError::Shape { what: "an embedding", detail });
-            }
-            // A step's first launch; what is timed one by one is noted, in steps whose launches can be.
-            if self.device.is_profiling() && !Self::rounds(tokens.len()) {
-                self.device.record(Instant::now())?;
             }
             out.resize(&self.device, tokens.len(), true, false)?;
             let mut p = Embed {
@@ -506,7 +504,11 @@ impl Backend for CudaBackend {
         values: &[f32],
         pool: &mut CudaPages,
     ) -> BackendResult<()> {
-        self.run(|_| pool.write_full_rows(head, full, first, keys, values))
+        self.run(|state| {
+            // What was coded ahead may be of these rows.
+            state.planner.forget();
+            pool.write_full_rows(head, full, first, keys, values)
+        })
     }
 
     fn reads_demoted_tails(&self, layout: &CacheLayout) -> bool {

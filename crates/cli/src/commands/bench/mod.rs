@@ -1,4 +1,4 @@
-//! `oscar bench`: timings with warm-up, median and spread, beside a memory-read ceiling measured in the same run.
+//! `oscar bench`: timings with warm-up, median, mean and spread, beside a memory-read ceiling measured in the same run.
 
 mod attention;
 mod attention_gpu;

@@ -220,7 +220,11 @@ pub fn decode(args: &Args) -> Result<()> {
                 let ends: Vec<usize> = (0..batch).map(|b| context.saturating_sub(stagger(b))).collect();
                 let lengths: Vec<usize> = ends.iter().map(|end| end.saturating_sub(steps)).collect();
                 if lengths.contains(&0) {
-                    bail!("--context {context} leaves no room for {steps} decode steps: lower --repetitions");
+                    bail!(
+                        "--context {context} leaves no room for {steps} decode steps of {batch} sequences: lower --repetitions, \
+                         or --batch, whose sequences are up to {} tokens apart",
+                        PAGE_TOKENS - 1
+                    );
                 }
                 let mut runner = args.runner(format, context, batch)?;
                 if limit == 0.0 {
@@ -296,7 +300,7 @@ fn print_profile(what: &str, profile: Option<Profile>) {
     let Some(profile) = profile else { return };
     let mut kernels: Vec<_> = profile.into_iter().collect();
     kernels.sort_by(|a, b| b.1.1.total_cmp(&a.1.1));
-    eprintln!("{what}, one step:");
+    eprintln!("{what}, one step without its embedding and first product:");
     for (name, (count, us)) in kernels {
         eprintln!("  {us:9.1} µs  {count:4} × {:7.2} µs  {}", us / count as f64, name.to_string_lossy());
     }

@@ -250,7 +250,7 @@ pub(super) fn foreseen(
         Picked,
         Disturbed,
     }
-    let mut best_logits = |way: Way| -> Result<Vec<f32>> {
+    let mut best_logits = |text: &[u32], way: Way| -> Result<Vec<f32>> {
         let mut sequences = [Sequence::new(), Sequence::new()];
         for (sequence, length) in sequences.iter_mut().zip(LENGTHS) {
             let prompt = text.get(..length).context("a text that is long enough")?;
@@ -260,15 +260,13 @@ pub(super) fn foreseen(
         let (mut logits, mut lists, mut best) = (Vec::new(), Vec::new(), Vec::new());
         for step in 0..steps {
             if way == Way::Disturbed && step % 3 == 1 {
-                let requests =
-                    &mut [StepRequest { sequence: &mut other, tokens: &text[..2], logits: Logits::Last }];
-                gpu.step(requests, &mut logits)?;
+                let request = StepRequest { sequence: &mut other, tokens: &text[..2], logits: Logits::Last };
+                gpu.step(&mut [request], &mut logits)?;
             }
             let token = [text[step]];
-            let what = if way == Way::Read { Logits::Last } else { Logits::Pick(Pick::Greedy) };
-            let mut requests =
-                sequences.each_mut().map(|sequence| StepRequest { sequence, tokens: &token, logits: what });
-            gpu.step_picking(&mut requests, &mut logits, &mut lists)?;
+            let wanted = if way == Way::Read { Logits::Last } else { Logits::Pick(Pick::Greedy) };
+            let request = |sequence| StepRequest { sequence, tokens: &token, logits: wanted };
+            gpu.step_picking(&mut sequences.each_mut().map(request), &mut logits, &mut lists)?;
             match way {
                 Way::Read => {
                     let rows = logits.chunks_exact(logits.len() / LENGTHS.len());
@@ -279,9 +277,13 @@ pub(super) fn foreseen(
         }
         Ok(best)
     };
-    let expected = best_logits(Way::Read)?;
-    for way in [Way::Picked, Way::Disturbed] {
-        let found = best_logits(way)?;
+    // Pages go from one run to the next with what they hold: always the other text's.
+    let backwards: Vec<u32> = text.iter().rev().copied().collect();
+    let expected = [best_logits(text, Way::Read)?, best_logits(&backwards, Way::Read)?];
+    for (text, way, expected) in
+        [(text, Way::Picked, &expected[0]), (&backwards, Way::Disturbed, &expected[1])]
+    {
+        let found = best_logits(text, way)?;
         let expected: Vec<f64> = expected.iter().copied().map(f64::from).collect();
         let difference = largest_difference(&found, &expected);
         report.case(&format!("model foreseen steps, {format}"), difference, ALLOWED, || format!("{way:?}"));
