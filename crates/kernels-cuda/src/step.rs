@@ -325,9 +325,16 @@ impl StepPlanner {
 
 /// The smallest range of `part` outside of which nothing changed.
 fn changed(old: &[u32], new: &[u32], part: Range<usize>) -> Option<Range<usize>> {
-    let differs = |&i: &usize| old.get(i) != Some(&new[i]);
-    let first = part.clone().find(differs)?;
-    part.clone().rev().find(differs).map(|last| first..last + 1)
+    // Words that are the same are passed over many at a time.
+    const STRIDE: usize = 256;
+    let stride = |start: usize| start..(start + STRIDE).min(part.end);
+    let changes = |start: &usize| old.get(stride(*start)) != Some(&new[stride(*start)]);
+    let differs = |at: &usize| old.get(*at) != Some(&new[*at]);
+    let mut starts = part.clone().step_by(STRIDE);
+    let first = starts.clone().find(changes)?;
+    let last = starts.rfind(changes)?;
+    let (first, last) = (stride(first).find(differs)?, stride(last).rfind(differs)?);
+    Some(first..last + 1)
 }
 
 /// A size of the windows as kernels take it: positions end far below the limit.
@@ -778,6 +785,17 @@ mod tests {
         assert_eq!(changed(&old, &[1, 0, 3, 4, 5, 6, 7], 1..7), Some(1..7));
         assert_eq!(changed(&old, &[1, 0, 3, 4, 5, 6, 7], 2..7), Some(5..7));
         assert_eq!(changed(&old, &[], 0..0), None);
+        // Over many strides, from any place.
+        let old: Vec<u32> = (0..3000).collect();
+        for part in [0..3000, 7..2999, 256..512, 2900..3000] {
+            for (a, b) in [(300, 300), (256, 511), (7, 2998), (2999, 2999), (0, 1), (2899, 2950)] {
+                let mut new = old.clone();
+                (new[a], new[b]) = (u32::MAX, u32::MAX);
+                let inside: Vec<usize> = [a, b].into_iter().filter(|at| part.contains(at)).collect();
+                let expected = inside.first().map(|&first| first..inside[inside.len() - 1] + 1);
+                assert_eq!(changed(&old, &new, part.clone()), expected, "{part:?} {a} {b}");
+            }
+        }
     }
 
     #[test]
