@@ -167,6 +167,7 @@ fn bench_rows_carry_the_promised_fields() {
                 "batch",
                 "us",
                 "us_mean",
+                "floor_us",
                 "tokens_per_s",
                 "gbps",
                 "ceiling_gbps",

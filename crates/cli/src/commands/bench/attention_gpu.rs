@@ -50,8 +50,7 @@ pub fn run(args: &Args, query_heads: usize, kv_heads: usize) -> Result<()> {
                     timing,
                     bytes,
                     cache_bytes: bytes,
-                    extra: json!({"device": "cuda", "heads": args.heads, "head_dim": d, "kernel": kernel,
-                                  "floor_us": bytes as f64 / ceiling / 1e3}),
+                    extra: json!({"device": "cuda", "heads": args.heads, "head_dim": d, "kernel": kernel}),
                 });
             }
         }

@@ -71,11 +71,14 @@ fn report(rows: &[Row], ceiling: f64, json_output: bool) {
             [row.timing.median, row.timing.mean, row.timing.min, row.timing.max]
                 .map(|t| t.as_secs_f64() * 1e6);
         let gbps = row.bytes as f64 / row.typical.as_secs_f64() / 1e9;
+        // What reading them once would take at the ceiling.
+        let floor_us = row.bytes as f64 / ceiling / 1e3;
         if json_output {
             let mut object = json!({
                 "kv": row.kv, "device": "cpu", "context": row.context, "batch": row.batch, "us": us,
                 "us_mean": us_mean, "us_min": us_min, "us_max": us_max,
-                "tokens_per_s": row.tokens_per_s, "gbps": gbps, "ceiling_gbps": ceiling, "cache_bytes": row.cache_bytes,
+                "tokens_per_s": row.tokens_per_s, "gbps": gbps, "ceiling_gbps": ceiling, "floor_us": floor_us,
+                "cache_bytes": row.cache_bytes,
             });
             if let (Some(object), Some(extra)) = (object.as_object_mut(), row.extra.as_object()) {
                 object.extend(extra.clone());
@@ -88,6 +91,7 @@ fn report(rows: &[Row], ceiling: f64, json_output: bool) {
             row.batch.to_string(),
             format!("{us:.1}"),
             format!("{us_mean:.1}"),
+            format!("{floor_us:.1}"),
             format!("{:.0} %", row.timing.spread * 100.0),
             format!("{:.0}", row.tokens_per_s),
             first_of(row).map_or(String::new(), |f| format!("{:.2}×", row.tokens_per_s / f)),
@@ -104,6 +108,7 @@ fn report(rows: &[Row], ceiling: f64, json_output: bool) {
             "batch",
             "median µs",
             "mean µs",
+            "floor µs",
             "spread",
             "tokens/s",
             "× first",
