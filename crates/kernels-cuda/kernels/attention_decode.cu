@@ -8,8 +8,9 @@
 //
 // What a block reads and where it lies is found out before it waits for the kernels of its layer: tables, what is coded ahead and
 // the plan, which overlaps with no kernel before it, were finished before a kernel behind the plan could begin, and attention is
-// behind it. Of the pages a slot a warp is read before, where they are older than the step or coded ahead of it; more would keep the memory busy while those kernels fetch what everything here waits for. Two are, where only a product
-// comes before (both measured).
+// behind it. Of the pages a slot a warp is read before, where they are older than the step or coded ahead of it; more would keep
+// the memory busy while those kernels fetch what everything here waits for. Two are, where only a product comes before (both
+// measured).
 //
 // Compiled with HEAD_DIM (64, 128, 256), QUERY_TILES (1: up to 8 query heads to a KV head, 2: up to 16), WARPS, STAGES,
 // BLOCKS (blocks that share a multiprocessor), SHARED_BYTES (of dynamic shared memory) and FROM_PROJECTIONS: is the way of the new

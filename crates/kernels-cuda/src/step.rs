@@ -116,7 +116,7 @@ impl Words {
         }
         if storage == Storage::Codes {
             for s in &summary.sequences {
-                self.give_back_coded_page(s, windows);
+                self.give_back_full_page(s, windows);
             }
         }
         self.words[..infos.len() * SEQUENCE_WORDS].copy_from_slice(bytemuck::cast_slice(&infos));
@@ -132,13 +132,12 @@ impl Words {
     fn tile(&self, s: &SequenceInfo, position: usize) -> Option<[u32; TILE_WORDS]> {
         let block = position / PAGE_TOKENS;
         let [full, coded] = [self.full, self.coded].map(|table| self.words[table + s.table as usize + block]);
-        let in_page = (position % PAGE_TOKENS / TILE_TOKENS) as u32;
-        (full != NO_PAGE && coded != NO_PAGE).then_some([full, coded, in_page])
+        (full != NO_PAGE && coded != NO_PAGE).then(|| tile_words(full, coded, position))
     }
 
     /// After a step that coded the last tile of a page the sequence has no use for the full one. (Of several pages that a large unit
     /// ends, only the last is foreseen; then the step that comes is another.)
-    fn give_back_coded_page(&mut self, s: &SequenceInfo, windows: &Windows) {
+    fn give_back_full_page(&mut self, s: &SequenceInfo, windows: &Windows) {
         let boundary = s.boundary as usize;
         if boundary.is_multiple_of(PAGE_TOKENS) && boundary >= windows.sink() + PAGE_TOKENS {
             self.words[self.full + s.table as usize + boundary / PAGE_TOKENS - 1] = NO_PAGE;
@@ -149,6 +148,11 @@ impl Words {
 /// Words of a [`SequenceInfo`], and of a tile: its pages and where in them it lies.
 const SEQUENCE_WORDS: usize = size_of::<SequenceInfo>() / 4;
 const TILE_WORDS: usize = 3;
+
+/// `DemotedTile` of the kernels: the tile of a position in these pages.
+fn tile_words(full: u32, coded: u32, position: usize) -> [u32; TILE_WORDS] {
+    [full, coded, (position % PAGE_TOKENS / TILE_TOKENS) as u32]
+}
 
 /// The words of a step, and where each table begins in them.
 #[derive(Default)]
@@ -488,7 +492,7 @@ fn add_tiles(w: &mut Words, summary: &mut StepSummary, sequences: &[SequenceRows
                 let detail = format!("block {block} is to be coded but lacks one of its pages");
                 return Err(CudaError::Shape { what: "a sequence of the step", detail });
             };
-            w.words.extend([full.0, coded.0, (position % PAGE_TOKENS / TILE_TOKENS) as u32]);
+            w.words.extend(tile_words(full.0, coded.0, position));
             summary.demoted_tiles += 1;
             summary.full_pages = summary.full_pages.max(full.0 as usize + 1);
             summary.coded_pages = summary.coded_pages.max(coded.0 as usize + 1);
@@ -500,7 +504,7 @@ fn add_tiles(w: &mut Words, summary: &mut StepSummary, sequences: &[SequenceRows
 #[cfg(test)]
 mod tests {
     use super::*;
-    use oscar_cache::{PagePool, SequencePages, StepPages};
+    use oscar_cache::{PagePool, SequencePages};
     use oscar_codec::{CacheLayout, CodeLayout, CodedPageId, FullPageId, KvFormat};
 
     #[test]
@@ -697,20 +701,16 @@ mod tests {
                 for (pages, tokens) in pages.iter_mut().zip(tokens) {
                     prepared.push(pages.prepare(&layout, &pool, tokens).unwrap());
                 }
-                let mut first = 0;
-                let row = |(pages, step): (&'_ SequencePages, &StepPages)| {
-                    let rows = first..first + step.positions.len();
-                    first = rows.end;
-                    (pages.full().to_vec(), pages.coded().to_vec(), rows, step.clone())
-                };
-                let held: Vec<_> = pages.iter().zip(&prepared).map(row).collect();
-                let rows: Vec<_> = held
+                let firsts = [0, tokens[0]];
+                let rows: Vec<_> = pages
                     .iter()
-                    .map(|(full, coded, rows, step)| SequenceRows {
-                        rows: rows.clone(),
+                    .zip(&prepared)
+                    .zip(firsts)
+                    .map(|((pages, step), first)| SequenceRows {
+                        rows: first..first + step.positions.len(),
                         first_position: step.positions.start,
-                        full,
-                        coded,
+                        full: pages.full(),
+                        coded: pages.coded(),
                         demote: step.demote.clone(),
                         demote_values: step.demote_values.clone(),
                     })

@@ -108,14 +108,13 @@ pub fn run(args: &Args) -> Result<()> {
                     repetitions: args.repetitions,
                 };
                 let (timing, bytes) = measure(kernels, &pool, &layout, &shape);
-                let tokens_per_s = (context * batch) as f64 / timing.median.as_secs_f64();
                 rows.push(Row {
                     kv: format.to_string(),
                     context,
                     batch,
                     typical: timing.median,
                     timing,
-                    tokens_per_s,
+                    tokens: context * batch,
                     bytes,
                     cache_bytes: layout.sequence_bytes(context) * batch,
                     extra: json!({"heads": args.heads, "head_dim": args.head_dim, "threads": args.threads, "kernel": name}),

@@ -45,7 +45,7 @@ pub fn run(args: &Args, query_heads: usize, kv_heads: usize) -> Result<()> {
                     kv: format.to_string(),
                     context,
                     batch,
-                    tokens_per_s: (context * batch) as f64 / timing.median.as_secs_f64(),
+                    tokens: context * batch,
                     typical: timing.median,
                     timing,
                     bytes,

@@ -51,11 +51,18 @@ struct Row {
     timing: Timing,
     /// What a repetition counts for: the median, or the mean where some of them have more to do than others.
     typical: Duration,
-    tokens_per_s: f64,
+    /// Tokens that a repetition brings.
+    tokens: usize,
     /// Bytes that must be read for one repetition.
     bytes: usize,
     cache_bytes: usize,
     extra: Value,
+}
+
+impl Row {
+    fn tokens_per_s(&self) -> f64 {
+        self.tokens as f64 / self.typical.as_secs_f64()
+    }
 }
 
 /// Prints rows as a table or as JSON lines.
@@ -63,7 +70,7 @@ fn report(rows: &[Row], ceiling: f64, json_output: bool) {
     // Ratios are between formats at the same context and batch.
     let first_of = |row: &Row| {
         let same = |r: &&Row| (r.context, r.batch) == (row.context, row.batch);
-        rows.iter().find(same).map(|r| r.tokens_per_s)
+        rows.iter().find(same).map(Row::tokens_per_s)
     };
     let mut lines = Vec::new();
     for row in rows {
@@ -77,7 +84,7 @@ fn report(rows: &[Row], ceiling: f64, json_output: bool) {
             let mut object = json!({
                 "kv": row.kv, "device": "cpu", "context": row.context, "batch": row.batch, "us": us,
                 "us_mean": us_mean, "us_min": us_min, "us_max": us_max,
-                "tokens_per_s": row.tokens_per_s, "gbps": gbps, "ceiling_gbps": ceiling, "floor_us": floor_us,
+                "tokens_per_s": row.tokens_per_s(), "gbps": gbps, "ceiling_gbps": ceiling, "floor_us": floor_us,
                 "cache_bytes": row.cache_bytes,
             });
             if let (Some(object), Some(extra)) = (object.as_object_mut(), row.extra.as_object()) {
@@ -93,8 +100,8 @@ fn report(rows: &[Row], ceiling: f64, json_output: bool) {
             format!("{us_mean:.1}"),
             format!("{floor_us:.1}"),
             format!("{:.0} %", row.timing.spread * 100.0),
-            format!("{:.0}", row.tokens_per_s),
-            first_of(row).map_or(String::new(), |f| format!("{:.2}×", row.tokens_per_s / f)),
+            format!("{:.0}", row.tokens_per_s()),
+            first_of(row).map_or(String::new(), |f| format!("{:.2}×", row.tokens_per_s() / f)),
             format!("{gbps:.2}"),
             format!("{:.0} %", gbps / ceiling * 100.0),
             crate::progress::bytes(row.cache_bytes),

@@ -176,7 +176,7 @@ pub fn prefill(args: &Args) -> Result<()> {
                 kv: format.to_string(),
                 context,
                 batch: 1,
-                tokens_per_s: context as f64 / timing.median.as_secs_f64(),
+                tokens: context,
                 typical: timing.median,
                 timing,
                 bytes: cache_bytes,
@@ -273,8 +273,8 @@ pub fn decode(args: &Args) -> Result<()> {
                     kv: format.to_string(),
                     context,
                     batch,
+                    tokens: batch,
                     // Steps that code tokens, or take a page, are some of what tokens wait for.
-                    tokens_per_s: batch as f64 / timing.mean.as_secs_f64(),
                     typical: timing.mean,
                     timing,
                     bytes: ends.iter().map(|&end| runner.layout().sequence_bytes(end)).sum::<usize>()

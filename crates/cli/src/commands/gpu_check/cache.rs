@@ -76,7 +76,7 @@ pub fn check<B: Backend<Pool: Inspected>>(gpu: &B, extent: Extent, report: &mut 
     let mut seed = 100;
     let mut run = |case: Case, report: &mut Report| -> Result<()> {
         seed += 1;
-        // Of what few cases are of their kind, a small check takes them too.
+        // Caches of several layers are few: a small check takes them too.
         if !extent.takes(seed) && case.layers == 1 {
             return Ok(());
         }
