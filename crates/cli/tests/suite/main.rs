@@ -1,6 +1,7 @@
 //! The `oscar` command as people and scripts use it: the real binary, its output, its exit status.
 
 mod bad_input;
+mod benchmark_tables;
 mod calibration;
 mod clients;
 mod commands;
