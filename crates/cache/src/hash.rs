@@ -1,7 +1,7 @@
 //! Names of pages that other programs can compute too.
 //!
-//! The hash of a page is SHA-256 over the digest of the page before it (nothing, for the first) and the page's
-//! token ids as 4-byte little-endian numbers: the way SGLang names pages, so that its routers agree with us.
+//! The hash of a page is SHA-256 over the digest of the page before it (nothing, for the first page) and the
+//! page's token ids as 4-byte little-endian numbers. SGLang names its pages in the same way.
 
 use sha2::{Digest, Sha256};
 
@@ -19,6 +19,14 @@ impl PageHash {
             hasher.update(token.to_le_bytes());
         }
         Self(hasher.finalize().into())
+    }
+
+    /// The hashes of consecutive pages from the start of a sequence.
+    pub fn chain<'a>(pages: impl Iterator<Item = &'a [u32]>) -> impl Iterator<Item = Self> {
+        pages.scan(None, |parent: &mut Option<Self>, tokens| {
+            *parent = Some(Self::of(parent.as_ref(), tokens));
+            *parent
+        })
     }
 
     /// The number that stands for the page in KV events: the digest's first 8 bytes, as a signed number.
@@ -41,6 +49,8 @@ mod tests {
         let hex = |h: &PageHash| h.0.iter().map(|b| format!("{b:02x}")).collect::<String>();
         assert_eq!(hex(&first), FIRST);
         assert_eq!(hex(&second), SECOND);
+        let pages: [&[u32]; 2] = [&[1, 2, 3], &[4]];
+        assert_eq!(PageHash::chain(pages.into_iter()).collect::<Vec<_>>(), [first, second]);
         assert_eq!(first.event_id(), FIRST_ID);
     }
 

@@ -32,7 +32,6 @@ pub(crate) struct Node {
     /// Which block of its sequences this is.
     pub block: usize,
     pub pages: BlockPages,
-    pub hash: Option<PageHash>,
     /// A prompt ended here: its repetition will resume at this node.
     pub anchor: bool,
     /// Its full page was given up to make room though it may be asked for: it can be read as code instead.
@@ -75,7 +74,6 @@ impl RadixCache {
             children: HashMap::new(),
             block: 0,
             pages: BlockPages::default(),
-            hash: None,
             anchor: false,
             demoted: false,
             approximate: false,
@@ -226,14 +224,12 @@ impl RadixCache {
 
     fn add(&mut self, parent: NodeId, tokens: &[u32], block: usize) -> NodeId {
         let tokens: Arc<[u32]> = Arc::from(tokens);
-        let hash = PageHash::of(self.node(parent).hash.as_ref(), &tokens);
         let node = Node {
             parent,
             tokens: tokens.clone(),
             children: HashMap::new(),
             block,
             pages: BlockPages::default(),
-            hash: Some(hash),
             anchor: false,
             demoted: false,
             approximate: false,
@@ -264,9 +260,11 @@ impl RadixCache {
         node
     }
 
-    /// Hashes of the stored pages of a prefix, in order.
+    /// Hashes of the stored pages of a prefix, in order. Computed here and not when a page is inserted: nothing in
+    /// the serving path reads them.
     pub fn hashes(&self, tokens: &[u32]) -> Vec<PageHash> {
-        self.path(tokens).into_iter().filter_map(|id| self.node(id).hash).collect()
+        let stored = &tokens[..self.path(tokens).len() * PAGE_TOKENS];
+        PageHash::chain(stored.chunks_exact(PAGE_TOKENS)).collect()
     }
 
     /// Counts pages; looks at every node.
