@@ -36,18 +36,27 @@ pub fn candidate_of(key: u64) -> Candidate {
     (f32::from_bits(bits), !(key as u32))
 }
 
+/// The most likely token: the first of equals (−0 equals 0). NaN never wins. 0 if nothing is above −∞.
+///
+/// Every greedy choice in the project uses this function, so that ties are broken the same way everywhere.
+pub fn argmax(logits: &[f32]) -> u32 {
+    let mut best = (f32::NEG_INFINITY, 0);
+    for (token, &logit) in logits.iter().enumerate() {
+        if logit > best.0 {
+            best = (logit, token as u32);
+        }
+    }
+    best.1
+}
+
 /// What `pick` says, in plain form: the reference of every device.
 pub fn pick(logits: &[f32], what: Pick) -> Vec<Candidate> {
     match what {
         Pick::Greedy => {
-            let mut best: Option<Candidate> = None;
-            for (token, &logit) in logits.iter().enumerate() {
-                if logit > best.map_or(f32::NEG_INFINITY, |(logit, _)| logit) {
-                    // Zero has one form here.
-                    best = Some((logit + 0.0, token as u32));
-                }
-            }
-            best.into_iter().collect()
+            let token = argmax(logits);
+            let best = logits.get(token as usize).filter(|&&logit| logit > f32::NEG_INFINITY);
+            // Adding 0 turns −0 into 0, so a device may return either.
+            best.map(|&logit| (logit + 0.0, token)).into_iter().collect()
         }
         Pick::Top(count) => {
             let mut keys: Vec<u64> = logits
@@ -98,6 +107,14 @@ mod tests {
         }
         assert_eq!((candidate_key(f32::NAN, 3), candidate_key(-f32::NAN, 3)), (0, 0));
         assert_ne!(candidate_key(f32::NEG_INFINITY, u32::MAX), 0, "a place of its own");
+    }
+
+    #[test]
+    fn argmax_takes_the_first_of_equals_and_no_nan() {
+        assert_eq!(argmax(&ROW), 7);
+        assert_eq!(argmax(&[f32::NAN, 1.0, 3.0, 3.0, f32::NAN]), 2);
+        assert_eq!(argmax(&[-1.0, -0.0, 0.0]), 1);
+        assert_eq!((argmax(&[f32::NAN; 3]), argmax(&[f32::NEG_INFINITY; 3]), argmax(&[])), (0, 0, 0));
     }
 
     #[test]

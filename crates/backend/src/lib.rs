@@ -9,7 +9,7 @@
 mod candidates;
 mod fp8;
 
-pub use candidates::{Candidate, MOST_CANDIDATES, Pick, candidate_key, candidate_of, pick};
+pub use candidates::{Candidate, MOST_CANDIDATES, Pick, argmax, candidate_key, candidate_of, pick};
 pub use fp8::{FP8_BLOCK, Fp8Blocks, Fp8Matrix, fp8_blocks, fp8_multiplied};
 
 use half::{bf16, f16};

@@ -4,7 +4,7 @@
 //! top-k, top-p, min-p, then one uniform draw. The draw of the `n`-th token of a sequence is a function of the seed
 //! and `n` alone (a counter-based generator), so it does not depend on who else is being served.
 
-use oscar_backend::{Candidate, MOST_CANDIDATES, Pick};
+use oscar_backend::{Candidate, MOST_CANDIDATES, Pick, argmax};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 use std::collections::{BTreeMap, BTreeSet};
@@ -262,17 +262,6 @@ impl Sampler {
         }
         candidates[kept - 1].1
     }
-}
-
-/// Most likely token, the lowest id among equals; NaN never wins.
-pub fn argmax(logits: &[f32]) -> u32 {
-    let mut best = (f32::NEG_INFINITY, 0);
-    for (i, &l) in logits.iter().enumerate() {
-        if l > best.0 {
-            best = (l, i as u32);
-        }
-    }
-    best.1
 }
 
 /// Uniform in [0, 1) from (seed, index) alone.

@@ -78,13 +78,9 @@ fn operations(kernels: &Kernels, pool: &ThreadPool) {
     let elements = x.len() as f64;
     let norm = time_median(3, 21, || kernels.rms_norm(pool, &x, &x[..width], 1e-6, black_box(&mut out)));
     let swiglu = time_median(3, 21, || kernels.swiglu(pool, &x, &x, black_box(&mut out)));
-    let argmax = time_median(3, 21, || {
-        black_box(kernels.argmax(&x));
-    });
     println!(
-        "  elements/ns: rms_norm {:.2}, swiglu {:.2}, argmax {:.2}",
+        "  elements/ns: rms_norm {:.2}, swiglu {:.2}",
         norm.giga_per_second(elements),
         swiglu.giga_per_second(elements),
-        argmax.giga_per_second(elements),
     );
 }

@@ -25,7 +25,6 @@ pub(crate) struct OpsKernels {
     rope_row: unsafe fn(&mut [f32], &[f32], &[f32]),
     add: unsafe fn(&mut [f32], &[f32]),
     swiglu: unsafe fn(&[f32], &[f32], &mut [f32]),
-    argmax: unsafe fn(&[f32]) -> Option<usize>,
     to_bf16: unsafe fn(&[f32], &mut [bf16]),
     from_bf16: unsafe fn(&[bf16], &mut [f32]),
 }
@@ -37,7 +36,7 @@ macro_rules! compiled_for {
             use super::{OpsKernels, bf16, portable};
 
             pub(crate) const KERNELS: OpsKernels =
-                OpsKernels { rms_norm_row, rope_row, add, swiglu, argmax, to_bf16, from_bf16 };
+                OpsKernels { rms_norm_row, rope_row, add, swiglu, to_bf16, from_bf16 };
 
             $(#[target_feature(enable = $features)])?
             fn rms_norm_row(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
@@ -54,10 +53,6 @@ macro_rules! compiled_for {
             $(#[target_feature(enable = $features)])?
             fn swiglu(gate: &[f32], up: &[f32], out: &mut [f32]) {
                 portable::swiglu(gate, up, out);
-            }
-            $(#[target_feature(enable = $features)])?
-            fn argmax(row: &[f32]) -> Option<usize> {
-                portable::argmax(row)
             }
             $(#[target_feature(enable = $features)])?
             fn to_bf16(x: &[f32], out: &mut [bf16]) {
@@ -163,13 +158,6 @@ impl Kernels {
                 unsafe { (self.ops.swiglu)(gate, up, out) };
             }
         });
-    }
-
-    /// Index of the largest value, the first if several are equal. NaN is never the largest; `None` if there is
-    /// nothing else.
-    pub fn argmax(&self, row: &[f32]) -> Option<usize> {
-        // SAFETY: see above.
-        unsafe { (self.ops.argmax)(row) }
     }
 
     /// Rounds to BF16, to nearest even; NaN stays NaN.

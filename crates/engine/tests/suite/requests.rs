@@ -1,7 +1,8 @@
 //! What a single request may ask for, and what happens when things go wrong.
 
 use crate::client::submit;
-use crate::support::{Setup, all_logits, argmax, greedy, log_probability};
+use crate::support::{Setup, all_logits, greedy, log_probability};
+use oscar_backend::argmax;
 use oscar_codec::{KvFormat, Windows};
 use oscar_engine::{
     Engine, EngineApi, EngineHandle, EngineOptions, Event, EventSink, FinishReason, GenerationParams,

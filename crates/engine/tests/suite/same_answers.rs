@@ -1,6 +1,7 @@
 //! Chunks, batches, threads and budgets do not change an answer.
 
-use crate::support::{Setup, all_logits, argmax, greedy};
+use crate::support::{Setup, all_logits, greedy};
+use oscar_backend::argmax;
 use oscar_codec::{KvFormat, Windows};
 use oscar_engine::{EngineError, Logits, Sequence, StepRequest};
 use oscar_kernels_cpu::backend::CpuBackend;

@@ -2,7 +2,8 @@
 //! the one of a cold run on an empty machine, and after every round all pages are accounted for.
 
 use crate::client::{Outcome, submit};
-use crate::support::{Setup, argmax, log_probability};
+use crate::support::{Setup, log_probability};
+use oscar_backend::argmax;
 use oscar_codec::{KvFormat, Windows};
 use oscar_engine::{
     Engine, EngineApi, EngineHandle, EngineOptions, EngineStats, FinishReason, GenerationParams, Logits,

@@ -1,5 +1,6 @@
 //! Runners on the embedded model and on tiny random ones.
 
+use oscar_backend::argmax;
 use oscar_codec::{CacheLayout, CodeLayout, KvFormat, Windows};
 use oscar_engine::{Logits, Runner, RunnerOptions, Sequence, StepRequest};
 use oscar_kernels_cpu::Kernels;
@@ -63,10 +64,6 @@ pub fn all_logits(runner: &mut Runner<CpuBackend>, tokens: &[u32], chunk: usize)
         all.extend_from_slice(&logits);
     }
     all
-}
-
-pub fn argmax(row: &[f32]) -> u32 {
-    (0..row.len()).max_by(|&a, &b| row[a].total_cmp(&row[b]).then(b.cmp(&a))).unwrap() as u32
 }
 
 /// Greedy continuation of a prompt, ended by `stops` (which are kept) or after `limit` tokens.

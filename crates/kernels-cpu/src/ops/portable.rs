@@ -62,21 +62,6 @@ pub(super) fn swiglu(gate: &[f32], up: &[f32], out: &mut [f32]) {
 }
 
 #[inline(always)]
-pub(super) fn argmax(row: &[f32]) -> Option<usize> {
-    // A comparison with NaN is false, so NaN never replaces a maximum.
-    let larger = |best: f32, x: f32| if x > best { x } else { best };
-    let mut best = [f32::NEG_INFINITY; LANES];
-    let (chunks, rest) = row.as_chunks::<LANES>();
-    for chunk in chunks {
-        for lane in 0..LANES {
-            best[lane] = larger(best[lane], chunk[lane]);
-        }
-    }
-    let best = best.iter().chain(rest).fold(f32::NEG_INFINITY, |best, &x| larger(best, x));
-    row.iter().position(|&x| x == best)
-}
-
-#[inline(always)]
 pub(super) fn to_bf16(x: &[f32], out: &mut [bf16]) {
     out.iter_mut().zip(x).for_each(|(out, &x)| *out = bf16::from_bits(f32_to_bf16(x)));
 }

@@ -1,7 +1,5 @@
 //! The scalar operations against f64, and every variant against the scalar one, to the last bit.
 
-use proptest::prelude::*;
-
 use super::*;
 use crate::Variant;
 use crate::kernels::testing::kernels_or_note;
@@ -88,22 +86,6 @@ fn fused_rows_equal_separate_halves() {
     assert_eq!(bits(&fused), bits(&separate));
 }
 
-#[test]
-fn argmax_takes_the_first_of_equals_and_no_nan() {
-    let mut row = vec![0.0; 100];
-    assert_eq!(scalar().argmax(&row), Some(0));
-    row[70] = 2.0;
-    row[40] = 2.0;
-    row[99] = f32::NAN;
-    row[0] = f32::NAN;
-    assert_eq!(scalar().argmax(&row), Some(40));
-    row[5] = f32::INFINITY;
-    assert_eq!(scalar().argmax(&row), Some(5));
-    assert_eq!(scalar().argmax(&[f32::NEG_INFINITY; 40]), Some(0));
-    assert_eq!(scalar().argmax(&[f32::NAN; 40]), None);
-    assert_eq!(scalar().argmax(&[]), None);
-}
-
 fn check_matches_scalar(variant: Variant) {
     let Some(kernels) = kernels_or_note(variant) else { return };
     let (pool_1, pool_3) = (pool(1), pool(3));
@@ -122,8 +104,7 @@ fn check_matches_scalar(variant: Variant) {
             let mut wide = vec![0.0; 4 * len];
             kernels.from_bf16(&narrow, &mut wide);
             results.push(wide);
-            let bits: Vec<Vec<u32>> = results.iter().map(|result| canonical_bits(result)).collect();
-            (bits, kernels.argmax(&a))
+            results.iter().map(|result| canonical_bits(result)).collect::<Vec<_>>()
         };
         let expected = run(scalar(), &pool_1);
         assert_eq!(run(kernels, &pool_1), expected, "{variant}, {len} elements");
@@ -161,16 +142,4 @@ fn partial_rows_are_refused() {
 #[should_panic(expected = "one length")]
 fn different_lengths_are_refused() {
     scalar().add(&pool(1), &mut [0.0; 7], &[0.0; 8]);
-}
-
-proptest! {
-    #[test]
-    fn argmax_is_the_naive_one(row in prop::collection::vec(prop::num::f32::ANY, 0..200)) {
-        let naive = (0..row.len())
-            .filter(|&i| !row[i].is_nan())
-            .reduce(|best, i| if row[i] > row[best] { i } else { best });
-        for variant in Variant::available() {
-            prop_assert_eq!(Kernels::for_variant(variant).unwrap().argmax(&row), naive);
-        }
-    }
 }
