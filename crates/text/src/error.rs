@@ -59,6 +59,9 @@ pub enum TextError {
     )]
     ReservedVariable { name: String },
 
+    #[error("there is no tool-call parser named `{name}`; there are: {known}")]
+    UnknownDialect { name: String, known: String },
+
     #[error("cannot read {path}: {source}")]
     Read { path: PathBuf, source: std::io::Error },
 }

@@ -14,6 +14,7 @@ mod load;
 mod stop;
 mod stream;
 mod tokenizer;
+mod tools;
 
 pub use chat::{ChatInput, ChatTemplate};
 pub use config::{NamedTemplate, SpecialTokens, TokenizerConfig};
@@ -22,3 +23,4 @@ pub use load::ModelText;
 pub use stop::{StopMatcher, StopOutput};
 pub use stream::StreamDecoder;
 pub use tokenizer::Tokenizer;
+pub use tools::{Dialect, ReasoningTags, ReplyEvent, ReplyOptions, ReplyParser, ToolSchemas};

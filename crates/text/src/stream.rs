@@ -26,6 +26,8 @@ const MIXED_HOLD: usize = 8;
 pub struct StreamDecoder {
     tokenizer: Tokenizer,
     skip_special: bool,
+    /// Special tokens that are text all the same.
+    kept: Vec<u32>,
     /// Byte-level road: the unfinished tail of the bytes so far.
     bytes: Vec<u8>,
     /// Window road: context first, then the tokens whose text is still held back.
@@ -39,17 +41,28 @@ impl StreamDecoder {
         Self {
             tokenizer: tokenizer.clone(),
             skip_special,
+            kept: Vec::new(),
             bytes: Vec::new(),
             window: Vec::with_capacity(2 * CONTEXT),
             context: 0,
         }
     }
 
+    /// Leaves these special tokens in the text, as the markup of tool calls needs it. Unknown ones are ignored.
+    pub fn keeping(mut self, tokens: &[&str]) -> Self {
+        let ids = tokens.iter().filter_map(|token| self.tokenizer.token_to_id(token));
+        self.kept = ids.filter(|&id| self.tokenizer.is_special(id)).collect();
+        self
+    }
+
     /// Takes the next token and returns the text that is certain now; it may be empty.
     pub fn push(&mut self, id: u32) -> Result<String, TextError> {
         let token = self.tokenizer.id_to_token(id).ok_or_else(|| self.tokenizer.unknown(id))?;
         if self.skip_special && self.tokenizer.is_special(id) {
-            return Ok(String::new());
+            return match self.kept.contains(&id) {
+                true => Ok(self.flush()? + &token),
+                false => Ok(String::new()),
+            };
         }
         let rule = self.tokenizer.byte_rule();
         if rule == ByteRule::ByteLevel {

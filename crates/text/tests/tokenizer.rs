@@ -234,3 +234,18 @@ fn a_long_stream_stays_cheap() {
         assert!(length + decoder.flush().unwrap().len() > 0);
     }
 }
+
+#[test]
+fn special_tokens_of_tool_calls_can_be_kept() {
+    let text = |tokenizer: &Tokenizer, ids: &[u32], keep: &[&str]| -> String {
+        let mut decoder = StreamDecoder::new(tokenizer, true).keeping(keep);
+        let pieces: Vec<String> = ids.iter().map(|&id| decoder.push(id).unwrap()).collect();
+        pieces.concat() + &decoder.flush().unwrap()
+    };
+    let bytes = model().tokenizer;
+    let ids = bytes.encode("a<|im_start|>é<|im_end|>b", false).unwrap();
+    assert_eq!(text(&bytes, &ids, &["<|im_start|>", "no token"]), "a<|im_start|>éb");
+    let pieces = byte_fallback();
+    let ids = ["▁a", "<s>", "▁a", "</s>", "c"].map(|token| pieces.token_to_id(token).unwrap());
+    assert_eq!(text(&pieces, &ids, &["<s>"]), "a<s>ac");
+}

@@ -24,7 +24,7 @@ use minijinja::{AutoEscape, Environment, ErrorKind, UndefinedBehavior, Value};
 use serde_json::{Map, Value as Json};
 
 use crate::config::kind;
-use crate::{NamedTemplate, SpecialTokens, TextError};
+use crate::{Dialect, NamedTemplate, SpecialTokens, TextError};
 
 /// Template steps allowed for one rendering: a second or so, some 25,000 messages of a busy template.
 const STEPS: u64 = 10_000_000;
@@ -133,6 +133,22 @@ impl ChatTemplate {
     /// Names of the templates, in the order given.
     pub fn names(&self) -> &[String] {
         &self.names
+    }
+
+    /// The dialect in which the model writes tool calls, as its templates show it.
+    pub fn dialect(&self) -> Option<Dialect> {
+        let sources = self.names.iter().filter_map(|name| self.environment.get_template(name).ok());
+        sources.filter_map(|template| Dialect::of_template(template.source())).next()
+    }
+
+    /// Whether the template prints tools. One that does not leaves the model ignorant of them.
+    pub fn prints_tools(&self) -> bool {
+        let prints = |name: &String| {
+            self.environment
+                .get_template(name)
+                .is_ok_and(|template| template.undeclared_variables(false).contains("tools"))
+        };
+        self.names.iter().any(prints)
     }
 
     /// Renders the prompt.
