@@ -7,18 +7,22 @@ use oscar_calibrate::bits::{Freedom, solve};
 use oscar_calibrate::{CodeRounding, RotationFile};
 use oscar_codec::{
     CacheLayout, CodeLayout, FormatTable, KvFormat, MeanBits, RotationKind, RotationSet, RowPageCodec, Side,
-    SideSpec,
+    SideSpec, Windows,
 };
-use oscar_engine::{Runner, RunnerOptions, SamplingParams};
+use oscar_engine::{Runner, RunnerOptions, SamplingParams, SchedulerOptions};
 use oscar_kernels_cpu::Kernels;
 use oscar_kernels_cpu::backend::{CpuBackend, Mode};
 use oscar_models::{DecoderConfig, GenerationConfig, ModelSource, Weights};
 use oscar_text::ModelText;
+use serde::Serialize;
 use std::io::Cursor;
 use std::path::Path;
 
+/// The format of a cache where the user names none.
+pub const DEFAULT_KV: &str = "oscar";
+
 /// Which model, on which device.
-#[derive(clap::Args, Clone)]
+#[derive(clap::Args, Clone, Serialize)]
 pub struct ModelArgs {
     /// Model: a directory, or a name in the local Hugging Face cache (org/name[@revision]); the embedded model if absent
     #[arg(long, value_name = "DIR|NAME")]
@@ -83,23 +87,50 @@ impl WeightsArg {
 }
 
 /// How the cache is kept.
-#[derive(clap::Args, Clone)]
+#[derive(clap::Args, Clone, Serialize)]
 pub struct CacheArgs {
     /// Rotations of the cache: a file made by `oscar calibrate`, or `hadamard`; the model's own file if absent
     #[arg(long, value_name = "FILE|hadamard")]
     pub rotations: Option<String>,
-    /// Tokens at the beginning kept in BF16 (a multiple of 16); 64, or what the format's source publishes, if absent
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", help = window_help("Tokens at the beginning kept in BF16 (a multiple of 16)", Windows::default().sink()))]
     pub sink: Option<usize>,
-    /// Most recent tokens kept in BF16; 256, or what the format's source publishes, if absent
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", help = window_help("Most recent tokens kept in BF16", Windows::default().recent()))]
     pub recent: Option<usize>,
     /// Prompt tokens processed in one step; answers do not depend on it
-    #[arg(long, value_name = "N", default_value_t = 512)]
+    #[arg(long, value_name = "N", default_value_t = SchedulerOptions::default().prefill_chunk)]
     pub prefill_chunk: usize,
-    /// Memory for KV pages, e.g. 512M or 8G; if absent what the context needs (`bench serve`: 4 BF16 requests)
+    /// Memory for KV pages, e.g. 512M or 8G; if absent what the context needs (`serve`: 8 whole contexts, at most half
+    /// of the machine's memory; `bench serve`: 4 BF16 requests)
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    #[serde(serialize_with = "serialize_optional_size")]
     pub kv_memory: Option<usize>,
+}
+
+/// Help of a window whose default depends on the format.
+fn window_help(what: &str, default: usize) -> String {
+    format!("{what}; {default}, or the value that the format's source publishes, if absent")
+}
+
+/// The shortest text that [`parse_size`] reads as `bytes`.
+fn size_text(bytes: usize) -> String {
+    let unit = [(40, "T"), (30, "G"), (20, "M"), (10, "K")];
+    let unit = unit.into_iter().find(|(shift, _)| bytes > 0 && bytes.trailing_zeros() >= *shift);
+    unit.map_or_else(|| bytes.to_string(), |(shift, letter)| format!("{}{letter}", bytes >> shift))
+}
+
+pub fn serialize_size<S: serde::Serializer>(bytes: &usize, to: S) -> Result<S::Ok, S::Error> {
+    to.serialize_str(&size_text(*bytes))
+}
+
+fn serialize_optional_size<S: serde::Serializer>(bytes: &Option<usize>, to: S) -> Result<S::Ok, S::Error> {
+    bytes.map(size_text).serialize(to)
+}
+
+pub fn serialize_display<T: std::fmt::Display, S: serde::Serializer>(
+    value: &T,
+    to: S,
+) -> Result<S::Ok, S::Error> {
+    to.collect_str(value)
 }
 
 /// Bytes from `123`, `64K`, `512M`, `8G` (binary units, an optional `iB` or `B` behind).
@@ -438,7 +469,7 @@ pub fn working_bytes(layout: &CacheLayout, context: usize, chunk: usize) -> usiz
 
 #[cfg(test)]
 mod tests {
-    use super::parse_size;
+    use super::{parse_size, size_text};
 
     #[test]
     fn sizes_have_binary_units() {
@@ -447,6 +478,11 @@ mod tests {
         assert_eq!(parse_size("10"), Ok(10));
         for bad in ["", "G", "-1G", "4X", "nan"] {
             assert!(parse_size(bad).is_err(), "{bad}");
+        }
+        for (bytes, text) in
+            [(1000, "1000"), (1536, "1536"), (3 << 29, "1536M"), (32 << 20, "32M"), (1 << 40, "1T")]
+        {
+            assert_eq!((size_text(bytes).as_str(), parse_size(text)), (text, Ok(bytes)));
         }
     }
 }

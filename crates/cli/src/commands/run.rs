@@ -1,7 +1,7 @@
 //! `oscar run`: one answer, a chat file, or a conversation in the terminal.
 
 use crate::device::AnyBackend;
-use crate::options::{CacheArgs, ModelArgs, OpenModel};
+use crate::options::{CacheArgs, DEFAULT_KV, ModelArgs, OpenModel};
 use crate::progress;
 use anyhow::{Context, Result, bail};
 use oscar_backend::{Backend, Candidate};
@@ -19,7 +19,7 @@ pub struct Args {
     #[command(flatten)]
     cache: CacheArgs,
     /// KV-cache format; `oscar doctor` lists them
-    #[arg(long, value_name = "FORMAT", default_value = "oscar")]
+    #[arg(long, value_name = "FORMAT", default_value = DEFAULT_KV)]
     kv: KvFormat,
     /// What to answer, or @FILE to read it; without --prompt and --chat a conversation starts
     #[arg(long, value_name = "TEXT|@FILE", conflicts_with = "chat")]

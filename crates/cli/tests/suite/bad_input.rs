@@ -31,9 +31,9 @@ fn errors_name_the_value_and_what_to_do() {
         (&["bench", "serve", "--prompt-tokens", "1000000"], 1, "positions of oscar-15m"),
         (&["bench", "serve", "--kv-memory", "1M"], 1, "in bf16"),
         (&["bench", "serve", "--http", "--turns", "2"], 1, "--turns 2"),
-        (&["serve", "--print-config", "--log", "oscar=loud"], 1, "oscar=loud"),
-        (&["serve", "--print-config", "--log-format", "xml"], 1, "use text or json"),
-        (&["serve", "--print-config", "--kv-memory", "lots"], 1, "kv_memory"),
+        (&["serve", "--print-config", "--log", "oscar=loud"], 2, "oscar=loud"),
+        (&["serve", "--print-config", "--log-format", "xml"], 2, "text, json"),
+        (&["serve", "--print-config", "--kv-memory", "lots"], 2, "--kv-memory"),
         (&["eval", "ppl", "--text", garbage, "--window", "64"], 1, "--score-from 512"),
     ];
     for (args, status, needle) in cases {

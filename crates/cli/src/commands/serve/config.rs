@@ -1,0 +1,415 @@
+//! The settings of `oscar serve`.
+//!
+//! A setting is declared once, as a field of [`Config`]: its doc comment is the help text, its `default_value` is the
+//! default, its name is the key in the configuration file. [`Flags::resolve`] merges defaults, file and command line;
+//! the values of the file are parsed and checked like flags.
+
+use crate::options::{CacheArgs, DEFAULT_KV, ModelArgs, parse_size, serialize_display, serialize_size};
+use anyhow::{Context, Result, bail};
+use clap::parser::ValueSource;
+use clap::{ArgMatches, Args, FromArgMatches};
+use oscar_codec::KvFormat;
+use oscar_engine::{EngineOptions, SchedulerOptions};
+use oscar_server::{LogFormat, Reasoning, ServerConfig, check_log_filter};
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// Every setting of the server. `--print-config` prints exactly this.
+#[derive(Args, Serialize)]
+pub struct Config {
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub model: ModelArgs,
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub cache: CacheArgs,
+    /// KV-cache format; `oscar doctor` lists them
+    #[arg(long, value_name = "FORMAT", default_value = DEFAULT_KV)]
+    #[serde(serialize_with = "serialize_display")]
+    pub kv: KvFormat,
+    /// Longest sequence in tokens; the model's own limit if absent
+    #[arg(long, value_name = "N", value_parser = at_least_one)]
+    pub context: Option<usize>,
+    /// Most sequences running at once
+    #[arg(long, value_name = "N", value_parser = at_least_one, default_value_t = SchedulerOptions::default().max_batch)]
+    pub max_batch: usize,
+    /// Most tokens of one engine step, prompts and decodes together
+    #[arg(long, value_name = "N", value_parser = at_least_one, default_value_t = SchedulerOptions::default().step_tokens)]
+    pub step_tokens: usize,
+    /// Most requests that may wait; further ones get 429
+    #[arg(long, value_name = "N", default_value_t = EngineOptions::new("").max_queue)]
+    pub max_queue: usize,
+    /// Forget every sequence when it ends
+    #[arg(long)]
+    pub no_prefix_cache: bool,
+    /// Never quantize the BF16 tail of a stored prefix to make room: evict it, so that a hit is always exact
+    #[arg(long)]
+    pub exact_hits: bool,
+    /// Address to listen on
+    #[arg(long, value_name = "ADDRESS", default_value_t = ServerConfig::default().host)]
+    pub host: String,
+    /// Port to listen on; 0 picks a free one
+    #[arg(long, value_name = "N", default_value_t = ServerConfig::default().port)]
+    pub port: u16,
+    /// File with API keys, one a line; OSCAR_API_KEYS (comma-separated) works too
+    #[arg(long, value_name = "FILE")]
+    pub api_key_file: Option<PathBuf>,
+    /// Further names the model answers to
+    #[arg(long, value_name = "NAME")]
+    pub model_alias: Vec<String>,
+    /// Web origins that may call the API, `*` for all
+    #[arg(long, value_name = "ORIGIN")]
+    pub cors_origin: Vec<String>,
+    /// Largest request body
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "32M")]
+    #[serde(serialize_with = "serialize_size")]
+    pub max_body_bytes: usize,
+    /// Seconds that running requests get after SIGTERM
+    #[arg(long, value_name = "SECONDS", default_value_t = ServerConfig::default().drain_timeout.as_secs())]
+    pub drain_timeout: u64,
+    /// Render a chat template that arrives in a request; only for trusted clients
+    #[arg(long)]
+    pub allow_request_template: bool,
+    /// Keep `<think>` text in the content instead of `reasoning_content`
+    #[arg(long)]
+    pub no_reasoning_split: bool,
+    /// Form of the log lines
+    #[arg(long, value_name = "FORMAT", value_parser = ["text", "json"], default_value = "text")]
+    pub log_format: String,
+    /// Log filter, e.g. `info` or `warn,oscar_server=debug`
+    #[arg(long, value_name = "FILTER", value_parser = log_filter, default_value = "info")]
+    pub log: String,
+}
+
+fn at_least_one(text: &str) -> Result<usize, String> {
+    let number: usize = text.parse().map_err(|e| format!("{e}"))?;
+    if number == 0 { Err("must be at least 1".into()) } else { Ok(number) }
+}
+
+fn log_filter(text: &str) -> Result<String, String> {
+    check_log_filter(text).map(|()| text.to_owned()).map_err(|e| e.to_string())
+}
+
+/// The command line: any setting, and where further ones are.
+#[derive(Args)]
+pub struct Flags {
+    #[command(flatten)]
+    typed: Values,
+    /// TOML file with any of these settings (underscores for dashes); flags win over it
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Print the configuration that would be used, as TOML, and exit
+    #[arg(long)]
+    pub print_config: bool,
+}
+
+impl Flags {
+    /// Defaults, then the file, then the flags.
+    pub fn resolve(&self) -> Result<Config> {
+        let Some(path) = &self.config else { return Ok(self.typed.parse()?) };
+        let resolve = || -> Result<Config> {
+            let mut values = Values::from_toml(&std::fs::read_to_string(path)?)?;
+            values.0.extend(self.typed.0.clone());
+            values.parse().map_err(|error| {
+                let text = error.to_string();
+                let line = text.lines().next().unwrap_or_default();
+                anyhow::Error::msg(line.trim_start_matches("error: ").to_owned())
+            })
+        };
+        resolve().with_context(|| format!("--config {}", path.display()))
+    }
+}
+
+/// Settings as text, by field name; only those that somebody gave. A switch has the value `true` or `false`.
+#[derive(Clone, Default)]
+struct Values(BTreeMap<String, Vec<OsString>>);
+
+impl Values {
+    fn command() -> clap::Command {
+        Config::augment_args(clap::Command::new("oscar serve"))
+    }
+
+    fn from_toml(text: &str) -> Result<Self> {
+        let command = Self::command();
+        let mut values = BTreeMap::new();
+        for (name, value) in text.parse::<toml::Table>()? {
+            let Some(arg) = command.get_arguments().find(|arg| arg.get_id() == name.as_str()) else {
+                bail!("unknown setting `{name}`");
+            };
+            let list = match value {
+                toml::Value::Array(list) => list,
+                toml::Value::Boolean(_) if !arg.get_action().takes_values() => vec![value],
+                _ if !arg.get_action().takes_values() => bail!("`{name}`: use true or false"),
+                other => vec![other],
+            };
+            let list: Result<Vec<OsString>> = list
+                .into_iter()
+                .map(|value| match value {
+                    toml::Value::String(text) => Ok(text.into()),
+                    toml::Value::Array(_) | toml::Value::Table(_) => bail!("`{name}`: use a plain value"),
+                    other => Ok(other.to_string().into()),
+                })
+                .collect();
+            values.insert(name, list?);
+        }
+        Ok(Self(values))
+    }
+
+    fn parse(&self) -> Result<Config, clap::Error> {
+        let mut line = vec![OsString::from("oscar serve")];
+        for arg in Self::command().get_arguments() {
+            let (Some(values), Some(long)) = (self.0.get(arg.get_id().as_str()), arg.get_long()) else {
+                continue;
+            };
+            for value in values {
+                if arg.get_action().takes_values() {
+                    let mut text = OsString::from(format!("--{long}="));
+                    text.push(value);
+                    line.push(text);
+                } else if value == "true" {
+                    line.push(format!("--{long}").into());
+                }
+            }
+        }
+        Config::from_arg_matches(&Self::command().try_get_matches_from(line)?)
+    }
+}
+
+impl Args for Values {
+    fn augment_args(command: clap::Command) -> clap::Command {
+        Config::augment_args(command)
+    }
+
+    fn augment_args_for_update(command: clap::Command) -> clap::Command {
+        Config::augment_args_for_update(command)
+    }
+}
+
+impl FromArgMatches for Values {
+    fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
+        let mut values = Self::default();
+        values.update_from_arg_matches(matches)?;
+        Ok(values)
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
+        for arg in Self::command().get_arguments() {
+            let name = arg.get_id().as_str();
+            let source = matches.value_source(name);
+            if let Some(raw) = matches.get_raw(name).filter(|_| source != Some(ValueSource::DefaultValue)) {
+                self.0.insert(name.to_owned(), raw.map(ToOwned::to_owned).collect());
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Config {
+    pub fn log_format(&self) -> LogFormat {
+        if self.log_format == "json" { LogFormat::Json } else { LogFormat::Text }
+    }
+
+    pub fn server(&self) -> Result<ServerConfig> {
+        Ok(ServerConfig {
+            host: self.host.clone(),
+            port: self.port,
+            api_keys: self.api_keys()?,
+            model_aliases: self.model_alias.clone(),
+            max_body_bytes: self.max_body_bytes,
+            drain_timeout: Duration::from_secs(self.drain_timeout),
+            allow_request_template: self.allow_request_template,
+            reasoning: if self.no_reasoning_split { Reasoning::Off } else { Reasoning::think() },
+            cors_origins: self.cors_origin.clone(),
+            ..ServerConfig::default()
+        })
+    }
+
+    pub fn engine(&self, model: &str) -> EngineOptions {
+        EngineOptions {
+            scheduler: SchedulerOptions {
+                max_batch: self.max_batch,
+                step_tokens: self.step_tokens,
+                prefill_chunk: self.cache.prefill_chunk,
+                ..SchedulerOptions::default()
+            },
+            max_queue: self.max_queue,
+            prefix_cache: !self.no_prefix_cache,
+            demote_idle_tails: !self.exact_hits,
+            ..EngineOptions::new(model)
+        }
+    }
+
+    fn api_keys(&self) -> Result<Vec<String>> {
+        let mut keys = Vec::new();
+        if let Some(path) = &self.api_key_file {
+            keys = read_keys(path)?;
+        }
+        if let Ok(list) = std::env::var("OSCAR_API_KEYS") {
+            keys.extend(list.split(',').map(str::trim).filter(|k| !k.is_empty()).map(str::to_owned));
+        }
+        Ok(keys)
+    }
+}
+
+/// Keys of a file, one a line, `#` begins a comment. A file without a key is an error: it would open the server.
+fn read_keys(path: &Path) -> Result<Vec<String>> {
+    let text = std::fs::read_to_string(path).with_context(|| format!("--api-key-file {}", path.display()))?;
+    let keys: Vec<String> = text
+        .lines()
+        .map(str::trim)
+        .filter(|l| !l.is_empty() && !l.starts_with('#'))
+        .map(str::to_owned)
+        .collect();
+    if keys.is_empty() {
+        bail!("--api-key-file {} holds no key: the server would be open to everyone", path.display());
+    }
+    Ok(keys)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn print(values: &Values) -> String {
+        toml::to_string_pretty(&values.parse().unwrap()).unwrap()
+    }
+
+    fn typed(line: &[&str]) -> Values {
+        let matches = Values::command().try_get_matches_from([&["serve"], line].concat()).unwrap();
+        Values::from_arg_matches(&matches).unwrap()
+    }
+
+    #[test]
+    fn the_default_configuration_survives_its_own_toml() {
+        let printed = print(&Values::default());
+        assert_eq!(print(&Values::from_toml(&printed).unwrap()), printed);
+    }
+
+    /// Every setting away from its default, by flag and by file.
+    #[test]
+    fn a_file_says_the_same_as_flags() {
+        let line = [
+            "--model=a/b",
+            "--device=cpu",
+            "--threads=3",
+            "--precision=f32",
+            "--weights=fp8",
+            "--rotations=hadamard",
+            "--sink=32",
+            "--recent=128",
+            "--prefill-chunk=64",
+            "--kv-memory=1536M",
+            "--kv=oscar4",
+            "--context=100",
+            "--max-batch=5",
+            "--step-tokens=6",
+            "--max-queue=0",
+            "--no-prefix-cache",
+            "--exact-hits",
+            "--host=::1",
+            "--port=0",
+            "--api-key-file=keys",
+            "--model-alias=x",
+            "--model-alias=y z",
+            "--cors-origin=*",
+            "--max-body-bytes=1000",
+            "--drain-timeout=7",
+            "--allow-request-template",
+            "--no-reasoning-split",
+            "--log-format=json",
+            "--log=warn,oscar_server=debug",
+        ];
+        let flags = typed(&line);
+        for arg in Values::command().get_arguments() {
+            assert!(
+                flags.0.contains_key(arg.get_id().as_str()),
+                "the test lacks --{}",
+                arg.get_long().unwrap()
+            );
+        }
+        let printed = print(&flags);
+        assert_eq!(print(&Values::from_toml(&printed).unwrap()), printed);
+        let (default, printed) = (
+            print(&Values::default()).parse::<toml::Table>().unwrap(),
+            printed.parse::<toml::Table>().unwrap(),
+        );
+        for (name, value) in &printed {
+            assert_ne!(default.get(name), Some(value), "{name}");
+        }
+        assert_eq!(printed.len(), flags.0.len());
+    }
+
+    #[test]
+    fn flags_win_over_the_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("serve.toml");
+        std::fs::write(&path, "port = 1\nmax_batch = 2\nmodel_alias = ['a', 'b']\nexact_hits = true\n")
+            .unwrap();
+        let mut flags = Flags {
+            typed: typed(&["--port=3", "--model-alias=c"]),
+            config: Some(path.clone()),
+            print_config: false,
+        };
+        let config = flags.resolve().unwrap();
+        assert_eq!((config.port, config.max_batch, config.exact_hits), (3, 2, true));
+        assert_eq!(config.model_alias, ["c"]);
+        flags.typed = Values::default();
+        assert_eq!(flags.resolve().unwrap().model_alias, ["a", "b"]);
+        for (text, needle) in [
+            ("max_batsch = 3", "max_batsch"),
+            ("config = 'x'", "config"),
+            ("port = 70000", "--port"),
+            ("max_batch = 0", "at least 1"),
+            ("exact_hits = 1", "true or false"),
+            ("kv_memory = 'lots'", "--kv-memory"),
+            ("log = { a = 1 }", "plain value"),
+            ("port = ", "serve.toml"),
+        ] {
+            std::fs::write(&path, text).unwrap();
+            let error = format!("{:#}", flags.resolve().err().unwrap());
+            assert!(error.contains(needle) && error.contains("serve.toml"), "{text}: {error}");
+        }
+    }
+
+    /// The help is what users read; the parsed configuration is what they get.
+    #[test]
+    fn the_help_names_the_defaults() {
+        let printed: toml::Table = print(&Values::default()).parse().unwrap();
+        let mut named = 0;
+        for arg in Values::command().get_arguments().filter(|arg| arg.get_action().takes_values()) {
+            let name = arg.get_id().as_str();
+            let help = Values::command()
+                .mut_args(|a| if a.get_id() == name { a } else { a.hide(true) })
+                .render_help();
+            // Lines break anywhere.
+            let help = help.to_string().split_whitespace().collect::<Vec<_>>().join(" ");
+            let default = match printed.get(name) {
+                Some(toml::Value::Array(list)) if list.is_empty() => None,
+                Some(toml::Value::String(text)) => Some(text.clone()),
+                other => other.map(ToString::to_string),
+            };
+            match default {
+                Some(text) => {
+                    assert!(
+                        help.contains(&format!("[default: {text}]")),
+                        "{name} is {text} by default: {help}"
+                    );
+                    named += 1;
+                }
+                None => assert!(!help.contains("[default:"), "{name} has no default: {help}"),
+            }
+        }
+        assert!(named >= 13, "{named}");
+    }
+
+    #[test]
+    fn defaults_are_those_of_the_server() {
+        let (config, server) =
+            (Values::default().parse().unwrap().server().unwrap(), ServerConfig::default());
+        assert_eq!(config.max_body_bytes, server.max_body_bytes);
+        assert_eq!(format!("{:?}", config.reasoning), format!("{:?}", server.reasoning));
+    }
+}

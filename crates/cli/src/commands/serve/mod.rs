@@ -1,0 +1,112 @@
+//! `oscar serve`: the OpenAI-compatible server.
+
+mod config;
+
+use crate::options::{CacheArgs, OpenModel, working_bytes};
+use crate::progress;
+use anyhow::{Context, Result, bail};
+pub use config::Flags;
+use oscar_backend::Backend;
+use oscar_engine::{Engine, EngineApi};
+use oscar_server::{GenerationDefaults, ServerConfig, init_logging, serve_on};
+use std::sync::Arc;
+
+pub fn run(flags: &Flags) -> Result<()> {
+    let config = flags.resolve()?;
+    if flags.print_config {
+        print!("{}", toml::to_string_pretty(&config)?);
+        return Ok(());
+    }
+    init_logging(config.log_format(), &config.log)?;
+    let server = config.server()?;
+
+    let model = config.model.open()?;
+    let text = model.text()?;
+    let generation = model.generation()?;
+    let cache = model.cache(config.kv, &config.cache)?;
+    let context = config.context.unwrap_or(model.config.max_position_embeddings);
+    let backend = config.model.backend()?;
+    let held = backend.held_layout(&cache.layout);
+    let chunk = config.cache.prefill_chunk;
+    let least = working_bytes(&held, context.min(chunk), chunk);
+    let kv_memory = config.cache.kv_memory.unwrap_or_else(|| default_kv_memory(&held, context, chunk));
+    if config.cache.kv_memory.is_some() && kv_memory < least {
+        bail!(
+            "kv_memory of {} cannot hold one prefill step of this model: give at least {}",
+            progress::bytes(kv_memory),
+            progress::bytes(least)
+        );
+    }
+    eprintln!("{}: {}", model.name, backend.describe());
+    if let Some(weights) = model.describe_weights(&cache, &backend) {
+        eprintln!("{weights}");
+    }
+    eprintln!("cache: {}; rotations: {}", cache.layout.describe(), cache.rotation_origin);
+    eprintln!("attention: {}", backend.describe_attention(&cache.layout));
+    let cache_args = CacheArgs { kv_memory: Some(kv_memory), ..config.cache.clone() };
+    let bar = progress::bar("loading", model.config.layers as u64);
+    let runner =
+        cache.runner(&model, backend, &cache_args, context, 1, |layers| bar.set_position(layers as u64))?;
+    bar.finish_and_clear();
+    eprintln!("KV memory: {}", progress::bytes(kv_memory));
+
+    let defaults = GenerationDefaults {
+        sampling: OpenModel::default_sampling(&generation),
+        stop_tokens: generation.stop_token_ids(&model.config).to_vec(),
+        max_tokens: None,
+    };
+    let engine: Arc<dyn EngineApi> = Arc::new(
+        Engine::start(runner, config.engine(&model.name)).context("the engine thread could not start")?,
+    );
+    listen(server, engine, Arc::new(text), defaults, &model.name)
+}
+
+/// Room for 8 sequences of the whole context, at most half of the machine's memory.
+fn default_kv_memory(layout: &oscar_codec::CacheLayout, context: usize, chunk: usize) -> usize {
+    let wanted = 8 * working_bytes(layout, context, chunk);
+    super::doctor::memory_gib().map_or(wanted, |gib| wanted.min((gib * 0.5 * (1u64 << 30) as f64) as usize))
+}
+
+fn listen(
+    config: ServerConfig,
+    engine: Arc<dyn EngineApi>,
+    text: Arc<oscar_text::ModelText>,
+    defaults: GenerationDefaults,
+    name: &str,
+) -> Result<()> {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+    runtime.block_on(async {
+        let address = format!("{}:{}", config.host, config.port);
+        let listener = tokio::net::TcpListener::bind((config.host.as_str(), config.port))
+            .await
+            .with_context(|| format!("cannot listen on {address}: is the port taken? choose another with --port"))?;
+        let address = listener.local_addr()?;
+        let stop = stop_signal().context("signals cannot be caught")?;
+        eprintln!("\nserving {name} on http://{address}   (web page: the same address; Ctrl-C stops)\n");
+        eprintln!("  curl http://{address}/v1/chat/completions -H 'Content-Type: application/json' \\");
+        eprintln!("       -d '{{\"model\": \"{name}\", \"messages\": [{{\"role\": \"user\", \"content\": \"Who are you?\"}}]}}'\n");
+        serve_on(listener, config, engine, text, defaults, stop).await.context("the server failed")
+    })
+}
+
+/// A future that ends on Ctrl-C or SIGTERM. Both are caught from this call on, not from its first poll: a signal that
+/// comes while the first request is being answered must already drain.
+#[cfg(unix)]
+fn stop_signal() -> std::io::Result<impl Future<Output = ()> + Send + 'static> {
+    use tokio::signal::unix::{SignalKind, signal};
+    let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
+    Ok(async move {
+        tokio::select! {
+            _ = interrupt.recv() => {}
+            _ = terminate.recv() => {}
+        }
+    })
+}
+
+#[cfg(not(unix))]
+fn stop_signal() -> std::io::Result<impl Future<Output = ()> + Send + 'static> {
+    let mut interrupt = tokio::signal::windows::ctrl_c()?;
+    Ok(async move {
+        interrupt.recv().await;
+    })
+}
