@@ -1,9 +1,11 @@
 //! Making room: what the prefix tree gives up, and in which order.
 //!
-//! First go full pages that are held as code too and lie in no window before a branch or an end: an exact resume
-//! there is not to be expected. Then, if the tree may, the tails of idle prefixes are coded
-//! ([`tails`](crate::tails)). Then, least recently used first, leaves with all they hold and, in a tree that must not
-//! demote, the full pages of the other windows.
+//! 1. Full pages that are also held quantized and lie in no window before a branch or an end. An
+//!    exact resume there is unlikely.
+//! 2. If demotion is allowed: the BF16 tails of idle prefixes are quantized
+//!    ([`tails`](crate::tails)).
+//! 3. Least recently used first: leaves with all their pages and, in a tree without demotion, the
+//!    full pages of the other windows.
 
 use crate::pool::{CodedPage, FullPage};
 use crate::prefix::BlockPages;
@@ -12,12 +14,12 @@ use oscar_codec::PAGE_TOKENS;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-/// What a [`RadixCache::reclaim`] or [`RadixCache::flush`] gave back.
+/// What [`RadixCache::reclaim`] or [`RadixCache::flush`] gave back.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Reclaimed {
-    /// Full pages dropped because their codes are held.
+    /// Full pages dropped because they are also held quantized.
     pub thinned: usize,
-    /// Full pages of idle tails that codes replace.
+    /// Full pages of idle tails that were replaced by quantized ones.
     pub demoted: usize,
     /// Pages of evicted leaves, both formats.
     pub evicted: usize,
@@ -43,7 +45,7 @@ impl BlockPages {
 }
 
 impl RadixCache {
-    /// Gives back at least `bytes`, or all that is idle.
+    /// Gives back at least `bytes`, or everything that is idle.
     pub fn reclaim(&mut self, bytes: usize) -> Reclaimed {
         let mut done = Reclaimed::default();
         self.thin(bytes, &mut done);
@@ -52,7 +54,7 @@ impl RadixCache {
         done
     }
 
-    /// Forgets everything that no sequence holds or needs as its beginning.
+    /// Evicts every page that no sequence holds and no held page follows.
     pub fn flush(&mut self) -> Reclaimed {
         let mut done = Reclaimed::default();
         self.evict(usize::MAX, &mut done);
@@ -60,9 +62,10 @@ impl RadixCache {
         done
     }
 
-    /// Bytes that [`RadixCache::reclaim`] could give back now; looks at every node.
+    /// Bytes that [`RadixCache::reclaim`] could give back now. Visits every node.
     pub fn reclaimable(&self) -> usize {
-        // A node can go with all its pages once its whole subtree can; others can lose their full page at most.
+        // A node can go with all its pages once its whole subtree can. Other nodes can lose their
+        // full page at most.
         let mut order = vec![ROOT];
         let mut next = 0;
         while next < order.len() {
@@ -93,14 +96,14 @@ impl RadixCache {
             + usize::from(pages.coded.is_some()) * self.layout.coded_block_bytes()
     }
 
-    /// Is the node's full page idle and all it says also held as code?
+    /// Whether the node's full page is idle and fully covered by its quantized page.
     pub(crate) fn is_thinnable(&self, node: &Node) -> bool {
         node.block * PAGE_TOKENS >= self.layout.windows().sink()
             && node.pages.full.as_ref().is_some_and(|page| !page.is_shared())
             && node.pages.coded.as_ref().is_some_and(CodedPage::is_complete)
     }
 
-    /// Nodes whose full rows make a branch, the end of a prompt or that of an answer resumable.
+    /// Nodes whose full rows make a branch, the end of a prompt or the end of an answer resumable.
     fn windows_worth_keeping(&self) -> Vec<bool> {
         let mut keep = vec![false; self.nodes.len()];
         let reach = self.layout.windows().recent().div_ceil(PAGE_TOKENS) + 2;
@@ -119,7 +122,7 @@ impl RadixCache {
         keep
     }
 
-    /// Drops full pages that are only there because there was room.
+    /// Drops full pages that were kept only because there was room.
     fn thin(&mut self, bytes: usize, done: &mut Reclaimed) {
         if done.bytes >= bytes {
             return;
@@ -146,7 +149,8 @@ impl RadixCache {
         done.bytes += self.layout.full_block_bytes();
     }
 
-    /// Least recently used first: leaves, with all they hold, and the remaining full pages whose codes are held.
+    /// Least recently used first: leaves with all their pages, and the remaining full pages that
+    /// are also held quantized.
     fn evict(&mut self, bytes: usize, done: &mut Reclaimed) {
         if done.bytes >= bytes {
             return;

@@ -1,7 +1,8 @@
 //! Names of pages that other programs can compute too.
 //!
-//! The hash of a page is SHA-256 over the digest of the page before it (nothing, for the first page) and the
-//! page's token ids as 4-byte little-endian numbers. SGLang names its pages in the same way.
+//! The hash of a page is SHA-256 over the digest of the page before it (nothing for the first page)
+//! and the page's token ids as 4-byte little-endian numbers. SGLang names its pages in the same
+//! way.
 
 use sha2::{Digest, Sha256};
 
@@ -29,7 +30,7 @@ impl PageHash {
         })
     }
 
-    /// The number that stands for the page in KV events: the digest's first 8 bytes, as a signed number.
+    /// The page's number in KV events: the first 8 bytes of the digest, as a signed number.
     pub fn event_id(&self) -> i64 {
         i64::from_be_bytes([
             self.0[0], self.0[1], self.0[2], self.0[3], self.0[4], self.0[5], self.0[6], self.0[7],

@@ -1,12 +1,14 @@
-//! Bookkeeping of the paged cache: which block of which format holds which positions of which sequence.
+//! Bookkeeping of the paged cache: which block of which format holds which positions of which
+//! sequence.
 //!
-//! [`PagePool`] hands out full-precision and coded blocks under one byte budget; a block is an owned value that
-//! returns itself when dropped. [`SequencePages`] is one sequence's page table: it grows block by block, says which
-//! positions are demoted in a step, and lets go of full blocks once their tokens are coded. [`RadixCache`] keeps
-//! the pages of past sequences for later ones that begin alike.
+//! [`PagePool`] hands out full-precision and quantized blocks under one byte budget; a block is an
+//! owned value that returns itself when dropped. [`SequencePages`] is one sequence's page table: it
+//! grows block by block, says which positions are demoted in a step, and releases full blocks once
+//! their tokens are quantized. [`RadixCache`] keeps the pages of past sequences for later ones with
+//! the same beginning.
 //!
-//! **Invariant:** no tensors, no bytes of pages, no clock: only ids and counts. A request that cannot be met
-//! changes nothing.
+//! **Invariant:** no tensors, no bytes of pages, no clock: only ids and counts. A request that
+//! cannot be met changes nothing.
 
 mod evict;
 mod hash;

@@ -27,7 +27,8 @@ pub struct PoolUsage {
     pub budget: usize,
 }
 
-/// Ids of one format: the lowest free id is handed out first, so memory that was never needed is never touched.
+/// Ids of one format. The lowest free id is handed out first, so memory that was never needed is
+/// never touched.
 #[derive(Debug, Default)]
 struct Ids {
     next: u32,
@@ -69,7 +70,8 @@ struct Shared {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
-        // A panic while holding the lock leaves counts consistent: each critical section is one update.
+        // A panic while holding the lock leaves counts consistent: each critical section is one
+        // update.
         self.state.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
@@ -78,7 +80,7 @@ impl Shared {
     }
 }
 
-/// Hands out blocks; cheap to clone.
+/// Hands out blocks. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct PagePool {
     shared: Arc<Shared>,
@@ -97,7 +99,7 @@ impl Drop for FullBlock {
     }
 }
 
-/// The one owner of a coded block.
+/// The one owner of a quantized block.
 #[derive(Debug)]
 struct CodedBlock {
     id: CodedPageId,
@@ -121,16 +123,16 @@ impl FullPage {
         self.0.id
     }
 
-    /// Does anyone else hold this block?
+    /// Whether anyone else holds this block.
     pub fn is_shared(&self) -> bool {
         Arc::strong_count(&self.0) > 1
     }
 }
 
-/// A hold on a coded block; the block returns to its pool when the last hold is dropped.
+/// A hold on a quantized block; the block returns to its pool when the last hold is dropped.
 ///
-/// Holders may code further tiles of a shared block: all of them hold the same tokens after the same context, so
-/// they write the same bytes.
+/// Holders may quantize further tiles of a shared block. All of them hold the same tokens after the
+/// same context, so they write the same bytes.
 #[derive(Clone, Debug)]
 pub struct CodedPage(Arc<CodedBlock>);
 
@@ -139,24 +141,25 @@ impl CodedPage {
         self.0.id
     }
 
-    /// Does anyone else hold this block?
+    /// Whether anyone else holds this block.
     pub fn is_shared(&self) -> bool {
         Arc::strong_count(&self.0) > 1
     }
 
-    /// How far the block is coded: the positions from its start whose keys are coded, plus those whose values are
-    /// (positions of the sink, which are never coded, counted in). Both only grow, and along any sequence in the
-    /// same order, so the sum alone says what is there.
+    /// Progress of quantization: the number of positions from the block's start whose keys are
+    /// quantized, plus the number whose values are. Positions of the sink, which are never
+    /// quantized, count as done. Both numbers only grow, and in the same order along any sequence,
+    /// so the sum describes the state completely.
     pub fn coded(&self) -> usize {
         self.0.coded.load(Ordering::Relaxed)
     }
 
-    /// Are keys and values of the whole block coded?
+    /// Whether keys and values of the whole block are quantized.
     pub fn is_complete(&self) -> bool {
         self.coded() >= 2 * PAGE_TOKENS
     }
 
-    /// The block is coded that far, see [`CodedPage::coded`].
+    /// Records progress, see [`CodedPage::coded`].
     pub fn mark_coded(&self, progress: usize) {
         self.0.coded.fetch_max(progress, Ordering::Relaxed);
     }
@@ -175,7 +178,7 @@ impl PagePool {
         }
     }
 
-    /// Takes `full` and `coded` blocks, all or none.
+    /// Takes `full` full and `coded` quantized blocks, all or none.
     pub fn take(&self, full: usize, coded: usize) -> Result<(Vec<FullPage>, Vec<CodedPage>), OutOfPages> {
         let shared = &self.shared;
         let mut state = shared.lock();
@@ -201,8 +204,9 @@ impl PagePool {
         Ok((full, coded))
     }
 
-    /// Takes a coded block in place of a full one, which returns once its last hold is dropped: never refused, because
-    /// a coded block is the smaller one. Its rows must be coded before the full block is written again.
+    /// Takes a quantized block in place of a full one, which returns once its last hold is dropped.
+    /// Never refused, because a quantized block is smaller. Its rows must be quantized before the
+    /// full block is written again.
     pub(crate) fn exchange(&self, full: FullPage) -> CodedPage {
         drop(full);
         let id = CodedPageId(self.shared.lock().coded.take());

@@ -1,18 +1,21 @@
-//! What a stored prefix must hold so that a sequence may go on from it, by the one rule.
+//! What a stored prefix must hold so that a sequence may continue from it.
 //!
-//! A sequence of `n` tokens needs, block by block, what the queries from `n` on will read: full pages of the sink
-//! and of everything at or after `boundary(n − 1)`, codes of everything between. Nothing less will do: a row can
-//! only be computed again from the full-precision rows of *its* window, those rows from the ones of theirs, and so
-//! on back to the start. A prefix is therefore *resumable* at `n` or it is not; there is no cheap repair in between.
+//! A sequence of `n` tokens needs, block by block, the pages that queries from `n` on will read:
+//! full pages of the sink and of everything at or after `boundary(n − 1)`, quantized pages of
+//! everything between. Nothing less will do: a row can only be computed again from the
+//! full-precision rows of *its* window, those rows from the ones of theirs, and so on back to the
+//! start. A prefix is therefore *resumable* at `n` or it is not; there is no cheap repair in
+//! between.
 //!
-//! The one exception is counted: where the full pages of an idle tail were coded to make room
-//! ([`tails`](crate::tails)), a sequence may go on reading everything up to there as code. What it computes is
-//! *approximate* from then on, and marked so wherever it is stored.
+//! There is one exception, and it is counted. If the full pages of an idle tail were quantized to
+//! make room ([`tails`](crate::tails)), a sequence may continue and read everything up to there
+//! quantized. Its rows are *approximate* from then on, and marked so wherever they are stored.
 
 use crate::pool::{CodedPage, FullPage};
 use oscar_codec::{CacheLayout, PAGE_TOKENS, Side};
 
-/// Longest prefix of a sequence of `len` tokens that ends with a page and leaves at least one token to compute.
+/// Longest prefix of a sequence of `len` tokens that ends with a whole page and leaves at least one
+/// token to compute.
 pub fn resume_point(len: usize) -> usize {
     len.saturating_sub(1) / PAGE_TOKENS * PAGE_TOKENS
 }
@@ -24,17 +27,17 @@ pub(crate) struct BlockPages {
     pub coded: Option<CodedPage>,
 }
 
-/// What resuming at some length needs of one block.
+/// What a resume at some length needs of one block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct BlockNeed {
     pub full: bool,
-    /// How far the block must be coded, as [`CodedPage::coded`] counts.
+    /// Required progress of quantization, as [`CodedPage::coded`] counts it.
     pub coded: usize,
 }
 
 impl BlockNeed {
-    /// The need of `block` when resuming at `len > 0` tokens, reading everything before `coded_until` but the sink as
-    /// code whatever the windows say.
+    /// The need of `block` for a resume at `len > 0` tokens that reads everything before
+    /// `coded_until` except the sink quantized, regardless of the windows.
     pub fn at(layout: &CacheLayout, len: usize, coded_until: usize, block: usize) -> Self {
         if layout.coded().is_none() {
             return Self { full: true, coded: 0 };
@@ -51,7 +54,8 @@ impl BlockNeed {
     }
 }
 
-/// How far `block` of a sequence of `len > 0` tokens is coded, as [`CodedPage::coded`] counts.
+/// Progress of quantization of `block` in a sequence of `len > 0` tokens, as [`CodedPage::coded`]
+/// counts it.
 pub(crate) fn coded_progress(layout: &CacheLayout, len: usize, coded_until: usize, block: usize) -> usize {
     let windows = layout.windows();
     let (start, end) = (block * PAGE_TOKENS, (block + 1) * PAGE_TOKENS);
@@ -66,9 +70,10 @@ pub(crate) fn coded_progress(layout: &CacheLayout, len: usize, coded_until: usiz
 #[derive(Debug, Default)]
 pub struct PrefixPages {
     pub(crate) blocks: Vec<BlockPages>,
-    /// Everything before this position but the sink is read as code, whatever the windows say; 0 if they decide.
+    /// Everything before this position except the sink is read quantized, regardless of the
+    /// windows; 0 if the windows decide.
     pub(crate) coded_until: usize,
-    /// From here on rows are not those of a cold run.
+    /// From this position on, rows are approximate: they differ from those of a cold run.
     pub(crate) approximate_from: Option<usize>,
 }
 
@@ -82,7 +87,7 @@ impl PrefixPages {
         self.blocks.is_empty()
     }
 
-    /// Will a sequence that goes on from here answer as a cold run does?
+    /// Whether a sequence that continues from here gives the same answers as a cold run.
     pub fn is_exact(&self) -> bool {
         self.approximate_from.is_none()
     }

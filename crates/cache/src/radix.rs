@@ -1,15 +1,17 @@
 //! The prefix cache: a tree of 64-token pages that any number of sequences share.
 //!
-//! A node is one page of tokens after its parent's; it holds the page's codes, its full-precision rows, or both.
-//! Sequences go in as they grow, prompt and answer, with the full-precision rows of their windows; those rows stay
-//! beside the codes while there is room for both. [`RadixCache::find`] gives the longest stored prefix that is resumable by the
-//! one rule (see [`prefix`](crate::prefix)), so that a hit answers as a cold run does, to the bit; unless room was
-//! short and the tail it ends in was demoted ([`tails`](crate::tails)), which the caller is told.
+//! A node is one page of tokens after its parent's. It holds the quantized page, the full-precision
+//! page, or both. Sequences are inserted as they grow, prompt and answer, with the full-precision
+//! rows of their windows; those rows stay beside the quantized ones while there is room for both.
+//! [`RadixCache::find`] returns the longest stored prefix that is resumable (see
+//! [`prefix`](crate::prefix)), so a hit gives the same answer as a cold run, bit for bit. The
+//! exception is a tail that was demoted to make room ([`tails`](crate::tails)); the caller is told.
 //!
-//! **Invariants:** a tree has one cache layout, which is part of what its pages mean. All holders of a page hold
-//! the same tokens after the same context: pages in the tree are complete and their full rows never change; codes
-//! are only added, the same by whoever adds them. Rows computed after a demoted tail live in nodes marked
-//! approximate and never mix with exact ones. A page that anyone else holds is never given back.
+//! **Invariants:** A tree has one cache layout, which is part of the meaning of its pages. All
+//! holders of a page hold the same tokens after the same context: pages in the tree are complete
+//! and their full rows never change; quantized tiles are only added, with the same bytes whoever
+//! adds them. Rows computed after a demoted tail live in nodes marked approximate and never mix
+//! with exact ones. A page that anyone else holds is never given back.
 
 use crate::hash::PageHash;
 use crate::prefix::{BlockNeed, BlockPages, PrefixPages, resume_point};
@@ -32,11 +34,12 @@ pub(crate) struct Node {
     /// Which block of its sequences this is.
     pub block: usize,
     pub pages: BlockPages,
-    /// A prompt ended here: its repetition will resume at this node.
+    /// A prompt ended here: the same prompt will resume at this node.
     pub anchor: bool,
-    /// Its full page was given up to make room though it may be asked for: it can be read as code instead.
+    /// Its full page was given up to make room although a resume may need it. It can be read
+    /// quantized instead.
     pub demoted: bool,
-    /// Its rows were computed after a demoted tail: not those of a cold run.
+    /// Its rows were computed after a demoted tail and differ from those of a cold run.
     pub approximate: bool,
     /// When it was last found or inserted, in operations of the tree.
     pub last_used: u64,
@@ -50,7 +53,7 @@ pub struct CachedPages {
     pub coded: usize,
     pub idle_full: usize,
     pub idle_coded: usize,
-    /// Idle full pages whose codes are held too: given back at the first need of room.
+    /// Idle full pages that are also held quantized: the first to be given back.
     pub spare_full: usize,
 }
 
@@ -62,7 +65,7 @@ pub struct RadixCache {
     free: Vec<NodeId>,
     operations: u64,
     count: usize,
-    /// Demotion of idle tails, if that is wanted.
+    /// Demotion of idle tails, if enabled.
     pub(crate) tails: Option<Tails>,
 }
 
@@ -111,15 +114,17 @@ impl RadixCache {
         path
     }
 
-    /// The longest prefix of `tokens` from which a sequence can go on, as if it had just computed it or, where that
-    /// reaches further, from a demoted tail ([`PrefixPages::is_exact`] tells). Empty if there is none. To leave
-    /// tokens to compute, pass fewer.
+    /// The longest prefix of `tokens` from which a sequence can continue: exactly, as if it had
+    /// just computed it, or, if that reaches further, from a demoted tail
+    /// ([`PrefixPages::is_exact`] tells). Empty if there is none. To leave tokens to compute, pass
+    /// fewer.
     pub fn find(&mut self, tokens: &[u32]) -> PrefixPages {
         let path = self.touched_path(tokens);
         self.longest(&path, true)
     }
 
-    /// The longest prefix of `tokens` from which a sequence can go on as if it had just computed it.
+    /// The longest prefix of `tokens` from which a sequence can continue as if it had just computed
+    /// it.
     pub fn find_exact(&mut self, tokens: &[u32]) -> PrefixPages {
         let path = self.touched_path(tokens);
         let exact = path.iter().position(|&id| self.node(id).approximate).unwrap_or(path.len());
@@ -136,8 +141,8 @@ impl RadixCache {
     }
 
     fn longest(&self, path: &[NodeId], demoted: bool) -> PrefixPages {
-        // Needs of lower blocks do not shrink as the length does, so each length is asked afresh; the blocks most
-        // likely to fail, those of the window, come first.
+        // Needs of lower blocks do not shrink with the length, so every length is checked from
+        // scratch. The blocks most likely to fail, those of the window, come first.
         for count in (1..=path.len()).rev() {
             if let Some(coded_until) = self.resumable(&path[..count], demoted) {
                 let blocks = path[..count].iter().map(|&id| self.node(id).pages.clone()).collect();
@@ -150,8 +155,8 @@ impl RadixCache {
         PrefixPages::default()
     }
 
-    /// Can a sequence go on after `path`? If so, up to where it must read code whatever the windows say: 0 unless
-    /// `demoted` pages may be read as code.
+    /// Whether a sequence can continue after `path`. If so, returns the position up to which it
+    /// must read quantized regardless of the windows: 0 unless `demoted` pages may be read.
     fn resumable(&self, path: &[NodeId], demoted: bool) -> Option<usize> {
         let len = path.len() * PAGE_TOKENS;
         let mut coded_until = 0;
@@ -163,7 +168,8 @@ impl RadixCache {
             if !demoted || !node.demoted || coded_until > 0 {
                 return None;
             }
-            // The last of them: it and all before it are read as code, all after it as they should be.
+            // The last such block: it and all before it are read quantized, all after it by the
+            // windows.
             coded_until = (block + 1) * PAGE_TOKENS;
             if !BlockNeed::at(&self.layout, len, coded_until, block).is_met(&node.pages) {
                 return None;
@@ -172,9 +178,9 @@ impl RadixCache {
         Some(coded_until)
     }
 
-    /// Puts the whole pages of a sequence into the tree and returns how many tokens that is. `tokens` are the
-    /// sequence's from its start. Where the tree has a page already, the sequence changes over to it and its own
-    /// copy is given back.
+    /// Puts the whole pages of a sequence into the tree and returns how many tokens that is.
+    /// `tokens` are the sequence's tokens from its start. If the tree already has a page, the
+    /// sequence switches to it and gives its own copy back.
     pub fn insert(&mut self, tokens: &[u32], pages: &mut SequencePages) -> usize {
         let stored = pages.len().min(tokens.len()) / PAGE_TOKENS;
         self.operations += 1;
@@ -214,7 +220,7 @@ impl RadixCache {
         stored * PAGE_TOKENS
     }
 
-    /// Remembers that a prompt ended after `tokens`, so that its window is thinned late.
+    /// Records that a prompt ended after `tokens`, so that its window is thinned late.
     pub fn mark_prompt(&mut self, tokens: &[u32]) {
         let path = self.path(&tokens[..resume_point(tokens.len())]);
         if let Some(&last) = path.last() {
@@ -260,14 +266,14 @@ impl RadixCache {
         node
     }
 
-    /// Hashes of the stored pages of a prefix, in order. Computed here and not when a page is inserted: nothing in
-    /// the serving path reads them.
+    /// Hashes of the stored pages of a prefix, in order. Computed on request: nothing in the
+    /// serving path reads them.
     pub fn hashes(&self, tokens: &[u32]) -> Vec<PageHash> {
         let stored = &tokens[..self.path(tokens).len() * PAGE_TOKENS];
         PageHash::chain(stored.chunks_exact(PAGE_TOKENS)).collect()
     }
 
-    /// Counts pages; looks at every node.
+    /// Counts pages. Visits every node.
     pub fn pages(&self) -> CachedPages {
         let mut total = CachedPages { tokens: self.tokens(), ..CachedPages::default() };
         for node in self.nodes.iter().flatten() {

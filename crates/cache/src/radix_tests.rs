@@ -1,5 +1,5 @@
-//! The prefix tree against a model of memory: random sequences grow, are inserted, resumed, dropped and squeezed,
-//! and every position that a query reads holds the row of exactly its tokens.
+//! The prefix tree against a model of memory: random sequences grow, are inserted, resumed, dropped
+//! and squeezed, and every position that a query reads must hold the row of exactly its tokens.
 
 use crate::prefix::resume_point;
 use crate::{PagePool, RadixCache, SequencePages};
@@ -7,7 +7,7 @@ use oscar_codec::{CacheLayout, CodeLayout, KvFormat, PAGE_TOKENS, Windows};
 use proptest::prelude::*;
 use std::collections::{BTreeSet, HashMap};
 
-/// What the pages would hold: for each position, a digest of the tokens up to it.
+/// The contents of the pages: for each position, a digest of the tokens up to it.
 #[derive(Default)]
 struct Memory {
     full: HashMap<u32, [u64; PAGE_TOKENS]>,
@@ -27,7 +27,8 @@ struct World {
 struct Live {
     tokens: Vec<u32>,
     pages: SequencePages,
-    /// What its rows must be: a cold run's, but for those computed after a demoted tail, which are its own.
+    /// The expected rows: those of a cold run, except rows computed after a demoted tail, which are
+    /// its own.
     rows: Vec<u64>,
 }
 
@@ -41,7 +42,8 @@ fn digests(tokens: &[u32]) -> Vec<u64> {
         .collect()
 }
 
-/// Text number `text`: pages of few kinds, so that texts share prefixes and branch between and inside pages.
+/// Text number `text`: pages of few kinds, so that texts share prefixes and branch between pages
+/// and inside them.
 fn text(text: u64, len: usize) -> Vec<u32> {
     let kind = |page: usize| (text >> (2 * (page % 8))) & 3;
     (0..len)
@@ -89,7 +91,7 @@ impl World {
         len
     }
 
-    /// Codes the tails that the tree gave up.
+    /// Quantizes the tails that the tree gave up.
     fn code(&mut self) {
         for demotion in self.tree.take_demotions() {
             let page = self.memory.coded.entry(demotion.coded.0).or_insert([0; PAGE_TOKENS]);
@@ -100,7 +102,7 @@ impl World {
         }
     }
 
-    /// Stores up to `count` more tokens of a live sequence, if pages can be had.
+    /// Stores up to `count` more tokens of a live sequence, if pages are available.
     fn grow(&mut self, which: usize, count: usize) -> bool {
         let mut live = self.live.swap_remove(which);
         let Live { tokens, pages, rows } = &mut live;
@@ -140,13 +142,13 @@ impl World {
         step.is_some()
     }
 
-    /// What the query at `t` reads at `j`, by the rule of the kernels: codes between sink and boundary, and before
-    /// the end of the last block that has nothing else.
+    /// The row that the query at `t` reads at `j`, by the rule of the kernels: quantized between
+    /// sink and boundary, and before the end of the last block that has only a quantized page.
     fn read(&self, pages: &SequencePages, t: usize, j: usize) -> u64 {
         let only_code = |block: &usize| pages.full()[*block].is_none() && pages.coded()[*block].is_some();
         let coded_until = (0..pages.full().len()).rev().find(only_code).map_or(0, |b| (b + 1) * PAGE_TOKENS);
         let windows = self.layout.windows();
-        // The tile that a first step codes before anyone reads it is still in full.
+        // The tile that a first step quantizes before anyone reads it is still in full precision.
         let t = if t == pages.len() { t - 1 } else { t };
         let is_coded =
             self.layout.coded().is_some() && j >= windows.sink() && j < windows.boundary(t).max(coded_until);
@@ -289,14 +291,15 @@ fn a_stored_sequence_is_resumed_at_its_last_page_and_after_thinning_not_in_its_m
     assert_eq!(world.begin(tokens[..500].to_vec()), 448, "the middle too, while there is room for its rows");
     world.live.clear();
 
-    // Room is needed: rows that are held as code go first, and the middle cannot be resumed any more. Reading its
-    // rows as code would change answers, and so would computing them again from code.
+    // Room is needed: rows that are also held quantized go first, and the middle is no longer
+    // resumable. Reading its rows quantized would change answers, and so would computing them again
+    // from quantized rows.
     let spare = world.tree.pages().spare_full;
     let done = world.tree.reclaim(spare * world.layout.full_block_bytes());
     assert_eq!((done.thinned, done.evicted), (spare, 0));
     assert_eq!(world.begin(tokens.clone()), resume_point(1000), "the end is as good as before");
     assert_eq!(world.begin(tokens[..500].to_vec()), 64, "the sink is all that the middle can resume from");
-    // A branch that was computed again is remembered.
+    // A branch that was computed again is stored.
     let mut branch = tokens[..500].to_vec();
     branch.extend(text(0x5555, 100));
     world.live.clear();
@@ -332,7 +335,7 @@ fn idle_tails_are_coded_before_anything_is_evicted_and_used_tails_never() {
     stored(&mut world, new.clone());
     assert_eq!(world.begin(new.clone()), 576, "in use");
     let tokens = world.tree.tokens();
-    // First the rows that no hit is expected to ask for, of the one that nobody uses, then its tail.
+    // First the rows of the idle sequence that no hit is likely to need, then its tail.
     let before = world.tree.pages();
     let done = world.tree.reclaim((before.spare_full + 1) * world.layout.full_block_bytes());
     world.code();
@@ -347,14 +350,14 @@ fn idle_tails_are_coded_before_anything_is_evicted_and_used_tails_never() {
     let Live { tokens, mut pages, .. } = world.live.pop().unwrap();
     world.tree.insert(&tokens, &mut pages);
     drop(pages);
-    // What followed the demoted tail is marked: a longer hit on it is counted too.
+    // Rows after the demoted tail are marked: a longer hit on them counts as approximate too.
     let mut longer = old.clone();
     longer.extend(text(0xaaaa, 60));
     world.begin(longer);
     assert_eq!(world.approximate_hits, 2);
     world.live.clear();
 
-    // A cold run puts exact rows in their place.
+    // A cold run replaces them with exact rows.
     let mut cold = SequencePages::resume(&world.layout, world.tree.find_exact(&old[..64]));
     let step = cold.prepare(&world.layout, &world.pool, 600 - cold.len()).unwrap();
     let rows = digests(&old);

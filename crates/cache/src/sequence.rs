@@ -5,33 +5,35 @@ use crate::prefix::{BlockNeed, BlockPages, PrefixPages, coded_progress, resume_p
 use oscar_codec::{CacheLayout, CodedPageId, FullPageId, PAGE_TOKENS, Side};
 use std::ops::Range;
 
-/// What a step of `tokens` new positions does to the sequence; made by [`SequencePages::prepare`].
+/// The effect of a step of `tokens` new positions on the sequence; made by
+/// [`SequencePages::prepare`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StepPages {
     /// Positions written in this step.
     pub positions: Range<usize>,
-    /// Positions whose keys are coded in this step, whole demotion units.
+    /// Positions whose keys are quantized in this step, whole demotion units.
     pub demote: Range<usize>,
-    /// Positions whose values are: the same, unless the windows of the sides differ.
+    /// Positions whose values are quantized: the same, unless the windows of the two sides differ.
     pub demote_values: Range<usize>,
 }
 
-/// Page table of a sequence: block `b` covers positions `64·b..64·(b+1)` and holds a full page, a coded page, or
-/// both while its tokens are being demoted.
+/// Page table of a sequence: block `b` covers positions `64·b..64·(b+1)` and holds a full page, a
+/// quantized page, or both while its tokens are being demoted.
 #[derive(Debug, Default)]
 pub struct SequencePages {
     len: usize,
     full: Vec<Option<FullPage>>,
     coded: Vec<Option<CodedPage>>,
-    /// Full pages the sequence itself has finished with: for the prefix tree, and because a resume at the last
-    /// whole page needs them.
+    /// Full pages that the sequence itself no longer reads. They are kept for the prefix tree, and
+    /// for a resume at the last whole page.
     lagging: Vec<(usize, FullPage)>,
     keeps_resumable: bool,
-    /// Everything before this position but the sink is read as code, whatever the windows say.
+    /// Everything before this position except the sink is read quantized, regardless of the
+    /// windows.
     coded_until: usize,
-    /// From here on rows are not those of a cold run, because it reads a demoted tail.
+    /// From this position on, rows are approximate, because the sequence reads a demoted tail.
     approximate_from: Option<usize>,
-    /// Codes depend on later pages and are of no use to another sequence.
+    /// Codes depend on later pages, so no other sequence can use them.
     keeps_codes_back: bool,
     full_ids: Vec<Option<FullPageId>>,
     coded_ids: Vec<Option<CodedPageId>>,
@@ -42,8 +44,9 @@ impl SequencePages {
         Self::default()
     }
 
-    /// A table for a [`RadixCache`](crate::RadixCache): it keeps full pages it has finished with until the tree
-    /// has been offered them, and those that a resume at `resume_point(len)` needs.
+    /// A table for use with a [`RadixCache`](crate::RadixCache): it keeps full pages that it no
+    /// longer reads until they were offered to the tree, and those that a resume at
+    /// `resume_point(len)` needs.
     pub fn resumable() -> Self {
         Self { keeps_resumable: true, ..Self::default() }
     }
@@ -66,7 +69,7 @@ impl SequencePages {
                     pages.full_ids[block] = Some(page.id());
                     pages.full[block] = Some(page);
                 }
-                // Read as code from here on, and the tree has it.
+                // Read quantized from here on; the tree has the full page.
                 Some(_) if block * PAGE_TOKENS < pages.coded_until => {}
                 Some(page) => pages.lagging.push((block, page)),
                 None => {}
@@ -85,12 +88,12 @@ impl SequencePages {
         self.len == 0
     }
 
-    /// Will it answer as a cold run does?
+    /// Whether its answers are those of a cold run.
     pub fn is_exact(&self) -> bool {
         self.approximate_from.is_none()
     }
 
-    /// Are the rows of `block` those of a cold run?
+    /// Whether the rows of `block` are those of a cold run.
     pub(crate) fn is_exact_block(&self, block: usize) -> bool {
         self.approximate_from.is_none_or(|from| (block + 1) * PAGE_TOKENS <= from)
     }
@@ -111,12 +114,12 @@ impl SequencePages {
         &self.coded_ids
     }
 
-    /// Blocks held now: full, coded.
+    /// Blocks held now: full, quantized.
     pub fn blocks(&self) -> (usize, usize) {
         (self.full_ids.iter().flatten().count(), self.coded_ids.iter().flatten().count())
     }
 
-    /// Takes the pages that `tokens` more positions need. On failure nothing has changed.
+    /// Takes the pages that `tokens` more positions need. On failure nothing changes.
     pub fn prepare(
         &mut self,
         layout: &CacheLayout,
@@ -130,8 +133,8 @@ impl SequencePages {
         let blocks = end.div_ceil(PAGE_TOKENS);
         let first_new = self.len.div_ceil(PAGE_TOKENS);
         let coded_blocks = blocks_of(&demote, &demote_values);
-        // The last block may have lost its full page only if it was complete, so new blocks alone need one (and
-        // have it, if an earlier step was prepared and not run).
+        // The last block can have lost its full page only if it was complete, so only new blocks
+        // need one. They have it already if an earlier step was prepared and not run.
         let full_missing: Vec<usize> =
             (first_new..blocks).filter(|&b| self.full_ids.get(b).copied().flatten().is_none()).collect();
         let coded_missing: Vec<usize> =
@@ -149,8 +152,8 @@ impl SequencePages {
         Ok(StepPages { positions: self.len..end, demote, demote_values })
     }
 
-    /// Forgets positions from `len` on; their pages stay for what is written next. For tables without coded pages:
-    /// a code cannot be taken back.
+    /// Forgets positions from `len` on; their pages stay for the next writes. Only for tables
+    /// without quantized pages: quantization cannot be undone.
     pub fn rewind(&mut self, len: usize) {
         debug_assert!(self.coded_ids.iter().all(Option::is_none), "coded positions cannot be rewound");
         self.len = self.len.min(len);
@@ -177,7 +180,8 @@ impl SequencePages {
         }
     }
 
-    /// Ends a step: its positions are stored, and full pages whose tokens are all coded go back to the pool.
+    /// Ends a step: its positions are stored, and full pages whose tokens are all quantized return
+    /// to the pool.
     pub fn commit(&mut self, layout: &CacheLayout, step: &StepPages) {
         debug_assert_eq!(
             step.positions.start, self.len,
@@ -193,7 +197,7 @@ impl SequencePages {
                 page.mark_coded(coded_progress(layout, self.len, self.coded_until, block));
             }
         }
-        // A block is done with its full page once both sides of all its tokens are coded.
+        // A block no longer needs its full page once both sides of all its tokens are quantized.
         let first = layout.windows().sink().div_ceil(PAGE_TOKENS).max(before / PAGE_TOKENS);
         for block in first..self.boundary(layout) / PAGE_TOKENS {
             self.full_ids[block] = None;
@@ -205,25 +209,26 @@ impl SequencePages {
         }
     }
 
-    /// Gives up finished full pages that no resume at `resume_point(len)` or later asks for.
+    /// Gives up full pages that the sequence no longer reads and no resume at `resume_point(len)`
+    /// or later needs.
     pub fn trim(&mut self, layout: &CacheLayout) {
         let (point, coded_until) = (resume_point(self.len), self.coded_until);
         self.lagging.retain(|&(block, _)| point > 0 && BlockNeed::at(layout, point, coded_until, block).full);
     }
 
-    /// Full pages held beyond those the sequence itself reads.
+    /// Full pages held beyond those that the sequence itself reads.
     pub fn finished_full_pages(&self) -> usize {
         self.lagging.len()
     }
 
-    /// Bytes of the blocks held, shared ones counted.
+    /// Bytes of the blocks held, including shared ones.
     pub fn bytes(&self, layout: &CacheLayout) -> usize {
         let (full, coded) = self.blocks();
         (full + self.lagging.len()) * layout.full_block_bytes() + coded * layout.coded_block_bytes()
     }
 
-    /// What block `block` can give a prefix tree. Codes that depend on later pages are kept back: another sequence
-    /// may go on differently from here.
+    /// The pages of `block` that a prefix tree may store. Codes that depend on later pages are left
+    /// out: another sequence may continue differently from here.
     pub(crate) fn block(&self, block: usize) -> BlockPages {
         let lagging = || self.lagging.iter().find(|(b, _)| *b == block).map(|(_, page)| page.clone());
         BlockPages {
@@ -274,7 +279,7 @@ mod tests {
         CacheLayout::new(format, 2, 2, 64, windows, CodeLayout::CpuTile).unwrap()
     }
 
-    /// Every position a query at the end may read has the page the rule calls for.
+    /// Every position that a query at the end may read has the page that the rule requires.
     fn check_readable(pages: &SequencePages, layout: &CacheLayout, step: &StepPages) {
         for t in step.positions.clone() {
             for j in 0..=t {
@@ -345,8 +350,8 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(48))]
 
-        /// Keys that are flushed by the residual while values slide, in any chunks: the pages are those of the rule,
-        /// and every position is coded exactly once on each side.
+        /// Keys are flushed by the residual while values slide, in any chunks: the pages are those
+        /// of the rule, and every position is quantized exactly once on each side.
         #[test]
         fn sides_with_windows_of_their_own_keep_what_they_need(
             chunks in prop::collection::vec(1usize..300, 1..10), which in 0usize..5, sink in 0usize..4,

@@ -1,12 +1,15 @@
-//! Coding the full-precision tails of idle prefixes, so that a short memory costs precision before it costs prefixes.
+//! Quantizing the full-precision tails of idle prefixes: when memory is short, prefixes lose
+//! precision before they are lost.
 //!
-//! A stored prefix ends in pages whose rows are still full, because the next query would read them so. When room is
-//! needed and nobody uses such a page, its rows are coded and the full page goes back to the pool; the node remembers
-//! ([`Node::demoted`](crate::radix::Node)) and a later hit may read the codes instead.
+//! A stored prefix ends in pages whose rows are still in BF16, because the next query would read
+//! them so. If room is needed and nobody uses such a page, its rows are quantized and the full page
+//! returns to the pool. The node remembers this ([`Node::demoted`](crate::radix::Node)), and a
+//! later hit may read the quantized rows instead.
 //!
-//! **Invariants:** a page that anyone else holds is never demoted, the sink never. The bookkeeping is done at once,
-//! the coding by whoever owns the device: everything in [`RadixCache::take_demotions`] must be coded, in that order,
-//! before any page of the pool is read or written again.
+//! **Invariants:** A page that anyone else holds is never demoted, the sink never. The bookkeeping
+//! happens at once; the owner of the device does the quantization. Everything in
+//! [`RadixCache::take_demotions`] must be quantized, in that order, before any page of the pool is
+//! read or written again.
 
 use crate::evict::Reclaimed;
 use crate::pool::PagePool;
@@ -14,7 +17,7 @@ use crate::radix::{Node, NodeId, RadixCache};
 use oscar_codec::{CacheLayout, CodedPageId, FullPageId, PAGE_TOKENS, Side};
 use std::ops::Range;
 
-/// Rows to be coded: positions `positions` of a sequence, which lie in its block `block`.
+/// Rows to quantize: positions `positions` of a sequence, which lie in its block `block`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TailDemotion {
     pub block: usize,
@@ -31,8 +34,9 @@ pub(crate) struct Tails {
 }
 
 impl RadixCache {
-    /// A tree that codes idle tails before it evicts anything, where the layout allows it: codes that are smaller
-    /// than rows, keys and values coded together, and pages that are whole demotion units.
+    /// A tree that quantizes idle tails before it evicts anything, if the layout allows it:
+    /// quantized rows are smaller, keys and values are quantized together, and pages are whole
+    /// demotion units.
     pub fn with_demotion(layout: CacheLayout, pool: &PagePool) -> Self {
         let windows = layout.windows();
         let allowed = layout.coded().is_some()
@@ -46,12 +50,12 @@ impl RadixCache {
         tree
     }
 
-    /// The rows that have to be coded now; see the [module](self).
+    /// The rows that must be quantized now; see the [module](self).
     pub fn take_demotions(&mut self) -> Vec<TailDemotion> {
         self.tails.as_mut().map(|tails| std::mem::take(&mut tails.due)).unwrap_or_default()
     }
 
-    /// Bytes that demoting the node's page would give; 0 if that is not possible.
+    /// Bytes that demoting the node's page would free; 0 if it is not possible.
     pub(crate) fn demotable(&self, node: &Node) -> usize {
         let idle = node.pages.full.as_ref().is_some_and(|page| !page.is_shared());
         if self.tails.is_none() || !idle || node.block * PAGE_TOKENS < self.layout.windows().sink() {
@@ -61,7 +65,8 @@ impl RadixCache {
         self.layout.full_block_bytes() - taken
     }
 
-    /// Codes idle tails, least recently used first and each from its oldest page, until `bytes` are free.
+    /// Demotes idle tails, least recently used first and each from its oldest page, until `bytes`
+    /// are free.
     pub(crate) fn demote_tails(&mut self, bytes: usize, done: &mut Reclaimed) {
         if self.tails.is_none() || done.bytes >= bytes {
             return;
@@ -93,13 +98,14 @@ impl RadixCache {
             Some(coded) => coded.clone(),
             None => pool.exchange(page),
         };
-        // Progress counts both sides, which go together here.
+        // Progress counts both sides, which advance together here.
         let positions = node.block * PAGE_TOKENS + coded.coded() / 2..(node.block + 1) * PAGE_TOKENS;
         coded.mark_coded(2 * PAGE_TOKENS);
         let demotion = TailDemotion { block: node.block, positions, full, coded: coded.id() };
         node.pages.coded = Some(coded);
         if let Some(tails) = self.tails.as_mut().filter(|_| !demotion.positions.is_empty()) {
-            // A page that was demoted and evicted in the same breath may be demoted into again: the last one counts.
+            // A page may be demoted, evicted and demoted into again before the demotions are taken.
+            // The last demotion counts.
             tails.due.retain(|earlier| earlier.coded != demotion.coded);
             tails.due.push(demotion);
         }

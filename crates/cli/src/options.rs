@@ -387,7 +387,7 @@ fn with_widths(
     let formats = formats.with_roundings(file.roundings(file.bits.rounding)?)?;
     let origin = match file.bits.rounding {
         CodeRounding::Nearest => origin,
-        CodeRounding::Shaped => format!("{origin}, rounded by what reads them"),
+        CodeRounding::Shaped => format!("{origin}, query-aware rounding"),
     };
     Ok((layout.with_coded_table(formats), origin))
 }

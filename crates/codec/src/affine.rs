@@ -1,18 +1,18 @@
 //! Affine codes: `x̂ = scale · code + min`.
 //!
-//! **Our format** keeps scale and minimum as fp16 and chooses every code against the *rounded* pair, so what
-//! the pair loses to rounding the codes partly win back. Widths are 1, 2, 3, 4 and 8 bits; one bit stores the row
-//! mean ± its mean absolute deviation. **The official format** keeps fp32 scale and zero and follows the
-//! official kernels operation by operation.
+//! **Our format** keeps scale and minimum as fp16 and chooses every code with the *rounded* pair,
+//! so codes partly compensate for the rounding of the pair. Widths are 1, 2, 3, 4 and 8 bits; one
+//! bit stores the row mean ± its mean absolute deviation. **The official format** keeps fp32 scale
+//! and zero and follows the official kernels operation by operation.
 //!
-//! Defined for every input: NaN counts as 0, infinities and magnitudes beyond [`SATURATION`] saturate, an
-//! all-equal row has scale 0 and codes 0. A row whose spread is lost beside its offset in fp16 decodes to the
-//! offset, within half an fp16 step of it.
+//! Defined for every input: NaN counts as 0, infinities and magnitudes beyond [`SATURATION`]
+//! saturate, and a row of equal values has scale 0 and codes 0. If the spread of a row is below the
+//! fp16 resolution of its offset, the row dequantizes to the offset, within half an fp16 step.
 
 use half::f16;
 
-/// Largest magnitude our fp16 pair represents at every width: at one bit the scale is twice the deviation and
-/// must stay below 65504.
+/// Largest magnitude that our fp16 pair represents at every width: at one bit the scale is twice
+/// the deviation and must stay below 65504.
 pub const SATURATION: f32 = 32752.0;
 
 /// Scale and minimum of one group, both exactly representable in fp16.
@@ -31,7 +31,7 @@ impl AffineParams {
         self.scale * code as f32 + self.min
     }
 
-    /// The nearest level: half-way cases go up, values beyond the range to its ends.
+    /// The nearest level. Half-way cases go up; values beyond the range go to its ends.
     pub fn code(self, x: f32, bits: u32) -> u8 {
         if self.scale <= 0.0 {
             return 0;
@@ -53,8 +53,8 @@ pub fn sanitize(row: &mut [f32], limit: f32) {
     }
 }
 
-/// Sum in the order every kernel must follow to reproduce codes bit for bit: sixteen lanes strided over the row,
-/// then halves added to halves.
+/// Sum in the order that every kernel must follow to reproduce codes bit for bit: sixteen lanes
+/// strided over the row, then a tree of halves.
 pub fn lane_sum(values: impl Iterator<Item = f32>) -> f32 {
     let mut lanes = [0f32; 16];
     for (i, v) in values.enumerate() {
@@ -75,7 +75,7 @@ pub fn range(row: &[f32]) -> (f32, f32) {
     row.iter().fold((f32::INFINITY, f32::NEG_INFINITY), |(lo, hi), &v| (lo.min(v), hi.max(v)))
 }
 
-/// Encodes one group (already sanitized and clipped) at `bits` and returns its rounded pair.
+/// Quantizes one group (already sanitized and clipped) to `bits` and returns its rounded pair.
 pub fn encode_group(row: &[f32], bits: u32, codes: &mut [u8]) -> AffineParams {
     let params = if bits == 1 {
         let n = row.len() as f32;
@@ -100,8 +100,8 @@ pub struct OfficialParams {
 }
 
 impl OfficialParams {
-    /// Magnitudes beyond this saturate: the zero of a constant row is its value over a scale of 1e−8/3 and must
-    /// stay finite in fp32.
+    /// Magnitudes beyond this saturate: the zero of a constant row is its value over a scale of
+    /// 1e−8/3 and must stay finite in fp32.
     pub const SATURATION: f32 = 1e30;
 
     pub fn decode(self, code: u8) -> f32 {
@@ -109,9 +109,9 @@ impl OfficialParams {
     }
 }
 
-/// The official two-bit quantizer: `scale = max(max − min, 1e−8)/3`, `zero = −min/scale`,
-/// `code = trunc(x/scale + zero + 0.5)`. The official kernels do not clamp; here the result is held to 0..=3,
-/// which only matters for rows whose offset dwarfs their range.
+/// The official two-bit quantizer: `scale = max(max − min, 1e−8)/3`, `zero = −min/scale`, `code =
+/// trunc(x/scale + zero + 0.5)`. The official kernels do not clamp. Here the result is clamped to
+/// 0..=3, which only matters for rows whose offset is much larger than their range.
 pub fn encode_group_official(row: &[f32], codes: &mut [u8]) -> OfficialParams {
     let (min, max) = range(row);
     let scale = (max - min).max(1e-8) / 3.0;
@@ -129,9 +129,10 @@ pub struct RoundedZeroParams {
     pub zero: f32,
 }
 
-/// QuaRot's asymmetric quantizer: `scale = (max − min)/(2ᵇ − 1)`, `zero = round(−min/scale)`,
-/// `code = clamp(round(x/scale) + zero)`. The integer zero moves the whole grid by up to half a step. A row of equal
-/// values, for which the original divides by zero, takes its magnitude as the step and is kept.
+/// QuaRot's asymmetric quantizer: `scale = (max − min)/(2ᵇ − 1)`, `zero = round(−min/scale)`, `code
+/// = clamp(round(x/scale) + zero)`. The integer zero moves the whole grid by up to half a step. For
+/// a row of equal values the original divides by zero; here its magnitude becomes the step, and the
+/// row is represented exactly.
 pub fn encode_group_rounded_zero(row: &[f32], bits: u32, codes: &mut [u8]) -> RoundedZeroParams {
     let (min, max) = range(row);
     let fp16 = |v: f32| f16::from_f32(v).to_f32();
@@ -212,7 +213,7 @@ mod tests {
                     assert!(c as u32 <= max_code(bits));
                     let decoded = p.decode(c);
                     assert!(decoded.is_finite());
-                    // Half a step of the code, plus what fp16 loses of scale and offset.
+                    // Half a step of the code, plus the fp16 rounding of scale and offset.
                     let (lo, hi) = range(&row);
                     let step = if bits == 1 { hi - lo } else { (hi - lo) / max_code(bits) as f32 };
                     let bound = step * 0.51 + x.abs().max(lo.abs()) * 2.0 / 1024.0 + 1e-6;
@@ -223,7 +224,7 @@ mod tests {
     }
 
     proptest! {
-        /// A decoded row encodes to itself wherever fp16 can carry its offset.
+        /// A dequantized row quantizes to itself wherever fp16 can represent its offset.
         #[test]
         fn decoded_rows_are_fixed_points(
             row in prop::collection::vec(-8.0f32..8.0, 64), offset in -30.0f32..30.0, bits in prop::sample::select(vec![2u32, 3, 4]),

@@ -1,10 +1,11 @@
-//! What attention over pages must return.
+//! The definition of attention over pages.
 //!
-//! Each piece of the context, whatever its format, updates a running state (largest score, sum of weights,
-//! weighted sum of values); states of disjoint pieces merge in any order. Scores and outputs come in two forms:
-//! *plain* decodes every row and takes dot products, *folded* multiplies raw codes and applies scale and minimum
-//! outside the inner loop, `q·k̂ = s·(q·c) + z·Σq` and `Σ p·v̂ = Σ (p·s)·c + Σ p·z`. Fast kernels use the folded
-//! form; here both exist so that one can check the other.
+//! Each piece of the context, in any format, updates a running state (largest score, sum of
+//! weights, weighted sum of values). States of disjoint pieces merge in any order. Scores and
+//! outputs exist in two forms: *dequantized* unpacks every row and takes dot products; *folded*
+//! multiplies raw codes and applies scale and minimum outside the inner loop, `q·k̂ = s·(q·c) +
+//! z·Σq` and `Σ p·v̂ = Σ (p·s)·c + Σ p·z`. Fast kernels use the folded form. Both exist here so
+//! that tests can compare them.
 
 use crate::page::{PAGE_TOKENS, PageCodec, RowPageCodec, Side};
 use crate::window::Windows;
@@ -13,7 +14,7 @@ use std::ops::Range;
 /// Running softmax state of one query head.
 #[derive(Clone, Debug, PartialEq)]
 pub struct AttentionState {
-    /// Largest score so far; −∞ when nothing was read.
+    /// Largest score so far; −∞ if nothing was read.
     pub max: f32,
     /// Σ exp(score − max).
     pub sum: f32,
@@ -26,7 +27,8 @@ impl AttentionState {
         Self { max: f32::NEG_INFINITY, sum: 0.0, out: vec![0.0; head_dim] }
     }
 
-    /// Makes room for a score of `max`: everything accumulated so far is expressed relative to it.
+    /// Raises the reference score to `max`: everything accumulated so far is expressed relative to
+    /// it.
     fn rescale(&mut self, max: f32) {
         if max > self.max {
             let factor = if self.max == f32::NEG_INFINITY { 0.0 } else { (self.max - max).exp() };
@@ -36,7 +38,8 @@ impl AttentionState {
         }
     }
 
-    /// Adds the state of a disjoint piece of the context. Associative and commutative up to rounding.
+    /// Adds the state of a disjoint piece of the context. Associative and commutative up to
+    /// rounding.
     pub fn merge(&mut self, other: &Self) {
         if other.max == f32::NEG_INFINITY {
             return;
@@ -49,7 +52,7 @@ impl AttentionState {
         }
     }
 
-    /// The attention output; zeros when nothing was read.
+    /// The attention output; zeros if nothing was read.
     pub fn finish(&self, out: &mut [f32]) {
         let norm = if self.sum > 0.0 { 1.0 / self.sum } else { 0.0 };
         for (o, v) in out.iter_mut().zip(&self.out) {
@@ -61,9 +64,9 @@ impl AttentionState {
 /// How codes enter the arithmetic.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Form {
-    /// Decode, then dot.
-    Plain,
-    /// Raw codes inside, scale and minimum outside.
+    /// Dequantize rows, then take dot products.
+    Dequantized,
+    /// Multiply raw codes; apply scale and minimum to the sums.
     Folded,
 }
 
@@ -163,7 +166,8 @@ fn add_value(
     }
 }
 
-/// A context as the cache holds it: block `b` covers positions `64·b ..`, as a BF16 page, a coded page or both.
+/// A context as the cache holds it: block `b` covers positions `64·b ..` and has a BF16 page, a
+/// quantized page or both.
 pub struct PagedContext<'a> {
     pub full_codec: &'a RowPageCodec,
     pub coded_codec: &'a RowPageCodec,
@@ -172,8 +176,9 @@ pub struct PagedContext<'a> {
 }
 
 impl PagedContext<'_> {
-    /// End of the last block that has codes and no full page. Everything before it but the sink is read as code, by
-    /// the rule of [`Windows`] or, in a context whose tail was demoted to make room, in spite of it.
+    /// End of the last block that has a quantized page and no full page. Everything before it
+    /// except the sink is read quantized: by the rule of [`Windows`], or, if the tail of the
+    /// context was demoted to save memory, instead of it.
     pub fn coded_until(&self) -> usize {
         let only_code = |(full, coded): (&Option<&[u8]>, &Option<&[u8]>)| full.is_none() && coded.is_some();
         let blocks = self.full.len().min(self.coded.len());
@@ -182,10 +187,12 @@ impl PagedContext<'_> {
     }
 }
 
-/// Attention of the query at `position` over everything it may see, by the one rule of [`Windows`].
+/// Attention of the query at `position` over all positions that it may see, by the rule of
+/// [`Windows`].
 ///
 /// # Panics
-/// If a page the rule calls for is absent: that is a bug of the caller's bookkeeping, never of user input.
+/// If a page that the rule needs is absent. That is a bug in the caller's bookkeeping, never caused
+/// by user input.
 pub fn attend_context(
     query: &[f32],
     scale: f32,
@@ -231,7 +238,7 @@ pub fn attend_context(
     state
 }
 
-/// Which sides of some tokens are read as code.
+/// Which sides of a token are read quantized.
 #[derive(Clone, Copy)]
 struct Reading {
     keys_coded: bool,
@@ -244,7 +251,8 @@ impl<'a> PagedContext<'a> {
     }
 }
 
-/// Token by token: for sides read from different pages and for codes that groups of tokens share.
+/// Token by token: for keys and values read from different pages, and for codes in groups of
+/// tokens.
 fn attend_tokens(
     query: &[f32],
     scale: f32,

@@ -1,5 +1,6 @@
-//! The shape of a whole model's cache: which codec holds full-precision tokens, which holds demoted ones, and
-//! which positions belong to which. Everything that counts bytes counts them here.
+//! The shape of a whole model's cache: which codec holds full-precision tokens, which holds
+//! quantized ones, and which positions belong to which. Every byte count of the program comes from
+//! here.
 
 use crate::error::Result;
 use crate::format::{FormatTable, KvFormat};
@@ -7,11 +8,12 @@ use crate::layout::CodeLayout;
 use crate::page::{PAGE_TOKENS, PageCodec, RowPageCodec, Side};
 use crate::window::{Tail, Windows};
 
-/// A full-precision block: 64 tokens of every layer and head. Handed out by the cache, resolved by a backend.
+/// A full-precision block: 64 tokens of every layer and head. Handed out by the cache, resolved by
+/// a backend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct FullPageId(pub u32);
 
-/// A coded block: 64 tokens of every layer and head.
+/// A quantized block: 64 tokens of every layer and head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct CodedPageId(pub u32);
 
@@ -21,12 +23,13 @@ pub struct CacheLayout {
     full: FormatTable,
     coded: Option<FormatTable>,
     windows: Windows,
-    /// Bytes a coded block takes where it is kept, if not the codecs' own.
+    /// Bytes of a quantized block on a device that stores it in another form than the codecs.
     held_block_bytes: Option<usize>,
 }
 
 impl CacheLayout {
-    /// The layout of a named format. Unquantized formats keep every token in full and ignore the windows.
+    /// The layout of a named format. Unquantized formats keep every token in full precision and
+    /// ignore the windows.
     pub fn new(
         format: KvFormat,
         layers: usize,
@@ -45,7 +48,8 @@ impl CacheLayout {
         }
     }
 
-    /// The same cache with another table of coded pages (widths or clip ratios by layer and head).
+    /// The same cache with another table of codecs for quantized pages (widths or clip ratios by
+    /// layer and head).
     pub fn with_coded_table(mut self, table: FormatTable) -> Self {
         self.coded = Some(table);
         self
@@ -60,8 +64,9 @@ impl CacheLayout {
         })
     }
 
-    /// The same cache on a device that keeps coded blocks in another form, of this size. Everything that counts
-    /// memory counts this; the bits of the method ([`Self::page_bits`], [`Self::method_bits`]) stay what they are.
+    /// The same cache on a device whose quantized blocks have another form, of this size. All
+    /// memory counts use this size. The bits of the method ([`Self::page_bits`],
+    /// [`Self::method_bits`]) do not change.
     pub fn with_held_block_bytes(mut self, bytes: usize) -> Self {
         self.held_block_bytes = Some(bytes);
         self
@@ -99,12 +104,12 @@ impl CacheLayout {
         self.full.block_bytes()
     }
 
-    /// Bytes a coded block takes where it is kept.
+    /// Bytes of a quantized block as the device stores it.
     pub fn coded_block_bytes(&self) -> usize {
         self.coded.as_ref().map_or(0, |table| self.held_block_bytes.unwrap_or_else(|| table.block_bytes()))
     }
 
-    /// Full and coded blocks that a sequence of `tokens` holds between two steps.
+    /// Full and quantized blocks that a sequence of `tokens` holds between two steps.
     pub fn blocks(&self, tokens: usize) -> (usize, usize) {
         let all = tokens.div_ceil(PAGE_TOKENS);
         if self.coded.is_none() || tokens == 0 {
@@ -116,19 +121,19 @@ impl CacheLayout {
             return (all, 0);
         }
         let coded = frontier.div_ceil(PAGE_TOKENS) - sink / PAGE_TOKENS;
-        // Blocks wholly inside sink..boundary, coded on both sides, have no full page left.
+        // Blocks wholly inside sink..boundary, quantized on both sides, have no full page left.
         let gone = (boundary / PAGE_TOKENS).saturating_sub(sink.div_ceil(PAGE_TOKENS));
         (all - gone, coded)
     }
 
-    /// Bytes a sequence of `tokens` occupies between two steps, windows and metadata counted.
+    /// Bytes that a sequence of `tokens` occupies between two steps, windows and metadata included.
     pub fn sequence_bytes(&self, tokens: usize) -> usize {
         let (full, coded) = self.blocks(tokens);
         full * self.full_block_bytes() + coded * self.coded_block_bytes()
     }
 
-    /// Bytes a sequence has held at most by the time it has `tokens`: its size dips when a block loses its full
-    /// page, and the dips repeat with the period of the windows.
+    /// The largest size of a sequence up to the time it has `tokens`. Its size falls when a block
+    /// loses its full page, and this repeats with the period of the windows.
     pub fn peak_bytes(&self, tokens: usize) -> usize {
         (tokens.saturating_sub(self.windows.period() - 1)..=tokens)
             .map(|n| self.sequence_bytes(n))
@@ -136,7 +141,8 @@ impl CacheLayout {
             .unwrap_or(0)
     }
 
-    /// Stored bits an element of the pages that hold history: the coded ones, or the full ones where nothing is coded.
+    /// Stored bits an element of the pages that hold history: the quantized ones, or the full ones
+    /// if the format does not quantize.
     pub fn page_bits(&self) -> f64 {
         self.coded.as_ref().unwrap_or(&self.full).bits_per_element()
     }
@@ -146,7 +152,8 @@ impl CacheLayout {
         2 * self.head_dim() * self.kv_heads() * self.layers()
     }
 
-    /// Stored bits an element of a sequence of `tokens`, windows, metadata and unfilled pages counted.
+    /// Stored bits an element of a sequence of `tokens`: windows, metadata and unfilled pages
+    /// included.
     pub fn bits_per_element(&self, tokens: usize) -> f64 {
         if tokens == 0 {
             0.0
@@ -155,9 +162,10 @@ impl CacheLayout {
         }
     }
 
-    /// Bits an element that the method itself takes for a sequence of `tokens`, unfilled pages not counted: each side
-    /// of each token has its width, or 16 bits while a query at the end still reads it in full. For a table of
-    /// `b` bits and `S` full tokens on both sides this is `b + (16 − b)·S/tokens`.
+    /// Bits an element of the method itself for a sequence of `tokens`, without unfilled pages:
+    /// each side of each token has its width, or 16 bits while a query at the end still reads it in
+    /// BF16. For a table of `b` bits and `S` BF16 tokens on both sides this is `b + (16 −
+    /// b)·S/tokens`.
     pub fn method_bits(&self, tokens: usize) -> f64 {
         let Some(table) = self.coded.as_ref().filter(|_| tokens > 0) else { return self.page_bits() };
         let coded = |side| {
@@ -179,14 +187,14 @@ impl CacheLayout {
         sum / (2 * heads * tokens) as f64
     }
 
-    /// Does every head keep its history? One that does not lives by its recent tokens, so these must never be given up
-    /// for codes that it does not have.
+    /// Whether every head stores its history. A zero-width head depends on its BF16 recent tokens,
+    /// so these must never be replaced by codes.
     pub fn keeps_all_history(&self) -> bool {
         self.coded.as_ref().is_none_or(|table| table.codecs().iter().all(RowPageCodec::keeps_history))
     }
 
-    /// Do codes of a page depend on tokens of later pages? Then pages cannot be shared between sequences that
-    /// part after them.
+    /// Whether codes of a page depend on tokens of later pages. Then sequences that diverge after a
+    /// page cannot share it.
     pub fn codes_span_pages(&self) -> bool {
         self.coded.as_ref().is_some_and(|table| {
             (0..table.layers() * table.kv_heads()).any(|i| {
@@ -195,13 +203,13 @@ impl CacheLayout {
         })
     }
 
-    /// Names of the codecs by layer, for people: uniform tables give one name.
+    /// Names of the codecs by layer, for people. A uniform table gives one name.
     pub fn describe(&self) -> String {
         match &self.coded {
             Some(table) => {
                 let tail = |side| {
                     let Tail { recent, unit } = self.windows.tail(side);
-                    // A flush empties the tail but for the token being written.
+                    // A flush empties the tail except for the token being written.
                     if recent == 1 { format!("up to {unit}") } else { recent.to_string() }
                 };
                 let recent = if self.windows.sides_agree() {

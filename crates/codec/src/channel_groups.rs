@@ -1,15 +1,16 @@
 //! Codes whose groups run along tokens, one channel at a time: the keys of KIVI and Kitty.
 //!
-//! A group is `g` consecutive tokens; each channel of it has its own fp16 scale and minimum. Kitty also promotes
-//! the channels of largest mean magnitude to four bits: a second two-bit plane holds their high bits, and a byte a
-//! channel says which row of that plane is its own.
+//! A group is `g` consecutive tokens; each channel of it has its own fp16 scale and minimum. Kitty
+//! also promotes the channels of largest mean magnitude to four bits: a second two-bit plane holds
+//! their high bits, and one byte for each channel names its row of that plane.
 //!
-//! A page is 64 tokens and a group may be 128, so a group's parameters have no page of their own: they are dealt
-//! in equal slices over the group's 16-token tiles. A page then has a fixed size wherever groups begin, and the
-//! bits are those of the method exactly: `2 + 32/g`, with `ρ` of the channels promoted `2 + 2ρ + (32 + 8)/g`. The
-//! price is that reading a tile takes the other tiles of its group.
+//! A page has 64 tokens and a group may have 128, so the parameters of a group are spread in equal
+//! slices over its 16-token tiles. A page then has a fixed size wherever groups begin, and the bits
+//! are exactly those of the method: `2 + 32/g`, or `2 + 2ρ + (32 + 8)/g` if a share `ρ` of the
+//! channels is promoted. The price: reading one tile needs all tiles of its group.
 //!
-//! A tile is `[codes, token by token][high bits of promoted channels, token by token][slice of the parameters]`.
+//! A tile is `[codes, token by token][high bits of promoted channels, token by token][slice of the
+//! parameters]`.
 
 use crate::affine::{self, AffineParams};
 use crate::error::{CodecError, Result};
@@ -23,7 +24,7 @@ pub const PROMOTED_BITS: u32 = 4;
 /// Map entry of a channel that is not promoted.
 const NOT_PROMOTED: u8 = u8::MAX;
 
-/// The shape of such groups.
+/// The shape of the groups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ChannelGroups {
     head_dim: usize,
@@ -31,7 +32,7 @@ pub struct ChannelGroups {
     promoted: usize,
 }
 
-/// Everything a group stores besides codes.
+/// All parameters of a group.
 #[derive(Clone, Debug, PartialEq)]
 pub struct GroupHeader {
     /// Scale and minimum of each channel.
@@ -86,7 +87,8 @@ impl ChannelGroups {
         self.code_bytes() + self.plane_bytes() + self.slice_bytes()
     }
 
-    /// The channels a group promotes: largest mean magnitude first, the lower channel of two alike.
+    /// The channels that a group promotes: largest mean magnitude first; of equal ones the lower
+    /// channel first.
     pub fn promoted_channels(&self, rows: &[f32]) -> Vec<usize> {
         let mut magnitude = vec![0f64; self.head_dim];
         for row in rows.chunks_exact(self.head_dim) {
@@ -98,7 +100,7 @@ impl ChannelGroups {
         order
     }
 
-    /// Encodes the rows of a whole group into its tiles, one after another in `tiles`.
+    /// Quantizes the rows of a whole group into its tiles, one after another in `tiles`.
     pub fn encode(&self, rows: &[f32], tiles: &mut [u8]) -> Result<()> {
         crate::error::check_len("rows of a token group", rows.len(), self.tokens * self.head_dim)?;
         crate::error::check_len("tiles of a token group", tiles.len(), self.tiles() * self.tile_bytes())?;
@@ -144,13 +146,14 @@ impl ChannelGroups {
         &tile[self.code_bytes()..][..self.plane_bytes()]
     }
 
-    /// A tile's slice of its group's parameters. In order they are `[fp16 scale, fp16 minimum]` of each channel, then,
-    /// where channels are promoted, a byte a channel: its row of the second plane, if it has one.
+    /// A tile's slice of its group's parameters. In order they are `[fp16 scale, fp16 minimum]` of
+    /// each channel, then, if channels are promoted, one byte for each channel: its row of the
+    /// second plane, if it has one.
     pub fn header_slice<'a>(&self, tile: &'a [u8]) -> &'a [u8] {
         &tile[self.code_bytes() + self.plane_bytes()..self.tile_bytes()]
     }
 
-    /// Puts a group's parameters together from its tiles, given in order.
+    /// Joins the parameters of a group from its tiles, given in order.
     pub fn header<'a>(&self, tiles: impl Iterator<Item = &'a [u8]>) -> GroupHeader {
         let d = self.head_dim;
         let mut bytes = Vec::with_capacity(self.tiles() * self.slice_bytes());
@@ -161,7 +164,8 @@ impl ChannelGroups {
         let params = (0..d).map(|c| AffineParams { scale: half(4 * c), min: half(4 * c + 2) }).collect();
         let slot = |c: usize| {
             let slot = if self.promoted > 0 { bytes[4 * d + c] } else { NOT_PROMOTED };
-            // A page that was never written names slots at random; none is read beyond the plane.
+            // A page that was never written has random slots; entries beyond the plane are not
+            // read.
             (usize::from(slot) < self.promoted).then_some(slot)
         };
         GroupHeader { params, slots: (0..d).map(slot).collect() }
@@ -180,7 +184,7 @@ impl ChannelGroups {
         }
     }
 
-    /// Decodes one token of a tile.
+    /// Dequantizes one token of a tile.
     pub fn decode_row(&self, header: &GroupHeader, tile: &[u8], token: usize, row: &mut [f32]) {
         let codes = &tile[token * self.head_dim / 4..][..self.head_dim / 4];
         for ((quad, params), byte) in row.chunks_exact_mut(4).zip(header.params.chunks_exact(4)).zip(codes) {
@@ -201,7 +205,7 @@ mod tests {
 
     fn rows(groups: &ChannelGroups, seed: u64) -> Vec<f32> {
         let mut random = SeededGaussian::new(seed);
-        // Channels of very different size, as keys have.
+        // Channels of very different size, as in real keys.
         (0..groups.tokens * groups.head_dim)
             .map(|i| random.normal() as f32 * if i % groups.head_dim % 9 == 4 { 20.0 } else { 1.0 })
             .collect()
@@ -303,7 +307,7 @@ mod tests {
             rows[7] = 1.0;
             assert!(coded(&groups, &rows).1.iter().all(|v| v.is_finite()), "{value}");
         }
-        // Bytes that no encoder wrote must not send the decoder astray.
+        // Bytes that no quantizer wrote must not cause an access out of bounds.
         let tiles = vec![0xff; groups.tiles() * groups.tile_bytes()];
         let header = groups.header(tiles.chunks_exact(groups.tile_bytes()));
         let mut row = [0.0; 32];

@@ -1,9 +1,9 @@
 //! Clipping by the exact order statistic of |x|.
 //!
-//! The threshold of a row of `d` values at ratio `r` is the `min(⌊r·d⌋, d−1)`-th smallest magnitude (counting
-//! from zero); the row is clamped to ± that. Ratio 0 switches clipping off. One threshold covers the whole head
-//! row even where codes have smaller groups. Prefill and demotion use this one function, so a token gets the
-//! same codes whichever way it reaches the cache.
+//! The threshold of a row of `d` values at ratio `r` is the `min(⌊r·d⌋, d−1)`-th smallest magnitude
+//! (counting from zero); the row is clamped to ± that. Ratio 0 switches clipping off. One threshold
+//! covers the whole head row even if codes have smaller groups. Prefill and demotion use this one
+//! function, so a token gets the same codes in both.
 
 use crate::error::{CodecError, Result};
 
@@ -23,7 +23,7 @@ pub fn order_index(ratio: f64, d: usize) -> Option<usize> {
 /// The clip threshold of a row without NaN; `None` when clipping is off.
 pub fn threshold(row: &[f32], ratio: f64) -> Option<f32> {
     let index = order_index(ratio, row.len())?;
-    // Magnitudes of finite floats order like their bit patterns, so integers sort exactly and fast.
+    // Magnitudes of finite floats sort like their bit patterns, so integers can be sorted instead.
     let mut magnitudes: Vec<u32> = row.iter().map(|v| v.abs().to_bits()).collect();
     let (_, value, _) = magnitudes.select_nth_unstable(index);
     Some(f32::from_bits(*value))

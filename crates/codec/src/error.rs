@@ -1,6 +1,6 @@
 //! One error type: each variant names the value that was wrong and what is allowed.
 
-/// What can be wrong with a request to this crate.
+/// Errors of this crate.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum CodecError {
     #[error(
@@ -12,28 +12,27 @@ pub enum CodecError {
     )]
     Group { group: usize, head_dim: usize },
     #[error(
-        "groups of {tokens} tokens do not fit head size {head_dim}: they must be whole 16-token tiles over which the \
-         parameters of the channels can be dealt evenly"
+        "groups of {tokens} tokens do not fit head size {head_dim}: they must be whole 16-token tiles that share the \
+         parameters of the channels evenly"
     )]
     TokenGroup { tokens: usize, head_dim: usize },
     #[error(
-        "groups of {0} tokens do not fit into one page: encode and read them with the pages around (encode_group, \
-         decode_token)"
+        "groups of {0} tokens do not fit into one page: write them with encode_group and read them with decode_token"
     )]
     GroupSpansPages(usize),
     #[error("{0} bits a code are not supported: use 1, 2, 3, 4 or 8")]
     Bits(u32),
     #[error(
-        "a head keeps the history of both sides or of none: give it 0 bits on both, or at least 1 on each"
+        "a head stores the history of both keys and values or of neither: give it 0 bits on both sides, or at least 1 on each"
     )]
     HalfAbsent,
     #[error(
-        "'{found}' is no mean of 1- to 4-bit codes: with scale and minimum counted it is between 1.25 and 4.25 bits"
+        "'{found}' is not a possible mean of 1- to 4-bit codes: with scale and minimum it is between 1.25 and 4.25 bits"
     )]
     MeanBits { found: String },
-    #[error("rounding needs a second moment that is finite and not zero: calibrate again")]
+    #[error("query-aware rounding needs a query second moment that is finite and not zero: calibrate again")]
     Metric,
-    #[error("only affine codes with one scale a row can be rounded by what reads them")]
+    #[error("query-aware rounding works only with affine codes that have one scale for each row")]
     Rounding,
     #[error("clip ratio {0} is out of range: it is a quantile of |x|, between 0 (no clipping) and 1")]
     ClipRatio(f64),

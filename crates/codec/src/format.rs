@@ -1,4 +1,5 @@
-//! The formats by the names users type, and the table that gives each layer, head and side its own width.
+//! The formats by the names users type, and the table that gives each layer, head and side its own
+//! width.
 
 use crate::clip::{OFFICIAL_KEY_RATIO, OFFICIAL_VALUE_RATIO};
 use crate::error::{CodecError, Result, check_len};
@@ -16,15 +17,16 @@ use std::str::FromStr;
 /// Which rotation a format expects its rows in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RotationKind {
-    /// Rows as the model makes them.
+    /// Rows as the model computes them.
     None,
     /// The calibrated rotation of the layer and head (Hadamard until a file is given).
     Calibrated,
     /// The Hadamard matrix on both sides, whatever the model's rotations.
     Hadamard,
-    /// Hadamard blocks of at most this order on queries and keys; values as the model makes them.
+    /// Hadamard blocks of at most this order on queries and keys; values are not rotated.
     KeyHadamard { order: u16 },
-    /// A random orthogonal matrix for keys and one for values, block-diagonal where channels are split off.
+    /// A random orthogonal matrix for keys and another for values, block-diagonal if channels are
+    /// split off.
     Random { outliers: Outliers },
 }
 
@@ -34,8 +36,8 @@ pub enum RotationKind {
 const RANDOM_ROTATION_SEEDS: [u64; 2] = [0x5455_5242_4F4B_0000, 0x5455_5242_4F56_0000];
 
 impl RotationKind {
-    /// The rotations of the kinds that need no calibration; `None` for rows as they are. A calibrated kind gives
-    /// what it has before calibration: Hadamard.
+    /// The rotations of the kinds that need no calibration; `None` if rows are not rotated. The
+    /// calibrated kind returns Hadamard, its default without a file.
     pub fn data_free(self, layers: usize, kv_heads: usize, head_dim: usize) -> Result<Option<RotationSet>> {
         let (key, value) = match self {
             Self::None => return Ok(None),
@@ -55,7 +57,7 @@ impl RotationKind {
         RotationSet::uniform(layers, kv_heads, key, value).map(Some)
     }
 
-    /// What the rotations are, for people.
+    /// A description of the rotations, for people.
     pub fn describe(self) -> String {
         match self {
             Self::None => "none".into(),
@@ -69,38 +71,42 @@ impl RotationKind {
     }
 }
 
-/// A KV-cache format: what `--kv` accepts.
+/// A KV-cache format: the values of `--kv`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum KvFormat {
-    /// `bf16`: the uncompressed cache everything is compared with.
+    /// `bf16`: the uncompressed cache that all formats are compared with.
     Bf16,
     /// `f32`: uncompressed 32-bit, for verification.
     F32,
-    /// `oscar` or `oscar:2.00`: rotated, clipped affine codes whose width is given by a table for each layer, head and
-    /// side, the table being the model's own for that mean (2.25 bits where none is named).
+    /// `oscar` or `oscar:2.00`: rotated, clipped affine codes. Their widths come from the model's
+    /// table for that mean (2.25 bits if none is named), one for each layer, head and side.
     OscarMixed { mean: Option<MeanBits> },
-    /// `oscar1`, `oscar2`, `oscar3`, `oscar4`: rotated, clipped affine codes of that width in every head.
+    /// `oscar1`, `oscar2`, `oscar3`, `oscar4`: rotated, clipped affine codes of that width in every
+    /// head.
     Oscar { bits: u8 },
-    /// `oscar2-official`: the official recipe with fp32 scale and zero (2.5 bits an element, as shipped).
+    /// `oscar2-official`: the official recipe with fp32 scale and zero (2.5 bits an element, as
+    /// shipped).
     Oscar2Official,
     /// `oscar2-lloyd`: rotated, clipped rows on exact Lloyd–Max centroids.
     Oscar2Lloyd,
     /// `oscar2-lloyd-official`: the official "ratio 1.16" variant.
     Oscar2LloydOfficial,
-    /// `int1` … `int8`, optionally with `-g32`, `-g64`, `-g128`: plain affine codes, no rotation, no clip.
+    /// `int1` … `int8`, optionally with `-g32`, `-g64`, `-g128`: affine codes without rotation or
+    /// clipping.
     Int { bits: u8, group: u16 },
     /// Another published method.
     Rival(Rival),
 }
 
-/// Mean stored bits an element of a table of widths, scale and minimum counted, in hundredths of a bit.
+/// Mean stored bits an element of a table of widths, with scale and minimum, in hundredths of a
+/// bit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct MeanBits(u16);
 
 impl MeanBits {
-    /// The size of uniform two-bit codes of 128 channels: what `--kv oscar` means.
+    /// The size of uniform two-bit codes at 128 channels: the mean of `--kv oscar`.
     pub const DEFAULT: Self = Self(225);
-    /// All codes one bit wide, and all four, of 128 channels.
+    /// All codes one bit wide, and all four bits wide, at 128 channels.
     pub const LEAST: Self = Self(125);
     pub const MOST: Self = Self(425);
     pub fn bits(self) -> f64 {
@@ -137,7 +143,7 @@ impl FromStr for MeanBits {
     }
 }
 
-/// Clip ratio that a width tolerates: narrow codes gain from giving up the tails, wide ones lose.
+/// Clip ratio of a width: narrow codes gain from clipping the tails, wide ones lose.
 pub fn default_clip(side: Side, bits: u32) -> f64 {
     match (side, bits) {
         (Side::Key, 2) => OFFICIAL_KEY_RATIO,
@@ -146,7 +152,7 @@ pub fn default_clip(side: Side, bits: u32) -> f64 {
         (Side::Value, 3) => 0.97,
         (Side::Key, 4) => 0.995,
         (Side::Value, 4) => 0.99,
-        // One bit stores mean and deviation and needs no range; eight bits have room for everything.
+        // One bit stores mean and deviation and needs no range; eight bits need no clipping.
         _ => 0.0,
     }
 }
@@ -170,7 +176,7 @@ impl KvFormat {
             Self::Bf16 => "uncompressed BF16".into(),
             Self::F32 => "uncompressed F32, for verification".into(),
             Self::OscarMixed { mean } => format!(
-                "rotated, clipped rows, 1 to 4 bits by measured harm, {} in the mean",
+                "rotated, clipped rows, 0 to 4 bits for each head by measured harm, {} on average",
                 mean.unwrap_or(MeanBits::DEFAULT)
             ),
             Self::Oscar { bits: 1 } => "rotated rows, 1-bit mean ± mean absolute deviation".into(),
@@ -182,8 +188,8 @@ impl KvFormat {
             }
             Self::Oscar2Lloyd => "rotated, clipped rows on exact Lloyd–Max centroids".into(),
             Self::Oscar2LloydOfficial => "official Lloyd–Max mode: uniform grid of ratio 1.16".into(),
-            Self::Int { bits, group: 0 } => format!("plain {bits}-bit affine codes, one group a head"),
-            Self::Int { bits, group } => format!("plain {bits}-bit affine codes, groups of {group}"),
+            Self::Int { bits, group: 0 } => format!("{bits}-bit affine codes without rotation, one group for each head"),
+            Self::Int { bits, group } => format!("{bits}-bit affine codes without rotation, groups of {group}"),
             Self::Rival(rival) => rival.describe(),
         }
     }
@@ -210,7 +216,7 @@ impl KvFormat {
         match self {
             Self::Bf16 => SideSpec::BF16,
             Self::F32 => SideSpec::F32,
-            // The width where a model has no table; `FormatTable::from_widths` replaces it.
+            // The width for a model without a table; `FormatTable::from_widths` replaces it.
             Self::OscarMixed { .. } => spec(Scheme::Affine, 2),
             Self::Oscar { bits } => spec(Scheme::Affine, bits),
             Self::Oscar2Official => spec(Scheme::OfficialAffine, 2),
@@ -223,12 +229,12 @@ impl KvFormat {
         }
     }
 
-    /// The byte order this format has where no kernel asks for another.
+    /// The byte order of this format if no kernel asks for another.
     pub fn native_layout(self) -> CodeLayout {
         if self == Self::Oscar2Official { CodeLayout::Official } else { CodeLayout::Logical }
     }
 
-    /// The windows to use: what the user says, else the format's own, else the engine's.
+    /// The windows to use: the user's choice, else the format's own, else the engine's.
     pub fn windows(self, sink: Option<usize>, recent: Option<usize>) -> Result<Windows> {
         match self {
             Self::Rival(rival) => rival.windows(sink, recent),
@@ -296,7 +302,8 @@ impl FromStr for KvFormat {
     }
 }
 
-/// The codecs of a whole model: each layer and KV head has its own, so widths may differ by layer, head and side.
+/// The codecs of a whole model: each layer and KV head has its own, so widths may differ by layer,
+/// head and side.
 #[derive(Clone, Debug, PartialEq)]
 pub struct FormatTable {
     layers: usize,
@@ -333,8 +340,8 @@ impl FormatTable {
         Self::new(layers, kv_heads, codecs)
     }
 
-    /// `oscar` codes whose widths are given as `[layer][kv_head]` pairs of (key bits, value bits); a head of no bits keeps no
-    /// history.
+    /// `oscar` codes with widths given as `[layer][kv_head]` pairs of (key bits, value bits). A
+    /// head with zero bits stores no history.
     pub fn from_widths(
         layers: usize,
         kv_heads: usize,
@@ -352,7 +359,7 @@ impl FormatTable {
         Self::new(layers, kv_heads, codecs)
     }
 
-    /// The same pages with codes chosen as each head's rounding says, `[layer][kv_head]`.
+    /// The same pages with codes rounded by each head's `Rounding`, `[layer][kv_head]`.
     pub fn with_roundings(mut self, roundings: Vec<Rounding>) -> Result<Self> {
         check_len("roundings", roundings.len(), self.codecs.len())?;
         let codecs = self.codecs.into_iter().zip(roundings);

@@ -1,4 +1,5 @@
-//! Eight-bit floats of the kind E4M3 (`fn`: no infinities, largest 448), one fp16 scale for a row.
+//! Eight-bit floats of the kind E4M3 (`fn`: no infinities, largest 448), with one fp16 scale for
+//! each row.
 //!
 //! `x̂ = scale · e4m3(code)` with `scale = max|x| / 448`: 8 + 16/d bits an element.
 
@@ -8,7 +9,7 @@ use half::f16;
 /// Largest E4M3 magnitude.
 pub const MAX: f32 = 448.0;
 
-/// The value of a code; the two NaN patterns, which are never written, count as ±448.
+/// The value of a code. The two NaN patterns, which are never written, count as ±448.
 pub fn decode(code: u8) -> f32 {
     let (exponent, mantissa) = (i32::from(code >> 3 & 15), f32::from(code & 7));
     let magnitude = match code & 0x7f {
@@ -27,12 +28,13 @@ pub fn encode(x: f32) -> u8 {
     let exponent = (magnitude.to_bits() >> 23) as i32 - 127;
     let step_exponent = exponent.max(-6) - 3;
     let steps = (magnitude * 2f32.powi(-step_exponent)).round_ties_even() as u32;
-    // Counting steps from the binade's start, a carry into the next binade comes out right by itself.
+    // Steps are counted from the start of the binade, so a carry into the next binade is correct
+    // without a special case.
     let code = if exponent < -6 { steps } else { ((exponent + 7) as u32 * 8) + steps - 8 };
     sign | code as u8
 }
 
-/// Encodes a row and returns its scale, representable in fp16.
+/// Quantizes a row and returns its scale, representable in fp16.
 pub fn encode_row(row: &[f32], codes: &mut [u8]) -> f32 {
     let sane = |v: f32| if v.is_nan() { 0.0 } else { v.clamp(-SATURATION, SATURATION) };
     let largest = row.iter().fold(0f32, |m, &v| m.max(sane(v).abs()));

@@ -1,21 +1,26 @@
-//! The byte order of pages on a GPU: what one lane of a warp loads is what it feeds to the tensor cores.
+//! The byte order of pages on a GPU: each lane of a warp loads exactly the fragments that it feeds
+//! to the tensor cores.
 //!
-//! A warp multiplies 16-token tiles with `mma.m16n8k16`, whose left operand spreads a 16×16 block over 32 lanes: lane
-//! `4·row + quad` holds four registers `x`, each a pair of 16-bit elements `h`. Rows of the block are
-//! `row + 8·(x mod 2)`, columns `2·quad + h + 8·(x div 2)`. Keys are multiplied as they are (rows are tokens, columns
-//! channels), values transposed (rows are channels, columns tokens); step `j` covers channels `16j..16j + 16`.
+//! A warp multiplies 16-token tiles with `mma.m16n8k16`, whose left operand spreads a 16×16 block
+//! over 32 lanes: lane `4·row + quad` holds four registers `x`, each a pair of 16-bit elements `h`.
+//! Rows of the block are `row + 8·(x mod 2)`, columns `2·quad + h + 8·(x div 2)`. Keys are
+//! multiplied as they are (rows are tokens, columns channels), values transposed (rows are
+//! channels, columns tokens); step `j` covers channels `16j..16j + 16`.
 //!
-//! **Codes.** A 32-bit word holds one pair of elements for `16 / bits` *planes*: plane `p` of half `h` lies at bit
-//! `16h + bits·p`, so one mask lifts a pair out of the word, already an fp16 pair (bits 0 to 10 of an fp16 number count in
-//! steps of 2⁻²⁴, below and just above its smallest normal number alike). A plane is a step; where a word has more planes
-//! than a head has steps, the upper planes hold further registers. Words lie lane by lane in groups of sixteen bytes.
-//! Three-bit codes are a two-bit set followed by a one-bit set, in which the bits of two words share one word so that
-//! each lies at its two-bit field's plane or next to it.
+//! **Codes.** A 32-bit word holds one pair of elements for `16 / bits` *planes*: plane `p` of half
+//! `h` lies at bit `16h + bits·p`, so one mask extracts a pair from the word that is already an
+//! fp16 pair (bits 0 to 10 of an fp16 number count in steps of 2⁻²⁴, below and just above its
+//! smallest normal number alike). A plane is a step; if a word has more planes than a head has
+//! steps, the upper planes hold further registers. Words are stored lane by lane in groups of
+//! sixteen bytes. Three-bit codes are a two-bit set followed by a one-bit set, in which the bits of
+//! two words share one word, so that each bit lies at the plane of its two-bit field or next to it.
 //!
-//! **Parameters.** Tokens `row` and `row + 8` of a tile side by side, since one lane holds the scores of both.
+//! **Parameters.** Tokens `row` and `row + 8` of a tile are adjacent, because one lane holds the
+//! scores of both.
 //!
-//! **Unquantized rows.** Panels of 64 channels; in a panel a token is 128 bytes, whose 16-byte chunks are exchanged by
-//! `chunk xor (token mod 8)`: the 128-byte swizzle that `ldmatrix` reads without bank conflicts and `wgmma` understands.
+//! **Unquantized rows.** Panels of 64 channels; in a panel a token is 128 bytes, whose 16-byte
+//! chunks are permuted by `chunk xor (token mod 8)`: the 128-byte swizzle that `ldmatrix` reads
+//! without bank conflicts and `wgmma` understands.
 //!
 //! DO NOT CHANGE: `kernels-cuda/kernels/page.cuh` is this file in CUDA.
 
@@ -27,7 +32,8 @@ pub(crate) const HEAD_DIMS: [usize; 3] = [64, 128, 256];
 
 const LANES: usize = 32;
 
-/// Where a code lies within its tile: the lane, the word among the lane's words, the half and the plane.
+/// Position of a code within its tile: the lane, the word among the lane's words, the half and the
+/// plane.
 struct Place {
     lane: usize,
     word: usize,
@@ -45,8 +51,8 @@ fn place(side: Side, bits: u32, head_dim: usize, token: usize, channel: usize) -
     };
     let lane = row % 8 * 4 + column % 8 / 2;
     let (row_half, column_half) = (row / 8, column / 8);
-    // Planes carry different powers of two. Those of channels can be undone outside the inner loop, so the channel's
-    // half of the block is the first to move into further planes.
+    // Planes carry different powers of two. A power that belongs to a channel can be undone outside
+    // the inner loop, so the channel's half of the block moves into further planes first.
     let (channel_half, token_half) = match side {
         Side::Key => (column_half, row_half),
         Side::Value => (row_half, column_half),
@@ -113,7 +119,8 @@ mod tests {
         words[field.byte / 4] >> (field.byte % 4 * 8 + field.shift as usize) & ((1 << field.width) - 1)
     }
 
-    /// Two-bit keys of head 128: word `x` of a lane, masked for plane `j`, is register `x` of step `j`.
+    /// Two-bit keys of head 128: word `x` of a lane, masked for plane `j`, is register `x` of step
+    /// `j`.
     #[test]
     fn two_bit_words_are_registers_of_the_left_operand() {
         let code = |token: usize, channel: usize| ((token * 7 + channel * 13 + channel / 16) % 4) as u32;

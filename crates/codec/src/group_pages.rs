@@ -1,6 +1,7 @@
-//! Sides whose groups run along tokens, and so over pages.
+//! Sides whose groups run along tokens, and therefore across pages.
 //!
-//! Groups begin at the sink (`origin`) and follow one another; a group's tiles lie in the pages of its tokens.
+//! Groups begin at the sink (`origin`) and follow one another. The tiles of a group lie in the
+//! pages of its tokens.
 
 use crate::channel_groups::{ChannelGroups, GroupHeader};
 use crate::error::{CodecError, Result, check_len};
@@ -16,7 +17,7 @@ pub struct TilePlace {
 }
 
 impl RowPageCodec {
-    /// The groups of a side that codes along tokens.
+    /// The groups of a side that is quantized along tokens.
     pub fn token_groups(&self, side: Side) -> Option<&ChannelGroups> {
         match &self.side(side).body {
             Body::TokenGroups(groups) => Some(groups),
@@ -32,25 +33,25 @@ impl RowPageCodec {
         }
     }
 
-    /// Is the side elements or codes in the order of the layout?
+    /// Whether the side stores elements or codes in the order of the layout.
     pub fn is_mapped(&self, side: Side) -> bool {
         self.side(side).body == Body::Mapped
     }
 
-    /// Do codes of a page depend on tokens of other pages, when groups begin at `origin`?
+    /// Whether codes of a page depend on tokens of other pages, if groups begin at `origin`.
     pub fn spans_pages(&self, origin: usize) -> bool {
         self.token_groups(Side::Key).is_some_and(|groups| {
             !PAGE_TOKENS.is_multiple_of(groups.tokens()) || !origin.is_multiple_of(groups.tokens())
         })
     }
 
-    /// Bytes of a side's tile in a page; only for sides that code along tokens.
+    /// Bytes of a side's tile in a page; only for sides that are quantized along tokens.
     pub fn tile_range(&self, side: Side, groups: &ChannelGroups, tile: usize) -> Range<usize> {
         let start = self.codes_range(side).start + tile * groups.tile_bytes();
         start..start + groups.tile_bytes()
     }
 
-    /// Where the tiles of the group that begins at position `first` lie, in order.
+    /// The tiles of the group that begins at position `first`, in order.
     pub fn group_tiles(groups: &ChannelGroups, first: usize) -> impl Iterator<Item = TilePlace> + use<> {
         (0..groups.tiles()).map(move |i| {
             let position = first + i * TILE_TOKENS;
@@ -58,7 +59,8 @@ impl RowPageCodec {
         })
     }
 
-    /// Codes the rows of the group that begins at position `first` and hands each of its tiles to `store`.
+    /// Quantizes the rows of the group that begins at position `first` and passes each of its tiles
+    /// to `store`.
     pub fn encode_group(
         &self,
         side: Side,
@@ -77,7 +79,8 @@ impl RowPageCodec {
         Ok(())
     }
 
-    /// The tiles of the group around `position`, in order, each absent if its page is, and where the group begins.
+    /// The tiles of the group around `position`, in order (`None` for a tile whose page is absent),
+    /// and the position where the group begins.
     pub fn tiles_of_group<'a>(
         &self,
         side: Side,
@@ -93,7 +96,8 @@ impl RowPageCodec {
         Some((first, tiles))
     }
 
-    /// The parameters of the group around `position`, and where it begins; `None` where a page of it is absent.
+    /// The parameters of the group around `position`, and where it begins; `None` if one of its
+    /// pages is absent.
     pub fn group_header(
         &self,
         side: Side,
@@ -106,11 +110,11 @@ impl RowPageCodec {
         Some((first, self.token_groups(side)?.header(tiles?.into_iter())))
     }
 
-    /// Decodes one side of the token at `position`, whatever the side is. `pages` are the coded pages of the
-    /// sequence, groups begin at `origin`.
+    /// Dequantizes one side of the token at `position`, for every kind of side. `pages` are the
+    /// quantized pages of the sequence; groups begin at `origin`.
     ///
     /// # Errors
-    /// When a page that the token needs is absent or `row` has the wrong size.
+    /// If a page that the token needs is absent or `row` has the wrong size.
     pub fn decode_token(
         &self,
         side: Side,

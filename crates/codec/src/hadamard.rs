@@ -1,7 +1,7 @@
 //! Normalized Walsh–Hadamard transform in natural (Sylvester) order.
 //!
-//! `H` is symmetric, orthogonal and its own inverse. A head size that is no power of two (80, 96) gets the
-//! block-diagonal transform of its largest power-of-two divisor: 96 = 3 × 32, 80 = 5 × 16.
+//! `H` is symmetric, orthogonal and its own inverse. A head size that is no power of two (80, 96)
+//! gets the block-diagonal transform of its largest power-of-two divisor: 96 = 3 × 32, 80 = 5 × 16.
 
 /// Size of the Hadamard blocks for a vector of `d`: the largest power of two that divides it.
 ///
@@ -35,8 +35,8 @@ pub fn transform(x: &mut [f32]) {
     }
 }
 
-/// The same transform as a row-major `d × d` matrix in f64, entry `(i, j)` = `(−1)^{popcount(i & j)} / √block`
-/// inside a block and zero outside.
+/// The same transform as a row-major `d × d` matrix in f64, entry `(i, j)` = `(−1)^{popcount(i &
+/// j)} / √block` inside a block and zero outside.
 pub fn matrix(d: usize) -> Vec<f64> {
     block_matrix(d, block_size(d))
 }

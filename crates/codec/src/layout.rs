@@ -1,8 +1,8 @@
-//! Where the bits of a page lie.
+//! The positions of bits in a page.
 //!
-//! The *logical* order is the definition: token by token, channel by channel, a little-endian bit stream. A kernel
-//! layout is a permutation of it that suits an instruction set; a test proves each one a bijection, and a page
-//! can be carried from any layout to any other code by code.
+//! The *logical* order is the definition: token by token, channel by channel, a little-endian bit
+//! stream. A kernel layout is a permutation of it that suits an instruction set. A test proves each
+//! one a bijection, and a page can be converted between any two layouts code by code.
 
 use crate::error::{CodecError, Result};
 use crate::gpu_tile;
@@ -13,14 +13,16 @@ pub enum CodeLayout {
     /// Token-major bit stream; parameters token by token.
     #[default]
     Logical,
-    /// Byte order of the official kernels, two-bit codes only: byte `i` of a row holds channels `i`, `i + d/4`,
-    /// `i + d/2`, `i + 3d/4` from the low bits up.
+    /// Byte order of the official kernels, two-bit codes only: byte `i` of a row holds channels
+    /// `i`, `i + d/4`, `i + d/2`, `i + 3d/4` from the low bits up.
     Official,
-    /// 16-token tiles for VNNI and AMX. A 64-byte line is sixteen 32-bit lanes. For keys a lane is a token and
-    /// byte `i` of plane `j` is channel `4j + i` of the line's channels; for values a lane is a channel and byte
-    /// `i` of plane `j` is token `4j + i`. Three-bit codes are a two-bit plane set followed by a one-bit one.
+    /// 16-token tiles for VNNI and AMX. A 64-byte line is sixteen 32-bit lanes. For keys a lane is
+    /// a token and byte `i` of plane `j` is channel `4j + i` of the line's channels; for values a
+    /// lane is a channel and byte `i` of plane `j` is token `4j + i`. Three-bit codes are a two-bit
+    /// plane set followed by a one-bit one.
     CpuTile,
-    /// 16-token tiles in the order in which a warp's lanes feed tensor cores; see [`gpu_tile`](mod@crate::gpu_tile).
+    /// 16-token tiles in the order in which the lanes of a warp feed tensor cores; see
+    /// [`gpu_tile`](mod@crate::gpu_tile).
     GpuTile,
 }
 
@@ -36,7 +38,7 @@ pub struct BitField {
 /// A code lies in one or two fields.
 pub type Fields = [Option<BitField>; 2];
 
-/// Where one side's codes and parameters lie, for one width and head size.
+/// The positions of one side's codes and parameters, for one width and head size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CodeMap {
     layout: CodeLayout,
@@ -45,7 +47,7 @@ pub struct CodeMap {
     head_dim: usize,
 }
 
-/// How a width splits into planes of bits that unpack by shift and mask: `(plane width, weight shift)`.
+/// The planes of bits of a width, which unpack by shift and mask: `(plane width, weight shift)`.
 pub const fn planes(bits: u32) -> &'static [(u32, u32)] {
     match bits {
         1 => &[(1, 0)],
@@ -92,7 +94,7 @@ impl CodeMap {
         self.head_dim * self.bits as usize / 8
     }
 
-    /// Where the code of `channel` of `token` lies, from the start of the side's codes.
+    /// Position of the code of `channel` of `token`, from the start of the side's codes.
     pub fn locate(&self, token: usize, channel: usize) -> Fields {
         let d = self.head_dim;
         match self.layout {
@@ -137,7 +139,8 @@ impl CodeMap {
             }
             Side::Value => {
                 let (quad, slab) = (token / 4, channel / 16);
-                // A one-bit line has room for eight quads but a tile has four: it takes two slabs of channels.
+                // A one-bit line has room for eight quads but a tile has four, so it takes two
+                // slabs of channels.
                 let (line, plane) = match width {
                     1 => (slab / 2, quad + 4 * (slab % 2)),
                     _ => (slab * (4 / planes) + quad / planes, quad % planes),
@@ -163,7 +166,8 @@ impl CodeMap {
         }
     }
 
-    /// Index, in units of one parameter, of parameter `which` (0 scale, 1 minimum) of a token's `group`.
+    /// Index, in units of one parameter, of parameter `which` (0 scale, 1 minimum) of a token's
+    /// `group`.
     pub fn param_index(&self, groups: usize, token: usize, group: usize, which: usize) -> usize {
         match self.layout {
             CodeLayout::Logical | CodeLayout::Official => (token * groups + group) * 2 + which,
@@ -177,8 +181,8 @@ impl CodeMap {
 
     /// Index, in elements, of a value stored unquantized.
     ///
-    /// In `CpuTile`, keys lie `[tile][channel pair][16 tokens][2]` and values `[tile][token pair][channel][2]`:
-    /// the operands of the BF16 dot-product instructions.
+    /// In `CpuTile`, keys lie `[tile][channel pair][16 tokens][2]` and values `[tile][token
+    /// pair][channel][2]`: the operands of the BF16 dot-product instructions.
     pub fn element_index(&self, token: usize, channel: usize) -> usize {
         let d = self.head_dim;
         match (self.layout, self.side) {

@@ -1,14 +1,15 @@
 //! The KV-cache formats, in scalar code that is the specification.
 //!
-//! Everything a key or a value row goes through between the model and the cache is defined here once:
-//! the rotation ([`rotation`]), the clip ([`clip`]), the quantizer ([`affine`], [`rounding`], [`lloyd_max`], and those of other methods:
-//! [`turboquant`], [`channel_groups`], [`fp8`]), the bytes of a
-//! page ([`page`], [`layout`], [`cache_layout`]), the names users type ([`format`](mod@format), [`rivals`]), which positions a query reads as code
-//! ([`window`]) and what attention over all of it must return ([`attention`]). Fast kernels live elsewhere and
-//! are tested against this crate.
+//! Every transformation of a key or value row between the model and the cache is defined here once:
+//! the rotation ([`rotation`]), the clip ([`clip`]), the quantizer ([`affine`], [`rounding`],
+//! [`lloyd_max`], and those of other methods: [`turboquant`], [`channel_groups`], [`fp8`]), the
+//! bytes of a page ([`page`], [`layout`], [`cache_layout`]), the names that users type
+//! ([`format`](mod@format), [`rivals`]), the positions that a query reads quantized ([`window`])
+//! and the result of attention over all of it ([`attention`]). Fast kernels live elsewhere and are
+//! tested against this crate.
 //!
-//! **Invariant:** no files, no threads, no devices, no `unsafe`; every function is a pure function of its
-//! arguments, and finite input never gives a NaN or a panic.
+//! **Invariant:** no files, no threads, no devices, no `unsafe`. Every function is a pure function
+//! of its arguments, and finite input never gives a NaN or a panic.
 
 pub mod affine;
 pub mod attention;

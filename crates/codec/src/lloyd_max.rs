@@ -1,8 +1,9 @@
 //! Lloyd–Max codes: the levels of least squared error for a Gaussian row.
 //!
-//! A row is standardized by its own mean and standard deviation and each value takes the nearest centroid of the
-//! unit normal. [`Variant::Exact`] reconstructs with those centroids. [`Variant::OfficialRatio`] is the official
-//! `LLOYD_MAX=1` mode: the same thresholds, but a *uniform* grid whose step is 1.16 times the outer spacing.
+//! A row is standardized by its own mean and standard deviation and each value takes the nearest
+//! centroid of the unit normal. [`Variant::Exact`] reconstructs with those centroids.
+//! [`Variant::OfficialRatio`] is the official `LLOYD_MAX=1` mode: the same thresholds, but a
+//! *uniform* grid whose step is 1.16 times the outer spacing.
 
 use crate::affine::{AffineParams, lane_sum};
 use half::f16;
@@ -47,14 +48,15 @@ fn moments(row: &[f32]) -> (f32, f32) {
     (mean, (variance + VARIANCE_FLOOR).sqrt())
 }
 
-/// Deviation and mean of an exactly coded group, both fp16: `x̂ = deviation · level[code] + mean`.
+/// Deviation and mean of a group quantized with the exact centroids, both fp16: `x̂ = deviation ·
+/// level[code] + mean`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct CentroidParams {
     pub deviation: f32,
     pub mean: f32,
 }
 
-/// Encodes a sanitized, clipped group with the exact centroids; `levels` are those of its width.
+/// Quantizes a sanitized, clipped group with the exact centroids; `levels` are those of its width.
 pub fn encode_group(row: &[f32], levels: &[f32], codes: &mut [u8]) -> CentroidParams {
     let (mean, deviation) = moments(row);
     let params =
@@ -66,7 +68,7 @@ pub fn encode_group(row: &[f32], levels: &[f32], codes: &mut [u8]) -> CentroidPa
     params
 }
 
-/// Encodes as the official two-bit mode does; the result decodes as an ordinary affine pair.
+/// Quantizes as the official two-bit mode does. The result dequantizes as an ordinary affine pair.
 pub fn encode_group_official_ratio(row: &[f32], codes: &mut [u8]) -> AffineParams {
     let (mean, deviation) = moments(row);
     let scale = f16::from_f32(2.0 * OFFICIAL_OUTER_LEVEL / 3.0 * OFFICIAL_RATIO * deviation).to_f32();

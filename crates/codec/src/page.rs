@@ -1,10 +1,11 @@
 //! Pages: 64 tokens of keys and values of one layer and KV head, in a fixed number of bytes.
 //!
-//! A [`PageCodec`] turns rows (already rotated) into the bytes of a page and back. [`RowPageCodec`] is the codec
-//! of every format; its page is `[key codes][value codes][key parameters][value parameters]`. Most formats treat a
-//! token's row on its own; those that group keys along tokens take their rows group by group
-//! ([`RowPageCodec::encode_group`]), because a group may span pages. Pages are written in whole 16-token tiles, so
-//! no byte is ever shared between two demotions, and may be partly filled.
+//! A [`PageCodec`] turns rows (already rotated) into the bytes of a page and back. [`RowPageCodec`]
+//! is the codec of every format; its page is `[key codes][value codes][key parameters][value
+//! parameters]`. Most formats quantize each token's row on its own. Formats that group keys along
+//! tokens take their rows group by group ([`RowPageCodec::encode_group`]), because a group may span
+//! pages. Pages are written in whole 16-token tiles, so two demotions never share a byte. A page
+//! may be partly filled.
 
 use crate::channel_groups::ChannelGroups;
 use crate::clip;
@@ -34,22 +35,24 @@ pub enum Scheme {
     F32,
     /// Unquantized BF16.
     Bf16,
-    /// Affine codes with fp16 scale and minimum, chosen against the rounded pair.
+    /// Affine codes with fp16 scale and minimum; codes are chosen with the rounded pair.
     Affine,
     /// Two-bit affine codes with fp32 scale and zero, as the official kernels compute them.
     OfficialAffine,
-    /// Lloyd–Max codes with fp16 deviation and mean (exact) or fp16 scale and minimum (official ratio).
+    /// Lloyd–Max codes with fp16 deviation and mean (exact) or fp16 scale and minimum (official
+    /// ratio).
     LloydMax(lloyd_max::Variant),
-    /// Affine codes with fp16 scale and an integer zero, QuaRot's way.
+    /// Affine codes with fp16 scale and an integer zero, as in QuaRot.
     RoundedZero,
     /// E4M3 floats with an fp16 scale a row.
     Fp8,
     /// Norm and Lloyd–Max codes of the direction.
     TurboQuant(TurboSpec),
-    /// Two-bit codes a channel, in groups of `tokens` tokens, some eighths of the channels promoted to four bits.
-    /// For keys.
+    /// Two-bit codes by channel, in groups of `tokens` tokens, with some eighths of the channels
+    /// promoted to four bits. For keys.
     ChannelGroups { tokens: usize, promoted_eighths: usize },
-    /// Nothing: queries of the head read its BF16 windows alone. Of both sides or of none.
+    /// Nothing: a zero-width head. Its queries read only its BF16 windows. Both sides are absent,
+    /// or none.
     Absent,
 }
 
@@ -70,7 +73,7 @@ impl SideSpec {
     pub const F32: Self = Self { scheme: Scheme::F32, bits: 32, group: 0, clip: 0.0 };
     pub const ABSENT: Self = Self { scheme: Scheme::Absent, bits: 0, group: 0, clip: 0.0 };
 
-    /// Affine codes of so many bits; of none, nothing at all.
+    /// Affine codes of `bits` bits; [`Scheme::Absent`] for 0.
     pub fn of_width(bits: u32, clip: f64) -> Self {
         if bits == 0 { Self::ABSENT } else { Self::affine(bits, clip) }
     }
@@ -109,31 +112,32 @@ impl SideSpec {
     }
 }
 
-/// Encodes and decodes pages of one layer and KV head.
+/// Quantizes and dequantizes pages of one layer and KV head.
 pub trait PageCodec {
     fn head_dim(&self) -> usize;
 
-    /// Bytes of a page, everything counted.
+    /// Bytes of a page, codes and parameters.
     fn page_bytes(&self) -> usize;
 
-    /// Tokens that must be encoded together: row codecs take a tile, codecs that group along tokens their group.
+    /// Tokens that must be quantized together: one tile for row codecs, one group for codecs that
+    /// group along tokens.
     fn demotion_tokens(&self) -> usize {
         TILE_TOKENS
     }
 
-    /// Encodes rows `first..first + n` of a page, `keys` and `values` being `n × head_dim`.
+    /// Quantizes rows `first..first + n` of a page; `keys` and `values` are `n × head_dim`.
     fn encode_rows(&self, first: usize, keys: &[f32], values: &[f32], page: &mut [u8]) -> Result<()>;
 
-    /// Decodes rows `first..first + n`.
+    /// Dequantizes rows `first..first + n`.
     fn decode_rows(&self, first: usize, page: &[u8], keys: &mut [f32], values: &mut [f32]) -> Result<()>;
 
-    /// Encodes a page or its beginning; bytes of absent tokens are zero.
+    /// Quantizes a page or its beginning; bytes of absent tokens are zero.
     fn encode(&self, keys: &[f32], values: &[f32], page: &mut [u8]) -> Result<()> {
         page.fill(0);
         self.encode_rows(0, keys, values, page)
     }
 
-    /// Encodes one 16-token tile without touching the others.
+    /// Quantizes one 16-token tile without touching the others.
     fn encode_tile(&self, tile: usize, keys: &[f32], values: &[f32], page: &mut [u8]) -> Result<()> {
         let max = PAGE_TOKENS / TILE_TOKENS;
         if tile >= max {
@@ -172,7 +176,7 @@ impl RowPageCodec {
         })
     }
 
-    /// The same pages with codes chosen another way: `unbiased` on both sides, feedback for keys.
+    /// The same pages with another rounding: `unbiased` applies to both sides, feedback to keys.
     pub fn with_rounding(mut self, rounding: Rounding) -> Result<Self> {
         for side in [&self.key, &self.value] {
             if !matches!(side.spec.scheme, Scheme::Affine | Scheme::Absent) || side.groups != 1 {
@@ -198,7 +202,7 @@ impl RowPageCodec {
         }
     }
 
-    /// Is there anything of this head but its BF16 windows?
+    /// Whether the head stores history. `false` for a zero-width head.
     pub fn keeps_history(&self) -> bool {
         self.key.spec.scheme != Scheme::Absent
     }
@@ -244,23 +248,23 @@ impl RowPageCodec {
         self.side(side).map.read(&page[self.codes_range(side)], token, channel)
     }
 
-    /// Scale and offset of one group of a coded side.
+    /// Scale and offset of one group of a quantized side.
     pub fn group_params(&self, side: Side, page: &[u8], token: usize, group: usize) -> GroupParams {
         self.side(side).params(&page[self.params_range(side)], token, group)
     }
 
-    /// What a code stands for before scale and offset: itself, or its Lloyd–Max level.
+    /// The value of a code before scale and offset: the code itself, or its Lloyd–Max level.
     pub fn level(&self, side: Side, code: u8) -> f32 {
         self.side(side).level(code)
     }
 
-    /// Decodes one row of one side. Sides that group along tokens cannot be read row by row and give zeros: they
-    /// are read with [`RowPageCodec::decode_token`].
+    /// Dequantizes one row of one side. Sides that group along tokens cannot be read row by row and
+    /// give zeros; [`RowPageCodec::decode_token`] reads them.
     pub fn decode_row(&self, side: Side, page: &[u8], token: usize, row: &mut [f32]) {
         self.side(side).decode_row(token, &page[self.codes_range(side)], &page[self.params_range(side)], row);
     }
 
-    /// Encodes rows `first..` of one side, leaving the other alone.
+    /// Quantizes rows `first..` of one side and leaves the other alone.
     pub fn encode_side_rows(&self, side: Side, first: usize, rows: &[f32], page: &mut [u8]) -> Result<()> {
         self.check_rows(first, rows.len(), rows.len(), page.len())?;
         self.check_row_by_row(side)?;

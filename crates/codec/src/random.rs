@@ -1,7 +1,8 @@
-//! Seeded Gaussian numbers and orthogonal matrices: the randomness of data-free methods, the same everywhere.
+//! Seeded Gaussian numbers and orthogonal matrices for data-free methods, the same on every
+//! machine.
 //!
-//! Codes stored under a random matrix mean nothing under another, so the generator and the seeds are part of the
-//! format.
+//! Codes stored under one random matrix mean nothing under another, so the generator and the seeds
+//! are part of the format.
 
 /// A stream of numbers that depends on its seed alone (SplitMix64, Box–Muller).
 ///
@@ -47,7 +48,8 @@ pub fn orthogonal_matrix(d: usize, seed: u64) -> Vec<f64> {
     for i in 0..d {
         let (done, rest) = m.split_at_mut(i * d);
         let row = &mut rest[..d];
-        // Twice is enough: what rounding leaves of earlier rows after one pass the second takes off.
+        // Twice is enough: the second pass removes the components of earlier rows that rounding
+        // left in the first.
         for _ in 0..2 {
             for earlier in done.chunks_exact(d) {
                 let dot: f64 = row.iter().zip(earlier).map(|(a, b)| a * b).sum();

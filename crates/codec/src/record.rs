@@ -1,13 +1,14 @@
-//! Rows stored as records: a fixed number of bytes a token, codes and parameters together, in one order everywhere.
+//! Rows stored as records: a fixed number of bytes for each token, codes and parameters together,
+//! in one order everywhere.
 
 use crate::fp8;
 use crate::turboquant::TurboQuant;
 use half::f16;
 
-/// How a side that stores records codes a row.
+/// How a side that stores records quantizes a row.
 #[derive(Clone, Debug, PartialEq)]
 pub enum RecordCodec {
-    /// `[a byte a channel][fp16 scale]`.
+    /// `[one byte for each channel][fp16 scale]`.
     Fp8 { head_dim: usize },
     /// `[instance by instance]`, see [`turboquant`](crate::turboquant).
     TurboQuant(TurboQuant),

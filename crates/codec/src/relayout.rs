@@ -1,4 +1,4 @@
-//! Carrying a page from one byte order to another.
+//! Converting a page from one byte order to another.
 
 use crate::error::{Result, check_len};
 use crate::layout::CodeLayout;

@@ -1,8 +1,9 @@
-//! The methods OSCAR is compared with, each as its source describes it.
+//! The methods that OSCAR is compared with, each as its source describes it.
 //!
-//! A rival is a choice of everything: rotation, quantizer of each side, windows, layers left in BF16. Where its
-//! source publishes windows of its own, they are its default; a method that publishes none gets the engine's.
-//! Stored bits an element (head of 128, windows not counted) stand in [`Rival::describe`] and are tested there.
+//! A rival chooses everything: rotation, quantizer of each side, windows, layers left in BF16. If
+//! its source publishes windows, they are its default; otherwise it gets the engine's.
+//! [`Rival::describe`] states the stored bits an element (head of 128, without windows), and tests
+//! check them.
 
 use crate::error::Result;
 use crate::format::RotationKind;
@@ -11,9 +12,10 @@ use crate::turboquant::{Outliers, TurboSpec};
 use crate::window::{Tail, Windows};
 use std::fmt;
 
-/// Tokens of KIVI's residual: keys are coded when this many have gathered, and this many values stay behind.
+/// Tokens of KIVI's residual: keys are quantized when this many have gathered, and this many values
+/// stay in BF16.
 pub const KIVI_RESIDUAL: usize = 128;
-/// Group of KIVI where none is named.
+/// KIVI's group size if none is named.
 const KIVI_GROUP: u16 = 32;
 /// Tokens of a Kitty page, its sink and its window of values.
 const KITTY_PAGE: usize = 128;
@@ -30,15 +32,17 @@ pub enum Rival {
     QuaRot2,
     /// `saw4`: Hadamard blocks (128, or `-h16` … `-h64`) on keys, four-bit codes on both sides.
     Saw4 { order: u16 },
-    /// `kivi2`: keys by channel in groups of tokens, values by token in groups of channels. 0 stands for the default.
+    /// `kivi2`: keys by channel in groups of tokens, values by token in groups of channels. 0 means
+    /// the default group.
     Kivi2 { group: u16 },
-    /// `kitty`, `kitty-pro`: keys by channel, an eighth (a quarter) of the channels promoted to four bits.
+    /// `kitty`, `kitty-pro`: keys by channel, an eighth (a quarter) of the channels promoted to
+    /// four bits.
     Kitty { pro: bool },
     /// `turboquant2` … `turboquant4`, `-prod` with a sketch on keys; quarters of a bit.
     TurboQuant { quarter_bits: u8, prod: bool },
     /// `turboquant-3bit_nc`, `turboquant-k3v4`: vLLM's presets.
     VllmTurboQuant { value_bits: u8 },
-    /// `fp8`: E4M3 with a scale a row.
+    /// `fp8`: E4M3 with a scale for each row.
     Fp8,
 }
 
@@ -61,7 +65,8 @@ impl Rival {
     /// The rival of a lower-case name.
     pub fn parse(name: &str) -> Option<Self> {
         let orders = [16, 32, 64, 128].map(|order| Self::Saw4 { order });
-        // TurboQuant's plain form is `mse`; vLLM writes its presets with an underscore and `_nc`.
+        // TurboQuant without `-prod` is its `mse` form; vLLM writes its presets with an underscore
+        // and `_nc`.
         let plain = name.strip_suffix("-mse").unwrap_or(name).replace("turboquant_", "turboquant-");
         let plain = plain.strip_suffix("k3v4_nc").map_or(plain.clone(), |head| format!("{head}k3v4"));
         Self::all().into_iter().chain(orders).find(|rival| rival.to_string() == plain)
@@ -69,7 +74,7 @@ impl Rival {
 
     pub fn describe(self) -> String {
         match self {
-            Self::Naive2 => "plain 2-bit affine codes, the same as int2".into(),
+            Self::Naive2 => "2-bit affine codes without rotation, the same as int2".into(),
             Self::QuaRot2 => "QuaRot: Hadamard on both sides, 2-bit codes with an integer zero".into(),
             Self::Saw4 { order: 0 } => "Saw-INT4: Hadamard on keys only, 4-bit codes".into(),
             Self::Saw4 { order } => format!("Saw-INT4: Hadamard blocks of {order} on keys only, 4-bit codes"),
@@ -84,11 +89,11 @@ impl Rival {
             Self::TurboQuant { prod, .. } => format!(
                 "TurboQuant {}: random rotation, norm and Lloyd–Max codes{}{}",
                 if prod { "prod" } else { "mse" },
-                if self.outliers() == Outliers::None { "" } else { ", the first channels a bit wider" },
+                if self.outliers() == Outliers::None { "" } else { ", one bit more for the first channels" },
                 if prod { ", 1-bit QJL sketch of the keys' residual" } else { "" },
             ),
             Self::VllmTurboQuant { value_bits } => format!(
-                "vLLM's TurboQuant preset: Hadamard and 3-bit Lloyd–Max keys, plain {value_bits}-bit values, first and \
+                "vLLM's TurboQuant preset: Hadamard and 3-bit Lloyd–Max keys, affine {value_bits}-bit values, first and \
                  last {VLLM_BOUNDARY_LAYERS} layers in BF16"
             ),
             Self::Fp8 => "E4M3 floats, an fp16 scale a row".into(),
@@ -154,7 +159,7 @@ impl Rival {
         if matches!(self, Self::VllmTurboQuant { .. }) { VLLM_BOUNDARY_LAYERS } else { 0 }
     }
 
-    /// Tokens coded at a time on a side if the user chooses the windows.
+    /// Tokens quantized at a time on a side if the user chooses the windows.
     fn unit(self, side: Side) -> usize {
         match self.side_spec(side).scheme {
             Scheme::ChannelGroups { tokens, .. } => tokens,
@@ -162,15 +167,16 @@ impl Rival {
         }
     }
 
-    /// The windows a source publishes. A query reads its own step's keys and values in full, before they are
-    /// coded, so a flush at 128 tokens is seen by the query after it.
+    /// The windows that a source publishes. A query reads the keys and values of its own step in
+    /// full precision, before they are quantized, so a flush at 128 tokens takes effect for the
+    /// next query.
     fn published_tails(self) -> Option<(usize, Tail, Tail)> {
         let flush = |unit| Tail { recent: 1, unit };
         match self {
             Self::Kivi2 { .. } => {
                 Some((0, flush(KIVI_RESIDUAL), Tail { recent: KIVI_RESIDUAL + 1, unit: 1 }))
             }
-            // Values pass through a window of 128 and wait behind it until a page of 128 is full.
+            // Values stay in a window of 128 and then wait until a page of 128 is full.
             Self::Kitty { .. } => {
                 Some((KITTY_SINK, flush(KITTY_PAGE), Tail { recent: KITTY_PAGE + 1, unit: KITTY_PAGE }))
             }
@@ -178,8 +184,8 @@ impl Rival {
         }
     }
 
-    /// The windows to use: what the user says, else what the source publishes, else the engine's. A sink alone
-    /// leaves the method's own tails as they are.
+    /// The windows to use: the user's choice, else those that the source publishes, else the
+    /// engine's. A sink alone does not change the method's own tails.
     pub fn windows(self, sink: Option<usize>, recent: Option<usize>) -> Result<Windows> {
         let default = Windows::default();
         let published = self.published_tails();

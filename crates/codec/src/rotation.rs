@@ -1,8 +1,9 @@
-//! Rotations: how an eigenbasis, the Hadamard transform and the bit-reversal permutation become one matrix.
+//! Rotations: how an eigenbasis, the Hadamard transform and the bit-reversal permutation become one
+//! matrix.
 //!
-//! Rows are row vectors: `x' = x · R`. A rotation belongs to one layer and one KV head; a file that holds one
-//! rotation for a whole layer is the broadcast case. Keys may also lose a calibrated mean before the rotation,
-//! which softmax does not notice.
+//! Rows are row vectors: `x' = x · R`. A rotation belongs to one layer and one KV head; a file with
+//! one rotation for each layer is the broadcast case. A calibrated mean may be subtracted from keys
+//! before the rotation, which softmax ignores.
 
 use crate::error::{CodecError, Result, check_head_dim, check_len};
 use crate::hadamard;
@@ -10,7 +11,8 @@ use crate::random::orthogonal_matrix;
 use std::fmt;
 use std::str::FromStr;
 
-/// A square matrix applied to row vectors, `x' = x · R`, stored row-major in f32 as rotation files do.
+/// A square matrix applied to row vectors, `x' = x · R`, stored row-major in f32 as rotation files
+/// do.
 #[derive(Clone, PartialEq)]
 pub struct Rotation {
     head_dim: usize,
@@ -24,8 +26,9 @@ impl fmt::Debug for Rotation {
 }
 
 impl Rotation {
-    /// Takes a row-major `d × d` matrix; refuses one that is not finite. Orthogonality is a separate question
-    /// ([`Rotation::check_orthogonal`]) because format 3 of the RotationZoo allows oblique pairs.
+    /// Takes a row-major `d × d` matrix and refuses one that is not finite. Orthogonality is
+    /// checked separately ([`Rotation::check_orthogonal`]), because format 3 of the RotationZoo
+    /// allows oblique pairs.
     pub fn from_matrix(head_dim: usize, matrix: Vec<f32>) -> Result<Self> {
         check_head_dim(head_dim)?;
         check_len("rotation matrix", matrix.len(), head_dim * head_dim)?;
@@ -55,7 +58,8 @@ impl Rotation {
         Self::from_f64(head_dim, &hadamard::block_matrix(head_dim, order))
     }
 
-    /// Random orthogonal blocks of the given sizes along the diagonal, the same for the same seed.
+    /// Random orthogonal blocks of the given sizes along the diagonal. Equal seeds give equal
+    /// matrices.
     pub fn random(head_dim: usize, blocks: &[usize], seed: u64) -> Result<Self> {
         check_head_dim(head_dim)?;
         check_len("random rotation", blocks.iter().sum(), head_dim)?;
@@ -70,8 +74,8 @@ impl Rotation {
         Self::from_f64(head_dim, &matrix)
     }
 
-    /// Composes a rotation from `eigenvectors`: row-major, column `j` the eigenvector of the `j`-th smallest
-    /// eigenvalue, as `eigh` returns them. Computed in f64, kept in f32.
+    /// Composes a rotation from `eigenvectors`: row-major, column `j` the eigenvector of the `j`-th
+    /// smallest eigenvalue, as `eigh` returns them. Computed in f64, kept in f32.
     pub fn compose(composition: Composition, head_dim: usize, eigenvectors: &[f64]) -> Result<Self> {
         check_head_dim(head_dim)?;
         check_len("eigenvector matrix", eigenvectors.len(), head_dim * head_dim)?;
@@ -110,7 +114,7 @@ impl Rotation {
         }
     }
 
-    /// `out = x · Rᵀ`: undoes [`Rotation::apply`] when R is orthogonal.
+    /// `out = x · Rᵀ`: the inverse of [`Rotation::apply`] if R is orthogonal.
     pub fn apply_transposed(&self, x: &[f32], out: &mut [f32]) {
         let d = self.head_dim;
         assert!(
@@ -169,11 +173,11 @@ fn multiply(d: usize, a: &[f64], b: &[f64]) -> Vec<f64> {
 
 /// Column order of `P`: column `j` of `M·P` is column `order[j]` of `M`.
 ///
-/// The `i`-th largest eigenvalue (column `d − 1 − i` in ascending order) goes to the `i`-th slot of the
-/// bit-reversed sequence; for a power of two that is `order[j] = d − 1 − br(j)`. For other head sizes the
-/// sequence is that of the next power of two with the slots beyond `d` left out.
+/// The `i`-th largest eigenvalue (column `d − 1 − i` in ascending order) goes to the `i`-th slot of
+/// the bit-reversed sequence; for a power of two that is `order[j] = d − 1 − br(j)`. For other head
+/// sizes the sequence is that of the next power of two without the slots beyond `d`.
 ///
-/// DO NOT CHANGE: baked into published rotation files.
+/// DO NOT CHANGE: published rotation files depend on it.
 pub fn bit_reversal_order(d: usize) -> Vec<usize> {
     let bits = d.next_power_of_two().trailing_zeros();
     let reverse = |i: usize| if bits == 0 { 0 } else { i.reverse_bits() >> (usize::BITS - bits) };
@@ -202,7 +206,8 @@ enum Factor {
     BitReversal,
 }
 
-/// How the eigenbasis U, the Hadamard matrix H and the permutation P multiply, by the official tool's names.
+/// How the eigenbasis U, the Hadamard matrix H and the permutation P multiply, by the official
+/// tool's names.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Composition {
     /// `plain`: U
@@ -257,7 +262,7 @@ impl Composition {
         }
     }
 
-    /// Is the product `U·X`, with `X` the same for every head?
+    /// Whether the product is `U·X`, with `X` the same for every head.
     pub fn begins_with_eigenbasis(self) -> bool {
         matches!(self.factors().first(), Some(Factor::Eigenbasis))
     }
@@ -298,13 +303,13 @@ impl FromStr for Composition {
     }
 }
 
-/// What one KV head of one layer uses.
+/// The rotations of one KV head of one layer.
 #[derive(Clone, PartialEq, Debug)]
 pub struct HeadRotations {
     pub key: Rotation,
     pub value: Rotation,
-    /// Subtracted from keys before the rotation. Adding the same vector to every key shifts all scores of a
-    /// query equally, so attention is unchanged as long as *every* key of the head loses it.
+    /// Subtracted from keys before the rotation. It shifts all scores of a query equally, so
+    /// attention does not change as long as it is subtracted from *every* key of the head.
     pub key_mean: Option<Vec<f32>>,
 }
 
@@ -340,7 +345,7 @@ impl RotationSet {
         Ok(Self { layers, kv_heads, head_dim, heads })
     }
 
-    /// One rotation a layer, broadcast over its KV heads: what official per-layer files hold.
+    /// One rotation for each layer, broadcast over its KV heads, as in official per-layer files.
     pub fn per_layer(kv_heads: usize, head_dim: usize, layers: Vec<HeadRotations>) -> Result<Self> {
         let count = layers.len();
         let heads = layers.into_iter().flat_map(|l| std::iter::repeat_n(l, kv_heads)).collect();

@@ -1,19 +1,22 @@
-//! Rounding that knows what reads the row.
+//! Query-aware rounding: quantization errors are pushed into directions that queries do not read.
 //!
-//! Nearest codes keep the squared error of a row small. Attention does not read squared error: a key is read through
-//! its products with queries, which have far fewer directions than channels, and most of all with the query that
-//! matches it. Two corrections follow, neither of which costs a byte or touches a kernel that reads codes.
+//! Rounding to the nearest level minimizes the squared error of a row. Attention does not read
+//! squared error: it reads a key through its products with queries, which span far fewer directions
+//! than there are channels, and most of all with the query that matches it. Two corrections follow.
+//! Neither costs a byte or changes a kernel that reads codes.
 //!
-//! **Feedback.** With `M` the second moment of what reads a row (queries, rotated as the row is), the error `e` costs
-//! `eᵀMe`. Writing `M = L·D·Lᵀ`, `L` unit lower triangular, the cost is `Σ D_i (e_i + Σ_{j>i} L_ji e_j)²`: channels are
-//! rounded from the last to the first, each aiming at its value plus what the errors of the later ones ask for.
+//! **Feedback.** Let `M` be the second moment of the queries, rotated like the row. An error `e`
+//! costs `eᵀMe`. With `M = L·D·Lᵀ`, `L` unit lower triangular, the cost is `Σ D_i (e_i + Σ_{j>i}
+//! L_ji e_j)²`. Channels are rounded from the last to the first; the target of each is its value
+//! plus a correction for the errors of the later channels.
 //!
-//! **Unbiased scale.** Codes of a row resemble it, but are shorter: `⟨k̂, k⟩ < ⟨k, k⟩`, and the score of a matching query is
-//! too low just there. The scale is chosen so that the product with the row itself is right, the minimum so that the
-//! mean is. One bit is left alone: its row would become half as long again.
+//! **Unbiased scale.** A quantized row is shorter than the original: `⟨k̂, k⟩ < ⟨k, k⟩`, so the
+//! score of a matching query would be too low. The scale is chosen so that the product with the row
+//! itself is exact, the minimum so that the mean is. One-bit codes are left alone: their rows would
+//! become half as long again.
 //!
-//! **Invariant:** every operation is a single rounded f32 operation in a stated order ([`affine::lane_sum`] for sums), so
-//! that kernels reproduce codes and parameters to the bit.
+//! **Invariant:** every operation is a single rounded f32 operation in a stated order
+//! ([`affine::lane_sum`] for sums), so that kernels reproduce codes and parameters bit for bit.
 
 use crate::affine::{self, AffineParams, lane_sum};
 use crate::error::{CodecError, Result, check_len};
@@ -21,16 +24,18 @@ use crate::rotation::{Composition, Rotation};
 use half::f16;
 use std::sync::Arc;
 
-/// Share of white noise in the metric: queries that calibration did not see are not forgotten.
+/// Isotropic share of the metric, for queries that calibration did not see.
 const DAMPING: f64 = 0.1;
 
-/// Most a scale may grow over that of the row's range: rows that their codes do not resemble stay in proportion.
+/// Largest factor by which a scale may grow over that of the row's range. It limits rows that
+/// differ much from their codes.
 pub const MOST_GROWTH: f32 = 1.5;
 
 /// Minima beyond this do not fit fp16.
 pub const LARGEST_MIN: f32 = 65504.0;
 
-/// How the errors of later channels move earlier ones: `L` above, rows of later channels.
+/// How errors of later channels move the targets of earlier ones: `L` above, rows of later
+/// channels.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Feedback {
     dim: usize,
@@ -39,7 +44,7 @@ pub struct Feedback {
 }
 
 impl Feedback {
-    /// From the second moment of what reads the rows, in the rows' own basis; row-major, any scale.
+    /// From the second moment of the queries, in the basis of the rows; row-major, any scale.
     pub fn of_metric(dim: usize, metric: &[f64]) -> Result<Self> {
         check_len("metric", metric.len(), dim * dim)?;
         let trace: f64 = (0..dim).map(|i| metric[i * dim + i]).sum();
@@ -70,8 +75,9 @@ impl Feedback {
         Ok(Self { dim, rows })
     }
 
-    /// From eigenvalues of the queries' second moment, for rows rotated by `U·X`, `U` its eigenvectors in the same
-    /// order: the metric is `Xᵀ·Λ·X`. `None` for compositions that do not begin with `U`.
+    /// From the eigenvalues of the queries' second moment, for rows rotated by `U·X`, where `U`
+    /// holds its eigenvectors in the same order: the metric is `Xᵀ·Λ·X`. `None` for compositions
+    /// that do not begin with `U`.
     pub fn of_spectrum(eigenvalues: &[f32], composition: Composition) -> Result<Option<Self>> {
         let dim = eigenvalues.len();
         if !composition.begins_with_eigenbasis() {
@@ -95,7 +101,7 @@ impl Feedback {
         self.dim
     }
 
-    /// What a unit error of `channel` adds to each earlier channel.
+    /// The correction of each earlier channel for a unit error of `channel`.
     pub fn row(&self, channel: usize) -> &[f32] {
         &self.rows[channel * self.dim..][..channel]
     }
@@ -105,7 +111,7 @@ impl Feedback {
         &self.rows
     }
 
-    /// Codes of a row (sanitized, not clipped) against a pair, the last channel first.
+    /// Codes of a row (sanitized, not clipped) for a given pair, the last channel first.
     fn round(&self, row: &[f32], params: AffineParams, bits: u32, codes: &mut [u8]) {
         let mut aim = row.to_vec();
         for channel in (0..row.len()).rev() {
@@ -119,7 +125,7 @@ impl Feedback {
     }
 }
 
-/// How a side chooses codes and pair beyond the nearest.
+/// How a side chooses codes, scale and minimum, beyond rounding to nearest.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Rounding {
     pub unbiased: bool,
@@ -131,17 +137,17 @@ impl Rounding {
         !self.unbiased && self.feedback.is_none()
     }
 
-    /// The same for values, which queries do not read: without feedback.
+    /// The same for values: queries do not read them, so there is no feedback.
     pub fn of_values(&self) -> Self {
         Self { feedback: None, ..self.clone() }
     }
 
-    /// Does the scale of codes of this width change?
+    /// Whether the scale is refitted at this width.
     pub fn refits(&self, bits: u32) -> bool {
         self.unbiased && bits > 1
     }
 
-    /// Encodes a sanitized row: range of the clipped row, then codes, then the pair.
+    /// Quantizes a sanitized row: range of the clipped row, then codes, then the pair.
     pub fn encode(&self, row: &[f32], clip: f64, bits: u32, codes: &mut [u8]) -> AffineParams {
         let mut clipped = row.to_vec();
         crate::clip::clip(&mut clipped, clip);
@@ -153,7 +159,7 @@ impl Rounding {
     }
 }
 
-/// The pair with which the row's mean and its product with itself are right.
+/// The pair that makes the row's mean and its product with itself exact.
 fn unbiased(row: &[f32], params: AffineParams, codes: &[u8]) -> AffineParams {
     let n = row.len() as f32;
     let mean = lane_sum(row.iter().copied()) / n;
@@ -184,7 +190,7 @@ mod tests {
         (0..count).map(|_| (0..D).map(|_| random.normal() as f32).collect()).collect()
     }
 
-    /// Queries of some ten directions, after U·H·P.
+    /// Queries that span about ten directions, after U·H·P.
     fn spectrum() -> Vec<f32> {
         (0..D).map(|i| 0.85f32.powi((D - 1 - i) as i32)).collect()
     }
@@ -276,7 +282,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever the row, codes and pair stay finite and in range.
+        /// For every row, codes and pair stay finite and in range.
         #[test]
         fn adversarial_rows_stay_finite(
             row in prop::collection::vec(prop_oneof![-1e4f32..1e4, Just(0.0), Just(32752.0), Just(-32752.0), -1e-6f32..1e-6], D),

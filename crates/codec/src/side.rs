@@ -1,4 +1,4 @@
-//! One side of a page: how rows of keys, or of values, become its bytes and back.
+//! One side of a page: how rows of keys or of values become bytes, and back.
 
 use crate::affine::{self, OfficialParams};
 use crate::channel_groups::ChannelGroups;
@@ -12,10 +12,10 @@ use crate::rounding::Rounding;
 use crate::turboquant::TurboQuant;
 use half::{bf16, f16};
 
-/// What the bytes of a side are, beyond elements and codes placed by a [`CodeLayout`].
+/// The form of a side's bytes, beyond elements and codes placed by a [`CodeLayout`].
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Body {
-    /// Elements or codes in the order of the layout, parameters apart.
+    /// Elements or codes in the order of the layout, parameters separate.
     Mapped,
     Records(RecordCodec),
     TokenGroups(ChannelGroups),
@@ -34,7 +34,7 @@ pub(crate) struct SideCodec {
     pub(crate) param_bytes: usize,
     /// Lloyd–Max levels by code; empty for affine schemes.
     levels: Vec<f32>,
-    /// How codes are chosen; the bytes mean the same whatever it is.
+    /// How codes are chosen. The meaning of the bytes does not depend on it.
     pub(crate) rounding: Rounding,
 }
 
@@ -206,7 +206,7 @@ impl SideCodec {
             Body::Records(records) => {
                 return records.decode_row(&codes[token * records.row_bytes()..][..records.row_bytes()], row);
             }
-            // Only `decode_token` knows where groups begin and has the pages they may span.
+            // Only `decode_token` knows where groups begin and has the pages that they may span.
             Body::TokenGroups(_) | Body::Nothing => return row.fill(0.0),
         }
         match self.spec.scheme {

@@ -1,14 +1,15 @@
 //! TurboQuant: rows as a norm and Lloyd–Max codes of the direction.
 //!
-//! The row arrives rotated by a random orthogonal matrix (the cache's rotation), so each coordinate of its
-//! direction is close to N(0, 1/d) and one fixed codebook serves all. `mse` stores the norm in fp16 and codes of
-//! `b` bits, `x̂ = ‖x‖ · level/√d`: `b + 16/d` bits an element. `prod` spends one of the bits on a sketch of what is
-//! left, `r = x − x̂`: the signs of `S·r` for a Gaussian matrix S, and ‖r‖. Decoding adds
-//! `√(π/2)/d · ‖r‖ · Sᵀ·sign(S·r)`, which makes inner products unbiased: `b + 32/d` bits.
+//! The row arrives rotated by a random orthogonal matrix (the cache's rotation), so each coordinate
+//! of its direction is close to N(0, 1/d) and one fixed codebook serves all. `mse` stores the norm
+//! in fp16 and codes of `b` bits, `x̂ = ‖x‖ · level/√d`: `b + 16/d` bits an element. `prod` spends
+//! one of the bits on a sketch of the residual `r = x − x̂`: the signs of `S·r` for a Gaussian
+//! matrix S, and ‖r‖. Dequantizing adds `√(π/2)/d · ‖r‖ · Sᵀ·sign(S·r)`, which makes inner products
+//! unbiased: `b + 32/d` bits.
 //!
-//! Fractional widths split the channels in two independent instances, the first of one bit more. `normalized` is
-//! the "norm correction" of vLLM's presets: the centroids read are scaled to a unit vector before the norm is
-//! applied.
+//! Fractional widths split the channels into two independent instances; the first has one bit more.
+//! `normalized` is the "norm correction" of vLLM's presets: the centroids of a row are scaled to a
+//! unit vector before the norm is applied.
 
 use crate::affine;
 use crate::error::{CodecError, Result};
@@ -44,18 +45,18 @@ impl Outliers {
     }
 }
 
-/// What a row stores.
+/// The contents of a stored row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TurboSpec {
     pub outliers: Outliers,
     /// Store a sketch of the residual in place of one code bit.
     pub prod: bool,
-    /// Scale decoded centroids to a unit vector.
+    /// Scale dequantized centroids to a unit vector.
     pub normalized: bool,
 }
 
-/// One instance: consecutive channels with a norm and a codebook of their own. Its bytes in a row are
-/// `[codes][signs, if any][norm][residual norm, if any]`.
+/// One instance: consecutive channels with a norm and a codebook of their own. Its bytes in a row
+/// are `[codes][signs, if any][norm][residual norm, if any]`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Instance {
     pub first: usize,
@@ -188,7 +189,7 @@ pub struct TurboQuant {
 }
 
 impl TurboQuant {
-    /// Codes of `bits` (the first instance, if channels are split off, of one more).
+    /// Codes of `bits` bits; if channels are split off, the first instance has one bit more.
     pub fn new(head_dim: usize, bits: u32, spec: TurboSpec) -> Result<Self> {
         let outliers = spec.outliers.channels(head_dim);
         let parts = [(0, outliers, bits + 1), (outliers, head_dim - outliers, bits)];
@@ -292,7 +293,8 @@ mod tests {
             TurboQuant::new(d, 2, TurboSpec { prod: true, ..MSE }).unwrap(),
             TurboQuant::new(d, 2, MSE).unwrap(),
         );
-        // Over random pairs the regression of ⟨y, x̃⟩ on ⟨y, x⟩ has slope 1 for prod; mse shrinks by its distortion.
+        // Over random pairs the regression of ⟨y, x̃⟩ on ⟨y, x⟩ has slope 1 for prod; mse shrinks
+        // by its distortion.
         let slope = |codec: &TurboQuant| {
             let (mut cross, mut square) = (0.0, 0.0);
             for seed in 0..1500 {
@@ -307,7 +309,7 @@ mod tests {
         };
         assert!((slope(&prod) - 1.0).abs() < 0.02, "{}", slope(&prod));
         assert!((slope(&mse) - 0.8825).abs() < 0.02, "{}", slope(&mse));
-        // 2.49 dB against 9.35: what QJL costs at equal bits.
+        // 2.49 dB against 9.35: the cost of QJL at equal bits.
         let noisy = distortion(&prod, d);
         assert!((-10.0 * noisy.log10() - 2.49).abs() < 0.3, "{noisy}");
         // D_prod ≤ √3·π²·‖y‖²/d · 4^−b for unit x.

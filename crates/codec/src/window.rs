@@ -1,16 +1,19 @@
-//! Which positions a query reads as code and which in full precision: the one rule.
+//! The rule that says which positions a query reads quantized and which in full precision.
 //!
-//! The query at position `t` reads position `j` as its stored code if `sink ≤ j < boundary(t)` and in BF16
-//! otherwise. The rule depends on positions alone, so the chunking of a prefill, the batch, a prefix hit or a
-//! preemption cannot change an answer, and teacher-forced evaluation measures exactly what serving does.
+//! The query at position `t` reads position `j` quantized if `sink ≤ j < boundary(t)` and in BF16
+//! otherwise. The rule depends on positions alone, so the chunking of a prefill, the batch, a
+//! prefix hit or a preemption cannot change an answer, and teacher-forced evaluation measures
+//! exactly what serving does.
 //!
-//! Keys and values have the same boundary, except in methods that publish different ones (KIVI and Kitty, whose
-//! keys are coded a whole group of tokens at a time while their values slide): those have one for each side.
+//! Keys and values have the same boundary, except in methods that publish different ones: KIVI and
+//! Kitty quantize keys a whole group of tokens at a time while their values slide. Those have one
+//! boundary for each side.
 
 use crate::error::{CodecError, Result};
 use crate::page::{Side, TILE_TOKENS};
 
-/// How one side's history begins: at least `recent` tokens stay in BF16, and `unit` of them are coded at a time.
+/// When one side of a token is quantized: at least `recent` tokens stay in BF16, and `unit` tokens
+/// are quantized at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tail {
     pub recent: usize,
@@ -38,8 +41,8 @@ impl Windows {
         Self::with_unit(sink, recent, TILE_TOKENS)
     }
 
-    /// Windows for a codec that demotes `unit` tokens at a time (a multiple of 16: codecs that group along
-    /// tokens take their own group).
+    /// Windows for a codec that demotes `unit` tokens at a time. `unit` is a multiple of 16; codecs
+    /// that group along tokens use their group size.
     pub fn with_unit(sink: usize, recent: usize, unit: usize) -> Result<Self> {
         if !unit.is_multiple_of(TILE_TOKENS) {
             return Err(CodecError::Windows(format!(
@@ -50,8 +53,8 @@ impl Windows {
         Self::by_side(sink, tail, tail)
     }
 
-    /// Windows whose keys and values are coded at different times. Keys are coded in whole tiles, values may be
-    /// coded token by token.
+    /// Windows whose keys and values are quantized at different times. Keys are quantized in whole
+    /// tiles, values may be quantized token by token.
     pub fn by_side(sink: usize, key: Tail, value: Tail) -> Result<Self> {
         if !sink.is_multiple_of(TILE_TOKENS) {
             return Err(CodecError::Windows(format!(
@@ -60,7 +63,7 @@ impl Windows {
         }
         if key.recent == 0 || value.recent == 0 {
             return Err(CodecError::Windows(
-                "recent window of 0 tokens: a query must read at least itself in full".into(),
+                "recent window of 0 tokens: a query must read at least its own position in BF16".into(),
             ));
         }
         if key.unit == 0 || value.unit == 0 || !key.unit.is_multiple_of(TILE_TOKENS) {
@@ -82,7 +85,7 @@ impl Windows {
         self.sink
     }
 
-    /// Recent tokens that stay in BF16, of the side that keeps more.
+    /// Recent tokens that stay in BF16, on the side that keeps more.
     pub fn recent(&self) -> usize {
         self.key.recent.max(self.value.recent)
     }
@@ -94,40 +97,41 @@ impl Windows {
         }
     }
 
-    /// Are keys and values always coded together, by whole tiles?
+    /// Whether keys and values are always quantized together, in whole tiles.
     pub fn sides_agree(&self) -> bool {
         self.key == self.value
     }
 
-    /// First position at or beyond the sink that the query at position `t` reads in BF16 on that side:
-    /// `sink + unit·⌊max(0, t + 1 − sink − recent) / unit⌋`.
+    /// First position at or beyond the sink that the query at position `t` reads in BF16 on that
+    /// side: `sink + unit·⌊max(0, t + 1 − sink − recent) / unit⌋`.
     pub fn side_boundary(&self, side: Side, t: usize) -> usize {
         let Tail { recent, unit } = self.tail(side);
         self.sink + (t + 1).saturating_sub(self.sink.saturating_add(recent)) / unit * unit
     }
 
-    /// First position at or beyond the sink that the query at `t` reads in BF16 on some side: everything between
-    /// the sink and here is code on both.
+    /// First position at or beyond the sink that the query at `t` reads in BF16 on some side:
+    /// between the sink and this position both sides are read quantized.
     pub fn boundary(&self, t: usize) -> usize {
         self.side_boundary(Side::Key, t).min(self.side_boundary(Side::Value, t))
     }
 
-    /// First position from which on the query at `t` reads nothing as code.
+    /// First position from which on the query at `t` reads no side quantized.
     pub fn frontier(&self, t: usize) -> usize {
         self.side_boundary(Side::Key, t).max(self.side_boundary(Side::Value, t))
     }
 
-    /// Tokens after which the boundaries have moved on by whole pages and groups: sizes repeat with this period.
+    /// Tokens after which the boundaries have moved by whole pages and groups. Sizes repeat with
+    /// this period.
     pub fn period(&self) -> usize {
         [crate::page::PAGE_TOKENS, self.key.unit, self.value.unit].into_iter().fold(1, least_common_multiple)
     }
 
-    /// Does the query at `t` read both key and value of position `j ≤ t` as code?
+    /// Whether the query at `t` reads both key and value of position `j ≤ t` quantized.
     pub fn reads_code(&self, t: usize, j: usize) -> bool {
         j >= self.sink && j < self.boundary(t)
     }
 
-    /// Does the query at `t` read that side of position `j ≤ t` as code?
+    /// Whether the query at `t` reads that side of position `j ≤ t` quantized.
     pub fn reads_side_as_code(&self, side: Side, t: usize, j: usize) -> bool {
         j >= self.sink && j < self.side_boundary(side, t)
     }

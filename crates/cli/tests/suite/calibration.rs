@@ -99,7 +99,7 @@ fn widths_are_chosen_stored_and_used() {
         assert!(out.status.success());
         String::from_utf8(out.stderr).unwrap()
     };
-    assert!(banner("oscar").contains("widths by measured harm, 2.25 bits, rounded by what reads them"));
+    assert!(banner("oscar").contains("widths by measured harm, 2.25 bits, query-aware rounding"));
     assert!(banner("oscar:1.50").contains("1.50 bits"));
     assert!(banner("oscar:3").contains("not verified (verified: 2.25, 1.50)"));
     let rows = json_lines(&[

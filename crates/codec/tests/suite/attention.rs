@@ -34,7 +34,7 @@ fn unquantized_pages_give_textbook_attention() {
     let (k, v, bytes) = page(&codec, &mut random, 64);
     let q = random.rows(64);
     let mut state = AttentionState::empty(64);
-    attend_page(&q, 0.125, &codec, &bytes, 0..64, Form::Plain, &mut state);
+    attend_page(&q, 0.125, &codec, &bytes, 0..64, Form::Dequantized, &mut state);
     let scores: Vec<f64> = k
         .chunks(64)
         .map(|row| row.iter().zip(&q).map(|(a, b)| (*a as f64) * (*b as f64)).sum::<f64>() * 0.125)
@@ -54,7 +54,8 @@ fn folded_equals_plain_for_every_format_and_group_size() {
     {
         for d in [64, 128] {
             let codec = format.codec(d, format.native_layout());
-            // Groups larger than the head do not exist, and those along tokens are not read page by page.
+            // Groups larger than the head do not exist, and those along tokens are not read page by
+            // page.
             let Some(codec) = codec.ok().filter(|c| c.token_groups(Side::Key).is_none()) else { continue };
             let (_, _, bytes) = page(&codec, &mut random, 64);
             for group in [1, 3, 4, 6, 8, 12] {
@@ -72,7 +73,7 @@ fn folded_equals_plain_for_every_format_and_group_size() {
                     );
                     states.iter().flat_map(output).collect::<Vec<_>>()
                 };
-                close(&run(Form::Plain), &run(Form::Folded), 2e-5);
+                close(&run(Form::Dequantized), &run(Form::Folded), 2e-5);
             }
         }
     }
@@ -107,7 +108,7 @@ fn context_answer(len: usize, split: usize, windows: &Windows) -> (Vec<f32>, Vec
         let (codec, pages) =
             if windows.reads_code(len - 1, j) { (&coded, &coded_pages) } else { (&full, &full_pages) };
         let state = &mut halves[usize::from(j >= split)];
-        attend_page(&q, 0.125, codec, &pages[j / 64], j % 64..j % 64 + 1, Form::Plain, state);
+        attend_page(&q, 0.125, codec, &pages[j / 64], j % 64..j % 64 + 1, Form::Dequantized, state);
     }
     let [early, mut late] = halves;
     late.merge(&early);

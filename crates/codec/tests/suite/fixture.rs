@@ -1,4 +1,5 @@
-//! Bit-exactness with the official quantizer, from rows and results recorded with the official code.
+//! Bit-exactness with the official quantizer, from rows and results recorded with the official
+//! code.
 
 use oscar_codec::page::Scheme;
 use oscar_codec::{CodeLayout, KvFormat, PageCodec, RowPageCodec, Side, SideSpec};

@@ -237,7 +237,8 @@ fn attention_reads_each_side_as_its_window_says() {
         let state = sequence.with_context(|c| attend_context(&query, 0.1, t, &windows, c, Form::Folded));
         let mut got = vec![0.0; d];
         state.finish(&mut got);
-        // The same by hand: decode every token of each side from where the rule says, softmax in f64.
+        // The same by hand: decode every token of each side from where the rule says, softmax in
+        // f64.
         let rows = |side: Side| -> Vec<Vec<f32>> {
             (0..tokens)
                 .map(|j| {
