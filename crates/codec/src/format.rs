@@ -188,8 +188,12 @@ impl KvFormat {
             }
             Self::Oscar2Lloyd => "rotated, clipped rows on exact Lloyd–Max centroids".into(),
             Self::Oscar2LloydOfficial => "official Lloyd–Max mode: uniform grid of ratio 1.16".into(),
-            Self::Int { bits, group: 0 } => format!("{bits}-bit affine codes without rotation, one group for each head"),
-            Self::Int { bits, group } => format!("{bits}-bit affine codes without rotation, groups of {group}"),
+            Self::Int { bits, group: 0 } => {
+                format!("{bits}-bit affine codes without rotation, one group for each head")
+            }
+            Self::Int { bits, group } => {
+                format!("{bits}-bit affine codes without rotation, groups of {group}")
+            }
             Self::Rival(rival) => rival.describe(),
         }
     }

@@ -148,7 +148,8 @@ impl Context {
                 queries.chunks_exact(d).zip(positions).zip(out.chunks_exact_mut(d))
             {
                 let scale = 1.0 / (d as f32).sqrt();
-                attend_context(query, scale, position as usize, windows, context, Form::Dequantized).finish(out);
+                attend_context(query, scale, position as usize, windows, context, Form::Dequantized)
+                    .finish(out);
             }
         });
         out
