@@ -1,4 +1,5 @@
-//! `models/oscar-15m`, compiled into the binary, so that every command works before anything was downloaded.
+//! `models/oscar-15m`, compiled into the binary, so that every command works before anything was
+//! downloaded.
 //!
 //! **Invariant:** bytes and names only; whoever parses them lives elsewhere.
 

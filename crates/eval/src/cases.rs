@@ -1,7 +1,7 @@
-//! What is asked and how it is scored: one [`Case`] a prompt, whatever the task it comes from.
+//! Questions and their scoring: one [`Case`] for each prompt, from any task.
 //!
-//! **Invariant:** a case is a function of its task, its size, its seed and its index; every format is asked the same
-//! tokens. Seeds of calibration are refused.
+//! **Invariant:** a case is a function of its task, its size, its seed and its index; every format
+//! gets the same tokens. Seeds of calibration are refused.
 
 use crate::benchmarks::{CodeProblem, choice, math};
 use crate::error::{EvalError, Result};
@@ -11,7 +11,7 @@ use oscar_engine::SamplingParams;
 use oscar_tasks::score::exact_match;
 use oscar_tasks::{CALIBRATION_SEEDS_FROM, Filler, Metric, RulerCase, RulerGenerator, RulerTask, Task};
 
-/// What a right answer is.
+/// The expected answer.
 #[derive(Clone, Debug)]
 pub enum Expected {
     /// The whole answer, word for word.
@@ -26,7 +26,7 @@ pub enum Expected {
     Code(CodeProblem),
 }
 
-/// One prompt with what is expected of it.
+/// One prompt with its expected answer.
 #[derive(Clone, Debug)]
 pub struct Case {
     pub task: String,
@@ -34,7 +34,7 @@ pub struct Case {
     pub context: usize,
     pub index: usize,
     pub seed: u64,
-    /// Where the answer stands in the context, from 0 to 1, where that is one place.
+    /// Depth of the answer in the context, from 0 to 1, if it has a single place.
     pub depth: Option<f64>,
     pub prompt: Vec<u32>,
     pub max_tokens: usize,
@@ -45,7 +45,7 @@ pub struct Case {
 }
 
 impl Expected {
-    /// What is right, for people.
+    /// The expected answer, for people.
     pub fn text(&self) -> String {
         match self {
             Self::Exact(text) | Self::Math(text) => text.clone(),
@@ -84,16 +84,18 @@ pub fn greedy() -> SamplingParams {
     SamplingParams::default()
 }
 
-/// Tokens an answer may be longer than the right one before it is cut: enough to see that it goes on.
+/// How many tokens an answer may be longer than the right one before it is cut: enough to see that
+/// it does not end.
 const ANSWER_SLACK: usize = 16;
 
-/// Draws of a task that are tried for one that fills its context.
+/// Draws of a task, to find one that fills its context.
 const DRAWS: u64 = 8;
-/// Seeds of further draws lie this far apart, beyond any count of cases.
+/// Distance between the seeds of further draws, larger than any number of cases.
 const NEXT_DRAW: u64 = 1 << 20;
 
-/// Chat tasks of about `context` tokens, `count` of each, in rounds so that a limit takes some of all. Draws that are short
-/// by nature, such as a list to reverse, are passed over where others fill the context: they would not leave the windows.
+/// Chat tasks of about `context` tokens, `count` of each, in rounds, so that a limit takes some of
+/// all. Draws of short tasks, such as a list to reverse, are skipped if others fill the context: a
+/// short case would stay inside the BF16 windows.
 pub fn chat_cases(
     prompts: &Prompts<'_>,
     tasks: &[Task],
@@ -134,7 +136,8 @@ fn chat_case(
     index: usize,
     filler: &dyn Filler,
 ) -> Result<Case> {
-    // English has some four characters a token; the budget follows from what the first tries cost.
+    // English has about four characters a token. Later budgets follow from the cost of earlier
+    // ones.
     let mut budget = context * 4;
     let mut best: Option<Case> = None;
     for _ in 0..8 {
@@ -158,7 +161,7 @@ fn chat_case(
                 expected: Expected::Exact(case.answer),
             });
         } else if fits {
-            // Short by nature: a larger budget changes nothing.
+            // A short task: a larger budget changes nothing.
             break;
         }
         if fits && total * 20 >= context * 19 {
@@ -173,8 +176,8 @@ fn chat_case(
     best.ok_or(EvalError::ContextTooShort { task: task.name(), context })
 }
 
-/// RULER cases of one length, `count` of each task, in rounds. With `answer_prefix` chat models are given the beginning of
-/// the answer too; base models always are.
+/// RULER cases of one length, `count` of each task, in rounds. With `answer_prefix` chat models
+/// also get the beginning of the answer; base models always do.
 pub fn ruler_cases(
     prompts: &Prompts<'_>,
     generator: &RulerGenerator<'_>,
@@ -199,8 +202,8 @@ pub fn ruler_cases(
     Ok(cases)
 }
 
-/// Needles at each depth (percent) of `count` haystacks of one length, asked with RULER's question; the beginning of the
-/// answer is left to the model unless it is a base model. `group` numbers the haystacks.
+/// Needles at each depth (percent) of `count` haystacks of one length, with RULER's question. Only
+/// base models get the beginning of the answer. `group` numbers the haystacks.
 pub fn needle_cases(
     prompts: &Prompts<'_>,
     generator: &RulerGenerator<'_>,
@@ -219,7 +222,7 @@ pub fn needle_cases(
             let task = format!("needle_{percent:02}");
             let mut case = ruler_case(prompts, case, &task, length, seed, Some(*group))?;
             case.depth = Some(*percent as f64 / 100.0);
-            // A number of seven digits; a wrong answer need not be written to its end.
+            // The answer has seven digits; a wrong answer need not be complete.
             case.max_tokens = case.max_tokens.min(24);
             cases.push(case);
         }

@@ -1,4 +1,4 @@
-//! What can go wrong while evidence is gathered; every message says what to do about it.
+//! Errors of evaluation; every message says what to do.
 
 use oscar_engine::{EngineError, RequestError};
 use oscar_tasks::TaskError;

@@ -1,4 +1,5 @@
-//! Prompts in, answers out, through the serving engine: many sequences a step, stored prefixes shared.
+//! Prompts in, answers out, through the serving engine: many sequences in a step, shared stored
+//! prefixes.
 
 use crate::error::{EvalError, Result};
 use oscar_backend::Backend;
@@ -19,15 +20,15 @@ pub struct Job {
     pub group: Option<usize>,
 }
 
-/// What was generated, without the stop token.
+/// The generated tokens, without the stop token.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Answer {
     pub tokens: Vec<u32>,
-    /// The model ended it itself.
+    /// The model ended the answer itself.
     pub finished: bool,
 }
 
-/// A running engine that answers jobs; ends with the value.
+/// A running engine that answers jobs. It stops when this value is dropped.
 pub struct Generator {
     engine: EngineHandle,
     in_flight: usize,
@@ -46,7 +47,8 @@ impl EventSink for Forward {
 }
 
 impl Generator {
-    /// Takes the runner for itself; `in_flight` sequences are answered at once, memory permitting.
+    /// Takes ownership of the runner. `in_flight` sequences are answered at once, memory
+    /// permitting.
     pub fn start<B: Backend + 'static>(
         runner: Runner<B>,
         stop_tokens: Vec<u32>,
@@ -68,7 +70,8 @@ impl Generator {
         Ok(Self { engine, in_flight, stop_tokens })
     }
 
-    /// Answers every job; `done` hears each answer as it is complete, in no particular order.
+    /// Answers every job. `done` is called with each answer when it is complete, in no particular
+    /// order.
     pub fn answer(&self, jobs: &[Job], mut done: impl FnMut(usize, Answer) -> Result<()>) -> Result<()> {
         let (events, inbox) = channel();
         let mut waiting: Vec<usize> = (0..jobs.len()).rev().collect();
@@ -138,7 +141,8 @@ impl Drop for Generator {
     }
 }
 
-/// The first token where two answers differ, their ends counted as a token; `None` if they are the same.
+/// The first token at which two answers differ; their ends count as a token. `None` if they are
+/// equal.
 pub fn first_divergence(a: &[u32], b: &[u32]) -> Option<usize> {
     let same = a.iter().zip(b).take_while(|(x, y)| x == y).count();
     (same < a.len().max(b.len())).then_some(same)

@@ -1,8 +1,8 @@
-//! Results as they come, one JSON object a line, so that an interrupted run goes on where it stopped.
+//! Results as they arrive, one JSON object on each line, so that an interrupted run can resume.
 //!
-//! The first line names the command and the configuration; every other line is the result of one case. **Invariant:**
-//! a case is recorded once; a line that was cut off while it was written is dropped and its case runs again; results
-//! of another configuration are refused, never mixed.
+//! The first line names the command and the configuration; every other line is the result of one
+//! case. **Invariant:** a case is recorded once. A line that was cut off while it was written is
+//! dropped, and its case runs again. Results of another configuration are refused, never mixed.
 
 use crate::error::{EvalError, Result};
 use serde::Serialize;
@@ -18,14 +18,15 @@ const CASE: &str = "case";
 /// Field of the first line that names the command.
 const COMMAND: &str = "oscar";
 
-/// Results by case, kept in a file where one is given.
+/// Results by case, kept in a file if one is given.
 pub struct Journal {
     file: Option<(PathBuf, File)>,
     rows: HashMap<String, Value>,
 }
 
 impl Journal {
-    /// Opens or begins the record of `command` under `config`; without a path results live in memory only.
+    /// Opens or creates the record of `command` under `config`; without a path results live in
+    /// memory only.
     pub fn open(path: Option<&Path>, command: &str, config: &Value) -> Result<Self> {
         let Some(path) = path else { return Ok(Self { file: None, rows: HashMap::new() }) };
         let error = |source| EvalError::File { path: path.to_owned(), source };
@@ -37,7 +38,7 @@ impl Journal {
             .open(path)
             .map_err(error)?;
         let bytes = std::fs::read(path).map_err(error)?;
-        // A line without its end was being written when the program stopped.
+        // A line without an end was being written when the program stopped.
         let whole = bytes.iter().rposition(|&b| b == b'\n').map_or(0, |end| end + 1);
         let rows = read_rows(path, &bytes[..whole], command, config)?;
         file.set_len(whole as u64).map_err(error)?;
@@ -49,7 +50,7 @@ impl Journal {
         Ok(journal)
     }
 
-    /// The result of a case, if it was recorded in the form asked for.
+    /// The result of a case, if it was recorded and has the requested form.
     pub fn get<T: DeserializeOwned>(&self, case: &str) -> Option<T> {
         self.rows.get(case).and_then(|row| serde_json::from_value(row.clone()).ok())
     }
@@ -66,7 +67,7 @@ impl Journal {
         self.rows.is_empty()
     }
 
-    /// Records a case's result, at once on disk. The row must be an object.
+    /// Records a case's result on disk at once. The row must be an object.
     pub fn record(&mut self, case: &str, row: &impl Serialize) -> Result<()> {
         let mut line = Map::new();
         line.insert(CASE.to_owned(), Value::from(case));
@@ -81,7 +82,7 @@ impl Journal {
 
     fn write(&mut self, line: &Value) -> Result<()> {
         let Some((path, file)) = &mut self.file else { return Ok(()) };
-        // One write for the whole line: what an interruption cuts off is at most this line.
+        // One write for the whole line: an interruption cuts off at most this line.
         let text = format!("{line}\n");
         file.write_all(text.as_bytes())
             .and_then(|()| file.flush())

@@ -1,11 +1,12 @@
-//! Evidence: what a KV format costs in the model's own predictions and answers.
+//! Evaluation: the cost of a KV format in the model's own predictions and answers.
 //!
-//! [`ppl`] compares next-token distributions on text; [`cases`] and [`run`] ask long-context tasks, RULER and user-supplied
-//! [`benchmarks`] through the serving engine. [`journal`] keeps results, so that an interrupted run
-//! goes on.
+//! [`ppl`] compares next-token distributions on text; [`cases`] and [`run`] ask long-context tasks,
+//! RULER and user-supplied [`benchmarks`] through the serving engine. [`journal`] keeps results, so
+//! that an interrupted run can resume.
 //!
-//! **Invariant:** measures exactly what serving does: the same engine, the same window rule, teacher forcing only
-//! instead of sampling. Seeds of calibration are never used. Knows no HTTP and no command line.
+//! **Invariant:** it measures exactly what serving does: the same engine, the same window rule;
+//! only teacher forcing replaces sampling. Seeds of calibration are never used. Knows no HTTP and
+//! no command line.
 
 pub mod benchmarks;
 pub mod cases;

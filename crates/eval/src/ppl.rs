@@ -1,8 +1,8 @@
 //! Perplexity, KL divergence and top-1 agreement over text, all formats in one pass.
 //!
-//! The text is cut into windows; each window is fed to every runner chunk by chunk, and where a position is scored
-//! the runners' next-token distributions are compared with those of the first runner, the reference. Only one
-//! chunk of logits is held at a time.
+//! The text is cut into windows. Each window is fed to every runner chunk by chunk. At scored
+//! positions the runners' next-token distributions are compared with those of the first runner, the
+//! reference. Only one chunk of logits is held at a time.
 
 use oscar_backend::Backend;
 use oscar_engine::{EngineError, Logits, Runner, Sequence, StepRequest};
@@ -24,24 +24,24 @@ pub struct PplOptions {
     pub window: usize,
     /// First position of a window that is scored.
     pub score_from: usize,
-    /// Most windows, spread evenly over the text; 0 takes all that fit.
+    /// Largest number of windows, spread evenly over the text; 0 takes all that fit.
     pub limit: usize,
     /// Tokens fed at a time; the result does not depend on it.
     pub chunk: usize,
 }
 
-/// What one runner scored.
+/// The scores of one runner.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct PplResult {
     pub scored: usize,
     pub perplexity: f64,
     /// Mean KL(reference ‖ this) in nats.
     pub kl: f64,
-    /// Share of positions where the most likely token is the reference's.
+    /// Share of positions where the most likely token is the same as the reference's.
     pub top1: f64,
 }
 
-/// What one window added up to for one runner.
+/// Sums over one window for one runner.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct WindowSums {
     pub scored: usize,
@@ -50,7 +50,7 @@ pub struct WindowSums {
     pub agree: usize,
 }
 
-/// The windows that the options choose from a text.
+/// The windows of a text that the options select.
 pub fn windows<'a>(tokens: &'a [u32], options: &PplOptions) -> Result<Vec<&'a [u32]>, PplError> {
     let window = options.window;
     if options.score_from + 1 >= window {
@@ -63,12 +63,13 @@ pub fn windows<'a>(tokens: &'a [u32], options: &PplOptions) -> Result<Vec<&'a [u
     if options.limit == 0 || options.limit >= windows.len() {
         return Ok(windows);
     }
-    // Spread over the whole text, so that one kind of text does not stand for all.
+    // Spread over the whole text, so that the result does not rest on one kind of text.
     Ok((0..options.limit).map(|i| windows[i * windows.len() / options.limit]).collect())
 }
 
-/// Scores one window with every runner; the first is the reference. The sequences, one a runner, are new and hold the
-/// window afterwards. `progress` hears how many tokens are done.
+/// Scores one window with every runner; the first is the reference. The sequences, one for each
+/// runner, are new and hold the window afterwards. `progress` is called with the number of finished
+/// tokens.
 pub fn score_window<B: Backend>(
     runners: &mut [&mut Runner<B>],
     sequences: &mut [Sequence],
@@ -80,7 +81,8 @@ pub fn score_window<B: Backend>(
     let (mut reference, mut logits) = (Reference::default(), Vec::new());
     let mut start = 0;
     for chunk in tokens.chunks(options.chunk.max(1)) {
-        // Position t predicts token t + 1; a window's last position predicts nothing in it.
+        // Position t predicts token t + 1; the last position of a window predicts nothing inside
+        // it.
         let end = start + chunk.len();
         let scored = options.score_from.max(start)..end.min(tokens.len() - 1);
         reference.clear();
@@ -130,7 +132,7 @@ impl Reference {
         self.most_likely.push(argmax(row));
     }
 
-    /// KL(reference ‖ row) of a position, and whether both find the same token most likely.
+    /// KL(reference ‖ row) of a position, and whether both have the same most likely token.
     fn compare(&self, index: usize, row: &[f32]) -> (f64, bool) {
         let range = index * row.len()..(index + 1) * row.len();
         let kl = divergence(&self.probabilities[range.clone()], &self.log_probabilities[range], row);

@@ -1,4 +1,4 @@
-//! Text to token ids, as the model wants to be asked.
+//! Text to token ids, in the form that the model expects.
 
 use crate::error::{EvalError, Result};
 use oscar_tasks::Turn;
@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 #[derive(Clone, Copy)]
 pub struct Prompts<'a> {
     text: &'a ModelText,
-    /// Plain text for a base model instead of the chat template.
+    /// Text without a chat template, for a base model.
     raw: bool,
 }
 
@@ -18,12 +18,13 @@ impl<'a> Prompts<'a> {
         Self { text, raw }
     }
 
-    /// Plain text is asked for, or the model knows nothing else.
+    /// Whether prompts are raw text: because the caller asked for it, or because the model has no
+    /// chat template.
     pub fn is_raw(&self) -> bool {
         self.raw || self.text.chat.is_none()
     }
 
-    /// Tokens of a text, nothing added; 0 where it cannot be encoded.
+    /// Tokens of a text without additions; 0 if it cannot be encoded.
     pub fn count(&self, text: &str) -> usize {
         self.text.tokenizer.encode(text, false).map_or(0, |tokens| tokens.len())
     }
@@ -36,7 +37,8 @@ impl<'a> Prompts<'a> {
         Ok(self.text.tokenizer.encode(&text, false)?)
     }
 
-    /// A question with the beginning of its answer, which the model continues: in the chat template, or as one plain text.
+    /// A question with the beginning of its answer, which the model continues: in the chat
+    /// template, or as raw text.
     pub fn continued(&self, question: &str, beginning: &str) -> Result<Vec<u32>> {
         if self.is_raw() {
             return Ok(self.text.tokenizer.encode(&format!("{question}{beginning}"), true)?);
@@ -47,11 +49,11 @@ impl<'a> Prompts<'a> {
 
     /// Tokens that [`Prompts::continued`] adds around question and beginning.
     pub fn overhead(&self) -> Result<usize> {
-        // Two texts that cannot merge with what stands around them.
+        // Two texts that cannot merge with their surroundings into one token.
         Ok(self.continued("x", "")?.len())
     }
 
-    /// What was generated, as text.
+    /// The generated tokens as text.
     pub fn decode(&self, tokens: &[u32]) -> Result<String> {
         Ok(self.text.tokenizer.decode(tokens, true)?)
     }

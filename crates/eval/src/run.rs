@@ -1,4 +1,4 @@
-//! Every case under every format, BF16 first: what is recorded is not asked again.
+//! Every case under every format, BF16 first. Recorded cases are not asked again.
 
 use crate::cases::Case;
 use crate::error::Result;
@@ -28,14 +28,15 @@ pub struct Row {
     /// The model ended its answer itself.
     pub finished: bool,
     pub answer: String,
-    /// What is right.
+    /// The expected answer.
     #[serde(default)]
     pub expected: String,
     pub tokens: Vec<u32>,
-    /// Whether the answer is BF16's, token for token; absent for BF16 itself and for sampled answers.
+    /// Whether the answer equals BF16's, token for token; absent for BF16 itself and for sampled
+    /// answers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub same_as_bf16: Option<bool>,
-    /// The first token that is not BF16's.
+    /// Position of the first token that differs from BF16's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub first_divergence: Option<usize>,
 }
@@ -45,15 +46,15 @@ pub fn row_key(kv: &str, case: &Case) -> String {
     format!("{kv}/{}", case.key())
 }
 
-/// A format to be measured: its name, its bits, and how its engine is started when it is needed.
+/// A format to measure: its name, its bits, and how its engine is started.
 pub struct Method<'a> {
     pub kv: String,
     pub bits: f64,
     pub start: Box<dyn Fn() -> Result<Generator> + 'a>,
 }
 
-/// Answers all cases under all methods, in their order, recording each; returns the rows by method and case.
-/// `progress` hears the method and that one more case is done.
+/// Answers all cases under all methods, in their order, and records each. Returns the rows by
+/// method and case. `progress` is called with the method after each case.
 pub fn run_cases(
     cases: &[Case],
     methods: &[Method<'_>],
@@ -107,7 +108,7 @@ fn make_row(
     sandbox: Option<&Sandbox>,
 ) -> Result<Row> {
     let text = prompts.decode(&answer.tokens)?;
-    // Two samples differ for many reasons; only greedy answers tell what the cache did.
+    // Sampled answers differ for many reasons; only greedy answers show the effect of the cache.
     let reference = reference.filter(|_| case.sampling.temperature == 0.0);
     let divergence = reference.map(|r| first_divergence(&answer.tokens, &r.tokens));
     Ok(Row {
@@ -136,13 +137,13 @@ pub struct Summary {
     pub bits: f64,
     pub context: usize,
     pub task: String,
-    /// Mean score, 0 to 1: exact match, RULER's score or pass@1, whichever the task has.
+    /// Mean score, 0 to 1: exact match, RULER's score or pass@1, depending on the task.
     pub accuracy: f64,
     pub n: usize,
-    /// Share of answers that are BF16's token for token.
+    /// Share of answers that equal BF16's, token for token.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub same_as_bf16: Option<f64>,
-    /// Mean position of the first token that is not BF16's, over answers that have one.
+    /// Mean position of the first token that differs from BF16's, over answers that have one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub first_divergence: Option<f64>,
 }

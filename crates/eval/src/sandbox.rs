@@ -1,8 +1,9 @@
-//! Runs a model's code to test it: only when the user allows it, in a process of its own, without network, with limits
-//! of time, memory and file size.
+//! Runs a model's code to test it: only if the user allows it, in a process of its own, without
+//! network, with limits of time, memory and file size.
 //!
-//! The limits come from `unshare` (network and process namespaces) and the shell's `ulimit`. Where the system refuses
-//! them nothing is run: there is no weaker mode. **Not** shielded: files that the user may read or write.
+//! The limits come from `unshare` (network and process namespaces) and the shell's `ulimit`. If the
+//! system refuses them, nothing is run: there is no weaker mode. **Not** protected: files that the
+//! user may read or write.
 
 use crate::error::{EvalError, Result};
 use std::os::unix::process::CommandExt;
@@ -42,7 +43,7 @@ impl Sandbox {
                  are needed; run on such a machine, e.g. in a container with --security-opt seccomp=unconfined"
             ))
         };
-        // The check itself: isolated code sees no network interface but its own loopback.
+        // The check: isolated code sees no network interface except its own loopback.
         let probe = "import socket\nassert [n for _, n in socket.if_nameindex()] == ['lo'], 'network'\n";
         match sandbox.run(probe) {
             Ok(true) => Ok(sandbox),
@@ -67,7 +68,8 @@ impl Sandbox {
             FILE_BYTES / 512,
         );
         let path = std::env::var_os("PATH").unwrap_or_else(|| "/usr/bin:/bin".into());
-        // A process namespace of its own: when its first process dies, everything the code started dies too.
+        // A process namespace of its own: when its first process dies, everything the code started
+        // dies too.
         let mut child = Command::new("unshare")
             .args(["--map-root-user", "--net", "--pid", "--fork", "--kill-child", "--", "sh", "-c", &limits])
             .current_dir(dir.path())

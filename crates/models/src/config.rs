@@ -1,7 +1,8 @@
-//! `config.json` of any supported family, lowered into the one [`DecoderConfig`] the rest of the code reads.
+//! `config.json` of any supported family, lowered into the one [`DecoderConfig`] the rest of the
+//! code reads.
 //!
-//! Invariant: a `DecoderConfig` obtained here has passed [`DecoderConfig::validate`]; every size is positive,
-//! heads divide evenly, and the model attends to its whole context.
+//! Invariant: a `DecoderConfig` obtained here has passed [`DecoderConfig::validate`]; every size is
+//! positive, heads divide evenly, and the model attends to its whole context.
 
 use serde::Deserialize;
 use serde_json::Value;
@@ -45,7 +46,8 @@ impl Family {
         }
     }
 
-    /// `architectures` decides when present: `model_type` is shared by chat, classifier and reward heads.
+    /// `architectures` decides when present: `model_type` is shared by chat, classifier and reward
+    /// heads.
     fn detect(header: &Header) -> Result<Self, LoadError> {
         let architecture = header.architectures.as_deref().unwrap_or_default().first();
         let found = match (architecture, &header.model_type) {
@@ -66,7 +68,7 @@ impl Family {
     }
 }
 
-/// What a decoder-only transformer needs to be run, whatever its family.
+/// Everything that running a decoder-only transformer needs, for any family.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DecoderConfig {
     pub family: Family,
@@ -90,13 +92,13 @@ pub struct DecoderConfig {
     /// The output projection is the embedding table.
     pub tie_word_embeddings: bool,
     pub max_position_embeddings: usize,
-    /// Only ever a window no smaller than `max_position_embeddings`, so it never masks anything.
+    /// Always at least `max_position_embeddings`, so it never masks anything.
     pub sliding_window: Option<usize>,
     pub eos_token_ids: Vec<u32>,
     pub bos_token_id: Option<u32>,
-    /// What the file says its weights are; the tensors themselves decide.
+    /// The weight dtype that the file states; the tensors themselves decide.
     pub dtype: Option<WeightDtype>,
-    /// The file says that matrices may be FP8 with scales; the tensors themselves decide which.
+    /// The file says that matrices may be FP8 with scales; the tensors decide which.
     pub fp8_weights: bool,
 }
 
@@ -150,9 +152,10 @@ impl DecoderConfig {
         self.kv_heads * self.head_dim
     }
 
-    /// Refuses sizes that no forward pass could use, and those that only a corrupt file states.
+    /// Refuses sizes that no forward pass can use, and sizes that only a corrupt file states.
     pub fn validate(&self) -> Result<(), LoadError> {
-        // Generous bounds that keep every product of two sizes inside 64 bits and every list of layers short.
+        // Generous bounds that keep every product of two sizes inside 64 bits and every list of
+        // layers short.
         const LARGEST_SIZE: usize = 1 << 26;
         const MOST_LAYERS: usize = 4096;
         // Positions are multiplied as f32, exact up to here.

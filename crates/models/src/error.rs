@@ -1,4 +1,5 @@
-//! The one error type of loading. Every message says what was wrong, in which file, and what to do about it.
+//! The one error type of loading. Every message says what was wrong, in which file, and what to do
+//! about it.
 
 use std::fmt;
 use std::io;
@@ -106,8 +107,8 @@ impl LoadError {
     }
 }
 
-/// Findings shown one a line: the first few in full, the rest as a count, so that one error names every kind of
-/// problem without flooding a terminal.
+/// Findings shown one a line: the first few in full, the rest as a count, so that one error names
+/// every kind of problem without flooding a terminal.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LineList(pub Vec<String>);
 

@@ -1,15 +1,17 @@
-//! Which model is this? A digest that ties files computed from a model (rotations, widths) to its weights.
+//! A digest of the model that ties files computed from it (rotations, widths) to its weights.
 //!
-//! SHA-256 over, for every tensor in name order: name, dtype and shape, then the data of small tensors whole and
-//! of large ones [`SAMPLES`] evenly spaced blocks, the first and last bytes included. So a different size, a
-//! renamed tensor or a fine-tuned weight changes it, while an 8-billion-parameter model costs a read of some
-//! 25 MB. It identifies; it does not authenticate: a change confined to bytes between the blocks goes unseen.
+//! SHA-256 over, for every tensor in name order: name, dtype and shape, then the whole data of
+//! small tensors, and of large ones [`SAMPLES`] evenly spaced blocks, including the first and last
+//! bytes. A different size, a renamed tensor or a fine-tuned weight changes it, while an
+//! 8-billion-parameter model costs a read of about 25 MB. It identifies and does not authenticate:
+//! a change confined to bytes between the blocks goes unseen.
 //!
 //! Frozen: rotation files carry these digests, so any change here needs a new [`DOMAIN`].
 
 use sha2::{Digest, Sha256};
 
-/// DO NOT CHANGE without changing what follows: names the recipe, so that two recipes never agree by chance.
+/// DO NOT CHANGE without changing the recipe: it names the recipe, so that two recipes never agree
+/// by chance.
 const DOMAIN: &[u8] = b"oscar weights fingerprint v1";
 /// Blocks taken from a tensor too large to be read whole.
 const SAMPLES: usize = 16;
@@ -42,7 +44,8 @@ fn update_with_length(hash: &mut Sha256, bytes: &[u8]) {
     hash.update(bytes);
 }
 
-/// Where the blocks of a tensor of this many bytes begin: back to back if they cover it, else spread evenly.
+/// Where the blocks of a tensor of this many bytes begin: back to back if they cover it, else
+/// spread evenly.
 fn block_starts(bytes: usize) -> Vec<usize> {
     if bytes <= SAMPLES * BLOCK {
         return (0..bytes).step_by(BLOCK).collect();
@@ -62,8 +65,8 @@ mod tests {
 
     #[test]
     fn the_recipe_is_frozen() {
-        // Python: hashlib.sha256(DOMAIN + q(1)+b"w" + q(3)+b"F32" + q(1)+q(2) + bytes(range(8))).hexdigest()
-        // with q(n) = struct.pack("<Q", n).
+        // Python: hashlib.sha256(DOMAIN + q(1)+b"w" + q(3)+b"F32" + q(1)+q(2) +
+        // bytes(range(8))).hexdigest() with q(n) = struct.pack("<Q", n).
         let bytes: Vec<u8> = (0..8).collect();
         assert_eq!(of("w", &[2], &bytes), "aba22245b2bd66fde36439b6ce6764df2b53d7d572c3e4b71ab145db703ec16b");
     }

@@ -1,8 +1,9 @@
 //! FP8 checkpoints (`quant_method: "fp8"`): matrices of E4M3 codes beside their scales.
 //!
-//! A matrix `X.weight` has `X.weight_scale_inv` or `X.weight_scale`: one scale for each block of 128 × 128 weights, or
-//! one for all of it. Either name holds what a code is multiplied by. How activations were quantized where the checkpoint
-//! was made (`activation_scheme`, `input_scale`) does not matter here: we multiply with activations as they are.
+//! A matrix `X.weight` has `X.weight_scale_inv` or `X.weight_scale`: one scale for each block of
+//! 128 × 128 weights, or one for the whole matrix. Both names hold the factor of a code. How the
+//! checkpoint's authors quantized activations (`activation_scheme`, `input_scale`) does not matter:
+//! activations are not quantized here.
 
 use std::borrow::Cow;
 
@@ -12,11 +13,11 @@ use serde_json::Value;
 use crate::error::LoadError;
 use crate::tensor::TensorView;
 
-/// Endings of the names that stand beside `.weight` in FP8 checkpoints.
+/// Endings of the tensor names that FP8 checkpoints have beside `.weight`.
 pub(crate) const SCALE_ENDINGS: [&str; 2] = [".weight_scale_inv", ".weight_scale"];
 const INPUT_SCALE_ENDING: &str = ".input_scale";
 
-/// Refuses every `quantization_config` but those of FP8 weights that we read.
+/// Refuses every `quantization_config` except those of FP8 weights that are supported.
 pub(crate) fn check_config(quantization: &Value) -> Result<(), LoadError> {
     let text = |field: &str| quantization.get(field).and_then(Value::as_str);
     let method = text("quant_method").unwrap_or("unnamed method");
@@ -47,12 +48,12 @@ pub(crate) fn scale_names(weight: &str) -> impl Iterator<Item = String> {
     SCALE_ENDINGS.into_iter().map(move |ending| format!("{stem}{ending}"))
 }
 
-/// Is this tensor no parameter of the model but belongs to the quantization of one?
+/// Whether this tensor belongs to the quantization of a parameter and is no parameter itself.
 pub(crate) fn belongs_to_quantization(name: &str) -> bool {
     SCALE_ENDINGS.iter().any(|ending| name.ends_with(ending)) || name.ends_with(INPUT_SCALE_ENDING)
 }
 
-/// The scale of every block of a matrix, or what is wrong with the tensor that should hold them.
+/// The scale of every block of a matrix, or a description of what is wrong with the scale tensor.
 pub(crate) fn block_scales(matrix: &[usize], scales: &TensorView<'_>) -> Result<Vec<f32>, String> {
     let &[outputs, inputs] = matrix else { return Err("only matrices are read in FP8".into()) };
     let grid = [fp8_blocks(outputs), fp8_blocks(inputs)];
@@ -72,7 +73,7 @@ pub(crate) fn block_scales(matrix: &[usize], scales: &TensorView<'_>) -> Result<
     }
 }
 
-/// An FP8 matrix with a scale for every block: as it lies in the file, or quantized just now.
+/// An FP8 matrix with a scale for every block: from the file, or quantized while loading.
 #[derive(Debug)]
 pub struct Fp8Weights<'a> {
     pub(crate) shape: &'a [usize],
@@ -81,7 +82,7 @@ pub struct Fp8Weights<'a> {
 }
 
 impl<'a> Fp8Weights<'a> {
-    /// What an FP8 checkpoint would hold of this matrix; `None` if some weight is no number.
+    /// The matrix as an FP8 checkpoint would hold it; `None` if some weight is NaN.
     pub(crate) fn quantize(view: &TensorView<'a>) -> Option<Self> {
         let weights = view.to_f32_vec();
         if !weights.iter().all(|w| w.is_finite()) {
@@ -101,9 +102,9 @@ impl<'a> Fp8Weights<'a> {
     }
 }
 
-/// Does any code stand for NaN?
+/// Whether any code is NaN.
 pub(crate) fn holds_nan(codes: &[u8]) -> bool {
-    // Whole chunks without a way out are compared many at a time.
+    // Whole chunks without an early exit, so that the compiler compares many codes at a time.
     codes.chunks(4096).any(|chunk| chunk.iter().fold(false, |found, code| found | (code & 0x7f == 0x7f)))
 }
 

@@ -11,10 +11,10 @@ use crate::source::ModelSource;
 
 const FILE: &str = "generation_config.json";
 
-/// Recommended sampling; what is `None` is the caller's choice.
+/// Recommended sampling; the caller chooses where a field is `None`.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct GenerationConfig {
-    /// `false` recommends greedy decoding, whatever the temperature.
+    /// `false` recommends greedy decoding, regardless of the temperature.
     pub do_sample: Option<bool>,
     pub temperature: Option<f32>,
     pub top_p: Option<f32>,

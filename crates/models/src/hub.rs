@@ -1,7 +1,7 @@
 //! Downloading a model from the Hugging Face hub into the local cache (feature `hub`).
 //!
-//! Invariant: all files come from one commit, and the cache's reference to that commit is written only after the
-//! last file has arrived, so an interrupted download is never mistaken for a model.
+//! Invariant: all files come from one commit, and the cache's reference to that commit is written
+//! only after the last file has arrived, so an interrupted download is never mistaken for a model.
 
 use hf_hub::api::Progress;
 use hf_hub::api::sync::{Api, ApiBuilder, ApiError, ApiRepo};
@@ -13,7 +13,7 @@ use crate::hub_files::{Selection, select, shards};
 use crate::source::{ModelName, ModelSource, cache_folders};
 use crate::weights::INDEX_FILE;
 
-/// Told how a download proceeds; the command line draws its bar from this.
+/// Receives the progress of a download; the command line draws its bar from this.
 pub trait DownloadProgress {
     /// A file of this many bytes begins. Files already in the cache are not announced.
     fn begin_file(&mut self, file: &str, bytes: u64);
@@ -41,12 +41,13 @@ pub fn resolve_or_download(
     }
 }
 
-/// Downloads what serving needs: configuration, tokenizer, chat template and safetensors.
+/// Downloads the files that serving needs: configuration, tokenizer, chat template and safetensors.
 pub fn download(model: &ModelName, progress: &mut dyn DownloadProgress) -> Result<ModelSource, LoadError> {
     Hub::from_environment(&model.repository)?.download(model, progress)
 }
 
-/// Downloads the files of a repository that `wanted` picks from its listing; returns the folder that holds them.
+/// Downloads the files of a repository that `wanted` picks from its listing; returns the folder
+/// that holds them.
 pub fn download_files(
     repository: &str,
     wanted: impl FnOnce(&[String]) -> Vec<String>,
@@ -62,7 +63,8 @@ struct Hub {
 }
 
 impl Hub {
-    /// `HF_ENDPOINT` and `HF_TOKEN` are honoured, and the token file `hf auth login` leaves beside the cache.
+    /// Uses `HF_ENDPOINT`, `HF_TOKEN`, and the token file that `hf auth login` leaves beside the
+    /// cache.
     fn from_environment(what: &str) -> Result<Self, LoadError> {
         let cache = cache_folders(|variable| std::env::var_os(variable)).into_iter().next();
         Self::new(what, cache, std::env::var("HF_ENDPOINT").ok(), std::env::var("HF_TOKEN").ok())
@@ -153,13 +155,13 @@ impl Hub {
         Fetcher { remote: self.api.repo(pinned.clone()), local: self.cache.repo(pinned), progress }
     }
 
-    /// Makes the revision known, now that its files are here.
+    /// Publishes the revision in the cache, now that its files are complete.
     fn finish(&self, named: Repo, commit: &str) -> Result<(), LoadError> {
         self.cache.repo(named).create_ref(commit).map_err(|error| LoadError::io(self.cache.path(), error))
     }
 }
 
-/// What a revision of a repository holds.
+/// The files of one revision of a repository.
 struct Listing {
     named: Repo,
     commit: String,
@@ -190,7 +192,8 @@ impl Fetcher<'_> {
     }
 }
 
-/// Our progress trait under the name `hf-hub` calls. It begins a file twice; we say so once.
+/// Our progress trait under the name that `hf-hub` calls. It begins a file twice; we report it
+/// once.
 struct ForwardedProgress<'a> {
     told: &'a mut dyn DownloadProgress,
     begun: bool,

@@ -1,4 +1,5 @@
-//! Which files of a hub repository a model needs. Pure selection: no network here, so it is tested without one.
+//! Which files of a hub repository a model needs. Pure selection: no network here, so it is tested
+//! without one.
 
 use crate::error::LoadError;
 use crate::weights::{INDEX_FILE, SINGLE_FILE, ShardIndex};
@@ -17,14 +18,15 @@ const SMALL_FILES: [&str; 10] = [
     "chat_template.json",
 ];
 
-/// What to fetch first, and whether the weights are yet to be looked up in the index among it.
+/// The files to fetch first, and whether an index among them must be read to find the weights.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Selection {
     pub(crate) files: Vec<String>,
     pub(crate) sharded: bool,
 }
 
-/// Chooses from a repository's listing. One whole weight file is preferred to shards, as when opening.
+/// Chooses from a repository's listing. One whole weight file is preferred to shards, as when
+/// opening.
 pub(crate) fn select(repository: &str, listing: &[String]) -> Result<Selection, LoadError> {
     let listed = |name: &str| listing.iter().any(|file| file == name);
     let missing = |file: &str| LoadError::MissingFile { place: repository.to_owned(), file: file.to_owned() };

@@ -1,11 +1,13 @@
-//! Loading decoder language models from the files Hugging Face publishes.
+//! Loading decoder language models from the files that Hugging Face publishes.
 //!
-//! The path through this crate: a [`ModelSource`] says where the files are, [`DecoderConfig::load`] lowers the
-//! family's `config.json` into one description every family shares, [`Weights::open`] maps the safetensors
-//! without copying them, and [`Weights::check`] proves the two agree before any memory is spent.
+//! The path through this crate: a [`ModelSource`] says where the files are, [`DecoderConfig::load`]
+//! lowers the family's `config.json` into one description that all families share,
+//! [`Weights::open`] maps the safetensors without copying them, and [`Weights::check`] proves that
+//! the two agree before any memory is spent.
 //!
-//! Invariant: nothing here knows requests, devices or HTTP serving. A model that loads is one whose full
-//! attention, rotary scaling and activation we compute exactly; anything else is refused by name.
+//! Invariant: nothing here knows requests, devices or HTTP serving. A model that loads is one whose
+//! full attention, rotary scaling and activation we compute exactly; anything else is refused by
+//! name.
 
 mod config;
 mod error;

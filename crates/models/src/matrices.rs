@@ -1,9 +1,9 @@
-//! The matrices of a layer as devices get them: projections that read the same rows stacked into one, in the numbers of the
-//! checkpoint, in FP8 or expanded.
+//! The matrices of a layer in the form that devices get: projections with the same input are
+//! stacked into one, in the checkpoint's format, in FP8 or expanded.
 //!
-//! FP8 stays FP8 unless something is folded into the matrix (the value rotation, in attention's), or its parts are not all
-//! FP8, or blocks of 128 rows would reach over the seam between two parts. [`Weights::delivered`] is that rule; loading and
-//! `oscar plan` both ask it.
+//! FP8 stays FP8, with three exceptions: the value rotation is folded into the matrix (attention),
+//! not all parts are FP8, or blocks of 128 rows would cross the seam between two parts.
+//! [`Weights::delivered`] is that rule; loading and `oscar plan` both use it.
 
 use half::{bf16, f16};
 use oscar_backend::{
@@ -39,7 +39,7 @@ impl LayerMatrix {
         }
     }
 
-    /// The projections it is stacked of.
+    /// The projections that it stacks.
     pub fn projections(self) -> &'static [Projection] {
         match self {
             Self::QueryKeyValue => &[Projection::Query, Projection::Key, Projection::Value],
@@ -55,18 +55,18 @@ impl LayerMatrix {
         shapes.fold([0, 0], |[rows, _], [more, columns]| [rows + more, columns])
     }
 
-    /// Is the value rotation of a cache folded into it?
+    /// Whether the value rotation of a cache is folded into it.
     fn carries_rotation(self) -> bool {
         matches!(self, Self::QueryKeyValue | Self::Output)
     }
 }
 
-/// What a device makes of the weights it gets.
+/// How a device stores weights.
 #[derive(Debug, Clone, Copy)]
 pub struct Holding {
-    /// FP8 stays FP8; otherwise it is expanded.
+    /// Whether FP8 matrices stay FP8; otherwise they are expanded.
     pub fp8: bool,
-    /// Bytes of an element of everything else.
+    /// Bytes of an element of all other matrices.
     pub element_bytes: usize,
 }
 
@@ -94,7 +94,8 @@ impl MatrixView<'_> {
 }
 
 impl Weights {
-    /// The numbers in which a device gets a matrix; `rotated` says that a value rotation is folded into attention's.
+    /// The format in which a device gets a matrix. `rotated`: a value rotation is folded into
+    /// attention's matrices.
     pub fn delivered(
         &self,
         config: &DecoderConfig,
@@ -114,7 +115,7 @@ impl Weights {
         if stays { WeightFormat::Fp8 } else { WeightFormat::Bf16 }
     }
 
-    /// The head's, where it has weights of its own.
+    /// The format of the head, if it has weights of its own.
     fn delivered_head(&self) -> WeightFormat {
         let stays = self.wanted() != Some(WeightFormat::Bf16) && self.is_fp8(&self.names().lm_head());
         if stays { WeightFormat::Fp8 } else { WeightFormat::Bf16 }
@@ -141,7 +142,7 @@ impl Weights {
         total as u64 + 4 * self.vector_elements()
     }
 
-    /// Which matrices stay FP8 and which do not, in a line; `None` if there is nothing to say about FP8.
+    /// Which matrices stay FP8 and which do not, in one line; `None` if no matrix is FP8.
     pub fn describe_fp8(&self, config: &DecoderConfig, rotated: bool, multiplied: bool) -> Option<String> {
         let of = |matrix| (0..config.layers).map(move |layer| self.delivered(config, layer, matrix, rotated));
         let (mut kept, mut expanded) = (Vec::new(), Vec::new());
@@ -170,7 +171,8 @@ impl Weights {
             (true, _) => format!("{} (activations are not quantized)", kept.join(", ")),
             (false, _) => format!("{}, expanded on this device", kept.join(", ")),
         };
-        // What is quantized now is so everywhere, as in a checkpoint: the same answers whatever is kept.
+        // With `--weights fp8` every projection is quantized, as in a checkpoint, so answers do not
+        // depend on which matrices stay FP8.
         let rest = match expanded.is_empty() || kept.is_empty() {
             true => String::new(),
             false => format!("; expanded: {}", expanded.join(", ")),
@@ -179,7 +181,7 @@ impl Weights {
     }
 }
 
-/// A matrix of a layer with its bias, brought onto the device as it is.
+/// Puts a matrix of a layer, with its bias, onto the device unchanged.
 pub(crate) fn prepare<B: Backend>(
     backend: &B,
     config: &DecoderConfig,
@@ -194,7 +196,7 @@ pub(crate) fn prepare<B: Backend>(
     stacked(backend, weights, &names, bias.as_deref(), format)
 }
 
-/// The output head of a model that has one of its own.
+/// The output head, for models with one of their own.
 pub(crate) fn prepare_head<B: Backend>(backend: &B, weights: &Weights) -> Result<B::Matrix, BuildError> {
     stacked(backend, weights, &[weights.names().lm_head()], None, weights.delivered_head())
 }
@@ -225,7 +227,7 @@ pub(crate) fn biases(
     Ok(Some(all))
 }
 
-/// Several matrices of equal width as one, their outputs after each other.
+/// Several matrices of equal width as one; their outputs follow each other.
 fn stacked<B: Backend>(
     backend: &B,
     weights: &Weights,

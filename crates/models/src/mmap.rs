@@ -1,6 +1,6 @@
 //! Read-only mapping of weight files: the crate's only `unsafe`, one call.
 //!
-//! Invariant: a [`FileBytes`] never changes length; what it derefs to lives as long as it does.
+//! Invariant: a [`FileBytes`] never changes length, and its slice lives as long as it does.
 
 use std::fs::File;
 use std::io;
@@ -31,11 +31,11 @@ impl Deref for FileBytes {
 #[allow(unsafe_code)]
 pub(crate) fn map_file(path: &Path) -> io::Result<FileBytes> {
     let file = File::open(path)?;
-    // SAFETY: the mapping is read-only and owned by the returned value, so nothing can write through it and no
-    // slice outlives it. What we cannot rule out is someone changing the file while it is mapped:
-    // overwritten bytes would appear here, and a truncated file would raise SIGBUS on access. Downloaders
-    // replace files by rename, which leaves an existing mapping intact; editing a served checkpoint in place is
-    // documented as unsupported.
+    // SAFETY: the mapping is read-only and owned by the returned value, so nothing can write
+    // through it and no slice outlives it. One thing cannot be ruled out: someone changes the file
+    // while it is mapped. Overwritten bytes would appear here, and a truncated file would raise
+    // SIGBUS on access. Downloaders replace files by rename, which leaves an existing mapping
+    // intact; editing a served checkpoint in place is documented as unsupported.
     let map = unsafe { Mmap::map(&file)? };
     Ok(FileBytes::Mapped(map))
 }

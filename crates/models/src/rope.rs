@@ -1,15 +1,16 @@
 //! Rotary position embedding: frequencies, the scalings that stretch them, and the cos/sin table.
 //!
-//! Follows Hugging Face transformers (`modeling_rope_utils.py`): plain RoPE (arXiv 2104.09864), linear
-//! interpolation, Llama 3's wavelength bands, and YaRN (arXiv 2309.00071). Frequencies are evaluated in f64 and
-//! rounded once; angles are `f32(position) * f32(frequency)`, as transformers forms them.
+//! Follows Hugging Face transformers (`modeling_rope_utils.py`): RoPE without scaling (arXiv
+//! 2104.09864), linear interpolation, Llama 3's wavelength bands, and YaRN (arXiv 2309.00071).
+//! Frequencies are evaluated in f64 and rounded once; angles are `f32(position) * f32(frequency)`,
+//! as in transformers.
 //!
-//! Invariant: no scaling here depends on the length of a request, so a cached key stays valid for ever.
-//! Convention: half-split ("NeoX"): element `i` is paired with element `i + head_dim / 2`.
+//! Invariant: no scaling here depends on the length of a request, so a cached key stays valid for
+//! ever. Convention: half-split ("NeoX"): element `i` is paired with element `i + head_dim / 2`.
 
 use std::f64::consts::PI;
 
-/// How the plain frequencies are stretched for contexts longer than those trained on.
+/// How frequencies are stretched for contexts longer than those of training.
 #[derive(Debug, Clone, PartialEq)]
 pub enum RopeScaling {
     None,
@@ -24,14 +25,14 @@ pub enum RopeScaling {
         high_freq_factor: f64,
         original_max_position_embeddings: usize,
     },
-    /// Like `Llama3` with the blend linear in the dimension index, plus a factor on cos and sin that sharpens
-    /// attention.
+    /// Like `Llama3` with the blend linear in the dimension index, plus a factor on cos and sin
+    /// that sharpens attention.
     Yarn {
         factor: f64,
         original_max_position_embeddings: usize,
-        /// Dimensions turning more often than this over the original context are kept.
+        /// Dimensions that turn more often than this over the original context are kept.
         beta_fast: f64,
-        /// Dimensions turning less often than this are fully interpolated.
+        /// Dimensions that turn less often than this are fully interpolated.
         beta_slow: f64,
         /// Overrides the factor derived from `factor` and the two mscales.
         attention_factor: Option<f64>,
@@ -50,7 +51,7 @@ pub struct RopeConfig {
 }
 
 impl RopeConfig {
-    /// Plain RoPE with this base.
+    /// RoPE with this base and no scaling.
     pub fn plain(theta: f64) -> Self {
         Self { theta, scaling: RopeScaling::None }
     }
@@ -186,7 +187,7 @@ impl RopeTable {
         &self.sin[position * self.half..][..self.half]
     }
 
-    /// All cos rows, position-major: what a backend uploads.
+    /// All cos rows, position-major, for upload to a device.
     pub fn cos_rows(&self) -> &[f32] {
         &self.cos
     }
@@ -196,7 +197,7 @@ impl RopeTable {
         &self.sin
     }
 
-    /// Rotates one head in place; the definition of the convention kernels must reproduce.
+    /// Rotates one head in place. This is the definition that kernels must reproduce.
     pub fn rotate(&self, head: &mut [f32], position: usize) {
         let (first, second) = head.split_at_mut(self.half);
         let (cos, sin) = (self.cos(position), self.sin(position));
@@ -236,9 +237,10 @@ mod tests {
         }
     }
 
-    // The expected numbers of the next three tests come from a separate Python script that writes each published
-    // formula with `math` in double precision (Llama 3's as three wavelength branches, YaRN's as correction range
-    // and ramp) and rounds the result to single precision with `struct.pack('f', x)`.
+    // The expected numbers of the next three tests come from a separate Python script that writes
+    // each published formula with `math` in double precision (Llama 3's as three wavelength
+    // branches, YaRN's as correction range and ramp) and rounds the result to single precision with
+    // `struct.pack('f', x)`.
 
     #[test]
     fn llama3_matches_the_python_reference() {

@@ -1,6 +1,7 @@
 //! The rotary fields of `config.json`, in both spellings, lowered into a [`RopeConfig`].
 //!
-//! Older files carry `rope_theta` beside `rope_scaling`; newer ones put everything under `rope_parameters`.
+//! Older files carry `rope_theta` beside `rope_scaling`; newer ones put everything under
+//! `rope_parameters`.
 
 use serde::Deserialize;
 use serde_json::{Map, Value};
@@ -19,7 +20,7 @@ pub(crate) struct RopeFields {
     partial_rotary_factor: Option<f64>,
 }
 
-/// The union of what the supported scalings may state.
+/// All fields of the supported scalings.
 #[derive(Debug, Default, Deserialize)]
 struct ScalingFields {
     rope_type: Option<String>,
@@ -115,8 +116,9 @@ impl Lowering {
         if original == 0 {
             return Err(self.error("original_max_position_embeddings", "must be positive"));
         }
-        // A stated factor wins, as in current transformers; some 4.x releases recomputed it from the two context
-        // lengths, which contradicts the published long-context instructions of Qwen.
+        // A stated factor wins, as in current transformers; some 4.x releases recomputed it from
+        // the two context lengths, which contradicts the published long-context instructions of
+        // Qwen.
         let ratio = fields
             .original_max_position_embeddings
             .map(|original| self.max_position_embeddings as f64 / original as f64);

@@ -32,7 +32,7 @@ pub fn shape(name: &str) -> Option<DecoderConfig> {
         output_bias: false,
         mlp_bias: false,
         tie_word_embeddings: tied,
-        // The benchmarks go beyond what the models were trained for.
+        // Benchmarks use longer contexts than the models were trained for.
         max_position_embeddings: 1 << 20,
         sliding_window: None,
         eos_token_ids: vec![151_645],
@@ -43,7 +43,8 @@ pub fn shape(name: &str) -> Option<DecoderConfig> {
 }
 
 impl DecoderConfig {
-    /// Parameters of the matrices that every token is multiplied with: all but the embedding, unless it is the head.
+    /// Parameters of the matrices that multiply every token: all except the embedding, unless it is
+    /// also the head.
     pub fn matrix_parameters(&self) -> usize {
         let attention = self.hidden_size * (2 * self.query_width() + 2 * self.kv_width());
         let mlp = 3 * self.hidden_size * self.intermediate_size;

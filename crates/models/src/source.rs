@@ -3,8 +3,8 @@
 //! A folder is given by path or found by name in the local Hugging Face cache
 //! (`models--org--name/refs/<revision>` holds a commit, `snapshots/<commit>/` its files).
 //!
-//! Invariant: nothing outside the resolved folder is opened through a source; file names with path parts are
-//! refused. Resolving never touches the network.
+//! Invariant: nothing outside the resolved folder is opened through a source; file names with path
+//! parts are refused. Resolving never touches the network.
 
 use std::borrow::Cow;
 use std::ffi::OsString;
@@ -30,7 +30,8 @@ pub enum ModelSource {
 }
 
 impl ModelSource {
-    /// Finds a model by folder path or by its name in the local Hugging Face cache, `org/name[@revision]`.
+    /// Finds a model by folder path or by its name in the local Hugging Face cache,
+    /// `org/name[@revision]`.
     pub fn resolve(name: &str) -> Result<Self, LoadError> {
         Self::resolve_in(name, &cache_folders(|variable| std::env::var_os(variable)))
     }
@@ -79,7 +80,7 @@ impl ModelSource {
                     Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
                     Err(error) => return Err(LoadError::io(path, error)),
                 };
-                // Bounded while reading, not by the stated length: that of a pipe or device says nothing.
+                // Bounded while reading, not by the stated length: a pipe or device states none.
                 let mut bytes = Vec::new();
                 let mut bounded = file.take(LARGEST_SMALL_FILE + 1);
                 bounded.read_to_end(&mut bytes).map_err(|error| LoadError::io(&path, error))?;
@@ -96,7 +97,7 @@ impl ModelSource {
         }
     }
 
-    /// Reads a small file the model cannot do without.
+    /// Reads a small file that the model requires.
     pub fn read_required(&self, name: &str) -> Result<Cow<'static, [u8]>, LoadError> {
         self.read(name)?
             .ok_or_else(|| LoadError::MissingFile { place: self.to_string(), file: name.to_owned() })
@@ -180,7 +181,7 @@ impl ModelName {
         format!("models--{}", self.repository.replace('/', "--"))
     }
 
-    /// The snapshot in this cache, or what was missing there.
+    /// The snapshot in this cache, or a description of what was missing.
     fn find_in(&self, cache: &Path) -> Result<PathBuf, String> {
         let folder = cache.join(self.folder_name());
         let reference = folder.join("refs").join(&self.revision);

@@ -1,4 +1,5 @@
-//! One weight tensor as it lies in the file: dtype, shape and little-endian bytes, never copied until asked.
+//! One weight tensor as stored in the file: dtype, shape and little-endian bytes, never copied
+//! until asked.
 
 use half::{bf16, f16};
 use safetensors::Dtype;
@@ -65,8 +66,8 @@ impl WeightDtype {
     }
 }
 
-/// A borrowed tensor. Rows are contiguous, the last dimension fastest; `bytes.len()` always equals the product of
-/// `shape` times the element size.
+/// A borrowed tensor. Rows are contiguous, the last dimension fastest; `bytes.len()` always equals
+/// the product of `shape` times the element size.
 #[derive(Debug, Clone, Copy)]
 pub struct TensorView<'a> {
     pub dtype: WeightDtype,
@@ -104,8 +105,8 @@ impl<'a> TensorView<'a> {
         }
     }
 
-    /// The elements in place, when the file is BF16 and happens to be aligned for it; `None` means use
-    /// [`Self::to_bf16_vec`].
+    /// The elements in place, when the file is BF16 and happens to be aligned for it; `None` means
+    /// use [`Self::to_bf16_vec`].
     pub fn as_bf16(&self) -> Option<&'a [bf16]> {
         let usable = self.dtype == WeightDtype::Bf16 && cfg!(target_endian = "little");
         usable.then(|| bytemuck::try_cast_slice(self.bytes).ok()).flatten()

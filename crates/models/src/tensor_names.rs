@@ -1,4 +1,4 @@
-//! What the weights of a decoder are called and what shape each has: the one place tensor names are spelled.
+//! The names and shapes of a decoder's weights. Tensor names are spelled only here.
 
 use crate::config::DecoderConfig;
 
@@ -116,7 +116,7 @@ impl TensorNames {
     }
 }
 
-/// Is this the weight of a layer's projection?
+/// Whether this is the weight of a layer's projection.
 pub(crate) fn is_projection(name: &str) -> bool {
     let module = name.strip_suffix(".weight").unwrap_or_default();
     Projection::ALL.iter().any(|p| module.strip_suffix(p.path()).is_some_and(|layer| layer.ends_with('.')))

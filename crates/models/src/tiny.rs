@@ -1,7 +1,8 @@
 //! Writes complete random models of any supported family, small enough for tests of every crate.
 //!
-//! Invariant: the same configuration, options and seed give the same files on every machine, and a tensor's
-//! values depend only on the seed and its name, so sharding or dropping the prefix does not change the model.
+//! Invariant: the same configuration, options and seed give the same files on every machine, and a
+//! tensor's values depend only on the seed and its name, so sharding or dropping the prefix does
+//! not change the model.
 
 pub mod fp8;
 
@@ -62,8 +63,9 @@ impl Default for WriteOptions {
     }
 }
 
-/// Writes `config.json`, `generation_config.json` and the weights (in `config.dtype`, BF16 if it is `None`) into
-/// `dir`, which is created. There is no tokenizer: callers that need text bring their own.
+/// Writes `config.json`, `generation_config.json` and the weights (in `config.dtype`, BF16 if it is
+/// `None`) into `dir`, which is created. There is no tokenizer: callers that need text bring their
+/// own.
 pub fn write_random_model(
     dir: &Path,
     config: &DecoderConfig,
@@ -191,8 +193,8 @@ struct RandomTensor {
     bytes: Vec<u8>,
 }
 
-/// Matrices keep the variance of what passes through them, norms stay near one, biases small: activations of
-/// the order of a trained model's, so that numerical tests mean something.
+/// Matrices keep the variance of their inputs, norms stay near one, biases small: activations have
+/// the size of a trained model's, so that numerical tests mean something.
 fn random_tensors(
     config: &DecoderConfig,
     options: WriteOptions,

@@ -1,8 +1,10 @@
-//! The tensors of a checkpoint, mapped from one safetensors file or many, never copied to be looked at.
+//! The tensors of a checkpoint, mapped from one safetensors file or many and never copied for
+//! inspection.
 //!
-//! Invariant: once [`Weights::open`] returns, every tensor's bytes lie inside its file, do not overlap another's,
-//! and are exactly as long as dtype and shape say. [`Weights::check`] then ties the names and shapes to a
-//! configuration; both read headers only (and the few scales of FP8 weights), so a bad checkpoint costs no memory.
+//! Invariant: once [`Weights::open`] returns, every tensor's bytes lie inside its file, do not
+//! overlap another's, and have exactly the length that dtype and shape say. [`Weights::check`] then
+//! ties the names and shapes to a configuration. Both read headers only (and the few scales of FP8
+//! weights), so a bad checkpoint costs no memory.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
@@ -52,8 +54,9 @@ impl Entry {
 impl Weights {
     /// Opens `model.safetensors`, or the shards that `model.safetensors.index.json` names.
     ///
-    /// The files stay mapped: replace a checkpoint by renaming a new one over it, never by writing into it.
-    /// Editing one in place while it is open would change the weights under the model or end the process.
+    /// The files stay mapped: replace a checkpoint by renaming a new one over it, never by writing
+    /// into it. Editing one in place while it is open would change the weights under the model or
+    /// end the process.
     pub fn open(source: &ModelSource) -> Result<Self, LoadError> {
         let (files, entries) = if source.contains(SINGLE_FILE) {
             let file = source.map(SINGLE_FILE)?;
@@ -71,8 +74,8 @@ impl Weights {
         Ok(Self { files, entries, names, wanted: None })
     }
 
-    /// The same weights with their projections as if the checkpoint held them in FP8 (they are quantized as they are loaded),
-    /// or with FP8 expanded to BF16 whatever a device can do.
+    /// The same weights with their projections as if the checkpoint held them in FP8 (they are
+    /// quantized while loading), or with FP8 expanded to BF16 on every device.
     pub fn delivered_as(self, format: WeightFormat) -> Self {
         Self { wanted: Some(format), ..self }
     }
@@ -81,8 +84,8 @@ impl Weights {
         self.wanted
     }
 
-    /// Verifies that every tensor this configuration needs is there, shaped as needed and in a readable dtype;
-    /// all that is wrong is listed in one error.
+    /// Verifies that every tensor that this configuration needs exists, with the right shape and a
+    /// readable dtype. One error lists everything that is wrong.
     pub fn check(&self, config: &DecoderConfig) -> Result<(), LoadError> {
         if let Some(method) = self.quantization_trace(config) {
             return Err(LoadError::Quantized { method });
@@ -127,7 +130,7 @@ impl Weights {
         Ok(TensorView { dtype, shape: &entry.shape, bytes: self.bytes(entry) })
     }
 
-    /// A matrix by name, plain or FP8.
+    /// A matrix by name, FP8 or not.
     pub fn matrix(&self, name: &str) -> Result<MatrixView<'_>, LoadError> {
         let Some(entry) = self.entries.get(name).filter(|entry| entry.dtype == Dtype::F8_E4M3) else {
             let view = self.tensor(name)?;
@@ -148,13 +151,13 @@ impl Weights {
         Ok(MatrixView::Fp8(Fp8Weights { shape: &entry.shape, codes: Cow::Borrowed(codes), scales }))
     }
 
-    /// Is this matrix FP8, in the file or as asked for?
+    /// Whether this matrix is FP8, in the file or by `--weights`.
     pub(crate) fn is_fp8(&self, name: &str) -> bool {
         let stored = self.entries.get(name).is_some_and(|entry| entry.dtype == Dtype::F8_E4M3);
         stored || (self.wanted == Some(WeightFormat::Fp8) && is_projection(name))
     }
 
-    /// The scale of every block of an FP8 matrix, or what is wrong with them.
+    /// The scale of every block of an FP8 matrix, or a description of what is wrong with them.
     fn scales_of(&self, name: &str, entry: &Entry) -> Result<Vec<f32>, String> {
         let Some(scales) = fp8::scale_names(name).find(|scales| self.entries.contains_key(scales)) else {
             let wanted: Vec<String> = fp8::scale_names(name).collect();
@@ -174,13 +177,13 @@ impl Weights {
         self.entries.keys().map(String::as_str)
     }
 
-    /// Elements of all tensors in the files but the scales of quantized ones.
+    /// Elements of all tensors in the files except the scales of quantized ones.
     pub fn parameter_count(&self) -> u64 {
         let parameters = self.entries.iter().filter(|(name, _)| !fp8::belongs_to_quantization(name));
         parameters.map(|(_, entry)| entry.elements()).sum()
     }
 
-    /// Elements of all parameters that are no matrices.
+    /// Elements of all parameters that are not matrices.
     pub(crate) fn vector_elements(&self) -> u64 {
         let vectors = self.entries.iter().filter(|(_, entry)| entry.shape.len() == 1);
         let parameters = vectors.filter(|(name, _)| !fp8::belongs_to_quantization(name));
@@ -192,8 +195,8 @@ impl Weights {
         self.entries.values().map(|entry| (entry.end - entry.start) as u64).sum()
     }
 
-    /// Identifies the model: 64 hexadecimal digits, the same however the tensors are split over files. See the
-    /// `fingerprint` module for what it covers.
+    /// Identifies the model: 64 hexadecimal digits, the same however the tensors are split over
+    /// files. See the `fingerprint` module for what it covers.
     pub fn fingerprint(&self) -> String {
         fingerprint(self.entries.iter().map(|(name, entry)| {
             (name.as_str(), entry.dtype.to_string(), entry.shape.as_slice(), self.bytes(entry))
@@ -204,7 +207,8 @@ impl Weights {
         &self.files[entry.file][entry.start..entry.end]
     }
 
-    /// Tensors that only quantized checkpoints have; some are published without `quantization_config`.
+    /// Tensors that only quantized checkpoints have; some are published without
+    /// `quantization_config`.
     fn quantization_trace(&self, config: &DecoderConfig) -> Option<String> {
         let packed = |name: &str| name.ends_with(".qweight") || name.ends_with(".weight_packed");
         let scaled = |name: &str| fp8::SCALE_ENDINGS.iter().any(|ending| name.ends_with(ending));
@@ -257,7 +261,7 @@ fn open_shards(source: &ModelSource, index: &ShardIndex) -> Result<OpenFiles, Lo
     for shard in &shards {
         let file = source.map(shard)?;
         for (name, entry) in read_header(shard, &file, files.len())? {
-            // The index decides; a tensor it does not place here is not ours to use.
+            // The index decides: a tensor that it places in another shard is not used from here.
             if index.weight_map.get(&name) == Some(shard) {
                 held.insert(name, entry);
             }
@@ -298,7 +302,7 @@ fn read_header(name: &str, bytes: &[u8], file: usize) -> Result<BTreeMap<String,
 /// A safetensors file begins with the length of its header.
 const LENGTH_BYTES: usize = 8;
 
-/// The parser's verdict in words that say what happened to the file.
+/// The parser's error in words that say what happened to the file.
 fn explain(error: &SafeTensorError, bytes: &[u8]) -> String {
     let stated_header =
         bytes.first_chunk::<LENGTH_BYTES>().map(|length| u64::from_le_bytes(*length)).unwrap_or_default();

@@ -1,8 +1,8 @@
-//! The text that `oscar calibrate` reads when the user names none: prose, generated paragraphs and chat
+//! The text that `oscar calibrate` reads without `--text`: prose, generated paragraphs and chat
 //! tasks in turn.
 //!
-//! Invariant: every chat case here has a seed of at least [`CALIBRATION_SEEDS_FROM`], and evaluation uses
-//! only seeds below it.
+//! Invariant: every chat case here has a seed of at least [`CALIBRATION_SEEDS_FROM`], and
+//! evaluation uses only seeds below it.
 
 use crate::filler::prose;
 use crate::{Filler, GrammarFiller, Random, Task, Turn};
@@ -15,7 +15,7 @@ const CASES_PER_SEED: u64 = 1 << 20;
 /// Calibration seeds beyond this wrap around; it keeps case seeds within 64 bits.
 const CALIBRATION_SEEDS: u64 = 1 << 43;
 
-/// What chat documents practise: retrieval, copying, arithmetic, memory.
+/// The tasks of chat documents: retrieval, copying, arithmetic, memory.
 const TASKS: [Task; 12] = [
     Task::NiahSingle,
     Task::Copy,
@@ -31,8 +31,7 @@ const TASKS: [Task; 12] = [
     Task::Cwe,
 ];
 
-/// Documents are not shorter or longer than this, except for the last and for tasks that are short by
-/// nature.
+/// Shortest and longest document, except for the last one and for tasks that are always short.
 const SHORTEST: usize = 1500;
 const LONGEST: usize = 9000;
 
@@ -46,7 +45,7 @@ pub enum Document {
 }
 
 impl Document {
-    /// Characters of text, without what a chat template adds.
+    /// Characters of text, without the additions of a chat template.
     pub fn chars(&self) -> usize {
         match self {
             Self::Text(text) => text.chars().count(),
@@ -55,8 +54,8 @@ impl Document {
     }
 }
 
-/// Documents of about `approx_chars` characters together. Half of them are chats; the other half is the
-/// hand-written prose, each piece once, and generated paragraphs.
+/// Documents of about `approx_chars` characters together. Half of them are chats; the other half is
+/// the hand-written prose, each piece once, and generated paragraphs.
 pub fn calibration_text(seed: u64, approx_chars: usize) -> Vec<Document> {
     let mut random = Random::new("calibration", seed, 0);
     let mut pieces = prose();
@@ -105,7 +104,7 @@ fn paragraphs(random: &mut Random, length: usize) -> String {
     text
 }
 
-/// The paragraphs of a text that begin within `length` characters, so that little is asked for little.
+/// The paragraphs of a text that begin within `length` characters.
 fn cut(text: &str, length: usize) -> String {
     let mut out = String::new();
     for paragraph in text.split("\n\n") {

@@ -1,4 +1,4 @@
-//! What can go wrong while a task is made; every message says what to do about it.
+//! Errors of task generation; every message says what to do.
 
 use thiserror::Error;
 

@@ -9,8 +9,8 @@ use rand_chacha::rand_core::{Rng, SeedableRng};
 #[derive(Debug, Clone)]
 pub struct Random(ChaCha8Rng);
 
-/// DO NOT CHANGE: part of every published case. Written into the seed so that a future change of the
-/// generators can start new streams.
+/// DO NOT CHANGE: part of every published case. Written into the seed so that a future change of
+/// the generators can start new streams.
 const STREAM_VERSION: u64 = 1;
 
 impl Random {
@@ -28,7 +28,8 @@ impl Random {
         if bound == 0 {
             return 0;
         }
-        // Lemire's multiply-and-reject: the low half tells whether the draw fell into the biased rim.
+        // Lemire's multiply-and-reject: the low half tells whether the draw fell into the biased
+        // range.
         let rim = bound.wrapping_neg() % bound;
         loop {
             let product = u128::from(self.0.next_u64()) * u128::from(bound);
@@ -58,7 +59,8 @@ impl Random {
         items[self.index(items.len())]
     }
 
-    /// `count` different positions of a list of `len`, in random order (all of them if `count > len`).
+    /// `count` different positions of a list of `len`, in random order (all of them if `count >
+    /// len`).
     pub fn sample_indices(&mut self, len: usize, count: usize) -> Vec<usize> {
         let mut all: Vec<usize> = (0..len).collect();
         let count = count.min(len);

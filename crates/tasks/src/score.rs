@@ -1,8 +1,8 @@
-//! Scoring of a prediction against what was asked for.
+//! Scoring of predictions.
 //!
-//! Two views: chat tasks have one right answer (exact match, and where the first wrong character
-//! stands); RULER asks whether reference strings occur in the prediction. A score lies in `0..=1`;
-//! [`mean_percent`] turns many into the percentage that RULER reports.
+//! There are two kinds. Chat tasks have one right answer (exact match, and the position of the
+//! first wrong character); RULER asks whether reference strings occur in the prediction. A score
+//! lies in `0..=1`; [`mean_percent`] turns many into the percentage that RULER reports.
 
 /// How a RULER task is scored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,13 +31,14 @@ impl Metric {
     }
 }
 
-/// Whether prediction and answer are the same text, blanks at both ends aside.
+/// Whether prediction and answer are the same text, ignoring blanks at both ends.
 pub fn exact_match(prediction: &str, answer: &str) -> bool {
     prediction.trim() == answer.trim()
 }
 
-/// The position, in characters of the trimmed texts, where prediction and answer first differ; `None`
-/// when they are equal. If one text is a prefix of the other, that is the length of the shorter.
+/// The position, in characters of the trimmed texts, where prediction and answer first differ;
+/// `None` when they are equal. If one text is a prefix of the other, that is the length of the
+/// shorter.
 pub fn first_divergence(prediction: &str, answer: &str) -> Option<usize> {
     let (mut left, mut right) = (prediction.trim().chars(), answer.trim().chars());
     let mut position = 0;

@@ -1,4 +1,5 @@
-//! Every family of chat tasks, over many seeds: same in, same out, and answers that a solver confirms.
+//! Every family of chat tasks, over many seeds: same in, same out, and answers that a solver
+//! confirms.
 
 use oscar_tasks::{Case, GrammarFiller, ParagraphFiller, Role, Task, TaskError};
 use proptest::prelude::*;

@@ -84,7 +84,8 @@ fn budgets_are_kept_and_nearly_used() {
                 let case = generator.case(task, index).unwrap();
                 let used = cost(&case);
                 assert!(used <= length, "{} at {length}: {used}", task.name());
-                // The widest unit: a document of a question, a line of two uuids, a line, some word entries.
+                // The widest unit: a document of a question, a line of two uuids, a line, some word
+                // entries.
                 let unit = match task {
                     RulerTask::Qa1 | RulerTask::Qa2 => 400,
                     RulerTask::NiahMultikey3 => 110,
@@ -316,7 +317,8 @@ fn frequent_words_follow_the_zeta_law() {
         assert_eq!(top, case.references.iter().map(String::as_str).collect());
         assert!(ranked[3].0 > ranked.get(4).map_or(0, |word| word.0), "the third answer leads");
         for (rank, &(count, _)) in (1..).zip(&ranked).take(6) {
-            // floor(n / rank^2) of the same n for all ranks, give or take the rounding of the first.
+            // floor(n / rank^2) of the same n for all ranks, give or take the rounding of the
+            // first.
             assert!((noise / (rank * rank)).abs_diff(count) <= 1, "rank {rank}: {count} of {noise}");
         }
         assert!(ranked.len() < length / 50);

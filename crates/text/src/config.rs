@@ -1,7 +1,8 @@
-//! What `tokenizer_config.json` says: the special tokens and the chat templates.
+//! The parts of `tokenizer_config.json` that matter here: the special tokens and the chat
+//! templates.
 //!
-//! Invariant: a token that is null or missing is absent here, so that a template sees it as undefined, as it
-//! would in Python. Fields this crate has no use for are not looked at.
+//! Invariant: a token that is null or missing is absent here, so that a template sees it as
+//! undefined, as it would in Python. Other fields are ignored.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +10,8 @@ use serde_json::Value;
 
 use crate::TextError;
 
-/// The names that `transformers` hands to a chat template, and that may be null, a string or an object.
+/// The names that `transformers` hands to a chat template, and that may be null, a string or an
+/// object.
 const NAMED: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 
@@ -148,7 +150,7 @@ fn templates(value: &Value) -> Result<Vec<NamedTemplate>, TextError> {
     }
 }
 
-/// The JSON type of a value, in words fit for a message.
+/// The JSON type of a value, in words for a message.
 pub(crate) fn kind(value: &Value) -> &'static str {
     match value {
         Value::Null => "null",

@@ -1,8 +1,9 @@
-//! The one error type of this crate. Every message says what was wrong, where, and what to do about it.
+//! The one error type of this crate. Every message says what was wrong, where, and what to do about
+//! it.
 
 use std::path::PathBuf;
 
-/// What can go wrong between text and token ids.
+/// Errors between text and token ids.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TextError {

@@ -1,8 +1,8 @@
-//! Everything between characters and token ids: tokenizer, streaming detokenizer, stop strings and chat
-//! templates.
+//! Everything between characters and token ids: tokenizer, streaming detokenizer, stop strings and
+//! chat templates.
 //!
-//! Invariant: this crate knows no engine and no HTTP. Its types are built from bytes and strings the caller
-//! already holds; [`ModelText::from_dir`] is the one convenience that opens files.
+//! Invariant: this crate knows no engine and no HTTP. Its types are built from bytes and strings
+//! the caller already holds; [`ModelText::from_dir`] is the one convenience that opens files.
 //!
 //! A reply travels `token id -> StreamDecoder -> StopMatcher -> client`; a request travels
 //! `messages -> ChatTemplate -> Tokenizer -> token ids`.

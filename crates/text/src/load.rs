@@ -15,8 +15,9 @@ pub struct ModelText {
 }
 
 impl ModelText {
-    /// Reads `tokenizer.json` and, where present, `tokenizer_config.json` and `chat_template.jinja`. The
-    /// `.jinja` file takes the place of the configuration's default template.
+    /// Reads `tokenizer.json` and, where present, `tokenizer_config.json` and
+    /// `chat_template.jinja`. The `.jinja` file takes the place of the configuration's default
+    /// template.
     pub fn from_dir(dir: &Path) -> Result<Self, TextError> {
         let tokenizer_path = dir.join("tokenizer.json");
         let tokenizer_json = std::fs::read(&tokenizer_path)

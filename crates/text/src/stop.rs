@@ -1,8 +1,8 @@
 //! Stop strings, found across the borders of tokens and pieces.
 //!
-//! Invariant: what is found does not depend on how the text was cut into pieces. The text ends at the first
-//! character that completes a stop string; if several end there, the longest counts. Text that could still be
-//! the beginning of a stop string is held back, and nothing else is.
+//! Invariant: the result does not depend on how the text was cut into pieces. The text ends at the
+//! first character that completes a stop string; if several end there, the longest counts. Only
+//! text that could still be the beginning of a stop string is held back.
 
 use crate::TextError;
 
@@ -15,7 +15,7 @@ pub struct StopMatcher {
     stopped: Option<usize>,
 }
 
-/// What may be shown after a piece of text, and whether the reply is over.
+/// The text that may be shown after a piece, and whether the reply is over.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StopOutput {
     pub emit: String,
@@ -36,14 +36,15 @@ impl StopMatcher {
         }
     }
 
-    /// Takes the next piece. After a stop string everything is swallowed.
+    /// Takes the next piece. After a stop string all text is dropped.
     pub fn push(&mut self, text: &str) -> StopOutput {
         if self.stopped.is_some() {
             return StopOutput { emit: String::new(), stopped: self.stopped };
         }
         let mut text = std::mem::take(&mut self.held) + text;
-        // The held text begins with the longest tail that could start a stop string, so no stop string can
-        // begin before it, and the first occurrence of each inside `text` is its first in the whole reply.
+        // The held text begins with the longest tail that could start a stop string, so no stop
+        // string can begin before it, and the first occurrence of each inside `text` is its first
+        // in the whole reply.
         let first = self
             .stops
             .iter()
@@ -59,7 +60,7 @@ impl StopMatcher {
         StopOutput { emit: text, stopped: self.stopped }
     }
 
-    /// Ends the reply: what was held back turns out to be ordinary text.
+    /// Ends the reply and returns the text that was held back.
     pub fn flush(&mut self) -> String {
         std::mem::take(&mut self.held)
     }
@@ -94,7 +95,8 @@ mod tests {
         (shown, matcher.stopped())
     }
 
-    /// The definition: try every end in order, and there the longest stop string, the first of equals.
+    /// The definition: try every end in order, and there the longest stop string, the first of
+    /// equals.
     fn naive(stops: &[String], include_stop: bool, text: &str) -> (String, Option<usize>) {
         for end in (0..=text.len()).filter(|&end| text.is_char_boundary(end)) {
             let ending = stops.iter().enumerate().filter(|(_, stop)| text[..end].ends_with(stop.as_str()));

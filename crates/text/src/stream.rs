@@ -1,24 +1,25 @@
 //! Streaming detokenizer: token ids in, text that can no longer change out.
 //!
-//! Invariant: the pieces, flushed at the end, concatenate to exactly [`Tokenizer::decode`] of the whole
-//! sequence; no piece holds part of a UTF-8 sequence, and none is ever taken back. The work for a token does
-//! not grow with the tokens before it.
+//! Invariant: the pieces, flushed at the end, concatenate to exactly [`Tokenizer::decode`] of the
+//! whole sequence; no piece holds part of a UTF-8 sequence, and none is ever taken back. The work
+//! for a token does not grow with the number of tokens before it.
 //!
-//! Two roads lead there. In a byte-level vocabulary a token is a byte string, so the decoder keeps the at most
-//! three bytes of an unfinished character and nothing else. In any other vocabulary a token's text can depend
-//! on its neighbours (spaces joined or stripped), so a short window is decoded twice, with and without the new
-//! tokens, and the difference is what they added.
+//! There are two methods. In a byte-level vocabulary a token is a byte string, so the decoder keeps
+//! at most three bytes of an unfinished character and nothing else. In any other vocabulary a
+//! token's text can depend on its neighbours (spaces joined or stripped), so a short window is
+//! decoded twice, with and without the new tokens, and the difference is the new text.
 
 use crate::TextError;
 use crate::tokenizer::{ByteRule, Tokenizer};
 
-/// Already emitted tokens that the window keeps as context. One would do for the decoders known today;
-/// a few more make room for those that strip several leading characters.
+/// Already emitted tokens that the window keeps as context. One is enough for the decoders known
+/// today; a few more allow for decoders that strip several leading characters.
 const CONTEXT: usize = 4;
 
-/// In a mixed decoder chain, tokens that may be held back because the text ends in U+FFFD. A character has at
-/// most four bytes, so past this the bytes are invalid, not unfinished. Here alone the stream may differ from the
-/// whole, in the number of U+FFFD that a long row of invalid bytes becomes.
+/// In a mixed decoder chain, tokens that may be held back because the text ends in U+FFFD. A
+/// character has at most four bytes, so past this the bytes are invalid, not unfinished. Here alone
+/// the stream may differ from the whole, in the number of U+FFFD that a long row of invalid bytes
+/// becomes.
 const MIXED_HOLD: usize = 8;
 
 /// Turns one request's token ids into text, piece by piece.
@@ -28,9 +29,9 @@ pub struct StreamDecoder {
     skip_special: bool,
     /// Special tokens that are text all the same.
     kept: Vec<u32>,
-    /// Byte-level road: the unfinished tail of the bytes so far.
+    /// Byte-level method: the unfinished tail of the bytes so far.
     bytes: Vec<u8>,
-    /// Window road: context first, then the tokens whose text is still held back.
+    /// Window method: context first, then the tokens whose text is still held back.
     window: Vec<u32>,
     context: usize,
 }
@@ -48,7 +49,8 @@ impl StreamDecoder {
         }
     }
 
-    /// Leaves these special tokens in the text, as the markup of tool calls needs it. Unknown ones are ignored.
+    /// Leaves these special tokens in the text, as the markup of tool calls needs it. Unknown ones
+    /// are ignored.
     pub fn keeping(mut self, tokens: &[&str]) -> Self {
         let ids = tokens.iter().filter_map(|token| self.tokenizer.token_to_id(token));
         self.kept = ids.filter(|&id| self.tokenizer.is_special(id)).collect();
@@ -70,8 +72,8 @@ impl StreamDecoder {
             return Ok(take_certain(&mut self.bytes));
         }
         self.window.push(id);
-        // One bad byte makes the decoder reject its whole run of byte tokens, so none of a run is certain
-        // before the run ends.
+        // One bad byte makes the decoder reject its whole run of byte tokens, so no byte of a run
+        // is certain before the run ends.
         if rule == (ByteRule::Pieces { byte_fallback: true }) && is_byte_token(&token) {
             return Ok(String::new());
         }
@@ -86,8 +88,8 @@ impl StreamDecoder {
         Ok(added_text(&before, after))
     }
 
-    /// Ends the stream: returns what was held back, with unfinished bytes as U+FFFD. The decoder is then as
-    /// new and may serve another sequence.
+    /// Ends the stream: returns the text that was held back, with unfinished bytes as U+FFFD. The
+    /// decoder can then serve another sequence.
     pub fn flush(&mut self) -> Result<String, TextError> {
         let (before, after) = self.window_texts()?;
         self.window.clear();
@@ -104,8 +106,8 @@ impl StreamDecoder {
     }
 }
 
-/// What `after` has beyond `before`. A decoder that rewrote the context itself has added nothing that could
-/// still be sent.
+/// The part of `after` beyond `before`. If a decoder rewrote the context itself, nothing can be
+/// sent.
 fn added_text(before: &str, mut after: String) -> String {
     if after.is_char_boundary(before.len()) { after.split_off(before.len()) } else { String::new() }
 }
@@ -118,8 +120,8 @@ fn is_byte_token(token: &str) -> bool {
         && u8::from_str_radix(&token[3..5], 16).is_ok()
 }
 
-/// Appends the bytes of a byte-level token. A token with any character outside the byte alphabet (an added
-/// token, such as one with a space) stands for its own UTF-8.
+/// Appends the bytes of a byte-level token. A token with any character outside the byte alphabet
+/// (an added token, such as one with a space) stands for its own UTF-8.
 fn push_token_bytes(token: &str, bytes: &mut Vec<u8>) {
     let start = bytes.len();
     for c in token.chars() {
@@ -134,8 +136,8 @@ fn push_token_bytes(token: &str, bytes: &mut Vec<u8>) {
     }
 }
 
-/// The byte that a character of the byte-level alphabet stands for: printable Latin-1 stands for itself, the
-/// 68 remaining bytes follow in order from U+0100.
+/// The byte that a character of the byte-level alphabet stands for: printable Latin-1 stands for
+/// itself, the 68 remaining bytes follow in order from U+0100.
 fn byte_of(c: char) -> Option<u8> {
     match u32::from(c) {
         code @ (0x21..=0x7E | 0xA1..=0xAC | 0xAE..=0xFF) => Some(code as u8),

@@ -1,7 +1,8 @@
 //! The tokenizer: text to ids and back, around the `tokenizers` crate.
 //!
-//! Invariant: an id outside the vocabulary is an error, never silently dropped; truncation and padding that a
-//! `tokenizer.json` may carry from training are switched off, so that ids depend on the text alone.
+//! Invariant: an id outside the vocabulary is an error, never silently dropped; truncation and
+//! padding that a `tokenizer.json` may carry from training are switched off, so that ids depend on
+//! the text alone.
 
 use std::collections::HashSet;
 use std::fmt;
@@ -31,7 +32,7 @@ pub(crate) enum ByteRule {
     ByteLevel,
     /// Tokens are text; `<0xNN>` tokens, where the decoder knows them, are single bytes.
     Pieces { byte_fallback: bool },
-    /// A byte-level step buried in a longer chain of decoders.
+    /// A byte-level step inside a longer chain of decoders.
     Mixed,
 }
 
@@ -43,8 +44,9 @@ impl Tokenizer {
         inner.with_truncation(None).map_err(unusable)?;
         inner.with_padding(None);
 
-        // Tokens the configuration calls special must be skipped and matched as such even where
-        // tokenizer.json forgot the mark. Unknown ones are left out: their ids would lie past the embedding.
+        // Tokens that the configuration calls special must be skipped and matched as special even
+        // if tokenizer.json does not mark them. Unknown ones are left out: their ids would lie past
+        // the embedding.
         let special = config.special.clone();
         let declared: Vec<AddedToken> = special
             .named()
@@ -62,8 +64,8 @@ impl Tokenizer {
         Ok(Self { shared: Arc::new(Shared { inner, special, special_ids, byte_rule }) })
     }
 
-    /// Token ids of `text`. Special tokens written out in the text (`<|im_end|>`) become their single id;
-    /// `add_special` also applies the model's frame, such as a leading BOS.
+    /// Token ids of `text`. Special tokens written out in the text (`<|im_end|>`) become their
+    /// single id; `add_special` also adds the model's own special tokens, such as a leading BOS.
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>, TextError> {
         match self.shared.inner.encode_fast(text, add_special) {
             Ok(encoding) => Ok(encoding.get_ids().to_vec()),
@@ -119,7 +121,7 @@ impl Tokenizer {
 
     /// Decodes ids that the caller has already checked.
     pub(crate) fn decode_known(&self, ids: &[u32], skip_special: bool) -> Result<String, TextError> {
-        // Some decoders of the library panic when no token is left for them.
+        // Some decoders of the library panic on an empty list of tokens.
         if skip_special && ids.iter().all(|&id| self.is_special(id)) || ids.is_empty() {
             return Ok(String::new());
         }

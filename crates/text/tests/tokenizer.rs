@@ -1,4 +1,5 @@
-//! The tokenizer and its stream against a real vocabulary (byte-level BPE) and a small byte-fallback one.
+//! The tokenizer and its stream against a real vocabulary (byte-level BPE) and a small
+//! byte-fallback one.
 
 use std::path::{Path, PathBuf};
 
@@ -14,8 +15,8 @@ fn model() -> ModelText {
     ModelText::from_dir(&model_dir()).unwrap()
 }
 
-/// A vocabulary in the manner of Llama 2: words with `▁`, every byte as `<0xNN>`, and a leading space that
-/// the decoder strips.
+/// A vocabulary in the manner of Llama 2: words with `▁`, every byte as `<0xNN>`, and a leading
+/// space that the decoder strips.
 fn byte_fallback() -> Tokenizer {
     let mut vocab = serde_json::Map::new();
     for special in ["<unk>", "<s>", "</s>"] {
@@ -46,7 +47,8 @@ fn byte_fallback() -> Tokenizer {
     Tokenizer::from_json(file.to_string().as_bytes(), &TokenizerConfig::default()).unwrap()
 }
 
-/// Streams the ids and checks what must hold of every stream; returns the pieces, the last one flushed.
+/// Streams the ids and checks what must hold of every stream; returns the pieces, the last one
+/// flushed.
 fn stream(tokenizer: &Tokenizer, ids: &[u32], skip_special: bool) -> Vec<String> {
     let mut decoder = StreamDecoder::new(tokenizer, skip_special);
     let mut pieces: Vec<String> = ids.iter().map(|&id| decoder.push(id).unwrap()).collect();
@@ -221,8 +223,8 @@ fn damaged_files_are_refused() {
     assert!(error.to_string().contains("/nowhere/at/all/tokenizer.json"), "{error}");
 }
 
-/// A token must cost the same at the end of a long reply as at its beginning; a decoder that looked back over
-/// the whole sequence would need hours here.
+/// A token must cost the same at the end of a long reply as at its beginning; a decoder that looked
+/// back over the whole sequence would need hours here.
 #[test]
 fn a_long_stream_stays_cheap() {
     for tokenizer in [shared_model(), shared_fallback()] {

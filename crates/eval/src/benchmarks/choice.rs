@@ -22,7 +22,7 @@ pub(super) fn problem(record: &Value, mut random: Random) -> Result<(String, cha
     let answer = field(record, &["answer", "Answer", "solution"])?;
     let listed = ["choices", "options"].iter().find_map(|name| record[*name].as_array());
     let Some(list) = listed else {
-        // The choices stand in the question.
+        // The choices are part of the question.
         let letter =
             letter(&answer).ok_or_else(|| format!("the answer `{answer}` is no letter from A to D"))?;
         return Ok((question, letter));
@@ -52,7 +52,7 @@ fn with_choices(question: &str, choices: &[String]) -> String {
     text.trim_end().to_owned()
 }
 
-/// The letter an answer settles on: in a box, after its last "Answer", or all it says.
+/// The letter of an answer: in a box, after its last "Answer", or the whole answer.
 pub fn letter(answer: &str) -> Option<char> {
     let answer = after_thoughts(answer);
     let alone = |text: &str| {

@@ -12,7 +12,7 @@ pub struct CodeProblem {
     pub entry_point: String,
 }
 
-/// Where a completion of a function body ends: the next thing at the margin.
+/// Ends of a completed function body: the next line at the left margin.
 const ENDS: [&str; 6] = ["\nclass ", "\ndef ", "\n#", "\nif __name__", "\nprint(", "\n@"];
 
 impl CodeProblem {
@@ -25,12 +25,13 @@ impl CodeProblem {
         )
     }
 
-    /// The program that ends well if the answer is right.
+    /// A program that exits successfully if the answer is right.
     pub fn program(&self, answer: &str) -> String {
         let code = code_block(after_thoughts(answer));
         let definition = format!("def {}", self.entry_point);
         let solution = if code.contains(&definition) {
-            // What the prompt has before the function (imports, helpers) the answer may have left out.
+            // The answer may leave out the part of the prompt before the function (imports,
+            // helpers).
             let preamble = self.prompt.split(&definition).next().unwrap_or("");
             format!("{preamble}\n{code}")
         } else {

@@ -1,20 +1,21 @@
-//! MATH and AIME: an answer in a box, compared after its notation is made plain.
+//! MATH and AIME: a boxed answer, compared after its notation is normalized.
 //!
-//! Two answers are the same if their plain notations are, or if both are numbers of the same value. There is no algebra:
-//! `x+1` and `1+x` count as different, as in most graders of these benchmarks.
+//! Two answers are equal if their normalized notations are, or if both are numbers of the same
+//! value. There is no algebra: `x+1` and `1+x` count as different, as in most graders of these
+//! benchmarks.
 
 use super::after_thoughts;
 
-/// The question as it is put.
+/// The text of the question.
 pub(super) fn question(problem: &str) -> String {
     if problem.contains("\\boxed") {
-        // The distribution brought its own instruction.
+        // The file brings its own instruction.
         return problem.to_owned();
     }
     format!("{}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}.", problem.trim())
 }
 
-/// Whether the answer ends in what is right.
+/// Whether the answer ends in the right result.
 pub fn is_right(answer: &str, right: &str) -> bool {
     let answer = after_thoughts(answer);
     let Some(found) = boxed(answer).or_else(|| stated(answer)) else { return false };
@@ -46,7 +47,7 @@ pub fn boxed(text: &str) -> Option<String> {
     None
 }
 
-/// What follows the last "answer is" or "answer:", to the end of the line.
+/// The text after the last "answer is" or "answer:", to the end of the line.
 fn stated(text: &str) -> Option<String> {
     let lower = text.to_ascii_lowercase();
     let end = |word: &str| lower.rfind(word).map(|at| at + word.len());
@@ -55,7 +56,7 @@ fn stated(text: &str) -> Option<String> {
     Some(line.trim_end_matches(['.', '*', ' ']).to_owned())
 }
 
-/// Notation without what does not change the value.
+/// The notation without anything that does not change the value.
 fn plain(text: &str) -> String {
     let mut out = text.trim().trim_end_matches('.').to_owned();
     for (from, to) in [

@@ -1,7 +1,8 @@
-//! Benchmarks whose problems the user supplies: HumanEval, MATH, AIME and GPQA, as they are publicly distributed.
+//! Benchmarks whose problems the user supplies: HumanEval, MATH, AIME and GPQA, as they are
+//! publicly distributed.
 //!
-//! Files are JSON lines (or one JSON list). Field names differ between distributions; the usual ones are understood and
-//! an error names those that were looked for.
+//! Files are JSON lines (or one JSON list). Field names differ between distributions. The usual
+//! ones are understood; an error lists those that were tried.
 
 pub mod choice;
 mod code;
@@ -26,7 +27,7 @@ pub enum Benchmark {
     Gpqa,
 }
 
-/// One problem: the question as it is put, and what is right.
+/// One problem: the question and the expected answer.
 #[derive(Clone, Debug)]
 pub struct Problem {
     pub question: String,
@@ -116,7 +117,7 @@ impl Benchmark {
         }
     }
 
-    /// The cases of the problems, once for each seed, the seeds of a problem after each other.
+    /// The cases of the problems, once for each seed. The seeds of a problem follow each other.
     pub fn cases(
         self,
         prompts: &Prompts<'_>,
@@ -172,7 +173,7 @@ fn field(record: &Value, names: &[&str]) -> std::result::Result<String, String> 
     ))
 }
 
-/// What stands after a reasoning model's thoughts.
+/// The answer of a reasoning model without its reasoning.
 fn after_thoughts(answer: &str) -> &str {
     answer.rsplit_once("</think>").map_or(answer, |(_, rest)| rest)
 }

@@ -1,6 +1,7 @@
-//! Methods side by side: what each was measured to be, and how that is shown.
+//! KV formats side by side: the measurements of each, and their presentation.
 //!
-//! [`Comparison`] is the whole result, the same in the JSON file and in the page; [`report`] draws it.
+//! [`Comparison`] is the whole result, the same in the JSON file and in the page; [`report`] draws
+//! it.
 //!
 //! **Invariant:** a figure that was not measured is absent, never a default.
 
@@ -16,7 +17,7 @@ use serde::{Deserialize, Serialize};
 pub struct Comparison {
     pub model: String,
     pub device: String,
-    /// The command that makes it again.
+    /// The command that reproduces it.
     pub command: String,
     /// What was measured and how, for people.
     pub notes: Vec<String>,
@@ -33,9 +34,10 @@ pub struct MethodResult {
     pub rotations: String,
     /// The kernels that read its pages.
     pub kernel: String,
-    /// Its pages are decoded element by element: exact, but its speed says nothing about the method.
+    /// Pages are dequantized before they are read: exact, but the speed says nothing about the
+    /// method.
     pub generic: bool,
-    /// Stored bits an element of its pages, metadata counted.
+    /// Stored bits an element of its pages, metadata included.
     pub bits: f64,
     pub sizes: Vec<Size>,
     pub text: Option<Text>,
@@ -49,7 +51,7 @@ pub struct MethodResult {
     pub speed: Option<Speed>,
 }
 
-/// What a sequence of a context takes, windows and metadata counted.
+/// Size of a sequence at one context, windows and metadata included.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Size {
     pub context: usize,
@@ -82,12 +84,12 @@ pub struct Needle {
     pub n: usize,
 }
 
-/// How long greedy answers stay BF16's.
+/// How long greedy answers agree with those of BF16.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Divergence {
-    /// Share of answers that are BF16's to the end.
+    /// Share of answers that equal BF16's to the end.
     pub same: f64,
-    /// Mean number of tokens before the first that differs, whole answers counted in full.
+    /// Mean number of equal tokens before the first difference; equal answers count in full.
     pub tokens: f64,
     /// The same as a share of BF16's answer.
     pub share: f64,
@@ -98,7 +100,7 @@ pub struct Divergence {
 pub struct Speed {
     pub context: usize,
     pub tokens_per_s: f64,
-    /// Against BF16, measured in turns with it.
+    /// Speed against BF16, measured alternately with it.
     pub ratio: f64,
 }
 
@@ -109,7 +111,8 @@ impl Text {
 }
 
 impl MethodResult {
-    /// Takes in the answers to tasks and needles; `reference` are BF16's to the same cases, in the same order.
+    /// Adds the answers to tasks and needles. `reference` are BF16's answers to the same cases, in
+    /// the same order.
     pub fn add_answers(&mut self, rows: &[Row], reference: &[Row], long: impl Fn(&Row) -> bool) {
         let (needles, tasks): (Vec<Row>, Vec<Row>) =
             rows.iter().cloned().partition(|row| row.depth.is_some());
@@ -157,7 +160,8 @@ fn mean(values: impl Iterator<Item = f64>) -> Option<f64> {
     (!values.is_empty()).then(|| values.iter().sum::<f64>() / values.len() as f64)
 }
 
-/// Indices of the points that no other beats: fewer bits at no worse a cost, or less cost at no more bits.
+/// Indices of the points on the Pareto front: no other point has fewer bits at no higher cost, or a
+/// lower cost at no more bits.
 pub fn pareto_front(points: &[(f64, f64)]) -> Vec<usize> {
     let beaten = |&(x, y): &(f64, f64)| points.iter().any(|&(a, b)| a <= x && b <= y && (a < x || b < y));
     let mut front: Vec<usize> = (0..points.len()).filter(|&i| !beaten(&points[i])).collect();

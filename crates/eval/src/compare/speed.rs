@@ -1,4 +1,4 @@
-//! Decode speed of several caches, measured in turns so that a busy machine slows all alike.
+//! Decode speed of several caches, measured alternately so that a busy machine slows all alike.
 
 use oscar_backend::Backend;
 use oscar_engine::{EngineError, Logits, Runner, Sequence, StepRequest};
@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 /// Untimed steps before the timed ones.
 const WARM_UP: usize = 2;
 
-/// Tokens a second of each runner, one sequence decoding after its prompt: the median of `rounds` steps.
-/// `sequences` hold the prompts.
+/// Tokens a second of each runner for one sequence that decodes after its prompt: the median of
+/// `rounds` steps. `sequences` hold the prompts.
 pub fn decode_in_turns<B: Backend>(
     runners: &mut [&mut Runner<B>],
     sequences: &mut [Sequence],
@@ -18,7 +18,7 @@ pub fn decode_in_turns<B: Backend>(
     let mut logits = Vec::new();
     for round in 0..WARM_UP + rounds.max(1) {
         for ((runner, sequence), times) in runners.iter_mut().zip(sequences.iter_mut()).zip(&mut times) {
-            // Which token it is does not matter for the time.
+            // The time does not depend on the token.
             let token = [(round * 7919 % runner.config().vocab_size) as u32];
             let started = Instant::now();
             runner

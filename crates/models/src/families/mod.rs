@@ -1,8 +1,8 @@
-//! One file a model family: its `config.json` as published, and how it lowers into a
+//! One file for each model family: its `config.json` as published, and how it lowers into a
 //! [`DecoderConfig`](crate::DecoderConfig).
 //!
-//! What all families state in the same words is [`CommonFields`]; a family's own file holds only what is
-//! particular to it, defaults included (those of its configuration class in transformers).
+//! [`CommonFields`] holds the fields that all families share. A family's own file holds only its
+//! particular fields and their defaults (those of its configuration class in transformers).
 
 pub(crate) mod llama;
 pub(crate) mod mistral;
@@ -16,7 +16,7 @@ use crate::error::LoadError;
 use crate::rope_fields::RopeFields;
 use crate::tensor::WeightDtype;
 
-/// The fields every family spells alike.
+/// The fields that every family spells alike.
 #[derive(Debug, Deserialize)]
 pub(crate) struct CommonFields {
     hidden_size: usize,
@@ -67,7 +67,7 @@ fn default_hidden_act() -> String {
 }
 
 impl CommonFields {
-    /// A decoder without biases, head norms or window: the family adds what it has.
+    /// A decoder without biases, head norms or window; the family adds its own.
     fn lower(self, family: Family) -> Result<DecoderConfig, LoadError> {
         if !matches!(self.hidden_act.as_str(), "silu" | "swish") {
             return Err(LoadError::config_field(
@@ -118,7 +118,7 @@ impl CommonFields {
     }
 }
 
-/// Qwen's window: declared in every file, in force only when switched on and reaching some layer.
+/// Qwen's window: declared in every file, active only if it is switched on and reaches some layer.
 #[derive(Debug, Default, Deserialize)]
 pub(crate) struct QwenWindow {
     #[serde(default)]

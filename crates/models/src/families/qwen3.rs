@@ -9,7 +9,7 @@ use crate::error::LoadError;
 pub(crate) const ARCHITECTURE: &str = "Qwen3ForCausalLM";
 pub(crate) const MODEL_TYPE: &str = "qwen3";
 
-/// Qwen3 heads are 128 wide whatever the hidden size, unless the file says otherwise.
+/// Qwen3 heads are 128 wide for every hidden size, unless the file says otherwise.
 const DEFAULT_HEAD_DIM: usize = 128;
 
 #[derive(Debug, Deserialize)]

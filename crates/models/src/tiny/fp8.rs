@@ -1,7 +1,8 @@
-//! FP8 twins of small models: the same configuration, projections quantized, for tests that compare the two.
+//! FP8 twins of small models: the same configuration with quantized projections, for tests that
+//! compare the two.
 //!
-//! Random weights are of the same size everywhere, so that every block would have the same scale; twins, the unquantized
-//! one too, give each block a size of its own.
+//! Random weights have the same size everywhere, so every block would have the same scale. Twins,
+//! including the unquantized one, give each block a size of its own.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -18,20 +19,20 @@ use crate::source::ModelSource;
 use crate::tensor_names::Projection;
 use crate::weights::{SINGLE_FILE, Weights};
 
-/// In what form the quantized projections are written.
+/// The form in which the projections are written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Twin {
-    /// Not at all, in F32.
+    /// Not quantized, in F32.
     Unquantized,
     /// FP8, a scale for each block of 128 × 128: `weight_scale_inv`, as Qwen publishes them.
     Blocks,
-    /// FP8, one scale a matrix: `weight_scale`.
+    /// FP8, one scale for each matrix: `weight_scale`.
     PerTensor,
-    /// The weights that [`Twin::Blocks`] stands for, in BF16.
+    /// The dequantized weights of [`Twin::Blocks`], in BF16.
     BlocksInBf16,
-    /// The weights that [`Twin::Blocks`] stands for, in F32.
+    /// The dequantized weights of [`Twin::Blocks`], in F32.
     BlocksInF32,
-    /// The weights that [`Twin::PerTensor`] stands for, in F32.
+    /// The dequantized weights of [`Twin::PerTensor`], in F32.
     PerTensorInF32,
 }
 
@@ -43,7 +44,8 @@ impl Twin {
 
 type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
 
-/// Writes into `to` a copy of the single-file model in `from` whose projections went through FP8.
+/// Writes into `to` a copy of the single-file model in `from` whose projections were quantized to
+/// FP8 and back.
 pub fn write_twin(from: &Path, to: &Path, twin: Twin) -> Result<(), LoadError> {
     let source = ModelSource::Dir(from.to_owned());
     let (config, weights) = (DecoderConfig::load(&source)?, Weights::open(&source)?);
@@ -98,7 +100,7 @@ fn quantized(tensors: &mut Tensors, name: &str, shape: &[usize], weights: &[f32]
     let mut matrix = Fp8Matrix::quantize(&weights, outputs, inputs);
     let mut scale_shape = vec![fp8_blocks(outputs), fp8_blocks(inputs)];
     if twin.per_tensor() {
-        // The largest scale is that of the largest weight: all codes under it.
+        // The largest scale is that of the largest weight, so all codes fit under it.
         let scale = matrix.scales.iter().copied().fold(0.0, f32::max);
         matrix.codes = weights.iter().map(|w| oscar_codec::fp8::encode(w / scale)).collect();
         matrix.scales.fill(scale);

@@ -74,7 +74,8 @@ fn what_can_stay_fp8_does() {
     // A folded rotation needs the numbers themselves.
     assert_eq!(formats(&weights, true), [false, false, true, true]);
     let line = weights.describe_fp8(&config, true, true).unwrap();
-    // Hidden states of 160: gate and up would be multiplied in FP8 if they were of a multiple of 64.
+    // Hidden states of 160: gate and up would be multiplied in FP8 if they were of a multiple of
+    // 64.
     for part in
         ["the checkpoint's: down (", "expanded: qkv (the value rotation is folded in), output (", "gate_up"]
     {

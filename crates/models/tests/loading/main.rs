@@ -1,4 +1,5 @@
-//! Whole models on disk: good ones of every family load, and each way a file can be wrong gives one clear error.
+//! Whole models on disk: good ones of every family load, and each way a file can be wrong gives one
+//! clear error.
 
 mod corrupted;
 mod fp8;

@@ -4,7 +4,7 @@ use super::words::{CITIES, FOODS, GREETINGS, JOBS, NAMES, PETS};
 use super::{Turn, chars, exchange};
 use crate::{Filler, Random, TaskError};
 
-/// A filler whose paragraphs are all too short is noticed after this many draws.
+/// After this many draws a filler whose paragraphs are all too short is reported.
 const RESUME_TRIES: usize = 1000;
 
 pub(super) fn hello(random: &mut Random) -> Vec<Turn> {
@@ -26,7 +26,7 @@ pub(super) fn resume(random: &mut Random, filler: &dyn Filler) -> Result<Vec<Tur
     Err(TaskError::ShortFiller { tries: RESUME_TRIES })
 }
 
-/// What can be told about a friend.
+/// A fact about a friend.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kind {
     City,

@@ -1,9 +1,9 @@
 //! Chat tasks that test long-context use: retrieval, tracking, chained arithmetic, memory.
 //!
-//! A case is a conversation whose last turn is the right answer of the assistant. Invariant: wordings,
-//! word lists and distributions are those the bundled demo model was trained on; only the random stream
-//! is this crate's own. A budget counts characters of conversation, roughly: haystacks end with the
-//! paragraph that reaches it.
+//! A case is a conversation whose last turn is the right answer of the assistant. Invariant:
+//! wordings, word lists and distributions are those the bundled demo model was trained on; only the
+//! random stream is this crate's own. A budget counts characters of conversation, roughly:
+//! haystacks end with the paragraph that reaches it.
 
 mod conversation;
 mod reasoning;

@@ -6,7 +6,8 @@ use crate::random::uuid_text;
 use crate::{Filler, Random};
 use std::collections::{HashMap, HashSet};
 
-/// Distractors stop here, so that drawing distinct keys stays quick; filler takes what budget is left.
+/// Largest number of distractors, so that drawing distinct keys stays quick; filler takes the rest
+/// of the budget.
 const MOST_WORD_KEYS: usize = ADJECTIVES.len() * NOUNS.len() * 3 / 4;
 
 /// Spreads needle sentences at random depths through filler worth `budget` characters.
@@ -150,7 +151,7 @@ pub(super) fn vt(random: &mut Random, budget: usize, filler: &dyn Filler) -> Vec
     let mut size = 0;
     while size < budget {
         let part = if noise { NOISE.to_owned() } else { filler.paragraph(random) };
-        // An empty paragraph must not keep the loop from ending.
+        // An empty paragraph must still advance the loop.
         size += chars(&part).max(1);
         parts.push(part);
     }

@@ -1,7 +1,7 @@
 //! The grammar behind generated haystacks: parsing `grammar.txt` and expanding its templates.
 //!
-//! Invariant: the built-in grammar is complete. Every slot it names exists (a test expands them all), so
-//! expansion cannot fail; a slot that did not exist would be written as its name.
+//! Invariant: the built-in grammar is complete. Every slot that it names exists (a test expands
+//! them all), so expansion cannot fail. An unknown slot would be written as its name.
 
 use crate::Random;
 use std::collections::BTreeMap;

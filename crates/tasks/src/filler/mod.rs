@@ -1,8 +1,8 @@
 //! Haystack text: paragraphs to hide things in, and prose to calibrate on.
 //!
-//! [`GrammarFiller`] writes paragraphs from a grammar of our own (`grammar.txt`), [`ParagraphFiller`]
-//! takes them from a text of the caller's. Invariant: a paragraph depends on the random stream it is
-//! given and on nothing else.
+//! [`GrammarFiller`] writes paragraphs from a grammar of our own (`grammar.txt`),
+//! [`ParagraphFiller`] takes them from a text of the caller's. Invariant: a paragraph depends on
+//! the random stream it is given and on nothing else.
 
 mod grammar;
 
@@ -14,12 +14,13 @@ pub trait Filler {
     /// One paragraph, without line breaks.
     fn paragraph(&self, random: &mut Random) -> String;
 
-    /// Running text of at least `words` words if there are that many, in a fixed order for a seed.
+    /// Running text of at least `words` words, if there are that many, in an order that the seed
+    /// fixes.
     fn essay(&self, words: usize, seed: u64) -> String {
         let mut random = Random::new("essay", seed, 0);
         let mut text = String::new();
         let mut have = 0;
-        // Bounded by the wish, in case a source has nothing but blanks.
+        // Bounded by the request, in case a source has nothing but blanks.
         for _ in 0..words {
             if have >= words {
                 break;
@@ -33,7 +34,7 @@ pub trait Filler {
     }
 }
 
-/// Endless paragraphs on fourteen plain subjects.
+/// Endless paragraphs on fourteen everyday subjects.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct GrammarFiller;
 
@@ -50,13 +51,14 @@ pub struct ParagraphFiller {
 }
 
 impl ParagraphFiller {
-    /// A block longer than this is cut at the next end of a sentence, so that one paragraph cannot fill
-    /// a whole haystack.
+    /// A block longer than this is cut at the next end of a sentence, so that one paragraph cannot
+    /// fill a whole haystack.
     const LONG: usize = 1200;
     /// Cut here even in the middle of a sentence.
     const TOO_LONG: usize = 2400;
 
-    /// Takes the blocks between blank lines as paragraphs; line breaks inside a block become spaces.
+    /// Takes the blocks between blank lines as paragraphs; line breaks inside a block become
+    /// spaces.
     pub fn from_text(text: &str) -> Result<Self, TaskError> {
         let text = text.replace("\r\n", "\n");
         let mut paragraphs = Vec::new();
@@ -109,7 +111,8 @@ pub struct Prose {
     pub text: &'static str,
 }
 
-/// The hand-written prose, written for this project: some eighteen thousand words of stories, manuals and code.
+/// The hand-written prose, written for this project: some eighteen thousand words of stories,
+/// manuals and code.
 pub fn prose() -> Vec<Prose> {
     include_str!("../prose.txt")
         .split("# ")
@@ -136,7 +139,7 @@ mod tests {
         }
     }
 
-    /// What a reader notices: a sentence that came before. Twenty thousand tokens are about 80,000
+    /// A reader would notice a repeated sentence. Twenty thousand tokens are about 80,000
     /// characters.
     #[test]
     fn generated_text_does_not_repeat_within_twenty_thousand_tokens() {
@@ -208,7 +211,7 @@ mod tests {
             prop_assert!((200..1200).contains(&paragraph.len()), "{}", paragraph);
             prop_assert!(!paragraph.contains(['{', '}', '|', '\n']) && !paragraph.contains("  "), "{}", paragraph);
             prop_assert!(paragraph.split(". ").count() >= 3, "{}", paragraph);
-            // Nothing that a task hides or asks for.
+            // Nothing that a task hides or asks for may occur.
             prop_assert!(!paragraph.contains(|c: char| c.is_ascii_digit()));
             for word in ["VAR", "magic", "pass key"] {
                 prop_assert!(!paragraph.contains(word));

@@ -1,12 +1,14 @@
 //! The largest haystack that fits a token budget.
 //!
-//! Tokens grow almost in proportion to the size, so the search extrapolates and interpolates before it
-//! bisects: counting a long prompt is the expensive step. The result always fits, since it was counted.
+//! Tokens grow almost in proportion to the size, so the search extrapolates and interpolates before
+//! it bisects: counting a long prompt is the expensive step. The result always fits, since it was
+//! counted.
 
 use std::ops::RangeInclusive;
 
-/// Composes at sizes within `sizes` and returns the largest found that costs at most `budget`, stopping
-/// early within a five-hundredth of it. `Err` is the cost of the smallest size, when even that is too big.
+/// Composes at sizes within `sizes` and returns the largest found that costs at most `budget`,
+/// stopping early within a five-hundredth of it. `Err` is the cost of the smallest size, when even
+/// that is too big.
 pub(super) fn largest_fitting<T>(
     sizes: RangeInclusive<usize>,
     budget: usize,
@@ -29,7 +31,7 @@ pub(super) fn largest_fitting<T>(
         }
         let doubled = low.saturating_mul(2).max(low.saturating_add(8));
         let next = if low >= least.saturating_mul(8) && low_cost > least_cost {
-            // Far enough from the start for the slope to be trusted; aim just beyond the budget.
+            // Far enough from the start for a reliable slope; aim just beyond the budget.
             let per_token = (low - least) as f64 / (low_cost - least_cost) as f64;
             let aim = (budget - low_cost) as f64 * per_token * 1.02;
             low.saturating_add(aim as usize + 1).min(low.saturating_mul(16))

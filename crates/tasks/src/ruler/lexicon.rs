@@ -1,4 +1,5 @@
-//! Words for keys and word lists, chosen for this project (the official benchmark uses wonderwords).
+//! Words for keys and word lists, chosen for this project (the official benchmark uses
+//! wonderwords).
 
 use crate::Random;
 use std::sync::LazyLock;

@@ -1,16 +1,18 @@
-//! RULER: thirteen synthetic long-context tasks with the wordings, sizes and metrics of the official
-//! benchmark (NVIDIA, arXiv 2404.06654).
+//! RULER: thirteen synthetic long-context tasks with the wordings, sizes and metrics of the
+//! official benchmark (NVIDIA, arXiv 2404.06654).
 //!
-//! Invariant: `tokens(prompt + answer_prefix) + tokens_to_generate + reserved <= max_seq_length`, by the
-//! caller's own token count, with the haystack as large as that allows.
+//! Invariant: `tokens(prompt + answer_prefix) + tokens_to_generate + reserved <= max_seq_length`,
+//! by the caller's own token count, with the haystack as large as that allows.
 //!
 //! Where this differs from the official generator:
-//! - keys and list words come from a word list of ours (`lexicon.txt`), not from wonderwords; common-word
-//!   lists that need more words than that add closed compounds of an adjective and a noun;
-//! - the essay haystack is the caller's [`Filler`] (officially Paul Graham's essays, which the caller may
-//!   supply as a file through [`crate::ParagraphFiller`]), and a simple rule finds its sentences;
-//! - every case searches its own haystack size, keys and values never collide, and the budget always
-//!   counts the tokens to be generated.
+//! - keys and list words come from a word list of ours (`lexicon.txt`), not from wonderwords;
+//!   common-word lists that need more words than that add closed compounds of an adjective and a
+//!   noun;
+//! - the essay haystack is the caller's [`Filler`] (officially Paul Graham's essays, which the
+//!   caller may supply as a file through [`crate::ParagraphFiller`]), and a simple rule finds its
+//!   sentences;
+//! - every case searches its own haystack size, keys and values never collide, and the budget
+//!   always counts the tokens to be generated.
 
 mod fit;
 mod lexicon;
@@ -173,8 +175,8 @@ pub struct RulerCase {
     pub answer_prefix: String,
     /// What the answer must contain.
     pub references: Vec<String>,
-    /// Where the answers stand in the context, as fractions of its length: one per reference for needles
-    /// and variables, one per gold document for questions, none for word counts.
+    /// Where the answers stand in the context, as fractions of its length: one per reference for
+    /// needles and variables, one per gold document for questions, none for word counts.
     pub depths: Vec<f64>,
     pub tokens_to_generate: usize,
     pub metric: Metric,
@@ -240,7 +242,8 @@ impl<'a> RulerGenerator<'a> {
     /// Case `index` of a task: a function of the configuration, the filler and the index alone.
     pub fn case(&self, task: RulerTask, index: usize) -> Result<RulerCase, TaskError> {
         let RulerConfig { max_seq_length, seed, .. } = self.config;
-        // A word or a line costs a token at least; the bound stops a counter that says otherwise.
+        // A word or a line costs at least one token; the bound stops the search if a counter says
+        // otherwise.
         let most = max_seq_length.saturating_mul(2);
         let label = format!("ruler/{}/{max_seq_length}", task.name());
         let random = Random::new(&label, seed, index as u64);
@@ -272,9 +275,10 @@ impl<'a> RulerGenerator<'a> {
         Ok(draft.into_case(task, index))
     }
 
-    /// Needles at the given depths (in percent) of one essay haystack, a case for each, in order of depth: RULER's
-    /// `niah_multikey_1` with as many keys as depths and every key asked for in turn, so that the cases share all but
-    /// their question. One depth gives `niah_single_2` with its needle there.
+    /// Needles at the given depths (in percent) of one essay haystack, a case for each, in order of
+    /// depth: RULER's `niah_multikey_1` with as many keys as depths and every key asked for in
+    /// turn, so that the cases share all but their question. One depth gives `niah_single_2` with
+    /// its needle there.
     pub fn needles_at(&self, percents: &[usize], index: usize) -> Result<Vec<RulerCase>, TaskError> {
         let task = if percents.len() == 1 { RulerTask::NiahSingle2 } else { RulerTask::NiahMultikey1 };
         let Some(shape) = task.niah_shape() else { return Ok(Vec::new()) };
@@ -294,7 +298,7 @@ impl<'a> RulerGenerator<'a> {
 
     fn essay(&self) -> Result<&Essay, TaskError> {
         let essay = self.essay.get_or_init(|| {
-            // A token is seldom longer than a word; a longer haystack starts the text over.
+            // A token is seldom longer than a word. A longer haystack repeats the text.
             Essay::new(&self.filler.essay(self.config.max_seq_length.max(1), self.config.seed))
         });
         if essay.is_empty() { Err(TaskError::EmptyFiller) } else { Ok(essay) }
@@ -304,8 +308,8 @@ impl<'a> RulerGenerator<'a> {
         let task = RulerTask::Cwe;
         let mut plan = words::WordList::draw(self.config.max_seq_length, random.clone());
         if self.cost(task, &plan.compose(plan.supply())) <= self.config.max_seq_length {
-            // The plain words are too few for this length: draw the whole list from the larger pool, so
-            // that common and uncommon words still look alike.
+            // The plain words are too few for this length: draw the whole list from the larger
+            // pool, so that common and uncommon words still look alike.
             plan = words::WordList::draw_from_compounds(self.config.max_seq_length, random);
         }
         self.fit(task, words::LEAST_WORDS, plan.supply(), |size| plan.compose(size))

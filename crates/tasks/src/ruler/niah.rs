@@ -1,7 +1,8 @@
-//! Needles in a haystack: magic numbers or uuids hidden in noise, in an essay, or among other needles.
+//! Needles in a haystack: magic numbers or uuids hidden in noise, in an essay, or among other
+//! needles.
 //!
-//! Invariant: a [`Plan`] fixes keys, values, depths and questions before the size is searched, so that a
-//! larger haystack is the same case with more hay.
+//! Invariant: a [`Plan`] fixes keys, values, depths and questions before the size is searched, so
+//! that a larger haystack is the same case with more hay.
 
 use super::lexicon::Lexicon;
 use super::{Draft, depth_of};
@@ -14,12 +15,13 @@ pub(super) const NOISE: &str =
 const TEMPLATE: &str = "Some special magic {type_needle_v} are hidden within the following text. Make sure to memorize it. I will quiz you about the {type_needle_v} afterwards.\n{context}\nWhat are all the special magic {type_needle_v} for {query} mentioned in the provided text?";
 const ANSWER_PREFIX: &str =
     " The special magic {type_needle_v} for {query} mentioned in the provided text are";
-/// Needles stand at different ones of this many depths, evenly spaced from the first to the last sentence.
+/// Needles stand at different depths out of this many, evenly spaced from the first to the last
+/// sentence.
 const DEPTH_POINTS: usize = 40;
-/// Distractor keys repeat only when this many draws in a row were taken.
+/// A distractor key repeats only after this many unsuccessful draws.
 const KEY_TRIES: usize = 64;
 
-/// What the needles are hidden in.
+/// The haystack that needles are hidden in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Haystack {
     Noise,
@@ -27,7 +29,7 @@ pub(super) enum Haystack {
     Needles,
 }
 
-/// The parameters that make the eight tasks of one generator.
+/// The parameters of the eight tasks of this generator.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct NiahShape {
     pub haystack: Haystack,
@@ -87,8 +89,8 @@ impl Essay {
         self.words.is_empty()
     }
 
-    /// The first `size` words (from the start again when there are too few), with needles put in front
-    /// of the sentences that their depths point at.
+    /// The first `size` words (from the start again when there are too few), with needles put in
+    /// front of the sentences that their depths point at.
     fn with_needles(&self, size: usize, needles: &[(usize, String)]) -> String {
         let length = self.words.len();
         let starts = |i: usize| self.starts_sentence[i % length];
@@ -122,7 +124,7 @@ pub(super) struct Plan {
     query: String,
     /// Answers and the needles that hold them.
     answers: Vec<(String, String)>,
-    /// For what depends on the size: line positions and distractors.
+    /// For parts that depend on the size: line positions and distractors.
     random: Random,
 }
 
@@ -168,8 +170,9 @@ impl Plan {
         Self { shape, needles: depths.into_iter().zip(sentences).collect(), taken, query, answers, random }
     }
 
-    /// A needle at each of these depths in one haystack, and for each needle the plan that asks for it: the prompts
-    /// differ in their question alone. One depth is the plain single needle at a place of the caller's choice.
+    /// A needle at each of these depths in one haystack, and for each needle the plan that asks for
+    /// it: the prompts differ only in their question. One depth gives the single needle at a depth
+    /// of the caller's choice.
     pub fn at_depths(shape: NiahShape, percents: &[usize], random: Random) -> Vec<Self> {
         let several = NiahShape { keys: percents.len(), values: 1, queries: percents.len(), ..shape };
         let mut plan = Self::draw(several, random);

@@ -1,4 +1,5 @@
-//! Questions over documents: SQuAD (`qa_1`) and HotpotQA (`qa_2`), from JSON that the caller supplies.
+//! Questions over documents: SQuAD (`qa_1`) and HotpotQA (`qa_2`), from JSON that the caller
+//! supplies.
 //!
 //! Invariant: a [`QaSet`] has at least one question, and every question names documents of the set.
 
@@ -147,7 +148,7 @@ impl QaSet {
     }
 }
 
-/// A case except its size: all documents in the order in which they are taken in.
+/// A case except its size: all documents in the order in which they are added.
 pub(super) struct Plan<'a> {
     question: &'a Question,
     documents: &'a [String],

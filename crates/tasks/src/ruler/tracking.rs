@@ -80,7 +80,7 @@ impl Plan {
             fit::largest_fitting(LEAST_LINES..=EXAMPLE_TOKENS, EXAMPLE_TOKENS, write, |text: &String| {
                 count_tokens(text)
             })
-            // A tokenizer that spends more on the shortest example gets the shortest example.
+            // If even the shortest example is too long for the tokenizer, the shortest is used.
             .unwrap_or_else(|_| write(LEAST_LINES));
         Self { example: format!("{worked} {}\n\n", example.names.join(" ")), chain }
     }

@@ -1,4 +1,5 @@
-//! Aggregation: the most common words of a numbered list, and the most frequent words of a coded text.
+//! Aggregation: the most common words of a numbered list, and the most frequent words of a coded
+//! text.
 
 use super::Draft;
 use super::lexicon::Lexicon;
@@ -36,7 +37,8 @@ impl WordList {
         Self::from_pool(max_seq_length, Lexicon::get().plain_words(), random)
     }
 
-    /// A list that may also hold compounds, for lengths that need more words than there are plain ones.
+    /// A list that may also hold compounds, for lengths that need more words than there are plain
+    /// ones.
     pub fn draw_from_compounds(max_seq_length: usize, random: Random) -> Self {
         Self::from_pool(max_seq_length, Lexicon::get().all_words(), random)
     }
@@ -147,7 +149,8 @@ impl CodedText {
     }
 }
 
-/// How often the word of a rank occurs among `size` words: the zeta law with exponent 2, rounded down.
+/// How often the word of a rank occurs among `size` words: the zeta law with exponent 2, rounded
+/// down.
 fn zeta_count(size: usize, rank: usize) -> usize {
     let zeta_of_two = PI * PI / 6.0;
     (size as f64 / (rank * rank) as f64 / zeta_of_two) as usize

@@ -1,7 +1,8 @@
 //! `strftime_now`: the date a template writes into its system prompt.
 //!
-//! Invariant: the formats follow C `strftime` in the C locale, as Python's `datetime.now().strftime` does for
-//! a date without a time zone. The time is UTC, so that a server's prompts do not depend on where it stands.
+//! Invariant: the formats follow C `strftime` in the C locale, as Python's
+//! `datetime.now().strftime` does for a date without a time zone. The time is UTC, so that a
+//! server's prompts do not depend on where it stands.
 
 use std::fmt::Write;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -66,7 +67,8 @@ impl Civil {
     }
 }
 
-/// Days since 1970-01-01, counted in eras of 400 years that begin on 1 March, so that the leap day comes last.
+/// Days since 1970-01-01, counted in eras of 400 years that begin on 1 March, so that the leap day
+/// comes last.
 fn days_from_civil(year: i64, month: i64, day: i64) -> i64 {
     let year = year - i64::from(month <= 2);
     let era = year.div_euclid(400);

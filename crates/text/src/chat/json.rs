@@ -1,15 +1,16 @@
 //! The `tojson` filter with the output of Python's `json.dumps`.
 //!
-//! Invariant: the text equals `json.dumps(value, ensure_ascii=..., indent=..., separators=..., sort_keys=...)`
-//! with the defaults of `transformers` (`ensure_ascii=False`, separators `", "` and `": "`). Nothing is escaped
-//! for HTML, unlike in Jinja2's own filter and in `minijinja`'s.
+//! Invariant: the text equals `json.dumps(value, ensure_ascii=..., indent=..., separators=...,
+//! sort_keys=...)` with the defaults of `transformers` (`ensure_ascii=False`, separators `", "` and
+//! `": "`). Nothing is escaped for HTML, unlike in Jinja2's own filter and in `minijinja`'s.
 
 use minijinja::value::{Kwargs, Rest, ValueKind, from_args};
 use minijinja::{Error, ErrorKind, Value};
 
 use super::python::{float_repr, integer};
 
-/// Nesting allowed in a value, so that a template cannot exhaust the stack by wrapping lists in lists.
+/// Nesting allowed in a value, so that a template cannot exhaust the stack by wrapping lists in
+/// lists.
 const MAX_DEPTH: usize = 200;
 
 type Arguments = (Option<Value>, Option<Value>, Option<Value>, Option<Value>, Kwargs);

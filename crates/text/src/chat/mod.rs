@@ -1,15 +1,15 @@
 //! Chat templates: messages to the prompt text a model was trained on.
 //!
-//! Invariant: for the same template and input the text equals what Hugging Face `transformers` renders with
-//! Jinja2, character by character. A model sees a wrong space as a different language, so fidelity is judged
-//! by golden files (`tests/fixtures`), not by looks.
+//! Invariant: for the same template and input the text equals what Hugging Face `transformers`
+//! renders with Jinja2, character by character. A model sees a wrong space as a different language,
+//! so fidelity is judged by golden files (`tests/fixtures`), not by looks.
 //!
-//! The engine is `minijinja`. This module adds what Python brings to Jinja2: `tojson` as `json.dumps`
-//! ([`json`]), printing and string methods ([`python`]), the clock ([`clock`]) and the `generation` tag
-//! ([`syntax`]).
+//! The engine is `minijinja`. This module adds what Python brings to Jinja2: `tojson` as
+//! `json.dumps` ([`json`]), printing and string methods ([`python`]), the clock ([`clock`]) and the
+//! `generation` tag ([`syntax`]).
 //!
-//! A template is part of a model and is trusted like one: steps and recursion are bounded, memory is not.
-//! Do not render templates that arrive in a request.
+//! A template is part of a model and is trusted like one: steps and recursion are bounded, memory
+//! is not. Do not render templates that arrive in a request.
 
 mod clock;
 mod json;
@@ -26,7 +26,8 @@ use serde_json::{Map, Value as Json};
 use crate::config::kind;
 use crate::{Dialect, NamedTemplate, SpecialTokens, TextError};
 
-/// Template steps allowed for one rendering: a second or so, some 25,000 messages of a busy template.
+/// Template steps allowed for one rendering: a second or so, some 25,000 messages of a busy
+/// template.
 const STEPS: u64 = 10_000_000;
 
 /// Nested macro calls allowed; far below what a 2 MiB thread stack holds.
@@ -43,7 +44,7 @@ pub struct ChatTemplate {
     steps: u64,
 }
 
-/// What a conversation hands to the template.
+/// The input of a template for one conversation.
 #[derive(Clone, Copy, Debug)]
 pub struct ChatInput<'a> {
     /// A list of message objects.
@@ -56,7 +57,8 @@ pub struct ChatInput<'a> {
     pub add_generation_prompt: bool,
     /// Further template variables, such as `enable_thinking`; they may replace special tokens.
     pub extra: Option<&'a Map<String, Json>>,
-    /// Name of the template; by default `tool_use` when there are tools and such a template, else `default`.
+    /// Name of the template; by default `tool_use` when there are tools and such a template, else
+    /// `default`.
     pub template: Option<&'a str>,
 }
 
@@ -176,8 +178,8 @@ impl ChatTemplate {
         }
     }
 
-    /// The template's variables. As in `transformers`, absent tools and documents are none rather than
-    /// undefined, while a special token that the model lacks is undefined.
+    /// The template's variables. As in `transformers`, absent tools and documents are none rather
+    /// than undefined, while a special token that the model lacks is undefined.
     fn variables(&self, input: &ChatInput<'_>) -> Result<Value, TextError> {
         let mut variables: Vec<(String, Value)> = Vec::new();
         for (role, token) in self.special.named() {
@@ -223,14 +225,14 @@ impl fmt::Debug for ChatTemplate {
     }
 }
 
-/// Marks an error as the template's own, so that it keeps its words on the way out.
+/// Marks an error as the template's own, so that its text reaches the client unchanged.
 #[derive(Debug, thiserror::Error)]
 #[error("{message}")]
 struct Raised {
     message: String,
 }
 
-/// The engine's words without the position, which our own message already gives.
+/// The engine's message without the position, which our own message already gives.
 fn reason(error: &minijinja::Error) -> String {
     match error.detail() {
         Some(detail) => format!("{}: {detail}", error.kind()),

@@ -1,7 +1,8 @@
-//! What Python values bring along: `str()` and `repr()`, string methods, and Jinja2's view of types.
+//! Python's behaviour of values: `str()` and `repr()`, string methods, and Jinja2's view of types.
 //!
-//! Invariant: names and results follow Python 3; a method Python lacks stays unknown. Methods that change
-//! their object (`append`, `update`, `pop`) stay unknown too, as in the immutable sandbox of `transformers`.
+//! Invariant: names and results follow Python 3; a method that Python lacks stays unknown. Methods
+//! that change their object (`append`, `update`, `pop`) stay unknown too, as in the immutable
+//! sandbox of `transformers`.
 
 use minijinja::value::{Kwargs, ValueKind, from_args};
 use minijinja::{Environment, Error, ErrorKind, State, Value};
@@ -144,8 +145,8 @@ fn write_string_repr(text: &str, out: &mut String) {
     out.push(quote);
 }
 
-/// Close to Python's `str.isprintable`: not control, format, private-use or blank (except the plain space).
-/// Unassigned code points, which Python escapes as well, print as they are.
+/// Close to Python's `str.isprintable`: not control, format, private-use or blank (except the plain
+/// space). Unassigned code points, which Python escapes as well, print as they are.
 fn printable(c: char) -> bool {
     let format = matches!(c, '\u{AD}' | '\u{200B}'..='\u{200F}' | '\u{202A}'..='\u{202E}' | '\u{2060}'..='\u{206F}' | '\u{FEFF}');
     let private = matches!(c, '\u{E000}'..='\u{F8FF}' | '\u{F0000}'..);
@@ -157,7 +158,8 @@ pub(super) fn integer(value: &Value) -> Option<String> {
     value.is_integer().then(|| value.to_string())
 }
 
-/// Python's `repr` of a float: shortest digits that read back the same, an exponent below 1e-4 and from 1e16.
+/// Python's `repr` of a float: shortest digits that read back the same, an exponent below 1e-4 and
+/// from 1e16.
 pub(super) fn float_repr(value: f64) -> String {
     if value.is_nan() {
         return "nan".to_owned();
@@ -176,7 +178,8 @@ pub(super) fn float_repr(value: f64) -> String {
     if plain.contains('.') { plain } else { plain + ".0" }
 }
 
-/// Python methods that `minijinja-contrib` lacks, or counts in bytes where Python counts characters.
+/// Python methods that `minijinja-contrib` lacks, or counts in bytes where Python counts
+/// characters.
 fn call_method(state: &State, value: &Value, method: &str, args: &[Value]) -> Result<Value, Error> {
     let Some(text) = value.as_str() else {
         return minijinja_contrib::pycompat::unknown_method_callback(state, value, method, args);
@@ -212,9 +215,9 @@ fn call_method(state: &State, value: &Value, method: &str, args: &[Value]) -> Re
             list_of(&[before, found, after])
         }
         "split" | "rsplit" => split(text, args, method == "rsplit")?,
-        // Python says no for the empty text.
+        // Python returns false for the empty text.
         "isalnum" | "isalpha" | "isdigit" | "isnumeric" | "isspace" if text.is_empty() => Value::from(false),
-        // Python wants at least one cased letter and ignores the rest.
+        // Python requires at least one cased letter and ignores the rest.
         "isupper" => {
             Value::from(text.chars().any(char::is_uppercase) && !text.chars().any(char::is_lowercase))
         }

@@ -1,7 +1,9 @@
-//! The `generation` tag of `transformers`, which marks what an assistant wrote and prints nothing itself.
+//! The `generation` tag of `transformers`, which marks what an assistant wrote and prints nothing
+//! itself.
 //!
-//! Invariant: the rewritten template has the same lines and the same whitespace control, and renders the same
-//! text. The tag opens a scope in Python, so it becomes the tag that does the same here: `with`.
+//! Invariant: the rewritten template has the same lines and the same whitespace control, and
+//! renders the same text. The tag opens a scope in Python, so it becomes the tag that does the same
+//! here: `with`.
 
 const OPEN: &str = "{%";
 const CLOSE: &str = "%}";

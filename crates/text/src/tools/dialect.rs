@@ -7,15 +7,18 @@ use crate::TextError;
 pub enum Dialect {
     /// `<tool_call>{"name": …, "arguments": {…}}</tool_call>`: Hermes, Qwen2.5, Qwen3.
     Hermes,
-    /// `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`: Qwen3-Coder, Qwen3.5.
+    /// `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`:
+    /// Qwen3-Coder, Qwen3.5.
     QwenXml,
     /// `{"name": …, "parameters": {…}}` as the whole answer: Llama 3.
     Llama,
     /// `[TOOL_CALLS][{"name": …, "arguments": {…}}]` or `[TOOL_CALLS]name[ARGS]{…}`.
     Mistral,
-    /// `<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`: GLM-4.5 to 4.7.
+    /// `<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`: GLM-4.5 to
+    /// 4.7.
     Glm,
-    /// `<minimax:tool_call><invoke name="…"><parameter name="…">value</parameter></invoke></minimax:tool_call>`.
+    /// `<minimax:tool_call><invoke name="…"><parameter
+    /// name="…">value</parameter></invoke></minimax:tool_call>`.
     MiniMax,
 }
 

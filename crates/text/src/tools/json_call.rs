@@ -1,7 +1,9 @@
-//! A call written as a JSON object: `{"name": "f", "arguments": {...}}` (Hermes, Llama 3, older Mistral).
+//! A call written as a JSON object: `{"name": "f", "arguments": {...}}` (Hermes, Llama 3, older
+//! Mistral).
 //!
-//! `parameters` is another name for `arguments`; arguments may also be a string of JSON, or be absent. The call
-//! starts when its name is known and its arguments have begun, so that a call that is not one stays text.
+//! `parameters` is another name for `arguments`; arguments may also be a string of JSON, or be
+//! absent. The call starts when its name is known and its arguments have begun, so that a call that
+//! is not one stays text.
 
 use super::pending::Pending;
 use super::scanner::{Scanner, Step};
@@ -98,8 +100,8 @@ impl JsonCall {
         sink.start(name, self.id.take())
     }
 
-    /// Handles one character between values; tells whether it was taken. `State::Object` after a taken `}` means
-    /// that the object is complete.
+    /// Handles one character between values; tells whether it was taken. `State::Object` after a
+    /// taken `}` means that the object is complete.
     fn character(&mut self, c: char, sink: &mut Sink) -> Result<bool, ()> {
         let space = c.is_ascii_whitespace();
         match &mut self.state {
@@ -207,7 +209,8 @@ impl JsonCall {
     }
 }
 
-/// An arguments object that is passed on as it is written. Control characters in strings are escaped.
+/// An arguments object that is passed on as it is written. Control characters in strings are
+/// escaped.
 #[derive(Clone, Debug)]
 pub(super) struct Arguments {
     scanner: Scanner,

@@ -1,4 +1,5 @@
-//! A call as newer Mistral models write it: `name{...}`, `name[ARGS]{...}` or `name[CALL_ID]id[ARGS]{...}`.
+//! A call as newer Mistral models write it: `name{...}`, `name[ARGS]{...}` or
+//! `name[CALL_ID]id[ARGS]{...}`.
 
 use super::json_call::Arguments;
 use super::pending::Pending;

@@ -1,13 +1,15 @@
 //! Tool calls and reasoning in a model's reply, read while it is being written.
 //!
 //! Invariants:
-//! - The events, with neighbours of one kind joined, do not depend on how the text was cut into pieces.
-//! - No text is lost: what turns out to be no call is returned as text and counted. A call that breaks off after
-//!   its start keeps the arguments that went out, which are then no complete JSON; the rest follows as text.
+//! - The events, with neighbours of one kind joined, do not depend on how the text was cut into
+//!   pieces.
+//! - No text is lost: what turns out to be no call is returned as text and counted. A call that
+//!   breaks off after its start keeps the arguments that went out, which are then no complete JSON;
+//!   the rest follows as text.
 //! - Arguments of a complete call are a JSON object.
 //!
-//! White space around calls belongs to the markup. Reasoning may open the reply and follow a call; a tag anywhere
-//! else is ordinary text, and calls inside reasoning are reasoning.
+//! White space around calls belongs to the markup. Reasoning may open the reply and follow a call;
+//! a tag anywhere else is ordinary text, and calls inside reasoning are reasoning.
 
 mod dialect;
 mod json_call;
@@ -27,7 +29,8 @@ pub use dialect::Dialect;
 pub use reply::{ReasoningTags, ReplyOptions, ReplyParser};
 pub use schema::ToolSchemas;
 
-/// Longest name of a tool or a parameter, in bytes. Without a limit text could be held back for ever.
+/// Longest name of a tool or a parameter, in bytes. Without a limit text could be held back for
+/// ever.
 const MAX_NAME: usize = 256;
 
 /// What a piece of a reply brought.

@@ -1,7 +1,7 @@
 //! Reply text that has arrived and is not yet understood.
 //!
-//! Invariant: what a reader takes depends on the text alone, never on how it was cut into pieces: a reader
-//! that cannot decide yet takes nothing and is asked again when more text is there.
+//! Invariant: what a reader takes depends on the text alone, never on how it was cut into pieces: a
+//! reader that cannot decide yet takes nothing and is asked again when more text is there.
 
 /// Result of a comparison with the front of the text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,7 +19,8 @@ pub(super) struct Pending {
     text: String,
     start: usize,
     ended: bool,
-    /// Everything taken since [`record`](Self::record), for a call that may turn out to be ordinary text.
+    /// Everything taken since [`record`](Self::record), for a call that may turn out to be ordinary
+    /// text.
     recorded: Option<String>,
 }
 
@@ -117,8 +118,8 @@ impl Pending {
         }
     }
 
-    /// Takes the text in front of the first marker, and the marker. Without a marker it takes all text that
-    /// cannot be the beginning of one.
+    /// Takes the text in front of the first marker, and the marker. Without a marker it takes all
+    /// text that cannot be the beginning of one.
     pub fn until(&mut self, markers: &[&str]) -> (String, Option<usize>) {
         let rest = self.rest();
         let found = markers

@@ -44,7 +44,8 @@ pub struct ReplyParser {
 
 #[derive(Clone, Debug)]
 enum State {
-    /// Only white space since the beginning, the reasoning or a call. Here reasoning may open, and a Llama call.
+    /// Only white space since the beginning, the reasoning or a call. Here reasoning may open, and
+    /// a Llama call.
     Start {
         may_think: bool,
         after_call: bool,
@@ -85,7 +86,8 @@ const MINIMAX_TAIL: Tail = &[
 ];
 
 impl ReplyParser {
-    /// A reader of a reply to a prompt that ends in `prompt_end`: a template may have opened the reasoning.
+    /// A reader of a reply to a prompt that ends in `prompt_end`: a template may have opened the
+    /// reasoning.
     pub fn new(options: &ReplyOptions, prompt_end: &str) -> Self {
         let opened = options
             .reasoning

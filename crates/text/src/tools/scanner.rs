@@ -1,8 +1,8 @@
 //! An incremental check of one JSON value, character by character.
 //!
-//! Invariant: a value is accepted if and only if `serde_json` accepts it, with two exceptions: control
-//! characters inside strings, which models write often and which the caller escapes, and numbers beyond the
-//! range of `f64` are let through.
+//! Invariant: a value is accepted if and only if `serde_json` accepts it, with two exceptions:
+//! control characters inside strings, which models write often and which the caller escapes, and
+//! numbers beyond the range of `f64` are let through.
 
 /// Nesting that is allowed; `serde_json` has the same limit.
 const MAX_DEPTH: usize = 127;

@@ -52,15 +52,16 @@ impl Types {
         self == Self::STRING
     }
 
-    /// Whether a value of type `other` is allowed. Everything but text is where the schema does not say: text
-    /// needs no quotes in the dialects that ask.
+    /// Whether a value of type `other` is allowed. Everything but text is where the schema does not
+    /// say: text needs no quotes in the dialects that ask.
     pub fn allows(self, other: Self) -> bool {
         if self.0 == 0 { other != Self::STRING } else { self.0 & other.0 != 0 }
     }
 }
 
 impl ToolSchemas {
-    /// Reads a list of tools as OpenAI writes them: `{"type": "function", "function": {"name", "parameters"}}`.
+    /// Reads a list of tools as OpenAI writes them: `{"type": "function", "function": {"name",
+    /// "parameters"}}`.
     pub fn from_openai(tools: &[Value]) -> Self {
         let entry = |tool: &Value| -> Option<(String, HashMap<String, Types>)> {
             let function = &tool["function"];

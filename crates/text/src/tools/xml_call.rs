@@ -1,7 +1,8 @@
 //! Calls written with tags around names and values: Qwen3-Coder, GLM-4.x and MiniMax-M2.
 //!
-//! Values carry no type, so the request's schemas decide: a parameter that can only be text is passed on as it
-//! comes, any other is collected and becomes the JSON it spells if the schema allows that type, else text.
+//! Values carry no type, so the request's schemas decide: a parameter that can only be text is
+//! passed on as it comes, any other is collected and becomes the JSON it spells if the schema
+//! allows that type, else text.
 
 use serde_json::Value;
 
@@ -15,7 +16,8 @@ use super::{Flow, MAX_NAME, Sink};
 pub(super) struct Tags {
     /// What stands before a name; none if the name follows the opening tag of the block.
     pub call: Option<&'static str>,
-    /// What may stand after a name. It is taken unless a parameter or the end of the call begins with it.
+    /// What may stand after a name. It is taken unless a parameter or the end of the call begins
+    /// with it.
     name_end: &'static [&'static str],
     call_close: &'static [&'static str],
     key: &'static str,
@@ -164,7 +166,8 @@ impl XmlCall {
                 if self.tags.breaks_line {
                     match pending.peek() {
                         Some('\n') => {
-                            // `<parameter=a>\n</parameter>` is an empty value: its line break is the start's.
+                            // `<parameter=a>\n</parameter>` is an empty value: its line break is
+                            // the start's.
                             pending.next();
                         }
                         Some(_) => {}

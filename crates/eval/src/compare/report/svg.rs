@@ -1,4 +1,5 @@
-//! The figures as SVG text: scatter plots with a Pareto front, bars and heat maps. Colours come by class from a style sheet.
+//! The figures as SVG text: scatter plots with a Pareto front, bars and heat maps. Colours come by
+//! class from a style sheet.
 
 use crate::compare::pareto_front;
 use std::fmt::Write;

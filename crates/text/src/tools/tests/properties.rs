@@ -106,7 +106,8 @@ proptest! {
                 prop_assert_eq!(&reply.text, &text);
             }
         } else {
-            // Only markup and white space may go: every character that no markup uses is still there.
+            // Only markup and white space may go: every character that no markup uses is still
+            // there.
             for c in ['é', '😀'] {
                 prop_assert_eq!(shown.matches(c).count(), text.matches(c).count(), "{} in {}", c, text);
             }
