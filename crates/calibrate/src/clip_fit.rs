@@ -1,9 +1,10 @@
 //! Clip ratios fitted to a head.
 //!
-//! The official ratios are constants. Here every ratio of a grid codes a sample of the head's rotated rows with the
-//! real codec, and the one with the least harm wins: for keys `tr((K−K̂) C_Q (K−K̂)ᵀ)`, the squared error of the
-//! logits; for values the squared error of rows, each weighted by the energy of its key's logits, the streaming
-//! stand-in for how much attention it gets.
+//! The official ratios are constants. Here the real codec quantizes a sample of the head's rotated
+//! rows at every ratio of a grid, and the ratio with the least harm wins. For keys the harm is
+//! `tr((K−K̂) C_Q (K−K̂)ᵀ)`, the squared error of the logits. For values it is the squared error of
+//! rows, each weighted by the energy of its key's logits, which approximates how much attention the
+//! row gets.
 
 use crate::quality::{key_error, recode, value_error};
 use crate::symmetric::Symmetric;
@@ -13,7 +14,8 @@ use serde::Serialize;
 /// Ratios tried; 0 is no clipping, which 1 would also mean.
 pub const RATIOS: [f64; 12] = [0.80, 0.84, 0.87, 0.90, 0.92, 0.94, 0.95, 0.96, 0.97, 0.98, 0.99, 0.0];
 
-/// The harm done at each ratio, as a fraction of the unclipped signal, and the ratio that does least.
+/// The harm at each ratio, as a fraction of the unclipped signal, and the ratio with the least
+/// harm.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct ClipCurve {
     pub best: f64,
@@ -26,7 +28,7 @@ pub struct ClipPoint {
     pub error: f64,
 }
 
-/// Rotated rows of one head and what their errors cost.
+/// Rotated rows of one head, and the weights of their errors.
 #[derive(Clone, Copy, Debug)]
 pub struct HeadRows<'a> {
     pub head_dim: usize,
@@ -34,7 +36,7 @@ pub struct HeadRows<'a> {
     pub values: &'a [f32],
     /// Query second moment in the basis of `keys`.
     pub query: &'a Symmetric,
-    /// One weight a value row.
+    /// One weight for each value row.
     pub value_weights: &'a [f64],
 }
 

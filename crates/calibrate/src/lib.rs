@@ -1,12 +1,15 @@
-//! Rotations for the 2-bit key-value cache: the calibration that makes them and the files that hold them.
+//! Rotations for the 2-bit key-value cache: the calibration that makes them and the files that hold
+//! them.
 //!
-//! [`calibrate()`] runs a model over text and watches its heads: [`moments`] adds up second moments as tokens pass
-//! (nothing is dumped), [`spectrum`] turns them into eigenbases, [`clip_fit`] picks clip ratios and [`quality`]
-//! measures what two bits cost with and without the rotation; [`bits`] then gives each head the width it needs. The result is a [`RotationFile`] and a
-//! [`CalibrationReport`]. [`zoo`] reads and writes the files of the public RotationZoo.
+//! [`calibrate()`] runs a model over text and observes its heads: [`moments`] sums second moments
+//! as tokens pass (nothing is written to disk), [`spectrum`] turns them into eigenbases,
+//! [`clip_fit`] picks clip ratios, and [`quality`] measures the cost of two bits with and without
+//! the rotation. [`bits`] then gives each head the width that it needs. The result is a
+//! [`RotationFile`] and a [`CalibrationReport`]. [`zoo`] reads and writes the files of the public
+//! RotationZoo.
 //!
-//! **Invariant:** this crate knows models, matrices and files, never requests or serving. Memory beyond the model
-//! depends on its shape alone, not on the amount of text.
+//! **Invariant:** this crate knows models, matrices and files, never requests or serving. Memory
+//! beyond the model depends on its shape alone, not on the amount of text.
 
 pub mod bits;
 mod calibrate;

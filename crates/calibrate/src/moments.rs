@@ -10,8 +10,8 @@
 //!            plain   VᵀV / T
 //! ```
 //!
-//! **Invariant:** sums are f64 and there is one packed matrix a statistic and head, so neither the error nor the
-//! memory grows with the text.
+//! **Invariant:** sums are f64 and there is one packed matrix a statistic and head, so neither the
+//! error nor the memory grows with the text.
 
 use crate::options::Statistic;
 use crate::sample::RowSample;
@@ -81,12 +81,12 @@ impl Moments {
         Self { grid, statistic, tokens: 0, sums: vec![sums; grid.heads()], sample }
     }
 
-    /// Passes over the text that the statistic takes.
+    /// Passes over the text that the statistic needs.
     pub fn passes(statistic: Statistic) -> usize {
         if statistic == Statistic::Coded { 2 } else { 1 }
     }
 
-    /// An observer for pass 0 or 1; give it the number of tokens run before each chunk.
+    /// An observer for pass 0 or 1. Tell it the number of tokens run before each chunk.
     pub fn pass(&mut self, pass: usize) -> Pass<'_> {
         Pass { moments: self, pass, first_token: 0, rows: Vec::new(), gram: Vec::new(), weights: Vec::new() }
     }
@@ -115,7 +115,7 @@ impl Moments {
 pub struct Pass<'a> {
     moments: &'a mut Moments,
     pass: usize,
-    /// Tokens that earlier chunks brought.
+    /// Tokens of earlier chunks.
     pub first_token: usize,
     rows: Vec<f32>,
     gram: Vec<f64>,
@@ -177,7 +177,7 @@ impl Pass<'_> {
         Ok(())
     }
 
-    /// The `coded` statistic: every value row counts by the energy of its key's logits.
+    /// The `coded` statistic: every value row is weighted by the energy of its key's logits.
     fn second_pass<B: Backend>(
         &mut self,
         backend: &B,

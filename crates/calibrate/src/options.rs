@@ -1,4 +1,4 @@
-//! What a calibration is asked to do, and what it will cost.
+//! Options of a calibration, and its cost.
 
 use crate::error::CalibrateError;
 use crate::symmetric::Symmetric;
@@ -45,11 +45,11 @@ macro_rules! named {
 }
 
 named!(
-    /// What shares a rotation.
+    /// The scope of one rotation.
     Granularity, "granularity" {
-        /// Each KV head has its own.
+        /// One for each KV head.
         Head = "head",
-        /// One a layer, from the mean of its heads' statistics: the published recipe.
+        /// One for each layer, from the mean of its heads' statistics: the published recipe.
         Layer = "layer",
     }
 );
@@ -58,7 +58,7 @@ named!(
     Statistic, "statistic" {
         /// Attention outputs, `(SV)ᵀ(SV)`: the paper's formula, one pass.
         Paper = "paper",
-        /// `Vᵀ diag(w) V` with `w_t = k_t C k_tᵀ`: what the official code computes, two passes.
+        /// `Vᵀ diag(w) V` with `w_t = k_t C k_tᵀ`: the statistic of the official code, two passes.
         Coded = "coded",
         /// `VᵀV`.
         Plain = "plain",
@@ -69,8 +69,8 @@ named!(
     CodeRounding, "rounding" {
         /// To the nearest level.
         Nearest = "nearest",
-        /// By what reads them: errors fed back through the queries' second moment, scales without bias
-        /// (`oscar_codec::rounding`).
+        /// Query-aware rounding: errors are fed back through the queries' second moment, scales are
+        /// unbiased (`oscar_codec::rounding`).
         Shaped = "shaped",
     }
 );
@@ -86,21 +86,24 @@ named!(
 
 #[derive(Clone, Debug, PartialEq)]
 pub struct CalibrationOptions {
-    /// Tokens to run, at most.
+    /// Largest number of tokens to run.
     pub tokens: usize,
-    /// Longer sequences are cut; lowered where the cache of one sequence would not fit [`Self::memory`].
+    /// Longer sequences are cut. Lowered if the cache of one sequence would not fit
+    /// [`Self::memory`].
     pub sequence_len: usize,
     pub granularity: Granularity,
     pub statistic: Statistic,
     pub composition: Composition,
-    /// Take the mean key of each head off before the rotation.
+    /// Subtract the mean key of each head before the rotation.
     pub centre_keys: bool,
     pub clip: ClipPolicy,
     /// Widths of key and value codes that clip ratios are fitted for and the report measures.
     pub bits: (u32, u32),
-    /// Rows of each head kept for fitting and measuring; lowered where they would not fit [`Self::memory`].
+    /// Rows of each head kept for fitting and measuring. Lowered if they would not fit
+    /// [`Self::memory`].
     pub sample_rows: usize,
-    /// Tokens of one forward pass; `None` chooses by [`Self::memory`]. It does not change the result.
+    /// Tokens of one forward pass; `None` chooses by [`Self::memory`]. The result does not depend
+    /// on it.
     pub chunk: Option<usize>,
     /// Bytes to use beyond the model, as far as its shape allows.
     pub memory: usize,
@@ -133,13 +136,13 @@ impl Default for CalibrationOptions {
     }
 }
 
-/// Fewer rows say too little about a head.
+/// With fewer rows the statistics of a head are unreliable.
 const LEAST_SAMPLE_ROWS: usize = 48;
-/// Shorter sequences would not show attention at work.
+/// Shorter sequences would not show long-range attention.
 const LEAST_SEQUENCE: usize = 192;
 const LEAST_CHUNK: usize = 32;
 
-/// What the options come to for one model.
+/// The options resolved for one model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryPlan {
     pub sequence_len: usize,
@@ -151,7 +154,8 @@ pub struct MemoryPlan {
 }
 
 impl CalibrationOptions {
-    /// The published recipe: one rotation a layer, the official value statistic, nothing taken off the keys.
+    /// The published recipe: one rotation for each layer, the official value statistic, no
+    /// centring.
     pub fn official() -> Self {
         Self {
             granularity: Granularity::Layer,
@@ -179,8 +183,8 @@ impl CalibrationOptions {
         Ok(())
     }
 
-    /// Sizes that keep within [`Self::memory`]. Statistics cannot shrink; what is left goes to activations, the
-    /// sample and the cache of one sequence, none of which goes below a useful size.
+    /// Sizes that stay within [`Self::memory`]. Statistics cannot shrink. The rest goes to
+    /// activations, the sample and the cache of one sequence, each at least at a useful size.
     pub fn plan(&self, config: &DecoderConfig) -> MemoryPlan {
         let (d, heads) = (config.head_dim, config.layers * config.kv_heads);
         let statistics = heads * (2 * Symmetric::bytes(d) + d * size_of::<f64>());
@@ -229,7 +233,8 @@ mod tests {
 
     #[test]
     fn real_models_stay_below_200_megabytes_whatever_the_budget() {
-        // hidden, intermediate, layers, query heads, KV heads: Qwen3 0.6B, 4B, 8B, 32B and Llama 3 70B.
+        // hidden, intermediate, layers, query heads, KV heads: Qwen3 0.6B, 4B, 8B, 32B and Llama 3
+        // 70B.
         for (hidden, intermediate, layers, queries, kv) in [
             (1024, 3072, 28, 16, 8),
             (2560, 9728, 36, 32, 8),

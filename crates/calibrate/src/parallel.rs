@@ -8,8 +8,8 @@ pub(crate) fn thread_count(asked: usize) -> usize {
     if asked > 0 { asked } else { std::thread::available_parallelism().map_or(1, usize::from) }
 }
 
-/// Runs `work` on every item and returns the results in the order of the items. An error ends it early; of
-/// several, that of the first item is returned.
+/// Runs `work` on every item and returns the results in the order of the items. An error ends it
+/// early; of several, that of the first item is returned.
 pub(crate) fn map<T: Send, R: Send, E: Send>(
     threads: usize,
     items: Vec<T>,

@@ -1,7 +1,7 @@
-//! What coding costs a head, in the units attention reads.
+//! The cost of quantizing a head, in the units that attention reads.
 //!
-//! Errors of keys are measured by what they do to logits (weighted by the query second moment), errors of values by
-//! row weights; both with the real codec on rows as the cache holds them.
+//! Errors of keys are measured by their effect on logits (weighted by the query second moment),
+//! errors of values by row weights; both with the real codec on rows as the cache holds them.
 
 use crate::sample::{HeadSample, rotate_rows};
 use crate::symmetric::Symmetric;
@@ -11,7 +11,7 @@ use oscar_codec::{
 };
 use serde::Serialize;
 
-/// Codes rows and reads them back.
+/// Quantizes rows and dequantizes them.
 pub fn recode(
     codec: &RowPageCodec,
     keys: &[f32],
@@ -54,7 +54,8 @@ pub fn value_error(values: &[f32], decoded: &[f32], weights: &[f64]) -> f64 {
     .sum()
 }
 
-/// `w_t = k_t C k_tᵀ` scaled to a mean of one: how strongly queries react to each key. All ones if none do.
+/// `w_t = k_t C k_tᵀ`, scaled to a mean of one: how strongly queries react to each key. All ones if
+/// they react to none.
 pub fn logit_energy(keys: &[f32], query: &Symmetric) -> Vec<f64> {
     let mut weights: Vec<f64> = keys.chunks_exact(query.dim()).map(|key| query.quadratic(key)).collect();
     let sum: f64 = weights.iter().sum();
@@ -84,7 +85,7 @@ pub struct HeadQuality {
     pub values: Snr,
 }
 
-/// Beyond ± this, decibels say nothing more (and infinity is not JSON).
+/// Decibels are clamped to ± this; beyond it they mean nothing (and infinity is not JSON).
 const DECIBEL_LIMIT: f64 = 99.0;
 
 pub fn decibels(signal: f64, noise: f64) -> f64 {
@@ -94,10 +95,11 @@ pub fn decibels(signal: f64, noise: f64) -> f64 {
     (10.0 * (signal / noise).log10()).clamp(-DECIBEL_LIMIT, DECIBEL_LIMIT)
 }
 
-/// Measures a head coded naively, after a Hadamard rotation, and after its own rotation with its own clips.
+/// Measures a head in three ways: quantized without rotation, after a Hadamard rotation, and after
+/// its own rotation with its own clips.
 ///
-/// The signal of the logits is that of keys without their mean: a part that all keys share does not change
-/// attention, so nobody gets credit for keeping it.
+/// The signal of the logits is that of keys without their mean. A part that all keys share does not
+/// change attention, so keeping it earns no credit.
 pub fn measure(
     sample: &HeadSample,
     query: &Symmetric,

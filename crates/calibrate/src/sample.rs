@@ -1,9 +1,10 @@
 //! A bounded sample of key and value rows, kept while a text streams by.
 //!
-//! Which tokens are kept is decided before the first one passes, from their number alone: the same tokens for
-//! every layer and head, whatever the chunking. Rows are kept in BF16, as the cache's own windows are, before any
-//! rotation. The first positions of a sequence are left out where there are enough others: the cache never codes
-//! its sink, and what the first tokens hold is unlike everything else.
+//! The sampled tokens are chosen before the first one passes, from their number alone: the same
+//! tokens for every layer and head and for every chunking. Rows are kept in BF16, as in the cache's
+//! own windows, before any rotation. The first positions of a sequence are left out if there are
+//! enough others: the cache never quantizes its sink, and the rows of the first tokens are unlike
+//! all others.
 
 use crate::text_input::spread;
 use half::bf16;
@@ -55,7 +56,8 @@ impl RowSample {
         self.tokens.len()
     }
 
-    /// Offers consecutive rows of one head, beginning with token `first`; `key_value(row)` gives row `first + row`.
+    /// Offers consecutive rows of one head, beginning with token `first`; `key_value(row)` gives
+    /// row `first + row`.
     pub fn offer<'a>(
         &mut self,
         head: usize,
@@ -88,7 +90,7 @@ impl RowSample {
     }
 }
 
-/// Rows as the cache would hold them before coding them: `mean` taken off, rotated, rounded to BF16.
+/// Rows as the cache holds them before quantization: `mean` subtracted, rotated, rounded to BF16.
 pub fn rotate_rows(rows: &[f32], mean: Option<&[f32]>, rotation: &Rotation) -> Vec<f32> {
     let d = rotation.head_dim();
     let mut out = vec![0.0; rows.len()];

@@ -1,9 +1,10 @@
 //! Eigenvalues and eigenvectors of a statistic, and the rotation made of them.
 //!
-//! **Convention:** eigenvalues ascend, eigenvectors are the columns of a row-major matrix, and the sign of each is
-//! such that its entry of largest magnitude (the first, if several are equal) is positive. So the same statistic
-//! always gives the same rotation, although any sign would serve: a rotated row and its code only change sign
-//! with it. Within a degenerate eigenspace the basis is whatever the decomposition returns.
+//! **Convention:** eigenvalues ascend, eigenvectors are the columns of a row-major matrix, and the
+//! sign of each is such that its entry of largest magnitude (the first, if several are equal) is
+//! positive. So the same statistic always gives the same rotation, although any sign would serve: a
+//! rotated row and its code only change sign with it. Within a degenerate eigenspace the basis is
+//! whatever the decomposition returns.
 
 use crate::symmetric::Symmetric;
 use nalgebra::{DMatrix, SymmetricEigen};
@@ -15,7 +16,8 @@ const MOST_STEPS: usize = 100_000;
 /// An eigendecomposition.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Spectrum {
-    /// Ascending. A second moment has none below zero; what rounding puts there is set to zero.
+    /// Ascending. The eigenvalues of a second moment are not negative; negative ones from rounding
+    /// are set to zero.
     pub values: Vec<f64>,
     /// Row-major; column `j` belongs to `values[j]`.
     pub vectors: Vec<f64>,

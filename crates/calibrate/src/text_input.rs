@@ -24,7 +24,8 @@ impl SplitMix {
     }
 }
 
-/// `count` of `0..total`, ascending, one from each of `count` equal parts; all of them if there are no more.
+/// `count` of `0..total`, ascending, one from each of `count` equal parts; all of them if there are
+/// no more.
 pub(crate) fn spread(total: usize, count: usize, seed: u64) -> Vec<usize> {
     if count >= total {
         return (0..total).collect();
@@ -36,8 +37,8 @@ pub(crate) fn spread(total: usize, count: usize, seed: u64) -> Vec<usize> {
 
 /// Cuts a text into sequences of `sequence_len` tokens, `budget` tokens in all.
 ///
-/// A text longer than the budget is sampled: pieces are taken from all over it, chosen by `seed`, in the order of
-/// the text. A shorter one is used whole, its last piece being what is left over.
+/// A text longer than the budget is sampled: pieces are taken from all over it, chosen by `seed`,
+/// in the order of the text. A shorter one is used whole, its last piece being what is left over.
 pub fn split_tokens(tokens: Vec<u32>, sequence_len: usize, budget: usize, seed: u64) -> Vec<Vec<u32>> {
     if sequence_len == 0 || budget == 0 {
         return Vec::new();
@@ -66,7 +67,8 @@ pub fn split_tokens(tokens: Vec<u32>, sequence_len: usize, budget: usize, seed: 
     sequences
 }
 
-/// SHA-256 of token sequences, their lengths included, in hexadecimal: names the text without quoting it.
+/// SHA-256 of token sequences, their lengths included, in hexadecimal: names the text without
+/// quoting it.
 pub(crate) fn digest(sequences: &[&[u32]]) -> String {
     let mut hash = Sha256::new();
     hash.update(b"oscar calibration tokens v1");

@@ -8,9 +8,11 @@ use oscar_codec::{Composition, HeadRotations, Rotation, RotationSet, Side};
 use std::collections::BTreeMap;
 
 impl RotationFile {
-    /// The K and V files of the RotationZoo: format 1 for one rotation a layer, format 2 for one a head.
+    /// The K and V files of the RotationZoo: format 1 for one rotation in each layer, format 2 for
+    /// one in each head.
     ///
-    /// Neither holds key means or clip ratios. Unless `lossy`, rotations that have them are refused.
+    /// Neither holds key means or clip ratios. Unless `lossy`, rotations that have them are
+    /// refused.
     pub fn to_zoo(&self, lossy: bool) -> Result<(ZooFile, ZooFile), RotationFileError> {
         if !lossy {
             if self.metadata.centred {
@@ -78,8 +80,9 @@ impl RotationFile {
         }
     }
 
-    /// Rotations of a model with `kv_heads` from the K and V files of the RotationZoo, formats 1 to 3. The clip
-    /// ratios are the official ones. Pairs of format 3 whose queries or outputs need another matrix are refused.
+    /// Rotations of a model with `kv_heads` from the K and V files of the RotationZoo, formats 1 to
+    /// 3. The clip ratios are the official ones. Pairs of format 3 whose queries or outputs need
+    /// another matrix are refused.
     pub fn from_zoo(key: &ZooFile, value: &ZooFile, kv_heads: usize) -> Result<Self, RotationFileError> {
         let pair = |reason: String| RotationFileError::Pair(reason);
         let layers = key.layers.len();
@@ -159,7 +162,8 @@ impl RotationFile {
     }
 }
 
-/// The value statistic that an objective such as `sst_r_h_pbr` begins with; other objectives as they are.
+/// The value statistic that an objective such as `sst_r_h_pbr` begins with; other objectives as
+/// they are.
 fn statistic(objective: &str) -> String {
     match objective.split('_').next() {
         Some("sst") => Statistic::Coded.name().into(),

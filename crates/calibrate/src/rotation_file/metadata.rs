@@ -1,4 +1,4 @@
-//! What a rotation file says about itself.
+//! The metadata of a rotation file.
 
 use super::RotationFileError;
 use crate::options::Granularity;
@@ -8,23 +8,23 @@ use std::collections::{BTreeMap, HashMap};
 /// Names the format in the file.
 pub(super) const FORMAT: &str = "oscar-rotations";
 pub(super) const VERSION: u32 = 1;
-/// Longest text of one field that is believed.
+/// Longest accepted text of one field.
 const LONGEST_FIELD: usize = 4096;
 
-/// How the rotations came about.
+/// How the rotations were made.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Metadata {
-    /// `Weights::fingerprint` of the model; `None` where it is not known (files of the RotationZoo).
+    /// `Weights::fingerprint` of the model; `None` if it is not known (files of the RotationZoo).
     pub model_fingerprint: Option<String>,
     pub granularity: Granularity,
-    /// Which value statistic: a [`crate::Statistic`], or the objectives an imported file states.
+    /// The value statistic: a [`crate::Statistic`], or the objectives that an imported file states.
     pub statistic: String,
     pub composition: String,
-    /// Keys lose their mean.
+    /// The mean key is subtracted.
     pub centred: bool,
     /// A [`crate::ClipPolicy`].
     pub clip: String,
-    /// Key and value widths the clips are meant for.
+    /// Key and value widths that the clips were chosen for.
     pub clip_bits: (u32, u32),
     pub tokens: usize,
     pub sequences: usize,

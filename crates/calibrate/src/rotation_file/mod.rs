@@ -1,4 +1,5 @@
-//! Our rotation files: a safetensors file that holds everything a cache needs to know about a model's heads.
+//! Our rotation files: a safetensors file that holds everything a cache needs to know about a
+//! model's heads.
 //!
 //! | tensor (f32) | shape | |
 //! |---|---|---|
@@ -12,9 +13,9 @@
 //!
 //! and [`Metadata`] in the header.
 //!
-//! **Invariant:** a file appears whole or not at all, the same contents give the same bytes, and a file that was
-//! read has passed every check: sizes, finiteness, orthogonality. A damaged or hostile file costs an error message
-//! and bounded memory.
+//! **Invariant:** a file appears whole or not at all, the same contents give the same bytes, and a
+//! file that was read has passed every check: sizes, finiteness, orthogonality. A damaged or
+//! hostile file costs an error message and bounded memory.
 
 mod convert;
 mod metadata;
@@ -113,7 +114,7 @@ pub struct RotationFile {
     /// `[layer][H][d]`, H as in the file.
     pub key_eigenvalues: Option<Vec<f32>>,
     pub value_eigenvalues: Option<Vec<f32>>,
-    /// Widths by layer, head and side; empty where none were chosen.
+    /// Widths by layer, head and side; empty if none were chosen.
     pub bits: BitPlan,
     pub metadata: Metadata,
 }
@@ -135,8 +136,8 @@ impl RotationFile {
         self.rotations.heads().iter().enumerate().filter(move |(i, _)| i % all < kept).map(|(_, head)| head)
     }
 
-    /// How the codes of each layer and KV head are rounded. Shaped codes need the eigenvalues of the queries and a
-    /// composition that begins with their eigenvectors.
+    /// How the codes of each layer and KV head are rounded. Shaped codes need the eigenvalues of
+    /// the queries and a composition that begins with their eigenvectors.
     pub fn roundings(&self, rounding: CodeRounding) -> Result<Vec<Rounding>, RotationFileError> {
         let [layers, kv_heads, d] = self.shape();
         if rounding == CodeRounding::Nearest {

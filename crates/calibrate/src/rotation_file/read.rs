@@ -110,7 +110,7 @@ fn width_means(field: Option<&str>) -> Result<Vec<MeanBits>, RotationFileError> 
     })
 }
 
-/// How codes of the tables are rounded; files from before there was a choice round to the nearest.
+/// How codes of the tables are rounded. Files from before query-aware rounding round to nearest.
 fn width_rounding(field: Option<&str>) -> Result<CodeRounding, RotationFileError> {
     let Some(field) = field else { return Ok(CodeRounding::Nearest) };
     field.parse().map_err(|_| RotationFileError::Metadata {
@@ -202,7 +202,8 @@ impl<'a, R: Read + Seek> Source<'a, R> {
             None => return Err(missing("widths")),
         };
         let units = 2 * layers * kv_heads;
-        // Truncation makes odd values land outside the widths that `check` allows, or on the width they almost are.
+        // Truncation makes odd values land outside the widths that `check` allows, or on the width
+        // they almost are.
         let tables = means
             .into_iter()
             .zip(widths.chunks_exact(units))
@@ -211,7 +212,7 @@ impl<'a, R: Read + Seek> Source<'a, R> {
                 (mean, WidthTable::from_units(layers, kv_heads, &table))
             })
             .collect();
-        // Files of before heads could go without history have none of these.
+        // Files from before zero-width heads have none of these.
         let absent = self.floats("harm_absent", &[layers, kv_heads])?;
         let absent = absent.unwrap_or_else(|| vec![-1.0; layers * kv_heads]);
         let harm = self.floats("harm", &[layers, kv_heads, 2, WIDTHS.len()])?.map(|values| {
@@ -247,8 +248,8 @@ impl<'a, R: Read + Seek> Source<'a, R> {
     }
 }
 
-/// Largest entry of |R·Rᵀ − I|. Rows are contiguous, which makes this several times faster than columns, and a
-/// square matrix with orthonormal rows has orthonormal columns.
+/// Largest entry of |R·Rᵀ − I|. Rows are contiguous, which makes this several times faster than
+/// columns, and a square matrix with orthonormal rows has orthonormal columns.
 pub(super) fn orthogonality_error(d: usize, matrix: &[f32]) -> f64 {
     let mut worst = 0.0f64;
     for i in 0..d {

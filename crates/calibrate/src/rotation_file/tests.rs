@@ -70,7 +70,7 @@ fn roundings_follow_the_spectrum_or_say_that_there_is_none() {
     assert_eq!(heads.len(), layers * kv_heads);
     assert!(heads.iter().all(|r| r.unbiased && r.feedback.as_ref().is_some_and(|f| f.dim() == d)));
     assert_ne!(heads[0].feedback, heads[1].feedback);
-    // One rotation a layer: its heads share what reads them.
+    // One rotation for a layer: its heads share the query metric.
     let shared = shaped(file(Granularity::Layer, true), "r_h").unwrap();
     assert_eq!(shared[0].feedback, shared[1].feedback);
     assert_ne!(shared[0].feedback, shared[kv_heads].feedback);

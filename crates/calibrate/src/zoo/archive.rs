@@ -90,7 +90,8 @@ impl TorchFile {
         self.storages.get(key).map(|range| &self.bytes[range.clone()])
     }
 
-    /// Copies a floating-point view out as contiguous row-major `f32`, taking its bytes from `budget`.
+    /// Copies a floating-point view out as contiguous row-major `f32`, taking its bytes from
+    /// `budget`.
     pub fn floats(&self, view: &TensorView, budget: &mut usize) -> Result<Vec<f32>, ZooError> {
         let broken =
             |reason: &str| ZooError::Structure(format!("a tensor of shape {:?} {reason}", view.shape));

@@ -1,4 +1,4 @@
-//! What can be wrong with a rotation file, said so that the reader knows what to do next.
+//! Errors of rotation files; each says what to do next.
 
 use std::path::PathBuf;
 

@@ -42,7 +42,8 @@ pub struct Limits {
     pub values: usize,
     /// Nesting of the finished tree.
     pub depth: usize,
-    /// Bytes of `f32` made from all tensors together (a stride-0 view can be larger than its storage).
+    /// Bytes of `f32` made from all tensors together (a stride-0 view can be larger than its
+    /// storage).
     pub tensor_bytes: usize,
 }
 

@@ -1,12 +1,13 @@
 //! A pickle machine that can only build data.
 //!
-//! It runs the opcodes `torch.save` emits (protocols 2 to 5) on an arena of nodes: the stack, the memo
-//! and every container hold node numbers, so shared references cost nothing and a cycle is just two
-//! numbers. `GLOBAL` looks names up in a closed list and `REDUCE` has one hand-written meaning per
-//! name; there is no import and no call.
+//! It runs the opcodes `torch.save` emits (protocols 2 to 5) on an arena of nodes: the stack, the
+//! memo and every container hold node numbers, so shared references cost nothing and a cycle is
+//! just two numbers. `GLOBAL` looks names up in a closed list and `REDUCE` has one hand-written
+//! meaning per name; there is no import and no call.
 //!
-//! Invariant: memory is linear in [`Limits::operations`] plus the pickle's own bytes, and the tree made
-//! at the end in [`Limits::values`]; a cycle or a doubling chain of references hits one of the two.
+//! Invariant: memory is linear in [`Limits::operations`] plus the pickle's own bytes, and the tree
+//! made at the end in [`Limits::values`]; a cycle or a doubling chain of references hits one of the
+//! two.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -20,8 +21,8 @@ const MAX_RANK: usize = 8;
 
 type Fault<T> = Result<T, PickleError>;
 
-/// Builds the value of `pickle`. `storage_bytes` tells how large a storage really is in the archive,
-/// `None` if it is missing.
+/// Builds the value of `pickle`. `storage_bytes` tells how large a storage really is in the
+/// archive, `None` if it is missing.
 pub fn unpickle(
     pickle: &[u8],
     storage_bytes: &dyn Fn(&str) -> Option<usize>,

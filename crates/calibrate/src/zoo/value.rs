@@ -1,7 +1,7 @@
 //! The plain values a rotation file can hold.
 //!
-//! Invariant: a [`TensorView`] made by the unpickler lies inside a storage that exists in the archive
-//! and has the declared size; reading through it needs no further bounds.
+//! Invariant: a [`TensorView`] made by the unpickler lies inside a storage that exists in the
+//! archive and has the declared size; reading through it needs no further bounds.
 
 use std::fmt;
 use std::sync::Arc;

@@ -1,7 +1,7 @@
 //! Writes rotation files that `torch.load(weights_only=True)` reads: formats 1 and 2.
 //!
-//! Invariant: the same [`ZooFile`] always gives the same bytes, and for the zoo's own files the pickle
-//! is byte for byte what `torch.save` makes (protocol 2, the same memo numbering).
+//! Invariant: the same [`ZooFile`] always gives the same bytes, and for the zoo's own files the
+//! pickle is byte for byte what `torch.save` makes (protocol 2, the same memo numbering).
 
 use std::collections::HashMap;
 use std::io::{Cursor, Write};
