@@ -1,16 +1,20 @@
-// Query and key heads on their way to the cache: QK-norm, RoPE, key mean, rotation; keys and values into their full
-// pages, rotated queries out. One block takes the query heads of one KV head and the key head itself, for a few rows. Most
-// steps of a few single tokens do not come here: decode attention goes the same way itself (decode_heads.cuh).
+// Appends new tokens to the cache: QK-norm, RoPE, subtraction of the key mean, rotation. Keys and
+// values are stored in full pages, rotated queries in `queries`. One thread block handles the query
+// heads of one KV head, its key and its value, for a few rows. Steps of single tokens mostly skip
+// this kernel: decode attention with FROM_PROJECTIONS appends the token itself (decode_heads.cuh).
 //
-// At one row the kernel is a chain of waits, so all that is not this step's projections is fetched before the wait: the
-// rotation into shared memory, norm weights, RoPE and page ids into registers. A block is small enough to be there while
-// the product before it runs. The order of every sum is fixed: a row's result does not depend on the rows beside it.
+// For one row the kernel is bound by latency. Everything except the projections of this step is
+// loaded before wait_for_previous_kernel: the rotation into shared memory; norm weights, RoPE and
+// page ids into registers. A block is small enough to be resident while the matrix product before
+// it still runs. The order of every sum is fixed, so a row's result does not depend on the other
+// rows.
 #include "heads.cuh"
 
 struct AppendParams {
     StepTables step;
     const HeadPages* pages;  // of the layer
-    float* qkv;              // rows of [queries | keys | values]; queries and keys are normed and roped in place
+    // Rows of [queries | keys | values]. QK-norm and RoPE are applied to queries and keys in place.
+    float* qkv;
     float* queries;          // [row][query head][HEAD_DIM], rotated
     HeadConstants heads;
     u32 query_heads;
@@ -20,9 +24,9 @@ struct AppendParams {
 };
 
 constexpr int D = HEAD_DIM;
-constexpr int WARPS = D / 16, THREADS = 32 * WARPS;  // a warp for 16 channels of the result
-constexpr int VECTORS = 16;               // rows times heads a block takes at a time
-// Larger rotations are read where they lie.
+constexpr int WARPS = D / 16, THREADS = 32 * WARPS;  // one warp per 16 output channels
+constexpr int VECTORS = 16;  // vectors (rows times heads) that a block processes at a time
+// Larger rotations do not fit shared memory and are read from global memory.
 constexpr bool ROTATION_NEAR = D <= 128;
 
 struct Shared {
@@ -30,7 +34,7 @@ struct Shared {
     uint4 rotation[ROTATION_NEAR ? ROTATION_QUADS : 1];
 };
 
-// Where a row's key and value go.
+// The place of a row's key and value in the cache.
 struct RowPlace {
     u16* page;
     u32 token;
@@ -44,7 +48,7 @@ struct RowPlace {
     DEVICE void put(Side side, u32 channel, float x) const { page[full_element(side, D, token, channel)] = f32_to_bf16(x); }
 };
 
-// The warp's own two tiles of channels.
+// Rotates the vectors in shared memory; each warp computes its own 16 output channels.
 DEVICE void rotate_vectors(float (&out)[2][4], const Shared& shared, const uint4* rotation, u32 lane, u32 warp) {
     const u32 g = lane >> 2, t = lane & 3;
     auto vectors = [&](int step, u32 (&high)[4], u32 (&low)[4]) {
@@ -63,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) append(App
     const u32 tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
     const u32 kv_head = blockIdx.y, group = p.query_heads / p.kv_heads, width = (p.query_heads + 2 * p.kv_heads) * D;
     const u32 first_row = blockIdx.x * p.rows_per_block, rows = min(p.rows_per_block, p.step.rows - first_row);
-    // Vector `v` is vector `v % each` of row `v / each`: the query heads, the key, the value.
+    // Vector v is vector v % each of row v / each. The order: query heads, key, value.
     const u32 each = group + 2, total = rows * each;
     allow_next_kernel();
 
@@ -72,7 +76,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) append(App
         for (u32 i = tid; i < ROTATION_QUADS; i += THREADS) copy_to_shared(shared_address(shared.rotation + i), rotation + i);
         rotation = shared.rotation;
     }
-    // A step's tables are complete before this kernel may begin: they are copied, and mostly planned, between other kernels and it.
+    // The tables of the step may be read before wait_for_previous_kernel: they are uploaded by a
+    // copy, and a kernel starts only after all copies before it. Only kernels overlap with one
+    // another.
     VectorConstants constants;
     auto load_constants = [&](u32 row, bool is_key) {
         constants.load(p.heads, __ldcg(p.step.row_position + row), is_key, kv_head, lane);
@@ -81,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) append(App
     const HeadPages pages = p.pages[kv_head];
     const RowPlace first_place(p, pages, first_row);
     auto place_of = [&](u32 row) { return row == first_row ? first_place : RowPlace(p, pages, row); };
-    // Neighbouring channels of a finished query head or key go out.
+    // Stores neighbouring channels of a finished query head or key.
     auto put_out = [&](u32 row, u32 index, u32 channel, auto... x) {
         u32 at = channel;
         if (index < group) {
@@ -104,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) append(App
 #pragma unroll
             for (int k = 0; k < CHANNELS; k++) values[k] = x[32 * k];
             if (!is_query && !is_key) {
-                // Values go into their pages as they are: the model's weights already hold their rotation.
+                // Values are stored as they are: their rotation is folded into the model's weights.
                 const RowPlace place = place_of(row);
 #pragma unroll
                 for (int k = 0; k < CHANNELS; k++) place.put(VALUE, lane + 32 * k, values[k]);

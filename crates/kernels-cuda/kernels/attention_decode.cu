@@ -1,29 +1,42 @@
-// Decode attention over pages: one launch a layer for every sequence, BF16 and coded tokens together.
+// Attention of the decode phase over paged KV: one launch per layer for all sequences, BF16 and
+// quantized tokens together.
 //
-// A persistent block works through its range of the plan (decode_plan.cuh), segment by segment, a segment being what it reads
-// of one item. WARPS warps read; one more hands them the segment's units, one by one as their rings have room, and starts
-// the copies. Readers do not wait for one another until the segment ends; the next segment's first pages are on their way
-// while one is merged. An item that several blocks read is merged by the last of them in the plan, some heads each, when
-// they have read all else; they are all there at the same time, since there are no more blocks than multiprocessors.
+// Work is split along the context (as in FlashDecoding). One persistent thread block per
+// multiprocessor works through its range of the plan (decode_plan.cuh). A *segment* is the part of
+// one item (sequence and KV head) that the block reads. WARPS warps read; one more warp, the
+// filler, assigns the units of the segment to the warps' rings as slots become free, and starts the
+// copies. The readers synchronize only at the end of a segment; meanwhile the filler already copies
+// the first pages of the next one. If several blocks read an item, each writes a partial result,
+// and the last blocks of the plan merge them, some heads each, after they have read everything
+// else. The blocks may wait for one another because all are resident: there are no more blocks than
+// multiprocessors.
 //
-// What a block reads and where it lies is found out before it waits for the kernels of its layer: tables, what is coded ahead and
-// the plan, which overlaps with no kernel before it, were finished before a kernel behind the plan could begin, and attention is
-// behind it. Of the pages a slot a warp is read before, where they are older than the step or coded ahead of it; more would keep
-// the memory busy while those kernels fetch what everything here waits for. Two are, where only a product comes before (both
+// Early loads. A block works out what it reads before wait_for_previous_kernel. This is safe for
+// the tables, the plan, and codes made before the plan kernel: the plan kernel is launched without
+// overlap, so it starts after the kernels before it have finished, and attention starts after the
+// plan kernel has finished. Each warp also fills one slot before the wait, if its pages are older
+// than the step. More early copies would compete for memory with the kernels that attention waits
+// for; with FROM_PROJECTIONS only a matrix product comes before, and two slots are better (both
 // measured).
 //
-// Compiled with HEAD_DIM (64, 128, 256), QUERY_TILES (1: up to 8 query heads to a KV head, 2: up to 16), WARPS, STAGES,
-// BLOCKS (blocks that share a multiprocessor), SHARED_BYTES (of dynamic shared memory) and FROM_PROJECTIONS: is the way of the new
-// token into the cache gone here (decode_heads.cuh)? Then the plan gives every item workers of its own. RACECHECK adds what
-// compute-sanitizer's tool of that name needs to see that one thing comes before another.
+// Compiled with
+//   HEAD_DIM          64, 128 or 256
+//   QUERY_TILES       tiles of 8 query heads per KV head: 1 or 2
+//   WARPS, STAGES     reading warps, slots per ring
+//   SPLIT_QUERY       see decode_state.cuh
+//   FROM_PROJECTIONS  this kernel also appends the new token to the cache (decode_heads.cuh).
+//                     The plan then gives every item its own blocks.
+//   BLOCKS            thread blocks per multiprocessor
+//   SHARED_BYTES      dynamic shared memory
+//   RACECHECK         adds synchronization for the racecheck tool of compute-sanitizer
 #include "decode_filler.cuh"
 #include "decode_heads.cuh"
 #include "decode_merge.cuh"
 #include "decode_query.cuh"
 #include "decode_readers.cuh"
 
-// One lane of each warp initializes the barriers of the warp's ring; several lanes would do it one after the other, 60 cycles a
-// barrier. Before anything is asked of memory: the fence would wait for it.
+// One lane of each warp initializes the barriers of the warp's ring. This comes before all loads,
+// because the fence would wait for them.
 DEVICE void make_barriers(Shared& shared, int lane, int warp) {
     if (warp >= WARPS || lane != 0) return;
 #pragma unroll
@@ -40,7 +53,8 @@ DEVICE Ring ring_of(Shared& shared, int warp) {
     return ring;
 }
 
-// Reads the units of a segment as they come. All readers.
+// Reads the units of a segment in the order in which the filler delivers them. Called by all
+// readers.
 DEVICE void read_segment(State& state, Ring& ring, Shared& shared, const DecodeArgs& a, float down, int lane, int warp) {
     const Segment& g = shared.segments[warp];
     state.clear();
@@ -50,7 +64,7 @@ DEVICE void read_segment(State& state, Ring& ring, Shared& shared, const DecodeA
 #pragma unroll
             for (int n = 0; n < QUERY_TILES; n++) state.m[n][0] = state.m[n][1] = 0.f;
         } else {
-            state.to_units(shared.to_codes);
+            state.scale_channels(shared.to_codes);
         }
         if (pieces_of(g.head) != 1) {
             CodedQuery query;
@@ -66,7 +80,7 @@ DEVICE void read_segment(State& state, Ring& ring, Shared& shared, const DecodeA
 #endif
             read_two_bit(state, query, ring, shared, a.step.sink, lane, warp);
         }
-        state.to_units(shared.from_codes);
+        state.scale_channels(shared.from_codes);
     }
     if (lane == 0) shared.last_slot[warp] = ring.slot;
     __syncwarp();
@@ -79,10 +93,11 @@ DEVICE void merge_owed(const DecodeArgs& a, const OwedMerge& owed) {
 }
 
 #if FROM_PROJECTIONS
-constexpr int EARLY_SLOTS = 2;  // of a warp that are filled before the kernels of the layer are waited for
+constexpr int EARLY_SLOTS = 2;  // slots per warp that are filled before wait_for_previous_kernel
 
-// A worker reads of one item. Between the end of the kernel before and the first score lie the projections and what is made of
-// them: the loads of those are the first that a reader waits for, and all else is done while they are on their way.
+// Each block reads one item. The critical path from the end of the previous kernel to the first
+// score is: load the projections, make queries from them. These loads are issued first; everything
+// else is done while they are in flight.
 extern "C" __global__ void __launch_bounds__(THREADS + 32, BLOCKS) decode_attention(const __grid_constant__ DecodeArgs a) {
     extern __shared__ u8 memory[];
     Shared& shared = *(Shared*)memory;
@@ -117,7 +132,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, BLOCKS) decode_attent
     if (warp == WARPS) {
         describe(heads.of(a, plan.begin.head));
         filler.begin(lane);
-        // Nothing of what is read here is of this step: the new token's row is put into its tile later.
+        // These units hold nothing of this step: the new token's row is inserted into its tile
+        // later.
         for (int i = 0; i < EARLY_SLOTS; i++) filler.hand_out(shared, g, lane, true);
         fetch_partial(a, worker, lane);
         wait_for_previous_kernel();
@@ -130,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, BLOCKS) decode_attent
     uint4 readers = {};
     if (threadIdx.x == 0) readers = __ldcg((const uint4*)a.plan.item(item));
     describe(a.heads[plan.begin.head]);
-    put_units(shared, g.head.value_bits);
+    put_channel_scales(shared, g.head.value_bits);
     QueryRows rows;
     token.make(shared, a, rows, lane, warp);
     float down = prepare_query(shared, a, rows, readers, g.head.key_bits, g.head.value_bits);
@@ -169,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, BLOCKS) decode_attent
         }
         at.unit = 0;
     };
-    // Describes the next item of the range, from `at` on, that has something to read.
+    // Sets `g` to the next item of the range, from `at` on, that has units.
     auto find = [&]() {
         __syncwarp();
         bool found = false;
@@ -185,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, BLOCKS) decode_attent
     wait_for_copied_bytes();
     __syncthreads();
     if (warp == WARPS) {
-        // A worker's range begins with an item that it reads.
+        // The first item of a worker's range always has units.
         find();
         filler.begin(lane);
         const u32 old = g.context.old_until(g.head, g.begin, g.old_codes, g.boundary);
@@ -206,10 +222,10 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, BLOCKS) decode_attent
     bool first = true, more = find();
     while (more) {
         const u32 row = g.row, head = at.head, item = at.sequence * a.kv_heads + at.head;
-        // Needed at the segment's end.
+        // Needed at the end of the segment.
         uint4 readers = {};
         if (threadIdx.x == 0) readers = __ldcg((const uint4*)a.plan.item(item));
-        put_units(shared, g.head.value_bits);
+        put_channel_scales(shared, g.head.value_bits);
         QueryRows rows(a, row, head, lane, warp);
         if (first) wait_for_previous_kernel();
         rows.load();
@@ -222,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, BLOCKS) decode_attent
         next_item();
         more = find();
         if (more) {
-            // The filler may have the slots that held the result.
+            // Return the slots that held the result to the filler.
             readers_end_segment();
             writes_before_bulk_copies();
             ring.release();

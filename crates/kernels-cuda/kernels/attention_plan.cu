@@ -1,49 +1,52 @@
-// Plans a step's decode attention, once for all layers whose heads have the same widths. A block for each worker: all of them
-// make the same plan in shared memory, and each writes down its own worker and a share of the items.
+// Plans the decode attention of a step (decode_plan.cuh): once for all layers whose heads have the
+// same widths. One thread block per worker. Every block computes the whole plan in shared memory,
+// then writes its own WorkerPlan and a share of the ItemPlans.
 #include "decode_plan.cuh"
 
 struct PlanArgs {
     StepTables step;
     const HeadPages* heads;  // of one layer
-    u64* cost_before;        // [sequences + 1], scratch for many sequences
+    u64* cost_before;        // [sequences + 1], scratch for more than THREADS sequences
     DecodePlan plan;
     u32 kv_heads;
     u32 head_dim;
-    u32 least_cost;  // bytes below which a worker is not worth its start
-    u32 spare;       // workers to leave idle where little is read
-    u32 round_cost;  // bytes that the warps of a worker take at a time
-    u32 own_workers; // each item must have workers of its own; there are no more items than workers
+    u32 least_cost;   // fewest bytes that are worth a worker
+    u32 spare;        // workers left idle if little is read
+    u32 round_cost;   // bytes of one round: one slot per warp of a worker
+    u32 own_workers;  // 1: every item must have its own workers (FROM_PROJECTIONS); there are
+                      // then no more items than workers
 };
 
 constexpr u32 THREADS = 256;
 constexpr u32 MOST_WORKERS = 256, MOST_HEADS = 256;  // as in src/attention/decode.rs
-// Bytes a worker reads in the time that going on to a second item costs it.
+// Bytes that a worker could read in the time it takes to switch to a second item.
 constexpr u32 SWITCH_COST = 100 << 10;
-// The kernel before attention may still hold a few multiprocessors when the others are free. Workers that read less than this
-// would wait for those that have to begin there.
+// The kernel before attention may still occupy a few multiprocessors when attention starts. If
+// workers read less than this on average, those that start late would determine the time, so
+// `spare` workers are left idle.
 constexpr u32 LITTLE = 640 << 10;
-// Where they read so few rounds, more of them may be left idle as long as none reads another round: their multiprocessors are
-// free for the next kernel.
+// If workers read at most this many rounds, more of them are left idle as long as no worker needs
+// one more round. Their multiprocessors are then free for the next kernel.
 constexpr u64 FEW_ROUNDS = 4;
-constexpr u32 MOST_SPARE = 3;  // times `spare`
+constexpr u32 MOST_SPARE = 3;  // at most MOST_SPARE * spare workers are left idle
 
-// a / b, rounded down: exact below 2^53, which bytes times workers stay below, and much faster than whole numbers of 64 bits
-// are divided.
+// a / b, rounded down. Exact below 2^53; bytes times workers stay below that. Much faster than a
+// 64-bit integer division.
 DEVICE u64 quotient(u64 a, u64 b) { return (u64)((double)a / (double)b); }
 
-// What every block works out.
+// The plan, in shared memory.
 struct Plan {
-    u64 page_cost[MOST_HEADS];  // bytes of a coded page, by head; 0 where it keeps no history
-    u32 pieces[MOST_HEADS];     // units of it
-    u64 cost_before[THREADS + 1];  // costs before each sequence, where they are few
-    u32 own_before[THREADS + 1];  // workers before each item, where each has its own
+    u64 page_cost[MOST_HEADS];     // bytes of a coded page, by head; 0 for a zero-width head
+    u32 pieces[MOST_HEADS];        // units per coded page
+    u64 cost_before[THREADS + 1];  // cost of all sequences before each one, if they are few
+    u32 own_before[THREADS + 1];   // workers before each item, if every item has its own
     Place begins[MOST_WORKERS + 1];
     u64 warp_sums[THREADS / 32];
     u64 slowest;
     u32 largest;
 };
 
-// Sums over the threads before this one; `total` over all.
+// Exclusive prefix sum over the threads of the block; `total` is the sum over all.
 template <class T>
 DEVICE T sum_before(T x, T* warp_sums, T& total) {
     const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -69,15 +72,15 @@ DEVICE T sum_before(T x, T* warp_sums, T& total) {
 struct Planner {
     const PlanArgs& a;
     Plan& plan;
-    u64* cost_before;  // of the sequences
-    u64 near_cost;     // of a BF16 tile
+    u64* cost_before;  // cost of all sequences before each one
+    u64 near_cost;     // cost of a BF16 tile
 
     DEVICE u64 item_cost(const ContextShape& c, u32 head) const {
         return c.near_units * near_cost + c.pages * plan.page_cost[head];
     }
     DEVICE u32 units(const ContextShape& c, u32 head) const { return c.near_units + c.pages * plan.pieces[head]; }
 
-    // The first unit of an item that has at least `bytes` before it.
+    // The first unit of an item with at least `bytes` before it.
     DEVICE u32 unit_of(const ContextShape& c, u32 head, u64 bytes) const {
         const u64 near = c.near_units * near_cost;
         if (bytes <= near || plan.pieces[head] == 0) return (u32)quotient(bytes + near_cost - 1, near_cost);
@@ -85,9 +88,10 @@ struct Planner {
         return c.near_units + (u32)quotient(bytes - near + coded - 1, coded);
     }
 
-    // The place where `target` bytes lie before it, rounded up to a whole unit.
+    // The place with `target` bytes before it, rounded up to a whole unit.
     DEVICE Place place_of(u64 target) const {
-        u32 low = 0, high = a.step.sequence_count;  // last sequence that begins at or before the target
+        // Binary search for the last sequence that begins at or before the target.
+        u32 low = 0, high = a.step.sequence_count;
         while (low + 1 < high) {
             u32 middle = (low + high) / 2;
             if (cost_before[middle] <= target) low = middle;
@@ -100,13 +104,13 @@ struct Planner {
         const u32 unit = unit_of(c, h, rest);
         if (unit < units(c, h)) return {low, h, unit};
         if (h + 1 < a.kv_heads) return {low, h + 1, 0};
-        // The next sequence that has units: a worker's range begins with something to read.
+        // Skip to the next sequence with units: the first item of a worker's range must have units.
         do low++;
         while (low < a.step.sequence_count && cost_before[low + 1] == cost_before[low]);
         return {low, 0, 0};
     }
 
-    // How many of the first `n` workers begin at or before a place.
+    // The number of the first `n` workers that begin at or before a place.
     DEVICE u32 begun(u32 n, const Place& at) const {
         u32 low = 0, high = n;
         while (low < high) {
@@ -117,7 +121,7 @@ struct Planner {
         return low;
     }
 
-    // The item that has worker `w`, where each has its own.
+    // The item of worker `w`, if every item has its own workers.
     DEVICE u32 item_of(u32 items, u32 w) const {
         u32 low = 0, high = items;
         while (low + 1 < high) {
@@ -129,14 +133,14 @@ struct Planner {
     }
 };
 
-// Workers of an item where each item has its own: its share of `workers`, at least one.
+// Number of workers of an item: its share of `workers`, at least one.
 DEVICE u32 own_workers(u64 cost, u64 total, u32 workers, u64 least) {
     u64 share = quotient(cost * workers, total), most = quotient(cost, least);
     share = share < most ? share : most;
     return cost == 0 ? 0 : share < 1 ? 1 : (u32)share;
 }
 
-// The same where every item must have its own: one, and a share of the `rest` of them.
+// The same if every item must have its own workers: one, plus a share of the `rest`.
 DEVICE u32 one_and_share(u64 cost, u64 total, u32 rest, u64 least) {
     const u64 share = quotient(cost * rest, total), most = quotient(cost, least);
     return cost == 0 ? 0 : 1 + (u32)(share < most ? share : most > 0 ? most - 1 : 0);
@@ -160,7 +164,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_plan(PlanArgs a) {
     u64 page_of_all_heads;
     sum_before(page_cost, plan.warp_sums, page_of_all_heads);
     Planner p = {a, plan, n <= THREADS ? plan.cost_before : a.cost_before, near_bytes};
-    // Costs of the sequences, summed from the first on and kept if asked. Blocks that share the scratch write the same numbers.
+    // Sums the costs of the sequences; stores the prefix sums if `keep`. Blocks that share the
+    // scratch memory write the same numbers.
     auto add_up = [&](bool keep) {
         u64 total = 0;
         if (keep && tid == 0) p.cost_before[0] = 0;
@@ -176,15 +181,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_plan(PlanArgs a) {
         }
         return total;
     };
-    // In a stream of codes a BF16 tile takes the time of half as many bytes again; where all is read in a few rounds it does not
-    // (H200).
+    // Among codes a BF16 tile costs the time of 1.5 times its bytes, except if everything is read
+    // in a few rounds (measured on an H200).
     if (page_of_all_heads > 0 && add_up(false) > FEW_ROUNDS * workers * (u64)a.round_cost) p.near_cost = near_bytes * 3 / 2;
     const u64 total = add_up(true);
-    // A worker takes at least two of the largest units, so that no two begin at the same place.
+    // A worker reads at least two of the largest units, so that no two workers begin at the same
+    // place.
     const u64 least = a.least_cost > 2 * plan.largest ? a.least_cost : 2 * plan.largest, wanted = quotient(total, least);
     u32 most = workers;
     if (a.spare < workers && total < (u64)LITTLE * workers) {
-        if (!a.own_workers) most = workers - a.spare;  // no kernel of few blocks comes before
+        // With FROM_PROJECTIONS no small kernel comes before attention, so no multiprocessor is
+        // late.
+        if (!a.own_workers) most = workers - a.spare;
         const u64 round = a.round_cost, rounds = quotient(total + most * round - 1, most * round);
         if (rounds > 0 && rounds <= (a.own_workers ? 1 : FEW_ROUNDS) && MOST_SPARE * a.spare < workers) {
             const u32 fewest = (u32)quotient(total + rounds * round - 1, rounds * round), least = workers - MOST_SPARE * a.spare;
@@ -192,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_plan(PlanArgs a) {
         }
     }
     u32 active = wanted < 1 ? 1 : wanted < most ? (u32)wanted : most;
-    // Where items are few, give each its own workers: none then goes from one item to the next.
+    // If there are few items, give each its own workers, so that no worker switches items.
     bool own_workers_each = false;
     if (total > 0 && items <= (a.own_workers ? workers : most) && items <= THREADS) {
         u32 own = 0, used;
@@ -223,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_plan(PlanArgs a) {
         plan.begins[w] = begin;
     }
     __syncthreads();
-    // The worker of this block, and the page ids of its first units.
+    // Write the plan of this block's worker, with the page ids of its first units.
     const u32 worker = blockIdx.x;
     const Place begin = plan.begins[worker];
     if (begin.sequence < n && tid < FIRST_PAGES) {
@@ -250,6 +258,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_plan(PlanArgs a) {
         }
         *a.plan.item(item) = readers;
     }
-    // Attention reads the plan without waiting for this kernel: it is finished when the next one may begin.
+    // Attention reads the plan before wait_for_previous_kernel. That is safe: this kernel never
+    // calls allow_next_kernel, so the next kernel starts after this one has finished.
     __threadfence();
 }

@@ -1,9 +1,11 @@
-// Attention of many rows of a sequence over its pages: a flash kernel on tensor cores.
+// Prefill attention: FlashAttention over the pages of a sequence that brings several rows.
 //
-// A block takes 16 rows a warp; rows are (token, query head of the group) pairs, so one page read serves the whole group.
-// It walks over the context page by page. A page is read in full, as code, or both, each position by the rule of the
-// windows; only pages on a border are masked. Coded pages are unpacked into shared memory as small integers in BF16,
-// which is exact; scale and minimum are applied to scores and weights: q.k = s (q.c) + z sum(q), sum p v = sum (p s) c + sum p z.
+// Rows of a block are (token, query head of the group) pairs, 16 per warp, so one read of a page
+// serves the whole GQA group. The block iterates over the context page by page. A page may be read
+// as BF16, as codes, or as both; the windows decide for each position, and only pages at a border
+// are masked. Codes are unpacked into shared memory as small integers in BF16, which is exact.
+// Scale s and minimum z are applied to scores and weights: q.k = s (q.c) + z sum(q), sum(p v) =
+// sum((p s) c) + sum(p z).
 #include "common.cuh"
 
 struct PrefillParams {
@@ -14,7 +16,7 @@ struct PrefillParams {
     u16* rounded;            // the same in BF16, or null
     u32 query_heads;
     u32 kv_heads;
-    u32 least_rows;          // sequences with fewer rows belong to the decode kernel
+    u32 least_rows;          // sequences with fewer rows are left to the decode kernel
     float scale;
 };
 
@@ -28,19 +30,20 @@ constexpr int TILE_BYTES = 2 * SIDE_BYTES;
 constexpr int RAW_BYTES = 8 * D * 8 + 512;
 constexpr int QUERY_BYTES = ROWS * D * 2;
 
-// Byte of a 16-byte chunk in panels of 64 channels (or tokens), swizzled as full pages are.
+// Byte offset of a 16-byte chunk in panels of 64 channels (or tokens), swizzled like full pages.
 DEVICE u32 panel_byte(u32 rows, u32 row, u32 chunk) {
     return (chunk >> 3) * rows * 128 + row * 128 + ((chunk & 7) ^ (row & 7)) * 16;
 }
 
-// Two codes, in the low bits of each half, as two BF16 integers: 128 + c has its last place at 1.
+// Two codes, in the low bits of each half, as two BF16 integers. 128 + c is exact in BF16.
 DEVICE u32 integers(u32 pair) {
     u32 y;
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(pair | 0x43004300u), "r"(0x3f803f80u), "r"(0xc300c300u));
     return y;
 }
 
-// One lane's words of one 16-token tile and side: keys to [token][channel], values to [channel][token].
+// Unpacks a lane's words of one 16-token tile and side: keys to [token][channel], values to
+// [channel][token].
 template <int BITS>
 DEVICE void unpack(const u8* codes, u32 side, u32 tile, u32 lane, u8* to) {
     constexpr int LOW = BITS == 3 ? 2 : BITS;
@@ -90,14 +93,15 @@ DEVICE void unpack_any(u32 bits, const u8* codes, u32 side, u32 tile, u32 lane, 
     }
 }
 
-// What a block reads next: a page, in full or as code.
+// The next page of a block, as BF16 or as codes.
 struct Cursor {
     u32 block;
     bool coded;
 };
 
 struct Context {
-    u32 sink, first_boundary, last_boundary, last;  // boundaries of the block's first and last query; its last position
+    // Boundaries of the block's first and last query, and the position of the last query.
+    u32 sink, first_boundary, last_boundary, last;
     bool history;
 
     DEVICE bool wants(const Cursor& c) const {
@@ -106,7 +110,7 @@ struct Context {
         return begin < sink || end > first_boundary;
     }
 
-    // The first page to read from `c` on; false at the end.
+    // Advances `c` to the next page that is read, starting with `c` itself; false at the end.
     DEVICE bool find(Cursor& c) const {
         while (c.block * 64 <= last) {
             if (wants(c)) return true;
@@ -131,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_prefill(PrefillP
     allow_next_kernel();
     wait_for_previous_kernel();
     const SequenceInfo s = p.step.sequences[blockIdx.z];
-    // Late rows have the most to read: they go first.
+    // Later rows read more, so they start first.
     const u32 first = (gridDim.x - 1 - blockIdx.x) * ROWS, all_rows = s.rows * group;
     if (s.rows < p.least_rows || first >= all_rows) return;
     const u32 last_row = min(first + ROWS, all_rows) - 1;
@@ -170,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_prefill(PrefillP
     }
     __syncthreads();
 
-    // This thread's two rows: g and g + 8 of the warp's sixteen.
+    // This thread's two rows: g and g + 8 of the warp's 16.
     u32 position[2], boundary[2];
     float query_sum[2];
 #pragma unroll
@@ -259,7 +263,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_prefill(PrefillP
             top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
             top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
             float before = largest[h], after = fmaxf(before, top * scale);
-            // Nothing seen yet: any finite reference will do.
+            // As long as every score is -infinity any finite reference gives weights of zero.
             float reference = after == NEGATIVE_INFINITY ? 0.0f : after;
             float factor = exp2_fast(before - reference);
             largest[h] = after;

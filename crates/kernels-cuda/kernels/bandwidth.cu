@@ -1,10 +1,10 @@
-// Reads memory and does nothing else: the ceiling that kernels are compared with.
+// Reads memory and does nothing else: the bandwidth that kernels are compared with.
 #include "common.cuh"
 
 struct ReadParams {
     const uint4* data;
     u64 count;  // of 16-byte words
-    u32* out;   // one word, written only if the data sums to what it never does
+    u32* out;   // one word; written only for one value of the XOR, so that the loads are kept
 };
 
 extern "C" __global__ void __launch_bounds__(512) read_memory(ReadParams p) {

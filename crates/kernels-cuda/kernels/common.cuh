@@ -1,5 +1,5 @@
-// What every kernel shares: number formats, tensor-core products, warp reductions and the tables of a step.
-// Free of toolkit headers: NVRTC alone compiles these files.
+// Shared by all kernels: the tables of a step, number formats, tensor-core products, copies, warp
+// reductions. These files include no toolkit headers, so NVRTC alone compiles them.
 #pragma once
 
 #include "page.cuh"
@@ -8,48 +8,51 @@
 #define NO_PAGE 0xffffffffu
 #define NEGATIVE_INFINITY __int_as_float(0xff800000)
 
-// ---- Tables of a step: `src/step.rs` writes them, once for all layers. ----
+// ---- Tables of a step. The host writes them once for all layers (src/step). ----
 
-// One sequence's rows and pages.
+// The rows and pages of one sequence.
 struct SequenceInfo {
-    u32 first_row;       // rows of the step that belong to it
+    u32 first_row;       // its rows in the step: first_row .. first_row + rows
     u32 rows;
-    u32 first_position;  // position of the first of them
-    u32 table;           // where its pages begin in `full` and `coded`
-    u32 old_codes;       // codes of positions before this were made before the step's plan; if all were, up to the boundary, then so
-                         // was everything else that is read but the new token
-    u32 boundary;        // of its last row: positions sink..boundary have codes
+    u32 first_position;  // position of its first row
+    u32 table;           // index of its first page id in `full` and `coded`
+    // Codes of positions below this existed before the step's plan kernel ran. If old_codes equals
+    // the boundary, everything the sequence reads existed then, except its new token.
+    u32 old_codes;
+    u32 boundary;        // of its last row: positions sink .. boundary are read as codes
 };
 
-// 16 tokens that are turned into codes for this step.
+// A tile of 16 tokens that this step quantizes.
 struct DemotedTile {
-    u32 full;   // page ids
-    u32 coded;
-    u32 tile;   // 0..3 within the page
+    u32 full;   // id of the BF16 page
+    u32 coded;  // id of the coded page
+    u32 tile;   // 0..3 within both pages
 };
 
 struct StepTables {
     const SequenceInfo* sequences;
     const u32* row_sequence;  // by row
     const u32* row_position;
-    const u32* full;          // page ids by sequence and block; NO_PAGE where there is none
+    const u32* full;          // page ids by sequence and block of 64 tokens; NO_PAGE: absent
     const u32* coded;
     const DemotedTile* demoted;
     u32 sequence_count;
     u32 rows;
     u32 demoted_count;
-    // The windows: the query at t reads j as code if sink <= j < boundary(t).
+    // Windows: the query at position t reads position j as code if sink <= j < boundary(t).
     u32 sink;
     u32 recent;
     u32 unit;
 };
 
-// First position at or beyond the sink that the query at `t` reads in BF16.
-DEVICE u32 boundary_of(const StepTables& s, u32 t) {
-    u64 before = (u64)s.sink + s.recent;
-    u64 past = (u64)t + 1 > before ? (u64)t + 1 - before : 0;
-    return s.sink + (u32)(past / s.unit) * s.unit;
+// First position at or beyond the sink that the query at `t` reads in BF16 (codec::window). `unit`
+// tokens enter the history at a time.
+DEVICE u32 boundary(u32 sink, u32 recent, u32 unit, u32 t) {
+    const u64 kept = (u64)sink + recent;
+    const u64 past = (u64)t + 1 > kept ? (u64)t + 1 - kept : 0;
+    return sink + (u32)(past / unit) * unit;
 }
+DEVICE u32 boundary_of(const StepTables& s, u32 t) { return boundary(s.sink, s.recent, s.unit, t); }
 
 // ---- Number formats. ----
 
@@ -98,8 +101,8 @@ DEVICE void mma_bf16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 
 
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
-// Four 8x8 blocks of 16-bit elements from shared memory: lane l names row l % 8 of block l / 8 and gets two neighbours of row
-// l / 4 of each block; transposed, of column l / 4.
+// Four 8x8 blocks of 16-bit elements from shared memory. Lane l passes the address of row l % 8 of
+// block l / 8. It receives two neighbours of row l / 4 of each block (transposed: of column l / 4).
 DEVICE void load_matrix(u32 (&a)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
@@ -113,17 +116,18 @@ DEVICE void load_matrix_transposed(u32 (&a)[4], u32 address) {
                  : "memory");
 }
 
-// A policy for what is read once: it is the first to leave L2.
+// L2 policy for data that is read once: evict first.
 DEVICE u64 read_once() {
     u64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
 
-// Asks for a line that will be read soon.
+// Prefetches one cache line.
 DEVICE void prefetch_to_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
-// A lane's own copies into shared memory, without a barrier.
+// 16-byte asynchronous copies into shared memory. `wait_for_copied_bytes` waits for the copies of
+// the calling thread only.
 DEVICE void copy_to_shared(u32 to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
@@ -137,7 +141,8 @@ DEVICE float warp_sum(float x) {
     return x;
 }
 
-// Lets the next kernel of the stream begin, and waits for what the one before it writes.
+// Programmatic dependent launch: wait until the previous kernel of the stream has finished, and let
+// the next one start early. Before sm_90 kernels do not overlap, and both do nothing.
 DEVICE void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -1,13 +1,14 @@
-// The warp that hands out a segment's units and starts their copies.
+// Decode attention: the filler (producer) warp, which assigns units to rings and starts their
+// copies.
 #pragma once
 #include "decode_block.cuh"
 
-// The filling warp: lane w serves ring w.
+// State of the filler. Lane w serves ring w.
 struct Filler {
-    u32 slot = 0, parity = 1;  // next slot of the ring, and the parity at which it is empty
-    u32 unit, side;            // the BF16 tile whose keys (side 0) or values (1) come next
-    u32 next;                  // units of the segment handed out
-    bool open;                 // has the ring not been told of the segment's end?
+    u32 slot = 0, parity = 1;  // next slot of the ring, and the parity of its `empty` barrier
+    u32 unit, side;            // the ring's unit; a BF16 tile takes two slots: keys (0), values (1)
+    u32 next;                  // units of the segment assigned so far
+    bool open;                 // the end of the segment has not been announced to the ring
     u32 first_pages[FIRST_PAGES / 32];  // page ids of the worker's first units, over the lanes
 
     DEVICE void load_pages(const u32* pages, int lane) {
@@ -15,7 +16,8 @@ struct Filler {
         for (int i = 0; i < FIRST_PAGES / 32; i++) first_pages[i] = __ldcg(pages + 32 * i + lane);
     }
 
-    // The copies of a load: where from, where to in the slot, how many bytes. Returns their number.
+    // The copies that fill a slot with a unit: sources, offsets in the slot, sizes. Returns their
+    // number.
     DEVICE static int copies(const Segment& g, u32 unit, u32 side, u32 page, const u8* (&from)[4], u32 (&at)[4], u32 (&bytes)[4]) {
         if (unit < g.context.near_units) {
             u32 row = near_tile(g.context, unit) % (PAGE_TOKENS / TILE_TOKENS) * TILE_TOKENS;
@@ -32,7 +34,7 @@ struct Filler {
             from[0] = start, at[0] = 0, bytes[0] = SLOT_BYTES;
             return 1;
         }
-        // Half a page: its two tiles of key codes, value codes, key pairs and value pairs.
+        // Half a page: two tiles of key codes, value codes, key parameters and value parameters.
         u32 half = (unit - g.context.near_units) & 1;
         from[0] = start + half * keys, at[0] = 0, bytes[0] = keys;
         from[1] = start + 2 * keys + half * values, at[1] = keys, bytes[1] = values;
@@ -41,7 +43,7 @@ struct Filler {
         return 4;
     }
 
-    // Starts the copies of a load into a slot of a ring.
+    // Starts the copies of a unit into a slot of a ring.
     DEVICE static void fill(Shared& shared, const Segment& g, u32 ring, u32 slot, u32 unit, u32 side, u32 page, int lane) {
         const u8* from[4];
         u32 at[4], bytes[4];
@@ -63,14 +65,15 @@ struct Filler {
 #endif
     }
 
-    // Begins a segment.
+    // Starts a segment.
     DEVICE void begin(int lane) {
         open = lane < WARPS;
         next = side = 0;
     }
 
-    // Gives every ring that has room its next unit, or tells it of the segment's end. Units from `limit` on, which lies beyond the
-    // next one, are kept back.
+    // Gives every ring with a free slot its next unit, or announces the end of the segment. Units
+    // from `limit` on are held back; `limit` is greater than the next unit. `first`: this is the
+    // worker's first segment, whose page ids are in first_pages.
     DEVICE void hand_out(Shared& shared, const Segment& g, int lane, bool first, u32 limit = 0xffffffffu) {
         const u32 empty = shared_address(shared.empty[lane < WARPS ? lane : 0]);
         const bool has_room = open && barrier_passed_now(empty + 8 * slot, parity);
@@ -94,8 +97,8 @@ struct Filler {
         if (ready) shared.slot_unit[lane][slot] = any ? unit : NO_UNIT;
 #if BULK_COPIES
 #ifdef RACECHECK
-        // All lanes' copies are issued by instructions of the warp, which the tool takes for its first lane's. That one has not
-        // seen the others' slots empty.
+        // Racecheck attributes the copies of all lanes to the first active lane, which has not seen
+        // the other lanes' slots empty. Issue them one lane at a time.
         for (int turn = 0; turn < WARPS; turn++) {
             if (any && lane == turn) fill(shared, g, lane, slot, unit, side, page, lane);
             __syncwarp();
@@ -121,7 +124,7 @@ struct Filler {
         }
     }
 
-    // The rest of a segment.
+    // Assigns the remaining units of the segment.
     DEVICE void serve(Shared& shared, const Segment& g, int lane, bool first) {
         while (__any_sync(0xffffffffu, open)) hand_out(shared, g, lane, first);
     }

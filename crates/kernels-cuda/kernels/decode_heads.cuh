@@ -1,25 +1,27 @@
-// The new token of an item, from the projections to queries in registers and a row of the cache, where no kernel before attention
-// has done it (heads.cuh). Every block that reads the item makes its queries; the one that reads the token itself also makes
-// its key and stores key and value. That block does not read them back: it puts them into the tile when it comes, so that
-// the tile need not wait.
+// Decode attention with FROM_PROJECTIONS: makes queries, and the new token's key and value, from
+// the projections (heads.cuh). Every block that reads an item makes its queries. The block that
+// reads the new token also makes its key, and stores key and value in the cache. It does not read
+// them back: it inserts them into the tile in shared memory, which was copied before they were
+// stored.
 #pragma once
 #include "decode_query.cuh"
 
 #if FROM_PROJECTIONS
 struct NewToken {
-    const float* from;  // of this warp's vector, and the lane's first channel; null: none
+    const float* from;  // this warp's vector, at the lane's first channel; null: no vector
     VectorConstants constants;
-    const uint4* rotation;  // fragments of the warp's step of channels, the lane's; null: none
+    const uint4* rotation;  // the lane's fragments for the warp's 16 output channels; null: none
     u32 vector;
-    u64 pages;  // full ones of the head
+    u64 pages;  // full pages of the head
     u32 page, position;
     bool is_key, is_value;
-    bool stores;  // is this the block that reads the token?
+    bool stores;  // this block reads the new token, so it stores its key and value
     float x[CHANNELS];
     uint4 fragments[STEPS][2];
 
-    // All that is there before the projections are. A warp for every vector, from the last on: the query heads, the key, the
-    // value; the first rotate.
+    // Loads everything that does not depend on the projections. Each vector (query heads, key,
+    // value) has its own warp, counted from the last warp down, because the first STEPS warps
+    // rotate.
     DEVICE NewToken(const DecodeArgs& a, const WorkerRange& plan, int lane, int warp) {
         const ContextShape context = context_of(a.step, plan.first);
         const u32 width = (a.group + 2) * a.kv_heads * HEAD_DIM, head_index = plan.begin.head;
@@ -38,7 +40,7 @@ struct NewToken {
         if (stores) pages = a.heads[head_index].full, page = __ldcg(a.step.full + plan.first.table + position / PAGE_TOKENS);
     }
 
-    // Asks for the projections and, behind them, for the rotation: 64 KB take longer to come and are needed later.
+    // Issues the loads of the projections, then of the rotation (64 KB), which is needed later.
     DEVICE void load() {
         if (from) {
 #pragma unroll
@@ -59,12 +61,12 @@ struct NewToken {
         shared.new_rows[side][channel] = rounded;
     }
 
-    // Leaves the queries in `rows` and in shared memory. All readers.
+    // Leaves the queries in `rows` and in shared memory. Called by all readers.
     DEVICE void make(Shared& shared, const DecodeArgs& a, QueryRows& rows, int lane, int warp) {
         const bool rotates = a.new_heads.rotation;
         if (from) {
             if (is_value) {
-                // The model's weights already hold the rotation of values.
+                // The rotation of values is folded into the model's weights.
 #pragma unroll
                 for (int k = 0; k < CHANNELS; k++) store(shared, VALUE, lane + 32 * k, x[k]);
             } else {
@@ -84,7 +86,7 @@ struct NewToken {
         if (warp >= STEPS) return;
         const bool is_head = head_of(column) < a.group;
         if (rotates) {
-            // Rows of vectors that are not there may hold anything.
+            // Rows of absent vectors may hold anything.
             const u32 row = (lane & 15) < COLUMNS ? lane & 15 : KEY_ROW, half = lane >> 4;
             auto vectors = [&](int step, u32 (&high)[4], u32 (&low)[4]) {
                 load_matrix(high, shared_address(&shared.new_vectors.high[row][16 * step + 8 * half]));
@@ -108,14 +110,14 @@ struct NewToken {
     }
 };
 
-// Brings a block's share of the layer's rotations near.
+// Prefetches this block's share of the layer's rotations into L2.
 DEVICE void fetch_rotations(const DecodeArgs& a, u32 worker, int lane, int warp) {
     if (warp != WARPS - 1 || !a.new_heads.rotation) return;
     const u32 lines = a.kv_heads * (ROTATION_QUADS / 8);
     for (u32 i = worker * 32 + lane; i < lines; i += gridDim.x * 32) prefetch_to_l2(a.new_heads.rotation + 8 * i);
 }
 
-// Puts a row into a side of a BF16 tile that was copied before the row was made. A whole warp.
+// Inserts the new row into one side of a BF16 tile in shared memory. Called by a whole warp.
 DEVICE void put_new_row(u8* tile, const u16* row, u32 token, int lane) {
     if (lane < HEAD_DIM / 8)
         *(uint4*)(tile + (lane >> 3) * (TILE_TOKENS * 128) + token * 128 + (((lane & 7) ^ (token & 7)) << 4)) = ((const uint4*)row)[lane];

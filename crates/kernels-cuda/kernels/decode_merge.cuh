@@ -1,4 +1,4 @@
-// Results: from the warps of a block to the block, and from the blocks of an item to memory.
+// Decode attention: merges the results of the warps of a block, then of the blocks of an item.
 #pragma once
 #include "decode_block.cuh"
 
@@ -7,11 +7,11 @@ DEVICE void add_to(float4& v, float4 x, float f) {
 }
 DEVICE float4 scaled(float4 v, float f) { return make_float4(v.x * f, v.y * f, v.z * f, v.w * f); }
 
-// exp2(x - top), and nothing for what was never read.
+// exp2(x - top); 0 for a state that has read nothing.
 DEVICE float weight_of(float x, float top) { return x == NEGATIVE_INFINITY ? 0.f : exp2_fast(x - top); }
 
-// Puts the columns of a warp's state that hold heads down in shared memory, relative to the block's largest reference, so
-// that they need only be added up. All readers.
+// Stores a warp's state in shared memory, rescaled to the largest reference of the block, so that
+// the states of the warps can simply be added. Called by all readers.
 DEVICE void put_down(Shared& shared, State& state, int lane, int warp) {
     float m[QUERY_TILES][LANE_COLUMNS], l[QUERY_TILES][LANE_COLUMNS], z[QUERY_TILES][LANE_COLUMNS];
     auto column = [&](int n, int i) { return n * 8 + 2 * (lane & 3) + i; };
@@ -45,7 +45,7 @@ DEVICE void put_down(Shared& shared, State& state, int lane, int warp) {
     sync_readers();
 }
 
-// Four channels of one column summed over the warps: the weights, the weighted values.
+// Sums over the warps, for four channels of one column: softmax weights, weighted values.
 struct BlockSum {
     float l;
     float4 v;
@@ -59,9 +59,9 @@ struct BlockSum {
     }
 };
 
-// Where an item's result goes.
+// The place of an item's result.
 struct OutputRows {
-    u64 first;  // element
+    u64 first;  // index of its first element
 
     DEVICE OutputRows(const DecodeArgs& a, u32 row, u32 head) : first(((u64)row * a.kv_heads + head) * a.group * HEAD_DIM) {}
     DEVICE void store(const DecodeArgs& a, int head, int channel, float4 v) const {
@@ -71,19 +71,19 @@ struct OutputRows {
     }
 };
 
-// ---- Words that one block hands another of the same launch, through memory. ----
+// ---- Words that blocks of one launch exchange through global memory. ----
 //
-// A word that nothing was written to is EMPTY: whoever waits for it reads it until it is not, and empties it again for the next
-// launch. So a result is on its way in one step, and nothing has to be counted. Blocks that wait for one another must all be
-// there at the same time: no more of them than multiprocessors.
+// A word is EMPTY until it is written. The receiver polls it, then sets it back to EMPTY for the
+// next launch. Data and flag are the same word, so no counter and no second round trip are needed.
+// Blocks wait for one another, so all must be resident: no more blocks than multiprocessors.
 
-constexpr u32 EMPTY = 0xffffffffu;  // a NaN that no arithmetic gives
+constexpr u32 EMPTY = 0xffffffffu;  // a NaN that arithmetic never produces
 
 DEVICE bool is_full(float x) { return __float_as_uint(x) != EMPTY; }
 DEVICE bool is_full(float2 x) { return is_full(x.x) && is_full(x.y); }
 DEVICE bool is_full(float4 x) { return is_full(x.x) && is_full(x.y) && is_full(x.z) && is_full(x.w); }
 
-// Stores that others read while the kernel runs.
+// Stores that other blocks read during the launch.
 DEVICE void put(float4* to, float4 x) {
     asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
                  : "memory");
@@ -91,7 +91,7 @@ DEVICE void put(float4* to, float4 x) {
 DEVICE void put(float2* to, float2 x) {
     asm volatile("st.relaxed.gpu.global.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x.x), "f"(x.y) : "memory");
 }
-// Hands over: nothing of it is left EMPTY.
+// Like `put`, but replaces a word that happens to equal EMPTY by another NaN.
 DEVICE float full_word(float x) { return is_full(x) ? x : __uint_as_float(0x7fffffffu); }
 DEVICE void hand_over(float4* to, float4 x) { put(to, make_float4(full_word(x.x), full_word(x.y), full_word(x.z), full_word(x.w))); }
 DEVICE void hand_over(float2* to, float2 x) { put(to, make_float2(full_word(x.x), full_word(x.y))); }
@@ -113,27 +113,29 @@ DEVICE void empty(float2* at) { put(at, make_float2(__uint_as_float(EMPTY), __ui
 
 // ---- Merging. ----
 
-// A partial result in memory: for every head and four channels of it a block's sums and what they are relative to.
+// A partial result: for each head and four channels, the block's weighted sums and the head's
+// softmax state.
 struct alignas(32) PartialQuad {
     float4 v;
-    float2 ml;  // reference and sum of weights of the head
+    float2 ml;  // reference (maximum) and sum of weights of the head
 };
-constexpr int QUADS = HEAD_DIM / 4, PARTIAL = HEADS * QUADS;  // of a partial result
-constexpr int SHARERS = 8;  // lanes that add up four channels of a head, some readers' each
+// PartialQuads per head and per partial result.
+constexpr int QUADS = HEAD_DIM / 4, PARTIAL = HEADS * QUADS;
+constexpr int SHARERS = 8;  // lanes that merge the same four channels, each for some of the readers
 
 DEVICE PartialQuad* partial_of(const DecodeArgs& a, u32 worker, bool first_of_worker) {
     return (PartialQuad*)a.partials + (u64)(2 * worker + (first_of_worker ? 0 : 1)) * PARTIAL;
 }
 
-// Since the last launch a layer's weights have gone through L2: a partial result that is written or looked at would wait for
-// the rest of its lines to come from memory.
+// Prefetches the worker's partial result into L2. The weights of a layer have passed through L2
+// since the last launch, so the first access would otherwise wait for memory.
 DEVICE void fetch_partial(const DecodeArgs& a, u32 worker, int lane) {
     const u8* own = (const u8*)partial_of(a, worker, true);
     for (u32 at = 128 * lane; at < a.group * QUADS * sizeof(PartialQuad); at += 128 * 32) prefetch_to_l2(own + at);
 }
 
-// A block's share of an item is done: writes the result, or a partial one for the item's last readers. All readers. Says what
-// the worker owes.
+// Ends a segment: writes the result, or a partial result if several blocks read the item. Returns
+// the merge that this worker has to do later. Called by all readers.
 DEVICE OwedMerge finish_segment(Shared& shared, const DecodeArgs& a, u32 row, u32 head_index, u32 worker, bool first_of_worker) {
     const int tid = threadIdx.x, quads = (int)a.group * QUADS;
     const ItemPlan readers = shared.readers;
@@ -151,8 +153,9 @@ DEVICE OwedMerge finish_segment(Shared& shared, const DecodeArgs& a, u32 row, u3
         hand_over(&own[e].v, sum.v);
         hand_over(&own[e].ml, make_float2(shared.top[column_of(head)], sum.l));
     }
-    // The last readers share the heads out among them, each as many as it has lanes for. All readers but the first begin with
-    // the item, so whoever owes a merge owes it for the first item of its range.
+    // The last readers of the item divide its heads among them, each as many as it has lanes for.
+    // All readers except the first one start their range with this item, so a worker has at most
+    // one merge, and it is for the first item of its range.
     constexpr u32 HEADS_AT_ONCE = THREADS / SHARERS > QUADS ? THREADS / SHARERS / QUADS : 1;
     const u32 enough = (a.group + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE;
     const u32 mergers = readers.count - 1 < enough ? readers.count - 1 : enough;
@@ -160,15 +163,17 @@ DEVICE OwedMerge finish_segment(Shared& shared, const DecodeArgs& a, u32 row, u3
     return {readers, row, head_index, later, first_of_worker && later < mergers ? mergers : 0};
 }
 
-// Adds up the partial results of some heads of an item: each lane every SHARERS-th reader's, then the lanes together, in an
-// order that depends on nothing but the plan. All readers. A lane looks at BATCH partial results at a time.
+// Merges the partial results of some heads of an item. Each lane sums every SHARERS-th reader,
+// BATCH at a time; then the lanes are combined. The order depends only on the plan. Called by all
+// readers.
 template <int BATCH>
 DEVICE void merge_item(const DecodeArgs& a, const OwedMerge& item) {
     const int sharer = threadIdx.x % SHARERS, mergers = (int)item.mergers, first_head = (int)item.first_head;
     const int quads = ((int)a.group - first_head + mergers - 1) / mergers * QUADS;
     const u32 count = item.readers.count;
     const OutputRows out(a, item.row, item.head);
-    // The first reader holds the item in its second partial unless it begins with it; the others begin with it.
+    // A worker has two partial results: one for the first item of its range, one for the last. The
+    // first reader of the item uses its second one, unless its range starts with the item.
     PartialQuad* const first = (PartialQuad*)a.partials + (u64)(2 * item.readers.first + item.readers.second) * PARTIAL;
     PartialQuad* const others = (PartialQuad*)a.partials + (u64)(2 * item.readers.first) * PARTIAL;
 #pragma unroll 1
@@ -202,7 +207,7 @@ DEVICE void merge_item(const DecodeArgs& a, const OwedMerge& item) {
             for (int i = 0; i < BATCH; i++) {
                 const u32 k = from + i * SHARERS;
                 if (k < count) empty(&partial(k)->v), empty(&partial(k)->ml);
-                // What weighs nothing must not move the reference.
+                // A reader without weight must not raise the reference.
                 if (k >= count || p[i].y == 0.f) p[i] = make_float2(NEGATIVE_INFINITY, 0.f), x[i] = make_float4(0.f, 0.f, 0.f, 0.f);
                 top = fmaxf(top, p[i].x);
             }

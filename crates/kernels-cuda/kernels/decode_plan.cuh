@@ -1,13 +1,17 @@
-// How one step's decode attention is shared out.
+// Decode attention: how the work of a step is divided among thread blocks.
 //
-// The context of a (sequence, KV head) pair, an *item*, is a row of units: first the 16-token tiles read in BF16 (sink, then
-// recent), then the coded pages (whole, or in halves where a page is too large for a slot). Items follow one another,
-// sequences outside, heads inside, and every worker (thread block) takes a range of units of about equal bytes: a worker
-// begins at (item, unit) and ends where the next one begins. An item read by several workers is merged by the last of them.
+//   item    a (sequence, KV head) pair. Items are ordered by sequence, then by head.
+//   unit    the smallest piece of an item: a 16-token BF16 tile (sink first, then recent window),
+//           then coded pages, whole or in halves if a page does not fit a slot.
+//   worker  a thread block. It reads a range of consecutive units, from its own begin (item, unit)
+//           to the begin of the next worker. All ranges have about the same number of bytes.
+//
+// If several workers read an item, the last ones merge it (decode_merge.cuh).
 #pragma once
 #include "common.cuh"
 
-// Two-bit pages fit a slot; the others come in halves, or not at all where a head keeps no history.
+// Units per coded page: a 2-bit page fits one slot, others come in halves. Zero-width heads have
+// none.
 DEVICE u32 pieces_of(const HeadPages& head) {
     return !head.keeps_history() ? 0 : head.key_bits == 2 && head.value_bits == 2 ? 1 : 2;
 }
@@ -15,24 +19,27 @@ DEVICE u32 pieces_of(const HeadPages& head) {
 // The units of one sequence.
 struct ContextShape {
     u32 length;       // positions 0..length are read
-    u32 sink_tiles;   // tiles 0..sink_tiles in BF16
-    u32 recent_tile;  // tiles recent_tile.. too
-    u32 near_units;   // all BF16 tiles
-    u32 first_page;   // coded pages first_page..first_page + pages
+    u32 sink_tiles;   // BF16 tiles of the sink: 0 .. sink_tiles
+    u32 recent_tile;  // first BF16 tile of the recent window
+    u32 near_units;   // number of BF16 tiles
+    u32 first_page;   // coded pages first_page .. first_page + pages
     u32 pages;
 
-    // How far the units go, from `first` on, that no kernel of this step writes. Where all is old but the new token: BF16 tiles but
-    // the last, and all pages, of which nothing but codes up to the boundary is read. Else codes that were made before.
+    // End of the run of units, starting at `first`, that no kernel of this step writes. They may be
+    // read before wait_for_previous_kernel. If only the new token is new (old_codes reaches the
+    // boundary), these are all units except the last BF16 tile; otherwise only the coded pages
+    // below old_codes.
     DEVICE u32 old_until(const HeadPages& head, u32 first, u32 old_codes, u32 boundary) const {
         const bool all_old = old_codes >= boundary;
-        if (first < near_units) return all_old && pages > 0 ? near_units - 1 : 0;  // without codes it gains nothing (H200)
+        // Without codes early loads gain nothing (measured on an H200).
+        if (first < near_units) return all_old && pages > 0 ? near_units - 1 : 0;
         if (all_old) return 0xffffffffu;
         const u32 old_pages = old_codes / PAGE_TOKENS;
         return near_units + (old_pages > first_page ? old_pages - first_page : 0) * pieces_of(head);
     }
 };
 
-// Sequences that bring more than one row are not decoded here: they have no units.
+// Sequences with more than one row belong to prefill attention and have no units here.
 DEVICE ContextShape context_of(const StepTables& step, const SequenceInfo& s) {
     ContextShape c = {};
     if (s.rows != 1) return c;
@@ -48,12 +55,12 @@ DEVICE ContextShape context_of(const StepTables& step, const SequenceInfo& s) {
     return c;
 }
 
-// Tile of a unit below near_units.
+// The BF16 tile of a unit below near_units.
 DEVICE u32 near_tile(const ContextShape& c, u32 unit) {
     return unit < c.sink_tiles ? unit : c.recent_tile + unit - c.sink_tiles;
 }
 
-// Id of the page that holds a unit.
+// The id of the page that holds a unit.
 DEVICE u32 page_of(const ContextShape& c, const HeadPages& head, const u32* full, const u32* coded, u32 unit) {
     return unit < c.near_units ? full[near_tile(c, unit) / (PAGE_TOKENS / TILE_TOKENS)]
                                : coded[c.first_page + (unit - c.near_units) / pieces_of(head)];
@@ -61,7 +68,7 @@ DEVICE u32 page_of(const ContextShape& c, const HeadPages& head, const u32* full
 
 DEVICE u32 units_of(const ContextShape& c, const HeadPages& head) { return c.near_units + c.pages * pieces_of(head); }
 
-// A place in the row of units.
+// A position in the sequence of all units.
 struct Place {
     u32 sequence, head, unit;
 
@@ -72,31 +79,32 @@ struct Place {
 
 constexpr u32 FIRST_PAGES = 64;
 
-// What a worker reads, begin up to end; nothing where it is idle. The first sequence comes along, to save a look-up.
+// The range of a worker: begin up to end; empty if the worker is idle. A copy of its first sequence
+// saves a look-up.
 struct alignas(16) WorkerRange {
     Place begin, end;
     SequenceInfo first;
 };
 
-// The same, and the page ids of the first units.
+// The range, and the page ids of its first units.
 struct WorkerPlan : WorkerRange {
     u32 pages[FIRST_PAGES];
 };
 
-// The workers that read an item: `count` of them from `first` on.
+// The workers that read an item: first .. first + count.
 struct ItemPlan {
     u32 first, count;
-    u32 second;  // is the item the first worker's last rather than its first?
+    u32 second;  // 1 if the range of worker `first` starts before this item, 0 if it starts with it
     u32 unused;
 };
 
-// The plan in memory: the workers, then the items (sequences outside, heads inside).
+// The plan in global memory: a WorkerPlan per worker, then an ItemPlan per item.
 struct DecodePlan {
     u8* memory;
     u32 workers;
 
     DEVICE WorkerPlan* worker(u32 w) const { return (WorkerPlan*)memory + w; }
-    // A worker's range past the first-level cache, which may hold an earlier step's.
+    // The range of a worker. Bypasses L1, which may hold the plan of an earlier step.
     DEVICE WorkerRange range(u32 w) const {
         static_assert(sizeof(WorkerRange) == 48, "three quads");
         const uint4* p = (const uint4*)worker(w);

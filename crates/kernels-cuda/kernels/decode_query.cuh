@@ -1,9 +1,10 @@
-// The query of an item, from rows in memory to fragments in shared memory to registers.
+// Decode attention: turns the queries of an item into fragments, in shared memory and registers.
 #pragma once
 #include "decode_block.cuh"
 
-// Before a block knows its query: factors between the results' units, which the head's widths determine. All readers.
-DEVICE void put_units(Shared& shared, u32 value_bits) {
+// Stores the powers of two by which the result is scaled around coded pages (fragments.cuh). They
+// depend on the head's width, not on the query. Called by all readers.
+DEVICE void put_channel_scales(Shared& shared, u32 value_bits) {
     const int tid = threadIdx.x;
     if (tid < 2 * STEPS) {
         int exponent = plane_exponent(value_bits, tid / 2, tid & 1);
@@ -12,8 +13,8 @@ DEVICE void put_units(Shared& shared, u32 value_bits) {
     }
 }
 
-// An item's query heads, spread over the block: fragment f of warp f mod WARPS. Where they lie is worked out ahead of the
-// wait for them.
+// The query heads of an item, spread over the block: warp w holds fragments w, w + WARPS, ... The
+// addresses are computed before wait_for_previous_kernel, the loads come after it.
 struct QueryRows {
     static constexpr int FRAGMENTS = QUERY_TILES * STEPS, ROUNDS = (FRAGMENTS + WARPS - 1) / WARPS;
     const float* from[ROUNDS];  // null: zeros
@@ -32,7 +33,7 @@ struct QueryRows {
             int f = warp + k * WARPS, column = f / STEPS * 8 + (lane >> 2), channel = f % STEPS * 16 + (lane & 3) * 2;
             int head = head_of(column);
             from[k] = f < FRAGMENTS && head < a.group ? rows + head * HEAD_DIM + channel : nullptr;
-            asm volatile("" : "+l"(from[k]));  // now, not behind the wait
+            asm volatile("" : "+l"(from[k]));  // computed here, not behind the wait
         }
 #if SPLIT_QUERY
         const int job = split_job(warp), head = 4 * (job / PLANES) + (lane >> 3);
@@ -63,10 +64,11 @@ struct QueryRows {
     float2 split[4];  // by step (k & 1) and half (k >> 1)
 
     static_assert(WARPS >= SPLIT_QUERY * PLANES, "a warp for each plane of four heads");
-    // The plane and the four heads of the split query that a warp makes; the last warps have no other fragments.
+    // The job of a warp: one plane of four heads. Counted from the last warp down, because the last
+    // warps have no other fragments.
     DEVICE static int split_job(int warp) { return WARPS - 1 - warp; }
 
-    // The same channels from shared memory, where they were made here.
+    // FROM_PROJECTIONS: loads the same channels from shared memory.
     DEVICE void load_split(const float (&queries)[COLUMNS][SUMS_STRIDE], u32 group, int lane, int warp) {
         const int job = split_job(warp), head = 4 * (job / PLANES) + (lane >> 3);
         const bool makes = job < SPLIT_QUERY * PLANES && head < group;
@@ -77,11 +79,12 @@ struct QueryRows {
         }
     }
 
-    // Rounds the channels of a plane to steps and splits them into high and low bytes: a lane keeps its column's.
+    // Rounds the channels of a plane to multiples of `step` and splits them into a high and a low
+    // byte. Each lane stores the byte of its column.
     DEVICE void put_split(Shared& shared, float scale, float step, int lane, int warp) const {
         const int job = split_job(warp), plane = job % PLANES;
         if (job >= SPLIT_QUERY * PLANES) return;
-        // Any step does that is the same here and where sums are taken back.
+        // The exact value of plane_step does not matter, as long as both uses have the same one.
         const float plane_step = plane & 1 ? 4.f * step : step, inverse = __fdividef(scale, plane_step);
         u32 b[2] = {0, 0};
         float sum = 0.f;
@@ -103,7 +106,9 @@ struct QueryRows {
 #endif
 };
 
-// Puts the query down as fragments, in BF16 pairs and in fp16 with the planes' exponents taken off. All threads.
+// Stores the query as fragments: as pairs of BF16 numbers for BF16 tiles; for codes in fp16,
+// divided by the exponents of the planes, or as bytes (SPLIT_QUERY). Returns the factor that undoes
+// the scaling of the fp16 form. Called by all readers.
 DEVICE float prepare_query(Shared& shared, const DecodeArgs& a, QueryRows& rows, const uint4& readers, u32 key_bits, u32 value_bits) {
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
     constexpr int FRAGMENTS = QueryRows::FRAGMENTS, ROUNDS = QueryRows::ROUNDS;
@@ -116,7 +121,7 @@ DEVICE float prepare_query(Shared& shared, const DecodeArgs& a, QueryRows& rows,
             v[k][b].x *= a.scale, v[k][b].y *= a.scale;
             largest = fmaxf(largest, fmaxf(fabsf(v[k][b].x), fabsf(v[k][b].y)));
         }
-    // Numbers that are not negative compare as their bits do.
+    // Nonnegative floats compare like their bits.
     auto largest_of_lanes = [](float x) { return __uint_as_float(__reduce_max_sync(0xffffffffu, __float_as_uint(x))); };
     largest = largest_of_lanes(largest);
     if (lane == 0) shared.largest[warp] = largest;
@@ -134,7 +139,7 @@ DEVICE float prepare_query(Shared& shared, const DecodeArgs& a, QueryRows& rows,
     constexpr bool split = false;
 #endif
     if (tid == 0) shared.readers = {readers.x, readers.y, readers.z, readers.w};
-    // One power of two for the group brings the largest channel to 2^14..2^15.
+    // One power of two for all heads brings the largest channel to 2^14 .. 2^15.
     int power = 14 + 127 - (int)(__float_as_uint(largest) >> 23);
     power = largest == 0.f ? 0 : power < -100 ? -100 : power > 100 ? 100 : power;
     const float up = __uint_as_float((u32)(127 + power) << 23);

@@ -1,4 +1,4 @@
-// What a reading warp does with the units it is handed: BF16 tiles first, then codes.
+// Decode attention: the loops of a reading warp, first over BF16 tiles, then over coded pages.
 #pragma once
 #include "decode_heads.cuh"
 
@@ -19,7 +19,7 @@ DEVICE void read_near(State& state, Ring& ring, Shared& shared, int lane, int wa
         if (newest) put_new_row(shared.slots[warp][ring.slot], shared.new_rows[KEY], tokens - 1, lane);
 #endif
         near_scores(s, shared_address(shared.slots[warp][ring.slot]), shared.near_query, lane);
-        __syncwarp();  // lanes read for one another
+        __syncwarp();  // ldmatrix: lanes read rows for one another
         ring.release();
         near_weights(state, s, tokens, p, lane);
         ring.wait();
@@ -32,8 +32,8 @@ DEVICE void read_near(State& state, Ring& ring, Shared& shared, int lane, int wa
     }
 }
 
-// Masks the tiles of a unit that lie outside the coded range, which may hold anything; false where all do. `mask(t)` takes
-// a tile's scores to minus infinity.
+// Masks the tiles of a unit that lie outside the coded range; they may hold anything. Returns false
+// if all tiles do. `mask(t)` sets the scores of tile t to -infinity.
 template <int TILES, class F>
 DEVICE bool mask_ends(u32 first, u32 sink, u32 boundary, u8* value_params, F&& mask, int lane) {
     bool any = false;
@@ -52,7 +52,7 @@ DEVICE bool mask_ends(u32 first, u32 sink, u32 boundary, u8* value_params, F&& m
     return any;
 }
 
-// Whole pages of two-bit codes.
+// Reads whole pages of 2-bit codes.
 template <class Query>
 DEVICE void read_two_bit(State& state, const Query& query, Ring& ring, Shared& shared, u32 sink, int lane, int warp) {
     constexpr int TILES = PAGE_TOKENS / TILE_TOKENS;
@@ -80,7 +80,7 @@ DEVICE void read_two_bit(State& state, const Query& query, Ring& ring, Shared& s
             if (move) move_reference<LANE_COLUMNS>(state, s, slot + VALUE_PARAMS_AT, settle, lane), move = settle = false;
             if (!coded_weights<LANE_COLUMNS>(w, state, s, slot + VALUE_PARAMS_AT, lane)) {
                 move = true;
-                continue;  // the same unit again
+                continue;  // repeat this unit with a new reference
             }
             coded_values<2, TILES>(state, w, slot + VALUES_AT, lane);
         }
@@ -88,7 +88,7 @@ DEVICE void read_two_bit(State& state, const Query& query, Ring& ring, Shared& s
     }
 }
 
-// Halves of pages of any widths, which are the head's.
+// Reads half pages of any widths.
 DEVICE void read_any_width(State& state, const CodedQuery& query, Ring& ring, Shared& shared, u32 sink, int lane, int warp) {
     constexpr int TILES = PAGE_TOKENS / TILE_TOKENS / 2;
     const Segment& g = shared.segments[warp];
@@ -117,7 +117,7 @@ DEVICE void read_any_width(State& state, const CodedQuery& query, Ring& ring, Sh
             if (move) move_reference<2>(state, s, slot + value_params_at, settle, lane), move = settle = false;
             if (!coded_weights<2>(w, state, s, slot + value_params_at, lane)) {
                 move = true;
-                continue;  // the same unit again
+                continue;  // repeat this unit with a new reference
             }
             switch (vb) {
                 case 1: coded_values<1, TILES>(state, w, slot + values_at, lane); break;

@@ -1,47 +1,53 @@
-// The running softmax of decode attention, in a warp's registers, and the two ways of adding tokens to it.
+// Decode attention: the running softmax in a warp's registers, and how BF16 tiles and codes enter
+// it.
 //
-// Scores are in powers of two (the scale times log2 e is in the query). Heads are columns: a lane has heads 2q and 2q+1 of
-// each tile of eight; tokens are rows r and r+8 of a 16-token tile while they are scores, and channels are rows r and r+8 of a
-// step in the result. Sums over tokens stay split over the lanes r until the end.
+// Scores are exponents of two: scale * log2(e) is folded into the query. In the fragments of lane
+// 4r + q, query heads are columns (2q and 2q+1 of each tile of eight). Rows are tokens (r and r+8
+// of a 16-token tile) in scores, and channels (r and r+8 of a 16-channel step) in the result. Sums
+// over tokens stay split over the lanes r until the end.
 //
-// SPLIT_QUERY (head size 128): against two-bit keys the query is multiplied as its high and low byte, in integers, four codes
-// to a mask. Columns of those products come in pairs, so a tile of eight columns holds four heads; SPLIT_QUERY is their number,
-// 1 for groups of up to four and 2 for up to eight. A lane then has heads q and q + 4 in all it does.
+// SPLIT_QUERY (head size 128): against 2-bit keys the query is multiplied in integers, as a high
+// and a low byte, with four codes per byte mask. The two bytes are neighbouring columns, so a tile
+// of eight columns holds four heads. SPLIT_QUERY is the number of such tiles: 1 for groups of up to
+// four query heads, 2 for up to eight. A lane then has heads q and q + 4 everywhere.
 #pragma once
 #include "fragments.cuh"
 
 #ifndef SPLIT_QUERY
 #define SPLIT_QUERY 0
 #endif
-static_assert(!SPLIT_QUERY || (HEAD_DIM == 128 && QUERY_TILES == 1), "the split query is made for head size 128");
+static_assert(!SPLIT_QUERY || (HEAD_DIM == 128 && QUERY_TILES == 1), "the split query needs head size 128");
 
 constexpr int COLUMNS = 8 * QUERY_TILES;
-// Columns of a lane that two-bit pages are read for.
+// Columns per lane that hold heads while 2-bit pages are read.
 constexpr int LANE_COLUMNS = SPLIT_QUERY == 1 ? 1 : 2;
-// Column of a query head of the group, and back.
+// The column of a query head of the group, and the inverse.
 DEVICE int column_of(int head) { return !SPLIT_QUERY ? head : head < 4 ? 2 * head : 2 * (head - 4) + 1; }
 DEVICE int head_of(int column) { return SPLIT_QUERY ? column / 2 + 4 * (column & 1) : column; }
 
-constexpr int SLOT_BYTES = 32 * HEAD_DIM + 512;  // a two-bit page, half of any other, or one side of a BF16 tile
+// A slot holds a 2-bit page, half of any other coded page, or one side of a BF16 tile.
+constexpr int SLOT_BYTES = 32 * HEAD_DIM + 512;
 constexpr int NEAR_SIDE_BYTES = 2 * TILE_TOKENS * HEAD_DIM;
 constexpr int PANELS = HEAD_DIM / 64;
-// Few enough registers to keep the query's fragments beside the result's.
+// Whether the fragments of the query fit into registers beside the result.
 constexpr bool QUERY_IN_REGISTERS = QUERY_TILES * HEAD_DIM <= 256;
 
-// p * scale is rounded to fp16. The reference `m` is chosen so that the largest product is about 2^10: then sums of eight stay
-// below 2^15 while scores grow a little, and products 2^-24 times the largest are still normal numbers. The weight p alone is
-// kept in f32 and may reach 2^60 where a value's scale is tiny.
+// The product p * scale (softmax weight times a value's scale) is rounded to fp16. The reference
+// `m` is chosen so that the largest product is about 2^10: sums of eight products then stay below
+// 2^15 even if scores grow a little, and products 2^-24 times the largest are still normal numbers.
+// The weight p itself stays in f32 and may reach 2^60 if a value's scale is tiny.
 constexpr float PRODUCT_TARGET = 10.f;
 constexpr u32 PRODUCT_LIMIT = 0x78007800;  // 2^15, twice
 constexpr float WEIGHT_TARGET = 60.f;
 constexpr float WEIGHT_LIMIT = 1.2379400392853803e27f;  // 2^90
-// In BF16 weights have the range of f32: the reference may lag by this much.
+// BF16 tiles: weights have the range of f32, so the reference may lag behind the maximum by this
+// much.
 constexpr float NEAR_SLACK = 8.f;
 
 struct State {
     float o[QUERY_TILES][STEPS][4];
     float m[QUERY_TILES][2], l[QUERY_TILES][2], z[QUERY_TILES][2];
-    bool fresh;  // nothing read yet
+    bool fresh;  // nothing was read yet
 
     DEVICE void clear() {
 #pragma unroll
@@ -56,7 +62,7 @@ struct State {
         fresh = true;
     }
 
-    // Multiplies what was read by a factor for each head.
+    // Multiplies the state by a factor per head.
     DEVICE void rescale(int n, float f0, float f1) {
 #pragma unroll
         for (int j = 0; j < STEPS; j++)
@@ -64,8 +70,8 @@ struct State {
         l[n][0] *= f0, l[n][1] *= f1, z[n][0] *= f0, z[n][1] *= f1;
     }
 
-    // Takes the result to other units: a factor for each half of a step's channels.
-    DEVICE void to_units(const float2 (&factors)[STEPS]) {
+    // Multiplies the result by a factor per half step (8 channels).
+    DEVICE void scale_channels(const float2 (&factors)[STEPS]) {
 #pragma unroll
         for (int j = 0; j < STEPS; j++) {
             float2 f = factors[j];
@@ -76,7 +82,7 @@ struct State {
     }
 };
 
-// Largest over the lanes that hold the same heads.
+// Maximum over the lanes that hold the same heads.
 DEVICE float max_over_tokens(float x) {
 #pragma unroll
     for (int step = 4; step < 32; step *= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, step));
@@ -89,15 +95,15 @@ DEVICE float sum_over_tokens(float x) {
     return x;
 }
 
-// ---- BF16 tiles ----------------------------------------------------------------------------------------------------
+// ---- BF16 tiles. ----
 
-// Shared address of the 16 bytes that lane `lane` names for ldmatrix: `token` and channels 16j + 8 * half.
+// Shared address, for ldmatrix, of the 16 bytes of `token` that hold channels 16j + 8 * half.
 DEVICE u32 near_chunk(u32 base, int token, int j, int half) {
     int chunk = 2 * j + half;
     return base + (chunk >> 3) * (TILE_TOKENS * 128) + token * 128 + (((chunk & 7) ^ (token & 7)) << 4);
 }
 
-// Scores of a tile of keys. The query is the sum of two BF16 numbers, so nothing of it is lost.
+// Scores of a tile of keys. The query is the sum of two BF16 numbers, so 16 bits of it count.
 DEVICE void near_scores(float (&s)[QUERY_TILES][4], u32 keys, const uint4* query, int lane) {
     const int token = (lane & 7) + (lane & 8), half = lane >> 4;
 #pragma unroll
@@ -117,7 +123,8 @@ DEVICE void near_scores(float (&s)[QUERY_TILES][4], u32 keys, const uint4* query
     }
 }
 
-// Weights of the scores, as sums of two BF16 numbers in B registers: [0], [1] the high parts of tokens 0..7 and 8..15.
+// Softmax weights of a tile as B registers. Each weight is the sum of two BF16 numbers: registers 0
+// and 1 hold the high parts of tokens 0..7 and 8..15, registers 2 and 3 the low parts.
 DEVICE void near_weights(State& state, float (&s)[QUERY_TILES][4], int tokens, u32 (&p)[QUERY_TILES][4], int lane) {
     const int r = lane >> 2;
     bool grows = false;
@@ -160,7 +167,7 @@ DEVICE void near_values(State& state, const u32 (&p)[QUERY_TILES][4], u32 values
         u32 a[4];
         load_matrix_transposed(a, near_chunk(values, token, j, half));
         if (tokens < TILE_TOKENS) {
-            // Rows beyond the end hold anything; their weight is zero, but zero times NaN is not.
+            // Rows beyond the end may hold NaN, and 0 * NaN is not 0: clear them.
             int t = 2 * (lane & 3);
             u32 low = (t < tokens ? 0xffffu : 0u) | (t + 1 < tokens ? 0xffff0000u : 0u);
             u32 high = (t + 8 < tokens ? 0xffffu : 0u) | (t + 9 < tokens ? 0xffff0000u : 0u);
@@ -174,10 +181,10 @@ DEVICE void near_values(State& state, const u32 (&p)[QUERY_TILES][4], u32 values
     }
 }
 
-// ---- Coded tiles ---------------------------------------------------------------------------------------------------
+// ---- Coded tiles. ----
 
-// The query against codes: fp16 fragments with the planes' exponents taken off, the sums of its channels, and the factor from
-// products of codes to scores.
+// The query for codes: fp16 fragments divided by the exponents of the planes, the sums of its
+// channels, and the factor from products with codes to scores.
 struct CodedQuery {
     u32 b[QUERY_IN_REGISTERS ? QUERY_TILES : 1][QUERY_IN_REGISTERS ? STEPS : 1][2];
     float sum[QUERY_TILES][2];
@@ -194,7 +201,7 @@ struct CodedQuery {
 template <int BITS, int TILES>
 DEVICE void coded_scores(float (&s)[TILES][QUERY_TILES][4], const State& state, const CodedQuery& query, const u8* codes,
                          const u8* params, int lane) {
-    // Two tiles at a time, so that one's products need not wait for the other's.
+    // Two tiles at a time: their products are independent, which hides latency.
 #pragma unroll
     for (int t = 0; t < TILES; t += 2) {
         TileWords<BITS> words[2];
@@ -244,7 +251,8 @@ DEVICE void clear_scores(float (&s)[QUERY_TILES][4]) {
         for (int i = 0; i < 4; i++) s[n][i] = NEGATIVE_INFINITY;
 }
 
-// Moves the reference so that the products of these tiles fit fp16.
+// Moves the reference so that the products of these tiles fit fp16. `settle`: these are the first
+// coded tiles after BF16 tiles.
 template <int LANE_COLUMNS_USED, int TILES>
 DEVICE void move_reference(State& state, float (&s)[TILES][QUERY_TILES][4], const u8* params, bool settle, int lane) {
 #pragma unroll
@@ -264,8 +272,8 @@ DEVICE void move_reference(State& state, float (&s)[TILES][QUERY_TILES][4], cons
 #pragma unroll
         for (int i = 0; i < LANE_COLUMNS_USED; i++) {
             float up = fmaxf(max_over_tokens(product[i]) - PRODUCT_TARGET, max_over_tokens(weight[i]) - WEIGHT_TARGET);
-            // Before anything was read the reference may go anywhere; after BF16 tiles it may come down as long as their
-            // weights stay finite; later it only rises.
+            // A fresh state takes any reference. After BF16 tiles the reference may fall as long as
+            // their weights stay finite. Later it only rises.
             if (!state.fresh) up = fmaxf(up, settle ? -WEIGHT_TARGET : 0.f);
             factor[i] = exp2_fast(-up);
             state.m[n][i] += up;
@@ -277,8 +285,9 @@ DEVICE void move_reference(State& state, float (&s)[TILES][QUERY_TILES][4], cons
     state.fresh = false;
 }
 
-// Weights of the tiles times the values' scales, as fp16 pairs; adds up weights and weight * minimum. False, with nothing
-// changed, where the reference has to move first.
+// Softmax weights times the values' scales, as fp16 pairs. Adds the weights and weight * minimum to
+// the state. Returns false and changes nothing if a product would overflow: move the reference
+// first.
 template <int LANE_COLUMNS_USED, int TILES>
 DEVICE bool coded_weights(u32 (&w)[TILES][QUERY_TILES][2], State& state, const float (&s)[TILES][QUERY_TILES][4],
                           const u8* params, int lane) {
@@ -343,10 +352,11 @@ DEVICE void coded_values(State& state, const u32 (&w)[TILES][QUERY_TILES][2], co
     }
 }
 
-// ---- Two-bit tiles against the split query --------------------------------------------------------------------------
+// ---- 2-bit tiles with the split query. ----
 //
-// Byte i of a word, masked for plane p, is the code of step 4(i & 1) + p, channel 2q + (i >> 1) of the step's half. Odd planes
-// arrive four times too large; the query's bytes for them are in steps four times as large.
+// Byte i of a word, masked for plane p, is the code of step 4(i & 1) + p and channel 2q + (i >> 1)
+// of the half step. Codes of odd planes are four times too large; the query is rounded to steps
+// four times as large for them.
 
 #if SPLIT_QUERY
 constexpr int PLANES = 4;
@@ -354,15 +364,15 @@ constexpr float SPLIT_RANGE = 16256.f;  // 127 * 128
 
 struct SplitQuery {
     u32 b[SPLIT_QUERY][PLANES][2];
-    float sum[LANE_COLUMNS];  // of the channels, as rounded
-    float factor;             // of a step
+    float sum[LANE_COLUMNS];  // of the rounded channels
+    float factor;             // the rounding step
 };
 
 DEVICE u32 byte_codes(u32 word, int plane) {
     return (plane < 2 ? word : word >> 4) & (plane & 1 ? 0x0c0c0c0cu : 0x03030303u);
 }
 
-// As coded_scores.
+// Like coded_scores.
 template <int TILES>
 DEVICE void split_scores(float (&s)[TILES][1][4], const State& state, const SplitQuery& query, const u8* codes, const u8* params,
                          int lane) {

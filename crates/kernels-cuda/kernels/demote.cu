@@ -1,31 +1,33 @@
-// Turns 16-token tiles of full pages into codes: clip by the exact order statistic, scale and minimum rounded to fp16, codes
-// chosen against the rounded pair, or by what reads the row. Every operation is the one of oscar_codec (clip, affine, rounding) in the same order and rounding,
-// so that codes and pairs are identical to the scalar reference to the bit.
+// Demotion: quantizes 16-token tiles of full pages. A row is clipped at an exact order statistic;
+// its scale and minimum are rounded to fp16; codes are the levels nearest to the row under the
+// rounded pair, or chosen by query-aware rounding (feedback). Operations and their order are those
+// of oscar_codec (clip, affine, rounding), so codes and pairs equal the scalar reference bit for
+// bit.
 //
-// One block for a tile's keys or values of one head. A warp codes a row, then the block packs the codes into words.
-// Compiled with HEAD_DIM.
+// One thread block per tile, head and side (keys or values). Each warp quantizes one row; then the
+// block packs the codes into words. Compiled with HEAD_DIM.
 #include "common.cuh"
 
-// How codes of a head are rounded (oscar_codec::Rounding).
+// How the codes of a head are rounded (oscar_codec::Rounding).
 struct HeadRounding {
-    const float* feedback;  // of keys, HEAD_DIM rows; null: to the nearest level
+    const float* feedback;  // for keys, [HEAD_DIM][HEAD_DIM]; null: nearest level
     u32 unbiased, unused;
 };
 
 struct DemoteArgs {
     StepTables step;
-    const HeadPages* heads;  // of one layer, or of several one behind the other
-    const HeadRounding* roundings;  // likewise; null: all to the nearest level
+    const HeadPages* heads;         // of one layer, or of several consecutive layers
+    const HeadRounding* roundings;  // likewise; null: nearest level everywhere
     u32 head_count;
 };
 
-constexpr int DEMOTE_WARPS = TILE_TOKENS;  // a warp for each row
-constexpr int VALUES = HEAD_DIM / 32;   // of a row, by lane: channels lane, lane + 32, …
+constexpr int DEMOTE_WARPS = TILE_TOKENS;  // one warp per row
+constexpr int VALUES = HEAD_DIM / 32;   // elements per lane: channels lane, lane + 32, ...
 constexpr float SATURATION = 32752.f;   // oscar_codec::affine::SATURATION
 constexpr float MOST_GROWTH = 1.5f, LARGEST_MIN = 65504.f;  // oscar_codec::rounding
 
-// Largest threshold that at least `above` magnitudes of the row reach, which is the order statistic at HEAD_DIM - above.
-// BF16 values and the saturated one have thirteen zero bits at the end.
+// The largest threshold that at least `above` magnitudes of the row reach: the order statistic at
+// index HEAD_DIM - above. BF16 values and SATURATION end in 13 zero bits, so bits 30..13 decide.
 DEVICE float order_statistic(const float (&x)[VALUES], u32 above) {
     u32 threshold = 0;
     for (int bit = 30; bit >= 13; bit--) {
@@ -37,8 +39,8 @@ DEVICE float order_statistic(const float (&x)[VALUES], u32 above) {
     return __uint_as_float(threshold);
 }
 
-// Sum of f over the channels in the order of oscar_codec::affine::lane_sum: sixteen strided sums, then halves added to halves.
-// Every lane gets the sum.
+// Sum of f over the channels in the order of oscar_codec::affine::lane_sum: sixteen strided sums,
+// then a tree over them. Every lane receives the sum.
 template <class F>
 DEVICE float channel_sum(F&& f, int lane) {
     float sum = 0.f;
@@ -48,7 +50,7 @@ DEVICE float channel_sum(F&& f, int lane) {
     return __shfl_sync(0xffffffffu, sum, 0);
 }
 
-// The nearest level, or 0 where the row has no spread.
+// The nearest level; 0 if the row is constant.
 DEVICE float level_of(float x, float scale, float minimum, float top) {
     float level = floorf(__fadd_rn(__fdiv_rn(__fsub_rn(x, minimum), scale), 0.5f));
     return scale <= 0.f ? 0.f : fminf(fmaxf(level, 0.f), top);
@@ -60,7 +62,8 @@ DEVICE u16 f32_to_f16(float x) {
     return y;
 }
 
-// The code of the pair `half` and plane `plane` of a lane's word, for a width that is a power of two: inverse of code_place.
+// The code at (lane, word, half, plane) of a tile, for widths that are powers of two: the inverse
+// of code_place.
 DEVICE u32 code_at(const u8 (*codes)[HEAD_DIM], u32 side, u32 bits, u32 lane, u32 word, u32 half, u32 plane) {
     constexpr u32 steps = HEAD_DIM / 16;
     u32 planes = 16 / bits, j, token_half, channel_half;
@@ -133,7 +136,8 @@ extern "C" __global__ void __launch_bounds__(32 * DEMOTE_WARPS, 3) demote(Demote
         scale = f16_to_f32(scale16), minimum = f16_to_f32(minimum16);
         const HeadRounding rounding = a.roundings ? a.roundings[head_index] : HeadRounding{};
         if (side == KEY && rounding.feedback) {
-            // The last channel first; each error moves what the earlier ones aim at.
+            // From the last channel to the first: each rounding error shifts the targets of the
+            // channels before it.
 #pragma unroll
             for (int i = 0; i < VALUES; i++) x[i] = raw[i];
 #pragma unroll
@@ -155,7 +159,8 @@ extern "C" __global__ void __launch_bounds__(32 * DEMOTE_WARPS, 3) demote(Demote
             for (int i = 0; i < VALUES; i++) codes[token][lane + 32 * i] = (u8)level_of(x[i], scale, minimum, top);
         }
         if (rounding.unbiased && bits > 1) {
-            // Mean and length of the row are made right.
+            // Unbiased: refit scale and minimum so that the mean and the length of the row are
+            // exact.
             __syncwarp();
 #pragma unroll
             for (int i = 0; i < VALUES; i++) rows[warp][lane + 32 * i] = raw[i];

@@ -1,14 +1,16 @@
-// FP8 weights (E4M3) as kernels read them: four consecutive codes a word, arranged so that few instructions make BF16 of
-// them. `src/gemm/fp8.rs` arranges them and tests this arithmetic.
+// FP8 weights (E4M3) as kernels read them: four consecutive codes per word, arranged so that few
+// instructions turn them into BF16. `src/gemm/fp8.rs` arranges them and tests this arithmetic.
 //
-// Codes 0 and 1 lie in the two halves of a word where BF16 has its sign, the low four bits of its exponent and the first three
-// of its mantissa; codes 2 and 3 fill the gaps, so that a rotation by 12 brings their signs and exponents into place (the
-// exponents from the other half) and a shift by 4 their mantissas:
+// Codes 0 and 1 lie in the two halves of the word, in the bits of a BF16 number's sign, low four
+// exponent bits and first three mantissa bits. Codes 2 and 3 fill the gaps: a rotation by 12 moves
+// their signs and exponents into place (exponents come from the other half), a shift by 4 their
+// mantissas:
 //
 //   bit   31  30-27  26-23  22-20  19   18-16   15  14-11  10-7   6-4   3    2-0
 //         s1   e2     e1     m1    s3    m3     s0   e3     e0    m0    s2   m2
 //
-// What comes out is 2^-120 times the value: BF16's exponent has another bias. E4M3's subnormals are then BF16's.
+// The result is 2^-120 times the value, because the exponent bias of BF16 differs. Subnormals of
+// E4M3 become subnormals of BF16.
 #pragma once
 
 #include "common.cuh"

@@ -1,7 +1,9 @@
-// Fragments of tensor-core products beyond those of common.cuh, and codes as such fragments.
+// Tensor-core products beyond those of common.cuh, and the conversion of codes into fragments.
 //
-// mma.m16n8k16: lane 4r + q holds A registers x = 0..3 (row r + 8(x & 1), columns 2q, 2q+1, +8 if x >= 2), B registers 0, 1
-// (rows 2q, 2q+1, +8; column r) and sums 0..3 (rows r, r, r+8, r+8; columns 2q, 2q+1).
+// Registers of lane 4r + q in mma.m16n8k16:
+//   A 0..3     register x: row r + 8(x & 1), columns 2q and 2q+1 (+8 if x >= 2)
+//   B 0, 1     rows 2q and 2q+1 (+8 for register 1), column r
+//   sums 0..3  rows r, r, r+8, r+8; columns 2q, 2q+1, 2q, 2q+1
 #pragma once
 #include "common.cuh"
 
@@ -16,14 +18,15 @@ DEVICE void mma_f16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// D(16x8) += A(16x32, unsigned bytes) B(32x8, signed bytes), exactly.
+// D(16x8) += A(16x32, unsigned bytes) B(32x8, signed bytes) in 32-bit integers.
 DEVICE void mma_u8s8(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// Transposes an 8x8 block of 16-bit elements held as a sum's rows: turns probabilities into a B register.
+// Transposes an 8x8 block of 16-bit elements. Turns softmax weights, which lie like sums, into a B
+// register.
 DEVICE u32 transpose_8x8(u32 x) {
     u32 y;
     asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
@@ -45,7 +48,7 @@ DEVICE u32 add_f16x2(u32 a, u32 b) {
     return y;
 }
 
-// Is either half at least `limit`'s?
+// Whether either half of `a` is at least that half of `limit`.
 DEVICE bool any_at_least_f16x2(u32 a, u32 limit) {
     u32 y;
     asm("{ .reg .pred p, q; setp.ge.f16x2 p|q, %1, %2; or.pred p, p, q; selp.u32 %0, 1, 0, p; }"
@@ -60,20 +63,21 @@ DEVICE float log2_fast(float x) {
     return y;
 }
 
-// ---- Codes as A registers ------------------------------------------------------------------------------------------
+// ---- Codes as A registers. ----
 //
-// Masked bits of a word are a pair of fp16 numbers code * 2^(exponent - 24), exactly: bits 0..10 of an fp16 number count in
-// steps of 2^-24. The exponent depends on the plane; it is taken off the query (keys) or the result's row (values).
+// Masking a word gives two fp16 numbers code * 2^(exponent - 24), exactly: the low bits of an fp16
+// number count in steps of 2^-24, so no conversion is needed. The exponent depends on the plane.
+// The query (for keys) or the result (for values) is multiplied by the inverse power of two.
 
 #ifdef HEAD_DIM
 __host__ __device__ constexpr int planes_of(int bits) { return 16 / (bits == 3 ? 2 : bits); }
 
-// Words a lane has of one 16-token tile (of the low part, for three bits).
+// Words per lane of one 16-token tile (for 3 bits: of its low two bits).
 __host__ __device__ constexpr int words_of(int bits) { return HEAD_DIM * (bits == 3 ? 2 : bits) / 64; }
 
 __host__ __device__ constexpr int code_bytes_per_tile(int bits) { return 2 * HEAD_DIM * bits; }
 
-// Power of two that the codes of step j arrive with; `channel_half` tells channels 0..7 of the step from 8..15.
+// Exponent of the codes of step j. `channel_half` is 0 for channels 0..7 of the step, 1 for 8..15.
 template <int BITS>
 DEVICE int plane_exponent(int j, int channel_half) {
     constexpr int planes = planes_of(BITS);
@@ -86,7 +90,7 @@ DEVICE int plane_exponent(u32 bits, int j, int channel_half) {
         case 2:
         case 3: return plane_exponent<2>(j, channel_half);
         case 4: return plane_exponent<4>(j, channel_half);
-        default: return 0;  // of a head without history: no codes come
+        default: return 0;  // zero-width head: it has no codes
     }
 }
 
@@ -118,7 +122,7 @@ DEVICE void load_tile(TileWords<BITS>& words, const u8* tile, int lane) {
     if constexpr (BITS == 3) load_words(words.top, tile + 4 * HEAD_DIM, lane);
 }
 
-// Register x of step j. All arguments but the words are constants once loops are unrolled.
+// A register x of step j. After unrolling, j and x are constants.
 template <int BITS, int SIDE>
 DEVICE u32 code_pair(const TileWords<BITS>& words, int j, int x) {
     constexpr int planes = planes_of(BITS);
@@ -136,7 +140,7 @@ DEVICE u32 code_pair(const TileWords<BITS>& words, int j, int x) {
     if constexpr (BITS == 4) return (plane < 2 ? w : w >> 8) & (0x000f000fu << (4 * (plane & 1)));
     u32 low = (plane < 5 ? w : w >> 10) & (0x00030003u << (2 * (plane % 5)));
     if constexpr (BITS == 3) {
-        // The high bit goes right above the low two.
+        // Insert the high bit above the low two.
         u32 t = words.top[word / 2];
         u32 lifted = plane < 5 ? t << (2 - (word & 1)) : t >> (8 + (word & 1));
         low |= lifted & (0x00040004u << (2 * (plane % 5)));

@@ -1,5 +1,5 @@
-// Weighted Gram matrix of some columns of rows: the statistic of calibration. Each block takes a 16x16 tile of the result
-// and sums over all rows in f64, so that the order of rows costs nothing.
+// Weighted Gram matrix of some columns of the activations: the statistic of calibration. Each block
+// computes a 16x16 tile of the result. Sums are f64, so the order of the rows does not matter.
 #include "common.cuh"
 
 struct GramParams {

@@ -1,25 +1,27 @@
-// The way of a new token's query heads and key head into the cache's basis: QK-norm, RoPE, key mean, rotation. `append.cu` goes
-// it for any rows, decode attention for a step's single rows. The order of every sum is fixed and the same in both.
+// Turns the projections of a token into the cache's basis: QK-norm, RoPE, subtraction of the key
+// mean, rotation. `append.cu` does it for any rows; decode attention with FROM_PROJECTIONS does it
+// for steps of single tokens. Both use the same order of summation, so their results are identical.
 #pragma once
 #include "fragments.cuh"
 
-constexpr int CHANNELS = HEAD_DIM / 32;  // of a vector that lies over a warp: lane, lane + 32, ...
+// Channels per lane of a vector that is spread over a warp: lane, lane + 32, ...
+constexpr int CHANNELS = HEAD_DIM / 32;
 constexpr int TILES_OF_HEAD = HEAD_DIM / 8;
 constexpr int ROTATION_QUADS = STEPS * TILES_OF_HEAD * 32;
 
-// What no kernel of a step writes.
+// Constants of a layer. No kernel of a step writes them.
 struct HeadConstants {
     const float* query_norm;  // weights, or null
     const float* key_norm;
     const float* cosines;     // [position][HEAD_DIM / 2]
     const float* sines;
-    const uint4* rotation;    // of the kv heads, as fragments (below), or null
+    const uint4* rotation;    // by KV head, as fragments (see SplitVectors), or null
     const float* mean;        // [kv head][HEAD_DIM], or null
     float eps;
     u32 unused;
 };
 
-// The part of it that one vector meets.
+// The constants that one vector needs, in a lane's registers.
 struct VectorConstants {
     float weight[CHANNELS], mean[CHANNELS], cosine[CHANNELS / 2], sine[CHANNELS / 2];
 
@@ -36,7 +38,7 @@ struct VectorConstants {
         for (int k = 0; k < CHANNELS / 2; k++) cosine[k] = h.cosines[at + 32 * k], sine[k] = h.sines[at + 32 * k];
     }
 
-    // QK-norm, if the model has it, and RoPE. The mean comes off after.
+    // QK-norm (if the model has it), then RoPE. The caller subtracts the mean afterwards.
     DEVICE void norm_and_rope(float (&x)[CHANNELS], bool normed, float eps) const {
         if (normed) {
             float squares = 0.0f;
@@ -55,12 +57,15 @@ struct VectorConstants {
     }
 };
 
-// Vectors to rotate and rotation are the sum of two BF16 numbers each, high and low; their product is that of three pairs of
-// these, all but low times low, which is below what is left of either. A rotation lies in fragments of 16 inputs and 8 outputs,
-// [input step][output tile][lane]: the lane's two registers of the high parts and of the low.
+// Vectors before their rotation. Each number is the sum of two BF16 numbers, high + low, and so is
+// each number of the rotation. A product is the sum of three of the four partial products; low *
+// low is below the rounding error of either operand and is left out.
+//
+// A rotation is stored as B fragments of 16 inputs and 8 outputs, [input step][output tile][lane]:
+// two registers with the high parts, two with the low parts.
 template <int VECTORS>
 struct alignas(16) SplitVectors {
-    static constexpr int STRIDE = HEAD_DIM + 8;  // keeps the rows that a warp reads in different banks
+    static constexpr int STRIDE = HEAD_DIM + 8;  // padding against bank conflicts
     u16 high[VECTORS][STRIDE], low[VECTORS][STRIDE];
 
     DEVICE void put(u32 vector, u32 channel, float x) {
@@ -72,9 +77,10 @@ struct alignas(16) SplitVectors {
     DEVICE u32 low_pair(u32 vector, u32 channel) const { return *(const u32*)&low[vector][channel]; }
 };
 
-// Two tiles of channels of up to 16 vectors, rotated: [tile][i] is of vector lane / 4 + 8 * (i / 2) and channel
-// 2 * (lane % 4) + i % 2 of the tile. A whole warp. `vectors(step, high, low)` gives the left operand's registers, `rotation(step,
-// tile)` the right one's. What lies in the rows of vectors that are not there has no effect on others.
+// Rotates up to 16 vectors; computes two tiles of 8 output channels. Called by a whole warp.
+// out[tile][i] belongs to vector lane / 4 + 8 * (i / 2) and channel 2 * (lane % 4) + i % 2 of the
+// tile. `vectors(step, high, low)` returns the A registers, `rotation(step, tile)` the B registers.
+// Rows of absent vectors may hold anything; they do not affect the others.
 template <int UNROLLED, class Vectors, class Rotation>
 DEVICE void rotate(float (&out)[2][4], Vectors&& vectors, Rotation&& rotation) {
     float sums[3][2][4] = {};

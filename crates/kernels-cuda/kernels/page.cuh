@@ -1,14 +1,16 @@
-// The bytes of a page on the GPU: oscar_codec::gpu_tile in CUDA. Free of toolkit headers.
+// The bytes of a page on the GPU: oscar_codec::gpu_tile in CUDA.
 //
-// A page is 64 tokens of keys and values of one layer and KV head.
+// A page holds 64 tokens of keys and values of one layer and KV head.
 //
-// FULL page (BF16), 4*64*D bytes: keys, then values. Each side is D/64 panels of [64 tokens][64 channels]; a token's row
-// of a panel is 128 bytes whose eight 16-byte chunks are exchanged by chunk ^ (token & 7). That is the 128-byte swizzle:
-// ldmatrix reads it without bank conflicts, wgmma descriptors understand it, and the rows of a tile are contiguous.
+// FULL page (BF16), 4*64*D bytes: keys, then values. Each side consists of D/64 panels of
+// [64 tokens][64 channels]. A token's row of a panel is 128 bytes; its eight 16-byte chunks are
+// permuted by chunk ^ (token & 7). This is the 128-byte swizzle: ldmatrix reads it without bank
+// conflicts, wgmma descriptors support it, and the rows of a 16-token tile are contiguous.
 //
-// CODED page: [key codes][value codes][key (scale, minimum)][value (scale, minimum)], codes in 16-token tiles, in the order
-// in which a lane feeds mma.m16n8k16 (see gpu_tile.rs). A word holds pairs of codes for 16/bits planes; plane p of half h
-// lies at bit 16h + bits*p. Parameters are fp16 pairs, tokens r and r+8 of a tile side by side.
+// CODED page: [key codes][value codes][key (scale, minimum)][value (scale, minimum)]. Codes come in
+// 16-token tiles, in the order in which a lane feeds mma.m16n8k16 (see gpu_tile.rs). A 32-bit word
+// holds pairs of codes for 16/bits planes; plane p of half h starts at bit 16h + bits*p. Parameters
+// are fp16 pairs; those of tokens r and r+8 of a tile are neighbours.
 #pragma once
 
 typedef unsigned char u8;
@@ -21,19 +23,19 @@ constexpr int TILE_TOKENS = 16;
 
 enum Side { KEY = 0, VALUE = 1 };
 
-// ---- full pages ----------------------------------------------------------------------------------------------------
+// ---- Full pages. ----
 
 __device__ __forceinline__ u32 full_page_bytes(u32 head_dim) { return 4 * PAGE_TOKENS * head_dim; }
 
-// Index, in BF16 elements from the page's start, of one value. `channel` runs over a side's head_dim channels.
+// Index of one element, in BF16 elements from the start of the page. `channel` is 0 .. head_dim.
 __device__ __forceinline__ u32 full_element(u32 side, u32 head_dim, u32 token, u32 channel) {
   u32 chunk = ((channel & 63) >> 3) ^ (token & 7);
   return side * PAGE_TOKENS * head_dim + ((channel >> 6) * PAGE_TOKENS + token) * 64 + chunk * 8 + (channel & 7);
 }
 
-// ---- coded pages ---------------------------------------------------------------------------------------------------
+// ---- Coded pages. ----
 
-// Where the parts of a coded page begin, for one pair of widths.
+// Byte offsets of the parts of a coded page, for one pair of widths.
 struct CodedPage {
   u32 key_bits, value_bits, head_dim;
 
@@ -45,18 +47,19 @@ struct CodedPage {
   __device__ __forceinline__ u32 bytes() const { return params(VALUE) + PAGE_TOKENS * 4; }
 };
 
-// Byte, from the page's start, of the fp16 pair (scale, minimum) of a token.
+// Byte offset of a token's fp16 pair (scale, minimum) in its page.
 __device__ __forceinline__ u32 param_byte(const CodedPage &page, u32 side, u32 token) {
   u32 t = token & 15;
   return page.params(side) + (token >> 4) * 64 + (t & 7) * 8 + (t >> 3) * 4;
 }
 
-// A run of bits of one code: `width` bits at `bit` of the 32-bit word at `byte`, worth 1 << code_shift.
+// Some bits of one code: `width` bits at `bit` of the 32-bit word at `byte`. They are the bits of
+// the code from `code_shift` up.
 struct CodeField {
   u32 byte, bit, width, code_shift;
 };
 
-// Lane, word, half and plane of a code within its tile, for widths that are powers of two.
+// Position of a code within its tile, for widths that are powers of two.
 struct CodePlace {
   u32 lane, word, half, plane;
 };
@@ -82,13 +85,15 @@ __device__ __forceinline__ CodePlace code_place(u32 side, u32 bits, u32 head_dim
   return at;
 }
 
-// Byte of a lane's word within its tile, when each lane has `words` words.
+// Byte offset of a lane's word within its tile; each lane has `words` words.
 __device__ __forceinline__ u32 word_byte(u32 words, u32 lane, u32 word) {
   u32 group = words < 4 ? words : 4;
   return (word / group * 32 * group + lane * group + word % group) * 4;
 }
 
-// The one or two fields of the code at (token, channel); returns how many. Bytes are from the start of the side's codes.
+// The one or two fields of the code at (token, channel); returns their number. A 3-bit code has
+// two: its low two bits are stored like 2-bit codes, its high bit separately. Byte offsets are
+// relative to the side's codes.
 __device__ __forceinline__ int code_fields(u32 side, u32 bits, u32 head_dim, u32 token, u32 channel, CodeField (&f)[2]) {
   u32 tile = (token >> 4) * 2 * head_dim * bits, low_bits = bits == 3 ? 2 : bits;
   CodePlace at = code_place(side, low_bits, head_dim, token & 15, channel);
@@ -112,28 +117,17 @@ __device__ __forceinline__ u32 load_code(const u8 *page, const CodedPage &shape,
   return code;
 }
 
-// Writes one code into a page whose words other threads may be writing too. The bits must be zero before: clear the
-// tile's words first. Demotion builds whole words instead; this is for checks and for kernels that set single codes.
-__device__ __forceinline__ void store_code(u8 *page, const CodedPage &shape, u32 side, u32 token, u32 channel, u32 code) {
-  CodeField f[2];
-  int n = code_fields(side, shape.side_bits(side), shape.head_dim, token, channel, f);
-  for (int i = 0; i < n; i++) {
-    u32 bits = (code >> f[i].code_shift) & ((1u << f[i].width) - 1);
-    atomicOr((u32 *)(page + shape.codes(side) + f[i].byte), bits << f[i].bit);
-  }
-}
-
-// Stores the pair of a token, both as fp16 bit patterns.
+// Stores a token's scale and minimum, both as fp16 bit patterns.
 __device__ __forceinline__ void store_params(u8 *page, const CodedPage &shape, u32 side, u32 token, u16 scale, u16 minimum) {
   *(u32 *)(page + param_byte(shape, side, token)) = (u32)scale | (u32)minimum << 16;
 }
 
-// ---- one layer's storage -------------------------------------------------------------------------------------------
+// ---- The pages of one layer. ----
 
-// Pages of one layer and KV head: page i of a kind lies at base + i * page bytes. The device array of these, one entry per
-// (layer, head), is made once when the pool is made; key_clip and value_clip are order-statistic indices (oscar_codec::clip::
-// order_index), 0xffffffff where clipping is off. A head of zero bits keeps no history: it has no coded pages, and its
-// queries read the BF16 windows alone.
+// The pages of one layer and KV head. Page i of a kind starts at base + i * page bytes. The host
+// makes one table of these for all layers and heads when it creates the pool. key_clip and
+// value_clip are order-statistic indices (oscar_codec::clip::order_index); 0xffffffff: no clipping.
+// A zero-width head (0 bits) has no coded pages; its queries read only the BF16 windows.
 struct HeadPages {
   u64 full;
   u64 coded;

@@ -1,20 +1,22 @@
-// The most likely tokens of rows of logits: oscar_backend::pick in CUDA, exact in values and order.
+// The most likely tokens of rows of logits: oscar_backend::pick in CUDA, identical values and
+// order.
 //
-// A candidate is one 64-bit key: the logit's bits, made so that larger logits have larger keys, above the token's complement,
-// so that the lower id of two alike is the larger key. Keys of different tokens differ. 0 stands for no candidate.
+// A candidate is one 64-bit key. The upper half is the logit, mapped so that larger logits have
+// larger keys. The lower half is the complement of the token id, so that of equal logits the lower
+// id wins. Keys of different tokens differ. 0 means no candidate.
 #include "common.cuh"
 
-// What is wanted of a row.
+// A request for one row.
 struct PickedRow {
     u32 row;
-    u32 count;  // of candidates, for top_candidates: 1 to MOST
+    u32 count;  // top_candidates: number of candidates, 1 to MOST
 };
 
 struct PickParams {
     const float* logits;    // [row][width]
-    const PickedRow* rows;  // one for each block, or column of blocks
-    u64* parts;             // best keys of slices, [row][parts]
-    u64* out;               // keys, the largest first
+    const PickedRow* rows;  // one per block (greedy_parts: per blockIdx.y)
+    u64* parts;             // best keys of slices, [row][part_count]
+    u64* out;               // keys, largest first
     u32 width;
     u32 part_count;
 };
@@ -22,7 +24,7 @@ struct PickParams {
 constexpr u32 MOST = 256;
 constexpr u32 ALL_LANES = 0xffffffffu;
 
-// Key of a candidate; NaN has none.
+// Key of a candidate; NaN is none.
 DEVICE u64 key_of(float x, u32 token) {
     if (x != x) return 0;
     u32 bits = __float_as_uint(x);
@@ -30,14 +32,14 @@ DEVICE u64 key_of(float x, u32 token) {
     return (u64)bits << 32 | (u32)~token;
 }
 
-// For the greedy choice -0 is 0, and minus infinity is no candidate either.
+// Greedy choice: -0 equals 0, and -infinity is no candidate.
 DEVICE u64 greedy_key(float x, u32 token) {
     return x == NEGATIVE_INFINITY ? 0 : key_of(x == 0.0f ? 0.0f : x, token);
 }
 
 DEVICE u64 larger(u64 a, u64 b) { return a > b ? a : b; }
 
-// The largest of a block's keys, in thread 0. Blocks of at most 1024 threads, whole warps.
+// The largest key of the block, in thread 0. At most 1024 threads, a multiple of 32.
 DEVICE u64 block_largest(u64 key) {
     __shared__ u64 of_warp[32];
 #pragma unroll
@@ -52,7 +54,7 @@ DEVICE u64 block_largest(u64 key) {
     return key;
 }
 
-// The best of each slice of a row: block (part, row).
+// The best key of each slice of a row. Block (part, row).
 extern "C" __global__ void __launch_bounds__(256) greedy_parts(PickParams p) {
     allow_next_kernel();
     wait_for_previous_kernel();
@@ -64,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(256) greedy_parts(PickParams p) {
     if (threadIdx.x == 0) p.parts[(u64)blockIdx.y * p.part_count + blockIdx.x] = best;
 }
 
-// The best of a row's slices: a block for each row.
+// The best key of a row's slices. One block per row.
 extern "C" __global__ void __launch_bounds__(64) greedy_merge(PickParams p) {
     allow_next_kernel();
     wait_for_previous_kernel();
@@ -77,8 +79,9 @@ extern "C" __global__ void __launch_bounds__(64) greedy_merge(PickParams p) {
 
 constexpr u32 TOP_THREADS = 1024;
 
-// The `count` largest keys of a row, sorted, 0 behind them: a block for each row. A radix select finds, digit by digit from
-// the top, the smallest key that belongs to them; keys are unique, so at the last digit at most one is undecided.
+// The `count` largest keys of a row, sorted, then zeros. One block per row. A radix select finds
+// the smallest key of the list, digit by digit from the top. Keys are unique, so at most one is
+// undecided at the last digit.
 extern "C" __global__ void __launch_bounds__(TOP_THREADS) top_candidates(PickParams p) {
     __shared__ u32 bins[256];
     __shared__ u64 found[MOST];
@@ -88,12 +91,12 @@ extern "C" __global__ void __launch_bounds__(TOP_THREADS) top_candidates(PickPar
     wait_for_previous_kernel();
     const u32 tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
     const float* row = p.logits + (u64)p.rows[blockIdx.x].row * p.width;
-    u32 wanted = p.rows[blockIdx.x].count;  // of the keys that begin with `prefix`, this many belong to the list
+    u32 wanted = p.rows[blockIdx.x].count;  // keys with this `prefix` that belong to the list
     u64 prefix = 0, mask = 0;
     for (int shift = 56; shift >= 0; shift -= 8) {
         if (tid < 256) bins[tid] = 0;
         __syncthreads();
-        // Every thread takes part in every round, so that whole warps count together.
+        // All threads take part in every round: __match_any_sync needs whole warps.
         for (u32 base = 0; base < p.width; base += TOP_THREADS) {
             const u32 i = base + tid;
             const u64 key = i < p.width ? key_of(row[i], i) : 0;
@@ -103,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(TOP_THREADS) top_candidates(PickPar
             if (counts && lane == (u32)__ffs(peers) - 1) atomicAdd(&bins[digit], (u32)__popc(peers));
         }
         __syncthreads();
-        // The digit, from the largest down, at which the list is full: eight digits a lane.
+        // The digit, from the largest down, at which the list is full. Eight digits per lane.
         if (warp == 0) {
             u32 sum = 0;
             for (u32 k = 0; k < 8; k++) sum += bins[255 - (8 * lane + k)];
@@ -113,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(TOP_THREADS) top_candidates(PickPar
                 if (lane >= (u32)step) up_to += other;
             }
             const u32 full = __ballot_sync(ALL_LANES, up_to >= wanted);
-            // Fewer candidates than wanted: everything down to digit 0.
+            // If there are fewer candidates than wanted, take all down to digit 0.
             if (lane == (full ? (u32)__ffs(full) - 1 : 31u)) {
                 u32 above = up_to - sum, k = 0;
                 while (k < 7 && above + bins[255 - (8 * lane + k)] < wanted) above += bins[255 - (8 * lane + k++)];

@@ -1,8 +1,9 @@
-// Rings of shared-memory slots: each reading warp has one, and one more warp fills them all, ahead of use.
+// Producer/consumer pipeline through shared memory. Every consumer ("reading") warp has a ring of
+// slots; one producer warp (the "filler") fills the slots of all rings ahead of use.
 //
-// A slot goes round between two mbarriers: the filler waits for `empty`, copies, and completes `full`; the reader waits for
-// `full`, reads, and arrives at `empty`. On sm_90 a lane of the filler copies for a ring of its own, in bulk; before that the
-// whole warp copies for one ring after another, by cp.async.
+// Two mbarriers guard a slot. The filler waits for `empty`, copies, and completes `full`. The
+// reader waits for `full`, reads, and arrives at `empty`. On sm_90 lane w of the filler serves ring
+// w with bulk copies. Before sm_90 the whole warp serves one ring after the other with cp.async.
 #pragma once
 #include "common.cuh"
 
@@ -25,7 +26,7 @@ DEVICE bool barrier_passed(u32 barrier, u32 parity) {
     return passed != 0;
 }
 
-// The same without waiting at all.
+// Like barrier_passed, but never suspends the thread.
 DEVICE bool barrier_passed_now(u32 barrier, u32 parity) {
     u32 passed;
     asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
@@ -43,10 +44,10 @@ DEVICE void barrier_arrive(u32 barrier) {
     asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier) : "memory");
 }
 
-// Arrivals that complete the barriers.
+// Arrivals that complete a phase of each barrier.
 constexpr u32 FULL_ARRIVALS = BULK_COPIES ? 1 : 32, EMPTY_ARRIVALS = 32;
 
-// A reading warp's place in its ring.
+// The position of a reading warp in its ring.
 template <int SLOTS>
 struct ReadRing {
     u32 full, empty;  // shared addresses of the ring's barriers
@@ -57,7 +58,7 @@ struct ReadRing {
         }
     }
 
-    // The lane has read the slot: gives it back and goes to the next.
+    // Returns the slot to the filler and advances to the next one. Every lane calls it.
     DEVICE void release() {
         barrier_arrive(empty + 8 * slot);
         if (++slot == SLOTS) slot = 0, phase ^= 1;
@@ -69,7 +70,7 @@ DEVICE void expect_bytes(u32 full, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full), "r"(bytes) : "memory");
 }
 
-// Copies a multiple of 16 bytes. Pages are read once a step: they need not push anything else out of L2.
+// Copies a multiple of 16 bytes. A page is read once per step, so it is marked evict-first in L2.
 DEVICE void copy_bulk(u32 to, const u8* from, u32 bytes, u32 full) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
@@ -81,20 +82,20 @@ DEVICE void copy_by_lanes(u32 to, const u8* from, u32 bytes, int lane) {
     for (u32 i = 16 * lane; i < bytes; i += 512) copy_to_shared(to + i, from + i);
 }
 
-// Arrives when the lane's copies so far have landed.
+// Arrives at the barrier once the copies that this lane has issued so far are complete.
 DEVICE void arrive_after_copies(u32 full) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(full) : "memory");
 }
 #endif
 
-// Shows initialized barriers to bulk copies.
+// Makes initialized barriers visible to bulk copies.
 DEVICE void barriers_before_bulk_copies() {
 #if BULK_COPIES
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
 }
 
-// Orders ordinary writes to a slot before the bulk copy that fills it next.
+// Orders ordinary writes to a slot before the next bulk copy into it.
 DEVICE void writes_before_bulk_copies() {
 #if BULK_COPIES
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

@@ -28,12 +28,12 @@ extern "C" __global__ void random_bf16(RandomParams p) {
 struct RandomPagesParams {
     u8* pages;
     u64 page_bytes;
-    u64 parameters;  // byte of a page where its (scale, minimum) pairs begin
+    u64 parameters;  // byte offset of the (scale, minimum) pairs in a page
     u64 count;       // pages
     u64 seed;
 };
 
-// Coded pages: any bits are codes; every pair is (1.0, -1.5) in fp16.
+// Coded pages: random bits are valid codes; every (scale, minimum) is (1.0, -1.5) in fp16.
 extern "C" __global__ void random_pages(RandomPagesParams p) {
     u64 words = p.page_bytes / 4, total = words * p.count;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < total; i += (u64)gridDim.x * blockDim.x) {

@@ -1,24 +1,24 @@
-// Operations on rows of activations: embedding, RMSNorm, SwiGLU, selection, conversions.
-// Rows are f32; large steps also get a BF16 copy, which is what the matrix products of a prefill read.
+// Operations on rows of activations: embedding, RMSNorm, SwiGLU, selection of rows, rounding, bias.
+// Rows are f32. Steps with many rows also have a BF16 copy for the matrix products of cuBLASLt.
 #include "common.cuh"
 
 struct EmbedParams {
     const u16* table;  // BF16 [vocabulary][width]
-    const u32* tokens;  // null: `few` are all
+    const u32* tokens;  // null: the tokens are in `few`
     float* out;
     u32 width;
     u32 unused;
     u32 few[16];
 };
 
-// One block a row.
+// One block per row.
 extern "C" __global__ void embed(const __grid_constant__ EmbedParams p) {
     allow_next_kernel();
     wait_for_previous_kernel();
     const u32 token = p.tokens ? p.tokens[blockIdx.x] : p.few[blockIdx.x];
     const u16* row = p.table + (u64)token * p.width;
     float* out = p.out + (u64)blockIdx.x * p.width;
-    // Eight at a time where rows allow it: a loop of single loads would wait for memory again and again.
+    // Eight elements per load if the width allows it.
     const u32 eights = p.width % 8 == 0 ? p.width / 8 : 0;
     for (u32 i = threadIdx.x; i < eights; i += blockDim.x) {
         uint4 v = ((const uint4*)row)[i];
@@ -50,9 +50,9 @@ DEVICE float block_sum(float x) {
     return parts[0];
 }
 
-constexpr int NORM_QUADS = 4;  // of a thread: rows up to 16 * blockDim.x elements stay in registers
+constexpr int NORM_QUADS = 4;  // float4 per thread: rows of up to 16 * blockDim.x elements
 
-// One block a row; the width is a multiple of 4 and at most 16 times the threads.
+// One block per row. The width is a multiple of 4 and at most 16 * blockDim.x.
 extern "C" __global__ void rms_norm(RmsNormParams p) {
     const u32 quads = p.width / 4;
     const float4* weights = (const float4*)p.weight;
@@ -63,7 +63,7 @@ extern "C" __global__ void rms_norm(RmsNormParams p) {
         u32 i = threadIdx.x + k * blockDim.x;
         if (i < quads) w[k] = weights[i];
     }
-    // Weights never change; everything below does.
+    // The weights are constant, so they were loaded before the wait.
     wait_for_previous_kernel();
     const float4* row = (const float4*)(p.x + (u64)blockIdx.x * p.width);
     float squares = 0.0f;
@@ -93,9 +93,9 @@ extern "C" __global__ void rms_norm(RmsNormParams p) {
 
 struct SwigluParams {
     const float* gate_up;  // rows of [gate | up]
-    float* out;            // one of the two is null
-    u16* rounded;
-    u32 width;  // of gate and of up
+    float* out;            // f32 result, or null
+    u16* rounded;          // BF16 result, used if `out` is null
+    u32 width;             // of gate and of up
     u32 rows;
 };
 
@@ -121,7 +121,7 @@ struct SelectParams {
     u32 width;
 };
 
-// One block a wanted row.
+// One block per selected row.
 extern "C" __global__ void select_rows(SelectParams p) {
     allow_next_kernel();
     wait_for_previous_kernel();
@@ -135,7 +135,7 @@ extern "C" __global__ void select_rows(SelectParams p) {
 struct RoundParams {
     const float* x;
     u16* high;
-    u16* low;  // what the rounding lost, or null
+    u16* low;  // BF16 of the rounding error, or null
     u64 count;
 };
 

@@ -1,38 +1,42 @@
-// Few rows times a large matrix: out[row][n] = sum_k x[row][k] * w[n][k], which is reading w once.
+// Matrix product of few rows: out[row][n] = sum_k x[row][k] * w[n][k]. Bound by reading w once.
 //
-// A block takes a multiprocessor for itself and works through units of up to 8 * TILES outputs, so that there are as many blocks
-// as multiprocessors, each with as much to do as any other, and weights flow without a break: each lane copies its 16 bytes of a
-// chunk into a slot of shared memory that it alone reads, a few chunks ahead, over the end of a unit into the next, and, before
-// anything else, ahead of the wait for the kernel that makes x. (Slots instead of registers: a warp has too few scoreboards to
+// Persistent blocks, one per multiprocessor. A block works through units of up to 8 * TILES
+// outputs; units are cut so that all blocks have the same amount of work. The stream of weights
+// never stops: each lane copies its 16 bytes of a chunk into a shared-memory slot that only this
+// lane reads, a few chunks ahead, across the ends of units. The first copies come before
+// wait_for_previous_kernel. (Slots instead of registers, because a warp has too few scoreboards to
 // wait for one of many loads.)
 //
-// Warps share the inner dimension; their sums are added in a fixed order. Weights are the right operand of mma.m16n8k16: a
-// lane's 16 bytes are eight consecutive k of one output, which the products take in an order of their own, the same on both
-// sides. The left operand holds a row twice, rounded to BF16 (row g) and what the rounding lost (row g + 8): 16 bits of
-// mantissa for free.
+// Warps divide the inner dimension; their sums are added in a fixed order. Weights are the B
+// operand of mma.m16n8k16. The 16 bytes of a lane are eight consecutive k of one output; x is
+// loaded in the same permuted order of k, so no shuffle is needed. The A operand holds each row
+// twice: rounded to BF16 (row g) and its rounding error (row g + 8). That gives 16 bits of mantissa
+// at no extra cost.
 //
-// RMSNorm can be part of it: inputs are multiplied by its weights on their way, the row's scale is known when all have passed
-// and multiplies the sums. SwiGLU can be part of it: half of a unit's tiles are then gates, the other half their ups.
+// RMSNorm can be fused: x is multiplied by the norm's weights as it is loaded; the sums are
+// multiplied by the row's scale at the end, when all of x was seen. SwiGLU can be fused: half of
+// the tiles of a unit are gates, the other half are the matching ups.
 //
-// With FP8 defined weights are FP8 (`fp8.cuh`): a lane's 16 bytes are sixteen k, become BF16 between slot and product, and a
-// chunk, which lies in one block, has sums of its own that its blocks' scales multiply. Everything else is the same.
+// FP8: weights are FP8 (fp8.cuh). The 16 bytes of a lane are sixteen k and become BF16 between slot
+// and product. A chunk lies within one 128 x 128 block of weights; its sums are multiplied by the
+// scale of that block.
 #include "fp8.cuh"
 
 struct SkinnyParams {
     const u8* weights;   // [outputs][inputs]: BF16, or arranged FP8
-    const float* scales; // of FP8 weights, [outputs / 128][inputs / 128], both rounded up
+    const float* scales; // FP8: [outputs / 128][inputs / 128], both rounded up
     const float* x;      // [rows][inputs]
     float* out;          // [rows][outputs], or [rows][outputs / 2] if gated
     const float* bias;   // or null
-    const float* norm;   // weights of the norm of x; the kernels without a norm ignore it
+    const float* norm;   // weights of RMSNorm; kernels without a norm ignore it
     u32 rows;
     u32 outputs;
     u32 inputs;          // a multiple of CHUNK
-    u32 add;             // to what `out` holds
-    u32 gated;           // outputs are [gate | up] and out = silu(gate) * up
+    u32 add;             // 1: add to `out`
+    u32 gated;           // 1: outputs are [gate | up] and out = silu(gate) * up
     float eps;           // of the norm
-    // Units of `unit` outputs (gates alone if gated), then smaller ones of `last_unit` so that all blocks have as much to do.
-    // FP8: both are multiples of 8.
+    // First `large_units` units of `unit` outputs, then units of `last_unit` outputs, so that all
+    // blocks have the same work. If gated, only gates are counted. FP8: both are multiples of 8.
     u32 unit, last_unit, large_units, units;
 };
 
@@ -48,31 +52,33 @@ struct UnitOutputs {
 };
 
 #ifdef FP8
-constexpr u32 VALUES = 16;  // that a lane takes at a time: 16 bytes
-// Weights come 2^-120 times too small; half of it is made up for here, half at the end, so that nothing leaves f32's range.
+constexpr u32 VALUES = 16;  // weights in a lane's 16 bytes
+// Weights are 2^-120 times too small. Half of that is compensated in the inputs, half in the sums,
+// so that nothing leaves the range of f32.
 constexpr float INPUT_FACTOR = 0x1p60f, SUM_FACTOR = FP8_TOO_SMALL_BY / INPUT_FACTOR;
 #else
 constexpr u32 VALUES = 8;
 constexpr float INPUT_FACTOR = 1.0f, SUM_FACTOR = 1.0f;
 #endif
-constexpr u32 CHUNK = 4 * VALUES;  // of the inner dimension, which a warp takes at a time
-constexpr u32 ELEMENT = 16 / VALUES;
+constexpr u32 CHUNK = 4 * VALUES;  // part of the inner dimension that a warp processes at a time
+constexpr u32 ELEMENT = 16 / VALUES;  // bytes of a weight
 constexpr int EIGHTS = VALUES / 8;
-// Slots of a lane for units of so many tiles: one is read while the others fill. More than half of a multiprocessor's shared
-// memory, so that no two blocks ever share one while another has none.
+// Slots per lane: one is read while the others are filled. Together they take more than half of a
+// multiprocessor's shared memory, so two blocks never share a multiprocessor while another one is
+// idle.
 template <int TILES>
 constexpr int SLOTS_OF = TILES == 3 ? 4 : 3;
 
-// Weights are read once a step: they need not push anything else out of L2.
+// Weights are read once per step, so they are marked evict-first in L2.
 DEVICE void copy_16_bytes(u32 to, const void* from) {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(read_once())
                  : "memory");
 }
 
-// Closes the group of copies begun since the last one, which may be empty.
+// Closes the current group of copies, which may be empty.
 DEVICE void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until all groups but the last `PENDING` have landed.
+// Waits until all groups except the last `PENDING` are complete.
 template <int PENDING>
 DEVICE void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
@@ -84,13 +90,13 @@ DEVICE uint4 read_slot(u32 at) {
     return v;
 }
 
-// The two BF16 parts of a pair of values.
+// Splits two values into BF16 parts: rounded, and the rounding error.
 DEVICE void split(float a, float b, u32& high, u32& low) {
     high = pack_bf16(a, b);
     low = pack_bf16(a - low_bf16(high), b - high_bf16(high));
 }
 
-// Eight values of a row, as the left operand of two products.
+// Eight values of a row, for the A operand of two products.
 struct Eight {
     float4 lower, upper;
 
@@ -121,7 +127,7 @@ struct Eight {
     }
 };
 
-// The right operand of the i-th product of a lane's 16 bytes.
+// The B operand of the i-th product of a lane's 16 bytes.
 DEVICE void operand(const uint4& bytes, int i, u32& first, u32& second) {
     const u32 words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
 #ifdef FP8
@@ -131,31 +137,31 @@ DEVICE void operand(const uint4& bytes, int i, u32& first, u32& second) {
 #endif
 }
 
-// Outputs of a unit before its n-th tile, gates and ups apart.
+// Offset of the n-th tile in its unit; gates and ups are counted separately.
 template <int TILES>
 DEVICE u32 tile_place(const SkinnyParams& p, int n) {
     constexpr int HALF = TILES / 2;
     return 8 * (p.gated && n >= HALF ? n - HALF : n);
 }
-// The tile's first output, counted from the unit's.
+// First output (row of w) of the n-th tile, relative to the first output of the unit.
 template <int TILES>
 DEVICE u32 tile_output(const SkinnyParams& p, int n) {
     return tile_place<TILES>(p, n) + (p.gated && n >= TILES / 2 ? p.outputs / 2 : 0);
 }
 
-// Where a lane's copies have got to.
+// The stream of a lane's copies.
 template <int WARPS, int TILES>
 struct Copies {
     static constexpr int SLOTS = SLOTS_OF<TILES>;
     static constexpr u32 SLOT = WARPS * TILES * 512;
 
     const SkinnyParams& p;
-    const u32 chunks;  // of this warp, in each unit
+    const u32 chunks;  // chunks of this warp in each unit
     const u32 ring;    // shared address of the lane's first slot
     u32 unit, chunk, slot;
     const u8* from;
     u32 tile_offset[TILES];
-    u32 there;  // a bit for each tile of which the lane has an output; sums of the others are not written
+    u32 there;  // bit n: the lane has an output in tile n. Sums of other tiles are never written.
 
     DEVICE Copies(const SkinnyParams& p, u32 chunks, u32 ring)
         : p(p), chunks(chunks), ring(ring), unit(blockIdx.x), chunk(0), slot(0) {
@@ -175,7 +181,7 @@ struct Copies {
         for (int n = 0; n < TILES; n++) there |= (u32)(tile_place<TILES>(p, n) + (lane >> 2) < outputs.count) << n;
     }
 
-    // Begins the copies of the next chunk, if there is one.
+    // Starts the copies of the next chunk, if there is one.
     DEVICE void begin_next() {
         if (unit < p.units) {
 #pragma unroll
@@ -196,17 +202,19 @@ template <int ROW_TILES, int WARPS, int TILES, bool NORM>
 DEVICE void skinny(const SkinnyParams& p) {
     constexpr u32 CELLS = ROW_TILES * TILES * 64, HALF = TILES / 2;
     constexpr int SLOTS = SLOTS_OF<TILES>;
-    // Inputs are loaded a chunk ahead where registers allow it.
+    // Inputs are loaded one chunk ahead if registers allow it.
     constexpr bool AHEAD = ROW_TILES * EIGHTS * WARPS <= 32;
     using LaneCopies = Copies<WARPS, TILES>;
-    extern __shared__ u8 memory[];  // slots, then two units' sums, f32 [unit & 1][warp][row tile][tile][8 rows][8 outputs]
+    // Slots, then the sums of two units, f32 [unit & 1][warp][row tile][tile][8 rows][8 outputs].
+    extern __shared__ u8 memory[];
     float* partial = (float*)(memory + SLOTS * LaneCopies::SLOT);
     __shared__ float squares[WARPS][ROW_TILES * 8];
     const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
     const u32 all_chunks = p.inputs / CHUNK, chunks = all_chunks > warp ? (all_chunks - warp + WARPS - 1) / WARPS : 0;
     const u32 tiles = p.gated ? HALF : TILES, width = p.gated ? p.outputs / 2 : p.outputs;
     allow_next_kernel();
-    // Weights of the norm come from far away, like the matrix: ahead of it, or the first sums would wait for all of both.
+    // The weights of the norm come from memory, like the matrix. They are loaded before it;
+    // otherwise the first products would wait for all copies in flight.
     Eight weight[EIGHTS];
     auto load_norm = [&](u32 chunk) {
 #pragma unroll
@@ -217,11 +225,12 @@ DEVICE void skinny(const SkinnyParams& p) {
         for (u32 i = threadIdx.x * 32; i < p.inputs; i += 32 * WARPS * 32) prefetch_to_l2(p.norm + i);
     }
     LaneCopies copies(p, chunks, shared_address(memory) + warp * (TILES * 512) + lane * 16);
-    // A kernel with a norm begins when the one before it ends: of what it asks for now, its inputs would be in line behind all.
+    // A kernel with a norm starts when the previous one ends. Its inputs would queue behind all
+    // copies issued now, so it issues only one chunk early.
     constexpr int EARLY = NORM ? 1 : SLOTS - 1;
 #pragma unroll
     for (int i = 0; i < EARLY; i++) copies.begin_next();
-    // Weights never change; everything below does.
+    // The weights are constant, so they were loaded before the wait.
     wait_for_previous_kernel();
     Eight x[ROW_TILES][EIGHTS];
     float square[ROW_TILES] = {};
@@ -239,7 +248,8 @@ DEVICE void skinny(const SkinnyParams& p) {
     if (AHEAD && chunks > 0) load_inputs(0);
 #pragma unroll
     for (int i = EARLY; i < SLOTS - 1; i++) copies.begin_next();
-    // The outputs of a unit that this thread adds up: row, place in the unit and place in a warp's sums.
+    // The outputs that this thread sums over the warps: row, offset in the unit, offset in a warp's
+    // sums.
     constexpr int MINE = (CELLS + 32 * WARPS - 1) / (32 * WARPS);
     u32 row[MINE], place[MINE], cell[MINE];
 #pragma unroll
@@ -324,7 +334,8 @@ DEVICE void skinny(const SkinnyParams& p) {
 #endif
                 }
         }
-        // Two buffers: a warp may begin the next unit's sums while others still add up this one's.
+        // Two buffers: a warp may store the sums of the next unit while others still read this
+        // one's.
         float* sums = partial + buffer * WARPS * CELLS;
 #pragma unroll
         for (int m = 0; m < ROW_TILES; m++)
@@ -370,7 +381,7 @@ DEVICE void skinny(const SkinnyParams& p) {
     }
 }
 
-// For up to `rows` rows, in blocks of `warps` warps, units of `tiles` tiles.
+// Kernels for up to `rows` rows: blocks of `warps` warps, units of `tiles` tiles.
 #ifdef FP8
 #define PLAIN skinny_fp8_
 #define NORMED skinny_fp8_norm_
@@ -380,8 +391,8 @@ DEVICE void skinny(const SkinnyParams& p) {
 #endif
 #define PASTE(prefix, rows, warps, tiles) prefix##rows##_##warps##_##tiles
 #define NAME(prefix, rows, warps, tiles) PASTE(prefix, rows, warps, tiles)
-// What makes queries, keys and values is of three tiles in many models: it takes no more registers than leave room for a block
-// of `append` beside it, which waits for it.
+// In many models the QKV projection has three tiles. Its registers are limited so that a block of
+// `append`, which waits for it, fits on the multiprocessor beside it.
 constexpr int BOUND(int rows, int warps, int tiles) { return rows == 8 && tiles == 3 && VALUES == 8 ? 640 : 32 * warps; }
 #define VARIANT(rows, warps, tiles)                                                                   \
     extern "C" __global__ void __launch_bounds__(BOUND(rows, warps, tiles), 1)                        \
@@ -396,11 +407,12 @@ VARIANT(8, 16, 4)
 VARIANT(8, 16, 3)
 VARIANT(16, 16, 4)
 VARIANT(16, 16, 3)
-// For GPUs with less than 100 KB of shared memory a block.
+// For GPUs with less than 100 KB of shared memory per block.
 VARIANT(8, 8, 4)
 VARIANT(16, 8, 4)
 #ifdef FP8
-// Half as many inputs for a byte of weights: with FP8 they cost as much to bring and to split as the weights.
+// With FP8, loading and splitting the inputs costs as much as the weights; more tiles per unit
+// halve it.
 VARIANT(8, 8, 8)
 VARIANT(16, 8, 8)
 #endif

@@ -1,12 +1,12 @@
 //! Which kernel attends for which sequences of a step.
 
 use crate::attention::decode::{DecodeAttention, DecodeRows, Queries, Variant};
-use crate::device::{Device, KernelParams, LaunchShape};
+use crate::device::{Device, Function, KernelParams, LaunchShape};
 use crate::error::{CudaError, Result};
 use crate::heads::Projections;
 use crate::kernels::Kernels;
 use crate::pages::CudaPages;
-use crate::sources::{ATTENTION_DECODED, ATTENTION_GENERIC, ATTENTION_PREFILL};
+use crate::sources::{ATTENTION_PREFILL, ATTENTION_SIMPLE, simple_attention_defines};
 use crate::step::{SequenceInfo, StepSummary, StepTables, window};
 use crate::storage::Storage;
 use oscar_backend::HeadShape;
@@ -30,23 +30,7 @@ pub struct AttentionCall<'a> {
 
 #[repr(C)]
 #[derive(Clone, Copy, bytemuck::NoUninit)]
-struct GenericParams {
-    step: StepTables,
-    pages: u64,
-    queries: u64,
-    out: u64,
-    query_heads: u32,
-    kv_heads: u32,
-    scale: f32,
-    unused: u32,
-}
-
-// SAFETY: the struct of `attention_generic.cu`, filled with addresses of live buffers.
-unsafe impl KernelParams for GenericParams {}
-
-#[repr(C)]
-#[derive(Clone, Copy, bytemuck::NoUninit)]
-struct DecodedParams {
+struct SimpleParams {
     step: StepTables,
     pages: u64,
     queries: u64,
@@ -61,8 +45,8 @@ struct DecodedParams {
     unused: u32,
 }
 
-// SAFETY: the struct of `attention_decoded.cu`, filled with addresses of live buffers.
-unsafe impl KernelParams for DecodedParams {}
+// SAFETY: the struct of `attention_simple.cu`, filled with addresses of live buffers.
+unsafe impl KernelParams for SimpleParams {}
 
 #[repr(C)]
 #[derive(Clone, Copy, bytemuck::NoUninit)]
@@ -81,14 +65,37 @@ struct PrefillParams {
 // SAFETY: the struct of `attention_prefill.cu`, filled with addresses of live buffers.
 unsafe impl KernelParams for PrefillParams {}
 
-/// The kernels that attend, and what they keep from step to step.
+/// Which kernels attend.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum AttentionMode {
+    /// The fastest kernels that the device and the cache allow.
+    #[default]
+    Auto,
+    /// Like `Auto`, but `append` always has its own launch.
+    Apart,
+    /// `attention_simple.cu` for everything, as a second opinion.
+    Simple,
+}
+
+impl AttentionMode {
+    /// The mode that `OSCAR_CUDA_ATTENTION` names.
+    pub fn from_environment() -> Result<Self> {
+        match std::env::var("OSCAR_CUDA_ATTENTION").as_deref() {
+            Ok("simple") => Ok(Self::Simple),
+            Ok("apart") => Ok(Self::Apart),
+            Ok("" | "auto") | Err(_) => Ok(Self::Auto),
+            Ok(other) => Err(CudaError::Unsupported(format!(
+                "OSCAR_CUDA_ATTENTION={other}: it may be auto, apart or simple"
+            ))),
+        }
+    }
+}
+
+/// The kernels that attend, and their state from step to step.
 #[derive(Default)]
 pub struct AttentionPaths {
     decode: DecodeAttention,
-    /// `OSCAR_CUDA_ATTENTION=generic`: the plain kernel for everything, as a second opinion.
-    plain: bool,
-    /// `OSCAR_CUDA_ATTENTION=apart`: `append` always has a launch of its own.
-    apart: bool,
+    mode: AttentionMode,
     /// May decode attention make the heads of this step?
     makes_heads: bool,
     /// Query heads to a KV head, once heads have come.
@@ -96,17 +103,12 @@ pub struct AttentionPaths {
 }
 
 impl AttentionPaths {
-    pub fn new() -> Result<Self> {
-        let (plain, apart) = match std::env::var("OSCAR_CUDA_ATTENTION").as_deref() {
-            Ok("generic") => (true, false),
-            Ok("apart") => (false, true),
-            Ok("" | "auto") | Err(_) => (false, false),
-            Ok(other) => {
-                let why = format!("OSCAR_CUDA_ATTENTION={other}: it may be auto, apart or generic");
-                return Err(CudaError::Unsupported(why));
-            }
-        };
-        Ok(Self { plain, apart, ..Self::default() })
+    pub fn new(mode: AttentionMode) -> Self {
+        Self { mode, ..Self::default() }
+    }
+
+    fn is_simple(&self) -> bool {
+        self.mode == AttentionMode::Simple
     }
 
     /// Compiles what prompts will need.
@@ -117,10 +119,9 @@ impl AttentionPaths {
         head_dim: usize,
         storage: Storage,
     ) -> Result<()> {
-        if storage == Storage::Decoded {
-            let defines = vec![("HEAD_DIM", head_dim)];
-            kernels.function(&ATTENTION_DECODED, &defines, c"attention_decoded", 0)?;
-        } else if !self.plain && prefill_fits(device, head_dim) {
+        if storage == Storage::Decoded || self.is_simple() || !prefill_fits(device, head_dim) {
+            simple_kernel(kernels, head_dim, storage)?;
+        } else {
             let (defines, shared) = (vec![("HEAD_DIM", head_dim)], prefill_block(head_dim).1);
             kernels.function(&ATTENTION_PREFILL, &defines, c"attention_prefill", shared)?;
         }
@@ -131,25 +132,26 @@ impl AttentionPaths {
         let d = layout.head_dim();
         if Storage::of(layout).is_ok_and(|storage| storage == Storage::Decoded) {
             return format!(
-                "generic, {} has no kernels here: codes are made on the CPU and kept decoded in BF16 on the device; \
-                 answers are the codec's, memory and speed are not",
+                "simple kernel: {} has no GPU kernels of its own, so its history is quantized and dequantized on the CPU and \
+                 kept in BF16; answers are the codec's, memory and speed are not",
                 layout.format()
             );
         }
-        if self.plain {
-            return "generic kernel (as asked)".into();
+        if self.is_simple() {
+            return "simple kernel (OSCAR_CUDA_ATTENTION)".into();
         }
         match prefill_fits(device, d) {
             true => format!("tensor-core decode and prefill kernels, head size {d}"),
             false => format!(
-                "tensor-core decode kernel, generic prefill (too little shared memory), head size {d}"
+                "tensor-core decode kernel, simple prefill kernel (too little shared memory), head size {d}"
             ),
         }
     }
 
-    /// Can queries read as code what the windows give them in BF16? The plain kernel knows the windows alone.
+    /// Whether queries can read codes where the windows alone say BF16. The simple kernel knows only
+    /// the windows.
     pub fn reads_demoted_tails(&self, device: &Device, head_dim: usize) -> bool {
-        !self.plain && prefill_fits(device, head_dim)
+        !self.is_simple() && prefill_fits(device, head_dim)
     }
 
     pub fn begin_step(
@@ -160,10 +162,10 @@ impl AttentionPaths {
         summary: &StepSummary,
         pool: &CudaPages,
     ) -> Result<()> {
-        let decodes = !self.plain && pool.storage() != Storage::Decoded;
+        let decodes = !self.is_simple() && pool.storage() != Storage::Decoded;
         let kv_heads = pool.layout().kv_heads();
         self.makes_heads = decodes
-            && !self.apart
+            && self.mode == AttentionMode::Auto
             && summary.only_new_tokens(pool.layout().windows())
             && DecodeAttention::makes_heads(device, &costs(summary, pool.layout()), kv_heads)
             && self.has_kernel(device, pool.layout().head_dim(), self.group.unwrap_or(1));
@@ -175,7 +177,7 @@ impl AttentionPaths {
 
     /// Plans as for the last step, whose tables now hold another like it.
     pub fn plan_again(&self, device: &Device, kernels: &Kernels) -> Result<()> {
-        if self.plain { Ok(()) } else { self.decode.plan_again(device, kernels) }
+        if self.is_simple() { Ok(()) } else { self.decode.plan_again(device, kernels) }
     }
 
     /// Will attention of this step take projections, and make queries, keys and values of them itself?
@@ -194,23 +196,24 @@ impl AttentionPaths {
     /// Enqueues a layer's attention; the answer says whether the BF16 output was written as well.
     pub fn attend(&mut self, device: &Device, kernels: &Kernels, call: &AttentionCall<'_>) -> Result<bool> {
         if call.pool.storage() == Storage::Decoded {
-            decoded(device, kernels, call)?;
+            simple(device, kernels, call)?;
             return Ok(false);
         }
         let rows = || call.summary.sequences.iter().map(|s| s.rows);
-        // The plain kernel takes all rows, so it runs first where the decode kernel follows.
-        let plain = self.plain || rows().any(|r| r > 1) && !prefill_fits(device, call.shape.head_dim);
-        if plain {
-            generic(device, kernels, call)?;
+        // The simple kernel takes all rows, so it runs first where the decode kernel follows.
+        let takes_all =
+            self.is_simple() || rows().any(|r| r > 1) && !prefill_fits(device, call.shape.head_dim);
+        if takes_all {
+            simple(device, kernels, call)?;
         } else if rows().any(|r| r > 1) {
             prefill(device, kernels, call, 2)?;
         }
-        if !self.plain && rows().any(|r| r == 1) {
+        if !self.is_simple() && rows().any(|r| r == 1) {
             let queries = call.projections.map_or(Queries::Ready(call.queries), Queries::FromProjections);
             let rows = DecodeRows { queries, out: call.out, rounded: call.rounded };
             self.decode.attend(device, kernels, call.layer, call.shape, call.tables, call.pool, rows)?;
         }
-        Ok(!plain && call.rounded != 0)
+        Ok(!takes_all && call.rounded != 0)
     }
 }
 
@@ -271,13 +274,17 @@ pub fn prefill(
     device.launch(function, launch, &params)
 }
 
-/// The kernel of caches whose history is kept decoded, for any row.
-pub fn decoded(device: &Device, kernels: &Kernels, call: &AttentionCall<'_>) -> Result<()> {
+fn simple_kernel(kernels: &Kernels, head_dim: usize, storage: Storage) -> Result<Function> {
+    let defines = simple_attention_defines(head_dim, storage == Storage::Decoded);
+    kernels.function(&ATTENTION_SIMPLE, &defines, c"attention_simple", 0)
+}
+
+/// `attention_simple.cu`, for all rows.
+pub fn simple(device: &Device, kernels: &Kernels, call: &AttentionCall<'_>) -> Result<()> {
     let (shape, windows): (_, &Windows) = (call.shape, call.pool.layout().windows());
-    let defines = vec![("HEAD_DIM", shape.head_dim)];
-    let function = kernels.function(&ATTENTION_DECODED, &defines, c"attention_decoded", 0)?;
+    let function = simple_kernel(kernels, shape.head_dim, call.pool.storage())?;
     let (key, value) = (windows.tail(Side::Key), windows.tail(Side::Value));
-    let params = DecodedParams {
+    let params = SimpleParams {
         step: *call.tables,
         pages: call.pool.layer(call.layer),
         queries: call.queries,
@@ -289,25 +296,6 @@ pub fn decoded(device: &Device, kernels: &Kernels, call: &AttentionCall<'_>) -> 
         key_unit: window(key.unit),
         value_recent: window(value.recent),
         value_unit: window(value.unit),
-        unused: 0,
-    };
-    let launch = LaunchShape::grid2(call.summary.rows, shape.query_heads, 256).overlapping();
-    device.launch(function, launch, &params)
-}
-
-/// The plain kernel, for any row.
-pub fn generic(device: &Device, kernels: &Kernels, call: &AttentionCall<'_>) -> Result<()> {
-    let shape = call.shape;
-    let defines = vec![("HEAD_DIM", shape.head_dim)];
-    let function = kernels.function(&ATTENTION_GENERIC, &defines, c"attention_generic", 0)?;
-    let params = GenericParams {
-        step: *call.tables,
-        pages: call.pool.layer(call.layer),
-        queries: call.queries,
-        out: call.out,
-        query_heads: shape.query_heads as u32,
-        kv_heads: shape.kv_heads as u32,
-        scale: shape.scale,
         unused: 0,
     };
     let launch = LaunchShape::grid2(call.summary.rows, shape.query_heads, 256).overlapping();

@@ -39,6 +39,7 @@ pub mod step;
 pub mod storage;
 mod uploads;
 
+pub use attention_paths::AttentionMode;
 pub use backend::CudaBackend;
 pub use device::Device;
 pub use error::CudaError;

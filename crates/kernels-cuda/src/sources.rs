@@ -31,8 +31,8 @@ source!(GRAM, "gram.cu", by_head_dim: false);
 source!(RANDOM, "random.cu", by_head_dim: false);
 source!(PICK, "pick.cu", by_head_dim: false);
 source!(APPEND, "append.cu", by_head_dim: true);
-source!(ATTENTION_GENERIC, "attention_generic.cu", by_head_dim: true);
-source!(ATTENTION_DECODED, "attention_decoded.cu", by_head_dim: true);
+// Has two variants for each head size: `simple_attention_defines`.
+source!(ATTENTION_SIMPLE, "attention_simple.cu", by_head_dim: false);
 source!(ATTENTION_PREFILL, "attention_prefill.cu", by_head_dim: true);
 
 source!(DEMOTE, "demote.cu", by_head_dim: true);
@@ -68,8 +68,6 @@ static PLAIN: &[&Source] = &[
     &RANDOM,
     &PICK,
     &APPEND,
-    &ATTENTION_GENERIC,
-    &ATTENTION_DECODED,
     &ATTENTION_PREFILL,
     &ATTENTION_PLAN,
     &DEMOTE,
@@ -89,6 +87,11 @@ pub fn weight_defines(format: WeightFormat) -> Defines {
     }
 }
 
+/// Definitions of simple attention: `dequantized` history consists of BF16 rows instead of codes.
+pub fn simple_attention_defines(head_dim: usize, dequantized: bool) -> Defines {
+    vec![("HEAD_DIM", head_dim), ("DEQUANTIZED", usize::from(dequantized))]
+}
+
 /// Every variant that a model may ask for on a GPU with this much shared memory a block.
 pub fn variants(shared_memory: usize) -> Vec<(&'static Source, Defines)> {
     let decode = Variant::all(shared_memory).map(|v| (&ATTENTION_DECODE, v.defines()));
@@ -100,6 +103,11 @@ pub fn variants(shared_memory: usize) -> Vec<(&'static Source, Defines)> {
         }
     }
     all.push((&SKINNY_GEMM, weight_defines(WeightFormat::Fp8)));
+    for d in HEAD_DIMS {
+        all.extend(
+            [false, true].map(|dequantized| (&ATTENTION_SIMPLE, simple_attention_defines(d, dequantized))),
+        );
+    }
     for source in PLAIN {
         if source.by_head_dim {
             all.extend(HEAD_DIMS.map(|d| (*source, vec![("HEAD_DIM", d)])));

@@ -199,7 +199,9 @@ fn describe(session: &Session, format: &Prepared, contexts: &[usize]) -> MethodR
         kv: format.name.clone(),
         description: layout.format().describe(),
         rotations: format.cache.rotation_origin.clone(),
-        generic: kernel.contains("generic") || kernel.contains("scalar"),
+        generic: kernel.contains("generic")
+            || kernel.contains("scalar")
+            || kernel.starts_with("simple kernel"),
         kernel,
         bits: layout.page_bits(),
         sizes: contexts.iter().map(size).collect(),

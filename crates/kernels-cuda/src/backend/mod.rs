@@ -12,7 +12,7 @@ pub use constants::{CudaRope, CudaRotation, CudaVector};
 pub use rows::CudaRows;
 
 use crate::attention::demote::Demotion;
-use crate::attention_paths::AttentionPaths;
+use crate::attention_paths::{AttentionMode, AttentionPaths};
 use crate::device::Device;
 use crate::error::{CudaError, Result};
 use crate::gemm::{CublasLt, CudaMatrix, Fp8Kernels, Skinny};
@@ -90,6 +90,11 @@ enum Index {
 impl CudaBackend {
     /// Opens GPU `index` with everything it needs, or says what is missing.
     pub fn open(index: usize) -> Result<Self> {
+        Self::open_with(index, AttentionMode::from_environment()?)
+    }
+
+    /// [`CudaBackend::open`] with these kernels for attention.
+    pub fn open_with(index: usize, attention: AttentionMode) -> Result<Self> {
         let device = Device::open(index)?;
         let kernels = Kernels::new(&device)?;
         let state = State {
@@ -97,7 +102,7 @@ impl CudaBackend {
             uploads: Uploads::new(&device)?,
             planner: StepPlanner::default(),
             tables: StepTables::default(),
-            attention: AttentionPaths::new()?,
+            attention: AttentionPaths::new(attention),
             demotion: None,
             pending: None,
             indices: Default::default(),

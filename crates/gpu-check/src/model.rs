@@ -1,15 +1,23 @@
-//! The embedded model on both devices: the same prompts, the same tokens, logits beside each other.
+//! The embedded model on the GPU and on the CPU: the same prompts and tokens; logits are compared.
 
-use super::{Extent, Report, largest_difference};
-use crate::device::AnyBackend;
-use crate::options::{CacheArgs, Device, ModelArgs, OpenModel, PrecisionArg, WeightsArg};
+use crate::{Extent, Report, largest_difference};
 use anyhow::{Context, Result};
-use oscar_backend::{Pick, pick};
-use oscar_codec::KvFormat;
-use oscar_engine::{Logits, Runner, Sequence, StepRequest};
+use oscar_backend::{Backend, Pick, WeightFormat, pick};
+use oscar_calibrate::RotationFile;
+use oscar_codec::{CacheLayout, KvFormat, PAGE_TOKENS, RotationKind};
+use oscar_engine::{Logits, Runner, RunnerOptions, Sequence, StepRequest};
+use oscar_kernels_cpu::Kernels;
+use oscar_kernels_cpu::backend::{CpuBackend, Mode};
+use oscar_kernels_cuda::CudaBackend;
 use oscar_kernels_cuda::storage::Storage;
+use oscar_models::{DecoderConfig, ModelSource, Weights};
+use oscar_text::{ModelText, Tokenizer};
+use std::io::Cursor;
 
-/// Those that have kernels, then rivals: `saw4` by the kernels of plain codes, the others by the generic path.
+/// The longest sequence, in tokens.
+const CONTEXT: usize = 4096;
+
+/// Formats with kernels, then rivals: `saw4` has kernels, the history of the others is dequantized.
 const FORMATS: [&str; 11] = [
     "bf16",
     "oscar2",
@@ -24,10 +32,11 @@ const FORMATS: [&str; 11] = [
     "turboquant-k3v4",
 ];
 
-/// Those that are also run with FP8 weights: one that leaves all matrices FP8, one that folds a rotation into attention's.
+/// Formats that are also run with FP8 weights: with `bf16` all matrices stay FP8, with `oscar2` a
+/// rotation is folded into those of attention.
 const FP8_FORMATS: [&str; 2] = ["bf16", "oscar2"];
 
-/// Prompts of 1 token to several times the windows: the last crosses from BF16 into code.
+/// Prompts of 1 token to several times the windows; only the last has history.
 const PROMPTS: [(&str, usize); 4] = [
     ("The", 1),
     ("The history of the city begins with a small market by the river.", 1),
@@ -38,38 +47,32 @@ const PROMPTS: [(&str, usize); 4] = [
     ),
 ];
 
-/// Largest difference of a logit: BF16 rounds activations and cached rows at 2⁻⁸, and coded rows amplify a difference
-/// that moves a value across the border between two codes.
+/// Largest difference of a logit. BF16 rounds activations and cached rows at 2⁻⁸; quantization
+/// amplifies a difference that moves a value across the border between two codes.
 fn allowed(format: KvFormat) -> f64 {
     if format.is_coded() { 2.0 } else { 0.25 }
 }
 
-/// Sink and recent tokens of caches that have history after few.
-pub(super) const NARROW: (usize, usize) = (16, 48);
+/// Sink and recent tokens of a cache that has history after few tokens.
+pub const NARROW: (usize, usize) = (16, 48);
 
-/// How much is run, of how many of the formats.
+/// How much is run.
 struct Amount {
+    /// The first so many formats.
     formats: usize,
-    /// Sink and recent tokens, if not the formats' own.
+    /// Sink and recent tokens; the format's own if absent.
     windows: Option<(usize, usize)>,
     /// Texts, and how often each is repeated.
     prompts: Vec<(&'static str, usize)>,
-    /// Tokens after each.
+    /// Tokens generated after each prompt.
     generated: usize,
-    /// How often the text is repeated behind which tokens are picked, and how many are.
+    /// Repetitions of the prompt of `picked`, and its steps.
     picked: (usize, usize),
-    /// Steps that follow one another as foreseen.
-    foreseen: usize,
+    /// Steps of `lookahead`.
+    lookahead: usize,
 }
 
 pub fn check(extent: Extent, report: &mut Report) -> Result<()> {
-    let args = ModelArgs {
-        model: None,
-        device: Device::Cpu,
-        threads: None,
-        precision: PrecisionArg::Bf16,
-        weights: None,
-    };
     let amount = match extent.small {
         true => Amount {
             formats: 2,
@@ -77,7 +80,7 @@ pub fn check(extent: Extent, report: &mut Report) -> Result<()> {
             prompts: vec![(PROMPTS[3].0, 5)],
             generated: 2,
             picked: (5, 2),
-            foreseen: 3,
+            lookahead: 3,
         },
         false => Amount {
             formats: usize::MAX,
@@ -85,67 +88,116 @@ pub fn check(extent: Extent, report: &mut Report) -> Result<()> {
             prompts: PROMPTS.to_vec(),
             generated: 48,
             picked: (12, 12),
-            foreseen: 70,
+            lookahead: 70,
         },
     };
-    check_formats(&args, &FORMATS, &amount, "model", report)?;
-    // What is foreseen of a step does not depend on its weights.
-    let (fp8, amount) =
-        (ModelArgs { weights: Some(WeightsArg::Fp8), ..args }, Amount { foreseen: 0, ..amount });
-    check_formats(&fp8, &FP8_FORMATS, &amount, "FP8 model", report)
+    check_formats(None, &FORMATS, &amount, "model", report)?;
+    // Lookahead does not depend on the format of the weights.
+    let amount = Amount { lookahead: 0, ..amount };
+    check_formats(Some(WeightFormat::Fp8), &FP8_FORMATS, &amount, "FP8 model", report)
 }
 
 fn check_formats(
-    args: &ModelArgs,
+    weights: Option<WeightFormat>,
     formats: &[&str],
     amount: &Amount,
     model_name: &str,
     report: &mut Report,
 ) -> Result<()> {
-    let model = args.open()?;
-    let tokenizer = model.text()?.tokenizer;
+    let model = EmbeddedModel::open(weights)?;
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
     for name in formats.iter().take(amount.formats) {
         let format: KvFormat = name.parse()?;
-        let mut cpu = runner(&model, format, amount.windows, args.backend()?)?;
-        let mut gpu = runner(&model, format, amount.windows, AnyBackend::cuda()?)?;
+        let cpu = CpuBackend::new(Kernels::chosen()?, threads, Mode::Bf16)?;
+        let mut cpu = model.runner(cpu, format, amount.windows)?;
+        let mut gpu = model.runner(CudaBackend::open(0)?, format, amount.windows)?;
         for (text, times) in &amount.prompts {
-            let prompt = tokenizer.encode(&text.repeat(*times), false)?;
+            let prompt = model.tokenizer.encode(&text.repeat(*times), false)?;
             let what = || format!("{format}, prompt of {} tokens", prompt.len());
             let generated = amount.generated;
             compare(&mut cpu, &mut gpu, &prompt, generated, format, model_name, report).with_context(what)?;
         }
         let (times, steps) = amount.picked;
-        let prompt = tokenizer.encode(&PROMPTS[2].0.repeat(times), false)?;
+        let prompt = model.tokenizer.encode(&PROMPTS[2].0.repeat(times), false)?;
         picked(&mut gpu, &prompt, steps, format, report)
             .with_context(|| format!("{format}, picked tokens"))?;
-        // Formats without kernels go through the host, and nothing of their steps is foreseen.
-        if amount.foreseen > 0 && Storage::of(gpu.layout())? != Storage::Decoded {
-            let text = tokenizer.encode(&PROMPTS[3].0.repeat(10), false)?;
+        // Dequantized history goes through the host, so such steps have no lookahead.
+        if amount.lookahead > 0 && Storage::of(gpu.layout())? != Storage::Decoded {
+            let text = model.tokenizer.encode(&PROMPTS[3].0.repeat(10), false)?;
             drop((cpu, gpu));
-            let mut gpu = runner(&model, format, Some(NARROW), AnyBackend::cuda()?)?;
-            foreseen(&mut gpu, &text, amount.foreseen, format, report)
-                .with_context(|| format!("{format}, steps that were foreseen"))?;
+            let mut gpu = model.runner(CudaBackend::open(0)?, format, Some(NARROW))?;
+            lookahead(&mut gpu, &text, amount.lookahead, format, report)
+                .with_context(|| format!("{format}, lookahead"))?;
         }
     }
     Ok(())
 }
 
-pub(super) fn runner(
-    model: &OpenModel,
-    format: KvFormat,
-    windows: Option<(usize, usize)>,
-    backend: AnyBackend,
-) -> Result<Runner<AnyBackend>> {
-    let (sink, recent) = windows.unzip();
-    let cache_args = CacheArgs { rotations: None, sink, recent, prefill_chunk: 300, kv_memory: None };
-    let cache = model.cache(format, &cache_args)?;
-    cache.runner(model, backend, &cache_args, 4096.min(model.config.max_position_embeddings), 1, |_| {})
+/// The embedded model, opened.
+pub struct EmbeddedModel {
+    source: ModelSource,
+    config: DecoderConfig,
+    weights: Weights,
+    pub tokenizer: Tokenizer,
 }
 
-/// Both devices read the prompt and then the CPU's greedy continuation; each step's logits are compared.
-fn compare(
-    cpu: &mut Runner<AnyBackend>,
-    gpu: &mut Runner<AnyBackend>,
+impl EmbeddedModel {
+    /// With weights in this format, or as they are stored.
+    pub fn open(format: Option<WeightFormat>) -> Result<Self> {
+        let source = ModelSource::Embedded(oscar_embedded::FILES);
+        let weights = Weights::open(&source)?;
+        Ok(Self {
+            config: DecoderConfig::load(&source)?,
+            weights: match format {
+                Some(format) => weights.delivered_as(format),
+                None => weights,
+            },
+            tokenizer: ModelText::from_files(&source.read_required("tokenizer.json")?, None, None)?.tokenizer,
+            source,
+        })
+    }
+
+    /// The model on a device, with a cache of this format. Calibrated formats use the model's
+    /// rotations with the formats' default clip ratios.
+    pub fn runner<B: Backend>(
+        &self,
+        backend: B,
+        format: KvFormat,
+        windows: Option<(usize, usize)>,
+    ) -> Result<Runner<B>> {
+        let c = &self.config;
+        let (sink, recent) = windows.unzip();
+        let windows = format.windows(sink, recent)?;
+        let order = backend.page_order();
+        let layout = CacheLayout::new(format, c.layers, c.kv_heads, c.head_dim, windows, order)?;
+        let rotations = match format.rotation() {
+            RotationKind::Calibrated => {
+                let bytes = self.source.read_required("rotations.safetensors")?;
+                let length = bytes.len() as u64;
+                Some(RotationFile::read(&mut Cursor::new(bytes), length)?.rotations)
+            }
+            kind => kind.data_free(c.layers, c.kv_heads, c.head_dim)?,
+        };
+        let held = backend.held_layout(&layout);
+        let context = CONTEXT.min(c.max_position_embeddings);
+        // Enough for a few sequences, whatever their blocks hold.
+        let block = held.full_block_bytes() + held.coded_block_bytes();
+        let options = RunnerOptions {
+            layout,
+            rotations: rotations.as_ref(),
+            context,
+            kv_memory: 2 * block * (context / PAGE_TOKENS),
+            prefill_chunk: 300,
+        };
+        Ok(Runner::load(backend, c, &self.weights, options, |_| {})?)
+    }
+}
+
+/// Both devices read the prompt, then the CPU's greedy continuation. The logits of each step are
+/// compared.
+fn compare<C: Backend, G: Backend>(
+    cpu: &mut Runner<C>,
+    gpu: &mut Runner<G>,
     prompt: &[u32],
     generated: usize,
     format: KvFormat,
@@ -178,16 +230,16 @@ fn compare(
     Ok(())
 }
 
-/// Two sequences of the same tokens in one step: of one the logits are read, of the other only a list of tokens, which must
-/// be what the logits say; then a step whose logits never leave the device.
-pub(super) fn picked(
-    gpu: &mut Runner<AnyBackend>,
+/// Two sequences of the same tokens in one step: the logits of one are read, the other gets only a
+/// list of tokens, which must follow from the logits. Then steps whose logits never leave the device.
+pub fn picked<B: Backend>(
+    gpu: &mut Runner<B>,
     prompt: &[u32],
     steps: usize,
     format: KvFormat,
     report: &mut Report,
 ) -> Result<()> {
-    // The two share a step, not the way it is divided: rounding may differ in the last bits of a layer's output.
+    // The two sequences may be divided among thread blocks differently, so the last bits may differ.
     const ALLOWED: f64 = 0.05;
     let (mut whole, mut listed) = (Sequence::new(), Sequence::new());
     let (mut logits, mut lists) = (Vec::new(), Vec::new());
@@ -206,7 +258,7 @@ pub(super) fn picked(
         let found = lists.first().map(Vec::as_slice).unwrap_or_default();
         let mut difference = if found.len() == expected.len() { 0.0 } else { f64::INFINITY };
         for ((logit, token), (wanted, _)) in found.iter().zip(&expected) {
-            // Its own logit, and the one that belongs at this place of the list.
+            // The token's own logit, and the logit expected at this place of the list.
             let own = logits.get(*token as usize).copied().unwrap_or(f32::NAN);
             for other in [own, *wanted] {
                 let apart = f64::from((logit - other).abs());
@@ -230,19 +282,19 @@ pub(super) fn picked(
     Ok(())
 }
 
-/// A device may prepare, and code, what the next step will probably be while it is at one whose tokens it picks itself. The answers
-/// must be those of steps whose logits are read, where it does not, also where another step comes in between. The cache's windows
-/// must be [`NARROW`].
-pub(super) fn foreseen(
-    gpu: &mut Runner<AnyBackend>,
+/// Lookahead: while a step runs whose tokens the device picks, it may upload the tables of the next
+/// step and quantize its tiles. The logits must be those of steps without lookahead (whose logits are
+/// read), also where another step comes in between. The cache's windows must be [`NARROW`].
+pub fn lookahead<B: Backend>(
+    gpu: &mut Runner<B>,
     text: &[u32],
     steps: usize,
     format: KvFormat,
     report: &mut Report,
 ) -> Result<()> {
-    // The steps are the same to the launch; only the time at which tiles are coded is not.
+    // The launches are the same; only the time at which tiles are quantized differs.
     const ALLOWED: f64 = 1e-3;
-    // With narrow windows each codes a tile in its second step, of a page that has codes already.
+    // With narrow windows each demotes a tile in its second step, into a page that has codes already.
     const LENGTHS: [usize; 2] = [94, 110];
     #[derive(Clone, Copy, Debug, PartialEq)]
     enum Way {
@@ -253,7 +305,7 @@ pub(super) fn foreseen(
     let mut best_logits = |text: &[u32], way: Way| -> Result<Vec<f32>> {
         let mut sequences = [Sequence::new(), Sequence::new()];
         for (sequence, length) in sequences.iter_mut().zip(LENGTHS) {
-            let prompt = text.get(..length).context("a text that is long enough")?;
+            let prompt = text.get(..length).context("the text is too short")?;
             gpu.prefill(sequence, prompt, &mut Vec::new(), |_| {})?;
         }
         let mut other = Sequence::new();
@@ -277,7 +329,7 @@ pub(super) fn foreseen(
         }
         Ok(best)
     };
-    // Pages go from one run to the next with what they hold: always the other text's.
+    // Pages keep their contents from run to run; alternating texts make stale contents visible.
     let backwards: Vec<u32> = text.iter().rev().copied().collect();
     let expected = [best_logits(text, Way::Read)?, best_logits(&backwards, Way::Read)?];
     for (text, way, expected) in
@@ -286,7 +338,7 @@ pub(super) fn foreseen(
         let found = best_logits(text, way)?;
         let expected: Vec<f64> = expected.iter().copied().map(f64::from).collect();
         let difference = largest_difference(&found, &expected);
-        report.case(&format!("model foreseen steps, {format}"), difference, ALLOWED, || format!("{way:?}"));
+        report.case(&format!("model lookahead, {format}"), difference, ALLOWED, || format!("{way:?}"));
     }
     Ok(())
 }

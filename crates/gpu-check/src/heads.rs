@@ -1,6 +1,6 @@
 //! Checks of append: what happens to heads on their way into the pages, in f64.
 
-use super::{Numbers, Report, download, largest_difference, upload};
+use crate::{Numbers, Report, download, largest_difference, upload};
 use anyhow::{Context, Result};
 use oscar_backend::{Backend, HeadPreparation, HeadShape, SequenceRows};
 use oscar_cache::{PagePool, SequencePages};

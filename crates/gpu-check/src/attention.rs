@@ -1,13 +1,33 @@
-//! Checks of append, demotion and attention over pages of every width: sequences grow step by step on the GPU while a
-//! scalar twin holds what the codec says.
+//! Checks of demotion, decode attention and prefill attention over pages of every width: sequences
+//! grow step by step on the device and as a scalar twin.
 
-use super::growing::{Checks, Growing, Inspected, Pattern};
-use super::{Extent, Report};
+use crate::growing::{Checks, Compared, Growing, Inspected, Pattern};
+use crate::{Extent, Report};
 use anyhow::Result;
 use oscar_backend::Backend;
 use oscar_codec::{
     CacheLayout, CodeLayout, Composition, Feedback, FormatTable, KvFormat, Rounding, RowPageCodec, SideSpec,
     Windows,
+};
+
+/// The kernels that `auto` chooses.
+pub const FAST: Checks = Checks {
+    history: "demote, codes",
+    decode: "decode attention",
+    prefill: "prefill attention",
+    // Softmax weights are rounded to BF16 (half a unit of 2⁻⁸ each), and codes count from a row's
+    // minimum, so a weighted value is up to twice the largest one. Twice that is allowed.
+    allowed: 1.0 / 128.0,
+    compared: Compared::EVERYTHING,
+};
+
+/// `attention_simple.cu` for everything. All its arithmetic is f32.
+pub const SIMPLE: Checks = Checks {
+    history: "simple attention, codes",
+    decode: "simple attention, decode",
+    prefill: "simple attention, prefill",
+    allowed: 5e-4,
+    compared: Compared { history: false, decode: true, prefill: true },
 };
 
 struct Case {
@@ -60,7 +80,7 @@ impl Case {
     }
 }
 
-/// Heads are rounded in every way: to the nearest level, by what reads them, and only without bias.
+/// Every kind of rounding: nearest, query-aware with bias correction, bias correction alone.
 fn rounding(head_dim: usize, head: usize) -> Result<Rounding> {
     let spectrum: Vec<f32> = (0..head_dim).map(|i| 0.9f32.powi((head_dim - i) as i32)).collect();
     let feedback = match head % 3 {
@@ -70,7 +90,12 @@ fn rounding(head_dim: usize, head: usize) -> Result<Rounding> {
     Ok(Rounding { unbiased: !head.is_multiple_of(3), feedback })
 }
 
-pub fn check<B: Backend<Pool: Inspected>>(gpu: &B, extent: Extent, report: &mut Report) -> Result<()> {
+pub fn check<B: Backend<Pool: Inspected>>(
+    gpu: &B,
+    checks: Checks,
+    extent: Extent,
+    report: &mut Report,
+) -> Result<()> {
     let narrow = Windows::new(16, 48)?;
     let usual = Windows::default();
     let mut seed = 100;
@@ -80,9 +105,11 @@ pub fn check<B: Backend<Pool: Inspected>>(gpu: &B, extent: Extent, report: &mut 
         if !extent.takes(seed) && case.layers == 1 {
             return Ok(());
         }
-        // A case that cannot run is a difference too; the others still tell something.
-        if let Err(error) = grow(gpu, &case, seed, report) {
-            report.case("steps run", f64::INFINITY, 0.0, || format!("{}: {error:#}", case.describe()));
+        // A case that cannot run counts as a failure; the other cases still run.
+        if let Err(error) = grow(gpu, &case, checks, seed, report) {
+            report.case("steps of growing sequences run", f64::INFINITY, 0.0, || {
+                format!("{}: {error:#}", case.describe())
+            });
         }
         Ok(())
     };
@@ -128,7 +155,7 @@ pub fn check<B: Backend<Pool: Inspected>>(gpu: &B, extent: Extent, report: &mut 
             }
         }
     }
-    // Heads that keep no history beside others, and alone; with a sink and without.
+    // Zero-width heads beside others and alone, with a sink and without.
     for widths in [vec![(0, 0), (2, 2), (3, 1)], vec![(4, 2), (0, 0)], vec![(0, 0)]] {
         for (head_dim, windows) in [(64, narrow), (128, usual), (256, Windows::new(0, 48)?)] {
             let steps = vec![vec![500, 17, 1], vec![1, 1, 76], vec![33, 1, 1], vec![1, 1, 1]];
@@ -137,8 +164,8 @@ pub fn check<B: Backend<Pool: Inspected>>(gpu: &B, extent: Extent, report: &mut 
             run(case, report)?;
         }
     }
-    // Many sequences of uneven lengths, some with a prompt in the steps that the others decode in: blocks that read several
-    // of them must pass over what is not decoded.
+    // Many sequences of uneven lengths, some with a prompt in steps in which the others decode:
+    // thread blocks that read several sequences must skip the prompts.
     for (head_dim, kv_heads) in [(64, 4), (128, 3), (128, 8)] {
         let of_step = |step: usize| -> Vec<usize> {
             let rows = |i: usize| match (i + step) % 3 {
@@ -153,7 +180,7 @@ pub fn check<B: Backend<Pool: Inspected>>(gpu: &B, extent: Extent, report: &mut 
         let case = Case { layers: 1, head_dim, kv_heads, group: 4, widths, windows: narrow, pattern, steps };
         run(case, report)?;
     }
-    // Values that hurt.
+    // Difficult values.
     for pattern in Pattern::ALL {
         for head_dim in [64, 128, 256] {
             let steps = vec![vec![200], vec![1], vec![16], vec![1]];
@@ -163,13 +190,13 @@ pub fn check<B: Backend<Pool: Inspected>>(gpu: &B, extent: Extent, report: &mut 
             run(case, report)?;
         }
     }
-    // Several layers, whose tiles are coded together before a step where they are of earlier ones, and layer by layer in the same
-    // steps as a prompt that codes its own rows; tokens that attention takes as projections, and others.
+    // Several layers. Tiles of earlier steps are quantized for all layers at once before the step;
+    // tiles of a prompt's own rows layer by layer. Some steps append inside decode attention.
     for (head_dim, group, sequences) in [(64, 5, 2), (128, 4, 3), (128, 8, 40), (256, 2, 2)] {
         if !extent.fits(sequences, 3) {
             continue;
         }
-        // The first of them codes a tile in its third step, each other in another one.
+        // The first sequence demotes a tile in its third step, every other one in another step.
         let mut steps: Vec<Vec<usize>> = vec![(0..sequences).map(|i| 77 - i % 5 + 3 * i).collect()];
         steps.extend((0..if extent.small { 4 } else { 17 }).map(|_| vec![1; sequences]));
         steps.push((0..sequences).map(|i| if i == 0 { 90 } else { 1 }).collect());
@@ -199,15 +226,13 @@ pub fn check<B: Backend<Pool: Inspected>>(gpu: &B, extent: Extent, report: &mut 
 }
 
 /// Runs a case and compares after every step.
-fn grow<B: Backend<Pool: Inspected>>(gpu: &B, case: &Case, seed: u64, report: &mut Report) -> Result<()> {
-    let checks = Checks {
-        history: "demoted codes",
-        decode: "attention, decode",
-        prefill: "attention, prefill",
-        // Weights enter as BF16, half a unit of 2⁻⁸ each, and codes count from a row's minimum, so that what is
-        // weighed is up to twice the largest value; twice that bound is allowed.
-        allowed: 1.0 / 128.0,
-    };
+fn grow<B: Backend<Pool: Inspected>>(
+    gpu: &B,
+    case: &Case,
+    checks: Checks,
+    seed: u64,
+    report: &mut Report,
+) -> Result<()> {
     let total: usize = case.steps.iter().map(|s| s.iter().sum::<usize>()).sum();
     let sequences = case.steps[0].len();
     // Scores of a few units, whatever the rows.

@@ -1,8 +1,7 @@
-//! The checks themselves, checked: the scalar CPU backend passes them (a part of them, to save time).
+//! The scalar CPU backend passes the checks (some of their cases, to save time).
 
-use super::growing::Inspected;
-use super::{Extent, Report, cache, decoded, model, picks, tails};
-use crate::options::{Device, ModelArgs, PrecisionArg};
+use crate::growing::{Checks, Compared, Inspected};
+use crate::{Extent, Report, attention, dequantized, model, picks, tails};
 use anyhow::Result;
 use oscar_backend::CacheHead;
 use oscar_codec::{CodedPageId, KvFormat};
@@ -16,7 +15,7 @@ impl Inspected for CpuPages {
     }
 
     fn history_page(&self, head: CacheHead, id: u32) -> Result<Option<Vec<u8>>> {
-        // Formats without GPU kernels have no codes on a GPU that these could be compared like.
+        // Only formats with GPU kernels have codes on a GPU.
         let compares = Storage::of(self.layout())? == Storage::Codes;
         Ok(compares.then(|| self.coded_page(head.layer, head.kv_head, CodedPageId(id)).to_vec()))
     }
@@ -45,25 +44,38 @@ fn the_cpu_passes_the_checks_of_demoted_tails() {
     tails::check(&cpu(), one_in(5), &mut report).unwrap();
     assert_passes(
         &report,
-        &["demoted tail, codes", "demoted tail, attention, decode", "demoted tail, attention, prefill"],
+        &["demoted tail, codes", "demoted tail, decode attention", "demoted tail, prefill attention"],
     );
 }
 
 #[test]
-fn the_cpu_passes_the_checks_of_generic_formats() {
+fn the_cpu_passes_the_checks_of_dequantized_formats() {
     let mut report = Report::default();
-    decoded::check(&cpu(), one_in(5), &mut report).unwrap();
+    dequantized::check(&cpu(), one_in(5), &mut report).unwrap();
     assert_passes(
         &report,
-        &["generic formats run", "generic formats, attention, decode", "generic formats, attention, prefill"],
+        &[
+            "dequantized formats run",
+            "dequantized formats, decode attention",
+            "dequantized formats, prefill attention",
+        ],
     );
 }
 
 #[test]
-fn the_cpu_passes_the_checks_of_codes() {
+fn the_cpu_passes_the_checks_of_demotion_and_attention() {
     let mut report = Report::default();
-    cache::check(&cpu(), one_in(11), &mut report).unwrap();
-    assert_passes(&report, &["demoted codes", "attention, decode", "attention, prefill"]);
+    attention::check(&cpu(), attention::FAST, one_in(11), &mut report).unwrap();
+    assert_passes(&report, &["demote, codes", "decode attention", "prefill attention"]);
+}
+
+#[test]
+fn only_the_wanted_part_is_compared() {
+    let compared = Compared { decode: true, ..Compared::NOTHING };
+    let wanted = Checks { compared, ..attention::FAST };
+    let mut report = Report::default();
+    attention::check(&cpu(), wanted, Extent::SMALL, &mut report).unwrap();
+    assert_eq!(report.findings.iter().map(|f| f.name.as_str()).collect::<Vec<_>>(), ["decode attention"]);
 }
 
 #[test]
@@ -74,23 +86,16 @@ fn the_cpu_passes_the_checks_of_picks() {
 }
 
 #[test]
-fn the_cpu_passes_the_check_of_picked_tokens() {
-    let args = ModelArgs {
-        model: None,
-        device: Device::Cpu,
-        threads: Some(2),
-        precision: PrecisionArg::Bf16,
-        weights: None,
-    };
-    let opened = args.open().unwrap();
-    let mut runner = model::runner(&opened, KvFormat::OSCAR2, None, args.backend().unwrap()).unwrap();
+fn the_cpu_passes_the_checks_of_a_model() {
+    let model = model::EmbeddedModel::open(None).unwrap();
+    let cpu = || CpuBackend::new(Kernels::chosen().unwrap(), 2, Mode::Bf16).unwrap();
     let prompt: Vec<u32> = (20..420).collect();
     let mut report = Report::default();
+    let mut runner = model.runner(cpu(), KvFormat::OSCAR2, None).unwrap();
     model::picked(&mut runner, &prompt, 12, KvFormat::OSCAR2, &mut report).unwrap();
     assert_passes(&report, &["model picked tokens, oscar2"]);
-    let narrow = Some(model::NARROW);
-    let mut runner = model::runner(&opened, KvFormat::OSCAR2, narrow, args.backend().unwrap()).unwrap();
-    model::foreseen(&mut runner, &prompt, 4, KvFormat::OSCAR2, &mut report).unwrap();
+    let mut runner = model.runner(cpu(), KvFormat::OSCAR2, Some(model::NARROW)).unwrap();
+    model::lookahead(&mut runner, &prompt, 4, KvFormat::OSCAR2, &mut report).unwrap();
     assert!(report.findings.iter().all(|f| f.failure.is_none() && f.cases > 0));
-    assert!(report.findings.iter().any(|f| f.name == "model foreseen steps, oscar2"));
+    assert!(report.findings.iter().any(|f| f.name == "model lookahead, oscar2"));
 }

@@ -1,7 +1,7 @@
-//! Checks of the choice of tokens on the device: the same tokens, the same logits, the same order as the plain rule, to the
-//! bit, whatever the row holds.
+//! Checks of the choice of tokens on the device: the same tokens, logits and order as the scalar
+//! rule, bit for bit, for any row.
 
-use super::{Extent, Numbers, Report, download, upload};
+use crate::{Extent, Numbers, Report, download, upload};
 use anyhow::Result;
 use oscar_backend::{Backend, Candidate, HostMatrix, HostValues, MOST_CANDIDATES, Pick, pick};
 

@@ -1,8 +1,8 @@
-//! Steps of single tokens, which attention takes as projections: their way into the cache must be that of `append`, which
-//! [`heads`](super::heads) checks.
+//! Checks of decode attention that also appends the new token (`FROM_PROJECTIONS`): its queries and
+//! cache rows must be those of the separate `append` kernel, which [`heads`](crate::heads) checks.
 
-use super::growing::rows_of;
-use super::{Extent, Numbers, Report, download, heads::rotated_heads, largest_difference, upload};
+use crate::growing::rows_of;
+use crate::{Extent, Numbers, Report, download, heads::rotated_heads, largest_difference, upload};
 use anyhow::{Context, Result};
 use oscar_backend::{Backend, HeadPreparation, HeadShape};
 use oscar_cache::{PagePool, SequencePages};
@@ -161,12 +161,12 @@ fn run(gpu: &CudaBackend, case: &Case, steps: usize, seed: u64, report: &mut Rep
                 shape.query_heads / KV_HEADS
             )
         };
-        report.case("new tokens, attention", difference, largest * ALLOWED, what);
+        report.case("fused append, attention", difference, largest * ALLOWED, what);
         for (sequence, length) in case.lengths.iter().enumerate() {
             for (head, side) in (0..KV_HEADS).flat_map(|head| [(head, Side::Key), (head, Side::Value)]) {
                 let [a, b] = [&together, &apart].map(|way| way.last_row(sequence, length + step, head, side));
                 let differing = a?.iter().zip(&b?).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
-                report.case("new tokens, rows of the cache", differing as f64, 0.0, what);
+                report.case("fused append, rows of the cache", differing as f64, 0.0, what);
             }
         }
     }

@@ -1,8 +1,8 @@
-//! Checks of prefixes whose BF16 tails were coded to make room: the codes are the codec's, and queries that go on from
-//! such a prefix read them where the windows alone would say BF16.
+//! Checks of prefixes whose BF16 tails were quantized to make room: the codes are the codec's, and
+//! queries after such a prefix read codes where the windows alone would say BF16.
 
-use super::growing::{Checks, Growing, Inspected, Pattern};
-use super::{Extent, Report};
+use crate::growing::{Checks, Compared, Growing, Inspected, Pattern};
+use crate::{Extent, Report};
 use anyhow::{Context, Result, ensure};
 use oscar_backend::{Backend, CacheHead, SequenceRows};
 use oscar_cache::{RadixCache, SequencePages, TailDemotion};
@@ -10,10 +10,11 @@ use oscar_codec::{CacheLayout, CodeLayout, FormatTable, KvFormat, Windows};
 
 const CHECKS: Checks = Checks {
     history: "demoted tail, codes",
-    decode: "demoted tail, attention, decode",
-    prefill: "demoted tail, attention, prefill",
+    decode: "demoted tail, decode attention",
+    prefill: "demoted tail, prefill attention",
     // As for any codes: see `cache`.
     allowed: 1.0 / 128.0,
+    compared: Compared::EVERYTHING,
 };
 
 pub fn check<B: Backend<Pool: Inspected>>(gpu: &B, extent: Extent, report: &mut Report) -> Result<()> {
@@ -43,7 +44,6 @@ pub fn check<B: Backend<Pool: Inspected>>(gpu: &B, extent: Extent, report: &mut 
     Ok(())
 }
 
-#[allow(clippy::too_many_arguments)]
 fn resume<B: Backend<Pool: Inspected>>(
     gpu: &B,
     head_dim: usize,

@@ -1,11 +1,14 @@
-//! Sequences that grow on the GPU beside a scalar twin that holds what the codec says every page must contain and what attention
-//! over it must return.
+//! Sequences that grow on a device beside a scalar twin. The twin holds the rows and codes that the
+//! codec puts into every page; reference attention over them is the codec's.
 
-use super::{Numbers, Report, download, largest_difference, upload};
+use crate::{Numbers, Report, download, largest_difference, upload};
 use anyhow::{Context, Result};
 use oscar_backend::{Backend, CacheHead, HeadPreparation, HeadShape, SequenceRows};
 use oscar_cache::{PagePool, SequencePages, StepPages};
-use oscar_codec::{CacheLayout, PAGE_TOKENS, PageCodec, RowPageCodec, Side, TILE_TOKENS, Windows};
+use oscar_codec::attention::{Form, PagedContext, attend_context};
+use oscar_codec::{
+    CacheLayout, CodeLayout, PAGE_TOKENS, PageCodec, RowPageCodec, Side, SideSpec, TILE_TOKENS, Windows,
+};
 use oscar_kernels_cuda::pages::CudaPages;
 use oscar_kernels_cuda::storage::Storage;
 use std::collections::BTreeMap;
@@ -53,7 +56,23 @@ impl Pattern {
     }
 }
 
-/// Names of what is checked, and how far attention may be off.
+/// The results of a step that are compared with the reference.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Compared {
+    /// Pages of history, after their tiles were quantized.
+    pub history: bool,
+    /// Attention of sequences that bring one row.
+    pub decode: bool,
+    /// Attention of sequences that bring several rows.
+    pub prefill: bool,
+}
+
+impl Compared {
+    pub const NOTHING: Self = Self { history: false, decode: false, prefill: false };
+    pub const EVERYTHING: Self = Self { history: true, decode: true, prefill: true };
+}
+
+/// Names of the checks, and the largest allowed difference of attention.
 #[derive(Clone, Copy)]
 pub struct Checks {
     pub history: &'static str,
@@ -61,13 +80,13 @@ pub struct Checks {
     pub prefill: &'static str,
     /// Largest difference of an output, as a share of the largest value it is a mean of.
     pub allowed: f64,
+    pub compared: Compared,
 }
 
-/// Pages of a device that can be looked at. The unit tests run the checks on the CPU, so that a check which has never
-/// seen a GPU is known to be right.
+/// Pages of a device that a check can read.
 pub trait Inspected {
     fn storage(&self) -> Storage;
-    /// A page of history; `None` where pages are not to be compared.
+    /// A page of history; `None` where the device's pages cannot be compared with a GPU's.
     fn history_page(&self, head: CacheHead, id: u32) -> Result<Option<Vec<u8>>>;
 }
 
@@ -81,7 +100,7 @@ impl Inspected for CudaPages {
     }
 }
 
-/// What each sequence brings to a step, one after the other.
+/// The rows that each sequence brings to a step, one sequence behind the other.
 pub fn rows_of<'a>(pages: &'a [SequencePages], plans: &'a [StepPages]) -> Vec<SequenceRows<'a>> {
     let mut first = 0;
     let rows = |(pages, plan): (&'a SequencePages, &'a StepPages)| {
@@ -99,7 +118,7 @@ pub fn rows_of<'a>(pages: &'a [SequencePages], plans: &'a [StepPages]) -> Vec<Se
     pages.iter().zip(plans).map(rows).collect()
 }
 
-/// The cache of some sequences, on the GPU and as a twin.
+/// The cache of some sequences, on the device and as a twin.
 pub struct Growing<'a, B: Backend> {
     pub gpu: &'a B,
     pub layout: CacheLayout,
@@ -118,7 +137,6 @@ pub struct Growing<'a, B: Backend> {
 }
 
 impl<'a, B: Backend<Pool: Inspected>> Growing<'a, B> {
-    #[allow(clippy::too_many_arguments)]
     pub fn new(
         gpu: &'a B,
         layout: CacheLayout,
@@ -156,7 +174,7 @@ impl<'a, B: Backend<Pool: Inspected>> Growing<'a, B> {
         })
     }
 
-    /// Gives each sequence so many rows more and compares what the GPU then holds and answers.
+    /// Appends `step_rows[i]` rows to sequence `i`, then compares pages and attention.
     pub fn step(&mut self, step_rows: &[usize], pattern: Pattern, report: &mut Report) -> Result<()> {
         let HeadShape { query_heads, kv_heads, head_dim: d, .. } = self.shape;
         let (layers, width) = (self.layout.layers(), (query_heads + 2 * kv_heads) * d);
@@ -191,15 +209,18 @@ impl<'a, B: Backend<Pool: Inspected>> Growing<'a, B> {
                     twin.values.extend_from_slice(at(query_heads + kv_heads + head.kv_head));
                 }
                 twin.demote(&self.layout, pool.storage(), head, [&s.demote, &s.demote_values])?;
-                twin.compare_history(&self.layout, pool, head, s, self.checks.history, &self.what, report)?;
+                if self.checks.compared.history {
+                    let name = self.checks.history;
+                    twin.compare_history(&self.layout, pool, head, s, name, &self.what, report)?;
+                }
             }
         }
         for (layer, (values, found)) in values.iter().zip(&found).enumerate() {
             let what = format!("{}, layer {layer}", self.what);
             let reference = Reference {
                 shape: &self.shape,
-                windows: self.layout.windows(),
-                coded: self.layout.coded().is_some(),
+                layout: &self.layout,
+                layer,
                 values,
                 width,
                 found,
@@ -207,7 +228,8 @@ impl<'a, B: Backend<Pool: Inspected>> Growing<'a, B> {
                 what: &what,
             };
             for (s, twins) in rows.iter().zip(&self.twins) {
-                reference.compare(s, &twins[layer * kv_heads..][..kv_heads], &mut self.numbers, report);
+                let twins = &twins[layer * kv_heads..][..kv_heads];
+                reference.compare(s, twins, &mut self.numbers, report)?;
             }
         }
         for (pages, plan) in self.pages.iter_mut().zip(&plans) {
@@ -216,7 +238,7 @@ impl<'a, B: Backend<Pool: Inspected>> Growing<'a, B> {
         Ok(())
     }
 
-    /// So many rows of `[queries | keys | values]`.
+    /// `count` rows of `[queries | keys | values]`.
     fn rows(&mut self, count: usize, pattern: Pattern) -> Vec<f32> {
         let HeadShape { query_heads, kv_heads, head_dim: d, .. } = self.shape;
         let mut values = Vec::new();
@@ -232,7 +254,7 @@ impl<'a, B: Backend<Pool: Inspected>> Growing<'a, B> {
     }
 }
 
-/// What one sequence holds of one KV head: rows as stored and as coded.
+/// The rows of one sequence and KV head: as stored in BF16, as codes, and dequantized.
 #[derive(Default, Clone)]
 pub struct HeadTwin {
     pub keys: Vec<f32>,
@@ -240,19 +262,17 @@ pub struct HeadTwin {
     coded_pages: BTreeMap<usize, Vec<u8>>,
     coded_keys: Vec<f32>,
     coded_values: Vec<f32>,
-    /// What would be code is not kept, and not read.
-    without_history: bool,
 }
 
 impl HeadTwin {
-    /// Forgets everything from a position on.
+    /// Drops everything from a position on.
     pub fn truncate(&mut self, tokens: usize, head_dim: usize) {
         for rows in [&mut self.keys, &mut self.values, &mut self.coded_keys, &mut self.coded_values] {
             rows.truncate(tokens * head_dim);
         }
     }
 
-    /// Codes positions of keys and values as the codec does and keeps what they decode to.
+    /// Quantizes positions of keys and values as the codec does, and dequantizes them.
     pub fn demote(
         &mut self,
         layout: &CacheLayout,
@@ -263,7 +283,6 @@ impl HeadTwin {
         let Some(table) = layout.coded() else { return Ok(()) };
         let (codec, d, origin) =
             (table.codec(head.layer, head.kv_head), layout.head_dim(), layout.windows().sink());
-        self.without_history = !codec.keeps_history();
         self.coded_keys.resize(self.keys.len(), 0.0);
         self.coded_values.resize(self.values.len(), 0.0);
         for (side, positions) in [Side::Key, Side::Value].into_iter().zip(positions) {
@@ -306,8 +325,7 @@ impl HeadTwin {
         Ok(())
     }
 
-    /// The rows that were just demoted, on the GPU and here.
-    #[allow(clippy::too_many_arguments)]
+    /// Compares the rows that this step demoted with the device's pages.
     pub fn compare_history(
         &self,
         layout: &CacheLayout,
@@ -324,7 +342,7 @@ impl HeadTwin {
                 let block = position / PAGE_TOKENS;
                 let id = s.coded.get(block).copied().flatten().context("a coded page")?;
                 let Some(page) = pool.history_page(head, id.0)? else { continue };
-                // A tile, or as much of it as a sliding window demotes.
+                // A sliding window may demote only a part of a tile.
                 let end = positions.end.min(position + TILE_TOKENS).min((block + 1) * PAGE_TOKENS);
                 let differing = match pool.storage() {
                     Storage::Decoded => {
@@ -341,7 +359,7 @@ impl HeadTwin {
         Ok(())
     }
 
-    /// Codes and parameters in which a page differs from the codec's.
+    /// Counts the codes and parameters in which a page differs from the codec's.
     fn differing(&self, codec: &RowPageCodec, side: Side, positions: Range<usize>, page: &[u8]) -> usize {
         let Some(expected) = self.coded_pages.get(&(positions.start / PAGE_TOKENS)) else {
             return usize::MAX;
@@ -359,7 +377,7 @@ impl HeadTwin {
         count
     }
 
-    /// Does a page of decoded history hold what the codes of a position stand for?
+    /// Whether a page of dequantized history holds the dequantized row of a position.
     fn holds(&self, full: &RowPageCodec, side: Side, position: usize, page: &[u8]) -> bool {
         let mut row = vec![0.0; full.head_dim()];
         full.decode_row(side, page, position % PAGE_TOKENS, &mut row);
@@ -369,11 +387,37 @@ impl HeadTwin {
     }
 }
 
-/// Attention of some rows of a step, in f64, against what the GPU found.
+/// F32 pages of a twin: the codec's reference attention reads dequantized rows from them.
+struct TwinPages {
+    codec: RowPageCodec,
+    /// Blocks of rows as stored, and of dequantized rows.
+    full: Vec<Vec<u8>>,
+    coded: Vec<Vec<u8>>,
+}
+
+impl TwinPages {
+    fn of(twin: &HeadTwin, head_dim: usize, coded: bool) -> Result<Self> {
+        let codec = RowPageCodec::new(head_dim, SideSpec::F32, SideSpec::F32, CodeLayout::Logical)?;
+        let pages = |keys: &[f32], values: &[f32]| -> Result<Vec<Vec<u8>>> {
+            let page = |(keys, values): (&[f32], &[f32])| {
+                let mut page = vec![0; codec.page_bytes()];
+                codec.encode_rows(0, keys, values, &mut page)?;
+                Ok(page)
+            };
+            let size = PAGE_TOKENS * head_dim;
+            keys.chunks(size).zip(values.chunks(size)).map(page).collect()
+        };
+        let full = pages(&twin.keys, &twin.values)?;
+        let coded = if coded { pages(&twin.coded_keys, &twin.coded_values)? } else { full.clone() };
+        Ok(Self { codec, full, coded })
+    }
+}
+
+/// Reference attention of a layer's rows, against the device's.
 struct Reference<'a> {
     shape: &'a HeadShape,
-    windows: &'a Windows,
-    coded: bool,
+    layout: &'a CacheLayout,
+    layer: usize,
     /// Rows of `[queries | keys | values]`.
     values: &'a [f32],
     width: usize,
@@ -383,58 +427,83 @@ struct Reference<'a> {
 }
 
 impl Reference<'_> {
-    fn compare(&self, s: &SequenceRows<'_>, twins: &[HeadTwin], numbers: &mut Numbers, report: &mut Report) {
-        let (shape, d) = (self.shape, self.shape.head_dim);
-        let (group, count) = (shape.query_heads / shape.kv_heads, s.rows.len());
-        let coded_until = if self.coded { s.coded_until() } else { 0 };
-        // All rows of a decode step; first, last and some others of a prefill.
+    fn compare(
+        &self,
+        s: &SequenceRows<'_>,
+        twins: &[HeadTwin],
+        numbers: &mut Numbers,
+        report: &mut Report,
+    ) -> Result<()> {
+        let count = s.rows.len();
+        // First, last and some other rows of a prefill.
         let mut chosen: Vec<usize> = vec![0, count - 1];
         chosen.extend((0..6).map(|_| numbers.below(count)));
         chosen.sort_unstable();
         chosen.dedup();
-        for i in chosen {
+        let Compared { decode, prefill, .. } = self.checks.compared;
+        let (wanted, name) = match count {
+            1 => (decode, self.checks.decode),
+            _ => (prefill, self.checks.prefill),
+        };
+        if !wanted {
+            return Ok(());
+        }
+        for (kv_head, twin) in twins.iter().enumerate() {
+            self.compare_head(s, kv_head, twin, &chosen, name, report)?;
+        }
+        Ok(())
+    }
+
+    /// Compares the query heads that share a KV head.
+    fn compare_head(
+        &self,
+        s: &SequenceRows<'_>,
+        kv_head: usize,
+        twin: &HeadTwin,
+        chosen: &[usize],
+        name: &str,
+        report: &mut Report,
+    ) -> Result<()> {
+        let (shape, d) = (self.shape, self.shape.head_dim);
+        let group = shape.query_heads / shape.kv_heads;
+        let table = self.layout.coded();
+        let pages = TwinPages::of(twin, d, table.is_some())?;
+        // The twin has the pages that the device's tables name, and no others.
+        let blocks = pages.full.len();
+        let full: Vec<Option<&[u8]>> =
+            (0..blocks).map(|b| s.full.get(b).copied().flatten().map(|_| pages.full[b].as_slice())).collect();
+        let coded: Vec<Option<&[u8]>> = (0..blocks)
+            .map(|b| match table {
+                Some(_) => s.coded.get(b).copied().flatten().map(|_| pages.coded[b].as_slice()),
+                None => full[b],
+            })
+            .collect();
+        let zero_width = RowPageCodec::new(d, SideSpec::ABSENT, SideSpec::ABSENT, CodeLayout::Logical)?;
+        let keeps_history = table.is_none_or(|t| t.codec(self.layer, kv_head).keeps_history());
+        let context = PagedContext {
+            full_codec: &pages.codec,
+            coded_codec: if keeps_history { &pages.codec } else { &zero_width },
+            full: &full,
+            coded: &coded,
+        };
+        let windows: &Windows = self.layout.windows();
+        let rows = [&twin.values, &twin.coded_values];
+        let largest = rows.into_iter().flatten().fold(0f32, |a, v| a.max(v.abs()));
+        let allowed = f64::from(largest) * self.checks.allowed + 1e-30;
+        let mut expected = vec![0f32; d];
+        for &i in chosen {
             let (row, t) = (s.rows.start + i, s.first_position + i);
-            for head in 0..shape.query_heads {
-                let twin = &twins[head / group];
+            for head in kv_head * group..(kv_head + 1) * group {
                 let query = &self.values[row * self.width + head * d..][..d];
-                let is_code = |side, j: usize| {
-                    let boundary = self.windows.side_boundary(side, t).max(coded_until);
-                    self.coded && j >= self.windows.sink() && j < boundary
-                };
-                let key = |j: usize| {
-                    let rows = if is_code(Side::Key, j) { &twin.coded_keys } else { &twin.keys };
-                    &rows[j * d..][..d]
-                };
-                let value = |j: usize| {
-                    let rows = if is_code(Side::Value, j) { &twin.coded_values } else { &twin.values };
-                    &rows[j * d..][..d]
-                };
-                let dot = |k: &[f32]| -> f64 {
-                    query.iter().zip(k).map(|(&q, &k)| f64::from(q) * f64::from(k)).sum()
-                };
-                let score = |j: usize| match twin.without_history && is_code(Side::Key, j) {
-                    true => f64::NEG_INFINITY,
-                    false => f64::from(shape.scale) * dot(key(j)),
-                };
-                let scores: Vec<f64> = (0..=t).map(score).collect();
-                let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-                let weights: Vec<f64> = scores.iter().map(|s| (s - top).exp()).collect();
-                let sum: f64 = weights.iter().sum();
-                let mut expected = vec![0f64; d];
-                let mut largest = 0f64;
-                for (j, w) in weights.iter().enumerate() {
-                    for (e, &v) in expected.iter_mut().zip(value(j)) {
-                        *e += w / sum * f64::from(v);
-                        largest = largest.max(f64::from(v).abs());
-                    }
-                }
-                let at = row * shape.query_heads * d + head * d;
-                let difference = largest_difference(&self.found[at..at + d], &expected);
-                let name = if count == 1 { self.checks.decode } else { self.checks.prefill };
-                report.case(name, difference, largest * self.checks.allowed + 1e-30, || {
+                attend_context(query, shape.scale, t, windows, &context, Form::Plain).finish(&mut expected);
+                let exact: Vec<f64> = expected.iter().copied().map(f64::from).collect();
+                let at = (row * shape.query_heads + head) * d;
+                let difference = largest_difference(&self.found[at..at + d], &exact);
+                report.case(name, difference, allowed, || {
                     format!("{}, position {t}, query head {head}", self.what)
                 });
             }
         }
+        Ok(())
     }
 }

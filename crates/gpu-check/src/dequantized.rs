@@ -1,8 +1,8 @@
-//! Checks of caches whose format has no kernels: history that went through the codec on the CPU is on the GPU to the
-//! bit, and attention reads each side of each position by the format's own windows.
+//! Checks of formats without kernels: their history is dequantized on the CPU and kept on the GPU in
+//! BF16, bit for bit. Attention reads each side of each position by the format's own windows.
 
-use super::growing::{Checks, Growing, Inspected, Pattern};
-use super::{Extent, Report};
+use crate::growing::{Checks, Compared, Growing, Inspected, Pattern};
+use crate::{Extent, Report};
 use anyhow::{Context, Result};
 use oscar_backend::Backend;
 use oscar_codec::{CacheLayout, CodeLayout, KvFormat};
@@ -24,11 +24,12 @@ const FORMATS: [&str; 11] = [
 ];
 
 const CHECKS: Checks = Checks {
-    history: "generic formats, decoded history",
-    decode: "generic formats, attention, decode",
-    prefill: "generic formats, attention, prefill",
-    // Everything but the rows themselves is f32; outliers make scores of hundreds, whose last bits a weight feels.
+    history: "dequantized formats, history",
+    decode: "dequantized formats, decode attention",
+    prefill: "dequantized formats, prefill attention",
+    // Everything but the rows is f32. Outliers make scores of hundreds; their last bits move weights.
     allowed: 5e-4,
+    compared: Compared::EVERYTHING,
 };
 
 pub fn check<B: Backend<Pool: Inspected>>(gpu: &B, extent: Extent, report: &mut Report) -> Result<()> {
@@ -44,9 +45,9 @@ pub fn check<B: Backend<Pool: Inspected>>(gpu: &B, extent: Extent, report: &mut 
                 let what =
                     format!("{name}, head {head_dim}, {kv_heads} KV heads, group {group}, {pattern:?}");
                 let outcome = grow(gpu, format, (head_dim, kv_heads, group), pattern, seed, &what, report);
-                // A case that cannot run is a difference too; the others still tell something.
+                // A case that cannot run counts as a failure; the other cases still run.
                 if let Err(error) = outcome.with_context(|| what.clone()) {
-                    report.case("generic formats run", f64::INFINITY, 0.0, || format!("{error:#}"));
+                    report.case("dequantized formats run", f64::INFINITY, 0.0, || format!("{error:#}"));
                 }
             }
         }
@@ -63,13 +64,14 @@ fn grow<B: Backend<Pool: Inspected>>(
     what: &str,
     report: &mut Report,
 ) -> Result<()> {
-    // Formats with windows of their own keep them; the others get narrow ones, so that little context is long enough.
+    // Formats with their own windows keep them. The others get narrow ones, so that a short context
+    // has history.
     let published = format.windows(None, None)?;
     let windows = if published.sides_agree() { format.windows(Some(16), Some(48))? } else { published };
     let layout = CacheLayout::new(format, 1, kv_heads, head_dim, windows, CodeLayout::GpuTile)?;
     let kept_decoded = Storage::of(&layout)? == Storage::Decoded;
-    report.case("generic formats run", f64::from(u8::from(!kept_decoded)), 0.0, || {
-        format!("{what}: there are kernels for it, so this checks nothing new")
+    report.case("dequantized formats run", f64::from(u8::from(!kept_decoded)), 0.0, || {
+        format!("{what}: this format has kernels, so its history is not dequantized")
     });
     let steps = [[150, 1], [1, 200], [1, 1], [130, 70], [1, 1]];
     let total = steps.iter().flatten().sum();

@@ -1,0 +1,223 @@
+//! Every CUDA kernel against the scalar reference, then a whole model against the CPU.
+//!
+//! A [`Part`] names the kernels that it checks. Each part is a test named `<kernel>_matches_scalar`
+//! (`tests/matches_scalar.rs`), which runs where a GPU is, and a value of `oscar gpu-check --only`
+//! for machines that have only the binary.
+//!
+//! **Invariant:** a check that has never seen a GPU is known to be right: the unit tests run the
+//! checks of pages, attention and picks on the scalar CPU backend, which must pass them.
+
+mod attention;
+mod dequantized;
+mod fused_append;
+mod growing;
+mod heads;
+mod model;
+#[cfg(test)]
+mod on_cpu;
+mod picks;
+mod report;
+mod rows;
+mod tails;
+
+pub use report::{Extent, Finding, Report};
+
+use anyhow::Result;
+use growing::{Checks, Compared};
+use oscar_backend::{Backend, HostMatrix, HostValues};
+use oscar_kernels_cuda::{AttentionMode, CudaBackend};
+use std::str::FromStr;
+
+/// What can be checked by itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Part {
+    Embed,
+    Norm,
+    Gate,
+    Gemm,
+    Gram,
+    Append,
+    FusedAppend,
+    Demote,
+    Decode,
+    Prefill,
+    Simple,
+    Dequantized,
+    Tails,
+    Pick,
+    Model,
+}
+
+impl Part {
+    pub const ALL: [Self; 15] = [
+        Self::Embed,
+        Self::Norm,
+        Self::Gate,
+        Self::Gemm,
+        Self::Gram,
+        Self::Append,
+        Self::FusedAppend,
+        Self::Demote,
+        Self::Decode,
+        Self::Prefill,
+        Self::Simple,
+        Self::Dequantized,
+        Self::Tails,
+        Self::Pick,
+        Self::Model,
+    ];
+
+    /// The name that `oscar gpu-check --only` takes.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Embed => "embed",
+            Self::Norm => "norm",
+            Self::Gate => "gate",
+            Self::Gemm => "gemm",
+            Self::Gram => "gram",
+            Self::Append => "append",
+            Self::FusedAppend => "fused-append",
+            Self::Demote => "demote",
+            Self::Decode => "decode",
+            Self::Prefill => "prefill",
+            Self::Simple => "simple",
+            Self::Dequantized => "dequantized",
+            Self::Tails => "tails",
+            Self::Pick => "pick",
+            Self::Model => "model",
+        }
+    }
+
+    /// One line for `--help`.
+    pub fn describe(self) -> &'static str {
+        match self {
+            Self::Embed => "Embedding and row selection (rows.cu)",
+            Self::Norm => "RMSNorm (rows.cu)",
+            Self::Gate => "SwiGLU (rows.cu)",
+            Self::Gemm => "Matrix products, BF16 and FP8 weights (skinny_gemm.cu, expand.cu, cuBLASLt)",
+            Self::Gram => "Gram matrices of calibration (gram.cu)",
+            Self::Append => "QK-norm, RoPE, rotation and storing of new tokens (append.cu)",
+            Self::FusedAppend => "Decode attention that also appends the new token (attention_decode.cu)",
+            Self::Demote => "Quantization of tiles that leave the recent window (demote.cu)",
+            Self::Decode => "Attention of the decode phase (attention_decode.cu)",
+            Self::Prefill => "Attention of prompts (attention_prefill.cu)",
+            Self::Simple => "Simple attention over codes and BF16 rows (attention_simple.cu)",
+            Self::Dequantized => {
+                "Formats without kernels: simple attention over dequantized history (attention_simple.cu)"
+            }
+            Self::Tails => "Prefixes whose BF16 tails were quantized to make room",
+            Self::Pick => "Choice of tokens on the device (pick.cu)",
+            Self::Model => "The embedded model against the CPU",
+        }
+    }
+}
+
+impl FromStr for Part {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        let known = || Self::ALL.map(Self::name).join(", ");
+        Self::ALL
+            .into_iter()
+            .find(|part| part.name() == name)
+            .ok_or_else(|| format!("'{name}' is no part of the check: it may be one of {}", known()))
+    }
+}
+
+/// Runs these parts on a GPU.
+pub fn check(gpu: &CudaBackend, parts: &[Part], extent: Extent) -> Result<Report> {
+    let wants = |part| parts.contains(&part);
+    let mut report = Report::default();
+    rows::check(gpu, parts, extent, &mut report)?;
+    let compared =
+        Compared { history: wants(Part::Demote), decode: wants(Part::Decode), prefill: wants(Part::Prefill) };
+    if compared != Compared::NOTHING {
+        attention::check(gpu, Checks { compared, ..attention::FAST }, extent, &mut report)?;
+    }
+    if wants(Part::Simple) {
+        let gpu = CudaBackend::open_with(0, AttentionMode::Simple)?;
+        attention::check(&gpu, attention::SIMPLE, extent, &mut report)?;
+    }
+    if wants(Part::Append) {
+        heads::check(gpu, &mut report)?;
+    }
+    if wants(Part::FusedAppend) {
+        fused_append::check(gpu, extent, &mut report)?;
+    }
+    if wants(Part::Dequantized) {
+        dequantized::check(gpu, extent, &mut report)?;
+    }
+    if wants(Part::Tails) {
+        tails::check(gpu, extent, &mut report)?;
+    }
+    if wants(Part::Pick) {
+        picks::check(gpu, extent, &mut report)?;
+    }
+    if wants(Part::Model) {
+        model::check(extent, &mut report)?;
+    }
+    Ok(report)
+}
+
+/// Deterministic numbers that look random.
+struct Numbers(u64);
+
+impl Numbers {
+    fn new(seed: u64) -> Self {
+        Self(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1)
+    }
+
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        self.0 >> 33
+    }
+
+    /// Uniform in ±1, exactly representable in BF16.
+    fn unit(&mut self) -> f32 {
+        half::bf16::from_f32((self.next() % 65536) as f32 / 32768.0 - 1.0).to_f32()
+    }
+
+    fn below(&mut self, n: usize) -> usize {
+        self.next() as usize % n
+    }
+
+    fn vector(&mut self, len: usize) -> Vec<f32> {
+        (0..len).map(|_| self.unit()).collect()
+    }
+}
+
+/// Rows on the device with these values, which must be exact in BF16. They are the rows of an
+/// embedding table.
+fn upload<B: Backend>(gpu: &B, values: &[f32], width: usize) -> Result<B::Rows> {
+    let count = values.len() / width;
+    let table = gpu.matrix(HostMatrix {
+        outputs: count,
+        inputs: width,
+        values: HostValues::F32(values),
+        bias: None,
+    })?;
+    let tokens: Vec<u32> = (0..count as u32).collect();
+    let mut rows = gpu.rows(width);
+    gpu.embed(&table, &tokens, &mut rows);
+    // Wait for the kernel before its table is freed.
+    gpu.read(&rows, &mut Vec::new())?;
+    Ok(rows)
+}
+
+fn download<B: Backend>(gpu: &B, rows: &B::Rows) -> Result<Vec<f32>> {
+    let mut values = Vec::new();
+    gpu.read(rows, &mut values)?;
+    Ok(values)
+}
+
+/// Largest absolute difference; infinite if any value is NaN or the lengths differ.
+fn largest_difference(found: &[f32], expected: &[f64]) -> f64 {
+    if found.len() != expected.len() {
+        return f64::INFINITY;
+    }
+    let difference = |(f, e): (&f32, &f64)| {
+        let d = (f64::from(*f) - e).abs();
+        if d.is_nan() { f64::INFINITY } else { d }
+    };
+    found.iter().zip(expected).map(difference).fold(0.0, f64::max)
+}

@@ -1,0 +1,94 @@
+//! How much is checked, and what was found.
+
+/// How much of each check is run.
+#[derive(Clone, Copy, Debug)]
+pub struct Extent {
+    /// Every n-th of the many cases of a check.
+    pub every: u64,
+    /// No large matrices, and only the first steps of long runs.
+    pub small: bool,
+}
+
+impl Extent {
+    pub const WHOLE: Self = Self { every: 1, small: false };
+    /// Few cases, but some of every head size and storage. For tools that make a kernel a thousand
+    /// times slower, such as compute-sanitizer.
+    pub const SMALL: Self = Self { every: 13, small: true };
+
+    pub(crate) fn takes(self, case: u64) -> bool {
+        case.is_multiple_of(self.every)
+    }
+
+    /// A case of this size is run if everything is, or if the size is at most `small`.
+    pub(crate) fn fits(self, size: usize, small: usize) -> bool {
+        !self.small || size <= small
+    }
+}
+
+/// The result of one kind of check.
+#[derive(Clone, Debug)]
+pub struct Finding {
+    pub name: String,
+    pub cases: usize,
+    /// Largest difference as a share of the allowed one; above 1 is a failure.
+    pub worst: f64,
+    /// The first case that failed.
+    pub failure: Option<String>,
+}
+
+/// Findings by name.
+#[derive(Clone, Debug, Default)]
+pub struct Report {
+    pub findings: Vec<Finding>,
+}
+
+impl Report {
+    /// Counts one case of a check: `difference` may be at most `allowed`. NaN fails.
+    pub(crate) fn case(&mut self, name: &str, difference: f64, allowed: f64, what: impl FnOnce() -> String) {
+        let index = self.findings.iter().position(|f| f.name == name).unwrap_or_else(|| {
+            self.findings.push(Finding { name: name.into(), cases: 0, worst: 0.0, failure: None });
+            self.findings.len() - 1
+        });
+        let finding = &mut self.findings[index];
+        finding.cases += 1;
+        let share = match difference {
+            0.0 => 0.0,
+            _ if allowed > 0.0 => difference / allowed,
+            _ => f64::INFINITY,
+        };
+        if share.is_nan() || share > finding.worst {
+            finding.worst = share;
+        }
+        if (difference > allowed || difference.is_nan()) && finding.failure.is_none() {
+            let what = what();
+            finding.failure = Some(format!("{what}: differs by {difference:.3e}, allowed {allowed:.3e}"));
+        }
+    }
+
+    /// The checks that failed.
+    pub fn failures(&self) -> impl Iterator<Item = &Finding> {
+        self.findings.iter().filter(|finding| finding.failure.is_some())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_difference_above_the_allowed_one_and_nan_fail() {
+        for (difference, allowed, fails) in [
+            (0.0, 0.0, false),
+            (1.0, 2.0, false),
+            (1e-9, 0.0, true),
+            (2.0, 1.0, true),
+            (f64::NAN, 1.0, true),
+            (f64::INFINITY, 1.0, true),
+        ] {
+            let mut report = Report::default();
+            report.case("name", difference, allowed, || "case".into());
+            assert_eq!(report.failures().count(), usize::from(fails), "{difference} of {allowed}");
+            assert_eq!(report.findings[0].worst > 1.0 || report.findings[0].worst.is_nan(), fails);
+        }
+    }
+}

@@ -1,0 +1,64 @@
+//! Every kernel against the scalar reference, on GPU 0. Without a GPU each test says that it was
+//! skipped (`cargo test -p oscar-gpu-check -- --nocapture` shows it).
+
+use oscar_gpu_check::{Extent, Part, check};
+use oscar_kernels_cuda::{CudaBackend, CudaError};
+use std::sync::{Mutex, PoisonError};
+
+/// Runs one part, alone on the GPU.
+fn run(part: Part) {
+    static ALONE: Mutex<()> = Mutex::new(());
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let gpu = match CudaBackend::open(0) {
+        Ok(gpu) => gpu,
+        Err(error @ (CudaError::NoDriver | CudaError::NoDevice)) => {
+            eprintln!("skipped: the check of {} needs a GPU: {error}", part.name());
+            return;
+        }
+        Err(error) => panic!("{error}"),
+    };
+    let report = check(&gpu, &[part], Extent::WHOLE).unwrap();
+    assert!(!report.findings.is_empty(), "nothing was checked");
+    let failures: Vec<_> = report.failures().collect();
+    assert!(failures.is_empty(), "{failures:#?}");
+}
+
+/// A test for each part, and the list of these parts.
+macro_rules! parts {
+    ($($test:ident: $part:ident,)*) => {
+        $(#[test]
+        fn $test() {
+            run(Part::$part);
+        })*
+
+        const TESTED: &[Part] = &[$(Part::$part),*];
+    };
+}
+
+parts! {
+    embed_matches_scalar: Embed,
+    rms_norm_matches_scalar: Norm,
+    swiglu_matches_scalar: Gate,
+    gemm_matches_scalar: Gemm,
+    gram_matches_scalar: Gram,
+    append_matches_scalar: Append,
+    fused_append_matches_scalar: FusedAppend,
+    demote_matches_scalar: Demote,
+    decode_attention_matches_scalar: Decode,
+    prefill_attention_matches_scalar: Prefill,
+    simple_attention_matches_scalar: Simple,
+    attention_over_dequantized_history_matches_scalar: Dequantized,
+    attention_over_demoted_tails_matches_scalar: Tails,
+    pick_matches_scalar: Pick,
+    model_matches_scalar: Model,
+}
+
+#[test]
+fn every_part_has_a_test_and_a_name() {
+    assert_eq!(TESTED, Part::ALL);
+    for part in Part::ALL {
+        assert_eq!(part.name().parse(), Ok(part));
+    }
+    let unknown = "generic".parse::<Part>().unwrap_err();
+    assert!(unknown.contains("decode, prefill, simple"), "{unknown}");
+}
