@@ -1,4 +1,5 @@
-"""BF16 decode attention of PyTorch (SDPA flash and cuDNN) on the shapes of time.cpp, for comparison.
+"""BF16 decode attention of PyTorch (SDPA flash and cuDNN) for comparison with
+`oscar bench attention --device cuda`.
 
 One query token, 8 KV heads of size 128, contiguous caches. A CUDA graph runs several layers, each on a cache of its own,
 so that nothing is left in L2; the time is the median of its replays over the number of layers.
