@@ -495,7 +495,8 @@ impl Reference<'_> {
             let (row, t) = (s.rows.start + i, s.first_position + i);
             for head in kv_head * group..(kv_head + 1) * group {
                 let query = &self.values[row * self.width + head * d..][..d];
-                attend_context(query, shape.scale, t, windows, &context, Form::Dequantized).finish(&mut expected);
+                attend_context(query, shape.scale, t, windows, &context, Form::Dequantized)
+                    .finish(&mut expected);
                 let exact: Vec<f64> = expected.iter().copied().map(f64::from).collect();
                 let at = (row * shape.query_heads + head) * d;
                 let difference = largest_difference(&self.found[at..at + d], &exact);
