@@ -66,8 +66,9 @@ pub(crate) mod avx512 {
     }
 }
 
-/// The best rate, in GB/s, at which the pool's threads read a buffer of `bytes` bytes, out of `repetitions`
-/// readings (at least one). Choose the buffer well beyond the last-level cache, 256 MB or more.
+/// The best rate, in GB/s, at which the pool's threads read a buffer of `bytes` bytes, out of
+/// `repetitions` readings (at least one). Choose the buffer well beyond the last-level cache, 256
+/// MB or more.
 pub fn read_ceiling(kernels: &Kernels, pool: &ThreadPool, bytes: usize, repetitions: usize) -> f64 {
     let mut buffer = Buffer::zeroed((bytes / 4).max(1));
     // Zeroed pages of a fresh allocation may all be one page; written ones are memory.

@@ -8,7 +8,8 @@ use std::ptr::NonNull;
 
 /// A cache line, which is also the widest vector and one row of a tile.
 pub const ALIGNMENT: usize = 64;
-/// Buffers of at least this size start on, and ask for, huge pages: fewer misses in the address cache.
+/// Buffers of at least this size start on, and ask for, huge pages: fewer misses in the address
+/// cache.
 const HUGE_PAGE: usize = 2 << 20;
 
 /// A fixed-size array of 32-bit words, viewed as whatever plain type the kernel needs.
@@ -46,7 +47,8 @@ impl Buffer {
     }
 
     pub fn words(&self) -> &[u32] {
-        // SAFETY: `start` points to `words` initialised words owned by self (or dangles, aligned, for none).
+        // SAFETY: `start` points to `words` initialised words owned by self (or dangles, aligned,
+        // for none).
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.words) }
     }
 
@@ -55,8 +57,8 @@ impl Buffer {
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.words) }
     }
 
-    /// Makes room for at least `words` words. Growing discards the content; memory is never given back, so that
-    /// steady work allocates nothing.
+    /// Makes room for at least `words` words. Growing discards the content; memory is never given
+    /// back, so that steady work allocates nothing.
     pub fn reserve(&mut self, words: usize) {
         if self.words < words {
             *self = Self::zeroed(words);
@@ -92,8 +94,8 @@ impl fmt::Debug for Buffer {
 #[cfg(target_os = "linux")]
 fn ask_for_huge_pages(start: NonNull<u32>, bytes: usize) {
     if bytes >= HUGE_PAGE {
-        // SAFETY: the range is a fresh allocation of ours, aligned to the huge page. This is advice: a refusal
-        // costs speed only, so the result is of no interest.
+        // SAFETY: the range is a fresh allocation of ours, aligned to the huge page. This is
+        // advice: a refusal costs speed only, so the result is of no interest.
         unsafe { libc::madvise(start.as_ptr().cast(), bytes, libc::MADV_HUGEPAGE) };
     }
 }

@@ -1,7 +1,7 @@
 //! Which instruction sets this crate has kernels for, and which one this process uses.
 //!
-//! Invariant: a choice is made once, and a wish that cannot be met is an error that names the alternatives.
-//! Nothing ever falls back to a slower variant silently.
+//! Invariant: a choice is made once, and a wish that cannot be met is an error that names the
+//! alternatives. Nothing ever falls back to a slower variant silently.
 
 use std::fmt;
 use std::str::FromStr;
@@ -14,8 +14,8 @@ pub const OVERRIDE: &str = "OSCAR_CPU";
 
 /// An instruction set with kernels of its own, slowest first.
 ///
-/// All names exist on every architecture, so that a wish can be understood and refused with a reason; off x86-64
-/// only [`Variant::Scalar`] is available.
+/// All names exist on every architecture, so that a wish can be understood and refused with a
+/// reason; off x86-64 only [`Variant::Scalar`] is available.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Variant {
     /// Portable code: the specification of every other variant.
@@ -74,7 +74,8 @@ impl Variant {
         }
     }
 
-    /// The variant of this process: that of the environment variable `OSCAR_CPU`, or the best. Decided once.
+    /// The variant of this process: that of the environment variable `OSCAR_CPU`, or the best.
+    /// Decided once.
     pub fn chosen() -> Result<Self, CpuError> {
         static CHOICE: OnceLock<Result<Variant, CpuError>> = OnceLock::new();
         CHOICE
@@ -157,17 +158,17 @@ mod amx {
     const AMX_BITS: u32 = 1 << 22 | 1 << 24 | 1 << 25;
 
     pub(super) fn cpu_has_tiles() -> bool {
-        // `is_x86_feature_detected!("amx-*")` is not stable yet.
-        // SAFETY: every x86-64 processor has CPUID; leaf 7 is only read if leaf 0 says that it exists.
-        // (Newer compilers call these intrinsics safe.)
+        // `is_x86_feature_detected!("amx-*")` is not stable yet. SAFETY: every x86-64 processor has
+        // CPUID; leaf 7 is only read if leaf 0 says that it exists. (Newer compilers call these
+        // intrinsics safe.)
         #[allow(unused_unsafe)]
         unsafe {
             __cpuid(0).eax >= 7 && __cpuid_count(7, 0).edx & AMX_BITS == AMX_BITS
         }
     }
 
-    /// Asks Linux to let this process use the 8 KiB of tile registers; without it the first tile instruction
-    /// is fatal. The permission holds for all threads of the process.
+    /// Asks Linux to let this process use the 8 KiB of tile registers; without it the first tile
+    /// instruction is fatal. The permission holds for all threads of the process.
     #[cfg(target_os = "linux")]
     pub(super) fn kernel_grants_tiles() -> bool {
         const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;

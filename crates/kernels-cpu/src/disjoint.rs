@@ -12,7 +12,8 @@ pub(crate) struct Disjoint<'a, T> {
     borrow: PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: it stands for a `&mut [T]`; `part` makes its callers promise that no element is reached twice.
+// SAFETY: it stands for a `&mut [T]`; `part` makes its callers promise that no element is reached
+// twice.
 unsafe impl<T: Send> Sync for Disjoint<'_, T> {}
 
 impl<'a, T> Disjoint<'a, T> {
@@ -36,8 +37,8 @@ impl<'a, T> Disjoint<'a, T> {
 }
 
 impl ThreadPool {
-    /// Cuts `slice` into chunks of `chunk` elements (the last may be shorter) and runs `work(index, chunk)` on
-    /// each.
+    /// Cuts `slice` into chunks of `chunk` elements (the last may be shorter) and runs `work(index,
+    /// chunk)` on each.
     ///
     /// # Panics
     /// If `chunk` is zero, or with the panic of a task.

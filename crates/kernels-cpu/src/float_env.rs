@@ -1,8 +1,8 @@
 //! The floating-point mode the kernels run in: subnormal numbers are flushed to zero.
 //!
-//! A softmax tail is full of subnormals, and a processor may need a hundred cycles for each. BF16 dot-product
-//! and tile instructions flush them in any case, so flushing everywhere is also what makes the variants agree.
-//! Rounding stays to nearest even; nothing else of the mode changes.
+//! A softmax tail is full of subnormals, and a processor may need a hundred cycles for each. BF16
+//! dot-product and tile instructions flush them in any case, so flushing everywhere is also what
+//! makes the variants agree. Rounding stays to nearest even; nothing else of the mode changes.
 
 /// Runs `work` with subnormals flushed on this thread, and restores the thread's mode afterwards.
 pub fn with_ftz<R>(work: impl FnOnce() -> R) -> R {
@@ -47,8 +47,9 @@ mod arch {
     }
 
     pub(super) fn set_mode(value: Mode) {
-        // SAFETY: loads MXCSR from a local. The value was read from MXCSR and differs in the two flush bits
-        // only, so rounding and exception masks, which compiled code relies on, are as before.
+        // SAFETY: loads MXCSR from a local. The value was read from MXCSR and differs in the two
+        // flush bits only, so rounding and exception masks, which compiled code relies on, are as
+        // before.
         unsafe { asm!("ldmxcsr [{}]", in(reg) &raw const value, options(nostack, preserves_flags)) };
     }
 }

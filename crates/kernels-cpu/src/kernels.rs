@@ -1,7 +1,7 @@
 //! Dispatch: one table of functions per instruction set.
 //!
-//! Invariant: a `&Kernels` can only be had for a variant that this processor runs. That is what makes calling
-//! its functions sound, and why the fields are private to the crate.
+//! Invariant: a `&Kernels` can only be had for a variant that this processor runs. That is what
+//! makes calling its functions sound, and why the fields are private to the crate.
 
 use crate::bandwidth::ReadKernel;
 use crate::cpu::{CpuError, Variant};

@@ -1,7 +1,8 @@
 //! Row and element operations between the matrix products: norms, sums, activations, conversions.
 //!
-//! The bodies are written once ([`portable`]), in lanes of fixed width without fused operations, and compiled
-//! once per instruction set. So the variants agree to the last bit, and the scalar one is the specification.
+//! The bodies are written once ([`portable`]), in lanes of fixed width without fused operations,
+//! and compiled once per instruction set. So the variants agree to the last bit, and the scalar one
+//! is the specification.
 
 pub mod convert;
 pub mod exp;
@@ -74,8 +75,8 @@ compiled_for!(avx512, "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq");
 
 // SAFETY of all calls of a kernel below: `Kernels` exist only for variants this processor can run.
 impl Kernels {
-    /// Root-mean-square norm of each row of `x`: `x / sqrt(mean(x²) + eps) · weight`. A row is as long as
-    /// `weight`.
+    /// Root-mean-square norm of each row of `x`: `x / sqrt(mean(x²) + eps) · weight`. A row is as
+    /// long as `weight`.
     ///
     /// # Panics
     /// If `x` is not whole rows, or `out` not of the length of `x`.
@@ -103,7 +104,8 @@ impl Kernels {
         unsafe { (self.ops.rms_norm_row)(x, weight, eps, out) };
     }
 
-    /// Rotary embedding of one head in place, halves paired: `(a, b) → (a·cos − b·sin, b·cos + a·sin)`.
+    /// Rotary embedding of one head in place, halves paired: `(a, b) → (a·cos − b·sin, b·cos +
+    /// a·sin)`.
     ///
     /// # Panics
     /// If `cos` and `sin` are not half as long as `head`.
@@ -141,8 +143,8 @@ impl Kernels {
         });
     }
 
-    /// [`Kernels::swiglu`] on rows that hold `width` gate values followed by `width` up values, as one fused
-    /// matrix product leaves them.
+    /// [`Kernels::swiglu`] on rows that hold `width` gate values followed by `width` up values, as
+    /// one fused matrix product leaves them.
     ///
     /// # Panics
     /// If `out` is not whole rows of `width`, or `gate_up` not twice as long.

@@ -1,14 +1,15 @@
 //! Threads that stay: a fork-join pool cheap enough to call several times a layer.
 //!
-//! One call of [`ThreadPool::run`] runs tasks `0..n`, each exactly once, on the caller and on whichever workers
-//! arrive in time, and returns when all are done. Tasks are claimed one by one from a counter, so uneven tasks
-//! balance themselves. A call allocates nothing.
+//! One call of [`ThreadPool::run`] runs tasks `0..n`, each exactly once, on the caller and on
+//! whichever workers arrive in time, and returns when all are done. Tasks are claimed one by one
+//! from a counter, so uneven tasks balance themselves. A call allocates nothing.
 //!
 //! Invariants:
-//! - A worker touches a job only while it is counted in `Shared::state`, and `run` does not return before that
-//!   count is zero and the job is closed. So the job may borrow from the caller's stack.
-//! - All tasks run with subnormals flushed ([`crate::float_env`]), on workers and caller alike, so that numbers
-//!   do not depend on who computed them.
+//! - A worker touches a job only while it is counted in `Shared::state`, and `run` does not return
+//!   before that count is zero and the job is closed. So the job may borrow from the caller's
+//!   stack.
+//! - All tasks run with subnormals flushed ([`crate::float_env`]), on workers and caller alike, so
+//!   that numbers do not depend on who computed them.
 
 use std::any::Any;
 use std::cell::{Cell, UnsafeCell};
@@ -20,12 +21,12 @@ use std::time::{Duration, Instant};
 
 use crate::float_env::{flush_subnormals, with_ftz};
 
-/// How long an idle worker watches for the next job before it sleeps: longer than the gap between two
-/// operations of a layer, shorter than anything a user would see as a busy core.
+/// How long an idle worker watches for the next job before it sleeps: longer than the gap between
+/// two operations of a layer, shorter than anything a user would see as a busy core.
 const SPIN: Duration = Duration::from_micros(40);
 
-/// `state`: bits 63..32 count the jobs, bit 31 says that the current one accepts workers, the rest counts the
-/// workers inside it.
+/// `state`: bits 63..32 count the jobs, bit 31 says that the current one accepts workers, the rest
+/// counts the workers inside it.
 const OPEN: u64 = 1 << 31;
 const INSIDE: u64 = OPEN - 1;
 const NEXT_JOB: u64 = 1 << 32;
@@ -51,14 +52,15 @@ struct Shared {
     shutdown: AtomicBool,
 }
 
-// SAFETY: `job` is the only field that is not Sync by itself; see its comment and the invariant above. The
-// task behind its pointer is Sync.
+// SAFETY: `job` is the only field that is not Sync by itself; see its comment and the invariant
+// above. The task behind its pointer is Sync.
 unsafe impl Sync for Shared {}
 // SAFETY: as above: nothing in it is bound to a thread.
 unsafe impl Send for Shared {}
 
 thread_local! {
-    /// Whether this thread is inside a task of some pool; such a thread runs further jobs by itself.
+    /// Whether this thread is inside a task of some pool; such a thread runs further jobs by
+    /// itself.
     static IN_TASK: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -71,7 +73,8 @@ pub struct ThreadPool {
 }
 
 impl ThreadPool {
-    /// A pool of `threads` threads in all (at least one), counting the caller of [`ThreadPool::run`].
+    /// A pool of `threads` threads in all (at least one), counting the caller of
+    /// [`ThreadPool::run`].
     ///
     /// # Errors
     /// When the operating system refuses a thread.
@@ -100,8 +103,9 @@ impl ThreadPool {
         self.workers.len() + 1
     }
 
-    /// Runs `task(0)` to `task(tasks - 1)`, each once, in any order and on any thread of the pool, and returns
-    /// when all have returned. Called from inside a task, it runs them one after another on the spot.
+    /// Runs `task(0)` to `task(tasks - 1)`, each once, in any order and on any thread of the pool,
+    /// and returns when all have returned. Called from inside a task, it runs them one after
+    /// another on the spot.
     ///
     /// # Panics
     /// With the panic of a task, if one panics; tasks not yet claimed are then skipped.
@@ -112,16 +116,17 @@ impl ThreadPool {
         }
         let _turn = lock(&self.turn);
         let shared = &*self.shared;
-        // SAFETY: only the lifetime is changed. The pointer is dereferenced by threads inside the job, and this
-        // function does not return before the job is closed and empty.
+        // SAFETY: only the lifetime is changed. The pointer is dereferenced by threads inside the
+        // job, and this function does not return before the job is closed and empty.
         let task: *const Task<'static> = unsafe { std::mem::transmute(std::ptr::from_ref(task)) };
         let job = Job { task, tasks };
-        // SAFETY: no worker is inside: the previous job was closed and empty before its `run` returned, and
-        // `turn` keeps other callers out.
+        // SAFETY: no worker is inside: the previous job was closed and empty before its `run`
+        // returned, and `turn` keeps other callers out.
         unsafe { *shared.job.get() = Some(job) };
         shared.next_task.store(0, Ordering::Relaxed);
         let number = shared.state.load(Ordering::Relaxed) & !(OPEN | INSIDE);
-        // Publishes the job and the counter; ordered before the look at `sleepers`, see `wait_for_job`.
+        // Publishes the job and the counter; ordered before the look at `sleepers`, see
+        // `wait_for_job`.
         shared.state.store(number.wrapping_add(NEXT_JOB) | OPEN, Ordering::SeqCst);
         if shared.sleepers.load(Ordering::SeqCst) != 0 {
             drop(lock(&shared.sleep));
@@ -165,8 +170,8 @@ impl std::fmt::Debug for ThreadPool {
 impl Shared {
     /// Claims and runs tasks until none is left. Keeps the first panic for the caller.
     fn run_tasks(&self, job: Job) {
-        // SAFETY: the calling thread is inside the job (or is its owner), so the borrow behind the pointer is
-        // alive until it leaves.
+        // SAFETY: the calling thread is inside the job (or is its owner), so the borrow behind the
+        // pointer is alive until it leaves.
         let task = unsafe { &*job.task };
         let outcome = catch_unwind(AssertUnwindSafe(|| {
             loop {
@@ -199,7 +204,8 @@ impl Shared {
                 return None;
             }
         }
-        // Either the caller sees this sleeper after publishing, and wakes it, or the sleeper sees the job.
+        // Either the caller sees this sleeper after publishing, and wakes it, or the sleeper sees
+        // the job.
         self.sleepers.fetch_add(1, Ordering::SeqCst);
         let mut guard = lock(&self.sleep);
         let found = loop {
@@ -222,8 +228,8 @@ impl Shared {
         while state & OPEN != 0 {
             match self.state.compare_exchange_weak(state, state + 1, Ordering::AcqRel, Ordering::Acquire) {
                 Ok(_) => {
-                    // SAFETY: this thread is counted inside an open job, so the caller has published it and
-                    // does not write the cell until the count is zero again.
+                    // SAFETY: this thread is counted inside an open job, so the caller has
+                    // published it and does not write the cell until the count is zero again.
                     let job = unsafe { *self.job.get() };
                     return job.map(|job| (job, state & !(OPEN | INSIDE)));
                 }

@@ -1,9 +1,9 @@
 //! The AMX tile registers: their shapes, and who may use them when.
 //!
-//! A kernel call loads the configuration it needs at its start, on the thread it runs on, and releases it at its
-//! end: a thread owns no tile state between calls. Values live in tile registers only inside one `asm!` block, so
-//! the compiler need not know of them. (The AMX intrinsics are not stable yet; the assembler knows the
-//! instructions on every target.)
+//! A kernel call loads the configuration it needs at its start, on the thread it runs on, and
+//! releases it at its end: a thread owns no tile state between calls. Values live in tile registers
+//! only inside one `asm!` block, so the compiler need not know of them. (The AMX intrinsics are not
+//! stable yet; the assembler knows the instructions on every target.)
 
 use std::arch::asm;
 
@@ -46,7 +46,8 @@ impl TileConfig {
     /// # Safety
     /// [`crate::Variant::Amx`] must be available.
     pub(crate) unsafe fn load(&self) {
-        // SAFETY: the operand is 64 readable bytes in the documented form; instructions as the caller vouches.
+        // SAFETY: the operand is 64 readable bytes in the documented form; instructions as the
+        // caller vouches.
         unsafe {
             asm!("ldtilecfg [{}]", in(reg) std::ptr::from_ref(self),
                 out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,

@@ -1,12 +1,13 @@
-//! AMX: `x` is cut into A tiles of 16 rows × 32 inputs; 16 steps of a packed block are a B tile of 32 inputs ×
-//! 16 outputs as they lie in memory.
+//! AMX: `x` is cut into A tiles of 16 rows × 32 inputs; 16 steps of a packed block are a B tile of
+//! 32 inputs × 16 outputs as they lie in memory.
 //!
-//! Every row count goes through tiles, one row included: `tdpbf16ps` computes each row of A by itself and in a
-//! fixed order, and sums parked in memory between two panels come back unchanged, so the shape does not show.
-//! F32 matrices have no tile instruction and use the AVX-512 kernel.
+//! Every row count goes through tiles, one row included: `tdpbf16ps` computes each row of A by
+//! itself and in a fixed order, and sums parked in memory between two panels come back unchanged,
+//! so the shape does not show. F32 matrices have no tile instruction and use the AVX-512 kernel.
 //!
-//! Tile registers: 0–3 sums, 4–5 A, 6–7 B. They hold values only inside one `asm!` block; what lives from block
-//! to block is the tile configuration, which a kernel call loads at its start and releases at its end.
+//! Tile registers: 0–3 sums, 4–5 A, 6–7 B. They hold values only inside one `asm!` block; what
+//! lives from block to block is the tile configuration, which a kernel call loads at its start and
+//! releases at its end.
 
 use std::arch::asm;
 
@@ -20,8 +21,8 @@ pub(crate) const KERNELS: GemmKernels =
 const TILE: usize = 16;
 /// Steps in a B tile, one a tile row.
 const TILE_STEPS: usize = 16;
-/// Tiles along the inputs in a panel: two blocks' weights (32 KiB) stay in the nearest cache while all rows of
-/// the tile of work pass over them.
+/// Tiles along the inputs in a panel: two blocks' weights (32 KiB) stay in the nearest cache while
+/// all rows of the tile of work pass over them.
 const PANEL_TILES: usize = 16;
 
 /// Two A tiles, of 16 and of `lower` rows, by two B tiles.
@@ -45,10 +46,11 @@ unsafe fn bf16(tile: &mut Tile<'_>) {
         tile.sums[..tile.rows * GROUP].fill(0.0);
         return;
     }
-    // Pairs of row tiles as far as they go; what is left is a pair with a short lower tile, or one tile.
+    // Pairs of row tiles as far as they go; what is left is a pair with a short lower tile, or one
+    // tile.
     let paired = if tile.blocks == GROUP_BLOCKS { tile.rows / (2 * TILE) * (2 * TILE) } else { 0 };
-    // SAFETY: rows and blocks handed down lie in the tile of work, which `check` compared with the slices; each
-    // configuration is loaded before the rows it describes; AMX as the caller vouches.
+    // SAFETY: rows and blocks handed down lie in the tile of work, which `check` compared with the
+    // slices; each configuration is loaded before the rows it describes; AMX as the caller vouches.
     unsafe {
         if paired > 0 {
             two_by_two_shape(TILE as u8).load();
@@ -138,13 +140,15 @@ impl Operands {
     }
 }
 
-/// Two row tiles by two blocks over `tiles` tiles along the inputs; `resume` adds to the parked sums.
+/// Two row tiles by two blocks over `tiles` tiles along the inputs; `resume` adds to the parked
+/// sums.
 ///
 /// # Safety
-/// AMX with a `two_by_two` configuration; operands with that many rows, two blocks and `tiles` inner tiles.
+/// AMX with a `two_by_two` configuration; operands with that many rows, two blocks and `tiles`
+/// inner tiles.
 unsafe fn two_by_two(at: &Operands, tiles: usize, resume: bool) {
-    // SAFETY: tile loads and stores touch exactly the rows of the configuration at the given strides, which lie
-    // in the operands as the caller vouches; `tiles` is at least one.
+    // SAFETY: tile loads and stores touch exactly the rows of the configuration at the given
+    // strides, which lie in the operands as the caller vouches; `tiles` is at least one.
     unsafe {
         asm!(
             "test {resume}, {resume}",
@@ -196,14 +200,15 @@ unsafe fn two_by_two(at: &Operands, tiles: usize, resume: bool) {
     }
 }
 
-/// One row tile by four blocks over all `tiles` tiles along the inputs, weights fetched ahead: the path of
-/// decoding, where each weight is read from memory and used once.
+/// One row tile by four blocks over all `tiles` tiles along the inputs, weights fetched ahead: the
+/// path of decoding, where each weight is read from memory and used once.
 ///
 /// # Safety
-/// AMX with a `one_by_four` configuration; operands with that many rows, four blocks and `tiles` inner tiles.
+/// AMX with a `one_by_four` configuration; operands with that many rows, four blocks and `tiles`
+/// inner tiles.
 unsafe fn one_by_four(at: &Operands, tiles: usize) {
-    // SAFETY: as in `two_by_two`; prefetches may run past the end of a block, which reads nothing and never
-    // faults.
+    // SAFETY: as in `two_by_two`; prefetches may run past the end of a block, which reads nothing
+    // and never faults.
     unsafe {
         asm!(
             "tilezero tmm0",
@@ -262,7 +267,8 @@ unsafe fn one_by_four(at: &Operands, tiles: usize) {
 /// One row tile by one block: the last blocks of a matrix whose outputs do not fill a group.
 ///
 /// # Safety
-/// AMX with a `one_by_four` configuration; operands with that many rows, one block and `tiles` inner tiles.
+/// AMX with a `one_by_four` configuration; operands with that many rows, one block and `tiles`
+/// inner tiles.
 unsafe fn one_by_one(at: &Operands, tiles: usize) {
     // SAFETY: as in `two_by_two`.
     unsafe {

@@ -1,7 +1,8 @@
-//! AVX2 with FMA: BF16 weights are widened by a shift (first input) and a mask (second input), then fused
-//! multiply-adds with broadcast words of `x`.
+//! AVX2 with FMA: BF16 weights are widened by a shift (first input) and a mask (second input), then
+//! fused multiply-adds with broadcast words of `x`.
 //!
-//! Each sum lives in one lane of one accumulator and takes the inputs in order, whatever the strip height.
+//! Each sum lives in one lane of one accumulator and takes the inputs in order, whatever the strip
+//! height.
 
 use std::arch::x86_64::*;
 
@@ -28,8 +29,9 @@ fn f32(tile: &mut Tile<'_>) {
     all_strips::<true>(tile);
 }
 
-/// One or two rows: width instead of height, or the latency of the additions would show. More rows: blocks
-/// outside and strips inside, so that one block's weights stay near while all rows pass over them.
+/// One or two rows: width instead of height, or the latency of the additions would show. More rows:
+/// blocks outside and strips inside, so that one block's weights stay near while all rows pass over
+/// them.
 #[target_feature(enable = "avx2,fma")]
 fn all_strips<const F32: bool>(tile: &mut Tile<'_>) {
     match tile.rows {
@@ -70,9 +72,9 @@ fn accumulate<const F32: bool, const ROWS: usize, const BLOCKS: usize>(
 ) {
     let block_words = tile.steps * LANES;
     let mut sums = [[[_mm256_setzero_ps(); 2]; BLOCKS]; ROWS];
-    // SAFETY: `Tile::check` has compared the slices with the shape, and the callers stay inside the shape: rows
-    // row..row+ROWS, blocks block..block+BLOCKS, all steps. A prefetch may point past the end (hence
-    // `wrapping_add`): it reads nothing and never faults.
+    // SAFETY: `Tile::check` has compared the slices with the shape, and the callers stay inside the
+    // shape: rows row..row+ROWS, blocks block..block+BLOCKS, all steps. A prefetch may point past
+    // the end (hence `wrapping_add`): it reads nothing and never faults.
     unsafe {
         let weights = tile.weights.as_ptr().add(block * block_words);
         let x = tile.x.as_ptr().add(row * tile.x_stride).cast::<f32>();

@@ -1,8 +1,9 @@
-//! AVX-512: one 64-byte step of a block is one vector operand, of `vdpbf16ps` for BF16 or of a fused
-//! multiply-add for F32; the words of `x` are broadcast.
+//! AVX-512: one 64-byte step of a block is one vector operand, of `vdpbf16ps` for BF16 or of a
+//! fused multiply-add for F32; the words of `x` are broadcast.
 //!
-//! Each sum lives in one lane of one accumulator and takes the steps in order. Accumulators parked in memory
-//! between two panels of steps come back unchanged, so neither the strip height nor the panel length shows.
+//! Each sum lives in one lane of one accumulator and takes the steps in order. Accumulators parked
+//! in memory between two panels of steps come back unchanged, so neither the strip height nor the
+//! panel length shows.
 
 use std::arch::x86_64::*;
 
@@ -10,12 +11,14 @@ use super::tile::{GROUP, GROUP_BLOCKS, GemmKernels, LANES, Tile, XForm};
 
 pub(crate) const KERNELS: GemmKernels = GemmKernels { bf16, bf16_x: XForm::Bf16Pair, f32 };
 
-/// Rows in registers at once: 6 × 4 accumulators, 4 weight vectors and a broadcast fill 29 of 32 registers.
+/// Rows in registers at once: 6 × 4 accumulators, 4 weight vectors and a broadcast fill 29 of 32
+/// registers.
 const STRIP: usize = 6;
-/// Steps of a panel: 4 blocks × 16 KiB stay in the second-level cache while all strips pass over them.
+/// Steps of a panel: 4 blocks × 16 KiB stay in the second-level cache while all strips pass over
+/// them.
 const PANEL: usize = 256;
-/// How far ahead of use weights are fetched, in words. With four blocks side by side this is 2 KiB in flight,
-/// which measured best; much further and memory pages change under it.
+/// How far ahead of use weights are fetched, in words. With four blocks side by side this is 2 KiB
+/// in flight, which measured best; much further and memory pages change under it.
 const PREFETCH: usize = 8 * LANES;
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")]
@@ -80,9 +83,9 @@ fn accumulate<const F32: bool, const ROWS: usize, const BLOCKS: usize>(
 ) {
     let block_words = tile.steps * LANES;
     let mut sums = [[_mm512_setzero_ps(); BLOCKS]; ROWS];
-    // SAFETY: `Tile::check` has compared the slices with the shape, and the callers stay inside the shape:
-    // rows row..row+ROWS, blocks block..block+BLOCKS, steps first_step..first_step+steps. A prefetch may point
-    // past the end (hence `wrapping_add`): it reads nothing and never faults.
+    // SAFETY: `Tile::check` has compared the slices with the shape, and the callers stay inside the
+    // shape: rows row..row+ROWS, blocks block..block+BLOCKS, steps first_step..first_step+steps. A
+    // prefetch may point past the end (hence `wrapping_add`): it reads nothing and never faults.
     unsafe {
         let weights = tile.weights.as_ptr().add(block * block_words + part.first_step * LANES);
         let x = tile.x.as_ptr().add(part.row * tile.x_stride + part.first_step);

@@ -1,10 +1,11 @@
 //! Matrix products with packed weights: `y = x · Wᵀ`, the linear layer of a model.
 //!
-//! The work is cut into tiles of up to 96 rows by 64 outputs; a kernel computes all sums of a tile, and this
-//! module prepares `x`, hands out tiles and writes `y`.
+//! The work is cut into tiles of up to 96 rows by 64 outputs; a kernel computes all sums of a tile,
+//! and this module prepares `x`, hands out tiles and writes `y`.
 //!
-//! Invariant: every sum is accumulated over the inputs in one fixed order, by the same instructions whatever the
-//! number of rows, so a row's result is bit-identical alone, in any batch and with any number of threads.
+//! Invariant: every sum is accumulated over the inputs in one fixed order, by the same instructions
+//! whatever the number of rows, so a row's result is bit-identical alone, in any batch and with any
+//! number of threads.
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod amx;
@@ -42,15 +43,16 @@ pub struct GemmScratch {
     x: Buffer,
 }
 
-/// A task reads at least this much of the weights (a row or two; more rows count as more): some microseconds of
-/// work, against the fraction of one that claiming it takes.
+/// A task reads at least this much of the weights (a row or two; more rows count as more): some
+/// microseconds of work, against the fraction of one that claiming it takes.
 const TASK_BYTES: usize = 128 << 10;
 /// Elements of `x` that one task prepares.
 const PREPARE_ELEMENTS: usize = 32 << 10;
 
 impl PackedMatrix {
-    /// `y[r] = W · x[r]` for `m` rows, with bias and accumulation as the epilogue says. `x` holds `m` rows of
-    /// `inputs` values, `y` `m` rows of `outputs` values. At BF16 precision `x` is rounded to BF16 first.
+    /// `y[r] = W · x[r]` for `m` rows, with bias and accumulation as the epilogue says. `x` holds
+    /// `m` rows of `inputs` values, `y` `m` rows of `outputs` values. At BF16 precision `x` is
+    /// rounded to BF16 first.
     ///
     /// # Panics
     /// If a slice has the wrong length.
@@ -160,8 +162,8 @@ impl Plan {
     }
 }
 
-/// Words between two prepared rows: an odd number of cache lines, so that the rows of a strip do not all fall
-/// into the same set of the cache.
+/// Words between two prepared rows: an odd number of cache lines, so that the rows of a strip do
+/// not all fall into the same set of the cache.
 fn row_stride(words: usize) -> usize {
     let lines = words.div_ceil(LANES);
     (lines | 1) * LANES

@@ -1,10 +1,12 @@
 //! Weights in the order the kernels read them.
 //!
-//! A matrix `[out][in]` becomes blocks of 16 outputs. BF16: a block is `[in / 2][16 outputs][2 inputs]`, so that
-//! 64 consecutive bytes (a step) are the operand of `vdpbf16ps`, and 16 consecutive steps an AMX B tile. F32: a
-//! block is `[in][16 outputs]`. Outputs are padded to 16 and inputs to 32 with zeros.
+//! A matrix `[out][in]` becomes blocks of 16 outputs. BF16: a block is `[in / 2][16 outputs][2
+//! inputs]`, so that 64 consecutive bytes (a step) are the operand of `vdpbf16ps`, and 16
+//! consecutive steps an AMX B tile. F32: a block is `[in][16 outputs]`. Outputs are padded to 16
+//! and inputs to 32 with zeros.
 //!
-//! The order is the same for all variants, so a matrix is packed once and any variant can multiply with it.
+//! The order is the same for all variants, so a matrix is packed once and any variant can multiply
+//! with it.
 
 use half::{bf16, f16};
 use oscar_backend::Fp8Blocks;
@@ -135,7 +137,8 @@ impl PackedMatrix {
         self.words.bytes()
     }
 
-    /// The weights of one output as f32: a row of an embedding that shares its memory with the output matrix.
+    /// The weights of one output as f32: a row of an embedding that shares its memory with the
+    /// output matrix.
     ///
     /// # Panics
     /// If `output` or the length of `row` is not of this matrix.

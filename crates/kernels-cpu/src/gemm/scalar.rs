@@ -1,7 +1,8 @@
 //! The specification: each sum starts at zero and takes its products in order of the input index.
 //!
-//! A product of two BF16 numbers is exact in f32, so a multiplication followed by an addition here equals a
-//! fused multiply-add there. F32 products are not exact, and fused variants differ by their rounding.
+//! A product of two BF16 numbers is exact in f32, so a multiplication followed by an addition here
+//! equals a fused multiply-add there. F32 products are not exact, and fused variants differ by
+//! their rounding.
 
 use super::tile::{GROUP, GemmKernels, LANES, Tile, XForm};
 

@@ -1,5 +1,5 @@
-//! Every variant against the scalar specification, the specification against f64, and the promise that a row
-//! does not feel its neighbours.
+//! Every variant against the scalar specification, the specification against f64, and the promise
+//! that a row does not feel its neighbours.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -10,7 +10,8 @@ use super::*;
 use crate::Variant;
 use crate::kernels::testing::kernels_or_note;
 
-/// Rows, inputs, outputs: strips, panels, groups and tiles that do not come out even, and some that do.
+/// Rows, inputs, outputs: strips, panels, groups and tiles that do not come out even, and some that
+/// do.
 const SHAPES: [(usize, usize, usize); 14] = [
     (1, 1, 1),
     (1, 80, 17),
@@ -42,8 +43,8 @@ impl Numbers {
         (0..count).map(|_| self.next() as f32 / (1_u64 << 30) as f32 - 1.0).collect()
     }
 
-    /// From -3 to 3. Sums of products of these are exact in every order, so any difference is a mistake of
-    /// indexing.
+    /// From -3 to 3. Sums of products of these are exact in every order, so any difference is a
+    /// mistake of indexing.
     fn integers(&mut self, count: usize) -> Vec<f32> {
         (0..count).map(|_| (self.next() % 7) as f32 - 3.0).collect()
     }
@@ -68,8 +69,9 @@ fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|value| value.to_bits()).collect()
 }
 
-/// Any order of `n` additions of exact or rounded products stays within `(n + 1) · 2⁻²⁴ · Σ|x·w|` of the true
-/// sum (to first order), so two orders differ by at most twice that. Flushed subnormals add less than 2⁻¹²⁶ each.
+/// Any order of `n` additions of exact or rounded products stays within `(n + 1) · 2⁻²⁴ · Σ|x·w|`
+/// of the true sum (to first order), so two orders differ by at most twice that. Flushed subnormals
+/// add less than 2⁻¹²⁶ each.
 fn bound(n: usize, sum_of_magnitudes: f64) -> f64 {
     (n + 2) as f64 * 2_f64.powi(-24) * sum_of_magnitudes + n as f64 * 2_f64.powi(-126)
 }
@@ -147,7 +149,8 @@ fn amx_matches_scalar() {
     check_matches_scalar(Variant::Amx);
 }
 
-/// Rows one by one on one thread, against batches of all heights, places and thread counts: equal to the bit.
+/// Rows one by one on one thread, against batches of all heights, places and thread counts: equal
+/// to the bit.
 fn check_rows_are_independent(variant: Variant) {
     let Some(kernels) = kernels_or_note(variant) else { return };
     let (pool_1, pool_3) = (pool(1), pool(3));

@@ -1,19 +1,21 @@
 //! The unit of work of a matrix product, as every kernel sees it.
 
-/// Outputs side by side in one packed block: the lanes of a 512-bit vector, the columns of an AMX tile.
+/// Outputs side by side in one packed block: the lanes of a 512-bit vector, the columns of an AMX
+/// tile.
 pub const LANES: usize = 16;
 /// Blocks a tile of work spans at most.
 pub const GROUP_BLOCKS: usize = 4;
 /// Outputs of a full group of blocks, and the row stride of [`Tile::sums`].
 pub const GROUP: usize = LANES * GROUP_BLOCKS;
-/// Rows of `x` a tile of work spans at most: a multiple of every kernel's strip (4, 6 and 32 rows). It bounds
-/// the buffer of sums to 24 KiB, and is large enough that reading the weights once per tile costs little.
+/// Rows of `x` a tile of work spans at most: a multiple of every kernel's strip (4, 6 and 32 rows).
+/// It bounds the buffer of sums to 24 KiB, and is large enough that reading the weights once per
+/// tile costs little.
 pub const TILE_ROWS: usize = 96;
 
 /// `rows × blocks·16` sums of products over the whole inner dimension.
 ///
-/// A *step* is 64 bytes of one block: for BF16 two inputs of 16 outputs, `[lane][2]`; for F32 one input of 16
-/// outputs. Everything is counted in 32-bit words: a step is 16 of them.
+/// A *step* is 64 bytes of one block: for BF16 two inputs of 16 outputs, `[lane][2]`; for F32 one
+/// input of 16 outputs. Everything is counted in 32-bit words: a step is 16 of them.
 #[derive(Debug)]
 pub struct Tile<'a> {
     /// `blocks` blocks of `steps` steps, one after another.
@@ -69,8 +71,8 @@ impl Tile<'_> {
 
 /// The matrix kernels of one variant.
 ///
-/// The functions are `unsafe` because they use the variant's instructions: the caller vouches that the
-/// processor has them. [`crate::Kernels`] only exists where it does.
+/// The functions are `unsafe` because they use the variant's instructions: the caller vouches that
+/// the processor has them. [`crate::Kernels`] only exists where it does.
 #[derive(Clone, Copy, Debug)]
 pub struct GemmKernels {
     pub bf16: unsafe fn(&mut Tile<'_>),

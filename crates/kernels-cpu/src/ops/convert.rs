@@ -4,8 +4,9 @@
 #[inline(always)]
 pub fn f32_to_bf16(x: f32) -> u16 {
     let bits = x.to_bits();
-    // Adding just under half of the last kept place, plus its lowest bit, carries exactly when rounding up is
-    // due. A NaN could carry into infinity or lose all its mantissa, so it is cut instead and made quiet.
+    // Adding just under half of the last kept place, plus its lowest bit, carries exactly when
+    // rounding up is due. A NaN could carry into infinity or lose all its mantissa, so it is cut
+    // instead and made quiet.
     let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
     let nan = bits >> 16 | 0x40;
     (if x.is_nan() { nan } else { rounded }) as u16

@@ -1,14 +1,15 @@
 //! The exponential function without branches or tables, so that a loop of it becomes vector code.
 //!
-//! `exp(x) = 2ⁿ · exp(r)` with `n = round(x / ln 2)` and `|r| ≤ ln 2 / 2`, where eight terms of the power series
-//! are exact to 6·10⁻⁹.
+//! `exp(x) = 2ⁿ · exp(r)` with `n = round(x / ln 2)` and `|r| ≤ ln 2 / 2`, where eight terms of the
+//! power series are exact to 6·10⁻⁹.
 
 /// Adding and subtracting 1.5·2²³ rounds to an integer, and leaves that integer in the low bits.
 const ROUND: f32 = 12_582_912.0;
 /// ln 2 in two parts. The first has ten significant bits, so that `n · LN2_HIGH` is exact.
 const LN2_HIGH: f32 = 355.0 / 512.0;
 const LN2_LOW: f32 = -2.121_944_4e-4;
-/// Below, the result would be subnormal: it is zero. Softmax masks with -∞ rely on this zero being exact.
+/// Below, the result would be subnormal: it is zero. Softmax masks with -∞ rely on this zero being
+/// exact.
 const LOWEST: f32 = -87.336_54;
 /// Above, `n` would be 128: the result is infinity (f32 itself ends at 88.72).
 const HIGHEST: f32 = 88.376_26;

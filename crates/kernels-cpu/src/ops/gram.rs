@@ -1,11 +1,11 @@
 //! Gram matrices `Σ w · xᵀx` of head rows: the statistic of calibration.
 //!
-//! The result is cut into square tiles of [`TILE`] columns; a task owns one tile on or above the diagonal and
-//! its mirror image below. Rows are taken [`BLOCK`] at a time in f32 and each block is added in f64, so the
-//! rounding of a sum does not grow with the length of the text.
+//! The result is cut into square tiles of [`TILE`] columns; a task owns one tile on or above the
+//! diagonal and its mirror image below. Rows are taken [`BLOCK`] at a time in f32 and each block is
+//! added in f64, so the rounding of a sum does not grow with the length of the text.
 //!
-//! Invariant: blocks begin at the first row and each tile is summed by one task in the order of the rows, so the
-//! result does not depend on the number of threads.
+//! Invariant: blocks begin at the first row and each tile is summed by one task in the order of the
+//! rows, so the result does not depend on the number of threads.
 
 use crate::disjoint::Disjoint;
 use crate::kernels::Kernels;
@@ -53,11 +53,13 @@ impl Columns<'_> {
 }
 
 impl Kernels {
-    /// Adds `Σ_r w_r · xᵀx` to `gram` (`width × width`, symmetric), `x` being columns `first..first + width` of
-    /// row `r` of `x`, whose rows are `row_stride` apart. Without weights every row counts once.
+    /// Adds `Σ_r w_r · xᵀx` to `gram` (`width × width`, symmetric), `x` being columns `first..first
+    /// + width` of row `r` of `x`, whose rows are `row_stride` apart. Without weights every row
+    /// counts once.
     ///
     /// # Panics
-    /// If `x` is not whole rows, the columns are not inside a row, or `weights` or `gram` have another size.
+    /// If `x` is not whole rows, the columns are not inside a row, or `weights` or `gram` have
+    /// another size.
     pub fn accumulate_gram(
         &self,
         pool: &ThreadPool,
@@ -84,8 +86,9 @@ impl Kernels {
             if top == left {
                 mirror(&mut sums);
             }
-            // Why both parts are sound: each element belongs to one tile on or above the diagonal or to the image of
-            // one below it, and each tile with its image to one task, which holds one part at a time.
+            // Why both parts are sound: each element belongs to one tile on or above the diagonal
+            // or to the image of one below it, and each tile with its image to one task, which
+            // holds one part at a time.
             for i in 0..height {
                 let start = (top + i) * width + left;
                 // SAFETY: see above.
@@ -130,8 +133,8 @@ fn tile_of(mut task: usize, strips: usize) -> (usize, usize) {
     (top, top + task)
 }
 
-/// Copies the upper triangle of a tile on the diagonal to the lower one: weights are applied to one side before
-/// rounding, so the two would differ in the last bit.
+/// Copies the upper triangle of a tile on the diagonal to the lower one: weights are applied to one
+/// side before rounding, so the two would differ in the last bit.
 fn mirror(sums: &mut [f64; TILE * TILE]) {
     for i in 0..TILE {
         for j in i + 1..TILE {
@@ -168,7 +171,8 @@ mod x86 {
         for top in (0..TILE).step_by(ROWS) {
             for side in (0..TILE).step_by(2 * LANES) {
                 let mut acc = [[_mm256_setzero_ps(); 2]; ROWS];
-                // SAFETY: rows < BLOCK, top + ROWS <= TILE and side + 2·LANES <= TILE keep every access inside.
+                // SAFETY: rows < BLOCK, top + ROWS <= TILE and side + 2·LANES <= TILE keep every
+                // access inside.
                 unsafe {
                     for r in 0..rows {
                         let right = right.as_ptr().add(r * TILE + side);
@@ -197,7 +201,8 @@ mod x86 {
         assert!(rows <= BLOCK);
         for top in (0..TILE).step_by(ROWS) {
             let mut acc = [[_mm512_setzero_ps(); 2]; ROWS];
-            // SAFETY: rows <= BLOCK, top + ROWS <= TILE and 2·LANES = TILE keep every access inside.
+            // SAFETY: rows <= BLOCK, top + ROWS <= TILE and 2·LANES = TILE keep every access
+            // inside.
             unsafe {
                 for r in 0..rows {
                     let right = right.as_ptr().add(r * TILE);
@@ -233,7 +238,8 @@ mod tests {
         (0..count).map(|_| next()).collect()
     }
 
-    /// Runs a variant with one and three threads, which must agree to the last bit, and compares with f64.
+    /// Runs a variant with one and three threads, which must agree to the last bit, and compares
+    /// with f64.
     fn check(variant: Variant) {
         let Some(kernels) = kernels_or_note(variant) else { return };
         let pools = [1, 3].map(|threads| ThreadPool::new(threads).unwrap());

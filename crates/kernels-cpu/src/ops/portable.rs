@@ -1,7 +1,7 @@
 //! The bodies of the operations, inlined into one function per instruction set.
 //!
-//! Sums run in [`LANES`] separate lanes that are folded in a fixed order, and nothing is fused, so that every
-//! vector width gives the same bits.
+//! Sums run in [`LANES`] separate lanes that are folded in a fixed order, and nothing is fused, so
+//! that every vector width gives the same bits.
 
 use half::bf16;
 
