@@ -60,6 +60,9 @@ pub enum TextError {
     )]
     ReservedVariable { name: String },
 
+    #[error("the grammar or schema cannot be used: {reason}")]
+    Grammar { reason: String },
+
     #[error("there is no tool-call parser named `{name}`; there are: {known}")]
     UnknownDialect { name: String, known: String },
 

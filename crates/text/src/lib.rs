@@ -9,6 +9,7 @@
 
 mod chat;
 mod config;
+mod constraint;
 mod error;
 mod load;
 mod stop;
@@ -18,6 +19,7 @@ mod tools;
 
 pub use chat::{ChatInput, ChatTemplate};
 pub use config::{NamedTemplate, SpecialTokens, TokenizerConfig};
+pub use constraint::{CallGrammar, Constraint, ConstraintState, Grammar, Grammars, Thinking};
 pub use error::TextError;
 pub use load::ModelText;
 pub use stop::{StopMatcher, StopOutput};

@@ -113,7 +113,7 @@ fn added_text(before: &str, mut after: String) -> String {
 }
 
 /// The rule by which the `tokenizers` decoder recognises a byte token such as `<0x0A>`.
-fn is_byte_token(token: &str) -> bool {
+pub(crate) fn is_byte_token(token: &str) -> bool {
     token.len() == 6
         && token.starts_with("<0x")
         && token.ends_with('>')
@@ -122,7 +122,7 @@ fn is_byte_token(token: &str) -> bool {
 
 /// Appends the bytes of a byte-level token. A token with any character outside the byte alphabet
 /// (an added token, such as one with a space) stands for its own UTF-8.
-fn push_token_bytes(token: &str, bytes: &mut Vec<u8>) {
+pub(crate) fn push_token_bytes(token: &str, bytes: &mut Vec<u8>) {
     let start = bytes.len();
     for c in token.chars() {
         match byte_of(c) {

@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use tokenizers::{AddedToken, DecoderWrapper};
 
+use crate::stream::{is_byte_token, push_token_bytes};
 use crate::{SpecialTokens, TextError, TokenizerConfig};
 
 /// A tokenizer; clones are cheap and share the vocabulary.
@@ -22,6 +23,7 @@ struct Shared {
     inner: tokenizers::Tokenizer,
     special: SpecialTokens,
     special_ids: HashSet<u32>,
+    added_ids: HashSet<u32>,
     byte_rule: ByteRule,
 }
 
@@ -60,8 +62,9 @@ impl Tokenizer {
 
         let added = inner.get_added_tokens_decoder();
         let special_ids = added.iter().filter(|(_, token)| token.special).map(|(id, _)| *id).collect();
+        let added_ids = added.into_keys().collect();
         let byte_rule = byte_rule(inner.get_decoder());
-        Ok(Self { shared: Arc::new(Shared { inner, special, special_ids, byte_rule }) })
+        Ok(Self { shared: Arc::new(Shared { inner, special, special_ids, added_ids, byte_rule }) })
     }
 
     /// Token ids of `text`. Special tokens written out in the text (`<|im_end|>`) become their
@@ -93,6 +96,24 @@ impl Tokenizer {
     /// The vocabulary's spelling of a token (`Ġthe`, `<0x0A>`), which is not yet text.
     pub fn id_to_token(&self, id: u32) -> Option<String> {
         self.shared.inner.id_to_token(id)
+    }
+
+    /// The bytes that a token adds to a text; those of its name for an added token. In vocabularies
+    /// of pieces the leading space of a word is one of them.
+    pub fn token_bytes(&self, id: u32) -> Option<Vec<u8>> {
+        let token = self.id_to_token(id)?;
+        if self.shared.added_ids.contains(&id) {
+            return Some(token.into_bytes());
+        }
+        let mut bytes = Vec::new();
+        match self.shared.byte_rule {
+            ByteRule::ByteLevel | ByteRule::Mixed => push_token_bytes(&token, &mut bytes),
+            ByteRule::Pieces { byte_fallback: true } if is_byte_token(&token) => {
+                bytes.push(u8::from_str_radix(&token[3..5], 16).ok()?);
+            }
+            ByteRule::Pieces { .. } => bytes = token.replace('\u{2581}', " ").into_bytes(),
+        }
+        Some(bytes)
     }
 
     pub fn is_special(&self, id: u32) -> bool {

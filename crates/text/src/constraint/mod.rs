@@ -1,0 +1,232 @@
+//! Constrained generation: which tokens may come next so that the answer fits a schema, a regular
+//! expression or a grammar.
+//!
+//! The parser is `llguidance`. [`Grammars`] holds a vocabulary and compiles; a [`Constraint`] is a
+//! compiled grammar and hands out one [`ConstraintState`] for each answer.
+//!
+//! Invariant: a state that has accepted the tokens so far always allows another token, or the
+//! answer is complete.
+
+mod calls;
+mod gbnf;
+mod vocabulary;
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use llguidance::api::{GrammarWithLexer, TopLevelGrammar};
+use llguidance::toktrie::SimpleVob;
+use llguidance::{Matcher, ParserFactory};
+use serde_json::{Value, json};
+
+pub use calls::CallGrammar;
+
+use crate::tools::ReasoningTags;
+use crate::{TextError, Tokenizer};
+
+/// Compiled grammars that are kept for the next request with the same one.
+const KEPT: usize = 64;
+
+/// Longest source of a grammar in bytes. Compilation has limits of its own; this one bounds the
+/// keys kept.
+const MAX_SOURCE: usize = 512 << 10;
+
+/// The form an answer must have.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Grammar {
+    /// Any JSON object.
+    JsonObject,
+    JsonSchema(Value),
+    Regex(String),
+    /// One of these texts.
+    Choice(Vec<String>),
+    /// A grammar in llguidance's variant of Lark, or in llama.cpp's GBNF.
+    Source(String),
+    /// One or more calls of tools.
+    Calls(CallGrammar),
+}
+
+/// Reasoning that may stand before the constrained answer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Thinking {
+    None,
+    /// The prompt has opened the reasoning.
+    Opened(ReasoningTags),
+    /// The model may open it.
+    Allowed(ReasoningTags),
+}
+
+/// Compiles grammars for one vocabulary.
+pub struct Grammars {
+    tokenizer: Tokenizer,
+    factory: ParserFactory,
+    kept: Mutex<VecDeque<(String, Constraint)>>,
+}
+
+/// A compiled grammar; clones share it.
+#[derive(Clone)]
+pub struct Constraint {
+    matcher: Arc<Mutex<Matcher>>,
+}
+
+/// How far one answer has got in its grammar.
+pub struct ConstraintState {
+    matcher: Matcher,
+}
+
+impl Grammars {
+    /// `vocab_size` is the model's, which may exceed the tokenizer's; `end_tokens` end an answer
+    /// that is complete.
+    pub fn new(tokenizer: &Tokenizer, vocab_size: usize, end_tokens: &[u32]) -> Result<Self, TextError> {
+        let factory = vocabulary::factory(tokenizer, vocab_size, end_tokens)?;
+        Ok(Self { tokenizer: tokenizer.clone(), factory, kept: Mutex::default() })
+    }
+
+    /// Compiles a grammar, or finds it compiled.
+    pub fn compile(&self, grammar: &Grammar, thinking: &Thinking) -> Result<Constraint, TextError> {
+        let grammar = self.lower(grammar, thinking)?;
+        let key = serde_json::to_string(&grammar)
+            .map_err(|error| TextError::Grammar { reason: error.to_string() })?;
+        if key.len() > MAX_SOURCE {
+            let reason = format!("it has {} bytes, more than the {MAX_SOURCE} allowed", key.len());
+            return Err(TextError::Grammar { reason });
+        }
+        if let Some(found) = self.find(&key) {
+            return Ok(found);
+        }
+        let parser = self
+            .factory
+            .create_parser(grammar)
+            .map_err(|error| TextError::Grammar { reason: first_line(&error.to_string()) })?;
+        let mut matcher = Matcher::new(Ok(parser));
+        // A grammar without any answer is refused here rather than in the middle of the work.
+        matcher
+            .compute_mask_or_eos()
+            .map_err(|error| TextError::Grammar { reason: first_line(&error.to_string()) })?;
+        let constraint = Constraint { matcher: Arc::new(Mutex::new(matcher)) };
+        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        kept.truncate(KEPT - 1);
+        kept.push_front((key, constraint.clone()));
+        Ok(constraint)
+    }
+
+    fn find(&self, key: &str) -> Option<Constraint> {
+        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        let at = kept.iter().position(|(other, _)| other == key)?;
+        let entry = kept.remove(at)?;
+        let found = entry.1.clone();
+        kept.push_front(entry);
+        Some(found)
+    }
+
+    fn lower(&self, grammar: &Grammar, thinking: &Thinking) -> Result<TopLevelGrammar, TextError> {
+        let mut body = match grammar {
+            Grammar::JsonObject => GrammarWithLexer::from_json_schema(plain_json(json!({"type": "object"}))),
+            Grammar::JsonSchema(schema) => GrammarWithLexer::from_json_schema(plain_json(schema.clone())),
+            Grammar::Regex(regex) => GrammarWithLexer::from_regex(regex),
+            Grammar::Choice(options) => {
+                let options: Vec<String> = options.iter().map(|option| literal(option)).collect();
+                GrammarWithLexer::from_lark(format!("start: {}\n", options.join(" | ")))
+            }
+            Grammar::Source(source) if gbnf::is_gbnf(source) => {
+                GrammarWithLexer::from_lark(gbnf::to_lark(source)?)
+            }
+            Grammar::Source(source) => GrammarWithLexer::from_lark(source.clone()),
+            Grammar::Calls(calls) => GrammarWithLexer::from_lark(calls.to_lark(&self.tokenizer)),
+        };
+        let (tags, opening) = match thinking {
+            Thinking::None => return Ok(TopLevelGrammar { grammars: vec![body], max_tokens: None }),
+            Thinking::Opened(tags) => (tags, String::from("think")),
+            Thinking::Allowed(tags) => (tags, format!("({} think)?", marker(&self.tokenizer, &tags.open))),
+        };
+        body.name = Some("body".to_owned());
+        let think = match special(&self.tokenizer, &tags.close) {
+            Some(id) => format!("think: THOUGHT? {id} BREAK?\n"),
+            None => format!("think: thought BREAK?\nthought[suffix={}]: THOUGHT\n", literal(&tags.close)),
+        };
+        let lark = format!("start: {opening} @body\n{think}THOUGHT: /(.|\\n)*/\nBREAK: /[\\n]{{1,2}}/\n");
+        let frame = GrammarWithLexer::from_lark(lark);
+        Ok(TopLevelGrammar { grammars: vec![frame, body], max_tokens: None })
+    }
+}
+
+impl Constraint {
+    /// The state of a new answer.
+    pub fn start(&self) -> ConstraintState {
+        let matcher = self.matcher.lock().unwrap_or_else(PoisonError::into_inner);
+        ConstraintState { matcher: matcher.deep_clone() }
+    }
+}
+
+impl ConstraintState {
+    /// The tokens that may come next: bit `i % 32` of word `i / 32` is set for token `i`.
+    pub fn allowed(&mut self) -> Result<Vec<u32>, TextError> {
+        let mask: SimpleVob = self.matcher.compute_mask_or_eos().map_err(|error| stopped(&error))?;
+        Ok(mask.as_slice().to_vec())
+    }
+
+    /// Takes the next token; true if the answer is complete and nothing may follow.
+    pub fn accept(&mut self, token: u32) -> Result<bool, TextError> {
+        if self.matcher.is_stopped() {
+            return Ok(true);
+        }
+        self.matcher.consume_token(token).map_err(|error| stopped(&error))?;
+        Ok(self.matcher.is_stopped())
+    }
+}
+
+impl fmt::Debug for Grammars {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Grammars").field("tokenizer", &self.tokenizer).finish()
+    }
+}
+
+impl fmt::Debug for Constraint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Constraint").finish()
+    }
+}
+
+impl fmt::Debug for ConstraintState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ConstraintState").finish()
+    }
+}
+
+fn stopped(error: &dyn fmt::Display) -> TextError {
+    TextError::Grammar { reason: first_line(&error.to_string()) }
+}
+
+/// The parser's words without the dump of its state.
+fn first_line(text: &str) -> String {
+    text.lines().map(str::trim).find(|line| !line.is_empty()).unwrap_or_default().to_owned()
+}
+
+/// A schema whose JSON is written with the spaces of Python's `json.dumps`, as models were trained
+/// on it, and no others: free white space would let an answer go on for ever.
+fn plain_json(mut schema: Value) -> Value {
+    if schema == Value::Bool(true) {
+        schema = json!({});
+    }
+    if let Value::Object(members) = &mut schema {
+        let style = json!({"whitespace_flexible": false, "item_separator": ", ", "key_separator": ": "});
+        members.insert("x-guidance".to_owned(), style);
+    }
+    schema
+}
+
+/// A text as Lark writes it.
+fn literal(text: &str) -> String {
+    Value::from(text).to_string()
+}
+
+/// A marker as Lark writes it: its token if it is a special one, else its text.
+fn marker(tokenizer: &Tokenizer, text: &str) -> String {
+    special(tokenizer, text).unwrap_or_else(|| literal(text))
+}
+
+fn special(tokenizer: &Tokenizer, text: &str) -> Option<String> {
+    let id = tokenizer.token_to_id(text).filter(|&id| tokenizer.is_special(id))?;
+    Some(format!("<[{id}]>"))
+}
