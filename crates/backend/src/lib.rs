@@ -13,6 +13,7 @@ pub use candidates::{Candidate, MOST_CANDIDATES, Pick, argmax, candidate_key, ca
 pub use fp8::{FP8_BLOCK, Fp8Blocks, Fp8Matrix, fp8_blocks, fp8_multiplied};
 
 use half::{bf16, f16};
+use oscar_codec::random::SplitMix64;
 use oscar_codec::{CacheLayout, CodeLayout, CodedPageId, FullPageId, HeadRotations};
 use std::ops::Range;
 
@@ -165,13 +166,9 @@ pub trait Backend: Send + Sync {
         seed: u64,
     ) -> Result<Self::Matrix> {
         let amplitude = random_amplitude(inputs);
-        let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
-        let values: Vec<bf16> = (0..outputs * inputs)
-            .map(|_| {
-                state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-                bf16::from_f32(((state >> 40) as f32 / (1 << 23) as f32 - 1.0) * amplitude)
-            })
-            .collect();
+        let mut random = SplitMix64::new(seed);
+        let values: Vec<bf16> =
+            (0..outputs * inputs).map(|_| bf16::from_f32(random.symmetric() * amplitude)).collect();
         match format {
             WeightFormat::Bf16 => {
                 self.matrix(HostMatrix { outputs, inputs, values: HostValues::Bf16(&values), bias: None })

@@ -73,12 +73,12 @@ impl ClipCurve {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::text_input::SplitMix;
+    use oscar_codec::random::SplitMix64;
 
     /// Sums of twelve uniform numbers: close to a Gaussian.
     fn gaussian(count: usize, seed: u64) -> Vec<f32> {
-        let mut random = SplitMix::new(seed);
-        let mut uniform = || (random.next() >> 40) as f32 / (1 << 24) as f32;
+        let mut random = SplitMix64::new(seed);
+        let mut uniform = || (random.next_u64() >> 40) as f32 / (1 << 24) as f32;
         (0..count).map(|_| (0..12).map(|_| uniform()).sum::<f32>() - 6.0).collect()
     }
 

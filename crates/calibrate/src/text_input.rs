@@ -1,28 +1,7 @@
-//! Tokens of a text as the sequences a calibration runs, and the small random generator used here.
+//! Tokens of a text as the sequences that a calibration runs.
 
+use oscar_codec::random::SplitMix64;
 use sha2::{Digest, Sha256};
-
-/// SplitMix64: enough to spread choices evenly, and the same on every machine.
-pub(crate) struct SplitMix(u64);
-
-impl SplitMix {
-    pub(crate) fn new(seed: u64) -> Self {
-        Self(seed)
-    }
-
-    pub(crate) fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        z ^ (z >> 31)
-    }
-
-    /// A number below `bound`, which must not be 0.
-    pub(crate) fn below(&mut self, bound: usize) -> usize {
-        ((u128::from(self.next()) * bound as u128) >> 64) as usize
-    }
-}
 
 /// `count` of `0..total`, ascending, one from each of `count` equal parts; all of them if there are
 /// no more.
@@ -30,15 +9,15 @@ pub(crate) fn spread(total: usize, count: usize, seed: u64) -> Vec<usize> {
     if count >= total {
         return (0..total).collect();
     }
-    let mut random = SplitMix::new(seed);
+    let mut random = SplitMix64::new(seed);
     let part = |i: usize| (i as u128 * total as u128 / count as u128) as usize;
     (0..count).map(|i| part(i) + random.below(part(i + 1) - part(i))).collect()
 }
 
 /// Cuts a text into sequences of `sequence_len` tokens, `budget` tokens in all.
 ///
-/// A text longer than the budget is sampled: pieces are taken from all over it, chosen by `seed`,
-/// in the order of the text. A shorter one is used whole, its last piece being what is left over.
+/// A text longer than the budget is sampled: pieces are taken from all over it, chosen by `seed`, in the order of
+/// the text. A shorter one is used whole, its last piece being what is left over.
 pub fn split_tokens(tokens: Vec<u32>, sequence_len: usize, budget: usize, seed: u64) -> Vec<Vec<u32>> {
     if sequence_len == 0 || budget == 0 {
         return Vec::new();
@@ -67,8 +46,7 @@ pub fn split_tokens(tokens: Vec<u32>, sequence_len: usize, budget: usize, seed: 
     sequences
 }
 
-/// SHA-256 of token sequences, their lengths included, in hexadecimal: names the text without
-/// quoting it.
+/// SHA-256 of token sequences, their lengths included, in hexadecimal: names the text without quoting it.
 pub(crate) fn digest(sequences: &[&[u32]]) -> String {
     let mut hash = Sha256::new();
     hash.update(b"oscar calibration tokens v1");

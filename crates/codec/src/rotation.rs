@@ -400,33 +400,6 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// A random orthogonal matrix by Gram–Schmidt on pseudo-random rows.
-    fn random_orthogonal(d: usize, seed: u64) -> Vec<f64> {
-        let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
-        let mut next = || {
-            state ^= state << 13;
-            state ^= state >> 7;
-            state ^= state << 17;
-            (state >> 11) as f64 / (1u64 << 53) as f64 - 0.5
-        };
-        let mut m: Vec<f64> = (0..d * d).map(|_| next()).collect();
-        for i in 0..d {
-            for _ in 0..2 {
-                for j in 0..i {
-                    let dot: f64 = (0..d).map(|k| m[i * d + k] * m[j * d + k]).sum();
-                    for k in 0..d {
-                        m[i * d + k] -= dot * m[j * d + k];
-                    }
-                }
-                let norm = (0..d).map(|k| m[i * d + k].powi(2)).sum::<f64>().sqrt();
-                for k in 0..d {
-                    m[i * d + k] /= norm;
-                }
-            }
-        }
-        m
-    }
-
     #[test]
     fn bit_reversal_matches_the_published_order() {
         assert_eq!(bit_reversal_order(8), [7, 3, 5, 1, 6, 2, 4, 0]);
@@ -487,7 +460,7 @@ mod tests {
         fn every_composition_is_orthogonal_and_undone_by_its_transpose(
             seed in 0u64..1000, d in prop::sample::select(vec![32usize, 64, 80, 96, 128]), which in 0usize..10,
         ) {
-            let r = Rotation::compose(Composition::ALL[which], d, &random_orthogonal(d, seed)).unwrap();
+            let r = Rotation::compose(Composition::ALL[which], d, &crate::random::orthogonal_matrix(d, seed)).unwrap();
             prop_assert!(r.orthogonality_error() < 1e-6, "{}", r.orthogonality_error());
             let x: Vec<f32> = (0..d).map(|i| ((i as u64 * 31 + seed) % 17) as f32 - 8.0).collect();
             let (mut y, mut back) = (vec![0.0; d], vec![0.0; d]);

@@ -10,6 +10,7 @@ use std::fs;
 use std::path::Path;
 
 use half::{bf16, f16};
+use oscar_codec::random::SplitMix64;
 use safetensors::tensor::TensorView as StoredTensor;
 use serde_json::{Value, json};
 
@@ -209,7 +210,7 @@ fn random_tensors(
         .into_iter()
         .zip(seeds)
         .map(|(tensor, name_seed)| {
-            let mut random = SplitMix(seed ^ name_seed);
+            let mut random = SplitMix64::new(seed ^ name_seed);
             let (center, spread) = match tensor.shape[..] {
                 [_, inputs] => (0.0, (3.0 / inputs as f32).sqrt()),
                 _ if tensor.name.ends_with(".bias") => (0.0, 0.2),
@@ -234,22 +235,4 @@ fn random_tensors(
 fn name_hash(name: &str) -> u64 {
     name.bytes()
         .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
-}
-
-/// The SplitMix64 generator: a counter, well mixed.
-struct SplitMix(u64);
-
-impl SplitMix {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut mixed = self.0;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        mixed ^ (mixed >> 31)
-    }
-
-    /// Uniform in [-1, 1), on a grid f32 represents exactly.
-    fn symmetric(&mut self) -> f32 {
-        (self.next() >> 40) as f32 / (1u64 << 23) as f32 - 1.0
-    }
 }

@@ -4,6 +4,7 @@ use super::{Row, ceiling, report};
 use crate::options::Device;
 use anyhow::{Context, Result, bail};
 use oscar_codec::attention::PagedContext;
+use oscar_codec::random::SplitMix64;
 use oscar_codec::{CacheLayout, CodeLayout, FormatTable, KvFormat, PAGE_TOKENS, PageCodec, Side};
 use oscar_kernels_cpu::attention::{AttendTask, AttentionPrecision, Scratch, attend, kernel_name};
 use oscar_kernels_cpu::bench::time_median;
@@ -160,15 +161,12 @@ fn measure(
     let copies = COLD_BYTES.div_ceil(copy_bytes) + 1;
 
     let templates = |codec: &oscar_codec::RowPageCodec| -> Vec<Vec<u8>> {
-        let mut state = 1u64;
+        let mut random = SplitMix64::new(1);
         (0..DISTINCT_PAGES)
             .map(|_| {
-                let mut row = || {
-                    state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-                    ((state >> 40) as f32 / (1 << 23) as f32 - 1.0) * 2.0
-                };
-                let keys: Vec<f32> = (0..PAGE_TOKENS * d).map(|_| row()).collect();
-                let values: Vec<f32> = (0..PAGE_TOKENS * d).map(|_| row()).collect();
+                let mut rows =
+                    || -> Vec<f32> { (0..PAGE_TOKENS * d).map(|_| random.symmetric() * 2.0).collect() };
+                let (keys, values) = (rows(), rows());
                 let mut page = vec![0; codec.page_bytes()];
                 // The sizes are the codec's own. Keys in groups of tokens stay zero: reading them costs the same.
                 for (side, rows) in [(Side::Key, &keys), (Side::Value, &values)] {

@@ -6,6 +6,7 @@ use crate::options::{CacheArgs, ModelArgs, WeightsArg, working_bytes};
 use crate::progress;
 use anyhow::{Context, Result, bail};
 use oscar_backend::{Backend, Pick, WeightFormat};
+use oscar_codec::random::SplitMix64;
 use oscar_codec::{CacheLayout, KvFormat, PAGE_TOKENS, RotationKind, RotationSet};
 use oscar_engine::{Logits, Runner, RunnerOptions, Sequence, StepRequest};
 use oscar_kernels_cpu::bench::time_median;
@@ -46,13 +47,8 @@ pub struct Args {
 
 /// Token ids that look like nothing in particular.
 pub(super) fn random_tokens(count: usize, vocab: usize, seed: u64) -> Vec<u32> {
-    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
-    (0..count)
-        .map(|_| {
-            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-            ((state >> 33) % vocab as u64) as u32
-        })
-        .collect()
+    let mut random = SplitMix64::new(seed);
+    (0..count).map(|_| random.below(vocab) as u32).collect()
 }
 
 impl Args {

@@ -3,8 +3,8 @@
 //! **Invariant:** times are taken where events are made (the engine's thread), and an open-loop request counts as
 //! sent when it was due, so a slow driver or a full queue cannot flatter a latency.
 
-use super::super::model::random_tokens;
 use anyhow::{Result, bail};
+use oscar_codec::random::SplitMix64;
 use oscar_engine::{EngineApi, Event, EventSink, GenerationParams, Request, RequestId, RunningRequest};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
@@ -91,11 +91,10 @@ impl Percentiles {
 /// When each of `count` conversations is due, after the start; `None` if that depends on the answers.
 fn due_times(arrivals: Arrivals, count: usize) -> Option<Vec<Duration>> {
     let Arrivals::Open { rate, seed } = arrivals else { return None };
-    let range = 1 << 24;
+    let mut random = SplitMix64::new(seed ^ 0xA55A_0000_0000);
     let mut at = 0.0;
-    let gaps = random_tokens(count, range, seed ^ 0xA55A_0000_0000).into_iter().map(|draw| {
-        let uniform = (f64::from(draw) + 0.5) / range as f64;
-        at += -uniform.ln() / rate;
+    let gaps = (0..count).map(|_| {
+        at += -random.uniform().ln() / rate;
         Duration::from_secs_f64(at)
     });
     Some(gaps.collect())

@@ -1,0 +1,29 @@
+//! Charts as SVG and reports as HTML pages: everything that calibration, comparison and benchmarks
+//! draw.
+//!
+//! A chart becomes a [`Figure`]. A figure stands inline in a [`Page`] or in a file of its own.
+//! Colours come by class from one style sheet, light and dark.
+//!
+//! **Invariant:** a page or picture loads nothing, and text from outside is always escaped.
+
+mod bars;
+mod figure;
+mod heat_map;
+mod line_chart;
+mod numbers;
+mod page;
+mod scatter;
+mod style;
+
+pub use bars::{Bar, bars};
+pub use figure::Figure;
+pub use heat_map::{HeatMap, Shades};
+pub use line_chart::{LineChart, Series};
+pub use numbers::{cost, number};
+pub use page::Page;
+pub use scatter::{Point, Scatter, pareto_front};
+
+/// Text made safe for HTML and SVG.
+pub fn escape(text: &str) -> String {
+    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
+}
