@@ -1,10 +1,9 @@
-//! What a calibration found, for people and for programs: one self-contained page and the same facts as JSON.
+//! What a calibration found, for people and for programs: one self-contained page and the same
+//! facts as JSON.
 //!
-//! **Invariant:** `report.html` loads nothing: styles are inline and figures are SVG made in [`svg`]. Both files
-//! appear whole or not at all.
+//! **Invariant:** both files appear whole or not at all. `report.html` loads nothing (see `oscar_figures`).
 
 mod html;
-pub mod svg;
 mod widths;
 
 use crate::bits::BitPlan;
@@ -155,7 +154,8 @@ mod tests {
         }
     }
 
-    /// Every tag that is opened is closed, in order: enough of a check that the page is well formed.
+    /// Every tag that is opened is closed, in order: enough of a check that the page is well
+    /// formed.
     fn check_nesting(html: &str) {
         let mut open: Vec<&str> = Vec::new();
         let mut rest = html;

@@ -1,71 +1,58 @@
 //! The page's part on widths: where harm is, what each unit got, and what a mean costs.
 
-use super::html::{put, section};
-use super::svg::{HeatMap, LineChart, Series};
 use crate::bits::{BitPlan, Freedom, HarmMap, WidthTable, solve};
 use oscar_codec::MeanBits;
+use oscar_figures::{HeatMap, LineChart, Page, Series};
 use serde_json::{Value, json};
 
 /// Steps of the mean in the curve, in bits.
 const STEP: f64 = 0.05;
 
-pub(super) fn widths(plan: &BitPlan, head_dim: usize, out: &mut String) {
+pub(super) fn widths(plan: &BitPlan, head_dim: usize, page: &mut Page) {
     if let Some(map) = &plan.harm {
-        harm_maps(map, out);
+        harm_maps(map, page);
     }
     for (mean, table) in &plan.tables {
-        tables(*mean, table, out);
+        tables(*mean, table, page);
     }
     if let Some(map) = &plan.harm {
-        curve(map, head_dim, out);
+        curve(map, head_dim, page);
     }
 }
 
-fn harm_maps(map: &HarmMap, out: &mut String) {
-    section(
-        out,
+fn harm_maps(map: &HarmMap, page: &mut Page) {
+    page.section(
         "Harm",
         "What coding one unit alone at two bits does to the model's predictions on text and on answers, everything else \
          exact; 100 is what two bits everywhere do. Rows are layers, columns KV heads.",
     );
     let percent = |unit: usize| 100.0 * f64::from(map.harm[unit][1]);
     let highest = (0..map.units()).map(percent).fold(0.0, f64::max);
-    out.push_str("<div class=\"grid2\">");
-    for (side, title) in ["keys", "values"].into_iter().enumerate() {
-        let map = HeatMap {
-            title,
-            row_label: title,
-            columns: map.kv_heads,
-            values: (0..map.units() / 2).map(|head| percent(2 * head + side)).collect(),
-            highest,
-        };
-        put(out, format_args!("<div class=\"wide\">{}</div>", map.render()));
-    }
-    out.push_str("</div>\n");
+    sides(page, map.kv_heads, highest, |side| {
+        (0..map.units() / 2).map(|head| percent(2 * head + side)).collect()
+    });
 }
 
-fn tables(mean: MeanBits, table: &WidthTable, out: &mut String) {
-    section(
-        out,
+fn tables(mean: MeanBits, table: &WidthTable, page: &mut Page) {
+    page.section(
         &format!("Widths at {mean} bits"),
         "Bits of each code, chosen for the least harm at this mean and verified in the whole model; 0 for heads that keep \
          no history. Rows are layers, columns KV heads.",
     );
-    out.push_str("<div class=\"grid2\">");
-    for (side, title) in ["keys", "values"].into_iter().enumerate() {
-        let map = HeatMap {
-            title,
-            row_label: title,
-            columns: table.kv_heads,
-            values: table.units().into_iter().skip(side).step_by(2).map(f64::from).collect(),
-            highest: 4.0,
-        };
-        put(out, format_args!("<div class=\"wide\">{}</div>", map.render()));
-    }
-    out.push_str("</div>\n");
+    sides(page, table.kv_heads, 4.0, |side| {
+        table.units().into_iter().skip(side).step_by(2).map(f64::from).collect()
+    });
 }
 
-/// Means that heads of this size can have, with the harm of the best tables: by head, by layer, uniform.
+/// A heat map for the keys and one for the values.
+fn sides(page: &mut Page, kv_heads: usize, highest: f64, values: impl Fn(usize) -> Vec<f64>) {
+    let titles = ["keys", "values"].into_iter().enumerate();
+    let map = |(side, title)| HeatMap::numbered(title, kv_heads, values(side), highest).figure();
+    page.figures("small", titles.map(map));
+}
+
+/// Means that heads of this size can have, with the harm of the best tables: by head, by layer,
+/// uniform.
 fn means(map: &HarmMap, head_dim: usize) -> Vec<(f64, f64, f64)> {
     let by_head = Freedom::default();
     let by_layer = Freedom { by_layer: true, ..Freedom::default() };
@@ -84,9 +71,8 @@ fn means(map: &HarmMap, head_dim: usize) -> Vec<(f64, f64, f64)> {
     all
 }
 
-fn curve(map: &HarmMap, head_dim: usize, out: &mut String) {
-    section(
-        out,
+fn curve(map: &HarmMap, head_dim: usize, page: &mut Page) {
+    page.section(
         "Harm against size",
         "Sum of single harms of the best table at each mean, logarithmic: blue by head, orange by layer; grey is the same \
          width everywhere.",
@@ -103,12 +89,15 @@ fn curve(map: &HarmMap, head_dim: usize, out: &mut String) {
         width: 960.0,
         height: 260.0,
         series: vec![
-            Series { class: "s0", points: uniform.collect() },
-            Series { class: "s1", points: solved.iter().map(|&(bits, _, layer)| (bits, layer)).collect() },
-            Series { class: "s2", points: solved.iter().map(|&(bits, head, _)| (bits, head)).collect() },
+            Series { class: "base", points: uniform.collect() },
+            Series {
+                class: "theirs",
+                points: solved.iter().map(|&(bits, _, layer)| (bits, layer)).collect(),
+            },
+            Series { class: "ours", points: solved.iter().map(|&(bits, head, _)| (bits, head)).collect() },
         ],
     };
-    put(out, format_args!("{}\n", chart.render()));
+    page.put(format_args!("{}\n", chart.figure().inline()));
 }
 
 /// The same facts for programs.

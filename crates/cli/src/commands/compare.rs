@@ -178,7 +178,6 @@ pub fn run(args: &Args) -> Result<()> {
         comparison.methods.iter().for_each(|m| print_rows(m, args.longest()));
     } else {
         let (header, rows) = comparison.table();
-        let header: Vec<&str> = header.iter().map(String::as_str).collect();
         println!("{}", table::render(&header, &rows));
         println!("\nspeed is against BF16 in the same run, and noisy; generic decode: no kernel of its own");
     }

@@ -160,25 +160,9 @@ fn mean(values: impl Iterator<Item = f64>) -> Option<f64> {
     (!values.is_empty()).then(|| values.iter().sum::<f64>() / values.len() as f64)
 }
 
-/// Indices of the points on the Pareto front: no other point has fewer bits at no higher cost, or a
-/// lower cost at no more bits.
-pub fn pareto_front(points: &[(f64, f64)]) -> Vec<usize> {
-    let beaten = |&(x, y): &(f64, f64)| points.iter().any(|&(a, b)| a <= x && b <= y && (a < x || b < y));
-    let mut front: Vec<usize> = (0..points.len()).filter(|&i| !beaten(&points[i])).collect();
-    front.sort_by(|&i, &j| points[i].0.total_cmp(&points[j].0));
-    front
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_front_is_what_nothing_beats() {
-        let points = [(2.25, 0.01), (2.25, 0.05), (4.25, 0.001), (3.0, 0.02), (2.125, 0.03), (4.25, 0.001)];
-        assert_eq!(pareto_front(&points), [4, 0, 2, 5]);
-        assert!(pareto_front(&[]).is_empty());
-    }
 
     #[test]
     fn answers_become_tasks_needles_and_divergence() {

@@ -1,52 +1,33 @@
 //! The page.
 
-use super::style::PAGE;
-use super::svg::{Bar, bars, escape, heat_map, put};
 use super::{accuracy_figure, bytes, class, kl_figure, tokens};
 use crate::compare::{Comparison, MethodResult};
 use crate::run::REFERENCE;
+use oscar_figures::{Bar, HeatMap, Page, Shades, bars, escape};
 
 pub(super) fn page(comparison: &Comparison) -> String {
-    let mut out = String::with_capacity(1 << 17);
-    out.push_str("<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">");
-    out.push_str("<meta name=\"viewport\" content=\"width=device-width,initial-scale=1\">");
-    out.push_str("<title>KV-cache formats compared</title><style>");
-    out.push_str(PAGE);
-    put(
-        &mut out,
-        format_args!("</style></head><body>\n<h1>KV-cache formats on {}</h1>\n", escape(&comparison.model)),
-    );
-    put(
-        &mut out,
-        format_args!(
-            "<p>{} · <code>{}</code></p>\n",
-            escape(&comparison.device),
-            escape(&comparison.command)
-        ),
-    );
-    tiles(comparison, &mut out);
-    fronts(comparison, &mut out);
-    table(comparison, &mut out);
-    tasks(comparison, &mut out);
-    needles(comparison, &mut out);
-    out.push_str("<div class=\"pair\">");
+    let heading = format!("KV-cache formats on {}", comparison.model);
+    let mut page = Page::new("KV-cache formats compared", &heading);
+    let (device, command) = (escape(&comparison.device), escape(&comparison.command));
+    page.put(format_args!("<p>{device} · <code>{command}</code></p>\n"));
+    tiles(comparison, &mut page);
+    fronts(comparison, &mut page);
+    table(comparison, &mut page);
+    tasks(comparison, &mut page);
+    needles(comparison, &mut page);
+    page.push("<div class=\"pair\">");
     for figure in [divergence, memory, speed] {
-        out.push_str("<div>");
-        figure(comparison, &mut out);
-        out.push_str("</div>\n");
+        page.push("<div>");
+        figure(comparison, &mut page);
+        page.push("</div>\n");
     }
-    out.push_str("</div>\n");
-    methods(comparison, &mut out);
-    out.push_str("</body></html>\n");
-    out
-}
-
-fn section(out: &mut String, title: &str, text: &str) {
-    put(out, format_args!("<h2>{}</h2>\n<p>{}</p>\n", escape(title), escape(text)));
+    page.push("</div>\n");
+    methods(comparison, &mut page);
+    page.finish()
 }
 
 /// The headline: the best of ours at no more than 2.5 bits, or what there is.
-fn tiles(comparison: &Comparison, out: &mut String) {
+fn tiles(comparison: &Comparison, page: &mut Page) {
     let small = |m: &&MethodResult| m.kv.starts_with("oscar") && m.bits <= 2.5 && m.text.is_some();
     let kl = |m: &&MethodResult| m.text.map_or(f64::INFINITY, |t| t.kl);
     let Some(best) = comparison.methods.iter().filter(small).min_by(|a, b| kl(a).total_cmp(&kl(b))) else {
@@ -69,38 +50,21 @@ fn tiles(comparison: &Comparison, out: &mut String) {
             format!("cache at {} tokens, windows included", tokens(last)),
         ));
     }
-    out.push_str("<div class=\"tiles\">");
-    for (value, label) in list {
-        put(
-            out,
-            format_args!(
-                "<div class=\"tile\"><b>{}</b><span>{}</span></div>",
-                escape(&value),
-                escape(&label)
-            ),
-        );
-    }
-    out.push_str("</div>\n");
+    page.tiles(&list);
 }
 
-fn fronts(comparison: &Comparison, out: &mut String) {
-    section(
-        out,
+fn fronts(comparison: &Comparison, page: &mut Page) {
+    page.section(
         "What a bit buys",
         "Each point is a format. The dashed line joins those that no other beats in both directions.",
     );
-    out.push_str("<p class=\"key\"><i style=\"background:var(--ours)\"></i>OSCAR formats<i style=\"background:var(--theirs)\"></i>other methods<i style=\"background:var(--base)\"></i>BF16</p>");
-    out.push_str("<div class=\"pair\">");
-    for figure in [kl_figure(comparison), accuracy_figure(comparison)].into_iter().flatten() {
-        put(out, format_args!("<div class=\"figure\">{}</div>", figure.render()));
-    }
-    out.push_str("</div>\n");
+    page.legend(&[("ours", "OSCAR formats"), ("theirs", "other methods"), ("base", "BF16")]);
+    page.figures("pair", [kl_figure(comparison), accuracy_figure(comparison)].into_iter().flatten());
 }
 
-fn table(comparison: &Comparison, out: &mut String) {
+fn table(comparison: &Comparison, page: &mut Page) {
     let last = comparison.contexts.last().copied().unwrap_or(0);
-    section(
-        out,
+    page.section(
         "All numbers",
         &format!(
             "Accuracies in percent. Bits with windows and memory are of a sequence of {} tokens. Speed is decoding against \
@@ -109,18 +73,10 @@ fn table(comparison: &Comparison, out: &mut String) {
         ),
     );
     let (header, rows) = comparison.table();
-    out.push_str("<div class=\"wide\"><table><tr>");
-    header.iter().for_each(|h| put(out, format_args!("<th>{}</th>", escape(h.trim_end()))));
-    out.push_str("</tr>");
-    for (method, row) in comparison.methods.iter().zip(&rows) {
-        put(out, format_args!("<tr class=\"{}\">", class(method)));
-        row.iter().for_each(|cell| put(out, format_args!("<td>{}</td>", escape(cell))));
-        out.push_str("</tr>");
-    }
-    out.push_str("</table></div>\n");
+    page.table(&header, comparison.methods.iter().map(class).zip(rows));
 }
 
-fn tasks(comparison: &Comparison, out: &mut String) {
+fn tasks(comparison: &Comparison, page: &mut Page) {
     let mut columns: Vec<(&str, usize, usize)> = Vec::new();
     for task in comparison.methods.iter().flat_map(|m| &m.tasks) {
         if !columns.iter().any(|c| (c.0, c.1) == (task.task.as_str(), task.context)) {
@@ -130,31 +86,25 @@ fn tasks(comparison: &Comparison, out: &mut String) {
     if columns.is_empty() {
         return;
     }
-    section(
-        out,
+    page.section(
         "Tasks",
         "Exact match of the whole greedy answer, in percent, by task, context and number of cases.",
     );
-    out.push_str("<div class=\"wide\"><table><tr><th>kv</th>");
-    for (task, context, n) in &columns {
-        put(out, format_args!("<th>{}<br>{} · {n}</th>", escape(task), tokens(*context)));
-    }
-    out.push_str("</tr>");
-    for method in &comparison.methods {
-        put(out, format_args!("<tr class=\"{}\"><td>{}</td>", class(method), escape(&method.kv)));
-        for (task, context, _) in &columns {
-            let score = method.tasks.iter().find(|t| (t.task.as_str(), t.context) == (*task, *context));
-            match score {
-                Some(score) => put(out, format_args!("<td>{:.0}</td>", 100.0 * score.accuracy)),
-                None => out.push_str("<td></td>"),
-            }
-        }
-        out.push_str("</tr>");
-    }
-    out.push_str("</table></div>\n");
+    let titles: Vec<String> =
+        columns.iter().map(|(task, context, n)| format!("{task}\n{} · {n}", tokens(*context))).collect();
+    let header: Vec<&str> = std::iter::once("kv").chain(titles.iter().map(String::as_str)).collect();
+    let rows = comparison.methods.iter().map(|method| {
+        let score = |&(task, context, _): &(&str, usize, usize)| {
+            let score = method.tasks.iter().find(|t| (t.task.as_str(), t.context) == (task, context));
+            score.map_or_else(String::new, |score| format!("{:.0}", 100.0 * score.accuracy))
+        };
+        let cells = std::iter::once(method.kv.clone()).chain(columns.iter().map(score));
+        (class(method), cells.collect())
+    });
+    page.table(&header, rows);
 }
 
-fn needles(comparison: &Comparison, out: &mut String) {
+fn needles(comparison: &Comparison, page: &mut Page) {
     let mut contexts: Vec<usize> = Vec::new();
     let mut depths: Vec<f64> = Vec::new();
     for needle in comparison.methods.iter().flat_map(|m| &m.needles) {
@@ -170,26 +120,32 @@ fn needles(comparison: &Comparison, out: &mut String) {
     }
     contexts.sort_unstable();
     depths.sort_by(f64::total_cmp);
-    section(
-        out,
+    page.section(
         "Needles by length and depth",
         "Share of magic numbers found, in percent: columns are context lengths, rows the depth at which the number stands \
          (RULER's wording, a needle at every depth, each asked for).",
     );
     let columns: Vec<String> = contexts.iter().map(|&c| tokens(c)).collect();
     let rows: Vec<String> = depths.iter().map(|d| format!("{:.0} %", 100.0 * d)).collect();
-    out.push_str("<div class=\"maps\">");
-    for method in comparison.methods.iter().filter(|m| !m.needles.is_empty()) {
-        let cell = |r: usize, c: usize| {
-            let found = method.needles.iter().find(|n| n.context == contexts[c] && n.depth == depths[r]);
+    let maps = comparison.methods.iter().filter(|m| !m.needles.is_empty()).map(|method| {
+        let cell = |(depth, context): (f64, usize)| {
+            let found = method.needles.iter().find(|n| n.context == context && n.depth == depth);
             found.map(|n| n.accuracy)
         };
-        put(out, format_args!("<div>{}</div>", heat_map(&method.kv, &columns, &rows, cell)));
-    }
-    out.push_str("</div>\n");
+        let cells = depths.iter().flat_map(|&depth| contexts.iter().map(move |&context| (depth, context)));
+        let map = HeatMap {
+            title: &method.kv,
+            columns: columns.clone(),
+            rows: rows.clone(),
+            values: cells.map(cell).collect(),
+            shades: Shades::Share,
+        };
+        map.figure()
+    });
+    page.figures("maps", maps);
 }
 
-fn divergence(comparison: &Comparison, out: &mut String) {
+fn divergence(comparison: &Comparison, page: &mut Page) {
     let list: Vec<Bar> = comparison
         .methods
         .iter()
@@ -203,22 +159,17 @@ fn divergence(comparison: &Comparison, out: &mut String) {
     if list.is_empty() {
         return;
     }
-    section(
-        out,
+    page.section(
         "Long answers: how far they stay BF16's",
         "Mean share of a long greedy answer before the first token that is not BF16's; that position in tokens; and the share \
          of answers that are the same to the end.",
     );
-    put(
-        out,
-        format_args!("<div class=\"figure\">{}</div>\n", bars("Long answers: share that is BF16's", &list)),
-    );
+    page.figures("", [bars("Long answers: share that is BF16's", &list)]);
 }
 
-fn memory(comparison: &Comparison, out: &mut String) {
+fn memory(comparison: &Comparison, page: &mut Page) {
     let Some(&last) = comparison.contexts.last() else { return };
-    section(
-        out,
+    page.section(
         "Memory",
         &format!("Cache of one sequence of {} tokens: pages, windows and metadata.", tokens(last)),
     );
@@ -231,10 +182,10 @@ fn memory(comparison: &Comparison, out: &mut String) {
             Some(Bar { label: m.kv.clone(), class: class(m), value: size.bytes as f64, text })
         })
         .collect();
-    put(out, format_args!("<div class=\"figure\">{}</div>\n", bars("Memory", &list)));
+    page.figures("", [bars("Memory", &list)]);
 }
 
-fn speed(comparison: &Comparison, out: &mut String) {
+fn speed(comparison: &Comparison, page: &mut Page) {
     let list: Vec<Bar> = comparison
         .methods
         .iter()
@@ -248,25 +199,20 @@ fn speed(comparison: &Comparison, out: &mut String) {
     if list.is_empty() {
         return;
     }
-    section(
-        out,
+    page.section(
         "Decode speed against BF16 (noisy)",
         "One sequence, steps of all formats in turns, median. A format marked “generic decode” has no kernel of its own here: \
          its pages are expanded to BF16 first, so its bar shows this program, not the method.",
     );
-    put(out, format_args!("<div class=\"figure\">{}</div>\n", bars("Decode speed against BF16", &list)));
+    page.figures("", [bars("Decode speed against BF16", &list)]);
 }
 
-fn methods(comparison: &Comparison, out: &mut String) {
-    out.push_str("<h2>How it was measured</h2>\n<ul>");
-    comparison.notes.iter().for_each(|note| put(out, format_args!("<li>{}</li>", escape(note))));
-    out.push_str("</ul>\n<div class=\"wide\"><table><tr><th>kv</th><th class=\"text\">what it is</th><th class=\"text\">rotations</th><th class=\"text\">kernel</th></tr>");
-    for m in &comparison.methods {
-        put(out, format_args!("<tr class=\"{}\"><td>{}</td>", class(m), escape(&m.kv)));
-        for text in [&m.description, &m.rotations, &m.kernel] {
-            put(out, format_args!("<td class=\"text\">{}</td>", escape(text)));
-        }
-        out.push_str("</tr>");
-    }
-    out.push_str("</table></div>\n");
+fn methods(comparison: &Comparison, page: &mut Page) {
+    page.push("<h2>How it was measured</h2>\n<ul>");
+    comparison.notes.iter().for_each(|note| page.put(format_args!("<li>{}</li>", escape(note))));
+    page.push("</ul>\n");
+    let row =
+        |m: &MethodResult| vec![m.kv.clone(), m.description.clone(), m.rotations.clone(), m.kernel.clone()];
+    let rows = comparison.methods.iter().map(|m| (class(m), row(m)));
+    page.table(&["kv", "what it is ", "rotations ", "kernel "], rows);
 }

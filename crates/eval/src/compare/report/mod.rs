@@ -1,12 +1,10 @@
 //! A comparison as one page that loads nothing, as a picture, and as a table.
 
 mod html;
-mod style;
-mod svg;
 
 use super::{Comparison, MethodResult};
 use crate::run::REFERENCE;
-use svg::{Point, SCATTER_SIZE, Scatter, open, put};
+use oscar_figures::{Figure, Point, Scatter};
 
 impl Comparison {
     /// The page as text: inline styles and figures, no scripts.
@@ -16,47 +14,27 @@ impl Comparison {
 
     /// Bits against KL and against task accuracy as one SVG file.
     pub fn to_picture(&self) -> String {
-        let (width, height) = SCATTER_SIZE;
-        let figures: Vec<Scatter<'_>> =
-            [kl_figure(self), accuracy_figure(self)].into_iter().flatten().collect();
-        let caption = 26.0;
-        let total = width * figures.len().max(1) as f64;
-        let mut out = open(total, height + caption, &format!("KV-cache formats on {}", self.model));
-        put(&mut out, format_args!("<style>{}</style>", style::PICTURE));
-        put(
-            &mut out,
-            format_args!(r#"<rect class="paper" width="{total:.0}" height="{:.0}"/>"#, height + caption),
-        );
-        for (i, figure) in figures.iter().enumerate() {
-            put(
-                &mut out,
-                format_args!(
-                    r#"<g transform="translate({:.0} 0)">{}</g>"#,
-                    i as f64 * width,
-                    figure.content()
-                ),
-            );
-        }
+        const CAPTION: f64 = 26.0;
+        let title = format!("KV-cache formats on {}", self.model);
+        let figures: Vec<Figure> = [kl_figure(self), accuracy_figure(self)].into_iter().flatten().collect();
+        let row = Figure::row(&title, &figures);
+        let (width, height) = row.size();
+        let mut picture = Figure::new(width, height + CAPTION, &title);
+        picture.add(&row, (0.0, 0.0));
         // The command is printed in full beside the picture; here only as far as there is room.
-        let caption_text = format!("{}, dashed: what nothing beats. {}", self.model, self.command);
-        let room = (total / 6.0) as usize;
-        let cut: String = caption_text.chars().take(room).collect();
-        let more = if cut.len() < caption_text.len() { " …" } else { "" };
-        put(
-            &mut out,
-            format_args!(
-                r#"<text class="tick" x="8" y="{:.0}">{}{more}</text></svg>"#,
-                height + caption - 9.0,
-                svg::escape(&cut)
-            ),
-        );
-        out
+        let caption = format!("{}, dashed: what nothing beats. {}", self.model, self.command);
+        let mut cut: String = caption.chars().take((width / 6.0) as usize).collect();
+        if cut.len() < caption.len() {
+            cut.push_str(" …");
+        }
+        picture.text("tick", (8.0, height + CAPTION - 9.0), &cut);
+        picture.file()
     }
 
     /// Header and rows of the table.
-    pub fn table(&self) -> (Vec<String>, Vec<Vec<String>>) {
+    pub fn table(&self) -> (Vec<&'static str>, Vec<Vec<String>>) {
         let last = self.contexts.last().copied().unwrap_or(0);
-        let mut header: Vec<String> = [
+        let header = vec![
             "kv",
             "bits",
             "with windows",
@@ -67,10 +45,10 @@ impl Comparison {
             "needles",
             "same as BF16",
             "diverges at",
-        ]
-        .map(str::to_owned)
-        .to_vec();
-        header.extend(["memory", "speed", "kernel "].map(str::to_owned));
+            "memory",
+            "speed",
+            "kernel ",
+        ];
         let percent = |share: Option<f64>| share.map_or_else(String::new, |s| format!("{:.1}", 100.0 * s));
         let rows = self
             .methods
@@ -110,26 +88,20 @@ fn class(method: &MethodResult) -> &'static str {
     }
 }
 
-fn kl_figure(comparison: &Comparison) -> Option<Scatter<'static>> {
+fn kl_figure(comparison: &Comparison) -> Option<Figure> {
     let others = comparison.methods.iter().filter(|m| m.kv != REFERENCE);
     let points: Vec<Point> = others.filter_map(|m| m.text.map(|t| point(m, t.kl))).collect();
-    (!points.is_empty()).then_some(Scatter {
-        title: "KL divergence from BF16 (lower is better)",
-        y_label: "nats, logarithmic",
-        y_is_cost: true,
-        points,
-    })
+    scatter("KL divergence from BF16 (lower is better)", "nats, logarithmic", true, points)
 }
 
-fn accuracy_figure(comparison: &Comparison) -> Option<Scatter<'static>> {
+fn accuracy_figure(comparison: &Comparison) -> Option<Figure> {
     let points: Vec<Point> =
         comparison.methods.iter().filter_map(|m| m.task_accuracy.map(|a| point(m, a))).collect();
-    (!points.is_empty()).then_some(Scatter {
-        title: "Task accuracy, exact match (higher is better)",
-        y_label: "mean over tasks",
-        y_is_cost: false,
-        points,
-    })
+    scatter("Task accuracy, exact match (higher is better)", "mean over tasks", false, points)
+}
+
+fn scatter(title: &str, y_label: &str, y_is_cost: bool, points: Vec<Point>) -> Option<Figure> {
+    (!points.is_empty()).then(|| Scatter { title, y_label, y_is_cost, points }.figure())
 }
 
 /// Bytes for people.

@@ -1,114 +1,46 @@
 //! One small drawing of a run: throughput and latencies, a bar for each format.
 
 use super::FormatResult;
-use std::fmt::Write;
+use super::load::Percentiles;
+use oscar_figures::{Bar, Figure, bars, number};
 
-const PANEL_WIDTH: f64 = 250.0;
-const PANEL_HEIGHT: f64 = 150.0;
-const MARGIN: f64 = 24.0;
-const TOP: f64 = 64.0;
+const TOP: f64 = 34.0;
+const HEADING: f64 = 26.0;
 
-/// A bar: what stands under it, how high, how dark.
-struct Bar {
-    label: String,
-    value: f64,
-    colour: &'static str,
-}
-
-/// The drawing as an SVG document.
+/// The drawing as an SVG file.
 pub fn draw(results: &[FormatResult], headline: &str) -> String {
-    let throughput = results.iter().map(|r| Bar {
-        label: r.kv.to_string(),
-        value: r.outcome.tokens_per_s(),
-        colour: "#2a7f62",
-    });
-    let latency = |of: fn(&FormatResult) -> Option<&super::Percentiles>| -> Vec<Bar> {
-        let bars = |r: &FormatResult| {
-            of(r).map(|p| {
-                [("p50", p.p50, "#3f6fb5"), ("p99", p.p99, "#9db8de")].map(|(name, value, colour)| Bar {
-                    label: format!("{} {name}", r.kv),
-                    value,
-                    colour,
-                })
-            })
-        };
-        results.iter().filter_map(bars).flatten().collect()
+    let bar = |label: String, class, value| Bar { label, class, value, text: number(value) };
+    let throughput = results.iter().map(|r| bar(r.kv.to_string(), "ours", r.outcome.tokens_per_s()));
+    let latency = |of: fn(&FormatResult) -> Option<Percentiles>| -> Vec<Bar> {
+        let measured = results.iter().filter_map(|r| Some((r.kv, of(r)?)));
+        let bars = measured.flat_map(|(kv, p)| {
+            [("p50", p.p50, "base"), ("p99", p.p99, "base light")]
+                .map(|(name, value, class)| bar(format!("{kv} {name}"), class, value))
+        });
+        bars.collect()
     };
-    let panels = [
+    let panels: [(&str, Vec<Bar>); 3] = [
         ("output tokens/s", throughput.collect()),
-        ("time to first token, ms", latency(|r| r.outcome.ttft_ms.as_ref())),
-        ("time per further token, ms", latency(|r| r.outcome.tpot_ms.as_ref())),
+        ("time to first token, ms", latency(|r| r.outcome.ttft_ms)),
+        ("time per further token, ms", latency(|r| r.outcome.tpot_ms)),
     ];
-    let width = panels.len() as f64 * (PANEL_WIDTH + MARGIN) + MARGIN;
-    let height = TOP + PANEL_HEIGHT + 48.0;
-    let mut body = String::new();
-    for (i, (title, bars)) in panels.iter().enumerate() {
-        draw_panel(&mut body, MARGIN + i as f64 * (PANEL_WIDTH + MARGIN), title, bars);
+    let panels = panels.map(|(title, list)| (title, bars(title, &list)));
+    let width = panels.iter().map(|(_, figure)| figure.size().0).fold(0.0, f64::max);
+    let height: f64 = panels.iter().map(|(_, figure)| figure.size().1 + HEADING).sum();
+    let mut drawing = Figure::new(width, TOP + height, headline);
+    drawing.text("tick", (8.0, 18.0), headline);
+    let mut y = TOP;
+    for (title, figure) in &panels {
+        drawing.text("head", (8.0, y + 16.0), title);
+        drawing.add(figure, (0.0, y + HEADING));
+        y += figure.size().1 + HEADING;
     }
-    format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{height}\" viewBox=\"0 0 {width} {height}\" \
-         font-family=\"system-ui, sans-serif\" font-size=\"11\" fill=\"#222\">\n\
-         <rect width=\"{width}\" height=\"{height}\" fill=\"#fff\"/>\n\
-         <text x=\"{MARGIN}\" y=\"24\" font-size=\"12\">{}</text>\n{body}</svg>\n",
-        escape(headline)
-    )
-}
-
-fn draw_panel(body: &mut String, left: f64, title: &str, bars: &[Bar]) {
-    let base = TOP + PANEL_HEIGHT;
-    let highest = bars.iter().map(|b| b.value).fold(f64::MIN_POSITIVE, f64::max);
-    let slot = PANEL_WIDTH / bars.len().max(1) as f64;
-    let bar_width = (slot * 0.7).min(56.0);
-    // Writing to a string cannot fail.
-    let _ = writeln!(
-        body,
-        "<text x=\"{left}\" y=\"{:.1}\" font-weight=\"600\">{}</text>",
-        TOP - 14.0,
-        escape(title)
-    );
-    for (i, bar) in bars.iter().enumerate() {
-        let middle = left + (i as f64 + 0.5) * slot;
-        let tall = bar.value / highest * (PANEL_HEIGHT - 16.0);
-        let (x, y, number) = (middle - bar_width / 2.0, base - tall, short(bar.value));
-        let _ = writeln!(
-            body,
-            "<rect x=\"{x:.1}\" y=\"{y:.1}\" width=\"{bar_width:.1}\" height=\"{tall:.1}\" fill=\"{}\"/>\
-             <text x=\"{middle:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{number}</text>",
-            bar.colour,
-            y - 3.0
-        );
-        for (line, word) in bar.label.split(' ').enumerate() {
-            let _ = writeln!(
-                body,
-                "<text x=\"{middle:.1}\" y=\"{:.1}\" text-anchor=\"middle\" font-size=\"10\">{}</text>",
-                base + 14.0 + 12.0 * line as f64,
-                escape(word)
-            );
-        }
-    }
-    let _ = writeln!(
-        body,
-        "<line x1=\"{left}\" y1=\"{base}\" x2=\"{}\" y2=\"{base}\" stroke=\"#888\"/>",
-        left + PANEL_WIDTH
-    );
-}
-
-/// Three digits are enough on a bar.
-fn short(value: f64) -> String {
-    match value {
-        v if v >= 100.0 => format!("{v:.0}"),
-        v if v >= 10.0 => format!("{v:.1}"),
-        v => format!("{v:.2}"),
-    }
-}
-
-fn escape(text: &str) -> String {
-    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
+    drawing.file()
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::load::{Outcome, Percentiles};
+    use super::super::load::Outcome;
     use super::*;
     use oscar_codec::KvFormat;
 
