@@ -17,6 +17,7 @@ mod prefix;
 mod radix;
 #[cfg(test)]
 mod radix_tests;
+mod salt;
 mod sequence;
 mod tails;
 
@@ -24,6 +25,7 @@ pub use evict::Reclaimed;
 pub use hash::PageHash;
 pub use prefix::{PrefixPages, resume_point};
 pub use radix::{CachedPages, RadixCache};
+pub use salt::{CacheSalt, PrefixKey};
 
 pub use pool::{CodedPage, FullPage, OutOfPages, PagePool, PoolUsage};
 pub use sequence::{SequencePages, StepPages};

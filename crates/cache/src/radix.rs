@@ -15,6 +15,7 @@
 
 use crate::hash::PageHash;
 use crate::prefix::{BlockNeed, BlockPages, PrefixPages, resume_point};
+use crate::salt::{CacheSalt, PrefixKey};
 use crate::sequence::SequencePages;
 use crate::tails::Tails;
 use oscar_codec::{CacheLayout, PAGE_TOKENS};
@@ -28,7 +29,7 @@ pub(crate) const ROOT: NodeId = 0;
 #[derive(Debug)]
 pub(crate) struct Node {
     pub parent: NodeId,
-    /// The page's tokens; empty at the root.
+    /// The page's tokens; empty at the root, the salt at a node that only divides the tree.
     pub tokens: Arc<[u32]>,
     pub children: HashMap<Arc<[u32]>, NodeId>,
     /// Which block of its sequences this is.
@@ -98,11 +99,19 @@ impl RadixCache {
         self.nodes[id].as_mut().expect("ids of live nodes only are kept")
     }
 
-    /// Nodes of the stored prefix of `tokens`, whole pages.
-    fn path(&self, tokens: &[u32]) -> Vec<NodeId> {
+    /// The node below which prefixes with this salt are stored.
+    fn root_of(&self, salt: Option<CacheSalt>) -> Option<NodeId> {
+        match salt {
+            None => Some(ROOT),
+            Some(salt) => self.node(ROOT).children.get(&salt.edge()).copied(),
+        }
+    }
+
+    /// Nodes of the stored prefix of `key`, whole pages.
+    fn path(&self, key: PrefixKey<'_>) -> Vec<NodeId> {
         let mut path = Vec::new();
-        let mut node = ROOT;
-        for page in tokens.chunks_exact(PAGE_TOKENS) {
+        let Some(mut node) = self.root_of(key.salt) else { return path };
+        for page in key.tokens.chunks_exact(PAGE_TOKENS) {
             match self.node(node).children.get(page) {
                 Some(&child) => {
                     path.push(child);
@@ -114,25 +123,25 @@ impl RadixCache {
         path
     }
 
-    /// The longest prefix of `tokens` from which a sequence can continue: exactly, as if it had
+    /// The longest prefix of `key` from which a sequence can continue: exactly, as if it had
     /// just computed it, or, if that reaches further, from a demoted tail
     /// ([`PrefixPages::is_exact`] tells). Empty if there is none. To leave tokens to compute, pass
     /// fewer.
-    pub fn find(&mut self, tokens: &[u32]) -> PrefixPages {
-        let path = self.touched_path(tokens);
+    pub fn find<'a>(&mut self, key: impl Into<PrefixKey<'a>>) -> PrefixPages {
+        let path = self.touched_path(key.into());
         self.longest(&path, true)
     }
 
-    /// The longest prefix of `tokens` from which a sequence can continue as if it had just computed
+    /// The longest prefix of `key` from which a sequence can continue as if it had just computed
     /// it.
-    pub fn find_exact(&mut self, tokens: &[u32]) -> PrefixPages {
-        let path = self.touched_path(tokens);
+    pub fn find_exact<'a>(&mut self, key: impl Into<PrefixKey<'a>>) -> PrefixPages {
+        let path = self.touched_path(key.into());
         let exact = path.iter().position(|&id| self.node(id).approximate).unwrap_or(path.len());
         self.longest(&path[..exact], false)
     }
 
-    fn touched_path(&mut self, tokens: &[u32]) -> Vec<NodeId> {
-        let path = self.path(tokens);
+    fn touched_path(&mut self, key: PrefixKey<'_>) -> Vec<NodeId> {
+        let path = self.path(key);
         self.operations += 1;
         for &id in &path {
             self.nodes[id].as_mut().expect("a path is of live nodes").last_used = self.operations;
@@ -178,13 +187,17 @@ impl RadixCache {
         Some(coded_until)
     }
 
-    /// Puts the whole pages of a sequence into the tree and returns how many tokens that is.
-    /// `tokens` are the sequence's tokens from its start. If the tree already has a page, the
-    /// sequence switches to it and gives its own copy back.
-    pub fn insert(&mut self, tokens: &[u32], pages: &mut SequencePages) -> usize {
+    /// Puts the whole pages of a sequence into the tree and returns how many tokens that is. `key`
+    /// has the sequence's tokens from its start. If the tree already has a page, the sequence
+    /// switches to it and gives its own copy back.
+    pub fn insert<'a>(&mut self, key: impl Into<PrefixKey<'a>>, pages: &mut SequencePages) -> usize {
+        let PrefixKey { salt, tokens } = key.into();
         let stored = pages.len().min(tokens.len()) / PAGE_TOKENS;
         self.operations += 1;
-        let mut parent = ROOT;
+        let mut parent = match salt.filter(|_| stored > 0) {
+            None => ROOT,
+            Some(salt) => self.root_of(Some(salt)).unwrap_or_else(|| self.attach(ROOT, salt.edge(), 0)),
+        };
         for (block, page) in tokens.chunks_exact(PAGE_TOKENS).take(stored).enumerate() {
             let id = match self.node(parent).children.get(page) {
                 Some(&id) => id,
@@ -220,16 +233,22 @@ impl RadixCache {
         stored * PAGE_TOKENS
     }
 
-    /// Records that a prompt ended after `tokens`, so that its window is thinned late.
-    pub fn mark_prompt(&mut self, tokens: &[u32]) {
-        let path = self.path(&tokens[..resume_point(tokens.len())]);
+    /// Records that a prompt ended after these tokens, so that its window is thinned late.
+    pub fn mark_prompt<'a>(&mut self, key: impl Into<PrefixKey<'a>>) {
+        let PrefixKey { salt, tokens } = key.into();
+        let path = self.path(PrefixKey::new(salt, &tokens[..resume_point(tokens.len())]));
         if let Some(&last) = path.last() {
             self.node_mut(last).anchor = true;
         }
     }
 
-    fn add(&mut self, parent: NodeId, tokens: &[u32], block: usize) -> NodeId {
-        let tokens: Arc<[u32]> = Arc::from(tokens);
+    fn add(&mut self, parent: NodeId, page: &[u32], block: usize) -> NodeId {
+        self.count += 1;
+        self.attach(parent, Arc::from(page), block)
+    }
+
+    /// Makes a node, of a page or of a salt, below `parent`.
+    fn attach(&mut self, parent: NodeId, tokens: Arc<[u32]>, block: usize) -> NodeId {
         let node = Node {
             parent,
             tokens: tokens.clone(),
@@ -252,7 +271,6 @@ impl RadixCache {
             }
         };
         self.node_mut(parent).children.insert(tokens, id);
-        self.count += 1;
         id
     }
 
@@ -262,14 +280,14 @@ impl RadixCache {
         debug_assert!(node.children.is_empty() && id != ROOT, "only leaves are removed");
         self.node_mut(node.parent).children.remove(&node.tokens);
         self.free.push(id);
-        self.count -= 1;
+        self.count -= usize::from(node.tokens.len() == PAGE_TOKENS);
         node
     }
 
     /// Hashes of the stored pages of a prefix, in order. Computed on request: nothing in the
     /// serving path reads them.
     pub fn hashes(&self, tokens: &[u32]) -> Vec<PageHash> {
-        let stored = &tokens[..self.path(tokens).len() * PAGE_TOKENS];
+        let stored = &tokens[..self.path(tokens.into()).len() * PAGE_TOKENS];
         PageHash::chain(stored.chunks_exact(PAGE_TOKENS)).collect()
     }
 

@@ -53,8 +53,8 @@ impl<B: Backend> Ledger for PageLedger<'_, B> {
         let choice = self.choices.get_mut(&id)?;
         let layout = self.runner.layout();
         let prefix = match self.cache.as_deref_mut() {
-            Some(cache) if choice.takes_demoted => cache.find(&choice.tokens[..choice.resume_limit]),
-            Some(cache) => cache.find_exact(&choice.tokens[..choice.resume_limit]),
+            Some(cache) if choice.takes_demoted => cache.find(choice.prefix(choice.resume_limit)),
+            Some(cache) => cache.find_exact(choice.prefix(choice.resume_limit)),
             None => PrefixPages::default(),
         };
         let sequence = Sequence::resume(layout, prefix);
@@ -93,7 +93,7 @@ impl<B: Backend> Ledger for PageLedger<'_, B> {
             && let Some(mut sequence) = choice.sequence.take()
             && let Some(cache) = self.cache.as_deref_mut()
         {
-            sequence.publish(cache, &choice.tokens);
+            sequence.publish(cache, choice.prefix(choice.tokens.len()));
         }
     }
 }

@@ -21,6 +21,7 @@ mod statistics;
 mod worker;
 
 pub use engine::{Engine, EngineHandle, EngineOptions};
+pub use oscar_cache::CacheSalt;
 
 pub use request::{
     EngineApi, EngineInfo, EngineStats, Event, EventSink, FinishReason, GenerationParams, Request,

@@ -1,6 +1,7 @@
 //! What the engine is asked and what it answers: plain data, no HTTP.
 
 use crate::sampling::SamplingParams;
+use oscar_cache::CacheSalt;
 use std::fmt;
 
 /// Names a request from submission to its last event.
@@ -41,6 +42,8 @@ pub struct GenerationParams {
     pub logprobs: Option<usize>,
     /// The same for the prompt's tokens.
     pub prompt_logprobs: Option<usize>,
+    /// The part of the prefix cache that the request reads and fills.
+    pub cache_salt: Option<CacheSalt>,
 }
 
 impl Default for GenerationParams {
@@ -53,6 +56,7 @@ impl Default for GenerationParams {
             choices: 1,
             logprobs: None,
             prompt_logprobs: None,
+            cache_salt: None,
         }
     }
 }

@@ -1,7 +1,7 @@
 //! One model on one device, and the steps it runs.
 
 use oscar_backend::{Backend, BackendError, Candidate, Pick, SequenceRows, WeightFormat};
-use oscar_cache::{
+use oscar_cache::{PrefixKey,
     OutOfPages, PagePool, PoolUsage, PrefixPages, RadixCache, SequencePages, StepPages, TailDemotion,
 };
 use oscar_codec::{CacheLayout, RotationSet};
@@ -55,8 +55,10 @@ impl Sequence {
     }
 
     /// Offers the whole pages of the sequence, whose tokens these are, to the prefix cache.
-    pub fn publish(&mut self, cache: &mut RadixCache, tokens: &[u32]) -> usize {
-        cache.insert(&tokens[..self.pages.len().min(tokens.len())], &mut self.pages)
+    pub fn publish<'a>(&mut self, cache: &mut RadixCache, key: impl Into<PrefixKey<'a>>) -> usize {
+        let PrefixKey { salt, tokens } = key.into();
+        let stored = &tokens[..self.pages.len().min(tokens.len())];
+        cache.insert(PrefixKey::new(salt, stored), &mut self.pages)
     }
 
     /// Lets go of full pages that were kept for a prefix cache.

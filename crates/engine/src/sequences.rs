@@ -5,6 +5,7 @@ use crate::runner::{Logits, Sequence};
 use crate::sampling::Sampler;
 use crate::scheduler::SequenceId;
 use oscar_backend::Candidate;
+use oscar_cache::{CacheSalt, PrefixKey};
 
 /// A request under way.
 pub struct Job {
@@ -39,6 +40,8 @@ pub struct Choice {
     pub index: usize,
     /// The prompt and what was generated, all but a last token that nobody needs any more.
     pub tokens: Vec<u32>,
+    /// The part of the prefix cache it belongs to.
+    pub salt: Option<CacheSalt>,
     pub generated: usize,
     pub sampler: Sampler,
     /// Its pages, while it runs.
@@ -79,6 +82,11 @@ impl<'a> Found<'a> {
 }
 
 impl Choice {
+    /// Its first `len` tokens as the prefix cache knows them.
+    pub fn prefix(&self, len: usize) -> PrefixKey<'_> {
+        PrefixKey::new(self.salt, &self.tokens[..len])
+    }
+
     /// Tokens that may not come next: an answer that must go on cannot end.
     pub fn banned<'a>(&self, params: &'a GenerationParams) -> &'a [u32] {
         if self.generated < params.min_tokens { &params.stop_tokens } else { &[] }

@@ -15,7 +15,7 @@ use crate::scheduler::{Scheduler, SchedulerOptions, SequenceId, StepPlan, Work};
 use crate::sequences::{Choice, Found, Job};
 use crate::statistics::Counters;
 use oscar_backend::{Backend, Candidate};
-use oscar_cache::{RadixCache, Reclaimed};
+use oscar_cache::{PrefixKey, RadixCache, Reclaimed};
 use std::collections::{BTreeMap, HashMap};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -186,6 +186,7 @@ impl<B: Backend> Worker<B> {
                 request,
                 index,
                 tokens: prompt,
+                salt: job.params.cache_salt,
                 generated: 0,
                 sampler,
                 sequence: None,
@@ -362,7 +363,7 @@ impl<B: Backend> Worker<B> {
             self.outbox.push((request, Event::Started { cached_tokens, demoted_tail, prompt_logprobs }));
             let prompt = self.choices[&job.live[0]].tokens[..job.prompt_tokens].to_vec();
             if let Some(cache) = &mut self.cache {
-                cache.mark_prompt(&prompt);
+                cache.mark_prompt(PrefixKey::new(job.params.cache_salt, &prompt));
             }
             let siblings: Result<Vec<_>, _> = std::mem::take(&mut job.unborn)
                 .into_iter()
@@ -425,7 +426,10 @@ impl<B: Backend> Worker<B> {
             || sequence.pages().finished_full_pages() > 1
             || all;
         match &mut self.cache {
-            Some(cache) if is_due => choice.published = sequence.publish(cache, &choice.tokens),
+            Some(cache) if is_due => {
+                let key = PrefixKey::new(choice.salt, &choice.tokens);
+                choice.published = sequence.publish(cache, key);
+            }
             Some(_) => {}
             None => sequence.trim(self.runner.layout()),
         }
