@@ -23,6 +23,9 @@ pub enum TextError {
     #[error("the tokenizer could not encode a text of {bytes} bytes: {reason}")]
     Encode { bytes: usize, reason: String },
 
+    #[error("{bytes} bytes are more than {most} tokens")]
+    TooManyTokens { bytes: usize, most: usize },
+
     #[error("the tokenizer could not decode {tokens} tokens: {reason}")]
     Decode { tokens: usize, reason: String },
 

@@ -20,8 +20,8 @@ impl ModelText {
     /// template.
     pub fn from_dir(dir: &Path) -> Result<Self, TextError> {
         let tokenizer_path = dir.join("tokenizer.json");
-        let tokenizer_json = std::fs::read(&tokenizer_path)
-            .map_err(|source| TextError::Read { path: tokenizer_path, source })?;
+        let tokenizer_json =
+            read(&tokenizer_path).map_err(|source| TextError::Read { path: tokenizer_path, source })?;
         let config = read_optional(&dir.join("tokenizer_config.json"))?;
         let template = read_optional(&dir.join("chat_template.jinja"))?;
         Self::from_files(&tokenizer_json, config.as_deref(), template.as_deref())
@@ -48,8 +48,23 @@ impl ModelText {
     }
 }
 
+/// The largest file that is read; tokenizers reach some 30 MiB.
+const LARGEST: u64 = 256 << 20;
+
+/// Reads a regular file: a pipe or a device might never end.
+fn read(path: &Path) -> std::io::Result<Vec<u8>> {
+    let metadata = std::fs::metadata(path)?;
+    if !metadata.is_file() {
+        return Err(std::io::Error::new(ErrorKind::InvalidInput, "it is not a regular file"));
+    }
+    if metadata.len() > LARGEST {
+        return Err(std::io::Error::new(ErrorKind::FileTooLarge, format!("it has more than {LARGEST} bytes")));
+    }
+    std::fs::read(path)
+}
+
 fn read_optional(path: &Path) -> Result<Option<Vec<u8>>, TextError> {
-    match std::fs::read(path) {
+    match read(path) {
         Ok(bytes) => Ok(Some(bytes)),
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
         Err(source) => Err(TextError::Read { path: path.to_owned(), source }),

@@ -6,6 +6,7 @@
 
 use std::collections::HashSet;
 use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use tokenizers::{AddedToken, DecoderWrapper};
@@ -25,6 +26,7 @@ struct Shared {
     special_ids: HashSet<u32>,
     added_ids: HashSet<u32>,
     byte_rule: ByteRule,
+    most_bytes: usize,
 }
 
 /// How tokens of this vocabulary may hold pieces of a UTF-8 sequence.
@@ -40,7 +42,25 @@ pub(crate) enum ByteRule {
 
 impl Tokenizer {
     /// Builds a tokenizer from the bytes of `tokenizer.json`.
+    /// A file that makes the library panic is refused like any other that cannot be used.
     pub fn from_json(tokenizer_json: &[u8], config: &TokenizerConfig) -> Result<Self, TextError> {
+        let built = caught(|| {
+            let tokenizer = Self::build(tokenizer_json, config)?;
+            tokenizer.try_out()?;
+            Ok(tokenizer)
+        });
+        built.unwrap_or_else(|reason| Err(TextError::TokenizerJson { reason }))
+    }
+
+    /// Encodes and decodes a little, so that a file whose parts do not fit together is noticed at once.
+    fn try_out(&self) -> Result<(), TextError> {
+        let ids = self.encode("The quick brown fox\n 12", true)?;
+        self.decode(&ids, true)?;
+        self.decode(&ids, false)?;
+        Ok(())
+    }
+
+    fn build(tokenizer_json: &[u8], config: &TokenizerConfig) -> Result<Self, TextError> {
         let unusable = |error: tokenizers::Error| TextError::TokenizerJson { reason: error.to_string() };
         let mut inner = tokenizers::Tokenizer::from_bytes(tokenizer_json).map_err(unusable)?;
         inner.with_truncation(None).map_err(unusable)?;
@@ -64,16 +84,43 @@ impl Tokenizer {
         let special_ids = added.iter().filter(|(_, token)| token.special).map(|(id, _)| *id).collect();
         let added_ids = added.into_keys().collect();
         let byte_rule = byte_rule(inner.get_decoder());
-        Ok(Self { shared: Arc::new(Shared { inner, special, special_ids, added_ids, byte_rule }) })
+        let most_bytes = most_bytes(&inner);
+        let shared = Shared { inner, special, special_ids, added_ids, byte_rule, most_bytes };
+        Ok(Self { shared: Arc::new(shared) })
     }
 
     /// Token ids of `text`. Special tokens written out in the text (`<|im_end|>`) become their
     /// single id; `add_special` also adds the model's own special tokens, such as a leading BOS.
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>, TextError> {
-        match self.shared.inner.encode_fast(text, add_special) {
-            Ok(encoding) => Ok(encoding.get_ids().to_vec()),
-            Err(error) => Err(TextError::Encode { bytes: text.len(), reason: error.to_string() }),
+        let failed = |reason| TextError::Encode { bytes: text.len(), reason };
+        // The library panics where its regular expressions give up, for example on millions of spaces.
+        let encoding = caught(|| self.shared.inner.encode_fast(text, add_special)).map_err(failed)?;
+        Ok(encoding.map_err(|error| failed(error.to_string()))?.get_ids().to_vec())
+    }
+
+    /// As [`Self::encode`], but a text of far more than `most` tokens is refused after work for about `most` of them.
+    pub fn encode_at_most(&self, text: &str, add_special: bool, most: usize) -> Result<Vec<u32>, TextError> {
+        const PIECE: usize = 64 << 10;
+        // A token is at least a byte, so shorter texts need no count.
+        if text.len() > most.max(PIECE) {
+            // Cutting changes tokens at the cuts: a quarter more is far above what that can add.
+            let limit = most + most / 4;
+            let (mut counted, mut rest) = (0, text);
+            while !rest.is_empty() {
+                let (piece, after) = rest.split_at(rest.floor_char_boundary(PIECE));
+                counted += self.encode(piece, false)?.len();
+                if counted > limit {
+                    return Err(TextError::TooManyTokens { bytes: text.len(), most });
+                }
+                rest = after;
+            }
         }
+        self.encode(text, add_special)
+    }
+
+    /// Bytes of text that one token stands for at most.
+    pub fn most_bytes_per_token(&self) -> usize {
+        self.shared.most_bytes
     }
 
     /// Text of `ids`, all at once. Bytes that are no UTF-8 become U+FFFD.
@@ -146,10 +193,9 @@ impl Tokenizer {
         if skip_special && ids.iter().all(|&id| self.is_special(id)) || ids.is_empty() {
             return Ok(String::new());
         }
-        self.shared
-            .inner
-            .decode(ids, skip_special)
-            .map_err(|error| TextError::Decode { tokens: ids.len(), reason: error.to_string() })
+        let failed = |reason| TextError::Decode { tokens: ids.len(), reason };
+        let decoded = caught(|| self.shared.inner.decode(ids, skip_special)).map_err(failed)?;
+        decoded.map_err(|error| failed(error.to_string()))
     }
 
     pub(crate) fn unknown(&self, id: u32) -> TextError {
@@ -169,6 +215,22 @@ impl fmt::Debug for Tokenizer {
             .field("byte_rule", &self.shared.byte_rule)
             .finish()
     }
+}
+
+/// Turns a panic of the library into words. What it works on is rebuilt or read-only, so nothing is left half done.
+fn caught<T>(work: impl FnOnce() -> T) -> Result<T, String> {
+    catch_unwind(AssertUnwindSafe(work)).map_err(|panic| {
+        let text = panic.downcast_ref::<&str>().copied();
+        let text = text.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+        format!("the tokenizer library panicked: {}", text.unwrap_or("no message"))
+    })
+}
+
+/// The longest spelling in the vocabulary: a byte has a spelling of at least a byte. Where text is normalized first it
+/// may shrink, by a factor of 3 when characters are composed.
+fn most_bytes(inner: &tokenizers::Tokenizer) -> usize {
+    let longest = inner.get_vocab(true).keys().map(String::len).max().unwrap_or(1).max(1);
+    longest * if inner.get_normalizer().is_some() { 3 } else { 1 }
 }
 
 fn byte_rule(decoder: Option<&DecoderWrapper>) -> ByteRule {
