@@ -24,6 +24,9 @@ pub enum LoadError {
     #[error("{} is a file; give the folder that holds config.json and *.safetensors", path.display())]
     NotADirectory { path: PathBuf },
 
+    #[error("{} is no regular file, so it is not read: a pipe or a device might never end", path.display())]
+    NotAFile { path: PathBuf },
+
     #[error("{place} has no {file}; the model folder is incomplete")]
     MissingFile { place: String, file: String },
 

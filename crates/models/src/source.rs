@@ -75,12 +75,14 @@ impl ModelSource {
             Self::Embedded(files) => Ok(embedded(files, name).map(Cow::Borrowed)),
             Self::Dir(folder) => {
                 let path = folder.join(name);
-                let file = match fs::File::open(&path) {
-                    Ok(file) => file,
+                match fs::metadata(&path) {
+                    Ok(metadata) if metadata.is_file() => {}
+                    Ok(_) => return Err(LoadError::NotAFile { path }),
                     Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
                     Err(error) => return Err(LoadError::io(path, error)),
-                };
-                // Bounded while reading, not by the stated length: a pipe or device states none.
+                }
+                let file = fs::File::open(&path).map_err(|error| LoadError::io(&path, error))?;
+                // Bounded while reading, not by the stated length: the file may grow.
                 let mut bytes = Vec::new();
                 let mut bounded = file.take(LARGEST_SMALL_FILE + 1);
                 bounded.read_to_end(&mut bytes).map_err(|error| LoadError::io(&path, error))?;
