@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use fake::{END_OF_TURN, FakeEngine, Script};
-use oscar_server::{GenerationDefaults, ServerConfig, serve};
+use oscar_server::{ApiKey, GenerationDefaults, Keys, Role, ServerConfig, serve};
 
 #[tokio::main]
 async fn main() -> std::io::Result<()> {
@@ -28,7 +28,8 @@ async fn main() -> std::io::Result<()> {
         fail_after: None,
     };
     let engine = FakeEngine::new(script, &text.tokenizer);
-    let config = ServerConfig { port, api_keys: arguments.collect(), ..Default::default() };
+    let keys = arguments.map(|key| ApiKey::new(None, Role::Operator, &key));
+    let config = ServerConfig { port, keys: Keys::new(keys.collect()), ..Default::default() };
     let defaults = GenerationDefaults { stop_tokens: vec![END_OF_TURN], ..Default::default() };
     println!("http://127.0.0.1:{port}/");
     serve(config, Arc::new(engine), Arc::new(text), defaults, std::future::pending()).await

@@ -7,15 +7,17 @@ use std::time::Instant;
 
 use axum::Router;
 use axum::extract::Request;
-use axum::middleware::from_fn_with_state;
+use axum::middleware::{from_fn, from_fn_with_state};
 use oscar_engine::{EngineApi, RequestError, RequestId};
 use oscar_text::ModelText;
 use tokio::sync::Semaphore;
 
 use crate::error::ApiError;
 use crate::ids::{IdSource, unix_seconds};
+use crate::keys::Caller;
+use crate::limits::Limits;
 use crate::metrics::Metrics;
-use crate::{GenerationDefaults, ServerConfig, middleware, routes};
+use crate::{GenerationDefaults, ServerConfig, connections, middleware, origin, panics, routes};
 
 pub type Shared = Arc<App>;
 
@@ -29,7 +31,10 @@ pub struct App {
     pub ids: IdSource,
     pub running: Running,
     /// Permits for parsing, rendering and tokenizing large bodies.
-    pub heavy_work: Semaphore,
+    pub heavy_work: Arc<Semaphore>,
+    /// Permits for the bytes of large bodies; see [`App::body_permits`].
+    pub bodies: Arc<Semaphore>,
+    pub limits: Limits,
     pub started: Instant,
     /// Unix time of the start, the model's `created`.
     pub started_at: u64,
@@ -45,6 +50,8 @@ impl App {
         defaults: GenerationDefaults,
     ) -> Shared {
         let metrics = Metrics::new(engine.clone());
+        let limits = Limits::new(&config, engine.info().context, &text.tokenizer);
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
         Arc::new(Self {
             config,
             engine,
@@ -53,12 +60,24 @@ impl App {
             metrics,
             ids: IdSource::default(),
             running: Running::default(),
-            heavy_work: Semaphore::new(std::thread::available_parallelism().map_or(1, usize::from)),
+            heavy_work: Arc::new(Semaphore::new(cores)),
+            bodies: Arc::new(Semaphore::new(Self::body_permits(limits.bodies_in_flight))),
+            limits,
             started: Instant::now(),
             started_at: unix_seconds(),
             draining: AtomicBool::new(false),
             next_request: AtomicU64::new(1),
         })
+    }
+
+    /// Permits of [`App::bodies`] for that many bytes.
+    pub fn body_permits(bytes: usize) -> usize {
+        bytes.div_ceil(1 << 10).min(u32::MAX as usize)
+    }
+
+    /// Is the server only reachable from this machine?
+    pub fn loopback_only(&self) -> bool {
+        self.config.loopback
     }
 
     pub fn next_request_id(&self) -> RequestId {
@@ -101,40 +120,42 @@ impl App {
 /// Requests in the engine, by the name the client knows.
 #[derive(Debug, Default)]
 pub struct Running {
-    names: Mutex<HashMap<String, Vec<RequestId>>>,
+    names: Mutex<HashMap<String, Vec<(RequestId, Caller)>>>,
 }
 
 impl Running {
-    pub fn insert(&self, name: &str, id: RequestId) {
-        self.lock().entry(name.to_owned()).or_default().push(id);
+    pub fn insert(&self, name: &str, id: RequestId, owner: &Caller) {
+        self.lock().entry(name.to_owned()).or_default().push((id, owner.clone()));
     }
 
     pub fn remove(&self, name: &str, id: RequestId) {
         let mut names = self.lock();
         if let Some(ids) = names.get_mut(name) {
-            ids.retain(|known| *known != id);
+            ids.retain(|(known, _)| *known != id);
             if ids.is_empty() {
                 names.remove(name);
             }
         }
     }
 
-    /// The engine's ids behind a name, given with or without the prefix that a response adds to it.
-    pub fn find(&self, name: &str) -> Vec<RequestId> {
+    /// The engine's ids behind a name, given with or without the prefix that a response adds to it; only of requests
+    /// that the caller may stop.
+    pub fn find(&self, name: &str, caller: &Caller) -> Vec<RequestId> {
         let bare = name.strip_prefix("chatcmpl-").or_else(|| name.strip_prefix("cmpl-")).unwrap_or(name);
         let names = self.lock();
-        names.get(name).or_else(|| names.get(bare)).cloned().unwrap_or_default()
+        let found = names.get(name).or_else(|| names.get(bare)).into_iter().flatten();
+        found.filter(|(_, owner)| caller.controls(owner)).map(|(id, _)| *id).collect()
     }
 
     pub fn all(&self) -> Vec<RequestId> {
-        self.lock().values().flatten().copied().collect()
+        self.lock().values().flatten().map(|(id, _)| *id).collect()
     }
 
     pub fn is_empty(&self) -> bool {
         self.lock().is_empty()
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<String, Vec<RequestId>>> {
+    fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<String, Vec<(RequestId, Caller)>>> {
         self.names.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -149,13 +170,17 @@ pub fn router(
     build(App::new(config, engine, text, defaults))
 }
 
-/// Layers run from the last one added inwards: the access log sees everything, also what CORS or auth answer.
+/// Layers run from the last one added inwards: the access log sees everything, also what the others answer.
 pub fn build(app: Shared) -> Router {
     routes::all()
         .fallback(unknown_route)
         .method_not_allowed_fallback(wrong_method)
+        .layer(from_fn_with_state(app.clone(), connections::deadline))
         .layer(from_fn_with_state(app.clone(), middleware::authenticate))
         .layer(from_fn_with_state(app.clone(), middleware::cors))
+        .layer(from_fn_with_state(app.clone(), origin::guard))
+        .layer(from_fn(panics::catch))
+        .layer(from_fn(origin::harden))
         .layer(from_fn_with_state(app.clone(), middleware::observe))
         .with_state(app)
 }

@@ -1,116 +1,218 @@
-//! Reading a request's body without trusting its length.
+//! Reading a request's body without trusting its length or its sender's pace, and work that grows with it.
 
+use std::fmt;
 use std::time::Duration;
 
 use axum::body::{Body, Bytes};
 use axum::extract::{FromRequest, Request};
+use axum::http::{HeaderMap, HeaderValue, header};
+use axum::response::{IntoResponse, Response};
 use http_body_util::BodyExt;
+use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
+use serde::Serialize;
 use serde_json::{Map, Value};
+use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Instant, timeout_at};
 
-use crate::app::Shared;
+use crate::app::{App, Shared};
 use crate::error::ApiError;
+use crate::schema::Field;
 
-/// A client that is told "too large" while it still sends would see a broken connection instead of the answer, so
-/// this much more is read and thrown away first.
-const DISCARD_BYTES: u64 = 256 << 20;
-const DISCARD_TIME: Duration = Duration::from_secs(10);
+/// Bodies up to this size do not count against the bytes in flight, so that large ones cannot keep small ones out.
+const UNCOUNTED: usize = 64 << 10;
 
-/// The body's bytes, at most `max_body_bytes` of them.
-pub struct RawBody(pub Bytes);
+/// A body may take this long, and a second more for every [`RATE`] bytes that have come.
+const GRACE: Duration = Duration::from_secs(15);
+const RATE: usize = 64 << 10;
+
+/// The body's bytes, and what reserves them among all bodies in flight.
+#[derive(Debug)]
+pub struct RawBody {
+    bytes: Bytes,
+    _reservation: Option<OwnedSemaphorePermit>,
+}
+
+impl RawBody {
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+}
 
 impl FromRequest<Shared> for RawBody {
     type Rejection = ApiError;
 
     async fn from_request(request: Request, app: &Shared) -> Result<Self, ApiError> {
-        read(request.into_body(), app.config.max_body_bytes, app.config.body_timeout).await.map(Self)
+        let limit = app.limits.body_bytes;
+        // Refused before anything is read; the connection reads the rest away.
+        if stated_length(request.headers()).is_some_and(|length| length > limit as u64) {
+            return Err(ApiError::BodyTooLarge { limit });
+        }
+        read(app, request.into_body(), limit, app.config.body_timeout).await
     }
 }
 
-async fn read(mut body: Body, limit: usize, patience: Duration) -> Result<Bytes, ApiError> {
-    let deadline = Instant::now() + patience;
+fn stated_length(headers: &HeaderMap) -> Option<u64> {
+    headers.get(header::CONTENT_LENGTH)?.to_str().ok()?.parse().ok()
+}
+
+async fn read(app: &App, mut body: Body, limit: usize, patience: Duration) -> Result<RawBody, ApiError> {
+    let begun = Instant::now();
     let mut bytes: Vec<u8> = Vec::new();
+    let mut reservation = None;
     loop {
-        let frame = match timeout_at(deadline, body.frame()).await {
-            Err(_) => return Err(ApiError::BodyTimeout { seconds: patience.as_secs() }),
-            Ok(None) => return Ok(bytes.into()),
+        let earned = GRACE + Duration::from_secs((bytes.len() / RATE) as u64);
+        let frame = match timeout_at(begun + patience.min(earned), body.frame()).await {
+            Err(_) => return Err(ApiError::BodyTimeout { seconds: begun.elapsed().as_secs() }),
+            Ok(None) => return Ok(RawBody { bytes: bytes.into(), _reservation: reservation }),
             Ok(Some(Err(error))) => {
                 return Err(ApiError::invalid(format!("the body could not be read: {error}")));
             }
             Ok(Some(Ok(frame))) => frame,
         };
         let Some(data) = frame.data_ref() else { continue };
-        if bytes.len() + data.len() > limit {
-            drop(bytes);
-            discard(body).await;
+        let length = bytes.len() + data.len();
+        if length > limit {
             return Err(ApiError::BodyTooLarge { limit });
         }
+        reserve(app, &mut reservation, length)?;
         bytes.extend_from_slice(data);
     }
 }
 
-async fn discard(mut body: Body) {
-    let deadline = Instant::now() + DISCARD_TIME;
-    let mut thrown_away = 0u64;
-    while let Ok(Some(Ok(frame))) = timeout_at(deadline, body.frame()).await {
-        thrown_away += frame.data_ref().map_or(0, |data| data.len() as u64);
-        if thrown_away > DISCARD_BYTES {
-            break;
-        }
+/// Reserves `length` bytes in all, if they are many.
+fn reserve(app: &App, held: &mut Option<OwnedSemaphorePermit>, length: usize) -> Result<(), ApiError> {
+    if length <= UNCOUNTED {
+        return Ok(());
+    }
+    let more = App::body_permits(length) - held.as_ref().map_or(0, OwnedSemaphorePermit::num_permits);
+    let full = |_| ApiError::BodiesInFlight { retry_after: app.config.retry_after_seconds };
+    let more = app.bodies.clone().try_acquire_many_owned(more as u32).map_err(full)?;
+    match held {
+        Some(held) => held.merge(more),
+        None => *held = Some(more),
+    }
+    Ok(())
+}
+
+/// The JSON object in the body, reduced to the fields that `tables` describe: others are skipped, not stored.
+pub fn parse_object(bytes: &[u8], tables: &[&[Field]]) -> Result<Map<String, Value>, ApiError> {
+    let mut reader = serde_json::Deserializer::from_slice(bytes);
+    let parsed = KnownFields(tables).deserialize(&mut reader).and_then(|object| reader.end().map(|()| object));
+    parsed.map_err(|error| ApiError::Invalid {
+        message: format!("the body is not valid JSON: {error}"),
+        param: None,
+        code: Some("invalid_json"),
+    })
+}
+
+/// Reads an object and keeps the fields that are described and not ignored.
+struct KnownFields<'a>(&'a [&'a [Field]]);
+
+impl<'de> DeserializeSeed<'de> for KnownFields<'_> {
+    type Value = Map<String, Value>;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Self::Value, D::Error> {
+        deserializer.deserialize_map(self)
     }
 }
 
-/// The JSON object in the body; an empty body counts as an empty object where the route needs nothing.
-pub fn parse_object(bytes: &[u8]) -> Result<Map<String, Value>, ApiError> {
-    match serde_json::from_slice(bytes) {
-        Ok(Value::Object(object)) => Ok(object),
-        Ok(_) => Err(ApiError::invalid("the body must be one JSON object")),
-        Err(error) => Err(ApiError::Invalid {
-            message: format!("the body is not valid JSON: {error}"),
-            param: None,
-            code: Some("invalid_json"),
-        }),
+impl<'de> Visitor<'de> for KnownFields<'_> {
+    type Value = Map<String, Value>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("one JSON object")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+        let mut fields = Map::new();
+        while let Some(name) = map.next_key::<String>()? {
+            match self.0.iter().copied().flatten().find(|field| field.name == name) {
+                Some(field) if !field.is_ignored() => {
+                    fields.insert(name, map.next_value()?);
+                }
+                _ => drop(map.next_value::<IgnoredAny>()?),
+            }
+        }
+        Ok(fields)
     }
 }
+
+/// Work of at most this size is done where it is; see [`off_thread`].
+const SMALL: usize = 16 << 10;
 
 /// Runs work that grows with the body away from the threads that serve connections, as many at a time as there are
-/// cores; small work stays.
+/// cores; small work stays. The work keeps its permit and its body until it really ends, also when the client has gone.
 pub async fn off_thread<T: Send + 'static>(
     app: &Shared,
-    body_bytes: usize,
+    body: RawBody,
+    work: impl FnOnce(&[u8]) -> Result<T, ApiError> + Send + 'static,
+) -> Result<T, ApiError> {
+    let size = body.bytes.len();
+    run(app, size, "preparing the request", move || {
+        let outcome = work(&body.bytes);
+        drop(body);
+        outcome
+    })
+    .await
+}
+
+/// Writes an answer as JSON; one of `size` bytes or more, by a guess, away from the threads that serve connections.
+pub async fn json_answer<T: Serialize + Send + 'static>(
+    app: &Shared,
+    size: usize,
+    answer: T,
+) -> Result<Response, ApiError> {
+    let failed = |error| ApiError::Internal(format!("writing the answer: {error}"));
+    let text =
+        run(app, size, "writing the answer", move || serde_json::to_vec(&answer).map_err(failed)).await?;
+    let kind = HeaderValue::from_static("application/json");
+    Ok(([(header::CONTENT_TYPE, kind)], text).into_response())
+}
+
+async fn run<T: Send + 'static>(
+    app: &Shared,
+    size: usize,
+    what: &str,
     work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
 ) -> Result<T, ApiError> {
-    const SMALL: usize = 16 << 10;
-    if body_bytes <= SMALL {
+    if size <= SMALL {
         return work();
     }
     // Never closed, so the permit is always granted in the end.
-    let _permit = app.heavy_work.acquire().await;
-    match tokio::task::spawn_blocking(work).await {
+    let permit = app.heavy_work.clone().acquire_owned().await;
+    let working = tokio::task::spawn_blocking(move || {
+        let outcome = work();
+        drop(permit);
+        outcome
+    });
+    match working.await {
         Ok(outcome) => outcome,
-        Err(error) => Err(ApiError::Internal(format!("preparing the request: {error}"))),
+        Err(error) => Err(ApiError::Internal(format!("{what}: {error}"))),
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::schema::Kind;
 
-    #[tokio::test]
-    async fn the_limit_is_exact_and_the_rest_is_read_away() {
-        let patience = Duration::from_secs(5);
-        assert_eq!(read(Body::from("abcd"), 4, patience).await.unwrap(), "abcd");
-        let error = read(Body::from("abcde"), 4, patience).await.unwrap_err();
-        assert_eq!(error, ApiError::BodyTooLarge { limit: 4 });
-    }
+    const TABLE: &[Field] =
+        &[Field::new("a", Kind::Any, ""), Field::new("user", Kind::Ignored, "Ignored")];
 
     #[test]
     fn what_is_no_object_is_refused() {
-        for bytes in [&b""[..], b"[]", b"{", b"\xff\xfe", b"{\"a\":1e999}", b"nul"] {
-            assert_eq!(parse_object(bytes).unwrap_err().status().as_u16(), 400, "{bytes:?}");
+        for bytes in [&b""[..], b"[]", b"{", b"\xff\xfe", b"{\"a\":1e999}", b"nul", b"{} x", b"\"a\""] {
+            assert_eq!(parse_object(bytes, &[TABLE]).unwrap_err().status().as_u16(), 400, "{bytes:?}");
         }
         let deep = "[".repeat(100_000);
-        assert!(parse_object(deep.as_bytes()).is_err());
-        assert!(parse_object(b"{\"a\": null}").unwrap().contains_key("a"));
+        assert!(parse_object(deep.as_bytes(), &[TABLE]).is_err());
+        assert!(parse_object(format!("{{\"b\": {deep}").as_bytes(), &[TABLE]).is_err());
+        assert!(parse_object(b"{\"a\": null}", &[TABLE]).unwrap().contains_key("a"));
+    }
+
+    #[test]
+    fn only_described_fields_are_kept() {
+        let body = br#"{"a": 1, "b": [{"c": 2}], "user": {"x": 1}, "a": 2}"#;
+        assert_eq!(Value::Object(parse_object(body, &[TABLE]).unwrap()), serde_json::json!({"a": 2}));
     }
 }

@@ -4,19 +4,39 @@ use std::time::Duration;
 
 use oscar_engine::SamplingParams;
 
+use crate::keys::Keys;
+
 /// Settings of the HTTP side. The engine and the model have their own.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug)]
 pub struct ServerConfig {
     pub host: String,
     pub port: u16,
-    /// Any of these opens every route; with none, no key is asked for. `/health` never asks.
-    pub api_keys: Vec<String>,
+    /// Is the server only reachable from this machine? [`serve_on`](crate::serve_on) finds out by the address.
+    pub loopback: bool,
+    /// Who may call; with none, no key is asked for. `/health` never asks.
+    pub keys: Keys,
+    /// Serve other machines without keys.
+    pub allow_anonymous: bool,
+    /// Give every tenant a prefix cache of its own.
+    pub isolate_keys: bool,
+    /// Names besides the loopback ones that `Host` may hold on a loopback address, for reverse proxies.
+    pub allowed_hosts: Vec<String>,
     /// Names the model answers to besides its own.
     pub model_aliases: Vec<String>,
-    /// Largest request body; longer ones are refused with 413.
-    pub max_body_bytes: usize,
+    /// Largest request body; longer ones are refused with 413. By default what a prompt of the whole context needs.
+    pub max_body_bytes: Option<usize>,
     /// How long a client may take to send its body.
     pub body_timeout: Duration,
+    /// Most connections at once; lower where the process may not open that many files.
+    pub max_connections: usize,
+    /// How long the head of a request may take from its first byte on, or from the connection's beginning.
+    pub header_timeout: Duration,
+    /// How long a connection may stay open between two requests.
+    pub idle_timeout: Duration,
+    /// How long a client may leave an answer unread.
+    pub write_timeout: Duration,
+    /// How long a request may take from its head to the last byte of its answer, if that is limited.
+    pub request_timeout: Option<Duration>,
     /// Most sequences one HTTP request may ask for: prompts times `n`.
     pub max_choices: usize,
     /// Most stop strings of one request.
@@ -29,8 +49,7 @@ pub struct ServerConfig {
     pub keep_alive: Duration,
     /// How long running requests may go on after the shutdown signal before they are cancelled.
     pub drain_timeout: Duration,
-    /// Render a `chat_template` that arrives in a request. A template can use any amount of memory, so only for
-    /// clients that are trusted like the operator.
+    /// Render a `chat_template` that arrives in a request.
     pub allow_request_template: bool,
     /// How a model's reasoning is told from its answer.
     pub reasoning: Reasoning,
@@ -45,10 +64,19 @@ impl Default for ServerConfig {
         Self {
             host: "127.0.0.1".to_owned(),
             port: 8000,
-            api_keys: Vec::new(),
+            loopback: true,
+            keys: Keys::default(),
+            allow_anonymous: false,
+            isolate_keys: false,
+            allowed_hosts: Vec::new(),
             model_aliases: Vec::new(),
-            max_body_bytes: 32 << 20,
-            body_timeout: Duration::from_secs(120),
+            max_body_bytes: None,
+            body_timeout: Duration::from_secs(60),
+            max_connections: 1024,
+            header_timeout: Duration::from_secs(10),
+            idle_timeout: Duration::from_secs(75),
+            write_timeout: Duration::from_secs(60),
+            request_timeout: Some(Duration::from_secs(3600)),
             max_choices: 128,
             max_stop_strings: 32,
             max_stop_bytes: 1024,
@@ -59,6 +87,26 @@ impl Default for ServerConfig {
             reasoning: Reasoning::think(),
             cors_origins: Vec::new(),
             access_log: true,
+        }
+    }
+}
+
+/// The server would be open to other machines without a key.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "anyone who reaches {host} could use this server: give it keys (--api-key-file or OSCAR_API_KEYS), listen on \
+     127.0.0.1, or say --allow-anonymous"
+)]
+pub struct ExposedError {
+    host: String,
+}
+
+impl ServerConfig {
+    /// Refuses to serve other machines without keys, unless that is wanted.
+    pub fn check_exposure(&self) -> Result<(), ExposedError> {
+        match self.loopback || self.allow_anonymous || !self.keys.is_empty() {
+            true => Ok(()),
+            false => Err(ExposedError { host: self.host.clone() }),
         }
     }
 }

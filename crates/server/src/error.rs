@@ -15,6 +15,27 @@ pub enum ApiError {
     Invalid { message: String, param: Option<String>, code: Option<&'static str> },
     #[error("no or wrong API key: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`")]
     Unauthorized,
+    #[error("this needs the key of an operator, {name} is a user: {what}")]
+    Forbidden { name: String, what: &'static str },
+    #[error(
+        "requests of web pages on `{origin}` are not accepted; the operator can allow the origin with --cors-origin"
+    )]
+    Origin { origin: String },
+    #[error(
+        "this server listens on a loopback address and is not known as `{host}`: use localhost, or let the operator \
+         say --allowed-host"
+    )]
+    Host { host: String },
+    #[error("the body must be JSON: send the header `Content-Type: application/json`")]
+    NotJson,
+    #[error("the tenant has {held} {what} in flight and may have {limit}: {more} more do not fit; try again later")]
+    Quota { what: &'static str, held: usize, more: usize, limit: usize, retry_after: u64 },
+    #[error("too much is being sent to this server at once; try again later")]
+    BodiesInFlight { retry_after: u64 },
+    #[error("all connections of this server are taken; try again later")]
+    Connections { retry_after: u64 },
+    #[error("the request took longer than {seconds} seconds, the server's limit")]
+    RequestTimeout { seconds: u64 },
     #[error("the model `{model}` is not served here; GET /v1/models lists what is")]
     UnknownModel { model: String },
     #[error("there is no {method} {path}; GET /openapi.json lists the routes")]
@@ -58,6 +79,12 @@ impl ApiError {
         match self {
             Self::Invalid { .. } => StatusCode::BAD_REQUEST,
             Self::Unauthorized => StatusCode::UNAUTHORIZED,
+            Self::Forbidden { .. } | Self::Origin { .. } => StatusCode::FORBIDDEN,
+            Self::Host { .. } => StatusCode::MISDIRECTED_REQUEST,
+            Self::NotJson => StatusCode::UNSUPPORTED_MEDIA_TYPE,
+            Self::Quota { .. } | Self::BodiesInFlight { .. } => StatusCode::TOO_MANY_REQUESTS,
+            Self::Connections { .. } => StatusCode::SERVICE_UNAVAILABLE,
+            Self::RequestTimeout { .. } => StatusCode::GATEWAY_TIMEOUT,
             Self::UnknownModel { .. } | Self::UnknownRoute { .. } => StatusCode::NOT_FOUND,
             Self::MethodNotAllowed { .. } => StatusCode::METHOD_NOT_ALLOWED,
             Self::BodyTooLarge { .. } => StatusCode::PAYLOAD_TOO_LARGE,
@@ -78,6 +105,7 @@ impl ApiError {
     pub fn to_json(&self) -> Value {
         let kind = match self.status() {
             StatusCode::UNAUTHORIZED => "authentication_error",
+            StatusCode::FORBIDDEN => "permission_error",
             StatusCode::NOT_FOUND => "not_found_error",
             StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
             status if status.is_server_error() => "server_error",
@@ -86,6 +114,14 @@ impl ApiError {
         let (param, code): (Option<&str>, Option<&str>) = match self {
             Self::Invalid { param, code, .. } => (param.as_deref(), *code),
             Self::Unauthorized => (None, Some("invalid_api_key")),
+            Self::Forbidden { .. } => (None, Some("operators_only")),
+            Self::Origin { .. } => (None, Some("foreign_origin")),
+            Self::Host { .. } => (None, Some("unknown_host")),
+            Self::NotJson => (None, Some("not_json")),
+            Self::Quota { .. } => (None, Some("quota_exceeded")),
+            Self::BodiesInFlight { .. } => (None, Some("bodies_in_flight")),
+            Self::Connections { .. } => (None, Some("too_many_connections")),
+            Self::RequestTimeout { .. } => (None, Some("request_timeout")),
             Self::UnknownModel { .. } => (Some("model"), Some("model_not_found")),
             Self::UnknownRoute { .. } => (None, Some("unknown_route")),
             Self::MethodNotAllowed { .. } => (None, Some("method_not_allowed")),
@@ -119,7 +155,10 @@ impl IntoResponse for ApiError {
             Self::Engine {
                 error: RequestError::QueueFull { .. } | RequestError::ShuttingDown,
                 retry_after,
-            } => {
+            }
+            | Self::Quota { retry_after, .. }
+            | Self::BodiesInFlight { retry_after }
+            | Self::Connections { retry_after } => {
                 headers.insert(header::RETRY_AFTER, HeaderValue::from(*retry_after));
             }
             _ => {}

@@ -11,17 +11,23 @@
 mod app;
 mod body;
 mod config;
+mod connections;
 mod error;
 mod generate;
 mod ids;
+mod keys;
+mod limits;
 mod logging;
 mod metrics;
 mod middleware;
+mod origin;
+mod panics;
 mod routes;
 mod schema;
 mod serve;
 
 pub use app::router;
-pub use config::{GenerationDefaults, LogFormat, Reasoning, ServerConfig};
-pub use logging::{LoggingError, check_log_filter, init_logging};
+pub use config::{ExposedError, GenerationDefaults, LogFormat, Reasoning, ServerConfig};
+pub use keys::{ApiKey, KeyError, Keys, Quota, Role};
+pub use logging::{LogGuard, LoggingError, check_log_filter, init_logging};
 pub use serve::{serve, serve_on};

@@ -12,12 +12,13 @@ use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric};
 use prometheus_client::metrics::counter::{ConstCounter, Counter};
 use prometheus_client::metrics::family::Family;
-use prometheus_client::metrics::gauge::ConstGauge;
+use prometheus_client::metrics::gauge::{ConstGauge, Gauge};
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::Registry;
 
 use crate::generate::Totals;
+use crate::{logging, panics};
 
 const FIRST_TOKEN_SECONDS: [f64; 22] = [
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
@@ -48,6 +49,8 @@ struct ReasonLabels {
 pub struct Metrics {
     registry: Registry,
     http: Family<RouteLabels, Counter>,
+    connections: Gauge,
+    connections_refused: Counter,
     finished: Family<ReasonLabels, Counter>,
     first_token: Histogram,
     inter_token: Histogram,
@@ -71,6 +74,8 @@ impl Metrics {
         registry.register("build", "What is running", build);
         let metrics = Self {
             http: Family::default(),
+            connections: Gauge::default(),
+            connections_refused: Counter::default(),
             finished: Family::default(),
             first_token: Histogram::new(FIRST_TOKEN_SECONDS),
             inter_token: Histogram::new(TOKEN_SECONDS),
@@ -81,6 +86,10 @@ impl Metrics {
             registry: Registry::default(),
         };
         registry.register("http_requests", "Responses by route and status", metrics.http.clone());
+        registry.register("connections", "Open connections", metrics.connections.clone());
+        let help = "Connections closed because all were taken";
+        registry.register("connections_refused", help, metrics.connections_refused.clone());
+        registry.register_collector(Box::new(ProcessCollector));
         registry.register("request_success", "Ended choices by reason", metrics.finished.clone());
         let mut histogram = |name: &str, help: &str, histogram: &Histogram| {
             registry.register(name, help, histogram.clone());
@@ -102,6 +111,16 @@ impl Metrics {
     pub fn http(&self, method: &str, route: &str, status: u16) {
         let labels = RouteLabels { method: method.to_owned(), route: route.to_owned(), status };
         self.http.get_or_create(&labels).inc();
+    }
+
+    /// Counts a connection as open until the result is dropped.
+    pub fn connection(&self) -> OpenConnection {
+        self.connections.inc();
+        OpenConnection(self.connections.clone())
+    }
+
+    pub fn connection_refused(&self) {
+        self.connections_refused.inc();
     }
 
     pub fn finished(&self, finished_reason: &'static str) {
@@ -142,6 +161,34 @@ fn token_edges(context: usize) -> Vec<f64> {
         edges.take_while(|&edge| edge <= context.max(1)).map(|edge| edge as f64).collect();
     edges.dedup();
     edges
+}
+
+/// See [`Metrics::connection`].
+#[derive(Debug)]
+pub struct OpenConnection(Gauge);
+
+impl Drop for OpenConnection {
+    fn drop(&mut self) {
+        self.0.dec();
+    }
+}
+
+/// What the whole process counts.
+#[derive(Debug)]
+struct ProcessCollector;
+
+impl Collector for ProcessCollector {
+    fn encode(&self, mut encoder: DescriptorEncoder) -> Result<(), fmt::Error> {
+        let counters = [
+            ("panics", "Panics, each answered with 500", panics::count()),
+            ("log_lines_dropped", "Log lines that could not be written in time", logging::dropped()),
+        ];
+        for (name, help, value) in counters {
+            let counter = ConstCounter::new(value);
+            counter.encode(encoder.encode_descriptor(name, help, None, counter.metric_type())?)?;
+        }
+        Ok(())
+    }
 }
 
 /// Reads the engine's snapshot at each scrape.

@@ -41,11 +41,18 @@ pub enum Kind {
     Prompt,
     /// Looked at by the endpoint itself.
     Any,
+    /// Accepted and thrown away.
+    Ignored,
 }
 
 impl Field {
     pub const fn new(name: &'static str, kind: Kind, about: &'static str) -> Self {
         Self { name, kind, about, required: false }
+    }
+
+    /// Is the field skipped while the body is read?
+    pub fn is_ignored(&self) -> bool {
+        self.kind == Kind::Ignored
     }
 
     pub const fn required(mut self) -> Self {
@@ -91,7 +98,7 @@ impl Kind {
                     || all(value, is_token)
                     || all(value, |list| all(list, is_token))
             }
-            Self::Any => true,
+            Self::Any | Self::Ignored => true,
         }
     }
 
@@ -112,7 +119,7 @@ impl Kind {
             Self::Prompt => {
                 "a string, a list of strings, a list of token ids, or a list of such lists".to_owned()
             }
-            Self::Any => "any JSON".to_owned(),
+            Self::Any | Self::Ignored => "any JSON".to_owned(),
         }
     }
 
@@ -144,7 +151,7 @@ impl Kind {
             Self::Tokens => tokens,
             Self::Prompt => json!({"oneOf": [
                 text, {"type": "array", "items": text}, tokens, {"type": "array", "items": tokens}]}),
-            Self::Any => json!({}),
+            Self::Any | Self::Ignored => json!({}),
         }
     }
 }

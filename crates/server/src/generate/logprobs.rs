@@ -4,7 +4,7 @@
 
 use oscar_engine::TokenLogprobs;
 use oscar_text::Tokenizer;
-use serde_json::{Map, Value, json};
+use serde::{Serialize, Serializer};
 
 /// Most alternatives a client may ask for at each token.
 pub const MAX_LOGPROBS: i64 = 20;
@@ -39,44 +39,110 @@ impl TokenTexts {
         text.as_bytes().to_vec()
     }
 
-    fn entry(&self, token: u32, logprob: f32) -> Value {
-        let text = self.text(token);
-        let bytes = self.bytes(token, &text);
-        json!({"token": text, "logprob": finite(logprob), "bytes": bytes})
-    }
-
     /// An item of `choices[].logprobs.content` of a chat.
-    pub fn chat_entry(&self, logprobs: &TokenLogprobs) -> Value {
-        let mut entry = self.entry(logprobs.token, logprobs.logprob);
-        let top: Vec<Value> =
-            logprobs.top.iter().map(|&(token, logprob)| self.entry(token, logprob)).collect();
-        entry["top_logprobs"] = Value::Array(top);
-        entry
+    pub fn chat_entry(&self, logprobs: TokenLogprobs) -> ChatEntry {
+        ChatEntry { texts: self.clone(), logprobs }
     }
 
-    /// An item of `top_logprobs` of a plain completion: text to number, the chosen token always among them.
-    pub fn completion_entry(&self, logprobs: &TokenLogprobs) -> Value {
-        let mut entry = Map::new();
-        for &(token, logprob) in logprobs.top.iter().chain([&(logprobs.token, logprobs.logprob)]) {
-            entry.entry(self.text(token)).or_insert_with(|| json!(finite(logprob)));
+    /// An item of `top_logprobs` of a plain completion.
+    pub fn completion_entry(&self, logprobs: TokenLogprobs) -> TopLogprobs {
+        TopLogprobs { texts: self.clone(), logprobs }
+    }
+
+    pub fn prompt_logprobs(&self, tokens: Vec<Option<TokenLogprobs>>) -> PromptLogprobs {
+        PromptLogprobs { texts: self.clone(), tokens }
+    }
+}
+
+/// A token with its bytes and alternatives; spelled out when it is written.
+#[derive(Clone, Debug)]
+pub struct ChatEntry {
+    texts: TokenTexts,
+    logprobs: TokenLogprobs,
+}
+
+#[derive(Serialize)]
+struct Spelled {
+    token: String,
+    logprob: f32,
+    bytes: Vec<u8>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    top_logprobs: Option<Vec<Spelled>>,
+}
+
+impl Spelled {
+    fn new(texts: &TokenTexts, token: u32, logprob: f32, top_logprobs: Option<Vec<Self>>) -> Self {
+        let text = texts.text(token);
+        Self { bytes: texts.bytes(token, &text), token: text, logprob: finite(logprob), top_logprobs }
+    }
+}
+
+impl Serialize for ChatEntry {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let TokenLogprobs { token, logprob, top } = &self.logprobs;
+        let top = top.iter().map(|&(token, logprob)| Spelled::new(&self.texts, token, logprob, None));
+        Spelled::new(&self.texts, *token, *logprob, Some(top.collect())).serialize(serializer)
+    }
+}
+
+/// Text to number, the chosen token always among them; spelled out when it is written.
+#[derive(Clone, Debug)]
+pub struct TopLogprobs {
+    texts: TokenTexts,
+    logprobs: TokenLogprobs,
+}
+
+impl Serialize for TopLogprobs {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let TokenLogprobs { token, logprob, top } = &self.logprobs;
+        let mut entries: Vec<(String, f32)> = Vec::with_capacity(top.len() + 1);
+        for &(token, logprob) in top.iter().chain([&(*token, *logprob)]) {
+            let text = self.texts.text(token);
+            if !entries.iter().any(|(known, _)| *known == text) {
+                entries.push((text, finite(logprob)));
+            }
         }
-        Value::Object(entry)
+        serializer.collect_map(entries)
     }
+}
 
-    /// `prompt_logprobs`: for each token an object from token id to number and text, null for the first.
-    pub fn prompt_logprobs(&self, tokens: &[Option<TokenLogprobs>]) -> Value {
-        tokens.iter().map(|token| token.as_ref().map(|logprobs| self.prompt_entry(logprobs))).collect()
+/// `prompt_logprobs`: for each token an object from token id to number and text, null for the first; spelled out when
+/// it is written.
+#[derive(Clone, Debug)]
+pub struct PromptLogprobs {
+    texts: TokenTexts,
+    tokens: Vec<Option<TokenLogprobs>>,
+}
+
+impl Serialize for PromptLogprobs {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let entry = |logprobs| PromptEntry { texts: &self.texts, logprobs };
+        serializer.collect_seq(self.tokens.iter().map(|token| token.as_ref().map(entry)))
     }
+}
 
-    fn prompt_entry(&self, logprobs: &TokenLogprobs) -> Value {
-        let mut entry = Map::new();
-        let ranked = logprobs.top.iter().enumerate().map(|(index, top)| (Some(index + 1), top));
-        for (rank, &(token, logprob)) in ranked.chain([(None, &(logprobs.token, logprobs.logprob))]) {
-            entry.entry(token.to_string()).or_insert_with(
-                || json!({"logprob": finite(logprob), "rank": rank, "decoded_token": self.text(token)}),
-            );
-        }
-        Value::Object(entry)
+struct PromptEntry<'a> {
+    texts: &'a TokenTexts,
+    logprobs: &'a TokenLogprobs,
+}
+
+#[derive(Serialize)]
+struct Ranked {
+    logprob: f32,
+    rank: Option<usize>,
+    decoded_token: String,
+}
+
+impl Serialize for PromptEntry<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let TokenLogprobs { token, logprob, top } = self.logprobs;
+        let ranked = top.iter().enumerate().map(|(index, &(token, logprob))| (Some(index + 1), token, logprob));
+        let known = top.iter().any(|(other, _)| other == token);
+        let chosen = (!known).then_some((None, *token, *logprob));
+        serializer.collect_map(ranked.chain(chosen).map(|(rank, token, logprob)| {
+            let decoded_token = self.texts.text(token);
+            (token.to_string(), Ranked { logprob: finite(logprob), rank, decoded_token })
+        }))
     }
 }
 

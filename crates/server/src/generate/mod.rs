@@ -21,10 +21,12 @@ use oscar_engine::{
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 pub use assemble::{Assembler, TextOptions};
-pub use logprobs::{MAX_LOGPROBS, TokenTexts, finite};
+pub use logprobs::{ChatEntry, MAX_LOGPROBS, PromptLogprobs, TokenTexts, TopLogprobs, finite};
 
 use crate::app::App;
 use crate::error::ApiError;
+use crate::keys::{Admission, Caller};
+use crate::limits;
 use reasoning::Split;
 
 /// What an endpoint asks for, in tokens.
@@ -32,9 +34,25 @@ use reasoning::Split;
 pub struct Job {
     /// The name by which `/abort_request` and the logs know it.
     pub name: String,
+    pub caller: Caller,
     pub prompts: Vec<Vec<u32>>,
     pub params: GenerationParams,
     pub text: TextOptions,
+}
+
+impl Job {
+    fn prompt_tokens(&self) -> usize {
+        self.prompts.iter().map(Vec::len).sum()
+    }
+
+    /// About how many bytes the answer can have.
+    pub fn answer_size(&self) -> usize {
+        const TOKEN: usize = 8;
+        const LOGPROB: usize = 64;
+        let tokens = limits::tokens_in_flight(&self.params, 0, self.prompts.len());
+        let logprobs = limits::logprobs(&self.params, self.prompt_tokens(), self.prompts.len());
+        tokens.saturating_mul(TOKEN).saturating_add(logprobs.saturating_mul(LOGPROB))
+    }
 }
 
 /// A step of a generation. `prompt` counts prompts, `choice` counts all choices of all prompts.
@@ -99,8 +117,15 @@ impl Generation {
     /// Hands the job's prompts to the engine. If one is refused, those before it are cancelled.
     pub fn start(app: &Arc<App>, job: &Job) -> Result<Self, ApiError> {
         let (sender, outputs) = unbounded_channel();
+        let (count, tokens) = (job.prompts.len(), job.prompt_tokens());
+        let admission = job.caller.admit(
+            count.saturating_mul(job.params.choices),
+            limits::tokens_in_flight(&job.params, tokens, count),
+            app.config.retry_after_seconds,
+        )?;
+        let admission = Arc::new(admission);
         for (index, prompt) in job.prompts.iter().enumerate() {
-            let worker = Worker::new(app, job, index, prompt.len(), sender.clone())?;
+            let worker = Worker::new(app, job, index, prompt.len(), sender.clone(), admission.clone())?;
             worker.submit(prompt.clone(), job.params.clone())?;
         }
         Ok(Self { outputs, prompts_left: job.prompts.len() })
@@ -143,6 +168,8 @@ struct Ticket {
     id: RequestId,
     name: String,
     finished: bool,
+    /// Counts against the tenant's quota until all prompts of the job have ended.
+    _admission: Arc<Admission>,
 }
 
 impl Drop for Ticket {
@@ -183,6 +210,7 @@ impl Worker {
         prompt: usize,
         prompt_tokens: usize,
         outputs: UnboundedSender<Output>,
+        admission: Arc<Admission>,
     ) -> Result<Self, ApiError> {
         let choices = (0..job.params.choices)
             .map(|_| {
@@ -191,8 +219,14 @@ impl Worker {
             })
             .collect::<Result<Vec<_>, _>>()
             .map_err(|error| ApiError::text("stop", &error))?;
-        let ticket =
-            Ticket { app: app.clone(), id: app.next_request_id(), name: job.name.clone(), finished: true };
+        let ticket = Ticket {
+            app: app.clone(),
+            id: app.next_request_id(),
+            name: job.name.clone(),
+            finished: true,
+            _admission: admission,
+        };
+        app.running.insert(&ticket.name, ticket.id, &job.caller);
         Ok(Self {
             ticket,
             outputs,
@@ -209,7 +243,6 @@ impl Worker {
     fn submit(mut self, prompt: Vec<u32>, params: GenerationParams) -> Result<(), ApiError> {
         let (sender, events) = unbounded_channel();
         let app = self.ticket.app.clone();
-        app.running.insert(&self.ticket.name, self.ticket.id);
         let request = Request { id: self.ticket.id, prompt, params, sink: Box::new(Channel(sender)) };
         app.engine.submit(request).map_err(|error| app.engine_error(error))?;
         self.ticket.finished = false;

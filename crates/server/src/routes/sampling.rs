@@ -1,12 +1,13 @@
 //! The fields that chat and plain completions share, and what they ask of the engine.
 
-use oscar_engine::{GenerationParams, RequestError, SamplingParams};
+use oscar_engine::{GenerationParams, SamplingParams};
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
 use crate::app::App;
 use crate::error::ApiError;
 use crate::generate::{MAX_LOGPROBS, TextOptions};
+use crate::limits::{check_prompts, context_exceeded};
 use crate::schema::{Field, Kind, shown};
 
 const ANY_INTEGER: Kind = Kind::Integer { min: i64::MIN, max: i64::MAX };
@@ -76,8 +77,14 @@ pub const FIELDS: &[Field] = &[
     ),
     Field::new("skip_special_tokens", Kind::Boolean, "Leave special tokens out of the text; true if absent"),
     Field::new("add_special_tokens", Kind::Boolean, "Frame the prompt with the tokenizer's special tokens"),
-    Field::new("user", Kind::Any, "Ignored"),
-    Field::new("metadata", Kind::Any, "Ignored"),
+    Field::new(
+        "cache_salt",
+        Kind::Text,
+        "Shares cached prefixes only with requests that carry the same salt",
+    ),
+    Field::new("use_beam_search", Kind::Any, "Only false"),
+    Field::new("user", Kind::Ignored, "Ignored"),
+    Field::new("metadata", Kind::Ignored, "Ignored"),
 ];
 
 /// The shared fields as they arrive.
@@ -107,6 +114,7 @@ pub struct SamplingFields {
     pub prompt_logprobs: Option<usize>,
     skip_special_tokens: Option<bool>,
     pub add_special_tokens: Option<bool>,
+    pub cache_salt: Option<String>,
 }
 
 #[derive(Clone, Debug, Deserialize)]
@@ -138,12 +146,7 @@ impl SamplingFields {
     /// Reads and checks everything that needs more than a type. `max_tokens` is left for [`fit`].
     pub fn params(&self, app: &App, prompts: usize) -> Result<GenerationParams, ApiError> {
         let choices = self.choices();
-        let limit = app.config.max_choices;
-        if choices.saturating_mul(prompts) > limit {
-            let problem =
-                format!("{prompts} prompts times n {choices} is more than the {limit} sequences allowed");
-            return Err(ApiError::param("n", problem));
-        }
+        check_prompts(app, prompts, choices)?;
         let defaults = &app.defaults.sampling;
         let vocabulary = app.engine.info().vocab_size;
         let sampling = SamplingParams {
@@ -176,6 +179,7 @@ impl SamplingFields {
             choices,
             logprobs: None,
             prompt_logprobs: self.prompt_logprobs,
+            cache_salt: None,
         })
     }
 
@@ -213,8 +217,7 @@ impl SamplingFields {
 /// the context if nothing was.
 pub fn fit(app: &App, prompt: usize, asked: Option<usize>) -> Result<usize, ApiError> {
     let context = app.engine.info().context;
-    let exceeded =
-        |max_tokens| app.engine_error(RequestError::ContextExceeded { prompt, max_tokens, context });
+    let exceeded = |max_tokens| context_exceeded(app, prompt, max_tokens);
     let room = context.saturating_sub(prompt);
     match asked {
         Some(asked) if asked <= room => Ok(asked),

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use oscar_engine::{
-    EngineApi, EngineInfo, EngineStats, Event, FinishReason, Request, RequestError, RequestId,
+    CacheSalt, EngineApi, EngineInfo, EngineStats, Event, FinishReason, Request, RequestError, RequestId,
     RunningRequest, TokenLogprobs, Usage,
 };
 use oscar_text::{ModelText, Tokenizer};
@@ -52,7 +52,7 @@ struct Inner {
 #[derive(Default)]
 struct State {
     cancelled: Vec<RequestId>,
-    seen: HashSet<Vec<u32>>,
+    seen: HashSet<(Option<CacheSalt>, Vec<u32>)>,
     running: HashMap<RequestId, RunningRequest>,
     stats: EngineStats,
     last_params: Option<oscar_engine::GenerationParams>,
@@ -128,7 +128,7 @@ impl EngineApi for FakeEngine {
         let mut state = self.inner.state.lock().unwrap();
         state.last_params = Some(request.params.clone());
         state.last_prompt = request.prompt.clone();
-        let known = !state.seen.insert(request.prompt.clone());
+        let known = !state.seen.insert((request.params.cache_salt, request.prompt.clone()));
         let cached = if known { (request.prompt.len() - 1) / PAGE * PAGE } else { 0 };
         state.stats.prompt_tokens += request.prompt.len() as u64;
         state.stats.cached_tokens += cached as u64;

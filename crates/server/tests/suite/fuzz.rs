@@ -7,7 +7,7 @@ use crate::client::Client;
 
 /// Field names the server knows, so that random values land where they matter.
 fn known_fields() -> Vec<String> {
-    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
     let document = runtime.block_on(async { Client::new().get("/openapi.json").await.ok() });
     let paths = document["paths"].as_object().unwrap().values();
     let bodies = paths.filter_map(|path| {

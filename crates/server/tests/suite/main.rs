@@ -1,5 +1,7 @@
 //! The server as its clients see it, over an engine that recites a script.
 
+mod bounds;
+mod browsers;
 mod chat;
 mod client;
 mod completions;
@@ -9,3 +11,4 @@ mod operations;
 mod refusals;
 mod routes;
 mod sockets;
+mod tenants;

@@ -2,14 +2,18 @@
 
 use axum::body::Body;
 use axum::http::Request;
-use oscar_server::ServerConfig;
+use oscar_server::{ApiKey, Keys, Role, ServerConfig};
 use serde_json::{Value, json};
 
 use crate::client::Client;
 use crate::fake::Script;
 
+fn operators(list: &str) -> Keys {
+    Keys::new(ApiKey::parse_list(list, Role::Operator, "test").unwrap())
+}
+
 fn locked() -> Client {
-    let config = ServerConfig { api_keys: vec!["alpha".into(), "beta".into()], ..Default::default() };
+    let config = ServerConfig { keys: operators("alpha,beta"), ..Default::default() };
     Client::with(config, Script::default())
 }
 
@@ -22,7 +26,7 @@ async fn every_route_but_health_asks_for_a_key() {
         for method in operations.as_object().unwrap().keys() {
             let request = |header: Option<(&str, &str)>| {
                 let builder =
-                    Request::builder().method(method.to_uppercase().as_str()).uri(path.replace("{id}", "x"));
+                    Request::builder().method(method.to_uppercase().as_str()).uri(path.replace("{id}", "x")).header("content-type", "application/json");
                 let builder = match header {
                     Some((name, value)) => builder.header(name, value),
                     None => builder,
@@ -53,6 +57,7 @@ async fn request_ids_are_echoed_or_made() {
     assert_eq!(made.headers["x-request-id"].len(), 32);
     let body = json!({"messages": [{"role": "user", "content": "Hi"}]}).to_string();
     let request = Request::post("/v1/chat/completions")
+        .header("content-type", "application/json")
         .header("x-request-id", "router-7")
         .header("traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")
         .body(Body::from(body))
@@ -79,7 +84,7 @@ async fn origins_are_allowed_by_configuration_only() {
     for allowed in ["*", "https://app.example"] {
         let config = ServerConfig {
             cors_origins: vec![allowed.into()],
-            api_keys: vec!["key".into()],
+            keys: operators("key"),
             ..Default::default()
         };
         let client = Client::with(config, Script::default());

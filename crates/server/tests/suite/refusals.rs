@@ -90,7 +90,8 @@ async fn the_wrong_parameter_is_named() {
         (json!({"prompt": "a", "best_of": 3}), "best_of"),
         (json!({"prompt": "a", "suffix": "b"}), "suffix"),
         (json!({"prompt": vec!["a"; 200]}), "n"),
-        (json!({"prompt": "word ".repeat(2000)}), "max_tokens"),
+        (json!({"prompt": "word ".repeat(1000)}), "max_tokens"),
+        (json!({"prompt": "word ".repeat(2000)}), "prompt"),
     ];
     for (body, param) in cases {
         let error = client.complete(&body).await.error(400);
@@ -145,7 +146,7 @@ async fn bodies_that_are_no_json_are_400() {
 
 #[tokio::test]
 async fn large_bodies_are_413() {
-    let config = ServerConfig { max_body_bytes: 1 << 20, ..Default::default() };
+    let config = ServerConfig { max_body_bytes: Some(1 << 20), ..Default::default() };
     let client = Client::with(config, Script::default());
     let error = client.post_raw("/v1/chat/completions", vec![b' '; 100 << 20]).await.error(413);
     assert!(error["message"].as_str().unwrap().contains("1048576"), "{error}");

@@ -42,6 +42,7 @@ impl Server {
             Arc::new(text),
             defaults(),
             shutdown,
+            std::future::pending(),
         ));
         Self { engine, address, stop: Some(stop), task }
     }
@@ -50,7 +51,7 @@ impl Server {
         let mut stream = TcpStream::connect(self.address).await.unwrap();
         let body = body.to_string();
         let head = format!(
-            "POST {path} HTTP/1.1\r\nhost: x\r\nx-request-id: mine\r\nconnection: close\r\ncontent-length: {}\r\n\r\n",
+            "POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nx-request-id: mine\r\nconnection: close\r\ncontent-length: {}\r\n\r\n",
             body.len()
         );
         stream.write_all((head + &body).as_bytes()).await.unwrap();
@@ -213,12 +214,12 @@ async fn draining_gives_up_after_its_time() {
 
 #[tokio::test]
 async fn a_body_far_too_large_still_gets_its_answer() {
-    let config = ServerConfig { max_body_bytes: 1 << 20, ..Default::default() };
+    let config = ServerConfig { max_body_bytes: Some(1 << 20), ..Default::default() };
     let server = Server::start(config, Script::default()).await;
     let mut stream = TcpStream::connect(server.address).await.unwrap();
     let size = 100 << 20;
     let head = format!(
-        "POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {size}\r\n\r\n"
+        "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: {size}\r\n\r\n"
     );
     stream.write_all(head.as_bytes()).await.unwrap();
     let block = vec![b' '; 1 << 20];

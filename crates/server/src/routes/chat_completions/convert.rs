@@ -10,6 +10,8 @@ use crate::app::App;
 use crate::body::parse_object;
 use crate::error::ApiError;
 use crate::generate::Job;
+use crate::keys::Caller;
+use crate::limits::{check_logprobs, check_template_variables, encode};
 use crate::routes::sampling::{self, SamplingFields, fit};
 use crate::schema;
 
@@ -25,8 +27,8 @@ pub struct Prepared {
 /// Characters at the prompt's end that may show that reasoning has begun.
 const PROMPT_END: usize = 64;
 
-pub fn prepare(app: &App, name: &str, body: &[u8]) -> Result<Prepared, ApiError> {
-    let body = parse_object(body)?;
+pub fn prepare(app: &App, name: &str, caller: Caller, body: &[u8]) -> Result<Prepared, ApiError> {
+    let body = parse_object(body, &[FIELDS, sampling::FIELDS])?;
     schema::check(&[FIELDS, sampling::FIELDS], &body)?;
     validate::refuse_unsupported(&body)?;
     let body = Value::Object(body);
@@ -40,25 +42,24 @@ pub fn prepare(app: &App, name: &str, body: &[u8]) -> Result<Prepared, ApiError>
     let mut params = shared.params(app, 1)?;
     let mut text = shared.text_options(app)?;
     let prompt = render(app, &fields, &messages)?;
-    let tokens = app
-        .text
-        .tokenizer
-        .encode(&prompt, shared.add_special_tokens.unwrap_or(false))
-        .map_err(|error| ApiError::text("messages", &error))?;
+    let tokens = encode(app, "messages", &prompt, shared.add_special_tokens.unwrap_or(false))?;
     if tokens.is_empty() {
         return Err(ApiError::param("messages", "the chat template made an empty prompt of them"));
     }
     if shared.max_tokens == Some(0) {
         return Err(ApiError::param("max_tokens", "must be at least 1 in a chat"));
     }
-    params.max_tokens = fit(app, tokens.len(), fields.max_completion_tokens.or(shared.max_tokens))?;
+    let asked = fields.max_completion_tokens.or(shared.max_tokens);
+    params.max_tokens = fit(app, tokens.len(), asked)?;
     params.logprobs = (fields.logprobs == Some(true)).then(|| fields.top_logprobs.unwrap_or(0));
+    check_logprobs(&mut params, tokens.len(), 1, shared.streams(), asked.is_none())?;
+    params.cache_salt = caller.cache_salt(app.config.isolate_keys, shared.cache_salt.as_deref());
     if fields.separate_reasoning != Some(false) {
         text.reasoning = app.config.reasoning.clone();
     }
     let start = prompt.char_indices().rev().nth(PROMPT_END).map_or(0, |(at, _)| at);
     text.prompt_end = prompt[start..].to_owned();
-    let job = Job { name: name.to_owned(), prompts: vec![tokens], params, text };
+    let job = Job { name: name.to_owned(), caller, prompts: vec![tokens], params, text };
     Ok(Prepared { job, model, stream: shared.streams(), include_usage: shared.includes_usage() })
 }
 
@@ -71,6 +72,7 @@ pub fn typed<'a, T: Deserialize<'a>>(body: &'a Value) -> Result<T, ApiError> {
 pub fn render(app: &App, fields: &ChatFields, messages: &Value) -> Result<String, ApiError> {
     let continues = fields.continue_final_message == Some(true);
     let mut extra: Map<String, Value> = fields.chat_template_kwargs.clone().unwrap_or_default();
+    check_template_variables(&extra)?;
     if let Some(thinking) = fields.enable_thinking {
         extra.insert("enable_thinking".to_owned(), Value::Bool(thinking));
     }

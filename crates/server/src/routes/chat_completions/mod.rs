@@ -5,27 +5,29 @@ pub mod types;
 pub mod validate;
 
 use axum::extract::{Extension, State};
-use axum::response::{IntoResponse, Response};
+use axum::response::Response;
 use oscar_engine::TokenLogprobs;
-use serde_json::Value;
 
 use self::types::{ChatChoice, ChatChunk, ChatLogprobs, ChatResponse, ChunkChoice, Delta, Message};
 use crate::app::Shared;
-use crate::body::{RawBody, off_thread};
+use crate::body::{RawBody, json_answer, off_thread};
 use crate::error::ApiError;
-use crate::generate::{Finish, Generation, Output, TokenTexts, Totals};
+use crate::generate::{ChatEntry, Finish, Generation, Output, TokenTexts, Totals};
 use crate::ids::unix_seconds;
+use crate::keys::Caller;
 use crate::middleware::RequestName;
 use crate::routes::stream::{Chunks, respond};
 
 pub async fn create(
     State(app): State<Shared>,
     Extension(RequestName(name)): Extension<RequestName>,
-    RawBody(body): RawBody,
+    Extension(caller): Extension<Caller>,
+    body: RawBody,
 ) -> Result<Response, ApiError> {
     let worker = app.clone();
     let id = format!("chatcmpl-{name}");
-    let prepared = off_thread(&app, body.len(), move || convert::prepare(&worker, &name, &body)).await?;
+    let prepared = off_thread(&app, body, move |body| convert::prepare(&worker, &name, caller, body)).await?;
+    let size = prepared.job.answer_size();
     let generation = Generation::start(&app, &prepared.job)?;
     let frame = Frame {
         id,
@@ -45,7 +47,7 @@ pub async fn create(
         return Ok(respond(app, generation, chunks));
     }
     let response = collect(&app, generation, frame, prepared.job.params.choices).await?;
-    Ok(axum::Json(response).into_response())
+    json_answer(&app, size, response).await
 }
 
 /// What every response and chunk of a request repeats.
@@ -59,8 +61,8 @@ struct Frame {
 }
 
 impl Frame {
-    fn logprobs(&self, tokens: &[TokenLogprobs]) -> Option<ChatLogprobs> {
-        let entries = || tokens.iter().map(|token| self.texts.chat_entry(token)).collect();
+    fn logprobs(&self, tokens: Vec<TokenLogprobs>) -> Option<ChatLogprobs> {
+        let entries = || tokens.into_iter().map(|token| self.texts.chat_entry(token)).collect();
         self.logprobs.then(|| ChatLogprobs { content: entries(), refusal: None })
     }
 }
@@ -69,7 +71,7 @@ impl Frame {
 struct Collected {
     content: String,
     reasoning: String,
-    logprobs: Vec<Value>,
+    logprobs: Vec<ChatEntry>,
     finish: Option<Finish>,
 }
 
@@ -85,13 +87,13 @@ async fn collect(
     while let Some(output) = generation.next().await {
         match output {
             Output::Started { prompt_logprobs: found, .. } => {
-                prompt_logprobs = found.map(|tokens| frame.texts.prompt_logprobs(&tokens));
+                prompt_logprobs = found.map(|tokens| frame.texts.prompt_logprobs(tokens));
             }
             Output::Delta { choice, content, reasoning, logprobs } => {
                 let choice = &mut collected[choice];
                 choice.content += &content;
                 choice.reasoning += &reasoning;
-                choice.logprobs.extend(logprobs.iter().map(|token| frame.texts.chat_entry(token)));
+                choice.logprobs.extend(logprobs.into_iter().map(|token| frame.texts.chat_entry(token)));
             }
             Output::Finished { choice, finish } => collected[choice].finish = Some(finish),
             Output::Done(done) => totals += done,
@@ -162,7 +164,7 @@ impl Chunks for ChatChunks {
                 let mut roles: Vec<ChatChunk> = (0..self.choices).map(|index| self.role(index)).collect();
                 if let Some(first) = roles.first_mut() {
                     let texts = &self.frame.texts;
-                    first.prompt_logprobs = prompt_logprobs.map(|tokens| texts.prompt_logprobs(&tokens));
+                    first.prompt_logprobs = prompt_logprobs.map(|tokens| texts.prompt_logprobs(tokens));
                 }
                 roles
             }
@@ -175,7 +177,7 @@ impl Chunks for ChatChunks {
                     content: (!content.is_empty() || reasoning.is_empty()).then_some(content),
                     reasoning_content: (!reasoning.is_empty()).then_some(reasoning),
                 };
-                let logprobs = self.frame.logprobs(&logprobs);
+                let logprobs = self.frame.logprobs(logprobs);
                 let choice =
                     ChunkChoice { index: choice, delta, logprobs, finish_reason: None, stop_reason: None };
                 vec![self.chunk(vec![choice])]

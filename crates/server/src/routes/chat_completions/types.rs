@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use crate::generate::MAX_LOGPROBS;
+use crate::generate::{ChatEntry, MAX_LOGPROBS, PromptLogprobs};
 use crate::routes::usage::Usage;
 use crate::schema::{Field, Kind};
 
@@ -76,7 +76,7 @@ pub struct ChatResponse {
     pub usage: Usage,
     pub system_fingerprint: String,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub prompt_logprobs: Option<Value>,
+    pub prompt_logprobs: Option<PromptLogprobs>,
 }
 
 #[derive(Debug, Serialize)]
@@ -100,7 +100,7 @@ pub struct Message {
 
 #[derive(Debug, Default, Serialize)]
 pub struct ChatLogprobs {
-    pub content: Vec<Value>,
+    pub content: Vec<ChatEntry>,
     pub refusal: Option<Value>,
 }
 
@@ -116,7 +116,7 @@ pub struct ChatChunk {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub usage: Option<Option<Usage>>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub prompt_logprobs: Option<Value>,
+    pub prompt_logprobs: Option<PromptLogprobs>,
 }
 
 #[derive(Debug, Serialize)]

@@ -8,6 +8,8 @@ use crate::app::App;
 use crate::body::parse_object;
 use crate::error::ApiError;
 use crate::generate::Job;
+use crate::keys::Caller;
+use crate::limits::{check_logprobs, check_prompts, encode};
 use crate::routes::chat_completions::convert::typed;
 use crate::routes::sampling::{self, SamplingFields, check_tokens, fit};
 use crate::schema;
@@ -27,8 +29,8 @@ pub struct Prepared {
     pub echo: Option<Vec<String>>,
 }
 
-pub fn prepare(app: &App, name: &str, body: &[u8]) -> Result<Prepared, ApiError> {
-    let body = parse_object(body)?;
+pub fn prepare(app: &App, name: &str, caller: Caller, body: &[u8]) -> Result<Prepared, ApiError> {
+    let body = parse_object(body, &[FIELDS, sampling::FIELDS])?;
     schema::check(&[FIELDS, sampling::FIELDS], &body)?;
     validate::refuse_unsupported(&body)?;
     let body = Value::Object(body);
@@ -36,6 +38,7 @@ pub fn prepare(app: &App, name: &str, body: &[u8]) -> Result<Prepared, ApiError>
     let fields = typed::<CompletionFields>(&body)?;
     let model = app.served_model(shared.model.as_deref())?;
     let echo = fields.echo == Some(true);
+    check_prompts(app, fields.prompt.count(), shared.choices())?;
     let (prompts, texts) = prompts(app, &fields.prompt, shared.add_special_tokens.unwrap_or(true), echo)?;
 
     let mut params = shared.params(app, prompts.len())?;
@@ -46,7 +49,10 @@ pub fn prepare(app: &App, name: &str, body: &[u8]) -> Result<Prepared, ApiError>
     if echo && fields.logprobs.is_some() {
         params.prompt_logprobs = params.prompt_logprobs.max(fields.logprobs);
     }
-    let job = Job { name: name.to_owned(), prompts, params, text: shared.text_options(app)? };
+    let total = prompts.iter().map(Vec::len).sum();
+    check_logprobs(&mut params, total, prompts.len(), shared.streams(), false)?;
+    params.cache_salt = caller.cache_salt(app.config.isolate_keys, shared.cache_salt.as_deref());
+    let job = Job { name: name.to_owned(), caller, prompts, params, text: shared.text_options(app)? };
     Ok(Prepared {
         job,
         model,
@@ -65,8 +71,7 @@ fn prompts(
     echo: bool,
 ) -> Result<(Vec<Vec<u32>>, Vec<String>), ApiError> {
     let tokenizer = &app.text.tokenizer;
-    let encode =
-        |text: &str| tokenizer.encode(text, add_special).map_err(|error| ApiError::text("prompt", &error));
+    let encode = |text: &str| encode(app, "prompt", text, add_special);
     let (tokens, texts) = match prompt {
         Prompt::Text(text) => (vec![encode(text)?], vec![text.clone()]),
         Prompt::Texts(texts) => {

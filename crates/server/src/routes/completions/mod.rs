@@ -5,27 +5,29 @@ pub mod types;
 mod validate;
 
 use axum::extract::{Extension, State};
-use axum::response::{IntoResponse, Response};
+use axum::response::Response;
 use oscar_engine::TokenLogprobs;
-use serde_json::Value;
 
 use self::types::{CompletionChoice, CompletionLogprobs, CompletionResponse};
 use crate::app::Shared;
-use crate::body::{RawBody, off_thread};
+use crate::body::{RawBody, json_answer, off_thread};
 use crate::error::ApiError;
 use crate::generate::{Finish, Generation, Output, TokenTexts, Totals, finite};
 use crate::ids::unix_seconds;
+use crate::keys::Caller;
 use crate::middleware::RequestName;
 use crate::routes::stream::{Chunks, respond};
 
 pub async fn create(
     State(app): State<Shared>,
     Extension(RequestName(name)): Extension<RequestName>,
-    RawBody(body): RawBody,
+    Extension(caller): Extension<Caller>,
+    body: RawBody,
 ) -> Result<Response, ApiError> {
     let worker = app.clone();
     let id = format!("cmpl-{name}");
-    let prepared = off_thread(&app, body.len(), move || convert::prepare(&worker, &name, &body)).await?;
+    let prepared = off_thread(&app, body, move |body| convert::prepare(&worker, &name, caller, body)).await?;
+    let size = prepared.job.answer_size();
     let generation = Generation::start(&app, &prepared.job)?;
     let choices = prepared.job.params.choices;
     let reply = Reply {
@@ -47,7 +49,7 @@ pub async fn create(
         return Ok(respond(app, generation, reply));
     }
     let response = collect(&app, generation, reply).await?;
-    Ok(axum::Json(response).into_response())
+    json_answer(&app, size, response).await
 }
 
 /// Turns outputs into pieces of choices, which are the chunks of a stream or are joined into one response.
@@ -110,26 +112,31 @@ impl Reply {
         found: Option<Vec<Option<TokenLogprobs>>>,
     ) -> Vec<CompletionChoice> {
         let echo = self.echo.as_ref().map(|texts| texts[prompt].clone());
-        let listed: Option<Value> = match &found {
-            Some(tokens) if self.prompt_logprobs => Some(self.texts.prompt_logprobs(tokens)),
-            _ => None,
-        };
-        if echo.is_none() && listed.is_none() {
-            return Vec::new();
-        }
         let numbers = prompt * self.choices..(prompt + 1) * self.choices;
-        numbers
-            .map(|choice| {
-                let logprobs = match (&echo, &found) {
-                    (Some(_), Some(found)) if self.logprobs => {
-                        Some(self.echoed_logprobs(choice, prompt, found))
-                    }
-                    _ => None,
-                };
-                let text = echo.clone().unwrap_or_default();
-                CompletionChoice { logprobs, prompt_logprobs: listed.clone(), ..piece(choice, text) }
-            })
-            .collect()
+        let mut pieces: Vec<CompletionChoice> = match &echo {
+            Some(text) => numbers.map(|choice| self.echo(choice, prompt, text, found.as_deref())).collect(),
+            None => Vec::new(),
+        };
+        if let Some(tokens) = found.filter(|_| self.prompt_logprobs) {
+            if pieces.is_empty() {
+                pieces.push(piece(prompt * self.choices, String::new()));
+            }
+            pieces[0].prompt_logprobs = Some(self.texts.prompt_logprobs(tokens));
+        }
+        pieces
+    }
+
+    /// The repeated prompt of one choice.
+    fn echo(
+        &mut self,
+        choice: usize,
+        prompt: usize,
+        text: &str,
+        found: Option<&[Option<TokenLogprobs>]>,
+    ) -> CompletionChoice {
+        let found = found.filter(|_| self.logprobs);
+        let logprobs = found.map(|found| self.echoed_logprobs(choice, prompt, found));
+        CompletionChoice { logprobs, ..piece(choice, text.to_owned()) }
     }
 
     fn echoed_logprobs(
@@ -166,7 +173,7 @@ impl Reply {
         self.offsets[choice] += text.chars().count();
         lists.tokens.push(text);
         lists.token_logprobs.push(logprobs.map(|logprobs| finite(logprobs.logprob)));
-        lists.top_logprobs.push(logprobs.map(|logprobs| self.texts.completion_entry(logprobs)));
+        lists.top_logprobs.push(logprobs.map(|logprobs| self.texts.completion_entry(logprobs.clone())));
     }
 }
 

@@ -1,9 +1,8 @@
 //! The wire of `POST /v1/completions`.
 
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 
-use crate::generate::MAX_LOGPROBS;
+use crate::generate::{MAX_LOGPROBS, PromptLogprobs, TopLogprobs};
 use crate::routes::usage::Usage;
 use crate::schema::{Field, Kind};
 
@@ -43,6 +42,17 @@ pub enum Prompt {
     TokenLists(Vec<Vec<u32>>),
 }
 
+impl Prompt {
+    /// Sequences asked for.
+    pub fn count(&self) -> usize {
+        match self {
+            Self::Text(_) | Self::Tokens(_) => 1,
+            Self::Texts(texts) => texts.len(),
+            Self::TokenLists(lists) => lists.len(),
+        }
+    }
+}
+
 #[derive(Debug, Serialize)]
 pub struct CompletionResponse {
     pub id: String,
@@ -64,8 +74,9 @@ pub struct CompletionChoice {
     pub finish_reason: Option<&'static str>,
     /// The stop string that ended it.
     pub stop_reason: Option<String>,
+    /// Only on the first choice of a prompt.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub prompt_logprobs: Option<Value>,
+    pub prompt_logprobs: Option<PromptLogprobs>,
 }
 
 /// Parallel lists, one item a token.
@@ -73,7 +84,7 @@ pub struct CompletionChoice {
 pub struct CompletionLogprobs {
     pub tokens: Vec<String>,
     pub token_logprobs: Vec<Option<f32>>,
-    pub top_logprobs: Vec<Option<Value>>,
+    pub top_logprobs: Vec<Option<TopLogprobs>>,
     /// Where the token begins, in characters of the text.
     pub text_offset: Vec<usize>,
 }
