@@ -60,7 +60,7 @@ fn report_failed_output() {
             if message.contains("Broken pipe") {
                 std::process::exit(0);
             }
-            eprintln!("error: {message}");
+            progress::note!("error: {message}");
             std::process::exit(1);
         }
         default(info);
@@ -85,7 +85,7 @@ fn main() -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {error:#}");
+            progress::note!("error: {error:#}");
             ExitCode::FAILURE
         }
     }

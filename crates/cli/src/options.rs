@@ -118,11 +118,7 @@ fn size_text(bytes: usize) -> String {
     unit.map_or_else(|| bytes.to_string(), |(shift, letter)| format!("{}{letter}", bytes >> shift))
 }
 
-pub fn serialize_size<S: serde::Serializer>(bytes: &usize, to: S) -> Result<S::Ok, S::Error> {
-    to.serialize_str(&size_text(*bytes))
-}
-
-fn serialize_optional_size<S: serde::Serializer>(bytes: &Option<usize>, to: S) -> Result<S::Ok, S::Error> {
+pub fn serialize_optional_size<S: serde::Serializer>(bytes: &Option<usize>, to: S) -> Result<S::Ok, S::Error> {
     bytes.map(size_text).serialize(to)
 }
 

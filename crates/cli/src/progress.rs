@@ -27,3 +27,12 @@ pub fn bytes(n: usize) -> String {
         _ => format!("{:.2} GiB", n / 1024.0 / 1024.0 / 1024.0),
     }
 }
+
+/// Prints a line on standard error. One that is closed or full is no reason to stop, as it is for `eprintln!`.
+macro_rules! note {
+    ($($text:tt)*) => {{
+        use std::io::Write;
+        let _ = writeln!(std::io::stderr(), $($text)*);
+    }};
+}
+pub(crate) use note;

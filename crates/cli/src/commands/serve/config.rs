@@ -4,17 +4,18 @@
 //! default, its name is the key in the configuration file. [`Flags::resolve`] merges defaults, file and command line;
 //! the values of the file are parsed and checked like flags.
 
-use crate::options::{CacheArgs, DEFAULT_KV, ModelArgs, parse_size, serialize_display, serialize_size};
+use super::keys::KeySource;
+use crate::options::{CacheArgs, DEFAULT_KV, ModelArgs, parse_size, serialize_display, serialize_optional_size};
 use anyhow::{Context, Result, bail};
 use clap::parser::ValueSource;
 use clap::{ArgMatches, Args, FromArgMatches};
 use oscar_codec::KvFormat;
 use oscar_engine::{EngineOptions, SchedulerOptions};
-use oscar_server::{LogFormat, Reasoning, ServerConfig, check_log_filter};
+use oscar_server::{Keys, LogFormat, Reasoning, ServerConfig, check_log_filter};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::ffi::OsString;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 /// Every setting of the server. `--print-config` prints exactly this.
@@ -54,19 +55,41 @@ pub struct Config {
     /// Port to listen on; 0 picks a free one
     #[arg(long, value_name = "N", default_value_t = ServerConfig::default().port)]
     pub port: u16,
-    /// File with API keys, one a line; OSCAR_API_KEYS (comma-separated) works too
+    /// File with API keys, one a line: `KEY` or `user|operator NAME KEY [requests=N] [tokens=N]`; read again on SIGHUP.
+    /// OSCAR_API_KEYS and OSCAR_OPERATOR_KEYS (comma-separated) work too
     #[arg(long, value_name = "FILE")]
     pub api_key_file: Option<PathBuf>,
+    /// Serve other machines without API keys
+    #[arg(long)]
+    pub allow_anonymous: bool,
+    /// Give every key's tenant a prefix cache of its own, so that none learns what another sent
+    #[arg(long)]
+    pub isolate_keys: bool,
+    /// Names besides localhost that clients may use for a server on a loopback address, e.g. behind a proxy
+    #[arg(long, value_name = "NAME")]
+    pub allowed_host: Vec<String>,
     /// Further names the model answers to
     #[arg(long, value_name = "NAME")]
     pub model_alias: Vec<String>,
     /// Web origins that may call the API, `*` for all
     #[arg(long, value_name = "ORIGIN")]
     pub cors_origin: Vec<String>,
-    /// Largest request body
-    #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "32M")]
-    #[serde(serialize_with = "serialize_size")]
-    pub max_body_bytes: usize,
+    /// Largest request body; what a prompt of the whole context needs if absent, at most 32M
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    #[serde(serialize_with = "serialize_optional_size")]
+    pub max_body_bytes: Option<usize>,
+    /// Most connections at once; health checks are answered beyond it
+    #[arg(long, value_name = "N", value_parser = at_least_one, default_value_t = ServerConfig::default().max_connections)]
+    pub max_connections: usize,
+    /// Seconds that the head of a request may take
+    #[arg(long, value_name = "SECONDS", default_value_t = ServerConfig::default().header_timeout.as_secs())]
+    pub header_timeout: u64,
+    /// Seconds that a connection may stay open between two requests
+    #[arg(long, value_name = "SECONDS", default_value_t = ServerConfig::default().idle_timeout.as_secs())]
+    pub idle_timeout: u64,
+    /// Seconds that a request may take, its answer included; 0 for no limit
+    #[arg(long, value_name = "SECONDS", default_value_t = ServerConfig::default().request_timeout.map_or(0, |t| t.as_secs()))]
+    pub request_timeout: u64,
     /// Seconds that running requests get after SIGTERM
     #[arg(long, value_name = "SECONDS", default_value_t = ServerConfig::default().drain_timeout.as_secs())]
     pub drain_timeout: u64,
@@ -216,9 +239,16 @@ impl Config {
         Ok(ServerConfig {
             host: self.host.clone(),
             port: self.port,
-            api_keys: self.api_keys()?,
+            keys: Keys::new(self.key_source().read()?),
+            allow_anonymous: self.allow_anonymous,
+            isolate_keys: self.isolate_keys,
+            allowed_hosts: self.allowed_host.clone(),
             model_aliases: self.model_alias.clone(),
             max_body_bytes: self.max_body_bytes,
+            max_connections: self.max_connections,
+            header_timeout: Duration::from_secs(self.header_timeout),
+            idle_timeout: Duration::from_secs(self.idle_timeout),
+            request_timeout: (self.request_timeout > 0).then(|| Duration::from_secs(self.request_timeout)),
             drain_timeout: Duration::from_secs(self.drain_timeout),
             allow_request_template: self.allow_request_template,
             reasoning: if self.no_reasoning_split { Reasoning::Off } else { Reasoning::think() },
@@ -242,31 +272,9 @@ impl Config {
         }
     }
 
-    fn api_keys(&self) -> Result<Vec<String>> {
-        let mut keys = Vec::new();
-        if let Some(path) = &self.api_key_file {
-            keys = read_keys(path)?;
-        }
-        if let Ok(list) = std::env::var("OSCAR_API_KEYS") {
-            keys.extend(list.split(',').map(str::trim).filter(|k| !k.is_empty()).map(str::to_owned));
-        }
-        Ok(keys)
+    pub fn key_source(&self) -> KeySource {
+        KeySource::new(self.api_key_file.as_deref())
     }
-}
-
-/// Keys of a file, one a line, `#` begins a comment. A file without a key is an error: it would open the server.
-fn read_keys(path: &Path) -> Result<Vec<String>> {
-    let text = std::fs::read_to_string(path).with_context(|| format!("--api-key-file {}", path.display()))?;
-    let keys: Vec<String> = text
-        .lines()
-        .map(str::trim)
-        .filter(|l| !l.is_empty() && !l.starts_with('#'))
-        .map(str::to_owned)
-        .collect();
-    if keys.is_empty() {
-        bail!("--api-key-file {} holds no key: the server would be open to everyone", path.display());
-    }
-    Ok(keys)
 }
 
 #[cfg(test)]
@@ -312,6 +320,13 @@ mod tests {
             "--host=::1",
             "--port=0",
             "--api-key-file=keys",
+            "--allow-anonymous",
+            "--isolate-keys",
+            "--allowed-host=api.example",
+            "--max-connections=9",
+            "--header-timeout=8",
+            "--idle-timeout=7",
+            "--request-timeout=0",
             "--model-alias=x",
             "--model-alias=y z",
             "--cors-origin=*",

@@ -1,14 +1,18 @@
 //! `oscar serve`: the OpenAI-compatible server.
 
 mod config;
+mod keys;
+mod signals;
 
 use crate::options::{CacheArgs, OpenModel, working_bytes};
-use crate::progress;
+use crate::progress::{self, note};
 use anyhow::{Context, Result, bail};
 pub use config::Flags;
+use keys::KeySource;
 use oscar_backend::Backend;
 use oscar_engine::{Engine, EngineApi};
 use oscar_server::{GenerationDefaults, ServerConfig, init_logging, serve_on};
+use signals::Stops;
 use std::sync::Arc;
 
 pub fn run(flags: &Flags) -> Result<()> {
@@ -17,7 +21,7 @@ pub fn run(flags: &Flags) -> Result<()> {
         print!("{}", toml::to_string_pretty(&config)?);
         return Ok(());
     }
-    init_logging(config.log_format(), &config.log)?;
+    let _log = init_logging(config.log_format(), &config.log)?;
     let server = config.server()?;
 
     let model = config.model.open()?;
@@ -37,18 +41,18 @@ pub fn run(flags: &Flags) -> Result<()> {
             progress::bytes(least)
         );
     }
-    eprintln!("{}: {}", model.name, backend.describe());
+    note!("{}: {}", model.name, backend.describe());
     if let Some(weights) = model.describe_weights(&cache, &backend) {
-        eprintln!("{weights}");
+        note!("{weights}");
     }
-    eprintln!("cache: {}; rotations: {}", cache.layout.describe(), cache.rotation_origin);
-    eprintln!("attention: {}", backend.describe_attention(&cache.layout));
+    note!("cache: {}; rotations: {}", cache.layout.describe(), cache.rotation_origin);
+    note!("attention: {}", backend.describe_attention(&cache.layout));
     let cache_args = CacheArgs { kv_memory: Some(kv_memory), ..config.cache.clone() };
     let bar = progress::bar("loading", model.config.layers as u64);
     let runner =
         cache.runner(&model, backend, &cache_args, context, 1, |layers| bar.set_position(layers as u64))?;
     bar.finish_and_clear();
-    eprintln!("KV memory: {}", progress::bytes(kv_memory));
+    note!("KV memory: {}", progress::bytes(kv_memory));
 
     let defaults = GenerationDefaults {
         sampling: OpenModel::default_sampling(&generation),
@@ -58,7 +62,7 @@ pub fn run(flags: &Flags) -> Result<()> {
     let engine: Arc<dyn EngineApi> = Arc::new(
         Engine::start(runner, config.engine(&model.name)).context("the engine thread could not start")?,
     );
-    listen(server, engine, Arc::new(text), defaults, &model.name)
+    listen(server, config.key_source(), engine, Arc::new(text), defaults, &model.name)
 }
 
 /// Room for 8 sequences of the whole context, at most half of the machine's memory.
@@ -69,6 +73,7 @@ fn default_kv_memory(layout: &oscar_codec::CacheLayout, context: usize, chunk: u
 
 fn listen(
     config: ServerConfig,
+    source: KeySource,
     engine: Arc<dyn EngineApi>,
     text: Arc<oscar_text::ModelText>,
     defaults: GenerationDefaults,
@@ -81,32 +86,16 @@ fn listen(
             .await
             .with_context(|| format!("cannot listen on {address}: is the port taken? choose another with --port"))?;
         let address = listener.local_addr()?;
-        let stop = stop_signal().context("signals cannot be caught")?;
-        eprintln!("\nserving {name} on http://{address}   (web page: the same address; Ctrl-C stops)\n");
-        eprintln!("  curl http://{address}/v1/chat/completions -H 'Content-Type: application/json' \\");
-        eprintln!("       -d '{{\"model\": \"{name}\", \"messages\": [{{\"role\": \"user\", \"content\": \"Who are you?\"}}]}}'\n");
-        serve_on(listener, config, engine, text, defaults, stop).await.context("the server failed")
-    })
-}
-
-/// A future that ends on Ctrl-C or SIGTERM. Both are caught from this call on, not from its first poll: a signal that
-/// comes while the first request is being answered must already drain.
-#[cfg(unix)]
-fn stop_signal() -> std::io::Result<impl Future<Output = ()> + Send + 'static> {
-    use tokio::signal::unix::{SignalKind, signal};
-    let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
-    Ok(async move {
-        tokio::select! {
-            _ = interrupt.recv() => {}
-            _ = terminate.recv() => {}
+        let exposed = ServerConfig { loopback: address.ip().is_loopback(), ..config.clone() };
+        exposed.check_exposure()?;
+        if !config.keys.is_empty() && !config.keys.has_operator() {
+            note!("no key is an operator's: /metrics and other routes for operators refuse everyone");
         }
-    })
-}
-
-#[cfg(not(unix))]
-fn stop_signal() -> std::io::Result<impl Future<Output = ()> + Send + 'static> {
-    let mut interrupt = tokio::signal::windows::ctrl_c()?;
-    Ok(async move {
-        interrupt.recv().await;
+        let stops = Stops::listen(source, config.keys.clone()).context("signals cannot be caught")?;
+        note!("\nserving {name} on http://{address}   (web page: the same address; Ctrl-C stops)\n");
+        note!("  curl http://{address}/v1/chat/completions -H 'Content-Type: application/json' \\");
+        note!("       -d '{{\"model\": \"{name}\", \"messages\": [{{\"role\": \"user\", \"content\": \"Who are you?\"}}]}}'\n");
+        let (stop, abandon) = (stops.asked(1), stops.asked(2));
+        serve_on(listener, config, engine, text, defaults, stop, abandon).await.context("the server failed")
     })
 }
