@@ -118,7 +118,10 @@ fn size_text(bytes: usize) -> String {
     unit.map_or_else(|| bytes.to_string(), |(shift, letter)| format!("{}{letter}", bytes >> shift))
 }
 
-pub fn serialize_optional_size<S: serde::Serializer>(bytes: &Option<usize>, to: S) -> Result<S::Ok, S::Error> {
+pub fn serialize_optional_size<S: serde::Serializer>(
+    bytes: &Option<usize>,
+    to: S,
+) -> Result<S::Ok, S::Error> {
     bytes.map(size_text).serialize(to)
 }
 

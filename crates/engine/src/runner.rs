@@ -1,8 +1,9 @@
 //! One model on one device, and the steps it runs.
 
 use oscar_backend::{Backend, BackendError, Candidate, Pick, SequenceRows, WeightFormat};
-use oscar_cache::{PrefixKey,
-    OutOfPages, PagePool, PoolUsage, PrefixPages, RadixCache, SequencePages, StepPages, TailDemotion,
+use oscar_cache::{
+    OutOfPages, PagePool, PoolUsage, PrefixKey, PrefixPages, RadixCache, SequencePages, StepPages,
+    TailDemotion,
 };
 use oscar_codec::{CacheLayout, RotationSet};
 use oscar_models::{BuildError, DecoderConfig, Observer, StepInput, Transformer, Weights, Workspace};

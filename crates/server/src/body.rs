@@ -8,8 +8,8 @@ use axum::extract::{FromRequest, Request};
 use axum::http::{HeaderMap, HeaderValue, header};
 use axum::response::{IntoResponse, Response};
 use http_body_util::BodyExt;
-use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde::Serialize;
+use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::{Map, Value};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Instant, timeout_at};
@@ -97,7 +97,8 @@ fn reserve(app: &App, held: &mut Option<OwnedSemaphorePermit>, length: usize) ->
 /// The JSON object in the body, reduced to the fields that `tables` describe: others are skipped, not stored.
 pub fn parse_object(bytes: &[u8], tables: &[&[Field]]) -> Result<Map<String, Value>, ApiError> {
     let mut reader = serde_json::Deserializer::from_slice(bytes);
-    let parsed = KnownFields(tables).deserialize(&mut reader).and_then(|object| reader.end().map(|()| object));
+    let parsed =
+        KnownFields(tables).deserialize(&mut reader).and_then(|object| reader.end().map(|()| object));
     parsed.map_err(|error| ApiError::Invalid {
         message: format!("the body is not valid JSON: {error}"),
         param: None,
@@ -196,8 +197,7 @@ mod tests {
     use super::*;
     use crate::schema::Kind;
 
-    const TABLE: &[Field] =
-        &[Field::new("a", Kind::Any, ""), Field::new("user", Kind::Ignored, "Ignored")];
+    const TABLE: &[Field] = &[Field::new("a", Kind::Any, ""), Field::new("user", Kind::Ignored, "Ignored")];
 
     #[test]
     fn what_is_no_object_is_refused() {

@@ -89,7 +89,8 @@ pub async fn accept(
             Ok((stream, _)) => stream,
             Err(error) => {
                 // Out of files or memory: others have to leave first.
-                if !matches!(error.kind(), io::ErrorKind::ConnectionAborted | io::ErrorKind::ConnectionReset) {
+                if !matches!(error.kind(), io::ErrorKind::ConnectionAborted | io::ErrorKind::ConnectionReset)
+                {
                     tracing::error!(%error, "a connection could not be accepted");
                     sleep(Duration::from_millis(100)).await;
                 }
@@ -135,7 +136,8 @@ impl Connection {
         let gauge = self.app.metrics.connection();
         let config = &self.app.config;
         let stage = Arc::new(Stage::default());
-        let head_time = if self.is_spare { SPARE_TIME.min(config.header_timeout) } else { config.header_timeout };
+        let head_time =
+            if self.is_spare { SPARE_TIME.min(config.header_timeout) } else { config.header_timeout };
         let guarded = Guarded {
             stream,
             stage: stage.clone(),

@@ -28,7 +28,9 @@ pub enum ApiError {
     Host { host: String },
     #[error("the body must be JSON: send the header `Content-Type: application/json`")]
     NotJson,
-    #[error("the tenant has {held} {what} in flight and may have {limit}: {more} more do not fit; try again later")]
+    #[error(
+        "the tenant has {held} {what} in flight and may have {limit}: {more} more do not fit; try again later"
+    )]
     Quota { what: &'static str, held: usize, more: usize, limit: usize, retry_after: u64 },
     #[error("too much is being sent to this server at once; try again later")]
     BodiesInFlight { retry_after: u64 },

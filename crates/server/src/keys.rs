@@ -62,7 +62,9 @@ impl fmt::Debug for ApiKey {
 pub enum KeyError {
     #[error("{place} holds no key: the server would be open to everyone; remove it, or put a key in")]
     Empty { place: String },
-    #[error("{place}, line {line}: {problem}; write `KEY` or `user|operator NAME KEY [requests=N] [tokens=N]`")]
+    #[error(
+        "{place}, line {line}: {problem}; write `KEY` or `user|operator NAME KEY [requests=N] [tokens=N]`"
+    )]
     Syntax { place: String, line: usize, problem: &'static str },
 }
 
@@ -260,9 +262,8 @@ impl Caller {
         let Some(key) = &self.key else { return Ok(Admission::default()) };
         let mut admission = Admission { in_flight: key.in_flight.clone(), requests: 0, tokens: 0 };
         let take = |counter: &AtomicUsize, more: usize, limit: Option<usize>, what| {
-            let fits = |held: usize| {
-                held.checked_add(more).filter(|&sum| limit.is_none_or(|limit| sum <= limit))
-            };
+            let fits =
+                |held: usize| held.checked_add(more).filter(|&sum| limit.is_none_or(|limit| sum <= limit));
             counter.fetch_update(Ordering::AcqRel, Ordering::Acquire, fits).map(drop).map_err(|held| {
                 ApiError::Quota { what, held, more, limit: limit.unwrap_or(usize::MAX), retry_after }
             })

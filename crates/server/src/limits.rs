@@ -63,7 +63,8 @@ pub fn check_prompts(app: &App, prompts: usize, choices: usize) -> Result<(), Ap
     let limit = app.config.max_choices;
     match choices.saturating_mul(prompts) > limit {
         true => {
-            let problem = format!("{prompts} prompts times n {choices} is more than the {limit} sequences allowed");
+            let problem =
+                format!("{prompts} prompts times n {choices} is more than the {limit} sequences allowed");
             Err(ApiError::param("n", problem))
         }
         false => Ok(()),
@@ -107,7 +108,8 @@ pub fn check_logprobs(
 /// Refuses template variables that are too large.
 pub fn check_template_variables(variables: &Map<String, Value>) -> Result<(), ApiError> {
     let mut left = MOST_TEMPLATE_BYTES;
-    let fits = variables.iter().all(|(name, value)| take(&mut left, name.len()) && take_value(&mut left, value));
+    let fits =
+        variables.iter().all(|(name, value)| take(&mut left, name.len()) && take_value(&mut left, value));
     match fits {
         true => Ok(()),
         false => Err(ApiError::param(
@@ -162,7 +164,10 @@ mod tests {
         assert_eq!(logprobs(&params, 5000, 1), 5000 * 21 * 128);
         assert!(check_logprobs(&mut params, 5000, 1, false, false).is_err());
         params.choices = 1;
-        assert!(check_logprobs(&mut params, 32_767, 1, false, false).is_ok(), "one answer of a whole context");
+        assert!(
+            check_logprobs(&mut params, 32_767, 1, false, false).is_ok(),
+            "one answer of a whole context"
+        );
         assert!(check_logprobs(&mut params, 32_767, 1, true, false).is_err(), "in one chunk");
         let mut params = GenerationParams {
             logprobs: Some(20),

@@ -59,7 +59,10 @@ fn is_known(host: &str, app: &Shared) -> bool {
     let name = authority.host().trim_start_matches('[').trim_end_matches(']');
     let loopback = name.parse::<std::net::IpAddr>().is_ok_and(|address| address.is_loopback());
     let named = |known: &str| known.eq_ignore_ascii_case(name);
-    loopback || named("localhost") || named(&app.config.host) || app.config.allowed_hosts.iter().any(|h| named(h))
+    loopback
+        || named("localhost")
+        || named(&app.config.host)
+        || app.config.allowed_hosts.iter().any(|h| named(h))
 }
 
 /// Is the origin in the operator's list?
@@ -74,7 +77,9 @@ fn is_own(origin: &HeaderValue, host: Option<&str>) -> bool {
 }
 
 fn is_json(headers: &HeaderMap) -> bool {
-    let Some(kind) = headers.get(header::CONTENT_TYPE).and_then(|kind| kind.to_str().ok()) else { return false };
+    let Some(kind) = headers.get(header::CONTENT_TYPE).and_then(|kind| kind.to_str().ok()) else {
+        return false;
+    };
     let kind = kind.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
     kind == "application/json" || (kind.starts_with("application/") && kind.ends_with("+json"))
 }
@@ -105,7 +110,9 @@ mod tests {
         let own = |origin: &'static str, host| is_own(&HeaderValue::from_static(origin), Some(host));
         assert!(own("http://127.0.0.1:8000", "127.0.0.1:8000"));
         assert!(own("https://Api.example", "api.example"));
-        for foreign in ["null", "http://evil.example", "http://127.0.0.1:80001", "http://127.0.0.1", "127.0.0.1:8000"] {
+        for foreign in
+            ["null", "http://evil.example", "http://127.0.0.1:80001", "http://127.0.0.1", "127.0.0.1:8000"]
+        {
             assert!(!own(foreign, "127.0.0.1:8000"), "{foreign}");
         }
     }
@@ -115,8 +122,12 @@ mod tests {
         let json = |kind: &'static str| {
             is_json(&HeaderMap::from_iter([(header::CONTENT_TYPE, HeaderValue::from_static(kind))]))
         };
-        assert!(json("application/json") && json("Application/JSON; charset=utf-8") && json("application/x+json"));
-        for other in ["text/plain", "application/x-www-form-urlencoded", "text/json", "multipart/form-data", ""] {
+        assert!(
+            json("application/json") && json("Application/JSON; charset=utf-8") && json("application/x+json")
+        );
+        for other in
+            ["text/plain", "application/x-www-form-urlencoded", "text/json", "multipart/form-data", ""]
+        {
             assert!(!json(other), "{other}");
         }
         assert!(!is_json(&HeaderMap::new()));

@@ -58,7 +58,10 @@ fn read(path: &Path) -> std::io::Result<Vec<u8>> {
         return Err(std::io::Error::new(ErrorKind::InvalidInput, "it is not a regular file"));
     }
     if metadata.len() > LARGEST {
-        return Err(std::io::Error::new(ErrorKind::FileTooLarge, format!("it has more than {LARGEST} bytes")));
+        return Err(std::io::Error::new(
+            ErrorKind::FileTooLarge,
+            format!("it has more than {LARGEST} bytes"),
+        ));
     }
     std::fs::read(path)
 }

@@ -136,7 +136,8 @@ struct Ranked {
 impl Serialize for PromptEntry<'_> {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let TokenLogprobs { token, logprob, top } = self.logprobs;
-        let ranked = top.iter().enumerate().map(|(index, &(token, logprob))| (Some(index + 1), token, logprob));
+        let ranked =
+            top.iter().enumerate().map(|(index, &(token, logprob))| (Some(index + 1), token, logprob));
         let known = top.iter().any(|(other, _)| other == token);
         let chosen = (!known).then_some((None, *token, *logprob));
         serializer.collect_map(ranked.chain(chosen).map(|(rank, token, logprob)| {

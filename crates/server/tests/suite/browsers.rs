@@ -9,7 +9,8 @@ use crate::client::{Answer, Client};
 use crate::fake::Script;
 
 async fn post(client: &Client, path: &str, headers: &[(&str, &str)], body: &str) -> Answer {
-    let request = headers.iter().fold(Request::post(path), |request, (name, value)| request.header(*name, *value));
+    let request =
+        headers.iter().fold(Request::post(path), |request, (name, value)| request.header(*name, *value));
     client.send(request.body(Body::from(body.to_owned())).unwrap()).await
 }
 
@@ -23,7 +24,11 @@ async fn bodies_must_be_json() {
         let headers = [("content-type", kind)];
         let headers = if kind.is_empty() { &[][..] } else { &headers };
         for (path, body) in [("/v1/chat/completions", CHAT), ("/abort_request", r#"{"abort_all": true}"#)] {
-            assert_eq!(post(&client, path, headers, body).await.error(415)["code"], "not_json", "{kind} {path}");
+            assert_eq!(
+                post(&client, path, headers, body).await.error(415)["code"],
+                "not_json",
+                "{kind} {path}"
+            );
         }
     }
     post(&client, "/v1/chat/completions", &[JSON], CHAT).await.ok();
@@ -50,7 +55,8 @@ async fn foreign_origins_are_refused() {
 async fn a_loopback_server_answers_to_loopback_names() {
     let get = |host: &str| Request::get("/internal/state").header("host", host).body(Body::empty()).unwrap();
     let client = Client::new();
-    for host in ["attacker.example", "attacker.example:8000", "localhost.attacker.example", "10.0.0.1", "::"] {
+    for host in ["attacker.example", "attacker.example:8000", "localhost.attacker.example", "10.0.0.1", "::"]
+    {
         assert_eq!(client.send(get(host)).await.error(421)["code"], "unknown_host", "{host}");
     }
     for host in ["localhost", "LOCALHOST:8000", "127.0.0.1:8000", "[::1]:8000", "127.1.2.3"] {
@@ -77,7 +83,9 @@ async fn every_answer_is_hardened() {
         assert_eq!(answer.headers["x-content-type-options"], "nosniff");
         assert_eq!(answer.headers["x-frame-options"], "DENY");
         assert_eq!(answer.headers["referrer-policy"], "no-referrer");
-        assert!(answer.headers["content-security-policy"].to_str().unwrap().contains("frame-ancestors 'none'"));
+        assert!(
+            answer.headers["content-security-policy"].to_str().unwrap().contains("frame-ancestors 'none'")
+        );
     }
 }
 

@@ -59,7 +59,8 @@ impl Client {
     }
 
     pub async fn post_raw(&self, path: &str, body: impl Into<Body>) -> Answer {
-        self.send(Request::post(path).header("content-type", "application/json").body(body.into()).unwrap()).await
+        self.send(Request::post(path).header("content-type", "application/json").body(body.into()).unwrap())
+            .await
     }
 
     pub async fn chat(&self, body: &Value) -> Answer {

@@ -25,8 +25,10 @@ async fn every_route_but_health_asks_for_a_key() {
     for (path, operations) in document["paths"].as_object().unwrap() {
         for method in operations.as_object().unwrap().keys() {
             let request = |header: Option<(&str, &str)>| {
-                let builder =
-                    Request::builder().method(method.to_uppercase().as_str()).uri(path.replace("{id}", "x")).header("content-type", "application/json");
+                let builder = Request::builder()
+                    .method(method.to_uppercase().as_str())
+                    .uri(path.replace("{id}", "x"))
+                    .header("content-type", "application/json");
                 let builder = match header {
                     Some((name, value)) => builder.header(name, value),
                     None => builder,
@@ -82,11 +84,8 @@ async fn origins_are_allowed_by_configuration_only() {
     let closed = Client::new().send(preflight()).await;
     assert!(!closed.headers.contains_key("access-control-allow-origin"));
     for allowed in ["*", "https://app.example"] {
-        let config = ServerConfig {
-            cors_origins: vec![allowed.into()],
-            keys: operators("key"),
-            ..Default::default()
-        };
+        let config =
+            ServerConfig { cors_origins: vec![allowed.into()], keys: operators("key"), ..Default::default() };
         let client = Client::with(config, Script::default());
         let answer = client.send(preflight()).await;
         assert_eq!(answer.status, 204, "a preflight carries no key");

@@ -53,7 +53,11 @@ async fn operators_alone_see_and_change_what_belongs_to_all() {
         ("/abort_request", Some(json!({"abort_all": true}))),
     ];
     for (path, body) in &routes {
-        assert_eq!(call(&client, "a", path, body.as_ref()).await.error(403)["code"], "operators_only", "{path}");
+        assert_eq!(
+            call(&client, "a", path, body.as_ref()).await.error(403)["code"],
+            "operators_only",
+            "{path}"
+        );
         assert_eq!(call(&client, "root", path, body.as_ref()).await.status, 200, "{path}");
     }
     for path in ["/v1/models", "/version", "/ready", "/"] {
@@ -93,8 +97,15 @@ async fn salts_and_isolated_keys_divide_the_prefix_cache() {
     for key in ["a", "b", "root"] {
         for fields in [json!({}), json!({"cache_salt": "x"}), json!({"cache_salt": "y"})] {
             let body = chat(&fields);
-            assert_eq!(cached(&call(&isolated, key, "/v1/chat/completions", Some(&body)).await), 0, "{key} {fields}");
-            assert!(cached(&call(&isolated, key, "/v1/chat/completions", Some(&body)).await) > 0, "{key} {fields}");
+            assert_eq!(
+                cached(&call(&isolated, key, "/v1/chat/completions", Some(&body)).await),
+                0,
+                "{key} {fields}"
+            );
+            assert!(
+                cached(&call(&isolated, key, "/v1/chat/completions", Some(&body)).await) > 0,
+                "{key} {fields}"
+            );
         }
     }
 }

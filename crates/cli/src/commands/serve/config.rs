@@ -5,7 +5,9 @@
 //! the values of the file are parsed and checked like flags.
 
 use super::keys::KeySource;
-use crate::options::{CacheArgs, DEFAULT_KV, ModelArgs, parse_size, serialize_display, serialize_optional_size};
+use crate::options::{
+    CacheArgs, DEFAULT_KV, ModelArgs, parse_size, serialize_display, serialize_optional_size,
+};
 use anyhow::{Context, Result, bail};
 use clap::parser::ValueSource;
 use clap::{ArgMatches, Args, FromArgMatches};

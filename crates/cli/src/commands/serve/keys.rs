@@ -5,7 +5,8 @@ use oscar_server::{ApiKey, Keys, Role};
 use std::path::{Path, PathBuf};
 
 /// Variables with keys, separated by commas.
-const VARIABLES: [(&str, Role); 2] = [("OSCAR_API_KEYS", Role::User), ("OSCAR_OPERATOR_KEYS", Role::Operator)];
+const VARIABLES: [(&str, Role); 2] =
+    [("OSCAR_API_KEYS", Role::User), ("OSCAR_OPERATOR_KEYS", Role::Operator)];
 
 /// The file, if there is one, and the environment. A source without a key is an error: the server would be open.
 #[derive(Clone, Debug)]

@@ -37,7 +37,15 @@ impl HttpEngine {
                 // Told to stop, or nobody is left to tell.
                 let _ = stopped.await;
             };
-            let served = serve_on(listener, config, theirs, text, GenerationDefaults::default(), ended, std::future::pending());
+            let served = serve_on(
+                listener,
+                config,
+                theirs,
+                text,
+                GenerationDefaults::default(),
+                ended,
+                std::future::pending(),
+            );
             if let Err(error) = runtime.block_on(served) {
                 eprintln!("the HTTP server failed: {error}");
             }
