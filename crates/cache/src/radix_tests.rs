@@ -2,7 +2,7 @@
 //! and squeezed, and every position that a query reads must hold the row of exactly its tokens.
 
 use crate::prefix::resume_point;
-use crate::{PagePool, RadixCache, SequencePages};
+use crate::{CacheSalt, PagePool, PrefixKey, RadixCache, SequencePages};
 use oscar_codec::{CacheLayout, CodeLayout, KvFormat, PAGE_TOKENS, Windows};
 use proptest::prelude::*;
 use std::collections::{BTreeSet, HashMap};
@@ -240,7 +240,7 @@ proptest! {
                 }
                 Action::Insert { which } if count > 0 => {
                     let Live { tokens, pages, .. } = &mut world.live[which % count];
-                    world.tree.insert(tokens, pages);
+                    world.tree.insert(&*tokens, pages);
                 }
                 Action::End { which, insert } if count > 0 => {
                     let Live { tokens, mut pages, .. } = world.live.swap_remove(which % count);
@@ -375,4 +375,33 @@ fn idle_tails_are_coded_before_anything_is_evicted_and_used_tails_never() {
     assert_eq!(world.begin(old), 576);
     assert_eq!(world.approximate_hits, 2, "exact again");
     world.check_accounts();
+}
+
+/// Another tenant's prefix is invisible: not found, and found again by its owner.
+#[test]
+fn salts_divide_the_tree_and_leave_nothing_behind() {
+    let mut world = World::new(KvFormat::OSCAR2, Windows::new(64, 128).unwrap(), 100, false);
+    let tokens = text(0, 1000);
+    let salts = [None, Some(CacheSalt::of(&["a"])), Some(CacheSalt::of(&["b"])), Some(CacheSalt::of(&["c"]))];
+    for salt in &salts[1..3] {
+        assert_eq!(world.tree.find(PrefixKey::new(*salt, &tokens)).len(), 0, "stored by another");
+        world.begin(tokens.clone());
+        let last = world.live.len() - 1;
+        assert!(world.grow(last, usize::MAX));
+        let Live { mut pages, .. } = world.live.pop().unwrap();
+        assert_eq!(world.tree.insert(PrefixKey::new(*salt, &tokens), &mut pages), 960);
+        world.tree.mark_prompt(PrefixKey::new(*salt, &tokens));
+    }
+    assert_eq!(world.begin(tokens.clone()), 0, "without a salt nothing is found either");
+    world.live.clear();
+    stored(&mut world, tokens.clone());
+    assert_eq!(world.tree.tokens(), 3 * 960);
+    for (salt, found) in salts.iter().zip([960, 960, 960, 0]) {
+        assert_eq!(world.tree.find(PrefixKey::new(*salt, &tokens)).len(), found, "{salt:?}");
+    }
+    let mut short = SequencePages::resume(&world.layout, world.tree.find(&[][..]));
+    assert_eq!(world.tree.insert(PrefixKey::new(salts[3], &tokens[..10]), &mut short), 0);
+    world.tree.flush();
+    assert_eq!((world.tree.tokens(), world.pool.usage().bytes), (0, 0));
+    assert_eq!(world.tree.nodes.iter().flatten().count(), 1, "the root alone");
 }
