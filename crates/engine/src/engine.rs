@@ -1,9 +1,8 @@
-//! The door of the engine: takes requests from any thread, refuses what cannot be served, hands the rest to the
-//! one thread that owns the model.
+//! The handle of an engine: takes requests from any thread, refuses those it has no room for, and passes the rest
+//! to the one thread that owns the model.
 
-use crate::request::{
-    EngineApi, EngineInfo, EngineStats, GenerationParams, Request, RequestError, RequestId,
-};
+use crate::live::Submission;
+use crate::request::{EngineApi, EngineInfo, EngineStats, EventSink, Request, RequestError, RequestId};
 use crate::runner::Runner;
 use crate::scheduler::SchedulerOptions;
 use crate::worker::{Command, Worker};
@@ -13,6 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
+use tracing::Span;
 
 /// How an engine is to serve.
 #[derive(Clone, Debug)]
@@ -22,11 +22,11 @@ pub struct EngineOptions {
     pub scheduler: SchedulerOptions,
     /// Most requests that may wait for their first step.
     pub max_queue: usize,
-    /// Keep what was computed for later requests?
+    /// Keep the pages of finished requests for later ones.
     pub prefix_cache: bool,
-    /// Code the BF16 tails of idle prefixes when room is short, before anything is evicted? A hit on one reads code
-    /// where a cold run reads BF16, and is counted. Where the device cannot read such a tail there are none. Off by
-    /// default: what measures must be exact.
+    /// Quantize the BF16 tails of idle prefixes when room is short, before anything is evicted. A hit on such a tail
+    /// reads codes where a cold run reads BF16, and is counted. Nothing is demoted where the device cannot read such
+    /// a tail. Off by default: measurements must be exact.
     pub demote_idle_tails: bool,
 }
 
@@ -42,25 +42,22 @@ impl EngineOptions {
     }
 }
 
-/// Most choices of a request.
-const MAX_CHOICES: usize = 128;
-
 /// Starts engines.
 pub struct Engine;
 
 /// What the handles and the engine's thread share.
-pub(crate) struct Shared {
-    pub info: EngineInfo,
-    pub stats: Mutex<EngineStats>,
-    /// Requests taken that have not been given their first place in a step.
-    pub queued: AtomicUsize,
+pub struct EngineState {
+    info: EngineInfo,
+    stats: Mutex<EngineStats>,
+    /// Requests taken that have not had a place in a step.
+    queued: AtomicUsize,
     closed: AtomicBool,
     max_queue: usize,
     layout: CacheLayout,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
-impl Shared {
+impl EngineState {
     pub fn stats(&self) -> MutexGuard<'_, EngineStats> {
         lock(&self.stats)
     }
@@ -68,6 +65,25 @@ impl Shared {
     /// From now on nothing is taken.
     pub fn close(&self) {
         self.closed.store(true, Ordering::SeqCst);
+    }
+}
+
+/// One of the `max_queue` places in the queue. It is free again when this is dropped.
+pub struct QueuePlace(Arc<EngineState>);
+
+impl QueuePlace {
+    fn take(state: &Arc<EngineState>) -> Result<Self, RequestError> {
+        let free = |n| (n < state.max_queue).then_some(n + 1);
+        match state.queued.fetch_update(Ordering::SeqCst, Ordering::SeqCst, free) {
+            Ok(_) => Ok(Self(state.clone())),
+            Err(waiting) => Err(RequestError::QueueFull { waiting }),
+        }
+    }
+}
+
+impl Drop for QueuePlace {
+    fn drop(&mut self) {
+        self.0.queued.fetch_sub(1, Ordering::SeqCst);
     }
 }
 
@@ -79,7 +95,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// A running engine. Clones talk to the same one; when the last is dropped, the engine ends.
 #[derive(Clone)]
 pub struct EngineHandle {
-    shared: Arc<Shared>,
+    state: Arc<EngineState>,
     commands: Sender<Command>,
 }
 
@@ -97,7 +113,7 @@ impl Engine {
     {
         let layout = runner.layout().clone();
         let info = info(&runner, &options);
-        let shared = Arc::new(Shared {
+        let state = Arc::new(EngineState {
             info,
             stats: Mutex::default(),
             queued: AtomicUsize::new(0),
@@ -107,12 +123,12 @@ impl Engine {
             thread: Mutex::new(None),
         });
         let (commands, inbox) = channel();
-        let theirs = shared.clone();
+        let theirs = state.clone();
         let thread = std::thread::Builder::new()
             .name("engine".into())
             .spawn(move || Worker::new(runner, &options, theirs, inbox).run())?;
-        *lock(&shared.thread) = Some(thread);
-        Ok(EngineHandle { shared, commands })
+        *lock(&state.thread) = Some(thread);
+        Ok(EngineHandle { state, commands })
     }
 }
 
@@ -140,80 +156,32 @@ impl EngineHandle {
     /// Ends the engine: running requests fail with [`RequestError::ShuttingDown`]. Returns when its thread has
     /// ended. To let them finish first, [`drain`](EngineApi::drain) and wait for `stats` to show none.
     pub fn shutdown(&self) {
-        self.shared.close();
+        self.state.close();
         let _ = self.commands.send(Command::Stop);
-        let thread = lock(&self.shared.thread).take();
+        let thread = lock(&self.state.thread).take();
         if let Some(thread) = thread {
             // The worker catches its own panics; should one escape, there is nothing left to end.
             let _ = thread.join();
         }
     }
-
-    fn check(&self, prompt: &[u32], params: &GenerationParams) -> Result<(), RequestError> {
-        let info = &self.shared.info;
-        let invalid = |parameter, problem: String| Err(RequestError::Invalid { parameter, problem });
-        let vocab = info.vocab_size;
-        if prompt.is_empty() {
-            return invalid("prompt", "it is empty: give at least one token".into());
-        }
-        if let Some(token) = prompt.iter().find(|&&t| t as usize >= vocab) {
-            return invalid("prompt", format!("token {token} does not exist: the vocabulary has {vocab}"));
-        }
-        if let Err(error) = params.sampling.validate() {
-            return invalid(
-                error.parameter,
-                format!("{} is not allowed: it must be {}", error.value, error.allowed),
-            );
-        }
-        if let Some((token, _)) = params.sampling.logit_bias.iter().find(|(t, _)| *t as usize >= vocab) {
-            return invalid(
-                "logit_bias",
-                format!("token {token} does not exist: the vocabulary has {vocab}"),
-            );
-        }
-        if params.choices == 0 || params.choices > MAX_CHOICES {
-            return invalid("n", format!("{} is not allowed: it must be 1 to {MAX_CHOICES}", params.choices));
-        }
-        if params.min_tokens > params.max_tokens {
-            let (min, max) = (params.min_tokens, params.max_tokens);
-            return invalid("min_tokens", format!("{min} is more than max_tokens, which is {max}"));
-        }
-        for (parameter, wanted) in
-            [("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)]
-        {
-            if let Some(top) = wanted.filter(|&top| top > vocab) {
-                return invalid(parameter, format!("{top} is more than the vocabulary, which has {vocab}"));
-            }
-        }
-        let (prompt, max_tokens) = (prompt.len(), params.max_tokens);
-        if prompt.saturating_add(max_tokens) > info.context {
-            return Err(RequestError::ContextExceeded { prompt, max_tokens, context: info.context });
-        }
-        // What storing the prompt takes at least, one token a step. An answer that outgrows the cache later, alone
-        // in it, ends with `FinishReason::Length`.
-        let layout = &self.shared.layout;
-        let needed = layout.peak_bytes(prompt) + 2 * layout.full_block_bytes();
-        if needed > info.kv_budget_bytes {
-            return Err(RequestError::TooLarge { needed, budget: info.kv_budget_bytes });
-        }
-        Ok(())
-    }
 }
 
 impl EngineApi for EngineHandle {
-    fn submit(&self, request: Request) -> Result<(), RequestError> {
-        if self.shared.closed.load(Ordering::SeqCst) {
+    fn submit(&self, request: Request, sink: Box<dyn EventSink>) -> Result<(), RequestError> {
+        let state = &self.state;
+        if state.closed.load(Ordering::SeqCst) {
             return Err(RequestError::ShuttingDown);
         }
-        self.check(&request.prompt, &request.params)?;
-        let (queued, limit) = (&self.shared.queued, self.shared.max_queue);
-        queued
-            .fetch_update(Ordering::SeqCst, Ordering::SeqCst, |n| (n < limit).then_some(n + 1))
-            .map_err(|waiting| RequestError::QueueFull { waiting })?;
-        self.commands.send(Command::Submit(request)).map_err(|_| {
-            queued.fetch_sub(1, Ordering::SeqCst);
-            RequestError::ShuttingDown
-        })
+        // The least that storing the prompt takes, one token a step. An answer that outgrows the cache later, alone
+        // in it, ends with `FinishReason::Length`.
+        let needed = state.layout.peak_bytes(request.prompt().len()) + 2 * state.layout.full_block_bytes();
+        let budget = state.info.kv_budget_bytes;
+        if needed > budget {
+            return Err(RequestError::TooLarge { needed, budget });
+        }
+        let place = QueuePlace::take(state)?;
+        let submission = Submission { request, sink, span: Span::current(), place };
+        self.commands.send(Command::Submit(submission)).map_err(|_| RequestError::ShuttingDown)
     }
 
     fn cancel(&self, id: RequestId) {
@@ -230,14 +198,14 @@ impl EngineApi for EngineHandle {
     }
 
     fn stats(&self) -> EngineStats {
-        self.shared.stats().clone()
+        self.state.stats().clone()
     }
 
     fn drain(&self) {
-        self.shared.close();
+        self.state.close();
     }
 
     fn info(&self) -> &EngineInfo {
-        &self.shared.info
+        &self.state.info
     }
 }

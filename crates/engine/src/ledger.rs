@@ -1,18 +1,17 @@
 //! The scheduler's view of pages, on the real pool and the real prefix cache.
 
+use crate::live::LiveRequests;
 use crate::runner::{Runner, Sequence};
 use crate::scheduler::{Demand, Ledger, SequenceId};
-use crate::sequences::Choice;
 use oscar_backend::Backend;
 use oscar_cache::{PrefixPages, RadixCache, Reclaimed};
 use oscar_codec::CacheLayout;
-use std::collections::HashMap;
 
 pub struct PageLedger<'a, B: Backend> {
     pub runner: &'a Runner<B>,
-    /// `None` if nothing is to be kept beyond its request.
+    /// `None` if nothing is kept beyond its request.
     pub cache: Option<&'a mut RadixCache>,
-    pub choices: &'a mut HashMap<SequenceId, Choice>,
+    pub live: &'a mut LiveRequests,
     pub reclaimed: Reclaimed,
 }
 
@@ -30,13 +29,11 @@ impl<B: Backend> PageLedger<'_, B> {
         self.reclaimed.bytes += done.bytes;
         true
     }
-}
 
-impl<B: Backend> PageLedger<'_, B> {
     /// Bytes a running sequence still has to be given.
     fn outstanding(&self, demand: &Demand) -> usize {
         let layout = self.runner.layout();
-        let held = self.choices.get(&demand.id).and_then(|choice| choice.sequence.as_ref());
+        let held = self.live.choice(demand.id).and_then(|choice| choice.sequence.as_ref());
         needed(layout, demand.tokens).saturating_sub(held.map_or(0, |s| s.pages().bytes(layout)))
     }
 }
@@ -50,7 +47,7 @@ impl<B: Backend> Ledger for PageLedger<'_, B> {
     fn admit(&mut self, sequence: Demand, running: &[Demand]) -> Option<usize> {
         let outstanding: usize = running.iter().map(|demand| self.outstanding(demand)).sum();
         let Demand { id, tokens } = sequence;
-        let choice = self.choices.get_mut(&id)?;
+        let choice = self.live.choice_mut(id)?;
         let layout = self.runner.layout();
         let prefix = match self.cache.as_deref_mut() {
             Some(cache) if choice.takes_demoted => cache.find(choice.prefix(choice.resume_limit)),
@@ -74,7 +71,7 @@ impl<B: Backend> Ledger for PageLedger<'_, B> {
 
     fn reserve(&mut self, id: SequenceId, tokens: usize) -> bool {
         loop {
-            let Some(sequence) = self.choices.get_mut(&id).and_then(|c| c.sequence.as_mut()) else {
+            let Some(sequence) = self.live.choice_mut(id).and_then(|c| c.sequence.as_mut()) else {
                 return false;
             };
             match self.runner.reserve(sequence, tokens) {
@@ -89,7 +86,7 @@ impl<B: Backend> Ledger for PageLedger<'_, B> {
     }
 
     fn release(&mut self, id: SequenceId) {
-        if let Some(choice) = self.choices.get_mut(&id)
+        if let Some(choice) = self.live.choice_mut(id)
             && let Some(mut sequence) = choice.sequence.take()
             && let Some(cache) = self.cache.as_deref_mut()
         {

@@ -1,29 +1,81 @@
 //! What the engine is asked and what it answers: plain data, no HTTP.
 
-use crate::sampling::SamplingParams;
+use crate::sampling::{Sampler, SamplingParams};
 use oscar_cache::CacheSalt;
-use std::fmt;
+use std::ops::AddAssign;
 
 /// Names a request from submission to its last event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RequestId(pub u64);
 
-/// One prompt to be continued, `choices` times.
+/// Most choices of a request.
+const MAX_CHOICES: usize = 128;
+
+/// One prompt to be continued, `choices` times. It is valid for the engine it was made for: there is no other way
+/// to make one than [`Request::new`].
+#[derive(Clone, Debug)]
 pub struct Request {
-    pub id: RequestId,
-    pub prompt: Vec<u32>,
-    pub params: GenerationParams,
-    /// Receives the events; when it says the listener is gone, the request is cancelled.
-    pub sink: Box<dyn EventSink>,
+    pub(crate) id: RequestId,
+    pub(crate) prompt: Vec<u32>,
+    pub(crate) params: GenerationParams,
+    pub(crate) sampler: Sampler,
 }
 
-impl fmt::Debug for Request {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Request")
-            .field("id", &self.id)
-            .field("prompt", &self.prompt.len())
-            .field("params", &self.params)
-            .finish()
+impl Request {
+    /// # Errors
+    /// Names the parameter that is wrong, or says that the context is exceeded.
+    pub fn new(
+        engine: &EngineInfo,
+        id: RequestId,
+        prompt: Vec<u32>,
+        params: GenerationParams,
+    ) -> Result<Self, RequestError> {
+        let invalid = |parameter, problem: String| Err(RequestError::Invalid { parameter, problem });
+        let vocab = engine.vocab_size;
+        if prompt.is_empty() {
+            return invalid("prompt", "is empty: at least one token is needed".into());
+        }
+        let biased = params.sampling.logit_bias.iter().map(|(token, _)| ("logit_bias", token));
+        let mut tokens = prompt.iter().map(|token| ("prompt", token)).chain(biased);
+        if let Some((parameter, token)) = tokens.find(|(_, token)| **token as usize >= vocab) {
+            return invalid(parameter, format!("token id {token} is not below the vocabulary's {vocab}"));
+        }
+        let sampler = Sampler::new(params.sampling.clone()).map_err(|error| RequestError::Invalid {
+            parameter: error.parameter,
+            problem: format!("{} is not allowed: it must be {}", error.value, error.allowed),
+        })?;
+        if params.choices == 0 || params.choices > MAX_CHOICES {
+            return invalid("n", format!("{} is not allowed: it must be 1 to {MAX_CHOICES}", params.choices));
+        }
+        if params.min_tokens > params.max_tokens {
+            let (min, max) = (params.min_tokens, params.max_tokens);
+            return invalid("min_tokens", format!("{min} is more than max_tokens, which is {max}"));
+        }
+        for (parameter, wanted) in
+            [("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)]
+        {
+            if let Some(top) = wanted.filter(|&top| top > vocab) {
+                return invalid(parameter, format!("{top} is more than the vocabulary, which has {vocab}"));
+            }
+        }
+        let (tokens, max_tokens, context) = (prompt.len(), params.max_tokens, engine.context);
+        if tokens.saturating_add(max_tokens) > context {
+            return Err(RequestError::ContextExceeded { prompt: tokens, max_tokens, context });
+        }
+        let sampler = sampler.for_prompt(&prompt);
+        Ok(Self { id, prompt, params, sampler })
+    }
+
+    pub fn id(&self) -> RequestId {
+        self.id
+    }
+
+    pub fn prompt(&self) -> &[u32] {
+        &self.prompt
+    }
+
+    pub fn params(&self) -> &GenerationParams {
+        &self.params
     }
 }
 
@@ -117,6 +169,15 @@ pub struct Usage {
     pub demoted_tail: bool,
 }
 
+impl AddAssign for Usage {
+    fn add_assign(&mut self, other: Self) {
+        self.prompt_tokens += other.prompt_tokens;
+        self.cached_tokens += other.cached_tokens;
+        self.completion_tokens += other.completion_tokens;
+        self.demoted_tail |= other.demoted_tail;
+    }
+}
+
 /// Why a request could not be taken or finished. Messages are for the client.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum RequestError {
@@ -140,8 +201,9 @@ pub enum RequestError {
 
 /// What a front end needs of an engine. `oscar-server` talks to this alone, so it can be tested with a fake.
 pub trait EngineApi: Send + Sync {
-    /// Takes a request or says at once why not; everything later arrives as events.
-    fn submit(&self, request: Request) -> Result<(), RequestError>;
+    /// Takes a request or says at once why not; everything later arrives as events. When the sink says that nobody
+    /// listens any more, the request is cancelled. The engine's log lines about the request are in the current span.
+    fn submit(&self, request: Request, sink: Box<dyn EventSink>) -> Result<(), RequestError>;
     /// Ends a request; its pages are free within a step. Unknown ids are ignored.
     fn cancel(&self, id: RequestId);
     /// Forgets every cached prefix that no running request uses; returns how many pages became free.

@@ -8,6 +8,7 @@ use oscar_backend::{Candidate, MOST_CANDIDATES, Pick, argmax};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 
 /// How to choose.
 #[derive(Clone, Debug, PartialEq)]
@@ -48,42 +49,75 @@ impl Default for SamplingParams {
     }
 }
 
+/// The values that a setting may take.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Allowed {
+    pub min: f32,
+    pub max: f32,
+    /// `min` itself is not allowed.
+    pub above: bool,
+}
+
+impl Allowed {
+    const fn from(min: f32, max: f32) -> Self {
+        Self { min, max, above: false }
+    }
+
+    const fn above(min: f32, max: f32) -> Self {
+        Self { min, max, above: true }
+    }
+
+    /// NaN is never allowed.
+    pub fn contains(&self, value: f32) -> bool {
+        value <= self.max && if self.above { value > self.min } else { value >= self.min }
+    }
+}
+
+impl fmt::Display for Allowed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.above {
+            true => write!(f, "above {} and at most {}", self.min, self.max),
+            false => write!(f, "from {} to {}", self.min, self.max),
+        }
+    }
+}
+
 /// A setting out of range.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[error("{parameter} is {value}: it must be {allowed}")]
 pub struct SamplingError {
     pub parameter: &'static str,
-    pub value: String,
-    pub allowed: &'static str,
+    pub value: f32,
+    pub allowed: Allowed,
 }
 
+/// The ranges of the settings. Front ends name them in their own messages and documents.
 impl SamplingParams {
-    pub fn validate(&self) -> Result<(), SamplingError> {
-        let check = |ok: bool, parameter, value: f32, allowed| {
-            if ok { Ok(()) } else { Err(SamplingError { parameter, value: value.to_string(), allowed }) }
-        };
-        check(
-            (0.0..=100.0).contains(&self.temperature),
-            "temperature",
-            self.temperature,
-            "between 0 and 100",
-        )?;
-        check(self.top_p > 0.0 && self.top_p <= 1.0, "top_p", self.top_p, "above 0 and at most 1")?;
-        check((0.0..=1.0).contains(&self.min_p), "min_p", self.min_p, "between 0 and 1")?;
-        let penalty = self.repetition_penalty;
-        check(penalty > 0.0 && penalty <= 100.0, "repetition_penalty", penalty, "above 0 and at most 100")?;
-        for (parameter, value) in
-            [("presence_penalty", self.presence_penalty), ("frequency_penalty", self.frequency_penalty)]
-        {
-            check((-2.0..=2.0).contains(&value), parameter, value, "between -2 and 2")?;
+    pub const TEMPERATURE: Allowed = Allowed::from(0.0, 100.0);
+    pub const TOP_P: Allowed = Allowed::above(0.0, 1.0);
+    pub const MIN_P: Allowed = Allowed::from(0.0, 1.0);
+    pub const REPETITION_PENALTY: Allowed = Allowed::above(0.0, 100.0);
+    /// Of the presence and the frequency penalty.
+    pub const PENALTY: Allowed = Allowed::from(-2.0, 2.0);
+    pub const LOGIT_BIAS: Allowed = Allowed::from(-100.0, 100.0);
+
+    fn validate(&self) -> Result<(), SamplingError> {
+        let settings = [
+            ("temperature", self.temperature, Self::TEMPERATURE),
+            ("top_p", self.top_p, Self::TOP_P),
+            ("min_p", self.min_p, Self::MIN_P),
+            ("repetition_penalty", self.repetition_penalty, Self::REPETITION_PENALTY),
+            ("presence_penalty", self.presence_penalty, Self::PENALTY),
+            ("frequency_penalty", self.frequency_penalty, Self::PENALTY),
+        ];
+        let biases = self.logit_bias.iter().map(|&(_, bias)| ("logit_bias", bias, Self::LOGIT_BIAS));
+        match settings.into_iter().chain(biases).find(|(_, value, allowed)| !allowed.contains(*value)) {
+            Some((parameter, value, allowed)) => Err(SamplingError { parameter, value, allowed }),
+            None => Ok(()),
         }
-        for &(_, bias) in &self.logit_bias {
-            check((-100.0..=100.0).contains(&bias), "logit_bias", bias, "between -100 and 100")?;
-        }
-        Ok(())
     }
 
-    /// Do logits reach the choice as the model gave them?
+    /// No setting changes the logits before temperature and filters.
     fn leaves_logits_alone(&self) -> bool {
         self.repetition_penalty == 1.0
             && self.presence_penalty == 0.0
@@ -92,7 +126,7 @@ impl SamplingParams {
     }
 }
 
-/// Chooses the tokens of one sequence.
+/// Chooses the tokens of one sequence. Its settings are valid: [`Sampler::new`] is the one place that checks them.
 #[derive(Clone, Debug)]
 pub struct Sampler {
     params: SamplingParams,
@@ -106,26 +140,36 @@ pub struct Sampler {
 }
 
 impl Sampler {
-    /// A sampler whose repetition penalty knows only what it has sampled itself.
+    /// A sampler without a prompt: its repetition penalty knows only the tokens it has sampled itself.
+    ///
+    /// # Errors
+    /// If a setting is out of its range.
     pub fn new(params: SamplingParams) -> Result<Self, SamplingError> {
-        Self::for_prompt(params, &[])
-    }
-
-    /// A sampler for the continuation of `prompt`.
-    pub fn for_prompt(params: SamplingParams, prompt: &[u32]) -> Result<Self, SamplingError> {
         params.validate()?;
-        let prompt = match params.repetition_penalty == 1.0 {
-            true => BTreeSet::new(),
-            false => prompt.iter().copied().collect(),
-        };
         Ok(Self {
             params,
             drawn: 0,
             candidates: Vec::new(),
-            prompt,
+            prompt: BTreeSet::new(),
             counts: BTreeMap::new(),
             adjusted: Vec::new(),
         })
+    }
+
+    /// A fresh sampler with the same settings for the continuation of `prompt`.
+    pub fn for_prompt(&self, prompt: &[u32]) -> Self {
+        let prompt = match self.params.repetition_penalty == 1.0 {
+            true => BTreeSet::new(),
+            false => prompt.iter().copied().collect(),
+        };
+        Self { drawn: 0, counts: BTreeMap::new(), prompt, ..self.clone() }
+    }
+
+    /// A copy for the `index`-th choice of a request, which draws with a seed of its own.
+    pub(crate) fn for_choice(&self, index: usize) -> Self {
+        let mut sampler = self.clone();
+        sampler.params.seed = sampler.params.seed.wrapping_add(index as u64);
+        sampler
     }
 
     /// The next token. NaN logits are never chosen; if nothing else is left, token 0 is.
@@ -342,11 +386,10 @@ mod tests {
         let mut presence = sampler(SamplingParams { presence_penalty: 0.3, ..Default::default() });
         assert_eq!((0..4).map(|_| presence.sample(&logits)).collect::<Vec<_>>(), [0, 1, 0, 0]);
         let params = SamplingParams { repetition_penalty: 1.5, ..Default::default() };
-        let mut repetition = Sampler::for_prompt(params, &[0, 0, 77]).unwrap();
+        let mut repetition = sampler(params).for_prompt(&[0, 0, 77]);
         assert_eq!([repetition.sample(&logits), repetition.sample(&logits)], [1, 2]);
-        let mut negative =
-            Sampler::for_prompt(SamplingParams { repetition_penalty: 2.0, ..Default::default() }, &[0])
-                .unwrap();
+        let params = SamplingParams { repetition_penalty: 2.0, ..Default::default() };
+        let mut negative = sampler(params).for_prompt(&[0]);
         assert_eq!(negative.sample(&[-1.0, -1.5]), 1, "a negative logit is multiplied");
     }
 

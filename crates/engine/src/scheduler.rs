@@ -11,11 +11,15 @@
 //! When pages run out the youngest sequence younger than the one in need gives way and waits at the front of the
 //! queue; the oldest therefore always goes on, and all end.
 
+use crate::request::RequestId;
 use std::collections::VecDeque;
 
-/// One sequence: a choice of a request.
+/// One sequence: a choice of a request, by its index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct SequenceId(pub u64);
+pub struct SequenceId {
+    pub request: RequestId,
+    pub choice: usize,
+}
 
 /// Tokens that a sequence is going to store, those it has stored included.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

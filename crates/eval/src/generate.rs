@@ -120,18 +120,15 @@ impl Generator {
     }
 
     fn submit(&self, job: &Job, sink: Forward) -> Result<()> {
-        let request = Request {
-            id: RequestId(sink.job as u64),
-            prompt: job.prompt.clone(),
-            params: GenerationParams {
-                sampling: job.sampling.clone(),
-                max_tokens: job.max_tokens,
-                stop_tokens: self.stop_tokens.clone(),
-                ..GenerationParams::default()
-            },
-            sink: Box::new(sink),
+        let params = GenerationParams {
+            sampling: job.sampling.clone(),
+            max_tokens: job.max_tokens,
+            stop_tokens: self.stop_tokens.clone(),
+            ..GenerationParams::default()
         };
-        self.engine.submit(request).map_err(|source| EvalError::Request { case: job.name.clone(), source })
+        Request::new(self.engine.info(), RequestId(sink.job as u64), job.prompt.clone(), params)
+            .and_then(|request| self.engine.submit(request, Box::new(sink)))
+            .map_err(|source| EvalError::Request { case: job.name.clone(), source })
     }
 }
 

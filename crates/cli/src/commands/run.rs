@@ -68,7 +68,7 @@ pub fn run(args: &Args) -> Result<()> {
     params.top_k = args.top_k.unwrap_or(params.top_k);
     params.top_p = args.top_p.unwrap_or(params.top_p);
     params.min_p = args.min_p.unwrap_or(params.min_p);
-    params.validate()?;
+    let sampler = Sampler::new(params)?;
     let context = args.context.unwrap_or(model.config.max_position_embeddings);
     let cache = model.cache(args.kv, &args.cache)?;
     let bar = progress::bar("loading", model.config.layers as u64);
@@ -86,7 +86,7 @@ pub fn run(args: &Args) -> Result<()> {
         args,
         runner,
         text,
-        params,
+        sampler,
         stop_tokens: generation.stop_token_ids(&model.config).to_vec(),
         sequence: Sequence::new(),
         stored: Vec::new(),
@@ -127,7 +127,7 @@ struct Session<'a> {
     args: &'a Args,
     runner: Runner<AnyBackend>,
     text: ModelText,
-    params: SamplingParams,
+    sampler: Sampler,
     stop_tokens: Vec<u32>,
     sequence: Sequence,
     /// Tokens the sequence holds.
@@ -175,7 +175,7 @@ impl Session<'_> {
         self.stored.extend_from_slice(fresh);
         let prefill = started.elapsed();
 
-        let mut sampler = Sampler::for_prompt(self.params.clone(), prompt)?;
+        let mut sampler = self.sampler.for_prompt(prompt);
         let pick = sampler.pick().filter(|_| self.runner.backend().picks());
         let mut picked: Vec<Vec<Candidate>> = Vec::new();
         let mut decoder = StreamDecoder::new(&self.text.tokenizer, true);

@@ -44,7 +44,8 @@ pub fn submit(engine: &EngineHandle, prompt: &[u32], params: GenerationParams) -
     static NEXT: AtomicU64 = AtomicU64::new(1);
     let id = RequestId(NEXT.fetch_add(1, Ordering::Relaxed));
     let (sender, events) = channel();
-    engine.submit(Request { id, prompt: prompt.to_vec(), params, sink: Box::new(ChannelSink(sender)) })?;
+    let request = Request::new(engine.info(), id, prompt.to_vec(), params)?;
+    engine.submit(request, Box::new(ChannelSink(sender)))?;
     Ok(Call { id, events })
 }
 

@@ -5,6 +5,7 @@ mod client;
 mod faults;
 mod fp8_weights;
 mod goldens;
+mod logs;
 mod requests;
 mod same_answers;
 mod scheduler;

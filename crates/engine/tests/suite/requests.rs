@@ -240,7 +240,8 @@ fn who_does_not_listen_is_cancelled() {
     let sinks: [Box<dyn EventSink>; 2] = [Box::new(Deaf), Box::new(Rude)];
     for (i, sink) in sinks.into_iter().enumerate() {
         let id = RequestId(u64::MAX - i as u64);
-        engine.submit(Request { id, prompt: tokens(20, 1), params: params(900), sink }).unwrap();
+        let request = Request::new(engine.info(), id, tokens(20, 1), params(900)).unwrap();
+        engine.submit(request, sink).unwrap();
     }
     let outcome = submit(&engine, &tokens(30, 2), params(40)).unwrap().finish(&engine, None);
     assert_eq!(outcome.answers[&0].tokens.len(), 40);

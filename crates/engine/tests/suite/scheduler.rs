@@ -1,10 +1,15 @@
 //! Properties of the scheduler, on a ledger that only counts.
 
+use oscar_engine::RequestId;
 use oscar_engine::scheduler::{Demand, Ledger, Scheduler, SchedulerOptions, SequenceId, StepPlan};
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 
 const PAGE: usize = 16;
+
+fn sequence(request: u64) -> SequenceId {
+    SequenceId { request: RequestId(request), choice: 0 }
+}
 
 /// Pages of 16 tokens, some of them taken; no prefix cache.
 struct Counts {
@@ -89,7 +94,7 @@ impl World {
         }
         self.scheduler.complete(plan);
         for work in &plan.work {
-            let script = &scripts[work.id.0 as usize];
+            let script = &scripts[work.id.request.0 as usize];
             assert!(work.tokens > 0 && work.tokens <= options.prefill_chunk);
             let held = self.counts.held.get_mut(&work.id).unwrap();
             assert_eq!(held.0, work.start, "work begins where the sequence ends");
@@ -136,7 +141,7 @@ proptest! {
         let (mut step, mut preemptions) = (0, 0);
         while step < 30 || !world.scheduler.is_idle() {
             for (i, script) in scripts.iter().enumerate() {
-                let id = SequenceId(i as u64);
+                let id = sequence(i as u64);
                 if script.arrives == step {
                     let limit = script.prompt + script.answer - 1;
                     world.scheduler.submit(id, script.prompt, limit, usize::MAX);
@@ -148,7 +153,7 @@ proptest! {
                 }
             }
             let decoding: BTreeSet<SequenceId> = world.counts.held.iter()
-                .filter(|(id, held)| held.0 + 1 == scripts[id.0 as usize].prompt + world.alive[id])
+                .filter(|(id, held)| held.0 + 1 == scripts[id.request.0 as usize].prompt + world.alive[id])
                 .map(|(id, _)| *id).collect();
             let stores_prompt = |id: &&SequenceId| world.counts.held.contains_key(id) && !decoding.contains(id);
             let oldest = arrived.iter().find(stores_prompt).copied();
@@ -178,7 +183,7 @@ fn a_long_prompt_neither_starves_nor_is_starved() {
         SchedulerOptions { max_batch: 8, step_tokens: 128, prefill_chunk: 128, ..Default::default() };
     let mut scheduler = Scheduler::new(options);
     let mut counts = Counts { total: 10_000, held: BTreeMap::new() };
-    let (long, short) = (SequenceId(0), SequenceId(1));
+    let (long, short) = (sequence(0), sequence(1));
     scheduler.submit(long, 100_000, 100_010, usize::MAX);
     let plan = scheduler.schedule(&mut counts);
     assert_eq!(plan.work[0].tokens, 128);
@@ -209,7 +214,7 @@ fn prompts_are_admitted_only_beside_what_running_ones_still_need() {
     let mut scheduler = Scheduler::new(options);
     let mut counts = Counts { total: 45, held: BTreeMap::new() };
     for i in 0..4 {
-        scheduler.submit(SequenceId(i), 20 * PAGE, 22 * PAGE, usize::MAX);
+        scheduler.submit(sequence(i), 20 * PAGE, 22 * PAGE, usize::MAX);
     }
     let plan = scheduler.schedule(&mut counts);
     assert_eq!(plan.admitted.len(), 2);
@@ -218,10 +223,10 @@ fn prompts_are_admitted_only_beside_what_running_ones_still_need() {
         counts.held.get_mut(&work.id).unwrap().0 += work.tokens;
     }
     // One ends early: its successor comes in, in order.
-    scheduler.remove(SequenceId(0));
-    counts.held.remove(&SequenceId(0));
+    scheduler.remove(sequence(0));
+    counts.held.remove(&sequence(0));
     let plan = scheduler.schedule(&mut counts);
-    assert_eq!(plan.admitted.iter().map(|a| a.0.0).collect::<Vec<_>>(), [2]);
+    assert_eq!(plan.admitted.iter().map(|a| a.0.request.0).collect::<Vec<_>>(), [2]);
     assert!(plan.preempted.is_empty());
 }
 
@@ -230,7 +235,7 @@ fn of_prompts_that_came_together_some_end_early() {
     let options = SchedulerOptions { max_batch: 32, step_tokens: 1024, ..Default::default() };
     let mut scheduler = Scheduler::new(options);
     let mut counts = Counts { total: 10_000, held: BTreeMap::new() };
-    (0..24).for_each(|i| scheduler.submit(SequenceId(i), 64, 128, usize::MAX));
+    (0..24).for_each(|i| scheduler.submit(sequence(i), 64, 128, usize::MAX));
     let plan = scheduler.schedule(&mut counts);
     assert_eq!(plan.work.iter().filter(|w| w.last).count(), 16, "as many as the step has tokens for");
 }

@@ -19,6 +19,7 @@ use oscar_engine::{
     Event, EventSink, FinishReason, GenerationParams, Request, RequestError, RequestId, TokenLogprobs,
 };
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use tracing::Instrument;
 
 pub use assemble::{Assembler, TextOptions};
 pub use logprobs::{ChatEntry, MAX_LOGPROBS, PromptLogprobs, TokenTexts, TopLogprobs, finite};
@@ -243,10 +244,11 @@ impl Worker {
     fn submit(mut self, prompt: Vec<u32>, params: GenerationParams) -> Result<(), ApiError> {
         let (sender, events) = unbounded_channel();
         let app = self.ticket.app.clone();
-        let request = Request { id: self.ticket.id, prompt, params, sink: Box::new(Channel(sender)) };
-        app.engine.submit(request).map_err(|error| app.engine_error(error))?;
+        Request::new(app.engine.info(), self.ticket.id, prompt, params)
+            .and_then(|request| app.engine.submit(request, Box::new(Channel(sender))))
+            .map_err(|error| app.engine_error(error))?;
         self.ticket.finished = false;
-        tokio::spawn(self.run(events));
+        tokio::spawn(self.run(events).in_current_span());
         Ok(())
     }
 
@@ -402,7 +404,6 @@ impl Worker {
         let per_choice = self.totals.completion / self.choices.len().max(1);
         metrics.request_done(self.totals, elapsed, decode.filter(|_| per_choice > 1), per_choice);
         tracing::debug!(
-            request = self.ticket.name,
             prompt_tokens = self.totals.prompt,
             cached_tokens = self.totals.cached,
             completion_tokens = self.totals.completion,

@@ -164,7 +164,6 @@ impl SamplingFields {
                 None => defaults.logit_bias.clone(),
             },
         };
-        sampling.validate().map_err(|error| ApiError::param(error.parameter, &error))?;
         let ours: &[u32] = if self.ignore_eos == Some(true) { &[] } else { &app.defaults.stop_tokens };
         let theirs = self.stop_token_ids.as_deref().unwrap_or_default();
         check_tokens("stop_token_ids", theirs, vocabulary)?;

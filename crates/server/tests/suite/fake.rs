@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use oscar_engine::{
-    CacheSalt, EngineApi, EngineInfo, EngineStats, Event, FinishReason, Request, RequestError, RequestId,
-    RunningRequest, TokenLogprobs, Usage,
+    CacheSalt, EngineApi, EngineInfo, EngineStats, Event, EventSink, FinishReason, Request, RequestError,
+    RequestId, RunningRequest, TokenLogprobs, Usage,
 };
 use oscar_text::{ModelText, Tokenizer};
 
@@ -118,7 +118,7 @@ impl FakeEngine {
 }
 
 impl EngineApi for FakeEngine {
-    fn submit(&self, request: Request) -> Result<(), RequestError> {
+    fn submit(&self, request: Request, sink: Box<dyn EventSink>) -> Result<(), RequestError> {
         if self.inner.draining.load(Ordering::SeqCst) {
             return Err(RequestError::ShuttingDown);
         }
@@ -126,15 +126,15 @@ impl EngineApi for FakeEngine {
             return Err(RequestError::QueueFull { waiting: 7 });
         }
         let mut state = self.inner.state.lock().unwrap();
-        state.last_params = Some(request.params.clone());
-        state.last_prompt = request.prompt.clone();
-        let known = !state.seen.insert((request.params.cache_salt, request.prompt.clone()));
-        let cached = if known { (request.prompt.len() - 1) / PAGE * PAGE } else { 0 };
-        state.stats.prompt_tokens += request.prompt.len() as u64;
+        state.last_params = Some(request.params().clone());
+        state.last_prompt = request.prompt().to_vec();
+        let known = !state.seen.insert((request.params().cache_salt, request.prompt().to_vec()));
+        let cached = if known { (request.prompt().len() - 1) / PAGE * PAGE } else { 0 };
+        state.stats.prompt_tokens += request.prompt().len() as u64;
         state.stats.cached_tokens += cached as u64;
         let mut running = RunningRequest {
-            id: request.id,
-            prompt_tokens: request.prompt.len(),
+            id: request.id(),
+            prompt_tokens: request.prompt().len(),
             generated_tokens: 0,
             cached_tokens: cached,
             sink_tokens: 0,
@@ -143,13 +143,13 @@ impl EngineApi for FakeEngine {
             bytes: 0,
         };
         self.inner.lay_out(&mut running);
-        state.running.insert(request.id, running);
+        state.running.insert(request.id(), running);
         drop(state);
         let inner = self.inner.clone();
         match inner.script.pace {
-            None => inner.recite(&request, cached),
+            None => inner.recite(&request, &*sink, cached),
             Some(_) => {
-                std::thread::spawn(move || inner.recite(&request, cached));
+                std::thread::spawn(move || inner.recite(&request, &*sink, cached));
             }
         }
         Ok(())
@@ -208,27 +208,27 @@ impl Inner {
             + request.coded_tokens * self.info.coded_block_bytes / 64;
     }
 
-    fn recite(&self, request: &Request, cached: usize) {
+    fn recite(&self, request: &Request, sink: &dyn EventSink, cached: usize) {
         let mut usage =
-            Usage { prompt_tokens: request.prompt.len(), cached_tokens: cached, ..Usage::default() };
-        self.play(request, &mut usage);
+            Usage { prompt_tokens: request.prompt().len(), cached_tokens: cached, ..Usage::default() };
+        self.play(request, sink, &mut usage);
         let mut state = self.state.lock().unwrap();
-        state.running.remove(&request.id);
+        state.running.remove(&request.id());
         state.stats.finished += 1;
     }
 
-    fn play(&self, request: &Request, usage: &mut Usage) {
-        let params = &request.params;
+    fn play(&self, request: &Request, sink: &dyn EventSink, usage: &mut Usage) {
+        let params = request.params();
         let logprobs = |token: u32, top: usize| TokenLogprobs {
             token,
             logprob: -0.5,
             top: (0..top as u32).map(|i| ((token + i) % 6144, -0.5 - i as f32)).collect(),
         };
         let prompt_logprobs = params.prompt_logprobs.map(|top| {
-            let tokens = request.prompt.iter().enumerate();
+            let tokens = request.prompt().iter().enumerate();
             tokens.map(|(index, &token)| (index > 0).then(|| logprobs(token, top))).collect()
         });
-        request.sink.send(Event::Started {
+        sink.send(Event::Started {
             cached_tokens: usage.cached_tokens,
             demoted_tail: false,
             prompt_logprobs,
@@ -246,31 +246,31 @@ impl Inner {
                 } else if position >= reply.len() && ends {
                     usage.completion_tokens += 1;
                     Some(FinishReason::Stop)
-                } else if self.is_cancelled(request.id) {
+                } else if self.is_cancelled(request.id()) {
                     Some(FinishReason::Cancelled)
                 } else {
                     None
                 };
                 if let Some(reason) = end {
                     open[choice] = false;
-                    request.sink.send(Event::Finished { choice, reason });
+                    sink.send(Event::Finished { choice, reason });
                     continue;
                 }
                 if self.script.fail_after == Some(position) {
-                    request.sink.send(Event::Failed(RequestError::Engine("scripted".into())));
+                    sink.send(Event::Failed(RequestError::Engine("scripted".into())));
                     return;
                 }
                 let token = reply[position % reply.len()];
                 usage.completion_tokens += 1;
                 let logprobs = params.logprobs.map(|top| logprobs(token, top));
-                if !request.sink.send(Event::Token { choice, token, logprobs }) {
+                if !sink.send(Event::Token { choice, token, logprobs }) {
                     return;
                 }
             }
             let mut state = self.state.lock().unwrap();
             state.stats.generated_tokens += open.iter().filter(|open| **open).count() as u64;
             state.stats.busy_seconds += 0.001;
-            if let Some(running) = state.running.get_mut(&request.id) {
+            if let Some(running) = state.running.get_mut(&request.id()) {
                 running.generated_tokens += 1;
                 self.lay_out(running);
             }
@@ -282,6 +282,6 @@ impl Inner {
                 std::thread::sleep(pace);
             }
         }
-        request.sink.send(Event::Done(*usage));
+        sink.send(Event::Done(*usage));
     }
 }

@@ -90,7 +90,8 @@ pub fn run(args: &Args, benchmark: Benchmark, code: Option<Limits>) -> Result<()
     sampling.temperature = args.temperature.unwrap_or(sampling.temperature);
     sampling.top_p = args.top_p.unwrap_or(sampling.top_p);
     sampling.top_k = args.top_k.unwrap_or(sampling.top_k);
-    sampling.validate()?;
+    // Refuses settings out of range before anything is computed.
+    oscar_engine::Sampler::new(sampling.clone())?;
     if args.seeds > 1 && sampling.temperature == 0.0 {
         bail!("--seeds {}: greedy decoding gives the same answer every time; give --temperature", args.seeds);
     }

@@ -65,11 +65,11 @@ impl Drop for HttpEngine {
 }
 
 impl EngineApi for HttpEngine {
-    fn submit(&self, request: Request) -> Result<(), RequestError> {
+    fn submit(&self, request: Request, sink: Box<dyn EventSink>) -> Result<(), RequestError> {
         let address = self.address;
         std::thread::spawn(move || {
-            if let Err(error) = complete(address, &request) {
-                request.sink.send(Event::Failed(RequestError::Engine(format!("over HTTP: {error:#}"))));
+            if let Err(error) = complete(address, &request, &*sink) {
+                sink.send(Event::Failed(RequestError::Engine(format!("over HTTP: {error:#}"))));
             }
         });
         Ok(())
@@ -97,10 +97,11 @@ impl EngineApi for HttpEngine {
 }
 
 /// Sends one request and turns what comes back into events; token ids are not in the answer.
-fn complete(address: SocketAddr, request: &Request) -> Result<()> {
-    let body = json!({"prompt": request.prompt, "max_tokens": request.params.max_tokens, "temperature": 0,
+fn complete(address: SocketAddr, request: &Request, sink: &dyn EventSink) -> Result<()> {
+    let body =
+        json!({"prompt": request.prompt(), "max_tokens": request.params().max_tokens, "temperature": 0,
         "ignore_eos": true, "stream": true, "stream_options": {"include_usage": true}})
-    .to_string();
+        .to_string();
     let mut stream = TcpStream::connect(address)?;
     stream.set_nodelay(true)?;
     let head = format!(
@@ -114,7 +115,7 @@ fn complete(address: SocketAddr, request: &Request) -> Result<()> {
     answer.read_line(&mut status)?;
     anyhow::ensure!(status.contains(" 200 "), "{}", status.trim());
     let (mut sent, mut usage) = (0, Usage::default());
-    let token = |sink: &dyn EventSink| sink.send(Event::Token { choice: 0, token: 0, logprobs: None });
+    let token = || sink.send(Event::Token { choice: 0, token: 0, logprobs: None });
     for line in answer.lines() {
         let line = line?;
         let Some(data) = line.strip_prefix("data: ").filter(|data| *data != "[DONE]") else { continue };
@@ -123,7 +124,7 @@ fn complete(address: SocketAddr, request: &Request) -> Result<()> {
             // The last chunk carries the end, not a token.
             if chunk["choices"][0]["finish_reason"].is_null() {
                 sent += 1;
-                token(&*request.sink);
+                token();
             }
         } else {
             let count = |field: &Value| field.as_u64().unwrap_or_default() as usize;
@@ -134,9 +135,9 @@ fn complete(address: SocketAddr, request: &Request) -> Result<()> {
     }
     // Tokens whose text had to wait for the next one came in its chunk.
     for _ in sent..usage.completion_tokens {
-        token(&*request.sink);
+        token();
     }
-    request.sink.send(Event::Finished { choice: 0, reason: FinishReason::Length });
-    request.sink.send(Event::Done(usage));
+    sink.send(Event::Finished { choice: 0, reason: FinishReason::Length });
+    sink.send(Event::Done(usage));
     Ok(())
 }

@@ -251,7 +251,8 @@ impl<E: EngineApi> Driver<'_, E> {
         let id = RequestId(which as u64);
         let params = GenerationParams { max_tokens: self.load.output_tokens, ..Default::default() };
         let sink = Box::new(TimedSink { id, out: self.out.clone() });
-        self.engine.submit(Request { id, prompt: conversation.tokens.clone(), params, sink })?;
+        let request = Request::new(self.engine.info(), id, conversation.tokens.clone(), params)?;
+        self.engine.submit(request, sink)?;
         Ok(())
     }
 

@@ -1,0 +1,326 @@
+//! Requests while they are served.
+//!
+//! Everything the engine knows about a request lies in its [`Live`], from the moment it is taken until its last
+//! event is delivered. A [`Choice`] lives from its first token to its last.
+
+use crate::engine::QueuePlace;
+use crate::logprobs::token_logprobs;
+use crate::request::{Event, EventSink, FinishReason, GenerationParams, Request, TokenLogprobs, Usage};
+use crate::request::{RequestError, RequestId};
+use crate::runner::{Logits, Sequence, StepRequest};
+use crate::sampling::Sampler;
+use crate::scheduler::{SequenceId, StepPlan, Work};
+use oscar_backend::Candidate;
+use oscar_cache::{CacheSalt, PrefixKey, RadixCache};
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use tracing::Span;
+
+/// A valid request on its way to the engine thread.
+pub struct Submission {
+    pub request: Request,
+    pub sink: Box<dyn EventSink>,
+    /// Log lines about the request belong to this span.
+    pub span: Span,
+    pub place: QueuePlace,
+}
+
+/// How far a request has come. Preemption does not set it back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stage {
+    /// The prompt is waiting or being computed.
+    Prefill,
+    /// [`Event::Started`] has been sent.
+    Decode,
+    /// The last event waits for delivery.
+    Ended,
+}
+
+/// A request being served.
+pub struct Live {
+    pub params: GenerationParams,
+    /// What the client will be told at the end, as far as it is known.
+    pub usage: Usage,
+    pub stage: Stage,
+    /// The request's place in the queue; `None` once it has had a place in a step.
+    pub place: Option<QueuePlace>,
+    /// Log-probabilities of the prompt as far as it is computed, if they were asked for.
+    pub prompt_logprobs: Option<Vec<Option<TokenLogprobs>>>,
+    /// Choices that run or wait, by index.
+    pub choices: BTreeMap<usize, Choice>,
+    /// Choices that have not begun. All but the first begin when the prompt is stored.
+    unstarted: Range<usize>,
+    /// Not yet used: the choices draw from copies of it.
+    sampler: Sampler,
+    /// Events of the current step.
+    pub events: Vec<Event>,
+    sink: Box<dyn EventSink>,
+    pub span: Span,
+}
+
+/// One continuation of a prompt.
+pub struct Choice {
+    /// The prompt and the generated tokens. The last token of an answer is not stored and not among them.
+    pub tokens: Vec<u32>,
+    /// The part of the prefix cache it belongs to.
+    salt: Option<CacheSalt>,
+    pub generated: usize,
+    pub sampler: Sampler,
+    /// Its pages, while it runs.
+    pub sequence: Option<Sequence>,
+    /// Tokens of it that the prefix cache has been offered.
+    pub published: usize,
+    /// Longest stored prefix it may begin from: at least the last token has to be computed, and every token whose
+    /// logits are still wanted.
+    pub resume_limit: usize,
+    /// It may go on from a demoted tail. Not once it has computed anything exactly: preempted and resumed, it
+    /// answers as if it had never stopped.
+    pub takes_demoted: bool,
+}
+
+impl Live {
+    pub fn new(submission: Submission) -> Self {
+        let Submission { request, sink, span, place } = submission;
+        let Request { prompt, params, sampler, .. } = request;
+        let mut live = Self {
+            usage: Usage { prompt_tokens: prompt.len(), ..Usage::default() },
+            stage: Stage::Prefill,
+            place: Some(place),
+            prompt_logprobs: params.prompt_logprobs.map(|_| vec![None]),
+            choices: BTreeMap::new(),
+            unstarted: 1..params.choices,
+            events: Vec::new(),
+            params,
+            sampler,
+            sink,
+            span,
+        };
+        live.add_choice(0, prompt);
+        live
+    }
+
+    fn add_choice(&mut self, index: usize, prompt: Vec<u32>) {
+        let resume_limit = if self.prompt_logprobs.is_some() { 0 } else { prompt.len() - 1 };
+        let choice = Choice {
+            tokens: prompt,
+            salt: self.params.cache_salt,
+            generated: 0,
+            sampler: self.sampler.for_choice(index),
+            sequence: None,
+            published: 0,
+            resume_limit,
+            takes_demoted: index == 0 || self.usage.demoted_tail,
+        };
+        self.choices.insert(index, choice);
+    }
+
+    /// Begins the choices that waited for the prompt, which the first choice holds, and returns their indices.
+    pub fn start_others(&mut self) -> Range<usize> {
+        let others = std::mem::take(&mut self.unstarted);
+        for index in others.clone() {
+            let prompt = self.choices[&0].tokens.clone();
+            self.add_choice(index, prompt);
+        }
+        others
+    }
+
+    /// Most tokens that one of its choices stores: the last generated token is not stored.
+    pub fn most_tokens(&self) -> usize {
+        self.usage.prompt_tokens + self.params.max_tokens.saturating_sub(1)
+    }
+
+    pub fn is_running(&self) -> bool {
+        self.choices.values().any(|choice| choice.sequence.is_some())
+    }
+
+    /// Keeps the log-probabilities of the prompt tokens behind those of `work`, whose logits these are.
+    pub fn note_prompt(&mut self, work: &Work, logits: &[f32], vocab: usize) {
+        let (Some(found), Some(top)) = (&mut self.prompt_logprobs, self.params.prompt_logprobs) else {
+            return;
+        };
+        let Some(choice) = self.choices.get_mut(&work.id.choice) else { return };
+        for (i, row) in logits.chunks_exact(vocab).enumerate() {
+            let next = work.start + i + 1;
+            // A prompt that was preempted passes again over positions that are already known.
+            if next == found.len() && next < self.usage.prompt_tokens {
+                found.push(Some(token_logprobs(row, choice.tokens[next], top)));
+            }
+        }
+        choice.resume_limit = found.len().min(choice.tokens.len()) - 1;
+    }
+
+    /// A choice has ended. Returns whether it was the last one; then the request has ended too.
+    pub fn finish_choice(&mut self, index: usize, reason: FinishReason) -> bool {
+        if self.choices.remove(&index).is_none() {
+            return false;
+        }
+        self.events.push(Event::Finished { choice: index, reason });
+        if !self.choices.is_empty() {
+            return false;
+        }
+        // A request that ends before its prompt is stored has choices that never began.
+        for choice in std::mem::take(&mut self.unstarted) {
+            self.events.push(Event::Finished { choice, reason });
+        }
+        tracing::debug!(parent: &self.span, ?reason, usage = ?self.usage, "ended");
+        self.end(Event::Done(self.usage));
+        true
+    }
+
+    /// The request cannot go on; its pages are dropped.
+    pub fn fail(&mut self, error: &RequestError) {
+        tracing::warn!(parent: &self.span, %error, "failed");
+        self.choices.clear();
+        self.end(Event::Failed(error.clone()));
+    }
+
+    fn end(&mut self, last: Event) {
+        self.events.push(last);
+        self.stage = Stage::Ended;
+        self.place = None;
+    }
+
+    /// Delivers the waiting events; false if nobody listens any more.
+    pub fn deliver(&mut self) -> bool {
+        std::mem::take(&mut self.events).into_iter().all(|event| deliver(&*self.sink, event))
+    }
+}
+
+/// Sends an event; false if nobody listens. A sink that panics does not listen.
+pub fn deliver(sink: &dyn EventSink, event: Event) -> bool {
+    catch_unwind(AssertUnwindSafe(|| sink.send(event))).unwrap_or(false)
+}
+
+/// What a step computed for the next token of a choice.
+#[derive(Clone, Copy)]
+pub enum Scores<'a> {
+    /// Rows of logits, the last of which is the next token's.
+    Logits(&'a [f32]),
+    /// What [`Logits::Pick`] asked for.
+    Candidates(&'a [Candidate]),
+}
+
+impl Choice {
+    /// Its first `len` tokens as the prefix cache knows them.
+    pub fn prefix(&self, len: usize) -> PrefixKey<'_> {
+        PrefixKey::new(self.salt, &self.tokens[..len])
+    }
+
+    /// Offers its whole pages to the prefix cache.
+    pub fn publish(&mut self, cache: &mut RadixCache) {
+        if let Some(sequence) = &mut self.sequence {
+            self.published = sequence.publish(cache, PrefixKey::new(self.salt, &self.tokens));
+        }
+    }
+
+    /// Tokens that may not come next: an answer cannot end before it has `min_tokens`.
+    fn banned<'a>(&self, params: &'a GenerationParams) -> &'a [u32] {
+        if self.generated < params.min_tokens { &params.stop_tokens } else { &[] }
+    }
+
+    /// What has to be computed to choose the next token; `picks`: the device can list candidates.
+    fn wants(&self, params: &GenerationParams, picks: bool) -> Logits {
+        match self.sampler.pick() {
+            Some(what) if picks && params.logprobs.is_none() && self.banned(params).is_empty() => {
+                Logits::Pick(what)
+            }
+            _ => Logits::Last,
+        }
+    }
+
+    /// Chooses the next token and, if asked for, tells its log-probabilities.
+    pub fn choose(
+        &mut self,
+        params: &GenerationParams,
+        scores: Scores<'_>,
+        vocab: usize,
+    ) -> (u32, Option<TokenLogprobs>) {
+        let chosen = match scores {
+            Scores::Candidates(list) => (self.sampler.sample_among(list), None),
+            Scores::Logits(rows) => {
+                let logits = &rows[rows.len() - vocab..];
+                let token = self.sampler.sample_except(logits, self.banned(params));
+                (token, params.logprobs.map(|top| token_logprobs(logits, token, top)))
+            }
+        };
+        self.generated += 1;
+        chosen
+    }
+
+    /// Tokens stored in the cache.
+    pub fn stored(&self) -> usize {
+        self.sequence.as_ref().map_or(0, Sequence::len)
+    }
+}
+
+/// All requests being served.
+#[derive(Default)]
+pub struct LiveRequests(BTreeMap<RequestId, Live>);
+
+impl LiveRequests {
+    pub fn contains(&self, id: RequestId) -> bool {
+        self.0.contains_key(&id)
+    }
+
+    pub fn insert(&mut self, id: RequestId, live: Live) {
+        self.0.insert(id, live);
+    }
+
+    pub fn get_mut(&mut self, id: RequestId) -> Option<&mut Live> {
+        self.0.get_mut(&id)
+    }
+
+    pub fn choice(&self, id: SequenceId) -> Option<&Choice> {
+        self.0.get(&id.request)?.choices.get(&id.choice)
+    }
+
+    pub fn choice_mut(&mut self, id: SequenceId) -> Option<&mut Choice> {
+        self.0.get_mut(&id.request)?.choices.get_mut(&id.choice)
+    }
+
+    /// Requests that have not ended.
+    pub fn open(&self) -> impl Iterator<Item = (RequestId, &Live)> {
+        self.0.iter().map(|(&id, live)| (id, live)).filter(|(_, live)| live.stage != Stage::Ended)
+    }
+
+    /// The requests of which `is_wanted` holds, by id: callers change the map while they go through them.
+    pub fn ids(&self, is_wanted: impl Fn(&Live) -> bool) -> Vec<RequestId> {
+        self.open().filter(|(_, live)| is_wanted(live)).map(|(id, _)| id).collect()
+    }
+
+    /// The sequences of a planned step, in the order of the plan.
+    pub fn step_requests(&mut self, plan: &StepPlan, picks: bool) -> (Vec<Work>, Vec<StepRequest<'_>>) {
+        let mut parts: Vec<(usize, StepRequest<'_>)> = Vec::with_capacity(plan.work.len());
+        for (&request, live) in &mut self.0 {
+            let wants_all = live.prompt_logprobs.is_some();
+            for (&index, choice) in &mut live.choices {
+                let id = SequenceId { request, choice: index };
+                let last = choice.wants(&live.params, picks);
+                let Some(sequence) = &mut choice.sequence else { continue };
+                let Some(place) = plan.work.iter().position(|work| work.id == id) else { continue };
+                let work = plan.work[place];
+                let logits = match (wants_all, work.last) {
+                    (true, _) => Logits::All,
+                    (false, true) => last,
+                    (false, false) => Logits::None,
+                };
+                let tokens = &choice.tokens[work.start..work.start + work.tokens];
+                parts.push((place, StepRequest { sequence, tokens, logits }));
+            }
+        }
+        parts.sort_unstable_by_key(|part| part.0);
+        parts.into_iter().map(|(place, request)| (plan.work[place], request)).unzip()
+    }
+
+    /// Delivers all events, forgets requests that have ended and returns those nobody listens to.
+    pub fn deliver(&mut self) -> Vec<RequestId> {
+        let gone = self.0.iter_mut().filter_map(|(&id, live)| (!live.deliver()).then_some(id)).collect();
+        self.0.retain(|_, live| live.stage != Stage::Ended);
+        gone
+    }
+
+    pub fn remove(&mut self, id: RequestId) {
+        self.0.remove(&id);
+    }
+}

@@ -1,0 +1,338 @@
+//! What the engine thread does between two looks at its inbox: takes requests, runs steps, ends requests.
+//!
+//! **Invariants:** every request that was taken ends with exactly one `Done` or `Failed`, whatever happens in
+//! between: an error or a panic of a step fails the requests of that step alone. Nothing is sent to a client before
+//! [`Serving::deliver`].
+
+use crate::engine::EngineOptions;
+use crate::ledger::PageLedger;
+use crate::live::{Live, LiveRequests, Scores, Stage, Submission, deliver};
+use crate::request::{EngineStats, Event, FinishReason, RequestError, RequestId, Usage};
+use crate::runner::{EngineError, Logits, Runner, StepRequest};
+use crate::scheduler::{Scheduler, SchedulerOptions, SequenceId, StepPlan, Work};
+use crate::statistics::Statistics;
+use oscar_backend::{Backend, Candidate};
+use oscar_cache::{RadixCache, Reclaimed};
+use oscar_codec::PAGE_TOKENS;
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::Instant;
+
+/// Most tokens in a step of a prompt whose logits are all wanted: a row of logits is as wide as the vocabulary.
+const LOGPROBS_CHUNK: usize = 64;
+
+/// A model at work on requests.
+pub struct Serving<B: Backend> {
+    runner: Runner<B>,
+    cache: Option<RadixCache>,
+    scheduler: Scheduler,
+    live: LiveRequests,
+    statistics: Statistics,
+    logits: Vec<f32>,
+    picked: Vec<Vec<Candidate>>,
+}
+
+impl<B: Backend> Serving<B> {
+    pub fn new(runner: Runner<B>, options: &EngineOptions) -> Self {
+        let layout = runner.layout().clone();
+        let demotes = options.demote_idle_tails && runner.backend().reads_demoted_tails(&layout);
+        let cache = options.prefix_cache.then(|| match demotes {
+            true => RadixCache::with_demotion(layout, runner.pool()),
+            false => RadixCache::new(layout),
+        });
+        let scheduler = Scheduler::new(SchedulerOptions {
+            prefill_chunk: options.scheduler.prefill_chunk.min(runner.prefill_chunk()),
+            ..options.scheduler
+        });
+        Self {
+            runner,
+            cache,
+            scheduler,
+            live: LiveRequests::default(),
+            statistics: Statistics::default(),
+            logits: Vec::new(),
+            picked: Vec::new(),
+        }
+    }
+
+    pub fn is_idle(&self) -> bool {
+        self.scheduler.is_idle()
+    }
+
+    /// The engine's numbers; `exact` counts the prefix cache's pages too.
+    pub fn statistics(&mut self, exact: bool) -> EngineStats {
+        self.statistics.snapshot(&self.runner, self.cache.as_ref(), &self.live, exact)
+    }
+
+    /// Forgets every cached prefix that nothing uses; returns how many pages became free.
+    pub fn flush(&mut self) -> usize {
+        let pages = |runner: &Runner<B>| runner.usage().full_pages + runner.usage().coded_pages;
+        let before = pages(&self.runner);
+        if let Some(cache) = &mut self.cache {
+            cache.flush();
+        }
+        before - pages(&self.runner)
+    }
+
+    pub fn take(&mut self, submission: Submission) {
+        let id = submission.request.id();
+        if self.live.contains(id) {
+            let problem = format!("{} is the id of a request that is being served", id.0);
+            deliver(&*submission.sink, Event::Failed(RequestError::Invalid { parameter: "id", problem }));
+            return;
+        }
+        let live = Live::new(submission);
+        let chunk = if live.prompt_logprobs.is_some() { LOGPROBS_CHUNK } else { usize::MAX };
+        let first = SequenceId { request: id, choice: 0 };
+        self.scheduler.submit(first, live.usage.prompt_tokens, live.most_tokens(), chunk);
+        self.live.insert(id, live);
+    }
+
+    pub fn cancel(&mut self, id: RequestId) {
+        let Some(live) = self.live.get_mut(id) else { return };
+        for choice in live.choices.keys().copied().collect::<Vec<_>>() {
+            self.end_choice(SequenceId { request: id, choice }, FinishReason::Cancelled);
+        }
+    }
+
+    pub fn fail_all(&mut self, error: &RequestError) {
+        for id in self.live.ids(|_| true) {
+            self.fail(id, error);
+        }
+    }
+
+    /// Hands out the events. Requests that nobody listens to are cancelled.
+    pub fn deliver(&mut self) {
+        for id in self.live.deliver() {
+            self.cancel(id);
+            self.live.remove(id);
+        }
+    }
+
+    /// Plans and runs one step.
+    pub fn step(&mut self) {
+        let begun = Instant::now();
+        let mut ledger = PageLedger {
+            runner: &self.runner,
+            cache: self.cache.as_mut(),
+            live: &mut self.live,
+            reclaimed: Reclaimed::default(),
+        };
+        let plan = self.scheduler.schedule(&mut ledger);
+        let reclaimed = ledger.reclaimed;
+        let number = self.statistics.counters.steps;
+        let requests = || plan.work.iter().map(|work| work.id.request.0).collect::<Vec<_>>();
+        let _step = tracing::debug_span!("step", number, requests = ?requests()).entered();
+        let counters = &mut self.statistics.counters;
+        counters.evicted_pages += (reclaimed.evicted + reclaimed.thinned) as u64;
+        counters.demoted_tail_pages += reclaimed.demoted as u64;
+        counters.preemptions += plan.preempted.len() as u64;
+        self.note_changes(&plan);
+        if let Err(message) = self.demote_tails() {
+            // Codes that were promised are missing: nothing that is stored can be trusted.
+            return self.forget_everything(&message);
+        }
+        for &id in &plan.exhausted {
+            self.end_exhausted(id);
+        }
+        if !plan.work.is_empty() {
+            self.run(&plan);
+            self.statistics.counters.steps += 1;
+        }
+        let elapsed = begun.elapsed();
+        tracing::trace!(us = elapsed.as_micros() as u64, "done");
+        self.statistics.counters.busy_seconds += elapsed.as_secs_f64();
+    }
+
+    /// Quantizes the tails that the prefix cache gave up while the step was planned.
+    fn demote_tails(&mut self) -> Result<(), String> {
+        let tails = self.cache.as_mut().map(RadixCache::take_demotions).unwrap_or_default();
+        caught(|| self.runner.demote_tails(&tails))
+    }
+
+    /// Notes which sequences began to run and which stopped.
+    fn note_changes(&mut self, plan: &StepPlan) {
+        let step = self.statistics.counters.steps;
+        for &(id, stored) in &plan.admitted {
+            let Some(live) = self.live.get_mut(id.request) else { continue };
+            tracing::debug!(parent: &live.span, step, choice = id.choice, stored, "admitted");
+            // Only the first admission of a request tells what it found in the cache.
+            if live.place.take().is_some() {
+                live.usage.cached_tokens = stored;
+                live.usage.demoted_tail = live.choices[&id.choice].takes_demoted;
+                let counters = &mut self.statistics.counters;
+                counters.demoted_tail_hits += u64::from(live.usage.demoted_tail);
+                counters.prompt_tokens += live.usage.prompt_tokens as u64;
+                counters.cached_tokens += stored as u64;
+            }
+        }
+        for &id in &plan.preempted {
+            let Some(live) = self.live.get_mut(id.request) else { continue };
+            tracing::debug!(parent: &live.span, step, choice = id.choice, "preempted");
+        }
+    }
+
+    fn run(&mut self, plan: &StepPlan) {
+        let (work, mut requests) = self.live.step_requests(plan, self.runner.backend().picks());
+        let wanted: Vec<Logits> = requests.iter().map(|request| request.logits).collect();
+        let before = boundaries(&self.runner, &requests);
+        let (logits, picked) = (&mut self.logits, &mut self.picked);
+        if let Err(message) = caught(|| self.runner.step_picking(&mut requests, logits, picked)) {
+            // Their pages may hold anything: they are dropped, not published.
+            for work in work {
+                self.fail(work.id.request, &RequestError::Engine(message.clone()));
+            }
+            return;
+        }
+        let after = boundaries(&self.runner, &requests);
+        self.statistics.counters.demoted_tokens += (after - before) as u64;
+        self.scheduler.complete(plan);
+        let vocab = self.runner.config().vocab_size;
+        let (logits, picked) = (std::mem::take(&mut self.logits), std::mem::take(&mut self.picked));
+        let (mut rest, mut lists) = (&logits[..], picked.iter());
+        for (work, wanted) in work.iter().zip(wanted) {
+            let rows = match wanted {
+                Logits::None | Logits::Pick(_) => 0,
+                Logits::Last => 1,
+                Logits::All => work.tokens,
+            };
+            let (mine, others) = rest.split_at(rows * vocab);
+            rest = others;
+            let scores = match wanted {
+                Logits::Pick(_) => Scores::Candidates(lists.next().map_or(&[], Vec::as_slice)),
+                _ => Scores::Logits(mine),
+            };
+            self.after_work(work, scores, vocab);
+        }
+        (self.logits, self.picked) = (logits, picked);
+    }
+
+    /// Uses what a step computed for one sequence.
+    fn after_work(&mut self, work: &Work, scores: Scores<'_>, vocab: usize) {
+        self.publish(work.id, false);
+        let Some(live) = self.live.get_mut(work.id.request) else { return };
+        if let Scores::Logits(logits) = scores {
+            live.note_prompt(work, logits, vocab);
+        }
+        if !work.last {
+            return;
+        }
+        if live.stage == Stage::Prefill {
+            self.prompt_stored(work.id.request);
+        }
+        self.continue_choice(work.id, scores, vocab);
+    }
+
+    /// The prompt of a request is stored: tells the client and begins the other choices. Runs once per request.
+    fn prompt_stored(&mut self, request: RequestId) {
+        let Some(live) = self.live.get_mut(request) else { return };
+        live.stage = Stage::Decode;
+        let Usage { prompt_tokens, cached_tokens, demoted_tail, .. } = live.usage;
+        let prompt_logprobs = live.prompt_logprobs.take();
+        live.events.push(Event::Started { cached_tokens, demoted_tail, prompt_logprobs });
+        if let Some(cache) = &mut self.cache {
+            cache.mark_prompt(live.choices[&0].prefix(prompt_tokens));
+        }
+        if live.params.max_tokens == 0 {
+            return self.end_choice(SequenceId { request, choice: 0 }, FinishReason::Length);
+        }
+        let others: Vec<_> = live.start_others().map(|choice| SequenceId { request, choice }).collect();
+        self.scheduler.submit_next(&others, prompt_tokens, live.most_tokens());
+    }
+
+    /// Chooses the next token of a choice, if it has not ended.
+    fn continue_choice(&mut self, id: SequenceId, scores: Scores<'_>, vocab: usize) {
+        let Some(Live { params, usage, events, choices, .. }) = self.live.get_mut(id.request) else { return };
+        let Some(choice) = choices.get_mut(&id.choice) else { return };
+        let (token, logprobs) = choice.choose(params, scores, vocab);
+        usage.completion_tokens += 1;
+        self.statistics.counters.generated_tokens += 1;
+        if choice.generated > params.min_tokens && params.stop_tokens.contains(&token) {
+            return self.end_choice(id, FinishReason::Stop);
+        }
+        events.push(Event::Token { choice: id.choice, token, logprobs });
+        if choice.generated == params.max_tokens {
+            return self.end_choice(id, FinishReason::Length);
+        }
+        choice.tokens.push(token);
+        choice.resume_limit = choice.tokens.len() - 1;
+        self.scheduler.append(id);
+    }
+
+    /// Offers a sequence's pages to the prefix cache, if there are new whole ones or `all` is to be kept.
+    fn publish(&mut self, id: SequenceId, all: bool) {
+        let Some(choice) = self.live.choice_mut(id) else { return };
+        let Some(sequence) = &mut choice.sequence else { return };
+        let is_due = sequence.len() / PAGE_TOKENS > choice.published / PAGE_TOKENS
+            || sequence.pages().finished_full_pages() > 1
+            || all;
+        match &mut self.cache {
+            Some(cache) if is_due => choice.publish(cache),
+            Some(_) => {}
+            None => sequence.trim(self.runner.layout()),
+        }
+    }
+
+    /// Ends one choice and, with the last one, its request.
+    fn end_choice(&mut self, id: SequenceId, reason: FinishReason) {
+        self.publish(id, true);
+        self.scheduler.remove(id);
+        let Some(live) = self.live.get_mut(id.request) else { return };
+        if live.finish_choice(id.choice, reason) {
+            match reason {
+                FinishReason::Cancelled => self.statistics.counters.cancelled += 1,
+                FinishReason::Stop | FinishReason::Length => self.statistics.counters.finished += 1,
+            }
+        }
+    }
+
+    /// Ends a request that cannot go on.
+    fn fail(&mut self, id: RequestId, error: &RequestError) {
+        let Some(live) = self.live.get_mut(id).filter(|live| live.stage != Stage::Ended) else { return };
+        for &choice in live.choices.keys() {
+            self.scheduler.remove(SequenceId { request: id, choice });
+        }
+        live.fail(error);
+        self.statistics.counters.failed += 1;
+    }
+
+    /// A sequence has the cache to itself and still finds no page: its answer ends here, or its prompt fails.
+    fn end_exhausted(&mut self, id: SequenceId) {
+        let Some(live) = self.live.get_mut(id.request) else { return };
+        if live.stage == Stage::Decode {
+            return self.end_choice(id, FinishReason::Length);
+        }
+        let needed = self.runner.layout().peak_bytes(live.usage.prompt_tokens);
+        self.fail(id.request, &RequestError::TooLarge { needed, budget: self.runner.usage().budget });
+    }
+
+    /// Fails the running requests and empties the prefix cache.
+    fn forget_everything(&mut self, message: &str) {
+        for id in self.live.ids(Live::is_running) {
+            self.fail(id, &RequestError::Engine(message.to_owned()));
+        }
+        if let Some(cache) = &mut self.cache {
+            cache.flush();
+            cache.take_demotions();
+        }
+    }
+}
+
+/// The sum of the sequences' boundaries: it grows by the tokens that a step quantizes.
+fn boundaries<B: Backend>(runner: &Runner<B>, requests: &[StepRequest<'_>]) -> usize {
+    requests.iter().map(|request| request.sequence.boundary(runner.layout())).sum()
+}
+
+/// Runs what may fail or panic; the message of either.
+fn caught(run: impl FnOnce() -> Result<(), EngineError>) -> Result<(), String> {
+    match catch_unwind(AssertUnwindSafe(run)) {
+        Ok(outcome) => outcome.map_err(|error| error.to_string()),
+        Err(panic) => Err(panic_message(&*panic)),
+    }
+}
+
+pub fn panic_message(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().copied();
+    let message = text.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+    format!("a step panicked: {}", message.unwrap_or("no message"))
+}
