@@ -9,6 +9,7 @@ use axum::extract::{MatchedPath, Request, State};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
+use tracing::Instrument;
 
 use crate::app::Shared;
 use crate::error::ApiError;
@@ -82,7 +83,12 @@ pub async fn cors(State(app): State<Shared>, request: Request, next: Next) -> Re
     response
 }
 
-/// Names the request, counts it and writes its line in the access log.
+/// Routes that web pages, scrapers and load balancers poll. Their lines in the access log have level debug unless
+/// they fail, so that polling does not fill the log.
+const POLLED: [&str; 4] = ["/internal/state", "/metrics", "/health", "/ready"];
+
+/// Names the request, counts it and writes its line in the access log. Log lines of the handler and of the engine
+/// are in the span made here.
 pub async fn observe(State(app): State<Shared>, mut request: Request, next: Next) -> Response {
     let start = Instant::now();
     let name = given_name(request.headers()).unwrap_or_else(|| app.ids.name());
@@ -90,17 +96,26 @@ pub async fn observe(State(app): State<Shared>, mut request: Request, next: Next
     let method = request.method().clone();
     let path = request.uri().path().to_owned();
     request.extensions_mut().insert(RequestName(name.clone()));
-    let mut response = next.run(request).await;
+    let span = tracing::info_span!("http", request_id = name);
+    let mut response = next.run(request).instrument(span).await;
     let status = response.status().as_u16();
     // The route, not the path: paths are the client's to invent, and each would be a new time series.
     let route = response.extensions().get::<Route>().map_or("unknown", |route| route.0.as_str()).to_owned();
     app.metrics.http(method_label(&method), &route, status);
     if app.config.access_log {
         let ms = start.elapsed().as_secs_f64() * 1000.0;
-        tracing::info!(
-            target: "oscar_server::access",
-            method = %method, path, status, ms, request_id = name, trace_id = trace, "request"
-        );
+        macro_rules! log_line {
+            ($level:ident) => {
+                tracing::$level!(
+                    target: "oscar_server::access",
+                    method = %method, path, status, ms, request_id = name, trace_id = trace, "request"
+                )
+            };
+        }
+        match POLLED.contains(&route.as_str()) && status < 400 {
+            true => log_line!(debug),
+            false => log_line!(info),
+        }
     }
     if let Ok(value) = HeaderValue::from_str(&name) {
         response.headers_mut().insert(REQUEST_ID, value);

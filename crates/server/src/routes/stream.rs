@@ -6,10 +6,11 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 
 use axum::http::{HeaderName, HeaderValue};
-use axum::response::sse::{Event, KeepAlive, Sse};
+use axum::response::sse::{self, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
 use futures_core::Stream;
 use serde::Serialize;
+use tracing::Span;
 
 use crate::app::Shared;
 use crate::generate::{Generation, Output};
@@ -27,7 +28,8 @@ pub trait Chunks: Send + Unpin + 'static {
 /// Answers with a stream of chunks. When the client goes away the stream is dropped, and with it the generation.
 pub fn respond(app: Shared, generation: Generation, chunks: impl Chunks) -> Response {
     let keep_alive = KeepAlive::new().interval(app.config.keep_alive).text("keep-alive");
-    let events = Events { app, generation, chunks, ready: VecDeque::new(), ended: false };
+    let events =
+        Events { app, generation, chunks, ready: VecDeque::new(), ended: false, span: Span::current() };
     let mut response = Sse::new(events).keep_alive(keep_alive).into_response();
     // Reverse proxies would otherwise collect the stream before passing it on.
     let buffering = HeaderName::from_static("x-accel-buffering");
@@ -39,21 +41,23 @@ struct Events<C> {
     app: Shared,
     generation: Generation,
     chunks: C,
-    ready: VecDeque<Event>,
+    ready: VecDeque<sse::Event>,
     ended: bool,
+    /// The request's span: the stream is read after the handler has returned.
+    span: Span,
 }
 
 impl<C: Chunks> Events<C> {
     fn queue(&mut self, chunk: &impl Serialize) {
         // Our own chunks are plain data, which always serializes.
         if let Ok(text) = serde_json::to_string(chunk) {
-            self.ready.push_back(Event::default().data(text));
+            self.ready.push_back(sse::Event::default().data(text));
         }
     }
 
     fn end(&mut self) {
         self.ended = true;
-        self.ready.push_back(Event::default().data("[DONE]"));
+        self.ready.push_back(sse::Event::default().data("[DONE]"));
     }
 
     fn take(&mut self, output: Option<Output>) {
@@ -80,10 +84,11 @@ impl<C: Chunks> Events<C> {
 }
 
 impl<C: Chunks> Stream for Events<C> {
-    type Item = Result<Event, Infallible>;
+    type Item = Result<sse::Event, Infallible>;
 
     fn poll_next(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
         let this = self.get_mut();
+        let _entered = this.span.clone().entered();
         loop {
             if let Some(event) = this.ready.pop_front() {
                 return Poll::Ready(Some(Ok(event)));

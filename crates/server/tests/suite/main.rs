@@ -7,6 +7,7 @@ mod client;
 mod completions;
 mod fake;
 mod fuzz;
+mod logs;
 mod operations;
 mod refusals;
 mod routes;
