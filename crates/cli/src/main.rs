@@ -1,7 +1,8 @@
-//! The `oscar` command: parses what the user typed, calls one command, turns its error into an exit status.
+//! The `oscar` command: parses the command line, calls one command, turns its error into an exit
+//! status.
 //!
-//! Exit status 0: done; 1: failed; 2: wrong usage (clap's own). With `--json`, standard output carries one JSON
-//! object a line and nothing else; progress and logs go to standard error.
+//! Exit status 0: done; 1: failed; 2: wrong usage (clap's own). With `--json`, standard output
+//! carries one JSON object on each line and nothing else; progress and logs go to standard error.
 
 mod commands;
 mod device;
@@ -26,32 +27,33 @@ struct Args {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Serve the OpenAI-compatible API and a web page; works without a flag on the embedded model
+    /// Serve the OpenAI-compatible API and a web page; without flags, the embedded model
     Serve(Box<commands::serve::Flags>),
-    /// What this machine has, which kernels were chosen, whether the model is intact, what each KV format costs
+    /// Describe this machine: kernels, model checksum, size of each KV format
     Doctor(commands::doctor::Args),
     /// Answer a prompt, a chat file, or hold a conversation
     Run(commands::run::Args),
-    /// Which contexts and batches fit in a given memory, BF16 beside each format
+    /// Show which contexts and batches fit in a given memory, for BF16 and other formats
     Plan(commands::plan::Args),
     /// Measure kernels and whole models on this machine
     Bench(commands::bench::Args),
-    /// Make the rotations of a model's cache from a little text
+    /// Make the rotations (and widths) of a model's cache from a little text
     Calibrate(commands::calibrate::Args),
-    /// What a KV format costs in the model's own predictions
+    /// Measure the cost of KV formats in predictions and answers
     Eval(commands::eval::Args),
-    /// KV formats side by side on one model: quality, memory and speed, with a report
+    /// Compare KV formats on one model: quality, memory and speed, with a report
     Compare(Box<commands::compare::Args>),
     /// Compare every CUDA kernel with the scalar reference and a whole model with the CPU; fails on a difference
     GpuCheck(commands::gpu_check::Args),
-    /// Compile the CUDA kernels ahead of time, for machines without NVRTC or for a quick first start
+    /// Compile the CUDA kernels ahead of time, for machines without NVRTC or for a faster first
+    /// start
     Kernels(commands::kernels::Args),
     /// Read, convert and verify official RotationZoo files
     Zoo(commands::zoo::Args),
 }
 
-/// `println!` panics when standard output cannot be written. A reader that closed the pipe early (`oscar … | head`) is
-/// no failure; anything else, such as a full disk, is one.
+/// `println!` panics if standard output cannot be written. A reader that closed the pipe early
+/// (`oscar … | head`) is no failure; anything else, such as a full disk, is one.
 fn report_failed_output() {
     let default = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |info| {

@@ -18,26 +18,27 @@ use serde::Serialize;
 use std::io::Cursor;
 use std::path::Path;
 
-/// The format of a cache where the user names none.
+/// The cache format if the user names none.
 pub const DEFAULT_KV: &str = "oscar";
 
 /// Which model, on which device.
 #[derive(clap::Args, Clone, Serialize)]
 pub struct ModelArgs {
-    /// Model: a directory, or a name in the local Hugging Face cache (org/name[@revision]); the embedded model if absent
+    /// Model: a directory, or a name in the local Hugging Face cache (org/name[@revision]); the
+    /// embedded model if absent
     #[arg(long, value_name = "DIR|NAME")]
     pub model: Option<String>,
-    /// Device; auto picks the best one found
+    /// Device; auto takes a GPU if there is one
     #[arg(long, value_enum, default_value = "auto")]
     pub device: Device,
-    /// Threads; all cores if absent
+    /// Number of threads; all cores if absent
     #[arg(long, value_name = "N")]
     pub threads: Option<usize>,
     /// Precision of weights and activations in matrix products
     #[arg(long, value_enum, default_value = "bf16")]
     pub precision: PrecisionArg,
-    /// Weights of the layers: bf16 expands those of an FP8 checkpoint, fp8 quantizes others while loading; as the checkpoint
-    /// has them if absent
+    /// Weights of the layers: bf16 expands an FP8 checkpoint, fp8 quantizes others while loading;
+    /// as in the checkpoint if absent
     #[arg(long, value_enum, value_name = "FORMAT")]
     pub weights: Option<WeightsArg>,
 }
@@ -86,10 +87,11 @@ impl WeightsArg {
     }
 }
 
-/// How the cache is kept.
+/// How the cache is stored.
 #[derive(clap::Args, Clone, Serialize)]
 pub struct CacheArgs {
-    /// Rotations of the cache: a file made by `oscar calibrate`, or `hadamard`; the model's own file if absent
+    /// Rotations of the cache: a file made by `oscar calibrate`, or `hadamard`; the model's own
+    /// file if absent
     #[arg(long, value_name = "FILE|hadamard")]
     pub rotations: Option<String>,
     #[arg(long, value_name = "N", help = window_help("Tokens at the beginning kept in BF16 (a multiple of 16)", Windows::default().sink()))]
@@ -99,8 +101,8 @@ pub struct CacheArgs {
     /// Prompt tokens processed in one step; answers do not depend on it
     #[arg(long, value_name = "N", default_value_t = SchedulerOptions::default().prefill_chunk)]
     pub prefill_chunk: usize,
-    /// Memory for KV pages, e.g. 512M or 8G; if absent what the context needs (`serve`: 8 whole contexts, at most half
-    /// of the machine's memory; `bench serve`: 4 BF16 requests)
+    /// Memory for KV pages, e.g. 512M or 8G; by default as much as the context needs (`serve`: 8
+    /// whole contexts, at most half of the machine's memory; `bench serve`: 4 BF16 requests)
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     #[serde(serialize_with = "serialize_optional_size")]
     pub kv_memory: Option<usize>,
@@ -178,14 +180,14 @@ impl ModelArgs {
         Ok(OpenModel { name, source, config, weights })
     }
 
-    /// The device asked for; `auto` takes a GPU where one can be used.
+    /// The requested device; `auto` takes a GPU if one can be used.
     pub fn backend(&self) -> Result<AnyBackend> {
         if self.device == Device::Cuda && self.precision == PrecisionArg::F32 {
             bail!("--precision f32 is for verification on the CPU: use it with --device cpu");
         }
         let gpu = match self.device {
             Device::Cuda => Some(AnyBackend::cuda()?),
-            // An F32 run is a CPU run.
+            // F32 runs on the CPU only.
             Device::Auto if self.precision != PrecisionArg::F32 => AnyBackend::cuda_if_usable(),
             Device::Auto | Device::Cpu => None,
         };
@@ -206,7 +208,7 @@ impl ModelArgs {
     }
 }
 
-/// More threads than any machine has are a typing error, and starting them would fail half-way.
+/// More threads than any machine has are a typing error; starting them would fail half-way.
 pub fn check_threads(threads: usize) -> Result<()> {
     if !(1..=1024).contains(&threads) {
         bail!("--threads {threads}: between 1 and 1024");
@@ -265,7 +267,8 @@ impl OpenModel {
         Ok(GenerationConfig::load(&self.source)?)
     }
 
-    /// Sampling where the user says nothing: the model's recommendation, else plain sampling.
+    /// Sampling if the user says nothing: the model's recommendation, else sampling without
+    /// changes.
     pub fn default_sampling(generation: &GenerationConfig) -> SamplingParams {
         let greedy = generation.do_sample == Some(false);
         SamplingParams {
@@ -278,13 +281,13 @@ impl OpenModel {
         }
     }
 
-    /// What becomes of FP8 weights on this device with this cache; nothing where there are none.
+    /// How FP8 weights are held on this device with this cache; nothing if there are none.
     pub fn describe_weights(&self, cache: &Cache, backend: &AnyBackend) -> Option<String> {
         let rotated = cache.rotations.is_some();
         self.weights.describe_fp8(&self.config, rotated, backend.multiplies_fp8())
     }
 
-    /// The cache layout of a format, with the clip ratios of the rotation file where it has them.
+    /// The cache layout of a format, with the clip ratios of the rotation file if it has them.
     pub fn cache(&self, format: KvFormat, args: &CacheArgs) -> Result<Cache> {
         let c = &self.config;
         if args.prefill_chunk == 0 {
@@ -307,7 +310,7 @@ impl OpenModel {
         Ok(Cache { layout, rotations, rotation_origin: origin })
     }
 
-    /// The rotation file that calibrated formats use, as it is; none for Hadamard rotations.
+    /// The bytes of the rotation file for calibrated formats; none for Hadamard rotations.
     pub fn rotation_bytes(&self, args: &CacheArgs) -> Result<Option<Vec<u8>>> {
         match args.rotations.as_deref() {
             Some("hadamard") => Ok(None),
@@ -356,7 +359,7 @@ impl OpenModel {
     }
 }
 
-/// The layout with the file's widths for a mean, and where they come from.
+/// The layout with the file's widths for a mean, and their origin.
 fn with_widths(
     layout: CacheLayout,
     mean: Option<MeanBits>,
@@ -391,7 +394,7 @@ fn with_widths(
     Ok((layout.with_coded_table(formats), origin))
 }
 
-/// Widths are chosen for a model's calibrated rotations: without them there is no table to take.
+/// Widths belong to a model's calibrated rotations: without these there is no table.
 fn refuse_mean(format: KvFormat) -> Result<()> {
     match format {
         KvFormat::OscarMixed { mean: Some(mean) } => {
@@ -401,7 +404,7 @@ fn refuse_mean(format: KvFormat) -> Result<()> {
     }
 }
 
-/// The layout with the file's clip ratios, where they were chosen for this format's width.
+/// The layout with the file's clip ratios, if they were chosen for this format's width.
 fn with_clips(layout: CacheLayout, format: KvFormat, file: &RotationFile) -> Result<CacheLayout> {
     let KvFormat::Oscar { bits } = format else { return Ok(layout) };
     let (bits, Some(table)) = (u32::from(bits), layout.coded()) else { return Ok(layout) };
@@ -444,7 +447,7 @@ impl Cache {
         sequences: usize,
         progress: impl FnMut(usize),
     ) -> Result<Runner<AnyBackend>> {
-        // A format that the device's order does not exist for is refused by the device itself, by name.
+        // If the device's byte order does not exist for a format, the device refuses it by name.
         let layout = self.layout.with_order(backend.page_order()).unwrap_or_else(|_| self.layout.clone());
         let held = backend.held_layout(&layout);
         let options = RunnerOptions {

@@ -224,7 +224,7 @@ impl Collector for EngineCollector {
             ("kv_cache_bytes", "Bytes of KV cache in use", stats.cache_bytes as f64),
             ("kv_cache_bf16_bytes", "What the same tokens would take in BF16", stats.bf16_bytes as f64),
             ("kv_cache_budget_bytes", "Bytes the KV cache may use", info.kv_budget_bytes as f64),
-            ("kv_bits_per_element", "Stored bits an element of coded pages, metadata counted", info.kv_bits),
+            ("kv_bits_per_element", "Stored bits an element of quantized pages, metadata included", info.kv_bits),
             (
                 "kv_effective_bits_per_element",
                 "Stored bits an element of everything held now, BF16 windows included",
@@ -268,7 +268,7 @@ fn counters(stats: &EngineStats) -> [(&'static str, &'static str, u64); 13] {
         ("kv_demoted_tail_hits", "Prefix hits whose BF16 tail had been demoted", stats.demoted_tail_hits),
         (
             "kv_demoted_tail_pages",
-            "BF16 pages of idle prefixes that were coded to make room",
+            "BF16 pages of idle prefixes that were quantized to make room",
             stats.demoted_tail_pages,
         ),
         ("kv_evicted_pages", "Pages evicted from the prefix cache", stats.evicted_pages),

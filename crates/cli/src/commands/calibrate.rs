@@ -27,35 +27,38 @@ pub struct Args {
     /// Where to write the rotations
     #[arg(long, value_name = "FILE")]
     out: PathBuf,
-    /// Calibration text, several files allowed: plain text, JSON Lines (`text` or `messages` in each), or chat JSON. It
-    /// should resemble the traffic and must not be the evaluation set. Material that ships with oscar if absent
+    /// Calibration text, several files allowed: plain text, JSON Lines (`text` or `messages` in
+    /// each line), or chat JSON. It should resemble your traffic and must not be the evaluation
+    /// set; text that ships with oscar if absent
     #[arg(long, value_name = "FILE", num_args = 1..)]
     text: Vec<PathBuf>,
-    /// Tokens to run, at most
+    /// Maximum number of tokens to run
     #[arg(long, value_name = "N", default_value_t = 16384)]
     tokens: usize,
-    /// Longest piece of text run at once
+    /// Longest piece of text to run at once
     #[arg(long, value_name = "N", default_value_t = 2048)]
     sequence: usize,
     /// One rotation for each KV head, or one for a layer
     #[arg(long, value_name = "head|layer", default_value = "head")]
     granularity: Granularity,
-    /// Value statistic: `paper` (attention outputs, one pass), `coded` (the official code's, two passes), `plain`
+    /// Value statistic: `paper` (attention outputs, one pass), `coded` (that of the official code,
+    /// two passes), `plain` (values alone)
     #[arg(long, value_name = "paper|coded|plain", default_value = "paper")]
     statistic: Statistic,
-    /// How eigenbasis, Hadamard and bit reversal combine, by the official names
+    /// How eigenbasis (r), Hadamard (h) and bit reversal (pbr) combine, by the official names
     #[arg(long, value_name = "NAME", default_value = "r_h_pbr")]
     composition: Composition,
-    /// Leave the mean key in place
+    /// Do not subtract the mean key
     #[arg(long)]
     no_centring: bool,
     /// Fit a clip ratio for each layer, head and side instead of the official 0.96 / 0.92
     #[arg(long)]
     fit_clip: bool,
-    /// The published recipe: per layer, `coded` statistic, no centring, official clip
+    /// The published recipe: one rotation for each layer, `coded` statistic, no centring, official
+    /// clip
     #[arg(long, conflicts_with_all = ["granularity", "statistic", "no_centring", "fit_clip"])]
     official: bool,
-    /// Seed of the shipped text and of the sample that clip ratios are fitted on
+    /// Seed of the shipped text and of the sample for fitting clip ratios
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
     /// Also write report.html and report.json into this directory
@@ -170,7 +173,7 @@ fn rotations(args: &Args, model: &OpenModel, backend: &AnyBackend, sequences: &[
     Ok(Made { file: result.file, report: Some(result.report), extra_memory: result.plan.bytes })
 }
 
-/// Writes file and report and says what was made.
+/// Writes file and report and prints a summary.
 fn finish(
     args: &Args,
     model: &OpenModel,
@@ -180,7 +183,7 @@ fn finish(
 ) -> Result<()> {
     result.file.save(&args.out)?;
     if !chosen.is_empty() {
-        // The harms are in the file now; before that, losing them would cost the whole measurement.
+        // The harms are in the file now. Before that, losing them would cost the whole measurement.
         let _ = std::fs::remove_file(checkpoint(&args.out));
     }
     if let Some(dir) = &args.report {
@@ -251,7 +254,7 @@ fn inputs(args: &Args, tokens: usize) -> Result<Vec<Input>> {
         let file = std::fs::File::open(path).with_context(|| format!("--text {name}"))?;
         match path.extension().and_then(|e| e.to_str()) {
             Some("jsonl" | "ndjson") => {
-                // Line by line: only what the budget can use is kept.
+                // Line by line: only text that the budget can use is kept.
                 let mut kept = 0;
                 for (i, line) in BufReader::new(file).lines().enumerate() {
                     let line = line.with_context(|| format!("{name}, line {}", i + 1))?;

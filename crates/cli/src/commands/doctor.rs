@@ -12,7 +12,8 @@ use sha2::{Digest, Sha256};
 
 #[derive(clap::Args)]
 pub struct Args {
-    /// Model to look at: a directory or a name in the local Hugging Face cache; the embedded model if absent
+    /// Model to describe: a directory or a name in the local Hugging Face cache; the embedded model
+    /// if absent
     #[arg(long)]
     model: Option<String>,
     /// One JSON object instead of text

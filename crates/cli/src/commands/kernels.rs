@@ -15,7 +15,7 @@ pub struct Args {
     /// sm_100 and sm_120 that the compiler knows
     #[arg(long, value_name = "ARCH[,ARCH…]", value_delimiter = ',')]
     arch: Vec<Architecture>,
-    /// Folder for the compiled kernels: `OSCAR_CUDA_KERNELS` names it where they are used
+    /// Folder for the compiled kernels; set `OSCAR_CUDA_KERNELS` to it where they are used
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
     /// One JSON object a line

@@ -21,31 +21,32 @@ pub struct Args {
     /// KV-cache format; `oscar doctor` lists them
     #[arg(long, value_name = "FORMAT", default_value = DEFAULT_KV)]
     kv: KvFormat,
-    /// What to answer, or @FILE to read it; without --prompt and --chat a conversation starts
+    /// The prompt, or @FILE to read it from a file; without --prompt and --chat a conversation
+    /// starts
     #[arg(long, value_name = "TEXT|@FILE", conflicts_with = "chat")]
     prompt: Option<String>,
     /// A JSON file with messages: a list, or an object with `messages` and optionally `tools`
     #[arg(long, value_name = "FILE")]
     chat: Option<String>,
-    /// Continue the prompt as plain text, without the chat template
+    /// Continue the prompt as raw text, without the chat template
     #[arg(long, requires = "prompt")]
     raw: bool,
     /// Longest sequence in tokens; the model's own limit if absent
     #[arg(long, value_name = "N")]
     context: Option<usize>,
-    /// Most tokens to generate
+    /// Maximum number of tokens to generate
     #[arg(long, value_name = "N", default_value_t = 512)]
     max_tokens: usize,
-    /// 0 picks the most likely token; the model's recommendation if absent
+    /// Sampling temperature; 0 picks the most likely token; the model's recommendation if absent
     #[arg(long, value_name = "X", allow_negative_numbers = true)]
     temperature: Option<f32>,
-    /// Keep the smallest set of tokens whose probability reaches this
+    /// Keep the smallest set of most likely tokens with at least this total probability
     #[arg(long, value_name = "X")]
     top_p: Option<f32>,
     /// Keep the k most likely tokens; 0 keeps all
     #[arg(long, value_name = "N")]
     top_k: Option<usize>,
-    /// Drop tokens less likely than this share of the most likely one
+    /// Drop tokens whose probability is below this share of the most likely token's
     #[arg(long, value_name = "X")]
     min_p: Option<f32>,
     /// Seed of the sampler
@@ -54,7 +55,7 @@ pub struct Args {
     /// Stop when this text appears (may be given several times)
     #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
-    /// One JSON object with the answer and its numbers on standard output
+    /// Print one JSON object with the answer and its numbers
     #[arg(long)]
     json: bool,
 }
@@ -159,7 +160,7 @@ impl Session<'_> {
         if prompt.is_empty() {
             bail!("the prompt has no tokens: give some text");
         }
-        // What the cache already holds of this prompt is not computed again; at least one token must be.
+        // Tokens that the cache already holds are not computed again; at least one token must be.
         let reusable = prompt.len() > self.stored.len() && prompt.starts_with(&self.stored);
         if !reusable {
             self.sequence = Sequence::new();

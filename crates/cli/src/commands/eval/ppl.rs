@@ -14,7 +14,7 @@ use serde_json::json;
 pub struct Args {
     #[command(flatten)]
     common: Common,
-    /// Plain text to predict
+    /// Text to predict
     #[arg(long, value_name = "FILE")]
     text: String,
     /// Tokens of a window
@@ -23,7 +23,7 @@ pub struct Args {
     /// First position of each window that is scored
     #[arg(long, value_name = "N", default_value_t = 512)]
     score_from: usize,
-    /// Most windows, spread evenly over the text; 0 takes all
+    /// Maximum number of windows, spread evenly over the text; 0 takes all
     #[arg(long, value_name = "N", default_value_t = 0)]
     limit: usize,
 }
@@ -96,8 +96,9 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Scores a window with the formats that are not recorded yet; BF16, the first, goes along if any is missing. The
-/// sequences of the formats that were scored hold the window afterwards, those of the others are empty.
+/// Scores a window with the formats that are not recorded yet. BF16, the first, is scored too if
+/// any is missing. Afterwards the sequences of the scored formats hold the window; the others are
+/// empty.
 pub fn recorded_window(
     journal: &mut Journal,
     index: usize,

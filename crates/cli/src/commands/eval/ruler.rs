@@ -26,7 +26,8 @@ pub struct Args {
     /// Seeds; each gives cases of its own
     #[arg(long, visible_alias = "seed", value_name = "N[,N…]", value_delimiter = ',', default_values_t = [42])]
     seeds: Vec<u64>,
-    /// Give chat models the beginning of the answer, as the official runs do; plain-text prompts (--raw) always end with it
+    /// Give chat models the beginning of the answer, as the official runs do; raw prompts (--raw)
+    /// always end with it
     #[arg(long)]
     answer_prefix: bool,
     /// SQuAD development set (dev-v2.0.json), for qa_1

@@ -1,4 +1,4 @@
-//! A model opened once for many formats: its weights are shared, each format brings its own cache.
+//! A model opened once for many formats: its weights are shared, each format has its own cache.
 
 use super::digest;
 use crate::device::AnyBackend;
@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use std::cell::RefCell;
 use std::str::FromStr;
 
-/// A format by the name it is reported under. The one place where names become formats.
+/// A format under the name of its results. Names become formats only here.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Format {
     pub name: String,
@@ -42,12 +42,12 @@ pub struct Session {
     pub text: ModelText,
     pub stop_tokens: Vec<u32>,
     cache_args: CacheArgs,
-    /// Names the contents of the rotation file: results of another one are not gone on with.
+    /// Digest of the rotation file: results of another file are not continued.
     rotation_digest: Option<String>,
     precision: String,
-    /// As asked for; absent means as the checkpoint has them.
+    /// As requested; `None` means as in the checkpoint.
     weights: Option<WeightsArg>,
-    /// One runner for each set of rotations met so far: what other caches of those rotations share.
+    /// One runner for each set of rotations so far; other caches with the same rotations share it.
     templates: RefCell<Vec<Runner<AnyBackend>>>,
     /// Longest sequence.
     pub context: usize,
@@ -142,7 +142,7 @@ impl Session {
         formats.iter().map(method).collect()
     }
 
-    /// The device, what became of FP8 weights on it, and the kernels that read a format's pages.
+    /// The device, the form of FP8 weights on it, and the kernels that read a format's pages.
     pub fn describe(&self, format: &Prepared) -> (String, String) {
         let templates = self.templates.borrow();
         let backend = templates[0].backend();

@@ -10,7 +10,7 @@ use oscar_eval::{Journal, Prompts};
 use oscar_tasks::Task;
 use serde_json::json;
 
-/// What is asked where the user names no tasks: each kind of use, none that other tasks already cover.
+/// The tasks if the user names none: each kind of use, and none that other tasks already cover.
 pub const DEFAULT_TASKS: [&str; 9] = [
     "niah_single",
     "niah_lines",

@@ -1,8 +1,9 @@
 //! The settings of `oscar serve`.
 //!
-//! A setting is declared once, as a field of [`Config`]: its doc comment is the help text, its `default_value` is the
-//! default, its name is the key in the configuration file. [`Flags::resolve`] merges defaults, file and command line;
-//! the values of the file are parsed and checked like flags.
+//! A setting is declared once, as a field of [`Config`]: its doc comment is the help text, its
+//! `default_value` is the default, its name is the key in the configuration file.
+//! [`Flags::resolve`] merges defaults, file and command line; the values of the file are parsed and
+//! checked like flags.
 
 use super::keys::KeySource;
 use crate::options::{
@@ -36,19 +37,20 @@ pub struct Config {
     /// Longest sequence in tokens; the model's own limit if absent
     #[arg(long, value_name = "N", value_parser = at_least_one)]
     pub context: Option<usize>,
-    /// Most sequences running at once
+    /// Maximum number of sequences running at once
     #[arg(long, value_name = "N", value_parser = at_least_one, default_value_t = SchedulerOptions::default().max_batch)]
     pub max_batch: usize,
-    /// Most tokens of one engine step, prompts and decodes together
+    /// Maximum number of tokens in one engine step, prompts and decodes together
     #[arg(long, value_name = "N", value_parser = at_least_one, default_value_t = SchedulerOptions::default().step_tokens)]
     pub step_tokens: usize,
-    /// Most requests that may wait; further ones get 429
+    /// Maximum number of waiting requests; further ones get 429
     #[arg(long, value_name = "N", default_value_t = EngineOptions::new("").max_queue)]
     pub max_queue: usize,
-    /// Forget every sequence when it ends
+    /// Do not keep pages of finished sequences for later requests
     #[arg(long)]
     pub no_prefix_cache: bool,
-    /// Never quantize the BF16 tail of a stored prefix to make room: evict it, so that a hit is always exact
+    /// Never quantize the BF16 tail of a stored prefix to make room: evict it, so that a hit is
+    /// always exact
     #[arg(long)]
     pub exact_hits: bool,
     /// Address to listen on
@@ -57,30 +59,32 @@ pub struct Config {
     /// Port to listen on; 0 picks a free one
     #[arg(long, value_name = "N", default_value_t = ServerConfig::default().port)]
     pub port: u16,
-    /// File with API keys, one a line: `KEY` or `user|operator NAME KEY [requests=N] [tokens=N]`; read again on SIGHUP.
-    /// OSCAR_API_KEYS and OSCAR_OPERATOR_KEYS (comma-separated) work too
+    /// File with API keys, one on each line: `KEY` or `user|operator NAME KEY [requests=N]
+    /// [tokens=N]`; read again on SIGHUP. OSCAR_API_KEYS and OSCAR_OPERATOR_KEYS (comma-separated)
+    /// work too
     #[arg(long, value_name = "FILE")]
     pub api_key_file: Option<PathBuf>,
     /// Serve other machines without API keys
     #[arg(long)]
     pub allow_anonymous: bool,
-    /// Give every key's tenant a prefix cache of its own, so that none learns what another sent
+    /// Give every key's tenant its own prefix cache, so that none can learn what another sent
     #[arg(long)]
     pub isolate_keys: bool,
-    /// Names besides localhost that clients may use for a server on a loopback address, e.g. behind a proxy
+    /// Names besides localhost that clients may use for a server on a loopback address, e.g. behind
+    /// a proxy
     #[arg(long, value_name = "NAME")]
     pub allowed_host: Vec<String>,
-    /// Further names the model answers to
+    /// Further names of the model in requests
     #[arg(long, value_name = "NAME")]
     pub model_alias: Vec<String>,
     /// Web origins that may call the API, `*` for all
     #[arg(long, value_name = "ORIGIN")]
     pub cors_origin: Vec<String>,
-    /// Largest request body; what a prompt of the whole context needs if absent, at most 32M
+    /// Largest request body; by default enough for a prompt of the whole context, at most 32M
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     #[serde(serialize_with = "serialize_optional_size")]
     pub max_body_bytes: Option<usize>,
-    /// Most connections at once; health checks are answered beyond it
+    /// Maximum number of connections; health checks are answered beyond it
     #[arg(long, value_name = "N", value_parser = at_least_one, default_value_t = ServerConfig::default().max_connections)]
     pub max_connections: usize,
     /// Seconds that the head of a request may take
@@ -92,7 +96,7 @@ pub struct Config {
     /// Seconds that a request may take, its answer included; 0 for no limit
     #[arg(long, value_name = "SECONDS", default_value_t = ServerConfig::default().request_timeout.map_or(0, |t| t.as_secs()))]
     pub request_timeout: u64,
-    /// Seconds that running requests get after SIGTERM
+    /// Seconds that running requests get to finish after SIGTERM
     #[arg(long, value_name = "SECONDS", default_value_t = ServerConfig::default().drain_timeout.as_secs())]
     pub drain_timeout: u64,
     /// Render a chat template that arrives in a request; only for trusted clients
@@ -101,7 +105,7 @@ pub struct Config {
     /// Keep `<think>` text in the content instead of `reasoning_content`
     #[arg(long)]
     pub no_reasoning_split: bool,
-    /// Form of the log lines
+    /// Format of the log lines
     #[arg(long, value_name = "FORMAT", value_parser = ["text", "json"], default_value = "text")]
     pub log_format: String,
     /// Log filter, e.g. `info` or `warn,oscar_server=debug`
@@ -148,7 +152,8 @@ impl Flags {
     }
 }
 
-/// Settings as text, by field name; only those that somebody gave. A switch has the value `true` or `false`.
+/// Settings as text, by field name; only those that somebody gave. A switch has the value `true` or
+/// `false`.
 #[derive(Clone, Default)]
 struct Values(BTreeMap<String, Vec<OsString>>);
 
