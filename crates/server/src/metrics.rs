@@ -224,7 +224,11 @@ impl Collector for EngineCollector {
             ("kv_cache_bytes", "Bytes of KV cache in use", stats.cache_bytes as f64),
             ("kv_cache_bf16_bytes", "What the same tokens would take in BF16", stats.bf16_bytes as f64),
             ("kv_cache_budget_bytes", "Bytes the KV cache may use", info.kv_budget_bytes as f64),
-            ("kv_bits_per_element", "Stored bits an element of quantized pages, metadata included", info.kv_bits),
+            (
+                "kv_bits_per_element",
+                "Stored bits an element of quantized pages, metadata included",
+                info.kv_bits,
+            ),
             (
                 "kv_effective_bits_per_element",
                 "Stored bits an element of everything held now, BF16 windows included",
