@@ -179,7 +179,9 @@ pub fn run(args: &Args) -> Result<()> {
     } else {
         let (header, rows) = comparison.table();
         println!("{}", table::render(&header, &rows));
-        println!("\nspeed is against BF16 in the same run, and noisy; generic decode: no kernel of its own");
+        println!(
+            "\nspeed is against BF16 in the same run, and noisy; dequantized first: no kernel of its own"
+        );
     }
     eprintln!("report: {}", report.display());
     Ok(())
@@ -198,14 +200,20 @@ fn describe(session: &Session, format: &Prepared, contexts: &[usize]) -> MethodR
         kv: format.name.clone(),
         description: layout.format().describe(),
         rotations: format.cache.rotation_origin.clone(),
-        generic: kernel.contains("generic")
-            || kernel.contains("scalar")
-            || kernel.starts_with("simple kernel"),
+        generic: is_dequantized_first(&kernel),
         kernel,
         bits: layout.page_bits(),
         sizes: contexts.iter().map(size).collect(),
         ..MethodResult::default()
     }
+}
+
+/// Whether the device has no kernel that reads the format's pages as they are, by the kernel's name.
+fn is_dequantized_first(kernel: &str) -> bool {
+    kernel.contains("generic")
+        || kernel.contains("scalar")
+        || kernel.contains("dequantized first")
+        || kernel.starts_with("simple kernel")
 }
 
 /// KL, perplexity and top-1 on text; then, from the same filled caches, decode speed.

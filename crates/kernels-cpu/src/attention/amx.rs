@@ -1,19 +1,20 @@
 //! Pages on AMX tiles, with the softmax of the AVX-512 variant.
 //!
-//! Coded keys: A is the queries, high and low bytes of up to eight rows as up to sixteen tile rows of 64
-//! channels; B is 16 tokens unpacked to 64 channels (16 lines); `tdpbsud` adds exact products to 32 bits. Coded
-//! values: A is the weights of the page's 64 tokens, B one slab of 16 channels. BF16 pages are B tiles as they lie in
-//! memory. Every tile row is computed by itself and in a fixed order, so the number of rows does not show.
+//! Coded keys: A is the queries, high and low bytes of up to eight rows as up to sixteen tile rows
+//! of 64 channels; B is 16 tokens unpacked to 64 channels (16 lines); `tdpbsud` adds exact products
+//! to 32 bits. Coded values: A is the weights of the page's 64 tokens, B one slab of 16 channels.
+//! BF16 pages are B tiles as they lie in memory. Every tile row is computed by itself and in a
+//! fixed order, so the number of rows does not show.
 //!
-//! Tile registers hold values only inside one `asm!` block; a stage loads the configuration at its start and
-//! releases it at its end.
+//! Tile registers hold values only inside one `asm!` block; a stage loads the configuration at its
+//! start and releases it at its end.
 
 use std::arch::asm;
 
-use super::avx512::{quad, tile_bytes, weigh_stage};
+use super::avx512::codes::{quad, tile_bytes, weigh_stage};
+use super::avx512::softmax::{prefetch, weigh_bf16};
 use super::block::{LANES, MAX_DIM, RowBlock, middle_code};
 use super::page::{PageView, Stage, Stages};
-use super::softmax512::{prefetch, weigh_bf16};
 use crate::tiles::{TileConfig, release};
 use oscar_codec::PAGE_TOKENS;
 use std::arch::x86_64::*;
@@ -44,7 +45,7 @@ pub(super) fn code_stages(key_bits: u32, value_bits: u32, rows: usize) -> Stages
 }
 
 pub(super) fn bf16_stages(rows: usize) -> Stages {
-    let weigh: Stage = super::avx512::by_rows!(rows, weigh_bf16);
+    let weigh: Stage = super::avx512::codes::by_rows!(rows, weigh_bf16);
     Stages { score: score_bf16, weigh, add_values: add_values_bf16, find_maxima: None }
 }
 
@@ -71,11 +72,13 @@ impl Drop for Tiles {
     }
 }
 
-/// Defines `C = Σ A·B` over `depth` tiles (at least one) along the summed dimension, for one tile of results.
+/// Defines `C = Σ A·B` over `depth` tiles (at least one) along the summed dimension, for one tile
+/// of results.
 macro_rules! tile_product {
     ($name:ident, $instruction:literal) => {
         /// # Safety
-        /// Tiles configured; each A tile readable for the configured rows at `a_stride`, each B tile for 16 rows at
+        /// Tiles configured; each A tile readable for the configured rows at `a_stride`, each B
+        /// tile for 16 rows at
         /// `b_stride`, both `a_step` and `b_step` bytes apart; `c` writable for the configured rows of 64 bytes.
         unsafe fn $name(
             a: *const u8,
@@ -164,9 +167,9 @@ unsafe fn score<const BITS: u32>(block: &mut RowBlock, view: &PageView<'_>) {
     prefetch(view.keys.as_ptr(), view.ahead, view.keys.len());
     prefetch(view.key_params.as_ptr(), view.ahead, 256);
     let depth = d.div_ceil(CODE_CHANNELS);
-    // Lines beyond the head are multiplied by zero queries, and hold codes of an earlier page: finite integers.
-    // SAFETY: AMX as the caller vouches; tiles and units are in the page; operands are fields of the block, queries
-    // padded with zeros to whole tiles.
+    // Lines beyond the head are multiplied by zero queries, and hold codes of an earlier page:
+    // finite integers. SAFETY: AMX as the caller vouches; tiles and units are in the page; operands
+    // are fields of the block, queries padded with zeros to whole tiles.
     unsafe {
         let tiles = Tiles::configure(2 * block.rows);
         for tile in 0..4 {
@@ -249,7 +252,8 @@ unsafe fn score_bf16(block: &mut RowBlock, view: &PageView<'_>) {
     assert_eq!(view.keys.len(), PAGE_TOKENS * d * 2);
     let whole = d / BF16_DEPTH;
     let rest = d % BF16_DEPTH / 2;
-    // SAFETY: AMX as the caller vouches; tiles of keys are in the page; queries are rows of MAX_DIM elements.
+    // SAFETY: AMX as the caller vouches; tiles of keys are in the page; queries are rows of MAX_DIM
+    // elements.
     unsafe {
         let tiles = Tiles::configure(block.rows);
         for tile in 0..4 {
@@ -282,7 +286,8 @@ unsafe fn score_bf16(block: &mut RowBlock, view: &PageView<'_>) {
 unsafe fn add_values_bf16(block: &mut RowBlock, view: &PageView<'_>) {
     let d = block.head_dim;
     assert_eq!(view.values.len(), PAGE_TOKENS * d * 2);
-    // SAFETY: AMX as the caller vouches; a B tile is 16 token pairs, `4 d` bytes apart, of one slab.
+    // SAFETY: AMX as the caller vouches; a B tile is 16 token pairs, `4 d` bytes apart, of one
+    // slab.
     unsafe {
         let tiles = Tiles::configure(block.rows);
         for slab in 0..d / LANES {

@@ -5,7 +5,8 @@ use oscar_codec::{CodeLayout, CodecError, PAGE_TOKENS, PageCodec, RowPageCodec, 
 
 use super::block::bf16_bits;
 
-/// Stores rows `first_token..` of a BF16 page in [`CodeLayout::CpuTile`] order, rounded to nearest even, exactly as
+/// Stores rows `first_token..` of a BF16 page in [`CodeLayout::CpuTile`] order, rounded to nearest
+/// even, exactly as
 /// `codec.encode_rows` does. Other codecs go through that function.
 ///
 /// # Errors

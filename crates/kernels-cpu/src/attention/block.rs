@@ -1,7 +1,8 @@
 //! The rows of queries that go over a page together, with everything they carry from page to page.
 //!
-//! Invariant: whatever is stored for a row is computed from that row alone, so its numbers do not depend on the
-//! rows it shares a block with. Rows beyond `rows` are padding: zero queries with empty masks.
+//! Invariant: whatever is stored for a row is computed from that row alone, so its numbers do not
+//! depend on the rows it shares a block with. Rows beyond `rows` are padding: zero queries with
+//! empty masks.
 
 use oscar_codec::PAGE_TOKENS;
 
@@ -20,17 +21,20 @@ pub(super) const FIXED_MAX: f32 = 32639.0;
 pub(super) const BYTE_MAX: f32 = 255.0;
 /// Below this a largest magnitude counts as zero: its step would leave the normal numbers.
 pub(super) const TINY: f32 = 1e-30;
-/// A page whose largest weight is below 2^-40 of the running one is left out for that row: a million such tokens
-/// weigh less than 1e-6.
+/// A page whose largest weight is below 2^-40 of the running one is left out for that row: a
+/// million such tokens weigh less than 1e-6.
 pub(super) const NEGLIGIBLE: f32 = -40.0;
 
-/// One block of rows: queries in the forms the kernels read, scratch for a page, and the running softmax state.
+/// One block of rows: queries in the forms the kernels read, scratch for a page, and the running
+/// softmax state.
 ///
-/// Scores are in units of log2, relative to nothing; `max` is the largest so far. The sum of weights and the part
-/// of the output that is the same for all channels (`Σ p·min`) are kept as sixteen partial sums.
+/// Scores are in units of log2, relative to nothing; `max` is the largest so far. The sum of
+/// weights and the part of the output that is the same for all channels (`Σ p·min`) are kept as
+/// sixteen partial sums.
 #[repr(C, align(64))]
 pub(super) struct RowBlock {
-    /// Queries as fixed point, `q ≈ q_step · (256·hi + lo)`: row `2r` holds `hi`, row `2r + 1` holds `lo`.
+    /// Queries as fixed point, `q ≈ q_step · (256·hi + lo)`: row `2r` holds `hi`, row `2r + 1`
+    /// holds `lo`.
     pub q_codes: [[i8; MAX_DIM]; 2 * ROWS],
     /// Queries rounded to BF16.
     pub q_bf16: [[u16; MAX_DIM]; ROWS],
@@ -222,13 +226,15 @@ pub(super) fn merge_state(state: &mut [f32], next: &[f32]) {
 pub(super) fn finish_state(state: &[f32], out: &mut [f32]) {
     let norm = if state[1] > 0.0 { 1.0 / state[1] } else { 0.0 };
     for (to, from) in out.iter_mut().zip(&state[2..]) {
-        // Adding zero makes −0 into +0: whether a masked token was multiplied by 0 or left out must not show.
+        // Adding zero makes −0 into +0: whether a masked token was multiplied by 0 or left out must
+        // not show.
         *to = from * norm + 0.0;
     }
 }
 
-/// The middle of a width's codes. Codes are counted from it where a rounded sum is corrected: what rounding takes
-/// from a query (or a weight) is then multiplied by deviations from the middle instead of by codes.
+/// The middle of a width's codes. Codes are counted from it where a rounded sum is corrected: what
+/// rounding takes from a query (or a weight) is then multiplied by deviations from the middle
+/// instead of by codes.
 pub(super) const fn middle_code(bits: u32) -> f32 {
     ((1 << bits) - 1) as f32 / 2.0
 }

@@ -1,8 +1,8 @@
-//! Demotion: BF16 rows become codes, a 16-token tile at a time or, where groups run along tokens or the sides go
-//! their own ways, side by side.
+//! Demotion: BF16 rows become codes, a 16-token tile at a time or, where groups run along tokens or
+//! the sides go their own ways, side by side.
 //!
-//! Invariant: the bytes are those that the codec gives for the decoded rows, bit for bit, whichever path runs, so
-//! a token has the same codes however it reached the cache.
+//! Invariant: the bytes are those that the codec gives for the dequantized rows, bit for bit,
+//! whichever path runs, so a token has the same codes however it reached the cache.
 
 use oscar_codec::page::Scheme;
 use oscar_codec::{CodeLayout, CodecError, PAGE_TOKENS, PageCodec, RowPageCodec, Side, TILE_TOKENS};
@@ -10,8 +10,8 @@ use oscar_codec::{CodeLayout, CodecError, PAGE_TOKENS, PageCodec, RowPageCodec, 
 use crate::cpu::Variant;
 use std::ops::Range;
 
-/// Reads the 16 rows of `tile` of a full page and writes their codes to the same tile of a coded page. Other
-/// tiles are untouched.
+/// Reads the 16 rows of `tile` of a full page and writes their codes to the same tile of a coded
+/// page. Other tiles are untouched.
 ///
 /// # Errors
 /// When the tile does not exist, or a page or head size is not that of its codec.
@@ -49,7 +49,7 @@ pub fn demote_tile(
     #[cfg(target_arch = "x86_64")]
     if has_fast_path(variant, full, coded) {
         // SAFETY: the variant is available, which `has_fast_path` asked.
-        let done = unsafe { super::demote512::demote(full, full_page, coded, coded_page, tile) };
+        let done = unsafe { super::avx512::demote::demote(full, full_page, coded, coded_page, tile) };
         if done {
             return Ok(());
         }
@@ -73,7 +73,8 @@ pub struct DemotionCodecs<'a> {
     pub coded: &'a RowPageCodec,
 }
 
-/// Codes one side of `positions`: whole groups where the side groups along tokens, single rows otherwise.
+/// Codes one side of `positions`: whole groups where the side groups along tokens, single rows
+/// otherwise.
 /// `full_page` gives the BF16 page of a block, `coded_page` the one to write to.
 ///
 /// # Errors
@@ -118,7 +119,7 @@ pub fn demote_side<'a>(
 
 /// Which path [`demote_tile`] takes, for the start banner.
 pub fn demote_kernel_name(variant: Variant, full: &RowPageCodec, coded: &RowPageCodec) -> &'static str {
-    if has_fast_path(variant, full, coded) { "avx512 demote" } else { "generic demote" }
+    if has_fast_path(variant, full, coded) { "avx512 demote" } else { "scalar demote" }
 }
 
 fn has_fast_path(variant: Variant, full: &RowPageCodec, coded: &RowPageCodec) -> bool {

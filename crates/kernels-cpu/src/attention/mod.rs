@@ -1,60 +1,38 @@
 //! Attention over pages: coded, BF16, or both, by the one rule of [`Windows`].
 //!
-//! [`attend`] computes, for each query row, what `oscar_codec::attention::attend_context` defines. The context is
-//! cut at fixed positions into spans of [`SPAN_TOKENS`]; each span gives a softmax state, and the states of a row
-//! are merged in order. Rows go over a page in blocks of eight, and may be handed to different threads span by
-//! span.
+//! [`attend`] computes, for each query row, what `oscar_codec::attention::attend_context` defines.
+//! The context is cut at fixed positions into spans of [`SPAN_TOKENS`]; each span gives a softmax
+//! state, and the states of a row are merged in order. Rows go over a page in blocks of eight, and
+//! may be handed to different threads span by span.
 //!
-//! Invariant: a row's output depends on its query, its position and the pages alone. Rows beside it, other
-//! tasks and the number of threads do not show in a single bit, so decode, prefill in any chunks and any batch
-//! agree. That holds within a variant; variants differ by rounding:
+//! Invariant: a row's output depends on its query, its position and the pages alone. Rows beside
+//! it, other tasks and the number of threads do not show in a single bit, so decode, prefill in any
+//! chunks and any batch agree. That holds within a variant; variants differ by rounding:
 //!
 //! - Coded pages with one affine group a head use fixed-point queries (16 bits of the row's largest magnitude)
 //!   and weights (16 bits of the page's largest), and exact integer sums. Codes of one and two bits need but 8 bits
 //!   of both, see [`AttentionPrecision`]; AMX takes 16 all the same.
 //! - BF16 pages round queries and weights to BF16 on AVX-512 and AMX; AVX2 keeps both in f32.
-//! - Everything else is decoded to BF16 first, once for all rows of a work item, and read like BF16 pages
-//!   ([`kernel_name`] says so): through f32 rows, on AVX-512 straight to the tile (`decode512`). Pages of f32,
-//!   and everything in the scalar variant, are read in f32.
+//! - Everything else is dequantized to BF16 first, once for all rows of a work item, and read like BF16
+//!   pages ([`kernel_name`] says so): through f32 rows (`dequantize`), on AVX-512 straight to the tile
+//!   (`avx512::dequantize`). Pages of f32, and everything in the scalar variant, are read in f32
+//!   (`dequantized`).
 
+#[cfg(target_arch = "x86_64")]
+mod amx;
 mod append;
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
 mod block;
-mod decode;
 mod demote;
-mod generic;
+mod dequantize;
+mod dequantized;
 mod page;
 mod precision;
 mod span;
 mod tile;
-
-#[cfg(target_arch = "x86_64")]
-mod amx;
-#[cfg(target_arch = "x86_64")]
-mod avx2;
-#[cfg(target_arch = "x86_64")]
-mod avx2_int8;
-#[cfg(target_arch = "x86_64")]
-mod avx512;
-#[cfg(target_arch = "x86_64")]
-mod avx512_bf16;
-#[cfg(target_arch = "x86_64")]
-mod avx512_int8;
-#[cfg(target_arch = "x86_64")]
-mod decode512;
-#[cfg(target_arch = "x86_64")]
-mod demote512;
-#[cfg(target_arch = "x86_64")]
-mod round512;
-#[cfg(target_arch = "x86_64")]
-mod rows512;
-#[cfg(target_arch = "x86_64")]
-mod sketch512;
-#[cfg(target_arch = "x86_64")]
-mod softmax256;
-#[cfg(target_arch = "x86_64")]
-mod softmax512;
-#[cfg(target_arch = "x86_64")]
-mod softmax512_int8;
 
 #[cfg(test)]
 mod tests;
@@ -76,17 +54,17 @@ use block::{MAX_DIM, ROWS, RowBlock, finish_state, merge_state, state_len};
 use page::{PageReader, PageScratch};
 use span::{ItemRows, read_span};
 
-/// Tokens of a span: the unit of parallel work along the context, and the order of merging. Part of the
-/// definition of the results, so never a tuning knob.
+/// Tokens of a span: the unit of parallel work along the context, and the order of merging. Part of
+/// the definition of the results, so never a tuning knob.
 pub const SPAN_TOKENS: usize = 2048;
 
 /// Blocks of rows a work item carries over each page.
 const ITEM_BLOCKS: usize = 8;
-/// The same where a page has to be decoded before it is read: the more rows share it, the better.
-const DECODING_ITEM_BLOCKS: usize = 64;
+/// The same where a page is dequantized before it is read: the more rows share it, the better.
+const DEQUANTIZING_ITEM_BLOCKS: usize = 64;
 
-/// The queries of one sequence and KV head: in decode the heads of the group, in prefill those of every token of
-/// the chunk.
+/// The queries of one sequence and KV head: in decode the heads of the group, in prefill those of
+/// every token of the chunk.
 pub struct AttendTask<'a> {
     /// Rows × head size, rotated, not yet scaled.
     pub queries: &'a [f32],
@@ -100,8 +78,8 @@ pub struct AttendTask<'a> {
     pub out: &'a mut [f32],
 }
 
-/// What [`attend`] keeps from call to call: memory, and the precision of its integers. The default has the precision
-/// of [`AttentionPrecision::chosen`].
+/// What [`attend`] keeps from call to call: memory, and the precision of its integers. The default
+/// has the precision of [`AttentionPrecision::chosen`].
 pub struct Scratch {
     precision: AttentionPrecision,
     calls: u64,
@@ -145,11 +123,12 @@ struct Item {
     states: Option<usize>,
 }
 
-/// Computes the outputs of all tasks. Results do not depend on the pool or on what else is in the call.
+/// Computes the outputs of all tasks. Results do not depend on the pool or on what else is in the
+/// call.
 ///
 /// # Panics
-/// If slices do not have the stated sizes, positions decrease, the variant cannot run here, or a page that the
-/// windows call for is absent: bugs of the caller's bookkeeping, never of user input.
+/// If slices do not have the stated sizes, positions decrease, the variant cannot run here, or a
+/// page that the windows call for is absent: bugs of the caller's bookkeeping, never of user input.
 pub fn attend(variant: Variant, pool: &ThreadPool, tasks: &mut [AttendTask<'_>], scratch: &mut Scratch) {
     assert!(variant.is_available(), "variant {variant} cannot run on this machine");
     tasks.iter().for_each(check);
@@ -181,7 +160,8 @@ pub fn attend(variant: Variant, pool: &ThreadPool, tasks: &mut [AttendTask<'_>],
         let mut rows = worker.load(variant, precision, input, item, (call, item_index));
         if let Some(start) = item.states {
             let size = item.rows * state_len(d);
-            // SAFETY: the states of an item's spans do not overlap, and each span is one piece, run once.
+            // SAFETY: the states of an item's spans do not overlap, and each span is one piece, run
+            // once.
             let states = unsafe { shared_states.part(start + span * size..start + (span + 1) * size) };
             read_span(&mut rows, span, |row, block, r| {
                 block.state(r, &mut states[row * state_len(d)..(row + 1) * state_len(d)]);
@@ -202,8 +182,8 @@ pub fn attend(variant: Variant, pool: &ThreadPool, tasks: &mut [AttendTask<'_>],
                 let at = start + (span * item.rows + row) * len;
                 at..at + len
             };
-            // SAFETY: the states and the output of a row are reached by this item alone, one range at a time
-            // or ranges of different spans.
+            // SAFETY: the states and the output of a row are reached by this item alone, one range
+            // at a time or ranges of different spans.
             unsafe {
                 let total = shared_states.part(row_state(0));
                 for span in 1..item.spans {
@@ -245,8 +225,8 @@ fn check(task: &AttendTask<'_>) {
     assert!(task.positions.is_sorted(), "positions must not decrease");
 }
 
-/// Cuts the tasks into items. Whether an item's spans are handed out one by one decides who does the work, never
-/// what is computed.
+/// Cuts the tasks into items. Whether an item's spans are handed out one by one decides who does
+/// the work, never what is computed.
 fn plan(
     variant: Variant,
     precision: AttentionPrecision,
@@ -257,8 +237,8 @@ fn plan(
 ) {
     for (task, input) in tasks.iter().enumerate() {
         let total = input.positions.len();
-        let decodes = PageReader::new(variant, precision, input.context.coded_codec).decodes();
-        let most = ROWS * if decodes { DECODING_ITEM_BLOCKS } else { ITEM_BLOCKS };
+        let dequantizes = PageReader::new(variant, precision, input.context.coded_codec).dequantizes();
+        let most = ROWS * if dequantizes { DEQUANTIZING_ITEM_BLOCKS } else { ITEM_BLOCKS };
         for first_row in (0..total).step_by(most) {
             let rows = most.min(total - first_row);
             let last = input.positions[first_row + rows - 1] as usize;
@@ -279,7 +259,8 @@ fn plan(
     }
 }
 
-/// All spans of an item one after another, with the same merges in the same order as if they had been split.
+/// All spans of an item one after another, with the same merges in the same order as if they had
+/// been split.
 fn whole_item(rows: &mut ItemRows<'_>, item: Item, out: &mut [f32]) {
     let d = rows.input.head_dim;
     let len = state_len(d);

@@ -4,8 +4,8 @@ use oscar_codec::page::Scheme;
 use oscar_codec::{CodeLayout, PAGE_TOKENS, PageCodec, RowPageCodec, Side};
 
 use super::block::{MAX_DIM, QueryForms, RowBlock};
-use super::decode::{CodeBuffer, SidePage, decode_page};
-use super::generic;
+use super::dequantize::{CodeBuffer, SidePage, dequantize_page};
+use super::dequantized;
 use super::precision::AttentionPrecision;
 use super::tile::Bf16Tile;
 use crate::cpu::Variant;
@@ -15,11 +15,11 @@ use crate::cpu::Variant;
 pub(super) enum PageKind {
     /// Raw codes against fixed-point queries and weights.
     Codes { key_bits: u32, value_bits: u32 },
-    /// BF16 rows as dot-product operands. Sides of any other form are decoded to such rows once for all queries of
-    /// the work item.
-    Bf16 { decoded: bool },
-    /// Rows decoded to f32: the scalar variant, and pages that are f32 themselves.
-    Decoded,
+    /// BF16 rows as dot-product operands. Sides of any other form are dequantized to such rows once
+    /// for all queries of the work item.
+    Bf16 { dequantized: bool },
+    /// Rows dequantized to f32: the scalar variant, and pages that are f32 themselves.
+    Dequantized,
     /// Pages of heads that keep no history: never read.
     Absent,
 }
@@ -33,8 +33,8 @@ pub(super) struct PageView<'a> {
     pub value_params: &'a [u8],
     /// From this page to the one read next, in bytes; for fetching ahead only.
     pub ahead: isize,
-    /// Rows as f32, for [`PageKind::Decoded`].
-    pub decoded: Option<&'a DecodedPage>,
+    /// Rows as f32, for [`PageKind::Dequantized`].
+    pub dequantized: Option<&'a DequantizedPage>,
 }
 
 impl<'a> PageView<'a> {
@@ -47,14 +47,14 @@ impl<'a> PageView<'a> {
             key_params: &page[codec.params_range(Side::Key)],
             value_params: &page[codec.params_range(Side::Value)],
             ahead,
-            decoded: None,
+            dequantized: None,
         }
     }
 }
 
-/// A page as f32 rows, token by token; both sides have room whichever is decoded.
+/// A page as f32 rows, token by token; both sides have room whichever is dequantized.
 #[derive(Default)]
-pub(super) struct DecodedPage {
+pub(super) struct DequantizedPage {
     pub keys: Vec<f32>,
     pub values: Vec<f32>,
 }
@@ -71,8 +71,8 @@ pub(super) struct Stages {
     pub score: Stage,
     pub weigh: Stage,
     pub add_values: Stage,
-    /// Where present, it runs between `score` and `weigh` and does what takes long but is little work: the values of the
-    /// page read before are then added after it, so that the two overlap.
+    /// Where present, it runs between `score` and `weigh` and does what takes long but is little
+    /// work: the values of the page read before are then added after it, so that the two overlap.
     pub find_maxima: Option<Stage>,
 }
 
@@ -87,8 +87,8 @@ pub(super) struct PageReader {
 impl PageReader {
     pub(super) fn new(variant: Variant, precision: AttentionPrecision, codec: &RowPageCodec) -> Self {
         let kind = kind(variant, codec);
-        // Tiles read codes slower than VNNI does (measured: unpacking through memory costs more than the products
-        // save), so they are left to those who ask for both bytes at every width.
+        // Tiles read codes slower than VNNI does (measured: unpacking through memory costs more
+        // than the products save), so they are left to those who ask for both bytes at every width.
         let codes = matches!(kind, PageKind::Codes { .. });
         let by_tiles = variant == Variant::Amx && precision == AttentionPrecision::HiLo;
         let variant = if variant == Variant::Amx && codes && !by_tiles { Variant::Avx512 } else { variant };
@@ -99,13 +99,13 @@ impl PageReader {
     pub(super) fn across(full: Self, coded: Self) -> Self {
         let bf16 = |kind| matches!(kind, PageKind::Bf16 { .. } | PageKind::Codes { .. });
         let both = bf16(full.kind) && bf16(coded.kind);
-        let kind = if both { PageKind::Bf16 { decoded: true } } else { PageKind::Decoded };
+        let kind = if both { PageKind::Bf16 { dequantized: true } } else { PageKind::Dequantized };
         Self { kind, ..full }
     }
 
     /// Does a page cost much before the first row reads it?
-    pub(super) fn decodes(self) -> bool {
-        matches!(self.kind, PageKind::Decoded | PageKind::Bf16 { decoded: true })
+    pub(super) fn dequantizes(self) -> bool {
+        matches!(self.kind, PageKind::Dequantized | PageKind::Bf16 { dequantized: true })
     }
 
     pub(super) fn forms(self) -> QueryForms {
@@ -123,25 +123,25 @@ impl PageReader {
         match (self.variant, self.kind) {
             #[cfg(target_arch = "x86_64")]
             (Variant::Avx2, PageKind::Codes { key_bits, value_bits }) => {
-                super::avx2::code_stages(self.precision, key_bits, value_bits)
+                super::avx2::codes::code_stages(self.precision, key_bits, value_bits)
             }
             #[cfg(target_arch = "x86_64")]
             (Variant::Avx512, PageKind::Codes { key_bits, value_bits }) => {
-                super::avx512::code_stages(self.precision, key_bits, value_bits, rows)
+                super::avx512::codes::code_stages(self.precision, key_bits, value_bits, rows)
             }
             #[cfg(target_arch = "x86_64")]
             (Variant::Amx, PageKind::Codes { key_bits, value_bits }) => {
                 super::amx::code_stages(key_bits, value_bits, rows)
             }
             #[cfg(target_arch = "x86_64")]
-            (Variant::Avx2, PageKind::Bf16 { .. }) => super::avx2::bf16_stages(),
+            (Variant::Avx2, PageKind::Bf16 { .. }) => super::avx2::codes::bf16_stages(),
             #[cfg(target_arch = "x86_64")]
-            (Variant::Avx512, PageKind::Bf16 { .. }) => super::avx512_bf16::stages(rows),
+            (Variant::Avx512, PageKind::Bf16 { .. }) => super::avx512::bf16::stages(rows),
             #[cfg(target_arch = "x86_64")]
             (Variant::Amx, PageKind::Bf16 { .. }) => super::amx::bf16_stages(rows),
             (variant, _) => {
                 let _ = rows;
-                generic::stages(variant)
+                dequantized::stages(variant)
             }
         }
     }
@@ -149,8 +149,8 @@ impl PageReader {
     pub(super) fn name(self) -> &'static str {
         match (self.variant, self.kind) {
             (_, PageKind::Absent) => "nothing",
-            (Variant::Scalar, _) => "scalar decode",
-            (_, PageKind::Decoded | PageKind::Bf16 { decoded: true }) => "generic decode",
+            (Variant::Scalar, _) => "scalar",
+            (_, PageKind::Dequantized | PageKind::Bf16 { dequantized: true }) => "dequantized first",
             (Variant::Avx2, PageKind::Bf16 { .. }) => "avx2 bf16",
             (Variant::Avx512, PageKind::Bf16 { .. }) => "avx512 bf16",
             (Variant::Amx, PageKind::Bf16 { .. }) => "amx bf16",
@@ -167,7 +167,8 @@ fn code_name(
     key_bits: u32,
     value_bits: u32,
 ) -> &'static str {
-    // By width of both sides; then other pairs of widths, with and without a side that meets one byte.
+    // By width of both sides; then other pairs of widths, with and without a side that meets one
+    // byte.
     let names = match variant {
         Variant::Avx2 => [
             ["avx2 int1", "avx2 int1 (int8 query)"],
@@ -208,26 +209,27 @@ fn kind(variant: Variant, codec: &RowPageCodec) -> PageKind {
         return PageKind::Absent;
     }
     if variant == Variant::Scalar || [key.scheme, value.scheme].contains(&Scheme::F32) {
-        return PageKind::Decoded;
+        return PageKind::Dequantized;
     }
     if codec.layout() != CodeLayout::CpuTile {
-        return PageKind::Bf16 { decoded: true };
+        return PageKind::Bf16 { dequantized: true };
     }
     let one_group = |side| codec.groups(side) == 1;
     // Two 8-bit codes times a 7-bit weight do not fit the 16-bit sums of AVX2.
     let narrow = |bits| bits <= 4 || variant != Variant::Avx2;
     match (key.scheme, value.scheme) {
-        (Scheme::Bf16, Scheme::Bf16) => PageKind::Bf16 { decoded: false },
+        (Scheme::Bf16, Scheme::Bf16) => PageKind::Bf16 { dequantized: false },
         (Scheme::Affine, Scheme::Affine)
             if one_group(Side::Key) && one_group(Side::Value) && narrow(key.bits) && narrow(value.bits) =>
         {
             PageKind::Codes { key_bits: key.bits, value_bits: value.bits }
         }
-        _ => PageKind::Bf16 { decoded: true },
+        _ => PageKind::Bf16 { dequantized: true },
     }
 }
 
-/// The kernel that reads this codec's pages in this variant, for the start banner: nothing falls back silently.
+/// The kernel that reads this codec's pages in this variant, for the start banner: nothing falls
+/// back silently.
 pub fn kernel_name(variant: Variant, codec: &RowPageCodec) -> &'static str {
     kernel_name_with(variant, AttentionPrecision::chosen().unwrap_or_default(), codec)
 }
@@ -241,10 +243,11 @@ pub fn kernel_name_with(
     PageReader::new(variant, precision, codec).name()
 }
 
-/// Room for what must be made of a page before kernels read it, shared by the blocks of a work item.
+/// Room for what must be made of a page before kernels read it, shared by the blocks of a work
+/// item.
 #[derive(Default)]
 pub(super) struct PageScratch {
-    decoded: DecodedPage,
+    dequantized: DequantizedPage,
     keys: Bf16Tile,
     values: Bf16Tile,
     halves: Vec<u16>,
@@ -253,7 +256,8 @@ pub(super) struct PageScratch {
 }
 
 impl PageScratch {
-    /// The view of a page's keys and values, which may come from different pages, for rows that read the tokens in
+    /// The view of a page's keys and values, which may come from different pages, for rows that
+    /// read the tokens in
     /// `used`; the others may hold anything.
     pub(super) fn view<'a>(
         &'a mut self,
@@ -272,7 +276,7 @@ impl PageScratch {
             key_params: nothing,
             value_params: nothing,
             ahead,
-            decoded: None,
+            dequantized: None,
         };
         self.codes.resize(1, [0; MAX_DIM]);
         let codes = &mut self.codes[0];
@@ -283,18 +287,18 @@ impl PageScratch {
                 if is_bf16_tile(keys) {
                     view.keys = &keys.bytes()[keys.codec.codes_range(Side::Key)];
                 } else {
-                    if !decode_to_tile(variant, keys, used, &mut self.halves, &mut self.keys) {
-                        room(&mut self.decoded.keys);
-                        decode_page(variant, keys, used, &mut self.decoded.keys, codes);
-                        self.keys.store_keys(variant, &self.decoded.keys, d);
+                    if !dequantize_to_tile(variant, keys, used, &mut self.halves, &mut self.keys) {
+                        room(&mut self.dequantized.keys);
+                        dequantize_page(variant, keys, used, &mut self.dequantized.keys, codes);
+                        self.keys.store_keys(variant, &self.dequantized.keys, d);
                     }
                     view.keys = self.keys.bytes();
                 }
                 if !is_bf16_tile(values) {
-                    if !decode_to_tile(variant, values, used, &mut self.halves, &mut self.values) {
-                        room(&mut self.decoded.values);
-                        decode_page(variant, values, used, &mut self.decoded.values, codes);
-                        self.values.store_values(variant, &self.decoded.values, d);
+                    if !dequantize_to_tile(variant, values, used, &mut self.halves, &mut self.values) {
+                        room(&mut self.dequantized.values);
+                        dequantize_page(variant, values, used, &mut self.dequantized.values, codes);
+                        self.values.store_values(variant, &self.dequantized.values, d);
                     }
                     view.values = self.values.bytes();
                 } else if used == u64::MAX {
@@ -309,20 +313,20 @@ impl PageScratch {
                 view
             }
             PageKind::Absent => unreachable!("the walk over a span leaves these pages out"),
-            PageKind::Decoded => {
-                room(&mut self.decoded.keys);
-                room(&mut self.decoded.values);
-                decode_page(variant, keys, used, &mut self.decoded.keys, codes);
-                decode_page(variant, values, used, &mut self.decoded.values, codes);
-                view.decoded = Some(&self.decoded);
+            PageKind::Dequantized => {
+                room(&mut self.dequantized.keys);
+                room(&mut self.dequantized.values);
+                dequantize_page(variant, keys, used, &mut self.dequantized.keys, codes);
+                dequantize_page(variant, values, used, &mut self.dequantized.values, codes);
+                view.dequantized = Some(&self.dequantized);
                 view
             }
         }
     }
 }
 
-/// Decodes a side straight to a BF16 tile, where the variant has a decoder for it.
-fn decode_to_tile(
+/// Dequantizes a side straight to a BF16 tile, where the variant has a kernel for it.
+fn dequantize_to_tile(
     variant: Variant,
     page: SidePage<'_>,
     used: u64,
@@ -331,9 +335,9 @@ fn decode_to_tile(
 ) -> bool {
     match variant {
         #[cfg(target_arch = "x86_64")]
-        Variant::Avx512 | Variant::Amx if super::decode512::reads(page.codec, page.side) => {
+        Variant::Avx512 | Variant::Amx if super::avx512::dequantize::reads(page.codec, page.side) => {
             // SAFETY: a variant is only passed on by `attend`, which found it available.
-            unsafe { super::decode512::decode(page, used, halves, tile) };
+            unsafe { super::avx512::dequantize::dequantize(page, used, halves, tile) };
             true
         }
         _ => {
@@ -380,7 +384,7 @@ mod tests {
         );
         assert_eq!(name(Variant::Avx2, KvFormat::Oscar { bits: 1 }), ["avx2 int1 (int8 query)", "avx2 int1"]);
         assert_eq!(name(Variant::Avx512, KvFormat::Bf16), ["avx512 bf16"; 2]);
-        assert_eq!(name(Variant::Avx2, KvFormat::Int { bits: 8, group: 0 }), ["generic decode"; 2]);
+        assert_eq!(name(Variant::Avx2, KvFormat::Int { bits: 8, group: 0 }), ["dequantized first"; 2]);
         assert_eq!(name(Variant::Amx, KvFormat::OSCAR2), ["avx512-vnni int2 (int8 query)", "amx int2"]);
         assert_eq!(name(Variant::Amx, KvFormat::Oscar { bits: 3 }), ["avx512-vnni int3", "amx int3"]);
         assert_eq!(name(Variant::Amx, KvFormat::Bf16), ["amx bf16"; 2]);
@@ -389,12 +393,12 @@ mod tests {
         for format in ["oscar2-lloyd", "f32", "int4-g32", "quarot2", "kivi2", "turboquant3", "fp8"]
             .map(|f| f.parse().unwrap())
         {
-            assert_eq!(name(Variant::Avx512, format), ["generic decode"; 2]);
+            assert_eq!(name(Variant::Avx512, format), ["dequantized first"; 2]);
         }
         for format in ["naive2", "saw4"].map(|f| f.parse().unwrap()) {
-            assert_ne!(name(Variant::Avx512, format), ["generic decode"; 2]);
+            assert_ne!(name(Variant::Avx512, format), ["dequantized first"; 2]);
         }
-        assert_eq!(name(Variant::Scalar, KvFormat::OSCAR2), ["scalar decode"; 2]);
+        assert_eq!(name(Variant::Scalar, KvFormat::OSCAR2), ["scalar"; 2]);
         let mixed = |key, value| {
             let spec = |bits| SideSpec::affine(bits, 0.0);
             let codec = RowPageCodec::new(128, spec(key), spec(value), CodeLayout::CpuTile).unwrap();
@@ -403,7 +407,7 @@ mod tests {
         assert_eq!(mixed(4, 2), "avx512-vnni mixed widths (int8 up to 2 bits)");
         assert_eq!(mixed(4, 3), "avx512-vnni mixed widths");
         let logical = KvFormat::OSCAR2.codec(128, CodeLayout::Logical).unwrap();
-        assert_eq!(kernel_name(Variant::Avx512, &logical), "generic decode");
+        assert_eq!(kernel_name(Variant::Avx512, &logical), "dequantized first");
     }
 
     #[test]

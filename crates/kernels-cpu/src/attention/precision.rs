@@ -1,19 +1,23 @@
 //! How many bytes of a query and of a weight meet the codes.
 //!
-//! A code of one or two bits is coarse: its error in a score is `Σ q·e` with `e` spread over a step `s`, about
+//! A code of one or two bits is coarse: its error in a score is `Σ q·e` with `e` spread over a step
+//! `s`, about
 //! `0.29·s·|q|`. A query rounded to one byte, with a step of its largest magnitude over 127, adds
 //! `0.29·(max|q|/127)·s·|c − mid|`, where `c` are the token's codes counted from their middle (what rounding takes
-//! from the sum of the query is put back exactly, so that only deviations from the middle remain). Codes deviate by
+//! from the sum of the query is put back exactly, so that only deviations from the middle remain).
+//! Codes deviate by
 //! 1.1 a channel, so the second error is `1.1 · crest / 127` of the first, where the crest `max|q| / rms(q)` of a
-//! rotated query is about 3: 2.6 %, 31 dB down, for every token and every scale. A query with a crest above
-//! [`CREST_LIMIT`] adds its low bytes in a second pass of its own, so the bound holds for any query.
+//! rotated query is about 3: 2.6 %, 31 dB down, for every token and every scale. A query with a
+//! crest above [`CREST_LIMIT`] adds its low bytes in a second pass of its own, so the bound holds
+//! for any query.
 //!
-//! Values alike: the weights `w = p·scale` of a page, as bytes of the page's largest one, are off by at most
+//! Values alike: the weights `w = p·scale` of a page, as bytes of the page's largest one, are off
+//! by at most
 //! `max w / 510`. Times deviations from the middle that is at most 6 % of the values' own coding error when one token
 //! has all the weight and 63 others sit on the rounding edge, and 0.4 % when the page is flat.
 //!
-//! Wider codes are finer than that, so they take both bytes. On AMX machines one byte means the AVX-512 kernels and
-//! two bytes the tiles.
+//! Wider codes are finer than that, so they take both bytes. On AMX machines one byte means the
+//! AVX-512 kernels and two bytes the tiles.
 
 use std::fmt;
 use std::str::FromStr;
@@ -24,7 +28,8 @@ use thiserror::Error;
 /// Environment variable that overrides the choice, by name.
 pub const OVERRIDE: &str = "OSCAR_ATTENTION";
 
-/// Largest magnitude of a query, in units of its root mean square, for which one byte a channel suffices.
+/// Largest magnitude of a query, in units of its root mean square, for which one byte a channel
+/// suffices.
 pub(super) const CREST_LIMIT: f64 = 4.0;
 
 /// Bytes of queries and weights against codes of one and two bits. Wider codes always take two.
@@ -65,11 +70,12 @@ impl AttentionPrecision {
         wish.map_or(Ok(Self::default()), str::parse)
     }
 
-    /// The precision of this process: that of the environment variable `OSCAR_ATTENTION`, or the default. Read once.
+    /// The precision of this process: that of the environment variable `OSCAR_ATTENTION`, or the
+    /// default. Read once.
     ///
     /// # Errors
-    /// When the variable holds an unknown name. A program checks this at start; kernels that are reached without the
-    /// check use the default.
+    /// When the variable holds an unknown name. A program checks this at start; kernels that are
+    /// reached without the check use the default.
     pub fn chosen() -> Result<Self, PrecisionError> {
         static CHOICE: OnceLock<Result<AttentionPrecision, PrecisionError>> = OnceLock::new();
         CHOICE

@@ -5,7 +5,7 @@ use std::ops::Range;
 use oscar_codec::{PAGE_TOKENS, RowPageCodec, Side, Windows};
 
 use super::block::{QueryForms, ROWS, RowBlock};
-use super::decode::SidePage;
+use super::dequantize::SidePage;
 use super::page::{PageReader, PageScratch, PageView, Stages};
 use super::precision::AttentionPrecision;
 use super::{Item, SPAN_TOKENS, TaskInput, Worker};
@@ -22,7 +22,8 @@ pub(super) struct ItemRows<'a> {
     coded: PageReader,
 }
 
-/// What a row reads of each side: BF16 below `sink`, code up to the side's boundary, BF16 up to `end`.
+/// What a row reads of each side: BF16 below `sink`, code up to the side's boundary, BF16 up to
+/// `end`.
 #[derive(Clone, Copy, Debug)]
 struct Reach {
     sink: usize,
@@ -72,7 +73,8 @@ fn token_mask(base: usize, range: Range<usize>) -> u64 {
 }
 
 impl Worker {
-    /// Prepares the queries of an item, unless it is the one prepared last: `number` is that of the call and of the item.
+    /// Prepares the queries of an item, unless it is the one prepared last: `number` is that of the
+    /// call and of the item.
     pub(super) fn load<'a>(
         &'a mut self,
         variant: Variant,
@@ -113,7 +115,8 @@ impl Worker {
     }
 }
 
-/// Reads span number `span` from an empty state and hands each row's result to `done(row, block, row in block)`.
+/// Reads span number `span` from an empty state and hands each row's result to `done(row, block,
+/// row in block)`.
 pub(super) fn read_span(rows: &mut ItemRows<'_>, span: usize, mut done: impl FnMut(usize, &RowBlock, usize)) {
     rows.blocks.iter_mut().for_each(|block| block.reset());
     let end = rows.reaches.last().map_or(0, |reach| reach.end);

@@ -1,4 +1,5 @@
-//! Decoded rows as BF16 pages, so that the BF16 kernels can read what they have never seen.
+//! Dequantized rows as BF16 pages, so that the BF16 kernels can read formats without a kernel of
+//! their own.
 
 use oscar_codec::{PAGE_TOKENS, TILE_TOKENS};
 
@@ -61,8 +62,8 @@ fn pair(low: f32, high: f32) -> u32 {
     rounded(low) >> 16 | rounded(high) & 0xffff_0000
 }
 
-/// Bits of a finite value rounded to nearest even in the upper half, as `bf16_bits` does, kept in 32 bits so that
-/// the compiler need not change widths.
+/// Bits of a finite value rounded to nearest even in the upper half, as `bf16_bits` does, kept in
+/// 32 bits so that the compiler need not change widths.
 #[inline(always)]
 fn rounded(value: f32) -> u32 {
     let bits = value.to_bits();

@@ -191,7 +191,7 @@ fn speed(comparison: &Comparison, page: &mut Page) {
         .iter()
         .filter_map(|m| {
             let s = m.speed?;
-            let note = if m.generic { " · generic decode" } else { "" };
+            let note = if m.generic { " · dequantized first" } else { "" };
             let text = format!("{:.2}× · {:.0} tokens/s{note}", s.ratio, s.tokens_per_s);
             Some(Bar { label: m.kv.clone(), class: class(m), value: s.ratio, text })
         })
@@ -201,7 +201,7 @@ fn speed(comparison: &Comparison, page: &mut Page) {
     }
     page.section(
         "Decode speed against BF16 (noisy)",
-        "One sequence, steps of all formats in turns, median. A format marked “generic decode” has no kernel of its own here: \
+        "One sequence, steps of all formats in turns, median. A format marked “dequantized first” has no kernel of its own here: \
          its pages are expanded to BF16 first, so its bar shows this program, not the method.",
     );
     page.figures("", [bars("Decode speed against BF16", &list)]);

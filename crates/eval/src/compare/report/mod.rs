@@ -68,7 +68,7 @@ impl Comparison {
                     m.divergence.map_or_else(String::new, |d| format!("{:.0}", d.tokens)),
                     size.map_or_else(String::new, |s| bytes(s.bytes)),
                     m.speed.map_or_else(String::new, |s| format!("{:.2}×", s.ratio)),
-                    if m.generic { "generic decode".to_owned() } else { "own".to_owned() },
+                    if m.generic { "dequantized first".to_owned() } else { "own".to_owned() },
                 ]
             })
             .collect();
@@ -162,7 +162,7 @@ mod tests {
             "viewport",
             "prefers-color-scheme:dark",
             "oscar2",
-            "generic decode",
+            "dequantized first",
             "tiny &amp; small",
             "a note",
             "oscar compare",

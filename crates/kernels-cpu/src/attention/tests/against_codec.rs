@@ -8,7 +8,8 @@ use oscar_codec::SideSpec;
 const CODED: f32 = 2e-4;
 /// Queries and weights rounded to BF16.
 const ROUNDED: f32 = 4e-3;
-/// Queries and weights of one byte: the outputs of coarse codes, whose own error is thirty times as large.
+/// Queries and weights of one byte: the outputs of coarse codes, whose own error is thirty times as
+/// large.
 const ONE_BYTE: f32 = 1.5e-2;
 /// Decoded keys and values rounded to BF16 (2⁻⁹ of each) before queries and weights are.
 const DECODED: f32 = 1e-2;
@@ -73,10 +74,11 @@ fn check(
             let error = relative_error(&got, &expected);
             // The BF16 windows are rounded where the variant rounds them, whatever the code.
             let one_byte = matches!(format, KvFormat::Oscar { bits: ..=2 });
-            let generic = kernel_name_with(variant, precision, &context.coded_codec) == "generic decode";
+            let dequantized =
+                kernel_name_with(variant, precision, &context.coded_codec) == "dequantized first";
             let tolerance = match variant {
                 Variant::Scalar => SAME,
-                _ if generic && format != KvFormat::F32 => DECODED,
+                _ if dequantized && format != KvFormat::F32 => DECODED,
                 _ if one_byte && precision == AttentionPrecision::Int8 => ONE_BYTE,
                 Variant::Avx2 => CODED,
                 _ => ROUNDED,
@@ -168,8 +170,9 @@ fn integer_path_is_accurate_to_its_fixed_point() {
                 let expected = context.expected(&windows, &queries, &positions);
                 let error = relative_error(&got, &expected);
                 let one_byte = precision.one_byte(key_bits) || precision.one_byte(value_bits);
-                let generic = kernel_name_with(variant, precision, &context.coded_codec) == "generic decode";
-                let tolerance = match (one_byte, generic) {
+                let dequantized =
+                    kernel_name_with(variant, precision, &context.coded_codec) == "dequantized first";
+                let tolerance = match (one_byte, dequantized) {
                     (true, _) => ONE_BYTE,
                     (_, true) => DECODED,
                     _ => CODED,
@@ -282,7 +285,8 @@ fn a_dominant_token_over_a_flat_tail() {
     let pool = ThreadPool::new(2).unwrap();
     let windows = Windows::new(0, 1).unwrap();
     for (at, lead) in [(100, 9.0_f32), (tokens - 200, 9.0), (5000, 13.0), (5000, 60.0), (5000, 300.0)] {
-        // Scores are `lead` at one token and 0 elsewhere; the tail's values are all 1, the token's −1.
+        // Scores are `lead` at one token and 0 elsewhere; the tail's values are all 1, the token's
+        // −1.
         let mut keys = vec![0.0; tokens * d];
         let mut values = vec![1.0; tokens * d];
         keys[at * d..(at + 1) * d].fill(lead / 8.0);

@@ -20,8 +20,8 @@ fn check(name: &str, coded: &RowPageCodec, keys: &[f32], values: &[f32]) {
             demote_tile(variant, &full, &full_page, coded, &mut got, tile).unwrap();
             let first = got.iter().zip(&expected).position(|(a, b)| a != b);
             assert_eq!(first, None, "{variant}, {name}, head {d}, tile {tile}: first differing byte");
-            // Tasks of the pool run with subnormals flushed, which the sign of a tiny minimum may show: the
-            // codec in the same mode is the measure.
+            // Tasks of the pool run with subnormals flushed, which the sign of a tiny minimum may
+            // show: the codec in the same mode is the measure.
             let (mut got, mut expected) = (vec![0xa5; coded.page_bytes()], vec![0xa5; coded.page_bytes()]);
             crate::float_env::with_ftz(|| {
                 demote_tile(variant, &full, &full_page, coded, &mut got, tile).unwrap();
@@ -112,7 +112,7 @@ fn check_all_rows(codec: &RowPageCodec) {
 }
 
 #[test]
-fn other_codecs_take_the_generic_path_and_agree() {
+fn other_codecs_take_the_scalar_path_and_agree() {
     let mut random = Random::new(12);
     let rows: Vec<f32> = (0..TILE_TOKENS * 64).map(|_| random.normal()).collect();
     for format in ["oscar2-lloyd", "oscar2-official", "int4-g32", "bf16"] {
@@ -120,7 +120,7 @@ fn other_codecs_take_the_generic_path_and_agree() {
         let coded = format.codec(64, CodeLayout::CpuTile).unwrap();
         let full = KvFormat::Bf16.codec(64, CodeLayout::CpuTile).unwrap();
         for variant in Variant::available() {
-            assert_eq!(demote_kernel_name(variant, &full, &coded), "generic demote");
+            assert_eq!(demote_kernel_name(variant, &full, &coded), "scalar demote");
         }
         check(&format.to_string(), &coded, &rows, &rows);
     }

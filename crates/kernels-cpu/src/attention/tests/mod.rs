@@ -1,9 +1,9 @@
-//! Every variant against the scalar specification of the codec crate, and the promise that a row's bits depend on
-//! the row alone.
+//! Every variant against the scalar specification of the codec crate, and the promise that a row's
+//! bits depend on the row alone.
 
 mod against_codec;
-mod decoding;
 mod demotion;
+mod dequantization;
 mod one_byte;
 mod row_alone;
 
@@ -40,8 +40,9 @@ impl Random {
     }
 }
 
-/// A context whose pages are built as the cache builds them: BF16 rows, and codes of the BF16 rows. Everything a
-/// query may not read is filled with bytes that decode to NaN, so that reading it shows.
+/// A context whose pages are built as the cache builds them: BF16 rows, and codes of the BF16 rows.
+/// Everything a query may not read is filled with bytes that dequantize to NaN, so that reading it
+/// shows.
 pub(super) struct Context {
     pub full_codec: RowPageCodec,
     pub coded_codec: RowPageCodec,

@@ -1,4 +1,5 @@
-//! One byte of queries and weights adds next to nothing to what codes of one and two bits already lost.
+//! One byte of queries and weights adds next to nothing to what codes of one and two bits already
+//! lost.
 
 use super::*;
 
@@ -28,7 +29,8 @@ fn cases(d: usize) -> Vec<Case> {
         values: rows(TOKENS, values),
         queries: rows(QUERIES, queries),
     };
-    // Scores of unrelated tokens stay near zero, so `at` gives the rows at some tokens keys along the query.
+    // Scores of unrelated tokens stay near zero, so `at` gives the rows at some tokens keys along
+    // the query.
     let along = |token: usize, every: usize, size: f32, r: &mut Random| {
         if token.is_multiple_of(every) { size + 0.3 * r.normal() } else { r.normal() }
     };

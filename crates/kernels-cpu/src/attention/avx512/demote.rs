@@ -1,14 +1,15 @@
 //! Demotion on AVX-512, in the operations and the order of the scalar specification.
 //!
-//! Keys lie with a token in each lane, so sixteen rows are quantized side by side and every statistic is vertical.
-//! Values lie with a channel in each lane: statistics are taken row by row, codes slab by slab. Magnitudes of BF16
-//! are 15-bit integers, so the order statistic is found bit by bit, counting.
+//! Keys lie with a token in each lane, so sixteen rows are quantized side by side and every
+//! statistic is vertical. Values lie with a channel in each lane: statistics are taken row by row,
+//! codes slab by slab. Magnitudes of BF16 are 15-bit integers, so the order statistic is found bit
+//! by bit, counting.
 //!
-//! Codes that are rounded by what reads them are chosen before they are packed ([`super::round512`]): the levels take the
-//! place of the values.
+//! With query-aware rounding ([`super::rounding`]) levels are chosen before they are packed; they
+//! replace the values.
 //!
-//! A row whose stored minimum would be zero or subnormal, where the sign of zero and the flush mode matter, is
-//! left to the specification: [`demote`] returns false before it has written anything.
+//! A row whose stored minimum would be zero or subnormal, where the sign of zero and the flush mode
+//! matter, is left to the specification: [`demote`] returns false before it has written anything.
 
 use std::arch::x86_64::*;
 
@@ -16,31 +17,31 @@ use oscar_codec::affine::{SATURATION, max_code};
 use oscar_codec::clip::order_index;
 use oscar_codec::{PageCodec, RowPageCodec, Side, TILE_TOKENS};
 
-use super::block::{LANES, MAX_DIM};
+use crate::attention::block::{LANES, MAX_DIM};
 
-/// Rows of one side of a tile, clamped, with a lane for each token (keys) or channel (values), and the pair of
-/// each token.
+/// Rows of one side of a tile, clamped, with a lane for each token (keys) or channel (values), and
+/// the pair of each token.
 #[repr(C, align(64))]
-pub(super) struct Rows {
+pub(in crate::attention) struct Rows {
     /// `[channel][token]` for keys, `[token][channel]` for values.
-    pub(super) x: [f32; TILE_TOKENS * MAX_DIM],
+    pub(in crate::attention) x: [f32; TILE_TOKENS * MAX_DIM],
     /// BF16 magnitudes: `[channel pair][token][2]` for keys, `[token][channel]` for values.
     magnitudes: [u16; TILE_TOKENS * MAX_DIM],
-    pub(super) scale: [f32; TILE_TOKENS],
-    pub(super) min: [f32; TILE_TOKENS],
+    pub(in crate::attention) scale: [f32; TILE_TOKENS],
+    pub(in crate::attention) min: [f32; TILE_TOKENS],
     /// `x` before it was clipped, where codes are rounded.
-    pub(super) raw: [f32; TILE_TOKENS * MAX_DIM],
+    pub(in crate::attention) raw: [f32; TILE_TOKENS * MAX_DIM],
     /// `x` holds levels instead of values.
-    pub(super) levelled: bool,
+    pub(in crate::attention) levelled: bool,
 }
 
 /// Quantizes a tile; false if it has to go through the specification.
 ///
 /// # Safety
-/// AVX-512 F, BW, VL and DQ; both pages of their codecs' size in tile order, the full one BF16, the coded one
-/// affine with one group on both sides; the tile exists.
+/// AVX-512 F, BW, VL and DQ; both pages of their codecs' size in tile order, the full one BF16, the
+/// coded one affine with one group on both sides; the tile exists.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,f16c,popcnt")]
-pub(super) unsafe fn demote(
+pub(in crate::attention) unsafe fn demote(
     full: &RowPageCodec,
     full_page: &[u8],
     coded: &RowPageCodec,
@@ -132,11 +133,13 @@ fn threshold_value(magnitude: __m512i) -> __m512 {
 }
 
 impl Rows {
-    /// Widens a tile of keys, `[channel pair][16 tokens][2]`, and clips each row at its order statistic.
+    /// Widens a tile of keys, `[channel pair][16 tokens][2]`, and clips each row at its order
+    /// statistic.
     #[target_feature(enable = "avx512f,avx512bw")]
     fn load_keys(&mut self, tile: &[u8], d: usize, order: Option<usize>) {
         for (pair, line) in tile.chunks_exact(64).enumerate() {
-            // SAFETY: lines of 64 bytes; two vectors of sixteen floats for each channel pair of up to 128.
+            // SAFETY: lines of 64 bytes; two vectors of sixteen floats for each channel pair of up
+            // to 128.
             unsafe {
                 let bits = _mm512_loadu_si512(line.as_ptr().cast::<__m512i>());
                 _mm512_storeu_si512(self.magnitudes.as_mut_ptr().add(32 * pair).cast(), magnitude(bits));
@@ -149,7 +152,8 @@ impl Rows {
         }
         self.raw[..LANES * d].copy_from_slice(&self.x[..LANES * d]);
         let Some(order) = order else { return };
-        // Largest t with at most `order` magnitudes below it, bit by bit: that is the order statistic.
+        // Largest t with at most `order` magnitudes below it, bit by bit: that is the order
+        // statistic.
         let mut t = _mm512_setzero_si512();
         for bit in (0..15).rev() {
             let candidate = _mm512_or_si512(t, _mm512_set1_epi32(1 << bit));
@@ -177,13 +181,15 @@ impl Rows {
         }
     }
 
-    /// Widens a tile of values, `[token pair][channel][2]`, and clips each row at its order statistic.
+    /// Widens a tile of values, `[token pair][channel][2]`, and clips each row at its order
+    /// statistic.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,popcnt")]
     fn load_values(&mut self, tile: &[u8], d: usize, order: Option<usize>) {
         let slabs = d / LANES;
         for (i, line) in tile.chunks_exact(64).enumerate() {
             let (pair, slab) = (i / slabs, i % slabs);
-            // SAFETY: lines of 64 bytes; rows of d floats and d magnitudes for each of sixteen tokens.
+            // SAFETY: lines of 64 bytes; rows of d floats and d magnitudes for each of sixteen
+            // tokens.
             unsafe {
                 let bits = _mm512_loadu_si512(line.as_ptr().cast::<__m512i>());
                 let m = magnitude(bits);
@@ -362,7 +368,8 @@ impl Rows {
         }
     }
 
-    /// Codes of element `e` of a unit: one channel of sixteen tokens, or one token of sixteen channels.
+    /// Codes of element `e` of a unit: one channel of sixteen tokens, or one token of sixteen
+    /// channels.
     #[inline]
     #[target_feature(enable = "avx512f,avx512dq")]
     fn quantize<const BITS: u32>(&self, side: Side, d: usize, unit: usize, e: usize) -> __m512i {
@@ -386,10 +393,11 @@ impl Rows {
     }
 }
 
-/// The nearest level, or 0 where the row has no spread: `AffineParams::code` before it becomes an integer.
+/// The nearest level, or 0 where the row has no spread: `AffineParams::code` before it becomes an
+/// integer.
 #[inline]
 #[target_feature(enable = "avx512f,avx512dq")]
-pub(super) fn level(x: __m512, scale: __m512, min: __m512, top: f32) -> __m512 {
+pub(in crate::attention) fn level(x: __m512, scale: __m512, min: __m512, top: f32) -> __m512 {
     let spread = _mm512_cmp_ps_mask::<_CMP_GT_OQ>(scale, _mm512_setzero_ps());
     let level = _mm512_add_ps(_mm512_div_ps(_mm512_sub_ps(x, min), scale), _mm512_set1_ps(0.5));
     let level = _mm512_roundscale_ps::<0x09>(level);
@@ -400,7 +408,7 @@ pub(super) fn level(x: __m512, scale: __m512, min: __m512, top: f32) -> __m512 {
 /// Halves added to halves, vector by vector: the end of `oscar_codec::affine::lane_sum`.
 #[inline]
 #[target_feature(enable = "avx512f")]
-pub(super) fn halve(mut sums: [__m512; LANES]) -> __m512 {
+pub(in crate::attention) fn halve(mut sums: [__m512; LANES]) -> __m512 {
     let mut half = LANES / 2;
     while half > 0 {
         for i in 0..half {
@@ -414,7 +422,7 @@ pub(super) fn halve(mut sums: [__m512; LANES]) -> __m512 {
 /// The same within one vector.
 #[inline]
 #[target_feature(enable = "avx512f")]
-pub(super) fn halve_lanes(sum: __m512) -> f32 {
+pub(in crate::attention) fn halve_lanes(sum: __m512) -> f32 {
     let mut lanes = [0.0_f32; LANES];
     // SAFETY: sixteen floats.
     unsafe { _mm512_storeu_ps(lanes.as_mut_ptr(), sum) };

@@ -1,17 +1,18 @@
 //! The softmax of a page on AVX-512 where weights become single bytes.
 //!
-//! As in [`super::softmax512`] everything is relative to the page's own maximum. The weights `p · scale` of a row
-//! are rounded to 0..=255 of their largest; what rounding took from their sum is put back at the middle code, so
-//! that a flat tail keeps its mass even where its weights round to zero.
+//! As in [`super::softmax`] everything is relative to the page's own maximum. The weights `p ·
+//! scale` of a row are rounded to 0..=255 of their largest; what rounding took from their sum is
+//! put back at the middle code, so that a flat tail keeps its mass even where its weights round to
+//! zero.
 
 use std::arch::x86_64::*;
 
-use super::block::{BYTE_MAX, ROWS, RowBlock, middle_code};
-use super::page::PageView;
-use super::softmax512::{accumulate, exp2, fade_rows, maxima, move_maxima, prefetch, tile_mask};
+use super::softmax::{accumulate, exp2, fade_rows, maxima, move_maxima, prefetch, tile_mask};
+use crate::attention::block::{BYTE_MAX, ROWS, RowBlock, middle_code};
+use crate::attention::page::PageView;
 
-/// How far, in log2, the page's largest weight is counted below its largest score: scales are fp16, so beyond this
-/// the weights are those of tokens that themselves hardly count.
+/// How far, in log2, the page's largest weight is counted below its largest score: scales are fp16,
+/// so beyond this the weights are those of tokens that themselves hardly count.
 const LARGEST_LEAD: f32 = 30.0;
 
 /// 2^x for x in −126..=0 to 1.1e-4, a fortieth of a byte's step, and 2^-126 for NaN and all below.
@@ -42,13 +43,15 @@ fn log2_rough(x: __m512) -> __m512 {
     _mm512_add_ps(y, _mm512_getexp_ps(x))
 }
 
-/// Whether every row reads every token, so that nothing has to be masked. Padding rows may then come to anything.
+/// Whether every row reads every token, so that nothing has to be masked. Padding rows may then
+/// come to anything.
 #[inline]
 fn reads_whole_page(block: &RowBlock) -> bool {
     block.masks[..block.rows.min(ROWS)].iter().all(|&mask| mask == u64::MAX)
 }
 
-/// The largest scores of the page's tokens, and the largest of their weights `p · scale` as log2, a lane a row.
+/// The largest scores of the page's tokens, and the largest of their weights `p · scale` as log2, a
+/// lane a row.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn largest<const R: usize, const WHOLE: bool>(block: &RowBlock, scales: &[__m512; 4]) -> (__m512, __m512) {
@@ -80,13 +83,14 @@ fn value_params(view: &PageView<'_>, minima: bool) -> [__m512; 4] {
     })
 }
 
-/// Moves the running maxima to the page's and says in `entry` how the page enters. What was accumulated is left as it
-/// is, and so are the weights of the page before.
+/// Moves the running maxima to the page's and says in `entry` how the page enters. What was
+/// accumulated is left as it is, and so are the weights of the page before.
 ///
-/// The largest weight is known before the weights are, to half a percent, from scores and logarithms: a weight is
-/// rounded as soon as it is computed, and one that comes out above 255 is cut, which the correction of the sum covers.
+/// The largest weight is known before the weights are, to half a percent, from scores and
+/// logarithms: a weight is rounded as soon as it is computed, and one that comes out above 255 is
+/// cut, which the correction of the sum covers.
 #[target_feature(enable = "avx512f,avx512dq,f16c")]
-pub(super) fn find_maxima<const R: usize>(block: &mut RowBlock, view: &PageView<'_>) {
+pub(in crate::attention) fn find_maxima<const R: usize>(block: &mut RowBlock, view: &PageView<'_>) {
     prefetch(view.value_params.as_ptr(), view.ahead, 256);
     let scales = value_params(view, false);
     let (page_max, largest) = match reads_whole_page(block) {
@@ -112,13 +116,16 @@ pub(super) fn find_maxima<const R: usize>(block: &mut RowBlock, view: &PageView<
     }
 }
 
-/// Scores to weights `p · scale` as bytes of the page's largest, with `Σ p` and `Σ p·min` on the side, once
-/// [`find_maxima`] has filled `entry`.
+/// Scores to weights `p · scale` as bytes of the page's largest, with `Σ p` and `Σ p·min` on the
+/// side, once [`find_maxima`] has filled `entry`.
 ///
-/// The bytes of a row lie in the first of its two rows of `w_codes`, four tokens together, by quads of a tile and then
-/// by tiles: packing within quarters of a register leaves them so.
+/// The bytes of a row lie in the first of its two rows of `w_codes`, four tokens together, by quads
+/// of a tile and then by tiles: packing within quarters of a register leaves them so.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c")]
-pub(super) fn weigh_codes<const BITS: u32, const R: usize>(block: &mut RowBlock, view: &PageView<'_>) {
+pub(in crate::attention) fn weigh_codes<const BITS: u32, const R: usize>(
+    block: &mut RowBlock,
+    view: &PageView<'_>,
+) {
     match reads_whole_page(block) {
         true => weigh::<BITS, R, true>(block, view),
         false => weigh::<BITS, R, false>(block, view),
@@ -130,7 +137,7 @@ pub(super) fn weigh_codes<const BITS: u32, const R: usize>(block: &mut RowBlock,
 fn weigh<const BITS: u32, const R: usize, const WHOLE: bool>(block: &mut RowBlock, view: &PageView<'_>) {
     assert!(R <= ROWS);
     let scales = value_params(view, false);
-    // What the middle code decodes to: all weights are first counted at it.
+    // The value of the middle code: all weights are first counted at it.
     let mut middles = value_params(view, true);
     let middle = _mm512_set1_ps(middle_code(BITS));
     for (middle_value, &scale) in middles.iter_mut().zip(&scales) {
@@ -145,7 +152,8 @@ fn weigh<const BITS: u32, const R: usize, const WHOLE: bool>(block: &mut RowBloc
         _mm512_storeu_ps(block.w_step.as_mut_ptr(), step);
     }
 
-    // A row that leaves the page out goes through the same arithmetic with a factor of 0, which changes nothing.
+    // A row that leaves the page out goes through the same arithmetic with a factor of 0, which
+    // changes nothing.
     for row in 0..R {
         let entry = &block.entry;
         let (max, up) = (_mm512_set1_ps(entry.page_max[row]), _mm512_set1_ps(entry.to_bytes[row]));

@@ -1,18 +1,18 @@
 //! Coded and BF16 pages on AVX2.
 //!
 //! `vpmaddubsw` adds two products of an unsigned code and a signed byte to 16 bits. With codes up to `c` a pair is
-//! at most 2 · c · 128, so 2^15 / (256 · c) pairs can be added before the sums have to move to 32 bits:
-//! [`units_in_16_bits`] counts them, and a test proves that none overflows. BF16 rows become f32 by a shift or a
-//! mask; queries and weights stay f32.
+//! at most 2 · c · 128, so 2^15 / (256 · c) pairs can be added before the sums have to move to 32
+//! bits: [`units_in_16_bits`] counts them, and a test proves that none overflows. BF16 rows become
+//! f32 by a shift or a mask; queries and weights stay f32.
 
 use std::arch::x86_64::*;
 
-use super::avx2_int8;
-use super::avx512::tile_bytes;
-use super::block::{LANES, MAX_DIM, RowBlock, middle_code};
-use super::page::{PageView, Stage, Stages};
-use super::precision::AttentionPrecision;
-use super::softmax256::{weigh_codes, weigh_f32};
+use super::int8;
+use super::softmax::{weigh_codes, weigh_f32};
+use crate::attention::avx512::codes::tile_bytes;
+use crate::attention::block::{LANES, MAX_DIM, RowBlock, middle_code};
+use crate::attention::page::{PageView, Stage, Stages};
+use crate::attention::precision::AttentionPrecision;
 use oscar_codec::PAGE_TOKENS;
 
 /// Rows in registers at once: their 16-bit sums take half of the sixteen registers.
@@ -26,16 +26,20 @@ const fn units_in_16_bits(bits: u32) -> usize {
     (i16::MAX as usize / pair) / 4
 }
 
-pub(super) fn code_stages(precision: AttentionPrecision, key_bits: u32, value_bits: u32) -> Stages {
+pub(in crate::attention) fn code_stages(
+    precision: AttentionPrecision,
+    key_bits: u32,
+    value_bits: u32,
+) -> Stages {
     let score: Stage = match key_bits {
-        bits if precision.one_byte(bits) => avx2_int8::score_stage(bits),
+        bits if precision.one_byte(bits) => int8::score_stage(bits),
         1 => score::<1>,
         2 => score::<2>,
         3 => score::<3>,
         _ => score::<4>,
     };
     if precision.one_byte(value_bits) {
-        let (weigh, add_values) = (avx2_int8::weigh_stage(value_bits), avx2_int8::value_stage(value_bits));
+        let (weigh, add_values) = (int8::weigh_stage(value_bits), int8::value_stage(value_bits));
         return Stages { score, weigh, add_values, find_maxima: None };
     }
     let add_values: Stage = match value_bits {
@@ -53,7 +57,7 @@ pub(super) fn code_stages(precision: AttentionPrecision, key_bits: u32, value_bi
     Stages { score, weigh, add_values, find_maxima: None }
 }
 
-pub(super) fn bf16_stages() -> Stages {
+pub(in crate::attention) fn bf16_stages() -> Stages {
     Stages { score: score_bf16, weigh: weigh_f32, add_values: add_values_bf16, find_maxima: None }
 }
 
@@ -63,7 +67,7 @@ pub(super) fn bf16_stages() -> Stages {
 /// The tile must be readable for [`tile_bytes`] and contain the unit.
 #[inline]
 #[target_feature(enable = "avx2")]
-pub(super) unsafe fn quad<const BITS: u32, const J: usize>(
+pub(in crate::attention) unsafe fn quad<const BITS: u32, const J: usize>(
     tile: *const u8,
     unit: usize,
     half: usize,
@@ -159,7 +163,8 @@ fn score<const BITS: u32>(block: &mut RowBlock, view: &PageView<'_>) {
     for tile in 0..4 {
         for half in 0..2 {
             for first in (0..block.rows).step_by(STRIP) {
-                // SAFETY: tile and units are in the page, as asserted; blocks have ROWS rows, padding included.
+                // SAFETY: tile and units are in the page, as asserted; blocks have ROWS rows,
+                // padding included.
                 unsafe {
                     let keys = view.keys.as_ptr().add(tile * bytes);
                     let queries = block.q_codes.as_ptr().add(2 * first).cast::<i8>();
@@ -188,7 +193,8 @@ fn add_values<const BITS: u32>(block: &mut RowBlock, view: &PageView<'_>) {
     let d = block.head_dim;
     let bytes = tile_bytes(BITS, d);
     assert_eq!(view.values.len(), 4 * bytes);
-    // Not a constant to the compiler: unrolled over all tiles it keeps all weights in registers it has not got.
+    // Not a constant to the compiler: unrolled over all tiles it keeps all weights in registers it
+    // has not got.
     let tiles = view.values.len() / bytes;
     for slab in 0..d / LANES {
         for half in 0..2 {
@@ -256,7 +262,8 @@ fn score_bf16(block: &mut RowBlock, view: &PageView<'_>) {
     assert_eq!(view.keys.len(), PAGE_TOKENS * d * 2);
     for tile in 0..4 {
         for first in (0..block.rows).step_by(STRIP) {
-            // SAFETY: a tile is d/2 lines; blocks have ROWS rows of MAX_DIM floats, padding included.
+            // SAFETY: a tile is d/2 lines; blocks have ROWS rows of MAX_DIM floats, padding
+            // included.
             unsafe {
                 let queries = block.q.as_ptr().add(first).cast::<f32>();
                 let lines = view.keys.as_ptr().add(tile * 32 * d);

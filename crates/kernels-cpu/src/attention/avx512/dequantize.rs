@@ -1,34 +1,34 @@
 //! Coded pages as BF16 tiles on AVX-512, for every codec that has no kernel of its own.
 //!
-//! Codes placed by [`CodeLayout::CpuTile`] already lie as the tile wants them, a lane for a token (keys) or a channel
-//! (values): each lane's word is shifted, its code looked up, scaled and rounded. What lies row by row goes
-//! through [`rows512`](super::rows512).
+//! Codes placed by [`CodeLayout::CpuTile`] already lie as the tile wants them, a lane for a token
+//! (keys) or a channel (values): each lane's word is shifted, its code looked up, scaled and
+//! rounded. Sides stored row by row go through [`rows`](super::rows).
 //!
-//! Invariant: the tile is that of the rows `RowPageCodec::decode_token` defines, rounded to BF16, to the bit; values
-//! below the normal numbers become zero, as the BF16 products would make them. Tokens that are not asked for come
-//! out as zeros.
+//! Invariant: the tile is that of the rows `RowPageCodec::decode_token` defines, rounded to BF16,
+//! to the bit; values below the normal numbers become zero, as the BF16 products would make them.
+//! Tokens that are not asked for come out as zeros.
 
 use std::arch::x86_64::*;
 
 use oscar_codec::page::Scheme;
 use oscar_codec::{CodeLayout, PageCodec, RowPageCodec, Side, TILE_TOKENS};
 
-use super::block::{LANES, MAX_DIM};
-use super::decode::SidePage;
-use super::rows512;
-use super::tile::Bf16Tile;
+use super::rows;
+use crate::attention::block::{LANES, MAX_DIM};
+use crate::attention::dequantize::SidePage;
+use crate::attention::tile::Bf16Tile;
 
 /// Groups of channels a head may have.
 const MAX_GROUPS: usize = MAX_DIM / 32;
 /// Words of sixteen pairs.
 const LINE: usize = LANES;
 
-/// Is there a decoder here for this side?
-pub(super) fn reads(codec: &RowPageCodec, side: Side) -> bool {
+/// Whether [`dequantize`] reads this side.
+pub(in crate::attention) fn reads(codec: &RowPageCodec, side: Side) -> bool {
     if codec.is_mapped(side) {
         codec.spec(side).is_coded() && codec.layout() == CodeLayout::CpuTile
     } else {
-        rows512::reads(codec, side)
+        rows::reads(codec, side)
     }
 }
 
@@ -37,16 +37,21 @@ pub(super) fn reads(codec: &RowPageCodec, side: Side) -> bool {
 /// # Panics
 /// If [`reads`] does not hold.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")]
-pub(super) fn decode(page: SidePage<'_>, used: u64, halves: &mut Vec<u16>, tile: &mut Bf16Tile) {
+pub(in crate::attention) fn dequantize(
+    page: SidePage<'_>,
+    used: u64,
+    halves: &mut Vec<u16>,
+    tile: &mut Bf16Tile,
+) {
     let SidePage { codec, side, .. } = page;
-    assert!(reads(codec, side), "a side that AVX-512 decodes");
+    assert!(reads(codec, side), "a side that AVX-512 dequantizes");
     let words = tile.words_mut(codec.head_dim());
     if let Some(next) = page.pages.get(page.block + 1).copied().flatten() {
         fetch(&next[codec.codes_range(side)]);
         fetch(&next[codec.params_range(side)]);
     }
     if !codec.is_mapped(side) {
-        return rows512::decode(page, used, halves, words);
+        return rows::dequantize(page, used, halves, words);
     }
     let bytes = page.bytes();
     let spec = codec.spec(side);
@@ -77,7 +82,8 @@ pub(super) fn decode(page: SidePage<'_>, used: u64, halves: &mut Vec<u16>, tile:
     }
 }
 
-/// Fetches what is decoded next: pages lie apart, so the processor cannot know.
+/// Prefetches the bytes that are dequantized next: pages lie apart, so the processor cannot predict
+/// them.
 fn fetch(bytes: &[u8]) {
     for line in bytes.chunks(64) {
         // SAFETY: prefetches never fault.
@@ -92,7 +98,8 @@ struct Mapped<'a> {
     codes: &'a [u8],
     params: &'a [u8],
     scheme: Scheme,
-    /// What codes stand for before scale and offset, repeated: a lookup need not mask the bits above a code.
+    /// What codes stand for before scale and offset, repeated: a lookup need not mask the bits
+    /// above a code.
     levels: [f32; LANES],
     used: u64,
 }
@@ -141,7 +148,8 @@ impl Mapped<'_> {
         Pair { scale, second }
     }
 
-    /// Levels of the codes at `shift` in each lane of `low`, their top bits, if apart, at `top` in `high`.
+    /// Levels of the codes at `shift` in each lane of `low`, their top bits, if apart, at `top` in
+    /// `high`.
     #[inline]
     #[target_feature(enable = "avx512f")]
     fn level<const BITS: u32>(
@@ -288,14 +296,14 @@ static INTERLEAVE: [u16; 32] = {
 /// Thirty-two values as BF16, `low` first.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bf16")]
-pub(super) fn round_halves(low: __m512, high: __m512) -> __m512i {
+pub(in crate::attention) fn round_halves(low: __m512, high: __m512) -> __m512i {
     // SAFETY: both types are 512 plain bits.
     unsafe { std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low)) }
 }
 
 #[inline]
 #[target_feature(enable = "avx512f")]
-pub(super) fn load_floats(floats: &[f32; LANES]) -> __m512 {
+pub(in crate::attention) fn load_floats(floats: &[f32; LANES]) -> __m512 {
     // SAFETY: sixteen floats.
     unsafe { _mm512_loadu_ps(floats.as_ptr()) }
 }
@@ -310,7 +318,7 @@ fn load_line(bytes: &[u8], line: usize) -> __m512i {
 
 #[inline]
 #[target_feature(enable = "avx512f")]
-pub(super) fn store_line(out: &mut [u32; LINE], line: __m512i) {
+pub(in crate::attention) fn store_line(out: &mut [u32; LINE], line: __m512i) {
     // SAFETY: 64 bytes.
     unsafe { _mm512_storeu_si512(out.as_mut_ptr().cast(), line) }
 }

@@ -1,10 +1,10 @@
-//! Pages decoded to rows, for every codec that has no kernel of its own.
+//! Pages dequantized to rows, for every codec that has no kernel of its own.
 //!
-//! One body, compiled once for each instruction set; its loops are written so that the compiler finds vectors in
-//! them. A page is decoded once for all rows of a work item.
+//! One body, compiled once for each instruction set; its loops are written so that the compiler
+//! finds vectors in them. A page is dequantized once for all rows of a work item.
 //!
-//! Invariant: what comes out is what `RowPageCodec::decode_token` defines, to the bit (the official affine format:
-//! to a rounding of its offset). Tokens that are not asked for come out as zeros.
+//! Invariant: what comes out is what `RowPageCodec::decode_token` defines, to the bit (the official
+//! affine format: to a rounding of its offset). Tokens that are not asked for come out as zeros.
 
 use oscar_codec::channel_groups::GroupHeader;
 use oscar_codec::page::Scheme;
@@ -37,7 +37,7 @@ impl<'a> SidePage<'a> {
 }
 
 /// Decodes the tokens in `used` into `rows`, 64 × head size.
-pub(super) fn decode_page(
+pub(super) fn dequantize_page(
     variant: Variant,
     page: SidePage<'_>,
     used: u64,
@@ -48,33 +48,33 @@ pub(super) fn decode_page(
     match variant {
         // SAFETY: a variant is only passed on by `attend`, which found it available.
         #[cfg(target_arch = "x86_64")]
-        Variant::Avx2 => unsafe { decode_avx2(page, used, rows, codes) },
+        Variant::Avx2 => unsafe { dequantize_avx2(page, used, rows, codes) },
         // SAFETY: as above.
         #[cfg(target_arch = "x86_64")]
-        Variant::Avx512 | Variant::Amx => unsafe { decode_avx512(page, used, rows, codes) },
-        _ => decode_body(page, used, rows, codes),
+        Variant::Avx512 | Variant::Amx => unsafe { dequantize_avx512(page, used, rows, codes) },
+        _ => dequantize_body(page, used, rows, codes),
     }
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
-fn decode_avx2(page: SidePage<'_>, used: u64, rows: &mut [f32], codes: &mut CodeBuffer) {
-    decode_body(page, used, rows, codes);
+fn dequantize_avx2(page: SidePage<'_>, used: u64, rows: &mut [f32], codes: &mut CodeBuffer) {
+    dequantize_body(page, used, rows, codes);
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512vl,avx512bw,avx512dq")]
-fn decode_avx512(page: SidePage<'_>, used: u64, rows: &mut [f32], codes: &mut CodeBuffer) {
-    decode_body(page, used, rows, codes);
+fn dequantize_avx512(page: SidePage<'_>, used: u64, rows: &mut [f32], codes: &mut CodeBuffer) {
+    dequantize_body(page, used, rows, codes);
 }
 
 #[inline(always)]
-fn decode_body(page: SidePage<'_>, used: u64, rows: &mut [f32], buffer: &mut CodeBuffer) {
+fn dequantize_body(page: SidePage<'_>, used: u64, rows: &mut [f32], buffer: &mut CodeBuffer) {
     let SidePage { codec, side, .. } = page;
     let bytes = page.bytes();
     let d = codec.head_dim();
     if codec.token_groups(side).is_some() {
-        return decode_token_groups(page, used, rows, buffer);
+        return dequantize_token_groups(page, used, rows, buffer);
     }
     let codes = &bytes[codec.codes_range(side)];
     let mapped = MappedSide::new(codec, side);
@@ -83,7 +83,7 @@ fn decode_body(page: SidePage<'_>, used: u64, rows: &mut [f32], buffer: &mut Cod
             row.fill(0.0);
         } else if let Some(records) = codec.records(side) {
             let record = &codes[token * records.row_bytes()..][..records.row_bytes()];
-            decode_record(records, record, row, buffer);
+            dequantize_record(records, record, row, buffer);
         } else if codec.spec(side).is_coded() {
             mapped.decode_row(bytes, codes, token, row, buffer);
         } else {
@@ -222,8 +222,8 @@ fn unpack_tile(side: Side, codes: &[u8], bits: u32, token: usize, out: &mut [u32
     }
 }
 
-/// A word is a token's: byte `i` of plane `j` is channel `4j + i`. `N` channels a line; a shift of 0 begins codes
-/// anew, any other adds to them.
+/// A word is a token's: byte `i` of plane `j` is channel `4j + i`. `N` channels a line; a shift of
+/// 0 begins codes anew, any other adds to them.
 #[inline(always)]
 fn key_planes<const WIDTH: u32, const N: usize, const SHIFT: u32>(set: &[u8], lane: usize, out: &mut [u32]) {
     for (line, out) in set.as_chunks::<64>().0.iter().zip(out.as_chunks_mut::<N>().0) {
@@ -256,7 +256,7 @@ fn value_planes<const WIDTH: u32, const SHIFT: u32>(set: &[u8], lane: usize, out
 }
 
 #[inline(always)]
-fn decode_record(records: &RecordCodec, record: &[u8], row: &mut [f32], buffer: &mut CodeBuffer) {
+fn dequantize_record(records: &RecordCodec, record: &[u8], row: &mut [f32], buffer: &mut CodeBuffer) {
     match records {
         RecordCodec::Fp8 { head_dim } => {
             let scale = half::f16::from_le_bytes([record[*head_dim], record[head_dim + 1]]).to_f32();
@@ -264,7 +264,12 @@ fn decode_record(records: &RecordCodec, record: &[u8], row: &mut [f32], buffer: 
         }
         RecordCodec::TurboQuant(codec) => {
             for instance in codec.instances() {
-                decode_instance(instance, record, &mut row[instance.first..][..instance.channels], buffer);
+                dequantize_instance(
+                    instance,
+                    record,
+                    &mut row[instance.first..][..instance.channels],
+                    buffer,
+                );
             }
         }
     }
@@ -283,7 +288,7 @@ fn fp8_value(code: u8) -> f32 {
 }
 
 #[inline(always)]
-fn decode_instance(instance: &Instance, record: &[u8], row: &mut [f32], buffer: &mut CodeBuffer) {
+fn dequantize_instance(instance: &Instance, record: &[u8], row: &mut [f32], buffer: &mut CodeBuffer) {
     let (codes, signs, norm, residual) = instance.parts(record);
     let unpacked = &mut buffer[..row.len()];
     unpack_stream(codes, instance.bits, unpacked);
@@ -305,7 +310,7 @@ fn decode_instance(instance: &Instance, record: &[u8], row: &mut [f32], buffer: 
 }
 
 #[inline(always)]
-fn decode_token_groups(page: SidePage<'_>, used: u64, rows: &mut [f32], buffer: &mut CodeBuffer) {
+fn dequantize_token_groups(page: SidePage<'_>, used: u64, rows: &mut [f32], buffer: &mut CodeBuffer) {
     let SidePage { codec, side, pages, block, origin } = page;
     let Some(groups) = codec.token_groups(side) else { return };
     let (d, bytes) = (codec.head_dim(), page.bytes());

@@ -1,18 +1,18 @@
 //! BF16 pages on AVX-512: `vdpbf16ps` with keys `[channel pair][16 tokens][2]` and values
 //! `[token pair][channel][2]`.
 //!
-//! Queries and weights are rounded to BF16, products are exact and sums are f32. Each sum takes its pairs in
-//! order, whatever the number of rows.
+//! Queries and weights are rounded to BF16, products are exact and sums are f32. Each sum takes its
+//! pairs in order, whatever the number of rows.
 
 use std::arch::x86_64::*;
 
-use super::avx512::by_rows;
-use super::block::{LANES, MAX_DIM, RowBlock};
-use super::page::{PageView, Stages};
-use super::softmax512::weigh_bf16;
+use super::codes::by_rows;
+use super::softmax::weigh_bf16;
+use crate::attention::block::{LANES, MAX_DIM, RowBlock};
+use crate::attention::page::{PageView, Stages};
 use oscar_codec::PAGE_TOKENS;
 
-pub(super) fn stages(rows: usize) -> Stages {
+pub(in crate::attention) fn stages(rows: usize) -> Stages {
     Stages {
         score: by_rows!(rows, score),
         weigh: by_rows!(rows, weigh_bf16),
@@ -68,7 +68,8 @@ unsafe fn score_tiles<const R: usize, const T: usize>(
     let mut sums = [[_mm512_setzero_ps(); T]; R];
     let queries = block.q_bf16.as_ptr().cast::<u16>();
     for pair in 0..d / 2 {
-        // SAFETY: a tile is d/2 lines of 64 bytes; rows of queries hold MAX_DIM elements. Prefetches never fault.
+        // SAFETY: a tile is d/2 lines of 64 bytes; rows of queries hold MAX_DIM elements.
+        // Prefetches never fault.
         unsafe {
             let keys: [__m512bh; T] = std::array::from_fn(|t| {
                 let at = view.keys.as_ptr().add((first + t) * 32 * d + 64 * pair);

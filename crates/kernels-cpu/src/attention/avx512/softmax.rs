@@ -1,18 +1,19 @@
-//! The softmax of a page on AVX-512, shared by the code and BF16 kernels of the AVX-512 and AMX variants.
+//! The softmax of a page on AVX-512, shared by the code and BF16 kernels of the AVX-512 and AMX
+//! variants.
 //!
-//! Weights of a page are taken relative to the page's own maximum, `p = 2^(s − page max)`, and the page enters
-//! the running state by one factor a row, `2^(page max − running max)`. So the precision of a weight never
-//! depends on pages read before, and a long flat tail keeps its mass.
+//! Weights of a page are taken relative to the page's own maximum, `p = 2^(s − page max)`, and the
+//! page enters the running state by one factor a row, `2^(page max − running max)`. So the
+//! precision of a weight never depends on pages read before, and a long flat tail keeps its mass.
 
 use std::arch::x86_64::*;
 
-use super::block::{FIXED_MAX, LANES, NEGLIGIBLE, ROWS, RowBlock, TINY, middle_code};
-use super::page::PageView;
+use crate::attention::block::{FIXED_MAX, LANES, NEGLIGIBLE, ROWS, RowBlock, TINY, middle_code};
+use crate::attention::page::PageView;
 
 /// 2^x to about one unit in the last place; 0 for NaN and for x below −126 or so.
 #[inline]
 #[target_feature(enable = "avx512f")]
-pub(super) fn exp2(x: __m512) -> __m512 {
+pub(in crate::attention) fn exp2(x: __m512) -> __m512 {
     // The second operand wins where the first is NaN.
     let x = _mm512_max_ps(x, _mm512_set1_ps(-200.0));
     let whole = _mm512_roundscale_ps::<0x08>(x);
@@ -33,14 +34,15 @@ struct Factors {
 
 /// The 16 tokens of a tile that a row reads.
 #[inline]
-pub(super) fn tile_mask(mask: u64, tile: usize) -> __mmask16 {
+pub(in crate::attention) fn tile_mask(mask: u64, tile: usize) -> __mmask16 {
     (mask >> (16 * tile)) as u16
 }
 
-/// The largest element of each of up to eight vectors, in the lane of its number. Lanes beyond repeat others.
+/// The largest element of each of up to eight vectors, in the lane of its number. Lanes beyond
+/// repeat others.
 #[inline]
 #[target_feature(enable = "avx512f")]
-pub(super) fn maxima<const R: usize>(v: &[__m512; R]) -> __m512 {
+pub(in crate::attention) fn maxima<const R: usize>(v: &[__m512; R]) -> __m512 {
     let at = |i: usize| v[i % R];
     let pair = |a: __m512, b: __m512| _mm512_max_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
     let four = |i: usize| {
@@ -84,7 +86,7 @@ fn factors<const R: usize>(block: &mut RowBlock) -> Factors {
 }
 
 /// What a page's maxima do to the running ones, a lane a row.
-pub(super) struct Moves {
+pub(in crate::attention) struct Moves {
     /// Factor of the page's weights; zero leaves the page out.
     pub page: __m512,
     /// Factor of what was accumulated before, due to the rows in `moved`.
@@ -92,11 +94,11 @@ pub(super) struct Moves {
     pub moved: __mmask16,
 }
 
-/// Moves the running maxima to a page's, a lane a row. Rows that read nothing of the page keep their state: their
-/// page factor is 0.
+/// Moves the running maxima to a page's, a lane a row. Rows that read nothing of the page keep
+/// their state: their page factor is 0.
 #[inline]
 #[target_feature(enable = "avx512f,avx512dq")]
-pub(super) fn move_maxima(block: &mut RowBlock, page_max: __m512) -> Moves {
+pub(in crate::attention) fn move_maxima(block: &mut RowBlock, page_max: __m512) -> Moves {
     // SAFETY: an array of sixteen floats.
     let (before, now) = unsafe {
         let before = _mm512_loadu_ps(block.max.as_ptr());
@@ -108,7 +110,8 @@ pub(super) fn move_maxima(block: &mut RowBlock, page_max: __m512) -> Moves {
     // False for NaN too: −∞ − −∞ of a row that has read nothing yet.
     let counts = _mm512_cmp_ps_mask::<_CMP_GE_OQ>(distance, _mm512_set1_ps(NEGLIGIBLE));
     block.any_weight = counts != 0;
-    // Either the page or what was before is at the new maximum, and the other one is this far below.
+    // Either the page or what was before is at the new maximum, and the other one is this far
+    // below.
     let below = exp2(_mm512_min_ps(distance, _mm512_sub_ps(before, now)));
     let moved = _mm512_cmp_ps_mask::<_CMP_GT_OQ>(page_max, before);
     Moves {
@@ -121,7 +124,11 @@ pub(super) fn move_maxima(block: &mut RowBlock, page_max: __m512) -> Moves {
 /// Fades what was accumulated below maxima that moved.
 #[inline]
 #[target_feature(enable = "avx512f")]
-pub(super) fn fade_rows<const R: usize>(block: &mut RowBlock, moved: __mmask16, fading: &[f32; LANES]) {
+pub(in crate::attention) fn fade_rows<const R: usize>(
+    block: &mut RowBlock,
+    moved: __mmask16,
+    fading: &[f32; LANES],
+) {
     if moved != 0 {
         (0..R).filter(|row| moved >> row & 1 == 1).for_each(|row| fade(block, row, fading[row]));
     }
@@ -162,7 +169,7 @@ fn weights(block: &RowBlock, row: usize, page_max: f32) -> [__m512; 4] {
 /// Adds `factor · v` to sixteen partial sums.
 #[inline]
 #[target_feature(enable = "avx512f")]
-pub(super) fn accumulate(sums: &mut [f32; LANES], factor: f32, v: __m512) {
+pub(in crate::attention) fn accumulate(sums: &mut [f32; LANES], factor: f32, v: __m512) {
     // SAFETY: sixteen floats.
     unsafe {
         let sum = _mm512_fmadd_ps(_mm512_set1_ps(factor), v, _mm512_loadu_ps(sums.as_ptr()));
@@ -170,9 +177,13 @@ pub(super) fn accumulate(sums: &mut [f32; LANES], factor: f32, v: __m512) {
     }
 }
 
-/// Scores to fixed-point weights `p · scale` of the value codes, with `Σ p` and `Σ p·min` on the side.
+/// Scores to fixed-point weights `p · scale` of the value codes, with `Σ p` and `Σ p·min` on the
+/// side.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,f16c")]
-pub(super) fn weigh_codes<const BITS: u32, const R: usize>(block: &mut RowBlock, view: &PageView<'_>) {
+pub(in crate::attention) fn weigh_codes<const BITS: u32, const R: usize>(
+    block: &mut RowBlock,
+    view: &PageView<'_>,
+) {
     assert!(R <= ROWS && view.value_params.len() == 256);
     let params = view.value_params.as_ptr();
     prefetch(params, view.ahead, 256);
@@ -189,7 +200,8 @@ pub(super) fn weigh_codes<const BITS: u32, const R: usize>(block: &mut RowBlock,
     // SAFETY: sixteen floats.
     unsafe { _mm512_storeu_ps(page.as_mut_ptr(), factors.page) };
 
-    // A row that leaves the page out goes through the same arithmetic with a factor of 0, which changes nothing.
+    // A row that leaves the page out goes through the same arithmetic with a factor of 0, which
+    // changes nothing.
     let mut largest = [_mm512_setzero_ps(); R];
     let mut shared = [_mm512_setzero_ps(); R];
     for row in 0..R {
@@ -227,11 +239,13 @@ pub(super) fn weigh_codes<const BITS: u32, const R: usize>(block: &mut RowBlock,
     }
 }
 
-/// Rounds a row's weights to fixed point, writes both bytes, and returns partial sums of what rounding took.
+/// Rounds a row's weights to fixed point, writes both bytes, and returns partial sums of what
+/// rounding took.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
 fn split_weights(block: &mut RowBlock, row: usize, step: f32, inverse: f32) -> __m512 {
-    /// Even elements of two vectors in order: the low halves of 32-bit lanes, or the low bytes of 16-bit ones.
+    /// Even elements of two vectors in order: the low halves of 32-bit lanes, or the low bytes of
+    /// 16-bit ones.
     const EVEN_WORDS: [u16; 32] = {
         let mut index = [0; 32];
         let mut i = 0;
@@ -277,9 +291,10 @@ fn split_weights(block: &mut RowBlock, row: usize, step: f32, inverse: f32) -> _
     rest
 }
 
-/// Scores to BF16 weights. The sum is that of the rounded weights, so that rounding does not change the total.
+/// Scores to BF16 weights. The sum is that of the rounded weights, so that rounding does not change
+/// the total.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")]
-pub(super) fn weigh_bf16<const R: usize>(block: &mut RowBlock, _: &PageView<'_>) {
+pub(in crate::attention) fn weigh_bf16<const R: usize>(block: &mut RowBlock, _: &PageView<'_>) {
     assert!(R <= ROWS);
     let factors = factors::<R>(block);
     // SAFETY: sixteen floats.
@@ -304,10 +319,11 @@ pub(super) fn weigh_bf16<const R: usize>(block: &mut RowBlock, _: &PageView<'_>)
 /// Asks for `bytes` bytes at `ahead` bytes from `at`.
 #[inline]
 #[target_feature(enable = "avx512f")]
-pub(super) fn prefetch(at: *const u8, ahead: isize, bytes: usize) {
+pub(in crate::attention) fn prefetch(at: *const u8, ahead: isize, bytes: usize) {
     let mut line = 0;
     while line < bytes {
-        // SAFETY: a prefetch reads nothing and never faults, whatever the address. (Newer compilers call it safe.)
+        // SAFETY: a prefetch reads nothing and never faults, whatever the address. (Newer compilers
+        // call it safe.)
         #[allow(unused_unsafe)]
         unsafe {
             _mm_prefetch::<_MM_HINT_T0>(at.wrapping_offset(ahead).wrapping_add(line).cast());

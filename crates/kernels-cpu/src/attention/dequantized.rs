@@ -1,7 +1,7 @@
-//! Pages decoded to f32: the scalar variant, and every codec that has no kernel of its own.
+//! Pages dequantized to f32: the scalar variant, and every codec that has no kernel of its own.
 //!
-//! One body, compiled once for each instruction set. Dot products are sixteen strided sums, so that the compiler
-//! can use vectors without changing the order of additions.
+//! One body, compiled once for each instruction set. Dot products are sixteen strided sums, so that
+//! the compiler can use vectors without changing the order of additions.
 
 use oscar_codec::PAGE_TOKENS;
 
@@ -24,7 +24,7 @@ pub(super) fn stages(variant: Variant) -> Stages {
 #[inline(always)]
 fn score_body(block: &mut RowBlock, view: &PageView<'_>) {
     let d = block.head_dim;
-    let keys = &view.decoded.expect("a decoded page").keys;
+    let keys = &view.dequantized.expect("a dequantized page").keys;
     for (token, key) in keys.chunks_exact(d).enumerate() {
         for row in 0..block.rows {
             let mut lanes = [0.0_f32; LANES];
@@ -41,7 +41,7 @@ fn score_body(block: &mut RowBlock, view: &PageView<'_>) {
 #[inline(always)]
 fn add_values_body(block: &mut RowBlock, view: &PageView<'_>) {
     let d = block.head_dim;
-    let values = &view.decoded.expect("a decoded page").values;
+    let values = &view.dequantized.expect("a dequantized page").values;
     for (token, value) in values.chunks_exact(d).enumerate() {
         for row in 0..block.rows {
             let weight = block.scores[row][token];

@@ -1,17 +1,18 @@
 //! Codes of one and two bits on AVX2, against queries and weights of one byte (why that is enough:
-//! [`super::precision`]).
+//! [`crate::attention::precision`]).
 //!
 //! `vpmaddubsw` multiplies unsigned by signed bytes and adds pairs to 16 bits: codes by signed queries, or unsigned
-//! weights by codes. 16-bit sums move to 32 bits before they could overflow; a test proves the counts. A strip of four
-//! rows keeps both halves of a line in registers, so that a broadcast serves two products.
+//! weights by codes. 16-bit sums move to 32 bits before they could overflow; a test proves the
+//! counts. A strip of four rows keeps both halves of a line in registers, so that a broadcast
+//! serves two products.
 
 use std::arch::x86_64::*;
 
-use super::avx2::quad;
-use super::avx512::tile_bytes;
-use super::block::{LANES, MAX_DIM, RowBlock, middle_code};
-use super::page::{PageView, Stage};
-use super::softmax256::weigh_bytes;
+use super::codes::quad;
+use super::softmax::weigh_bytes;
+use crate::attention::avx512::codes::tile_bytes;
+use crate::attention::block::{LANES, MAX_DIM, RowBlock, middle_code};
+use crate::attention::page::{PageView, Stage};
 use oscar_codec::PAGE_TOKENS;
 
 /// Rows in registers at once: 16-bit sums of two halves of a line each.
@@ -28,22 +29,23 @@ const fn units_in_16_bits(bits: u32, byte: usize) -> usize {
     (i16::MAX as usize / (2 * ((1 << bits) - 1) * byte)) / 4
 }
 
-pub(super) fn score_stage(bits: u32) -> Stage {
+pub(in crate::attention) fn score_stage(bits: u32) -> Stage {
     if bits == 1 { score::<1> } else { score::<2> }
 }
 
-pub(super) fn weigh_stage(bits: u32) -> Stage {
+pub(in crate::attention) fn weigh_stage(bits: u32) -> Stage {
     if bits == 1 { weigh_bytes::<1> } else { weigh_bytes::<2> }
 }
 
-pub(super) fn value_stage(bits: u32) -> Stage {
+pub(in crate::attention) fn value_stage(bits: u32) -> Stage {
     if bits == 1 { add_values::<1> } else { add_values::<2> }
 }
 
 /// Exact sums of `R` rows, for both halves of a line.
 type Sums<const R: usize> = [[__m256i; 2]; R];
 
-/// Products of all units with `R` rows of bytes: signed ones by codes, or, if `UNSIGNED`, unsigned ones.
+/// Products of all units with `R` rows of bytes: signed ones by codes, or, if `UNSIGNED`, unsigned
+/// ones.
 ///
 /// # Safety
 /// `tile_of(u)` must give, for each of `units` units, a tile and the unit's place in it as [`quad`] wants them;
@@ -122,7 +124,8 @@ fn score<const BITS: u32>(block: &mut RowBlock, view: &PageView<'_>) {
     assert_eq!(view.keys.len(), 4 * bytes);
     assert_eq!(view.key_params.len(), 4 * PAGE_TOKENS);
     for tile in 0..4 {
-        // SAFETY: tiles and units are in the page; high bytes of the rows, padding included, are every other row of
+        // SAFETY: tiles and units are in the page; high bytes of the rows, padding included, are
+        // every other row of
         // `q_codes`; scores have room for 64 tokens.
         unsafe {
             let keys = view.keys.as_ptr().add(tile * bytes);
@@ -161,7 +164,8 @@ fn add_values<const BITS: u32>(block: &mut RowBlock, view: &PageView<'_>) {
     let d = block.head_dim;
     let bytes = tile_bytes(BITS, d);
     assert_eq!(view.values.len(), 4 * bytes);
-    // Not a constant to the compiler: unrolled over all tiles it keeps all weights in registers it has not got.
+    // Not a constant to the compiler: unrolled over all tiles it keeps all weights in registers it
+    // has not got.
     let tiles = view.values.len() / bytes;
     for slab in 0..d / LANES {
         for first in (0..block.rows).step_by(STRIP) {

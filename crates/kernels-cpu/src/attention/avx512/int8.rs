@@ -1,21 +1,22 @@
-//! Codes of one and two bits on AVX-512 VNNI, against queries and weights of one byte (why that is enough:
-//! [`super::precision`]).
+//! Codes of one and two bits on AVX-512 VNNI, against queries and weights of one byte (why that is
+//! enough: [`crate::attention::precision`]).
 //!
-//! Keys: unsigned codes by signed high bytes of the queries, `|Σ| ≤ 256 · 3 · 127`; the few rows that need their low
-//! bytes get them in a pass of their own. Values: unsigned weights 0..=255 by codes, which are small enough to be
-//! signed ones, `Σ ≤ 64 · 255 · 3`. All sums are exact. A line of 64 bytes holds `8 / BITS` planes of codes, unpacked
-//! in registers once for all rows of the block.
+//! Keys: unsigned codes by signed high bytes of the queries, `|Σ| ≤ 256 · 3 · 127`; the few rows
+//! that need their low bytes get them in a pass of their own. Values: unsigned weights 0..=255 by
+//! codes, which are small enough to be signed ones, `Σ ≤ 64 · 255 · 3`. All sums are exact. A line
+//! of 64 bytes holds `8 / BITS` planes of codes, unpacked in registers once for all rows of the
+//! block.
 
 use std::arch::x86_64::*;
 
-use super::avx512::{by_rows, tile_bytes};
-use super::block::{LANES, MAX_DIM, ROWS, RowBlock, middle_code};
-use super::page::{PageView, Stage, Stages};
-use super::softmax512::prefetch;
-use super::softmax512_int8::{find_maxima, weigh_codes};
+use super::codes::{by_rows, tile_bytes};
+use super::softmax::prefetch;
+use super::softmax_int8::{find_maxima, weigh_codes};
+use crate::attention::block::{LANES, MAX_DIM, ROWS, RowBlock, middle_code};
+use crate::attention::page::{PageView, Stage, Stages};
 use oscar_codec::PAGE_TOKENS;
 
-pub(super) fn score_stage(bits: u32, rows: usize) -> Stage {
+pub(in crate::attention) fn score_stage(bits: u32, rows: usize) -> Stage {
     match bits {
         1 => by_rows!(rows, score, 1),
         _ => by_rows!(rows, score, 2),
@@ -23,7 +24,7 @@ pub(super) fn score_stage(bits: u32, rows: usize) -> Stage {
 }
 
 /// Values of `bits` bits after any stage that scores.
-pub(super) fn stages(score: Stage, bits: u32, rows: usize) -> Stages {
+pub(in crate::attention) fn stages(score: Stage, bits: u32, rows: usize) -> Stages {
     let find_maxima: Stage = by_rows!(rows, find_maxima);
     let (weigh, add_values): (Stage, Stage) = match bits {
         1 => (by_rows!(rows, weigh_codes, 1), by_rows!(rows, add_values, 1)),
@@ -96,11 +97,12 @@ fn score<const BITS: u32, const R: usize>(block: &mut RowBlock, view: &PageView<
     }
 }
 
-/// Integer products of `T` tiles of keys with one byte of `R` rows, which are `row_stride` bytes apart.
+/// Integer products of `T` tiles of keys with one byte of `R` rows, which are `row_stride` bytes
+/// apart.
 ///
 /// # Safety
-/// Keys of the tiles, `head_dim · 16 · BITS / 8` bytes each, must be readable at `keys`, and `head_dim` bytes of each
-/// row at `queries`. The processor must have VNNI.
+/// Keys of the tiles, `head_dim · 16 · BITS / 8` bytes each, must be readable at `keys`, and
+/// `head_dim` bytes of each row at `queries`. The processor must have VNNI.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
 unsafe fn key_products<const BITS: u32, const R: usize, const T: usize>(
@@ -159,7 +161,8 @@ unsafe fn score_tiles<const BITS: u32, const R: usize, const T: usize>(
     first: usize,
 ) {
     let d = block.head_dim;
-    // SAFETY: the tiles are in the page; high bytes of the rows are every other row of `q_codes`; scores have room for
+    // SAFETY: the tiles are in the page; high bytes of the rows are every other row of `q_codes`;
+    // scores have room for
     // 64 tokens.
     unsafe {
         let keys = view.keys.as_ptr().add(first * tile_bytes(BITS, d));

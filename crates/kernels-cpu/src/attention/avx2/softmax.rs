@@ -1,10 +1,12 @@
-//! The softmax of a page on AVX2, shared by the code and BF16 kernels: as in the AVX-512 variant, weights of a page
-//! are relative to the page's own maximum.
+//! The softmax of a page on AVX2, shared by the code and BF16 kernels: as in the AVX-512 variant,
+//! weights of a page are relative to the page's own maximum.
 
 use std::arch::x86_64::*;
 
-use super::block::{BYTE_MAX, FIXED_MAX, LANES, NEGLIGIBLE, RowBlock, fixed_point_step, middle_code};
-use super::page::PageView;
+use crate::attention::block::{
+    BYTE_MAX, FIXED_MAX, LANES, NEGLIGIBLE, RowBlock, fixed_point_step, middle_code,
+};
+use crate::attention::page::PageView;
 use oscar_codec::PAGE_TOKENS;
 
 /// 32-bit lanes of a vector.
@@ -69,8 +71,8 @@ fn accumulate(sums: &mut [f32; LANES], factor: f32, v: [__m256; 2]) {
     }
 }
 
-/// Moves a row's maximum, fading what was accumulated below it, and returns the page's factor and its weights; `None`
-/// if the row gives the page no weight.
+/// Moves a row's maximum, fading what was accumulated below it, and returns the page's factor and
+/// its weights; `None` if the row gives the page no weight.
 #[inline]
 #[target_feature(enable = "avx2,fma")]
 fn weigh_row(block: &mut RowBlock, row: usize) -> Option<(f32, Page)> {
@@ -110,7 +112,7 @@ fn weigh_row(block: &mut RowBlock, row: usize) -> Option<(f32, Page)> {
 
 /// Scores to f32 weights, for BF16 pages.
 #[target_feature(enable = "avx2,fma")]
-pub(super) fn weigh_f32(block: &mut RowBlock, _: &PageView<'_>) {
+pub(in crate::attention) fn weigh_f32(block: &mut RowBlock, _: &PageView<'_>) {
     block.any_weight = false;
     for row in 0..block.rows {
         let weighed = weigh_row(block, row);
@@ -124,10 +126,11 @@ pub(super) fn weigh_f32(block: &mut RowBlock, _: &PageView<'_>) {
     }
 }
 
-/// Scores to fixed-point weights `p · scale` of the value codes, with `Σ p` and `Σ p·min` on the side: two bytes each,
+/// Scores to fixed-point weights `p · scale` of the value codes, with `Σ p` and `Σ p·min` on the
+/// side: two bytes each,
 /// `256·hi + lo`.
 #[target_feature(enable = "avx2,fma,f16c")]
-pub(super) fn weigh_codes<const BITS: u32>(block: &mut RowBlock, view: &PageView<'_>) {
+pub(in crate::attention) fn weigh_codes<const BITS: u32>(block: &mut RowBlock, view: &PageView<'_>) {
     weigh_fixed::<BITS>(block, view, FIXED_MAX, |rows, fixed| {
         for half in 0..2 {
             let hi: [__m256i; 4] = std::array::from_fn(|i| {
@@ -148,7 +151,7 @@ pub(super) fn weigh_codes<const BITS: u32>(block: &mut RowBlock, view: &PageView
 
 /// The same with one unsigned byte, in the first of a row's two rows of `w_codes`.
 #[target_feature(enable = "avx2,fma,f16c")]
-pub(super) fn weigh_bytes<const BITS: u32>(block: &mut RowBlock, view: &PageView<'_>) {
+pub(in crate::attention) fn weigh_bytes<const BITS: u32>(block: &mut RowBlock, view: &PageView<'_>) {
     weigh_fixed::<BITS>(block, view, BYTE_MAX, |rows, fixed| {
         for half in 0..2 {
             let quarters = std::array::from_fn(|i| fixed[4 * half + i]);
@@ -161,7 +164,8 @@ pub(super) fn weigh_bytes<const BITS: u32>(block: &mut RowBlock, view: &PageView
     });
 }
 
-/// Weights as integers up to `fixed_max`, the page's largest of each row. `store` writes a row's two rows of bytes.
+/// Weights as integers up to `fixed_max`, the page's largest of each row. `store` writes a row's
+/// two rows of bytes.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
 fn weigh_fixed<const BITS: u32>(

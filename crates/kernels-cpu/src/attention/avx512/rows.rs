@@ -1,10 +1,11 @@
 //! Sides that lie row by row (records, and codes grouped along tokens) as BF16 tiles on AVX-512.
 //!
-//! Thirty-two codes at a time: their bytes are spread over the halves of a register and shifted into place, and become
-//! BF16 by lookup or arithmetic. Sixteen rows (keys) or two (values) are then turned into tile order.
+//! Thirty-two codes at a time: their bytes are spread over the halves of a register and shifted
+//! into place, and become BF16 by lookup or arithmetic. Sixteen rows (keys) or two (values) are
+//! then turned into tile order.
 //!
-//! Invariant: that of [`decode512`](super::decode512). Sketches of residuals are summed four signs at a time, so
-//! their rows may differ from the specification by the rounding of those sums.
+//! Invariant: that of [`dequantize`](super::dequantize). Sketches of residuals are summed four
+//! signs at a time, so their rows may differ from the specification by the rounding of those sums.
 
 use std::arch::x86_64::*;
 
@@ -13,18 +14,18 @@ use oscar_codec::record::RecordCodec;
 use oscar_codec::turboquant::Instance;
 use oscar_codec::{PAGE_TOKENS, PageCodec, RowPageCodec, Side, TILE_TOKENS};
 
-use super::block::{LANES, MAX_DIM};
-use super::decode::SidePage;
-use super::decode512::{load_floats, round_halves, store_line};
-use super::sketch512::SketchSums;
+use super::dequantize::{load_floats, round_halves, store_line};
+use super::sketch::SketchSums;
+use crate::attention::block::{LANES, MAX_DIM};
+use crate::attention::dequantize::SidePage;
 
 /// Codes taken at a time.
 const CHUNK: usize = 32;
 /// Promoted channels whose high bits one lookup can place.
 const MAX_PROMOTED: usize = 64;
 
-/// Is there a decoder here for this side, which lies row by row?
-pub(super) fn reads(codec: &RowPageCodec, side: Side) -> bool {
+/// Whether [`dequantize`] reads this side, which lies row by row.
+pub(in crate::attention) fn reads(codec: &RowPageCodec, side: Side) -> bool {
     match codec.token_groups(side) {
         // High bits of a token must begin at a byte.
         Some(groups) => groups.promoted().is_multiple_of(4) && groups.promoted() <= MAX_PROMOTED,
@@ -34,15 +35,20 @@ pub(super) fn reads(codec: &RowPageCodec, side: Side) -> bool {
 
 /// Decodes the tokens in `used` into the tile's `words`.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")]
-pub(super) fn decode(page: SidePage<'_>, used: u64, halves: &mut Vec<u16>, words: &mut [u32]) {
+pub(in crate::attention) fn dequantize(
+    page: SidePage<'_>,
+    used: u64,
+    halves: &mut Vec<u16>,
+    words: &mut [u32],
+) {
     let SidePage { codec, side, .. } = page;
     let d = codec.head_dim();
     // Rows are written in whole chunks and read in whole lines: both may run over the last one.
     halves.resize(PAGE_TOKENS * d + CHUNK, 0);
     if let Some(groups) = codec.token_groups(side) {
-        decode_groups(page, groups, used, halves);
+        dequantize_groups(page, groups, used, halves);
     } else if let Some(records) = codec.records(side) {
-        decode_records(records, &page.bytes()[codec.codes_range(side)], d, used, halves);
+        dequantize_records(records, &page.bytes()[codec.codes_range(side)], d, used, halves);
     }
     match side {
         Side::Key => turn_keys(halves, d, words),
@@ -76,7 +82,8 @@ impl Spread {
         }
     }
 
-    /// Thirty-two codes of up to four bits from byte `at` on, each in the low bits of a half; anything above them.
+    /// Thirty-two codes of up to four bits from byte `at` on, each in the low bits of a half;
+    /// anything above them.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw")]
     fn codes(&self, bytes: &[u8], at: usize) -> __m512i {
@@ -121,7 +128,7 @@ fn half_at(bytes: &[u8]) -> f32 {
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")]
-fn decode_records(records: &RecordCodec, bytes: &[u8], d: usize, used: u64, rows: &mut [u16]) {
+fn dequantize_records(records: &RecordCodec, bytes: &[u8], d: usize, used: u64, rows: &mut [u16]) {
     let row_bytes = records.row_bytes();
     let mut turbo: Vec<TurboInstance<'_>> = match records {
         RecordCodec::TurboQuant(codec) => {
@@ -139,20 +146,21 @@ fn decode_records(records: &RecordCodec, bytes: &[u8], d: usize, used: u64, rows
         if used >> token & 1 == 0 {
             row[..d].fill(0);
         } else if let RecordCodec::Fp8 { .. } = records {
-            decode_fp8(bytes, token * row_bytes, d, row);
+            dequantize_fp8(bytes, token * row_bytes, d, row);
         } else {
-            turbo.iter().for_each(|instance| instance.decode(bytes, token, row_bytes, row));
+            turbo.iter().for_each(|instance| instance.dequantize(bytes, token, row_bytes, row));
         }
     }
 }
 
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")]
-fn decode_fp8(bytes: &[u8], at: usize, d: usize, row: &mut [u16]) {
+fn dequantize_fp8(bytes: &[u8], at: usize, d: usize, row: &mut [u16]) {
     let scale = _mm512_set1_ps(half_at(&bytes[at + d..]));
     for channel in (0..d).step_by(CHUNK) {
         let codes = &bytes[at + channel..];
-        // The last sixteen channels of an odd head stand beside what comes after, which is not read back.
+        // The last sixteen channels of an odd head stand beside what comes after, which is not read
+        // back.
         let low = codes.first_chunk().map_or(_mm512_setzero_ps(), |codes| fp8_values(codes, scale));
         let high = codes.get(LANES..).and_then(|codes| codes.first_chunk());
         let high = high.map_or(_mm512_setzero_ps(), |codes| fp8_values(codes, scale));
@@ -165,7 +173,8 @@ fn decode_fp8(bytes: &[u8], at: usize, d: usize, row: &mut [u16]) {
 fn fp8_values(codes: &[u8; LANES], scale: __m512) -> __m512 {
     // SAFETY: sixteen bytes.
     let codes = _mm256_cvtepu8_epi16(unsafe { _mm_loadu_si128(codes.as_ptr().cast()) });
-    // Sign, exponent and mantissa where an fp16 has them: the value of such a half is 2⁻⁸ of the code's.
+    // Sign, exponent and mantissa where an fp16 has them: the value of such a half is 2⁻⁸ of the
+    // code's.
     let sign = _mm256_slli_epi16::<8>(_mm256_and_si256(codes, _mm256_set1_epi16(0x80)));
     let rest = _mm256_slli_epi16::<7>(_mm256_and_si256(codes, _mm256_set1_epi16(0x7f)));
     let value = _mm512_cvtph_ps(_mm256_or_si256(sign, rest));
@@ -211,7 +220,7 @@ impl<'a> TurboInstance<'a> {
     /// Decodes the instance's channels of one of the side's records.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")]
-    fn decode(&self, bytes: &[u8], token: usize, row_bytes: usize, row: &mut [u16]) {
+    fn dequantize(&self, bytes: &[u8], token: usize, row_bytes: usize, row: &mut [u16]) {
         let Instance { first, channels, .. } = *self.instance;
         let at = token * row_bytes;
         let [_, _, norms] = self.instance.stored_parts(&bytes[at..]);
@@ -297,7 +306,7 @@ impl Header {
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")]
-fn decode_groups(page: SidePage<'_>, groups: &ChannelGroups, used: u64, rows: &mut [u16]) {
+fn dequantize_groups(page: SidePage<'_>, groups: &ChannelGroups, used: u64, rows: &mut [u16]) {
     let SidePage { codec, side, pages, block, origin } = page;
     let (d, bytes, spread) = (codec.head_dim(), page.bytes(), Spread::new(2));
     let mut current: Option<(usize, Header)> = None;
@@ -328,7 +337,7 @@ fn decode_groups(page: SidePage<'_>, groups: &ChannelGroups, used: u64, rows: &m
             if used >> token & 1 == 0 {
                 row[..d].fill(0);
             } else {
-                decode_grouped_row(groups, header, &spread, tile, token, row);
+                dequantize_grouped_row(groups, header, &spread, tile, token, row);
             }
         }
     }
@@ -336,7 +345,7 @@ fn decode_groups(page: SidePage<'_>, groups: &ChannelGroups, used: u64, rows: &m
 
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")]
-fn decode_grouped_row(
+fn dequantize_grouped_row(
     groups: &ChannelGroups,
     header: &Header,
     spread: &Spread,
@@ -386,7 +395,8 @@ fn load_halves(rows: &[u16], at: usize) -> __m512i {
     unsafe { _mm512_loadu_si512(halves.as_ptr().cast()) }
 }
 
-/// Rows to `[tile][channel pair][16 tokens][2]`: blocks of sixteen rows by sixteen pairs, transposed in registers.
+/// Rows to `[tile][channel pair][16 tokens][2]`: blocks of sixteen rows by sixteen pairs,
+/// transposed in registers.
 #[target_feature(enable = "avx512f,avx512bw")]
 fn turn_keys(rows: &[u16], d: usize, words: &mut [u32]) {
     for (tile, words) in words.chunks_exact_mut(TILE_TOKENS / 2 * d).enumerate() {

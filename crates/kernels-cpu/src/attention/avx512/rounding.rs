@@ -1,7 +1,8 @@
-//! Rounding by what reads the row, on AVX-512: `oscar_codec::rounding` in the same operations and the same order.
+//! Query-aware rounding on AVX-512: `oscar_codec::rounding` in the same operations and the same
+//! order.
 //!
-//! Feedback runs through a row channel by channel, so it is sixteen rows that lie side by side: the errors of a channel are one
-//! vector, and each earlier channel takes one product.
+//! Feedback runs through a row channel by channel, so sixteen rows are processed side by side: the
+//! errors of a channel are one vector, and each earlier channel takes one product.
 
 use std::arch::x86_64::*;
 
@@ -9,13 +10,13 @@ use oscar_codec::affine::max_code;
 use oscar_codec::rounding::{LARGEST_MIN, MOST_GROWTH};
 use oscar_codec::{Feedback, TILE_TOKENS};
 
-use super::block::LANES;
-use super::demote512::{Rows, halve, halve_lanes, level};
+use super::demote::{Rows, halve, halve_lanes, level};
+use crate::attention::block::LANES;
 
 impl Rows {
     /// Levels of all keys, the last channel first: sixteen rows side by side.
     #[target_feature(enable = "avx512f,avx512dq")]
-    pub(super) fn round_keys(&mut self, d: usize, bits: u32, feedback: Option<&Feedback>) {
+    pub(in crate::attention) fn round_keys(&mut self, d: usize, bits: u32, feedback: Option<&Feedback>) {
         // SAFETY: sixteen floats each.
         let (scale, min) =
             unsafe { (_mm512_loadu_ps(self.scale.as_ptr()), _mm512_loadu_ps(self.min.as_ptr())) };
@@ -46,7 +47,7 @@ impl Rows {
 
     /// Levels of all values.
     #[target_feature(enable = "avx512f,avx512dq")]
-    pub(super) fn round_values(&mut self, d: usize, bits: u32) {
+    pub(in crate::attention) fn round_values(&mut self, d: usize, bits: u32) {
         let top = max_code(bits) as f32;
         for (token, row) in self.x[..LANES * d].chunks_exact_mut(d).enumerate() {
             let (scale, min) = (_mm512_set1_ps(self.scale[token]), _mm512_set1_ps(self.min[token]));
@@ -61,9 +62,10 @@ impl Rows {
         self.levelled = true;
     }
 
-    /// The pairs with which mean and length of each key row are right; false if one is for the specification.
+    /// The pairs with which mean and length of each key row are right; false if one is for the
+    /// specification.
     #[target_feature(enable = "avx512f,avx512dq,avx512vl,f16c")]
-    pub(super) fn refit_keys(&mut self, d: usize) -> bool {
+    pub(in crate::attention) fn refit_keys(&mut self, d: usize) -> bool {
         // SAFETY: a channel is sixteen floats.
         let raw = |c: usize| unsafe { _mm512_loadu_ps(self.raw.as_ptr().add(LANES * c)) };
         // SAFETY: likewise.
@@ -95,7 +97,7 @@ impl Rows {
 
     /// The same for value rows.
     #[target_feature(enable = "avx512f,avx512dq,avx512vl,f16c")]
-    pub(super) fn refit_values(&mut self, d: usize) -> bool {
+    pub(in crate::attention) fn refit_values(&mut self, d: usize) -> bool {
         (0..TILE_TOKENS).all(|token| {
             let at = token * d;
             // SAFETY: slabs of sixteen floats within the row.
@@ -118,7 +120,8 @@ impl Rows {
         })
     }
 
-    /// The end of `oscar_codec::rounding`'s unbiased pair; false if the minimum is not a normal number.
+    /// The end of `oscar_codec::rounding`'s unbiased pair; false if the minimum is not a normal
+    /// number.
     #[inline]
     #[target_feature(enable = "avx512f,avx512vl,f16c")]
     fn refit(&mut self, token: usize, mean: f32, level: f32, own: f32, common: f32) -> bool {

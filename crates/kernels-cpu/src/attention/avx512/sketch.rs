@@ -1,9 +1,10 @@
-//! Sums of sketches on AVX-512: what the signs of a TurboQuant residual stand for, for all tokens of a page.
+//! Sums of sketches on AVX-512: what the signs of a TurboQuant residual stand for, for all tokens
+//! of a page.
 //!
-//! A sketch decodes to `Σ ± direction` over as many directions as there are channels. Directions are taken four at a
-//! time from a table of their sixteen sums, sixteen channels of it at a time: that part (32 KiB for a head of 128) stays
-//! in the nearest cache while all tokens read it. The sums differ from the specification's by the rounding of another
-//! order.
+//! A sketch dequantizes to `Σ ± direction` over as many directions as there are channels.
+//! Directions are taken four at a time from a table of their sixteen sums, sixteen channels of it
+//! at a time: that part (32 KiB for a head of 128) stays in the nearest cache while all tokens read
+//! it. The sums differ from the specification's by the rounding of another order.
 
 use std::arch::x86_64::*;
 use std::sync::OnceLock;
@@ -11,7 +12,7 @@ use std::sync::OnceLock;
 use oscar_codec::PAGE_TOKENS;
 use oscar_codec::turboquant::Instance;
 
-use super::block::{LANES, MAX_DIM};
+use crate::attention::block::{LANES, MAX_DIM};
 
 /// Tokens summed at a time: enough chains to hide the latency of an addition.
 const TOKENS: usize = 8;
@@ -25,15 +26,16 @@ struct Slab([f32; LANES]);
 type Four = [Slab; 16];
 
 /// The table of one size of sketch.
-pub(super) struct SketchSums {
+pub(in crate::attention) struct SketchSums {
     fours: usize,
     /// `[sixteen channels][four directions]`.
     sums: Vec<Four>,
 }
 
 impl SketchSums {
-    /// The table for an instance's sketch, made once for each size: matrices of a size are the same everywhere.
-    pub(super) fn of(instance: &Instance) -> Option<&'static Self> {
+    /// The table for an instance's sketch, made once for each size: matrices of a size are the same
+    /// everywhere.
+    pub(in crate::attention) fn of(instance: &Instance) -> Option<&'static Self> {
         static TABLES: [OnceLock<SketchSums>; MAX_DIM / 8 + 1] = [const { OnceLock::new() }; MAX_DIM / 8 + 1];
         let (matrix, channels) = (instance.sketch.as_deref()?, instance.channels);
         Some(TABLES[channels / 8].get_or_init(|| Self::new(matrix, channels)))
@@ -41,7 +43,7 @@ impl SketchSums {
 
     fn new(matrix: &[f32], channels: usize) -> Self {
         let fours = channels / 4;
-        // Rows are decoded 32 channels at a time.
+        // Rows are dequantized 32 channels at a time.
         let slabs = 2 * channels.div_ceil(2 * LANES);
         let mut sums = vec![[Slab([0.0; LANES]); 16]; slabs * fours];
         for (i, table) in sums.iter_mut().enumerate() {
@@ -58,13 +60,13 @@ impl SketchSums {
     }
 
     /// Floats from one token's sums to the next's.
-    pub(super) fn stride(&self) -> usize {
+    pub(in crate::attention) fn stride(&self) -> usize {
         self.sums.len() / self.fours * LANES
     }
 
     /// The sums of a page's tokens, given each one's signs.
     #[target_feature(enable = "avx512f")]
-    pub(super) fn of_page<'a>(&self, signs: impl Fn(usize) -> &'a [u8], out: &mut Vec<f32>) {
+    pub(in crate::attention) fn of_page<'a>(&self, signs: impl Fn(usize) -> &'a [u8], out: &mut Vec<f32>) {
         let stride = self.stride();
         out.resize(PAGE_TOKENS * stride, 0.0);
         let mut nibbles = [[0u32; PAGE_TOKENS]; MAX_DIM / 4];

@@ -1,7 +1,7 @@
-//! Pages decoded to rows and to tiles, against the codec.
+//! Pages dequantized to rows and to tiles, against the codec.
 
 use super::super::block::MAX_DIM;
-use super::super::decode::{SidePage, decode_page};
+use super::super::dequantize::{SidePage, dequantize_page};
 use crate::cpu::Variant;
 use oscar_codec::page::Scheme;
 use oscar_codec::record::RecordCodec;
@@ -12,12 +12,13 @@ fn rows(n: usize, seed: u64) -> Vec<f32> {
     (0..n).map(|_| random.normal() as f32).collect()
 }
 
-/// Rows of the specification as a BF16 tile, against the one decoded straight from a page.
+/// Rows of the specification as a BF16 tile, against the one dequantized straight from a page.
 #[cfg(target_arch = "x86_64")]
 fn check_tile(name: &str, page: SidePage<'_>, used: u64, rows: &[f32]) {
-    use super::super::{decode512, tile::Bf16Tile};
+    use super::super::avx512::dequantize;
+    use super::super::tile::Bf16Tile;
     let SidePage { codec, side, .. } = page;
-    if !Variant::Avx512.is_available() || !decode512::reads(codec, side) {
+    if !Variant::Avx512.is_available() || !dequantize::reads(codec, side) {
         return;
     }
     let (mut got, mut want) = (Bf16Tile::default(), Bf16Tile::default());
@@ -28,9 +29,10 @@ fn check_tile(name: &str, page: SidePage<'_>, used: u64, rows: &[f32]) {
     // Room left by an earlier page must not show.
     let mut halves = vec![0x7fc0; 100];
     // SAFETY: AVX-512 is available.
-    unsafe { decode512::decode(page, used, &mut halves, &mut got) };
-    // Sketches are summed in another order: what is left of it after rounding is a step of BF16 at most, where
-    // centroid and sketch do not cancel, and that for the few values beside a boundary of rounding.
+    unsafe { dequantize::dequantize(page, used, &mut halves, &mut got) };
+    // Sketches are summed in another order: what is left of it after rounding is a step of BF16 at
+    // most, where centroid and sketch do not cancel, and that for the few values beside a boundary
+    // of rounding.
     let sketched = match codec.records(side) {
         Some(RecordCodec::TurboQuant(codec)) => codec.instances().iter().any(|i| i.sketch.is_some()),
         _ => false,
@@ -51,7 +53,8 @@ fn check_tile(name: &str, page: SidePage<'_>, used: u64, rows: &[f32]) {
 #[cfg(not(target_arch = "x86_64"))]
 fn check_tile(_: &str, _: SidePage<'_>, _: u64, _: &[f32]) {}
 
-/// Three pages of a codec whose groups begin at `origin`, and every variant against the specification.
+/// Three pages of a codec whose groups begin at `origin`, and every variant against the
+/// specification.
 fn check(name: &str, codec: &RowPageCodec, origin: usize) {
     let d = codec.head_dim();
     let tokens = 3 * PAGE_TOKENS;
@@ -91,7 +94,7 @@ fn check(name: &str, codec: &RowPageCodec, origin: usize) {
             check_tile(name, page, used, &want);
             for variant in Variant::available() {
                 let mut got = vec![f32::NAN; PAGE_TOKENS * d];
-                decode_page(variant, page, used, &mut got, &mut [0; MAX_DIM]);
+                dequantize_page(variant, page, used, &mut got, &mut [0; MAX_DIM]);
                 for (token, (got, want)) in got.chunks_exact(d).zip(want.chunks_exact(d)).enumerate() {
                     let same = |(a, b): (&f32, &f32)| {
                         if exact { a.to_bits() == b.to_bits() } else { (a - b).abs() <= 1e-5 }
@@ -127,7 +130,7 @@ fn groups_of_channels_of_every_width_match_scalar() {
 }
 
 #[test]
-fn sides_of_different_kinds_are_decoded_each_its_own_way() {
+fn sides_of_different_kinds_are_dequantized_each_its_own_way() {
     let codec =
         RowPageCodec::new(128, SideSpec::BF16, SideSpec::affine(2, 0.9), CodeLayout::CpuTile).unwrap();
     check("bf16 keys", &codec, 0);
@@ -135,13 +138,16 @@ fn sides_of_different_kinds_are_decoded_each_its_own_way() {
 
 #[cfg(target_arch = "x86_64")]
 #[test]
-fn every_coded_format_of_a_usual_head_has_a_decoder_on_avx512() {
+fn every_coded_format_of_a_usual_head_has_a_kernel_on_avx512() {
     for format in KvFormat::all().into_iter().filter(|format| format.is_coded()) {
         for d in [64, 128, 256] {
             // Groups of 128 channels do not fit a head of 64.
             let Ok(codec) = format.codec(d, CodeLayout::CpuTile) else { continue };
             for side in [Side::Key, Side::Value] {
-                assert!(super::super::decode512::reads(&codec, side), "{format}, head {d}, {side:?}");
+                assert!(
+                    super::super::avx512::dequantize::reads(&codec, side),
+                    "{format}, head {d}, {side:?}"
+                );
             }
         }
     }

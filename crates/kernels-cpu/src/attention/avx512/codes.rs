@@ -1,31 +1,32 @@
 //! Coded pages on AVX-512 VNNI: raw codes against fixed-point queries and weights of two bytes.
 //!
 //! `vpdpbusd` multiplies four unsigned codes of a lane by four signed bytes and adds the products to 32 bits. All
-//! sums are exact: |256·H + L| ≤ 256 · 255 · 32639 < 2^31. For keys a lane is a token and the bytes are channels;
-//! for values a lane is a channel and the bytes are tokens. Codes are unpacked in registers by shift and mask;
-//! with up to eight rows that is a few percent of the work, so nothing is staged in memory.
+//! sums are exact: |256·H + L| ≤ 256 · 255 · 32639 < 2^31. For keys a lane is a token and the bytes
+//! are channels; for values a lane is a channel and the bytes are tokens. Codes are unpacked in
+//! registers by shift and mask; with up to eight rows that is a few percent of the work, so nothing
+//! is staged in memory.
 
 use std::arch::x86_64::*;
 
-use super::avx512_int8;
-use super::block::{LANES, MAX_DIM, RowBlock, middle_code};
-use super::page::{PageView, Stage, Stages};
-use super::precision::AttentionPrecision;
-use super::softmax512::{prefetch, weigh_codes};
+use super::int8;
+use super::softmax::{prefetch, weigh_codes};
+use crate::attention::block::{LANES, MAX_DIM, RowBlock, middle_code};
+use crate::attention::page::{PageView, Stage, Stages};
+use crate::attention::precision::AttentionPrecision;
 use oscar_codec::PAGE_TOKENS;
 
-pub(super) fn code_stages(
+pub(in crate::attention) fn code_stages(
     precision: AttentionPrecision,
     key_bits: u32,
     value_bits: u32,
     rows: usize,
 ) -> Stages {
     let score = match precision.one_byte(key_bits) {
-        true => avx512_int8::score_stage(key_bits, rows),
+        true => int8::score_stage(key_bits, rows),
         false => score_stage(key_bits, rows),
     };
     match precision.one_byte(value_bits) {
-        true => avx512_int8::stages(score, value_bits, rows),
+        true => int8::stages(score, value_bits, rows),
         false => Stages {
             score,
             weigh: weigh_stage(value_bits, rows),
@@ -47,7 +48,7 @@ macro_rules! by_rows {
         }
     };
 }
-pub(super) use by_rows;
+pub(in crate::attention) use by_rows;
 
 fn score_stage(bits: u32, rows: usize) -> Stage {
     match bits {
@@ -59,7 +60,7 @@ fn score_stage(bits: u32, rows: usize) -> Stage {
     }
 }
 
-pub(super) fn weigh_stage(bits: u32, rows: usize) -> Stage {
+pub(in crate::attention) fn weigh_stage(bits: u32, rows: usize) -> Stage {
     match bits {
         1 => by_rows!(rows, weigh_codes, 1),
         2 => by_rows!(rows, weigh_codes, 2),
@@ -80,17 +81,18 @@ fn value_stage(bits: u32, rows: usize) -> Stage {
 }
 
 /// Bytes of a side's codes in one 16-token tile.
-pub(super) const fn tile_bytes(bits: u32, head_dim: usize) -> usize {
+pub(in crate::attention) const fn tile_bytes(bits: u32, head_dim: usize) -> usize {
     LANES * head_dim * bits as usize / 8
 }
 
-/// Quad `J` (four bytes a lane) of unit `unit` of a tile: 16 channels of keys, or 16 channels × 16 tokens of values.
+/// Quad `J` (four bytes a lane) of unit `unit` of a tile: 16 channels of keys, or 16 channels × 16
+/// tokens of values.
 ///
 /// # Safety
 /// The tile must be readable for [`tile_bytes`] and contain the unit.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
-pub(super) unsafe fn quad<const BITS: u32, const J: usize>(
+pub(in crate::attention) unsafe fn quad<const BITS: u32, const J: usize>(
     tile: *const u8,
     unit: usize,
     head_dim: usize,
@@ -186,7 +188,8 @@ unsafe fn score_tiles<const BITS: u32, const R: usize, const T: usize>(
     for unit in 0..d / LANES {
         macro_rules! step {
             ($j:literal) => {
-                // SAFETY: tile and unit are in the page; rows of queries are MAX_DIM bytes, the head's first.
+                // SAFETY: tile and unit are in the page; rows of queries are MAX_DIM bytes, the
+                // head's first.
                 unsafe {
                     let codes: [__m512i; T] = std::array::from_fn(|t| {
                         quad::<BITS, $j>(view.keys.as_ptr().add((first + t) * bytes), unit, d)
@@ -213,7 +216,8 @@ unsafe fn score_tiles<const BITS: u32, const R: usize, const T: usize>(
     }
     for t in 0..T {
         let tile = first + t;
-        // SAFETY: a tile's parameters are 32 bytes of scales and 32 of minima; scores have room for 64 tokens.
+        // SAFETY: a tile's parameters are 32 bytes of scales and 32 of minima; scores have room for
+        // 64 tokens.
         unsafe {
             let params = view.key_params.as_ptr().add(64 * tile).cast::<__m256i>();
             let scale = _mm512_cvtph_ps(_mm256_loadu_si256(params));
@@ -271,7 +275,8 @@ unsafe fn value_slabs<const BITS: u32, const R: usize, const S: usize>(
     for tile in 0..4 {
         macro_rules! step {
             ($j:literal) => {
-                // SAFETY: tile and slabs are in the page; rows of weights are 64 bytes, one a token.
+                // SAFETY: tile and slabs are in the page; rows of weights are 64 bytes, one a
+                // token.
                 unsafe {
                     let codes: [__m512i; S] = std::array::from_fn(|s| {
                         quad::<BITS, $j>(view.values.as_ptr().add(tile * bytes), first + s, d)
