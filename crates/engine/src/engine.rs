@@ -1,5 +1,5 @@
-//! The handle of an engine: takes requests from any thread, refuses those it has no room for, and passes the rest
-//! to the one thread that owns the model.
+//! The handle of an engine: takes requests from any thread, refuses those it has no room for, and
+//! passes the rest to the one thread that owns the model.
 
 use crate::live::Submission;
 use crate::request::{EngineApi, EngineInfo, EngineStats, EventSink, Request, RequestError, RequestId};
@@ -24,9 +24,10 @@ pub struct EngineOptions {
     pub max_queue: usize,
     /// Keep the pages of finished requests for later ones.
     pub prefix_cache: bool,
-    /// Quantize the BF16 tails of idle prefixes when room is short, before anything is evicted. A hit on such a tail
-    /// reads codes where a cold run reads BF16, and is counted. Nothing is demoted where the device cannot read such
-    /// a tail. Off by default: measurements must be exact.
+    /// Quantize the BF16 tails of idle prefixes when room is short, before anything is evicted. A
+    /// hit on such a tail reads codes where a cold run reads BF16, and is counted. Nothing is
+    /// demoted where the device cannot read such a tail. Off by default: measurements must be
+    /// exact.
     pub demote_idle_tails: bool,
 }
 
@@ -62,7 +63,7 @@ impl EngineState {
         lock(&self.stats)
     }
 
-    /// From now on nothing is taken.
+    /// Refuses all requests from now on.
     pub fn close(&self) {
         self.closed.store(true, Ordering::SeqCst);
     }
@@ -87,7 +88,7 @@ impl Drop for QueuePlace {
     }
 }
 
-/// What the locks guard is valid after every statement, so a poisoned one is as good as new.
+/// The guarded data is valid after every statement, so a poisoned lock is as good as new.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -153,8 +154,9 @@ fn info<B: Backend>(runner: &Runner<B>, options: &EngineOptions) -> EngineInfo {
 }
 
 impl EngineHandle {
-    /// Ends the engine: running requests fail with [`RequestError::ShuttingDown`]. Returns when its thread has
-    /// ended. To let them finish first, [`drain`](EngineApi::drain) and wait for `stats` to show none.
+    /// Ends the engine: running requests fail with [`RequestError::ShuttingDown`]. Returns when its
+    /// thread has ended. To let them finish first, [`drain`](EngineApi::drain) and wait for `stats`
+    /// to show none.
     pub fn shutdown(&self) {
         self.state.close();
         let _ = self.commands.send(Command::Stop);
@@ -172,8 +174,8 @@ impl EngineApi for EngineHandle {
         if state.closed.load(Ordering::SeqCst) {
             return Err(RequestError::ShuttingDown);
         }
-        // The least that storing the prompt takes, one token a step. An answer that outgrows the cache later, alone
-        // in it, ends with `FinishReason::Length`.
+        // The least that storing the prompt takes, one token a step. An answer that outgrows the
+        // cache later, alone in it, ends with `FinishReason::Length`.
         let needed = state.layout.peak_bytes(request.prompt().len()) + 2 * state.layout.full_block_bytes();
         let budget = state.info.kv_budget_bytes;
         if needed > budget {

@@ -9,14 +9,14 @@ use oscar_codec::CacheLayout;
 
 pub struct PageLedger<'a, B: Backend> {
     pub runner: &'a Runner<B>,
-    /// `None` if nothing is kept beyond its request.
+    /// `None` if the prefix cache is off.
     pub cache: Option<&'a mut RadixCache>,
     pub live: &'a mut LiveRequests,
     pub reclaimed: Reclaimed,
 }
 
 impl<B: Backend> PageLedger<'_, B> {
-    /// Makes the pool give `bytes` more, if the prefix cache has them; keeps the cache as it is if not.
+    /// Makes the prefix cache give `bytes` back to the pool, if it can; otherwise changes nothing.
     fn make_room(&mut self, bytes: usize) -> bool {
         let Some(cache) = self.cache.as_deref_mut() else { return false };
         if cache.reclaimable() < bytes {
@@ -30,7 +30,7 @@ impl<B: Backend> PageLedger<'_, B> {
         true
     }
 
-    /// Bytes a running sequence still has to be given.
+    /// Bytes that a running sequence will still need.
     fn outstanding(&self, demand: &Demand) -> usize {
         let layout = self.runner.layout();
         let held = self.live.choice(demand.id).and_then(|choice| choice.sequence.as_ref());
@@ -38,7 +38,8 @@ impl<B: Backend> PageLedger<'_, B> {
     }
 }
 
-/// Bytes of a sequence that grows to `tokens`: the most it holds on the way, and the page it keeps for a resume.
+/// Bytes of a sequence that grows to `tokens`: its largest size on the way, and the page that it
+/// keeps for a resume.
 fn needed(layout: &CacheLayout, tokens: usize) -> usize {
     layout.peak_bytes(tokens) + layout.full_block_bytes()
 }

@@ -1,16 +1,18 @@
 //! Turns "these tokens, these settings" into tokens.
 //!
-//! [`Runner`] owns a model, its page storage and its budget, and runs steps over any number of [`Sequence`]s at
-//! once: prefill chunks and single decode tokens alike. [`Sampler`] chooses a token from logits. [`Engine`] serves
-//! [`Request`]s from many clients on one thread: a pure [`Scheduler`](scheduler::Scheduler) plans each step, the
-//! worker runs it, the prefix cache keeps the computed pages.
+//! [`Runner`] owns a model, its page storage and its budget, and runs steps over any number of
+//! [`Sequence`]s at once: prefill chunks and single decode tokens alike. [`Sampler`] chooses a
+//! token from logits. [`Engine`] serves [`Request`]s from many clients on one thread: a pure
+//! [`Scheduler`](scheduler::Scheduler) plans each step, the worker runs it, the prefix cache keeps
+//! the computed pages.
 //!
-//! The path of a request: [`Request::new`] validates it, [`EngineApi::submit`] sends it to the engine thread
-//! (`worker`), where it is `Live` (`live`) until its last event is delivered. In between the scheduler gives it
-//! `Work` and the runner computes it as a [`StepRequest`] (`serving`).
+//! The path of a request: [`Request::new`] validates it, [`EngineApi::submit`] sends it to the
+//! engine thread (`worker`), where it is `Live` (`live`) until its last event is delivered. In
+//! between the scheduler gives it `Work` and the runner computes it as a [`StepRequest`]
+//! (`serving`).
 //!
-//! **Invariant:** knows no HTTP and no JSON. What a sequence answers depends on that sequence alone: not on the
-//! chunks its prompt came in, not on who else is in the step.
+//! **Invariant:** knows no HTTP and no JSON. What a sequence answers depends on that sequence
+//! alone: not on the chunks its prompt came in, not on who else is in the step.
 
 mod engine;
 mod ledger;

@@ -1,7 +1,7 @@
 //! Requests while they are served.
 //!
-//! Everything the engine knows about a request lies in its [`Live`], from the moment it is taken until its last
-//! event is delivered. A [`Choice`] lives from its first token to its last.
+//! Everything the engine knows about a request lies in its [`Live`], from the moment it is taken
+//! until its last event is delivered. A [`Choice`] lives from its first token to its last.
 
 use crate::engine::QueuePlace;
 use crate::logprobs::token_logprobs;
@@ -40,7 +40,7 @@ pub enum Stage {
 /// A request being served.
 pub struct Live {
     pub params: GenerationParams,
-    /// What the client will be told at the end, as far as it is known.
+    /// Usage so far; sent to the client at the end.
     pub usage: Usage,
     pub stage: Stage,
     /// The request's place in the queue; `None` once it has had a place in a step.
@@ -61,7 +61,8 @@ pub struct Live {
 
 /// One continuation of a prompt.
 pub struct Choice {
-    /// The prompt and the generated tokens. The last token of an answer is not stored and not among them.
+    /// The prompt and the generated tokens. The last token of an answer is not stored and not among
+    /// them.
     pub tokens: Vec<u32>,
     /// The part of the prefix cache it belongs to.
     salt: Option<CacheSalt>,
@@ -71,11 +72,11 @@ pub struct Choice {
     pub sequence: Option<Sequence>,
     /// Tokens of it that the prefix cache has been offered.
     pub published: usize,
-    /// Longest stored prefix it may begin from: at least the last token has to be computed, and every token whose
-    /// logits are still wanted.
+    /// Longest stored prefix that it may begin from: at least the last token must be computed, and
+    /// every token whose logits are still wanted.
     pub resume_limit: usize,
-    /// It may go on from a demoted tail. Not once it has computed anything exactly: preempted and resumed, it
-    /// answers as if it had never stopped.
+    /// Whether it may resume from a demoted tail. Not after it has computed anything exactly:
+    /// preempted and resumed, its answer must be the same as without interruption.
     pub takes_demoted: bool,
 }
 
@@ -115,7 +116,8 @@ impl Live {
         self.choices.insert(index, choice);
     }
 
-    /// Begins the choices that waited for the prompt, which the first choice holds, and returns their indices.
+    /// Begins the choices that waited for the prompt, which the first choice holds, and returns
+    /// their indices.
     pub fn start_others(&mut self) -> Range<usize> {
         let others = std::mem::take(&mut self.unstarted);
         for index in others.clone() {
@@ -134,7 +136,8 @@ impl Live {
         self.choices.values().any(|choice| choice.sequence.is_some())
     }
 
-    /// Keeps the log-probabilities of the prompt tokens behind those of `work`, whose logits these are.
+    /// Keeps the log-probabilities of the prompt tokens behind those of `work`, whose logits these
+    /// are.
     pub fn note_prompt(&mut self, work: &Work, logits: &[f32], vocab: usize) {
         let (Some(found), Some(top)) = (&mut self.prompt_logprobs, self.params.prompt_logprobs) else {
             return;
@@ -284,7 +287,8 @@ impl LiveRequests {
         self.0.iter().map(|(&id, live)| (id, live)).filter(|(_, live)| live.stage != Stage::Ended)
     }
 
-    /// The requests of which `is_wanted` holds, by id: callers change the map while they go through them.
+    /// The requests of which `is_wanted` holds, by id: callers change the map while they go through
+    /// them.
     pub fn ids(&self, is_wanted: impl Fn(&Live) -> bool) -> Vec<RequestId> {
         self.open().filter(|(_, live)| is_wanted(live)).map(|(id, _)| id).collect()
     }

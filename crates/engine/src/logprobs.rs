@@ -3,7 +3,8 @@
 use crate::request::TokenLogprobs;
 use std::cmp::Ordering;
 
-/// Log-softmax of `logits` at `token` and at the `top` most likely tokens, descending, ties by token id.
+/// Log-softmax of `logits` at `token` and at the `top` most likely tokens, descending, ties by
+/// token id.
 pub fn token_logprobs(logits: &[f32], token: u32, top: usize) -> TokenLogprobs {
     let known = |l: f32| if l.is_nan() { f32::NEG_INFINITY } else { l };
     let max = logits.iter().map(|&l| known(l)).fold(f32::NEG_INFINITY, f32::max) as f64;

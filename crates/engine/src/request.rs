@@ -1,4 +1,4 @@
-//! What the engine is asked and what it answers: plain data, no HTTP.
+//! Requests, events and facts that front ends and the engine exchange: data only, no HTTP.
 
 use crate::sampling::{Sampler, SamplingParams};
 use oscar_cache::CacheSalt;
@@ -11,8 +11,8 @@ pub struct RequestId(pub u64);
 /// Most choices of a request.
 const MAX_CHOICES: usize = 128;
 
-/// One prompt to be continued, `choices` times. It is valid for the engine it was made for: there is no other way
-/// to make one than [`Request::new`].
+/// One prompt to be continued, `choices` times. It is valid for the engine it was made for: there
+/// is no other way to make one than [`Request::new`].
 #[derive(Clone, Debug)]
 pub struct Request {
     pub(crate) id: RequestId,
@@ -86,7 +86,8 @@ pub struct GenerationParams {
     pub max_tokens: usize,
     /// Stop tokens are ignored before this many tokens.
     pub min_tokens: usize,
-    /// Any of these ends a choice (the model's own, unless the client ignores them, and the client's).
+    /// Any of these ends a choice (the model's own, unless the client ignores them, and the
+    /// client's).
     pub stop_tokens: Vec<u32>,
     /// Independent continuations; choice `i` draws with seed `seed + i`.
     pub choices: usize,
@@ -138,8 +139,8 @@ pub enum Event {
     Failed(RequestError),
 }
 
-/// The chosen token's log-probability (of the model's distribution before temperature and filters) and the most
-/// likely alternatives, descending.
+/// The chosen token's log-probability (of the model's distribution before temperature and filters)
+/// and the most likely alternatives, descending.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TokenLogprobs {
     pub token: u32,
@@ -164,8 +165,8 @@ pub struct Usage {
     pub cached_tokens: usize,
     /// Generated tokens of all choices, stop tokens counted.
     pub completion_tokens: usize,
-    /// The cached tokens ended in a tail that had been demoted to make room: read as code, they may have changed the
-    /// answer.
+    /// The cached tokens ended in a tail that had been demoted to make room. They were read
+    /// quantized, which may have changed the answer.
     pub demoted_tail: bool,
 }
 
@@ -199,14 +200,17 @@ pub enum RequestError {
     Engine(String),
 }
 
-/// What a front end needs of an engine. `oscar-server` talks to this alone, so it can be tested with a fake.
+/// What a front end needs of an engine. `oscar-server` talks to this alone, so it can be tested
+/// with a fake.
 pub trait EngineApi: Send + Sync {
-    /// Takes a request or says at once why not; everything later arrives as events. When the sink says that nobody
-    /// listens any more, the request is cancelled. The engine's log lines about the request are in the current span.
+    /// Takes a request or says at once why not; everything later arrives as events. When the sink
+    /// says that nobody listens any more, the request is cancelled. The engine's log lines about
+    /// the request are in the current span.
     fn submit(&self, request: Request, sink: Box<dyn EventSink>) -> Result<(), RequestError>;
     /// Ends a request; its pages are free within a step. Unknown ids are ignored.
     fn cancel(&self, id: RequestId);
-    /// Forgets every cached prefix that no running request uses; returns how many pages became free.
+    /// Forgets every cached prefix that no running request uses; returns how many pages became
+    /// free.
     fn flush_cache(&self) -> usize;
     /// A snapshot for metrics and the web page.
     fn stats(&self) -> EngineStats;
@@ -220,7 +224,7 @@ pub trait EngineApi: Send + Sync {
 pub struct EngineInfo {
     pub model: String,
     pub kv_format: String,
-    /// Stored bits an element of coded pages, metadata counted.
+    /// Stored bits an element of quantized pages, metadata included.
     pub kv_bits: f64,
     pub device: String,
     pub attention: String,
@@ -248,11 +252,11 @@ pub struct EngineStats {
     pub cancelled: u64,
     pub failed: u64,
     pub preemptions: u64,
-    /// Tokens demoted from BF16 to code.
+    /// Tokens quantized so far.
     pub demoted_tokens: u64,
     /// Prefix hits whose BF16 tail had been demoted: the documented exception to "same answer".
     pub demoted_tail_hits: u64,
-    /// BF16 pages of idle prefixes that were coded to make room.
+    /// BF16 pages of idle prefixes that were quantized to make room.
     pub demoted_tail_pages: u64,
     pub evicted_pages: u64,
     pub full_pages: usize,
@@ -261,7 +265,7 @@ pub struct EngineStats {
     pub cached_full_pages: usize,
     pub cached_coded_pages: usize,
     pub cache_bytes: usize,
-    /// What the tokens held now would take in BF16.
+    /// Bytes that the tokens held now would take in BF16.
     pub bf16_bytes: usize,
     /// Seconds the engine spent inside steps.
     pub busy_seconds: f64,

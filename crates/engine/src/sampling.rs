@@ -1,8 +1,9 @@
 //! Choosing a token from logits.
 //!
-//! Order of operations: repetition penalty, frequency and presence penalty, bias, banned tokens; then temperature,
-//! top-k, top-p, min-p, then one uniform draw. The draw of the `n`-th token of a sequence is a function of the seed
-//! and `n` alone (a counter-based generator), so it does not depend on who else is being served.
+//! Order of operations: repetition penalty, frequency and presence penalty, bias, banned tokens;
+//! then temperature, top-k, top-p, min-p, then one uniform draw. The draw of the `n`-th token of a
+//! sequence is a function of the seed and `n` alone (a counter-based generator), so it does not
+//! depend on who else is being served.
 
 use oscar_backend::{Candidate, MOST_CANDIDATES, Pick, argmax};
 use rand_chacha::ChaCha8Rng;
@@ -22,8 +23,8 @@ pub struct SamplingParams {
     /// Drop tokens less likely than this share of the most likely one.
     pub min_p: f32,
     pub seed: u64,
-    /// Divides positive logits of tokens that the prompt or the answer already has, multiplies negative ones;
-    /// 1 changes nothing.
+    /// Divides positive logits of tokens that the prompt or the answer already has, multiplies
+    /// negative ones; 1 changes nothing.
     pub repetition_penalty: f32,
     /// Taken off the logit of every token the answer already has.
     pub presence_penalty: f32,
@@ -126,7 +127,8 @@ impl SamplingParams {
     }
 }
 
-/// Chooses the tokens of one sequence. Its settings are valid: [`Sampler::new`] is the one place that checks them.
+/// Chooses the tokens of one sequence. Its settings are valid: [`Sampler::new`] is the one place
+/// that checks them.
 #[derive(Clone, Debug)]
 pub struct Sampler {
     params: SamplingParams,
@@ -140,7 +142,8 @@ pub struct Sampler {
 }
 
 impl Sampler {
-    /// A sampler without a prompt: its repetition penalty knows only the tokens it has sampled itself.
+    /// A sampler without a prompt: its repetition penalty knows only the tokens it has sampled
+    /// itself.
     ///
     /// # Errors
     /// If a setting is out of its range.
@@ -189,8 +192,8 @@ impl Sampler {
         }
     }
 
-    /// The next token from the list that [`Sampler::pick`] asked for: the one that [`Sampler::sample`] would choose
-    /// from the whole row.
+    /// The next token from the list that [`Sampler::pick`] asked for: the one that
+    /// [`Sampler::sample`] would choose from the whole row.
     pub fn sample_among(&mut self, candidates: &[Candidate]) -> u32 {
         let index = self.drawn;
         self.drawn += 1;

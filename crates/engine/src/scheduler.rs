@@ -1,15 +1,17 @@
 //! Who computes what in the next step.
 //!
-//! Pure bookkeeping over token counts: no clock, no tensors, no tokenizer. Pages are asked of a [`Ledger`].
+//! Pure bookkeeping over token counts: no clock, no tensors, no tokenizer. Pages come from a
+//! [`Ledger`].
 //!
-//! **Policy.** Every sequence that only needs its next token gets it first, oldest first, so a long prompt cannot
-//! hold decoding up. Waiting sequences are admitted in order of arrival, none overtaken, once there is room for them
-//! beside what the running ones still need: the rest of their prompts and some tokens of answer. Of what is left of
-//! the step's token budget the oldest prompt being stored may take half, the rest goes to the others, those with the
-//! least to do first: a long prompt neither starves nor is starved, and prompts that came together do not all end
-//! last.
-//! When pages run out the youngest sequence younger than the one in need gives way and waits at the front of the
-//! queue; the oldest therefore always goes on, and all end.
+//! **Policy.** Every sequence that only needs its next token gets it first, oldest first, so a long
+//! prompt cannot hold decoding up. Waiting sequences are admitted in order of arrival, none
+//! overtaken, once there is room for them beside the needs of the running ones: the rest of their
+//! prompts and some tokens of answer. The oldest prompt being stored may take half of the remaining
+//! token budget of the step; the rest goes to the other prompts, shortest first. So a long prompt
+//! neither starves nor is starved, and prompts that arrive together do not all end last.
+//!
+//! If pages run out, the youngest sequence that is younger than the one in need gives way and waits
+//! at the front of the queue. The oldest therefore always goes on, and all end.
 
 use crate::request::RequestId;
 use std::collections::VecDeque;
@@ -28,15 +30,15 @@ pub struct Demand {
     pub tokens: usize,
 }
 
-/// The cache as the scheduler knows it.
+/// The scheduler's view of the cache.
 pub trait Ledger {
-    /// Begins a sequence, from a stored prefix if there is one, and says how many tokens that prefix has. `None` if
-    /// it cannot have the pages it demands beside those that `running` demand; it always can if nothing runs, as
-    /// waiting would not help.
+    /// Begins a sequence, from a stored prefix if there is one, and returns the length of that
+    /// prefix. `None` if there is no room for its pages beside those that `running` still need.
+    /// Always succeeds if nothing runs, because waiting would not help.
     fn admit(&mut self, sequence: Demand, running: &[Demand]) -> Option<usize>;
-    /// Sets the pages aside that `tokens` more positions need. Changes nothing if it cannot.
+    /// Reserves the pages for `tokens` more positions. Changes nothing if it cannot.
     fn reserve(&mut self, id: SequenceId, tokens: usize) -> bool;
-    /// The sequence stops running and its pages are for others to take.
+    /// The sequence stops running, and others may take its pages.
     fn release(&mut self, id: SequenceId);
 }
 
@@ -49,7 +51,8 @@ pub struct SchedulerOptions {
     pub step_tokens: usize,
     /// Most tokens of one sequence in a step.
     pub prefill_chunk: usize,
-    /// Tokens of answer that a sequence must have room for to be admitted, if it may become that long.
+    /// Tokens of answer that a sequence must have room for to be admitted, if it may become that
+    /// long.
     pub decode_room: usize,
 }
 
@@ -59,7 +62,7 @@ impl SchedulerOptions {
 }
 
 impl Default for SchedulerOptions {
-    /// Short steps: on a CPU they cost nothing, and whoever decodes or waits for a first token waits for a whole one.
+    /// Short steps: on a CPU they cost nothing, and every waiting client waits for a whole step.
     fn default() -> Self {
         Self { max_batch: 32, step_tokens: 256, prefill_chunk: 512, decode_room: 128 }
     }
@@ -72,7 +75,7 @@ pub struct Work {
     /// Tokens stored before the step.
     pub start: usize,
     pub tokens: usize,
-    /// The step reaches the end of what is known: its last logits choose the next token.
+    /// The step reaches the last known token: its last logits choose the next one.
     pub last: bool,
 }
 
@@ -84,7 +87,7 @@ pub struct StepPlan {
     pub admitted: Vec<(SequenceId, usize)>,
     /// Stopped running; they will be admitted again.
     pub preempted: Vec<SequenceId>,
-    /// Run alone and still cannot get the pages for one more token: they have to end.
+    /// Sequences that run alone and still cannot get the pages for one more token: they must end.
     pub exhausted: Vec<SequenceId>,
 }
 
@@ -97,7 +100,7 @@ struct Entry {
     stored: usize,
     /// Most tokens in a step.
     chunk: usize,
-    /// Most tokens it can come to store.
+    /// Largest number of tokens that it may store.
     limit: usize,
 }
 
@@ -116,7 +119,8 @@ impl Entry {
 #[derive(Debug)]
 pub struct Scheduler {
     options: SchedulerOptions,
-    /// Oldest first: a preempted sequence waits ahead of the newer ones, so admission keeps the order of age.
+    /// Oldest first: a preempted sequence waits ahead of the newer ones, so admission keeps the
+    /// order of age.
     running: Vec<Entry>,
     waiting: VecDeque<Entry>,
 }
@@ -137,8 +141,8 @@ impl Scheduler {
         &self.options
     }
 
-    /// Queues a sequence of `tokens > 0` tokens, at most `chunk` of which are computed in a step. With its answer it
-    /// will not store more than `limit`.
+    /// Queues a sequence of `tokens > 0` tokens, at most `chunk` of which are computed in a step.
+    /// With its answer it will not store more than `limit`.
     pub fn submit(&mut self, id: SequenceId, tokens: usize, limit: usize, chunk: usize) {
         self.waiting.push_back(self.entry(id, tokens, limit, chunk));
     }
@@ -243,8 +247,8 @@ impl Scheduler {
         }
     }
 
-    /// Reserves pages for up to `tokens` tokens, if need be at the cost of younger sequences, and returns how many
-    /// it became.
+    /// Reserves pages for up to `tokens` tokens, if need be at the cost of younger sequences, and
+    /// returns how many it became.
     fn grant(
         &mut self,
         ledger: &mut impl Ledger,
@@ -266,7 +270,7 @@ impl Scheduler {
                     self.waiting.push_front(Entry { stored: 0, ..youngest });
                     plan.preempted.push(youngest.id);
                 }
-                // Nobody is younger: those who are older end some time and leave their pages.
+                // No younger sequence is left: older ones will end and release their pages.
                 _ if self.running.len() > 1 => return 0,
                 _ => {
                     plan.exhausted.push(id);
@@ -282,7 +286,8 @@ impl Scheduler {
     }
 }
 
-/// The largest of `tokens`, a half, a quarter … for which there are pages; 0 if there are none at all.
+/// The largest of `tokens`, a half, a quarter … for which there are pages; 0 if there are none at
+/// all.
 fn largest_grant(ledger: &mut impl Ledger, id: SequenceId, tokens: usize) -> usize {
     let mut tokens = tokens;
     while tokens > 0 && !ledger.reserve(id, tokens) {
@@ -291,9 +296,9 @@ fn largest_grant(ledger: &mut impl Ledger, id: SequenceId, tokens: usize) -> usi
     tokens
 }
 
-/// Divides `budget` among prompts, oldest first: half for the oldest, the rest to those that want least, what they
-/// leave to the oldest again. Equals are served in order of age, so some end early and none later than if all had
-/// shared.
+/// Divides `budget` among prompts, oldest first: half for the oldest, the rest to those that want
+/// least, what they leave to the oldest again. Equals are served in order of age, so some end early
+/// and none later than if all had shared.
 fn shares(wanted: &[usize], budget: usize) -> Vec<usize> {
     let mut shares = vec![0; wanted.len()];
     let Some(&oldest) = wanted.first() else { return shares };

@@ -1,7 +1,7 @@
-//! What the engine thread does between two looks at its inbox: takes requests, runs steps, ends requests.
+//! The engine thread between two looks at its inbox: takes requests, runs steps, ends requests.
 //!
-//! **Invariants:** every request that was taken ends with exactly one `Done` or `Failed`, whatever happens in
-//! between: an error or a panic of a step fails the requests of that step alone. Nothing is sent to a client before
+//! **Invariants:** every accepted request ends with exactly one `Done` or `Failed`. An error or a
+//! panic in a step fails only the requests of that step. Nothing is sent to a client before
 //! [`Serving::deliver`].
 
 use crate::engine::EngineOptions;
@@ -18,7 +18,8 @@ use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Instant;
 
-/// Most tokens in a step of a prompt whose logits are all wanted: a row of logits is as wide as the vocabulary.
+/// Largest number of tokens in a step of a prompt whose logits are all wanted: a row of logits is
+/// as wide as the vocabulary.
 const LOGPROBS_CHUNK: usize = 64;
 
 /// A model at work on requests.
@@ -129,7 +130,8 @@ impl<B: Backend> Serving<B> {
         counters.preemptions += plan.preempted.len() as u64;
         self.note_changes(&plan);
         if let Err(message) = self.demote_tails() {
-            // Codes that were promised are missing: nothing that is stored can be trusted.
+            // Quantized rows are missing although the tree relies on them: nothing that is stored
+            // can be trusted.
             return self.forget_everything(&message);
         }
         for &id in &plan.exhausted {
@@ -223,7 +225,8 @@ impl<B: Backend> Serving<B> {
         self.continue_choice(work.id, scores, vocab);
     }
 
-    /// The prompt of a request is stored: tells the client and begins the other choices. Runs once per request.
+    /// The prompt of a request is stored: tells the client and begins the other choices. Runs once
+    /// per request.
     fn prompt_stored(&mut self, request: RequestId) {
         let Some(live) = self.live.get_mut(request) else { return };
         live.stage = Stage::Decode;
@@ -259,7 +262,8 @@ impl<B: Backend> Serving<B> {
         self.scheduler.append(id);
     }
 
-    /// Offers a sequence's pages to the prefix cache, if there are new whole ones or `all` is to be kept.
+    /// Offers a sequence's pages to the prefix cache, if there are new whole ones or `all` is to be
+    /// kept.
     fn publish(&mut self, id: SequenceId, all: bool) {
         let Some(choice) = self.live.choice_mut(id) else { return };
         let Some(sequence) = &mut choice.sequence else { return };
@@ -296,7 +300,8 @@ impl<B: Backend> Serving<B> {
         self.statistics.counters.failed += 1;
     }
 
-    /// A sequence has the cache to itself and still finds no page: its answer ends here, or its prompt fails.
+    /// A sequence has the cache to itself and still finds no page: its answer ends here, or its
+    /// prompt fails.
     fn end_exhausted(&mut self, id: SequenceId) {
         let Some(live) = self.live.get_mut(id.request) else { return };
         if live.stage == Stage::Decode {

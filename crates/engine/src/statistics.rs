@@ -46,7 +46,8 @@ impl Statistics {
             coded_pages: usage.coded_pages,
             cached_full_pages: cached.idle_full.min(usage.full_pages),
             cached_coded_pages: cached.idle_coded.min(usage.coded_pages),
-            // Full pages that are kept beside their codes only because there is room do not count.
+            // Full pages that are kept beside quantized ones only because there is room do not
+            // count.
             cache_bytes: usage.bytes.saturating_sub(cached.spare_full * layout.full_block_bytes()),
             bf16_bytes: (in_tree + beyond) * layout.elements_per_token() * 2,
             requests,

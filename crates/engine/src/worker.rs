@@ -1,7 +1,8 @@
-//! The engine's one thread: reads commands, runs steps, publishes the numbers, then hands out the events.
+//! The engine's one thread: reads commands, runs steps, publishes statistics, then delivers the
+//! events.
 //!
-//! **Invariant:** events go out after the statistics were brought up to date, so a client that has seen `Done`
-//! sees its pages accounted for.
+//! **Invariant:** events are delivered after the statistics are up to date, so a client that has
+//! seen `Done` sees its pages accounted for.
 
 use crate::engine::{EngineOptions, EngineState};
 use crate::live::{Submission, deliver};
@@ -36,7 +37,7 @@ impl<B: Backend> Worker<B> {
         Self { serving: Serving::new(runner, options), state, inbox }
     }
 
-    /// Serves until it is told to stop. Whoever still waits then is told why.
+    /// Serves until it is told to stop. Requests that still wait then are told why.
     pub fn run(mut self) {
         let ended = catch_unwind(AssertUnwindSafe(|| self.serve()));
         self.state.close();
