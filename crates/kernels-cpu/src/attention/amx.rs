@@ -1,10 +1,10 @@
 //! Pages on AMX tiles, with the softmax of the AVX-512 variant.
 //!
-//! Coded keys: A is the queries, high and low bytes of up to eight rows as up to sixteen tile rows
-//! of 64 channels; B is 16 tokens unpacked to 64 channels (16 lines); `tdpbsud` adds exact products
-//! to 32 bits. Coded values: A is the weights of the page's 64 tokens, B one slab of 16 channels.
-//! BF16 pages are B tiles as they lie in memory. Every tile row is computed by itself and in a
-//! fixed order, so the number of rows does not show.
+//! Quantized keys: A is the queries, high and low bytes of up to eight rows as up to sixteen tile
+//! rows of 64 channels; B is 16 tokens unpacked to 64 channels (16 lines); `tdpbsud` adds exact
+//! products to 32 bits. Quantized values: A is the weights of the page's 64 tokens, B one slab of
+//! 16 channels. BF16 pages are B tiles as they lie in memory. Every tile row is computed by itself
+//! and in a fixed order, so the number of rows does not show.
 //!
 //! Tile registers hold values only inside one `asm!` block; a stage loads the configuration at its
 //! start and releases it at its end.
@@ -78,8 +78,8 @@ macro_rules! tile_product {
     ($name:ident, $instruction:literal) => {
         /// # Safety
         /// Tiles configured; each A tile readable for the configured rows at `a_stride`, each B
-        /// tile for 16 rows at
-        /// `b_stride`, both `a_step` and `b_step` bytes apart; `c` writable for the configured rows of 64 bytes.
+        /// tile for 16 rows at `b_stride`, both `a_step` and `b_step` bytes apart; `c` writable for
+        /// the configured rows of 64 bytes.
         unsafe fn $name(
             a: *const u8,
             a_stride: usize,

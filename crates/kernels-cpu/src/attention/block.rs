@@ -1,8 +1,7 @@
-//! The rows of queries that go over a page together, with everything they carry from page to page.
+//! The query rows that read a page together, and their state from page to page.
 //!
-//! Invariant: whatever is stored for a row is computed from that row alone, so its numbers do not
-//! depend on the rows it shares a block with. Rows beyond `rows` are padding: zero queries with
-//! empty masks.
+//! Invariant: the state of a row is computed from that row alone, so its numbers do not depend on
+//! the other rows of the block. Rows beyond `rows` are padding: zero queries with empty masks.
 
 use oscar_codec::PAGE_TOKENS;
 
@@ -53,7 +52,7 @@ pub(super) struct RowBlock {
     pub shared: [[f32; LANES]; ROWS],
     pub q_step: [f32; LANES],
     pub q_sum: [f32; LANES],
-    /// What rounding took from the sum of a query.
+    /// Rounding error of the sum of a query.
     pub q_rest: [f32; LANES],
     /// The same where only the high bytes are read, and the low ones of `low_rows`.
     pub q_rest_one_byte: [f32; LANES],
@@ -62,7 +61,7 @@ pub(super) struct RowBlock {
     /// Factor from a page's integers (or its BF16 sums) to `out`.
     pub w_step: [f32; LANES],
     pub max: [f32; LANES],
-    /// What is known of the current page once its scores are: see `softmax512_int8`.
+    /// State of the current page after its scores are known: see `softmax_int8`.
     pub entry: PageEntry,
     /// Tokens of the current page each row reads.
     pub masks: [u64; ROWS],
@@ -232,9 +231,9 @@ pub(super) fn finish_state(state: &[f32], out: &mut [f32]) {
     }
 }
 
-/// The middle of a width's codes. Codes are counted from it where a rounded sum is corrected: what
-/// rounding takes from a query (or a weight) is then multiplied by deviations from the middle
-/// instead of by codes.
+/// The middle of a width's codes. Where a rounded sum is corrected, codes are counted from the
+/// middle: the rounding error of a query (or a weight) is then multiplied by deviations from the
+/// middle instead of by codes.
 pub(super) const fn middle_code(bits: u32) -> f32 {
     ((1 << bits) - 1) as f32 / 2.0
 }
@@ -278,7 +277,8 @@ struct Kept {
     high: i32,
 }
 
-/// `value ≈ step · (256·hi + lo)` with `hi` in ±127 and `lo` in −128..128: `hi` alone is the value rounded to a byte.
+/// `value ≈ step · (256·hi + lo)` with `hi` in ±127 and `lo` in −128..128: `hi` alone is the value
+/// rounded to a byte.
 fn split_fixed_point(values: &[f32], inverse: f32, hi: &mut [i8], lo: &mut [i8]) -> Kept {
     // Adding 1.5 · 2^23 rounds to an integer in the low bits of the float.
     const MAGIC: f32 = 12_582_912.0;

@@ -1,8 +1,8 @@
-//! Demotion: BF16 rows become codes, a 16-token tile at a time or, where groups run along tokens or
-//! the sides go their own ways, side by side.
+//! Demotion: BF16 rows become codes, a 16-token tile at a time or, if groups run along tokens or
+//! the sides have different windows, side by side.
 //!
-//! Invariant: the bytes are those that the codec gives for the dequantized rows, bit for bit,
-//! whichever path runs, so a token has the same codes however it reached the cache.
+//! Invariant: the bytes are those that the codec gives for the BF16 rows, bit for bit, on every
+//! path, so a token has the same codes however it reached the cache.
 
 use oscar_codec::page::Scheme;
 use oscar_codec::{CodeLayout, CodecError, PAGE_TOKENS, PageCodec, RowPageCodec, Side, TILE_TOKENS};
@@ -73,7 +73,7 @@ pub struct DemotionCodecs<'a> {
     pub coded: &'a RowPageCodec,
 }
 
-/// Codes one side of `positions`: whole groups where the side groups along tokens, single rows
+/// Quantizes one side of `positions`: whole groups where the side groups along tokens, single rows
 /// otherwise.
 /// `full_page` gives the BF16 page of a block, `coded_page` the one to write to.
 ///

@@ -1,10 +1,11 @@
-//! Pages dequantized to rows, for every codec that has no kernel of its own.
+//! Pages dequantized to rows, for every codec without a kernel of its own.
 //!
 //! One body, compiled once for each instruction set; its loops are written so that the compiler
-//! finds vectors in them. A page is dequantized once for all rows of a work item.
+//! vectorizes them. A page is dequantized once for all rows of a work item.
 //!
-//! Invariant: what comes out is what `RowPageCodec::decode_token` defines, to the bit (the official
-//! affine format: to a rounding of its offset). Tokens that are not asked for come out as zeros.
+//! Invariant: the rows are those that `RowPageCodec::decode_token` defines, bit for bit (the
+//! official affine format: up to a rounding of its offset). Tokens that are not requested become
+//! zeros.
 
 use oscar_codec::channel_groups::GroupHeader;
 use oscar_codec::page::Scheme;
@@ -36,7 +37,7 @@ impl<'a> SidePage<'a> {
     }
 }
 
-/// Decodes the tokens in `used` into `rows`, 64 × head size.
+/// Dequantizes the tokens in `used` into `rows`, 64 × head size.
 pub(super) fn dequantize_page(
     variant: Variant,
     page: SidePage<'_>,
@@ -97,7 +98,7 @@ struct MappedSide<'a> {
     codec: &'a RowPageCodec,
     side: Side,
     bits: u32,
-    /// What the codes of centroid schemes stand for.
+    /// The levels of codes in centroid schemes.
     levels: Option<[f32; 16]>,
 }
 

@@ -1,20 +1,18 @@
-//! How many bytes of a query and of a weight meet the codes.
+//! How many bytes of a query and of a weight are multiplied with codes.
 //!
 //! A code of one or two bits is coarse: its error in a score is `Σ q·e` with `e` spread over a step
-//! `s`, about
-//! `0.29·s·|q|`. A query rounded to one byte, with a step of its largest magnitude over 127, adds
-//! `0.29·(max|q|/127)·s·|c − mid|`, where `c` are the token's codes counted from their middle (what rounding takes
-//! from the sum of the query is put back exactly, so that only deviations from the middle remain).
-//! Codes deviate by
-//! 1.1 a channel, so the second error is `1.1 · crest / 127` of the first, where the crest `max|q| / rms(q)` of a
-//! rotated query is about 3: 2.6 %, 31 dB down, for every token and every scale. A query with a
-//! crest above [`CREST_LIMIT`] adds its low bytes in a second pass of its own, so the bound holds
-//! for any query.
+//! `s`, about `0.29·s·|q|`. A query rounded to one byte, with a step of its largest magnitude over
+//! 127, adds `0.29·(max|q|/127)·s·|c − mid|`, where `c` are the token's codes counted from their
+//! middle (the rounding error of the query's sum is added back exactly, so that only deviations
+//! from the middle remain). Codes deviate by 1.1 a channel, so the second error is `1.1 · crest /
+//! 127` of the first, where the crest `max|q| / rms(q)` of a rotated query is about 3: 2.6 %, 31 dB
+//! down, for every token and every scale. A query with a crest above [`CREST_LIMIT`] adds its low
+//! bytes in a second pass of its own, so the bound holds for any query.
 //!
-//! Values alike: the weights `w = p·scale` of a page, as bytes of the page's largest one, are off
-//! by at most
-//! `max w / 510`. Times deviations from the middle that is at most 6 % of the values' own coding error when one token
-//! has all the weight and 63 others sit on the rounding edge, and 0.4 % when the page is flat.
+//! The same holds for values: the weights `w = p·scale` of a page, as bytes of the page's largest
+//! one, are off by at most `max w / 510`. Times deviations from the middle that is at most 6 % of
+//! the values' own quantization error if one token has all the weight and 63 others sit on the
+//! rounding edge, and 0.4 % if the page is flat.
 //!
 //! Wider codes are finer than that, so they take both bytes. On AMX machines one byte means the
 //! AVX-512 kernels and two bytes the tiles.
@@ -86,7 +84,7 @@ impl AttentionPrecision {
             .clone()
     }
 
-    /// Whether codes of this width meet one byte.
+    /// Whether codes of this width are multiplied with one byte.
     pub(super) fn one_byte(self, bits: u32) -> bool {
         self == Self::Int8 && bits <= 2
     }

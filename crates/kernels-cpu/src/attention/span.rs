@@ -22,8 +22,8 @@ pub(super) struct ItemRows<'a> {
     coded: PageReader,
 }
 
-/// What a row reads of each side: BF16 below `sink`, code up to the side's boundary, BF16 up to
-/// `end`.
+/// The ranges that a row reads on each side: BF16 below `sink`, quantized up to the side's
+/// boundary, BF16 up to `end`.
 #[derive(Clone, Copy, Debug)]
 struct Reach {
     sink: usize,
@@ -53,12 +53,12 @@ impl Reach {
         token_mask(base, 0..self.sink.min(self.end)) | token_mask(base, recent)
     }
 
-    /// Keys as code beside values in BF16.
+    /// Keys quantized beside values in BF16.
     fn coded_keys(self, base: usize) -> u64 {
         token_mask(base, self.values..self.keys.max(self.values))
     }
 
-    /// Values as code beside keys in BF16.
+    /// Values quantized beside keys in BF16.
     fn coded_values(self, base: usize) -> u64 {
         token_mask(base, self.keys..self.values.max(self.keys))
     }
@@ -142,7 +142,7 @@ pub(super) fn read_span(rows: &mut ItemRows<'_>, span: usize, mut done: impl FnM
     let across_stages = (!rows.input.windows.sides_agree()).then(|| stages_of(across, rows.blocks));
     let first_page = span * SPAN_TOKENS / PAGE_TOKENS;
     let last_page = end.div_ceil(PAGE_TOKENS).min((span + 1) * SPAN_TOKENS / PAGE_TOKENS);
-    // What every row reads as code: nearly everything, so masks are worth making only outside.
+    // What every row reads quantized: nearly everything, so masks are worth making only outside.
     let all_coded = rows.reaches.iter().fold(0..usize::MAX, |all, reach| {
         all.start.max(reach.sink)..all.end.min(reach.keys.min(reach.values))
     });

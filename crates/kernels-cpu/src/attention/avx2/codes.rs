@@ -1,9 +1,9 @@
-//! Coded and BF16 pages on AVX2.
+//! Quantized and BF16 pages on AVX2.
 //!
-//! `vpmaddubsw` adds two products of an unsigned code and a signed byte to 16 bits. With codes up to `c` a pair is
-//! at most 2 · c · 128, so 2^15 / (256 · c) pairs can be added before the sums have to move to 32
-//! bits: [`units_in_16_bits`] counts them, and a test proves that none overflows. BF16 rows become
-//! f32 by a shift or a mask; queries and weights stay f32.
+//! `vpmaddubsw` adds two products of an unsigned code and a signed byte to 16 bits. With codes up
+//! to `c` a pair is at most 2 · c · 128, so 2^15 / (256 · c) pairs can be added before the sums
+//! have to move to 32 bits: [`units_in_16_bits`] counts them, and a test proves that none
+//! overflows. BF16 rows become f32 by a shift or a mask; queries and weights stay f32.
 
 use std::arch::x86_64::*;
 
@@ -111,8 +111,9 @@ unsafe fn add_products(mut sums: Sums, codes: __m256i, bytes: *const i8, stride:
 /// Products of all units with a strip of rows: `256·H + L` of each row.
 ///
 /// # Safety
-/// `tile_of(u)` must give, for each of `units` units, a tile and the unit's place in it as [`quad`] wants them;
-/// `bytes + i · stride` must be readable for `16 · units` bytes for each of the `2 · STRIP` rows.
+/// `tile_of(u)` must give, for each of `units` units, a tile and the unit's place in it as [`quad`]
+/// wants them; `bytes + i · stride` must be readable for `16 · units` bytes for each of the `2 ·
+/// STRIP` rows.
 #[inline]
 #[target_feature(enable = "avx2")]
 unsafe fn code_products<const BITS: u32>(
@@ -227,8 +228,8 @@ fn widen_bf16(pairs: __m256i) -> (__m256, __m256) {
 /// Sums over pairs of one strip of rows and two half lines.
 ///
 /// # Safety
-/// `lines + i · line_stride` must be readable for 64 bytes, and `factors + r · row_stride + 2 i` for two floats, for
-/// each of `pairs` pairs and `STRIP` rows.
+/// `lines + i · line_stride` must be readable for 64 bytes, and `factors + r · row_stride + 2 i`
+/// for two floats, for each of `pairs` pairs and `STRIP` rows.
 #[inline]
 #[target_feature(enable = "avx2,fma")]
 unsafe fn bf16_products(

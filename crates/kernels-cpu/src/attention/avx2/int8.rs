@@ -1,10 +1,10 @@
 //! Codes of one and two bits on AVX2, against queries and weights of one byte (why that is enough:
 //! [`crate::attention::precision`]).
 //!
-//! `vpmaddubsw` multiplies unsigned by signed bytes and adds pairs to 16 bits: codes by signed queries, or unsigned
-//! weights by codes. 16-bit sums move to 32 bits before they could overflow; a test proves the
-//! counts. A strip of four rows keeps both halves of a line in registers, so that a broadcast
-//! serves two products.
+//! `vpmaddubsw` multiplies unsigned by signed bytes and adds pairs to 16 bits: codes by signed
+//! queries, or unsigned weights by codes. 16-bit sums move to 32 bits before they could overflow; a
+//! test proves the counts. A strip of four rows keeps both halves of a line in registers, so that a
+//! broadcast serves two products.
 
 use std::arch::x86_64::*;
 
@@ -48,8 +48,8 @@ type Sums<const R: usize> = [[__m256i; 2]; R];
 /// ones.
 ///
 /// # Safety
-/// `tile_of(u)` must give, for each of `units` units, a tile and the unit's place in it as [`quad`] wants them;
-/// `bytes + r · stride` must be readable for `16 · units` bytes for each row `r`.
+/// `tile_of(u)` must give, for each of `units` units, a tile and the unit's place in it as [`quad`]
+/// wants them; `bytes + r · stride` must be readable for `16 · units` bytes for each row `r`.
 #[inline]
 #[target_feature(enable = "avx2")]
 unsafe fn products<const BITS: u32, const R: usize, const UNSIGNED: bool>(

@@ -1,10 +1,10 @@
-//! Coded pages on AVX-512 VNNI: raw codes against fixed-point queries and weights of two bytes.
+//! Quantized pages on AVX-512 VNNI: raw codes against fixed-point queries and weights of two bytes.
 //!
-//! `vpdpbusd` multiplies four unsigned codes of a lane by four signed bytes and adds the products to 32 bits. All
-//! sums are exact: |256·H + L| ≤ 256 · 255 · 32639 < 2^31. For keys a lane is a token and the bytes
-//! are channels; for values a lane is a channel and the bytes are tokens. Codes are unpacked in
-//! registers by shift and mask; with up to eight rows that is a few percent of the work, so nothing
-//! is staged in memory.
+//! `vpdpbusd` multiplies four unsigned codes of a lane by four signed bytes and adds the products
+//! to 32 bits. All sums are exact: |256·H + L| ≤ 256 · 255 · 32639 < 2^31. For keys a lane is a
+//! token and the bytes are channels; for values a lane is a channel and the bytes are tokens. Codes
+//! are unpacked in registers by shift and mask; with up to eight rows that is a few percent of the
+//! work, so nothing is staged in memory.
 
 use std::arch::x86_64::*;
 

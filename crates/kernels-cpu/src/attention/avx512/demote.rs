@@ -231,7 +231,7 @@ impl Rows {
         }
     }
 
-    /// Scale and minimum of each key row; false if one is for the specification.
+    /// Scale and minimum of each key row; false if a row must be left to the specification.
     #[target_feature(enable = "avx512f,avx512dq,avx512vl,f16c")]
     fn key_params(&mut self, d: usize, bits: u32) -> bool {
         // SAFETY: a channel is sixteen floats.
@@ -266,7 +266,7 @@ impl Rows {
         self.round_params()
     }
 
-    /// Scale and minimum of each value row; false if one is for the specification.
+    /// Scale and minimum of each value row; false if a row must be left to the specification.
     #[target_feature(enable = "avx512f,avx512dq,avx512vl,f16c")]
     fn value_params(&mut self, d: usize, bits: u32) -> bool {
         for token in 0..TILE_TOKENS {

@@ -1,4 +1,4 @@
-//! Coded pages as BF16 tiles on AVX-512, for every codec that has no kernel of its own.
+//! Quantized pages as BF16 tiles on AVX-512, for every codec that has no kernel of its own.
 //!
 //! Codes placed by [`CodeLayout::CpuTile`] already lie as the tile wants them, a lane for a token
 //! (keys) or a channel (values): each lane's word is shifted, its code looked up, scaled and
@@ -32,7 +32,7 @@ pub(in crate::attention) fn reads(codec: &RowPageCodec, side: Side) -> bool {
     }
 }
 
-/// Decodes the tokens in `used`. `halves` is room to keep from call to call.
+/// Dequantizes the tokens in `used`. `halves` is room to keep from call to call.
 ///
 /// # Panics
 /// If [`reads`] does not hold.
@@ -98,8 +98,8 @@ struct Mapped<'a> {
     codes: &'a [u8],
     params: &'a [u8],
     scheme: Scheme,
-    /// What codes stand for before scale and offset, repeated: a lookup need not mask the bits
-    /// above a code.
+    /// The levels of codes before scale and offset, repeated: a lookup need not mask the bits above
+    /// a code.
     levels: [f32; LANES],
     used: u64,
 }
@@ -111,7 +111,8 @@ struct Pair {
     second: __m512,
 }
 
-/// `BITS` is the width of codes, `WIDTH` that of their first set of planes: 2 for three bits, whose top bit lies apart.
+/// `BITS` is the width of codes, `WIDTH` that of their first set of planes: 2 for three bits, whose
+/// top bit lies apart.
 impl Mapped<'_> {
     fn row_bytes<const BITS: u32>(&self) -> usize {
         self.d * BITS as usize / 8

@@ -1,6 +1,6 @@
-//! Pages on AVX-512: `codes` and `int8` read coded pages, `bf16` reads BF16 pages, `softmax` serves
-//! both. `dequantize`, `rows` and `sketch` turn the pages of other codecs into BF16 tiles. `demote`
-//! and `rounding` quantize.
+//! Pages on AVX-512: `codes` and `int8` read quantized pages, `bf16` reads BF16 pages, `softmax`
+//! serves both. `dequantize`, `rows` and `sketch` turn the pages of other codecs into BF16 tiles.
+//! `demote` and `rounding` quantize.
 
 pub(super) mod bf16;
 pub(super) mod codes;

@@ -62,8 +62,8 @@ impl Rows {
         self.levelled = true;
     }
 
-    /// The pairs with which mean and length of each key row are right; false if one is for the
-    /// specification.
+    /// The pairs that make mean and length of each key row exact; false if a row must be left to
+    /// the specification.
     #[target_feature(enable = "avx512f,avx512dq,avx512vl,f16c")]
     pub(in crate::attention) fn refit_keys(&mut self, d: usize) -> bool {
         // SAFETY: a channel is sixteen floats.

@@ -33,7 +33,7 @@ pub(in crate::attention) fn reads(codec: &RowPageCodec, side: Side) -> bool {
     }
 }
 
-/// Decodes the tokens in `used` into the tile's `words`.
+/// Dequantizes the tokens in `used` into the tile's `words`.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")]
 pub(in crate::attention) fn dequantize(
     page: SidePage<'_>,
@@ -217,7 +217,7 @@ impl<'a> TurboInstance<'a> {
         self.spread.codes(bytes, at + start + chunk * CHUNK * bits as usize / 8)
     }
 
-    /// Decodes the instance's channels of one of the side's records.
+    /// Dequantizes the instance's channels of one of the side's records.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")]
     fn dequantize(&self, bytes: &[u8], token: usize, row_bytes: usize, row: &mut [u16]) {

@@ -1,5 +1,5 @@
-//! Sums of sketches on AVX-512: what the signs of a TurboQuant residual stand for, for all tokens
-//! of a page.
+//! Sums of sketches on AVX-512: the values of the signs of a TurboQuant residual, for all tokens of
+//! a page.
 //!
 //! A sketch dequantizes to `Σ ± direction` over as many directions as there are channels.
 //! Directions are taken four at a time from a table of their sixteen sums, sixteen channels of it

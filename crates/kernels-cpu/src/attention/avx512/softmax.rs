@@ -85,11 +85,11 @@ fn factors<const R: usize>(block: &mut RowBlock) -> Factors {
     all
 }
 
-/// What a page's maxima do to the running ones, a lane a row.
+/// The effect of a page's maxima on the running ones, one lane for each row.
 pub(in crate::attention) struct Moves {
     /// Factor of the page's weights; zero leaves the page out.
     pub page: __m512,
-    /// Factor of what was accumulated before, due to the rows in `moved`.
+    /// Factor of the sums of earlier pages, for the rows in `moved`.
     pub fading: __m512,
     pub moved: __mmask16,
 }
@@ -110,8 +110,7 @@ pub(in crate::attention) fn move_maxima(block: &mut RowBlock, page_max: __m512) 
     // False for NaN too: −∞ − −∞ of a row that has read nothing yet.
     let counts = _mm512_cmp_ps_mask::<_CMP_GE_OQ>(distance, _mm512_set1_ps(NEGLIGIBLE));
     block.any_weight = counts != 0;
-    // Either the page or what was before is at the new maximum, and the other one is this far
-    // below.
+    // Either the page or the earlier pages have the new maximum; the other is this far below.
     let below = exp2(_mm512_min_ps(distance, _mm512_sub_ps(before, now)));
     let moved = _mm512_cmp_ps_mask::<_CMP_GT_OQ>(page_max, before);
     Moves {
@@ -121,7 +120,7 @@ pub(in crate::attention) fn move_maxima(block: &mut RowBlock, page_max: __m512) 
     }
 }
 
-/// Fades what was accumulated below maxima that moved.
+/// Scales down sums that were accumulated below maxima that moved.
 #[inline]
 #[target_feature(enable = "avx512f")]
 pub(in crate::attention) fn fade_rows<const R: usize>(
@@ -239,8 +238,8 @@ pub(in crate::attention) fn weigh_codes<const BITS: u32, const R: usize>(
     }
 }
 
-/// Rounds a row's weights to fixed point, writes both bytes, and returns partial sums of what
-/// rounding took.
+/// Rounds a row's weights to fixed point, writes both bytes, and returns partial sums of the
+/// rounding errors.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
 fn split_weights(block: &mut RowBlock, row: usize, step: f32, inverse: f32) -> __m512 {

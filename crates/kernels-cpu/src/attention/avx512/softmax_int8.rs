@@ -1,8 +1,8 @@
-//! The softmax of a page on AVX-512 where weights become single bytes.
+//! The softmax of a page on AVX-512 with weights of one byte.
 //!
 //! As in [`super::softmax`] everything is relative to the page's own maximum. The weights `p ·
-//! scale` of a row are rounded to 0..=255 of their largest; what rounding took from their sum is
-//! put back at the middle code, so that a flat tail keeps its mass even where its weights round to
+//! scale` of a row are rounded to 0..=255 of their largest. The rounding error of their sum is
+//! added back at the middle code, so that a flat tail keeps its mass even if its weights round to
 //! zero.
 
 use std::arch::x86_64::*;
@@ -11,8 +11,8 @@ use super::softmax::{accumulate, exp2, fade_rows, maxima, move_maxima, prefetch,
 use crate::attention::block::{BYTE_MAX, ROWS, RowBlock, middle_code};
 use crate::attention::page::PageView;
 
-/// How far, in log2, the page's largest weight is counted below its largest score: scales are fp16,
-/// so beyond this the weights are those of tokens that themselves hardly count.
+/// Limit, in log2, of how far the page's largest weight may lie below its largest score. Scales are
+/// fp16, so beyond this the weights belong to tokens that hardly count.
 const LARGEST_LEAD: f32 = 30.0;
 
 /// 2^x for x in −126..=0 to 1.1e-4, a fortieth of a byte's step, and 2^-126 for NaN and all below.

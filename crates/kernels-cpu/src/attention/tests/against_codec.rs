@@ -11,7 +11,7 @@ const ROUNDED: f32 = 4e-3;
 /// Queries and weights of one byte: the outputs of coarse codes, whose own error is thirty times as
 /// large.
 const ONE_BYTE: f32 = 1.5e-2;
-/// Decoded keys and values rounded to BF16 (2⁻⁹ of each) before queries and weights are.
+/// Dequantized keys and values rounded to BF16 (2⁻⁹ of each) before queries and weights are.
 const DECODED: f32 = 1e-2;
 /// Only the order of f32 additions differs.
 const SAME: f32 = 2e-5;
@@ -72,7 +72,7 @@ fn check(
             let got = context.attend(kernel, &pool, windows, &queries, &positions);
             let expected = context.expected(windows, &queries, &positions);
             let error = relative_error(&got, &expected);
-            // The BF16 windows are rounded where the variant rounds them, whatever the code.
+            // The BF16 windows are rounded where the variant rounds them, for every format.
             let one_byte = matches!(format, KvFormat::Oscar { bits: ..=2 });
             let dequantized =
                 kernel_name_with(variant, precision, &context.coded_codec) == "dequantized first";
@@ -147,7 +147,7 @@ fn amx_matches_scalar() {
     }
 }
 
-/// Everything as code but the last token: the integer path by itself, at its own tolerance.
+/// Everything quantized but the last token: the integer path by itself, at its own tolerance.
 #[test]
 fn integer_path_is_accurate_to_its_fixed_point() {
     let pool = ThreadPool::new(1).unwrap();
@@ -186,7 +186,7 @@ fn integer_path_is_accurate_to_its_fixed_point() {
     }
 }
 
-/// Heads without history read their windows: what a context of these tokens alone gives.
+/// Zero-width heads read their windows: what a context of these tokens alone gives.
 #[test]
 fn absent_history_is_not_read() {
     let pool = ThreadPool::new(2).unwrap();

@@ -1,5 +1,4 @@
-//! One byte of queries and weights adds next to nothing to what codes of one and two bits already
-//! lost.
+//! One byte of queries and weights adds next to nothing to the error of one- and two-bit codes.
 
 use super::*;
 
