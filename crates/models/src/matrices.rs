@@ -73,21 +73,21 @@ pub struct Holding {
 /// A matrix of the checkpoint.
 #[derive(Debug)]
 pub enum MatrixView<'a> {
-    Plain(TensorView<'a>),
+    Unquantized(TensorView<'a>),
     Fp8(Fp8Weights<'a>),
 }
 
 impl MatrixView<'_> {
     pub fn to_f32_vec(&self) -> Vec<f32> {
         match self {
-            Self::Plain(view) => view.to_f32_vec(),
+            Self::Unquantized(view) => view.to_f32_vec(),
             Self::Fp8(stored) => stored.expand(),
         }
     }
 
     fn shape(&self) -> &[usize] {
         match self {
-            Self::Plain(view) => view.shape,
+            Self::Unquantized(view) => view.shape,
             Self::Fp8(stored) => stored.shape,
         }
     }
@@ -254,7 +254,7 @@ fn stacked<B: Backend>(
     }
     let plain: Vec<&TensorView<'_>> = views
         .iter()
-        .filter_map(|v| if let MatrixView::Plain(view) = v { Some(view) } else { None })
+        .filter_map(|v| if let MatrixView::Unquantized(view) = v { Some(view) } else { None })
         .collect();
     let all = |dtype| plain.len() == views.len() && plain.iter().all(|v| v.dtype == dtype);
     if let [view] = plain.as_slice()

@@ -135,7 +135,7 @@ impl Weights {
         let Some(entry) = self.entries.get(name).filter(|entry| entry.dtype == Dtype::F8_E4M3) else {
             let view = self.tensor(name)?;
             if !self.is_fp8(name) {
-                return Ok(MatrixView::Plain(view));
+                return Ok(MatrixView::Unquantized(view));
             }
             let quantized = Fp8Weights::quantize(&view);
             return quantized

@@ -92,7 +92,7 @@ fn after_kill_9_the_same_command_starts_clean() {
 
 #[cfg(unix)]
 #[test]
-fn the_official_openai_client_is_content() {
+fn the_official_openai_client_accepts_every_answer() {
     let Some(python) = python::with(&["openai"]) else { return };
     let server = Server::start(Some(KEY));
     python::run_script(&python, "openai_client.py", &[&format!("http://{}", server.address), KEY]);
@@ -100,14 +100,14 @@ fn the_official_openai_client_is_content() {
 
 #[cfg(unix)]
 #[test]
-fn sglang_router_in_front_of_two_replicas_is_content() {
+fn sglang_router_works_with_two_replicas() {
     let Some(python) = python::with(&["sglang-router==0.3.2"]) else { return };
     python::run_script(&python, "routers.py", &["sglang_router.launch_router", env!("CARGO_BIN_EXE_oscar")]);
 }
 
 #[cfg(unix)]
 #[test]
-fn smg_in_front_of_two_replicas_is_content() {
+fn smg_works_with_two_replicas() {
     let Some(python) = python::with(&["smg==1.13.0"]) else { return };
     python::run_script(&python, "routers.py", &["smg.launch_router", env!("CARGO_BIN_EXE_oscar")]);
 }
