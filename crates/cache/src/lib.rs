@@ -17,6 +17,7 @@ mod prefix;
 mod radix;
 #[cfg(test)]
 mod radix_tests;
+mod rows;
 mod salt;
 mod sequence;
 mod tails;
@@ -28,5 +29,6 @@ pub use radix::{CachedPages, RadixCache};
 pub use salt::{CacheSalt, PrefixKey};
 
 pub use pool::{CodedPage, FullPage, OutOfPages, PagePool, PoolUsage};
+pub use rows::SequenceRows;
 pub use sequence::{SequencePages, StepPages};
 pub use tails::TailDemotion;

@@ -13,11 +13,12 @@ use crate::sample::{HeadSample, RowSample, rotate_rows};
 use crate::spectrum::Spectrum;
 use crate::symmetric::Symmetric;
 use crate::text_input::digest;
-use oscar_backend::{Backend, SequenceRows};
-use oscar_cache::{PagePool, SequencePages};
+use oscar_backend::Backend;
 use oscar_codec::format::default_clip;
-use oscar_codec::{CacheLayout, HeadRotations, KvFormat, Rotation, RotationSet, Side, Windows};
-use oscar_models::{StepInput, Transformer};
+use oscar_codec::{CacheLayout, CodeLayout, HeadRotations, KvFormat, Rotation, RotationSet, Side, Windows};
+use oscar_models::Transformer;
+use oscar_runner::{KvMemory, Logits, Runner, Sequence, StepOutput, StepRequest};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Fewer tokens do not fill the statistics of a head.
@@ -53,7 +54,7 @@ pub struct Calibration {
 /// `transformer` must have been built without rotations: its values would come out rotated. `fingerprint` is that
 /// of its weights and ties the file to them. Setting `cancelled` ends the run within a chunk.
 pub fn calibrate<B: Backend>(
-    backend: &B,
+    backend: &Arc<B>,
     transformer: &Transformer<B>,
     fingerprint: &str,
     sequences: &[Vec<u32>],
@@ -124,7 +125,7 @@ fn pieces<'a>(
 
 /// Runs every pass over the text with an unrotated BF16 cache.
 fn run<B: Backend>(
-    backend: &B,
+    backend: &Arc<B>,
     transformer: &Transformer<B>,
     pieces: &[&[u32]],
     plan: &MemoryPlan,
@@ -140,46 +141,27 @@ fn run<B: Backend>(
         config.kv_heads,
         config.head_dim,
         Windows::unlimited(),
-        options.code_layout,
+        CodeLayout::Logical,
     )?;
-    let budget = layout.sequence_bytes(pieces.iter().map(|p| p.len()).max().unwrap_or(0));
-    let page_pool = PagePool::new(&layout, budget);
-    let mut pool = backend.pool(&layout, budget)?;
-    let mut workspace = transformer.workspace(backend);
-    let mut logits = Vec::new();
+    let room = KvMemory::Sequences { count: 1, tokens: pieces.iter().map(|p| p.len()).max().unwrap_or(0) };
+    let mut runner = Runner::new(backend.clone(), transformer.clone(), &layout, room, plan.chunk)?;
+    let mut output = StepOutput::default();
     let total = pieces.iter().map(|p| p.len()).sum();
     let passes = Moments::passes(options.statistic);
     for pass in 0..passes {
-        let mut observer = moments.pass(pass);
+        let mut tap = moments.pass(pass);
         let stage = Stage::Running { pass: pass + 1, passes };
         progress(Progress { stage, done: 0, total });
         for piece in pieces {
-            let mut pages = SequencePages::new();
+            let mut sequence = Sequence::new();
             for tokens in piece.chunks(plan.chunk) {
                 if cancelled.load(Ordering::Relaxed) {
                     return Err(CalibrateError::Cancelled);
                 }
-                let step = pages.prepare(&layout, &page_pool, tokens.len())?;
-                let rows = SequenceRows {
-                    rows: 0..tokens.len(),
-                    first_position: step.positions.start,
-                    full: pages.full(),
-                    coded: pages.coded(),
-                    demote: step.demote.clone(),
-                    demote_values: step.demote.clone(),
-                };
-                let input = StepInput { tokens, sequences: &[rows], logits: &[] };
-                transformer.forward(
-                    backend,
-                    &input,
-                    &mut pool,
-                    &mut workspace,
-                    &mut logits,
-                    Some(&mut observer),
-                )?;
-                pages.commit(&layout, &step);
-                observer.first_token += tokens.len();
-                progress(Progress { stage, done: observer.first_token, total });
+                let request = StepRequest { sequence: &mut sequence, tokens, logits: Logits::None };
+                runner.tapped_step(&mut [request], &mut output, Some(&mut tap))?;
+                tap.first_token += tokens.len();
+                progress(Progress { stage, done: tap.first_token, total });
             }
         }
     }

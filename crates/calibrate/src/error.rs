@@ -1,8 +1,8 @@
 //! Why a calibration ended without a result.
 
-use oscar_backend::BackendError;
-use oscar_cache::OutOfPages;
 use oscar_codec::CodecError;
+use oscar_models::BuildError;
+use oscar_runner::StepError;
 
 #[derive(Debug, thiserror::Error)]
 pub enum CalibrateError {
@@ -30,9 +30,9 @@ pub enum CalibrateError {
     )]
     NoConvergence { what: &'static str, layer: usize, head: usize },
     #[error(transparent)]
-    Backend(#[from] BackendError),
+    Build(#[from] BuildError),
+    #[error(transparent)]
+    Step(#[from] StepError),
     #[error(transparent)]
     Codec(#[from] CodecError),
-    #[error(transparent)]
-    Pages(#[from] OutOfPages),
 }

@@ -16,8 +16,8 @@
 use crate::options::Statistic;
 use crate::sample::RowSample;
 use crate::symmetric::Symmetric;
-use oscar_backend::{Backend, BackendError};
-use oscar_models::{DecoderConfig, Observer};
+use oscar_backend::{BackendError, Tap, TappedRows};
+use oscar_models::DecoderConfig;
 
 /// The heads of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -110,7 +110,7 @@ impl Moments {
     }
 }
 
-/// The observer of one pass over the text.
+/// The tap of one pass over the text.
 #[derive(Debug)]
 pub struct Pass<'a> {
     moments: &'a mut Moments,
@@ -124,10 +124,9 @@ pub struct Pass<'a> {
 
 impl Pass<'_> {
     /// `Σ xᵀx` over the columns of `count` heads from `first` on.
-    fn gram<B: Backend>(
+    fn gram(
         &mut self,
-        backend: &B,
-        x: &B::Rows,
+        x: &mut dyn TappedRows,
         first: usize,
         count: usize,
         weights: Option<&[f32]>,
@@ -136,17 +135,12 @@ impl Pass<'_> {
         self.gram.clear();
         self.gram.resize(d * d, 0.0);
         for head in 0..count {
-            backend.accumulate_gram(x, first + head * d, d, weights, &mut self.gram)?;
+            x.accumulate_gram(first + head * d, d, weights, &mut self.gram)?;
         }
         Ok(())
     }
 
-    fn first_pass<B: Backend>(
-        &mut self,
-        backend: &B,
-        layer: usize,
-        qkv: &B::Rows,
-    ) -> Result<(), BackendError> {
+    fn first_pass(&mut self, layer: usize, qkv: &mut dyn TappedRows) -> Result<(), BackendError> {
         let HeadGrid { query_heads, kv_heads, head_dim: d, .. } = self.moments.grid;
         let group = query_heads / kv_heads;
         let width = (query_heads + 2 * kv_heads) * d;
@@ -158,10 +152,10 @@ impl Pass<'_> {
         for head in 0..kv_heads {
             let index = layer * kv_heads + head;
             let (key_at, value_at) = ((query_heads + head) * d, (query_heads + kv_heads + head) * d);
-            self.gram(backend, qkv, head * group * d, group, None)?;
+            self.gram(qkv, head * group * d, group, None)?;
             self.moments.sums[index].query.add_full(&self.gram);
             if self.moments.statistic == Statistic::Plain {
-                self.gram(backend, qkv, value_at, 1, None)?;
+                self.gram(qkv, value_at, 1, None)?;
                 self.moments.sums[index].value.add_full(&self.gram);
             }
             for row in rows.chunks_exact(width) {
@@ -178,12 +172,7 @@ impl Pass<'_> {
     }
 
     /// The `coded` statistic: every value row is weighted by the energy of its key's logits.
-    fn second_pass<B: Backend>(
-        &mut self,
-        backend: &B,
-        layer: usize,
-        qkv: &B::Rows,
-    ) -> Result<(), BackendError> {
+    fn second_pass(&mut self, layer: usize, qkv: &mut dyn TappedRows) -> Result<(), BackendError> {
         let HeadGrid { query_heads, kv_heads, head_dim: d, .. } = self.moments.grid;
         let width = (query_heads + 2 * kv_heads) * d;
         let queries = (self.moments.tokens.max(1) * self.moments.grid.group()) as f64;
@@ -198,7 +187,7 @@ impl Pass<'_> {
                     .chunks_exact(width)
                     .map(|row| (query.quadratic(&row[key_at..key_at + d]) / queries) as f32),
             );
-            self.gram(backend, qkv, key_at + kv_heads * d, 1, Some(&weights))?;
+            self.gram(qkv, key_at + kv_heads * d, 1, Some(&weights))?;
             let sums = &mut self.moments.sums[index];
             sums.value.add_full(&self.gram);
             sums.weight += weights.iter().map(|&w| f64::from(w)).sum::<f64>();
@@ -208,24 +197,24 @@ impl Pass<'_> {
     }
 }
 
-impl<B: Backend> Observer<B> for Pass<'_> {
-    fn heads(&mut self, backend: &B, layer: usize, qkv: &B::Rows) -> Result<(), BackendError> {
+impl Tap for Pass<'_> {
+    fn heads(&mut self, layer: usize, qkv: &mut dyn TappedRows) -> Result<(), BackendError> {
         self.rows.clear();
-        backend.read(qkv, &mut self.rows)?;
+        qkv.read(&mut self.rows)?;
         match self.pass {
-            0 => self.first_pass(backend, layer, qkv),
-            _ => self.second_pass(backend, layer, qkv),
+            0 => self.first_pass(layer, qkv),
+            _ => self.second_pass(layer, qkv),
         }
     }
 
-    fn attended(&mut self, backend: &B, layer: usize, attended: &B::Rows) -> Result<(), BackendError> {
+    fn attended(&mut self, layer: usize, attended: &mut dyn TappedRows) -> Result<(), BackendError> {
         if self.pass > 0 || self.moments.statistic != Statistic::Paper {
             return Ok(());
         }
         let HeadGrid { kv_heads, head_dim: d, .. } = self.moments.grid;
         let group = self.moments.grid.group();
         for head in 0..kv_heads {
-            self.gram(backend, attended, head * group * d, group, None)?;
+            self.gram(attended, head * group * d, group, None)?;
             self.moments.sums[layer * kv_heads + head].value.add_full(&self.gram);
         }
         Ok(())

@@ -2,7 +2,7 @@
 
 use crate::error::CalibrateError;
 use crate::symmetric::Symmetric;
-use oscar_codec::{CodeLayout, Composition, PAGE_TOKENS};
+use oscar_codec::{Composition, PAGE_TOKENS};
 use oscar_models::DecoderConfig;
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -111,8 +111,6 @@ pub struct CalibrationOptions {
     pub seed: u64,
     /// Threads for the matrices; 0 means all.
     pub threads: usize,
-    /// Byte order of pages that the backend prefers.
-    pub code_layout: CodeLayout,
 }
 
 impl Default for CalibrationOptions {
@@ -131,7 +129,6 @@ impl Default for CalibrationOptions {
             memory: 176 << 20,
             seed: 0,
             threads: 0,
-            code_layout: CodeLayout::CpuTile,
         }
     }
 }

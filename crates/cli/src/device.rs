@@ -2,13 +2,13 @@
 
 use anyhow::{Context, Result};
 use oscar_backend::{
-    Backend, BackendError, CacheHead, Candidate, HeadPreparation, HeadShape, HostMatrix, Pick,
-    Result as BackendResult, SequenceRows, WeightFormat, Write,
+    AttentionKernels, Backend, Benchmarks, CacheHead, Calibrates, Candidate, HeadShape, HostMatrix,
+    LayerHeads, Pick, Product, Result as BackendResult, SequenceRows, Step, Tap, WeightFormat,
 };
-use oscar_codec::{CacheLayout, CodeLayout, FullPageId, HeadRotations};
-use oscar_kernels_cpu::backend::CpuBackend;
+use oscar_codec::{CacheLayout, FullPageId, HeadRotations};
+use oscar_kernels_cpu::backend::{CpuBackend, CpuStep};
 use oscar_kernels_cpu::bandwidth;
-use oscar_kernels_cuda::{CudaBackend, bandwidth as cuda_bandwidth};
+use oscar_kernels_cuda::{CudaBackend, CudaStep, bandwidth as cuda_bandwidth};
 use std::ops::Range;
 
 type Cpu = CpuBackend;
@@ -20,10 +20,41 @@ pub enum AnyBackend {
     Cuda(Box<Cuda>),
 }
 
-/// Something that belongs to one of the devices.
+/// An object of one of the devices.
 pub enum On<C, G> {
     Cpu(C),
     Cuda(G),
+}
+
+impl<C, G> On<C, G> {
+    /// Every object was made by the backend that now gets it back.
+    fn cpu(&self) -> &C {
+        match self {
+            Self::Cpu(object) => object,
+            Self::Cuda(_) => unreachable!("an object of another device"),
+        }
+    }
+
+    fn cuda(&self) -> &G {
+        match self {
+            Self::Cuda(object) => object,
+            Self::Cpu(_) => unreachable!("an object of another device"),
+        }
+    }
+
+    fn cpu_mut(&mut self) -> &mut C {
+        match self {
+            Self::Cpu(object) => object,
+            Self::Cuda(_) => unreachable!("an object of another device"),
+        }
+    }
+
+    fn cuda_mut(&mut self) -> &mut G {
+        match self {
+            Self::Cuda(object) => object,
+            Self::Cpu(_) => unreachable!("an object of another device"),
+        }
+    }
 }
 
 impl AnyBackend {
@@ -85,25 +116,30 @@ impl AnyBackend {
     }
 }
 
-/// Calls the same method on the device behind the enums; every argument in brackets belongs to that device.
+/// Calls the same method on the device behind an enum. Arguments after `&` and `&mut` are objects of
+/// that device; the others are the same for all devices.
 macro_rules! on_device {
-    ($self:ident, $method:ident ( $($argument:tt),* $(,)? )) => {
-        match $self {
-            AnyBackend::Cpu(backend) => backend.$method($(on_device!(@ Cpu $argument)),*),
-            AnyBackend::Cuda(backend) => backend.$method($(on_device!(@ Cuda $argument)),*),
+    ($enum:ident, $on:expr, $method:ident ( $($arguments:tt)* )) => {
+        match $on {
+            $enum::Cpu(device) => on_device!(@ device.$method, cpu, cpu_mut, [] $($arguments)*),
+            $enum::Cuda(device) => on_device!(@ device.$method, cuda, cuda_mut, [] $($arguments)*),
         }
     };
-    (@ $device:ident [$value:ident]) => {
-        match $value {
-            On::$device(value) => value,
-            // Every object was made by the backend that now gets it back.
-            _ => unreachable!("an object of another device"),
-        }
+    (@ $device:ident.$method:ident, $get:ident, $get_mut:ident, [$($done:expr,)*]) => {
+        $device.$method($($done),*)
     };
-    (@ $device:ident $value:ident) => { $value };
+    (@ $device:ident.$method:ident, $get:ident, $get_mut:ident, [$($done:expr,)*] &mut $x:ident $(, $($rest:tt)*)?) => {
+        on_device!(@ $device.$method, $get, $get_mut, [$($done,)* $x.$get_mut(),] $($($rest)*)?)
+    };
+    (@ $device:ident.$method:ident, $get:ident, $get_mut:ident, [$($done:expr,)*] &$x:ident $(, $($rest:tt)*)?) => {
+        on_device!(@ $device.$method, $get, $get_mut, [$($done,)* $x.$get(),] $($($rest)*)?)
+    };
+    (@ $device:ident.$method:ident, $get:ident, $get_mut:ident, [$($done:expr,)*] $x:ident $(, $($rest:tt)*)?) => {
+        on_device!(@ $device.$method, $get, $get_mut, [$($done,)* $x,] $($($rest)*)?)
+    };
 }
 
-/// What a backend made, wrapped.
+/// An object that a backend made, wrapped.
 macro_rules! made_on {
     ($self:ident, $method:ident ( $($argument:ident),* $(,)? )) => {
         Ok(match $self {
@@ -120,43 +156,34 @@ impl Backend for AnyBackend {
     type Rope = On<<Cpu as Backend>::Rope, <Cuda as Backend>::Rope>;
     type LayerRotation = On<<Cpu as Backend>::LayerRotation, <Cuda as Backend>::LayerRotation>;
     type Pool = On<<Cpu as Backend>::Pool, <Cuda as Backend>::Pool>;
+    type Step<'s> = AnyStep<'s>;
 
     fn describe(&self) -> String {
-        on_device!(self, describe())
+        on_device!(Self, self, describe())
     }
 
-    fn describe_attention(&self, layout: &CacheLayout) -> String {
-        on_device!(self, describe_attention(layout))
-    }
-
-    fn page_order(&self) -> CodeLayout {
-        on_device!(self, page_order())
+    fn attention(&self, layout: &CacheLayout) -> AttentionKernels {
+        on_device!(Self, self, attention(layout))
     }
 
     fn held_layout(&self, layout: &CacheLayout) -> CacheLayout {
-        on_device!(self, held_layout(layout))
+        on_device!(Self, self, held_layout(layout))
+    }
+
+    fn reads_demoted_tails(&self, layout: &CacheLayout) -> bool {
+        on_device!(Self, self, reads_demoted_tails(layout))
+    }
+
+    fn multiplies_fp8(&self) -> bool {
+        on_device!(Self, self, multiplies_fp8())
     }
 
     fn matrix(&self, weights: HostMatrix<'_>) -> BackendResult<Self::Matrix> {
         made_on!(self, matrix(weights))
     }
 
-    fn multiplies_fp8(&self) -> bool {
-        on_device!(self, multiplies_fp8())
-    }
-
     fn matrix_bytes(&self, matrix: &Self::Matrix) -> usize {
-        on_device!(self, matrix_bytes([matrix]))
-    }
-
-    fn random_matrix(
-        &self,
-        format: WeightFormat,
-        outputs: usize,
-        inputs: usize,
-        seed: u64,
-    ) -> BackendResult<Self::Matrix> {
-        made_on!(self, random_matrix(format, outputs, inputs, seed))
+        on_device!(Self, self, matrix_bytes(&matrix))
     }
 
     fn vector(&self, values: &[f32]) -> BackendResult<Self::Vector> {
@@ -171,14 +198,6 @@ impl Backend for AnyBackend {
         made_on!(self, layer_rotation(heads))
     }
 
-    fn pool(&self, layout: &CacheLayout, budget: usize) -> BackendResult<Self::Pool> {
-        made_on!(self, pool(layout, budget))
-    }
-
-    fn randomize(&self, pool: &mut Self::Pool, full: usize, coded: usize) -> BackendResult<bool> {
-        on_device!(self, randomize([pool], full, coded))
-    }
-
     fn rows(&self, width: usize) -> Self::Rows {
         match self {
             Self::Cpu(backend) => On::Cpu(backend.rows(width)),
@@ -186,127 +205,101 @@ impl Backend for AnyBackend {
         }
     }
 
-    fn begin_step(&self, sequences: &[SequenceRows<'_>], pool: &mut Self::Pool) -> BackendResult<()> {
-        on_device!(self, begin_step(sequences, [pool]))
+    fn pool(&self, layout: &CacheLayout, heads: &HeadShape, budget: usize) -> BackendResult<Self::Pool> {
+        made_on!(self, pool(layout, heads, budget))
     }
 
-    fn end_step(&self) -> BackendResult<()> {
-        on_device!(self, end_step())
+    fn step<'s>(
+        &'s self,
+        sequences: &'s [SequenceRows<'s>],
+        pool: &'s mut Self::Pool,
+    ) -> BackendResult<AnyStep<'s>> {
+        Ok(match self {
+            Self::Cpu(backend) => AnyStep::Cpu(backend.step(sequences, pool.cpu_mut())?),
+            Self::Cuda(backend) => AnyStep::Cuda(Box::new(backend.step(sequences, pool.cuda_mut())?)),
+        })
     }
 
-    fn embed(&self, table: &Self::Matrix, tokens: &[u32], out: &mut Self::Rows) {
-        on_device!(self, embed([table], tokens, [out]));
+    fn demote(&self, sequences: &[SequenceRows<'_>], pool: &mut Self::Pool) -> BackendResult<()> {
+        on_device!(Self, self, demote(sequences, &mut pool))
+    }
+}
+
+/// A step on one of the devices.
+pub enum AnyStep<'s> {
+    Cpu(CpuStep<'s>),
+    Cuda(Box<CudaStep<'s>>),
+}
+
+type Rows = <AnyBackend as Backend>::Rows;
+type Matrix = <AnyBackend as Backend>::Matrix;
+
+impl Step<AnyBackend> for AnyStep<'_> {
+    fn embed(&mut self, table: &Matrix, tokens: &[u32], out: &mut Rows) -> BackendResult<()> {
+        on_device!(Self, self, embed(&table, tokens, &mut out))
     }
 
-    fn rms_norm(&self, x: &Self::Rows, weight: &Self::Vector, eps: f32, out: &mut Self::Rows) {
-        on_device!(self, rms_norm([x], [weight], eps, [out]));
+    fn select(&mut self, x: &Rows, rows: &[usize], out: &mut Rows) -> BackendResult<()> {
+        on_device!(Self, self, select(&x, rows, &mut out))
     }
 
-    fn linear(&self, weight: &Self::Matrix, x: &Self::Rows, out: &mut Self::Rows, write: Write) {
-        on_device!(self, linear([weight], [x], [out], write));
+    fn product(&mut self, product: Product<'_, AnyBackend>, x: &Rows, out: &mut Rows) -> BackendResult<()> {
+        let Product { weight, norm, output } = product;
+        match self {
+            Self::Cpu(step) => {
+                let norm = norm.map(|(norm, eps)| (norm.cpu(), eps));
+                step.product(Product { weight: weight.cpu(), norm, output }, x.cpu(), out.cpu_mut())
+            }
+            Self::Cuda(step) => {
+                let norm = norm.map(|(norm, eps)| (norm.cuda(), eps));
+                step.product(Product { weight: weight.cuda(), norm, output }, x.cuda(), out.cuda_mut())
+            }
+        }
     }
 
-    fn fused_gate(&self, weight: &Self::Matrix, x: &Self::Rows, out: &mut Self::Rows) -> bool {
-        on_device!(self, fused_gate([weight], [x], [out]))
+    fn attend(
+        &mut self,
+        heads: LayerHeads<'_, AnyBackend>,
+        qkv: &mut Rows,
+        out: &mut Rows,
+        tap: Option<&mut dyn Tap>,
+    ) -> BackendResult<()> {
+        let LayerHeads { layer, qk_norm, rope, rotation } = heads;
+        match self {
+            Self::Cpu(step) => {
+                let qk_norm = qk_norm.map(|(q, k)| (q.cpu(), k.cpu()));
+                let (rope, rotation) = (rope.cpu(), rotation.map(On::cpu));
+                let heads = LayerHeads { layer, qk_norm, rope, rotation };
+                step.attend(heads, qkv.cpu_mut(), out.cpu_mut(), tap)
+            }
+            Self::Cuda(step) => {
+                let qk_norm = qk_norm.map(|(q, k)| (q.cuda(), k.cuda()));
+                let (rope, rotation) = (rope.cuda(), rotation.map(On::cuda));
+                let heads = LayerHeads { layer, qk_norm, rope, rotation };
+                step.attend(heads, qkv.cuda_mut(), out.cuda_mut(), tap)
+            }
+        }
     }
 
-    fn fused_norm(
-        &self,
-        norm: &Self::Vector,
-        eps: f32,
-        weight: &Self::Matrix,
-        x: &Self::Rows,
-        out: &mut Self::Rows,
-        gated: bool,
-    ) -> bool {
-        on_device!(self, fused_norm([norm], eps, [weight], [x], [out], gated))
-    }
-
-    fn logits(&self, weight: &Self::Matrix, x: &Self::Rows, out: &mut Self::Rows) {
-        on_device!(self, logits([weight], [x], [out]));
-    }
-
-    fn swiglu(&self, gate_up: &Self::Rows, out: &mut Self::Rows) {
-        on_device!(self, swiglu([gate_up], [out]));
-    }
-
-    fn select(&self, x: &Self::Rows, rows: &[usize], out: &mut Self::Rows) {
-        on_device!(self, select([x], rows, [out]));
-    }
-
-    fn read(&self, x: &Self::Rows, out: &mut Vec<f32>) -> BackendResult<()> {
-        on_device!(self, read([x], out))
-    }
-
-    fn picks(&self) -> bool {
-        on_device!(self, picks())
+    fn read(&mut self, x: &Rows, rows: &[usize], out: &mut Vec<f32>) -> BackendResult<()> {
+        on_device!(Self, self, read(&x, rows, out))
     }
 
     fn pick(
-        &self,
-        logits: &Self::Rows,
+        &mut self,
+        logits: &Rows,
         rows: &[(usize, Pick)],
         out: &mut Vec<Vec<Candidate>>,
     ) -> BackendResult<()> {
-        on_device!(self, pick([logits], rows, out))
+        on_device!(Self, self, pick(&logits, rows, out))
     }
 
-    fn accumulate_gram(
-        &self,
-        x: &Self::Rows,
-        first: usize,
-        width: usize,
-        weights: Option<&[f32]>,
-        gram: &mut [f64],
-    ) -> BackendResult<()> {
-        on_device!(self, accumulate_gram([x], first, width, weights, gram))
+    fn finish(self) -> BackendResult<()> {
+        on_device!(Self, self, finish())
     }
+}
 
-    fn append(
-        &self,
-        layer: usize,
-        shape: &HeadShape,
-        heads: HeadPreparation<'_, Self>,
-        rope: &Self::Rope,
-        sequences: &[SequenceRows<'_>],
-        qkv: &mut Self::Rows,
-        queries: &mut Self::Rows,
-        pool: &mut Self::Pool,
-    ) -> BackendResult<()> {
-        /// The heads' preparation for one device.
-        macro_rules! prepared {
-            ($device:ident) => {
-                HeadPreparation {
-                    qk_norm: match heads.qk_norm {
-                        Some((On::$device(query), On::$device(key))) => Some((query, key)),
-                        _ => None,
-                    },
-                    rotation: match heads.rotation {
-                        Some(On::$device(rotation)) => Some(rotation),
-                        _ => None,
-                    },
-                }
-            };
-        }
-        match (self, rope, qkv, queries, pool) {
-            (Self::Cpu(b), On::Cpu(rope), On::Cpu(qkv), On::Cpu(queries), On::Cpu(pool)) => {
-                b.append(layer, shape, prepared!(Cpu), rope, sequences, qkv, queries, pool)
-            }
-            (Self::Cuda(b), On::Cuda(rope), On::Cuda(qkv), On::Cuda(queries), On::Cuda(pool)) => {
-                b.append(layer, shape, prepared!(Cuda), rope, sequences, qkv, queries, pool)
-            }
-            _ => Err(BackendError::Shape { what: "heads".into(), detail: "of several devices".into() }),
-        }
-    }
-
-    fn reads_demoted_tails(&self, layout: &CacheLayout) -> bool {
-        on_device!(self, reads_demoted_tails(layout))
-    }
-
-    fn begin_demotion(&self, sequences: &[SequenceRows<'_>], pool: &mut Self::Pool) -> BackendResult<()> {
-        on_device!(self, begin_demotion(sequences, [pool]))
-    }
-
+impl Calibrates for AnyBackend {
     fn read_full_rows(
         &self,
         head: CacheHead,
@@ -316,7 +309,7 @@ impl Backend for AnyBackend {
         keys: &mut Vec<f32>,
         values: &mut Vec<f32>,
     ) -> BackendResult<()> {
-        on_device!(self, read_full_rows(head, full, positions, [pool], keys, values))
+        on_device!(Self, self, read_full_rows(head, full, positions, &pool, keys, values))
     }
 
     fn write_full_rows(
@@ -328,27 +321,22 @@ impl Backend for AnyBackend {
         values: &[f32],
         pool: &mut Self::Pool,
     ) -> BackendResult<()> {
-        on_device!(self, write_full_rows(head, full, first, keys, values, [pool]))
+        on_device!(Self, self, write_full_rows(head, full, first, keys, values, &mut pool))
+    }
+}
+
+impl Benchmarks for AnyBackend {
+    fn random_matrix(
+        &self,
+        format: WeightFormat,
+        outputs: usize,
+        inputs: usize,
+        seed: u64,
+    ) -> BackendResult<Self::Matrix> {
+        made_on!(self, random_matrix(format, outputs, inputs, seed))
     }
 
-    fn demote(
-        &self,
-        layer: usize,
-        sequences: &[SequenceRows<'_>],
-        pool: &mut Self::Pool,
-    ) -> BackendResult<()> {
-        on_device!(self, demote(layer, sequences, [pool]))
-    }
-
-    fn attention(
-        &self,
-        layer: usize,
-        shape: &HeadShape,
-        sequences: &[SequenceRows<'_>],
-        queries: &Self::Rows,
-        pool: &Self::Pool,
-        out: &mut Self::Rows,
-    ) -> BackendResult<()> {
-        on_device!(self, attention(layer, shape, sequences, [queries], [pool], [out]))
+    fn randomize(&self, pool: &mut Self::Pool, full: usize, coded: usize) -> BackendResult<bool> {
+        on_device!(Self, self, randomize(&mut pool, full, coded))
     }
 }

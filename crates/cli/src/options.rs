@@ -9,10 +9,11 @@ use oscar_codec::{
     CacheLayout, CodeLayout, FormatTable, KvFormat, MeanBits, RotationKind, RotationSet, RowPageCodec, Side,
     SideSpec, Windows,
 };
-use oscar_engine::{Runner, RunnerOptions, SamplingParams, SchedulerOptions};
+use oscar_engine::{SamplingParams, SchedulerOptions};
 use oscar_kernels_cpu::Kernels;
 use oscar_kernels_cpu::backend::{CpuBackend, Mode};
 use oscar_models::{DecoderConfig, GenerationConfig, ModelSource, Weights};
+use oscar_runner::{KvMemory, Runner, RunnerOptions};
 use oscar_text::ModelText;
 use serde::Serialize;
 use std::io::Cursor;
@@ -106,6 +107,13 @@ pub struct CacheArgs {
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     #[serde(serialize_with = "serialize_optional_size")]
     pub kv_memory: Option<usize>,
+}
+
+impl CacheArgs {
+    /// The user's budget, or room for `sequences` sequences of `tokens` tokens.
+    pub fn kv_memory(&self, sequences: usize, tokens: usize) -> KvMemory {
+        self.kv_memory.map_or(KvMemory::Sequences { count: sequences, tokens }, KvMemory::Bytes)
+    }
 }
 
 /// Help of a window whose default depends on the format.
@@ -447,26 +455,15 @@ impl Cache {
         sequences: usize,
         progress: impl FnMut(usize),
     ) -> Result<Runner<AnyBackend>> {
-        // If the device's byte order does not exist for a format, the device refuses it by name.
-        let layout = self.layout.with_order(backend.page_order()).unwrap_or_else(|_| self.layout.clone());
-        let held = backend.held_layout(&layout);
         let options = RunnerOptions {
-            layout,
+            layout: self.layout.clone(),
             rotations: self.rotations.as_ref(),
             context,
-            kv_memory: args
-                .kv_memory
-                .unwrap_or_else(|| working_bytes(&held, context, args.prefill_chunk) * sequences),
+            kv_memory: args.kv_memory(sequences, context),
             prefill_chunk: args.prefill_chunk,
         };
         Ok(Runner::load(backend, &model.config, &model.weights, options, progress)?)
     }
-}
-
-/// Bytes a sequence may hold at any moment: at rest, plus the full pages of one prefill chunk.
-pub fn working_bytes(layout: &CacheLayout, context: usize, chunk: usize) -> usize {
-    let chunk_blocks = chunk.min(context).div_ceil(oscar_codec::PAGE_TOKENS) + 2;
-    layout.peak_bytes(context) + chunk_blocks * layout.full_block_bytes()
 }
 
 #[cfg(test)]

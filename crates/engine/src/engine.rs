@@ -3,11 +3,11 @@
 
 use crate::live::Submission;
 use crate::request::{EngineApi, EngineInfo, EngineStats, EventSink, Request, RequestError, RequestId};
-use crate::runner::Runner;
 use crate::scheduler::SchedulerOptions;
 use crate::worker::{Command, Worker};
 use oscar_backend::Backend;
 use oscar_codec::{CacheLayout, PAGE_TOKENS};
+use oscar_runner::Runner;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -140,7 +140,7 @@ fn info<B: Backend>(runner: &Runner<B>, options: &EngineOptions) -> EngineInfo {
         kv_format: layout.format().to_string(),
         kv_bits: layout.page_bits(),
         device: runner.backend().describe(),
-        attention: runner.backend().describe_attention(layout),
+        attention: runner.backend().attention(layout).description,
         context: runner.context(),
         vocab_size: runner.config().vocab_size,
         layers: layout.layers(),

@@ -1,11 +1,11 @@
 //! The scheduler's view of pages, on the real pool and the real prefix cache.
 
 use crate::live::LiveRequests;
-use crate::runner::{Runner, Sequence};
 use crate::scheduler::{Demand, Ledger, SequenceId};
 use oscar_backend::Backend;
 use oscar_cache::{PrefixPages, RadixCache, Reclaimed};
 use oscar_codec::CacheLayout;
+use oscar_runner::{Runner, Sequence};
 
 pub struct PageLedger<'a, B: Backend> {
     pub runner: &'a Runner<B>,

@@ -1,14 +1,13 @@
 //! Turns "these tokens, these settings" into tokens.
 //!
-//! [`Runner`] owns a model, its page storage and its budget, and runs steps over any number of
-//! [`Sequence`]s at once: prefill chunks and single decode tokens alike. [`Sampler`] chooses a
-//! token from logits. [`Engine`] serves [`Request`]s from many clients on one thread: a pure
-//! [`Scheduler`](scheduler::Scheduler) plans each step, the worker runs it, the prefix cache keeps
-//! the computed pages.
+//! [`Sampler`] chooses a token from logits. [`Engine`] serves [`Request`]s from many clients on one
+//! thread: a pure [`Scheduler`](scheduler::Scheduler) plans each step, the worker runs it on an
+//! [`oscar_runner::Runner`], the prefix cache keeps the computed pages.
 //!
 //! The path of a request: [`Request::new`] validates it, [`EngineApi::submit`] sends it to the
 //! engine thread (`worker`), where it is `Live` (`live`) until its last event is delivered. In
-//! between the scheduler gives it `Work` and the runner computes it as a [`StepRequest`]
+//! between the scheduler gives it `Work` and the runner computes it as a
+//! [`StepRequest`](oscar_runner::StepRequest)
 //! (`serving`).
 //!
 //! **Invariant:** knows no HTTP and no JSON. What a sequence answers depends on that sequence
@@ -19,7 +18,6 @@ mod ledger;
 mod live;
 mod logprobs;
 mod request;
-mod runner;
 mod sampling;
 pub mod scheduler;
 mod serving;
@@ -33,6 +31,5 @@ pub use request::{
     EngineApi, EngineInfo, EngineStats, Event, EventSink, FinishReason, GenerationParams, Request,
     RequestError, RequestId, RunningRequest, TokenLogprobs, Usage,
 };
-pub use runner::{EngineError, Logits, Runner, RunnerOptions, Sequence, StepRequest};
 pub use sampling::{Allowed, Sampler, SamplingError, SamplingParams};
 pub use scheduler::SchedulerOptions;

@@ -7,11 +7,11 @@ use crate::engine::QueuePlace;
 use crate::logprobs::token_logprobs;
 use crate::request::{Event, EventSink, FinishReason, GenerationParams, Request, TokenLogprobs, Usage};
 use crate::request::{RequestError, RequestId};
-use crate::runner::{Logits, Sequence, StepRequest};
 use crate::sampling::Sampler;
 use crate::scheduler::{SequenceId, StepPlan, Work};
 use oscar_backend::Candidate;
 use oscar_cache::{CacheSalt, PrefixKey, RadixCache};
+use oscar_runner::{Logits, Sequence, StepRequest};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -222,12 +222,10 @@ impl Choice {
         if self.generated < params.min_tokens { &params.stop_tokens } else { &[] }
     }
 
-    /// What has to be computed to choose the next token; `picks`: the device can list candidates.
-    fn wants(&self, params: &GenerationParams, picks: bool) -> Logits {
+    /// What has to be computed to choose the next token.
+    fn wants(&self, params: &GenerationParams) -> Logits {
         match self.sampler.pick() {
-            Some(what) if picks && params.logprobs.is_none() && self.banned(params).is_empty() => {
-                Logits::Pick(what)
-            }
+            Some(what) if params.logprobs.is_none() && self.banned(params).is_empty() => Logits::Pick(what),
             _ => Logits::Last,
         }
     }
@@ -294,13 +292,13 @@ impl LiveRequests {
     }
 
     /// The sequences of a planned step, in the order of the plan.
-    pub fn step_requests(&mut self, plan: &StepPlan, picks: bool) -> (Vec<Work>, Vec<StepRequest<'_>>) {
+    pub fn step_requests(&mut self, plan: &StepPlan) -> (Vec<Work>, Vec<StepRequest<'_>>) {
         let mut parts: Vec<(usize, StepRequest<'_>)> = Vec::with_capacity(plan.work.len());
         for (&request, live) in &mut self.0 {
             let wants_all = live.prompt_logprobs.is_some();
             for (&index, choice) in &mut live.choices {
                 let id = SequenceId { request, choice: index };
-                let last = choice.wants(&live.params, picks);
+                let last = choice.wants(&live.params);
                 let Some(sequence) = &mut choice.sequence else { continue };
                 let Some(place) = plan.work.iter().position(|work| work.id == id) else { continue };
                 let work = plan.work[place];

@@ -8,12 +8,12 @@ use crate::engine::EngineOptions;
 use crate::ledger::PageLedger;
 use crate::live::{Live, LiveRequests, Scores, Stage, Submission, deliver};
 use crate::request::{EngineStats, Event, FinishReason, RequestError, RequestId, Usage};
-use crate::runner::{EngineError, Logits, Runner, StepRequest};
 use crate::scheduler::{Scheduler, SchedulerOptions, SequenceId, StepPlan, Work};
 use crate::statistics::Statistics;
-use oscar_backend::{Backend, Candidate};
+use oscar_backend::Backend;
 use oscar_cache::{RadixCache, Reclaimed};
 use oscar_codec::PAGE_TOKENS;
+use oscar_runner::{Logits, Runner, StepError, StepOutput, StepRequest};
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Instant;
@@ -29,8 +29,7 @@ pub struct Serving<B: Backend> {
     scheduler: Scheduler,
     live: LiveRequests,
     statistics: Statistics,
-    logits: Vec<f32>,
-    picked: Vec<Vec<Candidate>>,
+    output: StepOutput,
 }
 
 impl<B: Backend> Serving<B> {
@@ -51,8 +50,7 @@ impl<B: Backend> Serving<B> {
             scheduler,
             live: LiveRequests::default(),
             statistics: Statistics::default(),
-            logits: Vec::new(),
-            picked: Vec::new(),
+            output: StepOutput::default(),
         }
     }
 
@@ -175,11 +173,10 @@ impl<B: Backend> Serving<B> {
     }
 
     fn run(&mut self, plan: &StepPlan) {
-        let (work, mut requests) = self.live.step_requests(plan, self.runner.backend().picks());
-        let wanted: Vec<Logits> = requests.iter().map(|request| request.logits).collect();
+        let (work, mut requests) = self.live.step_requests(plan);
+        let wanted: Vec<Logits> = requests.iter().map(|request| request.logits.clone()).collect();
         let before = boundaries(&self.runner, &requests);
-        let (logits, picked) = (&mut self.logits, &mut self.picked);
-        if let Err(message) = caught(|| self.runner.step_picking(&mut requests, logits, picked)) {
+        if let Err(message) = caught(|| self.runner.step(&mut requests, &mut self.output)) {
             // Their pages may hold anything: they are dropped, not published.
             for work in work {
                 self.fail(work.id.request, &RequestError::Engine(message.clone()));
@@ -190,23 +187,20 @@ impl<B: Backend> Serving<B> {
         self.statistics.counters.demoted_tokens += (after - before) as u64;
         self.scheduler.complete(plan);
         let vocab = self.runner.config().vocab_size;
-        let (logits, picked) = (std::mem::take(&mut self.logits), std::mem::take(&mut self.picked));
-        let (mut rest, mut lists) = (&logits[..], picked.iter());
+        let output = std::mem::take(&mut self.output);
+        let (mut rest, mut lists) = (&output.logits[..], output.picked.iter());
         for (work, wanted) in work.iter().zip(wanted) {
-            let rows = match wanted {
-                Logits::None | Logits::Pick(_) => 0,
-                Logits::Last => 1,
-                Logits::All => work.tokens,
-            };
-            let (mine, others) = rest.split_at(rows * vocab);
-            rest = others;
             let scores = match wanted {
                 Logits::Pick(_) => Scores::Candidates(lists.next().map_or(&[], Vec::as_slice)),
-                _ => Scores::Logits(mine),
+                _ => {
+                    let (mine, others) = rest.split_at(wanted.rows(work.tokens).len() * vocab);
+                    rest = others;
+                    Scores::Logits(mine)
+                }
             };
             self.after_work(work, scores, vocab);
         }
-        (self.logits, self.picked) = (logits, picked);
+        self.output = output;
     }
 
     /// Uses what a step computed for one sequence.
@@ -329,7 +323,7 @@ fn boundaries<B: Backend>(runner: &Runner<B>, requests: &[StepRequest<'_>]) -> u
 }
 
 /// Runs what may fail or panic; the message of either.
-fn caught(run: impl FnOnce() -> Result<(), EngineError>) -> Result<(), String> {
+fn caught(run: impl FnOnce() -> Result<(), StepError>) -> Result<(), String> {
     match catch_unwind(AssertUnwindSafe(run)) {
         Ok(outcome) => outcome.map_err(|error| error.to_string()),
         Err(panic) => Err(panic_message(&*panic)),

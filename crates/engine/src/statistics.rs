@@ -2,10 +2,10 @@
 
 use crate::live::{Live, LiveRequests};
 use crate::request::{EngineStats, RequestId, RunningRequest};
-use crate::runner::Runner;
 use oscar_backend::Backend;
 use oscar_cache::{CachedPages, RadixCache};
 use oscar_codec::CacheLayout;
+use oscar_runner::Runner;
 use std::time::{Duration, Instant};
 
 /// Counting the pages of the prefix cache visits all of it, so it is not done after every step.

@@ -7,9 +7,9 @@
 use crate::engine::{EngineOptions, EngineState};
 use crate::live::{Submission, deliver};
 use crate::request::{Event, RequestError, RequestId};
-use crate::runner::Runner;
 use crate::serving::{Serving, panic_message};
 use oscar_backend::Backend;
+use oscar_runner::Runner;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, TryRecvError};

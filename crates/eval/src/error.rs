@@ -1,6 +1,7 @@
 //! Errors of evaluation; every message says what to do.
 
-use oscar_engine::{EngineError, RequestError};
+use oscar_engine::RequestError;
+use oscar_runner::StepError;
 use oscar_tasks::TaskError;
 use oscar_text::TextError;
 use std::io;
@@ -9,7 +10,7 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 pub enum EvalError {
     #[error(transparent)]
-    Engine(#[from] EngineError),
+    Engine(#[from] StepError),
     #[error("case {case}: {source}")]
     Request { case: String, source: RequestError },
     #[error("the engine ended before every case was answered; its log says why")]

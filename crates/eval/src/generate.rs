@@ -5,8 +5,9 @@ use crate::error::{EvalError, Result};
 use oscar_backend::Backend;
 use oscar_engine::{
     Engine, EngineApi, EngineHandle, EngineOptions, Event, EventSink, FinishReason, GenerationParams,
-    Request, RequestId, Runner, SamplingParams, SchedulerOptions,
+    Request, RequestId, SamplingParams, SchedulerOptions,
 };
+use oscar_runner::Runner;
 use std::sync::mpsc::{Sender, channel};
 
 /// A prompt to be answered.

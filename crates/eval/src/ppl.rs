@@ -5,7 +5,7 @@
 //! reference. Only one chunk of logits is held at a time.
 
 use oscar_backend::Backend;
-use oscar_engine::{EngineError, Logits, Runner, Sequence, StepRequest};
+use oscar_runner::{Logits, Runner, Sequence, StepError, StepOutput, StepRequest};
 use serde::{Deserialize, Serialize};
 
 #[derive(Debug, thiserror::Error)]
@@ -76,9 +76,9 @@ pub fn score_window<B: Backend>(
     tokens: &[u32],
     options: &PplOptions,
     mut progress: impl FnMut(usize),
-) -> Result<Vec<WindowSums>, EngineError> {
+) -> Result<Vec<WindowSums>, StepError> {
     let mut sums = vec![WindowSums::default(); runners.len()];
-    let (mut reference, mut logits) = (Reference::default(), Vec::new());
+    let (mut reference, mut output) = (Reference::default(), StepOutput::default());
     let mut start = 0;
     for chunk in tokens.chunks(options.chunk.max(1)) {
         // Position t predicts token t + 1; the last position of a window predicts nothing inside
@@ -88,10 +88,10 @@ pub fn score_window<B: Backend>(
         reference.clear();
         for (i, (runner, sequence)) in runners.iter_mut().zip(sequences.iter_mut()).enumerate() {
             let wanted = if scored.is_empty() { Logits::None } else { Logits::All };
-            runner.step(&mut [StepRequest { sequence, tokens: chunk, logits: wanted }], &mut logits)?;
+            runner.step(&mut [StepRequest { sequence, tokens: chunk, logits: wanted }], &mut output)?;
             let (vocab, sums) = (runner.config().vocab_size, &mut sums[i]);
             for position in scored.clone() {
-                let row = &mut logits[(position - start) * vocab..][..vocab];
+                let row = &mut output.logits[(position - start) * vocab..][..vocab];
                 log_softmax(row);
                 sums.scored += 1;
                 sums.nll -= f64::from(row[tokens[position + 1] as usize]);

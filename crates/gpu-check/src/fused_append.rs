@@ -2,9 +2,9 @@
 //! cache rows must be those of the separate `append` kernel, which [`heads`](crate::heads) checks.
 
 use crate::growing::rows_of;
-use crate::{Extent, Numbers, Report, download, heads::rotated_heads, largest_difference, upload};
+use crate::{Extent, Numbers, Report, heads::rotated_heads, largest_difference, read_all, upload};
 use anyhow::{Context, Result};
-use oscar_backend::{Backend, HeadPreparation, HeadShape};
+use oscar_backend::{Backend, HeadShape, LayerHeads, Result as BackendResult, Step, Tap, TappedRows};
 use oscar_cache::{PagePool, SequencePages};
 use oscar_codec::{CacheLayout, CodeLayout, KvFormat, PAGE_TOKENS, Side, Windows};
 use oscar_kernels_cuda::CudaBackend;
@@ -43,7 +43,7 @@ impl<'a> Way<'a> {
             case,
             gpu,
             page_pool: PagePool::new(layout, budget),
-            pool: gpu.pool(layout, budget)?,
+            pool: gpu.pool(layout, &case.shape, budget)?,
             pages,
         })
     }
@@ -53,8 +53,7 @@ impl<'a> Way<'a> {
         &mut self,
         rows: &[usize],
         values: &[f32],
-        heads: HeadPreparation<'_, CudaBackend>,
-        rope: &<CudaBackend as Backend>::Rope,
+        heads: LayerHeads<'_, CudaBackend>,
         apart: bool,
     ) -> Result<Vec<f32>> {
         let Case { layout, shape, .. } = self.case;
@@ -66,16 +65,12 @@ impl<'a> Way<'a> {
         let sequences = rows_of(&self.pages, &plans);
         let width = (shape.query_heads + 2 * shape.kv_heads) * shape.head_dim;
         let mut qkv = upload(gpu, values, width)?;
-        let (mut queries, mut attended) =
-            (gpu.rows(shape.query_heads * shape.head_dim), gpu.rows(shape.query_heads * shape.head_dim));
-        gpu.begin_step(&sequences, pool)?;
-        gpu.append(0, shape, heads, rope, &sequences, &mut qkv, &mut queries, pool)?;
-        if apart {
-            download(gpu, &queries)?;
-        }
-        gpu.demote(0, &sequences, pool)?;
-        gpu.attention(0, shape, &sequences, &queries, pool, &mut attended)?;
-        let found = download(gpu, &attended)?;
+        let mut attended = gpu.rows(shape.query_heads * shape.head_dim);
+        let mut step = gpu.step(&sequences, pool)?;
+        let tap: Option<&mut dyn Tap> = if apart { Some(&mut NoLook) } else { None };
+        step.attend(heads, &mut qkv, &mut attended, tap)?;
+        let found = read_all::<CudaBackend>(&mut step, &attended, rows.iter().sum())?;
+        step.finish()?;
         for (pages, plan) in self.pages.iter_mut().zip(&plans) {
             pages.commit(layout, plan);
         }
@@ -89,6 +84,19 @@ impl<'a> Way<'a> {
         let mut row = vec![0.0; self.case.shape.head_dim];
         self.case.layout.full().codec(0, head).decode_row(side, &page, (tokens - 1) % PAGE_TOKENS, &mut row);
         Ok(row)
+    }
+}
+
+/// A tap that looks at nothing. With a tap, `append` has its own launch.
+struct NoLook;
+
+impl Tap for NoLook {
+    fn heads(&mut self, _: usize, _: &mut dyn TappedRows) -> BackendResult<()> {
+        Ok(())
+    }
+
+    fn attended(&mut self, _: usize, _: &mut dyn TappedRows) -> BackendResult<()> {
+        Ok(())
     }
 }
 
@@ -139,8 +147,10 @@ fn run(gpu: &CudaBackend, case: &Case, steps: usize, seed: u64, report: &mut Rep
     let angles: Vec<f32> = (0..longest * d / 2).map(|_| numbers.unit() * 3.0).collect();
     let (cos, sin): (Vec<f32>, Vec<f32>) = angles.iter().map(|a| (a.cos(), a.sin())).unzip();
     let rope = gpu.rope(&cos, &sin, d)?;
-    let preparation = || HeadPreparation {
+    let layer_heads = || LayerHeads {
+        layer: 0,
         qk_norm: case.normed.then_some((&norms.0, &norms.1)),
+        rope: &rope,
         rotation: case.rotated.then_some(&layer),
     };
     let width = (shape.query_heads + 2 * KV_HEADS) * d;
@@ -148,8 +158,8 @@ fn run(gpu: &CudaBackend, case: &Case, steps: usize, seed: u64, report: &mut Rep
     for step in 0..=steps {
         let rows = if step == 0 { case.lengths.clone() } else { vec![1; case.lengths.len()] };
         let values = numbers.vector(rows.iter().sum::<usize>() * width);
-        let found = together.step(&rows, &values, preparation(), &rope, false)?;
-        let expected = apart.step(&rows, &values, preparation(), &rope, true)?;
+        let found = together.step(&rows, &values, layer_heads(), false)?;
+        let expected = apart.step(&rows, &values, layer_heads(), true)?;
         let expected: Vec<f64> = expected.into_iter().map(f64::from).collect();
         let largest = expected.iter().fold(0f64, |a, b| a.max(b.abs()));
         let difference = largest_difference(&found, &expected);

@@ -1,9 +1,9 @@
 //! Sequences that grow on a device beside a scalar twin. The twin holds the rows and codes that the
 //! codec puts into every page; reference attention over them is the codec's.
 
-use crate::{Numbers, Report, download, largest_difference, upload};
+use crate::{Numbers, Report, largest_difference, read_all, upload};
 use anyhow::{Context, Result};
-use oscar_backend::{Backend, CacheHead, HeadPreparation, HeadShape, SequenceRows};
+use oscar_backend::{Backend, CacheHead, HeadShape, LayerHeads, SequenceRows, Step};
 use oscar_cache::{PagePool, SequencePages, StepPages};
 use oscar_codec::attention::{Form, PagedContext, attend_context};
 use oscar_codec::{
@@ -104,16 +104,9 @@ impl Inspected for CudaPages {
 pub fn rows_of<'a>(pages: &'a [SequencePages], plans: &'a [StepPages]) -> Vec<SequenceRows<'a>> {
     let mut first = 0;
     let rows = |(pages, plan): (&'a SequencePages, &'a StepPages)| {
-        let range = first..first + plan.positions.len();
-        first = range.end;
-        SequenceRows {
-            rows: range,
-            first_position: plan.positions.start,
-            full: pages.full(),
-            coded: pages.coded(),
-            demote: plan.demote.clone(),
-            demote_values: plan.demote_values.clone(),
-        }
+        let rows = pages.rows(plan, first);
+        first = rows.rows.end;
+        rows
     };
     pages.iter().zip(plans).map(rows).collect()
 }
@@ -129,7 +122,6 @@ pub struct Growing<'a, B: Backend> {
     /// By sequence, and by layer and KV head.
     pub twins: Vec<Vec<HeadTwin>>,
     rope: B::Rope,
-    queries: B::Rows,
     attended: B::Rows,
     numbers: Numbers,
     pub checks: Checks,
@@ -151,21 +143,16 @@ impl<'a, B: Backend<Pool: Inspected>> Growing<'a, B> {
         let (d, kv_heads) = (layout.head_dim(), layout.kv_heads());
         let layout = gpu.held_layout(&layout);
         let budget = (layout.full_block_bytes() + layout.coded_block_bytes()) * (total / PAGE_TOKENS + 24);
+        let query_heads = kv_heads * group;
+        let shape = HeadShape { query_heads, kv_heads, head_dim: d, rms_norm_eps: 1e-6, scale };
         Ok(Self {
             gpu,
-            shape: HeadShape {
-                query_heads: kv_heads * group,
-                kv_heads,
-                head_dim: d,
-                rms_norm_eps: 1e-6,
-                scale,
-            },
+            shape,
             page_pool: PagePool::new(&layout, budget),
-            pool: gpu.pool(&layout, budget)?,
+            pool: gpu.pool(&layout, &shape, budget)?,
             pages: (0..sequences).map(|_| SequencePages::new()).collect(),
             twins: vec![vec![HeadTwin::default(); layout.layers() * kv_heads]; sequences],
-            queries: gpu.rows(kv_heads * group * d),
-            attended: gpu.rows(kv_heads * group * d),
+            attended: gpu.rows(query_heads * d),
             rope: gpu.rope(&vec![1.0; total * d / 2], &vec![0.0; total * d / 2], d)?,
             layout,
             numbers: Numbers::new(seed),
@@ -190,15 +177,13 @@ impl<'a, B: Backend<Pool: Inspected>> Growing<'a, B> {
             projected.push(upload(gpu, values, width)?);
         }
         let mut found = Vec::new();
-        let (queries, attended) = (&mut self.queries, &mut self.attended);
-        gpu.begin_step(&rows, pool)?;
+        let mut step = gpu.step(&rows, pool)?;
         for (layer, qkv) in projected.iter_mut().enumerate() {
-            let plain = HeadPreparation { qk_norm: None, rotation: None };
-            gpu.append(layer, &self.shape, plain, &self.rope, &rows, qkv, queries, pool)?;
-            gpu.demote(layer, &rows, pool)?;
-            gpu.attention(layer, &self.shape, &rows, queries, pool, attended)?;
-            found.push(download(gpu, attended)?);
+            let heads = LayerHeads { layer, qk_norm: None, rope: &self.rope, rotation: None };
+            step.attend(heads, qkv, &mut self.attended, None)?;
+            found.push(read_all::<B>(&mut step, &self.attended, step_rows.iter().sum())?);
         }
+        step.finish()?;
 
         for (s, twins) in rows.iter().zip(&mut self.twins) {
             for (index, twin) in twins.iter_mut().enumerate() {

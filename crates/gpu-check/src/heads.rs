@@ -1,8 +1,8 @@
 //! Checks of append: what happens to heads on their way into the pages, in f64.
 
-use crate::{Numbers, Report, download, largest_difference, upload};
+use crate::{Numbers, Report, largest_difference, read_all, upload};
 use anyhow::{Context, Result};
-use oscar_backend::{Backend, HeadPreparation, HeadShape, SequenceRows};
+use oscar_backend::{Backend, HeadShape, LayerHeads, Step};
 use oscar_cache::{PagePool, SequencePages};
 use oscar_codec::{CacheLayout, CodeLayout, HeadRotations, KvFormat, Rotation, Side, Windows};
 use oscar_kernels_cuda::CudaBackend;
@@ -42,25 +42,19 @@ pub fn check(gpu: &CudaBackend, report: &mut Report) -> Result<()> {
             let values = numbers.vector(rows * width);
 
             let budget = layout.full_block_bytes() * 4;
-            let (page_pool, mut pool) = (PagePool::new(&layout, budget), gpu.pool(&layout, budget)?);
+            let (page_pool, mut pool) = (PagePool::new(&layout, budget), gpu.pool(&layout, &shape, budget)?);
             let mut pages = SequencePages::new();
             let plan = pages.prepare(&layout, &page_pool, rows)?;
-            let sequence = [SequenceRows {
-                rows: 0..rows,
-                first_position: 0,
-                full: pages.full(),
-                coded: pages.coded(),
-                demote: plan.demote.clone(),
-                demote_values: plan.demote.clone(),
-            }];
+            let sequence = [pages.rows(&plan, 0)];
             let mut qkv = upload(gpu, &values, width)?;
             let mut queries = gpu.rows(kv_heads * group * d);
             let (layer, rope) = (gpu.layer_rotation(&heads)?, gpu.rope(&cos, &sin, d)?);
             let norms = (gpu.vector(&query_norm)?, gpu.vector(&key_norm)?);
-            gpu.begin_step(&sequence, &mut pool)?;
-            let preparation = HeadPreparation { qk_norm: Some((&norms.0, &norms.1)), rotation: Some(&layer) };
-            gpu.append(0, &shape, preparation, &rope, &sequence, &mut qkv, &mut queries, &mut pool)?;
-            let found = download(gpu, &queries)?;
+            let mut step = gpu.step(&sequence, &mut pool)?;
+            let (qk_norm, rotation) = (Some((&norms.0, &norms.1)), Some(&layer));
+            step.append(&LayerHeads { layer: 0, qk_norm, rope: &rope, rotation }, &mut qkv, &mut queries)?;
+            let found = read_all::<CudaBackend>(&mut step, &queries, rows)?;
+            step.finish()?;
             let what = || format!("head {d}, {rows} rows, group {group}");
 
             let prepared = |row: usize, head: usize, norm: &[f32]| -> Vec<f64> {

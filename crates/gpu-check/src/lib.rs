@@ -24,7 +24,8 @@ pub use report::{Extent, Finding, Report};
 
 use anyhow::Result;
 use growing::{Checks, Compared};
-use oscar_backend::{Backend, HostMatrix, HostValues};
+use oscar_backend::{Backend, HeadShape, HostMatrix, HostValues, Step};
+use oscar_codec::{CacheLayout, CodeLayout, KvFormat, Windows};
 use oscar_kernels_cuda::{AttentionMode, CudaBackend};
 use std::str::FromStr;
 
@@ -198,16 +199,31 @@ fn upload<B: Backend>(gpu: &B, values: &[f32], width: usize) -> Result<B::Rows> 
     })?;
     let tokens: Vec<u32> = (0..count as u32).collect();
     let mut rows = gpu.rows(width);
-    gpu.embed(&table, &tokens, &mut rows);
-    // Wait for the kernel before its table is freed.
-    gpu.read(&rows, &mut Vec::new())?;
+    without_cache(gpu, |step| Ok(step.embed(&table, &tokens, &mut rows)?))?;
     Ok(rows)
 }
 
-fn download<B: Backend>(gpu: &B, rows: &B::Rows) -> Result<Vec<f32>> {
+/// The first `count` of these rows.
+fn download<B: Backend>(gpu: &B, rows: &B::Rows, count: usize) -> Result<Vec<f32>> {
+    without_cache(gpu, |step| read_all::<B>(step, rows, count))
+}
+
+fn read_all<B: Backend>(step: &mut B::Step<'_>, rows: &B::Rows, count: usize) -> Result<Vec<f32>> {
     let mut values = Vec::new();
-    gpu.read(rows, &mut values)?;
+    step.read(rows, &(0..count).collect::<Vec<_>>(), &mut values)?;
     Ok(values)
+}
+
+/// Runs operations that touch no cache in a step without sequences.
+fn without_cache<B: Backend, T>(gpu: &B, run: impl FnOnce(&mut B::Step<'_>) -> Result<T>) -> Result<T> {
+    let heads = HeadShape { query_heads: 1, kv_heads: 1, head_dim: 64, rms_norm_eps: 1e-6, scale: 1.0 };
+    let layout = CacheLayout::new(KvFormat::Bf16, 1, 1, 64, Windows::unlimited(), CodeLayout::Logical)?;
+    let layout = gpu.held_layout(&layout);
+    let mut pool = gpu.pool(&layout, &heads, layout.full_block_bytes())?;
+    let mut step = gpu.step(&[], &mut pool)?;
+    let done = run(&mut step)?;
+    step.finish()?;
+    Ok(done)
 }
 
 /// Largest absolute difference; infinite if any value is NaN or the lengths differ.

@@ -4,13 +4,13 @@ use crate::{Extent, Report, largest_difference};
 use anyhow::{Context, Result};
 use oscar_backend::{Backend, Pick, WeightFormat, pick};
 use oscar_calibrate::RotationFile;
-use oscar_codec::{CacheLayout, KvFormat, PAGE_TOKENS, RotationKind};
-use oscar_engine::{Logits, Runner, RunnerOptions, Sequence, StepRequest};
+use oscar_codec::{CacheLayout, CodeLayout, KvFormat, RotationKind};
 use oscar_kernels_cpu::Kernels;
 use oscar_kernels_cpu::backend::{CpuBackend, Mode};
 use oscar_kernels_cuda::CudaBackend;
 use oscar_kernels_cuda::storage::Storage;
 use oscar_models::{DecoderConfig, ModelSource, Weights};
+use oscar_runner::{KvMemory, Logits, Runner, RunnerOptions, Sequence, StepOutput, StepRequest};
 use oscar_text::{ModelText, Tokenizer};
 use std::io::Cursor;
 
@@ -68,8 +68,8 @@ struct Amount {
     generated: usize,
     /// Repetitions of the prompt of `picked`, and its steps.
     picked: (usize, usize),
-    /// Steps of `lookahead`.
-    lookahead: usize,
+    /// Steps of `interleaved`.
+    interleaved: usize,
 }
 
 pub fn check(extent: Extent, report: &mut Report) -> Result<()> {
@@ -80,7 +80,7 @@ pub fn check(extent: Extent, report: &mut Report) -> Result<()> {
             prompts: vec![(PROMPTS[3].0, 5)],
             generated: 2,
             picked: (5, 2),
-            lookahead: 3,
+            interleaved: 3,
         },
         false => Amount {
             formats: usize::MAX,
@@ -88,12 +88,12 @@ pub fn check(extent: Extent, report: &mut Report) -> Result<()> {
             prompts: PROMPTS.to_vec(),
             generated: 48,
             picked: (12, 12),
-            lookahead: 70,
+            interleaved: 70,
         },
     };
     check_formats(None, &FORMATS, &amount, "model", report)?;
     // Lookahead does not depend on the format of the weights.
-    let amount = Amount { lookahead: 0, ..amount };
+    let amount = Amount { interleaved: 0, ..amount };
     check_formats(Some(WeightFormat::Fp8), &FP8_FORMATS, &amount, "FP8 model", report)
 }
 
@@ -121,13 +121,13 @@ fn check_formats(
         let prompt = model.tokenizer.encode(&PROMPTS[2].0.repeat(times), false)?;
         picked(&mut gpu, &prompt, steps, format, report)
             .with_context(|| format!("{format}, picked tokens"))?;
-        // Dequantized history goes through the host, so such steps have no lookahead.
-        if amount.lookahead > 0 && Storage::of(gpu.layout())? != Storage::Decoded {
+        // Dequantized history goes through the host; its steps leave nothing behind.
+        if amount.interleaved > 0 && Storage::of(gpu.layout())? != Storage::Decoded {
             let text = model.tokenizer.encode(&PROMPTS[3].0.repeat(10), false)?;
             drop((cpu, gpu));
             let mut gpu = model.runner(CudaBackend::open(0)?, format, Some(NARROW))?;
-            lookahead(&mut gpu, &text, amount.lookahead, format, report)
-                .with_context(|| format!("{format}, lookahead"))?;
+            interleaved(&mut gpu, &text, amount.interleaved, format, report)
+                .with_context(|| format!("{format}, interleaved steps"))?;
         }
     }
     Ok(())
@@ -168,7 +168,7 @@ impl EmbeddedModel {
         let c = &self.config;
         let (sink, recent) = windows.unzip();
         let windows = format.windows(sink, recent)?;
-        let order = backend.page_order();
+        let order = CodeLayout::Logical;
         let layout = CacheLayout::new(format, c.layers, c.kv_heads, c.head_dim, windows, order)?;
         let rotations = match format.rotation() {
             RotationKind::Calibrated => {
@@ -178,15 +178,12 @@ impl EmbeddedModel {
             }
             kind => kind.data_free(c.layers, c.kv_heads, c.head_dim)?,
         };
-        let held = backend.held_layout(&layout);
         let context = CONTEXT.min(c.max_position_embeddings);
-        // Enough for a few sequences, whatever their blocks hold.
-        let block = held.full_block_bytes() + held.coded_block_bytes();
         let options = RunnerOptions {
             layout,
             rotations: rotations.as_ref(),
             context,
-            kv_memory: 2 * block * (context / PAGE_TOKENS),
+            kv_memory: KvMemory::Sequences { count: 3, tokens: context },
             prefill_chunk: 300,
         };
         Ok(Runner::load(backend, c, &self.weights, options, |_| {})?)
@@ -205,27 +202,28 @@ fn compare<C: Backend, G: Backend>(
     report: &mut Report,
 ) -> Result<()> {
     let (mut on_cpu, mut on_gpu) = (Sequence::new(), Sequence::new());
-    let (mut expected, mut found) = (Vec::new(), Vec::new());
-    cpu.prefill(&mut on_cpu, prompt, &mut expected, |_| {})?;
-    gpu.prefill(&mut on_gpu, prompt, &mut found, |_| {})?;
+    let (mut cpu_step, mut gpu_step) = (StepOutput::default(), StepOutput::default());
+    cpu.prefill(&mut on_cpu, prompt, &mut cpu_step, |_| {})?;
+    gpu.prefill(&mut on_gpu, prompt, &mut gpu_step, |_| {})?;
     for step in 0..generated {
+        let (expected, found) = (&cpu_step.logits, &gpu_step.logits);
         let what = || format!("{format}, prompt of {} tokens, token {step}", prompt.len());
-        let difference = expected.iter().zip(&found).map(|(&e, &f)| f64::from((e - f).abs())).fold(
+        let difference = expected.iter().zip(found).map(|(&e, &f)| f64::from((e - f).abs())).fold(
             if expected.len() == found.len() { 0.0 } else { f64::INFINITY },
             |a, d| {
                 if d.is_nan() { f64::INFINITY } else { a.max(d) }
             },
         );
         report.case(&format!("{model_name} logits, {format}"), difference, allowed(format), what);
-        let (token, choice) = (argmax(&expected), argmax(&found));
+        let (token, choice) = (argmax(expected), argmax(found));
         // Where the devices choose differently, the CPU must have found the two tokens nearly equal.
         let gap = f64::from(expected[token] - expected[choice]);
         report.case(&format!("{model_name} greedy tokens, {format}"), gap, allowed(format) / 8.0, what);
         let token = [token as u32];
         let request = |sequence| StepRequest { sequence, tokens: &token, logits: Logits::Last };
-        cpu.step(&mut [request(&mut on_cpu)], &mut expected)?;
+        cpu.step(&mut [request(&mut on_cpu)], &mut cpu_step)?;
         let request = |sequence| StepRequest { sequence, tokens: &token, logits: Logits::Last };
-        gpu.step(&mut [request(&mut on_gpu)], &mut found)?;
+        gpu.step(&mut [request(&mut on_gpu)], &mut gpu_step)?;
     }
     Ok(())
 }
@@ -242,19 +240,20 @@ pub fn picked<B: Backend>(
     // The two sequences may be divided among thread blocks differently, so the last bits may differ.
     const ALLOWED: f64 = 0.05;
     let (mut whole, mut listed) = (Sequence::new(), Sequence::new());
-    let (mut logits, mut lists) = (Vec::new(), Vec::new());
-    gpu.prefill(&mut whole, prompt, &mut logits, |_| {})?;
-    gpu.prefill(&mut listed, prompt, &mut logits, |_| {})?;
+    let mut output = StepOutput::default();
+    gpu.prefill(&mut whole, prompt, &mut output, |_| {})?;
+    gpu.prefill(&mut listed, prompt, &mut output, |_| {})?;
     let name = format!("model picked tokens, {format}");
     for step in 0..steps {
         let what = if step % 2 == 0 { Pick::Top(20) } else { Pick::Greedy };
-        let token = [argmax(&logits) as u32];
+        let token = [argmax(&output.logits) as u32];
         let mut requests = [
             StepRequest { sequence: &mut whole, tokens: &token, logits: Logits::Last },
             StepRequest { sequence: &mut listed, tokens: &token, logits: Logits::Pick(what) },
         ];
-        gpu.step_picking(&mut requests, &mut logits, &mut lists)?;
-        let expected = pick(&logits, what);
+        gpu.step(&mut requests, &mut output)?;
+        let StepOutput { logits, picked: lists } = &output;
+        let expected = pick(logits, what);
         let found = lists.first().map(Vec::as_slice).unwrap_or_default();
         let mut difference = if found.len() == expected.len() { 0.0 } else { f64::INFINITY };
         for ((logit, token), (wanted, _)) in found.iter().zip(&expected) {
@@ -267,14 +266,14 @@ pub fn picked<B: Backend>(
         }
         report.case(&name, difference, ALLOWED, || format!("{what:?}, token {step}"));
     }
+    let token = [argmax(&output.logits) as u32];
     for step in 0..steps / 3 + 1 {
-        let token = [argmax(&logits) as u32];
         let mut requests = [
             StepRequest { sequence: &mut whole, tokens: &token, logits: Logits::Pick(Pick::Greedy) },
             StepRequest { sequence: &mut listed, tokens: &token, logits: Logits::Pick(Pick::Top(20)) },
         ];
-        let mut none = Vec::new();
-        gpu.step_picking(&mut requests, &mut none, &mut lists)?;
+        gpu.step(&mut requests, &mut output)?;
+        let StepOutput { logits: none, picked: lists } = &output;
         let best = |i: usize| lists.get(i).and_then(|list| list.first()).map_or(f32::NAN, |best| best.0);
         let apart = f64::from((best(0) - best(1)).abs()) + none.len() as f64;
         report.case(&name, apart, ALLOWED, || format!("no logits read, token {step}"));
@@ -282,17 +281,18 @@ pub fn picked<B: Backend>(
     Ok(())
 }
 
-/// Lookahead: while a step runs whose tokens the device picks, it may upload the tables of the next
-/// step and quantize its tiles. The logits must be those of steps without lookahead (whose logits are
-/// read), also where another step comes in between. The cache's windows must be [`NARROW`].
-pub fn lookahead<B: Backend>(
+/// Steps that share nothing but the device: the logits of a sequence must not depend on whether its
+/// tokens are picked on the device or its logits are read, nor on steps of other sequences in
+/// between. Tables and scratch memory stay on the device from step to step; this finds stale ones.
+/// The cache's windows must be [`NARROW`].
+pub fn interleaved<B: Backend>(
     gpu: &mut Runner<B>,
     text: &[u32],
     steps: usize,
     format: KvFormat,
     report: &mut Report,
 ) -> Result<()> {
-    // The launches are the same; only the time at which tiles are quantized differs.
+    // The launches of a sequence's steps are the same.
     const ALLOWED: f64 = 1e-3;
     // With narrow windows each demotes a tile in its second step, into a page that has codes already.
     const LENGTHS: [usize; 2] = [94, 110];
@@ -306,25 +306,25 @@ pub fn lookahead<B: Backend>(
         let mut sequences = [Sequence::new(), Sequence::new()];
         for (sequence, length) in sequences.iter_mut().zip(LENGTHS) {
             let prompt = text.get(..length).context("the text is too short")?;
-            gpu.prefill(sequence, prompt, &mut Vec::new(), |_| {})?;
+            gpu.prefill(sequence, prompt, &mut StepOutput::default(), |_| {})?;
         }
         let mut other = Sequence::new();
-        let (mut logits, mut lists, mut best) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut output, mut best) = (StepOutput::default(), Vec::new());
         for step in 0..steps {
             if way == Way::Disturbed && step % 3 == 1 {
                 let request = StepRequest { sequence: &mut other, tokens: &text[..2], logits: Logits::Last };
-                gpu.step(&mut [request], &mut logits)?;
+                gpu.step(&mut [request], &mut output)?;
             }
             let token = [text[step]];
             let wanted = if way == Way::Read { Logits::Last } else { Logits::Pick(Pick::Greedy) };
-            let request = |sequence| StepRequest { sequence, tokens: &token, logits: wanted };
-            gpu.step_picking(&mut sequences.each_mut().map(request), &mut logits, &mut lists)?;
+            let request = |sequence| StepRequest { sequence, tokens: &token, logits: wanted.clone() };
+            gpu.step(&mut sequences.each_mut().map(request), &mut output)?;
             match way {
                 Way::Read => {
-                    let rows = logits.chunks_exact(logits.len() / LENGTHS.len());
+                    let rows = output.logits.chunks_exact(output.logits.len() / LENGTHS.len());
                     best.extend(rows.map(|row| row[argmax(row)]));
                 }
-                _ => best.extend(lists.iter().flatten().map(|(logit, _)| logit)),
+                _ => best.extend(output.picked.iter().flatten().map(|(logit, _)| logit)),
             }
         }
         Ok(best)
@@ -338,7 +338,8 @@ pub fn lookahead<B: Backend>(
         let found = best_logits(text, way)?;
         let expected: Vec<f64> = expected.iter().copied().map(f64::from).collect();
         let difference = largest_difference(&found, &expected);
-        report.case(&format!("model lookahead, {format}"), difference, ALLOWED, || format!("{way:?}"));
+        report
+            .case(&format!("model interleaved steps, {format}"), difference, ALLOWED, || format!("{way:?}"));
     }
     Ok(())
 }

@@ -95,7 +95,7 @@ fn the_cpu_passes_the_checks_of_a_model() {
     model::picked(&mut runner, &prompt, 12, KvFormat::OSCAR2, &mut report).unwrap();
     assert_passes(&report, &["model picked tokens, oscar2"]);
     let mut runner = model.runner(cpu(), KvFormat::OSCAR2, Some(model::NARROW)).unwrap();
-    model::lookahead(&mut runner, &prompt, 4, KvFormat::OSCAR2, &mut report).unwrap();
+    model::interleaved(&mut runner, &prompt, 4, KvFormat::OSCAR2, &mut report).unwrap();
     assert!(report.findings.iter().all(|f| f.failure.is_none() && f.cases > 0));
-    assert!(report.findings.iter().any(|f| f.name == "model lookahead, oscar2"));
+    assert!(report.findings.iter().any(|f| f.name == "model interleaved steps, oscar2"));
 }

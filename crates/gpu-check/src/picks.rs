@@ -1,9 +1,11 @@
 //! Checks of the choice of tokens on the device: the same tokens, logits and order as the scalar
 //! rule, bit for bit, for any row.
 
-use crate::{Extent, Numbers, Report, download, upload};
+use crate::{Extent, Numbers, Report, download, upload, without_cache};
 use anyhow::Result;
-use oscar_backend::{Backend, Candidate, HostMatrix, HostValues, MOST_CANDIDATES, Pick, pick};
+use oscar_backend::{
+    Backend, Candidate, HostMatrix, HostValues, MOST_CANDIDATES, Output, Pick, Product, Step, pick,
+};
 
 /// Sizes of vocabularies: the smallest, an odd one, one that is whole slices, real ones.
 const WIDTHS: [usize; 6] = [1, 7, 255, 4096, 32003, 151_936];
@@ -25,7 +27,9 @@ pub fn check<B: Backend>(gpu: &B, extent: Extent, report: &mut Report) -> Result
             gpu.matrix(HostMatrix { outputs: width, inputs, values: HostValues::F32(&weights), bias: None })?;
         let x = upload(gpu, &numbers.vector(rows * inputs), inputs)?;
         let mut logits = gpu.rows(width);
-        gpu.logits(&matrix, &x, &mut logits);
+        without_cache(gpu, |step| {
+            Ok(step.product(Product::of(&matrix, Output::Logits), &x, &mut logits)?)
+        })?;
         compare(gpu, &logits, width, &["a model's"; 9], &mut numbers, report)?;
     }
     Ok(())
@@ -65,7 +69,7 @@ fn compare<B: Backend>(
     numbers: &mut Numbers,
     report: &mut Report,
 ) -> Result<()> {
-    let values = download(gpu, logits)?;
+    let values = download(gpu, logits, names.len())?;
     let rows: Vec<&[f32]> = values.chunks_exact(width).collect();
     let greedy: Vec<(usize, Pick)> = (0..rows.len()).map(|row| (row, Pick::Greedy)).collect();
     let lists = |counts: &[usize]| -> Vec<(usize, Pick)> {
@@ -80,7 +84,7 @@ fn compare<B: Backend>(
     }
     for picks in [mixed, greedy.clone(), lists(&[50]), vec![greedy[rows.len() - 1]]] {
         let mut found = Vec::new();
-        gpu.pick(logits, &picks, &mut found)?;
+        without_cache(gpu, |step| Ok(step.pick(logits, &picks, &mut found)?))?;
         report.case("picks, lists that came", picks.len().abs_diff(found.len()) as f64, 0.0, || {
             format!("{} of {} for a vocabulary of {width}", found.len(), picks.len())
         });

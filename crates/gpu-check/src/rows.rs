@@ -1,9 +1,12 @@
 //! Checks of the operations on rows; formulas in f64 are the reference.
 
-use crate::{Extent, Numbers, Part, Report, download, largest_difference, upload};
+use crate::{Extent, Numbers, Part, Report, download, largest_difference, upload, without_cache};
 use anyhow::Result;
-use oscar_backend::{Backend, Fp8Matrix, HostMatrix, HostValues, WeightFormat, Write, fp8_blocks};
+use oscar_backend::{
+    Backend, Fp8Matrix, HostMatrix, HostValues, Output, Product, Step, TappedRows, WeightFormat, fp8_blocks,
+};
 use oscar_kernels_cuda::CudaBackend;
+use oscar_kernels_cuda::backend::CudaRows;
 use oscar_kernels_cuda::gemm::Skinny;
 
 /// Elements of the largest matrix of a small check: some still have more units than a GPU has multiprocessors.
@@ -34,14 +37,14 @@ fn embeddings(gpu: &CudaBackend, report: &mut Report) -> Result<()> {
         let values = numbers.vector(rows * width);
         let x = upload(gpu, &values, width)?;
         let exact: Vec<f64> = values.iter().map(|&v| f64::from(v)).collect();
-        report.case("embed", largest_difference(&download(gpu, &x)?, &exact), 0.0, || {
+        report.case("embed", largest_difference(&download(gpu, &x, rows)?, &exact), 0.0, || {
             format!("{rows}×{width}")
         });
         let wanted: Vec<usize> = (0..rows).rev().step_by(2).collect();
         let mut selected = gpu.rows(width);
-        gpu.select(&x, &wanted, &mut selected);
+        without_cache(gpu, |step| Ok(step.select(&x, &wanted, &mut selected)?))?;
         let expected: Vec<f64> = wanted.iter().flat_map(|&r| exact[r * width..][..width].to_vec()).collect();
-        let difference = largest_difference(&download(gpu, &selected)?, &expected);
+        let difference = largest_difference(&download(gpu, &selected, wanted.len())?, &expected);
         report.case("select", difference, 0.0, || format!("{} of {rows}×{width}", wanted.len()));
     }
     Ok(())
@@ -55,7 +58,7 @@ fn norms(gpu: &CudaBackend, report: &mut Report) -> Result<()> {
             let weights = numbers.vector(width);
             let (x, weight) = (upload(gpu, &values, width)?, gpu.vector(&weights)?);
             let mut out = gpu.rows(width);
-            gpu.rms_norm(&x, &weight, 1e-6, &mut out);
+            without_cache(gpu, |step| Ok(step.rms_norm(&x, &weight, 1e-6, &mut out)?))?;
             let expected: Vec<f64> = values
                 .chunks_exact(width)
                 .flat_map(|row| {
@@ -67,7 +70,7 @@ fn norms(gpu: &CudaBackend, report: &mut Report) -> Result<()> {
                         .collect::<Vec<_>>()
                 })
                 .collect();
-            let difference = largest_difference(&download(gpu, &out)?, &expected);
+            let difference = largest_difference(&download(gpu, &out, rows)?, &expected);
             report.case("rms_norm", difference, 2e-5, || format!("{rows}×{width} times {scale}"));
         }
     }
@@ -80,8 +83,8 @@ fn gates(gpu: &CudaBackend, report: &mut Report) -> Result<()> {
         let values: Vec<f32> = numbers.vector(rows * 2 * width).iter().map(|v| v * scale).collect();
         let x = upload(gpu, &values, 2 * width)?;
         let mut out = gpu.rows(width);
-        gpu.swiglu(&x, &mut out);
-        let found = download(gpu, &out)?;
+        without_cache(gpu, |step| Ok(step.swiglu(&x, &mut out)?))?;
+        let found = download(gpu, &out, rows)?;
         let mut worst = 0f64;
         for (row, found) in values.chunks_exact(2 * width).zip(found.chunks_exact(width)) {
             for i in 0..width {
@@ -193,14 +196,17 @@ fn products(gpu: &CudaBackend, format: WeightFormat, extent: Extent, report: &mu
             // Few rows keep 16 bits of the activations, many are rounded to BF16; so are FP8 weights for them.
             let own = rows <= 16 && Skinny::multiplies(format, outputs, inputs);
             let allowed = if own { 1e-5 } else { 4e-3 };
-            gpu.linear(&matrix, &normed, &mut out, Write::Replace);
+            let run = |output, out: &mut CudaRows| {
+                without_cache(gpu, |step| Ok(step.product(Product::of(&matrix, output), &normed, out)?))
+            };
+            run(Output::Replace, &mut out)?;
             let name = named(if own { "linear, few rows" } else { "linear, many rows" }, format);
-            report.case(&name, worst(&download(gpu, &out)?, 1.0), allowed, what);
-            gpu.linear(&matrix, &normed, &mut out, Write::Add);
-            report.case(&name, worst(&download(gpu, &out)?, 2.0), allowed, what);
-            gpu.logits(&matrix, &normed, &mut out);
+            report.case(&name, worst(&download(gpu, &out, rows)?, 1.0), allowed, what);
+            run(Output::Add, &mut out)?;
+            report.case(&name, worst(&download(gpu, &out, rows)?, 2.0), allowed, what);
+            run(Output::Logits, &mut out)?;
             let allowed = if own || format == WeightFormat::Bf16 { 2e-5 } else { 4e-3 };
-            report.case(&named("logits", format), worst(&download(gpu, &out)?, 1.0), allowed, what);
+            report.case(&named("logits", format), worst(&download(gpu, &out, rows)?, 1.0), allowed, what);
         }
     }
     Ok(())
@@ -262,33 +268,36 @@ fn fused_products(
             let mut case = |name, found: &[f32], expected: &[f64]| {
                 report.case(&named(name, format), largest_difference(found, expected), allowed, what);
             };
-            let (mut between, mut gate_up) = (gpu.rows(inputs), gpu.rows(outputs));
             let (mut out, mut gated) = (gpu.rows(outputs), gpu.rows(outputs / 2));
-            gpu.norm_linear(&norm_vector, eps, &matrix, &x, &mut between, &mut out);
+            let run = |norm, output, out: &mut CudaRows| {
+                let product = Product { weight: &matrix, norm, output };
+                without_cache(gpu, |step| Ok(step.product(product, &x, out)?))
+            };
+            let norm = Some((&norm_vector, eps));
+            run(norm, Output::Replace, &mut out)?;
             let expected = product(&normed);
-            case("norm and linear", &download(gpu, &out)?, &expected);
+            case("norm and linear", &download(gpu, &out, rows)?, &expected);
             // Gates of many rows exist in BF16 alone, which only a product reads.
             if rows > 16 {
                 continue;
             }
-            gpu.gated_linear(&matrix, &x, &mut gate_up, &mut gated);
-            case("linear and gate", &download(gpu, &gated)?, &gate(&product(&plain)));
-            gpu.norm_gated_linear(&norm_vector, eps, &matrix, &x, &mut between, &mut gate_up, &mut gated);
-            case("norm, linear and gate", &download(gpu, &gated)?, &gate(&expected));
+            run(None, Output::Gated, &mut gated)?;
+            case("linear and gate", &download(gpu, &gated, rows)?, &gate(&product(&plain)));
+            run(norm, Output::Gated, &mut gated)?;
+            case("norm, linear and gate", &download(gpu, &gated, rows)?, &gate(&expected));
         }
     }
     Ok(())
 }
 
 /// `x` times a factor that BF16 does not hold, as f32 rows: a norm of rows with a chosen weight would do the same.
-fn scaled(gpu: &CudaBackend, x: &[f32], width: usize, factor: f32) -> Result<<CudaBackend as Backend>::Rows> {
+fn scaled(gpu: &CudaBackend, x: &[f32], width: usize, factor: f32) -> Result<CudaRows> {
     // RMSNorm divides by the row's own size, so each row is given its size back through an epsilon that dwarfs it.
     let rows = upload(gpu, x, width)?;
     let eps = 1e12f32;
     let weight = gpu.vector(&vec![factor * eps.sqrt(); width])?;
     let mut out = gpu.rows(width);
-    gpu.rms_norm(&rows, &weight, eps, &mut out);
-    gpu.read(&out, &mut Vec::new())?;
+    without_cache(gpu, |step| Ok(step.rms_norm(&rows, &weight, eps, &mut out)?))?;
     Ok(out)
 }
 
@@ -300,7 +309,10 @@ fn grams(gpu: &CudaBackend, report: &mut Report) -> Result<()> {
         for weighted in [false, true] {
             let weights: Vec<f32> = (0..rows).map(|_| numbers.unit().abs()).collect();
             let mut gram = vec![1.0; width * width];
-            gpu.accumulate_gram(&x, first, width, weighted.then_some(&weights), &mut gram)?;
+            let weights_of = weighted.then_some(weights.as_slice());
+            without_cache(gpu, |step| {
+                Ok(step.tapped(&x).accumulate_gram(first, width, weights_of, &mut gram)?)
+            })?;
             let mut worst = 0f64;
             for i in 0..width {
                 for j in 0..width {

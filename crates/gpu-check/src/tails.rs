@@ -125,9 +125,7 @@ fn code<B: Backend<Pool: Inspected>>(
         demote_values: tail.positions.clone(),
     }];
     let (gpu, pool) = (growing.gpu, &mut growing.pool);
-    gpu.begin_demotion(&rows, pool)?;
-    gpu.demote(0, &rows, pool)?;
-    gpu.end_step()?;
+    gpu.demote(&rows, pool)?;
     for (kv_head, twin) in growing.twins[0].iter_mut().enumerate() {
         let head = CacheHead { layer: 0, kv_head };
         twin.demote(&growing.layout, pool.storage(), head, [&tail.positions, &tail.positions])?;

@@ -151,11 +151,6 @@ impl Device {
         Ok(())
     }
 
-    /// Are launches timed one by one?
-    pub(crate) fn is_profiling(&self) -> bool {
-        self.recorder().profile.is_some()
-    }
-
     /// What makes up a step begins here: as many of its launches are made at once whatever was launched before them.
     pub(crate) fn count_launches_from_here(&self) {
         self.recorder().count_from_here();

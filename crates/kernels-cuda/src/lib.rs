@@ -17,7 +17,6 @@
 #![allow(unsafe_code)]
 
 pub mod attention;
-mod attention_paths;
 pub mod backend;
 pub mod bandwidth;
 pub mod bench;
@@ -27,7 +26,6 @@ pub mod device;
 mod error;
 pub mod gemm;
 pub mod graph;
-mod heads;
 pub mod images;
 mod kernels;
 mod launch;
@@ -37,10 +35,10 @@ pub mod pages;
 pub mod sources;
 pub mod step;
 pub mod storage;
-mod uploads;
+mod transfers;
 
-pub use attention_paths::AttentionMode;
-pub use backend::CudaBackend;
+pub use attention::AttentionMode;
+pub use backend::{CudaBackend, CudaStep};
 pub use device::Device;
 pub use error::CudaError;
 pub use kernels::Kernels;

@@ -4,19 +4,19 @@
 //! address space for the whole budget; memory stands behind it only up to the largest id in use, in steps of the
 //! device's granularity, so a cache costs what it holds. Kernels find the regions in a table of [`HeadPages`].
 
+use crate::attention::{AttentionMode, CacheKernels};
 use crate::device::Device;
 use crate::error::{CudaError, Result};
+use crate::kernels::Kernels;
 use crate::memory::Buffer;
 use crate::storage::Storage;
 use cudarc::driver::sys::{self, CUresult};
-use oscar_backend::CacheHead;
+use oscar_backend::{CacheHead, HeadShape};
 use oscar_codec::clip::order_index;
 use oscar_codec::{
     CacheLayout, CodecError, FormatTable, FullPageId, PAGE_TOKENS, PageCodec, RowPageCodec, Side,
 };
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Weak};
 
 /// Pages of one layer, KV head and format.
 struct Region {
@@ -83,9 +83,9 @@ impl Roundings {
 /// The pages of a model.
 pub struct CudaPages {
     device: Device,
-    /// No other has had it.
-    serial: Arc<u64>,
     layout: CacheLayout,
+    shape: HeadShape,
+    kernels: CacheKernels,
     storage: Storage,
     /// `[layer][kv_head]`.
     full: Vec<Region>,
@@ -109,7 +109,18 @@ pub(crate) struct FreshPages {
 }
 
 impl CudaPages {
-    pub(crate) fn reserve(device: &Device, layout: &CacheLayout, budget: usize) -> Result<Self> {
+    pub(crate) fn reserve(
+        device: &Device,
+        kernels: &Kernels,
+        mode: AttentionMode,
+        layout: &CacheLayout,
+        shape: &HeadShape,
+        budget: usize,
+    ) -> Result<Self> {
+        if (layout.kv_heads(), layout.head_dim()) != (shape.kv_heads, shape.head_dim) {
+            let detail = format!("{shape:?} over {} KV heads of {}", layout.kv_heads(), layout.head_dim());
+            return Err(CudaError::Shape { what: "a cache", detail });
+        }
         let storage = Storage::of(layout)?;
         storage.check_order(layout)?;
         let layout = &Storage::held(layout);
@@ -155,11 +166,11 @@ impl CudaPages {
             })
             .collect();
         let table = device.upload_new(&heads, "the table of KV pages")?;
-        static SERIALS: AtomicU64 = AtomicU64::new(1);
         Ok(Self {
-            serial: Arc::new(SERIALS.fetch_add(1, Ordering::Relaxed)),
             device: device.clone(),
             layout: layout.clone(),
+            shape: *shape,
+            kernels: CacheKernels::new(device, kernels, mode, shape, storage, &heads)?,
             storage,
             full,
             coded,
@@ -171,18 +182,17 @@ impl CudaPages {
         })
     }
 
-    /// A number that tells these pages from all others, also from those that had their memory before.
-    pub fn serial(&self) -> u64 {
-        *self.serial
-    }
-
-    /// The same, as long as these pages are there.
-    pub(crate) fn living(&self) -> Weak<u64> {
-        Arc::downgrade(&self.serial)
-    }
-
     pub fn layout(&self) -> &CacheLayout {
         &self.layout
+    }
+
+    /// The heads of the model whose pages these are.
+    pub fn shape(&self) -> &HeadShape {
+        &self.shape
+    }
+
+    pub(crate) fn kernels(&self) -> &CacheKernels {
+        &self.kernels
     }
 
     pub fn storage(&self) -> Storage {

@@ -3,7 +3,7 @@
 //! The files are free of toolkit headers, so that NVRTC alone compiles them. A *variant* is a file with its
 //! definitions, such as `HEAD_DIM=128`.
 
-use crate::attention::decode::Variant;
+use crate::attention::Variant;
 use oscar_backend::WeightFormat;
 
 /// One `.cu` file.
@@ -37,7 +37,7 @@ source!(ATTENTION_PREFILL, "attention_prefill.cu", by_head_dim: true);
 
 source!(DEMOTE, "demote.cu", by_head_dim: true);
 source!(ATTENTION_PLAN, "attention_plan.cu", by_head_dim: false);
-// Has variants of its own: `attention::decode::Variant`.
+// Has variants of its own: `attention::Variant`.
 source!(ATTENTION_DECODE, "attention_decode.cu", by_head_dim: false);
 
 /// Headers that kernels include by name.

@@ -40,5 +40,5 @@ pub use rope::{RopeConfig, RopeScaling, RopeTable};
 pub use source::{EmbeddedFiles, ModelName, ModelSource, hub_cache_folders};
 pub use tensor::{TensorView, WeightDtype};
 pub use tensor_names::{Projection, RequiredTensor, TensorNames, required_tensors};
-pub use transformer::{BuildError, Observer, StepInput, Transformer, Workspace};
+pub use transformer::{BuildError, StepInput, StepOutput, Transformer, Workspace};
 pub use weights::Weights;

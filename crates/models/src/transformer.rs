@@ -2,17 +2,18 @@
 //!
 //! ```text
 //! x = embed(token)
-//! for each layer:  x += Wo · attention(append(Wqkv · norm(x)))
+//! for each layer:  x += Wo · attend(Wqkv · norm(x))
 //!                  x += Wdown · swiglu(Wgate_up · norm(x))
 //! logits = Whead · norm(x)
 //! ```
 //!
-//! The value rotation of the cache is folded into `Wv` and `Wo` when the weights are loaded, so it costs nothing
-//! at run time; the key rotation cannot be folded (QK-norm and RoPE stand between) and is part of `append`.
+//! The value rotation of the cache is folded into `Wv` and `Wo` when the weights are loaded, so it
+//! costs nothing at run time. The key rotation cannot be folded, because QK-norm and RoPE stand
+//! between; it is part of `attend`.
 
 mod forward;
 
-pub use forward::{Observer, StepInput};
+pub use forward::{StepInput, StepOutput};
 
 use crate::config::DecoderConfig;
 use crate::error::LoadError;
@@ -20,7 +21,7 @@ use crate::matrices::{self, LayerMatrix};
 use crate::rope::RopeTable;
 use crate::tensor_names::Projection;
 use crate::weights::Weights;
-use oscar_backend::{Backend, BackendError, HeadShape, HostMatrix, HostValues, WeightFormat};
+use oscar_backend::{Backend, BackendError, Benchmarks, HeadShape, HostMatrix, HostValues, WeightFormat};
 use oscar_codec::{Rotation, RotationSet};
 use std::sync::Arc;
 
@@ -84,16 +85,19 @@ pub struct Transformer<B: Backend> {
 /// Activations of a step, kept from step to step.
 pub struct Workspace<B: Backend> {
     hidden: B::Rows,
-    normed: B::Rows,
     qkv: B::Rows,
-    queries: B::Rows,
     attended: B::Rows,
-    gate_up: B::Rows,
     gated: B::Rows,
     selected: B::Rows,
     logits: B::Rows,
-    /// Those rows of `logits` that go to the host whole, where not all do.
-    whole_logits: B::Rows,
+}
+
+/// Clones share the weights.
+impl<B: Backend> Clone for Transformer<B> {
+    fn clone(&self) -> Self {
+        let Self { body, projections, rotations } = self;
+        Self { body: body.clone(), projections: projections.clone(), rotations: rotations.clone() }
+    }
 }
 
 impl<B: Backend> Transformer<B> {
@@ -154,15 +158,18 @@ impl<B: Backend> Transformer<B> {
         Ok(Self { body: self.body.clone(), projections, rotations: rotations.cloned() })
     }
 
-    /// A model of this shape with random weights, made on the device: for benchmarks. In FP8 are those matrices that nothing
-    /// is folded into, and neither the embedding nor the head.
+    /// A model of this shape with random weights, made on the device: for benchmarks. `weights` does
+    /// not apply to the embedding, the head and the matrices that rotations are folded into.
     pub fn random(
         backend: &B,
         config: &DecoderConfig,
         weights: WeightFormat,
         rotations: Option<&RotationSet>,
         context: usize,
-    ) -> Result<Self, BuildError> {
+    ) -> Result<Self, BuildError>
+    where
+        B: Benchmarks,
+    {
         let (hidden, heads) = (config.hidden_size, config.head_dim);
         let ones = |len: usize| backend.vector(&vec![1.0; len]);
         let table = RopeTable::new(&config.rope, heads, context);
@@ -207,6 +214,11 @@ impl<B: Backend> Transformer<B> {
         &self.body.config
     }
 
+    /// The heads of every layer.
+    pub fn heads(&self) -> &HeadShape {
+        &self.body.shape
+    }
+
     /// Rotations that are folded in.
     pub fn rotations(&self) -> Option<&RotationSet> {
         self.rotations.as_ref()
@@ -230,15 +242,11 @@ impl<B: Backend> Transformer<B> {
         let c = self.config();
         Workspace {
             hidden: backend.rows(c.hidden_size),
-            normed: backend.rows(c.hidden_size),
             qkv: backend.rows(c.query_width() + 2 * c.kv_width()),
-            queries: backend.rows(c.query_width()),
             attended: backend.rows(c.query_width()),
-            gate_up: backend.rows(2 * c.intermediate_size),
             gated: backend.rows(c.intermediate_size),
             selected: backend.rows(c.hidden_size),
             logits: backend.rows(c.vocab_size),
-            whole_logits: backend.rows(c.vocab_size),
         }
     }
 }

@@ -3,14 +3,15 @@
 use super::probe::Probe;
 use super::table::WidthTable;
 use crate::error::CalibrateError;
-use oscar_backend::{Backend, SequenceRows};
-use oscar_cache::{PagePool, SequencePages};
+use oscar_backend::Backend;
 use oscar_codec::{
     CacheLayout, CodeLayout, FormatTable, KvFormat, Rounding, RowPageCodec, SideSpec, Windows,
 };
-use oscar_models::{StepInput, Transformer, Workspace};
+use oscar_models::Transformer;
+use oscar_runner::{KvMemory, Logits, Runner, Sequence, StepOutput, StepRequest};
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Most likely tokens of the exact prediction that are compared one by one; the others count as one. It bounds
@@ -145,10 +146,9 @@ fn argmax(logits: &[f32]) -> u32 {
 /// A model that answers probes with whatever cache it is given. It must have been built with the rotations of the
 /// cache that is judged.
 pub struct Judge<'a, B: Backend> {
-    pub backend: &'a B,
+    pub backend: &'a Arc<B>,
     pub transformer: &'a Transformer<B>,
     pub windows: Windows,
-    pub code_layout: CodeLayout,
     /// Of each layer and KV head.
     pub roundings: &'a [Rounding],
     /// Tokens run at once.
@@ -160,12 +160,12 @@ impl<B: Backend> Judge<'_, B> {
     pub(super) fn layout(&self, table: Option<&WidthTable>) -> Result<CacheLayout, CalibrateError> {
         let c = self.transformer.config();
         let new = |format, windows| {
-            CacheLayout::new(format, c.layers, c.kv_heads, c.head_dim, windows, self.code_layout)
+            CacheLayout::new(format, c.layers, c.kv_heads, c.head_dim, windows, CodeLayout::Logical)
         };
         Ok(match table {
             None => new(KvFormat::Bf16, Windows::unlimited())?,
             Some(table) => new(KvFormat::OSCAR, self.windows)?.with_coded_table(
-                table.formats(c.head_dim, self.code_layout)?.with_roundings(self.roundings.to_vec())?,
+                table.formats(c.head_dim, CodeLayout::Logical)?.with_roundings(self.roundings.to_vec())?,
             ),
         })
     }
@@ -173,16 +173,17 @@ impl<B: Backend> Judge<'_, B> {
     /// The exact cache, but for one head (by its number) that keeps no history.
     fn layout_without(&self, head: usize) -> Result<CacheLayout, CalibrateError> {
         let c = self.transformer.config();
-        let exact = KvFormat::Bf16.codec(c.head_dim, self.code_layout)?;
+        let exact = KvFormat::Bf16.codec(c.head_dim, CodeLayout::Logical)?;
         let mut codecs = vec![exact; c.layers * c.kv_heads];
-        codecs[head] = RowPageCodec::new(c.head_dim, SideSpec::ABSENT, SideSpec::ABSENT, self.code_layout)?;
+        codecs[head] =
+            RowPageCodec::new(c.head_dim, SideSpec::ABSENT, SideSpec::ABSENT, CodeLayout::Logical)?;
         let layout = CacheLayout::new(
             KvFormat::OSCAR,
             c.layers,
             c.kv_heads,
             c.head_dim,
             self.windows,
-            self.code_layout,
+            CodeLayout::Logical,
         )?;
         Ok(layout.with_coded_table(FormatTable::new(c.layers, c.kv_heads, codecs)?))
     }
@@ -238,31 +239,16 @@ impl<B: Backend> Judge<'_, B> {
         mut seen: impl FnMut(usize, &[f32]),
     ) -> Result<(), CalibrateError> {
         let vocabulary = self.transformer.config().vocab_size;
-        let mut logits = Vec::new();
-        for chunk in tokens.chunks(self.chunk.max(1)) {
+        let mut output = StepOutput::default();
+        let Cache { runner, sequence } = cache;
+        for tokens in tokens.chunks(self.chunk.max(1)) {
             self.check_cancelled()?;
-            let step = cache.pages.prepare(&cache.layout, &cache.page_pool, chunk.len())?;
-            let rows = SequenceRows {
-                rows: 0..chunk.len(),
-                first_position: step.positions.start,
-                full: cache.pages.full(),
-                coded: cache.pages.coded(),
-                demote: step.demote.clone(),
-                demote_values: step.demote_values.clone(),
-            };
-            let positions: Vec<usize> = step.positions.clone().filter(|p| wanted.contains(p)).collect();
-            let selected: Vec<usize> = positions.iter().map(|p| p - step.positions.start).collect();
-            let input = StepInput { tokens: chunk, sequences: &[rows], logits: &selected };
-            self.transformer.forward(
-                self.backend,
-                &input,
-                &mut cache.pool,
-                &mut cache.workspace,
-                &mut logits,
-                None,
-            )?;
-            cache.pages.commit(&cache.layout, &step);
-            for (position, logits) in positions.into_iter().zip(logits.chunks_exact(vocabulary)) {
+            let first = sequence.len();
+            let scored = wanted.start.clamp(first, first + tokens.len())
+                ..wanted.end.clamp(first, first + tokens.len());
+            let logits = Logits::Of(scored.start - first..scored.end - first);
+            runner.step(&mut [StepRequest { sequence, tokens, logits }], &mut output)?;
+            for (position, logits) in scored.zip(output.logits.chunks_exact(vocabulary)) {
                 seen(position, logits);
             }
         }
@@ -270,15 +256,9 @@ impl<B: Backend> Judge<'_, B> {
     }
 
     pub(super) fn cache(&self, layout: &CacheLayout, tokens: usize) -> Result<Cache<B>, CalibrateError> {
-        // What a prefill chunk holds beyond the sequence at rest.
-        let budget = layout.peak_bytes(tokens) + (self.chunk / 64 + 2) * layout.full_block_bytes();
-        Ok(Cache {
-            page_pool: PagePool::new(layout, budget),
-            pool: self.backend.pool(layout, budget)?,
-            workspace: self.transformer.workspace(self.backend),
-            pages: SequencePages::new(),
-            layout: layout.clone(),
-        })
+        let (room, model) = (KvMemory::Sequences { count: 1, tokens }, self.transformer.clone());
+        let runner = Runner::new(self.backend.clone(), model, layout, room, self.chunk)?;
+        Ok(Cache { runner, sequence: Sequence::new() })
     }
 
     /// The exact cache's predictions at the scored positions of a probe.
@@ -315,11 +295,8 @@ impl<B: Backend> Judge<'_, B> {
 
 /// One sequence in a cache of its own.
 pub(super) struct Cache<B: Backend> {
-    pub layout: CacheLayout,
-    pub page_pool: PagePool,
-    pub pool: B::Pool,
-    pub workspace: Workspace<B>,
-    pub pages: SequencePages,
+    pub runner: Runner<B>,
+    pub sequence: Sequence,
 }
 
 #[cfg(test)]

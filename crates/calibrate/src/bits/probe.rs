@@ -9,7 +9,7 @@ use super::judge::{Cache, Judge, Prediction, Scores, group_weights};
 use super::table::{HarmMap, WIDTHS, check_widths};
 use crate::error::CalibrateError;
 use half::bf16;
-use oscar_backend::{Backend, CacheHead};
+use oscar_backend::{Backend, CacheHead, Calibrates};
 use oscar_codec::format::default_clip;
 use oscar_codec::{Rounding, Side, affine};
 use serde::{Deserialize, Serialize};
@@ -78,7 +78,7 @@ pub struct ProbeHarm {
 }
 
 /// Codes every unit alone at every measured width. `progress` hears of each pass over the end of the probe.
-pub fn probe_harm<B: Backend>(
+pub fn probe_harm<B: Calibrates>(
     judge: &Judge<'_, B>,
     probe: &Probe,
     options: &HarmOptions,
@@ -206,7 +206,7 @@ pub(super) struct CodedStage<'a, 'j, B: Backend> {
     head_dim: usize,
 }
 
-impl<'a, 'j, B: Backend> CodedStage<'a, 'j, B> {
+impl<'a, 'j, B: Calibrates> CodedStage<'a, 'j, B> {
     pub(super) fn open(
         judge: &'a Judge<'j, B>,
         probe: &'a Probe,
@@ -257,15 +257,8 @@ impl<'a, 'j, B: Backend> CodedStage<'a, 'j, B> {
         let kv_heads = self.judge.transformer.config().kv_heads;
         let head = CacheHead { layer: index / kv_heads, kv_head: index % kv_heads };
         if self.exact[index].is_none() {
-            let (mut keys, mut values) = (Vec::new(), Vec::new());
-            self.judge.backend.read_full_rows(
-                head,
-                self.cache.pages.full(),
-                self.history.clone(),
-                &self.cache.pool,
-                &mut keys,
-                &mut values,
-            )?;
+            let Cache { runner, sequence } = &self.cache;
+            let (keys, values) = runner.read_rows(sequence, head, self.history.clone())?;
             // The cache holds BF16, so nothing is lost.
             let narrow = |rows: Vec<f32>| rows.into_iter().map(bf16::from_f32).collect();
             self.exact[index] = Some(HeadRows { keys: narrow(keys), values: narrow(values) });
@@ -283,14 +276,8 @@ impl<'a, 'j, B: Backend> CodedStage<'a, 'j, B> {
         };
         let keys = side(&rows.keys, Side::Key, self.widths[2 * index]);
         let values = side(&rows.values, Side::Value, self.widths[2 * index + 1]);
-        Ok(self.judge.backend.write_full_rows(
-            head,
-            self.cache.pages.full(),
-            self.history.start,
-            &keys,
-            &values,
-            &mut self.cache.pool,
-        )?)
+        let Cache { runner, sequence } = &mut self.cache;
+        Ok(runner.write_rows(sequence, head, self.history.start, &keys, &values)?)
     }
 
     /// Lets go of the exact rows of a unit's head, which must be exact in the cache.
@@ -317,7 +304,7 @@ impl<'a, 'j, B: Backend> CodedStage<'a, 'j, B> {
     }
 
     fn read_end(&mut self, mut seen: impl FnMut(&[f32])) -> Result<(), CalibrateError> {
-        self.cache.pages.rewind(self.end);
+        self.cache.sequence.rewind(self.end);
         let tokens = &self.probe.tokens[self.end..];
         self.judge.run(&mut self.cache, tokens, &self.probe.scored, |_, logits| seen(logits))
     }

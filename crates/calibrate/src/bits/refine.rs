@@ -8,7 +8,7 @@ use super::judge::{Judge, Scores};
 use super::probe::{CodedStage, HarmOptions, Probe};
 use super::table::{ABSENT, HarmMap, WIDTHS, WidthTable};
 use crate::error::CalibrateError;
-use oscar_backend::Backend;
+use oscar_backend::Calibrates;
 use std::collections::BTreeSet;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,7 +39,7 @@ pub struct Refined {
 }
 
 /// Searches around `start`, at the same number of bits. `progress` hears of each pass over the end of a probe.
-pub fn refine<B: Backend>(
+pub fn refine<B: Calibrates>(
     judge: &Judge<'_, B>,
     probes: &[Probe],
     map: &HarmMap,
@@ -122,7 +122,7 @@ fn combine(centre: &[u32], tables: &[Vec<u32>], harms: &[f64]) -> Vec<u32> {
 
 /// Scores tables with the history of every unit coded, at the ends of the probes. Heads without history are left exact:
 /// bits are not moved to or from them, so what they do is the same for all tables.
-fn judge_tables<B: Backend>(
+fn judge_tables<B: Calibrates>(
     judge: &Judge<'_, B>,
     probes: &[Probe],
     tables: &[Vec<u32>],

@@ -1,20 +1,20 @@
 //! A whole model, from tokens to a file that serves it.
 
 use crate::support::backend;
-use oscar_backend::SequenceRows;
-use oscar_cache::{PagePool, SequencePages};
 use oscar_calibrate::{
     CalibrateError, Calibration, CalibrationOptions, ClipPolicy, Granularity, Progress, RotationFile, Stage,
     Statistic, calibrate, write_report,
 };
 use oscar_codec::{CacheLayout, CodeLayout, Composition, KvFormat, RotationSet, Windows};
 use oscar_kernels_cpu::backend::{CpuBackend, Mode};
-use oscar_models::{DecoderConfig, ModelSource, StepInput, Transformer, Weights};
+use oscar_models::{DecoderConfig, ModelSource, Transformer, Weights};
+use oscar_runner::{KvMemory, Runner, Sequence, StepOutput};
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 struct Model {
-    backend: CpuBackend,
+    backend: Arc<CpuBackend>,
     config: DecoderConfig,
     weights: Weights,
     fingerprint: String,
@@ -26,7 +26,7 @@ impl Model {
         let source = ModelSource::Dir(folder);
         let weights = Weights::open(&source).unwrap();
         Self {
-            backend: backend(Mode::Bf16),
+            backend: Arc::new(backend(Mode::Bf16)),
             config: DecoderConfig::load(&source).unwrap(),
             fingerprint: weights.fingerprint(),
             weights,
@@ -34,7 +34,7 @@ impl Model {
     }
 
     fn transformer(&self, rotations: Option<&RotationSet>) -> Transformer<CpuBackend> {
-        Transformer::build(&self.backend, &self.config, &self.weights, rotations, 2048, |_| ()).unwrap()
+        Transformer::build(&*self.backend, &self.config, &self.weights, rotations, 2048, |_| ()).unwrap()
     }
 
     fn calibrate(
@@ -53,24 +53,12 @@ impl Model {
         let (windows, order) = (Windows::unlimited(), CodeLayout::CpuTile);
         let layout =
             CacheLayout::new(KvFormat::F32, c.layers, c.kv_heads, c.head_dim, windows, order).unwrap();
-        let budget = layout.sequence_bytes(tokens.len());
-        let page_pool = PagePool::new(&layout, budget);
-        let mut pool = oscar_backend::Backend::pool(&self.backend, &layout, budget).unwrap();
-        let mut pages = SequencePages::new();
-        let step = pages.prepare(&layout, &page_pool, tokens.len()).unwrap();
-        let rows = SequenceRows {
-            rows: 0..tokens.len(),
-            first_position: 0,
-            full: pages.full(),
-            coded: pages.coded(),
-            demote: step.demote.clone(),
-            demote_values: step.demote.clone(),
-        };
-        let input = StepInput { tokens, sequences: &[rows], logits: &[tokens.len() - 1] };
-        let mut logits = Vec::new();
-        let mut workspace = transformer.workspace(&self.backend);
-        transformer.forward(&self.backend, &input, &mut pool, &mut workspace, &mut logits, None).unwrap();
-        logits
+        let room = KvMemory::Sequences { count: 1, tokens: tokens.len() };
+        let mut runner =
+            Runner::new(self.backend.clone(), transformer.clone(), &layout, room, tokens.len()).unwrap();
+        let mut output = StepOutput::default();
+        runner.prefill(&mut Sequence::new(), tokens, &mut output, |_| ()).unwrap();
+        output.logits
     }
 }
 

@@ -1,13 +1,12 @@
 //! The recorded layer and the backend the tests run on.
 
 use half::f16;
-use oscar_backend::{Backend, HostMatrix, HostValues};
+use oscar_backend::Tap;
 use oscar_calibrate::Statistic;
 use oscar_calibrate::moments::{HeadGrid, HeadStatistics, Moments};
 use oscar_calibrate::sample::{HeadSample, RowSample};
 use oscar_kernels_cpu::Kernels;
 use oscar_kernels_cpu::backend::{CpuBackend, CpuRows, Mode};
-use oscar_models::Observer;
 use safetensors::{Dtype, SafeTensors};
 
 const FIXTURE: &[u8] = include_bytes!(concat!(
@@ -33,18 +32,9 @@ pub fn backend(mode: Mode) -> CpuBackend {
     CpuBackend::new(Kernels::chosen().unwrap(), 2, mode).unwrap()
 }
 
-/// Rows on the backend, as a table of embeddings that is looked up row by row.
-pub fn rows(backend: &CpuBackend, values: &[f32], width: usize, range: std::ops::Range<usize>) -> CpuRows {
-    let table = HostMatrix {
-        outputs: values.len() / width,
-        inputs: width,
-        values: HostValues::F32(values),
-        bias: None,
-    };
-    let table = backend.matrix(table).unwrap();
-    let mut rows = backend.rows(width);
-    backend.embed(&table, &range.map(|i| i as u32).collect::<Vec<_>>(), &mut rows);
-    rows
+/// These rows of a matrix.
+pub fn rows(values: &[f32], width: usize, range: std::ops::Range<usize>) -> CpuRows {
+    CpuRows::new(width, values[range.start * width..range.end * width].to_vec())
 }
 
 /// `[queries | keys | values]` of every token.
@@ -92,12 +82,13 @@ pub fn statistics(statistic: Statistic, chunk: usize) -> (Vec<HeadStatistics>, V
     let sample = RowSample::new(GRID.heads(), GRID.head_dim, &[TOKENS], 128, 1);
     let mut moments = Moments::new(GRID, statistic, sample);
     for pass in 0..Moments::passes(statistic) {
-        let mut observer = moments.pass(pass);
+        let mut tap = moments.pass(pass);
         for first in (0..TOKENS).step_by(chunk) {
             let range = first..TOKENS.min(first + chunk);
-            observer.first_token = first;
-            observer.heads(&backend, 0, &rows(&backend, &qkv, 12 * 128, range.clone())).unwrap();
-            observer.attended(&backend, 0, &rows(&backend, &attended, 8 * 128, range)).unwrap();
+            tap.first_token = first;
+            let (heads, outputs) = (rows(&qkv, 12 * 128, range.clone()), rows(&attended, 8 * 128, range));
+            tap.heads(0, &mut backend.tapped(&heads)).unwrap();
+            tap.attended(0, &mut backend.tapped(&outputs)).unwrap();
         }
     }
     let (heads, sample) = moments.finish();

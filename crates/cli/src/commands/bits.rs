@@ -5,7 +5,7 @@ mod measure;
 use crate::options::OpenModel;
 use crate::progress;
 use anyhow::{Context, Result, bail};
-use oscar_backend::Backend;
+use oscar_backend::{Backend, Calibrates};
 use oscar_calibrate::bits::{
     BitPlan, Freedom, HarmMap, HarmOptions, Judge, Probe, RefineOptions, Scores, WidthTable, refine, solve,
 };
@@ -16,6 +16,7 @@ use oscar_tasks::{CALIBRATION_SEEDS_FROM, GrammarFiller, Task, Turn};
 use oscar_text::{ChatInput, ModelText};
 use serde_json::{Map, Value, json};
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 /// What the harm is measured on besides text. Long copying is indispensable: the heads that carry it are quiet in
@@ -134,7 +135,7 @@ impl BitsArgs {
 pub struct Material<'a, B: Backend> {
     pub model: &'a OpenModel,
     pub text: &'a ModelText,
-    pub backend: &'a B,
+    pub backend: &'a Arc<B>,
     /// What text probes are cut from.
     pub probe_text: &'a [u32],
     pub seed: u64,
@@ -153,7 +154,7 @@ pub struct Chosen {
 }
 
 /// Measures harms, solves for every mean and verifies the tables; puts them into the file.
-pub fn choose<B: Backend>(
+pub fn choose<B: Calibrates>(
     args: &BitsArgs,
     material: &Material<'_, B>,
     file: &mut RotationFile,
@@ -190,7 +191,7 @@ pub fn choose<B: Backend>(
     let kinds = kinds(&args.probe_kinds)?;
     let (rounding, roundings) = args.roundings(file)?;
     let transformer = Transformer::build(
-        material.backend,
+        &**material.backend,
         config,
         &material.model.weights,
         Some(&file.rotations),
@@ -202,7 +203,6 @@ pub fn choose<B: Backend>(
         backend: material.backend,
         transformer: &transformer,
         windows,
-        code_layout: material.backend.page_order(),
         roundings: &roundings,
         chunk: 512,
         cancelled: &cancelled,

@@ -5,7 +5,6 @@ use crate::device::AnyBackend;
 use crate::options::{ModelArgs, OpenModel};
 use crate::progress;
 use anyhow::{Context, Result, bail};
-use oscar_backend::Backend;
 use oscar_calibrate::{
     CalibrationOptions, CalibrationReport, ClipPolicy, Granularity, RotationFile, Stage, Statistic,
     calibrate, write_report,
@@ -17,6 +16,7 @@ use oscar_text::{ChatInput, ModelText};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
@@ -80,7 +80,7 @@ pub fn run(args: &Args) -> Result<()> {
     let text = model.text()?;
     let inputs = inputs(args, args.tokens)?;
     let sequences = sequences(&model, &text, &inputs, args.sequence, args.tokens)?;
-    let backend = args.model.backend()?;
+    let backend = Arc::new(args.model.backend()?);
     let mut result = match &args.rotations {
         Some(path) => {
             let file = RotationFile::load(path)?;
@@ -132,9 +132,14 @@ fn checkpoint(out: &Path) -> PathBuf {
 }
 
 /// Runs the calibration.
-fn rotations(args: &Args, model: &OpenModel, backend: &AnyBackend, sequences: &[Vec<u32>]) -> Result<Made> {
+fn rotations(
+    args: &Args,
+    model: &OpenModel,
+    backend: &Arc<AnyBackend>,
+    sequences: &[Vec<u32>],
+) -> Result<Made> {
     let transformer =
-        Transformer::build(backend, &model.config, &model.weights, None, args.sequence.max(256), |_| {})?;
+        Transformer::build(&**backend, &model.config, &model.weights, None, args.sequence.max(256), |_| {})?;
     let base = if args.official { CalibrationOptions::official() } else { CalibrationOptions::default() };
     let options = CalibrationOptions {
         tokens: args.tokens,
@@ -145,7 +150,6 @@ fn rotations(args: &Args, model: &OpenModel, backend: &AnyBackend, sequences: &[
         statistic: if args.official { base.statistic } else { args.statistic },
         centre_keys: base.centre_keys && !args.no_centring,
         clip: if args.fit_clip { ClipPolicy::Fit } else { ClipPolicy::Official },
-        code_layout: backend.page_order(),
         ..base
     };
     let bar = progress::bar("calibrating", 0);

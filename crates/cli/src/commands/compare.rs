@@ -9,12 +9,13 @@ use crate::device::AnyBackend;
 use crate::options::{CacheArgs, ModelArgs};
 use crate::{progress, table};
 use anyhow::{Context, Result, bail};
-use oscar_engine::{Runner, Sequence};
+use oscar_backend::AttentionPath;
 use oscar_eval::cases::{Case, chat_cases, needle_cases};
 use oscar_eval::compare::speed::decode_in_turns;
 use oscar_eval::compare::{Comparison, MethodResult, Size, Speed, Text};
 use oscar_eval::run::{Row, run_cases};
 use oscar_eval::{Journal, PplOptions, PplResult, Prompts, ppl::windows};
+use oscar_runner::{Runner, Sequence, StepOutput};
 use oscar_tasks::{Filler, GrammarFiller, RulerConfig, RulerGenerator, Task};
 use serde_json::json;
 use std::path::{Path, PathBuf};
@@ -190,7 +191,7 @@ pub fn run(args: &Args) -> Result<()> {
 /// What is known of a format before anything is measured.
 fn describe(session: &Session, format: &Prepared, contexts: &[usize]) -> MethodResult {
     let layout = &format.cache.layout;
-    let kernel = session.describe(format).1;
+    let kernels = session.describe(format).1;
     let size = |&context: &usize| Size {
         context,
         bits: layout.bits_per_element(context),
@@ -200,20 +201,12 @@ fn describe(session: &Session, format: &Prepared, contexts: &[usize]) -> MethodR
         kv: format.name.clone(),
         description: layout.format().describe(),
         rotations: format.cache.rotation_origin.clone(),
-        generic: is_dequantized_first(&kernel),
-        kernel,
+        generic: kernels.path != AttentionPath::Native,
+        kernel: kernels.description,
         bits: layout.page_bits(),
         sizes: contexts.iter().map(size).collect(),
         ..MethodResult::default()
     }
-}
-
-/// Whether the device has no kernel that reads the format's pages as they are, by the kernel's name.
-fn is_dequantized_first(kernel: &str) -> bool {
-    kernel.contains("generic")
-        || kernel.contains("scalar")
-        || kernel.contains("dequantized first")
-        || kernel.starts_with("simple kernel")
 }
 
 /// KL, perplexity and top-1 on text; then, from the same filled caches, decode speed.
@@ -269,7 +262,7 @@ fn measure_speed(
                 continue;
             }
             if sequence.is_empty() {
-                runner.prefill(&mut sequence, window, &mut Vec::new(), |_| {})?;
+                runner.prefill(&mut sequence, window, &mut StepOutput::default(), |_| {})?;
             }
             places.push(i);
             held.push(sequence);

@@ -1,12 +1,13 @@
 //! `oscar plan`: what fits in a given memory, exactly, BF16 beside each format.
 
-use crate::options::{Device, ModelArgs, PrecisionArg, parse_size, working_bytes};
+use crate::options::{Device, ModelArgs, PrecisionArg, parse_size};
 use crate::{progress, table};
 use anyhow::{Result, bail};
 use oscar_calibrate::bits::WidthTable;
 use oscar_codec::{CacheLayout, CodeLayout, KvFormat, MeanBits, RotationKind};
 use oscar_kernels_cuda::storage::Storage;
 use oscar_models::Holding;
+use oscar_runner::working_bytes;
 use serde_json::json;
 
 #[derive(clap::Args)]

@@ -4,9 +4,10 @@ use crate::device::AnyBackend;
 use crate::options::{CacheArgs, DEFAULT_KV, ModelArgs, OpenModel};
 use crate::progress;
 use anyhow::{Context, Result, bail};
-use oscar_backend::{Backend, Candidate};
+use oscar_backend::Backend;
 use oscar_codec::{CacheLayout, CodeLayout, KvFormat, Windows};
-use oscar_engine::{Logits, Runner, Sampler, SamplingParams, Sequence, StepRequest};
+use oscar_engine::{Sampler, SamplingParams};
+use oscar_runner::{Logits, Runner, Sequence, StepOutput, StepRequest};
 use oscar_text::{ChatInput, ModelText, StopMatcher, StreamDecoder};
 use serde_json::{Value, json};
 use std::io::{BufRead, IsTerminal, Write};
@@ -79,7 +80,7 @@ pub fn run(args: &Args) -> Result<()> {
         eprintln!("{weights}");
     }
     eprintln!("cache: {}; rotations: {}", cache.layout.describe(), cache.rotation_origin);
-    eprintln!("attention: {}", backend.describe_attention(&cache.layout));
+    eprintln!("attention: {}", backend.attention(&cache.layout).description);
     let runner =
         cache.runner(&model, backend, &args.cache, context, 1, |layers| bar.set_position(layers as u64))?;
     bar.finish_and_clear();
@@ -168,26 +169,25 @@ impl Session<'_> {
         }
         let reused_tokens = self.stored.len();
         let fresh = &prompt[reused_tokens..];
-        let mut logits = Vec::new();
+        let mut step = StepOutput::default();
         let started = Instant::now();
         let bar = progress::bar("reading the prompt", fresh.len() as u64);
-        self.runner.prefill(&mut self.sequence, fresh, &mut logits, |done| bar.set_position(done as u64))?;
+        self.runner.prefill(&mut self.sequence, fresh, &mut step, |done| bar.set_position(done as u64))?;
         bar.finish_and_clear();
         self.stored.extend_from_slice(fresh);
         let prefill = started.elapsed();
 
         let mut sampler = self.sampler.for_prompt(prompt);
-        let pick = sampler.pick().filter(|_| self.runner.backend().picks());
-        let mut picked: Vec<Vec<Candidate>> = Vec::new();
+        let pick = sampler.pick();
         let mut decoder = StreamDecoder::new(&self.text.tokenizer, true);
         let mut stops = StopMatcher::new(self.args.stop.clone(), false)?;
         let (mut text, mut generated, mut finish) = (String::new(), 0, "length");
         let room = self.runner.context().saturating_sub(prompt.len());
         let started = Instant::now();
         while generated < self.args.max_tokens.min(room) {
-            let token = match picked.first() {
+            let token = match step.picked.first() {
                 Some(list) => sampler.sample_among(list),
-                None => sampler.sample(&logits),
+                None => sampler.sample(&step.logits),
             };
             generated += 1;
             if self.stop_tokens.contains(&token) {
@@ -203,7 +203,7 @@ impl Session<'_> {
             if generated < self.args.max_tokens.min(room) {
                 let wanted = pick.map_or(Logits::Last, Logits::Pick);
                 let request = StepRequest { sequence: &mut self.sequence, tokens: &[token], logits: wanted };
-                self.runner.step_picking(&mut [request], &mut logits, &mut picked)?;
+                self.runner.step(&mut [request], &mut step)?;
                 self.stored.push(token);
             }
         }

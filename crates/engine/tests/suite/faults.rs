@@ -3,13 +3,15 @@
 use crate::client::submit;
 use crate::support::{Setup, greedy};
 use oscar_backend::{
-    Backend, BackendError, HeadPreparation, HeadShape, HostMatrix, Result, SequenceRows, Write,
+    AttentionKernels, Backend, BackendError, Candidate, HeadShape, HostMatrix, LayerHeads, Pick, Product,
+    Result, SequenceRows, Step, Tap,
 };
 use oscar_codec::{CacheLayout, CodeLayout, HeadRotations, KvFormat, RotationSet, Windows};
-use oscar_engine::{Engine, EngineApi, EngineOptions, GenerationParams, RequestError, Runner, RunnerOptions};
+use oscar_engine::{Engine, EngineApi, EngineOptions, GenerationParams, RequestError};
 use oscar_kernels_cpu::Kernels;
-use oscar_kernels_cpu::backend::{CpuBackend, Mode};
+use oscar_kernels_cpu::backend::{CpuBackend, CpuStep, Mode};
 use oscar_models::{DecoderConfig, ModelSource, Weights};
+use oscar_runner::{KvMemory, Runner, RunnerOptions};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -17,7 +19,7 @@ const HEALTHY: usize = 0;
 const REFUSES: usize = 1;
 const PANICS: usize = 2;
 
-/// The CPU, with attention that fails in layer 3 when told to.
+/// The CPU, whose attention fails in layer 3 when told to.
 struct Faulty {
     cpu: CpuBackend,
     fault: Arc<AtomicUsize>,
@@ -30,15 +32,22 @@ impl Backend for Faulty {
     type Rope = <CpuBackend as Backend>::Rope;
     type LayerRotation = <CpuBackend as Backend>::LayerRotation;
     type Pool = <CpuBackend as Backend>::Pool;
+    type Step<'s> = FaultyStep<'s>;
 
     fn describe(&self) -> String {
         self.cpu.describe()
     }
-    fn describe_attention(&self, layout: &CacheLayout) -> String {
-        self.cpu.describe_attention(layout)
+    fn attention(&self, layout: &CacheLayout) -> AttentionKernels {
+        self.cpu.attention(layout)
     }
-    fn page_order(&self) -> CodeLayout {
-        self.cpu.page_order()
+    fn held_layout(&self, layout: &CacheLayout) -> CacheLayout {
+        self.cpu.held_layout(layout)
+    }
+    fn reads_demoted_tails(&self, layout: &CacheLayout) -> bool {
+        self.cpu.reads_demoted_tails(layout)
+    }
+    fn multiplies_fp8(&self) -> bool {
+        self.cpu.multiplies_fp8()
     }
     fn matrix(&self, weights: HostMatrix<'_>) -> Result<Self::Matrix> {
         self.cpu.matrix(weights)
@@ -55,79 +64,67 @@ impl Backend for Faulty {
     fn layer_rotation(&self, heads: &[HeadRotations]) -> Result<Self::LayerRotation> {
         self.cpu.layer_rotation(heads)
     }
-    fn pool(&self, layout: &CacheLayout, budget: usize) -> Result<Self::Pool> {
-        self.cpu.pool(layout, budget)
-    }
     fn rows(&self, width: usize) -> Self::Rows {
         self.cpu.rows(width)
     }
-    fn embed(&self, table: &Self::Matrix, tokens: &[u32], out: &mut Self::Rows) {
-        self.cpu.embed(table, tokens, out);
+    fn pool(&self, layout: &CacheLayout, heads: &HeadShape, budget: usize) -> Result<Self::Pool> {
+        self.cpu.pool(layout, heads, budget)
     }
-    fn rms_norm(&self, x: &Self::Rows, weight: &Self::Vector, eps: f32, out: &mut Self::Rows) {
-        self.cpu.rms_norm(x, weight, eps, out);
+    fn step<'s>(
+        &'s self,
+        sequences: &'s [SequenceRows<'s>],
+        pool: &'s mut Self::Pool,
+    ) -> Result<FaultyStep<'s>> {
+        Ok(FaultyStep { cpu: self.cpu.step(sequences, pool)?, fault: &self.fault })
     }
-    fn linear(&self, weight: &Self::Matrix, x: &Self::Rows, out: &mut Self::Rows, write: Write) {
-        self.cpu.linear(weight, x, out, write);
+    fn demote(&self, sequences: &[SequenceRows<'_>], pool: &mut Self::Pool) -> Result<()> {
+        self.cpu.demote(sequences, pool)
     }
-    fn logits(&self, weight: &Self::Matrix, x: &Self::Rows, out: &mut Self::Rows) {
-        self.cpu.logits(weight, x, out);
+}
+
+struct FaultyStep<'s> {
+    cpu: CpuStep<'s>,
+    fault: &'s AtomicUsize,
+}
+
+type Rows = <CpuBackend as Backend>::Rows;
+type Matrix = <CpuBackend as Backend>::Matrix;
+
+impl Step<Faulty> for FaultyStep<'_> {
+    fn embed(&mut self, table: &Matrix, tokens: &[u32], out: &mut Rows) -> Result<()> {
+        self.cpu.embed(table, tokens, out)
     }
-    fn swiglu(&self, gate_up: &Self::Rows, out: &mut Self::Rows) {
-        self.cpu.swiglu(gate_up, out);
+    fn select(&mut self, x: &Rows, rows: &[usize], out: &mut Rows) -> Result<()> {
+        self.cpu.select(x, rows, out)
     }
-    fn select(&self, x: &Self::Rows, rows: &[usize], out: &mut Self::Rows) {
-        self.cpu.select(x, rows, out);
+    fn product(&mut self, product: Product<'_, Faulty>, x: &Rows, out: &mut Rows) -> Result<()> {
+        let Product { weight, norm, output } = product;
+        self.cpu.product(Product { weight, norm, output }, x, out)
     }
-    fn read(&self, x: &Self::Rows, out: &mut Vec<f32>) -> Result<()> {
-        self.cpu.read(x, out)
-    }
-    fn accumulate_gram(
-        &self,
-        x: &Self::Rows,
-        first: usize,
-        width: usize,
-        weights: Option<&[f32]>,
-        gram: &mut [f64],
+    fn attend(
+        &mut self,
+        heads: LayerHeads<'_, Faulty>,
+        qkv: &mut Rows,
+        out: &mut Rows,
+        tap: Option<&mut dyn Tap>,
     ) -> Result<()> {
-        self.cpu.accumulate_gram(x, first, width, weights, gram)
-    }
-    fn append(
-        &self,
-        layer: usize,
-        shape: &HeadShape,
-        heads: HeadPreparation<'_, Self>,
-        rope: &Self::Rope,
-        sequences: &[SequenceRows<'_>],
-        qkv: &mut Self::Rows,
-        queries: &mut Self::Rows,
-        pool: &mut Self::Pool,
-    ) -> Result<()> {
-        let heads = HeadPreparation { qk_norm: heads.qk_norm, rotation: heads.rotation };
-        self.cpu.append(layer, shape, heads, rope, sequences, qkv, queries, pool)
-    }
-    fn reads_demoted_tails(&self, layout: &CacheLayout) -> bool {
-        self.cpu.reads_demoted_tails(layout)
-    }
-    fn demote(&self, layer: usize, sequences: &[SequenceRows<'_>], pool: &mut Self::Pool) -> Result<()> {
-        self.cpu.demote(layer, sequences, pool)
-    }
-    fn attention(
-        &self,
-        layer: usize,
-        shape: &HeadShape,
-        sequences: &[SequenceRows<'_>],
-        queries: &Self::Rows,
-        pool: &Self::Pool,
-        out: &mut Self::Rows,
-    ) -> Result<()> {
+        let LayerHeads { layer, qk_norm, rope, rotation } = heads;
         match self.fault.load(Ordering::SeqCst) {
             REFUSES if layer == 3 => {
                 Err(BackendError::Unsupported { device: "faulty".into(), why: "told to".into() })
             }
             PANICS if layer == 3 => panic!("expected by the test"),
-            _ => self.cpu.attention(layer, shape, sequences, queries, pool, out),
+            _ => self.cpu.attend(LayerHeads { layer, qk_norm, rope, rotation }, qkv, out, tap),
         }
+    }
+    fn read(&mut self, x: &Rows, rows: &[usize], out: &mut Vec<f32>) -> Result<()> {
+        self.cpu.read(x, rows, out)
+    }
+    fn pick(&mut self, logits: &Rows, rows: &[(usize, Pick)], out: &mut Vec<Vec<Candidate>>) -> Result<()> {
+        self.cpu.pick(logits, rows, out)
+    }
+    fn finish(self) -> Result<()> {
+        self.cpu.finish()
     }
 }
 
@@ -143,7 +140,7 @@ fn a_failed_step_fails_its_requests_and_nothing_else() {
         layout: CacheLayout::new(KvFormat::OSCAR2, l, h, d, windows, CodeLayout::CpuTile).unwrap(),
         rotations: Some(&rotations),
         context: 1024,
-        kv_memory: 1 << 26,
+        kv_memory: KvMemory::Bytes(1 << 26),
         prefill_chunk: 100,
     };
     let cpu = CpuBackend::new(Kernels::chosen().unwrap(), 2, Mode::Bf16).unwrap();

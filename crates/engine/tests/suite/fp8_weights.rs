@@ -3,12 +3,12 @@
 use crate::support::{Setup, all_logits};
 use oscar_backend::WeightFormat;
 use oscar_codec::{CacheLayout, CodeLayout, KvFormat, Windows};
-use oscar_engine::{Runner, RunnerOptions};
 use oscar_kernels_cpu::Kernels;
 use oscar_kernels_cpu::backend::{CpuBackend, Mode};
 use oscar_models::tiny::fp8::{Twin, write_twin};
 use oscar_models::tiny::{WriteOptions, tiny_config, write_random_model};
 use oscar_models::{DecoderConfig, Family, ModelSource, Weights};
+use oscar_runner::{KvMemory, Runner, RunnerOptions};
 
 fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|v| v.to_bits()).collect()
@@ -87,8 +87,8 @@ fn weights_quantized_while_loading_are_those_of_the_fp8_checkpoint() {
         let (l, h, d) = (config.layers, config.kv_heads, config.head_dim);
         let windows = Windows::default();
         let layout = CacheLayout::new(KvFormat::Bf16, l, h, d, windows, CodeLayout::CpuTile).unwrap();
-        let options =
-            RunnerOptions { layout, rotations: None, context: 256, kv_memory: 64 << 20, prefill_chunk: 64 };
+        let kv_memory = KvMemory::Bytes(64 << 20);
+        let options = RunnerOptions { layout, rotations: None, context: 256, kv_memory, prefill_chunk: 64 };
         let backend = CpuBackend::new(Kernels::chosen().unwrap(), 2, Mode::Bf16).unwrap();
         let mut runner = Runner::load(backend, &config, &weights, options, |_| {}).unwrap();
         (bits(&all_logits(&mut runner, &prompt, 60)), runner.weight_bytes())

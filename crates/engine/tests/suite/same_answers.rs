@@ -3,10 +3,10 @@
 use crate::support::{Setup, all_logits, greedy};
 use oscar_backend::argmax;
 use oscar_codec::{KvFormat, Windows};
-use oscar_engine::{EngineError, Logits, Sequence, StepRequest};
 use oscar_kernels_cpu::backend::CpuBackend;
 use oscar_models::tiny::{WriteOptions, tiny_config, write_random_model};
 use oscar_models::{Family, ModelSource};
+use oscar_runner::{Logits, Runner, Sequence, StepError, StepOutput, StepRequest};
 
 fn tokens(count: usize, seed: u32) -> Vec<u32> {
     (0..count as u32).map(|i| (i.wrapping_mul(2654435761).wrapping_add(seed * 97) >> 7) % 6000 + 3).collect()
@@ -77,11 +77,11 @@ fn batched_decode_of_different_lengths_equals_one_by_one() {
 
         let mut sequences: Vec<Sequence> = Vec::new();
         let mut next = Vec::new();
-        let mut logits = Vec::new();
+        let mut output = StepOutput::default();
         for prompt in &prompts {
             let mut sequence = Sequence::new();
-            runner.prefill(&mut sequence, prompt, &mut logits, |_| {}).unwrap();
-            next.push(argmax(&logits));
+            runner.prefill(&mut sequence, prompt, &mut output, |_| {}).unwrap();
+            next.push(argmax(&output.logits));
             sequences.push(sequence);
         }
         let vocab = runner.config().vocab_size;
@@ -93,8 +93,8 @@ fn batched_decode_of_different_lengths_equals_one_by_one() {
                 .zip(&last)
                 .map(|(sequence, tokens)| StepRequest { sequence, tokens, logits: Logits::Last })
                 .collect();
-            runner.step(&mut requests, &mut logits).unwrap();
-            for (out, row) in together.iter_mut().zip(logits.chunks_exact(vocab)) {
+            runner.step(&mut requests, &mut output).unwrap();
+            for (out, row) in together.iter_mut().zip(output.logits.chunks_exact(vocab)) {
                 out.push(argmax(row));
             }
         }
@@ -108,14 +108,14 @@ fn batched_decode_of_different_lengths_equals_one_by_one() {
 fn refusals_name_the_value_and_leave_the_sequence_usable() {
     let mut runner = Setup { context: 128, ..Setup::default() }.embedded();
     let mut sequence = Sequence::new();
-    let mut logits = Vec::new();
-    let mut step = |runner: &mut oscar_engine::Runner<CpuBackend>, tokens: &[u32]| {
+    let mut output = StepOutput::default();
+    let mut step = |runner: &mut Runner<CpuBackend>, tokens: &[u32]| {
         let request = StepRequest { sequence: &mut sequence, tokens, logits: Logits::Last };
-        runner.step(&mut [request], &mut logits)
+        runner.step(&mut [request], &mut output)
     };
     step(&mut runner, &tokens(100, 1)).unwrap();
     let error = step(&mut runner, &tokens(29, 1)).unwrap_err();
-    assert!(matches!(error, EngineError::Context { position: 128, context: 128 }), "{error}");
+    assert!(matches!(error, StepError::Context { position: 128, context: 128 }), "{error}");
     let error = step(&mut runner, &[6144]).unwrap_err().to_string();
     assert!(error.contains("6144"), "{error}");
     step(&mut runner, &tokens(28, 1)).unwrap();

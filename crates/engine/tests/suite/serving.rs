@@ -6,10 +6,11 @@ use crate::support::{Setup, log_probability};
 use oscar_backend::argmax;
 use oscar_codec::{KvFormat, Windows};
 use oscar_engine::{
-    Engine, EngineApi, EngineHandle, EngineOptions, EngineStats, FinishReason, GenerationParams, Logits,
-    Runner, SchedulerOptions, Sequence, StepRequest,
+    Engine, EngineApi, EngineHandle, EngineOptions, EngineStats, FinishReason, GenerationParams,
+    SchedulerOptions,
 };
 use oscar_kernels_cpu::backend::CpuBackend;
+use oscar_runner::{Logits, Runner, Sequence, StepOutput, StepRequest};
 use std::collections::HashMap;
 
 /// A small generator of test data.
@@ -56,16 +57,16 @@ impl Oracle {
     fn answer(&mut self, prompt: &[u32], limit: usize) -> Cold {
         let runner = &mut self.runner;
         let cold = || {
-            let (mut sequence, mut logits, mut out) = (Sequence::new(), Vec::new(), Vec::new());
-            runner.prefill(&mut sequence, prompt, &mut logits, |_| {}).unwrap();
+            let (mut sequence, mut output, mut out) = (Sequence::new(), StepOutput::default(), Vec::new());
+            runner.prefill(&mut sequence, prompt, &mut output, |_| {}).unwrap();
             loop {
-                let token = argmax(&logits);
-                out.push((token, log_probability(&logits, token)));
+                let token = argmax(&output.logits);
+                out.push((token, log_probability(&output.logits, token)));
                 if out.len() == limit {
                     return out;
                 }
                 let request = StepRequest { sequence: &mut sequence, tokens: &[token], logits: Logits::Last };
-                runner.step(&mut [request], &mut logits).unwrap();
+                runner.step(&mut [request], &mut output).unwrap();
             }
         };
         self.known.entry((prompt.to_vec(), limit)).or_insert_with(cold).clone()

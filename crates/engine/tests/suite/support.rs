@@ -2,10 +2,10 @@
 
 use oscar_backend::argmax;
 use oscar_codec::{CacheLayout, CodeLayout, KvFormat, Windows};
-use oscar_engine::{Logits, Runner, RunnerOptions, Sequence, StepRequest};
 use oscar_kernels_cpu::Kernels;
 use oscar_kernels_cpu::backend::{CpuBackend, Mode};
 use oscar_models::{DecoderConfig, ModelSource, Weights};
+use oscar_runner::{KvMemory, Logits, Runner, RunnerOptions, Sequence, StepOutput, StepRequest};
 
 pub struct Setup {
     pub format: KvFormat,
@@ -47,7 +47,7 @@ impl Setup {
             layout,
             rotations: rotations.as_ref(),
             context: self.context,
-            kv_memory: self.kv_memory,
+            kv_memory: KvMemory::Bytes(self.kv_memory),
             prefill_chunk: self.chunk,
         };
         Runner::load(backend, &config, &weights, options, |_| {}).unwrap()
@@ -57,11 +57,11 @@ impl Setup {
 /// Feeds `tokens` and returns the logits of every position.
 pub fn all_logits(runner: &mut Runner<CpuBackend>, tokens: &[u32], chunk: usize) -> Vec<f32> {
     let mut sequence = Sequence::new();
-    let (mut all, mut logits) = (Vec::new(), Vec::new());
+    let (mut all, mut output) = (Vec::new(), StepOutput::default());
     for part in tokens.chunks(chunk) {
         let request = StepRequest { sequence: &mut sequence, tokens: part, logits: Logits::All };
-        runner.step(&mut [request], &mut logits).unwrap();
-        all.extend_from_slice(&logits);
+        runner.step(&mut [request], &mut output).unwrap();
+        all.extend_from_slice(&output.logits);
     }
     all
 }
@@ -69,16 +69,16 @@ pub fn all_logits(runner: &mut Runner<CpuBackend>, tokens: &[u32], chunk: usize)
 /// Greedy continuation of a prompt, ended by `stops` (which are kept) or after `limit` tokens.
 pub fn greedy(runner: &mut Runner<CpuBackend>, prompt: &[u32], limit: usize, stops: &[u32]) -> Vec<u32> {
     let mut sequence = Sequence::new();
-    let (mut logits, mut out) = (Vec::new(), Vec::new());
-    runner.prefill(&mut sequence, prompt, &mut logits, |_| {}).unwrap();
+    let (mut output, mut out) = (StepOutput::default(), Vec::new());
+    runner.prefill(&mut sequence, prompt, &mut output, |_| {}).unwrap();
     loop {
-        let token = argmax(&logits);
+        let token = argmax(&output.logits);
         out.push(token);
         if out.len() == limit || stops.contains(&token) {
             return out;
         }
         let request = StepRequest { sequence: &mut sequence, tokens: &[token], logits: Logits::Last };
-        runner.step(&mut [request], &mut logits).unwrap();
+        runner.step(&mut [request], &mut output).unwrap();
     }
 }
 

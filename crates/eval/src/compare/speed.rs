@@ -1,7 +1,7 @@
 //! Decode speed of several caches, measured alternately so that a busy machine slows all alike.
 
 use oscar_backend::Backend;
-use oscar_engine::{EngineError, Logits, Runner, Sequence, StepRequest};
+use oscar_runner::{Logits, Runner, Sequence, StepError, StepOutput, StepRequest};
 use std::time::{Duration, Instant};
 
 /// Untimed steps before the timed ones.
@@ -13,16 +13,16 @@ pub fn decode_in_turns<B: Backend>(
     runners: &mut [&mut Runner<B>],
     sequences: &mut [Sequence],
     rounds: usize,
-) -> Result<Vec<f64>, EngineError> {
+) -> Result<Vec<f64>, StepError> {
     let mut times: Vec<Vec<Duration>> = vec![Vec::new(); runners.len()];
-    let mut logits = Vec::new();
+    let mut output = StepOutput::default();
     for round in 0..WARM_UP + rounds.max(1) {
         for ((runner, sequence), times) in runners.iter_mut().zip(sequences.iter_mut()).zip(&mut times) {
             // The time does not depend on the token.
             let token = [(round * 7919 % runner.config().vocab_size) as u32];
             let started = Instant::now();
             runner
-                .step(&mut [StepRequest { sequence, tokens: &token, logits: Logits::Last }], &mut logits)?;
+                .step(&mut [StepRequest { sequence, tokens: &token, logits: Logits::Last }], &mut output)?;
             if round >= WARM_UP {
                 times.push(started.elapsed());
             }

@@ -44,7 +44,7 @@ use oscar_codec::{PageCodec, Windows};
 
 pub use append::append_rows;
 pub use demote::{DemotionCodecs, demote_kernel_name, demote_side, demote_tile};
-pub use page::{kernel_name, kernel_name_with};
+pub use page::{has_kernel, kernel_name, kernel_name_with};
 pub use precision::{AttentionPrecision, OVERRIDE as PRECISION_OVERRIDE, PrecisionError};
 
 use crate::cpu::Variant;

@@ -234,6 +234,12 @@ pub fn kernel_name(variant: Variant, codec: &RowPageCodec) -> &'static str {
     kernel_name_with(variant, AttentionPrecision::chosen().unwrap_or_default(), codec)
 }
 
+/// Whether this variant has a kernel that reads this codec's pages as they are.
+pub fn has_kernel(variant: Variant, codec: &RowPageCodec) -> bool {
+    let reader = PageReader::new(variant, AttentionPrecision::chosen().unwrap_or_default(), codec);
+    reader.kind == PageKind::Absent || variant != Variant::Scalar && !reader.dequantizes()
+}
+
 /// [`kernel_name`] for a precision that need not be the process's.
 pub fn kernel_name_with(
     variant: Variant,

@@ -1,14 +1,40 @@
-//! Rows of a step that become codes.
+//! Positions that leave the recent window and are quantized.
 
 use super::CpuBackend;
-use super::pages::HeadPages;
+use super::pages::{CpuPages, HeadPages};
 use crate::attention;
 use oscar_backend::SequenceRows;
 use oscar_codec::{CodedPageId, FullPageId, PAGE_TOKENS, Side, TILE_TOKENS};
 
 impl CpuBackend {
-    /// Both sides together, a tile at a time.
-    pub(super) fn demote_tiles(
+    /// Quantizes the keys of every sequence's `demote` range of one layer and the values of its
+    /// `demote_values`.
+    pub(super) fn demote_layer(&self, layer: usize, sequences: &[SequenceRows<'_>], pool: &mut CpuPages) {
+        if sequences.iter().all(|s| s.demote.is_empty() && s.demote_values.is_empty()) {
+            return;
+        }
+        let (layout, full, coded) = pool.layer_mut(layer);
+        let Some(table) = layout.coded() else { return };
+        let mut tasks: Vec<_> = full.iter().zip(coded).enumerate().collect();
+        self.pool.run_chunks(&mut tasks, 1, |_, task| {
+            let (head, (full, coded)) = &mut task[0];
+            let codecs = attention::DemotionCodecs {
+                full: layout.full().codec(layer, *head),
+                coded: table.codec(layer, *head),
+            };
+            let by_tiles = layout.windows().sides_agree() && codecs.coded.token_groups(Side::Key).is_none();
+            for sequence in sequences {
+                if by_tiles {
+                    self.demote_tiles(codecs, sequence, full, coded);
+                } else {
+                    demote_sides(codecs, sequence, full, coded);
+                }
+            }
+        });
+    }
+
+    /// Both sides together, tile by tile.
+    fn demote_tiles(
         &self,
         codecs: attention::DemotionCodecs<'_>,
         sequence: &SequenceRows<'_>,
@@ -25,8 +51,8 @@ impl CpuBackend {
     }
 }
 
-/// Each side by itself, as far as its own windows say.
-pub(super) fn demote_sides(
+/// Each side by itself: their windows differ.
+fn demote_sides(
     codecs: attention::DemotionCodecs<'_>,
     sequence: &SequenceRows<'_>,
     full: &HeadPages,

@@ -82,7 +82,7 @@ pub fn normalize_and_rope(
     });
 }
 
-/// One KV head's share of [`append`](oscar_backend::Backend::append): its queries' output and its pages.
+/// One KV head's share of the way into the cache: where its queries go, and its pages.
 pub struct HeadTask<'a> {
     pub head: usize,
     /// `[token][query head of the group][head_dim]`.

@@ -5,7 +5,7 @@
 //! page ids that the cache's bookkeeping hands out; regions are sized for it but touched only as pages are used.
 
 use super::region::Region;
-use oscar_backend::{BackendError, Result};
+use oscar_backend::{BackendError, HeadShape, Result};
 use oscar_codec::{CacheLayout, CodedPageId, FormatTable, FullPageId, PageCodec, RowPageCodec};
 
 /// Pages of one layer, head and format.
@@ -24,15 +24,21 @@ impl HeadPages {
     }
 }
 
+/// The pages of a model.
 pub struct CpuPages {
     layout: CacheLayout,
+    heads: HeadShape,
     /// `[layer][kv_head]`.
     full: Vec<HeadPages>,
     coded: Vec<HeadPages>,
 }
 
 impl CpuPages {
-    pub fn reserve(layout: &CacheLayout, budget: usize) -> Result<Self> {
+    pub fn reserve(layout: &CacheLayout, heads: &HeadShape, budget: usize) -> Result<Self> {
+        if (layout.kv_heads(), layout.head_dim()) != (heads.kv_heads, heads.head_dim) {
+            let detail = format!("{heads:?} over {} KV heads of {}", layout.kv_heads(), layout.head_dim());
+            return Err(super::shape_error("a cache", detail));
+        }
         let table = |table: &FormatTable| -> Result<Vec<HeadPages>> {
             let pages = budget / table.block_bytes().max(1) + 1;
             let heads = (0..table.layers()).flat_map(|l| (0..table.kv_heads()).map(move |h| (l, h)));
@@ -50,11 +56,15 @@ impl CpuPages {
                 .collect()
         };
         let coded = layout.coded().map(table).transpose()?.unwrap_or_default();
-        Ok(Self { layout: layout.clone(), full: table(layout.full())?, coded })
+        Ok(Self { layout: layout.clone(), heads: *heads, full: table(layout.full())?, coded })
     }
 
     pub fn layout(&self) -> &CacheLayout {
         &self.layout
+    }
+
+    pub fn heads(&self) -> &HeadShape {
+        &self.heads
     }
 
     pub fn full_codec(&self, layer: usize, head: usize) -> &RowPageCodec {

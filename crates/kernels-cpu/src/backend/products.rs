@@ -1,34 +1,105 @@
 //! Matrix products of the backend: how the activations go in.
 
-use super::{CpuBackend, CpuMatrix, CpuRows, Scratch};
-use crate::Epilogue;
+use super::{CpuBackend, CpuMatrix, CpuRows, Mode, shape_error};
+use crate::{Epilogue, GemmScratch};
 use half::bf16;
-use oscar_backend::Write;
+use oscar_backend::{Output, Product, Result};
+
+/// Buffers of products, kept from step to step.
+#[derive(Default)]
+pub(super) struct ProductScratch {
+    normed: Vec<f32>,
+    gate_up: Vec<f32>,
+    gemm: GemmScratch,
+    /// Rows of split activations and their products.
+    parts: Vec<f32>,
+    sums: Vec<f32>,
+}
 
 impl CpuBackend {
-    pub(super) fn plain_linear(&self, weight: &CpuMatrix, x: &CpuRows, out: &mut CpuRows, write: Write) {
-        let epilogue = Epilogue { bias: weight.bias.as_deref(), accumulate: write == Write::Add };
-        let scratch = &mut self.scratch().gemm;
-        weight.packed.linear(
-            self.kernels,
-            &self.pool,
-            &x.values,
-            x.count(),
-            &mut out.values,
-            epilogue,
-            scratch,
-        );
+    pub(super) fn product(
+        &self,
+        scratch: &mut ProductScratch,
+        product: Product<'_, Self>,
+        x: &CpuRows,
+        out: &mut CpuRows,
+    ) -> Result<()> {
+        let Product { weight, norm, output } = product;
+        let (inputs, outputs) = (weight.packed.inputs(), weight.packed.outputs());
+        let width = if output == Output::Gated { 2 * out.width } else { out.width };
+        if (inputs, outputs) != (x.width, width) || output == Output::Add && out.count() != x.count() {
+            let detail =
+                format!("{} rows of {} by {outputs} × {inputs} to {}", x.count(), x.width, out.width);
+            return Err(shape_error("a product", detail));
+        }
+        let mut normed = std::mem::take(&mut scratch.normed);
+        let values = match norm {
+            None => &x.values,
+            Some((norm, eps)) => {
+                normed.resize(x.values.len(), 0.0);
+                self.kernels.rms_norm(&self.pool, &x.values, norm, eps, &mut normed);
+                &normed
+            }
+        };
+        let exact = output == Output::Logits;
+        match output {
+            Output::Add => self.linear(scratch, weight, values, &mut out.values, true, exact),
+            Output::Replace | Output::Logits => {
+                out.resize(x.count());
+                self.linear(scratch, weight, values, &mut out.values, false, exact);
+            }
+            Output::Gated => {
+                let mut gate_up = std::mem::take(&mut scratch.gate_up);
+                gate_up.resize(x.count() * outputs, 0.0);
+                self.linear(scratch, weight, values, &mut gate_up, false, exact);
+                out.resize(x.count());
+                self.kernels.swiglu_rows(&self.pool, &gate_up, out.width, &mut out.values);
+                scratch.gate_up = gate_up;
+            }
+        }
+        scratch.normed = normed;
+        Ok(())
     }
 
-    /// A product whose activations keep 16 bits of mantissa: each row goes in twice, rounded to BF16 and as what the
-    /// rounding lost. A few rows cost no more than reading the weights once.
-    pub(super) fn split_linear(&self, weight: &CpuMatrix, x: &CpuRows, out: &mut CpuRows, write: Write) {
-        let (rows, inputs, outputs) = (x.count(), weight.packed.inputs(), weight.packed.outputs());
-        let Scratch { gemm, parts, sums, .. } = &mut *self.scratch();
+    /// `out ← x · weightᵀ + bias`, or added to `out`. `exact`: activations keep 16 bits of mantissa in
+    /// every mode.
+    fn linear(
+        &self,
+        scratch: &mut ProductScratch,
+        weight: &CpuMatrix,
+        x: &[f32],
+        out: &mut [f32],
+        add: bool,
+        exact: bool,
+    ) {
+        match self.mode {
+            Mode::Bf16 => self.split_linear(scratch, weight, x, out, add),
+            Mode::Fast if exact => self.split_linear(scratch, weight, x, out, add),
+            Mode::Fast | Mode::F32 => {
+                let epilogue = Epilogue { bias: weight.bias.as_deref(), accumulate: add };
+                let rows = x.len() / weight.packed.inputs();
+                weight.packed.linear(self.kernels, &self.pool, x, rows, out, epilogue, &mut scratch.gemm);
+            }
+        }
+    }
+
+    /// A product whose activations keep 16 bits of mantissa: each row goes in twice, rounded to BF16
+    /// and as the remainder of that rounding. A few rows cost no more than reading the weights once.
+    fn split_linear(
+        &self,
+        scratch: &mut ProductScratch,
+        weight: &CpuMatrix,
+        x: &[f32],
+        out: &mut [f32],
+        add: bool,
+    ) {
+        let (inputs, outputs) = (weight.packed.inputs(), weight.packed.outputs());
+        let rows = x.len() / inputs;
+        let ProductScratch { gemm, parts, sums, .. } = scratch;
         parts.resize(2 * rows * inputs, 0.0);
         self.pool.run_chunks(parts, 2 * inputs, |row, parts| {
             let (high, low) = parts.split_at_mut(inputs);
-            for ((high, low), &v) in high.iter_mut().zip(low).zip(&x.values[row * inputs..]) {
+            for ((high, low), &v) in high.iter_mut().zip(low).zip(&x[row * inputs..]) {
                 *high = bf16::from_f32(v).to_f32();
                 *low = v - *high;
             }
@@ -36,11 +107,11 @@ impl CpuBackend {
         sums.resize(2 * rows * outputs, 0.0);
         weight.packed.linear(self.kernels, &self.pool, parts, 2 * rows, sums, Epilogue::default(), gemm);
         let sums = &*sums;
-        self.pool.run_chunks(&mut out.values, outputs, |row, out| {
+        self.pool.run_chunks(out, outputs, |row, out| {
             let (high, low) = sums[2 * row * outputs..][..2 * outputs].split_at(outputs);
             for (i, out) in out.iter_mut().enumerate() {
                 let sum = high[i] + low[i] + weight.bias.as_ref().map_or(0.0, |b| b[i]);
-                *out = if write == Write::Add { *out + sum } else { sum };
+                *out = if add { *out + sum } else { sum };
             }
         });
     }

@@ -1,11 +1,9 @@
-//! Coding of the tiles that leave the recent window in this step: one launch for all layers where the rows are there before the
-//! step, else one a layer.
+//! Quantization of the tiles that leave the recent window: one launch for all layers if earlier steps
+//! wrote the rows, otherwise one launch for each layer.
 
-use crate::device::{Device, KernelParams, LaunchShape};
+use crate::device::{Device, Function, KernelParams, LaunchShape};
 use crate::error::Result;
-use crate::kernels::Kernels;
 use crate::pages::CudaPages;
-use crate::sources::DEMOTE;
 use crate::step::StepTables;
 use oscar_codec::TILE_TOKENS;
 
@@ -22,60 +20,47 @@ struct DemoteArgs {
 // SAFETY: the struct of `demote.cu`, filled with addresses of live buffers.
 unsafe impl KernelParams for DemoteArgs {}
 
-/// Blocks that share one multiprocessor without crowding it where other kernels run beside them.
-const BLOCKS_PER_MULTIPROCESSOR: usize = 2;
+/// The heads that one launch quantizes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Scope {
+    /// Of one layer, in the middle of a step: other kernels run beside it.
+    Layer(usize),
+    /// Of all layers, whose heads lie one behind the other. It runs alone.
+    AllLayers,
+}
 
+/// Blocks on one multiprocessor that do not crowd out the kernels beside them.
+const BLOCKS_PER_MULTIPROCESSOR: usize = 2;
 /// Blocks of a launch that runs alone.
 const MOST_BLOCKS: usize = 1 << 16;
 
-/// The heads of some layers, which are coded together.
-#[derive(Clone, Copy)]
-pub struct Demotion {
-    heads: u64,
-    roundings: u64,
-    head_count: usize,
-    head_dim: usize,
-    /// Do other kernels run beside it?
-    beside_others: bool,
-}
-
-impl Demotion {
-    /// Of one layer, in the middle of a step.
-    pub fn of_layer(pool: &CudaPages, layer: usize) -> Self {
-        Self {
-            heads: pool.layer(layer),
-            roundings: pool.layer_roundings(layer),
-            head_count: pool.layout().kv_heads(),
-            head_dim: pool.layout().head_dim(),
-            beside_others: true,
+/// Quantizes the tiles that these tables name.
+pub fn launch(
+    device: &Device,
+    function: Function,
+    scope: Scope,
+    tables: &StepTables,
+    pages: &CudaPages,
+) -> Result<()> {
+    let layout = pages.layout();
+    let (first, layers, most) = match scope {
+        Scope::Layer(layer) => {
+            (layer, 1, device.properties().multiprocessors as usize * BLOCKS_PER_MULTIPROCESSOR)
         }
+        Scope::AllLayers => (0, layout.layers(), MOST_BLOCKS),
+    };
+    let head_count = layers * layout.kv_heads();
+    let jobs = tables.demoted_count as usize * head_count * 2;
+    if jobs == 0 {
+        return Ok(());
     }
-
-    /// Of all layers, whose heads lie one behind the other, before a step.
-    pub fn of_all_layers(pool: &CudaPages) -> Self {
-        let head_count = pool.layout().layers() * pool.layout().kv_heads();
-        Self { head_count, beside_others: false, ..Self::of_layer(pool, 0) }
-    }
-
-    /// Codes the tiles that these tables name.
-    pub fn launch(&self, device: &Device, kernels: &Kernels, step: &StepTables) -> Result<()> {
-        let jobs = step.demoted_count as usize * self.head_count * 2;
-        if jobs == 0 {
-            return Ok(());
-        }
-        let function = kernels.function(&DEMOTE, &vec![("HEAD_DIM", self.head_dim)], c"demote", 0)?;
-        let most = match self.beside_others {
-            true => device.properties().multiprocessors as usize * BLOCKS_PER_MULTIPROCESSOR,
-            false => MOST_BLOCKS,
-        };
-        let args = DemoteArgs {
-            step: *step,
-            heads: self.heads,
-            roundings: self.roundings,
-            head_count: self.head_count as u32,
-            unused: 0,
-        };
-        let shape = LaunchShape::new(jobs.min(most), 32 * TILE_TOKENS as u32);
-        device.launch(function, shape.overlapping(), &args)
-    }
+    let args = DemoteArgs {
+        step: *tables,
+        heads: pages.layer(first),
+        roundings: pages.layer_roundings(first),
+        head_count: head_count as u32,
+        unused: 0,
+    };
+    let shape = LaunchShape::new(jobs.min(most), 32 * TILE_TOKENS as u32);
+    device.launch(function, shape.overlapping(), &args)
 }

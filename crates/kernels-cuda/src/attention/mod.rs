@@ -1,4 +1,239 @@
-//! Attention of one new token a sequence over pages, and the coding of tokens that leave the recent window.
+//! GPU attention: the kernels of a cache, the choice among them for a step, and their launches.
+//!
+//! A layer attends in up to four launches: `append` normalizes and rotates the new heads and stores
+//! keys and values; `demote` quantizes tiles that leave the recent window; `prefill` attends for
+//! sequences with several rows and `decode` for those with one. In most steps of single tokens the
+//! decode kernel does the work of `append` too. A simple kernel stands in where there is no other.
 
+pub(crate) mod append;
 pub mod decode;
-pub mod demote;
+pub(crate) mod demote;
+pub(crate) mod prefill;
+pub(crate) mod simple;
+mod variant;
+
+pub use variant::{MAX_GROUP, Variant};
+
+use crate::device::{Device, Function};
+use crate::error::{CudaError, Result};
+use crate::kernels::Kernels;
+use crate::pages::{CudaPages, HeadPages};
+use crate::sources::DEMOTE;
+use crate::step::{StepSummary, StepTables};
+use crate::storage::Storage;
+use append::AppendKernel;
+use decode::{DecodeKernels, DecodeMemory, Queries};
+use oscar_backend::{AttentionKernels, AttentionPath, HeadShape};
+use oscar_codec::CacheLayout;
+use prefill::{Prefill, PrefillKernel};
+
+/// Which kernels attend.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum AttentionMode {
+    /// The fastest kernels that the device and the cache allow.
+    #[default]
+    Auto,
+    /// Like `Auto`, but `append` always has its own launch.
+    Apart,
+    /// `attention_simple.cu` for everything, as a second opinion.
+    Simple,
+}
+
+impl AttentionMode {
+    /// The mode that `OSCAR_CUDA_ATTENTION` names.
+    pub fn from_environment() -> Result<Self> {
+        match std::env::var("OSCAR_CUDA_ATTENTION").as_deref() {
+            Ok("simple") => Ok(Self::Simple),
+            Ok("apart") => Ok(Self::Apart),
+            Ok("" | "auto") | Err(_) => Ok(Self::Auto),
+            Ok(other) => Err(CudaError::Unsupported(format!(
+                "OSCAR_CUDA_ATTENTION={other}: it may be auto, apart or simple"
+            ))),
+        }
+    }
+
+    /// The kernels that read a cache, in words and as an answer to branch on.
+    pub fn describe(self, device: &Device, layout: &CacheLayout) -> AttentionKernels {
+        let d = layout.head_dim();
+        let (path, description) = if Storage::of(layout).is_ok_and(|s| s == Storage::Decoded) {
+            let description = format!(
+                "simple kernel: {} has no GPU kernels of its own, so its history is quantized and \
+                 dequantized on the CPU and kept in BF16; answers are the codec's, memory and speed are not",
+                layout.format()
+            );
+            (AttentionPath::Dequantized, description)
+        } else if self == Self::Simple {
+            (AttentionPath::Simple, "simple kernel (OSCAR_CUDA_ATTENTION)".into())
+        } else {
+            let prefill = match PrefillKernel::choose(device.properties(), d) {
+                Some(kernel) => kernel.name(),
+                None => "simple prefill kernel (too little shared memory)",
+            };
+            (AttentionPath::Native, format!("tensor-core decode kernel, {prefill}, head size {d}"))
+        };
+        AttentionKernels { path, description }
+    }
+
+    /// Whether queries can read codes where the windows alone say BF16. The simple kernel knows only
+    /// the windows.
+    pub fn reads_demoted_tails(self, device: &Device, head_dim: usize) -> bool {
+        self != Self::Simple && PrefillKernel::choose(device.properties(), head_dim).is_some()
+    }
+}
+
+/// The kernels of one cache. They are compiled when its pages are reserved, not during an answer.
+pub struct CacheKernels {
+    pub(crate) append: AppendKernel,
+    demote: Option<Function>,
+    /// Where another kernel is missing or not wanted.
+    simple: Option<Function>,
+    prefill: Option<Prefill>,
+    decode: Option<DecodeKernels>,
+}
+
+/// The kernels that attend in one step, the same for all layers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Path {
+    /// The simple kernel for every row.
+    Simple,
+    /// The decode kernel for every row. `fused`: it also does the work of `append`.
+    Decode { fused: bool },
+    /// The prefill kernel for every row.
+    Prefill,
+    /// The prefill kernel for sequences with several rows, the decode kernel for those with one.
+    PrefillAndDecode,
+    /// The GPU has too little shared memory for the prefill kernel: the simple kernel takes every row,
+    /// then the decode kernel those of sequences with one. So a single token's result does not depend
+    /// on the other sequences of its step.
+    SimpleAndDecode,
+}
+
+impl Path {
+    /// Whether the decode kernel runs, which needs a plan.
+    pub fn decodes(self) -> bool {
+        !matches!(self, Self::Simple | Self::Prefill)
+    }
+}
+
+impl CacheKernels {
+    /// `heads` are the pages of each layer and KV head.
+    pub fn new(
+        device: &Device,
+        kernels: &Kernels,
+        mode: AttentionMode,
+        shape: &HeadShape,
+        storage: Storage,
+        heads: &[HeadPages],
+    ) -> Result<Self> {
+        let d = shape.head_dim;
+        let by_head = vec![("HEAD_DIM", d)];
+        let native = mode != AttentionMode::Simple && storage != Storage::Decoded;
+        let prefill = match native {
+            true => Prefill::new(device, kernels, d)?,
+            false => None,
+        };
+        let quantizes = storage == Storage::Codes;
+        Ok(Self {
+            append: AppendKernel::new(kernels, d)?,
+            demote: quantizes.then(|| kernels.function(&DEMOTE, &by_head, c"demote", 0)).transpose()?,
+            simple: prefill.is_none().then(|| simple::function(kernels, d, storage)).transpose()?,
+            prefill,
+            decode: match native {
+                true => {
+                    let fuses = mode == AttentionMode::Auto;
+                    Some(DecodeKernels::new(device, kernels, shape, heads, fuses)?)
+                }
+                false => None,
+            },
+        })
+    }
+
+    /// The kernels for a step. With `tapped`, `append` has a launch of its own: something looks at the
+    /// heads before attention.
+    pub fn choose(&self, device: &Device, summary: &StepSummary, layout: &CacheLayout, tapped: bool) -> Path {
+        let Some(decode) = &self.decode else { return Path::Simple };
+        let any = |wanted: fn(u32) -> bool| summary.sequences.iter().any(|s| wanted(s.rows));
+        match (any(|rows| rows > 1), any(|rows| rows == 1), self.prefill.is_some()) {
+            (false, _, _) => {
+                let fused = !tapped
+                    && summary.only_new_tokens(layout.windows())
+                    && decode.can_fuse(device, summary, layout);
+                Path::Decode { fused }
+            }
+            (true, false, true) => Path::Prefill,
+            (true, true, true) => Path::PrefillAndDecode,
+            (true, false, false) => Path::Simple,
+            (true, true, false) => Path::SimpleAndDecode,
+        }
+    }
+
+    /// Quantizes the tiles that the tables name.
+    pub fn demote(
+        &self,
+        device: &Device,
+        scope: demote::Scope,
+        tables: &StepTables,
+        pages: &CudaPages,
+    ) -> Result<()> {
+        match self.demote {
+            Some(function) => demote::launch(device, function, scope, tables, pages),
+            None => Ok(()),
+        }
+    }
+}
+
+/// One layer's attention in a step.
+pub struct LayerCall<'a> {
+    pub layer: usize,
+    pub tables: &'a StepTables,
+    pub summary: &'a StepSummary,
+    pub pages: &'a CudaPages,
+    pub queries: Queries,
+    /// f32 `[row][query head][head_dim]`.
+    pub out: u64,
+    /// The same in BF16, or 0.
+    pub rounded: u64,
+}
+
+impl LayerCall<'_> {
+    /// Enqueues the attention of a layer. Returns whether the BF16 output was written as well.
+    pub fn attend(&self, device: &Device, path: Path, memory: &mut DecodeMemory) -> Result<bool> {
+        let kernels = self.pages.kernels();
+        let missing = || CudaError::Shape { what: "attention", detail: format!("no kernel for {path:?}") };
+        if matches!(path, Path::Simple | Path::SimpleAndDecode) {
+            simple::launch(device, kernels.simple.ok_or_else(missing)?, self)?;
+        }
+        if matches!(path, Path::Prefill | Path::PrefillAndDecode) {
+            kernels.prefill.as_ref().ok_or_else(missing)?.launch(device, self)?;
+        }
+        if path.decodes() {
+            memory.attend(device, kernels.decode.as_ref().ok_or_else(missing)?, self)?;
+        }
+        Ok(self.rounded != 0 && !matches!(path, Path::Simple | Path::SimpleAndDecode))
+    }
+
+    /// Plans the decode attention of all layers.
+    pub fn plan(
+        device: &Device,
+        memory: &mut DecodeMemory,
+        tables: &StepTables,
+        pages: &CudaPages,
+        fused: bool,
+    ) -> Result<()> {
+        match &pages.kernels().decode {
+            Some(kernels) => memory.plan(device, kernels, tables, pages, fused),
+            None => Ok(()),
+        }
+    }
+
+    /// Address of rotated queries that are ready.
+    fn ready_queries(&self) -> Result<u64> {
+        match self.queries {
+            Queries::Ready(address) => Ok(address),
+            Queries::FromProjections(_) => {
+                let detail = "only decode attention takes projections".into();
+                Err(CudaError::Shape { what: "attention", detail })
+            }
+        }
+    }
+}

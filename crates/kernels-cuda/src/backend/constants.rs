@@ -1,4 +1,4 @@
-//! What a model keeps on the device beside its matrices.
+//! The constants of a model beside its matrices.
 
 use crate::device::Device;
 use crate::error::Result;
@@ -16,11 +16,14 @@ pub struct CudaVector {
 pub struct CudaRope {
     pub(super) cosines: Buffer,
     pub(super) sines: Buffer,
+    pub(super) head_dim: usize,
     pub(super) positions: usize,
 }
 
 /// Key rotations of a layer's heads, one after the other in the order of `append.cu`, and their means.
 pub struct CudaRotation {
+    pub(super) heads: usize,
+    pub(super) head_dim: usize,
     pub(super) matrices: Buffer,
     pub(super) means: Option<Buffer>,
 }
@@ -35,7 +38,13 @@ impl CudaRotation {
                 heads.iter().flat_map(|h| h.key_mean.as_ref().unwrap_or(&zero).iter().copied()).collect();
             device.upload_new(&means, "key means")
         });
-        Ok(Self { matrices: device.upload_new(&matrices, "key rotations")?, means: means.transpose()? })
+        let (count, head_dim) = (heads.len(), heads.first().map_or(0, |h| h.key.head_dim()));
+        Ok(Self {
+            heads: count,
+            head_dim,
+            matrices: device.upload_new(&matrices, "key rotations")?,
+            means: means.transpose()?,
+        })
     }
 }
 

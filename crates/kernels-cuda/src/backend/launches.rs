@@ -1,14 +1,12 @@
-//! The small kernels of `rows.cu`, `append.cu`, `gram.cu`, `random.cu` and `pick.cu`: their parameters and launches.
+//! The small kernels of `rows.cu`, `gram.cu`, `random.cu` and `pick.cu`: their parameters and launches.
 
 use crate::device::{Device, Function, KernelParams, LaunchShape};
 use crate::error::{CudaError, Result};
-use crate::heads::HeadConstants;
 use crate::kernels::Kernels;
-use crate::sources::{APPEND, GRAM, PICK, RANDOM, ROWS, Source};
-use crate::step::StepTables;
+use crate::sources::{GRAM, PICK, RANDOM, ROWS, Source};
 use std::ffi::CStr;
 
-/// Tokens that come with the launch that embeds them.
+/// Tokens that fit into the parameters of the launch that embeds them.
 pub const EMBED_FEW: usize = 16;
 
 macro_rules! params {
@@ -33,35 +31,6 @@ params!(Gram { x: u64, weights: u64, gram: u64, stride: u32, first: u32, width: 
 params!(Random { out: u64, count: u64, seed: u64, amplitude: f32, unused: u32 });
 params!(RandomPages { pages: u64, page_bytes: u64, parameters: u64, count: u64, seed: u64 });
 params!(PickParams { logits: u64, rows: u64, parts: u64, out: u64, width: u32, part_count: u32 });
-params!(Append {
-    step: StepTables,
-    pages: u64,
-    qkv: u64,
-    queries: u64,
-    heads: HeadConstants,
-    query_heads: u32,
-    kv_heads: u32,
-    rows_per_block: u32,
-    unused: u32,
-});
-
-/// Rows of a block of `append.cu` where there are many: its rotation is read once for all of them.
-const APPEND_ROWS: usize = 16;
-/// Steps of up to this many rows, decoding ones, have a block for each.
-const APPEND_ALONE: usize = 16;
-
-/// Rows a block of `append.cu` takes in a step of `rows`.
-pub fn append_rows_per_block(rows: usize) -> usize {
-    if rows <= APPEND_ALONE { 1 } else { APPEND_ROWS }
-}
-
-/// Dynamic shared memory of `append.cu`: its vectors in two parts, and the rotation where it is small enough.
-pub fn append_shared(head_dim: usize) -> usize {
-    const VECTORS: usize = 16;
-    let rotation = if head_dim <= 128 { head_dim * head_dim * 4 } else { 16 };
-    2 * VECTORS * (head_dim + 8) * 2 + rotation
-}
-
 /// The kernels, compiled.
 pub struct Launches {
     device: Device,
@@ -129,15 +98,6 @@ impl Launches {
     pub fn bias(&self, p: &Bias) -> Result<()> {
         let blocks = self.blocks(u64::from(p.rows) * u64::from(p.width));
         self.device.launch(self.bias, LaunchShape::new(blocks, 256).overlapping(), p)
-    }
-
-    pub fn append(&self, kernels: &Kernels, head_dim: usize, p: &Append) -> Result<()> {
-        let shared = append_shared(head_dim);
-        let defines = vec![("HEAD_DIM", head_dim)];
-        let function = kernels.function(&APPEND, &defines, c"append", shared)?;
-        let blocks = (p.step.rows as usize).div_ceil(p.rows_per_block as usize);
-        let shape = LaunchShape::grid2(blocks, p.kv_heads as usize, 2 * head_dim as u32);
-        self.device.launch(function, shape.shared(shared).overlapping(), p)
     }
 
     pub fn gram(&self, kernels: &Kernels, p: &Gram) -> Result<()> {

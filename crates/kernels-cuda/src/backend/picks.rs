@@ -1,4 +1,4 @@
-//! The most likely tokens of rows of logits, listed on the device.
+//! The most likely tokens of rows of logits, found on the device.
 
 use super::launches::PickParams;
 use super::rows::{CudaRows, grow};
@@ -12,7 +12,7 @@ const SLICE: usize = 4096;
 /// Most blocks for a row.
 const MOST_PARTS: usize = 64;
 
-/// Which results come where: greedy ones first, a key each, then the lists, [`MOST_CANDIDATES`] keys each.
+/// The order of results: greedy ones first, a key each, then the lists, [`MOST_CANDIDATES`] keys each.
 #[derive(Debug, Default, PartialEq)]
 struct Order {
     /// `row, count` for each block, as the kernels take them.
@@ -75,17 +75,19 @@ impl Order {
     }
 }
 
+/// Picks whose kernels are launched and whose answer is awaited.
+pub(super) struct Picks {
+    order: Order,
+}
+
 impl CudaBackend {
-    pub(super) fn list_candidates(
+    /// Launches the search for `picks`.
+    pub(super) fn launch_picks(
         &self,
         state: &mut State,
         logits: &CudaRows,
         picks: &[(usize, Pick)],
-        out: &mut Vec<Vec<Candidate>>,
-    ) -> Result<()> {
-        if picks.is_empty() {
-            return Ok(());
-        }
+    ) -> Result<Picks> {
         if logits.values() == 0 || logits.width() == 0 {
             let detail = "there are no logits in f32".into();
             return Err(CudaError::Shape { what: "a pick", detail });
@@ -93,7 +95,7 @@ impl CudaBackend {
         let order = Order::of(picks, logits.count())?;
         let parts = logits.width().div_ceil(SLICE).min(MOST_PARTS);
         grow(&self.device, &mut state.picked, 8 * (order.greedy * parts).max(1), "likely tokens")?;
-        let answer = state.uploads.answer(order.keys())?;
+        let answer = state.transfers.expect_answer(order.keys())?;
         let rows = self.send_indices(state, Index::Picks, &order.rows)?;
         let p = PickParams {
             logits: logits.values(),
@@ -107,13 +109,20 @@ impl CudaBackend {
         let lists =
             PickParams { rows: rows + 8 * order.greedy as u64, out: answer + 8 * order.greedy as u64, ..p };
         self.launches.top_candidates(order.lists, &lists)?;
-        let mut keys = vec![0u64; order.keys()];
-        state.uploads.answer_is_coming()?;
-        let foreseen = self.foresee_step(state);
-        state.uploads.read_answer(&mut keys)?;
-        // The answer is as good as ever; the next operation hears of it.
-        state.failed = foreseen.err();
-        order.deal(&keys, out);
+        state.transfers.answer_is_launched()?;
+        Ok(Picks { order })
+    }
+
+    /// Waits for the answer of the picks that were launched last.
+    pub(super) fn read_picks(
+        &self,
+        state: &mut State,
+        picks: &Picks,
+        out: &mut Vec<Vec<Candidate>>,
+    ) -> Result<()> {
+        let mut keys = vec![0u64; picks.order.keys()];
+        state.transfers.read_answer(&mut keys)?;
+        picks.order.deal(&keys, out);
         Ok(())
     }
 }

@@ -4,8 +4,9 @@ use crate::device::Device;
 use crate::error::Result;
 use crate::memory::Buffer;
 
-/// `rows × width` activations. The f32 form is what operations exchange; steps of many rows carry a BF16 copy beside it
-/// (or, where nothing else reads it, instead of it) for the matrix products.
+/// `rows × width` activations. Operations exchange the f32 form. Steps of many rows carry a BF16 copy
+/// for the matrix products beside it, or instead of it if nothing else reads the rows.
+#[derive(Default)]
 pub struct CudaRows {
     width: usize,
     rows: usize,
@@ -17,7 +18,7 @@ pub struct CudaRows {
 
 impl CudaRows {
     pub(super) fn new(width: usize) -> Self {
-        Self { width, rows: 0, values: None, rounded: None, holds_values: false, holds_rounded: false }
+        Self { width, ..Self::default() }
     }
 
     pub fn width(&self) -> usize {
@@ -28,7 +29,13 @@ impl CudaRows {
         self.rows
     }
 
-    /// Makes room for `rows` rows in the forms named; what it held is not kept.
+    /// Scratch rows take any width.
+    pub(super) fn set_width(&mut self, width: usize) -> &mut Self {
+        self.width = width;
+        self
+    }
+
+    /// Makes room for `rows` rows in the forms named; the old contents are lost.
     pub(super) fn resize(&mut self, device: &Device, rows: usize, values: bool, rounded: bool) -> Result<()> {
         let elements = rows * self.width;
         if values {
@@ -41,29 +48,30 @@ impl CudaRows {
         Ok(())
     }
 
-    /// Address of the f32 rows; 0 if they are not there.
+    /// Address of the f32 rows; 0 if there are none.
     pub(crate) fn values(&self) -> u64 {
         self.values.as_ref().filter(|_| self.holds_values).map_or(0, Buffer::address)
     }
 
-    /// Address of the BF16 rows; 0 if they are not there.
+    /// Address of the BF16 rows; 0 if there are none.
     pub(crate) fn rounded(&self) -> u64 {
         self.rounded.as_ref().filter(|_| self.holds_rounded).map_or(0, Buffer::address)
     }
 
-    /// The f32 form was written anew: the BF16 copy is of the past.
-    pub(super) fn written(&mut self) {
+    /// The f32 form changed, so the BF16 copy no longer holds.
+    pub(super) fn drop_rounded(&mut self) {
         self.holds_rounded = false;
     }
 }
 
-/// Replaces the buffer by a larger one if it is too small. Sizes are rounded up so that a growing batch reallocates
-/// rarely: the release of memory waits for the device.
-pub(super) fn grow(device: &Device, buffer: &mut Option<Buffer>, bytes: usize, what: &str) -> Result<()> {
-    if buffer.as_ref().is_none_or(|b| b.bytes() < bytes) {
-        *buffer = None;
-        let step = (bytes / 8).next_power_of_two().max(1 << 10);
-        *buffer = Some(device.alloc(bytes.next_multiple_of(step), what)?);
+/// Replaces the buffer by a larger one if it is too small, and says whether it did. Sizes are rounded
+/// up so that a growing batch reallocates rarely: releasing memory waits for the device.
+pub(crate) fn grow(device: &Device, buffer: &mut Option<Buffer>, bytes: usize, what: &str) -> Result<bool> {
+    if buffer.as_ref().is_some_and(|b| b.bytes() >= bytes) {
+        return Ok(false);
     }
-    Ok(())
+    *buffer = None;
+    let step = (bytes / 8).next_power_of_two().max(1 << 10);
+    *buffer = Some(device.alloc(bytes.next_multiple_of(step), what)?);
+    Ok(true)
 }

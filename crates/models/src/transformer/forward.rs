@@ -1,145 +1,104 @@
-//! One step of the decoder: from tokens to logits, or to the most likely tokens where no more is wanted.
+//! One step of the decoder: from tokens to logits, or to the most likely tokens.
 
 use super::{Transformer, Workspace};
-use oscar_backend::{Backend, BackendError, Candidate, HeadPreparation, Pick, SequenceRows, Write};
+use oscar_backend::{Backend, BackendError, Candidate, LayerHeads, Output, Pick, Product, Step, Tap};
 
-/// The rows of one step.
+/// The rows of one step, in the order of its sequences.
 pub struct StepInput<'a> {
     pub tokens: &'a [u32],
-    pub sequences: &'a [SequenceRows<'a>],
     /// Rows whose logits are wanted, ascending.
     pub logits: &'a [usize],
+    /// Wanted rows (by index in `logits`, ascending) of which only the most likely tokens are needed.
+    pub picks: &'a [(usize, Pick)],
 }
 
-/// Sees what calibration needs of each layer.
-pub trait Observer<B: Backend> {
-    /// Rows of `[queries | keys | values]` after QK-norm and RoPE and before any rotation.
-    fn heads(&mut self, backend: &B, layer: usize, qkv: &B::Rows) -> Result<(), BackendError>;
-    /// Attention outputs of all query heads, in the values' basis.
-    fn attended(&mut self, backend: &B, layer: usize, attended: &B::Rows) -> Result<(), BackendError>;
+/// What a step gives back.
+#[derive(Debug, Default)]
+pub struct StepOutput {
+    /// Logits of the wanted rows without a pick, one vocabulary after the other.
+    pub logits: Vec<f32>,
+    /// One list for each pick.
+    pub picked: Vec<Vec<Candidate>>,
 }
 
 impl<B: Backend> Transformer<B> {
-    /// Runs one step and reads the wanted rows' logits (`logits.len() × vocab`) into `logits`.
+    /// Runs the whole model in `step`.
     pub fn forward(
         &self,
-        backend: &B,
+        step: &mut B::Step<'_>,
         input: &StepInput<'_>,
-        pool: &mut B::Pool,
         w: &mut Workspace<B>,
-        logits: &mut Vec<f32>,
-        observer: Option<&mut dyn Observer<B>>,
+        out: &mut StepOutput,
+        tap: Option<&mut dyn Tap>,
     ) -> Result<(), BackendError> {
-        self.layers(backend, input, pool, w, observer)?;
-        logits.clear();
-        if !input.logits.is_empty() {
-            self.head(backend, input, w);
-            backend.read(&w.logits, logits)?;
+        out.logits.clear();
+        out.picked.clear();
+        self.layers(step, input.tokens, w, tap)?;
+        if input.logits.is_empty() {
+            return Ok(());
         }
-        backend.end_step()
-    }
-
-    /// [`Transformer::forward`], but of the wanted rows named in `picks` (by their index in `input.logits`, ascending)
-    /// only the most likely tokens leave the device: they go to `picked`, in that order, the logits of the other wanted
-    /// rows to `logits`. For backends that [pick](Backend::picks).
-    pub fn forward_picking(
-        &self,
-        backend: &B,
-        input: &StepInput<'_>,
-        picks: &[(usize, Pick)],
-        pool: &mut B::Pool,
-        w: &mut Workspace<B>,
-        logits: &mut Vec<f32>,
-        picked: &mut Vec<Vec<Candidate>>,
-    ) -> Result<(), BackendError> {
-        picked.clear();
-        if picks.is_empty() {
-            return self.forward(backend, input, pool, w, logits, None);
+        self.head(step, input, w)?;
+        if !input.picks.is_empty() {
+            step.pick(&w.logits, input.picks, &mut out.picked)?;
         }
-        self.layers(backend, input, pool, w, None)?;
-        logits.clear();
-        self.head(backend, input, w);
-        backend.pick(&w.logits, picks, picked)?;
-        if picked.len() != picks.len() {
-            let detail = format!("{} lists for {} rows", picked.len(), picks.len());
-            return Err(BackendError::Shape { what: "picked tokens".into(), detail });
+        let is_picked = |row: &usize| input.picks.binary_search_by_key(row, |&(index, _)| index).is_ok();
+        let whole: Vec<usize> = (0..input.logits.len()).filter(|row| !is_picked(row)).collect();
+        match whole.is_empty() {
+            true => Ok(()),
+            false => step.read(&w.logits, &whole, &mut out.logits),
         }
-        let whole: Vec<usize> = (0..input.logits.len())
-            .filter(|&i| picks.binary_search_by_key(&i, |&(index, _)| index).is_err())
-            .collect();
-        if !whole.is_empty() {
-            backend.select(&w.logits, &whole, &mut w.whole_logits);
-            backend.read(&w.whole_logits, logits)?;
-        }
-        backend.end_step()
-    }
-
-    /// Logits of the wanted rows, on the device.
-    fn head(&self, backend: &B, input: &StepInput<'_>, w: &mut Workspace<B>) {
-        let body = &*self.body;
-        let every_row = input.logits.iter().copied().eq(0..input.tokens.len());
-        if !every_row {
-            backend.select(&w.hidden, input.logits, &mut w.selected);
-        }
-        let wanted = if every_row { &w.hidden } else { &w.selected };
-        backend.rms_norm(wanted, &body.final_norm, body.config.rms_norm_eps, &mut w.normed);
-        backend.logits(body.head.as_ref().unwrap_or(&body.embedding), &w.normed, &mut w.logits);
     }
 
     /// Everything up to the last layer's output, which is left in `w.hidden`.
     fn layers(
         &self,
-        backend: &B,
-        input: &StepInput<'_>,
-        pool: &mut B::Pool,
+        step: &mut B::Step<'_>,
+        tokens: &[u32],
         w: &mut Workspace<B>,
-        mut observer: Option<&mut dyn Observer<B>>,
+        mut tap: Option<&mut dyn Tap>,
     ) -> Result<(), BackendError> {
         let body = &*self.body;
         let eps = body.config.rms_norm_eps;
-        backend.embed(&body.embedding, input.tokens, &mut w.hidden);
+        step.embed(&body.embedding, tokens, &mut w.hidden)?;
         for (index, (layer, projections)) in body.layers.iter().zip(&*self.projections).enumerate() {
-            let norm = &layer.input_norm;
-            backend.norm_linear(norm, eps, &projections.qkv, &w.hidden, &mut w.normed, &mut w.qkv);
-            if index == 0 {
-                // Behind the first operations: a device is at them while its tables are made.
-                backend.begin_step(input.sequences, pool)?;
-            }
-            let heads = HeadPreparation {
+            let qkv = Product::of_normed(&layer.input_norm, eps, &projections.qkv, Output::Replace);
+            step.product(qkv, &w.hidden, &mut w.qkv)?;
+            let heads = LayerHeads {
+                layer: index,
                 qk_norm: layer.qk_norm.as_ref().map(|(q, k)| (q, k)),
+                rope: &body.rope,
                 rotation: projections.rotation.as_ref(),
             };
-            backend.append(
-                index,
-                &body.shape,
-                heads,
-                &body.rope,
-                input.sequences,
-                &mut w.qkv,
-                &mut w.queries,
-                pool,
-            )?;
-            if let Some(observer) = observer.as_deref_mut() {
-                observer.heads(backend, index, &w.qkv)?;
-            }
-            backend.demote(index, input.sequences, pool)?;
-            backend.attention(index, &body.shape, input.sequences, &w.queries, pool, &mut w.attended)?;
-            if let Some(observer) = observer.as_deref_mut() {
-                observer.attended(backend, index, &w.attended)?;
-            }
-            backend.linear(&projections.output, &w.attended, &mut w.hidden, Write::Add);
+            // The match shortens the lifetime of the trait object to this iteration.
+            let tap = match &mut tap {
+                Some(tap) => Some(&mut **tap as &mut dyn Tap),
+                None => None,
+            };
+            step.attend(heads, &mut w.qkv, &mut w.attended, tap)?;
+            step.product(Product::of(&projections.output, Output::Add), &w.attended, &mut w.hidden)?;
 
-            backend.norm_gated_linear(
-                &layer.post_norm,
-                eps,
-                &layer.gate_up,
-                &w.hidden,
-                &mut w.normed,
-                &mut w.gate_up,
-                &mut w.gated,
-            );
-            backend.linear(&layer.down, &w.gated, &mut w.hidden, Write::Add);
+            let gate_up = Product::of_normed(&layer.post_norm, eps, &layer.gate_up, Output::Gated);
+            step.product(gate_up, &w.hidden, &mut w.gated)?;
+            step.product(Product::of(&layer.down, Output::Add), &w.gated, &mut w.hidden)?;
         }
         Ok(())
+    }
+
+    /// Logits of the wanted rows, on the device.
+    fn head(
+        &self,
+        step: &mut B::Step<'_>,
+        input: &StepInput<'_>,
+        w: &mut Workspace<B>,
+    ) -> Result<(), BackendError> {
+        let body = &*self.body;
+        let every_row = input.logits.iter().copied().eq(0..input.tokens.len());
+        if !every_row {
+            step.select(&w.hidden, input.logits, &mut w.selected)?;
+        }
+        let wanted = if every_row { &w.hidden } else { &w.selected };
+        let matrix = body.head.as_ref().unwrap_or(&body.embedding);
+        let eps = body.config.rms_norm_eps;
+        step.product(Product::of_normed(&body.final_norm, eps, matrix, Output::Logits), wanted, &mut w.logits)
     }
 }

@@ -5,8 +5,8 @@ use super::attention::Args;
 use super::{Row, report};
 use crate::device::AnyBackend;
 use anyhow::{Context, Result};
-use oscar_backend::{Backend, HeadShape, HostMatrix, HostValues, SequenceRows};
-use oscar_codec::{CacheLayout, CodedPageId, FullPageId, PAGE_TOKENS, Windows};
+use oscar_backend::{Backend, Benchmarks, HeadShape, HostMatrix, HostValues, SequenceRows, Step};
+use oscar_codec::{CacheLayout, CodeLayout, CodedPageId, FullPageId, PAGE_TOKENS, Windows};
 use oscar_kernels_cpu::bench::Timing;
 use oscar_kernels_cuda::CudaBackend;
 use serde_json::json;
@@ -25,13 +25,13 @@ pub fn run(args: &Args, query_heads: usize, kv_heads: usize) -> Result<()> {
         for &batch in &args.batch {
             for &format in &args.kv {
                 let d = args.head_dim;
-                let one = CacheLayout::new(format, 1, kv_heads, d, windows, gpu.page_order())?;
-                let one = gpu.held_layout(&one);
-                let bytes = one.sequence_bytes(context) * batch;
-                let layers = COLD_BYTES.div_ceil(bytes) + 1;
-                let layout = CacheLayout::new(format, layers, kv_heads, d, windows, gpu.page_order())?;
-                let layout = gpu.held_layout(&layout);
-                let kernel = gpu.describe_attention(&layout);
+                let layout = |layers| -> Result<CacheLayout> {
+                    let order = CodeLayout::Logical;
+                    Ok(gpu.held_layout(&CacheLayout::new(format, layers, kv_heads, d, windows, order)?))
+                };
+                let bytes = layout(1)?.sequence_bytes(context) * batch;
+                let layout = layout(COLD_BYTES.div_ceil(bytes) + 1)?;
+                let kernel = gpu.attention(&layout).description;
                 let shape = HeadShape {
                     query_heads,
                     kv_heads,
@@ -96,7 +96,7 @@ fn measure(
     let (mut full, mut coded) = (0, 0);
     let tables: Vec<_> = (0..batch).map(|_| pages(layout, context, &mut full, &mut coded)).collect();
     let budget = full as usize * layout.full_block_bytes() + coded as usize * layout.coded_block_bytes();
-    let mut pool = gpu.pool(layout, budget)?;
+    let mut pool = gpu.pool(layout, shape, budget)?;
     gpu.randomize(&mut pool, full as usize, coded as usize)?;
     let sequences: Vec<SequenceRows<'_>> = tables
         .iter()
@@ -116,10 +116,10 @@ fn measure(
     let table = gpu.matrix(table)?;
     let (mut queries, mut out) = (gpu.rows(width), gpu.rows(width));
     let tokens: Vec<u32> = (0..batch as u32).collect();
-    gpu.embed(&table, &tokens, &mut queries);
-    gpu.begin_step(&sequences, &mut pool)?;
+    let mut step = gpu.step(&sequences, &mut pool)?;
+    step.embed(&table, &tokens, &mut queries)?;
     let samples = oscar_kernels_cuda::bench::time_us::<anyhow::Error>(gpu.device(), repetitions, |i| {
-        Ok(gpu.attention(i % layout.layers(), shape, &sequences, &queries, &pool, &mut out)?)
+        Ok(step.attention(i % layout.layers(), &queries, &mut out)?)
     })?;
     let mut samples: Vec<Duration> = samples.iter().map(|us| Duration::from_secs_f64(us / 1e6)).collect();
     Timing::from_samples(&mut samples).context("no repetition was timed")

@@ -2,16 +2,16 @@
 
 use super::{Row, report};
 use crate::device::AnyBackend;
-use crate::options::{CacheArgs, ModelArgs, WeightsArg, working_bytes};
+use crate::options::{CacheArgs, ModelArgs, WeightsArg};
 use crate::progress;
 use anyhow::{Context, Result, bail};
 use oscar_backend::{Backend, Pick, WeightFormat};
 use oscar_codec::random::SplitMix64;
-use oscar_codec::{CacheLayout, KvFormat, PAGE_TOKENS, RotationKind, RotationSet};
-use oscar_engine::{Logits, Runner, RunnerOptions, Sequence, StepRequest};
+use oscar_codec::{CacheLayout, CodeLayout, KvFormat, PAGE_TOKENS, RotationKind, RotationSet};
 use oscar_kernels_cpu::bench::time_median;
 use oscar_kernels_cuda::graph::{HostTimes, Profile};
 use oscar_models::{DecoderConfig, shapes};
+use oscar_runner::{Logits, Runner, RunnerOptions, Sequence, StepOutput, StepRequest, working_bytes};
 use serde_json::json;
 use std::time::Duration;
 
@@ -76,7 +76,7 @@ impl Args {
         if !self.json {
             eprintln!(
                 "{format}: {}; rotations: {}",
-                backend.describe_attention(&cache.layout),
+                backend.attention(&cache.layout).description,
                 cache.rotation_origin
             );
             if let Some(weights) = model.describe_weights(&cache, &backend) {
@@ -97,20 +97,21 @@ impl Args {
         let backend = self.model.backend()?;
         let (c, windows) = (config, format.windows(self.cache.sink, self.cache.recent)?);
         let layout =
-            CacheLayout::new(format, c.layers, c.kv_heads, c.head_dim, windows, backend.page_order())?;
-        let layout = backend.held_layout(&layout);
+            CacheLayout::new(format, c.layers, c.kv_heads, c.head_dim, windows, CodeLayout::Logical)?;
         let rotations = match format.rotation() {
             RotationKind::None => None,
             _ => Some(RotationSet::hadamard(c.layers, c.kv_heads, c.head_dim)?),
         };
         if !self.json {
-            eprintln!("{format}: {}, {}", backend.describe(), backend.describe_attention(&layout));
+            eprintln!("{format}: {}, {}", backend.describe(), backend.attention(&layout).description);
         }
-        let chunk = self.cache.prefill_chunk;
-        let kv_memory =
-            self.cache.kv_memory.unwrap_or_else(|| working_bytes(&layout, context, chunk) * batch);
-        let options =
-            RunnerOptions { layout, rotations: rotations.as_ref(), context, kv_memory, prefill_chunk: chunk };
+        let options = RunnerOptions {
+            layout,
+            rotations: rotations.as_ref(),
+            context,
+            kv_memory: self.cache.kv_memory(batch, context),
+            prefill_chunk: self.cache.prefill_chunk,
+        };
         Ok(Runner::random(backend, config, self.weights(), options)?)
     }
 
@@ -129,7 +130,7 @@ impl Args {
             let mut sequence = Sequence::new();
             if !(self.shape.is_some() && runner.pretend(&mut sequence, tokens)?) {
                 let prompt = random_tokens(tokens, vocab, b as u64 + 1);
-                runner.prefill(&mut sequence, &prompt, &mut Vec::new(), |n| {
+                runner.prefill(&mut sequence, &prompt, &mut StepOutput::default(), |n| {
                     bar.set_position((before + n) as u64)
                 })?;
             }
@@ -160,7 +161,8 @@ pub fn prefill(args: &Args) -> Result<()> {
             let mut failure = None;
             let timing = time_median(1, args.repetitions.unwrap_or(3), || {
                 let mut sequence = Sequence::new();
-                if let Err(error) = runner.prefill(&mut sequence, &tokens, &mut Vec::new(), |_| {}) {
+                if let Err(error) = runner.prefill(&mut sequence, &tokens, &mut StepOutput::default(), |_| {})
+                {
                     failure.get_or_insert(error);
                 }
                 cache_bytes = runner.usage().bytes;
@@ -231,7 +233,7 @@ pub fn decode(args: &Args) -> Result<()> {
                 }
                 let vocab = runner.config().vocab_size;
                 let mut sequences = args.fill(&mut runner, &lengths)?;
-                let (mut logits, mut picked) = (Vec::new(), Vec::new());
+                let mut output = StepOutput::default();
                 let mut step = 0;
                 let mut failure = None;
                 if let Some(cuda) = runner.backend().as_cuda() {
@@ -244,7 +246,7 @@ pub fn decode(args: &Args) -> Result<()> {
                         .iter_mut()
                         .map(|sequence| StepRequest { sequence, tokens: &token, logits: GREEDY })
                         .collect();
-                    if let Err(error) = runner.step_picking(&mut requests, &mut logits, &mut picked) {
+                    if let Err(error) = runner.step(&mut requests, &mut output) {
                         failure.get_or_insert(error);
                     }
                 });
@@ -259,7 +261,7 @@ pub fn decode(args: &Args) -> Result<()> {
                         .iter_mut()
                         .map(|sequence| StepRequest { sequence, tokens: &[1], logits: GREEDY })
                         .collect();
-                    runner.step_picking(&mut requests, &mut logits, &mut picked)?;
+                    runner.step(&mut requests, &mut output)?;
                     let what = format!("{format}, context {context}, batch {batch}");
                     print_profile(&what, device.set_profiling(false)?);
                     print_host_times(&host);

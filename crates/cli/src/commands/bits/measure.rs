@@ -2,7 +2,7 @@
 
 use crate::progress;
 use anyhow::{Context, Result};
-use oscar_backend::Backend;
+use oscar_backend::{Backend, Calibrates};
 use oscar_calibrate::bits::{HarmOptions, Judge, Probe, ProbeHarm, absent_harm, probe_harm};
 use oscar_calibrate::{CodeRounding, RotationFile};
 use serde_json::{Value, json};
@@ -11,7 +11,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 
 /// The harms of all probes; those a checkpoint has are not measured again.
-pub fn harms<B: Backend>(
+pub fn harms<B: Calibrates>(
     judge: &Judge<'_, B>,
     probes: &[Probe],
     key: Key<'_>,

@@ -5,9 +5,9 @@ use super::{Common, digest, read_text};
 use crate::device::AnyBackend;
 use crate::{progress, table};
 use anyhow::Result;
-use oscar_engine::{Runner, Sequence};
 use oscar_eval::ppl::{score_window, windows};
 use oscar_eval::{Journal, PplOptions, PplResult, WindowSums};
+use oscar_runner::{Runner, Sequence};
 use serde_json::json;
 
 #[derive(clap::Args)]

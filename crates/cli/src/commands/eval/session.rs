@@ -2,13 +2,13 @@
 
 use super::digest;
 use crate::device::AnyBackend;
-use crate::options::{Cache, CacheArgs, ModelArgs, OpenModel, WeightsArg, working_bytes};
+use crate::options::{Cache, CacheArgs, ModelArgs, OpenModel, WeightsArg};
 use anyhow::{Result, bail};
-use oscar_backend::Backend;
+use oscar_backend::{AttentionKernels, Backend};
 use oscar_codec::KvFormat;
-use oscar_engine::{Runner, RunnerOptions};
 use oscar_eval::run::{Method, REFERENCE};
 use oscar_eval::{EvalError, Generator};
+use oscar_runner::{KvMemory, Runner, RunnerOptions};
 use oscar_text::ModelText;
 use serde_json::{Value, json};
 use std::cell::RefCell;
@@ -106,27 +106,23 @@ impl Session {
     /// A runner of this format with room for `sequences` sequences, unless the user set a budget.
     pub fn runner(&self, format: &Prepared, sequences: usize) -> Result<Runner<AnyBackend>> {
         let mut templates = self.templates.borrow_mut();
-        let layout = templates[0].backend().held_layout(&format.cache.layout);
-        let chunk = self.cache_args.prefill_chunk;
-        let kv_memory = self
-            .cache_args
-            .kv_memory
-            .unwrap_or_else(|| working_bytes(&layout, self.context, chunk) * sequences.max(1));
+        let layout = &format.cache.layout;
         let rotations = format.cache.rotations.as_ref();
         let options = |kv_memory| RunnerOptions {
             layout: layout.clone(),
             rotations,
             context: self.context,
             kv_memory,
-            prefill_chunk: chunk,
+            prefill_chunk: self.cache_args.prefill_chunk,
         };
         let weights = &self.model.weights;
         if !templates.iter().any(|runner| runner.rotations() == rotations) {
-            let template = templates[0].with_cache(weights, options(layout.full_block_bytes()))?;
+            let template =
+                templates[0].with_cache(weights, options(KvMemory::Bytes(layout.full_block_bytes())))?;
             templates.push(template);
         }
         let same = templates.iter().find(|runner| runner.rotations() == rotations).unwrap_or(&templates[0]);
-        Ok(same.with_cache(weights, options(kv_memory))?)
+        Ok(same.with_cache(weights, options(self.cache_args.kv_memory(sequences.max(1), self.context)))?)
     }
 
     /// The formats as methods that answer `batch` sequences at once.
@@ -143,12 +139,12 @@ impl Session {
     }
 
     /// The device, the form of FP8 weights on it, and the kernels that read a format's pages.
-    pub fn describe(&self, format: &Prepared) -> (String, String) {
+    pub fn describe(&self, format: &Prepared) -> (String, AttentionKernels) {
         let templates = self.templates.borrow();
         let backend = templates[0].backend();
         let weights = self.model.describe_weights(&format.cache, backend);
         let device = [Some(backend.describe()), weights].into_iter().flatten().collect::<Vec<_>>().join("; ");
-        (device, backend.describe_attention(&format.cache.layout))
+        (device, backend.attention(&format.cache.layout))
     }
 
     /// The part of a configuration that decides what a model answers, with what the command adds.

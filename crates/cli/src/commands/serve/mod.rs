@@ -4,13 +4,14 @@ mod config;
 mod keys;
 mod signals;
 
-use crate::options::{CacheArgs, OpenModel, working_bytes};
+use crate::options::{CacheArgs, OpenModel};
 use crate::progress::{self, note};
 use anyhow::{Context, Result, bail};
 pub use config::Flags;
 use keys::KeySource;
 use oscar_backend::Backend;
 use oscar_engine::{Engine, EngineApi};
+use oscar_runner::working_bytes;
 use oscar_server::{GenerationDefaults, ServerConfig, init_logging, serve_on};
 use signals::Stops;
 use std::sync::Arc;
@@ -46,7 +47,7 @@ pub fn run(flags: &Flags) -> Result<()> {
         note!("{weights}");
     }
     note!("cache: {}; rotations: {}", cache.layout.describe(), cache.rotation_origin);
-    note!("attention: {}", backend.describe_attention(&cache.layout));
+    note!("attention: {}", backend.attention(&cache.layout).description);
     let cache_args = CacheArgs { kv_memory: Some(kv_memory), ..config.cache.clone() };
     let bar = progress::bar("loading", model.config.layers as u64);
     let runner =

@@ -8,12 +8,13 @@ mod http;
 mod load;
 
 use super::model::random_tokens;
-use crate::options::{Cache, CacheArgs, ModelArgs, OpenModel, working_bytes};
+use crate::options::{Cache, CacheArgs, ModelArgs, OpenModel};
 use crate::{progress, table};
 use anyhow::{Context, Result, bail};
 use load::{Arrivals, Load, Outcome, Percentiles};
 use oscar_codec::KvFormat;
 use oscar_engine::{Engine, EngineApi, EngineHandle, EngineOptions, SchedulerOptions};
+use oscar_runner::working_bytes;
 use serde_json::{Value, json};
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -1,15 +1,14 @@
-//! Operations outside of serving: random weights and pages for benchmarks, the statistic of calibration.
+//! Random weights and pages for benchmarks, made on the device.
 
-use super::launches::{Gram, Random, RandomPages};
-use super::rows::{CudaRows, grow};
-use super::{CudaBackend, Index, State};
-use crate::error::{CudaError, Result};
+use super::CudaBackend;
+use super::launches::{Random, RandomPages};
+use crate::error::Result;
 use crate::gemm::{CudaMatrix, random_scale};
 use crate::pages::CudaPages;
 use oscar_backend::{WeightFormat, fp8_blocks};
 
 impl CudaBackend {
-    /// A matrix of random weights, made on the device.
+    /// A matrix of random weights.
     pub(crate) fn random_weights(
         &self,
         format: WeightFormat,
@@ -34,7 +33,7 @@ impl CudaBackend {
             WeightFormat::Fp8 => {
                 let scales = vec![random_scale(inputs); fp8_blocks(outputs) * fp8_blocks(inputs)];
                 let matrix = CudaMatrix::uninitialized_fp8(&self.device, outputs, inputs, &scales)?;
-                // Any bits are codes: a page of nothing else.
+                // Any bits are valid codes: the matrix is one page of codes without parameters.
                 let bytes = matrix.weights.bytes() as u64;
                 let pages = matrix.weights.address();
                 let p = RandomPages { pages, page_bytes: bytes, parameters: bytes, count: 1, seed };
@@ -45,7 +44,7 @@ impl CudaBackend {
         }
     }
 
-    /// Fills pages that nobody has written yet with random rows and codes.
+    /// Fills pages that were never written with random rows and codes.
     pub(super) fn randomize_pages(&self, pool: &mut CudaPages, full: usize, coded: usize) -> Result<()> {
         for run in pool.fresh(full, coded)? {
             let bytes = (run.count * run.page_bytes) as u64;
@@ -72,42 +71,6 @@ impl CudaBackend {
                 }
             }
         }
-        Ok(())
-    }
-
-    /// Adds a Gram matrix of some columns to `gram`.
-    pub(super) fn add_gram(
-        &self,
-        state: &mut State,
-        x: &CudaRows,
-        first: usize,
-        width: usize,
-        weights: Option<&[f32]>,
-        gram: &mut [f64],
-    ) -> Result<()> {
-        if first + width > x.width() || gram.len() != width * width || x.values() == 0 {
-            let detail = format!("columns {first}.. of {}, {width} wide", x.width());
-            return Err(CudaError::Shape { what: "a Gram matrix", detail });
-        }
-        let weights = match weights {
-            Some(weights) => self.send_indices(state, Index::Weights, bytemuck::cast_slice(weights))?,
-            None => 0,
-        };
-        grow(&self.device, &mut state.gram, gram.len() * 8, "a statistic")?;
-        let Some(buffer) = &state.gram else { return Ok(()) };
-        let p = Gram {
-            x: x.values(),
-            weights,
-            gram: buffer.address(),
-            stride: x.width() as u32,
-            first: first as u32,
-            width: width as u32,
-            rows: x.count() as u32,
-        };
-        self.launches.gram(&self.kernels, &p)?;
-        let mut sums = vec![0f64; gram.len()];
-        self.device.download(buffer, 0, &mut sums)?;
-        gram.iter_mut().zip(sums).for_each(|(g, s)| *g += s);
         Ok(())
     }
 }

@@ -1,0 +1,16 @@
+//! What a device can refuse.
+
+#[derive(Debug, thiserror::Error)]
+pub enum BackendError {
+    #[error("not enough memory on {device}: {bytes} bytes for {what}")]
+    OutOfMemory { device: String, what: String, bytes: usize },
+    #[error("{device} cannot do this: {why}")]
+    Unsupported { device: String, why: String },
+    /// The device, its driver or one of its libraries failed. Its contents are lost.
+    #[error("{device} failed: {why}")]
+    Device { device: String, why: String },
+    #[error("{what} has a wrong shape: {detail}")]
+    Shape { what: String, detail: String },
+}
+
+pub type Result<T> = std::result::Result<T, BackendError>;

@@ -1,0 +1,95 @@
+//! What calibration and benchmarks ask of a device beyond serving.
+
+use crate::{Backend, Fp8Matrix, HostMatrix, HostValues, Result, WeightFormat};
+use half::bf16;
+use oscar_codec::FullPageId;
+use oscar_codec::random::SplitMix64;
+use std::ops::Range;
+
+/// Looks at one layer's heads in the middle of [`Step::attend`](crate::Step::attend).
+pub trait Tap {
+    /// Rows of `[queries | keys | values]` after QK-norm and RoPE, before any rotation.
+    fn heads(&mut self, layer: usize, qkv: &mut dyn TappedRows) -> Result<()>;
+    /// Attention outputs of all query heads, in the values' basis.
+    fn attended(&mut self, layer: usize, attended: &mut dyn TappedRows) -> Result<()>;
+}
+
+/// Rows on the device that a [`Tap`] looks at.
+pub trait TappedRows {
+    /// Appends all rows to `out`.
+    fn read(&mut self, out: &mut Vec<f32>) -> Result<()>;
+    /// Adds `Σ_r w_r · xᵀx` to `gram` (`width × width`, row-major, symmetric). `x` is columns
+    /// `first..first + width` of row `r`; without weights every row counts once.
+    fn accumulate_gram(
+        &mut self,
+        first: usize,
+        width: usize,
+        weights: Option<&[f32]>,
+        gram: &mut [f64],
+    ) -> Result<()>;
+}
+
+/// One layer's KV head.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CacheHead {
+    pub layer: usize,
+    pub kv_head: usize,
+}
+
+/// A device whose full pages calibration can read and replace between steps.
+pub trait Calibrates: Backend {
+    /// Reads the keys and values of one head at `positions` from full pages, row by row, as f32.
+    fn read_full_rows(
+        &self,
+        head: CacheHead,
+        full: &[Option<FullPageId>],
+        positions: Range<usize>,
+        pool: &Self::Pool,
+        keys: &mut Vec<f32>,
+        values: &mut Vec<f32>,
+    ) -> Result<()>;
+    /// Replaces keys and values of one head from position `first` on, in full pages.
+    fn write_full_rows(
+        &self,
+        head: CacheHead,
+        full: &[Option<FullPageId>],
+        first: usize,
+        keys: &[f32],
+        values: &[f32],
+        pool: &mut Self::Pool,
+    ) -> Result<()>;
+}
+
+/// A device that benchmarks fill with random data.
+pub trait Benchmarks: Backend {
+    /// A matrix of random weights: benchmarks need a model's shape, not its contents.
+    fn random_matrix(
+        &self,
+        format: WeightFormat,
+        outputs: usize,
+        inputs: usize,
+        seed: u64,
+    ) -> Result<Self::Matrix> {
+        let amplitude = random_amplitude(inputs);
+        let mut random = SplitMix64::new(seed);
+        let values: Vec<bf16> =
+            (0..outputs * inputs).map(|_| bf16::from_f32(random.symmetric() * amplitude)).collect();
+        match format {
+            WeightFormat::Bf16 => {
+                self.matrix(HostMatrix { outputs, inputs, values: HostValues::Bf16(&values), bias: None })
+            }
+            WeightFormat::Fp8 => {
+                let values: Vec<f32> = values.iter().map(|v| v.to_f32()).collect();
+                self.matrix(Fp8Matrix::quantize(&values, outputs, inputs).host(outputs, inputs))
+            }
+        }
+    }
+    /// Puts random rows and codes into the pages below these ids that were never used. Returns
+    /// `false` if the device cannot.
+    fn randomize(&self, pool: &mut Self::Pool, full: usize, coded: usize) -> Result<bool>;
+}
+
+/// Amplitude of uniform random weights whose outputs have about the variance of their inputs.
+pub fn random_amplitude(inputs: usize) -> f32 {
+    (3.0 / inputs.max(1) as f32).sqrt()
+}

@@ -1,0 +1,30 @@
+//! The heads of a model, and what attention applies to them.
+
+use crate::Backend;
+
+/// The heads of every layer.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct HeadShape {
+    pub query_heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    pub rms_norm_eps: f32,
+    /// Factor of the scores, usually `1/√head_dim`.
+    pub scale: f32,
+}
+
+impl HeadShape {
+    /// Query heads that share a KV head.
+    pub fn group(&self) -> usize {
+        self.query_heads / self.kv_heads.max(1)
+    }
+}
+
+/// What [`Step::attend`](crate::Step::attend) applies to the heads of one layer.
+pub struct LayerHeads<'a, B: Backend> {
+    pub layer: usize,
+    /// RMSNorm weights of query and key heads, in families that have them.
+    pub qk_norm: Option<(&'a B::Vector, &'a B::Vector)>,
+    pub rope: &'a B::Rope,
+    pub rotation: Option<&'a B::LayerRotation>,
+}

@@ -1,0 +1,189 @@
+//! One step on the CPU: every operation is done when its call returns.
+
+use super::heads::{self, HeadTask};
+use super::{CpuBackend, CpuMatrix, CpuPages, CpuRows, Scratch, shape_error};
+use crate::attention::{self, AttendTask};
+use oscar_backend::{Candidate, LayerHeads, Pick, Product, Result, SequenceRows, Step, Tap};
+use oscar_codec::attention::PagedContext;
+use std::sync::MutexGuard;
+
+/// A step in progress.
+pub struct CpuStep<'s> {
+    pub(super) backend: &'s CpuBackend,
+    pub(super) scratch: MutexGuard<'s, Scratch>,
+    pub(super) sequences: &'s [SequenceRows<'s>],
+    pub(super) pool: &'s mut CpuPages,
+}
+
+impl Step<CpuBackend> for CpuStep<'_> {
+    fn embed(&mut self, table: &CpuMatrix, tokens: &[u32], out: &mut CpuRows) -> Result<()> {
+        let (rows, width) = (table.packed.outputs(), out.width);
+        if table.packed.inputs() != width || tokens.iter().any(|&t| t as usize >= rows) {
+            let detail = format!("{tokens:?} of a table of {rows} rows of {}", table.packed.inputs());
+            return Err(shape_error("an embedding", detail));
+        }
+        out.resize(tokens.len());
+        self.backend.pool.run_chunks(&mut out.values, width, |row, values| {
+            table.packed.read_row(tokens[row] as usize, values)
+        });
+        Ok(())
+    }
+
+    fn select(&mut self, x: &CpuRows, rows: &[usize], out: &mut CpuRows) -> Result<()> {
+        check_rows(x, rows)?;
+        out.resize(rows.len());
+        for (&row, target) in rows.iter().zip(out.values.chunks_exact_mut(x.width)) {
+            target.copy_from_slice(&x.values[row * x.width..][..x.width]);
+        }
+        Ok(())
+    }
+
+    fn product(&mut self, product: Product<'_, CpuBackend>, x: &CpuRows, out: &mut CpuRows) -> Result<()> {
+        self.backend.product(&mut self.scratch.products, product, x, out)
+    }
+
+    fn attend(
+        &mut self,
+        heads: LayerHeads<'_, CpuBackend>,
+        qkv: &mut CpuRows,
+        out: &mut CpuRows,
+        mut tap: Option<&mut dyn Tap>,
+    ) -> Result<()> {
+        let layer = heads.layer;
+        self.append(&heads, qkv);
+        if let Some(tap) = tap.as_deref_mut() {
+            tap.heads(layer, &mut self.backend.tapped(qkv))?;
+        }
+        self.backend.demote_layer(layer, self.sequences, self.pool);
+        self.attention(layer, qkv.count(), out);
+        match tap {
+            Some(tap) => tap.attended(layer, &mut self.backend.tapped(out)),
+            None => Ok(()),
+        }
+    }
+
+    fn read(&mut self, x: &CpuRows, rows: &[usize], out: &mut Vec<f32>) -> Result<()> {
+        check_rows(x, rows)?;
+        rows.iter().for_each(|row| out.extend_from_slice(&x.values[row * x.width..][..x.width]));
+        Ok(())
+    }
+
+    fn pick(
+        &mut self,
+        logits: &CpuRows,
+        rows: &[(usize, Pick)],
+        out: &mut Vec<Vec<Candidate>>,
+    ) -> Result<()> {
+        for &(row, what) in rows {
+            check_rows(logits, &[row])?;
+            out.push(oscar_backend::pick(&logits.values[row * logits.width..][..logits.width], what));
+        }
+        Ok(())
+    }
+
+    fn finish(self) -> Result<()> {
+        Ok(())
+    }
+}
+
+fn check_rows(x: &CpuRows, rows: &[usize]) -> Result<()> {
+    match rows.iter().find(|&&row| row >= x.count()) {
+        Some(row) => Err(shape_error("a choice of rows", format!("row {row} of {}", x.count()))),
+        None => Ok(()),
+    }
+}
+
+impl CpuStep<'_> {
+    /// Normalizes, ropes and rotates heads, stores keys and values, and leaves the rotated queries in
+    /// the scratch memory.
+    fn append(&mut self, heads: &LayerHeads<'_, CpuBackend>, qkv: &mut CpuRows) {
+        let (backend, sequences, layer) = (self.backend, self.sequences, heads.layer);
+        let shape = *self.pool.heads();
+        let positions = heads::positions(sequences, qkv.count());
+        let (threads, kernels) = (&backend.pool, backend.kernels);
+        heads::normalize_and_rope(threads, kernels, &shape, heads.qk_norm, heads.rope, &positions, qkv);
+
+        let per_head = qkv.count() * shape.group() * shape.head_dim;
+        let queries = &mut self.scratch.queries;
+        queries.resize(per_head * shape.kv_heads, 0.0);
+        let (layout, full, _) = self.pool.layer_mut(layer);
+        let mut tasks: Vec<HeadTask<'_>> = queries
+            .chunks_exact_mut(per_head.max(1))
+            .zip(full)
+            .enumerate()
+            .map(|(head, (queries, pages))| HeadTask {
+                head,
+                queries,
+                pages,
+                codec: layout.full().codec(layer, head),
+            })
+            .collect();
+        let qkv = &*qkv;
+        threads.run_chunks(&mut tasks, 1, |_, task| {
+            task[0].run(threads, kernels, &shape, heads.rotation, sequences, qkv);
+        });
+    }
+
+    /// Attention of the queries that `append` left.
+    fn attention(&mut self, layer: usize, rows: usize, out: &mut CpuRows) {
+        let (backend, sequences, pool) = (self.backend, self.sequences, &*self.pool);
+        let shape = pool.heads();
+        let (d, group) = (shape.head_dim, shape.group());
+        let Scratch { outputs, attention, queries, .. } = &mut *self.scratch;
+        outputs.resize(rows * shape.query_heads * d, 0.0);
+
+        // One page list for each sequence and head; each row of a token comes once for every query head.
+        type Pages<'p> = Vec<Option<&'p [u8]>>;
+        let mut lists: Vec<(Pages<'_>, Pages<'_>)> = Vec::with_capacity(shape.kv_heads * sequences.len());
+        for head in 0..shape.kv_heads {
+            for s in sequences {
+                let full = s.full.iter().map(|id| id.map(|id| pool.full_page(layer, head, id))).collect();
+                let coded = s.coded.iter().map(|id| id.map(|id| pool.coded_page(layer, head, id))).collect();
+                lists.push((full, coded));
+            }
+        }
+        let contexts: Vec<PagedContext<'_>> = lists
+            .iter()
+            .enumerate()
+            .map(|(i, (full, coded))| PagedContext {
+                full_codec: pool.full_codec(layer, i / sequences.len()),
+                coded_codec: pool.coded_codec(layer, i / sequences.len()),
+                full,
+                coded,
+            })
+            .collect();
+        let positions: Vec<u32> = heads::positions(sequences, rows)
+            .into_iter()
+            .flat_map(|p| std::iter::repeat_n(p, group))
+            .collect();
+        let mut tasks = Vec::with_capacity(contexts.len());
+        let mut free = outputs.as_mut_slice();
+        for (i, context) in contexts.iter().enumerate() {
+            let (head, s) = (i / sequences.len(), &sequences[i % sequences.len()]);
+            let range = s.rows.start * group..s.rows.end * group;
+            let start = head * rows * group * d;
+            let (mine, rest) = free.split_at_mut(range.len() * d);
+            free = rest;
+            tasks.push(AttendTask {
+                queries: &queries[start + range.start * d..start + range.end * d],
+                positions: &positions[range],
+                scale: shape.scale,
+                windows: pool.layout().windows(),
+                context,
+                out: mine,
+            });
+        }
+        attention::attend(backend.kernels.variant(), &backend.pool, &mut tasks, attention);
+        drop(tasks);
+
+        out.resize(rows);
+        let width = group * d;
+        let row_of: Vec<usize> = sequences.iter().flat_map(|s| s.rows.clone()).collect();
+        for head in 0..shape.kv_heads {
+            for (i, &row) in row_of.iter().enumerate() {
+                let source = &outputs[(head * row_of.len() + i) * width..][..width];
+                out.values[row * out.width + head * width..][..width].copy_from_slice(source);
+            }
+        }
+    }
+}

@@ -1,0 +1,361 @@
+//! One step on the GPU.
+
+use super::launches::{EMBED_FEW, Embed, Select};
+use super::tapped::CudaTapped;
+use super::{CudaBackend, CudaRows, CudaVector, Index, State};
+use crate::attention::append::{HeadConstants, Projections};
+use crate::attention::decode::Queries;
+use crate::attention::demote::Scope;
+use crate::attention::{LayerCall, Path};
+use crate::error::{CudaError, Result};
+use crate::gemm::CudaMatrix;
+use crate::memory::Buffer;
+use crate::pages::CudaPages;
+use crate::step::{StepSummary, StepTables};
+use crate::storage::Storage;
+use oscar_backend::{
+    Candidate, LayerHeads, Pick, Product, Result as BackendResult, SequenceRows, Step, Tap, TappedRows,
+    WeightFormat,
+};
+use std::sync::MutexGuard;
+use std::time::Instant;
+
+/// A step in progress.
+///
+/// Every call enqueues its launches, or notes them for a graph; the step hands over all of them when
+/// it ends. The step's tables are made and sent at the first `attend`, so the GPU already runs the
+/// embedding and the first product while the host makes them. Nothing before `attend` reads them.
+pub struct CudaStep<'s> {
+    backend: &'s CudaBackend,
+    state: MutexGuard<'s, State>,
+    sequences: &'s [SequenceRows<'s>],
+    pool: &'s mut CudaPages,
+    planned: Option<Planned>,
+}
+
+/// The part of a step that all its layers share.
+struct Planned {
+    tables: StepTables,
+    summary: StepSummary,
+    path: Path,
+}
+
+impl Drop for CudaStep<'_> {
+    fn drop(&mut self) {
+        let _ = self.backend.device.flush();
+    }
+}
+
+impl<'s> CudaStep<'s> {
+    pub(super) fn new(
+        backend: &'s CudaBackend,
+        state: MutexGuard<'s, State>,
+        sequences: &'s [SequenceRows<'s>],
+        pool: &'s mut CudaPages,
+    ) -> Self {
+        Self { backend, state, sequences, pool, planned: None }
+    }
+
+    /// Makes and sends the tables and chooses the kernels, once.
+    fn plan(&mut self, tapped: bool) -> Result<()> {
+        if self.planned.is_some() {
+            return Ok(());
+        }
+        let began = Instant::now();
+        let Self { backend, state, sequences, pool, .. } = self;
+        let (device, State { planner, transfers, decode, .. }) = (&backend.device, &mut **state);
+        // No launch of an earlier step is pending: a step hands over all of its launches when it ends.
+        let planned = planner.plan(device, transfers, pool, sequences)?;
+        let summary = planned.summary;
+        pool.ensure(summary.full_pages, summary.coded_pages)?;
+        let path = pool.kernels().choose(device, &summary, pool.layout(), tapped);
+        // Dequantized history goes through the host in the middle of a step, so there is no graph.
+        let whole = pool.storage() != Storage::Decoded;
+        if whole && summary.decode && !CudaBackend::rounds(summary.rows) {
+            device.record(began)?;
+        }
+        if let Some(tiles) = planned.ahead {
+            // Attention reads codes before it waits for the kernels of its layer. The plan does not
+            // overlap with other kernels, so the codes are complete when it begins.
+            pool.kernels().demote(device, Scope::AllLayers, &tiles, pool)?;
+        }
+        // Launches up to here vary from step to step. Those after are counted from zero, so that the
+        // same ones go into the same graphs.
+        device.count_launches_from_here();
+        if path.decodes() {
+            LayerCall::plan(device, decode, &planned.tables, pool, path == Path::Decode { fused: true })?;
+        }
+        device.count_launches_from_here();
+        self.planned = Some(Planned { tables: planned.tables, summary, path });
+        Ok(())
+    }
+
+    fn attend_layer(
+        &mut self,
+        heads: &LayerHeads<'_, CudaBackend>,
+        qkv: &mut CudaRows,
+        out: &mut CudaRows,
+        tap: Option<&mut dyn Tap>,
+    ) -> BackendResult<()> {
+        let layer = heads.layer;
+        let mut queries = std::mem::take(&mut self.state.queries);
+        self.plan(tap.is_some())?;
+        let fused = matches!(self.planned, Some(Planned { path: Path::Decode { fused: true }, .. }));
+        let queries_from = match fused && tap.is_none() {
+            true => {
+                qkv.drop_rounded();
+                Queries::FromProjections(self.projections(heads, qkv)?)
+            }
+            false => {
+                self.append(heads, qkv, &mut queries)?;
+                Queries::Ready(queries.values())
+            }
+        };
+        let mut tap = tap;
+        if let Some(tap) = &mut tap {
+            tap.heads(layer, &mut CudaTapped { backend: self.backend, state: &mut self.state, rows: qkv })?;
+        }
+        self.demote(layer)?;
+        self.run_attention(layer, queries_from, qkv.count(), out)?;
+        if let Some(tap) = tap {
+            tap.attended(
+                layer,
+                &mut CudaTapped { backend: self.backend, state: &mut self.state, rows: out },
+            )?;
+        }
+        self.state.queries = queries;
+        Ok(())
+    }
+
+    /// The rows of one layer and the constants of its heads, checked against the step and the cache.
+    fn projections(&self, heads: &LayerHeads<'_, CudaBackend>, qkv: &CudaRows) -> Result<Projections> {
+        let (shape, layout) = (self.pool.shape(), self.pool.layout());
+        let d = shape.head_dim;
+        let width = (shape.query_heads + 2 * shape.kv_heads) * d;
+        let summary = self.planned.as_ref().map(|p| &p.summary);
+        let (rows, longest) = summary.map_or((0, 0), |s| (s.rows, s.longest));
+        let rotates = |r: &super::CudaRotation| (r.heads, r.head_dim) == (shape.kv_heads, d);
+        let fits = heads.layer < layout.layers()
+            && (qkv.count(), qkv.width()) == (rows, width)
+            && qkv.values() != 0
+            && longest <= heads.rope.positions
+            && heads.rope.head_dim == d
+            && heads.qk_norm.is_none_or(|(q, k)| q.len == d && k.len == d)
+            && heads.rotation.is_none_or(rotates);
+        if !fits {
+            let detail = format!(
+                "layer {} of {}, {} rows of {} in a step of {rows} rows of {width}, position {longest} of {}",
+                heads.layer,
+                layout.layers(),
+                qkv.count(),
+                qkv.width(),
+                heads.rope.positions
+            );
+            return Err(CudaError::Shape { what: "the heads of a layer", detail });
+        }
+        let address = |vector: &CudaVector| vector.values.address();
+        let constants = HeadConstants {
+            query_norm: heads.qk_norm.map_or(0, |(q, _)| address(q)),
+            key_norm: heads.qk_norm.map_or(0, |(_, k)| address(k)),
+            cosines: heads.rope.cosines.address(),
+            sines: heads.rope.sines.address(),
+            rotation: heads.rotation.map_or(0, |r| r.matrices.address()),
+            mean: heads.rotation.and_then(|r| r.means.as_ref()).map_or(0, Buffer::address),
+            eps: shape.rms_norm_eps,
+            unused: 0,
+        };
+        Ok(Projections { rows: qkv.values(), constants })
+    }
+
+    /// The part of `attend` before attention, in a launch of its own: for checks.
+    pub fn append(
+        &mut self,
+        heads: &LayerHeads<'_, CudaBackend>,
+        qkv: &mut CudaRows,
+        queries: &mut CudaRows,
+    ) -> Result<()> {
+        self.plan(true)?;
+        let projections = self.projections(heads, qkv)?;
+        let (shape, device) = (self.pool.shape(), &self.backend.device);
+        queries.set_width(shape.query_heads * shape.head_dim).resize(device, qkv.count(), true, false)?;
+        qkv.drop_rounded();
+        let Some(Planned { tables, .. }) = &self.planned else { return Ok(()) };
+        let append = &self.pool.kernels().append;
+        append.launch(device, heads.layer, tables, self.pool, projections, queries.values())
+    }
+
+    /// Quantizes the tiles that this layer has to.
+    fn demote(&mut self, layer: usize) -> Result<()> {
+        let device = &self.backend.device;
+        if self.pool.storage() == Storage::Decoded {
+            return crate::decoded::demote(device, layer, self.sequences, self.pool);
+        }
+        let Some(Planned { tables, .. }) = &self.planned else { return Ok(()) };
+        self.pool.kernels().demote(device, Scope::Layer(layer), tables, self.pool)
+    }
+
+    /// Attention alone, of rotated queries over pages that hold their keys and values: for benchmarks.
+    pub fn attention(&mut self, layer: usize, queries: &CudaRows, out: &mut CudaRows) -> Result<()> {
+        self.plan(true)?;
+        let shape = self.pool.shape();
+        let rows = self.planned.as_ref().map_or(0, |p| p.summary.rows);
+        let width = shape.query_heads * shape.head_dim;
+        if layer >= self.pool.layout().layers() || (queries.count(), queries.width()) != (rows, width) {
+            let detail = format!("{} rows of {} in layer {layer}", queries.count(), queries.width());
+            return Err(CudaError::Shape { what: "queries", detail });
+        }
+        self.run_attention(layer, Queries::Ready(queries.values()), rows, out)
+    }
+
+    fn run_attention(
+        &mut self,
+        layer: usize,
+        queries: Queries,
+        rows: usize,
+        out: &mut CudaRows,
+    ) -> Result<()> {
+        let Self { backend, state, pool, planned, .. } = self;
+        let Some(Planned { tables, summary, path }) = planned else { return Ok(()) };
+        let shape = pool.shape();
+        if out.width() != shape.query_heads * shape.head_dim {
+            let detail = format!("{} for {shape:?}", out.width());
+            return Err(CudaError::Shape { what: "the output of attention", detail });
+        }
+        out.resize(&backend.device, rows, true, CudaBackend::rounds(rows))?;
+        let (address, rounded) = (out.values(), out.rounded());
+        let call = LayerCall { layer, tables, summary, pages: pool, queries, out: address, rounded };
+        if !call.attend(&backend.device, *path, &mut state.decode)? {
+            out.drop_rounded();
+        }
+        Ok(())
+    }
+
+    /// RMSNorm alone: for checks.
+    pub fn rms_norm(
+        &mut self,
+        x: &CudaRows,
+        weight: &CudaVector,
+        eps: f32,
+        out: &mut CudaRows,
+    ) -> Result<()> {
+        self.backend.rms_norm(x, weight, eps, out)
+    }
+
+    /// The gate alone, of rows of `[gate | up]`: for checks.
+    pub fn swiglu(&mut self, gate_up: &CudaRows, out: &mut CudaRows) -> Result<()> {
+        self.backend.swiglu(gate_up, out)
+    }
+
+    /// Rows as a tap sees them: for checks.
+    pub fn tapped<'a>(&'a mut self, rows: &'a CudaRows) -> impl TappedRows + 'a {
+        CudaTapped { backend: self.backend, state: &mut self.state, rows }
+    }
+
+    fn embed_tokens(&mut self, table: &CudaMatrix, tokens: &[u32], out: &mut CudaRows) -> Result<()> {
+        let refuse = |detail: String| Err(CudaError::Shape { what: "an embedding", detail });
+        if let Some(bad) = tokens.iter().find(|&&t| t as usize >= table.outputs) {
+            return refuse(format!("token {bad} of {}", table.outputs));
+        }
+        if table.format() == WeightFormat::Fp8 || table.inputs != out.width() {
+            return refuse(format!("{:?} rows of {} to {}", table.format(), table.inputs, out.width()));
+        }
+        let backend = self.backend;
+        out.resize(&backend.device, tokens.len(), true, false)?;
+        let mut p = Embed {
+            table: table.weights.address(),
+            tokens: 0,
+            out: out.values(),
+            width: out.width() as u32,
+            unused: 0,
+            few: [0; EMBED_FEW],
+        };
+        // Parameters of a launch that is noted for a graph should be those of the last step.
+        match p.few.get_mut(..tokens.len()) {
+            Some(few) if backend.device.launches_at_once() => few.copy_from_slice(tokens),
+            _ => p.tokens = backend.send_indices(&mut self.state, Index::Tokens, tokens)?,
+        }
+        backend.launches.embed(tokens.len(), &p)
+    }
+
+    fn select_rows(&mut self, x: &CudaRows, rows: &[usize], out: &mut CudaRows) -> Result<()> {
+        check_rows(x, rows)?;
+        let backend = self.backend;
+        if out.width() != x.width() {
+            let detail = format!("rows of {} to {}", x.width(), out.width());
+            return Err(CudaError::Shape { what: "a selection", detail });
+        }
+        out.resize(&backend.device, rows.len(), true, false)?;
+        let rows_u32: Vec<u32> = rows.iter().map(|&r| r as u32).collect();
+        let ids = backend.send_indices(&mut self.state, Index::Rows, &rows_u32)?;
+        let p = Select { x: x.values(), rows: ids, out: out.values(), width: x.width() as u32, unused: 0 };
+        backend.launches.select(rows.len(), &p)
+    }
+}
+
+/// Rows that are read one by one must be there, in f32.
+fn check_rows(x: &CudaRows, rows: &[usize]) -> Result<()> {
+    if let Some(bad) = rows.iter().find(|&&r| r >= x.count() || x.values() == 0) {
+        let detail = format!("row {bad} of {}, in f32: {}", x.count(), x.values() != 0);
+        return Err(CudaError::Shape { what: "a choice of rows", detail });
+    }
+    Ok(())
+}
+
+impl Step<CudaBackend> for CudaStep<'_> {
+    fn embed(&mut self, table: &CudaMatrix, tokens: &[u32], out: &mut CudaRows) -> BackendResult<()> {
+        Ok(self.embed_tokens(table, tokens, out)?)
+    }
+
+    fn select(&mut self, x: &CudaRows, rows: &[usize], out: &mut CudaRows) -> BackendResult<()> {
+        Ok(self.select_rows(x, rows, out)?)
+    }
+
+    fn product(
+        &mut self,
+        product: Product<'_, CudaBackend>,
+        x: &CudaRows,
+        out: &mut CudaRows,
+    ) -> BackendResult<()> {
+        Ok(self.backend.product(&mut self.state, product, x, out)?)
+    }
+
+    fn attend(
+        &mut self,
+        heads: LayerHeads<'_, CudaBackend>,
+        qkv: &mut CudaRows,
+        out: &mut CudaRows,
+        tap: Option<&mut dyn Tap>,
+    ) -> BackendResult<()> {
+        self.attend_layer(&heads, qkv, out, tap)
+    }
+
+    fn read(&mut self, x: &CudaRows, rows: &[usize], out: &mut Vec<f32>) -> BackendResult<()> {
+        check_rows(x, rows)?;
+        if rows.iter().copied().eq(0..x.count()) {
+            return Ok(self.state.transfers.download(x.values(), x.count() * x.width(), out)?);
+        }
+        let mut selected = std::mem::take(&mut self.state.selected);
+        let done = self
+            .select_rows(x, rows, selected.set_width(x.width()))
+            .and_then(|()| self.state.transfers.download(selected.values(), rows.len() * x.width(), out));
+        self.state.selected = selected;
+        Ok(done?)
+    }
+
+    fn pick(
+        &mut self,
+        logits: &CudaRows,
+        rows: &[(usize, Pick)],
+        out: &mut Vec<Vec<Candidate>>,
+    ) -> BackendResult<()> {
+        if rows.is_empty() {
+            return Ok(());
+        }
+        let picks = self.backend.launch_picks(&mut self.state, logits, rows)?;
+        Ok(self.backend.read_picks(&mut self.state, &picks, out)?)
+    }
+
+    fn finish(self) -> BackendResult<()> {
+        Ok(self.backend.device.flush()?)
+    }
+}

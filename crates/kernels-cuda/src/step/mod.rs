@@ -1,0 +1,86 @@
+//! The tables of a step: which rows belong to which sequence, where their pages lie, and which tiles
+//! are quantized.
+//!
+//! The host makes them once for all layers ([`plan`]) and sends what changed since the last step
+//! ([`upload`]). All kernels read them through [`StepTables`].
+//!
+//! A step mostly quantizes tiles that earlier steps wrote: a generated token is the oldest of its
+//! window when its turn comes. Then one launch quantizes the tiles of all layers before the first
+//! layer ([`PlannedStep::ahead`]). A prompt that quantizes its own rows does it layer by layer.
+
+mod hazards;
+mod layout;
+mod plan;
+mod upload;
+
+pub(crate) use layout::window;
+pub use layout::{SequenceInfo, StepTables};
+pub use plan::StepSummary;
+
+use crate::device::Device;
+use crate::error::Result;
+use crate::pages::CudaPages;
+use crate::storage::Storage;
+use crate::transfers::Transfers;
+use oscar_backend::SequenceRows;
+use oscar_codec::Windows;
+use plan::Words;
+use upload::TableUpload;
+
+/// Makes the tables; kept from step to step, with the memory they lie in.
+#[derive(Default)]
+pub struct StepPlanner {
+    words: Words,
+    upload: TableUpload,
+}
+
+/// A step whose tables are on their way to the device.
+pub struct PlannedStep {
+    /// Tables for the launches of each layer.
+    pub tables: StepTables,
+    /// The same tables with the tiles that are quantized in all layers before the first one.
+    pub ahead: Option<StepTables>,
+    pub summary: StepSummary,
+}
+
+impl StepPlanner {
+    /// Plans a step over `pages` and sends its tables.
+    pub fn plan(
+        &mut self,
+        device: &Device,
+        transfers: &mut Transfers,
+        pages: &CudaPages,
+        sequences: &[SequenceRows<'_>],
+    ) -> Result<PlannedStep> {
+        let windows = pages.layout().windows();
+        let summary = self.words.fill(windows, pages.storage(), sequences)?;
+        let all = self.send(device, transfers, windows, &summary)?;
+        let by_layer = if summary.quantizes_ahead { 0 } else { summary.tiles };
+        let tables = StepTables { demoted_count: by_layer as u32, ..all };
+        Ok(PlannedStep { tables, ahead: summary.quantizes_ahead.then_some(all), summary })
+    }
+
+    /// Plans the quantization of tiles outside of a step: the tables have no rows.
+    pub fn plan_demotion(
+        &mut self,
+        device: &Device,
+        transfers: &mut Transfers,
+        pages: &CudaPages,
+        sequences: &[SequenceRows<'_>],
+    ) -> Result<PlannedStep> {
+        let summary = self.words.fill_tiles(pages.storage() == Storage::Codes, sequences)?;
+        let tables = self.send(device, transfers, pages.layout().windows(), &summary)?;
+        Ok(PlannedStep { tables, ahead: Some(tables), summary })
+    }
+
+    fn send(
+        &mut self,
+        device: &Device,
+        transfers: &mut Transfers,
+        windows: &Windows,
+        summary: &StepSummary,
+    ) -> Result<StepTables> {
+        let base = self.upload.send(device, transfers, &self.words)?;
+        Ok(self.words.tables(base, windows, summary))
+    }
+}

@@ -1,0 +1,355 @@
+//! One model on one device, and the loop that runs its steps.
+//!
+//! [`Runner`] owns a model, its page storage and its page budget. It runs steps over any number of
+//! [`Sequence`]s at once: prefill chunks and single decode tokens alike. Every command and the
+//! serving engine use this loop.
+//!
+//! **Invariants:** knows no request, no sampling and no clock. A sequence's result depends on that
+//! sequence alone: not on the chunks its prompt came in, not on the other sequences of the step. A
+//! [`CacheLayout`] is put into the device's form here, once.
+
+mod sequence;
+
+pub use oscar_models::StepOutput;
+pub use sequence::{Logits, Sequence, StepRequest};
+
+use oscar_backend::{Backend, BackendError, Benchmarks, CacheHead, Calibrates, Step, Tap, WeightFormat};
+use oscar_cache::{OutOfPages, PagePool, PoolUsage, SequenceRows, TailDemotion};
+use oscar_codec::{CacheLayout, PAGE_TOKENS, RotationSet};
+use oscar_models::{BuildError, DecoderConfig, StepInput, Transformer, Weights, Workspace};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// What can stop a step. The sequences of a refused step are as they were before.
+#[derive(Debug, thiserror::Error)]
+pub enum StepError {
+    #[error(transparent)]
+    OutOfPages(#[from] OutOfPages),
+    #[error(transparent)]
+    Backend(#[from] BackendError),
+    #[error(
+        "position {position} is beyond the context of {context} tokens: shorten the prompt or raise --context"
+    )]
+    Context { position: usize, context: usize },
+    #[error("token {token} does not exist: the vocabulary has {vocab} tokens")]
+    Token { token: u32, vocab: usize },
+}
+
+/// How a model is to be run.
+pub struct RunnerOptions<'a> {
+    /// The cache, in any byte order.
+    pub layout: CacheLayout,
+    /// Rotations of the cache; none for formats that store rows as they are.
+    pub rotations: Option<&'a RotationSet>,
+    /// Longest sequence, in tokens.
+    pub context: usize,
+    pub kv_memory: KvMemory,
+    /// Most prompt tokens of one sequence in one step.
+    pub prefill_chunk: usize,
+}
+
+/// Memory for KV pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum KvMemory {
+    Bytes(usize),
+    /// Enough for `count` sequences of `tokens` tokens.
+    Sequences {
+        count: usize,
+        tokens: usize,
+    },
+}
+
+impl KvMemory {
+    /// The budget in bytes, for a layout in the device's form.
+    pub fn bytes(self, layout: &CacheLayout, prefill_chunk: usize) -> usize {
+        match self {
+            Self::Bytes(bytes) => bytes,
+            Self::Sequences { count, tokens } => count * working_bytes(layout, tokens, prefill_chunk),
+        }
+    }
+}
+
+/// Bytes a sequence may hold at any moment: at rest, plus the full pages of one prefill chunk.
+pub fn working_bytes(layout: &CacheLayout, context: usize, chunk: usize) -> usize {
+    let chunk_blocks = chunk.min(context).div_ceil(PAGE_TOKENS) + 2;
+    layout.peak_bytes(context) + chunk_blocks * layout.full_block_bytes()
+}
+
+/// A loaded model with its cache.
+pub struct Runner<B: Backend> {
+    backend: Arc<B>,
+    model: Transformer<B>,
+    storage: B::Pool,
+    workspace: Workspace<B>,
+    layout: CacheLayout,
+    pool: PagePool,
+    prefill_chunk: usize,
+    weight_bytes: usize,
+}
+
+impl<B: Backend> Runner<B> {
+    pub fn load(
+        backend: B,
+        config: &DecoderConfig,
+        weights: &Weights,
+        options: RunnerOptions<'_>,
+        progress: impl FnMut(usize),
+    ) -> Result<Self, BuildError> {
+        let model =
+            Transformer::build(&backend, config, weights, options.rotations, options.context, progress)?;
+        Self::new(Arc::new(backend), model, &options.layout, options.kv_memory, options.prefill_chunk)
+    }
+
+    /// The same model with another cache, on the same device and sharing its weights, except the
+    /// projections that other rotations are folded into. The context is this runner's.
+    pub fn with_cache(&self, weights: &Weights, options: RunnerOptions<'_>) -> Result<Self, BuildError> {
+        let model = self.model.with_rotations(&self.backend, weights, options.rotations)?;
+        Self::new(self.backend.clone(), model, &options.layout, options.kv_memory, options.prefill_chunk)
+    }
+
+    /// A cache of its own for a model that is on the device already.
+    pub fn new(
+        backend: Arc<B>,
+        model: Transformer<B>,
+        layout: &CacheLayout,
+        kv_memory: KvMemory,
+        prefill_chunk: usize,
+    ) -> Result<Self, BuildError> {
+        let layout = backend.held_layout(layout);
+        let prefill_chunk = prefill_chunk.max(1);
+        let budget = kv_memory.bytes(&layout, prefill_chunk);
+        Ok(Self {
+            storage: backend.pool(&layout, model.heads(), budget)?,
+            workspace: model.workspace(&backend),
+            weight_bytes: model.matrix_bytes(&backend),
+            pool: PagePool::new(&layout, budget),
+            layout,
+            prefill_chunk,
+            backend,
+            model,
+        })
+    }
+
+    pub fn backend(&self) -> &B {
+        &self.backend
+    }
+
+    pub fn config(&self) -> &DecoderConfig {
+        self.model.config()
+    }
+
+    /// The cache as the device keeps it.
+    pub fn layout(&self) -> &CacheLayout {
+        &self.layout
+    }
+
+    /// Rotations of the cache.
+    pub fn rotations(&self) -> Option<&RotationSet> {
+        self.model.rotations()
+    }
+
+    /// Longest sequence, in tokens.
+    pub fn context(&self) -> usize {
+        self.model.max_positions()
+    }
+
+    /// Bytes of the matrices as the device holds them: a decode step reads them all.
+    pub fn weight_bytes(&self) -> usize {
+        self.weight_bytes
+    }
+
+    pub fn usage(&self) -> PoolUsage {
+        self.pool.usage()
+    }
+
+    pub fn pool(&self) -> &PagePool {
+        &self.pool
+    }
+
+    /// Most prompt tokens of one sequence in one step.
+    pub fn prefill_chunk(&self) -> usize {
+        self.prefill_chunk
+    }
+
+    /// Changes the prefill chunk; answers do not depend on it.
+    pub fn set_prefill_chunk(&mut self, tokens: usize) {
+        self.prefill_chunk = tokens.max(1);
+    }
+
+    /// Sets the pages aside that a step of `tokens` tokens will need. Changes nothing on failure.
+    pub fn reserve(&self, sequence: &mut Sequence, tokens: usize) -> Result<(), OutOfPages> {
+        sequence.reserved = None;
+        sequence.reserved = Some(sequence.pages.prepare(&self.layout, &self.pool, tokens)?);
+        Ok(())
+    }
+
+    /// Runs one step over all requests together; `out` receives logits and picks in request order.
+    pub fn step(&mut self, requests: &mut [StepRequest<'_>], out: &mut StepOutput) -> Result<(), StepError> {
+        self.tapped_step(requests, out, None)
+    }
+
+    /// [`Runner::step`] with a tap on every layer.
+    pub fn tapped_step(
+        &mut self,
+        requests: &mut [StepRequest<'_>],
+        out: &mut StepOutput,
+        tap: Option<&mut dyn Tap>,
+    ) -> Result<(), StepError> {
+        self.check(requests)?;
+        let mut steps = Vec::with_capacity(requests.len());
+        for request in requests.iter_mut() {
+            // A refusal half-way leaves earlier sequences with pages they will need anyway. Their
+            // length, and so their answers, stay unchanged until `commit`.
+            let sequence = &mut *request.sequence;
+            steps.push(match sequence.reserved.take() {
+                Some(step) if step.positions.len() == request.tokens.len() => step,
+                _ => sequence.pages.prepare(&self.layout, &self.pool, request.tokens.len())?,
+            });
+        }
+        let (mut tokens, mut rows) = (Vec::new(), Vec::with_capacity(requests.len()));
+        let (mut wanted, mut picks) = (Vec::new(), Vec::new());
+        for (request, step) in requests.iter().zip(&steps) {
+            let first = tokens.len();
+            rows.push(request.sequence.pages.rows(step, first));
+            tokens.extend_from_slice(request.tokens);
+            let logits = request.logits.rows(request.tokens.len());
+            if let (Logits::Pick(what), false) = (&request.logits, logits.is_empty()) {
+                picks.push((wanted.len(), *what));
+            }
+            wanted.extend(logits.map(|row| first + row));
+        }
+        if tokens.is_empty() {
+            *out = StepOutput::default();
+            return Ok(());
+        }
+        let input = StepInput { tokens: &tokens, logits: &wanted, picks: &picks };
+        let mut step = self.backend.step(&rows, &mut self.storage)?;
+        self.model.forward(&mut step, &input, &mut self.workspace, out, tap)?;
+        step.finish()?;
+        for (request, step) in requests.iter_mut().zip(&steps) {
+            request.sequence.pages.commit(&self.layout, step);
+        }
+        Ok(())
+    }
+
+    fn check(&self, requests: &[StepRequest<'_>]) -> Result<(), StepError> {
+        let (context, vocab) = (self.context(), self.config().vocab_size);
+        for request in requests {
+            let end = request.sequence.len() + request.tokens.len();
+            if end > context {
+                return Err(StepError::Context { position: end - 1, context });
+            }
+            if let Some(&token) = request.tokens.iter().find(|&&t| t as usize >= vocab) {
+                return Err(StepError::Token { token, vocab });
+            }
+        }
+        Ok(())
+    }
+
+    /// Feeds a prompt in chunks and leaves the last token's logits in `out`. `progress` hears how many
+    /// prompt tokens are stored.
+    pub fn prefill(
+        &mut self,
+        sequence: &mut Sequence,
+        tokens: &[u32],
+        out: &mut StepOutput,
+        mut progress: impl FnMut(usize),
+    ) -> Result<(), StepError> {
+        let mut done = 0;
+        for chunk in tokens.chunks(self.prefill_chunk) {
+            done += chunk.len();
+            let logits = if done == tokens.len() { Logits::Last } else { Logits::None };
+            self.step(&mut [StepRequest { sequence, tokens: chunk, logits }], out)?;
+            progress(done);
+        }
+        Ok(())
+    }
+
+    /// Quantizes the rows of stored pages that the prefix cache gave up.
+    pub fn demote_tails(&mut self, tails: &[TailDemotion]) -> Result<(), StepError> {
+        if tails.is_empty() {
+            return Ok(());
+        }
+        // Each as a sequence that holds only this block.
+        let tables: Vec<_> = tails
+            .iter()
+            .map(|tail| {
+                let (mut full, mut coded) = (vec![None; tail.block + 1], vec![None; tail.block + 1]);
+                (full[tail.block], coded[tail.block]) = (Some(tail.full), Some(tail.coded));
+                (full, coded)
+            })
+            .collect();
+        let rows: Vec<SequenceRows<'_>> = tails
+            .iter()
+            .zip(&tables)
+            .map(|(tail, (full, coded))| SequenceRows {
+                rows: 0..0,
+                first_position: tail.positions.end,
+                full,
+                coded,
+                demote: tail.positions.clone(),
+                demote_values: tail.positions.clone(),
+            })
+            .collect();
+        Ok(self.backend.demote(&rows, &mut self.storage)?)
+    }
+}
+
+impl<B: Benchmarks> Runner<B> {
+    /// A model of this shape with random weights.
+    pub fn random(
+        backend: B,
+        config: &DecoderConfig,
+        weights: WeightFormat,
+        options: RunnerOptions<'_>,
+    ) -> Result<Self, BuildError> {
+        let model = Transformer::random(&backend, config, weights, options.rotations, options.context)?;
+        Self::new(Arc::new(backend), model, &options.layout, options.kv_memory, options.prefill_chunk)
+    }
+
+    /// Gives a sequence the pages of `tokens` more tokens with random contents, without computing
+    /// anything. Returns `false`, and changes nothing, if the device cannot.
+    pub fn pretend(&mut self, sequence: &mut Sequence, tokens: usize) -> Result<bool, StepError> {
+        if !self.backend.randomize(&mut self.storage, 0, 0)? {
+            return Ok(false);
+        }
+        let end = sequence.len() + tokens;
+        while sequence.len() < end {
+            let chunk = self.prefill_chunk.min(end - sequence.len());
+            let step = sequence.pages.prepare(&self.layout, &self.pool, chunk)?;
+            let last = |ids: &mut dyn Iterator<Item = u32>| ids.max().map_or(0, |id| id as usize + 1);
+            let full = last(&mut sequence.pages.full().iter().flatten().map(|id| id.0));
+            let coded = last(&mut sequence.pages.coded().iter().flatten().map(|id| id.0));
+            self.backend.randomize(&mut self.storage, full, coded)?;
+            sequence.pages.commit(&self.layout, &step);
+        }
+        Ok(true)
+    }
+}
+
+impl<B: Calibrates> Runner<B> {
+    /// Reads the keys and values of one head at `positions` of a sequence.
+    pub fn read_rows(
+        &self,
+        sequence: &Sequence,
+        head: CacheHead,
+        positions: Range<usize>,
+    ) -> Result<(Vec<f32>, Vec<f32>), StepError> {
+        let (full, mut keys, mut values) = (sequence.pages.full(), Vec::new(), Vec::new());
+        self.backend.read_full_rows(head, full, positions, &self.storage, &mut keys, &mut values)?;
+        Ok((keys, values))
+    }
+
+    /// Replaces keys and values of one head from position `first` of a sequence on.
+    pub fn write_rows(
+        &mut self,
+        sequence: &Sequence,
+        head: CacheHead,
+        first: usize,
+        keys: &[f32],
+        values: &[f32],
+    ) -> Result<(), StepError> {
+        let full = sequence.pages.full();
+        Ok(self.backend.write_full_rows(head, full, first, keys, values, &mut self.storage)?)
+    }
+}

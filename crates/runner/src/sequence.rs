@@ -1,0 +1,97 @@
+//! A sequence in the cache, and what it asks of a step.
+
+use oscar_backend::Pick;
+use oscar_cache::{PrefixKey, PrefixPages, RadixCache, SequencePages, StepPages};
+use oscar_codec::CacheLayout;
+use std::ops::Range;
+
+/// A sequence in the cache.
+#[derive(Debug, Default)]
+pub struct Sequence {
+    pub(crate) pages: SequencePages,
+    /// A step whose pages are set aside.
+    pub(crate) reserved: Option<StepPages>,
+}
+
+impl Sequence {
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// A sequence that continues a stored prefix (which may be empty) and can be put into the prefix
+    /// cache.
+    pub fn resume(layout: &CacheLayout, prefix: PrefixPages) -> Self {
+        Self { pages: SequencePages::resume(layout, prefix), reserved: None }
+    }
+
+    /// Offers the whole pages of the sequence, whose tokens these are, to the prefix cache.
+    pub fn publish<'a>(&mut self, cache: &mut RadixCache, key: impl Into<PrefixKey<'a>>) -> usize {
+        let PrefixKey { salt, tokens } = key.into();
+        let stored = &tokens[..self.pages.len().min(tokens.len())];
+        cache.insert(PrefixKey::new(salt, stored), &mut self.pages)
+    }
+
+    /// Releases full pages that were kept for a prefix cache.
+    pub fn trim(&mut self, layout: &CacheLayout) {
+        self.pages.trim(layout);
+    }
+
+    /// Forgets positions from `len` on. Only for caches without coded pages: a code cannot be undone.
+    pub fn rewind(&mut self, len: usize) {
+        self.reserved = None;
+        self.pages.rewind(len);
+    }
+
+    /// First position at or beyond the sink that is not coded; the sink itself in caches without codes.
+    pub fn boundary(&self, layout: &CacheLayout) -> usize {
+        match layout.coded() {
+            Some(_) => self.pages.boundary(layout),
+            None => layout.windows().sink(),
+        }
+    }
+
+    /// Tokens stored.
+    pub fn len(&self) -> usize {
+        self.pages.len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.pages.is_empty()
+    }
+
+    pub fn pages(&self) -> &SequencePages {
+        &self.pages
+    }
+}
+
+/// What one sequence brings to a step.
+pub struct StepRequest<'a> {
+    pub sequence: &'a mut Sequence,
+    pub tokens: &'a [u32],
+    /// Which of `tokens` want logits.
+    pub logits: Logits,
+}
+
+/// Rows whose logits are wanted.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Logits {
+    None,
+    Last,
+    All,
+    /// Of these tokens of the request.
+    Of(Range<usize>),
+    /// Of the last token, only its most likely successors.
+    Pick(Pick),
+}
+
+impl Logits {
+    /// The tokens of a request that want logits.
+    pub fn rows(&self, tokens: usize) -> Range<usize> {
+        match self {
+            Self::None => 0..0,
+            Self::Last | Self::Pick(_) => tokens.saturating_sub(1)..tokens,
+            Self::All => 0..tokens,
+            Self::Of(rows) => rows.start.min(tokens)..rows.end.min(tokens),
+        }
+    }
+}
