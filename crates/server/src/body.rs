@@ -197,7 +197,10 @@ mod tests {
     use super::*;
     use crate::schema::Kind;
 
-    const TABLE: &[Field] = &[Field::new("a", Kind::Any, ""), Field::new("user", Kind::Ignored, "Ignored")];
+    const TABLE: &[Field] = &[
+        Field { name: "a", kind: Kind::Any, about: "", required: false },
+        Field { name: "user", kind: Kind::Ignored, about: "", required: false },
+    ];
 
     #[test]
     fn what_is_no_object_is_refused() {

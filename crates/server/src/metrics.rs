@@ -138,8 +138,8 @@ impl Metrics {
     /// A request has ended; `decode` is the time since its first token, if a choice had more than one.
     pub fn request_done(&self, totals: Totals, elapsed: Duration, decode: Option<Duration>, tokens: usize) {
         self.request.observe(elapsed.as_secs_f64());
-        self.prompt_tokens.observe(totals.prompt as f64);
-        self.generation_tokens.observe(totals.completion as f64);
+        self.prompt_tokens.observe(totals.usage.prompt_tokens as f64);
+        self.generation_tokens.observe(totals.usage.completion_tokens as f64);
         if let Some(decode) = decode.filter(|_| tokens > 1) {
             self.per_token.observe(decode.as_secs_f64() / (tokens - 1) as f64);
         }

@@ -1,13 +1,27 @@
-//! One description of every request field: the validator reads it, and so does `/openapi.json`.
+//! One declaration of every request field. Parsing, validation and `/openapi.json` all come from it.
 //!
-//! Invariant: a field that is absent or null passes; a field that is not described is ignored. After
-//! [`check`] the typed structures of an endpoint deserialize without surprises.
+//! **To add a field**, write one line into a [`request_fields!`] block:
+//!
+//! ```text
+//! /// Text of the OpenAPI document: this comment.
+//! pub top_k: Option<i64> = Kind::Integer { min: -1, max: u32::MAX as i64 },
+//! ```
+//!
+//! The name is the JSON name. The type says how the value is read: `Option<T>` for a field that may be absent or
+//! null, `T` for a required one; `T` is any [`FieldValue`]. The part behind `=` is needed only where the type alone
+//! allows too much. A new kind of value is a new variant of [`Kind`] and an implementation of [`FieldValue`]. Fields in
+//! an `ignored` block are documented and skipped.
+//!
+//! **Invariant:** a field that is not declared is ignored. A value that is read has been checked by its [`Kind`], and
+//! an error names the field, the allowed values and the value that was sent.
 
+use oscar_engine::Allowed;
 use serde_json::{Map, Value, json};
 
+use crate::body::parse_object;
 use crate::error::ApiError;
 
-/// A request field.
+/// A declared field.
 #[derive(Clone, Copy, Debug)]
 pub struct Field {
     pub name: &'static str,
@@ -16,7 +30,14 @@ pub struct Field {
     pub required: bool,
 }
 
-/// What a field may hold.
+impl Field {
+    /// The field is skipped while the body is read.
+    pub fn is_ignored(&self) -> bool {
+        self.kind == Kind::Ignored
+    }
+}
+
+/// The values that a field may have.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Kind {
     Boolean,
@@ -24,12 +45,7 @@ pub enum Kind {
         min: i64,
         max: i64,
     },
-    Number {
-        min: f64,
-        max: f64,
-        /// `min` itself is not allowed.
-        above: bool,
-    },
+    Number(Allowed),
     Text,
     Object,
     /// A list of objects.
@@ -39,54 +55,147 @@ pub enum Kind {
     Tokens,
     /// Text, texts, token ids or lists of token ids.
     Prompt,
-    /// Looked at by the endpoint itself.
+    /// Checked by the endpoint itself.
     Any,
-    /// Accepted and thrown away.
+    /// Accepted and skipped while the body is read.
     Ignored,
 }
 
-impl Field {
-    pub const fn new(name: &'static str, kind: Kind, about: &'static str) -> Self {
-        Self { name, kind, about, required: false }
-    }
+/// A type that a field can have.
+pub trait FieldValue: Sized {
+    /// The kind of a field whose declaration names no other.
+    const KIND: Kind;
 
-    /// Is the field skipped while the body is read?
-    pub fn is_ignored(&self) -> bool {
-        self.kind == Kind::Ignored
-    }
+    /// Reads a value that the field's kind has accepted; `None` if the kind does not fit the type.
+    fn read(value: Value) -> Option<Self>;
+}
 
-    pub const fn required(mut self) -> Self {
-        self.required = true;
-        self
+/// A declared type: `Option<T>` or, for a required field, `T`.
+pub trait FieldType: Sized {
+    const KIND: Kind;
+    const REQUIRED: bool;
+
+    fn take(field: &Field, body: &mut Map<String, Value>) -> Result<Self, ApiError>;
+}
+
+impl<T: FieldValue> FieldType for Option<T> {
+    const KIND: Kind = T::KIND;
+    const REQUIRED: bool = false;
+
+    fn take(field: &Field, body: &mut Map<String, Value>) -> Result<Self, ApiError> {
+        let value = match body.remove(field.name) {
+            None | Some(Value::Null) => return Ok(None),
+            Some(value) => value,
+        };
+        let refuse = |value: String| {
+            ApiError::param(field.name, format!("must be {}, not {value}", field.kind.expected()))
+        };
+        if !field.kind.accepts(&value) {
+            return Err(refuse(shown(&value)));
+        }
+        T::read(value).map(Some).ok_or_else(|| refuse("this".to_owned()))
     }
 }
 
-/// Checks every described field that is present.
-pub fn check(tables: &[&[Field]], body: &Map<String, Value>) -> Result<(), ApiError> {
-    for field in tables.iter().copied().flatten() {
-        match body.get(field.name) {
-            None | Some(Value::Null) if field.required => {
-                return Err(ApiError::param(field.name, "is missing"));
-            }
-            None | Some(Value::Null) => {}
-            Some(value) if field.kind.accepts(value) => {}
-            Some(value) => {
-                let problem = format!("must be {}, not {}", field.kind.expected(), shown(value));
-                return Err(ApiError::param(field.name, problem));
+impl<T: FieldValue> FieldType for T {
+    const KIND: Kind = T::KIND;
+    const REQUIRED: bool = true;
+
+    fn take(field: &Field, body: &mut Map<String, Value>) -> Result<Self, ApiError> {
+        <Option<T> as FieldType>::take(field, body)?.ok_or_else(|| ApiError::param(field.name, "is missing"))
+    }
+}
+
+/// A group of fields, declared by [`request_fields!`].
+pub trait Fields: Sized {
+    const FIELDS: &'static [Field];
+
+    /// Moves the fields out of a body.
+    fn take(body: &mut Map<String, Value>) -> Result<Self, ApiError>;
+}
+
+/// A whole body: one or more groups of fields.
+pub trait RequestBody: Sized {
+    const TABLES: &'static [&'static [Field]];
+
+    fn parse(bytes: &[u8]) -> Result<Self, ApiError>;
+}
+
+macro_rules! body_of_groups {
+    ($($group:ident),+) => {
+        impl<$($group: Fields),+> RequestBody for ($($group,)+) {
+            const TABLES: &'static [&'static [Field]] = &[$($group::FIELDS),+];
+
+            fn parse(bytes: &[u8]) -> Result<Self, ApiError> {
+                let mut body = parse_object(bytes, Self::TABLES)?;
+                Ok(($($group::take(&mut body)?,)+))
             }
         }
-    }
-    Ok(())
+    };
 }
 
+body_of_groups!(A);
+body_of_groups!(A, B);
+body_of_groups!(A, B, C);
+
+/// Declares a group of request fields; see the [module](self).
+macro_rules! request_fields {
+    (
+        $(#[doc = $doc:literal])*
+        $vis:vis struct $group:ident {
+            $($(#[doc = $about:literal])+ $field_vis:vis $name:ident: $type:ty $(= $kind:expr)?,)*
+        }
+        $(ignored { $($(#[doc = $ignored_about:literal])+ $ignored:ident,)* })?
+    ) => {
+        $(#[doc = $doc])*
+        #[derive(Debug)]
+        $vis struct $group {
+            $($(#[doc = $about])+ $field_vis $name: $type,)*
+        }
+
+        impl $crate::schema::Fields for $group {
+            const FIELDS: &'static [$crate::schema::Field] = &[
+                $($crate::schema::request_fields!(@field $name, $type, concat!($($about),+) $(, $kind)?),)*
+                $($($crate::schema::request_fields!(@field
+                    $ignored, Option<serde_json::Value>, concat!($($ignored_about),+),
+                    $crate::schema::Kind::Ignored
+                ),)*)?
+            ];
+
+            fn take(
+                body: &mut serde_json::Map<String, serde_json::Value>,
+            ) -> Result<Self, $crate::error::ApiError> {
+                let mut fields = Self::FIELDS.iter();
+                let mut next = || fields.next().expect("FIELDS has every field, in order");
+                Ok(Self { $($name: $crate::schema::FieldType::take(next(), body)?),* })
+            }
+        }
+    };
+    (@field $name:ident, $type:ty, $about:expr) => {
+        $crate::schema::request_fields!(@field $name, $type, $about,
+            <$type as $crate::schema::FieldType>::KIND)
+    };
+    (@field $name:ident, $type:ty, $about:expr, $kind:expr) => {
+        $crate::schema::Field {
+            name: stringify!($name),
+            kind: $kind,
+            about: $about.trim_ascii(),
+            required: <$type as $crate::schema::FieldType>::REQUIRED,
+        }
+    };
+}
+pub(crate) use request_fields;
+
 impl Kind {
+    pub const COUNT: Self = Self::Integer { min: 0, max: i64::MAX };
+    pub const AT_LEAST_ONE: Self = Self::Integer { min: 1, max: i64::MAX };
+
     pub fn accepts(&self, value: &Value) -> bool {
         match *self {
             Self::Boolean => value.is_boolean(),
             Self::Integer { min, max } => value.as_i64().is_some_and(|number| (min..=max).contains(&number)),
-            Self::Number { min, max, above } => value
-                .as_f64()
-                .is_some_and(|number| number <= max && if above { number > min } else { number >= min }),
+            // As f32, since that is what the engine gets: a tiny number may become 0.
+            Self::Number(allowed) => value.as_f64().is_some_and(|number| allowed.contains(number as f32)),
             Self::Text => value.is_string(),
             Self::Object => value.is_object(),
             Self::Objects => all(value, Value::is_object),
@@ -102,15 +211,14 @@ impl Kind {
         }
     }
 
-    /// What is allowed, in words that complete "must be".
+    /// The allowed values, in words that complete "must be".
     pub fn expected(&self) -> String {
         match *self {
             Self::Boolean => "true or false".to_owned(),
+            Self::Integer { min: i64::MIN, max: i64::MAX } => "an integer".to_owned(),
             Self::Integer { min, max: i64::MAX } => format!("an integer of at least {min}"),
-            Self::Integer { min: i64::MIN, .. } => "an integer".to_owned(),
             Self::Integer { min, max } => format!("an integer from {min} to {max}"),
-            Self::Number { min, max, above: true } => format!("a number above {min} and at most {max}"),
-            Self::Number { min, max, above: false } => format!("a number from {min} to {max}"),
+            Self::Number(allowed) => format!("a number {allowed}"),
             Self::Text => "a string".to_owned(),
             Self::Object => "an object".to_owned(),
             Self::Objects => "a list of objects".to_owned(),
@@ -140,7 +248,7 @@ impl Kind {
                 }
                 schema
             }
-            Self::Number { min, max, above } => {
+            Self::Number(Allowed { min, max, above }) => {
                 let lower = if above { "exclusiveMinimum" } else { "minimum" };
                 json!({"type": "number", lower: min, "maximum": max})
             }
@@ -153,6 +261,100 @@ impl Kind {
                 text, {"type": "array", "items": text}, tokens, {"type": "array", "items": tokens}]}),
             Self::Any | Self::Ignored => json!({}),
         }
+    }
+}
+
+impl FieldValue for bool {
+    const KIND: Kind = Kind::Boolean;
+
+    fn read(value: Value) -> Option<Self> {
+        value.as_bool()
+    }
+}
+
+impl FieldValue for i64 {
+    const KIND: Kind = Kind::Integer { min: i64::MIN, max: i64::MAX };
+
+    fn read(value: Value) -> Option<Self> {
+        value.as_i64()
+    }
+}
+
+impl FieldValue for usize {
+    const KIND: Kind = Kind::COUNT;
+
+    fn read(value: Value) -> Option<Self> {
+        usize::try_from(value.as_u64()?).ok()
+    }
+}
+
+impl FieldValue for f32 {
+    const KIND: Kind = Kind::Number(Allowed { min: f32::MIN, max: f32::MAX, above: false });
+
+    fn read(value: Value) -> Option<Self> {
+        value.as_f64().map(|number| number as f32)
+    }
+}
+
+impl FieldValue for String {
+    const KIND: Kind = Kind::Text;
+
+    fn read(value: Value) -> Option<Self> {
+        match value {
+            Value::String(text) => Some(text),
+            _ => None,
+        }
+    }
+}
+
+/// One string reads as a list of one.
+impl FieldValue for Vec<String> {
+    const KIND: Kind = Kind::TextOrTexts;
+
+    fn read(value: Value) -> Option<Self> {
+        match value {
+            Value::String(text) => Some(vec![text]),
+            Value::Array(items) => items.into_iter().map(String::read).collect(),
+            _ => None,
+        }
+    }
+}
+
+impl FieldValue for Vec<u32> {
+    const KIND: Kind = Kind::Tokens;
+
+    fn read(value: Value) -> Option<Self> {
+        value.as_array()?.iter().map(|id| u32::try_from(id.as_u64()?).ok()).collect()
+    }
+}
+
+impl FieldValue for Map<String, Value> {
+    const KIND: Kind = Kind::Object;
+
+    fn read(value: Value) -> Option<Self> {
+        match value {
+            Value::Object(object) => Some(object),
+            _ => None,
+        }
+    }
+}
+
+impl FieldValue for Vec<Map<String, Value>> {
+    const KIND: Kind = Kind::Objects;
+
+    fn read(value: Value) -> Option<Self> {
+        match value {
+            Value::Array(items) => items.into_iter().map(Map::read).collect(),
+            _ => None,
+        }
+    }
+}
+
+impl FieldValue for Value {
+    const KIND: Kind = Kind::Any;
+
+    fn read(value: Value) -> Option<Self> {
+        Some(value)
     }
 }
 
@@ -182,7 +384,7 @@ mod tests {
 
     #[test]
     fn kinds_accept_what_they_say() {
-        let tenth = Kind::Number { min: 0.0, max: 1.0, above: true };
+        let tenth = Kind::Number(Allowed { min: 0.0, max: 1.0, above: true });
         let cases = [
             (Kind::Boolean, json!(true), true),
             (Kind::Boolean, json!("true"), false),
@@ -192,6 +394,7 @@ mod tests {
             (Kind::Integer { min: 0, max: i64::MAX }, json!(u64::MAX), false),
             (Kind::Integer { min: 0, max: 5 }, json!(1.5), false),
             (tenth, json!(0), false),
+            (tenth, json!(1e-60), false),
             (tenth, json!(1), true),
             (tenth, json!("1"), false),
             (Kind::TextOrTexts, json!("a"), true),
@@ -208,14 +411,28 @@ mod tests {
         }
     }
 
+    request_fields! {
+        /// Fields of the tests.
+        struct Sample {
+            /// How many,
+            /// in words
+            count: Option<i64> = Kind::Integer { min: 1, max: 3 },
+            /// Some words
+            words: Vec<String>,
+        }
+        ignored {
+            /// For nobody
+            note,
+        }
+    }
+
     #[test]
     fn errors_name_the_field() {
-        const TABLE: &[Field] = &[
-            Field::new("count", Kind::Integer { min: 1, max: 3 }, ""),
-            Field::new("words", Kind::TextOrTexts, "").required(),
-        ];
-        let check = |body: Value| check(&[TABLE], body.as_object().unwrap());
-        assert!(check(json!({"words": "x", "count": null, "unknown": []})).is_ok());
+        let check = |body: Value| <(Sample,)>::parse(body.to_string().as_bytes()).map(|(sample,)| sample);
+        let sample = check(json!({"words": "x", "count": null, "unknown": []})).unwrap();
+        assert_eq!((sample.count, sample.words), (None, vec!["x".to_owned()]));
+        let sample = check(json!({"words": ["x", "y"], "count": 3, "note": 5})).unwrap();
+        assert_eq!((sample.count, sample.words.len()), (Some(3), 2));
         let ApiError::Invalid { message, param, .. } = check(json!({"count": 9, "words": "x"})).unwrap_err()
         else {
             panic!("wrong error")
@@ -223,5 +440,14 @@ mod tests {
         assert_eq!(param.as_deref(), Some("count"));
         assert_eq!(message, "count: must be an integer from 1 to 3, not 9");
         assert!(check(json!({"count": 1})).unwrap_err().to_string().contains("words: is missing"));
+    }
+
+    #[test]
+    fn a_declaration_gives_the_document_too() {
+        let [count, words, note] = Sample::FIELDS else { panic!("three fields") };
+        assert_eq!((count.name, count.about, count.required), ("count", "How many, in words", false));
+        assert_eq!(count.kind.json_schema(), json!({"type": "integer", "minimum": 1, "maximum": 3}));
+        assert_eq!((words.name, words.kind, words.required), ("words", Kind::TextOrTexts, true));
+        assert_eq!((note.name, note.about, note.is_ignored()), ("note", "For nobody", true));
     }
 }

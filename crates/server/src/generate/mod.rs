@@ -1,4 +1,4 @@
-//! From prepared prompts to text: submits to the engine, turns its events into pieces of text, cancels.
+//! From valid requests to text: submits them to the engine, turns its events into pieces of text, cancels.
 //!
 //! Each prompt has a task that reads the engine's events as they come, so that neither a slow client nor a full
 //! socket ever holds the engine back, and a stop string ends the work at once. What a slow client has not read
@@ -16,7 +16,7 @@ use std::task::{Context, Poll};
 use std::time::Instant;
 
 use oscar_engine::{
-    Event, EventSink, FinishReason, GenerationParams, Request, RequestError, RequestId, TokenLogprobs,
+    Event, EventSink, FinishReason, GenerationParams, Request, RequestError, RequestId, TokenLogprobs, Usage,
 };
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tracing::Instrument;
@@ -30,33 +30,52 @@ use crate::keys::{Admission, Caller};
 use crate::limits;
 use reasoning::Split;
 
-/// What an endpoint asks for, in tokens.
-#[derive(Clone, Debug)]
-pub struct Job {
+/// An HTTP request ready to be submitted: one engine request for each prompt, and how their answers become text.
+#[derive(Debug)]
+pub struct Prepared {
     /// The name by which `/abort_request` and the logs know it.
     pub name: String,
     pub caller: Caller,
-    pub prompts: Vec<Vec<u32>>,
-    pub params: GenerationParams,
+    /// The model's name as the client wrote it.
+    pub model: String,
+    /// At least one. Their parameters are the same.
+    pub requests: Vec<Request>,
     pub text: TextOptions,
+    pub stream: bool,
+    pub include_usage: bool,
 }
 
-impl Job {
+/// Valid requests for the engine, one for each prompt.
+pub fn requests(
+    app: &App,
+    prompts: Vec<Vec<u32>>,
+    params: &GenerationParams,
+) -> Result<Vec<Request>, ApiError> {
+    let request = |prompt| Request::new(app.engine.info(), app.next_request_id(), prompt, params.clone());
+    prompts.into_iter().map(request).collect::<Result<_, _>>().map_err(|error| app.engine_error(error))
+}
+
+impl Prepared {
+    pub fn params(&self) -> &GenerationParams {
+        self.requests[0].params()
+    }
+
     fn prompt_tokens(&self) -> usize {
-        self.prompts.iter().map(Vec::len).sum()
+        self.requests.iter().map(|request| request.prompt().len()).sum()
     }
 
     /// About how many bytes the answer can have.
     pub fn answer_size(&self) -> usize {
         const TOKEN: usize = 8;
         const LOGPROB: usize = 64;
-        let tokens = limits::tokens_in_flight(&self.params, 0, self.prompts.len());
-        let logprobs = limits::logprobs(&self.params, self.prompt_tokens(), self.prompts.len());
+        let (params, count) = (self.params(), self.requests.len());
+        let tokens = limits::tokens_in_flight(params, 0, count);
+        let logprobs = limits::logprobs(params, self.prompt_tokens(), count);
         tokens.saturating_mul(TOKEN).saturating_add(logprobs.saturating_mul(LOGPROB))
     }
 }
 
-/// A step of a generation. `prompt` counts prompts, `choice` counts all choices of all prompts.
+/// A piece of a generation. `prompt` counts prompts, `choice` counts all choices of all prompts.
 #[derive(Debug)]
 pub enum Output {
     Started {
@@ -89,25 +108,18 @@ pub struct Finish {
 /// Token counts of a prompt or of a whole response.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Totals {
-    pub prompt: usize,
-    pub cached: usize,
-    pub completion: usize,
-    pub reasoning: usize,
-    /// The cached tokens ended in a demoted tail, in any of the prompts.
-    pub demoted_tail: bool,
+    pub usage: Usage,
+    pub reasoning_tokens: usize,
 }
 
 impl std::ops::AddAssign for Totals {
     fn add_assign(&mut self, other: Self) {
-        self.prompt += other.prompt;
-        self.cached += other.cached;
-        self.completion += other.completion;
-        self.reasoning += other.reasoning;
-        self.demoted_tail |= other.demoted_tail;
+        self.usage += other.usage;
+        self.reasoning_tokens += other.reasoning_tokens;
     }
 }
 
-/// The outputs of a job. Dropping it cancels what is not finished.
+/// The outputs of an HTTP request. Dropping it cancels the prompts that are not finished.
 #[derive(Debug)]
 pub struct Generation {
     outputs: UnboundedReceiver<Output>,
@@ -115,21 +127,28 @@ pub struct Generation {
 }
 
 impl Generation {
-    /// Hands the job's prompts to the engine. If one is refused, those before it are cancelled.
-    pub fn start(app: &Arc<App>, job: &Job) -> Result<Self, ApiError> {
+    /// Submits the prompts to the engine. If one is refused, those before it are cancelled.
+    pub fn start(app: &Arc<App>, prepared: Prepared) -> Result<Self, ApiError> {
         let (sender, outputs) = unbounded_channel();
-        let (count, tokens) = (job.prompts.len(), job.prompt_tokens());
-        let admission = job.caller.admit(
-            count.saturating_mul(job.params.choices),
-            limits::tokens_in_flight(&job.params, tokens, count),
+        let (params, count) = (prepared.params(), prepared.requests.len());
+        let admission = Arc::new(prepared.caller.admit(
+            count.saturating_mul(params.choices),
+            limits::tokens_in_flight(params, prepared.prompt_tokens(), count),
             app.config.retry_after_seconds,
-        )?;
-        let admission = Arc::new(admission);
-        for (index, prompt) in job.prompts.iter().enumerate() {
-            let worker = Worker::new(app, job, index, prompt.len(), sender.clone(), admission.clone())?;
-            worker.submit(prompt.clone(), job.params.clone())?;
+        )?);
+        let Prepared { name, caller, requests, text, .. } = prepared;
+        for (prompt, request) in requests.into_iter().enumerate() {
+            let ticket = Ticket {
+                app: app.clone(),
+                id: request.id(),
+                name: name.clone(),
+                finished: true,
+                _admission: admission.clone(),
+            };
+            app.running.insert(&name, request.id(), &caller);
+            Answer::new(ticket, &request, &text, prompt, sender.clone())?.submit(request)?;
         }
-        Ok(Self { outputs, prompts_left: job.prompts.len() })
+        Ok(Self { outputs, prompts_left: count })
     }
 
     /// The next output; none after the last.
@@ -169,7 +188,7 @@ struct Ticket {
     id: RequestId,
     name: String,
     finished: bool,
-    /// Counts against the tenant's quota until all prompts of the job have ended.
+    /// Counts against the tenant's quota until all prompts of the HTTP request have ended.
     _admission: Arc<Admission>,
 }
 
@@ -182,71 +201,81 @@ impl Drop for Ticket {
     }
 }
 
-/// The task behind one prompt.
-struct Worker {
+/// The answer to one prompt while it is generated: a task that turns the engine's events into outputs.
+struct Answer {
     ticket: Ticket,
     outputs: UnboundedSender<Output>,
     prompt: usize,
-    choices: Vec<Choice>,
+    choices: Vec<ChoiceText>,
     stops: Vec<String>,
     max_tokens: usize,
-    totals: Totals,
+    /// The counts of the prompt.
+    usage: Usage,
+    /// The engine's counts, once it is done.
+    done: Option<Usage>,
     submitted: Instant,
     first_token: Option<Instant>,
 }
 
-struct Choice {
+/// The text of one choice.
+struct ChoiceText {
     assembler: Assembler,
     /// Text may still come.
     open: bool,
     /// The engine has ended it.
     ended: bool,
+    /// A stop string has ended it before the engine did.
+    cut: bool,
+    /// It ended with a stop token, which is counted though it is not delivered.
+    stop_token: bool,
     last_token: Option<Instant>,
 }
 
-impl Worker {
+impl ChoiceText {
+    fn tokens(&self) -> usize {
+        self.assembler.tokens + usize::from(self.stop_token)
+    }
+}
+
+impl Answer {
     fn new(
-        app: &Arc<App>,
-        job: &Job,
+        ticket: Ticket,
+        request: &Request,
+        text: &TextOptions,
         prompt: usize,
-        prompt_tokens: usize,
         outputs: UnboundedSender<Output>,
-        admission: Arc<Admission>,
     ) -> Result<Self, ApiError> {
-        let choices = (0..job.params.choices)
-            .map(|_| {
-                let assembler = Assembler::new(&app.text.tokenizer, &job.text)?;
-                Ok(Choice { assembler, open: true, ended: false, last_token: None })
+        let choice = |_| {
+            let assembler = Assembler::new(&ticket.app.text.tokenizer, text)?;
+            Ok(ChoiceText {
+                assembler,
+                open: true,
+                ended: false,
+                cut: false,
+                stop_token: false,
+                last_token: None,
             })
-            .collect::<Result<Vec<_>, _>>()
-            .map_err(|error| ApiError::text("stop", &error))?;
-        let ticket = Ticket {
-            app: app.clone(),
-            id: app.next_request_id(),
-            name: job.name.clone(),
-            finished: true,
-            _admission: admission,
         };
-        app.running.insert(&ticket.name, ticket.id, &job.caller);
+        let choices: Result<_, _> = (0..request.params().choices).map(choice).collect();
         Ok(Self {
+            choices: choices.map_err(|error| ApiError::text("stop", &error))?,
             ticket,
             outputs,
             prompt,
-            choices,
-            stops: job.text.stop.clone(),
-            max_tokens: job.params.max_tokens,
-            totals: Totals { prompt: prompt_tokens, ..Totals::default() },
+            stops: text.stop.clone(),
+            max_tokens: request.params().max_tokens,
+            usage: Usage { prompt_tokens: request.prompt().len(), ..Usage::default() },
+            done: None,
             submitted: Instant::now(),
             first_token: None,
         })
     }
 
-    fn submit(mut self, prompt: Vec<u32>, params: GenerationParams) -> Result<(), ApiError> {
+    fn submit(mut self, request: Request) -> Result<(), ApiError> {
         let (sender, events) = unbounded_channel();
         let app = self.ticket.app.clone();
-        Request::new(app.engine.info(), self.ticket.id, prompt, params)
-            .and_then(|request| app.engine.submit(request, Box::new(Channel(sender))))
-            .map_err(|error| app.engine_error(error))?;
+        let submitted = app.engine.submit(request, Box::new(Channel(sender)));
+        submitted.map_err(|error| app.engine_error(error))?;
         self.ticket.finished = false;
         tokio::spawn(self.run(events).in_current_span());
         Ok(())
@@ -277,29 +306,28 @@ impl Worker {
         self.observe();
     }
 
-    /// Handles an event; true if nothing more is to be expected or wanted.
+    /// Handles an event; true if no further event is expected or wanted.
     fn take(&mut self, event: Event) -> bool {
         match event {
             Event::Started { cached_tokens, demoted_tail, prompt_logprobs } => {
-                self.totals.cached = cached_tokens;
-                self.totals.demoted_tail = demoted_tail;
+                self.usage = Usage { cached_tokens, demoted_tail, ..self.usage };
                 self.send(Output::Started { prompt: self.prompt, prompt_logprobs });
                 false
             }
             Event::Token { choice, token, logprobs } => self.token(choice, token, logprobs),
             Event::Finished { choice, reason } => {
                 self.engine_finished(choice, reason);
-                let all_closed = self.choices.iter().all(|choice| !choice.open);
-                all_closed && !self.ticket.finished
+                !self.ticket.finished && self.end_if_closed()
             }
-            Event::Done(_) => {
+            Event::Done(usage) => {
                 self.ticket.finished = true;
                 for index in 0..self.choices.len() {
                     let full = self.choices[index].assembler.tokens >= self.max_tokens;
                     let reason = if full { FinishReason::Length } else { FinishReason::Cancelled };
                     self.engine_finished(index, reason);
                 }
-                true
+                self.done = Some(usage);
+                self.end_if_closed()
             }
             Event::Failed(error) => {
                 self.ticket.finished = true;
@@ -307,6 +335,26 @@ impl Worker {
                 true
             }
         }
+    }
+
+    /// Sends the totals if all choices are closed, and tells whether they are.
+    fn end_if_closed(&self) -> bool {
+        let closed = self.choices.iter().all(|choice| !choice.open);
+        if closed {
+            self.send(Output::Done(self.totals()));
+        }
+        closed
+    }
+
+    /// The token counts: the engine's, unless a stop string or a client that went away has ended the answer before
+    /// the engine did. Then the tokens that reached the text count, and none that the engine generated after them.
+    fn totals(&self) -> Totals {
+        let usage = match self.done {
+            Some(usage) if !self.choices.iter().any(|choice| choice.cut) => usage,
+            _ => Usage { completion_tokens: self.choices.iter().map(ChoiceText::tokens).sum(), ..self.usage },
+        };
+        let reasoning_tokens = self.choices.iter().map(|choice| choice.assembler.reasoning_tokens).sum();
+        Totals { usage, reasoning_tokens }
     }
 
     fn token(&mut self, index: usize, token: u32, logprobs: Option<TokenLogprobs>) -> bool {
@@ -322,9 +370,9 @@ impl Worker {
             metrics.first_token(now - self.submitted);
         }
         let mut piece = choice.assembler.push(token);
-        self.totals.completion += 1;
         let stopped = piece.stopped;
         if stopped.is_some() {
+            choice.cut = true;
             let rest = choice.assembler.finish();
             piece.text.content += &rest.text.content;
             piece.text.reasoning += &rest.text.reasoning;
@@ -338,7 +386,8 @@ impl Worker {
         match stopped {
             Some(stop) => {
                 let stop = self.stops.get(stop).cloned();
-                self.close(index, Finish { reason: "stop", stop })
+                self.close(index, Finish { reason: "stop", stop });
+                self.end_if_closed()
             }
             None => false,
         }
@@ -350,12 +399,9 @@ impl Worker {
         choice.ended = true;
         if choice.open {
             let piece = choice.assembler.finish();
+            choice.stop_token = reason == FinishReason::Stop;
             let reason = match reason {
-                FinishReason::Stop => {
-                    // The stop token is counted, though it is not delivered.
-                    self.totals.completion += 1;
-                    "stop"
-                }
+                FinishReason::Stop => "stop",
                 FinishReason::Length => "length",
                 FinishReason::Cancelled => "abort",
             };
@@ -370,17 +416,10 @@ impl Worker {
         self.ticket.finished |= self.choices.iter().all(|choice| choice.ended);
     }
 
-    /// Ends a choice; true if it was the last one, whose end brings the totals.
-    fn close(&mut self, index: usize, finish: Finish) -> bool {
+    fn close(&mut self, index: usize, finish: Finish) {
         self.choices[index].open = false;
-        self.totals.reasoning += self.choices[index].assembler.reasoning_tokens;
         self.ticket.app.metrics.finished(finish.reason);
         self.send(Output::Finished { choice: self.number(index), finish });
-        let last = self.choices.iter().all(|choice| !choice.open);
-        if last {
-            self.send(Output::Done(self.totals));
-        }
-        last
     }
 
     fn fail(&mut self, error: RequestError) {
@@ -401,14 +440,9 @@ impl Worker {
         let metrics = &self.ticket.app.metrics;
         let elapsed = self.submitted.elapsed();
         let decode = self.first_token.map(|first| first.elapsed());
-        let per_choice = self.totals.completion / self.choices.len().max(1);
-        metrics.request_done(self.totals, elapsed, decode.filter(|_| per_choice > 1), per_choice);
-        tracing::debug!(
-            prompt_tokens = self.totals.prompt,
-            cached_tokens = self.totals.cached,
-            completion_tokens = self.totals.completion,
-            ms = elapsed.as_millis() as u64,
-            "generated"
-        );
+        let totals = self.totals();
+        let per_choice = totals.usage.completion_tokens / self.choices.len().max(1);
+        metrics.request_done(totals, elapsed, decode.filter(|_| per_choice > 1), per_choice);
+        tracing::debug!(usage = ?totals.usage, ms = elapsed.as_millis() as u64, "generated");
     }
 }

@@ -5,17 +5,25 @@ use axum::extract::{Extension, State};
 use serde_json::{Value, json};
 
 use crate::app::Shared;
-use crate::body::{RawBody, parse_object};
+use crate::body::RawBody;
 use crate::error::ApiError;
 use crate::keys::Caller;
 use crate::middleware::forbidden;
-use crate::schema::{self, Field, Kind};
+use crate::schema::{RequestBody, request_fields};
 
-pub const ABORT_FIELDS: &[Field] = &[
-    Field::new("rid", Kind::Text, "The request's `id` or its x-request-id"),
-    Field::new("request_id", Kind::Text, "Another name for rid"),
-    Field::new("abort_all", Kind::Boolean, "Abort every request"),
-];
+pub type AbortBody = (AbortFields,);
+
+request_fields! {
+    /// The fields of `/abort_request`.
+    pub struct AbortFields {
+        /// The request's `id` or its x-request-id
+        rid: Option<String>,
+        /// Another name for rid
+        request_id: Option<String>,
+        /// Abort every request
+        abort_all: Option<bool>,
+    }
+}
 
 /// Forgets every cached prefix that no running request uses.
 pub async fn flush_cache(State(app): State<Shared>) -> Json<Value> {
@@ -32,16 +40,14 @@ pub async fn abort_request(
     Extension(caller): Extension<Caller>,
     body: RawBody,
 ) -> Result<Json<Value>, ApiError> {
-    let body = parse_object(body.bytes(), &[ABORT_FIELDS])?;
-    schema::check(&[ABORT_FIELDS], &body)?;
-    let name = ["rid", "request_id"].iter().find_map(|field| body.get(*field).and_then(Value::as_str));
-    let all = body.get("abort_all").and_then(Value::as_bool).unwrap_or(false);
+    let (AbortFields { rid, request_id, abort_all },) = AbortBody::parse(body.bytes())?;
+    let (all, name) = (abort_all.unwrap_or(false), rid.or(request_id));
     let ids = match (all, name) {
         (true, _) if !caller.is_operator() => {
             return Err(forbidden(&caller, "abort_all ends the requests of all tenants"));
         }
         (true, _) => app.running.all(),
-        (false, Some(name)) => app.running.find(name, &caller),
+        (false, Some(name)) => app.running.find(&name, &caller),
         (false, None) => return Err(ApiError::param("rid", "is missing: name a request, or set abort_all")),
     };
     ids.iter().for_each(|id| app.engine.cancel(*id));

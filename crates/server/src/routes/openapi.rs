@@ -1,12 +1,12 @@
-//! `GET /openapi.json`, written from the same tables that the validator reads.
+//! `GET /openapi.json`, written from the declarations that the bodies are parsed by.
 
 use axum::Json;
 use axum::extract::State;
 use serde_json::{Map, Value, json};
 
-use super::{chat_completions, completions, control, sampling, tokenize};
+use super::{chat_completions, completions, control, tokenize};
 use crate::app::Shared;
-use crate::schema::Field;
+use crate::schema::{Field, RequestBody};
 
 /// A route as it is documented.
 pub struct Described {
@@ -25,16 +25,12 @@ const fn post(path: &'static str, about: &'static str, fields: &'static [&'stati
 }
 
 pub const ROUTES: &[Described] = &[
-    post(
-        "/v1/chat/completions",
-        "Answer a conversation",
-        &[chat_completions::types::FIELDS, sampling::FIELDS],
-    ),
-    post("/v1/completions", "Continue text or tokens", &[completions::types::FIELDS, sampling::FIELDS]),
+    post("/v1/chat/completions", "Answer a conversation", chat_completions::types::ChatBody::TABLES),
+    post("/v1/completions", "Continue text or tokens", completions::types::CompletionBody::TABLES),
     get("/v1/models", "The model and its aliases"),
     get("/v1/models/{id}", "One of them"),
-    post("/tokenize", "Text or messages to token ids", &[tokenize::TOKENIZE_FIELDS]),
-    post("/detokenize", "Token ids to text", &[tokenize::DETOKENIZE_FIELDS]),
+    post("/tokenize", "Text or messages to token ids", tokenize::TokenizeBody::TABLES),
+    post("/detokenize", "Token ids to text", tokenize::DetokenizeBody::TABLES),
     get("/health", "Alive; needs no key"),
     get("/ready", "200 while requests are taken, 503 while draining"),
     get("/metrics", "Numbers for Prometheus"),
@@ -47,7 +43,7 @@ pub const ROUTES: &[Described] = &[
     get("/loads", "Another name for /v1/loads"),
     get("/internal/state", "What the web page draws; may change without notice"),
     post("/flush_cache", "Forget cached prefixes that nothing uses", &[]),
-    post("/abort_request", "End a request", &[control::ABORT_FIELDS]),
+    post("/abort_request", "End a request", control::AbortBody::TABLES),
     get("/openapi.json", "This document"),
     get("/docs", "This document, to read"),
     get("/", "The web page"),

@@ -1,133 +1,74 @@
-//! The fields that chat and plain completions share, and what they ask of the engine.
+//! The fields that chat and plain completions share, and the engine parameters they give.
 
 use oscar_engine::{GenerationParams, SamplingParams};
-use serde::Deserialize;
 use serde_json::{Map, Value};
 
 use crate::app::App;
 use crate::error::ApiError;
 use crate::generate::{MAX_LOGPROBS, TextOptions};
-use crate::limits::{check_prompts, context_exceeded};
-use crate::schema::{Field, Kind, shown};
+use crate::limits::check_prompts;
+use crate::schema::{Kind, request_fields, shown};
 
-const ANY_INTEGER: Kind = Kind::Integer { min: i64::MIN, max: i64::MAX };
-const COUNT: Kind = Kind::Integer { min: 0, max: i64::MAX };
-
-pub const FIELDS: &[Field] = &[
-    Field::new("model", Kind::Text, "Name of the model or one of its aliases; the served one if absent"),
-    Field::new(
-        "temperature",
-        Kind::Number { min: 0.0, max: 100.0, above: false },
-        "0 picks the most likely token",
-    ),
-    Field::new(
-        "top_p",
-        Kind::Number { min: 0.0, max: 1.0, above: true },
-        "Keep the smallest set of tokens whose probability reaches this",
-    ),
-    Field::new(
-        "top_k",
-        Kind::Integer { min: -1, max: u32::MAX as i64 },
-        "Keep the k most likely tokens; 0 or -1 keeps all",
-    ),
-    Field::new(
-        "min_p",
-        Kind::Number { min: 0.0, max: 1.0, above: false },
-        "Drop tokens less likely than this share of the most likely one",
-    ),
-    Field::new(
-        "repetition_penalty",
-        Kind::Number { min: 0.0, max: 100.0, above: true },
-        "1 changes nothing; more makes tokens already seen less likely",
-    ),
-    Field::new(
-        "presence_penalty",
-        Kind::Number { min: -2.0, max: 2.0, above: false },
-        "Subtracted from tokens the answer already has",
-    ),
-    Field::new(
-        "frequency_penalty",
-        Kind::Number { min: -2.0, max: 2.0, above: false },
-        "Subtracted from tokens for each time the answer has them",
-    ),
-    Field::new(
-        "logit_bias",
-        Kind::Object,
-        "Token id to a number from -100 to 100, added to the token's logit",
-    ),
-    Field::new("seed", ANY_INTEGER, "Same seed, same draws; choice i of n uses seed + i"),
-    Field::new("stop", Kind::TextOrTexts, "Text that ends the answer, wherever token borders fall"),
-    Field::new("stop_token_ids", Kind::Tokens, "Tokens that end the answer"),
-    Field::new("include_stop_str_in_output", Kind::Boolean, "Leave the stop string in the text"),
-    Field::new("no_stop_trim", Kind::Boolean, "Another name for include_stop_str_in_output"),
-    Field::new("ignore_eos", Kind::Boolean, "Go on past the model's own end tokens"),
-    Field::new("min_tokens", COUNT, "Neither stop tokens nor stop strings count before this many tokens"),
-    Field::new("max_tokens", COUNT, "Most tokens of each choice"),
-    Field::new("n", Kind::Integer { min: 1, max: i64::MAX }, "Independent answers to the same prompt"),
-    Field::new("stream", Kind::Boolean, "Answer as server-sent events"),
-    Field::new(
-        "stream_options",
-        Kind::Object,
-        "`include_usage`: true adds a last chunk with the token counts",
-    ),
-    Field::new(
-        "prompt_logprobs",
-        Kind::Integer { min: 0, max: MAX_LOGPROBS },
-        "Log-probabilities of the prompt's tokens, with that many alternatives",
-    ),
-    Field::new("skip_special_tokens", Kind::Boolean, "Leave special tokens out of the text; true if absent"),
-    Field::new("add_special_tokens", Kind::Boolean, "Frame the prompt with the tokenizer's special tokens"),
-    Field::new(
-        "cache_salt",
-        Kind::Text,
-        "Shares cached prefixes only with requests that carry the same salt",
-    ),
-    Field::new("use_beam_search", Kind::Any, "Only false"),
-    Field::new("user", Kind::Ignored, "Ignored"),
-    Field::new("metadata", Kind::Ignored, "Ignored"),
-];
-
-/// The shared fields as they arrive.
-#[derive(Debug, Default, Deserialize)]
-#[serde(default)]
-pub struct SamplingFields {
-    pub model: Option<String>,
-    temperature: Option<f32>,
-    top_p: Option<f32>,
-    top_k: Option<i64>,
-    min_p: Option<f32>,
-    repetition_penalty: Option<f32>,
-    presence_penalty: Option<f32>,
-    frequency_penalty: Option<f32>,
-    logit_bias: Option<Map<String, Value>>,
-    seed: Option<i64>,
-    stop: Option<OneOrMany>,
-    stop_token_ids: Option<Vec<u32>>,
-    include_stop_str_in_output: Option<bool>,
-    no_stop_trim: Option<bool>,
-    ignore_eos: Option<bool>,
-    min_tokens: Option<usize>,
-    pub max_tokens: Option<usize>,
-    n: Option<usize>,
-    pub stream: Option<bool>,
-    stream_options: Option<StreamOptions>,
-    pub prompt_logprobs: Option<usize>,
-    skip_special_tokens: Option<bool>,
-    pub add_special_tokens: Option<bool>,
-    pub cache_salt: Option<String>,
-}
-
-#[derive(Clone, Debug, Deserialize)]
-#[serde(untagged)]
-pub enum OneOrMany {
-    One(String),
-    Many(Vec<String>),
-}
-
-#[derive(Debug, Default, Deserialize)]
-#[serde(default)]
-struct StreamOptions {
-    include_usage: Option<bool>,
+request_fields! {
+    /// The shared fields.
+    pub struct SamplingFields {
+        /// Name of the model or one of its aliases; the served one if absent
+        pub model: Option<String>,
+        /// 0 picks the most likely token
+        temperature: Option<f32> = Kind::Number(SamplingParams::TEMPERATURE),
+        /// Keep the smallest set of tokens whose probability reaches this
+        top_p: Option<f32> = Kind::Number(SamplingParams::TOP_P),
+        /// Keep the k most likely tokens; 0 or -1 keeps all
+        top_k: Option<i64> = Kind::Integer { min: -1, max: u32::MAX as i64 },
+        /// Drop tokens less likely than this share of the most likely one
+        min_p: Option<f32> = Kind::Number(SamplingParams::MIN_P),
+        /// 1 changes nothing; more makes tokens already seen less likely
+        repetition_penalty: Option<f32> = Kind::Number(SamplingParams::REPETITION_PENALTY),
+        /// Subtracted from tokens the answer already has
+        presence_penalty: Option<f32> = Kind::Number(SamplingParams::PENALTY),
+        /// Subtracted from tokens for each time the answer has them
+        frequency_penalty: Option<f32> = Kind::Number(SamplingParams::PENALTY),
+        /// Token id to a number from -100 to 100, added to the token's logit
+        logit_bias: Option<Map<String, Value>>,
+        /// Same seed, same draws; choice i of n uses seed + i
+        seed: Option<i64>,
+        /// Text that ends the answer, wherever token borders fall
+        stop: Option<Vec<String>>,
+        /// Tokens that end the answer
+        stop_token_ids: Option<Vec<u32>>,
+        /// Leave the stop string in the text
+        include_stop_str_in_output: Option<bool>,
+        /// Another name for include_stop_str_in_output
+        no_stop_trim: Option<bool>,
+        /// Go on past the model's own end tokens
+        ignore_eos: Option<bool>,
+        /// Neither stop tokens nor stop strings count before this many tokens
+        min_tokens: Option<usize>,
+        /// Most tokens of each choice
+        pub max_tokens: Option<usize>,
+        /// Independent answers to the same prompt
+        n: Option<usize> = Kind::AT_LEAST_ONE,
+        /// Answer as server-sent events
+        stream: Option<bool>,
+        /// `include_usage`: true adds a last chunk with the token counts
+        stream_options: Option<Map<String, Value>>,
+        /// Log-probabilities of the prompt's tokens, with that many alternatives
+        pub prompt_logprobs: Option<usize> = Kind::Integer { min: 0, max: MAX_LOGPROBS },
+        /// Leave special tokens out of the text; true if absent
+        skip_special_tokens: Option<bool>,
+        /// Frame the prompt with the tokenizer's special tokens
+        pub add_special_tokens: Option<bool>,
+        /// Shares cached prefixes only with requests that carry the same salt
+        pub cache_salt: Option<String>,
+        /// Only false
+        use_beam_search: Option<Value>,
+    }
+    ignored {
+        /// Ignored
+        user,
+        /// Ignored
+        metadata,
+    }
 }
 
 impl SamplingFields {
@@ -135,16 +76,26 @@ impl SamplingFields {
         self.stream == Some(true)
     }
 
-    pub fn includes_usage(&self) -> bool {
-        self.stream_options.as_ref().and_then(|options| options.include_usage) == Some(true)
+    /// Whether a stream ends with the token counts.
+    pub fn includes_usage(&self) -> Result<bool, ApiError> {
+        match self.stream_options.as_ref().and_then(|options| options.get("include_usage")) {
+            None | Some(Value::Null) => Ok(false),
+            Some(Value::Bool(include)) => Ok(*include),
+            Some(other) => {
+                let problem = format!("must be true or false, not {}", shown(other));
+                Err(ApiError::param("stream_options.include_usage", problem))
+            }
+        }
     }
 
     pub fn choices(&self) -> usize {
         self.n.unwrap_or(1)
     }
 
-    /// Reads and checks everything that needs more than a type. `max_tokens` is left for [`fit`].
+    /// The engine's parameters. `max_tokens`, `logprobs` and `cache_salt` are left for the endpoint. The engine checks
+    /// them when the request is made.
     pub fn params(&self, app: &App, prompts: usize) -> Result<GenerationParams, ApiError> {
+        refuse_unless("use_beam_search", self.use_beam_search.as_ref(), |v| v == false, "raise n instead")?;
         let choices = self.choices();
         check_prompts(app, prompts, choices)?;
         let defaults = &app.defaults.sampling;
@@ -182,13 +133,9 @@ impl SamplingFields {
         })
     }
 
-    /// How the answer's text is to be cut; `prompt_end` and `reasoning` are the endpoint's to fill in.
+    /// How the answer's text is cut. `prompt_end` and `reasoning` are left for the endpoint.
     pub fn text_options(&self, app: &App) -> Result<TextOptions, ApiError> {
-        let stop = match self.stop.clone() {
-            None => Vec::new(),
-            Some(OneOrMany::One(stop)) => vec![stop],
-            Some(OneOrMany::Many(stops)) => stops,
-        };
+        let stop = self.stop.clone().unwrap_or_default();
         let config = &app.config;
         if stop.len() > config.max_stop_strings {
             let problem =
@@ -212,18 +159,10 @@ impl SamplingFields {
     }
 }
 
-/// The tokens that may be generated after `prompt` of them: what was asked for if it fits the context, the rest of
-/// the context if nothing was.
-pub fn fit(app: &App, prompt: usize, asked: Option<usize>) -> Result<usize, ApiError> {
-    let context = app.engine.info().context;
-    let exceeded = |max_tokens| context_exceeded(app, prompt, max_tokens);
-    let room = context.saturating_sub(prompt);
-    match asked {
-        Some(asked) if asked <= room => Ok(asked),
-        Some(asked) => Err(exceeded(asked)),
-        None if room == 0 => Err(exceeded(1)),
-        None => Ok(app.defaults.max_tokens.unwrap_or(room).min(room)),
-    }
+/// The tokens to generate after a prompt: as many as asked for, else the rest of the context or the model's default.
+pub fn max_tokens(app: &App, prompt: usize, asked: Option<usize>) -> usize {
+    let room = app.engine.info().context.saturating_sub(prompt);
+    asked.unwrap_or_else(|| app.defaults.max_tokens.unwrap_or(room).min(room).max(1))
 }
 
 pub fn check_tokens(param: &str, tokens: &[u32], vocabulary: usize) -> Result<(), ApiError> {
@@ -243,13 +182,12 @@ fn logit_bias(bias: &Map<String, Value>, vocabulary: usize) -> Result<Vec<(u32, 
                 let token = shown(&Value::String(token.clone()));
                 ApiError::param("logit_bias", format!("{token} is no token id below {vocabulary}"))
             })?;
+            let bias = Kind::Number(SamplingParams::LOGIT_BIAS);
             match value.as_f64() {
-                Some(value) if (-100.0..=100.0).contains(&value) => Ok((id, value as f32)),
+                Some(number) if bias.accepts(value) => Ok((id, number as f32)),
                 _ => {
-                    let problem = format!(
-                        "the bias of token {id} must be a number from -100 to 100, not {}",
-                        shown(value)
-                    );
+                    let (allowed, sent) = (bias.expected(), shown(value));
+                    let problem = format!("the bias of token {id} must be {allowed}, not {sent}");
                     Err(ApiError::param("logit_bias", problem))
                 }
             }
@@ -257,16 +195,17 @@ fn logit_bias(bias: &Map<String, Value>, vocabulary: usize) -> Result<Vec<(u32, 
         .collect()
 }
 
-/// Refuses a field whose meaning the server cannot give, unless it asks for what happens anyway.
+/// Refuses a field that the server cannot serve, unless its value asks for nothing else than what happens anyway.
 pub fn refuse_unless(
-    body: &Map<String, Value>,
     name: &str,
+    value: Option<&Value>,
     harmless: impl Fn(&Value) -> bool,
     instead: &str,
 ) -> Result<(), ApiError> {
-    match body.get(name) {
-        None | Some(Value::Null) => Ok(()),
-        Some(value) if harmless(value) => Ok(()),
-        Some(value) => Err(ApiError::param(name, format!("{} is not supported; {instead}", shown(value)))),
+    match value {
+        Some(value) if !harmless(value) => {
+            Err(ApiError::param(name, format!("{} is not supported; {instead}", shown(value))))
+        }
+        _ => Ok(()),
     }
 }

@@ -4,45 +4,53 @@ use axum::Json;
 use axum::extract::State;
 use axum::response::Response;
 use serde::Serialize;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
-use super::chat_completions::convert::{render, typed};
-use super::chat_completions::types::ChatFields;
+use super::chat_completions::template::{TemplateFields, render};
 use super::chat_completions::validate;
 use super::sampling::check_tokens;
 use crate::app::{App, Shared};
-use crate::body::{RawBody, json_answer, off_thread, parse_object};
+use crate::body::{RawBody, json_answer, off_thread};
 use crate::error::ApiError;
 use crate::limits::{context_exceeded, encode};
-use crate::schema::{self, Field, Kind};
+use crate::schema::{RequestBody, request_fields};
 
-pub const TOKENIZE_FIELDS: &[Field] = &[
-    Field::new("model", Kind::Text, "Name of the model; the served one if absent"),
-    Field::new("prompt", Kind::Text, "Text to tokenize"),
-    Field::new("content", Kind::Text, "Another name for prompt"),
-    Field::new("messages", Kind::Objects, "A conversation to render with the chat template and tokenize"),
-    Field::new(
-        "add_special_tokens",
-        Kind::Boolean,
-        "Apply the tokenizer's frame; true if absent, but for messages and content",
-    ),
-    Field::new("add_special", Kind::Boolean, "Another name for add_special_tokens"),
-    Field::new("return_token_strs", Kind::Boolean, "Also list the tokens as text"),
-    Field::new("with_pieces", Kind::Boolean, "Tokens as objects with `id` and `piece`"),
-    Field::new("add_generation_prompt", Kind::Boolean, "Open the assistant's turn; true if absent"),
-    Field::new("continue_final_message", Kind::Boolean, "End inside of the last message"),
-    Field::new("tools", Kind::Objects, "Tool descriptions for the template"),
-    Field::new("documents", Kind::Objects, "Documents for the template"),
-    Field::new("chat_template", Kind::Text, "As in a chat"),
-    Field::new("chat_template_kwargs", Kind::Object, "As in a chat"),
-    Field::new("enable_thinking", Kind::Boolean, "As in a chat"),
-];
+pub type TokenizeBody = (TokenizeFields, TemplateFields);
+pub type DetokenizeBody = (DetokenizeFields,);
 
-pub const DETOKENIZE_FIELDS: &[Field] = &[
-    Field::new("model", Kind::Text, "Name of the model; the served one if absent"),
-    Field::new("tokens", Kind::Tokens, "Token ids").required(),
-    Field::new("skip_special_tokens", Kind::Boolean, "Leave special tokens out; false if absent"),
-];
+request_fields! {
+    /// Fields that only `/tokenize` has.
+    pub struct TokenizeFields {
+        /// Name of the model; the served one if absent
+        model: Option<String>,
+        /// Text to tokenize
+        prompt: Option<String>,
+        /// Another name for prompt
+        content: Option<String>,
+        /// A conversation to render with the chat template and tokenize
+        messages: Option<Vec<Map<String, Value>>>,
+        /// Apply the tokenizer's frame; true if absent, but for messages and content
+        add_special_tokens: Option<bool>,
+        /// Another name for add_special_tokens
+        add_special: Option<bool>,
+        /// Also list the tokens as text
+        return_token_strs: Option<bool>,
+        /// Tokens as objects with `id` and `piece`
+        with_pieces: Option<bool>,
+    }
+}
+
+request_fields! {
+    /// The fields of `/detokenize`.
+    pub struct DetokenizeFields {
+        /// Name of the model; the served one if absent
+        model: Option<String>,
+        /// Token ids
+        tokens: Vec<u32>,
+        /// Leave special tokens out; false if absent
+        skip_special_tokens: Option<bool>,
+    }
+}
 
 pub async fn tokenize(State(app): State<Shared>, body: RawBody) -> Result<Response, ApiError> {
     let (worker, size) = (app.clone(), body.bytes().len());
@@ -73,37 +81,29 @@ struct Piece {
 }
 
 fn tokenized(app: &App, body: &[u8]) -> Result<Tokenized, ApiError> {
-    let body = parse_object(body, &[TOKENIZE_FIELDS])?;
-    schema::check(&[TOKENIZE_FIELDS], &body)?;
-    let text = |name: &str| body.get(name).and_then(Value::as_str);
-    let flag = |name: &str| body.get(name).and_then(Value::as_bool);
-    app.served_model(text("model"))?;
-    let framed = flag("add_special_tokens").or(flag("add_special"));
-    let rendered;
-    let (param, source, add_special) = match (text("prompt"), text("content")) {
-        (Some(prompt), _) => ("prompt", prompt, framed.unwrap_or(true)),
-        (None, Some(content)) => ("content", content, framed.unwrap_or(false)),
-        (None, None) if body.get("messages").is_some_and(Value::is_array) => {
-            let whole = Value::Object(body.clone());
-            let mut fields = typed::<ChatFields>(&whole)?;
-            validate::combinations(&fields)?;
-            let messages = Value::Array(validate::messages(std::mem::take(&mut fields.messages))?);
-            rendered = render(app, &fields, &messages)?;
-            ("messages", rendered.as_str(), framed.unwrap_or(false))
+    let (fields, template) = TokenizeBody::parse(body)?;
+    app.served_model(fields.model.as_deref())?;
+    let framed = fields.add_special_tokens.or(fields.add_special);
+    let (param, source, add_special) = match (fields.prompt, fields.content, fields.messages) {
+        (Some(prompt), _, _) => ("prompt", prompt, framed.unwrap_or(true)),
+        (None, Some(content), _) => ("content", content, framed.unwrap_or(false)),
+        (None, None, Some(messages)) => {
+            let messages = Value::Array(validate::messages(messages)?);
+            ("messages", render(app, &template, &messages)?, framed.unwrap_or(false))
         }
-        (None, None) => {
+        (None, None, None) => {
             return Err(ApiError::param("prompt", "is missing: send prompt, content or messages"));
         }
     };
     let tokenizer = &app.text.tokenizer;
-    let ids = encode(app, param, source, add_special)?;
+    let ids = encode(app, param, &source, add_special)?;
     let piece = |id: &u32| Piece { id: *id, piece: tokenizer.decode(&[*id], false).unwrap_or_default() };
     let spelled = |id: &u32| tokenizer.id_to_token(*id).unwrap_or_default();
     Ok(Tokenized {
         count: ids.len(),
         max_model_len: app.engine.info().context,
-        token_strs: (flag("return_token_strs") == Some(true)).then(|| ids.iter().map(spelled).collect()),
-        tokens: match flag("with_pieces") {
+        token_strs: (fields.return_token_strs == Some(true)).then(|| ids.iter().map(spelled).collect()),
+        tokens: match fields.with_pieces {
             Some(true) => TokenList::Pieces(ids.iter().map(piece).collect()),
             _ => TokenList::Ids(ids),
         },
@@ -116,16 +116,13 @@ pub async fn detokenize(State(app): State<Shared>, body: RawBody) -> Result<Json
 }
 
 fn detokenized(app: &App, body: &[u8]) -> Result<Value, ApiError> {
-    let body = parse_object(body, &[DETOKENIZE_FIELDS])?;
-    schema::check(&[DETOKENIZE_FIELDS], &body)?;
-    app.served_model(body.get("model").and_then(Value::as_str))?;
-    let listed = body.get("tokens").and_then(Value::as_array).into_iter().flatten();
-    let ids: Vec<u32> = listed.filter_map(|id| u32::try_from(id.as_u64()?).ok()).collect();
+    let (DetokenizeFields { model, tokens: ids, skip_special_tokens },) = DetokenizeBody::parse(body)?;
+    app.served_model(model.as_deref())?;
     check_tokens("tokens", &ids, app.engine.info().vocab_size)?;
     if ids.len() > app.engine.info().context {
         return Err(context_exceeded(app, ids.len(), 0));
     }
-    let skip = body.get("skip_special_tokens").and_then(Value::as_bool).unwrap_or(false);
+    let skip = skip_special_tokens.unwrap_or(false);
     let text = app.text.tokenizer.decode(&ids, skip).map_err(|error| ApiError::text("tokens", &error))?;
     Ok(json!({"prompt": text, "content": text}))
 }

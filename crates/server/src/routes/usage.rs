@@ -1,11 +1,11 @@
-//! The `usage` object.
+//! The `usage` object of a response: the engine's counts as JSON.
 
 use serde::Serialize;
 
 use crate::generate::Totals;
 
 #[derive(Clone, Copy, Debug, Serialize)]
-pub struct Usage {
+pub struct UsageReport {
     prompt_tokens: usize,
     completion_tokens: usize,
     total_tokens: usize,
@@ -28,17 +28,17 @@ struct CompletionDetails {
     reasoning_tokens: usize,
 }
 
-impl From<Totals> for Usage {
-    fn from(totals: Totals) -> Self {
+impl From<Totals> for UsageReport {
+    fn from(Totals { usage, reasoning_tokens }: Totals) -> Self {
         Self {
-            prompt_tokens: totals.prompt,
-            completion_tokens: totals.completion,
-            total_tokens: totals.prompt + totals.completion,
+            prompt_tokens: usage.prompt_tokens,
+            completion_tokens: usage.completion_tokens,
+            total_tokens: usage.prompt_tokens + usage.completion_tokens,
             prompt_tokens_details: PromptDetails {
-                cached_tokens: totals.cached,
-                demoted_tail: totals.demoted_tail,
+                cached_tokens: usage.cached_tokens,
+                demoted_tail: usage.demoted_tail,
             },
-            completion_tokens_details: CompletionDetails { reasoning_tokens: totals.reasoning },
+            completion_tokens_details: CompletionDetails { reasoning_tokens },
         }
     }
 }
@@ -46,14 +46,17 @@ impl From<Totals> for Usage {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use oscar_engine::Usage;
     use serde_json::json;
 
     #[test]
     fn a_demoted_tail_is_told_and_nothing_otherwise() {
-        let mut totals = Totals { prompt: 70, cached: 64, completion: 3, ..Totals::default() };
-        let details = |totals| json!(Usage::from(totals))["prompt_tokens_details"].clone();
+        let usage = Usage { prompt_tokens: 70, cached_tokens: 64, completion_tokens: 3, ..Usage::default() };
+        let mut totals = Totals { usage, ..Totals::default() };
+        let details = |totals| json!(UsageReport::from(totals))["prompt_tokens_details"].clone();
         assert_eq!(details(totals), json!({"cached_tokens": 64}));
-        totals += Totals { demoted_tail: true, ..Totals::default() };
+        let usage = Usage { demoted_tail: true, ..Usage::default() };
+        totals += Totals { usage, ..Totals::default() };
         assert_eq!(details(totals), json!({"cached_tokens": 64, "demoted_tail": true}));
     }
 }

@@ -1,6 +1,7 @@
 //! `POST /v1/chat/completions`.
 
-pub mod convert;
+mod prepare;
+pub mod template;
 pub mod types;
 pub mod validate;
 
@@ -26,27 +27,23 @@ pub async fn create(
 ) -> Result<Response, ApiError> {
     let worker = app.clone();
     let id = format!("chatcmpl-{name}");
-    let prepared = off_thread(&app, body, move |body| convert::prepare(&worker, &name, caller, body)).await?;
-    let size = prepared.job.answer_size();
-    let generation = Generation::start(&app, &prepared.job)?;
+    let prepared = off_thread(&app, body, move |body| prepare::prepare(&worker, &name, caller, body)).await?;
+    let (size, choices) = (prepared.answer_size(), prepared.params().choices);
+    let (stream, include_usage) = (prepared.stream, prepared.include_usage);
     let frame = Frame {
         id,
         created: unix_seconds(),
-        model: prepared.model,
+        model: prepared.model.clone(),
         fingerprint: app.fingerprint(),
         texts: TokenTexts::new(&app.text.tokenizer),
-        logprobs: prepared.job.params.logprobs.is_some(),
+        logprobs: prepared.params().logprobs.is_some(),
     };
-    if prepared.stream {
-        let chunks = ChatChunks {
-            frame,
-            choices: prepared.job.params.choices,
-            include_usage: prepared.include_usage,
-            totals: Totals::default(),
-        };
+    let generation = Generation::start(&app, prepared)?;
+    if stream {
+        let chunks = ChatChunks { frame, choices, include_usage, totals: Totals::default() };
         return Ok(respond(app, generation, chunks));
     }
-    let response = collect(&app, generation, frame, prepared.job.params.choices).await?;
+    let response = collect(&app, generation, frame, choices).await?;
     json_answer(&app, size, response).await
 }
 

@@ -1,32 +1,20 @@
-//! What a chat request may not say.
+//! Chat requests that are refused, and the form of messages.
 
 use serde_json::{Map, Value, json};
 
+use super::template::TemplateFields;
 use super::types::ChatFields;
 use crate::error::ApiError;
 use crate::routes::sampling::refuse_unless;
 use crate::schema::shown;
 
-/// Fields that would silently change nothing if they were let through.
-pub fn refuse_unsupported(body: &Map<String, Value>) -> Result<(), ApiError> {
+/// Refuses fields that would silently change nothing if they were accepted, and combinations that make no sense.
+pub fn refuse_unsupported(chat: &ChatFields, template: &TemplateFields) -> Result<(), ApiError> {
     let text_only = "only {\"type\": \"text\"} is";
-    refuse_unless(body, "response_format", |value| value["type"] == "text", text_only)?;
-    refuse_unless(
-        body,
-        "tool_choice",
-        |value| value == "auto" || value == "none",
-        "use \"auto\" or \"none\"",
-    )?;
-    refuse_unless(body, "use_beam_search", |value| value == false, "raise n instead")
-}
-
-/// Checks combinations of fields.
-pub fn combinations(fields: &ChatFields) -> Result<(), ApiError> {
-    if fields.continue_final_message == Some(true) && fields.add_generation_prompt == Some(true) {
-        let problem = "cannot be combined with add_generation_prompt: either go on in the last message or open a new turn";
-        return Err(ApiError::param("continue_final_message", problem));
-    }
-    if fields.top_logprobs.is_some_and(|top| top > 0) && fields.logprobs != Some(true) {
+    refuse_unless("response_format", chat.response_format.as_ref(), |v| v["type"] == "text", text_only)?;
+    let allowed = |value: &Value| value == "auto" || value == "none";
+    refuse_unless("tool_choice", template.tool_choice.as_ref(), allowed, "use \"auto\" or \"none\"")?;
+    if chat.top_logprobs.is_some_and(|top| top > 0) && chat.logprobs != Some(true) {
         return Err(ApiError::param("top_logprobs", "needs logprobs: true"));
     }
     Ok(())

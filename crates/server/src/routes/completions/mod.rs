@@ -1,12 +1,12 @@
 //! `POST /v1/completions`.
 
-mod convert;
+mod prepare;
 pub mod types;
 mod validate;
 
 use axum::extract::{Extension, State};
 use axum::response::Response;
-use oscar_engine::TokenLogprobs;
+use oscar_engine::{Request, TokenLogprobs};
 
 use self::types::{CompletionChoice, CompletionLogprobs, CompletionResponse};
 use crate::app::Shared;
@@ -26,26 +26,28 @@ pub async fn create(
 ) -> Result<Response, ApiError> {
     let worker = app.clone();
     let id = format!("cmpl-{name}");
-    let prepared = off_thread(&app, body, move |body| convert::prepare(&worker, &name, caller, body)).await?;
-    let size = prepared.job.answer_size();
-    let generation = Generation::start(&app, &prepared.job)?;
-    let choices = prepared.job.params.choices;
+    let (prepared, echo) =
+        off_thread(&app, body, move |body| prepare::prepare(&worker, &name, caller, body)).await?;
+    let (size, stream) = (prepared.answer_size(), prepared.stream);
+    let choices = prepared.params().choices;
+    let prompt = |request: &Request| request.prompt().to_vec();
     let reply = Reply {
         id,
         created: unix_seconds(),
-        model: prepared.model,
+        model: prepared.model.clone(),
         fingerprint: app.fingerprint(),
         texts: TokenTexts::new(&app.text.tokenizer),
-        logprobs: prepared.job.params.logprobs.is_some(),
-        prompt_logprobs: prepared.wants_prompt_logprobs,
-        echo: prepared.echo,
-        offsets: vec![0; choices * prepared.job.prompts.len()],
-        prompts: prepared.job.prompts,
+        logprobs: prepared.params().logprobs.is_some(),
+        prompt_logprobs: echo.prompt_logprobs,
+        offsets: vec![0; choices * prepared.requests.len()],
+        prompts: echo.texts.iter().flat_map(|_| prepared.requests.iter().map(prompt)).collect(),
+        echo: echo.texts,
         choices,
         include_usage: prepared.include_usage,
         totals: Totals::default(),
     };
-    if prepared.stream {
+    let generation = Generation::start(&app, prepared)?;
+    if stream {
         return Ok(respond(app, generation, reply));
     }
     let response = collect(&app, generation, reply).await?;
@@ -61,6 +63,7 @@ struct Reply {
     texts: TokenTexts,
     logprobs: bool,
     prompt_logprobs: bool,
+    /// The prompts as text and as tokens, if they are repeated.
     echo: Option<Vec<String>>,
     prompts: Vec<Vec<u32>>,
     choices: usize,

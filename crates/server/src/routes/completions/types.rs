@@ -1,54 +1,63 @@
 //! The wire of `POST /v1/completions`.
 
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
+use serde_json::Value;
 
 use crate::generate::{MAX_LOGPROBS, PromptLogprobs, TopLogprobs};
-use crate::routes::usage::Usage;
-use crate::schema::{Field, Kind};
+use crate::routes::sampling::SamplingFields;
+use crate::routes::usage::UsageReport;
+use crate::schema::{FieldValue, Kind, request_fields};
 
-pub const FIELDS: &[Field] = &[
-    Field::new("prompt", Kind::Prompt, "Text or token ids to continue, or a list of either").required(),
-    Field::new("echo", Kind::Boolean, "Begin the answer with the prompt"),
-    Field::new(
-        "logprobs",
-        Kind::Integer { min: 0, max: MAX_LOGPROBS },
-        "Log-probabilities of the tokens, with that many alternatives",
-    ),
-    Field::new(
-        "max_completion_tokens",
-        Kind::Integer { min: 0, max: i64::MAX },
-        "Another name for max_tokens",
-    ),
-    Field::new("best_of", Kind::Integer { min: 1, max: i64::MAX }, "Only the value of n"),
-    Field::new("suffix", Kind::Text, "Only empty"),
-];
+/// The fields of a completion request.
+pub type CompletionBody = (CompletionFields, SamplingFields);
 
-/// What is particular to a plain completion; the rest is in `SamplingFields`.
-#[derive(Debug, Deserialize)]
-pub struct CompletionFields {
-    pub prompt: Prompt,
-    pub echo: Option<bool>,
-    pub logprobs: Option<usize>,
-    pub max_completion_tokens: Option<usize>,
+request_fields! {
+    /// Fields that only a plain completion has.
+    pub struct CompletionFields {
+        /// Text or token ids to continue, or a list of either
+        pub prompt: Prompt,
+        /// Begin the answer with the prompt
+        pub echo: Option<bool>,
+        /// Log-probabilities of the tokens, with that many alternatives
+        pub logprobs: Option<usize> = Kind::Integer { min: 0, max: MAX_LOGPROBS },
+        /// Another name for max_tokens
+        pub max_completion_tokens: Option<usize>,
+        /// Only the value of n
+        pub best_of: Option<Value> = Kind::AT_LEAST_ONE,
+        /// Only empty
+        pub suffix: Option<Value> = Kind::Text,
+    }
 }
 
-/// An empty list reads as `Tokens`, and is refused as an empty prompt.
-#[derive(Debug, Deserialize)]
-#[serde(untagged)]
+/// One or more prompts. An empty list reads as a prompt without tokens, which is refused.
+#[derive(Debug)]
 pub enum Prompt {
-    Text(String),
-    Tokens(Vec<u32>),
     Texts(Vec<String>),
-    TokenLists(Vec<Vec<u32>>),
+    Tokens(Vec<Vec<u32>>),
 }
 
 impl Prompt {
     /// Sequences asked for.
     pub fn count(&self) -> usize {
         match self {
-            Self::Text(_) | Self::Tokens(_) => 1,
             Self::Texts(texts) => texts.len(),
-            Self::TokenLists(lists) => lists.len(),
+            Self::Tokens(lists) => lists.len(),
+        }
+    }
+}
+
+impl FieldValue for Prompt {
+    const KIND: Kind = Kind::Prompt;
+
+    fn read(value: Value) -> Option<Self> {
+        match &value {
+            Value::Array(items) if items.first().is_some_and(Value::is_array) => {
+                items.iter().map(|list| Vec::read(list.clone())).collect::<Option<_>>().map(Self::Tokens)
+            }
+            Value::Array(items) if !items.first().is_some_and(Value::is_string) => {
+                Some(Self::Tokens(vec![Vec::read(value)?]))
+            }
+            _ => Vec::read(value).map(Self::Texts),
         }
     }
 }
@@ -63,7 +72,7 @@ pub struct CompletionResponse {
     pub system_fingerprint: String,
     /// Of a whole response: the usage. Of a chunk: absent unless asked for, then null but in the last chunk.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub usage: Option<Option<Usage>>,
+    pub usage: Option<Option<UsageReport>>,
 }
 
 #[derive(Debug, Serialize)]

@@ -1,19 +1,14 @@
-//! What a plain completion may not say.
+//! Completion requests that are refused.
 
-use serde_json::{Map, Value};
+use serde_json::Value;
 
+use super::types::CompletionFields;
 use crate::error::ApiError;
 use crate::routes::sampling::refuse_unless;
 
-/// Fields that would silently change nothing if they were let through.
-pub fn refuse_unsupported(body: &Map<String, Value>) -> Result<(), ApiError> {
-    let n = body.get("n").and_then(Value::as_u64).unwrap_or(1);
-    refuse_unless(
-        body,
-        "best_of",
-        |value| value.as_u64() == Some(n),
-        "ask for n choices and pick among them",
-    )?;
-    refuse_unless(body, "suffix", |value| value == "", "put everything into the prompt")?;
-    refuse_unless(body, "use_beam_search", |value| value == false, "raise n instead")
+/// Refuses fields that would silently change nothing if they were accepted.
+pub fn refuse_unsupported(fields: &CompletionFields, choices: usize) -> Result<(), ApiError> {
+    let is_n = |value: &Value| value.as_u64() == Some(choices as u64);
+    refuse_unless("best_of", fields.best_of.as_ref(), is_n, "ask for n choices and pick among them")?;
+    refuse_unless("suffix", fields.suffix.as_ref(), |value| value == "", "put everything into the prompt")
 }

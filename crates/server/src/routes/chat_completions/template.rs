@@ -1,76 +1,44 @@
-//! From a chat request to tokens.
+//! From a conversation to the prompt's text, for `/v1/chat/completions` and `/tokenize`.
 
 use oscar_text::{ChatInput, ChatTemplate};
-use serde::Deserialize;
 use serde_json::{Map, Value};
 
-use super::types::{ChatFields, FIELDS};
-use super::validate;
 use crate::app::App;
-use crate::body::parse_object;
 use crate::error::ApiError;
-use crate::generate::Job;
-use crate::keys::Caller;
-use crate::limits::{check_logprobs, check_template_variables, encode};
-use crate::routes::sampling::{self, SamplingFields, fit};
-use crate::schema;
+use crate::limits::check_template_variables;
+use crate::schema::{Kind, request_fields};
 
-/// A request ready to be submitted.
-#[derive(Debug)]
-pub struct Prepared {
-    pub job: Job,
-    pub model: String,
-    pub stream: bool,
-    pub include_usage: bool,
-}
-
-/// Characters at the prompt's end that may show that reasoning has begun.
-const PROMPT_END: usize = 64;
-
-pub fn prepare(app: &App, name: &str, caller: Caller, body: &[u8]) -> Result<Prepared, ApiError> {
-    let body = parse_object(body, &[FIELDS, sampling::FIELDS])?;
-    schema::check(&[FIELDS, sampling::FIELDS], &body)?;
-    validate::refuse_unsupported(&body)?;
-    let body = Value::Object(body);
-    let shared = typed::<SamplingFields>(&body)?;
-    let mut fields = typed::<ChatFields>(&body)?;
-    drop(body);
-    let model = app.served_model(shared.model.as_deref())?;
-    validate::combinations(&fields)?;
-    let messages = Value::Array(validate::messages(std::mem::take(&mut fields.messages))?);
-
-    let mut params = shared.params(app, 1)?;
-    let mut text = shared.text_options(app)?;
-    let prompt = render(app, &fields, &messages)?;
-    let tokens = encode(app, "messages", &prompt, shared.add_special_tokens.unwrap_or(false))?;
-    if tokens.is_empty() {
-        return Err(ApiError::param("messages", "the chat template made an empty prompt of them"));
+request_fields! {
+    /// The fields that decide how a conversation is rendered.
+    pub struct TemplateFields {
+        /// Tool descriptions, handed to the chat template
+        pub tools: Option<Value> = Kind::Objects,
+        /// `auto`, or `none` to keep the tools from the template
+        pub tool_choice: Option<Value>,
+        /// Documents, handed to the chat template
+        pub documents: Option<Value> = Kind::Objects,
+        /// Name of one of the model's templates; template source only where the server allows it
+        pub chat_template: Option<String>,
+        /// Further variables of the chat template
+        pub chat_template_kwargs: Option<Map<String, Value>>,
+        /// Short for the template variable of that name
+        pub enable_thinking: Option<bool>,
+        /// Handed to the chat template
+        pub reasoning_effort: Option<String>,
+        /// Open the assistant's turn; true if absent
+        pub add_generation_prompt: Option<bool>,
+        /// Go on in the last message instead of opening a new turn
+        pub continue_final_message: Option<bool>,
     }
-    if shared.max_tokens == Some(0) {
-        return Err(ApiError::param("max_tokens", "must be at least 1 in a chat"));
-    }
-    let asked = fields.max_completion_tokens.or(shared.max_tokens);
-    params.max_tokens = fit(app, tokens.len(), asked)?;
-    params.logprobs = (fields.logprobs == Some(true)).then(|| fields.top_logprobs.unwrap_or(0));
-    check_logprobs(&mut params, tokens.len(), 1, shared.streams(), asked.is_none())?;
-    params.cache_salt = caller.cache_salt(app.config.isolate_keys, shared.cache_salt.as_deref());
-    if fields.separate_reasoning != Some(false) {
-        text.reasoning = app.config.reasoning.clone();
-    }
-    let start = prompt.char_indices().rev().nth(PROMPT_END).map_or(0, |(at, _)| at);
-    text.prompt_end = prompt[start..].to_owned();
-    let job = Job { name: name.to_owned(), caller, prompts: vec![tokens], params, text };
-    Ok(Prepared { job, model, stream: shared.streams(), include_usage: shared.includes_usage() })
-}
-
-/// Reads the fields of one structure; the schema has seen their types already.
-pub fn typed<'a, T: Deserialize<'a>>(body: &'a Value) -> Result<T, ApiError> {
-    T::deserialize(body).map_err(|error| ApiError::invalid(format!("the request is not understood: {error}")))
 }
 
 /// The prompt text of a conversation.
-pub fn render(app: &App, fields: &ChatFields, messages: &Value) -> Result<String, ApiError> {
+pub fn render(app: &App, fields: &TemplateFields, messages: &Value) -> Result<String, ApiError> {
     let continues = fields.continue_final_message == Some(true);
+    if continues && fields.add_generation_prompt == Some(true) {
+        let problem = "cannot be combined with add_generation_prompt: either go on in the last message or open a new turn";
+        return Err(ApiError::param("continue_final_message", problem));
+    }
     let mut extra: Map<String, Value> = fields.chat_template_kwargs.clone().unwrap_or_default();
     check_template_variables(&extra)?;
     if let Some(thinking) = fields.enable_thinking {
