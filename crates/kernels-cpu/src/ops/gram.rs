@@ -53,8 +53,8 @@ impl Columns<'_> {
 }
 
 impl Kernels {
-    /// Adds `Σ_r w_r · xᵀx` to `gram` (`width × width`, symmetric), `x` being columns `first..first
-    /// + width` of row `r` of `x`, whose rows are `row_stride` apart. Without weights every row
+    /// Adds `Σ_r w_r · xᵀx` to `gram` (`width × width`, symmetric), `x` being the `width` columns
+    /// from `first` of row `r` of `x`, whose rows are `row_stride` apart. Without weights every row
     /// counts once.
     ///
     /// # Panics

@@ -80,6 +80,8 @@ struct Indices {
     buffer: Option<Buffer>,
     /// The numbers that the buffer holds once the stream has run the copies enqueued so far.
     sent: Vec<u32>,
+    /// Whether launches of the current step read the buffer.
+    used: bool,
 }
 
 /// The use of an index buffer.
@@ -147,10 +149,15 @@ impl CudaBackend {
 
     /// Sends numbers unless the device already has them: steps of the same sequences use the same rows.
     fn send_indices(&self, state: &mut State, index: Index, values: &[u32]) -> Result<u64> {
-        let Indices { buffer, sent } = &mut state.indices[index as usize];
+        let Indices { buffer, sent, used } = &mut state.indices[index as usize];
         let moved = grow(&self.device, buffer, values.len() * 4, "row numbers")?;
         let to = buffer.as_ref().map_or(0, Buffer::address);
+        let used = std::mem::replace(used, true);
         if moved || sent != values {
+            if used {
+                // A launch that is only noted must not find the new numbers.
+                self.device.flush()?;
+            }
             sent.clear();
             state.transfers.enqueue(bytemuck::cast_slice(values), to)?;
             sent.extend_from_slice(values);
@@ -256,7 +263,9 @@ impl Backend for CudaBackend {
         sequences: &'s [SequenceRows<'s>],
         pool: &'s mut CudaPages,
     ) -> BackendResult<CudaStep<'s>> {
-        Ok(CudaStep::new(self, self.state(), sequences, pool))
+        let mut state = self.state();
+        state.indices.iter_mut().for_each(|indices| indices.used = false);
+        Ok(CudaStep::new(self, state, sequences, pool))
     }
 
     fn demote(&self, sequences: &[SequenceRows<'_>], pool: &mut CudaPages) -> BackendResult<()> {

@@ -69,11 +69,8 @@ impl<B: Backend> Transformer<B> {
                 rope: &body.rope,
                 rotation: projections.rotation.as_ref(),
             };
-            // The match shortens the lifetime of the trait object to this iteration.
-            let tap = match &mut tap {
-                Some(tap) => Some(&mut **tap as &mut dyn Tap),
-                None => None,
-            };
+            // The cast shortens the lifetime of the trait object to this iteration.
+            let tap = tap.as_mut().map(|tap| &mut **tap as &mut dyn Tap);
             step.attend(heads, &mut w.qkv, &mut w.attended, tap)?;
             step.product(Product::of(&projections.output, Output::Add), &w.attended, &mut w.hidden)?;
 
