@@ -1,10 +1,13 @@
-//! Launches recorded and handed to the GPU as one graph.
+//! Launches that go to the GPU as one graph.
 //!
-//! A decode step is a few hundred small launches whose parameters hardly ever change: addresses stay, positions and page
-//! ids live in device memory. While recording, [`Device::launch`](crate::Device::launch) only notes function, shape and
-//! parameters; when the step's result is wanted, a graph with exactly these launches is looked up, or made, and launched
-//! at once. Since the lookup compares everything, a graph can never be stale. The first few launches are made at once and
-//! some more go as a graph of their own, so that the GPU has work while the host notes the rest.
+//! A decode step is a few hundred small launches whose parameters hardly ever change: addresses stay
+//! the same, positions and page ids live in device memory. While the recorder is active,
+//! [`Device::launch`](crate::Device::launch) only notes function, shape and parameters. When the
+//! step's result is needed, the recorder looks up a graph with exactly these launches, or makes it,
+//! and launches it. The lookup compares everything, so a graph can never be stale.
+//!
+//! A step has three parts. The first launches run at once, the next ones are a graph of their own, and
+//! the rest is a second graph. So the GPU has work while the host notes the rest.
 
 use crate::device::{Function, LaunchShape};
 use crate::error::Result;
@@ -17,28 +20,30 @@ use std::time::{Duration, Instant};
 /// Graphs kept; the one unused for longest goes first.
 const MOST_GRAPHS: usize = 64;
 
-/// Launches of a step that are made at once: about a layer, which lasts longer than noting a few others takes.
+/// Launches of a step that run at once: about a layer. The GPU takes longer for them than the host for
+/// noting the first graph.
 const AT_ONCE: usize = 8;
 
-/// Launches of a step's first graph: some layers, so that they last longer than noting the others takes.
+/// Launches of a step's first graph: some layers. The GPU takes longer for them than the host for
+/// noting the rest.
 const FIRST_PART: usize = 24;
 
-/// What is done with a launch.
+/// What happens to a launch.
 pub(crate) enum Turn {
-    /// Made at once.
+    /// It runs at once.
     Now,
-    /// Noted.
+    /// It is noted.
     Later,
-    /// Noted, and then all that were noted are handed over.
+    /// It is noted, and then all noted launches are handed over.
     LastOfPart,
 }
 
-/// A launch that was noted.
+/// A noted launch.
 #[derive(Clone, PartialEq)]
 pub(crate) struct Launch {
     pub function: Function,
     pub shape: LaunchShape,
-    /// Where its parameters lie in [`Recorded::parameters`].
+    /// The place of its parameters in [`Recorded::parameters`].
     pub parameters: Range<usize>,
 }
 
@@ -59,7 +64,7 @@ impl Recorded {
         self.launches.push(Launch { function, shape, parameters: start..self.parameters.len() });
     }
 
-    /// Address of a launch's parameters, valid as long as `self` is not changed.
+    /// Address of a launch's parameters, valid until `self` changes.
     pub fn parameters_of(&self, launch: &Launch) -> *const u64 {
         self.parameters[launch.parameters.clone()].as_ptr()
     }
@@ -70,7 +75,7 @@ impl Recorded {
     }
 }
 
-/// An instantiated graph and what it launches.
+/// An instantiated graph and its launches.
 pub(crate) struct Graph {
     pub recorded: Recorded,
     pub exec: sys::CUgraphExec,
@@ -90,33 +95,34 @@ impl Drop for Graph {
 /// Microseconds by kernel.
 pub type Profile = BTreeMap<&'static CStr, (usize, f64)>;
 
-/// What recorded steps have cost the host.
+/// Host time of recorded steps.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct HostTimes {
     pub steps: usize,
-    /// For the tables, while the GPU has the step's first launches: until it has more.
+    /// From the beginning of the step's tables to the first launch that follows them. The GPU runs
+    /// the embedding and the first product meanwhile.
     pub tables: Duration,
-    /// From then on until it had the last ones.
+    /// From then on to the last hand-over.
     pub launches: Duration,
-    /// Graphs that had to be made.
+    /// Graphs that were made.
     pub captures: usize,
 }
 
-/// What is being recorded, and the graphs made so far.
+/// The launches noted so far, and the graphs made so far.
 #[derive(Default)]
 pub(crate) struct Recorder {
     pub active: bool,
     pub now: Recorded,
     /// Launches of the step so far.
     launches: usize,
-    /// When the host began with the step, until the GPU had what is recorded.
+    /// When the host began with the step's tables, until the first launch behind them.
     began: Option<Instant>,
-    /// Until when it was given work.
-    started: Option<Instant>,
+    /// Time of the last hand-over.
+    handed: Option<Instant>,
     pub times: HostTimes,
     graphs: Vec<Graph>,
     clock: u64,
-    /// Launches are timed one by one instead of being run as graphs.
+    /// Launches are timed one by one instead of running as graphs.
     pub profile: Option<Profile>,
 }
 
@@ -127,22 +133,22 @@ impl Recorder {
     }
 
     pub fn end(&mut self) {
-        (self.began, self.started) = (None, None);
+        (self.began, self.handed) = (None, None);
     }
 
-    /// Forgets launches that were all made at once.
+    /// Counts the step's launches from here, unless some are noted already.
     pub fn count_from_here(&mut self) {
         if self.now.launches.is_empty() {
             self.launches = 0;
         }
     }
 
-    /// Will the next launch be made at once?
+    /// Whether the next launch runs at once.
     pub fn is_at_once(&self) -> bool {
         self.launches < AT_ONCE && self.profile.is_none()
     }
 
-    /// What becomes of the launch at hand. One by one they are timed, and all are noted.
+    /// What happens to the next launch. With a profile all launches are noted, to be timed one by one.
     pub fn next(&mut self) -> Turn {
         let at_once = self.is_at_once();
         self.launches += 1;
@@ -153,20 +159,20 @@ impl Recorder {
         }
     }
 
-    /// Counts the time of a hand-over that has just been made.
+    /// Adds up the time of a hand-over that was just made.
     pub fn handed_over(&mut self) {
         let now = Instant::now();
         if let Some(began) = self.began.take() {
             self.times.tables += now - began;
             self.times.steps += 1;
-            self.started = Some(now);
-        } else if let Some(started) = self.started {
-            self.times.launches += now - started;
-            self.started = Some(now);
+            self.handed = Some(now);
+        } else if let Some(last) = self.handed {
+            self.times.launches += now - last;
+            self.handed = Some(now);
         }
     }
 
-    /// The graph of what was recorded, made by `capture` if there is none yet.
+    /// The graph of the noted launches, made by `capture` if there is none yet.
     pub fn graph(
         &mut self,
         capture: impl FnOnce(&Recorded) -> Result<sys::CUgraphExec>,
