@@ -42,10 +42,11 @@ impl BlockNeed {
         if layout.coded().is_none() {
             return Self { full: true, coded: 0 };
         }
-        let sink = layout.windows().sink();
         let boundary = layout.windows().boundary(len - 1).max(coded_until);
-        let (start, end) = (block * PAGE_TOKENS, (block + 1) * PAGE_TOKENS);
-        Self { full: start < sink || end > boundary, coded: coded_progress(layout, len, coded_until, block) }
+        Self {
+            full: layout.keeps_full_page(block, boundary),
+            coded: coded_progress(layout, len, coded_until, block),
+        }
     }
 
     pub fn is_met(&self, pages: &BlockPages) -> bool {

@@ -109,6 +109,13 @@ impl CacheLayout {
         self.coded.as_ref().map_or(0, |table| self.held_block_bytes.unwrap_or_else(|| table.block_bytes()))
     }
 
+    /// Whether `block` keeps its full page once everything before `boundary` except the sink is
+    /// quantized.
+    pub fn keeps_full_page(&self, block: usize, boundary: usize) -> bool {
+        let (start, end) = (block * PAGE_TOKENS, (block + 1) * PAGE_TOKENS);
+        self.coded.is_none() || start < self.windows.sink() || end > boundary
+    }
+
     /// Full and quantized blocks that a sequence of `tokens` holds between two steps.
     pub fn blocks(&self, tokens: usize) -> (usize, usize) {
         let all = tokens.div_ceil(PAGE_TOKENS);

@@ -14,6 +14,7 @@
 pub mod affine;
 pub mod attention;
 pub mod cache_layout;
+mod capacity;
 pub mod channel_groups;
 pub mod clip;
 mod error;
@@ -36,6 +37,7 @@ pub mod turboquant;
 pub mod window;
 
 pub use cache_layout::{CacheLayout, CodedPageId, FullPageId};
+pub use capacity::Capacity;
 pub use error::{CodecError, Result};
 pub use format::{FormatTable, KvFormat, MeanBits, RotationKind};
 pub use group_pages::TilePlace;

@@ -4,7 +4,7 @@
 //! positions the runners' next-token distributions are compared with those of the first runner, the
 //! reference. Only one chunk of logits is held at a time.
 
-use oscar_backend::Backend;
+use oscar_backend::{Backend, argmax};
 use oscar_runner::{Logits, Runner, Sequence, StepError, StepOutput, StepRequest};
 use serde::{Deserialize, Serialize};
 
@@ -116,7 +116,7 @@ pub fn score_window<B: Backend>(
 struct Reference {
     log_probabilities: Vec<f32>,
     probabilities: Vec<f32>,
-    most_likely: Vec<usize>,
+    most_likely: Vec<u32>,
 }
 
 impl Reference {
@@ -165,13 +165,6 @@ fn log_softmax(row: &mut [f32]) {
 /// KL(p ‖ q) from `p`'s probabilities and both rows of log-probabilities.
 fn divergence(p: &[f32], log_p: &[f32], log_q: &[f32]) -> f64 {
     p.iter().zip(log_p.iter().zip(log_q)).map(|(&p, (&a, &b))| f64::from(p) * f64::from(a - b)).sum()
-}
-
-fn argmax(row: &[f32]) -> usize {
-    row.iter()
-        .enumerate()
-        .fold((0, f32::NEG_INFINITY), |best, (i, &v)| if v > best.1 { (i, v) } else { best })
-        .0
 }
 
 #[cfg(test)]

@@ -15,7 +15,7 @@ pub use sequence::{Logits, Sequence, StepRequest};
 
 use oscar_backend::{Backend, BackendError, Benchmarks, CacheHead, Calibrates, Step, Tap, WeightFormat};
 use oscar_cache::{OutOfPages, PagePool, PoolUsage, SequenceRows, TailDemotion};
-use oscar_codec::{CacheLayout, PAGE_TOKENS, RotationSet};
+use oscar_codec::{CacheLayout, RotationSet};
 use oscar_models::{BuildError, DecoderConfig, StepInput, Transformer, Weights, Workspace};
 use std::ops::Range;
 use std::sync::Arc;
@@ -64,15 +64,9 @@ impl KvMemory {
     pub fn bytes(self, layout: &CacheLayout, prefill_chunk: usize) -> usize {
         match self {
             Self::Bytes(bytes) => bytes,
-            Self::Sequences { count, tokens } => count * working_bytes(layout, tokens, prefill_chunk),
+            Self::Sequences { count, tokens } => count * layout.working_bytes(tokens, prefill_chunk),
         }
     }
-}
-
-/// Bytes a sequence may hold at any moment: at rest, plus the full pages of one prefill chunk.
-pub fn working_bytes(layout: &CacheLayout, context: usize, chunk: usize) -> usize {
-    let chunk_blocks = chunk.min(context).div_ceil(PAGE_TOKENS) + 2;
-    layout.peak_bytes(context) + chunk_blocks * layout.full_block_bytes()
 }
 
 /// A loaded model with its cache.

@@ -3,7 +3,7 @@
 use super::probe::Probe;
 use super::table::WidthTable;
 use crate::error::CalibrateError;
-use oscar_backend::Backend;
+use oscar_backend::{Backend, argmax};
 use oscar_codec::{
     CacheLayout, CodeLayout, FormatTable, KvFormat, Rounding, RowPageCodec, SideSpec, Windows,
 };
@@ -133,14 +133,6 @@ pub(super) fn group_weights(yardsticks: impl Iterator<Item = f64>) -> Vec<f64> {
     let units: Vec<f64> = own.iter().map(|divergence| divergence.max(least).max(1e-12)).collect();
     let total: f64 = own.iter().zip(&units).map(|(divergence, unit)| divergence / unit).sum();
     units.into_iter().map(|unit| 1.0 / (unit * total.max(1e-12))).collect()
-}
-
-fn argmax(logits: &[f32]) -> u32 {
-    let best = logits
-        .iter()
-        .enumerate()
-        .fold((0, f32::NEG_INFINITY), |best, (i, &v)| if v > best.1 { (i, v) } else { best });
-    best.0 as u32
 }
 
 /// A model that answers probes with whatever cache it is given. It must have been built with the rotations of the

@@ -1,13 +1,12 @@
 //! `oscar bench attention`: decode attention of one layer, cold caches, random pages.
 
-use super::{Row, ceiling, report};
+use super::{ceiling, report};
 use crate::options::Device;
 use anyhow::{Context, Result, bail};
-use oscar_codec::attention::PagedContext;
-use oscar_codec::random::SplitMix64;
-use oscar_codec::{CacheLayout, CodeLayout, FormatTable, KvFormat, PAGE_TOKENS, PageCodec, Side};
-use oscar_kernels_cpu::attention::{AttendTask, AttentionPrecision, Scratch, attend, kernel_name};
-use oscar_kernels_cpu::bench::time_median;
+use oscar_bench::Row;
+use oscar_bench::attention::{Shape, measure};
+use oscar_codec::{CacheLayout, CodeLayout, FormatTable, KvFormat};
+use oscar_kernels_cpu::attention::{AttentionPrecision, kernel_name};
 use oscar_kernels_cpu::{Kernels, ThreadPool};
 use serde_json::json;
 
@@ -43,12 +42,6 @@ pub struct Args {
     #[arg(long)]
     pub(super) json: bool,
 }
-
-/// Copies of the cache are cycled through until this much memory lies between two uses of a page, so that no
-/// repetition finds its data in a cache.
-const COLD_BYTES: usize = 256 << 20;
-/// Distinct random pages; the rest repeat their bytes at other addresses.
-const DISTINCT_PAGES: usize = 64;
 
 pub fn run(args: &Args) -> Result<()> {
     let (query_heads, kv_heads) = args
@@ -111,6 +104,7 @@ pub fn run(args: &Args) -> Result<()> {
                 let (timing, bytes) = measure(kernels, &pool, &layout, &shape);
                 rows.push(Row {
                     kv: format.to_string(),
+                    device: "cpu",
                     context,
                     batch,
                     typical: timing.median,
@@ -125,101 +119,4 @@ pub fn run(args: &Args) -> Result<()> {
     }
     report(&rows, ceiling, args.json);
     Ok(())
-}
-
-struct Shape {
-    group: usize,
-    kv_heads: usize,
-    context: usize,
-    batch: usize,
-    repetitions: usize,
-}
-
-/// Median time of the attention of all heads and sequences, and the page bytes it reads.
-fn measure(
-    kernels: &Kernels,
-    pool: &ThreadPool,
-    layout: &CacheLayout,
-    shape: &Shape,
-) -> (oscar_kernels_cpu::bench::Timing, usize) {
-    let d = layout.head_dim();
-    let position = shape.context - 1;
-    let windows = layout.windows();
-    let (sink, boundary, frontier) = (windows.sink(), windows.boundary(position), windows.frontier(position));
-    let full_codec = layout.full().codec(0, 0);
-    let coded_codec = layout.coded().unwrap_or(layout.full()).codec(0, 0);
-    let blocks = shape.context.div_ceil(PAGE_TOKENS);
-    let coded_blocks =
-        if layout.coded().is_some() { sink / PAGE_TOKENS..frontier.div_ceil(PAGE_TOKENS) } else { 0..0 };
-    let needs_full =
-        |b: usize| layout.coded().is_none() || b * PAGE_TOKENS < sink || (b + 1) * PAGE_TOKENS > boundary;
-
-    let (full_bytes, coded_bytes) = (full_codec.page_bytes(), coded_codec.page_bytes());
-    let head_bytes =
-        (0..blocks).filter(|&b| needs_full(b)).count() * full_bytes + coded_blocks.len() * coded_bytes;
-    let copy_bytes = head_bytes * shape.kv_heads * shape.batch;
-    let copies = COLD_BYTES.div_ceil(copy_bytes) + 1;
-
-    let templates = |codec: &oscar_codec::RowPageCodec| -> Vec<Vec<u8>> {
-        let mut random = SplitMix64::new(1);
-        (0..DISTINCT_PAGES)
-            .map(|_| {
-                let mut rows =
-                    || -> Vec<f32> { (0..PAGE_TOKENS * d).map(|_| random.symmetric() * 2.0).collect() };
-                let (keys, values) = (rows(), rows());
-                let mut page = vec![0; codec.page_bytes()];
-                // The sizes are the codec's own. Keys in groups of tokens stay zero: reading them costs the same.
-                for (side, rows) in [(Side::Key, &keys), (Side::Value, &values)] {
-                    let _ = codec.encode_side_rows(side, 0, rows, &mut page);
-                }
-                page
-            })
-            .collect()
-    };
-    let fill = |templates: &[Vec<u8>], pages: usize| -> Vec<u8> {
-        (0..pages).flat_map(|i| templates[i % templates.len()].iter().copied()).collect()
-    };
-    let streams = shape.kv_heads * shape.batch * copies;
-    let (full_templates, coded_templates) = (templates(full_codec), templates(coded_codec));
-    let full_per_stream = (0..blocks).filter(|&b| needs_full(b)).count();
-    let full_memory = fill(&full_templates, full_per_stream * streams);
-    let coded_memory = fill(&coded_templates, coded_blocks.len() * streams);
-
-    type Pages<'a> = Vec<Option<&'a [u8]>>;
-    let lists: Vec<(Pages<'_>, Pages<'_>)> = (0..streams)
-        .map(|s| {
-            let mut full = full_memory[s * full_per_stream * full_bytes..].chunks_exact(full_bytes);
-            let mut coded = coded_memory[s * coded_blocks.len() * coded_bytes..].chunks_exact(coded_bytes);
-            let full = (0..blocks).map(|b| if needs_full(b) { full.next() } else { None }).collect();
-            let coded =
-                (0..blocks).map(|b| if coded_blocks.contains(&b) { coded.next() } else { None }).collect();
-            (full, coded)
-        })
-        .collect();
-    let contexts: Vec<PagedContext<'_>> =
-        lists.iter().map(|(full, coded)| PagedContext { full_codec, coded_codec, full, coded }).collect();
-
-    let queries: Vec<f32> = (0..shape.group * d).map(|i| ((i * 37 % 101) as f32 - 50.0) / 40.0).collect();
-    let positions = vec![position as u32; shape.group];
-    let per_copy = shape.kv_heads * shape.batch;
-    let mut outputs = vec![0.0; per_copy * shape.group * d];
-    let mut scratch = Scratch::default();
-    let mut copy = 0;
-    let timing = time_median(2, shape.repetitions, || {
-        let mut tasks: Vec<AttendTask<'_>> = contexts[copy * per_copy..(copy + 1) * per_copy]
-            .iter()
-            .zip(outputs.chunks_exact_mut(shape.group * d))
-            .map(|(context, out)| AttendTask {
-                queries: &queries,
-                positions: &positions,
-                scale: 1.0 / (d as f32).sqrt(),
-                windows,
-                context,
-                out,
-            })
-            .collect();
-        attend(kernels.variant(), pool, &mut tasks, &mut scratch);
-        copy = (copy + 1) % copies;
-    });
-    (timing, copy_bytes)
 }

@@ -2,10 +2,11 @@
 //! rotate so that the second-level cache never helps.
 
 use super::attention::Args;
-use super::{Row, report};
+use super::report;
 use crate::device::AnyBackend;
 use anyhow::{Context, Result};
 use oscar_backend::{Backend, Benchmarks, HeadShape, HostMatrix, HostValues, SequenceRows, Step};
+use oscar_bench::Row;
 use oscar_codec::{CacheLayout, CodeLayout, CodedPageId, FullPageId, PAGE_TOKENS, Windows};
 use oscar_kernels_cpu::bench::Timing;
 use oscar_kernels_cuda::CudaBackend;
@@ -43,6 +44,7 @@ pub fn run(args: &Args, query_heads: usize, kv_heads: usize) -> Result<()> {
                     .with_context(|| format!("{format}, context {context}, batch {batch}"))?;
                 rows.push(Row {
                     kv: format.to_string(),
+                    device: backend.name(),
                     context,
                     batch,
                     tokens: context * batch,
@@ -50,7 +52,7 @@ pub fn run(args: &Args, query_heads: usize, kv_heads: usize) -> Result<()> {
                     timing,
                     bytes,
                     cache_bytes: bytes,
-                    extra: json!({"device": "cuda", "heads": args.heads, "head_dim": d, "kernel": kernel}),
+                    extra: json!({"heads": args.heads, "head_dim": d, "kernel": kernel}),
                 });
             }
         }
@@ -78,7 +80,7 @@ fn pages(
     (0..context.div_ceil(PAGE_TOKENS))
         .map(|b| {
             let (begin, end) = (b * PAGE_TOKENS, (b + 1) * PAGE_TOKENS);
-            let needs_full = layout.coded().is_none() || begin < sink || end > boundary;
+            let needs_full = layout.keeps_full_page(b, boundary);
             let needs_coded = layout.coded().is_some() && end > sink && begin < boundary;
             (needs_full.then(|| FullPageId(next(full))), needs_coded.then(|| CodedPageId(next(coded))))
         })

@@ -1,17 +1,17 @@
 //! `oscar bench prefill` and `oscar bench decode`: whole models.
 
-use super::{Row, report};
+use super::report;
 use crate::device::AnyBackend;
 use crate::options::{CacheArgs, ModelArgs, WeightsArg};
 use crate::progress;
 use anyhow::{Context, Result, bail};
 use oscar_backend::{Backend, Pick, WeightFormat};
-use oscar_codec::random::SplitMix64;
+use oscar_bench::{Row, random_tokens};
 use oscar_codec::{CacheLayout, CodeLayout, KvFormat, PAGE_TOKENS, RotationKind, RotationSet};
 use oscar_kernels_cpu::bench::time_median;
 use oscar_kernels_cuda::graph::{HostTimes, Profile};
 use oscar_models::{DecoderConfig, shapes};
-use oscar_runner::{Logits, Runner, RunnerOptions, Sequence, StepOutput, StepRequest, working_bytes};
+use oscar_runner::{Logits, Runner, RunnerOptions, Sequence, StepOutput, StepRequest};
 use serde_json::json;
 use std::time::Duration;
 
@@ -43,12 +43,6 @@ pub struct Args {
     /// One JSON object a line
     #[arg(long)]
     json: bool,
-}
-
-/// Token ids that look like nothing in particular.
-pub(super) fn random_tokens(count: usize, vocab: usize, seed: u64) -> Vec<u32> {
-    let mut random = SplitMix64::new(seed);
-    (0..count).map(|_| random.below(vocab) as u32).collect()
 }
 
 impl Args {
@@ -172,6 +166,7 @@ pub fn prefill(args: &Args) -> Result<()> {
             }
             rows.push(Row {
                 kv: format.to_string(),
+                device: runner.backend().name(),
                 context,
                 batch: 1,
                 tokens: context,
@@ -179,8 +174,7 @@ pub fn prefill(args: &Args) -> Result<()> {
                 timing,
                 bytes: cache_bytes,
                 cache_bytes,
-                extra: json!({"bench": "prefill", "prefill_chunk": args.cache.prefill_chunk, "peak_rss_bytes": peak_rss(),
-                              "device": runner.backend().name()}),
+                extra: json!({"bench": "prefill", "prefill_chunk": args.cache.prefill_chunk, "peak_rss_bytes": peak_rss()}),
             });
             last = Some(runner);
         }
@@ -269,6 +263,7 @@ pub fn decode(args: &Args) -> Result<()> {
                 let cache_bytes = runner.usage().bytes;
                 rows.push(Row {
                     kv: format.to_string(),
+                    device: runner.backend().name(),
                     context,
                     batch,
                     tokens: batch,
@@ -278,8 +273,7 @@ pub fn decode(args: &Args) -> Result<()> {
                     bytes: ends.iter().map(|&end| runner.layout().sequence_bytes(end)).sum::<usize>()
                         + runner.weight_bytes(),
                     cache_bytes,
-                    extra: json!({"bench": "decode", "device": runner.backend().name(),
-                                  "weight_bytes": runner.weight_bytes(), "weights": args.model.weights,
+                    extra: json!({"bench": "decode", "weight_bytes": runner.weight_bytes(), "weights": args.model.weights,
                                   "threads": runner.backend().as_cpu().map(|cpu| cpu.threads().threads())}),
                 });
             }
@@ -327,14 +321,12 @@ struct Capacity {
 
 impl Capacity {
     fn of(layout: &CacheLayout, context: usize, chunk: usize, free: usize) -> Self {
-        let each = layout.peak_bytes(context);
-        let reading = working_bytes(layout, context, chunk) - each;
         Self {
             kv: layout.format(),
             free,
-            longest: super::super::plan::longest_context(free, |n| working_bytes(layout, n, chunk)),
+            longest: layout.longest_context(free, chunk),
             context,
-            batch: free.saturating_sub(reading) / each.max(1),
+            batch: layout.capacity(free, context, chunk).sequences,
         }
     }
 

@@ -11,7 +11,6 @@ pub use config::Flags;
 use keys::KeySource;
 use oscar_backend::Backend;
 use oscar_engine::{Engine, EngineApi};
-use oscar_runner::working_bytes;
 use oscar_server::{GenerationDefaults, ServerConfig, init_logging, serve_on};
 use signals::Stops;
 use std::sync::Arc;
@@ -33,7 +32,7 @@ pub fn run(flags: &Flags) -> Result<()> {
     let backend = config.model.backend()?;
     let held = backend.held_layout(&cache.layout);
     let chunk = config.cache.prefill_chunk;
-    let least = working_bytes(&held, context.min(chunk), chunk);
+    let least = held.working_bytes(context.min(chunk), chunk);
     let kv_memory = config.cache.kv_memory.unwrap_or_else(|| default_kv_memory(&held, context, chunk));
     if config.cache.kv_memory.is_some() && kv_memory < least {
         bail!(
@@ -68,7 +67,7 @@ pub fn run(flags: &Flags) -> Result<()> {
 
 /// Room for 8 sequences of the whole context, at most half of the machine's memory.
 fn default_kv_memory(layout: &oscar_codec::CacheLayout, context: usize, chunk: usize) -> usize {
-    let wanted = 8 * working_bytes(layout, context, chunk);
+    let wanted = 8 * layout.working_bytes(context, chunk);
     super::doctor::memory_gib().map_or(wanted, |gib| wanted.min((gib * 0.5 * (1u64 << 30) as f64) as usize))
 }
 

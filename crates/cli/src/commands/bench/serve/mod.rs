@@ -3,21 +3,14 @@
 //! The engine runs in this process, without HTTP unless `--http` asks what that adds. No token ends an answer, so
 //! every format does the same work.
 
-mod chart;
-mod http;
-mod load;
-
-use super::model::random_tokens;
 use crate::options::{Cache, CacheArgs, ModelArgs, OpenModel};
 use crate::{progress, table};
 use anyhow::{Context, Result, bail};
-use load::{Arrivals, Load, Outcome, Percentiles};
+use oscar_bench::{Arrivals, FormatResult, Load, Percentiles, drive_both, random_tokens};
 use oscar_codec::KvFormat;
-use oscar_engine::{Engine, EngineApi, EngineHandle, EngineOptions, SchedulerOptions};
-use oscar_runner::working_bytes;
+use oscar_engine::{Engine, EngineOptions, SchedulerOptions};
 use serde_json::{Value, json};
 use std::path::PathBuf;
-use std::sync::Arc;
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -75,25 +68,8 @@ pub struct Args {
 /// BF16 requests of full length that the budget holds when the user names none.
 const DEFAULT_BF16_REQUESTS: usize = 4;
 
-/// How often the bare engine and HTTP take turns.
-const HTTP_ROUNDS: usize = 3;
-
 /// Clients of a closed loop when the user says nothing.
 const DEFAULT_CONCURRENCY: usize = 8;
-
-/// What one format did.
-struct FormatResult {
-    kv: KvFormat,
-    outcome: Outcome,
-    over_http: Option<Outcome>,
-}
-
-impl FormatResult {
-    /// What HTTP adds to the time of the bare engine, as a share of it.
-    fn http_overhead(&self) -> Option<f64> {
-        self.over_http.as_ref().map(|http| http.seconds / self.outcome.seconds - 1.0)
-    }
-}
 
 pub fn run(args: &Args) -> Result<()> {
     let arrivals = args.arrivals()?;
@@ -105,12 +81,11 @@ pub fn run(args: &Args) -> Result<()> {
     let load = args.load(&model, arrivals);
     let mut results = Vec::new();
     for (&kv, cache) in args.kv.iter().zip(&caches) {
-        let (outcome, over_http) =
-            args.measure(&model, cache, context, budget, &load).with_context(|| format!("--kv {kv}"))?;
-        results.push(FormatResult { kv, outcome, over_http });
+        let result = args.measure(&model, kv, cache, context, budget, &load);
+        results.push(result.with_context(|| format!("--kv {kv}"))?);
     }
     if let Some(path) = &args.svg {
-        let drawing = chart::draw(&results, &args.headline(budget, arrivals));
+        let drawing = oscar_bench::draw(&results, &args.headline(budget, arrivals));
         std::fs::write(path, drawing).with_context(|| format!("--svg {}", path.display()))?;
     }
     if args.json {
@@ -188,7 +163,7 @@ impl Args {
             None => {
                 let plain = CacheArgs { rotations: None, ..self.cache.clone() };
                 let bf16 = model.cache(KvFormat::Bf16, &plain)?.layout;
-                DEFAULT_BF16_REQUESTS * working_bytes(&bf16, context, self.cache.prefill_chunk)
+                DEFAULT_BF16_REQUESTS * bf16.working_bytes(context, self.cache.prefill_chunk)
             }
         };
         for Cache { layout, .. } in caches {
@@ -227,13 +202,16 @@ impl Args {
     fn measure(
         &self,
         model: &OpenModel,
+        kv: KvFormat,
         cache: &Cache,
         context: usize,
         budget: usize,
         load: &Load,
-    ) -> Result<(Outcome, Option<Outcome>)> {
+    ) -> Result<FormatResult> {
         let cache_args = CacheArgs { kv_memory: Some(budget), ..self.cache.clone() };
-        let runner = cache.runner(model, self.model.backend()?, &cache_args, context, 1, |_| {})?;
+        let backend = self.model.backend()?;
+        let device = backend.name();
+        let runner = cache.runner(model, backend, &cache_args, context, 1, |_| {})?;
         let standard = SchedulerOptions::default();
         let options = EngineOptions {
             scheduler: SchedulerOptions {
@@ -255,13 +233,16 @@ impl Args {
             bar.finish_and_clear();
         }
         let bar = progress::bar("serving", (self.requests * self.turns) as u64);
-        let outcome = match self.http {
-            false => load.drive(&engine, |done| bar.set_position(done as u64)).map(|outcome| (outcome, None)),
-            true => in_turns(&engine, model, load, &|done| bar.set_position(done as u64)),
+        let progress = |done: usize| bar.set_position(done as u64);
+        let (outcome, over_http) = if self.http {
+            let (outcome, over_http) = drive_both(&engine, model.text()?, load, &progress)?;
+            (outcome, Some(over_http))
+        } else {
+            (load.drive(&engine, progress)?, None)
         };
         bar.finish_and_clear();
         engine.shutdown();
-        outcome
+        Ok(FormatResult { kv, device, outcome, over_http })
     }
 
     /// What was asked, in a line.
@@ -293,7 +274,7 @@ impl Args {
         };
         let (ttft, tpot) = (&o.ttft_ms, &o.tpot_ms);
         json!({
-            "bench": "serve", "kv": result.kv.to_string(), "device": "cpu", "context": context, "batch": o.peak_held,
+            "bench": "serve", "kv": result.kv.to_string(), "device": result.device, "context": context, "batch": o.peak_held,
             "mode": mode, "concurrency": concurrency, "rate": rate, "requests": o.requests,
             "prompt_tokens": self.prompt_tokens, "output_tokens": self.output_tokens,
             "shared_prefix": self.shared_prefix, "turns": self.turns, "warm": self.warm, "kv_memory": budget,
@@ -308,32 +289,6 @@ impl Args {
             "preemptions": o.preemptions, "evicted_pages": o.evicted_pages, "cache_bytes": o.peak_cache_bytes,
         })
     }
-}
-
-/// The work on the bare engine and over HTTP, by turns so that a noisy machine disturbs both; the best of each.
-fn in_turns(
-    engine: &EngineHandle,
-    model: &OpenModel,
-    load: &Load,
-    progress: &dyn Fn(usize),
-) -> Result<(Outcome, Option<Outcome>)> {
-    let http = http::HttpEngine::start(Arc::new(engine.clone()), Arc::new(model.text()?))?;
-    let (mut bare, mut over_http): (Option<Outcome>, Option<Outcome>) = (None, None);
-    let better =
-        |best: &Option<Outcome>, new: &Outcome| best.as_ref().is_none_or(|b| new.seconds < b.seconds);
-    for _ in 0..HTTP_ROUNDS {
-        engine.flush_cache();
-        let outcome = load.drive(engine, progress)?;
-        if better(&bare, &outcome) {
-            bare = Some(outcome);
-        }
-        engine.flush_cache();
-        let outcome = load.drive(&http, progress)?;
-        if better(&over_http, &outcome) {
-            over_http = Some(outcome);
-        }
-    }
-    Ok((bare.context("nothing was measured")?, over_http))
 }
 
 fn render(results: &[FormatResult]) -> String {

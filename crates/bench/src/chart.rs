@@ -1,7 +1,6 @@
 //! One small drawing of a run: throughput and latencies, a bar for each format.
 
-use super::FormatResult;
-use super::load::Percentiles;
+use crate::{FormatResult, Percentiles};
 use oscar_figures::{Bar, Figure, bars, number};
 
 const TOP: f64 = 34.0;
@@ -40,8 +39,8 @@ pub fn draw(results: &[FormatResult], headline: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::load::Outcome;
     use super::*;
+    use crate::Outcome;
     use oscar_codec::KvFormat;
 
     #[test]
@@ -52,8 +51,13 @@ mod tests {
             ..Outcome::default()
         };
         let results = [
-            FormatResult { kv: KvFormat::Bf16, outcome: outcome(), over_http: None },
-            FormatResult { kv: KvFormat::Oscar { bits: 2 }, outcome: outcome(), over_http: None },
+            FormatResult { kv: KvFormat::Bf16, device: "cpu", outcome: outcome(), over_http: None },
+            FormatResult {
+                kv: KvFormat::Oscar { bits: 2 },
+                device: "cpu",
+                outcome: outcome(),
+                over_http: None,
+            },
         ];
         let svg = draw(&results, "a < b & c");
         assert!(svg.contains("a &lt; b &amp; c"));

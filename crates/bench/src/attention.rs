@@ -1,0 +1,124 @@
+//! Decode attention of one layer on the CPU, cold caches, random pages.
+
+use oscar_codec::attention::PagedContext;
+use oscar_codec::random::SplitMix64;
+use oscar_codec::{CacheLayout, PAGE_TOKENS, PageCodec, RowPageCodec, Side};
+use oscar_kernels_cpu::attention::{AttendTask, Scratch, attend};
+use oscar_kernels_cpu::bench::{Timing, time_median};
+use oscar_kernels_cpu::{Kernels, ThreadPool};
+use std::ops::Range;
+
+/// Copies of the cache are cycled through until this much memory lies between two uses of a page,
+/// so that no repetition finds its data in a cache.
+const COLD_BYTES: usize = 256 << 20;
+/// Distinct random pages; the rest repeat their bytes at other addresses.
+const DISTINCT_PAGES: usize = 64;
+
+/// The work of one repetition.
+pub struct Shape {
+    /// Query heads of a KV head.
+    pub group: usize,
+    pub kv_heads: usize,
+    pub context: usize,
+    pub batch: usize,
+    pub repetitions: usize,
+}
+
+/// Which blocks of a sequence have a full page and which a quantized one.
+struct Blocks {
+    full: Vec<bool>,
+    coded: Range<usize>,
+}
+
+impl Blocks {
+    fn of(layout: &CacheLayout, context: usize) -> Self {
+        let windows = layout.windows();
+        let (boundary, frontier) = (windows.boundary(context - 1), windows.frontier(context - 1));
+        let coded = match layout.coded() {
+            Some(_) => windows.sink() / PAGE_TOKENS..frontier.div_ceil(PAGE_TOKENS),
+            None => 0..0,
+        };
+        let blocks = 0..context.div_ceil(PAGE_TOKENS);
+        Self { full: blocks.map(|b| layout.keeps_full_page(b, boundary)).collect(), coded }
+    }
+
+    fn full_count(&self) -> usize {
+        self.full.iter().filter(|&&full| full).count()
+    }
+
+    /// The pages of one sequence and head: those of two memories, one after the other.
+    fn pages<'a>(&self, full: &'a [u8], full_bytes: usize, coded: &'a [u8], coded_bytes: usize) -> Pages<'a> {
+        let (mut full, mut coded) = (full.chunks_exact(full_bytes), coded.chunks_exact(coded_bytes));
+        (0..self.full.len())
+            .map(|b| {
+                let full = if self.full[b] { full.next() } else { None };
+                (full, if self.coded.contains(&b) { coded.next() } else { None })
+            })
+            .unzip()
+    }
+}
+
+type Pages<'a> = (Vec<Option<&'a [u8]>>, Vec<Option<&'a [u8]>>);
+
+/// `count` pages that repeat a few random ones.
+fn random_pages(codec: &RowPageCodec, head_dim: usize, count: usize) -> Vec<u8> {
+    let mut random = SplitMix64::new(1);
+    let pages: Vec<Vec<u8>> = (0..DISTINCT_PAGES)
+        .map(|_| {
+            let mut page = vec![0; codec.page_bytes()];
+            for side in [Side::Key, Side::Value] {
+                let rows: Vec<f32> = (0..PAGE_TOKENS * head_dim).map(|_| random.symmetric() * 2.0).collect();
+                // The sizes are the codec's own. Keys in groups of tokens stay zero: reading them
+                // costs the same.
+                let _ = codec.encode_side_rows(side, 0, &rows, &mut page);
+            }
+            page
+        })
+        .collect();
+    (0..count).flat_map(|i| pages[i % DISTINCT_PAGES].iter().copied()).collect()
+}
+
+/// Median time of the attention of all heads and sequences, and the page bytes it reads.
+pub fn measure(kernels: &Kernels, pool: &ThreadPool, layout: &CacheLayout, shape: &Shape) -> (Timing, usize) {
+    let d = layout.head_dim();
+    let full_codec = layout.full().codec(0, 0);
+    let coded_codec = layout.coded().unwrap_or(layout.full()).codec(0, 0);
+    let (full_bytes, coded_bytes) = (full_codec.page_bytes(), coded_codec.page_bytes());
+    let blocks = Blocks::of(layout, shape.context);
+    let (full_memory, coded_memory) = (blocks.full_count() * full_bytes, blocks.coded.len() * coded_bytes);
+    let per_copy = shape.kv_heads * shape.batch;
+    let copy_bytes = (full_memory + coded_memory) * per_copy;
+    let copies = COLD_BYTES.div_ceil(copy_bytes) + 1;
+
+    let streams = per_copy * copies;
+    let full = random_pages(full_codec, d, blocks.full_count() * streams);
+    let coded = random_pages(coded_codec, d, blocks.coded.len() * streams);
+    let pages: Vec<Pages<'_>> = (0..streams)
+        .map(|s| blocks.pages(&full[s * full_memory..], full_bytes, &coded[s * coded_memory..], coded_bytes))
+        .collect();
+    let contexts: Vec<PagedContext<'_>> =
+        pages.iter().map(|(full, coded)| PagedContext { full_codec, coded_codec, full, coded }).collect();
+
+    let queries: Vec<f32> = (0..shape.group * d).map(|i| ((i * 37 % 101) as f32 - 50.0) / 40.0).collect();
+    let positions = vec![shape.context as u32 - 1; shape.group];
+    let mut outputs = vec![0.0; per_copy * shape.group * d];
+    let mut scratch = Scratch::default();
+    let mut copy = 0;
+    let timing = time_median(2, shape.repetitions, || {
+        let mut tasks: Vec<AttendTask<'_>> = contexts[copy * per_copy..(copy + 1) * per_copy]
+            .iter()
+            .zip(outputs.chunks_exact_mut(shape.group * d))
+            .map(|(context, out)| AttendTask {
+                queries: &queries,
+                positions: &positions,
+                scale: 1.0 / (d as f32).sqrt(),
+                windows: layout.windows(),
+                context,
+                out,
+            })
+            .collect();
+        attend(kernels.variant(), pool, &mut tasks, &mut scratch);
+        copy = (copy + 1) % copies;
+    });
+    (timing, copy_bytes)
+}

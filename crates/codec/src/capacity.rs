@@ -1,0 +1,71 @@
+//! How many tokens and sequences fit into a given memory.
+
+use crate::{CacheLayout, PAGE_TOKENS};
+
+/// Sequences of one length that fit into a memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Capacity {
+    /// Bytes of one sequence, at its largest.
+    pub sequence_bytes: usize,
+    /// Bytes that reading a prompt takes besides: the full pages of one chunk.
+    pub prefill_bytes: usize,
+    pub sequences: usize,
+}
+
+impl CacheLayout {
+    /// Bytes a sequence may hold at any moment: at rest, plus the full pages of one prefill chunk.
+    pub fn working_bytes(&self, context: usize, chunk: usize) -> usize {
+        let chunk_blocks = chunk.min(context).div_ceil(PAGE_TOKENS) + 2;
+        self.peak_bytes(context) + chunk_blocks * self.full_block_bytes()
+    }
+
+    /// Sequences of `context` tokens that fit into `bytes`, one of them being read in chunks.
+    pub fn capacity(&self, bytes: usize, context: usize, chunk: usize) -> Capacity {
+        let sequence_bytes = self.peak_bytes(context);
+        let prefill_bytes = self.working_bytes(context, chunk) - sequence_bytes;
+        let sequences = bytes.saturating_sub(prefill_bytes) / sequence_bytes.max(1);
+        Capacity { sequence_bytes, prefill_bytes, sequences }
+    }
+
+    /// Most tokens of one sequence that fit into `bytes` while it is read in chunks.
+    pub fn longest_context(&self, bytes: usize, chunk: usize) -> usize {
+        let fits_in = |tokens| self.working_bytes(tokens, chunk) <= bytes;
+        let (mut fits, mut fails) = (0, 1);
+        while fits_in(fails) && fails < 1 << 40 {
+            (fits, fails) = (fails, fails * 2);
+        }
+        while fails - fits > 1 {
+            let middle = fits + (fails - fits) / 2;
+            if fits_in(middle) { fits = middle } else { fails = middle }
+        }
+        fits
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::{CacheLayout, CodeLayout, KvFormat, Windows};
+
+    #[test]
+    fn the_longest_context_fits_and_one_more_token_does_not() {
+        for format in [KvFormat::Bf16, KvFormat::OSCAR2] {
+            let layout =
+                CacheLayout::new(format, 6, 2, 128, Windows::default(), CodeLayout::Logical).unwrap();
+            for bytes in [4 * layout.full_block_bytes(), 5 << 20, 1 << 30] {
+                for chunk in [1, 512] {
+                    let n = layout.longest_context(bytes, chunk);
+                    assert!(
+                        (n == 0 || layout.working_bytes(n, chunk) <= bytes)
+                            && layout.working_bytes(n + 1, chunk) > bytes,
+                        "{format} {bytes} {n}"
+                    );
+                    if n > 0 {
+                        let fit = layout.capacity(bytes, n, chunk);
+                        assert!(fit.sequences >= 1);
+                        assert!(fit.sequences * fit.sequence_bytes + fit.prefill_bytes <= bytes);
+                    }
+                }
+            }
+        }
+    }
+}
