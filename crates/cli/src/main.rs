@@ -48,6 +48,9 @@ enum Command {
     /// Compile the CUDA kernels ahead of time, for machines without NVRTC or for a faster first
     /// start
     Kernels(commands::kernels::Args),
+    /// Put a server under hostile load for a while and say whether it left a trace
+    #[cfg(unix)]
+    Soak(commands::soak::Args),
     /// Read, convert and verify official RotationZoo files
     Zoo(commands::zoo::Args),
 }
@@ -82,6 +85,8 @@ fn main() -> ExitCode {
         Command::Compare(args) => commands::compare::run(&args),
         Command::GpuCheck(args) => commands::gpu_check::run(&args),
         Command::Kernels(args) => commands::kernels::run(&args),
+        #[cfg(unix)]
+        Command::Soak(args) => commands::soak::run(&args),
         Command::Zoo(args) => commands::zoo::run(&args),
     };
     match result {

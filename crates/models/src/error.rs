@@ -86,8 +86,13 @@ pub enum LoadError {
     #[error("tensor `{name}` is {dtype}; only BF16, F16 and F32 weights are read")]
     UnsupportedDtype { name: String, dtype: String },
 
-    #[error("tensor `{name}` holds codes that are no numbers (NaN); the file is damaged, download it again")]
+    #[error("tensor `{name}` holds weights that are no numbers (NaN or infinite); the file is damaged, download it again")]
     NanWeights { name: String },
+
+    #[error(
+        "a table for {positions} positions takes {bytes} bytes, more than this machine has; give a smaller --context"
+    )]
+    TooManyPositions { positions: usize, bytes: u64 },
 
     #[error("the scales of tensor `{name}` cannot be used: {problem}")]
     BadScales { name: String, problem: String },

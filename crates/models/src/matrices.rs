@@ -220,7 +220,7 @@ pub(crate) fn biases(
     let mut all = Vec::new();
     for p in parts {
         match p.has_bias(config) {
-            true => all.extend(weights.tensor(&weights.names().bias(layer, *p))?.to_f32_vec()),
+            true => all.extend(weights.vector(&weights.names().bias(layer, *p))?),
             false => all.extend(std::iter::repeat_n(0.0, p.shape(config)[0])),
         }
     }

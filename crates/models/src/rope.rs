@@ -139,6 +139,13 @@ fn yarn_blend_range(
     if low == high { (low, high + 0.001) } else { (low, high) }
 }
 
+/// The machine's memory, where the system tells.
+fn memory_bytes() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
+    Some(line.trim().trim_end_matches(" kB").parse::<u64>().ok()? << 10)
+}
+
 /// cos and sin of every (position, frequency), attention scale included.
 ///
 /// A row has `head_dim / 2` entries: the second half of the head uses the same angles.
@@ -152,11 +159,32 @@ pub struct RopeTable {
 impl RopeTable {
     /// Fills the table for positions `0..max_positions`: `8 * max_positions * head_dim / 2` bytes.
     pub fn new(config: &RopeConfig, head_dim: usize, max_positions: usize) -> Self {
+        Self::fill(config, head_dim, max_positions, (Vec::new(), Vec::new()))
+    }
+
+    /// As [`Self::new`], for sizes that come from a file: if the machine does not have the memory,
+    /// the bytes that would be needed.
+    pub fn try_new(config: &RopeConfig, head_dim: usize, max_positions: usize) -> Result<Self, u64> {
+        let entries = max_positions.saturating_mul(head_dim / 2);
+        let bytes = 8 * entries as u64;
+        // A system that overcommits would grant it and end the process when it is filled.
+        if memory_bytes().is_some_and(|memory| bytes > memory) {
+            return Err(bytes);
+        }
+        let (mut cos, mut sin) = (Vec::new(), Vec::new());
+        for list in [&mut cos, &mut sin] {
+            list.try_reserve_exact(entries).map_err(|_| bytes)?;
+        }
+        Ok(Self::fill(config, head_dim, max_positions, (cos, sin)))
+    }
+
+    fn fill(config: &RopeConfig, head_dim: usize, max_positions: usize, lists: (Vec<f32>, Vec<f32>)) -> Self {
         let frequencies = config.inv_freq(head_dim);
         let scale = config.attention_scale();
         let half = frequencies.len();
-        let mut cos = Vec::with_capacity(max_positions * half);
-        let mut sin = Vec::with_capacity(max_positions * half);
+        let (mut cos, mut sin) = lists;
+        cos.reserve(max_positions * half);
+        sin.reserve(max_positions * half);
         for position in 0..max_positions {
             for frequency in &frequencies {
                 let angle = position as f32 * frequency;
@@ -365,6 +393,15 @@ mod tests {
                 q.iter().zip(&k).map(|(a, b)| a * b).sum::<f32>()
             };
             prop_assert!((score(distance, 0) - score(distance + shift, shift)).abs() < 1e-4);
+        }
+    }
+
+    #[test]
+    fn a_table_larger_than_the_machine_is_refused() {
+        let config = RopeConfig::plain(1e4);
+        assert_eq!(RopeTable::try_new(&config, 16, 100).unwrap().cos_rows().len(), 800);
+        for positions in [1 << 50, usize::MAX] {
+            assert!(RopeTable::try_new(&config, 128, positions).is_err());
         }
     }
 }

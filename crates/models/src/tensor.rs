@@ -112,6 +112,29 @@ impl<'a> TensorView<'a> {
         usable.then(|| bytemuck::try_cast_slice(self.bytes).ok()).flatten()
     }
 
+    /// Is every element a number, neither NaN nor infinite?
+    pub fn is_finite(&self) -> bool {
+        // The largest exponent marks both. Whole chunks without an early exit compare many elements
+        // at a time.
+        let words = |exponent: u16| {
+            !self.bytes.chunks(4096).any(|chunk| {
+                let elements = chunk.chunks_exact(2).map(|b| u16::from_le_bytes([b[0], b[1]]));
+                elements.fold(false, |found, bits| found | (bits & exponent == exponent))
+            })
+        };
+        match self.dtype {
+            WeightDtype::Bf16 => words(0x7f80),
+            WeightDtype::F16 => words(0x7c00),
+            WeightDtype::F32 => {
+                let exponent = 0x7f80_0000;
+                !self.bytes.chunks(4096).any(|chunk| {
+                    let elements = chunk.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]));
+                    elements.fold(false, |found, bits| found | (bits & exponent == exponent))
+                })
+            }
+        }
+    }
+
     fn pairs(&self) -> impl Iterator<Item = [u8; 2]> + 'a {
         self.bytes.chunks_exact(2).map(|b| [b[0], b[1]])
     }
@@ -138,6 +161,31 @@ mod tests {
             assert_eq!(view.len(), 3);
             assert_eq!(view.to_f32_vec(), values);
             assert_eq!(view.to_bf16_vec(), values.map(bf16::from_f32));
+        }
+    }
+
+    #[test]
+    fn what_is_no_number_is_found_wherever_it_is() {
+        for (dtype, bad) in [
+            (WeightDtype::Bf16, [0x7f80u32, 0xff80, 0x7fc0]),
+            (WeightDtype::F16, [0x7c00, 0xfc00, 0x7e01]),
+            (WeightDtype::F32, [0x7f80_0000, 0xff80_0000, 0x7f80_0001]),
+        ] {
+            let count = 10_000;
+            let mut bytes = vec![0x3c; count * dtype.size()];
+            let shape = [count];
+            assert!(TensorView { dtype, shape: &shape, bytes: &bytes }.is_finite());
+            assert!(TensorView { dtype, shape: &[0], bytes: &[] }.is_finite());
+            for bits in bad {
+                for at in [0, 5000, count - 1] {
+                    let place = at * dtype.size()..(at + 1) * dtype.size();
+                    let before = bytes[place.clone()].to_vec();
+                    bytes[place.clone()].copy_from_slice(&bits.to_le_bytes()[..dtype.size()]);
+                    let view = TensorView { dtype, shape: &shape, bytes: &bytes };
+                    assert!(!view.is_finite(), "{dtype:?} {bits:x} at {at}");
+                    bytes[place].copy_from_slice(&before);
+                }
+            }
         }
     }
 

@@ -115,10 +115,11 @@ impl<B: Backend> Transformer<B> {
         check_rotations(config, rotations)?;
         let names = weights.names();
         let vector = |name: &str| -> Result<B::Vector, BuildError> {
-            Ok(backend.vector(&weights.tensor(name)?.to_f32_vec())?)
+            Ok(backend.vector(&weights.vector(name)?)?)
         };
         let max_positions = context.min(config.max_position_embeddings);
-        let table = RopeTable::new(&config.rope, config.head_dim, max_positions);
+        let table = RopeTable::try_new(&config.rope, config.head_dim, max_positions)
+            .map_err(|bytes| LoadError::TooManyPositions { positions: max_positions, bytes })?;
         let rope = backend.rope(table.cos_rows(), table.sin_rows(), config.head_dim)?;
         let embedding = matrices::prepare_embedding(backend, weights)?;
         let mut layers = Vec::with_capacity(config.layers);
@@ -260,7 +261,7 @@ impl<B: Backend> Layer<B> {
     ) -> Result<Self, BuildError> {
         let names = weights.names();
         let vector = |name: String| -> Result<B::Vector, BuildError> {
-            Ok(backend.vector(&weights.tensor(&name)?.to_f32_vec())?)
+            Ok(backend.vector(&weights.vector(&name)?)?)
         };
         Ok(Self {
             input_norm: vector(names.input_norm(index))?,

@@ -130,12 +130,24 @@ impl Weights {
         Ok(TensorView { dtype, shape: &entry.shape, bytes: self.bytes(entry) })
     }
 
-    /// A matrix by name, FP8 or not.
+    /// A vector by name, in f32.
+    pub fn vector(&self, name: &str) -> Result<Vec<f32>, LoadError> {
+        let view = self.tensor(name)?;
+        match view.is_finite() {
+            true => Ok(view.to_f32_vec()),
+            false => Err(LoadError::NanWeights { name: name.to_owned() }),
+        }
+    }
+
+    /// A matrix by name, FP8 or not. Weights that are no numbers are refused by name.
     pub fn matrix(&self, name: &str) -> Result<MatrixView<'_>, LoadError> {
         let Some(entry) = self.entries.get(name).filter(|entry| entry.dtype == Dtype::F8_E4M3) else {
             let view = self.tensor(name)?;
             if !self.is_fp8(name) {
-                return Ok(MatrixView::Unquantized(view));
+                return match view.is_finite() {
+                    true => Ok(MatrixView::Unquantized(view)),
+                    false => Err(LoadError::NanWeights { name: name.to_owned() }),
+                };
             }
             let quantized = Fp8Weights::quantize(&view);
             return quantized

@@ -1,6 +1,7 @@
 //! Reading a request's body without trusting its length or its sender's pace, and work that grows with it.
 
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::{Body, Bytes};
@@ -11,7 +12,7 @@ use http_body_util::BodyExt;
 use serde::Serialize;
 use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::{Map, Value};
-use tokio::sync::OwnedSemaphorePermit;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, timeout_at};
 
 use crate::app::{App, Shared};
@@ -149,7 +150,7 @@ pub async fn off_thread<T: Send + 'static>(
     work: impl FnOnce(&[u8]) -> Result<T, ApiError> + Send + 'static,
 ) -> Result<T, ApiError> {
     let size = body.bytes.len();
-    run(app, size, "preparing the request", move || {
+    run(&app.heavy_work, size, "preparing the request", move || {
         let outcome = work(&body.bytes);
         drop(body);
         outcome
@@ -165,13 +166,13 @@ pub async fn json_answer<T: Serialize + Send + 'static>(
 ) -> Result<Response, ApiError> {
     let failed = |error| ApiError::Internal(format!("writing the answer: {error}"));
     let text =
-        run(app, size, "writing the answer", move || serde_json::to_vec(&answer).map_err(failed)).await?;
+        run(&app.heavy_work, size, "writing the answer", move || serde_json::to_vec(&answer).map_err(failed)).await?;
     let kind = HeaderValue::from_static("application/json");
     Ok(([(header::CONTENT_TYPE, kind)], text).into_response())
 }
 
 async fn run<T: Send + 'static>(
-    app: &Shared,
+    heavy_work: &Arc<Semaphore>,
     size: usize,
     what: &str,
     work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
@@ -180,7 +181,7 @@ async fn run<T: Send + 'static>(
         return work();
     }
     // Never closed, so the permit is always granted in the end.
-    let permit = app.heavy_work.clone().acquire_owned().await;
+    let permit = heavy_work.clone().acquire_owned().await;
     let working = tokio::task::spawn_blocking(move || {
         let outcome = work();
         drop(permit);
@@ -217,5 +218,25 @@ mod tests {
     fn only_described_fields_are_kept() {
         let body = br#"{"a": 1, "b": [{"c": 2}], "user": {"x": 1}, "a": 2}"#;
         assert_eq!(Value::Object(parse_object(body, &[TABLE]).unwrap()), serde_json::json!({"a": 2}));
+    }
+
+    #[tokio::test]
+    async fn work_keeps_its_permit_when_the_client_leaves() {
+        let permits = Arc::new(Semaphore::new(1));
+        let (go_on, gate) = std::sync::mpsc::channel::<()>();
+        let (begun, has_begun) = tokio::sync::oneshot::channel();
+        let work = run(&permits, SMALL + 1, "waiting", move || {
+            let _ = begun.send(());
+            let _ = gate.recv();
+            Ok(())
+        });
+        // The request is dropped while its work runs.
+        tokio::select! {
+            _ = work => panic!("the work cannot have ended"),
+            _ = has_begun => {}
+        }
+        assert_eq!(permits.available_permits(), 0);
+        drop(go_on);
+        let _ended = permits.acquire().await.unwrap();
     }
 }

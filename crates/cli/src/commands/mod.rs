@@ -11,4 +11,6 @@ pub mod kernels;
 pub mod plan;
 pub mod run;
 pub mod serve;
+#[cfg(unix)]
+pub mod soak;
 pub mod zoo;

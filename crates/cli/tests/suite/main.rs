@@ -7,6 +7,8 @@ mod clients;
 mod commands;
 mod evaluation;
 mod fp8;
+#[cfg(target_os = "linux")]
+mod hardening;
 mod python;
 #[cfg(unix)]
 mod reports;

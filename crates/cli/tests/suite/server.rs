@@ -12,8 +12,8 @@ pub const PATIENCE: Duration = Duration::from_secs(60);
 pub struct Server {
     child: Child,
     pub address: String,
-    /// Kept open: a closed pipe would fail the server's log lines.
-    _log: BufReader<ChildStderr>,
+    /// Kept open, but not read: the server's log lines go nowhere.
+    log: Option<BufReader<ChildStderr>>,
 }
 
 impl Drop for Server {
@@ -43,12 +43,16 @@ impl Server {
 
     pub fn start_with(keys: Option<&str>, flags: &[&str]) -> Self {
         let mut command = Command::new(env!("CARGO_BIN_EXE_oscar"));
-        command.args(["serve", "--log", "error"]).args(flags);
+        command.arg("serve").args(flags);
+        if !flags.contains(&"--log") {
+            command.args(["--log", "error"]);
+        }
         command
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(Stdio::piped())
-            .env_remove("OSCAR_API_KEYS");
+            .env_remove("OSCAR_API_KEYS")
+            .env_remove("OSCAR_OPERATOR_KEYS");
         if let Some(keys) = keys {
             command.env("OSCAR_API_KEYS", keys);
         }
@@ -62,7 +66,17 @@ impl Server {
                 break rest.split_whitespace().next().unwrap().to_owned();
             }
         };
-        Self { child, address, _log: log }
+        Self { child, address, log: Some(log) }
+    }
+
+    /// A server that was started elsewhere.
+    pub fn of(child: Child, address: String) -> Self {
+        Self { child, address, log: None }
+    }
+
+    /// Closes the pipe that the log is written to.
+    pub fn close_log(&mut self) {
+        self.log = None;
     }
 
     /// One request on a connection of its own, which the server closes.
@@ -95,14 +109,6 @@ impl Server {
     pub fn signal(&self, name: &str) {
         let sent = Command::new("kill").args([name, &self.child.id().to_string()]).status().unwrap();
         assert!(sent.success());
-    }
-
-    /// Resident memory in bytes.
-    #[cfg(target_os = "linux")]
-    pub fn resident_bytes(&self) -> usize {
-        let text = std::fs::read_to_string(format!("/proc/{}/status", self.child.id())).unwrap();
-        let line = text.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
-        line.trim().trim_end_matches(" kB").parse::<usize>().unwrap() * 1024
     }
 
     /// A number of `/metrics`, without labels.

@@ -289,3 +289,41 @@ proptest! {
         }
     }
 }
+
+/// Overwrites the first element of a BF16 tensor.
+fn poison(victim: &Victim, tensor: &str, bits: u16) {
+    let mut bytes = fs::read(victim.path(WEIGHTS)).unwrap();
+    let length = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let header: Value = serde_json::from_slice(&bytes[8..8 + length]).unwrap();
+    assert_eq!(header[tensor]["dtype"], "BF16", "{tensor}");
+    let start = 8 + length + header[tensor]["data_offsets"][0].as_u64().unwrap() as usize;
+    bytes[start..start + 2].copy_from_slice(&bits.to_le_bytes());
+    fs::write(victim.path(WEIGHTS), bytes).unwrap();
+}
+
+#[test]
+fn weights_that_are_no_numbers_are_named() {
+    let matrix = "model.layers.1.mlp.down_proj.weight";
+    let norm = "model.layers.0.input_layernorm.weight";
+    for bits in [0x7fc0u16, 0x7f80, 0xff80] {
+        let victim = Victim::new(1);
+        let weights = victim.open().unwrap();
+        assert!(weights.matrix(matrix).is_ok() && weights.vector(norm).is_ok());
+        poison(&victim, matrix, bits);
+        poison(&victim, norm, bits);
+        let weights = victim.open().unwrap();
+        assert_says(&weights.matrix(matrix).unwrap_err().to_string(), &[matrix, "NaN or infinite"]);
+        assert_says(&weights.vector(norm).unwrap_err().to_string(), &[norm, "NaN or infinite"]);
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn pipes_are_not_read() {
+    let victim = Victim::new(1);
+    fs::remove_file(victim.path("config.json")).unwrap();
+    let made = std::process::Command::new("mkfifo").arg(victim.path("config.json")).status();
+    assert!(made.unwrap().success());
+    let source = ModelSource::Dir(victim.dir.path().to_owned());
+    assert_says(&DecoderConfig::load(&source).unwrap_err().to_string(), &["config.json", "no regular file"]);
+}

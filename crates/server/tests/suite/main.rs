@@ -5,6 +5,7 @@ mod browsers;
 mod chat;
 mod client;
 mod completions;
+mod connections;
 mod fake;
 mod fuzz;
 mod logs;

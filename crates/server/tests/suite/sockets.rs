@@ -16,24 +16,31 @@ use tokio::time::timeout;
 use crate::client::{chunks, defaults};
 use crate::fake::{FakeEngine, Script, text};
 
-const PATIENCE: Duration = Duration::from_secs(20);
+pub const PATIENCE: Duration = Duration::from_secs(20);
 
-struct Server {
-    engine: FakeEngine,
-    address: SocketAddr,
+pub struct Server {
+    pub engine: FakeEngine,
+    pub address: SocketAddr,
     stop: Option<oneshot::Sender<()>>,
-    task: JoinHandle<std::io::Result<()>>,
+    abandon: Option<oneshot::Sender<()>>,
+    pub task: JoinHandle<std::io::Result<()>>,
 }
 
 impl Server {
-    async fn start(config: ServerConfig, script: Script) -> Self {
+    pub async fn start(config: ServerConfig, script: Script) -> Self {
         let text = text();
         let engine = FakeEngine::new(script, &text.tokenizer);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let (stop, stopped) = oneshot::channel::<()>();
+        let (abandon, abandoned) = oneshot::channel::<()>();
         let shutdown = async {
             let _ = stopped.await;
+        };
+        let abandoned = async {
+            if abandoned.await.is_err() {
+                std::future::pending().await
+            }
         };
         let task = tokio::spawn(serve_on(
             listener,
@@ -42,12 +49,12 @@ impl Server {
             Arc::new(text),
             defaults(),
             shutdown,
-            std::future::pending(),
+            abandoned,
         ));
-        Self { engine, address, stop: Some(stop), task }
+        Self { engine, address, stop: Some(stop), abandon: Some(abandon), task }
     }
 
-    async fn connect(&self, path: &str, body: &Value) -> TcpStream {
+    pub async fn connect(&self, path: &str, body: &Value) -> TcpStream {
         let mut stream = TcpStream::connect(self.address).await.unwrap();
         let body = body.to_string();
         let head = format!(
@@ -58,15 +65,19 @@ impl Server {
         stream
     }
 
-    async fn post(&self, path: &str, body: &Value) -> String {
+    pub async fn post(&self, path: &str, body: &Value) -> String {
         read_all(self.connect(path, body).await).await
     }
 
-    fn stop(&mut self) {
+    pub fn stop(&mut self) {
         self.stop.take().unwrap().send(()).unwrap();
     }
 
-    async fn wait_until_idle(&self) {
+    pub fn abandon(&mut self) {
+        self.abandon.take().unwrap().send(()).unwrap();
+    }
+
+    pub async fn wait_until_idle(&self) {
         let idle = async {
             while !self.engine.is_idle() {
                 tokio::time::sleep(Duration::from_millis(5)).await;
@@ -76,13 +87,13 @@ impl Server {
     }
 }
 
-async fn read_all(mut stream: TcpStream) -> String {
+pub async fn read_all(mut stream: TcpStream) -> String {
     let mut bytes = Vec::new();
     timeout(PATIENCE, stream.read_to_end(&mut bytes)).await.expect("no end").unwrap();
     String::from_utf8(bytes).unwrap()
 }
 
-async fn read_until(stream: &mut TcpStream, text: &str) -> String {
+pub async fn read_until(stream: &mut TcpStream, text: &str) -> String {
     let mut seen = String::new();
     let mut buffer = [0; 4096];
     while !seen.contains(text) {
@@ -106,11 +117,11 @@ fn unchunked(response: &str) -> String {
     body
 }
 
-fn endless() -> Value {
+pub fn endless() -> Value {
     json!({"messages": [{"role": "user", "content": "Hi"}], "stream": true, "ignore_eos": true, "max_tokens": 400})
 }
 
-fn slow() -> Script {
+pub fn slow() -> Script {
     Script { pace: Some(Duration::from_millis(10)), ..Default::default() }
 }
 
