@@ -166,7 +166,7 @@ impl RopeTable {
     /// the bytes that would be needed.
     pub fn try_new(config: &RopeConfig, head_dim: usize, max_positions: usize) -> Result<Self, u64> {
         let entries = max_positions.saturating_mul(head_dim / 2);
-        let bytes = 8 * entries as u64;
+        let bytes = (entries as u64).saturating_mul(8);
         // A system that overcommits would grant it and end the process when it is filled.
         if memory_bytes().is_some_and(|memory| bytes > memory) {
             return Err(bytes);
