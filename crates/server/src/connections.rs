@@ -170,7 +170,8 @@ impl Connection {
             .keep_alive(!self.is_spare)
             .serve_connection(TokioIo::new(guarded), service);
         let mut draining = phase.clone();
-        let mut asked_to_end = false;
+        // The spare lane serves one request anyway; asked to end before it came, it would serve none.
+        let mut asked_to_end = self.is_spare;
         let ended = loop {
             tokio::select! {
                 ended = poll_fn(|context| connection.poll_without_shutdown(context)) => break ended,
