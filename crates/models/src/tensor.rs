@@ -128,7 +128,8 @@ impl<'a> TensorView<'a> {
             WeightDtype::F32 => {
                 let exponent = 0x7f80_0000;
                 !self.bytes.chunks(4096).any(|chunk| {
-                    let elements = chunk.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]));
+                    let elements =
+                        chunk.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]));
                     elements.fold(false, |found, bits| found | (bits & exponent == exponent))
                 })
             }

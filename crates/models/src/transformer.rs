@@ -114,9 +114,8 @@ impl<B: Backend> Transformer<B> {
         weights.check(config)?;
         check_rotations(config, rotations)?;
         let names = weights.names();
-        let vector = |name: &str| -> Result<B::Vector, BuildError> {
-            Ok(backend.vector(&weights.vector(name)?)?)
-        };
+        let vector =
+            |name: &str| -> Result<B::Vector, BuildError> { Ok(backend.vector(&weights.vector(name)?)?) };
         let max_positions = context.min(config.max_position_embeddings);
         let table = RopeTable::try_new(&config.rope, config.head_dim, max_positions)
             .map_err(|bytes| LoadError::TooManyPositions { positions: max_positions, bytes })?;
@@ -260,9 +259,8 @@ impl<B: Backend> Layer<B> {
         index: usize,
     ) -> Result<Self, BuildError> {
         let names = weights.names();
-        let vector = |name: String| -> Result<B::Vector, BuildError> {
-            Ok(backend.vector(&weights.vector(&name)?)?)
-        };
+        let vector =
+            |name: String| -> Result<B::Vector, BuildError> { Ok(backend.vector(&weights.vector(&name)?)?) };
         Ok(Self {
             input_norm: vector(names.input_norm(index))?,
             qk_norm: match config.qk_norm {

@@ -166,7 +166,8 @@ pub async fn json_answer<T: Serialize + Send + 'static>(
 ) -> Result<Response, ApiError> {
     let failed = |error| ApiError::Internal(format!("writing the answer: {error}"));
     let text =
-        run(&app.heavy_work, size, "writing the answer", move || serde_json::to_vec(&answer).map_err(failed)).await?;
+        run(&app.heavy_work, size, "writing the answer", move || serde_json::to_vec(&answer).map_err(failed))
+            .await?;
     let kind = HeaderValue::from_static("application/json");
     Ok(([(header::CONTENT_TYPE, kind)], text).into_response())
 }

@@ -58,7 +58,8 @@ fn keys_are_read_again_on_sighup() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("keys");
     std::fs::write(&file, "operator ops root\nuser ann first\n").unwrap();
-    let server = Server::start_with(None, &[&FLAGS[..], &["--api-key-file", file.to_str().unwrap()]].concat());
+    let server =
+        Server::start_with(None, &[&FLAGS[..], &["--api-key-file", file.to_str().unwrap()]].concat());
     let models = |key| server.send("GET", "/v1/models", Some(key), None).status;
     assert_eq!((models("root"), models("first"), models("second")), (200, 200, 401));
     assert_eq!(server.send("GET", "/metrics", Some("first"), None).status, 403);
@@ -100,7 +101,10 @@ fn open_servers_have_to_be_asked_for() {
     for variable in ["OSCAR_API_KEYS", "OSCAR_OPERATOR_KEYS"] {
         for value in ["", " , ,"] {
             let mut command = Command::new(env!("CARGO_BIN_EXE_oscar"));
-            command.args(["serve", "--port", "0", "--context", "1024"]).env(variable, value).stdin(Stdio::null());
+            command
+                .args(["serve", "--port", "0", "--context", "1024"])
+                .env(variable, value)
+                .stdin(Stdio::null());
             let output = command.output().unwrap();
             let message = String::from_utf8_lossy(&output.stderr).into_owned();
             assert!(!output.status.success() && message.contains(variable), "{message}");

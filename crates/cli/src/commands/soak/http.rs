@@ -25,15 +25,20 @@ pub struct Answer {
 pub fn send(address: &str, path: &str, body: &str, headers: &[(&str, &str)]) -> std::io::Result<TcpStream> {
     let mut stream = TcpStream::connect(address)?;
     let method = if body.is_empty() { "GET" } else { "POST" };
-    let mut head = format!("{method} {path} HTTP/1.1\r\nConnection: close\r\nContent-Length: {}\r\n", body.len());
+    let mut head =
+        format!("{method} {path} HTTP/1.1\r\nConnection: close\r\nContent-Length: {}\r\n", body.len());
     let defaults = [("Host", address), ("Content-Type", "application/json")];
-    for (name, value) in defaults.iter().filter(|(name, _)| !headers.iter().any(|h| h.0 == *name)).chain(headers) {
+    for (name, value) in
+        defaults.iter().filter(|(name, _)| !headers.iter().any(|h| h.0 == *name)).chain(headers)
+    {
         head += &format!("{name}: {value}\r\n");
     }
     stream.write_all((head + "\r\n").as_bytes())?;
     match stream.write_all(body.as_bytes()) {
         // A refusal may come before all is sent.
-        Err(error) if !matches!(error.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset) => Err(error),
+        Err(error) if !matches!(error.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset) => {
+            Err(error)
+        }
         _ => Ok(stream),
     }
 }
@@ -49,7 +54,9 @@ pub fn read(stream: &mut TcpStream, pace: Pace) -> Result<Answer> {
                 std::thread::sleep(Duration::from_millis(15));
                 256
             }
-            Pace::Leave(after) if bytes.len() >= after => return Ok(Answer { status: 0, body: String::new() }),
+            Pace::Leave(after) if bytes.len() >= after => {
+                return Ok(Answer { status: 0, body: String::new() });
+            }
             Pace::Leave(_) => 200,
         };
         match stream.read(&mut piece[..most]) {
@@ -67,7 +74,13 @@ pub fn read(stream: &mut TcpStream, pace: Pace) -> Result<Answer> {
 }
 
 /// Sends and reads.
-pub fn call(address: &str, path: &str, body: &str, headers: &[(&str, &str)], patience: Duration) -> Result<Answer> {
+pub fn call(
+    address: &str,
+    path: &str,
+    body: &str,
+    headers: &[(&str, &str)],
+    patience: Duration,
+) -> Result<Answer> {
     let mut stream = send(address, path, body, headers)?;
     stream.set_read_timeout(Some(patience))?;
     read(&mut stream, Pace::Fast)
@@ -81,7 +94,9 @@ fn unchunked(mut body: &str) -> Result<String> {
             let size = usize::from_str_radix(size, 16).ok()?;
             Some((rest.get(..size)?, rest.get(size + 2..)?))
         });
-        let Some((chunk, rest)) = chunk else { bail!("a chunked answer is cut off after {} bytes", text.len()) };
+        let Some((chunk, rest)) = chunk else {
+            bail!("a chunked answer is cut off after {} bytes", text.len())
+        };
         if chunk.is_empty() {
             return Ok(text);
         }

@@ -53,8 +53,10 @@ pub fn run(args: &Args) -> Result<()> {
     }
     let mut server = ServerProcess::start(&args.serve)?;
     // The reference computes every prompt from its beginning. It has room for whatever the other can serve.
-    let cold_flags = ["--no-prefix-cache".to_owned(), "--kv-memory=512M".to_owned(), "--log=error".to_owned()];
-    let kept = args.serve.iter().filter(|flag| !flag.starts_with("--kv-memory") && !flag.starts_with("--log"));
+    let cold_flags =
+        ["--no-prefix-cache".to_owned(), "--kv-memory=512M".to_owned(), "--log=error".to_owned()];
+    let kept =
+        args.serve.iter().filter(|flag| !flag.starts_with("--kv-memory") && !flag.starts_with("--log"));
     let cold = ServerProcess::start(&kept.cloned().chain(cold_flags).collect::<Vec<_>>())?;
     let scripts = Scripts::new(args.conversations.max(1), cold.address.clone());
     let tally = Tally::default();
@@ -102,7 +104,12 @@ pub fn run(args: &Args) -> Result<()> {
     ensure!(counts.wrong == 0, "{} answers differ from a cold run and are not flagged", counts.wrong);
     ensure!(counts.unexpected == 0 && counts.unanswered == 0, "requests got a wrong status or no answer");
     ensure!(last <= first + first / 10, "memory grew from {first} to {last} bytes");
-    ensure!(end.pages == 0 && end.failed == 0, "{} pages are held at idle, {} requests failed", end.pages, end.failed);
+    ensure!(
+        end.pages == 0 && end.failed == 0,
+        "{} pages are held at idle, {} requests failed",
+        end.pages,
+        end.failed
+    );
     ensure!(files_after <= files_before + 2, "{files_before} files were open before, {files_after} after");
     ensure!(exit == 0, "the server ended with status {exit}");
     Ok(())

@@ -104,7 +104,8 @@ impl Said {
 
     /// Joins the chunks of a stream.
     pub fn of_stream(chunks: &[Value]) -> Option<Self> {
-        let text = chunks.iter().filter_map(|chunk| chunk["choices"][0]["delta"]["content"].as_str()).collect();
+        let text =
+            chunks.iter().filter_map(|chunk| chunk["choices"][0]["delta"]["content"].as_str()).collect();
         let finish = chunks.iter().find_map(|chunk| chunk["choices"][0]["finish_reason"].as_str())?;
         Some(Self { content: text, finish: finish.to_owned(), logprobs: None })
     }
@@ -124,6 +125,8 @@ fn opening(conversation: usize) -> String {
 }
 
 fn question(conversation: usize, turn: usize, branch: usize) -> String {
-    let matter = ["the harbour", "the captain", "the cargo", "the weather", "the way home"][(conversation + turn) % 5];
-    format!("Question {turn} of the crew, put in way {branch}: what is there to say about {matter}? ").repeat(2 + turn)
+    let matter =
+        ["the harbour", "the captain", "the cargo", "the weather", "the way home"][(conversation + turn) % 5];
+    format!("Question {turn} of the crew, put in way {branch}: what is there to say about {matter}? ")
+        .repeat(2 + turn)
 }

@@ -155,7 +155,8 @@ impl<'a> Client<'a> {
         if data.pop() != Some("[DONE]") {
             bail!("a stream without its end: {body:.200}");
         }
-        let chunks = data.iter().map(|chunk| serde_json::from_str(chunk)).collect::<Result<Vec<Value>, _>>()?;
+        let chunks =
+            data.iter().map(|chunk| serde_json::from_str(chunk)).collect::<Result<Vec<Value>, _>>()?;
         let usage = chunks.last().map(|chunk| chunk["usage"].clone()).unwrap_or_default();
         let said = Said::of_stream(&chunks).context("a stream without an end of its choice")?;
         self.compare(turn, &said, &usage)
@@ -214,7 +215,8 @@ impl<'a> Client<'a> {
     fn nonsense(&mut self) -> Result<()> {
         let good = r#"{"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}"#;
         let digits = || "7".repeat(900_000);
-        let (path, body, headers, right): (&str, String, &[(&str, &str)], &[u16]) = match self.random.below(9) {
+        let (path, body, headers, right): (&str, String, &[(&str, &str)], &[u16]) = match self.random.below(9)
+        {
             0 => (CHAT, "{\"model\": 7".into(), &[], &[400]),
             1 => (CHAT, "x".repeat(40 << 20), &[], &[413]),
             2 => ("/v1/completions", json!({"prompt": digits()}).to_string(), &[], &[400]),

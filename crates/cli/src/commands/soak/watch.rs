@@ -75,7 +75,8 @@ pub fn settle(address: &str) -> Result<Idle> {
     let begun = Instant::now();
     loop {
         let text = metrics(address)?;
-        let left = number(&text, "oscar_num_requests_running ")? + number(&text, "oscar_num_requests_waiting ")?;
+        let left =
+            number(&text, "oscar_num_requests_running ")? + number(&text, "oscar_num_requests_waiting ")?;
         if left == 0 {
             break;
         }
