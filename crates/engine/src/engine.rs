@@ -182,7 +182,7 @@ impl EngineApi for EngineHandle {
             return Err(RequestError::TooLarge { needed, budget });
         }
         let place = QueuePlace::take(state)?;
-        let submission = Submission { request, sink, span: Span::current(), place };
+        let submission = Box::new(Submission { request, sink, span: Span::current(), place });
         self.commands.send(Command::Submit(submission)).map_err(|_| RequestError::ShuttingDown)
     }
 

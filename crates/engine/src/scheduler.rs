@@ -173,14 +173,6 @@ impl Scheduler {
         self.waiting.retain(|e| e.id != id);
     }
 
-    pub fn running(&self) -> usize {
-        self.running.len()
-    }
-
-    pub fn waiting(&self) -> usize {
-        self.waiting.len()
-    }
-
     pub fn is_idle(&self) -> bool {
         self.running.is_empty() && self.waiting.is_empty()
     }

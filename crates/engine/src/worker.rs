@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, TryRecvError};
 
 pub enum Command {
-    Submit(Submission),
+    Submit(Box<Submission>),
     Cancel(RequestId),
     Flush(Sender<usize>),
     Stop,
@@ -62,7 +62,7 @@ impl<B: Backend> Worker<B> {
                 false => self.inbox.try_recv(),
             };
             match command {
-                Ok(Command::Submit(submission)) => self.serving.take(submission),
+                Ok(Command::Submit(submission)) => self.serving.take(*submission),
                 Ok(Command::Cancel(id)) => self.serving.cancel(id),
                 Ok(Command::Flush(reply)) => {
                     let freed = self.serving.flush();

@@ -264,47 +264,29 @@ impl Kind {
     }
 }
 
-impl FieldValue for bool {
-    const KIND: Kind = Kind::Boolean;
+/// Types that are read as serde reads them.
+macro_rules! field_values {
+    ($($type:ty: $kind:expr,)*) => {$(
+        impl FieldValue for $type {
+            const KIND: Kind = $kind;
 
-    fn read(value: Value) -> Option<Self> {
-        value.as_bool()
-    }
-}
-
-impl FieldValue for i64 {
-    const KIND: Kind = Kind::Integer { min: i64::MIN, max: i64::MAX };
-
-    fn read(value: Value) -> Option<Self> {
-        value.as_i64()
-    }
-}
-
-impl FieldValue for usize {
-    const KIND: Kind = Kind::COUNT;
-
-    fn read(value: Value) -> Option<Self> {
-        usize::try_from(value.as_u64()?).ok()
-    }
-}
-
-impl FieldValue for f32 {
-    const KIND: Kind = Kind::Number(Allowed { min: f32::MIN, max: f32::MAX, above: false });
-
-    fn read(value: Value) -> Option<Self> {
-        value.as_f64().map(|number| number as f32)
-    }
-}
-
-impl FieldValue for String {
-    const KIND: Kind = Kind::Text;
-
-    fn read(value: Value) -> Option<Self> {
-        match value {
-            Value::String(text) => Some(text),
-            _ => None,
+            fn read(value: Value) -> Option<Self> {
+                serde_json::from_value(value).ok()
+            }
         }
-    }
+    )*};
+}
+
+field_values! {
+    bool: Kind::Boolean,
+    i64: Kind::Integer { min: i64::MIN, max: i64::MAX },
+    usize: Kind::COUNT,
+    f32: Kind::Number(Allowed { min: f32::MIN, max: f32::MAX, above: false }),
+    String: Kind::Text,
+    Vec<u32>: Kind::Tokens,
+    Map<String, Value>: Kind::Object,
+    Vec<Map<String, Value>>: Kind::Objects,
+    Value: Kind::Any,
 }
 
 /// One string reads as a list of one.
@@ -314,47 +296,8 @@ impl FieldValue for Vec<String> {
     fn read(value: Value) -> Option<Self> {
         match value {
             Value::String(text) => Some(vec![text]),
-            Value::Array(items) => items.into_iter().map(String::read).collect(),
-            _ => None,
+            list => serde_json::from_value(list).ok(),
         }
-    }
-}
-
-impl FieldValue for Vec<u32> {
-    const KIND: Kind = Kind::Tokens;
-
-    fn read(value: Value) -> Option<Self> {
-        value.as_array()?.iter().map(|id| u32::try_from(id.as_u64()?).ok()).collect()
-    }
-}
-
-impl FieldValue for Map<String, Value> {
-    const KIND: Kind = Kind::Object;
-
-    fn read(value: Value) -> Option<Self> {
-        match value {
-            Value::Object(object) => Some(object),
-            _ => None,
-        }
-    }
-}
-
-impl FieldValue for Vec<Map<String, Value>> {
-    const KIND: Kind = Kind::Objects;
-
-    fn read(value: Value) -> Option<Self> {
-        match value {
-            Value::Array(items) => items.into_iter().map(Map::read).collect(),
-            _ => None,
-        }
-    }
-}
-
-impl FieldValue for Value {
-    const KIND: Kind = Kind::Any;
-
-    fn read(value: Value) -> Option<Self> {
-        Some(value)
     }
 }
 

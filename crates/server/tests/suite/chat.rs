@@ -272,3 +272,19 @@ async fn a_failing_engine_is_reported_in_the_stream_and_as_a_status() {
     let chunks = client.chat(&with(json!({"stream": true}))).await.chunks();
     assert!(chunks.last().unwrap()["error"]["message"].as_str().unwrap().contains("scripted"));
 }
+
+#[tokio::test]
+async fn tokens_behind_a_stop_string_are_not_counted() {
+    let replies = ["One two stop three four five", "A longer reply goes on and on while the other is over."];
+    let count = async |replies: &[&str]| {
+        let script = Script { replies: replies.iter().map(|r| r.to_string()).collect(), ..Script::default() };
+        let client = Client::with(ServerConfig::default(), script);
+        let body = client.chat(&with(json!({"n": replies.len(), "stop": "stop"}))).await.ok();
+        body["usage"]["completion_tokens"].as_u64().unwrap()
+    };
+    let (first, second) = (count(&replies[..1]).await, count(&replies[1..]).await);
+    let whole = text().tokenizer.encode(replies[0], false).unwrap().len() as u64;
+    assert!(first < whole, "{first} of {whole}");
+    // The engine generates for the first choice as long as the second goes on.
+    assert_eq!(count(&replies).await, first + second);
+}

@@ -50,13 +50,10 @@ impl FieldValue for Prompt {
     const KIND: Kind = Kind::Prompt;
 
     fn read(value: Value) -> Option<Self> {
-        match &value {
-            Value::Array(items) if items.first().is_some_and(Value::is_array) => {
-                items.iter().map(|list| Vec::read(list.clone())).collect::<Option<_>>().map(Self::Tokens)
-            }
-            Value::Array(items) if !items.first().is_some_and(Value::is_string) => {
-                Some(Self::Tokens(vec![Vec::read(value)?]))
-            }
+        let first = value.as_array().map(|items| items.first());
+        match first {
+            Some(Some(Value::Array(_))) => serde_json::from_value(value).ok().map(Self::Tokens),
+            Some(None | Some(Value::Number(_))) => Some(Self::Tokens(vec![Vec::read(value)?])),
             _ => Vec::read(value).map(Self::Texts),
         }
     }
