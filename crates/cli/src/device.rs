@@ -8,7 +8,7 @@ use oscar_backend::{
 use oscar_codec::{CacheLayout, FullPageId, HeadRotations};
 use oscar_kernels_cpu::backend::{CpuBackend, CpuStep};
 use oscar_kernels_cpu::bandwidth;
-use oscar_kernels_cuda::{CudaBackend, CudaStep, bandwidth as cuda_bandwidth};
+use oscar_kernels_cuda::{CudaBackend, CudaStep, read_ceiling};
 use std::ops::Range;
 
 type Cpu = CpuBackend;
@@ -103,7 +103,7 @@ impl AnyBackend {
     pub fn read_ceiling(&self) -> Result<f64> {
         Ok(match self {
             Self::Cpu(cpu) => bandwidth::read_ceiling(cpu.kernels(), cpu.threads(), 512 << 20, 5),
-            Self::Cuda(cuda) => cuda_bandwidth::read_ceiling(cuda.device(), cuda.kernels(), 4 << 30)?,
+            Self::Cuda(cuda) => read_ceiling(cuda.device(), cuda.kernels(), 4 << 30)?,
         })
     }
 

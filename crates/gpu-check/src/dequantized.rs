@@ -6,7 +6,7 @@ use crate::{Extent, Report};
 use anyhow::{Context, Result};
 use oscar_backend::Backend;
 use oscar_codec::{CacheLayout, CodeLayout, KvFormat};
-use oscar_kernels_cuda::storage::Storage;
+use oscar_kernels_cuda::Storage;
 
 /// One of each kind of codec and of windows.
 const FORMATS: [&str; 11] = [
@@ -69,7 +69,7 @@ fn grow<B: Backend<Pool: Inspected>>(
     let published = format.windows(None, None)?;
     let windows = if published.sides_agree() { format.windows(Some(16), Some(48))? } else { published };
     let layout = CacheLayout::new(format, 1, kv_heads, head_dim, windows, CodeLayout::GpuTile)?;
-    let kept_decoded = Storage::of(&layout)? == Storage::Decoded;
+    let kept_decoded = Storage::of(&layout)? == Storage::Dequantized;
     report.case("dequantized formats run", f64::from(u8::from(!kept_decoded)), 0.0, || {
         format!("{what}: this format has kernels, so its history is not dequantized")
     });

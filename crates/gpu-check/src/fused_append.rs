@@ -8,7 +8,7 @@ use oscar_backend::{Backend, HeadShape, LayerHeads, Result as BackendResult, Ste
 use oscar_cache::{PagePool, SequencePages};
 use oscar_codec::{CacheLayout, CodeLayout, KvFormat, PAGE_TOKENS, Side, Windows};
 use oscar_kernels_cuda::CudaBackend;
-use oscar_kernels_cuda::pages::CudaPages;
+use oscar_kernels_cuda::CudaPages;
 
 const KV_HEADS: usize = 2;
 /// Largest difference of an output as a share of the largest: the two ways share the context out differently.

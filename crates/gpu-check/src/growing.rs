@@ -9,8 +9,8 @@ use oscar_codec::attention::{Form, PagedContext, attend_context};
 use oscar_codec::{
     CacheLayout, CodeLayout, PAGE_TOKENS, PageCodec, RowPageCodec, Side, SideSpec, TILE_TOKENS, Windows,
 };
-use oscar_kernels_cuda::pages::CudaPages;
-use oscar_kernels_cuda::storage::Storage;
+use oscar_kernels_cuda::CudaPages;
+use oscar_kernels_cuda::Storage;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -302,7 +302,7 @@ impl HeadTwin {
             for position in positions.clone() {
                 let row = &mut decoded[position * d..(position + 1) * d];
                 codec.decode_token(side, &held, origin, position, row)?;
-                if storage == Storage::Decoded {
+                if storage == Storage::Dequantized {
                     row.iter_mut().for_each(|v| *v = half::bf16::from_f32(*v).to_f32());
                 }
             }
@@ -330,7 +330,7 @@ impl HeadTwin {
                 // A sliding window may demote only a part of a tile.
                 let end = positions.end.min(position + TILE_TOKENS).min((block + 1) * PAGE_TOKENS);
                 let differing = match pool.storage() {
-                    Storage::Decoded => {
+                    Storage::Dequantized => {
                         let full = layout.full().codec(head.layer, head.kv_head);
                         (position..end).filter(|&p| !self.holds(full, side, p, &page)).count()
                     }

@@ -8,7 +8,7 @@ use oscar_codec::{CacheLayout, CodeLayout, KvFormat, RotationKind};
 use oscar_kernels_cpu::Kernels;
 use oscar_kernels_cpu::backend::{CpuBackend, Mode};
 use oscar_kernels_cuda::CudaBackend;
-use oscar_kernels_cuda::storage::Storage;
+use oscar_kernels_cuda::Storage;
 use oscar_models::{DecoderConfig, ModelSource, Weights};
 use oscar_runner::{KvMemory, Logits, Runner, RunnerOptions, Sequence, StepOutput, StepRequest};
 use oscar_text::{ModelText, Tokenizer};
@@ -122,7 +122,7 @@ fn check_formats(
         picked(&mut gpu, &prompt, steps, format, report)
             .with_context(|| format!("{format}, picked tokens"))?;
         // Dequantized history goes through the host; its steps leave nothing behind.
-        if amount.interleaved > 0 && Storage::of(gpu.layout())? != Storage::Decoded {
+        if amount.interleaved > 0 && Storage::of(gpu.layout())? != Storage::Dequantized {
             let text = model.tokenizer.encode(&PROMPTS[3].0.repeat(10), false)?;
             drop((cpu, gpu));
             let mut gpu = model.runner(CudaBackend::open(0)?, format, Some(NARROW))?;

@@ -7,11 +7,11 @@ use oscar_backend::CacheHead;
 use oscar_codec::{CodedPageId, KvFormat};
 use oscar_kernels_cpu::backend::{CpuBackend, CpuPages, Mode};
 use oscar_kernels_cpu::{Kernels, Variant};
-use oscar_kernels_cuda::storage::Storage;
+use oscar_kernels_cuda::Storage;
 
 impl Inspected for CpuPages {
     fn storage(&self) -> Storage {
-        if self.layout().coded().is_some() { Storage::Codes } else { Storage::Plain }
+        if self.layout().coded().is_some() { Storage::Codes } else { Storage::Bf16 }
     }
 
     fn history_page(&self, head: CacheHead, id: u32) -> Result<Option<Vec<u8>>> {

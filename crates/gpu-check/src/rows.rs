@@ -6,8 +6,8 @@ use oscar_backend::{
     Backend, Fp8Matrix, HostMatrix, HostValues, Output, Product, Step, TappedRows, WeightFormat, fp8_blocks,
 };
 use oscar_kernels_cuda::CudaBackend;
-use oscar_kernels_cuda::backend::CudaRows;
-use oscar_kernels_cuda::gemm::Skinny;
+use oscar_kernels_cuda::CudaRows;
+use oscar_kernels_cuda::multiplies_few_rows;
 
 /// Elements of the largest matrix of a small check: some still have more units than a GPU has multiprocessors.
 const SMALL_MATRIX: usize = 1 << 21;
@@ -194,7 +194,7 @@ fn products(gpu: &CudaBackend, format: WeightFormat, extent: Extent, report: &mu
             };
             let what = || format!("{rows} rows, {outputs}×{inputs}, bias {with_bias}");
             // Few rows keep 16 bits of the activations, many are rounded to BF16; so are FP8 weights for them.
-            let own = rows <= 16 && Skinny::multiplies(format, outputs, inputs);
+            let own = rows <= 16 && multiplies_few_rows(format, outputs, inputs);
             let allowed = if own { 1e-5 } else { 4e-3 };
             let run = |output, out: &mut CudaRows| {
                 without_cache(gpu, |step| Ok(step.product(Product::of(&matrix, output), &normed, out)?))

@@ -20,8 +20,8 @@ struct AppendParams {
     u32 query_heads;
     u32 kv_heads;
     u32 rows_per_block;
-    u32 unused;
 };
+CHECK_LAYOUT(AppendParams);
 
 constexpr int D = HEAD_DIM;
 constexpr int WARPS = D / 16, THREADS = 32 * WARPS;  // one warp per 16 output channels

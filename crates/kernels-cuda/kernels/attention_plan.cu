@@ -16,6 +16,7 @@ struct PlanArgs {
     u32 own_workers;  // 1: every item must have its own workers (FROM_PROJECTIONS); there are
                       // then no more items than workers
 };
+CHECK_LAYOUT(PlanArgs);
 
 constexpr u32 THREADS = 256;
 constexpr u32 MOST_WORKERS = 256, MOST_HEADS = 256;  // as in src/attention/decode.rs

@@ -19,6 +19,7 @@ struct PrefillParams {
     u32 least_rows;          // sequences with fewer rows are left to the decode kernel
     float scale;
 };
+CHECK_LAYOUT(PrefillParams);
 
 constexpr int D = HEAD_DIM;
 constexpr int WARPS = D == 256 ? 4 : 8;

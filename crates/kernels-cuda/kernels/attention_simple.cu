@@ -22,6 +22,7 @@ struct SimpleParams {
     u32 key_recent, key_unit;
     u32 value_recent, value_unit;
 };
+CHECK_LAYOUT(SimpleParams);
 
 constexpr int D = HEAD_DIM;
 constexpr int THREADS = 256;

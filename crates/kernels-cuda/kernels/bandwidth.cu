@@ -6,6 +6,7 @@ struct ReadParams {
     u64 count;  // of 16-byte words
     u32* out;   // one word; written only for one value of the XOR, so that the loads are kept
 };
+CHECK_LAYOUT(ReadParams);
 
 extern "C" __global__ void __launch_bounds__(512) read_memory(ReadParams p) {
     u32 sum = 0;

@@ -21,6 +21,7 @@ struct SequenceInfo {
     u32 old_codes;
     u32 boundary;        // of its last row: positions sink .. boundary are read as codes
 };
+CHECK_LAYOUT(SequenceInfo);
 
 // A tile of 16 tokens that this step quantizes.
 struct DemotedTile {
@@ -28,6 +29,7 @@ struct DemotedTile {
     u32 coded;  // id of the coded page
     u32 tile;   // 0..3 within both pages
 };
+CHECK_LAYOUT(DemotedTile);
 
 struct StepTables {
     const SequenceInfo* sequences;
@@ -44,6 +46,7 @@ struct StepTables {
     u32 recent;
     u32 unit;
 };
+CHECK_LAYOUT(StepTables);
 
 // First position at or beyond the sink that the query at `t` reads in BF16 (codec::window). `unit`
 // tokens enter the history at a time.

@@ -19,6 +19,7 @@ struct DecodeArgs {
     u32 group;    // query heads per KV head
     float scale;  // of the scores, times log2(e)
 };
+CHECK_LAYOUT(DecodeArgs);
 
 constexpr int HEADS = COLUMNS;  // query heads that fit, one per column
 constexpr int THREADS = 32 * WARPS;  // of the reading warps

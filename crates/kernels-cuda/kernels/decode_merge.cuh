@@ -119,6 +119,7 @@ struct alignas(32) PartialQuad {
     float4 v;
     float2 ml;  // reference (maximum) and sum of weights of the head
 };
+CHECK_LAYOUT(PartialQuad);
 // PartialQuads per head and per partial result.
 constexpr int QUADS = HEAD_DIM / 4, PARTIAL = HEADS * QUADS;
 constexpr int SHARERS = 8;  // lanes that merge the same four channels, each for some of the readers

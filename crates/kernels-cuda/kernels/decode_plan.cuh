@@ -97,6 +97,8 @@ struct ItemPlan {
     u32 second;  // 1 if the range of worker `first` starts before this item, 0 if it starts with it
     u32 unused;
 };
+CHECK_LAYOUT(WorkerPlan);
+CHECK_LAYOUT(ItemPlan);
 
 // The plan in global memory: a WorkerPlan per worker, then an ItemPlan per item.
 struct DecodePlan {
@@ -113,3 +115,4 @@ struct DecodePlan {
     }
     DEVICE ItemPlan* item(u32 i) const { return (ItemPlan*)((WorkerPlan*)memory + workers) + i; }
 };
+CHECK_LAYOUT(DecodePlan);

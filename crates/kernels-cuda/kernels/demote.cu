@@ -11,8 +11,9 @@
 // How the codes of a head are rounded (oscar_codec::Rounding).
 struct HeadRounding {
     const float* feedback;  // for keys, [HEAD_DIM][HEAD_DIM]; null: nearest level
-    u32 unbiased, unused;
+    u64 unbiased;           // 0 or 1
 };
+CHECK_LAYOUT(HeadRounding);
 
 struct DemoteArgs {
     StepTables step;
@@ -20,6 +21,7 @@ struct DemoteArgs {
     const HeadRounding* roundings;  // likewise; null: nearest level everywhere
     u32 head_count;
 };
+CHECK_LAYOUT(DemoteArgs);
 
 constexpr int DEMOTE_WARPS = TILE_TOKENS;  // one warp per row
 constexpr int VALUES = HEAD_DIM / 32;   // elements per lane: channels lane, lane + 32, ...

@@ -10,6 +10,7 @@ struct ExpandParams {
     u32 inputs;           // a multiple of 8
     u32 columns;
 };
+CHECK_LAYOUT(ExpandParams);
 
 // Both values of a pair times their scale, rounded like the CPU's.
 DEVICE u32 scaled_pair(u32 pair, float scale) {

@@ -11,6 +11,7 @@ struct GramParams {
     u32 width;
     u32 rows;
 };
+CHECK_LAYOUT(GramParams);
 
 extern "C" __global__ void gram(GramParams p) {
     __shared__ float left[32][17], right[32][17];

@@ -18,8 +18,8 @@ struct HeadConstants {
     const uint4* rotation;    // by KV head, as fragments (see SplitVectors), or null
     const float* mean;        // [kv head][HEAD_DIM], or null
     float eps;
-    u32 unused;
 };
+CHECK_LAYOUT(HeadConstants);
 
 // The constants that one vector needs, in a lane's registers.
 struct VectorConstants {

@@ -13,6 +13,8 @@
 // are fp16 pairs; those of tokens r and r+8 of a tile are neighbours.
 #pragma once
 
+#include "layout.cuh"
+
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -136,3 +138,4 @@ struct HeadPages {
 
   __device__ __forceinline__ bool keeps_history() const { return key_bits != 0; }
 };
+CHECK_LAYOUT(HeadPages);

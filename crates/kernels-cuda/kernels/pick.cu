@@ -11,6 +11,7 @@ struct PickedRow {
     u32 row;
     u32 count;  // top_candidates: number of candidates, 1 to MOST
 };
+CHECK_LAYOUT(PickedRow);
 
 struct PickParams {
     const float* logits;    // [row][width]
@@ -20,6 +21,7 @@ struct PickParams {
     u32 width;
     u32 part_count;
 };
+CHECK_LAYOUT(PickParams);
 
 constexpr u32 MOST = 256;
 constexpr u32 ALL_LANES = 0xffffffffu;

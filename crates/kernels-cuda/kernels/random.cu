@@ -18,6 +18,7 @@ struct RandomParams {
     u64 seed;
     float amplitude;
 };
+CHECK_LAYOUT(RandomParams);
 
 // BF16 values, uniform in +- amplitude.
 extern "C" __global__ void random_bf16(RandomParams p) {
@@ -32,6 +33,7 @@ struct RandomPagesParams {
     u64 count;       // pages
     u64 seed;
 };
+CHECK_LAYOUT(RandomPagesParams);
 
 // Coded pages: random bits are valid codes; every (scale, minimum) is (1.0, -1.5) in fp16.
 extern "C" __global__ void random_pages(RandomPagesParams p) {

@@ -7,9 +7,9 @@ struct EmbedParams {
     const u32* tokens;  // null: the tokens are in `few`
     float* out;
     u32 width;
-    u32 unused;
     u32 few[16];
 };
+CHECK_LAYOUT(EmbedParams);
 
 // One block per row.
 extern "C" __global__ void embed(const __grid_constant__ EmbedParams p) {
@@ -36,6 +36,7 @@ struct RmsNormParams {
     u32 width;
     float eps;
 };
+CHECK_LAYOUT(RmsNormParams);
 
 DEVICE float block_sum(float x) {
     __shared__ float parts[32];
@@ -98,6 +99,7 @@ struct SwigluParams {
     u32 width;             // of gate and of up
     u32 rows;
 };
+CHECK_LAYOUT(SwigluParams);
 
 extern "C" __global__ void swiglu(SwigluParams p) {
     allow_next_kernel();
@@ -120,6 +122,7 @@ struct SelectParams {
     float* out;
     u32 width;
 };
+CHECK_LAYOUT(SelectParams);
 
 // One block per selected row.
 extern "C" __global__ void select_rows(SelectParams p) {
@@ -138,6 +141,7 @@ struct RoundParams {
     u16* low;  // BF16 of the rounding error, or null
     u64 count;
 };
+CHECK_LAYOUT(RoundParams);
 
 extern "C" __global__ void round_to_bf16(RoundParams p) {
     allow_next_kernel();
@@ -156,6 +160,7 @@ struct BiasParams {
     u32 width;
     u32 rows;
 };
+CHECK_LAYOUT(BiasParams);
 
 extern "C" __global__ void add_bias(BiasParams p) {
     allow_next_kernel();

@@ -39,6 +39,7 @@ struct SkinnyParams {
     // blocks have the same work. If gated, only gates are counted. FP8: both are multiples of 8.
     u32 unit, last_unit, large_units, units;
 };
+CHECK_LAYOUT(SkinnyParams);
 
 // The outputs of a unit.
 struct UnitOutputs {

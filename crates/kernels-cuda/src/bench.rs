@@ -1,17 +1,18 @@
-//! Timings of single kernels, for `oscar bench`: device events around launches over rotating data, so that nothing is
-//! found in the second-level cache.
+//! Timings of single kernels, for `oscar bench`: device events around launches over rotating data, so
+//! that the L2 cache never holds it.
 
 use crate::backend::CudaBackend;
 use crate::device::Device;
 use crate::error::{CudaError, Result};
 use crate::gemm::{CublasLt, Product, Skinny, SkinnyProduct, SkinnyShape};
+use crate::memory::DeviceSlice;
 use oscar_backend::WeightFormat;
 
-/// Bytes that must lie between two uses of a matrix.
+/// Bytes of other matrices between two uses of one.
 const COLD_BYTES: usize = 512 << 20;
 
-/// Microseconds of one launch, sample by sample in ascending order; `launch(i)` is the `i`-th of runs of launches
-/// without pause.
+/// Microseconds per launch, one value per sample in ascending order. A sample is a run of launches
+/// without pause; `launch(i)` makes the `i`-th launch.
 pub fn time_us<E: From<CudaError>>(
     device: &Device,
     repetitions: usize,
@@ -41,17 +42,17 @@ fn median(samples: &[f64]) -> f64 {
     samples[samples.len() / 2]
 }
 
-/// One way to multiply, and how long it took.
+/// The time of one kernel.
 pub struct GemmTiming {
     pub kernel: String,
-    /// What the backend chooses for this shape.
+    /// Whether the backend chooses it for this shape.
     pub chosen: bool,
     pub us: f64,
-    /// Of weights, read once.
+    /// Bytes of weights, which are read once.
     pub bytes: usize,
 }
 
-/// Times every way the backend has to multiply `rows` rows with an `outputs × inputs` matrix of this format.
+/// Times every kernel that multiplies `rows` rows with an `outputs × inputs` matrix of this format.
 pub fn gemm(
     backend: &CudaBackend,
     format: WeightFormat,
@@ -72,9 +73,9 @@ pub fn gemm(
     let mut timings = Vec::new();
     if Skinny::takes(&matrices[0], rows) {
         let skinny = backend.skinny(&matrices[0])?;
-        let (x, out) = (x.address(), out.address());
+        let (x, out) = (x.slice(), out.slice());
         let plain = SkinnyProduct { rows, x, out, norm: None, add: false, gated: false };
-        // As in a model: with the norm before it and the gate behind it.
+        // With the norm before it and the gate behind it, as in a model.
         let fused = SkinnyProduct { norm: Some((x, 1e-6)), gated: true, ..plain };
         for (product, what) in [(plain, ""), (fused, ", norm and gate")] {
             let chosen = skinny.choose(rows, outputs, product.gated);
@@ -97,7 +98,8 @@ pub fn gemm(
         for panel in matrix.panels() {
             let weights = backend.panel(matrix, &panel, &mut expanded)?;
             let product = Product { rows, outputs: panel.len(), inputs, stride: outputs, add: false };
-            cublaslt.enqueue(product, weights, x.address(), out.address() + 4 * panel.start as u64)?;
+            let out: DeviceSlice<'_, f32> = out.slice();
+            cublaslt.enqueue(product, weights, x.slice(), out.part(panel.start..out.len())?)?;
         }
         Ok(())
     })?;

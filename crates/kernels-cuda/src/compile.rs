@@ -1,6 +1,7 @@
-//! NVRTC at work.
+//! Compilation of kernels by NVRTC.
 
 use crate::error::{CudaError, Result};
+use crate::layout;
 use crate::library;
 use crate::sources::{Defines, HEADERS, Source};
 use cudarc::nvrtc::sys::{self, nvrtcResult};
@@ -17,7 +18,7 @@ pub struct Compiler {
 }
 
 impl Compiler {
-    /// Finds libnvrtc; its absence is an ordinary answer.
+    /// Finds libnvrtc; its absence is an ordinary error.
     pub fn open() -> Result<Self> {
         static OPENED: OnceLock<Result<Compiler>> = OnceLock::new();
         OPENED.get_or_init(Self::load).clone()
@@ -41,13 +42,13 @@ impl Compiler {
         self.version
     }
 
-    /// Does it make machine code for GPUs of this compute capability (e.g. 90)?
+    /// Whether it makes machine code for GPUs of this compute capability (e.g. 90).
     pub fn knows(&self, capability: i32) -> bool {
         self.architectures.contains(&capability)
     }
 
-    /// What to compile for a GPU of compute capability `capability` (e.g. 90): machine code where this compiler knows the GPU,
-    /// else PTX of the newest architecture it knows, which the driver translates.
+    /// The target for a GPU of compute capability `capability` (e.g. 90): machine code if this compiler
+    /// knows the GPU, else PTX of the newest architecture it knows, which the driver translates.
     pub fn arch_for(&self, capability: i32) -> Result<String> {
         let known = self.knows(capability);
         let newest = self.architectures.iter().copied().filter(|&a| a <= capability).max();
@@ -63,7 +64,7 @@ impl Compiler {
 
     /// The image of a variant for `sm_90` (machine code) or `compute_90` (PTX).
     pub fn compile(&self, source: &'static Source, defines: &Defines, arch: &str) -> Result<Vec<u8>> {
-        compile(source, defines, arch)
+        compile_with(source, defines, arch, layout::header())
     }
 }
 
@@ -72,12 +73,12 @@ pub(crate) fn options(defines: &Defines, arch: &str) -> Vec<String> {
         format!("--gpu-architecture={arch}"),
         "--std=c++17".into(),
         "--device-as-default-execution-space".into(),
-        // Kernels ask for fused multiply-add by name where they want it: codes must equal the CPU's bit for bit.
+        // Kernels name fused multiply-adds where they want them: codes must equal the CPU's bit for bit.
         "--fmad=false".into(),
         "--define-macro=OSCAR_CUDA".into(),
     ];
     all.extend(defines.iter().map(|(name, value)| format!("--define-macro={name}={value}")));
-    // For tools that look at kernels: `RACECHECK` is for the one of that name.
+    // For compute-sanitizer: `RACECHECK` is for its racecheck tool.
     let more = std::env::var("OSCAR_CUDA_DEFINES").unwrap_or_default();
     all.extend(more.split(',').filter(|name| !name.is_empty()).map(|name| format!("--define-macro={name}")));
     all
@@ -102,7 +103,13 @@ impl Drop for Program {
     }
 }
 
-fn compile(source: &'static Source, defines: &Defines, arch: &str) -> Result<Vec<u8>> {
+/// Compiles a variant; `layouts` is the text of `layout.cuh`.
+pub(crate) fn compile_with(
+    source: &'static Source,
+    defines: &Defines,
+    arch: &str,
+    layouts: &str,
+) -> Result<Vec<u8>> {
     let c = |text: &str| {
         CString::new(text).map_err(|_| CudaError::Compile {
             file: source.file,
@@ -111,15 +118,16 @@ fn compile(source: &'static Source, defines: &Defines, arch: &str) -> Result<Vec
         })
     };
     let (text, name) = (c(source.text)?, c(source.file)?);
-    let headers = HEADERS.iter().map(|(_, text)| c(text)).collect::<Result<Vec<_>>>()?;
-    let names = HEADERS.iter().map(|(name, _)| c(name)).collect::<Result<Vec<_>>>()?;
+    let all = || HEADERS.iter().copied().chain([("layout.cuh", layouts)]);
+    let headers = all().map(|(_, text)| c(text)).collect::<Result<Vec<_>>>()?;
+    let names = all().map(|(name, _)| c(name)).collect::<Result<Vec<_>>>()?;
     let options = options(defines, arch).iter().map(|o| c(o)).collect::<Result<Vec<_>>>()?;
     let pointers = |strings: &[CString]| strings.iter().map(|s| s.as_ptr()).collect::<Vec<_>>();
     let (header_pointers, name_pointers, option_pointers) =
         (pointers(&headers), pointers(&names), pointers(&options));
     let mut program = Program(null_mut());
-    // SAFETY: NUL-terminated strings that outlive the calls, counts that match the arrays, buffers of the sizes asked
-    // for beforehand.
+    // SAFETY: NUL-terminated strings that outlive the calls, counts that match the arrays, buffers of the
+    // sizes that the library returned.
     unsafe {
         check(
             "nvrtcCreateProgram",

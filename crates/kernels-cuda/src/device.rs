@@ -1,19 +1,23 @@
-//! One GPU: its context, the one stream everything runs on, memory, copies and launches.
+//! One GPU: its context, its one stream, memory, copies and launches.
 //!
-//! **Invariant:** every operation is ordered by the one stream; nothing here waits for the device except
-//! [`Device::synchronize`], [`Device::download`] and the release of memory.
+//! **Invariant:** all operations are ordered by the one stream. Only [`Device::synchronize`],
+//! [`Device::download`] and the release of memory wait for the device.
 
 use crate::error::{CudaError, Result};
 use crate::graph::{HostTimes, Profile, Recorded, Recorder, Turn};
-pub use crate::launch::{Function, KernelParams, LaunchShape};
-use crate::memory::{Buffer, Event};
+pub(crate) use crate::launch::{Function, LaunchShape};
+use crate::layout::Shared;
+use crate::memory::{Buffer, DeviceSlice, Event, download_all};
 use cudarc::driver::sys::{self, CUresult};
 use std::ffi::{CStr, c_void};
 use std::ptr::null_mut;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-/// What the kernels must know of a GPU.
+/// Most words of a kernel's parameters.
+const MOST_PARAMETER_WORDS: usize = 64;
+
+/// The properties of a GPU that the choice of kernels depends on.
 #[derive(Clone, Debug)]
 pub struct Properties {
     pub name: String,
@@ -62,7 +66,7 @@ impl Drop for Inner {
 }
 
 impl Device {
-    /// Opens GPU `index`. The absence of a driver or of a GPU is an ordinary answer.
+    /// Opens GPU `index`. The absence of a driver or of a GPU is an ordinary error.
     pub fn open(index: usize) -> Result<Self> {
         // SAFETY: only looks whether the library can be loaded.
         if !unsafe { sys::is_culib_present() } {
@@ -126,7 +130,7 @@ impl Device {
         self.0.stream
     }
 
-    /// Makes the context current in this thread; every driver call of ours goes through it.
+    /// Makes the context current in this thread. Every use of the driver does it first.
     pub(crate) fn enter(&self) -> Result<()> {
         // SAFETY: the context lives as long as `self`.
         self.check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(self.0.context) })
@@ -140,9 +144,10 @@ impl Device {
         self.0.recorder.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notes launches (but for the first few) instead of making them until [`Device::flush`], which anything that depends on
-    /// their order calls itself. Between the two, only memory that no noted launch touches may be written by copies. `began`: when the
-    /// host began with what is recorded.
+    /// Starts to record a step: the first few launches are submitted directly, the others are noted
+    /// until [`Device::flush`], which everything that depends on their order calls itself. Until then
+    /// copies may only write memory that no noted launch touches. `began`: when the host started to
+    /// work on the step.
     pub(crate) fn record(&self, began: Instant) -> Result<()> {
         self.flush()?;
         let mut recorder = self.recorder();
@@ -151,18 +156,19 @@ impl Device {
         Ok(())
     }
 
-    /// What makes up a step begins here: as many of its launches are made at once whatever was launched before them.
+    /// Restarts the count of launches that are submitted directly, so that the same launches of each
+    /// step become a graph, whatever was launched before them.
     pub(crate) fn count_launches_from_here(&self) {
         self.recorder().count_from_here();
     }
 
-    /// Would a launch be made now rather than noted?
+    /// Whether the next launch is submitted directly rather than noted.
     pub(crate) fn launches_at_once(&self) -> bool {
         let recorder = self.recorder();
         !recorder.active || recorder.is_at_once()
     }
 
-    /// Hands what was recorded to the GPU and ends the recording.
+    /// Submits the noted launches and ends the recording.
     pub(crate) fn flush(&self) -> Result<()> {
         let mut recorder = self.recorder();
         recorder.active = false;
@@ -188,21 +194,22 @@ impl Device {
         result
     }
 
-    /// What recorded steps have cost the host since this was last asked.
+    /// The host's time for recorded steps since the last call.
     pub fn take_host_times(&self) -> HostTimes {
         std::mem::take(&mut self.recorder().times)
     }
 
     fn capture(&self, recorded: &Recorded) -> Result<sys::CUgraphExec> {
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-        // SAFETY: our own stream, which is not capturing: recordings are captured one at a time under the lock.
+        // SAFETY: our own stream. It is not capturing: the recorder's lock is held.
         self.check("cuStreamBeginCapture", unsafe { sys::cuStreamBeginCapture_v2(self.0.stream, mode) })?;
         let launched = recorded
             .launches
             .iter()
-            .try_for_each(|l| self.launch_now(l.function, l.shape, recorded.parameters_of(l).cast()));
+            // SAFETY: noted by `launch`, whose caller promised what is needed.
+            .try_for_each(|l| unsafe { self.launch_now(l.function, l.shape, recorded.parameters_of(l)) });
         let (mut graph, mut exec) = (null_mut(), null_mut());
-        // SAFETY: ends the capture begun above, whatever came of the launches; out-parameters of the right types.
+        // SAFETY: ends the capture even if a launch failed; out-parameters of the right types.
         unsafe {
             let ended = self.check("cuStreamEndCapture", sys::cuStreamEndCapture(self.0.stream, &mut graph));
             let made = launched.and(ended).and_then(|()| {
@@ -216,7 +223,7 @@ impl Device {
         Ok(exec)
     }
 
-    /// Times every launch that is recorded, instead of making graphs of them.
+    /// Times every recorded launch, instead of running the launches as graphs. Returns the last profile.
     pub fn set_profiling(&self, on: bool) -> Result<Option<Profile>> {
         self.flush()?;
         let mut recorder = self.recorder();
@@ -228,7 +235,8 @@ impl Device {
         let marks = (0..=now.launches.len()).map(|_| self.event()).collect::<Result<Vec<_>>>()?;
         marks[0].record_now()?;
         for (launch, mark) in now.launches.iter().zip(&marks[1..]) {
-            self.launch_now(launch.function, launch.shape, now.parameters_of(launch).cast())?;
+            // SAFETY: noted by `launch`, whose caller promised what is needed.
+            unsafe { self.launch_now(launch.function, launch.shape, now.parameters_of(launch)) }?;
             mark.record_now()?;
         }
         for (launch, pair) in now.launches.iter().zip(marks.windows(2)) {
@@ -255,7 +263,7 @@ impl Device {
         CudaError::OutOfMemory { device: self.name().into(), what: what.into(), bytes, free, total }
     }
 
-    /// Waits until everything enqueued is done.
+    /// Waits until the stream has run everything enqueued.
     pub fn synchronize(&self) -> Result<()> {
         self.flush()?;
         self.enter()?;
@@ -265,56 +273,34 @@ impl Device {
 
     /// Device memory with undefined contents.
     pub fn alloc(&self, bytes: usize, what: &str) -> Result<Buffer> {
-        self.enter()?;
-        let mut address = 0;
-        // SAFETY: one out-parameter; a zero size is made one byte, which the driver accepts.
-        match unsafe { sys::cuMemAlloc_v2(&mut address, bytes.max(1)) } {
-            CUresult::CUDA_ERROR_OUT_OF_MEMORY => return Err(self.out_of_memory(what, bytes)),
-            other => self.check("cuMemAlloc", other)?,
-        }
-        Ok(Buffer { device: self.clone(), address, bytes })
+        Buffer::new(self, bytes, what)
     }
 
-    /// Copies host bytes into device memory and returns when they have been read. For loading, not for steps.
-    pub fn upload(&self, bytes: &[u8], to: &Buffer, offset: usize) -> Result<()> {
-        check_range("an upload", to, offset, bytes.len())?;
+    /// Copies host values into device memory of the same length. Returns when the host memory may
+    /// change, and waits for no launches. For loading, not for steps.
+    pub fn upload<T: bytemuck::NoUninit>(&self, values: &[T], to: DeviceSlice<'_, T>) -> Result<()> {
+        if to.len() != values.len() {
+            let detail = format!("{} values into {}", values.len(), to.len());
+            return Err(CudaError::Shape { what: "an upload", detail });
+        }
         self.flush()?;
         self.enter()?;
-        let (to, from) = (to.address + offset as u64, bytes.as_ptr().cast::<c_void>());
-        // SAFETY: the range was checked; pageable memory is copied before the call returns or staged by the driver.
-        self.check("cuMemcpyHtoDAsync", unsafe {
-            sys::cuMemcpyHtoDAsync_v2(to, from, bytes.len(), self.0.stream)
-        })
+        let (to, from, bytes) = (to.ptr().address(), values.as_ptr().cast(), size_of_val(values));
+        // SAFETY: both ranges are allocated and equally long. The driver copies or stages pageable memory
+        // before the call returns.
+        self.check("cuMemcpyHtoDAsync", unsafe { sys::cuMemcpyHtoDAsync_v2(to, from, bytes, self.0.stream) })
     }
 
-    pub fn upload_new<T: bytemuck::NoUninit>(&self, values: &[T], what: &str) -> Result<Buffer> {
-        let bytes = bytemuck::cast_slice(values);
-        let buffer = self.alloc(bytes.len(), what)?;
-        self.upload(bytes, &buffer, 0)?;
+    /// A new buffer with these values.
+    pub fn upload_new<T: bytemuck::Pod>(&self, values: &[T], what: &str) -> Result<Buffer> {
+        let buffer = self.alloc(size_of_val(values), what)?;
+        self.upload(values, buffer.slice().part(0..values.len())?)?;
         Ok(buffer)
     }
 
-    /// Waits for the stream and copies device memory to the host.
-    pub fn download<T: bytemuck::Pod>(&self, from: &Buffer, offset: usize, out: &mut [T]) -> Result<()> {
-        let bytes = bytemuck::cast_slice_mut::<T, u8>(out);
-        check_range("a download", from, offset, bytes.len())?;
-        self.download_raw(from.address + offset as u64, bytes)
-    }
-
-    /// [`Device::download`] from any address.
-    pub(crate) fn download_raw(&self, address: u64, bytes: &mut [u8]) -> Result<()> {
-        self.flush()?;
-        self.enter()?;
-        // SAFETY: callers pass an address with that many bytes behind it; we wait before the host slice is used.
-        self.check("cuMemcpyDtoHAsync", unsafe {
-            sys::cuMemcpyDtoHAsync_v2(
-                bytes.as_mut_ptr().cast::<c_void>(),
-                address,
-                bytes.len(),
-                self.0.stream,
-            )
-        })?;
-        self.synchronize()
+    /// Waits for the stream and copies device memory into a host slice of the same length.
+    pub fn download<T: bytemuck::Pod>(&self, from: DeviceSlice<'_, T>, out: &mut [T]) -> Result<()> {
+        download_all(self, &mut [(from.cast(), bytemuck::cast_slice_mut(out))])
     }
 
     /// Fills device memory with a byte.
@@ -323,33 +309,51 @@ impl Device {
         self.enter()?;
         // SAFETY: the whole of a live buffer.
         self.check("cuMemsetD8Async", unsafe {
-            sys::cuMemsetD8Async(buffer.address, byte, buffer.bytes, self.0.stream)
+            sys::cuMemsetD8Async(buffer.ptr::<u8>().address(), byte, buffer.bytes(), self.0.stream)
         })
     }
 
-    /// Enqueues a kernel, or notes it while recording.
-    pub fn launch<P: KernelParams>(&self, function: Function, shape: LaunchShape, params: &P) -> Result<()> {
+    /// Enqueues a kernel, or notes it while a step is being recorded.
+    ///
+    /// # Safety
+    /// `P` must be the parameter struct of the kernel. With these parameters and this grid the kernel
+    /// must read and write only device memory that lives until this call returns (see [`crate::memory`]:
+    /// freeing memory waits for the stream), and pinned host memory that lives until the stream has run
+    /// the kernel. An overlapping launch must be of a kernel that calls `wait_for_previous_kernel` before
+    /// it touches anything that an earlier kernel writes.
+    pub(crate) unsafe fn launch<P: Shared>(
+        &self,
+        function: Function,
+        shape: LaunchShape,
+        params: P,
+    ) -> Result<()> {
+        const { assert!(size_of::<P>() <= 8 * MOST_PARAMETER_WORDS && align_of::<P>() <= 8) };
+        let mut words = [0u64; MOST_PARAMETER_WORDS];
+        let bytes = &mut bytemuck::cast_slice_mut::<u64, u8>(&mut words)[..size_of::<P>()];
+        params.write(bytes);
         let mut recorder = self.recorder();
         let turn = if recorder.active { recorder.next() } else { Turn::Now };
         match turn {
             Turn::Now => {
                 self.enter()?;
-                let launched = self.launch_now(function, shape, std::ptr::from_ref(params).cast());
+                // SAFETY: the caller's promise.
+                let launched = unsafe { self.launch_now(function, shape, words.as_ptr()) };
                 if recorder.active {
                     recorder.handed_over();
                 }
                 launched
             }
             Turn::Later | Turn::LastOfPart => {
-                recorder.now.push(function, shape, bytemuck::bytes_of(params));
+                recorder.now.push(function, shape, bytes);
                 if matches!(turn, Turn::LastOfPart) { self.hand_over(&mut recorder) } else { Ok(()) }
             }
         }
     }
 
-    /// `params` points to the kernel's parameter struct.
-    fn launch_now(&self, function: Function, shape: LaunchShape, params: *const c_void) -> Result<()> {
-        let mut pointers = [params.cast_mut()];
+    /// # Safety
+    /// `params` must point to the kernel's parameter struct; then as for [`Device::launch`].
+    unsafe fn launch_now(&self, function: Function, shape: LaunchShape, params: *const u64) -> Result<()> {
+        let mut pointers: [*mut c_void; 1] = [params.cast_mut().cast()];
         let mut attribute = sys::CUlaunchAttribute {
             id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
             pad: Default::default(),
@@ -369,15 +373,14 @@ impl Device {
             attrs: &mut attribute,
             numAttrs: overlap as u32,
         };
-        // SAFETY: `KernelParams` promises the parameter's layout and the addresses in it; the driver copies the
-        // parameters before the call returns.
+        // SAFETY: the caller's promise; the driver copies the parameters before the call returns.
         self.check("cuLaunchKernelEx", unsafe {
             sys::cuLaunchKernelEx(&config, function.handle, pointers.as_mut_ptr(), null_mut())
         })
     }
 
     /// Lets a kernel use up to `bytes` of dynamic shared memory.
-    pub fn allow_shared(&self, function: Function, bytes: usize) -> Result<()> {
+    pub(crate) fn allow_shared(&self, function: Function, bytes: usize) -> Result<()> {
         self.enter()?;
         let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         // SAFETY: a live function handle.
@@ -386,28 +389,12 @@ impl Device {
         })
     }
 
-    /// Blocks of `block` threads and `shared` bytes that one multiprocessor holds at a time.
-    pub fn occupancy(&self, function: Function, block: u32, shared: usize) -> Result<u32> {
-        self.enter()?;
-        let mut blocks = 0;
-        // SAFETY: a live function handle and an out-parameter.
-        self.check("cuOccupancyMaxActiveBlocksPerMultiprocessor", unsafe {
-            sys::cuOccupancyMaxActiveBlocksPerMultiprocessor(
-                &mut blocks,
-                function.handle,
-                block as i32,
-                shared,
-            )
-        })?;
-        Ok(blocks as u32)
-    }
-
     /// A point in the stream, for timing.
     pub fn event(&self) -> Result<Event> {
         self.event_with(0)
     }
 
-    /// A point in the stream, for knowing what is done: who waits for it sleeps.
+    /// A point in the stream, to see what is done. A thread that waits for it sleeps.
     pub fn sleeping_event(&self) -> Result<Event> {
         use sys::CUevent_flags_enum as Flag;
         self.event_with(Flag::CU_EVENT_BLOCKING_SYNC as u32 | Flag::CU_EVENT_DISABLE_TIMING as u32)
@@ -428,14 +415,6 @@ fn graphs_wanted() -> Result<bool> {
         Ok("" | "on") | Err(_) => Ok(true),
         Ok(other) => Err(CudaError::Unsupported(format!("OSCAR_CUDA_GRAPHS={other}: it may be on or off"))),
     }
-}
-
-fn check_range(what: &'static str, buffer: &Buffer, offset: usize, bytes: usize) -> Result<()> {
-    if offset.checked_add(bytes).is_none_or(|end| end > buffer.bytes) {
-        let detail = format!("{bytes} bytes at {offset} of {}", buffer.bytes);
-        return Err(CudaError::Shape { what, detail });
-    }
-    Ok(())
 }
 
 fn check(device: &str, call: &'static str, result: CUresult) -> Result<()> {
@@ -503,7 +482,8 @@ mod tests {
         match Device::open(0) {
             Ok(device) => assert!(device.properties().multiprocessors > 0),
             Err(error) => {
-                assert!(error.to_string().contains("--device cpu") || !error.to_string().is_empty())
+                let absent = matches!(error, CudaError::NoDriver | CudaError::NoDevice);
+                assert_eq!(error.to_string().contains("--device cpu"), absent, "{error}");
             }
         }
         assert!(Device::open(10_000).is_err());

@@ -1,4 +1,4 @@
-//! What can go wrong between us and the GPU, in words that say what to do about it.
+//! Errors of the GPU, with advice.
 
 use oscar_backend::BackendError;
 

@@ -1,10 +1,13 @@
-//! Where a GPU's kernels come from: the compiler and its cache on disk, or a folder of images compiled ahead of time.
+//! Compiled kernels ("images"): from NVRTC with a cache on disk, or from a folder of images that were
+//! compiled ahead of time.
 //!
-//! An image is named by the hash of everything that determines it (sources, definitions, architecture, in the cache also
-//! the compiler's version) and appears by an atomic rename, so a half-written or outdated one is never loaded.
+//! The name of an image is a hash of everything that determines it: sources, layouts of shared structs,
+//! definitions, architecture, and in the cache the compiler's version. It appears by an atomic rename.
+//! So a half-written or outdated image is never loaded.
 
 use crate::compile::{self, Compiler};
 use crate::error::{CudaError, Result};
+use crate::layout;
 use crate::sources::{self, Defines, HEADERS, Source};
 use sha2::{Digest, Sha256};
 use std::fs::File;
@@ -20,14 +23,14 @@ const FOLDER_VARIABLE: &str = "OSCAR_CUDA_KERNELS";
 
 /// The source of a GPU's images.
 pub enum Images {
-    /// Made by NVRTC when first asked for, kept in the user's cache.
+    /// Compiled by NVRTC at first use, kept in the user's cache.
     Compiled(Compiler),
-    /// Made by [`precompile`]: there is nothing but what lies there.
+    /// Made by [`precompile`]; nothing is compiled.
     Precompiled(PathBuf),
 }
 
 impl Images {
-    /// The folder that `OSCAR_CUDA_KERNELS` names; without it NVRTC is looked for.
+    /// The folder that `OSCAR_CUDA_KERNELS` names, or NVRTC.
     pub fn open() -> Result<Self> {
         match std::env::var_os(FOLDER_VARIABLE).filter(|folder| !folder.is_empty()) {
             None => Compiler::open().map(Self::Compiled),
@@ -39,7 +42,7 @@ impl Images {
         }
     }
 
-    /// A word about it for people.
+    /// A few words for the start banner.
     pub fn describe(&self) -> String {
         match self {
             Self::Compiled(compiler) => {
@@ -64,7 +67,7 @@ impl Images {
                 }
                 let image = compiler.compile(source, defines, &arch)?;
                 if let Some(path) = path {
-                    // A cache that cannot be written costs time at the next start, nothing else.
+                    // If the cache cannot be written, the next start compiles again.
                     let _ = store(&path, &image);
                 }
                 Ok(image)
@@ -86,7 +89,7 @@ impl Images {
         }
     }
 
-    /// Fails where a GPU's kernels are to come from a folder that lacks one of them: now rather than in the middle of an answer.
+    /// Fails if kernels come from a folder that lacks one of this GPU's: now rather than during an answer.
     pub fn check(&self, capability: i32, shared_memory: usize) -> Result<()> {
         let Self::Precompiled(folder) = self else { return Ok(()) };
         let variants = sources::variants(shared_memory);
@@ -104,7 +107,7 @@ impl Images {
     }
 }
 
-/// What is said where a folder has no image.
+/// The error for a folder that lacks an image.
 fn missing(folder: &Path, source: &Source, capability: i32) -> CudaError {
     let (file, folder) = (source.file, folder.display());
     let make = match Architecture::running_on(capability).next() {
@@ -112,8 +115,8 @@ fn missing(folder: &Path, source: &Source, capability: i32) -> CudaError {
         None => String::new(),
     };
     CudaError::Unsupported(format!(
-        "{folder} ({FOLDER_VARIABLE}) lacks images of this version's {file} for sm_{capability}: {make}unset {FOLDER_VARIABLE} \
-         to compile here"
+        "{folder} ({FOLDER_VARIABLE}) lacks images of this version's {file} for sm_{capability}: \
+         {make}unset {FOLDER_VARIABLE} to compile here"
     ))
 }
 
@@ -122,7 +125,7 @@ fn missing(folder: &Path, source: &Source, capability: i32) -> CudaError {
 pub struct Architecture {
     /// Compute capability, e.g. 90.
     pub capability: i32,
-    /// Shared memory that its GPUs give a block, which decides on variants.
+    /// Shared memory per block, which determines the variants.
     pub shared_memory: usize,
 }
 
@@ -138,7 +141,7 @@ impl Architecture {
         Self::of(120, 99),
     ];
 
-    /// Those that most GPUs in use have; what is left out runs the code of another.
+    /// The architectures of most GPUs in use; GPUs of the others run the code of one of these.
     pub fn usual() -> impl Iterator<Item = Self> {
         Self::ALL.into_iter().filter(|a| ![87, 103].contains(&a.capability))
     }
@@ -147,7 +150,8 @@ impl Architecture {
         Self { capability, shared_memory: kibibytes << 10 }
     }
 
-    /// Those whose images run on GPUs of this compute capability, the nearest first: of its generation, not newer.
+    /// Architectures whose images run on GPUs of this compute capability, the nearest first: of the same
+    /// generation, not newer.
     fn running_on(capability: i32) -> impl Iterator<Item = Self> {
         let runs = move |a: &Self| a.capability / 10 == capability / 10 && a.capability <= capability;
         Self::ALL.into_iter().rev().filter(runs)
@@ -172,7 +176,7 @@ impl FromStr for Architecture {
     }
 }
 
-/// Compiles everything that a model may ask for on GPUs of an architecture into a folder, on all cores. `done` hears of each
+/// Compiles all variants for an architecture into a folder, on all cores. `done` is called for each
 /// image. Returns their number and bytes.
 pub fn precompile(
     compiler: &Compiler,
@@ -196,7 +200,7 @@ pub fn precompile(
             match stored {
                 Ok(size) => bytes.fetch_add(size, Ordering::Relaxed),
                 Err(error) => {
-                    // The others need not go on.
+                    // Stop the other threads.
                     next.store(jobs.len(), Ordering::Relaxed);
                     if let Ok(mut failure) = failure.lock() {
                         failure.get_or_insert(error);
@@ -229,6 +233,7 @@ fn image_name(source: &Source, defines: &Defines, arch: &str, compiler: Option<(
         part(name);
         part(text);
     });
+    part(layout::header());
     part(&compile::options(defines, arch).join(" "));
     if let Some(version) = compiler {
         part(&format!("{version:?}"));
@@ -246,7 +251,7 @@ fn cache_folder() -> Option<PathBuf> {
     Some(base.join("oscar").join("kernels"))
 }
 
-/// Writes a file that is whole or not there, whoever else writes it at the same time.
+/// Writes a file atomically, even if others write it at the same time.
 fn store(path: &Path, image: &[u8]) -> std::io::Result<()> {
     static STORED: AtomicUsize = AtomicUsize::new(0);
     if let Some(folder) = path.parent() {

@@ -1,4 +1,5 @@
-//! Loaded kernels by source, variant and name, fetched when first asked for.
+//! Loaded kernels by source, variant and name. They are compiled and loaded at first use; callers keep
+//! the [`Function`].
 
 use crate::device::{Device, Function};
 use crate::error::Result;
@@ -21,7 +22,7 @@ pub struct Kernels {
 #[derive(Clone, Copy)]
 struct Module(sys::CUmodule);
 
-// SAFETY: a module handle is an address in the driver's tables; modules are never unloaded before the process ends.
+// SAFETY: a module handle is an address in the driver's tables; modules are never unloaded.
 unsafe impl Send for Module {}
 
 impl Kernels {
@@ -36,7 +37,7 @@ impl Kernels {
     }
 
     /// A kernel of a variant; `shared` is the dynamic shared memory it may be launched with.
-    pub fn function(
+    pub(crate) fn function(
         &self,
         source: &'static Source,
         defines: &Defines,
@@ -55,7 +56,7 @@ impl Kernels {
             sys::cuModuleGetFunction(&mut function, module.0, name.as_ptr())
         })?;
         let function = Function { handle: function, name };
-        // Up to 48 KB need no permission.
+        // Up to 48 KB are always allowed.
         if shared > 48 << 10 {
             self.device.allow_shared(function, shared)?;
         }
@@ -70,7 +71,7 @@ impl Kernels {
         }
         let p = self.device.properties();
         let mut image = self.images.image(source, defines, p.major * 10 + p.minor)?;
-        // PTX is text and must end with a zero byte; machine code does not mind one.
+        // PTX is text and must end with a zero byte; machine code may.
         image.push(0);
         self.device.enter()?;
         let mut module = null_mut();

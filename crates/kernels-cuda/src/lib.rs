@@ -1,44 +1,64 @@
 //! NVIDIA GPUs as a backend: whole models, and attention over 2-bit pages.
 //!
-//! Nothing of CUDA is needed to build. At run time the driver is found by dynamic loading, the kernels under `kernels/`
-//! are compiled by NVRTC at first use and kept on disk, or come from a folder ([`images`]), large matrix products go to cuBLASLt. One
-//! [`Device`] has one stream; a step enqueues everything and waits once, when its tokens are chosen: what comes back is
-//! a token or a short list for each sequence, or its logits where a request needs them all.
+//! Nothing of CUDA is needed to build. At run time the driver is loaded dynamically. The kernels under
+//! `kernels/` are compiled by NVRTC at first use and cached on disk, or come from a folder ([`images`]).
+//! Large matrix products go to cuBLASLt. A [`Device`] has one stream. A step enqueues everything and
+//! waits once, when its tokens are chosen: a token or a short list for each sequence comes back, or the
+//! logits if a request needs them.
 //!
-//! Caches of BF16 rows and of affine codes of 1 to 4 bits (`oscar*`, `int1` to `int4`, `naive2`, `saw4`) have kernels of
-//! their own. Every other format goes the generic way ([`storage`]): coded on the CPU, kept decoded, read in BF16.
+//! BF16 caches and caches of affine codes of 1 to 4 bits (`oscar*`, `int1` to `int4`, `naive2`, `saw4`)
+//! have their own kernels. The history of every other format is quantized and dequantized on the CPU and
+//! kept in BF16 ([`Storage`]).
 //!
-//! Contract between the files: pages are addressed by [`pages`], the tables of a step are made by [`step`] and read by
-//! all kernels through `StepTables`; each kernel takes one parameter struct by value ([`device::KernelParams`]);
-//! rotated queries are f32, `[row][query head][head_dim]`, attention outputs likewise.
+//! Contract between the files: `pages` addresses pages; `step` makes the tables of a step, which all
+//! kernels read through `StepTables`; each kernel takes one parameter struct by value (`layout`); rotated
+//! queries and attention outputs are f32, `[row][query head][head_dim]`.
 //!
-//! **Invariant:** knows no model and no scheduling. Anything missing (driver, GPU, library, memory) is an error with a
-//! way out, never a panic.
+//! # Safety
+//! Launches are `unsafe` functions with a contract; copies take slices that know their length. A safe
+//! public function checks its arguments, so that no argument can make a kernel touch memory outside of
+//! its buffers. That rests on three things which no type expresses:
+//! - **Kernels keep to the sizes in their parameters.** `gpu-check` under compute-sanitizer tests that.
+//! - **Objects belong to one device.** Rows, matrices and pages of a second GPU are not recognized; the
+//!   crate only ever opens one GPU per [`CudaBackend`].
+//! - **Page ids are trusted below the memory that is mapped.** A page id from another pool addresses
+//!   other tokens, but never memory outside of this pool; an absent page that the windows require is
+//!   refused when the step is planned.
+//!
+//! **Invariant:** knows no model and no scheduling. Anything missing (driver, GPU, library, memory) is an
+//! error that says what to do, never a panic.
 #![allow(unsafe_code)]
 
-pub mod attention;
-pub mod backend;
-pub mod bandwidth;
+mod attention;
+mod backend;
+mod bandwidth;
 pub mod bench;
 pub mod compile;
-mod decoded;
-pub mod device;
+mod dequantized;
+mod device;
 mod error;
-pub mod gemm;
-pub mod graph;
+mod gemm;
+mod graph;
 pub mod images;
 mod kernels;
 mod launch;
+mod layout;
 mod library;
-pub mod memory;
-pub mod pages;
+mod memory;
+mod pages;
 pub mod sources;
-pub mod step;
-pub mod storage;
+mod step;
+mod storage;
 mod transfers;
 
 pub use attention::AttentionMode;
-pub use backend::{CudaBackend, CudaStep};
-pub use device::Device;
+pub use backend::{CudaBackend, CudaRope, CudaRotation, CudaRows, CudaStep, CudaVector};
+pub use bandwidth::read_ceiling;
+pub use device::{Device, Properties};
 pub use error::CudaError;
+pub use gemm::{CudaMatrix, multiplies_few_rows};
+pub use graph::{HostTimes, Profile};
 pub use kernels::Kernels;
+pub use memory::{Buffer, DevicePtr, DeviceSlice, Event};
+pub use pages::CudaPages;
+pub use storage::Storage;

@@ -1,18 +1,18 @@
 //! Finding the shared libraries that NVIDIA ships apart from the driver.
 //!
-//! cudarc opens libraries by their bare name and panics when there is none. So we look first, in the usual places,
-//! and open what we find by its full path: the loader then answers the bare name with the library already open.
+//! cudarc opens libraries by their bare name and panics if there is none. So we search the usual places
+//! first and open the library by its full path; the loader then resolves the bare name to it.
 
 use crate::error::{CudaError, Result};
 use std::path::{Path, PathBuf};
 
-/// A library, the variable that may name its file or folder, and what to do when it is absent.
+/// A library, the variable that may name its file or folder, and advice if it is absent.
 pub(crate) struct Library {
     pub name: &'static str,
     /// Names to try, newest first; those of the bare form are found through the loader's own paths.
     pub files: &'static [&'static str],
     pub variable: &'static str,
-    /// Beginning of the names of libraries that this one opens by bare name and that lie beside it.
+    /// Prefix of the libraries beside it that it opens by bare name.
     pub companions: Option<&'static str>,
     pub advice: &'static str,
 }
@@ -36,7 +36,8 @@ pub(crate) const CUBLASLT: Library = Library {
 };
 
 impl Library {
-    /// Opens the library so that later look-ups by its bare name find it. It stays open for the life of the process.
+    /// Opens the library so that later look-ups by its bare name find it. It stays open until the process
+    /// ends.
     pub(crate) fn open(&self) -> Result<PathBuf> {
         let mut tried = Vec::new();
         for candidate in self.candidates() {
@@ -46,7 +47,7 @@ impl Library {
             }
             if let (false, Some(prefix), Some(folder)) = (bare, self.companions, candidate.parent()) {
                 for companion in matching(folder, prefix) {
-                    // Should it be needed and missing, the compiler says so itself.
+                    // If it is needed and missing, the compiler reports it.
                     let _ = open_global(&companion);
                 }
             }
@@ -75,7 +76,7 @@ impl Library {
             } else {
                 all.push(given)
             }
-            // A named place that does not hold the library is an error, not a hint.
+            // A named place without the library is an error; no other place is searched.
             return all;
         }
         all.extend(self.files.iter().map(PathBuf::from));

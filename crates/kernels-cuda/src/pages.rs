@@ -1,14 +1,15 @@
 //! Page storage on the GPU.
 //!
-//! Each layer and KV head has one region per format, and page `id` of it lies at `base + id · page bytes`. A region is
-//! address space for the whole budget; memory stands behind it only up to the largest id in use, in steps of the
-//! device's granularity, so a cache costs what it holds. Kernels find the regions in a table of [`HeadPages`].
+//! Each layer and KV head has one region per format. Page `id` starts at `base + id · page bytes`. A
+//! region is address space for the whole budget. Memory is mapped only up to the largest id in use, in
+//! steps of the device's granularity. Kernels find the regions in a table of [`HeadPages`].
 
 use crate::attention::{AttentionMode, CacheKernels};
 use crate::device::Device;
 use crate::error::{CudaError, Result};
 use crate::kernels::Kernels;
-use crate::memory::Buffer;
+use crate::layout::{Layout, shared_struct};
+use crate::memory::{Buffer, DevicePtr, DeviceSlice, download_all, upload_all};
 use crate::storage::Storage;
 use cudarc::driver::sys::{self, CUresult};
 use oscar_backend::{CacheHead, HeadShape};
@@ -21,46 +22,51 @@ use std::ops::Range;
 /// Pages of one layer, KV head and format.
 struct Region {
     device: Device,
-    address: u64,
+    /// `None` if pages have no bytes.
+    start: Option<DevicePtr<u8>>,
     reserved: usize,
     mapped: usize,
     chunks: Vec<(u64, usize, u64)>,
     page_bytes: usize,
 }
 
-/// `HeadPages` of the kernels: where one layer's and head's pages lie and how they are coded.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
-pub struct HeadPages {
-    pub full: u64,
-    pub coded: u64,
-    pub key_bits: u32,
-    pub value_bits: u32,
-    /// Order-statistic index of the clip; `u32::MAX` where clipping is off.
-    pub key_clip: u32,
-    pub value_clip: u32,
+shared_struct! {
+    /// The pages of one layer and KV head, and their widths.
+    #[derive(PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
+    pub(crate) struct HeadPages {
+        /// Addresses of the regions, 0 for none.
+        pub full: u64,
+        pub coded: u64,
+        pub key_bits: u32,
+        pub value_bits: u32,
+        /// Order-statistic index of the clip; `u32::MAX` for no clipping.
+        pub key_clip: u32,
+        pub value_clip: u32,
+    }
 }
 
-/// `HeadRounding` of the kernels: how codes of one layer and head are rounded.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
-struct HeadRounding {
-    /// Address of the keys' feedback, 0 for none.
-    feedback: u64,
-    unbiased: u32,
-    unused: u32,
+shared_struct! {
+    /// How the codes of one layer and head are rounded.
+    #[derive(bytemuck::Pod, bytemuck::Zeroable)]
+    pub(crate) struct HeadRounding {
+        /// Address of the keys' feedback, 0 for none.
+        feedback: u64,
+        unbiased: u64,
+    }
 }
 
-/// How codes are rounded, on the device.
+pub(crate) const LAYOUTS: &[Layout] = &[HeadPages::LAYOUT, HeadRounding::LAYOUT];
+
+/// The rounding of all heads, on the device.
 struct Roundings {
     /// `[layer][kv_head]`.
     table: Buffer,
-    /// What the table's addresses lead to.
+    /// The table holds their addresses.
     _feedback: Vec<Buffer>,
 }
 
 impl Roundings {
-    /// Nothing where all codes are the nearest.
+    /// `None` if all codes are the nearest levels.
     fn upload(device: &Device, coded: &FormatTable) -> Result<Option<Self>> {
         if coded.codecs().iter().all(|codec| codec.rounding(Side::Key).is_nearest()) {
             return Ok(None);
@@ -70,11 +76,11 @@ impl Roundings {
             let rounding = codec.rounding(Side::Key);
             let mut address = 0;
             if let Some(matrix) = &rounding.feedback {
-                let buffer = device.upload_new(matrix.rows(), "what errors of keys ask for")?;
-                address = buffer.address();
+                let buffer = device.upload_new(matrix.rows(), "the feedback of query-aware rounding")?;
+                address = buffer.ptr::<f32>().address();
                 feedback.push(buffer);
             }
-            heads.push(HeadRounding { feedback: address, unbiased: u32::from(rounding.unbiased), unused: 0 });
+            heads.push(HeadRounding { feedback: address, unbiased: u64::from(rounding.unbiased) });
         }
         Ok(Some(Self { table: device.upload_new(&heads, "the table of roundings")?, _feedback: feedback }))
     }
@@ -99,12 +105,12 @@ pub struct CudaPages {
     randomized: (usize, usize),
 }
 
-/// A run of pages whose contents nobody has written yet.
+/// A run of pages that were never written.
 pub(crate) struct FreshPages {
-    pub address: u64,
+    pub start: DevicePtr<u8>,
     pub count: usize,
     pub page_bytes: usize,
-    /// Byte where the parameters of a coded page begin; `None` for full pages.
+    /// Byte offset of the parameters of a coded page; `None` for full pages.
     pub parameters: Option<usize>,
 }
 
@@ -140,14 +146,14 @@ impl CudaPages {
         let full = regions(layout.full(), layout.full_block_bytes())?;
         let coded = match (storage, layout.coded()) {
             (Storage::Codes, Some(table)) => regions(table, layout.coded_block_bytes())?,
-            (Storage::Decoded, _) => regions(layout.full(), layout.coded_block_bytes())?,
-            (Storage::Plain, _) | (_, None) => Vec::new(),
+            (Storage::Dequantized, _) => regions(layout.full(), layout.coded_block_bytes())?,
+            (Storage::Bf16, _) | (_, None) => Vec::new(),
         };
         let clip = |codec: &RowPageCodec, side| {
             order_index(codec.spec(side).clip, codec.head_dim()).map_or(u32::MAX, |index| index as u32)
         };
         let read_as_code = layout.coded().filter(|_| storage == Storage::Codes);
-        // History that is kept decoded has the widths of full pages, but for heads that keep none.
+        // Dequantized history has the widths of full pages; zero-width heads have none.
         let absent = |i: usize| {
             layout.coded().is_some_and(|t| !t.codec(i / t.kv_heads(), i % t.kv_heads()).keeps_history())
         };
@@ -157,8 +163,8 @@ impl CudaPages {
             .iter()
             .enumerate()
             .map(|(i, codec)| HeadPages {
-                full: full[i].address,
-                coded: coded.get(i).map_or(0, |r| r.address),
+                full: full[i].address(),
+                coded: coded.get(i).map_or(0, Region::address),
                 key_bits: if absent(i) { 0 } else { codec.spec(Side::Key).bits },
                 value_bits: if absent(i) { 0 } else { codec.spec(Side::Value).bits },
                 key_clip: clip(codec, Side::Key),
@@ -203,24 +209,18 @@ impl CudaPages {
         &self.device
     }
 
-    /// Device address of the [`HeadPages`] of a layer's heads.
-    pub fn layer(&self, layer: usize) -> u64 {
-        self.table.address() + (layer * self.layout.kv_heads() * size_of::<HeadPages>()) as u64
+    /// The entries of a layer's heads in the table of pages.
+    pub(crate) fn layer(&self, layer: usize) -> DevicePtr<HeadPages> {
+        self.table.ptr().add(layer * self.layout.kv_heads())
     }
 
-    /// Device address of how codes of a layer's heads are rounded; 0 where all are the nearest.
-    pub fn layer_roundings(&self, layer: usize) -> u64 {
-        let bytes = layer * self.layout.kv_heads() * size_of::<HeadRounding>();
-        self.roundings.as_ref().map_or(0, |r| r.table.address() + bytes as u64)
+    /// The entries of a layer's heads in the table of roundings; `None` if all codes are the nearest.
+    pub(crate) fn layer_roundings(&self, layer: usize) -> Option<DevicePtr<HeadRounding>> {
+        self.roundings.as_ref().map(|r| r.table.ptr().add(layer * self.layout.kv_heads()))
     }
 
-    /// The same table on the host, `[layer][kv_head]`.
-    pub fn heads(&self) -> &[HeadPages] {
-        &self.heads
-    }
-
-    /// Puts memory behind the first `full` and `coded` page ids.
-    pub fn ensure(&mut self, full: usize, coded: usize) -> Result<()> {
+    /// Maps memory for the first `full` and `coded` page ids.
+    pub(crate) fn ensure(&mut self, full: usize, coded: usize) -> Result<()> {
         for region in &mut self.full {
             region.grow(full, self.granularity)?;
         }
@@ -230,57 +230,42 @@ impl CudaPages {
         Ok(())
     }
 
-    /// Puts memory behind these many page ids and lists, once, those that were not listed before.
+    /// Maps memory for this many page ids and lists those that no earlier call has listed.
     pub(crate) fn fresh(&mut self, full: usize, coded: usize) -> Result<Vec<FreshPages>> {
         self.ensure(full, coded)?;
         let mut all = Vec::new();
         let before = self.randomized;
         self.randomized = (before.0.max(full), before.1.max(coded));
-        let run = |region: &Region, from: usize, to: usize, parameters| FreshPages {
-            address: region.address + (from * region.page_bytes) as u64,
-            count: to.saturating_sub(from),
-            page_bytes: region.page_bytes,
-            parameters,
+        let run = |region: &Region, from: usize, to: usize, parameters| {
+            let start = region.start?.add(from * region.page_bytes);
+            let count = to.saturating_sub(from);
+            (count > 0).then_some(FreshPages { start, count, page_bytes: region.page_bytes, parameters })
         };
-        all.extend(self.full.iter().map(|r| run(r, before.0, full, None)));
+        all.extend(self.full.iter().filter_map(|r| run(r, before.0, full, None)));
         for (r, h) in self.coded.iter().zip(&self.heads) {
             let codes = 8 * self.layout.head_dim() * (h.key_bits + h.value_bits) as usize;
             let parameters = (self.storage == Storage::Codes).then_some(codes);
-            all.push(run(r, before.1, coded, parameters));
+            all.extend(run(r, before.1, coded, parameters));
         }
-        all.retain(|run| run.count > 0 && run.page_bytes > 0);
         Ok(all)
-    }
-
-    /// Bytes of memory behind the regions.
-    pub fn mapped_bytes(&self) -> usize {
-        self.full.iter().chain(&self.coded).map(|r| r.mapped).sum()
     }
 
     /// Copies a page to the host (for checks).
     pub fn read_page(&self, layer: usize, head: usize, id: u32, coded: bool) -> Result<Vec<u8>> {
-        let (address, bytes) = self.page_at(layer, head, id, coded)?;
-        let mut page = vec![0; bytes];
-        if bytes > 0 {
-            self.device.download_raw(address, &mut page)?;
+        let at = self.page_at(layer, head, id, coded)?;
+        let mut page = vec![0; at.map_or(0, |at| at.len())];
+        if let Some(at) = at {
+            download_all(&self.device, &mut [(at, &mut page)])?;
         }
         Ok(page)
     }
 
     /// Copies a page to the device (for checks).
     pub fn write_page(&mut self, layer: usize, head: usize, id: u32, coded: bool, page: &[u8]) -> Result<()> {
-        let (address, bytes) = self.page_at(layer, head, id, coded)?;
-        if page.len() != bytes {
-            let detail = format!("{} bytes for a page of {bytes}", page.len());
-            return Err(CudaError::Shape { what: "a page", detail });
+        match self.page_at(layer, head, id, coded)? {
+            Some(at) => upload_all(&self.device, &[(at, page)]),
+            None => Ok(()),
         }
-        self.device.flush()?;
-        self.device.enter()?;
-        // SAFETY: the page lies in mapped memory (checked above) and has as many bytes.
-        self.device.check("cuMemcpyHtoDAsync", unsafe {
-            sys::cuMemcpyHtoDAsync_v2(address, page.as_ptr().cast(), bytes, self.device.stream())
-        })?;
-        self.device.synchronize()
     }
 
     /// Rows of one head from full pages, for calibration: pages travel whole.
@@ -324,14 +309,24 @@ impl CudaPages {
         Ok(())
     }
 
-    /// Address and bytes of a page that has memory.
-    pub(crate) fn page_at(&self, layer: usize, head: usize, id: u32, coded: bool) -> Result<(u64, usize)> {
+    /// A page that has memory; `None` if pages of this head have no bytes.
+    pub(crate) fn page_at(
+        &self,
+        layer: usize,
+        head: usize,
+        id: u32,
+        coded: bool,
+    ) -> Result<Option<DeviceSlice<'_, u8>>> {
         let regions = if coded { &self.coded } else { &self.full };
         let index = layer * self.layout.kv_heads() + head;
-        let page = regions.get(index).and_then(|region| {
+        let region = regions.get(index).filter(|_| head < self.layout.kv_heads());
+        let page = region.and_then(|region| {
             let at = id as usize * region.page_bytes;
-            (at + region.page_bytes <= region.mapped)
-                .then_some((region.address + at as u64, region.page_bytes))
+            (at + region.page_bytes <= region.mapped).then(|| {
+                // SAFETY: mapped memory of the region, which lives as long as `self`; a region is unmapped
+                // when the stream is done.
+                region.start.map(|start| unsafe { DeviceSlice::new(start.add(at), region.page_bytes) })
+            })
         });
         page.ok_or_else(|| CudaError::Shape {
             what: "a page",
@@ -340,7 +335,7 @@ impl CudaPages {
     }
 }
 
-/// The blocks of some positions: block, tokens within it, elements within the rows.
+/// The blocks of some positions: block, tokens within it, elements of the rows.
 fn blocks(positions: Range<usize>, d: usize) -> impl Iterator<Item = (usize, Range<usize>, Range<usize>)> {
     let first = positions.start;
     (first / PAGE_TOKENS..positions.end.div_ceil(PAGE_TOKENS)).map(move |block| {
@@ -396,17 +391,18 @@ impl Region {
     fn reserve(device: &Device, pages: usize, page_bytes: usize, granularity: usize) -> Result<Self> {
         device.enter()?;
         let reserved = pages.saturating_mul(page_bytes).div_ceil(granularity) * granularity;
-        let mut address = 0;
+        let region = |start| Self {
+            device: device.clone(),
+            start,
+            reserved,
+            mapped: 0,
+            chunks: Vec::new(),
+            page_bytes,
+        };
         if reserved == 0 {
-            return Ok(Self {
-                device: device.clone(),
-                address,
-                reserved,
-                mapped: 0,
-                chunks: Vec::new(),
-                page_bytes,
-            });
+            return Ok(region(None));
         }
+        let mut address = 0;
         // SAFETY: one out-parameter; only address space is taken.
         match unsafe { sys::cuMemAddressReserve(&mut address, reserved, 0, 0, 0) } {
             CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
@@ -414,10 +410,14 @@ impl Region {
             }
             other => device.check("cuMemAddressReserve", other)?,
         }
-        Ok(Self { device: device.clone(), address, reserved, mapped: 0, chunks: Vec::new(), page_bytes })
+        Ok(region(DevicePtr::new(address)))
     }
 
-    /// Makes the first `pages` usable. Grows by an eighth at least, so that a growing cache maps rarely.
+    fn address(&self) -> u64 {
+        self.start.map_or(0, DevicePtr::address)
+    }
+
+    /// Maps memory for the first `pages`. Grows by an eighth at least, so that a growing cache maps rarely.
     fn grow(&mut self, pages: usize, granularity: usize) -> Result<()> {
         let bytes = pages * self.page_bytes;
         if bytes <= self.mapped {
@@ -431,14 +431,14 @@ impl Region {
         device.enter()?;
         let wanted = bytes.max(self.mapped + self.mapped / 8).div_ceil(granularity) * granularity;
         let size = wanted.min(self.reserved) - self.mapped;
-        let at = self.address + self.mapped as u64;
+        let at = self.address() + self.mapped as u64;
         let mut handle = 0;
         let access = sys::CUmemAccessDesc {
             location: location(&device),
             flags: sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
         };
-        // SAFETY: sizes are multiples of the granularity, the range lies in our reservation behind what is mapped, and
-        // the handle is released when the region is dropped.
+        // SAFETY: sizes are multiples of the granularity; the range lies in our reservation, behind the
+        // mapped part; the handle is released when the region is dropped.
         unsafe {
             match sys::cuMemCreate(&mut handle, size, &allocation(&device), 0) {
                 CUresult::CUDA_ERROR_OUT_OF_MEMORY => return Err(device.out_of_memory("KV pages", size)),
@@ -470,6 +470,6 @@ impl Drop for Region {
             return;
         }
         // SAFETY: our own reservation, nothing is mapped in it any more.
-        let _ = unsafe { sys::cuMemAddressFree(self.address, self.reserved) };
+        let _ = unsafe { sys::cuMemAddressFree(self.address(), self.reserved) };
     }
 }

@@ -1,7 +1,7 @@
-//! The kernels, as text: every `.cu` file, the headers they share, and the variants each is compiled in.
+//! The kernels as text: every `.cu` file, the headers they share, and the variants of each.
 //!
-//! The files are free of toolkit headers, so that NVRTC alone compiles them. A *variant* is a file with its
-//! definitions, such as `HEAD_DIM=128`.
+//! The files include no toolkit headers, so that NVRTC alone compiles them. A *variant* is a file with
+//! its definitions, such as `HEAD_DIM=128`.
 
 use crate::attention::Variant;
 use oscar_backend::WeightFormat;
@@ -11,7 +11,7 @@ use oscar_backend::WeightFormat;
 pub struct Source {
     pub file: &'static str,
     pub text: &'static str,
-    /// Is it compiled once for each head size?
+    /// Whether it is compiled once for each head size.
     pub by_head_dim: bool,
 }
 
@@ -40,7 +40,7 @@ source!(ATTENTION_PLAN, "attention_plan.cu", by_head_dim: false);
 // Has variants of its own: `attention::Variant`.
 source!(ATTENTION_DECODE, "attention_decode.cu", by_head_dim: false);
 
-/// Headers that kernels include by name.
+/// Headers that kernels include by name; `layout.cuh` is generated ([`crate::layout`]).
 pub static HEADERS: &[(&str, &str)] = &[
     ("decode_block.cuh", include_str!("../kernels/decode_block.cuh")),
     ("decode_filler.cuh", include_str!("../kernels/decode_filler.cuh")),
@@ -58,7 +58,7 @@ pub static HEADERS: &[(&str, &str)] = &[
     ("common.cuh", include_str!("../kernels/common.cuh")),
 ];
 
-/// Every source whose variants are at most its head sizes.
+/// Every source that has no variants, or only one for each head size.
 static PLAIN: &[&Source] = &[
     &ROWS,
     &SKINNY_GEMM,
@@ -92,11 +92,11 @@ pub fn simple_attention_defines(head_dim: usize, dequantized: bool) -> Defines {
     vec![("HEAD_DIM", head_dim), ("DEQUANTIZED", usize::from(dequantized))]
 }
 
-/// Every variant that a model may ask for on a GPU with this much shared memory a block.
+/// Every variant that a model may need on a GPU with this much shared memory per block.
 pub fn variants(shared_memory: usize) -> Vec<(&'static Source, Defines)> {
     let decode = Variant::all(shared_memory).map(|v| (&ATTENTION_DECODE, v.defines()));
     let mut all: Vec<(&'static Source, Defines)> = Vec::new();
-    // Several group sizes may come to the same.
+    // Several group sizes may have the same variant.
     for variant in decode {
         if !all.contains(&variant) {
             all.push(variant);

@@ -1,8 +1,8 @@
-//! What the history of a cache is on the GPU: codes that kernels read, or, for formats without kernels, rows that
-//! went through the codec on the CPU and are kept decoded.
+//! The form of a cache's history on the GPU: codes that kernels read, or, for formats without kernels,
+//! rows that the CPU has quantized and dequantized.
 //!
-//! **Invariant:** a format is never read by another rule than its own. Where the kernels do not know it, the answers are
-//! still the codec's; memory and speed are not, and everything that describes the cache says so.
+//! **Invariant:** a format is always read by its own rule. Without kernels its answers are still the
+//! codec's; its memory and speed are not, and everything that describes the cache says so.
 
 use crate::error::{CudaError, Result};
 use oscar_codec::page::Scheme;
@@ -11,16 +11,16 @@ use oscar_codec::{CacheLayout, CodeLayout, PageCodec, RowPageCodec, Side, SideSp
 /// How pages of history are kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Storage {
-    /// There is no history: every token stays in BF16.
-    Plain,
-    /// Affine codes of 1 to 4 bits, made and read by kernels, or no history at all.
+    /// Every token stays in BF16; there is no history.
+    Bf16,
+    /// Affine codes of 1 to 4 bits, made and read by kernels; zero-width heads have none.
     Codes,
-    /// BF16 rows in the form of full pages, coded and decoded on the CPU: for every other format.
-    Decoded,
+    /// Every other format: BF16 rows in the layout of full pages, quantized and dequantized on the CPU.
+    Dequantized,
 }
 
 impl Storage {
-    /// How a cache is kept, or why it cannot be.
+    /// The storage of a cache, or why it is refused.
     pub fn of(layout: &CacheLayout) -> Result<Self> {
         let refuse = |why: String| {
             Err(CudaError::Unsupported(format!("KV format {}: {why}; use --device cpu", layout.format())))
@@ -41,32 +41,32 @@ impl Storage {
 
     /// [`Storage::of`] for a cache that is not refused.
     fn kind(layout: &CacheLayout) -> Self {
-        let Some(table) = layout.coded() else { return Self::Plain };
+        let Some(table) = layout.coded() else { return Self::Bf16 };
         let read_by_kernels = |codec: &RowPageCodec| {
             !codec.keeps_history() || both(|side| is_plain_affine(codec.spec(side), codec.head_dim()))
         };
         match layout.windows().sides_agree() && table.codecs().iter().all(read_by_kernels) {
             true => Self::Codes,
-            false => Self::Decoded,
+            false => Self::Dequantized,
         }
     }
 
-    /// The cache in the GPU's byte order, its blocks as large as they are there.
+    /// The cache in the GPU's byte order, with the sizes of its blocks on the GPU.
     pub fn held(layout: &CacheLayout) -> CacheLayout {
-        // A head size without such an order is refused when pages are reserved, by name.
+        // A head size without such an order is refused, by name, when pages are reserved.
         let layout = layout.with_order(CodeLayout::GpuTile).unwrap_or_else(|_| layout.clone());
         match Self::kind(&layout) {
-            Self::Decoded => {
+            Self::Dequantized => {
                 let bytes = layout.full_block_bytes();
                 layout.with_held_block_bytes(bytes)
             }
-            Self::Plain | Self::Codes => layout,
+            Self::Bf16 | Self::Codes => layout,
         }
     }
 
-    /// Refuses pages whose bytes lie in another order than the kernels read.
+    /// Refuses pages whose byte order is not the kernels'.
     pub fn check_order(self, layout: &CacheLayout) -> Result<()> {
-        // Codes that the GPU never sees may have any order.
+        // Codes that stay on the CPU may have any order.
         let coded = layout.coded().filter(|_| self == Self::Codes);
         let wrong = layout
             .full()
@@ -89,7 +89,7 @@ fn both(holds: impl Fn(Side) -> bool) -> bool {
     holds(Side::Key) && holds(Side::Value)
 }
 
-/// What the kernels read: one scale and minimum a head.
+/// Whether the kernels read this side: affine codes with one scale and minimum per row.
 fn is_plain_affine(spec: SideSpec, head_dim: usize) -> bool {
     spec.scheme == Scheme::Affine
         && (1..=4).contains(&spec.bits)
@@ -118,12 +118,12 @@ mod tests {
                     assert!(error.contains("f32") && error.contains("--device cpu"), "{error}");
                     continue;
                 }
-                "bf16" => Storage::Plain,
+                "bf16" => Storage::Bf16,
                 "oscar" | "oscar1" | "oscar2" | "oscar3" | "oscar4" => Storage::Codes,
-                // Plain affine codes whatever the rotation.
+                // Affine codes with any rotation.
                 "int1" | "int2" | "int3" | "int4" | "naive2" => Storage::Codes,
                 name if name.starts_with("saw4") => Storage::Codes,
-                _ => Storage::Decoded,
+                _ => Storage::Dequantized,
             };
             assert_eq!(Storage::of(&layout).unwrap(), wanted, "{name}");
         }
@@ -131,13 +131,13 @@ mod tests {
     }
 
     #[test]
-    fn the_held_layout_counts_what_is_kept() {
-        for (name, decoded) in [("oscar2", false), ("bf16", false), ("kivi2", true), ("int8", true)] {
+    fn the_held_layout_counts_the_bytes_on_the_gpu() {
+        for (name, dequantized) in [("oscar2", false), ("bf16", false), ("kivi2", true), ("int8", true)] {
             let own = layout(name, 128);
             let held = Storage::held(&own);
             Storage::of(&held).unwrap().check_order(&held).unwrap();
             assert_eq!(Storage::of(&held).unwrap(), Storage::of(&own).unwrap(), "{name}");
-            let coded = if decoded { own.full_block_bytes() } else { own.coded_block_bytes() };
+            let coded = if dequantized { own.full_block_bytes() } else { own.coded_block_bytes() };
             assert_eq!(held.coded_block_bytes(), coded, "{name}");
             assert_eq!(held.page_bits(), own.page_bits(), "{name}");
         }
@@ -151,7 +151,7 @@ mod tests {
         let windows = *layout("kivi2", 64).windows();
         assert!(!windows.sides_agree());
         let by_side = CacheLayout::new(KvFormat::OSCAR2, 1, 1, 64, windows, CodeLayout::GpuTile).unwrap();
-        assert_eq!(Storage::of(&by_side).unwrap(), Storage::Decoded);
+        assert_eq!(Storage::of(&by_side).unwrap(), Storage::Dequantized);
         let agreeing = CacheLayout::new(KvFormat::OSCAR2, 1, 1, 64, Windows::default(), CodeLayout::GpuTile);
         assert_eq!(Storage::of(&agreeing.unwrap()).unwrap(), Storage::Codes);
     }

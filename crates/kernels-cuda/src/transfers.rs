@@ -3,7 +3,7 @@
 
 use crate::device::Device;
 use crate::error::{CudaError, Result};
-use crate::memory::{Event, PinnedBuffer};
+use crate::memory::{DevicePtr, DeviceSlice, Event, PinnedBuffer};
 use std::time::{Duration, Instant};
 
 /// An answer word that no kernel has written yet.
@@ -37,46 +37,50 @@ impl Transfers {
         })
     }
 
-    /// Enqueues a copy of `bytes` to the device address `to`, which must have room for them.
-    pub fn enqueue(&mut self, bytes: &[u8], to: u64) -> Result<()> {
-        let mut to = to;
+    /// Enqueues a copy of `values` to the start of `to`.
+    pub fn enqueue<T: bytemuck::NoUninit>(&mut self, values: &[T], to: DeviceSlice<'_, T>) -> Result<()> {
+        let (bytes, to) = (bytemuck::cast_slice::<T, u8>(values), to.cast::<u8>());
+        let mut sent = 0;
         for part in bytes.chunks(self.ring.bytes()) {
+            let to = to.part(sent..sent + part.len())?;
             if self.next + part.len() > self.ring.bytes() {
                 // The ring is full: its oldest bytes may still be on their way.
                 self.device.synchronize()?;
                 self.next = 0;
             }
             self.ring.slice_mut()[self.next..self.next + part.len()].copy_from_slice(part);
-            self.ring.enqueue_copy(self.next, part.len(), to)?;
+            // SAFETY: these bytes are written again only after the `synchronize` above.
+            unsafe { self.ring.enqueue_copy(self.next, to) }?;
             self.next = (self.next + part.len()).next_multiple_of(16);
-            to += part.len() as u64;
+            sent += part.len();
         }
         Ok(())
     }
 
-    /// Waits for the stream and appends `count` f32 at the device address `from` to `out`.
-    pub fn download(&mut self, from: u64, count: usize, out: &mut Vec<f32>) -> Result<()> {
-        const MOST: usize = 64 << 20;
-        for first in (0..count).step_by(MOST / 4) {
-            let bytes = (count - first).min(MOST / 4) * 4;
+    /// Waits for the stream and appends the values of `from` to `out`.
+    pub fn download(&mut self, from: DeviceSlice<'_, f32>, out: &mut Vec<f32>) -> Result<()> {
+        const MOST: usize = (64 << 20) / 4;
+        for first in (0..from.len()).step_by(MOST) {
+            let from = from.part(first..from.len().min(first + MOST))?;
+            let bytes = 4 * from.len();
             if self.landing.as_ref().is_none_or(|b| b.bytes() < bytes) {
                 self.landing = None;
                 self.landing = Some(PinnedBuffer::new(&self.device, bytes.next_power_of_two())?);
             }
             let Some(landing) = &mut self.landing else { continue };
-            let part = &mut landing.slice_mut()[..bytes];
-            self.device.download_raw(from + 4 * first as u64, part)?;
-            out.extend_from_slice(bytemuck::cast_slice(part));
+            let part: &mut [f32] = bytemuck::cast_slice_mut(&mut landing.slice_mut()[..bytes]);
+            self.device.download(from, part)?;
+            out.extend_from_slice(part);
         }
-        if count == 0 {
+        if from.is_empty() {
             self.device.synchronize()?;
         }
         Ok(())
     }
 
-    /// Clears room for an answer of `words` words and returns its device address. Kernels must write
-    /// each word once, and never [`UNANSWERED`].
-    pub fn expect_answer(&mut self, words: usize) -> Result<u64> {
+    /// Clears room for an answer of `words` words. Kernels must write each word once, and never
+    /// [`UNANSWERED`].
+    pub fn expect_answer(&mut self, words: usize) -> Result<DevicePtr<u64>> {
         if std::mem::replace(&mut self.unread, true) {
             // An earlier request failed before its answer was read.
             self.device.synchronize()?;
@@ -85,7 +89,9 @@ impl Transfers {
             self.answer = PinnedBuffer::new(&self.device, (8 * words).next_power_of_two())?;
         }
         bytemuck::cast_slice_mut(&mut self.answer.slice_mut()[..8 * words]).fill(UNANSWERED);
-        Ok(self.answer.address())
+        let empty =
+            || CudaError::Shape { what: "a pick", detail: "there is no memory for its answer".into() };
+        self.answer.ptr().ok_or_else(empty)
     }
 
     /// Marks the point in the stream behind the kernels that write the answer.

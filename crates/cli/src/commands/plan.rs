@@ -5,7 +5,7 @@ use crate::{progress, table};
 use anyhow::{Result, bail};
 use oscar_calibrate::bits::WidthTable;
 use oscar_codec::{CacheLayout, CodeLayout, KvFormat, MeanBits, RotationKind};
-use oscar_kernels_cuda::storage::Storage;
+use oscar_kernels_cuda::Storage;
 use oscar_models::{DecoderConfig, Holding};
 use serde_json::json;
 
@@ -116,8 +116,8 @@ fn layout(args: &Args, c: &DecoderConfig, format: KvFormat) -> Result<CacheLayou
         layout = layout.with_coded_table(table.formats(c.head_dim, CodeLayout::Logical)?);
     }
     if args.model.device == Device::Cuda {
-        if Storage::of(&layout)? == Storage::Decoded {
-            eprintln!("note: {format} has no CUDA kernels: its history is kept decoded there, in BF16");
+        if Storage::of(&layout)? == Storage::Dequantized {
+            eprintln!("note: {format} has no CUDA kernels: its history is dequantized on the CPU and kept in BF16");
         }
         layout = Storage::held(&layout);
     }

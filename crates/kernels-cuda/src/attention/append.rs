@@ -2,54 +2,49 @@
 //!
 //! Two kernels implement it: `append.cu` for any rows, and decode attention itself in most steps of
 //! single tokens.
-//!
-//! **Invariant:** [`HeadConstants`] has the layout of the struct in `kernels/heads.cuh`.
 
-use crate::device::{Device, Function, KernelParams, LaunchShape};
+use crate::device::{Device, Function, LaunchShape};
 use crate::error::Result;
 use crate::kernels::Kernels;
-use crate::pages::CudaPages;
+use crate::layout::shared_struct;
+use crate::memory::DevicePtr;
+use crate::pages::{CudaPages, HeadPages};
 use crate::sources::APPEND;
 use crate::step::StepTables;
 
-/// `HeadConstants` of the kernels: device addresses, 0 for parts that a model does not have.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default, bytemuck::NoUninit)]
-pub struct HeadConstants {
-    pub query_norm: u64,
-    pub key_norm: u64,
-    pub cosines: u64,
-    pub sines: u64,
-    pub rotation: u64,
-    pub mean: u64,
-    pub eps: f32,
-    pub unused: u32,
+shared_struct! {
+    /// Constants of a layer; `None` for parts that a model does not have.
+    #[derive(Default)]
+    pub struct HeadConstants {
+        pub query_norm: Option<DevicePtr<f32>>,
+        pub key_norm: Option<DevicePtr<f32>>,
+        pub cosines: Option<DevicePtr<f32>>,
+        pub sines: Option<DevicePtr<f32>>,
+        pub rotation: Option<DevicePtr<[u32; 4]>>,
+        pub mean: Option<DevicePtr<f32>>,
+        pub eps: f32,
+    }
 }
 
 /// Rows of `[queries | keys | values]`, f32, as a matrix product made them.
 #[derive(Clone, Copy, Debug)]
 pub struct Projections {
-    /// Device address.
-    pub rows: u64,
+    pub rows: DevicePtr<f32>,
     pub constants: HeadConstants,
 }
 
-#[repr(C)]
-#[derive(Clone, Copy, bytemuck::NoUninit)]
-struct AppendParams {
-    step: StepTables,
-    pages: u64,
-    qkv: u64,
-    queries: u64,
-    heads: HeadConstants,
-    query_heads: u32,
-    kv_heads: u32,
-    rows_per_block: u32,
-    unused: u32,
+shared_struct! {
+    pub(super) struct AppendParams {
+        step: StepTables,
+        pages: DevicePtr<HeadPages>,
+        qkv: DevicePtr<f32>,
+        queries: DevicePtr<f32>,
+        heads: HeadConstants,
+        query_heads: u32,
+        kv_heads: u32,
+        rows_per_block: u32,
+    }
 }
-
-// SAFETY: the struct of `append.cu`, filled with addresses of live buffers.
-unsafe impl KernelParams for AppendParams {}
 
 /// Rows of a block in large steps: the block reads its rotation once for all of them.
 const ROWS_PER_BLOCK: usize = 16;
@@ -78,14 +73,19 @@ impl AppendKernel {
     }
 
     /// Stores the keys and values of a layer and writes rotated queries to `queries`.
-    pub fn launch(
+    ///
+    /// # Safety
+    /// The tables must be of a step over `pages`, on the device, and each new row must have a full page
+    /// with memory. The projections must have the step's rows, and constants for the heads of the model
+    /// and all positions of the step. `queries` must have as many rows of query heads.
+    pub unsafe fn launch(
         &self,
         device: &Device,
         layer: usize,
         tables: &StepTables,
         pages: &CudaPages,
         projections: Projections,
-        queries: u64,
+        queries: DevicePtr<f32>,
     ) -> Result<()> {
         let (shape, rows) = (pages.shape(), tables.rows as usize);
         let rows_per_block = if rows <= ROWS_ALONE { 1 } else { ROWS_PER_BLOCK };
@@ -98,11 +98,11 @@ impl AppendKernel {
             query_heads: shape.query_heads as u32,
             kv_heads: shape.kv_heads as u32,
             rows_per_block: rows_per_block as u32,
-            unused: 0,
         };
         let grid =
             LaunchShape::grid2(rows.div_ceil(rows_per_block), shape.kv_heads, 2 * self.head_dim as u32);
         let grid = grid.shared(Self::shared(self.head_dim)).overlapping();
-        device.launch(self.function, grid, &params)
+        // SAFETY: the caller's promise.
+        unsafe { device.launch(self.function, grid, params) }
     }
 }

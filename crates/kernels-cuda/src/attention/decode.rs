@@ -8,13 +8,15 @@
 use super::append::{HeadConstants, Projections};
 use super::{LayerCall, Variant};
 use crate::backend::grow;
-use crate::device::{Device, Function, KernelParams, LaunchShape};
+use crate::device::{Device, Function, LaunchShape};
 use crate::error::{CudaError, Result};
 use crate::kernels::Kernels;
-use crate::memory::Buffer;
+use crate::layout::{Layout, shared_struct};
+use crate::memory::{Buffer, DevicePtr};
 use crate::pages::{CudaPages, HeadPages};
 use crate::sources::{ATTENTION_DECODE, ATTENTION_PLAN, Defines};
 use crate::step::{SequenceInfo, StepSummary, StepTables};
+use half::bf16;
 use oscar_backend::HeadShape;
 use oscar_codec::CacheLayout;
 use std::f32::consts::LOG2_E;
@@ -22,52 +24,46 @@ use std::f32::consts::LOG2_E;
 /// Bytes below which another block is not worth its start.
 const LEAST_COST: u32 = 16 << 10;
 
-#[repr(C)]
-#[derive(Clone, Copy, bytemuck::NoUninit)]
-struct DecodePlan {
-    memory: u64,
-    workers: u32,
-    unused: u32,
+shared_struct! {
+    /// A `WorkerPlan` for each worker, then an `ItemPlan` for each item.
+    pub(super) struct DecodePlan {
+        memory: DevicePtr<u8>,
+        workers: u32,
+    }
 }
 
-#[repr(C)]
-#[derive(Clone, Copy, bytemuck::NoUninit)]
-struct PlanArgs {
-    step: StepTables,
-    heads: u64,
-    cost_before: u64,
-    plan: DecodePlan,
-    kv_heads: u32,
-    head_dim: u32,
-    least_cost: u32,
-    spare: u32,
-    round_cost: u32,
-    own_workers: u32,
+shared_struct! {
+    pub(super) struct PlanArgs {
+        step: StepTables,
+        heads: DevicePtr<HeadPages>,
+        cost_before: DevicePtr<u64>,
+        plan: DecodePlan,
+        kv_heads: u32,
+        head_dim: u32,
+        least_cost: u32,
+        spare: u32,
+        round_cost: u32,
+        own_workers: u32,
+    }
 }
 
-// SAFETY: the struct of `attention_plan.cu`, filled with addresses of live buffers.
-unsafe impl KernelParams for PlanArgs {}
-
-#[repr(C)]
-#[derive(Clone, Copy, bytemuck::NoUninit)]
-struct DecodeArgs {
-    step: StepTables,
-    plan: DecodePlan,
-    heads: u64,
-    queries: u64,
-    qkv: u64,
-    new_heads: HeadConstants,
-    out: u64,
-    rounded: u64,
-    partials: u64,
-    kv_heads: u32,
-    group: u32,
-    scale: f32,
-    unused: u32,
+shared_struct! {
+    pub(super) struct DecodeArgs {
+        step: StepTables,
+        plan: DecodePlan,
+        heads: DevicePtr<HeadPages>,
+        /// `None` if the kernel makes the queries of `qkv`.
+        queries: Option<DevicePtr<f32>>,
+        qkv: Option<DevicePtr<f32>>,
+        new_heads: HeadConstants,
+        out: DevicePtr<f32>,
+        rounded: Option<DevicePtr<bf16>>,
+        partials: DevicePtr<f32>,
+        kv_heads: u32,
+        group: u32,
+        scale: f32,
+    }
 }
-
-// SAFETY: the struct of `attention_decode.cu`, filled with addresses of live buffers.
-unsafe impl KernelParams for DecodeArgs {}
 
 /// Page ids in a `WorkerPlan` of `decode_plan.cuh`.
 const FIRST_PAGES: usize = 64;
@@ -81,11 +77,10 @@ const WORKERS_TO_AN_ITEM: usize = 8;
 /// Most that a worker may read, as a multiple of its share. Memory stays as busy with a tenth of the
 /// multiprocessors idle.
 const MOST_UNEVEN: f64 = 1.12;
-/// Bytes of `WorkerPlan` and `ItemPlan`.
-const WORKER_PLAN: usize = 48 + 4 * FIRST_PAGES;
-const ITEM_PLAN: usize = 16;
-/// Bytes of `PartialQuad` of `decode_merge.cuh`.
-const PARTIAL_QUAD: usize = 32;
+/// Structs that only the kernels read and write.
+pub(super) const WORKER_PLAN: Layout = Layout { name: "WorkerPlan", size: 48 + 4 * FIRST_PAGES, fields: &[] };
+pub(super) const ITEM_PLAN: Layout = Layout { name: "ItemPlan", size: 16, fields: &[] };
+pub(super) const PARTIAL_QUAD: Layout = Layout { name: "PartialQuad", size: 32, fields: &[] };
 /// Every byte of a partial result that no worker has written.
 const EMPTY: u8 = 0xff;
 
@@ -93,7 +88,7 @@ const EMPTY: u8 = 0xff;
 #[derive(Clone, Copy, Debug)]
 pub enum Queries {
     /// f32 `[row][query head][head_dim]`, in the cache's basis; keys and values are in their pages.
-    Ready(u64),
+    Ready(DevicePtr<f32>),
     /// The decode kernel makes them, and stores keys and values.
     FromProjections(Projections),
 }
@@ -164,7 +159,10 @@ pub struct DecodeMemory {
 impl DecodeMemory {
     /// Plans the decode attention of a step for all layers: sequences that bring exactly one row.
     /// `fused`: every layer will run the fused form, and no item shares its workers.
-    pub fn plan(
+    ///
+    /// # Safety
+    /// As for [`LayerCall::plan`].
+    pub unsafe fn plan(
         &mut self,
         device: &Device,
         kernels: &DecodeKernels,
@@ -175,14 +173,15 @@ impl DecodeMemory {
         let (shape, variant) = (pages.shape(), kernels.apart.0);
         let sequences = tables.sequence_count as usize;
         let items = sequences * shape.kv_heads;
-        grow(device, &mut self.plans, plan_bytes(device, items) * kernels.profiles.len(), "attention plans")?;
-        grow(device, &mut self.cost, 8 * (sequences + 1), "attention plans")?;
+        let bytes = plan_bytes(device, items) * kernels.profiles.len();
+        let plans = grow(device, &mut self.plans, bytes, "attention plans")?.0;
+        let cost = grow(device, &mut self.cost, 8 * (sequences + 1), "attention plans")?.0;
         for (profile, &layer) in kernels.profiles.iter().enumerate() {
             let args = PlanArgs {
                 step: *tables,
                 heads: pages.layer(layer),
-                cost_before: address(&self.cost),
-                plan: self.plan_of(device, items, profile),
+                cost_before: cost.ptr(),
+                plan: plan_of(plans, device, items, profile),
                 kv_heads: shape.kv_heads as u32,
                 head_dim: shape.head_dim as u32,
                 least_cost: LEAST_COST,
@@ -191,58 +190,70 @@ impl DecodeMemory {
                 own_workers: u32::from(fused),
             };
             // Without overlap: attention reads the plan before it waits for the kernels of its layer.
-            device.launch(kernels.plan, LaunchShape::new(workers(device), PLAN_THREADS), &args)?;
+            let grid = LaunchShape::new(workers(device), PLAN_THREADS);
+            // SAFETY: the caller's promise about the tables; the buffers have room for the plans of this many
+            // items and for the costs of all sequences.
+            unsafe { device.launch(kernels.plan, grid, args) }?;
         }
         Ok(())
     }
 
     /// One layer's attention for the planned sequences.
-    pub fn attend(&mut self, device: &Device, kernels: &DecodeKernels, call: &LayerCall<'_>) -> Result<()> {
+    ///
+    /// # Safety
+    /// As for [`LayerCall::attend`].
+    pub unsafe fn attend(
+        &mut self,
+        device: &Device,
+        kernels: &DecodeKernels,
+        call: &LayerCall<'_>,
+    ) -> Result<()> {
         let refuse = |detail: String| CudaError::Shape { what: "decode attention", detail };
         let ((variant, function), queries, projections) = match (call.queries, kernels.fused) {
-            (Queries::Ready(queries), _) => (kernels.apart, queries, None),
-            (Queries::FromProjections(raw), Some(fused)) => (fused, 0, Some(raw)),
+            (Queries::Ready(queries), _) => (kernels.apart, Some(queries), None),
+            (Queries::FromProjections(raw), Some(fused)) => (fused, None, Some(raw)),
             (Queries::FromProjections(_), None) => {
                 return Err(refuse(format!("{:?} does not take projections", kernels.apart.0)));
             }
         };
         let (shape, workers) = (call.pages.shape(), workers(device));
-        let partials = 2 * workers * 8 * variant.query_tiles * shape.head_dim / 4 * PARTIAL_QUAD;
-        if grow(device, &mut self.partials, partials, "partial attention results")?
-            && let Some(buffer) = &self.partials
-        {
-            device.fill(buffer, EMPTY)?;
+        let bytes = 2 * workers * 8 * variant.query_tiles * shape.head_dim / 4 * PARTIAL_QUAD.size;
+        let (partials, new) = grow(device, &mut self.partials, bytes, "partial attention results")?;
+        if new {
+            device.fill(partials, EMPTY)?;
         }
         let profile = kernels.profile_of_layer.get(call.layer).copied();
         let profile = profile.ok_or_else(|| refuse(format!("layer {} was not planned", call.layer)))?;
         let items = call.tables.sequence_count as usize * shape.kv_heads;
+        let plans = self.plans.as_ref().ok_or_else(|| refuse("the step was not planned".into()))?;
         let args = DecodeArgs {
             step: *call.tables,
-            plan: self.plan_of(device, items, profile),
+            plan: plan_of(plans, device, items, profile),
             heads: call.pages.layer(call.layer),
             queries,
-            qkv: projections.map_or(0, |p| p.rows),
+            qkv: projections.map(|p| p.rows),
             new_heads: projections.map(|p| p.constants).unwrap_or_default(),
             out: call.out,
             rounded: call.rounded,
-            partials: address(&self.partials),
+            partials: partials.ptr(),
             kv_heads: shape.kv_heads as u32,
             group: shape.group() as u32,
             scale: shape.scale * LOG2_E,
-            unused: 0,
         };
         let grid = LaunchShape::new(workers, 32 * (variant.warps as u32 + 1));
-        device.launch(function, grid.shared(variant.shared_bytes()).overlapping(), &args)
-    }
-
-    fn plan_of(&self, device: &Device, items: usize, profile: usize) -> DecodePlan {
-        let memory = address(&self.plans) + (profile * plan_bytes(device, items)) as u64;
-        DecodePlan { memory, workers: workers(device) as u32, unused: 0 }
+        // SAFETY: the caller's promise; the partial results have room for all workers.
+        unsafe { device.launch(function, grid.shared(variant.shared_bytes()).overlapping(), args) }
     }
 }
 
+/// The plan of a profile.
+fn plan_of(plans: &Buffer, device: &Device, items: usize, profile: usize) -> DecodePlan {
+    let memory = plans.ptr::<u8>().add(profile * plan_bytes(device, items));
+    DecodePlan { memory, workers: workers(device) as u32 }
+}
+
 fn plan_bytes(device: &Device, items: usize) -> usize {
-    (workers(device) * WORKER_PLAN + items * ITEM_PLAN).next_multiple_of(128)
+    (workers(device) * WORKER_PLAN.size + items * ITEM_PLAN.size).next_multiple_of(128)
 }
 
 fn workers(device: &Device) -> usize {
@@ -277,10 +288,6 @@ fn fill_evenly(costs: &[usize], kv_heads: usize, workers: usize) -> bool {
     let slowest = |&cost: &usize| cost as f64 / (1 + cost * rest / total.max(1)) as f64;
     let slowest = costs.iter().map(slowest).fold(0.0, f64::max);
     slowest * workers as f64 <= total as f64 * MOST_UNEVEN
-}
-
-fn address(buffer: &Option<Buffer>) -> u64 {
-    buffer.as_ref().map_or(0, Buffer::address)
 }
 
 /// The profile of every layer, and the first layer of every profile.

@@ -1,24 +1,22 @@
 //! Quantization of the tiles that leave the recent window: one launch for all layers if earlier steps
 //! wrote the rows, otherwise one launch for each layer.
 
-use crate::device::{Device, Function, KernelParams, LaunchShape};
+use crate::device::{Device, Function, LaunchShape};
 use crate::error::Result;
-use crate::pages::CudaPages;
+use crate::layout::shared_struct;
+use crate::memory::DevicePtr;
+use crate::pages::{CudaPages, HeadPages, HeadRounding};
 use crate::step::StepTables;
 use oscar_codec::TILE_TOKENS;
 
-#[repr(C)]
-#[derive(Clone, Copy, bytemuck::NoUninit)]
-struct DemoteArgs {
-    step: StepTables,
-    heads: u64,
-    roundings: u64,
-    head_count: u32,
-    unused: u32,
+shared_struct! {
+    pub(super) struct DemoteArgs {
+        step: StepTables,
+        heads: DevicePtr<HeadPages>,
+        roundings: Option<DevicePtr<HeadRounding>>,
+        head_count: u32,
+    }
 }
-
-// SAFETY: the struct of `demote.cu`, filled with addresses of live buffers.
-unsafe impl KernelParams for DemoteArgs {}
 
 /// The heads that one launch quantizes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,7 +33,10 @@ const BLOCKS_PER_MULTIPROCESSOR: usize = 2;
 const MOST_BLOCKS: usize = 1 << 16;
 
 /// Quantizes the tiles that these tables name.
-pub fn launch(
+///
+/// # Safety
+/// The tables must be on the device, and the pages of their tiles must have memory.
+pub unsafe fn launch(
     device: &Device,
     function: Function,
     scope: Scope,
@@ -59,8 +60,8 @@ pub fn launch(
         heads: pages.layer(first),
         roundings: pages.layer_roundings(first),
         head_count: head_count as u32,
-        unused: 0,
     };
     let shape = LaunchShape::new(jobs.min(most), 32 * TILE_TOKENS as u32);
-    device.launch(function, shape.overlapping(), &args)
+    // SAFETY: the caller's promise.
+    unsafe { device.launch(function, shape.overlapping(), args) }
 }

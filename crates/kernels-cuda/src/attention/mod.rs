@@ -12,20 +12,37 @@ pub(crate) mod prefill;
 pub(crate) mod simple;
 mod variant;
 
-pub use variant::{MAX_GROUP, Variant};
+pub use variant::Variant;
 
 use crate::device::{Device, Function};
 use crate::error::{CudaError, Result};
 use crate::kernels::Kernels;
+use crate::layout::Layout;
+use crate::memory::DevicePtr;
 use crate::pages::{CudaPages, HeadPages};
 use crate::sources::DEMOTE;
 use crate::step::{StepSummary, StepTables};
 use crate::storage::Storage;
 use append::AppendKernel;
 use decode::{DecodeKernels, DecodeMemory, Queries};
+use half::bf16;
 use oscar_backend::{AttentionKernels, AttentionPath, HeadShape};
 use oscar_codec::CacheLayout;
 use prefill::{Prefill, PrefillKernel};
+
+pub(crate) const LAYOUTS: &[Layout] = &[
+    append::HeadConstants::LAYOUT,
+    append::AppendParams::LAYOUT,
+    decode::DecodePlan::LAYOUT,
+    decode::PlanArgs::LAYOUT,
+    decode::DecodeArgs::LAYOUT,
+    decode::WORKER_PLAN,
+    decode::ITEM_PLAN,
+    decode::PARTIAL_QUAD,
+    demote::DemoteArgs::LAYOUT,
+    prefill::PrefillParams::LAYOUT,
+    simple::SimpleParams::LAYOUT,
+];
 
 /// Which kernels attend.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -55,7 +72,7 @@ impl AttentionMode {
     /// The kernels that read a cache, in words and as an answer to branch on.
     pub fn describe(self, device: &Device, layout: &CacheLayout) -> AttentionKernels {
         let d = layout.head_dim();
-        let (path, description) = if Storage::of(layout).is_ok_and(|s| s == Storage::Decoded) {
+        let (path, description) = if Storage::of(layout).is_ok_and(|s| s == Storage::Dequantized) {
             let description = format!(
                 "simple kernel: {} has no GPU kernels of its own, so its history is quantized and \
                  dequantized on the CPU and kept in BF16; answers are the codec's, memory and speed are not",
@@ -127,7 +144,7 @@ impl CacheKernels {
     ) -> Result<Self> {
         let d = shape.head_dim;
         let by_head = vec![("HEAD_DIM", d)];
-        let native = mode != AttentionMode::Simple && storage != Storage::Decoded;
+        let native = mode != AttentionMode::Simple && storage != Storage::Dequantized;
         let prefill = match native {
             true => Prefill::new(device, kernels, d)?,
             false => None,
@@ -168,7 +185,10 @@ impl CacheKernels {
     }
 
     /// Quantizes the tiles that the tables name.
-    pub fn demote(
+    ///
+    /// # Safety
+    /// As for [`demote::launch`].
+    pub unsafe fn demote(
         &self,
         device: &Device,
         scope: demote::Scope,
@@ -176,7 +196,8 @@ impl CacheKernels {
         pages: &CudaPages,
     ) -> Result<()> {
         match self.demote {
-            Some(function) => demote::launch(device, function, scope, tables, pages),
+            // SAFETY: the caller's promise.
+            Some(function) => unsafe { demote::launch(device, function, scope, tables, pages) },
             None => Ok(()),
         }
     }
@@ -190,30 +211,41 @@ pub struct LayerCall<'a> {
     pub pages: &'a CudaPages,
     pub queries: Queries,
     /// f32 `[row][query head][head_dim]`.
-    pub out: u64,
-    /// The same in BF16, or 0.
-    pub rounded: u64,
+    pub out: DevicePtr<f32>,
+    /// The same in BF16, if wanted.
+    pub rounded: Option<DevicePtr<bf16>>,
 }
 
 impl LayerCall<'_> {
     /// Enqueues the attention of a layer. Returns whether the BF16 output was written as well.
-    pub fn attend(&self, device: &Device, path: Path, memory: &mut DecodeMemory) -> Result<bool> {
+    ///
+    /// # Safety
+    /// The tables must be on the device and of a step over `pages`, in which every page that the windows
+    /// require has memory. `queries` and both outputs must have the step's rows of query heads. If `path`
+    /// decodes, the step must have been planned with the same tables.
+    pub unsafe fn attend(&self, device: &Device, path: Path, memory: &mut DecodeMemory) -> Result<bool> {
         let kernels = self.pages.kernels();
         let missing = || CudaError::Shape { what: "attention", detail: format!("no kernel for {path:?}") };
         if matches!(path, Path::Simple | Path::SimpleAndDecode) {
-            simple::launch(device, kernels.simple.ok_or_else(missing)?, self)?;
+            // SAFETY: the caller's promise.
+            unsafe { simple::launch(device, kernels.simple.ok_or_else(missing)?, self) }?;
         }
         if matches!(path, Path::Prefill | Path::PrefillAndDecode) {
-            kernels.prefill.as_ref().ok_or_else(missing)?.launch(device, self)?;
+            // SAFETY: the caller's promise.
+            unsafe { kernels.prefill.as_ref().ok_or_else(missing)?.launch(device, self) }?;
         }
         if path.decodes() {
-            memory.attend(device, kernels.decode.as_ref().ok_or_else(missing)?, self)?;
+            // SAFETY: the caller's promise.
+            unsafe { memory.attend(device, kernels.decode.as_ref().ok_or_else(missing)?, self) }?;
         }
-        Ok(self.rounded != 0 && !matches!(path, Path::Simple | Path::SimpleAndDecode))
+        Ok(self.rounded.is_some() && !matches!(path, Path::Simple | Path::SimpleAndDecode))
     }
 
     /// Plans the decode attention of all layers.
-    pub fn plan(
+    ///
+    /// # Safety
+    /// The tables must be on the device and of a step over `pages`.
+    pub unsafe fn plan(
         device: &Device,
         memory: &mut DecodeMemory,
         tables: &StepTables,
@@ -221,15 +253,16 @@ impl LayerCall<'_> {
         fused: bool,
     ) -> Result<()> {
         match &pages.kernels().decode {
-            Some(kernels) => memory.plan(device, kernels, tables, pages, fused),
+            // SAFETY: the caller's promise.
+            Some(kernels) => unsafe { memory.plan(device, kernels, tables, pages, fused) },
             None => Ok(()),
         }
     }
 
-    /// Address of rotated queries that are ready.
-    fn ready_queries(&self) -> Result<u64> {
+    /// Rotated queries that are ready.
+    fn ready_queries(&self) -> Result<DevicePtr<f32>> {
         match self.queries {
-            Queries::Ready(address) => Ok(address),
+            Queries::Ready(queries) => Ok(queries),
             Queries::FromProjections(_) => {
                 let detail = "only decode attention takes projections".into();
                 Err(CudaError::Shape { what: "attention", detail })

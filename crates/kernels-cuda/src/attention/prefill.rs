@@ -3,11 +3,15 @@
 //! [`PrefillKernel::choose`] decides by architecture and head size which kernel a cache gets.
 
 use super::LayerCall;
-use crate::device::{Device, Function, KernelParams, LaunchShape, Properties};
+use crate::device::{Device, Function, LaunchShape, Properties};
 use crate::error::Result;
 use crate::kernels::Kernels;
+use crate::layout::shared_struct;
+use crate::memory::DevicePtr;
+use crate::pages::HeadPages;
 use crate::sources::ATTENTION_PREFILL;
 use crate::step::StepTables;
+use half::bf16;
 
 /// The prefill kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,23 +60,20 @@ pub struct Prefill {
     block: Block,
 }
 
-#[repr(C)]
-#[derive(Clone, Copy, bytemuck::NoUninit)]
-struct PrefillParams {
-    step: StepTables,
-    pages: u64,
-    queries: u64,
-    out: u64,
-    rounded: u64,
-    query_heads: u32,
-    kv_heads: u32,
-    /// Sequences with fewer rows are left to the decode kernel.
-    least_rows: u32,
-    scale: f32,
+shared_struct! {
+    pub(super) struct PrefillParams {
+        step: StepTables,
+        pages: DevicePtr<HeadPages>,
+        queries: DevicePtr<f32>,
+        out: DevicePtr<f32>,
+        rounded: Option<DevicePtr<bf16>>,
+        query_heads: u32,
+        kv_heads: u32,
+        /// Sequences with fewer rows are left to the decode kernel.
+        least_rows: u32,
+        scale: f32,
+    }
 }
-
-// SAFETY: the struct of `attention_prefill.cu`, filled with addresses of live buffers.
-unsafe impl KernelParams for PrefillParams {}
 
 impl Prefill {
     /// The kernel for this head size, if the GPU has one.
@@ -89,7 +90,10 @@ impl Prefill {
     }
 
     /// Attention of the sequences of a layer that bring at least two rows.
-    pub fn launch(&self, device: &Device, call: &LayerCall<'_>) -> Result<()> {
+    ///
+    /// # Safety
+    /// As for [`LayerCall::attend`].
+    pub unsafe fn launch(&self, device: &Device, call: &LayerCall<'_>) -> Result<()> {
         let shape = call.pages.shape();
         let params = PrefillParams {
             step: *call.tables,
@@ -113,6 +117,7 @@ impl Prefill {
             shared: self.block.shared as u32,
             overlap: true,
         };
-        device.launch(self.function, launch, &params)
+        // SAFETY: the caller's promise.
+        unsafe { device.launch(self.function, launch, params) }
     }
 }

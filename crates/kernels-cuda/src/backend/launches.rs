@@ -1,36 +1,146 @@
 //! The small kernels of `rows.cu`, `gram.cu`, `random.cu` and `pick.cu`: their parameters and launches.
+//!
+//! # Safety
+//! The launches are `unsafe`: the pointers of their parameters must hold as many elements as the
+//! parameters and the number of rows say ([`Device::launch`]).
 
-use crate::device::{Device, Function, KernelParams, LaunchShape};
+use crate::device::{Device, Function, LaunchShape};
 use crate::error::{CudaError, Result};
 use crate::kernels::Kernels;
+use crate::layout::{Layout, Shared, shared_struct};
+use crate::memory::DevicePtr;
 use crate::sources::{GRAM, PICK, RANDOM, ROWS, Source};
+use half::bf16;
 use std::ffi::CStr;
 
 /// Tokens that fit into the parameters of the launch that embeds them.
 pub const EMBED_FEW: usize = 16;
 
-macro_rules! params {
-    ($(#[$doc:meta])* $name:ident { $($field:ident: $type:ty),* $(,)? }) => {
-        $(#[$doc])*
-        #[repr(C)]
-        #[derive(Clone, Copy, bytemuck::NoUninit)]
-        pub struct $name { $(pub $field: $type),* }
-        // SAFETY: the fields are those of the kernel's parameter struct, in its order; the backend fills them with
-        // addresses of buffers that live until the stream has passed the launch.
-        unsafe impl KernelParams for $name {}
-    };
+shared_struct! {
+    pub struct EmbedParams {
+        pub table: DevicePtr<bf16>,
+        /// `None`: the tokens are in `few`.
+        pub tokens: Option<DevicePtr<u32>>,
+        pub out: DevicePtr<f32>,
+        pub width: u32,
+        pub few: [u32; EMBED_FEW],
+    }
 }
 
-params!(Embed { table: u64, tokens: u64, out: u64, width: u32, unused: u32, few: [u32; EMBED_FEW] });
-params!(RmsNorm { x: u64, weight: u64, out: u64, rounded: u64, width: u32, eps: f32 });
-params!(Swiglu { gate_up: u64, out: u64, rounded: u64, width: u32, rows: u32 });
-params!(Select { x: u64, rows: u64, out: u64, width: u32, unused: u32 });
-params!(Round { x: u64, high: u64, low: u64, count: u64 });
-params!(Bias { bias: u64, out: u64, width: u32, rows: u32 });
-params!(Gram { x: u64, weights: u64, gram: u64, stride: u32, first: u32, width: u32, rows: u32 });
-params!(Random { out: u64, count: u64, seed: u64, amplitude: f32, unused: u32 });
-params!(RandomPages { pages: u64, page_bytes: u64, parameters: u64, count: u64, seed: u64 });
-params!(PickParams { logits: u64, rows: u64, parts: u64, out: u64, width: u32, part_count: u32 });
+shared_struct! {
+    pub struct RmsNormParams {
+        pub x: DevicePtr<f32>,
+        pub weight: DevicePtr<f32>,
+        pub out: DevicePtr<f32>,
+        pub rounded: Option<DevicePtr<bf16>>,
+        pub width: u32,
+        pub eps: f32,
+    }
+}
+
+shared_struct! {
+    pub struct SwigluParams {
+        pub gate_up: DevicePtr<f32>,
+        /// One of the two is written.
+        pub out: Option<DevicePtr<f32>>,
+        pub rounded: Option<DevicePtr<bf16>>,
+        pub width: u32,
+        pub rows: u32,
+    }
+}
+
+shared_struct! {
+    pub struct SelectParams {
+        pub x: DevicePtr<f32>,
+        pub rows: DevicePtr<u32>,
+        pub out: DevicePtr<f32>,
+        pub width: u32,
+    }
+}
+
+shared_struct! {
+    pub struct RoundParams {
+        pub x: DevicePtr<f32>,
+        pub high: DevicePtr<bf16>,
+        pub low: Option<DevicePtr<bf16>>,
+        pub count: u64,
+    }
+}
+
+shared_struct! {
+    pub struct BiasParams {
+        pub bias: DevicePtr<f32>,
+        pub out: DevicePtr<f32>,
+        pub width: u32,
+        pub rows: u32,
+    }
+}
+
+shared_struct! {
+    pub struct GramParams {
+        pub x: DevicePtr<f32>,
+        pub weights: Option<DevicePtr<f32>>,
+        pub gram: DevicePtr<f64>,
+        pub stride: u32,
+        pub first: u32,
+        pub width: u32,
+        pub rows: u32,
+    }
+}
+
+shared_struct! {
+    pub struct RandomParams {
+        pub out: DevicePtr<bf16>,
+        pub count: u64,
+        pub seed: u64,
+        pub amplitude: f32,
+    }
+}
+
+shared_struct! {
+    pub struct RandomPagesParams {
+        pub pages: DevicePtr<u8>,
+        pub page_bytes: u64,
+        pub parameters: u64,
+        pub count: u64,
+        pub seed: u64,
+    }
+}
+
+shared_struct! {
+    /// A request for the candidates of one row.
+    #[derive(PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
+    pub struct PickedRow {
+        pub row: u32,
+        pub count: u32,
+    }
+}
+
+shared_struct! {
+    pub struct PickParams {
+        pub logits: DevicePtr<f32>,
+        pub rows: DevicePtr<PickedRow>,
+        pub parts: DevicePtr<u64>,
+        pub out: DevicePtr<u64>,
+        pub width: u32,
+        pub part_count: u32,
+    }
+}
+
+pub const LAYOUTS: &[Layout] = &[
+    EmbedParams::LAYOUT,
+    RmsNormParams::LAYOUT,
+    SwigluParams::LAYOUT,
+    SelectParams::LAYOUT,
+    RoundParams::LAYOUT,
+    BiasParams::LAYOUT,
+    GramParams::LAYOUT,
+    RandomParams::LAYOUT,
+    RandomPagesParams::LAYOUT,
+    PickedRow::LAYOUT,
+    PickParams::LAYOUT,
+];
+
 /// The kernels, compiled.
 pub struct Launches {
     device: Device,
@@ -68,79 +178,129 @@ impl Launches {
         (count.div_ceil(256 * 4) as usize).clamp(1, self.device.properties().multiprocessors as usize * 16)
     }
 
-    pub fn embed(&self, rows: usize, p: &Embed) -> Result<()> {
-        self.device.launch(self.embed, LaunchShape::new(rows, 256).overlapping(), p)
+    /// Launches a kernel, unless the grid is empty.
+    ///
+    /// # Safety
+    /// As for [`Device::launch`].
+    unsafe fn launch<P: Shared>(&self, function: Function, shape: LaunchShape, p: P) -> Result<()> {
+        if shape.grid.0 == 0 || shape.grid.1 == 0 {
+            return Ok(());
+        }
+        // SAFETY: the caller's promise.
+        unsafe { self.device.launch(function, shape, p) }
     }
 
-    pub fn rms_norm(&self, rows: usize, p: &RmsNorm) -> Result<()> {
+    /// # Safety
+    /// See the module.
+    pub unsafe fn embed(&self, rows: usize, p: EmbedParams) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.launch(self.embed, LaunchShape::new(rows, 256).overlapping(), p) }
+    }
+
+    /// # Safety
+    /// See the module.
+    pub unsafe fn rms_norm(&self, rows: usize, p: RmsNormParams) -> Result<()> {
         // A thread of the kernel holds up to four quads.
         let threads = (p.width / 8).next_multiple_of(32).clamp(64, 1024);
         if !p.width.is_multiple_of(4) || p.width > 16 * threads {
             let detail = format!("rows of {} elements: a multiple of 4 up to 16384 is needed", p.width);
             return Err(CudaError::Shape { what: "a norm", detail });
         }
-        self.device.launch(self.rms_norm, LaunchShape::new(rows, threads).overlapping(), p)
+        // SAFETY: the caller's promise.
+        unsafe { self.launch(self.rms_norm, LaunchShape::new(rows, threads).overlapping(), p) }
     }
 
-    pub fn swiglu(&self, p: &Swiglu) -> Result<()> {
+    /// # Safety
+    /// See the module.
+    pub unsafe fn swiglu(&self, p: SwigluParams) -> Result<()> {
         let blocks = self.blocks(u64::from(p.rows) * u64::from(p.width));
-        self.device.launch(self.swiglu, LaunchShape::new(blocks, 256).overlapping(), p)
+        // SAFETY: the caller's promise.
+        unsafe { self.launch(self.swiglu, LaunchShape::new(blocks, 256).overlapping(), p) }
     }
 
-    pub fn select(&self, rows: usize, p: &Select) -> Result<()> {
-        self.device.launch(self.select, LaunchShape::new(rows, 256).overlapping(), p)
+    /// # Safety
+    /// See the module.
+    pub unsafe fn select(&self, rows: usize, p: SelectParams) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.launch(self.select, LaunchShape::new(rows, 256).overlapping(), p) }
     }
 
-    pub fn round(&self, p: &Round) -> Result<()> {
-        self.device.launch(self.round, LaunchShape::new(self.blocks(p.count), 256).overlapping(), p)
+    /// # Safety
+    /// See the module.
+    pub unsafe fn round(&self, p: RoundParams) -> Result<()> {
+        let shape = LaunchShape::new(self.blocks(p.count), 256).overlapping();
+        // SAFETY: the caller's promise.
+        unsafe { self.launch(self.round, shape, p) }
     }
 
-    pub fn bias(&self, p: &Bias) -> Result<()> {
+    /// # Safety
+    /// See the module.
+    pub unsafe fn bias(&self, p: BiasParams) -> Result<()> {
         let blocks = self.blocks(u64::from(p.rows) * u64::from(p.width));
-        self.device.launch(self.bias, LaunchShape::new(blocks, 256).overlapping(), p)
+        // SAFETY: the caller's promise.
+        unsafe { self.launch(self.bias, LaunchShape::new(blocks, 256).overlapping(), p) }
     }
 
-    pub fn gram(&self, kernels: &Kernels, p: &Gram) -> Result<()> {
+    /// # Safety
+    /// See the module.
+    pub unsafe fn gram(&self, kernels: &Kernels, p: GramParams) -> Result<()> {
         let tiles = (p.width as usize).div_ceil(16);
-        self.launch_once(kernels, &GRAM, c"gram", LaunchShape::grid2(tiles, tiles, 256), p)
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_once(kernels, &GRAM, c"gram", LaunchShape::grid2(tiles, tiles, 256), p) }
     }
 
-    pub fn random(&self, kernels: &Kernels, p: &Random) -> Result<()> {
+    /// # Safety
+    /// See the module.
+    pub unsafe fn random(&self, kernels: &Kernels, p: RandomParams) -> Result<()> {
         let shape = LaunchShape::new(self.blocks(p.count), 256);
-        self.launch_once(kernels, &RANDOM, c"random_bf16", shape, p)
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_once(kernels, &RANDOM, c"random_bf16", shape, p) }
     }
 
-    pub fn random_pages(&self, kernels: &Kernels, p: &RandomPages) -> Result<()> {
+    /// # Safety
+    /// See the module.
+    pub unsafe fn random_pages(&self, kernels: &Kernels, p: RandomPagesParams) -> Result<()> {
         let shape = LaunchShape::new(self.blocks(p.count * p.page_bytes / 4), 256);
-        self.launch_once(kernels, &RANDOM, c"random_pages", shape, p)
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_once(kernels, &RANDOM, c"random_pages", shape, p) }
     }
 
     /// The most likely token of each of `rows` rows.
-    pub fn greedy(&self, rows: usize, p: &PickParams) -> Result<()> {
-        if rows == 0 {
-            return Ok(());
-        }
+    ///
+    /// # Safety
+    /// See the module.
+    pub unsafe fn greedy(&self, rows: usize, p: PickParams) -> Result<()> {
         let slices = LaunchShape::grid2(p.part_count as usize, rows, 256).overlapping();
-        self.device.launch(self.greedy_parts, slices, p)?;
-        self.device.launch(self.greedy_merge, LaunchShape::new(rows, 64).overlapping(), p)
+        // SAFETY: the caller's promise.
+        unsafe {
+            self.launch(self.greedy_parts, slices, p)?;
+            self.launch(self.greedy_merge, LaunchShape::new(rows, 64).overlapping(), p)
+        }
     }
 
     /// The most likely tokens of each of `rows` rows.
-    pub fn top_candidates(&self, rows: usize, p: &PickParams) -> Result<()> {
-        if rows == 0 {
-            return Ok(());
-        }
-        self.device.launch(self.top_candidates, LaunchShape::new(rows, 1024).overlapping(), p)
+    ///
+    /// # Safety
+    /// See the module.
+    pub unsafe fn top_candidates(&self, rows: usize, p: PickParams) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.launch(self.top_candidates, LaunchShape::new(rows, 1024).overlapping(), p) }
     }
 
-    fn launch_once<P: KernelParams>(
+    /// A kernel that is not kept, because no step uses it.
+    ///
+    /// # Safety
+    /// As for [`Device::launch`].
+    unsafe fn launch_once<P: Shared>(
         &self,
         kernels: &Kernels,
         source: &'static Source,
         name: &'static CStr,
         shape: LaunchShape,
-        p: &P,
+        p: P,
     ) -> Result<()> {
-        self.device.launch(kernels.function(source, &Vec::new(), name, 0)?, shape, p)
+        let function = kernels.function(source, &Vec::new(), name, 0)?;
+        // SAFETY: the caller's promise.
+        unsafe { self.launch(function, shape, p) }
     }
 }

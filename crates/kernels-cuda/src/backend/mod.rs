@@ -10,6 +10,7 @@ mod step;
 mod tapped;
 
 pub use constants::{CudaRope, CudaRotation, CudaVector};
+pub(crate) use launches::LAYOUTS;
 pub use rows::CudaRows;
 pub(crate) use rows::grow;
 pub use step::CudaStep;
@@ -21,7 +22,7 @@ use crate::device::Device;
 use crate::error::Result;
 use crate::gemm::{CublasLt, CudaMatrix, Fp8Kernels, Skinny};
 use crate::kernels::Kernels;
-use crate::memory::Buffer;
+use crate::memory::{Buffer, DevicePtr};
 use crate::pages::CudaPages;
 use crate::step::StepPlanner;
 use crate::storage::Storage;
@@ -148,10 +149,9 @@ impl CudaBackend {
     }
 
     /// Sends numbers unless the device already has them: steps of the same sequences use the same rows.
-    fn send_indices(&self, state: &mut State, index: Index, values: &[u32]) -> Result<u64> {
+    fn send_indices(&self, state: &mut State, index: Index, values: &[u32]) -> Result<DevicePtr<u32>> {
         let Indices { buffer, sent, used } = &mut state.indices[index as usize];
-        let moved = grow(&self.device, buffer, values.len() * 4, "row numbers")?;
-        let to = buffer.as_ref().map_or(0, Buffer::address);
+        let (buffer, moved) = grow(&self.device, buffer, values.len() * 4, "row numbers")?;
         let used = std::mem::replace(used, true);
         if moved || sent != values {
             if used {
@@ -159,21 +159,23 @@ impl CudaBackend {
                 self.device.flush()?;
             }
             sent.clear();
-            state.transfers.enqueue(bytemuck::cast_slice(values), to)?;
+            state.transfers.enqueue(values, buffer.slice())?;
             sent.extend_from_slice(values);
         }
-        Ok(to)
+        Ok(buffer.ptr())
     }
 
     fn demote_tails(&self, sequences: &[SequenceRows<'_>], pool: &mut CudaPages) -> Result<()> {
         let State { planner, transfers, .. } = &mut *self.state();
         let planned = planner.plan_demotion(&self.device, transfers, pool, sequences)?;
         pool.ensure(planned.summary.full_pages, planned.summary.coded_pages)?;
-        if pool.storage() == Storage::Decoded {
+        if pool.storage() == Storage::Dequantized {
             let mut layers = 0..pool.layout().layers();
-            return layers.try_for_each(|layer| crate::decoded::demote(&self.device, layer, sequences, pool));
+            return layers
+                .try_for_each(|layer| crate::dequantized::demote(&self.device, layer, sequences, pool));
         }
-        pool.kernels().demote(&self.device, Scope::AllLayers, &planned.tables, pool)
+        // SAFETY: the tables name tiles of these pages, which have memory for all their ids.
+        unsafe { pool.kernels().demote(&self.device, Scope::AllLayers, &planned.tables, pool) }
     }
 }
 

@@ -1,10 +1,9 @@
 //! The most likely tokens of rows of logits, found on the device.
 
-use super::launches::PickParams;
+use super::launches::{PickParams, PickedRow};
 use super::rows::{CudaRows, grow};
 use super::{CudaBackend, Index, State};
 use crate::error::{CudaError, Result};
-use crate::memory::Buffer;
 use oscar_backend::{Candidate, MOST_CANDIDATES, Pick, candidate_of};
 
 /// Elements of a row that one block of the greedy search takes.
@@ -15,8 +14,8 @@ const MOST_PARTS: usize = 64;
 /// The order of results: greedy ones first, a key each, then the lists, [`MOST_CANDIDATES`] keys each.
 #[derive(Debug, Default, PartialEq)]
 struct Order {
-    /// `row, count` for each block, as the kernels take them.
-    rows: Vec<u32>,
+    /// One for each block of the kernels.
+    rows: Vec<PickedRow>,
     greedy: usize,
     lists: usize,
     /// First key and number of keys of each pick, in the order asked.
@@ -33,16 +32,16 @@ impl Order {
                 return refuse(format!("row {row} of {row_count}"));
             }
             match what {
-                Pick::Greedy => greedy.extend([row as u32, 1]),
+                Pick::Greedy => greedy.push(PickedRow { row: row as u32, count: 1 }),
                 Pick::Top(count) if (1..=MOST_CANDIDATES).contains(&count) => {
-                    lists.extend([row as u32, count as u32]);
+                    lists.push(PickedRow { row: row as u32, count: count as u32 });
                 }
                 Pick::Top(count) => {
                     return refuse(format!("{count} candidates: 1 to {MOST_CANDIDATES} can be listed"));
                 }
             }
         }
-        (order.greedy, order.lists) = (greedy.len() / 2, lists.len() / 2);
+        (order.greedy, order.lists) = (greedy.len(), lists.len());
         let (mut next_greedy, mut next_list) = (0, order.greedy);
         for (_, what) in picks {
             match what {
@@ -88,27 +87,28 @@ impl CudaBackend {
         logits: &CudaRows,
         picks: &[(usize, Pick)],
     ) -> Result<Picks> {
-        if logits.values() == 0 || logits.width() == 0 {
-            let detail = "there are no logits in f32".into();
-            return Err(CudaError::Shape { what: "a pick", detail });
-        }
         let order = Order::of(picks, logits.count())?;
         let parts = logits.width().div_ceil(SLICE).min(MOST_PARTS);
-        grow(&self.device, &mut state.picked, 8 * (order.greedy * parts).max(1), "likely tokens")?;
-        let answer = state.transfers.expect_answer(order.keys())?;
-        let rows = self.send_indices(state, Index::Picks, &order.rows)?;
+        let bytes = 8 * (order.greedy * parts).max(1);
+        let best = grow(&self.device, &mut state.picked, bytes, "likely tokens")?.0.ptr();
+        let out = state.transfers.expect_answer(order.keys())?;
+        let rows = self.send_indices(state, Index::Picks, bytemuck::cast_slice(&order.rows))?.cast();
         let p = PickParams {
-            logits: logits.values(),
+            logits: logits.held_values("a pick")?.ptr(),
             rows,
-            parts: state.picked.as_ref().map_or(0, Buffer::address),
-            out: answer,
+            parts: best,
+            out,
             width: logits.width() as u32,
             part_count: parts as u32,
         };
-        self.launches.greedy(order.greedy, &p)?;
-        let lists =
-            PickParams { rows: rows + 8 * order.greedy as u64, out: answer + 8 * order.greedy as u64, ..p };
-        self.launches.top_candidates(order.lists, &lists)?;
+        let lists = PickParams { rows: rows.add(order.greedy), out: out.add(order.greedy), ..p };
+        // SAFETY: picked rows lie inside of the logits and counts are at most `MOST_CANDIDATES` (checked by
+        // `Order::of`); `parts` has room for the slices of each greedy row; the answer has room for all
+        // keys and is read, or awaited, before it is reused.
+        unsafe {
+            self.launches.greedy(order.greedy, p)?;
+            self.launches.top_candidates(order.lists, lists)?;
+        }
         state.transfers.answer_is_launched()?;
         Ok(Picks { order })
     }
@@ -136,7 +136,8 @@ mod tests {
     fn results_find_their_way_back() {
         let picks = [(4, Pick::Top(2)), (0, Pick::Greedy), (2, Pick::Top(256)), (3, Pick::Greedy)];
         let order = Order::of(&picks, 5).unwrap();
-        assert_eq!(order.rows, [0, 1, 3, 1, 4, 2, 2, 256]);
+        let rows: Vec<(u32, u32)> = order.rows.iter().map(|r| (r.row, r.count)).collect();
+        assert_eq!(rows, [(0, 1), (3, 1), (4, 2), (2, 256)]);
         assert_eq!((order.greedy, order.lists, order.keys()), (2, 2, 514));
         let mut keys = vec![0; 514];
         keys[0] = candidate_key(1.0, 7);

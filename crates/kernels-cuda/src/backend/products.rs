@@ -1,12 +1,13 @@
 //! Matrix products: which kernels a product runs.
 
 use super::constants::CudaVector;
-use super::launches::{Bias, RmsNorm, Round, Swiglu};
+use super::launches::{BiasParams, RmsNormParams, RoundParams, SwigluParams};
 use super::rows::{CudaRows, grow};
 use super::{CudaBackend, State};
 use crate::error::{CudaError, Result};
 use crate::gemm::{CudaMatrix, Fp8Kernels, Product as Gemm, Skinny, SkinnyProduct};
-use crate::memory::Buffer;
+use crate::memory::{Buffer, DeviceSlice};
+use half::bf16;
 use oscar_backend::{Output, Product, WeightFormat};
 
 impl CudaBackend {
@@ -22,7 +23,7 @@ impl CudaBackend {
         let (rows, gated) = (x.count(), output == Output::Gated);
         let outputs = if gated { 2 * out.width() } else { out.width() };
         let fits = norm.is_none_or(|(norm, _)| norm.len == x.width())
-            && (output != Output::Add || out.count() == rows && (rows == 0 || out.values() != 0));
+            && (output != Output::Add || out.count() == rows && (rows == 0 || out.values().is_some()));
         if (weight.inputs, weight.outputs) != (x.width(), outputs) || !fits {
             let detail =
                 format!("{rows} × {} to {outputs} by {} × {}", x.width(), weight.outputs, weight.inputs);
@@ -31,7 +32,7 @@ impl CudaBackend {
         // The norm before the output head has its own launch: fusing it was not tried.
         let fuses = norm.is_none() || matches!(output, Output::Replace | Output::Gated);
         let gates = !gated || Skinny::gates(weight);
-        if rows > 0 && x.values() != 0 && Skinny::takes(weight, rows) && fuses && gates {
+        if rows > 0 && x.values().is_some() && Skinny::takes(weight, rows) && fuses && gates {
             return self.skinny_product(weight, norm, x, out, output);
         }
         match norm {
@@ -71,9 +72,9 @@ impl CudaBackend {
         out.drop_rounded();
         let product = SkinnyProduct {
             rows: x.count(),
-            x: x.values(),
-            out: out.values(),
-            norm: norm.map(|(norm, eps)| (norm.values.address(), eps)),
+            x: x.held_values("a product")?,
+            out: out.held_values("a product")?,
+            norm: norm.map(|(norm, eps)| (norm.values.slice(), eps)),
             add,
             gated: output == Output::Gated,
         };
@@ -91,7 +92,7 @@ impl CudaBackend {
         output: Output,
     ) -> Result<()> {
         let (rows, add, exact) = (x.count(), output == Output::Add, output == Output::Logits);
-        if rows > 0 && x.values() != 0 && Skinny::takes(weight, rows) {
+        if rows > 0 && x.values().is_some() && Skinny::takes(weight, rows) {
             return self.skinny_product(weight, None, x, out, output);
         }
         if !add {
@@ -102,31 +103,42 @@ impl CudaBackend {
             return Ok(());
         }
         let State { cublaslt, high, low, expanded, .. } = state;
-        let mut rounded = x.rounded();
-        if rounded == 0 || exact {
-            let count = rows * x.width();
-            grow(&self.device, high, count * 2, "activations")?;
-            if exact {
-                grow(&self.device, low, count * 2, "activations")?;
+        let count = rows * x.width();
+        let mut low_parts: Option<DeviceSlice<'_, bf16>> = None;
+        let rounded = match x.rounded().filter(|_| !exact) {
+            Some(rounded) => rounded,
+            None => {
+                let high = grow(&self.device, high, count * 2, "activations")?.0.slice();
+                if exact {
+                    low_parts = Some(grow(&self.device, low, count * 2, "activations")?.0.slice());
+                }
+                let p = RoundParams {
+                    x: x.held_values("a product")?.ptr(),
+                    high: high.ptr(),
+                    low: low_parts.map(|low| low.ptr()),
+                    count: count as u64,
+                };
+                // SAFETY: `x` and both buffers have `count` elements.
+                unsafe { self.launches.round(p) }?;
+                high
             }
-            rounded = high.as_ref().map_or(0, Buffer::address);
-            let low = low.as_ref().filter(|_| exact).map_or(0, Buffer::address);
-            self.launches.round(&Round { x: x.values(), high: rounded, low, count: count as u64 })?;
-        }
+        };
+        let result = out.held_values("a product")?;
         for panel in weight.panels() {
             let (outputs, inputs, stride) = (panel.len(), weight.inputs, weight.outputs);
             let weights = self.panel(weight, &panel, expanded)?;
-            let out = out.values() + 4 * panel.start as u64;
+            let out = result.part(panel.start..result.len())?;
             let product = Gemm { rows, outputs, inputs, stride, add };
             cublaslt.enqueue(product, weights, rounded, out)?;
-            if exact {
-                let low = low.as_ref().map_or(0, Buffer::address);
+            if let Some(low) = low_parts {
                 cublaslt.enqueue(Gemm { add: true, ..product }, weights, low, out)?;
             }
         }
         if let Some(bias) = &weight.bias {
             let (width, rows) = (weight.outputs as u32, rows as u32);
-            self.launches.bias(&Bias { bias: bias.address(), out: out.values(), width, rows })?;
+            let p = BiasParams { bias: bias.ptr(), out: result.ptr(), width, rows };
+            // SAFETY: `out` has `rows` rows of `width`, and so many numbers has the bias.
+            unsafe { self.launches.bias(p) }?;
         }
         Ok(())
     }
@@ -143,15 +155,19 @@ impl CudaBackend {
             return Err(CudaError::Shape { what: "a norm", detail });
         }
         out.resize(&self.device, x.count(), true, Self::rounds(x.count()))?;
-        let p = RmsNorm {
-            x: x.values(),
-            weight: weight.values.address(),
-            out: out.values(),
-            rounded: out.rounded(),
+        if x.count() == 0 {
+            return Ok(());
+        }
+        let p = RmsNormParams {
+            x: x.held_values("a norm")?.ptr(),
+            weight: weight.values.ptr(),
+            out: out.held_values("a norm")?.ptr(),
+            rounded: out.rounded_ptr(),
             width: x.width() as u32,
             eps,
         };
-        self.launches.rms_norm(x.count(), &p)
+        // SAFETY: `x` and `out` have as many rows of `width`, and so many weights has the norm (checked).
+        unsafe { self.launches.rms_norm(x.count(), p) }
     }
 
     /// Rows of `gate_up` are `[gate | up]`; `out ← silu(gate) · up`.
@@ -162,14 +178,18 @@ impl CudaBackend {
         }
         let (rows, rounds) = (gate_up.count(), Self::rounds(gate_up.count()));
         out.resize(&self.device, rows, !rounds, rounds)?;
-        let p = Swiglu {
-            gate_up: gate_up.values(),
-            out: out.values(),
-            rounded: out.rounded(),
+        if rows == 0 {
+            return Ok(());
+        }
+        let p = SwigluParams {
+            gate_up: gate_up.held_values("a gate")?.ptr(),
+            out: out.values().map(|out| out.ptr()),
+            rounded: out.rounded_ptr(),
             width: out.width() as u32,
             rows: rows as u32,
         };
-        self.launches.swiglu(&p)
+        // SAFETY: `gate_up` has `rows` rows of 2 · `width`, `out` as many of `width` in one of its forms.
+        unsafe { self.launches.swiglu(p) }
     }
 
     /// The kernels for few rows and this matrix.
@@ -189,19 +209,19 @@ impl CudaBackend {
         Ok(self.fp8.get_or_init(|| kernels))
     }
 
-    /// Address of some outputs of a matrix in BF16: its own, or a buffer that they are expanded into.
-    pub(crate) fn panel(
+    /// Some outputs of a matrix in BF16: its own, or a buffer that they are expanded into.
+    pub(crate) fn panel<'a>(
         &self,
-        weight: &CudaMatrix,
+        weight: &'a CudaMatrix,
         outputs: &std::ops::Range<usize>,
-        expanded: &mut Option<Buffer>,
-    ) -> Result<u64> {
+        expanded: &'a mut Option<Buffer>,
+    ) -> Result<DeviceSlice<'a, bf16>> {
         if weight.format() == WeightFormat::Bf16 {
-            return Ok(weight.weights.address() + 2 * (outputs.start * weight.inputs) as u64);
+            return weight.weights.slice().part(outputs.start * weight.inputs..outputs.end * weight.inputs);
         }
-        grow(&self.device, expanded, 2 * outputs.len() * weight.inputs, "FP8 weights expanded for a prompt")?;
-        let Some(room) = expanded else { return Ok(0) };
+        let bytes = 2 * outputs.len() * weight.inputs;
+        let (room, _) = grow(&self.device, expanded, bytes, "FP8 weights expanded for a prompt")?;
         self.fp8_kernels()?.expand(weight, outputs, room)?;
-        Ok(room.address())
+        Ok(room.slice())
     }
 }

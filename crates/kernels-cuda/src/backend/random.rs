@@ -1,7 +1,7 @@
 //! Random weights and pages for benchmarks, made on the device.
 
 use super::CudaBackend;
-use super::launches::{Random, RandomPages};
+use super::launches::{RandomPagesParams, RandomParams};
 use crate::error::Result;
 use crate::gemm::{CudaMatrix, random_scale};
 use crate::pages::CudaPages;
@@ -20,14 +20,14 @@ impl CudaBackend {
         match format {
             WeightFormat::Bf16 => {
                 let matrix = CudaMatrix::uninitialized(&self.device, outputs, inputs)?;
-                let p = Random {
-                    out: matrix.weights.address(),
+                let p = RandomParams {
+                    out: matrix.weights.ptr(),
                     count: (outputs * inputs) as u64,
                     seed,
                     amplitude: oscar_backend::random_amplitude(inputs),
-                    unused: 0,
                 };
-                self.launches.random(&self.kernels, &p)?;
+                // SAFETY: the matrix has `count` elements.
+                unsafe { self.launches.random(&self.kernels, p) }?;
                 Ok(matrix)
             }
             WeightFormat::Fp8 => {
@@ -35,9 +35,10 @@ impl CudaBackend {
                 let matrix = CudaMatrix::uninitialized_fp8(&self.device, outputs, inputs, &scales)?;
                 // Any bits are valid codes: the matrix is one page of codes without parameters.
                 let bytes = matrix.weights.bytes() as u64;
-                let pages = matrix.weights.address();
-                let p = RandomPages { pages, page_bytes: bytes, parameters: bytes, count: 1, seed };
-                self.launches.random_pages(&self.kernels, &p)?;
+                let pages = matrix.weights.ptr();
+                let p = RandomPagesParams { pages, page_bytes: bytes, parameters: bytes, count: 1, seed };
+                // SAFETY: the matrix is one page of this many bytes.
+                unsafe { self.launches.random_pages(&self.kernels, p) }?;
                 self.fp8_kernels()?;
                 Ok(matrix)
             }
@@ -48,26 +49,23 @@ impl CudaBackend {
     pub(super) fn randomize_pages(&self, pool: &mut CudaPages, full: usize, coded: usize) -> Result<()> {
         for run in pool.fresh(full, coded)? {
             let bytes = (run.count * run.page_bytes) as u64;
+            let seed = run.start.address();
             match run.parameters {
                 None => {
-                    let p = Random {
-                        out: run.address,
-                        count: bytes / 2,
-                        seed: run.address,
-                        amplitude: 1.7,
-                        unused: 0,
-                    };
-                    self.launches.random(&self.kernels, &p)?;
+                    let p = RandomParams { out: run.start.cast(), count: bytes / 2, seed, amplitude: 1.7 };
+                    // SAFETY: the pages of the run have memory (`CudaPages::fresh`).
+                    unsafe { self.launches.random(&self.kernels, p) }?;
                 }
                 Some(parameters) => {
-                    let p = RandomPages {
-                        pages: run.address,
+                    let p = RandomPagesParams {
+                        pages: run.start,
                         page_bytes: run.page_bytes as u64,
                         parameters: parameters as u64,
                         count: run.count as u64,
-                        seed: run.address,
+                        seed,
                     };
-                    self.launches.random_pages(&self.kernels, &p)?;
+                    // SAFETY: the pages of the run have memory (`CudaPages::fresh`).
+                    unsafe { self.launches.random_pages(&self.kernels, p) }?;
                 }
             }
         }

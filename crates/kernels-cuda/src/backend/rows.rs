@@ -1,8 +1,9 @@
 //! Activations on the device.
 
 use crate::device::Device;
-use crate::error::Result;
-use crate::memory::Buffer;
+use crate::error::{CudaError, Result};
+use crate::memory::{Buffer, DevicePtr, DeviceSlice};
+use half::bf16;
 
 /// `rows × width` activations. Operations exchange the f32 form. Steps of many rows carry a BF16 copy
 /// for the matrix products beside it, or instead of it if nothing else reads the rows.
@@ -48,14 +49,27 @@ impl CudaRows {
         Ok(())
     }
 
-    /// Address of the f32 rows; 0 if there are none.
-    pub(crate) fn values(&self) -> u64 {
-        self.values.as_ref().filter(|_| self.holds_values).map_or(0, Buffer::address)
+    /// The f32 rows, if they are held.
+    pub(crate) fn values(&self) -> Option<DeviceSlice<'_, f32>> {
+        let buffer = self.values.as_ref().filter(|_| self.holds_values)?;
+        buffer.slice().part(0..self.rows * self.width).ok()
     }
 
-    /// Address of the BF16 rows; 0 if there are none.
-    pub(crate) fn rounded(&self) -> u64 {
-        self.rounded.as_ref().filter(|_| self.holds_rounded).map_or(0, Buffer::address)
+    /// The BF16 rows, if they are held.
+    pub(crate) fn rounded(&self) -> Option<DeviceSlice<'_, bf16>> {
+        let buffer = self.rounded.as_ref().filter(|_| self.holds_rounded)?;
+        buffer.slice().part(0..self.rows * self.width).ok()
+    }
+
+    /// The f32 rows, or an error that names their use.
+    pub(crate) fn held_values(&self, what: &'static str) -> Result<DeviceSlice<'_, f32>> {
+        let detail = || format!("{} rows of {} are not held in f32", self.rows, self.width);
+        self.values().ok_or_else(|| CudaError::Shape { what, detail: detail() })
+    }
+
+    /// Pointer to the BF16 rows, if they are held.
+    pub(crate) fn rounded_ptr(&self) -> Option<DevicePtr<bf16>> {
+        self.rounded().map(|rows| rows.ptr())
     }
 
     /// The f32 form changed, so the BF16 copy no longer holds.
@@ -66,12 +80,19 @@ impl CudaRows {
 
 /// Replaces the buffer by a larger one if it is too small, and says whether it did. Sizes are rounded
 /// up so that a growing batch reallocates rarely: releasing memory waits for the device.
-pub(crate) fn grow(device: &Device, buffer: &mut Option<Buffer>, bytes: usize, what: &str) -> Result<bool> {
-    if buffer.as_ref().is_some_and(|b| b.bytes() >= bytes) {
-        return Ok(false);
-    }
-    *buffer = None;
-    let step = (bytes / 8).next_power_of_two().max(1 << 10);
-    *buffer = Some(device.alloc(bytes.next_multiple_of(step), what)?);
-    Ok(true)
+pub(crate) fn grow<'a>(
+    device: &Device,
+    buffer: &'a mut Option<Buffer>,
+    bytes: usize,
+    what: &str,
+) -> Result<(&'a Buffer, bool)> {
+    // A buffer that is too small is released first: both may not fit.
+    let (grown, moved) = match buffer.take().filter(|b| b.bytes() >= bytes) {
+        Some(kept) => (kept, false),
+        None => {
+            let step = (bytes / 8).next_power_of_two().max(1 << 10);
+            (device.alloc(bytes.next_multiple_of(step), what)?, true)
+        }
+    };
+    Ok((buffer.insert(grown), moved))
 }

@@ -1,6 +1,6 @@
 //! One step on the GPU.
 
-use super::launches::{EMBED_FEW, Embed, Select};
+use super::launches::{EMBED_FEW, EmbedParams, SelectParams};
 use super::tapped::CudaTapped;
 use super::{CudaBackend, CudaRows, CudaVector, Index, State};
 use crate::attention::append::{HeadConstants, Projections};
@@ -9,7 +9,7 @@ use crate::attention::demote::Scope;
 use crate::attention::{LayerCall, Path};
 use crate::error::{CudaError, Result};
 use crate::gemm::CudaMatrix;
-use crate::memory::Buffer;
+use crate::memory::DevicePtr;
 use crate::pages::CudaPages;
 use crate::step::{StepSummary, StepTables};
 use crate::storage::Storage;
@@ -70,20 +70,24 @@ impl<'s> CudaStep<'s> {
         pool.ensure(summary.full_pages, summary.coded_pages)?;
         let path = pool.kernels().choose(device, &summary, pool.layout(), tapped);
         // Dequantized history goes through the host in the middle of a step, so there is no graph.
-        let whole = pool.storage() != Storage::Decoded;
+        let whole = pool.storage() != Storage::Dequantized;
         if whole && summary.decode && !CudaBackend::rounds(summary.rows) {
             device.record(began)?;
         }
         if let Some(tiles) = planned.ahead {
             // Attention reads codes before it waits for the kernels of its layer. The plan does not
             // overlap with other kernels, so the codes are complete when it begins.
-            pool.kernels().demote(device, Scope::AllLayers, &tiles, pool)?;
+            //
+            // SAFETY: the tables are of this step, over these pages, which have memory for all its ids.
+            unsafe { pool.kernels().demote(device, Scope::AllLayers, &tiles, pool) }?;
         }
         // Launches up to here vary from step to step. Those after are counted from zero, so that the
         // same ones go into the same graphs.
         device.count_launches_from_here();
         if path.decodes() {
-            LayerCall::plan(device, decode, &planned.tables, pool, path == Path::Decode { fused: true })?;
+            let fused = path == Path::Decode { fused: true };
+            // SAFETY: the tables are of this step, over these pages.
+            unsafe { LayerCall::plan(device, decode, &planned.tables, pool, fused) }?;
         }
         device.count_launches_from_here();
         self.planned = Some(Planned { tables: planned.tables, summary, path });
@@ -108,7 +112,7 @@ impl<'s> CudaStep<'s> {
             }
             false => {
                 self.append(heads, qkv, &mut queries)?;
-                Queries::Ready(queries.values())
+                Queries::Ready(queries.held_values("queries")?.ptr())
             }
         };
         let mut tap = tap;
@@ -137,7 +141,6 @@ impl<'s> CudaStep<'s> {
         let rotates = |r: &super::CudaRotation| (r.heads, r.head_dim) == (shape.kv_heads, d);
         let fits = heads.layer < layout.layers()
             && (qkv.count(), qkv.width()) == (rows, width)
-            && qkv.values() != 0
             && longest <= heads.rope.positions
             && heads.rope.head_dim == d
             && heads.qk_norm.is_none_or(|(q, k)| q.len == d && k.len == d)
@@ -153,18 +156,16 @@ impl<'s> CudaStep<'s> {
             );
             return Err(CudaError::Shape { what: "the heads of a layer", detail });
         }
-        let address = |vector: &CudaVector| vector.values.address();
         let constants = HeadConstants {
-            query_norm: heads.qk_norm.map_or(0, |(q, _)| address(q)),
-            key_norm: heads.qk_norm.map_or(0, |(_, k)| address(k)),
-            cosines: heads.rope.cosines.address(),
-            sines: heads.rope.sines.address(),
-            rotation: heads.rotation.map_or(0, |r| r.matrices.address()),
-            mean: heads.rotation.and_then(|r| r.means.as_ref()).map_or(0, Buffer::address),
+            query_norm: heads.qk_norm.map(|(q, _)| q.values.ptr()),
+            key_norm: heads.qk_norm.map(|(_, k)| k.values.ptr()),
+            cosines: Some(heads.rope.cosines.ptr()),
+            sines: Some(heads.rope.sines.ptr()),
+            rotation: heads.rotation.map(|r| r.matrices.ptr()),
+            mean: heads.rotation.and_then(|r| r.means.as_ref()).map(|means| means.ptr()),
             eps: shape.rms_norm_eps,
-            unused: 0,
         };
-        Ok(Projections { rows: qkv.values(), constants })
+        Ok(Projections { rows: qkv.held_values("the heads of a layer")?.ptr(), constants })
     }
 
     /// The part of `attend` before attention, in a launch of its own: for checks.
@@ -181,17 +182,21 @@ impl<'s> CudaStep<'s> {
         qkv.drop_rounded();
         let Some(Planned { tables, .. }) = &self.planned else { return Ok(()) };
         let append = &self.pool.kernels().append;
-        append.launch(device, heads.layer, tables, self.pool, projections, queries.values())
+        let out = queries.held_values("queries")?.ptr();
+        // SAFETY: `projections` were checked against the step and the cache; `queries` have as many rows;
+        // the tables are those of this step.
+        unsafe { append.launch(device, heads.layer, tables, self.pool, projections, out) }
     }
 
     /// Quantizes the tiles that this layer has to.
     fn demote(&mut self, layer: usize) -> Result<()> {
         let device = &self.backend.device;
-        if self.pool.storage() == Storage::Decoded {
-            return crate::decoded::demote(device, layer, self.sequences, self.pool);
+        if self.pool.storage() == Storage::Dequantized {
+            return crate::dequantized::demote(device, layer, self.sequences, self.pool);
         }
         let Some(Planned { tables, .. }) = &self.planned else { return Ok(()) };
-        self.pool.kernels().demote(device, Scope::Layer(layer), tables, self.pool)
+        // SAFETY: the tables are of this step, over these pages, which have memory for all its ids.
+        unsafe { self.pool.kernels().demote(device, Scope::Layer(layer), tables, self.pool) }
     }
 
     /// Attention alone, of rotated queries over pages that hold their keys and values: for benchmarks.
@@ -204,7 +209,8 @@ impl<'s> CudaStep<'s> {
             let detail = format!("{} rows of {} in layer {layer}", queries.count(), queries.width());
             return Err(CudaError::Shape { what: "queries", detail });
         }
-        self.run_attention(layer, Queries::Ready(queries.values()), rows, out)
+        let queries = Queries::Ready(queries.held_values("queries")?.ptr());
+        self.run_attention(layer, queries, rows, out)
     }
 
     fn run_attention(
@@ -222,9 +228,11 @@ impl<'s> CudaStep<'s> {
             return Err(CudaError::Shape { what: "the output of attention", detail });
         }
         out.resize(&backend.device, rows, true, CudaBackend::rounds(rows))?;
-        let (address, rounded) = (out.values(), out.rounded());
-        let call = LayerCall { layer, tables, summary, pages: pool, queries, out: address, rounded };
-        if !call.attend(&backend.device, *path, &mut state.decode)? {
+        let (values, rounded) = (out.held_values("the output of attention")?.ptr(), out.rounded_ptr());
+        let call = LayerCall { layer, tables, summary, pages: pool, queries, out: values, rounded };
+        // SAFETY: the tables are of this step, over these pages; `queries` and `out` have the step's rows
+        // (checked by our callers), and the plan is of this step.
+        if !unsafe { call.attend(&backend.device, *path, &mut state.decode) }? {
             out.drop_rounded();
         }
         Ok(())
@@ -261,20 +269,21 @@ impl<'s> CudaStep<'s> {
         }
         let backend = self.backend;
         out.resize(&backend.device, tokens.len(), true, false)?;
-        let mut p = Embed {
-            table: table.weights.address(),
-            tokens: 0,
-            out: out.values(),
+        let mut p = EmbedParams {
+            table: table.weights.ptr(),
+            tokens: None,
+            out: out.held_values("an embedding")?.ptr(),
             width: out.width() as u32,
-            unused: 0,
             few: [0; EMBED_FEW],
         };
         // Parameters of a launch that is noted for a graph should be those of the last step.
         match p.few.get_mut(..tokens.len()) {
             Some(few) if backend.device.launches_at_once() => few.copy_from_slice(tokens),
-            _ => p.tokens = backend.send_indices(&mut self.state, Index::Tokens, tokens)?,
+            _ => p.tokens = Some(backend.send_indices(&mut self.state, Index::Tokens, tokens)?),
         }
-        backend.launches.embed(tokens.len(), &p)
+        // SAFETY: tokens are rows of the table, whose width is that of `out` (checked); `out` has a row for
+        // each.
+        unsafe { backend.launches.embed(tokens.len(), p) }
     }
 
     fn select_rows(&mut self, x: &CudaRows, rows: &[usize], out: &mut CudaRows) -> Result<()> {
@@ -287,15 +296,22 @@ impl<'s> CudaStep<'s> {
         out.resize(&backend.device, rows.len(), true, false)?;
         let rows_u32: Vec<u32> = rows.iter().map(|&r| r as u32).collect();
         let ids = backend.send_indices(&mut self.state, Index::Rows, &rows_u32)?;
-        let p = Select { x: x.values(), rows: ids, out: out.values(), width: x.width() as u32, unused: 0 };
-        backend.launches.select(rows.len(), &p)
+        if rows.is_empty() {
+            return Ok(());
+        }
+        let from: DevicePtr<f32> = x.held_values("a selection")?.ptr();
+        let to = out.held_values("a selection")?.ptr();
+        let p = SelectParams { x: from, rows: ids, out: to, width: x.width() as u32 };
+        // SAFETY: the rows are rows of `x` (checked), and `out` has one for each, of the same width.
+        unsafe { backend.launches.select(rows.len(), p) }
     }
 }
 
 /// Rows that are read one by one must be there, in f32.
 fn check_rows(x: &CudaRows, rows: &[usize]) -> Result<()> {
-    if let Some(bad) = rows.iter().find(|&&r| r >= x.count() || x.values() == 0) {
-        let detail = format!("row {bad} of {}, in f32: {}", x.count(), x.values() != 0);
+    let held = x.values().is_some();
+    if let Some(bad) = rows.iter().find(|&&r| r >= x.count() || !held) {
+        let detail = format!("row {bad} of {}, in f32: {held}", x.count());
         return Err(CudaError::Shape { what: "a choice of rows", detail });
     }
     Ok(())
@@ -331,13 +347,16 @@ impl Step<CudaBackend> for CudaStep<'_> {
 
     fn read(&mut self, x: &CudaRows, rows: &[usize], out: &mut Vec<f32>) -> BackendResult<()> {
         check_rows(x, rows)?;
+        if rows.is_empty() {
+            return Ok(self.backend.device.synchronize()?);
+        }
         if rows.iter().copied().eq(0..x.count()) {
-            return Ok(self.state.transfers.download(x.values(), x.count() * x.width(), out)?);
+            return Ok(self.state.transfers.download(x.held_values("rows to read")?, out)?);
         }
         let mut selected = std::mem::take(&mut self.state.selected);
         let done = self
             .select_rows(x, rows, selected.set_width(x.width()))
-            .and_then(|()| self.state.transfers.download(selected.values(), rows.len() * x.width(), out));
+            .and_then(|()| self.state.transfers.download(selected.held_values("rows to read")?, out));
         self.state.selected = selected;
         Ok(done?)
     }

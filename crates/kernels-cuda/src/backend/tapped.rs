@@ -1,6 +1,6 @@
 //! Rows that calibration looks at in the middle of a step.
 
-use super::launches::Gram;
+use super::launches::GramParams;
 use super::rows::grow;
 use super::{CudaBackend, CudaRows, Index, State};
 use crate::error::{CudaError, Result};
@@ -15,12 +15,10 @@ pub(super) struct CudaTapped<'a> {
 
 impl TappedRows for CudaTapped<'_> {
     fn read(&mut self, out: &mut Vec<f32>) -> BackendResult<()> {
-        let rows = self.rows;
-        if rows.values() == 0 && rows.count() > 0 {
-            let detail = "they are held in BF16 alone".into();
-            return Err(CudaError::Shape { what: "rows to read", detail }.into());
+        if self.rows.count() == 0 {
+            return Ok(());
         }
-        Ok(self.state.transfers.download(rows.values(), rows.count() * rows.width(), out)?)
+        Ok(self.state.transfers.download(self.rows.held_values("rows to read")?, out)?)
     }
 
     fn accumulate_gram(
@@ -44,28 +42,31 @@ impl CudaTapped<'_> {
     ) -> Result<()> {
         let Self { backend, state, rows: x } = self;
         let weighed = weights.is_none_or(|weights| weights.len() == x.count());
-        if first + width > x.width() || gram.len() != width * width || x.values() == 0 || !weighed {
+        if first + width > x.width() || gram.len() != width * width || !weighed {
             let detail = format!("columns {first}.. of {}, {width} wide", x.width());
             return Err(CudaError::Shape { what: "a Gram matrix", detail });
         }
         let weights = match weights {
-            Some(weights) => backend.send_indices(state, Index::Weights, bytemuck::cast_slice(weights))?,
-            None => 0,
+            Some(weights) => {
+                Some(backend.send_indices(state, Index::Weights, bytemuck::cast_slice(weights))?.cast())
+            }
+            None => None,
         };
-        grow(&backend.device, &mut state.gram, gram.len() * 8, "a statistic")?;
-        let Some(buffer) = &state.gram else { return Ok(()) };
-        let p = Gram {
-            x: x.values(),
+        let (buffer, _) = grow(&backend.device, &mut state.gram, gram.len() * 8, "a statistic")?;
+        let p = GramParams {
+            x: x.held_values("a Gram matrix")?.ptr(),
             weights,
-            gram: buffer.address(),
+            gram: buffer.ptr(),
             stride: x.width() as u32,
             first: first as u32,
             width: width as u32,
             rows: x.count() as u32,
         };
-        backend.launches.gram(&backend.kernels, &p)?;
+        // SAFETY: `x` has `rows` rows of `stride`, the columns lie inside them, there is a weight for each
+        // row, and the buffer has room for the matrix (all checked).
+        unsafe { backend.launches.gram(&backend.kernels, p) }?;
         let mut sums = vec![0f64; gram.len()];
-        backend.device.download(buffer, 0, &mut sums)?;
+        backend.device.download(buffer.slice().part(0..gram.len())?, &mut sums)?;
         gram.iter_mut().zip(sums).for_each(|(g, s)| *g += s);
         Ok(())
     }

@@ -3,29 +3,43 @@
 use crate::device::Device;
 use crate::error::{CudaError, Result};
 use crate::library;
-use crate::memory::Buffer;
+use crate::memory::{Buffer, DeviceSlice};
 use cudarc::cublaslt::sys::{self, cublasStatus_t};
+use half::bf16;
 use std::collections::HashMap;
 use std::ffi::{CStr, c_void};
 use std::mem::size_of_val;
 use std::ptr::null_mut;
 
-/// Room for algorithms that split the inner dimension; what NVIDIA recommends for Hopper.
+/// Bytes for algorithms that split the inner dimension; NVIDIA recommends this for Hopper.
 const WORKSPACE: usize = 32 << 20;
 
-/// `out[rows][outputs] = x[rows][inputs] · w[outputs][inputs]ᵀ`, all row-major; rows of `out` are `stride` apart.
+/// `out[rows][outputs] = x[rows][inputs] · w[outputs][inputs]ᵀ`, all row-major; rows of `out` are
+/// `stride` apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Product {
+pub(crate) struct Product {
     pub rows: usize,
     pub outputs: usize,
     pub inputs: usize,
     pub stride: usize,
-    /// Adds to what `out` holds.
+    /// Adds to `out`.
     pub add: bool,
 }
 
+impl Product {
+    /// Whether slices of these lengths hold the operands.
+    fn fits(self, weights: usize, x: usize, out: usize) -> bool {
+        let Self { rows, outputs, inputs, stride, .. } = self;
+        let some = rows > 0 && outputs > 0 && inputs > 0;
+        some && outputs * inputs <= weights
+            && rows * inputs <= x
+            && outputs <= stride
+            && (rows - 1) * stride + outputs <= out
+    }
+}
+
 /// The library, with the algorithms chosen so far.
-pub struct CublasLt {
+pub(crate) struct CublasLt {
     device: Device,
     handle: sys::cublasLtHandle_t,
     workspace: Buffer,
@@ -40,7 +54,7 @@ struct Plan {
     algorithm: sys::cublasLtMatmulAlgo_t,
 }
 
-// SAFETY: handles of the library may be used from any thread, one at a time; `CublasLt` is only reached under a lock.
+// SAFETY: handles of the library may be used from any thread, by one at a time: `enqueue` takes `&mut`.
 unsafe impl Send for CublasLt {}
 
 impl CublasLt {
@@ -54,8 +68,18 @@ impl CublasLt {
         Ok(Self { device: device.clone(), handle, workspace, plans: HashMap::new() })
     }
 
-    /// Enqueues a product; the addresses must hold matrices of its sizes, BF16 for `weights` and `x`, f32 for `out`.
-    pub fn enqueue(&mut self, product: Product, weights: u64, x: u64, out: u64) -> Result<()> {
+    /// Enqueues a product of matrices that begin at the start of these slices.
+    pub fn enqueue(
+        &mut self,
+        product: Product,
+        weights: DeviceSlice<'_, bf16>,
+        x: DeviceSlice<'_, bf16>,
+        out: DeviceSlice<'_, f32>,
+    ) -> Result<()> {
+        if !product.fits(weights.len(), x.len(), out.len()) {
+            let detail = format!("{product:?} of {}, {} and {} elements", weights.len(), x.len(), out.len());
+            return Err(CudaError::Shape { what: "a product", detail });
+        }
         self.device.flush()?;
         self.device.enter()?;
         if !self.plans.contains_key(&product) {
@@ -64,7 +88,9 @@ impl CublasLt {
         }
         let plan = &self.plans[&product];
         let (alpha, beta) = (1f32, if product.add { 1f32 } else { 0f32 });
-        // SAFETY: descriptors of this product, device addresses promised by the caller, our own workspace and stream.
+        let (weights, x, out) = (weights.ptr().address(), x.ptr().address(), out.ptr().address());
+        // SAFETY: descriptors of this product, operands of its sizes (checked), our own workspace and
+        // stream.
         check("cublasLtMatmul", unsafe {
             sys::cublasLtMatmul(
                 self.handle,
@@ -80,15 +106,15 @@ impl CublasLt {
                 out as *mut c_void,
                 plan.out,
                 &plan.algorithm,
-                self.workspace.address() as *mut c_void,
+                self.workspace.ptr::<u8>().address() as *mut c_void,
                 WORKSPACE,
                 self.device.stream().cast(),
             )
         })
     }
 
-    /// The library counts in columns: our row-major `out` is its column-major `outputs × rows`, so it multiplies the
-    /// transposed weights with `x`.
+    /// The library counts in columns: our row-major `out` is its column-major `outputs × rows`, so it
+    /// multiplies the transposed weights with `x`.
     fn plan(&self, p: Product) -> Result<Plan> {
         use sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA;
         use sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
@@ -102,8 +128,8 @@ impl CublasLt {
         let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
         let mut found = 0;
         let mut results = std::mem::MaybeUninit::<sys::cublasLtMatmulHeuristicResult_t>::zeroed();
-        // SAFETY: out-parameters of the right types; attributes with their sizes; one result is asked for and read only
-        // if one came. Descriptors live as long as the process, there are as many as shapes in use.
+        // SAFETY: out-parameters of the right types; attributes with their sizes; one result is requested,
+        // and read only if one came. There are as many descriptors as shapes in use.
         unsafe {
             check(
                 "cublasLtMatmulDescCreate",
@@ -162,7 +188,7 @@ impl CublasLt {
 impl Drop for CublasLt {
     fn drop(&mut self) {
         let _ = self.device.synchronize();
-        // SAFETY: our own handle and descriptors, used by nobody after this.
+        // SAFETY: our own handle and descriptors, dropped once.
         unsafe {
             for plan in self.plans.values() {
                 let _ = sys::cublasLtMatmulDescDestroy(plan.operation);
@@ -182,4 +208,19 @@ fn check(call: &'static str, status: cublasStatus_t) -> Result<()> {
     // SAFETY: returns a static string for every status.
     let message = unsafe { CStr::from_ptr(sys::cublasLtGetStatusString(status)) };
     Err(CudaError::Library { call, message: message.to_string_lossy().into_owned() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn operands_that_are_too_short_are_refused() {
+        let product = Product { rows: 3, outputs: 4, inputs: 8, stride: 6, add: false };
+        // Two strides and one row of outputs.
+        assert!(product.fits(32, 24, 16));
+        assert!(!product.fits(31, 24, 16) && !product.fits(32, 23, 16) && !product.fits(32, 24, 15));
+        assert!(!Product { stride: 3, ..product }.fits(100, 100, 100));
+        assert!(!Product { rows: 0, ..product }.fits(100, 100, 100));
+    }
 }

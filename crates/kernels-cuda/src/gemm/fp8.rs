@@ -1,11 +1,14 @@
-//! FP8 weights on the device: how their codes are arranged (see `kernels/fp8.cuh`), and the kernels that read them.
+//! FP8 weights on the device: the arrangement of their codes (`kernels/fp8.cuh`) and the kernels that
+//! read them.
 
 use super::{CudaMatrix, Skinny};
-use crate::device::{Device, Function, KernelParams, LaunchShape};
-use crate::error::Result;
+use crate::device::{Device, Function, LaunchShape};
+use crate::error::{CudaError, Result};
 use crate::kernels::Kernels;
-use crate::memory::Buffer;
+use crate::layout::shared_struct;
+use crate::memory::{Buffer, DevicePtr};
 use crate::sources::EXPAND;
+use half::bf16;
 use oscar_backend::{WeightFormat, fp8_blocks};
 use std::ops::Range;
 
@@ -15,9 +18,9 @@ pub(super) const WORD_CODES: usize = 4;
 /// Four consecutive codes in the order of bits that `fp8.cuh` reads.
 pub(super) fn arrange(codes: &[u8]) -> u32 {
     let [a, b, c, d] = std::array::from_fn(|i| u32::from(codes[i]));
-    // Sign, exponent and mantissa where BF16 has them.
+    // Sign, exponent and mantissa in the bits of a BF16 number.
     let in_place = |code: u32| (code & 0x80) << 8 | (code & 0x7f) << 4;
-    // In the gaps: sign and mantissa in the own half, the exponent in the other.
+    // In the gaps: sign and mantissa in the same half, the exponent in the other half.
     let (sign_mantissa, exponent) =
         (|code: u32| code >> 7 << 3 | code & 7, |code: u32| (code >> 3 & 15) << 11);
     let low = in_place(a) | sign_mantissa(c) | exponent(d);
@@ -25,30 +28,27 @@ pub(super) fn arrange(codes: &[u8]) -> u32 {
     high << 16 | low
 }
 
-/// Scale under which words of random bits have the size of [`oscar_backend::random_amplitude`]'s weights.
+/// Scale that gives random codes the root mean square of [`oscar_backend::random_amplitude`]'s weights.
 pub(crate) fn random_scale(inputs: usize) -> f32 {
     let squares: f64 = (0..=255).map(|code| f64::from(oscar_codec::fp8::decode(code)).powi(2)).sum();
     let uniform = f64::from(oscar_backend::random_amplitude(inputs)) / 3f64.sqrt();
     (uniform / (squares / 256.0).sqrt()) as f32
 }
 
-#[repr(C)]
-#[derive(Clone, Copy, bytemuck::NoUninit)]
-struct Expand {
-    codes: u64,
-    scales: u64,
-    out: u64,
-    first: u32,
-    count: u32,
-    inputs: u32,
-    columns: u32,
+shared_struct! {
+    pub(super) struct ExpandParams {
+        codes: DevicePtr<u32>,
+        scales: DevicePtr<f32>,
+        out: DevicePtr<bf16>,
+        first: u32,
+        count: u32,
+        inputs: u32,
+        columns: u32,
+    }
 }
 
-// SAFETY: the struct of `expand.cu`; `Fp8Kernels::expand` fills it with addresses of live buffers.
-unsafe impl KernelParams for Expand {}
-
-/// The kernels of FP8 weights, compiled when the first such matrix comes.
-pub struct Fp8Kernels {
+/// The kernels of FP8 weights, compiled for the first such matrix.
+pub(crate) struct Fp8Kernels {
     device: Device,
     pub(crate) skinny: Skinny,
     expand: Function,
@@ -65,18 +65,24 @@ impl Fp8Kernels {
 
     /// Writes some outputs of an FP8 matrix to `to`, in BF16.
     pub fn expand(&self, matrix: &CudaMatrix, outputs: &Range<usize>, to: &Buffer) -> Result<()> {
-        let p = Expand {
-            codes: matrix.weights.address(),
-            scales: matrix.scales.as_ref().map_or(0, Buffer::address),
-            out: to.address(),
+        let refuse = |detail: String| CudaError::Shape { what: "an expansion of FP8 weights", detail };
+        let Some(scales) = &matrix.scales else { return Err(refuse("the weights are BF16".into())) };
+        if outputs.end > matrix.outputs || 2 * outputs.len() * matrix.inputs > to.bytes() {
+            return Err(refuse(format!("{outputs:?} of {} into {} bytes", matrix.outputs, to.bytes())));
+        }
+        let p = ExpandParams {
+            codes: matrix.weights.ptr(),
+            scales: scales.ptr(),
+            out: to.ptr(),
             first: outputs.start as u32,
             count: outputs.len() as u32,
             inputs: matrix.inputs as u32,
             columns: fp8_blocks(matrix.inputs) as u32,
         };
-        // A block a row, in a few rounds.
+        // One block per row, up to a few per multiprocessor.
         let blocks = outputs.len().clamp(1, self.device.properties().multiprocessors as usize * 16);
-        self.device.launch(self.expand, LaunchShape::new(blocks, 256).overlapping(), &p)
+        // SAFETY: the parameters of `expand.cu`; the range lies in the matrix and fits `to` (checked).
+        unsafe { self.device.launch(self.expand, LaunchShape::new(blocks, 256).overlapping(), p) }
     }
 }
 
@@ -86,7 +92,7 @@ mod tests {
     use half::bf16;
     use oscar_codec::fp8::decode;
 
-    /// What `fp8_first_pair` and `fp8_second_pair` make of a word.
+    /// `fp8_first_pair` and `fp8_second_pair` of `fp8.cuh`.
     fn pairs(word: u32) -> [u32; 2] {
         let first = word & 0x87f0_87f0;
         let second = (word.rotate_left(12) & 0x8780_8780) | (word << 4 & 0x0070_0070);

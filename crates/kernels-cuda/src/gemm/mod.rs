@@ -1,28 +1,35 @@
-//! Matrix products: few rows by our own kernel, which reads the weights once at memory speed and keeps 16 bits of the
-//! activations' mantissa; many rows by cuBLASLt on BF16. FP8 weights stay FP8 for few rows and are expanded panel by panel
-//! for many.
+//! Matrix products. Few rows: `skinny_gemm.cu`, which reads the weights once at memory speed and keeps
+//! 16 bits of the activations' mantissa. Many rows: cuBLASLt on BF16. FP8 weights stay FP8 for few rows;
+//! for many they are expanded panel by panel.
 
 mod cublaslt;
 mod fp8;
 mod skinny;
 
-pub use cublaslt::{CublasLt, Product};
-pub use fp8::Fp8Kernels;
-pub(crate) use fp8::random_scale;
-pub use skinny::{MOST_ROWS, Skinny, SkinnyProduct, SkinnyShape};
+pub(crate) use cublaslt::{CublasLt, Product};
+pub(crate) use fp8::{Fp8Kernels, random_scale};
+pub(crate) use skinny::{MOST_ROWS, Skinny, SkinnyProduct, SkinnyShape};
 
 use crate::device::Device;
 use crate::error::{CudaError, Result};
-use crate::memory::Buffer;
+use crate::layout::Layout;
+use crate::memory::{Buffer, DeviceSlice};
 use half::bf16;
 use oscar_backend::{Fp8Blocks, HostMatrix, HostValues, WeightFormat, fp8_blocks};
 use std::ops::Range;
+
+pub(crate) const LAYOUTS: &[Layout] = &[fp8::ExpandParams::LAYOUT, skinny::SkinnyParams::LAYOUT];
+
+/// Whether the kernel for few rows takes matrices of this shape.
+pub fn multiplies_few_rows(format: WeightFormat, outputs: usize, inputs: usize) -> bool {
+    Skinny::multiplies(format, outputs, inputs)
+}
 
 /// Weights on the device, `[outputs][inputs]`, and their bias.
 pub struct CudaMatrix {
     /// BF16, or FP8 codes in the kernels' arrangement.
     pub(crate) weights: Buffer,
-    /// Of FP8 weights.
+    /// Scales of FP8 weights.
     pub(crate) scales: Option<Buffer>,
     pub(crate) bias: Option<Buffer>,
     pub(crate) outputs: usize,
@@ -47,13 +54,13 @@ impl CudaMatrix {
         self.weights.bytes() + self.scales.as_ref().map_or(0, Buffer::bytes)
     }
 
-    /// Room for BF16 weights that someone else writes.
+    /// BF16 weights with undefined contents.
     pub(crate) fn uninitialized(device: &Device, outputs: usize, inputs: usize) -> Result<Self> {
         let weights = device.alloc(outputs * inputs * 2, "weights")?;
         Ok(Self { weights, scales: None, bias: None, outputs, inputs })
     }
 
-    /// Room for FP8 weights that someone else writes.
+    /// FP8 weights with undefined contents.
     pub(crate) fn uninitialized_fp8(
         device: &Device,
         outputs: usize,
@@ -64,8 +71,8 @@ impl CudaMatrix {
             || scales.len() != fp8_blocks(outputs) * fp8_blocks(inputs)
         {
             let detail = format!(
-                "{outputs} × {inputs} with {} scales: outputs must be a multiple of 8, inputs of 64, with a scale for each \
-                 128 × 128",
+                "{outputs} × {inputs} with {} scales: outputs must be a multiple of 8, inputs of 64, \
+                 with a scale for each 128 × 128",
                 scales.len()
             );
             return Err(CudaError::Shape { what: "an FP8 matrix", detail });
@@ -91,17 +98,17 @@ impl CudaMatrix {
             HostValues::Fp8(v) => Self::upload_fp8(device, &v, outputs, inputs)?,
             HostValues::Bf16(v) => {
                 let uploaded = Self::uninitialized(device, outputs, inputs)?;
-                device.upload(bytemuck::cast_slice(v), &uploaded.weights, 0)?;
+                device.upload(v, uploaded.weights.slice().part(0..v.len())?)?;
                 uploaded
             }
             HostValues::F16(v) => {
                 let uploaded = Self::uninitialized(device, outputs, inputs)?;
-                upload_slabs(device, v, 1, &uploaded.weights, |x| bf16::from_f32(x[0].to_f32()))?;
+                upload_slabs(device, v, 1, uploaded.weights.slice(), |x| bf16::from_f32(x[0].to_f32()))?;
                 uploaded
             }
             HostValues::F32(v) => {
                 let uploaded = Self::uninitialized(device, outputs, inputs)?;
-                upload_slabs(device, v, 1, &uploaded.weights, |x| bf16::from_f32(x[0]))?;
+                upload_slabs(device, v, 1, uploaded.weights.slice(), |x| bf16::from_f32(x[0]))?;
                 uploaded
             }
         };
@@ -109,23 +116,24 @@ impl CudaMatrix {
         Ok(uploaded)
     }
 
-    /// In FP8 where the kernels take such a matrix, expanded to BF16 otherwise.
+    /// FP8 if the kernels take such a matrix, expanded to BF16 otherwise.
     fn upload_fp8(device: &Device, matrix: &Fp8Blocks<'_>, outputs: usize, inputs: usize) -> Result<Self> {
         if let Err(error) = matrix.check(outputs, inputs) {
             return Err(CudaError::Shape { what: "an FP8 matrix", detail: error.to_string() });
         }
         if Skinny::multiplies(WeightFormat::Fp8, outputs, inputs) {
             let uploaded = Self::uninitialized_fp8(device, outputs, inputs, matrix.scales)?;
-            upload_slabs(device, matrix.codes, fp8::WORD_CODES, &uploaded.weights, fp8::arrange)?;
+            upload_slabs(device, matrix.codes, fp8::WORD_CODES, uploaded.weights.slice(), fp8::arrange)?;
             return Ok(uploaded);
         }
         let uploaded = Self::uninitialized(device, outputs, inputs)?;
         let weights = matrix.expand(inputs);
-        upload_slabs(device, &weights, 1, &uploaded.weights, |x| bf16::from_f32(x[0]))?;
+        upload_slabs(device, &weights, 1, uploaded.weights.slice(), |x| bf16::from_f32(x[0]))?;
         Ok(uploaded)
     }
 
-    /// Outputs that are expanded at a time: all of BF16's, so many of FP8's that the room for them stays bounded.
+    /// Ranges of outputs that are multiplied at a time: all at once for BF16; for FP8 as many as fit the
+    /// memory that they are expanded into.
     pub(crate) fn panels(&self) -> impl Iterator<Item = Range<usize>> + use<> {
         const PANEL_BYTES: usize = 128 << 20;
         let outputs = self.outputs;
@@ -137,12 +145,13 @@ impl CudaMatrix {
     }
 }
 
-/// Converts and sends a slab at a time, so that no second copy of a large matrix is held; `group` values become one.
-fn upload_slabs<T, U: bytemuck::NoUninit>(
+/// Converts and sends a slab at a time, so that no second copy of a large matrix exists; `group` values
+/// become one.
+fn upload_slabs<T, U: bytemuck::Pod>(
     device: &Device,
     values: &[T],
     group: usize,
-    to: &Buffer,
+    to: DeviceSlice<'_, U>,
     convert: impl Fn(&[T]) -> U,
 ) -> Result<()> {
     const SLAB: usize = 4 << 20;
@@ -150,8 +159,9 @@ fn upload_slabs<T, U: bytemuck::NoUninit>(
     for (index, part) in values.chunks(SLAB * group).enumerate() {
         slab.clear();
         slab.extend(part.chunks_exact(group).map(&convert));
-        device.upload(bytemuck::cast_slice(&slab), to, index * SLAB * size_of::<U>())?;
-        // The slab is filled again: the copy must be over.
+        let first = index * SLAB;
+        device.upload(&slab, to.part(first..first + slab.len())?)?;
+        // Wait for the copy before the slab is filled again.
         device.synchronize()?;
     }
     Ok(())

@@ -1,59 +1,58 @@
-//! Launching `skinny_gemm.cu`: which variant, how many blocks.
+//! `skinny_gemm.cu`: the choice of a variant, the division of a matrix among blocks, the launch.
 
 use super::CudaMatrix;
-use crate::device::{Device, Function, KernelParams, LaunchShape};
+use crate::device::{Device, Function, LaunchShape};
 use crate::error::{CudaError, Result};
 use crate::kernels::Kernels;
+use crate::layout::shared_struct;
+use crate::memory::{DevicePtr, DeviceSlice};
 use crate::sources::{SKINNY_GEMM, weight_defines};
 use oscar_backend::WeightFormat;
 use std::cmp::Reverse;
 use std::ffi::CStr;
 
-/// Most rows the kernel takes.
-pub const MOST_ROWS: usize = 16;
+/// Most rows that the kernel takes.
+pub(crate) const MOST_ROWS: usize = 16;
 
-/// A variant: rows it has room for, warps a block, tiles of 8 outputs in a unit.
+/// A variant: most rows, warps per block, tiles of 8 outputs per unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct SkinnyShape {
+pub(crate) struct SkinnyShape {
     pub rows: usize,
     pub warps: usize,
     pub tiles: usize,
 }
 
-/// How a matrix is shared out.
+/// The division of a matrix into units.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Cut {
-    /// Outputs of a unit, gates alone where gated.
+    /// Outputs of a unit; gates only, if gated.
     unit: usize,
-    /// The same of the last units, one for each block, and how many units come before them.
+    /// Outputs of the last units, one for each block, and the number of units before them.
     last_unit: usize,
     large_units: usize,
     units: usize,
 }
 
-#[repr(C)]
-#[derive(Clone, Copy, bytemuck::NoUninit)]
-struct Params {
-    weights: u64,
-    scales: u64,
-    x: u64,
-    out: u64,
-    bias: u64,
-    norm: u64,
-    rows: u32,
-    outputs: u32,
-    inputs: u32,
-    add: u32,
-    gated: u32,
-    eps: f32,
-    unit: u32,
-    last_unit: u32,
-    large_units: u32,
-    units: u32,
+shared_struct! {
+    pub(super) struct SkinnyParams {
+        weights: DevicePtr<u8>,
+        scales: Option<DevicePtr<f32>>,
+        x: DevicePtr<f32>,
+        out: DevicePtr<f32>,
+        bias: Option<DevicePtr<f32>>,
+        norm: Option<DevicePtr<f32>>,
+        rows: u32,
+        outputs: u32,
+        inputs: u32,
+        add: u32,
+        gated: u32,
+        eps: f32,
+        unit: u32,
+        last_unit: u32,
+        large_units: u32,
+        units: u32,
+    }
 }
-
-// SAFETY: the struct of `skinny_gemm.cu`; `Skinny::enqueue` fills it with addresses of live matrices.
-unsafe impl KernelParams for Params {}
 
 /// A variant's kernels: without and with a norm.
 #[derive(Clone, Copy)]
@@ -63,8 +62,8 @@ struct Pair {
     normed: Function,
 }
 
-/// The variants that the GPU has room for, of kernels for weights in one format.
-pub struct Skinny {
+/// The variants that fit the GPU, for weights in one format.
+pub(crate) struct Skinny {
     device: Device,
     format: WeightFormat,
     pairs: Vec<Pair>,
@@ -76,7 +75,7 @@ struct Variant {
     /// Its kernels, without and with a norm, for BF16 and for FP8 weights.
     bf16: [&'static CStr; 2],
     fp8: [&'static CStr; 2],
-    /// Is there one for BF16?
+    /// Whether it exists for BF16.
     has_bf16: bool,
 }
 
@@ -130,13 +129,13 @@ impl SkinnyShape {
         self.warps * self.tiles * (self.slots() * 512 + 2 * 64 * 4 * (self.rows / 8))
     }
 
-    /// Outputs of a unit that the variant has room for.
+    /// Most outputs of a unit.
     fn room(self, gated: bool) -> usize {
         if gated { 4 * self.tiles } else { 8 * self.tiles }
     }
 
-    /// Cuts a matrix so that so many blocks have as much to do as one another, in as few rounds as the variant needs: units of
-    /// one size, and in the last round what is left in equal parts.
+    /// Divides a matrix so that all blocks have the same amount of work, in as few rounds as possible:
+    /// units of one size, and in the last round equal parts of the rest.
     fn cut(self, format: WeightFormat, outputs: usize, gated: bool, blocks: usize) -> Cut {
         let width = if gated { outputs / 2 } else { outputs };
         let sized = |outputs: usize| match format {
@@ -152,11 +151,11 @@ impl SkinnyShape {
         Cut { unit, last_unit, large_units, units: large_units + left.div_ceil(last_unit) }
     }
 
-    /// What a product lasts, in rows of weights: those of the busiest of so many blocks, and its passes over the inputs.
-    /// Then its rounds.
+    /// Estimated duration of a product, in rows of weights: those of the busiest block, plus its passes
+    /// over the inputs. Then the number of rounds.
     fn duration(self, format: WeightFormat, cut: Cut, gated: bool, blocks: usize) -> (usize, usize) {
-        // Bringing and splitting the inputs is hidden behind BF16 weights; behind FP8, which come in half the time, it is not
-        // (H200, matrices of Qwen3-8B).
+        // Loading and splitting the inputs is hidden behind BF16 weights, but not behind FP8 weights,
+        // which take half the time (H200, matrices of Qwen3-8B).
         let pass = match format {
             WeightFormat::Bf16 => 0,
             WeightFormat::Fp8 => 24,
@@ -171,7 +170,7 @@ impl SkinnyShape {
         if self.tiles == 3 { 4 } else { 3 }
     }
 
-    /// Room for the squares of a norm, which is not dynamic.
+    /// Whether it fits, with the static shared memory for the squares of a norm.
     fn fits(self, shared_memory: usize) -> bool {
         self.shared() + self.warps * self.rows * 4 <= shared_memory
     }
@@ -191,12 +190,12 @@ impl Skinny {
         Ok(Self { device: device.clone(), format, pairs })
     }
 
-    /// Does the kernel take this product?
+    /// Whether the kernel takes this product.
     pub fn takes(matrix: &CudaMatrix, rows: usize) -> bool {
         rows <= MOST_ROWS && Self::multiplies(matrix.format(), matrix.outputs, matrix.inputs)
     }
 
-    /// Does it take matrices of this shape?
+    /// Whether the kernel takes matrices of this shape.
     pub fn multiplies(format: WeightFormat, outputs: usize, inputs: usize) -> bool {
         // Inputs: `CHUNK` of `skinny_gemm.cu`.
         match format {
@@ -205,7 +204,7 @@ impl Skinny {
         }
     }
 
-    /// Can [`SkinnyProduct::gated`] be asked of this matrix?
+    /// Whether the kernel can gate products with this matrix.
     pub fn gates(matrix: &CudaMatrix) -> bool {
         // Units of four or eight tiles, half of which are gates.
         matrix.outputs.is_multiple_of(64)
@@ -217,8 +216,8 @@ impl Skinny {
         self.pairs.iter().map(|p| p.shape).filter(move |s| s.rows == capacity)
     }
 
-    /// The variant that is used: the one that is done first, by what it reads of weights and inputs, in the fewest rounds; then
-    /// the one with most weights on their way.
+    /// The variant with the shortest estimated duration; of several the one with the fewest rounds, then
+    /// the one with most weights in flight.
     pub fn choose(&self, rows: usize, outputs: usize, gated: bool) -> Option<SkinnyShape> {
         choose(self.format, self.shapes(rows), outputs, gated, self.blocks())
     }
@@ -227,39 +226,40 @@ impl Skinny {
         self.device.properties().multiprocessors as usize
     }
 
-    pub fn enqueue(&self, matrix: &CudaMatrix, product: &SkinnyProduct) -> Result<()> {
+    pub fn enqueue(&self, matrix: &CudaMatrix, product: &SkinnyProduct<'_>) -> Result<()> {
         let Some(shape) = self.choose(product.rows, matrix.outputs, product.gated) else {
-            let detail = "the GPU has too little shared memory a block".into();
+            let detail = "the GPU has too little shared memory per block".into();
             return Err(CudaError::Shape { what: "a skinny product", detail });
         };
         self.enqueue_as(shape, matrix, product)
     }
 
     /// [`Skinny::enqueue`] with a variant of [`Skinny::shapes`].
-    pub fn enqueue_as(&self, shape: SkinnyShape, matrix: &CudaMatrix, product: &SkinnyProduct) -> Result<()> {
+    pub fn enqueue_as(
+        &self,
+        shape: SkinnyShape,
+        matrix: &CudaMatrix,
+        product: &SkinnyProduct<'_>,
+    ) -> Result<()> {
+        let refuse = |detail: String| CudaError::Shape { what: "a product of few rows", detail };
         let Some(pair) = self.pairs.iter().find(|p| p.shape == shape) else {
-            let detail = format!("{shape:?} is no variant of the kernel");
-            return Err(CudaError::Shape { what: "a skinny product", detail });
+            return Err(refuse(format!("{shape:?} is no variant of the kernel")));
         };
-        if matrix.format() != self.format {
-            let detail = format!("{:?} weights for kernels of {:?}", matrix.format(), self.format);
-            return Err(CudaError::Shape { what: "a skinny product", detail });
-        }
-        let (norm, eps) = product.norm.unwrap_or_default();
+        product.check(matrix, shape, self.format).map_err(refuse)?;
         let cut = shape.cut(self.format, matrix.outputs, product.gated, self.blocks());
-        let params = Params {
-            weights: matrix.weights.address(),
-            scales: matrix.scales.as_ref().map_or(0, |s| s.address()),
-            x: product.x,
-            out: product.out,
-            bias: matrix.bias.as_ref().map_or(0, |b| b.address()),
-            norm,
+        let params = SkinnyParams {
+            weights: matrix.weights.ptr(),
+            scales: matrix.scales.as_ref().map(|s| s.ptr()),
+            x: product.x.ptr(),
+            out: product.out.ptr(),
+            bias: matrix.bias.as_ref().map(|b| b.ptr()),
+            norm: product.norm.map(|(norm, _)| norm.ptr()),
             rows: product.rows as u32,
             outputs: matrix.outputs as u32,
             inputs: matrix.inputs as u32,
             add: product.add as u32,
             gated: product.gated as u32,
-            eps,
+            eps: product.norm.map_or(0.0, |(_, eps)| eps),
             unit: cut.unit as u32,
             last_unit: cut.last_unit as u32,
             large_units: cut.large_units as u32,
@@ -268,7 +268,8 @@ impl Skinny {
         let blocks = cut.units.min(self.blocks());
         let launch = LaunchShape::new(blocks, shape.warps as u32 * 32).shared(shape.shared()).overlapping();
         let function = if product.norm.is_some() { pair.normed } else { pair.plain };
-        self.device.launch(function, launch, &params)
+        // SAFETY: the parameters of `skinny_gemm.cu`; operands have the sizes of the product (checked).
+        unsafe { self.device.launch(function, launch, params) }
     }
 }
 
@@ -286,19 +287,50 @@ fn choose(
     })
 }
 
-/// What is multiplied: `out ← x · wᵀ + bias`, with a norm before it and a gate behind it where asked. Addresses are of
-/// f32 rows.
-#[derive(Clone, Copy, Debug)]
-pub struct SkinnyProduct {
+/// `out ← x · wᵀ + bias`, optionally with a norm before it and a gate behind it.
+#[derive(Clone, Copy)]
+pub(crate) struct SkinnyProduct<'a> {
     pub rows: usize,
-    pub x: u64,
-    pub out: u64,
-    /// RMSNorm of `x`: its weights' address and epsilon.
-    pub norm: Option<(u64, f32)>,
-    /// Adds to what `out` holds.
+    pub x: DeviceSlice<'a, f32>,
+    pub out: DeviceSlice<'a, f32>,
+    /// RMSNorm of `x`: its weights and epsilon.
+    pub norm: Option<(DeviceSlice<'a, f32>, f32)>,
+    /// Adds to `out`.
     pub add: bool,
     /// The matrix makes `[gate | up]` and `out` receives `silu(gate) · up`.
     pub gated: bool,
+}
+
+impl SkinnyProduct<'_> {
+    /// Refuses a product that the kernel does not take, or whose operands are too short.
+    fn check(
+        &self,
+        matrix: &CudaMatrix,
+        shape: SkinnyShape,
+        format: WeightFormat,
+    ) -> std::result::Result<(), String> {
+        let Self { rows, x, out, norm, gated, .. } = *self;
+        let width = if gated { matrix.outputs / 2 } else { matrix.outputs };
+        let takes = matrix.format() == format
+            && rows > 0
+            && rows <= shape.rows
+            && Skinny::takes(matrix, rows)
+            && (!gated || Skinny::gates(matrix) && shape.tiles.is_multiple_of(2));
+        let fits = rows * matrix.inputs <= x.len()
+            && rows * width <= out.len()
+            && norm.is_none_or(|(norm, _)| matrix.inputs <= norm.len());
+        match takes && fits {
+            true => Ok(()),
+            false => Err(format!(
+                "{rows} rows by {} × {} {:?} with {shape:?} of {format:?}, gated {gated}, {} inputs, {} outputs",
+                matrix.outputs,
+                matrix.inputs,
+                matrix.format(),
+                x.len(),
+                out.len()
+            )),
+        }
+    }
 }
 
 #[cfg(test)]
@@ -313,7 +345,7 @@ mod tests {
     #[test]
     fn every_supported_gpu_has_room_for_a_variant_of_every_size() {
         for format in [WeightFormat::Bf16, WeightFormat::Fp8] {
-            // Shared memory a block may have on sm_80, sm_89 and sm_90.
+            // Shared memory per block on sm_80, sm_89 and sm_90.
             for (room, warps) in [(163 << 10, 16), (99 << 10, 8), (227 << 10, 16)] {
                 for rows in [8, MOST_ROWS] {
                     for gated in [false, true] {
@@ -323,7 +355,7 @@ mod tests {
                 }
             }
         }
-        // More than half of a multiprocessor: no two blocks on one while another has none.
+        // More than half of a multiprocessor, so that two blocks never share one.
         for v in VARIANTS.iter().filter(|v| v.shape.warps * v.shape.tiles >= 48) {
             assert!(v.shape.shared() > 114 << 10, "{:?}", v.shape);
         }
@@ -343,7 +375,7 @@ mod tests {
             let cut = shape.cut(format, outputs, gated, 132);
             (shape.warps, shape.tiles, cut.unit, cut.last_unit, cut.units)
         };
-        // Qwen3-8B and 4B: as many outputs for a block as there are, divided by 132, or hardly more.
+        // Qwen3-8B and 4B: each block has 1/132 of the outputs, or hardly more.
         let bf16 = |outputs| chosen(WeightFormat::Bf16, outputs, false);
         assert_eq!(
             [bf16(4096), bf16(6144), bf16(2560)],
@@ -357,7 +389,7 @@ mod tests {
         assert_eq!(bf16(151_936), (16, 4, 32, 32, 35 * 132 + 128));
         // Small matrices: units of eight at least.
         assert_eq!([bf16(8), bf16(136)].map(|c| (c.3, c.4)), [(8, 1), (8, 17)]);
-        // FP8: whole tiles; passes over the inputs count.
+        // FP8: whole tiles, and passes over the inputs count.
         let fp8 = |outputs, gated| chosen(WeightFormat::Fp8, outputs, gated);
         assert_eq!([fp8(4096, false).1, fp8(6144, false).1, fp8(24576, true).1], [4, 8, 8]);
     }

@@ -11,9 +11,10 @@
 mod hazards;
 mod layout;
 mod plan;
+mod required;
 mod upload;
 
-pub(crate) use layout::window;
+pub(crate) use layout::{LAYOUTS, window};
 pub use layout::{SequenceInfo, StepTables};
 pub use plan::StepSummary;
 
@@ -53,6 +54,7 @@ impl StepPlanner {
         sequences: &[SequenceRows<'_>],
     ) -> Result<PlannedStep> {
         let windows = pages.layout().windows();
+        sequences.iter().try_for_each(|s| required::check_pages(s, windows, pages.storage()))?;
         let summary = self.words.fill(windows, pages.storage(), sequences)?;
         let all = self.send(device, transfers, windows, &summary)?;
         let by_layer = if summary.quantizes_ahead { 0 } else { summary.tiles };

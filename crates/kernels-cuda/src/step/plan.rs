@@ -6,8 +6,9 @@
 //! the tail, the rest of the rows stays together.
 
 use super::hazards::{delay_shared_codes, old_codes, quantizes_only_earlier_rows};
-use super::layout::{NO_PAGE, SEQUENCE_WORDS, SequenceInfo, StepTables, tile_words, window};
+use super::layout::{DemotedTile, NO_PAGE, SEQUENCE_WORDS, SequenceInfo, StepTables, window};
 use crate::error::{CudaError, Result};
+use crate::memory::DevicePtr;
 use crate::storage::Storage;
 use oscar_backend::SequenceRows;
 use oscar_codec::{PAGE_TOKENS, Side, TILE_TOKENS, Windows};
@@ -75,9 +76,9 @@ impl Words {
                 let first = s.first_position + (rows.start - s.rows.start);
                 let end = first + rows.len();
                 let boundary = match storage {
-                    Storage::Plain => windows.sink(),
+                    Storage::Bf16 => windows.sink(),
                     Storage::Codes => windows.boundary(end - 1).max(coded_until).min(end),
-                    Storage::Decoded => windows.boundary(end - 1).min(end),
+                    Storage::Dequantized => windows.boundary(end - 1).min(end),
                 };
                 summary.sequences.push(SequenceInfo {
                     first_row: rows.start as u32,
@@ -170,7 +171,8 @@ impl Words {
                     let detail = format!("block {block} is to be quantized but lacks one of its pages");
                     return Err(CudaError::Shape { what: "a sequence of the step", detail });
                 };
-                self.words.extend(tile_words(full.0, coded.0, position));
+                let tile = DemotedTile::new(full.0, coded.0, position);
+                self.words.extend_from_slice(bytemuck::cast_slice(&[tile]));
                 summary.tiles += 1;
                 summary.full_pages = summary.full_pages.max(full.0 as usize + 1);
                 summary.coded_pages = summary.coded_pages.max(coded.0 as usize + 1);
@@ -179,16 +181,15 @@ impl Words {
         Ok(())
     }
 
-    /// The tables at this device address.
-    pub fn tables(&self, base: u64, windows: &Windows, summary: &StepSummary) -> StepTables {
-        let at = |words: usize| base + 4 * words as u64;
+    /// The tables whose words begin here.
+    pub fn tables(&self, base: DevicePtr<u32>, windows: &Windows, summary: &StepSummary) -> StepTables {
         StepTables {
-            sequences: base,
-            row_sequence: at(self.row_sequence),
-            row_position: at(self.row_position),
-            full: at(self.full),
-            coded: at(self.coded),
-            demoted: at(self.demoted),
+            sequences: base.cast(),
+            row_sequence: base.add(self.row_sequence),
+            row_position: base.add(self.row_position),
+            full: base.add(self.full),
+            coded: base.add(self.coded),
+            demoted: base.add(self.demoted).cast(),
             sequence_count: summary.sequences.len() as u32,
             rows: summary.rows as u32,
             demoted_count: summary.tiles as u32,

@@ -3,7 +3,7 @@
 use super::plan::Words;
 use crate::device::Device;
 use crate::error::Result;
-use crate::memory::Buffer;
+use crate::memory::{Buffer, DevicePtr};
 use crate::transfers::Transfers;
 use std::ops::Range;
 
@@ -16,27 +16,34 @@ pub struct TableUpload {
 }
 
 impl TableUpload {
-    /// Enqueues the copies that make the device's tables equal to `words`; returns their address.
-    pub fn send(&mut self, device: &Device, transfers: &mut Transfers, words: &Words) -> Result<u64> {
+    /// Enqueues the copies that make the device's tables equal to `words`; returns where they begin.
+    pub fn send(
+        &mut self,
+        device: &Device,
+        transfers: &mut Transfers,
+        words: &Words,
+    ) -> Result<DevicePtr<u32>> {
         let bytes = 4 * words.words.len();
-        if self.buffer.as_ref().is_none_or(|b| b.bytes() < bytes) {
-            self.buffer = None;
-            self.sent.clear();
-            self.buffer = Some(device.alloc(bytes.next_power_of_two().max(1 << 16), "page tables")?);
-        }
-        let base = self.buffer.as_ref().map_or(0, Buffer::address);
+        let buffer = match self.buffer.take().filter(|b| b.bytes() >= bytes) {
+            Some(buffer) => buffer,
+            None => {
+                self.sent.clear();
+                device.alloc(bytes.next_power_of_two().max(1 << 16), "page tables")?
+            }
+        };
+        let buffer = self.buffer.insert(buffer);
         // After a failure nothing is known about the device's copy.
         let mut sent = std::mem::take(&mut self.sent);
         // Page ids are most of the words and hardly change.
         for part in [0..words.full, words.full..words.demoted, words.demoted..words.words.len()] {
             if let Some(changed) = changed(&sent, &words.words, part) {
-                let to = base + 4 * changed.start as u64;
-                transfers.enqueue(bytemuck::cast_slice(&words.words[changed]), to)?;
+                let to = buffer.slice().part(changed.clone())?;
+                transfers.enqueue(&words.words[changed], to)?;
             }
         }
         sent.clone_from(&words.words);
         self.sent = sent;
-        Ok(base)
+        Ok(buffer.ptr())
     }
 }
 

@@ -10,7 +10,7 @@ use oscar_kernels_cpu::bench::time_median;
 use oscar_kernels_cpu::{Epilogue, GemmScratch, Kernels, PackedMatrix, Precision, ThreadPool, Weights};
 use oscar_kernels_cuda::CudaBackend;
 use oscar_kernels_cuda::bench::{GemmTiming, gemm};
-use oscar_kernels_cuda::gemm::Skinny;
+use oscar_kernels_cuda::multiplies_few_rows;
 use serde_json::json;
 
 #[derive(clap::Args)]
@@ -102,7 +102,7 @@ fn on_gpu_timings(args: &Args, cuda: &CudaBackend, rows: usize) -> Result<Vec<(&
     let mut timings = Vec::new();
     for weights in [WeightsArg::Bf16, WeightsArg::Fp8] {
         let (outputs, inputs) = (args.outputs, args.inputs);
-        if weights == WeightsArg::Bf16 || Skinny::multiplies(weights.format(), outputs, inputs) {
+        if weights == WeightsArg::Bf16 || multiplies_few_rows(weights.format(), outputs, inputs) {
             let found = gemm(cuda, weights.format(), rows, outputs, inputs, args.repetitions)?;
             timings.extend(found.into_iter().map(|t| (weights.name(), t)));
         }

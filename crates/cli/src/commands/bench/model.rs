@@ -9,7 +9,7 @@ use oscar_backend::{Backend, Pick, WeightFormat};
 use oscar_bench::{Row, random_tokens};
 use oscar_codec::{CacheLayout, CodeLayout, KvFormat, PAGE_TOKENS, RotationKind, RotationSet};
 use oscar_kernels_cpu::bench::time_median;
-use oscar_kernels_cuda::graph::{HostTimes, Profile};
+use oscar_kernels_cuda::{HostTimes, Profile};
 use oscar_models::{DecoderConfig, shapes};
 use oscar_runner::{Logits, Runner, RunnerOptions, Sequence, StepOutput, StepRequest};
 use serde_json::json;

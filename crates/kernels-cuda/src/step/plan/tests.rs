@@ -103,7 +103,7 @@ fn queries_over_a_demoted_tail_go_one_by_one() {
     );
     assert_eq!(w[words.full..][..5], [0, 0, NO_PAGE, NO_PAGE, NO_PAGE]);
     // A decoded history is never read by this rule.
-    let summary = words.fill(&windows, Storage::Decoded, &sequences).unwrap();
+    let summary = words.fill(&windows, Storage::Dequantized, &sequences).unwrap();
     assert_eq!((summary.sequences.len(), summary.tiles), (2, 0));
 }
 
@@ -140,7 +140,7 @@ fn new_tokens_of_short_contexts_are_read_in_bf16() {
         demote: 0..0,
         demote_values: 0..0,
     };
-    for storage in [Storage::Codes, Storage::Decoded, Storage::Plain] {
+    for storage in [Storage::Codes, Storage::Dequantized, Storage::Bf16] {
         let summary = Words::default().fill(&windows, storage, std::slice::from_ref(&rows)).unwrap();
         assert!(summary.only_new_tokens(&windows));
     }

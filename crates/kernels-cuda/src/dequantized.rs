@@ -1,8 +1,8 @@
-//! Demotion for formats without kernels: rows come to the host, go through the codec of `oscar-codec`, and what their
-//! codes stand for goes back to the device in BF16.
+//! Demotion for formats without kernels: rows are copied to the host, quantized and dequantized by
+//! `oscar-codec`, and copied back in BF16.
 //!
-//! The codes themselves are not kept. Groups along tokens may span pages, so whole demotion ranges are coded at once:
-//! the windows hand out whole groups.
+//! The codes are not kept. Groups along tokens may span pages, so a whole demotion range is quantized at
+//! once; the windows demote whole groups.
 
 use crate::device::Device;
 use crate::error::{CudaError, Result};
@@ -16,10 +16,10 @@ use std::ops::Range;
 /// Pages of one head by id. Two sequences may share a page and demote different parts of it.
 type Pages = BTreeMap<u32, Vec<u8>>;
 
-/// Rows times heads above which several threads are worth their start.
+/// Rows times heads from which on several threads pay off.
 const ROWS_FOR_THREADS: usize = 128;
 
-/// Codes and decodes one layer's demoted rows.
+/// Quantizes and dequantizes the demoted rows of one layer.
 pub fn demote(
     device: &Device,
     layer: usize,
@@ -49,9 +49,10 @@ pub fn demote(
     for (head, work) in heads.iter_mut().enumerate() {
         for (pages, coded) in [(&mut work.full, false), (&mut work.decoded, true)] {
             for (&id, page) in pages {
-                let (address, bytes) = pool.page_at(layer, head, id, coded)?;
-                page.resize(bytes, 0);
-                copies.push((address, page.as_mut_slice()));
+                if let Some(at) = pool.page_at(layer, head, id, coded)? {
+                    page.resize(at.len(), 0);
+                    copies.push((at, page.as_mut_slice()));
+                }
             }
         }
     }
@@ -61,7 +62,7 @@ pub fn demote(
     let mut copies = Vec::new();
     for (head, work) in heads.iter().enumerate() {
         for (&id, page) in &work.decoded {
-            copies.push((pool.page_at(layer, head, id, true)?.0, page.as_slice()));
+            copies.extend(pool.page_at(layer, head, id, true)?.map(|at| (at, page.as_slice())));
         }
     }
     upload_all(device, &copies)
@@ -74,7 +75,7 @@ struct HeadWork<'a> {
     decoded: Pages,
 }
 
-/// Ids of the full pages that are read and of the history's pages that change.
+/// Ids of the full pages that are read, and of the pages of history that change.
 fn touched(sequences: &[SequenceRows<'_>]) -> Result<(Vec<u32>, Vec<u32>)> {
     let (mut full, mut decoded) = (Vec::new(), Vec::new());
     for s in sequences {
@@ -126,23 +127,23 @@ fn recode_heads(heads: &mut [HeadWork<'_>], sequences: &[SequenceRows<'_>]) -> R
             .chunks_mut(share)
             .map(|part| scope.spawn(|| part.iter_mut().try_for_each(recode)))
             .collect();
-        // A panic of the codec goes on in this thread, whose step it is.
+        // A panic of the codec continues in this thread.
         workers
             .into_iter()
             .try_for_each(|w| w.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
     })
 }
 
-/// Takes the rows of one layer's head through its codec.
+/// Quantizes and dequantizes rows of one layer and head.
 struct Recoder<'a> {
     full: &'a RowPageCodec,
     coded: &'a RowPageCodec,
-    /// Where groups along tokens begin.
+    /// First position of the groups along tokens.
     origin: usize,
 }
 
 impl Recoder<'_> {
-    /// Puts what the codes of a sequence's demoted rows stand for into the pages of its history.
+    /// Writes the dequantized form of a sequence's demoted rows into the pages of its history.
     fn recode(&self, s: &SequenceRows<'_>, full: &Pages, decoded: &mut Pages) -> Result<()> {
         let d = self.full.head_dim();
         let absent = || CudaError::Shape { what: "a demotion", detail: "a page was not fetched".into() };
@@ -163,7 +164,7 @@ impl Recoder<'_> {
         Ok(())
     }
 
-    /// Replaces rows by what their codes stand for.
+    /// Quantizes and dequantizes rows in place.
     fn through_codec(
         &self,
         side: Side,
@@ -201,7 +202,8 @@ impl Recoder<'_> {
     }
 }
 
-/// Positions by block: first token within the block, the block, and the rows counted from the first position.
+/// Positions by block: first token within the block, the block, and the rows relative to the first
+/// position.
 fn runs(positions: &Range<usize>) -> impl Iterator<Item = (usize, usize, Range<usize>)> {
     let Range { start, end } = *positions;
     blocks_of(positions).map(move |block| {
