@@ -1,5 +1,5 @@
-//! Checks of formats without kernels: their history is dequantized on the CPU and kept on the GPU in
-//! BF16, bit for bit. Attention reads each side of each position by the format's own windows.
+//! Checks of formats without kernels: their history is dequantized on the CPU and kept on the GPU
+//! in BF16, bit for bit. Attention reads each side of each position by the format's own windows.
 
 use crate::growing::{Checks, Compared, Growing, Inspected, Pattern};
 use crate::{Extent, Report};
@@ -27,7 +27,8 @@ const CHECKS: Checks = Checks {
     history: "dequantized formats, history",
     decode: "dequantized formats, decode attention",
     prefill: "dequantized formats, prefill attention",
-    // Everything but the rows is f32. Outliers make scores of hundreds; their last bits move weights.
+    // Everything but the rows is f32. Outliers make scores of hundreds; their last bits move
+    // weights.
     allowed: 5e-4,
     compared: Compared::EVERYTHING,
 };

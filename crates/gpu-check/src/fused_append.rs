@@ -11,10 +11,11 @@ use oscar_kernels_cuda::CudaBackend;
 use oscar_kernels_cuda::CudaPages;
 
 const KV_HEADS: usize = 2;
-/// Largest difference of an output as a share of the largest: the two ways share the context out differently.
+/// Largest difference of an output, as a share of the largest output: the two kernels divide the
+/// context among thread blocks differently.
 const ALLOWED: f64 = 1e-3;
 
-/// What both ways of a case are given.
+/// The inputs of a case.
 struct Case {
     layout: CacheLayout,
     shape: HeadShape,
@@ -24,7 +25,7 @@ struct Case {
     rotated: bool,
 }
 
-/// One way: its pages, and what is needed to go it.
+/// One of the two ways to append, with its own pages.
 struct Way<'a> {
     case: &'a Case,
     gpu: &'a CudaBackend,
@@ -48,7 +49,7 @@ impl<'a> Way<'a> {
         })
     }
 
-    /// A step of `rows[i]` rows of sequence `i`. With `apart`, something reads the queries between append and attention.
+    /// A step of `rows[i]` rows of sequence `i`; with `apart`, `append` has its own launch.
     fn step(
         &mut self,
         rows: &[usize],

@@ -14,7 +14,7 @@ use oscar_kernels_cuda::Storage;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// What rows look like.
+/// The values of rows.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Pattern {
     Plain,
@@ -22,7 +22,7 @@ pub enum Pattern {
     Outliers,
     /// Every row constant.
     Constant,
-    /// Beyond what the fp16 pair of a code can hold.
+    /// Beyond the range of a code's fp16 parameters.
     Huge,
     /// Subnormal neighbourhood.
     Tiny,

@@ -1,4 +1,4 @@
-//! Checks of append: what happens to heads on their way into the pages, in f64.
+//! Checks of append: QK-norm, RoPE, key mean and rotation in f64 are the reference.
 
 use crate::{Numbers, Report, largest_difference, read_all, upload};
 use anyhow::{Context, Result};

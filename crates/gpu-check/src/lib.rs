@@ -29,7 +29,7 @@ use oscar_codec::{CacheLayout, CodeLayout, KvFormat, Windows};
 use oscar_kernels_cuda::{AttentionMode, CudaBackend};
 use std::str::FromStr;
 
-/// What can be checked by itself.
+/// A part of the check that can run by itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Part {
     Embed,

@@ -216,7 +216,8 @@ fn compare<C: Backend, G: Backend>(
         );
         report.case(&format!("{model_name} logits, {format}"), difference, allowed(format), what);
         let (token, choice) = (argmax(expected), argmax(found));
-        // Where the devices choose differently, the CPU must have found the two tokens nearly equal.
+        // Where the devices choose differently, the CPU must have found the two tokens nearly
+        // equal.
         let gap = f64::from(expected[token] - expected[choice]);
         report.case(&format!("{model_name} greedy tokens, {format}"), gap, allowed(format) / 8.0, what);
         let token = [token as u32];
@@ -229,7 +230,8 @@ fn compare<C: Backend, G: Backend>(
 }
 
 /// Two sequences of the same tokens in one step: the logits of one are read, the other gets only a
-/// list of tokens, which must follow from the logits. Then steps whose logits never leave the device.
+/// list of tokens, which must follow from the logits. Then steps whose logits never leave the
+/// device.
 pub fn picked<B: Backend>(
     gpu: &mut Runner<B>,
     prompt: &[u32],
@@ -237,7 +239,8 @@ pub fn picked<B: Backend>(
     format: KvFormat,
     report: &mut Report,
 ) -> Result<()> {
-    // The two sequences may be divided among thread blocks differently, so the last bits may differ.
+    // The two sequences may be divided among thread blocks differently, so the last bits may
+    // differ.
     const ALLOWED: f64 = 0.05;
     let (mut whole, mut listed) = (Sequence::new(), Sequence::new());
     let mut output = StepOutput::default();
@@ -294,7 +297,8 @@ pub fn interleaved<B: Backend>(
 ) -> Result<()> {
     // The launches of a sequence's steps are the same.
     const ALLOWED: f64 = 1e-3;
-    // With narrow windows each demotes a tile in its second step, into a page that has codes already.
+    // With narrow windows each demotes a tile in its second step, into a page that has codes
+    // already.
     const LENGTHS: [usize; 2] = [94, 110];
     #[derive(Clone, Copy, Debug, PartialEq)]
     enum Way {

@@ -1,4 +1,4 @@
-//! How much is checked, and what was found.
+//! The extent of a check, and its findings.
 
 /// How much of each check is run.
 #[derive(Clone, Copy, Debug)]

@@ -9,7 +9,8 @@ use oscar_kernels_cuda::CudaBackend;
 use oscar_kernels_cuda::CudaRows;
 use oscar_kernels_cuda::multiplies_few_rows;
 
-/// Elements of the largest matrix of a small check: some still have more units than a GPU has multiprocessors.
+/// Elements of the largest matrix of a small check. Some of these still have more units than a GPU
+/// has multiprocessors.
 const SMALL_MATRIX: usize = 1 << 21;
 
 pub fn check(gpu: &CudaBackend, parts: &[Part], extent: Extent, report: &mut Report) -> Result<()> {
@@ -98,7 +99,7 @@ fn gates(gpu: &CudaBackend, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// Weights of a matrix: what a product is to be made with, and the codes if they are FP8.
+/// Random weights: their values, and their codes if they are FP8.
 struct Drawn {
     values: Vec<f32>,
     fp8: Option<Fp8Matrix>,
@@ -109,7 +110,8 @@ impl Drawn {
         if format == WeightFormat::Bf16 {
             return Self { values: numbers.vector(outputs * inputs), fp8: None };
         }
-        // Any code but NaN, or, in every other matrix, subnormal ones alone, which beside others would be lost in the sums.
+        // Every other matrix has only subnormal codes, which would be lost in the sums beside
+        // others. The other matrices have any code but NaN.
         let magnitudes = if numbers.below(2) == 0 { 0x7f } else { 8 };
         let code = |n: &mut Numbers| (n.below(magnitudes) | n.below(2) << 7) as u8;
         let codes = (0..outputs * inputs).map(|_| code(numbers)).collect();
@@ -137,8 +139,8 @@ fn named(name: &str, format: WeightFormat) -> String {
 
 fn products(gpu: &CudaBackend, format: WeightFormat, extent: Extent, report: &mut Report) -> Result<()> {
     let mut numbers = Numbers::new(4);
-    // Some have more units of outputs than a GPU has multiprocessors, some fewer chunks than a block has warps; the kernels
-    // do not take all of them.
+    // Some matrices have more units than a GPU has multiprocessors, some fewer chunks than a block
+    // has warps. The kernel for few rows does not take all of them.
     let shapes: &[(usize, usize)] = match format {
         WeightFormat::Bf16 => {
             &[(8, 32), (24, 64), (136, 96), (1152, 384), (256, 4096), (40, 1000), (8648, 160), (4672, 512)]
@@ -193,7 +195,8 @@ fn products(gpu: &CudaBackend, format: WeightFormat, extent: Extent, report: &mu
                 found.iter().zip(&reference).map(share).fold(0.0, f64::max)
             };
             let what = || format!("{rows} rows, {outputs}×{inputs}, bias {with_bias}");
-            // Few rows keep 16 bits of the activations, many are rounded to BF16; so are FP8 weights for them.
+            // Few rows keep 16 bits of the activations. For many rows activations and FP8 weights
+            // are rounded to BF16.
             let own = rows <= 16 && multiplies_few_rows(format, outputs, inputs);
             let allowed = if own { 1e-5 } else { 4e-3 };
             let run = |output, out: &mut CudaRows| {
@@ -290,9 +293,10 @@ fn fused_products(
     Ok(())
 }
 
-/// `x` times a factor that BF16 does not hold, as f32 rows: a norm of rows with a chosen weight would do the same.
+/// `x` times a factor that needs more than BF16, as f32 rows, made with a norm.
 fn scaled(gpu: &CudaBackend, x: &[f32], width: usize, factor: f32) -> Result<CudaRows> {
-    // RMSNorm divides by the row's own size, so each row is given its size back through an epsilon that dwarfs it.
+    // RMSNorm divides by the row's root mean square. An epsilon that dwarfs it makes the divisor
+    // the same for all rows.
     let rows = upload(gpu, x, width)?;
     let eps = 1e12f32;
     let weight = gpu.vector(&vec![factor * eps.sqrt(); width])?;

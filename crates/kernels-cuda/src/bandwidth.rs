@@ -31,7 +31,8 @@ pub fn read_ceiling(device: &Device, kernels: &Kernels, bytes: usize) -> Result<
         let grid = device.properties().multiprocessors as usize * blocks;
         for _ in 0..6 {
             start.record()?;
-            // SAFETY: the parameters of `bandwidth.cu`; `data` has 16 * count bytes, `out` one word.
+            // SAFETY: the parameters of `bandwidth.cu`; `data` has 16 * count bytes, `out` one
+            // word.
             unsafe { device.launch(function, LaunchShape::new(grid, 512), params) }?;
             end.record()?;
             best = best.max(bytes as f64 / end.us_since(&start)? / 1e3);

@@ -1,5 +1,5 @@
-//! Timings of single kernels, for `oscar bench`: device events around launches over rotating data, so
-//! that the L2 cache never holds it.
+//! Timings of single kernels, for `oscar bench`: device events around launches over rotating data,
+//! so that the L2 cache never holds it.
 
 use crate::backend::CudaBackend;
 use crate::device::Device;

@@ -27,7 +27,8 @@ impl Compiler {
     fn load() -> Result<Self> {
         library::NVRTC.open()?;
         let (mut major, mut minor, mut count) = (0, 0, 0);
-        // SAFETY: the library is open; out-parameters of the right types, the array as long as the count it asks for.
+        // SAFETY: the library is open; out-parameters of the right types, the array as long as the
+        // count it asks for.
         unsafe {
             check("nvrtcVersion", sys::nvrtcVersion(&mut major, &mut minor))?;
             check("nvrtcGetNumSupportedArchs", sys::nvrtcGetNumSupportedArchs(&mut count))?;
@@ -47,8 +48,9 @@ impl Compiler {
         self.architectures.contains(&capability)
     }
 
-    /// The target for a GPU of compute capability `capability` (e.g. 90): machine code if this compiler
-    /// knows the GPU, else PTX of the newest architecture it knows, which the driver translates.
+    /// The target for a GPU of compute capability `capability` (e.g. 90): machine code if this
+    /// compiler knows the GPU, else PTX of the newest architecture it knows, which the driver
+    /// translates.
     pub fn arch_for(&self, capability: i32) -> Result<String> {
         let known = self.knows(capability);
         let newest = self.architectures.iter().copied().filter(|&a| a <= capability).max();
@@ -73,7 +75,8 @@ pub(crate) fn options(defines: &Defines, arch: &str) -> Vec<String> {
         format!("--gpu-architecture={arch}"),
         "--std=c++17".into(),
         "--device-as-default-execution-space".into(),
-        // Kernels name fused multiply-adds where they want them: codes must equal the CPU's bit for bit.
+        // Kernels name fused multiply-adds where they want them: codes must equal the CPU's bit for
+        // bit.
         "--fmad=false".into(),
         "--define-macro=OSCAR_CUDA".into(),
     ];
@@ -126,8 +129,8 @@ pub(crate) fn compile_with(
     let (header_pointers, name_pointers, option_pointers) =
         (pointers(&headers), pointers(&names), pointers(&options));
     let mut program = Program(null_mut());
-    // SAFETY: NUL-terminated strings that outlive the calls, counts that match the arrays, buffers of the
-    // sizes that the library returned.
+    // SAFETY: NUL-terminated strings that outlive the calls, counts that match the arrays, buffers
+    // of the sizes that the library returned.
     unsafe {
         check(
             "nvrtcCreateProgram",

@@ -1,8 +1,8 @@
 //! Demotion for formats without kernels: rows are copied to the host, quantized and dequantized by
 //! `oscar-codec`, and copied back in BF16.
 //!
-//! The codes are not kept. Groups along tokens may span pages, so a whole demotion range is quantized at
-//! once; the windows demote whole groups.
+//! The codes are not kept. Groups along tokens may span pages, so a whole demotion range is
+//! quantized at once; the windows demote whole groups.
 
 use crate::device::Device;
 use crate::error::{CudaError, Result};
@@ -270,7 +270,7 @@ mod tests {
             }
         }
 
-        /// What the codec makes of one side, coded in one go.
+        /// One side, quantized and dequantized by the codec in one go.
         fn expected(&self, side: Side, end: usize) -> Vec<f32> {
             let codec = self.layout.coded().unwrap().codec(2, 0);
             let sink = self.layout.windows().sink();
@@ -302,9 +302,9 @@ mod tests {
         }
     }
 
-    /// In whatever steps a sequence grows, its history holds what the codec says of it, in BF16.
+    /// The history does not depend on the steps in which a sequence grows.
     #[test]
-    fn history_is_what_the_codes_stand_for() {
+    fn history_is_the_dequantized_rows() {
         let formats = [
             "int8",
             "int4-g32",
@@ -348,7 +348,7 @@ mod tests {
                     full.decode_row(side, &decoded[&id], position % PAGE_TOKENS, &mut row);
                     assert_eq!(row, expected, "{format}, {side:?} of {position}");
                 }
-                // What was not demoted is left alone.
+                // Rows that were not demoted are untouched.
                 let id = twin.coded_ids[(tokens - 1) / PAGE_TOKENS].unwrap().0;
                 full.decode_row(side, &decoded[&id], (tokens - 1) % PAGE_TOKENS, &mut row);
                 let untouched = bf16::from_bits(0xA5A5).to_f32();
@@ -369,7 +369,7 @@ mod tests {
         assert!(error.contains("block 1"), "{error}");
     }
 
-    /// Two sequences in one step that share their pages, one further than the other: neither undoes the other's rows.
+    /// Two sequences of a step share their pages: neither undoes the other's rows.
     #[test]
     fn sequences_that_share_pages_add_up() {
         let twin = Twin::new("int8", 400, 5);

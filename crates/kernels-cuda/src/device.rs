@@ -46,16 +46,16 @@ struct Inner {
     graphs: bool,
 }
 
-// SAFETY: contexts and streams of the driver API may be used from any thread once made current there, which every
-// operation of `Device` does first.
+// SAFETY: contexts and streams of the driver API may be used from any thread once made current
+// there, which every operation of `Device` does first.
 unsafe impl Send for Inner {}
 // SAFETY: as above; the driver serializes calls on one stream.
 unsafe impl Sync for Inner {}
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        // SAFETY: the stream and the context are ours and nothing can use them after the last clone. Failures leave
-        // nothing to clean up.
+        // SAFETY: the stream and the context are ours and nothing can use them after the last
+        // clone. Failures leave nothing to clean up.
         unsafe {
             let _ = sys::cuCtxSetCurrent(self.context);
             *self.recorder.get_mut().unwrap_or_else(PoisonError::into_inner) = Recorder::default();
@@ -72,7 +72,8 @@ impl Device {
         if !unsafe { sys::is_culib_present() } {
             return Err(CudaError::NoDriver);
         }
-        // SAFETY: plain driver calls with out-parameters of the right types, in the order the driver asks for.
+        // SAFETY: driver calls with out-parameters of the right types, in the order that the driver
+        // requires.
         unsafe {
             match sys::cuInit(0) {
                 CUresult::CUDA_SUCCESS => {}
@@ -145,9 +146,9 @@ impl Device {
     }
 
     /// Starts to record a step: the first few launches are submitted directly, the others are noted
-    /// until [`Device::flush`], which everything that depends on their order calls itself. Until then
-    /// copies may only write memory that no noted launch touches. `began`: when the host started to
-    /// work on the step.
+    /// until [`Device::flush`], which everything that depends on their order calls itself. Until
+    /// then copies may only write memory that no noted launch touches. `began`: when the host
+    /// started to work on the step.
     pub(crate) fn record(&self, began: Instant) -> Result<()> {
         self.flush()?;
         let mut recorder = self.recorder();
@@ -156,8 +157,8 @@ impl Device {
         Ok(())
     }
 
-    /// Restarts the count of launches that are submitted directly, so that the same launches of each
-    /// step become a graph, whatever was launched before them.
+    /// Restarts the count of launches that are submitted directly, so that the same launches of
+    /// each step become a graph, whatever was launched before them.
     pub(crate) fn count_launches_from_here(&self) {
         self.recorder().count_from_here();
     }
@@ -206,7 +207,7 @@ impl Device {
         let launched = recorded
             .launches
             .iter()
-            // SAFETY: noted by `launch`, whose caller promised what is needed.
+            // SAFETY: the promise of the caller of `launch`, which noted it.
             .try_for_each(|l| unsafe { self.launch_now(l.function, l.shape, recorded.parameters_of(l)) });
         let (mut graph, mut exec) = (null_mut(), null_mut());
         // SAFETY: ends the capture even if a launch failed; out-parameters of the right types.
@@ -223,7 +224,8 @@ impl Device {
         Ok(exec)
     }
 
-    /// Times every recorded launch, instead of running the launches as graphs. Returns the last profile.
+    /// Times every recorded launch, instead of running the launches as graphs. Returns the last
+    /// profile.
     pub fn set_profiling(&self, on: bool) -> Result<Option<Profile>> {
         self.flush()?;
         let mut recorder = self.recorder();
@@ -235,7 +237,7 @@ impl Device {
         let marks = (0..=now.launches.len()).map(|_| self.event()).collect::<Result<Vec<_>>>()?;
         marks[0].record_now()?;
         for (launch, mark) in now.launches.iter().zip(&marks[1..]) {
-            // SAFETY: noted by `launch`, whose caller promised what is needed.
+            // SAFETY: the promise of the caller of `launch`, which noted it.
             unsafe { self.launch_now(launch.function, launch.shape, now.parameters_of(launch)) }?;
             mark.record_now()?;
         }
@@ -286,8 +288,8 @@ impl Device {
         self.flush()?;
         self.enter()?;
         let (to, from, bytes) = (to.ptr().address(), values.as_ptr().cast(), size_of_val(values));
-        // SAFETY: both ranges are allocated and equally long. The driver copies or stages pageable memory
-        // before the call returns.
+        // SAFETY: both ranges are allocated and equally long. The driver copies or stages pageable
+        // memory before the call returns.
         self.check("cuMemcpyHtoDAsync", unsafe { sys::cuMemcpyHtoDAsync_v2(to, from, bytes, self.0.stream) })
     }
 
@@ -316,11 +318,11 @@ impl Device {
     /// Enqueues a kernel, or notes it while a step is being recorded.
     ///
     /// # Safety
-    /// `P` must be the parameter struct of the kernel. With these parameters and this grid the kernel
-    /// must read and write only device memory that lives until this call returns (see [`crate::memory`]:
-    /// freeing memory waits for the stream), and pinned host memory that lives until the stream has run
-    /// the kernel. An overlapping launch must be of a kernel that calls `wait_for_previous_kernel` before
-    /// it touches anything that an earlier kernel writes.
+    /// `P` must be the parameter struct of the kernel. With these parameters and this grid the
+    /// kernel must read and write only device memory that lives until this call returns (see
+    /// [`crate::memory`]: freeing memory waits for the stream), and pinned host memory that lives
+    /// until the stream has run the kernel. An overlapping launch must be of a kernel that calls
+    /// `wait_for_previous_kernel` before it touches anything that an earlier kernel writes.
     pub(crate) unsafe fn launch<P: Shared>(
         &self,
         function: Function,

@@ -1,9 +1,9 @@
-//! Compiled kernels ("images"): from NVRTC with a cache on disk, or from a folder of images that were
-//! compiled ahead of time.
+//! Compiled kernels ("images"): from NVRTC with a cache on disk, or from a folder of images that
+//! were compiled ahead of time.
 //!
-//! The name of an image is a hash of everything that determines it: sources, layouts of shared structs,
-//! definitions, architecture, and in the cache the compiler's version. It appears by an atomic rename.
-//! So a half-written or outdated image is never loaded.
+//! The name of an image is a hash of everything that determines it: sources, layouts of shared
+//! structs, definitions, architecture, and in the cache the compiler's version. It appears by an
+//! atomic rename. So a half-written or outdated image is never loaded.
 
 use crate::compile::{self, Compiler};
 use crate::error::{CudaError, Result};
@@ -89,7 +89,8 @@ impl Images {
         }
     }
 
-    /// Fails if kernels come from a folder that lacks one of this GPU's: now rather than during an answer.
+    /// Fails if kernels come from a folder that lacks one of this GPU's: now rather than during an
+    /// answer.
     pub fn check(&self, capability: i32, shared_memory: usize) -> Result<()> {
         let Self::Precompiled(folder) = self else { return Ok(()) };
         let variants = sources::variants(shared_memory);
@@ -150,8 +151,8 @@ impl Architecture {
         Self { capability, shared_memory: kibibytes << 10 }
     }
 
-    /// Architectures whose images run on GPUs of this compute capability, the nearest first: of the same
-    /// generation, not newer.
+    /// Architectures whose images run on GPUs of this compute capability, the nearest first: of the
+    /// same generation, not newer.
     fn running_on(capability: i32) -> impl Iterator<Item = Self> {
         let runs = move |a: &Self| a.capability / 10 == capability / 10 && a.capability <= capability;
         Self::ALL.into_iter().rev().filter(runs)

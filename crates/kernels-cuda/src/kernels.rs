@@ -1,5 +1,5 @@
-//! Loaded kernels by source, variant and name. They are compiled and loaded at first use; callers keep
-//! the [`Function`].
+//! Loaded kernels by source, variant and name. They are compiled and loaded at first use; callers
+//! keep the [`Function`].
 
 use crate::device::{Device, Function};
 use crate::error::Result;

@@ -10,9 +10,9 @@ pub(crate) struct LaunchShape {
     pub block: u32,
     /// Bytes of dynamic shared memory.
     pub shared: u32,
-    /// The kernel may start before the previous one has finished (programmatic dependent launch). It
-    /// must then call `wait_for_previous_kernel` before it touches anything that an earlier kernel
-    /// writes.
+    /// The kernel may start before the previous one has finished (programmatic dependent launch).
+    /// It must then call `wait_for_previous_kernel` before it touches anything that an earlier
+    /// kernel writes.
     pub overlap: bool,
 }
 
@@ -41,8 +41,8 @@ pub(crate) struct Function {
     pub name: &'static CStr,
 }
 
-// SAFETY: a function handle is an address in the driver's tables, valid as long as its module, which is
-// never unloaded.
+// SAFETY: a function handle is an address in the driver's tables, valid as long as its module,
+// which is never unloaded.
 unsafe impl Send for Function {}
 // SAFETY: as above.
 unsafe impl Sync for Function {}

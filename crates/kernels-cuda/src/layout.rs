@@ -173,7 +173,8 @@ mod tests {
         assert_eq!(words, [0, 0, 1, 0, u32::MAX, u32::MAX, 2, 3, 1f32.to_bits(), 0]);
     }
 
-    /// Skipped, aloud, where libnvrtc cannot be loaded, unless `OSCAR_NVRTC` says where it is (as CI does).
+    /// Skipped, aloud, where libnvrtc cannot be loaded, unless `OSCAR_NVRTC` says where it is (as
+    /// CI does).
     #[test]
     fn a_struct_that_differs_does_not_compile() {
         match Compiler::open() {

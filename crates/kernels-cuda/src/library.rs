@@ -1,7 +1,8 @@
 //! Finding the shared libraries that NVIDIA ships apart from the driver.
 //!
-//! cudarc opens libraries by their bare name and panics if there is none. So we search the usual places
-//! first and open the library by its full path; the loader then resolves the bare name to it.
+//! cudarc opens libraries by their bare name and panics if there is none. So we search the usual
+//! places first and open the library by its full path; the loader then resolves the bare name to
+//! it.
 
 use crate::error::{CudaError, Result};
 use std::path::{Path, PathBuf};
@@ -36,8 +37,8 @@ pub(crate) const CUBLASLT: Library = Library {
 };
 
 impl Library {
-    /// Opens the library so that later look-ups by its bare name find it. It stays open until the process
-    /// ends.
+    /// Opens the library so that later look-ups by its bare name find it. It stays open until the
+    /// process ends.
     pub(crate) fn open(&self) -> Result<PathBuf> {
         let mut tried = Vec::new();
         for candidate in self.candidates() {
@@ -131,12 +132,14 @@ fn open_global(path: &Path) -> std::result::Result<(), String> {
     use std::os::unix::ffi::OsStrExt;
     let name =
         CString::new(path.as_os_str().as_bytes()).map_err(|_| "a path with a zero byte".to_string())?;
-    // SAFETY: a NUL-terminated name; NVIDIA's libraries may be loaded at any time and are never closed here.
+    // SAFETY: a NUL-terminated name; NVIDIA's libraries may be loaded at any time and are never
+    // closed here.
     let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL) };
     if !handle.is_null() {
         return Ok(());
     }
-    // SAFETY: dlerror returns null or a NUL-terminated string that lives until the next dl call of this thread.
+    // SAFETY: dlerror returns null or a NUL-terminated string that lives until the next dl call of
+    // this thread.
     let why = unsafe {
         let message = libc::dlerror();
         if message.is_null() {

@@ -187,8 +187,8 @@ impl PinnedBuffer {
     /// A word that a kernel may be writing.
     pub(crate) fn word(&self, at: usize) -> u64 {
         assert!(8 * at + 8 <= self.bytes, "a word lies inside its buffer");
-        // SAFETY: inside of our own allocation, which is aligned. Volatile, because the device writes it;
-        // it writes words whole.
+        // SAFETY: inside of our own allocation, which is aligned. Volatile, because the device
+        // writes it; it writes words whole.
         unsafe { self.pointer.cast::<u64>().add(at).read_volatile() }
     }
 
@@ -314,8 +314,8 @@ impl Event {
         self.wait()?;
         let mut milliseconds = 0f32;
         type Elapsed = unsafe extern "C" fn(*mut f32, sys::CUevent, sys::CUevent) -> CUresult;
-        // SAFETY: two recorded events of one device. The function is looked up here because cudarc for
-        // CUDA 13 only knows its successor, which older drivers lack; both have this signature.
+        // SAFETY: two recorded events of one device. The function is looked up here because cudarc
+        // for CUDA 13 only knows its successor, which older drivers lack; both have this signature.
         let result = unsafe {
             match sys::culib().get::<Elapsed>(b"cuEventElapsedTime") {
                 Ok(elapsed) => elapsed(&mut milliseconds, earlier.event, self.event),

@@ -1,8 +1,8 @@
 //! Page storage on the GPU.
 //!
-//! Each layer and KV head has one region per format. Page `id` starts at `base + id · page bytes`. A
-//! region is address space for the whole budget. Memory is mapped only up to the largest id in use, in
-//! steps of the device's granularity. Kernels find the regions in a table of [`HeadPages`].
+//! Each layer and KV head has one region per format. Page `id` starts at `base + id · page bytes`.
+//! A region is address space for the whole budget. Memory is mapped only up to the largest id in
+//! use, in steps of the device's granularity. Kernels find the regions in a table of [`HeadPages`].
 
 use crate::attention::{AttentionMode, CacheKernels};
 use crate::device::Device;
@@ -214,7 +214,8 @@ impl CudaPages {
         self.table.ptr().add(layer * self.layout.kv_heads())
     }
 
-    /// The entries of a layer's heads in the table of roundings; `None` if all codes are the nearest.
+    /// The entries of a layer's heads in the table of roundings; `None` if all codes are the
+    /// nearest.
     pub(crate) fn layer_roundings(&self, layer: usize) -> Option<DevicePtr<HeadRounding>> {
         self.roundings.as_ref().map(|r| r.table.ptr().add(layer * self.layout.kv_heads()))
     }
@@ -323,8 +324,8 @@ impl CudaPages {
         let page = region.and_then(|region| {
             let at = id as usize * region.page_bytes;
             (at + region.page_bytes <= region.mapped).then(|| {
-                // SAFETY: mapped memory of the region, which lives as long as `self`; a region is unmapped
-                // when the stream is done.
+                // SAFETY: mapped memory of the region, which lives as long as `self`; a region is
+                // unmapped when the stream is done.
                 region.start.map(|start| unsafe { DeviceSlice::new(start.add(at), region.page_bytes) })
             })
         });
@@ -417,7 +418,8 @@ impl Region {
         self.start.map_or(0, DevicePtr::address)
     }
 
-    /// Maps memory for the first `pages`. Grows by an eighth at least, so that a growing cache maps rarely.
+    /// Maps memory for the first `pages`. Grows by an eighth at least, so that a growing cache maps
+    /// rarely.
     fn grow(&mut self, pages: usize, granularity: usize) -> Result<()> {
         let bytes = pages * self.page_bytes;
         if bytes <= self.mapped {
@@ -437,8 +439,8 @@ impl Region {
             location: location(&device),
             flags: sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
         };
-        // SAFETY: sizes are multiples of the granularity; the range lies in our reservation, behind the
-        // mapped part; the handle is released when the region is dropped.
+        // SAFETY: sizes are multiples of the granularity; the range lies in our reservation, behind
+        // the mapped part; the handle is released when the region is dropped.
         unsafe {
             match sys::cuMemCreate(&mut handle, size, &allocation(&device), 0) {
                 CUresult::CUDA_ERROR_OUT_OF_MEMORY => return Err(device.out_of_memory("KV pages", size)),

@@ -1,7 +1,7 @@
 //! The kernels as text: every `.cu` file, the headers they share, and the variants of each.
 //!
-//! The files include no toolkit headers, so that NVRTC alone compiles them. A *variant* is a file with
-//! its definitions, such as `HEAD_DIM=128`.
+//! The files include no toolkit headers, so that NVRTC alone compiles them. A *variant* is a file
+//! with its definitions, such as `HEAD_DIM=128`.
 
 use crate::attention::Variant;
 use oscar_backend::WeightFormat;

@@ -1,8 +1,8 @@
-//! The form of a cache's history on the GPU: codes that kernels read, or, for formats without kernels,
-//! rows that the CPU has quantized and dequantized.
+//! The form of a cache's history on the GPU: codes that kernels read, or, for formats without
+//! kernels, rows that the CPU has quantized and dequantized.
 //!
-//! **Invariant:** a format is always read by its own rule. Without kernels its answers are still the
-//! codec's; its memory and speed are not, and everything that describes the cache says so.
+//! **Invariant:** a format is always read by its own rule. Without kernels its answers are still
+//! the codec's; its memory and speed are not, and everything that describes the cache says so.
 
 use crate::error::{CudaError, Result};
 use oscar_codec::page::Scheme;
@@ -15,7 +15,8 @@ pub enum Storage {
     Bf16,
     /// Affine codes of 1 to 4 bits, made and read by kernels; zero-width heads have none.
     Codes,
-    /// Every other format: BF16 rows in the layout of full pages, quantized and dequantized on the CPU.
+    /// Every other format: BF16 rows in the layout of full pages, quantized and dequantized on the
+    /// CPU.
     Dequantized,
 }
 

@@ -1,5 +1,5 @@
-//! Small copies between host and device through page-locked memory: tables and numbers to the device
-//! without waiting, results and chosen tokens back.
+//! Small copies between host and device through page-locked memory: tables and numbers to the
+//! device without waiting, results and chosen tokens back.
 
 use crate::device::Device;
 use crate::error::{CudaError, Result};

@@ -1,11 +1,13 @@
-//! Every kernel compiles for every architecture we support, where NVRTC is at hand, and is found again.
+//! Every kernel compiles for every supported architecture (if NVRTC is installed), and its image is
+//! found again.
 
 use oscar_kernels_cuda::compile::Compiler;
 use oscar_kernels_cuda::images::{Architecture, Images, precompile};
 use oscar_kernels_cuda::sources;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Skipped, aloud, where libnvrtc cannot be loaded, unless `OSCAR_NVRTC` says where it is (as CI does).
+/// Skipped, aloud, where libnvrtc cannot be loaded, unless `OSCAR_NVRTC` says where it is (as CI
+/// does).
 #[test]
 fn all_kernels_compile_for_all_architectures() {
     let compiler = match Compiler::open() {
@@ -36,18 +38,18 @@ fn all_kernels_compile_for_all_architectures() {
         assert_eq!(variants.iter().map(|(s, d)| (*s, d)).map(bytes_of).sum::<usize>(), bytes);
         images.check(arch.capability, arch.shared_memory).unwrap();
     }
-    // A GPU of the same generation runs the code of an older one that has as much shared memory; of another it does not.
+    // A GPU runs the code of an older one of its generation, not of another generation.
     for (capability, kibibytes) in [(87, 163), (103, 227), (121, 99)] {
         images.check(capability, kibibytes << 10).unwrap();
     }
     assert!(images.check(75, 99 << 10).is_err() && images.check(110, 227 << 10).is_err());
-    // One that is not whole is missed before anything runs.
+    // An incomplete image is reported before anything runs.
     let mut all = std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().path());
     let damaged = all.find(|path| path.to_string_lossy().contains("pick-sm_90-")).unwrap();
     std::fs::write(&damaged, b"").unwrap();
     let missed = images.check(90, 227 << 10).unwrap_err().to_string();
     assert!(missed.contains("pick.cu") && missed.contains("--arch sm_90"), "{missed}");
-    // As racecheck gets to see it.
+    // The form for compute-sanitizer's racecheck.
     let decode = sources::variants(227 << 10).into_iter().find(|(s, _)| s.file == "attention_decode.cu");
     let (source, mut defines) = decode.expect("decode attention has variants");
     defines.push(("RACECHECK", 1));

@@ -1,5 +1,5 @@
-//! `oscar gpu-check`: every CUDA kernel against the scalar reference, then a whole model against the
-//! CPU. Needs only the GPU; exits non-zero on a difference.
+//! `oscar gpu-check`: every CUDA kernel against the scalar reference, then a whole model against
+//! the CPU. Needs only the GPU; exits non-zero on a difference.
 
 use crate::table;
 use anyhow::{Context, Result, bail};

@@ -65,7 +65,8 @@ impl AppendKernel {
         Ok(Self { function, head_dim })
     }
 
-    /// Bytes of dynamic shared memory: vectors in two parts, and the rotation if it is small enough.
+    /// Bytes of dynamic shared memory: vectors in two parts, and the rotation if it is small
+    /// enough.
     fn shared(head_dim: usize) -> usize {
         const VECTORS: usize = 16;
         let rotation = if head_dim <= 128 { head_dim * head_dim * 4 } else { 16 };
@@ -75,9 +76,9 @@ impl AppendKernel {
     /// Stores the keys and values of a layer and writes rotated queries to `queries`.
     ///
     /// # Safety
-    /// The tables must be of a step over `pages`, on the device, and each new row must have a full page
-    /// with memory. The projections must have the step's rows, and constants for the heads of the model
-    /// and all positions of the step. `queries` must have as many rows of query heads.
+    /// The tables must be of a step over `pages`, on the device, and each new row must have a full
+    /// page with memory. The projections must have the step's rows, and constants for the heads of
+    /// the model and all positions of the step. `queries` must have as many rows of query heads.
     pub unsafe fn launch(
         &self,
         device: &Device,

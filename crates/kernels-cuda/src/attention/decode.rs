@@ -74,8 +74,8 @@ const MOST_HEADS: usize = 256;
 const MOST_WORKERS: usize = 256;
 /// A step has few items if it has this many workers for each.
 const WORKERS_TO_AN_ITEM: usize = 8;
-/// Most that a worker may read, as a multiple of its share. Memory stays as busy with a tenth of the
-/// multiprocessors idle.
+/// Most that a worker may read, as a multiple of its share. Memory stays as busy with a tenth of
+/// the multiprocessors idle.
 const MOST_UNEVEN: f64 = 1.12;
 /// Structs that only the kernels read and write.
 pub(super) const WORKER_PLAN: Layout = Layout { name: "WorkerPlan", size: 48 + 4 * FIRST_PAGES, fields: &[] };
@@ -137,9 +137,9 @@ impl DecodeKernels {
         })
     }
 
-    /// Whether the decode kernel can also do the work of `append` in this step. Each block that reads
-    /// an item makes its queries, so a block should read one item only: there must be few items, or
-    /// they must fill the blocks evenly.
+    /// Whether the decode kernel can also do the work of `append` in this step. Each block that
+    /// reads an item makes its queries, so a block should read one item only: there must be few
+    /// items, or they must fill the blocks evenly.
     pub fn can_fuse(&self, device: &Device, summary: &StepSummary, layout: &CacheLayout) -> bool {
         let (costs, workers) = (costs(summary, layout), workers(device));
         let kv_heads = layout.kv_heads();
@@ -189,10 +189,11 @@ impl DecodeMemory {
                 round_cost: (variant.warps * variant.slot_bytes()) as u32,
                 own_workers: u32::from(fused),
             };
-            // Without overlap: attention reads the plan before it waits for the kernels of its layer.
+            // Without overlap: attention reads the plan before it waits for the kernels of its
+            // layer.
             let grid = LaunchShape::new(workers(device), PLAN_THREADS);
-            // SAFETY: the caller's promise about the tables; the buffers have room for the plans of this many
-            // items and for the costs of all sequences.
+            // SAFETY: the caller's promise about the tables; the buffers have room for the plans of
+            // this many items and for the costs of all sequences.
             unsafe { device.launch(kernels.plan, grid, args) }?;
         }
         Ok(())
@@ -260,9 +261,9 @@ fn workers(device: &Device) -> usize {
     (device.properties().multiprocessors as usize).min(MOST_WORKERS)
 }
 
-/// Workers to leave idle if little is read: `append` has a block for each head of each row, and these
-/// still hold their multiprocessors when attention begins on the others. Many rows hold too many to
-/// leave them all out.
+/// Workers to leave idle if little is read: `append` has a block for each head of each row, and
+/// these still hold their multiprocessors when attention begins on the others. Many rows hold too
+/// many to leave them all out.
 fn spare_workers(items: usize, workers: usize) -> usize {
     if is_few(items, workers) { items } else { 0 }
 }
@@ -280,8 +281,8 @@ fn costs(summary: &StepSummary, layout: &CacheLayout) -> Vec<usize> {
     summary.sequences.iter().map(cost).collect()
 }
 
-/// Whether no worker reads much more than its share if each item has workers of its own, as the plan
-/// then assigns them.
+/// Whether no worker reads much more than its share if each item has workers of its own, as the
+/// plan then assigns them.
 fn fill_evenly(costs: &[usize], kv_heads: usize, workers: usize) -> bool {
     let (items, total) = (costs.len() * kv_heads, costs.iter().sum::<usize>() * kv_heads);
     let Some(rest) = workers.checked_sub(items) else { return false };

@@ -1,5 +1,5 @@
-//! Quantization of the tiles that leave the recent window: one launch for all layers if earlier steps
-//! wrote the rows, otherwise one launch for each layer.
+//! Quantization of the tiles that leave the recent window: one launch for all layers if earlier
+//! steps wrote the rows, otherwise one launch for each layer.
 
 use crate::device::{Device, Function, LaunchShape};
 use crate::error::Result;

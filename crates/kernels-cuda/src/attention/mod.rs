@@ -91,8 +91,8 @@ impl AttentionMode {
         AttentionKernels { path, description }
     }
 
-    /// Whether queries can read codes where the windows alone say BF16. The simple kernel knows only
-    /// the windows.
+    /// Whether queries can read codes where the windows alone say BF16. The simple kernel knows
+    /// only the windows.
     pub fn reads_demoted_tails(self, device: &Device, head_dim: usize) -> bool {
         self != Self::Simple && PrefillKernel::choose(device.properties(), head_dim).is_some()
     }
@@ -119,9 +119,9 @@ pub enum Path {
     Prefill,
     /// The prefill kernel for sequences with several rows, the decode kernel for those with one.
     PrefillAndDecode,
-    /// The GPU has too little shared memory for the prefill kernel: the simple kernel takes every row,
-    /// then the decode kernel those of sequences with one. So a single token's result does not depend
-    /// on the other sequences of its step.
+    /// The GPU has too little shared memory for the prefill kernel: the simple kernel takes every
+    /// row, then the decode kernel those of sequences with one. So a single token's result does not
+    /// depend on the other sequences of its step.
     SimpleAndDecode,
 }
 
@@ -165,8 +165,8 @@ impl CacheKernels {
         })
     }
 
-    /// The kernels for a step. With `tapped`, `append` has a launch of its own: something looks at the
-    /// heads before attention.
+    /// The kernels for a step. With `tapped`, `append` has a launch of its own: something looks at
+    /// the heads before attention.
     pub fn choose(&self, device: &Device, summary: &StepSummary, layout: &CacheLayout, tapped: bool) -> Path {
         let Some(decode) = &self.decode else { return Path::Simple };
         let any = |wanted: fn(u32) -> bool| summary.sequences.iter().any(|s| wanted(s.rows));
@@ -220,9 +220,9 @@ impl LayerCall<'_> {
     /// Enqueues the attention of a layer. Returns whether the BF16 output was written as well.
     ///
     /// # Safety
-    /// The tables must be on the device and of a step over `pages`, in which every page that the windows
-    /// require has memory. `queries` and both outputs must have the step's rows of query heads. If `path`
-    /// decodes, the step must have been planned with the same tables.
+    /// The tables must be on the device and of a step over `pages`, in which every page that the
+    /// windows require has memory. `queries` and both outputs must have the step's rows of query
+    /// heads. If `path` decodes, the step must have been planned with the same tables.
     pub unsafe fn attend(&self, device: &Device, path: Path, memory: &mut DecodeMemory) -> Result<bool> {
         let kernels = self.pages.kernels();
         let missing = || CudaError::Shape { what: "attention", detail: format!("no kernel for {path:?}") };

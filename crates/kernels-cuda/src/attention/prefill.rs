@@ -44,7 +44,7 @@ impl PrefillKernel {
     }
 }
 
-/// What one thread block takes.
+/// The size of a thread block.
 #[derive(Clone, Copy)]
 struct Block {
     /// Rows times query heads of a KV head.

@@ -17,11 +17,11 @@ pub struct Variant {
     /// Warps that compute; one more fills their rings.
     pub warps: usize,
     pub stages: usize,
-    /// Tiles of four query heads whose high and low bytes are multiplied with two-bit keys; 0 for fp16
-    /// queries.
+    /// Tiles of four query heads whose high and low bytes are multiplied with two-bit keys; 0 for
+    /// fp16 queries.
     pub split_query: usize,
-    /// Whether it also does the work of `append`: it makes queries, and the new token's key and value,
-    /// from projections.
+    /// Whether it also does the work of `append`: it makes queries, and the new token's key and
+    /// value, from projections.
     pub fused: bool,
 }
 
@@ -68,8 +68,9 @@ impl Variant {
         32 * self.head_dim + 512
     }
 
-    /// The form that takes projections instead of queries, if there is one. It needs a warp for every
-    /// vector and for every 16 channels, registers for the rotation, and a little more shared memory.
+    /// The form that takes projections instead of queries, if there is one. It needs a warp for
+    /// every vector and for every 16 channels, registers for the rotation, and a little more shared
+    /// memory.
     pub fn fused(self, shared_memory: usize) -> Option<Self> {
         let variant = Self { fused: true, ..self };
         let takes = self.query_tiles == 1 && self.head_dim <= 128 && self.warps >= 10;

@@ -20,7 +20,8 @@ pub struct CudaRope {
     pub(super) positions: usize,
 }
 
-/// Key rotations of a layer's heads, one after the other in the order of `append.cu`, and their means.
+/// Key rotations of a layer's heads, one after the other in the order of `append.cu`, and their
+/// means.
 pub struct CudaRotation {
     pub(super) heads: usize,
     pub(super) head_dim: usize,
@@ -48,8 +49,9 @@ impl CudaRotation {
     }
 }
 
-/// A matrix `[input][output]` as `append.cu` reads it: in steps of 16 inputs and tiles of 8 outputs, for every lane of a warp
-/// the two registers of a tensor-core operand in the numbers' high parts and the two in their low ones.
+/// A matrix `[input][output]` in the order of `heads.cuh`: steps of 16 inputs, tiles of 8 outputs,
+/// and for every lane the two registers of a B operand with the high parts of the numbers and two
+/// with the low parts.
 fn fragments(matrix: &[f32], d: usize) -> Vec<[u32; 4]> {
     let parts = |input: usize, output: usize| {
         let x = matrix[input * d + output];
@@ -83,7 +85,8 @@ mod tests {
         let part = |bits: u32| bf16::from_bits(bits as u16).to_f32();
         for input in 0..d {
             for output in 0..d {
-                // Operand of mma.m16n8k16: a lane has one output and inputs 2t, 2t + 1 (first register), 2t + 8, 2t + 9 (second).
+                // B operand of mma.m16n8k16: a lane has one output and inputs 2t, 2t + 1 (first
+                // register), 2t + 8, 2t + 9 (second register).
                 let (lane, register) = (output % 8 * 4 + input % 8 / 2, input % 16 / 8);
                 let quad = found[(input / 16 * (d / 8) + output / 8) * 32 + lane];
                 let [high, low] =

@@ -1,4 +1,5 @@
-//! The small kernels of `rows.cu`, `gram.cu`, `random.cu` and `pick.cu`: their parameters and launches.
+//! The small kernels of `rows.cu`, `gram.cu`, `random.cu` and `pick.cu`: their parameters and
+//! launches.
 //!
 //! # Safety
 //! The launches are `unsafe`: the pointers of their parameters must hold as many elements as the

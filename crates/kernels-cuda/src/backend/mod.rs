@@ -55,8 +55,8 @@ struct State {
     transfers: Transfers,
     planner: StepPlanner,
     decode: DecodeMemory,
-    /// Token ids, row numbers and row weights: a buffer for each use, because copies do not wait for
-    /// launches that are being recorded.
+    /// Token ids, row numbers and row weights: a buffer for each use, because copies do not wait
+    /// for launches that are being recorded.
     indices: [Indices; 4],
     /// Rotated queries of a layer.
     queries: CudaRows,
@@ -148,7 +148,8 @@ impl CudaBackend {
         rows > crate::gemm::MOST_ROWS
     }
 
-    /// Sends numbers unless the device already has them: steps of the same sequences use the same rows.
+    /// Sends numbers unless the device already has them: steps of the same sequences use the same
+    /// rows.
     fn send_indices(&self, state: &mut State, index: Index, values: &[u32]) -> Result<DevicePtr<u32>> {
         let Indices { buffer, sent, used } = &mut state.indices[index as usize];
         let (buffer, moved) = grow(&self.device, buffer, values.len() * 4, "row numbers")?;

@@ -11,7 +11,8 @@ const SLICE: usize = 4096;
 /// Most blocks for a row.
 const MOST_PARTS: usize = 64;
 
-/// The order of results: greedy ones first, a key each, then the lists, [`MOST_CANDIDATES`] keys each.
+/// The order of results: greedy ones first, a key each, then the lists, [`MOST_CANDIDATES`] keys
+/// each.
 #[derive(Debug, Default, PartialEq)]
 struct Order {
     /// One for each block of the kernels.
@@ -102,9 +103,9 @@ impl CudaBackend {
             part_count: parts as u32,
         };
         let lists = PickParams { rows: rows.add(order.greedy), out: out.add(order.greedy), ..p };
-        // SAFETY: picked rows lie inside of the logits and counts are at most `MOST_CANDIDATES` (checked by
-        // `Order::of`); `parts` has room for the slices of each greedy row; the answer has room for all
-        // keys and is read, or awaited, before it is reused.
+        // SAFETY: picked rows lie inside of the logits and counts are at most `MOST_CANDIDATES`
+        // (checked by `Order::of`); `parts` has room for the slices of each greedy row; the answer
+        // has room for all keys and is read, or awaited, before it is reused.
         unsafe {
             self.launches.greedy(order.greedy, p)?;
             self.launches.top_candidates(order.lists, lists)?;

@@ -81,8 +81,8 @@ impl CudaBackend {
         self.skinny(weight)?.enqueue(weight, &product)
     }
 
-    /// A product of many rows, or of a shape that the kernel for few rows does not take, by cuBLASLt.
-    /// [`Output::Logits`] keeps 16 bits of the activations' mantissa.
+    /// A product of many rows, or of a shape that the kernel for few rows does not take, by
+    /// cuBLASLt. [`Output::Logits`] keeps 16 bits of the activations' mantissa.
     fn linear(
         &self,
         state: &mut State,
@@ -166,7 +166,8 @@ impl CudaBackend {
             width: x.width() as u32,
             eps,
         };
-        // SAFETY: `x` and `out` have as many rows of `width`, and so many weights has the norm (checked).
+        // SAFETY: `x` and `out` have as many rows of `width`, and so many weights has the norm
+        // (checked).
         unsafe { self.launches.rms_norm(x.count(), p) }
     }
 
@@ -188,7 +189,8 @@ impl CudaBackend {
             width: out.width() as u32,
             rows: rows as u32,
         };
-        // SAFETY: `gate_up` has `rows` rows of 2 · `width`, `out` as many of `width` in one of its forms.
+        // SAFETY: `gate_up` has `rows` rows of 2 · `width`, `out` as many of `width` in one of its
+        // forms.
         unsafe { self.launches.swiglu(p) }
     }
 

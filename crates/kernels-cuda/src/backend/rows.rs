@@ -5,8 +5,8 @@ use crate::error::{CudaError, Result};
 use crate::memory::{Buffer, DevicePtr, DeviceSlice};
 use half::bf16;
 
-/// `rows × width` activations. Operations exchange the f32 form. Steps of many rows carry a BF16 copy
-/// for the matrix products beside it, or instead of it if nothing else reads the rows.
+/// `rows × width` activations. Operations exchange the f32 form. Steps of many rows carry a BF16
+/// copy for the matrix products beside it, or instead of it if nothing else reads the rows.
 #[derive(Default)]
 pub struct CudaRows {
     width: usize,
@@ -78,8 +78,8 @@ impl CudaRows {
     }
 }
 
-/// Replaces the buffer by a larger one if it is too small, and says whether it did. Sizes are rounded
-/// up so that a growing batch reallocates rarely: releasing memory waits for the device.
+/// Replaces the buffer by a larger one if it is too small, and says whether it did. Sizes are
+/// rounded up so that a growing batch reallocates rarely: releasing memory waits for the device.
 pub(crate) fn grow<'a>(
     device: &Device,
     buffer: &'a mut Option<Buffer>,

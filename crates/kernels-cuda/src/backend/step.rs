@@ -22,9 +22,10 @@ use std::time::Instant;
 
 /// A step in progress.
 ///
-/// Every call enqueues its launches, or notes them for a graph; the step hands over all of them when
-/// it ends. The step's tables are made and sent at the first `attend`, so the GPU already runs the
-/// embedding and the first product while the host makes them. Nothing before `attend` reads them.
+/// Every call enqueues its launches, or notes them for a graph; the step hands over all of them
+/// when it ends. The step's tables are made and sent at the first `attend`, so the GPU already runs
+/// the embedding and the first product while the host makes them. Nothing before `attend` reads
+/// them.
 pub struct CudaStep<'s> {
     backend: &'s CudaBackend,
     state: MutexGuard<'s, State>,
@@ -64,7 +65,8 @@ impl<'s> CudaStep<'s> {
         let began = Instant::now();
         let Self { backend, state, sequences, pool, .. } = self;
         let (device, State { planner, transfers, decode, .. }) = (&backend.device, &mut **state);
-        // No launch of an earlier step is pending: a step hands over all of its launches when it ends.
+        // No launch of an earlier step is pending: a step hands over all of its launches when it
+        // ends.
         let planned = planner.plan(device, transfers, pool, sequences)?;
         let summary = planned.summary;
         pool.ensure(summary.full_pages, summary.coded_pages)?;
@@ -78,11 +80,12 @@ impl<'s> CudaStep<'s> {
             // Attention reads codes before it waits for the kernels of its layer. The plan does not
             // overlap with other kernels, so the codes are complete when it begins.
             //
-            // SAFETY: the tables are of this step, over these pages, which have memory for all its ids.
+            // SAFETY: the tables are of this step, over these pages, which have memory for all its
+            // ids.
             unsafe { pool.kernels().demote(device, Scope::AllLayers, &tiles, pool) }?;
         }
-        // Launches up to here vary from step to step. Those after are counted from zero, so that the
-        // same ones go into the same graphs.
+        // Launches up to here vary from step to step. Those after are counted from zero, so that
+        // the same ones go into the same graphs.
         device.count_launches_from_here();
         if path.decodes() {
             let fused = path == Path::Decode { fused: true };
@@ -131,7 +134,8 @@ impl<'s> CudaStep<'s> {
         Ok(())
     }
 
-    /// The rows of one layer and the constants of its heads, checked against the step and the cache.
+    /// The rows of one layer and the constants of its heads, checked against the step and the
+    /// cache.
     fn projections(&self, heads: &LayerHeads<'_, CudaBackend>, qkv: &CudaRows) -> Result<Projections> {
         let (shape, layout) = (self.pool.shape(), self.pool.layout());
         let d = shape.head_dim;
@@ -183,8 +187,8 @@ impl<'s> CudaStep<'s> {
         let Some(Planned { tables, .. }) = &self.planned else { return Ok(()) };
         let append = &self.pool.kernels().append;
         let out = queries.held_values("queries")?.ptr();
-        // SAFETY: `projections` were checked against the step and the cache; `queries` have as many rows;
-        // the tables are those of this step.
+        // SAFETY: `projections` were checked against the step and the cache; `queries` have as many
+        // rows; the tables are those of this step.
         unsafe { append.launch(device, heads.layer, tables, self.pool, projections, out) }
     }
 
@@ -199,7 +203,8 @@ impl<'s> CudaStep<'s> {
         unsafe { self.pool.kernels().demote(device, Scope::Layer(layer), tables, self.pool) }
     }
 
-    /// Attention alone, of rotated queries over pages that hold their keys and values: for benchmarks.
+    /// Attention alone, of rotated queries over pages that hold their keys and values: for
+    /// benchmarks.
     pub fn attention(&mut self, layer: usize, queries: &CudaRows, out: &mut CudaRows) -> Result<()> {
         self.plan(true)?;
         let shape = self.pool.shape();
@@ -230,8 +235,8 @@ impl<'s> CudaStep<'s> {
         out.resize(&backend.device, rows, true, CudaBackend::rounds(rows))?;
         let (values, rounded) = (out.held_values("the output of attention")?.ptr(), out.rounded_ptr());
         let call = LayerCall { layer, tables, summary, pages: pool, queries, out: values, rounded };
-        // SAFETY: the tables are of this step, over these pages; `queries` and `out` have the step's rows
-        // (checked by our callers), and the plan is of this step.
+        // SAFETY: the tables are of this step, over these pages; `queries` and `out` have the
+        // step's rows (checked by our callers), and the plan is of this step.
         if !unsafe { call.attend(&backend.device, *path, &mut state.decode) }? {
             out.drop_rounded();
         }
@@ -281,8 +286,8 @@ impl<'s> CudaStep<'s> {
             Some(few) if backend.device.launches_at_once() => few.copy_from_slice(tokens),
             _ => p.tokens = Some(backend.send_indices(&mut self.state, Index::Tokens, tokens)?),
         }
-        // SAFETY: tokens are rows of the table, whose width is that of `out` (checked); `out` has a row for
-        // each.
+        // SAFETY: tokens are rows of the table, whose width is that of `out` (checked); `out` has a
+        // row for each.
         unsafe { backend.launches.embed(tokens.len(), p) }
     }
 
@@ -302,7 +307,8 @@ impl<'s> CudaStep<'s> {
         let from: DevicePtr<f32> = x.held_values("a selection")?.ptr();
         let to = out.held_values("a selection")?.ptr();
         let p = SelectParams { x: from, rows: ids, out: to, width: x.width() as u32 };
-        // SAFETY: the rows are rows of `x` (checked), and `out` has one for each, of the same width.
+        // SAFETY: the rows are rows of `x` (checked), and `out` has one for each, of the same
+        // width.
         unsafe { backend.launches.select(rows.len(), p) }
     }
 }

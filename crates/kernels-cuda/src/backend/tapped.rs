@@ -62,8 +62,8 @@ impl CudaTapped<'_> {
             width: width as u32,
             rows: x.count() as u32,
         };
-        // SAFETY: `x` has `rows` rows of `stride`, the columns lie inside them, there is a weight for each
-        // row, and the buffer has room for the matrix (all checked).
+        // SAFETY: `x` has `rows` rows of `stride`, the columns lie inside them, there is a weight
+        // for each row, and the buffer has room for the matrix (all checked).
         unsafe { backend.launches.gram(&backend.kernels, p) }?;
         let mut sums = vec![0f64; gram.len()];
         backend.device.download(buffer.slice().part(0..gram.len())?, &mut sums)?;

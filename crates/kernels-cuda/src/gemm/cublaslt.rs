@@ -54,7 +54,8 @@ struct Plan {
     algorithm: sys::cublasLtMatmulAlgo_t,
 }
 
-// SAFETY: handles of the library may be used from any thread, by one at a time: `enqueue` takes `&mut`.
+// SAFETY: handles of the library may be used from any thread, by one at a time: `enqueue` takes
+// `&mut`.
 unsafe impl Send for CublasLt {}
 
 impl CublasLt {
@@ -89,8 +90,8 @@ impl CublasLt {
         let plan = &self.plans[&product];
         let (alpha, beta) = (1f32, if product.add { 1f32 } else { 0f32 });
         let (weights, x, out) = (weights.ptr().address(), x.ptr().address(), out.ptr().address());
-        // SAFETY: descriptors of this product, operands of its sizes (checked), our own workspace and
-        // stream.
+        // SAFETY: descriptors of this product, operands of its sizes (checked), our own workspace
+        // and stream.
         check("cublasLtMatmul", unsafe {
             sys::cublasLtMatmul(
                 self.handle,
@@ -113,8 +114,8 @@ impl CublasLt {
         })
     }
 
-    /// The library counts in columns: our row-major `out` is its column-major `outputs × rows`, so it
-    /// multiplies the transposed weights with `x`.
+    /// The library counts in columns: our row-major `out` is its column-major `outputs × rows`, so
+    /// it multiplies the transposed weights with `x`.
     fn plan(&self, p: Product) -> Result<Plan> {
         use sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA;
         use sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
@@ -128,8 +129,8 @@ impl CublasLt {
         let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
         let mut found = 0;
         let mut results = std::mem::MaybeUninit::<sys::cublasLtMatmulHeuristicResult_t>::zeroed();
-        // SAFETY: out-parameters of the right types; attributes with their sizes; one result is requested,
-        // and read only if one came. There are as many descriptors as shapes in use.
+        // SAFETY: out-parameters of the right types; attributes with their sizes; one result is
+        // requested, and read only if one came. There are as many descriptors as shapes in use.
         unsafe {
             check(
                 "cublasLtMatmulDescCreate",

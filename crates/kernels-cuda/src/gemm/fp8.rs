@@ -1,5 +1,5 @@
-//! FP8 weights on the device: the arrangement of their codes (`kernels/fp8.cuh`) and the kernels that
-//! read them.
+//! FP8 weights on the device: the arrangement of their codes (`kernels/fp8.cuh`) and the kernels
+//! that read them.
 
 use super::{CudaMatrix, Skinny};
 use crate::device::{Device, Function, LaunchShape};
@@ -28,7 +28,8 @@ pub(super) fn arrange(codes: &[u8]) -> u32 {
     high << 16 | low
 }
 
-/// Scale that gives random codes the root mean square of [`oscar_backend::random_amplitude`]'s weights.
+/// Scale that gives random codes the root mean square of [`oscar_backend::random_amplitude`]'s
+/// weights.
 pub(crate) fn random_scale(inputs: usize) -> f32 {
     let squares: f64 = (0..=255).map(|code| f64::from(oscar_codec::fp8::decode(code)).powi(2)).sum();
     let uniform = f64::from(oscar_backend::random_amplitude(inputs)) / 3f64.sqrt();
@@ -81,7 +82,8 @@ impl Fp8Kernels {
         };
         // One block per row, up to a few per multiprocessor.
         let blocks = outputs.len().clamp(1, self.device.properties().multiprocessors as usize * 16);
-        // SAFETY: the parameters of `expand.cu`; the range lies in the matrix and fits `to` (checked).
+        // SAFETY: the parameters of `expand.cu`; the range lies in the matrix and fits `to`
+        // (checked).
         unsafe { self.device.launch(self.expand, LaunchShape::new(blocks, 256).overlapping(), p) }
     }
 }

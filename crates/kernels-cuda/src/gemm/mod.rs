@@ -1,6 +1,6 @@
-//! Matrix products. Few rows: `skinny_gemm.cu`, which reads the weights once at memory speed and keeps
-//! 16 bits of the activations' mantissa. Many rows: cuBLASLt on BF16. FP8 weights stay FP8 for few rows;
-//! for many they are expanded panel by panel.
+//! Matrix products. Few rows: `skinny_gemm.cu`, which reads the weights once at memory speed and
+//! keeps 16 bits of the activations' mantissa. Many rows: cuBLASLt on BF16. FP8 weights stay FP8
+//! for few rows; for many they are expanded panel by panel.
 
 mod cublaslt;
 mod fp8;
@@ -132,8 +132,8 @@ impl CudaMatrix {
         Ok(uploaded)
     }
 
-    /// Ranges of outputs that are multiplied at a time: all at once for BF16; for FP8 as many as fit the
-    /// memory that they are expanded into.
+    /// Ranges of outputs that are multiplied at a time: all at once for BF16; for FP8 as many as
+    /// fit the memory that they are expanded into.
     pub(crate) fn panels(&self) -> impl Iterator<Item = Range<usize>> + use<> {
         const PANEL_BYTES: usize = 128 << 20;
         let outputs = self.outputs;
@@ -145,8 +145,8 @@ impl CudaMatrix {
     }
 }
 
-/// Converts and sends a slab at a time, so that no second copy of a large matrix exists; `group` values
-/// become one.
+/// Converts and sends a slab at a time, so that no second copy of a large matrix exists; `group`
+/// values become one.
 fn upload_slabs<T, U: bytemuck::Pod>(
     device: &Device,
     values: &[T],

@@ -134,8 +134,8 @@ impl SkinnyShape {
         if gated { 4 * self.tiles } else { 8 * self.tiles }
     }
 
-    /// Divides a matrix so that all blocks have the same amount of work, in as few rounds as possible:
-    /// units of one size, and in the last round equal parts of the rest.
+    /// Divides a matrix so that all blocks have the same amount of work, in as few rounds as
+    /// possible: units of one size, and in the last round equal parts of the rest.
     fn cut(self, format: WeightFormat, outputs: usize, gated: bool, blocks: usize) -> Cut {
         let width = if gated { outputs / 2 } else { outputs };
         let sized = |outputs: usize| match format {
@@ -151,11 +151,11 @@ impl SkinnyShape {
         Cut { unit, last_unit, large_units, units: large_units + left.div_ceil(last_unit) }
     }
 
-    /// Estimated duration of a product, in rows of weights: those of the busiest block, plus its passes
-    /// over the inputs. Then the number of rounds.
+    /// Estimated duration of a product, in rows of weights: those of the busiest block, plus its
+    /// passes over the inputs. Then the number of rounds.
     fn duration(self, format: WeightFormat, cut: Cut, gated: bool, blocks: usize) -> (usize, usize) {
-        // Loading and splitting the inputs is hidden behind BF16 weights, but not behind FP8 weights,
-        // which take half the time (H200, matrices of Qwen3-8B).
+        // Loading and splitting the inputs is hidden behind BF16 weights, but not behind FP8
+        // weights, which take half the time (H200, matrices of Qwen3-8B).
         let pass = match format {
             WeightFormat::Bf16 => 0,
             WeightFormat::Fp8 => 24,
@@ -216,8 +216,8 @@ impl Skinny {
         self.pairs.iter().map(|p| p.shape).filter(move |s| s.rows == capacity)
     }
 
-    /// The variant with the shortest estimated duration; of several the one with the fewest rounds, then
-    /// the one with most weights in flight.
+    /// The variant with the shortest estimated duration; of several the one with the fewest rounds,
+    /// then the one with most weights in flight.
     pub fn choose(&self, rows: usize, outputs: usize, gated: bool) -> Option<SkinnyShape> {
         choose(self.format, self.shapes(rows), outputs, gated, self.blocks())
     }
@@ -268,7 +268,8 @@ impl Skinny {
         let blocks = cut.units.min(self.blocks());
         let launch = LaunchShape::new(blocks, shape.warps as u32 * 32).shared(shape.shared()).overlapping();
         let function = if product.norm.is_some() { pair.normed } else { pair.plain };
-        // SAFETY: the parameters of `skinny_gemm.cu`; operands have the sizes of the product (checked).
+        // SAFETY: the parameters of `skinny_gemm.cu`; operands have the sizes of the product
+        // (checked).
         unsafe { self.device.launch(function, launch, params) }
     }
 }

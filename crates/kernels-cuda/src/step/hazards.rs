@@ -16,8 +16,8 @@ pub fn quantizes_only_earlier_rows(sequences: &[SequenceRows<'_>]) -> bool {
 }
 
 /// End of the codes, among those that these `rows` of a sequence read, that exist before the step's
-/// first layer. It equals `boundary` only if the rows read nothing else that this step writes except
-/// their own tokens.
+/// first layer. It equals `boundary` only if the rows read nothing else that this step writes
+/// except their own tokens.
 pub fn old_codes(s: &SequenceRows<'_>, rows: usize, boundary: usize, quantized_ahead: bool) -> usize {
     if rows < s.rows.len() {
         // A row that attends alone reads the rows before it, which this step writes.

@@ -1,5 +1,5 @@
-//! The tables of a step: which rows belong to which sequence, where their pages lie, and which tiles
-//! are quantized.
+//! The tables of a step: which rows belong to which sequence, where their pages lie, and which
+//! tiles are quantized.
 //!
 //! The host makes them once for all layers ([`plan`]) and sends what changed since the last step
 //! ([`upload`]). All kernels read them through [`StepTables`].

@@ -14,7 +14,7 @@ use oscar_backend::SequenceRows;
 use oscar_codec::{PAGE_TOKENS, Side, TILE_TOKENS, Windows};
 use std::ops::Range;
 
-/// What the host knows of a step's tables.
+/// A summary of a step's tables, for decisions of the host.
 #[derive(Clone, Debug, Default)]
 pub struct StepSummary {
     pub rows: usize,
@@ -33,8 +33,8 @@ pub struct StepSummary {
 }
 
 impl StepSummary {
-    /// Whether every sequence brings one row, no layer quantizes anything, and every new token is read
-    /// in BF16.
+    /// Whether every sequence brings one row, no layer quantizes anything, and every new token is
+    /// read in BF16.
     pub fn only_new_tokens(&self, windows: &Windows) -> bool {
         let in_bf16 = |s: &SequenceInfo| s.boundary as usize <= windows.sink().max(s.first_position as usize);
         let by_layer = !self.quantizes_ahead && self.tiles > 0;
@@ -109,8 +109,8 @@ impl Words {
         Ok(summary)
     }
 
-    /// Makes tables of tiles alone, for quantization outside of a step. Without `tiles` they are empty:
-    /// the host quantizes, and only needs to know the pages.
+    /// Makes tables of tiles alone, for quantization outside of a step. Without `tiles` they are
+    /// empty: the host quantizes, and only needs to know the pages.
     pub fn fill_tiles(&mut self, tiles: bool, sequences: &[SequenceRows<'_>]) -> Result<StepSummary> {
         *self = Self { words: std::mem::take(&mut self.words), ..Self::default() };
         self.words.clear();
@@ -123,8 +123,8 @@ impl Words {
         Ok(summary)
     }
 
-    /// Says where each table begins. Places depend on rounded-up sizes alone, so that most steps have
-    /// the same addresses and recorded launches stay the same.
+    /// Says where each table begins. Places depend on rounded-up sizes alone, so that most steps
+    /// have the same addresses and recorded launches stay the same.
     fn lay_out(&mut self, entries: usize, rows: usize, table: usize) {
         let room = |count: usize| count.next_power_of_two().max(16);
         self.row_sequence = room(entries) * SEQUENCE_WORDS;
@@ -146,8 +146,8 @@ impl Words {
         }
     }
 
-    /// Page ids by sequence and block. A sequence has one table, even if its rows attend one by one.
-    /// This is most of the host's work in a step.
+    /// Page ids by sequence and block. A sequence has one table, even if its rows attend one by
+    /// one. This is most of the host's work in a step.
     fn write_pages(&mut self, sequences: &[SequenceRows<'_>]) {
         for s in sequences {
             self.words.extend(s.full[..blocks_of(s)].iter().map(|id| id.map_or(NO_PAGE, |id| id.0)));
@@ -215,8 +215,8 @@ fn blocks_of(s: &SequenceRows<'_>) -> usize {
     (s.first_position + s.rows.len()).div_ceil(PAGE_TOKENS)
 }
 
-/// The rows of a sequence by how they attend: one by one while their own boundary lies before the end
-/// of a demoted tail, then all others together.
+/// The rows of a sequence by how they attend: one by one while their own boundary lies before the
+/// end of a demoted tail, then all others together.
 fn parts(s: &SequenceRows<'_>, windows: &Windows, coded_until: usize) -> Vec<Range<usize>> {
     let alone =
         (0..s.rows.len()).take_while(|i| windows.boundary(s.first_position + i) < coded_until).count();

@@ -1,4 +1,5 @@
-//! The pages that a step requires. Kernels trust the page tables, so a step that lacks a page is refused.
+//! The pages that a step requires. Kernels trust the page tables, so a step that lacks a page is
+//! refused.
 
 use crate::error::{CudaError, Result};
 use crate::storage::Storage;

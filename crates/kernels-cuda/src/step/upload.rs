@@ -16,7 +16,8 @@ pub struct TableUpload {
 }
 
 impl TableUpload {
-    /// Enqueues the copies that make the device's tables equal to `words`; returns where they begin.
+    /// Enqueues the copies that make the device's tables equal to `words`; returns where they
+    /// begin.
     pub fn send(
         &mut self,
         device: &Device,

@@ -37,7 +37,8 @@ fn tables_name_rows_pages_and_tiles() {
     assert!(summary.quantizes_ahead && summary.tiles == 1);
     let old_codes = |s: &StepSummary| s.sequences.iter().map(|s| s.old_codes).collect::<Vec<_>>();
     assert_eq!(old_codes(&summary), [windows.boundary(271) as u32, 6]);
-    // Rows that the step itself brings are coded when a layer has made them, and so is everything else.
+    // Rows that the step itself brings are coded when a layer has made them, and so is everything
+    // else.
     let prompt = SequenceRows { rows: 1..82, first_position: 191, ..sequences[0].clone() };
     let by_layer = [prompt, sequences[1].clone()];
     let summary_by_layer = Words::default().fill(&windows, Storage::Codes, &by_layer).unwrap();
@@ -57,7 +58,8 @@ fn tables_name_rows_pages_and_tiles() {
     assert_eq!(w[words.coded..][..6], [NO_PAGE, 3, 0, NO_PAGE, NO_PAGE, NO_PAGE]);
     assert_eq!(w[words.demoted..], [7, 0, 3]);
 }
-/// 400 tokens are stored; blocks 1 to 3 were demoted although the windows would keep 240 and later in BF16.
+/// 400 tokens are stored; blocks 1 to 3 were demoted although the windows would keep 240 and later
+/// in BF16.
 #[test]
 fn queries_over_a_demoted_tail_go_one_by_one() {
     let full: Vec<_> = (0..9).map(|b| (!(1..4).contains(&b)).then_some(FullPageId(b))).collect();
