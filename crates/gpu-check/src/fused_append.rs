@@ -103,11 +103,11 @@ impl Tap for NoLook {
 
 pub fn check(gpu: &CudaBackend, extent: Extent, report: &mut Report) -> Result<()> {
     let mut index = 0;
-    // Over a demotion.
+    // Enough steps to demote a tile.
     let steps = if extent.small { 3 } else { 19 };
-    // Workers are shared out by length, and everyone has one.
+    // Workers are assigned by length; every sequence has at least one.
     let uneven = vec![6000, 20, 1, 900];
-    // More than a few, whose items go into an H200's blocks evenly.
+    // Many sequences, whose items fill the thread blocks of an H200 evenly.
     let many: Vec<usize> = (0..16).map(|i| 700 - 3 * i).collect();
     for d in [64, 128] {
         for group in [1, 3, 4, 5, 8] {

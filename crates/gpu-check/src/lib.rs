@@ -25,6 +25,7 @@ pub use report::{Extent, Finding, Report};
 use anyhow::Result;
 use growing::{Checks, Compared};
 use oscar_backend::{Backend, HeadShape, HostMatrix, HostValues, Step};
+use oscar_codec::random::SplitMix64;
 use oscar_codec::{CacheLayout, CodeLayout, KvFormat, Windows};
 use oscar_kernels_cuda::{AttentionMode, CudaBackend};
 use std::str::FromStr;
@@ -160,26 +161,21 @@ pub fn check(gpu: &CudaBackend, parts: &[Part], extent: Extent) -> Result<Report
     Ok(report)
 }
 
-/// Deterministic numbers that look random.
-struct Numbers(u64);
+/// Deterministic numbers that are exact in BF16.
+struct Numbers(SplitMix64);
 
 impl Numbers {
     fn new(seed: u64) -> Self {
-        Self(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1)
+        Self(SplitMix64::new(seed))
     }
 
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        self.0 >> 33
-    }
-
-    /// Uniform in ±1, exactly representable in BF16.
+    /// Uniform in ±1.
     fn unit(&mut self) -> f32 {
-        half::bf16::from_f32((self.next() % 65536) as f32 / 32768.0 - 1.0).to_f32()
+        half::bf16::from_f32(self.0.symmetric()).to_f32()
     }
 
     fn below(&mut self, n: usize) -> usize {
-        self.next() as usize % n
+        self.0.below(n)
     }
 
     fn vector(&mut self, len: usize) -> Vec<f32> {
