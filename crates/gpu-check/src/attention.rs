@@ -44,6 +44,18 @@ struct Case {
 }
 
 impl Case {
+    /// One layer, narrow windows, ordinary values.
+    fn new(
+        head_dim: usize,
+        kv_heads: usize,
+        group: usize,
+        widths: Vec<(u32, u32)>,
+        steps: Vec<Vec<usize>>,
+    ) -> Result<Self> {
+        let windows = Windows::new(16, 48)?;
+        Ok(Self { layers: 1, head_dim, kv_heads, group, widths, windows, pattern: Pattern::Plain, steps })
+    }
+
     fn describe(&self) -> String {
         format!(
             "{} layers, head {}, {} KV heads, group {}, widths {:?}, sink {} recent {}, {:?} rows, steps {:?}",
@@ -96,14 +108,12 @@ pub fn check<B: Backend<Pool: Inspected>>(
     extent: Extent,
     report: &mut Report,
 ) -> Result<()> {
-    let narrow = Windows::new(16, 48)?;
-    let usual = Windows::default();
-    let mut seed = 100;
-    let mut run = |case: Case, report: &mut Report| -> Result<()> {
-        seed += 1;
+    let cases =
+        [shapes()?, widths_of_zero()?, many_sequences()?, values()?, layers(extent)?, long_contexts()?];
+    for (seed, case) in (101..).zip(cases.into_iter().flatten()) {
         // Caches of several layers are few: a small check takes them too.
         if !extent.takes(seed) && case.layers == 1 {
-            return Ok(());
+            continue;
         }
         // A case that cannot run counts as a failure; the other cases still run.
         if let Err(error) = grow(gpu, &case, checks, seed, report) {
@@ -111,9 +121,14 @@ pub fn check<B: Backend<Pool: Inspected>>(
                 format!("{}: {error:#}", case.describe())
             });
         }
-        Ok(())
-    };
-    // Every group size, with pages of every kind.
+    }
+    Ok(())
+}
+
+/// Every group size with pages of every kind; every pair of widths with odd lengths and several
+/// sequences in a step.
+fn shapes() -> Result<Vec<Case>> {
+    let mut cases = Vec::new();
     for group in 1..=16 {
         for head_dim in [64, 128, 256] {
             let widths = match group % 3 {
@@ -122,76 +137,68 @@ pub fn check<B: Backend<Pool: Inspected>>(
                 _ => vec![(2, 2), (3, 1)],
             };
             let steps = vec![vec![61 + group], vec![1], vec![90], vec![1], vec![1]];
-            let case = Case {
-                layers: 1,
-                head_dim,
-                kv_heads: 2,
-                group,
-                widths,
-                windows: narrow,
-                pattern: Pattern::Plain,
-                steps,
-            };
-            run(case, report)?;
+            cases.push(Case::new(head_dim, 2, group, widths, steps)?);
         }
     }
-    // Every pair of widths, odd lengths, several sequences in a step.
     for key in 1..=4 {
         for value in 1..=4 {
             for head_dim in [64, 128, 256] {
                 let steps = vec![vec![130, 17, 1], vec![1, 1, 76], vec![33, 1, 1], vec![1, 1, 1]];
-                let (widths, windows) = (vec![(key, value), (value, key), (2, 2)], narrow);
-                let case = Case {
-                    layers: 1,
-                    head_dim,
-                    kv_heads: 3,
-                    group: 4,
-                    widths,
-                    windows,
-                    pattern: Pattern::Plain,
-                    steps,
-                };
-                run(case, report)?;
+                let widths = vec![(key, value), (value, key), (2, 2)];
+                cases.push(Case::new(head_dim, 3, 4, widths, steps)?);
             }
         }
     }
-    // Zero-width heads beside others and alone, with a sink and without.
+    Ok(cases)
+}
+
+/// Zero-width heads beside others and alone, with a sink and without.
+fn widths_of_zero() -> Result<Vec<Case>> {
+    let mut cases = Vec::new();
     for widths in [vec![(0, 0), (2, 2), (3, 1)], vec![(4, 2), (0, 0)], vec![(0, 0)]] {
-        for (head_dim, windows) in [(64, narrow), (128, usual), (256, Windows::new(0, 48)?)] {
+        let windows = [Windows::new(16, 48)?, Windows::default(), Windows::new(0, 48)?];
+        for (head_dim, windows) in [64, 128, 256].into_iter().zip(windows) {
             let steps = vec![vec![500, 17, 1], vec![1, 1, 76], vec![33, 1, 1], vec![1, 1, 1]];
-            let (widths, pattern) = (widths.clone(), Pattern::Plain);
-            let case = Case { layers: 1, head_dim, kv_heads: 3, group: 4, widths, windows, pattern, steps };
-            run(case, report)?;
+            cases.push(Case { windows, ..Case::new(head_dim, 3, 4, widths.clone(), steps)? });
         }
     }
-    // Many sequences of uneven lengths, some with a prompt in steps in which the others decode:
-    // thread blocks that read several sequences must skip the prompts.
-    for (head_dim, kv_heads) in [(64, 4), (128, 3), (128, 8)] {
-        let of_step = |step: usize| -> Vec<usize> {
-            let rows = |i: usize| match (i + step) % 3 {
-                _ if step == 0 => 3 + i * 37 % 300,
-                1 => 2 + i * 13 % 30,
-                _ => 1,
-            };
-            (0..40).map(rows).collect()
+    Ok(cases)
+}
+
+/// Many sequences of uneven lengths, some with a prompt in steps in which the others decode: thread
+/// blocks that read several sequences must skip the prompts.
+fn many_sequences() -> Result<Vec<Case>> {
+    let of_step = |step: usize| -> Vec<usize> {
+        let rows = |i: usize| match (i + step) % 3 {
+            _ if step == 0 => 3 + i * 37 % 300,
+            1 => 2 + i * 13 % 30,
+            _ => 1,
         };
-        let steps = (0..4).map(of_step).collect();
-        let (widths, pattern) = (vec![(2, 2), (3, 1)], Pattern::Plain);
-        let case = Case { layers: 1, head_dim, kv_heads, group: 4, widths, windows: narrow, pattern, steps };
-        run(case, report)?;
-    }
-    // Difficult values.
+        (0..40).map(rows).collect()
+    };
+    let case = |(head_dim, kv_heads)| {
+        Case::new(head_dim, kv_heads, 4, vec![(2, 2), (3, 1)], (0..4).map(of_step).collect())
+    };
+    [(64, 4), (128, 3), (128, 8)].into_iter().map(case).collect()
+}
+
+/// Difficult values.
+fn values() -> Result<Vec<Case>> {
+    let mut cases = Vec::new();
     for pattern in Pattern::ALL {
         for head_dim in [64, 128, 256] {
             let steps = vec![vec![200], vec![1], vec![16], vec![1]];
             let widths = vec![(2, 2), (1, 4), (4, 1), (3, 3)];
-            let case =
-                Case { layers: 1, head_dim, kv_heads: 4, group: 3, widths, windows: narrow, pattern, steps };
-            run(case, report)?;
+            cases.push(Case { pattern, ..Case::new(head_dim, 4, 3, widths, steps)? });
         }
     }
-    // Several layers. Tiles of earlier steps are quantized for all layers at once before the step;
-    // tiles of a prompt's own rows layer by layer. Some steps append inside decode attention.
+    Ok(cases)
+}
+
+/// Several layers. Tiles of earlier steps are quantized for all layers at once before the step; tiles
+/// of a prompt's own rows layer by layer. Some steps append inside decode attention.
+fn layers(extent: Extent) -> Result<Vec<Case>> {
+    let mut cases = Vec::new();
     for (head_dim, group, sequences) in [(64, 5, 2), (128, 4, 3), (128, 8, 40), (256, 2, 2)] {
         if !extent.fits(sequences, 3) {
             continue;
@@ -202,27 +209,17 @@ pub fn check<B: Backend<Pool: Inspected>>(
         steps.push((0..sequences).map(|i| if i == 0 { 90 } else { 1 }).collect());
         steps.extend([vec![1; sequences], vec![20; sequences], vec![1; sequences]]);
         let widths = vec![(2, 2), (3, 1), (2, 2), (0, 0), (4, 2)];
-        let (windows, pattern) = (narrow, Pattern::Plain);
-        let case = Case { layers: 3, head_dim, kv_heads: 2, group, widths, windows, pattern, steps };
-        run(case, report)?;
+        cases.push(Case { layers: 3, ..Case::new(head_dim, 2, group, widths, steps)? });
     }
-    // The usual windows and a context of many pages, cut in odd chunks.
+    Ok(cases)
+}
+
+/// The usual windows and a context of many pages, in odd chunks.
+fn long_contexts() -> Result<Vec<Case>> {
     let steps = [509, 700, 3, 1, 1, 64, 1].map(|n| vec![n]).to_vec();
-    for widths in [vec![], vec![(2, 2)]] {
-        let (windows, steps) = (usual, steps.clone());
-        let case = Case {
-            layers: 1,
-            head_dim: 128,
-            kv_heads: 2,
-            group: 4,
-            widths,
-            windows,
-            pattern: Pattern::Outliers,
-            steps,
-        };
-        run(case, report)?;
-    }
-    Ok(())
+    let (windows, pattern) = (Windows::default(), Pattern::Outliers);
+    let case = |widths| Ok(Case { windows, pattern, ..Case::new(128, 2, 4, widths, steps.clone())? });
+    [vec![], vec![(2, 2)]].into_iter().map(case).collect()
 }
 
 /// Runs a case and compares after every step.
