@@ -1,13 +1,13 @@
 //! Launches that go to the GPU as one graph.
 //!
-//! A decode step is a few hundred small launches whose parameters hardly ever change: addresses stay
-//! the same, positions and page ids live in device memory. While the recorder is active,
-//! [`Device::launch`](crate::Device::launch) only notes function, shape and parameters. When the
+//! A decode step is a few hundred small launches whose parameters hardly ever change: addresses
+//! stay the same, positions and page ids live in device memory. While the recorder is active,
+//! `Device::launch` only notes function, shape and parameters. When the
 //! step's result is needed, the recorder looks up a graph with exactly these launches, or makes it,
 //! and launches it. The lookup compares everything, so a graph can never be stale.
 //!
-//! A step has three parts. The first launches run at once, the next ones are a graph of their own, and
-//! the rest is a second graph. So the GPU has work while the host notes the rest.
+//! A step has three parts. The first launches run at once, the next ones are a graph of their own,
+//! and the rest is a second graph. So the GPU has work while the host notes the rest.
 
 use crate::device::{Function, LaunchShape};
 use crate::error::Result;
@@ -20,8 +20,8 @@ use std::time::{Duration, Instant};
 /// Graphs kept; the one unused for longest goes first.
 const MOST_GRAPHS: usize = 64;
 
-/// Launches of a step that run at once: about a layer. The GPU takes longer for them than the host for
-/// noting the first graph.
+/// Launches of a step that run at once: about a layer. The GPU takes longer for them than the host
+/// for noting the first graph.
 const AT_ONCE: usize = 8;
 
 /// Launches of a step's first graph: some layers. The GPU takes longer for them than the host for
@@ -148,7 +148,8 @@ impl Recorder {
         self.launches < AT_ONCE && self.profile.is_none()
     }
 
-    /// What happens to the next launch. With a profile all launches are noted, to be timed one by one.
+    /// What happens to the next launch. With a profile all launches are noted, to be timed one by
+    /// one.
     pub fn next(&mut self) -> Turn {
         let at_once = self.is_at_once();
         self.launches += 1;

@@ -123,7 +123,9 @@ impl CudaPages {
         shape: &HeadShape,
         budget: usize,
     ) -> Result<Self> {
-        if (layout.kv_heads(), layout.head_dim()) != (shape.kv_heads, shape.head_dim) {
+        let groups =
+            shape.kv_heads > 0 && shape.query_heads > 0 && shape.query_heads.is_multiple_of(shape.kv_heads);
+        if !groups || (layout.kv_heads(), layout.head_dim()) != (shape.kv_heads, shape.head_dim) {
             let detail = format!("{shape:?} over {} KV heads of {}", layout.kv_heads(), layout.head_dim());
             return Err(CudaError::Shape { what: "a cache", detail });
         }
