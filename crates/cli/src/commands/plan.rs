@@ -117,7 +117,9 @@ fn layout(args: &Args, c: &DecoderConfig, format: KvFormat) -> Result<CacheLayou
     }
     if args.model.device == Device::Cuda {
         if Storage::of(&layout)? == Storage::Dequantized {
-            eprintln!("note: {format} has no CUDA kernels: its history is dequantized on the CPU and kept in BF16");
+            eprintln!(
+                "note: {format} has no CUDA kernels: its history is dequantized on the CPU and kept in BF16"
+            );
         }
         layout = Storage::held(&layout);
     }
