@@ -25,7 +25,7 @@ use oscar_backend::{Backend, BackendError, Benchmarks, HeadShape, HostMatrix, Ho
 use oscar_codec::{Rotation, RotationSet};
 use std::sync::Arc;
 
-/// Why a model could not be brought onto a device.
+/// Errors of bringing a model onto a device.
 #[derive(Debug, thiserror::Error)]
 pub enum BuildError {
     #[error(transparent)]
@@ -46,7 +46,7 @@ pub enum BuildError {
     },
 }
 
-/// What a layer has whatever the cache: its feed-forward part and its norms.
+/// The parts of a layer that do not depend on the cache: its feed-forward matrices and its norms.
 struct Layer<B: Backend> {
     input_norm: B::Vector,
     qk_norm: Option<(B::Vector, B::Vector)>,
@@ -62,7 +62,7 @@ struct Projections<B: Backend> {
     rotation: Option<B::LayerRotation>,
 }
 
-/// What models that differ only in their cache share.
+/// The parts that models with different caches share.
 struct Body<B: Backend> {
     config: DecoderConfig,
     shape: HeadShape,
@@ -101,8 +101,8 @@ impl<B: Backend> Clone for Transformer<B> {
 }
 
 impl<B: Backend> Transformer<B> {
-    /// Brings the weights onto the device. `rotations` are those of the cache that will be used; `context` bounds
-    /// the positions (and the size of the RoPE table).
+    /// Brings the weights onto the device. `rotations` are those of the cache that will be used;
+    /// `context` bounds the positions (and the size of the RoPE table).
     pub fn build(
         backend: &B,
         config: &DecoderConfig,
@@ -138,8 +138,9 @@ impl<B: Backend> Transformer<B> {
         Ok(Self { body: Arc::new(body), projections: Arc::new(projections), rotations: rotations.cloned() })
     }
 
-    /// The same model for a cache with other rotations. Everything that does not depend on them is shared: equal
-    /// rotations cost no memory, others only the attention projections they are folded into.
+    /// The same model for a cache with other rotations. Everything that does not depend on them is
+    /// shared: equal rotations cost no memory, others only the attention projections they are
+    /// folded into.
     pub fn with_rotations(
         &self,
         backend: &B,
@@ -158,8 +159,8 @@ impl<B: Backend> Transformer<B> {
         Ok(Self { body: self.body.clone(), projections, rotations: rotations.cloned() })
     }
 
-    /// A model of this shape with random weights, made on the device: for benchmarks. `weights` does
-    /// not apply to the embedding, the head and the matrices that rotations are folded into.
+    /// A model of this shape with random weights, made on the device: for benchmarks. `weights`
+    /// does not apply to the embedding, the head and the matrices that rotations are folded into.
     pub fn random(
         backend: &B,
         config: &DecoderConfig,
@@ -224,7 +225,7 @@ impl<B: Backend> Transformer<B> {
         self.rotations.as_ref()
     }
 
-    /// Bytes of matrices that a step reads, whatever its rows.
+    /// Bytes of matrices that a step reads, for any number of rows.
     pub fn matrix_bytes(&self, backend: &B) -> usize {
         let body = &*self.body;
         let layers = body.layers.iter().flat_map(|layer| [&layer.gate_up, &layer.down]);
@@ -372,7 +373,8 @@ fn rotate_outputs(matrix: &mut [f32], inputs: usize, rotations: &[&Rotation]) {
     }
 }
 
-/// Undoes the value rotation in `Wo`: the block of each query head is multiplied by its KV head's `R`.
+/// Undoes the value rotation in `Wo`: the columns of each query head are multiplied by its KV
+/// head's `R`.
 fn rotate_inputs(matrix: &mut [f32], config: &DecoderConfig, rotations: &[&Rotation]) {
     let (d, group) = (config.head_dim, config.group_size());
     let mut rotated = vec![0.0; d];

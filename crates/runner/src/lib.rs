@@ -170,7 +170,7 @@ impl<B: Backend> Runner<B> {
         self.prefill_chunk = tokens.max(1);
     }
 
-    /// Sets the pages aside that a step of `tokens` tokens will need. Changes nothing on failure.
+    /// Reserves the pages that a step of `tokens` tokens needs. Changes nothing on failure.
     pub fn reserve(&self, sequence: &mut Sequence, tokens: usize) -> Result<(), OutOfPages> {
         sequence.reserved = None;
         sequence.reserved = Some(sequence.pages.prepare(&self.layout, &self.pool, tokens)?);
@@ -240,8 +240,8 @@ impl<B: Backend> Runner<B> {
         Ok(())
     }
 
-    /// Feeds a prompt in chunks and leaves the last token's logits in `out`. `progress` hears how many
-    /// prompt tokens are stored.
+    /// Feeds a prompt in chunks and leaves the last token's logits in `out`. `progress` is called
+    /// with the number of stored prompt tokens.
     pub fn prefill(
         &mut self,
         sequence: &mut Sequence,

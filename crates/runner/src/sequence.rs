@@ -1,4 +1,4 @@
-//! A sequence in the cache, and what it asks of a step.
+//! A sequence in the cache, and its part of a step.
 
 use oscar_backend::Pick;
 use oscar_cache::{PrefixKey, PrefixPages, RadixCache, SequencePages, StepPages};
@@ -36,13 +36,15 @@ impl Sequence {
         self.pages.trim(layout);
     }
 
-    /// Forgets positions from `len` on. Only for caches without coded pages: a code cannot be undone.
+    /// Forgets positions from `len` on. Only for caches without quantized pages: quantization
+    /// cannot be undone.
     pub fn rewind(&mut self, len: usize) {
         self.reserved = None;
         self.pages.rewind(len);
     }
 
-    /// First position at or beyond the sink that is not coded; the sink itself in caches without codes.
+    /// First position at or beyond the sink that is not quantized; the sink itself in caches that
+    /// do not quantize.
     pub fn boundary(&self, layout: &CacheLayout) -> usize {
         match layout.coded() {
             Some(_) => self.pages.boundary(layout),

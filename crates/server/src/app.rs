@@ -1,4 +1,4 @@
-//! What all handlers share, and the map of routes.
+//! State shared by all handlers, and the map of routes.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -106,7 +106,7 @@ impl App {
         }
     }
 
-    /// Refuses new work; what runs goes on.
+    /// Refuses new requests; running ones go on.
     pub fn drain(&self) {
         self.draining.store(true, Ordering::Relaxed);
         self.engine.drain();
@@ -170,7 +170,8 @@ pub fn router(
     build(App::new(config, engine, text, defaults))
 }
 
-/// Layers run from the last one added inwards: the access log sees everything, also what the others answer.
+/// Layers run from the last one added inwards: the access log sees everything, including answers of
+/// the other layers.
 pub fn build(app: Shared) -> Router {
     routes::all()
         .fallback(unknown_route)

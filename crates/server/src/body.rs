@@ -26,7 +26,7 @@ const UNCOUNTED: usize = 64 << 10;
 const GRACE: Duration = Duration::from_secs(15);
 const RATE: usize = 64 << 10;
 
-/// The body's bytes, and what reserves them among all bodies in flight.
+/// The body's bytes, and the permit that counts them among all bodies in flight.
 #[derive(Debug)]
 pub struct RawBody {
     bytes: Bytes,

@@ -1,4 +1,4 @@
-//! What the operator decides; everything has a default that serves a laptop.
+//! The operator's settings; every one has a default that suits a laptop.
 
 use std::time::Duration;
 
@@ -23,7 +23,8 @@ pub struct ServerConfig {
     pub allowed_hosts: Vec<String>,
     /// Names the model answers to besides its own.
     pub model_aliases: Vec<String>,
-    /// Largest request body; longer ones are refused with 413. By default what a prompt of the whole context needs.
+    /// Largest request body; longer ones are refused with 413. By default enough for a prompt of
+    /// the whole context.
     pub max_body_bytes: Option<usize>,
     /// How long a client may take to send its body.
     pub body_timeout: Duration,
@@ -43,7 +44,7 @@ pub struct ServerConfig {
     pub max_stop_strings: usize,
     /// Longest stop string in bytes.
     pub max_stop_bytes: usize,
-    /// What `Retry-After` says when the queue is full or the server is draining, in seconds.
+    /// The value of `Retry-After` when the queue is full or the server is draining, in seconds.
     pub retry_after_seconds: u64,
     /// Silence after which a stream carries a comment, so that proxies keep it open.
     pub keep_alive: Duration,
@@ -127,7 +128,7 @@ impl Reasoning {
     }
 }
 
-/// What applies where a request says nothing: the model's `generation_config.json`, resolved.
+/// Defaults of requests: the model's `generation_config.json`, resolved.
 #[derive(Clone, Debug, PartialEq, Default)]
 pub struct GenerationDefaults {
     /// The seed is ignored: a request without one gets a fresh seed.
@@ -143,6 +144,6 @@ pub struct GenerationDefaults {
 pub enum LogFormat {
     #[default]
     Text,
-    /// One JSON object a line.
+    /// One JSON object on each line.
     Json,
 }

@@ -44,7 +44,7 @@ const LINGER_TIME: Duration = Duration::from_secs(3);
 /// File descriptors left for everything that is no connection.
 const OTHER_FILES: usize = 32;
 
-/// What the server is doing, as connections see it.
+/// The state of the server, as connections see it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd)]
 pub enum Phase {
     Serving,
@@ -54,7 +54,8 @@ pub enum Phase {
     Closed,
 }
 
-/// Most connections at once: what the operator says, but no more than the process may open files.
+/// Maximum number of connections: the operator's setting, but no more than the process may open
+/// files.
 pub fn limit(wanted: usize) -> usize {
     let files = open_file_limit().unwrap_or(usize::MAX);
     wanted.min(files.saturating_sub(OTHER_FILES + SPARE)).max(1)
@@ -191,7 +192,7 @@ impl Connection {
     }
 }
 
-/// What is answered without looking further: in the spare lane only health checks are served.
+/// The immediate refusal, if any: in the spare lane only health checks are served.
 fn refusal(app: &Shared, is_spare: bool, request: &Request<Incoming>) -> Option<Response> {
     if !is_spare || matches!(request.uri().path(), "/health" | "/ready") {
         return None;
@@ -205,7 +206,7 @@ fn refusal(app: &Shared, is_spare: bool, request: &Request<Incoming>) -> Option<
     Some(response)
 }
 
-/// Closes our side and reads away what the client still sends.
+/// Closes our side and discards data that the client still sends.
 async fn linger(mut stream: TcpStream) {
     let reading = async {
         stream.shutdown().await?;
@@ -223,7 +224,7 @@ async fn linger(mut stream: TcpStream) {
     let _ = timeout(LINGER_TIME, reading).await;
 }
 
-/// What a connection is waiting for.
+/// The event that a connection waits for.
 #[derive(Debug, Default)]
 struct Stage(AtomicU8);
 
@@ -244,7 +245,7 @@ impl Stage {
     }
 }
 
-/// A stream that fails when a head is not complete in time or when nobody reads what is written.
+/// A stream that fails if a head is not complete in time or if the client does not read.
 struct Guarded {
     stream: TcpStream,
     stage: Arc<Stage>,

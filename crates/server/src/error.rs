@@ -68,7 +68,7 @@ impl ApiError {
         Self::Invalid { message: message.into(), param: None, code: None }
     }
 
-    /// The text side refused what a field said.
+    /// The text crate refused the contents of a field.
     pub fn text(param: &str, error: &TextError) -> Self {
         match error {
             TextError::ReservedVariable { .. } => Self::param("chat_template_kwargs", error),

@@ -18,7 +18,7 @@ use crate::error::ApiError;
 
 const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
 
-/// What the holder of a key may do.
+/// The rights of a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
     User,
@@ -88,7 +88,8 @@ impl ApiKey {
         self.name.as_deref().unwrap_or("unnamed")
     }
 
-    /// Reads a key file: one key a line, `#` begins a comment line. `place` names the file in errors.
+    /// Reads a key file: one key on each line, `#` begins a comment line. `place` names the file in
+    /// errors.
     pub fn parse_file(text: &str, place: &str) -> Result<Vec<Self>, KeyError> {
         let mut keys = Vec::new();
         for (index, line) in text.lines().enumerate() {
@@ -227,7 +228,7 @@ impl Caller {
         self.key.as_ref().is_none_or(|key| key.role == Role::Operator)
     }
 
-    /// May this caller see and stop what `owner` started?
+    /// Whether this caller may see and stop requests of `owner`.
     pub fn controls(&self, owner: &Self) -> bool {
         self.is_operator() || self.tenant() == owner.tenant()
     }

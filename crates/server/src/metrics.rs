@@ -173,7 +173,7 @@ impl Drop for OpenConnection {
     }
 }
 
-/// What the whole process counts.
+/// Counters of the whole process.
 #[derive(Debug)]
 struct ProcessCollector;
 

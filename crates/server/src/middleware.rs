@@ -24,7 +24,7 @@ const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
 #[derive(Clone, Debug)]
 pub struct RequestName(pub String);
 
-/// Routes that show or change what belongs to all tenants.
+/// Routes that show or change the state of all tenants.
 const OPERATORS_ONLY: [&str; 7] = [
     "/metrics",
     "/internal/state",
@@ -55,7 +55,7 @@ pub async fn authenticate(State(app): State<Shared>, mut request: Request, next:
     next.run(request).await
 }
 
-/// Refuses a user what belongs to operators.
+/// Refuses operator routes to users.
 pub fn forbidden(caller: &Caller, what: &'static str) -> ApiError {
     ApiError::Forbidden { name: caller.name().unwrap_or_default().to_owned(), what }
 }

@@ -15,7 +15,7 @@ use axum::response::{IntoResponse, Response};
 use crate::app::Shared;
 use crate::error::ApiError;
 
-/// Refuses what only a hostile page would send.
+/// Refuses requests that only a hostile page would send.
 pub async fn guard(State(app): State<Shared>, request: Request, next: Next) -> Response {
     match check(&app, &request) {
         Ok(()) => next.run(request).await,

@@ -21,7 +21,7 @@ pub fn count() -> u64 {
     PANICS.load(Ordering::Relaxed)
 }
 
-/// Counts every panic of the process from now on; what happened to panics before still happens.
+/// Counts every panic of the process from now on; the previous panic hook still runs.
 pub fn watch() {
     static INSTALLED: Once = Once::new();
     INSTALLED.call_once(|| {

@@ -71,7 +71,7 @@ async fn drain(app: &Shared, phase: &watch::Sender<Phase>, alive: &watch::Sender
         tracing::warn!(requests = left.len(), "the drain time is over: cancelling what still runs");
         left.into_iter().for_each(|id| app.engine.cancel(id));
     }
-    // What has been generated may still wait for a slow reader. The accepting task holds one receiver.
+    // Generated text may still wait for a slow reader. The accepting task holds one receiver.
     let patience = deadline.max(Instant::now() + LAST_WORDS);
     let written = async {
         while alive.receiver_count() > 1 {

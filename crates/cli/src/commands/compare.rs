@@ -201,7 +201,7 @@ fn describe(session: &Session, format: &Prepared, contexts: &[usize]) -> MethodR
         kv: format.name.clone(),
         description: layout.format().describe(),
         rotations: format.cache.rotation_origin.clone(),
-        generic: kernels.path != AttentionPath::Native,
+        dequantized: kernels.path != AttentionPath::Native,
         kernel: kernels.description,
         bits: layout.page_bits(),
         sizes: contexts.iter().map(size).collect(),
@@ -396,7 +396,7 @@ fn print_rows(method: &MethodResult, longest: usize) {
         "{}",
         json!({"kv": kv, "bits": bits, "context": longest, "bits_with_windows": size.map(|s| s.bits),
                "cache_bytes": size.map(|s| s.bytes), "divergence": method.divergence, "speed": method.speed,
-               "kernel": method.kernel, "generic": method.generic})
+               "kernel": method.kernel, "dequantized": method.dequantized})
     );
 }
 

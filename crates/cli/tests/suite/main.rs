@@ -5,6 +5,7 @@ mod benchmark_tables;
 mod calibration;
 mod clients;
 mod commands;
+mod docs;
 mod evaluation;
 mod fp8;
 #[cfg(target_os = "linux")]

@@ -36,7 +36,7 @@ pub struct MethodResult {
     pub kernel: String,
     /// Pages are dequantized before they are read: exact, but the speed says nothing about the
     /// method.
-    pub generic: bool,
+    pub dequantized: bool,
     /// Stored bits an element of its pages, metadata included.
     pub bits: f64,
     pub sizes: Vec<Size>,

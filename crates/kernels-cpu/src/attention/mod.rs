@@ -1,4 +1,4 @@
-//! Attention over pages: coded, BF16, or both, by the one rule of [`Windows`].
+//! Attention over pages: quantized, BF16, or both, by the one rule of [`Windows`].
 //!
 //! [`attend`] computes, for each query row, what `oscar_codec::attention::attend_context` defines.
 //! The context is cut at fixed positions into spans of [`SPAN_TOKENS`]; each span gives a softmax
@@ -9,14 +9,15 @@
 //! it, other tasks and the number of threads do not show in a single bit, so decode, prefill in any
 //! chunks and any batch agree. That holds within a variant; variants differ by rounding:
 //!
-//! - Coded pages with one affine group a head use fixed-point queries (16 bits of the row's largest magnitude)
-//!   and weights (16 bits of the page's largest), and exact integer sums. Codes of one and two bits need but 8 bits
-//!   of both, see [`AttentionPrecision`]; AMX takes 16 all the same.
+//! - Quantized pages with one affine group for each head use fixed-point queries (16 bits of the
+//!   row's largest magnitude) and weights (16 bits of the page's largest), and exact integer sums.
+//!   Codes of one and two bits need but 8 bits of both, see [`AttentionPrecision`]; AMX takes 16
+//!   all the same.
 //! - BF16 pages round queries and weights to BF16 on AVX-512 and AMX; AVX2 keeps both in f32.
-//! - Everything else is dequantized to BF16 first, once for all rows of a work item, and read like BF16
-//!   pages ([`kernel_name`] says so): through f32 rows (`dequantize`), on AVX-512 straight to the tile
-//!   (`avx512::dequantize`). Pages of f32, and everything in the scalar variant, are read in f32
-//!   (`dequantized`).
+//! - Everything else is dequantized to BF16 first, once for all rows of a work item, and read like
+//!   BF16 pages ([`kernel_name`] says so): through f32 rows (`dequantize`), on AVX-512 straight to
+//!   the tile (`avx512::dequantize`). Pages of f32, and everything in the scalar variant, are read
+//!   in f32 (`dequantized`).
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
@@ -78,7 +79,7 @@ pub struct AttendTask<'a> {
     pub out: &'a mut [f32],
 }
 
-/// What [`attend`] keeps from call to call: memory, and the precision of its integers. The default
+/// State of [`attend`] from call to call: memory, and the precision of its integers. The default
 /// has the precision of [`AttentionPrecision::chosen`].
 pub struct Scratch {
     precision: AttentionPrecision,
@@ -100,7 +101,7 @@ impl Default for Scratch {
     }
 }
 
-/// What one thread needs while it reads spans.
+/// The memory of one thread while it reads spans.
 #[derive(Default)]
 struct Worker {
     blocks: Vec<Box<RowBlock>>,
@@ -119,7 +120,7 @@ struct Item {
     rows: usize,
     /// Spans of all rows of the item; a row's own may end earlier.
     spans: usize,
-    /// Where the states of the item start, if its spans are handed out one by one.
+    /// Position of the item's states, if its spans are handed out one by one.
     states: Option<usize>,
 }
 

@@ -1,4 +1,4 @@
-//! Which kernel reads the pages of a codec, and what it is handed.
+//! Which kernel reads the pages of a codec, and the view of a page that it gets.
 
 use oscar_codec::page::Scheme;
 use oscar_codec::{CodeLayout, PAGE_TOKENS, PageCodec, RowPageCodec, Side};
@@ -20,11 +20,11 @@ pub(super) enum PageKind {
     Bf16 { dequantized: bool },
     /// Rows dequantized to f32: the scalar variant, and pages that are f32 themselves.
     Dequantized,
-    /// Pages of heads that keep no history: never read.
+    /// Pages of zero-width heads: never read.
     Absent,
 }
 
-/// What one page is to a kernel.
+/// A kernel's view of one page.
 pub(super) struct PageView<'a> {
     /// Codes or rows of each side, and their parameters, inside the page.
     pub keys: &'a [u8],
@@ -71,8 +71,8 @@ pub(super) struct Stages {
     pub score: Stage,
     pub weigh: Stage,
     pub add_values: Stage,
-    /// Where present, it runs between `score` and `weigh` and does what takes long but is little
-    /// work: the values of the page read before are then added after it, so that the two overlap.
+    /// If present, it runs between `score` and `weigh` and does the part with long latency and
+    /// little work. The values of the previous page are added after it, so that the two overlap.
     pub find_maxima: Option<Stage>,
 }
 
@@ -88,7 +88,8 @@ impl PageReader {
     pub(super) fn new(variant: Variant, precision: AttentionPrecision, codec: &RowPageCodec) -> Self {
         let kind = kind(variant, codec);
         // Tiles read codes slower than VNNI does (measured: unpacking through memory costs more
-        // than the products save), so they are left to those who ask for both bytes at every width.
+        // than the products save), so they are used only if both bytes are requested at every
+        // width.
         let codes = matches!(kind, PageKind::Codes { .. });
         let by_tiles = variant == Variant::Amx && precision == AttentionPrecision::HiLo;
         let variant = if variant == Variant::Amx && codes && !by_tiles { Variant::Avx512 } else { variant };
@@ -103,7 +104,7 @@ impl PageReader {
         Self { kind, ..full }
     }
 
-    /// Does a page cost much before the first row reads it?
+    /// Whether a page costs much before the first row reads it.
     pub(super) fn dequantizes(self) -> bool {
         matches!(self.kind, PageKind::Dequantized | PageKind::Bf16 { dequantized: true })
     }
@@ -249,8 +250,7 @@ pub fn kernel_name_with(
     PageReader::new(variant, precision, codec).name()
 }
 
-/// Room for what must be made of a page before kernels read it, shared by the blocks of a work
-/// item.
+/// Buffers for dequantized pages, shared by the blocks of a work item.
 #[derive(Default)]
 pub(super) struct PageScratch {
     dequantized: DequantizedPage,
@@ -353,7 +353,7 @@ fn dequantize_to_tile(
     }
 }
 
-/// Can the BF16 kernels read this side where it lies?
+/// Whether the BF16 kernels can read this side in place.
 fn is_bf16_tile(page: SidePage<'_>) -> bool {
     page.codec.spec(page.side).scheme == Scheme::Bf16 && page.codec.layout() == CodeLayout::CpuTile
 }

@@ -36,8 +36,8 @@ pub struct CpuBackend {
 /// Precision of weights and activations in matrix products; sums are always f32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
-    /// BF16 weights, activations as the sum of two BF16 (16 bits of mantissa): free in decode, which
-    /// waits for memory, twice the arithmetic in prefill.
+    /// BF16 weights, activations as the sum of two BF16 (16 bits of mantissa): free in decode,
+    /// which waits for memory, twice the arithmetic in prefill.
     Bf16,
     /// BF16 weights and activations, except in the output head.
     Fast,

@@ -1,8 +1,9 @@
 //! Page storage of the CPU backend.
 //!
-//! Each layer and KV head has a region of its own per format, and page `i` of it lies at `i · page_bytes`: the
-//! pages of a sequence that grew alone are one sequential stream for the memory system. The byte budget bounds the
-//! page ids that the cache's bookkeeping hands out; regions are sized for it but touched only as pages are used.
+//! Each layer and KV head has a region of its own per format, and page `i` of it lies at `i ·
+//! page_bytes`: the pages of a sequence that grew alone are one sequential stream for the memory
+//! system. The byte budget bounds the page ids that the cache's bookkeeping hands out; regions are
+//! sized for it but touched only as pages are used.
 
 use super::region::Region;
 use oscar_backend::{BackendError, HeadShape, Result};
@@ -71,7 +72,8 @@ impl CpuPages {
         self.layout.full().codec(layer, head)
     }
 
-    /// The codec of demoted pages; caches without any give the full one, which is then never asked for a page.
+    /// The codec of quantized pages; in caches without any, the full one, which is then never used
+    /// for a page.
     pub fn coded_codec(&self, layer: usize, head: usize) -> &RowPageCodec {
         self.layout.coded().unwrap_or(self.layout.full()).codec(layer, head)
     }
@@ -84,7 +86,7 @@ impl CpuPages {
         self.coded[layer * self.layout.kv_heads() + head].page(id.0)
     }
 
-    /// The heads of one layer: layout, full pages, coded pages.
+    /// The heads of one layer: layout, full pages, quantized pages.
     pub fn layer_mut(&mut self, layer: usize) -> (&CacheLayout, &mut [HeadPages], &mut [HeadPages]) {
         let heads = self.layout.kv_heads();
         let range = layer * heads..(layer + 1) * heads;

@@ -61,8 +61,8 @@ impl CpuBackend {
         Ok(())
     }
 
-    /// `out ← x · weightᵀ + bias`, or added to `out`. `exact`: activations keep 16 bits of mantissa in
-    /// every mode.
+    /// `out ← x · weightᵀ + bias`, or added to `out`. `exact`: activations keep 16 bits of mantissa
+    /// in every mode.
     fn linear(
         &self,
         scratch: &mut ProductScratch,
@@ -83,8 +83,9 @@ impl CpuBackend {
         }
     }
 
-    /// A product whose activations keep 16 bits of mantissa: each row goes in twice, rounded to BF16
-    /// and as the remainder of that rounding. A few rows cost no more than reading the weights once.
+    /// A product whose activations keep 16 bits of mantissa: each row goes in twice, rounded to
+    /// BF16 and as the remainder of that rounding. A few rows cost no more than reading the weights
+    /// once.
     fn split_linear(
         &self,
         scratch: &mut ProductScratch,

@@ -19,7 +19,8 @@ impl Region {
         if len == 0 {
             return Ok(Self { start: NonNull::dangling(), len });
         }
-        // SAFETY: an anonymous private mapping at an address of the kernel's choice aliases nothing.
+        // SAFETY: an anonymous private mapping at an address of the kernel's choice aliases
+        // nothing.
         let start = unsafe {
             libc::mmap(
                 std::ptr::null_mut(),
@@ -34,7 +35,8 @@ impl Region {
             return Err(io::Error::last_os_error());
         }
         #[cfg(target_os = "linux")]
-        // SAFETY: advice on our own mapping; a refusal changes nothing, so the result is not needed.
+        // SAFETY: advice on our own mapping; a refusal changes nothing, so the result is not
+        // needed.
         unsafe {
             libc::madvise(start, len, libc::MADV_HUGEPAGE);
         }
@@ -43,7 +45,8 @@ impl Region {
     }
 
     pub fn bytes(&self) -> &[u8] {
-        // SAFETY: `start` maps `len` readable bytes (zero until written) owned by self, or dangles for none.
+        // SAFETY: `start` maps `len` readable bytes (zero until written) owned by self, or dangles
+        // for none.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
     }
 

@@ -94,8 +94,8 @@ fn check_rows(x: &CpuRows, rows: &[usize]) -> Result<()> {
 }
 
 impl CpuStep<'_> {
-    /// Normalizes, ropes and rotates heads, stores keys and values, and leaves the rotated queries in
-    /// the scratch memory.
+    /// Normalizes, ropes and rotates heads, stores keys and values, and leaves the rotated queries
+    /// in the scratch memory.
     fn append(&mut self, heads: &LayerHeads<'_, CpuBackend>, qkv: &mut CpuRows) {
         let (backend, sequences, layer) = (self.backend, self.sequences, heads.layer);
         let shape = *self.pool.heads();
@@ -132,7 +132,8 @@ impl CpuStep<'_> {
         let Scratch { outputs, attention, queries, .. } = &mut *self.scratch;
         outputs.resize(rows * shape.query_heads * d, 0.0);
 
-        // One page list for each sequence and head; each row of a token comes once for every query head.
+        // One page list for each sequence and head; each row of a token comes once for every query
+        // head.
         type Pages<'p> = Vec<Option<&'p [u8]>>;
         let mut lists: Vec<(Pages<'_>, Pages<'_>)> = Vec::with_capacity(shape.kv_heads * sequences.len());
         for head in 0..shape.kv_heads {

@@ -12,7 +12,7 @@ pub struct StepInput<'a> {
     pub picks: &'a [(usize, Pick)],
 }
 
-/// What a step gives back.
+/// The results of a step.
 #[derive(Debug, Default)]
 pub struct StepOutput {
     /// Logits of the wanted rows without a pick, one vocabulary after the other.

@@ -33,7 +33,7 @@ pub struct Assembler {
     pub reasoning_tokens: usize,
 }
 
-/// What a token added.
+/// The text that a token added.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Piece {
     pub text: Split,
@@ -64,7 +64,7 @@ impl Assembler {
         piece
     }
 
-    /// Ends the choice: everything held back comes out.
+    /// Ends the choice and returns all text that was held back.
     pub fn finish(&mut self) -> Piece {
         let text = self.decoder.flush().unwrap_or_default();
         let mut piece = self.pass_on(&text);

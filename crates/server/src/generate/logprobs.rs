@@ -9,7 +9,7 @@ use serde::{Serialize, Serializer};
 /// Most alternatives a client may ask for at each token.
 pub const MAX_LOGPROBS: i64 = 20;
 
-/// What stands for "impossible".
+/// The value reported for probability zero.
 const FLOOR: f32 = -9999.0;
 
 /// Spells tokens out.

@@ -100,7 +100,7 @@ impl Splitter {
         }
     }
 
-    /// Ends the reply: what was held back is what it looks like.
+    /// Ends the reply: text that was held back is ordinary text.
     pub fn flush(&mut self) -> Split {
         let held = std::mem::take(&mut self.held);
         match self.state {

@@ -22,7 +22,7 @@ pub enum LoggingError {
     Thread(#[from] io::Error),
 }
 
-/// Writes what is still queued when it is dropped, within half a second.
+/// On drop, writes the lines that are still queued, within half a second.
 #[derive(Debug)]
 #[must_use = "the last lines are lost unless this lives as long as the server"]
 pub struct LogGuard(LogWriter);

@@ -1,4 +1,4 @@
-//! What an operator may tell the engine.
+//! Commands of an operator to the engine.
 
 use axum::Json;
 use axum::extract::{Extension, State};

@@ -1,4 +1,5 @@
-//! What is running and how loaded it is: for people, for routers (SGLang's and smg's names), for the web page.
+//! The server's state and load: for people, for routers (SGLang's and smg's names), for the web
+//! page.
 
 use axum::Json;
 use axum::extract::State;
@@ -135,7 +136,8 @@ pub async fn state(State(app): State<Shared>) -> Json<Value> {
     }))
 }
 
-/// Tokens that fit if all were coded; windows in BF16 make it less, so routers see it as the upper end.
+/// Tokens that would fit if all were quantized. BF16 windows make it less, so routers take it as an
+/// upper bound.
 fn capacity(info: &EngineInfo) -> usize {
     (info.kv_budget_bytes / info.coded_block_bytes.max(1)) * info.page_tokens
 }

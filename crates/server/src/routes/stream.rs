@@ -21,7 +21,7 @@ pub trait Chunks: Send + Unpin + 'static {
 
     /// The chunks that an output gives rise to.
     fn chunks(&mut self, output: Output) -> Vec<Self::Chunk>;
-    /// What follows when everything is done.
+    /// The last events of a stream.
     fn last(&mut self) -> Option<Self::Chunk>;
 }
 

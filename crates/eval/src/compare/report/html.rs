@@ -191,7 +191,7 @@ fn speed(comparison: &Comparison, page: &mut Page) {
         .iter()
         .filter_map(|m| {
             let s = m.speed?;
-            let note = if m.generic { " · dequantized first" } else { "" };
+            let note = if m.dequantized { " · dequantized first" } else { "" };
             let text = format!("{:.2}× · {:.0} tokens/s{note}", s.ratio, s.tokens_per_s);
             Some(Bar { label: m.kv.clone(), class: class(m), value: s.ratio, text })
         })

@@ -68,7 +68,7 @@ impl Comparison {
                     m.divergence.map_or_else(String::new, |d| format!("{:.0}", d.tokens)),
                     size.map_or_else(String::new, |s| bytes(s.bytes)),
                     m.speed.map_or_else(String::new, |s| format!("{:.2}×", s.ratio)),
-                    if m.generic { "dequantized first".to_owned() } else { "own".to_owned() },
+                    if m.dequantized { "dequantized first".to_owned() } else { "own".to_owned() },
                 ]
             })
             .collect();
@@ -129,7 +129,7 @@ mod tests {
             description: "a <method>".into(),
             rotations: "none".into(),
             kernel: "k".into(),
-            generic: kv == "kivi2",
+            dequantized: kv == "kivi2",
             bits,
             sizes: vec![Size { context: 2048, bits: bits + 1.0, bytes: 3 << 20 }],
             text: Some(Text { context: 2048, ppl: 9.0, kl, top1: 0.9, n: 100 }),

@@ -47,7 +47,7 @@ pub async fn create(
     json_answer(&app, size, response).await
 }
 
-/// What every response and chunk of a request repeats.
+/// Fields that every response and chunk of a request repeats.
 struct Frame {
     id: String,
     created: u64,

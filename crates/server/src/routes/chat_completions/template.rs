@@ -93,7 +93,7 @@ fn cut_after_last(mut prompt: String, messages: &Value) -> Result<String, ApiErr
     if text.trim().is_empty() {
         return wrong("the last message has no text to go on from");
     }
-    // Some templates trim what they print.
+    // Some templates trim their output.
     for text in [text, text.trim_end(), text.trim()] {
         if let Some(at) = prompt.rfind(text) {
             prompt.truncate(at + text.len());
