@@ -46,7 +46,8 @@ fn every_crate_is_on_the_map() {
 #[test]
 fn paths_on_the_map_exist() {
     let map = fs::read_to_string(root().join("ARCHITECTURE.md")).unwrap();
-    let is_path = |text: &&str| (text.contains("/src/") || text.starts_with("docs/")) && !text.contains("NAME");
+    let is_path =
+        |text: &&str| (text.contains("/src/") || text.starts_with("docs/")) && !text.contains("NAME");
     for path in map.split('`').skip(1).step_by(2).filter(is_path) {
         let inside = root().join("crates").join(path);
         assert!(inside.exists() || root().join(path).exists(), "ARCHITECTURE.md names {path}");
