@@ -1,6 +1,7 @@
 //! The most likely tokens of a row of logits: all that most requests need of it.
 //!
-//! A list is exact, in values and in order, so that a sampler draws from it what it would have drawn from the whole row.
+//! A list is exact, in values and in order, so that a sampler draws from it what it would have
+//! drawn from the whole row.
 
 /// A logit and its token.
 pub type Candidate = (f32, u32);
@@ -11,15 +12,16 @@ pub const MOST_CANDIDATES: usize = 256;
 /// What is wanted of a row of logits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pick {
-    /// The most likely token, the lowest id among equals (−0 equals 0); NaN and −∞ never win. Nothing if there is no
-    /// other.
+    /// The most likely token, the lowest id among equals (−0 equals 0); NaN and −∞ never win.
+    /// Nothing if there is no other.
     Greedy,
-    /// This many of the largest logits, from 1 to [`MOST_CANDIDATES`]; all that are not NaN if there are fewer. Largest
-    /// first (−0 below 0), the lower id first among equals.
+    /// This many of the largest logits, from 1 to [`MOST_CANDIDATES`]; all that are not NaN if
+    /// there are fewer. Largest first (−0 below 0), the lower id first among equals.
     Top(usize),
 }
 
-/// The place of a candidate in the order of [`Pick::Top`]: the larger comes first. 0 for NaN, which has no place.
+/// The place of a candidate in the order of [`Pick::Top`]: the larger comes first. 0 for NaN, which
+/// has no place.
 pub fn candidate_key(logit: f32, token: u32) -> u64 {
     if logit.is_nan() {
         return 0;
@@ -36,9 +38,11 @@ pub fn candidate_of(key: u64) -> Candidate {
     (f32::from_bits(bits), !(key as u32))
 }
 
-/// The most likely token: the first of equals (−0 equals 0). NaN never wins. 0 if nothing is above −∞.
+/// The most likely token: the first of equals (−0 equals 0). NaN never wins. 0 if nothing is above
+/// −∞.
 ///
-/// Every greedy choice in the project uses this function, so that ties are broken the same way everywhere.
+/// Every greedy choice in the project uses this function, so that ties are broken the same way
+/// everywhere.
 pub fn argmax(logits: &[f32]) -> u32 {
     let mut best = (f32::NEG_INFINITY, 0);
     for (token, &logit) in logits.iter().enumerate() {

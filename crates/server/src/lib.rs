@@ -1,13 +1,14 @@
-//! The only crate that speaks HTTP: the OpenAI API, operations and the web page, over an engine it knows by
-//! trait alone.
+//! The only crate that speaks HTTP: the OpenAI API, operations and the web page, over an engine it
+//! knows by trait alone.
 //!
-//! A request travels `middleware -> routes/<endpoint>/prepare -> generate -> EngineApi`. `prepare` parses the body
-//! into the fields declared in `types`, refuses what `validate` refuses, and makes requests for the engine. The answer
-//! comes back as events that [`generate`] turns into text and the endpoint into JSON or server-sent events.
+//! A request travels `middleware -> routes/<endpoint>/prepare -> generate -> EngineApi`. `prepare`
+//! parses the body into the fields declared in `types`, refuses what `validate` refuses, and makes
+//! requests for the engine. The answer comes back as events that [`generate`] turns into text and
+//! the endpoint into JSON or server-sent events.
 //!
-//! **Invariant:** no tensor, page or kernel is known here; everything the engine is asked goes through
-//! [`oscar_engine::EngineApi`], so the whole crate is tested with an engine that has no model. Nothing a client
-//! sends can panic the server or make it answer 5xx.
+//! **Invariant:** no tensor, page or kernel is known here; everything the engine is asked goes
+//! through [`oscar_engine::EngineApi`], so the whole crate is tested with an engine that has no
+//! model. Nothing a client sends can panic the server or make it answer 5xx.
 
 mod app;
 mod body;

@@ -1,4 +1,5 @@
-//! One declaration of every request field. Parsing, validation and `/openapi.json` all come from it.
+//! One declaration of every request field. Parsing, validation and `/openapi.json` all come from
+//! it.
 //!
 //! **To add a field**, write one line into a [`request_fields!`] block:
 //!
@@ -7,13 +8,14 @@
 //! pub top_k: Option<i64> = Kind::Integer { min: -1, max: u32::MAX as i64 },
 //! ```
 //!
-//! The name is the JSON name. The type says how the value is read: `Option<T>` for a field that may be absent or
-//! null, `T` for a required one; `T` is any [`FieldValue`]. The part behind `=` is needed only where the type alone
-//! allows too much. A new kind of value is a new variant of [`Kind`] and an implementation of [`FieldValue`]. Fields in
-//! an `ignored` block are documented and skipped.
+//! The name is the JSON name. The type says how the value is read: `Option<T>` for a field that may
+//! be absent or null, `T` for a required one; `T` is any [`FieldValue`]. The part behind `=` is
+//! needed only where the type alone allows too much. A new kind of value is a new variant of
+//! [`Kind`] and an implementation of [`FieldValue`]. Fields in an `ignored` block are documented
+//! and skipped.
 //!
-//! **Invariant:** a field that is not declared is ignored. A value that is read has been checked by its [`Kind`], and
-//! an error names the field, the allowed values and the value that was sent.
+//! **Invariant:** a field that is not declared is ignored. A value that is read has been checked by
+//! its [`Kind`], and an error names the field, the allowed values and the value that was sent.
 
 use oscar_engine::Allowed;
 use serde_json::{Map, Value, json};

@@ -1,7 +1,7 @@
 //! One choice's way from tokens to text: detokenizer, stop strings, reasoning split.
 //!
-//! Invariant: the emitted pieces concatenate to the same text however the tokens arrive, and nothing is emitted
-//! that a stop string could still take back.
+//! Invariant: the emitted pieces concatenate to the same text however the tokens arrive, and
+//! nothing is emitted that a stop string could still take back.
 
 use oscar_text::{StopMatcher, StreamDecoder, TextError, Tokenizer};
 

@@ -1,10 +1,12 @@
-//! From valid requests to text: submits them to the engine, turns its events into pieces of text, cancels.
+//! From valid requests to text: submits them to the engine, turns its events into pieces of text,
+//! cancels.
 //!
-//! Each prompt has a task that reads the engine's events as they come, so that neither a slow client nor a full
-//! socket ever holds the engine back, and a stop string ends the work at once. What a slow client has not read
-//! waits in a queue no longer than the tokens it asked for.
+//! Each prompt has a task that reads the engine's events as they come, so that neither a slow
+//! client nor a full socket ever holds the engine back, and a stop string ends the work at once.
+//! Outputs that a slow client has not read wait in a queue no longer than the tokens it asked for.
 //!
-//! **Invariant:** a request that is not finished is cancelled when its receiver goes away, whatever the reason.
+//! **Invariant:** a request that is not finished is cancelled when its receiver goes away, whatever
+//! the reason.
 
 mod assemble;
 mod logprobs;
@@ -30,7 +32,8 @@ use crate::keys::{Admission, Caller};
 use crate::limits;
 use reasoning::Split;
 
-/// An HTTP request ready to be submitted: one engine request for each prompt, and how their answers become text.
+/// An HTTP request ready to be submitted: one engine request for each prompt, and how their answers
+/// become text.
 #[derive(Debug)]
 pub struct Prepared {
     /// The name by which `/abort_request` and the logs know it.
@@ -182,7 +185,8 @@ impl EventSink for Channel {
     }
 }
 
-/// Cancels its request and forgets its name when dropped; cancelling a finished request does nothing.
+/// Cancels its request and forgets its name when dropped; cancelling a finished request does
+/// nothing.
 struct Ticket {
     app: Arc<App>,
     id: RequestId,
@@ -201,7 +205,8 @@ impl Drop for Ticket {
     }
 }
 
-/// The answer to one prompt while it is generated: a task that turns the engine's events into outputs.
+/// The answer to one prompt while it is generated: a task that turns the engine's events into
+/// outputs.
 struct Answer {
     ticket: Ticket,
     outputs: UnboundedSender<Output>,
@@ -346,8 +351,9 @@ impl Answer {
         closed
     }
 
-    /// The token counts: the engine's, unless a stop string or a client that went away has ended the answer before
-    /// the engine did. Then the tokens that reached the text count, and none that the engine generated after them.
+    /// The token counts: the engine's, unless a stop string or a client that went away has ended
+    /// the answer before the engine did. Then the tokens that reached the text count, and none that
+    /// the engine generated after them.
     fn totals(&self) -> Totals {
         let usage = match self.done {
             Some(usage) if !self.choices.iter().any(|choice| choice.cut) => usage,

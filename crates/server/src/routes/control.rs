@@ -33,8 +33,8 @@ pub async fn flush_cache(State(app): State<Shared>) -> Json<Value> {
     Json(json!({"success": true, "freed_pages": freed, "message": format!("{freed} pages freed")}))
 }
 
-/// Ends requests that the caller's tenant started; an operator ends those of all. Unknown names end nothing, which is
-/// not an error: the request may just have finished.
+/// Ends requests that the caller's tenant started; an operator ends those of all. Unknown names end
+/// nothing, which is not an error: the request may just have finished.
 pub async fn abort_request(
     State(app): State<Shared>,
     Extension(caller): Extension<Caller>,

@@ -1,5 +1,5 @@
-//! The routes. An endpoint that generates is a folder: `types` (the declared fields and the wire), `validate`
-//! (refusals), `prepare` (from the body to engine requests) and the handler in `mod`.
+//! The routes. An endpoint that generates is a folder: `types` (the declared fields and the wire),
+//! `validate` (refusals), `prepare` (from the body to engine requests) and the handler in `mod`.
 
 mod chat_completions;
 mod completions;

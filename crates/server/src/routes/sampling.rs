@@ -92,8 +92,8 @@ impl SamplingFields {
         self.n.unwrap_or(1)
     }
 
-    /// The engine's parameters. `max_tokens`, `logprobs` and `cache_salt` are left for the endpoint. The engine checks
-    /// them when the request is made.
+    /// The engine's parameters. `max_tokens`, `logprobs` and `cache_salt` are left for the
+    /// endpoint. The engine checks them when the request is made.
     pub fn params(&self, app: &App, prompts: usize) -> Result<GenerationParams, ApiError> {
         refuse_unless("use_beam_search", self.use_beam_search.as_ref(), |v| v == false, "raise n instead")?;
         let choices = self.choices();
@@ -159,7 +159,8 @@ impl SamplingFields {
     }
 }
 
-/// The tokens to generate after a prompt: as many as asked for, else the rest of the context or the model's default.
+/// The tokens to generate after a prompt: as many as asked for, else the rest of the context or the
+/// model's default.
 pub fn max_tokens(app: &App, prompt: usize, asked: Option<usize>) -> usize {
     let room = app.engine.info().context.saturating_sub(prompt);
     asked.unwrap_or_else(|| app.defaults.max_tokens.unwrap_or(room).min(room).max(1))
@@ -195,7 +196,8 @@ fn logit_bias(bias: &Map<String, Value>, vocabulary: usize) -> Result<Vec<(u32, 
         .collect()
 }
 
-/// Refuses a field that the server cannot serve, unless its value asks for nothing else than what happens anyway.
+/// Refuses a field that the server cannot serve, unless its value asks for nothing else than what
+/// happens anyway.
 pub fn refuse_unless(
     name: &str,
     value: Option<&Value>,

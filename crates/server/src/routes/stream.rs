@@ -1,4 +1,5 @@
-//! Server-sent events: one JSON object each, `[DONE]` at the end, comments in between when it gets quiet.
+//! Server-sent events: one JSON object each, `[DONE]` at the end, comments in between when it gets
+//! quiet.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -25,7 +26,8 @@ pub trait Chunks: Send + Unpin + 'static {
     fn last(&mut self) -> Option<Self::Chunk>;
 }
 
-/// Answers with a stream of chunks. When the client goes away the stream is dropped, and with it the generation.
+/// Answers with a stream of chunks. When the client goes away the stream is dropped, and with it
+/// the generation.
 pub fn respond(app: Shared, generation: Generation, chunks: impl Chunks) -> Response {
     let keep_alive = KeepAlive::new().interval(app.config.keep_alive).text("keep-alive");
     let events =

@@ -1,4 +1,5 @@
-//! `POST /tokenize` and `/detokenize`, in the words of vLLM (`prompt`, `messages`) and of llama.cpp (`content`).
+//! `POST /tokenize` and `/detokenize`, in the words of vLLM (`prompt`, `messages`) and of llama.cpp
+//! (`content`).
 
 use axum::Json;
 use axum::extract::State;

@@ -17,8 +17,8 @@ pub struct UsageReport {
 #[derive(Clone, Copy, Debug, Serialize)]
 struct PromptDetails {
     cached_tokens: usize,
-    /// There only if it is so: the cached tokens ended in a tail that is held as code, so that the answer may differ
-    /// from a cold one.
+    /// There only if it is so: the cached tokens ended in a tail that is held as code, so that the
+    /// answer may differ from a cold one.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     demoted_tail: bool,
 }

@@ -124,7 +124,8 @@ async fn collect(
     })
 }
 
-/// The chunks of a streamed chat: for each choice its role, its text, its end; then the usage if asked for.
+/// The chunks of a streamed chat: for each choice its role, its text, its end; then the usage if
+/// asked for.
 struct ChatChunks {
     frame: Frame,
     choices: usize,

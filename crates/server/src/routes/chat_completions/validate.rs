@@ -8,7 +8,8 @@ use crate::error::ApiError;
 use crate::routes::sampling::refuse_unless;
 use crate::schema::shown;
 
-/// Refuses fields that would silently change nothing if they were accepted, and combinations that make no sense.
+/// Refuses fields that would silently change nothing if they were accepted, and combinations that
+/// make no sense.
 pub fn refuse_unsupported(chat: &ChatFields, template: &TemplateFields) -> Result<(), ApiError> {
     let text_only = "only {\"type\": \"text\"} is";
     refuse_unless("response_format", chat.response_format.as_ref(), |v| v["type"] == "text", text_only)?;
@@ -20,8 +21,8 @@ pub fn refuse_unsupported(chat: &ChatFields, template: &TemplateFields) -> Resul
     Ok(())
 }
 
-/// Checks the messages and brings them into the form that chat templates expect: text parts joined, `developer` as
-/// `system`, the arguments of tool calls as objects.
+/// Checks the messages and brings them into the form that chat templates expect: text parts joined,
+/// `developer` as `system`, the arguments of tool calls as objects.
 pub fn messages(messages: Vec<Map<String, Value>>) -> Result<Vec<Value>, ApiError> {
     if messages.is_empty() {
         return Err(ApiError::param("messages", "is empty: at least one message is needed"));

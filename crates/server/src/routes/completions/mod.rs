@@ -54,7 +54,8 @@ pub async fn create(
     json_answer(&app, size, response).await
 }
 
-/// Turns outputs into pieces of choices, which are the chunks of a stream or are joined into one response.
+/// Turns outputs into pieces of choices, which are the chunks of a stream or are joined into one
+/// response.
 struct Reply {
     id: String,
     created: u64,
@@ -108,7 +109,8 @@ impl Reply {
         }
     }
 
-    /// What the choices of a prompt begin with: the prompt, where it is repeated, and its log-probabilities.
+    /// The first pieces of a prompt's choices: the prompt, where it is repeated, and its
+    /// log-probabilities.
     fn openings(
         &mut self,
         prompt: usize,

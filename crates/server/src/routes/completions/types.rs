@@ -67,7 +67,8 @@ pub struct CompletionResponse {
     pub model: String,
     pub choices: Vec<CompletionChoice>,
     pub system_fingerprint: String,
-    /// Of a whole response: the usage. Of a chunk: absent unless asked for, then null but in the last chunk.
+    /// Of a whole response: the usage. Of a chunk: absent unless asked for, then null but in the
+    /// last chunk.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub usage: Option<Option<UsageReport>>,
 }
