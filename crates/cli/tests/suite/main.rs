@@ -10,6 +10,7 @@ mod evaluation;
 mod fp8;
 #[cfg(target_os = "linux")]
 mod hardening;
+mod licences;
 mod python;
 #[cfg(unix)]
 mod reports;
