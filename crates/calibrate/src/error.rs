@@ -29,6 +29,8 @@ pub enum CalibrateError {
         "the eigenvalues of the {what} of layer {layer}, KV head {head} did not converge: report this with the model"
     )]
     NoConvergence { what: &'static str, layer: usize, head: usize },
+    #[error("{}: {source}", path.display())]
+    Checkpoint { path: std::path::PathBuf, source: std::io::Error },
     #[error(transparent)]
     Build(#[from] BuildError),
     #[error(transparent)]

@@ -1,84 +1,25 @@
-//! Harms of all probes, noted as they are measured, so that an interrupted run goes on where it stopped.
+//! Results of finished probes in a file, so that an interrupted search continues where it stopped.
 
-use crate::progress;
-use anyhow::{Context, Result};
-use oscar_backend::{Backend, Calibrates};
-use oscar_calibrate::bits::{HarmOptions, Judge, Probe, ProbeHarm, absent_harm, probe_harm};
-use oscar_calibrate::{CodeRounding, RotationFile};
+use super::{HarmOptions, Probe};
+use crate::{CalibrateError, CodeRounding, Metadata};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
-use std::io::{BufRead, BufReader, Write};
+use std::io::{self, BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
-
-/// The harms of all probes; those a checkpoint has are not measured again.
-pub fn harms<B: Calibrates>(
-    judge: &Judge<'_, B>,
-    probes: &[Probe],
-    key: Key<'_>,
-    checkpoint: &mut Checkpoint,
-) -> Result<Vec<ProbeHarm>> {
-    let config = judge.transformer.config();
-    let passes = key.options.passes(config.layers, config.kv_heads) as u64;
-    let bar = progress::bar("measuring harm", probes.len() as u64 * passes);
-    let measure = |probe: &Probe| {
-        let (name, known) = checkpoint.find(key.of(probe, "widths"));
-        match known {
-            Some(harm) => {
-                bar.inc(passes);
-                Ok(harm)
-            }
-            None => checkpoint.note(name, probe_harm(judge, probe, key.options, || bar.inc(1))?),
-        }
-    };
-    let all = probes.iter().map(measure).collect();
-    bar.finish_and_clear();
-    all
-}
-
-/// Adds to the harms of all probes what these heads do when they keep no history.
-pub fn without_history<B: Backend>(
-    judge: &Judge<'_, B>,
-    probes: &[Probe],
-    heads: &[usize],
-    key: Key<'_>,
-    checkpoint: &mut Checkpoint,
-    harms: &mut [ProbeHarm],
-) -> Result<()> {
-    let passes = heads.len() as u64 + 1;
-    eprintln!(
-        "{} heads without history: {} passes over whole probes",
-        heads.len(),
-        probes.len() as u64 * passes
-    );
-    let bar = progress::bar("leaving out history", probes.len() as u64 * passes);
-    for (probe, harm) in probes.iter().zip(harms) {
-        let (name, known) = checkpoint.find(key.of(probe, &format!("no history of {heads:?}")));
-        let found = match known {
-            Some(found) => {
-                bar.inc(passes);
-                found
-            }
-            None => checkpoint.note(name, absent_harm(judge, probe, heads, || bar.inc(1))?)?,
-        };
-        harm.absent = heads.iter().copied().zip(found).collect();
-    }
-    bar.finish_and_clear();
-    Ok(())
-}
 
 /// What a result depends on besides the probe.
 #[derive(Clone, Copy)]
-pub struct Key<'a> {
+pub(super) struct Key<'a> {
     pub options: &'a HarmOptions,
     pub rounding: CodeRounding,
-    pub file: &'a RotationFile,
+    pub metadata: &'a Metadata,
 }
 
 impl Key<'_> {
-    /// The name of what was measured on a probe.
-    fn of(self, probe: &Probe, what: &str) -> String {
-        let Self { options, rounding, file } = self;
-        let (group, scored, metadata) = (&probe.group, &probe.scored, &file.metadata);
+    /// The name of a measurement on a probe.
+    pub fn of(self, probe: &Probe, what: &str) -> String {
+        let Self { options, rounding, metadata } = self;
+        let (group, scored) = (&probe.group, &probe.scored);
         let mut hash = Sha256::new();
         hash.update(format!("{group}|{scored:?}|{options:?}|{rounding}|{metadata:?}|{what}"));
         probe.tokens.iter().for_each(|t| hash.update(t.to_le_bytes()));
@@ -87,43 +28,78 @@ impl Key<'_> {
 }
 
 /// Results of finished probes by their key, in a file of lines.
-pub struct Checkpoint {
+pub(super) struct Checkpoint {
     path: PathBuf,
     known: std::collections::HashMap<String, Value>,
 }
 
 impl Checkpoint {
-    /// A line that was cut off by an interruption is skipped.
-    pub fn open(path: &Path) -> Result<Self> {
+    /// The results of an earlier run, if there was one. A line that an interruption cut off is
+    /// skipped.
+    pub fn open(path: &Path) -> Result<Self, CalibrateError> {
         let mut checkpoint = Self { path: path.to_owned(), known: Default::default() };
         let file = match std::fs::File::open(path) {
             Ok(file) => file,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(checkpoint),
-            Err(error) => return Err(error).with_context(|| path.display().to_string()),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(checkpoint),
+            Err(error) => return Err(checkpoint.failed(error)),
         };
         for line in BufReader::new(file).lines() {
-            let line = line.with_context(|| path.display().to_string())?;
+            let line = line.map_err(|error| checkpoint.failed(error))?;
             let Ok(mut value) = serde_json::from_str::<Value>(&line) else { continue };
             if let Some(key) = value["probe"].as_str().map(str::to_owned) {
                 checkpoint.known.insert(key, value["harm"].take());
             }
         }
-        if !checkpoint.known.is_empty() {
-            eprintln!("{}: {} results of before are used", path.display(), checkpoint.known.len());
-        }
         Ok(checkpoint)
     }
 
-    fn find<T: serde::de::DeserializeOwned>(&mut self, key: String) -> (String, Option<T>) {
-        let known = self.known.remove(&key).and_then(|value| serde_json::from_value(value).ok());
-        (key, known)
+    fn failed(&self, source: io::Error) -> CalibrateError {
+        CalibrateError::Checkpoint { path: self.path.clone(), source }
     }
 
-    fn note<T: serde::Serialize>(&mut self, key: String, harm: T) -> Result<T> {
+    /// Results that are not measured again.
+    pub fn len(&self) -> usize {
+        self.known.len()
+    }
+
+    /// The result of a key, or of `measure`, which is then stored.
+    pub fn get_or<T: serde::Serialize + serde::de::DeserializeOwned>(
+        &mut self,
+        key: String,
+        measure: impl FnOnce() -> Result<T, CalibrateError>,
+    ) -> Result<T, CalibrateError> {
+        if let Some(known) = self.known.remove(&key).and_then(|value| serde_json::from_value(value).ok()) {
+            return Ok(known);
+        }
+        let harm = measure()?;
         let line = json!({"probe": key, "harm": harm});
-        let mut options = std::fs::OpenOptions::new();
-        let out = options.create(true).append(true).open(&self.path);
-        out.and_then(|mut out| writeln!(out, "{line}")).with_context(|| self.path.display().to_string())?;
+        let out = std::fs::OpenOptions::new().create(true).append(true).open(&self.path);
+        out.and_then(|mut out| writeln!(out, "{line}")).map_err(|error| self.failed(error))?;
         Ok(harm)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn results_survive_an_interruption() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("harm.jsonl");
+        let mut first = Checkpoint::open(&path).unwrap();
+        assert_eq!(first.len(), 0);
+        assert_eq!(first.get_or("a".into(), || Ok(vec![1.5f32])).unwrap(), [1.5]);
+        assert!(first.get_or("b".into(), || Err::<Vec<f32>, _>(CalibrateError::Cancelled)).is_err());
+        // A line that was cut off.
+        let mut file = std::fs::OpenOptions::new().append(true).open(&path).unwrap();
+        write!(file, "{{\"probe\": \"c\", \"ha").unwrap();
+        let mut second = Checkpoint::open(&path).unwrap();
+        assert_eq!(second.len(), 1);
+        let known = second.get_or("a".into(), || Err::<Vec<f32>, _>(CalibrateError::Cancelled)).unwrap();
+        assert_eq!(known, [1.5]);
+        let missing = dir.path().join("no/such/folder.jsonl");
+        let error = Checkpoint::open(&missing).unwrap().get_or("a".into(), || Ok(1)).unwrap_err();
+        assert!(error.to_string().contains("folder.jsonl"), "{error}");
     }
 }

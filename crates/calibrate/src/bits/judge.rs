@@ -14,8 +14,9 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Most likely tokens of the exact prediction that are compared one by one; the others count as one. It bounds
-/// memory for large vocabularies, and the divergence of the coarser distributions is at most that of the whole.
+/// Most likely tokens of the exact prediction that are compared one by one; the others count as
+/// one. It bounds memory for large vocabularies, and the divergence of the coarser distributions is
+/// at most that of the whole.
 const KEPT_TOKENS: usize = 1024;
 
 /// The exact cache's prediction at one position.
@@ -112,7 +113,8 @@ impl Scores {
         })
     }
 
-    /// The divergences of all groups in one figure, relative to a yardstick's: one is as harmful as the yardstick.
+    /// The divergences of all groups in one figure, relative to a yardstick's: one is as harmful as
+    /// the yardstick.
     pub fn relative_to(&self, yardstick: &Self) -> f64 {
         let weights = group_weights(yardstick.groups().map(|(_, divergence, _)| divergence));
         self.groups().zip(weights).map(|((_, divergence, _), weight)| divergence * weight).sum()
@@ -122,10 +124,11 @@ impl Scores {
 /// Share of the largest group's yardstick below which no group's is taken for its own.
 const LEAST_YARDSTICK: f64 = 0.1;
 
-/// What a divergence of each group counts, so that the yardstick's add up to one. Divergences are measured in the group's own
-/// under the yardstick, so that kinds of probes count alike whatever their scale, but in no less than a share of the
-/// largest: a group that the yardstick hardly moves is one on which codes do no harm that anyone would see, and divided by
-/// so little, its noise would weigh as much as the others' harm.
+/// What a divergence of each group counts, so that the yardstick's add up to one. Divergences are
+/// measured in the group's own under the yardstick, so that kinds of probes count alike whatever
+/// their scale, but in no less than a share of the largest: a group that the yardstick hardly moves
+/// is one on which codes do no harm that anyone would see, and divided by so little, its noise
+/// would weigh as much as the others' harm.
 pub(super) fn group_weights(yardsticks: impl Iterator<Item = f64>) -> Vec<f64> {
     let own: Vec<f64> = yardsticks.collect();
     let least = LEAST_YARDSTICK * own.iter().copied().fold(0.0, f64::max);
@@ -135,8 +138,8 @@ pub(super) fn group_weights(yardsticks: impl Iterator<Item = f64>) -> Vec<f64> {
     units.into_iter().map(|unit| 1.0 / (unit * total.max(1e-12))).collect()
 }
 
-/// A model that answers probes with whatever cache it is given. It must have been built with the rotations of the
-/// cache that is judged.
+/// A model that answers probes with whatever cache it is given. It must have been built with the
+/// rotations of the cache that is judged.
 pub struct Judge<'a, B: Backend> {
     pub backend: &'a Arc<B>,
     pub transformer: &'a Transformer<B>,
@@ -180,7 +183,8 @@ impl<B: Backend> Judge<'_, B> {
         Ok(layout.with_coded_table(FormatTable::new(c.layers, c.kv_heads, codecs)?))
     }
 
-    /// Divergences, summed over a probe's positions, when one of `heads` after the other keeps no history.
+    /// Divergences, summed over a probe's positions, when one of `heads` after the other keeps no
+    /// history.
     pub(super) fn without_history(
         &self,
         probe: &Probe,
@@ -222,7 +226,8 @@ impl<B: Backend> Judge<'_, B> {
         }
     }
 
-    /// Runs `tokens` behind what `cache` holds; `wanted` are positions whose logits are handed to `seen`.
+    /// Runs `tokens` behind what `cache` holds; `wanted` are positions whose logits are handed to
+    /// `seen`.
     pub(super) fn run(
         &self,
         cache: &mut Cache<B>,
@@ -263,8 +268,9 @@ impl<B: Backend> Judge<'_, B> {
         Ok(predictions)
     }
 
-    /// What tables of widths do to the predictions when every token passes through the coded cache, as in serving.
-    /// The exact predictions are made once for all tables. `progress` hears of each run of a probe.
+    /// What tables of widths do to the predictions when every token passes through the coded cache,
+    /// as in serving. The exact predictions are made once for all tables. `progress` hears of each
+    /// run of a probe.
     pub fn verify(
         &self,
         probes: &[Probe],

@@ -1,9 +1,10 @@
 //! The harm of coding one unit alone.
 //!
-//! A probe is read with an exact cache up to shortly before the positions that are scored. Then the history of one
-//! unit is replaced by what its code would give back, the rest of the probe is read, and the predictions are compared
-//! with the exact ones. So a unit costs the end of each probe instead of the whole: some hundred tokens. What coding
-//! does to the reading of the prompt itself is left to the joint verification.
+//! A probe is read with an exact cache up to shortly before the positions that are scored. Then the
+//! history of one unit is replaced by what its code would give back, the rest of the probe is read,
+//! and the predictions are compared with the exact ones. So a unit costs the end of each probe
+//! instead of the whole: some hundred tokens. What coding does to the reading of the prompt itself
+//! is left to the joint verification.
 
 use super::judge::{Cache, Judge, Prediction, Scores, group_weights};
 use super::table::{HarmMap, WIDTHS, check_widths};
@@ -28,9 +29,11 @@ pub struct Probe {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HarmOptions {
-    /// Tokens before the first scored one that already read the coded unit: a question is answered while it is read.
+    /// Tokens before the first scored one that already read the coded unit: a question is answered
+    /// while it is read.
     pub lead: usize,
-    /// Widths that are measured, ascending; the others follow from them by the distortion of the codes.
+    /// Widths that are measured, ascending; the others follow from them by the distortion of the
+    /// codes.
     pub measured: Vec<u32>,
 }
 
@@ -45,15 +48,16 @@ impl HarmOptions {
         check_widths("--harm-widths", &self.measured)
     }
 
-    /// Passes over the end of a probe that measuring it takes: every unit and width, the exact cache, and all units
-    /// at two bits.
+    /// Passes over the end of a probe that measuring it takes: every unit and width, the exact
+    /// cache, and all units at two bits.
     pub fn passes(&self, layers: usize, kv_heads: usize) -> usize {
         2 * layers * kv_heads * self.measured.len() + 2
     }
 }
 
-/// Divergence of a probe, summed over positions, with each of these heads (by number) without history, all else exact.
-/// History is left out while the prompt is read too: nothing cheaper would show what the head passes on.
+/// Divergence of a probe, summed over positions, with each of these heads (by number) without
+/// history, all else exact. History is left out while the prompt is read too: nothing cheaper would
+/// show what the head passes on.
 pub fn absent_harm<B: Backend>(
     judge: &Judge<'_, B>,
     probe: &Probe,
@@ -77,7 +81,8 @@ pub struct ProbeHarm {
     pub absent: Vec<(usize, f64)>,
 }
 
-/// Codes every unit alone at every measured width. `progress` hears of each pass over the end of the probe.
+/// Codes every unit alone at every measured width. `progress` hears of each pass over the end of
+/// the probe.
 pub fn probe_harm<B: Calibrates>(
     judge: &Judge<'_, B>,
     probe: &Probe,
@@ -129,14 +134,16 @@ impl HarmMap {
             .map(|unit| {
                 let mut harm = [0.0; WIDTHS.len()];
                 for (index, &width) in WIDTHS.iter().enumerate() {
-                    // Divergence is quadratic in the error, so unmeasured widths scale with its power.
+                    // Divergence is quadratic in the error, so unmeasured widths scale with its
+                    // power.
                     let nearest = (0..options.measured.len())
                         .min_by_key(|&m| options.measured[m].abs_diff(width))
                         .unwrap_or_default();
                     let scale = distortion[index] / distortion[options.measured[nearest] as usize - 1];
                     harm[index] = (measured(unit, nearest) * scale) as f32;
                 }
-                // A wider code is never worse; where noise says so, the narrower one's figure is the better guess.
+                // A wider code is never worse; where noise says so, the narrower one's figure is
+                // the better guess.
                 for width in 1..harm.len() {
                     harm[width] = harm[width].min(harm[width - 1]);
                 }
@@ -154,7 +161,8 @@ impl HarmMap {
         Self { layers, kv_heads, harm, absent }
     }
 
-    /// The heads that are worth trying without history: the half that bears one bit on both sides best.
+    /// The heads that are worth trying without history: the half that bears one bit on both sides
+    /// best.
     pub fn expendable(&self) -> Vec<usize> {
         let one_bit = |head: &usize| self.harm[2 * head][0] + self.harm[2 * head + 1][0];
         let mut heads: Vec<usize> = (0..self.layers * self.kv_heads).collect();
@@ -165,7 +173,8 @@ impl HarmMap {
     }
 }
 
-/// Mean squared error of each width on rows like those a rotation makes: sums of many channels, nearly normal.
+/// Mean squared error of each width on rows like those a rotation makes: sums of many channels,
+/// nearly normal.
 fn code_distortions() -> [f64; WIDTHS.len()] {
     const CHANNELS: usize = 128;
     let mut state = 0x9E37_79B9u32;
@@ -325,7 +334,7 @@ fn recode(rows: &mut [f32], head_dim: usize, bits: u32, ratio: f64, rounding: &R
 #[cfg(test)]
 mod tests {
     use super::*;
-    use oscar_codec::{CodeLayout, Composition, Feedback, KvFormat, PageCodec};
+    use oscar_codec::{CodeLayout, Composition, Feedback, KvFormat};
 
     #[test]
     fn groups_count_alike_and_unmeasured_widths_follow_the_error() {
@@ -348,7 +357,8 @@ mod tests {
             assert!((2.0..4.0).contains(&ratio), "one bit has about three times the error of two: {ratio}");
             assert!(unit[2] < unit[1] / 3.0 && unit[3] < unit[2] / 3.0);
         }
-        // Copying that two bits leave alone: its noise counts by a tenth of what text is measured in.
+        // Copying that two bits leave alone: its noise counts by a tenth of what text is measured
+        // in.
         let quiet = [probes[0].clone(), probes[1].clone(), probe("copy", 1e-6, [0.0, 1e-6])];
         assert!((HarmMap::of(1, 1, &quiet, &options).harm[1][1] - 0.1).abs() < 1e-4);
         for bad in [vec![], vec![0], vec![2, 1], vec![5]] {

@@ -1,8 +1,9 @@
 //! Exchanging bits between units that interact.
 //!
-//! Harms are measured one unit at a time, but a model meets them together: two heads may stand in for one another, or
-//! one may spoil what another reads. So the solved table is coded as a whole, single bits are moved from one unit to
-//! another in the order the harms suggest, and moves that help are kept.
+//! Harms are measured one unit at a time, but a model meets them together: two heads may stand in
+//! for one another, or one may spoil what another reads. So the solved table is coded as a whole,
+//! single bits are moved from one unit to another in the order the harms suggest, and moves that
+//! help are kept.
 
 use super::judge::{Judge, Scores};
 use super::probe::{CodedStage, HarmOptions, Probe};
@@ -38,7 +39,8 @@ pub struct Refined {
     pub tried: usize,
 }
 
-/// Searches around `start`, at the same number of bits. `progress` hears of each pass over the end of a probe.
+/// Searches around `start`, at the same number of bits. `progress` hears of each pass over the end
+/// of a probe.
 pub fn refine<B: Calibrates>(
     judge: &Judge<'_, B>,
     probes: &[Probe],
@@ -85,7 +87,8 @@ pub fn refine<B: Calibrates>(
     })
 }
 
-/// All tables that differ from `widths` by one bit moved from one unit to another, the most promising first.
+/// All tables that differ from `widths` by one bit moved from one unit to another, the most
+/// promising first.
 fn exchanges(map: &HarmMap, widths: &[u32]) -> Vec<Vec<u32>> {
     let at = |unit: usize, width: u32| f64::from(map.harm[unit][width as usize - 1]);
     let widest = WIDTHS[WIDTHS.len() - 1];
@@ -120,8 +123,9 @@ fn combine(centre: &[u32], tables: &[Vec<u32>], harms: &[f64]) -> Vec<u32> {
     combined
 }
 
-/// Scores tables with the history of every unit coded, at the ends of the probes. Heads without history are left exact:
-/// bits are not moved to or from them, so what they do is the same for all tables.
+/// Scores tables with the history of every unit coded, at the ends of the probes. Heads without
+/// history are left exact: bits are not moved to or from them, so what they do is the same for all
+/// tables.
 fn judge_tables<B: Calibrates>(
     judge: &Judge<'_, B>,
     probes: &[Probe],

@@ -1,7 +1,8 @@
 //! The widths of least total harm at a given mean.
 //!
-//! A knapsack: each head takes a pair of widths, or keeps no history and takes nothing. A few thousand steps of budget make
-//! it cheap to solve exactly, where a Lagrangian would leave the last bits to a guess.
+//! A knapsack: each head takes a pair of widths, or keeps no history and takes nothing. A few
+//! thousand steps of budget make it cheap to solve exactly, where a Lagrangian would leave the last
+//! bits to a guess.
 
 use super::table::{ABSENT, HarmMap, WIDTHS, WidthTable, check_widths};
 use crate::error::CalibrateError;
@@ -10,7 +11,8 @@ use oscar_codec::{MeanBits, Side};
 /// Bits of a row's scale and minimum.
 const PARAMETER_BITS: usize = 32;
 
-/// What a table may differ in. The default is everything; less is what the gain is measured against.
+/// What a table may differ in. The default is everything; less is what the gain is measured
+/// against.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Freedom {
     /// Widths a unit may have, ascending; 0 lets a head keep no history.
@@ -32,7 +34,26 @@ impl Freedom {
         check_widths("--widths", self.coded())
     }
 
-    /// May heads go without history? Not where one side is bound to a width.
+    /// Refuses means that no table of a model of this shape reaches.
+    pub fn check_means(
+        &self,
+        layers: usize,
+        kv_heads: usize,
+        head_dim: usize,
+        means: &[MeanBits],
+    ) -> Result<(), CalibrateError> {
+        self.check()?;
+        let heads = layers * kv_heads;
+        let harmless = HarmMap {
+            layers,
+            kv_heads,
+            harm: vec![Default::default(); 2 * heads],
+            absent: vec![None; heads],
+        };
+        means.iter().try_for_each(|&mean| solve(&harmless, mean, head_dim, self).map(drop))
+    }
+
+    /// Whether heads may go without history: not where one side is bound to a width.
     pub fn allows_absent(&self) -> bool {
         self.widths.first() == Some(&ABSENT) && self.side.is_none()
     }
@@ -97,7 +118,8 @@ pub fn solve(
         .collect();
     // A hair above the mean would otherwise be lost to rounding.
     let budget = (mean.bits() * (2 * heads * head_dim) as f64 / step as f64 + 1e-6).floor() as usize;
-    // The reach of coded heads: a mean that only heads without history could keep is none of these codes'.
+    // The reach of coded heads: a mean that only heads without history could keep is none of these
+    // codes'.
     let reach = |pick: fn(&[u32]) -> u32| heads * (row(pick(key_widths)) + row(pick(value_widths)));
     let (least, most) = (reach(|w| w[0]), reach(|w| w[w.len() - 1]));
     if !(least..=most).contains(&budget) {
@@ -120,7 +142,8 @@ fn divisor(a: usize, b: usize) -> usize {
     if b == 0 { a } else { divisor(b, a % b) }
 }
 
-/// Exact minimum of the sum of harms with at most `budget` in all, which must suffice for the cheapest choices.
+/// Exact minimum of the sum of harms with at most `budget` in all, which must suffice for the
+/// cheapest choices.
 fn least_harm(groups: &[Vec<Choice>], budget: usize) -> Vec<(u32, u32)> {
     let mut best = vec![0.0f64; budget + 1];
     let mut chosen = vec![0u8; groups.len() * (budget + 1)];

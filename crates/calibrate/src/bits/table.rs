@@ -80,8 +80,8 @@ impl WidthTable {
     }
 }
 
-/// Harm of each unit at each width: `[unit][width − 1]`, units as in [`WidthTable::units`]. One is what uniform two
-/// bits do to all groups of probes together.
+/// Harm of each unit at each width: `[unit][width − 1]`, units as in [`WidthTable::units`]. One is
+/// what uniform two bits do to all groups of probes together.
 #[derive(Clone, Debug, PartialEq)]
 pub struct HarmMap {
     pub layers: usize,

@@ -1,29 +1,28 @@
 //! `oscar calibrate --bits`: widths for each layer, head and side, by the harm they do to text and to answers.
 
-mod measure;
-
 use crate::options::OpenModel;
 use crate::progress;
 use anyhow::{Context, Result, bail};
+use indicatif::ProgressBar;
 use oscar_backend::{Backend, Calibrates};
-use oscar_calibrate::bits::{
-    BitPlan, Freedom, HarmMap, HarmOptions, Judge, Probe, RefineOptions, Scores, WidthTable, refine, solve,
-};
+use oscar_calibrate::bits::{BitPlan, Chosen, Freedom, HarmOptions, Judge, Probe, Scores, Search, Watch};
 use oscar_calibrate::{CodeRounding, RotationFile, RotationFileError};
 use oscar_codec::{MeanBits, Rounding, Side, Windows};
 use oscar_models::Transformer;
 use oscar_tasks::{CALIBRATION_SEEDS_FROM, GrammarFiller, Task, Turn};
 use oscar_text::{ChatInput, ModelText};
 use serde_json::{Map, Value, json};
+use std::cell::RefCell;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-/// What the harm is measured on besides text. Long copying is indispensable: the heads that carry it are quiet in
-/// everything else.
+/// What the harm is measured on besides text. Long copying is indispensable: the heads that carry
+/// it are quiet in everything else.
 const TASKS: [Task; 4] = [Task::Copy, Task::RunningSum, Task::NiahUuid, Task::NiahLines];
 
-/// Tokens before the scored ones, at least: twice what the BF16 windows keep, so that codes are what is read.
+/// Tokens before the scored ones, at least: twice what the BF16 windows keep, so that codes are
+/// what is read.
 const LEAST_HISTORY: usize = 640;
 /// Most positions of an answer that are scored, and positions of a text.
 const SCORED: usize = 128;
@@ -31,8 +30,9 @@ const TEXT_SCORED: usize = 256;
 
 #[derive(clap::Args)]
 pub struct BitsArgs {
-    /// Also choose a code width of 1 to 4 bits for each layer, head and side, at these mean sizes (bits an element with
-    /// scale and minimum, 1.25 to 4.25); `--kv oscar` then uses the table of 2.25, `--kv oscar:1.75` that of 1.75
+    /// Also choose a code width of 1 to 4 bits for each layer, head and side, at these mean sizes
+    /// (bits an element with scale and minimum, 1.25 to 4.25); `--kv oscar` then uses the table of
+    /// 2.25, `--kv oscar:1.75` that of 1.75
     #[arg(long, value_name = "MEAN[,MEAN…]", value_delimiter = ',')]
     pub bits: Vec<MeanBits>,
     /// Tokens of a probe: text or a task with its answer
@@ -41,21 +41,23 @@ pub struct BitsArgs {
     /// Probes of each kind: text, copy, running_sum, niah_uuid, niah_lines
     #[arg(long, value_name = "N", default_value_t = 6)]
     pub probes: usize,
-    /// Widths that are measured; the others follow from the codes' error. For large models one or two are enough
+    /// Widths that are measured; the others follow from the codes' error. For large models one or
+    /// two are enough
     #[arg(long, value_name = "WIDTH[,WIDTH…]", value_delimiter = ',', default_values_t = [1, 2, 3, 4])]
     pub harm_widths: Vec<u32>,
     /// Kinds of probes
     #[arg(long, value_name = "KIND[,KIND…]", value_delimiter = ',')]
     pub probe_kinds: Vec<String>,
-    /// Passes in which bits are moved between units that interact; 0 keeps the table the single harms give. 1 if absent,
-    /// or 0 where --widths, --widths-by or --widths-of bind the table
+    /// Passes in which bits are moved between units that interact; 0 keeps the table the single
+    /// harms give. 1 if absent, or 0 where --widths, --widths-by or --widths-of bind the table
     #[arg(long, value_name = "N")]
     pub refine: Option<usize>,
-    /// Take the harms that the file of --rotations holds instead of measuring them: other means in seconds; its tables of
-    /// means that are not asked for stay
+    /// Take the harms that the file of --rotations holds instead of measuring them: other means in
+    /// seconds; its tables of means that are not asked for stay
     #[arg(long, requires = "rotations")]
     pub reuse_harms: bool,
-    /// How codes are rounded: by what reads them (`shaped`, if absent and the rotations allow it) or to the nearest level
+    /// How codes are rounded: by what reads them (`shaped`, if absent and the rotations allow it)
+    /// or to the nearest level
     #[arg(long, value_name = "nearest|shaped")]
     pub rounding: Option<CodeRounding>,
     /// Widths a unit may have; with 0, a head may keep no history and read its BF16 windows alone
@@ -120,6 +122,18 @@ impl BitsArgs {
         }
     }
 
+    fn check_probe_tokens(&self, model: &OpenModel) -> Result<()> {
+        let (tokens, least) = (self.probe_tokens, LEAST_HISTORY + TEXT_SCORED);
+        let positions = model.config.max_position_embeddings;
+        if tokens < least {
+            bail!("--probe-tokens {tokens}: at least {least}, or nothing is coded");
+        }
+        if tokens > positions {
+            bail!("--probe-tokens {tokens}: {} addresses {positions} positions", model.name);
+        }
+        Ok(())
+    }
+
     /// Moving single bits would break what binds the table.
     fn refine_rounds(&self, freedom: &Freedom) -> Result<usize> {
         match (self.refine, *freedom == Freedom::default()) {
@@ -143,16 +157,6 @@ pub struct Material<'a, B: Backend> {
     pub checkpoint: PathBuf,
 }
 
-/// One chosen table and what it does.
-pub struct Chosen {
-    pub mean: MeanBits,
-    pub table: WidthTable,
-    /// Uniform two bits beside it, on the same probes.
-    pub uniform: Scores,
-    pub scores: Scores,
-    pub tried: usize,
-}
-
 /// Measures harms, solves for every mean and verifies the tables; puts them into the file.
 pub fn choose<B: Calibrates>(
     args: &BitsArgs,
@@ -160,34 +164,13 @@ pub fn choose<B: Calibrates>(
     file: &mut RotationFile,
 ) -> Result<Vec<Chosen>> {
     let config = &material.model.config;
-    let harm_options = HarmOptions { measured: args.harm_widths.clone(), ..HarmOptions::default() };
-    harm_options.check()?;
+    let harm = HarmOptions { measured: args.harm_widths.clone(), ..HarmOptions::default() };
+    harm.check()?;
     let freedom = args.freedom();
-    freedom.check()?;
-    let rounds = args.refine_rounds(&freedom)?;
     // A mean out of reach is refused now, not after minutes of measuring.
-    let harmless = HarmMap {
-        layers: config.layers,
-        kv_heads: config.kv_heads,
-        harm: vec![Default::default(); 2 * config.layers * config.kv_heads],
-        absent: vec![None; config.layers * config.kv_heads],
-    };
-    for &mean in &args.bits {
-        solve(&harmless, mean, config.head_dim, &freedom)?;
-    }
-    let windows = Windows::default();
-    let least = LEAST_HISTORY + TEXT_SCORED;
-    if args.probe_tokens < least {
-        bail!("--probe-tokens {}: at least {least}, or nothing is coded", args.probe_tokens);
-    }
-    if args.probe_tokens > config.max_position_embeddings {
-        bail!(
-            "--probe-tokens {}: {} addresses {} positions",
-            args.probe_tokens,
-            material.model.name,
-            config.max_position_embeddings
-        );
-    }
+    freedom.check_means(config.layers, config.kv_heads, config.head_dim, &args.bits)?;
+    let refine_rounds = args.refine_rounds(&freedom)?;
+    args.check_probe_tokens(material.model)?;
     let kinds = kinds(&args.probe_kinds)?;
     let (rounding, roundings) = args.roundings(file)?;
     let transformer = Transformer::build(
@@ -202,97 +185,37 @@ pub fn choose<B: Calibrates>(
     let judge = Judge {
         backend: material.backend,
         transformer: &transformer,
-        windows,
+        windows: Windows::default(),
         roundings: &roundings,
         chunk: 512,
         cancelled: &cancelled,
     };
     // Tables are chosen on one half of the seeds and verified on the other.
-    let probes = probes(args, material, &kinds, 0)?;
-    let fresh = self::probes(args, material, &kinds, 1)?;
+    let (probes, fresh) = (probes(args, material, &kinds, 0)?, probes(args, material, &kinds, 1)?);
+    let watch = Bars::default();
+    let search = Search {
+        judge,
+        harm,
+        freedom,
+        refine_rounds,
+        rounding,
+        probes: &probes,
+        fresh: &fresh,
+        watch: &watch,
+    };
     let map = match args.reuse_harms {
         true => file.bits.harm.clone().context(
             "--reuse-harms: the file of --rotations holds no harms: make it with `oscar calibrate --bits`",
         )?,
-        false => {
-            let ends = probes.len() * harm_options.passes(config.layers, config.kv_heads);
-            let tokens: usize = probes.iter().map(|p| p.tokens.len()).sum();
-            eprintln!(
-                "harm of {} units at {} widths: {} probes, {tokens} tokens of exact prefill, then {ends} short passes",
-                2 * config.layers * config.kv_heads,
-                harm_options.measured.len(),
-                probes.len(),
-            );
-            let key = measure::Key { options: &harm_options, rounding, file };
-            let mut checkpoint = measure::Checkpoint::open(&material.checkpoint)?;
-            let mut harms = measure::harms(&judge, &probes, key, &mut checkpoint)?;
-            let map = HarmMap::of(config.layers, config.kv_heads, &harms, &harm_options);
-            match freedom.allows_absent() {
-                false => map,
-                true => {
-                    measure::without_history(
-                        &judge,
-                        &probes,
-                        &map.expendable(),
-                        key,
-                        &mut checkpoint,
-                        &mut harms,
-                    )?;
-                    HarmMap::of(config.layers, config.kv_heads, &harms, &harm_options)
-                }
-            }
-        }
+        false => search.measure_harms(&file.metadata, &material.checkpoint)?,
     };
-
-    let mut tables = Vec::new();
-    for &mean in &args.bits {
-        let start = solve(&map, mean, config.head_dim, &freedom)?;
-        let options = RefineOptions { rounds, lead: harm_options.lead, ..RefineOptions::default() };
-        let refined = match rounds {
-            0 => None,
-            _ => {
-                let passes = rounds * probes.len() * (options.moves + 3);
-                let bar = progress::bar("moving bits", passes as u64);
-                let refined = refine(&judge, &probes, &map, &start, &options, || bar.inc(1))?;
-                bar.finish_and_clear();
-                eprintln!(
-                    "{mean} bits: {:.3} of the harm of two bits everywhere from single harms, {:.3} after {} tables",
-                    refined.before, refined.after, refined.tried
-                );
-                Some(refined)
-            }
-        };
-        tables.push((mean, start, refined));
-    }
-
-    // Everything through the coded cache, as in serving, on probes that chose nothing.
-    let uniform = WidthTable::uniform(config.layers, config.kv_heads, 2);
-    let mut candidates = vec![uniform];
-    for (_, start, refined) in &tables {
-        candidates.push(start.clone());
-        candidates.extend(refined.as_ref().map(|r| r.table.clone()));
-    }
-    let bar = progress::bar("verifying", (fresh.len() * (candidates.len() + 1)) as u64);
-    let scores = judge.verify(&fresh, &candidates, || bar.inc(1))?;
-    bar.finish_and_clear();
-    let mut verified = candidates.into_iter().zip(scores);
-    let (_, uniform) = verified.next().context("uniform two bits were verified")?;
-    let mut chosen = Vec::new();
-    for (mean, _, refined) in tables {
-        let count = 1 + usize::from(refined.is_some());
-        let best = verified
-            .by_ref()
-            .take(count)
-            .min_by(|a, b| a.1.relative_to(&uniform).total_cmp(&b.1.relative_to(&uniform)));
-        let (table, scores) = best.context("every mean has a table")?;
-        let tried = refined.map_or(1, |r| r.tried);
-        if scores.relative_to(&uniform) >= 1.0 && mean >= MeanBits::DEFAULT {
-            eprintln!(
-                "warning: on fresh probes the table of {mean} bits is no better than two bits everywhere: measure with more \
-                 --probes, longer --probe-tokens or other --probe-kinds"
-            );
-        }
-        chosen.push(Chosen { mean, table, uniform: uniform.clone(), scores, tried });
+    let chosen = search.choose(&map, &args.bits)?;
+    for c in chosen.iter().filter(|c| c.harm() >= 1.0 && c.mean >= MeanBits::DEFAULT) {
+        eprintln!(
+            "warning: on fresh probes the table of {} bits is no better than two bits everywhere: measure with more \
+             --probes, longer --probe-tokens or other --probe-kinds",
+            c.mean
+        );
     }
     let mut tables: Vec<_> = chosen.iter().map(|c| (c.mean, c.table.clone())).collect();
     if args.reuse_harms {
@@ -302,6 +225,32 @@ pub fn choose<B: Calibrates>(
     }
     file.bits = BitPlan { tables, harm: Some(map), rounding };
     Ok(chosen)
+}
+
+/// The search on the terminal.
+#[derive(Default)]
+struct Bars(RefCell<Option<ProgressBar>>);
+
+impl Watch for Bars {
+    fn begin(&self, stage: &'static str, passes: usize) {
+        *self.0.borrow_mut() = Some(progress::bar(stage, passes as u64));
+    }
+
+    fn advance(&self, passes: usize) {
+        if let Some(bar) = &*self.0.borrow() {
+            bar.inc(passes as u64);
+        }
+    }
+
+    fn end(&self) {
+        if let Some(bar) = self.0.take() {
+            bar.finish_and_clear();
+        }
+    }
+
+    fn note(&self, text: String) {
+        eprintln!("{text}");
+    }
 }
 
 /// Which probes to make: `text` and names of tasks.
@@ -344,7 +293,8 @@ fn probes<B: Backend>(
     Ok(all)
 }
 
-/// Windows over the text; the last positions of each are scored. The halves take every other window.
+/// Windows over the text; the last positions of each are scored. The halves take every other
+/// window.
 fn text_probes(args: &BitsArgs, text: &[u32], half: usize) -> Result<Vec<Probe>> {
     let window = args.probe_tokens.min(text.len() / (2 * args.probes).max(1));
     if window < LEAST_HISTORY + TEXT_SCORED {
@@ -365,7 +315,8 @@ fn text_probes(args: &BitsArgs, text: &[u32], half: usize) -> Result<Vec<Probe>>
         .collect())
 }
 
-/// A task of about the wanted length, scored on a part of its right answer that begins at the share `at`.
+/// A task of about the wanted length, scored on a part of its right answer that begins at the share
+/// `at`.
 fn task_probe<B: Backend>(
     args: &BitsArgs,
     material: &Material<'_, B>,
@@ -373,8 +324,8 @@ fn task_probe<B: Backend>(
     seed: u64,
     at: f64,
 ) -> Result<Probe> {
-    // Characters a token differ by model and by task, and some tasks draw a short case now and then: go down from a
-    // size that is too long until one fits.
+    // Characters a token differ by model and by task, and some tasks draw a short case now and
+    // then: go down from a size that is too long until one fits.
     let mut characters = args.probe_tokens * 8;
     while characters > args.probe_tokens {
         let case = task.case(seed, characters, &GrammarFiller)?;
@@ -423,12 +374,7 @@ pub fn describe(chosen: &[Chosen]) -> String {
             header.extend(c.uniform.groups().map(|(name, ..)| format!("KL {name}")));
             rows.push(row("oscar2".into(), c.uniform.relative_to(&c.uniform), 2.25, &c.uniform));
         }
-        rows.push(row(
-            format!("oscar:{}", c.mean),
-            c.scores.relative_to(&c.uniform),
-            c.mean.bits(),
-            &c.scores,
-        ));
+        rows.push(row(format!("oscar:{}", c.mean), c.harm(), c.mean.bits(), &c.scores));
     }
     let header: Vec<&str> = header.iter().map(String::as_str).collect();
     let mut out = crate::table::render(&header, &rows);

@@ -5,6 +5,7 @@ use crate::device::AnyBackend;
 use crate::options::{ModelArgs, OpenModel};
 use crate::progress;
 use anyhow::{Context, Result, bail};
+use oscar_calibrate::bits::Chosen;
 use oscar_calibrate::{
     CalibrationOptions, CalibrationReport, ClipPolicy, Granularity, RotationFile, Stage, Statistic,
     calibrate, write_report,
@@ -178,13 +179,7 @@ fn rotations(
 }
 
 /// Writes file and report and prints a summary.
-fn finish(
-    args: &Args,
-    model: &OpenModel,
-    result: Made,
-    chosen: &[bits::Chosen],
-    started: Instant,
-) -> Result<()> {
+fn finish(args: &Args, model: &OpenModel, result: Made, chosen: &[Chosen], started: Instant) -> Result<()> {
     result.file.save(&args.out)?;
     if !chosen.is_empty() {
         // The harms are in the file now. Before that, losing them would cost the whole measurement.
@@ -205,7 +200,7 @@ fn finish(
                    "granularity": m.granularity.name(), "statistic": m.statistic, "composition": m.composition,
                    "centred": m.centred, "clip": m.clip, "extra_memory_bytes": result.extra_memory,
                    "widths": chosen.iter().map(|c| json!({"bits": c.mean.bits(), "table": c.table.describe(),
-                       "harm": c.scores.relative_to(&c.uniform)})).collect::<Vec<_>>()})
+                       "harm": c.harm()})).collect::<Vec<_>>()})
         );
     } else {
         println!(

@@ -3,7 +3,7 @@
 use crate::table;
 use anyhow::{Context, Result, bail};
 use oscar_backend::Backend;
-use oscar_codec::{KvFormat, PageCodec};
+use oscar_codec::KvFormat;
 use oscar_kernels_cpu::Variant;
 use oscar_kernels_cuda::CudaBackend;
 use oscar_models::{DecoderConfig, ModelSource, Weights};
