@@ -2,7 +2,7 @@
 
 use oscar_codec::attention::PagedContext;
 use oscar_codec::random::SplitMix64;
-use oscar_codec::{CacheLayout, PAGE_TOKENS, PageCodec, RowPageCodec, Side};
+use oscar_codec::{CacheLayout, PAGE_TOKENS, RowPageCodec, Side};
 use oscar_kernels_cpu::attention::{AttendTask, Scratch, attend};
 use oscar_kernels_cpu::bench::{Timing, time_median};
 use oscar_kernels_cpu::{Kernels, ThreadPool};

@@ -7,7 +7,7 @@ use crate::sample::{HeadSample, rotate_rows};
 use crate::symmetric::Symmetric;
 use oscar_codec::format::default_clip;
 use oscar_codec::{
-    CodeLayout, CodecError, HeadRotations, PAGE_TOKENS, PageCodec, Rotation, RowPageCodec, Side, SideSpec,
+    CodeLayout, CodecError, HeadRotations, PAGE_TOKENS, Rotation, RowPageCodec, Side, SideSpec,
 };
 use serde::Serialize;
 

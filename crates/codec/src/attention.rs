@@ -7,7 +7,7 @@
 //! z·Σq` and `Σ p·v̂ = Σ (p·s)·c + Σ p·z`. Fast kernels use the folded form. Both exist here so
 //! that tests can compare them.
 
-use crate::page::{PAGE_TOKENS, PageCodec, RowPageCodec, Side};
+use crate::page::{PAGE_TOKENS, RowPageCodec, Side};
 use crate::window::Windows;
 use std::ops::Range;
 

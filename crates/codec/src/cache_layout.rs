@@ -5,7 +5,7 @@
 use crate::error::Result;
 use crate::format::{FormatTable, KvFormat};
 use crate::layout::CodeLayout;
-use crate::page::{PAGE_TOKENS, PageCodec, RowPageCodec, Side};
+use crate::page::{PAGE_TOKENS, RowPageCodec, Side};
 use crate::window::{Tail, Windows};
 
 /// A full-precision block: 64 tokens of every layer and head. Handed out by the cache, resolved by

@@ -5,7 +5,7 @@ use crate::clip::{OFFICIAL_KEY_RATIO, OFFICIAL_VALUE_RATIO};
 use crate::error::{CodecError, Result, check_len};
 use crate::layout::CodeLayout;
 use crate::lloyd_max::Variant;
-use crate::page::{PAGE_TOKENS, PageCodec, RowPageCodec, Scheme, Side, SideSpec};
+use crate::page::{PAGE_TOKENS, RowPageCodec, Scheme, Side, SideSpec};
 use crate::rivals::Rival;
 use crate::rotation::{Rotation, RotationSet};
 use crate::rounding::Rounding;
@@ -393,7 +393,7 @@ impl FormatTable {
     }
 
     pub fn head_dim(&self) -> usize {
-        self.codecs.first().map_or(0, PageCodec::head_dim)
+        self.codecs.first().map_or(0, RowPageCodec::head_dim)
     }
 
     pub fn codec(&self, layer: usize, kv_head: usize) -> &RowPageCodec {
@@ -407,7 +407,7 @@ impl FormatTable {
 
     /// Bytes of one 64-token block over all layers and heads.
     pub fn block_bytes(&self) -> usize {
-        self.codecs.iter().map(PageCodec::page_bytes).sum()
+        self.codecs.iter().map(RowPageCodec::page_bytes).sum()
     }
 
     /// Stored bits an element over the whole table.

@@ -123,7 +123,6 @@ impl RowPageCodec {
         position: usize,
         row: &mut [f32],
     ) -> Result<()> {
-        use crate::page::PageCodec;
         check_len("row", row.len(), self.head_dim())?;
         let block = position / PAGE_TOKENS;
         let absent = CodecError::Index { what: "page of block", index: block, count: pages.len() };

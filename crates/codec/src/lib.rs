@@ -42,7 +42,7 @@ pub use error::{CodecError, Result};
 pub use format::{FormatTable, KvFormat, MeanBits, RotationKind};
 pub use group_pages::TilePlace;
 pub use layout::CodeLayout;
-pub use page::{PAGE_TOKENS, PageCodec, RowPageCodec, Side, SideSpec, TILE_TOKENS};
+pub use page::{PAGE_TOKENS, RowPageCodec, Side, SideSpec, TILE_TOKENS};
 pub use rivals::Rival;
 pub use rotation::{Composition, HeadRotations, Rotation, RotationSet};
 pub use rounding::{Feedback, Rounding};

@@ -1,13 +1,12 @@
 //! Pages: 64 tokens of keys and values of one layer and KV head, in a fixed number of bytes.
 //!
-//! A [`PageCodec`] turns rows (already rotated) into the bytes of a page and back. [`RowPageCodec`]
-//! is the codec of every format; its page is `[key codes][value codes][key parameters][value
+//! A [`RowPageCodec`] turns rows (already rotated) into the bytes of a page and back. It is the codec
+//! of every format; its page is `[key codes][value codes][key parameters][value
 //! parameters]`. Most formats quantize each token's row on its own. Formats that group keys along
 //! tokens take their rows group by group ([`RowPageCodec::encode_group`]), because a group may span
 //! pages. Pages are written in whole 16-token tiles, so two demotions never share a byte. A page
 //! may be partly filled.
 
-use crate::channel_groups::ChannelGroups;
 use crate::clip;
 use crate::error::{CodecError, Result, check_head_dim, check_len};
 use crate::layout::CodeLayout;
@@ -109,47 +108,6 @@ impl SideSpec {
             return Err(CodecError::Group { group, head_dim });
         }
         clip::check_ratio(self.clip)
-    }
-}
-
-/// Quantizes and dequantizes pages of one layer and KV head.
-pub trait PageCodec {
-    fn head_dim(&self) -> usize;
-
-    /// Bytes of a page, codes and parameters.
-    fn page_bytes(&self) -> usize;
-
-    /// Tokens that must be quantized together: one tile for row codecs, one group for codecs that
-    /// group along tokens.
-    fn demotion_tokens(&self) -> usize {
-        TILE_TOKENS
-    }
-
-    /// Quantizes rows `first..first + n` of a page; `keys` and `values` are `n × head_dim`.
-    fn encode_rows(&self, first: usize, keys: &[f32], values: &[f32], page: &mut [u8]) -> Result<()>;
-
-    /// Dequantizes rows `first..first + n`.
-    fn decode_rows(&self, first: usize, page: &[u8], keys: &mut [f32], values: &mut [f32]) -> Result<()>;
-
-    /// Quantizes a page or its beginning; bytes of absent tokens are zero.
-    fn encode(&self, keys: &[f32], values: &[f32], page: &mut [u8]) -> Result<()> {
-        page.fill(0);
-        self.encode_rows(0, keys, values, page)
-    }
-
-    /// Quantizes one 16-token tile without touching the others.
-    fn encode_tile(&self, tile: usize, keys: &[f32], values: &[f32], page: &mut [u8]) -> Result<()> {
-        let max = PAGE_TOKENS / TILE_TOKENS;
-        if tile >= max {
-            return Err(CodecError::Tile { tile, max });
-        }
-        check_len("keys of a tile", keys.len(), TILE_TOKENS * self.head_dim())?;
-        self.encode_rows(tile * TILE_TOKENS, keys, values, page)
-    }
-
-    /// Stored bits an element of a full page, from the bytes it occupies.
-    fn bits_per_element(&self) -> f64 {
-        self.page_bytes() as f64 * 8.0 / (2 * PAGE_TOKENS * self.head_dim()) as f64
     }
 }
 
@@ -299,26 +257,47 @@ impl RowPageCodec {
     }
 }
 
-impl PageCodec for RowPageCodec {
-    fn head_dim(&self) -> usize {
+/// Whole pages.
+impl RowPageCodec {
+    pub fn head_dim(&self) -> usize {
         self.head_dim
     }
 
-    fn page_bytes(&self) -> usize {
+    /// Bytes of a page, codes and parameters.
+    pub fn page_bytes(&self) -> usize {
         self.key.code_bytes + self.value.code_bytes + self.key.param_bytes + self.value.param_bytes
     }
 
-    fn demotion_tokens(&self) -> usize {
-        self.token_groups(Side::Key).map_or(TILE_TOKENS, ChannelGroups::tokens)
+    /// Stored bits an element of a full page, from the bytes it occupies.
+    pub fn bits_per_element(&self) -> f64 {
+        self.page_bytes() as f64 * 8.0 / (2 * PAGE_TOKENS * self.head_dim()) as f64
     }
 
-    fn encode_rows(&self, first: usize, keys: &[f32], values: &[f32], page: &mut [u8]) -> Result<()> {
+    /// Quantizes rows `first..first + n` of a page; `keys` and `values` are `n × head_dim`.
+    pub fn encode_rows(&self, first: usize, keys: &[f32], values: &[f32], page: &mut [u8]) -> Result<()> {
         self.check_rows(first, keys.len(), values.len(), page.len())?;
         self.encode_side_rows(Side::Key, first, keys, page)?;
         self.encode_side_rows(Side::Value, first, values, page)
     }
 
-    fn decode_rows(&self, first: usize, page: &[u8], keys: &mut [f32], values: &mut [f32]) -> Result<()> {
+    /// Quantizes a page or its beginning; bytes of absent tokens are zero.
+    pub fn encode(&self, keys: &[f32], values: &[f32], page: &mut [u8]) -> Result<()> {
+        page.fill(0);
+        self.encode_rows(0, keys, values, page)
+    }
+
+    /// Quantizes one 16-token tile without touching the others.
+    pub fn encode_tile(&self, tile: usize, keys: &[f32], values: &[f32], page: &mut [u8]) -> Result<()> {
+        let max = PAGE_TOKENS / TILE_TOKENS;
+        if tile >= max {
+            return Err(CodecError::Tile { tile, max });
+        }
+        check_len("keys of a tile", keys.len(), TILE_TOKENS * self.head_dim())?;
+        self.encode_rows(tile * TILE_TOKENS, keys, values, page)
+    }
+
+    /// Dequantizes rows `first..first + n`.
+    pub fn decode_rows(&self, first: usize, page: &[u8], keys: &mut [f32], values: &mut [f32]) -> Result<()> {
         self.check_rows(first, keys.len(), values.len(), page.len())?;
         for (side, rows) in [(Side::Key, keys), (Side::Value, values)] {
             self.check_row_by_row(side)?;

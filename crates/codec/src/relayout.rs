@@ -2,7 +2,7 @@
 
 use crate::error::{Result, check_len};
 use crate::layout::CodeLayout;
-use crate::page::{Body, PAGE_TOKENS, PageCodec, RowPageCodec, Scheme, Side};
+use crate::page::{Body, PAGE_TOKENS, RowPageCodec, Scheme, Side};
 
 impl RowPageCodec {
     /// Rewrites a page in another layout, code by code and parameter by parameter, losing nothing.

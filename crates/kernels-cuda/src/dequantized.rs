@@ -9,7 +9,7 @@ use crate::error::{CudaError, Result};
 use crate::memory::{download_all, upload_all};
 use crate::pages::CudaPages;
 use oscar_backend::SequenceRows;
-use oscar_codec::{CodecError, PAGE_TOKENS, PageCodec, RowPageCodec, Side};
+use oscar_codec::{CodecError, PAGE_TOKENS, RowPageCodec, Side};
 use std::collections::BTreeMap;
 use std::ops::Range;
 

@@ -14,9 +14,7 @@ use crate::storage::Storage;
 use cudarc::driver::sys::{self, CUresult};
 use oscar_backend::{CacheHead, HeadShape};
 use oscar_codec::clip::order_index;
-use oscar_codec::{
-    CacheLayout, CodecError, FormatTable, FullPageId, PAGE_TOKENS, PageCodec, RowPageCodec, Side,
-};
+use oscar_codec::{CacheLayout, CodecError, FormatTable, FullPageId, PAGE_TOKENS, RowPageCodec, Side};
 use std::ops::Range;
 
 /// Pages of one layer, KV head and format.

@@ -6,7 +6,7 @@
 
 use crate::error::{CudaError, Result};
 use oscar_codec::page::Scheme;
-use oscar_codec::{CacheLayout, CodeLayout, PageCodec, RowPageCodec, Side, SideSpec};
+use oscar_codec::{CacheLayout, CodeLayout, RowPageCodec, Side, SideSpec};
 
 /// How pages of history are kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

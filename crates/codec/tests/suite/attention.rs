@@ -4,7 +4,7 @@ use crate::support::Random;
 use oscar_codec::attention::{
     AttentionState, Form, PagedContext, attend_context, attend_page, attend_page_group,
 };
-use oscar_codec::{CodeLayout, KvFormat, PageCodec, RowPageCodec, Side, Windows};
+use oscar_codec::{CodeLayout, KvFormat, RowPageCodec, Side, Windows};
 use proptest::prelude::*;
 
 fn page(codec: &RowPageCodec, random: &mut Random, tokens: usize) -> (Vec<f32>, Vec<f32>, Vec<u8>) {

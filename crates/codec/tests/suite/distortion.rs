@@ -3,7 +3,7 @@
 use crate::support::Random;
 use oscar_codec::lloyd_max::Variant;
 use oscar_codec::page::Scheme;
-use oscar_codec::{CodeLayout, PageCodec, RowPageCodec, SideSpec};
+use oscar_codec::{CodeLayout, RowPageCodec, SideSpec};
 
 fn snr_db(spec: SideSpec) -> f64 {
     let codec = RowPageCodec::new(128, spec, spec, CodeLayout::Logical).unwrap();

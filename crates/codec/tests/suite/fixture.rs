@@ -2,7 +2,7 @@
 //! code.
 
 use oscar_codec::page::Scheme;
-use oscar_codec::{CodeLayout, KvFormat, PageCodec, RowPageCodec, Side, SideSpec};
+use oscar_codec::{CodeLayout, KvFormat, RowPageCodec, Side, SideSpec};
 use safetensors::SafeTensors;
 
 const FIXTURE: &[u8] = include_bytes!("../fixtures/calibration_layer.safetensors");

@@ -2,7 +2,7 @@
 
 use crate::support::Random;
 use oscar_codec::{
-    CodeLayout, Composition, HeadRotations, KvFormat, PageCodec, Rotation, RotationSet, RowPageCodec, Side,
+    CodeLayout, Composition, HeadRotations, KvFormat, Rotation, RotationSet, RowPageCodec, Side,
 };
 use proptest::prelude::*;
 

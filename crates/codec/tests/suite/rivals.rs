@@ -3,7 +3,7 @@
 use crate::support::Random;
 use oscar_codec::attention::{Form, PagedContext, attend_context};
 use oscar_codec::{
-    CacheLayout, CodeLayout, KvFormat, PAGE_TOKENS, PageCodec, RotationKind, RowPageCodec, Side, Windows,
+    CacheLayout, CodeLayout, KvFormat, PAGE_TOKENS, RotationKind, RowPageCodec, Side, Windows,
 };
 
 fn format(name: &str) -> KvFormat {

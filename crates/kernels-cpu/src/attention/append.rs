@@ -1,7 +1,7 @@
 //! Storing fresh rows in BF16 pages.
 
 use oscar_codec::page::Scheme;
-use oscar_codec::{CodeLayout, CodecError, PAGE_TOKENS, PageCodec, RowPageCodec, Side};
+use oscar_codec::{CodeLayout, CodecError, PAGE_TOKENS, RowPageCodec, Side};
 
 use super::block::bf16_bits;
 

@@ -5,7 +5,7 @@
 //! path, so a token has the same codes however it reached the cache.
 
 use oscar_codec::page::Scheme;
-use oscar_codec::{CodeLayout, CodecError, PAGE_TOKENS, PageCodec, RowPageCodec, Side, TILE_TOKENS};
+use oscar_codec::{CodeLayout, CodecError, PAGE_TOKENS, RowPageCodec, Side, TILE_TOKENS};
 
 use crate::cpu::Variant;
 use std::ops::Range;

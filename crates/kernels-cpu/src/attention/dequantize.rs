@@ -11,7 +11,7 @@ use oscar_codec::channel_groups::GroupHeader;
 use oscar_codec::page::Scheme;
 use oscar_codec::record::RecordCodec;
 use oscar_codec::turboquant::Instance;
-use oscar_codec::{CodeLayout, PAGE_TOKENS, PageCodec, RowPageCodec, Side, TILE_TOKENS, affine, fp8};
+use oscar_codec::{CodeLayout, PAGE_TOKENS, RowPageCodec, Side, TILE_TOKENS, affine, fp8};
 
 use super::block::MAX_DIM;
 use crate::cpu::Variant;

@@ -40,8 +40,8 @@ mod tests;
 
 use std::sync::{Mutex, MutexGuard, TryLockError};
 
+use oscar_codec::Windows;
 use oscar_codec::attention::PagedContext;
-use oscar_codec::{PageCodec, Windows};
 
 pub use append::append_rows;
 pub use demote::{DemotionCodecs, demote_kernel_name, demote_side, demote_tile};

@@ -1,7 +1,7 @@
 //! Which kernel reads the pages of a codec, and the view of a page that it gets.
 
 use oscar_codec::page::Scheme;
-use oscar_codec::{CodeLayout, PAGE_TOKENS, PageCodec, RowPageCodec, Side};
+use oscar_codec::{CodeLayout, PAGE_TOKENS, RowPageCodec, Side};
 
 use super::block::{MAX_DIM, QueryForms, RowBlock};
 use super::dequantize::{CodeBuffer, SidePage, dequantize_page};

@@ -130,7 +130,7 @@ compiled_for!("avx512f,avx512vl,avx512bw,avx512dq", keys_avx512, values_avx512);
 #[cfg(test)]
 mod tests {
     use super::*;
-    use oscar_codec::{CodeLayout, KvFormat, PageCodec, Side};
+    use oscar_codec::{CodeLayout, KvFormat, Side};
 
     #[test]
     fn a_tile_is_the_bf16_page_of_the_rows() {

@@ -17,9 +17,7 @@ use oscar_backend::{
     AttentionKernels, AttentionPath, Backend, BackendError, Benchmarks, CacheHead, Calibrates, HeadShape,
     HostMatrix, HostValues, Result, SequenceRows, TappedRows,
 };
-use oscar_codec::{
-    CacheLayout, CodeLayout, FormatTable, FullPageId, HeadRotations, PAGE_TOKENS, PageCodec, Side,
-};
+use oscar_codec::{CacheLayout, CodeLayout, FormatTable, FullPageId, HeadRotations, PAGE_TOKENS, Side};
 use products::ProductScratch;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};

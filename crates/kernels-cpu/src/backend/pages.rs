@@ -7,7 +7,7 @@
 
 use super::region::Region;
 use oscar_backend::{BackendError, HeadShape, Result};
-use oscar_codec::{CacheLayout, CodedPageId, FormatTable, FullPageId, PageCodec, RowPageCodec};
+use oscar_codec::{CacheLayout, CodedPageId, FormatTable, FullPageId, RowPageCodec};
 
 /// Pages of one layer, head and format.
 pub struct HeadPages {

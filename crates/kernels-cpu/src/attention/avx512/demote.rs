@@ -15,7 +15,7 @@ use std::arch::x86_64::*;
 
 use oscar_codec::affine::{SATURATION, max_code};
 use oscar_codec::clip::order_index;
-use oscar_codec::{PageCodec, RowPageCodec, Side, TILE_TOKENS};
+use oscar_codec::{RowPageCodec, Side, TILE_TOKENS};
 
 use crate::attention::block::{LANES, MAX_DIM};
 

@@ -11,7 +11,7 @@
 use std::arch::x86_64::*;
 
 use oscar_codec::page::Scheme;
-use oscar_codec::{CodeLayout, PageCodec, RowPageCodec, Side, TILE_TOKENS};
+use oscar_codec::{CodeLayout, RowPageCodec, Side, TILE_TOKENS};
 
 use super::rows;
 use crate::attention::block::{LANES, MAX_DIM};

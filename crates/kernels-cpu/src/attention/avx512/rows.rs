@@ -12,7 +12,7 @@ use std::arch::x86_64::*;
 use oscar_codec::channel_groups::ChannelGroups;
 use oscar_codec::record::RecordCodec;
 use oscar_codec::turboquant::Instance;
-use oscar_codec::{PAGE_TOKENS, PageCodec, RowPageCodec, Side, TILE_TOKENS};
+use oscar_codec::{PAGE_TOKENS, RowPageCodec, Side, TILE_TOKENS};
 
 use super::dequantize::{load_floats, round_halves, store_line};
 use super::sketch::SketchSums;

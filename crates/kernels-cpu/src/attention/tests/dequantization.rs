@@ -5,7 +5,7 @@ use super::super::dequantize::{SidePage, dequantize_page};
 use crate::cpu::Variant;
 use oscar_codec::page::Scheme;
 use oscar_codec::record::RecordCodec;
-use oscar_codec::{CodeLayout, KvFormat, PAGE_TOKENS, PageCodec, RowPageCodec, Side, SideSpec};
+use oscar_codec::{CodeLayout, KvFormat, PAGE_TOKENS, RowPageCodec, Side, SideSpec};
 
 fn rows(n: usize, seed: u64) -> Vec<f32> {
     let mut random = oscar_codec::random::SeededGaussian::new(seed);

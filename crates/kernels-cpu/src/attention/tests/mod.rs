@@ -8,7 +8,7 @@ mod one_byte;
 mod row_alone;
 
 use oscar_codec::attention::{Form, PagedContext, attend_context};
-use oscar_codec::{CodeLayout, KvFormat, PAGE_TOKENS, PageCodec, RowPageCodec, Side, TILE_TOKENS, Windows};
+use oscar_codec::{CodeLayout, KvFormat, PAGE_TOKENS, RowPageCodec, Side, TILE_TOKENS, Windows};
 
 use super::{AttendTask, AttentionPrecision, DemotionCodecs, Scratch, attend, demote_side};
 use crate::cpu::Variant;
