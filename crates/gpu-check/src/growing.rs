@@ -6,9 +6,7 @@ use anyhow::{Context, Result};
 use oscar_backend::{Backend, CacheHead, HeadShape, LayerHeads, SequenceRows, Step};
 use oscar_cache::{PagePool, SequencePages, StepPages};
 use oscar_codec::attention::{Form, PagedContext, attend_context};
-use oscar_codec::{
-    CacheLayout, CodeLayout, PAGE_TOKENS, RowPageCodec, Side, SideSpec, TILE_TOKENS, Windows,
-};
+use oscar_codec::{CacheLayout, CodeLayout, PAGE_TOKENS, RowPageCodec, Side, SideSpec, TILE_TOKENS, Windows};
 use oscar_kernels_cuda::CudaPages;
 use oscar_kernels_cuda::Storage;
 use std::collections::BTreeMap;
