@@ -13,6 +13,7 @@
 //! **Invariant:** knows no HTTP and no JSON. What a sequence answers depends on that sequence
 //! alone: not on the chunks its prompt came in, not on who else is in the step.
 
+mod constraint;
 mod engine;
 mod ledger;
 mod live;
@@ -24,6 +25,7 @@ mod serving;
 mod statistics;
 mod worker;
 
+pub use constraint::{Constraint, ConstraintState, SharedConstraint};
 pub use engine::{Engine, EngineHandle, EngineOptions};
 pub use oscar_cache::CacheSalt;
 

@@ -3,6 +3,7 @@
 //! Everything the engine knows about a request lies in its [`Live`], from the moment it is taken
 //! until its last event is delivered. A [`Choice`] lives from its first token to its last.
 
+use crate::constraint::Guide;
 use crate::engine::QueuePlace;
 use crate::logprobs::token_logprobs;
 use crate::request::{Event, EventSink, FinishReason, GenerationParams, Request, TokenLogprobs, Usage};
@@ -68,6 +69,8 @@ pub struct Choice {
     salt: Option<CacheSalt>,
     pub generated: usize,
     pub sampler: Sampler,
+    /// Where it stands in the form that the request demands.
+    guide: Option<Guide>,
     /// Its pages, while it runs.
     pub sequence: Option<Sequence>,
     /// Tokens of it that the prefix cache has been offered.
@@ -108,6 +111,7 @@ impl Live {
             salt: self.params.cache_salt,
             generated: 0,
             sampler: self.sampler.for_choice(index),
+            guide: self.params.constraint.as_ref().map(Guide::new),
             sequence: None,
             published: 0,
             resume_limit,
@@ -225,34 +229,56 @@ impl Choice {
     /// What has to be computed to choose the next token.
     fn wants(&self, params: &GenerationParams) -> Logits {
         match self.sampler.pick() {
-            Some(what) if params.logprobs.is_none() && self.banned(params).is_empty() => Logits::Pick(what),
+            Some(what)
+                if self.guide.is_none() && params.logprobs.is_none() && self.banned(params).is_empty() =>
+            {
+                Logits::Pick(what)
+            }
             _ => Logits::Last,
         }
     }
 
     /// Chooses the next token and, if asked for, tells its log-probabilities.
+    ///
+    /// # Errors
+    /// If the form that the request demands cannot be followed any further.
     pub fn choose(
         &mut self,
         params: &GenerationParams,
         scores: Scores<'_>,
         vocab: usize,
-    ) -> (u32, Option<TokenLogprobs>) {
+    ) -> Result<(u32, Option<TokenLogprobs>), String> {
         let chosen = match scores {
             Scores::Candidates(list) => (self.sampler.sample_among(list), None),
             Scores::Logits(rows) => {
                 let logits = &rows[rows.len() - vocab..];
-                let token = self.sampler.sample_except(logits, self.banned(params));
+                let banned = self.banned(params);
+                let token = match &mut self.guide {
+                    None => self.sampler.sample_except(logits, banned),
+                    Some(guide) => {
+                        let token = self.sampler.sample_within(logits, guide.allowed()?, banned);
+                        guide.accept(token)?;
+                        token
+                    }
+                };
                 (token, params.logprobs.map(|top| token_logprobs(logits, token, top)))
             }
         };
         self.generated += 1;
-        chosen
+        Ok(chosen)
     }
 
     /// Tokens stored in the cache.
     pub fn stored(&self) -> usize {
         self.sequence.as_ref().map_or(0, Sequence::len)
     }
+}
+
+/// What a step works on.
+pub struct StepParts<'a> {
+    pub work: Vec<Work>,
+    pub requests: Vec<StepRequest<'a>>,
+    pub guides: Vec<&'a mut Guide>,
 }
 
 /// All requests being served.
@@ -291,15 +317,17 @@ impl LiveRequests {
         self.open().filter(|(_, live)| is_wanted(live)).map(|(id, _)| id).collect()
     }
 
-    /// The sequences of a planned step, in the order of the plan.
-    pub fn step_requests(&mut self, plan: &StepPlan) -> (Vec<Work>, Vec<StepRequest<'_>>) {
+    /// The sequences of a planned step, in the order of the plan, and the guides of those that
+    /// choose a token after it.
+    pub fn step_requests(&mut self, plan: &StepPlan) -> StepParts<'_> {
+        let mut guides = Vec::new();
         let mut parts: Vec<(usize, StepRequest<'_>)> = Vec::with_capacity(plan.work.len());
         for (&request, live) in &mut self.0 {
             let wants_all = live.prompt_logprobs.is_some();
             for (&index, choice) in &mut live.choices {
                 let id = SequenceId { request, choice: index };
                 let last = choice.wants(&live.params);
-                let Some(sequence) = &mut choice.sequence else { continue };
+                let Choice { sequence: Some(sequence), tokens, guide, .. } = choice else { continue };
                 let Some(place) = plan.work.iter().position(|work| work.id == id) else { continue };
                 let work = plan.work[place];
                 let logits = match (wants_all, work.last) {
@@ -307,12 +335,16 @@ impl LiveRequests {
                     (false, true) => last,
                     (false, false) => Logits::None,
                 };
-                let tokens = &choice.tokens[work.start..work.start + work.tokens];
+                if work.last {
+                    guides.extend(guide);
+                }
+                let tokens = &tokens[work.start..work.start + work.tokens];
                 parts.push((place, StepRequest { sequence, tokens, logits }));
             }
         }
         parts.sort_unstable_by_key(|part| part.0);
-        parts.into_iter().map(|(place, request)| (plan.work[place], request)).unzip()
+        let (work, requests) = parts.into_iter().map(|(place, request)| (plan.work[place], request)).unzip();
+        StepParts { work, requests, guides }
     }
 
     /// Delivers all events, forgets requests that have ended and returns those nobody listens to.

@@ -1,5 +1,6 @@
 //! Requests, events and facts that front ends and the engine exchange: data only, no HTTP.
 
+use crate::constraint::SharedConstraint;
 use crate::sampling::{Sampler, SamplingParams};
 use oscar_cache::CacheSalt;
 use std::ops::AddAssign;
@@ -97,6 +98,8 @@ pub struct GenerationParams {
     pub prompt_logprobs: Option<usize>,
     /// The part of the prefix cache that the request reads and fills.
     pub cache_salt: Option<CacheSalt>,
+    /// The form that each choice must have. An answer that is complete ends with a stop token.
+    pub constraint: Option<SharedConstraint>,
 }
 
 impl Default for GenerationParams {
@@ -110,6 +113,7 @@ impl Default for GenerationParams {
             logprobs: None,
             prompt_logprobs: None,
             cache_salt: None,
+            constraint: None,
         }
     }
 }

@@ -207,24 +207,43 @@ impl Sampler {
 
     /// [`Sampler::sample`] among all tokens but `banned`.
     pub fn sample_except(&mut self, logits: &[f32], banned: &[u32]) -> u32 {
-        let plain = self.params.leaves_logits_alone();
-        let token = if plain && banned.is_empty() {
-            self.choose(logits)
-        } else {
-            let mut adjusted = std::mem::take(&mut self.adjusted);
-            adjusted.clear();
-            adjusted.extend_from_slice(logits);
-            self.adjust(&mut adjusted);
-            for &token in banned {
-                if let Some(logit) = adjusted.get_mut(token as usize) {
+        if banned.is_empty() && self.params.leaves_logits_alone() {
+            return self.choose(logits);
+        }
+        self.sample_adjusted(logits, |adjusted| exclude(adjusted, banned))
+    }
+
+    /// [`Sampler::sample`] among the tokens whose bits are set in `allowed`, without `banned`
+    /// unless nothing else is left.
+    pub fn sample_within(&mut self, logits: &[f32], allowed: &[u32], banned: &[u32]) -> u32 {
+        let is_allowed =
+            |token: usize| allowed.get(token / 32).is_some_and(|word| word >> (token % 32) & 1 == 1);
+        let is_open = |token: usize| is_allowed(token) && !banned.contains(&(token as u32));
+        let banned = match banned.is_empty() || (0..logits.len()).any(is_open) {
+            true => banned,
+            false => &[],
+        };
+        self.sample_adjusted(logits, |adjusted| {
+            for (token, logit) in adjusted.iter_mut().enumerate() {
+                if !is_allowed(token) {
                     *logit = f32::NAN;
                 }
             }
-            let token = self.choose(&adjusted);
-            self.adjusted = adjusted;
-            token
-        };
-        if !plain {
+            exclude(adjusted, banned);
+        })
+    }
+
+    /// Chooses from a copy of the logits after penalties, bias and `restrict`, which makes tokens
+    /// NaN.
+    fn sample_adjusted(&mut self, logits: &[f32], restrict: impl FnOnce(&mut [f32])) -> u32 {
+        let mut adjusted = std::mem::take(&mut self.adjusted);
+        adjusted.clear();
+        adjusted.extend_from_slice(logits);
+        self.adjust(&mut adjusted);
+        restrict(&mut adjusted);
+        let token = self.choose(&adjusted);
+        self.adjusted = adjusted;
+        if !self.params.leaves_logits_alone() {
             *self.counts.entry(token).or_default() += 1;
         }
         token
@@ -308,6 +327,14 @@ impl Sampler {
             }
         }
         candidates[kept - 1].1
+    }
+}
+
+fn exclude(logits: &mut [f32], tokens: &[u32]) {
+    for &token in tokens {
+        if let Some(logit) = logits.get_mut(token as usize) {
+            *logit = f32::NAN;
+        }
     }
 }
 
@@ -420,6 +447,23 @@ mod tests {
         let mut biased = sampler(params);
         assert_eq!(biased.sample(&[1.0, 0.0, 0.5]), 2);
         assert_eq!(biased.sample_except(&[1.0, 0.0, 0.5], &[2]), 0);
+    }
+
+    #[test]
+    fn only_allowed_tokens_are_chosen() {
+        let allowed = [0b0110, 1 << 3];
+        let mut logits = vec![5.0; 70];
+        logits[2] = 6.0;
+        logits[35] = 5.5;
+        let mut greedy = sampler(SamplingParams::default());
+        assert_eq!(greedy.sample_within(&logits, &allowed, &[]), 2);
+        assert_eq!(greedy.sample_within(&logits, &allowed, &[2]), 35);
+        assert_eq!(greedy.sample_within(&logits, &allowed, &[1, 2, 35]), 2, "a ban of everything is lifted");
+        let params =
+            SamplingParams { temperature: 2.0, top_k: 40, frequency_penalty: 0.1, ..Default::default() };
+        let mut drawn = sampler(params);
+        let tokens: BTreeSet<u32> = (0..200).map(|_| drawn.sample_within(&logits, &allowed, &[])).collect();
+        assert_eq!(tokens, BTreeSet::from([1, 2, 35]));
     }
 
     /// Logits as they come and as they should not.

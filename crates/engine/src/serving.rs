@@ -4,9 +4,10 @@
 //! panic in a step fails only the requests of that step. Nothing is sent to a client before
 //! [`Serving::deliver`].
 
+use crate::constraint::prepare_during;
 use crate::engine::EngineOptions;
 use crate::ledger::PageLedger;
-use crate::live::{Live, LiveRequests, Scores, Stage, Submission, deliver};
+use crate::live::{Live, LiveRequests, Scores, Stage, StepParts, Submission, deliver};
 use crate::request::{EngineStats, Event, FinishReason, RequestError, RequestId, Usage};
 use crate::scheduler::{Scheduler, SchedulerOptions, SequenceId, StepPlan, Work};
 use crate::statistics::Statistics;
@@ -173,10 +174,12 @@ impl<B: Backend> Serving<B> {
     }
 
     fn run(&mut self, plan: &StepPlan) {
-        let (work, mut requests) = self.live.step_requests(plan);
+        let StepParts { work, mut requests, mut guides } = self.live.step_requests(plan);
         let wanted: Vec<Logits> = requests.iter().map(|request| request.logits.clone()).collect();
         let before = boundaries(&self.runner, &requests);
-        if let Err(message) = caught(|| self.runner.step(&mut requests, &mut self.output)) {
+        let outcome =
+            prepare_during(&mut guides, || caught(|| self.runner.step(&mut requests, &mut self.output)));
+        if let Err(message) = outcome {
             // Their pages may hold anything: they are dropped, not published.
             for work in work {
                 self.fail(work.id.request, &RequestError::Engine(message.clone()));
@@ -241,7 +244,13 @@ impl<B: Backend> Serving<B> {
     fn continue_choice(&mut self, id: SequenceId, scores: Scores<'_>, vocab: usize) {
         let Some(Live { params, usage, events, choices, .. }) = self.live.get_mut(id.request) else { return };
         let Some(choice) = choices.get_mut(&id.choice) else { return };
-        let (token, logprobs) = choice.choose(params, scores, vocab);
+        let (token, logprobs) = match choice.choose(params, scores, vocab) {
+            Ok(chosen) => chosen,
+            Err(problem) => {
+                let error = RequestError::Invalid { parameter: "constraint", problem };
+                return self.fail(id.request, &error);
+            }
+        };
         usage.completion_tokens += 1;
         self.statistics.counters.generated_tokens += 1;
         if choice.generated > params.min_tokens && params.stop_tokens.contains(&token) {

@@ -202,6 +202,23 @@ fn reasoning_may_stand_before_the_answer() {
         let fits = |&id: &u32| allowed(&state.allowed().unwrap()).contains(&id) && state.accept(id).is_ok();
         ids.iter().all(fits)
     };
+    let calls = CallGrammar {
+        dialect: Dialect::Hermes,
+        tools: vec![("now".to_owned(), json!({"type": "object", "properties": {}}))],
+        parallel: true,
+    };
+    let either = Grammar::OrCalls(Box::new(yes.clone()), calls);
+    for thinking in [Thinking::None, Thinking::Allowed(tags.clone())] {
+        let constraint = grammars.compile(&either, &thinking).unwrap();
+        let call = "<tool_call>\n{\"name\": \"now\", \"arguments\": {}}\n</tool_call>";
+        for text in ["yes", call] {
+            let mut state = constraint.start();
+            for id in tokenizer.encode(text, false).unwrap() {
+                assert!(allowed(&state.allowed().unwrap()).contains(&id), "{text}");
+                state.accept(id).unwrap();
+            }
+        }
+    }
     let (opened, may) = (Thinking::Opened(tags.clone()), Thinking::Allowed(tags));
     assert!(accepts(&opened, "why {\n not</think>\n\nyes"));
     assert!(accepts(&may, "<think>why</think>yes"));

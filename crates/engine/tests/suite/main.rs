@@ -2,6 +2,7 @@
 //! sequence itself decides its answer.
 
 mod client;
+mod constraints;
 mod faults;
 mod fp8_weights;
 mod goldens;

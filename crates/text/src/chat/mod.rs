@@ -153,6 +153,12 @@ impl ChatTemplate {
         self.names.iter().any(prints)
     }
 
+    /// Whether a template contains `text`, such as a tag that it prints.
+    pub fn mentions(&self, text: &str) -> bool {
+        let sources = self.names.iter().filter_map(|name| self.environment.get_template(name).ok());
+        sources.into_iter().any(|template| template.source().contains(text))
+    }
+
     /// Renders the prompt.
     pub fn render(&self, input: &ChatInput<'_>) -> Result<String, TextError> {
         expect_list("messages", Some(input.messages))?;

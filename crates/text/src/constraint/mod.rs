@@ -45,6 +45,8 @@ pub enum Grammar {
     Source(String),
     /// One or more calls of tools.
     Calls(CallGrammar),
+    /// An answer of this form, or calls of tools.
+    OrCalls(Box<Grammar>, CallGrammar),
 }
 
 /// Reasoning that may stand before the constrained answer.
@@ -121,7 +123,42 @@ impl Grammars {
     }
 
     fn lower(&self, grammar: &Grammar, thinking: &Thinking) -> Result<TopLevelGrammar, TextError> {
-        let mut body = match grammar {
+        let mut bodies = match grammar {
+            Grammar::OrCalls(form, calls) => {
+                vec![self.body(form)?, self.body(&Grammar::Calls(calls.clone()))?]
+            }
+            single => vec![self.body(single)?],
+        };
+        if bodies.len() == 1 && *thinking == Thinking::None {
+            return Ok(TopLevelGrammar { grammars: bodies, max_tokens: None });
+        }
+        let mut names = Vec::new();
+        for (index, body) in bodies.iter_mut().enumerate() {
+            names.push(format!("@body{index}"));
+            body.name = Some(format!("body{index}"));
+        }
+        let mut lark = format!("answer: {}\n", names.join(" | "));
+        let opening = match thinking {
+            Thinking::None => String::new(),
+            Thinking::Opened(_) => "think".to_owned(),
+            Thinking::Allowed(tags) => format!("({} think)?", marker(&self.tokenizer, &tags.open)),
+        };
+        lark += &format!("start: {opening} answer\n");
+        if let Thinking::Opened(tags) | Thinking::Allowed(tags) = thinking {
+            lark += "THOUGHT: /(.|\\n)*/\nBREAK: /[\\n]{1,2}/\n";
+            lark += &match special(&self.tokenizer, &tags.close) {
+                Some(id) => format!("think: THOUGHT? {id} BREAK?\n"),
+                None => {
+                    format!("think: thought BREAK?\nthought[suffix={}]: THOUGHT\n", literal(&tags.close))
+                }
+            };
+        }
+        bodies.insert(0, GrammarWithLexer::from_lark(lark));
+        Ok(TopLevelGrammar { grammars: bodies, max_tokens: None })
+    }
+
+    fn body(&self, grammar: &Grammar) -> Result<GrammarWithLexer, TextError> {
+        Ok(match grammar {
             Grammar::JsonObject => GrammarWithLexer::from_json_schema(plain_json(json!({"type": "object"}))),
             Grammar::JsonSchema(schema) => GrammarWithLexer::from_json_schema(plain_json(schema.clone())),
             Grammar::Regex(regex) => GrammarWithLexer::from_regex(regex),
@@ -134,20 +171,10 @@ impl Grammars {
             }
             Grammar::Source(source) => GrammarWithLexer::from_lark(source.clone()),
             Grammar::Calls(calls) => GrammarWithLexer::from_lark(calls.to_lark(&self.tokenizer)),
-        };
-        let (tags, opening) = match thinking {
-            Thinking::None => return Ok(TopLevelGrammar { grammars: vec![body], max_tokens: None }),
-            Thinking::Opened(tags) => (tags, String::from("think")),
-            Thinking::Allowed(tags) => (tags, format!("({} think)?", marker(&self.tokenizer, &tags.open))),
-        };
-        body.name = Some("body".to_owned());
-        let think = match special(&self.tokenizer, &tags.close) {
-            Some(id) => format!("think: THOUGHT? {id} BREAK?\n"),
-            None => format!("think: thought BREAK?\nthought[suffix={}]: THOUGHT\n", literal(&tags.close)),
-        };
-        let lark = format!("start: {opening} @body\n{think}THOUGHT: /(.|\\n)*/\nBREAK: /[\\n]{{1,2}}/\n");
-        let frame = GrammarWithLexer::from_lark(lark);
-        Ok(TopLevelGrammar { grammars: vec![frame, body], max_tokens: None })
+            Grammar::OrCalls(..) => {
+                return Err(TextError::Grammar { reason: "alternatives cannot be nested".to_owned() });
+            }
+        })
     }
 }
 
