@@ -8,16 +8,19 @@ use std::time::Instant;
 use axum::Router;
 use axum::extract::Request;
 use axum::middleware::{from_fn, from_fn_with_state};
-use oscar_engine::{EngineApi, RequestError, RequestId};
-use oscar_text::ModelText;
+use oscar_engine::{EngineApi, RequestError, RequestId, SharedConstraint};
+use oscar_text::{ChatTemplate, Dialect, Grammar, ModelText, Thinking};
 use tokio::sync::Semaphore;
 
+use crate::constraint::Constraints;
 use crate::error::ApiError;
 use crate::ids::{IdSource, unix_seconds};
 use crate::keys::Caller;
 use crate::limits::Limits;
 use crate::metrics::Metrics;
-use crate::{GenerationDefaults, ServerConfig, connections, middleware, origin, panics, routes};
+use crate::{
+    GenerationDefaults, ServerConfig, ToolCallParser, connections, middleware, origin, panics, routes,
+};
 
 pub type Shared = Arc<App>;
 
@@ -35,6 +38,11 @@ pub struct App {
     /// Permits for the bytes of large bodies; see [`App::body_permits`].
     pub bodies: Arc<Semaphore>,
     pub limits: Limits,
+    /// How the model writes tool calls; none if they are not read.
+    pub dialect: Option<Dialect>,
+    /// The chat template prints tools. For one that does not, they are written into the messages.
+    pub template_prints_tools: bool,
+    constraints: Constraints,
     pub started: Instant,
     /// Unix time of the start, the model's `created`.
     pub started_at: u64,
@@ -51,6 +59,13 @@ impl App {
     ) -> Shared {
         let metrics = Metrics::new(engine.clone());
         let limits = Limits::new(&config, engine.info().context, &text.tokenizer);
+        let template_prints_tools = text.chat.as_ref().is_some_and(ChatTemplate::prints_tools);
+        let dialect = match config.tool_call_parser {
+            ToolCallParser::Off => None,
+            ToolCallParser::Dialect(dialect) => Some(dialect),
+            ToolCallParser::Auto if !template_prints_tools => Some(Dialect::Hermes),
+            ToolCallParser::Auto => text.chat.as_ref().and_then(ChatTemplate::dialect),
+        };
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         Arc::new(Self {
             config,
@@ -63,6 +78,9 @@ impl App {
             heavy_work: Arc::new(Semaphore::new(cores)),
             bodies: Arc::new(Semaphore::new(Self::body_permits(limits.bodies_in_flight))),
             limits,
+            dialect,
+            template_prints_tools,
+            constraints: Constraints::default(),
             started: Instant::now(),
             started_at: unix_seconds(),
             draining: AtomicBool::new(false),
@@ -88,13 +106,25 @@ impl App {
         ApiError::Engine { error, retry_after: self.config.retry_after_seconds }
     }
 
+    /// The constraint of an answer. `param` names the field that asked for it.
+    pub fn constraint(
+        &self,
+        param: &str,
+        grammar: &Grammar,
+        thinking: &Thinking,
+    ) -> Result<SharedConstraint, ApiError> {
+        let (vocab_size, end_tokens) = (self.engine.info().vocab_size, &self.defaults.stop_tokens);
+        self.constraints.compile(&self.text, vocab_size, end_tokens, param, grammar, thinking)
+    }
+
     /// Names the answering configuration: answers are comparable where it is equal.
     pub fn fingerprint(&self) -> String {
         let info = self.engine.info();
         format!("oscar-{}-{}-{}", env!("CARGO_PKG_VERSION"), info.kv_format, info.device)
     }
 
-    /// The name to answer with, if `model` is one that is served; none asked for is as good as the right one.
+    /// The name to answer with, if `model` is one that is served; none asked for is as good as the
+    /// right one.
     pub fn served_model(&self, model: Option<&str>) -> Result<String, ApiError> {
         let own = &self.engine.info().model;
         match model {
@@ -138,8 +168,8 @@ impl Running {
         }
     }
 
-    /// The engine's ids behind a name, given with or without the prefix that a response adds to it; only of requests
-    /// that the caller may stop.
+    /// The engine's ids behind a name, given with or without the prefix that a response adds to it;
+    /// only of requests that the caller may stop.
     pub fn find(&self, name: &str, caller: &Caller) -> Vec<RequestId> {
         let bare = name.strip_prefix("chatcmpl-").or_else(|| name.strip_prefix("cmpl-")).unwrap_or(name);
         let names = self.lock();

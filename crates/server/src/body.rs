@@ -1,4 +1,5 @@
-//! Reading a request's body without trusting its length or its sender's pace, and work that grows with it.
+//! Reading a request's body without trusting its length or its sender's pace, and work that grows
+//! with it.
 
 use std::fmt;
 use std::sync::Arc;
@@ -19,7 +20,8 @@ use crate::app::{App, Shared};
 use crate::error::ApiError;
 use crate::schema::Field;
 
-/// Bodies up to this size do not count against the bytes in flight, so that large ones cannot keep small ones out.
+/// Bodies up to this size do not count against the bytes in flight, so that large ones cannot keep
+/// small ones out.
 const UNCOUNTED: usize = 64 << 10;
 
 /// A body may take this long, and a second more for every [`RATE`] bytes that have come.
@@ -95,7 +97,8 @@ fn reserve(app: &App, held: &mut Option<OwnedSemaphorePermit>, length: usize) ->
     Ok(())
 }
 
-/// The JSON object in the body, reduced to the fields that `tables` describe: others are skipped, not stored.
+/// The JSON object in the body, reduced to the fields that `tables` describe: others are skipped,
+/// not stored.
 pub fn parse_object(bytes: &[u8], tables: &[&[Field]]) -> Result<Map<String, Value>, ApiError> {
     let mut reader = serde_json::Deserializer::from_slice(bytes);
     let parsed =
@@ -142,8 +145,9 @@ impl<'de> Visitor<'de> for KnownFields<'_> {
 /// Work of at most this size is done where it is; see [`off_thread`].
 const SMALL: usize = 16 << 10;
 
-/// Runs work that grows with the body away from the threads that serve connections, as many at a time as there are
-/// cores; small work stays. The work keeps its permit and its body until it really ends, also when the client has gone.
+/// Runs work that grows with the body away from the threads that serve connections, as many at a
+/// time as there are cores; small work stays. The work keeps its permit and its body until it
+/// really ends, also when the client has gone.
 pub async fn off_thread<T: Send + 'static>(
     app: &Shared,
     body: RawBody,
@@ -158,7 +162,8 @@ pub async fn off_thread<T: Send + 'static>(
     .await
 }
 
-/// Writes an answer as JSON; one of `size` bytes or more, by a guess, away from the threads that serve connections.
+/// Writes an answer as JSON; one of `size` bytes or more, by a guess, away from the threads that
+/// serve connections.
 pub async fn json_answer<T: Serialize + Send + 'static>(
     app: &Shared,
     size: usize,

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use oscar_engine::SamplingParams;
+use oscar_text::{Dialect, ReasoningTags, TextError};
 
 use crate::keys::Keys;
 
@@ -11,7 +12,8 @@ use crate::keys::Keys;
 pub struct ServerConfig {
     pub host: String,
     pub port: u16,
-    /// Is the server only reachable from this machine? [`serve_on`](crate::serve_on) finds out by the address.
+    /// Is the server only reachable from this machine? [`serve_on`](crate::serve_on) finds out by
+    /// the address.
     pub loopback: bool,
     /// Who may call; with none, no key is asked for. `/health` never asks.
     pub keys: Keys,
@@ -19,7 +21,8 @@ pub struct ServerConfig {
     pub allow_anonymous: bool,
     /// Give every tenant a prefix cache of its own.
     pub isolate_keys: bool,
-    /// Names besides the loopback ones that `Host` may hold on a loopback address, for reverse proxies.
+    /// Names besides the loopback ones that `Host` may hold on a loopback address, for reverse
+    /// proxies.
     pub allowed_hosts: Vec<String>,
     /// Names the model answers to besides its own.
     pub model_aliases: Vec<String>,
@@ -30,13 +33,15 @@ pub struct ServerConfig {
     pub body_timeout: Duration,
     /// Most connections at once; lower where the process may not open that many files.
     pub max_connections: usize,
-    /// How long the head of a request may take from its first byte on, or from the connection's beginning.
+    /// How long the head of a request may take from its first byte on, or from the connection's
+    /// beginning.
     pub header_timeout: Duration,
     /// How long a connection may stay open between two requests.
     pub idle_timeout: Duration,
     /// How long a client may leave an answer unread.
     pub write_timeout: Duration,
-    /// How long a request may take from its head to the last byte of its answer, if that is limited.
+    /// How long a request may take from its head to the last byte of its answer, if that is
+    /// limited.
     pub request_timeout: Option<Duration>,
     /// Most sequences one HTTP request may ask for: prompts times `n`.
     pub max_choices: usize,
@@ -54,6 +59,8 @@ pub struct ServerConfig {
     pub allow_request_template: bool,
     /// How a model's reasoning is told from its answer.
     pub reasoning: Reasoning,
+    /// How tool calls are read out of a model's answers.
+    pub tool_call_parser: ToolCallParser,
     /// Origins whose web pages may call this server, `*` for all; none by default.
     pub cors_origins: Vec<String>,
     /// One log line for each request.
@@ -86,6 +93,7 @@ impl Default for ServerConfig {
             drain_timeout: Duration::from_secs(30),
             allow_request_template: false,
             reasoning: Reasoning::think(),
+            tool_call_parser: ToolCallParser::Auto,
             cors_origins: Vec::new(),
             access_log: true,
         }
@@ -121,7 +129,40 @@ pub enum Reasoning {
     Tags { open: String, close: String },
 }
 
+/// Which dialect of tool calls is read.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ToolCallParser {
+    /// The one that the chat template writes.
+    #[default]
+    Auto,
+    /// None: calls stay in the text.
+    Off,
+    Dialect(Dialect),
+}
+
+impl ToolCallParser {
+    /// Reads the name of a parser, `auto` or `none`.
+    ///
+    /// # Errors
+    /// Lists the names if there is no such parser.
+    pub fn from_name(name: &str) -> Result<Self, TextError> {
+        match name {
+            "auto" => Ok(Self::Auto),
+            "none" => Ok(Self::Off),
+            _ => Dialect::from_name(name).map(Self::Dialect),
+        }
+    }
+}
+
 impl Reasoning {
+    /// The tags, if reasoning is split off.
+    pub fn tags(&self) -> Option<ReasoningTags> {
+        match self {
+            Self::Off => None,
+            Self::Tags { open, close } => Some(ReasoningTags { open: open.clone(), close: close.clone() }),
+        }
+    }
+
     /// Qwen3's tags, which GLM and DeepSeek share. Harmless for models that never write them.
     pub fn think() -> Self {
         Self::Tags { open: "<think>".to_owned(), close: "</think>".to_owned() }

@@ -1,8 +1,9 @@
 //! Accepting connections, and how long and how many may stay.
 //!
-//! A connection that sends nothing, sends its head slowly, stays idle or does not read its answer is closed after a
-//! time. Connections beyond the limit go into a small spare lane, where only health checks are answered and where
-//! nobody stays long; what does not fit there either is closed at once.
+//! A connection that sends nothing, sends its head slowly, stays idle or does not read its answer
+//! is closed after a time. Connections beyond the limit go into a small spare lane, where only
+//! health checks are answered and where nobody stays long; what does not fit there either is closed
+//! at once.
 
 use std::convert::Infallible;
 use std::future::{Future, poll_fn};
@@ -36,8 +37,8 @@ use crate::error::ApiError;
 const SPARE: usize = 32;
 const SPARE_TIME: Duration = Duration::from_secs(5);
 
-/// After a refusal that came before the body was read, this much of the body is read and thrown away: a client that
-/// still sends would otherwise see a broken connection instead of the answer.
+/// After a refusal that came before the body was read, this much of the body is read and thrown
+/// away: a client that still sends would otherwise see a broken connection instead of the answer.
 const LINGER_BYTES: usize = 256 << 20;
 const LINGER_TIME: Duration = Duration::from_secs(3);
 
@@ -171,7 +172,8 @@ impl Connection {
             .keep_alive(!self.is_spare)
             .serve_connection(TokioIo::new(guarded), service);
         let mut draining = phase.clone();
-        // The spare lane serves one request anyway; asked to end before it came, it would serve none.
+        // The spare lane serves one request anyway; asked to end before it came, it would serve
+        // none.
         let mut asked_to_end = self.is_spare;
         let ended = loop {
             tokio::select! {

@@ -1,6 +1,7 @@
 //! The one error of the HTTP side: a status, OpenAI's error object, and who is to blame.
 //!
-//! Invariant: a message says what was wrong and what to do; `param` names the request field where there is one.
+//! Invariant: a message says what was wrong and what to do; `param` names the request field where
+//! there is one.
 
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};

@@ -1,6 +1,7 @@
 //! Names for requests and seeds for samplers.
 //!
-//! Invariant: ids are unique within a process and unlikely to repeat across processes. They are no secrets.
+//! Invariant: ids are unique within a process and unlikely to repeat across processes. They are no
+//! secrets.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::sync::atomic::{AtomicU64, Ordering};

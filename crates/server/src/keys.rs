@@ -1,8 +1,9 @@
 //! API keys: who calls, what the caller may do, and how much of it at once.
 //!
-//! A key belongs to a tenant. Lines of a key file that share a name share the tenant, so a key can be replaced while the
-//! old one still works. Users see and stop their own requests; operators also abort others, flush the cache and read the
-//! state of the server. Without any key every caller is anonymous and has the rights of an operator.
+//! A key belongs to a tenant. Lines of a key file that share a name share the tenant, so a key can
+//! be replaced while the old one still works. Users see and stop their own requests; operators also
+//! abort others, flush the cache and read the state of the server. Without any key every caller is
+//! anonymous and has the rights of an operator.
 //!
 //! Invariant: a secret never appears in a log line, an error or a `Debug` output.
 
@@ -204,7 +205,8 @@ impl Keys {
         });
         let plain = headers.get(API_KEY).map(HeaderValue::as_bytes);
         let mut found = None;
-        // Every key is compared to its end, so that the time taken does not tell how much of one was right.
+        // Every key is compared to its end, so that the time taken does not tell how much of one
+        // was right.
         for key in keys.iter() {
             for offer in [bearer, plain].into_iter().flatten() {
                 if constant_time_eq(offer, key.secret.as_bytes()) {
@@ -242,8 +244,8 @@ impl Caller {
         self.key.as_ref().map(|key| key.tenant())
     }
 
-    /// Names the part of the prefix cache that a request may share: the tenant's own if keys are isolated, further
-    /// divided by the salt that the request gave.
+    /// Names the part of the prefix cache that a request may share: the tenant's own if keys are
+    /// isolated, further divided by the salt that the request gave.
     pub fn cache_salt(&self, isolate: bool, given: Option<&str>) -> Option<CacheSalt> {
         let tenant = self.tenant().filter(|_| isolate);
         if tenant.is_none() && given.is_none() {

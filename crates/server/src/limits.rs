@@ -78,7 +78,8 @@ pub fn logprobs(params: &GenerationParams, prompt_tokens: usize, prompts: usize)
     of(params.prompt_logprobs, prompt_tokens).saturating_add(generated).saturating_mul(params.choices)
 }
 
-/// Refuses answers with too many log-probabilities. `shorten` lowers `max_tokens` instead where the client gave none.
+/// Refuses answers with too many log-probabilities. `shorten` lowers `max_tokens` instead where the
+/// client gave none.
 pub fn check_logprobs(
     params: &mut GenerationParams,
     prompt_tokens: usize,

@@ -1,7 +1,8 @@
-//! Numbers for Prometheus: latencies with vLLM's bucket edges, request counts, and the engine's own counters.
+//! Numbers for Prometheus: latencies with vLLM's bucket edges, request counts, and the engine's own
+//! counters.
 //!
-//! Invariant: histograms are filled here as events pass by; what the engine counts is read from its snapshot at
-//! each scrape and never counted twice.
+//! Invariant: histograms are filled here as events pass by; what the engine counts is read from its
+//! snapshot at each scrape and never counted twice.
 
 use std::fmt;
 use std::sync::Arc;
@@ -52,6 +53,8 @@ pub struct Metrics {
     connections: Gauge,
     connections_refused: Counter,
     finished: Family<ReasonLabels, Counter>,
+    tool_calls: Counter,
+    malformed_tool_calls: Counter,
     first_token: Histogram,
     inter_token: Histogram,
     per_token: Histogram,
@@ -77,6 +80,8 @@ impl Metrics {
             connections: Gauge::default(),
             connections_refused: Counter::default(),
             finished: Family::default(),
+            tool_calls: Counter::default(),
+            malformed_tool_calls: Counter::default(),
             first_token: Histogram::new(FIRST_TOKEN_SECONDS),
             inter_token: Histogram::new(TOKEN_SECONDS),
             per_token: Histogram::new(TOKEN_SECONDS),
@@ -91,6 +96,9 @@ impl Metrics {
         registry.register("connections_refused", help, metrics.connections_refused.clone());
         registry.register_collector(Box::new(ProcessCollector));
         registry.register("request_success", "Ended choices by reason", metrics.finished.clone());
+        registry.register("tool_calls", "Tool calls in answers", metrics.tool_calls.clone());
+        let help = "Tool calls that were returned as text or broke off";
+        registry.register("tool_calls_malformed", help, metrics.malformed_tool_calls.clone());
         let mut histogram = |name: &str, help: &str, histogram: &Histogram| {
             registry.register(name, help, histogram.clone());
         };
@@ -127,6 +135,12 @@ impl Metrics {
         self.finished.get_or_create(&ReasonLabels { finished_reason }).inc();
     }
 
+    /// An answer had so many tool calls, and so many that were not well formed.
+    pub fn tool_calls(&self, calls: usize, malformed: usize) {
+        self.tool_calls.inc_by(calls as u64);
+        self.malformed_tool_calls.inc_by(malformed as u64);
+    }
+
     pub fn first_token(&self, waited: Duration) {
         self.first_token.observe(waited.as_secs_f64());
     }
@@ -135,7 +149,8 @@ impl Metrics {
         self.inter_token.observe(waited.as_secs_f64());
     }
 
-    /// A request has ended; `decode` is the time since its first token, if a choice had more than one.
+    /// A request has ended; `decode` is the time since its first token, if a choice had more than
+    /// one.
     pub fn request_done(&self, totals: Totals, elapsed: Duration, decode: Option<Duration>, tokens: usize) {
         self.request.observe(elapsed.as_secs_f64());
         self.prompt_tokens.observe(totals.usage.prompt_tokens as f64);

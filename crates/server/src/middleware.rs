@@ -1,7 +1,8 @@
 //! What happens around every handler: keys, origins, request ids and the access log.
 //!
-//! Invariant: every route but `/health` asks for a key once keys are configured, unknown routes included. The web
-//! pages answer 401 as well, with the page as the body, since it is where a browser's user can enter the key.
+//! Invariant: every route but `/health` asks for a key once keys are configured, unknown routes
+//! included. The web pages answer 401 as well, with the page as the body, since it is where a
+//! browser's user can enter the key.
 
 use std::time::Instant;
 
@@ -83,12 +84,12 @@ pub async fn cors(State(app): State<Shared>, request: Request, next: Next) -> Re
     response
 }
 
-/// Routes that web pages, scrapers and load balancers poll. Their lines in the access log have level debug unless
-/// they fail, so that polling does not fill the log.
+/// Routes that web pages, scrapers and load balancers poll. Their lines in the access log have
+/// level debug unless they fail, so that polling does not fill the log.
 const POLLED: [&str; 4] = ["/internal/state", "/metrics", "/health", "/ready"];
 
-/// Names the request, counts it and writes its line in the access log. Log lines of the handler and of the engine
-/// are in the span made here.
+/// Names the request, counts it and writes its line in the access log. Log lines of the handler and
+/// of the engine are in the span made here.
 pub async fn observe(State(app): State<Shared>, mut request: Request, next: Next) -> Response {
     let start = Instant::now();
     let name = given_name(request.headers()).unwrap_or_else(|| app.ids.name());
@@ -99,7 +100,8 @@ pub async fn observe(State(app): State<Shared>, mut request: Request, next: Next
     let span = tracing::info_span!("http", request_id = name);
     let mut response = next.run(request).instrument(span).await;
     let status = response.status().as_u16();
-    // The route, not the path: paths are the client's to invent, and each would be a new time series.
+    // The route, not the path: paths are the client's to invent, and each would be a new time
+    // series.
     let route = response.extensions().get::<Route>().map_or("unknown", |route| route.0.as_str()).to_owned();
     app.metrics.http(method_label(&method), &route, status);
     if app.config.access_log {

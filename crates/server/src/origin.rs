@@ -1,9 +1,10 @@
 //! Protection against web pages that use a visitor's browser to reach the server.
 //!
-//! Three attacks are closed. A page elsewhere can send "simple" requests (text or form bodies) without asking first, so
-//! requests with a body must be JSON and carry no foreign `Origin`. A page whose name an attacker points at 127.0.0.1
-//! counts as the same origin, so a server on a loopback address accepts only loopback names in `Host`. A page can embed
-//! or sniff answers, so every answer carries headers that forbid it.
+//! Three attacks are closed. A page elsewhere can send "simple" requests (text or form bodies)
+//! without asking first, so requests with a body must be JSON and carry no foreign `Origin`. A page
+//! whose name an attacker points at 127.0.0.1 counts as the same origin, so a server on a loopback
+//! address accepts only loopback names in `Host`. A page can embed or sniff answers, so every
+//! answer carries headers that forbid it.
 
 use axum::body::HttpBody;
 use axum::extract::{Request, State};

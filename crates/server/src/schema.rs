@@ -120,7 +120,12 @@ pub trait Fields: Sized {
 pub trait RequestBody: Sized {
     const TABLES: &'static [&'static [Field]];
 
-    fn parse(bytes: &[u8]) -> Result<Self, ApiError>;
+    fn parse(bytes: &[u8]) -> Result<Self, ApiError> {
+        Self::from_object(parse_object(bytes, Self::TABLES)?)
+    }
+
+    /// Reads the fields of an object; others are ignored.
+    fn from_object(body: Map<String, Value>) -> Result<Self, ApiError>;
 }
 
 macro_rules! body_of_groups {
@@ -128,8 +133,7 @@ macro_rules! body_of_groups {
         impl<$($group: Fields),+> RequestBody for ($($group,)+) {
             const TABLES: &'static [&'static [Field]] = &[$($group::FIELDS),+];
 
-            fn parse(bytes: &[u8]) -> Result<Self, ApiError> {
-                let mut body = parse_object(bytes, Self::TABLES)?;
+            fn from_object(mut body: Map<String, Value>) -> Result<Self, ApiError> {
                 Ok(($($group::take(&mut body)?,)+))
             }
         }
@@ -139,6 +143,7 @@ macro_rules! body_of_groups {
 body_of_groups!(A);
 body_of_groups!(A, B);
 body_of_groups!(A, B, C);
+body_of_groups!(A, B, C, D);
 
 /// Declares a group of request fields; see the [module](self).
 macro_rules! request_fields {

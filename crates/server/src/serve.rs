@@ -30,11 +30,11 @@ pub async fn serve(
     serve_on(listener, config, engine, text, defaults, shutdown, std::future::pending()).await
 }
 
-/// The same on a socket that is already bound, for callers that want to know its port first. Draining ends at once
-/// when `abandon` is ready.
+/// The same on a socket that is already bound, for callers that want to know its port first.
+/// Draining ends at once when `abandon` is ready.
 ///
-/// # Errors
-/// If the address is reachable from other machines, no key is configured and the configuration does not allow that.
+/// # Errors If the address is reachable from other machines, no key is configured and the
+/// configuration does not allow that.
 pub async fn serve_on(
     listener: TcpListener,
     mut config: ServerConfig,
@@ -64,7 +64,8 @@ pub async fn serve_on(
     accepting.await.map_err(io::Error::other)
 }
 
-/// Waits until nothing runs, or cancels it at the deadline; then lets the answers reach their clients.
+/// Waits until nothing runs, or cancels it at the deadline; then lets the answers reach their
+/// clients.
 async fn drain(app: &Shared, phase: &watch::Sender<Phase>, alive: &watch::Sender<()>, deadline: Instant) {
     if timeout_at(deadline, drained(app)).await.is_err() {
         let left = app.running.all();

@@ -1,12 +1,9 @@
-//! One choice's way from tokens to text: detokenizer, stop strings, reasoning split.
+//! One choice's way from tokens to events: detokenizer, stop strings, reasoning and tool calls.
 //!
-//! Invariant: the emitted pieces concatenate to the same text however the tokens arrive, and
-//! nothing is emitted that a stop string could still take back.
+//! Invariant: the events, joined, are the same however the tokens arrive, and nothing is emitted
+//! that a stop string could still take back.
 
-use oscar_text::{StopMatcher, StreamDecoder, TextError, Tokenizer};
-
-use super::reasoning::{Split, Splitter};
-use crate::config::Reasoning;
+use oscar_text::{ReplyEvent, ReplyOptions, ReplyParser, StopMatcher, StreamDecoder, TextError, Tokenizer};
 
 /// How a request wants its text.
 #[derive(Clone, Debug)]
@@ -17,7 +14,10 @@ pub struct TextOptions {
     pub skip_special: bool,
     /// Stop strings are not looked for before this many tokens.
     pub min_tokens: usize,
-    pub reasoning: Reasoning,
+    /// Reasoning and tool calls.
+    pub reply: ReplyOptions,
+    /// The answer ends with its first complete tool call.
+    pub single_call: bool,
     /// The end of the prompt, which may have opened the reasoning.
     pub prompt_end: String,
 }
@@ -27,8 +27,10 @@ pub struct TextOptions {
 pub struct Assembler {
     decoder: StreamDecoder,
     stops: StopMatcher,
-    splitter: Option<Splitter>,
+    parser: ReplyParser,
     min_tokens: usize,
+    single_call: bool,
+    ended: bool,
     pub tokens: usize,
     pub reasoning_tokens: usize,
 }
@@ -36,18 +38,33 @@ pub struct Assembler {
 /// The text that a token added.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Piece {
-    pub text: Split,
-    /// The stop string that ended the choice, by its index.
-    pub stopped: Option<usize>,
+    pub events: Vec<ReplyEvent>,
+    /// Why the choice is over, if the text says so.
+    pub ended: Option<TextEnd>,
+}
+
+/// An end that the text decides.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TextEnd {
+    /// The stop string with this index.
+    Stop(usize),
+    /// The one tool call that was wanted is complete.
+    Call,
 }
 
 impl Assembler {
     pub fn new(tokenizer: &Tokenizer, options: &TextOptions) -> Result<Self, TextError> {
+        let mut markup: Vec<&str> = options.reply.dialect.map_or(&[][..], |d| d.special_tokens()).to_vec();
+        if let Some(tags) = &options.reply.reasoning {
+            markup.extend([tags.open.as_str(), tags.close.as_str()]);
+        }
         Ok(Self {
-            decoder: StreamDecoder::new(tokenizer, options.skip_special),
+            decoder: StreamDecoder::new(tokenizer, options.skip_special).keeping(&markup),
             stops: StopMatcher::new(options.stop.iter().cloned(), options.include_stop)?,
-            splitter: Splitter::new(&options.reasoning, &options.prompt_end),
+            parser: ReplyParser::new(&options.reply, &options.prompt_end),
             min_tokens: options.min_tokens,
+            single_call: options.single_call,
+            ended: false,
             tokens: 0,
             reasoning_tokens: 0,
         })
@@ -58,42 +75,49 @@ impl Assembler {
         // A model's vocabulary may be padded beyond the tokenizer's; such a token has no text.
         let text = self.decoder.push(token).unwrap_or_default();
         let piece = self.pass_on(&text);
-        if self.splitter.as_ref().is_some_and(Splitter::in_reasoning) {
-            self.reasoning_tokens += 1;
-        }
+        self.reasoning_tokens += usize::from(self.parser.in_reasoning());
         piece
     }
 
     /// Ends the choice and returns all text that was held back.
     pub fn finish(&mut self) -> Piece {
+        if self.ended {
+            return Piece::default();
+        }
         let text = self.decoder.flush().unwrap_or_default();
         let mut piece = self.pass_on(&text);
-        if piece.stopped.is_none() {
+        if piece.ended.is_none() {
             let held = self.stops.flush();
-            let split = self.split(&held);
-            piece.text.content += &split.content;
-            piece.text.reasoning += &split.reasoning;
+            piece.events.extend(self.parser.push(&held));
         }
-        if let Some(splitter) = &mut self.splitter {
-            let rest = splitter.flush();
-            piece.text.content += &rest.content;
-            piece.text.reasoning += &rest.reasoning;
+        if !self.ended {
+            piece.events.extend(self.parser.finish());
         }
         piece
     }
 
-    fn pass_on(&mut self, text: &str) -> Piece {
-        if self.tokens < self.min_tokens {
-            return Piece { text: self.split(text), stopped: None };
-        }
-        let output = self.stops.push(text);
-        Piece { text: self.split(&output.emit), stopped: output.stopped }
+    /// Tool calls begun, and those that were not well formed.
+    pub fn calls(&self) -> (usize, usize) {
+        (self.parser.calls(), self.parser.malformed())
     }
 
-    fn split(&mut self, text: &str) -> Split {
-        match &mut self.splitter {
-            Some(splitter) => splitter.push(text),
-            None => Split { content: text.to_owned(), reasoning: String::new() },
+    fn pass_on(&mut self, text: &str) -> Piece {
+        let (text, stopped) = match self.tokens < self.min_tokens {
+            true => (text.to_owned(), None),
+            false => {
+                let output = self.stops.push(text);
+                (output.emit, output.stopped)
+            }
+        };
+        let mut events = self.parser.push(&text);
+        let complete = |event: &ReplyEvent| matches!(event, ReplyEvent::CallFinished { complete: true, .. });
+        if self.single_call
+            && let Some(last) = events.iter().position(complete)
+        {
+            events.truncate(last + 1);
+            self.ended = true;
+            return Piece { events, ended: Some(TextEnd::Call) };
         }
+        Piece { events, ended: stopped.map(TextEnd::Stop) }
     }
 }

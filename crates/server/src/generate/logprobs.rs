@@ -1,6 +1,7 @@
 //! Tokens as text and bytes, the way log-probabilities are reported.
 //!
-//! Invariant: a number that JSON cannot hold (minus infinity) becomes [`FLOOR`], as other servers do.
+//! Invariant: a number that JSON cannot hold (minus infinity) becomes [`FLOOR`], as other servers
+//! do.
 
 use oscar_engine::TokenLogprobs;
 use oscar_text::Tokenizer;
@@ -106,8 +107,8 @@ impl Serialize for TopLogprobs {
     }
 }
 
-/// `prompt_logprobs`: for each token an object from token id to number and text, null for the first; spelled out when
-/// it is written.
+/// `prompt_logprobs`: for each token an object from token id to number and text, null for the
+/// first; spelled out when it is written.
 #[derive(Clone, Debug)]
 pub struct PromptLogprobs {
     texts: TokenTexts,
@@ -151,8 +152,8 @@ pub fn finite(logprob: f32) -> f32 {
     if logprob.is_finite() { logprob } else { FLOOR }
 }
 
-/// Bytes of a token from its spelling in the vocabulary: `<0xE2>`, or the byte-level alphabet, in which the 68
-/// bytes that do not print stand, in order, from U+0100.
+/// Bytes of a token from its spelling in the vocabulary: `<0xE2>`, or the byte-level alphabet, in
+/// which the 68 bytes that do not print stand, in order, from U+0100.
 fn spelled_bytes(spelling: &str) -> Option<Vec<u8>> {
     if let Some(hex) = spelling.strip_prefix("<0x").and_then(|rest| rest.strip_suffix('>')) {
         return Some(vec![u8::from_str_radix(hex, 16).ok()?]);

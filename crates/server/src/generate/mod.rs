@@ -10,7 +10,6 @@
 
 mod assemble;
 mod logprobs;
-mod reasoning;
 
 use std::future::poll_fn;
 use std::sync::Arc;
@@ -20,17 +19,17 @@ use std::time::Instant;
 use oscar_engine::{
     Event, EventSink, FinishReason, GenerationParams, Request, RequestError, RequestId, TokenLogprobs, Usage,
 };
+use oscar_text::{Dialect, ReplyEvent};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tracing::Instrument;
 
-pub use assemble::{Assembler, TextOptions};
+pub use assemble::{Assembler, TextEnd, TextOptions};
 pub use logprobs::{ChatEntry, MAX_LOGPROBS, PromptLogprobs, TokenTexts, TopLogprobs, finite};
 
 use crate::app::App;
 use crate::error::ApiError;
 use crate::keys::{Admission, Caller};
 use crate::limits;
-use reasoning::Split;
 
 /// An HTTP request ready to be submitted: one engine request for each prompt, and how their answers
 /// become text.
@@ -87,8 +86,8 @@ pub enum Output {
     },
     Delta {
         choice: usize,
-        content: String,
-        reasoning: String,
+        /// Text, reasoning and tool calls. Calls have ids.
+        events: Vec<ReplyEvent>,
         logprobs: Vec<TokenLogprobs>,
     },
     Finished {
@@ -213,6 +212,7 @@ struct Answer {
     prompt: usize,
     choices: Vec<ChoiceText>,
     stops: Vec<String>,
+    dialect: Option<Dialect>,
     max_tokens: usize,
     /// The counts of the prompt.
     usage: Usage,
@@ -268,6 +268,7 @@ impl Answer {
             outputs,
             prompt,
             stops: text.stop.clone(),
+            dialect: text.reply.dialect,
             max_tokens: request.params().max_tokens,
             usage: Usage { prompt_tokens: request.prompt().len(), ..Usage::default() },
             done: None,
@@ -376,27 +377,16 @@ impl Answer {
             metrics.first_token(now - self.submitted);
         }
         let mut piece = choice.assembler.push(token);
-        let stopped = piece.stopped;
-        if stopped.is_some() {
+        let ended = piece.ended;
+        if ended.is_some() {
             choice.cut = true;
-            let rest = choice.assembler.finish();
-            piece.text.content += &rest.text.content;
-            piece.text.reasoning += &rest.text.reasoning;
+            piece.events.extend(choice.assembler.finish().events);
         }
-        self.send(Output::Delta {
-            choice: number,
-            content: piece.text.content,
-            reasoning: piece.text.reasoning,
-            logprobs: logprobs.into_iter().collect(),
-        });
-        match stopped {
-            Some(stop) => {
-                let stop = self.stops.get(stop).cloned();
-                self.close(index, Finish { reason: "stop", stop });
-                self.end_if_closed()
-            }
-            None => false,
-        }
+        let events = self.with_ids(piece.events);
+        self.send(Output::Delta { choice: number, events, logprobs: logprobs.into_iter().collect() });
+        let Some(end) = ended else { return false };
+        self.close(index, Finish { reason: "stop", stop: self.stop_string(end) });
+        self.end_if_closed()
     }
 
     /// The engine has ended a choice, which a stop string may have closed before.
@@ -412,18 +402,46 @@ impl Answer {
                 FinishReason::Cancelled => "abort",
             };
             // The last held-back characters may have completed a stop string.
-            let stop = piece.stopped.and_then(|stop| self.stops.get(stop).cloned());
-            let reason = if stop.is_some() { "stop" } else { reason };
-            let Split { content, reasoning } = piece.text;
+            let reason = if piece.ended.is_some() { "stop" } else { reason };
+            let stop = piece.ended.and_then(|end| self.stop_string(end));
+            let events = self.with_ids(piece.events);
             let choice = self.number(index);
-            self.send(Output::Delta { choice, content, reasoning, logprobs: Vec::new() });
+            self.send(Output::Delta { choice, events, logprobs: Vec::new() });
             self.close(index, Finish { reason, stop });
         }
         self.ticket.finished |= self.choices.iter().all(|choice| choice.ended);
     }
 
-    fn close(&mut self, index: usize, finish: Finish) {
+    /// The stop string behind an end.
+    fn stop_string(&self, end: TextEnd) -> Option<String> {
+        match end {
+            TextEnd::Stop(index) => self.stops.get(index).cloned(),
+            TextEnd::Call => None,
+        }
+    }
+
+    /// Gives every call an id. Templates of Mistral models take only nine letters and digits.
+    fn with_ids(&self, mut events: Vec<ReplyEvent>) -> Vec<ReplyEvent> {
+        for event in &mut events {
+            let ReplyEvent::CallStarted { id, .. } = event else { continue };
+            let name = self.ticket.app.ids.name();
+            match self.dialect {
+                Some(Dialect::Mistral) if id.as_ref().is_some_and(|id| id.len() == 9) => {}
+                Some(Dialect::Mistral) => *id = Some(name[name.len() - 9..].to_owned()),
+                _ => *id = Some(format!("call_{}", &name[name.len() - 24..])),
+            }
+        }
+        events
+    }
+
+    /// Ends a choice. One that stopped after tool calls says so.
+    fn close(&mut self, index: usize, mut finish: Finish) {
         self.choices[index].open = false;
+        let (calls, malformed) = self.choices[index].assembler.calls();
+        if calls > 0 && finish.reason == "stop" && finish.stop.is_none() {
+            finish.reason = "tool_calls";
+        }
+        self.ticket.app.metrics.tool_calls(calls, malformed);
         self.ticket.app.metrics.finished(finish.reason);
         self.send(Output::Finished { choice: self.number(index), finish });
     }

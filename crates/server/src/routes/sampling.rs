@@ -1,6 +1,7 @@
 //! The fields that chat and plain completions share, and the engine parameters they give.
 
 use oscar_engine::{GenerationParams, SamplingParams};
+use oscar_text::ReplyOptions;
 use serde_json::{Map, Value};
 
 use crate::app::App;
@@ -41,7 +42,7 @@ request_fields! {
         /// Another name for include_stop_str_in_output
         no_stop_trim: Option<bool>,
         /// Go on past the model's own end tokens
-        ignore_eos: Option<bool>,
+        pub ignore_eos: Option<bool>,
         /// Neither stop tokens nor stop strings count before this many tokens
         min_tokens: Option<usize>,
         /// Most tokens of each choice
@@ -130,10 +131,12 @@ impl SamplingFields {
             logprobs: None,
             prompt_logprobs: self.prompt_logprobs,
             cache_salt: None,
+            constraint: None,
         })
     }
 
-    /// How the answer's text is cut. `prompt_end` and `reasoning` are left for the endpoint.
+    /// How the answer's text is cut. `reply`, `single_call` and `prompt_end` are left for
+    /// the endpoint.
     pub fn text_options(&self, app: &App) -> Result<TextOptions, ApiError> {
         let stop = self.stop.clone().unwrap_or_default();
         let config = &app.config;
@@ -153,7 +156,8 @@ impl SamplingFields {
             include_stop: self.include_stop_str_in_output.or(self.no_stop_trim).unwrap_or(false),
             skip_special: self.skip_special_tokens.unwrap_or(true),
             min_tokens: self.min_tokens.unwrap_or(0),
-            reasoning: crate::Reasoning::Off,
+            reply: ReplyOptions::default(),
+            single_call: false,
             prompt_end: String::new(),
         })
     }

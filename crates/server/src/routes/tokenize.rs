@@ -7,8 +7,7 @@ use axum::response::Response;
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
-use super::chat_completions::template::{TemplateFields, render};
-use super::chat_completions::validate;
+use super::chat_completions::template::{TemplateFields, conversation};
 use super::sampling::check_tokens;
 use crate::app::{App, Shared};
 use crate::body::{RawBody, json_answer, off_thread};
@@ -89,8 +88,8 @@ fn tokenized(app: &App, body: &[u8]) -> Result<Tokenized, ApiError> {
         (Some(prompt), _, _) => ("prompt", prompt, framed.unwrap_or(true)),
         (None, Some(content), _) => ("content", content, framed.unwrap_or(false)),
         (None, None, Some(messages)) => {
-            let messages = Value::Array(validate::messages(messages)?);
-            ("messages", render(app, &template, &messages)?, framed.unwrap_or(false))
+            let prompt = conversation(app, &template, messages)?.prompt;
+            ("messages", prompt, framed.unwrap_or(false))
         }
         (None, None, None) => {
             return Err(ApiError::param("prompt", "is missing: send prompt, content or messages"));

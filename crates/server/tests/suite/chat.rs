@@ -225,8 +225,9 @@ async fn a_template_in_a_request_needs_permission() {
     let config = ServerConfig { allow_request_template: true, ..Default::default() };
     let client = Client::with(config, Script::default());
     let asked = with(json!({
-        "chat_template": "{{ mood }} {{ enable_thinking }} {{ tools[0].name }} {{ messages[0].content }}",
-        "chat_template_kwargs": {"mood": "calm"}, "enable_thinking": false, "tools": [{"name": "clock"}],
+        "chat_template": "{{ mood }} {{ enable_thinking }} {{ tools[0].function.name }} {{ messages[0].content }}",
+        "chat_template_kwargs": {"mood": "calm"}, "enable_thinking": false,
+        "tools": [{"type": "function", "function": {"name": "clock"}}],
     }));
     client.chat(&asked).await.ok();
     let prompt = text().tokenizer.decode(&client.engine.last_prompt(), false).unwrap();

@@ -14,3 +14,4 @@ mod refusals;
 mod routes;
 mod sockets;
 mod tenants;
+mod tools;

@@ -60,7 +60,12 @@ async fn the_wrong_parameter_is_named() {
         (json!({"messages": good, "prompt_logprobs": -1}), "prompt_logprobs"),
         (json!({"messages": good, "tools": {}}), "tools"),
         (json!({"messages": good, "tool_choice": "required"}), "tool_choice"),
-        (json!({"messages": good, "response_format": {"type": "json_object"}}), "response_format"),
+        (json!({"messages": good, "response_format": {"type": "xml"}}), "response_format.type"),
+        (json!({"messages": good, "guided_json": {"type": "object", "not": {}}}), "guided_json"),
+        (json!({"messages": good, "guided_json": {}, "guided_regex": "a"}), "guided_regex"),
+        (json!({"messages": good, "guided_regex": "("}), "guided_regex"),
+        (json!({"messages": good, "regex": "a+", "ignore_eos": true}), "ignore_eos"),
+        (json!({"messages": good, "tools": [{"type": "function"}]}), "tools[0].function"),
         (json!({"messages": good, "chat_template_kwargs": []}), "chat_template_kwargs"),
         (
             json!({"messages": good, "continue_final_message": true, "add_generation_prompt": true}),

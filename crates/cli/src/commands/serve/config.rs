@@ -14,7 +14,7 @@ use clap::parser::ValueSource;
 use clap::{ArgMatches, Args, FromArgMatches};
 use oscar_codec::KvFormat;
 use oscar_engine::{EngineOptions, SchedulerOptions};
-use oscar_server::{Keys, LogFormat, Reasoning, ServerConfig, check_log_filter};
+use oscar_server::{Keys, LogFormat, Reasoning, ServerConfig, ToolCallParser, check_log_filter};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -105,6 +105,10 @@ pub struct Config {
     /// Keep `<think>` text in the content instead of `reasoning_content`
     #[arg(long)]
     pub no_reasoning_split: bool,
+    /// Dialect in which the model writes tool calls: `auto` takes the chat template's, `none` leaves calls in
+    /// the text
+    #[arg(long, value_name = "NAME", value_parser = tool_call_parser, default_value = "auto")]
+    pub tool_call_parser: String,
     /// Format of the log lines
     #[arg(long, value_name = "FORMAT", value_parser = ["text", "json"], default_value = "text")]
     pub log_format: String,
@@ -116,6 +120,10 @@ pub struct Config {
 fn at_least_one(text: &str) -> Result<usize, String> {
     let number: usize = text.parse().map_err(|e| format!("{e}"))?;
     if number == 0 { Err("must be at least 1".into()) } else { Ok(number) }
+}
+
+fn tool_call_parser(name: &str) -> Result<String, String> {
+    ToolCallParser::from_name(name).map(|_| name.to_owned()).map_err(|error| error.to_string())
 }
 
 fn log_filter(text: &str) -> Result<String, String> {
@@ -259,6 +267,7 @@ impl Config {
             drain_timeout: Duration::from_secs(self.drain_timeout),
             allow_request_template: self.allow_request_template,
             reasoning: if self.no_reasoning_split { Reasoning::Off } else { Reasoning::think() },
+            tool_call_parser: ToolCallParser::from_name(&self.tool_call_parser)?,
             cors_origins: self.cors_origin.clone(),
             ..ServerConfig::default()
         })
@@ -341,6 +350,7 @@ mod tests {
             "--drain-timeout=7",
             "--allow-request-template",
             "--no-reasoning-split",
+            "--tool-call-parser=glm45",
             "--log-format=json",
             "--log=warn,oscar_server=debug",
         ];

@@ -1,6 +1,6 @@
 //! `POST /v1/chat/completions`.
 
-mod prepare;
+pub mod prepare;
 pub mod template;
 pub mod types;
 pub mod validate;
@@ -8,8 +8,12 @@ pub mod validate;
 use axum::extract::{Extension, State};
 use axum::response::Response;
 use oscar_engine::TokenLogprobs;
+use oscar_text::ReplyEvent;
 
-use self::types::{ChatChoice, ChatChunk, ChatLogprobs, ChatResponse, ChunkChoice, Delta, Message};
+use self::types::{
+    ChatBody, ChatChoice, ChatChunk, ChatLogprobs, ChatResponse, ChunkChoice, Delta, FunctionCall, Message,
+    ToolCall,
+};
 use crate::app::Shared;
 use crate::body::{RawBody, json_answer, off_thread};
 use crate::error::ApiError;
@@ -18,6 +22,7 @@ use crate::ids::unix_seconds;
 use crate::keys::Caller;
 use crate::middleware::RequestName;
 use crate::routes::stream::{Chunks, respond};
+use crate::schema::RequestBody;
 
 pub async fn create(
     State(app): State<Shared>,
@@ -27,7 +32,10 @@ pub async fn create(
 ) -> Result<Response, ApiError> {
     let worker = app.clone();
     let id = format!("chatcmpl-{name}");
-    let prepared = off_thread(&app, body, move |body| prepare::prepare(&worker, &name, caller, body)).await?;
+    let prepared = off_thread(&app, body, move |body| {
+        prepare::prepare(&worker, &name, caller, ChatBody::parse(body)?, false)
+    })
+    .await?;
     let (size, choices) = (prepared.answer_size(), prepared.params().choices);
     let (stream, include_usage) = (prepared.stream, prepared.include_usage);
     let frame = Frame {
@@ -68,8 +76,34 @@ impl Frame {
 struct Collected {
     content: String,
     reasoning: String,
+    calls: Vec<ToolCall>,
     logprobs: Vec<ChatEntry>,
     finish: Option<Finish>,
+}
+
+impl Collected {
+    fn take(&mut self, event: ReplyEvent) {
+        match event {
+            ReplyEvent::Text(text) => self.content += &text,
+            ReplyEvent::Reasoning(text) => self.reasoning += &text,
+            ReplyEvent::CallStarted { id, name, .. } => {
+                let function = FunctionCall { name: Some(name), arguments: String::new() };
+                self.calls.push(ToolCall { index: None, id, kind: Some("function"), function });
+            }
+            ReplyEvent::Arguments { index, delta } => {
+                if let Some(call) = self.calls.get_mut(index) {
+                    call.function.arguments += &delta;
+                }
+            }
+            ReplyEvent::CallFinished { .. } => {}
+        }
+    }
+
+    /// The content; null beside calls, if there is none.
+    fn content(&mut self) -> Option<String> {
+        let content = std::mem::take(&mut self.content);
+        (!content.is_empty() || self.calls.is_empty()).then_some(content)
+    }
 }
 
 async fn collect(
@@ -86,10 +120,9 @@ async fn collect(
             Output::Started { prompt_logprobs: found, .. } => {
                 prompt_logprobs = found.map(|tokens| frame.texts.prompt_logprobs(tokens));
             }
-            Output::Delta { choice, content, reasoning, logprobs } => {
+            Output::Delta { choice, events, logprobs } => {
                 let choice = &mut collected[choice];
-                choice.content += &content;
-                choice.reasoning += &reasoning;
+                events.into_iter().for_each(|event| choice.take(event));
                 choice.logprobs.extend(logprobs.into_iter().map(|token| frame.texts.chat_entry(token)));
             }
             Output::Finished { choice, finish } => collected[choice].finish = Some(finish),
@@ -97,15 +130,16 @@ async fn collect(
             Output::Failed(error) => return Err(app.engine_error(error)),
         }
     }
-    let choice = |(index, choice): (usize, Collected)| {
-        let finish = choice.finish.unwrap_or(Finish { reason: "abort", stop: None });
+    let choice = |(index, mut choice): (usize, Collected)| {
+        let finish = choice.finish.take().unwrap_or(Finish { reason: "abort", stop: None });
         ChatChoice {
             index,
             message: Message {
                 role: "assistant",
-                content: choice.content,
+                content: choice.content(),
                 reasoning_content: (!choice.reasoning.is_empty()).then_some(choice.reasoning),
                 refusal: None,
+                tool_calls: choice.calls,
             },
             logprobs: frame.logprobs.then_some(ChatLogprobs { content: choice.logprobs, refusal: None }),
             finish_reason: finish.reason,
@@ -121,6 +155,24 @@ async fn collect(
         usage: totals.into(),
         system_fingerprint: frame.fingerprint,
         prompt_logprobs,
+    })
+}
+
+/// The piece of a message that an event brings.
+fn delta(event: ReplyEvent) -> Option<Delta> {
+    let call = |call| Delta { tool_calls: vec![call], ..Delta::default() };
+    Some(match event {
+        ReplyEvent::Text(text) => Delta { content: Some(text), ..Delta::default() },
+        ReplyEvent::Reasoning(text) => Delta { reasoning_content: Some(text), ..Delta::default() },
+        ReplyEvent::CallStarted { index, id, name } => {
+            let function = FunctionCall { name: Some(name), arguments: String::new() };
+            call(ToolCall { index: Some(index), id, kind: Some("function"), function })
+        }
+        ReplyEvent::Arguments { index, delta } => {
+            let function = FunctionCall { name: None, arguments: delta };
+            call(ToolCall { index: Some(index), id: None, kind: None, function })
+        }
+        ReplyEvent::CallFinished { .. } => return None,
     })
 }
 
@@ -148,7 +200,7 @@ impl ChatChunks {
     }
 
     fn role(&self, index: usize) -> ChatChunk {
-        let delta = Delta { role: Some("assistant"), content: Some(String::new()), reasoning_content: None };
+        let delta = Delta { role: Some("assistant"), content: Some(String::new()), ..Delta::default() };
         self.chunk(vec![ChunkChoice { index, delta, logprobs: None, finish_reason: None, stop_reason: None }])
     }
 }
@@ -166,19 +218,26 @@ impl Chunks for ChatChunks {
                 }
                 roles
             }
-            Output::Delta { choice, content, reasoning, logprobs } => {
-                if content.is_empty() && reasoning.is_empty() && logprobs.is_empty() {
-                    return Vec::new();
+            Output::Delta { choice, events, logprobs } => {
+                let mut deltas: Vec<Delta> = events.into_iter().filter_map(delta).collect();
+                if deltas.is_empty() && !logprobs.is_empty() {
+                    deltas.push(Delta { content: Some(String::new()), ..Delta::default() });
                 }
-                let delta = Delta {
-                    role: None,
-                    content: (!content.is_empty() || reasoning.is_empty()).then_some(content),
-                    reasoning_content: (!reasoning.is_empty()).then_some(reasoning),
+                let mut logprobs = Some(logprobs);
+                let chunk = |delta| {
+                    // The log-probabilities belong to all events of the token; the first one
+                    // carries them.
+                    let logprobs = logprobs.take().and_then(|logprobs| self.frame.logprobs(logprobs));
+                    let choice = ChunkChoice {
+                        index: choice,
+                        delta,
+                        logprobs,
+                        finish_reason: None,
+                        stop_reason: None,
+                    };
+                    self.chunk(vec![choice])
                 };
-                let logprobs = self.frame.logprobs(logprobs);
-                let choice =
-                    ChunkChoice { index: choice, delta, logprobs, finish_reason: None, stop_reason: None };
-                vec![self.chunk(vec![choice])]
+                deltas.into_iter().map(chunk).collect()
             }
             Output::Finished { choice, finish } => {
                 let end = ChunkChoice {

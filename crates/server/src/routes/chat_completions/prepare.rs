@@ -1,8 +1,8 @@
 //! From the body of a chat request to a request for the engine.
 
-use serde_json::Value;
+use oscar_text::{Dialect, Grammar, ReplyOptions, Thinking};
 
-use super::template::render;
+use super::template::{Conversation, conversation};
 use super::types::ChatBody;
 use super::validate;
 use crate::app::App;
@@ -11,20 +11,25 @@ use crate::generate::{Prepared, requests};
 use crate::keys::Caller;
 use crate::limits::{check_logprobs, encode};
 use crate::routes::sampling::max_tokens;
-use crate::schema::RequestBody;
+use crate::tools::{FormFields, ToolUse, refuse_ignore_eos};
 
 /// Characters at the prompt's end that may show that reasoning has begun.
 const PROMPT_END: usize = 64;
 
-pub fn prepare(app: &App, name: &str, caller: Caller, body: &[u8]) -> Result<Prepared, ApiError> {
-    let (chat, template, sampling) = ChatBody::parse(body)?;
-    validate::refuse_unsupported(&chat, &template)?;
+/// Prepares a chat. With `clamp` an answer that does not fit the context is shortened, not refused.
+pub fn prepare(
+    app: &App,
+    name: &str,
+    caller: Caller,
+    (chat, template, form, sampling): ChatBody,
+    clamp: bool,
+) -> Result<Prepared, ApiError> {
+    validate::combinations(&chat)?;
     let model = app.served_model(sampling.model.as_deref())?;
-    let messages = Value::Array(validate::messages(chat.messages)?);
+    let Conversation { prompt, tools } = conversation(app, &template, chat.messages)?;
 
     let mut params = sampling.params(app, 1)?;
     let mut text = sampling.text_options(app)?;
-    let prompt = render(app, &template, &messages)?;
     let tokens = encode(app, "messages", &prompt, sampling.add_special_tokens.unwrap_or(false))?;
     if tokens.is_empty() {
         return Err(ApiError::param("messages", "the chat template made an empty prompt of them"));
@@ -34,14 +39,28 @@ pub fn prepare(app: &App, name: &str, caller: Caller, body: &[u8]) -> Result<Pre
     }
     let asked = chat.max_completion_tokens.or(sampling.max_tokens);
     params.max_tokens = max_tokens(app, tokens.len(), asked);
+    if clamp {
+        let room = app.engine.info().context.saturating_sub(tokens.len());
+        params.max_tokens = params.max_tokens.min(room.max(1));
+    }
     params.logprobs = (chat.logprobs == Some(true)).then(|| chat.top_logprobs.unwrap_or(0));
     check_logprobs(&mut params, tokens.len(), 1, sampling.streams(), asked.is_none())?;
     params.cache_salt = caller.cache_salt(app.config.isolate_keys, sampling.cache_salt.as_deref());
-    if chat.separate_reasoning != Some(false) {
-        text.reasoning = app.config.reasoning.clone();
-    }
+
     let start = prompt.char_indices().rev().nth(PROMPT_END).map_or(0, |(at, _)| at);
     text.prompt_end = prompt[start..].to_owned();
+    let separates = chat.separate_reasoning != Some(false);
+    text.reply = ReplyOptions {
+        reasoning: app.config.reasoning.tags().filter(|_| separates),
+        dialect: app.dialect.filter(|_| tools.may_call()),
+        tools: tools.schemas(),
+    };
+    text.single_call = !tools.parallel;
+    if let Some((param, grammar)) = demanded(app.dialect, &form, &tools)? {
+        refuse_ignore_eos(&param, sampling.ignore_eos)?;
+        let thinking = thinking(app, &text.prompt_end);
+        params.constraint = Some(app.constraint(&param, &grammar, &thinking)?);
+    }
     Ok(Prepared {
         name: name.to_owned(),
         caller,
@@ -51,4 +70,40 @@ pub fn prepare(app: &App, name: &str, caller: Caller, body: &[u8]) -> Result<Pre
         stream: sampling.streams(),
         include_usage: sampling.includes_usage()?,
     })
+}
+
+/// The form that the answer must have, and the field that asks for it.
+fn demanded(
+    dialect: Option<Dialect>,
+    form: &FormFields,
+    tools: &ToolUse,
+) -> Result<Option<(String, Grammar)>, ApiError> {
+    let form = form.answer_form()?;
+    let Some(dialect) = dialect.filter(|_| tools.may_call()) else {
+        return match tools.must_call() {
+            true => {
+                Err(ApiError::param("tool_choice", "needs a tool-call parser, which is switched off here"))
+            }
+            false => Ok(form),
+        };
+    };
+    let calls = tools.grammar(dialect);
+    Ok(match form {
+        _ if tools.must_call() => Some(("tools".to_owned(), Grammar::Calls(calls))),
+        // The answer may still be calls.
+        Some((param, grammar)) => Some((param, Grammar::OrCalls(Box::new(grammar), calls))),
+        None => None,
+    })
+}
+
+/// The reasoning that may stand before a constrained answer: that which the model's template knows.
+fn thinking(app: &App, prompt_end: &str) -> Thinking {
+    let Some(tags) = app.config.reasoning.tags() else { return Thinking::None };
+    let end = prompt_end.trim_end();
+    let known = app.text.chat.as_ref().is_some_and(|chat| chat.mentions(&tags.open));
+    match () {
+        () if end.ends_with(tags.open.as_str()) => Thinking::Opened(tags),
+        () if !known || end.ends_with(tags.close.as_str()) => Thinking::None,
+        () => Thinking::Allowed(tags),
+    }
 }

@@ -3,18 +3,23 @@
 use oscar_text::{ChatInput, ChatTemplate};
 use serde_json::{Map, Value};
 
+use super::validate;
+use crate::ToolCallParser;
 use crate::app::App;
 use crate::error::ApiError;
 use crate::limits::check_template_variables;
 use crate::schema::{Kind, request_fields};
+use crate::tools::{ToolUse, for_template, with_tools_in_text};
 
 request_fields! {
     /// The fields that decide how a conversation is rendered.
     pub struct TemplateFields {
-        /// Tool descriptions, handed to the chat template
+        /// Functions that the model may call
         pub tools: Option<Value> = Kind::Objects,
-        /// `auto`, or `none` to keep the tools from the template
+        /// `auto`, `none`, `required`, or the function that must be called
         pub tool_choice: Option<Value>,
+        /// False ends the answer with its first call; true if absent
+        pub parallel_tool_calls: Option<bool>,
         /// Documents, handed to the chat template
         pub documents: Option<Value> = Kind::Objects,
         /// Name of one of the model's templates; template source only where the server allows it
@@ -32,8 +37,36 @@ request_fields! {
     }
 }
 
+/// A conversation, rendered.
+#[derive(Debug)]
+pub struct Conversation {
+    pub prompt: String,
+    pub tools: ToolUse,
+}
+
+/// Checks messages and tools and renders them.
+pub fn conversation(
+    app: &App,
+    fields: &TemplateFields,
+    messages: Vec<Map<String, Value>>,
+) -> Result<Conversation, ApiError> {
+    let (tools, choice) = (fields.tools.as_ref(), fields.tool_choice.as_ref());
+    let tools = ToolUse::read(tools, choice, fields.parallel_tool_calls)?;
+    if tools.may_call() && app.dialect.is_none() && app.config.tool_call_parser == ToolCallParser::Auto {
+        let problem = "the chat template writes tool calls in a form that is not known here: start the server with --tool-call-parser";
+        return Err(ApiError::param("tools", problem));
+    }
+    let mut messages = validate::messages(messages)?;
+    for_template(&mut messages, app.dialect);
+    if !app.template_prints_tools && fields.chat_template.is_none() {
+        with_tools_in_text(&mut messages, tools.shown().as_ref());
+    }
+    let prompt = render(app, fields, &tools, &Value::Array(messages))?;
+    Ok(Conversation { prompt, tools })
+}
+
 /// The prompt text of a conversation.
-pub fn render(app: &App, fields: &TemplateFields, messages: &Value) -> Result<String, ApiError> {
+fn render(app: &App, fields: &TemplateFields, tools: &ToolUse, messages: &Value) -> Result<String, ApiError> {
     let continues = fields.continue_final_message == Some(true);
     if continues && fields.add_generation_prompt == Some(true) {
         let problem = "cannot be combined with add_generation_prompt: either go on in the last message or open a new turn";
@@ -47,13 +80,11 @@ pub fn render(app: &App, fields: &TemplateFields, messages: &Value) -> Result<St
     if let Some(effort) = &fields.reasoning_effort {
         extra.insert("reasoning_effort".to_owned(), Value::String(effort.clone()));
     }
-    let no_tools = fields.tool_choice.as_ref().is_some_and(|choice| choice == "none");
-    let tools =
-        fields.tools.as_ref().filter(|tools| !no_tools && tools.as_array().is_some_and(|t| !t.is_empty()));
+    let tools = tools.shown();
     let own = app.text.chat.as_ref();
     let mut input = ChatInput {
         messages,
-        tools,
+        tools: tools.as_ref(),
         documents: fields.documents.as_ref(),
         add_generation_prompt: fields.add_generation_prompt.unwrap_or(!continues),
         extra: Some(&extra),

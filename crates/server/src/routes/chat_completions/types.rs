@@ -8,9 +8,10 @@ use crate::generate::{ChatEntry, MAX_LOGPROBS, PromptLogprobs};
 use crate::routes::sampling::SamplingFields;
 use crate::routes::usage::UsageReport;
 use crate::schema::{Kind, request_fields};
+use crate::tools::FormFields;
 
 /// The fields of a chat request.
-pub type ChatBody = (ChatFields, TemplateFields, SamplingFields);
+pub type ChatBody = (ChatFields, TemplateFields, FormFields, SamplingFields);
 
 request_fields! {
     /// Fields that only a chat request has.
@@ -25,8 +26,6 @@ request_fields! {
         pub top_logprobs: Option<usize> = Kind::Integer { min: 0, max: MAX_LOGPROBS },
         /// False leaves reasoning in the content
         pub separate_reasoning: Option<bool>,
-        /// Only `{"type": "text"}`
-        pub response_format: Option<Value> = Kind::Object,
     }
 }
 
@@ -56,10 +55,33 @@ pub struct ChatChoice {
 #[derive(Debug, Serialize)]
 pub struct Message {
     pub role: &'static str,
-    pub content: String,
+    /// Null beside tool calls without text.
+    pub content: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reasoning_content: Option<String>,
     pub refusal: Option<String>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub tool_calls: Vec<ToolCall>,
+}
+
+/// A tool call: whole in a response, in pieces in chunks.
+#[derive(Debug, Default, Serialize)]
+pub struct ToolCall {
+    /// Only in chunks: which call the piece belongs to.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub index: Option<usize>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub id: Option<String>,
+    #[serde(rename = "type", skip_serializing_if = "Option::is_none")]
+    pub kind: Option<&'static str>,
+    pub function: FunctionCall,
+}
+
+#[derive(Debug, Default, Serialize)]
+pub struct FunctionCall {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+    pub arguments: String,
 }
 
 #[derive(Debug, Default, Serialize)]
@@ -95,6 +117,8 @@ pub struct ChunkChoice {
 
 #[derive(Debug, Default, Serialize)]
 pub struct Delta {
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub tool_calls: Vec<ToolCall>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub role: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]

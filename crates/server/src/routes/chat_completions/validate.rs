@@ -2,23 +2,16 @@
 
 use serde_json::{Map, Value, json};
 
-use super::template::TemplateFields;
 use super::types::ChatFields;
 use crate::error::ApiError;
-use crate::routes::sampling::refuse_unless;
 use crate::schema::shown;
 
-/// Refuses fields that would silently change nothing if they were accepted, and combinations that
-/// make no sense.
-pub fn refuse_unsupported(chat: &ChatFields, template: &TemplateFields) -> Result<(), ApiError> {
-    let text_only = "only {\"type\": \"text\"} is";
-    refuse_unless("response_format", chat.response_format.as_ref(), |v| v["type"] == "text", text_only)?;
-    let allowed = |value: &Value| value == "auto" || value == "none";
-    refuse_unless("tool_choice", template.tool_choice.as_ref(), allowed, "use \"auto\" or \"none\"")?;
-    if chat.top_logprobs.is_some_and(|top| top > 0) && chat.logprobs != Some(true) {
-        return Err(ApiError::param("top_logprobs", "needs logprobs: true"));
+/// Refuses combinations that make no sense.
+pub fn combinations(chat: &ChatFields) -> Result<(), ApiError> {
+    match chat.top_logprobs.is_some_and(|top| top > 0) && chat.logprobs != Some(true) {
+        true => Err(ApiError::param("top_logprobs", "needs logprobs: true")),
+        false => Ok(()),
     }
-    Ok(())
 }
 
 /// Checks the messages and brings them into the form that chat templates expect: text parts joined,

@@ -7,6 +7,7 @@ mod validate;
 use axum::extract::{Extension, State};
 use axum::response::Response;
 use oscar_engine::{Request, TokenLogprobs};
+use oscar_text::ReplyEvent;
 
 use self::types::{CompletionChoice, CompletionLogprobs, CompletionResponse};
 use crate::app::Shared;
@@ -90,7 +91,8 @@ impl Reply {
     fn pieces(&mut self, output: Output) -> Vec<CompletionChoice> {
         match output {
             Output::Started { prompt, prompt_logprobs } => self.openings(prompt, prompt_logprobs),
-            Output::Delta { choice, content, logprobs, .. } => {
+            Output::Delta { choice, events, logprobs } => {
+                let content = text_of(events);
                 if content.is_empty() && logprobs.is_empty() {
                     return Vec::new();
                 }
@@ -180,6 +182,15 @@ impl Reply {
         lists.token_logprobs.push(logprobs.map(|logprobs| finite(logprobs.logprob)));
         lists.top_logprobs.push(logprobs.map(|logprobs| self.texts.completion_entry(logprobs.clone())));
     }
+}
+
+/// The text of an answer, in which nothing else is looked for.
+fn text_of(events: Vec<ReplyEvent>) -> String {
+    let text = |event| match event {
+        ReplyEvent::Text(text) => Some(text),
+        _ => None,
+    };
+    events.into_iter().filter_map(text).collect()
 }
 
 fn piece(index: usize, text: String) -> CompletionChoice {

@@ -1,5 +1,7 @@
 //! From the body of a completion request to requests for the engine, one for each prompt.
 
+use oscar_text::Thinking;
+
 use super::types::{CompletionBody, Prompt};
 use super::validate;
 use crate::app::App;
@@ -8,6 +10,7 @@ use crate::generate::{Prepared, requests};
 use crate::keys::Caller;
 use crate::limits::{check_logprobs, check_prompts, encode};
 use crate::schema::RequestBody;
+use crate::tools::refuse_ignore_eos;
 
 /// OpenAI's default for this endpoint.
 const DEFAULT_MAX_TOKENS: usize = 16;
@@ -22,7 +25,7 @@ pub struct Echo {
 }
 
 pub fn prepare(app: &App, name: &str, caller: Caller, body: &[u8]) -> Result<(Prepared, Echo), ApiError> {
-    let (fields, sampling) = CompletionBody::parse(body)?;
+    let (fields, form, sampling) = CompletionBody::parse(body)?;
     validate::refuse_unsupported(&fields, sampling.choices())?;
     let model = app.served_model(sampling.model.as_deref())?;
     let echo = fields.echo == Some(true);
@@ -45,6 +48,10 @@ pub fn prepare(app: &App, name: &str, caller: Caller, body: &[u8]) -> Result<(Pr
     let total = prompts.iter().map(Vec::len).sum();
     check_logprobs(&mut params, total, prompts.len(), sampling.streams(), false)?;
     params.cache_salt = caller.cache_salt(app.config.isolate_keys, sampling.cache_salt.as_deref());
+    if let Some((param, grammar)) = form.answer_form()? {
+        refuse_ignore_eos(&param, sampling.ignore_eos)?;
+        params.constraint = Some(app.constraint(&param, &grammar, &Thinking::None)?);
+    }
     let requests = requests(app, prompts, &params)?;
     let decode = |tokens: &[u32]| {
         app.text.tokenizer.decode(tokens, false).map_err(|error| ApiError::text("prompt", &error))

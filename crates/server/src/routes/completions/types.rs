@@ -7,9 +7,10 @@ use crate::generate::{MAX_LOGPROBS, PromptLogprobs, TopLogprobs};
 use crate::routes::sampling::SamplingFields;
 use crate::routes::usage::UsageReport;
 use crate::schema::{FieldValue, Kind, request_fields};
+use crate::tools::FormFields;
 
 /// The fields of a completion request.
-pub type CompletionBody = (CompletionFields, SamplingFields);
+pub type CompletionBody = (CompletionFields, FormFields, SamplingFields);
 
 request_fields! {
     /// Fields that only a plain completion has.
