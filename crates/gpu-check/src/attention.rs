@@ -232,7 +232,7 @@ fn grow<B: Backend<Pool: Inspected>>(
 ) -> Result<()> {
     let total: usize = case.steps.iter().map(|s| s.iter().sum::<usize>()).sum();
     let sequences = case.steps[0].len();
-    // Scores of a few units, whatever the rows.
+    // The scale gives scores of a few units for every pattern.
     let scale = if case.pattern == Pattern::Huge { 1e-12 } else { 1.0 / (case.head_dim as f32).sqrt() };
     let layout = case.layout()?;
     let mut growing =

@@ -58,7 +58,7 @@ pub const NARROW: (usize, usize) = (16, 48);
 
 /// How much is run.
 struct Amount {
-    /// The first so many formats.
+    /// How many of the formats, from the first.
     formats: usize,
     /// Sink and recent tokens; the format's own if absent.
     windows: Option<(usize, usize)>,

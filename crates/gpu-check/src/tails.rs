@@ -73,7 +73,7 @@ fn resume<B: Backend<Pool: Inspected>>(
     let mut tree = RadixCache::with_demotion(growing.layout.clone(), &growing.page_pool);
     tree.insert(&tokens, &mut growing.pages[0]);
     growing.pages[0] = SequencePages::new();
-    // The prefix is idle now, and room is needed until two pages of its tail were coded.
+    // The prefix is idle now. Reclaim memory until two pages of its tail are quantized.
     let mut coded_pages = 0;
     while coded_pages < 2 {
         let done = tree.reclaim(1);

@@ -6,18 +6,18 @@
 // one item (sequence and KV head) that the block reads. WARPS warps read; one more warp, the
 // filler, assigns the units of the segment to the warps' rings as slots become free, and starts the
 // copies. The readers synchronize only at the end of a segment; meanwhile the filler already copies
-// the first pages of the next one. If several blocks read an item, each writes a partial result,
-// and the last blocks of the plan merge them, some heads each, after they have read everything
-// else. The blocks may wait for one another because all are resident: there are no more blocks than
-// multiprocessors.
+// the first pages of the next one. If several blocks read an item, each writes a partial result.
+// The last of these blocks merge the results, some heads each, after they have read the rest of
+// their ranges. Blocks may wait for one another because all are resident: there are no more blocks
+// than multiprocessors.
 //
-// Early loads. A block works out what it reads before wait_for_previous_kernel. This is safe for
-// the tables, the plan, and codes made before the plan kernel: the plan kernel is launched without
+// Early loads. A block finds its pages before wait_for_previous_kernel. This is safe for the
+// tables, the plan, and codes made before the plan kernel: the plan kernel is launched without
 // overlap, so it starts after the kernels before it have finished, and attention starts after the
 // plan kernel has finished. Each warp also fills one slot before the wait, if its pages are older
 // than the step. More early copies would compete for memory with the kernels that attention waits
-// for; with FROM_PROJECTIONS only a matrix product comes before, and two slots are better (both
-// measured).
+// for. With FROM_PROJECTIONS only a matrix product comes before, and two slots are better (both
+// measured on an H200).
 //
 // Compiled with
 //   HEAD_DIM          64, 128 or 256

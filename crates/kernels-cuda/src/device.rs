@@ -396,7 +396,7 @@ impl Device {
         self.event_with(0)
     }
 
-    /// A point in the stream, to see what is done. A thread that waits for it sleeps.
+    /// A point in the stream without timing. A thread that waits for it sleeps.
     pub fn sleeping_event(&self) -> Result<Event> {
         use sys::CUevent_flags_enum as Flag;
         self.event_with(Flag::CU_EVENT_BLOCKING_SYNC as u32 | Flag::CU_EVENT_DISABLE_TIMING as u32)

@@ -17,7 +17,7 @@ use std::ffi::CStr;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-/// Graphs kept; the one unused for longest goes first.
+/// Graphs that are kept; the least recently used one is dropped.
 const MOST_GRAPHS: usize = 64;
 
 /// Launches of a step that run at once: about a layer. The GPU takes longer for them than the host

@@ -137,7 +137,7 @@ impl CudaBackend {
         if let Some(bias) = &weight.bias {
             let (width, rows) = (weight.outputs as u32, rows as u32);
             let p = BiasParams { bias: bias.ptr(), out: result.ptr(), width, rows };
-            // SAFETY: `out` has `rows` rows of `width`, and so many numbers has the bias.
+            // SAFETY: `out` has `rows` rows of `width`, and the bias has `width` numbers.
             unsafe { self.launches.bias(p) }?;
         }
         Ok(())
@@ -166,8 +166,8 @@ impl CudaBackend {
             width: x.width() as u32,
             eps,
         };
-        // SAFETY: `x` and `out` have as many rows of `width`, and so many weights has the norm
-        // (checked).
+        // SAFETY: `x` and `out` have the same number of rows of `width`, and the norm has `width`
+        // weights (checked).
         unsafe { self.launches.rms_norm(x.count(), p) }
     }
 
