@@ -97,3 +97,24 @@ impl Logits {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn wanted_rows_lie_inside_the_request() {
+        let greedy = Logits::Pick(Pick::Greedy);
+        for (wanted, of_five, of_none) in [
+            (Logits::None, 0..0, 0..0),
+            (Logits::Last, 4..5, 0..0),
+            (greedy, 4..5, 0..0),
+            (Logits::All, 0..5, 0..0),
+            (Logits::Of(1..3), 1..3, 0..0),
+            (Logits::Of(3..9), 3..5, 0..0),
+            (Logits::Of(7..9), 5..5, 0..0),
+        ] {
+            assert_eq!((wanted.rows(5), wanted.rows(0)), (of_five, of_none), "{wanted:?}");
+        }
+    }
+}

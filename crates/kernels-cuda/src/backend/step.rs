@@ -97,43 +97,6 @@ impl<'s> CudaStep<'s> {
         Ok(())
     }
 
-    fn attend_layer(
-        &mut self,
-        heads: &LayerHeads<'_, CudaBackend>,
-        qkv: &mut CudaRows,
-        out: &mut CudaRows,
-        tap: Option<&mut dyn Tap>,
-    ) -> BackendResult<()> {
-        let layer = heads.layer;
-        let mut queries = std::mem::take(&mut self.state.queries);
-        self.plan(tap.is_some())?;
-        let fused = matches!(self.planned, Some(Planned { path: Path::Decode { fused: true }, .. }));
-        let queries_from = match fused && tap.is_none() {
-            true => {
-                qkv.drop_rounded();
-                Queries::FromProjections(self.projections(heads, qkv)?)
-            }
-            false => {
-                self.append(heads, qkv, &mut queries)?;
-                Queries::Ready(queries.held_values("queries")?.ptr())
-            }
-        };
-        let mut tap = tap;
-        if let Some(tap) = &mut tap {
-            tap.heads(layer, &mut CudaTapped { backend: self.backend, state: &mut self.state, rows: qkv })?;
-        }
-        self.demote(layer)?;
-        self.run_attention(layer, queries_from, qkv.count(), out)?;
-        if let Some(tap) = tap {
-            tap.attended(
-                layer,
-                &mut CudaTapped { backend: self.backend, state: &mut self.state, rows: out },
-            )?;
-        }
-        self.state.queries = queries;
-        Ok(())
-    }
-
     /// The rows of one layer and the constants of its heads, checked against the step and the
     /// cache.
     fn projections(&self, heads: &LayerHeads<'_, CudaBackend>, qkv: &CudaRows) -> Result<Projections> {
@@ -259,36 +222,9 @@ impl<'s> CudaStep<'s> {
         self.backend.swiglu(gate_up, out)
     }
 
-    /// Rows as a tap sees them: for checks.
+    /// Rows as a tap sees them.
     pub fn tapped<'a>(&'a mut self, rows: &'a CudaRows) -> impl TappedRows + 'a {
         CudaTapped { backend: self.backend, state: &mut self.state, rows }
-    }
-
-    fn embed_tokens(&mut self, table: &CudaMatrix, tokens: &[u32], out: &mut CudaRows) -> Result<()> {
-        let refuse = |detail: String| Err(CudaError::Shape { what: "an embedding", detail });
-        if let Some(bad) = tokens.iter().find(|&&t| t as usize >= table.outputs) {
-            return refuse(format!("token {bad} of {}", table.outputs));
-        }
-        if table.format() == WeightFormat::Fp8 || table.inputs != out.width() {
-            return refuse(format!("{:?} rows of {} to {}", table.format(), table.inputs, out.width()));
-        }
-        let backend = self.backend;
-        out.resize(&backend.device, tokens.len(), true, false)?;
-        let mut p = EmbedParams {
-            table: table.weights.ptr(),
-            tokens: None,
-            out: out.held_values("an embedding")?.ptr(),
-            width: out.width() as u32,
-            few: [0; EMBED_FEW],
-        };
-        // Parameters of a launch that is noted for a graph should be those of the last step.
-        match p.few.get_mut(..tokens.len()) {
-            Some(few) if backend.device.launches_at_once() => few.copy_from_slice(tokens),
-            _ => p.tokens = Some(backend.send_indices(&mut self.state, Index::Tokens, tokens)?),
-        }
-        // SAFETY: tokens are rows of the table, whose width is that of `out` (checked); `out` has a
-        // row for each.
-        unsafe { backend.launches.embed(tokens.len(), p) }
     }
 
     fn select_rows(&mut self, x: &CudaRows, rows: &[usize], out: &mut CudaRows) -> Result<()> {
@@ -325,7 +261,30 @@ fn check_rows(x: &CudaRows, rows: &[usize]) -> Result<()> {
 
 impl Step<CudaBackend> for CudaStep<'_> {
     fn embed(&mut self, table: &CudaMatrix, tokens: &[u32], out: &mut CudaRows) -> BackendResult<()> {
-        Ok(self.embed_tokens(table, tokens, out)?)
+        let refuse = |detail: String| Err(CudaError::Shape { what: "an embedding", detail }.into());
+        if let Some(bad) = tokens.iter().find(|&&t| t as usize >= table.outputs) {
+            return refuse(format!("token {bad} of {}", table.outputs));
+        }
+        if table.format() == WeightFormat::Fp8 || table.inputs != out.width() {
+            return refuse(format!("{:?} rows of {} to {}", table.format(), table.inputs, out.width()));
+        }
+        let backend = self.backend;
+        out.resize(&backend.device, tokens.len(), true, false)?;
+        let mut p = EmbedParams {
+            table: table.weights.ptr(),
+            tokens: None,
+            out: out.held_values("an embedding")?.ptr(),
+            width: out.width() as u32,
+            few: [0; EMBED_FEW],
+        };
+        // Parameters of a launch that is noted for a graph should be those of the last step.
+        match p.few.get_mut(..tokens.len()) {
+            Some(few) if backend.device.launches_at_once() => few.copy_from_slice(tokens),
+            _ => p.tokens = Some(backend.send_indices(&mut self.state, Index::Tokens, tokens)?),
+        }
+        // SAFETY: tokens are rows of the table, whose width is that of `out` (checked); `out` has a
+        // row for each.
+        Ok(unsafe { backend.launches.embed(tokens.len(), p) }?)
     }
 
     fn select(&mut self, x: &CudaRows, rows: &[usize], out: &mut CudaRows) -> BackendResult<()> {
@@ -346,9 +305,32 @@ impl Step<CudaBackend> for CudaStep<'_> {
         heads: LayerHeads<'_, CudaBackend>,
         qkv: &mut CudaRows,
         out: &mut CudaRows,
-        tap: Option<&mut dyn Tap>,
+        mut tap: Option<&mut dyn Tap>,
     ) -> BackendResult<()> {
-        self.attend_layer(&heads, qkv, out, tap)
+        let layer = heads.layer;
+        let mut queries = std::mem::take(&mut self.state.queries);
+        self.plan(tap.is_some())?;
+        let fused = matches!(self.planned, Some(Planned { path: Path::Decode { fused: true }, .. }));
+        let queries_from = match fused && tap.is_none() {
+            true => {
+                qkv.drop_rounded();
+                Queries::FromProjections(self.projections(&heads, qkv)?)
+            }
+            false => {
+                self.append(&heads, qkv, &mut queries)?;
+                Queries::Ready(queries.held_values("queries")?.ptr())
+            }
+        };
+        if let Some(tap) = &mut tap {
+            tap.heads(layer, &mut self.tapped(qkv))?;
+        }
+        self.demote(layer)?;
+        self.run_attention(layer, queries_from, qkv.count(), out)?;
+        if let Some(tap) = tap {
+            tap.attended(layer, &mut self.tapped(out))?;
+        }
+        self.state.queries = queries;
+        Ok(())
     }
 
     fn read(&mut self, x: &CudaRows, rows: &[usize], out: &mut Vec<f32>) -> BackendResult<()> {
