@@ -1,7 +1,9 @@
-//! Weights in FP8: E4M3 codes with one scale for every block of 128 × 128, as published checkpoints hold them.
+//! Weights in FP8: E4M3 codes with one scale for every block of 128 × 128, as published checkpoints
+//! hold them.
 //!
-//! `weight = e4m3(code) · scale`, one f32 product. [`Fp8Blocks::expand_row`] is the specification: a device may keep the
-//! codes and apply the scales to sums of products, or expand them once and multiply what that gives.
+//! `weight = e4m3(code) · scale`, one f32 product. [`Fp8Blocks::expand_row`] is the specification:
+//! a device may keep the codes and apply the scales to sums of products, or expand them once and
+//! multiply what that gives.
 
 use crate::{BackendError, HostMatrix, HostValues, Result};
 use oscar_codec::fp8;
@@ -11,7 +13,8 @@ use std::sync::LazyLock;
 pub const FP8_BLOCK: usize = 128;
 
 /// The value of every code.
-static VALUES: LazyLock<[f32; 256]> = LazyLock::new(|| std::array::from_fn(|code| fp8::decode(code as u8)));
+static VALUES: LazyLock<[f32; 256]> =
+    LazyLock::new(|| std::array::from_fn(|code| fp8::dequantize(code as u8)));
 
 /// Codes `[outputs][inputs]` and their scales `[⌈outputs / 128⌉][⌈inputs / 128⌉]`, both row-major.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -20,7 +23,7 @@ pub struct Fp8Blocks<'a> {
     pub scales: &'a [f32],
 }
 
-/// Blocks along a side of so many elements.
+/// Blocks along a side of this many elements.
 pub fn fp8_blocks(elements: usize) -> usize {
     elements.div_ceil(FP8_BLOCK)
 }
@@ -64,7 +67,7 @@ impl Fp8Blocks<'_> {
     }
 }
 
-/// Are matrices of this shape multiplied in FP8 by a device that multiplies in FP8 at all? Others are expanded.
+/// Whether devices with FP8 products multiply matrices of this shape in FP8. Others are expanded.
 pub const fn fp8_multiplied(outputs: usize, inputs: usize) -> bool {
     inputs.is_multiple_of(64) && outputs.is_multiple_of(8)
 }
@@ -77,8 +80,8 @@ pub struct Fp8Matrix {
 }
 
 impl Fp8Matrix {
-    /// The nearest codes under scales that give the largest weight of each block the largest code. Takes all cores: models
-    /// are quantized while someone waits for them.
+    /// The nearest codes under scales that give the largest weight of each block the largest code.
+    /// Takes all cores: models are quantized while someone waits for them.
     pub fn quantize(weights: &[f32], outputs: usize, inputs: usize) -> Self {
         assert_eq!(weights.len(), outputs * inputs, "weights of {outputs} × {inputs}");
         let (band, columns) = (FP8_BLOCK * inputs, fp8_blocks(inputs));
@@ -122,7 +125,7 @@ fn quantize_band(weights: &[f32], inputs: usize, codes: &mut [u8], scales: &mut 
     scales.iter_mut().for_each(|s| *s = if *s > 0.0 { *s / fp8::MAX } else { 1.0 });
     for (row, codes) in weights.chunks_exact(inputs).zip(codes.chunks_exact_mut(inputs)) {
         for ((block, codes), scale) in row.chunks(FP8_BLOCK).zip(codes.chunks_mut(FP8_BLOCK)).zip(&*scales) {
-            codes.iter_mut().zip(block).for_each(|(code, w)| *code = fp8::encode(w / scale));
+            codes.iter_mut().zip(block).for_each(|(code, w)| *code = fp8::quantize(w / scale));
         }
     }
 }

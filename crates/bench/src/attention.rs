@@ -70,7 +70,7 @@ fn random_pages(codec: &RowPageCodec, head_dim: usize, count: usize) -> Vec<u8> 
                 let rows: Vec<f32> = (0..PAGE_TOKENS * head_dim).map(|_| random.symmetric() * 2.0).collect();
                 // The sizes are the codec's own. Keys in groups of tokens stay zero: reading them
                 // costs the same.
-                let _ = codec.encode_side_rows(side, 0, &rows, &mut page);
+                let _ = codec.quantize_side_rows(side, 0, &rows, &mut page);
             }
             page
         })

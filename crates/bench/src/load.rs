@@ -1,7 +1,8 @@
 //! Sends requests to an engine and times what comes back.
 //!
-//! **Invariant:** times are taken where events are made (the engine's thread), and an open-loop request counts as
-//! sent when it was due, so a slow driver or a full queue cannot flatter a latency.
+//! **Invariant:** times are taken where events are made (the engine's thread), and an open-loop
+//! request counts as sent when it was due, so a slow driver or a full queue cannot flatter a
+//! latency.
 
 use anyhow::{Result, bail};
 use oscar_codec::random::SplitMix64;
@@ -17,7 +18,7 @@ const POLL: Duration = Duration::from_millis(2);
 pub enum Arrivals {
     /// One more whenever one has ended.
     Closed { concurrency: usize },
-    /// At random times, whatever the engine does.
+    /// At random times, independent of the engine.
     Open { rate: f64, seed: u64 },
 }
 
@@ -60,7 +61,8 @@ impl Outcome {
         self.output_tokens as f64 / self.seconds
     }
 
-    /// Tokens after the first of each answer, over the time in which any answer was being continued.
+    /// Tokens after the first of each answer, over the time in which any answer was being
+    /// continued.
     pub fn decode_tokens_per_s(&self) -> Option<f64> {
         let tokens = self.output_tokens - self.requests;
         (tokens > 0 && self.decoding_seconds > 0.0).then(|| tokens as f64 / self.decoding_seconds)
@@ -88,7 +90,8 @@ impl Percentiles {
     }
 }
 
-/// When each of `count` conversations is due, after the start; `None` if that depends on the answers.
+/// When each of `count` conversations is due, after the start; `None` if that depends on the
+/// answers.
 fn due_times(arrivals: Arrivals, count: usize) -> Option<Vec<Duration>> {
     let Arrivals::Open { rate, seed } = arrivals else { return None };
     let mut random = SplitMix64::new(seed ^ 0xA55A_0000_0000);
@@ -157,7 +160,8 @@ impl Load {
     /// Runs the work to its end; `progress` hears how many requests are done.
     ///
     /// # Errors
-    /// If the engine refuses, fails or cuts short any request: the formats would not have done the same work.
+    /// If the engine refuses, fails or cuts short any request: the formats would not have done the
+    /// same work.
     pub fn drive<E: EngineApi>(&self, engine: &E, progress: impl FnMut(usize)) -> Result<Outcome> {
         let (out, events) = channel();
         let started = Instant::now();

@@ -22,8 +22,8 @@ pub fn recode(
     let (mut decoded_keys, mut decoded_values) = (vec![0.0; keys.len()], vec![0.0; values.len()]);
     let outputs = decoded_keys.chunks_mut(chunk).zip(decoded_values.chunks_mut(chunk));
     for ((keys, values), (key_out, value_out)) in keys.chunks(chunk).zip(values.chunks(chunk)).zip(outputs) {
-        codec.encode(keys, values, &mut page)?;
-        codec.decode_rows(0, &page, key_out, value_out)?;
+        codec.quantize(keys, values, &mut page)?;
+        codec.dequantize_rows(0, &page, key_out, value_out)?;
     }
     Ok((decoded_keys, decoded_values))
 }

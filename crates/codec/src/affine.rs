@@ -27,7 +27,7 @@ impl AffineParams {
         Self { scale: f16::from_f32(scale).to_f32(), min: f16::from_f32(min).to_f32() }
     }
 
-    pub fn decode(self, code: u8) -> f32 {
+    pub fn dequantize(self, code: u8) -> f32 {
         self.scale * code as f32 + self.min
     }
 
@@ -76,7 +76,7 @@ pub fn range(row: &[f32]) -> (f32, f32) {
 }
 
 /// Quantizes one group (already sanitized and clipped) to `bits` and returns its rounded pair.
-pub fn encode_group(row: &[f32], bits: u32, codes: &mut [u8]) -> AffineParams {
+pub fn quantize_group(row: &[f32], bits: u32, codes: &mut [u8]) -> AffineParams {
     let params = if bits == 1 {
         let n = row.len() as f32;
         let mean = lane_sum(row.iter().copied()) / n;
@@ -104,7 +104,7 @@ impl OfficialParams {
     /// 1e−8/3 and must stay finite in fp32.
     pub const SATURATION: f32 = 1e30;
 
-    pub fn decode(self, code: u8) -> f32 {
+    pub fn dequantize(self, code: u8) -> f32 {
         (code as f32 - self.zero) * self.scale
     }
 }
@@ -112,7 +112,7 @@ impl OfficialParams {
 /// The official two-bit quantizer: `scale = max(max − min, 1e−8)/3`, `zero = −min/scale`, `code =
 /// trunc(x/scale + zero + 0.5)`. The official kernels do not clamp. Here the result is clamped to
 /// 0..=3, which only matters for rows whose offset is much larger than their range.
-pub fn encode_group_official(row: &[f32], codes: &mut [u8]) -> OfficialParams {
+pub fn quantize_group_official(row: &[f32], codes: &mut [u8]) -> OfficialParams {
     let (min, max) = range(row);
     let scale = (max - min).max(1e-8) / 3.0;
     let zero = -min / scale;
@@ -133,7 +133,7 @@ pub struct RoundedZeroParams {
 /// = clamp(round(x/scale) + zero)`. The integer zero moves the whole grid by up to half a step. For
 /// a row of equal values the original divides by zero; here its magnitude becomes the step, and the
 /// row is represented exactly.
-pub fn encode_group_rounded_zero(row: &[f32], bits: u32, codes: &mut [u8]) -> RoundedZeroParams {
+pub fn quantize_group_rounded_zero(row: &[f32], bits: u32, codes: &mut [u8]) -> RoundedZeroParams {
     let (min, max) = range(row);
     let fp16 = |v: f32| f16::from_f32(v).to_f32();
     let mut scale = fp16((max - min) / max_code(bits) as f32);
@@ -161,11 +161,11 @@ mod tests {
     #[test]
     fn official_golden_vectors() {
         let mut codes = [0; 8];
-        let p = encode_group_official(&GOLDEN, &mut codes);
+        let p = quantize_group_official(&GOLDEN, &mut codes);
         assert_eq!((p.scale, p.zero, codes), (1.5, 1.0, [0, 1, 1, 1, 1, 2, 2, 3]));
 
         let clipped = GOLDEN.map(|v| v.clamp(-2.0, 2.0));
-        let p = encode_group_official(&clipped, &mut codes);
+        let p = quantize_group_official(&clipped, &mut codes);
         assert_eq!((p.scale, p.zero), (1.166_666_6, 1.285_714_4));
         assert_eq!(codes, [0, 1, 1, 2, 2, 2, 3, 3]);
     }
@@ -173,14 +173,14 @@ mod tests {
     #[test]
     fn quarot_rounds_the_zero_to_an_integer() {
         let mut codes = [0; 8];
-        let p = encode_group_rounded_zero(&GOLDEN, 2, &mut codes);
+        let p = quantize_group_rounded_zero(&GOLDEN, 2, &mut codes);
         // scale 4.5/3; −min/scale = 1 exactly here.
         assert_eq!((p.scale, p.zero, codes), (1.5, 1.0, [0, 1, 1, 1, 1, 2, 2, 3]));
         let shifted = GOLDEN.map(|v| v + 0.6);
-        let p = encode_group_rounded_zero(&shifted, 2, &mut codes);
+        let p = quantize_group_rounded_zero(&shifted, 2, &mut codes);
         assert_eq!((p.scale, p.zero), (1.5, 1.0), "−min/scale is 0.6");
         for value in [5.0, -3.0, 0.0] {
-            let p = encode_group_rounded_zero(&[value; 8], 2, &mut codes);
+            let p = quantize_group_rounded_zero(&[value; 8], 2, &mut codes);
             assert_eq!((f32::from(codes[3]) - p.zero) * p.scale, value);
         }
     }
@@ -189,8 +189,8 @@ mod tests {
     fn one_bit_is_mean_plus_minus_mean_absolute_deviation() {
         let row = [-3.0, -1.0, 1.0, 3.0, -3.0, -1.0, 1.0, 3.0, -3.0, -1.0, 1.0, 3.0, -3.0, -1.0, 1.0, 3.0];
         let mut codes = [0; 16];
-        let p = encode_group(&row, 1, &mut codes);
-        assert_eq!((p.decode(0), p.decode(1)), (-2.0, 2.0));
+        let p = quantize_group(&row, 1, &mut codes);
+        assert_eq!((p.dequantize(0), p.dequantize(1)), (-2.0, 2.0));
         assert_eq!(codes[..4], [0, 0, 1, 1]);
     }
 
@@ -208,16 +208,16 @@ mod tests {
             ] {
                 sanitize(&mut row, SATURATION);
                 let mut codes = vec![9; 32];
-                let p = encode_group(&row, bits, &mut codes);
+                let p = quantize_group(&row, bits, &mut codes);
                 for (&c, &x) in codes.iter().zip(&row) {
                     assert!(c as u32 <= max_code(bits));
-                    let decoded = p.decode(c);
-                    assert!(decoded.is_finite());
+                    let dequantized = p.dequantize(c);
+                    assert!(dequantized.is_finite());
                     // Half a step of the code, plus the fp16 rounding of scale and offset.
                     let (lo, hi) = range(&row);
                     let step = if bits == 1 { hi - lo } else { (hi - lo) / max_code(bits) as f32 };
                     let bound = step * 0.51 + x.abs().max(lo.abs()) * 2.0 / 1024.0 + 1e-6;
-                    assert!((decoded - x).abs() <= bound, "{bits} bits: {x} came back as {decoded}");
+                    assert!((dequantized - x).abs() <= bound, "{bits} bits: {x} came back as {dequantized}");
                 }
             }
         }
@@ -226,15 +226,15 @@ mod tests {
     proptest! {
         /// A dequantized row quantizes to itself wherever fp16 can represent its offset.
         #[test]
-        fn decoded_rows_are_fixed_points(
+        fn dequantized_rows_are_fixed_points(
             row in prop::collection::vec(-8.0f32..8.0, 64), offset in -30.0f32..30.0, bits in prop::sample::select(vec![2u32, 3, 4]),
         ) {
             let row: Vec<f32> = row.iter().map(|v| v + offset).collect();
             let mut codes = vec![0; 64];
-            let p = encode_group(&row, bits, &mut codes);
-            let decoded: Vec<f32> = codes.iter().map(|&c| p.decode(c)).collect();
+            let p = quantize_group(&row, bits, &mut codes);
+            let dequantized: Vec<f32> = codes.iter().map(|&c| p.dequantize(c)).collect();
             let mut again = vec![0; 64];
-            let p2 = encode_group(&decoded, bits, &mut again);
+            let p2 = quantize_group(&dequantized, bits, &mut again);
             prop_assert_eq!(p, p2);
             prop_assert_eq!(codes, again);
         }
@@ -242,11 +242,11 @@ mod tests {
         #[test]
         fn the_chosen_code_is_the_nearest_level(row in prop::collection::vec(-100.0f32..100.0, 32), bits in prop::sample::select(vec![1u32, 2, 3, 4, 8])) {
             let mut codes = vec![0; 32];
-            let p = encode_group(&row, bits, &mut codes);
+            let p = quantize_group(&row, bits, &mut codes);
             for (&c, &x) in codes.iter().zip(&row) {
-                let own = (p.decode(c) - x).abs();
+                let own = (p.dequantize(c) - x).abs();
                 for other in 0..=max_code(bits) as u8 {
-                    prop_assert!(own <= (p.decode(other) - x).abs() + 1e-4 * (1.0 + p.scale));
+                    prop_assert!(own <= (p.dequantize(other) - x).abs() + 1e-4 * (1.0 + p.scale));
                 }
             }
         }

@@ -119,7 +119,7 @@ fn folds(codec: &RowPageCodec, side: Side, form: Form) -> bool {
 fn score(query: &[f32], codec: &RowPageCodec, page: &[u8], token: usize, form: Form) -> f32 {
     if !folds(codec, Side::Key, form) {
         let mut row = vec![0.0; query.len()];
-        codec.decode_row(Side::Key, page, token, &mut row);
+        codec.dequantize_row(Side::Key, page, token, &mut row);
         return query.iter().zip(&row).map(|(q, k)| q * k).sum();
     }
     let groups = codec.groups(Side::Key);
@@ -148,7 +148,7 @@ fn add_value(
     out: &mut [f32],
 ) {
     if !folds(codec, Side::Value, form) {
-        codec.decode_row(Side::Value, page, token, row);
+        codec.dequantize_row(Side::Value, page, token, row);
         for (o, v) in out.iter_mut().zip(row.iter()) {
             *o += p * v;
         }
@@ -266,7 +266,7 @@ fn attend_tokens(
     let mut read = |side, coded, position| {
         let (codec, pages) = context.source(coded);
         codec
-            .decode_token(side, pages, origin, position, &mut row)
+            .dequantize_token(side, pages, origin, position, &mut row)
             .unwrap_or_else(|error| panic!("position {position} cannot be read: {error}"));
         row.clone()
     };

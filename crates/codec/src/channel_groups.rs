@@ -101,7 +101,7 @@ impl ChannelGroups {
     }
 
     /// Quantizes the rows of a whole group into its tiles, one after another in `tiles`.
-    pub fn encode(&self, rows: &[f32], tiles: &mut [u8]) -> Result<()> {
+    pub fn quantize(&self, rows: &[f32], tiles: &mut [u8]) -> Result<()> {
         crate::error::check_len("rows of a token group", rows.len(), self.tokens * self.head_dim)?;
         crate::error::check_len("tiles of a token group", tiles.len(), self.tiles() * self.tile_bytes())?;
         let d = self.head_dim;
@@ -117,7 +117,7 @@ impl ChannelGroups {
         for (channel, &slot) in slots.iter().enumerate() {
             column.iter_mut().zip(rows[channel..].iter().step_by(d)).for_each(|(to, from)| *to = *from);
             let bits = if slot == NOT_PROMOTED { BITS } else { PROMOTED_BITS };
-            let params = affine::encode_group(&column, bits, &mut codes);
+            let params = affine::quantize_group(&column, bits, &mut codes);
             header.extend(f16::from_f32(params.scale).to_le_bytes());
             header.extend(f16::from_f32(params.min).to_le_bytes());
             for (token, code) in codes.iter().enumerate() {
@@ -185,15 +185,15 @@ impl ChannelGroups {
     }
 
     /// Dequantizes one token of a tile.
-    pub fn decode_row(&self, header: &GroupHeader, tile: &[u8], token: usize, row: &mut [f32]) {
+    pub fn dequantize_row(&self, header: &GroupHeader, tile: &[u8], token: usize, row: &mut [f32]) {
         let codes = &tile[token * self.head_dim / 4..][..self.head_dim / 4];
         for ((quad, params), byte) in row.chunks_exact_mut(4).zip(header.params.chunks_exact(4)).zip(codes) {
             for i in 0..4 {
-                quad[i] = params[i].decode(byte >> (2 * i) & 3);
+                quad[i] = params[i].dequantize(byte >> (2 * i) & 3);
             }
         }
         for (channel, _) in header.slots.iter().enumerate().filter(|(_, slot)| slot.is_some()) {
-            row[channel] = header.params[channel].decode(self.code(header, tile, token, channel));
+            row[channel] = header.params[channel].dequantize(self.code(header, tile, token, channel));
         }
     }
 }
@@ -213,14 +213,14 @@ mod tests {
 
     fn coded(groups: &ChannelGroups, rows: &[f32]) -> (Vec<u8>, Vec<f32>) {
         let mut tiles = vec![0; groups.tiles() * groups.tile_bytes()];
-        groups.encode(rows, &mut tiles).unwrap();
+        groups.quantize(rows, &mut tiles).unwrap();
         let header = groups.header(tiles.chunks_exact(groups.tile_bytes()));
-        let mut decoded = vec![0.0; rows.len()];
-        for (token, row) in decoded.chunks_exact_mut(groups.head_dim).enumerate() {
+        let mut dequantized = vec![0.0; rows.len()];
+        for (token, row) in dequantized.chunks_exact_mut(groups.head_dim).enumerate() {
             let tile = &tiles[token / TILE_TOKENS * groups.tile_bytes()..][..groups.tile_bytes()];
-            groups.decode_row(&header, tile, token % TILE_TOKENS, row);
+            groups.dequantize_row(&header, tile, token % TILE_TOKENS, row);
         }
-        (tiles, decoded)
+        (tiles, dequantized)
     }
 
     #[test]
@@ -228,15 +228,15 @@ mod tests {
         for (d, g) in [(128, 32), (128, 64), (128, 128), (64, 128), (80, 128), (96, 32)] {
             let groups = ChannelGroups::new(d, g, 0).unwrap();
             let rows = rows(&groups, 3);
-            let (_, decoded) = coded(&groups, &rows);
+            let (_, dequantized) = coded(&groups, &rows);
             for channel in 0..d {
                 let column =
                     |from: &[f32]| -> Vec<f32> { from[channel..].iter().step_by(d).copied().collect() };
-                let (column, decoded) = (column(&rows), column(&decoded));
+                let (column, dequantized) = (column(&rows), column(&dequantized));
                 let mut codes = vec![0; g];
-                let params = affine::encode_group(&column, 2, &mut codes);
-                let expected: Vec<f32> = codes.iter().map(|&c| params.decode(c)).collect();
-                assert_eq!(decoded, expected, "head {d}, groups of {g}, channel {channel}");
+                let params = affine::quantize_group(&column, 2, &mut codes);
+                let expected: Vec<f32> = codes.iter().map(|&c| params.dequantize(c)).collect();
+                assert_eq!(dequantized, expected, "head {d}, groups of {g}, channel {channel}");
             }
         }
     }
@@ -257,7 +257,7 @@ mod tests {
     fn the_channels_of_largest_mean_magnitude_are_promoted() {
         let groups = ChannelGroups::new(128, 128, 16).unwrap();
         let rows = rows(&groups, 5);
-        let (tiles, decoded) = coded(&groups, &rows);
+        let (tiles, dequantized) = coded(&groups, &rows);
         let header = groups.header(tiles.chunks_exact(groups.tile_bytes()));
         let magnitude = |c: usize| rows[c..].iter().step_by(128).map(|v| v.abs()).sum::<f32>();
         let promoted: Vec<usize> = (0..128).filter(|&c| header.slots[c].is_some()).collect();
@@ -270,8 +270,8 @@ mod tests {
             let column: Vec<f32> = rows[channel..].iter().step_by(128).copied().collect();
             let mut codes = vec![0; 128];
             let bits = if promoted.contains(&channel) { 4 } else { 2 };
-            let params = affine::encode_group(&column, bits, &mut codes);
-            let same = (0..128).all(|t| decoded[t * 128 + channel] == params.decode(codes[t]));
+            let params = affine::quantize_group(&column, bits, &mut codes);
+            let same = (0..128).all(|t| dequantized[t * 128 + channel] == params.dequantize(codes[t]));
             assert!(same, "channel {channel} at {bits} bits");
         }
     }
@@ -296,11 +296,11 @@ mod tests {
         assert!(ChannelGroups::new(128, 0, 0).is_err());
         assert!(ChannelGroups::new(128, 128, 128).is_err());
         let groups = ChannelGroups::new(32, 32, 0).unwrap();
-        assert!(groups.encode(&[0.0; 32], &mut [0; 8]).is_err());
+        assert!(groups.quantize(&[0.0; 32], &mut [0; 8]).is_err());
     }
 
     #[test]
-    fn hostile_rows_decode_to_finite_numbers() {
+    fn hostile_rows_dequantize_to_finite_numbers() {
         let groups = ChannelGroups::new(32, 32, 4).unwrap();
         for value in [f32::NAN, f32::INFINITY, f32::MAX, -0.0, f32::from_bits(1)] {
             let mut rows = vec![value; 32 * 32];
@@ -311,6 +311,6 @@ mod tests {
         let tiles = vec![0xff; groups.tiles() * groups.tile_bytes()];
         let header = groups.header(tiles.chunks_exact(groups.tile_bytes()));
         let mut row = [0.0; 32];
-        groups.decode_row(&header, &tiles[..groups.tile_bytes()], 15, &mut row);
+        groups.dequantize_row(&header, &tiles[..groups.tile_bytes()], 15, &mut row);
     }
 }

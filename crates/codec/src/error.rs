@@ -17,7 +17,7 @@ pub enum CodecError {
     )]
     TokenGroup { tokens: usize, head_dim: usize },
     #[error(
-        "groups of {0} tokens do not fit into one page: write them with encode_group and read them with decode_token"
+        "groups of {0} tokens do not fit into one page: write them with quantize_group and read them with dequantize_token"
     )]
     GroupSpansPages(usize),
     #[error("{0} bits a code are not supported: use 1, 2, 3, 4 or 8")]

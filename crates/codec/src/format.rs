@@ -21,7 +21,7 @@ pub enum RotationKind {
     None,
     /// The calibrated rotation of the layer and head (Hadamard until a file is given).
     Calibrated,
-    /// The Hadamard matrix on both sides, whatever the model's rotations.
+    /// The Hadamard matrix on both sides, regardless of the model's rotations.
     Hadamard,
     /// Hadamard blocks of at most this order on queries and keys; values are not rotated.
     KeyHadamard { order: u16 },
@@ -467,7 +467,7 @@ mod tests {
             let codec = format.codec(128, format.native_layout()).unwrap();
             let (keys, values) = (vec![0.5; 64 * 128], vec![-0.5; 64 * 128]);
             let mut page = vec![0; codec.page_bytes()];
-            codec.encode(&keys, &values, &mut page).unwrap();
+            codec.quantize(&keys, &values, &mut page).unwrap();
             assert_eq!(page.len() as f64 * 8.0 / (2.0 * 64.0 * 128.0), bits, "{name}");
             assert_eq!(codec.bits_per_element(), bits);
         }

@@ -61,7 +61,7 @@ impl RowPageCodec {
 
     /// Quantizes the rows of the group that begins at position `first` and passes each of its tiles
     /// to `store`.
-    pub fn encode_group(
+    pub fn quantize_group(
         &self,
         side: Side,
         first: usize,
@@ -72,7 +72,7 @@ impl RowPageCodec {
             return Err(CodecError::Windows("this side is coded row by row, not by groups of tokens".into()));
         };
         let mut tiles = vec![0; groups.tiles() * groups.tile_bytes()];
-        groups.encode(rows, &mut tiles)?;
+        groups.quantize(rows, &mut tiles)?;
         for (place, bytes) in Self::group_tiles(groups, first).zip(tiles.chunks_exact(groups.tile_bytes())) {
             store(place, self.tile_range(side, groups, place.tile), bytes);
         }
@@ -115,7 +115,7 @@ impl RowPageCodec {
     ///
     /// # Errors
     /// If a page that the token needs is absent or `row` has the wrong size.
-    pub fn decode_token(
+    pub fn dequantize_token(
         &self,
         side: Side,
         pages: &[Option<&[u8]>],
@@ -129,12 +129,12 @@ impl RowPageCodec {
         let page = pages.get(block).copied().flatten().ok_or(absent.clone())?;
         let token = position % PAGE_TOKENS;
         let Some(groups) = self.token_groups(side) else {
-            self.decode_row(side, page, token, row);
+            self.dequantize_row(side, page, token, row);
             return Ok(());
         };
         let (_, header) = self.group_header(side, pages, origin, position).ok_or(absent)?;
         let tile = &page[self.tile_range(side, groups, token / TILE_TOKENS)];
-        groups.decode_row(&header, tile, token % TILE_TOKENS, row);
+        groups.dequantize_row(&header, tile, token % TILE_TOKENS, row);
         Ok(())
     }
 }

@@ -57,7 +57,7 @@ pub struct CentroidParams {
 }
 
 /// Quantizes a sanitized, clipped group with the exact centroids; `levels` are those of its width.
-pub fn encode_group(row: &[f32], levels: &[f32], codes: &mut [u8]) -> CentroidParams {
+pub fn quantize_group(row: &[f32], levels: &[f32], codes: &mut [u8]) -> CentroidParams {
     let (mean, deviation) = moments(row);
     let params =
         CentroidParams { deviation: f16::from_f32(deviation).to_f32(), mean: f16::from_f32(mean).to_f32() };
@@ -69,7 +69,7 @@ pub fn encode_group(row: &[f32], levels: &[f32], codes: &mut [u8]) -> CentroidPa
 }
 
 /// Quantizes as the official two-bit mode does. The result dequantizes as an ordinary affine pair.
-pub fn encode_group_official_ratio(row: &[f32], codes: &mut [u8]) -> AffineParams {
+pub fn quantize_group_official_ratio(row: &[f32], codes: &mut [u8]) -> AffineParams {
     let (mean, deviation) = moments(row);
     let scale = f16::from_f32(2.0 * OFFICIAL_OUTER_LEVEL / 3.0 * OFFICIAL_RATIO * deviation).to_f32();
     for (code, &x) in codes.iter_mut().zip(row) {
@@ -135,9 +135,9 @@ mod tests {
         let row: Vec<f32> = (0..128).map(|i| ((37 * i % 128) as f32 - 63.5) / 16.0).collect();
         let (mean, sigma) = moments(&row);
         let mut codes = vec![0; 128];
-        let p = encode_group_official_ratio(&row, &mut codes);
+        let p = quantize_group_official_ratio(&row, &mut codes);
         for (code, factor) in [(0, -1.75109), (1, -0.58370), (2, 0.58370), (3, 1.75109)] {
-            assert!((p.decode(code) - (mean + factor * sigma)).abs() < 2e-3 * sigma);
+            assert!((p.dequantize(code) - (mean + factor * sigma)).abs() < 2e-3 * sigma);
         }
     }
 
@@ -145,8 +145,8 @@ mod tests {
     fn constant_rows_keep_their_value() {
         let row = [5.0f32; 32];
         let mut codes = [0; 32];
-        let p = encode_group(&row, &levels(2).unwrap(), &mut codes);
-        let decoded = p.deviation * levels(2).unwrap()[codes[0] as usize] + p.mean;
-        assert!((decoded - 5.0).abs() < 1e-3);
+        let p = quantize_group(&row, &levels(2).unwrap(), &mut codes);
+        let dequantized = p.deviation * levels(2).unwrap()[codes[0] as usize] + p.mean;
+        assert!((dequantized - 5.0).abs() < 1e-3);
     }
 }

@@ -1,11 +1,11 @@
 //! Pages: 64 tokens of keys and values of one layer and KV head, in a fixed number of bytes.
 //!
-//! A [`RowPageCodec`] turns rows (already rotated) into the bytes of a page and back. It is the codec
-//! of every format; its page is `[key codes][value codes][key parameters][value
-//! parameters]`. Most formats quantize each token's row on its own. Formats that group keys along
-//! tokens take their rows group by group ([`RowPageCodec::encode_group`]), because a group may span
-//! pages. Pages are written in whole 16-token tiles, so two demotions never share a byte. A page
-//! may be partly filled.
+//! A [`RowPageCodec`] turns rows (already rotated) into the bytes of a page and back. It is the
+//! codec of every format; its page is `[key codes][value codes][key parameters][value parameters]`.
+//! Most formats quantize each token's row on its own. Formats that group keys along tokens take
+//! their rows group by group ([`RowPageCodec::quantize_group`]), because a group may span pages.
+//! Pages are written in whole 16-token tiles, so two demotions never share a byte. A page may be
+//! partly filled.
 
 use crate::clip;
 use crate::error::{CodecError, Result, check_head_dim, check_len};
@@ -217,13 +217,18 @@ impl RowPageCodec {
     }
 
     /// Dequantizes one row of one side. Sides that group along tokens cannot be read row by row and
-    /// give zeros; [`RowPageCodec::decode_token`] reads them.
-    pub fn decode_row(&self, side: Side, page: &[u8], token: usize, row: &mut [f32]) {
-        self.side(side).decode_row(token, &page[self.codes_range(side)], &page[self.params_range(side)], row);
+    /// give zeros; [`RowPageCodec::dequantize_token`] reads them.
+    pub fn dequantize_row(&self, side: Side, page: &[u8], token: usize, row: &mut [f32]) {
+        self.side(side).dequantize_row(
+            token,
+            &page[self.codes_range(side)],
+            &page[self.params_range(side)],
+            row,
+        );
     }
 
     /// Quantizes rows `first..` of one side and leaves the other alone.
-    pub fn encode_side_rows(&self, side: Side, first: usize, rows: &[f32], page: &mut [u8]) -> Result<()> {
+    pub fn quantize_side_rows(&self, side: Side, first: usize, rows: &[f32], page: &mut [u8]) -> Result<()> {
         self.check_rows(first, rows.len(), rows.len(), page.len())?;
         self.check_row_by_row(side)?;
         // Codes of both sides precede all parameters, so one split separates them.
@@ -233,7 +238,7 @@ impl RowPageCodec {
         let codes = &mut codes[self.codes_range(side)];
         let params = &mut params[params_range.start - base..params_range.end - base];
         for (i, row) in rows.chunks_exact(self.head_dim).enumerate() {
-            self.side(side).encode_row(first + i, row, codes, params);
+            self.side(side).quantize_row(first + i, row, codes, params);
         }
         Ok(())
     }
@@ -274,35 +279,41 @@ impl RowPageCodec {
     }
 
     /// Quantizes rows `first..first + n` of a page; `keys` and `values` are `n × head_dim`.
-    pub fn encode_rows(&self, first: usize, keys: &[f32], values: &[f32], page: &mut [u8]) -> Result<()> {
+    pub fn quantize_rows(&self, first: usize, keys: &[f32], values: &[f32], page: &mut [u8]) -> Result<()> {
         self.check_rows(first, keys.len(), values.len(), page.len())?;
-        self.encode_side_rows(Side::Key, first, keys, page)?;
-        self.encode_side_rows(Side::Value, first, values, page)
+        self.quantize_side_rows(Side::Key, first, keys, page)?;
+        self.quantize_side_rows(Side::Value, first, values, page)
     }
 
     /// Quantizes a page or its beginning; bytes of absent tokens are zero.
-    pub fn encode(&self, keys: &[f32], values: &[f32], page: &mut [u8]) -> Result<()> {
+    pub fn quantize(&self, keys: &[f32], values: &[f32], page: &mut [u8]) -> Result<()> {
         page.fill(0);
-        self.encode_rows(0, keys, values, page)
+        self.quantize_rows(0, keys, values, page)
     }
 
     /// Quantizes one 16-token tile without touching the others.
-    pub fn encode_tile(&self, tile: usize, keys: &[f32], values: &[f32], page: &mut [u8]) -> Result<()> {
+    pub fn quantize_tile(&self, tile: usize, keys: &[f32], values: &[f32], page: &mut [u8]) -> Result<()> {
         let max = PAGE_TOKENS / TILE_TOKENS;
         if tile >= max {
             return Err(CodecError::Tile { tile, max });
         }
         check_len("keys of a tile", keys.len(), TILE_TOKENS * self.head_dim())?;
-        self.encode_rows(tile * TILE_TOKENS, keys, values, page)
+        self.quantize_rows(tile * TILE_TOKENS, keys, values, page)
     }
 
     /// Dequantizes rows `first..first + n`.
-    pub fn decode_rows(&self, first: usize, page: &[u8], keys: &mut [f32], values: &mut [f32]) -> Result<()> {
+    pub fn dequantize_rows(
+        &self,
+        first: usize,
+        page: &[u8],
+        keys: &mut [f32],
+        values: &mut [f32],
+    ) -> Result<()> {
         self.check_rows(first, keys.len(), values.len(), page.len())?;
         for (side, rows) in [(Side::Key, keys), (Side::Value, values)] {
             self.check_row_by_row(side)?;
             for (i, row) in rows.chunks_exact_mut(self.head_dim).enumerate() {
-                self.decode_row(side, page, first + i, row);
+                self.dequantize_row(side, page, first + i, row);
             }
         }
         Ok(())

@@ -23,23 +23,23 @@ impl RecordCodec {
         }
     }
 
-    pub fn encode_row(&self, row: &[f32], record: &mut [u8]) {
+    pub fn quantize_row(&self, row: &[f32], record: &mut [u8]) {
         match self {
             Self::Fp8 { head_dim } => {
                 let (codes, scale) = record.split_at_mut(*head_dim);
-                scale.copy_from_slice(&f16::from_f32(fp8::encode_row(row, codes)).to_le_bytes());
+                scale.copy_from_slice(&f16::from_f32(fp8::quantize_row(row, codes)).to_le_bytes());
             }
-            Self::TurboQuant(codec) => codec.encode_row(row, record),
+            Self::TurboQuant(codec) => codec.quantize_row(row, record),
         }
     }
 
-    pub fn decode_row(&self, record: &[u8], row: &mut [f32]) {
+    pub fn dequantize_row(&self, record: &[u8], row: &mut [f32]) {
         match self {
             Self::Fp8 { head_dim } => {
                 let scale = f16::from_le_bytes([record[*head_dim], record[head_dim + 1]]).to_f32();
-                row.iter_mut().zip(record).for_each(|(v, &code)| *v = scale * fp8::decode(code));
+                row.iter_mut().zip(record).for_each(|(v, &code)| *v = scale * fp8::dequantize(code));
             }
-            Self::TurboQuant(codec) => codec.decode_row(record, row),
+            Self::TurboQuant(codec) => codec.dequantize_row(record, row),
         }
     }
 }

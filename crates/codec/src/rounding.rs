@@ -117,7 +117,7 @@ impl Feedback {
         for channel in (0..row.len()).rev() {
             let code = params.code(aim[channel], bits);
             codes[channel] = code;
-            let error = row[channel] - params.decode(code);
+            let error = row[channel] - params.dequantize(code);
             for (aim, weight) in aim.iter_mut().zip(self.row(channel)) {
                 *aim += weight * error;
             }
@@ -148,10 +148,10 @@ impl Rounding {
     }
 
     /// Quantizes a sanitized row: range of the clipped row, then codes, then the pair.
-    pub fn encode(&self, row: &[f32], clip: f64, bits: u32, codes: &mut [u8]) -> AffineParams {
+    pub fn quantize(&self, row: &[f32], clip: f64, bits: u32, codes: &mut [u8]) -> AffineParams {
         let mut clipped = row.to_vec();
         crate::clip::clip(&mut clipped, clip);
-        let params = affine::encode_group(&clipped, bits, codes);
+        let params = affine::quantize_group(&clipped, bits, codes);
         if let Some(feedback) = &self.feedback {
             feedback.round(row, params, bits, codes);
         }
@@ -195,10 +195,10 @@ mod tests {
         (0..D).map(|i| 0.85f32.powi((D - 1 - i) as i32)).collect()
     }
 
-    fn decoded(row: &[f32], rounding: &Rounding, bits: u32) -> Vec<f32> {
+    fn dequantized(row: &[f32], rounding: &Rounding, bits: u32) -> Vec<f32> {
         let mut codes = vec![0; D];
-        let params = rounding.encode(row, 0.96, bits, &mut codes);
-        codes.iter().map(|&c| params.decode(c)).collect()
+        let params = rounding.quantize(row, 0.96, bits, &mut codes);
+        codes.iter().map(|&c| params.dequantize(c)).collect()
     }
 
     fn weighted(metric: &[f64], error: &[f32]) -> f64 {
@@ -230,7 +230,7 @@ mod tests {
             let (mut near, mut far) = (0.0, 0.0);
             for row in normal_rows(40, 7) {
                 let error = |rounding: &Rounding| -> Vec<f32> {
-                    decoded(&row, rounding, bits).iter().zip(&row).map(|(a, b)| a - b).collect()
+                    dequantized(&row, rounding, bits).iter().zip(&row).map(|(a, b)| a - b).collect()
                 };
                 near += weighted(&metric, &error(&Rounding::default()));
                 far += weighted(&metric, &error(&shaped));
@@ -244,14 +244,14 @@ mod tests {
         let unbiased = Rounding { unbiased: true, feedback: None };
         for bits in [2, 3, 4, 8] {
             for row in normal_rows(20, 3) {
-                let decoded = decoded(&row, &unbiased, bits);
+                let dequantized = dequantized(&row, &unbiased, bits);
                 let mean = row.iter().sum::<f32>() / D as f32;
                 let product = |a: &[f32]| -> f64 {
                     a.iter().zip(&row).map(|(a, b)| f64::from(a - mean) * f64::from(b - mean)).sum()
                 };
                 // The pair is rounded to fp16.
-                assert!((product(&decoded) / product(&row) - 1.0).abs() < 2e-3);
-                assert!((decoded.iter().sum::<f32>() / D as f32 - mean).abs() < 4e-3);
+                assert!((product(&dequantized) / product(&row) - 1.0).abs() < 2e-3);
+                assert!((dequantized.iter().sum::<f32>() / D as f32 - mean).abs() < 4e-3);
             }
         }
     }
@@ -263,10 +263,10 @@ mod tests {
                 [(1, Rounding { unbiased: true, feedback: None }), (3, Rounding::default())]
             {
                 let (mut codes, mut plain) = (vec![0; D], vec![0; D]);
-                let params = rounding.encode(&row, 0.96, bits, &mut codes);
+                let params = rounding.quantize(&row, 0.96, bits, &mut codes);
                 let mut clipped = row.clone();
                 crate::clip::clip(&mut clipped, 0.96);
-                assert_eq!(params, affine::encode_group(&clipped, bits, &mut plain));
+                assert_eq!(params, affine::quantize_group(&clipped, bits, &mut plain));
                 assert_eq!(codes, plain);
             }
         }
@@ -290,7 +290,7 @@ mod tests {
         ) {
             let feedback = Feedback::of_spectrum(&spectrum(), Composition::RHPbr).unwrap();
             let mut codes = vec![0; D];
-            let params = Rounding { unbiased: true, feedback }.encode(&row, 0.92, bits, &mut codes);
+            let params = Rounding { unbiased: true, feedback }.quantize(&row, 0.92, bits, &mut codes);
             prop_assert!(params.scale.is_finite() && params.min.is_finite());
             prop_assert!(codes.iter().all(|&c| u32::from(c) <= affine::max_code(bits)));
         }

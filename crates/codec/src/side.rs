@@ -99,9 +99,10 @@ impl SideCodec {
         })
     }
 
-    pub(crate) fn encode_row(&self, token: usize, row: &[f32], codes: &mut [u8], params: &mut [u8]) {
+    pub(crate) fn quantize_row(&self, token: usize, row: &[f32], codes: &mut [u8], params: &mut [u8]) {
         if let Body::Records(records) = &self.body {
-            return records.encode_row(row, &mut codes[token * records.row_bytes()..][..records.row_bytes()]);
+            return records
+                .quantize_row(row, &mut codes[token * records.row_bytes()..][..records.row_bytes()]);
         }
         match self.spec.scheme {
             Scheme::Absent => return,
@@ -127,7 +128,7 @@ impl SideCodec {
         let mut row = row.to_vec();
         affine::sanitize(&mut row, limit);
         if !self.rounding.is_nearest() {
-            return self.encode_rounded(token, &row, codes, params);
+            return self.quantize_rounded(token, &row, codes, params);
         }
         clip::clip(&mut row, self.spec.clip);
         let mut group_codes = vec![0u8; self.group];
@@ -136,25 +137,25 @@ impl SideCodec {
             let pair = |scale: f32, offset: f32| [f16::from_f32(scale), f16::from_f32(offset)];
             let fp16 = match self.spec.scheme {
                 Scheme::OfficialAffine => {
-                    let p = affine::encode_group_official(values, &mut group_codes);
+                    let p = affine::quantize_group_official(values, &mut group_codes);
                     put(params, at(0), p.scale.to_le_bytes());
                     put(params, at(1), p.zero.to_le_bytes());
                     None
                 }
                 Scheme::LloydMax(lloyd_max::Variant::Exact) => {
-                    let p = lloyd_max::encode_group(values, &self.levels, &mut group_codes);
+                    let p = lloyd_max::quantize_group(values, &self.levels, &mut group_codes);
                     Some(pair(p.deviation, p.mean))
                 }
                 Scheme::LloydMax(lloyd_max::Variant::OfficialRatio) => {
-                    let p = lloyd_max::encode_group_official_ratio(values, &mut group_codes);
+                    let p = lloyd_max::quantize_group_official_ratio(values, &mut group_codes);
                     Some(pair(p.scale, p.min))
                 }
                 Scheme::RoundedZero => {
-                    let p = affine::encode_group_rounded_zero(values, self.spec.bits, &mut group_codes);
+                    let p = affine::quantize_group_rounded_zero(values, self.spec.bits, &mut group_codes);
                     Some(pair(p.scale, p.zero))
                 }
                 _ => {
-                    let p = affine::encode_group(values, self.spec.bits, &mut group_codes);
+                    let p = affine::quantize_group(values, self.spec.bits, &mut group_codes);
                     Some(pair(p.scale, p.min))
                 }
             };
@@ -168,9 +169,9 @@ impl SideCodec {
         }
     }
 
-    fn encode_rounded(&self, token: usize, row: &[f32], codes: &mut [u8], params: &mut [u8]) {
+    fn quantize_rounded(&self, token: usize, row: &[f32], codes: &mut [u8], params: &mut [u8]) {
         let mut row_codes = vec![0u8; row.len()];
-        let pair = self.rounding.encode(row, self.spec.clip, self.spec.bits, &mut row_codes);
+        let pair = self.rounding.quantize(row, self.spec.clip, self.spec.bits, &mut row_codes);
         for (which, value) in [pair.scale, pair.min].into_iter().enumerate() {
             let at = self.map.param_index(self.groups, token, 0, which);
             put(params, at, f16::from_f32(value).to_le_bytes());
@@ -200,13 +201,15 @@ impl SideCodec {
         self.levels.get(code as usize).copied().unwrap_or(code as f32)
     }
 
-    pub(crate) fn decode_row(&self, token: usize, codes: &[u8], params: &[u8], row: &mut [f32]) {
+    pub(crate) fn dequantize_row(&self, token: usize, codes: &[u8], params: &[u8], row: &mut [f32]) {
         match &self.body {
             Body::Mapped => {}
             Body::Records(records) => {
-                return records.decode_row(&codes[token * records.row_bytes()..][..records.row_bytes()], row);
+                return records
+                    .dequantize_row(&codes[token * records.row_bytes()..][..records.row_bytes()], row);
             }
-            // Only `decode_token` knows where groups begin and has the pages that they may span.
+            // Only `dequantize_token` knows where groups begin and has the pages that they may
+            // span.
             Body::TokenGroups(_) | Body::Nothing => return row.fill(0.0),
         }
         match self.spec.scheme {
@@ -228,7 +231,7 @@ impl SideCodec {
                         zero: f32::from_le_bytes(get(params, at(1))),
                     };
                     for (c, v) in values.iter_mut().enumerate() {
-                        *v = p.decode(self.map.read(codes, token, g * self.group + c));
+                        *v = p.dequantize(self.map.read(codes, token, g * self.group + c));
                     }
                 }
             }

@@ -115,7 +115,7 @@ impl Instance {
         if self.normalized && squares > 0.0 { norm / squares.sqrt() } else { norm }
     }
 
-    fn decode_centroids(&self, codes: &[u8], norm: f32, out: &mut [f32]) {
+    fn dequantize_centroids(&self, codes: &[u8], norm: f32, out: &mut [f32]) {
         for (channel, v) in out.iter_mut().enumerate() {
             *v = self.levels[usize::from(self.code(codes, channel))];
         }
@@ -124,9 +124,9 @@ impl Instance {
         out.iter_mut().for_each(|v| *v *= scale);
     }
 
-    fn decode(&self, row: &[u8], out: &mut [f32]) {
+    fn dequantize(&self, row: &[u8], out: &mut [f32]) {
         let (codes, signs, norm, residual) = self.parts(row);
-        self.decode_centroids(codes, norm, out);
+        self.dequantize_centroids(codes, norm, out);
         let Some(sketch) = &self.sketch else { return };
         let factor = self.sketch_factor(residual);
         let mut sum = vec![0.0; self.channels];
@@ -137,7 +137,7 @@ impl Instance {
         out.iter_mut().zip(&sum).for_each(|(v, s)| *v += factor * s);
     }
 
-    fn encode(&self, x: &[f32], row: &mut [u8]) {
+    fn quantize(&self, x: &[f32], row: &mut [u8]) {
         let bytes = &mut row[self.start..][..self.bytes()];
         bytes.fill(0);
         let norm = norm(x);
@@ -156,7 +156,7 @@ impl Instance {
         bytes[norms..norms + 2].copy_from_slice(&f16::from_f32(stored).to_le_bytes());
         let Some(sketch) = &self.sketch else { return };
         let mut residual = vec![0.0; self.channels];
-        self.decode_centroids(&bytes[..self.code_bytes()], stored, &mut residual);
+        self.dequantize_centroids(&bytes[..self.code_bytes()], stored, &mut residual);
         residual.iter_mut().zip(x).for_each(|(r, x)| *r = x - *r);
         for (i, directions) in sketch.chunks_exact(self.channels).enumerate() {
             let dot = affine::lane_sum(directions.iter().zip(&residual).map(|(g, r)| g * r));
@@ -223,17 +223,17 @@ impl TurboQuant {
         self.instances.iter().map(Instance::bytes).sum()
     }
 
-    pub fn encode_row(&self, row: &[f32], bytes: &mut [u8]) {
+    pub fn quantize_row(&self, row: &[f32], bytes: &mut [u8]) {
         let mut row = row.to_vec();
         affine::sanitize(&mut row, affine::SATURATION);
         for instance in &self.instances {
-            instance.encode(&row[instance.first..][..instance.channels], bytes);
+            instance.quantize(&row[instance.first..][..instance.channels], bytes);
         }
     }
 
-    pub fn decode_row(&self, bytes: &[u8], row: &mut [f32]) {
+    pub fn dequantize_row(&self, bytes: &[u8], row: &mut [f32]) {
         for instance in &self.instances {
-            instance.decode(bytes, &mut row[instance.first..][..instance.channels]);
+            instance.dequantize(bytes, &mut row[instance.first..][..instance.channels]);
         }
     }
 }
@@ -249,10 +249,10 @@ mod tests {
         (0..n).map(|_| random.normal() as f32).collect()
     }
 
-    fn decoded(codec: &TurboQuant, row: &[f32]) -> Vec<f32> {
+    fn dequantized(codec: &TurboQuant, row: &[f32]) -> Vec<f32> {
         let (mut bytes, mut out) = (vec![0xee; codec.row_bytes()], vec![0.0; row.len()]);
-        codec.encode_row(row, &mut bytes);
-        codec.decode_row(&bytes, &mut out);
+        codec.quantize_row(row, &mut bytes);
+        codec.dequantize_row(&bytes, &mut out);
         out
     }
 
@@ -262,7 +262,7 @@ mod tests {
         (0..n)
             .map(|seed| {
                 let x = gaussian(d, seed);
-                let out = decoded(codec, &x);
+                let out = dequantized(codec, &x);
                 let error: f64 = x.iter().zip(&out).map(|(a, b)| f64::from(a - b).powi(2)).sum();
                 error / x.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>()
             })
@@ -300,7 +300,7 @@ mod tests {
             for seed in 0..1500 {
                 let (x, noise) = (gaussian(d, seed), gaussian(d, seed + 10_000));
                 let y: Vec<f32> = x.iter().zip(&noise).map(|(a, b)| a + b).collect();
-                let out = decoded(codec, &x);
+                let out = dequantized(codec, &x);
                 let dot = |a: &[f32]| a.iter().zip(&y).map(|(a, b)| f64::from(a * b)).sum::<f64>();
                 cross += dot(&out) * dot(&x);
                 square += dot(&x).powi(2);
@@ -316,7 +316,7 @@ mod tests {
         let mut worst = 0.0;
         for seed in 0..400 {
             let (x, y) = (gaussian(d, seed), gaussian(d, seed + 5000));
-            let out = decoded(&prod, &x);
+            let out = dequantized(&prod, &x);
             let size = |a: &[f32]| a.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>();
             let error: f64 = x.iter().zip(&out).zip(&y).map(|((a, b), y)| f64::from((a - b) * y)).sum();
             worst += error.powi(2) / (size(&x) * size(&y)) / 400.0;
@@ -348,9 +348,9 @@ mod tests {
         let spec = TurboSpec { outliers: Outliers::Half, ..MSE };
         let codec = TurboQuant::new(128, 2, spec).unwrap();
         let mut x = gaussian(128, 5);
-        let before = decoded(&codec, &x);
+        let before = dequantized(&codec, &x);
         x[127] = 50.0;
-        assert_eq!(decoded(&codec, &x)[..64], before[..64]);
+        assert_eq!(dequantized(&codec, &x)[..64], before[..64]);
         assert_eq!(
             codec.instances().iter().map(|i| (i.channels, i.bits)).collect::<Vec<_>>(),
             [(64, 3), (64, 2)]
@@ -358,11 +358,11 @@ mod tests {
     }
 
     #[test]
-    fn hostile_rows_decode_to_finite_numbers() {
+    fn hostile_rows_dequantize_to_finite_numbers() {
         for prod in [false, true] {
             let codec = TurboQuant::new(32, 2, TurboSpec { prod, ..MSE }).unwrap();
             for value in [f32::NAN, f32::INFINITY, f32::MAX, -0.0, f32::from_bits(1)] {
-                let out = decoded(&codec, &[value; 32]);
+                let out = dequantized(&codec, &[value; 32]);
                 assert!(out.iter().all(|v| v.is_finite()), "{value}: {out:?}");
                 assert!(value.abs() > 1.0 || out.iter().all(|v| v.abs() < 1e-3));
             }

@@ -88,7 +88,7 @@ impl Drop for QueuePlace {
     }
 }
 
-/// The guarded data is valid after every statement, so a poisoned lock is as good as new.
+/// Ignores poisoning: the guarded data is valid after every statement.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -83,7 +83,12 @@ impl<'a> Way<'a> {
         let id = self.pages[sequence].full()[(tokens - 1) / PAGE_TOKENS].context("the last page")?;
         let page = self.pool.read_page(0, head, id.0, false)?;
         let mut row = vec![0.0; self.case.shape.head_dim];
-        self.case.layout.full().codec(0, head).decode_row(side, &page, (tokens - 1) % PAGE_TOKENS, &mut row);
+        self.case.layout.full().codec(0, head).dequantize_row(
+            side,
+            &page,
+            (tokens - 1) % PAGE_TOKENS,
+            &mut row,
+        );
         Ok(row)
     }
 }

@@ -281,7 +281,7 @@ impl HeadTwin {
             if let Some(groups) = codec.token_groups(side) {
                 for first in positions.clone().step_by(groups.tokens()) {
                     let rows = &rows[first * d..(first + groups.tokens()) * d];
-                    codec.encode_group(side, first, rows, |at, bytes, tile| {
+                    codec.quantize_group(side, first, rows, |at, bytes, tile| {
                         if let Some(page) = pages.get_mut(&at.block) {
                             page[bytes].copy_from_slice(tile);
                         }
@@ -292,14 +292,14 @@ impl HeadTwin {
                     let block = position / PAGE_TOKENS;
                     let into = pages.get_mut(&block).with_context(|| page(block))?;
                     let row = &rows[position * d..(position + 1) * d];
-                    codec.encode_side_rows(side, position % PAGE_TOKENS, row, into)?;
+                    codec.quantize_side_rows(side, position % PAGE_TOKENS, row, into)?;
                 }
             }
             let last = pages.keys().next_back().map_or(0, |block| block + 1);
             let held: Vec<Option<&[u8]>> = (0..last).map(|b| pages.get(&b).map(Vec::as_slice)).collect();
             for position in positions.clone() {
                 let row = &mut decoded[position * d..(position + 1) * d];
-                codec.decode_token(side, &held, origin, position, row)?;
+                codec.dequantize_token(side, &held, origin, position, row)?;
                 if storage == Storage::Dequantized {
                     row.iter_mut().for_each(|v| *v = half::bf16::from_f32(*v).to_f32());
                 }
@@ -363,7 +363,7 @@ impl HeadTwin {
     /// Whether a page of dequantized history holds the dequantized row of a position.
     fn holds(&self, full: &RowPageCodec, side: Side, position: usize, page: &[u8]) -> bool {
         let mut row = vec![0.0; full.head_dim()];
-        full.decode_row(side, page, position % PAGE_TOKENS, &mut row);
+        full.dequantize_row(side, page, position % PAGE_TOKENS, &mut row);
         let expected = if side == Side::Key { &self.coded_keys } else { &self.coded_values };
         let expected = &expected[position * full.head_dim()..][..full.head_dim()];
         row.iter().zip(expected).all(|(a, b)| a.to_bits() == b.to_bits())
@@ -384,7 +384,7 @@ impl TwinPages {
         let pages = |keys: &[f32], values: &[f32]| -> Result<Vec<Vec<u8>>> {
             let page = |(keys, values): (&[f32], &[f32])| {
                 let mut page = vec![0; codec.page_bytes()];
-                codec.encode_rows(0, keys, values, &mut page)?;
+                codec.quantize_rows(0, keys, values, &mut page)?;
                 Ok(page)
             };
             let size = PAGE_TOKENS * head_dim;

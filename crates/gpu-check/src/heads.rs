@@ -112,8 +112,8 @@ impl Appended {
             let page = pool.read_page(0, head, id.0, false)?;
             for row in 0..rows {
                 let (mut key, mut value) = (vec![0.0; d], vec![0.0; d]);
-                layout.full().codec(0, head).decode_row(Side::Key, &page, row, &mut key);
-                layout.full().codec(0, head).decode_row(Side::Value, &page, row, &mut value);
+                layout.full().codec(0, head).dequantize_row(Side::Key, &page, row, &mut key);
+                layout.full().codec(0, head).dequantize_row(Side::Value, &page, row, &mut value);
                 let mut expected = self.prepared(row, query_heads + head, &self.key_norm);
                 let mean = self.heads[head].key_mean.as_deref().unwrap_or_default();
                 expected.iter_mut().zip(mean).for_each(|(e, &m)| *e -= f64::from(m));

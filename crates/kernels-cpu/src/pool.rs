@@ -259,7 +259,7 @@ fn relax(spins: &mut u32) {
     if spins.is_multiple_of(1024) { std::thread::yield_now() } else { std::hint::spin_loop() }
 }
 
-/// A poisoned lock is as good as new here: what it guards is valid at every step.
+/// Ignores poisoning: the guarded data is valid at every step.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -151,13 +151,13 @@ impl Recoder<'_> {
             let mut rows = vec![0.0; positions.len() * d];
             for (position, row) in positions.clone().zip(rows.chunks_exact_mut(d)) {
                 let page = full.get(&pages_of(s, position / PAGE_TOKENS)?.0).ok_or_else(absent)?;
-                self.full.decode_row(side, page, position % PAGE_TOKENS, row);
+                self.full.dequantize_row(side, page, position % PAGE_TOKENS, row);
             }
             self.through_codec(side, positions, &mut rows).map_err(shape)?;
             for (token, block, range) in runs(positions) {
                 let page = decoded.get_mut(&pages_of(s, block)?.1).ok_or_else(absent)?;
                 self.full
-                    .encode_side_rows(side, token, &rows[range.start * d..range.end * d], page)
+                    .quantize_side_rows(side, token, &rows[range.start * d..range.end * d], page)
                     .map_err(shape)?;
             }
         }
@@ -179,7 +179,7 @@ impl Recoder<'_> {
                 for (first, rows) in
                     positions.clone().step_by(groups.tokens()).zip(rows.chunks(groups.tokens() * d))
                 {
-                    self.coded.encode_group(side, first, rows, |at, bytes, tile| {
+                    self.coded.quantize_group(side, first, rows, |at, bytes, tile| {
                         codes[at.block - blocks.start][bytes].copy_from_slice(tile);
                     })?;
                 }
@@ -187,7 +187,7 @@ impl Recoder<'_> {
             None => {
                 for (token, block, range) in runs(positions) {
                     let rows = &rows[range.start * d..range.end * d];
-                    self.coded.encode_side_rows(side, token, rows, &mut codes[block - blocks.start])?;
+                    self.coded.quantize_side_rows(side, token, rows, &mut codes[block - blocks.start])?;
                 }
             }
         }
@@ -196,7 +196,7 @@ impl Recoder<'_> {
             *page = Some(codes);
         }
         for (position, row) in positions.clone().zip(rows.chunks_exact_mut(d)) {
-            self.coded.decode_token(side, &pages, self.origin, position, row)?;
+            self.coded.dequantize_token(side, &pages, self.origin, position, row)?;
         }
         Ok(())
     }
@@ -249,7 +249,7 @@ mod tests {
             for block in 0..tokens.div_ceil(PAGE_TOKENS) {
                 let mut page = vec![0; codec.page_bytes()];
                 let part = block * PAGE_TOKENS * D..tokens.min((block + 1) * PAGE_TOKENS) * D;
-                codec.encode_rows(0, &rows[0][part.clone()], &rows[1][part], &mut page).unwrap();
+                codec.quantize_rows(0, &rows[0][part.clone()], &rows[1][part], &mut page).unwrap();
                 // Ids that are not block numbers.
                 full.insert(3 + 2 * block as u32, page);
             }
@@ -280,7 +280,7 @@ mod tests {
                 for first in (sink..end).step_by(groups.tokens()) {
                     let part = &rows[first * D..(first + groups.tokens()) * D];
                     codec
-                        .encode_group(side, first, part, |at, bytes, tile| {
+                        .quantize_group(side, first, part, |at, bytes, tile| {
                             pages[at.block][bytes].copy_from_slice(tile);
                         })
                         .unwrap();
@@ -289,13 +289,13 @@ mod tests {
                 for position in sink..end {
                     let row = &rows[position * D..(position + 1) * D];
                     let page = &mut pages[position / PAGE_TOKENS];
-                    codec.encode_side_rows(side, position % PAGE_TOKENS, row, page).unwrap();
+                    codec.quantize_side_rows(side, position % PAGE_TOKENS, row, page).unwrap();
                 }
             }
             let pages: Vec<Option<&[u8]>> = pages.iter().map(|p| Some(p.as_slice())).collect();
             let mut decoded = vec![0.0; (end - sink) * D];
             for (position, row) in (sink..end).zip(decoded.chunks_exact_mut(D)) {
-                codec.decode_token(side, &pages, sink, position, row).unwrap();
+                codec.dequantize_token(side, &pages, sink, position, row).unwrap();
                 row.iter_mut().for_each(|v| *v = bf16::from_f32(*v).to_f32());
             }
             decoded
@@ -345,12 +345,12 @@ mod tests {
                 let mut row = vec![0.0; D];
                 for (position, expected) in (windows.sink()..end).zip(expected.chunks_exact(D)) {
                     let id = twin.coded_ids[position / PAGE_TOKENS].unwrap().0;
-                    full.decode_row(side, &decoded[&id], position % PAGE_TOKENS, &mut row);
+                    full.dequantize_row(side, &decoded[&id], position % PAGE_TOKENS, &mut row);
                     assert_eq!(row, expected, "{format}, {side:?} of {position}");
                 }
                 // Rows that were not demoted are untouched.
                 let id = twin.coded_ids[(tokens - 1) / PAGE_TOKENS].unwrap().0;
-                full.decode_row(side, &decoded[&id], (tokens - 1) % PAGE_TOKENS, &mut row);
+                full.dequantize_row(side, &decoded[&id], (tokens - 1) % PAGE_TOKENS, &mut row);
                 let untouched = bf16::from_bits(0xA5A5).to_f32();
                 assert!(end >= tokens || row.iter().all(|&v| v == untouched), "{format}");
             }
@@ -390,7 +390,7 @@ mod tests {
                 let mut row = vec![0.0; D];
                 for (position, expected) in (64..160).zip(expected.chunks_exact(D)) {
                     let id = twin.coded_ids[position / PAGE_TOKENS].unwrap().0;
-                    full.decode_row(side, &work.decoded[&id], position % PAGE_TOKENS, &mut row);
+                    full.dequantize_row(side, &work.decoded[&id], position % PAGE_TOKENS, &mut row);
                     assert_eq!(row, expected, "{side:?} of {position}");
                 }
             }

@@ -158,7 +158,7 @@ impl Device {
     }
 
     /// Restarts the count of launches that are submitted directly, so that the same launches of
-    /// each step become a graph, whatever was launched before them.
+    /// each step become a graph, regardless of earlier launches.
     pub(crate) fn count_launches_from_here(&self) {
         self.recorder().count_from_here();
     }

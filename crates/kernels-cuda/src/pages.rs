@@ -285,7 +285,7 @@ impl CudaPages {
         for (block, range, rows) in blocks(positions, d) {
             let page = self.read_page(head.layer, head.kv_head, held(full, block)?, false)?;
             let (keys, values) = (&mut keys[rows.clone()], &mut values[rows]);
-            codec.decode_rows(range.start, &page, keys, values).map_err(shape)?;
+            codec.dequantize_rows(range.start, &page, keys, values).map_err(shape)?;
         }
         Ok(())
     }
@@ -304,7 +304,7 @@ impl CudaPages {
         for (block, range, rows) in blocks(first..first + keys.len() / d, d) {
             let id = held(full, block)?;
             let mut page = self.read_page(head.layer, head.kv_head, id, false)?;
-            codec.encode_rows(range.start, &keys[rows.clone()], &values[rows], &mut page).map_err(shape)?;
+            codec.quantize_rows(range.start, &keys[rows.clone()], &values[rows], &mut page).map_err(shape)?;
             self.write_page(head.layer, head.kv_head, id, false, &page)?;
         }
         Ok(())

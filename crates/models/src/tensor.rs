@@ -112,7 +112,7 @@ impl<'a> TensorView<'a> {
         usable.then(|| bytemuck::try_cast_slice(self.bytes).ok()).flatten()
     }
 
-    /// Is every element a number, neither NaN nor infinite?
+    /// Whether every element is finite.
     pub fn is_finite(&self) -> bool {
         // The largest exponent marks both. Whole chunks without an early exit compare many elements
         // at a time.

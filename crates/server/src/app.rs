@@ -93,7 +93,7 @@ impl App {
         bytes.div_ceil(1 << 10).min(u32::MAX as usize)
     }
 
-    /// Is the server only reachable from this machine?
+    /// Whether the server is only reachable from this machine.
     pub fn loopback_only(&self) -> bool {
         self.config.loopback
     }

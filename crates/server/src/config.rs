@@ -12,8 +12,8 @@ use crate::keys::Keys;
 pub struct ServerConfig {
     pub host: String,
     pub port: u16,
-    /// Is the server only reachable from this machine? [`serve_on`](crate::serve_on) finds out by
-    /// the address.
+    /// Whether the server is only reachable from this machine. [`serve_on`](crate::serve_on) finds
+    /// out by the address.
     pub loopback: bool,
     /// Who may call; with none, no key is asked for. `/health` never asks.
     pub keys: Keys,

@@ -135,7 +135,7 @@ impl Metrics {
         self.finished.get_or_create(&ReasonLabels { finished_reason }).inc();
     }
 
-    /// An answer had so many tool calls, and so many that were not well formed.
+    /// Counts the tool calls of an answer, and those that were not well formed.
     pub fn tool_calls(&self, calls: usize, malformed: usize) {
         self.tool_calls.inc_by(calls as u64);
         self.malformed_tool_calls.inc_by(malformed as u64);

@@ -66,12 +66,12 @@ fn is_known(host: &str, app: &Shared) -> bool {
         || app.config.allowed_hosts.iter().any(|h| named(h))
 }
 
-/// Is the origin in the operator's list?
+/// Whether the origin is in the operator's list.
 pub fn allows(list: &[String], origin: &HeaderValue) -> bool {
     list.iter().any(|allowed| allowed == "*" || allowed.as_bytes() == origin.as_bytes())
 }
 
-/// Is the origin this server itself, under the name that the client used?
+/// Whether the origin is this server itself, under the name that the client used.
 fn is_own(origin: &HeaderValue, host: Option<&str>) -> bool {
     let authority = origin.to_str().ok().and_then(|origin| origin.split_once("://")).map(|(_, rest)| rest);
     authority.zip(host).is_some_and(|(origin, host)| origin.eq_ignore_ascii_case(host))

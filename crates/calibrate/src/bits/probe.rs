@@ -324,9 +324,9 @@ fn recode(rows: &mut [f32], head_dim: usize, bits: u32, ratio: f64, rounding: &R
     let mut codes = vec![0; head_dim];
     for row in rows.chunks_exact_mut(head_dim) {
         affine::sanitize(row, affine::SATURATION);
-        let params = rounding.encode(row, ratio, bits, &mut codes);
+        let params = rounding.quantize(row, ratio, bits, &mut codes);
         for (value, &code) in row.iter_mut().zip(&codes) {
-            *value = params.decode(code);
+            *value = params.dequantize(code);
         }
     }
 }
@@ -377,9 +377,9 @@ mod tests {
             let codec = KvFormat::Oscar { bits }.codec(d, CodeLayout::Logical).unwrap();
             let codec = codec.with_rounding(rounding.clone()).unwrap();
             let mut page = vec![0; codec.page_bytes()];
-            codec.encode(&rows, &rows, &mut page).unwrap();
+            codec.quantize(&rows, &rows, &mut page).unwrap();
             let (mut keys, mut values) = (vec![0.0; 16 * d], vec![0.0; 16 * d]);
-            codec.decode_rows(0, &page, &mut keys, &mut values).unwrap();
+            codec.dequantize_rows(0, &page, &mut keys, &mut values).unwrap();
             for (side, expected) in [(Side::Key, keys), (Side::Value, values)] {
                 let mut ours = rows.clone();
                 recode(&mut ours, d, bits.into(), default_clip(side, bits.into()), codec.rounding(side));

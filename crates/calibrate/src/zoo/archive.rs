@@ -32,7 +32,7 @@ impl TorchFile {
         let file = File::open(path).map_err(io)?;
         let size = file.metadata().map_err(io)?.len();
         check("the file size in bytes", size, limits.file_bytes)?;
-        // The size may lie (pipes, growing files): stop one byte past the limit whatever it says.
+        // The size may lie (pipes, growing files): stop one byte past the limit in any case.
         let mut bytes = Vec::new();
         file.take(limits.file_bytes.saturating_add(1)).read_to_end(&mut bytes).map_err(io)?;
         Self::from_bytes(bytes, limits)

@@ -1,4 +1,5 @@
-//! `oscar calibrate --bits`: widths for each layer, head and side, by the harm they do to text and to answers.
+//! `oscar calibrate --bits`: widths for each layer, head and side, by the harm they do to text and
+//! to answers.
 
 use crate::options::OpenModel;
 use crate::progress;
@@ -56,7 +57,7 @@ pub struct BitsArgs {
     /// seconds; its tables of means that are not asked for stay
     #[arg(long, requires = "rotations")]
     pub reuse_harms: bool,
-    /// How codes are rounded: by what reads them (`shaped`, if absent and the rotations allow it)
+    /// How codes are rounded: query-aware (`shaped`, the default if the rotations allow it)
     /// or to the nearest level
     #[arg(long, value_name = "nearest|shaped")]
     pub rounding: Option<CodeRounding>,
@@ -126,7 +127,7 @@ impl BitsArgs {
         let (tokens, least) = (self.probe_tokens, LEAST_HISTORY + TEXT_SCORED);
         let positions = model.config.max_position_embeddings;
         if tokens < least {
-            bail!("--probe-tokens {tokens}: at least {least}, or nothing is coded");
+            bail!("--probe-tokens {tokens}: at least {least}, or nothing would be quantized");
         }
         if tokens > positions {
             bail!("--probe-tokens {tokens}: {} addresses {positions} positions", model.name);

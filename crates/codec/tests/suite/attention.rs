@@ -11,7 +11,7 @@ fn page(codec: &RowPageCodec, random: &mut Random, tokens: usize) -> (Vec<f32>, 
     let d = codec.head_dim();
     let (k, v) = (random.rows(tokens * d), random.rows(tokens * d));
     let mut bytes = vec![0; codec.page_bytes()];
-    codec.encode(&k, &v, &mut bytes).unwrap();
+    codec.quantize(&k, &v, &mut bytes).unwrap();
     (k, v, bytes)
 }
 
@@ -85,17 +85,17 @@ fn context_answer(len: usize, split: usize, windows: &Windows) -> (Vec<f32>, Vec
     let coded = KvFormat::OSCAR2.codec(64, CodeLayout::CpuTile).unwrap();
     let mut random = Random::new(9);
     let (k, v) = (random.rows(len * 64), random.rows(len * 64));
-    let encode = |codec: &RowPageCodec| -> Vec<Vec<u8>> {
+    let quantize = |codec: &RowPageCodec| -> Vec<Vec<u8>> {
         k.chunks(64 * 64)
             .zip(v.chunks(64 * 64))
             .map(|(k, v)| {
                 let mut bytes = vec![0; codec.page_bytes()];
-                codec.encode(k, v, &mut bytes).unwrap();
+                codec.quantize(k, v, &mut bytes).unwrap();
                 bytes
             })
             .collect()
     };
-    let (full_pages, coded_pages) = (encode(&full), encode(&coded));
+    let (full_pages, coded_pages) = (quantize(&full), quantize(&coded));
     let q = random.rows(64);
     let full_refs: Vec<Option<&[u8]>> = full_pages.iter().map(|p| Some(p.as_slice())).collect();
     let coded_refs: Vec<Option<&[u8]>> = coded_pages.iter().map(|p| Some(p.as_slice())).collect();
@@ -134,7 +134,7 @@ fn blocks_without_rows_are_read_as_code_and_so_is_everything_before_them() {
     let mut random = Random::new(11);
     let page = |codec: &RowPageCodec, k: &[f32], v: &[f32]| {
         let mut bytes = vec![0; codec.page_bytes()];
-        codec.encode(k, v, &mut bytes).unwrap();
+        codec.quantize(k, v, &mut bytes).unwrap();
         bytes
     };
     let rows: Vec<_> = (0..6).map(|_| (random.rows(64 * 64), random.rows(64 * 64))).collect();
@@ -164,13 +164,13 @@ fn a_flat_tail_of_128k_tokens_keeps_its_mass() {
     // One loud token among 131071 whispers: the tail's share must not vanish.
     let codec = KvFormat::OSCAR2.codec(64, CodeLayout::CpuTile).unwrap();
     let mut tail = vec![0; codec.page_bytes()];
-    codec.encode(&vec![0.0; 64 * 64], &vec![1.0; 64 * 64], &mut tail).unwrap();
+    codec.quantize(&vec![0.0; 64 * 64], &vec![1.0; 64 * 64], &mut tail).unwrap();
     let mut head = vec![0; codec.page_bytes()];
     let loud: Vec<f32> = (0..64).map(|c| if c == 0 { 12.0 } else { 0.0 }).collect();
-    codec.encode(&loud, &vec![0.0; 64], &mut head).unwrap();
+    codec.quantize(&loud, &vec![0.0; 64], &mut head).unwrap();
     let mut key = vec![0.0; 64];
     let mut value = vec![0.0; 64];
-    codec.decode_rows(0, &head, &mut key, &mut value).unwrap();
+    codec.dequantize_rows(0, &head, &mut key, &mut value).unwrap();
     let q: Vec<f32> = (0..64).map(|c| if c == 0 { 1.0 } else { 0.0 }).collect();
     let mut state = AttentionState::empty(64);
     attend_page(&q, 1.0, &codec, &head, 0..1, Form::Folded, &mut state);

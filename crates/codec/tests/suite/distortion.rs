@@ -13,9 +13,9 @@ fn snr_db(spec: SideSpec) -> f64 {
         let keys = random.rows(64 * 128);
         let values = random.rows(64 * 128);
         let mut page = vec![0; codec.page_bytes()];
-        codec.encode(&keys, &values, &mut page).unwrap();
+        codec.quantize(&keys, &values, &mut page).unwrap();
         let (mut k, mut v) = (vec![0.0; keys.len()], vec![0.0; keys.len()]);
-        codec.decode_rows(0, &page, &mut k, &mut v).unwrap();
+        codec.dequantize_rows(0, &page, &mut k, &mut v).unwrap();
         for (x, y) in keys.iter().chain(&values).zip(k.iter().chain(&v)) {
             signal += (*x as f64).powi(2);
             noise += (*x as f64 - *y as f64).powi(2);

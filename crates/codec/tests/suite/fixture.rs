@@ -22,7 +22,7 @@ fn official_codec_reproduces_the_recorded_bytes() {
     let (keys, values) = (floats(&t, "k_rotated"), floats(&t, "v_rotated"));
     let codec = KvFormat::Oscar2Official.codec(128, CodeLayout::Official).unwrap();
     let mut page = vec![0; codec.page_bytes()];
-    codec.encode(&keys, &values, &mut page).unwrap();
+    codec.quantize(&keys, &values, &mut page).unwrap();
     for (side, prefix) in [(Side::Key, "k"), (Side::Value, "v")] {
         let packed = t.tensor(&format!("{prefix}_packed")).unwrap();
         assert_eq!(&page[codec.codes_range(side)][..16 * 32], packed.data(), "{prefix}: packed bytes");
@@ -54,7 +54,7 @@ fn golden_ramp_row() {
     let spec = SideSpec { scheme: Scheme::OfficialAffine, bits: 2, group: 0, clip: 0.96 };
     let codec = RowPageCodec::new(128, spec, spec, CodeLayout::Official).unwrap();
     let mut page = vec![0; codec.page_bytes()];
-    codec.encode(&row, &row, &mut page).unwrap();
+    codec.quantize(&row, &row, &mut page).unwrap();
     assert_eq!(page[..8], [164, 41, 78, 147, 228, 121, 94, 164]);
     let p = codec.group_params(Side::Key, &page, 0, 0);
     assert_eq!((p.scale, p.offset), (2.5625, -1.5 * 2.5625));
@@ -64,17 +64,17 @@ fn golden_ramp_row() {
 fn our_format_differs_from_the_official_one_only_by_rounding_of_the_pair() {
     let t = SafeTensors::deserialize(FIXTURE).unwrap();
     let (keys, values) = (floats(&t, "k_rotated"), floats(&t, "v_rotated"));
-    let decode = |format: KvFormat| {
+    let dequantize = |format: KvFormat| {
         let codec = format.codec(128, format.native_layout()).unwrap();
         let mut page = vec![0; codec.page_bytes()];
-        codec.encode(&keys, &values, &mut page).unwrap();
+        codec.quantize(&keys, &values, &mut page).unwrap();
         let (mut k, mut v) = (vec![0.0; keys.len()], vec![0.0; keys.len()]);
-        codec.decode_rows(0, &page, &mut k, &mut v).unwrap();
+        codec.dequantize_rows(0, &page, &mut k, &mut v).unwrap();
         (k, v)
     };
-    let (ours, official) = (decode(KvFormat::OSCAR2), decode(KvFormat::Oscar2Official));
-    let error = |rows: &[f32], decoded: &[f32]| -> f64 {
-        rows.iter().zip(decoded).map(|(a, b)| ((a - b) as f64).powi(2)).sum()
+    let (ours, official) = (dequantize(KvFormat::OSCAR2), dequantize(KvFormat::Oscar2Official));
+    let error = |rows: &[f32], dequantized: &[f32]| -> f64 {
+        rows.iter().zip(dequantized).map(|(a, b)| ((a - b) as f64).powi(2)).sum()
     };
     assert!(error(&keys, &ours.0) < error(&keys, &official.0) * 1.001);
     assert!(error(&values, &ours.1) < error(&values, &official.1) * 1.001);

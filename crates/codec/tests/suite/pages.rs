@@ -27,7 +27,7 @@ fn encoded(format: KvFormat, d: usize, layout: CodeLayout, seed: u64) -> Option<
     let mut random = Random::new(seed);
     let (keys, values) = (random.rows(64 * d), random.rows(64 * d));
     let mut page = vec![0; codec.page_bytes()];
-    codec.encode(&keys, &values, &mut page).unwrap();
+    codec.quantize(&keys, &values, &mut page).unwrap();
     Some(Encoded { codec, keys, values, page })
 }
 
@@ -63,16 +63,16 @@ fn tiles_fill_a_page_as_one_encode_does() {
             let mut page = vec![0; codec.page_bytes()];
             for tile in [2, 0, 3, 1] {
                 let rows = tile * 16 * 128..(tile + 1) * 16 * 128;
-                codec.encode_tile(tile, &keys[rows.clone()], &values[rows], &mut page).unwrap();
+                codec.quantize_tile(tile, &keys[rows.clone()], &values[rows], &mut page).unwrap();
             }
             assert_eq!(page, whole, "{format} {layout:?}");
             // A partial page decodes to the same rows as the full one.
             let mut part = vec![0xaa; codec.page_bytes()];
-            codec.encode(&keys[..21 * 128], &values[..21 * 128], &mut part).unwrap();
+            codec.quantize(&keys[..21 * 128], &values[..21 * 128], &mut part).unwrap();
             let (mut k, mut v) = (vec![0.0; 21 * 128], vec![0.0; 21 * 128]);
             let (mut k2, mut v2) = (k.clone(), v.clone());
-            codec.decode_rows(0, &part, &mut k, &mut v).unwrap();
-            codec.decode_rows(0, &whole, &mut k2, &mut v2).unwrap();
+            codec.dequantize_rows(0, &part, &mut k, &mut v).unwrap();
+            codec.dequantize_rows(0, &whole, &mut k2, &mut v2).unwrap();
             assert_eq!((k, v), (k2, v2));
         }
     }
@@ -99,9 +99,9 @@ fn hostile_rows_are_defined() {
         let codec = format.codec(128, format.native_layout()).unwrap();
         for row in &rows {
             let mut page = vec![0; codec.page_bytes()];
-            codec.encode(row, row, &mut page).unwrap();
+            codec.quantize(row, row, &mut page).unwrap();
             let (mut k, mut v) = (vec![0.0; 128], vec![0.0; 128]);
-            codec.decode_rows(0, &page, &mut k, &mut v).unwrap();
+            codec.dequantize_rows(0, &page, &mut k, &mut v).unwrap();
             assert!(
                 k.iter().chain(&v).all(|x| x.is_finite()),
                 "{format}: {:?} gave {:?}",
@@ -122,13 +122,13 @@ fn wrong_sizes_are_refused_by_name() {
     let mut page = vec![0; codec.page_bytes()];
     let rows = vec![0.0; 16 * 128];
     for (error, needle) in [
-        (codec.encode(&rows, &rows[1..], &mut page), "values"),
-        (codec.encode(&rows[1..], &rows[1..], &mut page), "keys"),
-        (codec.encode(&vec![0.0; 65 * 128], &vec![0.0; 65 * 128], &mut page), "65 tokens"),
-        (codec.encode_rows(60, &rows, &rows, &mut page), "76 tokens"),
-        (codec.encode_tile(4, &rows, &rows, &mut page), "tile 4"),
-        (codec.encode_tile(0, &rows[..128], &rows[..128], &mut page), "tile"),
-        (codec.encode(&rows, &rows, &mut page[1..]), "4608"),
+        (codec.quantize(&rows, &rows[1..], &mut page), "values"),
+        (codec.quantize(&rows[1..], &rows[1..], &mut page), "keys"),
+        (codec.quantize(&vec![0.0; 65 * 128], &vec![0.0; 65 * 128], &mut page), "65 tokens"),
+        (codec.quantize_rows(60, &rows, &rows, &mut page), "76 tokens"),
+        (codec.quantize_tile(4, &rows, &rows, &mut page), "tile 4"),
+        (codec.quantize_tile(0, &rows[..128], &rows[..128], &mut page), "tile"),
+        (codec.quantize(&rows, &rows, &mut page[1..]), "4608"),
     ] {
         let message = error.unwrap_err().to_string();
         assert!(message.contains(needle), "'{message}' should mention '{needle}'");
@@ -151,9 +151,9 @@ proptest! {
         let error = |r: &Rotation| {
             let (mut x, mut page) = (vec![0.0; d], vec![0; codec.page_bytes()]);
             r.apply(&row, &mut x);
-            codec.encode(&x, &x, &mut page).unwrap();
+            codec.quantize(&x, &x, &mut page).unwrap();
             let (mut k, mut v) = (vec![0.0; d], vec![0.0; d]);
-            codec.decode_rows(0, &page, &mut k, &mut v).unwrap();
+            codec.dequantize_rows(0, &page, &mut k, &mut v).unwrap();
             x.iter().zip(&k).map(|(a, b)| ((a - b) as f64).powi(2)).sum::<f64>()
         };
         let (a, b) = (error(&with), error(&without));
@@ -168,22 +168,22 @@ proptest! {
             let row: Vec<f32> = bits.iter().map(|&b| f32::from_bits(b)).collect();
             let codec = format.codec(128, format.native_layout()).unwrap();
             let mut page = vec![0; codec.page_bytes()];
-            codec.encode(&row, &row, &mut page).unwrap();
+            codec.quantize(&row, &row, &mut page).unwrap();
             let (mut k, mut v) = (vec![0.0; 128], vec![0.0; 128]);
-            codec.decode_rows(0, &page, &mut k, &mut v).unwrap();
+            codec.dequantize_rows(0, &page, &mut k, &mut v).unwrap();
             prop_assert!(k.iter().chain(&v).all(|x| x.is_finite()));
         }
     }
 
-    /// Encoding what was decoded gives the same page, for every unclipped affine width.
+    /// Encoding what was dequantized gives the same page, for every unclipped affine width.
     #[test]
     fn encode_of_decode_is_idempotent(seed in 0u64..10_000, bits in prop::sample::select(vec![2u8, 3, 4])) {
         let format = KvFormat::Int { bits, group: 0 };
         let Encoded { codec, page, .. } = encoded(format, 64, CodeLayout::CpuTile, seed).unwrap();
         let (mut k, mut v) = (vec![0.0; 64 * 64], vec![0.0; 64 * 64]);
-        codec.decode_rows(0, &page, &mut k, &mut v).unwrap();
+        codec.dequantize_rows(0, &page, &mut k, &mut v).unwrap();
         let mut again = vec![0; codec.page_bytes()];
-        codec.encode(&k, &v, &mut again).unwrap();
+        codec.quantize(&k, &v, &mut again).unwrap();
         prop_assert_eq!(page, again);
     }
 }

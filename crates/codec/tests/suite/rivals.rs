@@ -133,7 +133,7 @@ fn naive2_is_int2_byte_for_byte() {
     let page = |name: &str| {
         let codec = format(name).codec(128, CodeLayout::CpuTile).unwrap();
         let mut page = vec![0; codec.page_bytes()];
-        codec.encode(&rows, &rows, &mut page).unwrap();
+        codec.quantize(&rows, &rows, &mut page).unwrap();
         page
     };
     assert_eq!(page("naive2"), page("int2"));
@@ -191,7 +191,7 @@ impl Sequence {
         let mut full = vec![vec![0; full_codec.page_bytes()]; blocks];
         for (b, page) in full.iter_mut().enumerate() {
             let rows = b * 64 * d..((b + 1) * 64).min(tokens) * d;
-            full_codec.encode(&keys[rows.clone()], &values[rows], page).unwrap();
+            full_codec.quantize(&keys[rows.clone()], &values[rows], page).unwrap();
         }
         let mut coded = vec![vec![0; coded_codec.page_bytes()]; blocks];
         let end = |side| windows.side_boundary(side, tokens - 1);
@@ -199,14 +199,16 @@ impl Sequence {
         for first in (windows.sink()..end(Side::Key)).step_by(group) {
             let rows = &keys[first * d..(first + group) * d];
             coded_codec
-                .encode_group(Side::Key, first, rows, |at, range, bytes| {
+                .quantize_group(Side::Key, first, rows, |at, range, bytes| {
                     coded[at.block][range].copy_from_slice(bytes);
                 })
                 .unwrap();
         }
         for position in windows.sink()..end(Side::Value) {
             let row = &values[position * d..(position + 1) * d];
-            coded_codec.encode_side_rows(Side::Value, position % 64, row, &mut coded[position / 64]).unwrap();
+            coded_codec
+                .quantize_side_rows(Side::Value, position % 64, row, &mut coded[position / 64])
+                .unwrap();
         }
         Self { full_codec, coded_codec, full, coded, windows, keys, values }
     }
@@ -245,7 +247,9 @@ fn attention_reads_each_side_as_its_window_says() {
                     let mut row = vec![0.0; d];
                     if sequence.windows.reads_side_as_code(side, t, j) {
                         sequence.with_context(|c| {
-                            c.coded_codec.decode_token(side, c.coded, windows.sink(), j, &mut row).unwrap();
+                            c.coded_codec
+                                .dequantize_token(side, c.coded, windows.sink(), j, &mut row)
+                                .unwrap();
                         });
                     } else {
                         let rows = if side == Side::Key { &sequence.keys } else { &sequence.values };
@@ -281,15 +285,15 @@ fn groups_that_span_pages_need_all_their_pages() {
     let mut row = vec![0.0; 128];
     let only_first = [Some(sequence.coded[0].as_slice())];
     let codec = &sequence.coded_codec;
-    let error = codec.decode_token(Side::Key, &only_first, 0, 5, &mut row).unwrap_err();
+    let error = codec.dequantize_token(Side::Key, &only_first, 0, 5, &mut row).unwrap_err();
     assert!(error.to_string().contains("page of block"), "{error}");
-    codec.decode_token(Side::Value, &only_first, 0, 5, &mut row).unwrap();
+    codec.dequantize_token(Side::Value, &only_first, 0, 5, &mut row).unwrap();
     assert!(codec.spans_pages(0) && format("kitty").codec(128, CodeLayout::Logical).unwrap().spans_pages(32));
     let small = format("kivi2-g32").codec(128, CodeLayout::Logical).unwrap();
     assert!(!small.spans_pages(64) && small.spans_pages(16));
     // One page cannot hold such a group, and says so.
     let mut page = vec![0; codec.page_bytes()];
-    let error = codec.encode(&vec![0.0; 64 * 128], &vec![0.0; 64 * 128], &mut page).unwrap_err();
+    let error = codec.quantize(&vec![0.0; 64 * 128], &vec![0.0; 64 * 128], &mut page).unwrap_err();
     assert!(error.to_string().contains("128 tokens"), "{error}");
 }
 

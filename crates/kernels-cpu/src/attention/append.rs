@@ -7,7 +7,7 @@ use super::block::bf16_bits;
 
 /// Stores rows `first_token..` of a BF16 page in [`CodeLayout::CpuTile`] order, rounded to nearest
 /// even, exactly as
-/// `codec.encode_rows` does. Other codecs go through that function.
+/// `codec.quantize_rows` does. Other codecs go through that function.
 ///
 /// # Errors
 /// When sizes do not match the codec or the rows do not fit the page.
@@ -29,7 +29,7 @@ pub fn append_rows(
         && page.len() == codec.page_bytes()
         && first_token + tokens <= PAGE_TOKENS;
     if !regular {
-        return codec.encode_rows(first_token, keys, values, page);
+        return codec.quantize_rows(first_token, keys, values, page);
     }
     let (key_half, value_half) = page.split_at_mut(codec.codes_range(Side::Value).start);
     for (i, (key, value)) in keys.chunks_exact(d).zip(values.chunks_exact(d)).enumerate() {
@@ -75,7 +75,7 @@ mod tests {
                 let values: Vec<f32> = (0..n * d).map(|i| value(i + 3)).collect();
                 let (mut ours, mut theirs) = (vec![7; codec.page_bytes()], vec![7; codec.page_bytes()]);
                 append_rows(&codec, &mut ours, first, &keys, &values).unwrap();
-                codec.encode_rows(first, &keys, &values, &mut theirs).unwrap();
+                codec.quantize_rows(first, &keys, &values, &mut theirs).unwrap();
                 assert_eq!(ours, theirs, "head {d}, rows {first}+{n}");
             }
         }
@@ -87,7 +87,7 @@ mod tests {
         let mut page = vec![0; codec.page_bytes()];
         append_rows(&codec, &mut page, 3, &[1.5; 32], &[2.5; 32]).unwrap();
         let mut row = [0.0; 32];
-        codec.decode_row(Side::Value, &page, 3, &mut row);
+        codec.dequantize_row(Side::Value, &page, 3, &mut row);
         assert_eq!(row, [2.5; 32]);
         let codec = KvFormat::Bf16.codec(32, CodeLayout::CpuTile).unwrap();
         let mut page = vec![0; codec.page_bytes()];

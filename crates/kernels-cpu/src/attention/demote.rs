@@ -57,11 +57,11 @@ pub fn demote_tile(
     #[cfg(not(target_arch = "x86_64"))]
     let _ = variant;
     let (mut keys, mut values) = (vec![0.0; TILE_TOKENS * d], vec![0.0; TILE_TOKENS * d]);
-    full.decode_rows(tile * TILE_TOKENS, full_page, &mut keys, &mut values)?;
-    coded.encode_tile(tile, &keys, &values, coded_page)
+    full.dequantize_rows(tile * TILE_TOKENS, full_page, &mut keys, &mut values)?;
+    coded.quantize_tile(tile, &keys, &values, coded_page)
 }
 
-/// Do pages keep their bytes when they are demoted (layers that stay in BF16)?
+/// Whether pages keep their bytes when they are demoted (layers that stay in BF16).
 fn is_copy(full: &RowPageCodec, coded: &RowPageCodec) -> bool {
     full == coded && !full.spec(Side::Key).is_coded() && !full.spec(Side::Value).is_coded()
 }
@@ -91,14 +91,14 @@ pub fn demote_side<'a>(
     let read = |positions: Range<usize>, rows: &mut Vec<f32>| {
         rows.resize(positions.len() * d, 0.0);
         for (position, row) in positions.zip(rows.chunks_exact_mut(d)) {
-            full.decode_row(side, full_page(position / PAGE_TOKENS), position % PAGE_TOKENS, row);
+            full.dequantize_row(side, full_page(position / PAGE_TOKENS), position % PAGE_TOKENS, row);
         }
     };
     let mut rows = Vec::new();
     if let Some(groups) = coded.token_groups(side) {
         for first in positions.clone().step_by(groups.tokens()) {
             read(first..positions.end.min(first + groups.tokens()), &mut rows);
-            coded.encode_group(side, first, &rows, |at, range, bytes| {
+            coded.quantize_group(side, first, &rows, |at, range, bytes| {
                 coded_page(at.block, &mut |page| page[range.clone()].copy_from_slice(bytes));
             })?;
         }
@@ -110,7 +110,7 @@ pub fn demote_side<'a>(
         let end = positions.end.min((block + 1) * PAGE_TOKENS);
         read(first..end, &mut rows);
         let mut outcome = Ok(());
-        coded_page(block, &mut |page| outcome = coded.encode_side_rows(side, token, &rows, page));
+        coded_page(block, &mut |page| outcome = coded.quantize_side_rows(side, token, &rows, page));
         outcome?;
         first = end;
     }

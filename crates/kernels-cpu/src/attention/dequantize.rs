@@ -3,7 +3,7 @@
 //! One body, compiled once for each instruction set; its loops are written so that the compiler
 //! vectorizes them. A page is dequantized once for all rows of a work item.
 //!
-//! Invariant: the rows are those that `RowPageCodec::decode_token` defines, bit for bit (the
+//! Invariant: the rows are those that `RowPageCodec::dequantize_token` defines, bit for bit (the
 //! official affine format: up to a rounding of its offset). Tokens that are not requested become
 //! zeros.
 
@@ -86,9 +86,9 @@ fn dequantize_body(page: SidePage<'_>, used: u64, rows: &mut [f32], buffer: &mut
             let record = &codes[token * records.row_bytes()..][..records.row_bytes()];
             dequantize_record(records, record, row, buffer);
         } else if codec.spec(side).is_coded() {
-            mapped.decode_row(bytes, codes, token, row, buffer);
+            mapped.dequantize_row(bytes, codes, token, row, buffer);
         } else {
-            codec.decode_row(side, bytes, token, row);
+            codec.dequantize_row(side, bytes, token, row);
         }
     }
 }
@@ -111,7 +111,14 @@ impl<'a> MappedSide<'a> {
     }
 
     #[inline(always)]
-    fn decode_row(&self, page: &[u8], codes: &[u8], token: usize, row: &mut [f32], buffer: &mut CodeBuffer) {
+    fn dequantize_row(
+        &self,
+        page: &[u8],
+        codes: &[u8],
+        token: usize,
+        row: &mut [f32],
+        buffer: &mut CodeBuffer,
+    ) {
         let d = row.len();
         let unpacked = &mut buffer[..d];
         match self.codec.layout() {
@@ -276,7 +283,7 @@ fn dequantize_record(records: &RecordCodec, record: &[u8], row: &mut [f32], buff
     }
 }
 
-/// `fp8::decode` without branches.
+/// `fp8::dequantize` without branches.
 #[inline(always)]
 fn fp8_value(code: u8) -> f32 {
     let code = u32::from(code);
@@ -379,7 +386,7 @@ mod tests {
     #[test]
     fn every_eight_bit_float_has_its_value() {
         for code in 0..=u8::MAX {
-            assert_eq!(fp8_value(code).to_bits(), fp8::decode(code).to_bits(), "{code:#x}");
+            assert_eq!(fp8_value(code).to_bits(), fp8::dequantize(code).to_bits(), "{code:#x}");
         }
     }
 }

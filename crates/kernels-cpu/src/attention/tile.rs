@@ -140,7 +140,7 @@ mod tests {
             let keys: Vec<f32> = (0..PAGE_TOKENS * d).map(row).collect();
             let values: Vec<f32> = (0..PAGE_TOKENS * d).map(|i| row(i + 3)).collect();
             let mut page = vec![0; codec.page_bytes()];
-            codec.encode(&keys, &values, &mut page).unwrap();
+            codec.quantize(&keys, &values, &mut page).unwrap();
             for variant in Variant::available() {
                 let mut tile = Bf16Tile::default();
                 tile.store_keys(variant, &keys, d);

@@ -277,8 +277,8 @@ impl Calibrates for CpuBackend {
         values.resize(positions.len() * d, 0.0);
         for (row, position) in positions.enumerate() {
             let page = pool.full_page(head.layer, head.kv_head, held_page(full, position)?);
-            codec.decode_row(Side::Key, page, position % PAGE_TOKENS, &mut keys[row * d..][..d]);
-            codec.decode_row(Side::Value, page, position % PAGE_TOKENS, &mut values[row * d..][..d]);
+            codec.dequantize_row(Side::Key, page, position % PAGE_TOKENS, &mut keys[row * d..][..d]);
+            codec.dequantize_row(Side::Value, page, position % PAGE_TOKENS, &mut values[row * d..][..d]);
         }
         Ok(())
     }

@@ -35,7 +35,7 @@ pub enum Weights<'a> {
     Bf16(&'a [bf16]),
     F16(&'a [f16]),
     F32(&'a [f32]),
-    /// Expanded while packing: products read BF16 (or f32) whatever the checkpoint holds.
+    /// Expanded while packing: products always read BF16 (or f32).
     Fp8(Fp8Blocks<'a>),
 }
 

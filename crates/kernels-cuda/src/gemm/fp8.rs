@@ -31,7 +31,7 @@ pub(super) fn arrange(codes: &[u8]) -> u32 {
 /// Scale that gives random codes the root mean square of [`oscar_backend::random_amplitude`]'s
 /// weights.
 pub(crate) fn random_scale(inputs: usize) -> f32 {
-    let squares: f64 = (0..=255).map(|code| f64::from(oscar_codec::fp8::decode(code)).powi(2)).sum();
+    let squares: f64 = (0..=255).map(|code| f64::from(oscar_codec::fp8::dequantize(code)).powi(2)).sum();
     let uniform = f64::from(oscar_backend::random_amplitude(inputs)) / 3f64.sqrt();
     (uniform / (squares / 256.0).sqrt()) as f32
 }
@@ -92,7 +92,7 @@ impl Fp8Kernels {
 mod tests {
     use super::*;
     use half::bf16;
-    use oscar_codec::fp8::decode;
+    use oscar_codec::fp8::dequantize;
 
     /// `fp8_first_pair` and `fp8_second_pair` of `fp8.cuh`.
     fn pairs(word: u32) -> [u32; 2] {
@@ -112,7 +112,7 @@ mod tests {
                     for (i, &wanted) in codes.iter().enumerate() {
                         let found = bf16::from_bits((pairs[i / 2] >> (16 * (i % 2))) as u16);
                         let value = f64::from(found.to_f32()) * 2f64.powi(120);
-                        assert_eq!(value, f64::from(decode(wanted)), "{codes:02x?}, place {i}");
+                        assert_eq!(value, f64::from(dequantize(wanted)), "{codes:02x?}, place {i}");
                         assert_eq!(found.is_sign_negative(), wanted & 0x80 != 0);
                     }
                 }
@@ -123,7 +123,7 @@ mod tests {
     #[test]
     fn random_codes_have_the_size_of_random_weights() {
         let scale = random_scale(4096);
-        let squares: f32 = (0..=255).map(|code| (decode(code) * scale).powi(2)).sum();
+        let squares: f32 = (0..=255).map(|code| (dequantize(code) * scale).powi(2)).sum();
         assert!((squares / 256.0 * 4096.0 - 1.0).abs() < 1e-4);
     }
 }

@@ -102,7 +102,7 @@ fn quantized(tensors: &mut Tensors, name: &str, shape: &[usize], weights: &[f32]
     if twin.per_tensor() {
         // The largest scale is that of the largest weight, so all codes fit under it.
         let scale = matrix.scales.iter().copied().fold(0.0, f32::max);
-        matrix.codes = weights.iter().map(|w| oscar_codec::fp8::encode(w / scale)).collect();
+        matrix.codes = weights.iter().map(|w| oscar_codec::fp8::quantize(w / scale)).collect();
         matrix.scales.fill(scale);
         scale_shape.clear();
     }

@@ -1,4 +1,5 @@
-//! Log lines on standard error, as text or JSON. A log that cannot be written never stops the server.
+//! Log lines on standard error, as text or JSON. A log that cannot be written never stops the
+//! server.
 
 mod writer;
 
@@ -33,7 +34,7 @@ impl Drop for LogGuard {
     }
 }
 
-/// Is `filter` in the syntax of `RUST_LOG`, for example `info`?
+/// Whether `filter` has the syntax of `RUST_LOG`, for example `info`.
 pub fn check_log_filter(filter: &str) -> Result<(), LoggingError> {
     parse_filter(filter).map(drop)
 }

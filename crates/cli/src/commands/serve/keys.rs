@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 const VARIABLES: [(&str, Role); 2] =
     [("OSCAR_API_KEYS", Role::User), ("OSCAR_OPERATOR_KEYS", Role::Operator)];
 
-/// The file, if there is one, and the environment. A source without a key is an error: the server would be open.
+/// The file, if there is one, and the environment. A source without a key is an error: the server
+/// would be open.
 #[derive(Clone, Debug)]
 pub struct KeySource {
     file: Option<PathBuf>,
@@ -19,7 +20,7 @@ impl KeySource {
         Self { file: file.map(Path::to_owned) }
     }
 
-    /// Can keys change while the server runs?
+    /// Whether keys can change while the server runs.
     pub fn reloads(&self) -> bool {
         self.file.is_some()
     }

@@ -4,9 +4,9 @@
 //! (keys) or a channel (values): each lane's word is shifted, its code looked up, scaled and
 //! rounded. Sides stored row by row go through [`rows`](super::rows).
 //!
-//! Invariant: the tile is that of the rows `RowPageCodec::decode_token` defines, rounded to BF16,
-//! to the bit; values below the normal numbers become zero, as the BF16 products would make them.
-//! Tokens that are not asked for come out as zeros.
+//! Invariant: the tile is that of the rows `RowPageCodec::dequantize_token` defines, rounded to
+//! BF16, to the bit; values below the normal numbers become zero, as the BF16 products would make
+//! them. Tokens that are not asked for come out as zeros.
 
 use std::arch::x86_64::*;
 

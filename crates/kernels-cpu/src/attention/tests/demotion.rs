@@ -1,4 +1,4 @@
-//! Demotion against `encode_tile`, byte for byte.
+//! Demotion against `quantize_tile`, byte for byte.
 
 use super::*;
 use crate::attention::{append_rows, demote_kernel_name, demote_tile};
@@ -12,9 +12,9 @@ fn check(name: &str, coded: &RowPageCodec, keys: &[f32], values: &[f32]) {
         let mut full_page = vec![0xff; full.page_bytes()];
         append_rows(&full, &mut full_page, tile * TILE_TOKENS, keys, values).unwrap();
         let (mut kept_keys, mut kept_values) = (vec![0.0; keys.len()], vec![0.0; values.len()]);
-        full.decode_rows(tile * TILE_TOKENS, &full_page, &mut kept_keys, &mut kept_values).unwrap();
+        full.dequantize_rows(tile * TILE_TOKENS, &full_page, &mut kept_keys, &mut kept_values).unwrap();
         let mut expected = vec![0xa5; coded.page_bytes()];
-        coded.encode_tile(tile, &kept_keys, &kept_values, &mut expected).unwrap();
+        coded.quantize_tile(tile, &kept_keys, &kept_values, &mut expected).unwrap();
         for variant in Variant::available() {
             let mut got = vec![0xa5; coded.page_bytes()];
             demote_tile(variant, &full, &full_page, coded, &mut got, tile).unwrap();
@@ -25,7 +25,7 @@ fn check(name: &str, coded: &RowPageCodec, keys: &[f32], values: &[f32]) {
             let (mut got, mut expected) = (vec![0xa5; coded.page_bytes()], vec![0xa5; coded.page_bytes()]);
             crate::float_env::with_ftz(|| {
                 demote_tile(variant, &full, &full_page, coded, &mut got, tile).unwrap();
-                coded.encode_tile(tile, &kept_keys, &kept_values, &mut expected).unwrap();
+                coded.quantize_tile(tile, &kept_keys, &kept_values, &mut expected).unwrap();
             });
             assert!(got == expected, "{variant}, {name}, head {d}, tile {tile}: flushing shows");
         }

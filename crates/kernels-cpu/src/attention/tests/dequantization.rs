@@ -67,7 +67,7 @@ fn check(name: &str, codec: &RowPageCodec, origin: usize) {
                 while first + groups.tokens() <= tokens {
                     let rows = &all[first * d..(first + groups.tokens()) * d];
                     codec
-                        .encode_group(side, first, rows, |at, range, bytes| {
+                        .quantize_group(side, first, rows, |at, range, bytes| {
                             pages[at.block][range].copy_from_slice(bytes);
                         })
                         .unwrap();
@@ -76,7 +76,7 @@ fn check(name: &str, codec: &RowPageCodec, origin: usize) {
             }
             None => {
                 for (page, rows) in pages.iter_mut().zip(all.chunks_exact(PAGE_TOKENS * d)) {
-                    codec.encode_side_rows(side, 0, rows, page).unwrap();
+                    codec.quantize_side_rows(side, 0, rows, page).unwrap();
                 }
             }
         }
@@ -89,7 +89,7 @@ fn check(name: &str, codec: &RowPageCodec, origin: usize) {
             let page = SidePage { codec, side, pages: &pages, block, origin };
             let mut want = vec![0.0; PAGE_TOKENS * d];
             for (token, want) in want.chunks_exact_mut(d).enumerate().filter(|(t, _)| used >> t & 1 == 1) {
-                codec.decode_token(side, &pages, origin, block * PAGE_TOKENS + token, want).unwrap();
+                codec.dequantize_token(side, &pages, origin, block * PAGE_TOKENS + token, want).unwrap();
             }
             check_tile(name, page, used, &want);
             for variant in Variant::available() {

@@ -65,12 +65,15 @@ impl Context {
             let first = page * PAGE_TOKENS;
             let rows = first * d..tokens.min(first + PAGE_TOKENS) * d;
             let (keys, values) = (&keys[rows.clone()], &values[rows]);
-            context.full_codec.encode_rows(0, keys, values, &mut context.full[page]).unwrap();
+            context.full_codec.quantize_rows(0, keys, values, &mut context.full[page]).unwrap();
             // Whole tiles are demoted, from what BF16 kept of the rows.
             let whole = keys.len() / (TILE_TOKENS * d) * TILE_TOKENS * d;
             let (mut kept_keys, mut kept_values) = (vec![0.0; whole], vec![0.0; whole]);
-            context.full_codec.decode_rows(0, &context.full[page], &mut kept_keys, &mut kept_values).unwrap();
-            context.coded_codec.encode_rows(0, &kept_keys, &kept_values, &mut context.coded[page]).unwrap();
+            context
+                .full_codec
+                .dequantize_rows(0, &context.full[page], &mut kept_keys, &mut kept_values)
+                .unwrap();
+            context.coded_codec.quantize_rows(0, &kept_keys, &kept_values, &mut context.coded[page]).unwrap();
         }
         context
     }
@@ -87,7 +90,7 @@ impl Context {
         for (page, (keys, values)) in
             full.iter_mut().zip(keys.chunks(PAGE_TOKENS * d).zip(values.chunks(PAGE_TOKENS * d)))
         {
-            full_codec.encode_rows(0, keys, values, page).unwrap();
+            full_codec.quantize_rows(0, keys, values, page).unwrap();
         }
         let mut coded = vec![vec![0xff; coded_codec.page_bytes()]; pages];
         let codecs = DemotionCodecs { full: &full_codec, coded: &coded_codec };
