@@ -4,6 +4,7 @@
 //! positions the runners' next-token distributions are compared with those of the first runner, the
 //! reference. Only one chunk of logits is held at a time.
 
+use crate::{EvalError, Journal};
 use oscar_backend::{Backend, argmax};
 use oscar_runner::{Logits, Runner, Sequence, StepError, StepOutput, StepRequest};
 use serde::{Deserialize, Serialize};
@@ -65,6 +66,43 @@ pub fn windows<'a>(tokens: &'a [u32], options: &PplOptions) -> Result<Vec<&'a [u
     }
     // Spread over the whole text, so that the result does not rest on one kind of text.
     Ok((0..options.limit).map(|i| windows[i * windows.len() / options.limit]).collect())
+}
+
+/// Scores all windows with the formats that the journal does not hold yet. BF16, the first, is scored
+/// too if any is missing. Returns the sums of each format and the sequences after the last window;
+/// those of formats that were not scored are empty. `progress` is called with the number of finished
+/// tokens.
+pub fn score_recorded<B: Backend>(
+    journal: &mut Journal,
+    names: &[&str],
+    runners: &mut [Runner<B>],
+    windows: &[&[u32]],
+    options: &PplOptions,
+    mut progress: impl FnMut(usize),
+) -> Result<(Vec<Vec<WindowSums>>, Vec<Sequence>), EvalError> {
+    let (mut sums, mut sequences) = (vec![Vec::new(); names.len()], Vec::new());
+    for (index, window) in windows.iter().enumerate() {
+        let key = |name: &str| format!("{name}/window/{index}");
+        let mut known: Vec<Option<WindowSums>> = names.iter().map(|name| journal.get(&key(name))).collect();
+        sequences.clear();
+        sequences.resize_with(names.len(), Sequence::new);
+        if known.iter().any(Option::is_none) {
+            let missing: Vec<usize> = (0..names.len()).filter(|&i| i == 0 || known[i].is_none()).collect();
+            let wanted = runners.iter_mut().enumerate().filter(|(i, _)| missing.contains(i));
+            let mut wanted: Vec<&mut Runner<B>> = wanted.map(|(_, runner)| runner).collect();
+            let mut filled: Vec<Sequence> = missing.iter().map(|_| Sequence::new()).collect();
+            let tick = |tokens| progress(index * options.window + tokens);
+            let scored = score_window(&mut wanted, &mut filled, window, options, tick)?;
+            for ((&i, scored), sequence) in missing.iter().zip(scored).zip(filled) {
+                if known[i].is_none() {
+                    journal.record(&key(names[i]), &scored)?;
+                }
+                (known[i], sequences[i]) = (Some(scored), sequence);
+            }
+        }
+        sums.iter_mut().zip(known.into_iter().flatten()).for_each(|(all, one)| all.push(one));
+    }
+    Ok((sums, sequences))
 }
 
 /// Scores one window with every runner; the first is the reference. The sequences, one for each

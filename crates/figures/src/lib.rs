@@ -15,6 +15,9 @@ mod page;
 mod scatter;
 mod style;
 
+use std::path::Path;
+use std::{fs, io};
+
 pub use bars::{Bar, bars};
 pub use figure::Figure;
 pub use heat_map::{HeatMap, Shades};
@@ -22,6 +25,17 @@ pub use line_chart::{LineChart, Series};
 pub use numbers::{cost, number};
 pub use page::Page;
 pub use scatter::{Point, Scatter, pareto_front};
+
+/// Writes a file whole or not at all.
+pub fn write_whole(path: &Path, text: &str) -> io::Result<()> {
+    let partial = path.with_extension("partial");
+    let result = fs::write(&partial, text).and_then(|()| fs::rename(&partial, path));
+    if result.is_err() {
+        // The first error is the one worth telling.
+        let _ = fs::remove_file(&partial);
+    }
+    result
+}
 
 /// Text made safe for HTML and SVG.
 pub fn escape(text: &str) -> String {

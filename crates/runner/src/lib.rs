@@ -165,11 +165,6 @@ impl<B: Backend> Runner<B> {
         self.prefill_chunk
     }
 
-    /// Changes the prefill chunk; answers do not depend on it.
-    pub fn set_prefill_chunk(&mut self, tokens: usize) {
-        self.prefill_chunk = tokens.max(1);
-    }
-
     /// Reserves the pages that a step of `tokens` tokens needs. Changes nothing on failure.
     pub fn reserve(&self, sequence: &mut Sequence, tokens: usize) -> Result<(), OutOfPages> {
         sequence.reserved = None;

@@ -10,6 +10,7 @@ use crate::bits::BitPlan;
 use crate::clip_fit::ClipCurve;
 use crate::quality::{HeadQuality, Snr};
 use crate::rotation_file::Metadata;
+use oscar_figures::write_whole;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::{fs, io};
@@ -78,19 +79,10 @@ impl CalibrationReport {
 /// Writes `report.html` and `report.json` into `dir`, which is created; returns their paths.
 pub fn write_report(dir: &Path, report: &CalibrationReport) -> io::Result<[PathBuf; 2]> {
     fs::create_dir_all(dir)?;
-    let html = write(dir.join("report.html"), &report.to_html())?;
-    let json = write(dir.join("report.json"), &report.to_json()?)?;
+    let (html, json) = (dir.join("report.html"), dir.join("report.json"));
+    write_whole(&html, &report.to_html())?;
+    write_whole(&json, &report.to_json()?)?;
     Ok([html, json])
-}
-
-fn write(path: PathBuf, text: &str) -> io::Result<PathBuf> {
-    let partial = path.with_extension("partial");
-    let result = fs::write(&partial, text).and_then(|()| fs::rename(&partial, &path));
-    if result.is_err() {
-        // The first error is the one worth telling.
-        let _ = fs::remove_file(&partial);
-    }
-    result.map(|()| path)
 }
 
 #[cfg(test)]

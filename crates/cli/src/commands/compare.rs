@@ -4,18 +4,18 @@
 //! result is recorded as it comes, so an interrupted comparison goes on where it stopped.
 
 use super::eval::session::{Format, Prepared, Session};
-use super::eval::{check_seed, digest, ppl::recorded_window, read_text};
-use crate::device::AnyBackend;
+use super::eval::{check_seed, digest, read_text};
 use crate::options::{CacheArgs, ModelArgs};
 use crate::{progress, table};
 use anyhow::{Context, Result, bail};
 use oscar_backend::AttentionPath;
 use oscar_eval::cases::{Case, chat_cases, needle_cases};
-use oscar_eval::compare::speed::decode_in_turns;
-use oscar_eval::compare::{Comparison, MethodResult, Size, Speed, Text};
+use oscar_eval::compare::speed::{ROUNDS, recorded_speeds};
+use oscar_eval::compare::{Comparison, MethodResult, Size, Text};
+use oscar_eval::ppl::{score_recorded, windows};
 use oscar_eval::run::{Row, run_cases};
-use oscar_eval::{Journal, PplOptions, PplResult, Prompts, ppl::windows};
-use oscar_runner::{Runner, Sequence, StepOutput};
+use oscar_eval::{Journal, PplOptions, PplResult, Prompts};
+use oscar_figures::write_whole;
 use oscar_tasks::{Filler, GrammarFiller, RulerConfig, RulerGenerator, Task};
 use serde_json::json;
 use std::path::{Path, PathBuf};
@@ -44,8 +44,6 @@ const DEFAULT_TASKS: [&str; 5] = ["niah_lines", "niah_uuid", "memory", "running_
 
 /// Seed of the generated text, so that it is the same in every comparison.
 const TEXT_SEED: u64 = 2_605;
-/// Timed decode steps of each format.
-const SPEED_ROUNDS: usize = 15;
 /// Room behind the longest context for those steps.
 const SPEED_ROOM: usize = 32;
 /// Answers of BF16 from this many tokens on count as long.
@@ -176,7 +174,8 @@ pub fn run(args: &Args) -> Result<()> {
         write(path, &comparison.to_picture())?;
     }
     if args.json {
-        comparison.methods.iter().for_each(|m| print_rows(m, args.longest()));
+        let rows = comparison.methods.iter().flat_map(|m| m.json_rows(args.longest()));
+        rows.for_each(|row| println!("{row}"));
     } else {
         let (header, rows) = comparison.table();
         println!("{}", table::render(&header, &rows));
@@ -229,56 +228,15 @@ fn measure_text(
     let names: Vec<&str> = formats.iter().map(|f| f.name.as_str()).collect();
     let mut runners = formats.iter().map(|f| session.runner(f, 1)).collect::<Result<Vec<_>>>()?;
     let bar = progress::bar("text", (windows.len() * options.window) as u64);
-    let (mut sums, mut sequences) = (vec![Vec::new(); formats.len()], Vec::new());
-    for (index, window) in windows.iter().enumerate() {
-        let tick = |n| bar.set_position((index * options.window + n) as u64);
-        let scored =
-            recorded_window(journal, index, &names, &mut runners, &mut sequences, window, &options, tick)?;
-        sums.iter_mut().zip(scored).for_each(|(all, one)| all.push(one));
-    }
+    let tick = |tokens| bar.set_position(tokens as u64);
+    let (sums, sequences) = score_recorded(journal, &names, &mut runners, &windows, &options, tick)?;
     bar.finish_and_clear();
     for (method, sums) in methods.iter_mut().zip(&sums) {
         method.text = Some(Text::new(options.window, PplResult::of(sums)));
     }
     let last = windows.last().copied().unwrap_or_default();
-    measure_speed(&names, &mut runners, sequences, last, journal, methods)
-}
-
-/// Decode speed after a window of text, all formats in turns; those recorded are not measured again.
-fn measure_speed(
-    names: &[&str],
-    runners: &mut [Runner<AnyBackend>],
-    sequences: Vec<Sequence>,
-    window: &[u32],
-    journal: &mut Journal,
-    methods: &mut [MethodResult],
-) -> Result<()> {
-    let key = |name: &str| format!("{name}/speed");
-    let known: Vec<Option<Speed>> = names.iter().map(|name| journal.get(&key(name))).collect();
-    if known.iter().any(Option::is_none) {
-        let (mut wanted, mut held, mut places) = (Vec::new(), Vec::new(), Vec::new());
-        for (i, (runner, mut sequence)) in runners.iter_mut().zip(sequences).enumerate() {
-            if i > 0 && known[i].is_some() {
-                continue;
-            }
-            if sequence.is_empty() {
-                runner.prefill(&mut sequence, window, &mut StepOutput::default(), |_| {})?;
-            }
-            places.push(i);
-            held.push(sequence);
-            wanted.push(runner);
-        }
-        let speeds = decode_in_turns(&mut wanted, &mut held, SPEED_ROUNDS)?;
-        for (&i, &tokens_per_s) in places.iter().zip(&speeds) {
-            if known[i].is_none() {
-                let ratio = tokens_per_s / speeds[0];
-                journal.record(&key(names[i]), &Speed { context: window.len(), tokens_per_s, ratio })?;
-            }
-        }
-    }
-    for (method, name) in methods.iter_mut().zip(names) {
-        method.speed = journal.get(&key(name));
-    }
+    let speeds = recorded_speeds(journal, &names, &mut runners, sequences, last)?;
+    methods.iter_mut().zip(speeds).for_each(|(method, speed)| method.speed = speed);
     Ok(())
 }
 
@@ -355,7 +313,7 @@ fn notes(args: &Args, tasks: &[Task]) -> Vec<String> {
     }
     let windows = |tokens: Option<usize>| tokens.map_or("each format's own".to_owned(), |n| n.to_string());
     notes.push(format!(
-        "Tokens kept in BF16: sink {}, recent {}. Speed: median of {SPEED_ROUNDS} steps, formats in turns.",
+        "Tokens kept in BF16: sink {}, recent {}. Speed: median of {ROUNDS} steps, formats in turns.",
         windows(args.cache.sink),
         windows(args.cache.recent)
     ));
@@ -370,42 +328,8 @@ fn command_line() -> String {
     words.join(" ")
 }
 
-fn print_rows(method: &MethodResult, longest: usize) {
-    let (kv, bits) = (&method.kv, method.bits);
-    if let Some(t) = method.text {
-        println!(
-            "{}",
-            json!({"kv": kv, "bits": bits, "context": t.context, "ppl": t.ppl, "kl": t.kl, "top1": t.top1, "n": t.n})
-        );
-    }
-    for t in &method.tasks {
-        println!(
-            "{}",
-            json!({"kv": kv, "bits": bits, "context": t.context, "task": t.task, "accuracy": t.accuracy, "n": t.n})
-        );
-    }
-    for n in &method.needles {
-        println!(
-            "{}",
-            json!({"kv": kv, "bits": bits, "context": n.context, "task": "needle", "depth": n.depth,
-                   "accuracy": n.accuracy, "n": n.n})
-        );
-    }
-    let size = method.size_at(longest);
-    println!(
-        "{}",
-        json!({"kv": kv, "bits": bits, "context": longest, "bits_with_windows": size.map(|s| s.bits),
-               "cache_bytes": size.map(|s| s.bytes), "divergence": method.divergence, "speed": method.speed,
-               "kernel": method.kernel, "dequantized": method.dequantized})
-    );
-}
-
-/// Writes a file whole or not at all.
 fn write(path: &Path, text: &str) -> Result<()> {
-    let partial = path.with_extension("partial");
-    std::fs::write(&partial, text)
-        .and_then(|()| std::fs::rename(&partial, path))
-        .with_context(|| format!("{} could not be written", path.display()))
+    write_whole(path, text).with_context(|| format!("{} could not be written", path.display()))
 }
 
 #[cfg(test)]

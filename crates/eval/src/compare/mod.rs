@@ -11,6 +11,7 @@ pub mod speed;
 use crate::ppl::PplResult;
 use crate::run::{REFERENCE, Row, summarize};
 use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
 
 /// A whole comparison.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -133,6 +134,29 @@ impl MethodResult {
             let pairs = rows.iter().zip(reference).filter(|(_, r)| long(r));
             self.divergence = divergence(pairs);
         }
+    }
+
+    /// The results as JSON objects, one for each measurement.
+    pub fn json_rows(&self, longest: usize) -> Vec<Value> {
+        let (kv, bits) = (&self.kv, self.bits);
+        let text = self.text.iter().map(|t| {
+            json!({"kv": kv, "bits": bits, "context": t.context, "ppl": t.ppl, "kl": t.kl, "top1": t.top1,
+                   "n": t.n})
+        });
+        let tasks = self.tasks.iter().map(|t| {
+            json!({"kv": kv, "bits": bits, "context": t.context, "task": t.task, "accuracy": t.accuracy,
+                   "n": t.n})
+        });
+        let needles = self.needles.iter().map(|n| {
+            json!({"kv": kv, "bits": bits, "context": n.context, "task": "needle", "depth": n.depth,
+                   "accuracy": n.accuracy, "n": n.n})
+        });
+        let size = self.size_at(longest);
+        let last = json!({"kv": kv, "bits": bits, "context": longest,
+                          "bits_with_windows": size.map(|s| s.bits), "cache_bytes": size.map(|s| s.bytes),
+                          "divergence": self.divergence, "speed": self.speed, "kernel": self.kernel,
+                          "dequantized": self.dequantized});
+        text.chain(tasks).chain(needles).chain([last]).collect()
     }
 
     /// Memory and bits at a context.

@@ -2,12 +2,10 @@
 
 use super::session::Session;
 use super::{Common, digest, read_text};
-use crate::device::AnyBackend;
 use crate::{progress, table};
 use anyhow::Result;
-use oscar_eval::ppl::{score_window, windows};
-use oscar_eval::{Journal, PplOptions, PplResult, WindowSums};
-use oscar_runner::{Runner, Sequence};
+use oscar_eval::ppl::{score_recorded, windows};
+use oscar_eval::{Journal, PplOptions, PplResult};
 use serde_json::json;
 
 #[derive(clap::Args)]
@@ -52,21 +50,8 @@ pub fn run(args: &Args) -> Result<()> {
     let mut journal = Journal::open(common.out.as_deref(), "eval ppl", &config)?;
     let names: Vec<&str> = formats.iter().map(|f| f.name.as_str()).collect();
     let bar = progress::bar("scoring", (windows.len() * args.window) as u64);
-    let (mut sums, mut sequences) = (vec![Vec::new(); formats.len()], Vec::new());
-    for (index, window) in windows.iter().enumerate() {
-        let tick = |tokens| bar.set_position((index * args.window + tokens) as u64);
-        let scored = recorded_window(
-            &mut journal,
-            index,
-            &names,
-            &mut runners,
-            &mut sequences,
-            window,
-            &options,
-            tick,
-        )?;
-        sums.iter_mut().zip(scored).for_each(|(all, one)| all.push(one));
-    }
+    let tick = |tokens| bar.set_position(tokens as u64);
+    let (sums, _) = score_recorded(&mut journal, &names, &mut runners, &windows, &options, tick)?;
     bar.finish_and_clear();
 
     let mut rows = Vec::new();
@@ -94,40 +79,4 @@ pub fn run(args: &Args) -> Result<()> {
         println!("{}", table::render(&header, &rows));
     }
     Ok(())
-}
-
-/// Scores a window with the formats that are not recorded yet. BF16, the first, is scored too if
-/// any is missing. Afterwards the sequences of the scored formats hold the window; the others are
-/// empty.
-pub fn recorded_window(
-    journal: &mut Journal,
-    index: usize,
-    names: &[&str],
-    runners: &mut [Runner<AnyBackend>],
-    sequences: &mut Vec<Sequence>,
-    window: &[u32],
-    options: &PplOptions,
-    progress: impl FnMut(usize),
-) -> Result<Vec<WindowSums>> {
-    let key = |name: &str| format!("{name}/window/{index}");
-    let mut sums: Vec<Option<WindowSums>> = names.iter().map(|name| journal.get(&key(name))).collect();
-    sequences.clear();
-    sequences.resize_with(names.len(), Sequence::new);
-    if sums.iter().any(Option::is_none) {
-        let missing: Vec<usize> = (0..names.len()).filter(|&i| i == 0 || sums[i].is_none()).collect();
-        let mut wanted: Vec<&mut Runner<AnyBackend>> = runners
-            .iter_mut()
-            .enumerate()
-            .filter_map(|(i, runner)| missing.contains(&i).then_some(runner))
-            .collect();
-        let mut filled: Vec<Sequence> = missing.iter().map(|_| Sequence::new()).collect();
-        let scored = score_window(&mut wanted, &mut filled, window, options, progress)?;
-        for ((&i, scored), sequence) in missing.iter().zip(scored).zip(filled) {
-            if sums[i].is_none() {
-                journal.record(&key(names[i]), &scored)?;
-            }
-            (sums[i], sequences[i]) = (Some(scored), sequence);
-        }
-    }
-    Ok(sums.into_iter().flatten().collect())
 }

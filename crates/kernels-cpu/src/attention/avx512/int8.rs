@@ -253,7 +253,7 @@ unsafe fn value_slabs<const BITS: u32, const R: usize, const S: usize>(
                 let (quad, slab_in_line) = (plane % 4, plane / 4);
                 let codes: [__m512i; S] = std::array::from_fn(|i| plane_of::<BITS>(lines[i], plane));
                 for row in 0..R {
-                    // Where `softmax512_int8` packs the weights of four tokens.
+                    // Where `softmax_int8` packs the weights of four tokens.
                     let w = broadcast(weights.add(2 * row * PAGE_TOKENS + 16 * quad + 4 * tile));
                     for i in 0..S / slabs_in_line {
                         let sum = &mut sums[row][slabs_in_line * i + slab_in_line];
