@@ -224,9 +224,15 @@ impl Sampler {
             false => &[],
         };
         self.sample_adjusted(logits, |adjusted| {
-            for (token, logit) in adjusted.iter_mut().enumerate() {
-                if !is_allowed(token) {
-                    *logit = f32::NAN;
+            // Most words allow all of their tokens or none.
+            for (word, chunk) in adjusted.chunks_mut(32).enumerate() {
+                match allowed.get(word).copied().unwrap_or(0) {
+                    u32::MAX => {}
+                    0 => chunk.fill(f32::NAN),
+                    bits => {
+                        let banned = |(bit, logit)| (bits >> bit & 1 == 0).then_some(logit);
+                        chunk.iter_mut().enumerate().filter_map(banned).for_each(|logit| *logit = f32::NAN);
+                    }
                 }
             }
             exclude(adjusted, banned);

@@ -18,6 +18,7 @@ use tokio::time::{Instant, timeout_at};
 
 use crate::app::{App, Shared};
 use crate::error::ApiError;
+use crate::refused;
 use crate::schema::Field;
 
 /// Bodies up to this size do not count against the bytes in flight, so that large ones cannot keep
@@ -103,11 +104,20 @@ pub fn parse_object(bytes: &[u8], tables: &[&[Field]]) -> Result<Map<String, Val
     let mut reader = serde_json::Deserializer::from_slice(bytes);
     let parsed =
         KnownFields(tables).deserialize(&mut reader).and_then(|object| reader.end().map(|()| object));
-    parsed.map_err(|error| ApiError::Invalid {
+    let mut object = parsed.map_err(|error| ApiError::Invalid {
         message: format!("the body is not valid JSON: {error}"),
         param: None,
         code: Some("invalid_json"),
-    })
+    })?;
+    if generates(tables) {
+        refused::check(&mut object)?;
+    }
+    Ok(object)
+}
+
+/// Whether a body with these fields asks for an answer of the model.
+fn generates(tables: &[&[Field]]) -> bool {
+    tables.iter().copied().flatten().any(|field| field.name == "temperature")
 }
 
 /// Reads an object and keeps the fields that are described and not ignored.
@@ -135,7 +145,15 @@ impl<'de> Visitor<'de> for KnownFields<'_> {
                 Some(field) if !field.is_ignored() => {
                     fields.insert(name, map.next_value()?);
                 }
-                _ => drop(map.next_value::<IgnoredAny>()?),
+                None if refused::is_refused(&name) && generates(self.0) => {
+                    fields.insert(name, map.next_value()?);
+                }
+                found => {
+                    if found.is_none() {
+                        refused::skip();
+                    }
+                    map.next_value::<IgnoredAny>()?;
+                }
             }
         }
         Ok(fields)

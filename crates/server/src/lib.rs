@@ -25,6 +25,7 @@ mod metrics;
 mod middleware;
 mod origin;
 mod panics;
+mod refused;
 mod routes;
 mod schema;
 mod serve;

@@ -19,7 +19,7 @@ use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::Registry;
 
 use crate::generate::Totals;
-use crate::{logging, panics};
+use crate::{logging, panics, refused};
 
 const FIRST_TOKEN_SECONDS: [f64; 22] = [
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
@@ -196,6 +196,7 @@ impl Collector for ProcessCollector {
     fn encode(&self, mut encoder: DescriptorEncoder) -> Result<(), fmt::Error> {
         let counters = [
             ("panics", "Panics, each answered with 500", panics::count()),
+            ("unknown_request_fields", "Request fields that nothing reads", refused::skipped()),
             ("log_lines_dropped", "Log lines that could not be written in time", logging::dropped()),
         ];
         for (name, help, value) in counters {

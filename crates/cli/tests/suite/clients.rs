@@ -100,6 +100,22 @@ fn the_official_openai_client_accepts_every_answer() {
 
 #[cfg(unix)]
 #[test]
+fn the_official_openai_client_gets_tools_and_structured_output() {
+    let Some(python) = python::with(&["openai"]) else { return };
+    let server = Server::start(Some(KEY));
+    python::run_script(&python, "openai_tools.py", &[&format!("http://{}", server.address), KEY]);
+}
+
+#[cfg(unix)]
+#[test]
+fn the_official_anthropic_client_accepts_every_answer() {
+    let Some(python) = python::with(&["anthropic"]) else { return };
+    let server = Server::start(Some(KEY));
+    python::run_script(&python, "anthropic_client.py", &[&format!("http://{}", server.address), KEY]);
+}
+
+#[cfg(unix)]
+#[test]
 fn sglang_router_works_with_two_replicas() {
     let Some(python) = python::with(&["sglang-router==0.3.2"]) else { return };
     python::run_script(&python, "routers.py", &["sglang_router.launch_router", env!("CARGO_BIN_EXE_oscar")]);

@@ -82,6 +82,8 @@ impl Prepared {
 pub enum Output {
     Started {
         prompt: usize,
+        /// The counts of the prompt.
+        usage: Usage,
         prompt_logprobs: Option<Vec<Option<TokenLogprobs>>>,
     },
     Delta {
@@ -317,7 +319,7 @@ impl Answer {
         match event {
             Event::Started { cached_tokens, demoted_tail, prompt_logprobs } => {
                 self.usage = Usage { cached_tokens, demoted_tail, ..self.usage };
-                self.send(Output::Started { prompt: self.prompt, prompt_logprobs });
+                self.send(Output::Started { prompt: self.prompt, usage: self.usage, prompt_logprobs });
                 false
             }
             Event::Token { choice, token, logprobs } => self.token(choice, token, logprobs),

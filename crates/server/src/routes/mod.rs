@@ -1,14 +1,17 @@
 //! The routes. An endpoint that generates is a folder: `types` (the declared fields and the wire),
 //! `validate` (refusals), `prepare` (from the body to engine requests) and the handler in `mod`.
 
+mod blocks;
 mod chat_completions;
 mod completions;
 mod control;
 mod health;
 mod info;
+mod messages;
 mod models;
 mod openapi;
 pub mod pages;
+mod responses;
 mod sampling;
 mod stream;
 mod tokenize;
@@ -42,6 +45,9 @@ pub fn all() -> Router<Shared> {
         .route("/v1/models/{*id}", get(models::one))
         .route("/v1/chat/completions", post(chat_completions::create))
         .route("/v1/completions", post(completions::create))
+        .route("/v1/messages", post(messages::create))
+        .route("/v1/messages/count_tokens", post(messages::count_tokens))
+        .route("/v1/responses", post(responses::create))
         .route("/tokenize", post(tokenize::tokenize))
         .route("/detokenize", post(tokenize::detokenize))
         .route("/flush_cache", post(control::flush_cache))

@@ -4,7 +4,7 @@ use axum::Json;
 use axum::extract::State;
 use serde_json::{Map, Value, json};
 
-use super::{chat_completions, completions, control, tokenize};
+use super::{chat_completions, completions, control, messages, responses, tokenize};
 use crate::app::Shared;
 use crate::schema::{Field, RequestBody};
 
@@ -27,6 +27,21 @@ const fn post(path: &'static str, about: &'static str, fields: &'static [&'stati
 pub const ROUTES: &[Described] = &[
     post("/v1/chat/completions", "Answer a conversation", chat_completions::types::ChatBody::TABLES),
     post("/v1/completions", "Continue text or tokens", completions::types::CompletionBody::TABLES),
+    post(
+        "/v1/messages",
+        "Answer a conversation, as Anthropic has it",
+        messages::convert::MessagesBody::TABLES,
+    ),
+    post(
+        "/v1/messages/count_tokens",
+        "Tokens of such a conversation",
+        messages::convert::MessagesBody::TABLES,
+    ),
+    post(
+        "/v1/responses",
+        "Answer a conversation, as OpenAI's Responses have it",
+        responses::convert::ResponsesBody::TABLES,
+    ),
     get("/v1/models", "The model and its aliases"),
     get("/v1/models/{id}", "One of them"),
     post("/tokenize", "Text or messages to token ids", tokenize::TokenizeBody::TABLES),

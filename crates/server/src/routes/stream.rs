@@ -11,19 +11,32 @@ use axum::response::sse::{self, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
 use futures_core::Stream;
 use serde::Serialize;
+use serde_json::Value;
 use tracing::Span;
 
 use crate::app::Shared;
+use crate::error::ApiError;
 use crate::generate::{Generation, Output};
 
 /// Turns outputs into the chunks of one endpoint.
 pub trait Chunks: Send + Unpin + 'static {
     type Chunk: Serialize;
+    /// The stream ends with `[DONE]`.
+    const ENDS_WITH_DONE: bool = true;
 
     /// The chunks that an output gives rise to.
     fn chunks(&mut self, output: Output) -> Vec<Self::Chunk>;
     /// The last events of a stream.
-    fn last(&mut self) -> Option<Self::Chunk>;
+    /// The chunks that follow when everything is done.
+    fn last(&mut self) -> Vec<Self::Chunk>;
+    /// The name of a chunk's event, where the endpoint names them.
+    fn name(_chunk: &Self::Chunk) -> Option<&str> {
+        None
+    }
+    /// The chunk that tells an error, and the name of its event.
+    fn error(&mut self, error: &ApiError) -> (Option<&'static str>, Value) {
+        (None, error.to_json())
+    }
 }
 
 /// Answers with a stream of chunks. When the client goes away the stream is dropped, and with it
@@ -50,16 +63,19 @@ struct Events<C> {
 }
 
 impl<C: Chunks> Events<C> {
-    fn queue(&mut self, chunk: &impl Serialize) {
+    fn queue(&mut self, name: Option<&str>, chunk: &impl Serialize) {
         // Our own chunks are plain data, which always serializes.
         if let Ok(text) = serde_json::to_string(chunk) {
-            self.ready.push_back(sse::Event::default().data(text));
+            let event = name.map_or_else(sse::Event::default, |name| sse::Event::default().event(name));
+            self.ready.push_back(event.data(text));
         }
     }
 
     fn end(&mut self) {
         self.ended = true;
-        self.ready.push_back(sse::Event::default().data("[DONE]"));
+        if C::ENDS_WITH_DONE {
+            self.ready.push_back(sse::Event::default().data("[DONE]"));
+        }
     }
 
     fn take(&mut self, output: Option<Output>) {
@@ -67,17 +83,18 @@ impl<C: Chunks> Events<C> {
             Some(Output::Failed(error)) => {
                 let error = self.app.engine_error(error);
                 tracing::warn!(%error, "a stream failed");
-                self.queue(&error.to_json());
+                let (name, chunk) = self.chunks.error(&error);
+                self.queue(name, &chunk);
                 self.end();
             }
             Some(output) => {
                 for chunk in self.chunks.chunks(output) {
-                    self.queue(&chunk);
+                    self.queue(C::name(&chunk), &chunk);
                 }
             }
             None => {
-                if let Some(chunk) = self.chunks.last() {
-                    self.queue(&chunk);
+                for chunk in self.chunks.last() {
+                    self.queue(C::name(&chunk), &chunk);
                 }
                 self.end();
             }

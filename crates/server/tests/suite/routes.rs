@@ -98,7 +98,7 @@ async fn the_document_describes_the_routes_that_exist() {
     let document = client.get("/openapi.json").await.ok();
     assert_eq!(document["openapi"], "3.1.0");
     let paths = document["paths"].as_object().unwrap();
-    assert_eq!(paths.len(), 22);
+    assert_eq!(paths.len(), 25);
     for (path, operations) in paths {
         for (method, _) in operations.as_object().unwrap() {
             let path = path.replace("{id}", "fake-15m");

@@ -257,8 +257,10 @@ impl Chunks for ChatChunks {
         }
     }
 
-    fn last(&mut self) -> Option<ChatChunk> {
-        self.include_usage
-            .then(|| ChatChunk { usage: Some(Some(self.totals.into())), ..self.chunk(Vec::new()) })
+    fn last(&mut self) -> Vec<ChatChunk> {
+        let last = self
+            .include_usage
+            .then(|| ChatChunk { usage: Some(Some(self.totals.into())), ..self.chunk(Vec::new()) });
+        last.into_iter().collect()
     }
 }

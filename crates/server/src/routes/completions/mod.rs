@@ -90,7 +90,7 @@ impl Reply {
 
     fn pieces(&mut self, output: Output) -> Vec<CompletionChoice> {
         match output {
-            Output::Started { prompt, prompt_logprobs } => self.openings(prompt, prompt_logprobs),
+            Output::Started { prompt, prompt_logprobs, .. } => self.openings(prompt, prompt_logprobs),
             Output::Delta { choice, events, logprobs } => {
                 let content = text_of(events);
                 if content.is_empty() && logprobs.is_empty() {
@@ -253,9 +253,11 @@ impl Chunks for Reply {
         pieces.into_iter().map(chunk).collect()
     }
 
-    fn last(&mut self) -> Option<CompletionResponse> {
+    fn last(&mut self) -> Vec<CompletionResponse> {
         let usage = Some(Some(self.totals.into()));
-        self.include_usage
-            .then(|| CompletionResponse { usage, ..self.response("text_completion", Vec::new()) })
+        let last = self
+            .include_usage
+            .then(|| CompletionResponse { usage, ..self.response("text_completion", Vec::new()) });
+        last.into_iter().collect()
     }
 }

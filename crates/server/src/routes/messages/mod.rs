@@ -1,0 +1,243 @@
+//! `POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's Messages API over the chat.
+
+pub mod convert;
+
+use axum::Json;
+use axum::extract::{Extension, State};
+use axum::response::{IntoResponse, Response};
+use oscar_engine::Usage;
+use serde_json::{Value, json};
+
+use self::convert::MessagesBody;
+use super::blocks::{Block, BlockEvent, Blocks};
+use super::chat_completions::prepare::prepare;
+use super::chat_completions::template::conversation;
+use super::chat_completions::types::ChatBody;
+use super::stream::{Chunks, respond};
+use crate::app::Shared;
+use crate::body::{RawBody, off_thread};
+use crate::error::ApiError;
+use crate::generate::{Finish, Generation, Output};
+use crate::keys::Caller;
+use crate::limits::encode;
+use crate::middleware::RequestName;
+use crate::schema::RequestBody;
+
+/// An error in Anthropic's form.
+pub struct MessagesError(ApiError);
+
+impl From<ApiError> for MessagesError {
+    fn from(error: ApiError) -> Self {
+        Self(error)
+    }
+}
+
+impl IntoResponse for MessagesError {
+    fn into_response(self) -> Response {
+        let body = error_body(&self.0);
+        let (parts, _) = self.0.into_response().into_parts();
+        let mut response = Json(body).into_response();
+        *response.status_mut() = parts.status;
+        for (name, value) in parts.headers {
+            if let Some(name) = name.filter(|name| !name.as_str().starts_with("content-")) {
+                response.headers_mut().insert(name, value);
+            }
+        }
+        response
+    }
+}
+
+fn error_body(error: &ApiError) -> Value {
+    let kind = match error.status().as_u16() {
+        401 => "authentication_error",
+        403 => "permission_error",
+        404 => "not_found_error",
+        413 => "request_too_large",
+        429 => "rate_limit_error",
+        503 => "overloaded_error",
+        500.. => "api_error",
+        _ => "invalid_request_error",
+    };
+    json!({"type": "error", "error": {"type": kind, "message": error.to_string()}})
+}
+
+pub async fn create(
+    State(app): State<Shared>,
+    Extension(RequestName(name)): Extension<RequestName>,
+    Extension(caller): Extension<Caller>,
+    body: RawBody,
+) -> Result<Response, MessagesError> {
+    let worker = app.clone();
+    let id = format!("msg_{name}");
+    let prepared = off_thread(&app, body, move |body| {
+        let (fields,) = MessagesBody::parse(body)?;
+        let chat = ChatBody::from_object(fields.to_chat(false)?)?;
+        prepare(&worker, &name, caller, chat, true)
+    })
+    .await?;
+    let (stream, model) = (prepared.stream, prepared.model.clone());
+    let mut generation = Generation::start(&app, prepared)?;
+    let mut reply = Reply { id, model, blocks: Blocks::default(), finish: None, usage: Usage::default() };
+    if stream {
+        return Ok(respond(app, generation, reply));
+    }
+    let mut content = Vec::new();
+    while let Some(output) = generation.next().await {
+        if let Output::Failed(error) = output {
+            return Err(app.engine_error(error).into());
+        }
+        content.extend(reply.take(output).into_iter().filter_map(|event| match event {
+            BlockEvent::Close { block, text, .. } => Some(block_json(&block, &text)),
+            _ => None,
+        }));
+    }
+    Ok(Json(reply.message(content)).into_response())
+}
+
+pub async fn count_tokens(State(app): State<Shared>, body: RawBody) -> Result<Json<Value>, MessagesError> {
+    let worker = app.clone();
+    let count = off_thread(&app, body, move |body| {
+        let (fields,) = MessagesBody::parse(body)?;
+        let (chat, template, _, sampling) = ChatBody::from_object(fields.to_chat(true)?)?;
+        worker.served_model(sampling.model.as_deref())?;
+        let prompt = conversation(&worker, &template, chat.messages)?.prompt;
+        Ok(encode(&worker, "messages", &prompt, false)?.len())
+    })
+    .await?;
+    Ok(Json(json!({"input_tokens": count})))
+}
+
+/// An answer under way.
+struct Reply {
+    id: String,
+    model: String,
+    blocks: Blocks,
+    finish: Option<Finish>,
+    usage: Usage,
+}
+
+impl Reply {
+    /// What an output does to the blocks.
+    fn take(&mut self, output: Output) -> Vec<BlockEvent> {
+        match output {
+            Output::Started { usage, .. } => {
+                self.usage = usage;
+                Vec::new()
+            }
+            Output::Delta { events, .. } => {
+                events.into_iter().flat_map(|event| self.blocks.take(event)).collect()
+            }
+            Output::Finished { finish, .. } => {
+                self.finish = Some(finish);
+                self.blocks.finish()
+            }
+            Output::Done(totals) => {
+                self.usage = totals.usage;
+                Vec::new()
+            }
+            Output::Failed(_) => Vec::new(),
+        }
+    }
+
+    fn stop_reason(&self) -> (&'static str, Option<&str>) {
+        let Some(finish) = &self.finish else { return ("end_turn", None) };
+        let reason = match finish.reason {
+            _ if finish.stop.is_some() => "stop_sequence",
+            "length" => "max_tokens",
+            "tool_calls" => "tool_use",
+            _ => "end_turn",
+        };
+        (reason, finish.stop.as_deref())
+    }
+
+    /// Tokens read from the cache are not among `input_tokens`.
+    fn usage(&self) -> Value {
+        let Usage { prompt_tokens, cached_tokens, completion_tokens, .. } = self.usage;
+        json!({"input_tokens": prompt_tokens - cached_tokens.min(prompt_tokens), "output_tokens": completion_tokens,
+            "cache_read_input_tokens": cached_tokens, "cache_creation_input_tokens": 0})
+    }
+
+    fn message(&self, content: Vec<Value>) -> Value {
+        let (reason, stop) = match self.finish {
+            Some(_) => {
+                let (reason, stop) = self.stop_reason();
+                (json!(reason), json!(stop))
+            }
+            None => (Value::Null, Value::Null),
+        };
+        json!({"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": content,
+            "stop_reason": reason, "stop_sequence": stop, "usage": self.usage()})
+    }
+}
+
+/// A whole block. The arguments of a call that broke off are no JSON; they are shown as they are.
+fn block_json(block: &Block, text: &str) -> Value {
+    match block {
+        Block::Text => json!({"type": "text", "text": text}),
+        Block::Reasoning => json!({"type": "thinking", "thinking": text, "signature": ""}),
+        Block::Call { id, name } => {
+            let input = serde_json::from_str(text).unwrap_or_else(|_| json!({"malformed": text}));
+            json!({"type": "tool_use", "id": id, "name": name, "input": input})
+        }
+    }
+}
+
+impl Chunks for Reply {
+    type Chunk = Value;
+    const ENDS_WITH_DONE: bool = false;
+
+    fn name(chunk: &Value) -> Option<&str> {
+        chunk["type"].as_str()
+    }
+
+    fn chunks(&mut self, output: Output) -> Vec<Value> {
+        let starts = matches!(output, Output::Started { .. });
+        let mut chunks: Vec<Value> = self.take(output).into_iter().flat_map(block_chunks).collect();
+        if starts {
+            chunks.push(json!({"type": "message_start", "message": self.message(Vec::new())}));
+        }
+        chunks
+    }
+
+    fn last(&mut self) -> Vec<Value> {
+        let (reason, stop) = self.stop_reason();
+        let delta = json!({"stop_reason": reason, "stop_sequence": stop});
+        vec![
+            json!({"type": "message_delta", "delta": delta, "usage": self.usage()}),
+            json!({"type": "message_stop"}),
+        ]
+    }
+
+    fn error(&mut self, error: &ApiError) -> (Option<&'static str>, Value) {
+        (Some("error"), error_body(error))
+    }
+}
+
+fn block_chunks(event: BlockEvent) -> Vec<Value> {
+    let delta =
+        |index: usize, delta: Value| json!({"type": "content_block_delta", "index": index, "delta": delta});
+    match event {
+        BlockEvent::Open { index, block } => {
+            let empty = if matches!(block, Block::Call { .. }) { "{}" } else { "" };
+            let block = block_json(&block, empty);
+            vec![json!({"type": "content_block_start", "index": index, "content_block": block})]
+        }
+        BlockEvent::Delta { index, block, text } => vec![delta(
+            index,
+            match block {
+                Block::Text => json!({"type": "text_delta", "text": text}),
+                Block::Reasoning => json!({"type": "thinking_delta", "thinking": text}),
+                Block::Call { .. } => json!({"type": "input_json_delta", "partial_json": text}),
+            },
+        )],
+        BlockEvent::Close { index, block, .. } => {
+            let stop = json!({"type": "content_block_stop", "index": index});
+            match block {
+                Block::Reasoning => {
+                    vec![delta(index, json!({"type": "signature_delta", "signature": ""})), stop]
+                }
+                _ => vec![stop],
+            }
+        }
+    }
+}

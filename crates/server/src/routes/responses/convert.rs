@@ -1,0 +1,220 @@
+//! From a request of the Responses API to a chat request.
+
+use serde_json::{Map, Value, json};
+
+use crate::error::ApiError;
+use crate::schema::{Kind, request_fields, shown};
+
+/// The fields of a request.
+pub type ResponsesBody = (ResponsesFields,);
+
+request_fields! {
+    /// The fields of `/v1/responses`.
+    pub struct ResponsesFields {
+        /// Name of the model or one of its aliases; the served one if absent
+        pub model: Option<Value>,
+        /// Text, or a list of messages, function calls, their outputs and reasoning
+        pub input: Value = Kind::Any,
+        /// The system prompt
+        pub instructions: Option<String>,
+        /// Most tokens of the answer; shortened to the rest of the context
+        pub max_output_tokens: Option<usize> = Kind::AT_LEAST_ONE,
+        /// 0 picks the most likely token
+        pub temperature: Option<Value>,
+        /// Keep the smallest set of tokens whose probability reaches this
+        pub top_p: Option<Value>,
+        /// Functions that the model may call
+        pub tools: Option<Vec<Map<String, Value>>>,
+        /// `auto`, `none`, `required`, or the function that must be called
+        pub tool_choice: Option<Value>,
+        /// False ends the answer with its first call; true if absent
+        pub parallel_tool_calls: Option<bool>,
+        /// `{"format": …}`: text, json_object or json_schema
+        pub text: Option<Map<String, Value>>,
+        /// `effort` is handed to the chat template
+        pub reasoning: Option<Map<String, Value>>,
+        /// Answer as server-sent events
+        pub stream: Option<Value>,
+        /// Not supported: no response is kept
+        pub previous_response_id: Option<Value>,
+        /// Not supported: no conversation is kept
+        pub conversation: Option<Value>,
+        /// Only false
+        pub background: Option<Value>,
+        /// Only `disabled`
+        pub truncation: Option<Value>,
+        /// Only 0
+        pub top_logprobs: Option<Value>,
+        /// Not supported
+        pub max_tool_calls: Option<Value>,
+        /// Not supported
+        pub prompt: Option<Value>,
+    }
+    ignored {
+        /// Ignored: no response is kept
+        store,
+        /// Ignored
+        metadata,
+        /// Ignored
+        user,
+        /// Ignored
+        include,
+        /// Ignored
+        service_tier,
+        /// Ignored
+        prompt_cache_key,
+        /// Ignored
+        safety_identifier,
+    }
+}
+
+impl ResponsesFields {
+    /// Refuses state that is not kept and settings that nothing here follows.
+    fn refuse_unsupported(&self) -> Result<(), ApiError> {
+        let stateless = "is not supported: responses are not kept; send the whole conversation as input";
+        let refused = [
+            ("previous_response_id", &self.previous_response_id, json!(null), stateless),
+            ("conversation", &self.conversation, json!(null), stateless),
+            ("background", &self.background, json!(false), "is not supported"),
+            ("truncation", &self.truncation, json!("disabled"), "is not supported; use \"disabled\""),
+            ("top_logprobs", &self.top_logprobs, json!(0), "is not supported here; use /v1/chat/completions"),
+            ("max_tool_calls", &self.max_tool_calls, json!(null), "is not supported"),
+            ("prompt", &self.prompt, json!(null), "is not supported; send instructions and input"),
+        ];
+        for (name, value, harmless, problem) in refused {
+            if value.as_ref().is_some_and(|value| *value != harmless) {
+                return Err(ApiError::param(name, problem));
+            }
+        }
+        Ok(())
+    }
+
+    /// The chat request of the same meaning.
+    pub fn to_chat(&self) -> Result<Map<String, Value>, ApiError> {
+        self.refuse_unsupported()?;
+        let mut chat = Map::new();
+        let mut set = |name: &str, value: Option<Value>| {
+            if let Some(value) = value.filter(|value| !value.is_null()) {
+                chat.insert(name.to_owned(), value);
+            }
+        };
+        set("model", self.model.clone());
+        set("max_completion_tokens", self.max_output_tokens.map(Value::from));
+        set("temperature", self.temperature.clone());
+        set("top_p", self.top_p.clone());
+        set("tool_choice", self.tool_choice.clone());
+        set("parallel_tool_calls", self.parallel_tool_calls.map(Value::Bool));
+        set("stream", self.stream.clone());
+        set("response_format", self.text.as_ref().and_then(|text| text.get("format").cloned()));
+        set(
+            "reasoning_effort",
+            self.reasoning.as_ref().and_then(|reasoning| reasoning.get("effort").cloned()),
+        );
+        let tools = self.tools.iter().flatten().enumerate().map(|(index, tool)| one_tool(index, tool));
+        let tools: Vec<Value> = tools.collect::<Result<_, _>>()?;
+        set("tools", (!tools.is_empty()).then_some(Value::Array(tools)));
+        set("messages", Some(Value::Array(self.messages()?)));
+        Ok(chat)
+    }
+
+    fn messages(&self) -> Result<Vec<Value>, ApiError> {
+        let mut messages = Messages::default();
+        if let Some(instructions) = &self.instructions {
+            messages.list.push(json!({"role": "system", "content": instructions}));
+        }
+        match &self.input {
+            Value::String(text) => messages.list.push(json!({"role": "user", "content": text})),
+            Value::Array(items) => {
+                for (index, item) in items.iter().enumerate() {
+                    messages.item(index, item)?;
+                }
+            }
+            other => {
+                let problem = format!("must be a string or a list of items, not {}", shown(other));
+                return Err(ApiError::param("input", problem));
+            }
+        }
+        Ok(messages.list)
+    }
+}
+
+/// Messages in the making: the items of one answer become one message.
+#[derive(Default)]
+struct Messages {
+    list: Vec<Value>,
+}
+
+impl Messages {
+    fn item(&mut self, index: usize, item: &Value) -> Result<(), ApiError> {
+        let text = |name: &str| {
+            let param = format!("input[{index}].{name}");
+            item[name].as_str().ok_or_else(|| ApiError::param(param, "must be a string"))
+        };
+        match item["type"].as_str() {
+            None | Some("message") => {
+                let role = text("role")?;
+                let content = match &item["content"] {
+                    Value::Null => {
+                        return Err(ApiError::param(format!("input[{index}].content"), "is missing"));
+                    }
+                    content => content.clone(),
+                };
+                match role {
+                    "assistant" => self.answer()["content"] = content,
+                    _ => self.list.push(json!({"role": role, "content": content})),
+                }
+            }
+            Some("function_call") => {
+                let function = json!({"name": text("name")?, "arguments": text("arguments")?});
+                let call = json!({"id": text("call_id")?, "type": "function", "function": function});
+                match &mut self.answer()["tool_calls"] {
+                    Value::Array(calls) => calls.push(call),
+                    none => *none = json!([call]),
+                }
+            }
+            Some("function_call_output") => {
+                let (id, output) = (text("call_id")?, item["output"].clone());
+                self.list.push(json!({"role": "tool", "tool_call_id": id, "content": output}));
+            }
+            Some("reasoning") => {
+                let parts = item["content"].as_array().into_iter().flatten();
+                let thought: String = parts.filter_map(|part| part["text"].as_str()).collect();
+                if !thought.is_empty() {
+                    // Reasoning opens an answer.
+                    let message = json!({"role": "assistant", "content": "", "reasoning_content": thought});
+                    self.list.push(message);
+                }
+            }
+            Some(kind) => {
+                let problem = format!("items of type \"{kind}\" are not supported");
+                return Err(ApiError::param(format!("input[{index}].type"), problem));
+            }
+        }
+        Ok(())
+    }
+
+    /// The answer that is being put together; a new one if the last message is none.
+    fn answer(&mut self) -> &mut Value {
+        let is_answer = self.list.last().is_some_and(|last| last["role"] == "assistant");
+        if !is_answer {
+            self.list.push(json!({"role": "assistant", "content": ""}));
+        }
+        let last = self.list.len() - 1;
+        &mut self.list[last]
+    }
+}
+
+fn one_tool(index: usize, tool: &Map<String, Value>) -> Result<Value, ApiError> {
+    match tool.get("type").and_then(Value::as_str) {
+        Some("function") => {
+            let mut function = tool.clone();
+            function.remove("type");
+            Ok(json!({"type": "function", "function": function}))
+        }
+        kind => {
+            let kind = kind.unwrap_or("without a type");
+            let problem = format!("{kind} is not supported, only \"function\" is");
+            Err(ApiError::param(format!("tools[{index}].type"), problem))
+        }
+    }
+}

@@ -1,0 +1,124 @@
+//! `POST /v1/responses`, without any state.
+
+use serde_json::{Value, json};
+
+use crate::client::Client;
+use crate::fake::text;
+
+fn ask(fields: Value) -> Value {
+    let mut body = json!({"model": "fake-15m", "input": "Weather?", "instructions": "Be brief.",
+        "tools": [{"type": "function", "name": "now", "parameters": {"type": "object", "properties": {}}}]});
+    for (name, value) in fields.as_object().unwrap() {
+        body[name] = value.clone();
+    }
+    body
+}
+
+const REPLY: &str = "<think>hm</think>\n\nLet me see.\n<tool_call>\n{\"name\": \"now\", \"arguments\": {\"a\": 1}}\n</tool_call>";
+
+#[tokio::test]
+async fn answers_are_items() {
+    let client = Client::saying(REPLY);
+    let body = client.post("/v1/responses", &ask(json!({}))).await.ok();
+    assert_eq!((&body["object"], &body["status"]), (&json!("response"), &json!("completed")));
+    let output = body["output"].as_array().unwrap();
+    assert_eq!(
+        output.iter().map(|item| &item["type"]).collect::<Vec<_>>(),
+        ["reasoning", "message", "function_call"]
+    );
+    assert_eq!(output[0]["content"][0]["text"], "hm");
+    assert_eq!(output[1]["content"][0]["text"], "Let me see.");
+    assert_eq!((&output[2]["name"], &output[2]["arguments"]), (&json!("now"), &json!("{\"a\": 1}")));
+    assert!(output[2]["call_id"].as_str().unwrap().starts_with("call_"));
+    let usage = &body["usage"];
+    let sum = usage["input_tokens"].as_u64().unwrap() + usage["output_tokens"].as_u64().unwrap();
+    assert_eq!(usage["total_tokens"], sum);
+    assert_eq!(usage["input_tokens_details"]["cached_tokens"], 0);
+    assert!(usage["output_tokens_details"]["reasoning_tokens"].as_u64().unwrap() > 0);
+    let cut = client.post("/v1/responses", &ask(json!({"max_output_tokens": 6}))).await.ok();
+    assert_eq!(cut["status"], "incomplete");
+    assert_eq!(cut["incomplete_details"]["reason"], "max_output_tokens");
+}
+
+#[tokio::test]
+async fn streams_have_the_published_order() {
+    let client = Client::saying(REPLY);
+    let answer = client.post("/v1/responses", &ask(json!({"stream": true}))).await;
+    let text = answer.text();
+    let events: Vec<Value> = text
+        .lines()
+        .filter_map(|line| line.strip_prefix("data: "))
+        .map(|data| serde_json::from_str(data).unwrap())
+        .collect();
+    let mut names: Vec<&str> = events.iter().map(|event| event["type"].as_str().unwrap()).collect();
+    names.dedup();
+    assert_eq!(
+        names,
+        [
+            "response.created",
+            "response.in_progress",
+            "response.output_item.added",
+            "response.reasoning_text.delta",
+            "response.reasoning_text.done",
+            "response.output_item.done",
+            "response.output_item.added",
+            "response.content_part.added",
+            "response.output_text.delta",
+            "response.output_text.done",
+            "response.content_part.done",
+            "response.output_item.done",
+            "response.output_item.added",
+            "response.function_call_arguments.delta",
+            "response.function_call_arguments.done",
+            "response.output_item.done",
+            "response.completed",
+        ]
+    );
+    assert!(events.iter().enumerate().all(|(number, event)| event["sequence_number"] == number));
+    let last = &events[events.len() - 1]["response"];
+    assert_eq!(last["output"].as_array().unwrap().len(), 3);
+    assert!(last["usage"]["output_tokens"].as_u64().unwrap() > 0);
+    assert!(text.contains("event: response.created\n"));
+}
+
+#[tokio::test]
+async fn items_become_a_prompt() {
+    let client = Client::new();
+    let input = json!([
+        {"role": "user", "content": [{"type": "input_text", "text": "Time?"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+        {"type": "function_call", "call_id": "c1", "name": "now", "arguments": "{\"zone\": \"CET\"}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "noon"},
+    ]);
+    let format = json!({"format": {"type": "json_schema", "name": "x", "schema": {"type": "object", "properties": {}}}});
+    client.post("/v1/responses", &ask(json!({"input": input, "text": format}))).await.ok();
+    let prompt = text().tokenizer.decode(&client.engine.last_prompt(), false).unwrap();
+    for part in
+        ["Be brief.", "user\nTime?", "I look.\n\n<tool_call>", "{\"zone\":\"CET\"}", "<tool_response>\nnoon"]
+    {
+        assert!(prompt.contains(part), "{part} is not in {prompt}");
+    }
+    assert!(client.engine.last_params().constraint.is_some());
+}
+
+#[tokio::test]
+async fn state_and_foreign_tools_are_refused_by_name() {
+    let client = Client::new();
+    for (fields, param) in [
+        (json!({"previous_response_id": "resp_1"}), "previous_response_id"),
+        (json!({"conversation": "c"}), "conversation"),
+        (json!({"background": true}), "background"),
+        (json!({"tools": [{"type": "web_search"}]}), "tools[0].type"),
+        (json!({"input": [{"type": "item_reference", "id": "x"}]}), "input[0].type"),
+        (json!({"input": 5}), "input"),
+        (json!({"truncation": "auto"}), "truncation"),
+        (json!({"typical_p": 0.5}), "typical_p"),
+    ] {
+        assert_eq!(client.post("/v1/responses", &ask(fields)).await.error(400)["param"], param);
+    }
+    client
+        .post("/v1/responses", &ask(json!({"store": true, "truncation": "disabled", "include": []})))
+        .await
+        .ok();
+}
