@@ -11,8 +11,12 @@ question = [{"role": "user", "content": "Who are you?"}]
 ANSWER = "I am a small language model with fifteen million weights"
 
 
+# Newer clients have no argument for the temperature.
+greedy = {"extra_body": {"temperature": 0}}
+
+
 def ask(**fields):
-    return client.messages.create(**{"model": model, "messages": question, "max_tokens": 200, "temperature": 0, **fields})
+    return client.messages.create(**{"model": model, "messages": question, "max_tokens": 200, **greedy, **fields})
 
 
 # Text, whole and streamed. More tokens than the context has room for are cut.
@@ -20,7 +24,7 @@ whole = ask(max_tokens=10**6)
 (block,) = whole.content
 assert block.type == "text" and block.text.startswith(ANSWER), whole
 assert whole.stop_reason == "end_turn" and whole.role == "assistant"
-with client.messages.stream(model=model, messages=question, max_tokens=200, temperature=0) as stream:
+with client.messages.stream(model=model, messages=question, max_tokens=200, **greedy) as stream:
     text = "".join(stream.text_stream)
     final = stream.get_final_message()
 assert text == block.text and final.usage.output_tokens == whole.usage.output_tokens, (text, final)
@@ -60,7 +64,7 @@ called = ask(**forced)
 (use,) = called.content
 assert called.stop_reason == "tool_use" and use.type == "tool_use" and use.name == "get_weather", called
 assert 1 <= use.input["days"] <= 9, use
-with client.messages.stream(model=model, messages=question, max_tokens=200, temperature=0, **forced) as stream:
+with client.messages.stream(model=model, messages=question, max_tokens=200, **greedy, **forced) as stream:
     kinds = [event.type for event in stream]
     streamed = stream.get_final_message()
 assert streamed.content[0].input == use.input, streamed
@@ -75,7 +79,7 @@ assert ask(messages=history, tools=[tool], tool_choice={"type": "none"}, max_tok
 # Errors arrive as the client's own types, none of which it would try again.
 for kind, fields in [
     (anthropic.NotFoundError, {"model": "claude-opus"}),
-    (anthropic.BadRequestError, {"temperature": -1}),
+    (anthropic.BadRequestError, {"extra_body": {"temperature": -1}}),
     (anthropic.BadRequestError, {"tools": [{"type": "bash_20250124", "name": "bash"}]}),
 ]:
     try:
