@@ -120,6 +120,7 @@ pub(crate) fn compile_with(
             log: "the source holds a zero byte".into(),
         })
     };
+    let arch = &if source.hopper { format!("{arch}a") } else { arch.to_owned() };
     let (text, name) = (c(source.text)?, c(source.file)?);
     let all = || HEADERS.iter().copied().chain([("layout.cuh", layouts)]);
     let headers = all().map(|(_, text)| c(text)).collect::<Result<Vec<_>>>()?;

@@ -93,7 +93,7 @@ impl Images {
     /// answer.
     pub fn check(&self, capability: i32, shared_memory: usize) -> Result<()> {
         let Self::Precompiled(folder) = self else { return Ok(()) };
-        let variants = sources::variants(shared_memory);
+        let variants = sources::variants(capability, shared_memory);
         let there = |arch: Architecture, (source, defines): &(&'static Source, Defines)| {
             let path = folder.join(image_name(source, defines, &arch.to_string(), None));
             std::fs::metadata(path).is_ok_and(|found| found.len() > 0)
@@ -186,7 +186,7 @@ pub fn precompile(
     done: impl Fn() + Sync,
 ) -> Result<(usize, usize)> {
     let arch = architecture.to_string();
-    let jobs = sources::variants(architecture.shared_memory);
+    let jobs = sources::variants(architecture.capability, architecture.shared_memory);
     let (next, bytes) = (AtomicUsize::new(0), AtomicUsize::new(0));
     let failure = Mutex::new(None);
     let work = || {

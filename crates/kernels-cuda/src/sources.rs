@@ -13,12 +13,21 @@ pub struct Source {
     pub text: &'static str,
     /// Whether it is compiled once for each head size.
     pub by_head_dim: bool,
+    /// Whether it uses instructions that only Hopper has (`sm_90a`).
+    pub hopper: bool,
 }
 
 macro_rules! source {
     ($name:ident, $file:literal, by_head_dim: $by:literal) => {
-        pub static $name: Source =
-            Source { file: $file, text: include_str!(concat!("../kernels/", $file)), by_head_dim: $by };
+        source!($name, $file, by_head_dim: $by, hopper: false);
+    };
+    ($name:ident, $file:literal, by_head_dim: $by:literal, hopper: $hopper:literal) => {
+        pub static $name: Source = Source {
+            file: $file,
+            text: include_str!(concat!("../kernels/", $file)),
+            by_head_dim: $by,
+            hopper: $hopper,
+        };
     };
 }
 
@@ -34,7 +43,8 @@ source!(APPEND, "append.cu", by_head_dim: true);
 // Has two variants for each head size: `simple_attention_defines`.
 source!(ATTENTION_SIMPLE, "attention_simple.cu", by_head_dim: false);
 source!(ATTENTION_PREFILL, "attention_prefill.cu", by_head_dim: true);
-
+source!(ATTENTION_PREFILL_HOPPER, "attention_prefill_hopper.cu", by_head_dim: true, hopper: true);
+source!(DEQUANTIZE, "dequantize.cu", by_head_dim: true);
 source!(DEMOTE, "demote.cu", by_head_dim: true);
 source!(ATTENTION_PLAN, "attention_plan.cu", by_head_dim: false);
 // Has variants of its own: `attention::Variant`.
@@ -56,6 +66,7 @@ pub static HEADERS: &[(&str, &str)] = &[
     ("pipeline.cuh", include_str!("../kernels/pipeline.cuh")),
     ("page.cuh", include_str!("../kernels/page.cuh")),
     ("common.cuh", include_str!("../kernels/common.cuh")),
+    ("wgmma.cuh", include_str!("../kernels/wgmma.cuh")),
 ];
 
 /// Every source that has no variants, or only one for each head size.
@@ -69,6 +80,8 @@ static PLAIN: &[&Source] = &[
     &PICK,
     &APPEND,
     &ATTENTION_PREFILL,
+    &ATTENTION_PREFILL_HOPPER,
+    &DEQUANTIZE,
     &ATTENTION_PLAN,
     &DEMOTE,
 ];
@@ -92,8 +105,12 @@ pub fn simple_attention_defines(head_dim: usize, dequantized: bool) -> Defines {
     vec![("HEAD_DIM", head_dim), ("DEQUANTIZED", usize::from(dequantized))]
 }
 
-/// Every variant that a model may need on a GPU with this much shared memory per block.
-pub fn variants(shared_memory: usize) -> Vec<(&'static Source, Defines)> {
+/// Compute capability of GPUs that run sources marked `hopper`.
+pub const HOPPER: i32 = 90;
+
+/// Every variant that a model may need on a GPU of this compute capability (e.g. 90) with this much
+/// shared memory per block.
+pub fn variants(capability: i32, shared_memory: usize) -> Vec<(&'static Source, Defines)> {
     let decode = Variant::all(shared_memory).map(|v| (&ATTENTION_DECODE, v.defines()));
     let mut all: Vec<(&'static Source, Defines)> = Vec::new();
     // Several group sizes may have the same variant.
@@ -108,7 +125,7 @@ pub fn variants(shared_memory: usize) -> Vec<(&'static Source, Defines)> {
             [false, true].map(|dequantized| (&ATTENTION_SIMPLE, simple_attention_defines(d, dequantized))),
         );
     }
-    for source in PLAIN {
+    for source in PLAIN.iter().filter(|source| !source.hopper || capability == HOPPER) {
         if source.by_head_dim {
             all.extend(HEAD_DIMS.map(|d| (*source, vec![("HEAD_DIM", d)])));
         } else {

@@ -21,13 +21,13 @@ fn all_kernels_compile_for_all_architectures() {
     let folder = tempfile::tempdir().unwrap();
     let images = Images::Precompiled(folder.path().to_owned());
     for arch in Architecture::usual() {
-        let (source, defines) = &sources::variants(arch.shared_memory)[0];
+        let (source, defines) = &sources::variants(arch.capability, arch.shared_memory)[0];
         let missing = images.image(source, defines, arch.capability).unwrap_err().to_string();
         assert!(missing.contains(&format!("oscar kernels --arch {arch}")), "{missing}");
         assert!(images.check(arch.capability, arch.shared_memory).is_err());
     }
     for arch in Architecture::usual() {
-        let variants = sources::variants(arch.shared_memory);
+        let variants = sources::variants(arch.capability, arch.shared_memory);
         let done = AtomicUsize::new(0);
         let count = || {
             done.fetch_add(1, Ordering::Relaxed);
@@ -49,8 +49,8 @@ fn all_kernels_compile_for_all_architectures() {
     std::fs::write(&damaged, b"").unwrap();
     let missed = images.check(90, 227 << 10).unwrap_err().to_string();
     assert!(missed.contains("pick.cu") && missed.contains("--arch sm_90"), "{missed}");
-    // The form for compute-sanitizer's racecheck.
-    let decode = sources::variants(227 << 10).into_iter().find(|(s, _)| s.file == "attention_decode.cu");
+    // As racecheck gets to see it.
+    let decode = sources::variants(90, 227 << 10).into_iter().find(|(s, _)| s.file == "attention_decode.cu");
     let (source, mut defines) = decode.expect("decode attention has variants");
     defines.push(("RACECHECK", 1));
     assert!(!compiler.compile(source, &defines, "sm_90").unwrap().is_empty());

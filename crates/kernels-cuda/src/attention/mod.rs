@@ -8,6 +8,7 @@
 pub(crate) mod append;
 pub mod decode;
 pub(crate) mod demote;
+pub(crate) mod hopper;
 pub(crate) mod prefill;
 pub(crate) mod simple;
 mod variant;
@@ -26,6 +27,7 @@ use crate::storage::Storage;
 use append::AppendKernel;
 use decode::{DecodeKernels, DecodeMemory, Queries};
 use half::bf16;
+use hopper::ExpandedPages;
 use oscar_backend::{AttentionKernels, AttentionPath, HeadShape};
 use oscar_codec::CacheLayout;
 use prefill::{Prefill, PrefillKernel};
@@ -41,6 +43,8 @@ pub(crate) const LAYOUTS: &[Layout] = &[
     decode::PARTIAL_QUAD,
     demote::DemoteArgs::LAYOUT,
     prefill::PrefillParams::LAYOUT,
+    hopper::HopperPrefillParams::LAYOUT,
+    hopper::DequantizeParams::LAYOUT,
     simple::SimpleParams::LAYOUT,
 ];
 
@@ -52,6 +56,8 @@ pub enum AttentionMode {
     Auto,
     /// Like `Auto`, but `append` always has its own launch.
     Apart,
+    /// Like `Auto`, but prompts go through the `mma.sync` kernel on every GPU, for comparison.
+    Mma,
     /// `attention_simple.cu` for everything, as a second opinion.
     Simple,
 }
@@ -62,9 +68,10 @@ impl AttentionMode {
         match std::env::var("OSCAR_CUDA_ATTENTION").as_deref() {
             Ok("simple") => Ok(Self::Simple),
             Ok("apart") => Ok(Self::Apart),
+            Ok("mma") => Ok(Self::Mma),
             Ok("" | "auto") | Err(_) => Ok(Self::Auto),
             Ok(other) => Err(CudaError::Unsupported(format!(
-                "OSCAR_CUDA_ATTENTION={other}: it may be auto, apart or simple"
+                "OSCAR_CUDA_ATTENTION={other}: it may be auto, apart, mma or simple"
             ))),
         }
     }
@@ -82,7 +89,7 @@ impl AttentionMode {
         } else if self == Self::Simple {
             (AttentionPath::Simple, "simple kernel (OSCAR_CUDA_ATTENTION)".into())
         } else {
-            let prefill = match PrefillKernel::choose(device.properties(), d) {
+            let prefill = match PrefillKernel::choose(device.properties(), d, self) {
                 Some(kernel) => kernel.name(),
                 None => "simple prefill kernel (too little shared memory)",
             };
@@ -94,7 +101,7 @@ impl AttentionMode {
     /// Whether queries can read codes where the windows alone say BF16. The simple kernel knows
     /// only the windows.
     pub fn reads_demoted_tails(self, device: &Device, head_dim: usize) -> bool {
-        self != Self::Simple && PrefillKernel::choose(device.properties(), head_dim).is_some()
+        self != Self::Simple && PrefillKernel::choose(device.properties(), head_dim, self).is_some()
     }
 }
 
@@ -146,7 +153,7 @@ impl CacheKernels {
         let by_head = vec![("HEAD_DIM", d)];
         let native = mode != AttentionMode::Simple && storage != Storage::Dequantized;
         let prefill = match native {
-            true => Prefill::new(device, kernels, d)?,
+            true => Prefill::new(device, kernels, d, mode)?,
             false => None,
         };
         let quantizes = storage == Storage::Codes;
@@ -157,7 +164,7 @@ impl CacheKernels {
             prefill,
             decode: match native {
                 true => {
-                    let fuses = mode == AttentionMode::Auto;
+                    let fuses = mode != AttentionMode::Apart;
                     Some(DecodeKernels::new(device, kernels, shape, heads, fuses)?)
                 }
                 false => None,
@@ -220,10 +227,16 @@ impl LayerCall<'_> {
     /// Enqueues the attention of a layer. Returns whether the BF16 output was written as well.
     ///
     /// # Safety
-    /// The tables must be on the device and of a step over `pages`, in which every page that the
-    /// windows require has memory. `queries` and both outputs must have the step's rows of query
-    /// heads. If `path` decodes, the step must have been planned with the same tables.
-    pub unsafe fn attend(&self, device: &Device, path: Path, memory: &mut DecodeMemory) -> Result<bool> {
+    /// The tables must be on the device and of a step over `pages`, in which every page that the windows
+    /// require has memory. `queries` and both outputs must have the step's rows of query heads. If `path`
+    /// decodes, the step must have been planned with the same tables.
+    pub unsafe fn attend(
+        &self,
+        device: &Device,
+        path: Path,
+        memory: &mut DecodeMemory,
+        expanded: &mut ExpandedPages,
+    ) -> Result<bool> {
         let kernels = self.pages.kernels();
         let missing = || CudaError::Shape { what: "attention", detail: format!("no kernel for {path:?}") };
         if matches!(path, Path::Simple | Path::SimpleAndDecode) {
@@ -232,7 +245,7 @@ impl LayerCall<'_> {
         }
         if matches!(path, Path::Prefill | Path::PrefillAndDecode) {
             // SAFETY: the caller's promise.
-            unsafe { kernels.prefill.as_ref().ok_or_else(missing)?.launch(device, self) }?;
+            unsafe { kernels.prefill.as_ref().ok_or_else(missing)?.launch(device, self, expanded) }?;
         }
         if path.decodes() {
             // SAFETY: the caller's promise.

@@ -2,39 +2,54 @@
 //!
 //! [`PrefillKernel::choose`] decides by architecture and head size which kernel a cache gets.
 
-use super::LayerCall;
+use super::hopper::{Dequantize, ExpandedPages};
+use super::{AttentionMode, LayerCall};
 use crate::device::{Device, Function, LaunchShape, Properties};
 use crate::error::Result;
 use crate::kernels::Kernels;
 use crate::layout::shared_struct;
 use crate::memory::DevicePtr;
 use crate::pages::HeadPages;
-use crate::sources::ATTENTION_PREFILL;
+use crate::sources::{ATTENTION_PREFILL, ATTENTION_PREFILL_HOPPER, HOPPER};
 use crate::step::StepTables;
 use half::bf16;
 
 /// The prefill kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PrefillKernel {
+    /// `attention_prefill_hopper.cu`: `wgmma` products over BF16 and dequantized pages.
+    Hopper,
     /// `attention_prefill.cu`: `mma.sync` tensor-core products, from Ampere on.
     Ampere,
 }
 
 impl PrefillKernel {
     /// The kernel for this GPU and head size; `None` if its shared memory is too small for any.
-    pub fn choose(gpu: &Properties, head_dim: usize) -> Option<Self> {
-        [Self::Ampere].into_iter().find(|k| k.block(head_dim).shared <= gpu.shared_memory as usize)
+    pub fn choose(gpu: &Properties, head_dim: usize, mode: AttentionMode) -> Option<Self> {
+        let hopper = 10 * gpu.major + gpu.minor == HOPPER && mode != AttentionMode::Mma;
+        [Self::Hopper, Self::Ampere]
+            .into_iter()
+            .filter(|&kernel| kernel != Self::Hopper || hopper)
+            .find(|kernel| kernel.block(head_dim).shared <= gpu.shared_memory as usize)
     }
 
     /// Its name in the start banner.
     pub fn name(self) -> &'static str {
         match self {
-            Self::Ampere => "tensor-core prefill kernel",
+            Self::Hopper => "wgmma prefill kernel",
+            Self::Ampere => "mma.sync prefill kernel",
         }
     }
 
     fn block(self, head_dim: usize) -> Block {
         match self {
+            Self::Hopper => {
+                let (groups, stages) = if head_dim == 256 { (2, 2) } else { (3, 4) };
+                let (queries, page) = (64 * head_dim * 2, 64 * head_dim * 4);
+                // Barriers lie in static shared memory, rounded up to the alignment of the rest.
+                let shared = groups * queries + stages * page;
+                Block { rows: 64 * groups, threads: 128 * (groups as u32 + 1), shared }
+            }
             Self::Ampere => {
                 let (rows, threads) = if head_dim == 256 { (64, 128) } else { (128, 256) };
                 let (queries, tile, raw) = (rows * head_dim * 2, 64 * head_dim * 4, 8 * head_dim * 8 + 512);
@@ -46,18 +61,40 @@ impl PrefillKernel {
 
 /// The size of a thread block.
 #[derive(Clone, Copy)]
-struct Block {
+pub(super) struct Block {
     /// Rows times query heads of a KV head.
-    rows: usize,
-    threads: u32,
+    pub rows: usize,
+    pub threads: u32,
     /// Bytes of dynamic shared memory.
-    shared: usize,
+    pub shared: usize,
 }
+
+impl Block {
+    /// The launch for the rows of a step and this many KV heads.
+    pub fn launch(&self, call: &LayerCall<'_>, kv_heads: usize) -> LaunchShape {
+        let most_rows = call.summary.sequences.iter().map(|s| s.rows as usize).max().unwrap_or(0);
+        LaunchShape {
+            grid: (
+                (most_rows * call.pages.shape().group()).div_ceil(self.rows) as u32,
+                kv_heads as u32,
+                call.summary.sequences.len() as u32,
+            ),
+            block: self.threads,
+            shared: self.shared as u32,
+            overlap: true,
+        }
+    }
+}
+
+/// Sequences with fewer rows are left to the decode kernel.
+pub(super) const LEAST_ROWS: u32 = 2;
 
 /// A compiled prefill kernel.
 pub struct Prefill {
     function: Function,
     block: Block,
+    /// On Hopper: the kernel that expands quantized pages first.
+    hopper: Option<Dequantize>,
 }
 
 shared_struct! {
@@ -69,7 +106,6 @@ shared_struct! {
         rounded: Option<DevicePtr<bf16>>,
         query_heads: u32,
         kv_heads: u32,
-        /// Sequences with fewer rows are left to the decode kernel.
         least_rows: u32,
         scale: f32,
     }
@@ -77,23 +113,43 @@ shared_struct! {
 
 impl Prefill {
     /// The kernel for this head size, if the GPU has one.
-    pub fn new(device: &Device, kernels: &Kernels, head_dim: usize) -> Result<Option<Self>> {
-        let Some(kernel) = PrefillKernel::choose(device.properties(), head_dim) else { return Ok(None) };
-        let block = kernel.block(head_dim);
-        let function = match kernel {
-            PrefillKernel::Ampere => {
-                let defines = vec![("HEAD_DIM", head_dim)];
-                kernels.function(&ATTENTION_PREFILL, &defines, c"attention_prefill", block.shared)?
-            }
+    pub fn new(
+        device: &Device,
+        kernels: &Kernels,
+        head_dim: usize,
+        mode: AttentionMode,
+    ) -> Result<Option<Self>> {
+        let Some(kernel) = PrefillKernel::choose(device.properties(), head_dim, mode) else {
+            return Ok(None);
         };
-        Ok(Some(Self { function, block }))
+        let block = kernel.block(head_dim);
+        let defines = vec![("HEAD_DIM", head_dim)];
+        let (source, name) = match kernel {
+            PrefillKernel::Hopper => (&ATTENTION_PREFILL_HOPPER, c"attention_prefill_hopper"),
+            PrefillKernel::Ampere => (&ATTENTION_PREFILL, c"attention_prefill"),
+        };
+        let function = kernels.function(source, &defines, name, block.shared)?;
+        let hopper = match kernel {
+            PrefillKernel::Hopper => Some(Dequantize::new(kernels, head_dim)?),
+            PrefillKernel::Ampere => None,
+        };
+        Ok(Some(Self { function, block, hopper }))
     }
 
     /// Attention of the sequences of a layer that bring at least two rows.
     ///
     /// # Safety
     /// As for [`LayerCall::attend`].
-    pub unsafe fn launch(&self, device: &Device, call: &LayerCall<'_>) -> Result<()> {
+    pub unsafe fn launch(
+        &self,
+        device: &Device,
+        call: &LayerCall<'_>,
+        expanded: &mut ExpandedPages,
+    ) -> Result<()> {
+        if let Some(dequantize) = &self.hopper {
+            // SAFETY: the caller's promise.
+            return unsafe { dequantize.attend(device, call, self.function, &self.block, expanded) };
+        }
         let shape = call.pages.shape();
         let params = PrefillParams {
             step: *call.tables,
@@ -103,21 +159,10 @@ impl Prefill {
             rounded: call.rounded,
             query_heads: shape.query_heads as u32,
             kv_heads: shape.kv_heads as u32,
-            least_rows: 2,
+            least_rows: LEAST_ROWS,
             scale: shape.scale,
         };
-        let most_rows = call.summary.sequences.iter().map(|s| s.rows as usize).max().unwrap_or(0);
-        let launch = LaunchShape {
-            grid: (
-                (most_rows * shape.group()).div_ceil(self.block.rows) as u32,
-                shape.kv_heads as u32,
-                call.summary.sequences.len() as u32,
-            ),
-            block: self.block.threads,
-            shared: self.block.shared as u32,
-            overlap: true,
-        };
         // SAFETY: the caller's promise.
-        unsafe { device.launch(self.function, launch, params) }
+        unsafe { device.launch(self.function, self.block.launch(call, shape.kv_heads), params) }
     }
 }

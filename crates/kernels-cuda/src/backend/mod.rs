@@ -18,6 +18,7 @@ pub use step::CudaStep;
 use crate::attention::AttentionMode;
 use crate::attention::decode::DecodeMemory;
 use crate::attention::demote::Scope;
+use crate::attention::hopper::ExpandedPages;
 use crate::device::Device;
 use crate::error::Result;
 use crate::gemm::{CublasLt, CudaMatrix, Fp8Kernels, Skinny};
@@ -55,8 +56,9 @@ struct State {
     transfers: Transfers,
     planner: StepPlanner,
     decode: DecodeMemory,
-    /// Token ids, row numbers and row weights: a buffer for each use, because copies do not wait
-    /// for launches that are being recorded.
+    expanded_pages: ExpandedPages,
+    /// Token ids, row numbers and row weights: a buffer for each use, because copies do not wait for
+    /// launches that are being recorded.
     indices: [Indices; 4],
     /// Rotated queries of a layer.
     queries: CudaRows,
@@ -109,6 +111,7 @@ impl CudaBackend {
             transfers: Transfers::new(&device)?,
             planner: StepPlanner::default(),
             decode: DecodeMemory::default(),
+            expanded_pages: ExpandedPages::default(),
             indices: Default::default(),
             queries: CudaRows::default(),
             normed: CudaRows::default(),

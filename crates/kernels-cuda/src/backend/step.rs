@@ -198,9 +198,10 @@ impl<'s> CudaStep<'s> {
         out.resize(&backend.device, rows, true, CudaBackend::rounds(rows))?;
         let (values, rounded) = (out.held_values("the output of attention")?.ptr(), out.rounded_ptr());
         let call = LayerCall { layer, tables, summary, pages: pool, queries, out: values, rounded };
-        // SAFETY: the tables are of this step, over these pages; `queries` and `out` have the
-        // step's rows (checked by our callers), and the plan is of this step.
-        if !unsafe { call.attend(&backend.device, *path, &mut state.decode) }? {
+        let State { decode, expanded_pages, .. } = &mut **state;
+        // SAFETY: the tables are of this step, over these pages; `queries` and `out` have the step's rows
+        // (checked by our callers), and the plan is of this step.
+        if !unsafe { call.attend(&backend.device, *path, decode, expanded_pages) }? {
             out.drop_rounded();
         }
         Ok(())

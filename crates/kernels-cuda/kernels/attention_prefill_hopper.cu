@@ -1,0 +1,356 @@
+// Prefill attention for Hopper: a flash kernel with warp specialization and wgmma (sm_90a).
+//
+// A block takes 64 rows for each of its consumer warp groups; rows are (token, query head of the
+// group) pairs, so one page serves the whole GQA group. A producer copies pages into a ring of stages
+// in shared memory; the consumers read each stage once and then give it back.
+//
+// The block first reads BF16 pages (sink and recent tokens, or all of a BF16 cache), then quantized
+// pages, which dequantize.cu has expanded to FP16 for this layer. The windows decide position by
+// position which of the two a row reads; only pages on a border are masked.
+//
+// Tried and slower at 100K tokens: to dequantize in the producer, page by page in every block (500
+// TFLOP/s), and integer products of codes for the scores (605). FP8 weights for the values are no
+// option: FP8 products accumulate with too few bits (5 % off after 128K tokens).
+#include "fragments.cuh"
+#include "wgmma.cuh"
+
+struct HopperPrefillParams {
+    StepTables step;
+    const HeadPages* pages;  // of the layer
+    const u8* expanded;      // FP16 pages: [KV head - first_head][place in the page tables]
+    u64 expanded_head;       // bytes of one head
+    const float* queries;    // [row][query head][HEAD_DIM]
+    float* out;              // likewise
+    u16* rounded;            // the same in BF16, or null
+    u32 query_heads;
+    u32 kv_heads;
+    u32 first_head;          // KV head of the blocks with blockIdx.y = 0
+    u32 least_rows;          // sequences with fewer rows belong to the decode kernel
+    float scale;
+};
+CHECK_LAYOUT(HopperPrefillParams);
+
+constexpr int D = HEAD_DIM;
+
+constexpr int CONSUMERS = D == 256 ? 2 : 3;
+constexpr int THREADS = 128 * (CONSUMERS + 1);
+constexpr int ROWS = 64 * CONSUMERS;
+constexpr int STAGES = D == 256 ? 2 : 4;
+// Together they must not exceed what the kernel starts with: 512 threads of 128, or 384 of 168.
+constexpr int CONSUMER_REGISTERS = D == 256 ? 240 : 160, PRODUCER_REGISTERS = D == 256 ? 24 : 32;
+
+constexpr int PANEL = 64 * 128;                  // 64 rows of 128 bytes, 128-byte swizzle
+constexpr int QUERY_BYTES = 64 * D * 2;          // of one warp group
+constexpr int STAGE_BYTES = 64 * D * 4;          // a page in 16 bits: keys, then values
+constexpr int VALUES_AT = 64 * D * 2;
+struct Barriers {
+    u64 full[STAGES], empty[STAGES];
+};
+
+// Weights are exponentials times 2^10, so that small ones keep their bits in fp16.
+constexpr float WEIGHT_LOG = 10.0f;
+
+// The pages that a block reads of one kind: blocks [0, sink_end) and [begin, end).
+struct PageList {
+    u32 sink_end, begin, end;
+    DEVICE u32 count() const { return sink_end + (end - begin); }
+    DEVICE u32 block(u32 i) const { return i < sink_end ? i : begin + (i - sink_end); }
+};
+
+struct Context {
+    SequenceInfo sequence;
+    u32 first, last_row;                           // flat rows of the block
+    u32 first_query, last_query;                   // positions
+    u32 first_boundary, last_boundary;
+    PageList full, coded;
+
+    DEVICE Context(const HopperPrefillParams& p, const HeadPages& pages, u32 group) {
+        sequence = p.step.sequences[blockIdx.z];
+        // Late rows have the most to read: they go first.
+        first = (gridDim.x - 1 - blockIdx.x) * ROWS;
+        last_row = min(first + ROWS, sequence.rows * group) - 1;
+        first_query = sequence.first_position + first / group;
+        last_query = sequence.first_position + last_row / group;
+        first_boundary = boundary_of(p.step, first_query);
+        last_boundary = boundary_of(p.step, last_query);
+        const u32 blocks = last_query / 64 + 1, sink = p.step.sink;
+        const u32 recent = min(first_boundary / 64, blocks);
+        full.sink_end = min((sink + 63) / 64, recent);
+        full.begin = recent;
+        full.end = blocks;
+        coded.sink_end = 0;
+        coded.begin = coded.end = sink / 64;
+        if (pages.keeps_history() && last_boundary > sink) coded.end = min((last_boundary + 63) / 64, blocks);
+    }
+};
+
+// ---- The producer. ----
+
+struct Producer {
+    const Context& context;
+    u8* stages;
+    Barriers* barriers;
+    u32 iteration = 0;
+
+    // Copies the pages of a list; `page_at` says where the page at a place of the tables lies.
+    template <class F>
+    DEVICE void copy(const PageList& list, F&& page_at) {
+        for (u32 i = 0; i < list.count(); i++, iteration++) {
+            const u32 stage = iteration % STAGES, full = shared_address(&barriers->full[stage]);
+            const u8* page = page_at(context.sequence.table + list.block(i));
+            barrier_wait(shared_address(&barriers->empty[stage]), (iteration / STAGES & 1) ^ 1);
+            barrier_arrive_expecting(full, STAGE_BYTES);
+            copy_bulk(shared_address(stages + stage * STAGE_BYTES), page, STAGE_BYTES, full);
+        }
+    }
+};
+
+// ---- A consumer warp group: 64 rows. Its threads hold rows g and g + 8 of their warp's sixteen. ----
+
+struct Consumer {
+    const HopperPrefillParams& p;
+    const Context& context;
+    u8* stages;
+    u8* queries;          // of this warp group
+    Barriers* barriers;
+    u32 warp, lane, group_id;
+    u32 iteration = 0;
+    u32 position[2], boundary[2];
+    float out[D / 2] = {};
+    float largest[2] = {NEGATIVE_INFINITY, NEGATIVE_INFINITY}, total[2] = {};
+
+    DEVICE u32 stage() const { return iteration % STAGES; }
+    DEVICE void wait_for_page() const {
+        barrier_wait(shared_address(&barriers->full[stage()]), iteration / STAGES & 1);
+    }
+    DEVICE void release(u32 of_iteration) const {
+        if (lane == 0) barrier_arrive(shared_address(&barriers->empty[of_iteration % STAGES]));
+    }
+    DEVICE void sync_group() const { sync_threads_of(1 + group_id, 128); }
+    // Warp groups take turns to start their products: while one has the tensor cores, the others are
+    // at their softmax. Without turns all of them would do the same thing at the same time.
+    DEVICE void wait_for_turn() const { sync_threads_of(1 + CONSUMERS + group_id, 256); }
+    DEVICE void pass_turn() const {
+        asm volatile("bar.arrive %0, %1;" ::"r"(1 + CONSUMERS + (group_id + 1) % CONSUMERS), "r"(256) : "memory");
+    }
+    // Where a row of the warp group lies in queries and output.
+    DEVICE u64 row_offset(u32 row, u32 kv_head, u32 group) const {
+        const u32 flat = min(context.first + group_id * 64 + row, context.last_row);
+        return ((u64)(context.sequence.first_row + flat / group) * p.query_heads + kv_head * group + flat % group) * D;
+    }
+
+    // The queries as operands for pages of one kind. Earlier products must not read them any more.
+    template <bool CODED>
+    DEVICE void load_queries(u32 kv_head, u32 group) const {
+        for (u32 row = warp * 16; row < warp * 16 + 16; row++) {
+            const float* q = p.queries + row_offset(row, kv_head, group);
+            for (u32 position = 2 * lane; position < D; position += 64) {
+                const float2 x = *(const float2*)(q + position);
+                u32* to = (u32*)(queries + position / 64 * PANEL + row * 128 + ((position / 8 % 8) ^ (row & 7)) * 16 + position % 8 * 2);
+                if (CODED) *to = pack_f16(fminf(fmaxf(x.x, -65504.0f), 65504.0f), fminf(fmaxf(x.y, -65504.0f), 65504.0f));
+                else *to = pack_bf16(x.x, x.y);
+            }
+        }
+        fence_async_proxy();
+        sync_group();
+    }
+
+    // New maxima of both rows: returns whether any row of the warp grew, and by which factors sums shrink.
+    DEVICE bool grow(const float (&top)[2], float (&factor)[2], float (&reference)[2]) {
+        bool grew = false;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float t = fmaxf(top[h], __shfl_xor_sync(0xffffffffu, top[h], 1));
+            t = fmaxf(t, __shfl_xor_sync(0xffffffffu, t, 2));
+            const float before = largest[h], after = fmaxf(before, t);
+            // Nothing seen yet: any finite reference will do.
+            const float finite = after == NEGATIVE_INFINITY ? 0.0f : after;
+            factor[h] = exp2_fast(before - finite);
+            reference[h] = finite - WEIGHT_LOG;
+            grew |= after > before;
+            largest[h] = after;
+            total[h] *= factor[h];
+        }
+        return __any_sync(0xffffffffu, grew);
+    }
+
+    DEVICE void rescale(const float (&factor)[2]) {
+#pragma unroll
+        for (int i = 0; i < D / 2; i++) out[i] *= factor[i >> 1 & 1];
+    }
+
+    // Does a row read this position in the form of this page?
+    template <bool CODED>
+    DEVICE bool reads(u32 j, int h) const {
+        const bool is_code = j >= p.step.sink && j < boundary[h];
+        return is_code == CODED && j <= position[h];
+    }
+
+    // Turns the scores of a page into weights. The answer says whether any row's maximum grew: then sums
+    // so far shrink by `factor`.
+    template <bool CODED>
+    DEVICE bool softmax(float (&score)[32], u32 block, float (&factor)[2]) {
+        const u32 begin = block * 64;
+        const bool whole = CODED ? begin >= p.step.sink && begin + 64 <= context.first_boundary
+                                 : begin + 63 <= context.first_query &&
+                                       (begin + 64 <= p.step.sink || begin >= context.last_boundary);
+        if (!whole) {
+#pragma unroll
+            for (int i = 0; i < 32; i++)
+                if (!reads<CODED>(begin + i / 4 * 8 + 2 * (lane & 3) + (i & 1), i >> 1 & 1)) score[i] = NEGATIVE_INFINITY;
+        }
+        const float scale = p.scale * LOG2E;
+        float top[2] = {NEGATIVE_INFINITY, NEGATIVE_INFINITY}, reference[2];
+#pragma unroll
+        for (int i = 0; i < 32; i++) top[i >> 1 & 1] = fmaxf(top[i >> 1 & 1], score[i]);
+        top[0] *= scale, top[1] *= scale;
+        const bool grew = grow(top, factor, reference);
+#pragma unroll
+        for (int i = 0; i < 32; i++) {
+            const int h = i >> 1 & 1;
+            score[i] = exp2_fast(__fmaf_rn(score[i], scale, -reference[h]));
+            total[h] += score[i];
+        }
+        return grew;
+    }
+
+    template <bool CODED>
+    DEVICE void start_scores(float (&score)[32], u32 page) const {
+        const u64 q = descriptor(shared_address(queries), 16, 1024), keys = descriptor(page, 16, 1024);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < D / 16; k++) {
+            const u32 at = k / 4 * PANEL + k % 4 * 32;
+            if (k == 0) wgmma_scores<CODED, false>(score, q, keys);
+            else wgmma_scores<CODED, true>(score, advance(q, at), advance(keys, at));
+        }
+        wgmma_commit();
+    }
+
+    template <bool CODED>
+    DEVICE void start_values(u32 (&weights)[16], u32 page) {
+        const u64 values = descriptor(page + VALUES_AT, PANEL, 1024);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+            wgmma_values<CODED>(out, weights[4 * k], weights[4 * k + 1], weights[4 * k + 2], weights[4 * k + 3],
+                                advance(values, k * 2048));
+        wgmma_commit();
+    }
+
+    // Attends to all pages of one kind. While the tensor cores weight the values of a page, the softmax
+    // of the next one is computed.
+    template <bool CODED>
+    DEVICE void pages(const PageList& list) {
+        const u32 count = list.count();
+        if (count == 0) return;
+        float score[32], factor[2];
+        u32 weights[16];
+        auto pack = [&] {
+#pragma unroll
+            for (int k = 0; k < 16; k++)
+                weights[k] = CODED ? pack_f16(score[2 * k], score[2 * k + 1]) : pack_bf16(score[2 * k], score[2 * k + 1]);
+        };
+        wait_for_page();
+        u32 page = shared_address(stages + stage() * STAGE_BYTES);
+        start_scores<CODED>(score, page);
+        wgmma_wait<0>();
+        hold(score);
+        if (softmax<CODED>(score, list.block(0), factor)) rescale(factor);
+        pack();
+        iteration++;
+        for (u32 i = 1; i < count; i++, iteration++) {
+            wait_for_page();
+            const u32 before = page;
+            page = shared_address(stages + stage() * STAGE_BYTES);
+            wait_for_turn();
+            start_scores<CODED>(score, page);
+            start_values<CODED>(weights, before);
+            pass_turn();
+            wgmma_wait<1>();
+            hold(score);
+            const bool grew = softmax<CODED>(score, list.block(i), factor);
+            hold(score);  // all of the softmax comes before this wait
+            wgmma_wait<0>();
+            hold(out);
+            release(iteration - 1);
+            if (grew) rescale(factor);
+            pack();
+        }
+        start_values<CODED>(weights, page);
+        wgmma_wait<0>();
+        hold(out);
+        release(iteration - 1);
+    }
+
+    DEVICE void store(u32 kv_head, u32 group) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float sum = total[h];
+            sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+            sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+            const u32 row = warp * 16 + h * 8 + (lane >> 2);
+            if (context.first + group_id * 64 + row > context.last_row) continue;
+            const float norm = 1.0f / sum;
+            const u64 at = row_offset(row, kv_head, group) + 2 * (lane & 3);
+#pragma unroll
+            for (int n = 0; n < D / 8; n++) {
+                const float x = out[4 * n + 2 * h] * norm, y = out[4 * n + 2 * h + 1] * norm;
+                *(float2*)(p.out + at + n * 8) = make_float2(x, y);
+                if (p.rounded) *(u32*)(p.rounded + at + n * 8) = pack_bf16(x, y);
+            }
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_prefill_hopper(const HopperPrefillParams p) {
+    extern __shared__ __align__(1024) u8 memory[];
+    __shared__ Barriers barriers;
+    u8* queries = memory;
+    u8* stages = queries + CONSUMERS * QUERY_BYTES;
+    const u32 group = p.query_heads / p.kv_heads, kv_head = p.first_head + blockIdx.y;
+    const u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; s++) {
+            barrier_init(shared_address(&barriers.full[s]), 1);
+            barrier_init(shared_address(&barriers.empty[s]), 4 * CONSUMERS);
+        }
+        fence_async_proxy();
+    }
+    __syncthreads();
+    allow_next_kernel();
+    wait_for_previous_kernel();
+    const SequenceInfo& s = p.step.sequences[blockIdx.z];
+    if (s.rows < p.least_rows || (gridDim.x - 1 - blockIdx.x) * ROWS >= s.rows * group) return;
+    const HeadPages pages = p.pages[kv_head];
+    const Context context(p, pages, group);
+
+    if (warp >= 4 * CONSUMERS) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
+        if (threadIdx.x % 128 != 0) return;
+        Producer producer = {context, stages, &barriers};
+        producer.copy(context.full, [&](u32 place) {
+            return (const u8*)(pages.full + (u64)p.step.full[place] * STAGE_BYTES);
+        });
+        producer.copy(context.coded, [&](u32 place) {
+            return p.expanded + blockIdx.y * p.expanded_head + (u64)place * STAGE_BYTES;
+        });
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
+        Consumer consumer = {p, context, stages, queries + warp / 4 * QUERY_BYTES, &barriers, warp % 4, lane, warp / 4};
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const u32 flat = min(context.first + warp * 16 + h * 8 + (lane >> 2), context.last_row);
+            consumer.position[h] = s.first_position + flat / group;
+            consumer.boundary[h] = boundary_of(p.step, consumer.position[h]);
+        }
+        if (consumer.group_id == CONSUMERS - 1) consumer.pass_turn();
+        consumer.load_queries<false>(kv_head, group);
+        consumer.pages<false>(context.full);
+        consumer.sync_group();  // every warp has read its BF16 queries
+        if (context.coded.count() > 0) consumer.load_queries<true>(kv_head, group);
+        consumer.pages<true>(context.coded);
+        consumer.store(kv_head, group);
+    }
+}
