@@ -70,7 +70,7 @@ impl Dequantize {
     ///
     /// # Safety
     /// As for [`LayerCall::attend`]; `function` and `block` are those of the Hopper kernel.
-    pub unsafe fn attend(
+    pub(super) unsafe fn attend(
         &self,
         device: &Device,
         call: &LayerCall<'_>,
