@@ -14,6 +14,7 @@
 //! alone: not on the chunks its prompt came in, not on who else is in the step.
 
 mod constraint;
+pub mod cost;
 mod engine;
 mod ledger;
 mod live;

@@ -10,9 +10,14 @@
 //! token budget of the step; the rest goes to the other prompts, shortest first. So a long prompt
 //! neither starves nor is starved, and prompts that arrive together do not all end last.
 //!
+//! **Size of a step.** While no sequence decodes, a step takes whole chunks of prompts. While some
+//! do, it takes as many tokens as keep its predicted time within the target for the time between
+//! two tokens (see [`crate::cost`]). Until there is a prediction it takes a fixed number.
+//!
 //! If pages run out, the youngest sequence that is younger than the one in need gives way and waits
 //! at the front of the queue. The oldest therefore always goes on, and all end.
 
+use crate::cost::StepCost;
 use crate::request::RequestId;
 use std::collections::VecDeque;
 
@@ -43,28 +48,39 @@ pub trait Ledger {
 }
 
 /// Sizes of a step and of the queue.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SchedulerOptions {
     /// Most sequences running at once.
     pub max_batch: usize,
     /// Most tokens of a step; raised where it is too small for every running sequence to go on.
-    pub step_tokens: usize,
+    /// `None`: the scheduler chooses by predicted time.
+    pub step_tokens: Option<usize>,
     /// Most tokens of one sequence in a step.
     pub prefill_chunk: usize,
     /// Tokens of answer that a sequence must have room for to be admitted, if it may become that
     /// long.
     pub decode_room: usize,
+    /// Seconds that a step may take while sequences decode, unless `step_tokens` is set.
+    pub inter_token_target: f64,
 }
 
 impl SchedulerOptions {
+    /// Tokens of a step beside sequences that decode, until its time can be predicted.
+    pub const UNPREDICTED_TOKENS: usize = 256;
     /// Tokens of every step that decoding cannot take from prompts, at least.
     pub const MIN_PREFILL: usize = 64;
 }
 
 impl Default for SchedulerOptions {
-    /// Short steps: on a CPU they cost nothing, and every waiting client waits for a whole step.
+    /// A chunk for a CPU, where longer ones gain nothing.
     fn default() -> Self {
-        Self { max_batch: 32, step_tokens: 256, prefill_chunk: 512, decode_room: 128 }
+        Self {
+            max_batch: 32,
+            step_tokens: None,
+            prefill_chunk: 512,
+            decode_room: 128,
+            inter_token_target: 0.08,
+        }
     }
 }
 
@@ -119,6 +135,8 @@ impl Entry {
 #[derive(Debug)]
 pub struct Scheduler {
     options: SchedulerOptions,
+    /// The cost of steps, once it is known.
+    cost: Option<StepCost>,
     /// Oldest first: a preempted sequence waits ahead of the newer ones, so admission keeps the
     /// order of age.
     running: Vec<Entry>,
@@ -130,15 +148,22 @@ impl Scheduler {
         let max_batch = options.max_batch.max(1);
         let options = SchedulerOptions {
             max_batch,
-            step_tokens: options.step_tokens.max(2 * max_batch + SchedulerOptions::MIN_PREFILL),
+            step_tokens: options
+                .step_tokens
+                .map(|tokens| tokens.max(2 * max_batch + SchedulerOptions::MIN_PREFILL)),
             prefill_chunk: options.prefill_chunk.max(1),
             ..options
         };
-        Self { options, running: Vec::new(), waiting: VecDeque::new() }
+        Self { options, cost: None, running: Vec::new(), waiting: VecDeque::new() }
     }
 
     pub fn options(&self) -> &SchedulerOptions {
         &self.options
+    }
+
+    /// The cost of steps from now on.
+    pub fn set_cost(&mut self, cost: Option<StepCost>) {
+        self.cost = cost;
     }
 
     /// Queues a sequence of `tokens > 0` tokens, at most `chunk` of which are computed in a step.
@@ -189,20 +214,36 @@ impl Scheduler {
     /// Plans the next step. Its pages are reserved when this returns.
     pub fn schedule(&mut self, ledger: &mut impl Ledger) -> StepPlan {
         let mut plan = StepPlan::default();
-        let mut budget = self.options.step_tokens;
         let decoding: Vec<SequenceId> =
             self.running.iter().filter(|e| e.pending() == 1).map(|e| e.id).collect();
         for id in decoding {
             // Someone older may have preempted it meanwhile.
             if self.running.iter().any(|e| e.id == id) {
-                budget -= self.grant(ledger, &mut plan, id, 1);
+                self.grant(ledger, &mut plan, id, 1);
             }
         }
         if plan.preempted.is_empty() && plan.exhausted.is_empty() {
             self.admit(ledger, &mut plan);
         }
+        let budget = self.prefill_budget(&plan);
         self.prefill(ledger, &mut plan, budget);
         plan
+    }
+
+    /// Tokens of prompts beside the decoding sequences of the plan.
+    fn prefill_budget(&self, plan: &StepPlan) -> usize {
+        if let Some(tokens) = self.options.step_tokens {
+            return tokens - plan.work.len();
+        }
+        if plan.work.is_empty() {
+            return self.options.prefill_chunk.max(SchedulerOptions::MIN_PREFILL);
+        }
+        let Some(cost) = self.cost else { return SchedulerOptions::UNPREDICTED_TOKENS };
+        let decoding: f64 = plan.work.iter().map(|w| cost.rows(w.start, w.tokens)).sum();
+        // The oldest prompt gets most of the step, so its position in the context decides.
+        let start = self.running.iter().find(|e| e.pending() > 1).map_or(0, |e| e.stored);
+        let left = self.options.inter_token_target - cost.fixed - decoding;
+        cost.tokens_within(left, start).max(SchedulerOptions::MIN_PREFILL)
     }
 
     fn admit(&mut self, ledger: &mut impl Ledger, plan: &mut StepPlan) {

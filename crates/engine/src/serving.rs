@@ -5,6 +5,7 @@
 //! [`Serving::deliver`].
 
 use crate::constraint::prepare_during;
+use crate::cost::CostModel;
 use crate::engine::EngineOptions;
 use crate::ledger::PageLedger;
 use crate::live::{Live, LiveRequests, Scores, Stage, StepParts, Submission, deliver};
@@ -28,6 +29,8 @@ pub struct Serving<B: Backend> {
     runner: Runner<B>,
     cache: Option<RadixCache>,
     scheduler: Scheduler,
+    /// Learned from every step. A failed step counts too; it fades.
+    cost: CostModel,
     live: LiveRequests,
     statistics: Statistics,
     output: StepOutput,
@@ -49,6 +52,7 @@ impl<B: Backend> Serving<B> {
             runner,
             cache,
             scheduler,
+            cost: CostModel::default(),
             live: LiveRequests::default(),
             statistics: Statistics::default(),
             output: StepOutput::default(),
@@ -118,6 +122,7 @@ impl<B: Backend> Serving<B> {
             live: &mut self.live,
             reclaimed: Reclaimed::default(),
         };
+        self.scheduler.set_cost(self.cost.cost());
         let plan = self.scheduler.schedule(&mut ledger);
         let reclaimed = ledger.reclaimed;
         let number = self.statistics.counters.steps;
@@ -137,12 +142,20 @@ impl<B: Backend> Serving<B> {
             self.end_exhausted(id);
         }
         if !plan.work.is_empty() {
+            let started = Instant::now();
             self.run(&plan);
+            self.observe(&plan, started.elapsed().as_secs_f64());
             self.statistics.counters.steps += 1;
         }
         let elapsed = begun.elapsed();
         tracing::trace!(us = elapsed.as_micros() as u64, "done");
         self.statistics.counters.busy_seconds += elapsed.as_secs_f64();
+    }
+
+    fn observe(&mut self, plan: &StepPlan, seconds: f64) {
+        let rows = plan.work.iter().map(|w| w.tokens).sum();
+        let pairs = plan.work.iter().map(|w| crate::cost::pairs(w.start, w.tokens)).sum();
+        self.cost.observe(rows, pairs, seconds);
     }
 
     /// Quantizes the tails that the prefix cache gave up while the step was planned.

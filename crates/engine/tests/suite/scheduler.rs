@@ -1,6 +1,7 @@
 //! Properties of the scheduler, on a ledger that only counts.
 
 use oscar_engine::RequestId;
+use oscar_engine::cost::StepCost;
 use oscar_engine::scheduler::{Demand, Ledger, Scheduler, SchedulerOptions, SequenceId, StepPlan};
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
@@ -79,7 +80,8 @@ impl World {
     fn perform(&mut self, scripts: &[Script], plan: &StepPlan, decoding: &BTreeSet<SequenceId>) {
         let options = *self.scheduler.options();
         let total: usize = plan.work.iter().map(|w| w.tokens).sum();
-        assert!(total <= options.step_tokens, "{total} tokens in a step");
+        let most = options.step_tokens.unwrap_or(usize::MAX);
+        assert!(total <= most, "{total} tokens in a step");
         assert!(plan.work.len() <= options.max_batch);
         let ids: BTreeSet<_> = plan.work.iter().map(|w| w.id).collect();
         assert_eq!(ids.len(), plan.work.len(), "a sequence works once a step");
@@ -126,11 +128,11 @@ proptest! {
     #[test]
     fn everyone_ends_in_order_within_the_budget(
         scripts in prop::collection::vec(script(), 1..14), batch in 1usize..6, chunk in 1usize..200,
-        step_tokens in 1usize..300, slack in 0usize..30, decode_room in 0usize..40,
+        step_tokens in prop::option::of(1usize..300), slack in 0usize..30, decode_room in 0usize..40,
     ) {
         // Every sequence fits alone.
         let largest = scripts.iter().map(|s| (s.prompt + s.answer).div_ceil(PAGE)).max().unwrap();
-        let options = SchedulerOptions { max_batch: batch, step_tokens, prefill_chunk: chunk, decode_room };
+        let options = SchedulerOptions { max_batch: batch, step_tokens, prefill_chunk: chunk, decode_room, ..Default::default() };
         let mut world = World {
             scheduler: Scheduler::new(options),
             counts: Counts { total: largest + slack, held: BTreeMap::new() },
@@ -180,7 +182,7 @@ proptest! {
 #[test]
 fn a_long_prompt_neither_starves_nor_is_starved() {
     let options =
-        SchedulerOptions { max_batch: 8, step_tokens: 128, prefill_chunk: 128, ..Default::default() };
+        SchedulerOptions { max_batch: 8, step_tokens: Some(128), prefill_chunk: 128, ..Default::default() };
     let mut scheduler = Scheduler::new(options);
     let mut counts = Counts { total: 10_000, held: BTreeMap::new() };
     let (long, short) = (sequence(0), sequence(1));
@@ -210,7 +212,7 @@ fn a_long_prompt_neither_starves_nor_is_starved() {
 fn prompts_are_admitted_only_beside_what_running_ones_still_need() {
     // Room for two prompts of 20 pages and their answers. All four arrive at once, all but empty-handed: counting
     // only what is taken already would let all of them in.
-    let options = SchedulerOptions { max_batch: 8, step_tokens: 150, prefill_chunk: 100, decode_room: 16 };
+    let options = SchedulerOptions { max_batch: 8, step_tokens: Some(150), prefill_chunk: 100, decode_room: 16, ..Default::default() };
     let mut scheduler = Scheduler::new(options);
     let mut counts = Counts { total: 45, held: BTreeMap::new() };
     for i in 0..4 {
@@ -232,10 +234,67 @@ fn prompts_are_admitted_only_beside_what_running_ones_still_need() {
 
 #[test]
 fn of_prompts_that_came_together_some_end_early() {
-    let options = SchedulerOptions { max_batch: 32, step_tokens: 1024, ..Default::default() };
+    let options = SchedulerOptions { max_batch: 32, step_tokens: Some(1024), ..Default::default() };
     let mut scheduler = Scheduler::new(options);
     let mut counts = Counts { total: 10_000, held: BTreeMap::new() };
     (0..24).for_each(|i| scheduler.submit(sequence(i), 64, 128, usize::MAX));
     let plan = scheduler.schedule(&mut counts);
     assert_eq!(plan.work.iter().filter(|w| w.last).count(), 16, "as many as the step has tokens for");
+}
+
+/// Tokens that a prompt of 100,000 gets in a step once it has stored `stored`, beside sequences that
+/// decode at position 8000.
+fn beside_streams(streams: u64, stored: usize, cost: Option<StepCost>) -> usize {
+    let options = SchedulerOptions { prefill_chunk: 8192, ..Default::default() };
+    let mut scheduler = Scheduler::new(options);
+    let mut ledger = Counts { total: 1 << 20, held: BTreeMap::new() };
+    let mut run_until = |scheduler: &mut Scheduler, done: &dyn Fn(&StepPlan) -> bool| loop {
+        let plan = scheduler.schedule(&mut ledger);
+        if done(&plan) {
+            return plan;
+        }
+        scheduler.complete(&plan);
+        plan.work.iter().filter(|w| w.last).for_each(|w| scheduler.append(w.id));
+    };
+    for id in 1..=streams {
+        scheduler.submit(sequence(id), 8000, usize::MAX, usize::MAX);
+    }
+    if streams > 0 {
+        let decodes =
+            |plan: &StepPlan| plan.work.len() as u64 == streams && plan.work.iter().all(|w| w.tokens == 1);
+        let plan = run_until(&mut scheduler, &decodes);
+        scheduler.complete(&plan);
+        plan.work.iter().for_each(|w| scheduler.append(w.id));
+    }
+    scheduler.submit(sequence(0), 100_000, usize::MAX, usize::MAX);
+    scheduler.set_cost(cost);
+    let prompt = sequence(0);
+    let reached = |plan: &StepPlan| plan.work.iter().any(|w| w.id == prompt && w.start >= stored);
+    let plan = run_until(&mut scheduler, &reached);
+    plan.work.iter().find(|w| w.id == prompt).unwrap().tokens
+}
+
+#[test]
+fn a_prompt_alone_is_read_in_whole_chunks() {
+    assert_eq!(beside_streams(0, 0, None), 8192);
+    assert_eq!(beside_streams(0, 50_000, Some(StepCost { fixed: 1.0, row: 1.0, pair: 1.0 })), 8192);
+}
+
+#[test]
+fn a_prompt_beside_streams_keeps_to_the_target_between_tokens() {
+    let cost = StepCost { fixed: 4e-3, row: 2e-5, pair: 3e-10 };
+    let target = SchedulerOptions::default().inter_token_target;
+    let mut last = usize::MAX;
+    for stored in [0, 30_000, 90_000] {
+        let tokens = beside_streams(8, stored, Some(cost));
+        let time = cost.fixed + 8.0 * cost.rows(8_000, 1) + cost.rows(stored, tokens);
+        assert!(time < 1.05 * target, "{tokens} tokens at {stored} take {time}");
+        assert!(time > 0.8 * target, "{tokens} tokens at {stored} take only {time}");
+        assert!(tokens < last, "chunks shrink with the context");
+        last = tokens;
+    }
+    // Steps that are too slow already still read something.
+    let slow = StepCost { fixed: 1.0, ..cost };
+    assert_eq!(beside_streams(8, 0, Some(slow)), SchedulerOptions::MIN_PREFILL);
+    assert_eq!(beside_streams(8, 0, None), SchedulerOptions::UNPREDICTED_TOKENS);
 }

@@ -124,7 +124,7 @@ fn converse(plan: &Plan, oracle: &mut Oracle) -> EngineStats {
     let options = EngineOptions {
         scheduler: SchedulerOptions {
             max_batch: plan.batch,
-            step_tokens: plan.step_tokens,
+            step_tokens: Some(plan.step_tokens),
             prefill_chunk: plan.chunk,
             // Little, so that sequences are preempted too.
             decode_room: 4,

@@ -40,9 +40,14 @@ pub struct Config {
     /// Maximum number of sequences running at once
     #[arg(long, value_name = "N", value_parser = at_least_one, default_value_t = SchedulerOptions::default().max_batch)]
     pub max_batch: usize,
-    /// Maximum number of tokens in one engine step, prompts and decodes together
-    #[arg(long, value_name = "N", value_parser = at_least_one, default_value_t = SchedulerOptions::default().step_tokens)]
-    pub step_tokens: usize,
+    /// Maximum number of tokens in one engine step, prompts and decodes together; chosen by
+    /// predicted time if absent
+    #[arg(long, value_name = "N", value_parser = at_least_one)]
+    pub step_tokens: Option<usize>,
+    /// Milliseconds that a step may take while streams decode: prompts are read in chunks that
+    /// keep to it
+    #[arg(long, value_name = "MS", value_parser = at_least_one, default_value_t = 80)]
+    pub inter_token_target: usize,
     /// Maximum number of waiting requests; further ones get 429
     #[arg(long, value_name = "N", default_value_t = EngineOptions::new("").max_queue)]
     pub max_queue: usize,
@@ -279,6 +284,7 @@ impl Config {
                 max_batch: self.max_batch,
                 step_tokens: self.step_tokens,
                 prefill_chunk: self.cache.prefill_chunk,
+                inter_token_target: self.inter_token_target as f64 / 1e3,
                 ..SchedulerOptions::default()
             },
             max_queue: self.max_queue,

@@ -51,7 +51,7 @@ pub struct Args {
     /// Most sequences running at once [default: 32, or --concurrency if that is more]
     #[arg(long, value_name = "N")]
     max_batch: Option<usize>,
-    /// Most tokens of one engine step [default: 256]
+    /// Most tokens of one engine step [default: chosen by predicted time]
     #[arg(long, value_name = "N")]
     step_tokens: Option<usize>,
     /// Seed of prompts and arrival times
@@ -219,7 +219,7 @@ impl Args {
                     .max_batch
                     .unwrap_or_else(|| standard.max_batch.max(self.concurrency.unwrap_or(0))),
                 prefill_chunk: self.cache.prefill_chunk,
-                step_tokens: self.step_tokens.unwrap_or(standard.step_tokens),
+                step_tokens: self.step_tokens,
                 ..standard
             },
             max_queue: self.requests,

@@ -1,0 +1,164 @@
+//! What a step costs, learned from the steps before it.
+//!
+//! The time of a step is modelled as `fixed + row · rows + pair · pairs`: products and normalizations
+//! go with the rows, attention with the pairs of a row and a position that it reads. The three
+//! coefficients are the non-negative least-squares fit of recent steps; old steps fade.
+//!
+//! **Invariant:** no clock here. The worker measures; the scheduler asks.
+
+/// Coefficients in seconds. All of them are finite and not negative.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct StepCost {
+    pub fixed: f64,
+    pub row: f64,
+    pub pair: f64,
+}
+
+impl StepCost {
+    /// Seconds that `tokens` rows of one sequence add, the first at position `start`.
+    pub fn rows(&self, start: usize, tokens: usize) -> f64 {
+        self.row * tokens as f64 + self.pair * pairs(start, tokens)
+    }
+
+    /// The most tokens from `start` on that take at most `seconds`.
+    pub fn tokens_within(&self, seconds: f64, start: usize) -> usize {
+        // row n + pair (n start + n (n + 1) / 2) = seconds, solved for n.
+        let (a, b) = (self.pair / 2.0, self.row + self.pair * (start as f64 + 0.5));
+        if seconds <= 0.0 {
+            return 0;
+        }
+        let n = if a * seconds > 1e-12 * b * b {
+            ((b * b + 4.0 * a * seconds).sqrt() - b) / (2.0 * a)
+        } else if b > 0.0 {
+            seconds / b
+        } else {
+            return usize::MAX;
+        };
+        // Float to integer conversion saturates.
+        n as usize
+    }
+}
+
+/// Positions that `tokens` rows read together, the first at position `start`.
+pub fn pairs(start: usize, tokens: usize) -> f64 {
+    let n = tokens as f64;
+    n * start as f64 + n * (n + 1.0) / 2.0
+}
+
+/// Fits a [`StepCost`] to measured steps.
+#[derive(Clone, Debug, Default)]
+pub struct CostModel {
+    /// Sums of products of the features (1, rows, pairs), and of features with times.
+    normal: [[f64; 3]; 3],
+    times: [f64; 3],
+    steps: usize,
+    cost: StepCost,
+}
+
+impl CostModel {
+    /// Units that bring the features of usual steps to about one.
+    const UNITS: [f64; 3] = [1.0, 256.0, 1e6];
+    /// What a step still counts after the next one.
+    const KEPT: f64 = 0.98;
+    /// Steps before the fit is used.
+    const LEAST_STEPS: usize = 4;
+    /// Sweeps of coordinate descent; each is three divisions.
+    const SWEEPS: usize = 50;
+
+    /// A step of `rows` rows that read `pairs` positions took `seconds`.
+    pub fn observe(&mut self, rows: usize, pairs: f64, seconds: f64) {
+        if !(seconds.is_finite() && seconds >= 0.0) {
+            return;
+        }
+        let features = [1.0, rows as f64 / Self::UNITS[1], pairs / Self::UNITS[2]];
+        // Relative errors matter: a slow step must not drown the fast ones.
+        let weight = 1.0 / seconds.max(1e-4).powi(2);
+        for i in 0..3 {
+            for j in 0..3 {
+                self.normal[i][j] = Self::KEPT * self.normal[i][j] + weight * features[i] * features[j];
+            }
+            self.times[i] = Self::KEPT * self.times[i] + weight * features[i] * seconds;
+        }
+        self.steps += 1;
+        self.solve();
+    }
+
+    /// The fit, once there are enough steps for one.
+    pub fn cost(&self) -> Option<StepCost> {
+        (self.steps >= Self::LEAST_STEPS).then_some(self.cost)
+    }
+
+    fn solve(&mut self) {
+        let cost = &self.cost;
+        let mut x = [cost.fixed, cost.row * Self::UNITS[1], cost.pair * Self::UNITS[2]];
+        for _ in 0..Self::SWEEPS {
+            for i in 0..3 {
+                let others: f64 = (0..3).filter(|&j| j != i).map(|j| self.normal[i][j] * x[j]).sum();
+                if self.normal[i][i] > 0.0 {
+                    x[i] = ((self.times[i] - others) / self.normal[i][i]).max(0.0);
+                }
+            }
+        }
+        self.cost = StepCost { fixed: x[0], row: x[1] / Self::UNITS[1], pair: x[2] / Self::UNITS[2] };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TRUE: StepCost = StepCost { fixed: 4e-3, row: 2e-5, pair: 3e-10 };
+
+    fn time_of(start: usize, tokens: usize) -> f64 {
+        TRUE.fixed + TRUE.rows(start, tokens)
+    }
+
+    #[test]
+    fn a_model_learns_the_cost_of_its_steps() {
+        let mut model = CostModel::default();
+        assert_eq!(model.cost(), None, "nothing was measured");
+        for i in 0..400 {
+            // Prompts of several lengths, and steps of decoding between them.
+            let (start, tokens) =
+                [(0, 2048), (60_000, 900), (8_000, 1), (30_000, 2_000), (98_000, 500)][i % 5];
+            model.observe(tokens, pairs(start, tokens), time_of(start, tokens));
+        }
+        let cost = model.cost().unwrap();
+        for (start, tokens) in [(0, 4096), (50_000, 1024), (90_000, 256), (1_000, 1)] {
+            let (predicted, real) = (cost.fixed + cost.rows(start, tokens), time_of(start, tokens));
+            assert!((predicted / real - 1.0).abs() < 0.1, "{start} + {tokens}: {predicted} against {real}");
+        }
+    }
+
+    #[test]
+    fn tokens_within_a_time_take_at_most_that_time_and_one_more_takes_more() {
+        for start in [0, 100, 10_000, 1_000_000] {
+            for seconds in [1e-4, 1e-2, 0.08, 3.0] {
+                let tokens = TRUE.tokens_within(seconds, start);
+                assert!(TRUE.rows(start, tokens) <= seconds * 1.000_001, "{start} {seconds}");
+                assert!(TRUE.rows(start, tokens + 1) > seconds * 0.999_999, "{start} {seconds}");
+            }
+        }
+        assert_eq!(TRUE.tokens_within(-1.0, 0), 0);
+        assert_eq!(StepCost::default().tokens_within(1.0, 0), usize::MAX, "a step that costs nothing");
+        let only_rows = StepCost { fixed: 0.0, row: 1e-3, pair: 0.0 };
+        assert_eq!(only_rows.tokens_within(0.5, 7), 500);
+    }
+
+    #[test]
+    fn a_model_follows_a_device_that_slows_down_and_ignores_nonsense() {
+        let mut model = CostModel::default();
+        for (factor, steps) in [(1.0, 100), (3.0, 300)] {
+            for i in 0..steps {
+                let tokens = [1, 512, 64][i % 3];
+                model.observe(tokens, pairs(2_000, tokens), factor * time_of(2_000, tokens));
+            }
+        }
+        model.observe(10, 10.0, f64::NAN);
+        model.observe(10, 10.0, -1.0);
+        let cost = model.cost().unwrap();
+        let ratio = (cost.fixed + cost.rows(2_000, 512)) / time_of(2_000, 512);
+        assert!((ratio - 3.0).abs() < 0.3, "{ratio}");
+        assert!(cost.fixed >= 0.0 && cost.row >= 0.0 && cost.pair >= 0.0);
+    }
+}
