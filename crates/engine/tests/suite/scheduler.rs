@@ -212,7 +212,13 @@ fn a_long_prompt_neither_starves_nor_is_starved() {
 fn prompts_are_admitted_only_beside_what_running_ones_still_need() {
     // Room for two prompts of 20 pages and their answers. All four arrive at once, all but empty-handed: counting
     // only what is taken already would let all of them in.
-    let options = SchedulerOptions { max_batch: 8, step_tokens: Some(150), prefill_chunk: 100, decode_room: 16, ..Default::default() };
+    let options = SchedulerOptions {
+        max_batch: 8,
+        step_tokens: Some(150),
+        prefill_chunk: 100,
+        decode_room: 16,
+        ..Default::default()
+    };
     let mut scheduler = Scheduler::new(options);
     let mut counts = Counts { total: 45, held: BTreeMap::new() };
     for i in 0..4 {
