@@ -9,7 +9,7 @@ use oscar_codec::{
     CacheLayout, CodeLayout, FormatTable, KvFormat, MeanBits, RotationKind, RotationSet, RowPageCodec, Side,
     SideSpec, Windows,
 };
-use oscar_engine::{SamplingParams, SchedulerOptions};
+use oscar_engine::SamplingParams;
 use oscar_kernels_cpu::Kernels;
 use oscar_kernels_cpu::backend::{CpuBackend, Mode};
 use oscar_models::{DecoderConfig, GenerationConfig, ModelSource, Weights};
@@ -99,9 +99,9 @@ pub struct CacheArgs {
     pub sink: Option<usize>,
     #[arg(long, value_name = "N", help = window_help("Most recent tokens kept in BF16", Windows::default().recent()))]
     pub recent: Option<usize>,
-    /// Prompt tokens processed in one step; answers do not depend on it
-    #[arg(long, value_name = "N", default_value_t = SchedulerOptions::default().prefill_chunk)]
-    pub prefill_chunk: usize,
+    /// Prompt tokens processed in one step; 512 on a CPU and 3960 on a GPU if absent
+    #[arg(long, value_name = "N", value_parser = at_least_one)]
+    pub prefill_chunk: Option<usize>,
     /// Memory for KV pages, e.g. 512M or 8G; by default as much as the context needs (`serve`: 8
     /// whole contexts, at most half of the machine's memory; `bench serve`: 4 BF16 requests)
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
@@ -110,10 +110,20 @@ pub struct CacheArgs {
 }
 
 impl CacheArgs {
+    /// Prompt tokens of a step on this device.
+    pub fn prefill_chunk(&self, backend: &AnyBackend) -> usize {
+        self.prefill_chunk.unwrap_or_else(|| backend.default_prefill_chunk())
+    }
+
     /// The user's budget, or room for `sequences` sequences of `tokens` tokens.
     pub fn kv_memory(&self, sequences: usize, tokens: usize) -> KvMemory {
         self.kv_memory.map_or(KvMemory::Sequences { count: sequences, tokens }, KvMemory::Bytes)
     }
+}
+
+pub fn at_least_one(text: &str) -> Result<usize, String> {
+    let number: usize = text.parse().map_err(|e| format!("{e}"))?;
+    if number == 0 { Err("must be at least 1".into()) } else { Ok(number) }
 }
 
 /// Help of a window whose default depends on the format.
@@ -298,9 +308,6 @@ impl OpenModel {
     /// The cache layout of a format, with the clip ratios of the rotation file if it has them.
     pub fn cache(&self, format: KvFormat, args: &CacheArgs) -> Result<Cache> {
         let c = &self.config;
-        if args.prefill_chunk == 0 {
-            bail!("--prefill-chunk 0: at least one token must be read in a step");
-        }
         if let (kind, Some(file)) = (format.rotation(), &args.rotations)
             && kind != RotationKind::Calibrated
         {
@@ -460,7 +467,7 @@ impl Cache {
             rotations: self.rotations.as_ref(),
             context,
             kv_memory: args.kv_memory(sequences, context),
-            prefill_chunk: args.prefill_chunk,
+            prefill_chunk: args.prefill_chunk(&backend),
         };
         Ok(Runner::load(backend, &model.config, &model.weights, options, progress)?)
     }

@@ -222,7 +222,8 @@ fn measure_text(
         window: args.longest(),
         score_from: args.score_from,
         limit: args.windows,
-        chunk: args.cache.prefill_chunk,
+        // Every row's logits are kept until the chunk is scored.
+        chunk: session.prefill_chunk().min(512),
     };
     let windows = windows(&tokens, &options)?;
     let names: Vec<&str> = formats.iter().map(|f| f.name.as_str()).collect();

@@ -40,7 +40,8 @@ pub fn run(args: &Args) -> Result<()> {
     let mut lines = Vec::new();
     for &arch in wanted {
         let began = Instant::now();
-        let bar = progress::bar("kernels", sources::variants(arch.capability, arch.shared_memory).len() as u64);
+        let bar =
+            progress::bar("kernels", sources::variants(arch.capability, arch.shared_memory).len() as u64);
         let (images, bytes) = precompile(&compiler, arch, &args.out, || bar.inc(1))?;
         bar.finish_and_clear();
         let seconds = began.elapsed().as_secs_f64();

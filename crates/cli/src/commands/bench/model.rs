@@ -104,7 +104,7 @@ impl Args {
             rotations: rotations.as_ref(),
             context,
             kv_memory: self.cache.kv_memory(batch, context),
-            prefill_chunk: self.cache.prefill_chunk,
+            prefill_chunk: self.cache.prefill_chunk(&backend),
         };
         Ok(Runner::random(backend, config, self.weights(), options)?)
     }
@@ -174,7 +174,7 @@ pub fn prefill(args: &Args) -> Result<()> {
                 timing,
                 bytes: cache_bytes,
                 cache_bytes,
-                extra: json!({"bench": "prefill", "prefill_chunk": args.cache.prefill_chunk, "peak_rss_bytes": peak_rss()}),
+                extra: json!({"bench": "prefill", "prefill_chunk": runner.prefill_chunk(), "peak_rss_bytes": peak_rss()}),
             });
             last = Some(runner);
         }
@@ -223,7 +223,7 @@ pub fn decode(args: &Args) -> Result<()> {
                     limit = runner.backend().read_ceiling()?;
                 }
                 if let Some(free) = runner.backend().free_memory()? {
-                    capacity.push(Capacity::of(runner.layout(), context, args.cache.prefill_chunk, free));
+                    capacity.push(Capacity::of(runner.layout(), context, runner.prefill_chunk(), free));
                 }
                 let vocab = runner.config().vocab_size;
                 let mut sequences = args.fill(&mut runner, &lengths)?;

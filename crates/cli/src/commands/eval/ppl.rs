@@ -35,7 +35,8 @@ pub fn run(args: &Args) -> Result<()> {
         window: args.window,
         score_from: args.score_from,
         limit: args.limit,
-        chunk: common.cache.prefill_chunk,
+        // Every row's logits are kept until the chunk is scored.
+        chunk: session.prefill_chunk().min(512),
     };
     let windows = windows(&tokens, &options)?;
     let formats = session.prepare(&common.kv)?;

@@ -103,8 +103,14 @@ impl Session {
         Ok(prepared)
     }
 
+    /// Prompt tokens of a step.
+    pub fn prefill_chunk(&self) -> usize {
+        self.templates.borrow()[0].prefill_chunk()
+    }
+
     /// A runner of this format with room for `sequences` sequences, unless the user set a budget.
     pub fn runner(&self, format: &Prepared, sequences: usize) -> Result<Runner<AnyBackend>> {
+        let chunk = self.prefill_chunk();
         let mut templates = self.templates.borrow_mut();
         let layout = &format.cache.layout;
         let rotations = format.cache.rotations.as_ref();
@@ -113,7 +119,7 @@ impl Session {
             rotations,
             context: self.context,
             kv_memory,
-            prefill_chunk: self.cache_args.prefill_chunk,
+            prefill_chunk: chunk,
         };
         let weights = &self.model.weights;
         if !templates.iter().any(|runner| runner.rotations() == rotations) {

@@ -7,7 +7,7 @@
 
 use super::keys::KeySource;
 use crate::options::{
-    CacheArgs, DEFAULT_KV, ModelArgs, parse_size, serialize_display, serialize_optional_size,
+    CacheArgs, DEFAULT_KV, ModelArgs, at_least_one, parse_size, serialize_display, serialize_optional_size,
 };
 use anyhow::{Context, Result, bail};
 use clap::parser::ValueSource;
@@ -120,11 +120,6 @@ pub struct Config {
     /// Log filter, e.g. `info` or `warn,oscar_server=debug`
     #[arg(long, value_name = "FILTER", value_parser = log_filter, default_value = "info")]
     pub log: String,
-}
-
-fn at_least_one(text: &str) -> Result<usize, String> {
-    let number: usize = text.parse().map_err(|e| format!("{e}"))?;
-    if number == 0 { Err("must be at least 1".into()) } else { Ok(number) }
 }
 
 fn tool_call_parser(name: &str) -> Result<String, String> {
@@ -283,7 +278,8 @@ impl Config {
             scheduler: SchedulerOptions {
                 max_batch: self.max_batch,
                 step_tokens: self.step_tokens,
-                prefill_chunk: self.cache.prefill_chunk,
+                // The runner knows its chunk.
+                prefill_chunk: usize::MAX,
                 inter_token_target: self.inter_token_target as f64 / 1e3,
                 ..SchedulerOptions::default()
             },

@@ -31,7 +31,7 @@ pub fn run(flags: &Flags) -> Result<()> {
     let context = config.context.unwrap_or(model.config.max_position_embeddings);
     let backend = config.model.backend()?;
     let held = backend.held_layout(&cache.layout);
-    let chunk = config.cache.prefill_chunk;
+    let chunk = config.cache.prefill_chunk(&backend);
     let least = held.working_bytes(context.min(chunk), chunk);
     let kv_memory = config.cache.kv_memory.unwrap_or_else(|| default_kv_memory(&held, context, chunk));
     if config.cache.kv_memory.is_some() && kv_memory < least {

@@ -113,7 +113,6 @@ impl Args {
             ("--concurrency", self.concurrency.unwrap_or(1)),
             ("--max-batch", self.max_batch.unwrap_or(1)),
             ("--step-tokens", self.step_tokens.unwrap_or(1)),
-            ("--prefill-chunk", self.cache.prefill_chunk),
         ] {
             if value == 0 {
                 bail!("{flag} 0: at least 1 is needed");
@@ -163,7 +162,8 @@ impl Args {
             None => {
                 let plain = CacheArgs { rotations: None, ..self.cache.clone() };
                 let bf16 = model.cache(KvFormat::Bf16, &plain)?.layout;
-                DEFAULT_BF16_REQUESTS * bf16.working_bytes(context, self.cache.prefill_chunk)
+                DEFAULT_BF16_REQUESTS
+                    * bf16.working_bytes(context, self.cache.prefill_chunk(&self.model.backend()?))
             }
         };
         for Cache { layout, .. } in caches {
@@ -218,7 +218,7 @@ impl Args {
                 max_batch: self
                     .max_batch
                     .unwrap_or_else(|| standard.max_batch.max(self.concurrency.unwrap_or(0))),
-                prefill_chunk: self.cache.prefill_chunk,
+                prefill_chunk: usize::MAX,
                 step_tokens: self.step_tokens,
                 ..standard
             },
