@@ -128,6 +128,7 @@ fn converse(plan: &Plan, oracle: &mut Oracle) -> EngineStats {
             prefill_chunk: plan.chunk,
             // Little, so that sequences are preempted too.
             decode_room: 4,
+            ..SchedulerOptions::default()
         },
         demote_idle_tails: plan.demotes,
         ..EngineOptions::new("test")
