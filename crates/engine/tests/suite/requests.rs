@@ -302,7 +302,10 @@ fn under_pressure_idle_tails_are_coded_before_anything_is_evicted_and_hits_on_th
 fn alone_or_in_a_batch_of_32_the_answers_are_the_same() {
     let setup = setup();
     let mut reference = setup.embedded();
-    let engine = engine(&setup);
+    // Steps of a fixed size: their number does not depend on the speed of this machine.
+    let scheduler = SchedulerOptions { step_tokens: Some(256), ..SchedulerOptions::default() };
+    let options = EngineOptions { scheduler, ..EngineOptions::new("test") };
+    let engine = Engine::start(setup.embedded(), options).unwrap();
     let prompts: Vec<Vec<u32>> = (0..32).map(|i| tokens(15 + 7 * i as usize, i)).collect();
     let calls: Vec<_> = prompts.iter().map(|p| submit(&engine, p, params(20)).unwrap()).collect();
     for (call, prompt) in calls.into_iter().zip(&prompts) {
