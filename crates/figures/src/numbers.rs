@@ -7,7 +7,8 @@ pub(crate) fn padded(values: impl Iterator<Item = f64>, share: f64, least: f64) 
     if low > high {
         return (0.0, 1.0);
     }
-    let room = if high - low < 1e-12 { 0.5 } else { ((high - low) * share).max(least) };
+    let room = ((high - low) * share).max(least);
+    let room = if high - low + room < 1e-12 { 0.5 } else { room };
     (low - room, high + room)
 }
 
@@ -92,5 +93,6 @@ mod tests {
             let (low, high) = padded(values.iter().copied(), 0.05, 0.0);
             assert!(low < high && values.iter().all(|v| (low..=high).contains(v)));
         }
+        assert_eq!(padded([1.0, 1.0].into_iter(), 0.1, 0.04), (0.96, 1.04));
     }
 }
