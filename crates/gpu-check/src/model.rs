@@ -2,7 +2,7 @@
 
 use crate::{Extent, Report, largest_difference};
 use anyhow::{Context, Result};
-use oscar_backend::{Backend, Pick, WeightFormat, pick};
+use oscar_backend::{Backend, Pick, WeightFormat, argmax, pick};
 use oscar_calibrate::RotationFile;
 use oscar_codec::{CacheLayout, CodeLayout, KvFormat, RotationKind};
 use oscar_kernels_cpu::Kernels;
@@ -218,9 +218,9 @@ fn compare<C: Backend, G: Backend>(
         let (token, choice) = (argmax(expected), argmax(found));
         // Where the devices choose differently, the CPU must have found the two tokens nearly
         // equal.
-        let gap = f64::from(expected[token] - expected[choice]);
+        let gap = f64::from(expected[token as usize] - expected[choice as usize]);
         report.case(&format!("{model_name} greedy tokens, {format}"), gap, allowed(format) / 8.0, what);
-        let token = [token as u32];
+        let token = [token];
         let request = |sequence| StepRequest { sequence, tokens: &token, logits: Logits::Last };
         cpu.step(&mut [request(&mut on_cpu)], &mut cpu_step)?;
         let request = |sequence| StepRequest { sequence, tokens: &token, logits: Logits::Last };
@@ -249,7 +249,7 @@ pub fn picked<B: Backend>(
     let name = format!("model picked tokens, {format}");
     for step in 0..steps {
         let what = if step % 2 == 0 { Pick::Top(20) } else { Pick::Greedy };
-        let token = [argmax(&output.logits) as u32];
+        let token = [argmax(&output.logits)];
         let mut requests = [
             StepRequest { sequence: &mut whole, tokens: &token, logits: Logits::Last },
             StepRequest { sequence: &mut listed, tokens: &token, logits: Logits::Pick(what) },
@@ -269,7 +269,7 @@ pub fn picked<B: Backend>(
         }
         report.case(&name, difference, ALLOWED, || format!("{what:?}, token {step}"));
     }
-    let token = [argmax(&output.logits) as u32];
+    let token = [argmax(&output.logits)];
     for step in 0..steps / 3 + 1 {
         let mut requests = [
             StepRequest { sequence: &mut whole, tokens: &token, logits: Logits::Pick(Pick::Greedy) },
@@ -326,7 +326,7 @@ pub fn interleaved<B: Backend>(
             match way {
                 Way::Read => {
                     let rows = output.logits.chunks_exact(output.logits.len() / LENGTHS.len());
-                    best.extend(rows.map(|row| row[argmax(row)]));
+                    best.extend(rows.map(|row| row[argmax(row) as usize]));
                 }
                 _ => best.extend(output.picked.iter().flatten().map(|(logit, _)| logit)),
             }
@@ -346,8 +346,4 @@ pub fn interleaved<B: Backend>(
             .case(&format!("model interleaved steps, {format}"), difference, ALLOWED, || format!("{way:?}"));
     }
     Ok(())
-}
-
-fn argmax(logits: &[f32]) -> usize {
-    logits.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1)).map_or(0, |(i, _)| i)
 }
