@@ -1,0 +1,72 @@
+//! Chat templates, tokenizer files, and replies with tool calls.
+
+use crate::{corpus, folder};
+use oscar_codec::random::SplitMix64;
+use oscar_fuzz::fuzz;
+use oscar_text::{
+    ChatInput, ChatTemplate, Dialect, ReasoningTags, ReplyOptions, ReplyParser, SpecialTokens, Tokenizer, TokenizerConfig,
+};
+use serde_json::json;
+
+#[test]
+fn templates() {
+    let mut templates = corpus("../text/tests/fixtures/chat", ".jinja");
+    templates.extend(corpus("corpus/template", ".jinja"));
+    let messages = json!([
+        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]},
+        {"role": "tool", "content": "{}"}, {"role": "user", "content": "And now?"}]);
+    let tools = json!([{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]);
+    fuzz("templates", &templates, 3000, |bytes| {
+        let source = String::from_utf8_lossy(bytes);
+        let Ok(template) = ChatTemplate::from_source(&source, &SpecialTokens::default()) else { return };
+        let input = ChatInput { tools: Some(&tools), ..ChatInput::new(&messages) };
+        let _ = template.with_step_limit(100_000).render(&input);
+    });
+}
+
+#[test]
+fn tokenizer_files() {
+    let whole = std::fs::read(folder("corpus/tokenizer.json")).unwrap();
+    let config = std::fs::read(folder("../../models/oscar-15m/tokenizer_config.json")).unwrap();
+    fuzz("tokenizer_files", &[whole], 3000, |bytes| {
+        if let Ok(tokenizer) = Tokenizer::from_json(bytes, &TokenizerConfig::default()) {
+            let _ = tokenizer.encode("Some text <|x|> 12", true).map(|ids| tokenizer.decode(&ids, false));
+        }
+    });
+    fuzz("tokenizer_configurations", &[config], 10_000, |bytes| {
+        let _ = TokenizerConfig::from_json(bytes);
+    });
+}
+
+/// A reply reads the same in one piece and in many.
+#[test]
+fn replies() {
+    let dialects =
+        [Dialect::Hermes, Dialect::QwenXml, Dialect::Llama, Dialect::Mistral, Dialect::Glm, Dialect::MiniMax];
+    let tags = ReasoningTags { open: "<think>".into(), close: "</think>".into() };
+    fuzz("replies", &corpus("corpus/reply", ".txt"), 4000, |bytes| {
+        let text = String::from_utf8_lossy(bytes);
+        let mut random = SplitMix64::new(bytes.len() as u64);
+        for dialect in dialects {
+            let options =
+                ReplyOptions { reasoning: Some(tags.clone()), dialect: Some(dialect), ..Default::default() };
+            let mut parser = ReplyParser::new(&options, "");
+            let mut rest = &*text;
+            while !rest.is_empty() {
+                let cut = rest.ceil_char_boundary(1 + random.below(7));
+                parser.push(&rest[..cut]);
+                rest = &rest[cut..];
+            }
+            parser.finish();
+            let mut whole = ReplyParser::new(&options, "");
+            whole.push(&text);
+            whole.finish();
+            assert_eq!(
+                (parser.calls(), parser.malformed(), parser.in_reasoning()),
+                (whole.calls(), whole.malformed(), whole.in_reasoning()),
+                "{dialect:?}"
+            );
+        }
+    });
+}
