@@ -128,3 +128,53 @@ fn the_engine_clock_reads_utc() {
     let year: u32 = render("{{ strftime_now('%Y') }}").unwrap().parse().unwrap();
     assert!(year >= 2025);
 }
+
+/// Templates that would use any amount of memory, time or stack.
+#[test]
+fn templates_that_grow_are_stopped() {
+    let grow = |first: &str, step: &str| {
+        format!("{{% set ns = namespace(x={first}) %}}{{% for i in range(60) %}}{{% set ns.x = {step} %}}{{% endfor %}}{{{{ ns.x | length }}}}")
+    };
+    let bombs = [
+        grow("'ab'", "ns.x ~ ns.x"),
+        grow("'ab'", "ns.x + ns.x"),
+        grow("'ab'", "ns.x * 9"),
+        grow("[1, 2]", "ns.x + ns.x"),
+        grow("[1, 2]", "ns.x * 9"),
+        grow("[1, 2]", "[ns.x, ns.x]"),
+        grow("{'a': 1}", "{'a': ns.x, 'b': ns.x}"),
+        grow("'a'", "ns.x | replace('a', 'aaaaaaaa')"),
+        grow("'a'", "ns.x.replace('a', 'aaaaaaaa')"),
+        grow("'a'", "[ns.x, ns.x] | join(ns.x)"),
+        grow("'a'", "ns.x.join([ns.x, ns.x])"),
+        grow("'a'", "'%s%s' | format(ns.x, ns.x)"),
+        "{{ 'a' | indent(10**10) }}".into(),
+        "{{ 'a' | indent(width=10**10) }}".into(),
+        "{{ '%99999999999d' | format(1) }}".into(),
+        "{{ '{:>99999999999}'.format('a') }}".into(),
+        "{{ [1] | batch(10**10, 'x') | list }}".into(),
+        "{{ [0] * 10**9 | length }}".into(),
+        "{{ ([0] * 10**9) | length }}".into(),
+        "{% set x = 'a' * 9999999 %}{% for i in range(99999) %}{{ x }}{% endfor %}".into(),
+        format!("{{% for i in range(99999) %}}{}{{% endfor %}}", "raw text ".repeat(9999)),
+        "{% macro f(x, n) %}{% if n %}{{ f(x ~ x, n - 1) }}{% endif %}{{ x }}{% endmacro %}{{ f('ab', 60) }}".into(),
+        "{% set x = 'ab' %}".to_owned() + &"{% set x %}{{ x }}{{ x }}{% endset %}".repeat(60),
+        "{{ 'a' ".to_owned() + &"* 999 ".repeat(20) + "}}",
+        "{% set ns = namespace(l=[]) %}{% for i in range(99999) %}{% set ns.l = [ns.l] %}{% endfor %}{{ ns.l == [ns.l] }}".into(),
+        "{% include 'default' %}".into(),
+    ];
+    for source in bombs {
+        let shown: String = source.chars().take(150).collect();
+        match render(&source) {
+            Err(TextError::TemplateRender { .. } | TextError::TemplateSyntax { .. }) => {}
+            other => panic!("{shown}: {:?}", other.map(|text| text.len())),
+        }
+    }
+}
+
+#[test]
+fn ordinary_growth_is_fine() {
+    let source = "{% set ns = namespace(x='', l=[]) %}{% for i in range(2000) %}{% set ns.x = ns.x ~ 'some text ' %}\
+        {% set ns.l = ns.l + [i] %}{% endfor %}{{ ns.x | length }} {{ ns.l | length }} {{ 'ab' * 3 }} {{ [1] * 2 }}";
+    assert_eq!(render(source).unwrap(), "20000 2000 ababab [1, 1]");
+}

@@ -7,6 +7,7 @@
 use minijinja::value::{Kwargs, Rest, ValueKind, from_args};
 use minijinja::{Error, ErrorKind, Value};
 
+use super::limits::charge;
 use super::python::{float_repr, integer};
 
 /// Nesting allowed in a value, so that a template cannot exhaust the stack by wrapping lists in
@@ -124,7 +125,9 @@ impl Writer {
     ) -> Result<(), Error> {
         let empty = items.len() == 0;
         self.out.push(open);
+        let indentation = self.indent.as_ref().map_or(0, |indent| indent.len() * (depth + 1));
         for (at, item) in items.enumerate() {
+            charge(self.item_separator.len() + self.key_separator.len() + indentation)?;
             if at > 0 {
                 self.out.push_str(&self.item_separator);
             }

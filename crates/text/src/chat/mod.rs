@@ -8,11 +8,12 @@
 //! `json.dumps` ([`json`]), printing and string methods ([`python`]), the clock ([`clock`]) and the
 //! `generation` tag ([`syntax`]).
 //!
-//! A template is part of a model and is trusted like one: steps and recursion are bounded, memory
-//! is not. Do not render templates that arrive in a request.
+//! A template may come from a stranger: steps, recursion and memory are bounded ([`limits`]).
 
 mod clock;
+mod instrument;
 mod json;
+mod limits;
 mod python;
 mod syntax;
 
@@ -20,15 +21,20 @@ use std::error::Error as _;
 use std::fmt;
 use std::time::SystemTime;
 
+use minijinja::machinery::{Vm, make_string_output};
 use minijinja::{AutoEscape, Environment, ErrorKind, UndefinedBehavior, Value};
 use serde_json::{Map, Value as Json};
 
 use crate::config::kind;
 use crate::{Dialect, NamedTemplate, SpecialTokens, TextError};
 
-/// Template steps allowed for one rendering: a second or so, some 25,000 messages of a busy
-/// template.
-const STEPS: u64 = 10_000_000;
+/// Template steps allowed for one rendering, those that charge for memory included: a second or so,
+/// some 25,000 messages of a busy template.
+const STEPS: u64 = 20_000_000;
+
+/// Products that a template may contain. Those of constants are computed while it is compiled,
+/// each up to 100 MB.
+const PRODUCTS: usize = 8;
 
 /// Nested macro calls allowed; far below what a 2 MiB thread stack holds.
 const RECURSION: usize = 120;
@@ -87,6 +93,7 @@ impl ChatTemplate {
         environment.set_recursion_limit(RECURSION);
         environment.set_fuel(Some(STEPS));
         python::install(&mut environment);
+        limits::install(&mut environment);
         environment.add_filter("tojson", json::tojson);
         environment.add_function("raise_exception", |message: String| -> Result<Value, minijinja::Error> {
             Err(minijinja::Error::new(ErrorKind::InvalidOperation, message.clone())
@@ -96,13 +103,22 @@ impl ChatTemplate {
         let mut names: Vec<String> = Vec::new();
         for template in templates {
             let source = syntax::without_generation_tags(&template.source);
-            environment.add_template_owned(template.name.clone(), source).map_err(|error| {
-                TextError::TemplateSyntax {
-                    template: template.name.clone(),
-                    line: error.line().unwrap_or(1),
-                    reason: reason(&error),
-                }
-            })?;
+            let refused = |line, reason| TextError::TemplateSyntax {
+                template: template.name.clone(),
+                line,
+                reason,
+            };
+            if instrument::products(&source) > PRODUCTS {
+                return Err(refused(1, format!("it has more than {PRODUCTS} products")));
+            }
+            environment
+                .add_template_owned(template.name.clone(), source)
+                .map_err(|error| refused(error.line().unwrap_or(1), reason(&error)))?;
+            let added = environment.get_template(&template.name);
+            if let Some(line) = added.ok().and_then(|added| instrument::other_template(&added)) {
+                let reason = "there are no other templates to include, import or extend".to_owned();
+                return Err(refused(line, reason));
+            }
             if !names.contains(&template.name) {
                 names.push(template.name.clone());
             }
@@ -166,7 +182,15 @@ impl ChatTemplate {
         expect_list("documents", input.documents)?;
         let name = self.choose(input)?;
         let template = self.environment.get_template(name).map_err(|error| self.explain(name, &error))?;
-        template.render(self.variables(input)?).map_err(|error| self.explain(name, &error))
+        let (steps, blocks) = instrument::instrument(&template);
+        let variables = self.variables(input)?;
+        let mut text = String::new();
+        limits::begin();
+        let mut output = make_string_output(&mut text);
+        let vm = Vm::new(&self.environment);
+        let outcome = vm.eval(&steps, variables, &blocks, &mut output, AutoEscape::None).map(drop);
+        outcome.map_err(|error| self.explain(name, &error))?;
+        Ok(text)
     }
 
     fn choose<'n>(&'n self, input: &ChatInput<'n>) -> Result<&'n str, TextError> {

@@ -7,6 +7,8 @@
 use minijinja::value::{Kwargs, ValueKind, from_args};
 use minijinja::{Environment, Error, ErrorKind, State, Value};
 
+use super::limits::{charge, charge_join, charge_replace, check_format};
+
 /// Nesting printed before the output turns into `...`.
 const MAX_DEPTH: usize = 200;
 
@@ -14,8 +16,15 @@ const MAX_DEPTH: usize = 200;
 pub(super) fn install(environment: &mut Environment<'_>) {
     environment.set_formatter(|out, _, value| {
         match value.as_str() {
-            Some(text) => out.write_str(text)?,
-            None => out.write_str(&str_of(value))?,
+            Some(text) => {
+                charge(text.len())?;
+                out.write_str(text)?;
+            }
+            None => {
+                let text = str_of(value);
+                charge(text.len())?;
+                out.write_str(&text)?;
+            }
         }
         Ok(())
     });
@@ -64,6 +73,8 @@ fn join(
         None => kwargs.get::<Option<Value>>("attribute")?,
     };
     kwargs.assert_all_used()?;
+    let separator = separator.map_or(String::new(), |separator| str_of(&separator));
+    charge_join(value, separator.len())?;
     let mut parts = Vec::new();
     for item in value.try_iter()? {
         parts.push(match &attribute {
@@ -71,7 +82,7 @@ fn join(
             None => str_of(&item),
         });
     }
-    Ok(parts.join(&separator.map_or(String::new(), |separator| str_of(&separator))))
+    Ok(parts.join(&separator))
 }
 
 /// Python's `str(value)`; undefined prints as nothing, as in Jinja2.
@@ -184,6 +195,14 @@ fn call_method(state: &State, value: &Value, method: &str, args: &[Value]) -> Re
     let Some(text) = value.as_str() else {
         return minijinja_contrib::pycompat::unknown_method_callback(state, value, method, args);
     };
+    match (method, args) {
+        ("replace", [from, to, ..]) => {
+            charge_replace(text, from.as_str().unwrap_or_default(), to.as_str().unwrap_or_default())?;
+        }
+        ("join", [items, ..]) => charge_join(items, text.len())?,
+        ("format", _) => check_format(text)?,
+        _ => {}
+    }
     let characters = |bytes: usize| text[..bytes].chars().count() as i64;
     Ok(match method {
         "find" => {

@@ -103,7 +103,9 @@ pub fn run(args: &Args) -> Result<()> {
     ensure!(watch.panics == 0 && counts.unexpected_5xx == 0, "the server panicked or answered 5xx");
     ensure!(counts.wrong == 0, "{} answers differ from a cold run and are not flagged", counts.wrong);
     ensure!(counts.unexpected == 0 && counts.unanswered == 0, "requests got a wrong status or no answer");
-    ensure!(last <= first + first / 10, "memory grew from {first} to {last} bytes");
+    // A short run is still filling its buffers when it ends.
+    let slack = if duration < 4 * SETTLING { 32 << 20 } else { 0 };
+    ensure!(last <= first + first / 10 + slack, "memory grew from {first} to {last} bytes");
     ensure!(
         end.pages == 0 && end.failed == 0,
         "{} pages are held at idle, {} requests failed",
