@@ -30,7 +30,7 @@ pub fn fuzz(name: &str, corpus: &[Vec<u8>], runs: usize, target: impl Fn(&[u8]))
     let seconds = std::env::var("OSCAR_FUZZ_SECONDS").ok().and_then(|text| text.parse().ok());
     let limit = seconds.map(Duration::from_secs);
     let seed = std::env::var("OSCAR_FUZZ_SEED").ok().and_then(|text| text.parse().ok()).unwrap_or(1);
-    let mut random = SplitMix64::new(name.bytes().fold(seed, |sum, byte| sum * 31 + u64::from(byte)));
+    let mut random = SplitMix64::new(name.bytes().fold(seed, |sum: u64, byte| sum.wrapping_mul(31).wrapping_add(u64::from(byte))));
     for input in corpus {
         run(name, input, &target);
     }

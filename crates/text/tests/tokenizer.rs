@@ -251,3 +251,38 @@ fn special_tokens_of_tool_calls_can_be_kept() {
     let ids = ["▁a", "<s>", "▁a", "</s>", "c"].map(|token| pieces.token_to_id(token).unwrap());
     assert_eq!(text(&pieces, &ids, &["<s>"]), "a<s>ac");
 }
+
+/// Each of these made the library panic, at loading or at the first text.
+#[test]
+fn files_that_make_the_library_panic_are_refused_or_harmless() {
+    let file = include_str!("../../fuzz/corpus/tokenizer.json");
+    let sound: Value = serde_json::from_str(file).unwrap();
+    let changes = [
+        ("normalizer", json!({"type": "Replace", "pattern": {"String": ""}, "content": "x"})),
+        ("decoder", json!({"type": "Strip", "content": "a", "start": u32::MAX, "stop": u32::MAX})),
+        ("pre_tokenizer", json!({"type": "FixedLength", "length": 0})),
+        ("normalizer", json!({"type": "Precompiled", "precompiled_charsmap": "AAAA"})),
+    ];
+    for (field, value) in changes {
+        let mut changed = sound.clone();
+        changed[field] = value.clone();
+        let built = Tokenizer::from_json(changed.to_string().as_bytes(), &TokenizerConfig::default());
+        if let Ok(tokenizer) = built {
+            let ids = tokenizer.encode("Some text", true).unwrap_or_default();
+            let _ = tokenizer.decode(&ids, false);
+        }
+    }
+    let mut changed = sound;
+    changed["model"]["continuing_subword_prefix"] = json!("##########");
+    let error = Tokenizer::from_json(changed.to_string().as_bytes(), &TokenizerConfig::default()).unwrap_err();
+    assert!(matches!(error, TextError::TokenizerJson { .. }), "{error}");
+}
+
+#[test]
+fn texts_of_far_too_many_tokens_are_given_up() {
+    let tokenizer = model().tokenizer;
+    let text = "7".repeat(300_000);
+    assert!(matches!(tokenizer.encode_at_most(&text, false, 1000), Err(TextError::TooManyTokens { .. })));
+    assert_eq!(tokenizer.encode_at_most(&text, false, 300_000).unwrap().len(), 300_000);
+    assert!(tokenizer.most_bytes_per_token() >= 13, "{}", tokenizer.most_bytes_per_token());
+}
