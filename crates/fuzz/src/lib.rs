@@ -17,8 +17,30 @@ const LARGEST: usize = 1 << 20;
 
 /// Numbers and tokens at which parsers have their edges.
 const EDGES: [&str; 24] = [
-    "0", "-1", "1", "255", "65536", "2147483648", "4294967295", "9223372036854775807", "18446744073709551616", "1e308",
-    "1e999", "-0.0", "0.1", "null", "true", "\"\"", "[]", "{}", "\\u0000", "\\ud800", "\u{fffd}", "𐍈", "%", "{{",
+    "0",
+    "-1",
+    "1",
+    "255",
+    "65536",
+    "2147483648",
+    "4294967295",
+    "9223372036854775807",
+    "18446744073709551616",
+    "1e308",
+    "1e999",
+    "-0.0",
+    "0.1",
+    "null",
+    "true",
+    "\"\"",
+    "[]",
+    "{}",
+    "\\u0000",
+    "\\ud800",
+    "\u{fffd}",
+    "𐍈",
+    "%",
+    "{{",
 ];
 
 /// Runs `target` on every input of the corpus and on mutations of them.
@@ -30,7 +52,9 @@ pub fn fuzz(name: &str, corpus: &[Vec<u8>], runs: usize, target: impl Fn(&[u8]))
     let seconds = std::env::var("OSCAR_FUZZ_SECONDS").ok().and_then(|text| text.parse().ok());
     let limit = seconds.map(Duration::from_secs);
     let seed = std::env::var("OSCAR_FUZZ_SEED").ok().and_then(|text| text.parse().ok()).unwrap_or(1);
-    let mut random = SplitMix64::new(name.bytes().fold(seed, |sum: u64, byte| sum.wrapping_mul(31).wrapping_add(u64::from(byte))));
+    let mut random = SplitMix64::new(
+        name.bytes().fold(seed, |sum: u64, byte| sum.wrapping_mul(31).wrapping_add(u64::from(byte))),
+    );
     for input in corpus {
         run(name, input, &target);
     }
@@ -41,7 +65,11 @@ pub fn fuzz(name: &str, corpus: &[Vec<u8>], runs: usize, target: impl Fn(&[u8]))
         run(name, &input, &target);
         done += 1;
     }
-    println!("{name}: {} inputs and {done} mutations in {:.1} s", corpus.len(), begun.elapsed().as_secs_f64());
+    println!(
+        "{name}: {} inputs and {done} mutations in {:.1} s",
+        corpus.len(),
+        begun.elapsed().as_secs_f64()
+    );
 }
 
 fn run(name: &str, input: &[u8], target: &impl Fn(&[u8])) {
@@ -52,10 +80,15 @@ fn run(name: &str, input: &[u8], target: &impl Fn(&[u8])) {
         Ok(()) if begun.elapsed() > PATIENCE => "took too long",
         Ok(()) => return,
     };
-    let sum = input.iter().fold(0xcbf2_9ce4_8422_2325u64, |sum, &byte| (sum ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3));
+    let sum = input
+        .iter()
+        .fold(0xcbf2_9ce4_8422_2325u64, |sum, &byte| (sum ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3));
     let path: PathBuf = std::env::temp_dir().join(format!("oscar-fuzz-{name}-{sum:016x}"));
     let saved = std::fs::write(&path, input).map(|()| path.display().to_string());
-    panic!("{name} {problem}: {}", saved.unwrap_or_else(|error| format!("the input could not be saved: {error}")));
+    panic!(
+        "{name} {problem}: {}",
+        saved.unwrap_or_else(|error| format!("the input could not be saved: {error}"))
+    );
 }
 
 /// One input of the corpus with one to eight changes.
@@ -120,8 +153,11 @@ fn near_start(len: usize, random: &mut SplitMix64) -> usize {
 
 /// Replaces the number at or after `at` by one of the edges.
 fn replace_number(bytes: &mut Vec<u8>, at: usize, random: &mut SplitMix64) {
-    let Some(start) = bytes[at..].iter().position(u8::is_ascii_digit).map(|offset| at + offset) else { return };
-    let end = bytes[start..].iter().position(|byte| !byte.is_ascii_digit()).map_or(bytes.len(), |n| start + n);
+    let Some(start) = bytes[at..].iter().position(u8::is_ascii_digit).map(|offset| at + offset) else {
+        return;
+    };
+    let end =
+        bytes[start..].iter().position(|byte| !byte.is_ascii_digit()).map_or(bytes.len(), |n| start + n);
     let edge = EDGES[random.below(EDGES.len())];
     drop(bytes.splice(start..end, edge.bytes()));
 }

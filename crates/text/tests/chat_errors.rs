@@ -133,7 +133,9 @@ fn the_engine_clock_reads_utc() {
 #[test]
 fn templates_that_grow_are_stopped() {
     let grow = |first: &str, step: &str| {
-        format!("{{% set ns = namespace(x={first}) %}}{{% for i in range(60) %}}{{% set ns.x = {step} %}}{{% endfor %}}{{{{ ns.x | length }}}}")
+        format!(
+            "{{% set ns = namespace(x={first}) %}}{{% for i in range(60) %}}{{% set ns.x = {step} %}}{{% endfor %}}{{{{ ns.x | length }}}}"
+        )
     };
     let bombs = [
         grow("'ab'", "ns.x ~ ns.x"),

@@ -274,7 +274,8 @@ fn files_that_make_the_library_panic_are_refused_or_harmless() {
     }
     let mut changed = sound;
     changed["model"]["continuing_subword_prefix"] = json!("##########");
-    let error = Tokenizer::from_json(changed.to_string().as_bytes(), &TokenizerConfig::default()).unwrap_err();
+    let error =
+        Tokenizer::from_json(changed.to_string().as_bytes(), &TokenizerConfig::default()).unwrap_err();
     assert!(matches!(error, TextError::TokenizerJson { .. }), "{error}");
 }
 

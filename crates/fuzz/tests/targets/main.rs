@@ -14,7 +14,8 @@ fn folder(path: &str) -> PathBuf {
 /// The files of a folder, by name; those with the ending if one is given.
 fn corpus(path: &str, ending: &str) -> Vec<Vec<u8>> {
     let entries = std::fs::read_dir(folder(path)).unwrap().map(|entry| entry.unwrap().path());
-    let mut files: Vec<PathBuf> = entries.filter(|file| file.display().to_string().ends_with(ending)).collect();
+    let mut files: Vec<PathBuf> =
+        entries.filter(|file| file.display().to_string().ends_with(ending)).collect();
     files.sort();
     files.iter().map(|file| std::fs::read(file).unwrap()).collect()
 }

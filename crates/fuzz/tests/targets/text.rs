@@ -4,7 +4,8 @@ use crate::{corpus, folder};
 use oscar_codec::random::SplitMix64;
 use oscar_fuzz::fuzz;
 use oscar_text::{
-    ChatInput, ChatTemplate, Dialect, ReasoningTags, ReplyOptions, ReplyParser, SpecialTokens, Tokenizer, TokenizerConfig,
+    ChatInput, ChatTemplate, Dialect, ReasoningTags, ReplyOptions, ReplyParser, SpecialTokens, Tokenizer,
+    TokenizerConfig,
 };
 use serde_json::json;
 

@@ -100,9 +100,9 @@ fn check_count(count: usize) -> Result<usize, Error> {
 /// Formats such as `%99999999d` are as long as they say.
 pub(super) fn check_format(format: &str) -> Result<(), Error> {
     let digits = format.split(|c: char| !c.is_ascii_digit());
-    digits.filter(|digits| !digits.is_empty()).try_for_each(|digits| {
-        check_count(digits.parse().unwrap_or(usize::MAX)).and_then(charge)
-    })
+    digits
+        .filter(|digits| !digits.is_empty())
+        .try_for_each(|digits| check_count(digits.parse().unwrap_or(usize::MAX)).and_then(charge))
 }
 
 /// Charges for `text.replace(from, to)`.
@@ -146,34 +146,49 @@ pub(super) fn install(environment: &mut Environment<'_>) {
     }
 
     environment.add_filter("<indent>", minijinja::filters::indent);
-    environment.add_filter("indent", |state: &State, value: Value, args: Rest<Value>| -> Result<Value, Error> {
-        let lines = value.as_str().map_or(0, |text| text.lines().count() + 1);
-        charge(largest_count(&args)?.saturating_mul(lines))?;
-        again(state, "<indent>", value, &args)
-    });
+    environment.add_filter(
+        "indent",
+        |state: &State, value: Value, args: Rest<Value>| -> Result<Value, Error> {
+            let lines = value.as_str().map_or(0, |text| text.lines().count() + 1);
+            charge(largest_count(&args)?.saturating_mul(lines))?;
+            again(state, "<indent>", value, &args)
+        },
+    );
     environment.add_filter("<batch>", minijinja::filters::batch);
-    environment.add_filter("batch", |state: &State, value: Value, args: Rest<Value>| -> Result<Value, Error> {
-        charge(largest_count(&args)?.saturating_mul(ITEM))?;
-        again(state, "<batch>", value, &args)
-    });
+    environment.add_filter(
+        "batch",
+        |state: &State, value: Value, args: Rest<Value>| -> Result<Value, Error> {
+            charge(largest_count(&args)?.saturating_mul(ITEM))?;
+            again(state, "<batch>", value, &args)
+        },
+    );
     environment.add_filter("<slice>", minijinja::filters::slice);
-    environment.add_filter("slice", |state: &State, value: Value, args: Rest<Value>| -> Result<Value, Error> {
-        charge(largest_count(&args)?.saturating_mul(ITEM))?;
-        again(state, "<slice>", value, &args)
-    });
+    environment.add_filter(
+        "slice",
+        |state: &State, value: Value, args: Rest<Value>| -> Result<Value, Error> {
+            charge(largest_count(&args)?.saturating_mul(ITEM))?;
+            again(state, "<slice>", value, &args)
+        },
+    );
     environment.add_filter("<format>", minijinja::filters::format);
-    environment.add_filter("format", |state: &State, value: Value, args: Rest<Value>| -> Result<Value, Error> {
-        check_format(value.as_str().unwrap_or_default())?;
-        largest_count(&args)?;
-        again(state, "<format>", value, &args)
-    });
+    environment.add_filter(
+        "format",
+        |state: &State, value: Value, args: Rest<Value>| -> Result<Value, Error> {
+            check_format(value.as_str().unwrap_or_default())?;
+            largest_count(&args)?;
+            again(state, "<format>", value, &args)
+        },
+    );
     environment.add_filter("<replace>", minijinja::filters::replace);
-    environment.add_filter("replace", |state: &State, value: Value, args: Rest<Value>| -> Result<Value, Error> {
-        if let (Some(text), [from, to, ..]) = (value.as_str(), args.as_slice()) {
-            charge_replace(text, from.as_str().unwrap_or_default(), &to.to_string())?;
-        }
-        again(state, "<replace>", value, &args)
-    });
+    environment.add_filter(
+        "replace",
+        |state: &State, value: Value, args: Rest<Value>| -> Result<Value, Error> {
+            if let (Some(text), [from, to, ..]) = (value.as_str(), args.as_slice()) {
+                charge_replace(text, from.as_str().unwrap_or_default(), &to.to_string())?;
+            }
+            again(state, "<replace>", value, &args)
+        },
+    );
 }
 
 /// The largest number among the arguments, if it is one that a filter may be given.

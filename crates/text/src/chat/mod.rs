@@ -103,11 +103,8 @@ impl ChatTemplate {
         let mut names: Vec<String> = Vec::new();
         for template in templates {
             let source = syntax::without_generation_tags(&template.source);
-            let refused = |line, reason| TextError::TemplateSyntax {
-                template: template.name.clone(),
-                line,
-                reason,
-            };
+            let refused =
+                |line, reason| TextError::TemplateSyntax { template: template.name.clone(), line, reason };
             if instrument::products(&source) > PRODUCTS {
                 return Err(refused(1, format!("it has more than {PRODUCTS} products")));
             }
