@@ -60,7 +60,7 @@ request_fields! {
 
 impl MessagesFields {
     /// The chat request of the same meaning. `counting`: only the prompt is wanted.
-    pub fn to_chat(self, counting: bool) -> Result<Map<String, Value>, ApiError> {
+    pub fn into_chat(self, counting: bool) -> Result<Map<String, Value>, ApiError> {
         for (name, value) in [("mcp_servers", &self.mcp_servers), ("container", &self.container)] {
             if value.as_ref().is_some_and(|value| *value != json!([])) {
                 return Err(ApiError::param(name, "is not supported"));

@@ -71,7 +71,7 @@ pub async fn create(
     let id = format!("msg_{name}");
     let prepared = off_thread(&app, body, move |body| {
         let (fields,) = MessagesBody::parse(body)?;
-        let chat = ChatBody::from_object(fields.to_chat(false)?)?;
+        let chat = ChatBody::from_object(fields.into_chat(false)?)?;
         prepare(&worker, &name, caller, chat, true)
     })
     .await?;
@@ -98,7 +98,7 @@ pub async fn count_tokens(State(app): State<Shared>, body: RawBody) -> Result<Js
     let worker = app.clone();
     let count = off_thread(&app, body, move |body| {
         let (fields,) = MessagesBody::parse(body)?;
-        let (chat, template, _, sampling) = ChatBody::from_object(fields.to_chat(true)?)?;
+        let (chat, template, _, sampling) = ChatBody::from_object(fields.into_chat(true)?)?;
         worker.served_model(sampling.model.as_deref())?;
         let prompt = conversation(&worker, &template, chat.messages)?.prompt;
         Ok(encode(&worker, "messages", &prompt, false)?.len())
