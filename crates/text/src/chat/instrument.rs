@@ -95,6 +95,6 @@ fn expanded<'a>(step: &Instruction<'a>) -> Vec<Instruction<'a>> {
 
 /// Products in a template.
 pub(super) fn products(source: &str) -> usize {
-    let tokens = tokenize(source, false, SyntaxConfig::default(), WhitespaceConfig::default());
+    let tokens = tokenize(source, false, SyntaxConfig, WhitespaceConfig::default());
     tokens.map_while(Result::ok).filter(|(token, _)| matches!(token, Token::Mul)).count()
 }
