@@ -15,6 +15,7 @@
 // workspace denies `unsafe` everywhere else. Each block states why it is sound.
 #![allow(unsafe_code)]
 
+pub mod allocator;
 pub mod attention;
 pub mod backend;
 pub mod bandwidth;

@@ -15,8 +15,17 @@ use oscar_server::{ApiKey, GenerationDefaults, ServerConfig, router};
 use std::sync::Arc;
 use tower::ServiceExt;
 
-const ROUTES: [&str; 6] =
-    ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize", "/abort_request", "/flush_cache"];
+const ROUTES: [&str; 9] = [
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/responses",
+    "/tokenize",
+    "/detokenize",
+    "/abort_request",
+    "/flush_cache",
+];
 
 fn server() -> Router {
     let text = fake::text();
@@ -39,7 +48,7 @@ fn requests() {
                 (parts.status, body.collect().await.unwrap().to_bytes())
             });
             assert!(!answer.0.is_server_error(), "{route} {}: {:?}", answer.0, answer.1);
-            assert!(answer.0.is_success() || answer.1.starts_with(b"{\"error\""), "{route}: {:?}", answer.1);
+            assert!(answer.0.is_success() || answer.1.starts_with(b"{"), "{route}: {:?}", answer.1);
         }
     });
 }

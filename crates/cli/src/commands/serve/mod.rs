@@ -95,7 +95,21 @@ fn listen(
         note!("\nserving {name} on http://{address}   (web page: the same address; Ctrl-C stops)\n");
         note!("  curl http://{address}/v1/chat/completions -H 'Content-Type: application/json' \\");
         note!("       -d '{{\"model\": \"{name}\", \"messages\": [{{\"role\": \"user\", \"content\": \"Who are you?\"}}]}}'\n");
+        tokio::spawn(release_memory_when_idle(engine.clone()));
         let (stop, abandon) = (stops.asked(1), stops.asked(2));
         serve_on(listener, config, engine, text, defaults, stop, abandon).await.context("the server failed")
     })
+}
+
+/// A burst of large requests leaves free memory in the allocator; it goes back while nothing runs.
+async fn release_memory_when_idle(engine: Arc<dyn EngineApi>) {
+    const PAUSE: std::time::Duration = std::time::Duration::from_secs(10);
+    loop {
+        tokio::time::sleep(PAUSE).await;
+        let stats = engine.stats();
+        if stats.running + stats.waiting == 0 {
+            // It cannot fail; a runtime that is shutting down may not run it.
+            let _ = tokio::task::spawn_blocking(oscar_kernels_cpu::allocator::release_free_memory).await;
+        }
+    }
 }
