@@ -332,6 +332,7 @@ mod tests {
             "--context=100",
             "--max-batch=5",
             "--step-tokens=6",
+            "--inter-token-target=50",
             "--max-queue=0",
             "--no-prefix-cache",
             "--exact-hits",
