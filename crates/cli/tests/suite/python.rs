@@ -3,6 +3,7 @@
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::{Mutex, PoisonError};
 
 /// A Python that has `packages`, or `None` with a note if they cannot be had here. `OSCAR_TEST_PYTHON` names one that
 /// has everything already.
@@ -60,6 +61,9 @@ pub fn run_script(python: &Path, script: &str, args: &[&str]) {
 }
 
 fn install(folder: &Path, packages: &[&str]) -> Result<PathBuf, String> {
+    // Tests run at the same time and may want the same environment.
+    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+    let _turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
     let (python, done) = (folder.join("bin/python"), folder.join("installed"));
     if done.exists() {
         return Ok(python);
