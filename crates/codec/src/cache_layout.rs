@@ -3,7 +3,8 @@
 //! here.
 
 use crate::error::Result;
-use crate::format::{FormatTable, KvFormat};
+use crate::format::KvFormat;
+use crate::format_table::FormatTable;
 use crate::layout::CodeLayout;
 use crate::page::{PAGE_TOKENS, RowPageCodec, Side};
 use crate::window::{Tail, Windows};
