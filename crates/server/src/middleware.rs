@@ -16,7 +16,7 @@ use crate::app::Shared;
 use crate::error::ApiError;
 use crate::keys::Caller;
 use crate::origin;
-use crate::routes::pages;
+use crate::routes::{self, Access, pages};
 
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
@@ -25,23 +25,13 @@ const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
 #[derive(Clone, Debug)]
 pub struct RequestName(pub String);
 
-/// Routes that show or change the state of all tenants.
-const OPERATORS_ONLY: [&str; 7] = [
-    "/metrics",
-    "/internal/state",
-    "/server_info",
-    "/get_server_info",
-    "/v1/loads",
-    "/loads",
-    "/flush_cache",
-];
-
 /// Lets through who has a key, and marks the request with its [`Caller`].
 pub async fn authenticate(State(app): State<Shared>, mut request: Request, next: Next) -> Response {
     let path = request.uri().path();
+    let access = routes::access(path);
     let caller = match app.config.keys.caller(request.headers()) {
         Some(caller) => caller,
-        None if path == "/health" => Caller::default(),
+        None if access == Access::Anyone => Caller::default(),
         None => {
             return match pages::unlocked(path).filter(|_| request.method() == Method::GET) {
                 Some(page) => (StatusCode::UNAUTHORIZED, page).into_response(),
@@ -49,7 +39,7 @@ pub async fn authenticate(State(app): State<Shared>, mut request: Request, next:
             };
         }
     };
-    if OPERATORS_ONLY.contains(&path) && !caller.is_operator() {
+    if access == Access::Operators && !caller.is_operator() {
         return forbidden(&caller, "the route belongs to operators").into_response();
     }
     request.extensions_mut().insert(caller);

@@ -15,6 +15,7 @@ use axum::response::{IntoResponse, Response};
 
 use crate::app::Shared;
 use crate::error::ApiError;
+use crate::routes::{self, Access};
 
 /// Refuses requests that only a hostile page would send.
 pub async fn guard(State(app): State<Shared>, request: Request, next: Next) -> Response {
@@ -27,7 +28,7 @@ pub async fn guard(State(app): State<Shared>, request: Request, next: Next) -> R
 fn check(app: &Shared, request: &Request) -> Result<(), ApiError> {
     let headers = request.headers();
     let host = host(request);
-    if app.loopback_only() && request.uri().path() != "/health" {
+    if app.loopback_only() && routes::access(request.uri().path()) != Access::Anyone {
         // A client that names no host is no browser.
         if let Some(host) = host.filter(|host| !is_known(host, app)) {
             return Err(ApiError::Host { host: host.to_owned() });

@@ -19,38 +19,101 @@ mod usage;
 
 use axum::Router;
 use axum::middleware::from_fn;
-use axum::routing::{get, post};
+use axum::routing::{self, MethodRouter};
 
 use crate::app::Shared;
 use crate::middleware::mark_route;
+use crate::schema::{Field, RequestBody};
 
-/// Every route of the server. `openapi::ROUTES` describes them; a test holds the two together.
+/// Who may call a route once keys are configured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    Anyone,
+    /// Callers with a key.
+    Users,
+    /// Callers whose key has the operator's role: the route shows or changes the state of all
+    /// tenants.
+    Operators,
+}
+
+/// A route: the router, the checks of keys and the OpenAPI document are made from it.
+pub struct Route {
+    /// In lower case, as OpenAPI has it.
+    method: &'static str,
+    path: &'static str,
+    handler: fn() -> MethodRouter<Shared>,
+    access: Access,
+    about: &'static str,
+    /// The fields of the body.
+    fields: &'static [&'static [Field]],
+}
+
+macro_rules! route {
+    ($method:ident $path:literal, $handler:path, $access:ident, $about:literal) => {
+        route!(@fields $method $path, $handler, $access, $about, &[])
+    };
+    ($method:ident $path:literal, $handler:path, $access:ident, $about:literal, $body:ty) => {
+        route!(@fields $method $path, $handler, $access, $about, <$body>::TABLES)
+    };
+    (@fields $method:ident $path:literal, $handler:path, $access:ident, $about:literal, $fields:expr) => {
+        Route {
+            method: stringify!($method),
+            path: $path,
+            handler: || routing::$method($handler),
+            access: Access::$access,
+            about: $about,
+            fields: $fields,
+        }
+    };
+}
+
+/// Every route of the server: method, path, handler, access, description and, where there is one,
+/// the type of the body.
+#[rustfmt::skip]
+const ROUTES: &[Route] = &[
+    route!(post "/v1/chat/completions", chat_completions::create, Users,
+        "Answer a conversation", chat_completions::types::ChatBody),
+    route!(post "/v1/completions", completions::create, Users,
+        "Continue text or tokens", completions::types::CompletionBody),
+    route!(post "/v1/messages", messages::create, Users,
+        "Answer a conversation, as Anthropic has it", messages::convert::MessagesBody),
+    route!(post "/v1/messages/count_tokens", messages::count_tokens, Users,
+        "Tokens of such a conversation", messages::convert::MessagesBody),
+    route!(post "/v1/responses", responses::create, Users,
+        "Answer a conversation, as OpenAI's Responses have it", responses::convert::ResponsesBody),
+    route!(get "/v1/models", models::list, Users, "The model and its aliases"),
+    route!(get "/v1/models/{*id}", models::one, Users, "One of them"),
+    route!(post "/tokenize", tokenize::tokenize, Users,
+        "Text or messages to token ids", tokenize::TokenizeBody),
+    route!(post "/detokenize", tokenize::detokenize, Users,
+        "Token ids to text", tokenize::DetokenizeBody),
+    route!(get "/health", health::live, Anyone, "Alive; needs no key"),
+    route!(get "/ready", health::ready, Users, "200 while requests are taken, 503 while draining"),
+    route!(get "/metrics", health::metrics, Operators, "Numbers for Prometheus"),
+    route!(get "/version", info::version, Users, "The server's version"),
+    route!(get "/server_info", info::server, Operators, "What is running"),
+    route!(get "/get_server_info", info::server, Operators, "Another name for /server_info"),
+    route!(get "/model_info", info::model, Users, "The model"),
+    route!(get "/get_model_info", info::model, Users, "Another name for /model_info"),
+    route!(get "/v1/loads", info::loads, Operators, "The load, for routers"),
+    route!(get "/loads", info::loads, Operators, "Another name for /v1/loads"),
+    route!(get "/internal/state", info::state, Operators,
+        "What the web page draws; may change without notice"),
+    route!(post "/flush_cache", control::flush_cache, Operators,
+        "Forget cached prefixes that nothing uses"),
+    route!(post "/abort_request", control::abort_request, Users, "End a request", control::AbortBody),
+    route!(get "/openapi.json", openapi::document, Users, "This document"),
+    route!(get "/docs", pages::docs, Users, "This document, to read"),
+    route!(get "/", pages::chat, Users, "The web page"),
+];
+
+/// The router of all routes.
 pub fn all() -> Router<Shared> {
-    Router::new()
-        .route("/", get(pages::chat))
-        .route("/docs", get(pages::docs))
-        .route("/openapi.json", get(openapi::document))
-        .route("/health", get(health::live))
-        .route("/ready", get(health::ready))
-        .route("/metrics", get(health::metrics))
-        .route("/version", get(info::version))
-        .route("/server_info", get(info::server))
-        .route("/get_server_info", get(info::server))
-        .route("/model_info", get(info::model))
-        .route("/get_model_info", get(info::model))
-        .route("/v1/loads", get(info::loads))
-        .route("/loads", get(info::loads))
-        .route("/internal/state", get(info::state))
-        .route("/v1/models", get(models::list))
-        .route("/v1/models/{*id}", get(models::one))
-        .route("/v1/chat/completions", post(chat_completions::create))
-        .route("/v1/completions", post(completions::create))
-        .route("/v1/messages", post(messages::create))
-        .route("/v1/messages/count_tokens", post(messages::count_tokens))
-        .route("/v1/responses", post(responses::create))
-        .route("/tokenize", post(tokenize::tokenize))
-        .route("/detokenize", post(tokenize::detokenize))
-        .route("/flush_cache", post(control::flush_cache))
-        .route("/abort_request", post(control::abort_request))
-        .route_layer(from_fn(mark_route))
+    let add = |router: Router<Shared>, route: &Route| router.route(route.path, (route.handler)());
+    ROUTES.iter().fold(Router::new(), add).route_layer(from_fn(mark_route))
+}
+
+/// Who may ask for a path; an unknown one needs a key as well.
+pub fn access(path: &str) -> Access {
+    ROUTES.iter().find(|route| route.path == path).map_or(Access::Users, |route| route.access)
 }

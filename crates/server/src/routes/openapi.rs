@@ -1,73 +1,18 @@
-//! `GET /openapi.json`, written from the declarations that the bodies are parsed by.
+//! `GET /openapi.json`, made from the table of routes and the declarations that parse the bodies.
 
 use axum::Json;
 use axum::extract::State;
 use serde_json::{Map, Value, json};
 
-use super::{chat_completions, completions, control, messages, responses, tokenize};
+use super::{Access, ROUTES, Route};
 use crate::app::Shared;
-use crate::schema::{Field, RequestBody};
-
-/// A route as it is documented.
-pub struct Described {
-    pub method: &'static str,
-    pub path: &'static str,
-    about: &'static str,
-    fields: &'static [&'static [Field]],
-}
-
-const fn get(path: &'static str, about: &'static str) -> Described {
-    Described { method: "get", path, about, fields: &[] }
-}
-
-const fn post(path: &'static str, about: &'static str, fields: &'static [&'static [Field]]) -> Described {
-    Described { method: "post", path, about, fields }
-}
-
-pub const ROUTES: &[Described] = &[
-    post("/v1/chat/completions", "Answer a conversation", chat_completions::types::ChatBody::TABLES),
-    post("/v1/completions", "Continue text or tokens", completions::types::CompletionBody::TABLES),
-    post(
-        "/v1/messages",
-        "Answer a conversation, as Anthropic has it",
-        messages::convert::MessagesBody::TABLES,
-    ),
-    post(
-        "/v1/messages/count_tokens",
-        "Tokens of such a conversation",
-        messages::convert::MessagesBody::TABLES,
-    ),
-    post(
-        "/v1/responses",
-        "Answer a conversation, as OpenAI's Responses have it",
-        responses::convert::ResponsesBody::TABLES,
-    ),
-    get("/v1/models", "The model and its aliases"),
-    get("/v1/models/{id}", "One of them"),
-    post("/tokenize", "Text or messages to token ids", tokenize::TokenizeBody::TABLES),
-    post("/detokenize", "Token ids to text", tokenize::DetokenizeBody::TABLES),
-    get("/health", "Alive; needs no key"),
-    get("/ready", "200 while requests are taken, 503 while draining"),
-    get("/metrics", "Numbers for Prometheus"),
-    get("/version", "The server's version"),
-    get("/server_info", "What is running"),
-    get("/get_server_info", "Another name for /server_info"),
-    get("/model_info", "The model"),
-    get("/get_model_info", "Another name for /model_info"),
-    get("/v1/loads", "The load, for routers"),
-    get("/loads", "Another name for /v1/loads"),
-    get("/internal/state", "What the web page draws; may change without notice"),
-    post("/flush_cache", "Forget cached prefixes that nothing uses", &[]),
-    post("/abort_request", "End a request", control::AbortBody::TABLES),
-    get("/openapi.json", "This document"),
-    get("/docs", "This document, to read"),
-    get("/", "The web page"),
-];
+use crate::schema::Field;
 
 pub async fn document(State(app): State<Shared>) -> Json<Value> {
     let mut paths = Map::new();
     for route in ROUTES {
-        let entry = paths.entry(route.path).or_insert_with(|| json!({}));
+        // OpenAPI has no word for a parameter that spans several segments.
+        let entry = paths.entry(route.path.replace("{*", "{")).or_insert_with(|| json!({}));
         entry[route.method] = operation(route);
     }
     Json(json!({
@@ -89,7 +34,7 @@ pub async fn document(State(app): State<Shared>) -> Json<Value> {
     }))
 }
 
-fn operation(route: &Described) -> Value {
+fn operation(route: &Route) -> Value {
     let refused = json!({
         "description": "Refused; the error says what is wrong and where",
         "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
@@ -98,11 +43,11 @@ fn operation(route: &Described) -> Value {
         "summary": route.about,
         "responses": {"200": {"description": "Done"}, "4XX": refused},
     });
-    if route.path.ends_with("{id}") {
+    if route.path.ends_with("id}") {
         let schema = json!({"type": "string"});
         operation["parameters"] = json!([{"name": "id", "in": "path", "required": true, "schema": schema}]);
     }
-    if route.path == "/health" {
+    if route.access == Access::Anyone {
         operation["security"] = json!([]);
     }
     let fields: Vec<&Field> = route.fields.iter().copied().flatten().collect();

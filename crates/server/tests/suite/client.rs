@@ -1,5 +1,6 @@
 //! Talks to a router in process.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use axum::Router;
@@ -41,6 +42,15 @@ impl Client {
         let engine = FakeEngine::new(script, &text.tokenizer);
         let router = router(config, Arc::new(engine.clone()), Arc::new(text), defaults());
         Self { engine, router }
+    }
+
+    /// The paths of all registered routes, as OpenAPI writes them. The router lists them only in its
+    /// debug output.
+    pub fn registered_paths(&self) -> BTreeSet<String> {
+        let debug = format!("{:?}", self.router);
+        let (_, paths) = debug.split_once("Node { paths: {").expect("the router's paths");
+        let (paths, _) = paths.split_once("fallback_router").expect("the end of the router's paths");
+        paths.split('"').skip(1).step_by(2).map(|path| path.replace("{*", "{")).collect()
     }
 
     pub async fn send(&self, request: Request<Body>) -> Answer {
