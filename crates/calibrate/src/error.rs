@@ -1,8 +1,11 @@
 //! Why a calibration ended without a result.
 
+use crate::rotation_file::RotationFileError;
 use oscar_codec::CodecError;
 use oscar_models::BuildError;
 use oscar_runner::StepError;
+use oscar_tasks::TaskError;
+use oscar_text::TextError;
 
 #[derive(Debug, thiserror::Error)]
 pub enum CalibrateError {
@@ -37,4 +40,10 @@ pub enum CalibrateError {
     Step(#[from] StepError),
     #[error(transparent)]
     Codec(#[from] CodecError),
+    #[error(transparent)]
+    File(#[from] RotationFileError),
+    #[error(transparent)]
+    Text(#[from] TextError),
+    #[error(transparent)]
+    Task(#[from] TaskError),
 }

@@ -22,6 +22,6 @@ mod table;
 pub use judge::{Judge, Scores};
 pub use probe::{HarmOptions, Probe, ProbeHarm, absent_harm, probe_harm};
 pub use refine::{RefineOptions, Refined, refine};
-pub use search::{Chosen, Search, Watch};
+pub use search::{Chosen, Refused, Search, Watch};
 pub use solve::{Freedom, solve};
 pub use table::{ABSENT, BitPlan, HarmMap, WIDTHS, WidthTable};

@@ -51,6 +51,13 @@ impl Chosen {
     }
 }
 
+/// A mean for which no table can be trusted.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Refused {
+    pub mean: MeanBits,
+    pub reason: String,
+}
+
 /// A candidate table of one mean.
 struct Candidate {
     mean: MeanBits,
@@ -126,7 +133,11 @@ impl<B: Calibrates> Search<'_, B> {
     }
 
     /// Finds a table for each mean and verifies it on fresh probes.
-    pub fn choose(&self, map: &HarmMap, means: &[MeanBits]) -> Result<Vec<Chosen>, CalibrateError> {
+    pub fn choose(
+        &self,
+        map: &HarmMap,
+        means: &[MeanBits],
+    ) -> Result<(Vec<Chosen>, Vec<Refused>), CalibrateError> {
         let candidates =
             means.iter().map(|&mean| self.candidate(map, mean)).collect::<Result<Vec<_>, _>>()?;
         // Everything through the quantized cache, as in serving.
@@ -150,7 +161,7 @@ impl<B: Calibrates> Search<'_, B> {
             let tried = refined.map_or(1, |r| r.tried);
             chosen.push(Chosen { mean, table, uniform: uniform.clone(), scores, tried });
         }
-        Ok(chosen)
+        Ok((chosen, Vec::new()))
     }
 
     /// The table that single harms give, and the one after bits were moved.

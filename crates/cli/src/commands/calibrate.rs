@@ -1,19 +1,13 @@
 //! `oscar calibrate`: rotations for a model from a little text.
 
 use crate::commands::bits;
-use crate::device::AnyBackend;
 use crate::options::{ModelArgs, OpenModel};
-use crate::progress;
 use anyhow::{Context, Result, bail};
-use oscar_calibrate::bits::Chosen;
 use oscar_calibrate::{
-    CalibrationOptions, CalibrationReport, ClipPolicy, Granularity, RotationFile, Stage, Statistic,
-    calibrate, write_report,
+    CalibratedModel, CalibrationOptions, ClipPolicy, Granularity, Input, ModelOptions, RotationFile,
+    Statistic, Subject, calibrate_model, write_report,
 };
 use oscar_codec::Composition;
-use oscar_models::Transformer;
-use oscar_tasks::{CALIBRATION_SEEDS_FROM, Document, calibration_text};
-use oscar_text::{ChatInput, ModelText};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
@@ -79,70 +73,27 @@ pub fn run(args: &Args) -> Result<()> {
     let started = Instant::now();
     let model = args.model.open()?;
     let text = model.text()?;
-    let inputs = inputs(args, args.tokens)?;
-    let sequences = sequences(&model, &text, &inputs, args.sequence, args.tokens)?;
     let backend = Arc::new(args.model.backend()?);
-    let mut result = match &args.rotations {
-        Some(path) => {
-            let file = RotationFile::load(path)?;
-            file.check_model(&model.weights.fingerprint(), &model.config)?;
-            Made { file, report: None, extra_memory: 0 }
-        }
-        None => rotations(args, &model, &backend, &sequences)?,
+    let subject = Subject {
+        backend: &backend,
+        config: &model.config,
+        weights: &model.weights,
+        text: &text,
+        name: &model.name,
     };
-    let mut chosen = Vec::new();
-    if !args.bits.bits.is_empty() {
-        let material = bits::Material {
-            model: &model,
-            text: &text,
-            backend: &backend,
-            probe_text: &probe_text(args, &model, &text)?,
-            seed: args.seed,
-            checkpoint: checkpoint(&args.out),
-        };
-        chosen = bits::choose(&args.bits, &material, &mut result.file)?;
-        if let Some(report) = &mut result.report {
-            report.widths = Some(result.file.bits.clone());
-        }
-    }
-    finish(args, &model, result, &chosen, started)
+    let widths = args.bits.options()?;
+    let tokens = widths.as_ref().map_or(0, |w| 2 * w.probes * w.probe_tokens).max(args.tokens);
+    let options = ModelOptions { rotations: rotation_options(args), widths, text: inputs(args, tokens)? };
+    let start = args.rotations.as_deref().map(RotationFile::load).transpose()?;
+    let cancelled = AtomicBool::new(false);
+    let watch = bits::Bars::default();
+    let result = calibrate_model(&subject, start, &options, &checkpoint(&args.out), &watch, &cancelled)?;
+    finish(args, &model, &result, started)
 }
 
-/// Text for the probes of the width search: the user's, or the prose that ships with oscar.
-fn probe_text(args: &Args, model: &OpenModel, text: &ModelText) -> Result<Vec<u32>> {
-    let wanted = 2 * args.bits.probes * args.bits.probe_tokens;
-    let inputs = match args.text.is_empty() {
-        true => oscar_tasks::filler::prose().iter().map(|p| Input::Text(p.text.to_owned())).collect(),
-        false => inputs(args, wanted)?,
-    };
-    Ok(sequences(model, text, &inputs, wanted, wanted)?.concat())
-}
-
-/// Rotations, from a calibration or from a file.
-struct Made {
-    file: RotationFile,
-    report: Option<CalibrationReport>,
-    extra_memory: usize,
-}
-
-/// Where the harms of finished probes are noted until the file is written.
-fn checkpoint(out: &Path) -> PathBuf {
-    let mut name = out.as_os_str().to_owned();
-    name.push(".harm.jsonl");
-    name.into()
-}
-
-/// Runs the calibration.
-fn rotations(
-    args: &Args,
-    model: &OpenModel,
-    backend: &Arc<AnyBackend>,
-    sequences: &[Vec<u32>],
-) -> Result<Made> {
-    let transformer =
-        Transformer::build(&**backend, &model.config, &model.weights, None, args.sequence.max(256), |_| {})?;
+fn rotation_options(args: &Args) -> CalibrationOptions {
     let base = if args.official { CalibrationOptions::official() } else { CalibrationOptions::default() };
-    let options = CalibrationOptions {
+    CalibrationOptions {
         tokens: args.tokens,
         sequence_len: args.sequence,
         composition: args.composition,
@@ -152,36 +103,21 @@ fn rotations(
         centre_keys: base.centre_keys && !args.no_centring,
         clip: if args.fit_clip { ClipPolicy::Fit } else { ClipPolicy::Official },
         ..base
-    };
-    let bar = progress::bar("calibrating", 0);
-    let mut report_progress = |p: oscar_calibrate::Progress| {
-        bar.set_message(match p.stage {
-            Stage::Running { pass, passes } if passes > 1 => format!("pass {pass} of {passes}"),
-            Stage::Running { .. } => "running the text".to_owned(),
-            Stage::Solving => "solving layers".to_owned(),
-        });
-        bar.set_length(p.total as u64);
-        bar.set_position(p.done as u64);
-    };
-    let fingerprint = model.weights.fingerprint();
-    let cancelled = AtomicBool::new(false);
-    let result = calibrate(
-        backend,
-        &transformer,
-        &fingerprint,
-        sequences,
-        &options,
-        &mut report_progress,
-        &cancelled,
-    )?;
-    bar.finish_and_clear();
-    Ok(Made { file: result.file, report: Some(result.report), extra_memory: result.plan.bytes })
+    }
+}
+
+/// Where the results of finished probes are stored until the file is written.
+fn checkpoint(out: &Path) -> PathBuf {
+    let mut name = out.as_os_str().to_owned();
+    name.push(".harm.jsonl");
+    name.into()
 }
 
 /// Writes file and report and prints a summary.
-fn finish(args: &Args, model: &OpenModel, result: Made, chosen: &[Chosen], started: Instant) -> Result<()> {
+fn finish(args: &Args, model: &OpenModel, result: &CalibratedModel, started: Instant) -> Result<()> {
+    let (chosen, refused) = (&result.chosen, &result.refused);
     result.file.save(&args.out)?;
-    if !chosen.is_empty() {
+    if !args.bits.bits.is_empty() {
         // The harms are in the file now. Before that, losing them would cost the whole measurement.
         let _ = std::fs::remove_file(checkpoint(&args.out));
     }
@@ -199,6 +135,7 @@ fn finish(args: &Args, model: &OpenModel, result: Made, chosen: &[Chosen], start
             json!({"out": args.out, "tokens": m.tokens, "sequences": m.sequences, "seconds": started.elapsed().as_secs_f64(),
                    "granularity": m.granularity.name(), "statistic": m.statistic, "composition": m.composition,
                    "centred": m.centred, "clip": m.clip, "extra_memory_bytes": result.extra_memory,
+                   "refused": refused.iter().map(|r| json!({"bits": r.mean.bits(), "reason": r.reason})).collect::<Vec<_>>(),
                    "widths": chosen.iter().map(|c| json!({"bits": c.mean.bits(), "table": c.table.describe(),
                        "harm": c.harm()})).collect::<Vec<_>>()})
         );
@@ -215,38 +152,15 @@ fn finish(args: &Args, model: &OpenModel, result: Made, chosen: &[Chosen], start
             m.clip,
             if m.centred { ", keys centred" } else { "" },
         );
-        if !chosen.is_empty() {
-            println!("{}", bits::describe(chosen));
+        if !chosen.is_empty() || !refused.is_empty() {
+            println!("{}", bits::describe(chosen, refused));
         }
     }
     Ok(())
 }
 
-/// A piece of calibration input.
-enum Input {
-    Text(String),
-    /// A list of messages as the chat template takes them.
-    Messages(Value),
-}
-
-impl From<Document> for Input {
-    fn from(document: Document) -> Self {
-        match document {
-            Document::Text(text) => Self::Text(text),
-            Document::Chat(turns) => {
-                let message = |t: &oscar_tasks::Turn| json!({"role": t.role.as_str(), "content": t.text});
-                Self::Messages(turns.iter().map(message).collect())
-            }
-        }
-    }
-}
-
+/// The text of `--text`, enough for this many tokens; none if the shipped text is used.
 fn inputs(args: &Args, tokens: usize) -> Result<Vec<Input>> {
-    if args.text.is_empty() {
-        // About four characters a token, with some to spare.
-        let seed = CALIBRATION_SEEDS_FROM.saturating_add(args.seed);
-        return Ok(calibration_text(seed, tokens.saturating_mul(5)).into_iter().map(Input::from).collect());
-    }
     let mut all = Vec::new();
     for path in &args.text {
         let name = path.display();
@@ -328,50 +242,4 @@ fn input(value: &Value) -> Result<Input> {
         bail!("a message needs a `role`: {bad}");
     }
     Ok(Input::Messages(messages.clone()))
-}
-
-/// Bytes of text tokenized at once.
-const TEXT_PIECE: usize = 64 << 10;
-
-/// Token sequences of at most `length`, `budget` tokens in all.
-fn sequences(
-    model: &OpenModel,
-    text: &ModelText,
-    inputs: &[Input],
-    length: usize,
-    budget: usize,
-) -> Result<Vec<Vec<u32>>> {
-    let mut all = Vec::new();
-    let mut total = 0;
-    for input in inputs {
-        let tokens = match input {
-            Input::Text(content) => {
-                // In pieces: tokenizing a whole book takes memory that 16K tokens do not need.
-                let mut tokens = Vec::new();
-                let mut rest = content.as_str();
-                while !rest.is_empty() && total + tokens.len() < budget {
-                    let cut = rest.floor_char_boundary(TEXT_PIECE);
-                    let (piece, tail) = rest.split_at(if cut == 0 { rest.len() } else { cut });
-                    tokens.extend(text.tokenizer.encode(piece, tokens.is_empty())?);
-                    rest = tail;
-                }
-                tokens
-            }
-            Input::Messages(messages) => {
-                let Some(template) = &text.chat else {
-                    bail!("{} has no chat template: calibrate on plain text with --text", model.name);
-                };
-                let chat = ChatInput { add_generation_prompt: false, ..ChatInput::new(messages) };
-                text.tokenizer.encode(&template.render(&chat)?, false)?
-            }
-        };
-        for piece in tokens.chunks(length.max(1)) {
-            total += piece.len();
-            all.push(piece.to_vec());
-        }
-        if total >= budget {
-            break;
-        }
-    }
-    Ok(all)
 }
