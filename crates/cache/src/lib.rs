@@ -11,7 +11,6 @@
 //! cannot be met changes nothing.
 
 mod evict;
-mod hash;
 mod pool;
 mod prefix;
 mod radix;
@@ -23,7 +22,6 @@ mod sequence;
 mod tails;
 
 pub use evict::Reclaimed;
-pub use hash::PageHash;
 pub use prefix::{PrefixPages, resume_point};
 pub use radix::{CachedPages, RadixCache};
 pub use salt::{CacheSalt, PrefixKey};

@@ -13,7 +13,6 @@
 //! adds them. Rows computed after a demoted tail live in nodes marked approximate and never mix
 //! with exact ones. A page that anyone else holds is never given back.
 
-use crate::hash::PageHash;
 use crate::prefix::{BlockNeed, BlockPages, PrefixPages, resume_point};
 use crate::salt::{CacheSalt, PrefixKey};
 use crate::sequence::SequencePages;
@@ -282,13 +281,6 @@ impl RadixCache {
         self.free.push(id);
         self.count -= usize::from(node.tokens.len() == PAGE_TOKENS);
         node
-    }
-
-    /// Hashes of the stored pages of a prefix, in order. Computed on request: nothing in the
-    /// serving path reads them.
-    pub fn hashes(&self, tokens: &[u32]) -> Vec<PageHash> {
-        let stored = &tokens[..self.path(tokens.into()).len() * PAGE_TOKENS];
-        PageHash::chain(stored.chunks_exact(PAGE_TOKENS)).collect()
     }
 
     /// Counts pages. Visits every node.

@@ -1,11 +1,10 @@
 //! The definition of attention over pages.
 //!
 //! Each piece of the context, in any format, updates a running state (largest score, sum of
-//! weights, weighted sum of values). States of disjoint pieces merge in any order. Scores and
-//! outputs exist in two forms: *dequantized* unpacks every row and takes dot products; *folded*
-//! multiplies raw codes and applies scale and minimum outside the inner loop, `q·k̂ = s·(q·c) +
-//! z·Σq` and `Σ p·v̂ = Σ (p·s)·c + Σ p·z`. Fast kernels use the folded form. Both exist here so
-//! that tests can compare them.
+//! weights, weighted sum of values). States of disjoint pieces merge in any order. Rows are
+//! dequantized before they are multiplied. Fast kernels multiply raw codes and apply scale and
+//! minimum outside the inner loop, `q·k̂ = s·(q·c) + z·Σq` and `Σ p·v̂ = Σ (p·s)·c + Σ p·z`; a test
+//! compares that form with this one.
 
 use crate::page::{PAGE_TOKENS, RowPageCodec, Side};
 use crate::window::Windows;
@@ -61,15 +60,6 @@ impl AttentionState {
     }
 }
 
-/// How codes enter the arithmetic.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Form {
-    /// Dequantize rows, then take dot products.
-    Dequantized,
-    /// Multiply raw codes; apply scale and minimum to the sums.
-    Folded,
-}
-
 /// Reads tokens `tokens` of one page with one query (`scale` is usually `1/√d`) into `state`.
 pub fn attend_page(
     query: &[f32],
@@ -77,7 +67,6 @@ pub fn attend_page(
     codec: &RowPageCodec,
     page: &[u8],
     tokens: Range<usize>,
-    form: Form,
     state: &mut AttentionState,
 ) {
     if !codec.keeps_history() {
@@ -85,84 +74,19 @@ pub fn attend_page(
     }
     let d = codec.head_dim();
     assert!(query.len() == d && tokens.end <= PAGE_TOKENS && page.len() == codec.page_bytes());
-    let scores: Vec<f32> = tokens.clone().map(|t| scale * score(query, codec, page, t, form)).collect();
+    let mut row = vec![0.0; d];
+    let mut scores = Vec::new();
+    for t in tokens.clone() {
+        codec.dequantize_row(Side::Key, page, t, &mut row);
+        scores.push(scale * query.iter().zip(&row).map(|(q, k)| q * k).sum::<f32>());
+    }
     let Some(max) = scores.iter().copied().reduce(f32::max) else { return };
     state.rescale(max);
-    let mut row = vec![0.0; d];
     for (t, s) in tokens.zip(scores) {
         let p = (s - state.max).exp();
         state.sum += p;
-        add_value(p, codec, page, t, form, &mut row, &mut state.out);
-    }
-}
-
-/// Reads one page with every query head of a GQA group: `queries` and `states` are `group` long.
-pub fn attend_page_group(
-    queries: &[f32],
-    scale: f32,
-    codec: &RowPageCodec,
-    page: &[u8],
-    tokens: Range<usize>,
-    form: Form,
-    states: &mut [AttentionState],
-) {
-    assert_eq!(queries.len(), states.len() * codec.head_dim(), "one query row for each state");
-    for (query, state) in queries.chunks_exact(codec.head_dim()).zip(states) {
-        attend_page(query, scale, codec, page, tokens.clone(), form, state);
-    }
-}
-
-fn folds(codec: &RowPageCodec, side: Side, form: Form) -> bool {
-    form == Form::Folded && codec.spec(side).is_coded() && codec.is_mapped(side)
-}
-
-fn score(query: &[f32], codec: &RowPageCodec, page: &[u8], token: usize, form: Form) -> f32 {
-    if !folds(codec, Side::Key, form) {
-        let mut row = vec![0.0; query.len()];
-        codec.dequantize_row(Side::Key, page, token, &mut row);
-        return query.iter().zip(&row).map(|(q, k)| q * k).sum();
-    }
-    let groups = codec.groups(Side::Key);
-    let width = query.len() / groups;
-    (0..groups)
-        .map(|g| {
-            let p = codec.group_params(Side::Key, page, token, g);
-            let part = &query[g * width..(g + 1) * width];
-            let dot: f32 = part
-                .iter()
-                .enumerate()
-                .map(|(c, q)| q * codec.level(Side::Key, codec.code(Side::Key, page, token, g * width + c)))
-                .sum();
-            p.scale * dot + p.offset * part.iter().sum::<f32>()
-        })
-        .sum()
-}
-
-fn add_value(
-    p: f32,
-    codec: &RowPageCodec,
-    page: &[u8],
-    token: usize,
-    form: Form,
-    row: &mut [f32],
-    out: &mut [f32],
-) {
-    if !folds(codec, Side::Value, form) {
-        codec.dequantize_row(Side::Value, page, token, row);
-        for (o, v) in out.iter_mut().zip(row.iter()) {
-            *o += p * v;
-        }
-        return;
-    }
-    let groups = codec.groups(Side::Value);
-    let width = out.len() / groups;
-    for (g, part) in out.chunks_exact_mut(width).enumerate() {
-        let params = codec.group_params(Side::Value, page, token, g);
-        let (weight, shift) = (p * params.scale, p * params.offset);
-        for (c, o) in part.iter_mut().enumerate() {
-            *o += weight * codec.level(Side::Value, codec.code(Side::Value, page, token, g * width + c))
-                + shift;
-        }
+        codec.dequantize_row(Side::Value, page, t, &mut row);
+        state.out.iter_mut().zip(&row).for_each(|(o, v)| *o += p * v);
     }
 }
 
@@ -199,7 +123,6 @@ pub fn attend_context(
     position: usize,
     windows: &Windows,
     context: &PagedContext<'_>,
-    form: Form,
 ) -> AttentionState {
     let mut state = AttentionState::empty(query.len());
     let (sink, end) = (windows.sink(), position + 1);
@@ -231,7 +154,7 @@ pub fn attend_context(
             let page = page.unwrap_or_else(|| {
                 panic!("block {block} (coded: {}) is absent for position {position}", reading.keys_coded)
             });
-            attend_page(query, scale, codec, page, tokens, form, &mut state);
+            attend_page(query, scale, codec, page, tokens, &mut state);
             at = stop;
         }
     }

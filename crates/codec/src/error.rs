@@ -50,8 +50,6 @@ pub enum CodecError {
     Layout { layout: &'static str, bits: u32, head_dim: usize, why: &'static str },
     #[error("rotation of head size {0} contains a value that is not finite")]
     NotFinite(usize),
-    #[error("rotation is not orthogonal: max |RᵀR − I| is {error:.3e}, allowed {allowed:.1e}")]
-    NotOrthogonal { error: f64, allowed: f64 },
     #[error("{what} {index} does not exist: there are {count}")]
     Index { what: &'static str, index: usize, count: usize },
     #[error("windows: {0}")]

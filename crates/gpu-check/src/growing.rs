@@ -5,7 +5,7 @@ use crate::{Numbers, Report, largest_difference, read_all, upload};
 use anyhow::{Context, Result};
 use oscar_backend::{Backend, CacheHead, HeadShape, LayerHeads, SequenceRows, Step};
 use oscar_cache::{PagePool, SequencePages, StepPages};
-use oscar_codec::attention::{Form, PagedContext, attend_context};
+use oscar_codec::attention::{PagedContext, attend_context};
 use oscar_codec::{CacheLayout, CodeLayout, PAGE_TOKENS, RowPageCodec, Side, SideSpec, TILE_TOKENS, Windows};
 use oscar_kernels_cuda::CudaPages;
 use oscar_kernels_cuda::Storage;
@@ -478,8 +478,7 @@ impl Reference<'_> {
             let (row, t) = (s.rows.start + i, s.first_position + i);
             for head in kv_head * group..(kv_head + 1) * group {
                 let query = &self.values[row * self.width + head * d..][..d];
-                attend_context(query, shape.scale, t, windows, &context, Form::Dequantized)
-                    .finish(&mut expected);
+                attend_context(query, shape.scale, t, windows, &context).finish(&mut expected);
                 let exact: Vec<f64> = expected.iter().copied().map(f64::from).collect();
                 let at = (row * shape.query_heads + head) * d;
                 let difference = largest_difference(&self.found[at..at + d], &exact);

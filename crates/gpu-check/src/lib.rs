@@ -50,67 +50,39 @@ pub enum Part {
     Model,
 }
 
+/// Each part with the name that `oscar gpu-check --only` takes and one line for `--help`.
+#[rustfmt::skip]
+const PARTS: [(Part, &str, &str); 15] = [
+    (Part::Embed, "embed", "Embedding and row selection (rows.cu)"),
+    (Part::Norm, "norm", "RMSNorm (rows.cu)"),
+    (Part::Gate, "gate", "SwiGLU (rows.cu)"),
+    (Part::Gemm, "gemm", "Matrix products, BF16 and FP8 weights (skinny_gemm.cu, expand.cu, cuBLASLt)"),
+    (Part::Gram, "gram", "Gram matrices of calibration (gram.cu)"),
+    (Part::Append, "append", "QK-norm, RoPE, rotation and storing of new tokens (append.cu)"),
+    (Part::FusedAppend, "fused-append", "Decode attention that also appends the new token (attention_decode.cu)"),
+    (Part::Demote, "demote", "Quantization of tiles that leave the recent window (demote.cu)"),
+    (Part::Decode, "decode", "Attention of the decode phase (attention_decode.cu)"),
+    (Part::Prefill, "prefill", "Attention of prompts (attention_prefill.cu)"),
+    (Part::Simple, "simple", "Simple attention over codes and BF16 rows (attention_simple.cu)"),
+    (Part::Dequantized, "dequantized", "Formats without kernels: simple attention over dequantized history (attention_simple.cu)"),
+    (Part::Tails, "tails", "Prefixes whose BF16 tails were quantized to make room"),
+    (Part::Pick, "pick", "Choice of tokens on the device (pick.cu)"),
+    (Part::Model, "model", "The embedded model against the CPU"),
+];
+
 impl Part {
-    pub const ALL: [Self; 15] = [
-        Self::Embed,
-        Self::Norm,
-        Self::Gate,
-        Self::Gemm,
-        Self::Gram,
-        Self::Append,
-        Self::FusedAppend,
-        Self::Demote,
-        Self::Decode,
-        Self::Prefill,
-        Self::Simple,
-        Self::Dequantized,
-        Self::Tails,
-        Self::Pick,
-        Self::Model,
-    ];
+    pub fn all() -> [Self; PARTS.len()] {
+        PARTS.map(|(part, ..)| part)
+    }
 
     /// The name that `oscar gpu-check --only` takes.
     pub fn name(self) -> &'static str {
-        match self {
-            Self::Embed => "embed",
-            Self::Norm => "norm",
-            Self::Gate => "gate",
-            Self::Gemm => "gemm",
-            Self::Gram => "gram",
-            Self::Append => "append",
-            Self::FusedAppend => "fused-append",
-            Self::Demote => "demote",
-            Self::Decode => "decode",
-            Self::Prefill => "prefill",
-            Self::Simple => "simple",
-            Self::Dequantized => "dequantized",
-            Self::Tails => "tails",
-            Self::Pick => "pick",
-            Self::Model => "model",
-        }
+        PARTS[self as usize].1
     }
 
     /// One line for `--help`.
     pub fn describe(self) -> &'static str {
-        match self {
-            Self::Embed => "Embedding and row selection (rows.cu)",
-            Self::Norm => "RMSNorm (rows.cu)",
-            Self::Gate => "SwiGLU (rows.cu)",
-            Self::Gemm => "Matrix products, BF16 and FP8 weights (skinny_gemm.cu, expand.cu, cuBLASLt)",
-            Self::Gram => "Gram matrices of calibration (gram.cu)",
-            Self::Append => "QK-norm, RoPE, rotation and storing of new tokens (append.cu)",
-            Self::FusedAppend => "Decode attention that also appends the new token (attention_decode.cu)",
-            Self::Demote => "Quantization of tiles that leave the recent window (demote.cu)",
-            Self::Decode => "Attention of the decode phase (attention_decode.cu)",
-            Self::Prefill => "Attention of prompts (attention_prefill.cu)",
-            Self::Simple => "Simple attention over codes and BF16 rows (attention_simple.cu)",
-            Self::Dequantized => {
-                "Formats without kernels: simple attention over dequantized history (attention_simple.cu)"
-            }
-            Self::Tails => "Prefixes whose BF16 tails were quantized to make room",
-            Self::Pick => "Choice of tokens on the device (pick.cu)",
-            Self::Model => "The embedded model against the CPU",
-        }
+        PARTS[self as usize].2
     }
 }
 
@@ -118,8 +90,8 @@ impl FromStr for Part {
     type Err = String;
 
     fn from_str(name: &str) -> Result<Self, String> {
-        let known = || Self::ALL.map(Self::name).join(", ");
-        Self::ALL
+        let known = || Self::all().map(Self::name).join(", ");
+        Self::all()
             .into_iter()
             .find(|part| part.name() == name)
             .ok_or_else(|| format!("'{name}' is no part of the check: it may be one of {}", known()))

@@ -23,11 +23,6 @@ impl Timing {
         let spread = (max - min).as_secs_f64() / median.as_secs_f64().max(1e-12);
         Some(Self { median, mean, min, max, spread })
     }
-
-    /// `amount` per second at the median, in units of 10⁹: GB/s of bytes, GFLOP/s of operations.
-    pub fn giga_per_second(&self, amount: f64) -> f64 {
-        amount / self.median.as_secs_f64().max(1e-12) / 1e9
-    }
 }
 
 /// Runs `work` `warmup` times untimed, then `repetitions` times (at least once) timed one by one.
@@ -58,7 +53,6 @@ mod tests {
         assert_eq!(timing.mean, Duration::from_millis(30));
         assert_eq!(timing.max, Duration::from_millis(60));
         assert!((timing.spread - 2.5).abs() < 1e-9);
-        assert!((timing.giga_per_second(2e7) - 1.0).abs() < 1e-9);
         assert_eq!(Timing::from_samples(&mut []), None);
     }
 

@@ -2,7 +2,7 @@
 //!
 //! There are two kinds. Chat tasks have one right answer (exact match, and the position of the
 //! first wrong character); RULER asks whether reference strings occur in the prediction. A score
-//! lies in `0..=1`; [`mean_percent`] turns many into the percentage that RULER reports.
+//! lies in `0..=1`.
 
 /// How a RULER task is scored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -64,11 +64,6 @@ pub fn string_match_part<S: AsRef<str>>(prediction: &str, references: &[S]) -> f
     if occurrences(prediction, references) > 0 { 1.0 } else { 0.0 }
 }
 
-/// The mean of scores as a percentage; 0 for no scores.
-pub fn mean_percent(scores: &[f64]) -> f64 {
-    if scores.is_empty() { 0.0 } else { 100.0 * scores.iter().sum::<f64>() / scores.len() as f64 }
-}
-
 fn occurrences<S: AsRef<str>>(prediction: &str, references: &[S]) -> usize {
     let prediction = prediction.to_lowercase();
     references.iter().filter(|reference| prediction.contains(&reference.as_ref().to_lowercase())).count()
@@ -115,12 +110,6 @@ mod tests {
         assert_eq!(Metric::StringMatchPart.name(), "string_match_part");
         assert_eq!(Metric::StringMatchAll.score("b", &["a", "b"]), 0.5);
         assert_eq!(Metric::StringMatchPart.score("b", &["a", "b"]), 1.0);
-    }
-
-    #[test]
-    fn percentages() {
-        assert_eq!(mean_percent(&[1.0, 0.5, 0.0]), 50.0);
-        assert_eq!(mean_percent(&[]), 0.0);
     }
 
     proptest! {

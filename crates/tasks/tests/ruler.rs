@@ -79,7 +79,7 @@ fn context(case: &RulerCase) -> &str {
 fn budgets_are_kept_and_nearly_used() {
     for length in [2048, 4096, 16_384] {
         let generator = generator(length);
-        for task in RulerTask::ALL {
+        for task in RulerTask::all() {
             for index in 0..3 {
                 let case = generator.case(task, index).unwrap();
                 let used = cost(&case);
@@ -106,7 +106,7 @@ fn budgets_are_kept_and_nearly_used() {
 fn the_reserve_counts() {
     let config = RulerConfig { reserved_tokens: 300, ..RulerConfig::new(4096) };
     let generator = RulerGenerator::new(config, &GrammarFiller, &count_tokens);
-    for task in RulerTask::WITHOUT_DATA {
+    for task in RulerTask::without_data() {
         assert!(cost(&generator.case(task, 0).unwrap()) + 300 <= 4096);
     }
 }
@@ -116,7 +116,7 @@ fn cases_depend_on_seed_and_index_alone() {
     let (first, second) = (generator(2048), generator(2048));
     let reseeded = RulerConfig { seed: 43, ..RulerConfig::new(2048) };
     let other = RulerGenerator::new(reseeded, &GrammarFiller, &count_tokens);
-    for task in RulerTask::WITHOUT_DATA {
+    for task in RulerTask::without_data() {
         // Asked for in another order.
         let later = second.case(task, 1).unwrap();
         assert_eq!(first.case(task, 0).unwrap(), second.case(task, 0).unwrap());
@@ -129,7 +129,7 @@ fn cases_depend_on_seed_and_index_alone() {
 #[test]
 fn needles_occur_once_at_the_recorded_depth() {
     let generator = generator(4096);
-    for task in &RulerTask::ALL[..8] {
+    for task in &RulerTask::all()[..8] {
         for index in 0..12 {
             let case = generator.case(*task, index).unwrap();
             let context = context(&case);
@@ -365,7 +365,7 @@ fn impossible_wishes_are_explained() {
     let error = full.case(RulerTask::Qa2, 40).unwrap_err();
     assert!(matches!(error, TaskError::QuestionsExhausted { available: 40, .. }), "{error}");
     for length in [0, 1, 100, 160] {
-        for task in RulerTask::ALL {
+        for task in RulerTask::all() {
             match generator(length).case(task, 0) {
                 Ok(case) => assert!(cost(&case) <= length),
                 Err(error) => assert!(matches!(error, TaskError::ContextTooShort { .. }), "{error}"),
@@ -388,7 +388,7 @@ fn a_short_essay_of_the_caller_is_repeated() {
 #[test]
 fn a_counter_that_counts_nothing_does_not_hang() {
     let generator = RulerGenerator::new(RulerConfig::new(600), &GrammarFiller, &|_| 0);
-    for task in RulerTask::WITHOUT_DATA {
+    for task in RulerTask::without_data() {
         assert!(generator.case(task, 0).is_ok());
     }
 }

@@ -171,18 +171,6 @@ impl Tokenizer {
         &self.shared.special
     }
 
-    pub fn bos_id(&self) -> Option<u32> {
-        self.token_to_id(self.special().bos()?)
-    }
-
-    pub fn eos_id(&self) -> Option<u32> {
-        self.token_to_id(self.special().eos()?)
-    }
-
-    pub fn pad_id(&self) -> Option<u32> {
-        self.token_to_id(self.special().pad()?)
-    }
-
     pub(crate) fn byte_rule(&self) -> ByteRule {
         self.shared.byte_rule
     }

@@ -16,7 +16,7 @@ fn tokenizer() -> Tokenizer {
 
 fn grammars() -> Grammars {
     let tokenizer = tokenizer();
-    let end = tokenizer.eos_id().unwrap();
+    let end = tokenizer.token_to_id(tokenizer.special().eos().unwrap()).unwrap();
     Grammars::new(&tokenizer, tokenizer.vocab_size() + 3, &[end]).unwrap()
 }
 
@@ -43,7 +43,7 @@ fn allowed(mask: &[u32]) -> Vec<u32> {
 
 /// Goes on by chance until the answer is complete; none if it takes too long.
 fn walk(tokenizer: &Tokenizer, constraint: &Constraint, random: &mut Random, limit: usize) -> Option<String> {
-    let end = tokenizer.eos_id().unwrap();
+    let end = tokenizer.token_to_id(tokenizer.special().eos().unwrap()).unwrap();
     let (mut state, mut ids) = (constraint.start(), Vec::new());
     for _ in 0..limit {
         let options = allowed(&state.allowed().unwrap());

@@ -84,7 +84,9 @@ fn the_models_template_gives_the_prompt_it_was_trained_on() {
 #[test]
 fn special_tokens_have_ids_and_can_be_skipped() {
     let tokenizer = model().tokenizer;
-    assert_eq!((tokenizer.bos_id(), tokenizer.eos_id(), tokenizer.pad_id()), (None, Some(2), Some(0)));
+    let special = tokenizer.special();
+    let ids = [special.bos(), special.eos(), special.pad()].map(|token| tokenizer.token_to_id(token?));
+    assert_eq!(ids, [None, Some(2), Some(0)]);
     assert_eq!(tokenizer.vocab_size(), 6144);
     assert_eq!(tokenizer.token_to_id("<|im_start|>"), Some(1));
     assert_eq!(tokenizer.id_to_token(1).as_deref(), Some("<|im_start|>"));

@@ -325,7 +325,7 @@ impl RotationFile {
         }
         for (index, head) in self.stored().enumerate() {
             for (tensor, rotation) in [("key_rotation", &head.key), ("value_rotation", &head.value)] {
-                let error = read::orthogonality_error(d, rotation.matrix());
+                let error = rotation.orthogonality_error();
                 if error > ORTHOGONALITY {
                     let (layer, head) = (index / heads, index % heads);
                     return Err(RotationFileError::NotOrthogonal { tensor, layer, head, error });

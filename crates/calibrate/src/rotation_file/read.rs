@@ -247,24 +247,3 @@ impl<'a, R: Read + Seek> Source<'a, R> {
         }
     }
 }
-
-/// Largest entry of |R·Rᵀ − I|. Rows are contiguous, which makes this several times faster than
-/// columns, and a square matrix with orthonormal rows has orthonormal columns.
-pub(super) fn orthogonality_error(d: usize, matrix: &[f32]) -> f64 {
-    let mut worst = 0.0f64;
-    for i in 0..d {
-        let row = &matrix[i * d..][..d];
-        for j in 0..=i {
-            let mut lanes = [0.0f64; 8];
-            let other = &matrix[j * d..][..d];
-            for (a, b) in row.chunks_exact(8).zip(other.chunks_exact(8)) {
-                for lane in 0..8 {
-                    lanes[lane] += f64::from(a[lane]) * f64::from(b[lane]);
-                }
-            }
-            let error = (lanes.iter().sum::<f64>() - f64::from(u8::from(i == j))).abs();
-            worst = worst.max(error);
-        }
-    }
-    worst
-}

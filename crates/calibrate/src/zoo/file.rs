@@ -7,6 +7,8 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use oscar_codec::rotation::orthogonality_error;
+
 use super::value::{TensorView, Value};
 use super::{Limits, TorchFile, ZooError};
 
@@ -148,25 +150,8 @@ impl ZooLayer {
     /// Largest absolute entry of `R Rᵀ − I`, over all heads, in double precision.
     pub fn orthogonality_error(&self) -> f64 {
         let d = self.head_dim;
-        if d == 0 {
-            return 0.0;
-        }
-        let mut worst = 0.0f64;
-        for matrix in self.rotation.chunks_exact(d * d) {
-            for i in 0..d {
-                let row = &matrix[i * d..(i + 1) * d];
-                for j in 0..=i {
-                    let other = &matrix[j * d..(j + 1) * d];
-                    let dot: f64 = row.iter().zip(other).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum();
-                    let error = (dot - f64::from(u8::from(i == j))).abs();
-                    // `max` would swallow a NaN.
-                    if error > worst || error.is_nan() {
-                        worst = error;
-                    }
-                }
-            }
-        }
-        worst
+        let matrices = self.rotation.chunks_exact((d * d).max(1));
+        matrices.map(|matrix| orthogonality_error(d, matrix)).fold(0.0, f64::max)
     }
 
     fn validate(&self, layer: u32) -> Result<(), ZooError> {

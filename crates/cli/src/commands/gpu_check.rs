@@ -24,7 +24,7 @@ pub struct Args {
 }
 
 fn parts() -> impl TypedValueParser<Value = Part> {
-    let values = Part::ALL.map(|part| PossibleValue::new(part.name()).help(part.describe()));
+    let values = Part::all().map(|part| PossibleValue::new(part.name()).help(part.describe()));
     PossibleValuesParser::new(values).try_map(|name| name.parse::<Part>())
 }
 
@@ -34,8 +34,8 @@ pub fn run(args: &Args) -> Result<()> {
     if !args.json {
         println!("{}", gpu.describe());
     }
-    let parts = if args.only.is_empty() { &Part::ALL[..] } else { &args.only };
-    let report = check(&gpu, parts, if args.small { Extent::SMALL } else { Extent::WHOLE })?;
+    let parts = if args.only.is_empty() { Part::all().to_vec() } else { args.only.clone() };
+    let report = check(&gpu, &parts, if args.small { Extent::SMALL } else { Extent::WHOLE })?;
     if args.json {
         for f in &report.findings {
             let ok = f.failure.is_none();

@@ -1,9 +1,7 @@
 //! Reference attention: folded against plain, merging, windows, GQA, long flat tails.
 
 use crate::support::Random;
-use oscar_codec::attention::{
-    AttentionState, Form, PagedContext, attend_context, attend_page, attend_page_group,
-};
+use oscar_codec::attention::{AttentionState, PagedContext, attend_context, attend_page};
 use oscar_codec::{CodeLayout, KvFormat, RowPageCodec, Side, Windows};
 use proptest::prelude::*;
 
@@ -34,7 +32,7 @@ fn unquantized_pages_give_textbook_attention() {
     let (k, v, bytes) = page(&codec, &mut random, 64);
     let q = random.rows(64);
     let mut state = AttentionState::empty(64);
-    attend_page(&q, 0.125, &codec, &bytes, 0..64, Form::Dequantized, &mut state);
+    attend_page(&q, 0.125, &codec, &bytes, 0..64, &mut state);
     let scores: Vec<f64> = k
         .chunks(64)
         .map(|row| row.iter().zip(&q).map(|(a, b)| (*a as f64) * (*b as f64)).sum::<f64>() * 0.125)
@@ -46,6 +44,38 @@ fn unquantized_pages_give_textbook_attention() {
     close(&output(&state), &expected, 1e-5);
 }
 
+/// Attention over a page with scale and minimum applied to sums of raw codes, as kernels do it.
+fn folded(query: &[f32], scale: f32, codec: &RowPageCodec, page: &[u8]) -> Vec<f32> {
+    let d = query.len();
+    let level = |side, t, c| codec.level(side, codec.code(side, page, t, c));
+    let groups = |side| {
+        let width = d / codec.groups(side);
+        (0..codec.groups(side)).map(move |g| (g, g * width..(g + 1) * width))
+    };
+    let score = |t: usize| -> f32 {
+        let part = |(g, channels): (usize, std::ops::Range<usize>)| {
+            let p = codec.group_params(Side::Key, page, t, g);
+            let dot: f32 = channels.clone().map(|c| query[c] * level(Side::Key, t, c)).sum();
+            p.scale * dot + p.offset * query[channels].iter().sum::<f32>()
+        };
+        scale * groups(Side::Key).map(part).sum::<f32>()
+    };
+    let scores: Vec<f32> = (0..64).map(score).collect();
+    let max = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let (mut sum, mut out) = (0.0, vec![0.0; d]);
+    for (t, s) in scores.into_iter().enumerate() {
+        let weight = (s - max).exp();
+        sum += weight;
+        for (g, channels) in groups(Side::Value) {
+            let p = codec.group_params(Side::Value, page, t, g);
+            for c in channels {
+                out[c] += weight * p.scale * level(Side::Value, t, c) + weight * p.offset;
+            }
+        }
+    }
+    out.iter().map(|o| o / sum).collect()
+}
+
 #[test]
 fn folded_equals_plain_for_every_format_and_group_size() {
     let mut random = Random::new(5);
@@ -54,26 +84,21 @@ fn folded_equals_plain_for_every_format_and_group_size() {
     {
         for d in [64, 128] {
             let codec = format.codec(d, format.native_layout());
-            // Groups larger than the head do not exist, and those along tokens are not read page by
-            // page.
-            let Some(codec) = codec.ok().filter(|c| c.token_groups(Side::Key).is_none()) else { continue };
+            // Groups larger than the head do not exist, and only codes placed by a layout are folded.
+            let placed = |c: &RowPageCodec| {
+                let side = |side| c.spec(side).is_coded() && c.is_mapped(side);
+                side(Side::Key) && side(Side::Value)
+            };
+            let Some(codec) = codec.ok().filter(placed) else { continue };
             let (_, _, bytes) = page(&codec, &mut random, 64);
             for group in [1, 3, 4, 6, 8, 12] {
                 let queries = random.rows(group * d);
-                let run = |form| {
-                    let mut states = vec![AttentionState::empty(d); group];
-                    attend_page_group(
-                        &queries,
-                        1.0 / (d as f32).sqrt(),
-                        &codec,
-                        &bytes,
-                        0..64,
-                        form,
-                        &mut states,
-                    );
-                    states.iter().flat_map(output).collect::<Vec<_>>()
-                };
-                close(&run(Form::Dequantized), &run(Form::Folded), 2e-5);
+                for query in queries.chunks_exact(d) {
+                    let scale = 1.0 / (d as f32).sqrt();
+                    let mut plain = AttentionState::empty(d);
+                    attend_page(query, scale, &codec, &bytes, 0..64, &mut plain);
+                    close(&output(&plain), &folded(query, scale, &codec, &bytes), 2e-5);
+                }
             }
         }
     }
@@ -101,14 +126,14 @@ fn context_answer(len: usize, split: usize, windows: &Windows) -> (Vec<f32>, Vec
     let coded_refs: Vec<Option<&[u8]>> = coded_pages.iter().map(|p| Some(p.as_slice())).collect();
     let context =
         PagedContext { full_codec: &full, coded_codec: &coded, full: &full_refs, coded: &coded_refs };
-    let whole = attend_context(&q, 0.125, len - 1, windows, &context, Form::Folded);
+    let whole = attend_context(&q, 0.125, len - 1, windows, &context);
     // The same read position by position in two halves, merged late half first.
     let mut halves = [AttentionState::empty(64), AttentionState::empty(64)];
     for j in 0..len {
         let (codec, pages) =
             if windows.reads_code(len - 1, j) { (&coded, &coded_pages) } else { (&full, &full_pages) };
         let state = &mut halves[usize::from(j >= split)];
-        attend_page(&q, 0.125, codec, &pages[j / 64], j % 64..j % 64 + 1, Form::Dequantized, state);
+        attend_page(&q, 0.125, codec, &pages[j / 64], j % 64..j % 64 + 1, state);
     }
     let [early, mut late] = halves;
     late.merge(&early);
@@ -149,12 +174,12 @@ fn blocks_without_rows_are_read_as_code_and_so_is_everything_before_them() {
     assert_eq!(context.coded_until(), 256);
     // The windows alone would read everything from 80 on in BF16.
     let windows = Windows::new(64, 300).unwrap();
-    let got = attend_context(&q, 0.125, 383, &windows, &context, Form::Folded);
+    let got = attend_context(&q, 0.125, 383, &windows, &context);
     let mut expected = AttentionState::empty(64);
     for block in 0..6 {
         let (codec, pages) =
             if (1..4).contains(&block) { (&coded, &coded_pages) } else { (&full, &full_pages) };
-        attend_page(&q, 0.125, codec, &pages[block], 0..64, Form::Folded, &mut expected);
+        attend_page(&q, 0.125, codec, &pages[block], 0..64, &mut expected);
     }
     assert_eq!(output(&got), output(&expected));
 }
@@ -173,9 +198,9 @@ fn a_flat_tail_of_128k_tokens_keeps_its_mass() {
     codec.dequantize_rows(0, &head, &mut key, &mut value).unwrap();
     let q: Vec<f32> = (0..64).map(|c| if c == 0 { 1.0 } else { 0.0 }).collect();
     let mut state = AttentionState::empty(64);
-    attend_page(&q, 1.0, &codec, &head, 0..1, Form::Folded, &mut state);
+    attend_page(&q, 1.0, &codec, &head, 0..1, &mut state);
     for _ in 0..2048 {
-        attend_page(&q, 1.0, &codec, &tail, 0..64, Form::Folded, &mut state);
+        attend_page(&q, 1.0, &codec, &tail, 0..64, &mut state);
     }
     let tail_mass = 131072.0 / (131072.0 + (key[0] as f64).exp());
     assert!((output(&state)[3] as f64 - tail_mass).abs() < 1e-3 * tail_mass);

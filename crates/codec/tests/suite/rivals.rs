@@ -1,7 +1,7 @@
 //! What defines each rival: its bits, its rotation, its windows, its groups.
 
 use crate::support::Random;
-use oscar_codec::attention::{Form, PagedContext, attend_context};
+use oscar_codec::attention::{PagedContext, attend_context};
 use oscar_codec::{
     CacheLayout, CodeLayout, KvFormat, PAGE_TOKENS, RotationKind, RowPageCodec, Side, Windows,
 };
@@ -236,7 +236,7 @@ fn attention_reads_each_side_as_its_window_says() {
         let windows = format(name).windows(sink, recent).unwrap();
         let sequence = Sequence::new(name, windows, tokens);
         let t = tokens - 1;
-        let state = sequence.with_context(|c| attend_context(&query, 0.1, t, &windows, c, Form::Folded));
+        let state = sequence.with_context(|c| attend_context(&query, 0.1, t, &windows, c));
         let mut got = vec![0.0; d];
         state.finish(&mut got);
         // The same by hand: decode every token of each side from where the rule says, softmax in

@@ -3,7 +3,7 @@
 use oscar_codec::page::Scheme;
 use oscar_codec::{CodeLayout, CodecError, PAGE_TOKENS, RowPageCodec, Side};
 
-use super::block::bf16_bits;
+use crate::ops::convert::f32_to_bf16;
 
 /// Stores rows `first_token..` of a BF16 page in [`CodeLayout::CpuTile`] order, rounded to nearest
 /// even, exactly as
@@ -37,22 +37,17 @@ pub fn append_rows(
         // Keys: [tile][channel pair][16 tokens][2], so a pair is one 4-byte store every 64 bytes.
         let lines = key_half[token / 16 * 32 * d..][..32 * d].chunks_exact_mut(64);
         for (pair, line) in key.chunks_exact(2).zip(lines) {
-            let bits = u32::from(stored(pair[0])) | u32::from(stored(pair[1])) << 16;
+            let bits = u32::from(f32_to_bf16(pair[0])) | u32::from(f32_to_bf16(pair[1])) << 16;
             line[4 * (token % 16)..][..4].copy_from_slice(&bits.to_le_bytes());
         }
         // Values: [token pair][channel][2].
         let lanes = value_half[token / 2 * 4 * d..][..4 * d].chunks_exact_mut(4);
         let half = 2 * (token % 2);
         for (&v, lane) in value.iter().zip(lanes) {
-            lane[half..half + 2].copy_from_slice(&stored(v).to_le_bytes());
+            lane[half..half + 2].copy_from_slice(&f32_to_bf16(v).to_le_bytes());
         }
     }
     Ok(())
-}
-
-/// BF16 bits of any value, NaN included.
-fn stored(value: f32) -> u16 {
-    if value.is_nan() { half::bf16::from_f32(value).to_bits() } else { bf16_bits(value) }
 }
 
 #[cfg(test)]

@@ -6,6 +6,7 @@
 use oscar_codec::PAGE_TOKENS;
 
 use super::precision::CREST_LIMIT;
+use crate::ops::convert::f32_to_bf16;
 
 /// Rows of a block: eight rows as high and low bytes are the sixteen rows of a tile register.
 pub(super) const ROWS: usize = 8;
@@ -44,9 +45,8 @@ pub(super) struct RowBlock {
     pub w_codes: [[i8; PAGE_TOKENS]; 2 * ROWS],
     /// Weights of a page rounded to BF16.
     pub w_bf16: [[u16; PAGE_TOKENS]; ROWS],
-    /// Operands and results of tile registers on their way through memory.
-    pub tile_b: [[u8; 1024]; MAX_DIM / 64],
-    pub tile_c: [[[i32; LANES]; 2 * ROWS]; 4],
+    /// Results of tile registers on their way through memory.
+    pub tile_c: [[[f32; LANES]; ROWS]; 4],
     pub out: [[f32; MAX_DIM]; ROWS],
     pub sum: [[f32; LANES]; ROWS],
     pub shared: [[f32; LANES]; ROWS],
@@ -105,8 +105,7 @@ impl RowBlock {
             scores: [[0.0; PAGE_TOKENS]; ROWS],
             w_codes: [[0; PAGE_TOKENS]; 2 * ROWS],
             w_bf16: [[0; PAGE_TOKENS]; ROWS],
-            tile_b: [[0; 1024]; MAX_DIM / 64],
-            tile_c: [[[0; LANES]; 2 * ROWS]; 4],
+            tile_c: [[[0.0; LANES]; ROWS]; 4],
             out: [[0.0; MAX_DIM]; ROWS],
             sum: [[0.0; LANES]; ROWS],
             shared: [[0.0; LANES]; ROWS],
@@ -154,7 +153,7 @@ impl RowBlock {
             }
             if forms.bf16 {
                 for (half, q) in self.q_bf16[row].iter_mut().zip(scaled) {
-                    *half = bf16_bits(*q);
+                    *half = f32_to_bf16(*q);
                 }
             }
         }
@@ -294,12 +293,6 @@ fn split_fixed_point(values: &[f32], inverse: f32, hi: &mut [i8], lo: &mut [i8])
     kept
 }
 
-/// BF16 bits of a finite value, rounded to nearest even.
-pub(super) fn bf16_bits(value: f32) -> u16 {
-    let bits = value.to_bits();
-    ((bits + 0x7fff + (bits >> 16 & 1)) >> 16) as u16
-}
-
 fn lane_total(lanes: &[f32; LANES]) -> f32 {
     let mut lanes = *lanes;
     let mut half = LANES / 2;
@@ -371,12 +364,5 @@ mod tests {
         assert_eq!(out, [3.0]);
         finish_state(&empty, &mut out);
         assert_eq!(out, [0.0]);
-    }
-
-    #[test]
-    fn bf16_rounds_to_nearest_even() {
-        for value in [0.0, -0.0, 1.0, 1.003_906_2, 1.011_718_8, -3.3, 1e-40, 3.0e38, f32::MIN_POSITIVE] {
-            assert_eq!(bf16_bits(value), half::bf16::from_f32(value).to_bits(), "{value}");
-        }
     }
 }

@@ -117,12 +117,8 @@ pub fn demote_side<'a>(
     Ok(())
 }
 
-/// Which path [`demote_tile`] takes, for the start banner.
-pub fn demote_kernel_name(variant: Variant, full: &RowPageCodec, coded: &RowPageCodec) -> &'static str {
-    if has_fast_path(variant, full, coded) { "avx512 demote" } else { "scalar demote" }
-}
-
-fn has_fast_path(variant: Variant, full: &RowPageCodec, coded: &RowPageCodec) -> bool {
+/// Whether [`demote_tile`] has a kernel for these codecs.
+pub(super) fn has_fast_path(variant: Variant, full: &RowPageCodec, coded: &RowPageCodec) -> bool {
     let side = |side: Side| {
         full.spec(side).scheme == Scheme::Bf16
             && coded.spec(side).scheme == Scheme::Affine

@@ -11,8 +11,7 @@
 //!
 //! - Quantized pages with one affine group for each head use fixed-point queries (16 bits of the
 //!   row's largest magnitude) and weights (16 bits of the page's largest), and exact integer sums.
-//!   Codes of one and two bits need but 8 bits of both, see [`AttentionPrecision`]; AMX takes 16
-//!   all the same.
+//!   Codes of one and two bits need but 8 bits of both, see [`AttentionPrecision`].
 //! - BF16 pages round queries and weights to BF16 on AVX-512 and AMX; AVX2 keeps both in f32.
 //! - Everything else is dequantized to BF16 first, once for all rows of a work item, and read like
 //!   BF16 pages ([`kernel_name`] says so): through f32 rows (`dequantize`), on AVX-512 straight to
@@ -44,7 +43,7 @@ use oscar_codec::Windows;
 use oscar_codec::attention::PagedContext;
 
 pub use append::append_rows;
-pub use demote::{DemotionCodecs, demote_kernel_name, demote_side, demote_tile};
+pub use demote::{DemotionCodecs, demote_side, demote_tile};
 pub use page::{has_kernel, kernel_name, kernel_name_with};
 pub use precision::{AttentionPrecision, OVERRIDE as PRECISION_OVERRIDE, PrecisionError};
 

@@ -87,12 +87,9 @@ pub(super) struct PageReader {
 impl PageReader {
     pub(super) fn new(variant: Variant, precision: AttentionPrecision, codec: &RowPageCodec) -> Self {
         let kind = kind(variant, codec);
-        // Tiles read codes slower than VNNI does (measured: unpacking through memory costs more
-        // than the products save), so they are used only if both bytes are requested at every
-        // width.
+        // Tiles read codes slower than VNNI does.
         let codes = matches!(kind, PageKind::Codes { .. });
-        let by_tiles = variant == Variant::Amx && precision == AttentionPrecision::HiLo;
-        let variant = if variant == Variant::Amx && codes && !by_tiles { Variant::Avx512 } else { variant };
+        let variant = if variant == Variant::Amx && codes { Variant::Avx512 } else { variant };
         Self { variant, precision, kind }
     }
 
@@ -131,15 +128,11 @@ impl PageReader {
                 super::avx512::codes::code_stages(self.precision, key_bits, value_bits, rows)
             }
             #[cfg(target_arch = "x86_64")]
-            (Variant::Amx, PageKind::Codes { key_bits, value_bits }) => {
-                super::amx::code_stages(key_bits, value_bits, rows)
-            }
-            #[cfg(target_arch = "x86_64")]
             (Variant::Avx2, PageKind::Bf16 { .. }) => super::avx2::codes::bf16_stages(),
             #[cfg(target_arch = "x86_64")]
             (Variant::Avx512, PageKind::Bf16 { .. }) => super::avx512::bf16::stages(rows),
             #[cfg(target_arch = "x86_64")]
-            (Variant::Amx, PageKind::Bf16 { .. }) => super::amx::bf16_stages(rows),
+            (Variant::Amx, PageKind::Bf16 { .. }) => super::amx::stages(rows),
             (variant, _) => {
                 let _ = rows;
                 dequantized::stages(variant)
@@ -147,61 +140,27 @@ impl PageReader {
         }
     }
 
-    pub(super) fn name(self) -> &'static str {
-        match (self.variant, self.kind) {
-            (_, PageKind::Absent) => "nothing",
-            (Variant::Scalar, _) => "scalar",
-            (_, PageKind::Dequantized | PageKind::Bf16 { dequantized: true }) => "dequantized first",
-            (Variant::Avx2, PageKind::Bf16 { .. }) => "avx2 bf16",
-            (Variant::Avx512, PageKind::Bf16 { .. }) => "avx512 bf16",
-            (Variant::Amx, PageKind::Bf16 { .. }) => "amx bf16",
-            (variant, PageKind::Codes { key_bits, value_bits }) => {
-                code_name(variant, self.precision, key_bits, value_bits)
+    pub(super) fn name(self) -> String {
+        let set = match self.variant {
+            Variant::Avx512 if matches!(self.kind, PageKind::Codes { .. }) => "avx512-vnni",
+            variant => variant.name(),
+        };
+        match self.kind {
+            PageKind::Absent => "nothing".into(),
+            _ if self.variant == Variant::Scalar => set.into(),
+            PageKind::Dequantized | PageKind::Bf16 { dequantized: true } => "dequantized first".into(),
+            PageKind::Bf16 { .. } => format!("{set} bf16"),
+            PageKind::Codes { key_bits, value_bits } => {
+                let one_byte = self.precision.one_byte(key_bits.min(value_bits));
+                match (key_bits == value_bits, one_byte) {
+                    (true, false) => format!("{set} int{key_bits}"),
+                    (true, true) => format!("{set} int{key_bits} (int8 query)"),
+                    (false, false) => format!("{set} mixed widths"),
+                    (false, true) => format!("{set} mixed widths (int8 up to 2 bits)"),
+                }
             }
         }
     }
-}
-
-fn code_name(
-    variant: Variant,
-    precision: AttentionPrecision,
-    key_bits: u32,
-    value_bits: u32,
-) -> &'static str {
-    // By width of both sides; then other pairs of widths, with and without a side that meets one
-    // byte.
-    let names = match variant {
-        Variant::Avx2 => [
-            ["avx2 int1", "avx2 int1 (int8 query)"],
-            ["avx2 int2", "avx2 int2 (int8 query)"],
-            ["avx2 int3"; 2],
-            ["avx2 int4"; 2],
-            ["avx2 int8"; 2],
-            ["avx2 mixed widths", "avx2 mixed widths (int8 up to 2 bits)"],
-        ],
-        Variant::Avx512 => [
-            ["avx512-vnni int1", "avx512-vnni int1 (int8 query)"],
-            ["avx512-vnni int2", "avx512-vnni int2 (int8 query)"],
-            ["avx512-vnni int3"; 2],
-            ["avx512-vnni int4"; 2],
-            ["avx512-vnni int8"; 2],
-            ["avx512-vnni mixed widths", "avx512-vnni mixed widths (int8 up to 2 bits)"],
-        ],
-        _ => [
-            ["amx int1"; 2],
-            ["amx int2"; 2],
-            ["amx int3"; 2],
-            ["amx int4"; 2],
-            ["amx int8"; 2],
-            ["amx mixed widths"; 2],
-        ],
-    };
-    let widths = match (key_bits == value_bits, key_bits) {
-        (false, _) => 5,
-        (true, 8) => 4,
-        (true, bits) => bits as usize - 1,
-    };
-    names[widths][usize::from(precision.one_byte(key_bits.min(value_bits)))]
 }
 
 fn kind(variant: Variant, codec: &RowPageCodec) -> PageKind {
@@ -231,7 +190,7 @@ fn kind(variant: Variant, codec: &RowPageCodec) -> PageKind {
 
 /// The kernel that reads this codec's pages in this variant, for the start banner: nothing falls
 /// back silently.
-pub fn kernel_name(variant: Variant, codec: &RowPageCodec) -> &'static str {
+pub fn kernel_name(variant: Variant, codec: &RowPageCodec) -> String {
     kernel_name_with(variant, AttentionPrecision::chosen().unwrap_or_default(), codec)
 }
 
@@ -242,11 +201,7 @@ pub fn has_kernel(variant: Variant, codec: &RowPageCodec) -> bool {
 }
 
 /// [`kernel_name`] for a precision that need not be the process's.
-pub fn kernel_name_with(
-    variant: Variant,
-    precision: AttentionPrecision,
-    codec: &RowPageCodec,
-) -> &'static str {
+pub fn kernel_name_with(variant: Variant, precision: AttentionPrecision, codec: &RowPageCodec) -> String {
     PageReader::new(variant, precision, codec).name()
 }
 
@@ -258,7 +213,7 @@ pub(super) struct PageScratch {
     values: Bf16Tile,
     halves: Vec<u16>,
     silenced: Vec<u8>,
-    codes: Vec<CodeBuffer>,
+    codes: Option<Box<CodeBuffer>>,
 }
 
 impl PageScratch {
@@ -284,8 +239,7 @@ impl PageScratch {
             ahead,
             dequantized: None,
         };
-        self.codes.resize(1, [0; MAX_DIM]);
-        let codes = &mut self.codes[0];
+        let codes = self.codes.get_or_insert_with(|| Box::new([0; MAX_DIM]));
         let room = |rows: &mut Vec<f32>| rows.resize(PAGE_TOKENS * d, 0.0);
         match reader.kind {
             PageKind::Codes { .. } => PageView::in_place(keys.codec, keys.bytes(), ahead),
@@ -391,8 +345,11 @@ mod tests {
         assert_eq!(name(Variant::Avx2, KvFormat::Oscar { bits: 1 }), ["avx2 int1 (int8 query)", "avx2 int1"]);
         assert_eq!(name(Variant::Avx512, KvFormat::Bf16), ["avx512 bf16"; 2]);
         assert_eq!(name(Variant::Avx2, KvFormat::Int { bits: 8, group: 0 }), ["dequantized first"; 2]);
-        assert_eq!(name(Variant::Amx, KvFormat::OSCAR2), ["avx512-vnni int2 (int8 query)", "amx int2"]);
-        assert_eq!(name(Variant::Amx, KvFormat::Oscar { bits: 3 }), ["avx512-vnni int3", "amx int3"]);
+        assert_eq!(
+            name(Variant::Amx, KvFormat::OSCAR2),
+            ["avx512-vnni int2 (int8 query)", "avx512-vnni int2"]
+        );
+        assert_eq!(name(Variant::Amx, KvFormat::Oscar { bits: 3 }), ["avx512-vnni int3"; 2]);
         assert_eq!(name(Variant::Amx, KvFormat::Bf16), ["amx bf16"; 2]);
         assert_eq!(name(Variant::Avx512, KvFormat::Oscar { bits: 4 }), ["avx512-vnni int4"; 2]);
         assert_eq!(name(Variant::Avx512, KvFormat::Int { bits: 8, group: 0 }), ["avx512-vnni int8"; 2]);

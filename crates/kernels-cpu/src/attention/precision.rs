@@ -14,8 +14,7 @@
 //! the values' own quantization error if one token has all the weight and 63 others sit on the
 //! rounding edge, and 0.4 % if the page is flat.
 //!
-//! Wider codes are finer than that, so they take both bytes. On AMX machines one byte means the
-//! AVX-512 kernels and two bytes the tiles.
+//! Wider codes are finer than that, so they take both bytes.
 
 use std::fmt;
 use std::str::FromStr;

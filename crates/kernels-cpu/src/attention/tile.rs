@@ -62,7 +62,7 @@ fn pair(low: f32, high: f32) -> u32 {
     rounded(low) >> 16 | rounded(high) & 0xffff_0000
 }
 
-/// Bits of a finite value rounded to nearest even in the upper half, as `bf16_bits` does, kept in
+/// Bits of a finite value rounded to nearest even in the upper half, as `f32_to_bf16` does, kept in
 /// 32 bits so that the compiler need not change widths.
 #[inline(always)]
 fn rounded(value: f32) -> u32 {

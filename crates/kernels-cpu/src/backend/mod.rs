@@ -176,7 +176,7 @@ impl Backend for CpuBackend {
         let variant = self.kernels.variant();
         let names = |table: &FormatTable| {
             let name = |codec| attention::kernel_name(variant, codec);
-            let mut names: Vec<&str> = table.codecs().iter().map(name).collect();
+            let mut names: Vec<String> = table.codecs().iter().map(name).collect();
             names.sort_unstable();
             names.dedup();
             names.join(" + ")

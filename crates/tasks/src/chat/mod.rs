@@ -88,56 +88,45 @@ pub enum Task {
 }
 
 impl Task {
-    /// Every family, in the order of the training mix.
-    pub const ALL: [Self; 16] = [
-        Self::Hello,
-        Self::Resume,
-        Self::NiahSingle,
-        Self::NiahMultikey,
-        Self::NiahLines,
-        Self::NiahUuid,
-        Self::NiahMultivalue,
-        Self::NiahMultiquery,
-        Self::Vt,
-        Self::Cwe,
-        Self::RunningSum,
-        Self::Program,
-        Self::Copy,
-        Self::Sort,
-        Self::Memory,
-        Self::Passkey,
+    /// Every family with the name used on the command line and in results, in the order of the
+    /// training mix.
+    const NAMES: [(Self, &'static str); 16] = [
+        (Self::Hello, "hello"),
+        (Self::Resume, "resume"),
+        (Self::NiahSingle, "niah_single"),
+        (Self::NiahMultikey, "niah_multikey"),
+        (Self::NiahLines, "niah_lines"),
+        (Self::NiahUuid, "niah_uuid"),
+        (Self::NiahMultivalue, "niah_multivalue"),
+        (Self::NiahMultiquery, "niah_multiquery"),
+        (Self::Vt, "vt"),
+        (Self::Cwe, "cwe"),
+        (Self::RunningSum, "running_sum"),
+        (Self::Program, "program"),
+        (Self::Copy, "copy"),
+        (Self::Sort, "sort"),
+        (Self::Memory, "memory"),
+        (Self::Passkey, "passkey"),
     ];
+
+    /// Every family, in the order of the training mix.
+    pub fn all() -> [Self; 16] {
+        Self::NAMES.map(|(task, _)| task)
+    }
 
     /// The name used on the command line and in results.
     pub fn name(self) -> &'static str {
-        match self {
-            Self::Hello => "hello",
-            Self::Resume => "resume",
-            Self::NiahSingle => "niah_single",
-            Self::NiahMultikey => "niah_multikey",
-            Self::NiahLines => "niah_lines",
-            Self::NiahUuid => "niah_uuid",
-            Self::NiahMultivalue => "niah_multivalue",
-            Self::NiahMultiquery => "niah_multiquery",
-            Self::Vt => "vt",
-            Self::Cwe => "cwe",
-            Self::RunningSum => "running_sum",
-            Self::Program => "program",
-            Self::Copy => "copy",
-            Self::Sort => "sort",
-            Self::Memory => "memory",
-            Self::Passkey => "passkey",
-        }
+        Self::NAMES[self as usize].1
     }
 
-    /// Every name, in the order of [`Task::ALL`].
+    /// Every name, in the order of [`Task::all`].
     pub fn names() -> Vec<&'static str> {
-        Self::ALL.iter().map(|task| task.name()).collect()
+        Self::NAMES.map(|(_, name)| name).to_vec()
     }
 
     /// The family of that name.
     pub fn parse(name: &str) -> Result<Self, TaskError> {
-        Self::ALL
+        Self::all()
             .into_iter()
             .find(|task| task.name() == name)
             .ok_or_else(|| TaskError::UnknownTask { name: name.to_owned(), known: Self::names() })

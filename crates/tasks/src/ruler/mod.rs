@@ -47,58 +47,43 @@ pub enum RulerTask {
 }
 
 impl RulerTask {
-    /// All tasks, in the order of the official report.
-    pub const ALL: [Self; 13] = [
-        Self::NiahSingle1,
-        Self::NiahSingle2,
-        Self::NiahSingle3,
-        Self::NiahMultikey1,
-        Self::NiahMultikey2,
-        Self::NiahMultikey3,
-        Self::NiahMultivalue,
-        Self::NiahMultiquery,
-        Self::Vt,
-        Self::Cwe,
-        Self::Fwe,
-        Self::Qa1,
-        Self::Qa2,
+    /// All tasks with their official names, in the order of the official report.
+    const NAMES: [(Self, &'static str); 13] = [
+        (Self::NiahSingle1, "niah_single_1"),
+        (Self::NiahSingle2, "niah_single_2"),
+        (Self::NiahSingle3, "niah_single_3"),
+        (Self::NiahMultikey1, "niah_multikey_1"),
+        (Self::NiahMultikey2, "niah_multikey_2"),
+        (Self::NiahMultikey3, "niah_multikey_3"),
+        (Self::NiahMultivalue, "niah_multivalue"),
+        (Self::NiahMultiquery, "niah_multiquery"),
+        (Self::Vt, "vt"),
+        (Self::Cwe, "cwe"),
+        (Self::Fwe, "fwe"),
+        (Self::Qa1, "qa_1"),
+        (Self::Qa2, "qa_2"),
     ];
 
+    /// All tasks, in the order of the official report.
+    pub fn all() -> [Self; 13] {
+        Self::NAMES.map(|(task, _)| task)
+    }
+
     /// The tasks that need no question set.
-    pub const WITHOUT_DATA: [Self; 11] = {
-        let mut tasks = [Self::Vt; 11];
-        let mut i = 0;
-        while i < tasks.len() {
-            tasks[i] = Self::ALL[i];
-            i += 1;
-        }
-        tasks
-    };
+    pub fn without_data() -> impl Iterator<Item = Self> {
+        Self::all().into_iter().filter(|task| !matches!(task, Self::Qa1 | Self::Qa2))
+    }
 
     /// The official name.
     pub fn name(self) -> &'static str {
-        match self {
-            Self::NiahSingle1 => "niah_single_1",
-            Self::NiahSingle2 => "niah_single_2",
-            Self::NiahSingle3 => "niah_single_3",
-            Self::NiahMultikey1 => "niah_multikey_1",
-            Self::NiahMultikey2 => "niah_multikey_2",
-            Self::NiahMultikey3 => "niah_multikey_3",
-            Self::NiahMultivalue => "niah_multivalue",
-            Self::NiahMultiquery => "niah_multiquery",
-            Self::Vt => "vt",
-            Self::Cwe => "cwe",
-            Self::Fwe => "fwe",
-            Self::Qa1 => "qa_1",
-            Self::Qa2 => "qa_2",
-        }
+        Self::NAMES[self as usize].1
     }
 
     /// The task of that official name.
     pub fn parse(name: &str) -> Result<Self, TaskError> {
-        Self::ALL.into_iter().find(|task| task.name() == name).ok_or_else(|| TaskError::UnknownRulerTask {
+        Self::all().into_iter().find(|task| task.name() == name).ok_or_else(|| TaskError::UnknownRulerTask {
             name: name.to_owned(),
-            known: Self::ALL.iter().map(|task| task.name()).collect(),
+            known: Self::NAMES.map(|(_, name)| name).to_vec(),
         })
     }
 

@@ -46,7 +46,7 @@ pub fn run(args: &Args) -> Result<()> {
     args.seeds.iter().try_for_each(|&seed| check_seed(seed, 0))?;
     let mut tasks = args.tasks.iter().map(|name| RulerTask::parse(name)).collect::<Result<Vec<_>, _>>()?;
     if tasks.is_empty() {
-        tasks.extend(RulerTask::WITHOUT_DATA);
+        tasks.extend(RulerTask::without_data());
         tasks.extend(args.squad.is_some().then_some(RulerTask::Qa1));
         tasks.extend(args.hotpotqa.is_some().then_some(RulerTask::Qa2));
     }

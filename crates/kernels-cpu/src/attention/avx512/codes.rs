@@ -60,7 +60,7 @@ fn score_stage(bits: u32, rows: usize) -> Stage {
     }
 }
 
-pub(in crate::attention) fn weigh_stage(bits: u32, rows: usize) -> Stage {
+fn weigh_stage(bits: u32, rows: usize) -> Stage {
     match bits {
         1 => by_rows!(rows, weigh_codes, 1),
         2 => by_rows!(rows, weigh_codes, 2),
@@ -92,11 +92,7 @@ pub(in crate::attention) const fn tile_bytes(bits: u32, head_dim: usize) -> usiz
 /// The tile must be readable for [`tile_bytes`] and contain the unit.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
-pub(in crate::attention) unsafe fn quad<const BITS: u32, const J: usize>(
-    tile: *const u8,
-    unit: usize,
-    head_dim: usize,
-) -> __m512i {
+unsafe fn quad<const BITS: u32, const J: usize>(tile: *const u8, unit: usize, head_dim: usize) -> __m512i {
     // SAFETY: the lines of a unit lie in its tile, see `oscar_codec::layout`.
     let line = |base: usize, index: usize| unsafe {
         _mm512_loadu_si512(tile.add(base + 64 * index).cast::<__m512i>())

@@ -351,8 +351,7 @@ fn a_demoted_tail_is_read_as_code_by_every_variant() {
         for ((query, &position), out) in
             queries.chunks_exact(d).zip(&positions).zip(expected.chunks_exact_mut(d))
         {
-            attend_context(query, scale, position as usize, &windows, &context, Form::Dequantized)
-                .finish(out);
+            attend_context(query, scale, position as usize, &windows, &context).finish(out);
         }
         assert!(relative_error(&whole, &expected) > 1e-2, "the tail matters here");
         for (variant, precision) in kernels(fast_variants()) {

@@ -7,7 +7,7 @@ mod dequantization;
 mod one_byte;
 mod row_alone;
 
-use oscar_codec::attention::{Form, PagedContext, attend_context};
+use oscar_codec::attention::{PagedContext, attend_context};
 use oscar_codec::{CodeLayout, KvFormat, PAGE_TOKENS, RowPageCodec, Side, TILE_TOKENS, Windows};
 
 use super::{AttendTask, AttentionPrecision, DemotionCodecs, Scratch, attend, demote_side};
@@ -152,8 +152,7 @@ impl Context {
                 queries.chunks_exact(d).zip(positions).zip(out.chunks_exact_mut(d))
             {
                 let scale = 1.0 / (d as f32).sqrt();
-                attend_context(query, scale, position as usize, windows, context, Form::Dequantized)
-                    .finish(out);
+                attend_context(query, scale, position as usize, windows, context).finish(out);
             }
         });
         out
@@ -175,7 +174,7 @@ pub(super) fn fast_variants() -> Vec<Variant> {
 
 /// Variants with every precision they have.
 pub(super) fn kernels(variants: impl IntoIterator<Item = Variant>) -> Vec<(Variant, AttentionPrecision)> {
-    let one_byte = |variant| matches!(variant, Variant::Avx2 | Variant::Avx512);
+    let one_byte = |variant| variant != Variant::Scalar;
     let precisions = |variant| {
         AttentionPrecision::ALL
             .into_iter()
