@@ -87,6 +87,28 @@ pub trait Benchmarks: Backend {
     /// Puts random rows and codes into the pages below these ids that were never used. Returns
     /// `false` if the device cannot.
     fn randomize(&self, pool: &mut Self::Pool, full: usize, coded: usize) -> Result<bool>;
+    /// Times the parts of every step from now on, or stops. Returns the times since timing began, if
+    /// it was on. Steps are slower while they are timed.
+    fn time_steps(&self, on: bool) -> Result<Option<StepTimes>>;
+}
+
+/// Seconds of steps, by part.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct StepTimes {
+    /// Matrix products. On a CPU with the norms before them and the gates behind them.
+    pub products: f64,
+    /// Attention, with the expansion of quantized pages where a device does that first.
+    pub attention: f64,
+    /// QK-norm, RoPE, rotation, storing and quantization of keys and values.
+    pub coding: f64,
+    /// Everything else. On a GPU with the time in which it waits for the host.
+    pub rest: f64,
+}
+
+impl StepTimes {
+    pub fn total(&self) -> f64 {
+        self.products + self.attention + self.coding + self.rest
+    }
 }
 
 /// Amplitude of uniform random weights whose outputs have about the variance of their inputs.

@@ -3,7 +3,7 @@
 use anyhow::{Context, Result};
 use oscar_backend::{
     AttentionKernels, Backend, Benchmarks, CacheHead, Calibrates, Candidate, HeadShape, HostMatrix,
-    LayerHeads, Pick, Product, Result as BackendResult, SequenceRows, Step, Tap, WeightFormat,
+    LayerHeads, Pick, Product, Result as BackendResult, SequenceRows, Step, StepTimes, Tap, WeightFormat,
 };
 use oscar_codec::{CacheLayout, FullPageId, HeadRotations};
 use oscar_engine::SchedulerOptions;
@@ -348,5 +348,12 @@ impl Benchmarks for AnyBackend {
 
     fn randomize(&self, pool: &mut Self::Pool, full: usize, coded: usize) -> BackendResult<bool> {
         on_device!(Self, self, randomize(&mut pool, full, coded))
+    }
+
+    fn time_steps(&self, on: bool) -> BackendResult<Option<StepTimes>> {
+        match self {
+            Self::Cpu(cpu) => cpu.time_steps(on),
+            Self::Cuda(cuda) => cuda.time_steps(on),
+        }
     }
 }

@@ -4,7 +4,7 @@ use crate::{Numbers, Report, largest_difference, read_all, upload};
 use anyhow::{Context, Result};
 use oscar_backend::{Backend, HeadShape, LayerHeads, Step};
 use oscar_cache::{PagePool, SequencePages};
-use oscar_codec::{CacheLayout, CodeLayout, HeadRotations, KvFormat, Rotation, Side, Windows};
+use oscar_codec::{CacheLayout, CodeLayout, HeadRotations, KvFormat, PAGE_TOKENS, Rotation, Side, Windows};
 use oscar_kernels_cuda::CudaBackend;
 
 /// Heads that are rotated and have a key mean.
@@ -23,8 +23,12 @@ const KV_HEADS: usize = 2;
 pub fn check(gpu: &CudaBackend, report: &mut Report) -> Result<()> {
     let mut numbers = Numbers::new(7);
     for d in [64, 128, 256] {
-        for (rows, group) in [(1, 4), (50, 5), (3, 16)] {
-            Appended::draw(&mut numbers, d, rows, group)?.check(gpu, report)?;
+        // Up to 16 rows, and with a tap, another kernel runs than for the rows of a prompt.
+        for (rows, group) in [(1, 4), (50, 5), (3, 16), (17, 1), (333, 4)] {
+            let appended = Appended::draw(&mut numbers, d, rows, group)?;
+            for (tapped, rotated) in [(true, true), (false, true), (false, false)] {
+                appended.check(gpu, tapped, rotated, report)?;
+            }
         }
     }
     Ok(())
@@ -74,20 +78,21 @@ impl Appended {
         (0..d).map(rope).collect()
     }
 
-    fn rotated(&self, x: &[f64]) -> Vec<f64> {
+    fn rotate(&self, x: &[f64]) -> Vec<f64> {
         let (d, matrix) = (self.d, self.heads[0].key.matrix());
         (0..d).map(|j| (0..d).map(|i| x[i] * f64::from(matrix[i * d + j])).sum()).collect()
     }
 
-    /// Appends the rows on the GPU and compares queries, keys and values.
-    fn check(&self, gpu: &CudaBackend, report: &mut Report) -> Result<()> {
+    /// Appends the rows on the GPU and compares queries, keys and values. Without `rotated` there is
+    /// neither a rotation nor a key mean.
+    fn check(&self, gpu: &CudaBackend, tapped: bool, rotated: bool, report: &mut Report) -> Result<()> {
         let Self { d, rows, group, .. } = *self;
         let windows = Windows::default();
         let layout = CacheLayout::new(KvFormat::Bf16, 1, KV_HEADS, d, windows, CodeLayout::GpuTile)?;
         let query_heads = KV_HEADS * group;
         let shape =
             HeadShape { query_heads, kv_heads: KV_HEADS, head_dim: d, rms_norm_eps: 1e-6, scale: 1.0 };
-        let budget = layout.full_block_bytes() * 4;
+        let budget = layout.full_block_bytes() * (rows / PAGE_TOKENS + 4);
         let (page_pool, mut pool) = (PagePool::new(&layout, budget), gpu.pool(&layout, &shape, budget)?);
         let mut pages = SequencePages::new();
         let plan = pages.prepare(&layout, &page_pool, rows)?;
@@ -97,27 +102,31 @@ impl Appended {
         let (layer, rope) = (gpu.layer_rotation(&self.heads)?, gpu.rope(&self.cos, &self.sin, d)?);
         let norms = (gpu.vector(&self.query_norm)?, gpu.vector(&self.key_norm)?);
         let mut step = gpu.step(&sequence, &mut pool)?;
-        let (qk_norm, rotation) = (Some((&norms.0, &norms.1)), Some(&layer));
-        step.append(&LayerHeads { layer: 0, qk_norm, rope: &rope, rotation }, &mut qkv, &mut queries)?;
+        let (qk_norm, rotation) = (Some((&norms.0, &norms.1)), rotated.then_some(&layer));
+        let heads = LayerHeads { layer: 0, qk_norm, rope: &rope, rotation };
+        step.append(&heads, &mut qkv, &mut queries, tapped)?;
         let found = read_all::<CudaBackend>(&mut step, &queries, rows)?;
         step.finish()?;
-        let what = || format!("head {d}, {rows} rows, group {group}");
+        let what = || format!("head {d}, {rows} rows, group {group}, tapped {tapped}, rotated {rotated}");
+        let turned = |x: Vec<f64>| if rotated { self.rotate(&x) } else { x };
         for (i, found) in found.chunks_exact(d).enumerate() {
             let (row, head) = (i / query_heads, i % query_heads);
-            let expected = self.rotated(&self.prepared(row, head, &self.query_norm));
+            let expected = turned(self.prepared(row, head, &self.query_norm));
             report.case("append, queries", largest_difference(found, &expected), 2e-4, what);
         }
         for head in 0..KV_HEADS {
-            let id = pages.full()[0].context("the first page")?;
-            let page = pool.read_page(0, head, id.0, false)?;
             for row in 0..rows {
+                let id = pages.full()[row / PAGE_TOKENS].context("the page of a row")?;
+                let (page, token) = (pool.read_page(0, head, id.0, false)?, row % PAGE_TOKENS);
                 let (mut key, mut value) = (vec![0.0; d], vec![0.0; d]);
-                layout.full().codec(0, head).dequantize_row(Side::Key, &page, row, &mut key);
-                layout.full().codec(0, head).dequantize_row(Side::Value, &page, row, &mut value);
+                layout.full().codec(0, head).dequantize_row(Side::Key, &page, token, &mut key);
+                layout.full().codec(0, head).dequantize_row(Side::Value, &page, token, &mut value);
                 let mut expected = self.prepared(row, query_heads + head, &self.key_norm);
                 let mean = self.heads[head].key_mean.as_deref().unwrap_or_default();
-                expected.iter_mut().zip(mean).for_each(|(e, &m)| *e -= f64::from(m));
-                let expected = self.rotated(&expected);
+                if rotated {
+                    expected.iter_mut().zip(mean).for_each(|(e, &m)| *e -= f64::from(m));
+                }
+                let expected = turned(expected);
                 let largest = expected.iter().fold(0f64, |a, b| a.max(b.abs()));
                 // Stored in BF16: half a unit in the last of 8 bits.
                 let allowed = largest / 256.0 + 2e-4;

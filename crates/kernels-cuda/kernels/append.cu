@@ -8,6 +8,8 @@
 // page ids into registers. A block is small enough to be resident while the matrix product before
 // it still runs. The order of every sum is fixed, so a row's result does not depend on the other
 // rows.
+//
+// Two kernels: `append` for few rows and for taps, `append_rows` for prompts.
 #include "heads.cuh"
 
 struct AppendParams {
@@ -142,3 +144,145 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) append(App
         if (base + VECTORS < total) __syncthreads();
     }
 }
+
+#if HEAD_DIM <= 128
+
+// ---- Many rows. ----
+//
+// A warp takes 16 vectors from the projections to the cache and waits for no other warp. It loads
+// them as A fragments, so a vector lies in four lanes: a norm is two shuffles, both channels of a RoPE
+// pair are in one lane, and the products need no detour through shared memory, which holds only the
+// rotation. The projections are left as they are.
+
+constexpr int ROW_WARPS = 8;
+constexpr int PAIRS = D / 8;  // pairs of neighbouring channels of one vector in a lane
+
+// Vector `lane / 4` or `lane / 4 + 8` of a warp's sixteen: pair i is channels
+// 8 * i + 2 * (lane % 4) and the next.
+struct LaneVector {
+    float2 x[PAIRS];
+    float2* query;  // where the finished vector goes, or null
+    u16* page;      // of a key, or null
+    u32 token;
+
+    DEVICE void load(const AppendParams& p, const HeadPages& pages, u32 row, u32 index, u32 kv_head, u32 t) {
+        const u32 group = p.query_heads / p.kv_heads, width = (p.query_heads + 2 * p.kv_heads) * D;
+        const bool is_key = index == group;
+        const u32 head = is_key ? p.query_heads + kv_head : kv_head * group + index;
+        const float* from = p.qkv + (u64)row * width + head * D + 2 * t;
+#pragma unroll
+        for (int i = 0; i < PAIRS; i++) x[i] = *(const float2*)(from + 8 * i);
+        query = is_key ? nullptr : (float2*)(p.queries + ((u64)row * p.query_heads + head) * D);
+        page = nullptr;
+        if (is_key) {
+            const RowPlace place(p, pages, row);
+            page = place.page, token = place.token;
+        }
+        const float* norm = is_key ? p.heads.key_norm : p.heads.query_norm;
+        if (norm) {
+            float squares = 0.0f;
+#pragma unroll
+            for (int i = 0; i < PAIRS; i++) squares = __fmaf_rn(x[i].y, x[i].y, __fmaf_rn(x[i].x, x[i].x, squares));
+            squares += __shfl_xor_sync(0xffffffffu, squares, 1);
+            squares += __shfl_xor_sync(0xffffffffu, squares, 2);
+            const float scale = 1.0f / sqrtf(squares / (float)D + p.heads.eps);
+#pragma unroll
+            for (int i = 0; i < PAIRS; i++) {
+                const float2 w = *(const float2*)(norm + 8 * i + 2 * t);
+                x[i].x = x[i].x * scale * w.x, x[i].y = x[i].y * scale * w.y;
+            }
+        }
+        const u64 angle = (u64)__ldcg(p.step.row_position + row) * (D / 2) + 2 * t;
+#pragma unroll
+        for (int i = 0; i < PAIRS / 2; i++) {
+            const float2 c = *(const float2*)(p.heads.cosines + angle + 8 * i), s = *(const float2*)(p.heads.sines + angle + 8 * i);
+            float2 &a = x[i], &b = x[i + PAIRS / 2];
+            const float2 before = a;
+            a.x = a.x * c.x - b.x * s.x, a.y = a.y * c.y - b.y * s.y;
+            b.x = b.x * c.x + before.x * s.x, b.y = b.y * c.y + before.y * s.y;
+        }
+        if (!is_key || !p.heads.mean) return;
+#pragma unroll
+        for (int i = 0; i < PAIRS; i++) {
+            const float2 mean = *(const float2*)(p.heads.mean + kv_head * D + 8 * i + 2 * t);
+            x[i].x -= mean.x, x[i].y -= mean.y;
+        }
+    }
+    // Stores two neighbouring channels of the finished vector.
+    DEVICE void put(u32 channel, float a, float b) const {
+        if (query) query[channel / 2] = make_float2(a, b);
+        if (page) *(u32*)(page + full_element(KEY, D, token, channel)) = pack_bf16(a, b);
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS, 2) append_rows(AppendParams p) {
+    extern __shared__ float4 memory[];
+    uint4* const rotation = (uint4*)memory;
+    const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, t = lane & 3;
+    const u32 kv_head = blockIdx.y, group = p.query_heads / p.kv_heads;
+    const u32 first_row = blockIdx.x * p.rows_per_block, rows = min(p.rows_per_block, p.step.rows - first_row);
+    const u32 each = group + 1, total = rows * each;
+    const HeadPages pages = p.pages[kv_head];
+    allow_next_kernel();
+    if (p.heads.rotation) {
+        const uint4* from = p.heads.rotation + kv_head * ROTATION_QUADS;
+        for (u32 i = threadIdx.x; i < ROTATION_QUADS; i += 32 * ROW_WARPS) copy_to_shared(shared_address(rotation + i), from + i);
+        wait_for_copied_bytes();
+        __syncthreads();
+    }
+    wait_for_previous_kernel();
+    for (u32 base = VECTORS * warp; base < total; base += VECTORS * ROW_WARPS) {
+        // Absent vectors repeat the last one; they are not stored.
+        LaneVector vectors[2];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const u32 v = base + (lane >> 2) + 8 * half, held = min(v, total - 1);
+            vectors[half].load(p, pages, first_row + held / each, held % each, kv_head, t);
+            if (v >= total) vectors[half].query = nullptr, vectors[half].page = nullptr;
+        }
+        if (!p.heads.rotation) {
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+#pragma unroll
+                for (int i = 0; i < PAIRS; i++) vectors[half].put(8 * i + 2 * t, vectors[half].x[i].x, vectors[half].x[i].y);
+            continue;
+        }
+        u32 high[PAIRS][2], low[PAIRS][2];
+#pragma unroll
+        for (int i = 0; i < PAIRS; i++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const float2 x = vectors[half].x[i];
+                const u32 h = pack_bf16(x.x, x.y);
+                high[i][half] = h, low[i][half] = pack_bf16(x.x - low_bf16(h), x.y - high_bf16(h));
+            }
+#pragma unroll 1
+        for (u32 tiles = 0; tiles < TILES_OF_HEAD; tiles += 2) {
+            float out[2][4];
+            rotate<STEPS>(
+                out,
+                [&](int step, u32 (&h)[4], u32 (&l)[4]) {
+#pragma unroll
+                    for (int i = 0; i < 4; i++) h[i] = high[2 * step + (i >> 1)][i & 1], l[i] = low[2 * step + (i >> 1)][i & 1];
+                },
+                [&](int step, int n) { return rotation[(step * TILES_OF_HEAD + tiles + n) * 32 + lane]; });
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+#pragma unroll
+                for (int n = 0; n < 2; n++) vectors[half].put(8 * (tiles + n) + 2 * t, out[n][2 * half], out[n][2 * half + 1]);
+        }
+    }
+    // Values are stored as they are: their rotation is folded into the model's weights.
+    const u32 width = (p.query_heads + 2 * p.kv_heads) * D;
+    for (u32 i = warp; i < rows; i += ROW_WARPS) {
+        const float* from = p.qkv + (u64)(first_row + i) * width + (p.query_heads + p.kv_heads + kv_head) * D;
+        const RowPlace place(p, pages, first_row + i);
+#pragma unroll
+        for (u32 channel = 2 * lane; channel < D; channel += 64) {
+            const float2 x = *(const float2*)(from + channel);
+            *(u32*)(place.page + full_element(VALUE, D, place.token, channel)) = pack_bf16(x.x, x.y);
+        }
+    }
+}
+
+#endif

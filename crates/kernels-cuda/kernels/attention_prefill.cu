@@ -12,7 +12,7 @@ struct PrefillParams {
     StepTables step;
     const HeadPages* pages;  // of the layer
     const float* queries;    // [row][query head][HEAD_DIM]
-    float* out;              // likewise
+    float* out;              // likewise, or null
     u16* rounded;            // the same in BF16, or null
     u32 query_heads;
     u32 kv_heads;
@@ -333,7 +333,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_prefill(PrefillP
 #pragma unroll
         for (int n = 0; n < 2 * STEPS; n++) {
             float x = (out[n][2 * h] + z) * norm, y = (out[n][2 * h + 1] + z) * norm;
-            *(float2*)(p.out + at + n * 8) = make_float2(x, y);
+            if (p.out) *(float2*)(p.out + at + n * 8) = make_float2(x, y);
             if (p.rounded) *(u32*)(p.rounded + at + n * 8) = pack_bf16(x, y);
         }
     }

@@ -20,7 +20,7 @@ struct HopperPrefillParams {
     const u8* expanded;      // FP16 pages: [KV head - first_head][place in the page tables]
     u64 expanded_head;       // bytes of one head
     const float* queries;    // [row][query head][HEAD_DIM]
-    float* out;              // likewise
+    float* out;              // likewise, or null
     u16* rounded;            // the same in BF16, or null
     u32 query_heads;
     u32 kv_heads;
@@ -296,7 +296,7 @@ struct Consumer {
 #pragma unroll
             for (int n = 0; n < D / 8; n++) {
                 const float x = out[4 * n + 2 * h] * norm, y = out[4 * n + 2 * h + 1] * norm;
-                *(float2*)(p.out + at + n * 8) = make_float2(x, y);
+                if (p.out) *(float2*)(p.out + at + n * 8) = make_float2(x, y);
                 if (p.rounded) *(u32*)(p.rounded + at + n * 8) = pack_bf16(x, y);
             }
         }

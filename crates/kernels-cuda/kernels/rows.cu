@@ -31,8 +31,8 @@ extern "C" __global__ void embed(const __grid_constant__ EmbedParams p) {
 struct RmsNormParams {
     const float* x;
     const float* weight;
-    float* out;
-    u16* rounded;  // BF16 copy, or null
+    float* out;    // f32 result, or null
+    u16* rounded;  // BF16 result, or null
     u32 width;
     float eps;
 };
@@ -79,7 +79,7 @@ extern "C" __global__ void rms_norm(RmsNormParams p) {
         squares = __fmaf_rn(x[k].z, x[k].z, __fmaf_rn(x[k].w, x[k].w, squares));
     }
     const float scale = 1.0f / sqrtf(block_sum(squares) / (float)p.width + p.eps);
-    float4* out = (float4*)(p.out + (u64)blockIdx.x * p.width);
+    float4* out = p.out ? (float4*)(p.out + (u64)blockIdx.x * p.width) : 0;
     uint2* rounded = p.rounded ? (uint2*)(p.rounded + (u64)blockIdx.x * p.width) : 0;
 #pragma unroll
     for (int k = 0; k < NORM_QUADS; k++) {
@@ -87,37 +87,49 @@ extern "C" __global__ void rms_norm(RmsNormParams p) {
         if (i >= quads) break;
         float4 y = make_float4(x[k].x * scale * w[k].x, x[k].y * scale * w[k].y, x[k].z * scale * w[k].z,
                                x[k].w * scale * w[k].w);
-        out[i] = y;
+        if (out) out[i] = y;
         if (rounded) rounded[i] = make_uint2(pack_bf16(y.x, y.y), pack_bf16(y.z, y.w));
     }
 }
 
 struct SwigluParams {
-    const float* gate_up;  // rows of [gate | up]
-    float* out;            // f32 result, or null
-    u16* rounded;          // BF16 result, used if `out` is null
-    u32 width;             // of gate and of up
+    const float* gate_up;         // rows of [gate | up], or null
+    const u16* rounded_gate_up;   // the same in BF16, used if `gate_up` is null
+    float* out;                   // f32 result, or null
+    u16* rounded;                 // BF16 result, used if `out` is null
+    u32 width;                    // of gate and of up
     u32 rows;
 };
 CHECK_LAYOUT(SwigluParams);
 
+DEVICE float gated(float gate, float up) { return gate / (1.0f + exp2f(-gate * LOG2E)) * up; }
+
+// Blocks take whole rows. The width is a multiple of 4.
 extern "C" __global__ void swiglu(SwigluParams p) {
     allow_next_kernel();
     wait_for_previous_kernel();
-    u64 total = (u64)p.rows * p.width;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < total; i += (u64)gridDim.x * blockDim.x) {
-        u64 row = i / p.width;
-        u32 column = (u32)(i - row * p.width);
-        const float* gate_up = p.gate_up + row * 2 * p.width;
-        float gate = gate_up[column], up = gate_up[p.width + column];
-        float y = gate / (1.0f + exp2f(-gate * LOG2E)) * up;
-        if (p.out) p.out[i] = y;
-        else p.rounded[i] = f32_to_bf16(y);
-    }
+    const u32 quads = p.width / 4;
+    for (u32 row = blockIdx.x; row < p.rows; row += gridDim.x)
+        for (u32 i = blockIdx.y * blockDim.x + threadIdx.x; i < quads; i += gridDim.y * blockDim.x) {
+            float4 gate, up;
+            if (p.gate_up) {
+                const float4* from = (const float4*)(p.gate_up + (u64)row * 2 * p.width);
+                gate = from[i], up = from[quads + i];
+            } else {
+                const uint2* from = (const uint2*)(p.rounded_gate_up + (u64)row * 2 * p.width);
+                const uint2 g = from[i], u = from[quads + i];
+                gate = make_float4(low_bf16(g.x), high_bf16(g.x), low_bf16(g.y), high_bf16(g.y));
+                up = make_float4(low_bf16(u.x), high_bf16(u.x), low_bf16(u.y), high_bf16(u.y));
+            }
+            const float4 y = make_float4(gated(gate.x, up.x), gated(gate.y, up.y), gated(gate.z, up.z), gated(gate.w, up.w));
+            if (p.out) ((float4*)(p.out + (u64)row * p.width))[i] = y;
+            else ((uint2*)(p.rounded + (u64)row * p.width))[i] = make_uint2(pack_bf16(y.x, y.y), pack_bf16(y.z, y.w));
+        }
 }
 
 struct SelectParams {
-    const float* x;
+    const float* x;      // f32 rows, or null
+    const u16* rounded;  // the same in BF16, used if `x` is null
     const u32* rows;
     float* out;
     u32 width;
@@ -128,8 +140,13 @@ CHECK_LAYOUT(SelectParams);
 extern "C" __global__ void select_rows(SelectParams p) {
     allow_next_kernel();
     wait_for_previous_kernel();
-    const float* x = p.x + (u64)p.rows[blockIdx.x] * p.width;
+    const u64 from = (u64)p.rows[blockIdx.x] * p.width;
     float* out = p.out + (u64)blockIdx.x * p.width;
+    if (!p.x) {
+        for (u32 i = threadIdx.x; i < p.width; i += blockDim.x) out[i] = bf16_to_f32(p.rounded[from + i]);
+        return;
+    }
+    const float* x = p.x + from;
     const u32 quads = p.width % 4 == 0 ? p.width / 4 : 0;
     for (u32 i = threadIdx.x; i < quads; i += blockDim.x) ((float4*)out)[i] = ((const float4*)x)[i];
     for (u32 i = 4 * quads + threadIdx.x; i < p.width; i += blockDim.x) out[i] = x[i];

@@ -4,8 +4,7 @@
 use crate::backend::CudaBackend;
 use crate::device::Device;
 use crate::error::{CudaError, Result};
-use crate::gemm::{CublasLt, Product, Skinny, SkinnyProduct, SkinnyShape};
-use crate::memory::DeviceSlice;
+use crate::gemm::{CublasLt, Product, Skinny, SkinnyProduct, SkinnyShape, Sums};
 use oscar_backend::WeightFormat;
 
 /// Bytes of other matrices between two uses of one.
@@ -98,8 +97,8 @@ pub fn gemm(
         for panel in matrix.panels() {
             let weights = backend.panel(matrix, &panel, &mut expanded)?;
             let product = Product { rows, outputs: panel.len(), inputs, stride: outputs, add: false };
-            let out: DeviceSlice<'_, f32> = out.slice();
-            cublaslt.enqueue(product, weights, x.slice(), out.part(panel.start..out.len())?)?;
+            let out = Sums::F32(out.slice()).from(panel.start)?;
+            cublaslt.enqueue(product, weights, x.slice(), out)?;
         }
         Ok(())
     })?;

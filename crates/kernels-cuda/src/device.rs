@@ -4,7 +4,7 @@
 //! [`Device::download`] and the release of memory wait for the device.
 
 use crate::error::{CudaError, Result};
-use crate::graph::{HostTimes, Profile, Recorded, Recorder, Turn};
+use crate::graph::{HostTimes, Recorded, Recorder, Turn};
 pub(crate) use crate::launch::{Function, LaunchShape};
 use crate::layout::Shared;
 use crate::memory::{Buffer, DeviceSlice, Event, download_all};
@@ -141,7 +141,7 @@ impl Device {
         check(self.name(), call, result)
     }
 
-    fn recorder(&self) -> MutexGuard<'_, Recorder> {
+    pub(crate) fn recorder(&self) -> MutexGuard<'_, Recorder> {
         self.0.recorder.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -152,7 +152,7 @@ impl Device {
     pub(crate) fn record(&self, began: Instant) -> Result<()> {
         self.flush()?;
         let mut recorder = self.recorder();
-        recorder.active = self.0.graphs || recorder.profile.is_some();
+        recorder.active = self.0.graphs && recorder.profile.is_none();
         recorder.begin(began);
         Ok(())
     }
@@ -183,13 +183,10 @@ impl Device {
             return Ok(());
         }
         self.enter()?;
-        let result = match recorder.profile {
-            Some(_) => self.run_profiled(recorder),
-            None => recorder.graph(|recorded| self.capture(recorded)).and_then(|exec| {
-                // SAFETY: an instantiated graph of this context and our own stream.
-                self.check("cuGraphLaunch", unsafe { sys::cuGraphLaunch(exec, self.0.stream) })
-            }),
-        };
+        let result = recorder.graph(|recorded| self.capture(recorded)).and_then(|exec| {
+            // SAFETY: an instantiated graph of this context and our own stream.
+            self.check("cuGraphLaunch", unsafe { sys::cuGraphLaunch(exec, self.0.stream) })
+        });
         recorder.handed_over();
         recorder.now.clear();
         result
@@ -222,33 +219,6 @@ impl Device {
             made?;
         }
         Ok(exec)
-    }
-
-    /// Times every recorded launch, instead of running the launches as graphs. Returns the last
-    /// profile.
-    pub fn set_profiling(&self, on: bool) -> Result<Option<Profile>> {
-        self.flush()?;
-        let mut recorder = self.recorder();
-        Ok(std::mem::replace(&mut recorder.profile, on.then(Profile::default)))
-    }
-
-    fn run_profiled(&self, recorder: &mut Recorder) -> Result<()> {
-        let Recorder { now, profile, .. } = recorder;
-        let marks = (0..=now.launches.len()).map(|_| self.event()).collect::<Result<Vec<_>>>()?;
-        marks[0].record_now()?;
-        for (launch, mark) in now.launches.iter().zip(&marks[1..]) {
-            // SAFETY: the promise of the caller of `launch`, which noted it.
-            unsafe { self.launch_now(launch.function, launch.shape, now.parameters_of(launch)) }?;
-            mark.record_now()?;
-        }
-        for (launch, pair) in now.launches.iter().zip(marks.windows(2)) {
-            let us = pair[1].us_since(&pair[0])?;
-            if let Some(profile) = profile.as_mut() {
-                let entry = profile.entry(launch.function.name).or_default();
-                *entry = (entry.0 + 1, entry.1 + us);
-            }
-        }
-        Ok(())
     }
 
     /// Free and total bytes.
@@ -338,8 +308,10 @@ impl Device {
         match turn {
             Turn::Now => {
                 self.enter()?;
-                // SAFETY: the caller's promise.
-                let launched = unsafe { self.launch_now(function, shape, words.as_ptr()) };
+                let launched = self.timed(&mut recorder, function.name, || {
+                    // SAFETY: the caller's promise.
+                    unsafe { self.launch_now(function, shape, words.as_ptr()) }
+                });
                 if recorder.active {
                     recorder.handed_over();
                 }

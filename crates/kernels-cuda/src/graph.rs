@@ -11,9 +11,8 @@
 
 use crate::device::{Function, LaunchShape};
 use crate::error::Result;
+use crate::profile::TimedLaunches;
 use cudarc::driver::sys;
-use std::collections::BTreeMap;
-use std::ffi::CStr;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
@@ -92,9 +91,6 @@ impl Drop for Graph {
     }
 }
 
-/// Microseconds by kernel.
-pub type Profile = BTreeMap<&'static CStr, (usize, f64)>;
-
 /// Host time of recorded steps.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct HostTimes {
@@ -123,7 +119,7 @@ pub(crate) struct Recorder {
     graphs: Vec<Graph>,
     clock: u64,
     /// Launches are timed one by one instead of running as graphs.
-    pub profile: Option<Profile>,
+    pub profile: Option<TimedLaunches>,
 }
 
 impl Recorder {
@@ -145,17 +141,16 @@ impl Recorder {
 
     /// Whether the next launch runs at once.
     pub fn is_at_once(&self) -> bool {
-        self.launches < AT_ONCE && self.profile.is_none()
+        self.launches < AT_ONCE
     }
 
-    /// What happens to the next launch. With a profile all launches are noted, to be timed one by
-    /// one.
+    /// What happens to the next launch.
     pub fn next(&mut self) -> Turn {
         let at_once = self.is_at_once();
         self.launches += 1;
-        match &self.profile {
-            None if at_once => Turn::Now,
-            None if self.launches == AT_ONCE + FIRST_PART => Turn::LastOfPart,
+        match self.launches {
+            _ if at_once => Turn::Now,
+            launches if launches == AT_ONCE + FIRST_PART => Turn::LastOfPart,
             _ => Turn::Later,
         }
     }

@@ -15,12 +15,13 @@ use crate::{Kernels, PackedMatrix, Precision, ThreadPool, Weights};
 use heads::LayerRotation;
 use oscar_backend::{
     AttentionKernels, AttentionPath, Backend, BackendError, Benchmarks, CacheHead, Calibrates, HeadShape,
-    HostMatrix, HostValues, Result, SequenceRows, TappedRows,
+    HostMatrix, HostValues, Result, SequenceRows, StepTimes, TappedRows,
 };
 use oscar_codec::{CacheLayout, CodeLayout, FormatTable, FullPageId, HeadRotations, PAGE_TOKENS, Side};
 use products::ProductScratch;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
+use std::time::Instant;
 
 /// Runs models on the processor.
 pub struct CpuBackend {
@@ -58,6 +59,17 @@ struct Scratch {
     queries: Vec<f32>,
     /// Attention outputs in task order, before they are copied to their rows.
     outputs: Vec<f32>,
+    /// The time of steps so far, if it is wanted.
+    times: Option<StepTimes>,
+}
+
+impl Scratch {
+    /// Counts the time since `began` to one part of a step.
+    fn count(&mut self, began: Instant, part: fn(&mut StepTimes) -> &mut f64) {
+        if let Some(times) = &mut self.times {
+            *part(times) += began.elapsed().as_secs_f64();
+        }
+    }
 }
 
 /// Activations: `rows × width`, row-major.
@@ -308,6 +320,11 @@ impl Calibrates for CpuBackend {
 impl Benchmarks for CpuBackend {
     fn randomize(&self, _pool: &mut CpuPages, _full: usize, _coded: usize) -> Result<bool> {
         Ok(false)
+    }
+
+    fn time_steps(&self, on: bool) -> Result<Option<StepTimes>> {
+        let times = &mut self.scratch.lock().unwrap_or_else(PoisonError::into_inner).times;
+        Ok(std::mem::replace(times, on.then(StepTimes::default)))
     }
 }
 

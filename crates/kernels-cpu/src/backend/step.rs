@@ -6,6 +6,7 @@ use crate::attention::{self, AttendTask};
 use oscar_backend::{Candidate, LayerHeads, Pick, Product, Result, SequenceRows, Step, Tap};
 use oscar_codec::attention::PagedContext;
 use std::sync::MutexGuard;
+use std::time::Instant;
 
 /// A step in progress.
 pub struct CpuStep<'s> {
@@ -39,7 +40,10 @@ impl Step<CpuBackend> for CpuStep<'_> {
     }
 
     fn product(&mut self, product: Product<'_, CpuBackend>, x: &CpuRows, out: &mut CpuRows) -> Result<()> {
-        self.backend.product(&mut self.scratch.products, product, x, out)
+        let began = Instant::now();
+        self.backend.product(&mut self.scratch.products, product, x, out)?;
+        self.scratch.count(began, |times| &mut times.products);
+        Ok(())
     }
 
     fn attend(
@@ -49,13 +53,18 @@ impl Step<CpuBackend> for CpuStep<'_> {
         out: &mut CpuRows,
         mut tap: Option<&mut dyn Tap>,
     ) -> Result<()> {
-        let layer = heads.layer;
+        let (layer, began) = (heads.layer, Instant::now());
         self.append(&heads, qkv);
+        self.scratch.count(began, |times| &mut times.coding);
         if let Some(tap) = tap.as_deref_mut() {
             tap.heads(layer, &mut self.backend.tapped(qkv))?;
         }
+        let began = Instant::now();
         self.backend.demote_layer(layer, self.sequences, self.pool);
+        self.scratch.count(began, |times| &mut times.coding);
+        let began = Instant::now();
         self.attention(layer, qkv.count(), out);
+        self.scratch.count(began, |times| &mut times.attention);
         match tap {
             Some(tap) => tap.attended(layer, &mut self.backend.tapped(out)),
             None => Ok(()),

@@ -46,34 +46,48 @@ shared_struct! {
     }
 }
 
-/// Rows of a block in large steps: the block reads its rotation once for all of them.
+/// Rows of a block of `append` in large steps: the block reads its rotation once for all of them.
 const ROWS_PER_BLOCK: usize = 16;
 /// Steps of up to this many rows have a block for each row.
 const ROWS_ALONE: usize = 16;
+/// Most rows of a block of `append_rows`, a multiple of [`ROWS_PER_BLOCK`].
+const MOST_ROWS_PER_BLOCK: usize = 128;
+/// Threads of a block of `append_rows`, and its blocks on a multiprocessor.
+const PROMPT_BLOCK: (u32, usize) = (256, 2);
 
 /// `append.cu` for one head size.
 #[derive(Clone, Copy)]
 pub struct AppendKernel {
-    function: Function,
+    /// For few rows, and for taps.
+    few: Function,
+    /// For many rows.
+    many: Option<Function>,
     head_dim: usize,
 }
 
 impl AppendKernel {
     pub fn new(kernels: &Kernels, head_dim: usize) -> Result<Self> {
         let defines = vec![("HEAD_DIM", head_dim)];
-        let function = kernels.function(&APPEND, &defines, c"append", Self::shared(head_dim))?;
-        Ok(Self { function, head_dim })
+        let few = kernels.function(&APPEND, &defines, c"append", Self::shared(head_dim))?;
+        let many = || kernels.function(&APPEND, &defines, c"append_rows", Self::rotation(head_dim));
+        Ok(Self { few, many: (head_dim <= 128).then(many).transpose()?, head_dim })
     }
 
-    /// Bytes of dynamic shared memory: vectors in two parts, and the rotation if it is small
+    /// Bytes of a head's rotation.
+    fn rotation(head_dim: usize) -> usize {
+        head_dim * head_dim * 4
+    }
+
+    /// Bytes of shared memory of `append`: vectors in two parts, and the rotation if it is small
     /// enough.
     fn shared(head_dim: usize) -> usize {
         const VECTORS: usize = 16;
-        let rotation = if head_dim <= 128 { head_dim * head_dim * 4 } else { 16 };
+        let rotation = if head_dim <= 128 { Self::rotation(head_dim) } else { 16 };
         2 * VECTORS * (head_dim + 8) * 2 + rotation
     }
 
-    /// Stores the keys and values of a layer and writes rotated queries to `queries`.
+    /// Stores the keys and values of a layer and writes rotated queries to `queries`. With `tapped`,
+    /// the projections get QK-norm and RoPE in place.
     ///
     /// # Safety
     /// The tables must be of a step over `pages`, on the device, and each new row must have a full
@@ -87,9 +101,19 @@ impl AppendKernel {
         pages: &CudaPages,
         projections: Projections,
         queries: DevicePtr<f32>,
+        tapped: bool,
     ) -> Result<()> {
         let (shape, rows) = (pages.shape(), tables.rows as usize);
-        let rows_per_block = if rows <= ROWS_ALONE { 1 } else { ROWS_PER_BLOCK };
+        let many = self.many.filter(|_| rows > ROWS_ALONE && !tapped);
+        let rows_per_block = match many {
+            Some(_) => {
+                let blocks = device.properties().multiprocessors as usize * PROMPT_BLOCK.1;
+                let even = (rows * shape.kv_heads).div_ceil(blocks).next_multiple_of(ROWS_PER_BLOCK);
+                even.min(MOST_ROWS_PER_BLOCK)
+            }
+            None if rows <= ROWS_ALONE => 1,
+            None => ROWS_PER_BLOCK,
+        };
         let params = AppendParams {
             step: *tables,
             pages: pages.layer(layer),
@@ -100,10 +124,12 @@ impl AppendKernel {
             kv_heads: shape.kv_heads as u32,
             rows_per_block: rows_per_block as u32,
         };
-        let grid =
-            LaunchShape::grid2(rows.div_ceil(rows_per_block), shape.kv_heads, 2 * self.head_dim as u32);
-        let grid = grid.shared(Self::shared(self.head_dim)).overlapping();
+        let (function, threads, shared) = match many {
+            Some(many) => (many, PROMPT_BLOCK.0, Self::rotation(self.head_dim)),
+            None => (self.few, 2 * self.head_dim as u32, Self::shared(self.head_dim)),
+        };
+        let grid = LaunchShape::grid2(rows.div_ceil(rows_per_block), shape.kv_heads, threads);
         // SAFETY: the caller's promise.
-        unsafe { device.launch(self.function, grid, params) }
+        unsafe { device.launch(function, grid.shared(shared).overlapping(), params) }
     }
 }

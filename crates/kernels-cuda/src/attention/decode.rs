@@ -234,7 +234,7 @@ impl DecodeMemory {
             queries,
             qkv: projections.map(|p| p.rows),
             new_heads: projections.map(|p| p.constants).unwrap_or_default(),
-            out: call.out,
+            out: call.held_out()?,
             rounded: call.rounded,
             partials: partials.ptr(),
             kv_heads: shape.kv_heads as u32,

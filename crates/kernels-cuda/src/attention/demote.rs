@@ -27,6 +27,8 @@ pub enum Scope {
     AllLayers,
 }
 
+/// Steps of up to this many rows are short, and their kernels overlap.
+const FEW_ROWS: usize = 64;
 /// Blocks on one multiprocessor that do not crowd out the kernels beside them.
 const BLOCKS_PER_MULTIPROCESSOR: usize = 2;
 /// Blocks of a launch that runs alone.
@@ -45,6 +47,8 @@ pub unsafe fn launch(
 ) -> Result<()> {
     let layout = pages.layout();
     let (first, layers, most) = match scope {
+        // The kernels of a prompt fill the GPU one after the other.
+        Scope::Layer(layer) if tables.rows as usize > FEW_ROWS => (layer, 1, MOST_BLOCKS),
         Scope::Layer(layer) => {
             (layer, 1, device.properties().multiprocessors as usize * BLOCKS_PER_MULTIPROCESSOR)
         }

@@ -49,7 +49,7 @@ shared_struct! {
         expanded: Option<DevicePtr<f16>>,
         expanded_head: u64,
         queries: DevicePtr<f32>,
-        out: DevicePtr<f32>,
+        out: Option<DevicePtr<f32>>,
         rounded: Option<DevicePtr<bf16>>,
         query_heads: u32,
         kv_heads: u32,

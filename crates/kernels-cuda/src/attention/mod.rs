@@ -217,8 +217,8 @@ pub struct LayerCall<'a> {
     pub summary: &'a StepSummary,
     pub pages: &'a CudaPages,
     pub queries: Queries,
-    /// f32 `[row][query head][head_dim]`.
-    pub out: DevicePtr<f32>,
+    /// f32 `[row][query head][head_dim]`. [`Path::Prefill`] can do without.
+    pub out: Option<DevicePtr<f32>>,
     /// The same in BF16, if wanted.
     pub rounded: Option<DevicePtr<bf16>>,
 }
@@ -270,6 +270,12 @@ impl LayerCall<'_> {
             Some(kernels) => unsafe { memory.plan(device, kernels, tables, pages, fused) },
             None => Ok(()),
         }
+    }
+
+    /// The f32 output.
+    fn held_out(&self) -> Result<DevicePtr<f32>> {
+        let detail = || "this kernel writes f32".into();
+        self.out.ok_or_else(|| CudaError::Shape { what: "the output of attention", detail: detail() })
     }
 
     /// Rotated queries that are ready.

@@ -102,7 +102,7 @@ shared_struct! {
         step: StepTables,
         pages: DevicePtr<HeadPages>,
         queries: DevicePtr<f32>,
-        out: DevicePtr<f32>,
+        out: Option<DevicePtr<f32>>,
         rounded: Option<DevicePtr<bf16>>,
         query_heads: u32,
         kv_heads: u32,

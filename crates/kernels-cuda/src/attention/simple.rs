@@ -44,7 +44,7 @@ pub unsafe fn launch(device: &Device, function: Function, call: &LayerCall<'_>) 
         step: *call.tables,
         pages: call.pages.layer(call.layer),
         queries: call.ready_queries()?,
-        out: call.out,
+        out: call.held_out()?,
         query_heads: shape.query_heads as u32,
         kv_heads: shape.kv_heads as u32,
         scale: shape.scale,

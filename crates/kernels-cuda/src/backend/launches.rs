@@ -32,7 +32,7 @@ shared_struct! {
     pub struct RmsNormParams {
         pub x: DevicePtr<f32>,
         pub weight: DevicePtr<f32>,
-        pub out: DevicePtr<f32>,
+        pub out: Option<DevicePtr<f32>>,
         pub rounded: Option<DevicePtr<bf16>>,
         pub width: u32,
         pub eps: f32,
@@ -41,7 +41,9 @@ shared_struct! {
 
 shared_struct! {
     pub struct SwigluParams {
-        pub gate_up: DevicePtr<f32>,
+        /// One of the two is read.
+        pub gate_up: Option<DevicePtr<f32>>,
+        pub rounded_gate_up: Option<DevicePtr<bf16>>,
         /// One of the two is written.
         pub out: Option<DevicePtr<f32>>,
         pub rounded: Option<DevicePtr<bf16>>,
@@ -52,7 +54,9 @@ shared_struct! {
 
 shared_struct! {
     pub struct SelectParams {
-        pub x: DevicePtr<f32>,
+        /// One of the two is read.
+        pub x: Option<DevicePtr<f32>>,
+        pub rounded: Option<DevicePtr<bf16>>,
         pub rows: DevicePtr<u32>,
         pub out: DevicePtr<f32>,
         pub width: u32,
@@ -201,8 +205,9 @@ impl Launches {
     /// # Safety
     /// See the module.
     pub unsafe fn rms_norm(&self, rows: usize, p: RmsNormParams) -> Result<()> {
-        // A thread of the kernel holds up to four quads.
-        let threads = (p.width / 8).next_multiple_of(32).clamp(64, 1024);
+        // A thread of the kernel holds up to four quads. Many rows fill the GPU with smaller blocks.
+        let elements = if rows < 256 { 8 } else { 16 };
+        let threads = (p.width / elements).next_multiple_of(32).clamp(64, 1024);
         if !p.width.is_multiple_of(4) || p.width > 16 * threads {
             let detail = format!("rows of {} elements: a multiple of 4 up to 16384 is needed", p.width);
             return Err(CudaError::Shape { what: "a norm", detail });
@@ -214,9 +219,15 @@ impl Launches {
     /// # Safety
     /// See the module.
     pub unsafe fn swiglu(&self, p: SwigluParams) -> Result<()> {
-        let blocks = self.blocks(u64::from(p.rows) * u64::from(p.width));
+        const THREADS: u32 = 256;
+        if !p.width.is_multiple_of(4) {
+            let detail = format!("rows of {} elements: a multiple of 4 is needed", p.width);
+            return Err(CudaError::Shape { what: "a gate", detail });
+        }
+        // Two blocks for a row, so that a thread has a few independent loads.
+        let blocks = (p.rows as usize).min(1 << 16);
         // SAFETY: the caller's promise.
-        unsafe { self.launch(self.swiglu, LaunchShape::new(blocks, 256).overlapping(), p) }
+        unsafe { self.launch(self.swiglu, LaunchShape::grid2(blocks, 2, THREADS).overlapping(), p) }
     }
 
     /// # Safety

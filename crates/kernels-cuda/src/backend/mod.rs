@@ -31,7 +31,7 @@ use crate::transfers::Transfers;
 use launches::Launches;
 use oscar_backend::{
     AttentionKernels, Backend, Benchmarks, CacheHead, Calibrates, HeadShape, HostMatrix,
-    Result as BackendResult, SequenceRows, WeightFormat,
+    Result as BackendResult, SequenceRows, StepTimes, WeightFormat,
 };
 use oscar_codec::{CacheLayout, FullPageId, HeadRotations};
 use std::ops::Range;
@@ -319,5 +319,9 @@ impl Benchmarks for CudaBackend {
     fn randomize(&self, pool: &mut CudaPages, full: usize, coded: usize) -> BackendResult<bool> {
         self.randomize_pages(pool, full, coded)?;
         Ok(true)
+    }
+
+    fn time_steps(&self, on: bool) -> BackendResult<Option<StepTimes>> {
+        Ok(self.device.set_profiling(on)?.map(|profile| profile.parts()))
     }
 }

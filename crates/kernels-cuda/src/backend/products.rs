@@ -5,7 +5,7 @@ use super::launches::{BiasParams, RmsNormParams, RoundParams, SwigluParams};
 use super::rows::{CudaRows, grow};
 use super::{CudaBackend, State};
 use crate::error::{CudaError, Result};
-use crate::gemm::{CudaMatrix, Fp8Kernels, Product as Gemm, Skinny, SkinnyProduct};
+use crate::gemm::{CudaMatrix, Fp8Kernels, Product as Gemm, Skinny, SkinnyProduct, Sums};
 use crate::memory::{Buffer, DeviceSlice};
 use half::bf16;
 use oscar_backend::{Output, Product, WeightFormat};
@@ -38,17 +38,21 @@ impl CudaBackend {
         match norm {
             None if gated => {
                 let mut gate_up = std::mem::take(&mut state.gate_up);
+                // The gated rows of a prompt are rounded anyway. A bias is added in f32.
+                let rounds = Self::rounds(rows) && weight.bias.is_none();
                 let done = self
-                    .linear(state, weight, x, gate_up.set_width(outputs), Output::Replace)
+                    .linear(state, weight, x, gate_up.set_width(outputs), Output::Replace, rounds)
                     .and_then(|()| self.swiglu(&gate_up, out));
                 state.gate_up = gate_up;
                 done
             }
-            None => self.linear(state, weight, x, out, output),
+            None => self.linear(state, weight, x, out, output, false),
             Some((norm, eps)) => {
                 let mut normed = std::mem::take(&mut state.normed);
+                // Only the head multiplies more than the rounded rows of a prompt.
+                let values = !Self::rounds(rows) || output == Output::Logits;
                 let done = self
-                    .rms_norm(x, norm, eps, normed.set_width(x.width()))
+                    .rms_norm(x, norm, eps, normed.set_width(x.width()), values)
                     .and_then(|()| self.product(state, Product { weight, norm: None, output }, &normed, out));
                 state.normed = normed;
                 done
@@ -82,7 +86,8 @@ impl CudaBackend {
     }
 
     /// A product of many rows, or of a shape that the kernel for few rows does not take, by
-    /// cuBLASLt. [`Output::Logits`] keeps 16 bits of the activations' mantissa.
+    /// cuBLASLt. [`Output::Logits`] keeps 16 bits of the activations' mantissa. With `rounds`, `out`
+    /// is BF16 only.
     fn linear(
         &self,
         state: &mut State,
@@ -90,15 +95,16 @@ impl CudaBackend {
         x: &CudaRows,
         out: &mut CudaRows,
         output: Output,
+        rounds: bool,
     ) -> Result<()> {
         let (rows, add, exact) = (x.count(), output == Output::Add, output == Output::Logits);
         if rows > 0 && x.values().is_some() && Skinny::takes(weight, rows) {
             return self.skinny_product(weight, None, x, out, output);
         }
-        if !add {
-            out.resize(&self.device, rows, true, false)?;
+        match add {
+            true => out.drop_rounded(),
+            false => out.resize(&self.device, rows, !rounds, rounds)?,
         }
-        out.drop_rounded();
         if rows == 0 {
             return Ok(());
         }
@@ -123,11 +129,14 @@ impl CudaBackend {
                 high
             }
         };
-        let result = out.held_values("a product")?;
+        let result = match out.rounded() {
+            Some(rounded) => Sums::Bf16(rounded),
+            None => Sums::F32(out.held_values("a product")?),
+        };
         for panel in weight.panels() {
             let (outputs, inputs, stride) = (panel.len(), weight.inputs, weight.outputs);
             let weights = self.panel(weight, &panel, expanded)?;
-            let out = result.part(panel.start..result.len())?;
+            let out = result.from(panel.start)?;
             let product = Gemm { rows, outputs, inputs, stride, add };
             cublaslt.enqueue(product, weights, rounded, out)?;
             if let Some(low) = low_parts {
@@ -136,32 +145,35 @@ impl CudaBackend {
         }
         if let Some(bias) = &weight.bias {
             let (width, rows) = (weight.outputs as u32, rows as u32);
-            let p = BiasParams { bias: bias.ptr(), out: result.ptr(), width, rows };
+            let sums = out.held_values("a product")?.ptr();
+            let p = BiasParams { bias: bias.ptr(), out: sums, width, rows };
             // SAFETY: `out` has `rows` rows of `width`, and the bias has `width` numbers.
             unsafe { self.launches.bias(p) }?;
         }
         Ok(())
     }
 
+    /// The result is BF16 in steps of many rows, and f32 with `values`.
     pub(super) fn rms_norm(
         &self,
         x: &CudaRows,
         weight: &CudaVector,
         eps: f32,
         out: &mut CudaRows,
+        values: bool,
     ) -> Result<()> {
         if weight.len != x.width() || out.width() != x.width() {
             let detail = format!("{} weights for rows of {}", weight.len, x.width());
             return Err(CudaError::Shape { what: "a norm", detail });
         }
-        out.resize(&self.device, x.count(), true, Self::rounds(x.count()))?;
+        out.resize(&self.device, x.count(), values, Self::rounds(x.count()))?;
         if x.count() == 0 {
             return Ok(());
         }
         let p = RmsNormParams {
             x: x.held_values("a norm")?.ptr(),
             weight: weight.values.ptr(),
-            out: out.held_values("a norm")?.ptr(),
+            out: out.values().map(|out| out.ptr()),
             rounded: out.rounded_ptr(),
             width: x.width() as u32,
             eps,
@@ -183,14 +195,18 @@ impl CudaBackend {
             return Ok(());
         }
         let p = SwigluParams {
-            gate_up: gate_up.held_values("a gate")?.ptr(),
+            gate_up: gate_up.values().map(|rows| rows.ptr()),
+            rounded_gate_up: gate_up.rounded_ptr(),
             out: out.values().map(|out| out.ptr()),
             rounded: out.rounded_ptr(),
             width: out.width() as u32,
             rows: rows as u32,
         };
-        // SAFETY: `gate_up` has `rows` rows of 2 · `width`, `out` as many of `width` in one of its
-        // forms.
+        if p.gate_up.is_none() && p.rounded_gate_up.is_none() {
+            return Err(CudaError::Shape { what: "a gate", detail: "its rows hold nothing".into() });
+        }
+        // SAFETY: `gate_up` has `rows` rows of 2 · `width` in one of its forms (checked), `out` as many
+        // of `width`.
         unsafe { self.launches.swiglu(p) }
     }
 

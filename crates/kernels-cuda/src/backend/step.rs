@@ -9,7 +9,6 @@ use crate::attention::demote::Scope;
 use crate::attention::{LayerCall, Path};
 use crate::error::{CudaError, Result};
 use crate::gemm::CudaMatrix;
-use crate::memory::DevicePtr;
 use crate::pages::CudaPages;
 use crate::step::{StepSummary, StepTables};
 use crate::storage::Storage;
@@ -135,12 +134,14 @@ impl<'s> CudaStep<'s> {
         Ok(Projections { rows: qkv.held_values("the heads of a layer")?.ptr(), constants })
     }
 
-    /// The part of `attend` before attention, in a launch of its own: for checks.
+    /// The part of `attend` before attention, in a launch of its own. With `tapped`, `qkv` gets
+    /// QK-norm and RoPE in place; otherwise it holds nothing of use afterwards.
     pub fn append(
         &mut self,
         heads: &LayerHeads<'_, CudaBackend>,
         qkv: &mut CudaRows,
         queries: &mut CudaRows,
+        tapped: bool,
     ) -> Result<()> {
         self.plan(true)?;
         let projections = self.projections(heads, qkv)?;
@@ -152,7 +153,7 @@ impl<'s> CudaStep<'s> {
         let out = queries.held_values("queries")?.ptr();
         // SAFETY: `projections` were checked against the step and the cache; `queries` have as many
         // rows; the tables are those of this step.
-        unsafe { append.launch(device, heads.layer, tables, self.pool, projections, out) }
+        unsafe { append.launch(device, heads.layer, tables, self.pool, projections, out, tapped) }
     }
 
     /// Quantizes the tiles that this layer has to.
@@ -178,7 +179,7 @@ impl<'s> CudaStep<'s> {
             return Err(CudaError::Shape { what: "queries", detail });
         }
         let queries = Queries::Ready(queries.held_values("queries")?.ptr());
-        self.run_attention(layer, queries, rows, out)
+        self.run_attention(layer, queries, rows, out, true)
     }
 
     fn run_attention(
@@ -187,6 +188,7 @@ impl<'s> CudaStep<'s> {
         queries: Queries,
         rows: usize,
         out: &mut CudaRows,
+        tapped: bool,
     ) -> Result<()> {
         let Self { backend, state, pool, planned, .. } = self;
         let Some(Planned { tables, summary, path }) = planned else { return Ok(()) };
@@ -195,8 +197,10 @@ impl<'s> CudaStep<'s> {
             let detail = format!("{} for {shape:?}", out.width());
             return Err(CudaError::Shape { what: "the output of attention", detail });
         }
-        out.resize(&backend.device, rows, true, CudaBackend::rounds(rows))?;
-        let (values, rounded) = (out.held_values("the output of attention")?.ptr(), out.rounded_ptr());
+        // The product after it reads the rounded rows of a prompt.
+        let rounds = CudaBackend::rounds(rows);
+        out.resize(&backend.device, rows, tapped || !rounds || *path != Path::Prefill, rounds)?;
+        let (values, rounded) = (out.values().map(|out| out.ptr()), out.rounded_ptr());
         let call = LayerCall { layer, tables, summary, pages: pool, queries, out: values, rounded };
         let State { decode, expanded_pages, .. } = &mut **state;
         // SAFETY: the tables are of this step, over these pages; `queries` and `out` have the step's rows
@@ -215,7 +219,7 @@ impl<'s> CudaStep<'s> {
         eps: f32,
         out: &mut CudaRows,
     ) -> Result<()> {
-        self.backend.rms_norm(x, weight, eps, out)
+        self.backend.rms_norm(x, weight, eps, out, true)
     }
 
     /// The gate alone, of rows of `[gate | up]`: for checks.
@@ -241,20 +245,24 @@ impl<'s> CudaStep<'s> {
         if rows.is_empty() {
             return Ok(());
         }
-        let from: DevicePtr<f32> = x.held_values("a selection")?.ptr();
-        let to = out.held_values("a selection")?.ptr();
-        let p = SelectParams { x: from, rows: ids, out: to, width: x.width() as u32 };
+        let p = SelectParams {
+            x: x.values().map(|x| x.ptr()),
+            rounded: x.rounded_ptr(),
+            rows: ids,
+            out: out.held_values("a selection")?.ptr(),
+            width: x.width() as u32,
+        };
         // SAFETY: the rows are rows of `x` (checked), and `out` has one for each, of the same
         // width.
         unsafe { backend.launches.select(rows.len(), p) }
     }
 }
 
-/// Rows that are read one by one must be there, in f32.
+/// Rows that are read one by one must be there, in one of their forms.
 fn check_rows(x: &CudaRows, rows: &[usize]) -> Result<()> {
-    let held = x.values().is_some();
+    let held = x.values().is_some() || x.rounded().is_some();
     if let Some(bad) = rows.iter().find(|&&r| r >= x.count() || !held) {
-        let detail = format!("row {bad} of {}, in f32: {held}", x.count());
+        let detail = format!("row {bad} of {}, which hold something: {held}", x.count());
         return Err(CudaError::Shape { what: "a choice of rows", detail });
     }
     Ok(())
@@ -318,7 +326,7 @@ impl Step<CudaBackend> for CudaStep<'_> {
                 Queries::FromProjections(self.projections(&heads, qkv)?)
             }
             false => {
-                self.append(&heads, qkv, &mut queries)?;
+                self.append(&heads, qkv, &mut queries, tap.is_some())?;
                 Queries::Ready(queries.held_values("queries")?.ptr())
             }
         };
@@ -326,7 +334,7 @@ impl Step<CudaBackend> for CudaStep<'_> {
             tap.heads(layer, &mut self.tapped(qkv))?;
         }
         self.demote(layer)?;
-        self.run_attention(layer, queries_from, qkv.count(), out)?;
+        self.run_attention(layer, queries_from, qkv.count(), out, tap.is_some())?;
         if let Some(tap) = tap {
             tap.attended(layer, &mut self.tapped(out))?;
         }
@@ -339,8 +347,8 @@ impl Step<CudaBackend> for CudaStep<'_> {
         if rows.is_empty() {
             return Ok(self.backend.device.synchronize()?);
         }
-        if rows.iter().copied().eq(0..x.count()) {
-            return Ok(self.state.transfers.download(x.held_values("rows to read")?, out)?);
+        if let (Some(values), true) = (x.values(), rows.iter().copied().eq(0..x.count())) {
+            return Ok(self.state.transfers.download(values, out)?);
         }
         let mut selected = std::mem::take(&mut self.state.selected);
         let done = self

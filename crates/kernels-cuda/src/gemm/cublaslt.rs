@@ -1,9 +1,10 @@
-//! Large matrix products by cuBLASLt: BF16 operands, f32 sums.
+//! Large matrix products by cuBLASLt: BF16 operands, f32 sums, which may be rounded at the end.
 
 use crate::device::Device;
 use crate::error::{CudaError, Result};
 use crate::library;
 use crate::memory::{Buffer, DeviceSlice};
+use crate::profile::CUBLASLT;
 use cudarc::cublaslt::sys::{self, cublasStatus_t};
 use half::bf16;
 use std::collections::HashMap;
@@ -26,6 +27,38 @@ pub(crate) struct Product {
     pub add: bool,
 }
 
+/// Where a product goes.
+#[derive(Clone, Copy)]
+pub(crate) enum Sums<'a> {
+    F32(DeviceSlice<'a, f32>),
+    /// Rounded.
+    Bf16(DeviceSlice<'a, bf16>),
+}
+
+impl<'a> Sums<'a> {
+    fn len(&self) -> usize {
+        match self {
+            Self::F32(out) => out.len(),
+            Self::Bf16(out) => out.len(),
+        }
+    }
+
+    fn address(&self) -> u64 {
+        match self {
+            Self::F32(out) => out.ptr().address(),
+            Self::Bf16(out) => out.ptr().address(),
+        }
+    }
+
+    /// Everything from element `first` on.
+    pub fn from(&self, first: usize) -> Result<Self> {
+        Ok(match self {
+            Self::F32(out) => Self::F32(out.part(first..out.len())?),
+            Self::Bf16(out) => Self::Bf16(out.part(first..out.len())?),
+        })
+    }
+}
+
 impl Product {
     /// Whether slices of these lengths hold the operands.
     fn fits(self, weights: usize, x: usize, out: usize) -> bool {
@@ -43,7 +76,8 @@ pub(crate) struct CublasLt {
     device: Device,
     handle: sys::cublasLtHandle_t,
     workspace: Buffer,
-    plans: HashMap<Product, Plan>,
+    /// By product, and whether its sums are rounded.
+    plans: HashMap<(Product, bool), Plan>,
 }
 
 struct Plan {
@@ -75,7 +109,7 @@ impl CublasLt {
         product: Product,
         weights: DeviceSlice<'_, bf16>,
         x: DeviceSlice<'_, bf16>,
-        out: DeviceSlice<'_, f32>,
+        out: Sums<'_>,
     ) -> Result<()> {
         if !product.fits(weights.len(), x.len(), out.len()) {
             let detail = format!("{product:?} of {}, {} and {} elements", weights.len(), x.len(), out.len());
@@ -83,40 +117,44 @@ impl CublasLt {
         }
         self.device.flush()?;
         self.device.enter()?;
-        if !self.plans.contains_key(&product) {
-            let plan = self.plan(product)?;
-            self.plans.insert(product, plan);
+        let key = (product, matches!(out, Sums::Bf16(_)));
+        if !self.plans.contains_key(&key) {
+            let plan = self.plan(product, key.1)?;
+            self.plans.insert(key, plan);
         }
-        let plan = &self.plans[&product];
+        let plan = &self.plans[&key];
         let (alpha, beta) = (1f32, if product.add { 1f32 } else { 0f32 });
-        let (weights, x, out) = (weights.ptr().address(), x.ptr().address(), out.ptr().address());
+        let (weights, x, out) = (weights.ptr().address(), x.ptr().address(), out.address());
         // SAFETY: descriptors of this product, operands of its sizes (checked), our own workspace
         // and stream.
-        check("cublasLtMatmul", unsafe {
-            sys::cublasLtMatmul(
-                self.handle,
-                plan.operation,
-                std::ptr::from_ref(&alpha).cast(),
-                weights as *const c_void,
-                plan.weights,
-                x as *const c_void,
-                plan.x,
-                std::ptr::from_ref(&beta).cast(),
-                out as *const c_void,
-                plan.out,
-                out as *mut c_void,
-                plan.out,
-                &plan.algorithm,
-                self.workspace.ptr::<u8>().address() as *mut c_void,
-                WORKSPACE,
-                self.device.stream().cast(),
-            )
-        })
+        let enqueue = || {
+            check("cublasLtMatmul", unsafe {
+                sys::cublasLtMatmul(
+                    self.handle,
+                    plan.operation,
+                    std::ptr::from_ref(&alpha).cast(),
+                    weights as *const c_void,
+                    plan.weights,
+                    x as *const c_void,
+                    plan.x,
+                    std::ptr::from_ref(&beta).cast(),
+                    out as *const c_void,
+                    plan.out,
+                    out as *mut c_void,
+                    plan.out,
+                    &plan.algorithm,
+                    self.workspace.ptr::<u8>().address() as *mut c_void,
+                    WORKSPACE,
+                    self.device.stream().cast(),
+                )
+            })
+        };
+        self.device.timed(&mut self.device.recorder(), CUBLASLT, enqueue)
     }
 
     /// The library counts in columns: our row-major `out` is its column-major `outputs × rows`, so
     /// it multiplies the transposed weights with `x`.
-    fn plan(&self, p: Product) -> Result<Plan> {
+    fn plan(&self, p: Product, rounded: bool) -> Result<Plan> {
         use sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA;
         use sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
         use sys::cudaDataType_t::{CUDA_R_16BF, CUDA_R_32F};
@@ -153,7 +191,8 @@ impl CublasLt {
             };
             layout(&mut weights, CUDA_R_16BF, inputs, outputs, inputs as i64)?;
             layout(&mut x, CUDA_R_16BF, inputs, rows, inputs as i64)?;
-            layout(&mut out, CUDA_R_32F, outputs, rows, stride)?;
+            let sums = if rounded { CUDA_R_16BF } else { CUDA_R_32F };
+            layout(&mut out, sums, outputs, rows, stride)?;
             check("cublasLtMatmulPreferenceCreate", sys::cublasLtMatmulPreferenceCreate(&mut preference))?;
             check(
                 "cublasLtMatmulPreferenceSetAttribute",

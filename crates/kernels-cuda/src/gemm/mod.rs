@@ -6,7 +6,7 @@ mod cublaslt;
 mod fp8;
 mod skinny;
 
-pub(crate) use cublaslt::{CublasLt, Product};
+pub(crate) use cublaslt::{CublasLt, Product, Sums};
 pub(crate) use fp8::{Fp8Kernels, random_scale};
 pub(crate) use skinny::{MOST_ROWS, Skinny, SkinnyProduct, SkinnyShape};
 

@@ -4,6 +4,7 @@ mod attention;
 mod attention_gpu;
 mod gemm;
 mod model;
+mod prefill;
 mod serve;
 
 use crate::table;
@@ -36,7 +37,7 @@ pub fn run(args: &Args) -> Result<()> {
     match &args.what {
         What::Gemm(args) => gemm::run(args),
         What::Attention(args) => attention::run(args),
-        What::Prefill(args) => model::prefill(args),
+        What::Prefill(args) => prefill::run(args),
         What::Decode(args) => model::decode(args),
         What::Serve(args) => serve::run(args),
     }

@@ -1,10 +1,10 @@
-//! `oscar bench prefill` and `oscar bench decode`: whole models.
+//! `oscar bench decode`: steps of whole models; and the models of both benchmarks.
 
 use super::report;
 use crate::device::AnyBackend;
 use crate::options::{CacheArgs, ModelArgs, WeightsArg};
 use crate::progress;
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use oscar_backend::{Backend, Pick, WeightFormat};
 use oscar_bench::{Row, random_tokens};
 use oscar_codec::{CacheLayout, CodeLayout, KvFormat, PAGE_TOKENS, RotationKind, RotationSet};
@@ -18,7 +18,7 @@ use std::time::Duration;
 #[derive(clap::Args)]
 pub struct Args {
     #[command(flatten)]
-    model: ModelArgs,
+    pub(super) model: ModelArgs,
     #[command(flatten)]
     cache: CacheArgs,
     /// Random weights of a published model's shape instead of a model: qwen3-0.6b, qwen3-4b, qwen3-8b, qwen3-32b
@@ -26,34 +26,39 @@ pub struct Args {
     shape: Option<DecoderConfig>,
     /// KV formats to compare; ratios are against the first
     #[arg(long, value_name = "FORMAT[,FORMAT…]", value_delimiter = ',', default_values = ["bf16", "oscar2", "oscar"])]
-    kv: Vec<KvFormat>,
+    pub(super) kv: Vec<KvFormat>,
     /// Tokens in the cache
     #[arg(long, value_name = "N[,N…]", value_delimiter = ',', default_values_t = [4096])]
-    context: Vec<usize>,
+    pub(super) context: Vec<usize>,
     /// Sequences decoded together (decode only)
     #[arg(long, value_name = "N[,N…]", value_delimiter = ',', default_values_t = [1])]
-    batch: Vec<usize>,
+    pub(super) batch: Vec<usize>,
     /// Timed repetitions: decode steps (64 if absent, after which coding and pages are where they were) or whole prompts (3 if
     /// absent)
     #[arg(long, value_name = "N")]
-    repetitions: Option<usize>,
-    /// Also print where the time of a decode step goes, by kernel (GPUs)
+    pub(super) repetitions: Option<usize>,
+    /// Also print where the time goes, by kernel (GPUs): of a decode step, or of a whole prompt
     #[arg(long)]
-    profile: bool,
+    pub(super) profile: bool,
     /// One JSON object a line
     #[arg(long)]
-    json: bool,
+    pub(super) json: bool,
 }
 
 impl Args {
-    fn check(&self) -> Result<()> {
+    pub(super) fn check(&self) -> Result<()> {
         if self.context.contains(&0) || self.batch.contains(&0) || self.repetitions == Some(0) {
             bail!("--context, --batch and --repetitions must be at least 1");
         }
         Ok(())
     }
 
-    fn runner(&self, format: KvFormat, context: usize, batch: usize) -> Result<Runner<AnyBackend>> {
+    pub(super) fn runner(
+        &self,
+        format: KvFormat,
+        context: usize,
+        batch: usize,
+    ) -> Result<Runner<AnyBackend>> {
         if let Some(config) = &self.shape {
             return self.random_runner(config, format, context, batch);
         }
@@ -138,55 +143,6 @@ impl Args {
 
 fn parse_shape(name: &str) -> Result<DecoderConfig, String> {
     shapes::shape(name).ok_or_else(|| format!("'{name}' is no known shape: {}", shapes::NAMES.join(", ")))
-}
-
-pub fn prefill(args: &Args) -> Result<()> {
-    args.check()?;
-    if args.batch != [1] {
-        bail!("--batch: prefill is measured one sequence at a time; leave it out");
-    }
-    let mut rows = Vec::new();
-    let mut last = None;
-    for &context in &args.context {
-        for &format in &args.kv {
-            let mut runner = args.runner(format, context, 1)?;
-            let tokens = random_tokens(context, runner.config().vocab_size, 1);
-            let mut cache_bytes = 0;
-            let mut failure = None;
-            let timing = time_median(1, args.repetitions.unwrap_or(3), || {
-                let mut sequence = Sequence::new();
-                if let Err(error) = runner.prefill(&mut sequence, &tokens, &mut StepOutput::default(), |_| {})
-                {
-                    failure.get_or_insert(error);
-                }
-                cache_bytes = runner.usage().bytes;
-            });
-            if let Some(error) = failure {
-                return Err(error.into());
-            }
-            rows.push(Row {
-                kv: format.to_string(),
-                device: runner.backend().name(),
-                context,
-                batch: 1,
-                tokens: context,
-                typical: timing.median,
-                timing,
-                bytes: cache_bytes,
-                cache_bytes,
-                extra: json!({"bench": "prefill", "prefill_chunk": runner.prefill_chunk(), "peak_rss_bytes": peak_rss()}),
-            });
-            last = Some(runner);
-        }
-    }
-    let peak = peak_rss();
-    // The ceiling needs a large buffer of its own, so it is measured after the peak was read.
-    let limit = last.context("no context and format to measure")?.backend().read_ceiling()?;
-    report(&rows, limit, args.json);
-    if let (false, Some(peak)) = (args.json, peak) {
-        println!("\npeak resident memory of this process, all formats above: {}", progress::bytes(peak));
-    }
-    Ok(())
 }
 
 /// How far a sequence of a batch lags behind the first: every place of a page and of a tile is taken before one is taken twice.
@@ -287,15 +243,16 @@ pub fn decode(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Kernels of one step, the longest first. Timed one by one, so that nothing overlaps as it does in a real step.
-fn print_profile(what: &str, profile: Option<Profile>) {
+/// Kernels of some steps, the longest first.
+pub(super) fn print_profile(what: &str, profile: Option<Profile>) {
     let Some(profile) = profile else { return };
-    let mut kernels: Vec<_> = profile.into_iter().collect();
+    let mut kernels: Vec<_> = profile.kernels.into_iter().collect();
     kernels.sort_by(|a, b| b.1.1.total_cmp(&a.1.1));
-    eprintln!("{what}, one step without its embedding and first product:");
+    eprintln!("{what}, launches timed one by one:");
     for (name, (count, us)) in kernels {
         eprintln!("  {us:9.1} µs  {count:4} × {:7.2} µs  {}", us / count as f64, name.to_string_lossy());
     }
+    eprintln!("  {:9.1} µs  between launches", profile.idle);
 }
 
 fn print_host_times(host: &HostTimes) {
@@ -345,13 +302,4 @@ impl Capacity {
             );
         }
     }
-}
-
-/// High-water mark of resident memory, where the system tells it.
-fn peak_rss() -> Option<usize> {
-    let status = std::fs::read_to_string("/proc/self/status").ok()?;
-    let kib: usize = status
-        .lines()
-        .find_map(|l| l.strip_prefix("VmHWM:")?.trim().strip_suffix("kB")?.trim().parse().ok())?;
-    Some(kib * 1024)
 }
