@@ -5,8 +5,8 @@
 
 use anyhow::{Context, Result};
 use oscar_engine::{
-    EngineApi, EngineInfo, EngineStats, Event, EventSink, FinishReason, Request, RequestError, RequestId,
-    Usage,
+    EngineApi, EngineInfo, EngineStats, Event, EventSink, FinishReason, Health, Request, RequestError,
+    RequestId, Usage,
 };
 use oscar_server::{GenerationDefaults, ServerConfig, serve_on};
 use oscar_text::ModelText;
@@ -93,6 +93,10 @@ impl EngineApi for HttpEngine {
 
     fn info(&self) -> &EngineInfo {
         self.engine.info()
+    }
+
+    fn health(&self) -> Health {
+        self.engine.health()
     }
 }
 

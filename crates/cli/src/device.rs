@@ -11,6 +11,7 @@ use oscar_kernels_cpu::backend::{CpuBackend, CpuStep};
 use oscar_kernels_cpu::bandwidth;
 use oscar_kernels_cuda::{CudaBackend, CudaStep, read_ceiling};
 use std::ops::Range;
+use std::time::Duration;
 
 type Cpu = CpuBackend;
 type Cuda = CudaBackend;
@@ -66,6 +67,15 @@ impl AnyBackend {
             Self::Cpu(_) => SchedulerOptions::default().prefill_chunk,
             Self::Cuda(_) => 3960,
         }
+    }
+
+    /// Time after which a step counts as stuck, unless the user says otherwise. A prompt step of a
+    /// large model takes minutes on a small CPU.
+    pub fn default_stuck_after(&self) -> Duration {
+        Duration::from_secs(match self {
+            Self::Cpu(_) => 1800,
+            Self::Cuda(_) => 120,
+        })
     }
 
     /// The GPU, or what is missing to use it.
@@ -224,6 +234,8 @@ impl Backend for AnyBackend {
         sequences: &'s [SequenceRows<'s>],
         pool: &'s mut Self::Pool,
     ) -> BackendResult<AnyStep<'s>> {
+        #[cfg(debug_assertions)]
+        crate::test_fault::strike()?;
         Ok(match self {
             Self::Cpu(backend) => AnyStep::Cpu(backend.step(sequences, pool.cpu_mut())?),
             Self::Cuda(backend) => AnyStep::Cuda(Box::new(backend.step(sequences, pool.cuda_mut())?)),

@@ -9,6 +9,8 @@ mod device;
 mod options;
 mod progress;
 mod table;
+#[cfg(debug_assertions)]
+mod test_fault;
 
 use clap::{Parser, Subcommand};
 use std::process::ExitCode;

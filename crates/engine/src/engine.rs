@@ -1,8 +1,11 @@
 //! The handle of an engine: takes requests from any thread, refuses those it has no room for, and
 //! passes the rest to the one thread that owns the model.
 
+use crate::heartbeat::Heartbeat;
 use crate::live::Submission;
-use crate::request::{EngineApi, EngineInfo, EngineStats, EventSink, Request, RequestError, RequestId};
+use crate::request::{
+    EngineApi, EngineInfo, EngineStats, EventSink, Health, Request, RequestError, RequestId,
+};
 use crate::scheduler::SchedulerOptions;
 use crate::worker::{Command, Worker};
 use oscar_backend::Backend;
@@ -12,6 +15,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
+use std::time::Duration;
 use tracing::Span;
 
 /// How an engine is to serve.
@@ -29,6 +33,9 @@ pub struct EngineOptions {
     /// demoted where the device cannot read such a tail. Off by default: measurements must be
     /// exact.
     pub demote_idle_tails: bool,
+    /// A step that takes longer than this, and than ten times the longest step so far, counts as
+    /// stuck. No step ever does if absent.
+    pub stuck_after: Option<Duration>,
 }
 
 impl EngineOptions {
@@ -39,6 +46,7 @@ impl EngineOptions {
             max_queue: 256,
             prefix_cache: true,
             demote_idle_tails: false,
+            stuck_after: None,
         }
     }
 }
@@ -53,6 +61,9 @@ pub struct EngineState {
     /// Requests taken that have not had a place in a step.
     queued: AtomicUsize,
     closed: AtomicBool,
+    heartbeat: Heartbeat,
+    /// Why the engine's thread ended, if nobody asked it to.
+    failure: Mutex<Option<String>>,
     max_queue: usize,
     layout: CacheLayout,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -66,6 +77,27 @@ impl EngineState {
     /// Refuses all requests from now on.
     pub fn close(&self) {
         self.closed.store(true, Ordering::SeqCst);
+    }
+
+    /// Closes the engine for good and keeps the reason.
+    pub fn fail(&self, reason: String) {
+        *lock(&self.failure) = Some(reason);
+        self.close();
+    }
+
+    pub fn heartbeat(&self) -> &Heartbeat {
+        &self.heartbeat
+    }
+
+    fn health(&self) -> Health {
+        if let Some(reason) = lock(&self.failure).clone() {
+            return Health::Dead { reason };
+        }
+        // A thread that ended without a word. `shutdown` takes the handle before it ends the thread.
+        if lock(&self.thread).as_ref().is_some_and(JoinHandle::is_finished) {
+            return Health::Dead { reason: "its thread has ended".into() };
+        }
+        self.heartbeat.stuck_for().map_or(Health::Alive, |time| Health::Stuck { seconds: time.as_secs() })
     }
 }
 
@@ -119,6 +151,8 @@ impl Engine {
             stats: Mutex::default(),
             queued: AtomicUsize::new(0),
             closed: AtomicBool::new(false),
+            heartbeat: Heartbeat::new(options.stuck_after),
+            failure: Mutex::default(),
             max_queue: options.max_queue,
             layout,
             thread: Mutex::new(None),
@@ -159,8 +193,8 @@ impl EngineHandle {
     /// to show none.
     pub fn shutdown(&self) {
         self.state.close();
-        let _ = self.commands.send(Command::Stop);
         let thread = lock(&self.state.thread).take();
+        let _ = self.commands.send(Command::Stop);
         if let Some(thread) = thread {
             // The worker catches its own panics; should one escape, there is nothing left to end.
             let _ = thread.join();
@@ -209,5 +243,9 @@ impl EngineApi for EngineHandle {
 
     fn info(&self) -> &EngineInfo {
         &self.state.info
+    }
+
+    fn health(&self) -> Health {
+        self.state.health()
     }
 }

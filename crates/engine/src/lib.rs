@@ -16,6 +16,7 @@
 mod constraint;
 pub mod cost;
 mod engine;
+mod heartbeat;
 mod ledger;
 mod live;
 mod logprobs;
@@ -31,7 +32,7 @@ pub use engine::{Engine, EngineHandle, EngineOptions};
 pub use oscar_cache::CacheSalt;
 
 pub use request::{
-    EngineApi, EngineInfo, EngineStats, Event, EventSink, FinishReason, GenerationParams, Request,
+    EngineApi, EngineInfo, EngineStats, Event, EventSink, FinishReason, GenerationParams, Health, Request,
     RequestError, RequestId, RunningRequest, TokenLogprobs, Usage,
 };
 pub use sampling::{Allowed, Sampler, SamplingError, SamplingParams};

@@ -221,6 +221,19 @@ pub trait EngineApi: Send + Sync {
     /// Refuses new requests; running ones go on.
     fn drain(&self);
     fn info(&self) -> &EngineInfo;
+    /// Whether the engine can still answer. Never waits for the engine.
+    fn health(&self) -> Health;
+}
+
+/// Whether an engine works.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Health {
+    /// It waits for requests, or its step has not run for long.
+    Alive,
+    /// One step has been running for longer than any should take.
+    Stuck { seconds: u64 },
+    /// Its thread has ended, and not because it was told to.
+    Dead { reason: String },
 }
 
 /// Fixed facts of a running engine.

@@ -1,8 +1,9 @@
 //! The engine thread between two looks at its inbox: takes requests, runs steps, ends requests.
 //!
 //! **Invariants:** every accepted request ends with exactly one `Done` or `Failed`. An error or a
-//! panic in a step fails only the requests of that step. Nothing is sent to a client before
-//! [`Serving::deliver`].
+//! panic in a step fails only the requests of that step, unless the device itself failed: then
+//! its contents are lost and the engine ends ([`Serving::device_failure`]). Nothing is sent to a
+//! client before [`Serving::deliver`].
 
 use crate::constraint::prepare_during;
 use crate::cost::CostModel;
@@ -12,7 +13,7 @@ use crate::live::{Live, LiveRequests, Scores, Stage, StepParts, Submission, deli
 use crate::request::{EngineStats, Event, FinishReason, RequestError, RequestId, Usage};
 use crate::scheduler::{Scheduler, SchedulerOptions, SequenceId, StepPlan, Work};
 use crate::statistics::Statistics;
-use oscar_backend::Backend;
+use oscar_backend::{Backend, BackendError};
 use oscar_cache::{RadixCache, Reclaimed};
 use oscar_codec::PAGE_TOKENS;
 use oscar_runner::{Logits, Runner, StepError, StepOutput, StepRequest};
@@ -34,6 +35,8 @@ pub struct Serving<B: Backend> {
     live: LiveRequests,
     statistics: Statistics,
     output: StepOutput,
+    /// The device failed, and with it everything that it held.
+    device_failure: Option<String>,
 }
 
 impl<B: Backend> Serving<B> {
@@ -56,7 +59,13 @@ impl<B: Backend> Serving<B> {
             live: LiveRequests::default(),
             statistics: Statistics::default(),
             output: StepOutput::default(),
+            device_failure: None,
         }
+    }
+
+    /// Why no further step can succeed, if that is so.
+    pub fn device_failure(&self) -> Option<&str> {
+        self.device_failure.as_deref()
     }
 
     pub fn is_idle(&self) -> bool {
@@ -133,9 +142,10 @@ impl<B: Backend> Serving<B> {
         counters.demoted_tail_pages += reclaimed.demoted as u64;
         counters.preemptions += plan.preempted.len() as u64;
         self.note_changes(&plan);
-        if let Err(message) = self.demote_tails() {
+        if let Err(failure) = self.demote_tails() {
             // Quantized rows are missing although the tree relies on them: nothing that is stored
             // can be trusted.
+            let message = self.note_failure(failure);
             return self.forget_everything(&message);
         }
         for &id in &plan.exhausted {
@@ -159,7 +169,7 @@ impl<B: Backend> Serving<B> {
     }
 
     /// Quantizes the tails that the prefix cache gave up while the step was planned.
-    fn demote_tails(&mut self) -> Result<(), String> {
+    fn demote_tails(&mut self) -> Result<(), Failure> {
         let tails = self.cache.as_mut().map(RadixCache::take_demotions).unwrap_or_default();
         caught(|| self.runner.demote_tails(&tails))
     }
@@ -192,7 +202,8 @@ impl<B: Backend> Serving<B> {
         let before = boundaries(&self.runner, &requests);
         let outcome =
             prepare_during(&mut guides, || caught(|| self.runner.step(&mut requests, &mut self.output)));
-        if let Err(message) = outcome {
+        if let Err(failure) = outcome {
+            let message = self.note_failure(failure);
             // Their pages may hold anything: they are dropped, not published.
             for work in work {
                 self.fail(work.id.request, &RequestError::Engine(message.clone()));
@@ -327,6 +338,14 @@ impl<B: Backend> Serving<B> {
         self.fail(id.request, &RequestError::TooLarge { needed, budget: self.runner.usage().budget });
     }
 
+    /// Keeps the failure of a device; returns the message for the requests.
+    fn note_failure(&mut self, failure: Failure) -> String {
+        if failure.of_device {
+            self.device_failure = Some(failure.message.clone());
+        }
+        failure.message
+    }
+
     /// Fails the running requests and empties the prefix cache.
     fn forget_everything(&mut self, message: &str) {
         for id in self.live.ids(Live::is_running) {
@@ -344,11 +363,21 @@ fn boundaries<B: Backend>(runner: &Runner<B>, requests: &[StepRequest<'_>]) -> u
     requests.iter().map(|request| request.sequence.boundary(runner.layout())).sum()
 }
 
-/// Runs what may fail or panic; the message of either.
-fn caught(run: impl FnOnce() -> Result<(), StepError>) -> Result<(), String> {
+/// A step that did not succeed.
+struct Failure {
+    message: String,
+    /// The device failed: its contents are lost.
+    of_device: bool,
+}
+
+/// Runs what may fail or panic.
+fn caught(run: impl FnOnce() -> Result<(), StepError>) -> Result<(), Failure> {
     match catch_unwind(AssertUnwindSafe(run)) {
-        Ok(outcome) => outcome.map_err(|error| error.to_string()),
-        Err(panic) => Err(panic_message(&*panic)),
+        Ok(outcome) => outcome.map_err(|error| Failure {
+            of_device: matches!(error, StepError::Backend(BackendError::Device { .. })),
+            message: error.to_string(),
+        }),
+        Err(panic) => Err(Failure { message: panic_message(&*panic), of_device: false }),
     }
 }
 

@@ -40,11 +40,19 @@ impl<B: Backend> Worker<B> {
     /// Serves until it is told to stop. Requests that still wait then are told why.
     pub fn run(mut self) {
         let ended = catch_unwind(AssertUnwindSafe(|| self.serve()));
-        self.state.close();
-        let error = match ended {
-            Ok(()) => RequestError::ShuttingDown,
-            Err(panic) => RequestError::Engine(panic_message(&*panic)),
+        let failure = match ended {
+            Ok(()) => self.serving.device_failure().map(str::to_owned),
+            Err(panic) => Some(panic_message(&*panic)),
         };
+        let error = match failure {
+            None => RequestError::ShuttingDown,
+            Some(reason) => {
+                tracing::error!(reason, "the engine has stopped");
+                self.state.fail(reason.clone());
+                RequestError::Engine(reason)
+            }
+        };
+        self.state.close();
         self.serving.fail_all(&error);
         while let Ok(command) = self.inbox.try_recv() {
             if let Command::Submit(submission) = command {
@@ -54,9 +62,11 @@ impl<B: Backend> Worker<B> {
         self.publish(true);
     }
 
+    /// Returns when the engine is told to stop, or when the device has failed.
     fn serve(&mut self) {
         self.publish(true);
-        loop {
+        let state = self.state.clone();
+        while self.serving.device_failure().is_none() {
             let command = match self.serving.is_idle() {
                 true => self.inbox.recv().map_err(|_| TryRecvError::Disconnected),
                 false => self.inbox.try_recv(),
@@ -71,7 +81,7 @@ impl<B: Backend> Worker<B> {
                     let _ = reply.send(freed);
                 }
                 Ok(Command::Stop) | Err(TryRecvError::Disconnected) => return,
-                Err(TryRecvError::Empty) => self.serving.step(),
+                Err(TryRecvError::Empty) => state.heartbeat().during(|| self.serving.step()),
             }
             self.publish(self.serving.is_idle());
         }

@@ -55,6 +55,9 @@ pub struct ServerConfig {
     pub keep_alive: Duration,
     /// How long running requests may go on after the shutdown signal before they are cancelled.
     pub drain_timeout: Duration,
+    /// How long health checks are answered with 503 after the engine has died or is stuck, before
+    /// the server gives up.
+    pub fault_grace: Duration,
     /// Render a `chat_template` that arrives in a request.
     pub allow_request_template: bool,
     /// How a model's reasoning is told from its answer.
@@ -91,6 +94,7 @@ impl Default for ServerConfig {
             retry_after_seconds: 1,
             keep_alive: Duration::from_secs(10),
             drain_timeout: Duration::from_secs(30),
+            fault_grace: Duration::from_secs(5),
             allow_request_template: false,
             reasoning: Reasoning::think(),
             tool_call_parser: ToolCallParser::Auto,

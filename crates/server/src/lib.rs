@@ -29,6 +29,7 @@ mod refused;
 mod routes;
 mod schema;
 mod serve;
+mod starting;
 mod tools;
 
 pub use app::router;
@@ -36,3 +37,4 @@ pub use config::{ExposedError, GenerationDefaults, LogFormat, Reasoning, ServerC
 pub use keys::{ApiKey, KeyError, Keys, Quota, Role};
 pub use logging::{LogGuard, LoggingError, check_log_filter, init_logging};
 pub use serve::{serve, serve_on};
+pub use starting::{StartProgress, Starting};

@@ -5,7 +5,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use oscar_engine::EngineApi;
+use oscar_engine::{EngineApi, Health};
 use oscar_text::ModelText;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
@@ -17,6 +17,9 @@ use crate::{GenerationDefaults, ServerConfig};
 
 /// After the last request was cancelled, how long its answer may take to reach the client.
 const LAST_WORDS: Duration = Duration::from_secs(2);
+
+/// How often the engine's health is looked at.
+const HEALTH_PERIOD: Duration = Duration::from_millis(200);
 
 /// Listens on the configured address and serves until `shutdown`, then drains.
 pub async fn serve(
@@ -33,8 +36,10 @@ pub async fn serve(
 /// The same on a socket that is already bound, for callers that want to know its port first.
 /// Draining ends at once when `abandon` is ready.
 ///
-/// # Errors If the address is reachable from other machines, no key is configured and the
-/// configuration does not allow that.
+/// # Errors
+/// If the address is reachable from other machines, no key is configured and the configuration
+/// does not allow that; if the engine has died or is stuck. In the second case health checks are
+/// answered with 503 for [`ServerConfig::fault_grace`] before this returns.
 pub async fn serve_on(
     listener: TcpListener,
     mut config: ServerConfig,
@@ -50,7 +55,16 @@ pub async fn serve_on(
     let (phase, phases) = watch::channel(Phase::Serving);
     let (alive, connections) = watch::channel(());
     let accepting = tokio::spawn(accept(listener, app.clone(), build(app.clone()), phases, connections));
-    shutdown.await;
+    let fault = tokio::select! {
+        () = shutdown => None,
+        fault = fault(&app) => Some(fault),
+    };
+    if let Some(fault) = fault {
+        let _ = phase.send(Phase::Closed);
+        // Its end is the one that matters less.
+        let _ = accepting.await;
+        return Err(io::Error::other(fault));
+    }
     tracing::info!(running = app.engine.stats().running, "draining: no new requests");
     app.drain();
     // The receivers live as long as the accepting task.
@@ -62,6 +76,31 @@ pub async fn serve_on(
     }
     let _ = phase.send(Phase::Closed);
     accepting.await.map_err(io::Error::other)
+}
+
+/// Ends when the engine has not worked for the grace time; says why.
+async fn fault(app: &Shared) -> String {
+    loop {
+        let Some(first) = failure(app) else {
+            sleep(HEALTH_PERIOD).await;
+            continue;
+        };
+        tracing::error!("{first}");
+        sleep(app.config.fault_grace).await;
+        // A step that was only slow may have ended meanwhile.
+        if let Some(last) = failure(app) {
+            return last;
+        }
+        tracing::warn!("the engine works again");
+    }
+}
+
+fn failure(app: &Shared) -> Option<String> {
+    match app.engine.health() {
+        Health::Alive => None,
+        Health::Stuck { seconds } => Some(format!("the engine is stuck: its step has run for {seconds} s")),
+        Health::Dead { reason } => Some(format!("the engine has stopped: {reason}")),
+    }
 }
 
 /// Waits until nothing runs, or cancels it at the deadline; then lets the answers reach their

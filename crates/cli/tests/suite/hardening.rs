@@ -44,8 +44,8 @@ fn a_full_log_does_not_stop_the_server() {
     let child = command.spawn().unwrap();
     let mut server = Server::of(child, format!("127.0.0.1:{port}"));
     let begun = Instant::now();
-    while std::net::TcpStream::connect(&server.address).is_err() {
-        assert!(begun.elapsed() < PATIENCE, "the server does not listen");
+    while std::net::TcpStream::connect(&server.address).is_err() || server.get("/health").status == 503 {
+        assert!(begun.elapsed() < PATIENCE, "the server does not start");
         std::thread::sleep(Duration::from_millis(50));
     }
     assert_eq!(server.get("/health").status, 200);

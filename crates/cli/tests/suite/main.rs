@@ -12,6 +12,8 @@ mod fp8;
 mod hardening;
 mod licences;
 mod python;
+#[cfg(all(target_os = "linux", debug_assertions))]
+mod readiness;
 #[cfg(unix)]
 mod reports;
 mod server;

@@ -42,6 +42,11 @@ impl Server {
     }
 
     pub fn start_with(keys: Option<&str>, flags: &[&str]) -> Self {
+        Self::start_in(keys, flags, &[])
+    }
+
+    /// The same with further variables in the environment.
+    pub fn start_in(keys: Option<&str>, flags: &[&str], variables: &[(&str, &str)]) -> Self {
         let mut command = Command::new(env!("CARGO_BIN_EXE_oscar"));
         command.arg("serve").args(flags);
         if !flags.contains(&"--log") {
@@ -52,7 +57,8 @@ impl Server {
             .stdout(Stdio::null())
             .stderr(Stdio::piped())
             .env_remove("OSCAR_API_KEYS")
-            .env_remove("OSCAR_OPERATOR_KEYS");
+            .env_remove("OSCAR_OPERATOR_KEYS")
+            .envs(variables.iter().copied());
         if let Some(keys) = keys {
             command.env("OSCAR_API_KEYS", keys);
         }

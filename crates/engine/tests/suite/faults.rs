@@ -1,4 +1,5 @@
-//! A device that fails: the requests of the failed step hear of it, the engine goes on.
+//! A device that fails: the requests of the failed step hear of it. The engine goes on, unless the
+//! device is lost or the step never ends; then its health says so.
 
 use crate::client::submit;
 use crate::support::{Setup, greedy};
@@ -7,17 +8,23 @@ use oscar_backend::{
     Result, SequenceRows, Step, Tap,
 };
 use oscar_codec::{CacheLayout, CodeLayout, HeadRotations, KvFormat, RotationSet, Windows};
-use oscar_engine::{Engine, EngineApi, EngineOptions, GenerationParams, RequestError};
+use oscar_engine::{
+    Constraint, ConstraintState, Engine, EngineApi, EngineHandle, EngineOptions, Event, GenerationParams,
+    Health, RequestError, SharedConstraint,
+};
 use oscar_kernels_cpu::Kernels;
 use oscar_kernels_cpu::backend::{CpuBackend, CpuStep, Mode};
 use oscar_models::{DecoderConfig, ModelSource, Weights};
 use oscar_runner::{KvMemory, Runner, RunnerOptions};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 
 const HEALTHY: usize = 0;
 const REFUSES: usize = 1;
 const PANICS: usize = 2;
+const IS_LOST: usize = 3;
+const HANGS: usize = 4;
 
 /// The CPU, whose attention fails in layer 3 when told to.
 struct Faulty {
@@ -114,6 +121,13 @@ impl Step<Faulty> for FaultyStep<'_> {
                 Err(BackendError::Unsupported { device: "faulty".into(), why: "told to".into() })
             }
             PANICS if layer == 3 => panic!("expected by the test"),
+            IS_LOST => Err(BackendError::Device { device: "faulty".into(), why: "fell off the bus".into() }),
+            HANGS => {
+                while self.fault.load(Ordering::SeqCst) == HANGS {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                Err(BackendError::Unsupported { device: "faulty".into(), why: "it hung".into() })
+            }
             _ => self.cpu.attend(LayerHeads { layer, qk_norm, rope, rotation }, qkv, out, tap),
         }
     }
@@ -128,16 +142,18 @@ impl Step<Faulty> for FaultyStep<'_> {
     }
 }
 
-#[test]
-fn a_failed_step_fails_its_requests_and_nothing_else() {
-    let fault = Arc::new(AtomicUsize::new(HEALTHY));
+fn windows() -> Windows {
+    Windows::new(32, 80).unwrap()
+}
+
+/// An engine on a device that fails as `fault` says.
+fn engine(fault: &Arc<AtomicUsize>, options: EngineOptions) -> EngineHandle {
     let source = ModelSource::Embedded(oscar_embedded::FILES);
     let (config, weights) = (DecoderConfig::load(&source).unwrap(), Weights::open(&source).unwrap());
     let (l, h, d) = (config.layers, config.kv_heads, config.head_dim);
-    let windows = Windows::new(32, 80).unwrap();
     let rotations = RotationSet::hadamard(l, h, d).unwrap();
-    let options = RunnerOptions {
-        layout: CacheLayout::new(KvFormat::OSCAR2, l, h, d, windows, CodeLayout::CpuTile).unwrap(),
+    let runner_options = RunnerOptions {
+        layout: CacheLayout::new(KvFormat::OSCAR2, l, h, d, windows(), CodeLayout::CpuTile).unwrap(),
         rotations: Some(&rotations),
         context: 1024,
         kv_memory: KvMemory::Bytes(1 << 26),
@@ -145,8 +161,84 @@ fn a_failed_step_fails_its_requests_and_nothing_else() {
     };
     let cpu = CpuBackend::new(Kernels::chosen().unwrap(), 2, Mode::Bf16).unwrap();
     let backend = Faulty { cpu, fault: fault.clone() };
-    let runner = Runner::load(backend, &config, &weights, options, |_| {}).unwrap();
-    let engine = Engine::start(runner, EngineOptions::new("test")).unwrap();
+    let runner = Runner::load(backend, &config, &weights, runner_options, |_| {}).unwrap();
+    Engine::start(runner, options).unwrap()
+}
+
+fn wait_for(mut condition: impl FnMut() -> bool) {
+    let begun = Instant::now();
+    while !condition() {
+        assert!(begun.elapsed() < Duration::from_secs(60));
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+#[test]
+fn a_lost_device_ends_the_engine() {
+    let fault = Arc::new(AtomicUsize::new(HEALTHY));
+    let engine = engine(&fault, EngineOptions::new("test"));
+    let params = GenerationParams { max_tokens: 500, ..GenerationParams::default() };
+    let first = submit(&engine, &[5, 6, 7], params.clone()).unwrap();
+    assert!(matches!(first.events.recv().unwrap(), Event::Started { .. }));
+    assert_eq!(engine.health(), Health::Alive);
+    fault.store(IS_LOST, Ordering::SeqCst);
+    let Some(Event::Failed(RequestError::Engine(message))) = first.events.iter().last() else {
+        panic!("the request must fail");
+    };
+    assert!(message.contains("fell off the bus"), "{message}");
+    wait_for(|| matches!(engine.health(), Health::Dead { reason } if reason.contains("fell off the bus")));
+    // The device is well again, but its contents are lost.
+    fault.store(HEALTHY, Ordering::SeqCst);
+    assert!(submit(&engine, &[5, 6, 7], params).is_err());
+    assert_eq!(engine.flush_cache(), 0);
+    engine.shutdown();
+}
+
+/// A constraint that breaks the engine's thread.
+struct Bomb;
+
+impl Constraint for Bomb {
+    fn start(&self) -> Box<dyn ConstraintState> {
+        panic!("expected by the test")
+    }
+}
+
+#[test]
+fn a_thread_that_dies_is_noticed_and_its_requests_hear_of_it() {
+    let engine = engine(&Arc::new(AtomicUsize::new(HEALTHY)), EngineOptions::new("test"));
+    let params = GenerationParams { max_tokens: 900, ..GenerationParams::default() };
+    let other = submit(&engine, &[5, 6, 7], params.clone()).unwrap();
+    let constraint = Some(SharedConstraint(Arc::new(Bomb)));
+    let call = submit(&engine, &[8, 9], GenerationParams { constraint, ..params }).unwrap();
+    wait_for(|| matches!(engine.health(), Health::Dead { .. }));
+    assert!(matches!(engine.health(), Health::Dead { reason } if reason.contains("expected")));
+    assert!(other.events.iter().any(|event| matches!(event, Event::Failed(_))), "no silence");
+    drop(call);
+    engine.shutdown();
+}
+
+#[test]
+fn a_step_that_does_not_end_is_stuck_and_one_that_ends_is_not() {
+    let fault = Arc::new(AtomicUsize::new(HEALTHY));
+    let stuck_after = Some(Duration::from_millis(1));
+    let engine = engine(&fault, EngineOptions { stuck_after, ..EngineOptions::new("test") });
+    assert_eq!(engine.health(), Health::Alive);
+    fault.store(HANGS, Ordering::SeqCst);
+    let call = submit(&engine, &[5, 6, 7], GenerationParams::default()).unwrap();
+    wait_for(|| matches!(engine.health(), Health::Stuck { .. }));
+    assert_eq!(engine.stats().failed, 0, "numbers are read without waiting for the engine");
+    fault.store(HEALTHY, Ordering::SeqCst);
+    assert!(call.finish(&engine, None).failed.is_some());
+    wait_for(|| engine.health() == Health::Alive);
+    engine.shutdown();
+    assert_eq!(engine.health(), Health::Alive, "an engine that was told to end has not failed");
+}
+
+#[test]
+fn a_failed_step_fails_its_requests_and_nothing_else() {
+    let fault = Arc::new(AtomicUsize::new(HEALTHY));
+    let engine = engine(&fault, EngineOptions::new("test"));
+    let windows = windows();
 
     let prompt: Vec<u32> = (0..230).map(|i| i * 23 % 6000 + 3).collect();
     let params = GenerationParams { max_tokens: 10, ..GenerationParams::default() };
@@ -178,6 +270,7 @@ fn a_failed_step_fails_its_requests_and_nothing_else() {
             assert_eq!(stats.full_pages, stats.cached_full_pages, "failed requests hold nothing");
         }
     }
+    assert_eq!(engine.health(), Health::Alive);
     engine.flush_cache();
     assert_eq!(engine.stats().full_pages + engine.stats().coded_pages, 0);
     engine.shutdown();

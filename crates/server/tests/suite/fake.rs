@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use oscar_engine::{
-    CacheSalt, EngineApi, EngineInfo, EngineStats, Event, EventSink, FinishReason, Request, RequestError,
-    RequestId, RunningRequest, TokenLogprobs, Usage,
+    CacheSalt, EngineApi, EngineInfo, EngineStats, Event, EventSink, FinishReason, Health, Request,
+    RequestError, RequestId, RunningRequest, TokenLogprobs, Usage,
 };
 use oscar_text::{ModelText, Tokenizer};
 
@@ -57,6 +57,7 @@ struct State {
     stats: EngineStats,
     last_params: Option<oscar_engine::GenerationParams>,
     last_prompt: Vec<u32>,
+    health: Option<Health>,
 }
 
 /// The tokenizer and template of the embedded model.
@@ -102,6 +103,10 @@ impl FakeEngine {
 
     pub fn cancelled(&self) -> Vec<RequestId> {
         self.inner.state.lock().unwrap().cancelled.clone()
+    }
+
+    pub fn set_health(&self, health: Health) {
+        self.inner.state.lock().unwrap().health = Some(health);
     }
 
     pub fn is_idle(&self) -> bool {
@@ -191,6 +196,10 @@ impl EngineApi for FakeEngine {
 
     fn info(&self) -> &EngineInfo {
         &self.inner.info
+    }
+
+    fn health(&self) -> Health {
+        self.inner.state.lock().unwrap().health.clone().unwrap_or(Health::Alive)
     }
 }
 

@@ -11,6 +11,7 @@ mod fuzz;
 mod logs;
 mod messages;
 mod operations;
+mod readiness;
 mod refusals;
 mod responses;
 mod routes;

@@ -6,6 +6,7 @@
 //! checked like flags.
 
 use super::keys::KeySource;
+use crate::device::AnyBackend;
 use crate::options::{
     CacheArgs, DEFAULT_KV, ModelArgs, at_least_one, parse_size, serialize_display, serialize_optional_size,
 };
@@ -104,6 +105,11 @@ pub struct Config {
     /// Seconds that running requests get to finish after SIGTERM
     #[arg(long, value_name = "SECONDS", default_value_t = ServerConfig::default().drain_timeout.as_secs())]
     pub drain_timeout: u64,
+    /// Seconds after which a step of the engine counts as stuck: `/health` then answers 503 and the
+    /// server ends; 0 for never. 120 on a GPU and 1800 on a CPU if absent, in any case ten times
+    /// the longest step so far
+    #[arg(long, value_name = "SECONDS")]
+    pub stuck_after: Option<u64>,
     /// Render a chat template that arrives in a request; only for trusted clients
     #[arg(long)]
     pub allow_request_template: bool,
@@ -273,7 +279,8 @@ impl Config {
         })
     }
 
-    pub fn engine(&self, model: &str) -> EngineOptions {
+    pub fn engine(&self, model: &str, backend: &AnyBackend) -> EngineOptions {
+        let stuck_after = self.stuck_after.unwrap_or_else(|| backend.default_stuck_after().as_secs());
         EngineOptions {
             scheduler: SchedulerOptions {
                 max_batch: self.max_batch,
@@ -286,6 +293,7 @@ impl Config {
             max_queue: self.max_queue,
             prefix_cache: !self.no_prefix_cache,
             demote_idle_tails: !self.exact_hits,
+            stuck_after: (stuck_after > 0).then(|| Duration::from_secs(stuck_after)),
             ..EngineOptions::new(model)
         }
     }
@@ -351,6 +359,7 @@ mod tests {
             "--cors-origin=*",
             "--max-body-bytes=1000",
             "--drain-timeout=7",
+            "--stuck-after=9",
             "--allow-request-template",
             "--no-reasoning-split",
             "--tool-call-parser=glm45",

@@ -1,0 +1,89 @@
+//! The server's socket: open before the model loads, handed to the server when it is ready.
+
+use super::keys::KeySource;
+use super::signals::Stops;
+use crate::progress::note;
+use anyhow::{Context, Result};
+use oscar_engine::EngineApi;
+use oscar_server::{GenerationDefaults, ServerConfig, StartProgress, Starting, serve_on};
+use oscar_text::ModelText;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::net::TcpListener;
+use tokio::runtime::Runtime;
+
+pub struct Socket {
+    runtime: Runtime,
+    starting: Starting,
+    progress: StartProgress,
+    address: SocketAddr,
+    config: ServerConfig,
+    keys: KeySource,
+}
+
+impl Socket {
+    /// Listens, and answers 503 on every route from now on.
+    pub fn open(config: ServerConfig, keys: KeySource) -> Result<Self> {
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+        let progress = StartProgress::default();
+        let (starting, address) = runtime.block_on(async {
+            let asked = format!("{}:{}", config.host, config.port);
+            let listener =
+                TcpListener::bind((config.host.as_str(), config.port)).await.with_context(|| {
+                    format!("cannot listen on {asked}: is the port taken? choose another with --port")
+                })?;
+            let address = listener.local_addr()?;
+            let exposed = ServerConfig { loopback: address.ip().is_loopback(), ..config.clone() };
+            exposed.check_exposure()?;
+            anyhow::Ok((Starting::new(listener, progress.clone()), address))
+        })?;
+        if !config.keys.is_empty() && !config.keys.has_operator() {
+            note!("no key is an operator's: /metrics and other routes for operators refuse everyone");
+        }
+        note!("opened http://{address}; it answers 503 until the model is loaded");
+        Ok(Self { runtime, starting, progress, address, config, keys })
+    }
+
+    /// What the answers show until [`Socket::serve`].
+    pub fn progress(&self) -> StartProgress {
+        self.progress.clone()
+    }
+
+    /// Serves until a signal, or until the engine fails.
+    pub fn serve(
+        self,
+        engine: Arc<dyn EngineApi>,
+        text: Arc<ModelText>,
+        defaults: GenerationDefaults,
+        name: &str,
+    ) -> Result<()> {
+        let Self { runtime, starting, address, config, keys, .. } = self;
+        let ended = runtime.block_on(async {
+            let stops = Stops::listen(keys, config.keys.clone()).context("signals cannot be caught")?;
+            let listener = starting.finish().await?;
+            note!("\nserving {name} on http://{address}   (web page: the same address; Ctrl-C stops)\n");
+            note!("  curl http://{address}/v1/chat/completions -H 'Content-Type: application/json' \\");
+            note!("       -d '{{\"model\": \"{name}\", \"messages\": [{{\"role\": \"user\", \"content\": \"Who are you?\"}}]}}'\n");
+            tokio::spawn(release_memory_when_idle(engine.clone()));
+            let (stop, abandon) = (stops.asked(1), stops.asked(2));
+            serve_on(listener, config, engine, text, defaults, stop, abandon).await.context("the server failed")
+        });
+        // A task that waits for a stuck engine would wait for ever.
+        runtime.shutdown_timeout(Duration::from_secs(1));
+        ended
+    }
+}
+
+/// A burst of large requests leaves free memory in the allocator; it goes back while nothing runs.
+async fn release_memory_when_idle(engine: Arc<dyn EngineApi>) {
+    const PAUSE: Duration = Duration::from_secs(10);
+    loop {
+        tokio::time::sleep(PAUSE).await;
+        let stats = engine.stats();
+        if stats.running + stats.waiting == 0 {
+            // It cannot fail; a runtime that is shutting down may not run it.
+            let _ = tokio::task::spawn_blocking(oscar_kernels_cpu::allocator::release_free_memory).await;
+        }
+    }
+}
