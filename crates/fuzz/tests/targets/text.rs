@@ -4,8 +4,8 @@ use crate::{corpus, folder};
 use oscar_codec::random::SplitMix64;
 use oscar_fuzz::fuzz;
 use oscar_text::{
-    ChatInput, ChatTemplate, Dialect, ReasoningTags, ReplyOptions, ReplyParser, SpecialTokens, Tokenizer,
-    TokenizerConfig,
+    ChatInput, ChatTemplate, Dialect, ReasoningTags, ReplyEvent, ReplyOptions, ReplyParser, SpecialTokens,
+    Tokenizer, TokenizerConfig,
 };
 use serde_json::json;
 
@@ -53,16 +53,17 @@ fn replies() {
             let options =
                 ReplyOptions { reasoning: Some(tags.clone()), dialect: Some(dialect), ..Default::default() };
             let mut parser = ReplyParser::new(&options, "");
-            let mut rest = &*text;
+            let (mut rest, mut seen) = (&*text, Vec::new());
             while !rest.is_empty() {
                 let cut = rest.ceil_char_boundary(1 + random.below(7));
-                parser.push(&rest[..cut]);
+                seen.extend(parser.push(&rest[..cut]));
                 rest = &rest[cut..];
             }
-            parser.finish();
+            seen.extend(parser.finish());
             let mut whole = ReplyParser::new(&options, "");
-            whole.push(&text);
-            whole.finish();
+            let mut expected = whole.push(&text);
+            expected.extend(whole.finish());
+            assert_eq!(shown(&seen), shown(&expected), "{dialect:?}");
             assert_eq!(
                 (parser.calls(), parser.malformed(), parser.in_reasoning()),
                 (whole.calls(), whole.malformed(), whole.in_reasoning()),
@@ -70,4 +71,23 @@ fn replies() {
             );
         }
     });
+}
+
+/// Everything that the events show, with the borders between texts, reasoning and calls.
+fn shown(events: &[ReplyEvent]) -> Vec<(u8, String)> {
+    let mut joined: Vec<(u8, String)> = Vec::new();
+    for event in events {
+        let (kind, text) = match event {
+            ReplyEvent::Text(text) => (0, text.clone()),
+            ReplyEvent::Reasoning(text) => (1, text.clone()),
+            ReplyEvent::CallStarted { id, name, .. } => (2, format!("{name} {id:?}")),
+            ReplyEvent::Arguments { delta, .. } => (3, delta.clone()),
+            ReplyEvent::CallFinished { complete, .. } => (4, complete.to_string()),
+        };
+        match joined.last_mut() {
+            Some((last, so_far)) if *last == kind => so_far.push_str(&text),
+            _ => joined.push((kind, text)),
+        }
+    }
+    joined
 }

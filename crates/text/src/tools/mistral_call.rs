@@ -2,8 +2,8 @@
 //! `name[CALL_ID]id[ARGS]{...}`.
 
 use super::json_call::Arguments;
-use super::pending::Pending;
-use super::{Flow, MAX_NAME, Sink};
+use super::pending::{Name, Pending};
+use super::{Flow, Sink};
 
 const CALL_ID: &str = "[CALL_ID]";
 const ARGS: &str = "[ARGS]";
@@ -32,19 +32,16 @@ impl MistralCall {
     pub fn step(&mut self, pending: &mut Pending, sink: &mut Sink) -> Flow {
         match &mut self.state {
             State::Name => {
-                let markers = [CALL_ID, ARGS, "{"];
-                let (text, end) = pending.until(&markers);
-                self.name.push_str(&text);
+                let (name, end) = match pending.name(&[CALL_ID, ARGS, "{"]) {
+                    Name::Found(name, end) => (name, end),
+                    Name::TooLong => return Flow::Broken,
+                    Name::Maybe => return Flow::More,
+                };
                 match end {
-                    None if self.name.len() > MAX_NAME => return Flow::Broken,
-                    None => return Flow::More,
-                    Some(0) => {
-                        self.id = Some(String::new());
-                        self.state = State::Id;
-                    }
-                    Some(index) => self.before_object(index == 2, pending),
+                    0 => self.state = State::Id,
+                    index => self.before_object(index == 2, pending),
                 }
-                self.name.truncate(self.name.trim_end().len());
+                self.name = name.trim_end().to_owned();
                 let bad = |c: char| c.is_whitespace() || matches!(c, '"' | '[' | ']' | '}');
                 if self.name.is_empty() || self.name.contains(bad) {
                     return Flow::Broken;
@@ -52,14 +49,13 @@ impl MistralCall {
                 Flow::Again
             }
             State::Id => {
-                let (text, end) = pending.until(&[ARGS, "{"]);
-                let id = self.id.get_or_insert_default();
-                id.push_str(&text);
-                match end {
-                    None if id.len() > MAX_NAME => return Flow::Broken,
-                    None => return Flow::More,
-                    Some(index) => self.before_object(index == 1, pending),
-                }
+                let (id, end) = match pending.name(&[ARGS, "{"]) {
+                    Name::Found(id, end) => (id, end),
+                    Name::TooLong => return Flow::Broken,
+                    Name::Maybe => return Flow::More,
+                };
+                self.id = Some(id);
+                self.before_object(end == 1, pending);
                 Flow::Again
             }
             State::Object => {

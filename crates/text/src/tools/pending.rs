@@ -3,12 +3,24 @@
 //! Invariant: what a reader takes depends on the text alone, never on how it was cut into pieces: a
 //! reader that cannot decide yet takes nothing and is asked again when more text is there.
 
+use super::MAX_NAME;
+
 /// Result of a comparison with the front of the text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Match {
     /// The option with this index stood in front and was taken.
     Yes(usize),
     No,
+    /// More text is needed to tell.
+    Maybe,
+}
+
+/// Result of looking for a name.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Name {
+    /// The name and the index of the marker that ended it; both were taken.
+    Found(String, usize),
+    TooLong,
     /// More text is needed to tell.
     Maybe,
 }
@@ -118,16 +130,26 @@ impl Pending {
         }
     }
 
+    /// Takes a name and the marker that ends it. Takes nothing if there is no marker after at most
+    /// [`MAX_NAME`] bytes.
+    pub fn name(&mut self, markers: &[&str]) -> Name {
+        let rest = self.rest();
+        match first(rest, markers) {
+            Some((end, start, index)) if start <= MAX_NAME => {
+                let text = rest[..start].to_owned();
+                self.take(end);
+                Name::Found(text, index)
+            }
+            None if rest.len() - longest_beginning(rest, markers) <= MAX_NAME => Name::Maybe,
+            _ => Name::TooLong,
+        }
+    }
+
     /// Takes the text in front of the first marker, and the marker. Without a marker it takes all
     /// text that cannot be the beginning of one.
     pub fn until(&mut self, markers: &[&str]) -> (String, Option<usize>) {
         let rest = self.rest();
-        let found = markers
-            .iter()
-            .enumerate()
-            .filter_map(|(index, marker)| rest.find(marker).map(|start| (start + marker.len(), start, index)))
-            .min();
-        if let Some((end, start, index)) = found {
+        if let Some((end, start, index)) = first(rest, markers) {
             let text = rest[..start].to_owned();
             self.take(end);
             return (text, Some(index));
@@ -136,6 +158,14 @@ impl Pending {
         let certain = rest.len() - held;
         (self.take(certain).to_owned(), None)
     }
+}
+
+/// End, start and index of the marker that ends first.
+fn first(text: &str, markers: &[&str]) -> Option<(usize, usize, usize)> {
+    let found = markers.iter().enumerate();
+    found
+        .filter_map(|(index, marker)| text.find(marker).map(|start| (start + marker.len(), start, index)))
+        .min()
 }
 
 /// Length of the longest end of `text` that is a proper beginning of a marker.

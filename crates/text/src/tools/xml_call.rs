@@ -7,9 +7,9 @@
 use serde_json::Value;
 
 use super::json_call::push_escaped;
-use super::pending::{Match, Pending};
+use super::pending::{Match, Name, Pending};
 use super::schema::Types;
-use super::{Flow, MAX_NAME, Sink};
+use super::{Flow, Sink};
 
 /// The markup of a dialect.
 #[derive(Debug)]
@@ -75,10 +75,10 @@ pub(super) struct XmlCall {
 enum State {
     /// Before the marker of the call, which may follow white space.
     Call,
-    Name(String),
+    Name,
     /// Before a parameter or the end of the call.
     Parameter,
-    Key(String),
+    Key,
     /// Before the marker of a value.
     ValueOpen(String),
     /// At the first character of a value, which may be a line break of the markup.
@@ -92,7 +92,7 @@ enum State {
 impl XmlCall {
     /// `opened`: what stands before the name was taken already.
     pub fn new(tags: &'static Tags, opened: bool) -> Self {
-        let state = if opened || tags.call.is_none() { State::Name(String::new()) } else { State::Call };
+        let state = if opened || tags.call.is_none() { State::Name } else { State::Call };
         Self { tags, state, name: String::new(), parameters: 0 }
     }
 
@@ -110,22 +110,24 @@ impl XmlCall {
             State::Call => {
                 pending.space();
                 match pending.literal(&[self.tags.call.unwrap_or_default()]) {
-                    Match::Yes(_) => self.go(State::Name(String::new())),
+                    Match::Yes(_) => self.go(State::Name),
                     Match::No => Flow::Broken,
                     Match::Maybe => Flow::More,
                 }
             }
-            State::Name(name) => {
-                let (text, end) = pending.until(self.tags.name_end);
-                name.push_str(&text);
-                let Some(end) = end else { return pending_name(name) };
+            State::Name => {
+                let (name, end) = match pending.name(self.tags.name_end) {
+                    Name::Found(name, end) => (name, end),
+                    Name::TooLong => return Flow::Broken,
+                    Name::Maybe => return Flow::More,
+                };
                 let end = self.tags.name_end[end];
                 if end == self.tags.key || self.tags.call_close.contains(&end) {
                     // The marker is read again as what it is.
                     pending.untake(end.len());
                 }
                 if self.tags.call.is_none() && name.trim().is_empty() && end == "\n" {
-                    return self.go(State::Name(String::new()));
+                    return Flow::Again;
                 }
                 self.name = name.trim().to_owned();
                 match valid_name(&self.name) {
@@ -134,13 +136,12 @@ impl XmlCall {
                 }
             }
             State::Parameter => self.parameter(pending, sink),
-            State::Key(key) => {
-                let (text, end) = pending.until(&[self.tags.key_end]);
-                key.push_str(&text);
-                if end.is_none() {
-                    return pending_name(key);
-                }
-                let key = key.trim().to_owned();
+            State::Key => {
+                let key = match pending.name(&[self.tags.key_end]) {
+                    Name::Found(key, _) => key.trim().to_owned(),
+                    Name::TooLong => return Flow::Broken,
+                    Name::Maybe => return Flow::More,
+                };
                 if !valid_name(&key) {
                     return Flow::Broken;
                 }
@@ -226,7 +227,7 @@ impl XmlCall {
             pending.commit(options[found].len());
         }
         if found == 0 {
-            return self.go(State::Key(String::new()));
+            return self.go(State::Key);
         }
         // The end of the whole block ends its call too; the block's reader must see it.
         if self.tags.call.is_some() && options[found] == "</tool_call>" {
@@ -247,13 +248,8 @@ impl XmlCall {
     }
 }
 
-fn pending_name(name: &str) -> Flow {
-    if name.len() > MAX_NAME { Flow::Broken } else { Flow::More }
-}
-
 fn valid_name(name: &str) -> bool {
     !name.is_empty()
-        && name.len() <= MAX_NAME
         && !name.contains(|c: char| c.is_whitespace() || matches!(c, '<' | '>' | '{' | '}' | '"'))
 }
 

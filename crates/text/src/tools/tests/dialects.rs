@@ -334,3 +334,26 @@ fn parsers_have_names() {
     let error = Dialect::from_name("x").unwrap_err().to_string();
     assert!(error.contains("`x`") && error.contains("hermes, qwen3_xml"), "{error}");
 }
+
+/// The reader of a key that is too long once took as much text as had arrived, so a call behind it was
+/// seen in pieces and not seen whole.
+#[test]
+fn names_that_are_too_long_read_the_same_in_pieces() {
+    let long = "a".repeat(MAX_NAME + 50);
+    let spaces = " ".repeat(MAX_NAME + 50);
+    let now = "<tool_call>now</tool_call>";
+    let texts = [
+        (Dialect::Glm, format!("<tool_call>now\n<arg_key>{long}{now}</arg_key>"), 1),
+        (Dialect::Glm, format!("<tool_call>{spaces}now\n</tool_call>{now}"), 1),
+        (Dialect::Mistral, format!("[TOOL_CALLS]{long}[ARGS]{{}}"), 0),
+        (Dialect::Mistral, format!("[TOOL_CALLS]now[CALL_ID]{long}[ARGS]{{}}"), 0),
+        (Dialect::QwenXml, format!("<function=now><parameter={long}><function=now></function>"), 1),
+        (Dialect::MiniMax, format!("<minimax:tool_call><invoke name=\"{long}\"></invoke>"), 0),
+    ];
+    for (dialect, text, complete) in texts {
+        let expected = whole(dialect, &text);
+        assert_eq!(expected.calls.iter().filter(|call| call.2).count(), complete, "{expected:?}");
+        assert_eq!(expected.malformed, 1, "{text}");
+        assert_eq!(reply(events(&options(dialect), characters(&text))), expected);
+    }
+}

@@ -2,6 +2,12 @@ use proptest::prelude::*;
 
 use super::*;
 
+/// Two of them are longer than any name may be.
+const LONG: &str = match str::from_utf8(&[b'a'; 150]) {
+    Ok(text) => text,
+    Err(_) => "",
+};
+
 const FRAGMENTS: &[&str] = &[
     "<tool_call>",
     "</tool_call>",
@@ -40,6 +46,7 @@ const FRAGMENTS: &[&str] = &[
     "\n",
     " ",
     "now",
+    LONG,
     "5",
     "é",
     "😀",
