@@ -6,9 +6,12 @@ mod text;
 
 use std::path::{Path, PathBuf};
 
-/// A folder of this repository.
+/// A folder of this repository, which may have moved since the build.
 fn folder(path: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
+    match std::env::var_os("OSCAR_FUZZ_ROOT") {
+        Some(root) => Path::new(&root).join("crates/fuzz").join(path),
+        None => Path::new(env!("CARGO_MANIFEST_DIR")).join(path),
+    }
 }
 
 /// The files of a folder, by name; those with the ending if one is given.

@@ -9,9 +9,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// How long a server may take to load and to end.
-const PATIENCE: Duration = Duration::from_secs(120);
-
 /// Ends with its owner.
 pub struct ServerProcess {
     child: Child,
@@ -76,24 +73,38 @@ impl ServerProcess {
         Ok(std::fs::read_dir(&folder).with_context(|| folder)?.count())
     }
 
-    /// Asks the server to end while it streams an answer, which must arrive whole; the exit status.
-    pub fn end_while_streaming(&mut self) -> Result<i32> {
-        let body = json!({"messages": [{"role": "user", "content": "Who are you?"}], "max_tokens": 100,
-            "ignore_eos": true, "stream": true});
-        let mut stream = http::send(&self.address, "/v1/chat/completions", &body.to_string(), &[])?;
-        stream.set_read_timeout(Some(PATIENCE))?;
-        stream.peek(&mut [0; 16])?;
+    /// Ends the server as `kill -9` does.
+    pub fn kill(&mut self) -> Result<()> {
+        self.child.kill()?;
+        self.child.wait()?;
+        Ok(())
+    }
+
+    /// Asks the server to end; the exit status.
+    pub fn terminate(&mut self, patience: Duration) -> Result<i32> {
         let pid = self.child.id().to_string();
         ensure!(Command::new("kill").args(["-TERM", &pid]).status()?.success(), "kill -TERM {pid}");
-        let answer = http::read(&mut stream, http::Pace::Fast)?;
-        ensure!(answer.body.contains("[DONE]"), "a stream was cut off while the server drained");
         let begun = Instant::now();
         loop {
             if let Some(status) = self.child.try_wait()? {
                 return Ok(status.code().unwrap_or(-1));
             }
-            ensure!(begun.elapsed() < PATIENCE, "the server does not end");
+            ensure!(begun.elapsed() < patience, "the server does not end");
             std::thread::sleep(Duration::from_millis(20));
         }
+    }
+
+    /// Asks the server to end while it streams an answer, which must arrive whole; the exit status.
+    pub fn end_while_streaming(&mut self, patience: Duration) -> Result<i32> {
+        let body = json!({"messages": [{"role": "user", "content": "Who are you?"}], "max_tokens": 100,
+            "ignore_eos": true, "stream": true});
+        let mut stream = http::send(&self.address, "/v1/chat/completions", &body.to_string(), &[])?;
+        stream.set_read_timeout(Some(patience))?;
+        stream.peek(&mut [0; 16])?;
+        let reader = std::thread::spawn(move || http::read(&mut stream, http::Pace::Fast));
+        let status = self.terminate(patience)?;
+        let Ok(answer) = reader.join() else { bail!("the reader of a stream panicked") };
+        ensure!(answer?.body.contains("[DONE]"), "a stream was cut off while the server drained");
+        Ok(status)
     }
 }

@@ -1,11 +1,13 @@
 //! `oscar soak`: hours of hostile load on a real server, with figures that say whether it left a trace.
 //!
 //! A server runs as a child process under memory pressure. Clients hold long chats that share and branch prefixes, cancel,
-//! hang up, read slowly, send nonsense, and are killed; the server's log pipe is closed once. Every answer that is not
-//! flagged `demoted_tail` is compared with that of a second server which keeps no prefixes.
+//! hang up, read slowly, send nonsense, and are killed. The server's log pipe is closed once, and the server itself may be
+//! killed and started again. Every answer that is not flagged `demoted_tail` is compared with that of a second server
+//! which keeps no prefixes.
 
 mod child;
 mod http;
+mod isolation;
 mod scripts;
 mod traffic;
 mod watch;
@@ -16,7 +18,7 @@ use scripts::Scripts;
 use serde_json::json;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
-use traffic::{Client, Tally};
+use traffic::{Client, Counts, Shared, Tally, Target};
 use watch::Watch;
 
 #[derive(clap::Args)]
@@ -33,6 +35,20 @@ pub struct Args {
     /// Seed of the clients' choices
     #[arg(long, value_name = "N", default_value_t = 1)]
     seed: u64,
+    /// How long a client waits for an answer before it counts as unanswered. A busy machine needs more
+    #[arg(long, value_name = "SECONDS", default_value_t = 900)]
+    patience: u64,
+    /// Ends the server after this time and starts another one: in turn by SIGTERM and by SIGKILL, and every second
+    /// server with --exact-hits
+    #[arg(long, value_name = "SECONDS")]
+    restart_every: Option<u64>,
+    /// Restarts at most
+    #[arg(long, value_name = "N", requires = "restart_every")]
+    restarts: Option<usize>,
+    /// Instead of load: rounds of two tenants under --isolate-keys. Prints how long own, foreign and unknown prefixes
+    /// take, and fails if a foreign one is found
+    #[arg(long, value_name = "ROUNDS", conflicts_with = "restart_every")]
+    isolation: Option<usize>,
     /// Print the figures as JSON
     #[arg(long)]
     json: bool,
@@ -44,12 +60,16 @@ pub struct Args {
     serve: Vec<String>,
 }
 
-/// Memory is compared with the first five minutes, or with the first quarter of a shorter run.
+/// Memory is compared with the first five minutes, or with the first quarter of a shorter life.
 const SETTLING: Duration = Duration::from_secs(300);
 
 pub fn run(args: &Args) -> Result<()> {
     if let Some(address) = &args.victim {
         return traffic::victim(address);
+    }
+    let patience = Duration::from_secs(args.patience);
+    if let Some(rounds) = args.isolation {
+        return isolation::run(&args.serve, rounds, args.seed, patience, args.json);
     }
     let mut server = ServerProcess::start(&args.serve)?;
     // The reference computes every prompt from its beginning. It has room for whatever the other can serve.
@@ -61,37 +81,49 @@ pub fn run(args: &Args) -> Result<()> {
     let scripts = Scripts::new(args.conversations.max(1), cold.address.clone());
     let tally = Tally::default();
     let stop = AtomicBool::new(false);
-    let files_before = server.open_files()?;
-    let duration = Duration::from_secs(args.seconds);
-    let mut watch = Watch::new(SETTLING.min(duration / 4));
+    let target = Target::new(server.address.clone());
+    let shared = Shared { target: &target, scripts: &scripts, tally: &tally, stop: &stop, patience };
+    let mut files_before = server.open_files()?;
+    let mut watch = Watch::new(patience, SETTLING);
+    let mut restarts = Restarts::default();
     std::thread::scope(|scope| -> Result<()> {
         for number in 0..args.clients {
-            let client = Client::new(&server.address, args.seed, number as u64, &scripts, &tally, &stop);
+            let client = Client::new(args.seed, number as u64, &shared);
             scope.spawn(move || client.run());
         }
-        let watched = observe(&server, duration, &mut watch);
+        let watched = observe(args, &mut server, &target, &mut watch, &mut restarts);
         stop.store(true, Ordering::Relaxed);
         watched
     })?;
-    let end = watch::settle(&server.address)?;
+    if restarts.done > 0 {
+        files_before = restarts.files;
+    }
+    let end = watch::settle(&server.address, patience)?;
     let files_after = settled_files(&server, files_before)?;
     let resident_idle = server.resident_bytes()?;
-    watch.read_metrics(&server.address)?;
-    let exit = server.end_while_streaming()?;
+    watch.end_life(&server.address)?;
+    let exit = server.end_while_streaming(patience)?;
     drop(cold);
 
     let counts = tally.counts();
-    let (first, last) = watch.resident();
+    let memory: Vec<_> = watch
+        .lives()
+        .iter()
+        .map(|life| json!({"first_mb": life.first >> 20, "last_mb": life.last >> 20, "seconds": life.lived.as_secs()}))
+        .collect();
     let figures = json!({
         "seconds": args.seconds, "clients": args.clients, "requests": counts.requests, "statuses": counts.statuses,
         "panics": watch.panics, "unexpected_5xx": counts.unexpected_5xx, "unexpected": counts.unexpected,
-        "unanswered": counts.unanswered, "compared": counts.compared, "wrong": counts.wrong,
-        "demoted_tail_answers": counts.demoted, "demoted_tail_changed": counts.demoted_changed,
-        "victims_killed": counts.killed, "preemptions": watch.preemptions, "evicted_pages": watch.evicted,
-        "log_lines_dropped": watch.log_dropped, "slowest_health_ms": watch.slowest_health.as_millis() as u64,
-        "resident_first_mb": first >> 20, "resident_last_mb": last >> 20, "resident_idle_mb": resident_idle >> 20,
-        "resident_mb": watch.history(), "files_before": files_before, "files_after": files_after,
-        "pages_at_idle": end.pages, "requests_failed": end.failed, "exit_status": exit,
+        "unanswered": counts.unanswered, "compared": counts.compared, "compared_hits": counts.compared_hits,
+        "wrong": counts.wrong, "demoted_tail_answers": counts.demoted,
+        "demoted_tail_changed": counts.demoted_changed, "victims_killed": counts.killed,
+        "restarts": restarts.done, "interrupted": counts.interrupted,
+        "slowest_restart_ms": restarts.slowest.as_millis() as u64, "preemptions": watch.preemptions,
+        "evicted_pages": watch.evicted, "log_lines_dropped": watch.log_dropped,
+        "slowest_health_ms": watch.slowest_health.as_millis() as u64, "resident": memory,
+        "resident_idle_mb": resident_idle >> 20, "resident_mb": watch.history(), "files_before": files_before,
+        "files_after": files_after, "pages_at_idle": end.pages, "requests_failed": end.failed,
+        "exit_status": exit,
     });
     match args.json {
         true => println!("{figures}"),
@@ -100,12 +132,7 @@ pub fn run(args: &Args) -> Result<()> {
     for example in &counts.examples {
         eprintln!("{example}");
     }
-    ensure!(watch.panics == 0 && counts.unexpected_5xx == 0, "the server panicked or answered 5xx");
-    ensure!(counts.wrong == 0, "{} answers differ from a cold run and are not flagged", counts.wrong);
-    ensure!(counts.unexpected == 0 && counts.unanswered == 0, "requests got a wrong status or no answer");
-    // A short run is still filling its buffers when it ends.
-    let slack = if duration < 4 * SETTLING { 32 << 20 } else { 0 };
-    ensure!(last <= first + first / 10 + slack, "memory grew from {first} to {last} bytes");
+    judge(&counts, &watch)?;
     ensure!(
         end.pages == 0 && end.failed == 0,
         "{} pages are held at idle, {} requests failed",
@@ -114,6 +141,20 @@ pub fn run(args: &Args) -> Result<()> {
     );
     ensure!(files_after <= files_before + 2, "{files_before} files were open before, {files_after} after");
     ensure!(exit == 0, "the server ended with status {exit}");
+    Ok(())
+}
+
+/// Fails if the clients saw something wrong, or memory grew.
+fn judge(counts: &Counts, watch: &Watch) -> Result<()> {
+    ensure!(watch.panics == 0 && counts.unexpected_5xx == 0, "the server panicked or answered 5xx");
+    ensure!(counts.wrong == 0, "{} answers differ from a cold run and are not flagged", counts.wrong);
+    ensure!(counts.unexpected == 0 && counts.unanswered == 0, "requests got a wrong status or no answer");
+    for life in watch.lives() {
+        // A server that lived for a short time was still filling its buffers when it ended.
+        let slack = if life.lived < 4 * SETTLING { 32 << 20 } else { 0 };
+        let (first, last) = (life.first, life.last);
+        ensure!(last <= first + first / 10 + slack, "memory grew from {first} to {last} bytes");
+    }
     Ok(())
 }
 
@@ -128,12 +169,38 @@ fn settled_files(server: &ServerProcess, before: usize) -> Result<usize> {
     server.open_files()
 }
 
-/// Watches the server while the clients are at work; a third of the way through its log pipe is closed.
-fn observe(server: &ServerProcess, duration: Duration, watch: &mut Watch) -> Result<()> {
+/// What the restarts of the server brought.
+#[derive(Default)]
+struct Restarts {
+    done: usize,
+    /// From the end of one server to the first answer of the next.
+    slowest: Duration,
+    /// Files that the last server had open before clients came.
+    files: usize,
+}
+
+/// Watches the server while the clients are at work. A third of the way through, its log pipe is closed.
+fn observe(
+    args: &Args,
+    server: &mut ServerProcess,
+    target: &Target,
+    watch: &mut Watch,
+    restarts: &mut Restarts,
+) -> Result<()> {
+    let duration = Duration::from_secs(args.seconds);
     let begun = Instant::now();
+    let mut started = Instant::now();
+    let mut log_closed = false;
     while begun.elapsed() < duration {
-        if begun.elapsed() > duration / 3 {
+        if !log_closed && begun.elapsed() > duration / 3 {
             server.close_log();
+            log_closed = true;
+        }
+        let is_due =
+            args.restart_every.is_some_and(|seconds| started.elapsed() >= Duration::from_secs(seconds));
+        if is_due && args.restarts.is_none_or(|most| restarts.done < most) {
+            restart(args, server, target, watch, restarts).context("restarting the server")?;
+            started = Instant::now();
         }
         watch.health(&server.address).context("the server does not answer health checks")?;
         watch.sample(begun.elapsed(), server.resident_bytes()?);
@@ -142,25 +209,60 @@ fn observe(server: &ServerProcess, duration: Duration, watch: &mut Watch) -> Res
     Ok(())
 }
 
+fn restart(
+    args: &Args,
+    server: &mut ServerProcess,
+    target: &Target,
+    watch: &mut Watch,
+    restarts: &mut Restarts,
+) -> Result<()> {
+    let patience = Duration::from_secs(args.patience);
+    watch.end_life(&server.address)?;
+    target.down();
+    if restarts.done.is_multiple_of(2) {
+        let status = server.terminate(patience)?;
+        ensure!(status == 0, "the server ended with status {status} after SIGTERM");
+    } else {
+        server.kill()?;
+    }
+    let ended = Instant::now();
+    restarts.done += 1;
+    let exact = (restarts.done % 2 == 1).then(|| "--exact-hits".to_owned());
+    *server = ServerProcess::start(&args.serve.iter().cloned().chain(exact).collect::<Vec<_>>())?;
+    watch.health(&server.address)?;
+    restarts.slowest = restarts.slowest.max(ended.elapsed());
+    restarts.files = server.open_files()?;
+    target.up(server.address.clone());
+    Ok(())
+}
+
 /// The figures in one line for people.
 fn line(figures: &serde_json::Value) -> String {
     let text = |name: &str| figures[name].to_string();
+    let lives = figures["resident"].as_array().into_iter().flatten();
+    let memory: Vec<String> = lives
+        .map(|life| format!("{} -> {} MB in {} s", life["first_mb"], life["last_mb"], life["seconds"]))
+        .collect();
     format!(
-        "soak {} s, {} clients, {} requests: {} panics, {} unexpected 5xx, {} wrong of {} compared, {} demoted-tail \
-         answers ({} changed), {} preemptions; resident {} MB at first, {} MB at last, {} MB idle; files {} -> {}; {} \
-         pages at idle",
+        "soak {} s, {} clients, {} requests: {} panics, {} unexpected 5xx, {} unanswered, {} wrong of {} compared ({} \
+         prefix hits), {} demoted-tail answers ({} changed), {} preemptions, {} clients killed, {} restarts ({} requests \
+         cut off); resident {}, {} MB idle; files {} -> {}; {} pages at idle",
         text("seconds"),
         text("clients"),
         text("requests"),
         text("panics"),
         text("unexpected_5xx"),
+        text("unanswered"),
         text("wrong"),
         text("compared"),
+        text("compared_hits"),
         text("demoted_tail_answers"),
         text("demoted_tail_changed"),
         text("preemptions"),
-        text("resident_first_mb"),
-        text("resident_last_mb"),
+        text("victims_killed"),
+        text("restarts"),
+        text("interrupted"),
+        memory.join(", "),
         text("resident_idle_mb"),
         text("files_before"),
         text("files_after"),

@@ -11,9 +11,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-/// Others are ahead of it on a machine that may be busy.
-const PATIENCE: Duration = Duration::from_secs(900);
-
 const CHAT: &str = "/v1/chat/completions";
 
 /// What all clients counted.
@@ -24,7 +21,11 @@ pub struct Counts {
     pub unexpected: u64,
     pub unexpected_5xx: u64,
     pub unanswered: u64,
+    /// Requests that a restart of the server cut off.
+    pub interrupted: u64,
     pub compared: u64,
+    /// Those of them that resumed a cached prefix.
+    pub compared_hits: u64,
     pub wrong: u64,
     pub demoted: u64,
     pub demoted_changed: u64,
@@ -44,18 +45,6 @@ impl Tally {
     fn note(&self, change: impl FnOnce(&mut Counts)) {
         change(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner));
     }
-
-    fn status(&self, what: &str, answer: &Answer, right: &[u16]) {
-        self.note(|counts| {
-            counts.requests += 1;
-            *counts.statuses.entry(answer.status).or_default() += 1;
-            if answer.status != 0 && !right.contains(&answer.status) {
-                counts.unexpected += 1;
-                counts.unexpected_5xx += u64::from(answer.status >= 500);
-                counts.example(format!("{what}: {} instead of {right:?}: {}", answer.status, answer.body));
-            }
-        });
-    }
 }
 
 impl Counts {
@@ -67,38 +56,117 @@ impl Counts {
     }
 }
 
+/// The server that clients talk to, which may be another one after a restart.
+pub struct Target(Mutex<Life>);
+
+/// One server. The number is odd while it ends and the next one starts.
+#[derive(Clone)]
+struct Life {
+    address: String,
+    number: u64,
+}
+
+impl Target {
+    pub fn new(address: String) -> Self {
+        Self(Mutex::new(Life { address, number: 0 }))
+    }
+
+    /// From here on a request may fail.
+    pub fn down(&self) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).number += 1;
+    }
+
+    /// Another server is there.
+    pub fn up(&self, address: String) {
+        let mut life = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        *life = Life { address, number: life.number + 1 };
+    }
+
+    fn now(&self) -> Life {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+/// What all clients share.
+pub struct Shared<'a> {
+    pub target: &'a Target,
+    pub scripts: &'a Scripts,
+    pub tally: &'a Tally,
+    pub stop: &'a AtomicBool,
+    pub patience: Duration,
+}
+
 pub struct Client<'a> {
-    address: &'a str,
+    address: String,
+    life: u64,
     random: SplitMix64,
     name: String,
     requests: u64,
+    patience: Duration,
     scripts: &'a Scripts,
-    tally: &'a Tally,
-    stop: &'a AtomicBool,
+    shared: &'a Shared<'a>,
 }
 
 impl<'a> Client<'a> {
-    pub fn new(
-        address: &'a str,
-        seed: u64,
-        number: u64,
-        scripts: &'a Scripts,
-        tally: &'a Tally,
-        stop: &'a AtomicBool,
-    ) -> Self {
-        let random = SplitMix64::new(seed.wrapping_mul(1 << 20).wrapping_add(number));
-        Self { address, random, name: format!("soak-{number}"), requests: 0, scripts, tally, stop }
+    pub fn new(seed: u64, number: u64, shared: &'a Shared<'a>) -> Self {
+        let life = shared.target.now();
+        Self {
+            address: life.address,
+            life: life.number,
+            random: SplitMix64::new(seed.wrapping_mul(1 << 20).wrapping_add(number)),
+            name: format!("soak-{number}"),
+            requests: 0,
+            patience: shared.patience,
+            scripts: shared.scripts,
+            shared,
+        }
     }
 
     pub fn run(mut self) {
-        while !self.stop.load(Ordering::Relaxed) {
+        while !self.shared.stop.load(Ordering::Relaxed) {
+            let life = self.shared.target.now();
+            if life.number % 2 == 1 {
+                std::thread::sleep(Duration::from_millis(100));
+                continue;
+            }
+            (self.address, self.life) = (life.address, life.number);
             if let Err(error) = self.act() {
-                self.tally.note(|counts| {
-                    counts.unanswered += 1;
-                    counts.example(format!("{}: {error:#}", self.name));
+                let was_cut_off = self.was_cut_off();
+                self.note(|counts| match was_cut_off {
+                    true => counts.interrupted += 1,
+                    false => {
+                        counts.unanswered += 1;
+                        counts.example(format!("{error:#}"));
+                    }
                 });
             }
         }
+    }
+
+    /// The server ended, or was told to, since this request began.
+    fn was_cut_off(&self) -> bool {
+        self.shared.target.now().number != self.life
+    }
+
+    fn note(&self, change: impl FnOnce(&mut Counts)) {
+        self.shared.tally.note(change);
+    }
+
+    /// Counts an answer, which must have one of the right statuses unless a restart came between.
+    fn status(&self, what: &str, answer: &Answer, right: &[u16]) {
+        let is_wrong = answer.status != 0 && !right.contains(&answer.status);
+        let was_cut_off = is_wrong && self.was_cut_off();
+        self.note(|counts| {
+            counts.requests += 1;
+            *counts.statuses.entry(answer.status).or_default() += 1;
+            if was_cut_off {
+                counts.interrupted += 1;
+            } else if is_wrong {
+                counts.unexpected += 1;
+                counts.unexpected_5xx += u64::from(answer.status >= 500);
+                counts.example(format!("{what}: {} instead of {right:?}: {}", answer.status, answer.body));
+            }
+        });
     }
 
     fn act(&mut self) -> Result<()> {
@@ -131,10 +199,14 @@ impl<'a> Client<'a> {
         let mut body = self.scripts.request(&turn)?;
         body["stream"] = json!(stream);
         body["stream_options"] = json!({"include_usage": true});
-        let mut connection = http::send(self.address, CHAT, &body.to_string(), &[])?;
-        connection.set_read_timeout(Some(PATIENCE))?;
+        // A prefix that nobody else has is never demoted before it is used: these answers are exact.
+        if self.random.below(5) < 2 {
+            body["cache_salt"] = json!(self.next_name());
+        }
+        let mut connection = http::send(&self.address, CHAT, &body.to_string(), &[])?;
+        connection.set_read_timeout(Some(self.patience))?;
         let answer = http::read(&mut connection, pace)?;
-        self.tally.status("chat", &answer, &[200, 429]);
+        self.status("chat", &answer, &[200, 429]);
         match answer.status {
             200 if stream => self.compare_stream(&turn, &answer.body),
             200 => {
@@ -166,14 +238,23 @@ impl<'a> Client<'a> {
         let cold = self.scripts.cold(turn)?;
         let is_demoted = usage["prompt_tokens_details"]["demoted_tail"] == true;
         let agrees = said.agrees(&cold);
-        self.tally.note(|counts| match (is_demoted, agrees) {
+        if !agrees && said.finish == "abort" && self.was_cut_off() {
+            self.note(|counts| counts.interrupted += 1);
+            return Ok(());
+        }
+        let is_hit = usage["prompt_tokens_details"]["cached_tokens"].as_u64() > Some(0);
+        self.note(|counts| match (is_demoted, agrees) {
             (true, _) => {
                 counts.demoted += 1;
                 counts.demoted_changed += u64::from(!agrees);
             }
-            (false, true) => counts.compared += 1,
+            (false, true) => {
+                counts.compared += 1;
+                counts.compared_hits += u64::from(is_hit);
+            }
             (false, false) => {
                 counts.compared += 1;
+                counts.compared_hits += u64::from(is_hit);
                 counts.wrong += 1;
                 counts.example(format!("{turn:?} {usage}: {said:?} instead of {cold:?}"));
             }
@@ -188,13 +269,13 @@ impl<'a> Client<'a> {
         let mut body = self.scripts.request(&turn)?;
         body["max_tokens"] = json!(400);
         body["ignore_eos"] = json!(true);
-        let mut connection = http::send(self.address, CHAT, &body.to_string(), &[("x-request-id", &name)])?;
-        connection.set_read_timeout(Some(PATIENCE))?;
+        let mut connection = http::send(&self.address, CHAT, &body.to_string(), &[("x-request-id", &name)])?;
+        connection.set_read_timeout(Some(self.patience))?;
         std::thread::sleep(Duration::from_millis(self.random.below(1500) as u64));
         let abort = json!({"rid": name}).to_string();
-        let aborted = http::call(self.address, "/abort_request", &abort, &[], PATIENCE)?;
-        self.tally.status("abort", &aborted, &[200]);
-        self.tally.status("aborted", &http::read(&mut connection, Pace::Fast)?, &[200, 429]);
+        let aborted = http::call(&self.address, "/abort_request", &abort, &[], self.patience)?;
+        self.status("abort", &aborted, &[200]);
+        self.status("aborted", &http::read(&mut connection, Pace::Fast)?, &[200, 429]);
         Ok(())
     }
 
@@ -206,8 +287,8 @@ impl<'a> Client<'a> {
         body["temperature"] = json!(0.9);
         body["max_tokens"] = json!(40);
         body["cache_salt"] = json!(format!("salt-{}", self.random.below(3)));
-        let answer = http::call(self.address, CHAT, &body.to_string(), &[], PATIENCE)?;
-        self.tally.status("sampled", &answer, &[200, 429]);
+        let answer = http::call(&self.address, CHAT, &body.to_string(), &[], self.patience)?;
+        self.status("sampled", &answer, &[200, 429]);
         Ok(())
     }
 
@@ -231,22 +312,22 @@ impl<'a> Client<'a> {
             7 => (CHAT, good.into(), &[("Host", "attacker.example")], &[421]),
             _ => (CHAT, json!({"messages": [], "n": -3}).to_string(), &[], &[400]),
         };
-        let answer = http::call(self.address, path, &body, headers, PATIENCE)?;
+        let answer = http::call(&self.address, path, &body, headers, self.patience)?;
         // Large bodies of many clients at once may be too many.
         let right = if body.len() > 64 << 10 { [right, &[429]].concat() } else { right.to_vec() };
-        self.tally.status("nonsense", &answer, &right);
+        self.status("nonsense", &answer, &right);
         Ok(())
     }
 
     /// A connection that says nothing, or not enough, for a while.
     fn silence(&mut self) -> Result<()> {
         use std::io::Write;
-        let mut connection = std::net::TcpStream::connect(self.address)?;
+        let mut connection = std::net::TcpStream::connect(&self.address)?;
         if self.random.below(2) == 0 {
             connection.write_all(b"POST /v1/chat/completions HTTP/1.1\r\nHost: loc")?;
         }
         std::thread::sleep(Duration::from_millis(self.random.below(3000) as u64));
-        self.tally.note(|counts| counts.requests += 1);
+        self.note(|counts| counts.requests += 1);
         Ok(())
     }
 
@@ -254,18 +335,18 @@ impl<'a> Client<'a> {
     fn victim(&mut self) -> Result<()> {
         let program = std::env::current_exe()?;
         let mut command = Command::new(program);
-        command.args(["soak", "--victim", self.address]).stdout(Stdio::null()).stderr(Stdio::null());
+        command.args(["soak", "--victim", &self.address]).stdout(Stdio::null()).stderr(Stdio::null());
         let mut child = command.stdin(Stdio::null()).spawn()?;
         std::thread::sleep(Duration::from_millis(self.random.below(2000) as u64));
         child.kill()?;
         child.wait()?;
-        self.tally.note(|counts| counts.killed += 1);
+        self.note(|counts| counts.killed += 1);
         Ok(())
     }
 
     fn look(&mut self) -> Result<()> {
         for path in ["/health", "/metrics", "/internal/state", "/v1/models"] {
-            self.tally.status(path, &http::call(self.address, path, "", &[], PATIENCE)?, &[200]);
+            self.status(path, &http::call(&self.address, path, "", &[], self.patience)?, &[200]);
         }
         Ok(())
     }
