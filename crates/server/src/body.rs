@@ -116,7 +116,7 @@ pub fn parse_object(bytes: &[u8], tables: &[&[Field]]) -> Result<Map<String, Val
 }
 
 /// Whether a body with these fields asks for an answer of the model.
-fn generates(tables: &[&[Field]]) -> bool {
+pub fn generates(tables: &[&[Field]]) -> bool {
     tables.iter().copied().flatten().any(|field| field.name == "temperature")
 }
 

@@ -6,7 +6,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use crate::error::ApiError;
 
@@ -82,6 +82,16 @@ pub fn is_refused(name: &str) -> bool {
     REFUSED.iter().any(|refused| refused.name == name)
 }
 
+/// Name and JSON Schema of every refused field: the values that change nothing, and the advice.
+pub fn described() -> impl Iterator<Item = (&'static str, Value)> {
+    REFUSED.iter().map(|refused| {
+        let harmless = refused.harmless.iter().filter_map(|text| serde_json::from_str::<Value>(text).ok());
+        let allowed: Vec<Value> = std::iter::once(Value::Null).chain(harmless).collect();
+        let about = format!("Refused with any other value: {}", refused.instead);
+        (refused.name, json!({"enum": allowed, "description": about, "x-refused": true}))
+    })
+}
+
 /// Counts a field that nothing reads.
 pub fn skip() {
     SKIPPED.fetch_add(1, Ordering::Relaxed);
@@ -108,8 +118,6 @@ pub fn check(body: &mut Map<String, Value>) -> Result<(), ApiError> {
 
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
-
     use super::*;
 
     #[test]

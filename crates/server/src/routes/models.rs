@@ -29,6 +29,7 @@ fn describe(app: &App, name: &str) -> Value {
     let info = app.engine.info();
     json!({
         "id": name, "object": "model", "created": app.started_at, "owned_by": "oscar",
-        "root": info.model, "parent": null, "max_model_len": info.context,
+        "root": info.model, "parent": null, "max_model_len": info.context, "context_length": info.context,
+        "kv_format": info.kv_format, "kv_bits": info.kv_bits,
     })
 }

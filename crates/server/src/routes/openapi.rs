@@ -6,6 +6,8 @@ use serde_json::{Map, Value, json};
 
 use super::{Access, ROUTES, Route};
 use crate::app::Shared;
+use crate::body::generates;
+use crate::refused;
 use crate::schema::Field;
 
 pub async fn document(State(app): State<Shared>) -> Json<Value> {
@@ -50,22 +52,33 @@ fn operation(route: &Route) -> Value {
     if route.access == Access::Anyone {
         operation["security"] = json!([]);
     }
-    let fields: Vec<&Field> = route.fields.iter().copied().flatten().collect();
-    if !fields.is_empty() {
+    if !route.fields.is_empty() {
         operation["requestBody"] = json!({
             "required": true,
-            "content": {"application/json": {"schema": body_schema(&fields)}},
+            "content": {"application/json": {"schema": body_schema(route.fields)}},
         });
     }
     operation
 }
 
-fn body_schema(fields: &[&Field]) -> Value {
+/// The fields that are read, those that are refused unless they change nothing (`x-refused`), and
+/// those that are accepted and not read (`x-ignored`). Any other field is accepted, not read, and
+/// counted.
+fn body_schema(tables: &[&[Field]]) -> Value {
     let mut properties = Map::new();
-    for field in fields {
+    let fields: Vec<&Field> = tables.iter().copied().flatten().collect();
+    for field in &fields {
         let mut schema = field.kind.json_schema();
         schema["description"] = json!(field.about);
+        if field.is_ignored() {
+            schema["x-ignored"] = json!(true);
+        }
         properties.insert(field.name.to_owned(), schema);
+    }
+    if generates(tables) {
+        for (name, schema) in refused::described() {
+            properties.entry(name).or_insert(schema);
+        }
     }
     let required: Vec<&str> = fields.iter().filter(|field| field.required).map(|field| field.name).collect();
     json!({"type": "object", "properties": properties, "required": required, "additionalProperties": true})

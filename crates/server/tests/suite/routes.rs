@@ -16,6 +16,9 @@ async fn models_are_listed_with_their_length() {
     assert_eq!(body["object"], "list");
     assert_eq!(body["data"][0]["id"], "fake-15m");
     assert_eq!(body["data"][0]["max_model_len"], 512);
+    assert_eq!(body["data"][0]["context_length"], 512);
+    assert_eq!(body["data"][0]["kv_format"], "oscar2");
+    assert_eq!(body["data"][0]["kv_bits"], 2.25);
     assert_eq!(body["data"][1]["id"], "org/alias");
     assert_eq!(client.get("/v1/models/org/alias").await.ok()["object"], "model");
     client.get("/v1/models/other").await.error(404);
@@ -117,6 +120,24 @@ async fn the_document_describes_the_routes_that_exist() {
         &document["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"];
     assert_eq!(chat["schema"]["required"], json!(["messages"]));
     assert_eq!(chat["schema"]["properties"]["temperature"]["maximum"], 100.0);
+    assert_eq!(chat["schema"]["properties"]["user"]["x-ignored"], true);
+    let refused: Vec<_> = chat["schema"]["properties"]
+        .as_object()
+        .unwrap()
+        .iter()
+        .filter(|(_, field)| field["x-refused"] == true)
+        .collect();
+    assert!(refused.len() > 40, "{refused:?}");
+    // What the document says is what the server does: harmless values pass, any other is refused by name.
+    for (name, field) in refused {
+        let mut body = json!({"messages": [{"role": "user", "content": "Hi"}]});
+        for value in field["enum"].as_array().unwrap() {
+            body[name] = value.clone();
+            client.chat(&body).await.ok();
+        }
+        body[name] = json!({"other": "value"});
+        assert_eq!(client.chat(&body).await.error(400)["param"], name.as_str());
+    }
 }
 
 #[tokio::test]
