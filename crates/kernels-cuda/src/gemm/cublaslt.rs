@@ -125,9 +125,9 @@ impl CublasLt {
         let plan = &self.plans[&key];
         let (alpha, beta) = (1f32, if product.add { 1f32 } else { 0f32 });
         let (weights, x, out) = (weights.ptr().address(), x.ptr().address(), out.address());
-        // SAFETY: descriptors of this product, operands of its sizes (checked), our own workspace
-        // and stream.
         let enqueue = || {
+            // SAFETY: descriptors of this product, operands of its sizes (checked), our own workspace
+            // and stream.
             check("cublasLtMatmul", unsafe {
                 sys::cublasLtMatmul(
                     self.handle,
