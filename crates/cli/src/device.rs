@@ -83,6 +83,14 @@ impl AnyBackend {
         Ok(Self::Cuda(Box::new(Cuda::open(0).context("--device cuda")?)))
     }
 
+    /// Prompts quantize their activations where they multiply FP8 weights.
+    pub fn with_fp8_activations(mut self) -> Result<Self> {
+        if let Self::Cuda(cuda) = &mut self {
+            cuda.quantize_activations().context("--activations fp8")?;
+        }
+        Ok(self)
+    }
+
     /// The GPU if it can be used; `None` where there is no driver or no GPU. A GPU that is there but cannot be used is
     /// reported and left aside, aloud.
     pub fn cuda_if_usable() -> Option<Self> {

@@ -42,6 +42,9 @@ pub struct ModelArgs {
     /// as in the checkpoint if absent
     #[arg(long, value_enum, value_name = "FORMAT")]
     pub weights: Option<WeightsArg>,
+    /// Activations of prompts that multiply FP8 weights on a GPU; fp8 is faster and less exact
+    #[arg(long, value_enum, default_value = "bf16")]
+    pub activations: WeightsArg,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, serde::Serialize, serde::Deserialize)]
@@ -68,7 +71,7 @@ pub enum PrecisionArg {
 pub enum WeightsArg {
     /// BF16
     Bf16,
-    /// E4M3 with a scale for every block of 128 × 128; activations are not quantized
+    /// E4M3; a scale for every 128 × 128 weights, or for 128 activations of a token
     Fp8,
 }
 
@@ -210,7 +213,10 @@ impl ModelArgs {
             Device::Auto | Device::Cpu => None,
         };
         if let Some(gpu) = gpu {
-            return Ok(gpu);
+            return if self.activations == WeightsArg::Fp8 { gpu.with_fp8_activations() } else { Ok(gpu) };
+        }
+        if self.activations == WeightsArg::Fp8 {
+            bail!("--activations fp8 needs a GPU: the CPU multiplies FP8 weights with 16-bit activations");
         }
         let threads =
             self.threads.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from));

@@ -9,6 +9,7 @@
 
 mod attention;
 mod dequantized;
+mod fp8_products;
 mod fused_append;
 mod growing;
 mod heads;
@@ -37,6 +38,7 @@ pub enum Part {
     Norm,
     Gate,
     Gemm,
+    Fp8Products,
     Gram,
     Append,
     FusedAppend,
@@ -52,11 +54,12 @@ pub enum Part {
 
 /// Each part with the name that `oscar gpu-check --only` takes and one line for `--help`.
 #[rustfmt::skip]
-const PARTS: [(Part, &str, &str); 15] = [
+const PARTS: [(Part, &str, &str); 16] = [
     (Part::Embed, "embed", "Embedding and row selection (rows.cu)"),
     (Part::Norm, "norm", "RMSNorm (rows.cu)"),
     (Part::Gate, "gate", "SwiGLU (rows.cu)"),
     (Part::Gemm, "gemm", "Matrix products, BF16 and FP8 weights (skinny_gemm.cu, expand.cu, cuBLASLt)"),
+    (Part::Fp8Products, "fp8-products", "Products of FP8 weights and FP8 activations (fp8_products.cu)"),
     (Part::Gram, "gram", "Gram matrices of calibration (gram.cu)"),
     (Part::Append, "append", "QK-norm, RoPE, rotation and storing of new tokens (append.cu)"),
     (Part::FusedAppend, "fused-append", "Decode attention that also appends the new token (attention_decode.cu)"),
@@ -111,6 +114,9 @@ pub fn check(gpu: &CudaBackend, parts: &[Part], extent: Extent) -> Result<Report
     if wants(Part::Simple) {
         let gpu = CudaBackend::open_with(0, AttentionMode::Simple)?;
         attention::check(&gpu, attention::SIMPLE, extent, &mut report)?;
+    }
+    if wants(Part::Fp8Products) {
+        fp8_products::check(extent, &mut report)?;
     }
     if wants(Part::Append) {
         heads::check(gpu, &mut report)?;

@@ -40,6 +40,7 @@ parts! {
     rms_norm_matches_scalar: Norm,
     swiglu_matches_scalar: Gate,
     gemm_matches_scalar: Gemm,
+    fp8_products_matches_scalar: Fp8Products,
     gram_matches_scalar: Gram,
     append_matches_scalar: Append,
     fused_append_matches_scalar: FusedAppend,

@@ -35,6 +35,7 @@ source!(ROWS, "rows.cu", by_head_dim: false);
 // Has a variant for each format of weights: `weight_defines`.
 source!(SKINNY_GEMM, "skinny_gemm.cu", by_head_dim: false);
 source!(EXPAND, "expand.cu", by_head_dim: false);
+source!(FP8_PRODUCTS, "fp8_products.cu", by_head_dim: false, hopper: true);
 source!(BANDWIDTH, "bandwidth.cu", by_head_dim: false);
 source!(GRAM, "gram.cu", by_head_dim: false);
 source!(RANDOM, "random.cu", by_head_dim: false);
@@ -74,6 +75,7 @@ static PLAIN: &[&Source] = &[
     &ROWS,
     &SKINNY_GEMM,
     &EXPAND,
+    &FP8_PRODUCTS,
     &BANDWIDTH,
     &GRAM,
     &RANDOM,

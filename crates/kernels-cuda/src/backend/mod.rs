@@ -21,7 +21,7 @@ use crate::attention::demote::Scope;
 use crate::attention::hopper::ExpandedPages;
 use crate::device::Device;
 use crate::error::Result;
-use crate::gemm::{CublasLt, CudaMatrix, Fp8Kernels, Skinny};
+use crate::gemm::{CublasLt, CudaMatrix, Fp8Kernels, Fp8Operands, Fp8Products, Skinny};
 use crate::kernels::Kernels;
 use crate::memory::{Buffer, DevicePtr};
 use crate::pages::CudaPages;
@@ -46,6 +46,8 @@ pub struct CudaBackend {
     skinny: Skinny,
     /// Made for the first FP8 matrix.
     fp8: OnceLock<Fp8Kernels>,
+    /// Prompts multiply FP8 weights with FP8 activations.
+    fp8_activations: Option<Fp8Products>,
     /// A step holds the lock until it ends.
     state: Mutex<State>,
 }
@@ -72,6 +74,8 @@ struct State {
     low: Option<Buffer>,
     /// FP8 weights expanded for a product of many rows.
     expanded: Option<Buffer>,
+    /// FP8 activations and weights of a product of many rows.
+    fp8_operands: Fp8Operands,
     gram: Option<Buffer>,
     /// Keys of the most likely tokens of slices of rows.
     picked: Option<Buffer>,
@@ -120,6 +124,7 @@ impl CudaBackend {
             high: None,
             low: None,
             expanded: None,
+            fp8_operands: Fp8Operands::default(),
             gram: None,
             picked: None,
         };
@@ -128,10 +133,18 @@ impl CudaBackend {
             attention,
             skinny: Skinny::new(&device, &kernels, WeightFormat::Bf16)?,
             fp8: OnceLock::new(),
+            fp8_activations: None,
             device,
             kernels,
             state: Mutex::new(state),
         })
+    }
+
+    /// Lets prompts multiply FP8 weights with activations that are quantized to FP8 as they come. Steps
+    /// of few rows and the output head do not.
+    pub fn quantize_activations(&mut self) -> Result<()> {
+        self.fp8_activations = Some(Fp8Products::new(&self.device, &self.kernels)?);
+        Ok(())
     }
 
     pub fn device(&self) -> &Device {

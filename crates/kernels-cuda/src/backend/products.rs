@@ -108,7 +108,7 @@ impl CudaBackend {
         if rows == 0 {
             return Ok(());
         }
-        let State { cublaslt, high, low, expanded, .. } = state;
+        let State { cublaslt, high, low, expanded, fp8_operands, .. } = state;
         let count = rows * x.width();
         let mut low_parts: Option<DeviceSlice<'_, bf16>> = None;
         let rounded = match x.rounded().filter(|_| !exact) {
@@ -129,6 +129,10 @@ impl CudaBackend {
                 high
             }
         };
+        if let (Some(products), WeightFormat::Fp8, false) = (&self.fp8_activations, weight.format(), exact) {
+            products.product(cublaslt, fp8_operands, weight, (rows, rounded), out.padded_sums()?, add)?;
+            return self.add_bias(weight, out);
+        }
         let result = match out.rounded() {
             Some(rounded) => Sums::Bf16(rounded),
             None => Sums::F32(out.held_values("a product")?),
@@ -143,14 +147,16 @@ impl CudaBackend {
                 cublaslt.enqueue(Gemm { add: true, ..product }, weights, low, out)?;
             }
         }
-        if let Some(bias) = &weight.bias {
-            let (width, rows) = (weight.outputs as u32, rows as u32);
-            let sums = out.held_values("a product")?.ptr();
-            let p = BiasParams { bias: bias.ptr(), out: sums, width, rows };
-            // SAFETY: `out` has `rows` rows of `width`, and the bias has `width` numbers.
-            unsafe { self.launches.bias(p) }?;
-        }
-        Ok(())
+        self.add_bias(weight, out)
+    }
+
+    /// Adds the bias of a product, if it has one.
+    fn add_bias(&self, weight: &CudaMatrix, out: &CudaRows) -> Result<()> {
+        let Some(bias) = &weight.bias else { return Ok(()) };
+        let (width, rows) = (weight.outputs as u32, out.count() as u32);
+        let p = BiasParams { bias: bias.ptr(), out: out.held_values("a product")?.ptr(), width, rows };
+        // SAFETY: `out` has `rows` rows of `width`, and the bias has `width` numbers.
+        unsafe { self.launches.bias(p) }
     }
 
     /// The result is BF16 in steps of many rows, and f32 with `values`.

@@ -2,6 +2,7 @@
 
 use crate::device::Device;
 use crate::error::{CudaError, Result};
+use crate::gemm::{ROW_GROUP, Sums};
 use crate::memory::{Buffer, DevicePtr, DeviceSlice};
 use half::bf16;
 
@@ -38,7 +39,8 @@ impl CudaRows {
 
     /// Makes room for `rows` rows in the forms named; the old contents are lost.
     pub(super) fn resize(&mut self, device: &Device, rows: usize, values: bool, rounded: bool) -> Result<()> {
-        let elements = rows * self.width;
+        // Block-scaled products write whole groups of four rows.
+        let elements = rows.next_multiple_of(ROW_GROUP) * self.width;
         if values {
             grow(device, &mut self.values, elements * 4, "activations")?;
         }
@@ -59,6 +61,16 @@ impl CudaRows {
     pub(crate) fn rounded(&self) -> Option<DeviceSlice<'_, bf16>> {
         let buffer = self.rounded.as_ref().filter(|_| self.holds_rounded)?;
         buffer.slice().part(0..self.rows * self.width).ok()
+    }
+
+    /// The rows as the target of a product that writes whole groups of [`ROW_GROUP`] rows.
+    pub(crate) fn padded_sums(&self) -> Result<Sums<'_>> {
+        let elements = self.rows.next_multiple_of(ROW_GROUP) * self.width;
+        match (&self.values, &self.rounded) {
+            (_, Some(buffer)) if self.holds_rounded => Ok(Sums::Bf16(buffer.slice().part(0..elements)?)),
+            (Some(buffer), _) if self.holds_values => Ok(Sums::F32(buffer.slice().part(0..elements)?)),
+            _ => Err(CudaError::Shape { what: "a product", detail: "its rows have no memory".into() }),
+        }
     }
 
     /// The f32 rows, or an error that names their use.

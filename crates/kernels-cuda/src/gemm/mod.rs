@@ -4,10 +4,12 @@
 
 mod cublaslt;
 mod fp8;
+mod fp8_products;
 mod skinny;
 
-pub(crate) use cublaslt::{CublasLt, Product, Sums};
+pub(crate) use cublaslt::{CublasLt, Product, ROW_GROUP, ScaledFp8, Sums};
 pub(crate) use fp8::{Fp8Kernels, random_scale};
+pub(crate) use fp8_products::{Fp8Operands, Fp8Products};
 pub(crate) use skinny::{MOST_ROWS, Skinny, SkinnyProduct, SkinnyShape};
 
 use crate::device::Device;
@@ -18,7 +20,12 @@ use half::bf16;
 use oscar_backend::{Fp8Blocks, HostMatrix, HostValues, WeightFormat, fp8_blocks};
 use std::ops::Range;
 
-pub(crate) const LAYOUTS: &[Layout] = &[fp8::ExpandParams::LAYOUT, skinny::SkinnyParams::LAYOUT];
+pub(crate) const LAYOUTS: &[Layout] = &[
+    fp8::ExpandParams::LAYOUT,
+    fp8_products::QuantizeRowsParams::LAYOUT,
+    fp8_products::PlainCodesParams::LAYOUT,
+    skinny::SkinnyParams::LAYOUT,
+];
 
 /// Whether the kernel for few rows takes matrices of this shape.
 pub fn multiplies_few_rows(format: WeightFormat, outputs: usize, inputs: usize) -> bool {
