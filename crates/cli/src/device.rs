@@ -78,6 +78,15 @@ impl AnyBackend {
         })
     }
 
+    /// Share of the free memory that KV pages get, unless the user says otherwise. A GPU serves one
+    /// program; a CPU's memory serves others too.
+    pub fn default_kv_share(&self) -> f64 {
+        match self {
+            Self::Cpu(_) => 0.5,
+            Self::Cuda(_) => 0.9,
+        }
+    }
+
     /// The GPU, or what is missing to use it.
     pub fn cuda() -> Result<Self> {
         Ok(Self::Cuda(Box::new(Cuda::open(0).context("--device cuda")?)))
@@ -89,6 +98,14 @@ impl AnyBackend {
             cuda.quantize_activations().context("--activations fp8")?;
         }
         Ok(self)
+    }
+
+    /// Lets a GPU behave as one with this much memory; a CPU has no such limit.
+    pub fn limit_gpu_memory(&self, bytes: usize) -> Result<()> {
+        match self {
+            Self::Cpu(_) => Ok(()),
+            Self::Cuda(cuda) => Ok(cuda.device().limit_memory(bytes)?),
+        }
     }
 
     /// The GPU if it can be used; `None` where there is no driver or no GPU. A GPU that is there but cannot be used is
@@ -135,12 +152,17 @@ impl AnyBackend {
         })
     }
 
-    /// Bytes free on the device; `None` where the system decides.
+    /// Bytes free on a GPU; `None` on a CPU, where others decide as well.
     pub fn free_memory(&self) -> Result<Option<usize>> {
         Ok(match self {
             Self::Cpu(_) => None,
             Self::Cuda(cuda) => Some(cuda.device().memory()?.0),
         })
+    }
+
+    /// Bytes that this process may still take; `None` where the system does not tell.
+    pub fn available_memory(&self) -> Result<Option<usize>> {
+        Ok(self.free_memory()?.or_else(crate::host_memory::available))
     }
 }
 

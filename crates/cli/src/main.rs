@@ -6,8 +6,10 @@
 
 mod commands;
 mod device;
+mod host_memory;
 mod options;
 mod progress;
+mod sizing;
 mod table;
 #[cfg(debug_assertions)]
 mod test_fault;

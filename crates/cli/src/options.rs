@@ -12,7 +12,7 @@ use oscar_codec::{
 use oscar_engine::SamplingParams;
 use oscar_kernels_cpu::Kernels;
 use oscar_kernels_cpu::backend::{CpuBackend, Mode};
-use oscar_models::{DecoderConfig, GenerationConfig, ModelSource, Weights};
+use oscar_models::{DecoderConfig, GenerationConfig, Holding, ModelSource, Weights};
 use oscar_runner::{KvMemory, Runner, RunnerOptions};
 use oscar_text::ModelText;
 use serde::Serialize;
@@ -45,6 +45,10 @@ pub struct ModelArgs {
     /// Activations of prompts that multiply FP8 weights on a GPU; fp8 is faster and less exact
     #[arg(long, value_enum, default_value = "bf16")]
     pub activations: WeightsArg,
+    /// Use the GPU as if it had only this much memory, e.g. 32G
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    #[serde(serialize_with = "serialize_optional_size")]
+    pub gpu_memory_limit: Option<usize>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, serde::Serialize, serde::Deserialize)]
@@ -105,8 +109,8 @@ pub struct CacheArgs {
     /// Prompt tokens processed in one step; 512 on a CPU and 3960 on a GPU if absent
     #[arg(long, value_name = "N", value_parser = at_least_one)]
     pub prefill_chunk: Option<usize>,
-    /// Memory for KV pages, e.g. 512M or 8G; by default as much as the context needs (`serve`: 8
-    /// whole contexts, at most half of the machine's memory; `bench serve`: 4 BF16 requests)
+    /// Memory for KV pages, e.g. 512M or 8G; by default as much as the context needs (`serve`: a
+    /// share of what is free; `bench serve`: 4 BF16 requests)
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     #[serde(serialize_with = "serialize_optional_size")]
     pub kv_memory: Option<usize>,
@@ -201,6 +205,12 @@ impl ModelArgs {
         Ok(OpenModel { name, source, config, weights })
     }
 
+    /// How a device of this kind stores weights: F32 mode widens all of them, a GPU keeps FP8.
+    pub fn holding(&self, keeps_fp8: bool) -> Holding {
+        let element_bytes = if self.precision == PrecisionArg::F32 { 4 } else { 2 };
+        Holding { fp8: keeps_fp8, element_bytes }
+    }
+
     /// The requested device; `auto` takes a GPU if one can be used.
     pub fn backend(&self) -> Result<AnyBackend> {
         if self.device == Device::Cuda && self.precision == PrecisionArg::F32 {
@@ -213,10 +223,16 @@ impl ModelArgs {
             Device::Auto | Device::Cpu => None,
         };
         if let Some(gpu) = gpu {
+            if let Some(bytes) = self.gpu_memory_limit {
+                gpu.limit_gpu_memory(bytes)?;
+            }
             return if self.activations == WeightsArg::Fp8 { gpu.with_fp8_activations() } else { Ok(gpu) };
         }
         if self.activations == WeightsArg::Fp8 {
             bail!("--activations fp8 needs a GPU: the CPU multiplies FP8 weights with 16-bit activations");
+        }
+        if self.gpu_memory_limit.is_some() {
+            bail!("--gpu-memory-limit: no GPU is used");
         }
         let threads =
             self.threads.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from));

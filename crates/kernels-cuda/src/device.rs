@@ -11,7 +11,7 @@ use crate::memory::{Buffer, DeviceSlice, Event, download_all};
 use cudarc::driver::sys::{self, CUresult};
 use std::ffi::{CStr, c_void};
 use std::ptr::null_mut;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
 /// Most words of a kernel's parameters.
@@ -42,6 +42,8 @@ struct Inner {
     context: sys::CUcontext,
     stream: sys::CUstream,
     recorder: Mutex<Recorder>,
+    /// A smaller GPU that is simulated: its bytes, and those that were free when it began.
+    limit: OnceLock<(usize, usize)>,
     /// `OSCAR_CUDA_GRAPHS=off` launches every kernel by itself.
     graphs: bool,
 }
@@ -110,8 +112,8 @@ impl Device {
             check(device, "cuStreamCreate", sys::cuStreamCreate(&mut stream, flags))?;
             // Graphs keep the overlap of launches from CUDA 12.3 on.
             let graphs = driver >= (12, 3) && graphs_wanted()?;
-            let recorder = Mutex::default();
-            Ok(Self(Arc::new(Inner { properties, ordinal, context, stream, recorder, graphs })))
+            let (recorder, limit) = (Mutex::default(), OnceLock::new());
+            Ok(Self(Arc::new(Inner { properties, ordinal, context, stream, recorder, limit, graphs })))
         }
     }
 
@@ -223,11 +225,37 @@ impl Device {
 
     /// Free and total bytes.
     pub fn memory(&self) -> Result<(usize, usize)> {
+        let (free, total) = self.physical_memory()?;
+        Ok(match self.0.limit.get() {
+            Some(&(limit, at_first)) => {
+                let used = at_first.saturating_sub(free);
+                (free.min(limit.saturating_sub(used)), total.min(limit))
+            }
+            None => (free, total),
+        })
+    }
+
+    fn physical_memory(&self) -> Result<(usize, usize)> {
         self.enter()?;
         let (mut free, mut total) = (0, 0);
         // SAFETY: two out-parameters.
         self.check("cuMemGetInfo", unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) })?;
         Ok((free, total))
+    }
+
+    /// Behaves as a GPU with this much memory from now on. A second limit is ignored.
+    pub fn limit_memory(&self, bytes: usize) -> Result<()> {
+        let (free, _) = self.physical_memory()?;
+        let _ = self.0.limit.set((bytes, free));
+        Ok(())
+    }
+
+    /// Refuses an allocation that a simulated smaller GPU has no room for.
+    pub(crate) fn admit(&self, bytes: usize, what: &str) -> Result<()> {
+        match self.0.limit.get().is_some() && bytes > self.memory()?.0 {
+            true => Err(self.out_of_memory(what, bytes)),
+            false => Ok(()),
+        }
     }
 
     pub(crate) fn out_of_memory(&self, what: &str, bytes: usize) -> CudaError {

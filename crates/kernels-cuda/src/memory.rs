@@ -115,6 +115,7 @@ pub struct Buffer {
 impl Buffer {
     /// Memory with undefined contents; at least one byte.
     pub(crate) fn new(device: &Device, bytes: usize, what: &str) -> Result<Self> {
+        device.admit(bytes, what)?;
         device.enter()?;
         let mut address = 0;
         // SAFETY: one out-parameter; the driver refuses a size of zero, so it is made one byte.

@@ -430,9 +430,10 @@ impl Region {
             return Err(CudaError::Shape { what: "the page table", detail });
         }
         let device = self.device.clone();
-        device.enter()?;
         let wanted = bytes.max(self.mapped + self.mapped / 8).div_ceil(granularity) * granularity;
         let size = wanted.min(self.reserved) - self.mapped;
+        device.admit(size, "KV pages")?;
+        device.enter()?;
         let at = self.address() + self.mapped as u64;
         let mut handle = 0;
         let access = sys::CUmemAccessDesc {

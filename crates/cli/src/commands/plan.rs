@@ -1,19 +1,20 @@
 //! `oscar plan`: what fits in a given memory, exactly, BF16 beside each format.
 
-use crate::options::{Device, ModelArgs, OpenModel, PrecisionArg, parse_size};
+use crate::options::{Device, ModelArgs, OpenModel, parse_size};
+use crate::sizing::{Extent, FixedMemory};
 use crate::{progress, table};
 use anyhow::{Result, bail};
 use oscar_calibrate::bits::WidthTable;
 use oscar_codec::{CacheLayout, CodeLayout, KvFormat, MeanBits, RotationKind};
 use oscar_kernels_cuda::Storage;
-use oscar_models::{DecoderConfig, Holding};
+use oscar_models::DecoderConfig;
 use serde_json::json;
 
 #[derive(clap::Args)]
 pub struct Args {
     #[command(flatten)]
     model: ModelArgs,
-    /// Memory for weights and cache together, e.g. 24G
+    /// Memory for weights, activations and cache together, e.g. 24G
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     memory: usize,
     /// KV formats to plan for
@@ -36,9 +37,9 @@ pub struct Args {
     json: bool,
 }
 
-/// What is left beside the weights, with some formats.
+/// What is left for the cache, with some formats.
 struct Budget {
-    weights: usize,
+    fixed: FixedMemory,
     free: usize,
     formats: Vec<String>,
     /// What becomes of FP8 weights.
@@ -49,9 +50,9 @@ pub fn run(args: &Args) -> Result<()> {
     let model = args.model.open()?;
     let c = &model.config;
     let contexts = contexts(args, &model)?;
-    // What the device holds: F32 mode widens every weight, a GPU keeps FP8 as it is.
-    let element_bytes = if args.model.precision == PrecisionArg::F32 { 4 } else { 2 };
-    let holding = Holding { fp8: args.model.device == Device::Cuda, element_bytes };
+    let holding = args.model.holding(args.model.device == Device::Cuda);
+    let longest = contexts.iter().copied().max().unwrap_or(0);
+    let extent = Extent { context: longest, rows: args.prefill_chunk, logits: 1 };
     if args.model.device == Device::Auto && model.weights.describe_fp8(c, false, true).is_some() {
         eprintln!("note: weights are counted as on the CPU, which expands FP8; --device cuda counts a GPU's");
     }
@@ -59,23 +60,23 @@ pub fn run(args: &Args) -> Result<()> {
     let mut too_large = Vec::new();
     for &format in &args.kv {
         let rotates = format.rotation() != RotationKind::None;
-        let weights = model.weights.held_bytes(c, rotates, holding) as usize;
-        let Some(free) = args.memory.checked_sub(weights).filter(|&f| f > 0) else {
+        let fixed = FixedMemory::of(&model, rotates, holding, extent);
+        let Some(free) = args.memory.checked_sub(fixed.total()).filter(|&f| f > 0) else {
             too_large.push(format!(
-                "{} with {format} does not fit: its weights take {}, --memory allows {}",
+                "{} with {format} does not fit: {}; --memory allows {}",
                 model.name,
-                progress::bytes(weights),
+                fixed.describe(),
                 progress::bytes(args.memory)
             ));
             continue;
         };
         let fp8 = model.weights.describe_fp8(c, rotates, holding.fp8);
-        match budgets.iter_mut().find(|b| b.weights == weights && b.fp8 == fp8) {
+        match budgets.iter_mut().find(|b| b.fixed == fixed && b.fp8 == fp8) {
             Some(budget) => budget.formats.push(format.to_string()),
-            None => budgets.push(Budget { weights, free, formats: vec![format.to_string()], fp8 }),
+            None => budgets.push(Budget { fixed, free, formats: vec![format.to_string()], fp8 }),
         }
         let layout = layout(args, c, format)?;
-        rows.extend(plan(args, &layout, &contexts, weights, free));
+        rows.extend(plan(args, &layout, &contexts, &fixed, free));
     }
     match too_large.as_slice() {
         [first, ..] if budgets.is_empty() => bail!("{first}"),
@@ -131,7 +132,7 @@ fn plan(
     args: &Args,
     layout: &CacheLayout,
     contexts: &[usize],
-    weights: usize,
+    fixed: &FixedMemory,
     free: usize,
 ) -> Vec<Vec<String>> {
     let kv = layout.format().to_string();
@@ -145,7 +146,8 @@ fn plan(
                 json!({
                     "kv": kv, "context": context, "batch": fit.sequences, "sequence_bytes": fit.sequence_bytes,
                     "prefill_bytes": fit.prefill_bytes, "bits": bits, "longest_context": longest,
-                    "weight_bytes": weights, "memory_bytes": args.memory,
+                    "weight_bytes": fixed.weights, "rope_bytes": fixed.rope,
+                    "activation_bytes": fixed.activations, "memory_bytes": args.memory,
                 })
             );
         }
@@ -168,9 +170,9 @@ fn print_budgets(args: &Args, model: &OpenModel, budgets: &[Budget]) {
         let with =
             if budgets.len() > 1 { format!(" with {}", budget.formats.join(", ")) } else { String::new() };
         println!(
-            "{}{with}: weights {}, {} left of {} for the cache; the model addresses {} positions",
+            "{}{with}: {}; {} left of {} for the cache; the model addresses {} positions",
             model.name,
-            progress::bytes(budget.weights),
+            budget.fixed.describe(),
             progress::bytes(budget.free),
             progress::bytes(args.memory),
             model.config.max_position_embeddings

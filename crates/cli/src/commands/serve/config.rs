@@ -10,6 +10,7 @@ use crate::device::AnyBackend;
 use crate::options::{
     CacheArgs, DEFAULT_KV, ModelArgs, at_least_one, parse_size, serialize_display, serialize_optional_size,
 };
+use crate::sizing::parse_share;
 use anyhow::{Context, Result, bail};
 use clap::parser::ValueSource;
 use clap::{ArgMatches, Args, FromArgMatches};
@@ -35,9 +36,13 @@ pub struct Config {
     #[arg(long, value_name = "FORMAT", default_value = DEFAULT_KV)]
     #[serde(serialize_with = "serialize_display")]
     pub kv: KvFormat,
-    /// Longest sequence in tokens; the model's own limit if absent
-    #[arg(long, value_name = "N", value_parser = at_least_one)]
+    /// Longest sequence in tokens; the model's own limit if absent, or what the KV memory holds
+    #[arg(long, visible_alias = "max-context", value_name = "N", value_parser = at_least_one)]
     pub context: Option<usize>,
+    /// Share of the memory that is left beside weights and activations which KV pages get, without
+    /// --kv-memory; 0.9 on a GPU and 0.5 on a CPU if absent
+    #[arg(long, value_name = "SHARE", value_parser = parse_share)]
+    pub kv_memory_share: Option<f64>,
     /// Maximum number of sequences running at once
     #[arg(long, value_name = "N", value_parser = at_least_one, default_value_t = SchedulerOptions::default().max_batch)]
     pub max_batch: usize,
@@ -331,6 +336,8 @@ mod tests {
             "--threads=3",
             "--precision=f32",
             "--weights=fp8",
+            "--gpu-memory-limit=32G",
+            "--kv-memory-share=0.25",
             "--rotations=hadamard",
             "--sink=32",
             "--recent=128",

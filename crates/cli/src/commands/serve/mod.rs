@@ -5,9 +5,12 @@ mod keys;
 mod signals;
 mod socket;
 
-use crate::options::{CacheArgs, OpenModel};
+use crate::device::AnyBackend;
+use crate::options::{Cache, CacheArgs, OpenModel};
 use crate::progress::{self, note};
-use anyhow::{Context, Result, bail};
+use crate::sizing::{self, Extent, FixedMemory, Sizing, Wishes};
+use anyhow::{Context, Result};
+use config::Config;
 pub use config::Flags;
 use oscar_backend::Backend;
 use oscar_engine::{Engine, EngineApi};
@@ -30,36 +33,28 @@ pub fn run(flags: &Flags) -> Result<()> {
     let text = model.text()?;
     let generation = model.generation()?;
     let cache = model.cache(config.kv, &config.cache)?;
-    let context = config.context.unwrap_or(model.config.max_position_embeddings);
     let backend = config.model.backend()?;
-    let held = backend.held_layout(&cache.layout);
-    let chunk = config.cache.prefill_chunk(&backend);
-    let least = held.working_bytes(context.min(chunk), chunk);
-    let kv_memory = config.cache.kv_memory.unwrap_or_else(|| default_kv_memory(&held, context, chunk));
-    if config.cache.kv_memory.is_some() && kv_memory < least {
-        bail!(
-            "kv_memory of {} cannot hold one prefill step of this model: give at least {}",
-            progress::bytes(kv_memory),
-            progress::bytes(least)
-        );
-    }
+    let sizing = size(&config, &model, &cache, &backend)?;
     note!("{}: {}", model.name, backend.describe());
     if let Some(weights) = model.describe_weights(&cache, &backend) {
         note!("{weights}");
     }
     note!("cache: {}; rotations: {}", cache.layout.describe(), cache.rotation_origin);
     note!("attention: {}", backend.attention(&cache.layout).description);
-    let cache_args = CacheArgs { kv_memory: Some(kv_memory), ..config.cache.clone() };
+    if let Some(limited) = &sizing.note {
+        note!("{limited}");
+    }
+    let cache_args = CacheArgs { kv_memory: Some(sizing.kv_memory), ..config.cache.clone() };
     let engine_options = config.engine(&model.name, &backend);
     let bar = progress::bar("loading", model.config.layers as u64);
     progress.begin("loading weights", model.config.layers);
-    let runner = cache.runner(&model, backend, &cache_args, context, 1, |layers| {
+    let runner = cache.runner(&model, backend, &cache_args, sizing.context, 1, |layers| {
         bar.set_position(layers as u64);
         progress.set(layers);
     })?;
     bar.finish_and_clear();
     progress.begin("starting the engine", 0);
-    note!("KV memory: {}", progress::bytes(kv_memory));
+    note!("KV memory: {}", progress::bytes(sizing.kv_memory));
 
     let defaults = GenerationDefaults {
         sampling: OpenModel::default_sampling(&generation),
@@ -71,8 +66,26 @@ pub fn run(flags: &Flags) -> Result<()> {
     socket.serve(engine, Arc::new(text), defaults, &model.name)
 }
 
-/// Room for 8 sequences of the whole context, at most half of the machine's memory.
-fn default_kv_memory(layout: &oscar_codec::CacheLayout, context: usize, chunk: usize) -> usize {
-    let wanted = 8 * layout.working_bytes(context, chunk);
-    super::doctor::memory_gib().map_or(wanted, |gib| wanted.min((gib * 0.5 * (1u64 << 30) as f64) as usize))
+/// Divides the device's memory.
+fn size(config: &Config, model: &OpenModel, cache: &Cache, backend: &AnyBackend) -> Result<Sizing> {
+    let chunk = config.cache.prefill_chunk(backend);
+    let positions = model.config.max_position_embeddings;
+    let context = config.context.unwrap_or(positions);
+    let extent = Extent {
+        context,
+        rows: config.step_tokens.unwrap_or(chunk + config.max_batch),
+        logits: config.max_batch,
+    };
+    let holding = config.model.holding(backend.multiplies_fp8());
+    let fixed = FixedMemory::of(model, cache.rotations.is_some(), holding, extent);
+    let wishes = Wishes {
+        kv_memory: config.cache.kv_memory,
+        context: config.context,
+        share: config.kv_memory_share.unwrap_or_else(|| backend.default_kv_share()),
+    };
+    let available = backend.available_memory()?;
+    if let Some(available) = available {
+        note!("memory: {} free; {}", progress::bytes(available), fixed.describe());
+    }
+    sizing::divide(available, &fixed, &backend.held_layout(&cache.layout), chunk, positions, wishes)
 }

@@ -1,0 +1,209 @@
+//! How much memory a model takes and what is left for its KV pages. `serve` and `plan` use the
+//! same sum.
+
+use crate::options::OpenModel;
+use crate::progress;
+use anyhow::{Result, bail};
+use oscar_codec::CacheLayout;
+use oscar_models::{DecoderConfig, Holding};
+
+/// Memory besides KV pages, by purpose.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct FixedMemory {
+    pub weights: usize,
+    /// Tables of the rotary embedding.
+    pub rope: usize,
+    /// Rows of the largest step, and its logits.
+    pub activations: usize,
+}
+
+/// The largest step and the longest sequence.
+#[derive(Clone, Copy, Debug)]
+pub struct Extent {
+    pub context: usize,
+    /// Tokens of one step.
+    pub rows: usize,
+    /// Rows whose logits are computed in one step.
+    pub logits: usize,
+}
+
+impl FixedMemory {
+    pub fn of(model: &OpenModel, rotated: bool, holding: Holding, extent: Extent) -> Self {
+        let c = &model.config;
+        Self {
+            weights: model.weights.held_bytes(c, rotated, holding) as usize,
+            rope: 2 * extent.context * c.head_dim * size_of::<f32>(),
+            activations: activations(c, extent),
+        }
+    }
+
+    pub fn total(&self) -> usize {
+        let Self { weights, rope, activations } = self;
+        weights + rope + activations
+    }
+
+    pub fn describe(&self) -> String {
+        format!(
+            "weights {}, RoPE {}, activations {}",
+            progress::bytes(self.weights),
+            progress::bytes(self.rope),
+            progress::bytes(self.activations)
+        )
+    }
+}
+
+/// The model's rows in F32: hidden state and its copy, queries, keys, values, the attention output,
+/// and both inputs of the MLP's product.
+fn activations(c: &DecoderConfig, extent: Extent) -> usize {
+    let row = 2 * c.hidden_size + 2 * c.query_width() + 2 * c.kv_width() + 2 * c.intermediate_size;
+    (extent.rows * row + extent.logits * c.vocab_size) * size_of::<f32>()
+}
+
+/// What the user asked for.
+#[derive(Clone, Copy, Debug)]
+pub struct Wishes {
+    pub kv_memory: Option<usize>,
+    pub context: Option<usize>,
+    /// Share of the memory left beside [`FixedMemory`] that KV pages get.
+    pub share: f64,
+}
+
+/// Memory for KV pages and the longest sequence.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Sizing {
+    pub kv_memory: usize,
+    pub context: usize,
+    /// What the user should know about the context.
+    pub note: Option<String>,
+}
+
+/// Divides the memory of a device. `available` is what is free before anything is loaded; `None`
+/// where the system does not tell. `layout` is in the device's form.
+///
+/// # Errors
+/// If not even one prefill step fits; says what would.
+pub fn divide(
+    available: Option<usize>,
+    fixed: &FixedMemory,
+    layout: &CacheLayout,
+    chunk: usize,
+    positions: usize,
+    wishes: Wishes,
+) -> Result<Sizing> {
+    let wanted = wishes.context.unwrap_or(positions);
+    let least = layout.working_bytes(wanted.min(chunk), chunk);
+    let left = available.map(|bytes| bytes.saturating_sub(fixed.total()));
+    let kv_memory = wishes.kv_memory.unwrap_or_else(|| match left {
+        Some(left) => (left as f64 * wishes.share) as usize,
+        None => layout.working_bytes(wanted, chunk),
+    });
+    if kv_memory < least {
+        if wishes.kv_memory.is_some() {
+            bail!(
+                "kv_memory of {} cannot hold one prefill step of this model: give at least {}",
+                progress::bytes(kv_memory),
+                progress::bytes(least)
+            );
+        }
+        bail!(
+            "the model does not fit into {} of free memory: {}, and {} for the KV pages of one prefill step, {} in all. \
+             Free some memory, or lower it with --weights fp8, --prefill-chunk or a narrower --kv",
+            progress::bytes(available.unwrap_or(0)),
+            fixed.describe(),
+            progress::bytes(least),
+            progress::bytes(fixed.total() + (least as f64 / wishes.share) as usize),
+        );
+    }
+    let longest = layout.longest_context(kv_memory, chunk);
+    let (context, note) = match wishes.context {
+        _ if longest >= wanted => (wanted, None),
+        None => (
+            longest,
+            Some(format!(
+                "context limited to {longest} of the model's {positions} tokens: {} of KV memory hold no more in {}; \
+                 --kv-memory, --kv-memory-share or a narrower --kv make it longer",
+                progress::bytes(kv_memory),
+                layout.format()
+            )),
+        ),
+        Some(asked) => (
+            asked,
+            Some(format!(
+                "--context {asked}: {} of KV memory hold sequences of {longest} tokens; longer ones will be refused",
+                progress::bytes(kv_memory)
+            )),
+        ),
+    };
+    Ok(Sizing { kv_memory, context, note })
+}
+
+/// Parses a share between 0 and 1.
+pub fn parse_share(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(share) if share > 0.0 && share <= 1.0 => Ok(share),
+        _ => Err(format!("'{text}' is no share: a number above 0 and at most 1")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use oscar_codec::{CodeLayout, KvFormat, Windows};
+
+    const GIB: usize = 1 << 30;
+
+    fn layout(format: KvFormat) -> CacheLayout {
+        CacheLayout::new(format, 36, 8, 128, Windows::default(), CodeLayout::Logical).unwrap()
+    }
+
+    fn eight_billion() -> FixedMemory {
+        FixedMemory { weights: 16 * GIB, rope: GIB / 8, activations: GIB / 2 }
+    }
+
+    const NOTHING: Wishes = Wishes { kv_memory: None, context: None, share: 0.9 };
+
+    fn sized(available: usize, format: KvFormat, wishes: Wishes) -> Result<Sizing> {
+        divide(Some(available), &eight_billion(), &layout(format), 3960, 131072, wishes)
+    }
+
+    #[test]
+    fn pages_get_their_share_of_what_is_left() {
+        let sizing = sized(140 * GIB, KvFormat::OSCAR2, NOTHING).unwrap();
+        let left = 140 * GIB - eight_billion().total();
+        assert_eq!(sizing.kv_memory, (left as f64 * 0.9) as usize);
+        assert_eq!((sizing.context, sizing.note), (131072, None));
+    }
+
+    #[test]
+    fn a_small_gpu_limits_the_context_and_says_so() {
+        let sizing = sized(24 * GIB, KvFormat::Bf16, NOTHING).unwrap();
+        assert!(sizing.context < 131072 && sizing.context > 10_000, "{sizing:?}");
+        assert!(layout(KvFormat::Bf16).working_bytes(sizing.context, 3960) <= sizing.kv_memory);
+        let note = sizing.note.unwrap();
+        assert!(note.contains(&sizing.context.to_string()) && note.contains("bf16"), "{note}");
+        // The same memory holds the whole context in two bits.
+        assert_eq!(sized(24 * GIB, KvFormat::OSCAR2, NOTHING).unwrap().context, 131072);
+    }
+
+    #[test]
+    fn the_user_overrides() {
+        let asked = Wishes { kv_memory: Some(GIB), context: Some(100_000), ..NOTHING };
+        let sizing = sized(24 * GIB, KvFormat::Bf16, asked).unwrap();
+        assert_eq!((sizing.kv_memory, sizing.context), (GIB, 100_000));
+        assert!(sizing.note.unwrap().contains("--context 100000"));
+    }
+
+    #[test]
+    fn too_little_memory_names_what_would_fit() {
+        let error = sized(16 * GIB, KvFormat::Bf16, NOTHING).unwrap_err().to_string();
+        for part in ["weights 16.00 GiB", "activations", "in all", "--weights fp8"] {
+            assert!(error.contains(part), "{error}");
+        }
+        // What it names does fit.
+        let all = eight_billion().total() as f64
+            + layout(KvFormat::Bf16).working_bytes(3960, 3960) as f64 / NOTHING.share;
+        assert!(sized(all as usize + 1, KvFormat::Bf16, NOTHING).is_ok());
+        let tiny = Wishes { kv_memory: Some(1 << 20), ..NOTHING };
+        assert!(sized(140 * GIB, KvFormat::Bf16, tiny).unwrap_err().to_string().contains("at least"));
+    }
+}
