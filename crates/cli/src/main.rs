@@ -4,11 +4,14 @@
 //! Exit status 0: done; 1: failed; 2: wrong usage (clap's own). With `--json`, standard output
 //! carries one JSON object on each line and nothing else; progress and logs go to standard error.
 
+mod cache;
 mod commands;
 mod device;
 mod host_memory;
+mod hub;
 mod options;
 mod progress;
+mod rotations;
 mod sizing;
 mod table;
 #[cfg(debug_assertions)]

@@ -1,22 +1,18 @@
 //! Flags that mean the same in every command, and what they resolve to.
 
+use crate::cache::Cache;
 use crate::device::AnyBackend;
+use crate::hub;
 use anyhow::{Context, Result, bail};
 use oscar_backend::{Backend, WeightFormat};
-use oscar_calibrate::bits::{Freedom, solve};
-use oscar_calibrate::{CodeRounding, RotationFile};
-use oscar_codec::{
-    CacheLayout, CodeLayout, FormatTable, KvFormat, MeanBits, RotationKind, RotationSet, RowPageCodec, Side,
-    SideSpec, Windows,
-};
+use oscar_codec::Windows;
 use oscar_engine::SamplingParams;
 use oscar_kernels_cpu::Kernels;
 use oscar_kernels_cpu::backend::{CpuBackend, Mode};
-use oscar_models::{DecoderConfig, GenerationConfig, Holding, ModelSource, Weights};
-use oscar_runner::{KvMemory, Runner, RunnerOptions};
+use oscar_models::{DecoderConfig, GenerationConfig, Holding, ModelName, ModelSource, Weights};
+use oscar_runner::KvMemory;
 use oscar_text::ModelText;
 use serde::Serialize;
-use std::io::Cursor;
 use std::path::Path;
 
 /// The cache format if the user names none.
@@ -25,10 +21,13 @@ pub const DEFAULT_KV: &str = "oscar";
 /// Which model, on which device.
 #[derive(clap::Args, Clone, Serialize)]
 pub struct ModelArgs {
-    /// Model: a directory, or a name in the local Hugging Face cache (org/name[@revision]); the
-    /// embedded model if absent
+    /// Model: a directory, or a name on the Hugging Face hub (org/name[@revision]), downloaded if
+    /// the local cache lacks it; the embedded model if absent
     #[arg(long, value_name = "DIR|NAME")]
     pub model: Option<String>,
+    /// Do not download anything; HF_HUB_OFFLINE=1 does the same
+    #[arg(long)]
+    pub offline: bool,
     /// Device; auto takes a GPU if there is one
     #[arg(long, value_enum, default_value = "auto")]
     pub device: Device,
@@ -152,11 +151,11 @@ pub fn serialize_optional_size<S: serde::Serializer>(
     bytes.map(size_text).serialize(to)
 }
 
-pub fn serialize_display<T: std::fmt::Display, S: serde::Serializer>(
-    value: &T,
+pub fn serialize_optional_display<T: std::fmt::Display, S: serde::Serializer>(
+    value: &Option<T>,
     to: S,
 ) -> Result<S::Ok, S::Error> {
-    to.collect_str(value)
+    value.as_ref().map(ToString::to_string).serialize(to)
 }
 
 /// Bytes from `123`, `64K`, `512M`, `8G` (binary units, an optional `iB` or `B` behind).
@@ -180,20 +179,20 @@ pub fn parse_size(text: &str) -> Result<usize, String> {
 
 /// A model's files, opened and checked but not yet on a device.
 pub struct OpenModel {
+    /// Its short name.
     pub name: String,
+    /// `org/name` on the hub, if that is known.
+    pub repository: Option<String>,
     pub source: ModelSource,
     pub config: DecoderConfig,
     pub weights: Weights,
 }
 
-/// File name under which a model directory carries its rotations.
-const MODEL_ROTATIONS: &str = "rotations.safetensors";
-
 impl ModelArgs {
     pub fn open(&self) -> Result<OpenModel> {
-        let (name, source) = match &self.model {
-            Some(name) => (model_name(name), resolve(name)?),
-            None => (oscar_embedded::NAME.to_owned(), ModelSource::Embedded(oscar_embedded::FILES)),
+        let ((name, repository), source) = match &self.model {
+            Some(name) => (model_names(name), hub::resolve(name, self.may_download())?),
+            None => ((oscar_embedded::NAME.to_owned(), None), ModelSource::Embedded(oscar_embedded::FILES)),
         };
         let config = DecoderConfig::load(&source)?;
         let weights = Weights::open(&source)?;
@@ -202,7 +201,14 @@ impl ModelArgs {
             Some(asked) => weights.delivered_as(asked.format()),
             None => weights,
         };
-        Ok(OpenModel { name, source, config, weights })
+        Ok(OpenModel { name, repository, source, config, weights })
+    }
+
+    /// Whether files may be downloaded for this model: it has a name on the hub, and neither
+    /// --offline nor HF_HUB_OFFLINE forbids it.
+    pub fn may_download(&self) -> bool {
+        let named = self.model.as_deref().is_some_and(|name| !Path::new(name).is_dir());
+        named && !self.offline && !hub::offline_by_environment()
     }
 
     /// How a device of this kind stores weights: F32 mode widens all of them, a GPU keeps FP8.
@@ -256,50 +262,38 @@ pub fn check_threads(threads: usize) -> Result<()> {
     Ok(())
 }
 
-#[cfg(not(feature = "hub"))]
-fn resolve(name: &str) -> Result<ModelSource> {
-    Ok(ModelSource::resolve(name)?)
-}
-
-/// Looks for the model here, then on the hub.
-#[cfg(feature = "hub")]
-fn resolve(name: &str) -> Result<ModelSource> {
-    Ok(oscar_models::hub::resolve_or_download(name, &mut Bars::default())?)
-}
-
-/// A progress bar for each file that is downloaded.
-#[cfg(feature = "hub")]
-#[derive(Default)]
-pub struct Bars(Option<indicatif::ProgressBar>);
-
-#[cfg(feature = "hub")]
-impl oscar_models::hub::DownloadProgress for Bars {
-    fn begin_file(&mut self, file: &str, bytes: u64) {
-        eprintln!("downloading {file}");
-        self.0 = Some(crate::progress::bar("downloading", bytes));
-    }
-    fn advance(&mut self, bytes: u64) {
-        if let Some(bar) = &self.0 {
-            bar.inc(bytes);
-        }
-    }
-    fn end_file(&mut self) {
-        if let Some(bar) = self.0.take() {
-            bar.finish_and_clear();
-        }
-    }
-}
-
-/// The last component of a path or repository name.
-fn model_name(name: &str) -> String {
-    Path::new(name).file_name().map_or_else(|| name.to_owned(), |n| n.to_string_lossy().into_owned())
+/// The names of a model: the last component of a repository or path, and the repository if it is
+/// known. A snapshot in the Hugging Face cache has the name of its repository.
+fn model_names(name: &str) -> (String, Option<String>) {
+    let cached = Path::new(name).components().find_map(|part| {
+        let repository = part.as_os_str().to_str()?.strip_prefix("models--")?;
+        Some(repository.replacen("--", "/", 1))
+    });
+    let is_folder = Path::new(name).is_dir();
+    let repository = cached.or_else(|| {
+        ModelName::parse(name).filter(|_| !is_folder && name.contains('/')).map(|model| model.repository)
+    });
+    let whole = repository.clone().unwrap_or_else(|| name.to_owned());
+    let last = Path::new(&whole).file_name().map(|last| last.to_string_lossy().into_owned());
+    (last.unwrap_or(whole), repository)
 }
 
 impl OpenModel {
     pub fn text(&self) -> Result<ModelText> {
+        self.text_with(None)
+    }
+
+    /// Tokenizer and chat template; `template` replaces the model's own.
+    pub fn text_with(&self, template: Option<&Path>) -> Result<ModelText> {
         let tokenizer = self.source.read_required("tokenizer.json")?;
         let config = self.source.read("tokenizer_config.json")?;
-        let template = self.source.read("chat_template.jinja")?;
+        let template = match template {
+            Some(path) => {
+                let place = || format!("--chat-template {}", path.display());
+                Some(std::fs::read(path).with_context(place)?.into())
+            }
+            None => self.source.read("chat_template.jinja")?,
+        };
         Ok(ModelText::from_files(&tokenizer, config.as_deref(), template.as_deref())?)
     }
 
@@ -326,178 +320,26 @@ impl OpenModel {
         let rotated = cache.rotations.is_some();
         self.weights.describe_fp8(&self.config, rotated, backend.multiplies_fp8())
     }
-
-    /// The cache layout of a format, with the clip ratios of the rotation file if it has them.
-    pub fn cache(&self, format: KvFormat, args: &CacheArgs) -> Result<Cache> {
-        let c = &self.config;
-        if let (kind, Some(file)) = (format.rotation(), &args.rotations)
-            && kind != RotationKind::Calibrated
-        {
-            eprintln!("note: --rotations {file} is not used: {format} has its own ({})", kind.describe());
-        }
-        let windows = format.windows(args.sink, args.recent)?;
-        let layout = CacheLayout::new(format, c.layers, c.kv_heads, c.head_dim, windows, CodeLayout::CpuTile)
-            .or_else(|_| {
-                CacheLayout::new(format, c.layers, c.kv_heads, c.head_dim, windows, CodeLayout::Logical)
-            })?;
-        let (rotations, origin, layout) = match format.rotation() {
-            RotationKind::Calibrated => self.rotations(format, args, layout)?,
-            kind => (kind.data_free(c.layers, c.kv_heads, c.head_dim)?, kind.describe(), layout),
-        };
-        Ok(Cache { layout, rotations, rotation_origin: origin })
-    }
-
-    /// The bytes of the rotation file for calibrated formats; none for Hadamard rotations.
-    pub fn rotation_bytes(&self, args: &CacheArgs) -> Result<Option<Vec<u8>>> {
-        match args.rotations.as_deref() {
-            Some("hadamard") => Ok(None),
-            Some(path) => Ok(Some(std::fs::read(path).with_context(|| format!("--rotations {path}"))?)),
-            None => Ok(self.source.read(MODEL_ROTATIONS)?.map(|bytes| bytes.to_vec())),
-        }
-    }
-
-    fn rotations(
-        &self,
-        format: KvFormat,
-        args: &CacheArgs,
-        layout: CacheLayout,
-    ) -> Result<(Option<RotationSet>, String, CacheLayout)> {
-        let c = &self.config;
-        let hadamard = || RotationSet::hadamard(c.layers, c.kv_heads, c.head_dim);
-        let (file, origin) = match args.rotations.as_deref() {
-            Some("hadamard") => {
-                refuse_mean(format)?;
-                return Ok((Some(hadamard()?), "Hadamard (as asked)".into(), layout));
-            }
-            Some(path) => (RotationFile::load(Path::new(path))?, path.to_owned()),
-            None => match self.source.read(MODEL_ROTATIONS)? {
-                Some(bytes) => {
-                    let length = bytes.len() as u64;
-                    (
-                        RotationFile::read(&mut Cursor::new(bytes), length).context(MODEL_ROTATIONS)?,
-                        "calibrated, the model's own".into(),
-                    )
-                }
-                None => {
-                    refuse_mean(format)?;
-                    let note =
-                        "Hadamard: the model has no rotations of its own, make them with `oscar calibrate`";
-                    return Ok((Some(hadamard()?), note.into(), layout));
-                }
-            },
-        };
-        file.check_model(&self.weights.fingerprint(), c)?;
-        if let KvFormat::OscarMixed { mean } = format {
-            let (layout, widths) = with_widths(layout, mean, &file)?;
-            return Ok((Some(file.rotations), format!("{origin}; {widths}"), layout));
-        }
-        let layout = with_clips(layout, format, &file)?;
-        Ok((Some(file.rotations), origin, layout))
-    }
-}
-
-/// The layout with the file's widths for a mean, and their origin.
-fn with_widths(
-    layout: CacheLayout,
-    mean: Option<MeanBits>,
-    file: &RotationFile,
-) -> Result<(CacheLayout, String)> {
-    let wanted = mean.unwrap_or(MeanBits::DEFAULT);
-    let (table, origin) = match (file.bits.table(wanted), &file.bits.harm) {
-        (Some(table), _) => (table.clone(), format!("widths by measured harm, {wanted} bits")),
-        (None, Some(harm)) => (
-            solve(harm, wanted, layout.head_dim(), &Freedom::default())?,
-            format!(
-                "widths for {wanted} bits from the file's harms, not verified (verified: {})",
-                file.bits.means()
-            ),
-        ),
-        (None, None) if mean.is_none() => {
-            let note = "2 bits everywhere: the rotations have no widths, choose them with `oscar calibrate --bits 2.25`";
-            return Ok((layout, note.into()));
-        }
-        (None, None) => bail!(
-            "--kv oscar:{wanted}: the rotations have no table of widths; make one with `oscar calibrate --bits {wanted}`, \
-             or use oscar2"
-        ),
-    };
-    let Some(uniform) = layout.coded() else { return Ok((layout, origin)) };
-    let formats = table.formats(layout.head_dim(), uniform.codec(0, 0).layout())?;
-    let formats = formats.with_roundings(file.roundings(file.bits.rounding)?)?;
-    let origin = match file.bits.rounding {
-        CodeRounding::Nearest => origin,
-        CodeRounding::Shaped => format!("{origin}, query-aware rounding"),
-    };
-    Ok((layout.with_coded_table(formats), origin))
-}
-
-/// Widths belong to a model's calibrated rotations: without these there is no table.
-fn refuse_mean(format: KvFormat) -> Result<()> {
-    match format {
-        KvFormat::OscarMixed { mean: Some(mean) } => {
-            bail!("--kv oscar:{mean} needs calibrated rotations with widths: `oscar calibrate --bits {mean}`")
-        }
-        _ => Ok(()),
-    }
-}
-
-/// The layout with the file's clip ratios, if they were chosen for this format's width.
-fn with_clips(layout: CacheLayout, format: KvFormat, file: &RotationFile) -> Result<CacheLayout> {
-    let KvFormat::Oscar { bits } = format else { return Ok(layout) };
-    let (bits, Some(table)) = (u32::from(bits), layout.coded()) else { return Ok(layout) };
-    if file.metadata.clip_bits != (bits, bits) {
-        if file.metadata.clip != "official" {
-            eprintln!(
-                "note: the file's clip ratios were fitted for other widths than {format}; the defaults are used"
-            );
-        }
-        return Ok(layout);
-    }
-    let (layers, heads) = (layout.layers(), layout.kv_heads());
-    let codecs = (0..layers * heads)
-        .map(|i| {
-            let codec = table.codec(i / heads, i % heads);
-            let spec = |side, clip| SideSpec { clip, ..codec.spec(side) };
-            let (key, value) = (spec(Side::Key, file.clips.key[i]), spec(Side::Value, file.clips.value[i]));
-            RowPageCodec::new(layout.head_dim(), key, value, codec.layout())
-        })
-        .collect::<Result<_, _>>()?;
-    Ok(layout.with_coded_table(FormatTable::new(layers, heads, codecs)?))
-}
-
-/// A cache layout and the rotations it needs.
-pub struct Cache {
-    pub layout: CacheLayout,
-    pub rotations: Option<RotationSet>,
-    pub rotation_origin: String,
-}
-
-impl Cache {
-    /// Loads the model for this cache, with room for `sequences` sequences of `context` tokens unless the user set
-    /// a budget.
-    pub fn runner(
-        &self,
-        model: &OpenModel,
-        backend: AnyBackend,
-        args: &CacheArgs,
-        context: usize,
-        sequences: usize,
-        progress: impl FnMut(usize),
-    ) -> Result<Runner<AnyBackend>> {
-        let options = RunnerOptions {
-            layout: self.layout.clone(),
-            rotations: self.rotations.as_ref(),
-            context,
-            kv_memory: args.kv_memory(sequences, context),
-            prefill_chunk: args.prefill_chunk(&backend),
-        };
-        Ok(Runner::load(backend, &model.config, &model.weights, options, progress)?)
-    }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::{parse_size, size_text};
+    use super::{model_names, parse_size, size_text};
+
+    #[test]
+    fn models_are_known_by_their_short_name_and_their_repository() {
+        let names = |name: &str| {
+            let (short, repository) = model_names(name);
+            (short, repository.unwrap_or_default())
+        };
+        let own = |short: &str, repository: &str| (short.to_owned(), repository.to_owned());
+        assert_eq!(names("Qwen/Qwen3-8B"), own("Qwen3-8B", "Qwen/Qwen3-8B"));
+        assert_eq!(names("Qwen/Qwen3-8B@main"), own("Qwen3-8B", "Qwen/Qwen3-8B"));
+        let snapshot = "/hub/models--Qwen--Qwen3-8B/snapshots/0123abc";
+        assert_eq!(names(snapshot), own("Qwen3-8B", "Qwen/Qwen3-8B"));
+        assert_eq!(names("/models/mine"), own("mine", ""));
+        assert_eq!(names("gpt2"), own("gpt2", ""));
+    }
 
     #[test]
     fn sizes_have_binary_units() {

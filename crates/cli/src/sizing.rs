@@ -187,9 +187,9 @@ mod tests {
 
     #[test]
     fn the_user_overrides() {
-        let asked = Wishes { kv_memory: Some(GIB), context: Some(100_000), ..NOTHING };
+        let asked = Wishes { kv_memory: Some(2 * GIB), context: Some(100_000), ..NOTHING };
         let sizing = sized(24 * GIB, KvFormat::Bf16, asked).unwrap();
-        assert_eq!((sizing.kv_memory, sizing.context), (GIB, 100_000));
+        assert_eq!((sizing.kv_memory, sizing.context), (2 * GIB, 100_000));
         assert!(sizing.note.unwrap().contains("--context 100000"));
     }
 

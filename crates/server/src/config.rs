@@ -26,6 +26,10 @@ pub struct ServerConfig {
     pub allowed_hosts: Vec<String>,
     /// Names the model answers to besides its own.
     pub model_aliases: Vec<String>,
+    /// What is calibrated for the model: `none`, `rotations` or `widths`.
+    pub calibration: &'static str,
+    /// What users should know about the cache format that is served.
+    pub cache_note: Option<String>,
     /// Largest request body; longer ones are refused with 413. By default enough for a prompt of
     /// the whole context.
     pub max_body_bytes: Option<usize>,
@@ -81,6 +85,8 @@ impl Default for ServerConfig {
             isolate_keys: false,
             allowed_hosts: Vec::new(),
             model_aliases: Vec::new(),
+            calibration: "none",
+            cache_note: None,
             max_body_bytes: None,
             body_timeout: Duration::from_secs(60),
             max_connections: 1024,

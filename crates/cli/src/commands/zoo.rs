@@ -22,8 +22,8 @@ enum What {
         #[arg(long)]
         json: bool,
     },
-    /// The key and value files of a model in the zoo: in the Hugging Face cache, or downloaded into it by builds with
-    /// the feature `hub`
+    /// The key and value files of a model in the zoo: in the Hugging Face cache, or downloaded into
+    /// it
     Find {
         /// Root of the zoo instead: a directory, or a Hugging Face cache directory that holds it
         #[arg(long)]
@@ -177,15 +177,17 @@ fn find_in_cache(model: &str, choice: Choice<'_>) -> Result<zoo::Candidate> {
             Err(error) => problems.push(error.to_string()),
         }
     }
-    download(model, choice, &problems)
+    match crate::hub::offline_by_environment() {
+        true => bail!("{model} is not here ({}), and HF_HUB_OFFLINE is set", problems.join("; ")),
+        false => download(model, choice, &problems),
+    }
 }
 
 #[cfg(feature = "hub")]
 fn download(model: &str, choice: Choice<'_>, _problems: &[String]) -> Result<zoo::Candidate> {
     let wanted = |listing: &[String]| zoo::files_of(listing, model);
-    let root =
-        oscar_models::hub::download_files(zoo::REPOSITORY, wanted, &mut crate::options::Bars::default())
-            .with_context(|| format!("{model} in {}", zoo::REPOSITORY))?;
+    let root = oscar_models::hub::download_files(zoo::REPOSITORY, wanted, &mut crate::hub::Bars::default())
+        .with_context(|| format!("{model} in {}", zoo::REPOSITORY))?;
     Ok(zoo::find_pair(&root, model, choice)?)
 }
 

@@ -7,6 +7,8 @@ mod clients;
 mod commands;
 mod docs;
 mod evaluation;
+#[cfg(unix)]
+mod first_start;
 mod fp8;
 #[cfg(target_os = "linux")]
 mod hardening;

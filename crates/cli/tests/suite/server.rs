@@ -12,6 +12,8 @@ pub const PATIENCE: Duration = Duration::from_secs(60);
 pub struct Server {
     child: Child,
     pub address: String,
+    /// What it said until it served.
+    pub seen: String,
     /// Kept open, but not read: the server's log lines go nowhere.
     log: Option<BufReader<ChildStderr>>,
 }
@@ -58,6 +60,9 @@ impl Server {
             .stderr(Stdio::piped())
             .env_remove("OSCAR_API_KEYS")
             .env_remove("OSCAR_OPERATOR_KEYS")
+            // The cache of the user who runs the tests is not theirs.
+            .env("OSCAR_CACHE_DIR", concat!(env!("CARGO_TARGET_TMPDIR"), "/cache"))
+            .env("HF_HUB_OFFLINE", "1")
             .envs(variables.iter().copied());
         if let Some(keys) = keys {
             command.env("OSCAR_API_KEYS", keys);
@@ -72,12 +77,12 @@ impl Server {
                 break rest.split_whitespace().next().unwrap().to_owned();
             }
         };
-        Self { child, address, log: Some(log) }
+        Self { child, address, seen, log: Some(log) }
     }
 
     /// A server that was started elsewhere.
     pub fn of(child: Child, address: String) -> Self {
-        Self { child, address, log: None }
+        Self { child, address, seen: String::new(), log: None }
     }
 
     /// Closes the pipe that the log is written to.

@@ -59,6 +59,7 @@ async fn routers_find_what_they_read() {
     for path in ["/server_info", "/get_server_info"] {
         let body = client.get(path).await.ok();
         assert_eq!(body["kv_cache_dtype"], "oscar2");
+        assert_eq!(body["calibration"], "none");
         assert_eq!(body["served_model_name"], "fake-15m");
         assert!(body["max_total_num_tokens"].as_u64().unwrap() > 0);
     }

@@ -1,8 +1,9 @@
 //! A model opened once for many formats: its weights are shared, each format has its own cache.
 
 use super::digest;
+use crate::cache::Cache;
 use crate::device::AnyBackend;
-use crate::options::{Cache, CacheArgs, ModelArgs, OpenModel, WeightsArg};
+use crate::options::{CacheArgs, ModelArgs, OpenModel, WeightsArg};
 use anyhow::{Result, bail};
 use oscar_backend::{AttentionKernels, Backend};
 use oscar_codec::KvFormat;

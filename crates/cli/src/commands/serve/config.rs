@@ -8,7 +8,7 @@
 use super::keys::KeySource;
 use crate::device::AnyBackend;
 use crate::options::{
-    CacheArgs, DEFAULT_KV, ModelArgs, at_least_one, parse_size, serialize_display, serialize_optional_size,
+    CacheArgs, ModelArgs, at_least_one, parse_size, serialize_optional_display, serialize_optional_size,
 };
 use crate::sizing::parse_share;
 use anyhow::{Context, Result, bail};
@@ -32,10 +32,15 @@ pub struct Config {
     #[command(flatten)]
     #[serde(flatten)]
     pub cache: CacheArgs,
-    /// KV-cache format; `oscar doctor` lists them
-    #[arg(long, value_name = "FORMAT", default_value = DEFAULT_KV)]
-    #[serde(serialize_with = "serialize_display")]
-    pub kv: KvFormat,
+    /// KV-cache format, served as asked; `oscar doctor` lists them. If absent, `oscar` where the
+    /// model has verified widths and `oscar4` where it has none
+    #[arg(long, value_name = "FORMAT")]
+    #[serde(serialize_with = "serialize_optional_display")]
+    pub kv: Option<KvFormat>,
+    /// What is calibrated at the first start if the model comes without it, and kept for the next;
+    /// `widths` on a GPU and `rotations` on a CPU if absent
+    #[arg(long, value_enum, value_name = "WHAT")]
+    pub calibrate: Option<CalibrateArg>,
     /// Longest sequence in tokens; the model's own limit if absent, or what the KV memory holds
     #[arg(long, visible_alias = "max-context", value_name = "N", value_parser = at_least_one)]
     pub context: Option<usize>,
@@ -85,9 +90,12 @@ pub struct Config {
     /// a proxy
     #[arg(long, value_name = "NAME")]
     pub allowed_host: Vec<String>,
-    /// Further names of the model in requests
-    #[arg(long, value_name = "NAME")]
-    pub model_alias: Vec<String>,
+    /// Further names of the model in requests; its repository and its short name always work
+    #[arg(long, visible_alias = "model-alias", value_name = "NAME")]
+    pub served_model_name: Vec<String>,
+    /// Chat template (Jinja) instead of the model's own
+    #[arg(long, value_name = "FILE")]
+    pub chat_template: Option<PathBuf>,
     /// Web origins that may call the API, `*` for all
     #[arg(long, value_name = "ORIGIN")]
     pub cors_origin: Vec<String>,
@@ -131,6 +139,18 @@ pub struct Config {
     /// Log filter, e.g. `info` or `warn,oscar_server=debug`
     #[arg(long, value_name = "FILTER", value_parser = log_filter, default_value = "info")]
     pub log: String,
+}
+
+/// What is calibrated at the first start.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum CalibrateArg {
+    /// Nothing
+    No,
+    /// Rotations: seconds on a GPU, minutes on a CPU
+    Rotations,
+    /// Rotations, and a code width for each head
+    Widths,
 }
 
 fn tool_call_parser(name: &str) -> Result<String, String> {
@@ -269,7 +289,7 @@ impl Config {
             allow_anonymous: self.allow_anonymous,
             isolate_keys: self.isolate_keys,
             allowed_hosts: self.allowed_host.clone(),
-            model_aliases: self.model_alias.clone(),
+            model_aliases: self.served_model_name.clone(),
             max_body_bytes: self.max_body_bytes,
             max_connections: self.max_connections,
             header_timeout: Duration::from_secs(self.header_timeout),
@@ -361,8 +381,11 @@ mod tests {
             "--header-timeout=8",
             "--idle-timeout=7",
             "--request-timeout=0",
-            "--model-alias=x",
+            "--served-model-name=x",
             "--model-alias=y z",
+            "--chat-template=t.jinja",
+            "--calibrate=no",
+            "--offline",
             "--cors-origin=*",
             "--max-body-bytes=1000",
             "--drain-timeout=7",
@@ -397,7 +420,7 @@ mod tests {
     fn flags_win_over_the_file() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("serve.toml");
-        std::fs::write(&path, "port = 1\nmax_batch = 2\nmodel_alias = ['a', 'b']\nexact_hits = true\n")
+        std::fs::write(&path, "port = 1\nmax_batch = 2\nserved_model_name = ['a', 'b']\nexact_hits = true\n")
             .unwrap();
         let mut flags = Flags {
             typed: typed(&["--port=3", "--model-alias=c"]),
@@ -406,9 +429,9 @@ mod tests {
         };
         let config = flags.resolve().unwrap();
         assert_eq!((config.port, config.max_batch, config.exact_hits), (3, 2, true));
-        assert_eq!(config.model_alias, ["c"]);
+        assert_eq!(config.served_model_name, ["c"]);
         flags.typed = Values::default();
-        assert_eq!(flags.resolve().unwrap().model_alias, ["a", "b"]);
+        assert_eq!(flags.resolve().unwrap().served_model_name, ["a", "b"]);
         for (text, needle) in [
             ("max_batsch = 3", "max_batsch"),
             ("config = 'x'", "config"),
@@ -453,7 +476,7 @@ mod tests {
                 None => assert!(!help.contains("[default:"), "{name} has no default: {help}"),
             }
         }
-        assert!(named >= 13, "{named}");
+        assert!(named >= 12, "{named}");
     }
 
     #[test]

@@ -1,7 +1,9 @@
 //! The server's socket: open before the model loads, handed to the server when it is ready.
 
+use super::Served;
 use super::keys::KeySource;
 use super::signals::Stops;
+use crate::options::OpenModel;
 use crate::progress::note;
 use anyhow::{Context, Result};
 use oscar_engine::EngineApi;
@@ -56,9 +58,14 @@ impl Socket {
         engine: Arc<dyn EngineApi>,
         text: Arc<ModelText>,
         defaults: GenerationDefaults,
-        name: &str,
+        model: &OpenModel,
+        served: Served,
     ) -> Result<()> {
-        let Self { runtime, starting, address, config, keys, .. } = self;
+        let Self { runtime, starting, address, mut config, keys, .. } = self;
+        let name = &model.name;
+        config.model_aliases.extend(model.repository.clone());
+        config.calibration = served.calibration.name();
+        config.cache_note = served.note;
         let ended = runtime.block_on(async {
             let stops = Stops::listen(keys, config.keys.clone()).context("signals cannot be caught")?;
             let listener = starting.finish().await?;

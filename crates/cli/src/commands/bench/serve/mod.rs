@@ -3,7 +3,8 @@
 //! The engine runs in this process, without HTTP unless `--http` asks what that adds. No token ends an answer, so
 //! every format does the same work.
 
-use crate::options::{Cache, CacheArgs, ModelArgs, OpenModel};
+use crate::cache::Cache;
+use crate::options::{CacheArgs, ModelArgs, OpenModel};
 use crate::{progress, table};
 use anyhow::{Context, Result, bail};
 use oscar_bench::{Arrivals, FormatResult, Load, Percentiles, drive_both, random_tokens};
