@@ -1,6 +1,8 @@
 //! What calibration and benchmarks ask of a device beyond serving.
 
-use crate::{Backend, Fp8Matrix, HostMatrix, HostValues, Result, WeightFormat};
+use crate::{
+    Backend, ExpertFormat, ExpertId, ExpertsShape, Fp8Matrix, HostMatrix, HostValues, Result, WeightFormat,
+};
 use half::bf16;
 use oscar_codec::FullPageId;
 use oscar_codec::random::SplitMix64;
@@ -83,6 +85,35 @@ pub trait Benchmarks: Backend {
                 self.matrix(Fp8Matrix::quantize(&values, outputs, inputs).host(outputs, inputs))
             }
         }
+    }
+    /// Experts of random weights.
+    fn random_experts(&self, shape: &ExpertsShape<'_>, ids: &[ExpertId], seed: u64) -> Result<Self::Experts> {
+        let mut experts = self.experts(shape)?;
+        let mut random = SplitMix64::new(seed);
+        let mut matrix = |outputs: usize, inputs: usize| -> Vec<f32> {
+            let amplitude = random_amplitude(inputs);
+            (0..outputs * inputs).map(|_| random.symmetric() * amplitude).collect()
+        };
+        for &id in ids {
+            let width = shape.width_of(id);
+            let sizes = [[width, shape.hidden], [width, shape.hidden], [shape.hidden, width]];
+            let values = sizes.map(|[outputs, inputs]| matrix(outputs, inputs));
+            match shape.format {
+                ExpertFormat::Bf16 => {
+                    let part = |i: usize| {
+                        let [outputs, inputs] = sizes[i];
+                        HostMatrix { outputs, inputs, values: HostValues::F32(&values[i]), bias: None }
+                    };
+                    self.load_expert(&mut experts, id, [part(0), part(1), part(2)])?;
+                }
+                ExpertFormat::Fp8Blocks | ExpertFormat::Fp8Channels => {
+                    let coded = [0, 1, 2].map(|i| Fp8Matrix::quantize(&values[i], sizes[i][0], sizes[i][1]));
+                    let part = |i: usize| coded[i].host(sizes[i][0], sizes[i][1]);
+                    self.load_expert(&mut experts, id, [part(0), part(1), part(2)])?;
+                }
+            }
+        }
+        Ok(experts)
     }
     /// Puts random rows and codes into the pages below these ids that were never used. Returns
     /// `false` if the device cannot.

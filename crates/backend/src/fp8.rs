@@ -1,5 +1,5 @@
-//! Weights in FP8: E4M3 codes with one scale for every block of 128 × 128, as published checkpoints
-//! hold them.
+//! Weights in FP8: E4M3 codes with one scale for every block of 128 × 128 or for every output, as
+//! published checkpoints hold them.
 //!
 //! `weight = e4m3(code) · scale`, one f32 product. [`Fp8Blocks::expand_row`] is the specification:
 //! a device may keep the codes and apply the scales to sums of products, or expand them once and
@@ -16,11 +16,31 @@ pub const FP8_BLOCK: usize = 128;
 static VALUES: LazyLock<[f32; 256]> =
     LazyLock::new(|| std::array::from_fn(|code| fp8::dequantize(code as u8)));
 
-/// Codes `[outputs][inputs]` and their scales `[⌈outputs / 128⌉][⌈inputs / 128⌉]`, both row-major.
+/// The weights that share a scale.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ScaleGrid {
+    /// Blocks of 128 × 128: scales `[⌈outputs / 128⌉][⌈inputs / 128⌉]`, row-major.
+    Blocks,
+    /// All weights of an output: one scale each.
+    Channels,
+}
+
+impl ScaleGrid {
+    /// Scales of a matrix, in rows and columns.
+    pub const fn shape(self, outputs: usize, inputs: usize) -> [usize; 2] {
+        match self {
+            Self::Blocks => [outputs.div_ceil(FP8_BLOCK), inputs.div_ceil(FP8_BLOCK)],
+            Self::Channels => [outputs, 1],
+        }
+    }
+}
+
+/// Codes `[outputs][inputs]`, row-major, and their scales.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Fp8Blocks<'a> {
     pub codes: &'a [u8],
     pub scales: &'a [f32],
+    pub grid: ScaleGrid,
 }
 
 /// Blocks along a side of this many elements.
@@ -31,7 +51,8 @@ pub fn fp8_blocks(elements: usize) -> usize {
 impl Fp8Blocks<'_> {
     /// Refuses codes or scales that are not those of an `outputs × inputs` matrix.
     pub fn check(&self, outputs: usize, inputs: usize) -> Result<()> {
-        let scales = fp8_blocks(outputs).checked_mul(fp8_blocks(inputs));
+        let [rows, columns] = self.grid.shape(outputs, inputs);
+        let scales = rows.checked_mul(columns);
         if outputs.checked_mul(inputs) == Some(self.codes.len()) && scales == Some(self.scales.len()) {
             return Ok(());
         }
@@ -49,9 +70,12 @@ impl Fp8Blocks<'_> {
     pub fn expand_row(&self, output: usize, row: &mut [f32]) {
         let inputs = row.len();
         let codes = &self.codes[output * inputs..][..inputs];
-        let scales = &self.scales[output / FP8_BLOCK * fp8_blocks(inputs)..];
+        let (scales, width) = match self.grid {
+            ScaleGrid::Blocks => (&self.scales[output / FP8_BLOCK * fp8_blocks(inputs)..], FP8_BLOCK),
+            ScaleGrid::Channels => (&self.scales[output..], inputs.max(1)),
+        };
         let values = &*VALUES;
-        let blocks = row.chunks_mut(FP8_BLOCK).zip(codes.chunks(FP8_BLOCK)).zip(scales);
+        let blocks = row.chunks_mut(width).zip(codes.chunks(width)).zip(scales);
         for ((weights, codes), scale) in blocks {
             for (weight, &code) in weights.iter_mut().zip(codes) {
                 *weight = values[code as usize] * scale;
@@ -105,7 +129,7 @@ impl Fp8Matrix {
     }
 
     pub fn blocks(&self) -> Fp8Blocks<'_> {
-        Fp8Blocks { codes: &self.codes, scales: &self.scales }
+        Fp8Blocks { codes: &self.codes, scales: &self.scales, grid: ScaleGrid::Blocks }
     }
 
     /// As a backend takes it.
@@ -169,12 +193,22 @@ mod tests {
     #[test]
     fn wrong_sizes_are_refused_with_the_numbers() {
         let (codes, scales) = ([0u8; 6], [1f32; 1]);
-        let blocks = Fp8Blocks { codes: &codes, scales: &scales };
+        let blocks = Fp8Blocks { codes: &codes, scales: &scales, grid: ScaleGrid::Blocks };
         assert!(blocks.check(2, 3).is_ok());
         for (outputs, inputs) in [(3, 3), (usize::MAX, 2)] {
             assert!(blocks.check(outputs, inputs).unwrap_err().to_string().contains("6 codes and 1 scales"));
         }
-        let two = Fp8Blocks { codes: &codes, scales: &[1.0, 1.0] };
+        let two = Fp8Blocks { scales: &[1.0, 1.0], ..blocks };
         assert!(two.check(2, 3).is_err());
+    }
+
+    #[test]
+    fn a_channel_has_one_scale_for_all_its_inputs() {
+        let codes = vec![fp8::quantize(1.0); 2 * 200];
+        let blocks = Fp8Blocks { codes: &codes, scales: &[0.5, 3.0], grid: ScaleGrid::Channels };
+        blocks.check(2, 200).unwrap();
+        let weights = blocks.expand(200);
+        assert!(weights[..200].iter().all(|w| *w == 0.5) && weights[200..].iter().all(|w| *w == 3.0));
+        assert!(blocks.check(1, 400).is_err());
     }
 }

@@ -11,6 +11,7 @@
 
 mod candidates;
 mod error;
+mod experts;
 mod extensions;
 mod fp8;
 mod heads;
@@ -18,8 +19,9 @@ mod matrix;
 
 pub use candidates::{Candidate, MOST_CANDIDATES, Pick, argmax, candidate_key, candidate_of, pick};
 pub use error::{BackendError, Result};
+pub use experts::{ExpertFormat, ExpertId, ExpertsShape, RouterRule, RouterScores, route};
 pub use extensions::{Benchmarks, CacheHead, Calibrates, StepTimes, Tap, TappedRows, random_amplitude};
-pub use fp8::{FP8_BLOCK, Fp8Blocks, Fp8Matrix, fp8_blocks, fp8_multiplied};
+pub use fp8::{FP8_BLOCK, Fp8Blocks, Fp8Matrix, ScaleGrid, fp8_blocks, fp8_multiplied};
 pub use heads::{HeadShape, LayerHeads};
 pub use matrix::{HostMatrix, HostValues, WeightFormat};
 pub use oscar_cache::SequenceRows;
@@ -36,6 +38,8 @@ pub trait Backend: Send + Sync + Sized {
     type Rope: Send + Sync;
     /// Key rotations and key means of one layer's heads.
     type LayerRotation: Send + Sync;
+    /// The experts of one layer and their router.
+    type Experts: Send + Sync;
     /// Storage of the KV pages.
     type Pool: Send;
     type Step<'s>: Step<Self>
@@ -59,7 +63,19 @@ pub trait Backend: Send + Sync + Sized {
     /// Bytes of weights that one pass over the matrix reads, as this device holds it.
     fn matrix_bytes(&self, matrix: &Self::Matrix) -> usize;
     fn vector(&self, values: &[f32]) -> Result<Self::Vector>;
-    fn rope(&self, cos: &[f32], sin: &[f32], head_dim: usize) -> Result<Self::Rope>;
+    /// Tables `[position][rotary_dim / 2]`: RoPE turns the first `rotary_dim` channels of a head.
+    fn rope(&self, cos: &[f32], sin: &[f32], rotary_dim: usize) -> Result<Self::Rope>;
+    /// Room for the experts of one layer; [`Backend::load_expert`] then fills it.
+    fn experts(&self, shape: &ExpertsShape<'_>) -> Result<Self::Experts>;
+    /// Stores the gate, up and down matrices of one expert, which have the layer's format.
+    fn load_expert(
+        &self,
+        experts: &mut Self::Experts,
+        id: ExpertId,
+        parts: [HostMatrix<'_>; 3],
+    ) -> Result<()>;
+    /// Bytes of weights that a step reads for one expert, and for the router and the shared expert.
+    fn expert_bytes(&self, experts: &Self::Experts) -> (usize, usize);
     fn layer_rotation(&self, heads: &[HeadRotations]) -> Result<Self::LayerRotation>;
     /// Empty rows; operations that write to them give them their length.
     fn rows(&self, width: usize) -> Self::Rows;
@@ -91,6 +107,8 @@ pub trait Step<B: Backend> {
     fn select(&mut self, x: &B::Rows, rows: &[usize], out: &mut B::Rows) -> Result<()>;
     /// A matrix product with what models do before and after it.
     fn product(&mut self, product: Product<'_, B>, x: &B::Rows, out: &mut B::Rows) -> Result<()>;
+    /// The mixture of experts of one layer: `x += experts(norm(x))`, as [`route`] chooses them.
+    fn experts(&mut self, experts: &B::Experts, norm: (&B::Vector, f32), x: &mut B::Rows) -> Result<()>;
     /// The whole attention of one layer. Rows of `qkv` are `[queries | keys | values]`.
     ///
     /// 1. Query and key heads get QK-norm and RoPE; `tap` then sees `qkv`.

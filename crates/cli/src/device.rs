@@ -2,8 +2,9 @@
 
 use anyhow::{Context, Result};
 use oscar_backend::{
-    AttentionKernels, Backend, Benchmarks, CacheHead, Calibrates, Candidate, HeadShape, HostMatrix,
-    LayerHeads, Pick, Product, Result as BackendResult, SequenceRows, Step, StepTimes, Tap, WeightFormat,
+    AttentionKernels, Backend, Benchmarks, CacheHead, Calibrates, Candidate, ExpertId, ExpertsShape,
+    HeadShape, HostMatrix, LayerHeads, Pick, Product, Result as BackendResult, SequenceRows, Step, StepTimes,
+    Tap,     WeightFormat,
 };
 use oscar_codec::{CacheLayout, FullPageId, HeadRotations};
 use oscar_engine::SchedulerOptions;
@@ -205,6 +206,7 @@ impl Backend for AnyBackend {
     type Vector = On<<Cpu as Backend>::Vector, <Cuda as Backend>::Vector>;
     type Rope = On<<Cpu as Backend>::Rope, <Cuda as Backend>::Rope>;
     type LayerRotation = On<<Cpu as Backend>::LayerRotation, <Cuda as Backend>::LayerRotation>;
+    type Experts = On<<Cpu as Backend>::Experts, <Cuda as Backend>::Experts>;
     type Pool = On<<Cpu as Backend>::Pool, <Cuda as Backend>::Pool>;
     type Step<'s> = AnyStep<'s>;
 
@@ -240,8 +242,25 @@ impl Backend for AnyBackend {
         made_on!(self, vector(values))
     }
 
-    fn rope(&self, cos: &[f32], sin: &[f32], head_dim: usize) -> BackendResult<Self::Rope> {
-        made_on!(self, rope(cos, sin, head_dim))
+    fn rope(&self, cos: &[f32], sin: &[f32], rotary_dim: usize) -> BackendResult<Self::Rope> {
+        made_on!(self, rope(cos, sin, rotary_dim))
+    }
+
+    fn experts(&self, shape: &ExpertsShape<'_>) -> BackendResult<Self::Experts> {
+        made_on!(self, experts(shape))
+    }
+
+    fn load_expert(
+        &self,
+        experts: &mut Self::Experts,
+        id: ExpertId,
+        parts: [HostMatrix<'_>; 3],
+    ) -> BackendResult<()> {
+        on_device!(Self, self, load_expert(&mut experts, id, parts))
+    }
+
+    fn expert_bytes(&self, experts: &Self::Experts) -> (usize, usize) {
+        on_device!(Self, self, expert_bytes(&experts))
     }
 
     fn layer_rotation(&self, heads: &[HeadRotations]) -> BackendResult<Self::LayerRotation> {
@@ -285,6 +304,8 @@ pub enum AnyStep<'s> {
 
 type Rows = <AnyBackend as Backend>::Rows;
 type Matrix = <AnyBackend as Backend>::Matrix;
+type Vector = <AnyBackend as Backend>::Vector;
+type Experts = <AnyBackend as Backend>::Experts;
 
 impl Step<AnyBackend> for AnyStep<'_> {
     fn embed(&mut self, table: &Matrix, tokens: &[u32], out: &mut Rows) -> BackendResult<()> {
@@ -306,6 +327,14 @@ impl Step<AnyBackend> for AnyStep<'_> {
                 let norm = norm.map(|(norm, eps)| (norm.cuda(), eps));
                 step.product(Product { weight: weight.cuda(), norm, output }, x.cuda(), out.cuda_mut())
             }
+        }
+    }
+
+    fn experts(&mut self, experts: &Experts, norm: (&Vector, f32), x: &mut Rows) -> BackendResult<()> {
+        let (norm, eps) = norm;
+        match self {
+            Self::Cpu(step) => step.experts(experts.cpu(), (norm.cpu(), eps), x.cpu_mut()),
+            Self::Cuda(step) => step.experts(experts.cuda(), (norm.cuda(), eps), x.cuda_mut()),
         }
     }
 
@@ -386,6 +415,15 @@ impl Benchmarks for AnyBackend {
         seed: u64,
     ) -> BackendResult<Self::Matrix> {
         made_on!(self, random_matrix(format, outputs, inputs, seed))
+    }
+
+    fn random_experts(
+        &self,
+        shape: &ExpertsShape<'_>,
+        ids: &[ExpertId],
+        seed: u64,
+    ) -> BackendResult<Self::Experts> {
+        made_on!(self, random_experts(shape, ids, seed))
     }
 
     fn randomize(&self, pool: &mut Self::Pool, full: usize, coded: usize) -> BackendResult<bool> {

@@ -214,7 +214,9 @@ impl ModelArgs {
     /// How a device of this kind stores weights: F32 mode widens all of them, a GPU keeps FP8.
     pub fn holding(&self, keeps_fp8: bool) -> Holding {
         let element_bytes = if self.precision == PrecisionArg::F32 { 4 } else { 2 };
-        Holding { fp8: keeps_fp8, element_bytes }
+        // The CPU keeps experts as codes unless everything is f32.
+        let fp8_experts = self.precision != PrecisionArg::F32;
+        Holding { fp8: keeps_fp8, fp8_experts, element_bytes }
     }
 
     /// The requested device; `auto` takes a GPU if one can be used.
@@ -315,10 +317,14 @@ impl OpenModel {
         }
     }
 
-    /// How FP8 weights are held on this device with this cache; nothing if there are none.
+    /// How FP8 weights are held on this device with this cache, and the tensors that are not used;
+    /// nothing if there are none.
     pub fn describe_weights(&self, cache: &Cache, backend: &AnyBackend) -> Option<String> {
         let rotated = cache.rotations.is_some();
-        self.weights.describe_fp8(&self.config, rotated, backend.multiplies_fp8())
+        let fp8 = self.weights.describe_fp8(&self.config, rotated, backend.multiplies_fp8());
+        let ignored = self.weights.ignored(&self.config);
+        let unused = (!ignored.is_empty()).then(|| format!("tensors not used: {}", ignored.join(", ")));
+        fp8.into_iter().chain(unused).reduce(|a, b| format!("{a}\n{b}"))
     }
 }
 

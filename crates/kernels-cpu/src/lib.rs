@@ -23,6 +23,7 @@ pub mod bench;
 pub mod buffer;
 pub mod cpu;
 mod disjoint;
+pub mod experts;
 pub mod float_env;
 pub mod gemm;
 pub mod kernels;

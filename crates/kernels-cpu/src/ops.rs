@@ -28,6 +28,7 @@ pub(crate) struct OpsKernels {
     swiglu: unsafe fn(&[f32], &[f32], &mut [f32]),
     to_bf16: unsafe fn(&[f32], &mut [bf16]),
     from_bf16: unsafe fn(&[bf16], &mut [f32]),
+    expand_fp8: unsafe fn(&[u8], &[f32; 16], &mut [u32]),
 }
 
 /// Compiles the portable bodies for an instruction set.
@@ -37,7 +38,7 @@ macro_rules! compiled_for {
             use super::{OpsKernels, bf16, portable};
 
             pub(crate) const KERNELS: OpsKernels =
-                OpsKernels { rms_norm_row, rope_row, add, swiglu, to_bf16, from_bf16 };
+                OpsKernels { rms_norm_row, rope_row, add, swiglu, to_bf16, from_bf16, expand_fp8 };
 
             $(#[target_feature(enable = $features)])?
             fn rms_norm_row(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
@@ -62,6 +63,10 @@ macro_rules! compiled_for {
             $(#[target_feature(enable = $features)])?
             fn from_bf16(x: &[bf16], out: &mut [f32]) {
                 portable::from_bf16(x, out);
+            }
+            $(#[target_feature(enable = $features)])?
+            fn expand_fp8(codes: &[u8], scales: &[f32; 16], words: &mut [u32]) {
+                portable::expand_fp8(codes, scales, words);
             }
         }
     };
@@ -141,6 +146,30 @@ impl Kernels {
             // SAFETY: see above.
             unsafe { (self.ops.swiglu)(&gate[part.clone()], &up[part], out) };
         });
+    }
+
+    /// [`Kernels::swiglu`] of one row, on this thread.
+    ///
+    /// # Panics
+    /// If the lengths differ.
+    pub fn swiglu_row(&self, gate: &[f32], up: &[f32], out: &mut [f32]) {
+        assert!(gate.len() == out.len() && up.len() == out.len(), "gate, up and out must be of one length");
+        // SAFETY: see above.
+        unsafe { (self.ops.swiglu)(gate, up, out) };
+    }
+
+    /// Expands steps of FP8 codes, `[16 outputs][2 inputs]`, into pairs of BF16: `code · scale` of
+    /// its output, rounded. Codes must be numbers.
+    ///
+    /// # Panics
+    /// If `words` is not half as long as `codes`, or not whole steps.
+    pub fn expand_fp8(&self, codes: &[u8], scales: &[f32; 16], words: &mut [u32]) {
+        assert!(
+            codes.len() == 2 * words.len() && words.len().is_multiple_of(16),
+            "a word for every two codes, in whole steps"
+        );
+        // SAFETY: see above.
+        unsafe { (self.ops.expand_fp8)(codes, scales, words) };
     }
 
     /// [`Kernels::swiglu`] on rows that hold `width` gate values followed by `width` up values, as

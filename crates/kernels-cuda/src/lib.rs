@@ -38,6 +38,7 @@ pub mod compile;
 mod dequantized;
 mod device;
 mod error;
+mod experts;
 mod gemm;
 mod graph;
 pub mod images;
@@ -58,6 +59,7 @@ pub use backend::{CudaBackend, CudaRope, CudaRotation, CudaRows, CudaStep, CudaV
 pub use bandwidth::read_ceiling;
 pub use device::{Device, Properties};
 pub use error::CudaError;
+pub use experts::CudaExperts;
 pub use gemm::{CudaMatrix, multiplies_few_rows};
 pub use graph::HostTimes;
 pub use kernels::Kernels;

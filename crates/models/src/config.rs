@@ -4,15 +4,17 @@
 //! Invariant: a `DecoderConfig` obtained here has passed [`DecoderConfig::validate`]; every size is
 //! positive, heads divide evenly, and the model attends to its whole context.
 
+use oscar_backend::RouterRule;
 use serde::Deserialize;
 use serde_json::Value;
 
 use crate::error::LoadError;
-use crate::families::{llama, mistral, qwen2, qwen3};
+use crate::families::{glm4_moe, llama, minimax_m2, mistral, mixtral, qwen2, qwen3, qwen3_moe};
 use crate::fp8;
 use crate::rope::RopeConfig;
 use crate::source::ModelSource;
 use crate::tensor::WeightDtype;
+use crate::tensor_names::ExpertNames;
 
 /// The model families whose forward pass is implemented.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -21,10 +23,23 @@ pub enum Family {
     Qwen2,
     Llama,
     Mistral,
+    Qwen3Moe,
+    Mixtral,
+    Glm4Moe,
+    MiniMaxM2,
 }
 
 impl Family {
-    pub const ALL: [Family; 4] = [Family::Qwen3, Family::Qwen2, Family::Llama, Family::Mistral];
+    pub const ALL: [Family; 8] = [
+        Family::Qwen3,
+        Family::Qwen2,
+        Family::Llama,
+        Family::Mistral,
+        Family::Qwen3Moe,
+        Family::Mixtral,
+        Family::Glm4Moe,
+        Family::MiniMaxM2,
+    ];
 
     /// The class name in `architectures`.
     pub fn architecture(self) -> &'static str {
@@ -33,6 +48,10 @@ impl Family {
             Self::Qwen2 => qwen2::ARCHITECTURE,
             Self::Llama => llama::ARCHITECTURE,
             Self::Mistral => mistral::ARCHITECTURE,
+            Self::Qwen3Moe => qwen3_moe::ARCHITECTURE,
+            Self::Mixtral => mixtral::ARCHITECTURE,
+            Self::Glm4Moe => glm4_moe::ARCHITECTURE,
+            Self::MiniMaxM2 => minimax_m2::ARCHITECTURE,
         }
     }
 
@@ -43,6 +62,10 @@ impl Family {
             Self::Qwen2 => qwen2::MODEL_TYPE,
             Self::Llama => llama::MODEL_TYPE,
             Self::Mistral => mistral::MODEL_TYPE,
+            Self::Qwen3Moe => qwen3_moe::MODEL_TYPE,
+            Self::Mixtral => mixtral::MODEL_TYPE,
+            Self::Glm4Moe => glm4_moe::MODEL_TYPE,
+            Self::MiniMaxM2 => minimax_m2::MODEL_TYPE,
         }
     }
 
@@ -68,6 +91,32 @@ impl Family {
     }
 }
 
+/// The vectors that the RMSNorm of queries and keys normalizes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum QkNorm {
+    None,
+    /// Each head by itself, all with the same weights.
+    EachHead,
+    /// All query heads of a token together, and all its key heads.
+    AllHeads,
+}
+
+/// The layers whose feed-forward part is a mixture of experts.
+#[derive(Debug, Clone, PartialEq)]
+pub struct MoeConfig {
+    pub experts: usize,
+    /// Outputs of an expert's gate.
+    pub width: usize,
+    /// Outputs of the shared expert's gate; 0 if there is none.
+    pub shared_width: usize,
+    pub rule: RouterRule,
+    /// The router adds a correction to its scores when it chooses.
+    pub correction: bool,
+    /// Layers with a dense feed-forward part instead, ascending.
+    pub dense_layers: Vec<usize>,
+    pub names: ExpertNames,
+}
+
 /// Everything that running a decoder-only transformer needs, for any family.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DecoderConfig {
@@ -81,14 +130,18 @@ pub struct DecoderConfig {
     pub vocab_size: usize,
     pub rms_norm_eps: f32,
     pub rope: RopeConfig,
-    /// RMSNorm over each query and key head before RoPE (Qwen3).
-    pub qk_norm: bool,
+    /// Channels of a head that RoPE turns, the first ones; `None`: all.
+    pub rotary_dim: Option<usize>,
+    /// RMSNorm of queries and keys before RoPE.
+    pub qk_norm: QkNorm,
     /// Bias on the query, key and value projections.
     pub qkv_bias: bool,
     /// Bias on the attention output projection.
     pub output_bias: bool,
     /// Bias on the gate, up and down projections.
     pub mlp_bias: bool,
+    /// The mixture of experts of all layers that are not dense.
+    pub moe: Option<MoeConfig>,
     /// The output projection is the embedding table.
     pub tie_word_embeddings: bool,
     pub max_position_embeddings: usize,
@@ -108,6 +161,36 @@ struct Header {
     architectures: Option<Vec<String>>,
     model_type: Option<String>,
     quantization_config: Option<Value>,
+}
+
+impl MoeConfig {
+    fn validate(&self) -> Result<(), LoadError> {
+        const MOST_EXPERTS: usize = 4096;
+        const LARGEST_WIDTH: usize = 1 << 26;
+        let chosen = self.rule.chosen;
+        for (field, value, least, most) in [
+            ("the number of experts", self.experts, 1, MOST_EXPERTS),
+            ("the width of an expert", self.width, 1, LARGEST_WIDTH),
+            ("the width of the shared expert", self.shared_width, 0, LARGEST_WIDTH),
+        ] {
+            if !(least..=most).contains(&value) {
+                return Err(LoadError::config_field(
+                    field,
+                    format!("is {value}; it must be between {least} and {most}"),
+                ));
+            }
+        }
+        if chosen == 0 || chosen > self.experts {
+            return Err(LoadError::config_field(
+                "num_experts_per_tok",
+                format!("is {chosen}, but a layer has {} experts", self.experts),
+            ));
+        }
+        if !self.rule.factor.is_finite() {
+            return Err(LoadError::config_field("routed_scaling_factor", format!("is {}", self.rule.factor)));
+        }
+        Ok(())
+    }
 }
 
 impl DecoderConfig {
@@ -131,6 +214,18 @@ impl DecoderConfig {
             Family::Mistral => {
                 serde_json::from_slice::<mistral::MistralConfig>(bytes).map_err(json_error)?.lower()
             }
+            Family::Qwen3Moe => {
+                serde_json::from_slice::<qwen3_moe::Qwen3MoeConfig>(bytes).map_err(json_error)?.lower()
+            }
+            Family::Mixtral => {
+                serde_json::from_slice::<mixtral::MixtralConfig>(bytes).map_err(json_error)?.lower()
+            }
+            Family::Glm4Moe => {
+                serde_json::from_slice::<glm4_moe::Glm4MoeConfig>(bytes).map_err(json_error)?.lower()
+            }
+            Family::MiniMaxM2 => {
+                serde_json::from_slice::<minimax_m2::MiniMaxM2Config>(bytes).map_err(json_error)?.lower()
+            }
         }?;
         config.fp8_weights = header.quantization_config.is_some();
         config.validate()?;
@@ -150,6 +245,21 @@ impl DecoderConfig {
     /// Width of all key (or value) heads together.
     pub fn kv_width(&self) -> usize {
         self.kv_heads * self.head_dim
+    }
+
+    /// Channels of a head that RoPE turns.
+    pub fn rotary_width(&self) -> usize {
+        self.rotary_dim.unwrap_or(self.head_dim)
+    }
+
+    /// The mixture of experts of a layer; `None` if the layer is dense.
+    pub fn moe_of(&self, layer: usize) -> Option<&MoeConfig> {
+        self.moe.as_ref().filter(|moe| moe.dense_layers.binary_search(&layer).is_err())
+    }
+
+    /// Whether some layer is dense.
+    pub fn has_dense_layers(&self) -> bool {
+        (0..self.layers).any(|layer| self.moe_of(layer).is_none())
     }
 
     /// Refuses sizes that no forward pass can use, and sizes that only a corrupt file states.
@@ -190,6 +300,19 @@ impl DecoderConfig {
                 "head_dim",
                 format!("is {}; rotary embedding pairs elements, so it must be even", self.head_dim),
             ));
+        }
+        let rotary = self.rotary_width();
+        if rotary == 0 || rotary > self.head_dim || !rotary.is_multiple_of(2) {
+            return Err(LoadError::config_field(
+                "partial_rotary_factor",
+                format!(
+                    "turns {rotary} of {} channels of a head; it must be an even number of them",
+                    self.head_dim
+                ),
+            ));
+        }
+        if let Some(moe) = &self.moe {
+            moe.validate()?;
         }
         if !(self.rms_norm_eps.is_finite() && self.rms_norm_eps >= 0.0) {
             return Err(LoadError::config_field("rms_norm_eps", format!("is {}", self.rms_norm_eps)));

@@ -40,7 +40,7 @@ pub enum LoadError {
     Json { file: String, source: serde_json::Error },
 
     #[error(
-        "architecture `{found}` is not supported; supported are {}. A mixture of experts, a vision tower or a \
+        "architecture `{found}` is not supported; supported are {}. Other attention, a vision tower or a \
          classifier head needs its own forward pass.",
         supported.join(", ")
     )]
@@ -51,7 +51,7 @@ pub enum LoadError {
 
     #[error(
         "the checkpoint is quantized (quantization_config: {method}); BF16, F16 and F32 weights are read, and FP8 of \
-         quant_method `fp8`. Use the unquantized checkpoint of the same model, or its FP8 one."
+         quant_method `fp8` or `compressed-tensors`. Use the unquantized checkpoint of the same model, or its FP8 one."
     )]
     Quantized { method: String },
 

@@ -1,13 +1,15 @@
-//! FP8 checkpoints (`quant_method: "fp8"`): matrices of E4M3 codes beside their scales.
+//! FP8 checkpoints (`quant_method` `fp8`, and `compressed-tensors` with 8-bit floats): matrices of
+//! E4M3 codes beside their scales.
 //!
 //! A matrix `X.weight` has `X.weight_scale_inv` or `X.weight_scale`: one scale for each block of
-//! 128 × 128 weights, or one for the whole matrix. Both names hold the factor of a code. How the
+//! 128 × 128 weights, one for each output, or one for the whole matrix. Both names hold the factor
+//! of a code. How the
 //! checkpoint's authors quantized activations (`activation_scheme`, `input_scale`) does not matter:
 //! activations are not quantized here.
 
 use std::borrow::Cow;
 
-use oscar_backend::{FP8_BLOCK, Fp8Blocks, Fp8Matrix, fp8_blocks};
+use oscar_backend::{FP8_BLOCK, Fp8Blocks, Fp8Matrix, ScaleGrid};
 use serde_json::Value;
 
 use crate::error::LoadError;
@@ -21,25 +23,71 @@ const INPUT_SCALE_ENDING: &str = ".input_scale";
 pub(crate) fn check_config(quantization: &Value) -> Result<(), LoadError> {
     let text = |field: &str| quantization.get(field).and_then(Value::as_str);
     let method = text("quant_method").unwrap_or("unnamed method");
-    if method != "fp8" {
-        return Err(LoadError::Quantized { method: method.to_owned() });
+    match method {
+        "fp8" => {}
+        "compressed-tensors" => return check_compressed_tensors(quantization),
+        _ => return Err(LoadError::Quantized { method: method.to_owned() }),
     }
     let refuse = |field: &str, problem: String| {
         Err(LoadError::config_field(&format!("quantization_config.{field}"), problem))
     };
     match quantization.get("fmt") {
         None | Some(Value::Null) => {}
-        Some(fmt) if *fmt == "e4m3" => {}
+        // MiniMax spells it as torch does.
+        Some(fmt) if *fmt == "e4m3" || *fmt == "float8_e4m3fn" => {}
         Some(other) => return refuse("fmt", format!("is {other}; only \"e4m3\" is read")),
     }
     match quantization.get("weight_block_size") {
         None | Some(Value::Null) => Ok(()),
-        Some(size) if *size == serde_json::json!([FP8_BLOCK, FP8_BLOCK]) => Ok(()),
+        Some(size) if is_block(size) => Ok(()),
         Some(size) => refuse(
             "weight_block_size",
             format!("is {size}; only [{FP8_BLOCK}, {FP8_BLOCK}], or none for one scale a matrix, is read"),
         ),
     }
+}
+
+fn is_block(size: &Value) -> bool {
+    *size == serde_json::json!([FP8_BLOCK, FP8_BLOCK])
+}
+
+/// Refuses everything of compressed-tensors except 8-bit floats with a scale for each output, each
+/// block of 128 × 128 or each matrix. How activations were quantized does not matter.
+fn check_compressed_tensors(quantization: &Value) -> Result<(), LoadError> {
+    let refuse = |field: String, value: &Value, reads: &str| {
+        let field = format!("quantization_config.{field}");
+        Err(LoadError::config_field(&field, format!("is {value}; only {reads} is read")))
+    };
+    let null = Value::Null;
+    let format = quantization.get("format").unwrap_or(&null);
+    if *format != "float-quantized" && !format.is_null() {
+        return refuse("format".into(), format, "\"float-quantized\"");
+    }
+    let cache = quantization.get("kv_cache_scheme").unwrap_or(&null);
+    if !cache.is_null() {
+        return refuse("kv_cache_scheme".into(), cache, "null");
+    }
+    let Some(groups) = quantization.get("config_groups").and_then(Value::as_object) else {
+        return refuse("config_groups".into(), &null, "a list of groups");
+    };
+    for (name, group) in groups {
+        let weights = group.get("weights").unwrap_or(&null);
+        let of = |field: &str| weights.get(field).unwrap_or(&null);
+        let at = |field: &str| format!("config_groups.{name}.weights.{field}");
+        if *of("num_bits") != 8 {
+            return refuse(at("num_bits"), of("num_bits"), "8");
+        }
+        if *of("type") != "float" {
+            return refuse(at("type"), of("type"), "\"float\"");
+        }
+        match of("strategy").as_str() {
+            Some("channel" | "tensor") => {}
+            Some("block") if is_block(of("block_structure")) => {}
+            Some("block") => return refuse(at("block_structure"), of("block_structure"), "[128,128]"),
+            _ => return refuse(at("strategy"), of("strategy"), "channel, block or tensor"),
+        }
+    }
+    Ok(())
 }
 
 /// Names of the scales that a matrix may have.
@@ -53,21 +101,27 @@ pub(crate) fn belongs_to_quantization(name: &str) -> bool {
     SCALE_ENDINGS.iter().any(|ending| name.ends_with(ending)) || name.ends_with(INPUT_SCALE_ENDING)
 }
 
-/// The scale of every block of a matrix, or a description of what is wrong with the scale tensor.
-pub(crate) fn block_scales(matrix: &[usize], scales: &TensorView<'_>) -> Result<Vec<f32>, String> {
+/// The scales of a matrix, or a description of what is wrong with the scale tensor.
+pub(crate) fn read_scales(
+    matrix: &[usize],
+    scales: &TensorView<'_>,
+) -> Result<(Vec<f32>, ScaleGrid), String> {
     let &[outputs, inputs] = matrix else { return Err("only matrices are read in FP8".into()) };
-    let grid = [fp8_blocks(outputs), fp8_blocks(inputs)];
     let values = scales.to_f32_vec();
     if let Some(bad) = values.iter().find(|s| !s.is_finite()) {
         return Err(format!("one of them is {bad}"));
     }
-    if scales.shape == grid {
-        return Ok(values);
+    let blocks = ScaleGrid::Blocks.shape(outputs, inputs);
+    for grid in [ScaleGrid::Blocks, ScaleGrid::Channels] {
+        if scales.shape == grid.shape(outputs, inputs) {
+            return Ok((values, grid));
+        }
     }
     match values.as_slice() {
-        [one] => Ok(vec![*one; grid[0] * grid[1]]),
+        [one] => Ok((vec![*one; blocks[0] * blocks[1]], ScaleGrid::Blocks)),
         _ => Err(format!(
-            "they are {:?}; a matrix of {matrix:?} has {grid:?} for blocks of {FP8_BLOCK} × {FP8_BLOCK}, or a single one",
+            "they are {:?}; a matrix of {matrix:?} has {blocks:?} for blocks of {FP8_BLOCK} × {FP8_BLOCK}, \
+             [{outputs}, 1] for channels, or a single one",
             scales.shape
         )),
     }
@@ -79,6 +133,7 @@ pub struct Fp8Weights<'a> {
     pub(crate) shape: &'a [usize],
     pub(crate) codes: Cow<'a, [u8]>,
     pub(crate) scales: Vec<f32>,
+    pub(crate) grid: ScaleGrid,
 }
 
 impl<'a> Fp8Weights<'a> {
@@ -89,11 +144,11 @@ impl<'a> Fp8Weights<'a> {
             return None;
         }
         let Fp8Matrix { codes, scales } = Fp8Matrix::quantize(&weights, view.shape[0], view.shape[1]);
-        Some(Self { shape: view.shape, codes: Cow::Owned(codes), scales })
+        Some(Self { shape: view.shape, codes: Cow::Owned(codes), scales, grid: ScaleGrid::Blocks })
     }
 
     pub fn blocks(&self) -> Fp8Blocks<'_> {
-        Fp8Blocks { codes: &self.codes, scales: &self.scales }
+        Fp8Blocks { codes: &self.codes, scales: &self.scales, grid: self.grid }
     }
 
     /// The weights in f32.
@@ -121,6 +176,10 @@ mod tests {
                    "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}),
             json!({"quant_method": "fp8", "activation_scheme": "static"}),
             json!({"quant_method": "fp8", "weight_block_size": null}),
+            json!({"quant_method": "fp8", "fmt": "float8_e4m3fn", "weight_block_size": [128, 128]}),
+            json!({"quant_method": "compressed-tensors", "format": "float-quantized", "kv_cache_scheme": null,
+                   "config_groups": {"group_0": {"targets": ["Linear"], "weights":
+                       {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": true}}}}),
         ] {
             check_config(&config).unwrap();
         }
@@ -134,7 +193,18 @@ mod tests {
             (json!({"quant_method": "fp8", "weight_block_size": [64, 128]}), "is [64,128]; only [128, 128]"),
             (json!({"quant_method": "fp8", "weight_block_size": "128"}), "weight_block_size"),
             (json!({"quant_method": "gptq", "bits": 4}), "gptq"),
-            (json!({"quant_method": "compressed-tensors"}), "compressed-tensors"),
+            (json!({"quant_method": "compressed-tensors"}), "config_groups"),
+            (json!({"quant_method": "compressed-tensors", "format": "pack-quantized"}), "pack-quantized"),
+            (
+                json!({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights":
+                    {"num_bits": 8, "type": "int", "strategy": "channel"}}}}),
+                "config_groups.a.weights.type` is \"int\"",
+            ),
+            (
+                json!({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights":
+                    {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [64, 64]}}}}),
+                "block_structure` is [64,64]",
+            ),
             (json!({}), "unnamed method"),
         ] {
             let message = check_config(&config).unwrap_err().to_string();
@@ -147,8 +217,16 @@ mod tests {
         let one = 0.5f32.to_le_bytes();
         for shape in [&[][..], &[1], &[1, 1]] {
             let view = TensorView { dtype: WeightDtype::F32, shape, bytes: &one };
-            assert_eq!(block_scales(&[129, 256], &view).unwrap(), [0.5; 4]);
+            assert_eq!(read_scales(&[129, 256], &view).unwrap(), (vec![0.5; 4], ScaleGrid::Blocks));
         }
+    }
+
+    #[test]
+    fn a_scale_for_each_output_is_recognized() {
+        let bytes: Vec<u8> = [1.0f32, 2.0, 3.0].iter().flat_map(|s| s.to_le_bytes()).collect();
+        let view = TensorView { dtype: WeightDtype::F32, shape: &[3, 1], bytes: &bytes };
+        assert_eq!(read_scales(&[3, 256], &view).unwrap(), (vec![1.0, 2.0, 3.0], ScaleGrid::Channels));
+        assert!(read_scales(&[4, 256], &view).unwrap_err().contains("[4, 1] for channels"));
     }
 
     #[test]

@@ -11,6 +11,7 @@
 
 mod config;
 mod error;
+mod experts;
 mod families;
 mod fingerprint;
 mod fp8;
@@ -31,7 +32,7 @@ pub mod tiny;
 mod transformer;
 mod weights;
 
-pub use config::{DecoderConfig, Family};
+pub use config::{DecoderConfig, Family, MoeConfig, QkNorm};
 pub use error::{LineList, LoadError};
 pub use fp8::Fp8Weights;
 pub use generation::GenerationConfig;
@@ -39,6 +40,6 @@ pub use matrices::{Holding, LayerMatrix, MatrixView};
 pub use rope::{RopeConfig, RopeScaling, RopeTable};
 pub use source::{EmbeddedFiles, ModelName, ModelSource, hub_cache_folders};
 pub use tensor::{TensorView, WeightDtype};
-pub use tensor_names::{Projection, RequiredTensor, TensorNames, required_tensors};
+pub use tensor_names::{ExpertNames, Projection, RequiredTensor, TensorNames, required_tensors};
 pub use transformer::{BuildError, StepInput, StepOutput, Transformer, Workspace};
 pub use weights::Weights;

@@ -1,13 +1,15 @@
 //! The matrices of a layer in the form that devices get: projections with the same input are
 //! stacked into one, in the checkpoint's format, in FP8 or expanded.
 //!
-//! FP8 stays FP8, with three exceptions: the value rotation is folded into the matrix (attention),
-//! not all parts are FP8, or blocks of 128 rows would cross the seam between two parts.
+//! FP8 stays FP8, with four exceptions: the value rotation is folded into the matrix (attention),
+//! not all parts are FP8, blocks of 128 rows would cross the seam between two parts, or the scales
+//! are those of channels, for which only experts have products.
 //! [`Weights::delivered`] is that rule; loading and `oscar plan` both use it.
 
 use half::{bf16, f16};
 use oscar_backend::{
-    Backend, FP8_BLOCK, Fp8Blocks, HostMatrix, HostValues, WeightFormat, fp8_blocks, fp8_multiplied,
+    Backend, FP8_BLOCK, Fp8Blocks, HostMatrix, HostValues, ScaleGrid, WeightFormat, fp8_blocks,
+    fp8_multiplied,
 };
 
 use crate::config::DecoderConfig;
@@ -55,6 +57,11 @@ impl LayerMatrix {
         shapes.fold([0, 0], |[rows, _], [more, columns]| [rows + more, columns])
     }
 
+    /// Whether it belongs to the feed-forward part.
+    pub fn is_feed_forward(self) -> bool {
+        matches!(self, Self::GateUp | Self::Down)
+    }
+
     /// Whether the value rotation of a cache is folded into it.
     fn carries_rotation(self) -> bool {
         matches!(self, Self::QueryKeyValue | Self::Output)
@@ -66,6 +73,8 @@ impl LayerMatrix {
 pub struct Holding {
     /// Whether FP8 matrices stay FP8; otherwise they are expanded.
     pub fp8: bool,
+    /// The same for experts.
+    pub fp8_experts: bool,
     /// Bytes of an element of all other matrices.
     pub element_bytes: usize,
 }
@@ -85,7 +94,7 @@ impl MatrixView<'_> {
         }
     }
 
-    fn shape(&self) -> &[usize] {
+    pub(crate) fn shape(&self) -> &[usize] {
         match self {
             Self::Unquantized(view) => view.shape,
             Self::Fp8(stored) => stored.shape,
@@ -104,7 +113,10 @@ impl Weights {
         rotated: bool,
     ) -> WeightFormat {
         let parts = matrix.projections();
-        let coded = parts.iter().filter(|p| self.is_fp8(&self.names().weight(layer, **p))).count();
+        let coded = parts
+            .iter()
+            .filter(|p| self.scale_grid(&self.names().weight(layer, **p)) == Some(ScaleGrid::Blocks))
+            .count();
         let seams_on_blocks =
             parts.len() == 1 || parts.iter().all(|p| p.shape(config)[0].is_multiple_of(FP8_BLOCK));
         let stays = match self.wanted() {
@@ -136,28 +148,43 @@ impl Weights {
         }
         for layer in 0..config.layers {
             for matrix in LayerMatrix::ALL {
-                total += bytes(self.delivered(config, layer, matrix, rotated), matrix.shape(config));
+                if !matrix.is_feed_forward() || config.moe_of(layer).is_none() {
+                    total += bytes(self.delivered(config, layer, matrix, rotated), matrix.shape(config));
+                }
             }
+            total += self.expert_bytes(config, layer, holding);
         }
-        total as u64 + 4 * self.vector_elements()
+        total as u64 + 4 * self.vector_elements(config)
     }
 
     /// Which matrices stay FP8 and which do not, in one line; `None` if no matrix is FP8.
     pub fn describe_fp8(&self, config: &DecoderConfig, rotated: bool, multiplied: bool) -> Option<String> {
-        let of = |matrix| (0..config.layers).map(move |layer| self.delivered(config, layer, matrix, rotated));
         let (mut kept, mut expanded) = (Vec::new(), Vec::new());
         for matrix in LayerMatrix::ALL {
+            let layers: Vec<usize> = (0..config.layers)
+                .filter(|&layer| !matrix.is_feed_forward() || config.moe_of(layer).is_none())
+                .collect();
+            if layers.is_empty() {
+                continue;
+            }
             let [outputs, inputs] = matrix.shape(config);
             let odd = multiplied && !fp8_multiplied(outputs, inputs);
-            let count = of(matrix).filter(|format| *format == WeightFormat::Fp8 && !odd).count();
-            match (count == config.layers, count) {
+            let delivered = |layer: &&usize| self.delivered(config, **layer, matrix, rotated);
+            let count = layers.iter().filter(|l| delivered(l) == WeightFormat::Fp8 && !odd).count();
+            match (count == layers.len(), count) {
                 (true, _) => kept.push(matrix.name().to_owned()),
                 (false, 0) if rotated && matrix.carries_rotation() => {
                     expanded.push(format!("{} (the value rotation is folded in)", matrix.name()));
                 }
                 (false, 0) => expanded.push(matrix.name().to_owned()),
-                (false, some) => kept.push(format!("{} ({some} of {} layers)", matrix.name(), config.layers)),
+                (false, some) => kept.push(format!("{} ({some} of {} layers)", matrix.name(), layers.len())),
             }
+        }
+        let mixtures = (0..config.layers).filter(|&layer| config.moe_of(layer).is_some());
+        let formats: Vec<WeightFormat> = mixtures.map(|l| self.expert_format(config, l).weights()).collect();
+        if !formats.is_empty() {
+            let coded = formats.iter().all(|format| *format == WeightFormat::Fp8);
+            if coded { &mut kept } else { &mut expanded }.push("experts".to_owned());
         }
         if !config.tie_word_embeddings && self.delivered_head() == WeightFormat::Fp8 {
             kept.push("head".to_owned());
@@ -250,7 +277,11 @@ fn stacked<B: Backend>(
         }
         let codes: Vec<u8> = stored.iter().flat_map(|s| s.codes.iter().copied()).collect();
         let scales: Vec<f32> = stored.iter().flat_map(|s| s.scales.iter().copied()).collect();
-        return matrix(HostValues::Fp8(Fp8Blocks { codes: &codes, scales: &scales }));
+        return matrix(HostValues::Fp8(Fp8Blocks {
+            codes: &codes,
+            scales: &scales,
+            grid: ScaleGrid::Blocks,
+        }));
     }
     let plain: Vec<&TensorView<'_>> = views
         .iter()

@@ -7,13 +7,24 @@ use std::io;
 use std::ops::Deref;
 use std::path::Path;
 
-use memmap2::Mmap;
+use memmap2::{Advice, Mmap};
 
 /// The bytes of one file: mapped from disk, or linked into the binary.
 #[derive(Debug)]
 pub(crate) enum FileBytes {
     Mapped(Mmap),
     Static(&'static [u8]),
+}
+
+impl FileBytes {
+    /// Says whether few, scattered pages or everything will be read next, so that the system reads
+    /// ahead only where it helps. A system that does not listen changes nothing.
+    pub(crate) fn expect_scattered_reads(&self, scattered: bool) {
+        if let Self::Mapped(map) = self {
+            let advice = if scattered { Advice::Random } else { Advice::Normal };
+            let _ = map.advise(advice);
+        }
+    }
 }
 
 impl Deref for FileBytes {

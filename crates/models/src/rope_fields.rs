@@ -17,7 +17,9 @@ pub(crate) struct RopeFields {
     rope_theta: Option<f64>,
     rope_scaling: Option<Map<String, Value>>,
     rope_parameters: Option<Map<String, Value>>,
-    partial_rotary_factor: Option<f64>,
+    pub(crate) partial_rotary_factor: Option<f64>,
+    /// MiniMax's name for the same, in channels.
+    rotary_dim: Option<usize>,
 }
 
 /// All fields of the supported scalings.
@@ -42,7 +44,12 @@ struct ScalingFields {
 }
 
 impl RopeFields {
-    pub(crate) fn lower(self, max_position_embeddings: usize) -> Result<RopeConfig, LoadError> {
+    /// Base and scaling, and the channels of a head that turn unless all do.
+    pub(crate) fn lower(
+        self,
+        max_position_embeddings: usize,
+        head_dim: usize,
+    ) -> Result<(RopeConfig, Option<usize>), LoadError> {
         let (name, stated) = match (self.rope_parameters, self.rope_scaling) {
             (Some(parameters), _) => ("rope_parameters", parameters),
             (None, Some(scaling)) => ("rope_scaling", scaling),
@@ -61,17 +68,20 @@ impl RopeFields {
         let lowering = Lowering { name, fields, max_position_embeddings };
 
         let partial = lowering.fields.partial_rotary_factor.or(self.partial_rotary_factor);
-        if partial.is_some_and(|part| part != 1.0) {
+        if let Some(part) = partial.filter(|part| !(*part > 0.0 && *part <= 1.0)) {
             return Err(LoadError::config_field(
                 "partial_rotary_factor",
-                "rotates only part of each head; whole heads are supported",
+                format!("is {part}; it must be above 0 and at most 1"),
             ));
         }
+        // A product that is whole in theory may lie just below its integer.
+        let stated = self.rotary_dim.or(partial.map(|part| (head_dim as f64 * part + 1e-6) as usize));
+        let rotary_dim = stated.filter(|&turned| turned != head_dim);
         let theta = lowering.fields.rope_theta.or(self.rope_theta).unwrap_or(DEFAULT_THETA);
         if !(theta.is_finite() && theta > 1.0) {
             return Err(LoadError::config_field("rope_theta", format!("is {theta}; it must be above 1")));
         }
-        Ok(RopeConfig { theta, scaling: lowering.scaling()? })
+        Ok((RopeConfig { theta, scaling: lowering.scaling()? }, rotary_dim))
     }
 }
 
@@ -171,7 +181,7 @@ mod tests {
     use serde_json::json;
 
     fn lower(config: Value) -> Result<RopeConfig, LoadError> {
-        serde_json::from_value::<RopeFields>(config).unwrap().lower(40960)
+        serde_json::from_value::<RopeFields>(config).unwrap().lower(40960, 128).map(|(rope, _)| rope)
     }
 
     #[test]
@@ -206,6 +216,17 @@ mod tests {
     }
 
     #[test]
+    fn part_of_a_head_may_turn() {
+        let part = |config: Value| {
+            serde_json::from_value::<RopeFields>(config).unwrap().lower(40960, 128).unwrap().1
+        };
+        assert_eq!(part(json!({"partial_rotary_factor": 0.5})), Some(64));
+        assert_eq!(part(json!({"rope_parameters": {"partial_rotary_factor": 0.25}})), Some(32));
+        assert_eq!(part(json!({"rotary_dim": 64})), Some(64));
+        assert_eq!((part(json!({"rotary_dim": 128})), part(json!({}))), (None, None));
+    }
+
+    #[test]
     fn refused_by_name() {
         for kind in ["dynamic", "longrope"] {
             let error = lower(json!({"rope_scaling": {"type": kind, "factor": 2.0}})).unwrap_err();
@@ -230,7 +251,7 @@ mod tests {
                 "low_freq_factor",
             ),
             (json!({"rope_theta": -1.0}), "rope_theta"),
-            (json!({"partial_rotary_factor": 0.5}), "partial_rotary_factor"),
+            (json!({"partial_rotary_factor": 1.5}), "partial_rotary_factor"),
             (json!({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}), "full_attention"),
             (json!({"rope_scaling": {"type": "linear", "factor": "two"}}), "rope_scaling"),
         ];

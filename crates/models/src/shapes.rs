@@ -1,14 +1,22 @@
 //! Shapes of published models, for benchmarks that need a model's sizes but not its weights.
 
-use crate::config::{DecoderConfig, Family};
+use oscar_backend::{RouterRule, RouterScores};
+
+use crate::config::{DecoderConfig, Family, MoeConfig, QkNorm};
 use crate::rope::RopeConfig;
 use crate::tensor::WeightDtype;
+use crate::tensor_names::ExpertNames;
 
 /// Names that [`shape`] knows.
-pub const NAMES: [&str; 4] = ["qwen3-0.6b", "qwen3-4b", "qwen3-8b", "qwen3-32b"];
+pub const NAMES: [&str; 7] =
+    ["qwen3-0.6b", "qwen3-4b", "qwen3-8b", "qwen3-32b", "qwen3-30b-a3b", "glm-4.7", "minimax-m2.7"];
 
 /// The configuration of a published model.
 pub fn shape(name: &str) -> Option<DecoderConfig> {
+    dense_shape(name).or_else(|| expert_shape(name))
+}
+
+fn dense_shape(name: &str) -> Option<DecoderConfig> {
     let (hidden_size, intermediate_size, layers, query_heads, tied) = match name {
         "qwen3-0.6b" => (1024, 3072, 28, 16, true),
         "qwen3-4b" => (2560, 9728, 36, 32, true),
@@ -27,10 +35,12 @@ pub fn shape(name: &str) -> Option<DecoderConfig> {
         vocab_size: 151_936,
         rms_norm_eps: 1e-6,
         rope: RopeConfig::plain(1_000_000.0),
-        qk_norm: true,
+        rotary_dim: None,
+        qk_norm: QkNorm::EachHead,
         qkv_bias: false,
         output_bias: false,
         mlp_bias: false,
+        moe: None,
         tie_word_embeddings: tied,
         // Benchmarks use longer contexts than the models were trained for.
         max_position_embeddings: 1 << 20,
@@ -42,13 +52,98 @@ pub fn shape(name: &str) -> Option<DecoderConfig> {
     })
 }
 
+/// Models with experts, as variations of a dense one.
+fn expert_shape(name: &str) -> Option<DecoderConfig> {
+    let base = dense_shape("qwen3-8b")?;
+    let rule = RouterRule { chosen: 8, scores: RouterScores::Softmax, normalize: true, factor: 1.0 };
+    let moe = MoeConfig {
+        experts: 128,
+        width: 768,
+        shared_width: 0,
+        rule,
+        correction: false,
+        dense_layers: Vec::new(),
+        names: ExpertNames::Mlp,
+    };
+    let corrected = RouterRule { scores: RouterScores::Sigmoid, ..rule };
+    Some(match name {
+        "qwen3-30b-a3b" => DecoderConfig {
+            family: Family::Qwen3Moe,
+            hidden_size: 2048,
+            intermediate_size: 6144,
+            layers: 48,
+            query_heads: 32,
+            kv_heads: 4,
+            moe: Some(moe),
+            ..base
+        },
+        "glm-4.7" => DecoderConfig {
+            family: Family::Glm4Moe,
+            hidden_size: 5120,
+            intermediate_size: 12288,
+            layers: 92,
+            query_heads: 96,
+            vocab_size: 151_552,
+            rms_norm_eps: 1e-5,
+            rotary_dim: Some(64),
+            qkv_bias: true,
+            moe: Some(MoeConfig {
+                experts: 160,
+                width: 1536,
+                shared_width: 1536,
+                rule: RouterRule { factor: 2.5, ..corrected },
+                correction: true,
+                dense_layers: vec![0, 1, 2],
+                ..moe
+            }),
+            ..base
+        },
+        "minimax-m2.7" => DecoderConfig {
+            family: Family::MiniMaxM2,
+            hidden_size: 3072,
+            intermediate_size: 1536,
+            layers: 62,
+            query_heads: 48,
+            vocab_size: 200_064,
+            rope: RopeConfig::plain(5_000_000.0),
+            rotary_dim: Some(64),
+            qk_norm: QkNorm::AllHeads,
+            moe: Some(MoeConfig {
+                experts: 256,
+                width: 1536,
+                rule: corrected,
+                correction: true,
+                names: ExpertNames::BlockSparse,
+                ..moe
+            }),
+            ..base
+        },
+        _ => return None,
+    })
+}
+
 impl DecoderConfig {
-    /// Parameters of the matrices that multiply every token: all except the embedding, unless it is
-    /// also the head.
+    /// Parameters of all matrices except the embedding, unless it is also the head.
     pub fn matrix_parameters(&self) -> usize {
+        self.parameters_with(|moe| moe.experts)
+    }
+
+    /// Parameters of the matrices that multiply one token.
+    pub fn active_parameters(&self) -> usize {
+        self.parameters_with(|moe| moe.rule.chosen)
+    }
+
+    fn parameters_with(&self, experts: impl Fn(&MoeConfig) -> usize) -> usize {
         let attention = self.hidden_size * (2 * self.query_width() + 2 * self.kv_width());
-        let mlp = 3 * self.hidden_size * self.intermediate_size;
-        self.layers * (attention + mlp) + self.hidden_size * self.vocab_size
+        let feed_forward = |layer| match self.moe_of(layer) {
+            None => 3 * self.hidden_size * self.intermediate_size,
+            Some(moe) => {
+                let expert = 3 * (experts(moe) * moe.width + moe.shared_width);
+                self.hidden_size * (expert + moe.experts)
+            }
+        };
+        let layers: usize = (0..self.layers).map(|layer| attention + feed_forward(layer)).sum();
+        layers + self.hidden_size * self.vocab_size
     }
 }
 
@@ -58,7 +153,9 @@ mod tests {
 
     #[test]
     fn shapes_are_valid_and_have_their_published_sizes() {
-        for (name, billions) in [("qwen3-4b", 4.02), ("qwen3-8b", 7.57), ("qwen3-32b", 31.98)] {
+        for (name, billions) in
+            [("qwen3-4b", 4.02), ("qwen3-8b", 7.57), ("qwen3-32b", 31.98), ("qwen3-30b-a3b", 30.22)]
+        {
             let config = shape(name).unwrap();
             config.validate().unwrap();
             let found = config.matrix_parameters() as f64 / 1e9;

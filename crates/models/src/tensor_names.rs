@@ -1,6 +1,8 @@
 //! The names and shapes of a decoder's weights. Tensor names are spelled only here.
 
-use crate::config::DecoderConfig;
+use oscar_backend::ExpertId;
+
+use crate::config::{DecoderConfig, MoeConfig, QkNorm};
 
 /// The seven matrices of a layer, in the order a layer applies them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -17,6 +19,14 @@ pub enum Projection {
 impl Projection {
     pub const ALL: [Projection; 7] =
         [Self::Query, Self::Key, Self::Value, Self::Output, Self::Gate, Self::Up, Self::Down];
+
+    /// The matrices of a feed-forward part, and of an expert.
+    pub const FEED_FORWARD: [Projection; 3] = [Self::Gate, Self::Up, Self::Down];
+
+    /// Whether it belongs to the feed-forward part of a layer.
+    fn is_feed_forward(self) -> bool {
+        Self::FEED_FORWARD.contains(&self)
+    }
 
     fn path(self) -> &'static str {
         match self {
@@ -48,6 +58,58 @@ impl Projection {
             Self::Query | Self::Key | Self::Value => config.qkv_bias,
             Self::Output => config.output_bias,
             Self::Gate | Self::Up | Self::Down => config.mlp_bias,
+        }
+    }
+}
+
+/// How a family names the parts of its mixtures of experts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ExpertNames {
+    /// `mlp.experts.E.gate_proj` (Qwen3-MoE, GLM).
+    Mlp,
+    /// `block_sparse_moe.experts.E.w1` (Mixtral, MiniMax).
+    BlockSparse,
+}
+
+impl ExpertNames {
+    pub const ALL: [Self; 2] = [Self::Mlp, Self::BlockSparse];
+
+    fn router(self) -> &'static str {
+        match self {
+            Self::Mlp => "mlp.gate.weight",
+            Self::BlockSparse => "block_sparse_moe.gate.weight",
+        }
+    }
+
+    fn correction(self) -> &'static str {
+        match self {
+            Self::Mlp => "mlp.gate.e_score_correction_bias",
+            Self::BlockSparse => "block_sparse_moe.e_score_correction_bias",
+        }
+    }
+
+    /// The folder of all experts.
+    fn experts(self) -> &'static str {
+        match self {
+            Self::Mlp => "mlp.experts",
+            Self::BlockSparse => "block_sparse_moe.experts",
+        }
+    }
+
+    fn shared(self) -> &'static str {
+        match self {
+            Self::Mlp => "mlp.shared_experts",
+            Self::BlockSparse => "block_sparse_moe.shared_experts",
+        }
+    }
+
+    /// A matrix of an expert; one of [`Projection::FEED_FORWARD`].
+    fn part(self, part: Projection) -> &'static str {
+        match (self, part) {
+            (Self::BlockSparse, Projection::Gate) => "w1",
+            (Self::BlockSparse, Projection::Up) => "w3",
+            (Self::BlockSparse, Projection::Down) => "w2",
+            _ => part.path().rsplit('.').next().unwrap_or_default(),
         }
     }
 }
@@ -111,15 +173,49 @@ impl TensorNames {
         self.in_layer(layer, &format!("{}.bias", projection.path()))
     }
 
+    /// The weights of a layer's router.
+    pub fn router(&self, layer: usize, moe: &MoeConfig) -> String {
+        self.in_layer(layer, moe.names.router())
+    }
+
+    /// The correction of a router's scores.
+    pub fn correction(&self, layer: usize, moe: &MoeConfig) -> String {
+        self.in_layer(layer, moe.names.correction())
+    }
+
+    /// The gate, up or down matrix of an expert.
+    pub fn expert(&self, layer: usize, moe: &MoeConfig, id: ExpertId, part: Projection) -> String {
+        let (names, part) = (moe.names, moe.names.part(part));
+        match id {
+            ExpertId::Routed(index) => {
+                self.in_layer(layer, &format!("{}.{index}.{part}.weight", names.experts()))
+            }
+            ExpertId::Shared => self.in_layer(layer, &format!("{}.{part}.weight", names.shared())),
+        }
+    }
+
     fn in_layer(&self, layer: usize, rest: &str) -> String {
         format!("{}layers.{layer}.{rest}", self.prefix)
     }
 }
 
-/// Whether this is the weight of a layer's projection.
+/// Whether this is the weight of a layer's projection or of an expert.
 pub(crate) fn is_projection(name: &str) -> bool {
     let module = name.strip_suffix(".weight").unwrap_or_default();
-    Projection::ALL.iter().any(|p| module.strip_suffix(p.path()).is_some_and(|layer| layer.ends_with('.')))
+    let dense = |p: &Projection| module.strip_suffix(p.path()).is_some_and(|layer| layer.ends_with('.'));
+    Projection::ALL.iter().any(dense) || name.ends_with(".weight") && is_expert(name)
+}
+
+/// Whether this tensor belongs to an expert: its weights or their scales.
+pub(crate) fn is_expert(name: &str) -> bool {
+    let folders = ExpertNames::ALL.iter().flat_map(|names| [names.experts(), names.shared()]);
+    folders.into_iter().any(|folder| name.split_once(folder).is_some_and(|(_, rest)| rest.starts_with('.')))
+}
+
+/// The layer that a tensor belongs to.
+pub(crate) fn layer_of(name: &str) -> Option<usize> {
+    let (_, rest) = name.split_once("layers.")?;
+    rest.split('.').next()?.parse().ok()
 }
 
 /// A tensor the forward pass will ask for.
@@ -138,7 +234,8 @@ pub fn required_tensors(config: &DecoderConfig, names: &TensorNames) -> Vec<Requ
     need(names.embedding(), &[config.vocab_size, hidden]);
     for layer in 0..config.layers {
         need(names.input_norm(layer), &[hidden]);
-        for projection in Projection::ALL {
+        let moe = config.moe_of(layer);
+        for projection in Projection::ALL.into_iter().filter(|p| moe.is_none() || !p.is_feed_forward()) {
             if projection == Projection::Gate {
                 need(names.post_attention_norm(layer), &[hidden]);
             }
@@ -148,9 +245,26 @@ pub fn required_tensors(config: &DecoderConfig, names: &TensorNames) -> Vec<Requ
                 need(names.bias(layer, projection), &shape[..1]);
             }
         }
-        if config.qk_norm {
-            need(names.query_norm(layer), &[config.head_dim]);
-            need(names.key_norm(layer), &[config.head_dim]);
+        if let Some(moe) = moe {
+            need(names.post_attention_norm(layer), &[hidden]);
+            need(names.router(layer, moe), &[moe.experts, hidden]);
+            if moe.correction {
+                need(names.correction(layer, moe), &[moe.experts]);
+            }
+            for id in moe.ids() {
+                for part in Projection::FEED_FORWARD {
+                    need(names.expert(layer, moe, id, part), &moe.shape(id, part, hidden));
+                }
+            }
+        }
+        let norms = match config.qk_norm {
+            QkNorm::None => None,
+            QkNorm::EachHead => Some((config.head_dim, config.head_dim)),
+            QkNorm::AllHeads => Some((config.query_width(), config.kv_width())),
+        };
+        if let Some((query, key)) = norms {
+            need(names.query_norm(layer), &[query]);
+            need(names.key_norm(layer), &[key]);
         }
     }
     need(names.final_norm(), &[hidden]);
@@ -158,6 +272,23 @@ pub fn required_tensors(config: &DecoderConfig, names: &TensorNames) -> Vec<Requ
         need(names.lm_head(), &[config.vocab_size, hidden]);
     }
     required
+}
+
+impl MoeConfig {
+    /// All experts of a layer, the shared one last.
+    pub fn ids(&self) -> impl Iterator<Item = ExpertId> {
+        let shared = (self.shared_width > 0).then_some(ExpertId::Shared);
+        (0..self.experts).map(ExpertId::Routed).chain(shared)
+    }
+
+    /// Outputs and inputs of an expert's matrix.
+    pub fn shape(&self, id: ExpertId, part: Projection, hidden: usize) -> [usize; 2] {
+        let width = match id {
+            ExpertId::Routed(_) => self.width,
+            ExpertId::Shared => self.shared_width,
+        };
+        if part == Projection::Down { [hidden, width] } else { [width, hidden] }
+    }
 }
 
 #[cfg(test)]
@@ -180,6 +311,36 @@ mod tests {
         assert!(qwen2.contains(&"model.layers.0.self_attn.v_proj.bias".to_owned()));
         assert!(!qwen2.contains(&"model.layers.0.self_attn.o_proj.bias".to_owned()));
         assert!(!qwen2.iter().any(|name| name.contains("q_norm")));
+    }
+
+    #[test]
+    fn experts_have_their_family_s_names() {
+        let glm = names_of(&tiny_config(Family::Glm4Moe));
+        for name in ["mlp.experts.3.down_proj.weight", "mlp.shared_experts.up_proj.weight", "mlp.gate.weight"]
+        {
+            assert!(glm.contains(&format!("model.layers.1.{name}")), "{name}");
+        }
+        assert!(glm.contains(&"model.layers.0.mlp.gate_proj.weight".to_owned()));
+        assert!(!glm.contains(&"model.layers.1.mlp.gate_proj.weight".to_owned()));
+        let minimax = names_of(&tiny_config(Family::MiniMaxM2));
+        for name in ["block_sparse_moe.experts.0.w3.weight", "block_sparse_moe.e_score_correction_bias"] {
+            assert!(minimax.contains(&format!("model.layers.0.{name}")), "{name}");
+        }
+        for (name, projection, expert) in [
+            ("model.layers.0.mlp.gate_proj.weight", true, false),
+            ("model.layers.0.mlp.gate.weight", false, false),
+            ("model.layers.0.mlp.experts.7.gate_proj.weight", true, true),
+            ("model.layers.0.mlp.experts.7.gate_proj.weight_scale_inv", false, true),
+            ("model.layers.61.block_sparse_moe.experts.255.w2.weight", true, true),
+            ("model.layers.3.mlp.shared_experts.down_proj.weight", true, true),
+            ("model.embed_tokens.weight", false, false),
+        ] {
+            assert_eq!((is_projection(name), is_expert(name)), (projection, expert), "{name}");
+        }
+        assert_eq!(
+            (layer_of("model.layers.92.eh_proj.weight"), layer_of("model.norm.weight")),
+            (Some(92), None)
+        );
     }
 
     #[test]

@@ -10,15 +10,16 @@ use std::fs;
 use std::path::Path;
 
 use half::{bf16, f16};
+use oscar_backend::{RouterRule, RouterScores};
 use oscar_codec::random::SplitMix64;
 use safetensors::tensor::TensorView as StoredTensor;
 use serde_json::{Value, json};
 
-use crate::config::{DecoderConfig, Family};
+use crate::config::{DecoderConfig, Family, MoeConfig, QkNorm};
 use crate::error::LoadError;
 use crate::rope::{RopeConfig, RopeScaling};
 use crate::tensor::WeightDtype;
-use crate::tensor_names::{TensorNames, required_tensors};
+use crate::tensor_names::{ExpertNames, TensorNames, required_tensors};
 use crate::weights::{INDEX_FILE, SINGLE_FILE};
 
 /// A configuration that exercises its family's particulars and runs in milliseconds.
@@ -35,10 +36,16 @@ pub fn tiny_config(family: Family) -> DecoderConfig {
         vocab_size: 128,
         rms_norm_eps: 1e-6,
         rope: RopeConfig::plain(10_000.0),
-        qk_norm: family == Family::Qwen3,
-        qkv_bias: family == Family::Qwen2,
+        rotary_dim: matches!(family, Family::Glm4Moe | Family::MiniMaxM2).then_some(16),
+        qk_norm: match family {
+            Family::Qwen3 | Family::Qwen3Moe | Family::Glm4Moe => QkNorm::EachHead,
+            Family::MiniMaxM2 => QkNorm::AllHeads,
+            Family::Qwen2 | Family::Llama | Family::Mistral | Family::Mixtral => QkNorm::None,
+        },
+        qkv_bias: matches!(family, Family::Qwen2 | Family::Glm4Moe),
         output_bias: false,
         mlp_bias: false,
+        moe: tiny_moe(family),
         tie_word_embeddings: matches!(family, Family::Qwen3 | Family::Qwen2),
         max_position_embeddings: 2048,
         sliding_window: None,
@@ -47,6 +54,25 @@ pub fn tiny_config(family: Family) -> DecoderConfig {
         dtype: Some(WeightDtype::Bf16),
         fp8_weights: false,
     }
+}
+
+/// The mixture of experts of [`tiny_config`].
+fn tiny_moe(family: Family) -> Option<MoeConfig> {
+    let sigmoid = matches!(family, Family::Glm4Moe | Family::MiniMaxM2);
+    let (width, shared_width, dense_layers, names) = match family {
+        Family::Qwen3Moe => (40, 0, vec![1], ExpertNames::Mlp),
+        Family::Glm4Moe => (48, 48, vec![0], ExpertNames::Mlp),
+        // Their `intermediate_size` is the width of an expert.
+        Family::Mixtral | Family::MiniMaxM2 => (96, 0, Vec::new(), ExpertNames::BlockSparse),
+        Family::Qwen3 | Family::Qwen2 | Family::Llama | Family::Mistral => return None,
+    };
+    let rule = RouterRule {
+        chosen: 2,
+        scores: if sigmoid { RouterScores::Sigmoid } else { RouterScores::Softmax },
+        normalize: true,
+        factor: if family == Family::Glm4Moe { 2.5 } else { 1.0 },
+    };
+    Some(MoeConfig { experts: 5, width, shared_width, rule, correction: sigmoid, dense_layers, names })
 }
 
 /// How the files are laid out.
@@ -146,7 +172,46 @@ fn config_json(config: &DecoderConfig) -> Value {
     if matches!(config.family, Family::Qwen3 | Family::Qwen2) {
         json["use_sliding_window"] = Value::from(config.sliding_window.is_some());
     }
+    if let Some(moe) = &config.moe {
+        let fields = moe_json(config, moe);
+        for (field, value) in fields.as_object().into_iter().flatten() {
+            json[field] = value.clone();
+        }
+    }
     json
+}
+
+/// The fields of a mixture of experts, in its family's words.
+fn moe_json(config: &DecoderConfig, moe: &MoeConfig) -> Value {
+    let normed = config.qk_norm != QkNorm::None;
+    match config.family {
+        Family::Qwen3Moe => json!({
+            "num_experts": moe.experts,
+            "num_experts_per_tok": moe.rule.chosen,
+            "moe_intermediate_size": moe.width,
+            "norm_topk_prob": moe.rule.normalize,
+            "mlp_only_layers": moe.dense_layers,
+        }),
+        Family::Glm4Moe => json!({
+            "n_routed_experts": moe.experts,
+            "num_experts_per_tok": moe.rule.chosen,
+            "moe_intermediate_size": moe.width,
+            "n_shared_experts": moe.shared_width / moe.width.max(1),
+            "norm_topk_prob": moe.rule.normalize,
+            "routed_scaling_factor": moe.rule.factor,
+            "first_k_dense_replace": moe.dense_layers.len(),
+            "use_qk_norm": normed,
+            "attention_bias": config.qkv_bias,
+            "partial_rotary_factor": config.rotary_width() as f64 / config.head_dim as f64,
+        }),
+        _ => json!({
+            "num_local_experts": moe.experts,
+            "num_experts_per_tok": moe.rule.chosen,
+            "use_qk_norm": normed,
+            "use_routing_bias": moe.correction,
+            "rotary_dim": config.rotary_dim,
+        }),
+    }
 }
 
 fn rope_scaling_json(scaling: &RopeScaling) -> Value {
@@ -213,7 +278,7 @@ fn random_tensors(
             let mut random = SplitMix64::new(seed ^ name_seed);
             let (center, spread) = match tensor.shape[..] {
                 [_, inputs] => (0.0, (3.0 / inputs as f32).sqrt()),
-                _ if tensor.name.ends_with(".bias") => (0.0, 0.2),
+                _ if tensor.name.ends_with("bias") => (0.0, 0.2),
                 _ => (1.0, 0.2),
             };
             let elements: usize = tensor.shape.iter().product();

@@ -3,7 +3,7 @@
 //! ```text
 //! x = embed(token)
 //! for each layer:  x += Wo · attend(Wqkv · norm(x))
-//!                  x += Wdown · swiglu(Wgate_up · norm(x))
+//!                  x += Wdown · swiglu(Wgate_up · norm(x))    or    x += experts(norm(x))
 //! logits = Whead · norm(x)
 //! ```
 //!
@@ -15,8 +15,9 @@ mod forward;
 
 pub use forward::{StepInput, StepOutput};
 
-use crate::config::DecoderConfig;
+use crate::config::{DecoderConfig, QkNorm};
 use crate::error::LoadError;
+use crate::experts;
 use crate::matrices::{self, LayerMatrix};
 use crate::rope::RopeTable;
 use crate::tensor_names::Projection;
@@ -51,8 +52,13 @@ struct Layer<B: Backend> {
     input_norm: B::Vector,
     qk_norm: Option<(B::Vector, B::Vector)>,
     post_norm: B::Vector,
-    gate_up: B::Matrix,
-    down: B::Matrix,
+    feed_forward: FeedForward<B>,
+}
+
+/// The second half of a layer.
+enum FeedForward<B: Backend> {
+    Dense { gate_up: B::Matrix, down: B::Matrix },
+    Experts(B::Experts),
 }
 
 /// A layer's attention projections with the rotation of a cache folded in.
@@ -117,9 +123,9 @@ impl<B: Backend> Transformer<B> {
         let vector =
             |name: &str| -> Result<B::Vector, BuildError> { Ok(backend.vector(&weights.vector(name)?)?) };
         let max_positions = context.min(config.max_position_embeddings);
-        let table = RopeTable::try_new(&config.rope, config.head_dim, max_positions)
+        let table = RopeTable::try_new(&config.rope, config.rotary_width(), max_positions)
             .map_err(|bytes| LoadError::TooManyPositions { positions: max_positions, bytes })?;
-        let rope = backend.rope(table.cos_rows(), table.sin_rows(), config.head_dim)?;
+        let rope = backend.rope(table.cos_rows(), table.sin_rows(), config.rotary_width())?;
         let embedding = matrices::prepare_embedding(backend, weights)?;
         let mut layers = Vec::with_capacity(config.layers);
         let mut projections = Vec::with_capacity(config.layers);
@@ -161,26 +167,28 @@ impl<B: Backend> Transformer<B> {
 
     /// A model of this shape with random weights, made on the device: for benchmarks. `weights`
     /// does not apply to the embedding, the head and the matrices that rotations are folded into.
+    /// `skew` makes some experts more frequent than others ([`experts::random`]).
     pub fn random(
         backend: &B,
         config: &DecoderConfig,
         weights: WeightFormat,
+        skew: f32,
         rotations: Option<&RotationSet>,
         context: usize,
     ) -> Result<Self, BuildError>
     where
         B: Benchmarks,
     {
-        let (hidden, heads) = (config.hidden_size, config.head_dim);
+        let hidden = config.hidden_size;
         let ones = |len: usize| backend.vector(&vec![1.0; len]);
-        let table = RopeTable::new(&config.rope, heads, context);
+        let table = RopeTable::new(&config.rope, config.rotary_width(), context);
         let (mut layers, mut projections) = (Vec::new(), Vec::new());
         for index in 0..config.layers {
             let matrix = |which, format, outputs, inputs| {
                 backend.random_matrix(format, outputs, inputs, (4 * index + which) as u64)
             };
             let folded = if rotations.is_some() { WeightFormat::Bf16 } else { weights };
-            let qk_norm = || Ok::<_, BackendError>((ones(heads)?, ones(heads)?));
+            let norms = |query: usize, key: usize| Ok::<_, BackendError>((ones(query)?, ones(key)?));
             let rotation = |set: &RotationSet| {
                 backend.layer_rotation(&set.heads()[index * config.kv_heads..][..config.kv_heads])
             };
@@ -191,17 +199,28 @@ impl<B: Backend> Transformer<B> {
             });
             layers.push(Layer {
                 input_norm: ones(hidden)?,
-                qk_norm: config.qk_norm.then(qk_norm).transpose()?,
+                qk_norm: match config.qk_norm {
+                    QkNorm::None => None,
+                    QkNorm::EachHead => Some(norms(config.head_dim, config.head_dim)?),
+                    QkNorm::AllHeads => Some(norms(config.query_width(), config.kv_width())?),
+                },
                 post_norm: ones(hidden)?,
-                gate_up: matrix(2, weights, 2 * config.intermediate_size, hidden)?,
-                down: matrix(3, weights, hidden, config.intermediate_size)?,
+                feed_forward: match config.moe_of(index) {
+                    Some(moe) => {
+                        FeedForward::Experts(experts::random(backend, moe, hidden, weights, skew, index)?)
+                    }
+                    None => FeedForward::Dense {
+                        gate_up: matrix(2, weights, 2 * config.intermediate_size, hidden)?,
+                        down: matrix(3, weights, hidden, config.intermediate_size)?,
+                    },
+                },
             });
         }
         let vocabulary = |seed| backend.random_matrix(WeightFormat::Bf16, config.vocab_size, hidden, seed);
         let body = Body {
             shape: head_shape(config),
             max_positions: context,
-            rope: backend.rope(table.cos_rows(), table.sin_rows(), heads)?,
+            rope: backend.rope(table.cos_rows(), table.sin_rows(), config.rotary_width())?,
             embedding: vocabulary(1 << 32)?,
             layers,
             final_norm: ones(hidden)?,
@@ -225,13 +244,24 @@ impl<B: Backend> Transformer<B> {
         self.rotations.as_ref()
     }
 
-    /// Bytes of matrices that a step reads, for any number of rows.
-    pub fn matrix_bytes(&self, backend: &B) -> usize {
+    /// Bytes of matrices that a step of this many rows reads. Experts are counted as often as a
+    /// router that takes all of them equally often would choose them.
+    pub fn matrix_bytes(&self, backend: &B, rows: usize) -> usize {
         let body = &*self.body;
-        let layers = body.layers.iter().flat_map(|layer| [&layer.gate_up, &layer.down]);
+        let feed_forward = |(index, layer): (usize, &Layer<B>)| match &layer.feed_forward {
+            FeedForward::Dense { gate_up, down } => {
+                backend.matrix_bytes(gate_up) + backend.matrix_bytes(down)
+            }
+            FeedForward::Experts(experts) => {
+                let (each, always) = backend.expert_bytes(experts);
+                let distinct = body.config.moe_of(index).map_or(0.0, |moe| moe.distinct_experts(rows));
+                always + (each as f64 * distinct) as usize
+            }
+        };
+        let layers: usize = body.layers.iter().enumerate().map(feed_forward).sum();
         let attention = self.projections.iter().flat_map(|p| [&p.qkv, &p.output]);
         let head = body.head.as_ref().unwrap_or(&body.embedding);
-        layers.chain(attention).chain([head]).map(|matrix| backend.matrix_bytes(matrix)).sum()
+        layers + attention.chain([head]).map(|matrix| backend.matrix_bytes(matrix)).sum::<usize>()
     }
 
     /// Positions this instance can address.
@@ -265,12 +295,19 @@ impl<B: Backend> Layer<B> {
         Ok(Self {
             input_norm: vector(names.input_norm(index))?,
             qk_norm: match config.qk_norm {
-                true => Some((vector(names.query_norm(index))?, vector(names.key_norm(index))?)),
-                false => None,
+                QkNorm::None => None,
+                QkNorm::EachHead | QkNorm::AllHeads => {
+                    Some((vector(names.query_norm(index))?, vector(names.key_norm(index))?))
+                }
             },
             post_norm: vector(names.post_attention_norm(index))?,
-            gate_up: matrices::prepare(backend, config, weights, index, LayerMatrix::GateUp)?,
-            down: matrices::prepare(backend, config, weights, index, LayerMatrix::Down)?,
+            feed_forward: match config.moe_of(index) {
+                Some(moe) => FeedForward::Experts(experts::load(backend, config, moe, weights, index)?),
+                None => FeedForward::Dense {
+                    gate_up: matrices::prepare(backend, config, weights, index, LayerMatrix::GateUp)?,
+                    down: matrices::prepare(backend, config, weights, index, LayerMatrix::Down)?,
+                },
+            },
         })
     }
 }

@@ -9,7 +9,7 @@
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 
-use oscar_backend::WeightFormat;
+use oscar_backend::{ScaleGrid, WeightFormat};
 use safetensors::tensor::{Dtype, Metadata, SafeTensorError, SafeTensors};
 use serde::Deserialize;
 
@@ -21,7 +21,7 @@ use crate::matrices::MatrixView;
 use crate::mmap::FileBytes;
 use crate::source::{ModelSource, check_file_name};
 use crate::tensor::{TensorView, WeightDtype};
-use crate::tensor_names::{TensorNames, is_projection, required_tensors};
+use crate::tensor_names::{TensorNames, is_projection, layer_of, required_tensors};
 
 pub(crate) const SINGLE_FILE: &str = "model.safetensors";
 pub(crate) const INDEX_FILE: &str = "model.safetensors.index.json";
@@ -155,12 +155,12 @@ impl Weights {
                 .ok_or_else(|| LoadError::NanWeights { name: name.to_owned() });
         };
         let bad = |problem| LoadError::BadScales { name: name.to_owned(), problem };
-        let scales = self.scales_of(name, entry).map_err(bad)?;
+        let (scales, grid) = self.scales_of(name, entry).map_err(bad)?;
         let codes = self.bytes(entry);
         if fp8::holds_nan(codes) {
             return Err(LoadError::NanWeights { name: name.to_owned() });
         }
-        Ok(MatrixView::Fp8(Fp8Weights { shape: &entry.shape, codes: Cow::Borrowed(codes), scales }))
+        Ok(MatrixView::Fp8(Fp8Weights { shape: &entry.shape, codes: Cow::Borrowed(codes), scales, grid }))
     }
 
     /// Whether this matrix is FP8, in the file or by `--weights`.
@@ -169,14 +169,55 @@ impl Weights {
         stored || (self.wanted == Some(WeightFormat::Fp8) && is_projection(name))
     }
 
-    /// The scale of every block of an FP8 matrix, or a description of what is wrong with them.
-    fn scales_of(&self, name: &str, entry: &Entry) -> Result<Vec<f32>, String> {
+    /// The scales that an FP8 matrix has or would get: of blocks, or of channels. `None` if it is not
+    /// FP8.
+    pub(crate) fn scale_grid(&self, name: &str) -> Option<ScaleGrid> {
+        let entry = self.entries.get(name)?;
+        if entry.dtype != Dtype::F8_E4M3 {
+            return self.is_fp8(name).then_some(ScaleGrid::Blocks);
+        }
+        let scales = fp8::scale_names(name).find_map(|scales| self.entries.get(&scales))?;
+        let channels = matches!(entry.shape[..], [outputs, inputs]
+            if scales.shape == ScaleGrid::Channels.shape(outputs, inputs)
+                && scales.shape != ScaleGrid::Blocks.shape(outputs, inputs));
+        Some(if channels { ScaleGrid::Channels } else { ScaleGrid::Blocks })
+    }
+
+    /// Tensors in the files that the forward pass does not use, by kind, for one line of the log:
+    /// further layers (multi-token prediction), vision towers, scales of activations and others.
+    pub fn ignored(&self, config: &DecoderConfig) -> Vec<String> {
+        let required: BTreeSet<String> =
+            required_tensors(config, &self.names).into_iter().map(|tensor| tensor.name).collect();
+        let used = |name: &str| {
+            let stem = fp8::SCALE_ENDINGS.iter().find_map(|ending| name.strip_suffix(ending));
+            required.contains(name) || stem.is_some_and(|stem| required.contains(&format!("{stem}.weight")))
+        };
+        let mut kinds: BTreeMap<String, usize> = BTreeMap::new();
+        for name in self.entries.keys().filter(|name| !used(name)) {
+            let kind = match layer_of(name) {
+                Some(layer) if layer >= config.layers => format!("layer {layer} (multi-token prediction)"),
+                _ if name.ends_with(".input_scale") => "*.input_scale".to_owned(),
+                _ if name.ends_with(".inv_freq") => "*.inv_freq".to_owned(),
+                _ if name.contains("visual.") || name.contains("vision") => "the vision tower".to_owned(),
+                _ if name.starts_with("mtp.") => "mtp.*".to_owned(),
+                _ => name.clone(),
+            };
+            *kinds.entry(kind).or_default() += 1;
+        }
+        kinds
+            .into_iter()
+            .map(|(kind, count)| if count > 1 { format!("{kind}: {count}") } else { kind })
+            .collect()
+    }
+
+    /// The scales of an FP8 matrix, or a description of what is wrong with them.
+    fn scales_of(&self, name: &str, entry: &Entry) -> Result<(Vec<f32>, ScaleGrid), String> {
         let Some(scales) = fp8::scale_names(name).find(|scales| self.entries.contains_key(scales)) else {
             let wanted: Vec<String> = fp8::scale_names(name).collect();
             return Err(format!("{name} is FP8 without its scales: {} is missing", wanted.join(" or ")));
         };
         let view = self.tensor(&scales).map_err(|error| error.to_string())?;
-        fp8::block_scales(&entry.shape, &view).map_err(|problem| format!("the scales {scales}: {problem}"))
+        fp8::read_scales(&entry.shape, &view).map_err(|problem| format!("the scales {scales}: {problem}"))
     }
 
     /// The spelling of names in this checkpoint.
@@ -195,10 +236,12 @@ impl Weights {
         parameters.map(|(_, entry)| entry.elements()).sum()
     }
 
-    /// Elements of all parameters that are not matrices.
-    pub(crate) fn vector_elements(&self) -> u64 {
+    /// Elements of all parameters of this model that are not matrices.
+    pub(crate) fn vector_elements(&self, config: &DecoderConfig) -> u64 {
         let vectors = self.entries.iter().filter(|(_, entry)| entry.shape.len() == 1);
-        let parameters = vectors.filter(|(name, _)| !fp8::belongs_to_quantization(name));
+        let parameters = vectors.filter(|(name, _)| {
+            !fp8::belongs_to_quantization(name) && layer_of(name).is_none_or(|layer| layer < config.layers)
+        });
         parameters.map(|(_, entry)| entry.elements()).sum()
     }
 
@@ -210,9 +253,12 @@ impl Weights {
     /// Identifies the model: 64 hexadecimal digits, the same however the tensors are split over
     /// files. See the `fingerprint` module for what it covers.
     pub fn fingerprint(&self) -> String {
-        fingerprint(self.entries.iter().map(|(name, entry)| {
+        self.files.iter().for_each(|file| file.expect_scattered_reads(true));
+        let digest = fingerprint(self.entries.iter().map(|(name, entry)| {
             (name.as_str(), entry.dtype.to_string(), entry.shape.as_slice(), self.bytes(entry))
-        }))
+        }));
+        self.files.iter().for_each(|file| file.expect_scattered_reads(false));
+        digest
     }
 
     fn bytes(&self, entry: &Entry) -> &[u8] {

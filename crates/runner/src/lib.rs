@@ -78,7 +78,6 @@ pub struct Runner<B: Backend> {
     layout: CacheLayout,
     pool: PagePool,
     prefill_chunk: usize,
-    weight_bytes: usize,
 }
 
 impl<B: Backend> Runner<B> {
@@ -115,7 +114,6 @@ impl<B: Backend> Runner<B> {
         Ok(Self {
             storage: backend.pool(&layout, model.heads(), budget)?,
             workspace: model.workspace(&backend),
-            weight_bytes: model.matrix_bytes(&backend),
             pool: PagePool::new(&layout, budget),
             layout,
             prefill_chunk,
@@ -147,9 +145,10 @@ impl<B: Backend> Runner<B> {
         self.model.max_positions()
     }
 
-    /// Bytes of the matrices as the device holds them: a decode step reads them all.
-    pub fn weight_bytes(&self) -> usize {
-        self.weight_bytes
+    /// Bytes of the matrices that a step of this many rows reads, as the device holds them. Experts
+    /// are counted as often as a router that takes all of them equally often would choose them.
+    pub fn weight_bytes(&self, rows: usize) -> usize {
+        self.model.matrix_bytes(&self.backend, rows)
     }
 
     pub fn usage(&self) -> PoolUsage {
@@ -285,14 +284,16 @@ impl<B: Backend> Runner<B> {
 }
 
 impl<B: Benchmarks> Runner<B> {
-    /// A model of this shape with random weights.
+    /// A model of this shape with random weights; `skew` makes some experts more frequent than
+    /// others.
     pub fn random(
         backend: B,
         config: &DecoderConfig,
         weights: WeightFormat,
+        skew: f32,
         options: RunnerOptions<'_>,
     ) -> Result<Self, BuildError> {
-        let model = Transformer::random(&backend, config, weights, options.rotations, options.context)?;
+        let model = Transformer::random(&backend, config, weights, skew, options.rotations, options.context)?;
         Self::new(Arc::new(backend), model, &options.layout, options.kv_memory, options.prefill_chunk)
     }
 

@@ -4,8 +4,8 @@
 use crate::client::submit;
 use crate::support::{Setup, greedy};
 use oscar_backend::{
-    AttentionKernels, Backend, BackendError, Candidate, HeadShape, HostMatrix, LayerHeads, Pick, Product,
-    Result, SequenceRows, Step, Tap,
+    AttentionKernels, Backend, BackendError, Candidate, ExpertId, ExpertsShape, HeadShape, HostMatrix,
+    LayerHeads, Pick, Product, Result, SequenceRows, Step, Tap,
 };
 use oscar_codec::{CacheLayout, CodeLayout, HeadRotations, KvFormat, RotationSet, Windows};
 use oscar_engine::{
@@ -38,6 +38,7 @@ impl Backend for Faulty {
     type Vector = <CpuBackend as Backend>::Vector;
     type Rope = <CpuBackend as Backend>::Rope;
     type LayerRotation = <CpuBackend as Backend>::LayerRotation;
+    type Experts = <CpuBackend as Backend>::Experts;
     type Pool = <CpuBackend as Backend>::Pool;
     type Step<'s> = FaultyStep<'s>;
 
@@ -67,6 +68,20 @@ impl Backend for Faulty {
     }
     fn rope(&self, cos: &[f32], sin: &[f32], head_dim: usize) -> Result<Self::Rope> {
         self.cpu.rope(cos, sin, head_dim)
+    }
+    fn experts(&self, shape: &ExpertsShape<'_>) -> Result<Self::Experts> {
+        self.cpu.experts(shape)
+    }
+    fn load_expert(
+        &self,
+        experts: &mut Self::Experts,
+        id: ExpertId,
+        parts: [HostMatrix<'_>; 3],
+    ) -> Result<()> {
+        self.cpu.load_expert(experts, id, parts)
+    }
+    fn expert_bytes(&self, experts: &Self::Experts) -> (usize, usize) {
+        self.cpu.expert_bytes(experts)
     }
     fn layer_rotation(&self, heads: &[HeadRotations]) -> Result<Self::LayerRotation> {
         self.cpu.layer_rotation(heads)
@@ -107,6 +122,14 @@ impl Step<Faulty> for FaultyStep<'_> {
     fn product(&mut self, product: Product<'_, Faulty>, x: &Rows, out: &mut Rows) -> Result<()> {
         let Product { weight, norm, output } = product;
         self.cpu.product(Product { weight, norm, output }, x, out)
+    }
+    fn experts(
+        &mut self,
+        experts: &<CpuBackend as Backend>::Experts,
+        norm: (&Vec<f32>, f32),
+        x: &mut Rows,
+    ) -> Result<()> {
+        self.cpu.experts(experts, norm, x)
     }
     fn attend(
         &mut self,

@@ -91,7 +91,7 @@ fn weights_quantized_while_loading_are_those_of_the_fp8_checkpoint() {
         let options = RunnerOptions { layout, rotations: None, context: 256, kv_memory, prefill_chunk: 64 };
         let backend = CpuBackend::new(Kernels::chosen().unwrap(), 2, Mode::Bf16).unwrap();
         let mut runner = Runner::load(backend, &config, &weights, options, |_| {}).unwrap();
-        (bits(&all_logits(&mut runner, &prompt, 60)), runner.weight_bytes())
+        (bits(&all_logits(&mut runner, &prompt, 60)), runner.weight_bytes(1))
     };
     let plain = twins.source(Twin::Unquantized);
     let (quantized, bytes) = run(&plain, Some(WeightFormat::Fp8));

@@ -3,6 +3,7 @@
 
 mod client;
 mod constraints;
+mod families;
 mod faults;
 mod fp8_weights;
 mod goldens;

@@ -52,7 +52,9 @@ pub fn positions(sequences: &[SequenceRows<'_>], rows: usize) -> Vec<u32> {
     positions
 }
 
-/// QK-norm (where given) and RoPE on query and key heads, in place.
+/// QK-norm (where given) and RoPE on query and key heads, in place. A norm with as many weights as
+/// a head has channels normalizes each head; a longer one all heads of the row together. RoPE turns
+/// the first channels of a head, as many as its table has angles for.
 pub fn normalize_and_rope(
     pool: &ThreadPool,
     kernels: &Kernels,
@@ -68,16 +70,18 @@ pub fn normalize_and_rope(
         let position = positions[row] as usize;
         let cos = &rope.cos[position * rope.half..][..rope.half];
         let sin = &rope.sin[position * rope.half..][..rope.half];
-        let mut normed = vec![0.0; d];
-        for (head, values) in
-            values[..(shape.query_heads + shape.kv_heads) * d].chunks_exact_mut(d).enumerate()
-        {
-            if let Some((query, key)) = qk_norm {
-                let weight = if head < shape.query_heads { query } else { key };
-                kernels.rms_norm_row(values, weight, shape.rms_norm_eps, &mut normed);
-                values.copy_from_slice(&normed);
+        let (queries, keys) =
+            values[..(shape.query_heads + shape.kv_heads) * d].split_at_mut(shape.query_heads * d);
+        let mut normed = Vec::new();
+        for (heads, norm) in [(queries, qk_norm.map(|n| n.0)), (keys, qk_norm.map(|n| n.1))] {
+            if let Some(weight) = norm {
+                for part in heads.chunks_exact_mut(weight.len()) {
+                    normed.resize(part.len(), 0.0);
+                    kernels.rms_norm_row(part, weight, shape.rms_norm_eps, &mut normed);
+                    part.copy_from_slice(&normed);
+                }
             }
-            kernels.rope_row(values, cos, sin);
+            heads.chunks_exact_mut(d).for_each(|head| kernels.rope_row(&mut head[..2 * rope.half], cos, sin));
         }
     });
 }

@@ -1,21 +1,24 @@
 //! The CPU as a [`Backend`]: the kernels of this crate, a thread pool and page storage.
 
 mod demotion;
+mod experts;
 mod heads;
 mod pages;
 mod products;
 mod region;
 mod step;
 
+pub use experts::CpuExperts;
 pub use pages::CpuPages;
 pub use step::CpuStep;
 
 use crate::attention;
 use crate::{Kernels, PackedMatrix, Precision, ThreadPool, Weights};
+use experts::ExpertsScratch;
 use heads::LayerRotation;
 use oscar_backend::{
-    AttentionKernels, AttentionPath, Backend, BackendError, Benchmarks, CacheHead, Calibrates, HeadShape,
-    HostMatrix, HostValues, Result, SequenceRows, StepTimes, TappedRows,
+    AttentionKernels, AttentionPath, Backend, BackendError, Benchmarks, CacheHead, Calibrates, ExpertId,
+    ExpertsShape, HeadShape, HostMatrix, HostValues, Result, SequenceRows, StepTimes, TappedRows,
 };
 use oscar_codec::{CacheLayout, CodeLayout, FormatTable, FullPageId, HeadRotations, PAGE_TOKENS, Side};
 use products::ProductScratch;
@@ -54,6 +57,7 @@ impl Mode {
 #[derive(Default)]
 struct Scratch {
     products: ProductScratch,
+    experts: ExpertsScratch,
     attention: attention::Scratch,
     /// Rotated queries, `[kv_head][row][query head of the group][head_dim]`.
     queries: Vec<f32>,
@@ -109,7 +113,7 @@ pub struct CpuMatrix {
     bias: Option<Vec<f32>>,
 }
 
-/// Cosines and sines, `[position][head_dim / 2]`.
+/// Cosines and sines, `[position][rotary_dim / 2]`.
 pub struct CpuRope {
     cos: Vec<f32>,
     sin: Vec<f32>,
@@ -171,6 +175,7 @@ impl Backend for CpuBackend {
     type Vector = Vec<f32>;
     type Rope = CpuRope;
     type LayerRotation = LayerRotation;
+    type Experts = CpuExperts;
     type Pool = CpuPages;
     type Step<'s> = CpuStep<'s>;
 
@@ -246,8 +251,20 @@ impl Backend for CpuBackend {
         Ok(values.to_vec())
     }
 
-    fn rope(&self, cos: &[f32], sin: &[f32], head_dim: usize) -> Result<CpuRope> {
-        Ok(CpuRope { cos: cos.to_vec(), sin: sin.to_vec(), half: head_dim / 2 })
+    fn rope(&self, cos: &[f32], sin: &[f32], rotary_dim: usize) -> Result<CpuRope> {
+        Ok(CpuRope { cos: cos.to_vec(), sin: sin.to_vec(), half: rotary_dim / 2 })
+    }
+
+    fn experts(&self, shape: &ExpertsShape<'_>) -> Result<CpuExperts> {
+        self.make_experts(shape)
+    }
+
+    fn load_expert(&self, experts: &mut CpuExperts, id: ExpertId, parts: [HostMatrix<'_>; 3]) -> Result<()> {
+        self.put_expert(experts, id, parts)
+    }
+
+    fn expert_bytes(&self, experts: &CpuExperts) -> (usize, usize) {
+        experts.bytes()
     }
 
     fn layer_rotation(&self, heads: &[HeadRotations]) -> Result<LayerRotation> {

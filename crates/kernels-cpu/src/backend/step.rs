@@ -1,7 +1,7 @@
 //! One step on the CPU: every operation is done when its call returns.
 
 use super::heads::{self, HeadTask};
-use super::{CpuBackend, CpuMatrix, CpuPages, CpuRows, Scratch, shape_error};
+use super::{CpuBackend, CpuExperts, CpuMatrix, CpuPages, CpuRows, Scratch, shape_error};
 use crate::attention::{self, AttendTask};
 use oscar_backend::{Candidate, LayerHeads, Pick, Product, Result, SequenceRows, Step, Tap};
 use oscar_codec::attention::PagedContext;
@@ -44,6 +44,10 @@ impl Step<CpuBackend> for CpuStep<'_> {
         self.backend.product(&mut self.scratch.products, product, x, out)?;
         self.scratch.count(began, |times| &mut times.products);
         Ok(())
+    }
+
+    fn experts(&mut self, experts: &CpuExperts, norm: (&Vec<f32>, f32), x: &mut CpuRows) -> Result<()> {
+        self.backend.run_experts(&mut self.scratch.experts, experts, norm, x)
     }
 
     fn attend(

@@ -13,12 +13,14 @@ pub(crate) mod amx;
 pub(crate) mod avx2;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod avx512;
+mod coded;
 mod packed;
 pub(crate) mod scalar;
 #[cfg(test)]
 mod tests;
 pub(crate) mod tile;
 
+pub use coded::{CodedMatrix, ExpertMatrix};
 pub use packed::{INPUT_PADDING, PackError, PackedMatrix, Precision, Weights};
 
 use crate::buffer::Buffer;
@@ -164,13 +166,13 @@ impl Plan {
 
 /// Words between two prepared rows: an odd number of cache lines, so that the rows of a strip do
 /// not all fall into the same set of the cache.
-fn row_stride(words: usize) -> usize {
+pub(crate) fn row_stride(words: usize) -> usize {
     let lines = words.div_ceil(LANES);
     (lines | 1) * LANES
 }
 
 /// Writes one row of `x` in the form the kernel asks for, zeros behind.
-fn prepare_row(row: &[f32], form: XForm, words: &mut [u32]) {
+pub(crate) fn prepare_row(row: &[f32], form: XForm, words: &mut [u32]) {
     let used = match form {
         XForm::F32 => {
             words.iter_mut().zip(row).for_each(|(word, &x)| *word = x.to_bits());

@@ -70,3 +70,26 @@ pub(super) fn to_bf16(x: &[f32], out: &mut [bf16]) {
 pub(super) fn from_bf16(x: &[bf16], out: &mut [f32]) {
     out.iter_mut().zip(x).for_each(|(out, x)| *out = f32_from_bf16(x.to_bits()));
 }
+
+/// The value of an E4M3 code that is a number.
+#[inline(always)]
+fn e4m3(code: u32) -> f32 {
+    let magnitude = code & 0x7f;
+    // Subnormals of E4M3 count in steps of 2^-9; their f32 form is normal.
+    let normal = f32::from_bits((magnitude << 20) + (120 << 23));
+    let value = if magnitude < 8 { magnitude as f32 * (1.0 / 512.0) } else { normal };
+    f32::from_bits(value.to_bits() | (code & 0x80) << 24)
+}
+
+#[inline(always)]
+pub(super) fn expand_fp8(codes: &[u8], scales: &[f32; 16], words: &mut [u32]) {
+    let steps = codes.as_chunks::<32>().0.iter().zip(words.as_chunks_mut::<16>().0);
+    for (codes, words) in steps {
+        for lane in 0..16 {
+            let (first, second) = (u32::from(codes[2 * lane]), u32::from(codes[2 * lane + 1]));
+            let low = u32::from(f32_to_bf16(e4m3(first) * scales[lane]));
+            let high = u32::from(f32_to_bf16(e4m3(second) * scales[lane]));
+            words[lane] = low | high << 16;
+        }
+    }
+}

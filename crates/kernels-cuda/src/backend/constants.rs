@@ -12,11 +12,11 @@ pub struct CudaVector {
     pub(super) len: usize,
 }
 
-/// Cosines and sines, `[position][head_dim / 2]`.
+/// Cosines and sines, `[position][rotary_dim / 2]`.
 pub struct CudaRope {
     pub(super) cosines: Buffer,
     pub(super) sines: Buffer,
-    pub(super) head_dim: usize,
+    pub(super) rotary_dim: usize,
     pub(super) positions: usize,
 }
 

@@ -21,6 +21,7 @@ use crate::attention::demote::Scope;
 use crate::attention::hopper::ExpandedPages;
 use crate::device::Device;
 use crate::error::Result;
+use crate::experts::CudaExperts;
 use crate::gemm::{CublasLt, CudaMatrix, Fp8Kernels, Fp8Operands, Fp8Products, Skinny};
 use crate::kernels::Kernels;
 use crate::memory::{Buffer, DevicePtr};
@@ -30,8 +31,8 @@ use crate::storage::Storage;
 use crate::transfers::Transfers;
 use launches::Launches;
 use oscar_backend::{
-    AttentionKernels, Backend, Benchmarks, CacheHead, Calibrates, HeadShape, HostMatrix,
-    Result as BackendResult, SequenceRows, StepTimes, WeightFormat,
+    AttentionKernels, Backend, Benchmarks, CacheHead, Calibrates, ExpertId, ExpertsShape, HeadShape,
+    HostMatrix, Result as BackendResult, SequenceRows, StepTimes, WeightFormat,
 };
 use oscar_codec::{CacheLayout, FullPageId, HeadRotations};
 use std::ops::Range;
@@ -202,6 +203,7 @@ impl Backend for CudaBackend {
     type Vector = CudaVector;
     type Rope = CudaRope;
     type LayerRotation = CudaRotation;
+    type Experts = CudaExperts;
     type Pool = CudaPages;
     type Step<'s> = CudaStep<'s>;
 
@@ -256,13 +258,31 @@ impl Backend for CudaBackend {
         Ok(CudaVector { values: self.device.upload_new(values, "norm weights")?, len: values.len() })
     }
 
-    fn rope(&self, cos: &[f32], sin: &[f32], head_dim: usize) -> BackendResult<CudaRope> {
+    fn rope(&self, cos: &[f32], sin: &[f32], rotary_dim: usize) -> BackendResult<CudaRope> {
         Ok(CudaRope {
             cosines: self.device.upload_new(cos, "the RoPE table")?,
             sines: self.device.upload_new(sin, "the RoPE table")?,
-            head_dim,
-            positions: cos.len().min(sin.len()) / (head_dim / 2).max(1),
+            rotary_dim,
+            positions: cos.len().min(sin.len()) / (rotary_dim / 2).max(1),
         })
+    }
+
+    fn experts(&self, shape: &ExpertsShape<'_>) -> BackendResult<CudaExperts> {
+        shape.check()?;
+        Ok(CudaExperts::new(self, shape)?)
+    }
+
+    fn load_expert(
+        &self,
+        experts: &mut CudaExperts,
+        id: ExpertId,
+        parts: [HostMatrix<'_>; 3],
+    ) -> BackendResult<()> {
+        Ok(experts.load(&self.device, id, &parts)?)
+    }
+
+    fn expert_bytes(&self, experts: &CudaExperts) -> (usize, usize) {
+        experts.bytes()
     }
 
     fn layer_rotation(&self, heads: &[HeadRotations]) -> BackendResult<CudaRotation> {

@@ -8,6 +8,7 @@ use crate::attention::decode::Queries;
 use crate::attention::demote::Scope;
 use crate::attention::{LayerCall, Path};
 use crate::error::{CudaError, Result};
+use crate::experts::CudaExperts;
 use crate::gemm::CudaMatrix;
 use crate::pages::CudaPages;
 use crate::step::{StepSummary, StepTables};
@@ -108,7 +109,7 @@ impl<'s> CudaStep<'s> {
         let fits = heads.layer < layout.layers()
             && (qkv.count(), qkv.width()) == (rows, width)
             && longest <= heads.rope.positions
-            && heads.rope.head_dim == d
+            && heads.rope.rotary_dim == d
             && heads.qk_norm.is_none_or(|(q, k)| q.len == d && k.len == d)
             && heads.rotation.is_none_or(rotates);
         if !fits {
@@ -307,6 +308,15 @@ impl Step<CudaBackend> for CudaStep<'_> {
         out: &mut CudaRows,
     ) -> BackendResult<()> {
         Ok(self.backend.product(&mut self.state, product, x, out)?)
+    }
+
+    fn experts(
+        &mut self,
+        experts: &CudaExperts,
+        _: (&CudaVector, f32),
+        _: &mut CudaRows,
+    ) -> BackendResult<()> {
+        match *experts {}
     }
 
     fn attend(

@@ -37,7 +37,7 @@ impl LlamaConfig {
 #[cfg(test)]
 mod tests {
     use crate::families::test_support::{parse, with};
-    use crate::{Family, RopeScaling};
+    use crate::{Family, QkNorm, RopeScaling};
     use serde_json::{Value, json};
 
     /// The published values of meta-llama/Llama-3.1-8B-Instruct.
@@ -74,7 +74,8 @@ mod tests {
                 original_max_position_embeddings: 8192
             }
         );
-        assert!(!(config.qk_norm || config.qkv_bias || config.output_bias || config.mlp_bias));
+        assert!(config.qk_norm == QkNorm::None);
+        assert!(!(config.qkv_bias || config.output_bias || config.mlp_bias));
     }
 
     #[test]

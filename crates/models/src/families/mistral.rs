@@ -36,7 +36,7 @@ impl MistralConfig {
 #[cfg(test)]
 mod tests {
     use crate::families::test_support::{parse, with};
-    use crate::{Family, LoadError, RopeConfig};
+    use crate::{Family, LoadError, QkNorm, RopeConfig};
     use serde_json::{Value, json};
 
     /// The published values of mistralai/Mistral-7B-Instruct-v0.3.
@@ -58,7 +58,7 @@ mod tests {
         assert_eq!((config.hidden_size, config.intermediate_size, config.layers), (4096, 14336, 32));
         assert_eq!((config.query_heads, config.kv_heads, config.head_dim), (32, 8, 128));
         assert_eq!((config.rope, config.sliding_window), (RopeConfig::plain(1e6), None));
-        assert!(!config.qkv_bias && !config.qk_norm);
+        assert!(!config.qkv_bias && config.qk_norm == QkNorm::None);
     }
 
     #[test]

@@ -4,14 +4,18 @@
 //! [`CommonFields`] holds the fields that all families share. A family's own file holds only its
 //! particular fields and their defaults (those of its configuration class in transformers).
 
+pub(crate) mod glm4_moe;
 pub(crate) mod llama;
+pub(crate) mod minimax_m2;
 pub(crate) mod mistral;
+pub(crate) mod mixtral;
 pub(crate) mod qwen2;
 pub(crate) mod qwen3;
+pub(crate) mod qwen3_moe;
 
 use serde::Deserialize;
 
-use crate::config::{DecoderConfig, Family};
+use crate::config::{DecoderConfig, Family, QkNorm};
 use crate::error::LoadError;
 use crate::rope_fields::RopeFields;
 use crate::tensor::WeightDtype;
@@ -92,6 +96,7 @@ impl CommonFields {
         let Some(kv_heads) = self.num_key_value_heads else {
             return Err(LoadError::config_field("num_key_value_heads", "must be given"));
         };
+        let (rope, rotary_dim) = self.rope.lower(self.max_position_embeddings, head_dim)?;
         Ok(DecoderConfig {
             family,
             hidden_size: self.hidden_size,
@@ -102,11 +107,13 @@ impl CommonFields {
             head_dim,
             vocab_size: self.vocab_size,
             rms_norm_eps: self.rms_norm_eps as f32,
-            rope: self.rope.lower(self.max_position_embeddings)?,
-            qk_norm: false,
+            rope,
+            rotary_dim,
+            qk_norm: QkNorm::None,
             qkv_bias: false,
             output_bias: false,
             mlp_bias: false,
+            moe: None,
             tie_word_embeddings: self.tie_word_embeddings,
             max_position_embeddings: self.max_position_embeddings,
             sliding_window: None,
@@ -115,6 +122,19 @@ impl CommonFields {
             dtype: self.dtype.or(self.torch_dtype).as_deref().and_then(WeightDtype::from_torch_name),
             fp8_weights: false,
         })
+    }
+}
+
+/// Refuses a field whose value changes the forward pass in a way that is not computed.
+pub(crate) fn refuse_unless(
+    fits: bool,
+    field: &str,
+    value: impl std::fmt::Display,
+    reads: &str,
+) -> Result<(), LoadError> {
+    match fits {
+        true => Ok(()),
+        false => Err(LoadError::config_field(field, format!("is {value}; only {reads} is computed"))),
     }
 }
 
@@ -190,16 +210,16 @@ mod tests {
 
     #[test]
     fn an_unknown_architecture_is_named_beside_the_known() {
-        let json = with(small(), json!({"architectures": ["Qwen3MoeForCausalLM"]}));
+        let json = with(small(), json!({"architectures": ["GptOssForCausalLM"]}));
         let message = parse(&json).unwrap_err().to_string();
-        for name in ["Qwen3MoeForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"] {
+        for name in ["GptOssForCausalLM", "Qwen3ForCausalLM", "Glm4MoeForCausalLM"] {
             assert!(message.contains(name), "{message}");
         }
     }
 
     #[test]
     fn quantized_checkpoints_are_refused_by_method() {
-        for method in ["compressed-tensors", "gptq", "awq"] {
+        for method in ["mxfp4", "gptq", "awq"] {
             let json = with(small(), json!({"quantization_config": {"quant_method": method, "bits": 4}}));
             let error = parse(&json).unwrap_err();
             assert!(matches!(&error, LoadError::Quantized { method: m } if m == method), "{error}");

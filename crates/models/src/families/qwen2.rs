@@ -27,7 +27,7 @@ impl Qwen2Config {
 #[cfg(test)]
 mod tests {
     use crate::families::test_support::{parse, with};
-    use crate::{Family, LoadError, RopeConfig};
+    use crate::{Family, LoadError, QkNorm, RopeConfig};
     use serde_json::{Value, json};
 
     /// The published values of Qwen/Qwen2.5-7B-Instruct.
@@ -49,7 +49,7 @@ mod tests {
         assert_eq!(config.family, Family::Qwen2);
         assert_eq!((config.hidden_size, config.intermediate_size, config.layers), (3584, 18944, 28));
         assert_eq!((config.query_heads, config.kv_heads, config.head_dim), (28, 4, 128));
-        assert!(config.qkv_bias && !config.output_bias && !config.qk_norm);
+        assert!(config.qkv_bias && !config.output_bias && config.qk_norm == QkNorm::None);
         assert_eq!((config.rope, config.sliding_window), (RopeConfig::plain(1e6), None));
     }
 

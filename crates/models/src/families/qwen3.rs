@@ -3,7 +3,7 @@
 use serde::Deserialize;
 
 use super::{CommonFields, QwenWindow};
-use crate::config::{DecoderConfig, Family};
+use crate::config::{DecoderConfig, Family, QkNorm};
 use crate::error::LoadError;
 
 pub(crate) const ARCHITECTURE: &str = "Qwen3ForCausalLM";
@@ -28,7 +28,7 @@ impl Qwen3Config {
         self.common.head_dim.get_or_insert(DEFAULT_HEAD_DIM);
         let base = self.common.lower(Family::Qwen3)?;
         Ok(DecoderConfig {
-            qk_norm: true,
+            qk_norm: QkNorm::EachHead,
             qkv_bias: self.attention_bias,
             output_bias: self.attention_bias,
             sliding_window: self.window.active(base.layers),
@@ -40,7 +40,7 @@ impl Qwen3Config {
 #[cfg(test)]
 mod tests {
     use crate::families::test_support::{parse, with};
-    use crate::{Family, LoadError, RopeConfig, RopeScaling, WeightDtype};
+    use crate::{Family, LoadError, QkNorm, RopeConfig, RopeScaling, WeightDtype};
     use serde_json::{Value, json};
 
     /// The published values of Qwen/Qwen3-8B.
@@ -65,7 +65,12 @@ mod tests {
         assert_eq!((config.query_heads, config.kv_heads, config.head_dim), (32, 8, 128));
         assert_eq!((config.group_size(), config.query_width(), config.kv_width()), (4, 4096, 1024));
         assert_eq!((config.vocab_size, config.max_position_embeddings), (151_936, 40_960));
-        assert!(config.qk_norm && !config.qkv_bias && !config.output_bias && !config.tie_word_embeddings);
+        assert!(
+            config.qk_norm == QkNorm::EachHead
+                && !config.qkv_bias
+                && !config.output_bias
+                && !config.tie_word_embeddings
+        );
         assert_eq!(config.rope, RopeConfig::plain(1e6));
         assert_eq!((config.eos_token_ids, config.bos_token_id), (vec![151_645], Some(151_643)));
         assert_eq!(config.dtype, Some(WeightDtype::Bf16));

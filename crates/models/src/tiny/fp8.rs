@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 use crate::config::DecoderConfig;
 use crate::error::LoadError;
 use crate::source::ModelSource;
-use crate::tensor_names::Projection;
+use crate::tensor_names::is_projection;
 use crate::weights::{SINGLE_FILE, Weights};
 
 /// The form in which the projections are written.
@@ -51,13 +51,10 @@ pub fn write_twin(from: &Path, to: &Path, twin: Twin) -> Result<(), LoadError> {
     let (config, weights) = (DecoderConfig::load(&source)?, Weights::open(&source)?);
     let unwritable =
         |problem: String| LoadError::UnwritableModel { family: config.family.model_type(), problem };
-    let projections: Vec<String> = (0..config.layers)
-        .flat_map(|layer| Projection::ALL.map(|p| weights.names().weight(layer, p)))
-        .collect();
     let mut tensors = Tensors::new();
     for name in weights.tensor_names() {
         let tensor = weights.tensor(name)?;
-        if projections.iter().any(|p| p == name) {
+        if is_projection(name) {
             quantized(&mut tensors, name, tensor.shape, &tensor.to_f32_vec(), twin);
         } else {
             let dtype = tensor.dtype.to_safetensors();

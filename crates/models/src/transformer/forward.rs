@@ -1,6 +1,6 @@
 //! One step of the decoder: from tokens to logits, or to the most likely tokens.
 
-use super::{Transformer, Workspace};
+use super::{FeedForward, Transformer, Workspace};
 use oscar_backend::{Backend, BackendError, Candidate, LayerHeads, Output, Pick, Product, Step, Tap};
 
 /// The rows of one step, in the order of its sequences.
@@ -74,9 +74,16 @@ impl<B: Backend> Transformer<B> {
             step.attend(heads, &mut w.qkv, &mut w.attended, tap)?;
             step.product(Product::of(&projections.output, Output::Add), &w.attended, &mut w.hidden)?;
 
-            let gate_up = Product::of_normed(&layer.post_norm, eps, &layer.gate_up, Output::Gated);
-            step.product(gate_up, &w.hidden, &mut w.gated)?;
-            step.product(Product::of(&layer.down, Output::Add), &w.gated, &mut w.hidden)?;
+            match &layer.feed_forward {
+                FeedForward::Dense { gate_up, down } => {
+                    let gate_up = Product::of_normed(&layer.post_norm, eps, gate_up, Output::Gated);
+                    step.product(gate_up, &w.hidden, &mut w.gated)?;
+                    step.product(Product::of(down, Output::Add), &w.gated, &mut w.hidden)?;
+                }
+                FeedForward::Experts(experts) => {
+                    step.experts(experts, (&layer.post_norm, eps), &mut w.hidden)?
+                }
+            }
         }
         Ok(())
     }

@@ -2,5 +2,6 @@
 //! clear error.
 
 mod corrupted;
+mod experts;
 mod fp8;
 mod models;

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 
 use oscar_models::tiny::{WriteOptions, tiny_config, write_random_model};
 use oscar_models::{
-    DecoderConfig, Family, GenerationConfig, ModelSource, Projection, RopeConfig, RopeScaling, WeightDtype,
-    Weights,
+    DecoderConfig, Family, GenerationConfig, ModelSource, MoeConfig, Projection, QkNorm, RopeConfig,
+    RopeScaling, WeightDtype, Weights,
 };
 use proptest::prelude::*;
 
@@ -33,12 +33,12 @@ fn every_family_dtype_and_layout_loads() {
                 weights.check(&config).unwrap();
                 assert_eq!(weights.total_bytes(), weights.parameter_count() * dtype.size() as u64);
 
-                let name = weights.names().weight(1, Projection::Down);
+                let name = weights.names().weight(1, Projection::Output);
                 let tensor = weights.tensor(&name).unwrap();
-                assert_eq!((tensor.dtype, tensor.shape), (dtype, &[64, 96][..]));
+                assert_eq!((tensor.dtype, tensor.shape), (dtype, &[64, 128][..]));
                 let values = tensor.to_f32_vec();
                 let variance = values.iter().map(|v| v * v).sum::<f32>() / values.len() as f32;
-                assert!((variance * 96.0 - 1.0).abs() < 0.1, "variance times inputs: {}", variance * 96.0);
+                assert!((variance * 128.0 - 1.0).abs() < 0.1, "variance times inputs: {}", variance * 128.0);
             }
         }
     }
@@ -88,7 +88,7 @@ fn the_shipped_model_loads_from_disk_and_from_the_binary() {
     for source in [disk, embedded] {
         let config = DecoderConfig::load(&source).unwrap();
         assert_eq!((config.family, config.layers, config.head_dim), (Family::Qwen3, 6, 128));
-        assert!(config.qk_norm && config.tie_word_embeddings);
+        assert!(config.qk_norm == QkNorm::EachHead && config.tie_word_embeddings);
         let weights = Weights::open(&source).unwrap();
         weights.check(&config).unwrap();
         assert_eq!(weights.total_bytes(), 2 * weights.parameter_count());
@@ -111,7 +111,7 @@ fn a_model_without_generation_config_recommends_nothing() {
 #[test]
 fn settings_a_family_cannot_express_are_not_written() {
     let dir = tempfile::tempdir().unwrap();
-    let config = DecoderConfig { qk_norm: true, ..tiny_config(Family::Llama) };
+    let config = DecoderConfig { qk_norm: QkNorm::EachHead, ..tiny_config(Family::Llama) };
     let error = write_random_model(dir.path(), &config, WriteOptions::default(), 0).unwrap_err();
     assert!(error.to_string().contains("random llama model"), "{error}");
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
@@ -163,7 +163,17 @@ proptest! {
         shards in 1usize..5,
         prefixed in any::<bool>(),
     ) {
+        let base = tiny_config(family);
+        let expert_width = match family {
+            Family::Mixtral | Family::MiniMaxM2 => intermediate,
+            _ => base.moe.as_ref().map_or(0, |moe| moe.width),
+        };
+        let dense = |moe: &MoeConfig| moe.dense_layers.iter().copied().filter(|&l| l < layers).collect();
         let config = DecoderConfig {
+            rotary_dim: base.rotary_dim.map(|_| 2).filter(|_| half_head > 1),
+            moe: base.moe.clone().map(|moe| {
+                MoeConfig { width: expert_width, dense_layers: dense(&moe), ..moe }
+            }),
             hidden_size: hidden,
             intermediate_size: intermediate,
             layers,
@@ -173,7 +183,7 @@ proptest! {
             vocab_size: vocab,
             tie_word_embeddings: tied,
             rope: RopeConfig { theta: 50_000.0, scaling },
-            ..tiny_config(family)
+            ..base
         };
         let (_dir, source) = written(&config, WriteOptions { shards, prefixed }, 11);
         prop_assert_eq!(&DecoderConfig::load(&source).unwrap(), &config);

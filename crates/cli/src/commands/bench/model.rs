@@ -21,9 +21,17 @@ pub struct Args {
     pub(super) model: ModelArgs,
     #[command(flatten)]
     cache: CacheArgs,
-    /// Random weights of a published model's shape instead of a model: qwen3-0.6b, qwen3-4b, qwen3-8b, qwen3-32b
+    /// Random weights of a published model's shape instead of a model: qwen3-0.6b, qwen3-4b, qwen3-8b, qwen3-32b,
+    /// qwen3-30b-a3b, glm-4.7, minimax-m2.7
     #[arg(long, value_name = "NAME", conflicts_with = "model", value_parser = parse_shape)]
     shape: Option<DecoderConfig>,
+    /// Layers of --shape, if not all: large models are measured by some of their layers
+    #[arg(long, value_name = "N", requires = "shape")]
+    layers: Option<usize>,
+    /// Preference of some experts of --shape, added to the router's scores: 0 takes all equally often, 0.05 is skewed
+    /// like a real router of 128 experts
+    #[arg(long, value_name = "SCORE", default_value_t = 0.0)]
+    routing_skew: f32,
     /// KV formats to compare; ratios are against the first
     #[arg(long, value_name = "FORMAT[,FORMAT…]", value_delimiter = ',', default_values = ["bf16", "oscar2", "oscar"])]
     pub(super) kv: Vec<KvFormat>,
@@ -60,7 +68,9 @@ impl Args {
         batch: usize,
     ) -> Result<Runner<AnyBackend>> {
         if let Some(config) = &self.shape {
-            return self.random_runner(config, format, context, batch);
+            let mut config = config.clone();
+            config.layers = self.layers.unwrap_or(config.layers).clamp(1, config.layers);
+            return self.random_runner(&config, format, context, batch);
         }
         let model = self.model.open()?;
         if context > model.config.max_position_embeddings {
@@ -111,7 +121,7 @@ impl Args {
             kv_memory: self.cache.kv_memory(batch, context),
             prefill_chunk: self.cache.prefill_chunk(&backend),
         };
-        Ok(Runner::random(backend, config, self.weights(), options)?)
+        Ok(Runner::random(backend, config, self.weights(), self.routing_skew, options)?)
     }
 
     /// Weights of a random model.
@@ -227,9 +237,9 @@ pub fn decode(args: &Args) -> Result<()> {
                     typical: timing.mean,
                     timing,
                     bytes: ends.iter().map(|&end| runner.layout().sequence_bytes(end)).sum::<usize>()
-                        + runner.weight_bytes(),
+                        + runner.weight_bytes(batch),
                     cache_bytes,
-                    extra: json!({"bench": "decode", "weight_bytes": runner.weight_bytes(), "weights": args.model.weights,
+                    extra: json!({"bench": "decode", "weight_bytes": runner.weight_bytes(batch), "weights": args.model.weights,
                                   "threads": runner.backend().as_cpu().map(|cpu| cpu.threads().threads())}),
                 });
             }

@@ -1,0 +1,206 @@
+//! A mixture of experts: the rule of the router and the weights on their way to a device.
+//!
+//! A layer adds to each row `x` the sum of its chosen experts, `x += Σ wₑ · downₑ(silu(gateₑ n) · upₑ n)`
+//! with `n = norm(x)`, and then its shared expert with weight 1. Experts are added in ascending id,
+//! so that the result of a row does not depend on the other rows. [`route`] is the specification of
+//! the choice.
+
+use crate::{BackendError, Result, WeightFormat};
+
+/// How the logits of a router become the weights of experts.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct RouterRule {
+    /// Experts of a row.
+    pub chosen: usize,
+    pub scores: RouterScores,
+    /// Divides the weights by their sum.
+    pub normalize: bool,
+    /// Factor of the weights after that.
+    pub factor: f32,
+}
+
+/// The scores that a router computes from its logits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RouterScores {
+    /// Softmax over all experts.
+    Softmax,
+    /// A sigmoid for each expert.
+    Sigmoid,
+}
+
+/// The sizes and the router of one layer's experts.
+#[derive(Clone, Copy, Debug)]
+pub struct ExpertsShape<'a> {
+    pub experts: usize,
+    pub hidden: usize,
+    /// Width of an expert: outputs of its gate.
+    pub width: usize,
+    /// Width of the shared expert; 0 if there is none.
+    pub shared_width: usize,
+    pub format: ExpertFormat,
+    pub rule: RouterRule,
+    /// Weights of the router, `[experts][hidden]`.
+    pub router: &'a [f32],
+    /// Added to the scores for the choice, but not to the weights.
+    pub correction: Option<&'a [f32]>,
+}
+
+/// How all experts of a layer are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ExpertFormat {
+    Bf16,
+    /// FP8 with a scale for each block of 128 × 128.
+    Fp8Blocks,
+    /// FP8 with a scale for each output.
+    Fp8Channels,
+}
+
+impl ExpertFormat {
+    pub fn weights(self) -> WeightFormat {
+        match self {
+            Self::Bf16 => WeightFormat::Bf16,
+            Self::Fp8Blocks | Self::Fp8Channels => WeightFormat::Fp8,
+        }
+    }
+}
+
+/// An expert of a layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ExpertId {
+    Routed(usize),
+    Shared,
+}
+
+impl ExpertsShape<'_> {
+    /// Refuses shapes that no device can compute.
+    pub fn check(&self) -> Result<()> {
+        let Self { experts, hidden, width, rule, .. } = *self;
+        let sized = experts > 0 && hidden > 0 && width > 0;
+        let router = experts.checked_mul(hidden) == Some(self.router.len());
+        let corrected = self.correction.is_none_or(|c| c.len() == experts);
+        if sized && router && corrected && (1..=experts).contains(&rule.chosen) {
+            return Ok(());
+        }
+        Err(BackendError::Shape {
+            what: "a mixture of experts".into(),
+            detail: format!(
+                "{} of {experts} experts of {width} for rows of {hidden}, {} router weights, {:?} corrections",
+                rule.chosen,
+                self.router.len(),
+                self.correction.map(<[f32]>::len)
+            ),
+        })
+    }
+
+    /// Width of an expert.
+    pub fn width_of(&self, id: ExpertId) -> usize {
+        match id {
+            ExpertId::Routed(_) => self.width,
+            ExpertId::Shared => self.shared_width,
+        }
+    }
+
+    /// Refuses an expert that this layer does not have.
+    pub fn check_id(&self, id: ExpertId) -> Result<()> {
+        match id {
+            ExpertId::Routed(index) if index < self.experts => Ok(()),
+            ExpertId::Shared if self.shared_width > 0 => Ok(()),
+            _ => Err(BackendError::Shape {
+                what: "an expert".into(),
+                detail: format!("{id:?} of {} and a shared width of {}", self.experts, self.shared_width),
+            }),
+        }
+    }
+}
+
+/// The experts of one row in ascending id, with their weights. NaN is never chosen while another
+/// expert is left; of equal scores the lower id is chosen.
+///
+/// `out` is cleared first.
+pub fn route(rule: &RouterRule, logits: &[f32], correction: Option<&[f32]>, out: &mut Vec<(u32, f32)>) {
+    let scores: Vec<f32> = match rule.scores {
+        RouterScores::Sigmoid => logits.iter().map(|&l| 1.0 / (1.0 + (-l).exp())).collect(),
+        RouterScores::Softmax => {
+            let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            let powers: Vec<f32> = logits.iter().map(|&l| (l - largest).exp()).collect();
+            let sum: f32 = powers.iter().sum();
+            powers.into_iter().map(|p| p / sum).collect()
+        }
+    };
+    let keys: Vec<f32> = match correction {
+        Some(correction) => scores.iter().zip(correction).map(|(s, c)| s + c).collect(),
+        None => scores.clone(),
+    };
+    let mut left = vec![true; scores.len()];
+    out.clear();
+    for _ in 0..rule.chosen.min(scores.len()) {
+        let candidates = (0..scores.len()).filter(|&e| left[e]);
+        let above = |e: usize, best: usize| keys[e] > keys[best] || keys[best].is_nan() && !keys[e].is_nan();
+        if let Some(best) = candidates.reduce(|best, e| if above(e, best) { e } else { best }) {
+            left[best] = false;
+            out.push((best as u32, scores[best]));
+        }
+    }
+    out.sort_unstable_by_key(|&(expert, _)| expert);
+    // Keeps a row whose sigmoids all vanish finite.
+    let sum: f32 = out.iter().map(|(_, weight)| weight).sum::<f32>().max(f32::MIN_POSITIVE);
+    let factor = if rule.normalize { rule.factor / sum } else { rule.factor };
+    out.iter_mut().for_each(|(_, weight)| *weight *= factor);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn chosen(rule: RouterRule, logits: &[f32], correction: Option<&[f32]>) -> Vec<(u32, f32)> {
+        let mut out = vec![(9, 9.0)];
+        route(&rule, logits, correction, &mut out);
+        out
+    }
+
+    const SOFTMAX: RouterRule =
+        RouterRule { chosen: 2, scores: RouterScores::Softmax, normalize: true, factor: 1.0 };
+
+    #[test]
+    fn softmax_is_normalized_over_the_chosen_if_asked() {
+        let logits = [0.0, 2f32.ln(), 0.0, 4f32.ln()];
+        let close = |found: Vec<(u32, f32)>, wanted: [(u32, f32); 2]| {
+            let weights = found.iter().zip(&wanted).all(|(f, w)| f.0 == w.0 && (f.1 - w.1).abs() < 1e-6);
+            assert!(found.len() == 2 && weights, "{found:?}");
+        };
+        close(chosen(SOFTMAX, &logits, None), [(1, 1.0 / 3.0), (3, 2.0 / 3.0)]);
+        close(chosen(RouterRule { normalize: false, ..SOFTMAX }, &logits, None), [(1, 0.25), (3, 0.5)]);
+    }
+
+    #[test]
+    fn the_correction_chooses_but_does_not_weigh() {
+        let rule = RouterRule { chosen: 1, scores: RouterScores::Sigmoid, normalize: false, factor: 2.5 };
+        let found = chosen(rule, &[3.0, 0.0, -1.0], Some(&[-1.0, 0.0, 0.0]));
+        assert_eq!(found, [(1, 1.25)]);
+    }
+
+    #[test]
+    fn equal_scores_choose_the_lower_id_and_nan_comes_last() {
+        assert_eq!(chosen(SOFTMAX, &[1.0; 5], None).iter().map(|c| c.0).collect::<Vec<_>>(), [0, 1]);
+        let rule = RouterRule { scores: RouterScores::Sigmoid, ..SOFTMAX };
+        let ids = |logits: &[f32]| chosen(rule, logits, None).iter().map(|c| c.0).collect::<Vec<_>>();
+        assert_eq!(ids(&[f32::NAN, -9.0, f32::NAN, -8.0]), [1, 3]);
+        assert_eq!(ids(&[f32::NAN; 3]).len(), 2);
+    }
+
+    #[test]
+    fn fewer_experts_than_are_chosen_is_refused_with_the_numbers() {
+        let shape = ExpertsShape {
+            experts: 1,
+            hidden: 2,
+            width: 4,
+            shared_width: 0,
+            format: ExpertFormat::Bf16,
+            rule: SOFTMAX,
+            router: &[0.0; 2],
+            correction: None,
+        };
+        assert!(shape.check().unwrap_err().to_string().contains("2 of 1 experts"));
+        assert!(shape.check_id(ExpertId::Routed(1)).is_err() && shape.check_id(ExpertId::Shared).is_err());
+    }
+}

@@ -1,0 +1,181 @@
+//! FP8 weights that stay FP8 in memory: half the bytes of BF16 to read.
+//!
+//! Codes lie in the order of a BF16 [`PackedMatrix`], a byte instead of two: blocks of 16 outputs,
+//! `[in / 2][16 outputs][2 inputs]`. A task expands the blocks it multiplies into a buffer that
+//! stays in its core's cache. The words are those that [`PackedMatrix::pack`] would have stored, so
+//! the products are the same to the last bit.
+
+use oscar_backend::{FP8_BLOCK, Fp8Blocks, ScaleGrid};
+
+use super::packed::{INPUT_PADDING, PackError, PackedMatrix};
+use super::tile::LANES;
+use crate::buffer::Buffer;
+use crate::kernels::Kernels;
+use crate::pool::ThreadPool;
+
+/// Inputs in a step.
+const STEP_INPUTS: usize = 2;
+/// Bytes of a step.
+const STEP_BYTES: usize = LANES * STEP_INPUTS;
+
+/// A matrix of FP8 codes.
+#[derive(Debug)]
+pub struct CodedMatrix {
+    outputs: usize,
+    inputs: usize,
+    steps: usize,
+    codes: Buffer,
+    scales: Vec<f32>,
+    grid: ScaleGrid,
+}
+
+impl CodedMatrix {
+    /// # Errors
+    /// If codes or scales are not those of a matrix of this shape, or there are none.
+    pub fn pack(
+        pool: &ThreadPool,
+        weights: Fp8Blocks<'_>,
+        outputs: usize,
+        inputs: usize,
+    ) -> Result<Self, PackError> {
+        if outputs == 0 || inputs == 0 {
+            return Err(PackError::Empty { outputs, inputs });
+        }
+        weights.check(outputs, inputs).map_err(|error| PackError::Fp8(error.to_string()))?;
+        let steps = inputs.next_multiple_of(INPUT_PADDING) / STEP_INPUTS;
+        let block_words = steps * STEP_BYTES / size_of::<u32>();
+        let mut codes = Buffer::zeroed(outputs.div_ceil(LANES) * block_words);
+        pool.run_chunks(codes.words_mut(), block_words, |block, words| {
+            let bytes: &mut [u8] = bytemuck::cast_slice_mut(words);
+            for lane in 0..LANES.min(outputs - block * LANES) {
+                let row = &weights.codes[(block * LANES + lane) * inputs..][..inputs];
+                for (input, &code) in row.iter().enumerate() {
+                    bytes[input / 2 * STEP_BYTES + 2 * lane + input % 2] = code;
+                }
+            }
+        });
+        Ok(Self { outputs, inputs, steps, codes, scales: weights.scales.to_vec(), grid: weights.grid })
+    }
+
+    /// Writes the BF16 words of `blocks` blocks from `first` on.
+    fn expand(&self, kernels: &Kernels, first: usize, blocks: usize, words: &mut [u32]) {
+        let block_bytes = self.steps * STEP_BYTES;
+        let codes: &[u8] = bytemuck::cast_slice(self.codes.words());
+        for (block, words) in (first..first + blocks).zip(words.chunks_exact_mut(self.steps * LANES)) {
+            let codes = &codes[block * block_bytes..][..block_bytes];
+            match self.grid {
+                ScaleGrid::Channels => {
+                    let of = |lane| self.scales.get(block * LANES + lane).copied().unwrap_or(0.0);
+                    kernels.expand_fp8(codes, &std::array::from_fn(of), words);
+                }
+                ScaleGrid::Blocks => {
+                    let steps = FP8_BLOCK / STEP_INPUTS;
+                    let row = block * LANES / FP8_BLOCK * self.inputs.div_ceil(FP8_BLOCK);
+                    let parts = codes.chunks(steps * STEP_BYTES).zip(words.chunks_mut(steps * LANES));
+                    // The padding of the inputs may begin a block of its own, of zeros.
+                    for ((codes, words), column) in parts.zip(0..) {
+                        let scale = self.scales.get(row + column).copied().unwrap_or(0.0);
+                        kernels.expand_fp8(codes, &[scale; LANES], words);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The weights of an expert: BF16, f32 or FP8.
+#[derive(Debug)]
+pub enum ExpertMatrix {
+    Packed(PackedMatrix),
+    Coded(CodedMatrix),
+}
+
+impl ExpertMatrix {
+    pub fn outputs(&self) -> usize {
+        match self {
+            Self::Packed(matrix) => matrix.outputs,
+            Self::Coded(matrix) => matrix.outputs,
+        }
+    }
+
+    pub fn inputs(&self) -> usize {
+        match self {
+            Self::Packed(matrix) => matrix.inputs,
+            Self::Coded(matrix) => matrix.inputs,
+        }
+    }
+
+    /// Steps of a block.
+    pub fn steps(&self) -> usize {
+        match self {
+            Self::Packed(matrix) => matrix.steps,
+            Self::Coded(matrix) => matrix.steps,
+        }
+    }
+
+    /// Memory held: what one pass reads.
+    pub fn bytes(&self) -> usize {
+        match self {
+            Self::Packed(matrix) => matrix.bytes(),
+            Self::Coded(matrix) => matrix.codes.bytes() + 4 * matrix.scales.len(),
+        }
+    }
+
+    /// The words of `blocks` blocks from `first` on, as kernels read them; `room` keeps those that
+    /// are expanded.
+    pub fn words<'a>(
+        &'a self,
+        kernels: &Kernels,
+        first: usize,
+        blocks: usize,
+        room: &'a mut Buffer,
+    ) -> &'a [u32] {
+        let block = self.steps() * LANES;
+        match self {
+            Self::Packed(matrix) => &matrix.words.words()[first * block..][..blocks * block],
+            Self::Coded(matrix) => {
+                room.reserve(blocks * block);
+                let words = &mut room.words_mut()[..blocks * block];
+                matrix.expand(kernels, first, blocks, words);
+                words
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::Variant;
+    use crate::kernels::testing::kernels_or_note;
+    use crate::{Precision, Weights};
+    use oscar_backend::Fp8Matrix;
+
+    #[test]
+    fn codes_expand_to_the_words_of_a_packed_matrix() {
+        let pool = ThreadPool::new(2).unwrap();
+        for (outputs, inputs) in [(150, 161), (16, 32), (1, 1), (33, 300)] {
+            // Every code that is a number, subnormals included.
+            let codes: Vec<u8> = (0..outputs * inputs)
+                .map(|i| (i * 167 % 256) as u8)
+                .map(|code| if code & 0x7f == 0x7f { 0x7e } else { code })
+                .collect();
+            for grid in [ScaleGrid::Blocks, ScaleGrid::Channels] {
+                let count = grid.shape(outputs, inputs).iter().product();
+                let scales: Vec<f32> = (0..count).map(|i| 0.003 * (1 + i * 7 % 11) as f32).collect();
+                let blocks = Fp8Blocks { codes: &codes, scales: &scales, grid };
+                let packed =
+                    PackedMatrix::pack(&pool, Weights::Fp8(blocks), outputs, inputs, Precision::Bf16)
+                        .unwrap();
+                let coded = ExpertMatrix::Coded(CodedMatrix::pack(&pool, blocks, outputs, inputs).unwrap());
+                for kernels in Variant::ALL.into_iter().filter_map(kernels_or_note) {
+                    let (mut room, blocks) = (Buffer::zeroed(0), outputs.div_ceil(LANES));
+                    let words = coded.words(kernels, 0, blocks, &mut room);
+                    assert_eq!(words, packed.words.words(), "{outputs} × {inputs} {grid:?}");
+                }
+            }
+        }
+        let matrix = Fp8Matrix::quantize(&[1.0; 6], 2, 3);
+        assert!(CodedMatrix::pack(&pool, matrix.blocks(), 3, 3).is_err());
+    }
+}
