@@ -4,7 +4,7 @@ use anyhow::{Context, Result};
 use oscar_backend::{
     AttentionKernels, Backend, Benchmarks, CacheHead, Calibrates, Candidate, ExpertId, ExpertsShape,
     HeadShape, HostMatrix, LayerHeads, Pick, Product, Result as BackendResult, SequenceRows, Step, StepTimes,
-    Tap,     WeightFormat,
+    Tap, WeightFormat,
 };
 use oscar_codec::{CacheLayout, FullPageId, HeadRotations};
 use oscar_engine::SchedulerOptions;

@@ -91,6 +91,7 @@ impl Weights {
             return Err(LoadError::Quantized { method });
         }
         let mut problems = Vec::new();
+        self.expect_scattered_reads(true);
         for required in required_tensors(config, &self.names) {
             let name = &required.name;
             let Some(entry) = self.entries.get(name) else {
@@ -114,6 +115,7 @@ impl Weights {
                 problems.push(format!("{name} is {}; BF16, F16 or F32 is needed", entry.dtype));
             }
         }
+        self.expect_scattered_reads(false);
         if problems.is_empty() {
             return Ok(());
         }
@@ -253,12 +255,16 @@ impl Weights {
     /// Identifies the model: 64 hexadecimal digits, the same however the tensors are split over
     /// files. See the `fingerprint` module for what it covers.
     pub fn fingerprint(&self) -> String {
-        self.files.iter().for_each(|file| file.expect_scattered_reads(true));
+        self.expect_scattered_reads(true);
         let digest = fingerprint(self.entries.iter().map(|(name, entry)| {
             (name.as_str(), entry.dtype.to_string(), entry.shape.as_slice(), self.bytes(entry))
         }));
-        self.files.iter().for_each(|file| file.expect_scattered_reads(false));
+        self.expect_scattered_reads(false);
         digest
+    }
+
+    fn expect_scattered_reads(&self, scattered: bool) {
+        self.files.iter().for_each(|file| file.expect_scattered_reads(scattered));
     }
 
     fn bytes(&self, entry: &Entry) -> &[u8] {
