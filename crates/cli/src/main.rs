@@ -17,7 +17,7 @@ mod table;
 #[cfg(debug_assertions)]
 mod test_fault;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 use std::process::ExitCode;
 
 #[derive(Parser)]
@@ -36,6 +36,8 @@ struct Args {
 enum Command {
     /// Serve the OpenAI-compatible API and a web page; without flags, the embedded model
     Serve(Box<commands::serve::Flags>),
+    /// Answer a file of requests in the format of OpenAI's batch API; continues where it stopped
+    Batch(Box<commands::batch::Args>),
     /// Describe this machine: kernels, model checksum, size of each KV format
     Doctor(commands::doctor::Args),
     /// Answer a prompt, a chat file, or hold a conversation
@@ -60,6 +62,10 @@ enum Command {
     Soak(commands::soak::Args),
     /// Read, convert and verify official RotationZoo files
     Zoo(commands::zoo::Args),
+    /// Print completions for a shell
+    Completions(commands::manual::CompletionsArgs),
+    /// Write the man pages
+    Man(commands::manual::ManArgs),
 }
 
 /// `println!` panics if standard output cannot be written. A reader that closed the pipe early
@@ -83,6 +89,7 @@ fn main() -> ExitCode {
     report_failed_output();
     let result = match Args::parse().command {
         Command::Serve(flags) => commands::serve::run(&flags),
+        Command::Batch(args) => commands::batch::run(&args),
         Command::Doctor(args) => commands::doctor::run(&args),
         Command::Run(args) => commands::run::run(&args),
         Command::Plan(args) => commands::plan::run(&args),
@@ -95,6 +102,8 @@ fn main() -> ExitCode {
         #[cfg(unix)]
         Command::Soak(args) => commands::soak::run(&args),
         Command::Zoo(args) => commands::zoo::run(&args),
+        Command::Completions(args) => commands::manual::completions(&args, Args::command()),
+        Command::Man(args) => commands::manual::man(&args, Args::command()),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

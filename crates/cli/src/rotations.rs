@@ -110,7 +110,8 @@ pub fn keep(file: &RotationFile, path: &Path) -> bool {
     match kept.and_then(|()| Ok(file.save(path)?)) {
         Ok(()) => true,
         Err(error) => {
-            note!("warning: the rotations cannot be kept for the next start: {error:#}");
+            let (place, reason) = (path.display(), error.root_cause());
+            note!("warning: the rotations cannot be kept for the next start: {place}: {reason}");
             false
         }
     }

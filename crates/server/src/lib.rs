@@ -18,6 +18,7 @@ mod constraint;
 mod error;
 mod generate;
 mod ids;
+mod in_process;
 mod keys;
 mod limits;
 mod logging;
@@ -34,6 +35,7 @@ mod tools;
 
 pub use app::router;
 pub use config::{ExposedError, GenerationDefaults, LogFormat, Reasoning, ServerConfig, ToolCallParser};
+pub use in_process::{InProcess, InProcessAnswer};
 pub use keys::{ApiKey, KeyError, Keys, Quota, Role};
 pub use logging::{LogGuard, LoggingError, check_log_filter, init_logging};
 pub use serve::{serve, serve_on};

@@ -1,5 +1,6 @@
 //! One module for each command.
 
+pub mod batch;
 pub mod bench;
 pub mod bits;
 pub mod calibrate;
@@ -8,6 +9,7 @@ pub mod doctor;
 pub mod eval;
 pub mod gpu_check;
 pub mod kernels;
+pub mod manual;
 pub mod plan;
 pub mod run;
 pub mod serve;

@@ -1,6 +1,8 @@
 //! The `oscar` command as people and scripts use it: the real binary, its output, its exit status.
 
 mod bad_input;
+#[cfg(unix)]
+mod batch;
 mod benchmark_tables;
 mod calibration;
 mod clients;

@@ -1,6 +1,6 @@
 //! Rotations and widths for a server: found, or calibrated at the first start and kept.
 
-use super::config::{CalibrateArg, Config};
+use super::load::{CalibrateArg, LoadArgs};
 use crate::device::AnyBackend;
 use crate::options::OpenModel;
 use crate::progress::{self, note};
@@ -20,7 +20,7 @@ use std::sync::atomic::AtomicBool;
 /// The rotations that the server uses; calibrates what is missing. A calibration that fails is a
 /// warning: the server then goes on in a safe format.
 pub fn rotations(
-    config: &Config,
+    args: &LoadArgs,
     model: &OpenModel,
     text: &ModelText,
     backend: &Arc<AnyBackend>,
@@ -30,12 +30,12 @@ pub fn rotations(
     let mut found = rotations::find(model)?;
     let cached = rotations::cached_file(model);
     if found.is_none() {
-        found = rotations::find_in_zoo(model, config.model.may_download());
+        found = rotations::find_in_zoo(model, args.model.may_download());
         if let (Some(found), Some(path)) = (&found, &cached) {
             rotations::keep(&found.file, path);
         }
     }
-    let wanted = config.calibrate.unwrap_or(match &**backend {
+    let wanted = args.calibrate.unwrap_or(match &**backend {
         AnyBackend::Cpu(_) => CalibrateArg::Rotations,
         AnyBackend::Cuda(_) => CalibrateArg::Widths,
     });

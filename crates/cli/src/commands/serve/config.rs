@@ -6,16 +6,13 @@
 //! checked like flags.
 
 use super::keys::KeySource;
+use super::load::LoadArgs;
 use crate::device::AnyBackend;
-use crate::options::{
-    CacheArgs, ModelArgs, at_least_one, parse_size, serialize_optional_display, serialize_optional_size,
-};
-use crate::sizing::parse_share;
+use crate::options::{at_least_one, parse_size, serialize_optional_size};
 use anyhow::{Context, Result, bail};
 use clap::parser::ValueSource;
 use clap::{ArgMatches, Args, FromArgMatches};
-use oscar_codec::KvFormat;
-use oscar_engine::{EngineOptions, SchedulerOptions};
+use oscar_engine::EngineOptions;
 use oscar_server::{Keys, LogFormat, Reasoning, ServerConfig, ToolCallParser, check_log_filter};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -28,47 +25,10 @@ use std::time::Duration;
 pub struct Config {
     #[command(flatten)]
     #[serde(flatten)]
-    pub model: ModelArgs,
-    #[command(flatten)]
-    #[serde(flatten)]
-    pub cache: CacheArgs,
-    /// KV-cache format, served as asked; `oscar doctor` lists them. If absent, `oscar` where the
-    /// model has verified widths and `oscar4` where it has none
-    #[arg(long, value_name = "FORMAT")]
-    #[serde(serialize_with = "serialize_optional_display")]
-    pub kv: Option<KvFormat>,
-    /// What is calibrated at the first start if the model comes without it, and kept for the next;
-    /// `widths` on a GPU and `rotations` on a CPU if absent
-    #[arg(long, value_enum, value_name = "WHAT")]
-    pub calibrate: Option<CalibrateArg>,
-    /// Longest sequence in tokens; the model's own limit if absent, or what the KV memory holds
-    #[arg(long, visible_alias = "max-context", value_name = "N", value_parser = at_least_one)]
-    pub context: Option<usize>,
-    /// Share of the memory that is left beside weights and activations which KV pages get, without
-    /// --kv-memory; 0.9 on a GPU and 0.5 on a CPU if absent
-    #[arg(long, value_name = "SHARE", value_parser = parse_share)]
-    pub kv_memory_share: Option<f64>,
-    /// Maximum number of sequences running at once
-    #[arg(long, value_name = "N", value_parser = at_least_one, default_value_t = SchedulerOptions::default().max_batch)]
-    pub max_batch: usize,
-    /// Maximum number of tokens in one engine step, prompts and decodes together; chosen by
-    /// predicted time if absent
-    #[arg(long, value_name = "N", value_parser = at_least_one)]
-    pub step_tokens: Option<usize>,
-    /// Milliseconds that a step may take while streams decode: prompts are read in chunks that
-    /// keep to it
-    #[arg(long, value_name = "MS", value_parser = at_least_one, default_value_t = 80)]
-    pub inter_token_target: usize,
+    pub load: LoadArgs,
     /// Maximum number of waiting requests; further ones get 429
     #[arg(long, value_name = "N", default_value_t = EngineOptions::new("").max_queue)]
     pub max_queue: usize,
-    /// Do not keep pages of finished sequences for later requests
-    #[arg(long)]
-    pub no_prefix_cache: bool,
-    /// Never quantize the BF16 tail of a stored prefix to make room: evict it, so that a hit is
-    /// always exact
-    #[arg(long)]
-    pub exact_hits: bool,
     /// Address to listen on
     #[arg(long, value_name = "ADDRESS", default_value_t = ServerConfig::default().host)]
     pub host: String,
@@ -93,9 +53,6 @@ pub struct Config {
     /// Further names of the model in requests; its repository and its short name always work
     #[arg(long, visible_alias = "model-alias", value_name = "NAME")]
     pub served_model_name: Vec<String>,
-    /// Chat template (Jinja) instead of the model's own
-    #[arg(long, value_name = "FILE")]
-    pub chat_template: Option<PathBuf>,
     /// Web origins that may call the API, `*` for all
     #[arg(long, value_name = "ORIGIN")]
     pub cors_origin: Vec<String>,
@@ -139,18 +96,6 @@ pub struct Config {
     /// Log filter, e.g. `info` or `warn,oscar_server=debug`
     #[arg(long, value_name = "FILTER", value_parser = log_filter, default_value = "info")]
     pub log: String,
-}
-
-/// What is calibrated at the first start.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum CalibrateArg {
-    /// Nothing
-    No,
-    /// Rotations: seconds on a GPU, minutes on a CPU
-    Rotations,
-    /// Rotations, and a code width for each head
-    Widths,
 }
 
 fn tool_call_parser(name: &str) -> Result<String, String> {
@@ -304,23 +249,11 @@ impl Config {
         })
     }
 
-    pub fn engine(&self, model: &str, backend: &AnyBackend) -> EngineOptions {
+    /// The engine's options with those that only a server has.
+    pub fn complete(&self, options: EngineOptions, backend: &AnyBackend) -> EngineOptions {
         let stuck_after = self.stuck_after.unwrap_or_else(|| backend.default_stuck_after().as_secs());
-        EngineOptions {
-            scheduler: SchedulerOptions {
-                max_batch: self.max_batch,
-                step_tokens: self.step_tokens,
-                // The runner knows its chunk.
-                prefill_chunk: usize::MAX,
-                inter_token_target: self.inter_token_target as f64 / 1e3,
-                ..SchedulerOptions::default()
-            },
-            max_queue: self.max_queue,
-            prefix_cache: !self.no_prefix_cache,
-            demote_idle_tails: !self.exact_hits,
-            stuck_after: (stuck_after > 0).then(|| Duration::from_secs(stuck_after)),
-            ..EngineOptions::new(model)
-        }
+        let stuck_after = (stuck_after > 0).then(|| Duration::from_secs(stuck_after));
+        EngineOptions { stuck_after, max_queue: self.max_queue, ..options }
     }
 
     pub fn key_source(&self) -> KeySource {
@@ -356,6 +289,7 @@ mod tests {
             "--threads=3",
             "--precision=f32",
             "--weights=fp8",
+            "--activations=fp8",
             "--gpu-memory-limit=32G",
             "--kv-memory-share=0.25",
             "--rotations=hadamard",
@@ -428,7 +362,7 @@ mod tests {
             print_config: false,
         };
         let config = flags.resolve().unwrap();
-        assert_eq!((config.port, config.max_batch, config.exact_hits), (3, 2, true));
+        assert_eq!((config.port, config.load.max_batch, config.load.exact_hits), (3, 2, true));
         assert_eq!(config.served_model_name, ["c"]);
         flags.typed = Values::default();
         assert_eq!(flags.resolve().unwrap().served_model_name, ["a", "b"]);

@@ -1,9 +1,7 @@
 //! The server's socket: open before the model loads, handed to the server when it is ready.
 
-use super::Served;
 use super::keys::KeySource;
 use super::signals::Stops;
-use crate::options::OpenModel;
 use crate::progress::note;
 use anyhow::{Context, Result};
 use oscar_engine::EngineApi;
@@ -52,20 +50,20 @@ impl Socket {
         self.progress.clone()
     }
 
+    pub fn config(&self) -> &ServerConfig {
+        &self.config
+    }
+
     /// Serves until a signal, or until the engine fails.
     pub fn serve(
         self,
+        config: ServerConfig,
         engine: Arc<dyn EngineApi>,
         text: Arc<ModelText>,
         defaults: GenerationDefaults,
-        model: &OpenModel,
-        served: Served,
+        name: &str,
     ) -> Result<()> {
-        let Self { runtime, starting, address, mut config, keys, .. } = self;
-        let name = &model.name;
-        config.model_aliases.extend(model.repository.clone());
-        config.calibration = served.calibration.name();
-        config.cache_note = served.note;
+        let Self { runtime, starting, address, keys, .. } = self;
         let ended = runtime.block_on(async {
             let stops = Stops::listen(keys, config.keys.clone()).context("signals cannot be caught")?;
             let listener = starting.finish().await?;

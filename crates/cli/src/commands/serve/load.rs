@@ -1,0 +1,254 @@
+//! A model at work: from flags to an engine that answers. `serve` and `batch` share this.
+
+use super::calibrate;
+use crate::cache::Cache;
+use crate::device::AnyBackend;
+use crate::options::{CacheArgs, ModelArgs, OpenModel, at_least_one, serialize_optional_display};
+use crate::progress::{self, note};
+use crate::rotations::{Calibration, Found};
+use crate::sizing::{self, Extent, FixedMemory, Sizing, Wishes, parse_share};
+use anyhow::{Context, Result};
+use oscar_backend::Backend;
+use oscar_codec::{KvFormat, RotationKind};
+use oscar_engine::{Engine, EngineApi, EngineOptions, SchedulerOptions};
+use oscar_runner::Runner;
+use oscar_server::{GenerationDefaults, ServerConfig, StartProgress};
+use oscar_text::ModelText;
+use serde::Serialize;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// Settings of the model, its cache and its engine.
+#[derive(clap::Args, Clone, Serialize)]
+pub struct LoadArgs {
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub model: ModelArgs,
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub cache: CacheArgs,
+    /// KV-cache format, served as asked; `oscar doctor` lists them. If absent, `oscar` where the
+    /// model has verified widths and `oscar4` where it has none
+    #[arg(long, value_name = "FORMAT")]
+    #[serde(serialize_with = "serialize_optional_display")]
+    pub kv: Option<KvFormat>,
+    /// What is calibrated at the first start if the model comes without it, and kept for the next;
+    /// `widths` on a GPU and `rotations` on a CPU if absent
+    #[arg(long, value_enum, value_name = "WHAT")]
+    pub calibrate: Option<CalibrateArg>,
+    /// Longest sequence in tokens; the model's own limit if absent, or what the KV memory holds
+    #[arg(long, visible_alias = "max-context", value_name = "N", value_parser = at_least_one)]
+    pub context: Option<usize>,
+    /// Share of the memory that is left beside weights and activations which KV pages get, without
+    /// --kv-memory; 0.9 on a GPU and 0.5 on a CPU if absent
+    #[arg(long, value_name = "SHARE", value_parser = parse_share)]
+    pub kv_memory_share: Option<f64>,
+    /// Maximum number of sequences running at once
+    #[arg(long, value_name = "N", value_parser = at_least_one, default_value_t = SchedulerOptions::default().max_batch)]
+    pub max_batch: usize,
+    /// Maximum number of tokens in one engine step, prompts and decodes together; chosen by
+    /// predicted time if absent
+    #[arg(long, value_name = "N", value_parser = at_least_one)]
+    pub step_tokens: Option<usize>,
+    /// Milliseconds that a step may take while streams decode: prompts are read in chunks that
+    /// keep to it
+    #[arg(long, value_name = "MS", value_parser = at_least_one, default_value_t = 80)]
+    pub inter_token_target: usize,
+    /// Do not keep pages of finished sequences for later requests
+    #[arg(long)]
+    pub no_prefix_cache: bool,
+    /// Never quantize the BF16 tail of a stored prefix to make room: evict it, so that a hit is
+    /// always exact
+    #[arg(long)]
+    pub exact_hits: bool,
+    /// Chat template (Jinja) instead of the model's own
+    #[arg(long, value_name = "FILE")]
+    pub chat_template: Option<PathBuf>,
+}
+
+/// What is calibrated at the first start.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum CalibrateArg {
+    /// Nothing
+    No,
+    /// Rotations: seconds on a GPU, minutes on a CPU
+    Rotations,
+    /// Rotations, and a code width for each head
+    Widths,
+}
+
+/// A model on its device, and everything that answering needs.
+pub struct Loaded {
+    pub model: OpenModel,
+    pub options: EngineOptions,
+    runner: Runner<AnyBackend>,
+    text: ModelText,
+    defaults: GenerationDefaults,
+    served: Served,
+}
+
+impl LoadArgs {
+    /// Opens the model, finds or makes its rotations, divides the memory and loads the weights.
+    pub fn load(&self, progress: &StartProgress) -> Result<Loaded> {
+        progress.begin("opening the model", 0);
+        let model = self.model.open()?;
+        let text = model.text_with(self.chat_template.as_deref())?;
+        let generation = model.generation()?;
+        let backend = Arc::new(self.model.backend()?);
+        let found = match self.cache.rotations {
+            Some(_) => model.found_rotations(&self.cache)?,
+            None => calibrate::rotations(self, &model, &text, &backend, progress)?,
+        };
+        let served = Served::choose(self.kv, found.as_ref());
+        let cache = model.cache_of(served.format, &self.cache, found.as_ref())?;
+        let sizing = size(self, &model, &cache, &backend)?;
+        note!("{}: {}", model.name, backend.describe());
+        if let Some(weights) = model.describe_weights(&cache, &backend) {
+            note!("{weights}");
+        }
+        note!("cache: {}; rotations: {}", cache.layout.describe(), cache.rotation_origin);
+        note!("attention: {}", backend.attention(&cache.layout).description);
+        for line in [&served.note, &sizing.note].into_iter().flatten() {
+            note!("{line}");
+        }
+        let cache_args = CacheArgs { kv_memory: Some(sizing.kv_memory), ..self.cache.clone() };
+        let bar = progress::bar("loading", model.config.layers as u64);
+        progress.begin("loading weights", model.config.layers);
+        let runner = cache.runner(&model, backend, &cache_args, sizing.context, 1, |layers| {
+            bar.set_position(layers as u64);
+            progress.set(layers);
+        })?;
+        bar.finish_and_clear();
+        note!("KV memory: {}", progress::bytes(sizing.kv_memory));
+        let defaults = GenerationDefaults {
+            sampling: OpenModel::default_sampling(&generation),
+            stop_tokens: generation.stop_token_ids(&model.config).to_vec(),
+            max_tokens: None,
+        };
+        let options = self.engine(&model.name);
+        Ok(Loaded { model, options, runner, text, defaults, served })
+    }
+
+    fn engine(&self, model: &str) -> EngineOptions {
+        EngineOptions {
+            scheduler: SchedulerOptions {
+                max_batch: self.max_batch,
+                step_tokens: self.step_tokens,
+                // The runner knows its chunk.
+                prefill_chunk: usize::MAX,
+                inter_token_target: self.inter_token_target as f64 / 1e3,
+                ..SchedulerOptions::default()
+            },
+            prefix_cache: !self.no_prefix_cache,
+            demote_idle_tails: !self.exact_hits,
+            ..EngineOptions::new(model)
+        }
+    }
+}
+
+impl Loaded {
+    pub fn backend(&self) -> &AnyBackend {
+        self.runner.backend()
+    }
+
+    /// Tells the server the model's names and what is known about its cache.
+    pub fn introduce(&self, config: &mut ServerConfig) {
+        config.model_aliases.extend(self.model.repository.clone());
+        config.calibration = self.served.calibration.name();
+        config.cache_note = self.served.note.clone();
+    }
+
+    /// Starts the engine.
+    pub fn start(self) -> Result<(Arc<dyn EngineApi>, ModelText, GenerationDefaults)> {
+        let engine = Engine::start(self.runner, self.options).context("the engine thread could not start")?;
+        Ok((Arc::new(engine), self.text, self.defaults))
+    }
+}
+
+/// The format that is served, and what the user should know about it.
+struct Served {
+    format: KvFormat,
+    calibration: Calibration,
+    note: Option<String>,
+}
+
+impl Served {
+    /// The format that was asked for. Otherwise the default one if its widths were measured and
+    /// verified on this model, else four bits for every head: two bits without them fail long
+    /// copying and arithmetic.
+    fn choose(asked: Option<KvFormat>, found: Option<&Found>) -> Self {
+        let calibration = Calibration::of(found);
+        let lacks = match calibration {
+            Calibration::None => "this model is not calibrated",
+            Calibration::Rotations => "this model has no verified table of widths",
+            Calibration::Widths => "",
+        };
+        let (format, note) = match (asked, calibration) {
+            (Some(format), _) => {
+                let risky =
+                    format.rotation() == RotationKind::Calibrated && calibration != Calibration::Widths;
+                let narrow = risky && !matches!(format, KvFormat::Oscar { bits: 4.. });
+                let warning = || {
+                    format!(
+                        "warning: --kv {format} is served as asked, but {lacks}: answers that copy or \
+                    add up over a long context may be wrong; --calibrate widths measures them"
+                    )
+                };
+                (format, narrow.then(warning))
+            }
+            (None, Calibration::Widths) => (KvFormat::OscarMixed { mean: None }, None),
+            (None, _) => {
+                let format = KvFormat::Oscar { bits: 4 };
+                let note = format!(
+                    "note: {lacks}: serving {format} (4 bits for every head) instead of 2.25 bits; \
+                    --calibrate widths measures them, --kv chooses a format"
+                );
+                (format, Some(note))
+            }
+        };
+        Self { format, calibration, note }
+    }
+}
+
+/// Divides the device's memory.
+fn size(args: &LoadArgs, model: &OpenModel, cache: &Cache, backend: &AnyBackend) -> Result<Sizing> {
+    let chunk = args.cache.prefill_chunk(backend);
+    let positions = model.config.max_position_embeddings;
+    let context = args.context.unwrap_or(positions);
+    let extent =
+        Extent { context, rows: args.step_tokens.unwrap_or(chunk + args.max_batch), logits: args.max_batch };
+    let holding = args.model.holding(backend.multiplies_fp8());
+    let fixed = FixedMemory::of(model, cache.rotations.is_some(), holding, extent);
+    let wishes = Wishes {
+        kv_memory: args.cache.kv_memory,
+        context: args.context,
+        share: args.kv_memory_share.unwrap_or_else(|| backend.default_kv_share()),
+    };
+    let available = backend.available_memory()?;
+    if let Some(available) = available {
+        note!("memory: {} free; {}", progress::bytes(available), fixed.describe());
+    }
+    sizing::divide(available, &fixed, &backend.held_layout(&cache.layout), chunk, positions, wishes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn two_bits_are_served_only_if_calibrated_or_asked_for() {
+        let served = |asked: Option<&str>| Served::choose(asked.map(|kv| kv.parse().unwrap()), None);
+        let default = served(None);
+        assert_eq!((default.format.to_string().as_str(), default.calibration), ("oscar4", Calibration::None));
+        assert!(default.note.unwrap().contains("not calibrated"));
+        for risky in ["oscar", "oscar2", "oscar3"] {
+            let served = served(Some(risky));
+            assert_eq!(served.format.to_string(), risky);
+            assert!(served.note.unwrap().starts_with("warning"), "{risky}");
+        }
+        for safe in ["oscar4", "bf16", "int4", "kivi2"] {
+            assert_eq!(served(Some(safe)).note, None, "{safe}");
+        }
+    }
+}
