@@ -1,67 +1,30 @@
 //! Memory that costs nothing until it is written: address space reserved for pages.
 
+use memmap2::{MmapMut, MmapOptions};
 use std::io;
-use std::ptr::NonNull;
 
-/// A zeroed, page-aligned byte range whose memory the system supplies on first touch.
-pub struct Region {
-    start: NonNull<u8>,
-    len: usize,
-}
-
-// SAFETY: the region owns its memory and hands it out under the usual borrowing rules.
-unsafe impl Send for Region {}
-// SAFETY: as above; shared access is read-only.
-unsafe impl Sync for Region {}
+/// A zeroed, page-aligned byte range whose memory the system supplies on first touch; `None` is
+/// empty.
+pub struct Region(Option<MmapMut>);
 
 impl Region {
     pub fn reserve(len: usize) -> io::Result<Self> {
         if len == 0 {
-            return Ok(Self { start: NonNull::dangling(), len });
+            return Ok(Self(None));
         }
-        // SAFETY: an anonymous private mapping at an address of the kernel's choice aliases
-        // nothing.
-        let start = unsafe {
-            libc::mmap(
-                std::ptr::null_mut(),
-                len,
-                libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
-                -1,
-                0,
-            )
-        };
-        if start == libc::MAP_FAILED {
-            return Err(io::Error::last_os_error());
-        }
+        let memory = MmapOptions::new().len(len).no_reserve_swap().map_anon()?;
+        // A refusal changes nothing, so the result is not needed.
         #[cfg(target_os = "linux")]
-        // SAFETY: advice on our own mapping; a refusal changes nothing, so the result is not
-        // needed.
-        unsafe {
-            libc::madvise(start, len, libc::MADV_HUGEPAGE);
-        }
-        let start = NonNull::new(start.cast()).ok_or_else(|| io::Error::other("mmap returned null"))?;
-        Ok(Self { start, len })
+        let _ = memory.advise(memmap2::Advice::HugePage);
+        Ok(Self(Some(memory)))
     }
 
     pub fn bytes(&self) -> &[u8] {
-        // SAFETY: `start` maps `len` readable bytes (zero until written) owned by self, or dangles
-        // for none.
-        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
+        self.0.as_deref().unwrap_or_default()
     }
 
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as in `bytes`, writable, and `self` is borrowed exclusively.
-        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len) }
-    }
-}
-
-impl Drop for Region {
-    fn drop(&mut self) {
-        if self.len > 0 {
-            // SAFETY: exactly the mapping made in `reserve`; no borrow of it can be alive here.
-            unsafe { libc::munmap(self.start.as_ptr().cast(), self.len) };
-        }
+        self.0.as_deref_mut().unwrap_or_default()
     }
 }
 
