@@ -54,11 +54,15 @@ impl Ids {
     }
 }
 
-#[derive(Debug)]
-struct State {
-    full: Ids,
-    coded: Ids,
+/// The formats of blocks.
+#[derive(Clone, Copy, Debug)]
+enum Format {
+    Full,
+    Coded,
 }
+
+/// The ids of each [`Format`].
+type State = [Ids; 2];
 
 #[derive(Debug)]
 struct Shared {
@@ -76,7 +80,14 @@ impl Shared {
     }
 
     fn bytes(&self, state: &State) -> usize {
-        state.full.used * self.full_bytes + state.coded.used * self.coded_bytes
+        let [full, coded] = state;
+        full.used * self.full_bytes + coded.used * self.coded_bytes
+    }
+
+    /// A block with the lowest free id.
+    fn take(self: &Arc<Self>, state: &mut State, format: Format) -> Arc<Block> {
+        let id = state[format as usize].take();
+        Arc::new(Block { id, format, coded: AtomicUsize::new(0), shared: self.clone() })
     }
 }
 
@@ -86,41 +97,29 @@ pub struct PagePool {
     shared: Arc<Shared>,
 }
 
-/// The one owner of a full-precision block.
+/// The one owner of a block.
 #[derive(Debug)]
-struct FullBlock {
-    id: FullPageId,
-    shared: Arc<Shared>,
-}
-
-impl Drop for FullBlock {
-    fn drop(&mut self) {
-        self.shared.lock().full.give_back(self.id.0);
-    }
-}
-
-/// The one owner of a quantized block.
-#[derive(Debug)]
-struct CodedBlock {
-    id: CodedPageId,
+struct Block {
+    id: u32,
+    format: Format,
     /// See [`CodedPage::coded`].
     coded: AtomicUsize,
     shared: Arc<Shared>,
 }
 
-impl Drop for CodedBlock {
+impl Drop for Block {
     fn drop(&mut self) {
-        self.shared.lock().coded.give_back(self.id.0);
+        self.shared.lock()[self.format as usize].give_back(self.id);
     }
 }
 
 /// A hold on a full-precision block; the block returns to its pool when the last hold is dropped.
 #[derive(Clone, Debug)]
-pub struct FullPage(Arc<FullBlock>);
+pub struct FullPage(Arc<Block>);
 
 impl FullPage {
     pub fn id(&self) -> FullPageId {
-        self.0.id
+        FullPageId(self.0.id)
     }
 
     /// Whether anyone else holds this block.
@@ -134,11 +133,11 @@ impl FullPage {
 /// Holders may quantize further tiles of a shared block. All of them hold the same tokens after the
 /// same context, so they write the same bytes.
 #[derive(Clone, Debug)]
-pub struct CodedPage(Arc<CodedBlock>);
+pub struct CodedPage(Arc<Block>);
 
 impl CodedPage {
     pub fn id(&self) -> CodedPageId {
-        self.0.id
+        CodedPageId(self.0.id)
     }
 
     /// Whether anyone else holds this block.
@@ -167,10 +166,9 @@ impl CodedPage {
 
 impl PagePool {
     pub fn new(layout: &CacheLayout, budget: usize) -> Self {
-        let state = State { full: Ids::default(), coded: Ids::default() };
         Self {
             shared: Arc::new(Shared {
-                state: Mutex::new(state),
+                state: Mutex::default(),
                 full_bytes: layout.full_block_bytes(),
                 coded_bytes: layout.coded_block_bytes(),
                 budget,
@@ -187,20 +185,8 @@ impl PagePool {
         if wanted > free {
             return Err(OutOfPages { wanted, free, budget: shared.budget });
         }
-        let full = (0..full)
-            .map(|_| {
-                FullPage(Arc::new(FullBlock { id: FullPageId(state.full.take()), shared: shared.clone() }))
-            })
-            .collect();
-        let coded = (0..coded)
-            .map(|_| {
-                CodedPage(Arc::new(CodedBlock {
-                    id: CodedPageId(state.coded.take()),
-                    coded: AtomicUsize::new(0),
-                    shared: shared.clone(),
-                }))
-            })
-            .collect();
+        let full = (0..full).map(|_| FullPage(shared.take(&mut state, Format::Full))).collect();
+        let coded = (0..coded).map(|_| CodedPage(shared.take(&mut state, Format::Coded))).collect();
         Ok((full, coded))
     }
 
@@ -209,8 +195,7 @@ impl PagePool {
     /// full block is written again.
     pub(crate) fn exchange(&self, full: FullPage) -> CodedPage {
         drop(full);
-        let id = CodedPageId(self.shared.lock().coded.take());
-        CodedPage(Arc::new(CodedBlock { id, coded: AtomicUsize::new(0), shared: self.shared.clone() }))
+        CodedPage(self.shared.take(&mut self.shared.lock(), Format::Coded))
     }
 
     /// Bytes not handed out.
@@ -222,8 +207,8 @@ impl PagePool {
     pub fn usage(&self) -> PoolUsage {
         let state = self.shared.lock();
         PoolUsage {
-            full_pages: state.full.used,
-            coded_pages: state.coded.used,
+            full_pages: state[Format::Full as usize].used,
+            coded_pages: state[Format::Coded as usize].used,
             bytes: self.shared.bytes(&state),
             budget: self.shared.budget,
         }
