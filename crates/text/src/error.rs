@@ -1,8 +1,6 @@
 //! The one error type of this crate. Every message says what was wrong, where, and what to do about
 //! it.
 
-use std::path::PathBuf;
-
 /// Errors between text and token ids.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -68,7 +66,4 @@ pub enum TextError {
 
     #[error("there is no tool-call parser named `{name}`; there are: {known}")]
     UnknownDialect { name: String, known: String },
-
-    #[error("cannot read {path}: {source}")]
-    Read { path: PathBuf, source: std::io::Error },
 }

@@ -2,7 +2,7 @@
 //! chat templates.
 //!
 //! Invariant: this crate knows no engine and no HTTP. Its types are built from bytes and strings
-//! the caller already holds; [`ModelText::from_dir`] is the one convenience that opens files.
+//! the caller already holds; it opens no files.
 //!
 //! A reply travels `token id -> StreamDecoder -> StopMatcher -> client`; a request travels
 //! `messages -> ChatTemplate -> Tokenizer -> token ids`.

@@ -1,9 +1,4 @@
-//! Reads the text side of a model folder in the Hugging Face layout.
-//!
-//! Invariant: this is the only module that opens files; everything else is given bytes.
-
-use std::io::ErrorKind;
-use std::path::Path;
+//! The text side of a model folder in the Hugging Face layout.
 
 use crate::{ChatTemplate, NamedTemplate, TextError, Tokenizer, TokenizerConfig};
 
@@ -15,19 +10,9 @@ pub struct ModelText {
 }
 
 impl ModelText {
-    /// Reads `tokenizer.json` and, where present, `tokenizer_config.json` and
+    /// From the bytes of `tokenizer.json` and, where present, of `tokenizer_config.json` and
     /// `chat_template.jinja`. The `.jinja` file takes the place of the configuration's default
     /// template.
-    pub fn from_dir(dir: &Path) -> Result<Self, TextError> {
-        let tokenizer_path = dir.join("tokenizer.json");
-        let tokenizer_json =
-            read(&tokenizer_path).map_err(|source| TextError::Read { path: tokenizer_path, source })?;
-        let config = read_optional(&dir.join("tokenizer_config.json"))?;
-        let template = read_optional(&dir.join("chat_template.jinja"))?;
-        Self::from_files(&tokenizer_json, config.as_deref(), template.as_deref())
-    }
-
-    /// The same from the files' bytes.
     pub fn from_files(
         tokenizer_json: &[u8],
         tokenizer_config: Option<&[u8]>,
@@ -45,31 +30,5 @@ impl ModelText {
             false => Some(ChatTemplate::new(&config.templates, &config.special)?),
         };
         Ok(Self { tokenizer, chat })
-    }
-}
-
-/// The largest file that is read; tokenizers reach some 30 MiB.
-const LARGEST: u64 = 256 << 20;
-
-/// Reads a regular file: a pipe or a device might never end.
-fn read(path: &Path) -> std::io::Result<Vec<u8>> {
-    let metadata = std::fs::metadata(path)?;
-    if !metadata.is_file() {
-        return Err(std::io::Error::new(ErrorKind::InvalidInput, "it is not a regular file"));
-    }
-    if metadata.len() > LARGEST {
-        return Err(std::io::Error::new(
-            ErrorKind::FileTooLarge,
-            format!("it has more than {LARGEST} bytes"),
-        ));
-    }
-    std::fs::read(path)
-}
-
-fn read_optional(path: &Path) -> Result<Option<Vec<u8>>, TextError> {
-    match read(path) {
-        Ok(bytes) => Ok(Some(bytes)),
-        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
-        Err(source) => Err(TextError::Read { path: path.to_owned(), source }),
     }
 }

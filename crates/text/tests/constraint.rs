@@ -9,9 +9,10 @@ use oscar_text::{
 use serde_json::{Map, Value, json};
 
 fn tokenizer() -> Tokenizer {
-    ModelText::from_dir(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/oscar-15m"))
-        .unwrap()
-        .tokenizer
+    let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/oscar-15m");
+    let read = |name| std::fs::read(model.join(name)).unwrap();
+    let config = read("tokenizer_config.json");
+    ModelText::from_files(&read("tokenizer.json"), Some(&config), None).unwrap().tokenizer
 }
 
 fn grammars() -> Grammars {
