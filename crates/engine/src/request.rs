@@ -3,10 +3,11 @@
 use crate::constraint::SharedConstraint;
 use crate::sampling::{Sampler, SamplingParams};
 use oscar_cache::CacheSalt;
+use serde::Serialize;
 use std::ops::AddAssign;
 
 /// Names a request from submission to its last event.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 pub struct RequestId(pub u64);
 
 /// Most choices of a request.
@@ -237,7 +238,7 @@ pub enum Health {
 }
 
 /// Fixed facts of a running engine.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct EngineInfo {
     pub model: String,
     pub kv_format: String,
@@ -257,7 +258,7 @@ pub struct EngineInfo {
 }
 
 /// Counters only grow; gauges are of this moment.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct EngineStats {
     pub running: usize,
     pub waiting: usize,
@@ -286,11 +287,12 @@ pub struct EngineStats {
     pub bf16_bytes: usize,
     /// Seconds the engine spent inside steps.
     pub busy_seconds: f64,
+    #[serde(skip)]
     pub requests: Vec<RunningRequest>,
 }
 
 /// One running request as the web page draws it.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct RunningRequest {
     pub id: RequestId,
     pub prompt_tokens: usize,

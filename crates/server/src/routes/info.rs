@@ -96,47 +96,15 @@ pub async fn loads(State(app): State<Shared>) -> Json<Value> {
 /// Everything the web page draws.
 pub async fn state(State(app): State<Shared>) -> Json<Value> {
     let (info, stats) = (app.engine.info(), app.engine.stats());
-    let requests: Vec<Value> = stats
-        .requests
-        .iter()
-        .map(|request| {
-            json!({
-                "id": request.id.0,
-                "prompt_tokens": request.prompt_tokens,
-                "generated_tokens": request.generated_tokens,
-                "cached_tokens": request.cached_tokens,
-                "sink_tokens": request.sink_tokens,
-                "coded_tokens": request.coded_tokens,
-                "recent_tokens": request.recent_tokens,
-                "bytes": request.bytes,
-            })
-        })
-        .collect();
-    Json(json!({
-        "info": {
-            "model": info.model, "kv_format": info.kv_format, "kv_bits": info.kv_bits, "device": info.device,
-            "attention": info.attention, "context": info.context, "layers": info.layers,
-            "kv_budget_bytes": info.kv_budget_bytes, "full_block_bytes": info.full_block_bytes,
-            "coded_block_bytes": info.coded_block_bytes, "page_tokens": info.page_tokens, "sink": info.sink,
-            "recent": info.recent, "version": VERSION, "calibration": app.config.calibration,
-            "cache_note": app.config.cache_note,
-        },
-        "draining": app.is_draining(),
+    let mut body = json!({
+        "info": info, "stats": stats, "requests": stats.requests, "draining": app.is_draining(),
         "uptime_seconds": app.started.elapsed().as_secs_f64(),
-        "stats": {
-            "running": stats.running, "waiting": stats.waiting, "steps": stats.steps,
-            "prompt_tokens": stats.prompt_tokens, "cached_tokens": stats.cached_tokens,
-            "generated_tokens": stats.generated_tokens, "finished": stats.finished,
-            "cancelled": stats.cancelled, "failed": stats.failed, "preemptions": stats.preemptions,
-            "demoted_tokens": stats.demoted_tokens, "demoted_tail_hits": stats.demoted_tail_hits,
-            "demoted_tail_pages": stats.demoted_tail_pages,
-            "evicted_pages": stats.evicted_pages, "full_pages": stats.full_pages,
-            "coded_pages": stats.coded_pages, "cached_full_pages": stats.cached_full_pages,
-            "cached_coded_pages": stats.cached_coded_pages, "cache_bytes": stats.cache_bytes,
-            "bf16_bytes": stats.bf16_bytes, "busy_seconds": stats.busy_seconds, "hit_rate": hit_rate(&stats),
-        },
-        "requests": requests,
-    }))
+    });
+    body["info"]["version"] = json!(VERSION);
+    body["info"]["calibration"] = json!(app.config.calibration);
+    body["info"]["cache_note"] = json!(app.config.cache_note);
+    body["stats"]["hit_rate"] = json!(hit_rate(&stats));
+    Json(body)
 }
 
 /// Tokens that would fit if all were quantized. BF16 windows make it less, so routers take it as an
