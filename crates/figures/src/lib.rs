@@ -27,9 +27,10 @@ pub use page::Page;
 pub use scatter::{Point, Scatter, pareto_front};
 
 /// Writes a file whole or not at all.
-pub fn write_whole(path: &Path, text: &str) -> io::Result<()> {
-    let partial = path.with_extension("partial");
-    let result = fs::write(&partial, text).and_then(|()| fs::rename(&partial, path));
+pub fn write_whole(path: &Path, contents: impl AsRef<[u8]>) -> io::Result<()> {
+    let mut partial = path.as_os_str().to_owned();
+    partial.push(format!(".{}.partial", std::process::id()));
+    let result = fs::write(&partial, contents).and_then(|()| fs::rename(&partial, path));
     if result.is_err() {
         // The first error is the one worth telling.
         let _ = fs::remove_file(&partial);

@@ -7,6 +7,7 @@ use std::collections::HashMap;
 use std::io::{Cursor, Write};
 use std::path::Path;
 
+use oscar_figures::write_whole;
 use zip::write::SimpleFileOptions;
 use zip::{CompressionMethod, DateTime, ZipWriter};
 
@@ -20,16 +21,7 @@ const STORAGE_ALIGNMENT: u16 = 64;
 
 /// Writes `file` at `path`, whole or not at all.
 pub fn write(file: &ZooFile, path: &Path) -> Result<(), ZooError> {
-    let bytes = to_bytes(file)?;
-    let io = |source| ZooError::Io { path: path.to_owned(), source };
-    let mut partial = path.as_os_str().to_owned();
-    partial.push(".partial");
-    let result = std::fs::write(&partial, bytes).and_then(|()| std::fs::rename(&partial, path));
-    if result.is_err() {
-        // The first error is the one worth telling.
-        let _ = std::fs::remove_file(&partial);
-    }
-    result.map_err(io)
+    write_whole(path, to_bytes(file)?).map_err(|source| ZooError::Io { path: path.to_owned(), source })
 }
 
 /// The bytes of `file` in the format its `format_version` names.
