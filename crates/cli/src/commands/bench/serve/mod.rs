@@ -4,6 +4,7 @@
 //! every format does the same work.
 
 use crate::cache::Cache;
+use crate::device::AnyBackend;
 use crate::options::{CacheArgs, ModelArgs, OpenModel};
 use crate::{progress, table};
 use anyhow::{Context, Result, bail};
@@ -78,11 +79,15 @@ pub fn run(args: &Args) -> Result<()> {
     let context = args.context(&model)?;
     let caches =
         args.kv.iter().map(|&format| model.cache(format, &args.cache)).collect::<Result<Vec<_>>>()?;
-    let budget = args.budget(&model, &caches, context)?;
+    // The device of the first format also says how many prompt tokens a step has.
+    let mut opened = Some(args.model.backend()?);
+    let chunk = opened.as_ref().map_or(0, |backend| args.cache.prefill_chunk(backend));
+    let budget = args.budget(&model, &caches, context, chunk)?;
     let load = args.load(&model, arrivals);
     let mut results = Vec::new();
     for (&kv, cache) in args.kv.iter().zip(&caches) {
-        let result = args.measure(&model, kv, cache, context, budget, &load);
+        let backend = opened.take().map_or_else(|| args.model.backend(), Ok)?;
+        let result = args.measure(&model, kv, cache, backend, context, budget, &load);
         results.push(result.with_context(|| format!("--kv {kv}"))?);
     }
     if let Some(path) = &args.svg {
@@ -157,14 +162,13 @@ impl Args {
     }
 
     /// The KV memory every format gets. A conversation that could not finish alone is refused here, not measured.
-    fn budget(&self, model: &OpenModel, caches: &[Cache], context: usize) -> Result<usize> {
+    fn budget(&self, model: &OpenModel, caches: &[Cache], context: usize, chunk: usize) -> Result<usize> {
         let budget = match self.cache.kv_memory {
             Some(bytes) => bytes,
             None => {
                 let plain = CacheArgs { rotations: None, ..self.cache.clone() };
                 let bf16 = model.cache(KvFormat::Bf16, &plain)?.layout;
-                DEFAULT_BF16_REQUESTS
-                    * bf16.working_bytes(context, self.cache.prefill_chunk(&self.model.backend()?))
+                DEFAULT_BF16_REQUESTS * bf16.working_bytes(context, chunk)
             }
         };
         for Cache { layout, .. } in caches {
@@ -205,12 +209,12 @@ impl Args {
         model: &OpenModel,
         kv: KvFormat,
         cache: &Cache,
+        backend: AnyBackend,
         context: usize,
         budget: usize,
         load: &Load,
     ) -> Result<FormatResult> {
         let cache_args = CacheArgs { kv_memory: Some(budget), ..self.cache.clone() };
-        let backend = self.model.backend()?;
         let device = backend.name();
         let runner = cache.runner(model, backend, &cache_args, context, 1, |_| {})?;
         let standard = SchedulerOptions::default();
