@@ -13,8 +13,7 @@ fn model_dir() -> PathBuf {
 
 fn model() -> ModelText {
     let read = |name| std::fs::read(model_dir().join(name)).unwrap();
-    let (config, template) = (read("tokenizer_config.json"), read("chat_template.jinja"));
-    ModelText::from_files(&read("tokenizer.json"), Some(&config), Some(&template)).unwrap()
+    ModelText::from_files(&read("tokenizer.json"), Some(&read("tokenizer_config.json")), None).unwrap()
 }
 
 /// A vocabulary in the manner of Llama 2: words with `▁`, every byte as `<0xNN>`, and a leading
