@@ -30,33 +30,26 @@ pub enum On<C, G> {
 }
 
 impl<C, G> On<C, G> {
-    /// Every object was made by the backend that now gets it back.
+    // Every object was made by the backend that now gets it back.
+
     fn cpu(&self) -> &C {
-        match self {
-            Self::Cpu(object) => object,
-            Self::Cuda(_) => unreachable!("an object of another device"),
-        }
+        let Self::Cpu(object) = self else { unreachable!("an object of another device") };
+        object
     }
 
     fn cuda(&self) -> &G {
-        match self {
-            Self::Cuda(object) => object,
-            Self::Cpu(_) => unreachable!("an object of another device"),
-        }
+        let Self::Cuda(object) = self else { unreachable!("an object of another device") };
+        object
     }
 
     fn cpu_mut(&mut self) -> &mut C {
-        match self {
-            Self::Cpu(object) => object,
-            Self::Cuda(_) => unreachable!("an object of another device"),
-        }
+        let Self::Cpu(object) = self else { unreachable!("an object of another device") };
+        object
     }
 
     fn cuda_mut(&mut self) -> &mut G {
-        match self {
-            Self::Cuda(object) => object,
-            Self::Cpu(_) => unreachable!("an object of another device"),
-        }
+        let Self::Cuda(object) = self else { unreachable!("an object of another device") };
+        object
     }
 }
 

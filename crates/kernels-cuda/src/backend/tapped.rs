@@ -3,8 +3,8 @@
 use super::launches::GramParams;
 use super::rows::grow;
 use super::{CudaBackend, CudaRows, Index, State};
-use crate::error::{CudaError, Result};
-use oscar_backend::{Result as BackendResult, TappedRows};
+use crate::error::CudaError;
+use oscar_backend::{Result, TappedRows};
 
 /// Rows of a step in progress.
 pub(super) struct CudaTapped<'a> {
@@ -14,7 +14,7 @@ pub(super) struct CudaTapped<'a> {
 }
 
 impl TappedRows for CudaTapped<'_> {
-    fn read(&mut self, out: &mut Vec<f32>) -> BackendResult<()> {
+    fn read(&mut self, out: &mut Vec<f32>) -> Result<()> {
         if self.rows.count() == 0 {
             return Ok(());
         }
@@ -27,24 +27,12 @@ impl TappedRows for CudaTapped<'_> {
         width: usize,
         weights: Option<&[f32]>,
         gram: &mut [f64],
-    ) -> BackendResult<()> {
-        Ok(self.add_gram(first, width, weights, gram)?)
-    }
-}
-
-impl CudaTapped<'_> {
-    fn add_gram(
-        &mut self,
-        first: usize,
-        width: usize,
-        weights: Option<&[f32]>,
-        gram: &mut [f64],
     ) -> Result<()> {
         let Self { backend, state, rows: x } = self;
         let weighed = weights.is_none_or(|weights| weights.len() == x.count());
         if first + width > x.width() || gram.len() != width * width || !weighed {
             let detail = format!("columns {first}.. of {}, {width} wide", x.width());
-            return Err(CudaError::Shape { what: "a Gram matrix", detail });
+            return Err(CudaError::Shape { what: "a Gram matrix", detail }.into());
         }
         let weights = match weights {
             Some(weights) => {
