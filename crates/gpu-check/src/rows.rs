@@ -60,22 +60,22 @@ fn norms(gpu: &CudaBackend, report: &mut Report) -> Result<()> {
             let (x, weight) = (upload(gpu, &values, width)?, gpu.vector(&weights)?);
             let mut out = gpu.rows(width);
             without_cache(gpu, |step| Ok(step.rms_norm(&x, &weight, 1e-6, &mut out)?))?;
-            let expected: Vec<f64> = values
-                .chunks_exact(width)
-                .flat_map(|row| {
-                    let squares: f64 = row.iter().map(|&v| f64::from(v).powi(2)).sum();
-                    let factor = 1.0 / (squares / width as f64 + 1e-6).sqrt();
-                    row.iter()
-                        .zip(&weights)
-                        .map(move |(&v, &w)| f64::from(v) * factor * f64::from(w))
-                        .collect::<Vec<_>>()
-                })
-                .collect();
+            let expected = normed(&values, &weights, 1e-6);
             let difference = largest_difference(&download(gpu, &out, rows)?, &expected);
             report.case("rms_norm", difference, 2e-5, || format!("{rows}×{width} times {scale}"));
         }
     }
     Ok(())
+}
+
+/// RMSNorm of rows as wide as the weights.
+fn normed(values: &[f32], weights: &[f32], eps: f64) -> Vec<f64> {
+    let row = |row: &[f32]| {
+        let mean = row.iter().map(|&v| f64::from(v).powi(2)).sum::<f64>() / row.len() as f64;
+        let factor = 1.0 / (mean + eps).sqrt();
+        row.iter().zip(weights).map(|(&v, &w)| f64::from(v) * factor * f64::from(w)).collect::<Vec<_>>()
+    };
+    values.chunks_exact(weights.len()).flat_map(row).collect()
 }
 
 fn gates(gpu: &CudaBackend, report: &mut Report) -> Result<()> {
@@ -241,14 +241,7 @@ fn fused_products(
             let (matrix, norm_vector) = (gpu.matrix(host)?, gpu.vector(&norm)?);
             let x = upload(gpu, &values, inputs)?;
             let eps = 1e-3;
-            let normed: Vec<f64> = values
-                .chunks_exact(inputs)
-                .flat_map(|row| {
-                    let mean = row.iter().map(|&v| f64::from(v).powi(2)).sum::<f64>() / inputs as f64;
-                    let scale = 1.0 / (mean + f64::from(eps)).sqrt();
-                    row.iter().zip(&norm).map(move |(&v, &w)| f64::from(v) * scale * f64::from(w))
-                })
-                .collect();
+            let normed = normed(&values, &norm, f64::from(eps));
             let plain: Vec<f64> = values.iter().map(|&v| f64::from(v)).collect();
             let product = |x: &[f64]| -> Vec<f64> {
                 let dot = |row: &[f64], weight: &[f32]| -> f64 {

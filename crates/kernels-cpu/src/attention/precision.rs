@@ -16,8 +16,6 @@
 //!
 //! Wider codes are finer than that, so they take both bytes.
 
-use std::fmt;
-use std::str::FromStr;
 use std::sync::OnceLock;
 
 use thiserror::Error;
@@ -52,19 +50,16 @@ pub enum PrecisionError {
 impl AttentionPrecision {
     pub const ALL: [Self; 2] = [Self::Int8, Self::HiLo];
 
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Int8 => "int8",
-            Self::HiLo => "hilo",
-        }
-    }
-
     /// The precision asked for by name, or the default if none is.
     ///
     /// # Errors
     /// When there is no such name.
     pub fn select(wish: Option<&str>) -> Result<Self, PrecisionError> {
-        wish.map_or(Ok(Self::default()), str::parse)
+        match wish {
+            None | Some("int8") => Ok(Self::Int8),
+            Some("hilo") => Ok(Self::HiLo),
+            Some(name) => Err(PrecisionError::Unknown { name: name.to_owned() }),
+        }
     }
 
     /// The precision of this process: that of the environment variable `OSCAR_ATTENTION`, or the
@@ -89,23 +84,6 @@ impl AttentionPrecision {
     }
 }
 
-impl fmt::Display for AttentionPrecision {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
-impl FromStr for AttentionPrecision {
-    type Err = PrecisionError;
-
-    fn from_str(name: &str) -> Result<Self, PrecisionError> {
-        Self::ALL
-            .into_iter()
-            .find(|precision| precision.name() == name)
-            .ok_or_else(|| PrecisionError::Unknown { name: name.to_owned() })
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -113,8 +91,8 @@ mod tests {
     #[test]
     fn names_are_understood_and_others_refused() {
         assert_eq!(AttentionPrecision::select(None), Ok(AttentionPrecision::Int8));
-        for precision in AttentionPrecision::ALL {
-            assert_eq!(AttentionPrecision::select(Some(precision.name())), Ok(precision));
+        for (name, precision) in ["int8", "hilo"].into_iter().zip(AttentionPrecision::ALL) {
+            assert_eq!(AttentionPrecision::select(Some(name)), Ok(precision));
         }
         for name in ["", "HILO", "int16", "hilo "] {
             let error = AttentionPrecision::select(Some(name)).unwrap_err();

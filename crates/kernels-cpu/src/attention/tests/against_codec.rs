@@ -85,7 +85,7 @@ fn check(
             };
             assert!(
                 error <= tolerance,
-                "{variant} {precision} {format}, head {d}, {rows} rows, {length} tokens: error {error:e}"
+                "{variant} {precision:?} {format}, head {d}, {rows} rows, {length} tokens: error {error:e}"
             );
         }
     }
@@ -179,7 +179,7 @@ fn integer_path_is_accurate_to_its_fixed_point() {
                 };
                 assert!(
                     error <= tolerance,
-                    "{variant} {precision} {key_bits}/{value_bits} bits, head {d}: {error:e}"
+                    "{variant} {precision:?} {key_bits}/{value_bits} bits, head {d}: {error:e}"
                 );
             }
         }
@@ -273,7 +273,7 @@ fn offsets_and_zeros_do_no_harm() {
             let positions = [tokens as u32 - 1; 4];
             let got = context.attend((variant, precision), &pool, &windows, &queries, &positions);
             let error = relative_error(&got, &context.expected(&windows, &queries, &positions));
-            assert!(error <= tolerance, "{variant} {precision}, {name}: {error:e}");
+            assert!(error <= tolerance, "{variant} {precision:?}, {name}: {error:e}");
         }
     }
 }
@@ -300,7 +300,7 @@ fn a_dominant_token_over_a_flat_tail() {
             let difference = got.iter().zip(&expected).map(|(g, e)| (g - e).abs()).fold(0.0, f32::max);
             assert!(
                 difference < 1e-3,
-                "{variant} {precision}, lead {lead} at {at}: {} for {}",
+                "{variant} {precision:?}, lead {lead} at {at}: {} for {}",
                 got[0],
                 expected[0]
             );
