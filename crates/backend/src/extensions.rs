@@ -38,27 +38,56 @@ pub struct CacheHead {
     pub kv_head: usize,
 }
 
-/// A device whose full pages calibration can read and replace between steps.
+/// How far one row of logits is from another.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Divergence {
+    /// KL divergence of the second row's distribution from the first's, in nats.
+    pub kl: f64,
+    /// Whether both rows have the same most likely token.
+    pub agrees: bool,
+}
+
+impl Divergence {
+    /// The definition, in f64. With `x = a − b` and its mean `m` under `softmax(a)`, the divergence
+    /// is `ln(1 + Σ p·g(x − m))` for `g(y) = e^(−y) − 1 + y`: no term is negative, so nothing
+    /// cancels, and f32 is enough for kernels.
+    pub fn between(exact: &[f32], other: &[f32]) -> Self {
+        let largest = exact.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let weight = |a: f32| f64::from(a - largest).exp();
+        let difference = |(&a, &b): (&f32, &f32)| f64::from(a) - f64::from(b);
+        let total: f64 = exact.iter().map(|&a| weight(a)).sum();
+        let pairs = || exact.iter().zip(other);
+        let mean = pairs().map(|(a, b)| weight(*a) * difference((a, b))).sum::<f64>() / total;
+        let excess = |y: f64| if y.abs() < 1e-3 { y * y * (0.5 - y / 6.0) } else { (-y).exp() - 1.0 + y };
+        let sum = pairs().map(|(a, b)| weight(*a) * excess(difference((a, b)) - mean)).sum::<f64>();
+        Self { kl: (sum / total).max(0.0).ln_1p(), agrees: crate::argmax(exact) == crate::argmax(other) }
+    }
+}
+
+/// A device on which calibration replaces history by codes and compares predictions.
 pub trait Calibrates: Backend {
-    /// Reads the keys and values of one head at `positions` from full pages, row by row, as f32.
-    fn read_full_rows(
+    /// Copies one layer's full pages of the blocks that `positions` touch, from one page table to
+    /// another. The rows at `positions` become those that their codes dequantize to: `widths` has
+    /// the bits of keys and values for each head, 0 for exact rows. Codes are rounded as those of
+    /// the cache, whose layout must have a coded table. The pages of `to` must not be those of
+    /// `from`.
+    fn recode(
         &self,
-        head: CacheHead,
-        full: &[Option<FullPageId>],
+        layer: usize,
         positions: Range<usize>,
-        pool: &Self::Pool,
-        keys: &mut Vec<f32>,
-        values: &mut Vec<f32>,
-    ) -> Result<()>;
-    /// Replaces keys and values of one head from position `first` on, in full pages.
-    fn write_full_rows(
-        &self,
-        head: CacheHead,
-        full: &[Option<FullPageId>],
-        first: usize,
-        keys: &[f32],
-        values: &[f32],
+        from: &[Option<FullPageId>],
+        to: &[Option<FullPageId>],
+        widths: &[(u32, u32)],
         pool: &mut Self::Pool,
+    ) -> Result<()>;
+    /// Waits for the device and appends the divergence of each row of `other` from a row of
+    /// `exact`: row `i` is compared with row `i % exact rows`. `step` is the running step.
+    fn divergences(
+        &self,
+        step: &mut Self::Step<'_>,
+        exact: &Self::Rows,
+        other: &Self::Rows,
+        out: &mut Vec<Divergence>,
     ) -> Result<()>;
 }
 
@@ -145,4 +174,30 @@ impl StepTimes {
 /// Amplitude of uniform random weights whose outputs have about the variance of their inputs.
 pub fn random_amplitude(inputs: usize) -> f32 {
     (3.0 / inputs.max(1) as f32).sqrt()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn divergence_of_known_distributions() {
+        let same = Divergence::between(&[0.0, 0.0, -60.0], &[7.0, 7.0, -53.0]);
+        assert!(same.kl < 1e-12 && same.agrees, "a constant changes nothing: {same:?}");
+        let expected = -0.5 * (0.8f64.ln() + 0.2f64.ln()) - std::f64::consts::LN_2;
+        let found = Divergence::between(&[0.0, 0.0, -60.0], &[0.2f32.ln(), 0.8f32.ln(), -60.0]);
+        assert!((found.kl - expected).abs() < 1e-6 && !found.agrees, "{found:?}");
+        // Both sides of the series, beside the definition by logarithms.
+        for shift in [1e-5f32, 1e-3, 0.1, 3.0] {
+            let a: Vec<f32> = (0..500).map(|i| (i * 7919 % 503) as f32 / 50.0).collect();
+            let b: Vec<f32> = a.iter().enumerate().map(|(i, &x)| x + shift * (i % 13) as f32).collect();
+            let sum = |x: &[f32]| x.iter().map(|&v| f64::from(v).exp()).sum::<f64>();
+            let (za, zb) = (sum(&a), sum(&b));
+            let p = |&x: &f32| f64::from(x).exp() / za;
+            let direct: f64 =
+                a.iter().zip(&b).map(|(x, &y)| p(x) * (p(x) / (f64::from(y).exp() / zb)).ln()).sum();
+            let found = Divergence::between(&a, &b).kl;
+            assert!((found - direct).abs() < 1e-10 + 1e-6 * direct, "{shift}: {found} and {direct}");
+        }
+    }
 }

@@ -20,7 +20,9 @@ mod matrix;
 pub use candidates::{Candidate, MOST_CANDIDATES, Pick, argmax, candidate_key, candidate_of, pick};
 pub use error::{BackendError, Result};
 pub use experts::{ExpertFormat, ExpertId, ExpertsShape, RouterRule, RouterScores, route};
-pub use extensions::{Benchmarks, CacheHead, Calibrates, StepTimes, Tap, TappedRows, random_amplitude};
+pub use extensions::{
+    Benchmarks, CacheHead, Calibrates, Divergence, StepTimes, Tap, TappedRows, random_amplitude,
+};
 pub use fp8::{FP8_BLOCK, Fp8Blocks, Fp8Matrix, ScaleGrid, fp8_blocks, fp8_multiplied};
 pub use heads::{HeadShape, LayerHeads};
 pub use matrix::{HostMatrix, HostValues, WeightFormat};

@@ -5,7 +5,6 @@ use crate::options::{CacheArgs, OpenModel};
 use crate::progress::note;
 use crate::rotations::{self, Found};
 use anyhow::{Context, Result, bail};
-use oscar_calibrate::bits::{Freedom, solve};
 use oscar_calibrate::{CodeRounding, RotationFile};
 use oscar_codec::{
     CacheLayout, CodeLayout, FormatTable, KvFormat, MeanBits, RotationKind, RotationSet, RowPageCodec, Side,
@@ -105,22 +104,24 @@ fn with_widths(
     file: &RotationFile,
 ) -> Result<(CacheLayout, String)> {
     let wanted = mean.unwrap_or(MeanBits::DEFAULT);
-    let (table, origin) = match (file.bits.table(wanted), &file.bits.harm) {
-        (Some(table), _) => (table.clone(), format!("widths by measured harm, {wanted} bits")),
-        (None, Some(harm)) => (
-            solve(harm, wanted, layout.head_dim(), &Freedom::default())?,
+    let (table, origin) = match file.bits.verified(wanted) {
+        Some((found, table)) if found == wanted => {
+            (table.clone(), format!("widths by measured harm, {wanted} bits"))
+        }
+        Some((found, table)) => (
+            table.clone(),
             format!(
-                "widths for {wanted} bits from the file's harms, not verified (verified: {})",
+                "widths by measured harm, {found} bits: {wanted} has no verified table (verified: {})",
                 file.bits.means()
             ),
         ),
-        (None, None) if mean.is_none() => {
+        None if mean.is_none() => {
             let note = "2 bits everywhere: the rotations have no widths, choose them with `oscar calibrate --bits 2.25`";
             return Ok((layout, note.into()));
         }
-        (None, None) => bail!(
-            "--kv oscar:{wanted}: the rotations have no table of widths; make one with `oscar calibrate --bits {wanted}`, \
-             or use oscar2"
+        None => bail!(
+            "--kv oscar:{wanted}: the rotations have no verified table of at most {wanted} bits; make one with \
+             `oscar calibrate --bits {wanted}`, or use oscar2"
         ),
     };
     let Some(uniform) = layout.coded() else { return Ok((layout, origin)) };

@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result};
 use oscar_backend::{
-    AttentionKernels, Backend, Benchmarks, CacheHead, Calibrates, Candidate, ExpertId, ExpertsShape,
+    AttentionKernels, Backend, Benchmarks, Calibrates, Candidate, Divergence, ExpertId, ExpertsShape,
     HeadShape, HostMatrix, LayerHeads, Pick, Product, Result as BackendResult, SequenceRows, Step, StepTimes,
     Tap, WeightFormat,
 };
@@ -374,28 +374,32 @@ impl Step<AnyBackend> for AnyStep<'_> {
 }
 
 impl Calibrates for AnyBackend {
-    fn read_full_rows(
+    fn recode(
         &self,
-        head: CacheHead,
-        full: &[Option<FullPageId>],
+        layer: usize,
         positions: Range<usize>,
-        pool: &Self::Pool,
-        keys: &mut Vec<f32>,
-        values: &mut Vec<f32>,
-    ) -> BackendResult<()> {
-        on_device!(Self, self, read_full_rows(head, full, positions, &pool, keys, values))
-    }
-
-    fn write_full_rows(
-        &self,
-        head: CacheHead,
-        full: &[Option<FullPageId>],
-        first: usize,
-        keys: &[f32],
-        values: &[f32],
+        from: &[Option<FullPageId>],
+        to: &[Option<FullPageId>],
+        widths: &[(u32, u32)],
         pool: &mut Self::Pool,
     ) -> BackendResult<()> {
-        on_device!(Self, self, write_full_rows(head, full, first, keys, values, &mut pool))
+        on_device!(Self, self, recode(layer, positions, from, to, widths, &mut pool))
+    }
+
+    fn divergences(
+        &self,
+        step: &mut AnyStep<'_>,
+        exact: &Rows,
+        other: &Rows,
+        out: &mut Vec<Divergence>,
+    ) -> BackendResult<()> {
+        match (self, step) {
+            (Self::Cpu(cpu), AnyStep::Cpu(step)) => cpu.divergences(step, exact.cpu(), other.cpu(), out),
+            (Self::Cuda(cuda), AnyStep::Cuda(step)) => {
+                cuda.divergences(step, exact.cuda(), other.cuda(), out)
+            }
+            _ => unreachable!("a step runs on the device that made it"),
+        }
     }
 }
 

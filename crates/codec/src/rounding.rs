@@ -157,6 +157,15 @@ impl Rounding {
         }
         if self.refits(bits) { unbiased(row, params, codes) } else { params }
     }
+
+    /// Replaces a row by what its codes dequantize to. `codes` has room for one row.
+    pub fn recode(&self, row: &mut [f32], clip: f64, bits: u32, codes: &mut [u8]) {
+        affine::sanitize(row, affine::SATURATION);
+        let params = self.quantize(row, clip, bits, codes);
+        for (value, &code) in row.iter_mut().zip(&*codes) {
+            *value = params.dequantize(code);
+        }
+    }
 }
 
 /// The pair that makes the row's mean and its product with itself exact.

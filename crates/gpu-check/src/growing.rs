@@ -6,7 +6,9 @@ use anyhow::{Context, Result};
 use oscar_backend::{Backend, CacheHead, HeadShape, LayerHeads, SequenceRows, Step};
 use oscar_cache::{PagePool, SequencePages, StepPages};
 use oscar_codec::attention::{PagedContext, attend_context};
-use oscar_codec::{CacheLayout, CodeLayout, PAGE_TOKENS, RowPageCodec, Side, SideSpec, TILE_TOKENS, Windows};
+use oscar_codec::{
+    CacheLayout, CodeLayout, FullPageId, PAGE_TOKENS, RowPageCodec, Side, SideSpec, TILE_TOKENS, Windows,
+};
 use oscar_kernels_cuda::CudaPages;
 use oscar_kernels_cuda::Storage;
 use std::collections::BTreeMap;
@@ -33,7 +35,7 @@ impl Pattern {
     pub const ALL: [Self; 7] =
         [Self::Plain, Self::Outliers, Self::Constant, Self::Huge, Self::Tiny, Self::Zero, Self::Ties];
 
-    fn row(self, numbers: &mut Numbers, d: usize) -> Vec<f32> {
+    pub fn row(self, numbers: &mut Numbers, d: usize) -> Vec<f32> {
         let constant = numbers.unit();
         (0..d)
             .map(|i| {
@@ -86,6 +88,9 @@ pub trait Inspected {
     fn storage(&self) -> Storage;
     /// A page of history; `None` where the device's pages cannot be compared with a GPU's.
     fn history_page(&self, head: CacheHead, id: u32) -> Result<Option<Vec<u8>>>;
+    fn full_page(&self, head: CacheHead, id: FullPageId) -> Result<Vec<u8>>;
+    /// Replaces a full page, which must have memory.
+    fn set_full_page(&mut self, head: CacheHead, id: FullPageId, page: &[u8]) -> Result<()>;
 }
 
 impl Inspected for CudaPages {
@@ -95,6 +100,14 @@ impl Inspected for CudaPages {
 
     fn history_page(&self, head: CacheHead, id: u32) -> Result<Option<Vec<u8>>> {
         Ok(Some(self.read_page(head.layer, head.kv_head, id, true)?))
+    }
+
+    fn full_page(&self, head: CacheHead, id: FullPageId) -> Result<Vec<u8>> {
+        Ok(self.read_page(head.layer, head.kv_head, id.0, false)?)
+    }
+
+    fn set_full_page(&mut self, head: CacheHead, id: FullPageId, page: &[u8]) -> Result<()> {
+        Ok(self.write_page(head.layer, head.kv_head, id.0, false, page)?)
     }
 }
 

@@ -8,6 +8,7 @@
 //! checks of pages, attention and picks on the scalar CPU backend, which must pass them.
 
 mod attention;
+mod calibration;
 mod dequantized;
 mod fp8_products;
 mod fused_append;
@@ -49,12 +50,14 @@ pub enum Part {
     Dequantized,
     Tails,
     Pick,
+    Recode,
+    Divergence,
     Model,
 }
 
 /// Each part with the name that `oscar gpu-check --only` takes and one line for `--help`.
 #[rustfmt::skip]
-const PARTS: [(Part, &str, &str); 16] = [
+const PARTS: [(Part, &str, &str); 18] = [
     (Part::Embed, "embed", "Embedding and row selection (rows.cu)"),
     (Part::Norm, "norm", "RMSNorm (rows.cu)"),
     (Part::Gate, "gate", "SwiGLU (rows.cu)"),
@@ -70,6 +73,8 @@ const PARTS: [(Part, &str, &str); 16] = [
     (Part::Dequantized, "dequantized", "Formats without kernels: simple attention over dequantized history (attention_simple.cu)"),
     (Part::Tails, "tails", "Prefixes whose BF16 tails were quantized to make room"),
     (Part::Pick, "pick", "Choice of tokens on the device (pick.cu)"),
+    (Part::Recode, "recode", "History as its codes dequantize it, for calibration (demote.cu)"),
+    (Part::Divergence, "divergence", "KL divergence of rows of logits, for calibration (divergence.cu)"),
     (Part::Model, "model", "The embedded model against the CPU"),
 ];
 
@@ -132,6 +137,12 @@ pub fn check(gpu: &CudaBackend, parts: &[Part], extent: Extent) -> Result<Report
     }
     if wants(Part::Pick) {
         picks::check(gpu, extent, &mut report)?;
+    }
+    if wants(Part::Recode) {
+        calibration::check_recode(gpu, extent, &mut report)?;
+    }
+    if wants(Part::Divergence) {
+        calibration::check_divergence(gpu, extent, &mut report)?;
     }
     if wants(Part::Model) {
         model::check(extent, &mut report)?;

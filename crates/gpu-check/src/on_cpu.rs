@@ -1,10 +1,10 @@
 //! The scalar CPU backend passes the checks (some of their cases, to save time).
 
 use crate::growing::{Checks, Compared, Inspected};
-use crate::{Extent, Report, attention, dequantized, model, picks, tails};
+use crate::{Extent, Report, attention, calibration, dequantized, model, picks, tails};
 use anyhow::Result;
 use oscar_backend::CacheHead;
-use oscar_codec::{CodedPageId, KvFormat};
+use oscar_codec::{CodedPageId, FullPageId, KvFormat};
 use oscar_kernels_cpu::backend::{CpuBackend, CpuPages, Mode};
 use oscar_kernels_cpu::{Kernels, Variant};
 use oscar_kernels_cuda::Storage;
@@ -18,6 +18,15 @@ impl Inspected for CpuPages {
         // Only formats with GPU kernels have codes on a GPU.
         let compares = Storage::of(self.layout())? == Storage::Codes;
         Ok(compares.then(|| self.coded_page(head.layer, head.kv_head, CodedPageId(id)).to_vec()))
+    }
+
+    fn full_page(&self, head: CacheHead, id: FullPageId) -> Result<Vec<u8>> {
+        Ok(CpuPages::full_page(self, head.layer, head.kv_head, id).to_vec())
+    }
+
+    fn set_full_page(&mut self, head: CacheHead, id: FullPageId, page: &[u8]) -> Result<()> {
+        self.layer_mut(head.layer).1[head.kv_head].page_mut(id.0).copy_from_slice(page);
+        Ok(())
     }
 }
 
@@ -98,4 +107,12 @@ fn the_cpu_passes_the_checks_of_a_model() {
     model::interleaved(&mut runner, &prompt, 4, KvFormat::OSCAR2, &mut report).unwrap();
     assert!(report.findings.iter().all(|f| f.failure.is_none() && f.cases > 0));
     assert!(report.findings.iter().any(|f| f.name == "model interleaved steps, oscar2"));
+}
+
+#[test]
+fn the_cpu_passes_the_checks_of_calibration() {
+    let mut report = Report::default();
+    calibration::check_recode(&cpu(), one_in(3), &mut report).unwrap();
+    calibration::check_divergence(&cpu(), Extent::SMALL, &mut report).unwrap();
+    assert_passes(&report, &["recoded rows", "divergence of rows"]);
 }

@@ -51,6 +51,8 @@ parts! {
     attention_over_dequantized_history_matches_scalar: Dequantized,
     attention_over_demoted_tails_matches_scalar: Tails,
     pick_matches_scalar: Pick,
+    recode_matches_scalar: Recode,
+    divergence_matches_scalar: Divergence,
     model_matches_scalar: Model,
 }
 

@@ -64,6 +64,107 @@ DEVICE u16 f32_to_f16(float x) {
     return y;
 }
 
+// Scale and minimum of a row, fp16.
+struct RowParams {
+    u16 scale, minimum;
+};
+
+// Quantizes a sanitized row with one warp: `codes` and `row` are its shared memory, one element per
+// channel.
+DEVICE RowParams quantize_row(float (&x)[VALUES], u32 side, u32 bits, u32 clip, const HeadRounding& rounding,
+                              u8* codes, float* row, int lane) {
+    const float top = (float)((1u << bits) - 1);
+    float raw[VALUES];
+#pragma unroll
+    for (int i = 0; i < VALUES; i++) raw[i] = x[i];
+    if (clip != 0xffffffffu) {
+        float t = order_statistic(x, HEAD_DIM - clip);
+#pragma unroll
+        for (int i = 0; i < VALUES; i++) x[i] = x[i] < -t ? -t : x[i] > t ? t : x[i];
+    }
+    float scale, minimum;
+    if (bits == 1) {
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < VALUES; i++) row[lane + 32 * i] = x[i];
+        __syncwarp();
+        float mean = __fdiv_rn(channel_sum([&](int c) { return row[c]; }, lane), (float)HEAD_DIM);
+        float deviation = __fdiv_rn(
+            channel_sum([&](int c) { return fabsf(__fsub_rn(row[c], mean)); }, lane), (float)HEAD_DIM);
+        scale = __fmul_rn(2.f, deviation), minimum = __fsub_rn(mean, deviation);
+    } else {
+        float low = x[0], high = x[0];
+#pragma unroll
+        for (int i = 1; i < VALUES; i++) low = fminf(low, x[i]), high = fmaxf(high, x[i]);
+#pragma unroll
+        for (int step = 16; step > 0; step /= 2) {
+            low = fminf(low, __shfl_xor_sync(0xffffffffu, low, step));
+            high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, step));
+        }
+        scale = __fdiv_rn(__fsub_rn(high, low), top), minimum = low;
+    }
+    u16 scale16 = f32_to_f16(scale), minimum16 = f32_to_f16(minimum);
+    scale = f16_to_f32(scale16), minimum = f16_to_f32(minimum16);
+    if (side == KEY && rounding.feedback) {
+        // From the last channel to the first: each rounding error shifts the targets of the
+        // channels before it.
+#pragma unroll
+        for (int i = 0; i < VALUES; i++) x[i] = raw[i];
+#pragma unroll
+        for (int i = VALUES - 1; i >= 0; i--) {
+            for (int owner = 31; owner >= 0; owner--) {
+                const int channel = owner + 32 * i;
+                const float level = level_of(x[i], scale, minimum, top);
+                if (lane == owner) codes[channel] = (u8)level;
+                const float own = __fsub_rn(raw[i], __fadd_rn(__fmul_rn(scale, level), minimum));
+                const float error = __shfl_sync(0xffffffffu, own, owner);
+                const float* weights = rounding.feedback + channel * HEAD_DIM;
+#pragma unroll
+                for (int j = 0; j <= i; j++)
+                    if (lane + 32 * j < channel) x[j] = __fadd_rn(x[j], __fmul_rn(weights[lane + 32 * j], error));
+            }
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < VALUES; i++) codes[lane + 32 * i] = (u8)level_of(x[i], scale, minimum, top);
+    }
+    if (rounding.unbiased && bits > 1) {
+        // Unbiased: refit scale and minimum so that the mean and the length of the row are
+        // exact.
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < VALUES; i++) row[lane + 32 * i] = raw[i];
+        __syncwarp();
+        u32 levels = 0;
+#pragma unroll
+        for (int i = 0; i < VALUES; i++) levels += codes[lane + 32 * i];
+        const float level = __fdiv_rn((float)__reduce_add_sync(0xffffffffu, levels), (float)HEAD_DIM);
+        const float mean = __fdiv_rn(channel_sum([&](int c) { return row[c]; }, lane), (float)HEAD_DIM);
+        const float own = channel_sum([&](int c) {
+            float v = __fsub_rn(row[c], mean);
+            return __fmul_rn(v, v);
+        }, lane);
+        const float common = channel_sum([&](int c) {
+            return __fmul_rn(__fsub_rn(row[c], mean), __fsub_rn((float)codes[c], level));
+        }, lane);
+        if (common > 0.f) {
+            const u16 fitted16 = f32_to_f16(fminf(__fdiv_rn(own, common), __fmul_rn(scale, MOST_GROWTH)));
+            const float low = __fsub_rn(mean, __fmul_rn(f16_to_f32(fitted16), level));
+            if (fabsf(low) <= LARGEST_MIN) scale16 = fitted16, minimum16 = f32_to_f16(low);
+        }
+    }
+    return {scale16, minimum16};
+}
+
+// A row of a full page, sanitized: the channels of one lane.
+DEVICE void load_row(float (&x)[VALUES], const u16* page, u32 side, u32 token, int lane) {
+#pragma unroll
+    for (int i = 0; i < VALUES; i++) {
+        float v = bf16_to_f32(page[full_element(side, HEAD_DIM, token, lane + 32 * i)]);
+        x[i] = v != v ? 0.f : fminf(fmaxf(v, -SATURATION), SATURATION);
+    }
+}
+
 // The code at (lane, word, half, plane) of a tile, for widths that are powers of two: the inverse
 // of code_place.
 DEVICE u32 code_at(const u8 (*codes)[HEAD_DIM], u32 side, u32 bits, u32 lane, u32 word, u32 half, u32 plane) {
@@ -95,97 +196,15 @@ extern "C" __global__ void __launch_bounds__(32 * DEMOTE_WARPS, 3) demote(Demote
         if (!head.keeps_history()) continue;
         const CodedPage shape = {head.key_bits, head.value_bits, HEAD_DIM};
         const u32 bits = shape.side_bits(side), clip = side == KEY ? head.key_clip : head.value_clip;
-        const float top = (float)((1u << bits) - 1);
         const u16* from = (const u16*)head.full + (u64)tile.full * (2 * PAGE_TOKENS * HEAD_DIM);
         u8* const page = (u8*)head.coded + (u64)tile.coded * shape.bytes();
         const int token = warp;
         float x[VALUES];
-#pragma unroll
-        for (int i = 0; i < VALUES; i++) {
-            float v = bf16_to_f32(from[full_element(side, HEAD_DIM, tile.tile * TILE_TOKENS + token, lane + 32 * i)]);
-            x[i] = v != v ? 0.f : fminf(fmaxf(v, -SATURATION), SATURATION);
-        }
-        float raw[VALUES];
-#pragma unroll
-        for (int i = 0; i < VALUES; i++) raw[i] = x[i];
-        if (clip != 0xffffffffu) {
-            float t = order_statistic(x, HEAD_DIM - clip);
-#pragma unroll
-            for (int i = 0; i < VALUES; i++) x[i] = x[i] < -t ? -t : x[i] > t ? t : x[i];
-        }
-        float scale, minimum;
-        if (bits == 1) {
-            __syncwarp();
-#pragma unroll
-            for (int i = 0; i < VALUES; i++) rows[warp][lane + 32 * i] = x[i];
-            __syncwarp();
-            float mean = __fdiv_rn(channel_sum([&](int c) { return rows[warp][c]; }, lane), (float)HEAD_DIM);
-            float deviation = __fdiv_rn(
-                channel_sum([&](int c) { return fabsf(__fsub_rn(rows[warp][c], mean)); }, lane), (float)HEAD_DIM);
-            scale = __fmul_rn(2.f, deviation), minimum = __fsub_rn(mean, deviation);
-        } else {
-            float low = x[0], high = x[0];
-#pragma unroll
-            for (int i = 1; i < VALUES; i++) low = fminf(low, x[i]), high = fmaxf(high, x[i]);
-#pragma unroll
-            for (int step = 16; step > 0; step /= 2) {
-                low = fminf(low, __shfl_xor_sync(0xffffffffu, low, step));
-                high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, step));
-            }
-            scale = __fdiv_rn(__fsub_rn(high, low), top), minimum = low;
-        }
-        u16 scale16 = f32_to_f16(scale), minimum16 = f32_to_f16(minimum);
-        scale = f16_to_f32(scale16), minimum = f16_to_f32(minimum16);
+        load_row(x, from, side, tile.tile * TILE_TOKENS + token, lane);
         const HeadRounding rounding = a.roundings ? a.roundings[head_index] : HeadRounding{};
-        if (side == KEY && rounding.feedback) {
-            // From the last channel to the first: each rounding error shifts the targets of the
-            // channels before it.
-#pragma unroll
-            for (int i = 0; i < VALUES; i++) x[i] = raw[i];
-#pragma unroll
-            for (int i = VALUES - 1; i >= 0; i--) {
-                for (int owner = 31; owner >= 0; owner--) {
-                    const int channel = owner + 32 * i;
-                    const float level = level_of(x[i], scale, minimum, top);
-                    if (lane == owner) codes[token][channel] = (u8)level;
-                    const float own = __fsub_rn(raw[i], __fadd_rn(__fmul_rn(scale, level), minimum));
-                    const float error = __shfl_sync(0xffffffffu, own, owner);
-                    const float* weights = rounding.feedback + channel * HEAD_DIM;
-#pragma unroll
-                    for (int j = 0; j <= i; j++)
-                        if (lane + 32 * j < channel) x[j] = __fadd_rn(x[j], __fmul_rn(weights[lane + 32 * j], error));
-                }
-            }
-        } else {
-#pragma unroll
-            for (int i = 0; i < VALUES; i++) codes[token][lane + 32 * i] = (u8)level_of(x[i], scale, minimum, top);
-        }
-        if (rounding.unbiased && bits > 1) {
-            // Unbiased: refit scale and minimum so that the mean and the length of the row are
-            // exact.
-            __syncwarp();
-#pragma unroll
-            for (int i = 0; i < VALUES; i++) rows[warp][lane + 32 * i] = raw[i];
-            __syncwarp();
-            u32 levels = 0;
-#pragma unroll
-            for (int i = 0; i < VALUES; i++) levels += codes[token][lane + 32 * i];
-            const float level = __fdiv_rn((float)__reduce_add_sync(0xffffffffu, levels), (float)HEAD_DIM);
-            const float mean = __fdiv_rn(channel_sum([&](int c) { return rows[warp][c]; }, lane), (float)HEAD_DIM);
-            const float own = channel_sum([&](int c) {
-                float v = __fsub_rn(rows[warp][c], mean);
-                return __fmul_rn(v, v);
-            }, lane);
-            const float common = channel_sum([&](int c) {
-                return __fmul_rn(__fsub_rn(rows[warp][c], mean), __fsub_rn((float)codes[token][c], level));
-            }, lane);
-            if (common > 0.f) {
-                const u16 fitted16 = f32_to_f16(fminf(__fdiv_rn(own, common), __fmul_rn(scale, MOST_GROWTH)));
-                const float low = __fsub_rn(mean, __fmul_rn(f16_to_f32(fitted16), level));
-                if (fabsf(low) <= LARGEST_MIN) scale16 = fitted16, minimum16 = f32_to_f16(low);
-            }
-        }
-        if (lane == 0) store_params(page, shape, side, tile.tile * TILE_TOKENS + token, scale16, minimum16);
+        const RowParams params = quantize_row(x, side, bits, clip, rounding, codes[token], rows[warp], lane);
+        if (lane == 0)
+            store_params(page, shape, side, tile.tile * TILE_TOKENS + token, params.scale, params.minimum);
         __syncthreads();
         u8* const out = page + shape.codes(side) + tile.tile * (2 * HEAD_DIM * bits);
         const u32 low_bits = bits == 3 ? 2 : bits, words = HEAD_DIM * low_bits / 64, planes = 16 / low_bits;
@@ -207,5 +226,62 @@ extern "C" __global__ void __launch_bounds__(32 * DEMOTE_WARPS, 3) demote(Demote
             }
         }
         __syncthreads();
+    }
+}
+
+// ---- Calibration: history as its codes would give it back. ----
+
+// Widths of a head; 0 leaves a side exact.
+struct RecodedHead {
+    u32 key_bits, value_bits;
+    u32 key_clip, value_clip;  // as in HeadPages
+};
+CHECK_LAYOUT(RecodedHead);
+
+// A full page and its copy, in which tokens first .. end are recoded.
+struct RecodedPage {
+    u32 from, to, first, end;
+};
+CHECK_LAYOUT(RecodedPage);
+
+struct RecodeArgs {
+    const HeadPages* heads;         // of one layer
+    const HeadRounding* roundings;  // likewise; null: nearest level everywhere
+    const RecodedHead* widths;      // by head
+    const RecodedPage* pages;
+};
+CHECK_LAYOUT(RecodeArgs);
+
+// Block (tile, head, side); tiles of all pages, four of a page. One warp per row.
+extern "C" __global__ void __launch_bounds__(32 * DEMOTE_WARPS, 3) recode(RecodeArgs a) {
+    __shared__ u8 codes[TILE_TOKENS][HEAD_DIM];
+    __shared__ float rows[DEMOTE_WARPS][HEAD_DIM];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const u32 side = blockIdx.z, token = blockIdx.x % 4 * TILE_TOKENS + warp;
+    const RecodedPage page = a.pages[blockIdx.x / 4];
+    const RecodedHead head = a.widths[blockIdx.y];
+    const u32 bits = side == KEY ? head.key_bits : head.value_bits;
+    u16* const full = (u16*)a.heads[blockIdx.y].full;
+    const u16* const from = full + (u64)page.from * (2 * PAGE_TOKENS * HEAD_DIM);
+    u16* const to = full + (u64)page.to * (2 * PAGE_TOKENS * HEAD_DIM);
+    if (bits == 0 || token < page.first || token >= page.end) {
+#pragma unroll
+        for (int i = 0; i < VALUES; i++) {
+            const u64 at = full_element(side, HEAD_DIM, token, lane + 32 * i);
+            to[at] = from[at];
+        }
+        return;
+    }
+    float x[VALUES];
+    load_row(x, from, side, token, lane);
+    const HeadRounding rounding = a.roundings ? a.roundings[blockIdx.y] : HeadRounding{};
+    const u32 clip = side == KEY ? head.key_clip : head.value_clip;
+    const RowParams params = quantize_row(x, side, bits, clip, rounding, codes[warp], rows[warp], lane);
+    const float scale = f16_to_f32(params.scale), minimum = f16_to_f32(params.minimum);
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < VALUES; i++) {
+        const float v = __fadd_rn(__fmul_rn(scale, (float)codes[warp][lane + 32 * i]), minimum);
+        to[full_element(side, HEAD_DIM, token, lane + 32 * i)] = f32_to_bf16(v);
     }
 }

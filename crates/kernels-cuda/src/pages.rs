@@ -12,10 +12,9 @@ use crate::layout::{Layout, shared_struct};
 use crate::memory::{Buffer, DevicePtr, DeviceSlice, download_all, upload_all};
 use crate::storage::Storage;
 use cudarc::driver::sys::{self, CUresult};
-use oscar_backend::{CacheHead, HeadShape};
+use oscar_backend::HeadShape;
 use oscar_codec::clip::order_index;
-use oscar_codec::{CacheLayout, CodecError, FormatTable, FullPageId, PAGE_TOKENS, RowPageCodec, Side};
-use std::ops::Range;
+use oscar_codec::{CacheLayout, FormatTable, RowPageCodec, Side};
 
 /// Pages of one layer, KV head and format.
 struct Region {
@@ -269,47 +268,6 @@ impl CudaPages {
         }
     }
 
-    /// Rows of one head from full pages, for calibration: pages travel whole.
-    pub fn read_full_rows(
-        &self,
-        head: CacheHead,
-        full: &[Option<FullPageId>],
-        positions: Range<usize>,
-        keys: &mut Vec<f32>,
-        values: &mut Vec<f32>,
-    ) -> Result<()> {
-        let codec = self.layout.full().codec(head.layer, head.kv_head);
-        let d = codec.head_dim();
-        keys.resize(positions.len() * d, 0.0);
-        values.resize(positions.len() * d, 0.0);
-        for (block, range, rows) in blocks(positions, d) {
-            let page = self.read_page(head.layer, head.kv_head, held(full, block)?, false)?;
-            let (keys, values) = (&mut keys[rows.clone()], &mut values[rows]);
-            codec.dequantize_rows(range.start, &page, keys, values).map_err(shape)?;
-        }
-        Ok(())
-    }
-
-    /// Replaces rows of one head in full pages, for calibration.
-    pub fn write_full_rows(
-        &mut self,
-        head: CacheHead,
-        full: &[Option<FullPageId>],
-        first: usize,
-        keys: &[f32],
-        values: &[f32],
-    ) -> Result<()> {
-        let codec = self.layout.full().codec(head.layer, head.kv_head).clone();
-        let d = codec.head_dim();
-        for (block, range, rows) in blocks(first..first + keys.len() / d, d) {
-            let id = held(full, block)?;
-            let mut page = self.read_page(head.layer, head.kv_head, id, false)?;
-            codec.quantize_rows(range.start, &keys[rows.clone()], &values[rows], &mut page).map_err(shape)?;
-            self.write_page(head.layer, head.kv_head, id, false, &page)?;
-        }
-        Ok(())
-    }
-
     /// A page that has memory; `None` if pages of this head have no bytes.
     pub(crate) fn page_at(
         &self,
@@ -334,28 +292,6 @@ impl CudaPages {
             detail: format!("page {id} of layer {layer}, head {head} has no memory yet"),
         })
     }
-}
-
-/// The blocks of some positions: block, tokens within it, elements of the rows.
-fn blocks(positions: Range<usize>, d: usize) -> impl Iterator<Item = (usize, Range<usize>, Range<usize>)> {
-    let first = positions.start;
-    (first / PAGE_TOKENS..positions.end.div_ceil(PAGE_TOKENS)).map(move |block| {
-        let start = (block * PAGE_TOKENS).max(positions.start);
-        let end = ((block + 1) * PAGE_TOKENS).min(positions.end);
-        let tokens = start - block * PAGE_TOKENS..end - block * PAGE_TOKENS;
-        (block, tokens, (start - first) * d..(end - first) * d)
-    })
-}
-
-fn held(full: &[Option<FullPageId>], block: usize) -> Result<u32> {
-    full.get(block).copied().flatten().map(|id| id.0).ok_or_else(|| CudaError::Shape {
-        what: "page table",
-        detail: format!("block {block} has no full page"),
-    })
-}
-
-fn shape(error: CodecError) -> CudaError {
-    CudaError::Shape { what: "rows of the cache", detail: error.to_string() }
 }
 
 fn allocation(device: &Device) -> sys::CUmemAllocationProp {

@@ -40,6 +40,7 @@ source!(BANDWIDTH, "bandwidth.cu", by_head_dim: false);
 source!(GRAM, "gram.cu", by_head_dim: false);
 source!(RANDOM, "random.cu", by_head_dim: false);
 source!(PICK, "pick.cu", by_head_dim: false);
+source!(DIVERGENCE, "divergence.cu", by_head_dim: false);
 source!(APPEND, "append.cu", by_head_dim: true);
 // Has two variants for each head size: `simple_attention_defines`.
 source!(ATTENTION_SIMPLE, "attention_simple.cu", by_head_dim: false);
@@ -80,6 +81,7 @@ static PLAIN: &[&Source] = &[
     &GRAM,
     &RANDOM,
     &PICK,
+    &DIVERGENCE,
     &APPEND,
     &ATTENTION_PREFILL,
     &ATTENTION_PREFILL_HOPPER,

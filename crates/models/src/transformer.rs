@@ -98,6 +98,18 @@ pub struct Workspace<B: Backend> {
     logits: B::Rows,
 }
 
+impl<B: Backend> Workspace<B> {
+    /// Rows between layers.
+    pub fn hidden(&mut self) -> &mut B::Rows {
+        &mut self.hidden
+    }
+
+    /// The logits of the last step that made some.
+    pub fn logits(&mut self) -> &mut B::Rows {
+        &mut self.logits
+    }
+}
+
 /// Clones share the weights.
 impl<B: Backend> Clone for Transformer<B> {
     fn clone(&self) -> Self {

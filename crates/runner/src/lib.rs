@@ -9,15 +9,16 @@
 //! [`CacheLayout`] is put into the device's form here, once.
 
 mod sequence;
+mod trials;
 
 pub use oscar_models::StepOutput;
 pub use sequence::{Logits, Sequence, StepRequest};
+pub use trials::{Compared, Trials};
 
-use oscar_backend::{Backend, BackendError, Benchmarks, CacheHead, Calibrates, Step, Tap, WeightFormat};
+use oscar_backend::{Backend, BackendError, Benchmarks, Step, Tap, WeightFormat};
 use oscar_cache::{OutOfPages, PagePool, PoolUsage, SequenceRows, TailDemotion};
 use oscar_codec::{CacheLayout, RotationSet};
 use oscar_models::{BuildError, DecoderConfig, StepInput, Transformer, Weights, Workspace};
-use std::ops::Range;
 use std::sync::Arc;
 
 /// What can stop a step. The sequences of a refused step are as they were before.
@@ -314,32 +315,5 @@ impl<B: Benchmarks> Runner<B> {
             sequence.pages.commit(&self.layout, &step);
         }
         Ok(true)
-    }
-}
-
-impl<B: Calibrates> Runner<B> {
-    /// Reads the keys and values of one head at `positions` of a sequence.
-    pub fn read_rows(
-        &self,
-        sequence: &Sequence,
-        head: CacheHead,
-        positions: Range<usize>,
-    ) -> Result<(Vec<f32>, Vec<f32>), StepError> {
-        let (full, mut keys, mut values) = (sequence.pages.full(), Vec::new(), Vec::new());
-        self.backend.read_full_rows(head, full, positions, &self.storage, &mut keys, &mut values)?;
-        Ok((keys, values))
-    }
-
-    /// Replaces keys and values of one head from position `first` of a sequence on.
-    pub fn write_rows(
-        &mut self,
-        sequence: &Sequence,
-        head: CacheHead,
-        first: usize,
-        keys: &[f32],
-        values: &[f32],
-    ) -> Result<(), StepError> {
-        let full = sequence.pages.full();
-        Ok(self.backend.write_full_rows(head, full, first, keys, values, &mut self.storage)?)
     }
 }

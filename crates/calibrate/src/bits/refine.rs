@@ -1,148 +1,163 @@
-//! Exchanging bits between units that interact.
+//! Moving bits between units that interact.
 //!
 //! Harms are measured one unit at a time, but a model meets them together: two heads may stand in
-//! for one another, or one may spoil what another reads. So the solved table is coded as a whole,
-//! single bits are moved from one unit to another in the order the harms suggest, and moves that
-//! help are kept.
+//! for one another, or one may spoil what another reads. So the whole table is put into the history
+//! and each unit gets one bit more and one less. These differences, measured in company, say which
+//! bits to move; the new table is kept if it is better as a whole.
 
-use super::judge::{Judge, Scores};
-use super::probe::{CodedStage, HarmOptions, Probe};
+use super::harm::side_of;
+use super::judge::{Judge, Stage};
+use super::probe::Probe;
+use super::scores::Scores;
+use super::solve::{Freedom, solve};
 use super::table::{ABSENT, HarmMap, WIDTHS, WidthTable};
 use crate::error::CalibrateError;
-use oscar_backend::Calibrates;
-use std::collections::BTreeSet;
+use oscar_backend::{Calibrates, Divergence};
+use oscar_codec::MeanBits;
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct RefineOptions {
-    /// Passes over the probes, at most.
-    pub rounds: usize,
-    /// Moves tried in a pass.
-    pub moves: usize,
-    /// As in the options of the harm.
-    pub lead: usize,
-}
+/// Harm that no table is worth.
+const FORBIDDEN: f32 = 1e6;
 
-impl Default for RefineOptions {
-    fn default() -> Self {
-        Self { rounds: 4, moves: 24, lead: HarmOptions::default().lead }
-    }
-}
-
-/// The outcome of [`refine`].
-#[derive(Clone, Debug, PartialEq)]
-pub struct Refined {
+/// A table, and the same with one unit a bit wider or narrower, on some probes.
+pub(super) struct Neighbourhood {
     pub table: WidthTable,
-    /// Harm of the whole table relative to uniform two bits, before and after.
-    pub before: f64,
-    pub after: f64,
-    /// Tables that were tried.
-    pub tried: usize,
+    pub scores: Scores,
+    /// Two bits everywhere.
+    pub yardstick: Scores,
+    /// Unit, its other width, and the scores.
+    pub changes: Vec<(usize, u32, Scores)>,
 }
 
-/// Searches around `start`, at the same number of bits. `progress` hears of each pass over the end
-/// of a probe.
-pub fn refine<B: Calibrates>(
-    judge: &Judge<'_, B>,
-    probes: &[Probe],
-    map: &HarmMap,
-    start: &WidthTable,
-    options: &RefineOptions,
-    mut progress: impl FnMut(),
-) -> Result<Refined, CalibrateError> {
-    let uniform = vec![2; map.units()];
-    let mut known = BTreeSet::new();
-    let mut best = (start.units(), f64::INFINITY);
-    let mut before = f64::INFINITY;
-    let mut centre = start.units();
-    for round in 0..options.rounds.max(1) {
-        let mut tables = vec![uniform.clone()];
-        if known.insert(centre.clone()) {
-            tables.push(centre.clone());
-        }
-        let moves = exchanges(map, &centre);
-        tables.extend(moves.into_iter().filter(|t| known.insert(t.clone())).take(options.moves));
-        let scores = judge_tables(judge, probes, &tables, options.lead, &mut progress)?;
-        let harms: Vec<f64> = scores[1..].iter().map(|s| s.relative_to(&scores[0])).collect();
-        if round == 0 {
-            before = harms[0];
-        }
-        let previous = best.1;
-        for (table, &harm) in tables[1..].iter().zip(&harms) {
-            if harm < best.1 {
-                best = (table.clone(), harm);
+impl Neighbourhood {
+    /// Changes that are measured: all units that keep history, by one bit.
+    pub fn changes(table: &WidthTable) -> Vec<(usize, u32)> {
+        let units = table.units().into_iter().enumerate().filter(|(_, width)| *width != ABSENT);
+        units
+            .flat_map(|(unit, width)| [(unit, width - 1), (unit, width + 1)])
+            .filter(|(_, width)| WIDTHS.contains(width))
+            .collect()
+    }
+
+    /// Tokens through the whole model that measuring costs.
+    pub fn work(table: &WidthTable, probes: &[Probe]) -> usize {
+        let (changes, layers) = (Self::changes(table), table.layers.max(1));
+        let readings: usize = changes.iter().map(|(unit, _)| layers - unit / 2 / table.kv_heads).sum();
+        probes.iter().map(|p| p.tokens.len() + (3 + readings / layers) * p.ending()).sum()
+    }
+
+    pub fn measure<B: Calibrates>(
+        judge: &Judge<'_, B>,
+        stage: &mut Stage<B>,
+        probes: &[Probe],
+        table: &WidthTable,
+        progress: &mut dyn FnMut(usize),
+    ) -> Result<Self, CalibrateError> {
+        let (layers, heads) = (table.layers, table.kv_heads);
+        let of_layer = |layer: usize| &table.widths[layer * heads..(layer + 1) * heads];
+        let changes = Self::changes(table);
+        let (mut scores, mut yardstick) = (Scores::default(), Scores::default());
+        let mut changed: Vec<(usize, u32, Scores)> =
+            changes.iter().map(|&(unit, width)| (unit, width, Scores::default())).collect();
+        let batch = stage.readings;
+        for probe in probes {
+            let mut trials = judge.trials(stage, probe)?;
+            for layer in 0..layers {
+                trials.set(0, layer, of_layer(layer))?;
+                trials.set(1, layer, &vec![(2, 2); heads])?;
+            }
+            let mut found: Vec<Divergence> = Vec::new();
+            trials.run(0, 2, |r, _| Some(r), &mut found)?;
+            let (own, two) = found.split_at(probe.scored.len());
+            scores.add(&probe.group, own);
+            yardstick.add(&probe.group, two);
+            trials.start_from(0)?;
+            progress(probe.tokens.len() + 3 * probe.ending());
+            for layer in 0..layers {
+                let here = |unit: usize| unit / 2 / heads == layer;
+                let mine: Vec<usize> = (0..changes.len()).filter(|&c| here(changes[c].0)).collect();
+                for batch in mine.chunks(batch) {
+                    judge.check_cancelled()?;
+                    for (reading, &change) in batch.iter().enumerate() {
+                        let (unit, width) = changes[change];
+                        let mut widths = of_layer(layer).to_vec();
+                        *side_of(&mut widths[unit / 2 % heads], unit) = width;
+                        trials.set(1 + reading, layer, &widths)?;
+                    }
+                    found.clear();
+                    let version = |r: usize, l: usize| Some(if l == layer { 1 + r } else { 0 });
+                    trials.run(layer, batch.len(), version, &mut found)?;
+                    for (&change, found) in batch.iter().zip(found.chunks_exact(probe.scored.len())) {
+                        changed[change].2.add(&probe.group, found);
+                    }
+                    progress(batch.len() * (layers - layer) * probe.ending() / layers);
+                }
             }
         }
-        // Less than this is noise, and the next pass would cost as much as this one.
-        if best.1 > previous * 0.998 {
-            break;
-        }
-        let combined = combine(&centre, &tables[1..], &harms);
-        centre = if known.contains(&combined) { best.0.clone() } else { combined };
+        Ok(Self { table: table.clone(), scores, yardstick, changes: changed })
     }
-    Ok(Refined {
-        table: WidthTable::from_units(start.layers, start.kv_heads, &best.0),
-        before,
-        after: best.1,
-        tried: known.len(),
-    })
+
+    /// The best table of a mean that differs by at most one bit in each unit. `harm` weighs the
+    /// groups of probes.
+    pub fn step(
+        &self,
+        mean: MeanBits,
+        head_dim: usize,
+        harm: impl Fn(&Scores) -> f64,
+    ) -> Result<WidthTable, CalibrateError> {
+        let WidthTable { layers, kv_heads, .. } = self.table;
+        let units = self.table.units();
+        let own = harm(&self.scores);
+        // Gains are negative; all are raised by the same amount for each unit.
+        let mut map = vec![[FORBIDDEN; WIDTHS.len()]; units.len()];
+        for (unit, &width) in units.iter().enumerate().filter(|(_, width)| **width != ABSENT) {
+            map[unit][width as usize - 1..].fill(own as f32);
+        }
+        for (unit, width, scores) in &self.changes {
+            let difference = harm(scores) - own;
+            let index = *width as usize - 1;
+            match *width > units[*unit] {
+                // A wider code is never worse, and widths beyond are a trifle better: bits that
+                // are free may go there.
+                true => {
+                    for (more, harm) in map[*unit][index..].iter_mut().enumerate() {
+                        *harm = ((own + difference.min(0.0)) * (1.0 - 1e-5 * more as f64)) as f32;
+                    }
+                }
+                false => map[*unit][index] = (own + difference.max(0.0)) as f32,
+            }
+        }
+        let absent = self.table.widths.iter().map(|pair| (pair.0 == ABSENT).then_some(0.0)).collect();
+        let map = HarmMap { layers, kv_heads, error: Vec::new(), harm: map, absent };
+        solve(&map, mean, head_dim, &Freedom::default())
+    }
 }
 
-/// All tables that differ from `widths` by one bit moved from one unit to another, the most
-/// promising first.
-fn exchanges(map: &HarmMap, widths: &[u32]) -> Vec<Vec<u32>> {
-    let at = |unit: usize, width: u32| f64::from(map.harm[unit][width as usize - 1]);
-    let widest = WIDTHS[WIDTHS.len() - 1];
-    let mut all = Vec::new();
-    for from in (0..widths.len()).filter(|&u| widths[u] > WIDTHS[0]) {
-        for to in (0..widths.len()).filter(|&u| u != from && widths[u] != ABSENT && widths[u] < widest) {
-            let lost = at(from, widths[from] - 1) - at(from, widths[from]);
-            let won = at(to, widths[to]) - at(to, widths[to] + 1);
-            let mut table = widths.to_vec();
-            table[from] -= 1;
-            table[to] += 1;
-            all.push((lost - won, table));
-        }
-    }
-    all.sort_by(|a, b| a.0.total_cmp(&b.0));
-    all.into_iter().map(|(_, table)| table).collect()
-}
-
-/// The centre with all moves that helped and do not touch the same unit, the best first.
-fn combine(centre: &[u32], tables: &[Vec<u32>], harms: &[f64]) -> Vec<u32> {
-    let own = tables.iter().zip(harms).find(|(table, _)| *table == centre).map(|(_, &harm)| harm);
-    let mut order: Vec<usize> = (0..tables.len()).collect();
-    order.sort_by(|&a, &b| harms[a].total_cmp(&harms[b]));
-    let limit = own.unwrap_or(f64::INFINITY);
-    let mut combined = centre.to_vec();
-    for index in order.into_iter().filter(|&i| harms[i] < limit) {
-        let changed: Vec<usize> = (0..centre.len()).filter(|&u| tables[index][u] != centre[u]).collect();
-        if changed.iter().all(|&u| combined[u] == centre[u]) {
-            changed.iter().for_each(|&u| combined[u] = tables[index][u]);
-        }
-    }
-    combined
-}
-
-/// Scores tables with the history of every unit coded, at the ends of the probes. Heads without
-/// history are left exact: bits are not moved to or from them, so what they do is the same for all
-/// tables.
-fn judge_tables<B: Calibrates>(
+/// Scores whole tables at the endings of probes. Heads without history stay exact.
+pub(super) fn judge_tables<B: Calibrates>(
     judge: &Judge<'_, B>,
+    stage: &mut Stage<B>,
     probes: &[Probe],
-    tables: &[Vec<u32>],
-    lead: usize,
-    progress: &mut impl FnMut(),
+    tables: &[WidthTable],
+    progress: &mut dyn FnMut(usize),
 ) -> Result<Vec<Scores>, CalibrateError> {
     let mut all = vec![Scores::default(); tables.len()];
+    let batch = stage.readings;
     for probe in probes {
-        let mut stage = CodedStage::open(judge, probe, lead)?;
-        progress();
-        for (table, scores) in tables.iter().zip(&mut all) {
-            for (unit, &width) in table.iter().enumerate() {
-                stage.set(unit, width)?;
+        let mut trials = judge.trials(stage, probe)?;
+        progress(probe.tokens.len());
+        for (tables, scores) in tables.chunks(batch).zip(all.chunks_mut(batch)) {
+            judge.check_cancelled()?;
+            for (version, table) in tables.iter().enumerate() {
+                for layer in 0..table.layers {
+                    trials.set(version, layer, &table.widths[layer * table.kv_heads..][..table.kv_heads])?;
+                }
             }
-            scores.merge(stage.score()?);
-            progress();
+            let mut found = Vec::new();
+            trials.run(0, tables.len(), |r, _| Some(r), &mut found)?;
+            for (scores, found) in scores.iter_mut().zip(found.chunks_exact(probe.scored.len())) {
+                scores.add(&probe.group, found);
+            }
+            progress(tables.len() * probe.ending());
         }
     }
     Ok(all)
@@ -152,31 +167,39 @@ fn judge_tables<B: Calibrates>(
 mod tests {
     use super::*;
 
-    fn map() -> HarmMap {
-        let harm =
-            vec![[4.0, 3.0, 1.0, 0.5], [1.0, 0.5, 0.2, 0.1], [8.0, 2.0, 1.0, 0.9], [0.1, 0.1, 0.1, 0.1]];
-        HarmMap { layers: 2, kv_heads: 1, harm, absent: vec![None; 2] }
+    fn scores(kl: f64) -> Scores {
+        let mut scores = Scores::default();
+        scores.add("copy", &[Divergence { kl, agrees: true }]);
+        scores
+    }
+
+    fn total(scores: &Scores) -> f64 {
+        scores.groups().map(|g| g.divergence).sum()
     }
 
     #[test]
-    fn exchanges_keep_the_size_and_begin_with_the_best() {
-        let widths = [2, 2, 2, 2];
-        let all = exchanges(&map(), &widths);
-        assert_eq!(all.len(), 12);
-        assert!(all.iter().all(|t| t.iter().sum::<u32>() == 8));
-        // The last unit does not need its second bit, the first gains most.
-        assert_eq!(all[0], [3, 2, 2, 1]);
-        assert!(exchanges(&map(), &[2, 2, 0, 0]).iter().all(|t| t[2..] == [0, 0]), "no history stays none");
-        assert!(exchanges(&map(), &[1, 1, 1, 1]).is_empty());
-        assert!(exchanges(&map(), &[4, 4, 4, 4]).is_empty());
+    fn bits_move_to_the_units_that_need_them_in_company() {
+        let table = WidthTable::from_units(2, 1, &[2, 2, 2, 2]);
+        // One bit less costs unit 3 nothing, one more helps unit 0.
+        let harm = [(1, 0.9, 1.5), (1, 0.99, 1.2), (1, 0.95, 1.3), (1, 1.0, 1.0)];
+        let changes = harm
+            .iter()
+            .enumerate()
+            .flat_map(|(unit, &(_, more, less))| [(unit, 1, scores(less)), (unit, 3, scores(more))])
+            .collect();
+        let near = Neighbourhood { table, scores: scores(1.0), yardstick: scores(1.0), changes };
+        let moved = near.step("2.25".parse().unwrap(), 128, total).unwrap();
+        assert_eq!(moved.units(), [3, 2, 2, 1]);
     }
 
     #[test]
-    fn helpful_moves_of_different_units_are_combined() {
-        let centre = vec![2, 2, 2, 2];
-        let tables =
-            vec![centre.clone(), vec![3, 2, 2, 1], vec![3, 1, 2, 2], vec![2, 1, 3, 2], vec![1, 2, 2, 3]];
-        let combined = combine(&centre, &tables, &[1.0, 0.5, 0.6, 0.7, 1.5]);
-        assert_eq!(combined, [3, 1, 3, 1]);
+    fn heads_without_history_stay_so_and_widths_have_limits() {
+        let table = WidthTable::from_units(2, 1, &[4, 1, 0, 0]);
+        assert_eq!(Neighbourhood::changes(&table), [(0, 3), (1, 2)]);
+        let changes = vec![(0, 3, scores(2.0)), (1, 2, scores(0.5))];
+        let near = Neighbourhood { table, scores: scores(1.0), yardstick: scores(1.0), changes };
+        let moved = near.step("2.25".parse().unwrap(), 128, total).unwrap();
+        assert_eq!(moved.units()[2..], [0, 0]);
+        assert_eq!(moved.units()[..2], [4, 4], "what is free goes to the others");
     }
 }

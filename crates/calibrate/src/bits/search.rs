@@ -1,47 +1,62 @@
 //! The search for widths, from probes to verified tables.
 
+use super::absent::{AbsentHarm, Candidates};
 use super::checkpoint::{Checkpoint, Key};
+use super::harm::{HarmPlan, measure};
+use super::refine::{Neighbourhood, judge_tables};
+use super::scores::Worse;
 use super::{
-    Freedom, HarmMap, HarmOptions, Judge, Probe, RefineOptions, Refined, Scores, WidthTable, absent_harm,
-    probe_harm, refine, solve,
+    ABSENT, Freedom, HarmMap, HarmOptions, Judge, Probe, ProbeHarm, Scores, WIDTHS, WidthTable, solve,
 };
 use crate::{CalibrateError, CodeRounding, Metadata};
 use oscar_backend::Calibrates;
 use oscar_codec::MeanBits;
 use std::path::Path;
 
-/// Receives the progress of a search, which may take hours.
+/// Receives the progress of a calibration. Work is counted in tokens through the whole model, so
+/// that equal steps take about equal time.
 pub trait Watch {
-    /// A stage of `passes` passes begins.
-    fn begin(&self, stage: &'static str, passes: usize);
-    fn advance(&self, passes: usize);
+    /// A stage of this much work begins.
+    fn begin(&self, stage: &'static str, work: usize);
+    fn advance(&self, work: usize);
     fn end(&self);
     fn note(&self, text: String);
 }
+
+/// Probes of each kind on which every unit is measured; more are spent on units near the price of a
+/// bit alone.
+const FIRST_ROUND: usize = 2;
+
+/// Attempts to repair a table that failed its verification.
+const REPAIRS: usize = 3;
+/// What a group that failed counts more in the next attempt.
+const BOOST: f64 = 4.0;
 
 /// A search for the widths of least harm.
 pub struct Search<'a, B: Calibrates> {
     pub judge: Judge<'a, B>,
     pub harm: HarmOptions,
     pub freedom: Freedom,
-    /// Passes in which bits are moved between units that interact.
+    /// Rounds in which bits are moved between units that interact.
     pub refine_rounds: usize,
     pub rounding: CodeRounding,
-    /// Probes that tables are chosen on.
-    pub probes: &'a [Probe],
+    /// Rounds of probes that tables are chosen on, one of each kind in a round.
+    pub probes: &'a [Vec<Probe>],
     /// Other probes, which tables are verified on.
     pub fresh: &'a [Probe],
     pub watch: &'a dyn Watch,
 }
 
 /// One chosen table and what it does.
+#[derive(Clone, Debug)]
 pub struct Chosen {
     pub mean: MeanBits,
     pub table: WidthTable,
     /// Uniform two bits beside it, on the same probes.
     pub uniform: Scores,
     pub scores: Scores,
-    pub tried: usize,
+    /// How often the table was repaired before it passed.
+    pub repairs: usize,
 }
 
 impl Chosen {
@@ -58,128 +73,315 @@ pub struct Refused {
     pub reason: String,
 }
 
-/// A candidate table of one mean.
-struct Candidate {
-    mean: MeanBits,
-    start: WidthTable,
-    refined: Option<Refined>,
-}
-
 impl<B: Calibrates> Search<'_, B> {
-    /// Measures the harm of every unit on every probe. Finished probes are stored in a checkpoint.
-    pub fn measure_harms(&self, metadata: &Metadata, checkpoint: &Path) -> Result<HarmMap, CalibrateError> {
-        let config = self.judge.transformer.config();
-        let passes = self.harm.passes(config.layers, config.kv_heads);
-        let tokens: usize = self.probes.iter().map(|p| p.tokens.len()).sum();
+    /// Measures the harm of units. Finished probes are stored in a checkpoint.
+    pub fn measure_harms(
+        &self,
+        metadata: &Metadata,
+        checkpoint: &Path,
+        means: &[MeanBits],
+    ) -> Result<HarmMap, CalibrateError> {
+        let c = self.judge.transformer.config();
+        let (layers, kv_heads) = (c.layers, c.kv_heads);
+        let whole = HarmPlan::whole(layers, kv_heads, &self.harm.measured);
+        let (first, later) = self.probes.split_at(FIRST_ROUND.min(self.probes.len()));
+        let first: Vec<Probe> = first.concat();
+        let count: usize = self.probes.iter().map(Vec::len).sum();
+        let mut stage = self.judge.stage(&self.probes.concat())?;
         self.watch.note(format!(
-            "harm of {} units at {} widths: {} probes, {tokens} tokens of exact prefill, then {} short passes",
-            2 * config.layers * config.kv_heads,
+            "harm of {} units at {} widths: {} probes of {} readings each ({} at once), then at most {} probes for units \
+             whose width is uncertain",
+            2 * layers * kv_heads,
             self.harm.measured.len(),
-            self.probes.len(),
-            self.probes.len() * passes,
+            first.len(),
+            whole.passes(),
+            stage.readings,
+            count - first.len(),
         ));
         let mut stored = Checkpoint::open(checkpoint)?;
         if stored.len() > 0 {
-            self.watch.note(format!("{}: {} results of before are used", checkpoint.display(), stored.len()));
+            self.watch.note(format!("{}: {} stored results are used", checkpoint.display(), stored.len()));
         }
         let key = Key { options: &self.harm, rounding: self.rounding, metadata };
-        let measure =
-            |probe: &Probe, advance: &mut dyn FnMut()| probe_harm(&self.judge, probe, &self.harm, advance);
-        let mut harms = self.each_probe("measuring harm", passes, |probe, advance| {
-            stored.get_or(key.of(probe, "widths"), || measure(probe, advance))
-        })?;
-        let map = HarmMap::of(config.layers, config.kv_heads, &harms, &self.harm);
-        if !self.freedom.allows_absent() {
-            return Ok(map);
+        let mut round = |label, probes: &[Probe], plan: &HarmPlan, harms: &mut Vec<ProbeHarm>| {
+            self.watch.begin(label, probes.iter().map(|p| plan.work(p)).sum());
+            for probe in probes {
+                let (mut done, work) = (0, plan.work(probe));
+                harms.push(stored.get_or(key.of(probe, &format!("{plan:?}")), || {
+                    measure(&self.judge, &mut stage, probe, plan, &mut |more| {
+                        done += more;
+                        self.watch.advance(more);
+                    })
+                })?);
+                // A stored result took no work.
+                self.watch.advance(work.saturating_sub(done));
+            }
+            self.watch.end();
+            Ok::<_, CalibrateError>(HarmMap::of(layers, kv_heads, harms))
+        };
+        let mut harms = Vec::new();
+        let mut map = round("measuring harm", &first, &whole, &mut harms)?;
+        for probes in later {
+            let mut units = vec![Vec::new(); map.units()];
+            for &mean in means {
+                let table = solve(&map, mean, c.head_dim, &self.freedom)?;
+                for (wanted, more) in units.iter_mut().zip(map.uncertain(&table, &WIDTHS)) {
+                    wanted.extend(more);
+                    wanted.sort_unstable();
+                    wanted.dedup();
+                }
+            }
+            let plan = HarmPlan { layers, kv_heads, units, joint: false };
+            if plan.is_empty() {
+                break;
+            }
+            map = round("measuring uncertain units", probes, &plan, &mut harms)?;
         }
+        if self.freedom.allows_absent() {
+            self.measure_absent(&mut map, key, &mut stored)?;
+        }
+        Ok(map)
+    }
 
-        let heads = map.expendable();
-        let passes = heads.len() + 1;
+    /// Tries heads without history.
+    fn measure_absent(
+        &self,
+        map: &mut HarmMap,
+        key: Key<'_>,
+        stored: &mut Checkpoint,
+    ) -> Result<(), CalibrateError> {
+        let candidates = Candidates::of(map);
+        if candidates.len() == 0 {
+            return Ok(());
+        }
+        let tables = candidates.tables(map.layers, map.kv_heads);
+        let probes = Candidates::probes(&self.probes.concat());
+        let passes = tables.len() + 1;
         self.watch.note(format!(
             "{} heads without history: {} passes over whole probes",
-            heads.len(),
-            self.probes.len() * passes
+            candidates.len(),
+            probes.len() * passes
         ));
-        let what = format!("no history of {heads:?}");
-        let absent = self.each_probe("leaving out history", passes, |probe, advance| {
-            stored.get_or(key.of(probe, &what), || absent_harm(&self.judge, probe, &heads, advance))
-        })?;
-        for (harm, found) in harms.iter_mut().zip(absent) {
-            harm.absent = heads.iter().copied().zip(found).collect();
-        }
-        Ok(HarmMap::of(config.layers, config.kv_heads, &harms, &self.harm))
-    }
-
-    /// Runs `measure` on every probe as a stage in which each takes `passes`.
-    fn each_probe<T>(
-        &self,
-        stage: &'static str,
-        passes: usize,
-        mut measure: impl FnMut(&Probe, &mut dyn FnMut()) -> Result<T, CalibrateError>,
-    ) -> Result<Vec<T>, CalibrateError> {
-        self.watch.begin(stage, self.probes.len() * passes);
-        let mut all = Vec::with_capacity(self.probes.len());
-        for probe in self.probes {
+        let what: String = tables.iter().map(WidthTable::describe).collect();
+        self.watch.begin("leaving out history", probes.iter().map(|p| passes * p.tokens.len()).sum());
+        let mut found: Vec<AbsentHarm> = Vec::new();
+        for probe in &probes {
             let mut done = 0;
-            all.push(measure(probe, &mut || {
-                done += 1;
-                self.watch.advance(1);
+            let tokens = probe.tokens.len();
+            found.push(stored.get_or(key.of(probe, &what), || {
+                Candidates::measure(&self.judge, probe, &tables, || {
+                    done += tokens;
+                    self.watch.advance(tokens);
+                })
             })?);
-            // A stored result took no pass.
-            self.watch.advance(passes.saturating_sub(done));
+            self.watch.advance((passes * tokens).saturating_sub(done));
         }
         self.watch.end();
-        Ok(all)
+        candidates.enter(&found, map);
+        Ok(())
     }
 
-    /// Finds a table for each mean and verifies it on fresh probes.
+    /// Finds a table for each mean. Verification on probes that chose nothing decides what is
+    /// stored: a table that is worse than its safer neighbour on any kind of probe is repaired, or
+    /// its mean is refused.
     pub fn choose(
         &self,
         map: &HarmMap,
         means: &[MeanBits],
     ) -> Result<(Vec<Chosen>, Vec<Refused>), CalibrateError> {
-        let candidates =
-            means.iter().map(|&mean| self.candidate(map, mean)).collect::<Result<Vec<_>, _>>()?;
+        let c = self.judge.transformer.config();
+        let mut tables: Vec<WidthTable> = Vec::new();
+        for &mean in means {
+            let start = solve(map, mean, c.head_dim, &self.freedom)?;
+            tables.push(self.refined(start, mean)?);
+        }
         // Everything through the quantized cache, as in serving.
-        let mut tables = vec![WidthTable::uniform(map.layers, map.kv_heads, 2)];
-        for candidate in &candidates {
-            tables.push(candidate.start.clone());
-            tables.extend(candidate.refined.as_ref().map(|r| r.table.clone()));
+        let uniform = |bits| WidthTable::uniform(map.layers, map.kv_heads, bits);
+        let mut widths: Vec<u32> = means.iter().map(|&mean| neighbour(mean, c.head_dim)).chain([2]).collect();
+        widths.sort_unstable();
+        widths.dedup();
+        let neighbours: Vec<WidthTable> = widths.iter().map(|&bits| uniform(bits)).collect();
+        let all: Vec<WidthTable> = neighbours.iter().chain(&tables).cloned().collect();
+        let mut scores = self.verified(&all)?;
+        let own = scores.split_off(neighbours.len());
+        let safer = |bits: u32| {
+            let at = widths.iter().position(|&w| w == bits).unwrap_or_default();
+            (neighbours[at].clone(), scores[at].clone())
+        };
+        let (mut chosen, mut refused) = (Vec::new(), Vec::new());
+        for ((&mean, table), own) in means.iter().zip(tables).zip(own) {
+            let neighbour = safer(neighbour(mean, c.head_dim));
+            match self.repaired(map, mean, (table, own), &neighbour)? {
+                Ok((table, scores, repairs)) => {
+                    chosen.push(Chosen { mean, table, uniform: safer(2).1, scores, repairs });
+                }
+                Err(reason) => refused.push(Refused { mean, reason }),
+            }
         }
-        self.watch.begin("verifying", self.fresh.len() * (tables.len() + 1));
-        let scores = self.judge.verify(self.fresh, &tables, || self.watch.advance(1))?;
-        self.watch.end();
-
-        let mut verified = tables.into_iter().zip(scores);
-        let uniform = verified.next().map(|(_, scores)| scores).unwrap_or_default();
-        let mut chosen = Vec::with_capacity(candidates.len());
-        for Candidate { mean, start, refined } in candidates {
-            let count = 1 + usize::from(refined.is_some());
-            let harm = |scores: &Scores| scores.relative_to(&uniform);
-            let best = verified.by_ref().take(count).min_by(|a, b| harm(&a.1).total_cmp(&harm(&b.1)));
-            let (table, scores) = best.unwrap_or((start, Scores::default()));
-            let tried = refined.map_or(1, |r| r.tried);
-            chosen.push(Chosen { mean, table, uniform: uniform.clone(), scores, tried });
-        }
-        Ok((chosen, Vec::new()))
+        Ok((chosen, refused))
     }
 
-    /// The table that single harms give, and the one after bits were moved.
-    fn candidate(&self, map: &HarmMap, mean: MeanBits) -> Result<Candidate, CalibrateError> {
-        let head_dim = self.judge.transformer.config().head_dim;
-        let start = solve(map, mean, head_dim, &self.freedom)?;
-        let (rounds, lead) = (self.refine_rounds, self.harm.lead);
-        if rounds == 0 {
-            return Ok(Candidate { mean, start, refined: None });
+    /// The probes that bits are moved on.
+    fn refining_probes(&self) -> Vec<Probe> {
+        self.probes[..FIRST_ROUND.min(self.probes.len())].concat()
+    }
+
+    /// Moves bits while the joint harm falls.
+    fn refined(&self, start: WidthTable, mean: MeanBits) -> Result<WidthTable, CalibrateError> {
+        let mut best = start;
+        for _ in 0..self.refine_rounds {
+            let near = self.neighbourhood(&best)?;
+            let (better, before, after) = self.moved(&near, mean, &[])?;
+            if better == best || after >= before {
+                break;
+            }
+            self.watch.note(format!(
+                "{mean} bits: {before:.3} of the harm of two bits everywhere, {after:.3} after bits were moved"
+            ));
+            best = better;
         }
-        let options = RefineOptions { rounds, lead, ..RefineOptions::default() };
-        self.watch.begin("moving bits", rounds * self.probes.len() * (options.moves + 3));
-        let refined = refine(&self.judge, self.probes, map, &start, &options, || self.watch.advance(1))?;
+        Ok(best)
+    }
+
+    fn neighbourhood(&self, table: &WidthTable) -> Result<Neighbourhood, CalibrateError> {
+        let probes = self.refining_probes();
+        let mut stage = self.judge.stage(&probes)?;
+        self.watch.begin("moving bits", Neighbourhood::work(table, &probes));
+        let advance = &mut |work| self.watch.advance(work);
+        let near = Neighbourhood::measure(&self.judge, &mut stage, &probes, table, advance)?;
         self.watch.end();
-        self.watch.note(format!(
-            "{mean} bits: {:.3} of the harm of two bits everywhere from single harms, {:.3} after {} tables",
-            refined.before, refined.after, refined.tried
-        ));
-        Ok(Candidate { mean, start, refined: Some(refined) })
+        Ok(near)
+    }
+
+    /// The table after bits were moved, with the joint harm before and after. Each of `blamed`
+    /// counts more.
+    fn moved(
+        &self,
+        near: &Neighbourhood,
+        mean: MeanBits,
+        blamed: &[(String, f64)],
+    ) -> Result<(WidthTable, f64, f64), CalibrateError> {
+        let probes = self.refining_probes();
+        let mut stage = self.judge.stage(&probes)?;
+        let head_dim = self.judge.transformer.config().head_dim;
+        let work = |tables: usize| probes.iter().map(|p| p.tokens.len() + tables * p.ending()).sum();
+        let mut joint = |tables: &[WidthTable]| {
+            self.watch.begin("comparing tables", work(tables.len()));
+            let advance = &mut |work| self.watch.advance(work);
+            let scores = judge_tables(&self.judge, &mut stage, &probes, tables, advance)?;
+            self.watch.end();
+            Ok::<_, CalibrateError>(scores)
+        };
+        let harm = |scores: &Scores| scores.weighed(&near.yardstick, blamed);
+        let table = near.step(mean, head_dim, harm)?;
+        if table == near.table {
+            return Ok((table, harm(&near.scores), harm(&near.scores)));
+        }
+        let after = joint(std::slice::from_ref(&table))?.remove(0);
+        Ok((table, harm(&near.scores), harm(&after)))
+    }
+
+    /// Scores of tables on the fresh probes.
+    fn verified(&self, tables: &[WidthTable]) -> Result<Vec<Scores>, CalibrateError> {
+        let tokens: usize = self.fresh.iter().map(|p| p.tokens.len()).sum();
+        self.watch.begin("verifying", tokens * (tables.len() + 1));
+        let each = tokens / self.fresh.len().max(1);
+        let scores = self.judge.verify(self.fresh, tables, || self.watch.advance(each))?;
+        self.watch.end();
+        Ok(scores)
+    }
+
+    /// A table that passed its verification, after repairs if need be, or the reason why there is
+    /// none.
+    #[expect(clippy::type_complexity, reason = "a table, its scores and a count")]
+    fn repaired(
+        &self,
+        map: &HarmMap,
+        mean: MeanBits,
+        table: (WidthTable, Scores),
+        neighbour: &(WidthTable, Scores),
+    ) -> Result<Result<(WidthTable, Scores, usize), String>, CalibrateError> {
+        let head_dim = self.judge.transformer.config().head_dim;
+        let (mut table, mut scores) = table;
+        let mut blamed: Vec<(String, f64)> = Vec::new();
+        let mut worse = scores.worse_than(&neighbour.1);
+        for repairs in 0..=REPAIRS {
+            if worse.is_empty() {
+                return Ok(Ok((table, scores, repairs)));
+            }
+            if repairs == REPAIRS {
+                break;
+            }
+            self.watch.note(format!("{mean} bits: {}: repairing", describe(&worse, neighbour)));
+            for w in &worse {
+                match blamed.iter_mut().find(|(group, _)| *group == w.group) {
+                    Some((_, weight)) => *weight *= BOOST,
+                    None => blamed.push((w.group.clone(), BOOST)),
+                }
+            }
+            // Heads without history are the first suspects: single bits do not bring them back.
+            let next = match table.widths.iter().any(|pair| pair.0 == ABSENT) {
+                true => {
+                    let freedom = Freedom { widths: WIDTHS.to_vec(), ..self.freedom.clone() };
+                    solve(map, mean, head_dim, &freedom)?
+                }
+                false if self.freedom == Freedom::default() => {
+                    self.moved(&self.neighbourhood(&table)?, mean, &blamed)?.0
+                }
+                false => break,
+            };
+            if next == table {
+                break;
+            }
+            let found = self.verified(std::slice::from_ref(&next))?.remove(0);
+            let now = found.worse_than(&neighbour.1);
+            (table, scores, worse) = (next, found, now);
+        }
+        if neighbour.0.mean_bits(head_dim) <= mean.bits() + 1e-6 && self.freedom == Freedom::default() {
+            self.watch
+                .note(format!("{mean} bits: {}: equal widths are used instead", describe(&worse, neighbour)));
+            return Ok(Ok((neighbour.0.clone(), neighbour.1.clone(), REPAIRS)));
+        }
+        Ok(Err(describe(&worse, neighbour)))
+    }
+}
+
+/// The uniform width that a table of this mean must not be worse than: that of the same size or the
+/// next larger one, at least two bits.
+fn neighbour(mean: MeanBits, head_dim: usize) -> u32 {
+    (mean.mean_width(head_dim) - 1e-6).ceil().clamp(2.0, f64::from(WIDTHS[WIDTHS.len() - 1])) as u32
+}
+
+/// Where a table is worse than its safer neighbour.
+fn describe(worse: &[Worse], neighbour: &(WidthTable, Scores)) -> String {
+    let bits = neighbour.0.widths.first().map_or(0, |pair| pair.0);
+    let groups: Vec<String> = worse
+        .iter()
+        .map(|w| {
+            format!(
+                "{} (KL {:.4} against {:.4}, {:.1} % of tokens changed against {:.1} %)",
+                w.group,
+                w.divergence,
+                w.safer,
+                100.0 * w.changed,
+                100.0 * w.safer_changed
+            )
+        })
+        .collect();
+    format!("worse than {bits} bits everywhere on {}", groups.join(", "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_safer_neighbour_is_uniform_and_no_smaller() {
+        let of = |mean: &str| neighbour(mean.parse().unwrap(), 128);
+        assert_eq!(
+            ["1.50", "2.00", "2.25", "2.26", "2.75", "3.25", "4.00", "4.25"].map(of),
+            [2, 2, 2, 3, 3, 3, 4, 4]
+        );
+        assert_eq!(neighbour("2.50".parse().unwrap(), 64), 2);
     }
 }

@@ -48,6 +48,7 @@ impl Freedom {
             layers,
             kv_heads,
             harm: vec![Default::default(); 2 * heads],
+            error: Vec::new(),
             absent: vec![None; heads],
         };
         means.iter().try_for_each(|&mean| solve(&harmless, mean, head_dim, self).map(drop))
@@ -176,7 +177,7 @@ mod tests {
 
     fn map(kv_heads: usize, harm: Vec<[f32; 4]>) -> HarmMap {
         let heads = harm.len() / 2;
-        HarmMap { layers: heads / kv_heads, kv_heads, harm, absent: vec![None; heads] }
+        HarmMap { layers: heads / kv_heads, kv_heads, harm, error: Vec::new(), absent: vec![None; heads] }
     }
 
     #[test]

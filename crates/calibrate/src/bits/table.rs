@@ -87,6 +87,8 @@ pub struct HarmMap {
     pub layers: usize,
     pub kv_heads: usize,
     pub harm: Vec<[f32; WIDTHS.len()]>,
+    /// Standard error of each harm, over probes; empty if it is not known.
+    pub error: Vec<[f32; WIDTHS.len()]>,
     /// Harm of each head without history, `[layer][kv_head]`; `None` where it was not measured.
     pub absent: Vec<Option<f32>>,
 }
@@ -133,6 +135,12 @@ impl BitPlan {
         self.tables.iter().find(|(m, _)| *m == mean).map(|(_, table)| table)
     }
 
+    /// The verified table of a mean, or of the next smaller one.
+    pub fn verified(&self, mean: MeanBits) -> Option<(MeanBits, &WidthTable)> {
+        let fits = self.tables.iter().filter(|(m, _)| *m <= mean);
+        fits.max_by_key(|(m, _)| *m).map(|(m, table)| (*m, table))
+    }
+
     pub fn means(&self) -> String {
         self.tables.iter().map(|(mean, _)| mean.to_string()).collect::<Vec<_>>().join(", ")
     }
@@ -171,6 +179,13 @@ impl BitPlan {
         if let Some(map) = &self.harm {
             shape("harm", map.harm.len(), 2 * layers * kv_heads)?;
             shape("harm_absent", map.absent.len(), layers * kv_heads)?;
+            if !map.error.is_empty() {
+                shape("harm_error", map.error.len(), 2 * layers * kv_heads)?;
+            }
+            if let Some(index) = map.error.iter().flatten().position(|v| !(v.is_finite() && *v >= 0.0)) {
+                let value = map.error[index / WIDTHS.len()][index % WIDTHS.len()];
+                return Err(RotationFileError::Value { tensor: "harm_error", index, value });
+            }
             let bad = map.absent.iter().flatten().position(|v| !(v.is_finite() && *v >= 0.0));
             if let Some(index) = bad {
                 let value = map.absent.iter().flatten().nth(index).copied().unwrap_or_default();
@@ -192,6 +207,18 @@ impl BitPlan {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_mean_without_a_table_gets_the_next_smaller_verified_one() {
+        let mean = |bits: &str| bits.parse::<MeanBits>().unwrap();
+        let table = |bits| WidthTable::uniform(1, 1, bits);
+        let tables = vec![(mean("2.25"), table(2)), (mean("1.75"), table(1))];
+        let plan = BitPlan { tables, ..BitPlan::default() };
+        assert_eq!(plan.verified(mean("2.25")), Some((mean("2.25"), &table(2))));
+        assert_eq!(plan.verified(mean("4.00")), Some((mean("2.25"), &table(2))));
+        assert_eq!(plan.verified(mean("2.00")), Some((mean("1.75"), &table(1))));
+        assert_eq!(plan.verified(mean("1.50")), None);
+    }
 
     #[test]
     fn a_table_is_told_by_layer() {

@@ -60,6 +60,8 @@ pub struct WidthOptions {
     pub rounding: Option<CodeRounding>,
     /// Take the harms of the given file instead of measuring them.
     pub reuse_harms: bool,
+    /// Bytes for versions of the history that are read at once.
+    pub memory: usize,
 }
 
 impl WidthOptions {
@@ -67,14 +69,15 @@ impl WidthOptions {
     pub fn of_means(means: Vec<MeanBits>) -> Self {
         Self {
             means,
-            probe_tokens: 3072,
-            probes: 6,
+            probe_tokens: 2560,
+            probes: 4,
             kinds: ProbeKind::defaults(),
             measured: HarmOptions::default().measured,
             freedom: Freedom::default(),
             refine_rounds: 1,
             rounding: None,
             reuse_harms: false,
+            memory: 512 << 20,
         }
     }
 }
@@ -177,7 +180,7 @@ fn find_rotations<B: Calibrates>(
 impl WidthOptions {
     fn check<B: Backend>(&self, subject: &Subject<'_, B>) -> Result<(), CalibrateError> {
         let c = subject.config;
-        HarmOptions { measured: self.measured.clone(), ..HarmOptions::default() }.check()?;
+        HarmOptions { measured: self.measured.clone() }.check()?;
         self.freedom.check_means(c.layers, c.kv_heads, c.head_dim, &self.means)?;
         probes::check_tokens(self.probe_tokens, subject)
     }
@@ -253,9 +256,10 @@ fn choose_widths<B: Calibrates>(
             windows: Windows::default(),
             roundings: &roundings,
             chunk: 512,
+            memory: widths.memory,
             cancelled,
         },
-        harm: HarmOptions { measured: widths.measured.clone(), ..HarmOptions::default() },
+        harm: HarmOptions { measured: widths.measured.clone() },
         freedom: widths.freedom.clone(),
         refine_rounds: widths.refine_rounds,
         rounding,
@@ -272,7 +276,7 @@ fn choose_widths<B: Calibrates>(
                     .into(),
             });
         }
-        (false, _) => search.measure_harms(&file.metadata, state)?,
+        (false, _) => search.measure_harms(&file.metadata, state, &widths.means)?,
     };
     let (chosen, refused) = search.choose(&map, &widths.means)?;
     let mut tables: Vec<_> = chosen.iter().map(|c| (c.mean, c.table.clone())).collect();

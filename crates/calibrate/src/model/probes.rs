@@ -102,9 +102,9 @@ pub(super) struct Prober<'a, B: Backend> {
 }
 
 impl<B: Backend> Prober<'_, B> {
-    /// Probes that tables are chosen on.
-    pub fn choosing(&self) -> Result<Vec<Probe>, CalibrateError> {
-        self.probes(&self.options.kinds, 0)
+    /// Probes that tables are chosen on: rounds, each with one probe of each kind.
+    pub fn choosing(&self) -> Result<Vec<Vec<Probe>>, CalibrateError> {
+        (0..self.options.probes).map(|index| self.round(&self.options.kinds, index, 0)).collect()
     }
 
     /// Probes that only verify: other windows of the text, other seeds, and more kinds.
@@ -114,22 +114,19 @@ impl<B: Backend> Prober<'_, B> {
         let more = ProbeKind::VERIFYING.into_iter().filter(|kind| tasks && !kinds.contains(kind));
         let more: Vec<ProbeKind> = more.collect();
         kinds.extend(more);
-        self.probes(&kinds, 1)
+        let rounds = self.options.probes.div_ceil(2);
+        let rounds = (0..rounds).map(|index| self.round(&kinds, index, 1)).collect::<Result<Vec<_>, _>>()?;
+        Ok(rounds.concat())
     }
 
-    /// Probes of all kinds in turn, so that the first ones are a sample of all.
-    fn probes(&self, kinds: &[ProbeKind], half: usize) -> Result<Vec<Probe>, CalibrateError> {
-        let mut all = Vec::new();
-        for index in 0..self.options.probes {
-            for &kind in kinds {
-                all.push(match kind {
-                    ProbeKind::Text => self.text_probe(index, half)?,
-                    ProbeKind::Echo => self.echo_probe(index, half)?,
-                    ProbeKind::Task(task) => self.task_probe(task, index, half)?,
-                });
-            }
-        }
-        Ok(all)
+    /// One probe of each kind.
+    fn round(&self, kinds: &[ProbeKind], index: usize, half: usize) -> Result<Vec<Probe>, CalibrateError> {
+        let probe = |&kind: &ProbeKind| match kind {
+            ProbeKind::Text => self.text_probe(index, half),
+            ProbeKind::Echo => self.echo_probe(index, half),
+            ProbeKind::Task(task) => self.task_probe(task, index, half),
+        };
+        kinds.iter().map(probe).collect()
     }
 
     /// A window of the text. The halves take every other window.

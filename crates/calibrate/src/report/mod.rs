@@ -139,6 +139,7 @@ mod tests {
                     layers: 3,
                     kv_heads: 2,
                     harm: (0..12).map(|i| [0.4, 0.1, 0.02, 0.001].map(|h| h * (1 + i) as f32)).collect(),
+                    error: Vec::new(),
                     absent: vec![None; 6],
                 }),
                 ..BitPlan::default()

@@ -218,9 +218,12 @@ impl RotationFile {
         if !self.bits.tables.is_empty() {
             tensors.push(("widths", vec![self.bits.tables.len(), layers, kv_heads, 2]));
         }
-        if self.bits.harm.is_some() {
+        if let Some(map) = &self.bits.harm {
             tensors.push(("harm", vec![layers, kv_heads, 2, WIDTHS.len()]));
             tensors.push(("harm_absent", vec![layers, kv_heads]));
+            if !map.error.is_empty() {
+                tensors.push(("harm_error", vec![layers, kv_heads, 2, WIDTHS.len()]));
+            }
         }
         let mut fields = self.metadata.to_fields(shape);
         if !self.bits.tables.is_empty() {
@@ -270,6 +273,7 @@ impl RotationFile {
         if let Some(map) = &self.bits.harm {
             write_floats(out, map.harm.iter().flatten().copied())?;
             write_floats(out, map.absent.iter().map(|harm| harm.unwrap_or(-1.0)))?;
+            write_floats(out, map.error.iter().flatten().copied())?;
         }
         out.flush()?;
         Ok(())

@@ -168,7 +168,7 @@ impl<'a, R: Read + Seek> Source<'a, R> {
 
     /// A tensor nobody knows might change what the others mean.
     fn check_names(&self) -> Result<(), RotationFileError> {
-        const KNOWN: [&str; 10] = [
+        const KNOWN: [&str; 11] = [
             "key_rotation",
             "value_rotation",
             "key_clip",
@@ -179,6 +179,7 @@ impl<'a, R: Read + Seek> Source<'a, R> {
             "widths",
             "harm",
             "harm_absent",
+            "harm_error",
         ];
         match self.header.tensors().keys().find(|name| !KNOWN.contains(&name.as_str())) {
             None => Ok(()),
@@ -215,11 +216,16 @@ impl<'a, R: Read + Seek> Source<'a, R> {
         // Files from before zero-width heads have none of these.
         let absent = self.floats("harm_absent", &[layers, kv_heads])?;
         let absent = absent.unwrap_or_else(|| vec![-1.0; layers * kv_heads]);
-        let harm = self.floats("harm", &[layers, kv_heads, 2, WIDTHS.len()])?.map(|values| {
+        let shape = [layers, kv_heads, 2, WIDTHS.len()];
+        let rows = |values: Vec<f32>| -> Vec<[f32; WIDTHS.len()]> {
             let row = |h: &[f32]| std::array::from_fn(|i| h[i]);
-            let harm = values.chunks_exact(WIDTHS.len()).map(row).collect();
+            values.chunks_exact(WIDTHS.len()).map(row).collect()
+        };
+        let error = self.floats("harm_error", &shape)?.map(rows).unwrap_or_default();
+        let harm = self.floats("harm", &shape)?.map(|values| {
+            let harm = rows(values);
             let absent = absent.iter().map(|&v| (v >= 0.0).then_some(v)).collect();
-            HarmMap { layers, kv_heads, harm, absent }
+            HarmMap { layers, kv_heads, harm, error, absent }
         });
         Ok(BitPlan { tables, harm, rounding })
     }

@@ -93,6 +93,7 @@ fn with_widths() -> RotationFile {
             layers: 3,
             kv_heads: 2,
             harm: (0..12).map(|i| [i as f32, 0.5, 0.25, 0.0]).collect(),
+            error: (0..12).map(|i| [i as f32 / 8.0; 4]).collect(),
             absent: (0..6).map(|i| (i % 2 == 1).then_some(i as f32)).collect(),
         }),
         rounding: CodeRounding::Shaped,
@@ -123,6 +124,7 @@ fn impossible_widths_are_refused() {
     assert!(refuse(|b| b.tables[0].1.widths.truncate(2)).contains("widths"));
     assert!(refuse(|b| b.tables[1].0 = b.tables[0].0).contains("twice"));
     assert!(refuse(|b| b.harm.as_mut().unwrap().harm[3][1] = -1.0).contains("harm"));
+    assert!(refuse(|b| b.harm.as_mut().unwrap().error[3][1] = f32::NAN).contains("harm_error"));
     assert!(refuse(|b| b.harm.as_mut().unwrap().harm.truncate(3)).contains("harm"));
     // A mean without its table, and one that no widths can have.
     let text = bytes(&with_widths());

@@ -17,14 +17,14 @@ pub struct BitsArgs {
     #[arg(long, value_name = "MEAN[,MEAN…]", value_delimiter = ',')]
     pub bits: Vec<MeanBits>,
     /// Tokens of a probe: text or a task with its answer
-    #[arg(long, value_name = "N", default_value_t = 3072)]
+    #[arg(long, value_name = "N", default_value_t = 2560)]
     pub probe_tokens: usize,
     /// Probes of each kind, at most: text, echo, copy, running_sum, niah_uuid, niah_lines
-    #[arg(long, value_name = "N", default_value_t = 6)]
+    #[arg(long, value_name = "N", default_value_t = 4)]
     pub probes: usize,
-    /// Widths that are measured; the others follow from the codes' error. For large models one or
-    /// two are enough
-    #[arg(long, value_name = "WIDTH[,WIDTH…]", value_delimiter = ',', default_values_t = [1, 2, 3, 4])]
+    /// Widths at which every unit is measured; the others follow from the codes' error, unless a
+    /// unit's width is uncertain. For large models one or two are enough
+    #[arg(long, value_name = "WIDTH[,WIDTH…]", value_delimiter = ',', default_values_t = [1, 2, 4])]
     pub harm_widths: Vec<u32>,
     /// Kinds of probes
     #[arg(long, value_name = "KIND[,KIND…]", value_delimiter = ',')]
@@ -98,6 +98,7 @@ impl BitsArgs {
             rounding: self.rounding,
             reuse_harms: self.reuse_harms,
             means: defaults.means,
+            memory: defaults.memory,
         }))
     }
 
@@ -144,7 +145,7 @@ pub fn describe(chosen: &[Chosen], refused: &[Refused]) -> String {
     let mut rows = Vec::new();
     for (index, c) in chosen.iter().enumerate() {
         if index == 0 {
-            header.extend(c.uniform.groups().map(|(name, ..)| format!("KL {name}")));
+            header.extend(c.uniform.groups().map(|g| format!("KL {}", g.name)));
             rows.push(row("oscar2".into(), c.uniform.relative_to(&c.uniform), 2.25, &c.uniform));
         }
         rows.push(row(format!("oscar:{}", c.mean), c.harm(), c.mean.bits(), &c.scores));
@@ -152,7 +153,7 @@ pub fn describe(chosen: &[Chosen], refused: &[Refused]) -> String {
     let header: Vec<&str> = header.iter().map(String::as_str).collect();
     let mut out = crate::table::render(&header, &rows);
     for c in chosen {
-        out.push_str(&format!("\noscar:{} = {} ({} tables tried)", c.mean, c.table.describe(), c.tried));
+        out.push_str(&format!("\noscar:{} = {} ({} repairs)", c.mean, c.table.describe(), c.repairs));
     }
     for r in refused {
         out.push_str(&format!("\noscar:{} refused: {}", r.mean, r.reason));
@@ -162,6 +163,6 @@ pub fn describe(chosen: &[Chosen], refused: &[Refused]) -> String {
 
 fn row(name: String, harm: f64, bits: f64, scores: &Scores) -> Vec<String> {
     let mut row = vec![name, format!("{bits:.2}"), format!("{harm:.3}")];
-    row.extend(scores.groups().map(|(_, kl, _)| format!("{kl:.5}")));
+    row.extend(scores.groups().map(|g| format!("{:.5}", g.divergence)));
     row
 }

@@ -81,7 +81,11 @@ pub fn run(args: &Args) -> Result<()> {
         text: &text,
         name: &model.name,
     };
-    let widths = args.bits.options()?;
+    let mut widths = args.bits.options()?;
+    if let (Some(widths), Some(free)) = (&mut widths, backend.free_memory()?) {
+        // The weights come after this, and caches that verify tables.
+        widths.memory = free / 4;
+    }
     let tokens = widths.as_ref().map_or(0, |w| 2 * w.probes * w.probe_tokens).max(args.tokens);
     let options = ModelOptions { rotations: rotation_options(args), widths, text: inputs(args, tokens)? };
     let start = args.rotations.as_deref().map(RotationFile::load).transpose()?;

@@ -37,7 +37,7 @@ fn widths_are_chosen_stored_and_used() {
     let (file, report) = (path("r.safetensors"), path("report"));
     let small =
         ["--tokens", "1024", "--probes", "1", "--probe-tokens", "1024", "--probe-kinds", "copy,niah_uuid"];
-    let mut args = vec!["calibrate", "--bits", "2.25,1.5", "--harm-widths", "2", "--refine", "0", "--json"];
+    let mut args = vec!["calibrate", "--bits", "2.25,3.25", "--harm-widths", "2", "--refine", "0", "--json"];
     args.extend(["--out", &file, "--report", &report]);
     args.extend(small);
     let row = &json_lines(&args)[0];
@@ -100,8 +100,10 @@ fn widths_are_chosen_stored_and_used() {
         String::from_utf8(out.stderr).unwrap()
     };
     assert!(banner("oscar").contains("widths by measured harm, 2.25 bits, query-aware rounding"));
-    assert!(banner("oscar:1.50").contains("1.50 bits"));
-    assert!(banner("oscar:3").contains("not verified (verified: 2.25, 1.50)"));
+    assert!(banner("oscar:3.25").contains("3.25 bits"));
+    assert!(banner("oscar:3").contains("2.25 bits: 3.00 has no verified table (verified: 2.25, 3.25)"));
+    let (_, message) = fail(&["run", "--kv", "oscar:1.5", "--rotations", &file, "--prompt", "Who are you?"]);
+    assert!(message.contains("no verified table of at most 1.50 bits"), "{message}");
     let rows = json_lines(&[
         "plan",
         "--memory",

@@ -1,5 +1,6 @@
 //! The CPU as a [`Backend`]: the kernels of this crate, a thread pool and page storage.
 
+mod calibration;
 mod demotion;
 mod experts;
 mod heads;
@@ -17,12 +18,11 @@ use crate::{Kernels, PackedMatrix, Precision, ThreadPool, Weights};
 use experts::ExpertsScratch;
 use heads::LayerRotation;
 use oscar_backend::{
-    AttentionKernels, AttentionPath, Backend, BackendError, Benchmarks, CacheHead, Calibrates, ExpertId,
-    ExpertsShape, HeadShape, HostMatrix, HostValues, Result, SequenceRows, StepTimes, TappedRows,
+    AttentionKernels, AttentionPath, Backend, BackendError, Benchmarks, ExpertId, ExpertsShape, HeadShape,
+    HostMatrix, HostValues, Result, SequenceRows, StepTimes, TappedRows,
 };
-use oscar_codec::{CacheLayout, CodeLayout, FormatTable, FullPageId, HeadRotations, PAGE_TOKENS, Side};
+use oscar_codec::{CacheLayout, CodeLayout, FormatTable, HeadRotations};
 use products::ProductScratch;
-use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
@@ -290,50 +290,6 @@ impl Backend for CpuBackend {
     }
 }
 
-impl Calibrates for CpuBackend {
-    fn read_full_rows(
-        &self,
-        head: CacheHead,
-        full: &[Option<FullPageId>],
-        positions: Range<usize>,
-        pool: &CpuPages,
-        keys: &mut Vec<f32>,
-        values: &mut Vec<f32>,
-    ) -> Result<()> {
-        let codec = pool.full_codec(head.layer, head.kv_head);
-        let d = codec.head_dim();
-        keys.resize(positions.len() * d, 0.0);
-        values.resize(positions.len() * d, 0.0);
-        for (row, position) in positions.enumerate() {
-            let page = pool.full_page(head.layer, head.kv_head, held_page(full, position)?);
-            codec.dequantize_row(Side::Key, page, position % PAGE_TOKENS, &mut keys[row * d..][..d]);
-            codec.dequantize_row(Side::Value, page, position % PAGE_TOKENS, &mut values[row * d..][..d]);
-        }
-        Ok(())
-    }
-
-    fn write_full_rows(
-        &self,
-        head: CacheHead,
-        full: &[Option<FullPageId>],
-        first: usize,
-        keys: &[f32],
-        values: &[f32],
-        pool: &mut CpuPages,
-    ) -> Result<()> {
-        let (layout, pages, _) = pool.layer_mut(head.layer);
-        let codec = layout.full().codec(head.layer, head.kv_head);
-        let d = codec.head_dim();
-        for (row, (key, value)) in keys.chunks_exact(d).zip(values.chunks_exact(d)).enumerate() {
-            let position = first + row;
-            let page = pages[head.kv_head].page_mut(held_page(full, position)?.0);
-            attention::append_rows(codec, page, position % PAGE_TOKENS, key, value)
-                .map_err(|error| shape_error("rows of the cache", error))?;
-        }
-        Ok(())
-    }
-}
-
 impl Benchmarks for CpuBackend {
     fn randomize(&self, _pool: &mut CpuPages, _full: usize, _coded: usize) -> Result<bool> {
         Ok(false)
@@ -343,12 +299,4 @@ impl Benchmarks for CpuBackend {
         let times = &mut self.scratch.lock().unwrap_or_else(PoisonError::into_inner).times;
         Ok(std::mem::replace(times, on.then(StepTimes::default)))
     }
-}
-
-/// The full page that holds a position.
-fn held_page(full: &[Option<FullPageId>], position: usize) -> Result<FullPageId> {
-    full.get(position / PAGE_TOKENS).copied().flatten().ok_or_else(|| BackendError::Shape {
-        what: "page table".into(),
-        detail: format!("position {position} has no full page"),
-    })
 }

@@ -18,6 +18,38 @@ shared_struct! {
     }
 }
 
+shared_struct! {
+    /// Widths of a head in a recoded history; 0 leaves a side exact.
+    #[derive(bytemuck::Pod, bytemuck::Zeroable)]
+    pub struct RecodedHead {
+        pub key_bits: u32,
+        pub value_bits: u32,
+        /// As in [`HeadPages`].
+        pub key_clip: u32,
+        pub value_clip: u32,
+    }
+}
+
+shared_struct! {
+    /// A full page and its copy, in which tokens `first..end` are recoded.
+    #[derive(bytemuck::Pod, bytemuck::Zeroable)]
+    pub struct RecodedPage {
+        pub from: u32,
+        pub to: u32,
+        pub first: u32,
+        pub end: u32,
+    }
+}
+
+shared_struct! {
+    pub struct RecodeArgs {
+        pub heads: DevicePtr<HeadPages>,
+        pub roundings: Option<DevicePtr<HeadRounding>>,
+        pub widths: DevicePtr<RecodedHead>,
+        pub pages: DevicePtr<RecodedPage>,
+    }
+}
+
 /// The heads that one launch quantizes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scope {

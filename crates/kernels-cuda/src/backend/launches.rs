@@ -132,6 +132,17 @@ shared_struct! {
     }
 }
 
+shared_struct! {
+    pub struct DivergenceParams {
+        pub exact: DevicePtr<f32>,
+        pub other: DevicePtr<f32>,
+        /// Divergence and agreement of each row.
+        pub out: DevicePtr<f32>,
+        pub width: u32,
+        pub exact_rows: u32,
+    }
+}
+
 pub const LAYOUTS: &[Layout] = &[
     EmbedParams::LAYOUT,
     RmsNormParams::LAYOUT,
@@ -144,6 +155,7 @@ pub const LAYOUTS: &[Layout] = &[
     RandomPagesParams::LAYOUT,
     PickedRow::LAYOUT,
     PickParams::LAYOUT,
+    DivergenceParams::LAYOUT,
 ];
 
 /// The kernels, compiled.

@@ -1,5 +1,6 @@
 //! The GPU as a [`Backend`]: everything is enqueued on one stream; the host waits when it reads.
 
+mod calibration;
 mod constants;
 mod launches;
 mod picks;
@@ -31,11 +32,10 @@ use crate::storage::Storage;
 use crate::transfers::Transfers;
 use launches::Launches;
 use oscar_backend::{
-    AttentionKernels, Backend, Benchmarks, CacheHead, Calibrates, ExpertId, ExpertsShape, HeadShape,
-    HostMatrix, Result as BackendResult, SequenceRows, StepTimes, WeightFormat,
+    AttentionKernels, Backend, Benchmarks, ExpertId, ExpertsShape, HeadShape, HostMatrix,
+    Result as BackendResult, SequenceRows, StepTimes, WeightFormat,
 };
-use oscar_codec::{CacheLayout, FullPageId, HeadRotations};
-use std::ops::Range;
+use oscar_codec::{CacheLayout, HeadRotations};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// Runs models on one GPU.
@@ -62,7 +62,7 @@ struct State {
     expanded_pages: ExpandedPages,
     /// Token ids, row numbers and row weights: a buffer for each use, because copies do not wait for
     /// launches that are being recorded.
-    indices: [Indices; 4],
+    indices: [Indices; 5],
     /// Rotated queries of a layer.
     queries: CudaRows,
     /// Rows between a norm and a product, and between a product and a gate.
@@ -80,6 +80,8 @@ struct State {
     gram: Option<Buffer>,
     /// Keys of the most likely tokens of slices of rows.
     picked: Option<Buffer>,
+    /// Divergences of rows.
+    compared: Option<Buffer>,
 }
 
 /// Numbers on the device.
@@ -99,6 +101,7 @@ enum Index {
     Rows,
     Weights,
     Picks,
+    Recoded,
 }
 
 impl CudaBackend {
@@ -128,6 +131,7 @@ impl CudaBackend {
             fp8_operands: Fp8Operands::default(),
             gram: None,
             picked: None,
+            compared: None,
         };
         Ok(Self {
             launches: Launches::new(&device, &kernels)?,
@@ -309,32 +313,6 @@ impl Backend for CudaBackend {
 
     fn demote(&self, sequences: &[SequenceRows<'_>], pool: &mut CudaPages) -> BackendResult<()> {
         Ok(self.demote_tails(sequences, pool)?)
-    }
-}
-
-impl Calibrates for CudaBackend {
-    fn read_full_rows(
-        &self,
-        head: CacheHead,
-        full: &[Option<FullPageId>],
-        positions: Range<usize>,
-        pool: &CudaPages,
-        keys: &mut Vec<f32>,
-        values: &mut Vec<f32>,
-    ) -> BackendResult<()> {
-        Ok(pool.read_full_rows(head, full, positions, keys, values)?)
-    }
-
-    fn write_full_rows(
-        &self,
-        head: CacheHead,
-        full: &[Option<FullPageId>],
-        first: usize,
-        keys: &[f32],
-        values: &[f32],
-        pool: &mut CudaPages,
-    ) -> BackendResult<()> {
-        Ok(pool.write_full_rows(head, full, first, keys, values)?)
     }
 }
 

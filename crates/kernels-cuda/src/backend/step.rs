@@ -57,6 +57,11 @@ impl<'s> CudaStep<'s> {
         Self { backend, state, sequences, pool, planned: None }
     }
 
+    /// Memory that is kept from step to step.
+    pub(super) fn state(&mut self) -> &mut State {
+        &mut self.state
+    }
+
     /// Makes and sends the tables and chooses the kernels, once.
     fn plan(&mut self, tapped: bool) -> Result<()> {
         if self.planned.is_some() {

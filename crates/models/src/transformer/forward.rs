@@ -37,7 +37,7 @@ impl<B: Backend> Transformer<B> {
         if input.logits.is_empty() {
             return Ok(());
         }
-        self.head(step, input, w)?;
+        self.head(step, input.logits, input.tokens.len(), w)?;
         if !input.picks.is_empty() {
             step.pick(&w.logits, input.picks, &mut out.picked)?;
         }
@@ -57,48 +57,70 @@ impl<B: Backend> Transformer<B> {
         w: &mut Workspace<B>,
         mut tap: Option<&mut dyn Tap>,
     ) -> Result<(), BackendError> {
-        let body = &*self.body;
-        let eps = body.config.rms_norm_eps;
-        step.embed(&body.embedding, tokens, &mut w.hidden)?;
-        for (index, (layer, projections)) in body.layers.iter().zip(&*self.projections).enumerate() {
-            let qkv = Product::of_normed(&layer.input_norm, eps, &projections.qkv, Output::Replace);
-            step.product(qkv, &w.hidden, &mut w.qkv)?;
-            let heads = LayerHeads {
-                layer: index,
-                qk_norm: layer.qk_norm.as_ref().map(|(q, k)| (q, k)),
-                rope: &body.rope,
-                rotation: projections.rotation.as_ref(),
-            };
+        self.embed(step, tokens, w)?;
+        for index in 0..self.body.layers.len() {
             // The cast shortens the lifetime of the trait object to this iteration.
             let tap = tap.as_mut().map(|tap| &mut **tap as &mut dyn Tap);
-            step.attend(heads, &mut w.qkv, &mut w.attended, tap)?;
-            step.product(Product::of(&projections.output, Output::Add), &w.attended, &mut w.hidden)?;
-
-            match &layer.feed_forward {
-                FeedForward::Dense { gate_up, down } => {
-                    let gate_up = Product::of_normed(&layer.post_norm, eps, gate_up, Output::Gated);
-                    step.product(gate_up, &w.hidden, &mut w.gated)?;
-                    step.product(Product::of(down, Output::Add), &w.gated, &mut w.hidden)?;
-                }
-                FeedForward::Experts(experts) => {
-                    step.experts(experts, (&layer.post_norm, eps), &mut w.hidden)?
-                }
-            }
+            self.layer(step, index, w, tap)?;
         }
         Ok(())
     }
 
-    /// Logits of the wanted rows, on the device.
-    fn head(
+    /// Puts the embeddings of `tokens` into `w.hidden`.
+    pub fn embed(
         &self,
         step: &mut B::Step<'_>,
-        input: &StepInput<'_>,
+        tokens: &[u32],
+        w: &mut Workspace<B>,
+    ) -> Result<(), BackendError> {
+        step.embed(&self.body.embedding, tokens, &mut w.hidden)
+    }
+
+    /// Runs one layer on `w.hidden`.
+    pub fn layer(
+        &self,
+        step: &mut B::Step<'_>,
+        index: usize,
+        w: &mut Workspace<B>,
+        tap: Option<&mut dyn Tap>,
+    ) -> Result<(), BackendError> {
+        let body = &*self.body;
+        let (layer, projections) = (&body.layers[index], &self.projections[index]);
+        let eps = body.config.rms_norm_eps;
+        let qkv = Product::of_normed(&layer.input_norm, eps, &projections.qkv, Output::Replace);
+        step.product(qkv, &w.hidden, &mut w.qkv)?;
+        let heads = LayerHeads {
+            layer: index,
+            qk_norm: layer.qk_norm.as_ref().map(|(q, k)| (q, k)),
+            rope: &body.rope,
+            rotation: projections.rotation.as_ref(),
+        };
+        step.attend(heads, &mut w.qkv, &mut w.attended, tap)?;
+        step.product(Product::of(&projections.output, Output::Add), &w.attended, &mut w.hidden)?;
+
+        match &layer.feed_forward {
+            FeedForward::Dense { gate_up, down } => {
+                let gate_up = Product::of_normed(&layer.post_norm, eps, gate_up, Output::Gated);
+                step.product(gate_up, &w.hidden, &mut w.gated)?;
+                step.product(Product::of(down, Output::Add), &w.gated, &mut w.hidden)
+            }
+            FeedForward::Experts(experts) => step.experts(experts, (&layer.post_norm, eps), &mut w.hidden),
+        }
+    }
+
+    /// Logits of these rows of `w.hidden`, which has `count`; they stay on the device, in
+    /// `w.logits`.
+    pub fn head(
+        &self,
+        step: &mut B::Step<'_>,
+        rows: &[usize],
+        count: usize,
         w: &mut Workspace<B>,
     ) -> Result<(), BackendError> {
         let body = &*self.body;
-        let every_row = input.logits.iter().copied().eq(0..input.tokens.len());
+        let every_row = rows.iter().copied().eq(0..count);
         if !every_row {
-            step.select(&w.hidden, input.logits, &mut w.selected)?;
+            step.select(&w.hidden, rows, &mut w.selected)?;
         }
         let wanted = if every_row { &w.hidden } else { &w.selected };
         let matrix = body.head.as_ref().unwrap_or(&body.embedding);

@@ -53,8 +53,12 @@ pub fn rotations(
             note!("the widths of this model were measured before and no table was good enough");
         } else {
             note!("calibrating widths; a start that is stopped continues here the next time");
-            let widths = Some(WidthOptions::of_means(vec![MeanBits::DEFAULT]));
-            let options = ModelOptions { widths, ..ModelOptions::default() };
+            let mut widths = WidthOptions::of_means(vec![MeanBits::DEFAULT]);
+            if let Ok(Some(free)) = backend.free_memory() {
+                // The weights come after this, and caches that verify tables.
+                widths.memory = free / 4;
+            }
+            let options = ModelOptions { widths: Some(widths), ..ModelOptions::default() };
             found = run.stage("widths", Some(start.file.clone()), options).or(found);
         }
     }
