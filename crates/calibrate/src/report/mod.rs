@@ -80,8 +80,8 @@ impl CalibrationReport {
 pub fn write_report(dir: &Path, report: &CalibrationReport) -> io::Result<[PathBuf; 2]> {
     fs::create_dir_all(dir)?;
     let (html, json) = (dir.join("report.html"), dir.join("report.json"));
-    write_whole(&html, &report.to_html())?;
-    write_whole(&json, &report.to_json()?)?;
+    write_whole(&html, report.to_html())?;
+    write_whole(&json, report.to_json()?)?;
     Ok([html, json])
 }
 
