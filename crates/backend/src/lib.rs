@@ -16,6 +16,7 @@ mod extensions;
 mod fp8;
 mod heads;
 mod matrix;
+mod sizing;
 
 pub use candidates::{Candidate, MOST_CANDIDATES, Pick, argmax, candidate_key, candidate_of, pick};
 pub use error::{BackendError, Result};
@@ -27,6 +28,7 @@ pub use fp8::{FP8_BLOCK, Fp8Blocks, Fp8Matrix, ScaleGrid, fp8_blocks, fp8_multip
 pub use heads::{HeadShape, LayerHeads};
 pub use matrix::{HostMatrix, HostValues, WeightFormat};
 pub use oscar_cache::SequenceRows;
+pub use sizing::{PrefillWave, StepMemory, StepSize};
 
 use oscar_codec::{CacheLayout, HeadRotations};
 
@@ -60,6 +62,14 @@ pub trait Backend: Send + Sync + Sized {
     fn reads_demoted_tails(&self, layout: &CacheLayout) -> bool;
     /// Whether products use FP8 weights as they are. Other devices expand them on arrival.
     fn multiplies_fp8(&self) -> bool;
+    /// Prompt tokens of one step that suit this device and a model with these heads.
+    fn prefill_chunk(&self, heads: &HeadShape) -> usize;
+    /// How the attention of a prompt is divided among the parts of the device.
+    fn prefill_wave(&self, heads: &HeadShape) -> PrefillWave;
+    /// Bytes that steps up to this size take, beside weights and pages.
+    fn step_memory(&self, size: &StepSize) -> StepMemory;
+    /// Bytes free on the device; `None` where the system decides.
+    fn free_memory(&self) -> Result<Option<usize>>;
 
     fn matrix(&self, weights: HostMatrix<'_>) -> Result<Self::Matrix>;
     /// Bytes of weights that one pass over the matrix reads, as this device holds it.
@@ -92,6 +102,8 @@ pub trait Backend: Send + Sync + Sized {
         sequences: &'s [SequenceRows<'s>],
         pool: &'s mut Self::Pool,
     ) -> Result<Self::Step<'s>>;
+    /// Waits until the device has run all steps.
+    fn wait(&self) -> Result<()>;
     /// Quantizes the keys of every sequence's `demote` range and the values of its `demote_values`,
     /// in all layers, outside of any step.
     fn demote(&self, sequences: &[SequenceRows<'_>], pool: &mut Self::Pool) -> Result<()>;

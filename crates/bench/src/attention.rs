@@ -1,4 +1,4 @@
-//! Decode attention of one layer on the CPU, cold caches, random pages.
+//! Attention of one layer on the CPU, cold caches, random pages.
 
 use oscar_codec::attention::PagedContext;
 use oscar_codec::random::SplitMix64;
@@ -19,7 +19,10 @@ pub struct Shape {
     /// Query heads of a KV head.
     pub group: usize,
     pub kv_heads: usize,
+    /// Tokens of a sequence, those of this step included.
     pub context: usize,
+    /// New tokens of a sequence: one in decode, a chunk in prefill.
+    pub tokens: usize,
     pub batch: usize,
     pub repetitions: usize,
 }
@@ -31,9 +34,10 @@ struct Blocks {
 }
 
 impl Blocks {
-    fn of(layout: &CacheLayout, context: usize) -> Self {
+    /// The first of the new tokens reads the most in BF16, the last one the most codes.
+    fn of(layout: &CacheLayout, context: usize, tokens: usize) -> Self {
         let windows = layout.windows();
-        let (boundary, frontier) = (windows.boundary(context - 1), windows.frontier(context - 1));
+        let (boundary, frontier) = (windows.boundary(context - tokens), windows.frontier(context - 1));
         let coded = match layout.coded() {
             Some(_) => windows.sink() / PAGE_TOKENS..frontier.div_ceil(PAGE_TOKENS),
             None => 0..0,
@@ -78,13 +82,24 @@ fn random_pages(codec: &RowPageCodec, head_dim: usize, count: usize) -> Vec<u8> 
     (0..count).flat_map(|i| pages[i % DISTINCT_PAGES].iter().copied()).collect()
 }
 
+/// Pairs of a query token and a position that it reads, for `tokens` new tokens of a sequence of
+/// `context`.
+pub fn visible_pairs(context: usize, tokens: usize) -> f64 {
+    let (start, n) = ((context - tokens) as f64, tokens as f64);
+    n * start + n * (n + 1.0) / 2.0
+}
+
 /// Median time of the attention of all heads and sequences, and the page bytes it reads.
+///
+/// # Panics
+/// If the context is zero.
 pub fn measure(kernels: &Kernels, pool: &ThreadPool, layout: &CacheLayout, shape: &Shape) -> (Timing, usize) {
     let d = layout.head_dim();
     let full_codec = layout.full().codec(0, 0);
     let coded_codec = layout.coded().unwrap_or(layout.full()).codec(0, 0);
     let (full_bytes, coded_bytes) = (full_codec.page_bytes(), coded_codec.page_bytes());
-    let blocks = Blocks::of(layout, shape.context);
+    let tokens = shape.tokens.clamp(1, shape.context);
+    let blocks = Blocks::of(layout, shape.context, tokens);
     let (full_memory, coded_memory) = (blocks.full_count() * full_bytes, blocks.coded.len() * coded_bytes);
     let per_copy = shape.kv_heads * shape.batch;
     let copy_bytes = (full_memory + coded_memory) * per_copy;
@@ -99,15 +114,17 @@ pub fn measure(kernels: &Kernels, pool: &ThreadPool, layout: &CacheLayout, shape
     let contexts: Vec<PagedContext<'_>> =
         pages.iter().map(|(full, coded)| PagedContext { full_codec, coded_codec, full, coded }).collect();
 
-    let queries: Vec<f32> = (0..shape.group * d).map(|i| ((i * 37 % 101) as f32 - 50.0) / 40.0).collect();
-    let positions = vec![shape.context as u32 - 1; shape.group];
-    let mut outputs = vec![0.0; per_copy * shape.group * d];
+    let rows = tokens * shape.group;
+    let queries: Vec<f32> = (0..rows * d).map(|i| ((i * 37 % 101) as f32 - 50.0) / 40.0).collect();
+    let new = shape.context - tokens..shape.context;
+    let positions: Vec<u32> = new.flat_map(|p| std::iter::repeat_n(p as u32, shape.group)).collect();
+    let mut outputs = vec![0.0; per_copy * rows * d];
     let mut scratch = Scratch::default();
     let mut copy = 0;
     let timing = time_median(2, shape.repetitions, || {
         let mut tasks: Vec<AttendTask<'_>> = contexts[copy * per_copy..(copy + 1) * per_copy]
             .iter()
-            .zip(outputs.chunks_exact_mut(shape.group * d))
+            .zip(outputs.chunks_exact_mut(rows * d))
             .map(|(context, out)| AttendTask {
                 queries: &queries,
                 positions: &positions,
@@ -121,4 +138,17 @@ pub fn measure(kernels: &Kernels, pool: &ThreadPool, layout: &CacheLayout, shape
         copy = (copy + 1) % copies;
     });
     (timing, copy_bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pairs_are_counted_row_by_row() {
+        for (context, tokens) in [(1, 1), (10, 1), (10, 10), (1000, 37)] {
+            let counted: usize = (context - tokens..context).map(|position| position + 1).sum();
+            assert_eq!(visible_pairs(context, tokens), counted as f64);
+        }
+    }
 }

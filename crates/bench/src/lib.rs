@@ -8,6 +8,7 @@ mod chart;
 mod http;
 mod load;
 mod row;
+mod streams;
 
 use anyhow::{Context, Result};
 use oscar_codec::KvFormat;
@@ -20,6 +21,7 @@ pub use chart::draw;
 pub use http::HttpEngine;
 pub use load::{Arrivals, Load, Outcome, Percentiles};
 pub use row::Row;
+pub use streams::{Streams, StreamsOutcome};
 
 /// How often the bare engine and HTTP take turns.
 const HTTP_ROUNDS: usize = 3;

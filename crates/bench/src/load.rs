@@ -45,6 +45,8 @@ pub struct Outcome {
     pub ttft_ms: Option<Percentiles>,
     /// Time of each token after the first, averaged over an answer; none if answers have one token.
     pub tpot_ms: Option<Percentiles>,
+    /// Time between two tokens of an answer, over all of them.
+    pub inter_token_ms: Option<Percentiles>,
     pub prompt_tokens: usize,
     pub cached_tokens: usize,
     pub output_tokens: usize,
@@ -104,15 +106,15 @@ fn due_times(arrivals: Arrivals, count: usize) -> Option<Vec<Duration>> {
 }
 
 /// An event and when the engine made it.
-struct Arrival {
-    id: RequestId,
-    at: Instant,
-    event: Event,
+pub(crate) struct Arrival {
+    pub id: RequestId,
+    pub at: Instant,
+    pub event: Event,
 }
 
-struct TimedSink {
-    id: RequestId,
-    out: Sender<Arrival>,
+pub(crate) struct TimedSink {
+    pub id: RequestId,
+    pub out: Sender<Arrival>,
 }
 
 impl EventSink for TimedSink {
@@ -143,6 +145,7 @@ struct Driver<'a, E: EngineApi> {
     decoding_since: Instant,
     ttft_ms: Vec<f64>,
     tpot_ms: Vec<f64>,
+    inter_token_ms: Vec<f64>,
     outcome: Outcome,
 }
 
@@ -176,6 +179,7 @@ impl Load {
             decoding_since: started,
             ttft_ms: Vec::new(),
             tpot_ms: Vec::new(),
+            inter_token_ms: Vec::new(),
             outcome: Outcome::default(),
         };
         driver.run(started, &events, progress)
@@ -238,6 +242,7 @@ impl<E: EngineApi> Driver<'_, E> {
         self.outcome.seconds = (end - started).as_secs_f64();
         self.outcome.ttft_ms = Percentiles::of(self.ttft_ms);
         self.outcome.tpot_ms = Percentiles::of(self.tpot_ms);
+        self.outcome.inter_token_ms = Percentiles::of(self.inter_token_ms);
         Ok(self.outcome)
     }
 
@@ -272,6 +277,8 @@ impl<E: EngineApi> Driver<'_, E> {
                         self.decoding_since = at;
                     }
                     self.decoding += 1;
+                } else {
+                    self.inter_token_ms.push((at - conversation.last).as_secs_f64() * 1e3);
                 }
                 conversation.last = at;
                 conversation.answered += 1;

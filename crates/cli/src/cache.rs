@@ -10,8 +10,7 @@ use oscar_codec::{
     CacheLayout, CodeLayout, FormatTable, KvFormat, MeanBits, RotationKind, RotationSet, RowPageCodec, Side,
     SideSpec,
 };
-use oscar_models::Transformer;
-use oscar_runner::Runner;
+use oscar_runner::{Runner, RunnerOptions};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -188,10 +187,13 @@ impl Cache {
         progress: impl FnMut(usize),
     ) -> Result<Runner<AnyBackend>> {
         let backend = backend.into();
-        let rotations = self.rotations.as_ref();
-        let transformer =
-            Transformer::build(&*backend, &model.config, &model.weights, rotations, context, progress)?;
-        let chunk = args.prefill_chunk(&backend);
-        Ok(Runner::new(backend, transformer, &self.layout, args.kv_memory(sequences, context), chunk)?)
+        let options = RunnerOptions {
+            layout: self.layout.clone(),
+            rotations: self.rotations.as_ref(),
+            context,
+            kv_memory: args.kv_memory(sequences, context),
+            prefill_chunk: args.prefill_chunk(&backend, &model.config),
+        };
+        Ok(Runner::load(backend, &model.config, &model.weights, options, progress)?)
     }
 }

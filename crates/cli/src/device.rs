@@ -3,11 +3,10 @@
 use anyhow::{Context, Result};
 use oscar_backend::{
     AttentionKernels, Backend, Benchmarks, Calibrates, Candidate, Divergence, ExpertId, ExpertsShape,
-    HeadShape, HostMatrix, LayerHeads, Pick, Product, Result as BackendResult, SequenceRows, Step, StepTimes,
-    Tap, WeightFormat,
+    HeadShape, HostMatrix, LayerHeads, Pick, PrefillWave, Product, Result as BackendResult, SequenceRows,
+    Step, StepMemory, StepSize, StepTimes, Tap, WeightFormat,
 };
 use oscar_codec::{CacheLayout, FullPageId, HeadRotations};
-use oscar_engine::SchedulerOptions;
 use oscar_kernels_cpu::backend::{CpuBackend, CpuStep};
 use oscar_kernels_cpu::bandwidth;
 use oscar_kernels_cuda::{CudaBackend, CudaStep, read_ceiling};
@@ -54,15 +53,6 @@ impl<C, G> On<C, G> {
 }
 
 impl AnyBackend {
-    /// Prompt tokens of a step, unless the user says otherwise. Longer steps gain nothing on a CPU. On
-    /// an H200, 3960 tokens of 32 query heads are five whole waves of blocks of the prefill kernel.
-    pub fn default_prefill_chunk(&self) -> usize {
-        match self {
-            Self::Cpu(_) => SchedulerOptions::default().prefill_chunk,
-            Self::Cuda(_) => 3960,
-        }
-    }
-
     /// Time after which a step counts as stuck, unless the user says otherwise. A prompt step of a
     /// large model takes minutes on a small CPU.
     pub fn default_stuck_after(&self) -> Duration {
@@ -146,14 +136,6 @@ impl AnyBackend {
         })
     }
 
-    /// Bytes free on a GPU; `None` on a CPU, where others decide as well.
-    pub fn free_memory(&self) -> Result<Option<usize>> {
-        Ok(match self {
-            Self::Cpu(_) => None,
-            Self::Cuda(cuda) => Some(cuda.device().memory()?.0),
-        })
-    }
-
     /// Bytes that this process may still take; `None` where the system does not tell.
     pub fn available_memory(&self) -> Result<Option<usize>> {
         Ok(self.free_memory()?.or_else(crate::host_memory::available))
@@ -221,6 +203,26 @@ impl Backend for AnyBackend {
 
     fn multiplies_fp8(&self) -> bool {
         on_device!(Self, self, multiplies_fp8())
+    }
+
+    fn prefill_chunk(&self, heads: &HeadShape) -> usize {
+        on_device!(Self, self, prefill_chunk(heads))
+    }
+
+    fn prefill_wave(&self, heads: &HeadShape) -> PrefillWave {
+        on_device!(Self, self, prefill_wave(heads))
+    }
+
+    fn wait(&self) -> BackendResult<()> {
+        on_device!(Self, self, wait())
+    }
+
+    fn step_memory(&self, size: &StepSize) -> StepMemory {
+        on_device!(Self, self, step_memory(size))
+    }
+
+    fn free_memory(&self) -> BackendResult<Option<usize>> {
+        on_device!(Self, self, free_memory())
     }
 
     fn matrix(&self, weights: HostMatrix<'_>) -> BackendResult<Self::Matrix> {

@@ -105,7 +105,8 @@ pub struct CacheArgs {
     pub sink: Option<usize>,
     #[arg(long, value_name = "N", help = window_help("Most recent tokens kept in BF16", Windows::default().recent()))]
     pub recent: Option<usize>,
-    /// Prompt tokens processed in one step; 512 on a CPU and 3960 on a GPU if absent
+    /// Prompt tokens processed in one step, the last one up to a third longer; if absent 512 on a
+    /// CPU, about 4096 on a GPU
     #[arg(long, value_name = "N", value_parser = at_least_one)]
     pub prefill_chunk: Option<usize>,
     /// Memory for KV pages, e.g. 512M or 8G; by default as much as the context needs (`serve`: a
@@ -116,9 +117,9 @@ pub struct CacheArgs {
 }
 
 impl CacheArgs {
-    /// Prompt tokens of a step on this device.
-    pub fn prefill_chunk(&self, backend: &AnyBackend) -> usize {
-        self.prefill_chunk.unwrap_or_else(|| backend.default_prefill_chunk())
+    /// Prompt tokens of a step of this model on this device.
+    pub fn prefill_chunk(&self, backend: &AnyBackend, config: &DecoderConfig) -> usize {
+        self.prefill_chunk.unwrap_or_else(|| backend.prefill_chunk(&config.heads()))
     }
 
     /// The user's budget, or room for `sequences` sequences of `tokens` tokens.

@@ -17,6 +17,16 @@ pub fn bar(label: &'static str, total: u64) -> ProgressBar {
     bar.with_message(label)
 }
 
+/// A bar that counts bytes and shows their rate.
+pub fn bytes_bar(label: &'static str, total: u64) -> ProgressBar {
+    let bar = bar(label, total);
+    let template = "{msg} {wide_bar} {bytes}/{total_bytes} ({bytes_per_sec}, {eta} left)";
+    if let Ok(style) = ProgressStyle::with_template(template) {
+        bar.set_style(style);
+    }
+    bar
+}
+
 /// Bytes for people: `1.25 MiB`.
 pub fn bytes(n: usize) -> String {
     let n = n as f64;

@@ -4,59 +4,49 @@
 use crate::options::OpenModel;
 use crate::progress;
 use anyhow::{Result, bail};
+use oscar_backend::{StepMemory, StepSize};
 use oscar_codec::CacheLayout;
-use oscar_models::{DecoderConfig, Holding};
+use oscar_engine::SchedulerOptions;
+use oscar_models::Holding;
 
 /// Memory besides KV pages, by purpose.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FixedMemory {
     pub weights: usize,
-    /// Tables of the rotary embedding.
-    pub rope: usize,
-    /// Rows of the largest step, and its logits.
-    pub activations: usize,
+    /// The largest step.
+    pub step: StepMemory,
 }
 
-/// The largest step and the longest sequence.
-#[derive(Clone, Copy, Debug)]
-pub struct Extent {
-    pub context: usize,
-    /// Tokens of one step.
-    pub rows: usize,
-    /// Rows whose logits are computed in one step.
-    pub logits: usize,
+impl OpenModel {
+    /// The largest step under these options, over sequences of up to `context` tokens.
+    pub fn step_size(&self, options: &SchedulerOptions, layout: &CacheLayout, context: usize) -> StepSize {
+        let fp8 = self.weights.describe_fp8(&self.config, false, true).is_some();
+        let size = self.config.step_size(options.most_rows(), options.max_batch, context);
+        StepSize { fp8, quantized: layout.coded().is_some(), ..size }
+    }
 }
 
 impl FixedMemory {
-    pub fn of(model: &OpenModel, rotated: bool, holding: Holding, extent: Extent) -> Self {
-        let c = &model.config;
-        Self {
-            weights: model.weights.held_bytes(c, rotated, holding) as usize,
-            rope: 2 * extent.context * c.head_dim * size_of::<f32>(),
-            activations: activations(c, extent),
-        }
+    pub fn of(model: &OpenModel, rotated: bool, holding: Holding, step: StepMemory) -> Self {
+        Self { weights: model.weights.held_bytes(&model.config, rotated, holding) as usize, step }
     }
 
     pub fn total(&self) -> usize {
-        let Self { weights, rope, activations } = self;
-        weights + rope + activations
+        self.weights + self.step.total()
     }
 
     pub fn describe(&self) -> String {
-        format!(
-            "weights {}, RoPE {}, activations {}",
-            progress::bytes(self.weights),
-            progress::bytes(self.rope),
-            progress::bytes(self.activations)
-        )
+        let StepMemory { activations, expanded_pages, products, rope } = self.step;
+        let parts = [
+            ("weights", self.weights),
+            ("activations", activations),
+            ("expanded pages", expanded_pages),
+            ("products", products),
+            ("RoPE", rope),
+        ];
+        let some = parts.iter().filter(|(_, bytes)| *bytes > 0);
+        some.map(|(what, bytes)| format!("{what} {}", progress::bytes(*bytes))).collect::<Vec<_>>().join(", ")
     }
-}
-
-/// The model's rows in F32: hidden state and its copy, queries, keys, values, the attention output,
-/// and both inputs of the MLP's product.
-fn activations(c: &DecoderConfig, extent: Extent) -> usize {
-    let row = 2 * c.hidden_size + 2 * c.query_width() + 2 * c.kv_width() + 2 * c.intermediate_size;
-    (extent.rows * row + extent.logits * c.vocab_size) * size_of::<f32>()
 }
 
 /// What the user asked for.
@@ -157,7 +147,8 @@ mod tests {
     }
 
     fn eight_billion() -> FixedMemory {
-        FixedMemory { weights: 16 * GIB, rope: GIB / 8, activations: GIB / 2 }
+        let step = StepMemory { rope: GIB / 8, activations: GIB / 2, ..StepMemory::default() };
+        FixedMemory { weights: 16 * GIB, step }
     }
 
     const NOTHING: Wishes = Wishes { kv_memory: None, context: None, share: 0.9 };

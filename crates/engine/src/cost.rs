@@ -4,7 +4,12 @@
 //! go with the rows, attention with the pairs of a row and a position that it reads. The three
 //! coefficients are the non-negative least-squares fit of recent steps; old steps fade.
 //!
+//! A GPU attends to prompts in waves: a wave that is not full takes as long as a full one. So the rows
+//! of a prompt count as whole waves in its pairs, and a step is best a number of whole waves.
+//!
 //! **Invariant:** no clock here. The worker measures; the scheduler asks.
+
+use oscar_backend::PrefillWave;
 
 /// Coefficients in seconds. All of them are finite and not negative.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -16,12 +21,34 @@ pub struct StepCost {
 
 impl StepCost {
     /// Seconds that `tokens` rows of one sequence add, the first at position `start`.
-    pub fn rows(&self, start: usize, tokens: usize) -> f64 {
-        self.row * tokens as f64 + self.pair * pairs(start, tokens)
+    pub fn rows(&self, start: usize, tokens: usize, wave: PrefillWave) -> f64 {
+        self.row * tokens as f64 + self.pair * pairs(start, tokens, wave)
     }
 
-    /// The most tokens from `start` on that take at most `seconds`.
-    pub fn tokens_within(&self, seconds: f64, start: usize) -> usize {
+    /// The most tokens from `start` on that take at most `seconds`, in whole waves if that many fit.
+    /// Of a single wave it takes the part that fits. If that is less than a quarter, it takes the wave:
+    /// attention takes as long for either.
+    pub fn tokens_within(&self, seconds: f64, start: usize, wave: PrefillWave) -> usize {
+        let tokens = self.rows_within(seconds, start);
+        if wave == PrefillWave::NONE || seconds <= 0.0 {
+            return tokens;
+        }
+        let one = wave.filling(1).max(1);
+        if tokens >= one {
+            // Whole waves cost what their rows cost, or a little more: the last block is not full.
+            let fits = |&n: &usize| self.rows(start, n, wave) <= seconds;
+            let waves = (1..=tokens / one).rev().map(|waves| wave.filling(waves));
+            return waves.into_iter().find(fits).unwrap_or(one);
+        }
+        // row n + pair wave (start + (n + 1) / 2) = seconds, solved for n.
+        let attention = self.pair * wave.tokens as f64;
+        let left = seconds - attention * (start as f64 + 0.5);
+        let part = (left / (self.row + attention / 2.0)).max(0.0) as usize;
+        if part < one / 4 { one } else { part.min(one) }
+    }
+
+    /// [`StepCost::tokens_within`] for a device without waves.
+    fn rows_within(&self, seconds: f64, start: usize) -> usize {
         // row n + pair (n start + n (n + 1) / 2) = seconds, solved for n.
         let (a, b) = (self.pair / 2.0, self.row + self.pair * (start as f64 + 0.5));
         if seconds <= 0.0 {
@@ -39,10 +66,11 @@ impl StepCost {
     }
 }
 
-/// Positions that `tokens` rows read together, the first at position `start`.
-pub fn pairs(start: usize, tokens: usize) -> f64 {
-    let n = tokens as f64;
-    n * start as f64 + n * (n + 1.0) / 2.0
+/// Positions that `tokens` rows read together, the first at position `start`; rows of a prompt count as
+/// whole waves. A single row is decoded, which knows no waves.
+pub fn pairs(start: usize, tokens: usize, wave: PrefillWave) -> f64 {
+    let rows = if tokens > 1 { wave.needed(tokens) * wave.tokens } else { tokens };
+    rows as f64 * (start as f64 + (tokens as f64 + 1.0) / 2.0)
 }
 
 /// Fits a [`StepCost`] to measured steps.
@@ -107,10 +135,12 @@ impl CostModel {
 mod tests {
     use super::*;
 
+    const NONE: PrefillWave = PrefillWave::NONE;
+    const WAVE: PrefillWave = PrefillWave { tokens: 792, block: 48 };
     const TRUE: StepCost = StepCost { fixed: 4e-3, row: 2e-5, pair: 3e-10 };
 
     fn time_of(start: usize, tokens: usize) -> f64 {
-        TRUE.fixed + TRUE.rows(start, tokens)
+        TRUE.fixed + TRUE.rows(start, tokens, NONE)
     }
 
     #[test]
@@ -121,11 +151,11 @@ mod tests {
             // Prompts of several lengths, and steps of decoding between them.
             let (start, tokens) =
                 [(0, 2048), (60_000, 900), (8_000, 1), (30_000, 2_000), (98_000, 500)][i % 5];
-            model.observe(tokens, pairs(start, tokens), time_of(start, tokens));
+            model.observe(tokens, pairs(start, tokens, NONE), time_of(start, tokens));
         }
         let cost = model.cost().unwrap();
         for (start, tokens) in [(0, 4096), (50_000, 1024), (90_000, 256), (1_000, 1)] {
-            let (predicted, real) = (cost.fixed + cost.rows(start, tokens), time_of(start, tokens));
+            let (predicted, real) = (cost.fixed + cost.rows(start, tokens, NONE), time_of(start, tokens));
             assert!((predicted / real - 1.0).abs() < 0.1, "{start} + {tokens}: {predicted} against {real}");
         }
     }
@@ -134,15 +164,15 @@ mod tests {
     fn tokens_within_a_time_take_at_most_that_time_and_one_more_takes_more() {
         for start in [0, 100, 10_000, 1_000_000] {
             for seconds in [1e-4, 1e-2, 0.08, 3.0] {
-                let tokens = TRUE.tokens_within(seconds, start);
-                assert!(TRUE.rows(start, tokens) <= seconds * 1.000_001, "{start} {seconds}");
-                assert!(TRUE.rows(start, tokens + 1) > seconds * 0.999_999, "{start} {seconds}");
+                let tokens = TRUE.tokens_within(seconds, start, NONE);
+                assert!(TRUE.rows(start, tokens, NONE) <= seconds * 1.000_001, "{start} {seconds}");
+                assert!(TRUE.rows(start, tokens + 1, NONE) > seconds * 0.999_999, "{start} {seconds}");
             }
         }
-        assert_eq!(TRUE.tokens_within(-1.0, 0), 0);
-        assert_eq!(StepCost::default().tokens_within(1.0, 0), usize::MAX, "a step that costs nothing");
+        assert_eq!(TRUE.tokens_within(-1.0, 0, NONE), 0);
+        assert_eq!(StepCost::default().tokens_within(1.0, 0, NONE), usize::MAX, "a step that costs nothing");
         let only_rows = StepCost { fixed: 0.0, row: 1e-3, pair: 0.0 };
-        assert_eq!(only_rows.tokens_within(0.5, 7), 500);
+        assert_eq!(only_rows.tokens_within(0.5, 7, NONE), 500);
     }
 
     #[test]
@@ -151,14 +181,38 @@ mod tests {
         for (factor, steps) in [(1.0, 100), (3.0, 300)] {
             for i in 0..steps {
                 let tokens = [1, 512, 64][i % 3];
-                model.observe(tokens, pairs(2_000, tokens), factor * time_of(2_000, tokens));
+                model.observe(tokens, pairs(2_000, tokens, NONE), factor * time_of(2_000, tokens));
             }
         }
         model.observe(10, 10.0, f64::NAN);
         model.observe(10, 10.0, -1.0);
         let cost = model.cost().unwrap();
-        let ratio = (cost.fixed + cost.rows(2_000, 512)) / time_of(2_000, 512);
+        let ratio = (cost.fixed + cost.rows(2_000, 512, NONE)) / time_of(2_000, 512);
         assert!((ratio - 3.0).abs() < 0.3, "{ratio}");
         assert!(cost.fixed >= 0.0 && cost.row >= 0.0 && cost.pair >= 0.0);
+    }
+
+    #[test]
+    fn a_step_is_whole_waves_while_these_fit_and_a_part_of_one_beyond() {
+        let cost = StepCost { fixed: 0.0, row: 2.1e-5, pair: 8.6e-10 };
+        let mut last = usize::MAX;
+        for start in [0, 10_000, 30_000, 60_000, 80_000, 90_000] {
+            let tokens = cost.tokens_within(0.072, start, WAVE);
+            assert!(cost.rows(start, tokens, WAVE) <= 0.072 * 1.001, "{tokens} at {start}");
+            let whole = WAVE.filling(WAVE.needed(tokens)) == tokens;
+            assert!(whole || tokens < 768 && tokens >= 192, "{tokens} at {start}");
+            assert!(tokens <= last, "{tokens} at {start}");
+            last = tokens;
+        }
+        assert!(last < 768, "near the end a whole wave takes too long");
+        assert_eq!(cost.tokens_within(0.072, 500_000, WAVE), 768, "any part takes too long: take all");
+        assert_eq!(cost.tokens_within(-1.0, 0, WAVE), 0);
+    }
+
+    #[test]
+    fn rows_of_a_prompt_count_as_whole_waves_and_a_decoded_row_as_itself() {
+        assert_eq!(pairs(100, 1, WAVE), 101.0);
+        assert_eq!(pairs(0, 2, WAVE), 792.0 * 1.5);
+        assert_eq!(pairs(7, 5, NONE), (7..12).map(|p| f64::from(p + 1)).sum::<f64>());
     }
 }

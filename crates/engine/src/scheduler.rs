@@ -10,15 +10,18 @@
 //! token budget of the step; the rest goes to the other prompts, shortest first. So a long prompt
 //! neither starves nor is starved, and prompts that arrive together do not all end last.
 //!
-//! **Size of a step.** While no sequence decodes, a step takes whole chunks of prompts. While some
-//! do, it takes as many tokens as keep its predicted time within the target for the time between
-//! two tokens (see [`crate::cost`]). Until there is a prediction it takes a fixed number.
+//! **Size of a step.** While no sequence decodes, a step takes a whole chunk of prompts, and the rest
+//! of a lone prompt if that is short (see [`next_chunk`]). While some do, it takes as many tokens as
+//! keep its predicted time within the target for the time between two tokens (see [`crate::cost`]),
+//! at most as many as without them. Until there is a prediction it takes a fixed number.
 //!
 //! If pages run out, the youngest sequence that is younger than the one in need gives way and waits
 //! at the front of the queue. The oldest therefore always goes on, and all end.
 
 use crate::cost::StepCost;
 use crate::request::RequestId;
+use oscar_backend::PrefillWave;
+use oscar_runner::{longest_step, next_chunk};
 use std::collections::VecDeque;
 
 /// One sequence: a choice of a request, by its index.
@@ -55,13 +58,15 @@ pub struct SchedulerOptions {
     /// Most tokens of a step; raised where it is too small for every running sequence to go on.
     /// `None`: the scheduler chooses by predicted time.
     pub step_tokens: Option<usize>,
-    /// Most tokens of one sequence in a step.
+    /// Tokens of one sequence in a step; the last step of a lone prompt may take a third more.
     pub prefill_chunk: usize,
     /// Tokens of answer that a sequence must have room for to be admitted, if it may become that
     /// long.
     pub decode_room: usize,
     /// Seconds that a step may take while sequences decode, unless `step_tokens` is set.
     pub inter_token_target: f64,
+    /// How the device attends to prompts; see [`crate::cost`].
+    pub wave: PrefillWave,
 }
 
 impl SchedulerOptions {
@@ -69,6 +74,18 @@ impl SchedulerOptions {
     pub const UNPREDICTED_TOKENS: usize = 256;
     /// Tokens of every step that decoding cannot take from prompts, at least.
     pub const MIN_PREFILL: usize = 64;
+    /// Share of the target that predicted time may take: predictions are off by a few percent, and the
+    /// host needs some time between two steps.
+    const AIM: f64 = 0.95;
+
+    /// Most rows of a step.
+    pub fn most_rows(&self) -> usize {
+        let chunk = self.prefill_chunk.max(Self::MIN_PREFILL);
+        match self.step_tokens {
+            Some(tokens) => tokens.max(2 * self.max_batch + Self::MIN_PREFILL),
+            None => longest_step(chunk).saturating_add(self.max_batch),
+        }
+    }
 }
 
 impl Default for SchedulerOptions {
@@ -80,6 +97,7 @@ impl Default for SchedulerOptions {
             prefill_chunk: 512,
             decode_room: 128,
             inter_token_target: 0.08,
+            wave: PrefillWave::NONE,
         }
     }
 }
@@ -114,7 +132,7 @@ struct Entry {
     known: usize,
     /// Tokens stored in the cache.
     stored: usize,
-    /// Most tokens in a step.
+    /// Tokens in a step, as [`next_chunk`] takes them.
     chunk: usize,
     /// Largest number of tokens that it may store.
     limit: usize,
@@ -235,15 +253,20 @@ impl Scheduler {
         if let Some(tokens) = self.options.step_tokens {
             return tokens - plan.work.len();
         }
+        let chunk = self.options.prefill_chunk.max(SchedulerOptions::MIN_PREFILL);
         if plan.work.is_empty() {
-            return self.options.prefill_chunk.max(SchedulerOptions::MIN_PREFILL);
+            return match self.running.as_slice() {
+                [alone] => next_chunk(alone.pending(), chunk),
+                _ => chunk,
+            };
         }
         let Some(cost) = self.cost else { return SchedulerOptions::UNPREDICTED_TOKENS };
-        let decoding: f64 = plan.work.iter().map(|w| cost.rows(w.start, w.tokens)).sum();
+        let wave = self.options.wave;
+        let decoding: f64 = plan.work.iter().map(|w| cost.rows(w.start, w.tokens, wave)).sum();
         // The oldest prompt gets most of the step, so its position in the context decides.
         let start = self.running.iter().find(|e| e.pending() > 1).map_or(0, |e| e.stored);
-        let left = self.options.inter_token_target - cost.fixed - decoding;
-        cost.tokens_within(left, start).max(SchedulerOptions::MIN_PREFILL)
+        let left = SchedulerOptions::AIM * self.options.inter_token_target - cost.fixed - decoding;
+        cost.tokens_within(left, start, wave).clamp(SchedulerOptions::MIN_PREFILL, longest_step(chunk))
     }
 
     fn admit(&mut self, ledger: &mut impl Ledger, plan: &mut StepPlan) {
@@ -270,7 +293,7 @@ impl Scheduler {
             (e.pending() > 1 || is_new) && !plan.work.iter().any(|w| w.id == e.id)
         };
         let prompts: Vec<(SequenceId, usize)> =
-            self.running.iter().filter(idle).map(|e| (e.id, e.pending().min(e.chunk))).collect();
+            self.running.iter().filter(idle).map(|e| (e.id, next_chunk(e.pending(), e.chunk))).collect();
         let wanted: Vec<usize> = prompts.iter().map(|p| p.1).collect();
         for ((id, _), share) in prompts.into_iter().zip(shares(&wanted, budget)) {
             // Someone older may have preempted it meanwhile.

@@ -49,6 +49,7 @@ impl<B: Backend> Serving<B> {
         });
         let scheduler = Scheduler::new(SchedulerOptions {
             prefill_chunk: options.scheduler.prefill_chunk.min(runner.prefill_chunk()),
+            wave: runner.backend().prefill_wave(&runner.config().heads()),
             ..options.scheduler
         });
         Self {
@@ -164,7 +165,8 @@ impl<B: Backend> Serving<B> {
 
     fn observe(&mut self, plan: &StepPlan, seconds: f64) {
         let rows = plan.work.iter().map(|w| w.tokens).sum();
-        let pairs = plan.work.iter().map(|w| crate::cost::pairs(w.start, w.tokens)).sum();
+        let wave = self.scheduler.options().wave;
+        let pairs = plan.work.iter().map(|w| crate::cost::pairs(w.start, w.tokens, wave)).sum();
         self.cost.observe(rows, pairs, seconds);
     }
 
@@ -200,8 +202,13 @@ impl<B: Backend> Serving<B> {
         let StepParts { work, mut requests, mut guides } = self.live.step_requests(plan);
         let wanted: Vec<Logits> = requests.iter().map(|request| request.logits.clone()).collect();
         let before = boundaries(&self.runner, &requests);
-        let outcome =
-            prepare_during(&mut guides, || caught(|| self.runner.step(&mut requests, &mut self.output)));
+        let step = || {
+            self.runner.step(&mut requests, &mut self.output)?;
+            // A step without logits returns before the device has run it. Requests that come meanwhile must
+            // not wait for a whole prompt, and the cost of a step is learned from its time.
+            self.runner.wait()
+        };
+        let outcome = prepare_during(&mut guides, || caught(step));
         if let Err(failure) = outcome {
             let message = self.note_failure(failure);
             // Their pages may hold anything: they are dropped, not published.

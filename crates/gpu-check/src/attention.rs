@@ -21,6 +21,13 @@ pub const FAST: Checks = Checks {
     compared: Compared::EVERYTHING,
 };
 
+/// `attention_prefill.cu` for prompts, on GPUs that have a faster kernel too.
+pub const MMA: Checks = Checks {
+    prefill: "prefill attention, mma.sync",
+    compared: Compared { history: false, decode: false, prefill: true },
+    ..FAST
+};
+
 /// `attention_simple.cu` for everything. All its arithmetic is f32.
 pub const SIMPLE: Checks = Checks {
     history: "simple attention, codes",

@@ -46,6 +46,7 @@ pub enum Part {
     Demote,
     Decode,
     Prefill,
+    PrefillMma,
     Simple,
     Dequantized,
     Tails,
@@ -57,7 +58,7 @@ pub enum Part {
 
 /// Each part with the name that `oscar gpu-check --only` takes and one line for `--help`.
 #[rustfmt::skip]
-const PARTS: [(Part, &str, &str); 18] = [
+const PARTS: [(Part, &str, &str); 19] = [
     (Part::Embed, "embed", "Embedding and row selection (rows.cu)"),
     (Part::Norm, "norm", "RMSNorm (rows.cu)"),
     (Part::Gate, "gate", "SwiGLU (rows.cu)"),
@@ -68,7 +69,8 @@ const PARTS: [(Part, &str, &str); 18] = [
     (Part::FusedAppend, "fused-append", "Decode attention that also appends the new token (attention_decode.cu)"),
     (Part::Demote, "demote", "Quantization of tiles that leave the recent window (demote.cu)"),
     (Part::Decode, "decode", "Attention of the decode phase (attention_decode.cu)"),
-    (Part::Prefill, "prefill", "Attention of prompts (attention_prefill.cu)"),
+    (Part::Prefill, "prefill", "Attention of prompts by the kernel that this GPU uses"),
+    (Part::PrefillMma, "prefill-mma", "Attention of prompts by the kernel of every GPU (attention_prefill.cu)"),
     (Part::Simple, "simple", "Simple attention over codes and BF16 rows (attention_simple.cu)"),
     (Part::Dequantized, "dequantized", "Formats without kernels: simple attention over dequantized history (attention_simple.cu)"),
     (Part::Tails, "tails", "Prefixes whose BF16 tails were quantized to make room"),
@@ -115,6 +117,11 @@ pub fn check(gpu: &CudaBackend, parts: &[Part], extent: Extent) -> Result<Report
         Compared { history: wants(Part::Demote), decode: wants(Part::Decode), prefill: wants(Part::Prefill) };
     if compared != Compared::NOTHING {
         attention::check(gpu, Checks { compared, ..attention::FAST }, extent, &mut report)?;
+    }
+    if wants(Part::PrefillMma) {
+        let gpu = CudaBackend::open_with(0, AttentionMode::Mma)?;
+        attention::check(&gpu, attention::MMA, extent, &mut report)?;
+        tails::check(&gpu, extent, &mut report)?;
     }
     if wants(Part::Simple) {
         let gpu = CudaBackend::open_with(0, AttentionMode::Simple)?;

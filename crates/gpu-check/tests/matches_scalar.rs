@@ -47,6 +47,7 @@ parts! {
     demote_matches_scalar: Demote,
     decode_attention_matches_scalar: Decode,
     prefill_attention_matches_scalar: Prefill,
+    prefill_attention_by_mma_matches_scalar: PrefillMma,
     simple_attention_matches_scalar: Simple,
     attention_over_dequantized_history_matches_scalar: Dequantized,
     attention_over_demoted_tails_matches_scalar: Tails,

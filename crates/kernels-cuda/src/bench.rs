@@ -15,20 +15,30 @@ const COLD_BYTES: usize = 512 << 20;
 pub fn time_us<E: From<CudaError>>(
     device: &Device,
     repetitions: usize,
+    launch: impl FnMut(usize) -> std::result::Result<(), E>,
+) -> std::result::Result<Vec<f64>, E> {
+    time_runs_us(device, repetitions, 16, launch)
+}
+
+/// [`time_us`] with this many launches in a sample.
+pub fn time_runs_us<E: From<CudaError>>(
+    device: &Device,
+    repetitions: usize,
+    run: usize,
     mut launch: impl FnMut(usize) -> std::result::Result<(), E>,
 ) -> std::result::Result<Vec<f64>, E> {
-    const RUN: usize = 16;
+    let run = run.max(1);
     let (start, end) = (device.event()?, device.event()?);
     let mut samples = Vec::with_capacity(repetitions);
     let mut index = 0;
     for sample in 0..repetitions.max(1) + 2 {
         start.record()?;
-        for _ in 0..RUN {
+        for _ in 0..run {
             launch(index)?;
             index += 1;
         }
         end.record()?;
-        let us = end.us_since(&start)? / RUN as f64;
+        let us = end.us_since(&start)? / run as f64;
         if sample >= 2 {
             samples.push(us);
         }

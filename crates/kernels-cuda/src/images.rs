@@ -177,8 +177,8 @@ impl FromStr for Architecture {
     }
 }
 
-/// Compiles all variants for an architecture into a folder, on all cores. `done` is called for each
-/// image. Returns their number and bytes.
+/// Compiles all variants for an architecture into a folder, on all cores; images that are there
+/// already are kept. `done` is called for each image. Returns their number and bytes.
 pub fn precompile(
     compiler: &Compiler,
     architecture: Architecture,
@@ -191,13 +191,19 @@ pub fn precompile(
     let failure = Mutex::new(None);
     let work = || {
         while let Some((source, defines)) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) {
-            let stored = compiler.compile(source, defines, &arch).and_then(|image| {
-                let path = folder.join(image_name(source, defines, &arch, None));
-                store(&path, &image).map_err(|error| {
-                    CudaError::Unsupported(format!("{} could not be written: {error}", path.display()))
-                })?;
-                Ok(image.len())
-            });
+            let path = folder.join(image_name(source, defines, &arch, None));
+            let kept = std::fs::metadata(&path).map(|found| found.len() as usize).unwrap_or(0);
+            let compile = || compiler.compile(source, defines, &arch);
+            let stored = if kept > 0 {
+                Ok(kept)
+            } else {
+                compile().and_then(|image| {
+                    store(&path, &image).map_err(|error| {
+                        CudaError::Unsupported(format!("{} could not be written: {error}", path.display()))
+                    })?;
+                    Ok(image.len())
+                })
+            };
             match stored {
                 Ok(size) => bytes.fetch_add(size, Ordering::Relaxed),
                 Err(error) => {

@@ -50,12 +50,13 @@ mod memory;
 mod pages;
 mod profile;
 pub mod sources;
+mod staging;
 mod step;
 mod storage;
 mod transfers;
 
 pub use attention::AttentionMode;
-pub use backend::{CudaBackend, CudaRope, CudaRotation, CudaRows, CudaStep, CudaVector};
+pub use backend::{CudaBackend, CudaRope, CudaRotation, CudaRows, CudaStep, CudaVector, step_memory};
 pub use bandwidth::read_ceiling;
 pub use device::{Device, Properties};
 pub use error::CudaError;

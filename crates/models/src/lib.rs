@@ -14,6 +14,7 @@ mod error;
 mod experts;
 mod families;
 mod fingerprint;
+mod fold;
 mod fp8;
 mod generation;
 #[cfg(feature = "hub")]
@@ -22,6 +23,7 @@ pub mod hub;
 mod hub_files;
 mod matrices;
 mod mmap;
+mod parallel;
 mod rope;
 mod rope_fields;
 pub mod shapes;

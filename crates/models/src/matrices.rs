@@ -295,7 +295,13 @@ fn stacked<B: Backend>(
         return matrix(HostValues::Bf16(values));
     }
     if all(WeightDtype::Bf16) {
-        let values: Vec<bf16> = plain.iter().flat_map(|v| v.to_bf16_vec()).collect();
+        let mut values: Vec<bf16> = Vec::with_capacity(outputs * inputs);
+        for view in &plain {
+            match view.as_bf16() {
+                Some(part) => values.extend_from_slice(part),
+                None => values.extend_from_slice(&view.to_bf16_vec()),
+            }
+        }
         return matrix(HostValues::Bf16(&values));
     }
     if all(WeightDtype::F16) {

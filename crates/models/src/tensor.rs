@@ -97,6 +97,11 @@ impl<'a> TensorView<'a> {
     /// All elements as bf16: a copy for BF16 files, otherwise rounded to nearest even.
     pub fn to_bf16_vec(&self) -> Vec<bf16> {
         match self.dtype {
+            WeightDtype::Bf16 if cfg!(target_endian = "little") => {
+                let mut values = vec![bf16::ZERO; self.len()];
+                bytemuck::cast_slice_mut(&mut values).copy_from_slice(self.bytes);
+                values
+            }
             WeightDtype::Bf16 => self.pairs().map(bf16::from_le_bytes).collect(),
             WeightDtype::F16 => {
                 self.pairs().map(|b| bf16::from_f32(f16::from_le_bytes(b).to_f32())).collect()

@@ -145,6 +145,11 @@ impl TensorNames {
         "lm_head.weight".to_owned()
     }
 
+    /// The beginning of the names of a layer's tensors.
+    pub(crate) fn layer(&self, layer: usize) -> String {
+        self.in_layer(layer, "")
+    }
+
     /// RMSNorm before attention.
     pub fn input_norm(&self, layer: usize) -> String {
         self.in_layer(layer, "input_layernorm.weight")

@@ -5,6 +5,7 @@
 //! not change the model.
 
 pub mod fp8;
+pub mod large;
 
 use std::fs;
 use std::path::Path;

@@ -18,11 +18,15 @@ pub use forward::{StepInput, StepOutput};
 use crate::config::{DecoderConfig, QkNorm};
 use crate::error::LoadError;
 use crate::experts;
+use crate::fold::{rotate_inputs, rotate_outputs};
 use crate::matrices::{self, LayerMatrix};
+use crate::parallel::in_parallel;
 use crate::rope::RopeTable;
 use crate::tensor_names::Projection;
 use crate::weights::Weights;
-use oscar_backend::{Backend, BackendError, Benchmarks, HeadShape, HostMatrix, HostValues, WeightFormat};
+use oscar_backend::{
+    Backend, BackendError, Benchmarks, HeadShape, HostMatrix, HostValues, StepSize, WeightFormat,
+};
 use oscar_codec::{Rotation, RotationSet};
 use std::sync::Arc;
 
@@ -33,6 +37,12 @@ pub enum BuildError {
     Load(#[from] LoadError),
     #[error(transparent)]
     Backend(#[from] BackendError),
+    #[error(
+        "a step of {rows} prompt tokens needs {} MiB on the device and the KV pages {} MiB, but {} MiB are free: \
+         lower --prefill-chunk or --kv-memory",
+        needed >> 20, pages >> 20, free >> 20
+    )]
+    StepMemory { rows: usize, needed: usize, pages: usize, free: usize },
     #[error(
         "the rotations are for {found_layers} layers and {found_heads} KV heads of {found_dim}, the model has \
          {layers} layers and {kv_heads} KV heads of {head_dim}: calibrate this model or give its own file"
@@ -119,8 +129,9 @@ impl<B: Backend> Clone for Transformer<B> {
 }
 
 impl<B: Backend> Transformer<B> {
-    /// Brings the weights onto the device. `rotations` are those of the cache that will be used;
-    /// `context` bounds the positions (and the size of the RoPE table).
+    /// Brings the weights onto the device, on several threads. `rotations` are those of the cache that
+    /// will be used; `context` bounds the positions (and the size of the RoPE table). `progress` is
+    /// called with the bytes of the files that are done, at last with [`Weights::total_bytes`].
     pub fn build(
         backend: &B,
         config: &DecoderConfig,
@@ -138,20 +149,28 @@ impl<B: Backend> Transformer<B> {
         let table = RopeTable::try_new(&config.rope, config.rotary_width(), max_positions)
             .map_err(|bytes| LoadError::TooManyPositions { positions: max_positions, bytes })?;
         let rope = backend.rope(table.cos_rows(), table.sin_rows(), config.rotary_width())?;
-        let embedding = matrices::prepare_embedding(backend, weights)?;
-        let mut layers = Vec::with_capacity(config.layers);
-        let mut projections = Vec::with_capacity(config.layers);
-        for index in 0..config.layers {
-            layers.push(Layer::build(backend, config, weights, index)?);
-            projections.push(Projections::build(backend, config, weights, rotations, index)?);
-            progress(index + 1);
+        let parts = Part::all(config);
+        let build = |index: usize| parts[index].build(backend, config, weights, rotations);
+        let mut done = 0;
+        let built = in_parallel(parts.len(), build, |index| {
+            done += parts[index].bytes(weights);
+            progress(done as usize);
+        })?;
+        progress(weights.total_bytes() as usize);
+        let (mut layers, mut projections, mut vocabulary) = (Vec::new(), Vec::new(), Vec::new());
+        for built in built {
+            match built {
+                Built::Vocabulary(matrix) => vocabulary.push(matrix),
+                Built::Layer(layer) => layers.push(layer),
+                Built::Projections(matrices) => projections.push(matrices),
+            }
         }
-        let head = match config.tie_word_embeddings {
-            true => None,
-            false => Some(matrices::prepare_head(backend, weights)?),
-        };
         let final_norm = vector(&names.final_norm())?;
-        let (config, shape) = (config.clone(), head_shape(config));
+        let (config, shape) = (config.clone(), config.heads());
+        let mut vocabulary = vocabulary.into_iter();
+        let (Some(embedding), head) = (vocabulary.next(), vocabulary.next()) else {
+            return Err(LoadError::TensorMissing { name: names.embedding() }.into());
+        };
         let body = Body { config, shape, max_positions, rope, embedding, layers, final_norm, head };
         Ok(Self { body: Arc::new(body), projections: Arc::new(projections), rotations: rotations.cloned() })
     }
@@ -172,7 +191,7 @@ impl<B: Backend> Transformer<B> {
             weights.check(config)?;
             check_rotations(config, rotations)?;
             let build = |index| Projections::build(backend, config, weights, rotations, index);
-            Arc::new((0..config.layers).map(build).collect::<Result<_, _>>()?)
+            Arc::new(in_parallel(config.layers, build, |_| {})?)
         };
         Ok(Self { body: self.body.clone(), projections, rotations: rotations.cloned() })
     }
@@ -230,7 +249,7 @@ impl<B: Backend> Transformer<B> {
         }
         let vocabulary = |seed| backend.random_matrix(WeightFormat::Bf16, config.vocab_size, hidden, seed);
         let body = Body {
-            shape: head_shape(config),
+            shape: config.heads(),
             max_positions: context,
             rope: backend.rope(table.cos_rows(), table.sin_rows(), config.rotary_width())?,
             embedding: vocabulary(1 << 32)?,
@@ -294,6 +313,65 @@ impl<B: Backend> Transformer<B> {
     }
 }
 
+/// A part of a model that is loaded by itself.
+enum Part {
+    Embedding,
+    Head,
+    Layer(usize),
+    Projections(usize),
+}
+
+/// A part on the device.
+enum Built<B: Backend> {
+    /// The embedding, or the head.
+    Vocabulary(B::Matrix),
+    Layer(Layer<B>),
+    Projections(Projections<B>),
+}
+
+impl Part {
+    /// All parts of a model; the largest come first, so that no thread is left with one at the end.
+    fn all(config: &DecoderConfig) -> Vec<Self> {
+        let head = (!config.tie_word_embeddings).then_some(Self::Head);
+        let layers = (0..config.layers).flat_map(|layer| [Self::Layer(layer), Self::Projections(layer)]);
+        [Self::Embedding].into_iter().chain(head).chain(layers).collect()
+    }
+
+    fn build<B: Backend>(
+        &self,
+        backend: &B,
+        config: &DecoderConfig,
+        weights: &Weights,
+        rotations: Option<&RotationSet>,
+    ) -> Result<Built<B>, BuildError> {
+        Ok(match *self {
+            Self::Embedding => Built::Vocabulary(matrices::prepare_embedding(backend, weights)?),
+            Self::Head => Built::Vocabulary(matrices::prepare_head(backend, weights)?),
+            Self::Layer(layer) => Built::Layer(Layer::build(backend, config, weights, layer)?),
+            Self::Projections(layer) => {
+                Built::Projections(Projections::build(backend, config, weights, rotations, layer)?)
+            }
+        })
+    }
+
+    /// Bytes of its tensors in the files.
+    fn bytes(&self, weights: &Weights) -> u64 {
+        let (names, attention) = (weights.names(), ".self_attn.");
+        match *self {
+            Self::Embedding => weights.bytes_of(|name| name == names.embedding()),
+            Self::Head => weights.bytes_of(|name| name == names.lm_head()),
+            Self::Layer(layer) => {
+                let prefix = names.layer(layer);
+                weights.bytes_of(|name| name.starts_with(&prefix) && !name.contains(attention))
+            }
+            Self::Projections(layer) => {
+                let prefix = names.layer(layer);
+                weights.bytes_of(|name| name.starts_with(&prefix) && name.contains(attention))
+            }
+        }
+    }
+}
+
 impl<B: Backend> Layer<B> {
     fn build(
         backend: &B,
@@ -342,7 +420,8 @@ impl<B: Backend> Projections<B> {
         };
         let heads = &set.heads()[index * config.kv_heads..][..config.kv_heads];
         let values: Vec<&Rotation> = heads.iter().map(|h| &h.value).collect();
-        let mut matrix = Vec::new();
+        let mut matrix =
+            Vec::with_capacity((config.query_width() + 2 * config.kv_width()) * config.hidden_size);
         for &projection in LayerMatrix::QueryKeyValue.projections() {
             let mut part = weights.matrix(&names.weight(index, projection))?.to_f32_vec();
             if projection == Projection::Value {
@@ -362,7 +441,7 @@ impl<B: Backend> Projections<B> {
             bias: bias.as_deref(),
         })?;
         let mut out = weights.matrix(&names.weight(index, Projection::Output))?.to_f32_vec();
-        rotate_inputs(&mut out, config, &values);
+        rotate_inputs(&mut out, config.query_width(), config.group_size(), &values);
         let output = backend.matrix(HostMatrix {
             outputs: config.hidden_size,
             inputs: config.query_width(),
@@ -393,44 +472,31 @@ fn check_rotations(config: &DecoderConfig, rotations: Option<&RotationSet>) -> R
     }
 }
 
-fn head_shape(config: &DecoderConfig) -> HeadShape {
-    HeadShape {
-        query_heads: config.query_heads,
-        kv_heads: config.kv_heads,
-        head_dim: config.head_dim,
-        rms_norm_eps: config.rms_norm_eps,
-        scale: (1.0 / (config.head_dim as f64).sqrt()) as f32,
-    }
-}
-
-/// `v' = v·R` for each KV head, applied to the rows of `Wv` (or, with one input, to its bias):
-/// row `j` of the head becomes `Σᵢ R[i][j] · row i`.
-fn rotate_outputs(matrix: &mut [f32], inputs: usize, rotations: &[&Rotation]) {
-    for (head, rotation) in matrix.chunks_exact_mut(rotations[0].head_dim() * inputs).zip(rotations) {
-        let d = rotation.head_dim();
-        let original = head.to_vec();
-        head.fill(0.0);
-        for i in 0..d {
-            let source = &original[i * inputs..][..inputs];
-            for j in 0..d {
-                let r = rotation.matrix()[i * d + j];
-                for (o, v) in head[j * inputs..][..inputs].iter_mut().zip(source) {
-                    *o += r * v;
-                }
-            }
+impl DecoderConfig {
+    /// The heads of every layer.
+    pub fn heads(&self) -> HeadShape {
+        HeadShape {
+            query_heads: self.query_heads,
+            kv_heads: self.kv_heads,
+            head_dim: self.head_dim,
+            rms_norm_eps: self.rms_norm_eps,
+            scale: (1.0 / (self.head_dim as f64).sqrt()) as f32,
         }
     }
-}
 
-/// Undoes the value rotation in `Wo`: the columns of each query head are multiplied by its KV
-/// head's `R`.
-fn rotate_inputs(matrix: &mut [f32], config: &DecoderConfig, rotations: &[&Rotation]) {
-    let (d, group) = (config.head_dim, config.group_size());
-    let mut rotated = vec![0.0; d];
-    for row in matrix.chunks_exact_mut(config.query_width()) {
-        for (head, block) in row.chunks_exact_mut(d).enumerate() {
-            rotations[head / group].apply(block, &mut rotated);
-            block.copy_from_slice(&rotated);
+    /// A step of this model with `rows` rows, `logits` of them with logits, and sequences of up to
+    /// `context` tokens.
+    pub fn step_size(&self, rows: usize, logits: usize, context: usize) -> StepSize {
+        StepSize {
+            rows,
+            logits,
+            context: context.min(self.max_position_embeddings),
+            heads: self.heads(),
+            hidden: self.hidden_size,
+            intermediate: self.intermediate_size,
+            vocab: self.vocab_size,
+            fp8: self.fp8_weights,
+            quantized: true,
         }
     }
 }

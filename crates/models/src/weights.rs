@@ -252,6 +252,12 @@ impl Weights {
         self.entries.values().map(|entry| (entry.end - entry.start) as u64).sum()
     }
 
+    /// Bytes of the tensors with these names.
+    pub(crate) fn bytes_of(&self, wanted: impl Fn(&str) -> bool) -> u64 {
+        let chosen = self.entries.iter().filter(|(name, _)| wanted(name));
+        chosen.map(|(_, entry)| (entry.end - entry.start) as u64).sum()
+    }
+
     /// Identifies the model: 64 hexadecimal digits, the same however the tensors are split over
     /// files. See the `fingerprint` module for what it covers.
     pub fn fingerprint(&self) -> String {

@@ -8,14 +8,16 @@
 //! sequence alone: not on the chunks its prompt came in, not on the other sequences of the step. A
 //! [`CacheLayout`] is put into the device's form here, once.
 
+mod chunks;
 mod sequence;
 mod trials;
 
+pub use chunks::{longest_step, next_chunk};
 pub use oscar_models::StepOutput;
 pub use sequence::{Logits, Sequence, StepRequest};
 pub use trials::{Compared, Trials};
 
-use oscar_backend::{Backend, BackendError, Benchmarks, Step, Tap, WeightFormat};
+use oscar_backend::{Backend, BackendError, Benchmarks, Step, StepSize, Tap, WeightFormat};
 use oscar_cache::{OutOfPages, PagePool, PoolUsage, SequenceRows, TailDemotion};
 use oscar_codec::{CacheLayout, RotationSet};
 use oscar_models::{BuildError, DecoderConfig, StepInput, Transformer, Weights, Workspace};
@@ -45,7 +47,7 @@ pub struct RunnerOptions<'a> {
     /// Longest sequence, in tokens.
     pub context: usize,
     pub kv_memory: KvMemory,
-    /// Most prompt tokens of one sequence in one step.
+    /// Prompt tokens of one sequence in one step; see [`next_chunk`].
     pub prefill_chunk: usize,
 }
 
@@ -61,11 +63,13 @@ pub enum KvMemory {
 }
 
 impl KvMemory {
-    /// The budget in bytes, for a layout in the device's form.
+    /// The budget in bytes, for a layout in the device's form and prompts read in these chunks.
     pub fn bytes(self, layout: &CacheLayout, prefill_chunk: usize) -> usize {
         match self {
             Self::Bytes(bytes) => bytes,
-            Self::Sequences { count, tokens } => count * layout.working_bytes(tokens, prefill_chunk),
+            Self::Sequences { count, tokens } => {
+                count * layout.working_bytes(tokens, longest_step(prefill_chunk))
+            }
         }
     }
 }
@@ -83,15 +87,23 @@ pub struct Runner<B: Backend> {
 
 impl<B: Backend> Runner<B> {
     pub fn load(
-        backend: B,
+        backend: impl Into<Arc<B>>,
         config: &DecoderConfig,
         weights: &Weights,
         options: RunnerOptions<'_>,
         progress: impl FnMut(usize),
     ) -> Result<Self, BuildError> {
-        let model =
-            Transformer::build(&backend, config, weights, options.rotations, options.context, progress)?;
-        Self::new(Arc::new(backend), model, &options.layout, options.kv_memory, options.prefill_chunk)
+        let backend = backend.into();
+        let RunnerOptions { rotations, context, prefill_chunk, .. } = options;
+        let layout = backend.held_layout(&options.layout);
+        let budget = options.kv_memory.bytes(&layout, prefill_chunk);
+        // The kernels of a cache are compiled meanwhile.
+        let (model, storage) = std::thread::scope(|scope| {
+            let storage = scope.spawn(|| backend.pool(&layout, &config.heads(), budget));
+            let model = Transformer::build(&*backend, config, weights, rotations, context, progress);
+            (model, storage.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+        });
+        Self::with_storage(backend, model?, layout, storage?, budget, prefill_chunk)
     }
 
     /// The same model with another cache, on the same device and sharing its weights, except the
@@ -110,10 +122,23 @@ impl<B: Backend> Runner<B> {
         prefill_chunk: usize,
     ) -> Result<Self, BuildError> {
         let layout = backend.held_layout(layout);
-        let prefill_chunk = prefill_chunk.max(1);
         let budget = kv_memory.bytes(&layout, prefill_chunk);
+        let storage = backend.pool(&layout, model.heads(), budget)?;
+        Self::with_storage(backend, model, layout, storage, budget, prefill_chunk)
+    }
+
+    fn with_storage(
+        backend: Arc<B>,
+        model: Transformer<B>,
+        layout: CacheLayout,
+        storage: B::Pool,
+        budget: usize,
+        prefill_chunk: usize,
+    ) -> Result<Self, BuildError> {
+        let prefill_chunk = prefill_chunk.max(1);
+        check_step(&*backend, &model, &layout, longest_step(prefill_chunk), budget)?;
         Ok(Self {
-            storage: backend.pool(&layout, model.heads(), budget)?,
+            storage,
             workspace: model.workspace(&backend),
             pool: PagePool::new(&layout, budget),
             layout,
@@ -160,7 +185,7 @@ impl<B: Backend> Runner<B> {
         &self.pool
     }
 
-    /// Most prompt tokens of one sequence in one step.
+    /// Prompt tokens of one sequence in one step; see [`next_chunk`].
     pub fn prefill_chunk(&self) -> usize {
         self.prefill_chunk
     }
@@ -175,6 +200,11 @@ impl<B: Backend> Runner<B> {
     /// Runs one step over all requests together; `out` receives logits and picks in request order.
     pub fn step(&mut self, requests: &mut [StepRequest<'_>], out: &mut StepOutput) -> Result<(), StepError> {
         self.tapped_step(requests, out, None)
+    }
+
+    /// Waits until the device has run all steps. A step without logits returns before that.
+    pub fn wait(&self) -> Result<(), StepError> {
+        Ok(self.backend.wait()?)
     }
 
     /// [`Runner::step`] with a tap on every layer.
@@ -245,10 +275,11 @@ impl<B: Backend> Runner<B> {
         mut progress: impl FnMut(usize),
     ) -> Result<(), StepError> {
         let mut done = 0;
-        for chunk in tokens.chunks(self.prefill_chunk) {
-            done += chunk.len();
-            let logits = if done == tokens.len() { Logits::Last } else { Logits::None };
-            self.step(&mut [StepRequest { sequence, tokens: chunk, logits }], out)?;
+        while done < tokens.len() {
+            let end = done + next_chunk(tokens.len() - done, self.prefill_chunk);
+            let logits = if end == tokens.len() { Logits::Last } else { Logits::None };
+            self.step(&mut [StepRequest { sequence, tokens: &tokens[done..end], logits }], out)?;
+            done = end;
             progress(done);
         }
         Ok(())
@@ -281,6 +312,25 @@ impl<B: Backend> Runner<B> {
             })
             .collect();
         Ok(self.backend.demote(&rows, &mut self.storage)?)
+    }
+}
+
+/// Refuses pages and steps that do not fit on the device together: now, not in the middle of a prompt.
+fn check_step<B: Backend>(
+    backend: &B,
+    model: &Transformer<B>,
+    layout: &CacheLayout,
+    rows: usize,
+    pages: usize,
+) -> Result<(), BuildError> {
+    let Some(free) = backend.free_memory()? else { return Ok(()) };
+    let size = model.config().step_size(rows, 1, model.max_positions());
+    let memory = backend.step_memory(&StepSize { quantized: layout.coded().is_some(), ..size });
+    // The rest has its memory already.
+    let needed = memory.activations + memory.expanded_pages;
+    match needed.saturating_add(pages) > free {
+        true => Err(BuildError::StepMemory { rows, needed, pages, free }),
+        false => Ok(()),
     }
 }
 

@@ -3,6 +3,7 @@
 use crate::commands::bits;
 use crate::options::{ModelArgs, OpenModel};
 use anyhow::{Context, Result, bail};
+use oscar_backend::Backend;
 use oscar_calibrate::{
     CalibratedModel, CalibrationOptions, ClipPolicy, Granularity, Input, ModelOptions, RotationFile,
     Statistic, Subject, calibrate_model, write_report,

@@ -1,13 +1,17 @@
 //! `oscar plan`: what fits in a given memory, exactly, BF16 beside each format.
 
-use crate::options::{Device, ModelArgs, OpenModel, parse_size};
-use crate::sizing::{Extent, FixedMemory};
+use crate::options::{Device, ModelArgs, OpenModel, at_least_one, parse_size};
+use crate::sizing::FixedMemory;
 use crate::{progress, table};
 use anyhow::{Result, bail};
+use oscar_backend::{StepMemory, StepSize};
 use oscar_calibrate::bits::WidthTable;
 use oscar_codec::{CacheLayout, CodeLayout, KvFormat, MeanBits, RotationKind};
-use oscar_kernels_cuda::Storage;
+use oscar_engine::SchedulerOptions;
+use oscar_kernels_cpu::backend::PREFILL_CHUNK;
+use oscar_kernels_cuda::{AttentionMode, Properties, Storage};
 use oscar_models::DecoderConfig;
+use oscar_runner::longest_step;
 use serde_json::json;
 
 #[derive(clap::Args)]
@@ -29,12 +33,52 @@ pub struct Args {
     /// Most recent tokens kept in BF16; 256, or what the format's source publishes, if absent
     #[arg(long)]
     recent: Option<usize>,
-    /// Prompt tokens processed in one step
-    #[arg(long, value_name = "N", default_value_t = 512)]
-    prefill_chunk: usize,
+    /// Prompt tokens processed in one step; as `serve` chooses it for the device if absent
+    #[arg(long, value_name = "N", value_parser = at_least_one)]
+    prefill_chunk: Option<usize>,
     /// One JSON object a line
     #[arg(long)]
     json: bool,
+}
+
+/// The device that is planned for.
+enum Target {
+    Cpu,
+    Cuda(Properties),
+}
+
+impl Target {
+    /// The GPU of this machine, or an H200 where `--device cuda` finds none.
+    fn of(device: Device) -> Self {
+        let here = || oscar_kernels_cuda::Device::open(0).map(|gpu| gpu.properties().clone());
+        match device {
+            Device::Cpu => Self::Cpu,
+            Device::Auto => here().map_or(Self::Cpu, Self::Cuda),
+            Device::Cuda => Self::Cuda(here().unwrap_or_else(|error| {
+                let gpu = Properties::h200();
+                eprintln!("note: steps are planned for an {}: {error}", gpu.name);
+                gpu
+            })),
+        }
+    }
+
+    fn is_gpu(&self) -> bool {
+        matches!(self, Self::Cuda(_))
+    }
+
+    fn prefill_chunk(&self, c: &DecoderConfig) -> usize {
+        match self {
+            Self::Cpu => PREFILL_CHUNK,
+            Self::Cuda(gpu) => AttentionMode::default().prefill_chunk(gpu, &c.heads()),
+        }
+    }
+
+    fn step_memory(&self, size: &StepSize) -> StepMemory {
+        match self {
+            Self::Cpu => oscar_kernels_cpu::backend::step_memory(size),
+            Self::Cuda(gpu) => oscar_kernels_cuda::step_memory(gpu, AttentionMode::default(), size),
+        }
+    }
 }
 
 /// What is left for the cache, with some formats.
@@ -50,21 +94,23 @@ pub fn run(args: &Args) -> Result<()> {
     let model = args.model.open()?;
     let c = &model.config;
     let contexts = contexts(args, &model)?;
-    let holding = args.model.holding(args.model.device == Device::Cuda);
+    let target = Target::of(args.model.device);
+    let holding = args.model.holding(target.is_gpu());
     let longest = contexts.iter().copied().max().unwrap_or(0);
-    let extent = Extent { context: longest, rows: args.prefill_chunk, logits: 1 };
-    if args.model.device == Device::Auto && model.weights.describe_fp8(c, false, true).is_some() {
-        eprintln!("note: weights are counted as on the CPU, which expands FP8; --device cuda counts a GPU's");
-    }
+    let chunk = args.prefill_chunk.unwrap_or_else(|| target.prefill_chunk(c));
+    let steps = SchedulerOptions { prefill_chunk: chunk, ..SchedulerOptions::default() };
     let (mut rows, mut budgets): (Vec<Vec<String>>, Vec<Budget>) = Default::default();
     let mut too_large = Vec::new();
     for &format in &args.kv {
         let rotates = format.rotation() != RotationKind::None;
-        let fixed = FixedMemory::of(&model, rotates, holding, extent);
+        let layout = layout(args, c, format, target.is_gpu())?;
+        let step = target.step_memory(&model.step_size(&steps, &layout, longest));
+        let fixed = FixedMemory::of(&model, rotates, holding, step);
         let Some(free) = args.memory.checked_sub(fixed.total()).filter(|&f| f > 0) else {
             too_large.push(format!(
-                "{} with {format} does not fit: {}; --memory allows {}",
+                "{} with {format} and steps of up to {} tokens does not fit: {}; --memory allows {}",
                 model.name,
+                steps.most_rows(),
                 fixed.describe(),
                 progress::bytes(args.memory)
             ));
@@ -75,8 +121,7 @@ pub fn run(args: &Args) -> Result<()> {
             Some(budget) => budget.formats.push(format.to_string()),
             None => budgets.push(Budget { fixed, free, formats: vec![format.to_string()], fp8 }),
         }
-        let layout = layout(args, c, format)?;
-        rows.extend(plan(args, &layout, &contexts, &fixed, free));
+        rows.extend(plan(args, &layout, &contexts, &fixed, free, chunk));
     }
     match too_large.as_slice() {
         [first, ..] if budgets.is_empty() => bail!("{first}"),
@@ -107,7 +152,7 @@ fn contexts(args: &Args, model: &OpenModel) -> Result<Vec<usize>> {
 }
 
 /// The cache as the device stores it.
-fn layout(args: &Args, c: &DecoderConfig, format: KvFormat) -> Result<CacheLayout> {
+fn layout(args: &Args, c: &DecoderConfig, format: KvFormat, on_gpu: bool) -> Result<CacheLayout> {
     let windows = format.windows(args.sink, args.recent)?;
     let mut layout =
         CacheLayout::new(format, c.layers, c.kv_heads, c.head_dim, windows, CodeLayout::Logical)?;
@@ -116,7 +161,7 @@ fn layout(args: &Args, c: &DecoderConfig, format: KvFormat) -> Result<CacheLayou
         let table = WidthTable::of_mean(c.layers, c.kv_heads, c.head_dim, mean);
         layout = layout.with_coded_table(table.formats(c.head_dim, CodeLayout::Logical)?);
     }
-    if args.model.device == Device::Cuda {
+    if on_gpu {
         if Storage::of(&layout)? == Storage::Dequantized {
             eprintln!(
                 "note: {format} has no CUDA kernels: its history is dequantized on the CPU and kept in BF16"
@@ -134,11 +179,12 @@ fn plan(
     contexts: &[usize],
     fixed: &FixedMemory,
     free: usize,
+    chunk: usize,
 ) -> Vec<Vec<String>> {
     let kv = layout.format().to_string();
-    let longest = layout.longest_context(free, args.prefill_chunk);
+    let longest = layout.longest_context(free, longest_step(chunk));
     let row = |&context: &usize| {
-        let fit = layout.capacity(free, context, args.prefill_chunk);
+        let fit = layout.capacity(free, context, longest_step(chunk));
         let bits = layout.bits_per_element(context);
         if args.json {
             println!(
@@ -146,8 +192,8 @@ fn plan(
                 json!({
                     "kv": kv, "context": context, "batch": fit.sequences, "sequence_bytes": fit.sequence_bytes,
                     "prefill_bytes": fit.prefill_bytes, "bits": bits, "longest_context": longest,
-                    "weight_bytes": fixed.weights, "rope_bytes": fixed.rope,
-                    "activation_bytes": fixed.activations, "memory_bytes": args.memory,
+                    "weight_bytes": fixed.weights, "step_bytes": fixed.step.total(),
+                    "prefill_chunk": chunk, "memory_bytes": args.memory,
                 })
             );
         }

@@ -73,9 +73,26 @@ fn plan_counts_exactly() {
     let bytes: Vec<f64> = rows.iter().map(|r| r["sequence_bytes"].as_f64().unwrap()).collect();
     assert_eq!(bytes[0], 16384.0 * 6144.0);
     assert!(bytes[0] / bytes[1] > 6.0, "{bytes:?}");
-    let free =
-        (1u64 << 30) - rows[0]["weight_bytes"].as_u64().unwrap() - rows[0]["prefill_bytes"].as_u64().unwrap();
+    let taken = ["weight_bytes", "step_bytes", "prefill_bytes"].map(|part| rows[0][part].as_u64().unwrap());
+    let free = (1u64 << 30) - taken.iter().sum::<u64>();
     assert_eq!(rows[0]["batch"].as_u64().unwrap(), free / bytes[0] as u64);
+}
+
+/// The chunk is the one that `serve` takes on that device, and its activations are counted.
+#[test]
+fn a_plan_counts_the_memory_of_its_steps() {
+    let plan = |more: &[&str]| {
+        let args = ["plan", "--memory", "4G", "--kv", "oscar2", "--context", "4096", "--json"];
+        let rows = json_lines(&[&args[..], more].concat());
+        (rows[0]["prefill_chunk"].as_u64().unwrap(), rows[0]["step_bytes"].as_u64().unwrap())
+    };
+    let (cpu, gpu) = (plan(&["--device", "cpu"]), plan(&["--device", "cuda"]));
+    assert_eq!(cpu.0, 512);
+    assert!((2048..8192).contains(&gpu.0) && gpu.1 > cpu.1, "{cpu:?} {gpu:?}");
+    let long = plan(&["--device", "cpu", "--prefill-chunk", "4096"]);
+    assert!(long.1 > 4 * cpu.1, "{long:?} {cpu:?}");
+    let (_, message) = crate::support::fail(&["plan", "--memory", "500M", "--prefill-chunk", "1000000"]);
+    assert!(message.contains("a step of") && message.contains("does not fit"), "{message}");
 }
 
 /// On a GPU, formats without kernels are kept decoded, and a plan counts that.

@@ -50,7 +50,7 @@ fn an_fp8_checkpoint_answers_and_says_what_became_of_its_weights() {
 fn a_plan_counts_fp8_where_it_stays_fp8() {
     let dir = checkpoint();
     let model = dir.path().to_str().unwrap();
-    let plan = |more: &[&str]| -> Vec<u64> {
+    let plan = |more: &[&str]| -> Vec<Value> {
         let args = [
             "plan",
             "--model",
@@ -63,18 +63,22 @@ fn a_plan_counts_fp8_where_it_stays_fp8() {
             "bf16,oscar2",
             "--json",
         ];
-        let rows = json_lines(&[&args[..], more].concat());
-        rows.iter().map(|row: &Value| row["weight_bytes"].as_u64().unwrap()).collect()
+        json_lines(&[&args[..], more].concat())
     };
-    let (cpu, gpu) = (plan(&["--device", "cpu"]), plan(&["--device", "cuda"]));
+    let weights = |rows: &[Value]| -> Vec<u64> {
+        rows.iter().map(|row| row["weight_bytes"].as_u64().unwrap()).collect()
+    };
+    let rows = plan(&["--device", "cuda"]);
+    let (cpu, gpu) = (weights(&plan(&["--device", "cpu"])), weights(&rows));
     assert_eq!(cpu[0], cpu[1]);
     // A byte less for each weight of six layers, four more for each block of 128 × 128; attention's are rotated.
     let mlp = 6 * (3 * 384 * 1024 - 4 * (3 * 3 * 8));
     let attention = 6 * (384 * (1024 + 512 + 1024) - 4 * (3 * (8 + 4 + 8)));
     assert_eq!((gpu[0], gpu[1]), (cpu[0] - mlp - attention, cpu[0] - mlp));
-    assert_eq!(plan(&["--device", "cuda", "--weights", "bf16"]), cpu);
+    assert_eq!(weights(&plan(&["--device", "cuda", "--weights", "bf16"])), cpu);
     // Memory for the weights of one cache and not of the other: planned, and said.
-    let memory = (gpu[0] + gpu[1]).div_ceil(2).to_string();
+    let step = rows[0]["step_bytes"].as_u64().unwrap();
+    let memory = (step + (gpu[0] + gpu[1]).div_ceil(2)).to_string();
     let two = [
         "plan",
         "--model",

@@ -5,7 +5,7 @@ use crate::client::submit;
 use crate::support::{Setup, greedy};
 use oscar_backend::{
     AttentionKernels, Backend, BackendError, Candidate, ExpertId, ExpertsShape, HeadShape, HostMatrix,
-    LayerHeads, Pick, Product, Result, SequenceRows, Step, Tap,
+    LayerHeads, Pick, PrefillWave, Product, Result, SequenceRows, Step, StepMemory, StepSize, Tap,
 };
 use oscar_codec::{CacheLayout, CodeLayout, HeadRotations, KvFormat, RotationSet, Windows};
 use oscar_engine::{
@@ -56,6 +56,21 @@ impl Backend for Faulty {
     }
     fn multiplies_fp8(&self) -> bool {
         self.cpu.multiplies_fp8()
+    }
+    fn prefill_chunk(&self, heads: &HeadShape) -> usize {
+        self.cpu.prefill_chunk(heads)
+    }
+    fn prefill_wave(&self, heads: &HeadShape) -> PrefillWave {
+        self.cpu.prefill_wave(heads)
+    }
+    fn wait(&self) -> Result<()> {
+        self.cpu.wait()
+    }
+    fn step_memory(&self, size: &StepSize) -> StepMemory {
+        self.cpu.step_memory(size)
+    }
+    fn free_memory(&self) -> Result<Option<usize>> {
+        self.cpu.free_memory()
     }
     fn matrix(&self, weights: HostMatrix<'_>) -> Result<Self::Matrix> {
         self.cpu.matrix(weights)

@@ -1,5 +1,6 @@
 //! Properties of the scheduler, on a ledger that only counts.
 
+use oscar_backend::PrefillWave;
 use oscar_engine::RequestId;
 use oscar_engine::cost::StepCost;
 use oscar_engine::scheduler::{Demand, Ledger, Scheduler, SchedulerOptions, SequenceId, StepPlan};
@@ -82,6 +83,7 @@ impl World {
         let total: usize = plan.work.iter().map(|w| w.tokens).sum();
         let most = options.step_tokens.unwrap_or(usize::MAX);
         assert!(total <= most, "{total} tokens in a step");
+        assert!(total <= options.most_rows(), "{total} rows in a step");
         assert!(plan.work.len() <= options.max_batch);
         let ids: BTreeSet<_> = plan.work.iter().map(|w| w.id).collect();
         assert_eq!(ids.len(), plan.work.len(), "a sequence works once a step");
@@ -97,7 +99,7 @@ impl World {
         self.scheduler.complete(plan);
         for work in &plan.work {
             let script = &scripts[work.id.request.0 as usize];
-            assert!(work.tokens > 0 && work.tokens <= options.prefill_chunk);
+            assert!(work.tokens > 0 && work.tokens <= oscar_runner::longest_step(options.prefill_chunk));
             let held = self.counts.held.get_mut(&work.id).unwrap();
             assert_eq!(held.0, work.start, "work begins where the sequence ends");
             held.0 += work.tokens;
@@ -287,13 +289,31 @@ fn a_prompt_alone_is_read_in_whole_chunks() {
 }
 
 #[test]
+fn a_short_rest_is_read_with_the_last_chunk_unless_others_wait() {
+    let options = SchedulerOptions { prefill_chunk: 3936, ..Default::default() };
+    let tokens_of = |prompts: &[usize]| -> Vec<usize> {
+        let mut scheduler = Scheduler::new(options);
+        let mut ledger = Counts { total: 1 << 20, held: BTreeMap::new() };
+        for (id, &tokens) in prompts.iter().enumerate() {
+            scheduler.submit(sequence(id as u64), tokens, usize::MAX, usize::MAX);
+        }
+        scheduler.schedule(&mut ledger).work.iter().map(|w| w.tokens).collect()
+    };
+    assert_eq!(tokens_of(&[4096]), [4096]);
+    assert_eq!(tokens_of(&[8000]), [3936]);
+    assert_eq!(tokens_of(&[4096, 4096]).iter().sum::<usize>(), 3936, "two share a chunk");
+}
+
+#[test]
 fn a_prompt_beside_streams_keeps_to_the_target_between_tokens() {
     let cost = StepCost { fixed: 4e-3, row: 2e-5, pair: 3e-10 };
     let target = SchedulerOptions::default().inter_token_target;
     let mut last = usize::MAX;
     for stored in [0, 30_000, 90_000] {
         let tokens = beside_streams(8, stored, Some(cost));
-        let time = cost.fixed + 8.0 * cost.rows(8_000, 1) + cost.rows(stored, tokens);
+        let time = cost.fixed
+            + 8.0 * cost.rows(8_000, 1, PrefillWave::NONE)
+            + cost.rows(stored, tokens, PrefillWave::NONE);
         assert!(time < 1.05 * target, "{tokens} tokens at {stored} take {time}");
         assert!(time > 0.8 * target, "{tokens} tokens at {stored} take only {time}");
         assert!(tokens < last, "chunks shrink with the context");

@@ -19,12 +19,15 @@ use experts::ExpertsScratch;
 use heads::LayerRotation;
 use oscar_backend::{
     AttentionKernels, AttentionPath, Backend, BackendError, Benchmarks, ExpertId, ExpertsShape, HeadShape,
-    HostMatrix, HostValues, Result, SequenceRows, StepTimes, TappedRows,
+    HostMatrix, HostValues, PrefillWave, Result, SequenceRows, StepMemory, StepSize, StepTimes, TappedRows,
 };
 use oscar_codec::{CacheLayout, CodeLayout, FormatTable, HeadRotations};
 use products::ProductScratch;
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
+
+/// Prompt tokens of a step; longer steps gain nothing.
+pub const PREFILL_CHUNK: usize = 512;
 
 /// Runs models on the processor.
 pub struct CpuBackend {
@@ -141,6 +144,19 @@ impl CpuBackend {
     }
 }
 
+/// Bytes that steps up to this size take on any processor: all rows are f32.
+pub fn step_memory(size: &StepSize) -> StepMemory {
+    let StepSize { rows, logits, hidden, intermediate, vocab, .. } = *size;
+    let query = size.query_width();
+    // Hidden rows, normed ones and their parts in two precisions; heads; the feed-forward part.
+    let row = 4 * hidden + size.qkv_width() + 3 * query + 5 * intermediate;
+    StepMemory {
+        activations: 4 * (rows * row + logits * (vocab + 2 * hidden)),
+        rope: 4 * size.context * size.heads.head_dim,
+        ..StepMemory::default()
+    }
+}
+
 fn shape_error(what: &str, detail: impl ToString) -> BackendError {
     BackendError::Shape { what: what.into(), detail: detail.to_string() }
 }
@@ -222,6 +238,26 @@ impl Backend for CpuBackend {
 
     fn multiplies_fp8(&self) -> bool {
         false
+    }
+
+    fn prefill_chunk(&self, _: &HeadShape) -> usize {
+        PREFILL_CHUNK
+    }
+
+    fn prefill_wave(&self, _: &HeadShape) -> PrefillWave {
+        PrefillWave::NONE
+    }
+
+    fn wait(&self) -> Result<()> {
+        Ok(())
+    }
+
+    fn step_memory(&self, size: &StepSize) -> StepMemory {
+        step_memory(size)
+    }
+
+    fn free_memory(&self) -> Result<Option<usize>> {
+        Ok(None)
     }
 
     fn matrix(&self, weights: HostMatrix<'_>) -> Result<CpuMatrix> {

@@ -16,6 +16,7 @@ use crate::pages::HeadPages;
 use crate::sources::DEQUANTIZE;
 use crate::step::StepTables;
 use half::{bf16, f16};
+use oscar_backend::HeadShape;
 use oscar_codec::PAGE_TOKENS;
 
 /// Bytes of expanded pages at a time, unless one KV head needs more.
@@ -83,7 +84,7 @@ impl Dequantize {
         let head_bytes = work.places * page_bytes(shape.head_dim);
         let heads = match work.blocks {
             0 => shape.kv_heads,
-            _ => (EXPANDED_BYTES / head_bytes).clamp(1, shape.kv_heads),
+            _ => heads_at_a_time(head_bytes, shape.kv_heads),
         };
         let buffer = match work.blocks {
             0 => None,
@@ -149,6 +150,17 @@ impl Expansion {
         let blocks = prompts().filter(quantized).map(|s| (s.boundary as usize).div_ceil(PAGE_TOKENS) - first);
         Self { places: places.unwrap_or(0), blocks: blocks.max().unwrap_or(0) }
     }
+}
+
+/// KV heads whose pages are expanded together.
+fn heads_at_a_time(head_bytes: usize, kv_heads: usize) -> usize {
+    (EXPANDED_BYTES / head_bytes.max(1)).clamp(1, kv_heads.max(1))
+}
+
+/// Most bytes of expanded pages, for prompts of together `tokens` tokens.
+pub fn expanded_bytes(heads: &HeadShape, tokens: usize) -> usize {
+    let head_bytes = tokens.div_ceil(PAGE_TOKENS) * page_bytes(heads.head_dim);
+    head_bytes * heads_at_a_time(head_bytes, heads.kv_heads)
 }
 
 /// A page of keys and values in 16 bits.

@@ -15,7 +15,7 @@ mod variant;
 
 pub use variant::Variant;
 
-use crate::device::{Device, Function};
+use crate::device::{Device, Function, Properties};
 use crate::error::{CudaError, Result};
 use crate::kernels::Kernels;
 use crate::layout::Layout;
@@ -28,7 +28,7 @@ use append::AppendKernel;
 use decode::{DecodeKernels, DecodeMemory, Queries};
 use half::bf16;
 use hopper::ExpandedPages;
-use oscar_backend::{AttentionKernels, AttentionPath, HeadShape};
+use oscar_backend::{AttentionKernels, AttentionPath, HeadShape, PrefillWave};
 use oscar_codec::CacheLayout;
 use prefill::{Prefill, PrefillKernel};
 
@@ -99,6 +99,24 @@ impl AttentionMode {
             (AttentionPath::Native, format!("tensor-core decode kernel, {prefill}, head size {d}"))
         };
         AttentionKernels { path, description }
+    }
+
+    /// Prompt tokens of one step that suit this GPU and these heads.
+    pub fn prefill_chunk(self, gpu: &Properties, heads: &HeadShape) -> usize {
+        prefill::chunk(gpu, heads, self)
+    }
+
+    /// The waves of the prefill kernel for these heads.
+    pub fn prefill_wave(self, gpu: &Properties, heads: &HeadShape) -> PrefillWave {
+        prefill::wave(gpu, heads, self).unwrap_or(PrefillWave::NONE)
+    }
+
+    /// Bytes of pages that are expanded for prompts of together `tokens` tokens.
+    pub(crate) fn expanded_bytes(self, gpu: &Properties, heads: &HeadShape, tokens: usize) -> usize {
+        match PrefillKernel::choose(gpu, heads.head_dim, self) {
+            Some(PrefillKernel::Hopper) if self != Self::Simple => hopper::expanded_bytes(heads, tokens),
+            _ => 0,
+        }
     }
 
     /// Whether queries can read codes where the windows alone say BF16. The simple kernel knows

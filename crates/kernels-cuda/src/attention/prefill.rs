@@ -13,6 +13,7 @@ use crate::pages::HeadPages;
 use crate::sources::{ATTENTION_PREFILL, ATTENTION_PREFILL_HOPPER, HOPPER};
 use crate::step::StepTables;
 use half::bf16;
+use oscar_backend::{HeadShape, PrefillWave};
 
 /// The prefill kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,6 +32,14 @@ impl PrefillKernel {
             .into_iter()
             .filter(|&kernel| kernel != Self::Hopper || hopper)
             .find(|kernel| kernel.block(head_dim).shared <= gpu.shared_memory as usize)
+    }
+
+    /// Blocks that a multiprocessor runs at a time. The Hopper kernel takes all registers of one.
+    fn resident(self, gpu: &Properties, head_dim: usize) -> usize {
+        match self {
+            Self::Hopper => 1,
+            Self::Ampere => (gpu.shared_memory as usize / self.block(head_dim).shared).max(1),
+        }
     }
 
     /// Its name in the start banner.
@@ -57,6 +66,26 @@ impl PrefillKernel {
             }
         }
     }
+}
+
+/// About as many prompt tokens in a step suit every GPU: products run at full speed from 2048 rows on,
+/// and activations still take less memory than a layer.
+pub const CHUNK: usize = 4096;
+
+/// Prompt tokens of one step: as many as make whole waves of blocks of the prefill kernel, near
+/// [`CHUNK`]. A wave that is not full takes as long as a full one.
+pub fn chunk(gpu: &Properties, heads: &HeadShape, mode: AttentionMode) -> usize {
+    let Some(wave) = wave(gpu, heads, mode) else { return CHUNK };
+    let candidates = (1..).map(|count| wave.filling(count)).take_while(|&tokens| tokens <= 2 * CHUNK);
+    candidates.filter(|&n| n > 0).min_by_key(|n| n.abs_diff(CHUNK)).unwrap_or(CHUNK)
+}
+
+/// The blocks that run at the same time; `None` if the GPU has no prefill kernel for these heads.
+pub fn wave(gpu: &Properties, heads: &HeadShape, mode: AttentionMode) -> Option<PrefillWave> {
+    let kernel = PrefillKernel::choose(gpu, heads.head_dim, mode)?;
+    let block = (kernel.block(heads.head_dim).rows / heads.group().max(1)).max(1);
+    let blocks = gpu.multiprocessors as usize * kernel.resident(gpu, heads.head_dim);
+    Some(PrefillWave { tokens: (blocks * block / heads.kv_heads.max(1)).max(1), block })
 }
 
 /// The size of a thread block.
@@ -164,5 +193,40 @@ impl Prefill {
         };
         // SAFETY: the caller's promise.
         unsafe { device.launch(self.function, self.block.launch(call, shape.kv_heads), params) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn chunk_on(multiprocessors: u32, sm: (i32, i32), query_heads: usize, head_dim: usize) -> usize {
+        let gpu = Properties { multiprocessors, major: sm.0, minor: sm.1, ..Properties::h200() };
+        let heads = HeadShape { query_heads, kv_heads: 8, head_dim, rms_norm_eps: 1e-6, scale: 1.0 };
+        chunk(&gpu, &heads, AttentionMode::Auto)
+    }
+
+    #[test]
+    fn a_chunk_is_whole_waves_near_4096_tokens() {
+        // 132 multiprocessors, blocks of 192 rows: 82 blocks for each of 8 KV heads are 4.97 waves.
+        assert_eq!(chunk_on(132, (9, 0), 32, 128), 82 * 192 / 4);
+        assert_eq!(chunk_on(132, (9, 0), 96, 128) % 16, 0);
+        for multiprocessors in [20, 84, 108, 132] {
+            for (sm, head_dim) in [((9, 0), 64), ((9, 0), 256), ((8, 0), 128), ((8, 9), 64)] {
+                for query_heads in [8, 32, 128] {
+                    let tokens = chunk_on(multiprocessors, sm, query_heads, head_dim);
+                    assert!(
+                        (2048..=6144).contains(&tokens),
+                        "{multiprocessors} {sm:?} {query_heads}: {tokens}"
+                    );
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_gpu_with_one_multiprocessor_or_a_model_with_many_heads_still_gets_a_chunk() {
+        assert!(chunk_on(1, (9, 0), 128, 64) > 0);
+        assert!(chunk_on(4096, (9, 0), 8, 128) > 0);
     }
 }

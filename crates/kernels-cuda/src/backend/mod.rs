@@ -7,6 +7,7 @@ mod picks;
 mod products;
 mod random;
 mod rows;
+mod sizing;
 mod step;
 mod tapped;
 
@@ -14,6 +15,7 @@ pub use constants::{CudaRope, CudaRotation, CudaVector};
 pub(crate) use launches::LAYOUTS;
 pub use rows::CudaRows;
 pub(crate) use rows::grow;
+pub use sizing::step_memory;
 pub use step::CudaStep;
 
 use crate::attention::AttentionMode;
@@ -27,13 +29,14 @@ use crate::gemm::{CublasLt, CudaMatrix, Fp8Kernels, Fp8Operands, Fp8Products, Sk
 use crate::kernels::Kernels;
 use crate::memory::{Buffer, DevicePtr};
 use crate::pages::CudaPages;
+use crate::staging::Staging;
 use crate::step::StepPlanner;
 use crate::storage::Storage;
 use crate::transfers::Transfers;
 use launches::Launches;
 use oscar_backend::{
-    AttentionKernels, Backend, Benchmarks, ExpertId, ExpertsShape, HeadShape, HostMatrix,
-    Result as BackendResult, SequenceRows, StepTimes, WeightFormat,
+    AttentionKernels, Backend, Benchmarks, ExpertId, ExpertsShape, HeadShape, HostMatrix, PrefillWave,
+    Result as BackendResult, SequenceRows, StepMemory, StepSize, StepTimes, WeightFormat,
 };
 use oscar_codec::{CacheLayout, HeadRotations};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
@@ -49,6 +52,8 @@ pub struct CudaBackend {
     fp8: OnceLock<Fp8Kernels>,
     /// Prompts multiply FP8 weights with FP8 activations.
     fp8_activations: Option<Fp8Products>,
+    /// For weights on their way to the device.
+    staging: Staging,
     /// A step holds the lock until it ends.
     state: Mutex<State>,
 }
@@ -139,6 +144,7 @@ impl CudaBackend {
             skinny: Skinny::new(&device, &kernels, WeightFormat::Bf16)?,
             fp8: OnceLock::new(),
             fp8_activations: None,
+            staging: Staging::new(&device),
             device,
             kernels,
             state: Mutex::new(state),
@@ -245,8 +251,28 @@ impl Backend for CudaBackend {
         true
     }
 
+    fn prefill_chunk(&self, heads: &HeadShape) -> usize {
+        self.attention.prefill_chunk(self.device.properties(), heads)
+    }
+
+    fn prefill_wave(&self, heads: &HeadShape) -> PrefillWave {
+        self.attention.prefill_wave(self.device.properties(), heads)
+    }
+
+    fn wait(&self) -> BackendResult<()> {
+        Ok(self.device.synchronize()?)
+    }
+
+    fn step_memory(&self, size: &StepSize) -> StepMemory {
+        step_memory(self.device.properties(), self.attention, size)
+    }
+
+    fn free_memory(&self) -> BackendResult<Option<usize>> {
+        Ok(Some(self.device.memory()?.0))
+    }
+
     fn matrix(&self, weights: HostMatrix<'_>) -> BackendResult<CudaMatrix> {
-        let matrix = CudaMatrix::upload(&self.device, &weights)?;
+        let matrix = CudaMatrix::upload(&self.device, &self.staging, &weights)?;
         if matrix.format() == WeightFormat::Fp8 {
             // Compiled now rather than in the middle of a step.
             self.fp8_kernels()?;

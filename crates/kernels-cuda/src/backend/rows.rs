@@ -90,6 +90,11 @@ impl CudaRows {
     }
 }
 
+/// Bytes that [`grow`] allocates for `bytes`.
+pub(crate) fn grown(bytes: usize) -> usize {
+    bytes.next_multiple_of((bytes / 8).next_power_of_two().max(1 << 10))
+}
+
 /// Replaces the buffer by a larger one if it is too small, and says whether it did. Sizes are
 /// rounded up so that a growing batch reallocates rarely: releasing memory waits for the device.
 pub(crate) fn grow<'a>(
@@ -101,10 +106,7 @@ pub(crate) fn grow<'a>(
     // A buffer that is too small is released first: both may not fit.
     let (grown, moved) = match buffer.take().filter(|b| b.bytes() >= bytes) {
         Some(kept) => (kept, false),
-        None => {
-            let step = (bytes / 8).next_power_of_two().max(1 << 10);
-            (device.alloc(bytes.next_multiple_of(step), what)?, true)
-        }
+        None => (device.alloc(grown(bytes), what)?, true),
     };
     Ok((buffer.insert(grown), moved))
 }

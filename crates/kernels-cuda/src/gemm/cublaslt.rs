@@ -15,7 +15,7 @@ use std::mem::size_of_val;
 use std::ptr::null_mut;
 
 /// Bytes for algorithms that split the inner dimension; NVIDIA recommends this for Hopper.
-const WORKSPACE: usize = 32 << 20;
+pub(crate) const WORKSPACE: usize = 32 << 20;
 
 /// `out[rows][outputs] = x[rows][inputs] · w[outputs][inputs]ᵀ`, all row-major; rows of `out` are
 /// `stride` apart.

@@ -7,7 +7,7 @@ mod fp8;
 mod fp8_products;
 mod skinny;
 
-pub(crate) use cublaslt::{CublasLt, Product, ROW_GROUP, ScaledFp8, Sums};
+pub(crate) use cublaslt::{CublasLt, Product, ROW_GROUP, ScaledFp8, Sums, WORKSPACE};
 pub(crate) use fp8::{Fp8Kernels, random_scale};
 pub(crate) use fp8_products::{Fp8Operands, Fp8Products};
 pub(crate) use skinny::{MOST_ROWS, Skinny, SkinnyProduct, SkinnyShape};
@@ -16,6 +16,7 @@ use crate::device::Device;
 use crate::error::{CudaError, Result};
 use crate::layout::Layout;
 use crate::memory::{Buffer, DeviceSlice};
+use crate::staging::Staging;
 use half::bf16;
 use oscar_backend::{Fp8Blocks, HostMatrix, HostValues, WeightFormat, fp8_blocks};
 use std::ops::Range;
@@ -26,6 +27,9 @@ pub(crate) const LAYOUTS: &[Layout] = &[
     fp8_products::PlainCodesParams::LAYOUT,
     skinny::SkinnyParams::LAYOUT,
 ];
+
+/// Bytes of BF16 weights that FP8 ones are expanded to at a time.
+pub(crate) const PANEL_BYTES: usize = 128 << 20;
 
 /// Whether the kernel for few rows takes matrices of this shape.
 pub fn multiplies_few_rows(format: WeightFormat, outputs: usize, inputs: usize) -> bool {
@@ -89,7 +93,7 @@ impl CudaMatrix {
         Ok(Self { weights, scales, bias: None, outputs, inputs })
     }
 
-    pub fn upload(device: &Device, matrix: &HostMatrix<'_>) -> Result<Self> {
+    pub(crate) fn upload(device: &Device, staging: &Staging, matrix: &HostMatrix<'_>) -> Result<Self> {
         let HostMatrix { outputs, inputs, values, bias } = *matrix;
         let given = match values {
             HostValues::Bf16(v) => v.len(),
@@ -102,20 +106,20 @@ impl CudaMatrix {
             return Err(CudaError::Shape { what: "a weight matrix", detail });
         }
         let mut uploaded = match values {
-            HostValues::Fp8(v) => Self::upload_fp8(device, &v, outputs, inputs)?,
+            HostValues::Fp8(v) => Self::upload_fp8(device, staging, &v, outputs, inputs)?,
             HostValues::Bf16(v) => {
                 let uploaded = Self::uninitialized(device, outputs, inputs)?;
-                device.upload(v, uploaded.weights.slice().part(0..v.len())?)?;
+                staging.send_plain(v, uploaded.weights.slice().part(0..v.len())?)?;
                 uploaded
             }
             HostValues::F16(v) => {
                 let uploaded = Self::uninitialized(device, outputs, inputs)?;
-                upload_slabs(device, v, 1, uploaded.weights.slice(), |x| bf16::from_f32(x[0].to_f32()))?;
+                convert(staging, v, 1, uploaded.weights.slice(), |x| bf16::from_f32(x[0].to_f32()))?;
                 uploaded
             }
             HostValues::F32(v) => {
                 let uploaded = Self::uninitialized(device, outputs, inputs)?;
-                upload_slabs(device, v, 1, uploaded.weights.slice(), |x| bf16::from_f32(x[0]))?;
+                convert(staging, v, 1, uploaded.weights.slice(), |x| bf16::from_f32(x[0]))?;
                 uploaded
             }
         };
@@ -124,25 +128,30 @@ impl CudaMatrix {
     }
 
     /// FP8 if the kernels take such a matrix, expanded to BF16 otherwise.
-    fn upload_fp8(device: &Device, matrix: &Fp8Blocks<'_>, outputs: usize, inputs: usize) -> Result<Self> {
+    fn upload_fp8(
+        device: &Device,
+        staging: &Staging,
+        matrix: &Fp8Blocks<'_>,
+        outputs: usize,
+        inputs: usize,
+    ) -> Result<Self> {
         if let Err(error) = matrix.check(outputs, inputs) {
             return Err(CudaError::Shape { what: "an FP8 matrix", detail: error.to_string() });
         }
         if Skinny::multiplies(WeightFormat::Fp8, outputs, inputs) {
             let uploaded = Self::uninitialized_fp8(device, outputs, inputs, matrix.scales)?;
-            upload_slabs(device, matrix.codes, fp8::WORD_CODES, uploaded.weights.slice(), fp8::arrange)?;
+            convert(staging, matrix.codes, fp8::WORD_CODES, uploaded.weights.slice(), fp8::arrange)?;
             return Ok(uploaded);
         }
         let uploaded = Self::uninitialized(device, outputs, inputs)?;
         let weights = matrix.expand(inputs);
-        upload_slabs(device, &weights, 1, uploaded.weights.slice(), |x| bf16::from_f32(x[0]))?;
+        convert(staging, &weights, 1, uploaded.weights.slice(), |x| bf16::from_f32(x[0]))?;
         Ok(uploaded)
     }
 
     /// Ranges of outputs that are multiplied at a time: all at once for BF16; for FP8 as many as
     /// fit the memory that they are expanded into.
     pub(crate) fn panels(&self) -> impl Iterator<Item = Range<usize>> + use<> {
-        const PANEL_BYTES: usize = 128 << 20;
         let outputs = self.outputs;
         let step = match self.format() {
             WeightFormat::Bf16 => outputs,
@@ -152,24 +161,19 @@ impl CudaMatrix {
     }
 }
 
-/// Converts and sends a slab at a time, so that no second copy of a large matrix exists; `group`
-/// values become one.
-fn upload_slabs<T, U: bytemuck::Pod>(
-    device: &Device,
+/// Converts values and sends them; `group` of them become one.
+fn convert<T: Sync, U: bytemuck::Pod>(
+    staging: &Staging,
     values: &[T],
     group: usize,
     to: DeviceSlice<'_, U>,
     convert: impl Fn(&[T]) -> U,
 ) -> Result<()> {
-    const SLAB: usize = 4 << 20;
-    let mut slab = Vec::with_capacity(SLAB.min(values.len() / group));
-    for (index, part) in values.chunks(SLAB * group).enumerate() {
-        slab.clear();
-        slab.extend(part.chunks_exact(group).map(&convert));
-        let first = index * SLAB;
-        device.upload(&slab, to.part(first..first + slab.len())?)?;
-        // Wait for the copy before the slab is filled again.
-        device.synchronize()?;
-    }
-    Ok(())
+    let to = to.part(0..values.len() / group)?;
+    staging.send(to, |range, place| {
+        let values = values[range.start * group..range.end * group].chunks_exact(group);
+        for (to, from) in place.iter_mut().zip(values) {
+            *to = convert(from);
+        }
+    })
 }

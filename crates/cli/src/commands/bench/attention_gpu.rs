@@ -1,78 +1,70 @@
-//! `oscar bench attention --device cuda`: one layer's decode attention on the GPU, the complete launch, over caches that
-//! rotate so that the second-level cache never helps.
+//! `oscar bench attention --device cuda`: one layer's attention on the GPU, all its launches. In decode the caches rotate, so
+//! that the second-level cache never helps.
 
-use super::attention::Args;
-use super::report;
+use super::attention::{Args, Case, Heads, Phase, report_phase, row};
 use crate::device::AnyBackend;
 use anyhow::{Context, Result};
 use oscar_backend::{Backend, Benchmarks, HeadShape, HostMatrix, HostValues, SequenceRows, Step};
-use oscar_bench::Row;
 use oscar_codec::{CacheLayout, CodeLayout, CodedPageId, FullPageId, PAGE_TOKENS, Windows};
 use oscar_kernels_cpu::bench::Timing;
-use oscar_kernels_cuda::CudaBackend;
+use oscar_kernels_cuda::{CudaBackend, bench};
 use serde_json::json;
 use std::time::Duration;
 
 /// Bytes that must lie between two uses of a page.
 const COLD_BYTES: usize = 512 << 20;
 
-pub fn run(args: &Args, query_heads: usize, kv_heads: usize) -> Result<()> {
+pub fn run(args: &Args) -> Result<()> {
     let backend = AnyBackend::cuda()?;
     let ceiling = backend.read_ceiling()?;
     let gpu = backend.as_cuda().context("--device cuda")?;
     let windows = Windows::new(args.sink.unwrap_or(64), args.recent.unwrap_or(256))?;
+    let d = args.head_dim;
+    let shape_of = |heads: Heads| HeadShape {
+        query_heads: heads.query,
+        kv_heads: heads.kv,
+        head_dim: d,
+        rms_norm_eps: 1e-6,
+        scale: 1.0 / (d as f32).sqrt(),
+    };
     let mut rows = Vec::new();
-    for &context in &args.context {
-        for &batch in &args.batch {
-            for &format in &args.kv {
-                let d = args.head_dim;
-                let layout = |layers| -> Result<CacheLayout> {
-                    let order = CodeLayout::Logical;
-                    Ok(gpu.held_layout(&CacheLayout::new(format, layers, kv_heads, d, windows, order)?))
-                };
-                let bytes = layout(1)?.sequence_bytes(context) * batch;
-                let layout = layout(COLD_BYTES.div_ceil(bytes) + 1)?;
-                let kernel = gpu.attention(&layout).description;
-                let shape = HeadShape {
-                    query_heads,
-                    kv_heads,
-                    head_dim: d,
-                    rms_norm_eps: 1e-6,
-                    scale: 1.0 / (d as f32).sqrt(),
-                };
-                let timing = measure(gpu, &layout, &shape, context, batch, args.repetitions)
-                    .with_context(|| format!("{format}, context {context}, batch {batch}"))?;
-                rows.push(Row {
-                    kv: format.to_string(),
-                    device: backend.name(),
-                    context,
-                    batch,
-                    tokens: context * batch,
-                    typical: timing.median,
-                    timing,
-                    bytes,
-                    cache_bytes: bytes,
-                    extra: json!({"heads": args.heads, "head_dim": d, "kernel": kernel}),
-                });
-            }
-        }
+    for case in args.cases(|heads| gpu.prefill_chunk(&shape_of(heads))) {
+        let Case { heads, context, batch, kv, .. } = case;
+        let layout = |layers| -> Result<CacheLayout> {
+            let order = CodeLayout::Logical;
+            Ok(gpu.held_layout(&CacheLayout::new(kv, layers, heads.kv, d, windows, order)?))
+        };
+        let bytes = layout(1)?.sequence_bytes(context) * batch;
+        // Prefill waits for arithmetic, not for memory.
+        let layers = match args.phase {
+            Phase::Decode => COLD_BYTES.div_ceil(bytes) + 1,
+            Phase::Prefill => 1,
+        };
+        let layout = layout(layers)?;
+        let kernel = gpu.attention(&layout).description;
+        let timing = measure(gpu, &layout, &shape_of(heads), &case, args.repetitions)
+            .with_context(|| format!("{kv}, context {context}, batch {batch}"))?;
+        rows.push(row(args, &case, backend.name(), timing, bytes, bytes, json!({"kernel": kernel})));
     }
     if !args.json {
         println!("{}", gpu.describe());
     }
-    report(&rows, ceiling, args.json);
+    report_phase(args, &rows, ceiling);
     Ok(())
 }
 
-/// Pages of a sequence as the cache holds them between two steps; ids count up from `full` and `coded`.
+/// Pages of a sequence in a step of `tokens` new tokens, the last ones of its context; ids count up from `full` and `coded`.
 fn pages(
     layout: &CacheLayout,
     context: usize,
+    tokens: usize,
     full: &mut u32,
     coded: &mut u32,
 ) -> (Vec<Option<FullPageId>>, Vec<Option<CodedPageId>>) {
     let windows = layout.windows();
-    let (sink, boundary) = (windows.sink(), windows.boundary(context - 1));
+    // The first of the new tokens reads the most in BF16, the last one the most codes.
+    let (sink, kept, boundary) =
+        (windows.sink(), windows.boundary(context - tokens), windows.boundary(context - 1));
     let next = |counter: &mut u32| {
         *counter += 1;
         *counter - 1
@@ -80,7 +72,7 @@ fn pages(
     (0..context.div_ceil(PAGE_TOKENS))
         .map(|b| {
             let (begin, end) = (b * PAGE_TOKENS, (b + 1) * PAGE_TOKENS);
-            let needs_full = layout.keeps_full_page(b, boundary);
+            let needs_full = layout.keeps_full_page(b, kept);
             let needs_coded = layout.coded().is_some() && end > sink && begin < boundary;
             (needs_full.then(|| FullPageId(next(full))), needs_coded.then(|| CodedPageId(next(coded))))
         })
@@ -91,12 +83,12 @@ fn measure(
     gpu: &CudaBackend,
     layout: &CacheLayout,
     shape: &HeadShape,
-    context: usize,
-    batch: usize,
+    case: &Case,
     repetitions: usize,
 ) -> Result<Timing> {
+    let Case { context, tokens, batch, .. } = *case;
     let (mut full, mut coded) = (0, 0);
-    let tables: Vec<_> = (0..batch).map(|_| pages(layout, context, &mut full, &mut coded)).collect();
+    let tables: Vec<_> = (0..batch).map(|_| pages(layout, context, tokens, &mut full, &mut coded)).collect();
     let budget = full as usize * layout.full_block_bytes() + coded as usize * layout.coded_block_bytes();
     let mut pool = gpu.pool(layout, shape, budget)?;
     gpu.randomize(&mut pool, full as usize, coded as usize)?;
@@ -104,25 +96,30 @@ fn measure(
         .iter()
         .enumerate()
         .map(|(i, (full, coded))| SequenceRows {
-            rows: i..i + 1,
-            first_position: context - 1,
+            rows: i * tokens..(i + 1) * tokens,
+            first_position: context - tokens,
             full,
             coded,
             demote: 0..0,
             demote_values: 0..0,
         })
         .collect();
+    // A few distinct rows are enough: time does not depend on them.
+    const DISTINCT: usize = 64;
     let width = shape.query_heads * shape.head_dim;
-    let values: Vec<f32> = (0..batch * width).map(|i| ((i * 37 % 101) as f32 - 50.0) / 40.0).collect();
-    let table = HostMatrix { outputs: batch, inputs: width, values: HostValues::F32(&values), bias: None };
+    let values: Vec<f32> = (0..DISTINCT * width).map(|i| ((i * 37 % 101) as f32 - 50.0) / 40.0).collect();
+    let table = HostMatrix { outputs: DISTINCT, inputs: width, values: HostValues::F32(&values), bias: None };
     let table = gpu.matrix(table)?;
     let (mut queries, mut out) = (gpu.rows(width), gpu.rows(width));
-    let tokens: Vec<u32> = (0..batch as u32).collect();
+    let ids: Vec<u32> = (0..batch * tokens).map(|row| (row % DISTINCT) as u32).collect();
     let mut step = gpu.step(&sequences, &mut pool)?;
-    step.embed(&table, &tokens, &mut queries)?;
-    let samples = oscar_kernels_cuda::bench::time_us::<anyhow::Error>(gpu.device(), repetitions, |i| {
-        Ok(step.attention(i % layout.layers(), &queries, &mut out)?)
-    })?;
+    step.embed(&table, &ids, &mut queries)?;
+    let launch = |i: usize| Ok(step.attention(i % layout.layers(), &queries, &mut out)?);
+    // A launch of a prompt is long enough to be timed by itself.
+    let samples = match tokens {
+        1 => bench::time_us::<anyhow::Error>(gpu.device(), repetitions, launch),
+        _ => bench::time_runs_us::<anyhow::Error>(gpu.device(), repetitions, 1, launch),
+    }?;
     let mut samples: Vec<Duration> = samples.iter().map(|us| Duration::from_secs_f64(us / 1e6)).collect();
     Timing::from_samples(&mut samples).context("no repetition was timed")
 }

@@ -5,7 +5,7 @@ use crate::device::AnyBackend;
 use crate::options::{Device, WeightsArg};
 use crate::table;
 use anyhow::{Context, Result, bail};
-use oscar_backend::Backend;
+use oscar_backend::{Backend, WeightFormat};
 use oscar_kernels_cpu::bench::time_median;
 use oscar_kernels_cpu::{Epilogue, GemmScratch, Kernels, PackedMatrix, Precision, ThreadPool, Weights};
 use oscar_kernels_cuda::CudaBackend;
@@ -95,6 +95,28 @@ pub fn run(args: &Args) -> Result<()> {
         println!("{}", table::render(&header, &lines));
     }
     Ok(())
+}
+
+/// TFLOP/s of a large BF16 product, measured now: what other operations on this device are compared with.
+pub fn peak_tflops(backend: &AnyBackend) -> Result<f64> {
+    const REPETITIONS: usize = 5;
+    if let Some(cuda) = backend.as_cuda() {
+        let (rows, outputs, inputs) = (4096, 12288, 4096);
+        let timings = gemm(cuda, WeightFormat::Bf16, rows, outputs, inputs, REPETITIONS)?;
+        let us = timings.iter().map(|t| t.us).fold(f64::INFINITY, f64::min);
+        return Ok(2.0 * (rows * outputs * inputs) as f64 / us / 1e6);
+    }
+    let cpu = backend.as_cpu().context("neither a CPU nor a GPU")?;
+    let (rows, outputs, inputs) = (512, 2048, 2048);
+    let values =
+        |count: usize| -> Vec<f32> { (0..count).map(|i| ((i * 7 % 13) as f32 - 6.0) / 50.0).collect() };
+    let (weights, x) = (values(outputs * inputs), values(rows * inputs));
+    let matrix = PackedMatrix::pack(cpu.threads(), Weights::F32(&weights), outputs, inputs, Precision::Bf16)?;
+    let (mut y, mut scratch) = (vec![0.0; rows * outputs], GemmScratch::default());
+    let timing = time_median(2, REPETITIONS, || {
+        matrix.linear(cpu.kernels(), cpu.threads(), &x, rows, &mut y, Epilogue::default(), &mut scratch);
+    });
+    Ok(2.0 * (rows * outputs * inputs) as f64 / timing.min.as_secs_f64() / 1e12)
 }
 
 /// BF16 weights, and FP8 where there are kernels for the shape.

@@ -3,9 +3,12 @@
 mod attention;
 mod attention_gpu;
 mod gemm;
+mod load;
 mod model;
 mod prefill;
 mod serve;
+mod streams;
+mod subject;
 
 use crate::table;
 use anyhow::Result;
@@ -23,7 +26,7 @@ pub struct Args {
 enum What {
     /// Matrix products at BF16 and F32: GFLOP/s, and GB/s of the matrix-vector product
     Gemm(gemm::Args),
-    /// One layer's decode attention over a cache of random pages
+    /// One layer's attention over a cache of random pages, in decode or prefill
     Attention(attention::Args),
     /// A whole model reading a prompt
     Prefill(model::Args),
@@ -31,6 +34,10 @@ enum What {
     Decode(model::Args),
     /// Many clients at once under one KV budget: throughput, latencies, prefix hits
     Serve(serve::Args),
+    /// Streams that decode while a long prompt is read: their latency, and the prompt's time to first token
+    Streams(streams::Args),
+    /// Loading a model: seconds until it could serve
+    Load(load::Args),
 }
 
 pub fn run(args: &Args) -> Result<()> {
@@ -40,6 +47,8 @@ pub fn run(args: &Args) -> Result<()> {
         What::Prefill(args) => prefill::run(args),
         What::Decode(args) => model::decode(args),
         What::Serve(args) => serve::run(args),
+        What::Streams(args) => streams::run(args),
+        What::Load(args) => load::run(args),
     }
 }
 

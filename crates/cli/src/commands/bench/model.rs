@@ -119,7 +119,7 @@ impl Args {
             rotations: rotations.as_ref(),
             context,
             kv_memory: self.cache.kv_memory(batch, context),
-            prefill_chunk: self.cache.prefill_chunk(&backend),
+            prefill_chunk: self.cache.prefill_chunk(&backend, c),
         };
         Ok(Runner::random(backend, config, self.weights(), self.routing_skew, options)?)
     }

@@ -1,5 +1,6 @@
 //! `oscar bench prefill`: whole prompts.
 
+use super::gemm::peak_tflops;
 use super::model::{Args, print_profile};
 use crate::device::AnyBackend;
 use crate::{progress, table};
@@ -21,6 +22,8 @@ struct Measured {
     /// Of one more prompt, whose parts were timed.
     parts: StepTimes,
     work: Work,
+    /// TFLOP/s of a large product on this device.
+    peak: f64,
     cache_bytes: usize,
 }
 
@@ -52,7 +55,10 @@ pub fn run(args: &Args) -> Result<()> {
     for &context in &args.context {
         for &format in &args.kv {
             let mut runner = args.runner(format, context, 1)?;
-            rows.push(measure(args, &mut runner, format.to_string(), context)?);
+            // Once for all: the device is the same.
+            let known = rows.first().map(|row: &Measured| row.peak);
+            let peak = known.map_or_else(|| peak_tflops(runner.backend()), Ok)?;
+            rows.push(measure(args, &mut runner, format.to_string(), context, peak)?);
         }
     }
     match args.json {
@@ -62,7 +68,13 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-fn measure(args: &Args, runner: &mut Runner<AnyBackend>, kv: String, context: usize) -> Result<Measured> {
+fn measure(
+    args: &Args,
+    runner: &mut Runner<AnyBackend>,
+    kv: String,
+    context: usize,
+    peak: f64,
+) -> Result<Measured> {
     let tokens = random_tokens(context, runner.config().vocab_size, 1);
     let mut cache_bytes = 0;
     let mut prompt = |runner: &mut Runner<AnyBackend>| {
@@ -97,6 +109,7 @@ fn measure(args: &Args, runner: &mut Runner<AnyBackend>, kv: String, context: us
         timing,
         parts,
         work: Work::of(runner.config(), context),
+        peak,
         cache_bytes,
     })
 }
@@ -136,7 +149,7 @@ impl Measured {
             "us_max": us(self.timing.max), "tokens_per_s": self.tokens_per_s(), "tflops": whole,
             "products_tflops": products, "attention_tflops": attention, "products_share": shares[0],
             "attention_share": shares[1], "coding_share": shares[2], "rest_share": shares[3],
-            "cache_bytes": self.cache_bytes, "peak_rss_bytes": peak_rss(),
+            "peak_tflops": self.peak, "cache_bytes": self.cache_bytes, "peak_rss_bytes": peak_rss(),
         })
     }
 }
@@ -147,8 +160,14 @@ fn report(rows: &[Measured]) {
     let lines: Vec<Vec<String>> = rows
         .iter()
         .map(|row| {
-            let rate =
-                |tflops: f64| if tflops < 10.0 { format!("{tflops:.3}") } else { format!("{tflops:.0}") };
+            let rate = |tflops: f64| {
+                let of_peak = 100.0 * tflops / row.peak;
+                if tflops < 10.0 {
+                    format!("{tflops:.3} ({of_peak:.0} %)")
+                } else {
+                    format!("{tflops:.0} ({of_peak:.0} %)")
+                }
+            };
             let [whole, products, attention] = row.tflops().map(rate);
             let shares = row.shares().map(|share| format!("{:.1} %", 100.0 * share));
             let ratio = first(row).map_or(String::new(), |f| format!("{:.2}×", row.tokens_per_s() / f));
@@ -187,8 +206,11 @@ fn report(rows: &[Measured]) {
         "cache",
     ];
     println!("{}", table::render(&header, &lines));
+    if let Some(row) = rows.first() {
+        println!("\npeak, a large BF16 product on this device: {:.3} TFLOP/s", row.peak);
+    }
     println!(
-        "\nTFLOP/s: of the whole prompt, and of products and attention in the time they take alone. Shares: of one prompt \
+        "TFLOP/s (share of the peak): of the whole prompt, and of products and attention in the time they take alone. Shares: of one prompt \
          whose operations were timed one by one. Coding: QK-norm, RoPE, rotation, storing, quantization."
     );
     if let Some(peak) = peak_rss() {

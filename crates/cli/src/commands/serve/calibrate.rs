@@ -7,6 +7,7 @@ use crate::progress::{self, note};
 use crate::rotations::{self, Calibration, Found};
 use anyhow::Result;
 use indicatif::ProgressBar;
+use oscar_backend::Backend;
 use oscar_calibrate::bits::Watch;
 use oscar_calibrate::{CalibratedModel, ModelOptions, RotationFile, Subject, WidthOptions, calibrate_model};
 use oscar_codec::MeanBits;

@@ -6,17 +6,18 @@ use crate::device::AnyBackend;
 use crate::options::{CacheArgs, ModelArgs, OpenModel, at_least_one, serialize_optional_display};
 use crate::progress::{self, note};
 use crate::rotations::{Calibration, Found};
-use crate::sizing::{self, Extent, FixedMemory, Sizing, Wishes, parse_share};
+use crate::sizing::{self, FixedMemory, Sizing, Wishes, parse_share};
 use anyhow::{Context, Result};
 use oscar_backend::Backend;
 use oscar_codec::{KvFormat, RotationKind};
 use oscar_engine::{Engine, EngineApi, EngineOptions, SchedulerOptions};
-use oscar_runner::Runner;
+use oscar_runner::{Runner, longest_step};
 use oscar_server::{GenerationDefaults, ServerConfig, StartProgress};
 use oscar_text::ModelText;
 use serde::Serialize;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Instant;
 
 /// Settings of the model, its cache and its engine.
 #[derive(clap::Args, Clone, Serialize)]
@@ -113,13 +114,17 @@ impl LoadArgs {
             note!("{line}");
         }
         let cache_args = CacheArgs { kv_memory: Some(sizing.kv_memory), ..self.cache.clone() };
-        let bar = progress::bar("loading", model.config.layers as u64);
-        progress.begin("loading weights", model.config.layers);
-        let runner = cache.runner(&model, backend, &cache_args, sizing.context, 1, |layers| {
-            bar.set_position(layers as u64);
-            progress.set(layers);
+        let (total, began) = (model.weights.total_bytes(), Instant::now());
+        let bar = progress::bytes_bar("loading", total);
+        progress.begin("loading weights", total as usize);
+        let runner = cache.runner(&model, backend, &cache_args, sizing.context, 1, |bytes| {
+            bar.set_position(bytes as u64);
+            progress.set(bytes);
         })?;
         bar.finish_and_clear();
+        let seconds = began.elapsed().as_secs_f64();
+        let rate = progress::bytes((total as f64 / seconds) as usize);
+        note!("weights: {} in {seconds:.1} s ({rate}/s)", progress::bytes(total as usize));
         note!("KV memory: {}", progress::bytes(sizing.kv_memory));
         let defaults = GenerationDefaults {
             sampling: OpenModel::default_sampling(&generation),
@@ -213,13 +218,13 @@ impl Served {
 
 /// Divides the device's memory.
 fn size(args: &LoadArgs, model: &OpenModel, cache: &Cache, backend: &AnyBackend) -> Result<Sizing> {
-    let chunk = args.cache.prefill_chunk(backend);
+    let chunk = args.cache.prefill_chunk(backend, &model.config);
+    let steps = SchedulerOptions { prefill_chunk: chunk, ..args.engine(&model.name).scheduler };
     let positions = model.config.max_position_embeddings;
     let context = args.context.unwrap_or(positions);
-    let extent =
-        Extent { context, rows: args.step_tokens.unwrap_or(chunk + args.max_batch), logits: args.max_batch };
     let holding = args.model.holding(backend.multiplies_fp8());
-    let fixed = FixedMemory::of(model, cache.rotations.is_some(), holding, extent);
+    let step = backend.step_memory(&model.step_size(&steps, &cache.layout, context));
+    let fixed = FixedMemory::of(model, cache.rotations.is_some(), holding, step);
     let wishes = Wishes {
         kv_memory: args.cache.kv_memory,
         context: args.context,
@@ -229,7 +234,8 @@ fn size(args: &LoadArgs, model: &OpenModel, cache: &Cache, backend: &AnyBackend)
     if let Some(available) = available {
         note!("memory: {} free; {}", progress::bytes(available), fixed.describe());
     }
-    sizing::divide(available, &fixed, &backend.held_layout(&cache.layout), chunk, positions, wishes)
+    let layout = backend.held_layout(&cache.layout);
+    sizing::divide(available, &fixed, &layout, longest_step(chunk), positions, wishes)
 }
 
 #[cfg(test)]

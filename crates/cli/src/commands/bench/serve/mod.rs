@@ -3,14 +3,16 @@
 //! The engine runs in this process, without HTTP unless `--http` asks what that adds. No token ends an answer, so
 //! every format does the same work.
 
+use super::subject::{Shape, Subject, parse_shape};
 use crate::cache::Cache;
 use crate::device::AnyBackend;
-use crate::options::{CacheArgs, ModelArgs, OpenModel};
+use crate::options::{CacheArgs, ModelArgs};
 use crate::{progress, table};
 use anyhow::{Context, Result, bail};
 use oscar_bench::{Arrivals, FormatResult, Load, Percentiles, drive_both, random_tokens};
 use oscar_codec::KvFormat;
 use oscar_engine::{Engine, EngineOptions, SchedulerOptions};
+use oscar_runner::longest_step;
 use serde_json::{Value, json};
 use std::path::PathBuf;
 
@@ -20,6 +22,9 @@ pub struct Args {
     model: ModelArgs,
     #[command(flatten)]
     cache: CacheArgs,
+    /// Random weights of a published model's shape instead of a model: qwen3-0.6b, qwen3-4b, qwen3-8b, qwen3-32b
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["model", "http"], value_parser = parse_shape)]
+    shape: Option<Shape>,
     /// KV formats, measured one after the other under the same --kv-memory; ratios are against the first
     #[arg(long, value_name = "FORMAT[,FORMAT…]", value_delimiter = ',', default_values = ["bf16", "oscar"])]
     kv: Vec<KvFormat>,
@@ -75,13 +80,13 @@ const DEFAULT_CONCURRENCY: usize = 8;
 
 pub fn run(args: &Args) -> Result<()> {
     let arrivals = args.arrivals()?;
-    let model = args.model.open()?;
+    let model = Subject::open(&args.model, args.shape.as_ref())?;
     let context = args.context(&model)?;
     let caches =
         args.kv.iter().map(|&format| model.cache(format, &args.cache)).collect::<Result<Vec<_>>>()?;
     // The device of the first format also says how many prompt tokens a step has.
     let mut opened = Some(args.model.backend()?);
-    let chunk = opened.as_ref().map_or(0, |backend| args.cache.prefill_chunk(backend));
+    let chunk = opened.as_ref().map_or(0, |backend| args.cache.prefill_chunk(backend, model.config()));
     let budget = args.budget(&model, &caches, context, chunk)?;
     let load = args.load(&model, arrivals);
     let mut results = Vec::new();
@@ -142,8 +147,8 @@ impl Args {
     }
 
     /// Tokens a conversation has at its end.
-    fn context(&self, model: &OpenModel) -> Result<usize> {
-        let limit = model.config.max_position_embeddings;
+    fn context(&self, model: &Subject) -> Result<usize> {
+        let limit = model.config().max_position_embeddings;
         let context = self
             .prompt_tokens
             .checked_add(self.output_tokens)
@@ -155,20 +160,20 @@ impl Args {
                 self.turns,
                 self.prompt_tokens,
                 self.output_tokens,
-                model.name
+                model.name()
             );
         }
         Ok(context)
     }
 
     /// The KV memory every format gets. A conversation that could not finish alone is refused here, not measured.
-    fn budget(&self, model: &OpenModel, caches: &[Cache], context: usize, chunk: usize) -> Result<usize> {
+    fn budget(&self, model: &Subject, caches: &[Cache], context: usize, chunk: usize) -> Result<usize> {
         let budget = match self.cache.kv_memory {
             Some(bytes) => bytes,
             None => {
                 let plain = CacheArgs { rotations: None, ..self.cache.clone() };
                 let bf16 = model.cache(KvFormat::Bf16, &plain)?.layout;
-                DEFAULT_BF16_REQUESTS * bf16.working_bytes(context, chunk)
+                DEFAULT_BF16_REQUESTS * bf16.working_bytes(context, longest_step(chunk))
             }
         };
         for Cache { layout, .. } in caches {
@@ -183,8 +188,8 @@ impl Args {
         Ok(budget)
     }
 
-    fn load(&self, model: &OpenModel, arrivals: Arrivals) -> Load {
-        let vocab = model.config.vocab_size;
+    fn load(&self, model: &Subject, arrivals: Arrivals) -> Load {
+        let vocab = model.config().vocab_size;
         let shared = random_tokens(self.shared_prefix, vocab, self.seed);
         let own = self.prompt_tokens - self.shared_prefix;
         // Seeds far from each other and from the shared part's.
@@ -206,7 +211,7 @@ impl Args {
 
     fn measure(
         &self,
-        model: &OpenModel,
+        model: &Subject,
         kv: KvFormat,
         cache: &Cache,
         backend: AnyBackend,
@@ -216,7 +221,7 @@ impl Args {
     ) -> Result<FormatResult> {
         let cache_args = CacheArgs { kv_memory: Some(budget), ..self.cache.clone() };
         let device = backend.name();
-        let runner = cache.runner(model, backend, &cache_args, context, 1, |_| {})?;
+        let runner = model.runner(cache, backend, &cache_args, context, 1)?;
         let standard = SchedulerOptions::default();
         let options = EngineOptions {
             scheduler: SchedulerOptions {
@@ -229,7 +234,7 @@ impl Args {
             },
             max_queue: self.requests,
             demote_idle_tails: true,
-            ..EngineOptions::new(model.name.clone())
+            ..EngineOptions::new(model.name())
         };
         let engine = Engine::start(runner, options).context("the engine thread could not start")?;
         if self.warm {
@@ -277,18 +282,20 @@ impl Args {
             Arrivals::Closed { concurrency } => ("closed", Some(concurrency), None),
             Arrivals::Open { rate, .. } => ("open", None, Some(rate)),
         };
-        let (ttft, tpot) = (&o.ttft_ms, &o.tpot_ms);
+        let (ttft, tpot, between) = (&o.ttft_ms, &o.tpot_ms, &o.inter_token_ms);
         json!({
             "bench": "serve", "kv": result.kv.to_string(), "device": result.device, "context": context, "batch": o.peak_held,
             "mode": mode, "concurrency": concurrency, "rate": rate, "requests": o.requests,
             "prompt_tokens": self.prompt_tokens, "output_tokens": self.output_tokens,
             "shared_prefix": self.shared_prefix, "turns": self.turns, "warm": self.warm, "kv_memory": budget,
+            "shape": self.shape.as_ref().map(|shape| &shape.name),
             "seconds": o.seconds, "requests_per_s": o.requests_per_s(), "tokens_per_s": o.tokens_per_s(),
             "decode_tokens_per_s": o.decode_tokens_per_s(),
             "ttft_ms_p50": ttft.as_ref().map(|p| p.p50), "ttft_ms_p90": ttft.as_ref().map(|p| p.p90),
             "ttft_ms_p99": ttft.as_ref().map(|p| p.p99),
             "tpot_ms_p50": tpot.as_ref().map(|p| p.p50), "tpot_ms_p90": tpot.as_ref().map(|p| p.p90),
             "tpot_ms_p99": tpot.as_ref().map(|p| p.p99),
+            "inter_token_ms_p50": between.as_ref().map(|p| p.p50), "inter_token_ms_p99": between.as_ref().map(|p| p.p99),
             "peak_running": o.peak_running, "peak_held": o.peak_held, "prefix_hit_share": o.prefix_hit_share(),
             "http_seconds": result.over_http.as_ref().map(|http| http.seconds), "http_overhead": result.http_overhead(),
             "preemptions": o.preemptions, "evicted_pages": o.evicted_pages, "cache_bytes": o.peak_cache_bytes,
@@ -313,6 +320,7 @@ fn render(results: &[FormatResult]) -> String {
                 o.decode_tokens_per_s().map_or("–".into(), |rate| format!("{rate:.1}")),
                 latency(&o.ttft_ms),
                 latency(&o.tpot_ms),
+                latency(&o.inter_token_ms),
                 o.peak_running.to_string(),
                 o.peak_held.to_string(),
                 format!("{:.1} %", o.prefix_hit_share() * 100.0),
@@ -329,6 +337,7 @@ fn render(results: &[FormatResult]) -> String {
         "decode/s",
         "TTFT ms p50/p90/p99",
         "TPOT ms p50/p90/p99",
+        "between tokens ms p50/p90/p99",
         "running",
         "whole prompts",
         "prefix hits",

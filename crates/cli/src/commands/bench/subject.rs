@@ -1,0 +1,111 @@
+//! The model that a benchmark serves: one from files, or random weights of a published shape.
+
+use crate::cache::Cache;
+use crate::device::AnyBackend;
+use crate::options::{CacheArgs, ModelArgs, OpenModel, WeightsArg};
+use anyhow::{Context, Result, bail};
+use oscar_backend::WeightFormat;
+use oscar_codec::{CacheLayout, CodeLayout, KvFormat, RotationKind, RotationSet};
+use oscar_models::{DecoderConfig, shapes};
+use oscar_runner::{Runner, RunnerOptions};
+use oscar_text::ModelText;
+
+/// The value of `--shape`.
+#[derive(Clone, Debug)]
+pub struct Shape {
+    pub name: String,
+    pub config: DecoderConfig,
+}
+
+pub fn parse_shape(name: &str) -> Result<Shape, String> {
+    let config = shapes::shape(name);
+    let unknown = || format!("'{name}' is no known shape: {}", shapes::NAMES.join(", "));
+    Ok(Shape { name: name.to_owned(), config: config.ok_or_else(unknown)? })
+}
+
+pub enum Subject {
+    Open(Box<OpenModel>),
+    Random { shape: Box<Shape>, weights: WeightFormat },
+}
+
+impl Subject {
+    pub fn open(model: &ModelArgs, shape: Option<&Shape>) -> Result<Self> {
+        Ok(match shape {
+            Some(shape) => {
+                let weights = model.weights.map_or(WeightFormat::Bf16, WeightsArg::format);
+                Self::Random { shape: Box::new(shape.clone()), weights }
+            }
+            None => Self::Open(Box::new(model.open()?)),
+        })
+    }
+
+    pub fn name(&self) -> &str {
+        match self {
+            Self::Open(model) => &model.name,
+            Self::Random { shape, .. } => &shape.name,
+        }
+    }
+
+    pub fn config(&self) -> &DecoderConfig {
+        match self {
+            Self::Open(model) => &model.config,
+            Self::Random { shape, .. } => &shape.config,
+        }
+    }
+
+    /// The text side, which random weights do not have.
+    pub fn text(&self) -> Result<ModelText> {
+        match self {
+            Self::Open(model) => model.text(),
+            Self::Random { .. } => bail!("--http needs a model with a tokenizer: leave --shape out"),
+        }
+    }
+
+    /// The cache of a format. Random weights get Hadamard rotations.
+    pub fn cache(&self, format: KvFormat, args: &CacheArgs) -> Result<Cache> {
+        if let Self::Open(model) = self {
+            return model.cache(format, args);
+        }
+        let (c, windows) = (self.config(), format.windows(args.sink, args.recent)?);
+        let layout =
+            CacheLayout::new(format, c.layers, c.kv_heads, c.head_dim, windows, CodeLayout::Logical)?;
+        let rotations = match format.rotation() {
+            RotationKind::None => None,
+            _ => Some(RotationSet::hadamard(c.layers, c.kv_heads, c.head_dim)?),
+        };
+        Ok(Cache { layout, rotations, rotation_origin: "Hadamard: the weights are random".into() })
+    }
+
+    /// Refuses contexts that the model cannot address.
+    pub fn check_context(&self, context: usize) -> Result<()> {
+        let limit = self.config().max_position_embeddings;
+        if context > limit {
+            bail!("{context} tokens are longer than the {limit} positions of {}", self.name());
+        }
+        Ok(())
+    }
+
+    pub fn runner(
+        &self,
+        cache: &Cache,
+        backend: AnyBackend,
+        args: &CacheArgs,
+        context: usize,
+        sequences: usize,
+    ) -> Result<Runner<AnyBackend>> {
+        match self {
+            Self::Open(model) => cache.runner(model, backend, args, context, sequences, |_| {}),
+            Self::Random { shape, weights } => {
+                let options = RunnerOptions {
+                    layout: cache.layout.clone(),
+                    rotations: cache.rotations.as_ref(),
+                    context,
+                    kv_memory: args.kv_memory(sequences, context),
+                    prefill_chunk: args.prefill_chunk(&backend, &shape.config),
+                };
+                let runner = Runner::random(backend, &shape.config, *weights, 0.0, options);
+                runner.with_context(|| format!("random weights of {}", shape.name))
+            }
+        }
+    }
+}
