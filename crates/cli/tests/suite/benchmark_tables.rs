@@ -155,6 +155,10 @@ fn value(column: &str, row: &Row) -> String {
         }
         "gemv_of_ceiling" => format!("{:.0} %", number(column).unwrap() * 100.0),
         "decode_ratio" => show(number(column), 2),
+        field if field.ends_with("tflops") => show(number(field), 0),
+        field if field.ends_with("_share") => {
+            number(field).map_or("–".into(), |share| format!("{:.1} %", share * 100.0))
+        }
         "model" => row["shape"].as_str().unwrap().trim_start_matches("qwen3-").to_uppercase(),
         "WEIGHTS" => row["weights"].as_str().unwrap().to_uppercase(),
         "matrix" => format!("{} × {}", plain(&row["outputs"]), plain(&row["inputs"])),
