@@ -68,16 +68,20 @@ impl PrefillKernel {
     }
 }
 
-/// About as many prompt tokens in a step suit every GPU: products run at full speed from 2048 rows on,
-/// and activations still take less memory than a layer.
-pub const CHUNK: usize = 4096;
+/// About as many prompt tokens in a step suit a GPU. Products run at full speed from 2048 rows on; more
+/// rows make the last wave of attention weigh less, and take more memory.
+fn about(gpu: &Properties) -> usize {
+    const LARGE: usize = 64 << 30;
+    if gpu.memory >= LARGE { 8192 } else { 4096 }
+}
 
 /// Prompt tokens of one step: as many as make whole waves of blocks of the prefill kernel, near
-/// [`CHUNK`]. A wave that is not full takes as long as a full one.
+/// [`about`] so many. A wave that is not full takes as long as a full one.
 pub fn chunk(gpu: &Properties, heads: &HeadShape, mode: AttentionMode) -> usize {
-    let Some(wave) = wave(gpu, heads, mode) else { return CHUNK };
-    let candidates = (1..).map(|count| wave.filling(count)).take_while(|&tokens| tokens <= 2 * CHUNK);
-    candidates.filter(|&n| n > 0).min_by_key(|n| n.abs_diff(CHUNK)).unwrap_or(CHUNK)
+    let about = about(gpu);
+    let Some(wave) = wave(gpu, heads, mode) else { return about };
+    let candidates = (1..).map(|count| wave.filling(count)).take_while(|&tokens| tokens <= 2 * about);
+    candidates.filter(|&n| n > 0).min_by_key(|n| n.abs_diff(about)).unwrap_or(about)
 }
 
 /// The blocks that run at the same time; `None` if the GPU has no prefill kernel for these heads.
@@ -201,7 +205,8 @@ mod tests {
     use super::*;
 
     fn chunk_on(multiprocessors: u32, sm: (i32, i32), query_heads: usize, head_dim: usize) -> usize {
-        let gpu = Properties { multiprocessors, major: sm.0, minor: sm.1, ..Properties::h200() };
+        let h200 = Properties::h200();
+        let gpu = Properties { multiprocessors, major: sm.0, minor: sm.1, memory: 24 << 30, ..h200 };
         let heads = HeadShape { query_heads, kv_heads: 8, head_dim, rms_norm_eps: 1e-6, scale: 1.0 };
         chunk(&gpu, &heads, AttentionMode::Auto)
     }
@@ -211,6 +216,9 @@ mod tests {
         // 132 multiprocessors, blocks of 192 rows: 82 blocks for each of 8 KV heads are 4.97 waves.
         assert_eq!(chunk_on(132, (9, 0), 32, 128), 82 * 192 / 4);
         assert_eq!(chunk_on(132, (9, 0), 96, 128) % 16, 0);
+        // A GPU with more memory takes ten waves.
+        let heads = HeadShape { query_heads: 32, kv_heads: 8, head_dim: 128, rms_norm_eps: 1e-6, scale: 1.0 };
+        assert_eq!(chunk(&Properties::h200(), &heads, AttentionMode::Auto), 165 * 192 / 4);
         for multiprocessors in [20, 84, 108, 132] {
             for (sm, head_dim) in [((9, 0), 64), ((9, 0), 256), ((8, 0), 128), ((8, 9), 64)] {
                 for query_heads in [8, 32, 128] {
