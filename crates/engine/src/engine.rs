@@ -178,6 +178,7 @@ fn info<B: Backend>(runner: &Runner<B>, options: &EngineOptions) -> EngineInfo {
         context: runner.context(),
         vocab_size: runner.config().vocab_size,
         layers: layout.layers(),
+        hidden_size: runner.config().hidden_size,
         kv_budget_bytes: runner.usage().budget,
         full_block_bytes: layout.full_block_bytes(),
         coded_block_bytes: layout.coded_block_bytes(),

@@ -206,6 +206,8 @@ pub enum Scores<'a> {
     Logits(&'a [f32]),
     /// What [`Logits::Pick`] asked for.
     Candidates(&'a [Candidate]),
+    /// The hidden state of the last token.
+    Hidden(&'a [f32]),
 }
 
 impl Choice {
@@ -229,6 +231,7 @@ impl Choice {
     /// What has to be computed to choose the next token.
     fn wants(&self, params: &GenerationParams) -> Logits {
         match self.sampler.pick() {
+            _ if params.embedding => Logits::Hidden,
             Some(what)
                 if self.guide.is_none() && params.logprobs.is_none() && self.banned(params).is_empty() =>
             {
@@ -250,6 +253,7 @@ impl Choice {
     ) -> Result<(u32, Option<TokenLogprobs>), String> {
         let chosen = match scores {
             Scores::Candidates(list) => (self.sampler.sample_among(list), None),
+            Scores::Hidden(_) => return Err("a hidden state was computed in place of logits".to_owned()),
             Scores::Logits(rows) => {
                 let logits = &rows[rows.len() - vocab..];
                 let banned = self.banned(params);

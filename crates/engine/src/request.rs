@@ -53,6 +53,9 @@ impl Request {
             let (min, max) = (params.min_tokens, params.max_tokens);
             return invalid("min_tokens", format!("{min} is more than max_tokens, which is {max}"));
         }
+        if params.embedding && (params.max_tokens > 0 || params.prompt_logprobs.is_some()) {
+            return invalid("embedding", "comes alone, without tokens or log-probabilities".into());
+        }
         for (parameter, wanted) in
             [("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)]
         {
@@ -97,6 +100,8 @@ pub struct GenerationParams {
     pub logprobs: Option<usize>,
     /// The same for the prompt's tokens.
     pub prompt_logprobs: Option<usize>,
+    /// The hidden state of the prompt's last token is wanted; `max_tokens` must be 0.
+    pub embedding: bool,
     /// The part of the prefix cache that the request reads and fills.
     pub cache_salt: Option<CacheSalt>,
     /// The form that each choice must have. An answer that is complete ends with a stop token.
@@ -113,6 +118,7 @@ impl Default for GenerationParams {
             choices: 1,
             logprobs: None,
             prompt_logprobs: None,
+            embedding: false,
             cache_salt: None,
             constraint: None,
         }
@@ -134,6 +140,9 @@ pub enum Event {
         demoted_tail: bool,
         prompt_logprobs: Option<Vec<Option<TokenLogprobs>>>,
     },
+    /// The hidden state of the prompt's last token after the final norm. Sent once, after `Started`,
+    /// if it was asked for.
+    Embedding(Vec<f32>),
     /// The next token of a choice. A stop token is not delivered.
     Token { choice: usize, token: u32, logprobs: Option<TokenLogprobs> },
     /// A choice has ended.
@@ -249,6 +258,8 @@ pub struct EngineInfo {
     pub context: usize,
     pub vocab_size: usize,
     pub layers: usize,
+    /// Length of a hidden state.
+    pub hidden_size: usize,
     pub kv_budget_bytes: usize,
     pub full_block_bytes: usize,
     pub coded_block_bytes: usize,

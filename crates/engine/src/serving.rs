@@ -223,9 +223,11 @@ impl<B: Backend> Serving<B> {
         let vocab = self.runner.config().vocab_size;
         let output = std::mem::take(&mut self.output);
         let (mut rest, mut lists) = (&output.logits[..], output.picked.iter());
+        let mut hidden = output.hidden.chunks_exact(self.runner.config().hidden_size);
         for (work, wanted) in work.iter().zip(wanted) {
             let scores = match wanted {
                 Logits::Pick(_) => Scores::Candidates(lists.next().map_or(&[], Vec::as_slice)),
+                Logits::Hidden => Scores::Hidden(hidden.next().unwrap_or_default()),
                 _ => {
                     let (mine, others) = rest.split_at(wanted.rows(work.tokens).len() * vocab);
                     rest = others;
@@ -248,19 +250,24 @@ impl<B: Backend> Serving<B> {
             return;
         }
         if live.stage == Stage::Prefill {
-            self.prompt_stored(work.id.request);
+            let embedding = match scores {
+                Scores::Hidden(state) => Some(state.to_vec()),
+                Scores::Logits(_) | Scores::Candidates(_) => None,
+            };
+            self.prompt_stored(work.id.request, embedding);
         }
         self.continue_choice(work.id, scores, vocab);
     }
 
     /// The prompt of a request is stored: tells the client and begins the other choices. Runs once
     /// per request.
-    fn prompt_stored(&mut self, request: RequestId) {
+    fn prompt_stored(&mut self, request: RequestId, embedding: Option<Vec<f32>>) {
         let Some(live) = self.live.get_mut(request) else { return };
         live.stage = Stage::Decode;
         let Usage { prompt_tokens, cached_tokens, demoted_tail, .. } = live.usage;
         let prompt_logprobs = live.prompt_logprobs.take();
         live.events.push(Event::Started { cached_tokens, demoted_tail, prompt_logprobs });
+        live.events.extend(embedding.map(Event::Embedding));
         if let Some(cache) = &mut self.cache {
             cache.mark_prompt(live.choices[&0].prefix(prompt_tokens));
         }

@@ -114,7 +114,7 @@ impl Generator {
                 Event::Failed(source) => {
                     return Err(EvalError::Request { case: jobs[job].name.clone(), source });
                 }
-                Event::Started { .. } => {}
+                Event::Started { .. } | Event::Embedding(_) => {}
             }
         }
         Ok(())

@@ -255,7 +255,7 @@ pub fn picked<B: Backend>(
             StepRequest { sequence: &mut listed, tokens: &token, logits: Logits::Pick(what) },
         ];
         gpu.step(&mut requests, &mut output)?;
-        let StepOutput { logits, picked: lists } = &output;
+        let StepOutput { logits, picked: lists, .. } = &output;
         let expected = pick(logits, what);
         let found = lists.first().map(Vec::as_slice).unwrap_or_default();
         let mut difference = if found.len() == expected.len() { 0.0 } else { f64::INFINITY };
@@ -276,7 +276,7 @@ pub fn picked<B: Backend>(
             StepRequest { sequence: &mut listed, tokens: &token, logits: Logits::Pick(Pick::Top(20)) },
         ];
         gpu.step(&mut requests, &mut output)?;
-        let StepOutput { logits: none, picked: lists } = &output;
+        let StepOutput { logits: none, picked: lists, .. } = &output;
         let best = |i: usize| lists.get(i).and_then(|list| list.first()).map_or(f32::NAN, |best| best.0);
         let apart = f64::from((best(0) - best(1)).abs()) + none.len() as f64;
         report.case(&name, apart, ALLOWED, || format!("no logits read, token {step}"));

@@ -87,6 +87,8 @@ struct Body<B: Backend> {
     embedding: B::Matrix,
     layers: Vec<Layer<B>>,
     final_norm: B::Vector,
+    /// The same on the host.
+    final_norm_values: Vec<f32>,
     /// `None` when tied to the embedding.
     head: Option<B::Matrix>,
 }
@@ -143,8 +145,6 @@ impl<B: Backend> Transformer<B> {
         weights.check(config)?;
         check_rotations(config, rotations)?;
         let names = weights.names();
-        let vector =
-            |name: &str| -> Result<B::Vector, BuildError> { Ok(backend.vector(&weights.vector(name)?)?) };
         let max_positions = context.min(config.max_position_embeddings);
         let table = RopeTable::try_new(&config.rope, config.rotary_width(), max_positions)
             .map_err(|bytes| LoadError::TooManyPositions { positions: max_positions, bytes })?;
@@ -165,13 +165,24 @@ impl<B: Backend> Transformer<B> {
                 Built::Projections(matrices) => projections.push(matrices),
             }
         }
-        let final_norm = vector(&names.final_norm())?;
+        let final_norm_values = weights.vector(&names.final_norm())?.to_vec();
+        let final_norm = backend.vector(&final_norm_values)?;
         let (config, shape) = (config.clone(), config.heads());
         let mut vocabulary = vocabulary.into_iter();
         let (Some(embedding), head) = (vocabulary.next(), vocabulary.next()) else {
             return Err(LoadError::TensorMissing { name: names.embedding() }.into());
         };
-        let body = Body { config, shape, max_positions, rope, embedding, layers, final_norm, head };
+        let body = Body {
+            config,
+            shape,
+            max_positions,
+            rope,
+            embedding,
+            layers,
+            final_norm,
+            final_norm_values,
+            head,
+        };
         Ok(Self { body: Arc::new(body), projections: Arc::new(projections), rotations: rotations.cloned() })
     }
 
@@ -255,6 +266,7 @@ impl<B: Backend> Transformer<B> {
             embedding: vocabulary(1 << 32)?,
             layers,
             final_norm: ones(hidden)?,
+            final_norm_values: vec![1.0; hidden],
             head: if config.tie_word_embeddings { None } else { Some(vocabulary(2 << 32)?) },
             config: config.clone(),
         };

@@ -197,7 +197,7 @@ impl<B: Backend> Runner<B> {
         Ok(())
     }
 
-    /// Runs one step over all requests together; `out` receives logits and picks in request order.
+    /// Runs one step over all requests together; `out` receives logits, picks and hidden states in request order.
     pub fn step(&mut self, requests: &mut [StepRequest<'_>], out: &mut StepOutput) -> Result<(), StepError> {
         self.tapped_step(requests, out, None)
     }
@@ -226,7 +226,7 @@ impl<B: Backend> Runner<B> {
             });
         }
         let (mut tokens, mut rows) = (Vec::new(), Vec::with_capacity(requests.len()));
-        let (mut wanted, mut picks) = (Vec::new(), Vec::new());
+        let (mut wanted, mut picks, mut hidden) = (Vec::new(), Vec::new(), Vec::new());
         for (request, step) in requests.iter().zip(&steps) {
             let first = tokens.len();
             rows.push(request.sequence.pages.rows(step, first));
@@ -236,12 +236,15 @@ impl<B: Backend> Runner<B> {
                 picks.push((wanted.len(), *what));
             }
             wanted.extend(logits.map(|row| first + row));
+            if request.logits == Logits::Hidden && !request.tokens.is_empty() {
+                hidden.push(tokens.len() - 1);
+            }
         }
         if tokens.is_empty() {
             *out = StepOutput::default();
             return Ok(());
         }
-        let input = StepInput { tokens: &tokens, logits: &wanted, picks: &picks };
+        let input = StepInput { tokens: &tokens, logits: &wanted, picks: &picks, hidden: &hidden };
         let mut step = self.backend.step(&rows, &mut self.storage)?;
         self.model.forward(&mut step, &input, &mut self.workspace, out, tap)?;
         step.finish()?;

@@ -84,13 +84,15 @@ pub enum Logits {
     Of(Range<usize>),
     /// Of the last token, only its most likely successors.
     Pick(Pick),
+    /// No logits, but the hidden state of the last token.
+    Hidden,
 }
 
 impl Logits {
     /// The tokens of a request that want logits.
     pub fn rows(&self, tokens: usize) -> Range<usize> {
         match self {
-            Self::None => 0..0,
+            Self::None | Self::Hidden => 0..0,
             Self::Last | Self::Pick(_) => tokens.saturating_sub(1)..tokens,
             Self::All => 0..tokens,
             Self::Of(rows) => rows.start.min(tokens)..rows.end.min(tokens),
@@ -107,6 +109,7 @@ mod tests {
         let greedy = Logits::Pick(Pick::Greedy);
         for (wanted, of_five, of_none) in [
             (Logits::None, 0..0, 0..0),
+            (Logits::Hidden, 0..0, 0..0),
             (Logits::Last, 4..5, 0..0),
             (greedy, 4..5, 0..0),
             (Logits::All, 0..5, 0..0),

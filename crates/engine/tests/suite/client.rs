@@ -36,6 +36,7 @@ pub struct Outcome {
     pub cached: usize,
     pub demoted_tail: bool,
     pub prompt_logprobs: Option<Vec<Option<TokenLogprobs>>>,
+    pub embedding: Option<Vec<f32>>,
     pub usage: Usage,
     pub failed: Option<RequestError>,
 }
@@ -69,6 +70,10 @@ impl Call {
                     outcome.cached = cached_tokens;
                     outcome.demoted_tail = demoted_tail;
                     outcome.prompt_logprobs = prompt_logprobs;
+                }
+                Event::Embedding(values) => {
+                    assert!(started, "the vector follows Started");
+                    assert_eq!(outcome.embedding.replace(values), None, "it comes once");
                 }
                 Event::Token { choice, token, logprobs } => {
                     assert!(started, "tokens follow Started");

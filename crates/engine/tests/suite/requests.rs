@@ -8,6 +8,7 @@ use oscar_engine::{
     Engine, EngineApi, EngineHandle, EngineOptions, Event, EventSink, FinishReason, GenerationParams,
     Request, RequestError, RequestId, SamplingParams, SchedulerOptions,
 };
+use oscar_models::{ModelSource, Weights};
 
 const FULL_BLOCK: usize = 64 * 2 * 128 * 2 * 6 * 2;
 
@@ -149,6 +150,43 @@ fn logprobs_are_those_of_the_model() {
     assert_eq!(outcome.prompt_logprobs.unwrap().len(), 150);
     assert_eq!(outcome.answers[&0].reason, Some(FinishReason::Length));
     assert_eq!(outcome.usage.completion_tokens, 0);
+}
+
+/// The head's product with it gives the logits, and neither company nor a prefix hit changes a bit of it.
+#[test]
+fn the_hidden_state_is_that_of_the_last_token() {
+    let setup = setup();
+    let engine = engine(&setup);
+    let wanted = GenerationParams { embedding: true, ..params(0) };
+    let prompts = [tokens(150, 3), tokens(700, 4), tokens(7, 5)];
+    let vectors = || {
+        let calls = prompts.each_ref().map(|prompt| submit(&engine, prompt, wanted.clone()).unwrap());
+        calls.map(|call| {
+            let outcome = call.finish(&engine, None);
+            assert_eq!(outcome.usage.completion_tokens, 0);
+            (outcome.cached, outcome.embedding.unwrap())
+        })
+    };
+    let (cold, warm) = (vectors(), vectors());
+    assert_eq!(cold.each_ref().map(|found| found.0), [0, 0, 0]);
+    assert_eq!(warm.each_ref().map(|found| found.0), [128, 640, 0]);
+    assert_eq!(cold.map(|found| found.1), warm.clone().map(|found| found.1));
+
+    let source = ModelSource::Embedded(oscar_embedded::FILES);
+    let weights = Weights::open(&source).unwrap();
+    let head = weights.matrix(&weights.names().embedding()).unwrap().to_f32_vec();
+    for (prompt, (_, vector)) in prompts.iter().zip(&warm) {
+        let logits = all_logits(&mut setup.embedded(), prompt, 512);
+        let last = &logits[logits.len() - 6144..];
+        let most = last.iter().fold(0.0f32, |most, x| most.max(x.abs()));
+        for (row, logit) in head.chunks_exact(vector.len()).zip(last) {
+            let product: f32 = row.iter().zip(vector).map(|(a, b)| a * b).sum();
+            assert!((product - logit).abs() < 0.01 * most, "{product} instead of {logit}");
+        }
+    }
+    let with_tokens = GenerationParams { embedding: true, ..params(1) };
+    let error = submit(&engine, &prompts[2], with_tokens).err().unwrap().to_string();
+    assert!(error.contains("embedding"), "{error}");
 }
 
 #[test]

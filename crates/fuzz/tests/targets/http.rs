@@ -15,12 +15,13 @@ use oscar_server::{ApiKey, GenerationDefaults, ServerConfig, router};
 use std::sync::Arc;
 use tower::ServiceExt;
 
-const ROUTES: [&str; 9] = [
+const ROUTES: [&str; 10] = [
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/messages",
     "/v1/messages/count_tokens",
     "/v1/responses",
+    "/v1/embeddings",
     "/tokenize",
     "/detokenize",
     "/abort_request",

@@ -10,6 +10,8 @@ pub struct StepInput<'a> {
     pub logits: &'a [usize],
     /// Wanted rows (by index in `logits`, ascending) of which only the most likely tokens are needed.
     pub picks: &'a [(usize, Pick)],
+    /// Rows whose hidden state is wanted, ascending.
+    pub hidden: &'a [usize],
 }
 
 /// The results of a step.
@@ -19,6 +21,8 @@ pub struct StepOutput {
     pub logits: Vec<f32>,
     /// One list for each pick.
     pub picked: Vec<Vec<Candidate>>,
+    /// Hidden states after the final norm, one row after the other.
+    pub hidden: Vec<f32>,
 }
 
 impl<B: Backend> Transformer<B> {
@@ -33,7 +37,12 @@ impl<B: Backend> Transformer<B> {
     ) -> Result<(), BackendError> {
         out.logits.clear();
         out.picked.clear();
+        out.hidden.clear();
         self.layers(step, input.tokens, w, tap)?;
+        if !input.hidden.is_empty() {
+            step.read(&w.hidden, input.hidden, &mut out.hidden)?;
+            self.normalize(&mut out.hidden);
+        }
         if input.logits.is_empty() {
             return Ok(());
         }
@@ -46,6 +55,16 @@ impl<B: Backend> Transformer<B> {
         match whole.is_empty() {
             true => Ok(()),
             false => step.read(&w.logits, &whole, &mut out.logits),
+        }
+    }
+
+    /// The final norm of rows on the host.
+    fn normalize(&self, rows: &mut [f32]) {
+        let (weights, eps) = (&self.body.final_norm_values, self.body.config.rms_norm_eps);
+        for row in rows.chunks_exact_mut(weights.len()) {
+            let mean = row.iter().map(|x| x * x).sum::<f32>() / row.len() as f32;
+            let scale = (mean + eps).sqrt().recip();
+            row.iter_mut().zip(weights).for_each(|(x, weight)| *x *= scale * weight);
         }
     }
 

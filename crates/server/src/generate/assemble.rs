@@ -6,7 +6,7 @@
 use oscar_text::{ReplyEvent, ReplyOptions, ReplyParser, StopMatcher, StreamDecoder, TextError, Tokenizer};
 
 /// How a request wants its text.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct TextOptions {
     pub stop: Vec<String>,
     /// Leave the stop string in the text.

@@ -86,6 +86,11 @@ pub enum Output {
         usage: Usage,
         prompt_logprobs: Option<Vec<Option<TokenLogprobs>>>,
     },
+    /// The hidden state of the prompt's last token.
+    Embedding {
+        prompt: usize,
+        values: Vec<f32>,
+    },
     Delta {
         choice: usize,
         /// Text, reasoning and tool calls. Calls have ids.
@@ -320,6 +325,10 @@ impl Answer {
             Event::Started { cached_tokens, demoted_tail, prompt_logprobs } => {
                 self.usage = Usage { cached_tokens, demoted_tail, ..self.usage };
                 self.send(Output::Started { prompt: self.prompt, usage: self.usage, prompt_logprobs });
+                false
+            }
+            Event::Embedding(values) => {
+                self.send(Output::Embedding { prompt: self.prompt, values });
                 false
             }
             Event::Token { choice, token, logprobs } => self.token(choice, token, logprobs),

@@ -5,6 +5,7 @@ mod blocks;
 mod chat_completions;
 mod completions;
 mod control;
+mod embeddings;
 mod health;
 mod info;
 mod messages;
@@ -81,6 +82,8 @@ const ROUTES: &[Route] = &[
         "Tokens of such a conversation", messages::convert::MessagesBody),
     route!(post "/v1/responses", responses::create, Users,
         "Answer a conversation, as OpenAI's Responses have it", responses::convert::ResponsesBody),
+    route!(post "/v1/embeddings", embeddings::create, Users,
+        "Vectors of texts: the last token's hidden state, of length 1", embeddings::EmbeddingsBody),
     route!(get "/v1/models", models::list, Users, "The model and its aliases"),
     route!(get "/v1/models/{*id}", models::one, Users, "One of them"),
     route!(post "/tokenize", tokenize::tokenize, Users,

@@ -130,6 +130,7 @@ impl SamplingFields {
             choices,
             logprobs: None,
             prompt_logprobs: self.prompt_logprobs,
+            embedding: false,
             cache_salt: None,
             constraint: None,
         })

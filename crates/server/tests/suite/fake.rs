@@ -79,6 +79,7 @@ impl FakeEngine {
             context: script.context,
             vocab_size: 6144,
             layers: 6,
+            hidden_size: 4,
             kv_budget_bytes: 64 << 20,
             full_block_bytes: 6 * 2 * 32768,
             coded_block_bytes: 6 * 2 * 4608,
@@ -242,6 +243,10 @@ impl Inner {
             demoted_tail: false,
             prompt_logprobs,
         });
+        if params.embedding {
+            // Tells inputs apart by their length.
+            sink.send(Event::Embedding(vec![0.0, 3.0, 0.0, request.prompt().len() as f32]));
+        }
         let mut open: Vec<bool> = vec![true; params.choices];
         for position in 0.. {
             for choice in 0..params.choices {

@@ -6,6 +6,7 @@ mod chat;
 mod client;
 mod completions;
 mod connections;
+mod embeddings;
 mod fake;
 mod fuzz;
 mod logs;

@@ -127,6 +127,7 @@ async fn collect(
             }
             Output::Finished { choice, finish } => collected[choice].finish = Some(finish),
             Output::Done(done) => totals += done,
+            Output::Embedding { .. } => {}
             Output::Failed(error) => return Err(app.engine_error(error)),
         }
     }
@@ -253,7 +254,7 @@ impl Chunks for ChatChunks {
                 self.totals += totals;
                 Vec::new()
             }
-            Output::Failed(_) => Vec::new(),
+            Output::Embedding { .. } | Output::Failed(_) => Vec::new(),
         }
     }
 

@@ -107,7 +107,7 @@ impl Reply {
                 self.totals += totals;
                 Vec::new()
             }
-            Output::Failed(_) => Vec::new(),
+            Output::Embedding { .. } | Output::Failed(_) => Vec::new(),
         }
     }
 

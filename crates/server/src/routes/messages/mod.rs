@@ -135,7 +135,7 @@ impl Reply {
                 self.usage = totals.usage;
                 Vec::new()
             }
-            Output::Failed(_) => Vec::new(),
+            Output::Embedding { .. } | Output::Failed(_) => Vec::new(),
         }
     }
 
