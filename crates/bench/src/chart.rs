@@ -51,12 +51,19 @@ mod tests {
             ..Outcome::default()
         };
         let results = [
-            FormatResult { kv: KvFormat::Bf16, device: "cpu", outcome: outcome(), over_http: None },
+            FormatResult {
+                kv: KvFormat::Bf16,
+                device: "cpu",
+                outcome: outcome(),
+                over_http: None,
+                constrained: None,
+            },
             FormatResult {
                 kv: KvFormat::Oscar { bits: 2 },
                 device: "cpu",
                 outcome: outcome(),
                 over_http: None,
+                constrained: None,
             },
         ];
         let svg = draw(&results, "a < b & c");

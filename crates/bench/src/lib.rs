@@ -13,7 +13,7 @@ mod streams;
 use anyhow::{Context, Result};
 use oscar_codec::KvFormat;
 use oscar_codec::random::SplitMix64;
-use oscar_engine::{EngineApi, EngineHandle};
+use oscar_engine::{EngineApi, EngineHandle, SharedConstraint};
 use oscar_text::ModelText;
 use std::sync::Arc;
 
@@ -23,8 +23,8 @@ pub use load::{Arrivals, Load, Outcome, Percentiles};
 pub use row::Row;
 pub use streams::{Streams, StreamsOutcome};
 
-/// How often the bare engine and HTTP take turns.
-const HTTP_ROUNDS: usize = 3;
+/// How often two kinds of work take turns.
+const ROUNDS: usize = 3;
 
 /// What one format did under load.
 pub struct FormatResult {
@@ -33,12 +33,20 @@ pub struct FormatResult {
     pub device: &'static str,
     pub outcome: Outcome,
     pub over_http: Option<Outcome>,
+    /// The same work with answers that must have a form.
+    pub constrained: Option<Outcome>,
 }
 
 impl FormatResult {
     /// What HTTP adds to the time of the bare engine, as a share of it.
     pub fn http_overhead(&self) -> Option<f64> {
         self.over_http.as_ref().map(|http| http.seconds / self.outcome.seconds - 1.0)
+    }
+
+    /// What the form adds to the time of a token, as a share of it.
+    pub fn constraint_cost(&self) -> Option<f64> {
+        let constrained = self.constrained.as_ref()?.decode_tokens_per_s()?;
+        Some(self.outcome.decode_tokens_per_s()? / constrained - 1.0)
     }
 }
 
@@ -51,19 +59,39 @@ pub fn drive_both(
     progress: &dyn Fn(usize),
 ) -> Result<(Outcome, Outcome)> {
     let http = HttpEngine::start(Arc::new(engine.clone()), Arc::new(text))?;
-    let (mut bare, mut over_http): (Option<Outcome>, Option<Outcome>) = (None, None);
+    by_turns(engine, || load.drive(engine, progress), || load.drive(&http, progress))
+}
+
+/// The work with free answers and with answers of a form, by turns; the best of each.
+pub fn drive_free_and_formed(
+    engine: &EngineHandle,
+    load: &Load,
+    constraint: Option<SharedConstraint>,
+    progress: &dyn Fn(usize),
+) -> Result<(Outcome, Outcome)> {
+    let formed = Load { constraint, ..load.clone() };
+    by_turns(engine, || load.drive(engine, progress), || formed.drive(engine, progress))
+}
+
+/// Drives two kinds of work by turns, each with an empty cache; the best of each.
+fn by_turns(
+    engine: &EngineHandle,
+    first: impl Fn() -> Result<Outcome>,
+    second: impl Fn() -> Result<Outcome>,
+) -> Result<(Outcome, Outcome)> {
+    let (mut firsts, mut seconds): (Option<Outcome>, Option<Outcome>) = (None, None);
     let keep_best = |best: &mut Option<Outcome>, new: Outcome| {
         if best.as_ref().is_none_or(|b| new.seconds < b.seconds) {
             *best = Some(new);
         }
     };
-    for _ in 0..HTTP_ROUNDS {
+    for _ in 0..ROUNDS {
         engine.flush_cache();
-        keep_best(&mut bare, load.drive(engine, progress)?);
+        keep_best(&mut firsts, first()?);
         engine.flush_cache();
-        keep_best(&mut over_http, load.drive(&http, progress)?);
+        keep_best(&mut seconds, second()?);
     }
-    bare.zip(over_http).context("nothing was measured")
+    firsts.zip(seconds).context("nothing was measured")
 }
 
 /// Token ids that look like nothing in particular.

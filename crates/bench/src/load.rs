@@ -6,7 +6,9 @@
 
 use anyhow::{Result, bail};
 use oscar_codec::random::SplitMix64;
-use oscar_engine::{EngineApi, Event, EventSink, GenerationParams, Request, RequestId, RunningRequest};
+use oscar_engine::{
+    EngineApi, Event, EventSink, GenerationParams, Request, RequestId, RunningRequest, SharedConstraint,
+};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
@@ -23,11 +25,14 @@ pub enum Arrivals {
 }
 
 /// The work.
+#[derive(Clone)]
 pub struct Load {
     /// For each conversation what each turn adds.
     pub conversations: Vec<Vec<Vec<u32>>>,
     pub output_tokens: usize,
     pub arrivals: Arrivals,
+    /// The form that answers must have. No answer of it may end before `output_tokens`.
+    pub constraint: Option<SharedConstraint>,
 }
 
 /// What came of it.
@@ -157,6 +162,7 @@ impl Load {
             conversations: self.conversations.iter().map(first).collect(),
             output_tokens: 1,
             arrivals: Arrivals::Closed { concurrency: 1 },
+            constraint: None,
         }
     }
 
@@ -258,7 +264,11 @@ impl<E: EngineApi> Driver<'_, E> {
     fn submit(&self, which: usize) -> Result<()> {
         let Some(conversation) = &self.conversations[which] else { return Ok(()) };
         let id = RequestId(which as u64);
-        let params = GenerationParams { max_tokens: self.load.output_tokens, ..Default::default() };
+        let params = GenerationParams {
+            max_tokens: self.load.output_tokens,
+            constraint: self.load.constraint.clone(),
+            ..Default::default()
+        };
         let sink = Box::new(TimedSink { id, out: self.out.clone() });
         let request = Request::new(self.engine.info(), id, conversation.tokens.clone(), params)?;
         self.engine.submit(request, sink)?;

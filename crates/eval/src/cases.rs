@@ -41,6 +41,8 @@ pub struct Case {
     pub sampling: SamplingParams,
     /// Cases that share most of their prompt.
     pub group: Option<usize>,
+    /// A regular expression that the answer is constrained to.
+    pub form: Option<String>,
     pub expected: Expected,
 }
 
@@ -158,6 +160,7 @@ fn chat_case(
                 max_tokens,
                 sampling: greedy(),
                 group: None,
+                form: None,
                 expected: Expected::Exact(case.answer),
             });
         } else if fits {
@@ -252,6 +255,7 @@ fn ruler_case(
         max_tokens: case.tokens_to_generate,
         sampling: greedy(),
         group,
+        form: None,
         expected: Expected::Contains { metric: case.metric, references: case.references },
     })
 }

@@ -2,12 +2,14 @@
 //! prefixes.
 
 use crate::error::{EvalError, Result};
+use crate::forms::Forms;
 use oscar_backend::Backend;
 use oscar_engine::{
     Engine, EngineApi, EngineHandle, EngineOptions, Event, EventSink, FinishReason, GenerationParams,
-    Request, RequestId, SamplingParams, SchedulerOptions,
+    Request, RequestId, SamplingParams, SchedulerOptions, SharedConstraint,
 };
 use oscar_runner::Runner;
+use oscar_text::Tokenizer;
 use std::sync::mpsc::{Sender, channel};
 
 /// A prompt to be answered.
@@ -19,6 +21,8 @@ pub struct Job {
     pub sampling: SamplingParams,
     /// Jobs of one group share most of their prompt: the others wait until the first has stored it.
     pub group: Option<usize>,
+    /// The form that the answer must have.
+    pub constraint: Option<SharedConstraint>,
 }
 
 /// The generated tokens, without the stop token.
@@ -69,6 +73,11 @@ impl Generator {
         };
         let engine = Engine::start(runner, options).map_err(EvalError::Thread)?;
         Ok(Self { engine, in_flight, stop_tokens })
+    }
+
+    /// A compiler of forms for this model.
+    pub fn forms(&self, tokenizer: &Tokenizer) -> Result<Forms> {
+        Forms::new(tokenizer, self.engine.info().vocab_size, &self.stop_tokens)
     }
 
     /// Answers every job. `done` is called with each answer when it is complete, in no particular
@@ -125,6 +134,7 @@ impl Generator {
             sampling: job.sampling.clone(),
             max_tokens: job.max_tokens,
             stop_tokens: self.stop_tokens.clone(),
+            constraint: job.constraint.clone(),
             ..GenerationParams::default()
         };
         Request::new(self.engine.info(), RequestId(sink.job as u64), job.prompt.clone(), params)

@@ -8,10 +8,12 @@
 //! only teacher forcing replaces sampling. Seeds of calibration are never used. Knows no HTTP and
 //! no command line.
 
+pub mod agent;
 pub mod benchmarks;
 pub mod cases;
 pub mod compare;
 mod error;
+mod forms;
 pub mod generate;
 pub mod journal;
 pub mod ppl;
@@ -20,6 +22,7 @@ pub mod run;
 pub mod sandbox;
 
 pub use error::EvalError;
+pub use forms::Forms;
 pub use generate::Generator;
 pub use journal::Journal;
 pub use ppl::{PplError, PplOptions, PplResult, WindowSums};

@@ -2,7 +2,7 @@
 
 use crate::error::{EvalError, Result};
 use oscar_tasks::Turn;
-use oscar_text::{ChatInput, ModelText};
+use oscar_text::{ChatInput, ModelText, Tokenizer};
 use serde_json::{Value, json};
 
 /// How prompts are written for a model.
@@ -16,6 +16,10 @@ pub struct Prompts<'a> {
 impl<'a> Prompts<'a> {
     pub fn new(text: &'a ModelText, raw: bool) -> Self {
         Self { text, raw }
+    }
+
+    pub fn tokenizer(&self) -> &Tokenizer {
+        &self.text.tokenizer
     }
 
     /// Whether prompts are raw text: because the caller asked for it, or because the model has no

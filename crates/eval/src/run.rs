@@ -2,10 +2,12 @@
 
 use crate::cases::Case;
 use crate::error::Result;
+use crate::forms::Forms;
 use crate::generate::{Answer, Generator, Job, first_divergence};
 use crate::journal::Journal;
 use crate::prompts::Prompts;
 use crate::sandbox::Sandbox;
+use oscar_text::Grammar;
 use serde::{Deserialize, Serialize};
 
 /// The name of the format that others are compared with.
@@ -73,7 +75,12 @@ pub fn run_cases(
         if !missing.is_empty() {
             let reference = all.first().filter(|_| methods[0].kv == REFERENCE);
             let generator = (method.start)()?;
-            let jobs: Vec<Job> = missing.iter().map(|&i| job(&cases[i])).collect();
+            let forms = match missing.iter().any(|&i| cases[i].form.is_some()) {
+                true => Some(generator.forms(prompts.tokenizer())?),
+                false => None,
+            };
+            let jobs =
+                missing.iter().map(|&i| job(&cases[i], forms.as_ref())).collect::<Result<Vec<Job>>>()?;
             generator.answer(&jobs, |job, answer| {
                 let index = missing[job];
                 let reference = reference.map(|rows| &rows[index]);
@@ -89,14 +96,17 @@ pub fn run_cases(
     Ok(all)
 }
 
-fn job(case: &Case) -> Job {
-    Job {
+fn job(case: &Case, forms: Option<&Forms>) -> Result<Job> {
+    let form = case.form.as_ref().zip(forms);
+    let constraint = form.map(|(regex, forms)| forms.constraint(&Grammar::Regex(regex.clone())));
+    Ok(Job {
         name: case.key(),
         prompt: case.prompt.clone(),
         max_tokens: case.max_tokens,
         sampling: case.sampling.clone(),
         group: case.group,
-    }
+        constraint: constraint.transpose()?,
+    })
 }
 
 fn make_row(

@@ -40,3 +40,4 @@ pub use keys::{ApiKey, KeyError, Keys, Quota, Role};
 pub use logging::{LogGuard, LoggingError, check_log_filter, init_logging};
 pub use serve::{serve, serve_on};
 pub use starting::{StartProgress, Starting};
+pub use tools::with_tools_in_text;

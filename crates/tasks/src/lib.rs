@@ -25,7 +25,7 @@ pub mod ruler;
 pub mod score;
 
 pub use calibration::{CALIBRATION_SEEDS_FROM, Document, calibration_text};
-pub use chat::{Case, Role, Task, Turn};
+pub use chat::{AgentCase, AgentStep, AgentTask, Case, Role, Task, Turn};
 pub use error::TaskError;
 pub use filler::{Filler, GrammarFiller, ParagraphFiller};
 pub use random::Random;

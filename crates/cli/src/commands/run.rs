@@ -8,9 +8,14 @@ use oscar_backend::Backend;
 use oscar_codec::{CacheLayout, CodeLayout, KvFormat, Windows};
 use oscar_engine::{Sampler, SamplingParams};
 use oscar_runner::{Logits, Runner, Sequence, StepOutput, StepRequest};
-use oscar_text::{ChatInput, ModelText, StopMatcher, StreamDecoder};
+use oscar_server::with_tools_in_text;
+use oscar_text::{
+    ChatInput, ChatTemplate, Dialect, ModelText, ReplyEvent, ReplyOptions, ReplyParser, StopMatcher,
+    StreamDecoder, ToolSchemas,
+};
 use serde_json::{Value, json};
 use std::io::{BufRead, IsTerminal, Write};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 #[derive(clap::Args)]
@@ -29,6 +34,10 @@ pub struct Args {
     /// A JSON file with messages: a list, or an object with `messages` and optionally `tools`
     #[arg(long, value_name = "FILE")]
     chat: Option<String>,
+    /// A JSON file with tools, as the OpenAI API has them. Calls are listed after the answer; in a conversation your
+    /// next line is the result of the call
+    #[arg(long, value_name = "FILE", conflicts_with = "raw")]
+    tools: Option<String>,
     /// Continue the prompt as raw text, without the chat template
     #[arg(long, requires = "prompt")]
     raw: bool,
@@ -84,8 +93,10 @@ pub fn run(args: &Args) -> Result<()> {
     let runner =
         cache.runner(&model, backend, &args.cache, context, 1, |layers| bar.set_position(layers as u64))?;
     bar.finish_and_clear();
+    let tools = args.tools.as_ref().map(|path| read_tools(path)).transpose()?;
     let mut session = Session {
         args,
+        tools,
         runner,
         text,
         sampler,
@@ -103,7 +114,7 @@ pub fn run(args: &Args) -> Result<()> {
             let tokens = if args.raw {
                 session.text.tokenizer.encode(&prompt, true)?
             } else {
-                session.render(&json!([{"role": "user", "content": prompt}]), None)?
+                session.render(&[json!({"role": "user", "content": prompt})], None)?
             };
             let outcome = session.answer(&tokens)?;
             session.report(&outcome);
@@ -113,9 +124,9 @@ pub fn run(args: &Args) -> Result<()> {
             let chat: Value =
                 serde_json::from_slice(&bytes).with_context(|| format!("--chat {path} is no JSON"))?;
             let messages = if chat.is_array() { &chat } else { &chat["messages"] };
-            if !messages.is_array() {
+            let Some(messages) = messages.as_array() else {
                 bail!("--chat {path}: expected a list of messages, or an object with `messages`");
-            }
+            };
             let tokens = session.render(messages, chat.get("tools"))?;
             let outcome = session.answer(&tokens)?;
             session.report(&outcome);
@@ -127,6 +138,8 @@ pub fn run(args: &Args) -> Result<()> {
 
 struct Session<'a> {
     args: &'a Args,
+    /// As the OpenAI API has them.
+    tools: Option<Value>,
     runner: Runner<AnyBackend>,
     text: ModelText,
     sampler: Sampler,
@@ -138,6 +151,8 @@ struct Session<'a> {
 
 struct Outcome {
     text: String,
+    /// Name and arguments of the calls in the text.
+    calls: Vec<(String, String)>,
     prompt_tokens: usize,
     reused_tokens: usize,
     generated: usize,
@@ -147,13 +162,44 @@ struct Outcome {
 }
 
 impl Session<'_> {
-    fn render(&self, messages: &Value, tools: Option<&Value>) -> Result<Vec<u32>> {
+    /// The prompt of a conversation. `tools` of a chat file come before those of `--tools`.
+    fn render(&self, messages: &[Value], tools: Option<&Value>) -> Result<Vec<u32>> {
         let Some(template) = &self.text.chat else {
             bail!("this model has no chat template: use --raw to continue plain text");
         };
-        let prompt = template.render(&ChatInput { tools, ..ChatInput::new(messages) })?;
+        let (tools, mut messages) = (tools.or(self.tools.as_ref()), messages.to_vec());
+        let prints_tools = template.prints_tools();
+        if tools.is_some() && !prints_tools {
+            with_tools_in_text(&mut messages, tools);
+        }
+        let messages = Value::Array(messages);
+        let tools = tools.filter(|_| prints_tools);
+        let prompt = template.render(&ChatInput { tools, ..ChatInput::new(&messages) })?;
         // The template writes special tokens itself.
         Ok(self.text.tokenizer.encode(&prompt, false)?)
+    }
+
+    /// The calls in an answer, if there are tools.
+    fn calls(&self, text: &str) -> Vec<(String, String)> {
+        let Some(Value::Array(tools)) = &self.tools else { return Vec::new() };
+        let own = self.text.chat.as_ref().and_then(ChatTemplate::dialect);
+        let options = ReplyOptions {
+            reasoning: None,
+            dialect: Some(own.unwrap_or(Dialect::Hermes)),
+            tools: Arc::new(ToolSchemas::from_openai(tools)),
+        };
+        let mut parser = ReplyParser::new(&options, "");
+        let mut events = parser.push(text);
+        events.extend(parser.finish());
+        let mut calls: Vec<(String, String)> = Vec::new();
+        for event in events {
+            match event {
+                ReplyEvent::CallStarted { name, .. } => calls.push((name, String::new())),
+                ReplyEvent::Arguments { index, delta } => calls[index].1 += &delta,
+                ReplyEvent::Text(_) | ReplyEvent::Reasoning(_) | ReplyEvent::CallFinished { .. } => {}
+            }
+        }
+        calls
     }
 
     /// Generates after `prompt`, streaming to standard output unless JSON was asked for.
@@ -210,7 +256,17 @@ impl Session<'_> {
         let decode = started.elapsed();
         let tail = stops.push(&decoder.flush()?).emit + &stops.flush();
         self.emit(&tail, &mut text)?;
-        Ok(Outcome { text, prompt_tokens: prompt.len(), reused_tokens, generated, finish, prefill, decode })
+        let calls = self.calls(&text);
+        Ok(Outcome {
+            text,
+            calls,
+            prompt_tokens: prompt.len(),
+            reused_tokens,
+            generated,
+            finish,
+            prefill,
+            decode,
+        })
     }
 
     fn emit(&self, piece: &str, text: &mut String) -> Result<()> {
@@ -234,7 +290,7 @@ impl Session<'_> {
             println!(
                 "{}",
                 json!({
-                    "text": o.text, "finish_reason": o.finish, "kv": layout.format().to_string(),
+                    "text": o.text, "tool_calls": listed(&o.calls), "finish_reason": o.finish, "kv": layout.format().to_string(),
                     "prompt_tokens": o.prompt_tokens, "generated_tokens": o.generated,
                     "prefill_tokens_per_s": rate(read, o.prefill), "tokens_per_s": rate(steps, o.decode),
                     "cache_bytes": bytes, "bf16_cache_bytes": bf16, "bits": bits,
@@ -243,6 +299,9 @@ impl Session<'_> {
             return;
         }
         println!();
+        for (name, arguments) in &o.calls {
+            eprintln!("[call of {name} with {arguments}]");
+        }
         eprintln!(
             "\n[prompt {} tokens{}, {:.0} tokens/s · generated {} tokens, {:.1} tokens/s · cache {} for {tokens} tokens, \
              {bits:.2} bits an element; BF16 would take {}]",
@@ -271,22 +330,47 @@ impl Session<'_> {
         if interactive {
             eprintln!("Write a message and press Enter; an empty line or Ctrl-D ends the conversation.");
         }
-        let mut messages = Vec::new();
+        let mut messages: Vec<Value> = Vec::new();
+        let mut called: Option<String> = None;
         loop {
             if interactive {
-                eprint!("\n> ");
+                match &called {
+                    Some(name) => eprint!("\nresult of {name}> "),
+                    None => eprint!("\n> "),
+                }
             }
             let mut line = String::new();
             if std::io::stdin().lock().read_line(&mut line)? == 0 || line.trim().is_empty() {
                 return Ok(());
             }
-            messages.push(json!({"role": "user", "content": line.trim_end()}));
-            let tokens = self.render(&Value::Array(messages.clone()), None)?;
+            let role = if called.is_some() { "tool" } else { "user" };
+            messages.push(json!({"role": role, "content": line.trim_end()}));
+            let tokens = self.render(&messages, None)?;
             let outcome = self.answer(&tokens)?;
             self.report(&outcome);
+            called = outcome.calls.first().map(|(name, _)| name.clone());
             messages.push(json!({"role": "assistant", "content": outcome.text}));
         }
     }
+}
+
+/// Tools of a file: a list, or an object with `tools`.
+fn read_tools(path: &str) -> Result<Value> {
+    let bytes = std::fs::read(path).with_context(|| format!("--tools {path}"))?;
+    let file: Value = serde_json::from_slice(&bytes).with_context(|| format!("--tools {path} is no JSON"))?;
+    let tools = if file.is_array() { file } else { file["tools"].clone() };
+    let is_tool = |tool: &Value| tool["function"]["name"].is_string();
+    match tools.as_array() {
+        Some(list) if !list.is_empty() && list.iter().all(is_tool) => Ok(tools),
+        _ => bail!(
+            "--tools {path}: expected a list of {{\"type\": \"function\", \"function\": {{\"name\": …}}}}, or an object with \
+             `tools`"
+        ),
+    }
+}
+
+fn listed(calls: &[(String, String)]) -> Vec<Value> {
+    calls.iter().map(|(name, arguments)| json!({"name": name, "arguments": arguments})).collect()
 }
 
 fn bf16_bytes(layout: &CacheLayout, tokens: usize) -> usize {

@@ -114,6 +114,26 @@ fn the_official_anthropic_client_accepts_every_answer() {
     python::run_script(&python, "anthropic_client.py", &[&format!("http://{}", server.address), KEY]);
 }
 
+/// The packages of agent frameworks and of the validator, in one environment. litellm needs `mcp` for tools.
+#[cfg(unix)]
+const FRAMEWORKS: [&str; 5] = ["litellm", "langchain-openai", "instructor", "jsonschema", "mcp"];
+
+#[cfg(unix)]
+#[test]
+fn agent_frameworks_work_unchanged() {
+    let Some(python) = python::with(&FRAMEWORKS) else { return };
+    let server = Server::start(Some(KEY));
+    python::run_script(&python, "frameworks.py", &[&format!("http://{}", server.address), KEY]);
+}
+
+#[cfg(unix)]
+#[test]
+fn two_hundred_generated_schemas_are_followed() {
+    let Some(python) = python::with(&FRAMEWORKS) else { return };
+    let server = Server::start(Some(KEY));
+    python::run_script(&python, "schemas.py", &[&format!("http://{}", server.address), KEY, "200"]);
+}
+
 #[cfg(unix)]
 #[test]
 fn sglang_router_works_with_two_replicas() {

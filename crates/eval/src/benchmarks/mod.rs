@@ -150,6 +150,7 @@ impl Benchmark {
                     max_tokens: max_tokens.min(room),
                     sampling: SamplingParams { seed, ..sampling.clone() },
                     group: None,
+                    form: None,
                     expected: problem.expected.clone(),
                 });
             }

@@ -5,10 +5,13 @@
 //! random stream is this crate's own. A budget counts characters of conversation, roughly:
 //! haystacks end with the paragraph that reaches it.
 
+mod agent;
 mod conversation;
 mod reasoning;
 mod retrieval;
 mod words;
+
+pub use agent::{AgentCase, AgentStep, AgentTask};
 
 use crate::{Filler, Random, TaskError};
 

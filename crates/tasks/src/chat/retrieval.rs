@@ -10,8 +10,15 @@ use std::collections::{HashMap, HashSet};
 /// of the budget.
 const MOST_WORD_KEYS: usize = ADJECTIVES.len() * NOUNS.len() * 3 / 4;
 
-/// Spreads needle sentences at random depths through filler worth `budget` characters.
-fn haystack(random: &mut Random, budget: usize, filler: &dyn Filler, needles: &[String]) -> String {
+/// Spreads needle sentences at random depths through the first `share` of filler worth `budget`
+/// characters.
+pub(super) fn haystack(
+    random: &mut Random,
+    budget: usize,
+    filler: &dyn Filler,
+    needles: &[String],
+    share: f64,
+) -> String {
     let noise = random.unit() < 0.3;
     let mut parts = Vec::new();
     let mut size = 0;
@@ -21,7 +28,8 @@ fn haystack(random: &mut Random, budget: usize, filler: &dyn Filler, needles: &[
         parts.push(part);
     }
     for needle in needles {
-        parts.insert(random.index(parts.len() + 1), needle.clone());
+        let places = (parts.len() as f64 * share) as usize + 1;
+        parts.insert(random.index(places), needle.clone());
     }
     parts.join("\n")
 }
@@ -75,7 +83,7 @@ impl Niah {
             asked = random.sample(&keys, self.queries.min(keys.len()));
         }
         let needle_chars: usize = needles.iter().map(|needle| chars(needle)).sum();
-        let text = haystack(random, self.budget.saturating_sub(needle_chars), filler, &needles);
+        let text = haystack(random, self.budget.saturating_sub(needle_chars), filler, &needles, 1.0);
 
         // Values are answered in the order in which the text mentions them.
         let in_order = |key: &str| {
@@ -176,7 +184,7 @@ pub(super) fn vt(random: &mut Random, budget: usize, filler: &dyn Filler) -> Vec
 pub(super) fn passkey(random: &mut Random, budget: usize, filler: &dyn Filler) -> Vec<Turn> {
     let key = random.number(5);
     let needle = format!("The pass key is {key}. Remember it. {key} is the pass key.");
-    let text = haystack(random, budget, filler, &[needle]);
+    let text = haystack(random, budget, filler, &[needle], 1.0);
     exchange(
         format!(
             "There is important info hidden inside a lot of irrelevant text. Find it.\n{text}\n\

@@ -6,7 +6,8 @@ use crate::options::{CacheArgs, ModelArgs, OpenModel, WeightsArg};
 use anyhow::{Context, Result, bail};
 use oscar_backend::WeightFormat;
 use oscar_codec::{CacheLayout, CodeLayout, KvFormat, RotationKind, RotationSet};
-use oscar_models::{DecoderConfig, shapes};
+use oscar_eval::Forms;
+use oscar_models::{DecoderConfig, ModelSource, shapes};
 use oscar_runner::{Runner, RunnerOptions};
 use oscar_text::ModelText;
 
@@ -58,6 +59,24 @@ impl Subject {
         match self {
             Self::Open(model) => model.text(),
             Self::Random { .. } => bail!("--http needs a model with a tokenizer: leave --shape out"),
+        }
+    }
+
+    /// Forms of answers. Random weights get the tokens of the embedded model, which are fewer than
+    /// their vocabulary.
+    pub fn forms(&self) -> Result<Forms> {
+        let vocab_size = self.config().vocab_size;
+        match self {
+            Self::Open(model) => {
+                let generation = model.generation()?;
+                Ok(Forms::new(&model.text()?.tokenizer, vocab_size, generation.stop_token_ids(&model.config))?)
+            }
+            Self::Random { .. } => {
+                let source = ModelSource::Embedded(oscar_embedded::FILES);
+                let text = ModelText::from_files(&source.read_required("tokenizer.json")?, None, None)?;
+                let end = text.tokenizer.encode("<|im_end|>", false)?;
+                Ok(Forms::new(&text.tokenizer, vocab_size, &end)?)
+            }
         }
     }
 

@@ -1,5 +1,6 @@
 //! `oscar eval`: what a KV format costs, measured on the user's model, text and tasks.
 
+mod agent;
 mod files;
 pub mod ppl;
 mod ruler;
@@ -29,6 +30,8 @@ enum What {
     Ruler(ruler::Args),
     /// Chat tasks: retrieval, tracking, chained arithmetic, copying, conversation memory
     Tasks(tasks::Args),
+    /// Agent tasks: several tool calls, each with exact arguments out of a long context
+    Agent(agent::Args),
     /// HumanEval from its JSONL file: functions the model writes, run against their tests (pass@1)
     Humaneval(files::HumanEvalArgs),
     /// MATH or MATH-500 from a JSONL file (pass@1)
@@ -45,6 +48,7 @@ pub fn run(args: &Args) -> Result<()> {
         What::Ppl(args) => ppl::run(args),
         What::Ruler(args) => ruler::run(args),
         What::Tasks(args) => tasks::run(args),
+        What::Agent(args) => agent::run(args),
         What::Humaneval(args) => files::human_eval(args),
         What::Math(args) => files::run(args, Benchmark::Math, None),
         What::Aime(args) => files::run(args, Benchmark::Aime, None),

@@ -9,10 +9,13 @@ use crate::device::AnyBackend;
 use crate::options::{CacheArgs, ModelArgs};
 use crate::{progress, table};
 use anyhow::{Context, Result, bail};
-use oscar_bench::{Arrivals, FormatResult, Load, Percentiles, drive_both, random_tokens};
+use oscar_bench::{
+    Arrivals, FormatResult, Load, Percentiles, drive_both, drive_free_and_formed, random_tokens,
+};
 use oscar_codec::KvFormat;
 use oscar_engine::{Engine, EngineOptions, SchedulerOptions};
 use oscar_runner::longest_step;
+use oscar_text::Grammar;
 use serde_json::{Value, json};
 use std::path::PathBuf;
 
@@ -55,6 +58,10 @@ pub struct Args {
     /// Do the same work over HTTP too, streamed, and say what that adds; both in turns, the best of each counts
     #[arg(long, conflicts_with_all = ["rate", "warm"])]
     http: bool,
+    /// Do the same work with answers that must fit a JSON schema too, and say what that adds to a token; both in turns,
+    /// the best of each counts
+    #[arg(long, conflicts_with_all = ["rate", "http"])]
+    constrained: bool,
     /// Most sequences running at once [default: 32, or --concurrency if that is more]
     #[arg(long, value_name = "N")]
     max_batch: Option<usize>,
@@ -107,6 +114,13 @@ pub fn run(args: &Args) -> Result<()> {
             if let (Some(http), Some(overhead)) = (&result.over_http, result.http_overhead()) {
                 let (bare, http) = (result.outcome.seconds, http.seconds);
                 println!("{}: {bare:.3} s, over HTTP {http:.3} s: {:+.1} %", result.kv, overhead * 100.0);
+            }
+            if let Some(cost) = result.constraint_cost() {
+                println!(
+                    "{}: a constrained token takes {:+.1} % longer than a free one",
+                    result.kv,
+                    cost * 100.0
+                );
             }
         }
     }
@@ -206,6 +220,7 @@ impl Args {
             conversations: (0..self.requests).map(turns_of).collect(),
             output_tokens: self.output_tokens,
             arrivals,
+            constraint: None,
         }
     }
 
@@ -244,7 +259,14 @@ impl Args {
         }
         let bar = progress::bar("serving", (self.requests * self.turns) as u64);
         let progress = |done: usize| bar.set_position(done as u64);
-        let (outcome, over_http) = if self.http {
+        let mut constrained = None;
+        let (outcome, over_http) = if self.constrained {
+            let forms = model.forms()?;
+            let constraint = Some(forms.constraint(&Grammar::JsonSchema(endless_schema()))?);
+            let (free, formed) = drive_free_and_formed(&engine, load, constraint, &progress)?;
+            constrained = Some(formed);
+            (free, None)
+        } else if self.http {
             let (outcome, over_http) = drive_both(&engine, model.text()?, load, &progress)?;
             (outcome, Some(over_http))
         } else {
@@ -252,7 +274,7 @@ impl Args {
         };
         bar.finish_and_clear();
         engine.shutdown();
-        Ok(FormatResult { kv, device, outcome, over_http })
+        Ok(FormatResult { kv, device, outcome, over_http, constrained })
     }
 
     /// What was asked, in a line.
@@ -298,9 +320,19 @@ impl Args {
             "inter_token_ms_p50": between.as_ref().map(|p| p.p50), "inter_token_ms_p99": between.as_ref().map(|p| p.p99),
             "peak_running": o.peak_running, "peak_held": o.peak_held, "prefix_hit_share": o.prefix_hit_share(),
             "http_seconds": result.over_http.as_ref().map(|http| http.seconds), "http_overhead": result.http_overhead(),
-            "preemptions": o.preemptions, "evicted_pages": o.evicted_pages, "cache_bytes": o.peak_cache_bytes,
+            "constrained_decode_tokens_per_s": result.constrained.as_ref().and_then(|o| o.decode_tokens_per_s()),
+            "constraint_cost": result.constraint_cost(), "preemptions": o.preemptions,
+            "evicted_pages": o.evicted_pages, "cache_bytes": o.peak_cache_bytes,
         })
     }
+}
+
+/// A list of records that no answer of a benchmark completes.
+fn endless_schema() -> Value {
+    let record = json!({"type": "object", "additionalProperties": false, "required": ["name", "kind", "size"],
+        "properties": {"name": {"type": "string", "maxLength": 16}, "kind": {"enum": ["red", "green", "blue"]},
+            "size": {"type": "integer", "minimum": 0, "maximum": 9999}}});
+    json!({"type": "array", "items": record, "minItems": 4096})
 }
 
 fn render(results: &[FormatResult]) -> String {
