@@ -17,6 +17,8 @@ WATCH = """(() => { window.lengths = new Set();
   new MutationObserver(() => window.lengths.add(document.getElementById('log').textContent.length))
     .observe(document.getElementById('log'), {subtree: true, childList: true, characterData: true}); })()"""
 QUESTION = "Who are you?"
+NOW = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}}
+TOOLS = {"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "now"}}}
 # A length of the log at which only a part of the last answer was there.
 STREAMED = """(() => { const lengths = [...window.lengths], last = Math.max(...lengths);
   const answers = document.querySelectorAll('.message:not(.user)');
@@ -67,6 +69,17 @@ def desktop(browser):
     # The conversation goes on.
     browser.say("Tell me more.")
     browser.wait(f"{IDLE} && document.querySelectorAll('.message:not(.user)').length === 2")
+
+    # A tool call is folded, and the next message is its result.
+    browser.js(f"document.getElementById('tools').value = {json.dumps(json.dumps(TOOLS))}")
+    browser.say("What time is it?")
+    browser.wait(f"{IDLE} && [...document.querySelectorAll('.message details:not([hidden]) summary')].some(s => s.textContent === 'Call of now')")
+    assert not browser.js("[...document.querySelectorAll('.message details')].some(box => box.open)"), "calls are folded"
+    assert browser.js("document.getElementById('draft').placeholder") == "Result of now"
+    browser.js("document.getElementById('tools').value = ''")
+    browser.say("Noon.")
+    browser.wait(f"{IDLE} && document.querySelectorAll('.message:not(.user)').length === 4")
+    assert browser.js("document.getElementById('draft').placeholder") == "Message"
 
 
 def phone(browser):
