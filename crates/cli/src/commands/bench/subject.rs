@@ -69,7 +69,11 @@ impl Subject {
         match self {
             Self::Open(model) => {
                 let generation = model.generation()?;
-                Ok(Forms::new(&model.text()?.tokenizer, vocab_size, generation.stop_token_ids(&model.config))?)
+                Ok(Forms::new(
+                    &model.text()?.tokenizer,
+                    vocab_size,
+                    generation.stop_token_ids(&model.config),
+                )?)
             }
             Self::Random { .. } => {
                 let source = ModelSource::Embedded(oscar_embedded::FILES);
