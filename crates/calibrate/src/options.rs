@@ -189,7 +189,7 @@ impl CalibrationOptions {
         let activations = (3 * config.hidden_size
             + 5 * config.query_width()
             + 4 * config.kv_width()
-            + 4 * feed_forward_width(config))
+            + 4 * config.feed_forward_width())
             * size_of::<f32>();
         // Chunks of a fifth of the memory lose little speed and leave room for long sequences.
         let automatic = || {
@@ -208,13 +208,6 @@ impl CalibrationOptions {
         let bytes = statistics + chunk * activations + sample_rows * row + cache;
         MemoryPlan { sequence_len, chunk, sample_rows, bytes }
     }
-}
-
-/// Activations of a feed-forward part, for each row: of the wider one if some layers have experts.
-fn feed_forward_width(config: &DecoderConfig) -> usize {
-    let experts = config.moe.as_ref().map_or(0, |moe| moe.rule.chosen * (moe.width + config.hidden_size));
-    let dense = if config.has_dense_layers() { config.intermediate_size } else { 0 };
-    experts.max(dense)
 }
 
 #[cfg(test)]

@@ -10,6 +10,7 @@
 mod attention;
 mod calibration;
 mod dequantized;
+mod experts;
 mod fp8_products;
 mod fused_append;
 mod growing;
@@ -40,6 +41,7 @@ pub enum Part {
     Gate,
     Gemm,
     Fp8Products,
+    Experts,
     Gram,
     Append,
     FusedAppend,
@@ -58,12 +60,13 @@ pub enum Part {
 
 /// Each part with the name that `oscar gpu-check --only` takes and one line for `--help`.
 #[rustfmt::skip]
-const PARTS: [(Part, &str, &str); 19] = [
+const PARTS: [(Part, &str, &str); 20] = [
     (Part::Embed, "embed", "Embedding and row selection (rows.cu)"),
     (Part::Norm, "norm", "RMSNorm (rows.cu)"),
     (Part::Gate, "gate", "SwiGLU (rows.cu)"),
     (Part::Gemm, "gemm", "Matrix products, BF16 and FP8 weights (skinny_gemm.cu, expand.cu, cuBLASLt)"),
     (Part::Fp8Products, "fp8-products", "Products of FP8 weights and FP8 activations (fp8_products.cu)"),
+    (Part::Experts, "experts", "Mixtures of experts: router, lists and products (experts.cu)"),
     (Part::Gram, "gram", "Gram matrices of calibration (gram.cu)"),
     (Part::Append, "append", "QK-norm, RoPE, rotation and storing of new tokens (append.cu)"),
     (Part::FusedAppend, "fused-append", "Decode attention that also appends the new token (attention_decode.cu)"),
@@ -129,6 +132,9 @@ pub fn check(gpu: &CudaBackend, parts: &[Part], extent: Extent) -> Result<Report
     }
     if wants(Part::Fp8Products) {
         fp8_products::check(extent, &mut report)?;
+    }
+    if wants(Part::Experts) {
+        experts::check(gpu, extent, &mut report)?;
     }
     if wants(Part::Append) {
         heads::check(gpu, &mut report)?;

@@ -41,6 +41,7 @@ parts! {
     swiglu_matches_scalar: Gate,
     gemm_matches_scalar: Gemm,
     fp8_products_matches_scalar: Fp8Products,
+    experts_matches_scalar: Experts,
     gram_matches_scalar: Gram,
     append_matches_scalar: Append,
     fused_append_matches_scalar: FusedAppend,

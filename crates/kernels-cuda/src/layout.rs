@@ -91,10 +91,18 @@ pub(crate) use shared_struct;
 /// `CHECK_LAYOUT` is not defined.
 pub(crate) fn all() -> impl Iterator<Item = Layout> {
     use crate::{attention, backend, bandwidth, gemm, pages, step};
-    [attention::LAYOUTS, backend::LAYOUTS, bandwidth::LAYOUTS, gemm::LAYOUTS, pages::LAYOUTS, step::LAYOUTS]
-        .into_iter()
-        .flatten()
-        .copied()
+    [
+        attention::LAYOUTS,
+        backend::LAYOUTS,
+        backend::EXPERT_LAYOUTS,
+        bandwidth::LAYOUTS,
+        gemm::LAYOUTS,
+        pages::LAYOUTS,
+        step::LAYOUTS,
+    ]
+    .into_iter()
+    .flatten()
+    .copied()
 }
 
 /// The text of `layout.cuh`.

@@ -38,7 +38,6 @@ pub mod compile;
 mod dequantized;
 mod device;
 mod error;
-mod experts;
 mod gemm;
 mod graph;
 pub mod images;
@@ -56,11 +55,12 @@ mod storage;
 mod transfers;
 
 pub use attention::AttentionMode;
-pub use backend::{CudaBackend, CudaRope, CudaRotation, CudaRows, CudaStep, CudaVector, step_memory};
+pub use backend::{
+    CudaBackend, CudaExperts, CudaRope, CudaRotation, CudaRows, CudaStep, CudaVector, step_memory,
+};
 pub use bandwidth::read_ceiling;
 pub use device::{Device, Properties};
 pub use error::CudaError;
-pub use experts::CudaExperts;
 pub use gemm::{CudaMatrix, multiplies_few_rows};
 pub use graph::HostTimes;
 pub use kernels::Kernels;

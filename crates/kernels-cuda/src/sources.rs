@@ -34,6 +34,9 @@ macro_rules! source {
 source!(ROWS, "rows.cu", by_head_dim: false);
 // Has a variant for each format of weights: `weight_defines`.
 source!(SKINNY_GEMM, "skinny_gemm.cu", by_head_dim: false);
+// Has a variant for each format of weights: `weight_defines`.
+source!(EXPERTS, "experts.cu", by_head_dim: false);
+source!(PREPARE_HEADS, "prepare_heads.cu", by_head_dim: false);
 source!(EXPAND, "expand.cu", by_head_dim: false);
 source!(FP8_PRODUCTS, "fp8_products.cu", by_head_dim: false, hopper: true);
 source!(BANDWIDTH, "bandwidth.cu", by_head_dim: false);
@@ -62,6 +65,7 @@ pub static HEADERS: &[(&str, &str)] = &[
     ("decode_query.cuh", include_str!("../kernels/decode_query.cuh")),
     ("decode_readers.cuh", include_str!("../kernels/decode_readers.cuh")),
     ("decode_state.cuh", include_str!("../kernels/decode_state.cuh")),
+    ("experts_route.cuh", include_str!("../kernels/experts_route.cuh")),
     ("fp8.cuh", include_str!("../kernels/fp8.cuh")),
     ("fragments.cuh", include_str!("../kernels/fragments.cuh")),
     ("heads.cuh", include_str!("../kernels/heads.cuh")),
@@ -75,6 +79,8 @@ pub static HEADERS: &[(&str, &str)] = &[
 static PLAIN: &[&Source] = &[
     &ROWS,
     &SKINNY_GEMM,
+    &EXPERTS,
+    &PREPARE_HEADS,
     &EXPAND,
     &FP8_PRODUCTS,
     &BANDWIDTH,
@@ -124,6 +130,7 @@ pub fn variants(capability: i32, shared_memory: usize) -> Vec<(&'static Source, 
         }
     }
     all.push((&SKINNY_GEMM, weight_defines(WeightFormat::Fp8)));
+    all.push((&EXPERTS, weight_defines(WeightFormat::Fp8)));
     for d in HEAD_DIMS {
         all.extend(
             [false, true].map(|dequantized| (&ATTENTION_SIMPLE, simple_attention_defines(d, dequantized))),

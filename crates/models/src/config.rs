@@ -257,6 +257,14 @@ impl DecoderConfig {
         self.moe.as_ref().filter(|moe| moe.dense_layers.binary_search(&layer).is_err())
     }
 
+    /// Activations of a row between the products of a feed-forward part: gated ones of a dense layer,
+    /// or gated ones and results of all chosen experts.
+    pub fn feed_forward_width(&self) -> usize {
+        let experts = self.moe.as_ref().map_or(0, |moe| moe.rule.chosen * (moe.width + self.hidden_size));
+        let dense = if self.has_dense_layers() { self.intermediate_size } else { 0 };
+        experts.max(dense)
+    }
+
     /// Whether some layer is dense.
     pub fn has_dense_layers(&self) -> bool {
         (0..self.layers).any(|layer| self.moe_of(layer).is_none())

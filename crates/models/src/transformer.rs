@@ -505,7 +505,7 @@ impl DecoderConfig {
             context: context.min(self.max_position_embeddings),
             heads: self.heads(),
             hidden: self.hidden_size,
-            intermediate: self.intermediate_size,
+            intermediate: self.feed_forward_width(),
             vocab: self.vocab_size,
             fp8: self.fp8_weights,
             quantized: true,

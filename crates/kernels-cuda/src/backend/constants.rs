@@ -5,6 +5,7 @@ use crate::error::Result;
 use crate::memory::Buffer;
 use half::bf16;
 use oscar_codec::HeadRotations;
+use std::sync::OnceLock;
 
 /// Vectors (norm weights) as f32.
 pub struct CudaVector {
@@ -18,6 +19,22 @@ pub struct CudaRope {
     pub(super) sines: Buffer,
     pub(super) rotary_dim: usize,
     pub(super) positions: usize,
+    /// A table that turns nothing, for heads that `prepare_heads` has already turned: only part of
+    /// a head turns, and the kernels of attention turn whole heads.
+    pub(super) still: OnceLock<(Buffer, Buffer)>,
+}
+
+impl CudaRope {
+    /// The table that turns nothing, made at first use.
+    pub(super) fn still(&self, device: &Device, head_dim: usize) -> Result<&(Buffer, Buffer)> {
+        if let Some(tables) = self.still.get() {
+            return Ok(tables);
+        }
+        let entries = self.positions * head_dim / 2;
+        let ones = device.upload_new(&vec![1f32; entries], "a RoPE table")?;
+        let zeros = device.upload_new(&vec![0f32; entries], "a RoPE table")?;
+        Ok(self.still.get_or_init(|| (ones, zeros)))
+    }
 }
 
 /// Key rotations of a layer's heads, one after the other in the order of `append.cu`, and their

@@ -2,6 +2,7 @@
 
 mod calibration;
 mod constants;
+mod experts;
 mod launches;
 mod picks;
 mod products;
@@ -12,6 +13,8 @@ mod step;
 mod tapped;
 
 pub use constants::{CudaRope, CudaRotation, CudaVector};
+pub use experts::CudaExperts;
+pub(crate) use experts::LAYOUTS as EXPERT_LAYOUTS;
 pub(crate) use launches::LAYOUTS;
 pub use rows::CudaRows;
 pub(crate) use rows::grow;
@@ -24,7 +27,6 @@ use crate::attention::demote::Scope;
 use crate::attention::hopper::ExpandedPages;
 use crate::device::Device;
 use crate::error::Result;
-use crate::experts::CudaExperts;
 use crate::gemm::{CublasLt, CudaMatrix, Fp8Kernels, Fp8Operands, Fp8Products, Skinny};
 use crate::kernels::Kernels;
 use crate::memory::{Buffer, DevicePtr};
@@ -33,6 +35,7 @@ use crate::staging::Staging;
 use crate::step::StepPlanner;
 use crate::storage::Storage;
 use crate::transfers::Transfers;
+use experts::ExpertsMemory;
 use launches::Launches;
 use oscar_backend::{
     AttentionKernels, Backend, Benchmarks, ExpertId, ExpertsShape, HeadShape, HostMatrix, PrefillWave,
@@ -87,6 +90,7 @@ struct State {
     picked: Option<Buffer>,
     /// Divergences of rows.
     compared: Option<Buffer>,
+    experts: ExpertsMemory,
 }
 
 /// Numbers on the device.
@@ -137,6 +141,7 @@ impl CudaBackend {
             gram: None,
             picked: None,
             compared: None,
+            experts: ExpertsMemory::default(),
         };
         Ok(Self {
             launches: Launches::new(&device, &kernels)?,
@@ -164,6 +169,12 @@ impl CudaBackend {
 
     pub fn kernels(&self) -> &Kernels {
         &self.kernels
+    }
+
+    /// [`Backend::experts`] whether or not the environment allows experts: for checks.
+    pub fn make_experts(&self, shape: &ExpertsShape<'_>) -> BackendResult<CudaExperts> {
+        shape.check()?;
+        Ok(CudaExperts::new(&self.device, &self.kernels, shape)?)
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -294,12 +305,13 @@ impl Backend for CudaBackend {
             sines: self.device.upload_new(sin, "the RoPE table")?,
             rotary_dim,
             positions: cos.len().min(sin.len()) / (rotary_dim / 2).max(1),
+            still: OnceLock::new(),
         })
     }
 
     fn experts(&self, shape: &ExpertsShape<'_>) -> BackendResult<CudaExperts> {
-        shape.check()?;
-        Ok(CudaExperts::new(self, shape)?)
+        experts::allowed()?;
+        self.make_experts(shape)
     }
 
     fn load_expert(
@@ -308,7 +320,7 @@ impl Backend for CudaBackend {
         id: ExpertId,
         parts: [HostMatrix<'_>; 3],
     ) -> BackendResult<()> {
-        Ok(experts.load(&self.device, id, &parts)?)
+        Ok(self.put_expert(experts, id, &parts)?)
     }
 
     fn expert_bytes(&self, experts: &CudaExperts) -> (usize, usize) {
@@ -351,6 +363,17 @@ impl Benchmarks for CudaBackend {
         seed: u64,
     ) -> BackendResult<CudaMatrix> {
         Ok(self.random_weights(format, outputs, inputs, seed)?)
+    }
+
+    fn random_experts(
+        &self,
+        shape: &ExpertsShape<'_>,
+        _ids: &[ExpertId],
+        seed: u64,
+    ) -> BackendResult<CudaExperts> {
+        shape.check()?;
+        experts::allowed()?;
+        Ok(self.random_expert_weights(shape, seed)?)
     }
 
     fn randomize(&self, pool: &mut CudaPages, full: usize, coded: usize) -> BackendResult<bool> {

@@ -1,14 +1,14 @@
 //! One step on the GPU.
 
+use super::experts::PrepareHeadsParams;
 use super::launches::{EMBED_FEW, EmbedParams, SelectParams};
 use super::tapped::CudaTapped;
-use super::{CudaBackend, CudaRows, CudaVector, Index, State};
+use super::{CudaBackend, CudaExperts, CudaRows, CudaVector, Index, State};
 use crate::attention::append::{HeadConstants, Projections};
 use crate::attention::decode::Queries;
 use crate::attention::demote::Scope;
 use crate::attention::{LayerCall, Path};
 use crate::error::{CudaError, Result};
-use crate::experts::CudaExperts;
 use crate::gemm::CudaMatrix;
 use crate::pages::CudaPages;
 use crate::step::{StepSummary, StepTables};
@@ -114,8 +114,8 @@ impl<'s> CudaStep<'s> {
         let fits = heads.layer < layout.layers()
             && (qkv.count(), qkv.width()) == (rows, width)
             && longest <= heads.rope.positions
-            && heads.rope.rotary_dim == d
-            && heads.qk_norm.is_none_or(|(q, k)| q.len == d && k.len == d)
+            && heads.rope.rotary_dim <= d
+            && heads.qk_norm.is_none_or(|norms| self.norms_each_head(norms) || self.norms_all_heads(norms))
             && heads.rotation.is_none_or(rotates);
         if !fits {
             let detail = format!(
@@ -128,16 +128,69 @@ impl<'s> CudaStep<'s> {
             );
             return Err(CudaError::Shape { what: "the heads of a layer", detail });
         }
+        let prepared = self.needs_preparation(heads);
+        let norms = heads.qk_norm.filter(|_| !prepared);
+        let (cosines, sines) = match prepared {
+            true => {
+                let (ones, zeros) = heads.rope.still(&self.backend.device, d)?;
+                (ones.ptr(), zeros.ptr())
+            }
+            false => (heads.rope.cosines.ptr(), heads.rope.sines.ptr()),
+        };
         let constants = HeadConstants {
-            query_norm: heads.qk_norm.map(|(q, _)| q.values.ptr()),
-            key_norm: heads.qk_norm.map(|(_, k)| k.values.ptr()),
-            cosines: Some(heads.rope.cosines.ptr()),
-            sines: Some(heads.rope.sines.ptr()),
+            query_norm: norms.map(|(q, _)| q.values.ptr()),
+            key_norm: norms.map(|(_, k)| k.values.ptr()),
+            cosines: Some(cosines),
+            sines: Some(sines),
             rotation: heads.rotation.map(|r| r.matrices.ptr()),
             mean: heads.rotation.and_then(|r| r.means.as_ref()).map(|means| means.ptr()),
             eps: shape.rms_norm_eps,
         };
         Ok(Projections { rows: qkv.held_values("the heads of a layer")?.ptr(), constants })
+    }
+
+    fn norms_each_head(&self, (q, k): (&CudaVector, &CudaVector)) -> bool {
+        let d = self.pool.shape().head_dim;
+        q.len == d && k.len == d
+    }
+
+    fn norms_all_heads(&self, (q, k): (&CudaVector, &CudaVector)) -> bool {
+        let shape = self.pool.shape();
+        (q.len, k.len) == (shape.query_heads * shape.head_dim, shape.kv_heads * shape.head_dim)
+    }
+
+    /// Whether QK-norm and RoPE have a launch of their own: the kernels of attention norm each head
+    /// and turn whole heads.
+    fn needs_preparation(&self, heads: &LayerHeads<'_, CudaBackend>) -> bool {
+        let partial = heads.rope.rotary_dim != self.pool.shape().head_dim;
+        partial || heads.qk_norm.is_some_and(|norms| !self.norms_each_head(norms))
+    }
+
+    /// That launch. Called before `projections`, which then leaves both out.
+    fn prepare_heads(&self, heads: &LayerHeads<'_, CudaBackend>, qkv: &CudaRows) -> Result<()> {
+        let Some(Planned { tables, .. }) = &self.planned else { return Ok(()) };
+        if !self.needs_preparation(heads) || qkv.count() == 0 {
+            return Ok(());
+        }
+        // Checks the sizes.
+        self.projections(heads, qkv)?;
+        let shape = self.pool.shape();
+        let p = PrepareHeadsParams {
+            qkv: qkv.held_values("the heads of a layer")?.ptr(),
+            positions: tables.row_position,
+            query_norm: heads.qk_norm.map(|(q, _)| q.values.ptr()),
+            key_norm: heads.qk_norm.map(|(_, k)| k.values.ptr()),
+            cosines: heads.rope.cosines.ptr(),
+            sines: heads.rope.sines.ptr(),
+            query_heads: shape.query_heads as u32,
+            kv_heads: shape.kv_heads as u32,
+            head_dim: shape.head_dim as u32,
+            half: heads.rope.rotary_dim as u32 / 2,
+            all_heads: u32::from(heads.qk_norm.is_some_and(|norms| self.norms_all_heads(norms))),
+            eps: shape.rms_norm_eps,
+        };
+        // SAFETY: `projections` compared rows, norms and the table with the step and the cache.
+        unsafe { self.backend.launch_prepare_heads(qkv.count(), p) }
     }
 
     /// The part of `attend` before attention, in a launch of its own. With `tapped`, `qkv` gets
@@ -318,10 +371,10 @@ impl Step<CudaBackend> for CudaStep<'_> {
     fn experts(
         &mut self,
         experts: &CudaExperts,
-        _: (&CudaVector, f32),
-        _: &mut CudaRows,
+        norm: (&CudaVector, f32),
+        x: &mut CudaRows,
     ) -> BackendResult<()> {
-        match *experts {}
+        Ok(self.backend.run_experts(&mut self.state, experts, norm, x)?)
     }
 
     fn attend(
@@ -334,6 +387,7 @@ impl Step<CudaBackend> for CudaStep<'_> {
         let layer = heads.layer;
         let mut queries = std::mem::take(&mut self.state.queries);
         self.plan(tap.is_some())?;
+        self.prepare_heads(&heads, qkv)?;
         let fused = matches!(self.planned, Some(Planned { path: Path::Decode { fused: true }, .. }));
         let queries_from = match fused && tap.is_none() {
             true => {

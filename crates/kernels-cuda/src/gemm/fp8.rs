@@ -13,10 +13,10 @@ use oscar_backend::{WeightFormat, fp8_blocks};
 use std::ops::Range;
 
 /// Codes in a word.
-pub(super) const WORD_CODES: usize = 4;
+pub(crate) const WORD_CODES: usize = 4;
 
 /// Four consecutive codes in the order of bits that `fp8.cuh` reads.
-pub(super) fn arrange(codes: &[u8]) -> u32 {
+pub(crate) fn arrange(codes: &[u8]) -> u32 {
     let [a, b, c, d] = std::array::from_fn(|i| u32::from(codes[i]));
     // Sign, exponent and mantissa in the bits of a BF16 number.
     let in_place = |code: u32| (code & 0x80) << 8 | (code & 0x7f) << 4;

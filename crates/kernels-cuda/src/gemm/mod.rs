@@ -8,7 +8,7 @@ mod fp8_products;
 mod skinny;
 
 pub(crate) use cublaslt::{CublasLt, Product, ROW_GROUP, ScaledFp8, Sums, WORKSPACE};
-pub(crate) use fp8::{Fp8Kernels, random_scale};
+pub(crate) use fp8::{Fp8Kernels, WORD_CODES, arrange, random_scale};
 pub(crate) use fp8_products::{Fp8Operands, Fp8Products};
 pub(crate) use skinny::{MOST_ROWS, Skinny, SkinnyProduct, SkinnyShape};
 
@@ -162,7 +162,7 @@ impl CudaMatrix {
 }
 
 /// Converts values and sends them; `group` of them become one.
-fn convert<T: Sync, U: bytemuck::Pod>(
+pub(crate) fn convert<T: Sync, U: bytemuck::Pod>(
     staging: &Staging,
     values: &[T],
     group: usize,

@@ -1,0 +1,138 @@
+//! Checks of mixtures of experts; [`route`] and formulas in f64 are the reference.
+
+use crate::{Extent, Numbers, Report, download, largest_difference, upload, without_cache};
+use anyhow::Result;
+use oscar_backend::{
+    Backend, ExpertFormat, ExpertId, ExpertsShape, Fp8Blocks, HostMatrix, HostValues, RouterRule,
+    RouterScores, ScaleGrid, Step, route,
+};
+use oscar_kernels_cuda::CudaBackend;
+
+/// One mixture and its rows.
+struct Case {
+    rows: usize,
+    experts: usize,
+    chosen: usize,
+    hidden: usize,
+    width: usize,
+    shared_width: usize,
+    scores: RouterScores,
+    format: ExpertFormat,
+}
+
+/// A matrix as it is stored, and its weights.
+struct Drawn {
+    outputs: usize,
+    inputs: usize,
+    codes: Vec<u8>,
+    scales: Vec<f32>,
+    grid: ScaleGrid,
+    values: Vec<f32>,
+}
+
+impl Drawn {
+    fn new(numbers: &mut Numbers, format: ExpertFormat, outputs: usize, inputs: usize) -> Self {
+        let grid = if format == ExpertFormat::Fp8Channels { ScaleGrid::Channels } else { ScaleGrid::Blocks };
+        if format == ExpertFormat::Bf16 {
+            let values = numbers.vector(outputs * inputs);
+            return Self { outputs, inputs, codes: Vec::new(), scales: Vec::new(), grid, values };
+        }
+        // All codes that are numbers, and a scale of its own everywhere.
+        let code = |n: usize| if n & 0x7f == 0x7f { 0x7e } else { n as u8 };
+        let codes: Vec<u8> = (0..outputs * inputs).map(|_| code(numbers.below(256))).collect();
+        let count: usize = grid.shape(outputs, inputs).iter().product();
+        let scales: Vec<f32> = (0..count).map(|_| (1 + numbers.below(7)) as f32 / 512.0).collect();
+        let values = Fp8Blocks { codes: &codes, scales: &scales, grid }.expand(inputs);
+        Self { outputs, inputs, codes, scales, grid, values }
+    }
+
+    fn host(&self) -> HostMatrix<'_> {
+        let Self { outputs, inputs, codes, scales, grid, values } = self;
+        let values = match codes.is_empty() {
+            true => HostValues::F32(values),
+            false => HostValues::Fp8(Fp8Blocks { codes, scales, grid: *grid }),
+        };
+        HostMatrix { outputs: *outputs, inputs: *inputs, values, bias: None }
+    }
+
+    fn times(&self, x: &[f64]) -> Vec<f64> {
+        let dot = |row: &[f32]| row.iter().zip(x).map(|(&w, x)| f64::from(w) * x).sum();
+        self.values.chunks_exact(self.inputs).map(dot).collect()
+    }
+}
+
+/// `down(silu(gate x) · up x)`.
+fn expert(parts: &[Drawn; 3], x: &[f64]) -> Vec<f64> {
+    let (gate, up) = (parts[0].times(x), parts[1].times(x));
+    let gated: Vec<f64> = gate.iter().zip(&up).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect();
+    parts[2].times(&gated)
+}
+
+pub fn check(gpu: &CudaBackend, extent: Extent, report: &mut Report) -> Result<()> {
+    let mut numbers = Numbers::new(21);
+    let rows: &[usize] = if extent.small { &[1, 3, 20] } else { &[1, 2, 8, 16, 17, 40, 100] };
+    for format in [ExpertFormat::Bf16, ExpertFormat::Fp8Blocks, ExpertFormat::Fp8Channels] {
+        for &rows in rows {
+            for (experts, chosen, hidden, width, shared_width, scores) in [
+                (8, 2, 128, 64, 0, RouterScores::Softmax),
+                (37, 6, 256, 192, 192, RouterScores::Sigmoid),
+                (128, 8, 512, 320, 0, RouterScores::Softmax),
+            ] {
+                let case = Case { rows, experts, chosen, hidden, width, shared_width, scores, format };
+                one(gpu, &mut numbers, &case, report)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+fn one(gpu: &CudaBackend, numbers: &mut Numbers, case: &Case, report: &mut Report) -> Result<()> {
+    let &Case { rows, experts, chosen, hidden, width, shared_width, scores, format } = case;
+    let sigmoid = scores == RouterScores::Sigmoid;
+    let rule = RouterRule { chosen, scores, normalize: true, factor: if sigmoid { 2.5 } else { 1.0 } };
+    let router = numbers.vector(experts * hidden);
+    let correction = numbers.vector(experts);
+    let correction = sigmoid.then_some(correction.as_slice());
+    let (norm, values, eps) = (numbers.vector(hidden), numbers.vector(rows * hidden), 1e-3f32);
+    let shape =
+        ExpertsShape { experts, hidden, width, shared_width, format, rule, router: &router, correction };
+    let mut on_gpu = gpu.make_experts(&shape)?;
+    let shared = (shared_width > 0).then_some((ExpertId::Shared, shared_width));
+    let ids: Vec<_> = (0..experts).map(|e| (ExpertId::Routed(e), width)).chain(shared).collect();
+    let mut drawn = Vec::new();
+    for (id, width) in ids {
+        let sizes = [[width, hidden], [width, hidden], [hidden, width]];
+        let parts = sizes.map(|[outputs, inputs]| Drawn::new(numbers, format, outputs, inputs));
+        gpu.load_expert(&mut on_gpu, id, parts.each_ref().map(Drawn::host))?;
+        drawn.push(parts);
+    }
+    let mut expected: Vec<f64> = Vec::new();
+    let mut picked = Vec::new();
+    for row in values.chunks_exact(hidden) {
+        let mean = row.iter().map(|&v| f64::from(v).powi(2)).sum::<f64>() / hidden as f64;
+        let scale = 1.0 / (mean + f64::from(eps)).sqrt();
+        let normed: Vec<f64> =
+            row.iter().zip(&norm).map(|(&v, &w)| f64::from(v) * scale * f64::from(w)).collect();
+        let logit = |w: &[f32]| w.iter().zip(&normed).map(|(&w, x)| f64::from(w) * x).sum::<f64>() as f32;
+        let logits: Vec<f32> = router.chunks_exact(hidden).map(logit).collect();
+        route(&rule, &logits, correction, &mut picked);
+        let mut sum: Vec<f64> = row.iter().map(|&v| f64::from(v)).collect();
+        let shared = (shared_width > 0).then_some((experts as u32, 1.0));
+        for (id, weight) in picked.iter().copied().chain(shared) {
+            let part = expert(&drawn[id as usize], &normed);
+            sum.iter_mut().zip(part).for_each(|(s, p)| *s += f64::from(weight) * p);
+        }
+        expected.extend(sum);
+    }
+    let (mut x, norm) = (upload(gpu, &values, hidden)?, gpu.vector(&norm)?);
+    without_cache(gpu, |step| Ok(step.experts(&on_gpu, (&norm, eps), &mut x)?))?;
+    let found = download(gpu, &x, rows)?;
+    let size = expected.iter().map(|v| v.abs()).fold(1.0, f64::max);
+    // Routed experts keep 16 bits of activations; a shared expert of many rows is rounded to BF16.
+    let allowed = if shared_width > 0 && rows > 16 { 1e-2 } else { 1e-4 };
+    let what =
+        || format!("{rows} rows, {chosen} of {experts} experts of {width}×{hidden}, shared {shared_width}");
+    let name = format!("experts, {format:?}");
+    report.case(&name, largest_difference(&found, &expected) / size, allowed, what);
+    Ok(())
+}

@@ -1,0 +1,298 @@
+// Mixture of experts for any number of rows: router, lists of rows by expert, products.
+//
+// Launches of a layer, none of which needs the host:
+//   experts_route   norm and router logits; the last block of a row chooses its experts
+//   experts_sort    rows by expert, cut into tiles of 8 rows (a single row needs no list)
+//   experts_gate    silu(gate) * up of every slot; a slot is a chosen pair of row and expert
+//   experts_down    a single row: all its experts, added to the residual
+//   or experts_down_tiles, then experts_sum in ascending id of the experts
+//
+// Products: a block computes 8 * TILES outputs for up to 8 rows. Warps divide the inner dimension;
+// a lane's 16 bytes are consecutive weights of one output. All copies of a batch are in flight
+// before the first is used. The A operand holds each row twice, as in skinny_gemm.cu: rounded to
+// BF16 and the rounding error. The order of every sum is fixed.
+#include "experts_route.cuh"
+#include "fp8.cuh"
+
+// ---- Products. ----
+
+#ifdef FP8
+constexpr u32 VALUES = 16;  // weights in a lane's 16 bytes
+constexpr float INPUT_FACTOR = 0x1p60f, SUM_FACTOR = FP8_TOO_SMALL_BY / INPUT_FACTOR;
+#else
+constexpr u32 VALUES = 8;
+constexpr float INPUT_FACTOR = 1.0f, SUM_FACTOR = 1.0f;
+#endif
+constexpr u32 CHUNK = 4 * VALUES, ELEMENT = 16 / VALUES;
+constexpr int WARPS = 8, THREADS = 32 * WARPS;
+
+DEVICE uint4 load_once(const void* from) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(from));
+    return v;
+}
+
+DEVICE void split(float a, float b, u32& high, u32& low) {
+    high = pack_bf16(a, b);
+    low = pack_bf16(a - low_bf16(high), b - high_bf16(high));
+}
+
+DEVICE void operand(const uint4& bytes, int i, u32& first, u32& second) {
+    const u32 words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
+#ifdef FP8
+    first = fp8_first_pair(words[i]), second = fp8_second_pair(words[i]);
+#else
+    first = words[2 * i], second = words[2 * i + 1];
+#endif
+}
+
+// Adds the products of one chunk: `x` are the lane's VALUES inputs of its row.
+template <int TILES>
+DEVICE void multiply(float (&sum)[TILES][4], const uint4 (&b)[TILES], const float* x, float factor, const float (&scale)[TILES]) {
+    u32 high[VALUES / 2], low[VALUES / 2];
+#pragma unroll
+    for (int q = 0; q < VALUES / 4; q++) {
+        float4 v = make_float4(0, 0, 0, 0);
+        if (x) v = ((const float4*)x)[q];
+        split(v.x * factor, v.y * factor, high[2 * q], low[2 * q]);
+        split(v.z * factor, v.w * factor, high[2 * q + 1], low[2 * q + 1]);
+    }
+#pragma unroll
+    for (int n = 0; n < TILES; n++) {
+#ifdef FP8
+        float of_chunk[4] = {};
+#else
+        float(&of_chunk)[4] = sum[n];
+#endif
+#pragma unroll
+        for (int i = 0; i < VALUES / 4; i++) {
+            u32 first, second;
+            operand(b[n], i, first, second);
+            mma_bf16(of_chunk, high[2 * i], low[2 * i], high[2 * i + 1], low[2 * i + 1], first, second);
+        }
+#ifdef FP8
+#pragma unroll
+        for (int i = 0; i < 4; i++) sum[n][i] = __fmaf_rn(scale[n], of_chunk[i], sum[n][i]);
+#endif
+    }
+}
+
+// Sums over the warps, in their order: cell (tile, row, output).
+template <int TILES>
+struct BlockSums {
+    float cells[WARPS][TILES][8][8];
+
+    DEVICE void put(const float (&sum)[TILES][4]) {
+        const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+#pragma unroll
+        for (int n = 0; n < TILES; n++)
+            *(float2*)&cells[warp][n][lane >> 2][2 * (lane & 3)] = make_float2(sum[n][0] + sum[n][2], sum[n][1] + sum[n][3]);
+        __syncthreads();
+    }
+    DEVICE float total(u32 tile, u32 row, u32 output) const {
+        float t = 0.0f;
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) t += cells[w][tile][row][output];
+        return t * SUM_FACTOR;
+    }
+};
+
+DEVICE u32 blocks_of(u32 n) { return (n + FP8_BLOCK - 1) / FP8_BLOCK; }
+
+// Batches of chunks whose copies are in flight together.
+template <int TILES>
+constexpr int BATCH = 16 / TILES;
+
+// silu(gate) * up of a tile's slots; PAIRS tiles of 8 gates and the matching ups. Grid: (tiles,
+// width / (8 * PAIRS)).
+template <int PAIRS>
+DEVICE void gate(const ExpertsParams& p) {
+    constexpr int TILES = 2 * PAIRS;
+    __shared__ BlockSums<TILES> sums;
+    const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+    allow_next_kernel();
+    wait_for_previous_kernel();
+    if (blockIdx.x >= __ldcg(p.tile_count)) return;
+    const uint4 tile = __ldcg(p.tiles + blockIdx.x);
+    const u32 expert = tile.x, first_output = blockIdx.y * 8 * PAIRS;
+    const u64 matrix = (u64)p.width * p.hidden;
+    const u8* from[TILES];
+#pragma unroll
+    for (int n = 0; n < TILES; n++) {
+        const u32 output = first_output + 8 * (n % PAIRS) + g;
+        from[n] = p.gate_up + (((u64)expert * 2 + n / PAIRS) * matrix + (u64)min(output, p.width - 1) * p.hidden + t * VALUES) * ELEMENT;
+    }
+    const float* x = nullptr;
+    if (g < tile.z) x = p.normed + (u64)(__ldcg(p.slots + tile.y + g) / p.per_row) * p.hidden + t * VALUES;
+    const u32 columns = blocks_of(p.hidden), grid_rows = blocks_of(p.width);
+    const u32 chunks = p.hidden / CHUNK;
+    float sum[TILES][4] = {};
+    for (u32 base = warp; base < chunks; base += WARPS * BATCH<TILES>) {
+        uint4 b[BATCH<TILES>][TILES];
+#pragma unroll
+        for (int i = 0; i < BATCH<TILES>; i++) {
+            const u32 chunk = base + i * WARPS;
+            if (chunk < chunks)
+#pragma unroll
+                for (int n = 0; n < TILES; n++) b[i][n] = load_once(from[n] + (u64)chunk * CHUNK * ELEMENT);
+        }
+#pragma unroll
+        for (int i = 0; i < BATCH<TILES>; i++) {
+            const u32 chunk = base + i * WARPS;
+            if (chunk >= chunks) break;
+            float scale[TILES];
+#pragma unroll
+            for (int n = 0; n < TILES; n++) {
+                scale[n] = 1.0f;
+#ifdef FP8
+                if (!p.channels)
+                    scale[n] = p.gate_up_scales[((u64)(expert * 2 + n / PAIRS) * grid_rows + min(first_output + 8 * (n % PAIRS), p.width - 1) / FP8_BLOCK) * columns +
+                                                chunk * CHUNK / FP8_BLOCK];
+#endif
+            }
+            multiply<TILES>(sum, b[i], x ? x + chunk * CHUNK : nullptr, INPUT_FACTOR, scale);
+        }
+    }
+    sums.put(sum);
+    for (u32 i = threadIdx.x; i < PAIRS * 64; i += THREADS) {
+        const u32 n = i >> 6, row = i >> 3 & 7, output = first_output + 8 * n + (i & 7);
+        if (row >= tile.z || output >= p.width) continue;
+        float gate = sums.total(n, row, i & 7), up = sums.total(n + PAIRS, row, i & 7);
+#ifdef FP8
+        if (p.channels) {
+            const float* scales = p.gate_up_scales + (u64)expert * 2 * p.width;
+            gate *= scales[output], up *= scales[p.width + output];
+        }
+#endif
+        p.between[(u64)(tile.y + row) * p.width + output] = __fdividef(gate, 1.0f + exp2_fast(-gate * LOG2E)) * up;
+    }
+}
+
+// The inputs, scale and weights of chunk `it` of a list of experts that are multiplied one after
+// the other.
+DEVICE const u8* down_weights(const ExpertsParams& p, u32 expert, u32 output, u32 chunk, u32 t) {
+    return p.down + (((u64)expert * p.hidden + min(output, p.hidden - 1)) * p.width + chunk * CHUNK + t * VALUES) * ELEMENT;
+}
+DEVICE float down_scale(const ExpertsParams& p, u32 expert, u32 output, u32 chunk) {
+#ifdef FP8
+    if (!p.channels)
+        return p.down_scales[((u64)expert * blocks_of(p.hidden) + min(output, p.hidden - 1) / FP8_BLOCK) * blocks_of(p.width) + chunk * CHUNK / FP8_BLOCK];
+#endif
+    return 1.0f;
+}
+
+// All experts of a single row, added to it. A block owns 8 outputs; the row's weights multiply the
+// inputs. Grid: hidden / 8.
+extern "C" __global__ void __launch_bounds__(THREADS, 2) experts_down(const __grid_constant__ ExpertsParams p) {
+    constexpr int DEEP = 12;
+    __shared__ BlockSums<1> sums;
+    __shared__ u32 experts[MOST_CHOSEN];
+    __shared__ float weights[MOST_CHOSEN];
+    const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+    allow_next_kernel();
+    wait_for_previous_kernel();
+    if (threadIdx.x < p.per_row) experts[threadIdx.x] = __ldcg(p.chosen + threadIdx.x), weights[threadIdx.x] = __ldcg(p.weights + threadIdx.x);
+    __syncthreads();
+    const u32 first_output = blockIdx.x * 8, output = first_output + g;
+    const u32 chunks = p.width / CHUNK, all = chunks * p.per_row;
+    float sum[1][4] = {};
+    for (u32 base = warp; base < all; base += WARPS * DEEP) {
+        uint4 b[DEEP][1];
+#pragma unroll
+        for (int i = 0; i < DEEP; i++) {
+            const u32 it = base + i * WARPS;
+            if (it < all) b[i][0] = load_once(down_weights(p, experts[it / chunks], output, it % chunks, t));
+        }
+#pragma unroll
+        for (int i = 0; i < DEEP; i++) {
+            const u32 it = base + i * WARPS;
+            if (it >= all) break;
+            const u32 n = it / chunks, chunk = it % chunks;
+            float factor = weights[n] * INPUT_FACTOR;
+#ifdef FP8
+            // Scales of channels differ between a tile's outputs, so they join the sums of a chunk.
+            float scale[1] = {p.channels ? 1.0f : down_scale(p, experts[n], first_output, chunk)};
+            if (p.channels) {
+                float of_chunk[1][4] = {};
+                multiply<1>(of_chunk, b[i], g == 0 ? p.between + (u64)n * p.width + chunk * CHUNK + t * VALUES : nullptr, factor, scale);
+                const float* scales = p.down_scales + (u64)experts[n] * p.hidden + first_output + 2 * t;
+                const float even = first_output + 2 * t < p.hidden ? scales[0] : 0.0f, odd = first_output + 2 * t + 1 < p.hidden ? scales[1] : 0.0f;
+                sum[0][0] = __fmaf_rn(even, of_chunk[0][0], sum[0][0]), sum[0][1] = __fmaf_rn(odd, of_chunk[0][1], sum[0][1]);
+                sum[0][2] = __fmaf_rn(even, of_chunk[0][2], sum[0][2]), sum[0][3] = __fmaf_rn(odd, of_chunk[0][3], sum[0][3]);
+                continue;
+            }
+#else
+            const float scale[1] = {1.0f};
+#endif
+            multiply<1>(sum, b[i], g == 0 ? p.between + (u64)n * p.width + chunk * CHUNK + t * VALUES : nullptr, factor, scale);
+        }
+    }
+    sums.put(sum);
+    if (threadIdx.x < 8 && first_output + threadIdx.x < p.hidden) p.x[first_output + threadIdx.x] += sums.total(0, 0, threadIdx.x);
+}
+
+// One expert's part for a tile of slots. Grid: (tiles, hidden / (8 * TILES)).
+template <int TILES>
+DEVICE void down_tiles(const ExpertsParams& p) {
+    __shared__ BlockSums<TILES> sums;
+    const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+    allow_next_kernel();
+    wait_for_previous_kernel();
+    if (blockIdx.x >= __ldcg(p.tile_count)) return;
+    const uint4 tile = __ldcg(p.tiles + blockIdx.x);
+    const u32 expert = tile.x, first_output = blockIdx.y * 8 * TILES;
+    const float* x = g < tile.z ? p.between + (u64)(tile.y + g) * p.width + t * VALUES : nullptr;
+    const u32 chunks = p.width / CHUNK;
+    float sum[TILES][4] = {};
+    for (u32 base = warp; base < chunks; base += WARPS * BATCH<TILES>) {
+        uint4 b[BATCH<TILES>][TILES];
+#pragma unroll
+        for (int i = 0; i < BATCH<TILES>; i++) {
+            const u32 chunk = base + i * WARPS;
+            if (chunk < chunks)
+#pragma unroll
+                for (int n = 0; n < TILES; n++) b[i][n] = load_once(down_weights(p, expert, first_output + 8 * n + g, chunk, t));
+        }
+#pragma unroll
+        for (int i = 0; i < BATCH<TILES>; i++) {
+            const u32 chunk = base + i * WARPS;
+            if (chunk >= chunks) break;
+            float scale[TILES];
+#pragma unroll
+            for (int n = 0; n < TILES; n++) scale[n] = down_scale(p, expert, first_output + 8 * n, chunk);
+            multiply<TILES>(sum, b[i], x ? x + chunk * CHUNK : nullptr, INPUT_FACTOR, scale);
+        }
+    }
+    sums.put(sum);
+    for (u32 i = threadIdx.x; i < TILES * 64; i += THREADS) {
+        const u32 n = i >> 6, row = i >> 3 & 7, output = first_output + 8 * n + (i & 7);
+        if (row >= tile.z || output >= p.hidden) continue;
+        float total = sums.total(n, row, i & 7);
+#ifdef FP8
+        if (p.channels) total *= p.down_scales[(u64)expert * p.hidden + output];
+#endif
+        p.partial[(u64)(tile.y + row) * p.hidden + output] = total;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2) experts_gate(const __grid_constant__ ExpertsParams p) { gate<1>(p); }
+extern "C" __global__ void __launch_bounds__(THREADS, 2) experts_gate_many(const __grid_constant__ ExpertsParams p) { gate<2>(p); }
+extern "C" __global__ void __launch_bounds__(THREADS, 2) experts_down_tiles(const __grid_constant__ ExpertsParams p) { down_tiles<4>(p); }
+
+// x += the weighted parts of a row, in ascending id. Grid: (rows, hidden / 4 / blockDim.x).
+extern "C" __global__ void experts_sum(const __grid_constant__ ExpertsParams p) {
+    allow_next_kernel();
+    wait_for_previous_kernel();
+    const u32 row = blockIdx.x, i = blockIdx.y * blockDim.x + threadIdx.x;
+    if (i >= p.hidden / 4) return;
+    float4* x = (float4*)(p.x + (u64)row * p.hidden) + i;
+    float4 sum = *x;
+    for (u32 n = 0; n < p.per_row; n++) {
+        const float w = p.weights[row * p.per_row + n];
+        const float4 v = ((const float4*)(p.partial + (u64)p.slot_of[row * p.per_row + n] * p.hidden))[i];
+        sum = make_float4(__fmaf_rn(w, v.x, sum.x), __fmaf_rn(w, v.y, sum.y), __fmaf_rn(w, v.z, sum.z), __fmaf_rn(w, v.w, sum.w));
+    }
+    *x = sum;
+}

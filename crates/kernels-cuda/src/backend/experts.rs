@@ -1,0 +1,499 @@
+//! Mixtures of experts: `experts.cu`, their weights on the device and the launches of a layer.
+
+use super::constants::CudaVector;
+use super::launches::{RandomPagesParams, RandomParams};
+use super::rows::{CudaRows, grow};
+use super::{CudaBackend, State};
+use crate::device::{Device, Function, LaunchShape};
+use crate::error::{CudaError, Result};
+use crate::gemm::{CudaMatrix, WORD_CODES, arrange, convert, random_scale};
+use crate::kernels::Kernels;
+use crate::layout::{Layout, shared_struct};
+use crate::memory::{Buffer, DevicePtr};
+use crate::sources::{EXPERTS, PREPARE_HEADS, weight_defines};
+use crate::staging::Staging;
+use half::bf16;
+use oscar_backend::{
+    ExpertFormat, ExpertId, ExpertsShape, Fp8Blocks, HostMatrix, HostValues, Output, Product, RouterRule,
+    RouterScores, ScaleGrid, WeightFormat,
+};
+use std::ffi::CStr;
+
+shared_struct! {
+    pub(super) struct ExpertsParams {
+        x: DevicePtr<f32>,
+        norm: DevicePtr<f32>,
+        normed: DevicePtr<f32>,
+        router: DevicePtr<f32>,
+        correction: Option<DevicePtr<f32>>,
+        logits: DevicePtr<f32>,
+        finished: DevicePtr<u32>,
+        chosen: DevicePtr<u32>,
+        weights: DevicePtr<f32>,
+        slots: DevicePtr<u32>,
+        slot_of: DevicePtr<u32>,
+        tiles: DevicePtr<[u32; 4]>,
+        tile_count: DevicePtr<u32>,
+        between: DevicePtr<f32>,
+        partial: DevicePtr<f32>,
+        gate_up: DevicePtr<u8>,
+        gate_up_scales: Option<DevicePtr<f32>>,
+        down: DevicePtr<u8>,
+        down_scales: Option<DevicePtr<f32>>,
+        rows: u32,
+        experts: u32,
+        per_row: u32,
+        hidden: u32,
+        width: u32,
+        sigmoid: u32,
+        normalize: u32,
+        factor: f32,
+        eps: f32,
+        channels: u32,
+    }
+}
+
+shared_struct! {
+    pub(super) struct PrepareHeadsParams {
+        pub qkv: DevicePtr<f32>,
+        pub positions: DevicePtr<u32>,
+        pub query_norm: Option<DevicePtr<f32>>,
+        pub key_norm: Option<DevicePtr<f32>>,
+        pub cosines: DevicePtr<f32>,
+        pub sines: DevicePtr<f32>,
+        pub query_heads: u32,
+        pub kv_heads: u32,
+        pub head_dim: u32,
+        pub half: u32,
+        pub all_heads: u32,
+        pub eps: f32,
+    }
+}
+
+pub const LAYOUTS: &[Layout] = &[ExpertsParams::LAYOUT, PrepareHeadsParams::LAYOUT];
+
+// Limits of `experts.cu`.
+const MOST_EXPERTS: usize = 256;
+const MOST_CHOSEN: usize = 32;
+const ROUTE_WARPS: usize = 4;
+const ROUTE_ROWS: usize = 8;
+const TILE_ROWS: usize = 8;
+const PRODUCT_THREADS: u32 = 256;
+/// Steps of more rows use the kernel that reads the router once for several rows.
+const FEW_ROWS: usize = 16;
+
+/// Refuses experts unless the environment asks for them. The kernels were checked by an emulation of
+/// the GPU, thread by thread, but have not run on one.
+pub(super) fn allowed() -> Result<()> {
+    match std::env::var("OSCAR_CUDA_EXPERTS").as_deref() {
+        Ok("on") => Ok(()),
+        _ => Err(CudaError::Unsupported(
+            "mixtures of experts have not been run on a GPU yet. Use --device cpu; or check them with `oscar \
+             gpu-check --only experts` and set OSCAR_CUDA_EXPERTS=on"
+                .into(),
+        )),
+    }
+}
+
+/// The kernels for one format of weights.
+#[derive(Clone, Copy)]
+struct ExpertKernels {
+    route: Function,
+    route_many: Function,
+    sort: Function,
+    gate: Function,
+    gate_many: Function,
+    down: Function,
+    down_tiles: Function,
+    sum: Function,
+}
+
+impl ExpertKernels {
+    fn new(kernels: &Kernels, format: WeightFormat) -> Result<Self> {
+        let defines = weight_defines(format);
+        let function = |name: &'static CStr| kernels.function(&EXPERTS, &defines, name, 0);
+        Ok(Self {
+            route: function(c"experts_route")?,
+            route_many: function(c"experts_route_many")?,
+            sort: function(c"experts_sort")?,
+            gate: function(c"experts_gate")?,
+            gate_many: function(c"experts_gate_many")?,
+            down: function(c"experts_down")?,
+            down_tiles: function(c"experts_down_tiles")?,
+            sum: function(c"experts_sum")?,
+        })
+    }
+}
+
+/// Codes or BF16 weights of all experts, one after the other, and their scales.
+struct Stack {
+    weights: Buffer,
+    scales: Option<Buffer>,
+}
+
+/// The experts of one layer and their router, on the device.
+pub struct CudaExperts {
+    kernels: ExpertKernels,
+    experts: usize,
+    hidden: usize,
+    width: usize,
+    shared_width: usize,
+    rule: RouterRule,
+    format: ExpertFormat,
+    router: Buffer,
+    correction: Option<Buffer>,
+    /// `[expert][gate, up][width][hidden]`.
+    gate_up: Stack,
+    /// `[expert][hidden][width]`.
+    down: Stack,
+    /// Gate and up, and down, of the shared expert.
+    shared: Option<(CudaMatrix, CudaMatrix)>,
+}
+
+/// Memory that all layers share.
+#[derive(Default)]
+pub(super) struct ExpertsMemory {
+    normed: Option<Buffer>,
+    logits: Option<Buffer>,
+    finished: Option<Buffer>,
+    /// Chosen experts, their weights, and both directions of the list of slots.
+    lists: [Option<Buffer>; 4],
+    tiles: Option<Buffer>,
+    tile_count: Option<Buffer>,
+    between: Option<Buffer>,
+    partial: Option<Buffer>,
+    /// Gated rows of the shared expert.
+    gated: CudaRows,
+}
+
+impl CudaExperts {
+    pub(super) fn new(device: &Device, kernels: &Kernels, shape: &ExpertsShape<'_>) -> Result<Self> {
+        let ExpertsShape { experts, hidden, width, shared_width, format, rule, .. } = *shape;
+        let chunk = if format == ExpertFormat::Bf16 { 32 } else { 64 };
+        let fits = hidden.is_multiple_of(chunk) && width.is_multiple_of(chunk);
+        if !fits || experts > MOST_EXPERTS || rule.chosen > MOST_CHOSEN {
+            return Err(CudaError::Unsupported(format!(
+                "{} of {experts} experts of {width} × {hidden} ({format:?}): up to {MOST_CHOSEN} of {MOST_EXPERTS} \
+                 whose sizes are multiples of {chunk} are computed there; use --device cpu",
+                rule.chosen
+            )));
+        }
+        let element = if format == ExpertFormat::Bf16 { 2 } else { 1 };
+        let grid = match format {
+            ExpertFormat::Bf16 => None,
+            ExpertFormat::Fp8Blocks => Some(ScaleGrid::Blocks),
+            ExpertFormat::Fp8Channels => Some(ScaleGrid::Channels),
+        };
+        let stack = |matrices: usize, outputs: usize, inputs: usize| -> Result<Stack> {
+            let count =
+                |grid: ScaleGrid| experts * matrices * grid.shape(outputs, inputs).iter().product::<usize>();
+            Ok(Stack {
+                weights: device.alloc(experts * matrices * outputs * inputs * element, "experts")?,
+                scales: grid
+                    .map(|grid| device.alloc(4 * count(grid), "the scales of experts"))
+                    .transpose()?,
+            })
+        };
+        Ok(Self {
+            kernels: ExpertKernels::new(kernels, format.weights())?,
+            experts,
+            hidden,
+            width,
+            shared_width,
+            rule,
+            format,
+            router: device.upload_new(shape.router, "a router")?,
+            correction: shape.correction.map(|c| device.upload_new(c, "a router")).transpose()?,
+            gate_up: stack(2, width, hidden)?,
+            down: stack(1, hidden, width)?,
+            shared: None,
+        })
+    }
+
+    /// Bytes of one routed expert, and of the router and the shared expert.
+    pub(super) fn bytes(&self) -> (usize, usize) {
+        let of = |stack: &Stack| stack.weights.bytes() + stack.scales.as_ref().map_or(0, Buffer::bytes);
+        let shared = self.shared.as_ref().map_or(0, |(gate_up, down)| gate_up.bytes() + down.bytes());
+        ((of(&self.gate_up) + of(&self.down)) / self.experts, self.router.bytes() + shared)
+    }
+
+    /// Stores one matrix as the `index`-th of a stack.
+    fn store(&self, staging: &Staging, stack: &Stack, index: usize, matrix: &HostMatrix<'_>) -> Result<()> {
+        let HostMatrix { outputs, inputs, values, .. } = *matrix;
+        let count = outputs * inputs;
+        let refuse = |detail: String| Err(CudaError::Shape { what: "an expert", detail });
+        let given = match values {
+            HostValues::Bf16(v) => v.len(),
+            HostValues::F16(v) => v.len(),
+            HostValues::F32(v) => v.len(),
+            HostValues::Fp8(v) => v.codes.len(),
+        };
+        if given != count {
+            return refuse(format!("{given} weights for {outputs} × {inputs}"));
+        }
+        let all = stack.weights.slice::<bf16>();
+        let place = || all.part(index * count..(index + 1) * count);
+        match (values, self.format) {
+            (HostValues::Bf16(v), ExpertFormat::Bf16) => staging.send_plain(v, place()?),
+            (HostValues::F16(v), ExpertFormat::Bf16) => {
+                convert(staging, v, 1, place()?, |x| bf16::from_f32(x[0].to_f32()))
+            }
+            (HostValues::F32(v), ExpertFormat::Bf16) => {
+                convert(staging, v, 1, place()?, |x| bf16::from_f32(x[0]))
+            }
+            (HostValues::Fp8(v), ExpertFormat::Fp8Blocks | ExpertFormat::Fp8Channels) => {
+                if let Err(error) = v.check(outputs, inputs) {
+                    return refuse(error.to_string());
+                }
+                if (v.grid == ScaleGrid::Channels) != (self.format == ExpertFormat::Fp8Channels) {
+                    return refuse(format!("scales of {:?} for {:?}", v.grid, self.format));
+                }
+                let words = count / WORD_CODES;
+                let place = stack.weights.slice::<u32>().part(index * words..(index + 1) * words)?;
+                convert(staging, v.codes, WORD_CODES, place, arrange)?;
+                let Some(scales) = &stack.scales else { return refuse("no room for scales".into()) };
+                let n = v.scales.len();
+                staging.send_plain(v.scales, scales.slice::<f32>().part(index * n..(index + 1) * n)?)
+            }
+            (_, format) => refuse(format!("weights that are not {format:?}")),
+        }
+    }
+}
+
+impl CudaBackend {
+    pub(super) fn put_expert(
+        &self,
+        experts: &mut CudaExperts,
+        id: ExpertId,
+        parts: &[HostMatrix<'_>; 3],
+    ) -> Result<()> {
+        let (hidden, staging) = (experts.hidden, &self.staging);
+        let width = match id {
+            ExpertId::Routed(index) if index < experts.experts => experts.width,
+            ExpertId::Shared if experts.shared_width > 0 => experts.shared_width,
+            _ => return Err(CudaError::Shape { what: "an expert", detail: format!("{id:?}") }),
+        };
+        let shapes = parts.each_ref().map(|part| [part.outputs, part.inputs]);
+        if shapes != [[width, hidden], [width, hidden], [hidden, width]] {
+            return Err(CudaError::Shape { what: "an expert", detail: format!("{shapes:?} of {width}") });
+        }
+        match id {
+            ExpertId::Routed(index) => {
+                experts.store(staging, &experts.gate_up, 2 * index, &parts[0])?;
+                experts.store(staging, &experts.gate_up, 2 * index + 1, &parts[1])?;
+                experts.store(staging, &experts.down, index, &parts[2])
+            }
+            ExpertId::Shared => {
+                experts.shared = Some((self.stacked(&parts[0], &parts[1])?, self.expanded(&parts[2])?));
+                Ok(())
+            }
+        }
+    }
+
+    /// Gate and up of a shared expert as one matrix: FP8 if blocks do not cross the seam.
+    fn stacked(&self, gate: &HostMatrix<'_>, up: &HostMatrix<'_>) -> Result<CudaMatrix> {
+        let (outputs, inputs) = (gate.outputs + up.outputs, gate.inputs);
+        if let (HostValues::Fp8(g), HostValues::Fp8(u)) = (gate.values, up.values)
+            && g.grid == ScaleGrid::Blocks
+            && u.grid == ScaleGrid::Blocks
+            && gate.outputs.is_multiple_of(oscar_backend::FP8_BLOCK)
+        {
+            let (codes, scales) = ([g.codes, u.codes].concat(), [g.scales, u.scales].concat());
+            let values =
+                HostValues::Fp8(Fp8Blocks { codes: &codes, scales: &scales, grid: ScaleGrid::Blocks });
+            return self.upload_matrix(&HostMatrix { outputs, inputs, values, bias: None });
+        }
+        let values = [f32_values(gate), f32_values(up)].concat();
+        self.upload_matrix(&HostMatrix { outputs, inputs, values: HostValues::F32(&values), bias: None })
+    }
+
+    /// A matrix in a form that all products take: scales of channels are expanded.
+    fn expanded(&self, matrix: &HostMatrix<'_>) -> Result<CudaMatrix> {
+        match matrix.values {
+            HostValues::Fp8(v) if v.grid == ScaleGrid::Channels => {
+                let values = f32_values(matrix);
+                self.upload_matrix(&HostMatrix { values: HostValues::F32(&values), ..*matrix })
+            }
+            _ => self.upload_matrix(matrix),
+        }
+    }
+
+    fn upload_matrix(&self, matrix: &HostMatrix<'_>) -> Result<CudaMatrix> {
+        let uploaded = CudaMatrix::upload(&self.device, &self.staging, matrix)?;
+        if uploaded.format() == WeightFormat::Fp8 {
+            self.fp8_kernels()?;
+        }
+        Ok(uploaded)
+    }
+
+    /// Experts of random weights, made on the device.
+    pub(super) fn random_expert_weights(&self, shape: &ExpertsShape<'_>, seed: u64) -> Result<CudaExperts> {
+        let mut experts = CudaExperts::new(&self.device, &self.kernels, shape)?;
+        let fill = |stack: &Stack, inputs: usize, seed: u64| -> Result<()> {
+            let bytes = stack.weights.bytes() as u64;
+            match &stack.scales {
+                None => {
+                    let amplitude = oscar_backend::random_amplitude(inputs);
+                    let p = RandomParams { out: stack.weights.ptr(), count: bytes / 2, seed, amplitude };
+                    // SAFETY: the buffer has `count` elements.
+                    unsafe { self.launches.random(&self.kernels, p) }
+                }
+                Some(scales) => {
+                    self.device.upload(&vec![random_scale(inputs); scales.bytes() / 4], scales.slice())?;
+                    // Any bits are valid codes: one page of codes without parameters.
+                    let pages = stack.weights.ptr();
+                    let p = RandomPagesParams { pages, page_bytes: bytes, parameters: bytes, count: 1, seed };
+                    // SAFETY: the buffer is one page of this many bytes.
+                    unsafe { self.launches.random_pages(&self.kernels, p) }
+                }
+            }
+        };
+        fill(&experts.gate_up, shape.hidden, 3 * seed + 1)?;
+        fill(&experts.down, shape.width, 3 * seed + 2)?;
+        if shape.shared_width > 0 {
+            let (format, wide) = (shape.format.weights(), shape.shared_width);
+            let gate_up = self.random_weights(format, 2 * wide, shape.hidden, 5 * seed + 3)?;
+            experts.shared = Some((gate_up, self.random_weights(format, shape.hidden, wide, 5 * seed + 4)?));
+        }
+        Ok(experts)
+    }
+
+    /// `x += experts(norm(x))`.
+    pub(super) fn run_experts(
+        &self,
+        state: &mut State,
+        experts: &CudaExperts,
+        (norm, eps): (&CudaVector, f32),
+        x: &mut CudaRows,
+    ) -> Result<()> {
+        let (rows, hidden) = (x.count(), experts.hidden);
+        let complete = experts.shared.is_some() == (experts.shared_width > 0);
+        if x.width() != hidden || norm.len != hidden || !complete {
+            let detail = format!("rows of {} for {hidden}, shared expert there: {complete}", x.width());
+            return Err(CudaError::Shape { what: "a mixture of experts", detail });
+        }
+        if rows == 0 {
+            return Ok(());
+        }
+        // The shared expert reads the residual before the others are added to it.
+        let mut gated = std::mem::take(&mut state.experts.gated);
+        gated.set_width(experts.shared_width);
+        if let Some((gate_up, _)) = &experts.shared {
+            let product = Product { weight: gate_up, norm: Some((norm, eps)), output: Output::Gated };
+            self.product(state, product, x, &mut gated)?;
+        }
+        x.drop_rounded();
+        let p = self.expert_params(&mut state.experts, experts, (norm, eps), x)?;
+        // SAFETY: the parameters of `experts.cu`; every buffer was made for these rows.
+        unsafe { self.launch_experts(experts, p) }?;
+        if let Some((_, down)) = &experts.shared {
+            self.product(state, Product { weight: down, norm: None, output: Output::Add }, &gated, x)?;
+        }
+        state.experts.gated = gated;
+        Ok(())
+    }
+
+    fn expert_params(
+        &self,
+        memory: &mut ExpertsMemory,
+        experts: &CudaExperts,
+        (norm, eps): (&CudaVector, f32),
+        x: &CudaRows,
+    ) -> Result<ExpertsParams> {
+        let (device, rows, rule) = (&self.device, x.count(), experts.rule);
+        let slots = rows * rule.chosen;
+        let buffer = |buffer: &mut Option<Buffer>, elements: usize| -> Result<DevicePtr<u8>> {
+            Ok(grow(device, buffer, 4 * elements, "experts of a step")?.0.ptr())
+        };
+        // The kernels leave it zero.
+        let (finished, new) = grow(device, &mut memory.finished, 4 * rows, "experts of a step")?;
+        if new {
+            device.upload(&vec![0u32; finished.bytes() / 4], finished.slice())?;
+        }
+        let finished = finished.ptr();
+        let [chosen, weights, in_order, places] = &mut memory.lists;
+        Ok(ExpertsParams {
+            x: x.held_values("a mixture of experts")?.ptr(),
+            norm: norm.values.ptr(),
+            normed: buffer(&mut memory.normed, rows * experts.hidden)?.cast(),
+            router: experts.router.ptr(),
+            correction: experts.correction.as_ref().map(|c| c.ptr()),
+            logits: buffer(&mut memory.logits, rows * experts.experts)?.cast(),
+            finished,
+            chosen: buffer(chosen, slots)?.cast(),
+            weights: buffer(weights, slots)?.cast(),
+            slots: buffer(in_order, slots)?.cast(),
+            slot_of: buffer(places, slots)?.cast(),
+            tiles: buffer(&mut memory.tiles, 4 * most_tiles(experts, rows))?.cast(),
+            tile_count: buffer(&mut memory.tile_count, 1)?.cast(),
+            between: buffer(&mut memory.between, slots * experts.width)?.cast(),
+            partial: buffer(&mut memory.partial, if rows > 1 { slots * experts.hidden } else { 1 })?.cast(),
+            gate_up: experts.gate_up.weights.ptr(),
+            gate_up_scales: experts.gate_up.scales.as_ref().map(|s| s.ptr()),
+            down: experts.down.weights.ptr(),
+            down_scales: experts.down.scales.as_ref().map(|s| s.ptr()),
+            rows: rows as u32,
+            experts: experts.experts as u32,
+            per_row: rule.chosen as u32,
+            hidden: experts.hidden as u32,
+            width: experts.width as u32,
+            sigmoid: u32::from(rule.scores == RouterScores::Sigmoid),
+            normalize: u32::from(rule.normalize),
+            factor: rule.factor,
+            eps,
+            channels: u32::from(experts.format == ExpertFormat::Fp8Channels),
+        })
+    }
+
+    /// # Safety
+    /// The pointers of `p` must have room for its rows ([`CudaBackend::expert_params`]).
+    unsafe fn launch_experts(&self, experts: &CudaExperts, p: ExpertsParams) -> Result<()> {
+        let (rows, kernels, device) = (p.rows as usize, experts.kernels, &self.device);
+        let (hidden, width) = (experts.hidden, experts.width);
+        let tiles = most_tiles(experts, rows);
+        let grid = |x: usize, y: usize, threads: u32| LaunchShape::grid2(x, y, threads).overlapping();
+        let routed = experts.experts.div_ceil(ROUTE_WARPS);
+        // SAFETY of all launches: the caller's promise.
+        unsafe {
+            match rows <= FEW_ROWS {
+                true => device.launch(kernels.route, grid(rows, routed, 32 * ROUTE_WARPS as u32), p)?,
+                false => {
+                    let shape = grid(rows.div_ceil(ROUTE_ROWS), routed, 32 * ROUTE_WARPS as u32);
+                    device.launch(kernels.route_many, shape, p)?;
+                }
+            }
+            if rows == 1 {
+                device.launch(kernels.gate, grid(tiles, width.div_ceil(8), PRODUCT_THREADS), p)?;
+                return device.launch(kernels.down, grid(hidden.div_ceil(8), 1, PRODUCT_THREADS), p);
+            }
+            device.launch(kernels.sort, grid(1, 1, 1024), p)?;
+            device.launch(kernels.gate_many, grid(tiles, width.div_ceil(16), PRODUCT_THREADS), p)?;
+            device.launch(kernels.down_tiles, grid(tiles, hidden.div_ceil(32), PRODUCT_THREADS), p)?;
+            device.launch(kernels.sum, grid(rows, (hidden / 4).div_ceil(128), 128), p)
+        }
+    }
+
+    /// # Safety
+    /// Rows, positions, norms and tables must have the sizes that the parameters say.
+    pub(super) unsafe fn launch_prepare_heads(&self, rows: usize, p: PrepareHeadsParams) -> Result<()> {
+        let function = self.kernels.function(&PREPARE_HEADS, &Vec::new(), c"prepare_heads", 0)?;
+        let shape = LaunchShape::grid2(rows, 2, 256).overlapping();
+        // SAFETY: the caller's promise.
+        unsafe { self.device.launch(function, shape, p) }
+    }
+}
+
+/// Most tiles of a step: every expert may have one that is not full.
+fn most_tiles(experts: &CudaExperts, rows: usize) -> usize {
+    let slots = rows * experts.rule.chosen;
+    slots.min(experts.experts + slots / TILE_ROWS)
+}
+
+fn f32_values(matrix: &HostMatrix<'_>) -> Vec<f32> {
+    match matrix.values {
+        HostValues::Bf16(v) => v.iter().map(|x| x.to_f32()).collect(),
+        HostValues::F16(v) => v.iter().map(|x| x.to_f32()).collect(),
+        HostValues::F32(v) => v.to_vec(),
+        HostValues::Fp8(v) => v.expand(matrix.inputs),
+    }
+}
