@@ -13,11 +13,8 @@ fn available_in(root: &Path) -> Option<usize> {
     let text = std::fs::read_to_string(root.join("proc/meminfo")).ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
     let kib: usize = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    let groups = control_groups(root);
-    groups
-        .iter()
-        .filter_map(|group| group.left())
-        .fold(Some(kib << 10), |least, left| least.map(|l| l.min(left)))
+    let limits = control_groups(root).into_iter().filter_map(|group| group.left());
+    Some(limits.fold(kib << 10, usize::min))
 }
 
 /// One control group with the names of its files.

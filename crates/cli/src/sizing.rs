@@ -63,8 +63,10 @@ pub struct Wishes {
 pub struct Sizing {
     pub kv_memory: usize,
     pub context: usize,
-    /// What the user should know about the context.
-    pub note: Option<String>,
+    /// Everything that takes memory.
+    pub parts: String,
+    /// What the user should know.
+    pub notes: Vec<String>,
 }
 
 /// Divides the memory of a device. `available` is what is free before anything is loaded; `None`
@@ -105,6 +107,15 @@ pub fn divide(
         );
     }
     let longest = layout.longest_context(kv_memory, chunk);
+    let mut notes = Vec::new();
+    if let (Some(asked), Some(left)) = (wishes.kv_memory, left.filter(|&left| left < kv_memory)) {
+        notes.push(format!(
+            "warning: --kv-memory {} is more than the {} that are free beside {}",
+            progress::bytes(asked),
+            progress::bytes(left),
+            fixed.describe()
+        ));
+    }
     let (context, note) = match wishes.context {
         _ if longest >= wanted => (wanted, None),
         None => (
@@ -124,7 +135,9 @@ pub fn divide(
             )),
         ),
     };
-    Ok(Sizing { kv_memory, context, note })
+    notes.extend(note);
+    let parts = format!("{}, KV pages {}", fixed.describe(), progress::bytes(kv_memory));
+    Ok(Sizing { kv_memory, context, parts, notes })
 }
 
 /// Parses a share between 0 and 1.
@@ -162,7 +175,7 @@ mod tests {
         let sizing = sized(140 * GIB, KvFormat::OSCAR2, NOTHING).unwrap();
         let left = 140 * GIB - eight_billion().total();
         assert_eq!(sizing.kv_memory, (left as f64 * 0.9) as usize);
-        assert_eq!((sizing.context, sizing.note), (131072, None));
+        assert_eq!((sizing.context, sizing.notes), (131072, vec![]));
     }
 
     #[test]
@@ -170,7 +183,7 @@ mod tests {
         let sizing = sized(24 * GIB, KvFormat::Bf16, NOTHING).unwrap();
         assert!(sizing.context < 131072 && sizing.context > 10_000, "{sizing:?}");
         assert!(layout(KvFormat::Bf16).working_bytes(sizing.context, 3960) <= sizing.kv_memory);
-        let note = sizing.note.unwrap();
+        let note = sizing.notes.concat();
         assert!(note.contains(&sizing.context.to_string()) && note.contains("bf16"), "{note}");
         // The same memory holds the whole context in two bits.
         assert_eq!(sized(24 * GIB, KvFormat::OSCAR2, NOTHING).unwrap().context, 131072);
@@ -181,7 +194,10 @@ mod tests {
         let asked = Wishes { kv_memory: Some(2 * GIB), context: Some(100_000), ..NOTHING };
         let sizing = sized(24 * GIB, KvFormat::Bf16, asked).unwrap();
         assert_eq!((sizing.kv_memory, sizing.context), (2 * GIB, 100_000));
-        assert!(sizing.note.unwrap().contains("--context 100000"));
+        assert!(sizing.notes.concat().contains("--context 100000"));
+        let greedy = Wishes { kv_memory: Some(20 * GIB), ..NOTHING };
+        let notes = sized(24 * GIB, KvFormat::Bf16, greedy).unwrap().notes.concat();
+        assert!(notes.contains("--kv-memory 20.00 GiB") && notes.contains("7.38 GiB"), "{notes}");
     }
 
     #[test]

@@ -1,9 +1,16 @@
 use serde_json::Value;
 use std::process::{Command, Output, Stdio};
 
-/// Runs the binary with nothing on standard input.
+/// The binary with nothing on standard input. It uses neither the network nor the user's folder.
+pub fn command() -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_oscar"));
+    command.stdin(Stdio::null()).env("HF_HUB_OFFLINE", "1");
+    command.env("OSCAR_CACHE_DIR", concat!(env!("CARGO_TARGET_TMPDIR"), "/cache"));
+    command
+}
+
 pub fn oscar(args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_oscar")).args(args).stdin(Stdio::null()).output().unwrap()
+    command().args(args).output().unwrap()
 }
 
 /// Standard output of a run that must succeed.

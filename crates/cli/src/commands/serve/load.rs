@@ -8,9 +8,10 @@ use crate::progress::{self, note};
 use crate::rotations::{Calibration, Found};
 use crate::sizing::{self, FixedMemory, Sizing, Wishes, parse_share};
 use anyhow::{Context, Result};
-use oscar_backend::Backend;
+use oscar_backend::{Backend, BackendError};
 use oscar_codec::{KvFormat, RotationKind};
 use oscar_engine::{Engine, EngineApi, EngineOptions, SchedulerOptions};
+use oscar_models::BuildError;
 use oscar_runner::{Runner, longest_step};
 use oscar_server::{GenerationDefaults, ServerConfig, StartProgress};
 use oscar_text::ModelText;
@@ -110,7 +111,7 @@ impl LoadArgs {
         }
         note!("cache: {}; rotations: {}", cache.layout.describe(), cache.rotation_origin);
         note!("attention: {}", backend.attention(&cache.layout).description);
-        for line in [&served.note, &sizing.note].into_iter().flatten() {
+        for line in served.note.iter().chain(&sizing.notes) {
             note!("{line}");
         }
         let cache_args = CacheArgs { kv_memory: Some(sizing.kv_memory), ..self.cache.clone() };
@@ -120,7 +121,8 @@ impl LoadArgs {
         let runner = cache.runner(&model, backend, &cache_args, sizing.context, 1, |bytes| {
             bar.set_position(bytes as u64);
             progress.set(bytes);
-        })?;
+        });
+        let runner = runner.map_err(|error| explain(error, &sizing))?;
         bar.finish_and_clear();
         let seconds = began.elapsed().as_secs_f64();
         let rate = progress::bytes((total as f64 / seconds) as usize);
@@ -213,6 +215,17 @@ impl Served {
             }
         };
         Self { format, calibration, note }
+    }
+}
+
+/// Says what would fit if the device ran out of memory, e.g. because another program took some.
+fn explain(error: anyhow::Error, sizing: &Sizing) -> anyhow::Error {
+    match error.downcast_ref::<BuildError>() {
+        Some(BuildError::Backend(BackendError::OutOfMemory { .. })) => error.context(format!(
+            "the model does not fit: {}; free some memory, or lower it with --weights fp8, --kv-memory or --prefill-chunk",
+            sizing.parts
+        )),
+        _ => error,
     }
 }
 
