@@ -1,6 +1,6 @@
 //! Shapes of published models, for benchmarks that need a model's sizes but not its weights.
 
-use oscar_backend::{RouterRule, RouterScores};
+use oscar_backend::{HeadShape, RouterRule, RouterScores, StepSize};
 
 use crate::config::{DecoderConfig, Family, MoeConfig, QkNorm};
 use crate::rope::RopeConfig;
@@ -123,6 +123,33 @@ fn expert_shape(name: &str) -> Option<DecoderConfig> {
 }
 
 impl DecoderConfig {
+    /// The heads of every layer.
+    pub fn heads(&self) -> HeadShape {
+        HeadShape {
+            query_heads: self.query_heads,
+            kv_heads: self.kv_heads,
+            head_dim: self.head_dim,
+            rms_norm_eps: self.rms_norm_eps,
+            scale: (1.0 / (self.head_dim as f64).sqrt()) as f32,
+        }
+    }
+
+    /// A step of this model with `rows` rows, `logits` of them with logits, and sequences of up to
+    /// `context` tokens.
+    pub fn step_size(&self, rows: usize, logits: usize, context: usize) -> StepSize {
+        StepSize {
+            rows,
+            logits,
+            context: context.min(self.max_position_embeddings),
+            heads: self.heads(),
+            hidden: self.hidden_size,
+            intermediate: self.feed_forward_width(),
+            vocab: self.vocab_size,
+            fp8: self.fp8_weights,
+            quantized: true,
+        }
+    }
+
     /// Parameters of all matrices except the embedding, unless it is also the head.
     pub fn matrix_parameters(&self) -> usize {
         self.parameters_with(|moe| moe.experts)

@@ -24,9 +24,7 @@ use crate::parallel::in_parallel;
 use crate::rope::RopeTable;
 use crate::tensor_names::Projection;
 use crate::weights::Weights;
-use oscar_backend::{
-    Backend, BackendError, Benchmarks, HeadShape, HostMatrix, HostValues, StepSize, WeightFormat,
-};
+use oscar_backend::{Backend, BackendError, Benchmarks, HeadShape, HostMatrix, HostValues, WeightFormat};
 use oscar_codec::{Rotation, RotationSet};
 use std::sync::Arc;
 
@@ -481,34 +479,5 @@ fn check_rotations(config: &DecoderConfig, rotations: Option<&RotationSet>) -> R
             })
         }
         _ => Ok(()),
-    }
-}
-
-impl DecoderConfig {
-    /// The heads of every layer.
-    pub fn heads(&self) -> HeadShape {
-        HeadShape {
-            query_heads: self.query_heads,
-            kv_heads: self.kv_heads,
-            head_dim: self.head_dim,
-            rms_norm_eps: self.rms_norm_eps,
-            scale: (1.0 / (self.head_dim as f64).sqrt()) as f32,
-        }
-    }
-
-    /// A step of this model with `rows` rows, `logits` of them with logits, and sequences of up to
-    /// `context` tokens.
-    pub fn step_size(&self, rows: usize, logits: usize, context: usize) -> StepSize {
-        StepSize {
-            rows,
-            logits,
-            context: context.min(self.max_position_embeddings),
-            heads: self.heads(),
-            hidden: self.hidden_size,
-            intermediate: self.feed_forward_width(),
-            vocab: self.vocab_size,
-            fp8: self.fp8_weights,
-            quantized: true,
-        }
     }
 }
