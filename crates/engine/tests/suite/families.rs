@@ -175,7 +175,7 @@ fn quantized_caches_answer_as_the_scalar_kernels_do() {
                 let runner = runner(&source, variant, Mode::Bf16, format);
                 runner.map(|mut runner| (all_logits(&mut runner, &prompt, 64), runner.config().vocab_size))
             };
-            let best = Variant::ALL.into_iter().filter(|v| v.is_available()).next_back().unwrap();
+            let best = Variant::ALL.into_iter().rfind(|v| v.is_available()).unwrap();
             let ((reference, vocab), (fast, _)) = (logits(Variant::Scalar).unwrap(), logits(best).unwrap());
             let scale = reference.iter().map(|l| l.abs()).fold(0.0, f32::max);
             // Means and most positions: rounding may choose another expert for a row.

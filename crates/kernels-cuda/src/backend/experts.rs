@@ -453,7 +453,7 @@ impl CudaBackend {
         let tiles = most_tiles(experts, rows);
         let grid = |x: usize, y: usize, threads: u32| LaunchShape::grid2(x, y, threads).overlapping();
         let routed = experts.experts.div_ceil(ROUTE_WARPS);
-        // SAFETY of all launches: the caller's promise.
+        // SAFETY: the caller's promise, for all launches.
         unsafe {
             match rows <= FEW_ROWS {
                 true => device.launch(kernels.route, grid(rows, routed, 32 * ROUTE_WARPS as u32), p)?,
