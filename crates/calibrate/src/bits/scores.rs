@@ -67,8 +67,9 @@ impl Scores {
             .groups()
             .zip(safer.groups())
             .filter(|(own, other)| {
-                own.divergence > MOST_EXCESS * other.divergence + least
-                    || own.changed > MOST_EXCESS * other.changed + LEAST_CHANGED
+                own.divergence > least.max(VISIBLE)
+                    && (own.divergence > MOST_EXCESS * other.divergence + least
+                        || own.changed > MOST_EXCESS * other.changed + LEAST_CHANGED)
             })
             .map(|(own, other)| Worse {
                 group: own.name.to_owned(),
@@ -95,6 +96,9 @@ pub struct Worse {
 
 /// Factor above the safer cache from which a group counts as worse.
 const MOST_EXCESS: f64 = 1.25;
+/// Mean divergence below which no group counts as worse: tokens then change only where two are as
+/// likely.
+const VISIBLE: f64 = 0.001;
 /// Share of changed tokens that does not count.
 const LEAST_CHANGED: f64 = 0.02;
 /// Share of the largest group's yardstick below which no group's is used.
@@ -177,6 +181,9 @@ mod tests {
         );
         let other = scores(&[("text", 0.004, true), ("copy", 0.01, false), ("running_sum", 0.004, true)]);
         assert_eq!(other.worse_than(&uniform)[0].group, "copy", "changed tokens count too");
+        let tiny = scores(&[("text", 1e-5, true), ("copy", 1e-5, true), ("running_sum", 0.0, true)]);
+        let invisible = scores(&[("text", 4e-4, true), ("copy", 2e-4, false), ("running_sum", 1e-4, true)]);
+        assert_eq!(invisible.worse_than(&tiny), [], "nobody would see the difference");
     }
 
     #[test]

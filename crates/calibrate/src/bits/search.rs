@@ -190,10 +190,12 @@ impl<B: Calibrates> Search<'_, B> {
         means: &[MeanBits],
     ) -> Result<(Vec<Chosen>, Vec<Refused>), CalibrateError> {
         let c = self.judge.transformer.config();
-        let mut tables: Vec<WidthTable> = Vec::new();
+        // Bits that were moved on few probes may suit these probes only: both tables are verified.
+        let mut tables: Vec<[WidthTable; 2]> = Vec::new();
         for &mean in means {
             let start = solve(map, mean, c.head_dim, &self.freedom)?;
-            tables.push(self.refined(start, mean)?);
+            let refined = self.refined(start.clone(), mean)?;
+            tables.push([start, refined]);
         }
         // Everything through the quantized cache, as in serving.
         let uniform = |bits| WidthTable::uniform(map.layers, map.kv_heads, bits);
@@ -201,19 +203,27 @@ impl<B: Calibrates> Search<'_, B> {
         widths.sort_unstable();
         widths.dedup();
         let neighbours: Vec<WidthTable> = widths.iter().map(|&bits| uniform(bits)).collect();
-        let all: Vec<WidthTable> = neighbours.iter().chain(&tables).cloned().collect();
-        let mut scores = self.verified(&all)?;
-        let own = scores.split_off(neighbours.len());
-        let safer = |bits: u32| {
-            let at = widths.iter().position(|&w| w == bits).unwrap_or_default();
-            (neighbours[at].clone(), scores[at].clone())
+        let mut all = neighbours.clone();
+        for table in tables.iter().flatten() {
+            if !all.contains(table) {
+                all.push(table.clone());
+            }
+        }
+        let scores = self.verified(&all)?;
+        let scored = |table: &WidthTable| {
+            let at = all.iter().position(|t| t == table).unwrap_or_default();
+            (table.clone(), scores[at].clone())
         };
+        let two = scored(&uniform(2)).1;
+        let harm = |table: &(WidthTable, Scores)| table.1.relative_to(&two);
         let (mut chosen, mut refused) = (Vec::new(), Vec::new());
-        for ((&mean, table), own) in means.iter().zip(tables).zip(own) {
-            let neighbour = safer(neighbour(mean, c.head_dim));
-            match self.repaired(map, mean, (table, own), &neighbour)? {
+        for (&mean, [start, refined]) in means.iter().zip(&tables) {
+            let (start, refined) = (scored(start), scored(refined));
+            let table = if harm(&refined) < harm(&start) { refined } else { start };
+            let neighbour = scored(&uniform(neighbour(mean, c.head_dim)));
+            match self.repaired(map, mean, table, &neighbour)? {
                 Ok((table, scores, repairs)) => {
-                    chosen.push(Chosen { mean, table, uniform: safer(2).1, scores, repairs });
+                    chosen.push(Chosen { mean, table, uniform: two.clone(), scores, repairs });
                 }
                 Err(reason) => refused.push(Refused { mean, reason }),
             }
