@@ -180,6 +180,10 @@ fn find_rotations<B: Calibrates>(
 impl WidthOptions {
     fn check<B: Backend>(&self, subject: &Subject<'_, B>) -> Result<(), CalibrateError> {
         let c = subject.config;
+        if self.probes == 0 {
+            let problem = "at least 1 of each kind".into();
+            return Err(CalibrateError::Option { option: "--probes", problem });
+        }
         HarmOptions { measured: self.measured.clone() }.check()?;
         self.freedom.check_means(c.layers, c.kv_heads, c.head_dim, &self.means)?;
         probes::check_tokens(self.probe_tokens, subject)

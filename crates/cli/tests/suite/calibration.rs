@@ -135,9 +135,10 @@ fn impossible_widths_are_refused() {
         assert!(message.contains(part), "{message}");
     };
     refuse(&["--probe-kinds", "juggling"], "juggling");
-    refuse(&["--probe-tokens", "500"], "--probe-tokens 500");
+    refuse(&["--probe-tokens", "500"], "--probe-tokens: 500");
     refuse(&["--harm-widths", "5"], "--harm-widths");
     refuse(&["--probes", "40"], "text probes");
+    refuse(&["--probes", "0"], "--probes");
     refuse(&["--widths", "2,1"], "--widths");
     refuse(&["--widths", "3,4"], "between 3.25 and 4.25");
     refuse(&["--widths-by", "layer", "--refine", "1"], "--refine 1");
