@@ -68,6 +68,9 @@ impl LayerMatrix {
     }
 }
 
+/// The name of experts in descriptions.
+const EXPERTS: &str = "experts";
+
 /// How a device stores weights.
 #[derive(Debug, Clone, Copy)]
 pub struct Holding {
@@ -184,7 +187,7 @@ impl Weights {
         let formats: Vec<WeightFormat> = mixtures.map(|l| self.expert_format(config, l).weights()).collect();
         if !formats.is_empty() {
             let coded = formats.iter().all(|format| *format == WeightFormat::Fp8);
-            if coded { &mut kept } else { &mut expanded }.push("experts".to_owned());
+            if coded { &mut kept } else { &mut expanded }.push(EXPERTS.to_owned());
         }
         if !config.tie_word_embeddings && self.delivered_head() == WeightFormat::Fp8 {
             kept.push("head".to_owned());
@@ -196,7 +199,7 @@ impl Weights {
         let how = match (multiplied, kept.is_empty()) {
             (_, true) => "all expanded".to_owned(),
             (true, _) => format!("{} (activations are not quantized)", kept.join(", ")),
-            (false, _) => format!("{}, expanded on this device", kept.join(", ")),
+            (false, _) => expanded_on_arrival(&kept),
         };
         // With `--weights fp8` every projection is quantized, as in a checkpoint, so answers do not
         // depend on which matrices stay FP8.
@@ -206,6 +209,16 @@ impl Weights {
         };
         Some(format!("FP8 weights, {origin}: {how}{rest}"))
     }
+}
+
+/// What becomes of FP8 matrices on a device that expands them, all but experts.
+fn expanded_on_arrival(kept: &[String]) -> String {
+    let (experts, dense): (Vec<&str>, Vec<&str>) =
+        kept.iter().map(String::as_str).partition(|name| *name == EXPERTS);
+    let dense = (!dense.is_empty()).then(|| format!("{}, expanded on this device", dense.join(", ")));
+    let experts = (!experts.is_empty())
+        .then(|| "experts stay codes in memory (except with --precision f32)".to_owned());
+    dense.into_iter().chain(experts).collect::<Vec<_>>().join("; ")
 }
 
 /// Puts a matrix of a layer, with its bias, onto the device unchanged.
