@@ -108,10 +108,10 @@ pub fn run(args: &Args) -> Result<()> {
         let fixed = FixedMemory::of(&model, rotates, holding, step);
         let Some(free) = args.memory.checked_sub(fixed.total()).filter(|&f| f > 0) else {
             too_large.push(format!(
-                "{} with {format} and steps of up to {} tokens does not fit: {}; --memory allows {}",
+                "{} with {format} does not fit: {} (steps of up to {} tokens); --memory allows {}",
                 model.name,
-                steps.most_rows(),
                 fixed.describe(),
+                steps.most_rows(),
                 progress::bytes(args.memory)
             ));
             continue;

@@ -92,7 +92,7 @@ fn a_plan_counts_the_memory_of_its_steps() {
     let long = plan(&["--device", "cpu", "--prefill-chunk", "4096"]);
     assert!(long.1 > 4 * cpu.1, "{long:?} {cpu:?}");
     let (_, message) = crate::support::fail(&["plan", "--memory", "500M", "--prefill-chunk", "1000000"]);
-    assert!(message.contains("a step of") && message.contains("does not fit"), "{message}");
+    assert!(message.contains("steps of up to") && message.contains("does not fit"), "{message}");
 }
 
 /// On a GPU, formats without kernels are kept decoded, and a plan counts that.
