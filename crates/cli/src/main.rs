@@ -45,7 +45,7 @@ enum Command {
     /// Show which contexts and batches fit in a given memory, for BF16 and other formats
     Plan(commands::plan::Args),
     /// Measure kernels and whole models on this machine
-    Bench(commands::bench::Args),
+    Bench(Box<commands::bench::Args>),
     /// Make the rotations (and widths) of a model's cache from a little text
     Calibrate(commands::calibrate::Args),
     /// Measure the cost of KV formats in predictions and answers

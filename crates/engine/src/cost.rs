@@ -200,7 +200,7 @@ mod tests {
             let tokens = cost.tokens_within(0.072, start, WAVE);
             assert!(cost.rows(start, tokens, WAVE) <= 0.072 * 1.001, "{tokens} at {start}");
             let whole = WAVE.filling(WAVE.needed(tokens)) == tokens;
-            assert!(whole || tokens < 768 && tokens >= 192, "{tokens} at {start}");
+            assert!(whole || (192..768).contains(&tokens), "{tokens} at {start}");
             assert!(tokens <= last, "{tokens} at {start}");
             last = tokens;
         }

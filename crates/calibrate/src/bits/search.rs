@@ -303,7 +303,6 @@ impl<B: Calibrates> Search<'_, B> {
 
     /// A table that passed its verification, after repairs if need be, or the reason why there is
     /// none.
-    #[expect(clippy::type_complexity, reason = "a table, its scores and a count")]
     fn repaired(
         &self,
         map: &HarmMap,
