@@ -260,13 +260,14 @@ impl Scheduler {
                 _ => chunk,
             };
         }
-        let Some(cost) = self.cost else { return SchedulerOptions::UNPREDICTED_TOKENS };
+        let most = longest_step(chunk);
+        let Some(cost) = self.cost else { return SchedulerOptions::UNPREDICTED_TOKENS.min(most) };
         let wave = self.options.wave;
         let decoding: f64 = plan.work.iter().map(|w| cost.rows(w.start, w.tokens, wave)).sum();
         // The oldest prompt gets most of the step, so its position in the context decides.
         let start = self.running.iter().find(|e| e.pending() > 1).map_or(0, |e| e.stored);
         let left = SchedulerOptions::AIM * self.options.inter_token_target - cost.fixed - decoding;
-        cost.tokens_within(left, start, wave).clamp(SchedulerOptions::MIN_PREFILL, longest_step(chunk))
+        cost.tokens_within(left, start, wave).clamp(SchedulerOptions::MIN_PREFILL, most)
     }
 
     fn admit(&mut self, ledger: &mut impl Ledger, plan: &mut StepPlan) {
