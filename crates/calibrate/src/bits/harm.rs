@@ -404,7 +404,7 @@ mod tests {
     fn probes_are_spent_on_units_near_the_price_of_a_bit() {
         let harm =
             vec![[9.0, 3.0, 1.0, 0.5], [0.9, 0.3, 0.1, 0.0], [1.1, 0.4, 0.1, 0.0], [9e-3, 1e-3, 0.0, 0.0]];
-        let map = HarmMap { layers: 2, kv_heads: 1, harm, error: vec![[0.05; 4]; 4], absent: vec![None; 2] };
+        let map = HarmMap { layers: 2, kv_heads: 1, harm, error: vec![[0.08; 4]; 4], absent: vec![None; 2] };
         let table = WidthTable::from_units(2, 1, &[4, 2, 2, 1]);
         let wanted = map.uncertain(&table, &WIDTHS);
         assert!(!wanted[1].is_empty() && !wanted[2].is_empty(), "{wanted:?}");

@@ -66,7 +66,8 @@ def desktop(browser):
         enough.set()
         running.join()
     browser.wait(f"{text('queue')}.startsWith('0 /')")
-    # The conversation goes on.
+    # The conversation goes on. A limit leaves room for more of it.
+    browser.js("document.getElementById('most').value = '64'")
     browser.say("Tell me more.")
     browser.wait(f"{IDLE} && document.querySelectorAll('.message:not(.user)').length === 2")
 

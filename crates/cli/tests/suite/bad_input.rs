@@ -24,7 +24,7 @@ fn errors_name_the_value_and_what_to_do() {
         (&["run", "--prompt", "x", "--kv-memory", "1K"], 1, "--kv-memory"),
         (&["kernels", "--arch", "sm_70", "--out", empty], 2, "one of sm_80"),
         (&["plan", "--memory", "1M"], 1, "does not fit"),
-        (&["bench", "attention", "--heads", "7/2"], 1, "--heads"),
+        (&["bench", "attention", "--heads", "7/2"], 2, "--heads"),
         (&["bench", "serve", "--rate", "0"], 1, "--rate 0"),
         (&["bench", "serve", "--rate", "1", "--concurrency", "2"], 2, "--concurrency"),
         (&["bench", "serve", "--shared-prefix", "600"], 1, "--prompt-tokens is 512"),

@@ -55,9 +55,12 @@ fn widths_are_chosen_stored_and_used() {
     let stored: u32 = widths.iter().map(|&w| if w == 0 { 0 } else { 4 * w + 1 }).sum();
     assert_eq!(widths.len(), 24);
     assert!((24 * 9 - 4..=24 * 9).contains(&stored), "{table}");
-    assert!(widths.iter().any(|&w| w != 2), "heads differ in what they bear: {table}");
-    // Two probes choose badly; that they were verified is what is checked here.
-    assert!(tables.iter().all(|t| t["harm"].as_f64().unwrap() > 0.0), "{row}");
+    let wide = digits(tables[1]["table"].as_str().unwrap());
+    assert!(wide.chars().any(|c| c != '3'), "heads differ in what they bear: {wide}");
+    // Two probes choose badly. Verification repairs such a table or takes equal widths, whose harm is 1:
+    // no stored table is worse.
+    let harm = |t: &serde_json::Value| t["harm"].as_f64().unwrap();
+    assert!(tables.iter().all(|t| harm(t) > 0.0 && harm(t) <= 1.0), "{row}");
     assert!(fs::read_to_string(path("report/report.html")).unwrap().contains("Widths at 2.25 bits"));
     assert!(
         !fs::exists(path("r.safetensors.harm.jsonl")).unwrap(),
