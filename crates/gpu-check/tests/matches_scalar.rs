@@ -65,5 +65,5 @@ fn every_part_has_a_test_and_a_name() {
         assert_eq!(part.name().parse(), Ok(part));
     }
     let unknown = "generic".parse::<Part>().unwrap_err();
-    assert!(unknown.contains("decode, prefill, simple"), "{unknown}");
+    assert!(unknown.contains("decode, prefill, prefill-mma, simple"), "{unknown}");
 }
