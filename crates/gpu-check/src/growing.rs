@@ -1,15 +1,13 @@
 //! Sequences that grow on a device beside a scalar twin. The twin holds the rows and codes that the
 //! codec puts into every page; reference attention over them is the codec's.
 
+pub use crate::inspected::Inspected;
 use crate::{Numbers, Report, largest_difference, read_all, upload};
 use anyhow::{Context, Result};
 use oscar_backend::{Backend, CacheHead, HeadShape, LayerHeads, SequenceRows, Step};
 use oscar_cache::{PagePool, SequencePages, StepPages};
 use oscar_codec::attention::{PagedContext, attend_context};
-use oscar_codec::{
-    CacheLayout, CodeLayout, FullPageId, PAGE_TOKENS, RowPageCodec, Side, SideSpec, TILE_TOKENS, Windows,
-};
-use oscar_kernels_cuda::CudaPages;
+use oscar_codec::{CacheLayout, CodeLayout, PAGE_TOKENS, RowPageCodec, Side, SideSpec, TILE_TOKENS, Windows};
 use oscar_kernels_cuda::Storage;
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -81,34 +79,6 @@ pub struct Checks {
     /// Largest difference of an output, as a share of the largest value it is a mean of.
     pub allowed: f64,
     pub compared: Compared,
-}
-
-/// Pages of a device that a check can read.
-pub trait Inspected {
-    fn storage(&self) -> Storage;
-    /// A page of history; `None` where the device's pages cannot be compared with a GPU's.
-    fn history_page(&self, head: CacheHead, id: u32) -> Result<Option<Vec<u8>>>;
-    fn full_page(&self, head: CacheHead, id: FullPageId) -> Result<Vec<u8>>;
-    /// Replaces a full page, which must have memory.
-    fn set_full_page(&mut self, head: CacheHead, id: FullPageId, page: &[u8]) -> Result<()>;
-}
-
-impl Inspected for CudaPages {
-    fn storage(&self) -> Storage {
-        CudaPages::storage(self)
-    }
-
-    fn history_page(&self, head: CacheHead, id: u32) -> Result<Option<Vec<u8>>> {
-        Ok(Some(self.read_page(head.layer, head.kv_head, id, true)?))
-    }
-
-    fn full_page(&self, head: CacheHead, id: FullPageId) -> Result<Vec<u8>> {
-        Ok(self.read_page(head.layer, head.kv_head, id.0, false)?)
-    }
-
-    fn set_full_page(&mut self, head: CacheHead, id: FullPageId, page: &[u8]) -> Result<()> {
-        Ok(self.write_page(head.layer, head.kv_head, id.0, false, page)?)
-    }
 }
 
 /// The rows that each sequence brings to a step, one sequence behind the other.

@@ -15,6 +15,7 @@ mod fp8_products;
 mod fused_append;
 mod growing;
 mod heads;
+mod inspected;
 mod model;
 #[cfg(test)]
 mod on_cpu;
