@@ -78,6 +78,12 @@ DEVICE u32 pack_bf16(float low, float high) {
 DEVICE float low_bf16(u32 x) { return __uint_as_float(x << 16); }
 DEVICE float high_bf16(u32 x) { return __uint_as_float(x & 0xffff0000u); }
 
+// Two numbers, each as the sum of two BF16 numbers: high + low.
+DEVICE void split(float a, float b, u32& high, u32& low) {
+    high = pack_bf16(a, b);
+    low = pack_bf16(a - low_bf16(high), b - high_bf16(high));
+}
+
 DEVICE float f16_to_f32(u16 x) {
     float y;
     asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));

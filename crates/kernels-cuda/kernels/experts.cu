@@ -34,20 +34,6 @@ DEVICE uint4 load_once(const void* from) {
     return v;
 }
 
-DEVICE void split(float a, float b, u32& high, u32& low) {
-    high = pack_bf16(a, b);
-    low = pack_bf16(a - low_bf16(high), b - high_bf16(high));
-}
-
-DEVICE void operand(const uint4& bytes, int i, u32& first, u32& second) {
-    const u32 words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
-#ifdef FP8
-    first = fp8_first_pair(words[i]), second = fp8_second_pair(words[i]);
-#else
-    first = words[2 * i], second = words[2 * i + 1];
-#endif
-}
-
 // Adds the products of one chunk: `x` are the lane's VALUES inputs of its row.
 template <int TILES>
 DEVICE void multiply(float (&sum)[TILES][4], const uint4 (&b)[TILES], const float* x, float factor, const float (&scale)[TILES]) {

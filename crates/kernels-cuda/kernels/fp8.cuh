@@ -22,3 +22,13 @@ DEVICE u32 fp8_first_pair(u32 word) { return word & 0x87f087f0u; }
 DEVICE u32 fp8_second_pair(u32 word) {
     return (__funnelshift_l(word, word, 12) & 0x87808780u) | (word << 4 & 0x00700070u);
 }
+
+// The B operand of the i-th product of a lane's 16 bytes of weights, FP8 or BF16.
+DEVICE void operand(const uint4& bytes, int i, u32& first, u32& second) {
+    const u32 words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
+#ifdef FP8
+    first = fp8_first_pair(words[i]), second = fp8_second_pair(words[i]);
+#else
+    first = words[2 * i], second = words[2 * i + 1];
+#endif
+}

@@ -91,12 +91,6 @@ DEVICE uint4 read_slot(u32 at) {
     return v;
 }
 
-// Splits two values into BF16 parts: rounded, and the rounding error.
-DEVICE void split(float a, float b, u32& high, u32& low) {
-    high = pack_bf16(a, b);
-    low = pack_bf16(a - low_bf16(high), b - high_bf16(high));
-}
-
 // Eight values of a row, for the A operand of two products.
 struct Eight {
     float4 lower, upper;
@@ -127,16 +121,6 @@ struct Eight {
         split(upper.z, upper.w, high[3], low[3]);
     }
 };
-
-// The B operand of the i-th product of a lane's 16 bytes.
-DEVICE void operand(const uint4& bytes, int i, u32& first, u32& second) {
-    const u32 words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
-#ifdef FP8
-    first = fp8_first_pair(words[i]), second = fp8_second_pair(words[i]);
-#else
-    first = words[2 * i], second = words[2 * i + 1];
-#endif
-}
 
 // Offset of the n-th tile in its unit; gates and ups are counted separately.
 template <int TILES>
