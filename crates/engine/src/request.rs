@@ -268,6 +268,14 @@ pub struct EngineInfo {
     pub recent: usize,
 }
 
+impl EngineInfo {
+    /// Pages that would fit if all were quantized. BF16 windows make it less, so routers take it as
+    /// an upper bound.
+    pub fn most_pages(&self) -> usize {
+        self.kv_budget_bytes / self.coded_block_bytes.max(1)
+    }
+}
+
 /// Counters only grow; gauges are of this moment.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct EngineStats {

@@ -7,6 +7,7 @@ mod benchmark_tables;
 mod calibration;
 mod clients;
 mod commands;
+mod deploy;
 mod docs;
 mod evaluation;
 #[cfg(unix)]

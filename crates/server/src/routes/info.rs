@@ -107,10 +107,9 @@ pub async fn state(State(app): State<Shared>) -> Json<Value> {
     Json(body)
 }
 
-/// Tokens that would fit if all were quantized. BF16 windows make it less, so routers take it as an
-/// upper bound.
+/// Tokens that would fit if all were quantized.
 fn capacity(info: &EngineInfo) -> usize {
-    (info.kv_budget_bytes / info.coded_block_bytes.max(1)) * info.page_tokens
+    info.most_pages() * info.page_tokens
 }
 
 fn held_tokens(info: &EngineInfo, stats: &EngineStats) -> usize {

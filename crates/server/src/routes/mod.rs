@@ -12,6 +12,7 @@ mod messages;
 mod models;
 mod openapi;
 pub mod pages;
+mod render;
 mod responses;
 mod sampling;
 mod stream;
@@ -76,6 +77,10 @@ const ROUTES: &[Route] = &[
         "Answer a conversation", chat_completions::types::ChatBody),
     route!(post "/v1/completions", completions::create, Users,
         "Continue text or tokens", completions::types::CompletionBody),
+    route!(post "/v1/chat/completions/render", render::chat, Users,
+        "The tokens of a conversation, without an answer", chat_completions::types::ChatBody),
+    route!(post "/v1/completions/render", render::completion, Users,
+        "The tokens of each prompt, without an answer", completions::types::CompletionBody),
     route!(post "/v1/messages", messages::create, Users,
         "Answer a conversation, as Anthropic has it", messages::convert::MessagesBody),
     route!(post "/v1/messages/count_tokens", messages::count_tokens, Users,

@@ -22,6 +22,7 @@ pub struct Script {
     pub context: usize,
     /// Fails after that many tokens.
     pub fail_after: Option<usize>,
+    pub model: String,
 }
 
 impl Default for Script {
@@ -31,6 +32,7 @@ impl Default for Script {
             pace: None,
             context: 512,
             fail_after: None,
+            model: "fake-15m".into(),
         }
     }
 }
@@ -71,7 +73,7 @@ impl FakeEngine {
     pub fn new(script: Script, tokenizer: &Tokenizer) -> Self {
         let replies = script.replies.iter().map(|reply| tokenizer.encode(reply, false).unwrap()).collect();
         let info = EngineInfo {
-            model: "fake-15m".into(),
+            model: script.model.clone(),
             kv_format: "oscar2".into(),
             kv_bits: 2.25,
             device: "cpu".into(),

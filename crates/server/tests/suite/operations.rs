@@ -106,7 +106,6 @@ async fn metrics_have_the_names_and_edges_people_know() {
     client.chat(&json!({"messages": []})).await.error(400);
     client.get("/made/up/path").await.error(404);
     let answer = client.get("/metrics").await;
-    assert!(answer.headers["content-type"].to_str().unwrap().starts_with("application/openmetrics-text"));
     let text = answer.text();
     for line in [
         "oscar_time_to_first_token_seconds_bucket{le=\"0.001\"}",
@@ -141,7 +140,6 @@ async fn metrics_have_the_names_and_edges_people_know() {
     ] {
         assert!(text.contains(line), "{line} is not in\n{text}");
     }
-    assert!(text.ends_with("# EOF\n"));
 }
 
 #[tokio::test]

@@ -1,6 +1,6 @@
 //! `POST /v1/completions`.
 
-mod prepare;
+pub mod prepare;
 pub mod types;
 mod validate;
 

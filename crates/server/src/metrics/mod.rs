@@ -1,22 +1,28 @@
 //! Numbers for Prometheus: latencies with vLLM's bucket edges, request counts, and the engine's own
-//! counters.
+//! counters, under our names and under vLLM's.
 //!
 //! Invariant: histograms are filled here as events pass by; what the engine counts is read from its
-//! snapshot at each scrape and never counted twice.
+//! snapshot at each scrape and never counted twice. Only counters, gauges and histograms are
+//! registered: parsers of the classic text know no other type.
+
+mod classic;
+mod vllm;
 
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use oscar_engine::{EngineApi, EngineStats};
+use oscar_engine::{EngineApi, EngineInfo, EngineStats};
 use prometheus_client::collector::Collector;
+use prometheus_client::encoding::text::{encode_eof, encode_registry};
 use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric};
 use prometheus_client::metrics::counter::{ConstCounter, Counter};
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::{ConstGauge, Gauge};
 use prometheus_client::metrics::histogram::Histogram;
-use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::Registry;
+
+pub use classic::{MEDIA_TYPE, OPENMETRICS_MEDIA_TYPE, wants_openmetrics};
 
 use crate::generate::Totals;
 use crate::{logging, panics, refused};
@@ -48,7 +54,9 @@ struct ReasonLabels {
 /// The registry and the metrics that are fed from outside of it.
 #[derive(Debug)]
 pub struct Metrics {
-    registry: Registry,
+    /// Our names, and vLLM's.
+    registries: Vec<Registry>,
+    vllm_finished: vllm::Finished,
     http: Family<RouteLabels, Counter>,
     connections: Gauge,
     connections_refused: Counter,
@@ -68,13 +76,15 @@ impl Metrics {
         let mut registry = Registry::with_prefix("oscar");
         let info = engine.info();
         let tokens = token_edges(info.context);
-        let build = Info::new(vec![
+        let build: Family<[(&str, String); 4], Gauge> = Family::default();
+        let labels = [
             ("version", env!("CARGO_PKG_VERSION").to_owned()),
             ("model", info.model.clone()),
             ("kv_format", info.kv_format.clone()),
             ("device", info.device.clone()),
-        ]);
-        registry.register("build", "What is running", build);
+        ];
+        build.get_or_create(&labels).set(1);
+        registry.register("build_info", "What is running", build);
         let metrics = Self {
             http: Family::default(),
             connections: Gauge::default(),
@@ -88,7 +98,8 @@ impl Metrics {
             request: Histogram::new(REQUEST_SECONDS),
             prompt_tokens: Histogram::new(tokens.clone()),
             generation_tokens: Histogram::new(tokens),
-            registry: Registry::default(),
+            registries: Vec::new(),
+            vllm_finished: vllm::Finished::new(),
         };
         registry.register("http_requests", "Responses by route and status", metrics.http.clone());
         registry.register("connections", "Open connections", metrics.connections.clone());
@@ -112,8 +123,9 @@ impl Metrics {
         histogram("e2e_request_latency_seconds", "From submission to the end", &metrics.request);
         histogram("request_prompt_tokens", "Prompt tokens of a request", &metrics.prompt_tokens);
         histogram("request_generation_tokens", "Generated tokens of a request", &metrics.generation_tokens);
-        registry.register_collector(Box::new(EngineCollector(engine)));
-        Self { registry, ..metrics }
+        registry.register_collector(Box::new(EngineCollector(engine.clone())));
+        let aliases = vllm::registry(&metrics, engine);
+        Self { registries: vec![registry, aliases], ..metrics }
     }
 
     pub fn http(&self, method: &str, route: &str, status: u16) {
@@ -133,6 +145,7 @@ impl Metrics {
 
     pub fn finished(&self, finished_reason: &'static str) {
         self.finished.get_or_create(&ReasonLabels { finished_reason }).inc();
+        self.vllm_finished.count(finished_reason);
     }
 
     /// Counts the tool calls of an answer, and those that were not well formed.
@@ -161,11 +174,28 @@ impl Metrics {
     }
 
     /// The OpenMetrics text.
-    pub fn encode(&self) -> Result<String, fmt::Error> {
+    pub fn openmetrics(&self) -> Result<String, fmt::Error> {
         let mut text = String::new();
-        prometheus_client::encoding::text::encode(&mut text, &self.registry)?;
+        for registry in &self.registries {
+            encode_registry(&mut text, registry)?;
+        }
+        encode_eof(&mut text)?;
         Ok(text)
     }
+
+    /// The classic Prometheus text.
+    pub fn classic(&self) -> Result<String, fmt::Error> {
+        self.openmetrics().map(|text| classic::text(&text))
+    }
+}
+
+/// Used share of the KV budget.
+fn usage(stats: &EngineStats, info: &EngineInfo) -> f64 {
+    share(stats.cache_bytes, info.kv_budget_bytes)
+}
+
+fn share(part: usize, whole: usize) -> f64 {
+    if whole == 0 { 0.0 } else { part as f64 / whole as f64 }
 }
 
 /// 1, 2, 5, 10, ... up to the context.
@@ -227,16 +257,11 @@ impl Collector for EngineCollector {
         let help = "Seconds spent inside engine steps";
         busy.encode(encoder.encode_descriptor("engine_busy_seconds", help, None, busy.metric_type())?)?;
 
-        let share = |part: usize, whole: usize| if whole == 0 { 0.0 } else { part as f64 / whole as f64 };
         let hits = stats.cached_tokens as f64 / (stats.prompt_tokens.max(1)) as f64;
         let gauges: [(&str, &str, f64); 10] = [
             ("num_requests_running", "Requests in the batch", stats.running as f64),
             ("num_requests_waiting", "Requests in the queue", stats.waiting as f64),
-            (
-                "kv_cache_usage_perc",
-                "Used share of the KV budget",
-                share(stats.cache_bytes, info.kv_budget_bytes),
-            ),
+            ("kv_cache_usage_perc", "Used share of the KV budget", usage(&stats, info)),
             ("kv_cache_bytes", "Bytes of KV cache in use", stats.cache_bytes as f64),
             ("kv_cache_bf16_bytes", "What the same tokens would take in BF16", stats.bf16_bytes as f64),
             ("kv_cache_budget_bytes", "Bytes the KV cache may use", info.kv_budget_bytes as f64),
