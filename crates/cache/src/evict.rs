@@ -56,10 +56,12 @@ impl RadixCache {
 
     /// Evicts every page that no sequence holds and no held page follows.
     pub fn flush(&mut self) -> Reclaimed {
-        let mut done = Reclaimed::default();
-        self.evict(usize::MAX, &mut done);
-        self.demote_tails(usize::MAX, &mut done);
-        done
+        self.note_flush(|tree| {
+            let mut done = Reclaimed::default();
+            tree.evict(usize::MAX, &mut done);
+            tree.demote_tails(usize::MAX, &mut done);
+            done
+        })
     }
 
     /// Bytes that [`RadixCache::reclaim`] could give back now. Visits every node.

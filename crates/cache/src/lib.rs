@@ -10,6 +10,7 @@
 //! **Invariant:** no tensors, no bytes of pages, no clock: only ids and counts. A request that
 //! cannot be met changes nothing.
 
+mod events;
 mod evict;
 mod pool;
 mod prefix;
@@ -21,6 +22,7 @@ mod salt;
 mod sequence;
 mod tails;
 
+pub use events::{CacheEvent, PageHash};
 pub use evict::Reclaimed;
 pub use prefix::{PrefixPages, resume_point};
 pub use radix::{CachedPages, RadixCache};

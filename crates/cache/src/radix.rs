@@ -13,6 +13,7 @@
 //! adds them. Rows computed after a demoted tail live in nodes marked approximate and never mix
 //! with exact ones. A page that anyone else holds is never given back.
 
+use crate::events::{CacheEvent, PageHash};
 use crate::prefix::{BlockNeed, BlockPages, PrefixPages, resume_point};
 use crate::salt::{CacheSalt, PrefixKey};
 use crate::sequence::SequencePages;
@@ -43,6 +44,8 @@ pub(crate) struct Node {
     pub approximate: bool,
     /// When it was last found or inserted, in operations of the tree.
     pub last_used: u64,
+    /// The page's name in events; absent if it is not in them.
+    pub hash: Option<PageHash>,
 }
 
 /// Pages in the tree, and those of them that nobody else holds.
@@ -67,6 +70,8 @@ pub struct RadixCache {
     count: usize,
     /// Demotion of idle tails, if enabled.
     pub(crate) tails: Option<Tails>,
+    /// Changes that nobody has taken yet, if they are recorded.
+    pub(crate) events: Option<Vec<CacheEvent>>,
 }
 
 impl RadixCache {
@@ -81,8 +86,17 @@ impl RadixCache {
             demoted: false,
             approximate: false,
             last_used: 0,
+            hash: None,
         };
-        Self { layout, nodes: vec![Some(root)], free: Vec::new(), operations: 0, count: 0, tails: None }
+        Self {
+            layout,
+            nodes: vec![Some(root)],
+            free: Vec::new(),
+            operations: 0,
+            count: 0,
+            tails: None,
+            events: None,
+        }
     }
 
     /// Tokens stored in the tree.
@@ -243,7 +257,9 @@ impl RadixCache {
 
     fn add(&mut self, parent: NodeId, page: &[u32], block: usize) -> NodeId {
         self.count += 1;
-        self.attach(parent, Arc::from(page), block)
+        let id = self.attach(parent, Arc::from(page), block);
+        self.note_stored(id);
+        id
     }
 
     /// Makes a node, of a page or of a salt, below `parent`.
@@ -258,6 +274,7 @@ impl RadixCache {
             demoted: false,
             approximate: false,
             last_used: 0,
+            hash: None,
         };
         let id = match self.free.pop() {
             Some(id) => {
@@ -280,6 +297,7 @@ impl RadixCache {
         self.node_mut(node.parent).children.remove(&node.tokens);
         self.free.push(id);
         self.count -= usize::from(node.tokens.len() == PAGE_TOKENS);
+        self.note_removed(&node);
         node
     }
 

@@ -2,10 +2,11 @@
 //! and squeezed, and every position that a query reads must hold the row of exactly its tokens.
 
 use crate::prefix::resume_point;
-use crate::{CacheSalt, PagePool, PrefixKey, RadixCache, SequencePages};
+use crate::{CacheEvent, CacheSalt, PageHash, PagePool, PrefixKey, RadixCache, SequencePages};
 use oscar_codec::{CacheLayout, CodeLayout, KvFormat, PAGE_TOKENS, Windows};
 use proptest::prelude::*;
 use std::collections::{BTreeSet, HashMap};
+use std::sync::Arc;
 
 /// The contents of the pages: for each position, a digest of the tokens up to it.
 #[derive(Default)]
@@ -22,6 +23,8 @@ struct World {
     live: Vec<Live>,
     born: u64,
     approximate_hits: usize,
+    /// The pages that the recorded events tell of: parent and tokens by name.
+    heard: HashMap<PageHash, (Option<PageHash>, Arc<[u32]>)>,
 }
 
 struct Live {
@@ -62,11 +65,21 @@ impl World {
     fn new(format: KvFormat, windows: Windows, blocks: usize, demotes: bool) -> Self {
         let layout = CacheLayout::new(format, 2, 2, 64, windows, CodeLayout::CpuTile).unwrap();
         let pool = PagePool::new(&layout, blocks * layout.full_block_bytes());
-        let tree = match demotes {
+        let mut tree = match demotes {
             true => RadixCache::with_demotion(layout.clone(), &pool),
             false => RadixCache::new(layout.clone()),
         };
-        Self { layout, pool, tree, memory: Memory::default(), live: Vec::new(), born: 0, approximate_hits: 0 }
+        tree.record_events();
+        Self {
+            layout,
+            pool,
+            tree,
+            memory: Memory::default(),
+            live: Vec::new(),
+            born: 0,
+            approximate_hits: 0,
+            heard: HashMap::new(),
+        }
     }
 
     fn begin(&mut self, tokens: Vec<u32>) -> usize {
@@ -164,6 +177,29 @@ impl World {
         for j in 0..t {
             assert_eq!(self.read(&live.pages, t, j), live.rows[j], "query {t} reads {j}");
         }
+    }
+
+    /// Whoever follows the events knows the unsalted pages of the tree.
+    fn check_events(&mut self) {
+        for event in self.tree.take_events() {
+            match event {
+                CacheEvent::Stored { parent, hash, tokens } => {
+                    assert!(parent.is_none_or(|parent| self.heard.contains_key(&parent)), "parents first");
+                    assert_eq!(hash, PageHash::of(parent.as_ref(), &tokens));
+                    assert!(self.heard.insert(hash, (parent, tokens)).is_none(), "stored once");
+                }
+                CacheEvent::Removed { hash } => {
+                    assert!(self.heard.remove(&hash).is_some(), "only what was stored is removed");
+                    assert!(self.heard.values().all(|(parent, _)| *parent != Some(hash)), "leaves first");
+                }
+                CacheEvent::Cleared => self.heard.clear(),
+            }
+        }
+        let nodes = self.tree.nodes.iter().flatten();
+        let held: HashMap<_, _> = nodes
+            .filter_map(|node| Some((node.hash?, (self.tree.node(node.parent).hash, node.tokens.clone()))))
+            .collect();
+        assert_eq!(self.heard, held);
     }
 
     /// Every page in use is held by the tree or a sequence, and by nobody else.
@@ -264,6 +300,8 @@ proptest! {
                 _ => {}
             }
             world.check_accounts();
+            world.check_events();
+            prop_assert_eq!(world.heard.len() * PAGE_TOKENS, world.tree.tokens());
         }
         prop_assert!(demotes || world.approximate_hits == 0);
         world.live.clear();
@@ -395,6 +433,8 @@ fn salts_divide_the_tree_and_leave_nothing_behind() {
     world.live.clear();
     stored(&mut world, tokens.clone());
     assert_eq!(world.tree.tokens(), 3 * 960);
+    world.check_events();
+    assert_eq!(world.heard.len(), 15, "events tell of the unsalted prefix alone");
     for (salt, found) in salts.iter().zip([960, 960, 960, 0]) {
         assert_eq!(world.tree.find(PrefixKey::new(*salt, &tokens)).len(), found, "{salt:?}");
     }

@@ -9,6 +9,7 @@ use crate::request::{
 use crate::scheduler::SchedulerOptions;
 use crate::worker::{Command, Worker};
 use oscar_backend::Backend;
+use oscar_cache::CacheEvent;
 use oscar_codec::{CacheLayout, PAGE_TOKENS};
 use oscar_runner::Runner;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -36,6 +37,14 @@ pub struct EngineOptions {
     /// A step that takes longer than this, and than ten times the longest step so far, counts as
     /// stuck. No step ever does if absent.
     pub stuck_after: Option<Duration>,
+    /// Hears of every page that the prefix cache stores or gives up.
+    pub cache_events: Option<Arc<dyn CacheEventSink>>,
+}
+
+/// Takes the changes of the prefix cache, on the engine thread after each step.
+pub trait CacheEventSink: Send + Sync + std::fmt::Debug {
+    /// Must not wait: the engine does. Never called with an empty list.
+    fn send(&self, events: Vec<CacheEvent>);
 }
 
 impl EngineOptions {
@@ -47,6 +56,7 @@ impl EngineOptions {
             prefix_cache: true,
             demote_idle_tails: false,
             stuck_after: None,
+            cache_events: None,
         }
     }
 }

@@ -28,8 +28,8 @@ mod statistics;
 mod worker;
 
 pub use constraint::{Constraint, ConstraintState, SharedConstraint};
-pub use engine::{Engine, EngineHandle, EngineOptions};
-pub use oscar_cache::CacheSalt;
+pub use engine::{CacheEventSink, Engine, EngineHandle, EngineOptions};
+pub use oscar_cache::{CacheEvent, CacheSalt, PageHash};
 
 pub use request::{
     EngineApi, EngineInfo, EngineStats, Event, EventSink, FinishReason, GenerationParams, Health, Request,

@@ -7,7 +7,7 @@
 
 use crate::constraint::prepare_during;
 use crate::cost::CostModel;
-use crate::engine::EngineOptions;
+use crate::engine::{CacheEventSink, EngineOptions};
 use crate::ledger::PageLedger;
 use crate::live::{Live, LiveRequests, Scores, Stage, StepParts, Submission, deliver};
 use crate::request::{EngineStats, Event, FinishReason, RequestError, RequestId, Usage};
@@ -19,6 +19,7 @@ use oscar_codec::PAGE_TOKENS;
 use oscar_runner::{Logits, Runner, StepError, StepOutput, StepRequest};
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::time::Instant;
 
 /// Largest number of tokens in a step of a prompt whose logits are all wanted: a row of logits is
@@ -29,6 +30,7 @@ const LOGPROBS_CHUNK: usize = 64;
 pub struct Serving<B: Backend> {
     runner: Runner<B>,
     cache: Option<RadixCache>,
+    cache_events: Option<Arc<dyn CacheEventSink>>,
     scheduler: Scheduler,
     /// Learned from every step. A failed step counts too; it fades.
     cost: CostModel,
@@ -43,10 +45,13 @@ impl<B: Backend> Serving<B> {
     pub fn new(runner: Runner<B>, options: &EngineOptions) -> Self {
         let layout = runner.layout().clone();
         let demotes = options.demote_idle_tails && runner.backend().reads_demoted_tails(&layout);
-        let cache = options.prefix_cache.then(|| match demotes {
+        let mut cache = options.prefix_cache.then(|| match demotes {
             true => RadixCache::with_demotion(layout, runner.pool()),
             false => RadixCache::new(layout),
         });
+        if let Some(cache) = cache.as_mut().filter(|_| options.cache_events.is_some()) {
+            cache.record_events();
+        }
         let scheduler = Scheduler::new(SchedulerOptions {
             prefill_chunk: options.scheduler.prefill_chunk.min(runner.prefill_chunk()),
             wave: runner.backend().prefill_wave(&runner.config().heads()),
@@ -55,6 +60,7 @@ impl<B: Backend> Serving<B> {
         Self {
             runner,
             cache,
+            cache_events: options.cache_events.clone(),
             scheduler,
             cost: CostModel::default(),
             live: LiveRequests::default(),
@@ -115,8 +121,18 @@ impl<B: Backend> Serving<B> {
         }
     }
 
+    /// Tells what changed in the prefix cache since the last call.
+    fn publish_cache_events(&mut self) {
+        let (Some(sink), Some(cache)) = (&self.cache_events, &mut self.cache) else { return };
+        let events = cache.take_events();
+        if !events.is_empty() {
+            sink.send(events);
+        }
+    }
+
     /// Hands out the events. Requests that nobody listens to are cancelled.
     pub fn deliver(&mut self) {
+        self.publish_cache_events();
         for id in self.live.deliver() {
             self.cancel(id);
             self.live.remove(id);
