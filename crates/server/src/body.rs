@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::body::{Body, Bytes};
+use axum::body::{Body, Bytes, HttpBody};
 use axum::extract::{FromRequest, Request};
 use axum::http::{HeaderMap, HeaderValue, header};
 use axum::response::{IntoResponse, Response};
@@ -18,6 +18,7 @@ use tokio::time::{Instant, timeout_at};
 
 use crate::app::{App, Shared};
 use crate::error::ApiError;
+use crate::json::{Bounded, Budget};
 use crate::refused;
 use crate::schema::Field;
 
@@ -61,7 +62,9 @@ fn stated_length(headers: &HeaderMap) -> Option<u64> {
 
 async fn read(app: &App, mut body: Body, limit: usize, patience: Duration) -> Result<RawBody, ApiError> {
     let begun = Instant::now();
-    let mut bytes: Vec<u8> = Vec::new();
+    // A stated length is within the limit. Memory that no byte has reached costs nothing.
+    let stated = usize::try_from(body.size_hint().lower()).unwrap_or(limit);
+    let mut bytes: Vec<u8> = Vec::with_capacity(stated.min(limit));
     let mut reservation = None;
     loop {
         let earned = GRACE + Duration::from_secs((bytes.len() / RATE) as u64);
@@ -99,15 +102,25 @@ fn reserve(app: &App, held: &mut Option<OwnedSemaphorePermit>, length: usize) ->
 }
 
 /// The JSON object in the body, reduced to the fields that `tables` describe: others are skipped,
-/// not stored.
-pub fn parse_object(bytes: &[u8], tables: &[&[Field]]) -> Result<Map<String, Value>, ApiError> {
+/// not stored. Their values may take `memory` bytes.
+pub fn parse_object(
+    bytes: &[u8],
+    tables: &[&[Field]],
+    memory: usize,
+) -> Result<Map<String, Value>, ApiError> {
     let mut reader = serde_json::Deserializer::from_slice(bytes);
-    let parsed =
-        KnownFields(tables).deserialize(&mut reader).and_then(|object| reader.end().map(|()| object));
-    let mut object = parsed.map_err(|error| ApiError::Invalid {
-        message: format!("the body is not valid JSON: {error}"),
-        param: None,
-        code: Some("invalid_json"),
+    let budget = Budget::new(memory);
+    let fields = KnownFields { tables, budget: &budget };
+    let parsed = fields.deserialize(&mut reader).and_then(|object| reader.end().map(|()| object));
+    let mut object = parsed.map_err(|error| match budget.is_spent() {
+        true => ApiError::invalid(format!(
+            "the values of the body take more than {memory} bytes of memory, the server's limit: send less"
+        )),
+        false => ApiError::Invalid {
+            message: format!("the body is not valid JSON: {error}"),
+            param: None,
+            code: Some("invalid_json"),
+        },
     })?;
     if generates(tables) {
         refused::check(&mut object)?;
@@ -121,7 +134,10 @@ pub fn generates(tables: &[&[Field]]) -> bool {
 }
 
 /// Reads an object and keeps the fields that are described and not ignored.
-struct KnownFields<'a>(&'a [&'a [Field]]);
+struct KnownFields<'a> {
+    tables: &'a [&'a [Field]],
+    budget: &'a Budget,
+}
 
 impl<'de> DeserializeSeed<'de> for KnownFields<'_> {
     type Value = Map<String, Value>;
@@ -141,12 +157,12 @@ impl<'de> Visitor<'de> for KnownFields<'_> {
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
         let mut fields = Map::new();
         while let Some(name) = map.next_key::<String>()? {
-            match self.0.iter().copied().flatten().find(|field| field.name == name) {
+            match self.tables.iter().copied().flatten().find(|field| field.name == name) {
                 Some(field) if !field.is_ignored() => {
-                    fields.insert(name, map.next_value()?);
+                    fields.insert(name, map.next_value_seed(Bounded(self.budget))?);
                 }
-                None if refused::is_refused(&name) && generates(self.0) => {
-                    fields.insert(name, map.next_value()?);
+                None if refused::is_refused(&name) && generates(self.tables) => {
+                    fields.insert(name, map.next_value_seed(Bounded(self.budget))?);
                 }
                 found => {
                     if found.is_none() {
@@ -230,18 +246,25 @@ mod tests {
     #[test]
     fn what_is_no_object_is_refused() {
         for bytes in [&b""[..], b"[]", b"{", b"\xff\xfe", b"{\"a\":1e999}", b"nul", b"{} x", b"\"a\""] {
-            assert_eq!(parse_object(bytes, &[TABLE]).unwrap_err().status().as_u16(), 400, "{bytes:?}");
+            assert_eq!(
+                parse_object(bytes, &[TABLE], 1 << 20).unwrap_err().status().as_u16(),
+                400,
+                "{bytes:?}"
+            );
         }
         let deep = "[".repeat(100_000);
-        assert!(parse_object(deep.as_bytes(), &[TABLE]).is_err());
-        assert!(parse_object(format!("{{\"b\": {deep}").as_bytes(), &[TABLE]).is_err());
-        assert!(parse_object(b"{\"a\": null}", &[TABLE]).unwrap().contains_key("a"));
+        assert!(parse_object(deep.as_bytes(), &[TABLE], 1 << 20).is_err());
+        assert!(parse_object(format!("{{\"b\": {deep}").as_bytes(), &[TABLE], 1 << 20).is_err());
+        assert!(parse_object(b"{\"a\": null}", &[TABLE], 1 << 20).unwrap().contains_key("a"));
     }
 
     #[test]
     fn only_described_fields_are_kept() {
         let body = br#"{"a": 1, "b": [{"c": 2}], "user": {"x": 1}, "a": 2}"#;
-        assert_eq!(Value::Object(parse_object(body, &[TABLE]).unwrap()), serde_json::json!({"a": 2}));
+        assert_eq!(
+            Value::Object(parse_object(body, &[TABLE], 1 << 20).unwrap()),
+            serde_json::json!({"a": 2})
+        );
     }
 
     #[tokio::test]

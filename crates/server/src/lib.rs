@@ -19,6 +19,7 @@ mod error;
 mod generate;
 mod ids;
 mod in_process;
+mod json;
 mod keys;
 mod limits;
 mod logging;

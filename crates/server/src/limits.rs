@@ -7,6 +7,7 @@ use serde_json::{Map, Value};
 use crate::ServerConfig;
 use crate::app::App;
 use crate::error::ApiError;
+use crate::json;
 
 /// Most log-probabilities one answer may hold: tokens times choices times alternatives.
 const MOST_LOGPROBS: usize = 1 << 20;
@@ -20,6 +21,9 @@ const MOST_TEMPLATE_BYTES: usize = 64 << 10;
 /// Bytes of JSON that one byte of text takes at most, as `\u00XX`.
 const JSON_BYTES: usize = 6;
 
+/// Memory that the values of a body may always take.
+const LEAST_VALUES: usize = 32 << 20;
+
 /// Sizes that follow from the model.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
@@ -27,6 +31,8 @@ pub struct Limits {
     pub body_bytes: usize,
     /// Bytes of all large bodies together.
     pub bodies_in_flight: usize,
+    /// Memory that the values of one body may take.
+    pub value_bytes: usize,
     /// Longest text that could fit the context.
     pub prompt_bytes: usize,
 }
@@ -36,26 +42,46 @@ impl Limits {
         let prompt_bytes = context.saturating_mul(tokenizer.most_bytes_per_token());
         let derived = prompt_bytes.saturating_mul(JSON_BYTES).saturating_add(1 << 20).min(32 << 20);
         let body_bytes = config.max_body_bytes.unwrap_or(derived);
-        Self { body_bytes, bodies_in_flight: body_bytes.saturating_mul(4).max(64 << 20), prompt_bytes }
+        // A body of text alone always fits, and two contexts of token ids.
+        let ids = context.saturating_mul(2 * json::VALUE);
+        Self {
+            body_bytes,
+            bodies_in_flight: body_bytes.saturating_mul(4).max(64 << 20),
+            value_bytes: ids.max(body_bytes.saturating_add(1 << 20)).max(LEAST_VALUES),
+            prompt_bytes,
+        }
     }
 }
 
 /// Token ids of a text that may fit the context; refuses longer ones before the work is done.
 pub fn encode(app: &App, param: &str, text: &str, add_special: bool) -> Result<Vec<u32>, ApiError> {
+    check_length(app, param, text)?;
     let context = app.engine.info().context;
-    let too_long = |reason: String| ApiError::Invalid {
+    app.text.tokenizer.encode_at_most(text, add_special, context).map_err(|error| match error {
+        TextError::TooManyTokens { .. } => too_long(app, param, &error.to_string()),
+        _ => ApiError::text(param, &error),
+    })
+}
+
+/// Refuses a text that has more bytes than the tokens of the context can hold.
+pub fn check_length(app: &App, param: &str, text: &str) -> Result<(), ApiError> {
+    let (bytes, most) = (text.len(), app.limits.prompt_bytes);
+    match bytes > most {
+        true => {
+            let reason = format!("{bytes} bytes are more than {most}, which no fewer tokens can hold");
+            Err(too_long(app, param, &reason))
+        }
+        false => Ok(()),
+    }
+}
+
+fn too_long(app: &App, param: &str, reason: &str) -> ApiError {
+    let context = app.engine.info().context;
+    ApiError::Invalid {
         message: format!("{param}: {reason}, but the context is {context} tokens: shorten it"),
         param: Some(param.to_owned()),
         code: Some("context_length_exceeded"),
-    };
-    let (bytes, most) = (text.len(), app.limits.prompt_bytes);
-    if bytes > most {
-        return Err(too_long(format!("{bytes} bytes are more than {most}, which no fewer tokens can hold")));
     }
-    app.text.tokenizer.encode_at_most(text, add_special, context).map_err(|error| match error {
-        TextError::TooManyTokens { .. } => too_long(error.to_string()),
-        _ => ApiError::text(param, &error),
-    })
 }
 
 /// Refuses more prompts than sequences are allowed, before any is looked at.

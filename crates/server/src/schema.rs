@@ -120,8 +120,9 @@ pub trait Fields: Sized {
 pub trait RequestBody: Sized {
     const TABLES: &'static [&'static [Field]];
 
-    fn parse(bytes: &[u8]) -> Result<Self, ApiError> {
-        Self::from_object(parse_object(bytes, Self::TABLES)?)
+    /// Reads a body whose values may take `memory` bytes.
+    fn parse(bytes: &[u8], memory: usize) -> Result<Self, ApiError> {
+        Self::from_object(parse_object(bytes, Self::TABLES, memory)?)
     }
 
     /// Reads the fields of an object; others are ignored.
@@ -378,7 +379,8 @@ mod tests {
 
     #[test]
     fn errors_name_the_field() {
-        let check = |body: Value| <(Sample,)>::parse(body.to_string().as_bytes()).map(|(sample,)| sample);
+        let check =
+            |body: Value| <(Sample,)>::parse(body.to_string().as_bytes(), 1 << 20).map(|(sample,)| sample);
         let sample = check(json!({"words": "x", "count": null, "unknown": []})).unwrap();
         assert_eq!((sample.count, sample.words), (None, vec!["x".to_owned()]));
         let sample = check(json!({"words": ["x", "y"], "count": 3, "note": 5})).unwrap();

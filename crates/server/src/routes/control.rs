@@ -40,7 +40,8 @@ pub async fn abort_request(
     Extension(caller): Extension<Caller>,
     body: RawBody,
 ) -> Result<Json<Value>, ApiError> {
-    let (AbortFields { rid, request_id, abort_all },) = AbortBody::parse(body.bytes())?;
+    let (AbortFields { rid, request_id, abort_all },) =
+        AbortBody::parse(body.bytes(), app.limits.value_bytes)?;
     let (all, name) = (abort_all.unwrap_or(false), rid.or(request_id));
     let ids = match (all, name) {
         (true, _) if !caller.is_operator() => {

@@ -114,7 +114,7 @@ pub async fn create(
 }
 
 fn prepare(app: &App, name: &str, caller: Caller, body: &[u8]) -> Result<(Prepared, Encoding), ApiError> {
-    let (fields,) = EmbeddingsBody::parse(body)?;
+    let (fields,) = EmbeddingsBody::parse(body, app.limits.value_bytes)?;
     let model = app.served_model(fields.model.as_deref())?;
     let encoding = match fields.encoding_format.as_deref() {
         None | Some("float") => Encoding::Float,

@@ -96,8 +96,13 @@ pub async fn chat(
 ) -> Result<Response, ApiError> {
     let (worker, size) = (app.clone(), body.bytes().len());
     let answer = off_thread(&app, body, move |body| {
-        let prepared =
-            chat_completions::prepare::prepare(&worker, &name, caller, ChatBody::parse(body)?, false)?;
+        let prepared = chat_completions::prepare::prepare(
+            &worker,
+            &name,
+            caller,
+            ChatBody::parse(body, worker.limits.value_bytes)?,
+            false,
+        )?;
         Ok(rendered(&prepared).pop())
     });
     json_answer(&app, size, answer.await?).await

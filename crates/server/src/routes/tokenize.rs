@@ -81,7 +81,7 @@ struct Piece {
 }
 
 fn tokenized(app: &App, body: &[u8]) -> Result<Tokenized, ApiError> {
-    let (fields, template) = TokenizeBody::parse(body)?;
+    let (fields, template) = TokenizeBody::parse(body, app.limits.value_bytes)?;
     app.served_model(fields.model.as_deref())?;
     let framed = fields.add_special_tokens.or(fields.add_special);
     let (param, source, add_special) = match (fields.prompt, fields.content, fields.messages) {
@@ -116,7 +116,8 @@ pub async fn detokenize(State(app): State<Shared>, body: RawBody) -> Result<Json
 }
 
 fn detokenized(app: &App, body: &[u8]) -> Result<Value, ApiError> {
-    let (DetokenizeFields { model, tokens: ids, skip_special_tokens },) = DetokenizeBody::parse(body)?;
+    let (DetokenizeFields { model, tokens: ids, skip_special_tokens },) =
+        DetokenizeBody::parse(body, app.limits.value_bytes)?;
     app.served_model(model.as_deref())?;
     check_tokens("tokens", &ids, app.engine.info().vocab_size)?;
     if ids.len() > app.engine.info().context {

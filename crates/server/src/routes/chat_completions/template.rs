@@ -7,7 +7,7 @@ use super::validate;
 use crate::ToolCallParser;
 use crate::app::App;
 use crate::error::ApiError;
-use crate::limits::check_template_variables;
+use crate::limits::{check_length, check_template_variables};
 use crate::schema::{Kind, request_fields};
 use crate::tools::{ToolUse, for_template, with_tools_in_text};
 
@@ -55,6 +55,9 @@ pub fn conversation(
     if tools.may_call() && app.dialect.is_none() && app.config.tool_call_parser == ToolCallParser::Auto {
         let problem = "the chat template writes tool calls in a form that is not known here: start the server with --tool-call-parser";
         return Err(ApiError::param("tools", problem));
+    }
+    for text in messages.iter().filter_map(|message| message.get("content")?.as_str()) {
+        check_length(app, "messages", text)?;
     }
     let mut messages = validate::messages(messages)?;
     for_template(&mut messages, app.dialect);

@@ -25,7 +25,7 @@ pub struct Echo {
 }
 
 pub fn prepare(app: &App, name: &str, caller: Caller, body: &[u8]) -> Result<(Prepared, Echo), ApiError> {
-    let (fields, form, sampling) = CompletionBody::parse(body)?;
+    let (fields, form, sampling) = CompletionBody::parse(body, app.limits.value_bytes)?;
     validate::refuse_unsupported(&fields, sampling.choices())?;
     let model = app.served_model(sampling.model.as_deref())?;
     let echo = fields.echo == Some(true);

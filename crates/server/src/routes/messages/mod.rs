@@ -70,7 +70,7 @@ pub async fn create(
     let worker = app.clone();
     let id = format!("msg_{name}");
     let prepared = off_thread(&app, body, move |body| {
-        let (fields,) = MessagesBody::parse(body)?;
+        let (fields,) = MessagesBody::parse(body, worker.limits.value_bytes)?;
         let chat = ChatBody::from_object(fields.into_chat(false)?)?;
         prepare(&worker, &name, caller, chat, true)
     })
@@ -97,7 +97,7 @@ pub async fn create(
 pub async fn count_tokens(State(app): State<Shared>, body: RawBody) -> Result<Json<Value>, MessagesError> {
     let worker = app.clone();
     let count = off_thread(&app, body, move |body| {
-        let (fields,) = MessagesBody::parse(body)?;
+        let (fields,) = MessagesBody::parse(body, worker.limits.value_bytes)?;
         let (chat, template, _, sampling) = ChatBody::from_object(fields.into_chat(true)?)?;
         worker.served_model(sampling.model.as_deref())?;
         let prompt = conversation(&worker, &template, chat.messages)?.prompt;

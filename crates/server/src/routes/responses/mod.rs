@@ -31,7 +31,7 @@ pub async fn create(
     let worker = app.clone();
     let id = name.clone();
     let (prepared, settings) = off_thread(&app, body, move |body| {
-        let (fields,) = ResponsesBody::parse(body)?;
+        let (fields,) = ResponsesBody::parse(body, worker.limits.value_bytes)?;
         let chat = ChatBody::from_object(fields.to_chat()?)?;
         Ok((prepare(&worker, &name, caller, chat, true)?, settings(fields)))
     })
