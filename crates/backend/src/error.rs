@@ -13,4 +13,10 @@ pub enum BackendError {
     Shape { what: String, detail: String },
 }
 
+impl BackendError {
+    pub(crate) fn copies_no_blocks(device: String) -> Self {
+        Self::Unsupported { device, why: "its pages cannot be copied to or from a page store".into() }
+    }
+}
+
 pub type Result<T> = std::result::Result<T, BackendError>;

@@ -9,6 +9,7 @@
 //! that row and its own sequence alone: not on the other rows of the step, not on the number of
 //! threads.
 
+mod blocks;
 mod candidates;
 mod error;
 mod experts;
@@ -18,6 +19,7 @@ mod heads;
 mod matrix;
 mod sizing;
 
+pub use blocks::BlockId;
 pub use candidates::{Candidate, MOST_CANDIDATES, Pick, argmax, candidate_key, candidate_of, pick};
 pub use error::{BackendError, Result};
 pub use experts::{ExpertFormat, ExpertId, ExpertsShape, RouterRule, RouterScores, route};
@@ -107,6 +109,19 @@ pub trait Backend: Send + Sync + Sized {
     /// Quantizes the keys of every sequence's `demote` range and the values of its `demote_values`,
     /// in all layers, outside of any step.
     fn demote(&self, sequences: &[SequenceRows<'_>], pool: &mut Self::Pool) -> Result<()>;
+
+    /// Whether [`Backend::read_block`] and [`Backend::write_block`] work.
+    fn copies_blocks(&self) -> bool {
+        false
+    }
+    /// Appends the bytes of a block to `out`, in the device's own order, outside of any step.
+    fn read_block(&self, _pool: &Self::Pool, _block: BlockId, _out: &mut Vec<u8>) -> Result<()> {
+        Err(BackendError::copies_no_blocks(self.describe()))
+    }
+    /// Replaces the bytes of a block by those that [`Backend::read_block`] gave, outside of any step.
+    fn write_block(&self, _pool: &mut Self::Pool, _block: BlockId, _bytes: &[u8]) -> Result<()> {
+        Err(BackendError::copies_no_blocks(self.describe()))
+    }
 }
 
 /// One pass over the rows of some sequences.

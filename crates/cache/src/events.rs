@@ -14,8 +14,8 @@ use std::sync::Arc;
 /// Names a page by its tokens and all tokens before it: SHA-256 over the parent's digest, if there is
 /// one, and the page's tokens as little-endian words. SGLang's rule: DO NOT CHANGE, routers compute
 /// the same hashes and compare.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct PageHash([u8; 32]);
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct PageHash(pub(crate) [u8; 32]);
 
 impl PageHash {
     pub fn of(parent: Option<&Self>, tokens: &[u32]) -> Self {

@@ -108,7 +108,7 @@ impl RadixCache {
     /// Nodes whose full rows make a branch, the end of a prompt or the end of an answer resumable.
     fn windows_worth_keeping(&self) -> Vec<bool> {
         let mut keep = vec![false; self.nodes.len()];
-        let reach = self.layout.windows().recent().div_ceil(PAGE_TOKENS) + 2;
+        let reach = self.window_reach();
         for (id, node) in self.nodes.iter().enumerate() {
             if node.as_ref().is_some_and(|node| node.anchor || node.children.len() != 1) {
                 let mut at = id;

@@ -12,6 +12,10 @@
 
 mod events;
 mod evict;
+mod page_hash;
+mod persist;
+#[cfg(test)]
+mod persist_tests;
 mod pool;
 mod prefix;
 mod radix;
@@ -24,11 +28,12 @@ mod tails;
 
 pub use events::{CacheEvent, PageHash};
 pub use evict::Reclaimed;
+pub use persist::{BlockOffer, PageKind, RestorePlan, RestoredPage, StoredKinds, WantedPage};
 pub use prefix::{PrefixPages, resume_point};
 pub use radix::{CachedPages, RadixCache};
 pub use salt::{CacheSalt, PrefixKey};
 
-pub use pool::{CodedPage, FullPage, OutOfPages, PagePool, PoolUsage};
+pub use pool::{CodedPage, FullPage, OutOfPages, PagePool, PoolUsage, StoredFlag};
 pub use rows::SequenceRows;
 pub use sequence::{SequencePages, StepPages};
 pub use tails::TailDemotion;

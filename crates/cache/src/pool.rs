@@ -3,7 +3,7 @@
 use oscar_codec::{CacheLayout, CodedPageId, FullPageId, PAGE_TOKENS};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 /// The pool has no room; nothing was taken.
@@ -87,7 +87,8 @@ impl Shared {
     /// A block with the lowest free id.
     fn take(self: &Arc<Self>, state: &mut State, format: Format) -> Arc<Block> {
         let id = state[format as usize].take();
-        Arc::new(Block { id, format, coded: AtomicUsize::new(0), shared: self.clone() })
+        let stored = StoredFlag::default();
+        Arc::new(Block { id, format, coded: AtomicUsize::new(0), stored, shared: self.clone() })
     }
 }
 
@@ -104,7 +105,23 @@ struct Block {
     format: Format,
     /// See [`CodedPage::coded`].
     coded: AtomicUsize,
+    stored: StoredFlag,
     shared: Arc<Shared>,
+}
+
+/// Whether a page store has, or is about to have, a copy of a block. It holds no block: a write
+/// that fails later can still clear it.
+#[derive(Clone, Debug, Default)]
+pub struct StoredFlag(Arc<AtomicBool>);
+
+impl StoredFlag {
+    pub fn is_set(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    pub fn set(&self, stored: bool) {
+        self.0.store(stored, Ordering::Relaxed);
+    }
 }
 
 impl Drop for Block {
@@ -126,6 +143,10 @@ impl FullPage {
     pub fn is_shared(&self) -> bool {
         Arc::strong_count(&self.0) > 1
     }
+
+    pub fn stored(&self) -> &StoredFlag {
+        &self.0.stored
+    }
 }
 
 /// A hold on a quantized block; the block returns to its pool when the last hold is dropped.
@@ -143,6 +164,11 @@ impl CodedPage {
     /// Whether anyone else holds this block.
     pub fn is_shared(&self) -> bool {
         Arc::strong_count(&self.0) > 1
+    }
+
+    /// Whether a store has the complete block.
+    pub fn stored(&self) -> &StoredFlag {
+        &self.0.stored
     }
 
     /// Progress of quantization: the number of positions from the block's start whose keys are

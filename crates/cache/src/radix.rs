@@ -66,7 +66,7 @@ pub struct RadixCache {
     pub(crate) layout: CacheLayout,
     pub(crate) nodes: Vec<Option<Node>>,
     free: Vec<NodeId>,
-    operations: u64,
+    pub(crate) operations: u64,
     count: usize,
     /// Demotion of idle tails, if enabled.
     pub(crate) tails: Option<Tails>,
@@ -121,7 +121,7 @@ impl RadixCache {
     }
 
     /// Nodes of the stored prefix of `key`, whole pages.
-    fn path(&self, key: PrefixKey<'_>) -> Vec<NodeId> {
+    pub(crate) fn path(&self, key: PrefixKey<'_>) -> Vec<NodeId> {
         let mut path = Vec::new();
         let Some(mut node) = self.root_of(key.salt) else { return path };
         for page in key.tokens.chunks_exact(PAGE_TOKENS) {
@@ -162,7 +162,7 @@ impl RadixCache {
         path
     }
 
-    fn longest(&self, path: &[NodeId], demoted: bool) -> PrefixPages {
+    pub(crate) fn longest(&self, path: &[NodeId], demoted: bool) -> PrefixPages {
         // Needs of lower blocks do not shrink with the length, so every length is checked from
         // scratch. The blocks most likely to fail, those of the window, come first.
         for count in (1..=path.len()).rev() {
@@ -209,7 +209,7 @@ impl RadixCache {
         self.operations += 1;
         let mut parent = match salt.filter(|_| stored > 0) {
             None => ROOT,
-            Some(salt) => self.root_of(Some(salt)).unwrap_or_else(|| self.attach(ROOT, salt.edge(), 0)),
+            Some(salt) => self.root_or_new(salt),
         };
         for (block, page) in tokens.chunks_exact(PAGE_TOKENS).take(stored).enumerate() {
             let id = match self.node(parent).children.get(page) {
@@ -255,7 +255,12 @@ impl RadixCache {
         }
     }
 
-    fn add(&mut self, parent: NodeId, page: &[u32], block: usize) -> NodeId {
+    /// The node below which prefixes with this salt are stored, made if it is missing.
+    pub(crate) fn root_or_new(&mut self, salt: CacheSalt) -> NodeId {
+        self.root_of(Some(salt)).unwrap_or_else(|| self.attach(ROOT, salt.edge(), 0))
+    }
+
+    pub(crate) fn add(&mut self, parent: NodeId, page: &[u32], block: usize) -> NodeId {
         self.count += 1;
         let id = self.attach(parent, Arc::from(page), block);
         self.note_stored(id);

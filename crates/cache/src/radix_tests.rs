@@ -10,26 +10,26 @@ use std::sync::Arc;
 
 /// The contents of the pages: for each position, a digest of the tokens up to it.
 #[derive(Default)]
-struct Memory {
-    full: HashMap<u32, [u64; PAGE_TOKENS]>,
-    coded: HashMap<u32, [u64; PAGE_TOKENS]>,
+pub(crate) struct Memory {
+    pub full: HashMap<u32, [u64; PAGE_TOKENS]>,
+    pub coded: HashMap<u32, [u64; PAGE_TOKENS]>,
 }
 
-struct World {
-    layout: CacheLayout,
-    pool: PagePool,
-    tree: RadixCache,
-    memory: Memory,
-    live: Vec<Live>,
+pub(crate) struct World {
+    pub layout: CacheLayout,
+    pub pool: PagePool,
+    pub tree: RadixCache,
+    pub memory: Memory,
+    pub live: Vec<Live>,
     born: u64,
-    approximate_hits: usize,
+    pub approximate_hits: usize,
     /// The pages that the recorded events tell of: parent and tokens by name.
     heard: HashMap<PageHash, (Option<PageHash>, Arc<[u32]>)>,
 }
 
-struct Live {
-    tokens: Vec<u32>,
-    pages: SequencePages,
+pub(crate) struct Live {
+    pub tokens: Vec<u32>,
+    pub pages: SequencePages,
     /// The expected rows: those of a cold run, except rows computed after a demoted tail, which are
     /// its own.
     rows: Vec<u64>,
@@ -47,7 +47,7 @@ fn digests(tokens: &[u32]) -> Vec<u64> {
 
 /// Text number `text`: pages of few kinds, so that texts share prefixes and branch between pages
 /// and inside them.
-fn text(text: u64, len: usize) -> Vec<u32> {
+pub(crate) fn text(text: u64, len: usize) -> Vec<u32> {
     let kind = |page: usize| (text >> (2 * (page % 8))) & 3;
     (0..len)
         .map(|i| {
@@ -62,7 +62,7 @@ fn text(text: u64, len: usize) -> Vec<u32> {
 }
 
 impl World {
-    fn new(format: KvFormat, windows: Windows, blocks: usize, demotes: bool) -> Self {
+    pub fn new(format: KvFormat, windows: Windows, blocks: usize, demotes: bool) -> Self {
         let layout = CacheLayout::new(format, 2, 2, 64, windows, CodeLayout::CpuTile).unwrap();
         let pool = PagePool::new(&layout, blocks * layout.full_block_bytes());
         let mut tree = match demotes {
@@ -82,7 +82,7 @@ impl World {
         }
     }
 
-    fn begin(&mut self, tokens: Vec<u32>) -> usize {
+    pub fn begin(&mut self, tokens: Vec<u32>) -> usize {
         let prefix = self.tree.find(&tokens[..tokens.len() - 1]);
         self.code();
         let exact = self.tree.find_exact(&tokens[..tokens.len() - 1]);
@@ -105,7 +105,7 @@ impl World {
     }
 
     /// Quantizes the tails that the tree gave up.
-    fn code(&mut self) {
+    pub fn code(&mut self) {
         for demotion in self.tree.take_demotions() {
             let page = self.memory.coded.entry(demotion.coded.0).or_insert([0; PAGE_TOKENS]);
             for p in demotion.positions {
@@ -116,7 +116,7 @@ impl World {
     }
 
     /// Stores up to `count` more tokens of a live sequence, if pages are available.
-    fn grow(&mut self, which: usize, count: usize) -> bool {
+    pub fn grow(&mut self, which: usize, count: usize) -> bool {
         let mut live = self.live.swap_remove(which);
         let Live { tokens, pages, rows } = &mut live;
         let count = count.min(tokens.len() - pages.len());
@@ -203,7 +203,7 @@ impl World {
     }
 
     /// Every page in use is held by the tree or a sequence, and by nobody else.
-    fn check_accounts(&self) {
+    pub fn check_accounts(&self) {
         let (mut full, mut coded) = (BTreeSet::new(), BTreeSet::new());
         for node in self.tree.nodes.iter().flatten() {
             full.extend(node.pages.full.iter().map(|p| p.id().0));

@@ -21,6 +21,10 @@ impl CacheSalt {
         Self(hasher.finalize().into())
     }
 
+    pub(crate) fn bytes(&self) -> &[u8; 32] {
+        &self.0
+    }
+
     /// The salt's edge below the root: shorter than a page, so it is never taken for one.
     pub(crate) fn edge(&self) -> Arc<[u32]> {
         self.0.chunks_exact(4).map(|word| u32::from_le_bytes([word[0], word[1], word[2], word[3]])).collect()

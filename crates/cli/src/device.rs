@@ -2,9 +2,9 @@
 
 use anyhow::{Context, Result};
 use oscar_backend::{
-    AttentionKernels, Backend, Benchmarks, Calibrates, Candidate, Divergence, ExpertId, ExpertsShape,
-    HeadShape, HostMatrix, LayerHeads, Pick, PrefillWave, Product, Result as BackendResult, SequenceRows,
-    Step, StepMemory, StepSize, StepTimes, Tap, WeightFormat,
+    AttentionKernels, Backend, Benchmarks, BlockId, Calibrates, Candidate, Divergence, ExpertId,
+    ExpertsShape, HeadShape, HostMatrix, LayerHeads, Pick, PrefillWave, Product, Result as BackendResult,
+    SequenceRows, Step, StepMemory, StepSize, StepTimes, Tap, WeightFormat,
 };
 use oscar_codec::{CacheLayout, FullPageId, HeadRotations};
 use oscar_kernels_cpu::backend::{CpuBackend, CpuStep};
@@ -288,6 +288,18 @@ impl Backend for AnyBackend {
 
     fn demote(&self, sequences: &[SequenceRows<'_>], pool: &mut Self::Pool) -> BackendResult<()> {
         on_device!(Self, self, demote(sequences, &mut pool))
+    }
+
+    fn copies_blocks(&self) -> bool {
+        on_device!(Self, self, copies_blocks())
+    }
+
+    fn read_block(&self, pool: &Self::Pool, block: BlockId, out: &mut Vec<u8>) -> BackendResult<()> {
+        on_device!(Self, self, read_block(&pool, block, out))
+    }
+
+    fn write_block(&self, pool: &mut Self::Pool, block: BlockId, bytes: &[u8]) -> BackendResult<()> {
+        on_device!(Self, self, write_block(&mut pool, block, bytes))
     }
 }
 

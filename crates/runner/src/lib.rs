@@ -17,7 +17,7 @@ pub use oscar_models::StepOutput;
 pub use sequence::{Logits, Sequence, StepRequest};
 pub use trials::{Compared, Trials};
 
-use oscar_backend::{Backend, BackendError, Benchmarks, Step, StepSize, Tap, WeightFormat};
+use oscar_backend::{Backend, BackendError, Benchmarks, BlockId, Step, StepSize, Tap, WeightFormat};
 use oscar_cache::{OutOfPages, PagePool, PoolUsage, SequenceRows, TailDemotion};
 use oscar_codec::{CacheLayout, RotationSet};
 use oscar_models::{BuildError, DecoderConfig, StepInput, Transformer, Weights, Workspace};
@@ -286,6 +286,18 @@ impl<B: Backend> Runner<B> {
             progress(done);
         }
         Ok(())
+    }
+
+    /// Appends the bytes of a block to `out`. Tails that the prefix cache gave up must be quantized
+    /// before.
+    pub fn read_block(&self, block: BlockId, out: &mut Vec<u8>) -> Result<(), StepError> {
+        Ok(self.backend.read_block(&self.storage, block, out)?)
+    }
+
+    /// Replaces the bytes of a block by those that [`Runner::read_block`] gave, here or in another
+    /// process with the same model, cache and device.
+    pub fn write_block(&mut self, block: BlockId, bytes: &[u8]) -> Result<(), StepError> {
+        Ok(self.backend.write_block(&mut self.storage, block, bytes)?)
     }
 
     /// Quantizes the rows of stored pages that the prefix cache gave up.

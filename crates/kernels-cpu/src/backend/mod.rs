@@ -18,8 +18,9 @@ use crate::{Kernels, PackedMatrix, Precision, ThreadPool, Weights};
 use experts::ExpertsScratch;
 use heads::LayerRotation;
 use oscar_backend::{
-    AttentionKernels, AttentionPath, Backend, BackendError, Benchmarks, ExpertId, ExpertsShape, HeadShape,
-    HostMatrix, HostValues, PrefillWave, Result, SequenceRows, StepMemory, StepSize, StepTimes, TappedRows,
+    AttentionKernels, AttentionPath, Backend, BackendError, Benchmarks, BlockId, ExpertId, ExpertsShape,
+    HeadShape, HostMatrix, HostValues, PrefillWave, Result, SequenceRows, StepMemory, StepSize, StepTimes,
+    TappedRows,
 };
 use oscar_codec::{CacheLayout, CodeLayout, FormatTable, HeadRotations};
 use products::ProductScratch;
@@ -323,6 +324,19 @@ impl Backend for CpuBackend {
     fn demote(&self, sequences: &[SequenceRows<'_>], pool: &mut CpuPages) -> Result<()> {
         (0..pool.layout().layers()).for_each(|layer| self.demote_layer(layer, sequences, pool));
         Ok(())
+    }
+
+    fn copies_blocks(&self) -> bool {
+        true
+    }
+
+    fn read_block(&self, pool: &CpuPages, block: BlockId, out: &mut Vec<u8>) -> Result<()> {
+        pool.read_block(block, out);
+        Ok(())
+    }
+
+    fn write_block(&self, pool: &mut CpuPages, block: BlockId, bytes: &[u8]) -> Result<()> {
+        pool.write_block(block, bytes)
     }
 }
 

@@ -6,7 +6,7 @@
 //! sized for it but touched only as pages are used.
 
 use super::region::Region;
-use oscar_backend::{BackendError, HeadShape, Result};
+use oscar_backend::{BackendError, BlockId, HeadShape, Result};
 use oscar_codec::{CacheLayout, CodedPageId, FormatTable, FullPageId, RowPageCodec};
 
 /// Pages of one layer, head and format.
@@ -84,6 +84,37 @@ impl CpuPages {
 
     pub fn coded_page(&self, layer: usize, head: usize, id: CodedPageId) -> &[u8] {
         self.coded[layer * self.layout.kv_heads() + head].page(id.0)
+    }
+
+    /// Appends the bytes of a block, layer by layer and head by head.
+    pub fn read_block(&self, block: BlockId, out: &mut Vec<u8>) {
+        let (heads, id) = match block {
+            BlockId::Full(id) => (&self.full, id.0),
+            BlockId::Coded(id) => (&self.coded, id.0),
+        };
+        heads.iter().for_each(|pages| out.extend_from_slice(pages.page(id)));
+    }
+
+    /// Replaces the bytes of a block by those of [`Self::read_block`].
+    ///
+    /// # Errors
+    /// If their number is wrong; then nothing is written.
+    pub fn write_block(&mut self, block: BlockId, bytes: &[u8]) -> Result<()> {
+        let expected = block.bytes(&self.layout);
+        if bytes.len() != expected {
+            return Err(super::shape_error("a block", format!("{} bytes, not {expected}", bytes.len())));
+        }
+        let (heads, id) = match block {
+            BlockId::Full(id) => (&mut self.full, id.0),
+            BlockId::Coded(id) => (&mut self.coded, id.0),
+        };
+        let mut rest = bytes;
+        for pages in heads {
+            let (page, others) = rest.split_at(pages.page_bytes);
+            pages.page_mut(id).copy_from_slice(page);
+            rest = others;
+        }
+        Ok(())
     }
 
     /// The heads of one layer: layout, full pages, quantized pages.

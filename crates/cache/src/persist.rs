@@ -1,0 +1,329 @@
+//! Pages that outlive the tree: which ones a store should keep, and how they come back.
+//!
+//! A store keeps the quantized pages of every prefix, and the full-precision pages only of the sink
+//! and of the windows before an end: the end of a prompt or an answer, or a branch. A prefix with
+//! all pages that a resume needs comes back exact. Without the full pages of its window it comes
+//! back as a demoted tail ([`tails`](crate::tails)), if the tree allows that.
+//!
+//! **Invariants:** approximate rows are never offered, so everything stored is exact. The tree
+//! decides from names and kinds alone; the owner of the device moves the bytes.
+
+use crate::events::PageHash;
+use crate::pool::{CodedPage, FullPage};
+use crate::prefix::{BlockNeed, BlockPages, resume_point};
+use crate::radix::{Node, NodeId, ROOT, RadixCache};
+use crate::salt::PrefixKey;
+use oscar_codec::PAGE_TOKENS;
+use std::sync::Arc;
+
+/// Progress of a page whose keys and values are all quantized.
+const COMPLETE: usize = 2 * PAGE_TOKENS;
+
+/// The forms in which a store keeps a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum PageKind {
+    /// All rows in full precision.
+    Full,
+    /// All rows quantized.
+    Coded,
+    /// Some rows quantized: the block in which a window begins. Useful only beside the full page.
+    Part,
+}
+
+impl PageKind {
+    pub const ALL: [Self; 3] = [Self::Full, Self::Coded, Self::Part];
+}
+
+/// What a store has of one block.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StoredKinds {
+    pub full: bool,
+    pub coded: bool,
+    pub part: bool,
+}
+
+impl StoredKinds {
+    pub fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+
+    pub fn has(&self, kind: PageKind) -> bool {
+        match kind {
+            PageKind::Full => self.full,
+            PageKind::Coded => self.coded,
+            PageKind::Part => self.part,
+        }
+    }
+
+    pub fn insert(&mut self, kind: PageKind) {
+        match kind {
+            PageKind::Full => self.full = true,
+            PageKind::Coded => self.coded = true,
+            PageKind::Part => self.part = true,
+        }
+    }
+}
+
+/// Pages of one block that a store should have. It holds them.
+#[derive(Debug)]
+pub struct BlockOffer {
+    pub block: usize,
+    pub hash: PageHash,
+    pub tokens: Arc<[u32]>,
+    pub full: Option<FullPage>,
+    /// Complete, or a part of it if a resume needs no more.
+    pub coded: Option<CodedPage>,
+}
+
+/// A page to fetch from a store.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WantedPage {
+    pub block: usize,
+    pub kind: PageKind,
+}
+
+/// How a longer prefix becomes resumable.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RestorePlan {
+    /// Pages that the tree lacks, by block.
+    pub wanted: Vec<WantedPage>,
+    /// Tokens of the prefix.
+    pub len: usize,
+    /// Whether it gives the same answers as a cold run.
+    pub exact: bool,
+}
+
+/// A page that came from a store; its bytes are in place.
+#[derive(Debug)]
+pub enum RestoredPage {
+    Full(FullPage),
+    /// Quantized as far as [`CodedPage::coded`] says.
+    Coded(CodedPage),
+}
+
+/// What the tree and a store have of one block together.
+#[derive(Clone, Copy, Default)]
+struct Available {
+    full: bool,
+    /// Progress of quantization.
+    coded: usize,
+    /// The block may be read quantized although a window wants full precision.
+    demotable: bool,
+}
+
+impl RadixCache {
+    /// Tokens of `key` from which a sequence can continue now, as [`RadixCache::find`] or
+    /// [`RadixCache::find_exact`] would say. Counts as no use.
+    pub fn resumable_len<'a>(&self, key: impl Into<PrefixKey<'a>>, exact: bool) -> usize {
+        let mut path = self.path(key.into());
+        if exact {
+            path.truncate(self.exact_blocks(&path));
+        }
+        self.longest(&path, !exact).len()
+    }
+
+    /// Blocks of `path` before the first approximate one.
+    fn exact_blocks(&self, path: &[NodeId]) -> usize {
+        path.iter().position(|&id| self.node(id).approximate).unwrap_or(path.len())
+    }
+
+    /// Pages of `key` that a store should have, from block `from` on: complete quantized pages and,
+    /// if the key `ends` here, the pages that a resume here, at an earlier end or at a branch needs.
+    pub fn offers<'a>(&self, key: impl Into<PrefixKey<'a>>, from: usize, ends: bool) -> Vec<BlockOffer> {
+        let key = key.into();
+        let mut path = self.path(key);
+        path.truncate(self.exact_blocks(&path));
+        let mut needs = vec![BlockNeed { full: self.layout.coded().is_none(), coded: COMPLETE }; path.len()];
+        if ends {
+            self.add_windows(&path, key.tokens.len(), &mut needs);
+        }
+        let offer = |(block, (&id, hash)): (usize, (&NodeId, PageHash))| {
+            let (node, need) = (self.node(id), needs[block]);
+            let coded = node.pages.coded.clone().filter(|page| page.coded() >= need.coded);
+            let full = node.pages.full.clone().filter(|_| need.full);
+            let tokens = node.tokens.clone();
+            (full.is_some() || coded.is_some()).then_some(BlockOffer { block, hash, tokens, full, coded })
+        };
+        path.iter().zip(PageHash::chain(key)).enumerate().skip(from).filter_map(offer).collect()
+    }
+
+    /// Adds to `needs` the pages of the windows before the ends and branches of a path that ends
+    /// after `len` tokens.
+    fn add_windows(&self, path: &[NodeId], len: usize, needs: &mut [BlockNeed]) {
+        let windows = self.layout.windows();
+        let (sink, reach) = (windows.sink().div_ceil(PAGE_TOKENS), self.window_reach());
+        let again = resume_point(len) / PAGE_TOKENS;
+        for (block, &id) in path.iter().enumerate() {
+            let (node, end) = (self.node(id), block + 1);
+            if !(end == path.len() || end == again || node.anchor || node.children.len() > 1) {
+                continue;
+            }
+            let window = end.saturating_sub(reach).max(sink)..end;
+            for block in (0..sink.min(end)).chain(window) {
+                let need = BlockNeed::at(&self.layout, end * PAGE_TOKENS, 0, block);
+                needs[block].full |= need.full;
+                if need.coded > 0 {
+                    needs[block].coded = needs[block].coded.min(need.coded);
+                }
+            }
+        }
+    }
+
+    /// Blocks before an end that a window may touch.
+    pub(crate) fn window_reach(&self) -> usize {
+        self.layout.windows().recent().div_ceil(PAGE_TOKENS) + 2
+    }
+
+    /// How the longest prefix of `key` becomes resumable with the help of a store that has `stored`
+    /// of its first blocks; `None` if it is neither longer nor more exact than with the tree alone.
+    pub fn plan_restore<'a>(
+        &self,
+        key: impl Into<PrefixKey<'a>>,
+        stored: &[StoredKinds],
+        exact: bool,
+    ) -> Option<RestorePlan> {
+        let key = key.into();
+        let path = self.path(key);
+        let held = |block: usize| path.get(block).map(|&id| self.node(id)).filter(|node| !node.approximate);
+        let blocks = (key.tokens.len() / PAGE_TOKENS).min(stored.len().max(path.len()));
+        let available: Vec<Available> = (0..blocks)
+            .map(|block| self.available(held(block), stored.get(block).copied().unwrap_or_default()))
+            .collect();
+        let now = |exact| self.resumable_len(key, exact) / PAGE_TOKENS;
+        let (exact_now, any_now) = (now(true), now(exact));
+        let (count, coded_until) = (any_now.max(exact_now + 1)..=self.most_blocks(&available))
+            .rev()
+            .filter_map(|count| Some((count, self.reaches(&available[..count], exact)?)))
+            .find(|&(count, coded_until)| coded_until == 0 || count > any_now)?;
+        let len = count * PAGE_TOKENS;
+        let mut wanted = Vec::new();
+        for block in 0..count {
+            let need = BlockNeed::at(&self.layout, len, coded_until, block);
+            let pages = held(block).map(|node| node.pages.clone()).unwrap_or_default();
+            if need.full && pages.full.is_none() {
+                wanted.push(WantedPage { block, kind: PageKind::Full });
+            }
+            if need.coded > pages.coded.as_ref().map_or(0, CodedPage::coded) {
+                let kind = if stored.get(block).is_some_and(|kinds| kinds.coded) {
+                    PageKind::Coded
+                } else {
+                    PageKind::Part
+                };
+                wanted.push(WantedPage { block, kind });
+            }
+        }
+        Some(RestorePlan { wanted, len, exact: coded_until == 0 })
+    }
+
+    fn available(&self, node: Option<&Node>, stored: StoredKinds) -> Available {
+        let nothing = BlockPages::default();
+        let pages = node.map_or(&nothing, |node| &node.pages);
+        let full = pages.full.is_some() || stored.full;
+        let progress = pages.coded.as_ref().map_or(0, CodedPage::coded);
+        let coded = match stored {
+            StoredKinds { coded: true, .. } => COMPLETE,
+            // How far it goes is known once it is read.
+            StoredKinds { part: true, .. } if full => COMPLETE - 1,
+            _ => progress,
+        };
+        let demotable = self.tails.is_some() && node.is_none_or(|node| node.demoted);
+        Available { full, coded: coded.max(progress), demotable }
+    }
+
+    /// No prefix of more blocks than this can be resumable. Without this bound, every length would
+    /// be tried down to a block that is missing near the start.
+    fn most_blocks(&self, available: &[Available]) -> usize {
+        if self.layout.coded().is_none() {
+            return available.iter().position(|block| !block.full).unwrap_or(available.len());
+        }
+        let sink = self.layout.windows().sink().div_ceil(PAGE_TOKENS);
+        let first_block = |missing: &dyn Fn(usize) -> bool| (0..available.len()).find(|&b| missing(b));
+        let no_sink = first_block(&|block| block < sink && !available[block].full);
+        let not_coded = first_block(&|block| block >= sink && available[block].coded < COMPLETE);
+        let limit = not_coded.map_or(available.len(), |block| block + self.window_reach());
+        limit.min(no_sink.unwrap_or(usize::MAX)).min(available.len())
+    }
+
+    /// [`RadixCache::find`]'s rule over what tree and store have together: the position up to which
+    /// a resume after these blocks reads quantized regardless of the windows, 0 if it is exact.
+    fn reaches(&self, available: &[Available], exact: bool) -> Option<usize> {
+        let len = available.len() * PAGE_TOKENS;
+        let mut coded_until = 0;
+        for (block, held) in available.iter().enumerate().rev() {
+            let is_met = |coded_until| {
+                let need = BlockNeed::at(&self.layout, len, coded_until, block);
+                (!need.full || held.full) && need.coded <= held.coded
+            };
+            if is_met(coded_until) {
+                continue;
+            }
+            if exact || !held.demotable || coded_until > 0 {
+                return None;
+            }
+            coded_until = (block + 1) * PAGE_TOKENS;
+            if !is_met(coded_until) {
+                return None;
+            }
+        }
+        Some(coded_until)
+    }
+
+    /// Puts pages of `key` that came from a store into the tree, in the order of their blocks. Stops
+    /// at the first block whose predecessor is not in the tree; returns the pages that found a place.
+    pub fn restore<'a>(
+        &mut self,
+        key: impl Into<PrefixKey<'a>>,
+        pages: impl IntoIterator<Item = (usize, RestoredPage)>,
+    ) -> usize {
+        let PrefixKey { salt, tokens } = key.into();
+        let mut pages = pages.into_iter().peekable();
+        if pages.peek().is_none() {
+            return 0;
+        }
+        self.operations += 1;
+        let mut parent = salt.map_or(ROOT, |salt| self.root_or_new(salt));
+        let mut placed = 0;
+        for (block, page) in tokens.chunks_exact(PAGE_TOKENS).enumerate() {
+            let is_next = pages.peek().is_some_and(|(b, _)| *b == block);
+            let id = match self.node(parent).children.get(page) {
+                Some(&id) => id,
+                None if is_next => self.add(parent, page, block),
+                None => break,
+            };
+            self.node_mut(id).last_used = self.operations;
+            while let Some((_, page)) = pages.next_if(|(b, _)| *b == block) {
+                self.place(id, page);
+                placed += 1;
+            }
+            parent = id;
+            if pages.peek().is_none() {
+                break;
+            }
+        }
+        placed
+    }
+
+    fn place(&mut self, id: NodeId, page: RestoredPage) {
+        let demotes = self.tails.is_some();
+        let sink = self.layout.windows().sink();
+        let node = self.node_mut(id);
+        if node.approximate {
+            // Stored pages are exact; rows of this node are not.
+            (node.pages, node.approximate, node.demoted) = (BlockPages::default(), false, false);
+        }
+        let fresh = node.pages.full.is_none() && node.pages.coded.is_none();
+        match page {
+            RestoredPage::Full(page) => {
+                node.pages.full.get_or_insert(page);
+                node.demoted = false;
+            }
+            RestoredPage::Coded(page) => {
+                if node.pages.coded.as_ref().is_none_or(|held| held.coded() < page.coded()) {
+                    node.demoted |=
+                        demotes && fresh && page.is_complete() && node.block * PAGE_TOKENS >= sink;
+                    node.pages.coded = Some(page);
+                }
+            }
+        }
+    }
+}

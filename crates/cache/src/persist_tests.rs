@@ -1,0 +1,203 @@
+//! The tree with a store beside it, on the model of memory of [`radix_tests`](crate::radix_tests):
+//! pages are offered, stored, lost, evicted, brought back after a restart, and every position that
+//! a query reads must hold the row of exactly its tokens.
+
+use crate::radix_tests::{Live, World, text};
+use crate::{PageHash, PageKind, PrefixKey, RestorePlan, RestoredPage, StoredKinds};
+use oscar_codec::{KvFormat, PAGE_TOKENS, Windows};
+use proptest::prelude::*;
+use std::collections::BTreeMap;
+
+type Rows = [u64; PAGE_TOKENS];
+
+/// Copies of pages: rows, and the progress of quantized ones.
+#[derive(Default)]
+struct Store(BTreeMap<(PageHash, PageKind), (Rows, usize)>);
+
+impl Store {
+    fn kinds(&self, tokens: &[u32]) -> Vec<StoredKinds> {
+        let of = |hash| {
+            let mut kinds = StoredKinds::default();
+            let has = |kind: &PageKind| self.0.contains_key(&(hash, *kind));
+            PageKind::ALL.into_iter().filter(has).for_each(|kind| kinds.insert(kind));
+            kinds
+        };
+        PageHash::chain(PrefixKey::new(None, tokens)).map(of).take_while(|kinds| !kinds.is_empty()).collect()
+    }
+
+    /// Copies everything that the tree offers and that has no copy.
+    fn take(&mut self, world: &World, tokens: &[u32], ends: bool) {
+        for offer in world.tree.offers(tokens, 0, ends) {
+            if let Some(page) = offer.full {
+                page.stored().set(true);
+                self.0.insert((offer.hash, PageKind::Full), (world.memory.full[&page.id().0], 0));
+            }
+            if let Some(page) = offer.coded {
+                let kind = if page.is_complete() { PageKind::Coded } else { PageKind::Part };
+                let rows = world.memory.coded[&page.id().0];
+                self.0.insert((offer.hash, kind), (rows, page.coded()));
+            }
+        }
+    }
+
+    /// Brings back what helps; returns the plan, and whether it was carried out without making room.
+    fn fetch(&self, world: &mut World, tokens: &[u32], exact: bool) -> Option<(RestorePlan, bool)> {
+        let plan = world.tree.plan_restore(tokens, &self.kinds(tokens), exact)?;
+        let chain: Vec<PageHash> = PageHash::chain(PrefixKey::new(None, tokens)).collect();
+        let mut is_whole = true;
+        for wanted in &plan.wanted {
+            let count = |kind| usize::from(kind);
+            let (full, coded) = (count(wanted.kind == PageKind::Full), count(wanted.kind != PageKind::Full));
+            let taken = world.pool.take(full, coded).or_else(|error| {
+                is_whole = false;
+                world.tree.reclaim(error.wanted - error.free);
+                world.code();
+                world.pool.take(full, coded)
+            });
+            let Ok((mut full, mut coded)) = taken else { return Some((plan, false)) };
+            let (rows, progress) = self.0[&(chain[wanted.block], wanted.kind)];
+            let page = match wanted.kind {
+                PageKind::Full => {
+                    let page = full.pop().unwrap();
+                    world.memory.full.insert(page.id().0, rows);
+                    RestoredPage::Full(page)
+                }
+                PageKind::Coded | PageKind::Part => {
+                    let page = coded.pop().unwrap();
+                    page.mark_coded(progress);
+                    world.memory.coded.insert(page.id().0, rows);
+                    RestoredPage::Coded(page)
+                }
+            };
+            is_whole &= world.tree.restore(tokens, [(wanted.block, page)]) == 1;
+            is_whole &= wanted.kind != PageKind::Part;
+        }
+        Some((plan, is_whole))
+    }
+}
+
+/// Computes and stores a text; returns how much of it was cached.
+fn compute(world: &mut World, tokens: Vec<u32>) -> usize {
+    let found = world.begin(tokens);
+    let last = world.live.len() - 1;
+    let is_whole = world.grow(last, usize::MAX);
+    let Live { tokens, mut pages, .. } = world.live.pop().unwrap();
+    if is_whole {
+        world.tree.insert(&tokens, &mut pages);
+        world.tree.mark_prompt(&tokens);
+    }
+    found
+}
+
+fn world(format: KvFormat, windows: Windows, blocks: usize, demotes: bool) -> World {
+    World::new(format, windows, blocks, demotes)
+}
+
+#[derive(Clone, Debug)]
+enum Action {
+    Compute { text: u64, len: usize },
+    Offer { text: u64, len: usize, ends: bool },
+    Fetch { text: u64, len: usize, exact: bool },
+    Lose { which: usize },
+    Reclaim { blocks: usize },
+    Restart,
+}
+
+fn action() -> impl Strategy<Value = Action> {
+    let text = || (0u64..16, 2usize..700);
+    prop_oneof![
+        6 => text().prop_map(|(text, len)| Action::Compute { text, len }),
+        6 => (text(), prop::bool::weighted(0.8))
+            .prop_map(|((text, len), ends)| Action::Offer { text, len, ends }),
+        8 => (text(), any::<bool>()).prop_map(|((text, len), exact)| Action::Fetch { text, len, exact }),
+        1 => any::<usize>().prop_map(|which| Action::Lose { which }),
+        2 => (0usize..6).prop_map(|blocks| Action::Reclaim { blocks }),
+        2 => Just(Action::Restart),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(96))]
+
+    #[test]
+    fn pages_that_come_back_are_right_and_accounted_for(
+        actions in prop::collection::vec(action(), 1..60), sink in 0usize..6, recent in 1usize..150,
+        blocks in 14usize..60, coded in prop::bool::weighted(0.8), demotes in any::<bool>(),
+    ) {
+        let format = if coded { KvFormat::OSCAR2 } else { KvFormat::Bf16 };
+        let windows = Windows::new(16 * sink, recent).unwrap();
+        let (mut world, mut store) = (world(format, windows, blocks, demotes), Store::default());
+        for action in actions {
+            match action {
+                Action::Compute { text: number, len } => {
+                    compute(&mut world, text(number, len));
+                }
+                Action::Offer { text: number, len, ends } => store.take(&world, &text(number, len), ends),
+                Action::Fetch { text: number, len, exact } => {
+                    let tokens = text(number, len);
+                    let before = world.tree.resumable_len(&tokens, exact);
+                    if let Some((plan, is_whole)) = store.fetch(&mut world, &tokens, exact) {
+                        prop_assert!(plan.len >= before && (!exact || plan.exact));
+                        let found = world.tree.resumable_len(&tokens, plan.exact);
+                        prop_assert!(!is_whole || found >= plan.len, "{found} of {plan:?}");
+                        prop_assert!(demotes || plan.exact);
+                    }
+                }
+                Action::Lose { which } => {
+                    let keys: Vec<_> = store.0.keys().copied().collect();
+                    keys.get(which % keys.len().max(1)).map(|key| store.0.remove(key));
+                }
+                Action::Reclaim { blocks } => {
+                    world.tree.reclaim(blocks * world.layout.full_block_bytes());
+                    world.code();
+                }
+                Action::Restart => world = World::new(format, windows, blocks, demotes),
+            }
+            world.check_accounts();
+        }
+        prop_assert!(demotes || world.approximate_hits == 0);
+        world.tree.flush();
+        prop_assert_eq!((world.tree.tokens(), world.pool.usage().bytes), (0, 0));
+    }
+}
+
+/// A conversation comes back exact after a restart; its middle, whose window nobody stored, only as
+/// an approximate hit, and not at all where hits must be exact.
+#[test]
+fn ends_come_back_exact_and_middles_approximate() {
+    let windows = Windows::new(64, 128).unwrap();
+    let (mut before, mut store) = (world(KvFormat::OSCAR2, windows, 100, true), Store::default());
+    let tokens = text(0, 1000);
+    compute(&mut before, tokens.clone());
+    store.take(&before, &tokens, true);
+    let full = store.0.keys().filter(|(_, kind)| *kind == PageKind::Full).count();
+    assert_eq!(full, 3, "the sink, and two pages of the recent window");
+
+    for (demotes, middle, hits) in [(true, 448, 1), (false, 64, 0)] {
+        let mut after = world(KvFormat::OSCAR2, windows, 100, demotes);
+        let (plan, is_whole) = store.fetch(&mut after, &tokens[..999], !demotes).unwrap();
+        assert_eq!((plan.len, plan.exact, is_whole), (960, true, true));
+        assert_eq!(after.begin(tokens.clone()), 960);
+        assert_eq!(after.approximate_hits, 0);
+        store.fetch(&mut after, &tokens[..500], !demotes);
+        assert_eq!((after.begin(tokens[..500].to_vec()), after.approximate_hits), (middle, hits));
+        after.check_accounts();
+    }
+}
+
+/// Two prompts that share a beginning: the window before the branch is stored with the second.
+#[test]
+fn a_branch_comes_back_exact() {
+    let windows = Windows::new(64, 128).unwrap();
+    let (mut before, mut store) = (world(KvFormat::OSCAR2, windows, 100, false), Store::default());
+    let with = |end: u64| [text(0, 512), text(end, 300)].concat();
+    for end in [0x5555, 0xaaaa] {
+        compute(&mut before, with(end));
+        store.take(&before, &with(end), true);
+    }
+    let mut after = world(KvFormat::OSCAR2, windows, 100, false);
+    let other = with(0xffff);
+    let (plan, _) = store.fetch(&mut after, &other, true).unwrap();
+    assert_eq!((plan.len, plan.exact), (512, true));
+    assert_eq!(after.begin(other), 512);
+}
