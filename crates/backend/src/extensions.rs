@@ -1,7 +1,8 @@
 //! What calibration and benchmarks ask of a device beyond serving.
 
 use crate::{
-    Backend, ExpertFormat, ExpertId, ExpertsShape, Fp8Matrix, HostMatrix, HostValues, Result, WeightFormat,
+    Backend, ExpertFormat, ExpertId, ExpertsShape, Fp8Matrix, HostMatrix, HostValues, Result, Scoring,
+    WeightFormat,
 };
 use half::bf16;
 use oscar_codec::FullPageId;
@@ -14,6 +15,10 @@ pub trait Tap {
     fn heads(&mut self, layer: usize, qkv: &mut dyn TappedRows) -> Result<()>;
     /// Attention outputs of all query heads, in the values' basis.
     fn attended(&mut self, layer: usize, attended: &mut dyn TappedRows) -> Result<()>;
+    /// Where the attention weights of this step are added up, if they are wanted.
+    fn scoring(&mut self) -> Option<&mut Scoring> {
+        None
+    }
 }
 
 /// Rows on the device that a [`Tap`] looks at.

@@ -16,8 +16,10 @@ mod experts;
 mod extensions;
 mod fp8;
 mod heads;
+mod kernels;
 mod matrix;
 mod sizing;
+mod views;
 
 pub use blocks::BlockId;
 pub use candidates::{Candidate, MOST_CANDIDATES, Pick, argmax, candidate_key, candidate_of, pick};
@@ -28,9 +30,11 @@ pub use extensions::{
 };
 pub use fp8::{FP8_BLOCK, Fp8Blocks, Fp8Matrix, ScaleGrid, fp8_blocks, fp8_multiplied};
 pub use heads::{HeadShape, LayerHeads};
+pub use kernels::{AttentionKernels, AttentionPath};
 pub use matrix::{HostMatrix, HostValues, WeightFormat};
-pub use oscar_cache::SequenceRows;
+pub use oscar_cache::{SequenceRows, View};
 pub use sizing::{PrefillWave, StepMemory, StepSize};
+pub use views::{HeadHistory, HistoryRows, Reduce, Scoring, eviction_refusal};
 
 use oscar_codec::{CacheLayout, HeadRotations};
 
@@ -122,6 +126,14 @@ pub trait Backend: Send + Sync + Sized {
     fn write_block(&self, _pool: &mut Self::Pool, _block: BlockId, _bytes: &[u8]) -> Result<()> {
         Err(BackendError::copies_no_blocks(self.describe()))
     }
+    /// Copies the rows that `view` keeps of a sequence's history into the pages of the view.
+    fn gather(&self, _: &SequenceRows<'_>, _: &View, _: &mut Self::Pool) -> Result<()> {
+        Err(eviction_refusal(self))
+    }
+    /// Dequantizes rows of a sequence's history.
+    fn history(&self, _: &SequenceRows<'_>, _: HeadHistory, _: &Self::Pool) -> Result<HistoryRows> {
+        Err(eviction_refusal(self))
+    }
 }
 
 /// One pass over the rows of some sequences.
@@ -144,7 +156,8 @@ pub trait Step<B: Backend> {
     /// 2. The key mean is subtracted; queries and keys are rotated into the cache's basis; keys and
     ///    values are stored in the full pages of their positions.
     /// 3. The positions that leave the recent window in this step are quantized.
-    /// 4. `out` gets the attention output of all query heads; `tap` then sees it.
+    /// 4. `out` gets the attention output of all query heads. If `tap` asks for scores, they are
+    ///    added up; `tap` then sees `out`.
     ///
     /// Afterwards `qkv` holds nothing of use.
     fn attend(
@@ -196,24 +209,4 @@ impl<'a, B: Backend> Product<'a, B> {
     pub fn of_normed(norm: &'a B::Vector, eps: f32, weight: &'a B::Matrix, output: Output) -> Self {
         Self { weight, norm: Some((norm, eps)), output }
     }
-}
-
-/// The kernels that read a cache.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct AttentionKernels {
-    pub path: AttentionPath,
-    /// One line for the start banner.
-    pub description: String,
-}
-
-/// How attention reads the history of a cache.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum AttentionPath {
-    /// By kernels made for the format.
-    Native,
-    /// By a simple kernel that any shape passes through: slow, and chosen by the user.
-    Simple,
-    /// The format has no kernel on this device: its pages are dequantized first. The answers are the
-    /// codec's, the speed is not.
-    Dequantized,
 }

@@ -111,8 +111,10 @@ pub fn measure(kernels: &Kernels, pool: &ThreadPool, layout: &CacheLayout, shape
     let pages: Vec<Pages<'_>> = (0..streams)
         .map(|s| blocks.pages(&full[s * full_memory..], full_bytes, &coded[s * coded_memory..], coded_bytes))
         .collect();
-    let contexts: Vec<PagedContext<'_>> =
-        pages.iter().map(|(full, coded)| PagedContext { full_codec, coded_codec, full, coded }).collect();
+    let contexts: Vec<PagedContext<'_>> = pages
+        .iter()
+        .map(|(full, coded)| PagedContext { full_codec, coded_codec, full, coded, view: None })
+        .collect();
 
     let rows = tokens * shape.group;
     let queries: Vec<f32> = (0..rows * d).map(|i| ((i * 37 % 101) as f32 - 50.0) / 40.0).collect();

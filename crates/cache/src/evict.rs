@@ -10,9 +10,10 @@
 use crate::pool::{CodedPage, FullPage};
 use crate::prefix::BlockPages;
 use crate::radix::{Node, NodeId, ROOT, RadixCache};
-use oscar_codec::PAGE_TOKENS;
+use oscar_codec::{CacheLayout, CodedPageId, FullPageId, PAGE_TOKENS};
 use std::cmp::Reverse;
-use std::collections::BinaryHeap;
+use std::collections::{BinaryHeap, HashMap};
+use std::sync::Arc;
 
 /// What [`RadixCache::reclaim`] or [`RadixCache::flush`] gave back.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -37,10 +38,51 @@ impl BlockPages {
         let ((full, coded), (other_full, other_coded)) = (id(self), id(other));
         (full.is_some() && full == other_full) || (coded.is_some() && coded == other_coded)
     }
+}
 
-    fn is_idle(&self) -> bool {
-        !self.full.as_ref().is_some_and(|p| p.is_shared())
-            && !self.coded.as_ref().is_some_and(|p| p.is_shared())
+/// How many nodes of the tree hold each page. A view's part of the tree shares the pages of its
+/// windows with the part of its base; every other page has one node.
+#[derive(Clone, Default)]
+struct Holders {
+    full: HashMap<FullPageId, usize>,
+    coded: HashMap<CodedPageId, usize>,
+}
+
+impl Holders {
+    fn of(tree: &RadixCache) -> Self {
+        let mut holders = Self::default();
+        if tree.has_views() {
+            for pages in tree.nodes.iter().flatten().map(|node| &node.pages) {
+                pages.full.iter().for_each(|page| *holders.full.entry(page.id()).or_default() += 1);
+                pages.coded.iter().for_each(|page| *holders.coded.entry(page.id()).or_default() += 1);
+            }
+        }
+        holders
+    }
+
+    /// Whether only the tree holds the node's pages, and nobody reads its view.
+    fn are_all(&self, node: &Node) -> bool {
+        let BlockPages { full, coded } = &node.pages;
+        full.as_ref().is_none_or(|p| p.holds() == self.full.get(&p.id()).copied().unwrap_or(1))
+            && coded.as_ref().is_none_or(|p| p.holds() == self.coded.get(&p.id()).copied().unwrap_or(1))
+            && node.view.as_ref().is_none_or(|view| Arc::strong_count(view) == 1)
+    }
+
+    /// Takes the node's holds away; returns the bytes of the pages that nobody holds then.
+    fn release(&mut self, node: &Node, layout: &CacheLayout) -> usize {
+        let is_last = |left: Option<&mut usize>| match left {
+            Some(left) => {
+                *left -= 1;
+                *left == 0
+            }
+            None => true,
+        };
+        let BlockPages { full, coded } = &node.pages;
+        let full = full.as_ref().is_some_and(|page| is_last(self.full.get_mut(&page.id())));
+        let coded = coded.as_ref().is_some_and(|page| is_last(self.coded.get_mut(&page.id())));
+        usize::from(full) * layout.full_block_bytes()
+            + usize::from(coded) * layout.coded_block_bytes()
+            + node.view.as_ref().map_or(0, |view| view.bytes())
     }
 }
 
@@ -76,10 +118,12 @@ impl RadixCache {
         }
         let mut stays = vec![false; self.nodes.len()];
         stays[ROOT] = true;
+        let holders = Holders::of(self);
+        let mut left = holders.clone();
         let mut bytes = 0;
         for &id in order.iter().skip(1).rev() {
             let node = self.node(id);
-            if !node.pages.is_idle() {
+            if !holders.are_all(node) {
                 stays[id] = true;
             }
             if stays[id] {
@@ -87,15 +131,10 @@ impl RadixCache {
                 let spare = if self.is_thinnable(node) { self.layout.full_block_bytes() } else { 0 };
                 bytes += spare.max(self.demotable(node));
             } else {
-                bytes += self.page_bytes(&node.pages);
+                bytes += left.release(node, &self.layout);
             }
         }
         bytes
-    }
-
-    fn page_bytes(&self, pages: &BlockPages) -> usize {
-        usize::from(pages.full.is_some()) * self.layout.full_block_bytes()
-            + usize::from(pages.coded.is_some()) * self.layout.coded_block_bytes()
     }
 
     /// Whether the node's full page is idle and fully covered by its quantized page.
@@ -157,10 +196,11 @@ impl RadixCache {
         if done.bytes >= bytes {
             return;
         }
+        let mut holders = Holders::of(self);
         let mut candidates = BinaryHeap::new();
         for (id, node) in self.nodes.iter().enumerate() {
             if let Some(node) = node
-                && (is_evictable(id, node) || self.is_thinnable(node))
+                && (is_evictable(&holders, id, node) || self.is_thinnable(node))
             {
                 candidates.push(Reverse((node.last_used, id)));
             }
@@ -169,7 +209,7 @@ impl RadixCache {
             && let Some(Reverse((_, id))) = candidates.pop()
         {
             let Some(node) = &self.nodes[id] else { continue };
-            if !is_evictable(id, node) {
+            if !is_evictable(&holders, id, node) {
                 if self.is_thinnable(node) {
                     self.drop_full(id, done);
                 }
@@ -177,15 +217,15 @@ impl RadixCache {
             }
             let node = self.remove(id);
             done.evicted += usize::from(node.pages.full.is_some()) + usize::from(node.pages.coded.is_some());
-            done.bytes += self.page_bytes(&node.pages);
+            done.bytes += holders.release(&node, &self.layout);
             let parent = self.node(node.parent);
-            if is_evictable(node.parent, parent) {
+            if is_evictable(&holders, node.parent, parent) {
                 candidates.push(Reverse((parent.last_used, node.parent)));
             }
         }
     }
 }
 
-fn is_evictable(id: NodeId, node: &Node) -> bool {
-    id != ROOT && node.children.is_empty() && node.pages.is_idle()
+fn is_evictable(holders: &Holders, id: NodeId, node: &Node) -> bool {
+    id != ROOT && node.children.is_empty() && holders.are_all(node)
 }

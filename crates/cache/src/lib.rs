@@ -5,7 +5,7 @@
 //! owned value that returns itself when dropped. [`SequencePages`] is one sequence's page table: it
 //! grows block by block, says which positions are demoted in a step, and releases full blocks once
 //! their tokens are quantized. [`RadixCache`] keeps the pages of past sequences for later ones with
-//! the same beginning.
+//! the same beginning. A [`View`] holds the rows of a history that eviction left.
 //!
 //! **Invariant:** no tensors, no bytes of pages, no clock: only ids and counts. A request that
 //! cannot be met changes nothing.
@@ -25,6 +25,9 @@ mod rows;
 mod salt;
 mod sequence;
 mod tails;
+mod view;
+#[cfg(test)]
+mod view_tests;
 
 pub use events::{CacheEvent, PageHash};
 pub use evict::Reclaimed;
@@ -37,3 +40,4 @@ pub use pool::{CodedPage, FullPage, OutOfPages, PagePool, PoolUsage, StoredFlag}
 pub use rows::SequenceRows;
 pub use sequence::{SequencePages, StepPages};
 pub use tails::TailDemotion;
+pub use view::{View, view_end};

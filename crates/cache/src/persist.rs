@@ -124,6 +124,10 @@ impl RadixCache {
 
     /// Blocks of `path` before the first approximate one.
     fn exact_blocks(&self, path: &[NodeId]) -> usize {
+        if self.view_of(path).is_some() {
+            // Rows behind a view depend on it, and a store keeps no views.
+            return 0;
+        }
         path.iter().position(|&id| self.node(id).approximate).unwrap_or(path.len())
     }
 

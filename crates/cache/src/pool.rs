@@ -3,6 +3,7 @@
 use oscar_codec::{CacheLayout, CodedPageId, FullPageId, PAGE_TOKENS};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -23,6 +24,8 @@ pub struct OutOfPages {
 pub struct PoolUsage {
     pub full_pages: usize,
     pub coded_pages: usize,
+    /// Pages of views, each of one layer and head.
+    pub view_pages: usize,
     pub bytes: usize,
     pub budget: usize,
 }
@@ -30,14 +33,14 @@ pub struct PoolUsage {
 /// Ids of one format. The lowest free id is handed out first, so memory that was never needed is
 /// never touched.
 #[derive(Debug, Default)]
-struct Ids {
+pub(crate) struct Ids {
     next: u32,
     free: BinaryHeap<Reverse<u32>>,
-    used: usize,
+    pub used: usize,
 }
 
 impl Ids {
-    fn take(&mut self) -> u32 {
+    pub(crate) fn take(&mut self) -> u32 {
         self.used += 1;
         match self.free.pop() {
             Some(Reverse(id)) => id,
@@ -48,7 +51,7 @@ impl Ids {
         }
     }
 
-    fn give_back(&mut self, id: u32) {
+    pub(crate) fn give_back(&mut self, id: u32) {
         self.used -= 1;
         self.free.push(Reverse(id));
     }
@@ -61,32 +64,43 @@ enum Format {
     Coded,
 }
 
-/// The ids of each [`Format`].
-type State = [Ids; 2];
+/// The ids in use.
+#[derive(Debug, Default)]
+pub(crate) struct State {
+    /// Of each [`Format`].
+    blocks: [Ids; 2],
+    /// Of the pages of views, by layer and head; counted from the layout's first such id.
+    pub heads: Vec<Ids>,
+    /// Bytes of the pages of views.
+    pub head_bytes: usize,
+}
 
 #[derive(Debug)]
-struct Shared {
+pub(crate) struct Shared {
     state: Mutex<State>,
     full_bytes: usize,
     coded_bytes: usize,
-    budget: usize,
+    /// Bytes of a quantized page by layer and head.
+    pub page_bytes: Vec<usize>,
+    pub view_ids: Range<u32>,
+    pub budget: usize,
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
         // A panic while holding the lock leaves counts consistent: each critical section is one
         // update.
         self.state.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
-    fn bytes(&self, state: &State) -> usize {
-        let [full, coded] = state;
-        full.used * self.full_bytes + coded.used * self.coded_bytes
+    pub(crate) fn bytes(&self, state: &State) -> usize {
+        let [full, coded] = &state.blocks;
+        full.used * self.full_bytes + coded.used * self.coded_bytes + state.head_bytes
     }
 
     /// A block with the lowest free id.
     fn take(self: &Arc<Self>, state: &mut State, format: Format) -> Arc<Block> {
-        let id = state[format as usize].take();
+        let id = state.blocks[format as usize].take();
         let stored = StoredFlag::default();
         Arc::new(Block { id, format, coded: AtomicUsize::new(0), stored, shared: self.clone() })
     }
@@ -95,7 +109,7 @@ impl Shared {
 /// Hands out blocks. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct PagePool {
-    shared: Arc<Shared>,
+    pub(crate) shared: Arc<Shared>,
 }
 
 /// The one owner of a block.
@@ -126,7 +140,7 @@ impl StoredFlag {
 
 impl Drop for Block {
     fn drop(&mut self) {
-        self.shared.lock()[self.format as usize].give_back(self.id);
+        self.shared.lock().blocks[self.format as usize].give_back(self.id);
     }
 }
 
@@ -137,6 +151,11 @@ pub struct FullPage(Arc<Block>);
 impl FullPage {
     pub fn id(&self) -> FullPageId {
         FullPageId(self.0.id)
+    }
+
+    /// Holds on this block.
+    pub(crate) fn holds(&self) -> usize {
+        Arc::strong_count(&self.0)
     }
 
     /// Whether anyone else holds this block.
@@ -159,6 +178,11 @@ pub struct CodedPage(Arc<Block>);
 impl CodedPage {
     pub fn id(&self) -> CodedPageId {
         CodedPageId(self.0.id)
+    }
+
+    /// Holds on this block.
+    pub(crate) fn holds(&self) -> usize {
+        Arc::strong_count(&self.0)
     }
 
     /// Whether anyone else holds this block.
@@ -192,11 +216,15 @@ impl CodedPage {
 
 impl PagePool {
     pub fn new(layout: &CacheLayout, budget: usize) -> Self {
+        let codecs = layout.coded().map(|table| table.codecs()).unwrap_or_default();
+        let heads = codecs.iter().map(|_| Ids::default()).collect();
         Self {
             shared: Arc::new(Shared {
-                state: Mutex::default(),
+                state: Mutex::new(State { heads, ..State::default() }),
                 full_bytes: layout.full_block_bytes(),
                 coded_bytes: layout.coded_block_bytes(),
+                page_bytes: codecs.iter().map(|codec| codec.page_bytes()).collect(),
+                view_ids: layout.view_page_ids(budget),
                 budget,
             }),
         }
@@ -233,8 +261,9 @@ impl PagePool {
     pub fn usage(&self) -> PoolUsage {
         let state = self.shared.lock();
         PoolUsage {
-            full_pages: state[Format::Full as usize].used,
-            coded_pages: state[Format::Coded as usize].used,
+            full_pages: state.blocks[Format::Full as usize].used,
+            coded_pages: state.blocks[Format::Coded as usize].used,
+            view_pages: state.heads.iter().map(|ids| ids.used).sum(),
             bytes: self.shared.bytes(&state),
             budget: self.shared.budget,
         }

@@ -12,7 +12,9 @@
 //! quantized. Its rows are *approximate* from then on, and marked so wherever they are stored.
 
 use crate::pool::{CodedPage, FullPage};
+use crate::view::View;
 use oscar_codec::{CacheLayout, PAGE_TOKENS, Side};
+use std::sync::Arc;
 
 /// Longest prefix of a sequence of `len` tokens that ends with a whole page and leaves at least one
 /// token to compute.
@@ -76,9 +78,16 @@ pub struct PrefixPages {
     pub(crate) coded_until: usize,
     /// From this position on, rows are approximate: they differ from those of a cold run.
     pub(crate) approximate_from: Option<usize>,
+    /// Stands for the blocks after the sink.
+    pub(crate) view: Option<Arc<View>>,
 }
 
 impl PrefixPages {
+    /// What is left of the prefix's history, if some of it was evicted.
+    pub fn view(&self) -> Option<&Arc<View>> {
+        self.view.as_ref()
+    }
+
     /// Tokens of the prefix, whole pages.
     pub fn len(&self) -> usize {
         self.blocks.len() * PAGE_TOKENS

@@ -18,6 +18,7 @@ use crate::prefix::{BlockNeed, BlockPages, PrefixPages, resume_point};
 use crate::salt::{CacheSalt, PrefixKey};
 use crate::sequence::SequencePages;
 use crate::tails::Tails;
+use crate::view::View;
 use oscar_codec::{CacheLayout, PAGE_TOKENS};
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -35,6 +36,8 @@ pub(crate) struct Node {
     /// Which block of its sequences this is.
     pub block: usize,
     pub pages: BlockPages,
+    /// The view that stands for the history up to here, in a part of the tree that belongs to it.
+    pub view: Option<Arc<View>>,
     /// A prompt ended here: the same prompt will resume at this node.
     pub anchor: bool,
     /// Its full page was given up to make room although a resume may need it. It can be read
@@ -68,6 +71,8 @@ pub struct RadixCache {
     free: Vec<NodeId>,
     pub(crate) operations: u64,
     count: usize,
+    /// A view was put into the tree.
+    views: bool,
     /// Demotion of idle tails, if enabled.
     pub(crate) tails: Option<Tails>,
     /// Changes that nobody has taken yet, if they are recorded.
@@ -82,6 +87,7 @@ impl RadixCache {
             children: HashMap::new(),
             block: 0,
             pages: BlockPages::default(),
+            view: None,
             anchor: false,
             demoted: false,
             approximate: false,
@@ -94,9 +100,15 @@ impl RadixCache {
             free: Vec::new(),
             operations: 0,
             count: 0,
+            views: false,
             tails: None,
             events: None,
         }
+    }
+
+    /// Whether the tree may hold views.
+    pub(crate) fn has_views(&self) -> bool {
+        self.views
     }
 
     /// Tokens stored in the tree.
@@ -168,13 +180,19 @@ impl RadixCache {
         for count in (1..=path.len()).rev() {
             if let Some(coded_until) = self.resumable(&path[..count], demoted) {
                 let blocks = path[..count].iter().map(|&id| self.node(id).pages.clone()).collect();
+                let view = self.view_of(&path[..count]).cloned();
                 let approximate = path[..count].iter().position(|&id| self.node(id).approximate);
                 let approximate = approximate.or((coded_until > 0).then_some(count));
                 let approximate_from = approximate.map(|block| block * PAGE_TOKENS);
-                return PrefixPages { blocks, coded_until, approximate_from };
+                return PrefixPages { blocks, coded_until, approximate_from, view };
             }
         }
         PrefixPages::default()
+    }
+
+    /// The view of the path's part of the tree, if the path reaches it.
+    pub(crate) fn view_of(&self, path: &[NodeId]) -> Option<&Arc<View>> {
+        path.iter().rev().find_map(|&id| self.node(id).view.as_ref())
     }
 
     /// Whether a sequence can continue after `path`. If so, returns the position up to which it
@@ -182,8 +200,12 @@ impl RadixCache {
     fn resumable(&self, path: &[NodeId], demoted: bool) -> Option<usize> {
         let len = path.len() * PAGE_TOKENS;
         let mut coded_until = 0;
+        let view = self.view_of(path);
         for (block, &id) in path.iter().enumerate().rev() {
             let node = self.node(id);
+            if view.is_some_and(|view| view.covers(&self.layout, block)) {
+                continue;
+            }
             if BlockNeed::at(&self.layout, len, coded_until, block).is_met(&node.pages) {
                 continue;
             }
@@ -207,6 +229,7 @@ impl RadixCache {
         let PrefixKey { salt, tokens } = key.into();
         let stored = pages.len().min(tokens.len()) / PAGE_TOKENS;
         self.operations += 1;
+        self.views |= pages.view().is_some();
         let mut parent = match salt.filter(|_| stored > 0) {
             None => ROOT,
             Some(salt) => self.root_or_new(salt),
@@ -224,6 +247,9 @@ impl RadixCache {
             let exact = pages.is_exact_block(block);
             let node = self.node_mut(id);
             node.last_used = operations;
+            if let Some(view) = pages.view().filter(|view| view.end() == (block + 1) * PAGE_TOKENS) {
+                node.view.get_or_insert_with(|| view.clone());
+            }
             let offered = pages.block(block);
             if node.approximate && (exact || node.pages.is_empty()) {
                 node.pages = offered;
@@ -275,6 +301,7 @@ impl RadixCache {
             children: HashMap::new(),
             block,
             pages: BlockPages::default(),
+            view: None,
             anchor: false,
             demoted: false,
             approximate: false,

@@ -1,6 +1,7 @@
 //! What one sequence brings to a step.
 
 use crate::sequence::{SequencePages, StepPages};
+use crate::view::View;
 use oscar_codec::{CodedPageId, FullPageId, PAGE_TOKENS};
 use std::ops::Range;
 
@@ -16,6 +17,8 @@ pub struct SequenceRows<'a> {
     pub demote: Range<usize>,
     /// Positions whose values are quantized: the same, unless the windows of the two sides differ.
     pub demote_values: Range<usize>,
+    /// Rows that stand for the blocks between the sink and the view's end; those have no pages.
+    pub view: Option<&'a View>,
 }
 
 impl SequenceRows<'_> {
@@ -39,6 +42,7 @@ impl SequencePages {
             coded: self.coded(),
             demote: step.demote.clone(),
             demote_values: step.demote_values.clone(),
+            view: self.view().map(|view| &**view),
         }
     }
 }

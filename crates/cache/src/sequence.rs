@@ -2,8 +2,10 @@
 
 use crate::pool::{CodedPage, FullPage, OutOfPages, PagePool};
 use crate::prefix::{BlockNeed, BlockPages, PrefixPages, coded_progress, resume_point};
+use crate::view::View;
 use oscar_codec::{CacheLayout, CodedPageId, FullPageId, PAGE_TOKENS, Side};
 use std::ops::Range;
+use std::sync::Arc;
 
 /// The effect of a step of `tokens` new positions on the sequence; made by
 /// [`SequencePages::prepare`].
@@ -37,6 +39,8 @@ pub struct SequencePages {
     keeps_codes_back: bool,
     full_ids: Vec<Option<FullPageId>>,
     coded_ids: Vec<Option<CodedPageId>>,
+    /// Stands for the blocks after the sink, which have no pages then.
+    view: Option<Arc<View>>,
 }
 
 impl SequencePages {
@@ -57,6 +61,7 @@ impl SequencePages {
         pages.len = prefix.len();
         pages.coded_until = prefix.coded_until;
         pages.approximate_from = prefix.approximate_from;
+        pages.view = prefix.view;
         pages.grow(prefix.blocks.len());
         for (block, held) in prefix.blocks.into_iter().enumerate() {
             let need = BlockNeed::at(layout, pages.len, pages.coded_until, block);
@@ -77,6 +82,33 @@ impl SequencePages {
         }
         pages.trim(layout);
         pages
+    }
+
+    /// A table for other continuations of the first `len` tokens, whole pages, that shares their pages.
+    /// `view` replaces the history before its end; otherwise the fork reads what this table reads.
+    /// `None` if this table no longer holds a page that the fork would read.
+    pub fn fork(&self, layout: &CacheLayout, len: usize, view: Option<Arc<View>>) -> Option<Self> {
+        if !len.is_multiple_of(PAGE_TOKENS) || len == 0 || len > self.len {
+            return None;
+        }
+        let view = view.or_else(|| self.view.clone());
+        let mut blocks = Vec::with_capacity(len / PAGE_TOKENS);
+        for block in 0..len / PAGE_TOKENS {
+            let mut pages = self.block(block);
+            if view.as_ref().is_some_and(|view| view.covers(layout, block)) {
+                pages = BlockPages::default();
+            } else if !BlockNeed::at(layout, len, self.coded_until, block).is_met(&pages) {
+                return None;
+            }
+            blocks.push(pages);
+        }
+        let (coded_until, approximate_from) = (self.coded_until, self.approximate_from);
+        Some(Self::resume(layout, PrefixPages { blocks, coded_until, approximate_from, view }))
+    }
+
+    /// What is left of the history, if some of it was evicted.
+    pub fn view(&self) -> Option<&Arc<View>> {
+        self.view.as_ref()
     }
 
     /// Positions stored so far.

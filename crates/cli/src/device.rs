@@ -3,8 +3,8 @@
 use anyhow::{Context, Result};
 use oscar_backend::{
     AttentionKernels, Backend, Benchmarks, BlockId, Calibrates, Candidate, Divergence, ExpertId,
-    ExpertsShape, HeadShape, HostMatrix, LayerHeads, Pick, PrefillWave, Product, Result as BackendResult,
-    SequenceRows, Step, StepMemory, StepSize, StepTimes, Tap, WeightFormat,
+    ExpertsShape, HeadHistory, HeadShape, HistoryRows, HostMatrix, LayerHeads, Pick, PrefillWave, Product,
+    Result as BackendResult, SequenceRows, Step, StepMemory, StepSize, StepTimes, Tap, View, WeightFormat,
 };
 use oscar_codec::{CacheLayout, FullPageId, HeadRotations};
 use oscar_kernels_cpu::backend::{CpuBackend, CpuStep};
@@ -300,6 +300,19 @@ impl Backend for AnyBackend {
 
     fn write_block(&self, pool: &mut Self::Pool, block: BlockId, bytes: &[u8]) -> BackendResult<()> {
         on_device!(Self, self, write_block(&mut pool, block, bytes))
+    }
+
+    fn gather(&self, from: &SequenceRows<'_>, view: &View, pool: &mut Self::Pool) -> BackendResult<()> {
+        on_device!(Self, self, gather(from, view, &mut pool))
+    }
+
+    fn history(
+        &self,
+        from: &SequenceRows<'_>,
+        rows: HeadHistory,
+        pool: &Self::Pool,
+    ) -> BackendResult<HistoryRows> {
+        on_device!(Self, self, history(from, rows, &pool))
     }
 }
 

@@ -7,6 +7,7 @@
 //! compares that form with this one.
 
 use crate::page::{PAGE_TOKENS, RowPageCodec, Side};
+use crate::view::Survivors;
 use crate::window::Windows;
 use std::ops::Range;
 
@@ -91,15 +92,24 @@ pub fn attend_page(
 }
 
 /// A context as the cache holds it: block `b` covers positions `64·b ..` and has a BF16 page, a
-/// quantized page or both.
+/// quantized page or both. With a view, the lists are those of the compact sequence
+/// ([`view`](crate::view)): the quantized blocks after the sink are the view's pages.
 pub struct PagedContext<'a> {
     pub full_codec: &'a RowPageCodec,
     pub coded_codec: &'a RowPageCodec,
     pub full: &'a [Option<&'a [u8]>],
     pub coded: &'a [Option<&'a [u8]>],
+    /// The head's rows of the view that the context begins with.
+    pub view: Option<Survivors>,
 }
 
 impl PagedContext<'_> {
+    /// How far positions behind the view move in the compact sequence, and its places without a
+    /// row.
+    pub fn compaction(&self, sink: usize) -> (usize, Range<usize>) {
+        self.view.map_or((0, sink..sink), |view| (view.shift(sink), view.hole(sink)))
+    }
+
     /// End of the last block that has a quantized page and no full page. Everything before it
     /// except the sink is read quantized: by the rule of [`Windows`], or, if the tail of the
     /// context was demoted to save memory, instead of it.
@@ -125,14 +135,17 @@ pub fn attend_context(
     context: &PagedContext<'_>,
 ) -> AttentionState {
     let mut state = AttentionState::empty(query.len());
-    let (sink, end) = (windows.sink(), position + 1);
-    let boundary = |side| windows.side_boundary(side, position).max(context.coded_until());
+    let sink = windows.sink();
+    let (shift, hole) = context.compaction(sink);
+    let end = position + 1 - shift;
+    let boundary = |side| (windows.side_boundary(side, position) - shift).max(context.coded_until());
     let (key, value) = (boundary(Side::Key), boundary(Side::Value));
     let row_by_row = context.coded_codec.token_groups(Side::Key).is_none();
     let (both, either) = (key.min(value), key.max(value));
     let pieces = [
         (Reading { keys_coded: false, values_coded: false }, 0..sink.min(end)),
-        (Reading { keys_coded: true, values_coded: true }, sink..both),
+        (Reading { keys_coded: true, values_coded: true }, sink..hole.start),
+        (Reading { keys_coded: true, values_coded: true }, hole.end..both),
         (Reading { keys_coded: key > value, values_coded: value > key }, both..either),
         (Reading { keys_coded: false, values_coded: false }, either..end),
     ];

@@ -8,6 +8,7 @@ use crate::format_table::FormatTable;
 use crate::layout::CodeLayout;
 use crate::page::{PAGE_TOKENS, RowPageCodec, Side};
 use crate::window::{Tail, Windows};
+use std::ops::Range;
 
 /// A full-precision block: 64 tokens of every layer and head. Handed out by the cache, resolved by
 /// a backend.
@@ -108,6 +109,34 @@ impl CacheLayout {
     /// Bytes of a quantized block as the device stores it.
     pub fn coded_block_bytes(&self) -> usize {
         self.coded.as_ref().map_or(0, |table| self.held_block_bytes.unwrap_or_else(|| table.block_bytes()))
+    }
+
+    /// Ids of the pages that views hold of each head, in a cache of `budget` bytes. They follow the
+    /// ids of quantized blocks; a view may give some heads several times as many rows as others.
+    pub fn view_page_ids(&self, budget: usize) -> Range<u32> {
+        const MOST: usize = u32::MAX as usize / 16;
+        let blocks = self.coded.as_ref().map_or(0, |table| budget / table.block_bytes().max(1) + 1).min(MOST);
+        blocks as u32..(9 * blocks) as u32
+    }
+
+    /// Whether rows of quantized history can be evicted one by one, and why not.
+    pub fn evicts_rows(&self) -> std::result::Result<(), &'static str> {
+        let Some(table) = &self.coded else {
+            return Err("this cache keeps every token in full precision: choose a quantized --kv format");
+        };
+        if !table.codecs().iter().all(RowPageCodec::copies_rows) {
+            return Err(
+                "this cache format groups tokens, whose rows cannot be separated without quantizing again",
+            );
+        }
+        let unit = self.windows.tail(Side::Key).unit;
+        if !self.windows.sides_agree() || !PAGE_TOKENS.is_multiple_of(unit) {
+            return Err("this cache format quantizes keys and values at different times");
+        }
+        if !self.windows.sink().is_multiple_of(PAGE_TOKENS) {
+            return Err("the sink must be a multiple of 64 tokens: change --sink");
+        }
+        Ok(())
     }
 
     /// Whether `block` keeps its full page once everything before `boundary` except the sink is

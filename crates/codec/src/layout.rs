@@ -166,6 +166,20 @@ impl CodeMap {
         }
     }
 
+    /// Copies the codes of one token to another place.
+    pub fn copy_row(&self, from: &[u8], token: usize, to: &mut [u8], place: usize) {
+        for channel in 0..self.head_dim {
+            let fields = self.locate(token, channel).into_iter().zip(self.locate(place, channel));
+            for (source, target) in fields {
+                let (Some(source), Some(target)) = (source, target) else { continue };
+                let mask = ((1u32 << source.width) - 1) as u8;
+                let bits = from[source.byte] >> source.shift & mask;
+                let byte = &mut to[target.byte];
+                *byte = *byte & !(mask << target.shift) | bits << target.shift;
+            }
+        }
+    }
+
     /// Index, in units of one parameter, of parameter `which` (0 scale, 1 minimum) of a token's
     /// `group`.
     pub fn param_index(&self, groups: usize, token: usize, group: usize, which: usize) -> usize {

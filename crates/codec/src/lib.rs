@@ -4,8 +4,9 @@
 //! the rotation ([`rotation`]), the clip ([`clip`]), the quantizer ([`affine`], [`rounding`],
 //! [`lloyd_max`], and those of other methods: [`turboquant`], [`channel_groups`], [`fp8`]), the
 //! bytes of a page ([`page`], [`layout`], [`cache_layout`]), the names that users type
-//! ([`format`](mod@format), [`rivals`]), the positions that a query reads quantized ([`window`])
-//! and the result of attention over all of it ([`attention`]). Fast kernels live elsewhere and are
+//! ([`format`](mod@format), [`rivals`]), the positions that a query reads quantized ([`window`]),
+//! the rows left after eviction ([`view`]) and the result of attention over all of it
+//! ([`attention`]). Fast kernels live elsewhere and are
 //! tested against this crate.
 //!
 //! **Invariant:** no files, no threads, no devices, no `unsafe`. Every function is a pure function
@@ -33,8 +34,10 @@ mod relayout;
 pub mod rivals;
 pub mod rotation;
 pub mod rounding;
+pub mod scores;
 mod side;
 pub mod turboquant;
+pub mod view;
 pub mod window;
 
 pub use cache_layout::{CacheLayout, CodedPageId, FullPageId};
@@ -48,4 +51,5 @@ pub use page::{PAGE_TOKENS, RowPageCodec, Side, SideSpec, TILE_TOKENS};
 pub use rivals::Rival;
 pub use rotation::{Composition, HeadRotations, Rotation, RotationSet};
 pub use rounding::{Feedback, Rounding};
+pub use view::Survivors;
 pub use window::{Tail, Windows};

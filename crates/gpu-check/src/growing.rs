@@ -451,6 +451,7 @@ impl Reference<'_> {
             coded_codec: if keeps_history { &pages.codec } else { &zero_width },
             full: &full,
             coded: &coded,
+            view: None,
         };
         let windows: &Windows = self.layout.windows();
         let rows = [&twin.values, &twin.coded_values];

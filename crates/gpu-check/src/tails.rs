@@ -96,6 +96,7 @@ fn resume<B: Backend<Pool: Inspected>>(
         coded: pages.coded(),
         demote: 0..0,
         demote_values: 0..0,
+        view: None,
     };
     let beyond = probe.coded_until() > windows.boundary(length);
     report
@@ -123,6 +124,7 @@ fn code<B: Backend<Pool: Inspected>>(
         coded: &coded,
         demote: tail.positions.clone(),
         demote_values: tail.positions.clone(),
+        view: None,
     }];
     let (gpu, pool) = (growing.gpu, &mut growing.pool);
     gpu.demote(&rows, pool)?;

@@ -267,6 +267,7 @@ mod tests {
                 coded: &self.coded_ids,
                 demote: keys,
                 demote_values: values,
+                view: None,
             }
         }
 

@@ -11,6 +11,7 @@
 mod chunks;
 mod sequence;
 mod trials;
+mod views;
 
 pub use chunks::{longest_step, next_chunk};
 pub use oscar_models::StepOutput;
@@ -34,6 +35,8 @@ pub enum StepError {
         "position {position} is beyond the context of {context} tokens: shorten the prompt or raise --context"
     )]
     Context { position: usize, context: usize },
+    #[error("rows of this sequence cannot be evicted: {0}")]
+    Eviction(&'static str),
     #[error("token {token} does not exist: the vocabulary has {vocab} tokens")]
     Token { token: u32, vocab: usize },
 }
@@ -324,6 +327,7 @@ impl<B: Backend> Runner<B> {
                 coded,
                 demote: tail.positions.clone(),
                 demote_values: tail.positions.clone(),
+                view: None,
             })
             .collect();
         Ok(self.backend.demote(&rows, &mut self.storage)?)

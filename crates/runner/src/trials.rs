@@ -228,6 +228,7 @@ impl<'r, B: Calibrates> Trials<'r, B> {
             coded: &[],
             demote: 0..0,
             demote_values: 0..0,
+            view: None,
         }
     }
 

@@ -124,8 +124,13 @@ fn context_answer(len: usize, split: usize, windows: &Windows) -> (Vec<f32>, Vec
     let q = random.rows(64);
     let full_refs: Vec<Option<&[u8]>> = full_pages.iter().map(|p| Some(p.as_slice())).collect();
     let coded_refs: Vec<Option<&[u8]>> = coded_pages.iter().map(|p| Some(p.as_slice())).collect();
-    let context =
-        PagedContext { full_codec: &full, coded_codec: &coded, full: &full_refs, coded: &coded_refs };
+    let context = PagedContext {
+        full_codec: &full,
+        coded_codec: &coded,
+        full: &full_refs,
+        coded: &coded_refs,
+        view: None,
+    };
     let whole = attend_context(&q, 0.125, len - 1, windows, &context);
     // The same read position by position in two halves, merged late half first.
     let mut halves = [AttentionState::empty(64), AttentionState::empty(64)];
@@ -169,8 +174,13 @@ fn blocks_without_rows_are_read_as_code_and_so_is_everything_before_them() {
     let mut full_refs: Vec<Option<&[u8]>> = full_pages.iter().map(|p| Some(p.as_slice())).collect();
     let coded_refs: Vec<Option<&[u8]>> = coded_pages.iter().map(|p| Some(p.as_slice())).collect();
     full_refs[3] = None;
-    let context =
-        PagedContext { full_codec: &full, coded_codec: &coded, full: &full_refs, coded: &coded_refs };
+    let context = PagedContext {
+        full_codec: &full,
+        coded_codec: &coded,
+        full: &full_refs,
+        coded: &coded_refs,
+        view: None,
+    };
     assert_eq!(context.coded_until(), 256);
     // The windows alone would read everything from 80 on in BF16.
     let windows = Windows::new(64, 300).unwrap();

@@ -6,3 +6,4 @@ mod fixture;
 mod pages;
 mod rivals;
 mod support;
+mod views;

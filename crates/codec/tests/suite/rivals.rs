@@ -217,7 +217,7 @@ impl Sequence {
         let full: Vec<Option<&[u8]>> = self.full.iter().map(|p| Some(p.as_slice())).collect();
         let coded: Vec<Option<&[u8]>> = self.coded.iter().map(|p| Some(p.as_slice())).collect();
         let (full_codec, coded_codec) = (&self.full_codec, &self.coded_codec);
-        use_it(&PagedContext { full_codec, coded_codec, full: &full, coded: &coded })
+        use_it(&PagedContext { full_codec, coded_codec, full: &full, coded: &coded, view: None })
     }
 }
 

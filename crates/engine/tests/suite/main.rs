@@ -13,3 +13,4 @@ mod same_answers;
 mod scheduler;
 mod serving;
 mod support;
+mod views;

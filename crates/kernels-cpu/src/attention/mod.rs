@@ -31,12 +31,14 @@ mod dequantize;
 mod dequantized;
 mod page;
 mod precision;
+mod scores;
 mod span;
 mod tile;
 
 #[cfg(test)]
 mod tests;
 
+use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, TryLockError};
 
 use oscar_codec::Windows;
@@ -46,6 +48,7 @@ pub use append::append_rows;
 pub use demote::{DemotionCodecs, demote_side, demote_tile};
 pub use page::{has_kernel, kernel_name, kernel_name_with};
 pub use precision::{AttentionPrecision, OVERRIDE as PRECISION_OVERRIDE, PrecisionError};
+pub use scores::{ScoreTask, add_scores};
 
 use crate::cpu::Variant;
 use crate::disjoint::Disjoint;
@@ -204,6 +207,9 @@ struct TaskInput<'a> {
     windows: &'a Windows,
     context: &'a PagedContext<'a>,
     coded_until: usize,
+    /// How far positions move in the compact sequence of a view, and its places without a row.
+    shift: usize,
+    hole: Range<usize>,
     head_dim: usize,
 }
 
@@ -211,7 +217,9 @@ impl<'a> TaskInput<'a> {
     fn new(task: &AttendTask<'a>) -> Self {
         let AttendTask { queries, positions, scale, windows, context, .. } = *task;
         let head_dim = context.full_codec.head_dim();
-        Self { queries, positions, scale, windows, context, coded_until: context.coded_until(), head_dim }
+        let (shift, hole) = context.compaction(windows.sink());
+        let coded_until = context.coded_until();
+        Self { queries, positions, scale, windows, context, coded_until, shift, hole, head_dim }
     }
 }
 
@@ -241,7 +249,8 @@ fn plan(
         let most = ROWS * if dequantizes { DEQUANTIZING_ITEM_BLOCKS } else { ITEM_BLOCKS };
         for first_row in (0..total).step_by(most) {
             let rows = most.min(total - first_row);
-            let last = input.positions[first_row + rows - 1] as usize;
+            let (shift, _) = input.context.compaction(input.windows.sink());
+            let last = input.positions[first_row + rows - 1] as usize - shift;
             items.push(Item { task, first_row, rows, spans: last / SPAN_TOKENS + 1, states: None });
         }
     }

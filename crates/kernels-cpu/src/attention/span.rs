@@ -33,12 +33,14 @@ struct Reach {
 }
 
 impl Reach {
-    fn new(windows: &Windows, position: usize, coded_until: usize) -> Self {
+    /// In places of the compact sequence: positions behind a view move by `shift`.
+    fn new(windows: &Windows, position: usize, coded_until: usize, shift: usize) -> Self {
+        let boundary = |side| (windows.side_boundary(side, position) - shift).max(coded_until);
         Self {
             sink: windows.sink(),
-            keys: windows.side_boundary(Side::Key, position).max(coded_until),
-            values: windows.side_boundary(Side::Value, position).max(coded_until),
-            end: position + 1,
+            keys: boundary(Side::Key),
+            values: boundary(Side::Value),
+            end: position + 1 - shift,
         }
     }
 
@@ -101,7 +103,7 @@ impl Worker {
         self.loaded = Some(number);
         let reaches = input.positions[item.first_row..][..item.rows]
             .iter()
-            .map(|&position| Reach::new(input.windows, position as usize, input.coded_until))
+            .map(|&position| Reach::new(input.windows, position as usize, input.coded_until, input.shift))
             .collect();
         ItemRows {
             input,
@@ -147,17 +149,19 @@ pub(super) fn read_span(rows: &mut ItemRows<'_>, span: usize, mut done: impl FnM
         all.start.max(reach.sink)..all.end.min(reach.keys.min(reach.values))
     });
     let has_history = context.coded_codec.keeps_history();
+    let hole = rows.input.hole.clone();
     let mut due = None;
     for page in first_page..last_page {
         let base = page * PAGE_TOKENS;
+        let missing = token_mask(base, hole.clone());
         if !has_history {
             let used = rows.set_masks(|reach| reach.full(base));
             read_page(rows, &full, page, used, &mut due);
-        } else if all_coded.start <= base && base + PAGE_TOKENS <= all_coded.end {
+        } else if all_coded.start <= base && base + PAGE_TOKENS <= all_coded.end && missing == 0 {
             rows.blocks.iter_mut().for_each(|block| block.masks[..block.rows].fill(u64::MAX));
             read_page(rows, &coded, page, u64::MAX, &mut due);
         } else {
-            let used = rows.set_masks(|reach| reach.coded(base));
+            let used = rows.set_masks(|reach| reach.coded(base) & !missing);
             read_page(rows, &coded, page, used, &mut due);
             if let Some(stages) = &across_stages {
                 let used = rows.set_masks(|reach| reach.coded_keys(base));
@@ -318,7 +322,7 @@ mod tests {
             let tail = |(recent, unit)| Tail { recent, unit };
             let windows = Windows::by_side(sink, tail(key), tail(value)).unwrap();
             for position in [0, 15, 100, 127, 128, 129, 300, 511, 777] {
-                let reach = Reach::new(&windows, position, 0);
+                let reach = Reach::new(&windows, position, 0, 0);
                 for page in 0..=position / PAGE_TOKENS {
                     let base = page * PAGE_TOKENS;
                     let masks = [
@@ -348,7 +352,7 @@ mod tests {
         for (sink, recent) in [(64, 256), (0, 1), (16, 7), (80, 40)] {
             let windows = Windows::new(sink, recent).unwrap();
             for position in [0, 15, 16, 63, 64, 79, 80, 100, 320, 335, 336, 1000] {
-                let reach = Reach::new(&windows, position, 0);
+                let reach = Reach::new(&windows, position, 0, 0);
                 for page in 0..=position / PAGE_TOKENS + 1 {
                     let base = page * PAGE_TOKENS;
                     let (coded, full) = (reach.coded(base), reach.full(base));

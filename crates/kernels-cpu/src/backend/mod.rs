@@ -8,6 +8,7 @@ mod pages;
 mod products;
 mod region;
 mod step;
+mod views;
 
 pub use experts::CpuExperts;
 pub use pages::CpuPages;
@@ -19,8 +20,8 @@ use experts::ExpertsScratch;
 use heads::LayerRotation;
 use oscar_backend::{
     AttentionKernels, AttentionPath, Backend, BackendError, Benchmarks, BlockId, ExpertId, ExpertsShape,
-    HeadShape, HostMatrix, HostValues, PrefillWave, Result, SequenceRows, StepMemory, StepSize, StepTimes,
-    TappedRows,
+    HeadHistory, HeadShape, HistoryRows, HostMatrix, HostValues, PrefillWave, Result, SequenceRows,
+    StepMemory, StepSize, StepTimes, TappedRows, View,
 };
 use oscar_codec::{CacheLayout, CodeLayout, FormatTable, HeadRotations};
 use products::ProductScratch;
@@ -337,6 +338,14 @@ impl Backend for CpuBackend {
 
     fn write_block(&self, pool: &mut CpuPages, block: BlockId, bytes: &[u8]) -> Result<()> {
         pool.write_block(block, bytes)
+    }
+
+    fn gather(&self, from: &SequenceRows<'_>, view: &View, pool: &mut CpuPages) -> Result<()> {
+        self.gather_rows(from, view, pool)
+    }
+
+    fn history(&self, from: &SequenceRows<'_>, rows: HeadHistory, pool: &CpuPages) -> Result<HistoryRows> {
+        self.read_history(from, rows, pool)
     }
 }
 

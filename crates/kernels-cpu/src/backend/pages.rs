@@ -25,6 +25,23 @@ impl HeadPages {
     }
 }
 
+impl HeadPages {
+    /// One page to read and another, which must not be the same, to write.
+    pub fn pair(&mut self, from: u32, to: u32) -> (&[u8], &mut [u8]) {
+        assert_ne!(from, to, "two pages");
+        let size = self.page_bytes;
+        let (from, to) = (from as usize * size, to as usize * size);
+        let bytes = self.region.bytes_mut();
+        if from < to {
+            let (low, high) = bytes.split_at_mut(to);
+            (&low[from..from + size], &mut high[..size])
+        } else {
+            let (low, high) = bytes.split_at_mut(from);
+            (&high[..size], &mut low[to..to + size])
+        }
+    }
+}
+
 /// The pages of a model.
 pub struct CpuPages {
     layout: CacheLayout,
@@ -40,8 +57,7 @@ impl CpuPages {
             let detail = format!("{heads:?} over {} KV heads of {}", layout.kv_heads(), layout.head_dim());
             return Err(super::shape_error("a cache", detail));
         }
-        let table = |table: &FormatTable| -> Result<Vec<HeadPages>> {
-            let pages = budget / table.block_bytes().max(1) + 1;
+        let table = |table: &FormatTable, pages: usize| -> Result<Vec<HeadPages>> {
             let heads = (0..table.layers()).flat_map(|l| (0..table.kv_heads()).map(move |h| (l, h)));
             heads
                 .map(|(l, h)| {
@@ -56,8 +72,11 @@ impl CpuPages {
                 })
                 .collect()
         };
-        let coded = layout.coded().map(table).transpose()?.unwrap_or_default();
-        Ok(Self { layout: layout.clone(), heads: *heads, full: table(layout.full())?, coded })
+        // Pages of views follow those of quantized blocks.
+        let views = layout.view_page_ids(budget).end as usize;
+        let coded = layout.coded().map(|coded| table(coded, views)).transpose()?.unwrap_or_default();
+        let full = table(layout.full(), budget / layout.full_block_bytes().max(1) + 1)?;
+        Ok(Self { layout: layout.clone(), heads: *heads, full, coded })
     }
 
     pub fn layout(&self) -> &CacheLayout {
@@ -115,6 +134,16 @@ impl CpuPages {
             rest = others;
         }
         Ok(())
+    }
+
+    /// A page of a view, or of a quantized block, by the number of its layer and head.
+    pub fn view_page(&self, index: usize, id: u32) -> &[u8] {
+        self.coded[index].page(id)
+    }
+
+    /// The quantized pages of all layers and heads.
+    pub fn coded_heads_mut(&mut self) -> &mut [HeadPages] {
+        &mut self.coded
     }
 
     /// The heads of one layer: layout, full pages, quantized pages.

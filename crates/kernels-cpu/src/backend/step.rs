@@ -1,6 +1,7 @@
 //! One step on the CPU: every operation is done when its call returns.
 
 use super::heads::{self, HeadTask};
+use super::views::HeadContext;
 use super::{CpuBackend, CpuExperts, CpuMatrix, CpuPages, CpuRows, Scratch, shape_error};
 use crate::attention::{self, AttendTask};
 use oscar_backend::{Candidate, LayerHeads, Pick, Product, Result, SequenceRows, Step, Tap};
@@ -69,10 +70,11 @@ impl Step<CpuBackend> for CpuStep<'_> {
         let began = Instant::now();
         self.attention(layer, qkv.count(), out);
         self.scratch.count(began, |times| &mut times.attention);
-        match tap {
-            Some(tap) => tap.attended(layer, &mut self.backend.tapped(out)),
-            None => Ok(()),
+        let Some(tap) = tap else { return Ok(()) };
+        if let Some(scoring) = tap.scoring() {
+            self.score(layer, qkv.count(), scoring)?;
         }
+        tap.attended(layer, &mut self.backend.tapped(out))
     }
 
     fn read(&mut self, x: &CpuRows, rows: &[usize], out: &mut Vec<f32>) -> Result<()> {
@@ -147,25 +149,10 @@ impl CpuStep<'_> {
 
         // One page list for each sequence and head; each row of a token comes once for every query
         // head.
-        type Pages<'p> = Vec<Option<&'p [u8]>>;
-        let mut lists: Vec<(Pages<'_>, Pages<'_>)> = Vec::with_capacity(shape.kv_heads * sequences.len());
-        for head in 0..shape.kv_heads {
-            for s in sequences {
-                let full = s.full.iter().map(|id| id.map(|id| pool.full_page(layer, head, id))).collect();
-                let coded = s.coded.iter().map(|id| id.map(|id| pool.coded_page(layer, head, id))).collect();
-                lists.push((full, coded));
-            }
-        }
-        let contexts: Vec<PagedContext<'_>> = lists
-            .iter()
-            .enumerate()
-            .map(|(i, (full, coded))| PagedContext {
-                full_codec: pool.full_codec(layer, i / sequences.len()),
-                coded_codec: pool.coded_codec(layer, i / sequences.len()),
-                full,
-                coded,
-            })
+        let lists: Vec<HeadContext<'_>> = (0..shape.kv_heads)
+            .flat_map(|head| sequences.iter().map(move |s| HeadContext::new(pool, layer, head, s)))
             .collect();
+        let contexts: Vec<PagedContext<'_>> = lists.iter().map(HeadContext::pages).collect();
         let positions: Vec<u32> = heads::positions(sequences, rows)
             .into_iter()
             .flat_map(|p| std::iter::repeat_n(p, group))

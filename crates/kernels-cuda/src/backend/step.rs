@@ -385,6 +385,9 @@ impl Step<CudaBackend> for CudaStep<'_> {
         mut tap: Option<&mut dyn Tap>,
     ) -> BackendResult<()> {
         let layer = heads.layer;
+        if tap.as_deref_mut().is_some_and(|tap| tap.scoring().is_some()) {
+            return Err(oscar_backend::eviction_refusal(self.backend));
+        }
         let mut queries = std::mem::take(&mut self.state.queries);
         self.plan(tap.is_some())?;
         self.prepare_heads(&heads, qkv)?;

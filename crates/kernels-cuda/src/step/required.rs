@@ -63,6 +63,7 @@ mod tests {
             coded: &coded,
             demote: 0..0,
             demote_values: 0..0,
+            view: None,
         };
         check_pages(&rows, &windows, Storage::Codes).unwrap();
         let error =

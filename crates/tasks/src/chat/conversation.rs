@@ -27,8 +27,8 @@ pub(super) fn resume(random: &mut Random, filler: &dyn Filler) -> Result<Vec<Tur
 }
 
 /// A fact about a friend.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Kind {
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
     City,
     Job,
     Pet,
@@ -37,9 +37,9 @@ enum Kind {
 }
 
 impl Kind {
-    const ALL: [Self; 5] = [Self::City, Self::Job, Self::Pet, Self::Food, Self::Code];
+    pub(super) const ALL: [Self; 5] = [Self::City, Self::Job, Self::Pet, Self::Food, Self::Code];
 
-    fn name(self) -> &'static str {
+    pub(super) fn name(self) -> &'static str {
         match self {
             Self::City => "city",
             Self::Job => "job",
@@ -49,7 +49,7 @@ impl Kind {
         }
     }
 
-    fn phrase(self) -> &'static str {
+    pub(super) fn phrase(self) -> &'static str {
         match self {
             Self::City => "lives in",
             Self::Job => "works as a",
@@ -59,7 +59,7 @@ impl Kind {
         }
     }
 
-    fn value(self, random: &mut Random) -> String {
+    pub(super) fn value(self, random: &mut Random) -> String {
         match self {
             Self::City => random.choose(&CITIES).to_owned(),
             Self::Job => random.choose(&JOBS).to_owned(),
@@ -69,7 +69,7 @@ impl Kind {
         }
     }
 
-    fn question(self, person: &str) -> String {
+    pub(super) fn question(self, person: &str) -> String {
         match self {
             Self::City => format!("Where does {person} live?"),
             Self::Job => format!("What does {person} work as?"),

@@ -9,6 +9,7 @@ mod agent;
 mod conversation;
 mod reasoning;
 mod retrieval;
+pub mod sessions;
 mod words;
 
 pub use agent::{AgentCase, AgentStep, AgentTask};

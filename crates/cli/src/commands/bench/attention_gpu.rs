@@ -102,6 +102,7 @@ fn measure(
             coded,
             demote: 0..0,
             demote_values: 0..0,
+            view: None,
         })
         .collect();
     // A few distinct rows are enough: time does not depend on them.

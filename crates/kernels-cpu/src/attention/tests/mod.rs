@@ -6,6 +6,7 @@ mod demotion;
 mod dequantization;
 mod one_byte;
 mod row_alone;
+mod views;
 
 use oscar_codec::attention::{PagedContext, attend_context};
 use oscar_codec::{CodeLayout, KvFormat, PAGE_TOKENS, RowPageCodec, Side, TILE_TOKENS, Windows};
@@ -121,6 +122,7 @@ impl Context {
             coded_codec: &self.coded_codec,
             full: &full,
             coded: &coded,
+            view: None,
         })
     }
 

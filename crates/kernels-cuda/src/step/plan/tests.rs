@@ -15,6 +15,7 @@ fn tables_name_rows_pages_and_tiles() {
             coded: &coded,
             demote: 176..208,
             demote_values: 176..208,
+            view: None,
         },
         SequenceRows {
             rows: 0..1,
@@ -23,6 +24,7 @@ fn tables_name_rows_pages_and_tiles() {
             coded: &[],
             demote: 0..0,
             demote_values: 0..0,
+            view: None,
         },
     ];
     // Tile 176 lies in block 2, tile 192 in block 3, which has no coded page.
@@ -72,6 +74,7 @@ fn queries_over_a_demoted_tail_go_one_by_one() {
         coded: &coded,
         demote: 0..0,
         demote_values: 0..0,
+        view: None,
     };
     assert_eq!((rows.coded_until(), windows.boundary(400), windows.boundary(415)), (256, 240, 256));
     let mut words = Words::default();
@@ -119,6 +122,7 @@ fn demotions_outside_a_step_bring_tiles_alone() {
         coded: &coded,
         demote: 80..128,
         demote_values: 80..128,
+        view: None,
     };
     let mut words = Words::default();
     let summary = words.fill_tiles(true, std::slice::from_ref(&tail)).unwrap();
@@ -141,6 +145,7 @@ fn new_tokens_of_short_contexts_are_read_in_bf16() {
         coded: &[],
         demote: 0..0,
         demote_values: 0..0,
+        view: None,
     };
     for storage in [Storage::Codes, Storage::Dequantized, Storage::Bf16] {
         let summary = Words::default().fill(&windows, storage, std::slice::from_ref(&rows)).unwrap();
