@@ -123,7 +123,8 @@ fn a_view_is_read_as_its_rows_and_an_empty_one_as_nothing() {
             let score = 0.125 * query.iter().zip(&row).map(|(q, k)| q * k).sum::<f32>();
             assert!((weights[64 + i] - (score - lse).exp()).abs() < 1e-6);
         }
-        let only = key_weights(&query, 0.125, position, &windows, &context, Some(&[0..1]));
+        let first = std::slice::from_ref(&(0..1));
+        let only = key_weights(&query, 0.125, position, &windows, &context, Some(first));
         assert_eq!((only[0], only[1..].iter().sum::<f32>()), (1.0, 0.0));
     }
 }

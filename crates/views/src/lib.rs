@@ -1,0 +1,23 @@
+//! Eviction: which rows of a long history are kept.
+//!
+//! A [`Policy`] names a scorer, a budget and how the budget is divided among heads. [`Scores`] rank
+//! the rows of every layer and head, [`select`] keeps the best within the budget, and
+//! [`Runner::derive`](oscar_runner::Runner::derive) copies them into a view. Rows are never changed
+//! or quantized again. The sink, the recent window and protected positions (system and tool
+//! messages) are always kept and do not count.
+//!
+//! **Invariant:** the same tokens, policy and format give the same rows: scores are sums of integers
+//! or maxima, and ties go to the lower position. Knows no request and no text.
+
+mod budget;
+mod expected;
+mod observe;
+mod policy;
+mod scorers;
+mod select;
+
+pub use budget::{Budget, BudgetError, apportion};
+pub use observe::{Observed, observe};
+pub use policy::{Evict, HeadSplit, Policy, PolicyError};
+pub use scorers::{History, Probe, Scorer, Scores, score, scorer};
+pub use select::{Selection, select};
