@@ -13,6 +13,7 @@ mod options;
 mod progress;
 mod rotations;
 mod sizing;
+mod store;
 mod table;
 #[cfg(debug_assertions)]
 mod test_fault;
@@ -62,6 +63,8 @@ enum Command {
     Soak(commands::soak::Args),
     /// Read, convert and verify official RotationZoo files
     Zoo(commands::zoo::Args),
+    /// List, verify and prune a directory of stored KV pages (`oscar serve --store`)
+    Store(commands::store::Args),
     /// Print completions for a shell
     Completions(commands::manual::CompletionsArgs),
     /// Write the man pages
@@ -102,6 +105,7 @@ fn main() -> ExitCode {
         #[cfg(unix)]
         Command::Soak(args) => commands::soak::run(&args),
         Command::Zoo(args) => commands::zoo::run(&args),
+        Command::Store(args) => commands::store::run(&args),
         Command::Completions(args) => commands::manual::completions(&args, Args::command()),
         Command::Man(args) => commands::manual::man(&args, Args::command()),
     };

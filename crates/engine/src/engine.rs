@@ -12,6 +12,7 @@ use oscar_backend::Backend;
 use oscar_cache::CacheEvent;
 use oscar_codec::{CacheLayout, PAGE_TOKENS};
 use oscar_runner::Runner;
+use oscar_store::Store;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -39,6 +40,9 @@ pub struct EngineOptions {
     pub stuck_after: Option<Duration>,
     /// Hears of every page that the prefix cache stores or gives up.
     pub cache_events: Option<Arc<dyn CacheEventSink>>,
+    /// Keeps copies of pages beyond their eviction. Needs the prefix cache, and a device whose pages
+    /// can be copied.
+    pub store: Option<Store>,
 }
 
 /// Takes the changes of the prefix cache, on the engine thread after each step.
@@ -57,6 +61,7 @@ impl EngineOptions {
             demote_idle_tails: false,
             stuck_after: None,
             cache_events: None,
+            store: None,
         }
     }
 }
@@ -146,7 +151,7 @@ impl Engine {
     /// Puts a model to work on a thread of its own.
     ///
     /// # Errors
-    /// If the system gives no thread.
+    /// If the system gives no thread, or a page store cannot be used here.
     pub fn start<B: Backend + 'static>(
         runner: Runner<B>,
         options: EngineOptions,
@@ -154,6 +159,10 @@ impl Engine {
     where
         Runner<B>: Send,
     {
+        if options.store.is_some() && !(options.prefix_cache && runner.backend().copies_blocks()) {
+            let why = "a page store needs the prefix cache and a device whose pages can be copied";
+            return Err(std::io::Error::new(std::io::ErrorKind::Unsupported, why));
+        }
         let layout = runner.layout().clone();
         let info = info(&runner, &options);
         let state = Arc::new(EngineState {

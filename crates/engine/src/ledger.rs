@@ -4,7 +4,7 @@ use crate::live::LiveRequests;
 use crate::scheduler::{Demand, Ledger, SequenceId};
 use oscar_backend::Backend;
 use oscar_cache::{PrefixPages, RadixCache, Reclaimed};
-use oscar_codec::CacheLayout;
+use oscar_codec::{CacheLayout, PAGE_TOKENS};
 use oscar_runner::{Runner, Sequence};
 
 pub struct PageLedger<'a, B: Backend> {
@@ -66,6 +66,7 @@ impl<B: Backend> Ledger for PageLedger<'_, B> {
         let stored = sequence.len();
         choice.takes_demoted = !sequence.pages().is_exact();
         choice.published = stored;
+        choice.offered = stored / PAGE_TOKENS;
         choice.sequence = Some(sequence);
         Some(stored)
     }

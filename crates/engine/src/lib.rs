@@ -25,6 +25,7 @@ mod sampling;
 pub mod scheduler;
 mod serving;
 mod statistics;
+mod store;
 mod worker;
 
 pub use constraint::{Constraint, ConstraintState, SharedConstraint};
@@ -32,8 +33,8 @@ pub use engine::{CacheEventSink, Engine, EngineHandle, EngineOptions};
 pub use oscar_cache::{CacheEvent, CacheSalt, PageHash};
 
 pub use request::{
-    EngineApi, EngineInfo, EngineStats, Event, EventSink, FinishReason, GenerationParams, Health, Request,
-    RequestError, RequestId, RunningRequest, TokenLogprobs, Usage,
+    CachedByTier, EngineApi, EngineInfo, EngineStats, Event, EventSink, FinishReason, GenerationParams,
+    Health, Request, RequestError, RequestId, RunningRequest, TokenLogprobs, Usage,
 };
 pub use sampling::{Allowed, Sampler, SamplingError, SamplingParams};
 pub use scheduler::SchedulerOptions;

@@ -13,6 +13,7 @@ use crate::scheduler::{SequenceId, StepPlan, Work};
 use oscar_backend::Candidate;
 use oscar_cache::{CacheSalt, PrefixKey, RadixCache};
 use oscar_runner::{Logits, Sequence, StepRequest};
+use oscar_store::Tier;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -58,6 +59,8 @@ pub struct Live {
     pub events: Vec<Event>,
     sink: Box<dyn EventSink>,
     pub span: Span,
+    /// Blocks of the prompt that the page store brought back, and from where.
+    pub restored: Vec<(usize, Tier)>,
 }
 
 /// One continuation of a prompt.
@@ -75,6 +78,8 @@ pub struct Choice {
     pub sequence: Option<Sequence>,
     /// Tokens of it that the prefix cache has been offered.
     pub published: usize,
+    /// Blocks of it whose complete quantized pages the page store has been offered.
+    pub offered: usize,
     /// Longest stored prefix that it may begin from: at least the last token must be computed, and
     /// every token whose logits are still wanted.
     pub resume_limit: usize,
@@ -99,6 +104,7 @@ impl Live {
             sampler,
             sink,
             span,
+            restored: Vec::new(),
         };
         live.add_choice(0, prompt);
         live
@@ -114,6 +120,7 @@ impl Live {
             guide: self.params.constraint.as_ref().map(Guide::new),
             sequence: None,
             published: 0,
+            offered: 0,
             resume_limit,
             takes_demoted: index == 0 || self.usage.demoted_tail,
         };
@@ -308,6 +315,11 @@ impl LiveRequests {
 
     pub fn choice_mut(&mut self, id: SequenceId) -> Option<&mut Choice> {
         self.0.get_mut(&id.request)?.choices.get_mut(&id.choice)
+    }
+
+    /// Whether a request has not ended.
+    pub fn is_open(&self, id: RequestId) -> bool {
+        self.0.get(&id).is_some_and(|live| live.stage != Stage::Ended)
     }
 
     /// Requests that have not ended.

@@ -3,6 +3,7 @@
 use crate::constraint::SharedConstraint;
 use crate::sampling::{Sampler, SamplingParams};
 use oscar_cache::CacheSalt;
+use oscar_store::StoreStats;
 use serde::Serialize;
 use std::ops::AddAssign;
 
@@ -138,6 +139,8 @@ pub enum Event {
         cached_tokens: usize,
         /// See [`Usage::demoted_tail`].
         demoted_tail: bool,
+        /// See [`Usage::by_tier`].
+        by_tier: CachedByTier,
         prompt_logprobs: Option<Vec<Option<TokenLogprobs>>>,
     },
     /// The hidden state of the prompt's last token after the final norm. Sent once, after `Started`,
@@ -182,6 +185,15 @@ pub struct Usage {
     /// The cached tokens ended in a tail that had been demoted to make room. They were read
     /// quantized, which may have changed the answer.
     pub demoted_tail: bool,
+    /// The cached tokens that a page store brought back.
+    pub by_tier: CachedByTier,
+}
+
+/// Cached tokens by where they were, besides those that the prefix tree held itself.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CachedByTier {
+    pub ram: usize,
+    pub disk: usize,
 }
 
 impl AddAssign for Usage {
@@ -190,6 +202,8 @@ impl AddAssign for Usage {
         self.cached_tokens += other.cached_tokens;
         self.completion_tokens += other.completion_tokens;
         self.demoted_tail |= other.demoted_tail;
+        self.by_tier.ram += other.by_tier.ram;
+        self.by_tier.disk += other.by_tier.disk;
     }
 }
 
@@ -284,6 +298,9 @@ pub struct EngineStats {
     pub steps: u64,
     pub prompt_tokens: u64,
     pub cached_tokens: u64,
+    /// Those of them that a page store brought back from host memory and from its directory.
+    pub cached_ram_tokens: u64,
+    pub cached_disk_tokens: u64,
     pub generated_tokens: u64,
     pub finished: u64,
     pub cancelled: u64,
@@ -306,6 +323,9 @@ pub struct EngineStats {
     pub bf16_bytes: usize,
     /// Seconds the engine spent inside steps.
     pub busy_seconds: f64,
+    /// The numbers of the page store, if there is one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub store: Option<StoreStats>,
     #[serde(skip)]
     pub requests: Vec<RunningRequest>,
 }

@@ -13,6 +13,7 @@ use crate::live::{Live, LiveRequests, Scores, Stage, StepParts, Submission, deli
 use crate::request::{EngineStats, Event, FinishReason, RequestError, RequestId, Usage};
 use crate::scheduler::{Scheduler, SchedulerOptions, SequenceId, StepPlan, Work};
 use crate::statistics::Statistics;
+use crate::store::{PageTiers, tokens_by_tier};
 use oscar_backend::{Backend, BackendError};
 use oscar_cache::{RadixCache, Reclaimed};
 use oscar_codec::PAGE_TOKENS;
@@ -26,10 +27,23 @@ use std::time::Instant;
 /// as wide as the vocabulary.
 const LOGPROBS_CHUNK: usize = 64;
 
+mod pages;
+
+/// Whether the engine thread has something to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Activity {
+    Busy,
+    /// Requests wait for the page store, and nothing else is to be done.
+    Waiting,
+    Idle,
+}
+
 /// A model at work on requests.
 pub struct Serving<B: Backend> {
     runner: Runner<B>,
     cache: Option<RadixCache>,
+    /// Copies of pages outside of the cache.
+    tiers: Option<PageTiers>,
     cache_events: Option<Arc<dyn CacheEventSink>>,
     scheduler: Scheduler,
     /// Learned from every step. A failed step counts too; it fades.
@@ -60,6 +74,7 @@ impl<B: Backend> Serving<B> {
         Self {
             runner,
             cache,
+            tiers: options.store.clone().map(PageTiers::new),
             cache_events: options.cache_events.clone(),
             scheduler,
             cost: CostModel::default(),
@@ -75,12 +90,22 @@ impl<B: Backend> Serving<B> {
         self.device_failure.as_deref()
     }
 
-    pub fn is_idle(&self) -> bool {
-        self.scheduler.is_idle()
+    pub fn activity(&self) -> Activity {
+        match (self.scheduler.is_idle(), self.tiers.as_ref().is_some_and(PageTiers::is_waiting)) {
+            (false, _) => Activity::Busy,
+            (true, true) => Activity::Waiting,
+            (true, false) => Activity::Idle,
+        }
+    }
+
+    /// Waits until the page store has written what it was offered.
+    pub fn finish_store(&self) {
+        self.tiers.iter().for_each(PageTiers::finish);
     }
 
     /// The engine's numbers; `exact` counts the prefix cache's pages too.
     pub fn statistics(&mut self, exact: bool) -> EngineStats {
+        self.statistics.counters.store = self.tiers.as_ref().map(PageTiers::stats);
         self.statistics.snapshot(&self.runner, self.cache.as_ref(), &self.live, exact)
     }
 
@@ -90,6 +115,11 @@ impl<B: Backend> Serving<B> {
         let before = pages(&self.runner);
         if let Some(cache) = &mut self.cache {
             cache.flush();
+        }
+        // Pages that are offered to the store must hold what the tree says.
+        if let Err(failure) = self.demote_tails() {
+            let message = self.note_failure(failure);
+            self.forget_everything(&message);
         }
         before - pages(&self.runner)
     }
@@ -102,10 +132,19 @@ impl<B: Backend> Serving<B> {
             return;
         }
         let live = Live::new(submission);
+        let waits = self.waits_for_pages(id, &live);
+        self.live.insert(id, live);
+        if !waits {
+            self.schedule(id);
+        }
+    }
+
+    /// Queues the prompt of a request.
+    fn schedule(&mut self, id: RequestId) {
+        let Some(live) = self.live.get_mut(id).filter(|live| live.stage == Stage::Prefill) else { return };
         let chunk = if live.prompt_logprobs.is_some() { LOGPROBS_CHUNK } else { usize::MAX };
         let first = SequenceId { request: id, choice: 0 };
         self.scheduler.submit(first, live.usage.prompt_tokens, live.most_tokens(), chunk);
-        self.live.insert(id, live);
     }
 
     pub fn cancel(&mut self, id: RequestId) {
@@ -142,6 +181,10 @@ impl<B: Backend> Serving<B> {
     /// Plans and runs one step.
     pub fn step(&mut self) {
         let begun = Instant::now();
+        if let Err(failure) = self.restore() {
+            let message = self.note_failure(failure);
+            return self.forget_everything(&message);
+        }
         let mut ledger = PageLedger {
             runner: &self.runner,
             cache: self.cache.as_mut(),
@@ -154,9 +197,8 @@ impl<B: Backend> Serving<B> {
         let number = self.statistics.counters.steps;
         let requests = || plan.work.iter().map(|work| work.id.request.0).collect::<Vec<_>>();
         let _step = tracing::debug_span!("step", number, requests = ?requests()).entered();
+        self.statistics.note_reclaimed(&reclaimed);
         let counters = &mut self.statistics.counters;
-        counters.evicted_pages += (reclaimed.evicted + reclaimed.thinned) as u64;
-        counters.demoted_tail_pages += reclaimed.demoted as u64;
         counters.preemptions += plan.preempted.len() as u64;
         self.note_changes(&plan);
         if let Err(failure) = self.demote_tails() {
@@ -206,6 +248,9 @@ impl<B: Backend> Serving<B> {
                 counters.demoted_tail_hits += u64::from(live.usage.demoted_tail);
                 counters.prompt_tokens += live.usage.prompt_tokens as u64;
                 counters.cached_tokens += stored as u64;
+                live.usage.by_tier = tokens_by_tier(&live.restored, stored);
+                counters.cached_ram_tokens += live.usage.by_tier.ram as u64;
+                counters.cached_disk_tokens += live.usage.by_tier.disk as u64;
             }
         }
         for &id in &plan.preempted {
@@ -280,13 +325,15 @@ impl<B: Backend> Serving<B> {
     fn prompt_stored(&mut self, request: RequestId, embedding: Option<Vec<f32>>) {
         let Some(live) = self.live.get_mut(request) else { return };
         live.stage = Stage::Decode;
-        let Usage { prompt_tokens, cached_tokens, demoted_tail, .. } = live.usage;
+        let Usage { prompt_tokens, cached_tokens, demoted_tail, by_tier, .. } = live.usage;
         let prompt_logprobs = live.prompt_logprobs.take();
-        live.events.push(Event::Started { cached_tokens, demoted_tail, prompt_logprobs });
+        live.events.push(Event::Started { cached_tokens, demoted_tail, by_tier, prompt_logprobs });
         live.events.extend(embedding.map(Event::Embedding));
         if let Some(cache) = &mut self.cache {
             cache.mark_prompt(live.choices[&0].prefix(prompt_tokens));
         }
+        self.offer(SequenceId { request, choice: 0 }, true);
+        let Some(live) = self.live.get_mut(request) else { return };
         if live.params.max_tokens == 0 {
             return self.end_choice(SequenceId { request, choice: 0 }, FinishReason::Length);
         }
@@ -329,9 +376,10 @@ impl<B: Backend> Serving<B> {
             || all;
         match &mut self.cache {
             Some(cache) if is_due => choice.publish(cache),
-            Some(_) => {}
-            None => sequence.trim(self.runner.layout()),
+            Some(_) => return,
+            None => return sequence.trim(self.runner.layout()),
         }
+        self.offer(id, all);
     }
 
     /// Ends one choice and, with the last one, its request.

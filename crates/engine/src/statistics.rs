@@ -3,7 +3,7 @@
 use crate::live::{Live, LiveRequests};
 use crate::request::{EngineStats, RequestId, RunningRequest};
 use oscar_backend::Backend;
-use oscar_cache::{CachedPages, RadixCache};
+use oscar_cache::{CachedPages, RadixCache, Reclaimed};
 use oscar_codec::CacheLayout;
 use oscar_runner::Runner;
 use std::time::{Duration, Instant};
@@ -21,6 +21,12 @@ pub struct Statistics {
 }
 
 impl Statistics {
+    /// Counts pages that were given up to make room.
+    pub fn note_reclaimed(&mut self, reclaimed: &Reclaimed) {
+        self.counters.evicted_pages += (reclaimed.evicted + reclaimed.thinned) as u64;
+        self.counters.demoted_tail_pages += reclaimed.demoted as u64;
+    }
+
     /// The numbers of this moment; `exact` counts the prefix cache's pages too.
     pub fn snapshot<B: Backend>(
         &mut self,

@@ -7,12 +7,17 @@
 use crate::engine::{EngineOptions, EngineState};
 use crate::live::{Submission, deliver};
 use crate::request::{Event, RequestError, RequestId};
-use crate::serving::{Serving, panic_message};
+use crate::serving::{Activity, Serving, panic_message};
 use oscar_backend::Backend;
 use oscar_runner::Runner;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, Sender, TryRecvError};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError};
+use std::time::Duration;
+
+/// How long the thread waits for commands before it looks for answers of the page store, when it has
+/// nothing else to do.
+const STORE_POLL: Duration = Duration::from_millis(1);
 
 pub enum Command {
     Submit(Box<Submission>),
@@ -60,6 +65,7 @@ impl<B: Backend> Worker<B> {
             }
         }
         self.publish(true);
+        self.serving.finish_store();
     }
 
     /// Returns when the engine is told to stop, or when the device has failed.
@@ -67,9 +73,13 @@ impl<B: Backend> Worker<B> {
         self.publish(true);
         let state = self.state.clone();
         while self.serving.device_failure().is_none() {
-            let command = match self.serving.is_idle() {
-                true => self.inbox.recv().map_err(|_| TryRecvError::Disconnected),
-                false => self.inbox.try_recv(),
+            let command = match self.serving.activity() {
+                Activity::Idle => self.inbox.recv().map_err(|_| TryRecvError::Disconnected),
+                Activity::Waiting => self.inbox.recv_timeout(STORE_POLL).map_err(|error| match error {
+                    RecvTimeoutError::Timeout => TryRecvError::Empty,
+                    RecvTimeoutError::Disconnected => TryRecvError::Disconnected,
+                }),
+                Activity::Busy => self.inbox.try_recv(),
             };
             match command {
                 Ok(Command::Submit(submission)) => self.serving.take(*submission),
@@ -83,7 +93,7 @@ impl<B: Backend> Worker<B> {
                 Ok(Command::Stop) | Err(TryRecvError::Disconnected) => return,
                 Err(TryRecvError::Empty) => state.heartbeat().during(|| self.serving.step()),
             }
-            self.publish(self.serving.is_idle());
+            self.publish(self.serving.activity() == Activity::Idle);
         }
     }
 

@@ -15,4 +15,5 @@ pub mod run;
 pub mod serve;
 #[cfg(unix)]
 pub mod soak;
+pub mod store;
 pub mod zoo;

@@ -64,7 +64,7 @@ impl Call {
                 Err(error) => panic!("no answer ({error}) from the engine at {:#?}", engine.stats()),
             };
             match event {
-                Event::Started { cached_tokens, demoted_tail, prompt_logprobs } => {
+                Event::Started { cached_tokens, demoted_tail, prompt_logprobs, .. } => {
                     assert!(!started, "Started comes once");
                     started = true;
                     outcome.cached = cached_tokens;

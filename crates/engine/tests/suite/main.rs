@@ -12,5 +12,6 @@ mod requests;
 mod same_answers;
 mod scheduler;
 mod serving;
+mod store;
 mod support;
 mod views;

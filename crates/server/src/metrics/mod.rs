@@ -6,6 +6,7 @@
 //! registered: parsers of the classic text know no other type.
 
 mod classic;
+mod store;
 mod vllm;
 
 use std::fmt;
@@ -296,7 +297,7 @@ impl Collector for EngineCollector {
             let labels = [("format", format), ("holder", holder)];
             ConstGauge::new(count as u64).encode(family.encode_family(&labels)?)?;
         }
-        Ok(())
+        store::encode(&stats, &mut encoder)
     }
 }
 

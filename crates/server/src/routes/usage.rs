@@ -1,5 +1,6 @@
 //! The `usage` object of a response: the engine's counts as JSON.
 
+use oscar_engine::{CachedByTier, Usage};
 use serde::Serialize;
 
 use crate::generate::Totals;
@@ -21,6 +22,25 @@ struct PromptDetails {
     /// answer may differ from a cold one.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     demoted_tail: bool,
+    /// There only if a page store brought some of them back: where they were.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    cached_tokens_by_tier: Option<TierTokens>,
+}
+
+#[derive(Clone, Copy, Debug, Serialize)]
+struct TierTokens {
+    /// In the prefix tree itself.
+    tree: usize,
+    ram: usize,
+    disk: usize,
+}
+
+impl TierTokens {
+    fn of(usage: &Usage) -> Option<Self> {
+        let CachedByTier { ram, disk } = usage.by_tier;
+        let tree = usage.cached_tokens.saturating_sub(ram + disk);
+        (ram + disk > 0).then_some(Self { tree, ram, disk })
+    }
 }
 
 #[derive(Clone, Copy, Debug, Serialize)]
@@ -37,6 +57,7 @@ impl From<Totals> for UsageReport {
             prompt_tokens_details: PromptDetails {
                 cached_tokens: usage.cached_tokens,
                 demoted_tail: usage.demoted_tail,
+                cached_tokens_by_tier: TierTokens::of(&usage),
             },
             completion_tokens_details: CompletionDetails { reasoning_tokens },
         }
@@ -46,7 +67,6 @@ impl From<Totals> for UsageReport {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use oscar_engine::Usage;
     use serde_json::json;
 
     #[test]
@@ -58,5 +78,14 @@ mod tests {
         let usage = Usage { demoted_tail: true, ..Usage::default() };
         totals += Totals { usage, ..Totals::default() };
         assert_eq!(details(totals), json!({"cached_tokens": 64, "demoted_tail": true}));
+    }
+
+    #[test]
+    fn tiers_are_told_if_a_store_helped() {
+        let by_tier = CachedByTier { ram: 64, disk: 128 };
+        let usage = Usage { prompt_tokens: 300, cached_tokens: 256, by_tier, ..Usage::default() };
+        let report = json!(UsageReport::from(Totals { usage, ..Totals::default() }));
+        let tiers = &report["prompt_tokens_details"]["cached_tokens_by_tier"];
+        assert_eq!(*tiers, json!({"tree": 64, "ram": 64, "disk": 128}));
     }
 }

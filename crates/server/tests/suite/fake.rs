@@ -243,6 +243,7 @@ impl Inner {
         sink.send(Event::Started {
             cached_tokens: usage.cached_tokens,
             demoted_tail: false,
+            by_tier: Default::default(),
             prompt_logprobs,
         });
         if params.embedding {

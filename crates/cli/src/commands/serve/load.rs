@@ -7,6 +7,7 @@ use crate::options::{CacheArgs, ModelArgs, OpenModel, at_least_one, serialize_op
 use crate::progress::{self, note};
 use crate::rotations::{Calibration, Found};
 use crate::sizing::{self, FixedMemory, Sizing, Wishes, parse_share};
+use crate::store::StoreArgs;
 use anyhow::{Context, Result};
 use oscar_backend::{Backend, BackendError};
 use oscar_codec::{KvFormat, RotationKind};
@@ -63,6 +64,9 @@ pub struct LoadArgs {
     /// always exact
     #[arg(long)]
     pub exact_hits: bool,
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub store: StoreArgs,
     /// Chat template (Jinja) instead of the model's own
     #[arg(long, value_name = "FILE")]
     pub chat_template: Option<PathBuf>,
@@ -133,7 +137,8 @@ impl LoadArgs {
             stop_tokens: generation.stop_token_ids(&model.config).to_vec(),
             max_tokens: None,
         };
-        let options = self.engine(&model.name);
+        let store = self.store.open(&self.model, &model, &cache, runner.backend(), !self.no_prefix_cache)?;
+        let options = EngineOptions { store, ..self.engine(&model.name) };
         Ok(Loaded { model, options, runner, text, defaults, served })
     }
 

@@ -1,0 +1,160 @@
+//! The page store: its flags, and the fingerprint of everything that its pages depend on.
+
+use crate::cache::Cache;
+use crate::device::AnyBackend;
+use crate::options::{ModelArgs, OpenModel, parse_size, serialize_optional_size};
+use crate::progress::{bytes, note};
+use anyhow::{Context, Result, bail};
+use oscar_backend::Backend;
+use oscar_store::{Fingerprint, FingerprintParts, Store, StoreLimits, StoreOptions};
+use serde::Serialize;
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// Where copies of pages are kept.
+#[derive(clap::Args, Clone, Default, Serialize)]
+pub struct StoreArgs {
+    /// Directory for copies of KV pages: conversations survive a restart. Several servers may share
+    /// it. CPU only
+    #[arg(long, value_name = "DIR")]
+    pub store: Option<PathBuf>,
+    /// Largest size of that directory; the least recently used pages go first. No limit if absent
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, requires = "store")]
+    #[serde(serialize_with = "serialize_optional_size")]
+    pub store_size: Option<usize>,
+    /// Time after which pages that nobody used are removed, e.g. 12h or 7d; never if absent
+    #[arg(long, value_name = "AGE", value_parser = parse_age, requires = "store")]
+    #[serde(serialize_with = "serialize_age")]
+    pub store_age: Option<Duration>,
+    /// Host memory for copies of KV pages that the prefix cache gave up; none if absent. CPU only
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    #[serde(serialize_with = "serialize_optional_size")]
+    pub store_ram: Option<usize>,
+}
+
+impl StoreArgs {
+    pub fn limits(&self) -> StoreLimits {
+        StoreLimits { bytes: self.store_size.map(|size| size as u64), age: self.store_age }
+    }
+
+    /// Opens the store that the flags ask for.
+    pub fn open(
+        &self,
+        args: &ModelArgs,
+        model: &OpenModel,
+        cache: &Cache,
+        backend: &AnyBackend,
+        prefix_cache: bool,
+    ) -> Result<Option<Store>> {
+        if self.store.is_none() && self.store_ram.is_none() {
+            return Ok(None);
+        }
+        if !backend.copies_blocks() {
+            bail!(
+                "--store and --store-ram work on the CPU only: pages on {} cannot be copied to a store yet; \
+                 use --device cpu or leave them out",
+                backend.name()
+            );
+        }
+        if !prefix_cache {
+            bail!("--store and --store-ram need the prefix cache: leave out --no-prefix-cache");
+        }
+        let options = StoreOptions {
+            ram: self.store_ram,
+            directory: self.store.clone(),
+            limits: self.limits(),
+            ..StoreOptions::default()
+        };
+        let (fingerprint, about) = fingerprint(args, model, cache, backend);
+        let place = || format!("--store {}", self.store.as_deref().unwrap_or("".as_ref()).display());
+        let store = Store::open(&options, fingerprint, &about).with_context(place)?;
+        if let Some(folder) = &self.store {
+            let held = bytes(store.stats().disk_bytes as usize);
+            note!("page store: {} ({held}), fingerprint {}", folder.display(), fingerprint.folder());
+        }
+        Ok(Some(store))
+    }
+}
+
+/// Everything that the bytes of a page depend on besides its tokens: weights and how they are
+/// multiplied, rotations, widths, windows, format, byte order, device.
+fn fingerprint(
+    args: &ModelArgs,
+    model: &OpenModel,
+    cache: &Cache,
+    backend: &AnyBackend,
+) -> (Fingerprint, String) {
+    let layout = backend.held_layout(&cache.layout);
+    let kernels = backend.as_cpu().map_or_else(String::new, |cpu| cpu.kernels().variant().to_string());
+    let rotations = cache.rotations.iter().flat_map(|set| set.heads()).flat_map(|head| {
+        let mean = head.key_mean.as_deref().unwrap_or_default();
+        [head.key.matrix(), head.value.matrix(), mean].map(float_bytes)
+    });
+    FingerprintParts::default()
+        .note("model", &model.name)
+        .text("weights", &model.weights.fingerprint())
+        .text("weights held as", args.weights.map_or("stored", |weights| weights.name()))
+        .text("cache", &cache.layout.describe())
+        .text("device", backend.name())
+        .text("kernels", &kernels)
+        .text("attention", &backend.attention(&layout).description)
+        .debug("precision", &args.precision)
+        .debug("activations", &args.activations)
+        .debug("configuration", &model.config)
+        .debug("layout", &layout)
+        .bytes("rotations", rotations)
+        .finish()
+}
+
+/// Numbers as bytes, their count first.
+fn float_bytes(values: &[f32]) -> Vec<u8> {
+    let count = (values.len() as u64).to_le_bytes();
+    count.into_iter().chain(values.iter().flat_map(|value| value.to_le_bytes())).collect()
+}
+
+const UNITS: [(char, u64); 4] = [('d', 86400), ('h', 3600), ('m', 60), ('s', 1)];
+
+/// A time from `90s`, `15m`, `12h`, `7d`.
+pub fn parse_age(text: &str) -> Result<Duration, String> {
+    let wrong = || format!("'{text}' is no age: write e.g. 90s, 15m, 12h or 7d");
+    let (digits, unit) = UNITS
+        .iter()
+        .find_map(|(letter, seconds)| Some((text.strip_suffix(*letter)?, *seconds)))
+        .ok_or_else(wrong)?;
+    let number: u64 = digits.parse().map_err(|_| wrong())?;
+    match number.checked_mul(unit) {
+        Some(seconds) if seconds > 0 => Ok(Duration::from_secs(seconds)),
+        _ => Err(wrong()),
+    }
+}
+
+/// The shortest text that [`parse_age`] reads as this time.
+fn serialize_age<S: serde::Serializer>(age: &Option<Duration>, to: S) -> Result<S::Ok, S::Error> {
+    let text = |age: &Duration| {
+        let seconds = age.as_secs();
+        let unit = UNITS.into_iter().find(|(_, unit)| seconds.is_multiple_of(*unit));
+        unit.map_or_else(String::new, |(letter, unit)| format!("{}{letter}", seconds / unit))
+    };
+    age.as_ref().map(text).serialize(to)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ages_have_units() {
+        for (text, seconds) in [("90s", 90), ("15m", 900), ("12h", 43200), ("7d", 604_800)] {
+            assert_eq!(parse_age(text), Ok(Duration::from_secs(seconds)), "{text}");
+            let written = serde_json::to_value(StoreArgs {
+                store_age: Some(Duration::from_secs(seconds)),
+                ..StoreArgs::default()
+            });
+            assert_eq!(written.unwrap()["store_age"], text);
+        }
+        for bad in ["", "7", "d", "0s", "-1d", "1.5h", "1w", "99999999999999999999d", "9999999999999999999d"]
+        {
+            assert!(parse_age(bad).is_err(), "{bad}");
+        }
+    }
+}

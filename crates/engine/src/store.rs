@@ -1,0 +1,390 @@
+//! The page store as the engine uses it.
+//!
+//! Pages go to the store when they are computed, not when they are evicted: a process that is
+//! killed has no time to save anything, and eviction never has to wait. Quantized pages go as they
+//! become complete, the full-precision pages of a window when a prompt or an answer ends.
+//!
+//! A request whose prompt the prefix tree does not hold waits beside the scheduler while threads of
+//! the store look its pages up and read them. The engine thread copies a bounded number of bytes
+//! between two steps, so streams that run are not held up. Then the request is scheduled and finds
+//! its prefix in the tree like any other.
+//!
+//! **Invariant:** a page that is late, gone or damaged makes a shorter prefix, never another answer.
+
+use crate::request::{CachedByTier, RequestId};
+use oscar_backend::{Backend, BlockId};
+use oscar_cache::{
+    BlockOffer, CacheSalt, PageHash, PageKind, PrefixKey, RadixCache, Reclaimed, RestoredPage, StoredFlag,
+    WantedPage,
+};
+use oscar_codec::{CacheLayout, PAGE_TOKENS};
+use oscar_runner::{Runner, StepError};
+use oscar_store::{FetchedPage, Page, PageName, PageRef, Reply, Store, StoreReader, StoreStats, Tier};
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Bytes that one order of a reader may have.
+const ORDER_BYTES: usize = 8 << 20;
+/// Orders under way for one request: one is copied while the other is read.
+const ORDERS: usize = 2;
+/// Bytes copied to the device between two steps while requests run.
+const LOAD_BYTES: usize = 16 << 20;
+/// Bytes copied from the device between two steps.
+const OFFER_BYTES: usize = 64 << 20;
+/// How long the engine waits at its end for pages to be written.
+const LAST_WRITES: Duration = Duration::from_secs(30);
+
+/// See the [module](self).
+pub struct PageTiers {
+    store: Store,
+    reader: StoreReader,
+    /// Requests that wait for pages, by ticket: in order of arrival.
+    restores: BTreeMap<u64, Restore>,
+    tickets: u64,
+    /// Bytes offered since the last step.
+    offered: usize,
+}
+
+/// A request that waits for pages.
+struct Restore {
+    request: RequestId,
+    salt: Option<CacheSalt>,
+    /// The whole pages of the prompt that a hit may cover.
+    tokens: Arc<[u32]>,
+    chain: Arc<[PageHash]>,
+    /// Pages that were not ordered yet.
+    wanted: VecDeque<WantedPage>,
+    /// Orders under way.
+    orders: usize,
+    fetched: VecDeque<FetchedPage>,
+    /// The tier of each block that was restored.
+    restored: Vec<(usize, Tier)>,
+    /// A page was missing, or there was no room: the rest is of no use.
+    broken: bool,
+}
+
+impl Restore {
+    fn key(&self) -> PrefixKey<'_> {
+        PrefixKey::new(self.salt, &self.tokens)
+    }
+
+    fn is_done(&self) -> bool {
+        self.orders == 0 && (self.broken || (self.wanted.is_empty() && self.fetched.is_empty()))
+    }
+}
+
+/// A request that need not wait any more.
+pub struct Restored {
+    pub request: RequestId,
+    pub blocks: Vec<(usize, Tier)>,
+}
+
+/// What [`PageTiers::advance`] did.
+#[derive(Default)]
+pub struct Advance {
+    pub ready: Vec<Restored>,
+    pub reclaimed: Reclaimed,
+}
+
+impl PageTiers {
+    pub fn new(store: Store) -> Self {
+        Self { reader: store.reader(), store, restores: BTreeMap::new(), tickets: 0, offered: 0 }
+    }
+
+    pub fn stats(&self) -> StoreStats {
+        self.store.stats()
+    }
+
+    /// Waits until the pages offered so far are written.
+    pub fn finish(&self) {
+        if !self.store.flush(LAST_WRITES) {
+            tracing::warn!("the page store did not write everything in time");
+        }
+    }
+
+    /// Whether requests wait for pages.
+    pub fn is_waiting(&self) -> bool {
+        !self.restores.is_empty()
+    }
+
+    /// Lets a request wait for pages of its prompt that the tree does not hold. `false` if that
+    /// cannot help.
+    pub fn begin(&mut self, request: RequestId, key: PrefixKey<'_>, cache: &RadixCache) -> bool {
+        let whole = key.tokens.len() / PAGE_TOKENS * PAGE_TOKENS;
+        let tokens = &key.tokens[..whole];
+        if whole == 0 || cache.resumable_len(PrefixKey::new(key.salt, tokens), true) == whole {
+            return false;
+        }
+        let tokens: Arc<[u32]> = tokens.into();
+        self.tickets += 1;
+        if !self.reader.look_up(self.tickets, key.salt, tokens.clone()) {
+            return false;
+        }
+        let restore = Restore {
+            request,
+            salt: key.salt,
+            tokens,
+            chain: Arc::from([]),
+            wanted: VecDeque::new(),
+            orders: 1,
+            fetched: VecDeque::new(),
+            restored: Vec::new(),
+            broken: false,
+        };
+        self.restores.insert(self.tickets, restore);
+        true
+    }
+
+    /// Takes the answers of the store and copies pages into the cache: a bounded number if requests
+    /// run. `is_open` says whether anyone still waits for a request.
+    ///
+    /// # Errors
+    /// If tails that were given up for room could not be quantized.
+    pub fn advance<B: Backend>(
+        &mut self,
+        runner: &mut Runner<B>,
+        cache: &mut RadixCache,
+        runs: bool,
+        is_open: impl Fn(RequestId) -> bool,
+    ) -> Result<Advance, StepError> {
+        self.offered = 0;
+        while let Some(reply) = self.reader.poll() {
+            self.take(reply, cache);
+        }
+        let mut advance = Advance::default();
+        let mut budget = if runs { LOAD_BYTES } else { usize::MAX };
+        for (&ticket, restore) in &mut self.restores {
+            restore.broken |= !is_open(restore.request);
+            if !restore.broken {
+                load(restore, runner, cache, &mut budget, &mut advance.reclaimed)?;
+            }
+            if restore.broken {
+                restore.fetched.clear();
+                restore.wanted.clear();
+            }
+            order(&self.reader, ticket, restore, runner.layout());
+        }
+        let done = |restore: &Restore| restore.is_done();
+        for (_, restore) in self.restores.extract_if(.., |_, restore| done(restore)) {
+            advance.ready.push(Restored { request: restore.request, blocks: restore.restored });
+        }
+        Ok(advance)
+    }
+
+    fn take(&mut self, reply: Reply, cache: &RadixCache) {
+        match reply {
+            Reply::Found { id, chain, kinds } => {
+                let Some(restore) = self.restores.get_mut(&id) else { return };
+                restore.orders -= 1;
+                restore.chain = chain;
+                if let Some(plan) = cache.plan_restore(restore.key(), &kinds, false) {
+                    tracing::debug!(
+                        request = restore.request.0,
+                        tokens = plan.len,
+                        exact = plan.exact,
+                        pages = plan.wanted.len(),
+                        "restoring from the store"
+                    );
+                    restore.wanted = plan.wanted.into();
+                }
+            }
+            Reply::Pages { id, pages } => {
+                let Some(restore) = self.restores.get_mut(&id) else { return };
+                restore.orders -= 1;
+                // A reader that failed sends nothing.
+                restore.broken |= pages.is_empty();
+                restore.fetched.extend(pages);
+            }
+        }
+    }
+
+    /// Offers pages of a sequence to the store: complete quantized pages from block `from` on and,
+    /// if it `ends`, everything that a resume needs. Pages that the store has count as used.
+    pub fn offer<B: Backend>(
+        &mut self,
+        runner: &Runner<B>,
+        cache: &RadixCache,
+        key: PrefixKey<'_>,
+        from: usize,
+        ends: bool,
+    ) {
+        let (mut used, mut dropped) = (Vec::new(), 0);
+        let offers = cache.offers(key, from, ends);
+        // Windows first: they are few, and the quantized pages of most prefixes are stored already.
+        for offer in &offers {
+            let Some(page) = &offer.full else { continue };
+            let block = BlockId::Full(page.id());
+            let kept = self.keep(runner, offer, PageKind::Full, 0, block, page.stored(), &mut used);
+            dropped += usize::from(!kept);
+        }
+        for offer in &offers {
+            let Some(page) = &offer.coded else { continue };
+            let part = StoredFlag::default();
+            let (kind, stored) = match page.is_complete() {
+                true => (PageKind::Coded, page.stored()),
+                false => (PageKind::Part, &part),
+            };
+            let block = BlockId::Coded(page.id());
+            let kept = self.keep(runner, offer, kind, page.coded(), block, stored, &mut used);
+            dropped += usize::from(!kept);
+        }
+        self.store.note_dropped(dropped);
+        if ends {
+            self.store.touch(used);
+        }
+    }
+
+    /// Queues a copy of a page unless the store has it; `false` if there was no time for that.
+    fn keep<B: Backend>(
+        &mut self,
+        runner: &Runner<B>,
+        offer: &BlockOffer,
+        kind: PageKind,
+        progress: usize,
+        block: BlockId,
+        stored: &StoredFlag,
+        used: &mut Vec<(PageName, StoredFlag)>,
+    ) -> bool {
+        let name = PageName { hash: offer.hash, block: offer.block as u32, kind };
+        if stored.is_set() {
+            used.push((name, stored.clone()));
+            return true;
+        }
+        let bytes = block.bytes(runner.layout());
+        if self.offered > 0 && self.offered + bytes > OFFER_BYTES {
+            return false;
+        }
+        self.offered += bytes;
+        let mut page = Page::new(PageRef { name, tokens: &offer.tokens }, progress, bytes);
+        if let Err(error) = runner.read_block(block, page.payload()) {
+            tracing::warn!(%error, "a page could not be read for the store");
+            return false;
+        }
+        // A full queue counts the page itself.
+        self.store.offer(page, stored);
+        true
+    }
+}
+
+/// Orders pages as long as fewer than [`ORDERS`] orders are under way.
+fn order(reader: &StoreReader, ticket: u64, restore: &mut Restore, layout: &CacheLayout) {
+    while restore.orders < ORDERS && !restore.wanted.is_empty() && restore.fetched.is_empty() {
+        let (mut wanted, mut bytes) = (Vec::new(), 0);
+        while bytes < ORDER_BYTES
+            && let Some(page) = restore.wanted.pop_front()
+        {
+            bytes += match page.kind {
+                PageKind::Full => layout.full_block_bytes(),
+                PageKind::Coded | PageKind::Part => layout.coded_block_bytes(),
+            };
+            wanted.push(page);
+        }
+        match reader.fetch(ticket, restore.chain.clone(), restore.tokens.clone(), wanted) {
+            true => restore.orders += 1,
+            false => {
+                restore.broken = true;
+                restore.wanted.clear();
+            }
+        }
+    }
+}
+
+/// Copies fetched pages into the cache, up to `budget` bytes, and puts them into the tree.
+fn load<B: Backend>(
+    restore: &mut Restore,
+    runner: &mut Runner<B>,
+    cache: &mut RadixCache,
+    budget: &mut usize,
+    reclaimed: &mut Reclaimed,
+) -> Result<(), StepError> {
+    let mut pages = Vec::new();
+    while *budget > 0
+        && let Some(FetchedPage { wanted, page }) = restore.fetched.pop_front()
+    {
+        let Some((tier, loaded)) = page else {
+            restore.broken = true;
+            break;
+        };
+        *budget = budget.saturating_sub(loaded.payload().len());
+        let Some(page) = place(wanted.kind, loaded.progress(), runner, cache, reclaimed)? else {
+            restore.broken = true;
+            break;
+        };
+        let block = match &page {
+            RestoredPage::Full(page) => BlockId::Full(page.id()),
+            RestoredPage::Coded(page) => BlockId::Coded(page.id()),
+        };
+        if let Err(error) = runner.write_block(block, loaded.payload()) {
+            tracing::warn!(%error, "a page of the store does not fit this cache");
+            restore.broken = true;
+            break;
+        }
+        if restore.restored.last().is_none_or(|(block, _)| *block != wanted.block) {
+            restore.restored.push((wanted.block, tier));
+        }
+        pages.push((wanted.block, page));
+    }
+    let count = pages.len();
+    let key = PrefixKey::new(restore.salt, &restore.tokens);
+    restore.broken |= cache.restore(key, pages) < count;
+    Ok(())
+}
+
+/// A page of the pool for a stored page; `None` if there is no room or the page cannot be right.
+fn place<B: Backend>(
+    kind: PageKind,
+    progress: usize,
+    runner: &mut Runner<B>,
+    cache: &mut RadixCache,
+    reclaimed: &mut Reclaimed,
+) -> Result<Option<RestoredPage>, StepError> {
+    let is_possible = match kind {
+        PageKind::Full => true,
+        PageKind::Coded => progress == 2 * PAGE_TOKENS,
+        PageKind::Part => progress < 2 * PAGE_TOKENS,
+    };
+    if !is_possible {
+        return Ok(None);
+    }
+    let counts = if kind == PageKind::Full { (1, 0) } else { (0, 1) };
+    let mut taken = runner.pool().take(counts.0, counts.1);
+    if let Err(full) = taken {
+        let missing = full.wanted - full.free;
+        if cache.reclaimable() < missing {
+            return Ok(None);
+        }
+        let done = cache.reclaim(missing);
+        reclaimed.thinned += done.thinned;
+        reclaimed.demoted += done.demoted;
+        reclaimed.evicted += done.evicted;
+        // Before anything is written to a page that is free now.
+        runner.demote_tails(&cache.take_demotions())?;
+        taken = runner.pool().take(counts.0, counts.1);
+    }
+    let Ok((mut full, mut coded)) = taken else { return Ok(None) };
+    Ok(match (full.pop(), coded.pop()) {
+        (Some(page), _) => {
+            page.stored().set(true);
+            Some(RestoredPage::Full(page))
+        }
+        (None, Some(page)) => {
+            page.mark_coded(progress);
+            page.stored().set(kind == PageKind::Coded);
+            Some(RestoredPage::Coded(page))
+        }
+        (None, None) => None,
+    })
+}
+
+/// Tokens of a hit of `stored` tokens that came from each tier.
+pub fn tokens_by_tier(blocks: &[(usize, Tier)], stored: usize) -> CachedByTier {
+    let mut tokens = CachedByTier::default();
+    for (_, tier) in blocks.iter().filter(|(block, _)| (block + 1) * PAGE_TOKENS <= stored) {
+        match tier {
+            Tier::Ram => tokens.ram += PAGE_TOKENS,
+            Tier::Disk => tokens.disk += PAGE_TOKENS,
+        }
+    }
+    tokens
+}

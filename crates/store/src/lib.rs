@@ -1,0 +1,45 @@
+//! Copies of cache pages that outlive their eviction, and with a directory also the process.
+//!
+//! A page is stored under the hash of its tokens and of everything before them
+//! ([`oscar_cache::PageHash`]), below the [`Fingerprint`] of everything that its bytes depend on.
+//! [`PageStore`] is one place for pages: [`RamStore`] or [`DirectoryStore`]. [`Tiers`] puts them in
+//! a row. [`Store`] adds the threads, so that whoever runs the model never waits for a disk.
+//!
+//! **Invariants:** a page that is returned has the fingerprint, the hash and the tokens that were
+//! asked for, and its checksum is right; anything else is a counted miss. Any number of processes
+//! may use a directory at once: a file appears whole or not at all, and a file that vanishes is a
+//! miss. Nothing here knows a model, a device or a request.
+
+mod counters;
+mod directory;
+mod fingerprint;
+mod folder;
+mod object;
+mod ram;
+mod service;
+mod tiers;
+
+pub use counters::{Counters, StoreStats, Tier};
+pub use directory::{DirectoryStore, Files, PlainFiles};
+pub use fingerprint::{Fingerprint, FingerprintParts};
+pub use folder::{Entry, Listing, Pruned, StoreLimits, list, prune};
+pub use object::{Defect, Loaded, Page, PageName, PageRef, SealedPage, verify_file};
+pub use ram::RamStore;
+pub use service::{FetchedPage, Reply, Store, StoreOptions, StoreReader};
+pub use tiers::Tiers;
+
+pub use oscar_cache::PageKind;
+use oscar_cache::{PageHash, StoredKinds};
+
+/// A place for pages. Every method may be called from several threads.
+pub trait PageStore: Send + Sync {
+    /// What the place has of these pages, which follow each other from the start of a sequence: one
+    /// entry each, up to the first of which it has nothing.
+    fn exists_prefix(&self, pages: &[PageHash]) -> Vec<StoredKinds>;
+    /// Reads and verifies pages: one result each, `None` for a miss.
+    fn get_many(&self, pages: &[PageRef<'_>]) -> Vec<Option<Loaded>>;
+    /// Keeps copies of pages: whether each is there now.
+    fn put_many(&self, pages: &[SealedPage]) -> Vec<bool>;
+    /// Counts these pages as used now: whether each is there.
+    fn touch_many(&self, pages: &[PageName]) -> Vec<bool>;
+}
