@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use oscar_engine::SamplingParams;
 use oscar_text::{Dialect, ReasoningTags, TextError};
+use serde::Serialize;
 
 use crate::keys::Keys;
 
@@ -30,6 +31,8 @@ pub struct ServerConfig {
     pub calibration: &'static str,
     /// What users should know about the cache format that is served.
     pub cache_note: Option<String>,
+    /// Where changes of the prefix cache are published, for `/server_info`.
+    pub kv_events: Option<KvEvents>,
     /// Largest request body; longer ones are refused with 413. By default enough for a prompt of
     /// the whole context.
     pub max_body_bytes: Option<usize>,
@@ -87,6 +90,7 @@ impl Default for ServerConfig {
             model_aliases: Vec::new(),
             calibration: "none",
             cache_note: None,
+            kv_events: None,
             max_body_bytes: None,
             body_timeout: Duration::from_secs(60),
             max_connections: 1024,
@@ -108,6 +112,20 @@ impl Default for ServerConfig {
             access_log: true,
         }
     }
+}
+
+/// The publisher of cache events as routers find it: the names are SGLang's.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct KvEvents {
+    pub publisher: &'static str,
+    /// `*` if it is the server's own.
+    pub endpoint_host: String,
+    pub endpoint_port_base: u16,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub replay_endpoint_port_base: Option<u16>,
+    pub topic: String,
+    pub block_size: usize,
+    pub dp_size: usize,
 }
 
 /// The server would be open to other machines without a key.

@@ -35,7 +35,9 @@ mod starting;
 mod tools;
 
 pub use app::router;
-pub use config::{ExposedError, GenerationDefaults, LogFormat, Reasoning, ServerConfig, ToolCallParser};
+pub use config::{
+    ExposedError, GenerationDefaults, KvEvents, LogFormat, Reasoning, ServerConfig, ToolCallParser,
+};
 pub use in_process::{InProcess, InProcessAnswer};
 pub use keys::{ApiKey, KeyError, Keys, Quota, Role};
 pub use logging::{LogGuard, LoggingError, check_log_filter, init_logging};

@@ -152,6 +152,15 @@ fn smg_works_with_two_replicas() {
 
 #[cfg(unix)]
 #[test]
+fn the_indexer_of_dynamo_counts_the_pages_that_a_server_holds() {
+    let Some(python) = python::dynamo() else { return };
+    for encoding in ["map", "array"] {
+        python::run_script(&python, "kv_events.py", &[env!("CARGO_BIN_EXE_oscar"), encoding]);
+    }
+}
+
+#[cfg(unix)]
+#[test]
 fn the_web_page_works_in_chromium() {
     let Some(chromium) = python::chromium() else { return };
     let server = Server::start(None);

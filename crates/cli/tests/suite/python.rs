@@ -11,11 +11,38 @@ use std::sync::{Mutex, PoisonError};
 /// # Panics
 /// In CI, where they must be had.
 pub fn with(packages: &[&str]) -> Option<PathBuf> {
+    with_options(&[], packages)
+}
+
+/// What Dynamo 1.6.1 needs at run time. Its own list of dependencies cannot be installed everywhere: it has a package that
+/// downloads from another host.
+pub const DYNAMO: [&str; 11] = [
+    "ai-dynamo==1.6.1",
+    "ai-dynamo-runtime==1.6.1",
+    "uvloop",
+    "packaging",
+    "typing_extensions",
+    "pyyaml",
+    "msgspec",
+    "pydantic",
+    "pydantic_core",
+    "annotated-types",
+    "typing-inspection",
+];
+
+/// A Python with [`DYNAMO`]; see [`with`].
+pub fn dynamo() -> Option<PathBuf> {
+    with_options(&["--no-deps"], &DYNAMO)
+}
+
+fn with_options(options: &[&str], packages: &[&str]) -> Option<PathBuf> {
     if let Some(python) = std::env::var_os("OSCAR_TEST_PYTHON") {
         return Some(python.into());
     }
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("python-{}", packages.join("-")));
-    match install(&folder, packages) {
+    let name = packages.join("-");
+    let folder =
+        Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("python-{}", &name[..name.len().min(64)]));
+    match install(&folder, &[options, packages].concat()) {
         Ok(python) => Some(python),
         Err(why) => {
             missing(&format!("{packages:?} cannot be installed: {why}"));

@@ -17,7 +17,7 @@ pub async fn version() -> Json<Value> {
 
 pub async fn server(State(app): State<Shared>) -> Json<Value> {
     let (info, stats) = (app.engine.info(), app.engine.stats());
-    Json(json!({
+    let mut body = json!({
         "version": VERSION,
         "status": if app.is_draining() { "draining" } else { "ready" },
         "uptime_seconds": app.started.elapsed().as_secs_f64(),
@@ -40,7 +40,11 @@ pub async fn server(State(app): State<Shared>) -> Json<Value> {
         "num_waiting_reqs": stats.waiting,
         "dp_size": 1,
         "tp_size": 1,
-    }))
+    });
+    if let Some(events) = &app.config.kv_events {
+        body["kv_events"] = json!(events);
+    }
+    Json(body)
 }
 
 pub async fn model(State(app): State<Shared>) -> Json<Value> {

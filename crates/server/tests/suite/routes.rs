@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use oscar_server::ServerConfig;
+use oscar_server::{KvEvents, ServerConfig};
 use serde_json::json;
 
 use crate::client::Client;
@@ -154,4 +154,23 @@ async fn the_pages_load_nothing_from_elsewhere() {
             assert!(!page.contains(outside), "{path} has {outside}");
         }
     }
+}
+
+#[tokio::test]
+async fn routers_find_the_publisher_of_cache_events() {
+    assert!(Client::new().get("/server_info").await.ok().get("kv_events").is_none());
+    let events = KvEvents {
+        publisher: "zmq",
+        endpoint_host: "*".to_owned(),
+        endpoint_port_base: 5557,
+        replay_endpoint_port_base: Some(5558),
+        topic: String::new(),
+        block_size: 64,
+        dp_size: 1,
+    };
+    let config = ServerConfig { kv_events: Some(events), ..ServerConfig::default() };
+    let info = Client::with(config, Script::default()).get("/server_info").await.ok();
+    let expected = json!({"publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": 5557, "topic": "",
+        "block_size": 64, "dp_size": 1, "replay_endpoint_port_base": 5558});
+    assert_eq!(info["kv_events"], expected);
 }

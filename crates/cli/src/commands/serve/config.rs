@@ -5,6 +5,7 @@
 //! [`Flags::resolve`] merges defaults, file and command line; the values of the file are parsed and
 //! checked like flags.
 
+use super::events::EventArgs;
 use super::keys::KeySource;
 use super::load::LoadArgs;
 use crate::device::AnyBackend;
@@ -90,6 +91,9 @@ pub struct Config {
     /// the text
     #[arg(long, value_name = "NAME", value_parser = tool_call_parser, default_value = "auto")]
     pub tool_call_parser: String,
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub events: EventArgs,
     /// Format of the log lines
     #[arg(long, value_name = "FORMAT", value_parser = ["text", "json"], default_value = "text")]
     pub log_format: String,
@@ -327,6 +331,11 @@ mod tests {
             "--allow-request-template",
             "--no-reasoning-split",
             "--tool-call-parser=glm45",
+            "--kv-events=tcp://*:1",
+            "--kv-events-replay=tcp://*:2",
+            "--kv-events-topic=kv",
+            "--kv-events-encoding=array",
+            "--kv-events-config={}",
             "--log-format=json",
             "--log=warn,oscar_server=debug",
         ];

@@ -2,14 +2,18 @@
 
 mod calibrate;
 mod config;
+mod events;
 mod keys;
 mod load;
 mod signals;
 mod socket;
 
-use anyhow::Result;
+use crate::progress::note;
+use anyhow::{Result, ensure};
 pub use config::Flags;
 pub use load::LoadArgs;
+use oscar_codec::PAGE_TOKENS;
+use oscar_events::EventPublisher;
 use oscar_server::init_logging;
 use socket::Socket;
 use std::sync::Arc;
@@ -21,11 +25,22 @@ pub fn run(flags: &Flags) -> Result<()> {
         return Ok(());
     }
     let _log = init_logging(config.log_format(), &config.log)?;
+    let events = config.events.resolve()?;
     let socket = Socket::open(config.server()?, config.key_source())?;
+    let publisher = events.map(EventPublisher::start).transpose()?;
     let progress = socket.progress();
     let mut loaded = config.load.load(&progress)?;
     loaded.options = config.complete(loaded.options.clone(), loaded.backend());
     let mut server = socket.config().clone();
+    if let Some(publisher) = &publisher {
+        ensure!(!config.load.no_prefix_cache, "--kv-events tells of the prefix cache, which is off");
+        loaded.options.cache_events = Some(publisher.sink.clone());
+        server.kv_events = Some(events::announcement(publisher, PAGE_TOKENS));
+        note!("KV events: {}", publisher.config.endpoint);
+        if !publisher.config.endpoint.is_loopback() {
+            note!("  whoever reaches that port reads the tokens of prompts without a salt");
+        }
+    }
     loaded.introduce(&mut server);
     let name = loaded.model.name.clone();
     progress.begin("starting the engine", 0);
