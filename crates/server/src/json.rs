@@ -1,6 +1,6 @@
 //! JSON values whose memory is bounded while they are read.
 //!
-//! A value takes many times the bytes of its text: `{"a":0},` are 8 bytes in a body and some 200 in
+//! A value takes many times the bytes of its text: `{"a":0},` are 8 bytes in a body and some 500 in
 //! memory. A limit on the body alone therefore bounds little.
 
 use std::cell::Cell;
@@ -14,6 +14,9 @@ pub const VALUE: usize = size_of::<Value>();
 
 /// Bytes of one entry of an object, apart from its texts: value, key, hash and index.
 const ENTRY: usize = VALUE + size_of::<String>() + 2 * size_of::<usize>();
+
+/// Bytes of an object with a first entry: the map makes room for four, and for an index.
+const OBJECT: usize = 4 * ENTRY;
 
 /// Memory that is left for values.
 pub struct Budget(Cell<usize>);
@@ -94,6 +97,9 @@ impl<'de> Visitor<'de> for Bounded<'_> {
         self.0.take(VALUE)?;
         let mut fields = Map::new();
         while let Some(name) = entries.next_key::<String>()? {
+            if fields.is_empty() {
+                self.0.take(OBJECT)?;
+            }
             self.0.take(ENTRY - VALUE + name.len())?;
             fields.insert(name, entries.next_value_seed(self)?);
         }

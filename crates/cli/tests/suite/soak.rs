@@ -41,3 +41,16 @@ fn a_tenant_is_not_told_of_the_prefixes_of_another() {
         assert_eq!(figures[kind]["cached_tokens"], 0, "{figures}");
     }
 }
+
+/// How long the answers took is not asserted.
+#[test]
+fn attacks_are_refused_and_take_little_memory() {
+    let flags = ["--context=1024", "--max-body-bytes=33554432", "--threads=2"];
+    let figures = &json_lines(&[&["soak", "--attacks", "--json", "--"][..], &flags].concat())[0];
+    let attacks = figures["attacks"].as_array().unwrap();
+    assert!(attacks.len() >= 10);
+    for attack in attacks {
+        assert!((400..500).contains(&attack["status"].as_u64().unwrap()), "{attack}");
+        assert!(attack["memory_mb"].as_u64().unwrap() < 96, "{attack}");
+    }
+}

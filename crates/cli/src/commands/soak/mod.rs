@@ -5,6 +5,7 @@
 //! killed and started again. Every answer that is not flagged `demoted_tail` is compared with that of a second server
 //! which keeps no prefixes.
 
+mod attacks;
 mod child;
 mod http;
 mod isolation;
@@ -49,6 +50,10 @@ pub struct Args {
     /// take, and fails if a foreign one is found
     #[arg(long, value_name = "ROUNDS", conflicts_with = "restart_every")]
     isolation: Option<usize>,
+    /// Instead of load: requests that once took the server down, and 200 slow connections. Prints status, time, memory and
+    /// the slowest health check of each
+    #[arg(long, conflicts_with_all = ["restart_every", "isolation"])]
+    attacks: bool,
     /// Print the figures as JSON
     #[arg(long)]
     json: bool,
@@ -70,6 +75,9 @@ pub fn run(args: &Args) -> Result<()> {
     let patience = Duration::from_secs(args.patience);
     if let Some(rounds) = args.isolation {
         return isolation::run(&args.serve, rounds, args.seed, patience, args.json);
+    }
+    if args.attacks {
+        return attacks::run(&args.serve, patience, args.json);
     }
     let mut server = ServerProcess::start(&args.serve)?;
     // The reference computes every prompt from its beginning. It has room for whatever the other can serve.
