@@ -75,6 +75,9 @@ pub struct ServerConfig {
     pub cors_origins: Vec<String>,
     /// One log line for each request.
     pub access_log: bool,
+    /// Certificate and key; without them the server speaks plain HTTP.
+    #[cfg(feature = "tls")]
+    pub tls: Option<crate::Tls>,
 }
 
 impl Default for ServerConfig {
@@ -110,6 +113,8 @@ impl Default for ServerConfig {
             tool_call_parser: ToolCallParser::Auto,
             cors_origins: Vec::new(),
             access_log: true,
+            #[cfg(feature = "tls")]
+            tls: None,
         }
     }
 }

@@ -25,7 +25,7 @@ use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::TcpListener;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tokio::time::{Instant, Sleep, sleep, timeout};
 use tower::ServiceExt;
@@ -120,6 +120,16 @@ pub async fn accept(
         let connection = Connection { app: app.clone(), router: router.clone(), is_spare, permit };
         let (phase, alive) = (phase.clone(), alive.clone());
         tokio::spawn(async move {
+            #[cfg(feature = "tls")]
+            match connection.app.config.tls.clone() {
+                None => connection.serve(stream, phase).await,
+                Some(tls) => match timeout(connection.head_time(), tls.accept(stream)).await {
+                    Ok(Ok(stream)) => connection.serve(stream, phase).await,
+                    Ok(Err(error)) => tracing::debug!(%error, "a TLS handshake failed"),
+                    Err(_) => tracing::debug!("a TLS handshake took too long"),
+                },
+            }
+            #[cfg(not(feature = "tls"))]
             connection.serve(stream, phase).await;
             drop(alive);
         });
@@ -133,13 +143,23 @@ struct Connection {
     permit: OwnedSemaphorePermit,
 }
 
+/// What a connection is made of: plain TCP, or TLS over it.
+trait Transport: AsyncRead + AsyncWrite + Unpin + Send + 'static {}
+
+impl<T: AsyncRead + AsyncWrite + Unpin + Send + 'static> Transport for T {}
+
 impl Connection {
-    async fn serve(self, stream: TcpStream, mut phase: watch::Receiver<Phase>) {
+    /// How long the head of a request may take.
+    fn head_time(&self) -> Duration {
+        let time = self.app.config.header_timeout;
+        if self.is_spare { SPARE_TIME.min(time) } else { time }
+    }
+
+    async fn serve(self, stream: impl Transport, mut phase: watch::Receiver<Phase>) {
         let gauge = self.app.metrics.connection();
         let config = &self.app.config;
         let stage = Arc::new(Stage::default());
-        let head_time =
-            if self.is_spare { SPARE_TIME.min(config.header_timeout) } else { config.header_timeout };
+        let head_time = self.head_time();
         let guarded = Guarded {
             stream,
             stage: stage.clone(),
@@ -209,7 +229,7 @@ fn refusal(app: &Shared, is_spare: bool, request: &Request<Incoming>) -> Option<
 }
 
 /// Closes our side and discards data that the client still sends.
-async fn linger(mut stream: TcpStream) {
+async fn linger(mut stream: impl Transport) {
     let reading = async {
         stream.shutdown().await?;
         let mut buffer = vec![0; 64 << 10];
@@ -248,8 +268,8 @@ impl Stage {
 }
 
 /// A stream that fails if a head is not complete in time or if the client does not read.
-struct Guarded {
-    stream: TcpStream,
+struct Guarded<T> {
+    stream: T,
     stage: Arc<Stage>,
     head_time: Duration,
     head: Pin<Box<Sleep>>,
@@ -258,7 +278,7 @@ struct Guarded {
     write: Option<Pin<Box<Sleep>>>,
 }
 
-impl AsyncRead for Guarded {
+impl<T: Transport> AsyncRead for Guarded<T> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -282,9 +302,9 @@ impl AsyncRead for Guarded {
     }
 }
 
-impl Guarded {
+impl<T> Guarded<T> {
     /// Watches the time that a write waits.
-    fn watch<T>(&mut self, context: &mut Context<'_>, outcome: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
+    fn watch<O>(&mut self, context: &mut Context<'_>, outcome: Poll<io::Result<O>>) -> Poll<io::Result<O>> {
         if outcome.is_ready() {
             self.write = None;
             return outcome;
@@ -298,7 +318,7 @@ impl Guarded {
     }
 }
 
-impl AsyncWrite for Guarded {
+impl<T: Transport> AsyncWrite for Guarded<T> {
     fn poll_write(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,

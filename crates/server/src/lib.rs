@@ -32,6 +32,8 @@ mod routes;
 mod schema;
 mod serve;
 mod starting;
+#[cfg(feature = "tls")]
+mod tls;
 mod tools;
 
 pub use app::router;
@@ -43,4 +45,6 @@ pub use keys::{ApiKey, KeyError, Keys, Quota, Role};
 pub use logging::{LogGuard, LoggingError, check_log_filter, init_logging};
 pub use serve::{serve, serve_on};
 pub use starting::{StartProgress, Starting};
+#[cfg(feature = "tls")]
+pub use tls::{Tls, TlsError};
 pub use tools::with_tools_in_text;

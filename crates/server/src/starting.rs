@@ -16,10 +16,13 @@ use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use serde_json::json;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, oneshot};
 use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
+
+use crate::ServerConfig;
 
 /// Connections at once, and how long one may stay.
 const CONNECTIONS: usize = 64;
@@ -90,9 +93,23 @@ pub struct Starting {
 
 impl Starting {
     /// Answers from now on, on the current tokio runtime.
-    pub fn new(listener: TcpListener, progress: StartProgress) -> Self {
+    pub fn new(listener: TcpListener, progress: StartProgress, config: &ServerConfig) -> Self {
         let (end, ended) = oneshot::channel();
-        Self { end, answering: tokio::spawn(answer(listener, progress, ended)) }
+        #[cfg(feature = "tls")]
+        if let Some(tls) = config.tls.clone() {
+            let refuse = move |stream| {
+                let (progress, tls) = (progress.clone(), tls.clone());
+                async move {
+                    if let Ok(stream) = tls.accept(stream).await {
+                        refuse(stream, progress).await;
+                    }
+                }
+            };
+            return Self { end, answering: tokio::spawn(answer(listener, ended, refuse)) };
+        }
+        let _ = config;
+        let refuse = move |stream| refuse(stream, progress.clone());
+        Self { end, answering: tokio::spawn(answer(listener, ended, refuse)) }
     }
 
     /// Stops answering and gives the socket back.
@@ -105,10 +122,10 @@ impl Starting {
     }
 }
 
-async fn answer(
+async fn answer<F: Future<Output = ()> + Send>(
     listener: TcpListener,
-    progress: StartProgress,
     mut ended: oneshot::Receiver<()>,
+    refuse: impl Fn(TcpStream) -> F + Clone + Send + 'static,
 ) -> TcpListener {
     let places = Arc::new(Semaphore::new(CONNECTIONS));
     loop {
@@ -122,24 +139,25 @@ async fn answer(
             continue;
         };
         if let Ok(place) = places.clone().try_acquire_owned() {
-            let progress = progress.clone();
+            let refuse = refuse.clone();
             tokio::spawn(async move {
-                // A client that is too slow is cut off; one that left needs no answer.
-                let _ = timeout(CONNECTION_TIME, refuse(stream, progress)).await;
+                // A client that is too slow is cut off.
+                let _ = timeout(CONNECTION_TIME, refuse(stream)).await;
                 drop(place);
             });
         }
     }
 }
 
-async fn refuse(stream: TcpStream, progress: StartProgress) -> hyper::Result<()> {
+/// Answers one request. A client that left needs no answer.
+async fn refuse(stream: impl AsyncRead + AsyncWrite + Unpin, progress: StartProgress) {
     let service = service_fn(move |_: Request<Incoming>| {
         let response = progress.answer();
         async move { Ok::<_, Infallible>(response) }
     });
-    http1::Builder::new()
+    let _ = http1::Builder::new()
         .timer(TokioTimer::new())
         .keep_alive(false)
         .serve_connection(TokioIo::new(stream), service)
-        .await
+        .await;
 }

@@ -21,4 +21,6 @@ mod responses;
 mod routes;
 mod sockets;
 mod tenants;
+#[cfg(feature = "tls")]
+mod tls;
 mod tools;

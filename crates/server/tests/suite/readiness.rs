@@ -30,7 +30,7 @@ async fn every_route_tells_the_progress_of_the_start() {
     let progress = StartProgress::default();
     progress.begin("loading weights", 7);
     progress.set(3);
-    let starting = Starting::new(listener, progress.clone());
+    let starting = Starting::new(listener, progress.clone(), &ServerConfig::default());
     for (method, path) in
         [("GET", "/health"), ("GET", "/ready"), ("POST", "/v1/chat/completions"), ("GET", "/")]
     {

@@ -41,6 +41,14 @@ pub struct Config {
     /// work too
     #[arg(long, value_name = "FILE")]
     pub api_key_file: Option<PathBuf>,
+    /// Serve HTTPS: PEM file with the server's certificate and those that lead to its authority; read again on SIGHUP
+    #[cfg(feature = "tls")]
+    #[arg(long, value_name = "FILE", requires = "tls_key")]
+    pub tls_certificate: Option<PathBuf>,
+    /// PEM file with the private key of --tls-certificate
+    #[cfg(feature = "tls")]
+    #[arg(long, value_name = "FILE", requires = "tls_certificate")]
+    pub tls_key: Option<PathBuf>,
     /// Serve other machines without API keys
     #[arg(long)]
     pub allow_anonymous: bool,
@@ -249,6 +257,8 @@ impl Config {
             reasoning: if self.no_reasoning_split { Reasoning::Off } else { Reasoning::think() },
             tool_call_parser: ToolCallParser::from_name(&self.tool_call_parser)?,
             cors_origins: self.cors_origin.clone(),
+            #[cfg(feature = "tls")]
+            tls: self.tls()?,
             ..ServerConfig::default()
         })
     }
@@ -258,6 +268,12 @@ impl Config {
         let stuck_after = self.stuck_after.unwrap_or_else(|| backend.default_stuck_after().as_secs());
         let stuck_after = (stuck_after > 0).then(|| Duration::from_secs(stuck_after));
         EngineOptions { stuck_after, max_queue: self.max_queue, ..options }
+    }
+
+    #[cfg(feature = "tls")]
+    fn tls(&self) -> Result<Option<oscar_server::Tls>> {
+        let (Some(certificate), Some(key)) = (&self.tls_certificate, &self.tls_key) else { return Ok(None) };
+        oscar_server::Tls::read(certificate, key).map(Some).context("--tls-certificate and --tls-key")
     }
 
     pub fn key_source(&self) -> KeySource {

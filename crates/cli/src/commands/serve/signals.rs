@@ -1,7 +1,5 @@
-//! Signals: the first interrupt or SIGTERM drains, the second ends at once, SIGHUP reads the keys again.
+//! Signals: the first interrupt or SIGTERM drains, the second ends at once, SIGHUP reads keys and certificates again.
 
-use super::keys::KeySource;
-use oscar_server::Keys;
 use tokio::sync::watch;
 
 /// Counts requests to stop. Signals are caught from [`Stops::listen`] on, not from the first poll of a future: a
@@ -20,9 +18,9 @@ impl Stops {
         }
     }
 
-    /// SIGHUP stops the server, as SIGTERM does, where there is no key file to read again.
+    /// SIGHUP calls `reload`. Where there is nothing to read again it stops the server, as SIGTERM does.
     #[cfg(unix)]
-    pub fn listen(source: KeySource, keys: Keys) -> std::io::Result<Self> {
+    pub fn listen(reload: Option<Box<dyn Fn() + Send + Sync>>) -> std::io::Result<Self> {
         use tokio::signal::unix::{SignalKind, signal};
         let mut interrupt = signal(SignalKind::interrupt())?;
         let mut terminate = signal(SignalKind::terminate())?;
@@ -34,8 +32,8 @@ impl Stops {
                     _ = interrupt.recv() => {}
                     _ = terminate.recv() => {}
                     _ = hangup.recv() => {
-                        if source.reloads() {
-                            source.reload(&keys);
+                        if let Some(reload) = &reload {
+                            reload();
                             continue;
                         }
                     }
@@ -47,7 +45,7 @@ impl Stops {
     }
 
     #[cfg(not(unix))]
-    pub fn listen(_: KeySource, _: Keys) -> std::io::Result<Self> {
+    pub fn listen(_: Option<Box<dyn Fn() + Send + Sync>>) -> std::io::Result<Self> {
         let mut interrupt = tokio::signal::windows::ctrl_c()?;
         let (sender, count) = watch::channel(0);
         tokio::spawn(async move {

@@ -36,12 +36,13 @@ impl Socket {
             let address = listener.local_addr()?;
             let exposed = ServerConfig { loopback: address.ip().is_loopback(), ..config.clone() };
             exposed.check_exposure()?;
-            anyhow::Ok((Starting::new(listener, progress.clone()), address))
+            anyhow::Ok((Starting::new(listener, progress.clone(), &config), address))
         })?;
         if !config.keys.is_empty() && !config.keys.has_operator() {
             note!("no key is an operator's: /metrics and other routes for operators refuse everyone");
         }
-        note!("opened http://{address}; it answers 503 until the model is loaded");
+        let scheme = scheme(&config);
+        note!("opened {scheme}://{address}; it answers 503 until the model is loaded");
         Ok(Self { runtime, starting, progress, address, config, keys })
     }
 
@@ -65,10 +66,11 @@ impl Socket {
     ) -> Result<()> {
         let Self { runtime, starting, address, keys, .. } = self;
         let ended = runtime.block_on(async {
-            let stops = Stops::listen(keys, config.keys.clone()).context("signals cannot be caught")?;
+            let stops = Stops::listen(reload(keys, &config)).context("signals cannot be caught")?;
+            let scheme = scheme(&config);
             let listener = starting.finish().await?;
-            note!("\nserving {name} on http://{address}   (web page: the same address; Ctrl-C stops)\n");
-            note!("  curl http://{address}/v1/chat/completions -H 'Content-Type: application/json' \\");
+            note!("\nserving {name} on {scheme}://{address}   (web page: the same address; Ctrl-C stops)\n");
+            note!("  curl {scheme}://{address}/v1/chat/completions -H 'Content-Type: application/json' \\");
             note!("       -d '{{\"model\": \"{name}\", \"messages\": [{{\"role\": \"user\", \"content\": \"Who are you?\"}}]}}'\n");
             tokio::spawn(release_memory_when_idle(engine.clone()));
             let (stop, abandon) = (stops.asked(1), stops.asked(2));
@@ -78,6 +80,33 @@ impl Socket {
         runtime.shutdown_timeout(Duration::from_secs(1));
         ended
     }
+}
+
+fn scheme(config: &ServerConfig) -> &'static str {
+    #[cfg(feature = "tls")]
+    if config.tls.is_some() {
+        return "https";
+    }
+    let _ = config;
+    "http"
+}
+
+/// Reads the key file and the certificate again, if there are any.
+fn reload(source: KeySource, config: &ServerConfig) -> Option<Box<dyn Fn() + Send + Sync>> {
+    let keys = source.reloads().then(|| (source, config.keys.clone()));
+    #[cfg(feature = "tls")]
+    if let Some(tls) = config.tls.clone() {
+        return Some(Box::new(move || {
+            if let Some((source, keys)) = &keys {
+                source.reload(keys);
+            }
+            match tls.reload() {
+                Ok(()) => tracing::info!("the certificate was read again"),
+                Err(error) => tracing::error!("the certificate stays as it was: {error}"),
+            }
+        }));
+    }
+    keys.map(|(source, keys)| Box::new(move || source.reload(&keys)) as Box<dyn Fn() + Send + Sync>)
 }
 
 /// A burst of large requests leaves free memory in the allocator; it goes back while nothing runs.
