@@ -1,7 +1,8 @@
 //! Evaluation: the cost of a KV format in the model's own predictions and answers.
 //!
 //! [`ppl`] compares next-token distributions on text; [`cases`] and [`run`] ask long-context tasks,
-//! RULER and user-supplied [`benchmarks`] through the serving engine. [`journal`] keeps results, so
+//! RULER and user-supplied [`benchmarks`] through the serving engine. [`conversations`] compares
+//! eviction policies on views of one computed history. [`journal`] keeps results, so
 //! that an interrupted run can resume.
 //!
 //! **Invariant:** it measures exactly what serving does: the same engine, the same window rule;
@@ -12,6 +13,7 @@ pub mod agent;
 pub mod benchmarks;
 pub mod cases;
 pub mod compare;
+pub mod conversations;
 mod error;
 mod forms;
 pub mod generate;

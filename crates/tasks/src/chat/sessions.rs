@@ -138,7 +138,7 @@ impl Telling {
         filler: &dyn Filler,
     ) {
         let kind = match variant {
-            Variant::Update if session % 2 == 0 => Kind::Code,
+            Variant::Update if session.is_multiple_of(2) => Kind::Code,
             _ => Kind::ALL[(session + random.index(2)) % Kind::ALL.len()],
         };
         let count = random.between(4, 8) as usize;

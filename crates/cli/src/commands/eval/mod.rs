@@ -1,6 +1,7 @@
 //! `oscar eval`: what a KV format costs, measured on the user's model, text and tasks.
 
 mod agent;
+mod conversations;
 mod files;
 pub mod ppl;
 mod ruler;
@@ -30,6 +31,8 @@ enum What {
     Ruler(ruler::Args),
     /// Chat tasks: retrieval, tracking, chained arithmetic, copying, conversation memory
     Tasks(tasks::Args),
+    /// Eviction policies on long conversations: which keep the facts that are asked for later
+    Conversations(conversations::Args),
     /// Agent tasks: several tool calls, each with exact arguments out of a long context
     Agent(agent::Args),
     /// HumanEval from its JSONL file: functions the model writes, run against their tests (pass@1)
@@ -48,6 +51,7 @@ pub fn run(args: &Args) -> Result<()> {
         What::Ppl(args) => ppl::run(args),
         What::Ruler(args) => ruler::run(args),
         What::Tasks(args) => tasks::run(args),
+        What::Conversations(args) => conversations::run(args),
         What::Agent(args) => agent::run(args),
         What::Humaneval(args) => files::human_eval(args),
         What::Math(args) => files::run(args, Benchmark::Math, None),

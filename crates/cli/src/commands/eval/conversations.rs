@@ -1,0 +1,184 @@
+//! `oscar eval conversations`: which eviction policy keeps the facts of long conversations.
+
+use super::session::Session;
+use super::{Common, check_seed, filler};
+use crate::{progress, table};
+use anyhow::{Context, Result, bail};
+use oscar_eval::conversations::{
+    Arms, ConversationCase, ConversationRow, FULL, Outcome, conversation_cases, run_case, summarize,
+};
+use oscar_eval::{Journal, Prompts};
+use oscar_figures::write_whole;
+use oscar_tasks::chat::Turn;
+use oscar_tasks::chat::sessions::Variant;
+use oscar_views::{Evict, HeadSplit, Probe};
+use serde_json::json;
+use std::path::PathBuf;
+
+#[derive(clap::Args)]
+pub struct Args {
+    #[command(flatten)]
+    common: Common,
+    /// Policies: recent, h2o, snapkv, tova, keydiff, expected, kvzip; with a division of rows among heads after a
+    /// colon (uniform, adaptive, global), e.g. kvzip:global
+    #[arg(long, value_name = "POLICY[,POLICY…]", value_delimiter = ',',
+          default_values = ["recent", "h2o", "snapkv", "tova", "keydiff", "expected", "kvzip"])]
+    policies: Vec<String>,
+    /// Rows kept, in percent of the history
+    #[arg(long, value_name = "PERCENT[,PERCENT…]", value_delimiter = ',', default_values_t = [50.0, 25.0, 12.5])]
+    rows: Vec<f64>,
+    /// Conversations: sessions, update, cross, absent, system, late
+    #[arg(long, value_name = "NAME[,NAME…]", value_delimiter = ',',
+          default_values = ["sessions", "update", "cross", "absent", "system", "late"])]
+    variants: Vec<String>,
+    /// Tokens of a conversation, its answer included
+    #[arg(long, value_name = "N[,N…]", value_delimiter = ',', default_values_t = [4096])]
+    context: Vec<usize>,
+    /// Conversations of each variant and context; each has up to eight questions
+    #[arg(long, value_name = "N", default_value_t = 10)]
+    limit: usize,
+    /// Seed of the first conversation; the others follow
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    seed: u64,
+    /// Texts to read instead of generated paragraphs
+    #[arg(long, value_name = "FILE")]
+    text: Option<String>,
+    /// Write accuracy by rows kept as an SVG picture
+    #[arg(long, value_name = "FILE")]
+    picture: Option<PathBuf>,
+}
+
+/// The request that makes a model repeat its context.
+const REPEAT: &str = "Repeat the previous context exactly.";
+
+pub fn run(args: &Args) -> Result<()> {
+    if args.limit == 0 {
+        bail!("--limit 0: at least one conversation of each variant is needed");
+    }
+    check_seed(args.seed, args.limit)?;
+    if let Some(percent) = args.rows.iter().find(|p| !(**p > 0.0 && **p <= 100.0)) {
+        bail!("--rows {percent}: give a share of the history above 0 and up to 100 percent");
+    }
+    let arms = Arms {
+        scorers: args.policies.iter().map(|name| arm(name)).collect::<Result<_>>()?,
+        percents: args.rows.clone(),
+    };
+    let variants = args.variants.iter().map(|name| Variant::parse(name)).collect::<Result<Vec<_>, _>>()?;
+    let Some(&longest) = args.context.iter().max() else { bail!("--context: give at least one") };
+    let common = &args.common;
+    let (filler, text_digest) = filler(args.text.as_deref(), "--text")?;
+    // Room for what `kvzip` repeats behind the conversation.
+    let session = Session::open(&common.model, &common.cache, None, "--context")?;
+    if longest + 2 * PROBE_ROOM > session.context {
+        bail!(
+            "--context {longest}: {} addresses {} positions, and scoring needs {} beyond the conversation",
+            session.model.name,
+            session.context,
+            2 * PROBE_ROOM
+        );
+    }
+    if session.text.chat.is_none() {
+        bail!("conversations need a chat template: use an instruction-tuned model");
+    }
+    let prompts = Prompts::new(&session.text, false);
+    let probe = Probe { repeat: prompts.chat(&[Turn::user(REPEAT)])? };
+    let config = session.config(json!({"text": text_digest, "policies": args.policies, "rows": args.rows}));
+    let mut journal = Journal::open(common.out.as_deref(), "eval conversations", &config)?;
+    let mut cases = Vec::new();
+    for &context in &args.context {
+        cases.extend(conversation_cases(&prompts, &variants, context, args.seed, args.limit, &*filler)?);
+    }
+    let formats = session.prepare(&common.kv)?;
+    // Only formats that quantize evict rows; BF16 is not among them.
+    let formats: Vec<_> =
+        formats.into_iter().filter(|f| common.kv.iter().any(|kv| kv.name == f.name)).collect();
+    let bar = progress::bar("asking", (cases.len() * formats.len()) as u64);
+    let mut rows = Vec::new();
+    for format in &formats {
+        let mut runner = None;
+        let mut results: Vec<(&ConversationCase, Vec<Outcome>)> = Vec::new();
+        for case in &cases {
+            let key = format!("{}/{}", format.name, case.key());
+            let outcomes = match journal.get(&key) {
+                Some(known) => known,
+                None => {
+                    if runner.is_none() {
+                        runner = Some(session.runner(format, 3)?);
+                    }
+                    let Some(runner) = &mut runner else { continue };
+                    let stops = &session.stop_tokens;
+                    let outcomes = run_case(runner, case, &arms, &probe, &prompts, stops)
+                        .with_context(|| format!("--kv {}, conversation {}", format.name, case.key()))?;
+                    journal.record(&key, &outcomes)?;
+                    outcomes
+                }
+            };
+            results.push((case, outcomes));
+            bar.inc(1);
+        }
+        rows.extend(summarize(&format.name, &results));
+    }
+    bar.finish_and_clear();
+    if let Some(path) = &args.picture {
+        let figure = oscar_eval::conversations::picture(&rows);
+        write_whole(path, figure.file())
+            .with_context(|| format!("{} could not be written", path.display()))?;
+    }
+    report(&rows, common.json);
+    Ok(())
+}
+
+/// Positions beyond a conversation that a probe may take.
+const PROBE_ROOM: usize = 2200;
+
+/// A policy with its division among heads: Ada-KV's unless the method has its own.
+fn arm(name: &str) -> Result<(Evict, HeadSplit)> {
+    let (evict, split) = name.split_once(':').map_or((name, None), |(evict, split)| (evict, Some(split)));
+    let evict: Evict = evict.parse()?;
+    let split = match (split, evict) {
+        (Some(split), _) => split.parse()?,
+        (None, Evict::Recent | Evict::Tova | Evict::KeyDiff) => HeadSplit::Uniform,
+        (None, Evict::KvZip) => HeadSplit::Global,
+        (None, Evict::H2o | Evict::SnapKv | Evict::Expected) => HeadSplit::Adaptive,
+    };
+    Ok((evict, split))
+}
+
+fn report(rows: &[ConversationRow], json: bool) {
+    if json {
+        rows.iter().for_each(|row| println!("{}", json!(row)));
+        return;
+    }
+    let mut tasks: Vec<&str> = Vec::new();
+    for row in rows {
+        if !tasks.contains(&row.task.as_str()) && row.task != "all" && row.task != "absent" {
+            tasks.push(&row.task);
+        }
+    }
+    let mut header = vec!["kv", "policy ", "rows", "MiB", "context"];
+    header.extend(&tasks);
+    header.extend(["all", "KL", "survival", "abstains", "questions"]);
+    let mut lines = Vec::new();
+    for all in rows.iter().filter(|row| row.task == "all") {
+        let same = |row: &&ConversationRow| {
+            (&row.kv, &row.policy, row.context, row.percent)
+                == (&all.kv, &all.policy, all.context, all.percent)
+        };
+        let of = |task: &str| rows.iter().filter(same).find(|row| row.task == task);
+        let percent = |value: f64| format!("{:.1}", 100.0 * value);
+        let optional = |value: Option<f64>| value.map(percent).unwrap_or_default();
+        let rows = if all.policy == FULL { "1".to_owned() } else { format!("{:.3}", all.rows) };
+        let mib = format!("{:.2}", all.bytes / f64::from(1 << 20));
+        let mut line = vec![all.kv.clone(), all.policy.clone(), rows, mib, all.context.to_string()];
+        line.extend(tasks.iter().map(|task| of(task).map(|row| percent(row.accuracy)).unwrap_or_default()));
+        line.extend([percent(all.accuracy), format!("{:.4}", all.kl), optional(all.survival)]);
+        line.extend([optional(all.abstention), all.n.to_string()]);
+        lines.push(line);
+    }
+    println!("{}", table::render(&header, &lines));
+    println!(
+        "\nright answers in percent; rows: share of the quantized history that is kept; KL: to the whole cache of the same \
+         format; survival: share of the asked facts' rows that a head keeps; abstains: questions about facts never told \
+         that got no value of the conversation"
+    );
+}

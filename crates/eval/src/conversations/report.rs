@@ -1,0 +1,93 @@
+//! Results of many conversations together.
+
+use super::{Outcome, cases::ConversationCase};
+use serde::{Deserialize, Serialize};
+
+/// One policy at one budget: a variant of conversations, or all that have answers.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ConversationRow {
+    pub kv: String,
+    /// `none` for the whole cache.
+    pub policy: String,
+    /// Share of the history that is kept; 1 for the whole cache.
+    pub rows: f64,
+    pub context: usize,
+    /// The variant, or `all`.
+    pub task: String,
+    /// Share of right answers.
+    pub accuracy: f64,
+    /// Mean divergence from the whole cache over the tokens of the right answers.
+    pub kl: f64,
+    /// Questions that have an answer; for `absent`, those that have none.
+    pub n: usize,
+    /// The budget, in percent of the history.
+    pub percent: f64,
+    /// Mean share of the rows of the asked facts that a head keeps.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub survival: Option<f64>,
+    /// Share of questions without an answer that got no value of the conversation.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub abstention: Option<f64>,
+    /// Mean bytes of the history as kept.
+    pub bytes: f64,
+    /// Mean tokens computed to score a history.
+    pub probe_tokens: f64,
+}
+
+/// Rows by policy and budget, in order of first appearance: each variant, then all together.
+pub fn summarize(kv: &str, results: &[(&ConversationCase, Vec<Outcome>)]) -> Vec<ConversationRow> {
+    let mut keys: Vec<(usize, &str, f64)> = Vec::new();
+    for (case, outcomes) in results {
+        for outcome in outcomes {
+            let key = (case.context, outcome.policy.as_str(), outcome.percent);
+            if !keys.contains(&key) {
+                keys.push(key);
+            }
+        }
+    }
+    let mut variants: Vec<&str> = Vec::new();
+    for (case, _) in results {
+        if !variants.contains(&case.variant.name()) {
+            variants.push(case.variant.name());
+        }
+    }
+    let mut rows = Vec::new();
+    for (context, policy, percent) in keys {
+        for task in variants.iter().copied().chain(["all"]) {
+            let of_task = |case: &ConversationCase| task == "all" || case.variant.name() == task;
+            let outcomes: Vec<&Outcome> = results
+                .iter()
+                .filter(|(case, _)| case.context == context && of_task(case))
+                .flat_map(|(_, outcomes)| outcomes)
+                .filter(|outcome| (outcome.policy.as_str(), outcome.percent) == (policy, percent))
+                .collect();
+            rows.extend(row(kv, context, task, &outcomes));
+        }
+    }
+    rows
+}
+
+fn row(kv: &str, context: usize, task: &str, outcomes: &[&Outcome]) -> Option<ConversationRow> {
+    let first = outcomes.first()?;
+    let count = |value: fn(&Outcome) -> usize| outcomes.iter().map(|o| value(o)).sum::<usize>();
+    let sum = |value: fn(&Outcome) -> f64| outcomes.iter().map(|o| value(o)).sum::<f64>();
+    let asked = count(|o| o.asked);
+    let share = |part: f64, of: usize| part / of.max(1) as f64;
+    let some = |part: f64, of: usize| (of > 0).then(|| share(part, of));
+    let (needing, unanswerable) = (count(|o| o.needing), count(|o| o.unanswerable));
+    Some(ConversationRow {
+        kv: kv.to_owned(),
+        policy: first.policy.clone(),
+        rows: share(sum(|o| o.rows), outcomes.len()),
+        context,
+        task: task.to_owned(),
+        accuracy: share(count(|o| o.right) as f64, asked),
+        kl: share(sum(|o| o.kl), asked),
+        n: if asked > 0 { asked } else { unanswerable },
+        percent: first.percent,
+        survival: some(sum(|o| o.survival), needing),
+        abstention: some(count(|o| o.abstained) as f64, unanswerable),
+        bytes: share(sum(|o| o.bytes as f64), outcomes.len()),
+        probe_tokens: share(sum(|o| o.probe_tokens as f64), outcomes.len()),
+    })
+}
