@@ -66,6 +66,7 @@ impl<B: Backend> Worker<B> {
         }
         self.publish(true);
         self.serving.finish_store();
+        self.publish(true);
     }
 
     /// Returns when the engine is told to stop, or when the device has failed.

@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail};
 use oscar_store::{Defect, Entry, Listing, PageKind, StoreLimits, list, prune, verify_file};
 use serde_json::json;
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 #[derive(clap::Args)]
@@ -74,11 +74,11 @@ pub fn run(args: &Args) -> Result<()> {
     }
 }
 
-fn listed(dir: &PathBuf) -> Result<Listing> {
+fn listed(dir: &Path) -> Result<Listing> {
     list(dir).with_context(|| dir.display().to_string())
 }
 
-fn ls(dir: &PathBuf, as_json: bool) -> Result<()> {
+fn ls(dir: &Path, as_json: bool) -> Result<()> {
     let Listing { pages, about, .. } = listed(dir)?;
     let mut folders: BTreeMap<&str, Vec<&Entry>> =
         about.keys().map(|name| (name.as_str(), Vec::new())).collect();
@@ -128,7 +128,7 @@ fn ls(dir: &PathBuf, as_json: bool) -> Result<()> {
     Ok(())
 }
 
-fn verify(dir: &PathBuf, remove: bool, as_json: bool) -> Result<()> {
+fn verify(dir: &Path, remove: bool, as_json: bool) -> Result<()> {
     let listing = listed(dir)?;
     let (mut sound, mut corrupt, mut wrong, mut vanished, mut removed) = (0, 0, 0, 0, 0);
     for page in &listing.pages {
@@ -169,7 +169,7 @@ fn verify(dir: &PathBuf, remove: bool, as_json: bool) -> Result<()> {
     }
 }
 
-fn remove_pages(dir: &PathBuf, limits: StoreLimits, as_json: bool) -> Result<()> {
+fn remove_pages(dir: &Path, limits: StoreLimits, as_json: bool) -> Result<()> {
     let pruned = prune(dir, limits, 0).with_context(|| dir.display().to_string())?;
     if as_json {
         println!(

@@ -24,4 +24,5 @@ mod reports;
 mod server;
 #[cfg(target_os = "linux")]
 mod soak;
+mod store;
 mod support;

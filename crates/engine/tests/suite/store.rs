@@ -169,6 +169,8 @@ fn copy_folder(from: &Path, to: &Path) {
     }
 }
 
+type Damage<'a> = &'a dyn Fn(&mut Vec<u8>);
+
 /// Every kind of damage, to all pages and to some: the answer is right and the damage is counted.
 #[test]
 fn damaged_pages_are_counted_and_computed_again() {
@@ -177,7 +179,7 @@ fn damaged_pages_are_counted_and_computed_again() {
     let flip = |bytes: &mut Vec<u8>| bytes[4000] ^= 1;
     let cut = |bytes: &mut Vec<u8>| bytes.truncate(5000);
     let empty = |bytes: &mut Vec<u8>| bytes.clear();
-    let damages: [(&dyn Fn(&mut Vec<u8>), usize); 4] = [(&flip, 1), (&flip, 5), (&cut, 1), (&empty, 2)];
+    let damages: [(Damage<'_>, usize); 4] = [(&flip, 1), (&flip, 5), (&cut, 1), (&empty, 2)];
     for (damage, every) in damages {
         let damaged = tempfile::tempdir().unwrap();
         copy_folder(folder.path(), damaged.path());

@@ -7,6 +7,7 @@ mod load;
 mod model;
 mod prefill;
 mod serve;
+mod store;
 mod streams;
 mod subject;
 
@@ -36,6 +37,8 @@ enum What {
     Serve(serve::Args),
     /// Streams that decode while a long prompt is read: their latency, and the prompt's time to first token
     Streams(streams::Args),
+    /// A prompt whose pages come from disk, beside computing them: time to first token
+    Store(store::Args),
     /// Loading a model: seconds until it could serve
     Load(load::Args),
 }
@@ -48,6 +51,7 @@ pub fn run(args: &Args) -> Result<()> {
         What::Decode(args) => model::decode(args),
         What::Serve(args) => serve::run(args),
         What::Streams(args) => streams::run(args),
+        What::Store(args) => store::run(args),
         What::Load(args) => load::run(args),
     }
 }
