@@ -22,16 +22,16 @@ use oscar_runner::{Runner, StepError};
 use oscar_store::{FetchedPage, Page, PageName, PageRef, Reply, Store, StoreReader, StoreStats, Tier};
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-/// Bytes that one order of a reader may have.
-const ORDER_BYTES: usize = 8 << 20;
 /// Orders under way for one request: one is copied while the other is read.
 const ORDERS: usize = 2;
 /// Bytes copied to the device between two steps while requests run.
 const LOAD_BYTES: usize = 16 << 20;
 /// Bytes copied from the device between two steps.
 const OFFER_BYTES: usize = 64 << 20;
+/// How long a store that did not answer in time is left alone.
+const REST: Duration = Duration::from_secs(30);
 /// How long the engine waits at its end for pages to be written.
 const LAST_WRITES: Duration = Duration::from_secs(30);
 
@@ -44,6 +44,8 @@ pub struct PageTiers {
     tickets: u64,
     /// Bytes offered since the last step.
     offered: usize,
+    /// The store did not answer in time: it is not asked before this.
+    rests_until: Option<Instant>,
 }
 
 /// A request that waits for pages.
@@ -55,13 +57,24 @@ struct Restore {
     chain: Arc<[PageHash]>,
     /// Pages that were not ordered yet.
     wanted: VecDeque<WantedPage>,
-    /// Orders under way.
-    orders: usize,
+    /// The look-up is under way.
+    looks: bool,
+    /// Orders under way. Readers may end a later one first.
+    orders: VecDeque<Order>,
+    /// When the store last answered, or was first asked.
+    answered: Instant,
     fetched: VecDeque<FetchedPage>,
     /// The tier of each block that was restored.
     restored: Vec<(usize, Tier)>,
     /// A page was missing, or there was no room: the rest is of no use.
     broken: bool,
+}
+
+/// Pages that were asked for together.
+struct Order {
+    first: WantedPage,
+    /// The answer, if it has come.
+    pages: Option<Vec<FetchedPage>>,
 }
 
 impl Restore {
@@ -70,7 +83,8 @@ impl Restore {
     }
 
     fn is_done(&self) -> bool {
-        self.orders == 0 && (self.broken || (self.wanted.is_empty() && self.fetched.is_empty()))
+        let is_waiting = self.looks || !self.orders.is_empty();
+        self.broken || !(is_waiting || !self.wanted.is_empty() || !self.fetched.is_empty())
     }
 }
 
@@ -89,7 +103,14 @@ pub struct Advance {
 
 impl PageTiers {
     pub fn new(store: Store) -> Self {
-        Self { reader: store.reader(), store, restores: BTreeMap::new(), tickets: 0, offered: 0 }
+        Self {
+            reader: store.reader(),
+            store,
+            restores: BTreeMap::new(),
+            tickets: 0,
+            offered: 0,
+            rests_until: None,
+        }
     }
 
     pub fn stats(&self) -> StoreStats {
@@ -111,6 +132,9 @@ impl PageTiers {
     /// Lets a request wait for pages of its prompt that the tree does not hold. `false` if that
     /// cannot help.
     pub fn begin(&mut self, request: RequestId, key: PrefixKey<'_>, cache: &RadixCache) -> bool {
+        if self.rests_until.is_some_and(|until| Instant::now() < until) {
+            return false;
+        }
         let whole = key.tokens.len() / PAGE_TOKENS * PAGE_TOKENS;
         let tokens = &key.tokens[..whole];
         if whole == 0 || cache.resumable_len(PrefixKey::new(key.salt, tokens), true) == whole {
@@ -127,7 +151,9 @@ impl PageTiers {
             tokens,
             chain: Arc::from([]),
             wanted: VecDeque::new(),
-            orders: 1,
+            looks: true,
+            orders: VecDeque::new(),
+            answered: Instant::now(),
             fetched: VecDeque::new(),
             restored: Vec::new(),
             broken: false,
@@ -159,12 +185,11 @@ impl PageTiers {
             if !restore.broken {
                 load(restore, runner, cache, &mut budget, &mut advance.reclaimed)?;
             }
-            if restore.broken {
-                restore.fetched.clear();
-                restore.wanted.clear();
+            if !restore.broken {
+                order(&self.reader, ticket, restore, runner.layout(), self.store.read_ahead());
             }
-            order(&self.reader, ticket, restore, runner.layout());
         }
+        self.give_up_late();
         let done = |restore: &Restore| restore.is_done();
         for (_, restore) in self.restores.extract_if(.., |_, restore| done(restore)) {
             advance.ready.push(Restored { request: restore.request, blocks: restore.restored });
@@ -172,11 +197,25 @@ impl PageTiers {
         Ok(advance)
     }
 
+    /// Lets requests go on whose answers are late. Answers that come after all are ignored.
+    fn give_up_late(&mut self) {
+        let patience = self.store.patience();
+        for restore in self.restores.values_mut() {
+            let is_waiting = restore.looks || !restore.orders.is_empty();
+            if is_waiting && restore.answered.elapsed() > patience {
+                tracing::warn!(request = restore.request.0, "the page store does not answer");
+                self.store.note_late();
+                restore.broken = true;
+                self.rests_until = Some(Instant::now() + REST);
+            }
+        }
+    }
+
     fn take(&mut self, reply: Reply, cache: &RadixCache) {
         match reply {
             Reply::Found { id, chain, kinds } => {
                 let Some(restore) = self.restores.get_mut(&id) else { return };
-                restore.orders -= 1;
+                (restore.looks, restore.answered) = (false, Instant::now());
                 restore.chain = chain;
                 if let Some(plan) = cache.plan_restore(restore.key(), &kinds, false) {
                     tracing::debug!(
@@ -191,10 +230,17 @@ impl PageTiers {
             }
             Reply::Pages { id, pages } => {
                 let Some(restore) = self.restores.get_mut(&id) else { return };
-                restore.orders -= 1;
-                // A reader that failed sends nothing.
-                restore.broken |= pages.is_empty();
-                restore.fetched.extend(pages);
+                restore.answered = Instant::now();
+                let first = pages.first().map(|page| page.wanted);
+                match restore.orders.iter_mut().find(|order| Some(order.first) == first) {
+                    Some(order) => order.pages = Some(pages),
+                    // A reader that failed sends nothing.
+                    None => restore.broken = true,
+                }
+                while let Some(pages) = restore.orders.front_mut().and_then(|order| order.pages.take()) {
+                    restore.orders.pop_front();
+                    restore.fetched.extend(pages);
+                }
             }
         }
     }
@@ -268,10 +314,13 @@ impl PageTiers {
 }
 
 /// Orders pages as long as fewer than [`ORDERS`] orders are under way.
-fn order(reader: &StoreReader, ticket: u64, restore: &mut Restore, layout: &CacheLayout) {
-    while restore.orders < ORDERS && !restore.wanted.is_empty() && restore.fetched.is_empty() {
+fn order(reader: &StoreReader, ticket: u64, restore: &mut Restore, layout: &CacheLayout, most_bytes: usize) {
+    while restore.orders.len() < ORDERS
+        && restore.fetched.is_empty()
+        && let Some(&first) = restore.wanted.front()
+    {
         let (mut wanted, mut bytes) = (Vec::new(), 0);
-        while bytes < ORDER_BYTES
+        while bytes < most_bytes.max(1)
             && let Some(page) = restore.wanted.pop_front()
         {
             bytes += match page.kind {
@@ -281,10 +330,10 @@ fn order(reader: &StoreReader, ticket: u64, restore: &mut Restore, layout: &Cach
             wanted.push(page);
         }
         match reader.fetch(ticket, restore.chain.clone(), restore.tokens.clone(), wanted) {
-            true => restore.orders += 1,
+            true => restore.orders.push_back(Order { first, pages: None }),
             false => {
                 restore.broken = true;
-                restore.wanted.clear();
+                return;
             }
         }
     }

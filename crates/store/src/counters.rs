@@ -35,6 +35,8 @@ pub struct StoreStats {
     pub corrupt: u64,
     /// Pages of another model, cache or device under our name.
     pub wrong_fingerprint: u64,
+    /// Requests that went on without pages because the store did not answer in time.
+    pub timeouts: u64,
     /// Pages removed by age or size.
     pub pruned_pages: u64,
     /// Now: pages and bytes in RAM, bytes in the directory, bytes waiting to be written.
@@ -74,6 +76,7 @@ counters!(
     io_errors,
     corrupt,
     wrong_fingerprint,
+    timeouts,
     pruned_pages,
     ram_pages,
     ram_bytes,

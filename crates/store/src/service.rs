@@ -19,9 +19,11 @@ use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::{Builder, JoinHandle};
+use std::thread::Builder;
 use std::time::{Duration, Instant};
 
+/// How long the last owner of a store waits for it to write.
+const LAST_WRITES: Duration = Duration::from_secs(30);
 /// Threads that read.
 const READERS: usize = 2;
 
@@ -35,11 +37,22 @@ pub struct StoreOptions {
     pub limits: StoreLimits,
     /// Most bytes that wait to be written.
     pub queue: usize,
+    /// Bytes that are read at a time for one request; the next ones are read while they are copied.
+    pub read_ahead: usize,
+    /// Time after which whoever waits for an answer should go on without it.
+    pub patience: Duration,
 }
 
 impl Default for StoreOptions {
     fn default() -> Self {
-        Self { ram: None, directory: None, limits: StoreLimits::default(), queue: 256 << 20 }
+        Self {
+            ram: None,
+            directory: None,
+            limits: StoreLimits::default(),
+            queue: 256 << 20,
+            read_ahead: 8 << 20,
+            patience: Duration::from_secs(10),
+        }
     }
 }
 
@@ -72,24 +85,24 @@ pub struct FetchedPage {
 }
 
 /// A handle of a store. Clones are of the same one; the last one dropped waits until everything is
-/// written.
+/// written, for a limited time.
 #[derive(Clone)]
 pub struct Store(Arc<Inner>);
 
 struct Inner {
     tiers: Arc<Tiers>,
     queue: usize,
+    read_ahead: usize,
+    patience: Duration,
     /// `None` only while it is dropped.
     jobs: Option<(Sender<WriteJob>, Sender<ReadJob>)>,
-    threads: Vec<JoinHandle<()>>,
 }
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        self.jobs = None;
-        for thread in std::mem::take(&mut self.threads) {
-            // Its panics are caught; should one escape, there is nothing left to end.
-            let _ = thread.join();
+        // The threads end once nobody can send; one that hangs on a disk must not hang its owner.
+        if let Some((writes, _)) = self.jobs.take() {
+            flush(&writes, LAST_WRITES);
         }
     }
 }
@@ -111,26 +124,27 @@ impl Store {
         let open =
             |root: &PathBuf| DirectoryStore::open(root, fingerprint, about, options.limits, counters.clone());
         let directory = options.directory.as_ref().map(open).transpose()?;
-        Self::start(Tiers::new(fingerprint, counters, ram, directory), options.queue)
+        Self::start(Tiers::new(fingerprint, counters, ram, directory), options)
     }
 
-    /// A store of these tiers, with at most `queue` bytes waiting to be written.
+    /// A store of these tiers; of the options, all but those of the tiers count.
     ///
     /// # Errors
     /// If the system gives no threads.
-    pub fn start(tiers: Tiers, queue: usize) -> io::Result<Self> {
+    pub fn start(tiers: Tiers, options: &StoreOptions) -> io::Result<Self> {
         let tiers = Arc::new(tiers);
         let (writes, inbox) = channel();
         let theirs = tiers.clone();
         let name = |what: &str| Builder::new().name(what.into());
-        let mut threads = vec![name("store-write").spawn(move || write_all(&theirs, &inbox))?];
+        name("store-write").spawn(move || write_all(&theirs, &inbox))?;
         let (reads, inbox) = channel();
         let inbox = Arc::new(Mutex::new(inbox));
         for _ in 0..READERS {
             let (theirs, inbox) = (tiers.clone(), inbox.clone());
-            threads.push(name("store-read").spawn(move || read_all(&theirs, &inbox))?);
+            name("store-read").spawn(move || read_all(&theirs, &inbox))?;
         }
-        Ok(Self(Arc::new(Inner { tiers, queue, jobs: Some((writes, reads)), threads })))
+        let StoreOptions { queue, read_ahead, patience, .. } = *options;
+        Ok(Self(Arc::new(Inner { tiers, queue, read_ahead, patience, jobs: Some((writes, reads)) })))
     }
 
     /// Queues a page to be written. `stored` is set now and cleared if the page could not be
@@ -147,6 +161,21 @@ impl Store {
         self.write(WriteJob::Put(page, stored.clone()))
     }
 
+    /// See [`StoreOptions::read_ahead`].
+    pub fn read_ahead(&self) -> usize {
+        self.0.read_ahead
+    }
+
+    /// See [`StoreOptions::patience`].
+    pub fn patience(&self) -> Duration {
+        self.0.patience
+    }
+
+    /// Counts an answer that did not come in time.
+    pub fn note_late(&self) {
+        add(&self.0.tiers.counters.timeouts, 1);
+    }
+
     /// Counts pages that were not even offered.
     pub fn note_dropped(&self, pages: usize) {
         add(&self.0.tiers.counters.dropped_writes, pages);
@@ -161,8 +190,7 @@ impl Store {
 
     /// Waits until everything that was queued before is written, at most for `most`.
     pub fn flush(&self, most: Duration) -> bool {
-        let (tell, told) = channel();
-        self.write(WriteJob::Tell(tell)) && told.recv_timeout(most).is_ok()
+        self.0.jobs.as_ref().is_some_and(|(writes, _)| flush(writes, most))
     }
 
     fn write(&self, job: WriteJob) -> bool {
@@ -213,6 +241,11 @@ impl StoreReader {
     pub fn poll(&self) -> Option<Reply> {
         self.replies.try_recv().ok()
     }
+}
+
+fn flush(writes: &Sender<WriteJob>, most: Duration) -> bool {
+    let (tell, told) = channel();
+    writes.send(WriteJob::Tell(tell)).is_ok() && told.recv_timeout(most).is_ok()
 }
 
 /// Writes until the queue has no sender. Applies the limits of the directory from time to time.

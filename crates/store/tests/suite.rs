@@ -223,7 +223,7 @@ fn flags_tell_what_is_stored() {
     let folder = tempfile::tempdir().unwrap();
     let (directory, counters) = open(folder.path(), StoreLimits { bytes: Some(6000), age: None });
     let tiers = Tiers::new(fingerprint(), counters, None, Some(directory));
-    let store = Store::start(tiers, 1 << 20).unwrap();
+    let store = Store::start(tiers, &StoreOptions::default()).unwrap();
     let tokens = tokens(2, 1);
     let flags = [StoredFlag::default(), StoredFlag::default()];
     let (name, first) = page(&tokens, 0, PageKind::Coded);

@@ -94,7 +94,10 @@ fn answers_after_a_restart_equal_those_of_an_uninterrupted_run() {
         let (folder, setup) = (tempfile::tempdir().unwrap(), setup(format, recent));
         let (expected, next) = first_life(&setup, store(folder.path()), &prompt);
         for exact in [true, false] {
-            let engine = engine(&setup, Some(store(folder.path())), exact);
+            // Read at once, or in many orders that may end in any order.
+            let read_ahead = if exact { 8 << 20 } else { 1 };
+            let options = StoreOptions { read_ahead, ..StoreOptions::default() };
+            let engine = engine(&setup, Some(store_of("test", folder.path(), options)), exact);
             let outcome = ask(&engine, &next, 12);
             assert_eq!(answer(&outcome), expected, "{format}, recent {recent}");
             assert!(!outcome.demoted_tail);
@@ -256,7 +259,9 @@ fn a_full_disk_costs_pages_and_nothing_else() {
     let directory =
         DirectoryStore::with_files(folder.path(), fingerprint, &about, limits, counters.clone(), files)
             .unwrap();
-    let full = Store::start(Tiers::new(fingerprint, counters, None, Some(directory)), 64 << 20).unwrap();
+    let full =
+        Store::start(Tiers::new(fingerprint, counters, None, Some(directory)), &StoreOptions::default())
+            .unwrap();
     let first = engine(&setup, Some(full), true);
     assert_eq!(answer(&ask(&first, &next, 12)), expected);
     first.shutdown();
@@ -363,4 +368,29 @@ fn requests_may_end_while_they_wait_for_pages() {
     assert_eq!(answer(&ask(&engine, &next, 12)), expected);
     let stats = engine.stats();
     assert_eq!((stats.running, stats.waiting, stats.failed), (0, 0, 0));
+}
+
+/// A disk that hangs: the reader of one page never returns. Requests go on without the store.
+#[cfg(unix)]
+#[test]
+fn a_store_that_does_not_answer_is_left_alone() {
+    let (folder, setup) = (tempfile::tempdir().unwrap(), setup(KvFormat::OSCAR2, 128));
+    let (expected, next) = first_life(&setup, store(folder.path()), &tokens(610, 1));
+    // Opening a pipe that nobody writes to waits.
+    let first =
+        oscar_store::list(folder.path()).unwrap().pages.into_iter().find(|page| page.block == 0).unwrap();
+    std::fs::remove_file(&first.path).unwrap();
+    let pipe = folder.path().join("pipe");
+    assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    std::fs::hard_link(&pipe, &first.path).unwrap();
+    let options = StoreOptions { patience: Duration::from_millis(200), ..StoreOptions::default() };
+    let engine = engine(&setup, Some(store_of("test", folder.path(), options)), true);
+    for _ in 0..2 {
+        let outcome = ask(&engine, &next, 12);
+        assert_eq!(answer(&outcome), expected);
+    }
+    assert_eq!((counts(&engine).timeouts, engine.stats().cached_disk_tokens), (1, 0));
+    // The reader returns when the pipe is written to.
+    drop(std::fs::OpenOptions::new().write(true).open(&pipe).unwrap());
+    engine.shutdown();
 }

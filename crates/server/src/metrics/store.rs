@@ -51,6 +51,7 @@ pub fn encode(stats: &EngineStats, encoder: &mut DescriptorEncoder<'_>) -> Resul
         ("kv_store_io_errors", "Pages not read or written for another reason", store.io_errors),
         ("kv_store_corrupt", "Pages that were damaged", store.corrupt),
         ("kv_store_wrong_fingerprint", "Pages of another model under our name", store.wrong_fingerprint),
+        ("kv_store_timeouts", "Requests that the page store did not answer in time", store.timeouts),
         ("kv_store_pruned_pages", "Pages removed by age or size", store.pruned_pages),
     ];
     for (name, help, value) in counters {
