@@ -167,8 +167,8 @@ pub struct TokenLogprobs {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FinishReason {
-    /// A stop token.
-    Stop,
+    /// This stop token.
+    Stop(u32),
     /// `max_tokens` or the end of the context.
     Length,
     /// Cancelled by the client.

@@ -355,7 +355,7 @@ impl<B: Backend> Serving<B> {
         usage.completion_tokens += 1;
         self.statistics.counters.generated_tokens += 1;
         if choice.generated > params.min_tokens && params.stop_tokens.contains(&token) {
-            return self.end_choice(id, FinishReason::Stop);
+            return self.end_choice(id, FinishReason::Stop(token));
         }
         events.push(Event::Token { choice: id.choice, token, logprobs });
         if choice.generated == params.max_tokens {
@@ -390,7 +390,7 @@ impl<B: Backend> Serving<B> {
         if live.finish_choice(id.choice, reason) {
             match reason {
                 FinishReason::Cancelled => self.statistics.counters.cancelled += 1,
-                FinishReason::Stop | FinishReason::Length => self.statistics.counters.finished += 1,
+                FinishReason::Stop(_) | FinishReason::Length => self.statistics.counters.finished += 1,
             }
         }
     }

@@ -111,7 +111,7 @@ impl Generator {
                 Event::Token { token, .. } => answers[job].push(token),
                 Event::Finished { reason, .. } => {
                     let tokens = std::mem::take(&mut answers[job]);
-                    done(job, Answer { tokens, finished: reason == FinishReason::Stop })?;
+                    done(job, Answer { tokens, finished: matches!(reason, FinishReason::Stop(_)) })?;
                 }
                 Event::Done(_) => {
                     running -= 1;

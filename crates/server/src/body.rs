@@ -196,6 +196,14 @@ pub async fn off_thread<T: Send + 'static>(
     .await
 }
 
+/// Runs the same kind of work for a request that came without a body.
+pub async fn prepared<T: Send + 'static>(
+    app: &Shared,
+    work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
+) -> Result<T, ApiError> {
+    run(&app.heavy_work, usize::MAX, "preparing the request", work).await
+}
+
 /// Writes an answer as JSON; one of `size` bytes or more, by a guess, away from the threads that
 /// serve connections.
 pub async fn json_answer<T: Serialize + Send + 'static>(

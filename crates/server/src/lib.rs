@@ -16,6 +16,7 @@ mod config;
 mod connections;
 mod constraint;
 mod error;
+mod frontend;
 mod generate;
 mod ids;
 mod in_process;
@@ -40,10 +41,13 @@ pub use app::router;
 pub use config::{
     ExposedError, GenerationDefaults, KvEvents, LogFormat, Reasoning, ServerConfig, ToolCallParser,
 };
+pub use error::ApiError;
+pub use frontend::Frontend;
+pub use generate::{Finish, Generation, Output, Totals};
 pub use in_process::{InProcess, InProcessAnswer};
 pub use keys::{ApiKey, KeyError, Keys, Quota, Role};
 pub use logging::{LogGuard, LoggingError, check_log_filter, init_logging};
-pub use serve::{serve, serve_on};
+pub use serve::{serve, serve_frontend, serve_on};
 pub use starting::{StartProgress, Starting};
 #[cfg(feature = "tls")]
 pub use tls::{Tls, TlsError};

@@ -11,9 +11,9 @@ use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout_at};
 
-use crate::app::{App, Shared, build};
+use crate::app::{Shared, build};
 use crate::connections::{Phase, accept};
-use crate::{GenerationDefaults, ServerConfig};
+use crate::{Frontend, GenerationDefaults, ServerConfig};
 
 /// After the last request was cancelled, how long its answer may take to reach the client.
 const LAST_WORDS: Duration = Duration::from_secs(2);
@@ -51,7 +51,21 @@ pub async fn serve_on(
 ) -> io::Result<()> {
     config.loopback = listener.local_addr()?.ip().is_loopback();
     config.check_exposure().map_err(io::Error::other)?;
-    let app = App::new(config, engine, text, defaults);
+    serve_frontend(listener, Frontend::new(config, engine, text, defaults), shutdown, abandon).await
+}
+
+/// The same for a front end that other protocols serve too. The caller has looked at who can reach the
+/// socket ([`ServerConfig::check_exposure`]).
+///
+/// # Errors
+/// If the engine has died or is stuck.
+pub async fn serve_frontend(
+    listener: TcpListener,
+    frontend: Frontend,
+    shutdown: impl Future<Output = ()> + Send + 'static,
+    abandon: impl Future<Output = ()> + Send + 'static,
+) -> io::Result<()> {
+    let app = frontend.app;
     let (phase, phases) = watch::channel(Phase::Serving);
     let (alive, connections) = watch::channel(());
     let accepting = tokio::spawn(accept(listener, app.clone(), build(app.clone()), phases, connections));

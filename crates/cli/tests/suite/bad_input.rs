@@ -8,7 +8,7 @@ fn errors_name_the_value_and_what_to_do() {
     let garbage = dir.path().join("garbage.json");
     std::fs::write(&garbage, "{ not json").unwrap();
     let garbage = garbage.to_str().unwrap();
-    let cases: [(&[&str], i32, &str); 26] = [
+    let cases: [(&[&str], i32, &str); 30] = [
         (&["run", "--kv", "oscar9", "--prompt", "x"], 2, "oscar2-official"),
         (&["run", "--prompt", "x", "--chat", "y"], 2, "--chat"),
         (&["run", "--raw", "--prompt", ""], 1, "no tokens"),
@@ -34,6 +34,10 @@ fn errors_name_the_value_and_what_to_do() {
         (&["serve", "--print-config", "--log", "oscar=loud"], 2, "oscar=loud"),
         (&["serve", "--print-config", "--log-format", "xml"], 2, "text, json"),
         (&["serve", "--print-config", "--kv-memory", "lots"], 2, "--kv-memory"),
+        (&["serve", "--dynamo"], 1, "--model"),
+        (&["serve", "--kv-events", "tcp://router:5557"], 1, "tcp://router:5557"),
+        (&["serve", "--kv-events", "tcp://*:0", "--no-prefix-cache"], 1, "--no-prefix-cache"),
+        (&["serve", "--port", "0", "--grpc-port", "0", "--grpc-host", "0.0.0.0"], 1, "--allow-anonymous"),
         (&["eval", "ppl", "--text", garbage, "--window", "64"], 1, "--score-from 512"),
     ];
     for (args, status, needle) in cases {
@@ -49,4 +53,22 @@ fn an_overlong_prompt_is_refused_before_any_work() {
     let (code, message) = fail(&["run", "--context", "32", "--prompt", &"word ".repeat(100)]);
     assert_eq!(code, 1);
     assert!(message.contains("context of 32"), "{message}");
+}
+
+/// A registration without an engine attracts requests, and an engine without a registration gets none.
+#[cfg(unix)]
+#[test]
+fn a_server_ends_with_its_sidecar() {
+    let dir = tempfile::tempdir().unwrap();
+    for (name, bytes) in oscar_embedded::FILES {
+        std::fs::write(dir.path().join(name), bytes).unwrap();
+    }
+    let model = dir.path().to_str().unwrap();
+    let serve = ["serve", "--port", "0", "--context", "256", "--threads", "1", "--model", model, "--dynamo"];
+    let (code, message) = fail(&[&serve[..], &["--dynamo-python", "false"]].concat());
+    assert_eq!(code, 1);
+    assert!(message.contains("sidecar ended") && message.contains("exit status: 1"), "{message}");
+    let (code, message) = fail(&[&serve[..], &["--dynamo-python", "/nonexistent/python"]].concat());
+    assert_eq!(code, 1);
+    assert!(message.contains("--dynamo-python /nonexistent/python"), "{message}");
 }

@@ -159,6 +159,20 @@ fn the_indexer_of_dynamo_counts_the_pages_that_a_server_holds() {
     }
 }
 
+/// The order of an end and the kill of a replica rest on Linux.
+#[cfg(target_os = "linux")]
+#[test]
+fn dynamo_routes_by_prefix_and_continues_streams_of_a_killed_replica() {
+    let Some(python) = python::dynamo() else { return };
+    let root = tempfile::tempdir().unwrap();
+    let model = root.path().join("oscar-15m");
+    std::fs::create_dir(&model).unwrap();
+    for (name, bytes) in oscar_embedded::FILES {
+        std::fs::write(model.join(name), bytes).unwrap();
+    }
+    python::run_script(&python, "dynamo.py", &[env!("CARGO_BIN_EXE_oscar"), model.to_str().unwrap()]);
+}
+
 #[cfg(unix)]
 #[test]
 fn the_web_page_works_in_chromium() {

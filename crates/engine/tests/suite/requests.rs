@@ -200,7 +200,7 @@ fn stop_tokens_end_and_min_tokens_hold_them_off() {
     let stopping = GenerationParams { stop_tokens: vec![stop], ..params(12) };
     let outcome = submit(&engine, &prompt, stopping.clone()).unwrap().finish(&engine, None);
     assert_eq!(outcome.answers[&0].tokens, free[..first], "the stop token is not delivered");
-    assert_eq!(outcome.answers[&0].reason, Some(FinishReason::Stop));
+    assert_eq!(outcome.answers[&0].reason, Some(FinishReason::Stop(stop)));
     assert_eq!(outcome.usage.completion_tokens, first + 1, "but counted");
     let held = GenerationParams { min_tokens: 12, ..stopping };
     let outcome = submit(&engine, &prompt, held).unwrap().finish(&engine, None);

@@ -93,6 +93,8 @@ pub enum Output {
     },
     Delta {
         choice: usize,
+        /// The token behind the events; none where held-back text ends a choice.
+        token: Option<u32>,
         /// Text, reasoning and tool calls. Calls have ids.
         events: Vec<ReplyEvent>,
         logprobs: Vec<TokenLogprobs>,
@@ -112,6 +114,8 @@ pub struct Finish {
     pub reason: &'static str,
     /// The stop string, if one was found.
     pub stop: Option<String>,
+    /// The stop token, if one ended it.
+    pub stop_token: Option<u32>,
 }
 
 /// Token counts of a prompt or of a whole response.
@@ -394,9 +398,11 @@ impl Answer {
             piece.events.extend(choice.assembler.finish().events);
         }
         let events = self.with_ids(piece.events);
-        self.send(Output::Delta { choice: number, events, logprobs: logprobs.into_iter().collect() });
+        let (token, logprobs) = (Some(token), logprobs.into_iter().collect());
+        self.send(Output::Delta { choice: number, token, events, logprobs });
         let Some(end) = ended else { return false };
-        self.close(index, Finish { reason: "stop", stop: self.stop_string(end) });
+        let stop = self.stop_string(end);
+        self.close(index, Finish { reason: "stop", stop, stop_token: None });
         self.end_if_closed()
     }
 
@@ -406,9 +412,13 @@ impl Answer {
         choice.ended = true;
         if choice.open {
             let piece = choice.assembler.finish();
-            choice.stop_token = reason == FinishReason::Stop;
+            let stop_token = match reason {
+                FinishReason::Stop(token) => Some(token),
+                FinishReason::Length | FinishReason::Cancelled => None,
+            };
+            choice.stop_token = stop_token.is_some();
             let reason = match reason {
-                FinishReason::Stop => "stop",
+                FinishReason::Stop(_) => "stop",
                 FinishReason::Length => "length",
                 FinishReason::Cancelled => "abort",
             };
@@ -417,8 +427,8 @@ impl Answer {
             let stop = piece.ended.and_then(|end| self.stop_string(end));
             let events = self.with_ids(piece.events);
             let choice = self.number(index);
-            self.send(Output::Delta { choice, events, logprobs: Vec::new() });
-            self.close(index, Finish { reason, stop });
+            self.send(Output::Delta { choice, token: None, events, logprobs: Vec::new() });
+            self.close(index, Finish { reason, stop, stop_token });
         }
         self.ticket.finished |= self.choices.iter().all(|choice| choice.ended);
     }

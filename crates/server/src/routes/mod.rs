@@ -3,7 +3,7 @@
 
 mod blocks;
 mod chat_completions;
-mod completions;
+pub mod completions;
 mod control;
 mod embeddings;
 mod health;

@@ -262,7 +262,7 @@ impl Inner {
                     Some(FinishReason::Length)
                 } else if position >= reply.len() && ends {
                     usage.completion_tokens += 1;
-                    Some(FinishReason::Stop)
+                    Some(FinishReason::Stop(END_OF_TURN))
                 } else if self.is_cancelled(request.id()) {
                     Some(FinishReason::Cancelled)
                 } else {

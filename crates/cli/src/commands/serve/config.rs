@@ -6,6 +6,7 @@
 //! checked like flags.
 
 use super::events::EventArgs;
+use super::grpc::GrpcArgs;
 use super::keys::KeySource;
 use super::load::LoadArgs;
 use crate::device::AnyBackend;
@@ -102,6 +103,9 @@ pub struct Config {
     #[command(flatten)]
     #[serde(flatten)]
     pub events: EventArgs,
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub grpc: GrpcArgs,
     /// Format of the log lines
     #[arg(long, value_name = "FORMAT", value_parser = ["text", "json"], default_value = "text")]
     pub log_format: String,
@@ -352,6 +356,10 @@ mod tests {
             "--kv-events-topic=kv",
             "--kv-events-encoding=array",
             "--kv-events-config={}",
+            "--grpc-port=1",
+            "--grpc-host=::1",
+            "--dynamo",
+            "--dynamo-python=python",
             "--log-format=json",
             "--log=warn,oscar_server=debug",
         ];

@@ -44,11 +44,13 @@ struct VllmConfig {
 }
 
 impl EventArgs {
-    /// What is to be published, if anything.
-    pub fn resolve(&self) -> Result<Option<EventsConfig>> {
+    /// What is to be published, if anything. A sidecar on this machine reads the events without
+    /// being asked for.
+    pub fn resolve(&self, sidecar: bool) -> Result<Option<EventsConfig>> {
         let Some(json) = &self.kv_events_config else {
             return match &self.kv_events {
                 Some(endpoint) => self.of_flags(endpoint).map(Some),
+                None if sidecar => self.of_flags("tcp://127.0.0.1:0").map(Some),
                 None => {
                     let alone = self.kv_events_replay.is_some() || self.kv_events_topic.is_some();
                     ensure!(!alone, "--kv-events-replay and --kv-events-topic need --kv-events ENDPOINT");
@@ -131,7 +133,7 @@ mod tests {
 
     #[test]
     fn flags_and_json_say_the_same() {
-        assert_eq!(args(None).resolve().unwrap(), None);
+        assert_eq!(args(None).resolve(false).unwrap(), None);
         let flags = EventArgs {
             kv_events: Some("tcp://*:5557".into()),
             kv_events_replay: Some("tcp://*:5558".into()),
@@ -141,12 +143,12 @@ mod tests {
         };
         let json = r#"{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557",
             "replay_endpoint": "tcp://*:5558", "topic": "kv", "encoding": "array", "hwm": 100000}"#;
-        assert_eq!(flags.resolve().unwrap(), args(Some(json)).resolve().unwrap());
-        assert!(flags.resolve().unwrap().is_some());
-        let default = args(Some("{}")).resolve().unwrap().unwrap();
+        assert_eq!(flags.resolve(false).unwrap(), args(Some(json)).resolve(false).unwrap());
+        assert!(flags.resolve(false).unwrap().is_some());
+        let default = args(Some("{}")).resolve(false).unwrap().unwrap();
         assert_eq!((default.endpoint.to_string().as_str(), default.buffer_steps), ("tcp://*:5557", 10_000));
         for off in [r#"{"publisher": "null"}"#, r#"{"enable_kv_cache_events": false}"#] {
-            assert_eq!(args(Some(off)).resolve().unwrap(), None);
+            assert_eq!(args(Some(off)).resolve(false).unwrap(), None);
         }
     }
 
@@ -160,12 +162,14 @@ mod tests {
             (r#"{"encoding": "xml"}"#, "xml"),
             ("nonsense", "--kv-events-config"),
         ] {
-            let error = format!("{:#}", args(Some(json)).resolve().unwrap_err());
+            let error = format!("{:#}", args(Some(json)).resolve(false).unwrap_err());
             assert!(error.contains(why) && error.contains("--kv-events-config"), "{error}");
         }
+        let beside = args(None).resolve(true).unwrap().unwrap();
+        assert!(beside.endpoint.is_loopback(), "a sidecar is on this machine");
         let alone = EventArgs { kv_events_replay: Some("tcp://*:1".into()), ..args(None) };
-        assert!(alone.resolve().unwrap_err().to_string().contains("need --kv-events"));
+        assert!(alone.resolve(false).unwrap_err().to_string().contains("need --kv-events"));
         let both = EventArgs { kv_events: Some("tcp://*:1".into()), ..args(Some("{}")) };
-        assert!(both.resolve().unwrap_err().to_string().contains("give one"));
+        assert!(both.resolve(false).unwrap_err().to_string().contains("give one"));
     }
 }

@@ -12,7 +12,7 @@ use anyhow::{Context, Result};
 use oscar_backend::{Backend, BackendError};
 use oscar_codec::{KvFormat, RotationKind};
 use oscar_engine::{Engine, EngineApi, EngineOptions, SchedulerOptions};
-use oscar_models::BuildError;
+use oscar_models::{BuildError, ModelSource};
 use oscar_runner::{Runner, longest_step};
 use oscar_server::{GenerationDefaults, ServerConfig, StartProgress};
 use oscar_text::ModelText;
@@ -169,6 +169,17 @@ impl Loaded {
         config.model_aliases.extend(self.model.repository.clone());
         config.calibration = self.served.calibration.name();
         config.cache_note = self.served.note.clone();
+    }
+
+    /// Where the model's files are: its folder, or its name if it is compiled in.
+    pub fn model_id(&self) -> String {
+        match &self.model.source {
+            ModelSource::Dir(folder) => {
+                let folder = folder.canonicalize().unwrap_or_else(|_| folder.clone());
+                folder.display().to_string()
+            }
+            ModelSource::Embedded(_) => self.model.name.clone(),
+        }
     }
 
     /// Starts the engine.

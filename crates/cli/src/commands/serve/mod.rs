@@ -3,6 +3,7 @@
 mod calibrate;
 mod config;
 mod events;
+mod grpc;
 mod keys;
 mod load;
 mod signals;
@@ -11,9 +12,11 @@ mod socket;
 use crate::progress::note;
 use anyhow::{Result, ensure};
 pub use config::Flags;
+use grpc::Grpc;
 pub use load::LoadArgs;
 use oscar_codec::PAGE_TOKENS;
 use oscar_events::EventPublisher;
+use oscar_grpc::GrpcConfig;
 use oscar_server::init_logging;
 use socket::Socket;
 use std::sync::Arc;
@@ -24,16 +27,24 @@ pub fn run(flags: &Flags) -> Result<()> {
         print!("{}", toml::to_string_pretty(&config)?);
         return Ok(());
     }
+    ensure!(
+        !config.grpc.dynamo || config.load.model.model.is_some(),
+        "--dynamo needs --model: Dynamo's front end reads the tokenizer from the model's folder"
+    );
     let _log = init_logging(config.log_format(), &config.log)?;
-    let events = config.events.resolve()?;
+    let events = config.events.resolve(config.grpc.dynamo && !config.load.no_prefix_cache)?;
+    ensure!(
+        events.is_none() || !config.load.no_prefix_cache,
+        "--kv-events tells of the prefix cache, which --no-prefix-cache switches off"
+    );
     let socket = Socket::open(config.server()?, config.key_source())?;
     let publisher = events.map(EventPublisher::start).transpose()?;
+    let grpc = config.grpc.open(config.allow_anonymous)?;
     let progress = socket.progress();
     let mut loaded = config.load.load(&progress)?;
     loaded.options = config.complete(loaded.options.clone(), loaded.backend());
     let mut server = socket.config().clone();
     if let Some(publisher) = &publisher {
-        ensure!(!config.load.no_prefix_cache, "--kv-events tells of the prefix cache, which is off");
         loaded.options.cache_events = Some(publisher.sink.clone());
         server.kv_events = Some(events::announcement(publisher, PAGE_TOKENS));
         note!("KV events: {}", publisher.config.endpoint);
@@ -44,6 +55,18 @@ pub fn run(flags: &Flags) -> Result<()> {
     loaded.introduce(&mut server);
     let name = loaded.model.name.clone();
     progress.begin("starting the engine", 0);
+    let model_id = loaded.model_id();
     let (engine, text, defaults) = loaded.start()?;
-    socket.serve(server, engine, Arc::new(text), defaults, &name)
+    let context = engine.info().context;
+    let grpc = grpc.map(|listener| Grpc {
+        listener,
+        config: GrpcConfig {
+            model_id,
+            max_running_requests: config.load.max_batch,
+            max_batched_tokens: config.load.step_tokens.unwrap_or(context),
+            kv_events: publisher.as_ref().map(grpc::event_source),
+        },
+        dynamo: config.grpc.dynamo.then(|| config.grpc.dynamo_python.clone()),
+    });
+    socket.serve(server, engine, Arc::new(text), defaults, &name, grpc)
 }

@@ -1,11 +1,12 @@
 //! The server's socket: open before the model loads, handed to the server when it is ready.
 
+use super::grpc::Grpc;
 use super::keys::KeySource;
 use super::signals::Stops;
 use crate::progress::note;
 use anyhow::{Context, Result};
 use oscar_engine::EngineApi;
-use oscar_server::{GenerationDefaults, ServerConfig, StartProgress, Starting, serve_on};
+use oscar_server::{Frontend, GenerationDefaults, ServerConfig, StartProgress, Starting, serve_frontend};
 use oscar_text::ModelText;
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -55,7 +56,8 @@ impl Socket {
         &self.config
     }
 
-    /// Serves until a signal, or until the engine fails.
+    /// Serves until a signal, or until the engine fails. [`Socket::open`] has looked at who can reach
+    /// the address.
     pub fn serve(
         self,
         config: ServerConfig,
@@ -63,6 +65,7 @@ impl Socket {
         text: Arc<ModelText>,
         defaults: GenerationDefaults,
         name: &str,
+        grpc: Option<Grpc>,
     ) -> Result<()> {
         let Self { runtime, starting, address, keys, .. } = self;
         let ended = runtime.block_on(async {
@@ -73,8 +76,14 @@ impl Socket {
             note!("  curl {scheme}://{address}/v1/chat/completions -H 'Content-Type: application/json' \\");
             note!("       -d '{{\"model\": \"{name}\", \"messages\": [{{\"role\": \"user\", \"content\": \"Who are you?\"}}]}}'\n");
             tokio::spawn(release_memory_when_idle(engine.clone()));
-            let (stop, abandon) = (stops.asked(1), stops.asked(2));
-            serve_on(listener, config, engine, text, defaults, stop, abandon).await.context("the server failed")
+            let config = ServerConfig { loopback: address.ip().is_loopback(), ..config };
+            let frontend = Frontend::new(config, engine, text, defaults);
+            match grpc {
+                Some(grpc) => grpc.serve(listener, frontend, &stops).await,
+                None => serve_frontend(listener, frontend, stops.asked(1), stops.asked(2))
+                    .await
+                    .context("the server failed"),
+            }
         });
         // A task that waits for a stuck engine would wait for ever.
         runtime.shutdown_timeout(Duration::from_secs(1));

@@ -120,7 +120,7 @@ async fn collect(
             Output::Started { prompt_logprobs: found, .. } => {
                 prompt_logprobs = found.map(|tokens| frame.texts.prompt_logprobs(tokens));
             }
-            Output::Delta { choice, events, logprobs } => {
+            Output::Delta { choice, events, logprobs, .. } => {
                 let choice = &mut collected[choice];
                 events.into_iter().for_each(|event| choice.take(event));
                 choice.logprobs.extend(logprobs.into_iter().map(|token| frame.texts.chat_entry(token)));
@@ -132,7 +132,7 @@ async fn collect(
         }
     }
     let choice = |(index, mut choice): (usize, Collected)| {
-        let finish = choice.finish.take().unwrap_or(Finish { reason: "abort", stop: None });
+        let finish = choice.finish.take().unwrap_or(Finish { reason: "abort", stop: None, stop_token: None });
         ChatChoice {
             index,
             message: Message {
@@ -219,7 +219,7 @@ impl Chunks for ChatChunks {
                 }
                 roles
             }
-            Output::Delta { choice, events, logprobs } => {
+            Output::Delta { choice, events, logprobs, .. } => {
                 let mut deltas: Vec<Delta> = events.into_iter().filter_map(delta).collect();
                 if deltas.is_empty() && !logprobs.is_empty() {
                     deltas.push(Delta { content: Some(String::new()), ..Delta::default() });

@@ -91,7 +91,7 @@ impl Reply {
     fn pieces(&mut self, output: Output) -> Vec<CompletionChoice> {
         match output {
             Output::Started { prompt, prompt_logprobs, .. } => self.openings(prompt, prompt_logprobs),
-            Output::Delta { choice, events, logprobs } => {
+            Output::Delta { choice, events, logprobs, .. } => {
                 let content = text_of(events);
                 if content.is_empty() && logprobs.is_empty() {
                     return Vec::new();
@@ -99,7 +99,7 @@ impl Reply {
                 let logprobs = self.logprobs.then(|| self.token_logprobs(choice, &logprobs));
                 vec![CompletionChoice { logprobs, ..piece(choice, content) }]
             }
-            Output::Finished { choice, finish: Finish { reason, stop } } => {
+            Output::Finished { choice, finish: Finish { reason, stop, .. } } => {
                 let finish_reason = Some(reason);
                 vec![CompletionChoice { finish_reason, stop_reason: stop, ..piece(choice, String::new()) }]
             }

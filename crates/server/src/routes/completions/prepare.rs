@@ -25,7 +25,16 @@ pub struct Echo {
 }
 
 pub fn prepare(app: &App, name: &str, caller: Caller, body: &[u8]) -> Result<(Prepared, Echo), ApiError> {
-    let (fields, form, sampling) = CompletionBody::parse(body, app.limits.value_bytes)?;
+    prepare_fields(app, name, caller, CompletionBody::parse(body, app.limits.value_bytes)?)
+}
+
+/// The same for fields that were read already.
+pub fn prepare_fields(
+    app: &App,
+    name: &str,
+    caller: Caller,
+    (fields, form, sampling): CompletionBody,
+) -> Result<(Prepared, Echo), ApiError> {
     validate::refuse_unsupported(&fields, sampling.choices())?;
     let model = app.served_model(sampling.model.as_deref())?;
     let echo = fields.echo == Some(true);
