@@ -16,6 +16,7 @@ mod endpoint;
 mod journal;
 mod pack;
 mod publish;
+mod zmtp;
 
 pub use endpoint::{Endpoint, EndpointError};
 pub use journal::Journal;
@@ -41,7 +42,7 @@ impl EventsConfig {
     pub const BUFFER_STEPS: usize = 10_000;
 
     /// Batches that a subscriber may leave unread. Further ones are dropped for it, and it asks for
-    /// them on the replay socket. Fixed by the ZeroMQ library.
+    /// them on the replay socket.
     pub const HIGH_WATER_MARK: usize = 100_000;
 
     pub fn new(endpoint: Endpoint) -> Self {

@@ -1,6 +1,7 @@
 //! The fuzz targets: whatever reads bytes of clients or of model files.
 
 mod files;
+mod fleet;
 mod http;
 mod text;
 
