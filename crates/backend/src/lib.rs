@@ -126,6 +126,10 @@ pub trait Backend: Send + Sync + Sized {
     fn write_block(&self, _pool: &mut Self::Pool, _block: BlockId, _bytes: &[u8]) -> Result<()> {
         Err(BackendError::copies_no_blocks(self.describe()))
     }
+    /// Whether [`Backend::gather`], [`Backend::history`] and scores work.
+    fn evicts_rows(&self) -> bool {
+        false
+    }
     /// Copies the rows that `view` keeps of a sequence's history into the pages of the view.
     fn gather(&self, _: &SequenceRows<'_>, _: &View, _: &mut Self::Pool) -> Result<()> {
         Err(eviction_refusal(self))

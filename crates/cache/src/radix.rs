@@ -201,6 +201,10 @@ impl RadixCache {
         let len = path.len() * PAGE_TOKENS;
         let mut coded_until = 0;
         let view = self.view_of(path);
+        if view.is_some_and(|view| self.layout.windows().boundary(len.max(1) - 1) < view.end()) {
+            // Rows of the view would be read in BF16 here.
+            return None;
+        }
         for (block, &id) in path.iter().enumerate().rev() {
             let node = self.node(id);
             if view.is_some_and(|view| view.covers(&self.layout, block)) {

@@ -256,7 +256,9 @@ impl SequencePages {
     /// Bytes of the blocks held, including shared ones.
     pub fn bytes(&self, layout: &CacheLayout) -> usize {
         let (full, coded) = self.blocks();
-        (full + self.lagging.len()) * layout.full_block_bytes() + coded * layout.coded_block_bytes()
+        (full + self.lagging.len()) * layout.full_block_bytes()
+            + coded * layout.coded_block_bytes()
+            + self.view.as_ref().map_or(0, |view| view.bytes())
     }
 
     /// The pages of `block` that a prefix tree may store. Codes that depend on later pages are left

@@ -302,6 +302,10 @@ impl Backend for AnyBackend {
         on_device!(Self, self, write_block(&mut pool, block, bytes))
     }
 
+    fn evicts_rows(&self) -> bool {
+        on_device!(Self, self, evicts_rows())
+    }
+
     fn gather(&self, from: &SequenceRows<'_>, view: &View, pool: &mut Self::Pool) -> BackendResult<()> {
         on_device!(Self, self, gather(from, view, &mut pool))
     }

@@ -6,6 +6,7 @@ use crate::live::Submission;
 use crate::request::{
     EngineApi, EngineInfo, EngineStats, EventSink, Health, Request, RequestError, RequestId,
 };
+use crate::row_cap::RowCap;
 use crate::scheduler::SchedulerOptions;
 use crate::worker::{Command, Worker};
 use oscar_backend::Backend;
@@ -43,6 +44,8 @@ pub struct EngineOptions {
     /// Keeps copies of pages beyond their eviction. Needs the prefix cache, and a device whose pages
     /// can be copied.
     pub store: Option<Store>,
+    /// Caps the quantized rows of each conversation.
+    pub row_cap: Option<RowCap>,
 }
 
 /// Takes the changes of the prefix cache, on the engine thread after each step.
@@ -62,6 +65,7 @@ impl EngineOptions {
             stuck_after: None,
             cache_events: None,
             store: None,
+            row_cap: None,
         }
     }
 }
@@ -81,6 +85,7 @@ pub struct EngineState {
     failure: Mutex<Option<String>>,
     max_queue: usize,
     layout: CacheLayout,
+    row_cap: Option<RowCap>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -174,6 +179,7 @@ impl Engine {
             failure: Mutex::default(),
             max_queue: options.max_queue,
             layout,
+            row_cap: options.row_cap,
             thread: Mutex::new(None),
         });
         let (commands, inbox) = channel();
@@ -204,6 +210,7 @@ fn info<B: Backend>(runner: &Runner<B>, options: &EngineOptions) -> EngineInfo {
         page_tokens: PAGE_TOKENS,
         sink: layout.windows().sink(),
         recent: layout.windows().recent(),
+        row_cap: options.row_cap.map(|cap| cap.policy.to_string()),
     }
 }
 
@@ -230,7 +237,11 @@ impl EngineApi for EngineHandle {
         }
         // The least that storing the prompt takes, one token a step. An answer that outgrows the
         // cache later, alone in it, ends with `FinishReason::Length`.
-        let needed = state.layout.peak_bytes(request.prompt().len()) + 2 * state.layout.full_block_bytes();
+        let tokens = request.prompt().len();
+        let needed = state.row_cap.map_or_else(
+            || state.layout.peak_bytes(tokens) + 2 * state.layout.full_block_bytes(),
+            |cap| cap.most_bytes(&state.layout, tokens) + state.layout.full_block_bytes(),
+        );
         let budget = state.info.kv_budget_bytes;
         if needed > budget {
             return Err(RequestError::TooLarge { needed, budget });

@@ -21,6 +21,7 @@ mod ledger;
 mod live;
 mod logprobs;
 mod request;
+mod row_cap;
 mod sampling;
 pub mod scheduler;
 mod serving;
@@ -36,5 +37,6 @@ pub use request::{
     CachedByTier, EngineApi, EngineInfo, EngineStats, Event, EventSink, FinishReason, GenerationParams,
     Health, Request, RequestError, RequestId, RunningRequest, TokenLogprobs, Usage,
 };
+pub use row_cap::{EVICT_BLOCK, RowCap, default_split};
 pub use sampling::{Allowed, Sampler, SamplingError, SamplingParams};
 pub use scheduler::SchedulerOptions;

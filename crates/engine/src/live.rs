@@ -69,7 +69,9 @@ pub struct Choice {
     /// them.
     pub tokens: Vec<u32>,
     /// The part of the prefix cache it belongs to.
-    salt: Option<CacheSalt>,
+    pub salt: Option<CacheSalt>,
+    /// The part that it belongs to after its history was compacted.
+    pub lineage: Option<CacheSalt>,
     pub generated: usize,
     pub sampler: Sampler,
     /// Where it stands in the form that the request demands.
@@ -115,6 +117,7 @@ impl Live {
         let choice = Choice {
             tokens: prompt,
             salt: self.params.cache_salt,
+            lineage: None,
             generated: 0,
             sampler: self.sampler.for_choice(index),
             guide: self.params.constraint.as_ref().map(Guide::new),
@@ -220,13 +223,14 @@ pub enum Scores<'a> {
 impl Choice {
     /// Its first `len` tokens as the prefix cache knows them.
     pub fn prefix(&self, len: usize) -> PrefixKey<'_> {
-        PrefixKey::new(self.salt, &self.tokens[..len])
+        PrefixKey::new(self.lineage.or(self.salt), &self.tokens[..len])
     }
 
     /// Offers its whole pages to the prefix cache.
     pub fn publish(&mut self, cache: &mut RadixCache) {
         if let Some(sequence) = &mut self.sequence {
-            self.published = sequence.publish(cache, PrefixKey::new(self.salt, &self.tokens));
+            self.published =
+                sequence.publish(cache, PrefixKey::new(self.lineage.or(self.salt), &self.tokens));
         }
     }
 

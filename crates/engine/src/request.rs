@@ -1,6 +1,7 @@
 //! Requests, events and facts that front ends and the engine exchange: data only, no HTTP.
 
 use crate::constraint::SharedConstraint;
+use crate::row_cap::RowCap;
 use crate::sampling::{Sampler, SamplingParams};
 use oscar_cache::CacheSalt;
 use oscar_store::StoreStats;
@@ -53,6 +54,9 @@ impl Request {
         if params.min_tokens > params.max_tokens {
             let (min, max) = (params.min_tokens, params.max_tokens);
             return invalid("min_tokens", format!("{min} is more than max_tokens, which is {max}"));
+        }
+        if engine.row_cap.is_some() && params.prompt_logprobs.is_some() {
+            return Err(RowCap::refusal("prompt_logprobs"));
         }
         if params.embedding && (params.max_tokens > 0 || params.prompt_logprobs.is_some()) {
             return invalid("embedding", "comes alone, without tokens or log-probabilities".into());
@@ -280,6 +284,8 @@ pub struct EngineInfo {
     pub page_tokens: usize,
     pub sink: usize,
     pub recent: usize,
+    /// The policy that caps the rows of each conversation, if one does.
+    pub row_cap: Option<String>,
 }
 
 impl EngineInfo {
@@ -313,6 +319,10 @@ pub struct EngineStats {
     /// BF16 pages of idle prefixes that were quantized to make room.
     pub demoted_tail_pages: u64,
     pub evicted_pages: u64,
+    /// Histories that were compacted because of a cap on their rows.
+    pub compactions: u64,
+    /// Rows of single layers and heads that compactions left out.
+    pub evicted_rows: u64,
     pub full_pages: usize,
     pub coded_pages: usize,
     /// Pages held only by the prefix cache.

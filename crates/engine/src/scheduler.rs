@@ -67,6 +67,25 @@ pub struct SchedulerOptions {
     pub inter_token_target: f64,
     /// How the device attends to prompts; see [`crate::cost`].
     pub wave: PrefillWave,
+    /// Lengths at which a sequence must pause: a step never goes beyond the next one.
+    pub pauses: Option<Pauses>,
+}
+
+/// Lengths `first`, `first + every`, `first + 2·every` …
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Pauses {
+    pub first: usize,
+    pub every: usize,
+}
+
+impl Pauses {
+    /// The first pause beyond a length.
+    fn after(self, len: usize) -> usize {
+        match len < self.first {
+            true => self.first,
+            false => self.first + ((len - self.first) / self.every + 1) * self.every,
+        }
+    }
 }
 
 impl SchedulerOptions {
@@ -98,6 +117,7 @@ impl Default for SchedulerOptions {
             decode_room: 128,
             inter_token_target: 0.08,
             wave: PrefillWave::NONE,
+            pauses: None,
         }
     }
 }
@@ -293,8 +313,13 @@ impl Scheduler {
             let is_new = plan.admitted.iter().any(|(id, _)| *id == e.id);
             (e.pending() > 1 || is_new) && !plan.work.iter().any(|w| w.id == e.id)
         };
-        let prompts: Vec<(SequenceId, usize)> =
-            self.running.iter().filter(idle).map(|e| (e.id, next_chunk(e.pending(), e.chunk))).collect();
+        let until = |e: &Entry| self.options.pauses.map_or(usize::MAX, |p| p.after(e.stored) - e.stored);
+        let prompts: Vec<(SequenceId, usize)> = self
+            .running
+            .iter()
+            .filter(idle)
+            .map(|e| (e.id, next_chunk(e.pending(), e.chunk).min(until(e))))
+            .collect();
         let wanted: Vec<usize> = prompts.iter().map(|p| p.1).collect();
         for ((id, _), share) in prompts.into_iter().zip(shares(&wanted, budget)) {
             // Someone older may have preempted it meanwhile.

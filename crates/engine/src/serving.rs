@@ -11,7 +11,8 @@ use crate::engine::{CacheEventSink, EngineOptions};
 use crate::ledger::PageLedger;
 use crate::live::{Live, LiveRequests, Scores, Stage, StepParts, Submission, deliver};
 use crate::request::{EngineStats, Event, FinishReason, RequestError, RequestId, Usage};
-use crate::scheduler::{Scheduler, SchedulerOptions, SequenceId, StepPlan, Work};
+use crate::row_cap::RowCap;
+use crate::scheduler::{Pauses, Scheduler, SchedulerOptions, SequenceId, StepPlan, Work};
 use crate::statistics::Statistics;
 use crate::store::{PageTiers, tokens_by_tier};
 use oscar_backend::{Backend, BackendError};
@@ -27,6 +28,7 @@ use std::time::Instant;
 /// as wide as the vocabulary.
 const LOGPROBS_CHUNK: usize = 64;
 
+mod compact;
 mod pages;
 
 /// Whether the engine thread has something to do.
@@ -53,6 +55,8 @@ pub struct Serving<B: Backend> {
     output: StepOutput,
     /// The device failed, and with it everything that it held.
     device_failure: Option<String>,
+    /// Caps the quantized rows of each conversation.
+    row_cap: Option<RowCap>,
 }
 
 impl<B: Backend> Serving<B> {
@@ -69,6 +73,7 @@ impl<B: Backend> Serving<B> {
         let scheduler = Scheduler::new(SchedulerOptions {
             prefill_chunk: options.scheduler.prefill_chunk.min(runner.prefill_chunk()),
             wave: runner.backend().prefill_wave(&runner.config().heads()),
+            pauses: options.row_cap.map(|cap| Pauses { first: cap.first, every: cap.block }),
             ..options.scheduler
         });
         Self {
@@ -82,6 +87,7 @@ impl<B: Backend> Serving<B> {
             statistics: Statistics::default(),
             output: StepOutput::default(),
             device_failure: None,
+            row_cap: options.row_cap,
         }
     }
 
@@ -189,6 +195,7 @@ impl<B: Backend> Serving<B> {
             runner: &self.runner,
             cache: self.cache.as_mut(),
             live: &mut self.live,
+            row_cap: self.row_cap,
             reclaimed: Reclaimed::default(),
         };
         self.scheduler.set_cost(self.cost.cost());
@@ -303,6 +310,9 @@ impl<B: Backend> Serving<B> {
     /// Uses what a step computed for one sequence.
     fn after_work(&mut self, work: &Work, scores: Scores<'_>, vocab: usize) {
         self.publish(work.id, false);
+        if !self.compact(work.id, work.start + work.tokens) {
+            return;
+        }
         let Some(live) = self.live.get_mut(work.id.request) else { return };
         if let Scores::Logits(logits) = scores {
             live.note_prompt(work, logits, vocab);

@@ -58,7 +58,7 @@ impl fmt::Display for Budget {
         match self {
             Self::Rows(rows) => write!(f, "{rows}"),
             Self::Percent(percent) => write!(f, "{percent}%"),
-            Self::Bytes(bytes) => write!(f, "{bytes}B"),
+            Self::Bytes(bytes) => write!(f, "{}K", bytes.div_ceil(1024)),
         }
     }
 }
@@ -123,6 +123,9 @@ mod tests {
         assert_eq!(" 12.5% ".parse(), Ok(Budget::Percent(12.5)));
         assert_eq!("64M".parse(), Ok(Budget::Bytes(64 << 20)));
         assert_eq!("2GiB".parse(), Ok(Budget::Bytes(2 << 30)));
+        for text in ["4096", "12.5%", "65536K"] {
+            assert_eq!(text.parse::<Budget>().unwrap().to_string(), text);
+        }
         for text in ["", "0", "0%", "101%", "-3", "x", "1.5", "0K", "99999999999999999999G"] {
             assert!(text.parse::<Budget>().is_err(), "{text}");
         }

@@ -9,6 +9,7 @@ mod fp8_weights;
 mod goldens;
 mod logs;
 mod requests;
+mod row_cap;
 mod same_answers;
 mod scheduler;
 mod serving;

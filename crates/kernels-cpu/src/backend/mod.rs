@@ -340,6 +340,10 @@ impl Backend for CpuBackend {
         pool.write_block(block, bytes)
     }
 
+    fn evicts_rows(&self) -> bool {
+        true
+    }
+
     fn gather(&self, from: &SequenceRows<'_>, view: &View, pool: &mut CpuPages) -> Result<()> {
         self.gather_rows(from, view, pool)
     }

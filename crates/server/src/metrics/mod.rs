@@ -318,6 +318,8 @@ fn counters(stats: &EngineStats) -> [(&'static str, &'static str, u64); 13] {
             stats.demoted_tail_pages,
         ),
         ("kv_evicted_pages", "Pages evicted from the prefix cache", stats.evicted_pages),
+        ("kv_compactions", "Histories compacted because of --kv-budget", stats.compactions),
+        ("kv_evicted_rows", "Rows of single heads that compactions left out", stats.evicted_rows),
         ("engine_requests_finished", "Requests that ran to their end", stats.finished),
         ("engine_requests_cancelled", "Requests cancelled", stats.cancelled),
         ("engine_requests_failed", "Requests that failed", stats.failed),

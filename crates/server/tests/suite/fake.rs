@@ -88,6 +88,7 @@ impl FakeEngine {
             page_tokens: 64,
             sink: 64,
             recent: 256,
+            row_cap: None,
         };
         let inner = Inner {
             info,

@@ -1,6 +1,7 @@
 //! A model at work: from flags to an engine that answers. `serve` and `batch` share this.
 
 use super::calibrate;
+use super::eviction::EvictionArgs;
 use crate::cache::Cache;
 use crate::device::AnyBackend;
 use crate::options::{CacheArgs, ModelArgs, OpenModel, at_least_one, serialize_optional_display};
@@ -64,6 +65,9 @@ pub struct LoadArgs {
     /// always exact
     #[arg(long)]
     pub exact_hits: bool,
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub eviction: EvictionArgs,
     #[command(flatten)]
     #[serde(flatten)]
     pub store: StoreArgs,
@@ -138,7 +142,8 @@ impl LoadArgs {
             max_tokens: None,
         };
         let store = self.store.open(&self.model, &model, &cache, runner.backend(), !self.no_prefix_cache)?;
-        let options = EngineOptions { store, ..self.engine(&model.name) };
+        let row_cap = self.eviction.cap(&runner)?;
+        let options = EngineOptions { store, row_cap, ..self.engine(&model.name) };
         Ok(Loaded { model, options, runner, text, defaults, served })
     }
 

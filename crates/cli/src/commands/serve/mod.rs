@@ -4,6 +4,7 @@ mod calibrate;
 mod config;
 mod events;
 mod grpc;
+mod eviction;
 mod keys;
 mod load;
 mod signals;

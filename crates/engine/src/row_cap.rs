@@ -1,0 +1,146 @@
+//! A cap on the quantized rows of each conversation, so that it may grow for ever in bounded memory.
+//!
+//! At fixed positions of a sequence its history is compacted: the rows are scored, the best `rows`
+//! of each layer and head (on average) are copied into a view, and the sequence goes on behind it.
+//! The positions depend on the cap alone. So which rows a query reads is a function of the tokens:
+//! chunks, batches, preemption and prefix hits do not change an answer.
+//!
+//! In the prefix tree a compacted sequence lies below a salt that names the cap and the position of
+//! its last compaction, its *lineage*. Sequences of another cap, or of none, never reach it.
+
+use crate::request::RequestError;
+use oscar_backend::Backend;
+use oscar_cache::{CacheSalt, PrefixKey, PrefixPages, RadixCache};
+use oscar_codec::{CacheLayout, PAGE_TOKENS};
+use oscar_runner::{Runner, Sequence, StepError};
+use oscar_views::{Budget, Evict, HeadSplit, History, Policy, Probe, Selection, score, select};
+
+/// See the [module](self).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct RowCap {
+    pub policy: Policy,
+    /// Rows that may come beyond the budget before the history is compacted again.
+    pub block: usize,
+    /// Position of the first compaction.
+    pub(crate) first: usize,
+    /// Rows of each layer and head after a compaction, on average.
+    rows: usize,
+}
+
+/// Rows between two compactions, unless the user says otherwise.
+pub const EVICT_BLOCK: usize = 512;
+
+impl RowCap {
+    /// # Errors
+    /// Says why this cache, device or policy cannot be capped.
+    pub fn new<B: Backend>(runner: &Runner<B>, policy: Policy, block: usize) -> Result<Self, String> {
+        let layout = runner.layout();
+        layout.evicts_rows()?;
+        if !runner.backend().evicts_rows() {
+            return Err(oscar_backend::eviction_refusal(runner.backend()).to_string());
+        }
+        if matches!(policy.evict, Evict::H2o | Evict::Expected | Evict::KvZip) {
+            return Err(format!(
+                "{} scores the whole history at once, which a cap does not keep: use snapkv, tova, keydiff or recent",
+                policy.evict
+            ));
+        }
+        if matches!(policy.budget, Budget::Percent(_)) {
+            return Err("a share of a growing history is no cap: give rows (2048) or bytes (64M)".into());
+        }
+        let heads = layout.coded().map_or(0, |t| t.codecs().iter().filter(|c| c.keeps_history()).count());
+        let rows = policy.budget.total(layout, usize::MAX / 1024) / heads.max(1);
+        if rows == 0 {
+            return Err(format!("{} bytes hold less than a page of rows", policy.budget));
+        }
+        let block = block.max(1).next_multiple_of(PAGE_TOKENS);
+        let windows = layout.windows();
+        let first = (windows.sink() + windows.recent() + rows + block).next_multiple_of(PAGE_TOKENS);
+        Ok(Self { policy, block, first, rows })
+    }
+
+    /// Compactions up to a sequence of `len` tokens, the last first.
+    fn points(&self, len: usize) -> impl Iterator<Item = usize> + use<> {
+        let (first, block) = (self.first, self.block);
+        let count = if len < first { 0 } else { (len - first) / block + 1 };
+        (0..count).rev().map(move |i| first + i * block)
+    }
+
+    /// Whether a sequence of this length is compacted before it goes on.
+    pub fn is_point(&self, len: usize) -> bool {
+        len >= self.first && (len - self.first).is_multiple_of(self.block)
+    }
+
+    /// The part of the prefix tree for sequences whose last compaction was at `point`.
+    fn lineage(&self, salt: Option<CacheSalt>, point: usize) -> CacheSalt {
+        let base = salt.map(|salt| format!("{salt:?}")).unwrap_or_default();
+        let (policy, block) = (self.policy.to_string(), self.block.to_string());
+        CacheSalt::of(&["view", &base, &policy, &block, &point.to_string()])
+    }
+
+    /// Bytes that a sequence of `tokens` takes at most.
+    pub fn most_bytes(&self, layout: &CacheLayout, tokens: usize) -> usize {
+        let pages = self.rows.div_ceil(PAGE_TOKENS) + 1;
+        let view = if tokens < self.first { 0 } else { pages * layout.coded_block_bytes() };
+        layout.peak_bytes(tokens.min(self.first)) + view + layout.full_block_bytes()
+    }
+
+    /// The longest stored prefix of `tokens` from which a sequence under this cap can go on, and its
+    /// lineage.
+    pub fn find(
+        &self,
+        cache: &mut RadixCache,
+        salt: Option<CacheSalt>,
+        tokens: &[u32],
+        exact: bool,
+    ) -> (Option<CacheSalt>, PrefixPages) {
+        let mut find = |salt, tokens: &[u32]| match exact {
+            true => cache.find_exact(PrefixKey::new(salt, tokens)),
+            false => cache.find(PrefixKey::new(salt, tokens)),
+        };
+        // A prefix that ends at the next compaction would have to be compacted first: one page less
+        // is found, and computed again.
+        let before = |next: usize| &tokens[..tokens.len().min(next - 1)];
+        for point in self.points(tokens.len()) {
+            let lineage = Some(self.lineage(salt, point));
+            let prefix = find(lineage, before(point + self.block));
+            if prefix.view().is_some() {
+                return (lineage, prefix);
+            }
+        }
+        (None, find(salt, before(self.first)))
+    }
+
+    /// Compacts a sequence that has reached a point: returns it with its lineage and what was kept.
+    pub fn compact<B: Backend>(
+        &self,
+        runner: &mut Runner<B>,
+        sequence: &Sequence,
+        tokens: &[u32],
+        salt: Option<CacheSalt>,
+    ) -> Result<(Sequence, CacheSalt, Selection), StepError> {
+        let len = sequence.len();
+        let history = History { sequence, tokens, len, observed: None };
+        let scores = score(runner, &history, self.policy.evict, &Probe::default())?;
+        let selection = select(runner.layout(), &scores, &self.policy, &[]);
+        let derived = runner.derive(sequence, len, selection.kept.clone())?;
+        Ok((derived, self.lineage(salt, len), selection))
+    }
+
+    /// What is told to a request that wants what a capped conversation does not keep.
+    pub(crate) fn refusal(parameter: &'static str) -> RequestError {
+        RequestError::Invalid {
+            parameter,
+            problem: "is not possible on a server with --kv-budget: rows of the prompt may be evicted".into(),
+        }
+    }
+}
+
+/// A division among heads that suits a policy: one that compares rows of different heads, or none.
+pub fn default_split(evict: Evict) -> HeadSplit {
+    match evict {
+        Evict::Recent | Evict::Tova | Evict::KeyDiff => HeadSplit::Uniform,
+        Evict::KvZip => HeadSplit::Global,
+        Evict::H2o | Evict::SnapKv | Evict::Expected => HeadSplit::Adaptive,
+    }
+}

@@ -1,0 +1,75 @@
+//! Where requests meet the cap on their rows.
+
+use super::{Failure, Serving, caught};
+use crate::request::RequestError;
+use crate::scheduler::SequenceId;
+use oscar_backend::Backend;
+use oscar_cache::OutOfPages;
+use oscar_runner::{Sequence, StepError};
+
+impl<B: Backend> Serving<B> {
+    /// Compacts the history of a sequence that now has `len` tokens, if it is due. Returns whether
+    /// the sequence can go on.
+    pub(super) fn compact(&mut self, id: SequenceId, len: usize) -> bool {
+        let Some(cap) = self.row_cap.filter(|cap| cap.is_point(len)) else { return true };
+        let Some(choice) = self.live.choice_mut(id) else { return true };
+        let Some(sequence) = choice.sequence.take() else { return true };
+        let (tokens, salt) = (choice.tokens[..len].to_vec(), choice.salt);
+        let outcome = loop {
+            let mut compacted = None;
+            let mut full = None;
+            let outcome = caught(|| match cap.compact(&mut self.runner, &sequence, &tokens, salt) {
+                Err(StepError::OutOfPages(error)) => {
+                    full = Some(error);
+                    Err(StepError::OutOfPages(error))
+                }
+                other => {
+                    compacted = Some(other?);
+                    Ok(())
+                }
+            });
+            match full {
+                Some(error) if self.make_room(&error) => {}
+                _ => break outcome.map(|()| compacted),
+            }
+        };
+        match outcome {
+            Ok(Some((sequence, lineage, selection))) => {
+                self.statistics.counters.compactions += 1;
+                let kept = selection.chosen + selection.protected;
+                self.statistics.counters.evicted_rows += (selection.all - kept) as u64;
+                self.go_on(id, sequence, lineage);
+                true
+            }
+            Ok(None) => true,
+            Err(failure) => {
+                self.fail_compaction(id, failure);
+                false
+            }
+        }
+    }
+
+    /// Makes the prefix tree give up what a compaction lacks; `false` if it has nothing to give.
+    fn make_room(&mut self, full: &OutOfPages) -> bool {
+        let Some(cache) = &mut self.cache else { return false };
+        let done = cache.reclaim(full.wanted.saturating_sub(full.free));
+        self.statistics.note_reclaimed(&done);
+        // Tails that were given up must be quantized before any page is written.
+        done.bytes > 0 && self.demote_tails().is_ok()
+    }
+
+    fn go_on(&mut self, id: SequenceId, sequence: Sequence, lineage: oscar_cache::CacheSalt) {
+        let Some(choice) = self.live.choice_mut(id) else { return };
+        choice.sequence = Some(sequence);
+        choice.lineage = Some(lineage);
+        choice.published = 0;
+        if let Some(cache) = &mut self.cache {
+            choice.publish(cache);
+        }
+    }
+
+    fn fail_compaction(&mut self, id: SequenceId, failure: Failure) {
+        let message = self.note_failure(failure);
+        self.fail(id.request, &RequestError::Engine(message));
+    }
+}
