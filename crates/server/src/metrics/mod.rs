@@ -302,7 +302,7 @@ impl Collector for EngineCollector {
 }
 
 /// Names without the `_total` that the text format adds.
-fn counters(stats: &EngineStats) -> [(&'static str, &'static str, u64); 13] {
+fn counters(stats: &EngineStats) -> [(&'static str, &'static str, u64); 15] {
     [
         ("engine_steps", "Engine steps", stats.steps),
         ("prompt_tokens", "Prompt tokens taken in", stats.prompt_tokens),

@@ -3,8 +3,8 @@
 mod calibrate;
 mod config;
 mod events;
-mod grpc;
 mod eviction;
+mod grpc;
 mod keys;
 mod load;
 mod signals;
