@@ -221,6 +221,7 @@ pub mod tests {
             page_tokens: 64,
             sink: 64,
             recent: 256,
+            row_cap: None,
         }
     }
 
