@@ -55,6 +55,12 @@ pub struct Outcome {
     pub abstained: usize,
 }
 
+/// The results of one case, as a journal keeps them.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct CaseOutcomes {
+    pub outcomes: Vec<Outcome>,
+}
+
 /// The name of the arm without eviction.
 pub const FULL: &str = "none";
 

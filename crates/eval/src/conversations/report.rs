@@ -91,3 +91,69 @@ fn row(kv: &str, context: usize, task: &str, outcomes: &[&Outcome]) -> Option<Co
         probe_tokens: share(sum(|o| o.probe_tokens as f64), outcomes.len()),
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Journal;
+    use crate::conversations::{CaseOutcomes, FULL};
+    use oscar_tasks::chat::sessions::Variant;
+
+    fn outcome(policy: &str, right: usize) -> Outcome {
+        Outcome {
+            policy: policy.into(),
+            percent: 25.0,
+            rows: 0.25,
+            bytes: 1000,
+            probe_tokens: 64,
+            asked: 8,
+            right,
+            kl: 0.8,
+            survival: 2.0,
+            needing: 8,
+            unanswerable: 0,
+            abstained: 0,
+        }
+    }
+
+    fn case(variant: Variant, seed: u64) -> ConversationCase {
+        let (history, protected, asks) = (Vec::new(), Vec::new(), Vec::new());
+        ConversationCase { variant, context: 4096, seed, history, protected, asks }
+    }
+
+    #[test]
+    fn rows_are_means_over_questions_by_variant_and_together() {
+        let cases = [case(Variant::Sessions, 0), case(Variant::Update, 0), case(Variant::Absent, 0)];
+        let absent =
+            Outcome { asked: 0, right: 0, kl: 0.0, needing: 0, survival: 0.0, ..outcome("kvzip", 0) };
+        let absent = Outcome { unanswerable: 4, abstained: 1, ..absent };
+        let results = [
+            (&cases[0], vec![outcome(FULL, 8), outcome("kvzip", 6)]),
+            (&cases[1], vec![outcome(FULL, 8), outcome("kvzip", 4)]),
+            (&cases[2], vec![absent]),
+        ];
+        let rows = summarize("oscar", &results);
+        let of = |policy: &str, task: &str| rows.iter().find(|r| r.policy == policy && r.task == task);
+        let all = of("kvzip", "all").unwrap();
+        assert_eq!((all.accuracy, all.n, all.survival), (0.625, 16, Some(0.25)));
+        assert!((all.kl - 0.1).abs() < 1e-12);
+        assert_eq!(all.abstention, Some(0.25));
+        assert_eq!(of("kvzip", "update").map(|row| row.accuracy), Some(0.5));
+        assert_eq!(of("kvzip", "absent").map(|row| (row.n, row.abstention)), Some((4, Some(0.25))));
+        assert_eq!(of(FULL, "sessions").map(|row| (row.accuracy, row.rows)), Some((1.0, 0.25)));
+        let json = serde_json::to_value(all).unwrap();
+        for field in ["kv", "policy", "rows", "context", "accuracy", "kl", "n"] {
+            assert!(json.get(field).is_some(), "{field}");
+        }
+    }
+
+    #[test]
+    fn outcomes_survive_a_journal() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("c.jsonl");
+        let wanted = CaseOutcomes { outcomes: vec![outcome("h2o", 3), outcome("tova", 2)] };
+        Journal::open(Some(&path), "x", &serde_json::json!({})).unwrap().record("k", &wanted).unwrap();
+        let journal = Journal::open(Some(&path), "x", &serde_json::json!({})).unwrap();
+        assert_eq!(journal.get::<CaseOutcomes>("k"), Some(wanted));
+    }
+}

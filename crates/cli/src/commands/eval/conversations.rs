@@ -5,7 +5,8 @@ use super::{Common, check_seed, filler};
 use crate::{progress, table};
 use anyhow::{Context, Result, bail};
 use oscar_eval::conversations::{
-    Arms, ConversationCase, ConversationRow, FULL, Outcome, conversation_cases, run_case, summarize,
+    Arms, CaseOutcomes, ConversationCase, ConversationRow, FULL, Outcome, conversation_cases, run_case,
+    summarize,
 };
 use oscar_eval::{Journal, Prompts};
 use oscar_figures::write_whole;
@@ -99,7 +100,7 @@ pub fn run(args: &Args) -> Result<()> {
         let mut results: Vec<(&ConversationCase, Vec<Outcome>)> = Vec::new();
         for case in &cases {
             let key = format!("{}/{}", format.name, case.key());
-            let outcomes = match journal.get(&key) {
+            let CaseOutcomes { outcomes } = match journal.get(&key) {
                 Some(known) => known,
                 None => {
                     if runner.is_none() {
@@ -109,6 +110,7 @@ pub fn run(args: &Args) -> Result<()> {
                     let stops = &session.stop_tokens;
                     let outcomes = run_case(runner, case, &arms, &probe, &prompts, stops)
                         .with_context(|| format!("--kv {}, conversation {}", format.name, case.key()))?;
+                    let outcomes = CaseOutcomes { outcomes };
                     journal.record(&key, &outcomes)?;
                     outcomes
                 }
