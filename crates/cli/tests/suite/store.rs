@@ -1,6 +1,6 @@
 //! `oscar serve --store` and `oscar store`: conversations survive restarts and kills.
 
-use crate::server::{Server, read_answer};
+use crate::server::{PATIENCE, Server, read_answer};
 use crate::support::{fail, json_lines, succeed};
 use oscar_store::PageKind;
 use serde_json::{Value, json};
@@ -101,7 +101,7 @@ fn a_server_that_is_killed_while_it_writes_leaves_a_sound_store() {
             .map(|number| server.open("POST", "/v1/completions", None, Some(&prompt(number))))
             .collect();
         let begun = Instant::now();
-        while windows() < 3 * round && begun.elapsed() < Duration::from_secs(30) {
+        while windows() < 3 * round && begun.elapsed() < PATIENCE {
             std::thread::sleep(Duration::from_millis(1));
         }
         server.signal("-KILL");
