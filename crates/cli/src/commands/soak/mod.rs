@@ -83,8 +83,8 @@ pub fn run(args: &Args) -> Result<()> {
     // The reference computes every prompt from its beginning. It has room for whatever the other can serve.
     let cold_flags =
         ["--no-prefix-cache".to_owned(), "--kv-memory=512M".to_owned(), "--log=error".to_owned()];
-    let kept =
-        args.serve.iter().filter(|flag| !flag.starts_with("--kv-memory") && !flag.starts_with("--log"));
+    let replaced = |flag: &str| ["--kv-memory", "--log", "--store"].iter().any(|name| flag.starts_with(name));
+    let kept = args.serve.iter().filter(|flag| !replaced(flag));
     let cold = ServerProcess::start(&kept.cloned().chain(cold_flags).collect::<Vec<_>>())?;
     let scripts = Scripts::new(args.conversations.max(1), cold.address.clone());
     let tally = Tally::default();
