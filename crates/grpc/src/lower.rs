@@ -52,6 +52,8 @@ fn wrong(name: &str, problem: &str) -> Status {
 /// The fields of `POST /v1/completions` that ask for the same.
 pub fn fields(request: pb::GenerateRequest, engine: &EngineInfo) -> Result<Map<String, Value>, Status> {
     refuse(&request)?;
+    check_sizes(&request, engine)?;
+    check_numbers(&request)?;
     let mut fields = Map::new();
     let mut set = |name: &str, value: Value| drop(fields.insert(name.to_owned(), value));
     if !request.model.is_empty() {
@@ -141,6 +143,56 @@ fn refuse(request: &pb::GenerateRequest) -> Result<(), Status> {
     ];
     match refused.iter().find(|(_, there)| *there) {
         Some((name, _)) => Err(wrong(name, "is not supported")),
+        None => Ok(()),
+    }
+}
+
+/// Refuses lists that no valid request has. JSON takes many times the bytes of a message, so this comes
+/// before it.
+fn check_sizes(request: &pb::GenerateRequest, engine: &EngineInfo) -> Result<(), Status> {
+    const MOST_STOPS: usize = 1024;
+    const MOST_CHOICES: usize = 1 << 14;
+    let prompt = match &request.prompt {
+        Some(Prompt::TokenIds(tokens)) => tokens.ids.len(),
+        Some(Prompt::Text(_)) | None => 0,
+    };
+    let stopping = request.stopping.as_ref();
+    let decoding = request.decoding.as_ref();
+    let choices = match decoding.and_then(|decoding| decoding.structured_output.as_ref()) {
+        Some(StructuredOutput::Choice(choice)) => choice.choices.len(),
+        _ => 0,
+    };
+    let sizes = [
+        ("token_ids", prompt, engine.context),
+        ("stopping.stop_token_ids", stopping.map_or(0, |s| s.stop_token_ids.len()), MOST_STOPS),
+        ("stopping.stop_strings", stopping.map_or(0, |s| s.stop_strings.len()), MOST_STOPS),
+        ("decoding.logit_bias", decoding.map_or(0, |d| d.logit_bias.len()), engine.vocab_size),
+        ("decoding.choice", choices, MOST_CHOICES),
+    ];
+    match sizes.iter().find(|(_, count, most)| count > most) {
+        Some((name, count, most)) => Err(wrong(name, &format!("{count} are more than the {most} allowed"))),
+        None => Ok(()),
+    }
+}
+
+/// Refuses numbers that JSON does not have: there they would count as absent.
+fn check_numbers(request: &pb::GenerateRequest) -> Result<(), Status> {
+    let (sampling, decoding) = (request.sampling.unwrap_or_default(), request.decoding.as_ref());
+    let of = |penalty: fn(&pb::DecodingParameters) -> f32| decoding.map(penalty);
+    let numbers = [
+        ("temperature", request.temperature),
+        ("sampling.top_p", sampling.top_p),
+        ("sampling.min_p", sampling.min_p),
+        ("decoding.presence_penalty", of(|d| d.presence_penalty)),
+        ("decoding.frequency_penalty", of(|d| d.frequency_penalty)),
+        ("decoding.repetition_penalty", of(|d| d.repetition_penalty)),
+        (
+            "decoding.logit_bias",
+            decoding.and_then(|d| d.logit_bias.values().copied().find(|b| !b.is_finite())),
+        ),
+    ];
+    match numbers.iter().find(|(_, number)| number.is_some_and(|number| !number.is_finite())) {
+        Some((name, _)) => Err(wrong(name, "must be a finite number")),
         None => Ok(()),
     }
 }
@@ -250,7 +302,14 @@ pub mod tests {
     #[test]
     fn what_cannot_be_followed_is_refused_by_name() {
         type Change = fn(&mut pb::GenerateRequest);
-        let cases: [(&str, Change); 9] = [
+        let cases: [(&str, Change); 14] = [
+            ("token_ids", |r| r.prompt = Some(Prompt::TokenIds(pb::TokenIds { ids: vec![1; 101] }))),
+            ("temperature", |r| r.temperature = Some(f32::NAN)),
+            ("sampling.min_p", |r| r.sampling.as_mut().unwrap().min_p = Some(f32::INFINITY)),
+            ("decoding.logit_bias", |r| r.decoding.as_mut().unwrap().logit_bias = [(1, f32::NAN)].into()),
+            ("stopping.stop_strings", |r| {
+                r.stopping.as_mut().unwrap().stop_strings = vec![String::new(); 1025]
+            }),
             ("token_ids", |r| r.prompt = None),
             ("token_ids", |r| r.prompt = Some(Prompt::TokenIds(pb::TokenIds::default()))),
             ("truncate_prompt_tokens", |r| r.truncate_prompt_tokens = 5),

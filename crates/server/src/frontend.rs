@@ -46,9 +46,13 @@ impl Frontend {
         self.app.ids.name()
     }
 
-    /// Bytes of the largest request.
+    /// Bytes of the largest request: a prompt of the whole context as text or as tokens of five bytes,
+    /// and something for the other fields.
     pub fn largest_message(&self) -> usize {
-        self.app.limits.body_bytes
+        const OTHERS: usize = 1 << 20;
+        let tokens = self.engine_info().context.saturating_mul(5);
+        let text = self.app.limits.prompt_bytes.min(self.app.limits.body_bytes);
+        tokens.max(text).saturating_add(OTHERS)
     }
 
     /// Starts a completion whose fields have the names of `POST /v1/completions`. The caller is

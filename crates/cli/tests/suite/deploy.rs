@@ -39,6 +39,11 @@ fn the_kubernetes_manifest_starts_a_server_that_its_probes_find() {
     assert_eq!(container["ports"][0]["containerPort"].as_i64(), Some(port));
     assert_eq!(documents[1]["spec"]["ports"][0]["targetPort"], container["ports"][0]["name"]);
     assert_eq!(documents[2]["spec"]["ingress"][0]["ports"][0]["port"].as_i64(), Some(port));
+    for (index, flag) in [(1, "kv_events"), (2, "kv_events_replay")] {
+        let open = container["ports"][index]["containerPort"].as_i64().unwrap();
+        assert_eq!(config[flag].as_str(), Some(format!("tcp://*:{open}").as_str()));
+        assert_eq!(documents[2]["spec"]["ingress"][0]["ports"][index]["port"].as_i64(), Some(open));
+    }
     let grace = template["spec"]["terminationGracePeriodSeconds"].as_i64().unwrap();
     assert!(grace > number(&config, "drain_timeout"), "{grace}");
     let name = "app.kubernetes.io/name";
