@@ -351,6 +351,18 @@ mod tests {
             "--allow-request-template",
             "--no-reasoning-split",
             "--tool-call-parser=glm45",
+            "--store=pages",
+            "--store-size=2G",
+            "--store-age=7d",
+            "--store-ram=1G",
+            "--kv-budget=2048",
+            "--evict=recent",
+            "--evict-heads=uniform",
+            "--evict-block=7",
+            #[cfg(feature = "tls")]
+            "--tls-certificate=certificate.pem",
+            #[cfg(feature = "tls")]
+            "--tls-key=key.pem",
             "--kv-events=tcp://*:1",
             "--kv-events-replay=tcp://*:2",
             "--kv-events-topic=kv",
