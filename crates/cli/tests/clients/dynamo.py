@@ -131,7 +131,7 @@ def check(replicas, port):
     for number in range(4):
         home_of_it = number % 2
         call(replicas[home_of_it].port, "POST", "/v1/chat/completions", chat(model, story(number)))
-        time.sleep(0.5)
+        time.sleep(2)  # the events reach the router
         before = [replica.counter("prefix_cache_hits_total") for replica in replicas]
         ended = [replica.counter("engine_requests_finished_total") for replica in replicas]
         call(port, "POST", "/v1/chat/completions", chat(model, story(number)))
