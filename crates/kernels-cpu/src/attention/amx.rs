@@ -1,12 +1,11 @@
 //! BF16 pages on AMX tiles, with the softmax of the AVX-512 variant.
 //!
-//! A is the queries or the weights of up to eight rows; B is the page as it lies in memory. Every
-//! tile row is computed by itself and in a fixed order, so the number of rows does not show.
-//! Quantized pages are read by the AVX-512 kernels: unpacking codes for tiles costs more than the
-//! tiles save (docs/benchmarks/cpu.md).
+//! A is the queries or the weights of eight rows; B is the page as it lies in memory. Every tile row
+//! is computed by itself and in a fixed order, so the number of rows does not show. `amx_codes` reads
+//! quantized pages.
 //!
-//! Tile registers hold values only inside one `asm!` block; a stage loads the configuration at its
-//! start and releases it at its end.
+//! Tile registers hold values only inside one `asm!` block. [`Tiles`] configures them once for a page
+//! and all blocks of rows that read it: loading and releasing a configuration takes about 900 cycles.
 
 use std::arch::asm;
 
@@ -28,17 +27,17 @@ pub(super) fn stages(rows: usize) -> Stages {
 }
 
 /// Tiles configured for this thread; dropping it gives them back.
-struct Tiles;
+pub(super) struct Tiles;
 
 impl Tiles {
-    /// Tiles 0–3 (sums) and 4 (A) of `rows` rows, 6 and 7 (B) of 16.
+    /// Tiles 0–3 (sums) and 4 (A) of `rows` rows, 5–7 (B) of 16.
     ///
     /// # Safety
     /// The processor must have AMX and the process the permission to use it.
-    unsafe fn configure(rows: usize) -> Self {
-        let (r, b) = (rows as u8, 16);
+    pub(super) unsafe fn configure(rows: usize) -> Self {
+        let r = rows as u8;
         // SAFETY: as the caller vouches.
-        unsafe { TileConfig::full_width([r, r, r, r, r, r, b, b]).load() };
+        unsafe { TileConfig::full_width([r, r, r, r, r, 16, 16, 16]).load() };
         Self
     }
 }
@@ -96,24 +95,22 @@ unsafe fn tile_product(
 }
 
 /// # Safety
-/// The processor must have AMX and the process the permission to use it.
+/// The processor must have AMX, with tiles configured for eight rows.
 #[target_feature(enable = "avx512f,avx512bf16")]
 unsafe fn score(block: &mut RowBlock, view: &PageView<'_>) {
     let d = block.head_dim;
     assert_eq!(view.keys.len(), PAGE_TOKENS * d * 2);
     let whole = d / DEPTH;
     let rest = d % DEPTH / 2;
-    // SAFETY: AMX as the caller vouches; tiles of keys are in the page; queries are rows of MAX_DIM
+    // SAFETY: AMX and tiles as the caller vouches; tiles of keys are in the page; queries are rows of MAX_DIM
     // elements.
     unsafe {
-        let tiles = Tiles::configure(block.rows);
         for tile in 0..4 {
             let keys = view.keys.as_ptr().add(tile * 32 * d);
             let c = block.tile_c[tile].as_mut_ptr().cast::<u8>();
             let queries = block.q_bf16.as_ptr().cast();
             tile_product(queries, 2 * MAX_DIM, 64, keys, ROW_BYTES, 1024, whole, c);
         }
-        drop(tiles);
         for tile in 0..4 {
             for row in 0..block.rows {
                 let mut sum = _mm512_loadu_ps(block.tile_c[tile][row].as_ptr().cast());
@@ -132,15 +129,14 @@ unsafe fn score(block: &mut RowBlock, view: &PageView<'_>) {
 }
 
 /// # Safety
-/// The processor must have AMX and the process the permission to use it.
+/// The processor must have AMX, with tiles configured for eight rows.
 #[target_feature(enable = "avx512f")]
 unsafe fn add_values(block: &mut RowBlock, view: &PageView<'_>) {
     let d = block.head_dim;
     assert_eq!(view.values.len(), PAGE_TOKENS * d * 2);
-    // SAFETY: AMX as the caller vouches; a B tile is 16 token pairs, `4 d` bytes apart, of one
+    // SAFETY: AMX and tiles as the caller vouches; a B tile is 16 token pairs, `4 d` bytes apart, of one
     // slab.
     unsafe {
-        let tiles = Tiles::configure(block.rows);
         for slab in 0..d / LANES {
             let values = view.values.as_ptr().add(ROW_BYTES * slab);
             let c = block.tile_c[slab % 4].as_mut_ptr().cast::<u8>();
@@ -153,6 +149,5 @@ unsafe fn add_values(block: &mut RowBlock, view: &PageView<'_>) {
                 _mm512_storeu_ps(to, _mm512_fmadd_ps(sum, step, _mm512_loadu_ps(to)));
             }
         }
-        drop(tiles);
     }
 }

@@ -11,7 +11,8 @@
 //!
 //! - Quantized pages with one affine group for each head use fixed-point queries (16 bits of the
 //!   row's largest magnitude) and weights (16 bits of the page's largest), and exact integer sums.
-//!   Codes of one and two bits need but 8 bits of both, see [`AttentionPrecision`].
+//!   Codes of one and two bits need but 8 bits of both, see [`AttentionPrecision`]. AMX gives the
+//!   bits of AVX-512: it multiplies the same integers in tiles where many rows read a page.
 //! - BF16 pages round queries and weights to BF16 on AVX-512 and AMX; AVX2 keeps both in f32.
 //! - Everything else is dequantized to BF16 first, once for all rows of a work item, and read like
 //!   BF16 pages ([`kernel_name`] says so): through f32 rows (`dequantize`), on AVX-512 straight to
@@ -20,6 +21,8 @@
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
+#[cfg(target_arch = "x86_64")]
+mod amx_codes;
 mod append;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -63,6 +66,8 @@ pub const SPAN_TOKENS: usize = 2048;
 
 /// Blocks of rows a work item carries over each page.
 const ITEM_BLOCKS: usize = 8;
+/// The same where AMX tiles read codes: unpacking a page and configuring tiles are shared.
+const TILE_ITEM_BLOCKS: usize = 16;
 /// The same where a page is dequantized before it is read: the more rows share it, the better.
 const DEQUANTIZING_ITEM_BLOCKS: usize = 64;
 
@@ -245,8 +250,13 @@ fn plan(
 ) {
     for (task, input) in tasks.iter().enumerate() {
         let total = input.positions.len();
-        let dequantizes = PageReader::new(variant, precision, input.context.coded_codec).dequantizes();
-        let most = ROWS * if dequantizes { DEQUANTIZING_ITEM_BLOCKS } else { ITEM_BLOCKS };
+        let reader = PageReader::new(variant, precision, input.context.coded_codec);
+        let most = ROWS
+            * match reader.dequantizes() {
+                true => DEQUANTIZING_ITEM_BLOCKS,
+                false if variant == Variant::Amx => TILE_ITEM_BLOCKS,
+                false => ITEM_BLOCKS,
+            };
         for first_row in (0..total).step_by(most) {
             let rows = most.min(total - first_row);
             let (shift, _) = input.context.compaction(input.windows.sink());

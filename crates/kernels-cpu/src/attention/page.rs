@@ -3,7 +3,11 @@
 use oscar_codec::page::Scheme;
 use oscar_codec::{CodeLayout, PAGE_TOKENS, RowPageCodec, Side};
 
-use super::block::{MAX_DIM, QueryForms, RowBlock};
+#[cfg(target_arch = "x86_64")]
+use super::amx::Tiles;
+#[cfg(target_arch = "x86_64")]
+use super::amx_codes::{CodeTiles, LEAST_BLOCKS, UnpackedPage};
+use super::block::{MAX_DIM, QueryForms, ROWS, RowBlock};
 use super::dequantize::{CodeBuffer, SidePage, dequantize_page};
 use super::dequantized;
 use super::precision::AttentionPrecision;
@@ -62,7 +66,8 @@ pub(super) struct DequantizedPage {
 /// One step of reading a page with a block of rows.
 ///
 /// # Safety
-/// The processor must have the instructions of the variant the stage was selected for.
+/// The processor must have the instructions of the variant the stage was selected for, and tiles must
+/// be configured ([`PageReader::configure_tiles`]).
 pub(super) type Stage = unsafe fn(&mut RowBlock, &PageView<'_>);
 
 /// The steps: scores of all tokens, softmax weights, weighted sum of values.
@@ -86,11 +91,30 @@ pub(super) struct PageReader {
 
 impl PageReader {
     pub(super) fn new(variant: Variant, precision: AttentionPrecision, codec: &RowPageCodec) -> Self {
-        let kind = kind(variant, codec);
-        // Tiles read codes slower than VNNI does.
-        let codes = matches!(kind, PageKind::Codes { .. });
-        let variant = if variant == Variant::Amx && codes { Variant::Avx512 } else { variant };
-        Self { variant, precision, kind }
+        Self { variant, precision, kind: kind(variant, codec) }
+    }
+
+    /// Configures tiles for the stages of a page and all its blocks, where they use tiles.
+    ///
+    /// # Safety
+    /// The variant must be available.
+    #[cfg(target_arch = "x86_64")]
+    pub(super) unsafe fn configure_tiles(self) -> Option<Tiles> {
+        let uses_tiles = matches!((self.variant, self.kind), (Variant::Amx, PageKind::Bf16 { .. }));
+        // SAFETY: as the caller vouches.
+        uses_tiles.then(|| unsafe { Tiles::configure(ROWS) })
+    }
+
+    /// How tiles read the codes of a head for this many blocks of rows, where they are faster than
+    /// [`Self::stages`].
+    #[cfg(target_arch = "x86_64")]
+    pub(super) fn code_tiles(self, blocks: usize, head_dim: usize) -> Option<CodeTiles> {
+        match (self.variant, self.kind) {
+            (Variant::Amx, PageKind::Codes { key_bits, value_bits }) if blocks >= LEAST_BLOCKS => {
+                CodeTiles::new(self.precision, key_bits, value_bits, head_dim)
+            }
+            _ => None,
+        }
     }
 
     /// How the same variant reads keys of one codec beside values of another.
@@ -124,7 +148,7 @@ impl PageReader {
                 super::avx2::codes::code_stages(self.precision, key_bits, value_bits)
             }
             #[cfg(target_arch = "x86_64")]
-            (Variant::Avx512, PageKind::Codes { key_bits, value_bits }) => {
+            (Variant::Avx512 | Variant::Amx, PageKind::Codes { key_bits, value_bits }) => {
                 super::avx512::codes::code_stages(self.precision, key_bits, value_bits, rows)
             }
             #[cfg(target_arch = "x86_64")]
@@ -143,6 +167,7 @@ impl PageReader {
     pub(super) fn name(self) -> String {
         let set = match self.variant {
             Variant::Avx512 if matches!(self.kind, PageKind::Codes { .. }) => "avx512-vnni",
+            Variant::Amx if matches!(self.kind, PageKind::Codes { .. }) => "amx + avx512-vnni",
             variant => variant.name(),
         };
         match self.kind {
@@ -214,6 +239,8 @@ pub(super) struct PageScratch {
     halves: Vec<u16>,
     silenced: Vec<u8>,
     codes: Option<Box<CodeBuffer>>,
+    #[cfg(target_arch = "x86_64")]
+    pub unpacked: UnpackedPage,
 }
 
 impl PageScratch {
@@ -347,9 +374,9 @@ mod tests {
         assert_eq!(name(Variant::Avx2, KvFormat::Int { bits: 8, group: 0 }), ["dequantized first"; 2]);
         assert_eq!(
             name(Variant::Amx, KvFormat::OSCAR2),
-            ["avx512-vnni int2 (int8 query)", "avx512-vnni int2"]
+            ["amx + avx512-vnni int2 (int8 query)", "amx + avx512-vnni int2"]
         );
-        assert_eq!(name(Variant::Amx, KvFormat::Oscar { bits: 3 }), ["avx512-vnni int3"; 2]);
+        assert_eq!(name(Variant::Amx, KvFormat::Oscar { bits: 3 }), ["amx + avx512-vnni int3"; 2]);
         assert_eq!(name(Variant::Amx, KvFormat::Bf16), ["amx bf16"; 2]);
         assert_eq!(name(Variant::Avx512, KvFormat::Oscar { bits: 4 }), ["avx512-vnni int4"; 2]);
         assert_eq!(name(Variant::Avx512, KvFormat::Int { bits: 8, group: 0 }), ["avx512-vnni int8"; 2]);

@@ -234,6 +234,13 @@ fn read_page<'a>(
     // Distance of unrelated allocations: only ever used to form prefetch addresses.
     let ahead = (next.as_ptr() as isize).wrapping_sub(page.as_ptr() as isize);
     let reads = |block: &RowBlock| block.masks[..block.rows].iter().any(|&mask| mask != 0);
+    #[cfg(target_arch = "x86_64")]
+    if let Some(tiles) = source.reader.code_tiles(rows.blocks.len(), source.codec.head_dim()) {
+        let view = PageView::in_place(source.codec, page, ahead);
+        // SAFETY: tiles are chosen for a variant that `attend` found available.
+        unsafe { tiles.read(rows.blocks, source.stages, &view, &mut rows.page.unpacked) };
+        return;
+    }
     if source.stages.iter().all(|stages| stages.find_maxima.is_some()) {
         let view = PageView::in_place(source.codec, page, ahead);
         for (i, (block, stages)) in rows.blocks.iter_mut().zip(source.stages).enumerate() {
@@ -258,7 +265,7 @@ fn read_page<'a>(
     let origin = rows.input.windows.sink();
     let (keys, values) = (source.side(Side::Key, index, origin), source.side(Side::Value, index, origin));
     let view = rows.page.view(source.reader, keys, values, used, ahead);
-    run_stages(rows.blocks, source.stages, &view);
+    run_stages(rows.blocks, source.reader, source.stages, &view);
 }
 
 /// Reads tokens whose keys lie in the first source's page and whose values in the second's.
@@ -277,10 +284,13 @@ fn read_across<'a>(
     let origin = rows.input.windows.sink();
     let (keys, values) = (keys.side(Side::Key, index, origin), values.side(Side::Value, index, origin));
     let view = rows.page.view(reader, keys, values, used, 0);
-    run_stages(rows.blocks, stages, &view);
+    run_stages(rows.blocks, reader, stages, &view);
 }
 
-fn run_stages(blocks: &mut [Box<RowBlock>], stages: &[Stages], view: &PageView<'_>) {
+fn run_stages(blocks: &mut [Box<RowBlock>], reader: PageReader, stages: &[Stages], view: &PageView<'_>) {
+    // SAFETY: the reader belongs to the variant of the call, which `attend` found available.
+    #[cfg(target_arch = "x86_64")]
+    let _tiles = unsafe { reader.configure_tiles() };
     let reads = |block: &RowBlock| block.masks[..block.rows].iter().any(|&mask| mask != 0);
     for (block, stages) in blocks.iter_mut().zip(stages).filter(|(block, _)| reads(block)) {
         // SAFETY: the stages belong to the variant of the call, which `attend` found available.

@@ -92,7 +92,11 @@ pub(in crate::attention) const fn tile_bytes(bits: u32, head_dim: usize) -> usiz
 /// The tile must be readable for [`tile_bytes`] and contain the unit.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
-unsafe fn quad<const BITS: u32, const J: usize>(tile: *const u8, unit: usize, head_dim: usize) -> __m512i {
+pub(in crate::attention) unsafe fn quad<const BITS: u32, const J: usize>(
+    tile: *const u8,
+    unit: usize,
+    head_dim: usize,
+) -> __m512i {
     // SAFETY: the lines of a unit lie in its tile, see `oscar_codec::layout`.
     let line = |base: usize, index: usize| unsafe {
         _mm512_loadu_si512(tile.add(base + 64 * index).cast::<__m512i>())
@@ -142,10 +146,86 @@ unsafe fn broadcast(at: *const i8) -> __m512i {
     _mm512_set1_epi32(unsafe { at.cast::<i32>().read_unaligned() })
 }
 
+/// `256·hi + lo`.
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn join(hi: __m512i, lo: __m512i) -> __m512 {
-    _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32::<8>(hi), lo))
+pub(in crate::attention) fn join(hi: __m512i, lo: __m512i) -> __m512i {
+    _mm512_add_epi32(_mm512_slli_epi32::<8>(hi), lo)
+}
+
+/// Scales and minima of a tile's keys.
+///
+/// # Safety
+/// Parameters of four tiles must be in the page.
+#[inline]
+#[target_feature(enable = "avx512f,f16c")]
+pub(in crate::attention) unsafe fn key_params(view: &PageView<'_>, tile: usize) -> (__m512, __m512) {
+    // SAFETY: a tile's parameters are 32 bytes of scales and 32 of minima.
+    unsafe {
+        let params = view.key_params.as_ptr().add(64 * tile).cast::<__m256i>();
+        (_mm512_cvtph_ps(_mm256_loadu_si256(params)), _mm512_cvtph_ps(_mm256_loadu_si256(params.add(1))))
+    }
+}
+
+/// From a row's integer products with codes to scores: `scale · (sum · step + rest) + min · Σq`.
+#[derive(Clone, Copy)]
+pub(in crate::attention) struct ScoreUnits {
+    pub step: f32,
+    pub rest: f32,
+}
+
+impl ScoreUnits {
+    /// For sums of both bytes of a query.
+    pub(in crate::attention) fn both_bytes(block: &RowBlock, row: usize, bits: u32) -> Self {
+        Self { step: block.q_step[row], rest: middle_code(bits) * block.q_rest[row] }
+    }
+
+    /// For sums of its high bytes.
+    pub(in crate::attention) fn one_byte(block: &RowBlock, row: usize, bits: u32) -> Self {
+        Self { step: 256.0 * block.q_step[row], rest: middle_code(bits) * block.q_rest_one_byte[row] }
+    }
+
+    /// Stores the scores of a row for a tile of tokens.
+    ///
+    /// # Safety
+    /// The tile must be one of the four of a page.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    pub(in crate::attention) unsafe fn store(
+        self,
+        block: &mut RowBlock,
+        row: usize,
+        tile: usize,
+        sum: __m512i,
+        (scale, min): (__m512, __m512),
+    ) {
+        let offset = _mm512_mul_ps(min, _mm512_set1_ps(block.q_sum[row]));
+        let (step, rest) = (_mm512_set1_ps(self.step), _mm512_set1_ps(self.rest));
+        let dot = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), step, rest);
+        let score = _mm512_fmadd_ps(dot, scale, offset);
+        // SAFETY: scores have room for four tiles.
+        unsafe { _mm512_storeu_ps(block.scores[row].as_mut_ptr().add(LANES * tile), score) };
+    }
+}
+
+/// Adds the integer products of a row's weights with a slab of values to its output.
+///
+/// # Safety
+/// The slab must be within a head of [`MAX_DIM`] channels.
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub(in crate::attention) unsafe fn add_to_output(
+    block: &mut RowBlock,
+    row: usize,
+    slab: usize,
+    sum: __m512i,
+) {
+    let step = _mm512_set1_ps(block.w_step[row]);
+    // SAFETY: as the caller vouches.
+    unsafe {
+        let out = block.out[row].as_mut_ptr().add(LANES * slab);
+        _mm512_storeu_ps(out, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), step, _mm512_loadu_ps(out)));
+    }
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vnni,f16c")]
@@ -212,19 +292,12 @@ unsafe fn score_tiles<const BITS: u32, const R: usize, const T: usize>(
     }
     for t in 0..T {
         let tile = first + t;
-        // SAFETY: a tile's parameters are 32 bytes of scales and 32 of minima; scores have room for
-        // 64 tokens.
+        // SAFETY: the tile is in the page, as the caller vouches.
         unsafe {
-            let params = view.key_params.as_ptr().add(64 * tile).cast::<__m256i>();
-            let scale = _mm512_cvtph_ps(_mm256_loadu_si256(params));
-            let min = _mm512_cvtph_ps(_mm256_loadu_si256(params.add(1)));
+            let params = key_params(view, tile);
             for row in 0..R {
-                let offset = _mm512_mul_ps(min, _mm512_set1_ps(block.q_sum[row]));
-                let rest = _mm512_set1_ps(middle_code(BITS) * block.q_rest[row]);
-                let step = _mm512_set1_ps(block.q_step[row]);
-                let dot = _mm512_fmadd_ps(join(hi[row][t], lo[row][t]), step, rest);
-                let score = _mm512_fmadd_ps(dot, scale, offset);
-                _mm512_storeu_ps(block.scores[row].as_mut_ptr().add(LANES * tile), score);
+                let sum = join(hi[row][t], lo[row][t]);
+                ScoreUnits::both_bytes(block, row, BITS).store(block, row, tile, sum, params);
             }
         }
     }
@@ -298,15 +371,8 @@ unsafe fn value_slabs<const BITS: u32, const R: usize, const S: usize>(
     }
     for s in 0..S {
         for row in 0..R {
-            // SAFETY: the slab is within the head, which is within the row.
-            unsafe {
-                let at = block.out[row].as_mut_ptr().add(LANES * (first + s));
-                let step = _mm512_set1_ps(block.w_step[row]);
-                _mm512_storeu_ps(
-                    at,
-                    _mm512_fmadd_ps(join(hi[row][s], lo[row][s]), step, _mm512_loadu_ps(at)),
-                );
-            }
+            // SAFETY: the slab is within the head.
+            unsafe { add_to_output(block, row, first + s, join(hi[row][s], lo[row][s])) };
         }
     }
 }

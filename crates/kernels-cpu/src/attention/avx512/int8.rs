@@ -9,10 +9,10 @@
 
 use std::arch::x86_64::*;
 
-use super::codes::{by_rows, tile_bytes};
+use super::codes::{ScoreUnits, add_to_output, by_rows, key_params, tile_bytes};
 use super::softmax::prefetch;
 use super::softmax_int8::{find_maxima, weigh_codes};
-use crate::attention::block::{LANES, MAX_DIM, ROWS, RowBlock, middle_code};
+use crate::attention::block::{LANES, MAX_DIM, ROWS, RowBlock};
 use crate::attention::page::{PageView, Stage, Stages};
 use oscar_codec::PAGE_TOKENS;
 
@@ -137,20 +137,6 @@ unsafe fn key_products<const BITS: u32, const R: usize, const T: usize>(
     sums
 }
 
-/// Scales and minima of a tile's keys.
-///
-/// # Safety
-/// Parameters of four tiles must be in the page.
-#[inline]
-#[target_feature(enable = "avx512f,f16c")]
-unsafe fn key_params(view: &PageView<'_>, tile: usize) -> (__m512, __m512) {
-    // SAFETY: a tile's parameters are 32 bytes of scales and 32 of minima.
-    unsafe {
-        let params = view.key_params.as_ptr().add(64 * tile).cast::<__m256i>();
-        (_mm512_cvtph_ps(_mm256_loadu_si256(params)), _mm512_cvtph_ps(_mm256_loadu_si256(params.add(1))))
-    }
-}
-
 /// # Safety
 /// Keys and parameters of tiles `first..first + T` must be in the page.
 #[inline]
@@ -161,22 +147,33 @@ unsafe fn score_tiles<const BITS: u32, const R: usize, const T: usize>(
     first: usize,
 ) {
     let d = block.head_dim;
-    // SAFETY: the tiles are in the page; high bytes of the rows are every other row of `q_codes`;
-    // scores have room for
-    // 64 tokens.
+    // SAFETY: the tiles are in the page; high bytes of the rows are every other row of `q_codes`.
     unsafe {
         let keys = view.keys.as_ptr().add(first * tile_bytes(BITS, d));
         let queries = block.q_codes.as_ptr().cast::<i8>();
         let sums = key_products::<BITS, R, T>(keys, view.ahead, d, queries, 2 * MAX_DIM);
         for t in 0..T {
-            let (scale, min) = key_params(view, first + t);
+            let params = key_params(view, first + t);
             for row in 0..R {
-                let offset = _mm512_mul_ps(min, _mm512_set1_ps(block.q_sum[row]));
-                let rest = _mm512_set1_ps(middle_code(BITS) * block.q_rest_one_byte[row]);
-                let step = _mm512_set1_ps(256.0 * block.q_step[row]);
-                let dot = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[row][t]), step, rest);
-                let score = _mm512_fmadd_ps(dot, scale, offset);
-                _mm512_storeu_ps(block.scores[row].as_mut_ptr().add(LANES * (first + t)), score);
+                ScoreUnits::one_byte(block, row, BITS).store(block, row, first + t, sums[row][t], params);
+            }
+        }
+    }
+}
+
+/// Adds the low bytes of the rows that need them to scores of high bytes.
+///
+/// # Safety
+/// The processor must have VNNI.
+pub(in crate::attention) unsafe fn add_low_rows(block: &mut RowBlock, view: &PageView<'_>, bits: u32) {
+    let low_rows = block.low_rows;
+    for row in (0..block.rows).filter(|row| low_rows >> row & 1 == 1) {
+        assert_eq!(view.keys.len(), 4 * tile_bytes(bits, block.head_dim));
+        // SAFETY: four tiles are in the page, as asserted.
+        unsafe {
+            match bits {
+                1 => add_low_bytes::<1>(block, view, row),
+                _ => add_low_bytes::<2>(block, view, row),
             }
         }
     }
@@ -264,13 +261,9 @@ unsafe fn value_slabs<const BITS: u32, const R: usize, const S: usize>(
         }
     }
     for (row, sums) in sums.iter().enumerate() {
-        let step = _mm512_set1_ps(block.w_step[row]);
         for (s, &sum) in sums.iter().enumerate() {
-            // SAFETY: the slab is within the head, which is within the row.
-            unsafe {
-                let at = block.out[row].as_mut_ptr().add(LANES * (first + s));
-                _mm512_storeu_ps(at, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), step, _mm512_loadu_ps(at)));
-            }
+            // SAFETY: the slab is within the head.
+            unsafe { add_to_output(block, row, first + s, sum) };
         }
     }
 }

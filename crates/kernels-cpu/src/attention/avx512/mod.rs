@@ -6,7 +6,7 @@ pub(super) mod bf16;
 pub(super) mod codes;
 pub(super) mod demote;
 pub(super) mod dequantize;
-mod int8;
+pub(super) mod int8;
 mod rounding;
 mod rows;
 mod sketch;
