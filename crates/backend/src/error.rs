@@ -9,6 +9,9 @@ pub enum BackendError {
     /// The device, its driver or one of its libraries failed. Its contents are lost.
     #[error("{device} failed: {why}")]
     Device { device: String, why: String },
+    /// This rank is well, but another rank of the model has left the step.
+    #[error("rank {rank} of the model left the step: {why}")]
+    RankLeft { rank: usize, why: String },
     #[error("{what} has a wrong shape: {detail}")]
     Shape { what: String, detail: String },
 }

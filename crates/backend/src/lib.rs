@@ -11,6 +11,7 @@
 
 mod blocks;
 mod candidates;
+mod communicator;
 mod error;
 mod experts;
 mod extensions;
@@ -23,6 +24,7 @@ mod views;
 
 pub use blocks::BlockId;
 pub use candidates::{Candidate, MOST_CANDIDATES, Pick, argmax, candidate_key, candidate_of, pick};
+pub use communicator::Communicator;
 pub use error::{BackendError, Result};
 pub use experts::{ExpertFormat, ExpertId, ExpertsShape, RouterRule, RouterScores, route};
 pub use extensions::{
@@ -76,6 +78,10 @@ pub trait Backend: Send + Sync + Sized {
     fn step_memory(&self, size: &StepSize) -> StepMemory;
     /// Bytes free on the device; `None` where the system decides.
     fn free_memory(&self) -> Result<Option<usize>>;
+    /// The other ranks, if this device holds only a part of each model that it runs.
+    fn communicator(&self) -> Option<&dyn Communicator> {
+        None
+    }
 
     fn matrix(&self, weights: HostMatrix<'_>) -> Result<Self::Matrix>;
     /// Bytes of weights that one pass over the matrix reads, as this device holds it.
@@ -171,6 +177,15 @@ pub trait Step<B: Backend> {
         out: &mut B::Rows,
         tap: Option<&mut dyn Tap>,
     ) -> Result<()>;
+    /// `x ← Σ x` over all ranks, in rank order. Only on a device with a communicator.
+    fn all_reduce(&mut self, _x: &mut B::Rows) -> Result<()> {
+        communicator::no_ranks()
+    }
+    /// `whole ← [part of rank 0 | part of rank 1 | …]`, row by row; the widths of the parts add up to
+    /// that of `whole`. Only on a device with a communicator.
+    fn all_gather(&mut self, _part: &B::Rows, _whole: &mut B::Rows) -> Result<()> {
+        communicator::no_ranks()
+    }
     /// Waits for the device and appends these rows of `x` to `out`.
     fn read(&mut self, x: &B::Rows, rows: &[usize], out: &mut Vec<f32>) -> Result<()>;
     /// Waits for the device and appends, for each entry of `rows`, the most likely tokens of that row

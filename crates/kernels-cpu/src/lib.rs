@@ -29,6 +29,7 @@ pub mod gemm;
 pub mod kernels;
 pub mod ops;
 pub mod pool;
+mod ranks;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod tiles;
 
@@ -36,3 +37,4 @@ pub use cpu::{CpuError, Variant};
 pub use gemm::{Epilogue, GemmScratch, PackError, PackedMatrix, Precision, Weights};
 pub use kernels::Kernels;
 pub use pool::ThreadPool;
+pub use ranks::ThreadRank;

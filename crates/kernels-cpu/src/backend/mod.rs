@@ -19,8 +19,8 @@ use crate::{Kernels, PackedMatrix, Precision, ThreadPool, Weights};
 use experts::ExpertsScratch;
 use heads::LayerRotation;
 use oscar_backend::{
-    AttentionKernels, AttentionPath, Backend, BackendError, Benchmarks, BlockId, ExpertId, ExpertsShape,
-    HeadHistory, HeadShape, HistoryRows, HostMatrix, HostValues, PrefillWave, Result, SequenceRows,
+    AttentionKernels, AttentionPath, Backend, BackendError, Benchmarks, BlockId, Communicator, ExpertId,
+    ExpertsShape, HeadHistory, HeadShape, HistoryRows, HostMatrix, HostValues, PrefillWave, Result, SequenceRows,
     StepMemory, StepSize, StepTimes, TappedRows, View,
 };
 use oscar_codec::{CacheLayout, CodeLayout, FormatTable, HeadRotations};
@@ -36,6 +36,8 @@ pub struct CpuBackend {
     kernels: &'static Kernels,
     pool: ThreadPool,
     mode: Mode,
+    /// The other ranks, if this one holds a part of its models.
+    communicator: Option<Box<dyn Communicator>>,
     /// A step holds the lock until it ends.
     scratch: Mutex<Scratch>,
 }
@@ -129,7 +131,13 @@ impl CpuBackend {
     pub fn new(kernels: &'static Kernels, threads: usize, mode: Mode) -> std::io::Result<Self> {
         // A wrong OSCAR_ATTENTION is refused here, once, before any kernel could ignore it.
         attention::AttentionPrecision::chosen().map_err(std::io::Error::other)?;
-        Ok(Self { kernels, pool: ThreadPool::new(threads)?, mode, scratch: Mutex::default() })
+        let pool = ThreadPool::new(threads)?;
+        Ok(Self { kernels, pool, mode, communicator: None, scratch: Mutex::default() })
+    }
+
+    /// The same processor as one of several ranks: models that it runs are split over them.
+    pub fn with_communicator(self, communicator: impl Communicator + 'static) -> Self {
+        Self { communicator: Some(Box::new(communicator)), ..self }
     }
 
     pub fn kernels(&self) -> &'static Kernels {
@@ -203,7 +211,11 @@ impl Backend for CpuBackend {
             Mode::Fast => "BF16 weights and activations",
             Mode::F32 => "F32 weights and activations",
         };
-        format!("cpu, {} kernels, {} threads, {weights}", self.kernels.variant(), self.pool.threads())
+        let each = match &self.communicator {
+            Some(communicator) => format!("{} ranks, each: ", communicator.ranks()),
+            None => String::new(),
+        };
+        format!("{each}cpu, {} kernels, {} threads, {weights}", self.kernels.variant(), self.pool.threads())
     }
 
     fn attention(&self, layout: &CacheLayout) -> AttentionKernels {
@@ -260,6 +272,10 @@ impl Backend for CpuBackend {
 
     fn free_memory(&self) -> Result<Option<usize>> {
         Ok(None)
+    }
+
+    fn communicator(&self) -> Option<&dyn Communicator> {
+        self.communicator.as_deref()
     }
 
     fn matrix(&self, weights: HostMatrix<'_>) -> Result<CpuMatrix> {
@@ -328,7 +344,8 @@ impl Backend for CpuBackend {
     }
 
     fn copies_blocks(&self) -> bool {
-        true
+        // A rank has only its own heads of a block.
+        self.communicator.is_none()
     }
 
     fn read_block(&self, pool: &CpuPages, block: BlockId, out: &mut Vec<u8>) -> Result<()> {
@@ -341,7 +358,8 @@ impl Backend for CpuBackend {
     }
 
     fn evicts_rows(&self) -> bool {
-        true
+        // Budgets are divided over the heads of all ranks.
+        self.communicator.is_none()
     }
 
     fn gather(&self, from: &SequenceRows<'_>, view: &View, pool: &mut CpuPages) -> Result<()> {

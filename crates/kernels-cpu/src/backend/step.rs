@@ -4,7 +4,7 @@ use super::heads::{self, HeadTask};
 use super::views::HeadContext;
 use super::{CpuBackend, CpuExperts, CpuMatrix, CpuPages, CpuRows, Scratch, shape_error};
 use crate::attention::{self, AttendTask};
-use oscar_backend::{Candidate, LayerHeads, Pick, Product, Result, SequenceRows, Step, Tap};
+use oscar_backend::{Candidate, Communicator, LayerHeads, Pick, Product, Result, SequenceRows, Step, Tap};
 use oscar_codec::attention::PagedContext;
 use std::sync::MutexGuard;
 use std::time::Instant;
@@ -77,6 +77,29 @@ impl Step<CpuBackend> for CpuStep<'_> {
         tap.attended(layer, &mut self.backend.tapped(out))
     }
 
+    fn all_reduce(&mut self, x: &mut CpuRows) -> Result<()> {
+        self.backend.ranks()?.all_reduce(&mut x.values)
+    }
+
+    fn all_gather(&mut self, part: &CpuRows, whole: &mut CpuRows) -> Result<()> {
+        let (rows, width) = (part.count(), whole.width);
+        whole.resize(rows);
+        let mut column = 0;
+        self.backend.ranks()?.all_gather(&part.values, &mut |_, part| {
+            let columns = part.len() / rows.max(1);
+            if column + columns <= width {
+                for (row, part) in part.chunks_exact(columns.max(1)).enumerate() {
+                    whole.values[row * width + column..][..columns].copy_from_slice(part);
+                }
+            }
+            column += columns;
+        })?;
+        match column == width || rows == 0 {
+            true => Ok(()),
+            false => Err(shape_error("gathered rows", format!("{column} columns of all ranks for {width}"))),
+        }
+    }
+
     fn read(&mut self, x: &CpuRows, rows: &[usize], out: &mut Vec<f32>) -> Result<()> {
         check_rows(x, rows)?;
         rows.iter().for_each(|row| out.extend_from_slice(&x.values[row * x.width..][..x.width]));
@@ -98,6 +121,13 @@ impl Step<CpuBackend> for CpuStep<'_> {
 
     fn finish(self) -> Result<()> {
         Ok(())
+    }
+}
+
+impl CpuBackend {
+    /// The ranks of a step that has some.
+    fn ranks(&self) -> Result<&dyn Communicator> {
+        self.communicator.as_deref().ok_or_else(|| shape_error("a step of one rank", "it has no other ranks"))
     }
 }
 
