@@ -15,6 +15,7 @@ use oscar_backend::{
 use crate::config::DecoderConfig;
 use crate::error::LoadError;
 use crate::fp8::Fp8Weights;
+use crate::shard::Shard;
 use crate::tensor::{TensorView, WeightDtype};
 use crate::tensor_names::Projection;
 use crate::transformer::BuildError;
@@ -221,23 +222,42 @@ fn expanded_on_arrival(kept: &[String]) -> String {
     dense.into_iter().chain(experts).collect::<Vec<_>>().join("; ")
 }
 
-/// Puts a matrix of a layer, with its bias, onto the device unchanged.
+/// Puts a matrix of a layer, with its bias, onto the device: unchanged, or a rank's part of it.
 pub(crate) fn prepare<B: Backend>(
     backend: &B,
-    config: &DecoderConfig,
+    shard: &Shard,
     weights: &Weights,
     layer: usize,
     matrix: LayerMatrix,
 ) -> Result<B::Matrix, BuildError> {
     let parts = matrix.projections();
+    let bias = biases(shard, weights, layer, matrix)?;
+    if shard.is_split() {
+        let [outputs, inputs] = matrix.shape(shard.part());
+        let mut values = Vec::with_capacity(outputs * inputs);
+        for &projection in parts {
+            values.extend(shard.projection(weights, layer, projection)?);
+        }
+        let values = HostValues::F32(&values);
+        return Ok(backend.matrix(HostMatrix { outputs, inputs, values, bias: bias.as_deref() })?);
+    }
     let names: Vec<String> = parts.iter().map(|p| weights.names().weight(layer, *p)).collect();
-    let bias = biases(config, weights, layer, matrix)?;
-    let format = weights.delivered(config, layer, matrix, false);
+    let format = weights.delivered(shard.whole(), layer, matrix, false);
     stacked(backend, weights, &names, bias.as_deref(), format)
 }
 
-/// The output head, for models with one of their own.
-pub(crate) fn prepare_head<B: Backend>(backend: &B, weights: &Weights) -> Result<B::Matrix, BuildError> {
+/// The output head, for models with one of their own and for ranks, which have some rows of it.
+pub(crate) fn prepare_head<B: Backend>(
+    backend: &B,
+    shard: &Shard,
+    weights: &Weights,
+) -> Result<B::Matrix, BuildError> {
+    if shard.is_split() {
+        let (outputs, inputs) = (shard.vocabulary().len(), shard.whole().hidden_size);
+        let values = shard.head(weights)?;
+        let values = HostValues::F32(&values);
+        return Ok(backend.matrix(HostMatrix { outputs, inputs, values, bias: None })?);
+    }
     stacked(backend, weights, &[weights.names().lm_head()], None, weights.delivered_head())
 }
 
@@ -248,21 +268,18 @@ pub(crate) fn prepare_embedding<B: Backend>(backend: &B, weights: &Weights) -> R
 
 /// The biases of a matrix's outputs, if any of its parts has one.
 pub(crate) fn biases(
-    config: &DecoderConfig,
+    shard: &Shard,
     weights: &Weights,
     layer: usize,
     matrix: LayerMatrix,
 ) -> Result<Option<Vec<f32>>, LoadError> {
     let parts = matrix.projections();
-    if !parts.iter().any(|p| p.has_bias(config)) {
+    if !parts.iter().any(|p| p.has_bias(shard.whole())) {
         return Ok(None);
     }
     let mut all = Vec::new();
-    for p in parts {
-        match p.has_bias(config) {
-            true => all.extend(weights.vector(&weights.names().bias(layer, *p))?),
-            false => all.extend(std::iter::repeat_n(0.0, p.shape(config)[0])),
-        }
+    for &projection in parts {
+        all.extend(shard.bias(weights, layer, projection)?);
     }
     Ok(Some(all))
 }

@@ -7,6 +7,9 @@
 //! logits = Whead · norm(x)
 //! ```
 //!
+//! Where a model is split over several ranks ([`Shard`]), each rank runs these lines over its own part,
+//! and both results that are added to `x` are summed over the ranks.
+//!
 //! The value rotation of the cache is folded into `Wv` and `Wo` when the weights are loaded, so it
 //! costs nothing at run time. The key rotation cannot be folded, because QK-norm and RoPE stand
 //! between; it is part of `attend`.
@@ -22,6 +25,7 @@ use crate::fold::{rotate_inputs, rotate_outputs};
 use crate::matrices::{self, LayerMatrix};
 use crate::parallel::in_parallel;
 use crate::rope::RopeTable;
+use crate::shard::Shard;
 use crate::tensor_names::Projection;
 use crate::weights::Weights;
 use oscar_backend::{Backend, BackendError, Benchmarks, HeadShape, HostMatrix, HostValues, WeightFormat};
@@ -53,6 +57,8 @@ pub enum BuildError {
         kv_heads: usize,
         head_dim: usize,
     },
+    #[error("the model cannot be split over {ranks} ranks (--tensor-parallel): {why}")]
+    Ranks { ranks: usize, why: String },
 }
 
 /// The parts of a layer that do not depend on the cache: its feed-forward matrices and its norms.
@@ -78,7 +84,8 @@ struct Projections<B: Backend> {
 
 /// The parts that models with different caches share.
 struct Body<B: Backend> {
-    config: DecoderConfig,
+    shard: Shard,
+    /// The heads of this rank.
     shape: HeadShape,
     max_positions: usize,
     rope: B::Rope,
@@ -87,7 +94,7 @@ struct Body<B: Backend> {
     final_norm: B::Vector,
     /// The same on the host.
     final_norm_values: Vec<f32>,
-    /// `None` when tied to the embedding.
+    /// This rank's rows of the head; `None` when tied to the embedding, and whole.
     head: Option<B::Matrix>,
 }
 
@@ -105,6 +112,8 @@ pub struct Workspace<B: Backend> {
     attended: B::Rows,
     gated: B::Rows,
     selected: B::Rows,
+    /// The logits that this rank computes, if there are others.
+    logits_part: B::Rows,
     logits: B::Rows,
 }
 
@@ -142,13 +151,14 @@ impl<B: Backend> Transformer<B> {
     ) -> Result<Self, BuildError> {
         weights.check(config)?;
         check_rotations(config, rotations)?;
+        let shard = Shard::of(backend, config)?;
         let names = weights.names();
         let max_positions = context.min(config.max_position_embeddings);
         let table = RopeTable::try_new(&config.rope, config.rotary_width(), max_positions)
             .map_err(|bytes| LoadError::TooManyPositions { positions: max_positions, bytes })?;
         let rope = backend.rope(table.cos_rows(), table.sin_rows(), config.rotary_width())?;
-        let parts = Part::all(config);
-        let build = |index: usize| parts[index].build(backend, config, weights, rotations);
+        let parts = Part::all(&shard);
+        let build = |index: usize| parts[index].build(backend, &shard, weights, rotations);
         let mut done = 0;
         let built = in_parallel(parts.len(), build, |index| {
             done += parts[index].bytes(weights);
@@ -165,13 +175,13 @@ impl<B: Backend> Transformer<B> {
         }
         let final_norm_values = weights.vector(&names.final_norm())?.to_vec();
         let final_norm = backend.vector(&final_norm_values)?;
-        let (config, shape) = (config.clone(), config.heads());
+        let shape = shard.part().heads();
         let mut vocabulary = vocabulary.into_iter();
         let (Some(embedding), head) = (vocabulary.next(), vocabulary.next()) else {
             return Err(LoadError::TensorMissing { name: names.embedding() }.into());
         };
         let body = Body {
-            config,
+            shard,
             shape,
             max_positions,
             rope,
@@ -196,11 +206,11 @@ impl<B: Backend> Transformer<B> {
         let projections = if self.rotations.as_ref() == rotations {
             self.projections.clone()
         } else {
-            let config = self.config();
-            weights.check(config)?;
-            check_rotations(config, rotations)?;
-            let build = |index| Projections::build(backend, config, weights, rotations, index);
-            Arc::new(in_parallel(config.layers, build, |_| {})?)
+            let shard = &self.body.shard;
+            weights.check(shard.whole())?;
+            check_rotations(shard.whole(), rotations)?;
+            let build = |index| Projections::build(backend, shard, weights, rotations, index);
+            Arc::new(in_parallel(shard.whole().layers, build, |_| {})?)
         };
         Ok(Self { body: self.body.clone(), projections, rotations: rotations.cloned() })
     }
@@ -219,6 +229,8 @@ impl<B: Backend> Transformer<B> {
     where
         B: Benchmarks,
     {
+        let shard = Shard::of(backend, config)?;
+        let config = shard.part();
         let hidden = config.hidden_size;
         let ones = |len: usize| backend.vector(&vec![1.0; len]);
         let table = RopeTable::new(&config.rope, config.rotary_width(), context);
@@ -229,9 +241,7 @@ impl<B: Backend> Transformer<B> {
             };
             let folded = if rotations.is_some() { WeightFormat::Bf16 } else { weights };
             let norms = |query: usize, key: usize| Ok::<_, BackendError>((ones(query)?, ones(key)?));
-            let rotation = |set: &RotationSet| {
-                backend.layer_rotation(&set.heads()[index * config.kv_heads..][..config.kv_heads])
-            };
+            let rotation = |set: &RotationSet| backend.layer_rotation(shard.rotations(set, index));
             projections.push(Projections {
                 qkv: matrix(0, folded, config.query_width() + 2 * config.kv_width(), hidden)?,
                 output: matrix(1, folded, hidden, config.query_width())?,
@@ -256,26 +266,28 @@ impl<B: Backend> Transformer<B> {
                 },
             });
         }
-        let vocabulary = |seed| backend.random_matrix(WeightFormat::Bf16, config.vocab_size, hidden, seed);
+        let vocabulary = |rows, seed| backend.random_matrix(WeightFormat::Bf16, rows, hidden, seed);
+        let has_head = shard.is_split() || !config.tie_word_embeddings;
         let body = Body {
             shape: config.heads(),
             max_positions: context,
             rope: backend.rope(table.cos_rows(), table.sin_rows(), config.rotary_width())?,
-            embedding: vocabulary(1 << 32)?,
+            embedding: vocabulary(config.vocab_size, 1 << 32)?,
             layers,
             final_norm: ones(hidden)?,
             final_norm_values: vec![1.0; hidden],
-            head: if config.tie_word_embeddings { None } else { Some(vocabulary(2 << 32)?) },
-            config: config.clone(),
+            head: has_head.then(|| vocabulary(shard.vocabulary().len(), 2 << 32)).transpose()?,
+            shard,
         };
         Ok(Self { body: Arc::new(body), projections: Arc::new(projections), rotations: rotations.cloned() })
     }
 
+    /// The whole model's configuration.
     pub fn config(&self) -> &DecoderConfig {
-        &self.body.config
+        self.body.shard.whole()
     }
 
-    /// The heads of every layer.
+    /// The heads of every layer on this rank.
     pub fn heads(&self) -> &HeadShape {
         &self.body.shape
     }
@@ -285,7 +297,7 @@ impl<B: Backend> Transformer<B> {
         self.rotations.as_ref()
     }
 
-    /// Bytes of matrices that a step of this many rows reads. Experts are counted as often as a
+    /// Bytes of this rank's matrices that a step of this many rows reads. Experts are counted as often as a
     /// router that takes all of them equally often would choose them.
     pub fn matrix_bytes(&self, backend: &B, rows: usize) -> usize {
         let body = &*self.body;
@@ -295,7 +307,7 @@ impl<B: Backend> Transformer<B> {
             }
             FeedForward::Experts(experts) => {
                 let (each, always) = backend.expert_bytes(experts);
-                let distinct = body.config.moe_of(index).map_or(0.0, |moe| moe.distinct_experts(rows));
+                let distinct = self.config().moe_of(index).map_or(0.0, |moe| moe.distinct_experts(rows));
                 always + (each as f64 * distinct) as usize
             }
         };
@@ -311,13 +323,14 @@ impl<B: Backend> Transformer<B> {
     }
 
     pub fn workspace(&self, backend: &B) -> Workspace<B> {
-        let c = self.config();
+        let (c, shard) = (self.body.shard.part(), &self.body.shard);
         Workspace {
             hidden: backend.rows(c.hidden_size),
             qkv: backend.rows(c.query_width() + 2 * c.kv_width()),
             attended: backend.rows(c.query_width()),
             gated: backend.rows(c.intermediate_size),
             selected: backend.rows(c.hidden_size),
+            logits_part: backend.rows(shard.vocabulary().len()),
             logits: backend.rows(c.vocab_size),
         }
     }
@@ -341,25 +354,25 @@ enum Built<B: Backend> {
 
 impl Part {
     /// All parts of a model; the largest come first, so that no thread is left with one at the end.
-    fn all(config: &DecoderConfig) -> Vec<Self> {
-        let head = (!config.tie_word_embeddings).then_some(Self::Head);
-        let layers = (0..config.layers).flat_map(|layer| [Self::Layer(layer), Self::Projections(layer)]);
+    fn all(shard: &Shard) -> Vec<Self> {
+        let head = (shard.is_split() || !shard.whole().tie_word_embeddings).then_some(Self::Head);
+        let layers = (0..shard.whole().layers).flat_map(|layer| [Self::Layer(layer), Self::Projections(layer)]);
         [Self::Embedding].into_iter().chain(head).chain(layers).collect()
     }
 
     fn build<B: Backend>(
         &self,
         backend: &B,
-        config: &DecoderConfig,
+        shard: &Shard,
         weights: &Weights,
         rotations: Option<&RotationSet>,
     ) -> Result<Built<B>, BuildError> {
         Ok(match *self {
             Self::Embedding => Built::Vocabulary(matrices::prepare_embedding(backend, weights)?),
-            Self::Head => Built::Vocabulary(matrices::prepare_head(backend, weights)?),
-            Self::Layer(layer) => Built::Layer(Layer::build(backend, config, weights, layer)?),
+            Self::Head => Built::Vocabulary(matrices::prepare_head(backend, shard, weights)?),
+            Self::Layer(layer) => Built::Layer(Layer::build(backend, shard, weights, layer)?),
             Self::Projections(layer) => {
-                Built::Projections(Projections::build(backend, config, weights, rotations, layer)?)
+                Built::Projections(Projections::build(backend, shard, weights, rotations, layer)?)
             }
         })
     }
@@ -383,13 +396,8 @@ impl Part {
 }
 
 impl<B: Backend> Layer<B> {
-    fn build(
-        backend: &B,
-        config: &DecoderConfig,
-        weights: &Weights,
-        index: usize,
-    ) -> Result<Self, BuildError> {
-        let names = weights.names();
+    fn build(backend: &B, shard: &Shard, weights: &Weights, index: usize) -> Result<Self, BuildError> {
+        let (config, names) = (shard.whole(), weights.names());
         let vector =
             |name: String| -> Result<B::Vector, BuildError> { Ok(backend.vector(&weights.vector(&name)?)?) };
         Ok(Self {
@@ -404,8 +412,8 @@ impl<B: Backend> Layer<B> {
             feed_forward: match config.moe_of(index) {
                 Some(moe) => FeedForward::Experts(experts::load(backend, config, moe, weights, index)?),
                 None => FeedForward::Dense {
-                    gate_up: matrices::prepare(backend, config, weights, index, LayerMatrix::GateUp)?,
-                    down: matrices::prepare(backend, config, weights, index, LayerMatrix::Down)?,
+                    gate_up: matrices::prepare(backend, shard, weights, index, LayerMatrix::GateUp)?,
+                    down: matrices::prepare(backend, shard, weights, index, LayerMatrix::Down)?,
                 },
             },
         })
@@ -415,31 +423,30 @@ impl<B: Backend> Layer<B> {
 impl<B: Backend> Projections<B> {
     fn build(
         backend: &B,
-        config: &DecoderConfig,
+        shard: &Shard,
         weights: &Weights,
         rotations: Option<&RotationSet>,
         index: usize,
     ) -> Result<Self, BuildError> {
-        let names = weights.names();
         let Some(set) = rotations else {
             return Ok(Self {
-                qkv: matrices::prepare(backend, config, weights, index, LayerMatrix::QueryKeyValue)?,
-                output: matrices::prepare(backend, config, weights, index, LayerMatrix::Output)?,
+                qkv: matrices::prepare(backend, shard, weights, index, LayerMatrix::QueryKeyValue)?,
+                output: matrices::prepare(backend, shard, weights, index, LayerMatrix::Output)?,
                 rotation: None,
             });
         };
-        let heads = &set.heads()[index * config.kv_heads..][..config.kv_heads];
+        let (config, heads) = (shard.part(), shard.rotations(set, index));
         let values: Vec<&Rotation> = heads.iter().map(|h| &h.value).collect();
         let mut matrix =
             Vec::with_capacity((config.query_width() + 2 * config.kv_width()) * config.hidden_size);
         for &projection in LayerMatrix::QueryKeyValue.projections() {
-            let mut part = weights.matrix(&names.weight(index, projection))?.to_f32_vec();
+            let mut part = shard.projection(weights, index, projection)?;
             if projection == Projection::Value {
                 rotate_outputs(&mut part, config.hidden_size, &values);
             }
             matrix.extend(part);
         }
-        let mut bias = matrices::biases(config, weights, index, LayerMatrix::QueryKeyValue)?;
+        let mut bias = matrices::biases(shard, weights, index, LayerMatrix::QueryKeyValue)?;
         if let Some(bias) = &mut bias {
             let start = config.query_width() + config.kv_width();
             rotate_outputs(&mut bias[start..], 1, &values);
@@ -450,13 +457,13 @@ impl<B: Backend> Projections<B> {
             values: HostValues::F32(&matrix),
             bias: bias.as_deref(),
         })?;
-        let mut out = weights.matrix(&names.weight(index, Projection::Output))?.to_f32_vec();
+        let mut out = shard.projection(weights, index, Projection::Output)?;
         rotate_inputs(&mut out, config.query_width(), config.group_size(), &values);
         let output = backend.matrix(HostMatrix {
             outputs: config.hidden_size,
             inputs: config.query_width(),
             values: HostValues::F32(&out),
-            bias: matrices::biases(config, weights, index, LayerMatrix::Output)?.as_deref(),
+            bias: matrices::biases(shard, weights, index, LayerMatrix::Output)?.as_deref(),
         })?;
         Ok(Self { qkv, output, rotation: Some(backend.layer_rotation(heads)?) })
     }

@@ -1,4 +1,4 @@
-//! One model on one device, and the loop that runs its steps.
+//! One model on one device, or on several ranks, and the loop that runs its steps.
 //!
 //! [`Runner`] owns a model, its page storage and its page budget. It runs steps over any number of
 //! [`Sequence`]s at once: prefill chunks and single decode tokens alike. Every command and the
@@ -9,19 +9,22 @@
 //! [`CacheLayout`] is put into the device's form here, once.
 
 mod chunks;
+mod ranks;
 mod sequence;
 mod trials;
 mod views;
 
 pub use chunks::{longest_step, next_chunk};
 pub use oscar_models::StepOutput;
+pub use ranks::Ranks;
 pub use sequence::{Logits, Sequence, StepRequest};
 pub use trials::{Compared, Trials};
 
-use oscar_backend::{Backend, BackendError, Benchmarks, BlockId, Step, StepSize, Tap, WeightFormat};
+use oscar_backend::{Backend, BackendError, Benchmarks, BlockId, StepSize, Tap, WeightFormat};
 use oscar_cache::{OutOfPages, PagePool, PoolUsage, SequenceRows, TailDemotion};
 use oscar_codec::{CacheLayout, RotationSet};
-use oscar_models::{BuildError, DecoderConfig, StepInput, Transformer, Weights, Workspace};
+use oscar_models::{BuildError, DecoderConfig, StepInput, Transformer, Weights};
+use ranks::Rank;
 use std::sync::Arc;
 
 /// What can stop a step. The sequences of a refused step are as they were before.
@@ -37,6 +40,8 @@ pub enum StepError {
     Context { position: usize, context: usize },
     #[error("rows of this sequence cannot be evicted: {0}")]
     Eviction(&'static str),
+    #[error("rank {rank} of the model panicked in a step: {why}")]
+    RankPanicked { rank: usize, why: String },
     #[error("token {token} does not exist: the vocabulary has {vocab} tokens")]
     Token { token: u32, vocab: usize },
 }
@@ -79,10 +84,9 @@ impl KvMemory {
 
 /// A loaded model with its cache.
 pub struct Runner<B: Backend> {
-    backend: Arc<B>,
-    model: Transformer<B>,
-    storage: B::Pool,
-    workspace: Workspace<B>,
+    /// The first rank, usually the only one.
+    lead: Rank<B>,
+    others: Vec<Rank<B>>,
     layout: CacheLayout,
     pool: PagePool,
     prefill_chunk: usize,
@@ -90,30 +94,25 @@ pub struct Runner<B: Backend> {
 
 impl<B: Backend> Runner<B> {
     pub fn load(
-        backend: impl Into<Arc<B>>,
+        backend: impl Into<Ranks<B>>,
         config: &DecoderConfig,
         weights: &Weights,
         options: RunnerOptions<'_>,
         progress: impl FnMut(usize),
     ) -> Result<Self, BuildError> {
-        let backend = backend.into();
-        let RunnerOptions { rotations, context, prefill_chunk, .. } = options;
-        let layout = backend.held_layout(&options.layout);
-        let budget = options.kv_memory.bytes(&layout, prefill_chunk);
-        // The kernels of a cache are compiled meanwhile.
-        let (model, storage) = std::thread::scope(|scope| {
-            let storage = scope.spawn(|| backend.pool(&layout, &config.heads(), budget));
-            let model = Transformer::build(&*backend, config, weights, rotations, context, progress);
-            (model, storage.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-        });
-        Self::with_storage(backend, model?, layout, storage?, budget, prefill_chunk)
+        let (ranks, layout, budget) =
+            Self::load_ranks(backend.into(), config, weights, &options, progress)?;
+        Self::with_ranks(ranks, layout, budget, options.prefill_chunk)
     }
 
     /// The same model with another cache, on the same device and sharing its weights, except the
     /// projections that other rotations are folded into. The context is this runner's.
     pub fn with_cache(&self, weights: &Weights, options: RunnerOptions<'_>) -> Result<Self, BuildError> {
-        let model = self.model.with_rotations(&self.backend, weights, options.rotations)?;
-        Self::new(self.backend.clone(), model, &options.layout, options.kv_memory, options.prefill_chunk)
+        let mut models = Vec::with_capacity(self.ranks());
+        for Rank { backend, model, .. } in self.each_rank() {
+            models.push((backend.clone(), model.with_rotations(backend, weights, options.rotations)?));
+        }
+        Self::over(models, &options.layout, options.kv_memory, options.prefill_chunk)
     }
 
     /// A cache of its own for a model that is on the device already.
@@ -124,39 +123,34 @@ impl<B: Backend> Runner<B> {
         kv_memory: KvMemory,
         prefill_chunk: usize,
     ) -> Result<Self, BuildError> {
-        let layout = backend.held_layout(layout);
-        let budget = kv_memory.bytes(&layout, prefill_chunk);
-        let storage = backend.pool(&layout, model.heads(), budget)?;
-        Self::with_storage(backend, model, layout, storage, budget, prefill_chunk)
+        Self::over([(backend, model)], layout, kv_memory, prefill_chunk)
     }
 
-    fn with_storage(
-        backend: Arc<B>,
-        model: Transformer<B>,
+    /// `ranks` has at least one.
+    fn with_ranks(
+        mut ranks: Vec<Rank<B>>,
         layout: CacheLayout,
-        storage: B::Pool,
         budget: usize,
         prefill_chunk: usize,
     ) -> Result<Self, BuildError> {
         let prefill_chunk = prefill_chunk.max(1);
-        check_step(&*backend, &model, &layout, longest_step(prefill_chunk), budget)?;
-        Ok(Self {
-            storage,
-            workspace: model.workspace(&backend),
-            pool: PagePool::new(&layout, budget),
-            layout,
-            prefill_chunk,
-            backend,
-            model,
-        })
+        let others = ranks.split_off(1);
+        let lead = ranks.remove(0);
+        check_step(&*lead.backend, &lead.model, &layout, longest_step(prefill_chunk), budget)?;
+        Ok(Self { lead, others, pool: PagePool::new(&layout, budget), layout, prefill_chunk })
     }
 
+    fn each_rank(&self) -> impl Iterator<Item = &Rank<B>> {
+        std::iter::once(&self.lead).chain(&self.others)
+    }
+
+    /// The device of the first rank.
     pub fn backend(&self) -> &B {
-        &self.backend
+        &self.lead.backend
     }
 
     pub fn config(&self) -> &DecoderConfig {
-        self.model.config()
+        self.lead.model.config()
     }
 
     /// The cache as the device keeps it.
@@ -166,18 +160,18 @@ impl<B: Backend> Runner<B> {
 
     /// Rotations of the cache.
     pub fn rotations(&self) -> Option<&RotationSet> {
-        self.model.rotations()
+        self.lead.model.rotations()
     }
 
     /// Longest sequence, in tokens.
     pub fn context(&self) -> usize {
-        self.model.max_positions()
+        self.lead.model.max_positions()
     }
 
     /// Bytes of the matrices that a step of this many rows reads, as the device holds them. Experts
     /// are counted as often as a router that takes all of them equally often would choose them.
     pub fn weight_bytes(&self, rows: usize) -> usize {
-        self.model.matrix_bytes(&self.backend, rows)
+        self.each_rank().map(|rank| rank.model.matrix_bytes(&rank.backend, rows)).sum()
     }
 
     pub fn usage(&self) -> PoolUsage {
@@ -207,7 +201,7 @@ impl<B: Backend> Runner<B> {
 
     /// Waits until the device has run all steps. A step without logits returns before that.
     pub fn wait(&self) -> Result<(), StepError> {
-        Ok(self.backend.wait()?)
+        self.each_rank().try_for_each(|rank| Ok(rank.backend.wait()?))
     }
 
     /// [`Runner::step`] with a tap on every layer.
@@ -248,9 +242,7 @@ impl<B: Backend> Runner<B> {
             return Ok(());
         }
         let input = StepInput { tokens: &tokens, logits: &wanted, picks: &picks, hidden: &hidden };
-        let mut step = self.backend.step(&rows, &mut self.storage)?;
-        self.model.forward(&mut step, &input, &mut self.workspace, out, tap)?;
-        step.finish()?;
+        self.step_ranks(&rows, &input, out, tap)?;
         for (request, step) in requests.iter_mut().zip(&steps) {
             request.sequence.pages.commit(&self.layout, step);
         }
@@ -294,13 +286,15 @@ impl<B: Backend> Runner<B> {
     /// Appends the bytes of a block to `out`. Tails that the prefix cache gave up must be quantized
     /// before.
     pub fn read_block(&self, block: BlockId, out: &mut Vec<u8>) -> Result<(), StepError> {
-        Ok(self.backend.read_block(&self.storage, block, out)?)
+        self.alone("the page store")?;
+        Ok(self.lead.backend.read_block(&self.lead.storage, block, out)?)
     }
 
     /// Replaces the bytes of a block by those that [`Runner::read_block`] gave, here or in another
     /// process with the same model, cache and device.
     pub fn write_block(&mut self, block: BlockId, bytes: &[u8]) -> Result<(), StepError> {
-        Ok(self.backend.write_block(&mut self.storage, block, bytes)?)
+        self.alone("the page store")?;
+        Ok(self.lead.backend.write_block(&mut self.lead.storage, block, bytes)?)
     }
 
     /// Quantizes the rows of stored pages that the prefix cache gave up.
@@ -330,7 +324,10 @@ impl<B: Backend> Runner<B> {
                 view: None,
             })
             .collect();
-        Ok(self.backend.demote(&rows, &mut self.storage)?)
+        for Rank { backend, storage, .. } in std::iter::once(&mut self.lead).chain(&mut self.others) {
+            backend.demote(&rows, storage)?;
+        }
+        Ok(())
     }
 }
 
@@ -357,20 +354,26 @@ impl<B: Benchmarks> Runner<B> {
     /// A model of this shape with random weights; `skew` makes some experts more frequent than
     /// others.
     pub fn random(
-        backend: B,
+        backend: impl Into<Ranks<B>>,
         config: &DecoderConfig,
         weights: WeightFormat,
         skew: f32,
         options: RunnerOptions<'_>,
     ) -> Result<Self, BuildError> {
-        let model = Transformer::random(&backend, config, weights, skew, options.rotations, options.context)?;
-        Self::new(Arc::new(backend), model, &options.layout, options.kv_memory, options.prefill_chunk)
+        let mut models = Vec::new();
+        for backend in backend.into() {
+            let RunnerOptions { rotations, context, .. } = options;
+            let model = Transformer::random(&*backend, config, weights, skew, rotations, context)?;
+            models.push((backend, model));
+        }
+        Self::over(models, &options.layout, options.kv_memory, options.prefill_chunk)
     }
 
     /// Gives a sequence the pages of `tokens` more tokens with random contents, without computing
     /// anything. Returns `false`, and changes nothing, if the device cannot.
     pub fn pretend(&mut self, sequence: &mut Sequence, tokens: usize) -> Result<bool, StepError> {
-        if !self.backend.randomize(&mut self.storage, 0, 0)? {
+        let Rank { backend, storage, .. } = &mut self.lead;
+        if !self.others.is_empty() || !backend.randomize(storage, 0, 0)? {
             return Ok(false);
         }
         let end = sequence.len() + tokens;
@@ -380,7 +383,7 @@ impl<B: Benchmarks> Runner<B> {
             let last = |ids: &mut dyn Iterator<Item = u32>| ids.max().map_or(0, |id| id as usize + 1);
             let full = last(&mut sequence.pages.full().iter().flatten().map(|id| id.0));
             let coded = last(&mut sequence.pages.coded().iter().flatten().map(|id| id.0));
-            self.backend.randomize(&mut self.storage, full, coded)?;
+            self.lead.backend.randomize(&mut self.lead.storage, full, coded)?;
             sequence.pages.commit(&self.layout, &step);
         }
         Ok(true)

@@ -6,6 +6,7 @@
 //! whose history it changes: its input is the exact one. So one step over a batch of readings
 //! answers as many questions, and layers before the change are not computed again.
 
+use crate::ranks::Rank;
 use crate::{Runner, Sequence, StepError};
 use oscar_backend::{Calibrates, Divergence, SequenceRows, Step};
 use oscar_codec::{CacheLayout, FullPageId, PAGE_TOKENS};
@@ -22,7 +23,7 @@ pub enum Compared<'a, R> {
 impl<B: Calibrates> Runner<B> {
     /// Rows of logits on the device, empty.
     pub fn logits_rows(&self) -> B::Rows {
-        self.backend.rows(self.config().vocab_size)
+        self.lead.backend.rows(self.config().vocab_size)
     }
 
     /// Runs `tokens` behind a sequence. The logits of its tokens from `scored` on stay on the
@@ -35,13 +36,14 @@ impl<B: Calibrates> Runner<B> {
         compared: Compared<'_, B::Rows>,
     ) -> Result<(), StepError> {
         let request = crate::StepRequest { sequence, tokens, logits: crate::Logits::None };
+        self.alone("calibration")?;
         self.check(std::slice::from_ref(&request))?;
         let sequence = request.sequence;
         sequence.reserved = None;
         let pages = sequence.pages.prepare(&self.layout, &self.pool, tokens.len())?;
         let wanted: Vec<usize> = (scored..tokens.len()).collect();
         {
-            let Self { backend, model, storage, workspace, .. } = self;
+            let Rank { backend, model, storage, workspace } = &mut self.lead;
             let rows = [sequence.pages.rows(&pages, 0)];
             let mut step = backend.step(&rows, storage)?;
             model.embed(&mut step, tokens, workspace)?;
@@ -104,16 +106,17 @@ impl<'r, B: Calibrates> Trials<'r, B> {
         history: Range<usize>,
         scored: Range<usize>,
     ) -> Result<Self, StepError> {
+        runner.alone("calibration")?;
         let (end, layers) = (base.len(), runner.config().layers);
         assert!(end.is_multiple_of(PAGE_TOKENS) && history.end <= end, "history and prefix in whole pages");
         let scored: Vec<usize> = scored.collect();
         let all: Vec<usize> = (0..tokens.len()).collect();
         let pages = base.pages.prepare(&runner.layout, &runner.pool, tokens.len())?;
         let mut inputs: Vec<B::Rows> =
-            (0..layers).map(|_| runner.backend.rows(runner.model.config().hidden_size)).collect();
+            (0..layers).map(|_| runner.lead.backend.rows(runner.config().hidden_size)).collect();
         let mut reference = runner.logits_rows();
         {
-            let Runner { backend, model, storage, workspace, .. } = &mut *runner;
+            let Rank { backend, model, storage, workspace } = &mut runner.lead;
             let rows = [base.pages.rows(&pages, 0)];
             let mut step = backend.step(&rows, storage)?;
             model.embed(&mut step, tokens, workspace)?;
@@ -140,7 +143,8 @@ impl<'r, B: Calibrates> Trials<'r, B> {
         }
         let Self { runner, base, versions, history, .. } = self;
         let (from, to) = (base.pages.full(), versions[version].pages.full());
-        Ok(runner.backend.recode(layer, history.clone(), from, to, widths, &mut runner.storage)?)
+        let Rank { backend, storage, .. } = &mut runner.lead;
+        Ok(backend.recode(layer, history.clone(), from, to, widths, storage)?)
     }
 
     /// Takes the inputs of each layer from a reading of this version instead of the exact one, so
@@ -154,7 +158,7 @@ impl<'r, B: Calibrates> Trials<'r, B> {
         let all: Vec<usize> = (0..rows).collect();
         let table = self.page_table(0, Some(version));
         let sequences = [self.sequence_rows(0, &table)];
-        let Runner { backend, model, storage, workspace, .. } = &mut *self.runner;
+        let Rank { backend, model, storage, workspace } = &mut self.runner.lead;
         let mut step = backend.step(&sequences, storage)?;
         // The first layer reads embeddings: they are the same for all versions.
         step.select(&self.inputs[0], &all, workspace.hidden())?;
@@ -202,7 +206,7 @@ impl<'r, B: Calibrates> Trials<'r, B> {
                 now.iter().enumerate().map(|(r, &version)| self.page_table(r, version)).collect();
             let sequences: Vec<SequenceRows<'_>> =
                 tables.iter().enumerate().map(|(r, full)| self.sequence_rows(r, full)).collect();
-            let Runner { backend, model, storage, workspace, .. } = &mut *self.runner;
+            let Rank { backend, model, storage, workspace } = &mut self.runner.lead;
             let mut step = backend.step(&sequences, storage)?;
             if layer == first_layer {
                 step.select(&self.inputs[layer], &repeated, workspace.hidden())?;

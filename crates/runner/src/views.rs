@@ -62,9 +62,10 @@ impl<B: Backend> Runner<B> {
         len: usize,
         kept: Vec<Vec<u32>>,
     ) -> std::result::Result<Sequence, StepError> {
+        self.alone("eviction of rows")?;
         self.layout.evicts_rows().map_err(StepError::Eviction)?;
         let view = Arc::new(View::new(&self.layout, &self.pool, view_end(&self.layout, len), kept)?);
-        self.backend.gather(&sequence.stored(), &view, &mut self.storage)?;
+        self.lead.backend.gather(&sequence.stored(), &view, &mut self.lead.storage)?;
         let pages = sequence.pages.fork(&self.layout, len, Some(view));
         let pages = pages.ok_or(StepError::Eviction("the sequence no longer holds its recent rows"))?;
         Ok(Sequence { pages, reserved: None })
@@ -99,6 +100,7 @@ impl<B: Backend> Runner<B> {
         sequence: &Sequence,
         rows: HeadHistory,
     ) -> std::result::Result<HistoryRows, StepError> {
-        Ok(self.backend.history(&sequence.stored(), rows, &self.storage)?)
+        self.alone("reading the history")?;
+        Ok(self.lead.backend.history(&sequence.stored(), rows, &self.lead.storage)?)
     }
 }

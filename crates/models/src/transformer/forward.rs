@@ -26,7 +26,7 @@ pub struct StepOutput {
 }
 
 impl<B: Backend> Transformer<B> {
-    /// Runs the whole model in `step`.
+    /// Runs the whole model in `step`. Of several ranks, only the first reads logits.
     pub fn forward(
         &self,
         step: &mut B::Step<'_>,
@@ -47,6 +47,9 @@ impl<B: Backend> Transformer<B> {
             return Ok(());
         }
         self.head(step, input.logits, input.tokens.len(), w)?;
+        if self.body.shard.rank() > 0 {
+            return Ok(());
+        }
         if !input.picks.is_empty() {
             step.pick(&w.logits, input.picks, &mut out.picked)?;
         }
@@ -60,7 +63,7 @@ impl<B: Backend> Transformer<B> {
 
     /// The final norm of rows on the host.
     fn normalize(&self, rows: &mut [f32]) {
-        let (weights, eps) = (&self.body.final_norm_values, self.body.config.rms_norm_eps);
+        let (weights, eps) = (&self.body.final_norm_values, self.config().rms_norm_eps);
         for row in rows.chunks_exact_mut(weights.len()) {
             let mean = row.iter().map(|x| x * x).sum::<f32>() / row.len() as f32;
             let scale = (mean + eps).sqrt().recip();
@@ -105,7 +108,7 @@ impl<B: Backend> Transformer<B> {
     ) -> Result<(), BackendError> {
         let body = &*self.body;
         let (layer, projections) = (&body.layers[index], &self.projections[index]);
-        let eps = body.config.rms_norm_eps;
+        let eps = self.config().rms_norm_eps;
         let qkv = Product::of_normed(&layer.input_norm, eps, &projections.qkv, Output::Replace);
         step.product(qkv, &w.hidden, &mut w.qkv)?;
         let heads = LayerHeads {
@@ -115,16 +118,28 @@ impl<B: Backend> Transformer<B> {
             rotation: projections.rotation.as_ref(),
         };
         step.attend(heads, &mut w.qkv, &mut w.attended, tap)?;
-        step.product(Product::of(&projections.output, Output::Add), &w.attended, &mut w.hidden)?;
+        step.product(Product::of(&projections.output, self.residual()), &w.attended, &mut w.hidden)?;
+        self.sum_over_ranks(step, w)?;
 
         match &layer.feed_forward {
             FeedForward::Dense { gate_up, down } => {
                 let gate_up = Product::of_normed(&layer.post_norm, eps, gate_up, Output::Gated);
                 step.product(gate_up, &w.hidden, &mut w.gated)?;
-                step.product(Product::of(down, Output::Add), &w.gated, &mut w.hidden)
+                step.product(Product::of(down, self.residual()), &w.gated, &mut w.hidden)?;
+                self.sum_over_ranks(step, w)
             }
             FeedForward::Experts(experts) => step.experts(experts, (&layer.post_norm, eps), &mut w.hidden),
         }
+    }
+
+    /// What becomes of a product that is summed over ranks: the first rank adds the residual.
+    fn residual(&self) -> Output {
+        if self.body.shard.rank() == 0 { Output::Add } else { Output::Replace }
+    }
+
+    /// Makes `w.hidden` the sum of all ranks' rows.
+    fn sum_over_ranks(&self, step: &mut B::Step<'_>, w: &mut Workspace<B>) -> Result<(), BackendError> {
+        if self.body.shard.is_split() { step.all_reduce(&mut w.hidden) } else { Ok(()) }
     }
 
     /// Logits of these rows of `w.hidden`, which has `count`; they stay on the device, in
@@ -143,7 +158,12 @@ impl<B: Backend> Transformer<B> {
         }
         let wanted = if every_row { &w.hidden } else { &w.selected };
         let matrix = body.head.as_ref().unwrap_or(&body.embedding);
-        let eps = body.config.rms_norm_eps;
-        step.product(Product::of_normed(&body.final_norm, eps, matrix, Output::Logits), wanted, &mut w.logits)
+        let eps = self.config().rms_norm_eps;
+        let logits = Product::of_normed(&body.final_norm, eps, matrix, Output::Logits);
+        if !body.shard.is_split() {
+            return step.product(logits, wanted, &mut w.logits);
+        }
+        step.product(logits, wanted, &mut w.logits_part)?;
+        step.all_gather(&w.logits_part, &mut w.logits)
     }
 }
