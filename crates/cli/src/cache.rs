@@ -10,9 +10,8 @@ use oscar_codec::{
     CacheLayout, CodeLayout, FormatTable, KvFormat, MeanBits, RotationKind, RotationSet, RowPageCodec, Side,
     SideSpec,
 };
-use oscar_runner::{Runner, RunnerOptions};
+use oscar_runner::{Ranks, Runner, RunnerOptions};
 use std::path::Path;
-use std::sync::Arc;
 
 impl OpenModel {
     /// The cache layout of a format, with the clip ratios of the rotation file if it has them.
@@ -180,20 +179,20 @@ impl Cache {
     pub fn runner(
         &self,
         model: &OpenModel,
-        backend: impl Into<Arc<AnyBackend>>,
+        ranks: impl Into<Ranks<AnyBackend>>,
         args: &CacheArgs,
         context: usize,
         sequences: usize,
         progress: impl FnMut(usize),
     ) -> Result<Runner<AnyBackend>> {
-        let backend = backend.into();
+        let ranks = ranks.into();
         let options = RunnerOptions {
             layout: self.layout.clone(),
             rotations: self.rotations.as_ref(),
             context,
             kv_memory: args.kv_memory(sequences, context),
-            prefill_chunk: args.prefill_chunk(&backend, &model.config),
+            prefill_chunk: args.prefill_chunk(ranks.lead(), &model.config),
         };
-        Ok(Runner::load(backend, &model.config, &model.weights, options, progress)?)
+        Ok(Runner::load(ranks, &model.config, &model.weights, options, progress)?)
     }
 }

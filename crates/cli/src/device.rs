@@ -2,9 +2,10 @@
 
 use anyhow::{Context, Result};
 use oscar_backend::{
-    AttentionKernels, Backend, Benchmarks, BlockId, Calibrates, Candidate, Divergence, ExpertId,
-    ExpertsShape, HeadHistory, HeadShape, HistoryRows, HostMatrix, LayerHeads, Pick, PrefillWave, Product,
-    Result as BackendResult, SequenceRows, Step, StepMemory, StepSize, StepTimes, Tap, View, WeightFormat,
+    AttentionKernels, Backend, Benchmarks, BlockId, Calibrates, Candidate, Communicator, Divergence,
+    ExpertId, ExpertsShape, HeadHistory, HeadShape, HistoryRows, HostMatrix, LayerHeads, Pick, PrefillWave,
+    Product, Result as BackendResult, SequenceRows, Step, StepMemory, StepSize, StepTimes, Tap, View,
+    WeightFormat,
 };
 use oscar_codec::{CacheLayout, FullPageId, HeadRotations};
 use oscar_kernels_cpu::backend::{CpuBackend, CpuStep};
@@ -225,6 +226,10 @@ impl Backend for AnyBackend {
         on_device!(Self, self, free_memory())
     }
 
+    fn communicator(&self) -> Option<&dyn Communicator> {
+        on_device!(Self, self, communicator())
+    }
+
     fn matrix(&self, weights: HostMatrix<'_>) -> BackendResult<Self::Matrix> {
         made_on!(self, matrix(weights))
     }
@@ -384,6 +389,14 @@ impl Step<AnyBackend> for AnyStep<'_> {
                 step.attend(heads, qkv.cuda_mut(), out.cuda_mut(), tap)
             }
         }
+    }
+
+    fn all_reduce(&mut self, x: &mut Rows) -> BackendResult<()> {
+        on_device!(Self, self, all_reduce(&mut x))
+    }
+
+    fn all_gather(&mut self, part: &Rows, whole: &mut Rows) -> BackendResult<()> {
+        on_device!(Self, self, all_gather(&part, &mut whole))
     }
 
     fn read(&mut self, x: &Rows, rows: &[usize], out: &mut Vec<f32>) -> BackendResult<()> {

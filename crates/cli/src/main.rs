@@ -10,6 +10,7 @@ mod device;
 mod host_memory;
 mod hub;
 mod options;
+mod parallel;
 mod progress;
 mod rotations;
 mod sizing;

@@ -237,23 +237,31 @@ impl ModelArgs {
             }
             return if self.activations == WeightsArg::Fp8 { gpu.with_fp8_activations() } else { Ok(gpu) };
         }
+        Ok(AnyBackend::Cpu(Box::new(self.cpu(self.cpu_threads()?)?)))
+    }
+
+    /// Threads on the CPU: those asked for, or all cores.
+    pub fn cpu_threads(&self) -> Result<usize> {
+        let threads =
+            self.threads.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from));
+        check_threads(threads)?;
+        Ok(threads)
+    }
+
+    /// The CPU with so many threads.
+    pub fn cpu(&self, threads: usize) -> Result<CpuBackend> {
         if self.activations == WeightsArg::Fp8 {
             bail!("--activations fp8 needs a GPU: the CPU multiplies FP8 weights with 16-bit activations");
         }
         if self.gpu_memory_limit.is_some() {
             bail!("--gpu-memory-limit: no GPU is used");
         }
-        let threads =
-            self.threads.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from));
-        check_threads(threads)?;
         let precision = match self.precision {
             PrecisionArg::Bf16 => Mode::Bf16,
             PrecisionArg::Fast => Mode::Fast,
             PrecisionArg::F32 => Mode::F32,
         };
-        let cpu = CpuBackend::new(Kernels::chosen()?, threads, precision)
-            .context("the thread pool could not start")?;
-        Ok(AnyBackend::Cpu(Box::new(cpu)))
+        CpuBackend::new(Kernels::chosen()?, threads, precision).context("the thread pool could not start")
     }
 }
 

@@ -153,8 +153,7 @@ mod tests {
                         let mine = vec![rank.rank() as f32 + round as f32; rank.rank() + 1];
                         let mut seen = Vec::new();
                         rank.all_gather(&mine, &mut |from, part| seen.push((from, part.to_vec()))).unwrap();
-                        let expected: Vec<_> =
-                            (0..3).map(|r| (r, vec![(r + round) as f32; r + 1])).collect();
+                        let expected: Vec<_> = (0..3).map(|r| (r, vec![(r + round) as f32; r + 1])).collect();
                         assert_eq!(seen, expected);
                     }
                 });

@@ -42,7 +42,10 @@ impl Shard {
             let works: Vec<String> =
                 (1..=whole.kv_heads).filter(|n| whole.kv_heads % n == 0).map(|n| n.to_string()).collect();
             let heads = whole.kv_heads;
-            return refuse(format!("its {heads} KV heads do not divide by {ranks}; {} works", works.join(", ")));
+            return refuse(format!(
+                "its {heads} KV heads do not divide by {ranks}; {} works",
+                works.join(", ")
+            ));
         }
         if ranks > 1 && whole.moe.is_some() {
             return refuse("mixtures of experts are not split yet".into());

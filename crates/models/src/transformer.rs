@@ -356,7 +356,8 @@ impl Part {
     /// All parts of a model; the largest come first, so that no thread is left with one at the end.
     fn all(shard: &Shard) -> Vec<Self> {
         let head = (shard.is_split() || !shard.whole().tie_word_embeddings).then_some(Self::Head);
-        let layers = (0..shard.whole().layers).flat_map(|layer| [Self::Layer(layer), Self::Projections(layer)]);
+        let layers =
+            (0..shard.whole().layers).flat_map(|layer| [Self::Layer(layer), Self::Projections(layer)]);
         [Self::Embedding].into_iter().chain(head).chain(layers).collect()
     }
 

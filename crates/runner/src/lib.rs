@@ -100,8 +100,7 @@ impl<B: Backend> Runner<B> {
         options: RunnerOptions<'_>,
         progress: impl FnMut(usize),
     ) -> Result<Self, BuildError> {
-        let (ranks, layout, budget) =
-            Self::load_ranks(backend.into(), config, weights, &options, progress)?;
+        let (ranks, layout, budget) = Self::load_ranks(backend.into(), config, weights, &options, progress)?;
         Self::with_ranks(ranks, layout, budget, options.prefill_chunk)
     }
 
@@ -136,6 +135,11 @@ impl<B: Backend> Runner<B> {
         let prefill_chunk = prefill_chunk.max(1);
         let others = ranks.split_off(1);
         let lead = ranks.remove(0);
+        let expected = lead.backend.communicator().map_or(1, |communicator| communicator.ranks());
+        if expected != 1 + others.len() {
+            let why = format!("{} of them were given", 1 + others.len());
+            return Err(BuildError::Ranks { ranks: expected, why });
+        }
         check_step(&*lead.backend, &lead.model, &layout, longest_step(prefill_chunk), budget)?;
         Ok(Self { lead, others, pool: PagePool::new(&layout, budget), layout, prefill_chunk })
     }

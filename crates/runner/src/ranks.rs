@@ -9,7 +9,9 @@
 use crate::{KvMemory, Runner, RunnerOptions, StepError};
 use oscar_backend::{Backend, BackendError, SequenceRows, Step, Tap};
 use oscar_codec::{CacheLayout, FormatTable};
-use oscar_models::{BuildError, DecoderConfig, Shard, StepInput, StepOutput, Transformer, Weights, Workspace};
+use oscar_models::{
+    BuildError, DecoderConfig, Shard, StepInput, StepOutput, Transformer, Weights, Workspace,
+};
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -185,8 +187,8 @@ fn part_of_layout(shard: &Shard, layout: &CacheLayout) -> Result<CacheLayout, Bu
     let (layers, heads) = (layout.layers(), shard.kv_heads());
     let order = layout.full().codec(0, 0).layout();
     let windows = *layout.windows();
-    let part =
-        CacheLayout::new(layout.format(), layers, heads.len(), layout.head_dim(), windows, order).map_err(wrong)?;
+    let part = CacheLayout::new(layout.format(), layers, heads.len(), layout.head_dim(), windows, order)
+        .map_err(wrong)?;
     let Some(coded) = layout.coded() else { return Ok(part) };
     let codecs = (0..layers).flat_map(|layer| heads.clone().map(move |head| (layer, head)));
     let codecs = codecs.map(|(layer, head)| coded.codec(layer, head).clone()).collect();
@@ -232,7 +234,8 @@ impl<B: Backend> Runner<B> {
         prefill_chunk: usize,
     ) -> Result<Self, BuildError> {
         let models: Vec<_> = models.into_iter().collect();
-        let layout = models.first().map_or_else(|| layout.clone(), |(backend, _)| backend.held_layout(layout));
+        let layout =
+            models.first().map_or_else(|| layout.clone(), |(backend, _)| backend.held_layout(layout));
         let budget = kv_memory.bytes(&layout, prefill_chunk);
         let ranks = models.into_iter().map(|(backend, model)| Rank::new(backend, model, &layout, budget));
         Self::with_ranks(ranks.collect::<Result<_, _>>()?, layout, budget, prefill_chunk)
@@ -293,10 +296,10 @@ impl<B: Backend> Runner<B> {
             std::iter::once(first).chain(running.into_iter().map(join)).collect()
         });
         // Ranks that only noticed that another one left say nothing new.
-        let (noticed, causes): (Vec<StepError>, Vec<StepError>) =
-            ends.into_iter().filter_map(Result::err).partition(|error| {
-                matches!(error, StepError::Backend(BackendError::RankLeft { .. }))
-            });
+        let (noticed, causes): (Vec<StepError>, Vec<StepError>) = ends
+            .into_iter()
+            .filter_map(Result::err)
+            .partition(|error| matches!(error, StepError::Backend(BackendError::RankLeft { .. })));
         causes.into_iter().chain(noticed).next().map_or(Ok(()), Err)
     }
 }

@@ -2,6 +2,7 @@
 
 use crate::device::AnyBackend;
 use crate::options::{CacheArgs, DEFAULT_KV, ModelArgs, OpenModel};
+use crate::parallel::ParallelArgs;
 use crate::progress;
 use anyhow::{Context, Result, bail};
 use oscar_backend::Backend;
@@ -22,6 +23,8 @@ use std::time::{Duration, Instant};
 pub struct Args {
     #[command(flatten)]
     model: ModelArgs,
+    #[command(flatten)]
+    parallel: ParallelArgs,
     #[command(flatten)]
     cache: CacheArgs,
     /// KV-cache format; `oscar doctor` lists them
@@ -83,7 +86,8 @@ pub fn run(args: &Args) -> Result<()> {
     let context = args.context.unwrap_or(model.config.max_position_embeddings);
     let cache = model.cache(args.kv, &args.cache)?;
     let bar = progress::bar("loading", model.config.layers as u64);
-    let backend = args.model.backend()?;
+    let ranks = args.parallel.ranks(&args.model, &model.config)?;
+    let backend = ranks.lead().clone();
     eprintln!("{}: {}", model.name, backend.describe());
     if let Some(weights) = model.describe_weights(&cache, &backend) {
         eprintln!("{weights}");
@@ -91,7 +95,7 @@ pub fn run(args: &Args) -> Result<()> {
     eprintln!("cache: {}; rotations: {}", cache.layout.describe(), cache.rotation_origin);
     eprintln!("attention: {}", backend.attention(&cache.layout).description);
     let runner =
-        cache.runner(&model, backend, &args.cache, context, 1, |layers| bar.set_position(layers as u64))?;
+        cache.runner(&model, ranks, &args.cache, context, 1, |layers| bar.set_position(layers as u64))?;
     bar.finish_and_clear();
     let tools = args.tools.as_ref().map(|path| read_tools(path)).transpose()?;
     let mut session = Session {

@@ -20,8 +20,8 @@ use experts::ExpertsScratch;
 use heads::LayerRotation;
 use oscar_backend::{
     AttentionKernels, AttentionPath, Backend, BackendError, Benchmarks, BlockId, Communicator, ExpertId,
-    ExpertsShape, HeadHistory, HeadShape, HistoryRows, HostMatrix, HostValues, PrefillWave, Result, SequenceRows,
-    StepMemory, StepSize, StepTimes, TappedRows, View,
+    ExpertsShape, HeadHistory, HeadShape, HistoryRows, HostMatrix, HostValues, PrefillWave, Result,
+    SequenceRows, StepMemory, StepSize, StepTimes, TappedRows, View,
 };
 use oscar_codec::{CacheLayout, CodeLayout, FormatTable, HeadRotations};
 use products::ProductScratch;

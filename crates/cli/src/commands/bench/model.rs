@@ -3,6 +3,7 @@
 use super::report;
 use crate::device::AnyBackend;
 use crate::options::{CacheArgs, ModelArgs, WeightsArg};
+use crate::parallel::ParallelArgs;
 use crate::progress;
 use anyhow::{Result, bail};
 use oscar_backend::{Backend, Pick, WeightFormat};
@@ -19,6 +20,8 @@ use std::time::Duration;
 pub struct Args {
     #[command(flatten)]
     pub(super) model: ModelArgs,
+    #[command(flatten)]
+    pub(super) parallel: ParallelArgs,
     #[command(flatten)]
     cache: CacheArgs,
     /// Random weights of a published model's shape instead of a model: qwen3-0.6b, qwen3-4b, qwen3-8b, qwen3-32b,
@@ -81,7 +84,8 @@ impl Args {
             );
         }
         let cache = model.cache(format, &self.cache)?;
-        let backend = self.model.backend()?;
+        let ranks = self.parallel.ranks(&self.model, &model.config)?;
+        let backend = ranks.lead().clone();
         if !self.json {
             eprintln!(
                 "{format}: {}; rotations: {}",
@@ -92,7 +96,7 @@ impl Args {
                 eprintln!("{weights}");
             }
         }
-        cache.runner(&model, backend, &self.cache, context, batch, |_| {})
+        cache.runner(&model, ranks, &self.cache, context, batch, |_| {})
     }
 
     /// A model of `--shape` with random weights and, where the cache rotates, Hadamard rotations.
@@ -103,7 +107,8 @@ impl Args {
         context: usize,
         batch: usize,
     ) -> Result<Runner<AnyBackend>> {
-        let backend = self.model.backend()?;
+        let ranks = self.parallel.ranks(&self.model, config)?;
+        let backend = ranks.lead().clone();
         let (c, windows) = (config, format.windows(self.cache.sink, self.cache.recent)?);
         let layout =
             CacheLayout::new(format, c.layers, c.kv_heads, c.head_dim, windows, CodeLayout::Logical)?;
@@ -121,7 +126,7 @@ impl Args {
             kv_memory: self.cache.kv_memory(batch, context),
             prefill_chunk: self.cache.prefill_chunk(&backend, c),
         };
-        Ok(Runner::random(backend, config, self.weights(), self.routing_skew, options)?)
+        Ok(Runner::random(ranks, config, self.weights(), self.routing_skew, options)?)
     }
 
     /// Weights of a random model.
@@ -186,7 +191,11 @@ pub fn decode(args: &Args) -> Result<()> {
                 }
                 let mut runner = args.runner(format, context, batch)?;
                 if limit == 0.0 {
-                    limit = runner.backend().read_ceiling()?;
+                    limit = match runner.ranks() {
+                        1 => runner.backend().read_ceiling()?,
+                        // A rank has only its share of the threads.
+                        _ => args.model.backend()?.read_ceiling()?,
+                    };
                 }
                 if let Some(free) = runner.backend().free_memory()? {
                     capacity.push(Capacity::of(runner.layout(), context, runner.prefill_chunk(), free));
@@ -240,7 +249,8 @@ pub fn decode(args: &Args) -> Result<()> {
                         + runner.weight_bytes(batch),
                     cache_bytes,
                     extra: json!({"bench": "decode", "weight_bytes": runner.weight_bytes(batch), "weights": args.model.weights,
-                                  "threads": runner.backend().as_cpu().map(|cpu| cpu.threads().threads())}),
+                                  "ranks": runner.ranks(),
+                                  "threads": runner.backend().as_cpu().map(|cpu| cpu.threads().threads() * runner.ranks())}),
                 });
             }
         }

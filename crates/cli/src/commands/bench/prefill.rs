@@ -51,6 +51,11 @@ pub fn run(args: &Args) -> Result<()> {
     if args.batch != [1] {
         bail!("--batch: prefill is measured one sequence at a time; leave it out");
     }
+    if args.parallel.tensor_parallel > 1 {
+        bail!(
+            "--tensor-parallel: the parts of a prompt are timed on one rank only; use `oscar bench decode`"
+        );
+    }
     let mut rows = Vec::new();
     for &context in &args.context {
         for &format in &args.kv {

@@ -351,6 +351,7 @@ mod tests {
             "--allow-request-template",
             "--no-reasoning-split",
             "--tool-call-parser=glm45",
+            "--tensor-parallel=2",
             "--store=pages",
             "--store-size=2G",
             "--store-age=7d",

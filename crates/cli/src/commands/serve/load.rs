@@ -5,6 +5,7 @@ use super::eviction::EvictionArgs;
 use crate::cache::Cache;
 use crate::device::AnyBackend;
 use crate::options::{CacheArgs, ModelArgs, OpenModel, at_least_one, serialize_optional_display};
+use crate::parallel::ParallelArgs;
 use crate::progress::{self, note};
 use crate::rotations::{Calibration, Found};
 use crate::sizing::{self, FixedMemory, Sizing, Wishes, parse_share};
@@ -28,6 +29,9 @@ pub struct LoadArgs {
     #[command(flatten)]
     #[serde(flatten)]
     pub model: ModelArgs,
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub parallel: ParallelArgs,
     #[command(flatten)]
     #[serde(flatten)]
     pub cache: CacheArgs,
@@ -101,14 +105,25 @@ pub struct Loaded {
 impl LoadArgs {
     /// Opens the model, finds or makes its rotations, divides the memory and loads the weights.
     pub fn load(&self, progress: &StartProgress) -> Result<Loaded> {
+        self.parallel.refuse("--store", self.store.store.is_some())?;
+        self.parallel.refuse("--store-ram", self.store.store_ram.is_some())?;
+        self.parallel.refuse("--kv-budget", self.eviction.kv_budget.is_some())?;
         progress.begin("opening the model", 0);
         let model = self.model.open()?;
         let text = model.text_with(self.chat_template.as_deref())?;
         let generation = model.generation()?;
-        let backend = Arc::new(self.model.backend()?);
+        let ranks = self.parallel.ranks(&self.model, &model.config)?;
+        let backend = ranks.lead().clone();
         let found = match self.cache.rotations {
             Some(_) => model.found_rotations(&self.cache)?,
-            None => calibrate::rotations(self, &model, &text, &backend, progress)?,
+            None => {
+                // Calibration needs a device that holds the whole model.
+                let whole = match ranks.count() {
+                    1 => backend.clone(),
+                    _ => Arc::new(self.model.backend()?),
+                };
+                calibrate::rotations(self, &model, &text, &whole, progress)?
+            }
         };
         let served = Served::choose(self.kv, found.as_ref());
         let cache = model.cache_of(served.format, &self.cache, found.as_ref())?;
@@ -126,7 +141,7 @@ impl LoadArgs {
         let (total, began) = (model.weights.total_bytes(), Instant::now());
         let bar = progress::bytes_bar("loading", total);
         progress.begin("loading weights", total as usize);
-        let runner = cache.runner(&model, backend, &cache_args, sizing.context, 1, |bytes| {
+        let runner = cache.runner(&model, ranks, &cache_args, sizing.context, 1, |bytes| {
             bar.set_position(bytes as u64);
             progress.set(bytes);
         });
@@ -259,6 +274,7 @@ fn size(args: &LoadArgs, model: &OpenModel, cache: &Cache, backend: &AnyBackend)
     let holding = args.model.holding(backend.multiplies_fp8());
     let step = backend.step_memory(&model.step_size(&steps, &cache.layout, context));
     let fixed = FixedMemory::of(model, cache.rotations.is_some(), holding, step);
+    let fixed = args.parallel.fixed_memory(fixed, &model.config, holding);
     let wishes = Wishes {
         kv_memory: args.cache.kv_memory,
         context: args.context,
