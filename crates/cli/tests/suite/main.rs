@@ -17,6 +17,7 @@ mod fp8;
 mod hardening;
 mod licences;
 mod python;
+mod ranks;
 #[cfg(all(target_os = "linux", debug_assertions))]
 mod readiness;
 #[cfg(unix)]
