@@ -181,8 +181,8 @@ pub trait Step<B: Backend> {
     fn all_reduce(&mut self, _x: &mut B::Rows) -> Result<()> {
         communicator::no_ranks()
     }
-    /// `whole ← [part of rank 0 | part of rank 1 | …]`, row by row; the widths of the parts add up to
-    /// that of `whole`. Only on a device with a communicator.
+    /// `whole ← [part of rank 0 | part of rank 1 | …]`, row by row; the widths of the parts add up
+    /// to that of `whole`. Only on a device with a communicator.
     fn all_gather(&mut self, _part: &B::Rows, _whole: &mut B::Rows) -> Result<()> {
         communicator::no_ranks()
     }

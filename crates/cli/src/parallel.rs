@@ -12,8 +12,9 @@ use serde::Serialize;
 
 #[derive(clap::Args, Clone, Serialize)]
 pub struct ParallelArgs {
-    /// Ranks that share the model: each has its own threads, and its part of the heads, the feed-forward
-    /// columns, the vocabulary and the KV pages. N divides the number of KV heads. CPU only
+    /// Ranks that share the model: each has its own threads, and its part of the heads, the
+    /// feed-forward columns, the vocabulary and the KV pages. N divides the number of KV heads. CPU
+    /// only
     #[arg(long, value_name = "N", value_parser = at_least_one, default_value_t = 1)]
     pub tensor_parallel: usize,
 }

@@ -11,7 +11,7 @@ use std::ops::Range;
 use oscar_backend::Backend;
 use oscar_codec::{HeadRotations, RotationSet};
 
-use crate::config::{DecoderConfig, QkNorm};
+use crate::config::{DecoderConfig, Family};
 use crate::error::LoadError;
 use crate::tensor_names::Projection;
 use crate::transformer::BuildError;
@@ -50,8 +50,11 @@ impl Shard {
         if ranks > 1 && whole.moe.is_some() {
             return refuse("mixtures of experts are not split yet".into());
         }
-        if ranks > 1 && whole.qk_norm == QkNorm::AllHeads {
-            return refuse("its QK-norm runs over the heads of all ranks together".into());
+        // Other families may do more between a product that is summed over ranks and the residual.
+        let split = [Family::Qwen3, Family::Qwen2, Family::Llama, Family::Mistral];
+        if ranks > 1 && !split.contains(&whole.family) {
+            let names = split.map(Family::model_type).join(", ");
+            return refuse(format!("{} is not split yet, only {names}", whole.family.model_type()));
         }
         if whole.intermediate_size < ranks || whole.vocab_size < ranks {
             return refuse("it has fewer feed-forward columns or tokens than ranks".into());
@@ -76,8 +79,8 @@ impl Shard {
         &self.whole
     }
 
-    /// The model as this rank computes it: its own heads and feed-forward columns. The vocabulary is
-    /// that of the whole model.
+    /// The model as this rank computes it: its own heads and feed-forward columns. The vocabulary
+    /// is that of the whole model.
     pub fn part(&self) -> &DecoderConfig {
         &self.part
     }
@@ -168,7 +171,6 @@ fn cut(values: Vec<f32>, width: usize, rows: Range<usize>, columns: Range<usize>
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::Family;
     use crate::tiny::tiny_config;
 
     #[test]
@@ -210,8 +212,10 @@ mod tests {
         assert!(refused(0, &llama).contains("0 ranks"));
         let experts = refused(2, &tiny_config(Family::Qwen3Moe));
         assert!(experts.contains("mixtures of experts"), "{experts}");
-        let normed = DecoderConfig { qk_norm: QkNorm::AllHeads, ..llama };
-        assert!(refused(2, &normed).contains("QK-norm"));
+        let other = DecoderConfig { family: Family::MiniMaxM2, ..llama };
+        assert!(
+            refused(2, &other).contains("minimax_m2 is not split yet, only qwen3, qwen2, llama, mistral")
+        );
         assert!(Shard::new(0, 1, &tiny_config(Family::MiniMaxM2)).is_ok(), "one rank holds any model");
     }
 

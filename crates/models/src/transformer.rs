@@ -7,8 +7,8 @@
 //! logits = Whead · norm(x)
 //! ```
 //!
-//! Where a model is split over several ranks ([`Shard`]), each rank runs these lines over its own part,
-//! and both results that are added to `x` are summed over the ranks.
+//! Where a model is split over several ranks ([`Shard`]), each rank runs these lines over its own
+//! part, and both results that are added to `x` are summed over the ranks.
 //!
 //! The value rotation of the cache is folded into `Wv` and `Wo` when the weights are loaded, so it
 //! costs nothing at run time. The key rotation cannot be folded, because QK-norm and RoPE stand
@@ -84,6 +84,8 @@ struct Projections<B: Backend> {
 
 /// The parts that models with different caches share.
 struct Body<B: Backend> {
+    /// The whole model's.
+    config: DecoderConfig,
     shard: Shard,
     /// The heads of this rank.
     shape: HeadShape,
@@ -175,12 +177,13 @@ impl<B: Backend> Transformer<B> {
         }
         let final_norm_values = weights.vector(&names.final_norm())?.to_vec();
         let final_norm = backend.vector(&final_norm_values)?;
-        let shape = shard.part().heads();
+        let (config, shape) = (config.clone(), shard.part().heads());
         let mut vocabulary = vocabulary.into_iter();
         let (Some(embedding), head) = (vocabulary.next(), vocabulary.next()) else {
             return Err(LoadError::TensorMissing { name: names.embedding() }.into());
         };
         let body = Body {
+            config,
             shard,
             shape,
             max_positions,
@@ -206,11 +209,11 @@ impl<B: Backend> Transformer<B> {
         let projections = if self.rotations.as_ref() == rotations {
             self.projections.clone()
         } else {
-            let shard = &self.body.shard;
-            weights.check(shard.whole())?;
-            check_rotations(shard.whole(), rotations)?;
+            let (config, shard) = (self.config(), &self.body.shard);
+            weights.check(config)?;
+            check_rotations(config, rotations)?;
             let build = |index| Projections::build(backend, shard, weights, rotations, index);
-            Arc::new(in_parallel(shard.whole().layers, build, |_| {})?)
+            Arc::new(in_parallel(config.layers, build, |_| {})?)
         };
         Ok(Self { body: self.body.clone(), projections, rotations: rotations.cloned() })
     }
@@ -277,6 +280,7 @@ impl<B: Backend> Transformer<B> {
             final_norm: ones(hidden)?,
             final_norm_values: vec![1.0; hidden],
             head: has_head.then(|| vocabulary(shard.vocabulary().len(), 2 << 32)).transpose()?,
+            config: shard.whole().clone(),
             shard,
         };
         Ok(Self { body: Arc::new(body), projections: Arc::new(projections), rotations: rotations.cloned() })
@@ -284,7 +288,7 @@ impl<B: Backend> Transformer<B> {
 
     /// The whole model's configuration.
     pub fn config(&self) -> &DecoderConfig {
-        self.body.shard.whole()
+        &self.body.config
     }
 
     /// The heads of every layer on this rank.
@@ -297,8 +301,8 @@ impl<B: Backend> Transformer<B> {
         self.rotations.as_ref()
     }
 
-    /// Bytes of this rank's matrices that a step of this many rows reads. Experts are counted as often as a
-    /// router that takes all of them equally often would choose them.
+    /// Bytes of this rank's matrices that a step of this many rows reads. Experts are counted as
+    /// often as a router that takes all of them equally often would choose them.
     pub fn matrix_bytes(&self, backend: &B, rows: usize) -> usize {
         let body = &*self.body;
         let feed_forward = |(index, layer): (usize, &Layer<B>)| match &layer.feed_forward {
@@ -307,7 +311,7 @@ impl<B: Backend> Transformer<B> {
             }
             FeedForward::Experts(experts) => {
                 let (each, always) = backend.expert_bytes(experts);
-                let distinct = self.config().moe_of(index).map_or(0.0, |moe| moe.distinct_experts(rows));
+                let distinct = body.config.moe_of(index).map_or(0.0, |moe| moe.distinct_experts(rows));
                 always + (each as f64 * distinct) as usize
             }
         };

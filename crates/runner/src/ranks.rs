@@ -1,7 +1,7 @@
 //! A model over several ranks: each has its own weights, pages and thread, all share page tables.
 //!
-//! A page id means the same slot in the pages of every head, so one page table serves all ranks. The
-//! page budget counts the bytes of all heads together.
+//! A page id means the same slot in the pages of every head, so one page table serves all ranks.
+//! The page budget counts the bytes of all heads together.
 //!
 //! **Invariant:** a rank that fails or panics ends the step of all ranks with its error. Nobody is
 //! left waiting for it.

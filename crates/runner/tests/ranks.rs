@@ -309,8 +309,8 @@ fn logits_are_those_of_one_rank_up_to_rounding() {
     for model in &models {
         let (family, vocab) = (model.config.family, model.config.vocab_size);
         let tokens = tokens(120, vocab);
-        // A sum in another order moves a key across a rounding boundary of BF16, or of a code, now and
-        // then. On AVX-512 the differences are at most 4.1e-6, 1.3e-3 and 1.1e-3.
+        // A sum in another order moves a key across a rounding boundary of BF16, or of a code, now
+        // and then. On AVX-512 the differences are at most 4.1e-6, 1.3e-3 and 1.1e-3.
         for (mode, format, bound) in
             [(Mode::F32, KvFormat::F32, 2e-5), (Mode::Bf16, KvFormat::Bf16, 1e-2), (Mode::Bf16, MIXED, 2e-2)]
         {

@@ -63,7 +63,7 @@ impl<B: Backend> Transformer<B> {
 
     /// The final norm of rows on the host.
     fn normalize(&self, rows: &mut [f32]) {
-        let (weights, eps) = (&self.body.final_norm_values, self.config().rms_norm_eps);
+        let (weights, eps) = (&self.body.final_norm_values, self.body.config.rms_norm_eps);
         for row in rows.chunks_exact_mut(weights.len()) {
             let mean = row.iter().map(|x| x * x).sum::<f32>() / row.len() as f32;
             let scale = (mean + eps).sqrt().recip();
@@ -108,7 +108,7 @@ impl<B: Backend> Transformer<B> {
     ) -> Result<(), BackendError> {
         let body = &*self.body;
         let (layer, projections) = (&body.layers[index], &self.projections[index]);
-        let eps = self.config().rms_norm_eps;
+        let eps = body.config.rms_norm_eps;
         let qkv = Product::of_normed(&layer.input_norm, eps, &projections.qkv, Output::Replace);
         step.product(qkv, &w.hidden, &mut w.qkv)?;
         let heads = LayerHeads {
@@ -158,7 +158,7 @@ impl<B: Backend> Transformer<B> {
         }
         let wanted = if every_row { &w.hidden } else { &w.selected };
         let matrix = body.head.as_ref().unwrap_or(&body.embedding);
-        let eps = self.config().rms_norm_eps;
+        let eps = body.config.rms_norm_eps;
         let logits = Product::of_normed(&body.final_norm, eps, matrix, Output::Logits);
         if !body.shard.is_split() {
             return step.product(logits, wanted, &mut w.logits);
