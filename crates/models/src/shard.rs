@@ -39,8 +39,10 @@ impl Shard {
     pub fn new(rank: usize, ranks: usize, whole: &DecoderConfig) -> Result<Self, BuildError> {
         let refuse = |why: String| Err(BuildError::Ranks { ranks, why });
         if ranks == 0 || !whole.kv_heads.is_multiple_of(ranks) {
-            let works: Vec<String> =
-                (1..=whole.kv_heads).filter(|n| whole.kv_heads % n == 0).map(|n| n.to_string()).collect();
+            let works: Vec<String> = (1..=whole.kv_heads)
+                .filter(|n| whole.kv_heads.is_multiple_of(*n))
+                .map(|n| n.to_string())
+                .collect();
             let heads = whole.kv_heads;
             return refuse(format!(
                 "its {heads} KV heads do not divide by {ranks}; {} works",

@@ -279,6 +279,25 @@ fn threads_give_the_bits_of_ranks_that_run_one_after_another() {
     }
 }
 
+#[test]
+fn another_cache_of_the_same_ranks_gives_the_same_bits() {
+    let model = Model::four_heads(Family::Qwen2);
+    let tokens = tokens(100, model.config.vocab_size);
+    let cache = Cache::whole(&model.config, MIXED);
+    let expected = all_logits(&mut model.runner(threads(2, Mode::Bf16), &cache, 64), &tokens, 64);
+    let plain = model.runner(threads(2, Mode::Bf16), &Cache::whole(&model.config, KvFormat::Bf16), 64);
+    let options = RunnerOptions {
+        layout: cache.layout.clone(),
+        rotations: cache.rotations.as_ref(),
+        context: 1024,
+        kv_memory: KvMemory::Bytes(BUDGET),
+        prefill_chunk: 64,
+    };
+    let mut other = plain.with_cache(&model.weights, options).unwrap();
+    assert_eq!((plain.ranks(), other.ranks()), (2, 2));
+    assert!(bits(&all_logits(&mut other, &tokens, 64)) == bits(&expected));
+}
+
 /// Largest difference of two lists of logits, and how many rows have the same most likely token of
 /// those in which it leads by more than twice that.
 fn compare(one: &[f32], split: &[f32], vocab: usize) -> (f32, usize) {
@@ -310,7 +329,7 @@ fn logits_are_those_of_one_rank_up_to_rounding() {
         let (family, vocab) = (model.config.family, model.config.vocab_size);
         let tokens = tokens(120, vocab);
         // A sum in another order moves a key across a rounding boundary of BF16, or of a code, now
-        // and then. On AVX-512 the differences are at most 4.1e-6, 1.3e-3 and 1.1e-3.
+        // and then. With AMX kernels the differences are at most 4.1e-6, 1.3e-3 and 1.1e-3.
         for (mode, format, bound) in
             [(Mode::F32, KvFormat::F32, 2e-5), (Mode::Bf16, KvFormat::Bf16, 1e-2), (Mode::Bf16, MIXED, 2e-2)]
         {
