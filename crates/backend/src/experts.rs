@@ -1,11 +1,11 @@
 //! A mixture of experts: the rule of the router and the weights on their way to a device.
 //!
-//! A layer adds to each row `x` the sum of its chosen experts, `x += Σ wₑ · downₑ(silu(gateₑ n) · upₑ n)`
-//! with `n = norm(x)`, and then its shared expert with weight 1. Experts are added in ascending id,
+//! A layer adds to each row `x` the sum of its chosen experts, `x += Σ wₑ · downₑ(gate(gateₑ n, upₑ n))`
+//! with `n = norm(x)` and biases where the matrices have them, and then its shared expert with weight 1. Experts are added in ascending id,
 //! so that the result of a row does not depend on the other rows. [`route`] is the specification of
 //! the choice.
 
-use crate::{BackendError, Result, WeightFormat};
+use crate::{BackendError, Gate, Result, WeightFormat};
 
 /// How the logits of a router become the weights of experts.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -39,10 +39,13 @@ pub struct ExpertsShape<'a> {
     pub shared_width: usize,
     pub format: ExpertFormat,
     pub rule: RouterRule,
+    pub gate: Gate,
     /// Weights of the router, `[experts][hidden]`.
     pub router: &'a [f32],
     /// Added to the scores for the choice, but not to the weights.
     pub correction: Option<&'a [f32]>,
+    /// Added to the logits of the router.
+    pub router_bias: Option<&'a [f32]>,
 }
 
 /// How all experts of a layer are stored.
@@ -53,13 +56,17 @@ pub enum ExpertFormat {
     Fp8Blocks,
     /// FP8 with a scale for each output.
     Fp8Channels,
+    /// MXFP4.
+    Mxfp4,
 }
 
 impl ExpertFormat {
-    pub fn weights(self) -> WeightFormat {
+    /// The format of other matrices that stores weights in the same way, if there is one.
+    pub fn weights(self) -> Option<WeightFormat> {
         match self {
-            Self::Bf16 => WeightFormat::Bf16,
-            Self::Fp8Blocks | Self::Fp8Channels => WeightFormat::Fp8,
+            Self::Bf16 => Some(WeightFormat::Bf16),
+            Self::Fp8Blocks | Self::Fp8Channels => Some(WeightFormat::Fp8),
+            Self::Mxfp4 => None,
         }
     }
 }
@@ -77,7 +84,7 @@ impl ExpertsShape<'_> {
         let Self { experts, hidden, width, rule, .. } = *self;
         let sized = experts > 0 && hidden > 0 && width > 0;
         let router = experts.checked_mul(hidden) == Some(self.router.len());
-        let corrected = self.correction.is_none_or(|c| c.len() == experts);
+        let corrected = [self.correction, self.router_bias].iter().flatten().all(|c| c.len() == experts);
         if sized && router && corrected && (1..=experts).contains(&rule.chosen) {
             return Ok(());
         }
@@ -197,8 +204,10 @@ mod tests {
             shared_width: 0,
             format: ExpertFormat::Bf16,
             rule: SOFTMAX,
+            gate: Gate::Silu,
             router: &[0.0; 2],
             correction: None,
+            router_bias: None,
         };
         assert!(shape.check().unwrap_err().to_string().contains("2 of 1 experts"));
         assert!(shape.check_id(ExpertId::Routed(1)).is_err() && shape.check_id(ExpertId::Shared).is_err());

@@ -133,7 +133,8 @@ pub trait Benchmarks: Backend {
             let sizes = [[width, shape.hidden], [width, shape.hidden], [shape.hidden, width]];
             let values = sizes.map(|[outputs, inputs]| matrix(outputs, inputs));
             match shape.format {
-                ExpertFormat::Bf16 => {
+                // Random weights need not be codes.
+                ExpertFormat::Bf16 | ExpertFormat::Mxfp4 => {
                     let part = |i: usize| {
                         let [outputs, inputs] = sizes[i];
                         HostMatrix { outputs, inputs, values: HostValues::F32(&values[i]), bias: None }

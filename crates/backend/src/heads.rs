@@ -28,4 +28,9 @@ pub struct LayerHeads<'a, B: Backend> {
     pub qk_norm: Option<(&'a B::Vector, &'a B::Vector)>,
     pub rope: &'a B::Rope,
     pub rotation: Option<&'a B::LayerRotation>,
+    /// Positions that a query sees, itself among them; all if absent. `oscar_codec::window` is the
+    /// rule.
+    pub window: Option<usize>,
+    /// One more score for each query head in the softmax, without a value.
+    pub sinks: Option<&'a B::Vector>,
 }

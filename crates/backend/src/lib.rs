@@ -15,10 +15,13 @@ mod communicator;
 mod error;
 mod experts;
 mod extensions;
+mod features;
 mod fp8;
+mod gate;
 mod heads;
 mod kernels;
 mod matrix;
+mod mxfp4;
 mod sizing;
 mod views;
 
@@ -30,10 +33,13 @@ pub use experts::{ExpertFormat, ExpertId, ExpertsShape, RouterRule, RouterScores
 pub use extensions::{
     Benchmarks, CacheHead, Calibrates, Divergence, StepTimes, Tap, TappedRows, random_amplitude,
 };
+pub use features::Feature;
 pub use fp8::{FP8_BLOCK, Fp8Blocks, Fp8Matrix, ScaleGrid, fp8_blocks, fp8_multiplied};
+pub use gate::Gate;
 pub use heads::{HeadShape, LayerHeads};
 pub use kernels::{AttentionKernels, AttentionPath};
 pub use matrix::{HostMatrix, HostValues, WeightFormat};
+pub use mxfp4::{MXFP4_GROUP, MXFP4_LARGEST_SCALE, Mxfp4Blocks, mxfp4_factor};
 pub use oscar_cache::{SequenceRows, View};
 pub use sizing::{PrefillWave, StepMemory, StepSize};
 pub use views::{HeadHistory, HistoryRows, Reduce, Scoring, eviction_refusal};
@@ -70,6 +76,9 @@ pub trait Backend: Send + Sync + Sized {
     fn reads_demoted_tails(&self, layout: &CacheLayout) -> bool;
     /// Whether products use FP8 weights as they are. Other devices expand them on arrival.
     fn multiplies_fp8(&self) -> bool;
+    /// Whether steps compute a part that only some families have. A model that needs another is
+    /// refused before anything is loaded.
+    fn computes(&self, feature: Feature) -> bool;
     /// Prompt tokens of one step that suit this device and a model with these heads.
     fn prefill_chunk(&self, heads: &HeadShape) -> usize;
     /// How the attention of a prompt is divided among the parts of the device.
@@ -152,8 +161,8 @@ pub trait Backend: Send + Sync + Sized {
 /// there is reported by a later call, at the latest by the next one that returns data. After an error
 /// the step must be dropped, and the sequences' new positions hold nothing.
 pub trait Step<B: Backend> {
-    /// `out ← table[token]` for each token.
-    fn embed(&mut self, table: &B::Matrix, tokens: &[u32], out: &mut B::Rows) -> Result<()>;
+    /// `out ← scale · table[token]` for each token.
+    fn embed(&mut self, table: &B::Matrix, tokens: &[u32], scale: f32, out: &mut B::Rows) -> Result<()>;
     /// `out ← x[rows]`, in that order.
     fn select(&mut self, x: &B::Rows, rows: &[usize], out: &mut B::Rows) -> Result<()>;
     /// A matrix product with what models do before and after it.
@@ -166,7 +175,8 @@ pub trait Step<B: Backend> {
     /// 2. The key mean is subtracted; queries and keys are rotated into the cache's basis; keys and
     ///    values are stored in the full pages of their positions.
     /// 3. The positions that leave the recent window in this step are quantized.
-    /// 4. `out` gets the attention output of all query heads. If `tap` asks for scores, they are
+    /// 4. `out` gets the attention output of all query heads over the positions that the layer sees,
+    ///    with its sinks. A sink moves with the scores that the key mean shifts. If `tap` asks for scores, they are
     ///    added up; `tap` then sees `out`.
     ///
     /// Afterwards `qkv` holds nothing of use.
@@ -196,13 +206,16 @@ pub trait Step<B: Backend> {
     fn finish(self) -> Result<()>;
 }
 
-/// `out ← gate(norm(x) · weightᵀ + bias)`, with the optional parts left out.
+/// `out ← gate(norm(x) · weightᵀ + bias)` or `out ← out + norm(x · weightᵀ + bias)`, with the optional
+/// parts left out.
 pub struct Product<'a, B: Backend> {
     pub weight: &'a B::Matrix,
     /// RMSNorm of `x` before the product: weights and epsilon.
     pub norm: Option<(&'a B::Vector, f32)>,
     /// What becomes of the result.
     pub output: Output,
+    /// RMSNorm of the result before it is added to `out`; only with [`Output::Add`].
+    pub result_norm: Option<(&'a B::Vector, f32)>,
 }
 
 /// What becomes of a product's result.
@@ -211,8 +224,8 @@ pub enum Output {
     Replace,
     /// Added to `out`: the residual.
     Add,
-    /// Rows of the result are `[gate | up]`; `out ← silu(gate) · up`.
-    Gated,
+    /// Rows of the result are `[gate | up]`; `out` gets what the gate makes of both.
+    Gated(Gate),
     /// Like `Replace`, and activations keep at least 16 bits of mantissa: nothing after the output
     /// head averages its rounding out.
     Logits,
@@ -221,11 +234,16 @@ pub enum Output {
 impl<'a, B: Backend> Product<'a, B> {
     /// The product alone.
     pub fn of(weight: &'a B::Matrix, output: Output) -> Self {
-        Self { weight, norm: None, output }
+        Self { weight, norm: None, output, result_norm: None }
     }
 
     /// The product of normalized rows.
     pub fn of_normed(norm: &'a B::Vector, eps: f32, weight: &'a B::Matrix, output: Output) -> Self {
-        Self { weight, norm: Some((norm, eps)), output }
+        Self { weight, norm: Some((norm, eps)), output, result_norm: None }
+    }
+
+    /// The product with its result normalized before it is added.
+    pub fn then_norm(self, norm: Option<&'a B::Vector>, eps: f32) -> Self {
+        Self { result_norm: norm.map(|norm| (norm, eps)), ..self }
     }
 }

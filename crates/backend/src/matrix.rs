@@ -1,6 +1,6 @@
 //! Weight matrices on their way to a device.
 
-use crate::Fp8Blocks;
+use crate::{Fp8Blocks, Mxfp4Blocks};
 use half::{bf16, f16};
 
 /// A weight matrix as the checkpoint holds it, `[outputs][inputs]` row-major.
@@ -19,6 +19,8 @@ pub enum HostValues<'a> {
     F32(&'a [f32]),
     /// Devices that multiply with FP8 keep it as it is; the others expand it.
     Fp8(Fp8Blocks<'a>),
+    /// Codes of four bits; only experts keep them as they are.
+    Mxfp4(Mxfp4Blocks<'a>),
 }
 
 /// How the weights of a matrix are held.

@@ -12,6 +12,8 @@ pub struct StepSize {
     /// Tokens of the longest sequence.
     pub context: usize,
     pub heads: HeadShape,
+    /// Tables of cosines and sines.
+    pub rope_tables: usize,
     /// Width of the rows between layers.
     pub hidden: usize,
     /// Width of the rows inside of the feed-forward part.

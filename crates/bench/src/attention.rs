@@ -133,6 +133,7 @@ pub fn measure(kernels: &Kernels, pool: &ThreadPool, layout: &CacheLayout, shape
                 scale: 1.0 / (d as f32).sqrt(),
                 windows: layout.windows(),
                 context,
+                sinks: None,
                 out,
             })
             .collect();

@@ -3,9 +3,9 @@
 use anyhow::{Context, Result};
 use oscar_backend::{
     AttentionKernels, Backend, Benchmarks, BlockId, Calibrates, Candidate, Communicator, Divergence,
-    ExpertId, ExpertsShape, HeadHistory, HeadShape, HistoryRows, HostMatrix, LayerHeads, Pick, PrefillWave,
-    Product, Result as BackendResult, SequenceRows, Step, StepMemory, StepSize, StepTimes, Tap, View,
-    WeightFormat,
+    ExpertId, ExpertsShape, Feature, HeadHistory, HeadShape, HistoryRows, HostMatrix, LayerHeads, Pick,
+    PrefillWave, Product, Result as BackendResult, SequenceRows, Step, StepMemory, StepSize, StepTimes, Tap,
+    View, WeightFormat,
 };
 use oscar_codec::{CacheLayout, FullPageId, HeadRotations};
 use oscar_kernels_cpu::backend::{CpuBackend, CpuStep};
@@ -206,6 +206,10 @@ impl Backend for AnyBackend {
         on_device!(Self, self, multiplies_fp8())
     }
 
+    fn computes(&self, feature: Feature) -> bool {
+        on_device!(Self, self, computes(feature))
+    }
+
     fn prefill_chunk(&self, heads: &HeadShape) -> usize {
         on_device!(Self, self, prefill_chunk(heads))
     }
@@ -337,8 +341,8 @@ type Vector = <AnyBackend as Backend>::Vector;
 type Experts = <AnyBackend as Backend>::Experts;
 
 impl Step<AnyBackend> for AnyStep<'_> {
-    fn embed(&mut self, table: &Matrix, tokens: &[u32], out: &mut Rows) -> BackendResult<()> {
-        on_device!(Self, self, embed(&table, tokens, &mut out))
+    fn embed(&mut self, table: &Matrix, tokens: &[u32], scale: f32, out: &mut Rows) -> BackendResult<()> {
+        on_device!(Self, self, embed(&table, tokens, scale, &mut out))
     }
 
     fn select(&mut self, x: &Rows, rows: &[usize], out: &mut Rows) -> BackendResult<()> {
@@ -346,15 +350,18 @@ impl Step<AnyBackend> for AnyStep<'_> {
     }
 
     fn product(&mut self, product: Product<'_, AnyBackend>, x: &Rows, out: &mut Rows) -> BackendResult<()> {
-        let Product { weight, norm, output } = product;
+        let Product { weight, norm, output, result_norm } = product;
         match self {
             Self::Cpu(step) => {
-                let norm = norm.map(|(norm, eps)| (norm.cpu(), eps));
-                step.product(Product { weight: weight.cpu(), norm, output }, x.cpu(), out.cpu_mut())
+                let [norm, result_norm] = [norm, result_norm].map(|n| n.map(|(norm, eps)| (norm.cpu(), eps)));
+                let product = Product { weight: weight.cpu(), norm, output, result_norm };
+                step.product(product, x.cpu(), out.cpu_mut())
             }
             Self::Cuda(step) => {
-                let norm = norm.map(|(norm, eps)| (norm.cuda(), eps));
-                step.product(Product { weight: weight.cuda(), norm, output }, x.cuda(), out.cuda_mut())
+                let [norm, result_norm] =
+                    [norm, result_norm].map(|n| n.map(|(norm, eps)| (norm.cuda(), eps)));
+                let product = Product { weight: weight.cuda(), norm, output, result_norm };
+                step.product(product, x.cuda(), out.cuda_mut())
             }
         }
     }
@@ -374,18 +381,18 @@ impl Step<AnyBackend> for AnyStep<'_> {
         out: &mut Rows,
         tap: Option<&mut dyn Tap>,
     ) -> BackendResult<()> {
-        let LayerHeads { layer, qk_norm, rope, rotation } = heads;
+        let LayerHeads { layer, qk_norm, rope, rotation, window, sinks } = heads;
         match self {
             Self::Cpu(step) => {
                 let qk_norm = qk_norm.map(|(q, k)| (q.cpu(), k.cpu()));
-                let (rope, rotation) = (rope.cpu(), rotation.map(On::cpu));
-                let heads = LayerHeads { layer, qk_norm, rope, rotation };
+                let (rope, rotation, sinks) = (rope.cpu(), rotation.map(On::cpu), sinks.map(On::cpu));
+                let heads = LayerHeads { layer, qk_norm, rope, rotation, window, sinks };
                 step.attend(heads, qkv.cpu_mut(), out.cpu_mut(), tap)
             }
             Self::Cuda(step) => {
                 let qk_norm = qk_norm.map(|(q, k)| (q.cuda(), k.cuda()));
-                let (rope, rotation) = (rope.cuda(), rotation.map(On::cuda));
-                let heads = LayerHeads { layer, qk_norm, rope, rotation };
+                let (rope, rotation, sinks) = (rope.cuda(), rotation.map(On::cuda), sinks.map(On::cuda));
+                let heads = LayerHeads { layer, qk_norm, rope, rotation, window, sinks };
                 step.attend(heads, qkv.cuda_mut(), out.cuda_mut(), tap)
             }
         }

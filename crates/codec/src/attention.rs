@@ -52,6 +52,13 @@ impl AttentionState {
         }
     }
 
+    /// Adds an attention sink: one more score in the softmax, without a value. Centred keys
+    /// (`k − μ`) take `scale·q·μ` off every score, so the caller takes it off the sink too.
+    pub fn add_sink(&mut self, score: f32) {
+        self.rescale(score);
+        self.sum += (score - self.max).exp();
+    }
+
     /// The attention output; zeros if nothing was read.
     pub fn finish(&self, out: &mut [f32]) {
         let norm = if self.sum > 0.0 { 1.0 / self.sum } else { 0.0 };
@@ -125,8 +132,8 @@ impl PagedContext<'_> {
 /// [`Windows`].
 ///
 /// # Panics
-/// If a page that the rule needs is absent. That is a bug in the caller's bookkeeping, never caused
-/// by user input.
+/// If a page that the rule needs is absent, or a layer with a sliding window has a view. That is a
+/// bug in the caller's bookkeeping, never caused by user input.
 pub fn attend_context(
     query: &[f32],
     scale: f32,
@@ -137,7 +144,8 @@ pub fn attend_context(
     let mut state = AttentionState::empty(query.len());
     let sink = windows.sink();
     let (shift, hole) = context.compaction(sink);
-    let end = position + 1 - shift;
+    let (first, end) = (windows.first_visible(position), position + 1 - shift);
+    assert!(first == 0 || context.view.is_none(), "a sliding window over a view");
     let boundary = |side| (windows.side_boundary(side, position) - shift).max(context.coded_until());
     let (key, value) = (boundary(Side::Key), boundary(Side::Value));
     let row_by_row = context.coded_codec.token_groups(Side::Key).is_none();
@@ -150,6 +158,7 @@ pub fn attend_context(
         (Reading { keys_coded: false, values_coded: false }, either..end),
     ];
     for (reading, range) in pieces {
+        let range = range.start.max(first)..range.end;
         if (reading.keys_coded || reading.values_coded) && !context.coded_codec.keeps_history() {
             continue;
         }

@@ -24,8 +24,11 @@ pub fn key_weights(
     let (shift, hole) = context.compaction(windows.sink());
     let end = position + 1 - shift;
     let boundary = (windows.side_boundary(Side::Key, position) - shift).max(context.coded_until());
+    let first = windows.first_visible(position);
     let is_read = |place: usize| {
-        !hole.contains(&place) && over.is_none_or(|over| over.iter().any(|range| range.contains(&place)))
+        place >= first
+            && !hole.contains(&place)
+            && over.is_none_or(|over| over.iter().any(|range| range.contains(&place)))
     };
     let mut row = vec![0.0; query.len()];
     let scores: Vec<f32> = (0..end)

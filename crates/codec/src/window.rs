@@ -8,6 +8,10 @@
 //! Keys and values have the same boundary, except in methods that publish different ones: KIVI and
 //! Kitty quantize keys a whole group of tokens at a time while their values slide. Those have one
 //! boundary for each side.
+//!
+//! A layer with a sliding window of `w` tokens reads fewer positions, by the same rule otherwise: the
+//! query at `t` sees `j > t − w`, itself included ([`Windows::first_visible`]). The sink leaves such
+//! a window like any other position.
 
 use crate::error::{CodecError, Result};
 use crate::page::{Side, TILE_TOKENS};
@@ -26,12 +30,14 @@ pub struct Windows {
     sink: usize,
     key: Tail,
     value: Tail,
+    /// Positions that a query of the layer sees, itself among them; all if absent.
+    sliding: Option<usize>,
 }
 
 impl Default for Windows {
     fn default() -> Self {
         let tail = Tail { recent: 256, unit: TILE_TOKENS };
-        Self { sink: 64, key: tail, value: tail }
+        Self { sink: 64, key: tail, value: tail, sliding: None }
     }
 }
 
@@ -72,13 +78,24 @@ impl Windows {
                 key.unit, value.unit
             )));
         }
-        Ok(Self { sink, key, value })
+        Ok(Self { sink, key, value, sliding: None })
     }
 
     /// Everything stays in full precision.
     pub fn unlimited() -> Self {
         let tail = Tail { recent: usize::MAX / 2, unit: TILE_TOKENS };
-        Self { sink: 0, key: tail, value: tail }
+        Self { sink: 0, key: tail, value: tail, sliding: None }
+    }
+
+    /// The windows of a layer whose queries see only the last `window` positions, their own among
+    /// them; all positions if absent.
+    pub fn sliding(self, window: Option<usize>) -> Self {
+        Self { sliding: window, ..self }
+    }
+
+    /// First position that the query at position `t` sees.
+    pub fn first_visible(&self, t: usize) -> usize {
+        self.sliding.map_or(0, |window| (t + 1).saturating_sub(window))
     }
 
     pub fn sink(&self) -> usize {
@@ -128,12 +145,12 @@ impl Windows {
 
     /// Whether the query at `t` reads both key and value of position `j ≤ t` quantized.
     pub fn reads_code(&self, t: usize, j: usize) -> bool {
-        j >= self.sink && j < self.boundary(t)
+        j >= self.sink && j >= self.first_visible(t) && j < self.boundary(t)
     }
 
     /// Whether the query at `t` reads that side of position `j ≤ t` quantized.
     pub fn reads_side_as_code(&self, side: Side, t: usize, j: usize) -> bool {
-        j >= self.sink && j < self.side_boundary(side, t)
+        j >= self.sink && j >= self.first_visible(t) && j < self.side_boundary(side, t)
     }
 }
 
@@ -174,6 +191,21 @@ mod tests {
         assert!(Windows::new(64, 0).is_err());
         assert!(Windows::with_unit(64, 128, 24).is_err());
         assert_eq!(Windows::new(0, 1).unwrap().boundary(99), 96);
+    }
+
+    #[test]
+    fn a_sliding_window_counts_the_query_itself() {
+        let w = Windows::new(16, 32).unwrap();
+        assert_eq!([0, 7, 1000].map(|t| w.first_visible(t)), [0; 3]);
+        let sliding = w.sliding(Some(8));
+        assert_eq!([0, 7, 8, 1000].map(|t| sliding.first_visible(t)), [0, 0, 1, 993]);
+        assert_eq!(sliding.boundary(1000), w.boundary(1000), "which positions are coded stays the same");
+        let wide = w.sliding(Some(100));
+        for t in 0..300 {
+            for j in 0..=t {
+                assert_eq!(wide.reads_code(t, j), w.reads_code(t, j) && j + 100 > t, "{t} {j}");
+            }
+        }
     }
 
     /// KIVI's residual of 128: the key tail grows to 128 tokens and is flushed whole, values slide.

@@ -35,6 +35,7 @@ impl RowCap {
     /// Says why this cache, device or policy cannot be capped.
     pub fn new<B: Backend>(runner: &Runner<B>, policy: Policy, block: usize) -> Result<Self, String> {
         let layout = runner.layout();
+        runner.config().evicts_rows()?;
         layout.evicts_rows()?;
         if !runner.backend().evicts_rows() {
             return Err(oscar_backend::eviction_refusal(runner.backend()).to_string());

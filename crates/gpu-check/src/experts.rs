@@ -3,7 +3,7 @@
 use crate::{Extent, Numbers, Report, download, largest_difference, upload, without_cache};
 use anyhow::Result;
 use oscar_backend::{
-    Backend, ExpertFormat, ExpertId, ExpertsShape, Fp8Blocks, HostMatrix, HostValues, RouterRule,
+    Backend, ExpertFormat, ExpertId, ExpertsShape, Fp8Blocks, Gate, HostMatrix, HostValues, RouterRule,
     RouterScores, ScaleGrid, Step, route,
 };
 use oscar_kernels_cuda::CudaBackend;
@@ -94,8 +94,18 @@ fn one(gpu: &CudaBackend, numbers: &mut Numbers, case: &Case, report: &mut Repor
     let correction = numbers.vector(experts);
     let correction = sigmoid.then_some(correction.as_slice());
     let (norm, values, eps) = (numbers.vector(hidden), numbers.vector(rows * hidden), 1e-3f32);
-    let shape =
-        ExpertsShape { experts, hidden, width, shared_width, format, rule, router: &router, correction };
+    let shape = ExpertsShape {
+        experts,
+        hidden,
+        width,
+        shared_width,
+        format,
+        rule,
+        gate: Gate::Silu,
+        router: &router,
+        correction,
+        router_bias: None,
+    };
     let mut on_gpu = gpu.make_experts(&shape)?;
     let shared = (shared_width > 0).then_some((ExpertId::Shared, shared_width));
     let ids: Vec<_> = (0..experts).map(|e| (ExpertId::Routed(e), width)).chain(shared).collect();

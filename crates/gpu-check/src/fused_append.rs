@@ -158,6 +158,8 @@ fn run(gpu: &CudaBackend, case: &Case, steps: usize, seed: u64, report: &mut Rep
         qk_norm: case.normed.then_some((&norms.0, &norms.1)),
         rope: &rope,
         rotation: case.rotated.then_some(&layer),
+        window: None,
+        sinks: None,
     };
     let width = (shape.query_heads + 2 * KV_HEADS) * d;
     let (mut together, mut apart) = (Way::new(gpu, case)?, Way::new(gpu, case)?);

@@ -160,7 +160,14 @@ impl<'a, B: Backend<Pool: Inspected>> Growing<'a, B> {
         let mut found = Vec::new();
         let mut step = gpu.step(&rows, pool)?;
         for (layer, qkv) in projected.iter_mut().enumerate() {
-            let heads = LayerHeads { layer, qk_norm: None, rope: &self.rope, rotation: None };
+            let heads = LayerHeads {
+                layer,
+                qk_norm: None,
+                rope: &self.rope,
+                rotation: None,
+                window: None,
+                sinks: None,
+            };
             step.attend(heads, qkv, &mut self.attended, None)?;
             found.push(read_all::<B>(&mut step, &self.attended, step_rows.iter().sum())?);
         }

@@ -103,7 +103,7 @@ impl Appended {
         let norms = (gpu.vector(&self.query_norm)?, gpu.vector(&self.key_norm)?);
         let mut step = gpu.step(&sequence, &mut pool)?;
         let (qk_norm, rotation) = (Some((&norms.0, &norms.1)), rotated.then_some(&layer));
-        let heads = LayerHeads { layer: 0, qk_norm, rope: &rope, rotation };
+        let heads = LayerHeads { layer: 0, qk_norm, rope: &rope, rotation, window: None, sinks: None };
         step.append(&heads, &mut qkv, &mut queries, tapped)?;
         let found = read_all::<CudaBackend>(&mut step, &queries, rows)?;
         step.finish()?;

@@ -198,7 +198,7 @@ fn upload<B: Backend>(gpu: &B, values: &[f32], width: usize) -> Result<B::Rows> 
     })?;
     let tokens: Vec<u32> = (0..count as u32).collect();
     let mut rows = gpu.rows(width);
-    without_cache(gpu, |step| Ok(step.embed(&table, &tokens, &mut rows)?))?;
+    without_cache(gpu, |step| Ok(step.embed(&table, &tokens, 1.0, &mut rows)?))?;
     Ok(rows)
 }
 

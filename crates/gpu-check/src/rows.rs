@@ -3,7 +3,8 @@
 use crate::{Extent, Numbers, Part, Report, download, largest_difference, upload, without_cache};
 use anyhow::Result;
 use oscar_backend::{
-    Backend, Fp8Matrix, HostMatrix, HostValues, Output, Product, Step, TappedRows, WeightFormat, fp8_blocks,
+    Backend, Fp8Matrix, Gate, HostMatrix, HostValues, Output, Product, Step, TappedRows, WeightFormat,
+    fp8_blocks,
 };
 use oscar_kernels_cuda::CudaBackend;
 use oscar_kernels_cuda::CudaRows;
@@ -271,17 +272,17 @@ fn fused_products(
             };
             let (mut out, mut gated) = (gpu.rows(outputs), gpu.rows(outputs / 2));
             let run = |norm, output, out: &mut CudaRows| {
-                let product = Product { weight: &matrix, norm, output };
+                let product = Product { weight: &matrix, norm, output, result_norm: None };
                 without_cache(gpu, |step| Ok(step.product(product, &x, out)?))
             };
             let norm = Some((&norm_vector, eps));
             run(norm, Output::Replace, &mut out)?;
             let expected = product(&normed);
             case("norm and linear", &download(gpu, &out, rows)?, &expected, allowed);
-            run(None, Output::Gated, &mut gated)?;
+            run(None, Output::Gated(Gate::Silu), &mut gated)?;
             let sums = product(&plain);
             case("linear and gate", &download(gpu, &gated, rows)?, &gate(&sums), of_gate(&sums));
-            run(norm, Output::Gated, &mut gated)?;
+            run(norm, Output::Gated(Gate::Silu), &mut gated)?;
             case(
                 "norm, linear and gate",
                 &download(gpu, &gated, rows)?,

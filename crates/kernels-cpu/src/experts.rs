@@ -6,7 +6,7 @@
 //! ascending id into the residual. So there are no partial sums and no atomics, and the result of a
 //! row depends on that row alone.
 
-use oscar_backend::{RouterRule, route};
+use oscar_backend::{Gate, RouterRule, route};
 
 use crate::buffer::Buffer;
 use crate::disjoint::Disjoint;
@@ -24,6 +24,8 @@ pub struct Expert {
     pub gate: ExpertMatrix,
     pub up: ExpertMatrix,
     pub down: ExpertMatrix,
+    /// Of gate, up and down, where the family has them.
+    pub biases: [Option<Vec<f32>>; 3],
 }
 
 impl Expert {
@@ -107,6 +109,7 @@ pub struct ExpertStep<'a> {
     pub kernels: &'static Kernels,
     pub pool: &'a ThreadPool,
     pub activations: Activations,
+    pub gate: Gate,
     /// The experts, the shared one last.
     pub experts: &'a dyn ExpertTable,
     pub slots: &'a Slots,
@@ -213,8 +216,11 @@ impl ExpertStep<'_> {
                     for (row, slot) in tile.enumerate() {
                         let mut gated = [0.0; GROUP];
                         let gated = &mut gated[..columns.len()];
-                        let (gate, up) = (gates.row(row, parts), ups.row(row, parts));
-                        self.kernels.swiglu_row(&gate[..columns.len()], &up[..columns.len()], gated);
+                        let (mut gate, mut up) = (gates.row(row, parts), ups.row(row, parts));
+                        add_bias(&mut gate, &expert.biases[0], &columns);
+                        add_bias(&mut up, &expert.biases[1], &columns);
+                        let (gate, up) = (&gate[..columns.len()], &up[..columns.len()]);
+                        self.kernels.gate_row(self.gate, gate, up, gated);
                         let place = slot * parts * stride;
                         // SAFETY: a task owns these columns of the slots of its expert; the ranges of
                         // a slot's two rows do not overlap those of other slots and columns.
@@ -283,7 +289,8 @@ impl ExpertStep<'_> {
                             let start = row as usize * hidden;
                             // SAFETY: a task owns these columns of all rows.
                             let x = unsafe { x.part(start + columns.start..start + columns.end) };
-                            let sum = sums.row(index, parts);
+                            let mut sum = sums.row(index, parts);
+                            add_bias(&mut sum, &expert.biases[2], &columns);
                             x.iter_mut().zip(&sum).for_each(|(x, sum)| *x += weight * sum);
                         }
                     }
@@ -302,6 +309,13 @@ impl ExpertStep<'_> {
         let mut tile = Tile { weights, blocks, steps, x, x_stride, rows, sums: &mut sums.0 };
         // SAFETY: `Kernels` exist only for variants this processor can run.
         unsafe { kernel(&mut tile) };
+    }
+}
+
+/// Adds these columns of a bias to sums.
+fn add_bias(sums: &mut [f32; GROUP], bias: &Option<Vec<f32>>, columns: &Range<usize>) {
+    if let Some(bias) = bias {
+        sums.iter_mut().zip(&bias[columns.clone()]).for_each(|(sum, bias)| *sum += bias);
     }
 }
 

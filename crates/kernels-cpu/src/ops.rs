@@ -10,6 +10,7 @@ pub(crate) mod gram;
 mod portable;
 
 use half::bf16;
+use oscar_backend::Gate;
 
 use crate::kernels::Kernels;
 use crate::pool::ThreadPool;
@@ -26,9 +27,12 @@ pub(crate) struct OpsKernels {
     rope_row: unsafe fn(&mut [f32], &[f32], &[f32]),
     add: unsafe fn(&mut [f32], &[f32]),
     swiglu: unsafe fn(&[f32], &[f32], &mut [f32]),
+    gelu_tanh: unsafe fn(&[f32], &[f32], &mut [f32]),
+    clamped: unsafe fn(&[f32], &[f32], &mut [f32]),
     to_bf16: unsafe fn(&[f32], &mut [bf16]),
     from_bf16: unsafe fn(&[bf16], &mut [f32]),
     expand_fp8: unsafe fn(&[u8], &[f32; 16], &mut [u32]),
+    expand_mxfp4: unsafe fn(&[u8], &[f32; 16], &mut [u32]),
 }
 
 /// Compiles the portable bodies for an instruction set.
@@ -37,8 +41,18 @@ macro_rules! compiled_for {
         pub(crate) mod $variant {
             use super::{OpsKernels, bf16, portable};
 
-            pub(crate) const KERNELS: OpsKernels =
-                OpsKernels { rms_norm_row, rope_row, add, swiglu, to_bf16, from_bf16, expand_fp8 };
+            pub(crate) const KERNELS: OpsKernels = OpsKernels {
+                rms_norm_row,
+                rope_row,
+                add,
+                swiglu,
+                gelu_tanh,
+                clamped,
+                to_bf16,
+                from_bf16,
+                expand_fp8,
+                expand_mxfp4,
+            };
 
             $(#[target_feature(enable = $features)])?
             fn rms_norm_row(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
@@ -57,6 +71,14 @@ macro_rules! compiled_for {
                 portable::swiglu(gate, up, out);
             }
             $(#[target_feature(enable = $features)])?
+            fn gelu_tanh(gate: &[f32], up: &[f32], out: &mut [f32]) {
+                portable::gelu_tanh(gate, up, out);
+            }
+            $(#[target_feature(enable = $features)])?
+            fn clamped(gate: &[f32], up: &[f32], out: &mut [f32]) {
+                portable::clamped(gate, up, out);
+            }
+            $(#[target_feature(enable = $features)])?
             fn to_bf16(x: &[f32], out: &mut [bf16]) {
                 portable::to_bf16(x, out);
             }
@@ -67,6 +89,10 @@ macro_rules! compiled_for {
             $(#[target_feature(enable = $features)])?
             fn expand_fp8(codes: &[u8], scales: &[f32; 16], words: &mut [u32]) {
                 portable::expand_fp8(codes, scales, words);
+            }
+            $(#[target_feature(enable = $features)])?
+            fn expand_mxfp4(codes: &[u8], factors: &[f32; 16], words: &mut [u32]) {
+                portable::expand_mxfp4(codes, factors, words);
             }
         }
     };
@@ -135,27 +161,19 @@ impl Kernels {
         });
     }
 
-    /// `out = silu(gate) · up` with `silu(g) = g / (1 + exp(-g))`, element by element.
+    /// What `gate` makes of two rows, element by element, on this thread: see [`Gate::apply`].
     ///
     /// # Panics
     /// If the lengths differ.
-    pub fn swiglu(&self, pool: &ThreadPool, gate: &[f32], up: &[f32], out: &mut [f32]) {
+    pub fn gate_row(&self, kind: Gate, gate: &[f32], up: &[f32], out: &mut [f32]) {
         assert!(gate.len() == out.len() && up.len() == out.len(), "gate, up and out must be of one length");
-        pool.run_chunks(out, TASK_ELEMENTS, |index, out| {
-            let part = index * TASK_ELEMENTS..index * TASK_ELEMENTS + out.len();
-            // SAFETY: see above.
-            unsafe { (self.ops.swiglu)(&gate[part.clone()], &up[part], out) };
-        });
-    }
-
-    /// [`Kernels::swiglu`] of one row, on this thread.
-    ///
-    /// # Panics
-    /// If the lengths differ.
-    pub fn swiglu_row(&self, gate: &[f32], up: &[f32], out: &mut [f32]) {
-        assert!(gate.len() == out.len() && up.len() == out.len(), "gate, up and out must be of one length");
+        let kernel = match kind {
+            Gate::Silu => self.ops.swiglu,
+            Gate::GeluTanh => self.ops.gelu_tanh,
+            Gate::Clamped => self.ops.clamped,
+        };
         // SAFETY: see above.
-        unsafe { (self.ops.swiglu)(gate, up, out) };
+        unsafe { kernel(gate, up, out) };
     }
 
     /// Expands steps of FP8 codes, `[16 outputs][2 inputs]`, into pairs of BF16: `code · scale` of
@@ -172,12 +190,26 @@ impl Kernels {
         unsafe { (self.ops.expand_fp8)(codes, scales, words) };
     }
 
-    /// [`Kernels::swiglu`] on rows that hold `width` gate values followed by `width` up values, as
+    /// Expands steps of MXFP4 codes, a byte of two inputs for each of 16 outputs, into pairs of BF16:
+    /// `code · factor` of its output, which is exact.
+    ///
+    /// # Panics
+    /// If `words` is not as long as `codes`, or not whole steps.
+    pub fn expand_mxfp4(&self, codes: &[u8], factors: &[f32; 16], words: &mut [u32]) {
+        assert!(
+            codes.len() == words.len() && words.len().is_multiple_of(16),
+            "a word for every byte, in whole steps"
+        );
+        // SAFETY: see above.
+        unsafe { (self.ops.expand_mxfp4)(codes, factors, words) };
+    }
+
+    /// [`Kernels::gate_row`] on rows that hold `width` gate values followed by `width` up values, as
     /// one fused matrix product leaves them.
     ///
     /// # Panics
     /// If `out` is not whole rows of `width`, or `gate_up` not twice as long.
-    pub fn swiglu_rows(&self, pool: &ThreadPool, gate_up: &[f32], width: usize, out: &mut [f32]) {
+    pub fn gate_rows(&self, pool: &ThreadPool, kind: Gate, gate_up: &[f32], width: usize, out: &mut [f32]) {
         assert!(width > 0 && out.len().is_multiple_of(width), "out must be whole rows of {width}");
         assert_eq!(gate_up.len(), 2 * out.len(), "gate_up must hold gate and up for every output");
         let rows = rows_per_task(width);
@@ -185,8 +217,7 @@ impl Kernels {
             let gate_up = &gate_up[2 * index * rows * width..][..2 * out.len()];
             for (gate_up, out) in gate_up.chunks_exact(2 * width).zip(out.chunks_exact_mut(width)) {
                 let (gate, up) = gate_up.split_at(width);
-                // SAFETY: see above.
-                unsafe { (self.ops.swiglu)(gate, up, out) };
+                self.gate_row(kind, gate, up, out);
             }
         });
     }

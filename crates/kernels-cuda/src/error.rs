@@ -1,6 +1,6 @@
 //! Errors of the GPU, with advice.
 
-use oscar_backend::BackendError;
+use oscar_backend::{BackendError, Feature};
 
 /// A refusal of the driver, a library, the compiler or the device.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -38,6 +38,13 @@ pub enum CudaError {
 }
 
 pub type Result<T> = std::result::Result<T, CudaError>;
+
+impl CudaError {
+    /// The refusal of a part that has no kernels yet.
+    pub(crate) fn lacks(feature: Feature) -> Self {
+        Self::Unsupported(format!("there are no kernels for {feature}; use --device cpu"))
+    }
+}
 
 impl From<CudaError> for BackendError {
     fn from(error: CudaError) -> Self {

@@ -2,19 +2,24 @@
 //! code reads.
 //!
 //! Invariant: a `DecoderConfig` obtained here has passed [`DecoderConfig::validate`]; every size is
-//! positive, heads divide evenly, and the model attends to its whole context.
+//! positive, heads divide evenly, and a window is either masked layer by layer or masks nothing.
 
-use oscar_backend::RouterRule;
+use oscar_backend::{Feature, Gate, RouterRule};
 use serde::Deserialize;
 use serde_json::Value;
 
 use crate::error::LoadError;
-use crate::families::{glm4_moe, llama, minimax_m2, mistral, mixtral, qwen2, qwen3, qwen3_moe};
+use crate::families::{
+    gemma3, glm4_moe, gpt_oss, llama, minimax_m2, mistral, mixtral, qwen2, qwen3, qwen3_moe,
+};
 use crate::fp8;
 use crate::rope::RopeConfig;
 use crate::source::ModelSource;
 use crate::tensor::WeightDtype;
 use crate::tensor_names::ExpertNames;
+
+/// More layers are refused as those of a corrupt file.
+pub(crate) const MOST_LAYERS: usize = 4096;
 
 /// The model families whose forward pass is implemented.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -27,10 +32,12 @@ pub enum Family {
     Mixtral,
     Glm4Moe,
     MiniMaxM2,
+    Gemma3,
+    GptOss,
 }
 
 impl Family {
-    pub const ALL: [Family; 8] = [
+    pub const ALL: [Family; 10] = [
         Family::Qwen3,
         Family::Qwen2,
         Family::Llama,
@@ -39,6 +46,8 @@ impl Family {
         Family::Mixtral,
         Family::Glm4Moe,
         Family::MiniMaxM2,
+        Family::Gemma3,
+        Family::GptOss,
     ];
 
     /// The class name in `architectures`.
@@ -52,7 +61,15 @@ impl Family {
             Self::Mixtral => mixtral::ARCHITECTURE,
             Self::Glm4Moe => glm4_moe::ARCHITECTURE,
             Self::MiniMaxM2 => minimax_m2::ARCHITECTURE,
+            Self::Gemma3 => gemma3::ARCHITECTURE,
+            Self::GptOss => gpt_oss::ARCHITECTURE,
         }
+    }
+
+    /// The class and the `model_type` of a model with further towers whose `text_config` is of this
+    /// family.
+    fn wrapper(self) -> Option<(&'static str, &'static str)> {
+        (self == Self::Gemma3).then_some(gemma3::WRAPPER)
     }
 
     /// The value of `model_type`.
@@ -66,6 +83,8 @@ impl Family {
             Self::Mixtral => mixtral::MODEL_TYPE,
             Self::Glm4Moe => glm4_moe::MODEL_TYPE,
             Self::MiniMaxM2 => minimax_m2::MODEL_TYPE,
+            Self::Gemma3 => gemma3::MODEL_TYPE,
+            Self::GptOss => gpt_oss::MODEL_TYPE,
         }
     }
 
@@ -75,10 +94,14 @@ impl Family {
         let architecture = header.architectures.as_deref().unwrap_or_default().first();
         let found = match (architecture, &header.model_type) {
             (Some(class), _) => {
-                Self::ALL.into_iter().find(|family| family.architecture() == class).ok_or(class)
+                let is_wrapped = |family: &Self| family.wrapper().is_some_and(|(name, _)| name == class);
+                let named = |family: &Self| family.architecture() == class || is_wrapped(family);
+                Self::ALL.into_iter().find(named).ok_or(class)
             }
             (None, Some(kind)) => {
-                Self::ALL.into_iter().find(|family| family.model_type() == kind).ok_or(kind)
+                let is_wrapped = |family: &Self| family.wrapper().is_some_and(|(_, name)| name == kind);
+                let named = |family: &Self| family.model_type() == kind || is_wrapped(family);
+                Self::ALL.into_iter().find(named).ok_or(kind)
             }
             (None, None) => {
                 return Err(LoadError::config_field("architectures", "is missing, and so is model_type"));
@@ -112,9 +135,24 @@ pub struct MoeConfig {
     pub rule: RouterRule,
     /// The router adds a correction to its scores when it chooses.
     pub correction: bool,
+    /// The router and the matrices of experts have biases.
+    pub biases: bool,
+    /// The file holds codes of four bits instead of the experts' weights.
+    pub mxfp4: bool,
     /// Layers with a dense feed-forward part instead, ascending.
     pub dense_layers: Vec<usize>,
     pub names: ExpertNames,
+}
+
+/// Layers whose queries see only the last positions.
+#[derive(Debug, Clone, PartialEq)]
+pub struct SlidingLayers {
+    /// Positions that a query sees, itself among them.
+    pub window: usize,
+    /// Ascending.
+    pub layers: Vec<usize>,
+    /// RoPE of these layers; the other layers' if absent.
+    pub rope: Option<RopeConfig>,
 }
 
 /// Everything that running a decoder-only transformer needs, for any family.
@@ -147,6 +185,20 @@ pub struct DecoderConfig {
     pub max_position_embeddings: usize,
     /// Always at least `max_position_embeddings`, so it never masks anything.
     pub sliding_window: Option<usize>,
+    /// Layers with a window that does mask; `None` if every layer sees the whole context.
+    pub sliding: Option<SlidingLayers>,
+    /// Factor of attention's scores; `1/√head_dim` if absent.
+    pub attention_scale: Option<f32>,
+    /// Every query head has one more score in its softmax, without a value.
+    pub attention_sinks: bool,
+    /// Added to the weights of every RMSNorm.
+    pub norm_offset: f32,
+    /// The results of attention and of the feed-forward part are normalized before they are added.
+    pub result_norms: bool,
+    /// Factor of the embedding.
+    pub embedding_scale: f32,
+    /// Between the products of a dense feed-forward part, and of every expert.
+    pub gate: Gate,
     pub eos_token_ids: Vec<u32>,
     pub bos_token_id: Option<u32>,
     /// The weight dtype that the file states; the tensors themselves decide.
@@ -204,9 +256,10 @@ impl DecoderConfig {
         let json_error = |source| LoadError::Json { file: "config.json".to_owned(), source };
         let header: Header = serde_json::from_slice(bytes).map_err(json_error)?;
         let family = Family::detect(&header)?;
-        if let Some(quantization) = &header.quantization_config {
-            fp8::check_config(quantization)?;
-        }
+        let method = header.quantization_config.as_ref().and_then(|q| q.get("quant_method"));
+        let mxfp4 = family == Family::GptOss && method.is_some_and(|method| method == "mxfp4");
+        let fp8 = header.quantization_config.as_ref().filter(|_| !mxfp4);
+        fp8.map_or(Ok(()), fp8::check_config)?;
         let mut config = match family {
             Family::Qwen3 => serde_json::from_slice::<qwen3::Qwen3Config>(bytes).map_err(json_error)?.lower(),
             Family::Qwen2 => serde_json::from_slice::<qwen2::Qwen2Config>(bytes).map_err(json_error)?.lower(),
@@ -226,8 +279,12 @@ impl DecoderConfig {
             Family::MiniMaxM2 => {
                 serde_json::from_slice::<minimax_m2::MiniMaxM2Config>(bytes).map_err(json_error)?.lower()
             }
+            Family::Gemma3 => gemma3::read(serde_json::from_slice(bytes).map_err(json_error)?),
+            Family::GptOss => {
+                serde_json::from_slice::<gpt_oss::GptOssConfig>(bytes).map_err(json_error)?.lower(mxfp4)
+            }
         }?;
-        config.fp8_weights = header.quantization_config.is_some();
+        config.fp8_weights = fp8.is_some();
         config.validate()?;
         Ok(config)
     }
@@ -250,6 +307,45 @@ impl DecoderConfig {
     /// Channels of a head that RoPE turns.
     pub fn rotary_width(&self) -> usize {
         self.rotary_dim.unwrap_or(self.head_dim)
+    }
+
+    /// Positions that a query of this layer sees; all if absent.
+    pub fn window_of(&self, layer: usize) -> Option<usize> {
+        let sliding = self.sliding.as_ref()?;
+        sliding.layers.binary_search(&layer).is_ok().then_some(sliding.window)
+    }
+
+    /// What sliding layers see and what is stored of them.
+    pub fn describe_sliding(&self) -> Option<String> {
+        let SlidingLayers { window, layers, .. } = self.sliding.as_ref()?;
+        Some(format!(
+            "{} of {} layers see the last {window} tokens only; their pages hold the whole history, like those \
+             of the other layers",
+            layers.len(),
+            self.layers
+        ))
+    }
+
+    /// What this model needs of a device beyond what all families need.
+    pub fn features(&self) -> Vec<Feature> {
+        let needed = [
+            (Feature::SlidingWindow, self.sliding.is_some()),
+            (Feature::AttentionSinks, self.attention_sinks),
+            (Feature::ResultNorm, self.result_norms),
+            (Feature::EmbeddingScale, self.embedding_scale != 1.0),
+            (Feature::OtherGates, self.gate != Gate::Silu),
+            (Feature::ExpertBiases, self.moe.as_ref().is_some_and(|moe| moe.biases)),
+        ];
+        needed.into_iter().filter(|(_, needed)| *needed).map(|(feature, _)| feature).collect()
+    }
+
+    /// Whether rows of the history can be evicted, and why not.
+    pub fn evicts_rows(&self) -> Result<(), &'static str> {
+        match self.sliding.is_some() || self.attention_sinks {
+            true => Err("the model has layers with sliding windows or attention sinks, whose rows are not \
+                         evicted: leave --evict and --kv-budget out"),
+            false => Ok(()),
+        }
     }
 
     /// The mixture of experts of a layer; `None` if the layer is dense.
@@ -275,7 +371,6 @@ impl DecoderConfig {
         // Generous bounds that keep every product of two sizes inside 64 bits and every list of
         // layers short.
         const LARGEST_SIZE: usize = 1 << 26;
-        const MOST_LAYERS: usize = 4096;
         // Positions are multiplied as f32, exact up to here.
         const MOST_POSITIONS: usize = 1 << 24;
         let sizes = [
@@ -324,6 +419,19 @@ impl DecoderConfig {
         }
         if !(self.rms_norm_eps.is_finite() && self.rms_norm_eps >= 0.0) {
             return Err(LoadError::config_field("rms_norm_eps", format!("is {}", self.rms_norm_eps)));
+        }
+        if let Some(SlidingLayers { window: 0, .. }) = &self.sliding {
+            return Err(LoadError::config_field("sliding_window", "is 0; a query must see at least itself"));
+        }
+        if self.result_norms && self.moe.is_some() {
+            return Err(LoadError::config_field("num_experts", "is given beside norms of results"));
+        }
+        let scales =
+            [("query_pre_attn_scalar", self.attention_scale), ("hidden_size", Some(self.embedding_scale))];
+        for (field, scale) in scales {
+            if scale.is_some_and(|scale| !(scale.is_finite() && scale > 0.0)) {
+                return Err(LoadError::config_field(field, format!("gives a factor of {scale:?}")));
+            }
         }
         match self.sliding_window {
             Some(window) if window < self.max_position_embeddings => {

@@ -86,6 +86,9 @@ pub enum LoadError {
     #[error("tensor `{name}` is {dtype}; only BF16, F16 and F32 weights are read")]
     UnsupportedDtype { name: String, dtype: String },
 
+    #[error("{name} is {dtype}; codes and scales of MXFP4 are U8")]
+    PackedDtype { name: String, dtype: String },
+
     #[error(
         "tensor `{name}` holds weights that are no numbers (NaN or infinite); the file is damaged, download it again"
     )]

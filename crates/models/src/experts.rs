@@ -2,14 +2,15 @@
 //! layer exists.
 
 use oscar_backend::{
-    Backend, BackendError, Benchmarks, ExpertFormat, ExpertId, ExpertsShape, HostMatrix, HostValues,
-    ScaleGrid, WeightFormat,
+    Backend, BackendError, Benchmarks, ExpertFormat, ExpertId, ExpertsShape, Gate, HostMatrix, HostValues,
+    MXFP4_GROUP, ScaleGrid, WeightFormat,
 };
 use oscar_codec::random::SplitMix64;
 
 use crate::config::{DecoderConfig, MoeConfig};
+use crate::fused;
 use crate::matrices::{Holding, MatrixView};
-use crate::tensor_names::Projection;
+use crate::tensor_names::{ExpertNames, Projection};
 use crate::transformer::BuildError;
 use crate::weights::Weights;
 
@@ -26,9 +27,22 @@ impl MoeConfig {
         format: ExpertFormat,
         router: &'a [f32],
         correction: Option<&'a [f32]>,
+        router_bias: Option<&'a [f32]>,
+        gate: Gate,
     ) -> ExpertsShape<'a> {
         let Self { experts, width, shared_width, rule, .. } = *self;
-        ExpertsShape { experts, hidden, width, shared_width, format, rule, router, correction }
+        ExpertsShape {
+            experts,
+            hidden,
+            width,
+            shared_width,
+            format,
+            rule,
+            gate,
+            router,
+            correction,
+            router_bias,
+        }
     }
 }
 
@@ -39,6 +53,9 @@ impl Weights {
         let Some(moe) = config.moe_of(layer) else { return ExpertFormat::Bf16 };
         if self.wanted() == Some(WeightFormat::Bf16) {
             return ExpertFormat::Bf16;
+        }
+        if moe.names == ExpertNames::Fused {
+            return if moe.mxfp4 { ExpertFormat::Mxfp4 } else { ExpertFormat::Bf16 };
         }
         let parts = moe.ids().flat_map(|id| Projection::FEED_FORWARD.map(|part| (id, part)));
         let mut grids = parts.map(|(id, part)| self.scale_grid(&self.names().expert(layer, moe, id, part)));
@@ -62,12 +79,16 @@ impl Weights {
         let bytes = |width: usize| -> usize {
             let shapes =
                 [[width, config.hidden_size], [width, config.hidden_size], [config.hidden_size, width]];
+            if format == ExpertFormat::Mxfp4 && holding.fp8_experts {
+                return shapes.iter().map(|&[n, k]| n * k / 2 + n * k / MXFP4_GROUP).sum();
+            }
             let scales =
                 |[n, k]: [usize; 2]| grid.map_or(0, |grid| 4 * grid.shape(n, k).iter().product::<usize>());
             shapes.iter().map(|&[n, k]| n * k * element + scales([n, k])).sum()
         };
         let shared = if moe.shared_width > 0 { bytes(moe.shared_width) } else { 0 };
-        moe.experts * (bytes(moe.width) + 4 * config.hidden_size) + shared
+        let biases = if moe.biases { 4 * (2 * moe.width + config.hidden_size) } else { 0 };
+        moe.experts * (bytes(moe.width) + biases + 4 * config.hidden_size) + shared
     }
 }
 
@@ -85,9 +106,24 @@ pub(crate) fn load<B: Backend>(
         true => Some(weights.vector(&names.correction(layer, moe))?),
         false => None,
     };
+    let router_bias = match moe.biases {
+        true => Some(weights.vector(&names.router_bias(layer))?),
+        false => None,
+    };
     let format = weights.expert_format(config, layer);
-    let shape = moe.experts_shape(config.hidden_size, format, &router, correction.as_deref());
+    let shape = moe.experts_shape(
+        config.hidden_size,
+        format,
+        &router,
+        correction.as_deref(),
+        router_bias.as_deref(),
+        config.gate,
+    );
     let mut experts = backend.experts(&shape)?;
+    if moe.names == ExpertNames::Fused {
+        fused::load(backend, config, moe, weights, layer, &mut experts)?;
+        return Ok(experts);
+    }
     for id in moe.ids() {
         let views = Projection::FEED_FORWARD.map(|part| weights.matrix(&names.expert(layer, moe, id, part)));
         let [gate, up, down] = views;
@@ -125,12 +161,13 @@ pub(crate) fn load<B: Backend>(
 /// with 0 all are about equally frequent.
 pub(crate) fn random<B: Benchmarks>(
     backend: &B,
+    config: &DecoderConfig,
     moe: &MoeConfig,
-    hidden: usize,
     weights: WeightFormat,
     skew: f32,
     layer: usize,
 ) -> Result<B::Experts, BuildError> {
+    let (hidden, gate) = (config.hidden_size, config.gate);
     let mut random = SplitMix64::new(layer as u64 ^ 0x0e1e_c7ed);
     let amplitude = oscar_backend::random_amplitude(hidden);
     let router: Vec<f32> = (0..moe.experts * hidden).map(|_| random.symmetric() * amplitude).collect();
@@ -144,7 +181,7 @@ pub(crate) fn random<B: Benchmarks>(
         WeightFormat::Bf16 => ExpertFormat::Bf16,
         WeightFormat::Fp8 => ExpertFormat::Fp8Blocks,
     };
-    let shape = moe.experts_shape(hidden, format, &router, corrected);
+    let shape = moe.experts_shape(hidden, format, &router, corrected, None, gate);
     let ids: Vec<ExpertId> = moe.ids().collect();
     Ok(backend.random_experts(&shape, &ids, layer as u64)?)
 }

@@ -13,6 +13,7 @@ use oscar_backend::{FP8_BLOCK, Fp8Blocks, Fp8Matrix, ScaleGrid};
 use serde_json::Value;
 
 use crate::error::LoadError;
+use crate::fused;
 use crate::tensor::TensorView;
 
 /// Endings of the tensor names that FP8 checkpoints have beside `.weight`.
@@ -98,7 +99,8 @@ pub(crate) fn scale_names(weight: &str) -> impl Iterator<Item = String> {
 
 /// Whether this tensor belongs to the quantization of a parameter and is no parameter itself.
 pub(crate) fn belongs_to_quantization(name: &str) -> bool {
-    SCALE_ENDINGS.iter().any(|ending| name.ends_with(ending)) || name.ends_with(INPUT_SCALE_ENDING)
+    let scales = SCALE_ENDINGS.iter().any(|ending| name.ends_with(ending));
+    scales || name.ends_with(INPUT_SCALE_ENDING) || fused::is_scales(name)
 }
 
 /// The scales of a matrix, or a description of what is wrong with the scale tensor.

@@ -16,6 +16,7 @@ mod families;
 mod fingerprint;
 mod fold;
 mod fp8;
+mod fused;
 mod generation;
 #[cfg(feature = "hub")]
 pub mod hub;
@@ -35,7 +36,7 @@ pub mod tiny;
 mod transformer;
 mod weights;
 
-pub use config::{DecoderConfig, Family, MoeConfig, QkNorm};
+pub use config::{DecoderConfig, Family, MoeConfig, QkNorm, SlidingLayers};
 pub use error::{LineList, LoadError};
 pub use fp8::Fp8Weights;
 pub use generation::GenerationConfig;

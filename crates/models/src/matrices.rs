@@ -185,7 +185,7 @@ impl Weights {
             }
         }
         let mixtures = (0..config.layers).filter(|&layer| config.moe_of(layer).is_some());
-        let formats: Vec<WeightFormat> = mixtures.map(|l| self.expert_format(config, l).weights()).collect();
+        let formats: Vec<_> = mixtures.filter_map(|l| self.expert_format(config, l).weights()).collect();
         if !formats.is_empty() {
             let coded = formats.iter().all(|format| *format == WeightFormat::Fp8);
             if coded { &mut kept } else { &mut expanded }.push(EXPERTS.to_owned());

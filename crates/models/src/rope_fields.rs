@@ -44,6 +44,11 @@ struct ScalingFields {
 }
 
 impl RopeFields {
+    /// A base without scaling.
+    pub(crate) fn of_theta(theta: f64) -> Self {
+        Self { rope_theta: Some(theta), ..Self::default() }
+    }
+
     /// Base and scaling, and the channels of a head that turn unless all do.
     pub(crate) fn lower(
         self,

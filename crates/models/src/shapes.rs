@@ -1,6 +1,6 @@
 //! Shapes of published models, for benchmarks that need a model's sizes but not its weights.
 
-use oscar_backend::{HeadShape, RouterRule, RouterScores, StepSize};
+use oscar_backend::{Gate, HeadShape, RouterRule, RouterScores, StepSize};
 
 use crate::config::{DecoderConfig, Family, MoeConfig, QkNorm};
 use crate::rope::RopeConfig;
@@ -45,6 +45,13 @@ fn dense_shape(name: &str) -> Option<DecoderConfig> {
         // Benchmarks use longer contexts than the models were trained for.
         max_position_embeddings: 1 << 20,
         sliding_window: None,
+        sliding: None,
+        attention_scale: None,
+        attention_sinks: false,
+        norm_offset: 0.0,
+        result_norms: false,
+        embedding_scale: 1.0,
+        gate: Gate::Silu,
         eos_token_ids: vec![151_645],
         bos_token_id: None,
         dtype: Some(WeightDtype::Bf16),
@@ -62,6 +69,8 @@ fn expert_shape(name: &str) -> Option<DecoderConfig> {
         shared_width: 0,
         rule,
         correction: false,
+        biases: false,
+        mxfp4: false,
         dense_layers: Vec::new(),
         names: ExpertNames::Mlp,
     };
@@ -130,7 +139,7 @@ impl DecoderConfig {
             kv_heads: self.kv_heads,
             head_dim: self.head_dim,
             rms_norm_eps: self.rms_norm_eps,
-            scale: (1.0 / (self.head_dim as f64).sqrt()) as f32,
+            scale: self.attention_scale.unwrap_or((1.0 / (self.head_dim as f64).sqrt()) as f32),
         }
     }
 
@@ -142,6 +151,7 @@ impl DecoderConfig {
             logits,
             context: context.min(self.max_position_embeddings),
             heads: self.heads(),
+            rope_tables: 1 + usize::from(self.sliding.as_ref().is_some_and(|sliding| sliding.rope.is_some())),
             hidden: self.hidden_size,
             intermediate: self.feed_forward_width(),
             vocab: self.vocab_size,

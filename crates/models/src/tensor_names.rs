@@ -3,6 +3,7 @@
 use oscar_backend::ExpertId;
 
 use crate::config::{DecoderConfig, MoeConfig, QkNorm};
+use crate::fused;
 
 /// The seven matrices of a layer, in the order a layer applies them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -69,21 +70,24 @@ pub enum ExpertNames {
     Mlp,
     /// `block_sparse_moe.experts.E.w1` (Mixtral, MiniMax).
     BlockSparse,
+    /// `mlp.experts.gate_up_proj`: all experts of a layer in one tensor (gpt-oss).
+    Fused,
 }
 
 impl ExpertNames {
-    pub const ALL: [Self; 2] = [Self::Mlp, Self::BlockSparse];
+    pub const ALL: [Self; 3] = [Self::Mlp, Self::BlockSparse, Self::Fused];
 
     fn router(self) -> &'static str {
         match self {
             Self::Mlp => "mlp.gate.weight",
             Self::BlockSparse => "block_sparse_moe.gate.weight",
+            Self::Fused => "mlp.router.weight",
         }
     }
 
     fn correction(self) -> &'static str {
         match self {
-            Self::Mlp => "mlp.gate.e_score_correction_bias",
+            Self::Mlp | Self::Fused => "mlp.gate.e_score_correction_bias",
             Self::BlockSparse => "block_sparse_moe.e_score_correction_bias",
         }
     }
@@ -91,14 +95,14 @@ impl ExpertNames {
     /// The folder of all experts.
     fn experts(self) -> &'static str {
         match self {
-            Self::Mlp => "mlp.experts",
+            Self::Mlp | Self::Fused => "mlp.experts",
             Self::BlockSparse => "block_sparse_moe.experts",
         }
     }
 
     fn shared(self) -> &'static str {
         match self {
-            Self::Mlp => "mlp.shared_experts",
+            Self::Mlp | Self::Fused => "mlp.shared_experts",
             Self::BlockSparse => "block_sparse_moe.shared_experts",
         }
     }
@@ -114,7 +118,8 @@ impl ExpertNames {
     }
 }
 
-/// The names in one checkpoint: usually under `model.`, without it when the bare decoder was saved.
+/// The names in one checkpoint: usually under `model.`, without it when the bare decoder was saved,
+/// and under a longer name beside a vision tower.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TensorNames {
     prefix: &'static str,
@@ -126,10 +131,14 @@ impl TensorNames {
     /// Names as the decoder inside it saves them.
     pub const BARE: Self = Self { prefix: "" };
 
+    /// Names beside a vision tower, as older and newer releases of transformers save them.
+    const NESTED: [Self; 2] =
+        [Self { prefix: "language_model.model." }, Self { prefix: "model.language_model." }];
+
     /// The spelling a checkpoint uses.
     pub(crate) fn detect(contains: impl Fn(&str) -> bool) -> Self {
-        let bare = !contains(&Self::PREFIXED.embedding()) && contains(&Self::BARE.embedding());
-        if bare { Self::BARE } else { Self::PREFIXED }
+        let mut known = [Self::PREFIXED, Self::BARE].into_iter().chain(Self::NESTED);
+        known.find(|names| contains(&names.embedding())).unwrap_or(Self::PREFIXED)
     }
 
     pub fn embedding(&self) -> String {
@@ -140,9 +149,10 @@ impl TensorNames {
         format!("{}norm.weight", self.prefix)
     }
 
-    /// The output projection of models that do not tie it to the embedding; never prefixed.
+    /// The output projection of models that do not tie it to the embedding; beside the decoder.
     pub fn lm_head(&self) -> String {
-        "lm_head.weight".to_owned()
+        let outer = if self.prefix == "language_model.model." { "language_model." } else { "" };
+        format!("{outer}lm_head.weight")
     }
 
     /// The beginning of the names of a layer's tensors.
@@ -155,9 +165,21 @@ impl TensorNames {
         self.in_layer(layer, "input_layernorm.weight")
     }
 
-    /// RMSNorm before the feed-forward part.
-    pub fn post_attention_norm(&self, layer: usize) -> String {
-        self.in_layer(layer, "post_attention_layernorm.weight")
+    /// RMSNorm before the feed-forward part. Families that also normalize results call it otherwise.
+    pub fn feed_forward_norm(&self, layer: usize, config: &DecoderConfig) -> String {
+        let name = if config.result_norms { "pre_feedforward_layernorm" } else { "post_attention_layernorm" };
+        self.in_layer(layer, &format!("{name}.weight"))
+    }
+
+    /// RMSNorms of the results of attention and of the feed-forward part.
+    pub fn result_norms(&self, layer: usize) -> [String; 2] {
+        ["post_attention_layernorm", "post_feedforward_layernorm"]
+            .map(|name| self.in_layer(layer, &format!("{name}.weight")))
+    }
+
+    /// The attention sinks of a layer.
+    pub fn sinks(&self, layer: usize) -> String {
+        self.in_layer(layer, "self_attn.sinks")
     }
 
     /// RMSNorm of every query head.
@@ -199,6 +221,16 @@ impl TensorNames {
         }
     }
 
+    /// The bias of a layer's router.
+    pub fn router_bias(&self, layer: usize) -> String {
+        self.in_layer(layer, "mlp.router.bias")
+    }
+
+    /// The tensors of all experts of a layer: gate and up together, and down.
+    pub(crate) fn fused(&self, layer: usize) -> [String; 2] {
+        ["gate_up_proj", "down_proj"].map(|name| self.in_layer(layer, &format!("mlp.experts.{name}")))
+    }
+
     fn in_layer(&self, layer: usize, rest: &str) -> String {
         format!("{}layers.{layer}.{rest}", self.prefix)
     }
@@ -228,13 +260,17 @@ pub(crate) fn layer_of(name: &str) -> Option<usize> {
 pub struct RequiredTensor {
     pub name: String,
     pub shape: Vec<usize>,
+    /// Bytes of MXFP4 codes or scales instead of numbers.
+    pub packed: bool,
 }
 
 /// Every tensor a model of this configuration needs, in the order the forward pass meets them.
 pub fn required_tensors(config: &DecoderConfig, names: &TensorNames) -> Vec<RequiredTensor> {
     let mut required = Vec::new();
-    let mut need =
-        |name: String, shape: &[usize]| required.push(RequiredTensor { name, shape: shape.to_vec() });
+    let mut need = |name: String, shape: &[usize]| {
+        let packed = fused::is_packed(&name);
+        required.push(RequiredTensor { name, shape: shape.to_vec(), packed });
+    };
     let hidden = config.hidden_size;
     need(names.embedding(), &[config.vocab_size, hidden]);
     for layer in 0..config.layers {
@@ -242,7 +278,7 @@ pub fn required_tensors(config: &DecoderConfig, names: &TensorNames) -> Vec<Requ
         let moe = config.moe_of(layer);
         for projection in Projection::ALL.into_iter().filter(|p| moe.is_none() || !p.is_feed_forward()) {
             if projection == Projection::Gate {
-                need(names.post_attention_norm(layer), &[hidden]);
+                need(names.feed_forward_norm(layer, config), &[hidden]);
             }
             let shape = projection.shape(config);
             need(names.weight(layer, projection), &shape);
@@ -251,12 +287,20 @@ pub fn required_tensors(config: &DecoderConfig, names: &TensorNames) -> Vec<Requ
             }
         }
         if let Some(moe) = moe {
-            need(names.post_attention_norm(layer), &[hidden]);
+            need(names.feed_forward_norm(layer, config), &[hidden]);
             need(names.router(layer, moe), &[moe.experts, hidden]);
             if moe.correction {
                 need(names.correction(layer, moe), &[moe.experts]);
             }
-            for id in moe.ids() {
+            if moe.biases {
+                need(names.router_bias(layer), &[moe.experts]);
+            }
+            let fused = moe.names == ExpertNames::Fused;
+            if fused {
+                let tensors = fused::required(names, layer, moe, hidden);
+                tensors.into_iter().for_each(|(name, shape)| need(name, &shape));
+            }
+            for id in moe.ids().filter(|_| !fused) {
                 for part in Projection::FEED_FORWARD {
                     need(names.expert(layer, moe, id, part), &moe.shape(id, part, hidden));
                 }
@@ -270,6 +314,12 @@ pub fn required_tensors(config: &DecoderConfig, names: &TensorNames) -> Vec<Requ
         if let Some((query, key)) = norms {
             need(names.query_norm(layer), &[query]);
             need(names.key_norm(layer), &[key]);
+        }
+        if config.attention_sinks {
+            need(names.sinks(layer), &[config.query_heads]);
+        }
+        if config.result_norms {
+            names.result_norms(layer).into_iter().for_each(|name| need(name, &[hidden]));
         }
     }
     need(names.final_norm(), &[hidden]);

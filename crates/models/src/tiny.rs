@@ -11,12 +11,12 @@ use std::fs;
 use std::path::Path;
 
 use half::{bf16, f16};
-use oscar_backend::{RouterRule, RouterScores};
+use oscar_backend::{Gate, RouterRule, RouterScores};
 use oscar_codec::random::SplitMix64;
 use safetensors::tensor::TensorView as StoredTensor;
 use serde_json::{Value, json};
 
-use crate::config::{DecoderConfig, Family, MoeConfig, QkNorm};
+use crate::config::{DecoderConfig, Family, MoeConfig, QkNorm, SlidingLayers};
 use crate::error::LoadError;
 use crate::rope::{RopeConfig, RopeScaling};
 use crate::tensor::WeightDtype;
@@ -39,17 +39,34 @@ pub fn tiny_config(family: Family) -> DecoderConfig {
         rope: RopeConfig::plain(10_000.0),
         rotary_dim: matches!(family, Family::Glm4Moe | Family::MiniMaxM2).then_some(16),
         qk_norm: match family {
-            Family::Qwen3 | Family::Qwen3Moe | Family::Glm4Moe => QkNorm::EachHead,
+            Family::Qwen3 | Family::Qwen3Moe | Family::Glm4Moe | Family::Gemma3 => QkNorm::EachHead,
             Family::MiniMaxM2 => QkNorm::AllHeads,
-            Family::Qwen2 | Family::Llama | Family::Mistral | Family::Mixtral => QkNorm::None,
+            Family::Qwen2 | Family::Llama | Family::Mistral | Family::Mixtral | Family::GptOss => {
+                QkNorm::None
+            }
         },
-        qkv_bias: matches!(family, Family::Qwen2 | Family::Glm4Moe),
-        output_bias: false,
+        qkv_bias: matches!(family, Family::Qwen2 | Family::Glm4Moe | Family::GptOss),
+        output_bias: family == Family::GptOss,
         mlp_bias: false,
         moe: tiny_moe(family),
-        tie_word_embeddings: matches!(family, Family::Qwen3 | Family::Qwen2),
+        tie_word_embeddings: matches!(family, Family::Qwen3 | Family::Qwen2 | Family::Gemma3),
         max_position_embeddings: 2048,
         sliding_window: None,
+        sliding: matches!(family, Family::Gemma3 | Family::GptOss).then(|| SlidingLayers {
+            window: 24,
+            layers: vec![0],
+            rope: (family == Family::Gemma3).then(|| RopeConfig::plain(5_000.0)),
+        }),
+        attention_scale: (family == Family::Gemma3).then_some(0.2),
+        attention_sinks: family == Family::GptOss,
+        norm_offset: if family == Family::Gemma3 { 1.0 } else { 0.0 },
+        result_norms: family == Family::Gemma3,
+        embedding_scale: if family == Family::Gemma3 { 8.0 } else { 1.0 },
+        gate: match family {
+            Family::Gemma3 => Gate::GeluTanh,
+            Family::GptOss => Gate::Clamped,
+            _ => Gate::Silu,
+        },
         eos_token_ids: vec![2],
         bos_token_id: Some(1),
         dtype: Some(WeightDtype::Bf16),
@@ -65,7 +82,8 @@ fn tiny_moe(family: Family) -> Option<MoeConfig> {
         Family::Glm4Moe => (48, 48, vec![0], ExpertNames::Mlp),
         // Their `intermediate_size` is the width of an expert.
         Family::Mixtral | Family::MiniMaxM2 => (96, 0, Vec::new(), ExpertNames::BlockSparse),
-        Family::Qwen3 | Family::Qwen2 | Family::Llama | Family::Mistral => return None,
+        Family::GptOss => (96, 0, Vec::new(), ExpertNames::Fused),
+        Family::Qwen3 | Family::Qwen2 | Family::Llama | Family::Mistral | Family::Gemma3 => return None,
     };
     let rule = RouterRule {
         chosen: 2,
@@ -73,7 +91,17 @@ fn tiny_moe(family: Family) -> Option<MoeConfig> {
         normalize: true,
         factor: if family == Family::Glm4Moe { 2.5 } else { 1.0 },
     };
-    Some(MoeConfig { experts: 5, width, shared_width, rule, correction: sigmoid, dense_layers, names })
+    Some(MoeConfig {
+        experts: 5,
+        width,
+        shared_width,
+        rule,
+        correction: sigmoid,
+        biases: family == Family::GptOss,
+        mxfp4: false,
+        dense_layers,
+        names,
+    })
 }
 
 /// How the files are laid out.
@@ -173,8 +201,9 @@ fn config_json(config: &DecoderConfig) -> Value {
     if matches!(config.family, Family::Qwen3 | Family::Qwen2) {
         json["use_sliding_window"] = Value::from(config.sliding_window.is_some());
     }
-    if let Some(moe) = &config.moe {
-        let fields = moe_json(config, moe);
+    let moe = config.moe.as_ref().map(|moe| moe_json(config, moe));
+    let sliding = config.sliding.as_ref().map(|sliding| sliding_json(config, sliding));
+    for fields in [moe, sliding].into_iter().flatten() {
         for (field, value) in fields.as_object().into_iter().flatten() {
             json[field] = value.clone();
         }
@@ -213,6 +242,18 @@ fn moe_json(config: &DecoderConfig, moe: &MoeConfig) -> Value {
             "rotary_dim": config.rotary_dim,
         }),
     }
+}
+
+/// The fields of sliding layers, in their family's words.
+fn sliding_json(config: &DecoderConfig, sliding: &SlidingLayers) -> Value {
+    let kind = |layer| if config.window_of(layer).is_some() { "sliding_attention" } else { "full_attention" };
+    let scale = f64::from(config.attention_scale.unwrap_or(1.0));
+    json!({
+        "sliding_window": sliding.window,
+        "layer_types": (0..config.layers).map(kind).collect::<Vec<_>>(),
+        "rope_local_base_freq": sliding.rope.as_ref().map(|rope| rope.theta),
+        "query_pre_attn_scalar": 1.0 / (scale * scale),
+    })
 }
 
 fn rope_scaling_json(scaling: &RopeScaling) -> Value {
@@ -278,9 +319,10 @@ fn random_tensors(
         .map(|(tensor, name_seed)| {
             let mut random = SplitMix64::new(seed ^ name_seed);
             let (center, spread) = match tensor.shape[..] {
-                [_, inputs] => (0.0, (3.0 / inputs as f32).sqrt()),
-                _ if tensor.name.ends_with("bias") => (0.0, 0.2),
-                _ => (1.0, 0.2),
+                _ if tensor.name.ends_with("bias") || tensor.name.ends_with("sinks") => (0.0, 0.2),
+                // The experts of gpt-oss have their inputs before their outputs.
+                [_, inputs] | [_, inputs, _] => (0.0, (3.0 / inputs as f32).sqrt()),
+                _ => (1.0 - config.norm_offset, 0.2),
             };
             let elements: usize = tensor.shape.iter().product();
             let mut bytes = Vec::with_capacity(elements * dtype.size());

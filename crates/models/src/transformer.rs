@@ -3,9 +3,11 @@
 //! ```text
 //! x = embed(token)
 //! for each layer:  x += Wo · attend(Wqkv · norm(x))
-//!                  x += Wdown · swiglu(Wgate_up · norm(x))    or    x += experts(norm(x))
+//!                  x += Wdown · gate(Wgate_up · norm(x))    or    x += experts(norm(x))
 //! logits = Whead · norm(x)
 //! ```
+//!
+//! Families that normalize results add `norm(Wo · …)` and `norm(Wdown · …)` instead.
 //!
 //! Where a model is split over several ranks ([`Shard`]), each rank runs these lines over its own
 //! part, and both results that are added to `x` are summed over the ranks.
@@ -15,6 +17,7 @@
 //! between; it is part of `attend`.
 
 mod forward;
+mod layer;
 
 pub use forward::{StepInput, StepOutput};
 
@@ -24,10 +27,10 @@ use crate::experts;
 use crate::fold::{rotate_inputs, rotate_outputs};
 use crate::matrices::{self, LayerMatrix};
 use crate::parallel::in_parallel;
-use crate::rope::RopeTable;
 use crate::shard::Shard;
 use crate::tensor_names::Projection;
 use crate::weights::Weights;
+use layer::{check_features, norm_weights, ropes};
 use oscar_backend::{Backend, BackendError, Benchmarks, HeadShape, HostMatrix, HostValues, WeightFormat};
 use oscar_codec::{Rotation, RotationSet};
 use std::sync::Arc;
@@ -66,6 +69,9 @@ struct Layer<B: Backend> {
     input_norm: B::Vector,
     qk_norm: Option<(B::Vector, B::Vector)>,
     post_norm: B::Vector,
+    /// Norms of the results of attention and of the feed-forward part.
+    result_norms: Option<[B::Vector; 2]>,
+    sinks: Option<B::Vector>,
     feed_forward: FeedForward<B>,
 }
 
@@ -91,6 +97,8 @@ struct Body<B: Backend> {
     shape: HeadShape,
     max_positions: usize,
     rope: B::Rope,
+    /// That of sliding layers, if they have their own.
+    sliding_rope: Option<B::Rope>,
     embedding: B::Matrix,
     layers: Vec<Layer<B>>,
     final_norm: B::Vector,
@@ -151,14 +159,13 @@ impl<B: Backend> Transformer<B> {
         context: usize,
         mut progress: impl FnMut(usize),
     ) -> Result<Self, BuildError> {
+        check_features(backend, config)?;
         weights.check(config)?;
         check_rotations(config, rotations)?;
         let shard = Shard::of(backend, config)?;
         let names = weights.names();
         let max_positions = context.min(config.max_position_embeddings);
-        let table = RopeTable::try_new(&config.rope, config.rotary_width(), max_positions)
-            .map_err(|bytes| LoadError::TooManyPositions { positions: max_positions, bytes })?;
-        let rope = backend.rope(table.cos_rows(), table.sin_rows(), config.rotary_width())?;
+        let (rope, sliding_rope) = ropes(backend, config, max_positions)?;
         let parts = Part::all(&shard);
         let build = |index: usize| parts[index].build(backend, &shard, weights, rotations);
         let mut done = 0;
@@ -175,7 +182,7 @@ impl<B: Backend> Transformer<B> {
                 Built::Projections(matrices) => projections.push(matrices),
             }
         }
-        let final_norm_values = weights.vector(&names.final_norm())?.to_vec();
+        let final_norm_values = norm_weights(config, weights, &names.final_norm())?;
         let final_norm = backend.vector(&final_norm_values)?;
         let (config, shape) = (config.clone(), shard.part().heads());
         let mut vocabulary = vocabulary.into_iter();
@@ -188,6 +195,7 @@ impl<B: Backend> Transformer<B> {
             shape,
             max_positions,
             rope,
+            sliding_rope,
             embedding,
             layers,
             final_norm,
@@ -232,11 +240,12 @@ impl<B: Backend> Transformer<B> {
     where
         B: Benchmarks,
     {
+        check_features(backend, config)?;
         let shard = Shard::of(backend, config)?;
         let config = shard.part();
         let hidden = config.hidden_size;
+        let (rope, sliding_rope) = ropes(backend, config, context)?;
         let ones = |len: usize| backend.vector(&vec![1.0; len]);
-        let table = RopeTable::new(&config.rope, config.rotary_width(), context);
         let (mut layers, mut projections) = (Vec::new(), Vec::new());
         for index in 0..config.layers {
             let matrix = |which, format, outputs, inputs| {
@@ -258,9 +267,14 @@ impl<B: Backend> Transformer<B> {
                     QkNorm::AllHeads => Some(norms(config.query_width(), config.kv_width())?),
                 },
                 post_norm: ones(hidden)?,
+                result_norms: match config.result_norms {
+                    true => Some([ones(hidden)?, ones(hidden)?]),
+                    false => None,
+                },
+                sinks: config.attention_sinks.then(|| ones(config.query_heads)).transpose()?,
                 feed_forward: match config.moe_of(index) {
                     Some(moe) => {
-                        FeedForward::Experts(experts::random(backend, moe, hidden, weights, skew, index)?)
+                        FeedForward::Experts(experts::random(backend, config, moe, weights, skew, index)?)
                     }
                     None => FeedForward::Dense {
                         gate_up: matrix(2, weights, 2 * config.intermediate_size, hidden)?,
@@ -274,7 +288,8 @@ impl<B: Backend> Transformer<B> {
         let body = Body {
             shape: config.heads(),
             max_positions: context,
-            rope: backend.rope(table.cos_rows(), table.sin_rows(), config.rotary_width())?,
+            rope,
+            sliding_rope,
             embedding: vocabulary(config.vocab_size, 1 << 32)?,
             layers,
             final_norm: ones(hidden)?,
@@ -397,31 +412,6 @@ impl Part {
                 weights.bytes_of(|name| name.starts_with(&prefix) && name.contains(attention))
             }
         }
-    }
-}
-
-impl<B: Backend> Layer<B> {
-    fn build(backend: &B, shard: &Shard, weights: &Weights, index: usize) -> Result<Self, BuildError> {
-        let (config, names) = (shard.whole(), weights.names());
-        let vector =
-            |name: String| -> Result<B::Vector, BuildError> { Ok(backend.vector(&weights.vector(&name)?)?) };
-        Ok(Self {
-            input_norm: vector(names.input_norm(index))?,
-            qk_norm: match config.qk_norm {
-                QkNorm::None => None,
-                QkNorm::EachHead | QkNorm::AllHeads => {
-                    Some((vector(names.query_norm(index))?, vector(names.key_norm(index))?))
-                }
-            },
-            post_norm: vector(names.post_attention_norm(index))?,
-            feed_forward: match config.moe_of(index) {
-                Some(moe) => FeedForward::Experts(experts::load(backend, config, moe, weights, index)?),
-                None => FeedForward::Dense {
-                    gate_up: matrices::prepare(backend, shard, weights, index, LayerMatrix::GateUp)?,
-                    down: matrices::prepare(backend, shard, weights, index, LayerMatrix::Down)?,
-                },
-            },
-        })
     }
 }
 

@@ -17,6 +17,7 @@ use crate::config::DecoderConfig;
 use crate::error::{LineList, LoadError};
 use crate::fingerprint::fingerprint;
 use crate::fp8::{self, Fp8Weights};
+use crate::fused;
 use crate::matrices::MatrixView;
 use crate::mmap::FileBytes;
 use crate::source::{ModelSource, check_file_name};
@@ -109,7 +110,9 @@ impl Weights {
                     entry.shape, required.shape
                 ));
             }
-            if entry.dtype == Dtype::F8_E4M3 && config.fp8_weights {
+            if required.packed {
+                problems.extend(self.packed(name).err().map(|error| error.to_string()));
+            } else if entry.dtype == Dtype::F8_E4M3 && config.fp8_weights {
                 problems.extend(self.scales_of(name, entry).err());
             } else if WeightDtype::from_safetensors(entry.dtype).is_none() {
                 problems.push(format!("{name} is {}; BF16, F16 or F32 is needed", entry.dtype));
@@ -130,6 +133,17 @@ impl Weights {
             LoadError::UnsupportedDtype { name: name.to_owned(), dtype: entry.dtype.to_string() }
         })?;
         Ok(TensorView { dtype, shape: &entry.shape, bytes: self.bytes(entry) })
+    }
+
+    /// The bytes of a tensor of MXFP4 codes or scales.
+    pub(crate) fn packed(&self, name: &str) -> Result<&[u8], LoadError> {
+        match self.entries.get(name) {
+            Some(entry) if entry.dtype == Dtype::U8 => Ok(self.bytes(entry)),
+            Some(entry) => {
+                Err(LoadError::PackedDtype { name: name.to_owned(), dtype: entry.dtype.to_string() })
+            }
+            None => Err(LoadError::TensorMissing { name: name.to_owned() }),
+        }
     }
 
     /// A vector by name, in f32.
@@ -200,7 +214,7 @@ impl Weights {
                 Some(layer) if layer >= config.layers => format!("layer {layer} (multi-token prediction)"),
                 _ if name.ends_with(".input_scale") => "*.input_scale".to_owned(),
                 _ if name.ends_with(".inv_freq") => "*.inv_freq".to_owned(),
-                _ if name.contains("visual.") || name.contains("vision") => "the vision tower".to_owned(),
+                _ if is_of_vision(name) => "the vision tower".to_owned(),
                 _ if name.starts_with("mtp.") => "mtp.*".to_owned(),
                 _ => name.clone(),
             };
@@ -235,7 +249,7 @@ impl Weights {
     /// Elements of all tensors in the files except the scales of quantized ones.
     pub fn parameter_count(&self) -> u64 {
         let parameters = self.entries.iter().filter(|(name, _)| !fp8::belongs_to_quantization(name));
-        parameters.map(|(_, entry)| entry.elements()).sum()
+        parameters.map(|(name, entry)| entry.elements() * fused::elements_of(name)).sum()
     }
 
     /// Elements of all parameters of this model that are not matrices.
@@ -286,6 +300,10 @@ impl Weights {
         let trace = self.entries.keys().find(is_trace)?;
         Some(format!("not stated, but the file holds {trace}"))
     }
+}
+
+fn is_of_vision(name: &str) -> bool {
+    ["visual.", "vision", "multi_modal_projector."].iter().any(|part| name.contains(part))
 }
 
 /// `model.safetensors.index.json`: which shard holds which tensor.

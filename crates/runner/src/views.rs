@@ -63,6 +63,7 @@ impl<B: Backend> Runner<B> {
         kept: Vec<Vec<u32>>,
     ) -> std::result::Result<Sequence, StepError> {
         self.alone("eviction of rows")?;
+        self.config().evicts_rows().map_err(StepError::Eviction)?;
         self.layout.evicts_rows().map_err(StepError::Eviction)?;
         let view = Arc::new(View::new(&self.layout, &self.pool, view_end(&self.layout, len), kept)?);
         self.lead.backend.gather(&sequence.stored(), &view, &mut self.lead.storage)?;

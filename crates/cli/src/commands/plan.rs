@@ -93,6 +93,9 @@ struct Budget {
 pub fn run(args: &Args) -> Result<()> {
     let model = args.model.open()?;
     let c = &model.config;
+    if let Some(note) = c.describe_sliding() {
+        eprintln!("note: {note}");
+    }
     let contexts = contexts(args, &model)?;
     let target = Target::of(args.model.device);
     let holding = args.model.holding(target.is_gpu());

@@ -10,6 +10,7 @@ mod commands;
 mod deploy;
 mod docs;
 mod evaluation;
+mod families;
 #[cfg(unix)]
 mod first_start;
 mod fp8;

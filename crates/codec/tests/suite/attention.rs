@@ -134,7 +134,7 @@ fn context_answer(len: usize, split: usize, windows: &Windows) -> (Vec<f32>, Vec
     let whole = attend_context(&q, 0.125, len - 1, windows, &context);
     // The same read position by position in two halves, merged late half first.
     let mut halves = [AttentionState::empty(64), AttentionState::empty(64)];
-    for j in 0..len {
+    for j in windows.first_visible(len - 1)..len {
         let (codec, pages) =
             if windows.reads_code(len - 1, j) { (&coded, &coded_pages) } else { (&full, &full_pages) };
         let state = &mut halves[usize::from(j >= split)];
@@ -153,6 +153,49 @@ fn a_query_reads_code_exactly_between_sink_and_boundary() {
             close(&whole, &by_position, 2e-5);
         }
     }
+}
+
+#[test]
+fn a_sliding_layer_reads_its_window_by_the_same_rule() {
+    for len in [1, 8, 9, 64, 65, 130, 337, 700] {
+        for windows in [Windows::default(), Windows::new(0, 16).unwrap(), Windows::new(16, 100).unwrap()] {
+            for window in [1, 8, 64, 200, 1000] {
+                let sliding = windows.sliding(Some(window));
+                let first = sliding.first_visible(len - 1);
+                let (whole, by_position) = context_answer(len, first + (len - first) / 3, &sliding);
+                close(&whole, &by_position, 2e-5);
+            }
+        }
+    }
+}
+
+/// Centred keys shift every score by `scale·q·μ`; the sink must move with them.
+#[test]
+fn a_sink_takes_its_share_also_beside_centred_keys() {
+    let mut random = Random::new(21);
+    let (keys, values, query, mean) =
+        (random.rows(40 * 32), random.rows(40 * 32), random.rows(32), random.rows(32));
+    let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(x, y)| x * y).sum::<f32>();
+    let (scale, sink) = (0.25, 0.7f32);
+    let scores: Vec<f32> = keys.chunks(32).map(|key| scale * dot(&query, key)).collect();
+    let total = scores.iter().map(|s| s.exp()).sum::<f32>() + sink.exp();
+    let expected: Vec<f32> = (0..32)
+        .map(|c| scores.iter().zip(values.chunks(32)).map(|(s, v)| s.exp() * v[c]).sum::<f32>() / total)
+        .collect();
+    let centred: Vec<f32> =
+        keys.chunks(32).flat_map(|key| key.iter().zip(&mean).map(|(k, m)| k - m)).collect();
+    for (keys, sink) in [(keys.as_slice(), sink), (&centred, sink - scale * dot(&query, &mean))] {
+        let codec = KvFormat::F32.codec(32, CodeLayout::Logical).unwrap();
+        let mut page = vec![0; codec.page_bytes()];
+        codec.quantize(keys, &values, &mut page).unwrap();
+        let mut state = AttentionState::empty(32);
+        attend_page(&query, scale, &codec, &page, 0..40, &mut state);
+        state.add_sink(sink);
+        close(&output(&state), &expected, 1e-5);
+    }
+    let mut nothing = AttentionState::empty(32);
+    nothing.add_sink(3.0);
+    assert_eq!(output(&nothing), [0.0; 32]);
 }
 
 #[test]

@@ -1,11 +1,12 @@
-//! Mixtures of experts against goldens of Hugging Face transformers, on tiny checkpoints under the
-//! publishers' tensor names. Two of them hold FP8 in blocks, one FP8 by channels, one BF16.
+//! Families against goldens of Hugging Face transformers, on tiny checkpoints under the publishers'
+//! tensor names: mixtures of experts (BF16, FP8 in blocks, FP8 by channels), Gemma 3, gpt-oss (BF16,
+//! MXFP4).
 //!
 //! `OSCAR_FAMILIES` names a folder with further checkpoints of the same form.
 
 use crate::support::{all_logits, greedy};
 use oscar_backend::argmax;
-use oscar_codec::{CacheLayout, CodeLayout, KvFormat, Windows};
+use oscar_codec::{CacheLayout, CodeLayout, KvFormat, RotationSet, Windows};
 use oscar_kernels_cpu::backend::{CpuBackend, Mode};
 use oscar_kernels_cpu::{Kernels, Variant};
 use oscar_models::{DecoderConfig, ModelSource, Weights};
@@ -13,10 +14,21 @@ use oscar_runner::{KvMemory, Logits, Runner, RunnerOptions, Sequence, StepOutput
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
+fn shipped(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/families").join(name)
+}
+
 fn folders() -> Vec<PathBuf> {
-    let shipped = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/families");
-    let names = ["mixtral", "qwen3_moe_fp8", "glm4_moe_fp8", "minimax_m2_fp8"];
-    let mut all: Vec<PathBuf> = names.iter().map(|name| shipped.join(name)).collect();
+    let names = [
+        "mixtral",
+        "qwen3_moe_fp8",
+        "glm4_moe_fp8",
+        "minimax_m2_fp8",
+        "gemma3_text",
+        "gpt_oss",
+        "gpt_oss_mxfp4",
+    ];
+    let mut all: Vec<PathBuf> = names.iter().map(|name| shipped(name)).collect();
     if let Some(more) = std::env::var_os("OSCAR_FAMILIES") {
         let entries = std::fs::read_dir(more).unwrap().map(|entry| entry.unwrap().path());
         all.extend(entries.filter(|path| path.join("goldens.json").exists()));
@@ -24,18 +36,26 @@ fn folders() -> Vec<PathBuf> {
     all
 }
 
-struct Fixture {
-    name: String,
-    source: ModelSource,
-    goldens: Value,
+pub struct Fixture {
+    pub name: String,
+    pub source: ModelSource,
+    pub goldens: Value,
 }
 
-fn fixtures() -> Vec<Fixture> {
-    let read = |folder: PathBuf| Fixture {
+fn read(folder: PathBuf) -> Fixture {
+    Fixture {
         name: folder.file_name().unwrap().to_string_lossy().into_owned(),
         goldens: serde_json::from_slice(&std::fs::read(folder.join("goldens.json")).unwrap()).unwrap(),
         source: ModelSource::Dir(folder),
-    };
+    }
+}
+
+/// A shipped checkpoint.
+pub fn fixture(name: &str) -> Fixture {
+    read(shipped(name))
+}
+
+fn fixtures() -> Vec<Fixture> {
     folders().into_iter().map(read).collect()
 }
 
@@ -47,21 +67,32 @@ fn ids(value: &Value) -> Vec<u32> {
     value.as_array().unwrap().iter().map(|v| v.as_u64().unwrap() as u32).collect()
 }
 
-fn runner(
+pub fn runner(
     source: &ModelSource,
     variant: Variant,
     mode: Mode,
     format: KvFormat,
 ) -> Option<Runner<CpuBackend>> {
+    let config = DecoderConfig::load(source).unwrap();
+    let rotations = format.rotation().data_free(config.layers, config.kv_heads, config.head_dim).unwrap();
+    runner_with(source, variant, mode, format, Windows::new(16, 32).unwrap(), rotations.as_ref())
+}
+
+pub fn runner_with(
+    source: &ModelSource,
+    variant: Variant,
+    mode: Mode,
+    format: KvFormat,
+    windows: Windows,
+    rotations: Option<&RotationSet>,
+) -> Option<Runner<CpuBackend>> {
     let kernels = Kernels::for_variant(variant).map_err(|error| eprintln!("SKIPPED: {error}")).ok()?;
     let (config, weights) = (DecoderConfig::load(source).unwrap(), Weights::open(source).unwrap());
     let (l, h, d) = (config.layers, config.kv_heads, config.head_dim);
-    let layout =
-        CacheLayout::new(format, l, h, d, Windows::new(16, 32).unwrap(), CodeLayout::CpuTile).unwrap();
-    let rotations = format.rotation().data_free(l, h, d).unwrap();
+    let layout = CacheLayout::new(format, l, h, d, windows, CodeLayout::CpuTile).unwrap();
     let options = RunnerOptions {
         layout,
-        rotations: rotations.as_ref(),
+        rotations,
         context: 256,
         kv_memory: KvMemory::Bytes(64 << 20),
         prefill_chunk: 64,
@@ -72,7 +103,7 @@ fn runner(
 }
 
 /// Largest difference of any golden number of a prompt, over all positions.
-fn largest_difference(prompt: &Value, logits: &[f32], vocab: usize) -> f32 {
+pub fn largest_difference(prompt: &Value, logits: &[f32], vocab: usize) -> f32 {
     let positions = &prompt["positions"];
     let mut largest = 0f32;
     for (position, row) in logits.chunks_exact(vocab).enumerate() {

@@ -4,8 +4,9 @@
 use crate::client::submit;
 use crate::support::{Setup, greedy};
 use oscar_backend::{
-    AttentionKernels, Backend, BackendError, Candidate, ExpertId, ExpertsShape, HeadShape, HostMatrix,
-    LayerHeads, Pick, PrefillWave, Product, Result, SequenceRows, Step, StepMemory, StepSize, Tap,
+    AttentionKernels, Backend, BackendError, Candidate, ExpertId, ExpertsShape, Feature, HeadShape,
+    HostMatrix, LayerHeads, Pick, PrefillWave, Product, Result, SequenceRows, Step, StepMemory, StepSize,
+    Tap,
 };
 use oscar_codec::{CacheLayout, CodeLayout, HeadRotations, KvFormat, RotationSet, Windows};
 use oscar_engine::{
@@ -14,7 +15,7 @@ use oscar_engine::{
 };
 use oscar_kernels_cpu::Kernels;
 use oscar_kernels_cpu::backend::{CpuBackend, CpuStep, Mode};
-use oscar_models::{DecoderConfig, ModelSource, Weights};
+use oscar_models::{DecoderConfig, ModelSource, Transformer, Weights};
 use oscar_runner::{KvMemory, Runner, RunnerOptions};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -56,6 +57,9 @@ impl Backend for Faulty {
     }
     fn multiplies_fp8(&self) -> bool {
         self.cpu.multiplies_fp8()
+    }
+    fn computes(&self, _: Feature) -> bool {
+        false
     }
     fn prefill_chunk(&self, heads: &HeadShape) -> usize {
         self.cpu.prefill_chunk(heads)
@@ -128,15 +132,15 @@ type Rows = <CpuBackend as Backend>::Rows;
 type Matrix = <CpuBackend as Backend>::Matrix;
 
 impl Step<Faulty> for FaultyStep<'_> {
-    fn embed(&mut self, table: &Matrix, tokens: &[u32], out: &mut Rows) -> Result<()> {
-        self.cpu.embed(table, tokens, out)
+    fn embed(&mut self, table: &Matrix, tokens: &[u32], scale: f32, out: &mut Rows) -> Result<()> {
+        self.cpu.embed(table, tokens, scale, out)
     }
     fn select(&mut self, x: &Rows, rows: &[usize], out: &mut Rows) -> Result<()> {
         self.cpu.select(x, rows, out)
     }
     fn product(&mut self, product: Product<'_, Faulty>, x: &Rows, out: &mut Rows) -> Result<()> {
-        let Product { weight, norm, output } = product;
-        self.cpu.product(Product { weight, norm, output }, x, out)
+        let Product { weight, norm, output, result_norm } = product;
+        self.cpu.product(Product { weight, norm, output, result_norm }, x, out)
     }
     fn experts(
         &mut self,
@@ -153,7 +157,7 @@ impl Step<Faulty> for FaultyStep<'_> {
         out: &mut Rows,
         tap: Option<&mut dyn Tap>,
     ) -> Result<()> {
-        let LayerHeads { layer, qk_norm, rope, rotation } = heads;
+        let LayerHeads { layer, qk_norm, rope, rotation, window, sinks } = heads;
         match self.fault.load(Ordering::SeqCst) {
             REFUSES if layer == 3 => {
                 Err(BackendError::Unsupported { device: "faulty".into(), why: "told to".into() })
@@ -166,7 +170,10 @@ impl Step<Faulty> for FaultyStep<'_> {
                 }
                 Err(BackendError::Unsupported { device: "faulty".into(), why: "it hung".into() })
             }
-            _ => self.cpu.attend(LayerHeads { layer, qk_norm, rope, rotation }, qkv, out, tap),
+            _ => {
+                let heads = LayerHeads { layer, qk_norm, rope, rotation, window, sinks };
+                self.cpu.attend(heads, qkv, out, tap)
+            }
         }
     }
     fn read(&mut self, x: &Rows, rows: &[usize], out: &mut Vec<f32>) -> Result<()> {
@@ -312,4 +319,21 @@ fn a_failed_step_fails_its_requests_and_nothing_else() {
     engine.flush_cache();
     assert_eq!(engine.stats().full_pages + engine.stats().coded_pages, 0);
     engine.shutdown();
+}
+
+/// As on a GPU: a family that needs what the device lacks is refused by name.
+#[test]
+fn a_model_that_the_device_cannot_compute_is_refused_before_it_is_loaded() {
+    for (name, says) in [
+        ("gemma3_text", "Gemma3ForCausalLM has sliding windows, norms behind attention"),
+        ("gpt_oss_mxfp4", "GptOssForCausalLM has sliding windows, attention sinks, gates other than silu"),
+    ] {
+        let source = crate::families::fixture(name).source;
+        let (config, weights) = (DecoderConfig::load(&source).unwrap(), Weights::open(&source).unwrap());
+        let cpu = CpuBackend::new(Kernels::chosen().unwrap(), 1, Mode::Bf16).unwrap();
+        let backend = Faulty { cpu, fault: Arc::default() };
+        let refusal = Transformer::build(&backend, &config, &weights, None, 64, |_| panic!("loads"));
+        let message = refusal.err().unwrap().to_string();
+        assert!(message.contains(says) && message.contains("--device cpu"), "{message}");
+    }
 }

@@ -13,6 +13,7 @@ mod row_cap;
 mod same_answers;
 mod scheduler;
 mod serving;
+mod sliding;
 mod store;
 mod support;
 mod views;

@@ -220,6 +220,17 @@ pub(super) fn merge_state(state: &mut [f32], next: &[f32]) {
     }
 }
 
+/// Adds an attention sink, a score that has no value.
+pub(super) fn add_sink(state: &mut [f32], score: f32) {
+    let score = score * std::f32::consts::LOG2_E;
+    let max = state[0].max(score);
+    // A state of nothing is all zeros, with −∞ as its largest score.
+    let ours = if state[0] == f32::NEG_INFINITY { 0.0 } else { (state[0] - max).exp2() };
+    state[0] = max;
+    state[1..].iter_mut().for_each(|value| *value *= ours);
+    state[1] += (score - max).exp2();
+}
+
 /// The output of a state; zeros when nothing was read.
 pub(super) fn finish_state(state: &[f32], out: &mut [f32]) {
     let norm = if state[1] > 0.0 { 1.0 / state[1] } else { 0.0 };
@@ -364,5 +375,10 @@ mod tests {
         assert_eq!(out, [3.0]);
         finish_state(&empty, &mut out);
         assert_eq!(out, [0.0]);
+        add_sink(&mut state, 3.0 / std::f32::consts::LOG2_E);
+        assert_eq!(state, [4.0, 2.5, 6.0]);
+        let mut nothing = empty;
+        add_sink(&mut nothing, 0.0);
+        assert_eq!(nothing, [0.0, 1.0, 0.0]);
     }
 }

@@ -56,7 +56,7 @@ pub use scores::{ScoreTask, add_scores};
 use crate::cpu::Variant;
 use crate::disjoint::Disjoint;
 use crate::pool::ThreadPool;
-use block::{MAX_DIM, ROWS, RowBlock, finish_state, merge_state, state_len};
+use block::{MAX_DIM, ROWS, RowBlock, add_sink, finish_state, merge_state, state_len};
 use page::{PageReader, PageScratch};
 use span::{ItemRows, read_span};
 
@@ -82,6 +82,8 @@ pub struct AttendTask<'a> {
     pub scale: f32,
     pub windows: &'a Windows,
     pub context: &'a PagedContext<'a>,
+    /// Attention sinks, a score for each row: see `AttentionState::add_sink`.
+    pub sinks: Option<&'a [f32]>,
     /// Rows × head size.
     pub out: &'a mut [f32],
 }
@@ -197,6 +199,9 @@ pub fn attend(variant: Variant, pool: &ThreadPool, tasks: &mut [AttendTask<'_>],
                 for span in 1..item.spans {
                     merge_state(total, shared_states.part(row_state(span)));
                 }
+                if let Some(sink) = inputs[item.task].sink(item.first_row + row) {
+                    add_sink(total, sink);
+                }
                 let at = (item.first_row + row) * d;
                 finish_state(total, outs[item.task].part(at..at + d));
             }
@@ -211,6 +216,7 @@ struct TaskInput<'a> {
     scale: f32,
     windows: &'a Windows,
     context: &'a PagedContext<'a>,
+    sinks: Option<&'a [f32]>,
     coded_until: usize,
     /// How far positions move in the compact sequence of a view, and its places without a row.
     shift: usize,
@@ -220,11 +226,15 @@ struct TaskInput<'a> {
 
 impl<'a> TaskInput<'a> {
     fn new(task: &AttendTask<'a>) -> Self {
-        let AttendTask { queries, positions, scale, windows, context, .. } = *task;
+        let AttendTask { queries, positions, scale, windows, context, sinks, .. } = *task;
         let head_dim = context.full_codec.head_dim();
         let (shift, hole) = context.compaction(windows.sink());
         let coded_until = context.coded_until();
-        Self { queries, positions, scale, windows, context, coded_until, shift, hole, head_dim }
+        Self { queries, positions, scale, windows, context, sinks, coded_until, shift, hole, head_dim }
+    }
+
+    fn sink(&self, row: usize) -> Option<f32> {
+        self.sinks.map(|sinks| sinks[row])
     }
 }
 
@@ -236,6 +246,9 @@ fn check(task: &AttendTask<'_>) {
     assert_eq!(task.queries.len(), rows * d, "queries: {rows} rows of {d}");
     assert_eq!(task.out.len(), rows * d, "output: {rows} rows of {d}");
     assert!(task.positions.is_sorted(), "positions must not decrease");
+    assert!(task.sinks.is_none_or(|sinks| sinks.len() == rows), "a sink for each row");
+    let slides = task.positions.last().is_some_and(|&t| task.windows.first_visible(t as usize) > 0);
+    assert!(!slides || task.context.view.is_none(), "a sliding window over a view");
 }
 
 /// Cuts the tasks into items. Whether an item's spans are handed out one by one decides who does
@@ -298,7 +311,11 @@ fn whole_item(rows: &mut ItemRows<'_>, item: Item, out: &mut [f32]) {
             }
         });
     }
-    for (total, out) in totals_by_row.chunks_exact(len).zip(out.chunks_exact_mut(d)) {
+    let states = totals_by_row.chunks_exact_mut(len).zip(out.chunks_exact_mut(d));
+    for ((total, out), row) in states.zip(item.first_row..) {
+        if let Some(sink) = rows.input.sink(row) {
+            add_sink(total, sink);
+        }
         finish_state(total, out);
     }
     *rows.state = totals;

@@ -23,9 +23,10 @@ pub(super) struct ItemRows<'a> {
 }
 
 /// The ranges that a row reads on each side: BF16 below `sink`, quantized up to the side's
-/// boundary, BF16 up to `end`.
+/// boundary, BF16 up to `end`; nothing before `first`.
 #[derive(Clone, Copy, Debug)]
 struct Reach {
+    first: usize,
     sink: usize,
     keys: usize,
     values: usize,
@@ -37,6 +38,7 @@ impl Reach {
     fn new(windows: &Windows, position: usize, coded_until: usize, shift: usize) -> Self {
         let boundary = |side| (windows.side_boundary(side, position) - shift).max(coded_until);
         Self {
+            first: windows.first_visible(position),
             sink: windows.sink(),
             keys: boundary(Side::Key),
             values: boundary(Side::Value),
@@ -46,23 +48,27 @@ impl Reach {
 
     /// Code on both sides.
     fn coded(self, base: usize) -> u64 {
-        token_mask(base, self.sink..self.keys.min(self.values))
+        self.visible(base, self.sink..self.keys.min(self.values))
     }
 
     /// BF16 on both sides.
     fn full(self, base: usize) -> u64 {
         let recent = self.keys.max(self.values)..self.end;
-        token_mask(base, 0..self.sink.min(self.end)) | token_mask(base, recent)
+        self.visible(base, 0..self.sink.min(self.end)) | self.visible(base, recent)
     }
 
     /// Keys quantized beside values in BF16.
     fn coded_keys(self, base: usize) -> u64 {
-        token_mask(base, self.values..self.keys.max(self.values))
+        self.visible(base, self.values..self.keys.max(self.values))
     }
 
     /// Values quantized beside keys in BF16.
     fn coded_values(self, base: usize) -> u64 {
-        token_mask(base, self.keys..self.values.max(self.keys))
+        self.visible(base, self.keys..self.values.max(self.keys))
+    }
+
+    fn visible(self, base: usize, range: Range<usize>) -> u64 {
+        token_mask(base, range.start.max(self.first)..range.end)
     }
 }
 
@@ -142,11 +148,13 @@ pub(super) fn read_span(rows: &mut ItemRows<'_>, span: usize, mut done: impl FnM
     // Windows of their own for each side: some tokens are read from both kinds of pages.
     let across = PageReader::across(rows.full, rows.coded);
     let across_stages = (!rows.input.windows.sides_agree()).then(|| stages_of(across, rows.blocks));
-    let first_page = span * SPAN_TOKENS / PAGE_TOKENS;
+    // Positions do not decrease: no row sees anything before the first one's window.
+    let unseen = rows.reaches.first().map_or(0, |reach| reach.first / PAGE_TOKENS);
+    let first_page = unseen.max(span * SPAN_TOKENS / PAGE_TOKENS);
     let last_page = end.div_ceil(PAGE_TOKENS).min((span + 1) * SPAN_TOKENS / PAGE_TOKENS);
     // What every row reads quantized: nearly everything, so masks are worth making only outside.
     let all_coded = rows.reaches.iter().fold(0..usize::MAX, |all, reach| {
-        all.start.max(reach.sink)..all.end.min(reach.keys.min(reach.values))
+        all.start.max(reach.sink).max(reach.first)..all.end.min(reach.keys.min(reach.values))
     });
     let has_history = context.coded_codec.keeps_history();
     let hole = rows.input.hole.clone();

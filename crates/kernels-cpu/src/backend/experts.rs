@@ -2,9 +2,9 @@
 
 use super::{CpuBackend, CpuRows, Mode, shape_error};
 use crate::experts::{Activations, Expert, ExpertScratch, ExpertStep, ExpertTable, Slots};
-use crate::gemm::{CodedMatrix, ExpertMatrix};
+use crate::gemm::{CodedMatrix, ExpertMatrix, MxMatrix};
 use crate::{Epilogue, GemmScratch, PackedMatrix, Precision, Weights};
-use oscar_backend::{ExpertId, ExpertsShape, HostMatrix, HostValues, Result, RouterRule};
+use oscar_backend::{ExpertId, ExpertsShape, Gate, HostMatrix, HostValues, Result, RouterRule};
 
 /// The experts of one layer and their router.
 pub struct CpuExperts {
@@ -12,9 +12,11 @@ pub struct CpuExperts {
     width: usize,
     shared_width: usize,
     rule: RouterRule,
+    gate: Gate,
     /// In f32: a rounded logit could choose another expert.
     router: PackedMatrix,
     correction: Option<Vec<f32>>,
+    router_bias: Option<Vec<f32>>,
     /// The shared expert, if any, comes last. `None` until it is loaded.
     experts: Vec<Option<Expert>>,
     routed: usize,
@@ -63,8 +65,10 @@ impl CpuBackend {
             width: shape.width,
             shared_width: shape.shared_width,
             rule: shape.rule,
+            gate: shape.gate,
             router,
             correction: shape.correction.map(<[f32]>::to_vec),
+            router_bias: shape.router_bias.map(<[f32]>::to_vec),
             experts: (0..total).map(|_| None).collect(),
             routed: shape.experts,
         })
@@ -83,16 +87,19 @@ impl CpuBackend {
         };
         let wanted = [[width, experts.hidden], [width, experts.hidden], [experts.hidden, width]];
         let shapes = parts.each_ref().map(|part| [part.outputs, part.inputs]);
-        if shapes != wanted || parts.iter().any(|part| part.bias.is_some()) {
-            return Err(shape_error("an expert", format!("{shapes:?} for {wanted:?}, without biases")));
+        let biased = |part: &HostMatrix<'_>| part.bias.is_none_or(|bias| bias.len() == part.outputs);
+        if shapes != wanted || !parts.iter().all(biased) {
+            return Err(shape_error("an expert", format!("{shapes:?} or its biases for {wanted:?}")));
         }
+        let biases = parts.each_ref().map(|part| part.bias.map(<[f32]>::to_vec));
         let [gate, up, down] = parts.map(|part| self.expert_matrix(part));
-        experts.experts[index] = Some(Expert { gate: gate?, up: up?, down: down? });
+        experts.experts[index] = Some(Expert { gate: gate?, up: up?, down: down?, biases });
         Ok(())
     }
 
     fn expert_matrix(&self, matrix: HostMatrix<'_>) -> Result<ExpertMatrix> {
         let HostMatrix { outputs, inputs, values, .. } = matrix;
+        let expanded;
         let weights = match values {
             // Codes stay codes unless everything is f32.
             HostValues::Fp8(v) if self.mode != Mode::F32 => {
@@ -100,6 +107,15 @@ impl CpuBackend {
                 return coded.map(ExpertMatrix::Coded).map_err(|error| shape_error("an expert", error));
             }
             HostValues::Fp8(v) => Weights::Fp8(v),
+            HostValues::Mxfp4(v) if self.mode != Mode::F32 => {
+                let coded = MxMatrix::pack(&self.pool, v, outputs, inputs);
+                return coded.map(ExpertMatrix::Mxfp4).map_err(|error| shape_error("an expert", error));
+            }
+            HostValues::Mxfp4(v) => {
+                v.check(outputs, inputs)?;
+                expanded = v.expand(outputs, inputs);
+                Weights::F32(&expanded)
+            }
             HostValues::Bf16(v) => Weights::Bf16(v),
             HostValues::F16(v) => Weights::F16(v),
             HostValues::F32(v) => Weights::F32(v),
@@ -129,7 +145,8 @@ impl CpuBackend {
         normed.resize(x.values.len(), 0.0);
         self.kernels.rms_norm(&self.pool, &x.values, norm, eps, normed);
         logits.resize(rows * experts.routed, 0.0);
-        experts.router.linear(self.kernels, &self.pool, normed, rows, logits, Epilogue::default(), gemm);
+        let epilogue = Epilogue { bias: experts.router_bias.as_deref(), accumulate: false };
+        experts.router.linear(self.kernels, &self.pool, normed, rows, logits, epilogue, gemm);
         let slots = Slots::route(
             &self.pool,
             &experts.rule,
@@ -147,6 +164,7 @@ impl CpuBackend {
             kernels: self.kernels,
             pool: &self.pool,
             activations,
+            gate: experts.gate,
             experts: &Loaded(loaded),
             slots: &slots,
         };

@@ -1,10 +1,10 @@
 //! Query and key heads on their way to the cache: QK-norm, RoPE, key mean, rotation, store.
 
 use super::pages::HeadPages;
-use super::{CpuRope, CpuRows};
+use super::{CpuBackend, CpuRope, CpuRows};
 use crate::attention;
 use crate::{Epilogue, GemmScratch, Kernels, PackedMatrix, Precision, ThreadPool, Weights};
-use oscar_backend::{BackendError, HeadShape, Result, SequenceRows};
+use oscar_backend::{BackendError, HeadShape, LayerHeads, Result, SequenceRows};
 use oscar_codec::{HeadRotations, PAGE_TOKENS, RowPageCodec};
 
 /// Key rotations of a layer, one for each KV head, ready for [`PackedMatrix::linear`].
@@ -91,6 +91,8 @@ pub struct HeadTask<'a> {
     pub head: usize,
     /// `[token][query head of the group][head_dim]`.
     pub queries: &'a mut [f32],
+    /// `[token][query head of the group]`; empty in layers without sinks.
+    pub sinks: &'a mut [f32],
     pub pages: &'a mut HeadPages,
     pub codec: &'a RowPageCodec,
 }
@@ -101,7 +103,7 @@ impl HeadTask<'_> {
         pool: &ThreadPool,
         kernels: &Kernels,
         shape: &HeadShape,
-        rotation: Option<&LayerRotation>,
+        heads: &LayerHeads<'_, CpuBackend>,
         sequences: &[SequenceRows<'_>],
         qkv: &CpuRows,
     ) {
@@ -118,7 +120,12 @@ impl HeadTask<'_> {
             self.queries[row * group * d..][..group * d].copy_from_slice(&values[query..query + group * d]);
             keys[row * d..][..d].copy_from_slice(&values[key..key + d]);
         }
-        if let Some(rotation) = rotation.map(|r| &r.heads[self.head]) {
+        let rotation = heads.rotation.map(|r| &r.heads[self.head]);
+        if let Some(sinks) = heads.sinks {
+            let mean = rotation.and_then(|r| r.mean.as_deref());
+            self.shift_sinks(&sinks[self.head * group..][..group], mean, shape.scale);
+        }
+        if let Some(rotation) = rotation {
             if let Some(mean) = &rotation.mean {
                 for key in keys.chunks_exact_mut(d) {
                     key.iter_mut().zip(mean).for_each(|(k, m)| *k -= m);
@@ -133,6 +140,22 @@ impl HeadTask<'_> {
             rotate(self.queries);
             rotate(&mut keys);
         }
+        self.store(sequences, qkv, &keys, value);
+    }
+
+    /// The sinks of every row. Centred keys take `scale·q·μ` off all scores, and off the sinks.
+    fn shift_sinks(&mut self, sinks: &[f32], mean: Option<&[f32]>, scale: f32) {
+        let d = self.codec.head_dim();
+        let rows = self.sinks.iter_mut().zip(self.queries.chunks_exact(d)).enumerate();
+        for (row, (sink, query)) in rows {
+            let shift = mean.map_or(0.0, |mean| query.iter().zip(mean).map(|(q, m)| q * m).sum::<f32>());
+            *sink = sinks[row % sinks.len()] - scale * shift;
+        }
+    }
+
+    /// Stores keys, and the values in the columns from `value` on, in the pages of their positions.
+    fn store(&mut self, sequences: &[SequenceRows<'_>], qkv: &CpuRows, keys: &[f32], value: usize) {
+        let d = self.codec.head_dim();
         let mut values = Vec::with_capacity(PAGE_TOKENS * d);
         for s in sequences {
             let mut row = s.rows.start;

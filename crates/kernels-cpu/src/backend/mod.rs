@@ -20,7 +20,7 @@ use experts::ExpertsScratch;
 use heads::LayerRotation;
 use oscar_backend::{
     AttentionKernels, AttentionPath, Backend, BackendError, Benchmarks, BlockId, Communicator, ExpertId,
-    ExpertsShape, HeadHistory, HeadShape, HistoryRows, HostMatrix, HostValues, PrefillWave, Result,
+    ExpertsShape, Feature, HeadHistory, HeadShape, HistoryRows, HostMatrix, HostValues, PrefillWave, Result,
     SequenceRows, StepMemory, StepSize, StepTimes, TappedRows, View,
 };
 use oscar_codec::{CacheLayout, CodeLayout, FormatTable, HeadRotations};
@@ -68,6 +68,8 @@ struct Scratch {
     attention: attention::Scratch,
     /// Rotated queries, `[kv_head][row][query head of the group][head_dim]`.
     queries: Vec<f32>,
+    /// Attention sinks of the layer, `[kv_head][row][query head of the group]`.
+    sinks: Vec<f32>,
     /// Attention outputs in task order, before they are copied to their rows.
     outputs: Vec<f32>,
     /// The time of steps so far, if it is wanted.
@@ -162,7 +164,7 @@ pub fn step_memory(size: &StepSize) -> StepMemory {
     let row = 4 * hidden + size.qkv_width() + 3 * query + 5 * intermediate;
     StepMemory {
         activations: 4 * (rows * row + logits * (vocab + 2 * hidden)),
-        rope: 4 * size.context * size.heads.head_dim,
+        rope: 4 * size.rope_tables * size.context * size.heads.head_dim,
         ..StepMemory::default()
     }
 }
@@ -254,6 +256,10 @@ impl Backend for CpuBackend {
         false
     }
 
+    fn computes(&self, _: Feature) -> bool {
+        true
+    }
+
     fn prefill_chunk(&self, _: &HeadShape) -> usize {
         PREFILL_CHUNK
     }
@@ -279,7 +285,13 @@ impl Backend for CpuBackend {
     }
 
     fn matrix(&self, weights: HostMatrix<'_>) -> Result<CpuMatrix> {
+        let expanded;
         let values = match weights.values {
+            HostValues::Mxfp4(v) => {
+                v.check(weights.outputs, weights.inputs)?;
+                expanded = v.expand(weights.outputs, weights.inputs);
+                Weights::F32(&expanded)
+            }
             HostValues::Bf16(v) => Weights::Bf16(v),
             HostValues::F16(v) => Weights::F16(v),
             HostValues::F32(v) => Weights::F32(v),

@@ -24,10 +24,12 @@ impl CpuBackend {
         x: &CpuRows,
         out: &mut CpuRows,
     ) -> Result<()> {
-        let Product { weight, norm, output } = product;
+        let Product { weight, norm, output, result_norm } = product;
         let (inputs, outputs) = (weight.packed.inputs(), weight.packed.outputs());
-        let width = if output == Output::Gated { 2 * out.width } else { out.width };
-        if (inputs, outputs) != (x.width, width) || output == Output::Add && out.count() != x.count() {
+        let width = if matches!(output, Output::Gated(_)) { 2 * out.width } else { out.width };
+        let fits = output != Output::Add || out.count() == x.count();
+        let normed = result_norm.is_none_or(|(norm, _)| output == Output::Add && norm.len() == out.width);
+        if (inputs, outputs) != (x.width, width) || !fits || !normed {
             let detail =
                 format!("{} rows of {} by {outputs} × {inputs} to {}", x.count(), x.width, out.width);
             return Err(shape_error("a product", detail));
@@ -43,22 +45,43 @@ impl CpuBackend {
         };
         let exact = output == Output::Logits;
         match output {
-            Output::Add => self.linear(scratch, weight, values, &mut out.values, true, exact),
+            Output::Add => match result_norm {
+                None => self.linear(scratch, weight, values, &mut out.values, true, exact),
+                Some(norm) => self.add_normed(scratch, weight, values, norm, out),
+            },
             Output::Replace | Output::Logits => {
                 out.resize(x.count());
                 self.linear(scratch, weight, values, &mut out.values, false, exact);
             }
-            Output::Gated => {
+            Output::Gated(gate) => {
                 let mut gate_up = std::mem::take(&mut scratch.gate_up);
                 gate_up.resize(x.count() * outputs, 0.0);
                 self.linear(scratch, weight, values, &mut gate_up, false, exact);
                 out.resize(x.count());
-                self.kernels.swiglu_rows(&self.pool, &gate_up, out.width, &mut out.values);
+                self.kernels.gate_rows(&self.pool, gate, &gate_up, out.width, &mut out.values);
                 scratch.gate_up = gate_up;
             }
         }
         scratch.normed = normed;
         Ok(())
+    }
+
+    /// `out += norm(x · weightᵀ + bias)`.
+    fn add_normed(
+        &self,
+        scratch: &mut ProductScratch,
+        weight: &CpuMatrix,
+        x: &[f32],
+        (norm, eps): (&Vec<f32>, f32),
+        out: &mut CpuRows,
+    ) {
+        let mut results = std::mem::take(&mut scratch.gate_up);
+        results.resize(2 * out.values.len(), 0.0);
+        let (product, normed) = results.split_at_mut(out.values.len());
+        self.linear(scratch, weight, x, product, false, false);
+        self.kernels.rms_norm(&self.pool, product, norm, eps, normed);
+        self.kernels.add(&self.pool, &mut out.values, normed);
+        scratch.gate_up = results;
     }
 
     /// `out ← x · weightᵀ + bias`, or added to `out`. `exact`: activations keep 16 bits of mantissa

@@ -4,7 +4,9 @@ use super::heads::{self, HeadTask};
 use super::views::HeadContext;
 use super::{CpuBackend, CpuExperts, CpuMatrix, CpuPages, CpuRows, Scratch, shape_error};
 use crate::attention::{self, AttendTask};
-use oscar_backend::{Candidate, Communicator, LayerHeads, Pick, Product, Result, SequenceRows, Step, Tap};
+use oscar_backend::{
+    BackendError, Candidate, Communicator, LayerHeads, Pick, Product, Result, SequenceRows, Step, Tap,
+};
 use oscar_codec::attention::PagedContext;
 use std::sync::MutexGuard;
 use std::time::Instant;
@@ -18,7 +20,7 @@ pub struct CpuStep<'s> {
 }
 
 impl Step<CpuBackend> for CpuStep<'_> {
-    fn embed(&mut self, table: &CpuMatrix, tokens: &[u32], out: &mut CpuRows) -> Result<()> {
+    fn embed(&mut self, table: &CpuMatrix, tokens: &[u32], scale: f32, out: &mut CpuRows) -> Result<()> {
         let (rows, width) = (table.packed.outputs(), out.width);
         if table.packed.inputs() != width || tokens.iter().any(|&t| t as usize >= rows) {
             let detail = format!("{tokens:?} of a table of {rows} rows of {}", table.packed.inputs());
@@ -26,7 +28,10 @@ impl Step<CpuBackend> for CpuStep<'_> {
         }
         out.resize(tokens.len());
         self.backend.pool.run_chunks(&mut out.values, width, |row, values| {
-            table.packed.read_row(tokens[row] as usize, values)
+            table.packed.read_row(tokens[row] as usize, values);
+            if scale != 1.0 {
+                values.iter_mut().for_each(|value| *value *= scale);
+            }
         });
         Ok(())
     }
@@ -59,6 +64,11 @@ impl Step<CpuBackend> for CpuStep<'_> {
         mut tap: Option<&mut dyn Tap>,
     ) -> Result<()> {
         let (layer, began) = (heads.layer, Instant::now());
+        let narrowed = heads.window.is_some() || heads.sinks.is_some();
+        if narrowed && tap.as_deref_mut().is_some_and(|tap| tap.scoring().is_some()) {
+            let why = "rows are not scored for eviction in layers with sliding windows or attention sinks";
+            return Err(BackendError::Unsupported { device: "cpu".into(), why: why.into() });
+        }
         self.append(&heads, qkv);
         self.scratch.count(began, |times| &mut times.coding);
         if let Some(tap) = tap.as_deref_mut() {
@@ -68,7 +78,7 @@ impl Step<CpuBackend> for CpuStep<'_> {
         self.backend.demote_layer(layer, self.sequences, self.pool);
         self.scratch.count(began, |times| &mut times.coding);
         let began = Instant::now();
-        self.attention(layer, qkv.count(), out);
+        self.attention(&heads, qkv.count(), out);
         self.scratch.count(began, |times| &mut times.attention);
         let Some(tap) = tap else { return Ok(()) };
         if let Some(scoring) = tap.scoring() {
@@ -149,8 +159,12 @@ impl CpuStep<'_> {
         heads::normalize_and_rope(threads, kernels, &shape, heads.qk_norm, heads.rope, &positions, qkv);
 
         let per_head = qkv.count() * shape.group() * shape.head_dim;
-        let queries = &mut self.scratch.queries;
+        let Scratch { queries, sinks, .. } = &mut *self.scratch;
         queries.resize(per_head * shape.kv_heads, 0.0);
+        // Empty lists if the layer has no sinks.
+        let sinks_per_head = if heads.sinks.is_some() { per_head / shape.head_dim } else { 0 };
+        sinks.resize(sinks_per_head * shape.kv_heads, 0.0);
+        let mut sinks = sinks.as_mut_slice();
         let (layout, full, _) = self.pool.layer_mut(layer);
         let mut tasks: Vec<HeadTask<'_>> = queries
             .chunks_exact_mut(per_head.max(1))
@@ -159,22 +173,25 @@ impl CpuStep<'_> {
             .map(|(head, (queries, pages))| HeadTask {
                 head,
                 queries,
+                sinks: sinks.split_off_mut(..sinks_per_head).unwrap_or_default(),
                 pages,
                 codec: layout.full().codec(layer, head),
             })
             .collect();
         let qkv = &*qkv;
         threads.run_chunks(&mut tasks, 1, |_, task| {
-            task[0].run(threads, kernels, &shape, heads.rotation, sequences, qkv);
+            task[0].run(threads, kernels, &shape, heads, sequences, qkv);
         });
     }
 
     /// Attention of the queries that `append` left.
-    fn attention(&mut self, layer: usize, rows: usize, out: &mut CpuRows) {
+    fn attention(&mut self, heads: &LayerHeads<'_, CpuBackend>, rows: usize, out: &mut CpuRows) {
+        let layer = heads.layer;
         let (backend, sequences, pool) = (self.backend, self.sequences, &*self.pool);
         let shape = pool.heads();
         let (d, group) = (shape.head_dim, shape.group());
-        let Scratch { outputs, attention, queries, .. } = &mut *self.scratch;
+        let windows = pool.layout().windows().sliding(heads.window);
+        let Scratch { outputs, attention, queries, sinks, .. } = &mut *self.scratch;
         outputs.resize(rows * shape.query_heads * d, 0.0);
 
         // One page list for each sequence and head; each row of a token comes once for every query
@@ -197,10 +214,11 @@ impl CpuStep<'_> {
             free = rest;
             tasks.push(AttendTask {
                 queries: &queries[start + range.start * d..start + range.end * d],
-                positions: &positions[range],
+                positions: &positions[range.clone()],
                 scale: shape.scale,
-                windows: pool.layout().windows(),
+                windows: &windows,
                 context,
+                sinks: heads.sinks.map(|_| &sinks[head * rows * group..][range]),
                 out: mine,
             });
         }

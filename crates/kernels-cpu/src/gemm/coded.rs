@@ -7,6 +7,7 @@
 
 use oscar_backend::{FP8_BLOCK, Fp8Blocks, ScaleGrid};
 
+use super::mxfp4::MxMatrix;
 use super::packed::{INPUT_PADDING, PackError, PackedMatrix};
 use super::tile::LANES;
 use crate::buffer::Buffer;
@@ -41,7 +42,7 @@ impl CodedMatrix {
         if outputs == 0 || inputs == 0 {
             return Err(PackError::Empty { outputs, inputs });
         }
-        weights.check(outputs, inputs).map_err(|error| PackError::Fp8(error.to_string()))?;
+        weights.check(outputs, inputs).map_err(|error| PackError::Coded(error.to_string()))?;
         let steps = inputs.next_multiple_of(INPUT_PADDING) / STEP_INPUTS;
         let block_words = steps * STEP_BYTES / size_of::<u32>();
         let mut codes = Buffer::zeroed(outputs.div_ceil(LANES) * block_words);
@@ -83,11 +84,12 @@ impl CodedMatrix {
     }
 }
 
-/// The weights of an expert: BF16, f32 or FP8.
+/// The weights of an expert: BF16, f32, FP8 or MXFP4.
 #[derive(Debug)]
 pub enum ExpertMatrix {
     Packed(PackedMatrix),
     Coded(CodedMatrix),
+    Mxfp4(MxMatrix),
 }
 
 impl ExpertMatrix {
@@ -95,6 +97,7 @@ impl ExpertMatrix {
         match self {
             Self::Packed(matrix) => matrix.outputs,
             Self::Coded(matrix) => matrix.outputs,
+            Self::Mxfp4(matrix) => matrix.outputs,
         }
     }
 
@@ -102,6 +105,7 @@ impl ExpertMatrix {
         match self {
             Self::Packed(matrix) => matrix.inputs,
             Self::Coded(matrix) => matrix.inputs,
+            Self::Mxfp4(matrix) => matrix.inputs,
         }
     }
 
@@ -110,6 +114,7 @@ impl ExpertMatrix {
         match self {
             Self::Packed(matrix) => matrix.steps,
             Self::Coded(matrix) => matrix.steps,
+            Self::Mxfp4(matrix) => matrix.steps,
         }
     }
 
@@ -118,6 +123,7 @@ impl ExpertMatrix {
         match self {
             Self::Packed(matrix) => matrix.bytes(),
             Self::Coded(matrix) => matrix.codes.bytes() + 4 * matrix.scales.len(),
+            Self::Mxfp4(matrix) => matrix.bytes(),
         }
     }
 
@@ -133,10 +139,14 @@ impl ExpertMatrix {
         let block = self.steps() * LANES;
         match self {
             Self::Packed(matrix) => &matrix.words.words()[first * block..][..blocks * block],
-            Self::Coded(matrix) => {
+            Self::Coded(_) | Self::Mxfp4(_) => {
                 room.reserve(blocks * block);
                 let words = &mut room.words_mut()[..blocks * block];
-                matrix.expand(kernels, first, blocks, words);
+                match self {
+                    Self::Coded(matrix) => matrix.expand(kernels, first, blocks, words),
+                    Self::Mxfp4(matrix) => matrix.expand(kernels, first, blocks, words),
+                    Self::Packed(_) => {}
+                }
                 words
             }
         }

@@ -14,6 +14,7 @@ pub(crate) mod avx2;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod avx512;
 mod coded;
+mod mxfp4;
 mod packed;
 pub(crate) mod scalar;
 #[cfg(test)]
@@ -21,6 +22,7 @@ mod tests;
 pub(crate) mod tile;
 
 pub use coded::{CodedMatrix, ExpertMatrix};
+pub use mxfp4::MxMatrix;
 pub use packed::{INPUT_PADDING, PackError, PackedMatrix, Precision, Weights};
 
 use crate::buffer::Buffer;

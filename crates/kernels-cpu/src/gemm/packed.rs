@@ -47,7 +47,7 @@ pub enum PackError {
     #[error("a matrix needs at least one output and one input, not {outputs}×{inputs}")]
     Empty { outputs: usize, inputs: usize },
     #[error("{0}")]
-    Fp8(String),
+    Coded(String),
 }
 
 /// A weight matrix, packed once for [`PackedMatrix::linear`].
@@ -86,7 +86,7 @@ impl PackedMatrix {
             return Err(PackError::Length { outputs, inputs, len });
         }
         if let Weights::Fp8(weights) = weights {
-            weights.check(outputs, inputs).map_err(|error| PackError::Fp8(error.to_string()))?;
+            weights.check(outputs, inputs).map_err(|error| PackError::Coded(error.to_string()))?;
         }
         let padded = inputs.next_multiple_of(INPUT_PADDING);
         let steps = match precision {

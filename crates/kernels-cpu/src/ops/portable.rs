@@ -4,6 +4,7 @@
 //! that every vector width gives the same bits.
 
 use half::bf16;
+use oscar_backend::Gate;
 
 use super::convert::{f32_from_bf16, f32_to_bf16};
 use super::exp::exp;
@@ -61,6 +62,29 @@ pub(super) fn swiglu(gate: &[f32], up: &[f32], out: &mut [f32]) {
     }
 }
 
+/// `0.5 · (1 + tanh u) = 1 / (1 + exp(−2u))`.
+#[inline(always)]
+pub(super) fn gelu_tanh(gate: &[f32], up: &[f32], out: &mut [f32]) {
+    // −2 · √(2/π).
+    const FACTOR: f32 = -1.595_769_2;
+    for ((out, &gate), &up) in out.iter_mut().zip(gate).zip(up) {
+        let inner = FACTOR * (gate + 0.044_715 * (gate * gate * gate));
+        *out = gate / (1.0 + exp(inner)) * up;
+    }
+}
+
+#[inline(always)]
+pub(super) fn clamped(gate: &[f32], up: &[f32], out: &mut [f32]) {
+    const LIMIT: f32 = Gate::CLAMP;
+    for ((out, &gate), &up) in out.iter_mut().zip(gate).zip(up) {
+        // Comparisons that NaN fails keep it.
+        let gate = if gate > LIMIT { LIMIT } else { gate };
+        let up = if up > LIMIT { LIMIT } else { up };
+        let up = if up < -LIMIT { -LIMIT } else { up };
+        *out = gate / (1.0 + exp(-Gate::CLAMPED_SLOPE * gate)) * (up + 1.0);
+    }
+}
+
 #[inline(always)]
 pub(super) fn to_bf16(x: &[f32], out: &mut [bf16]) {
     out.iter_mut().zip(x).for_each(|(out, &x)| *out = bf16::from_bits(f32_to_bf16(x)));
@@ -90,6 +114,28 @@ pub(super) fn expand_fp8(codes: &[u8], scales: &[f32; 16], words: &mut [u32]) {
             let low = u32::from(f32_to_bf16(e4m3(first) * scales[lane]));
             let high = u32::from(f32_to_bf16(e4m3(second) * scales[lane]));
             words[lane] = low | high << 16;
+        }
+    }
+}
+
+/// The value of an E2M1 code.
+#[inline(always)]
+fn e2m1(code: u32) -> f32 {
+    let magnitude = code & 7;
+    let normal = f32::from_bits((magnitude << 22) + (126 << 23));
+    let value = if magnitude < 2 { magnitude as f32 * 0.5 } else { normal };
+    f32::from_bits(value.to_bits() | (code & 8) << 28)
+}
+
+#[inline(always)]
+pub(super) fn expand_mxfp4(codes: &[u8], factors: &[f32; 16], words: &mut [u32]) {
+    let steps = codes.as_chunks::<16>().0.iter().zip(words.as_chunks_mut::<16>().0);
+    for (codes, words) in steps {
+        for lane in 0..16 {
+            let code = u32::from(codes[lane]);
+            // BF16 holds the products exactly: the lower half of their bits is zero.
+            let (first, second) = (e2m1(code) * factors[lane], e2m1(code >> 4) * factors[lane]);
+            words[lane] = first.to_bits() >> 16 | second.to_bits() & 0xffff_0000;
         }
     }
 }

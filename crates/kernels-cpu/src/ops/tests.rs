@@ -56,34 +56,41 @@ fn rms_norm_of_zeros_is_zero() {
 }
 
 #[test]
-fn scalar_swiglu_matches_f64() {
-    let (gate, up) = (values(3, 10_000, 30.0), values(4, 10_000, 3.0));
-    let mut out = vec![0.0; gate.len()];
-    scalar().swiglu(&pool(1), &gate, &up, &mut out);
-    for i in 0..out.len() {
-        let g = f64::from(gate[i]);
-        let truth = g / (1.0 + (-g).exp()) * f64::from(up[i]);
-        assert!((f64::from(out[i]) - truth).abs() <= 1e-6 * truth.abs(), "{}: {} {truth}", gate[i], out[i]);
+fn scalar_gates_match_f64() {
+    for kind in Gate::ALL {
+        let (gate, up) = (values(3, 10_000, 30.0), values(4, 10_000, 10.0));
+        let mut out = vec![0.0; gate.len()];
+        scalar().gate_row(kind, &gate, &up, &mut out);
+        for i in 0..out.len() {
+            let truth = kind.apply(f64::from(gate[i]), f64::from(up[i]));
+            // Far below zero the gates vanish; an exponent of tens magnifies the rounding before it.
+            let tolerance = if kind == Gate::Silu { 1e-6 * truth.abs() } else { 2e-5 * truth.abs() + 1e-6 };
+            let error = (f64::from(out[i]) - truth).abs();
+            assert!(error <= tolerance, "{kind:?} {} {}: {} {truth}", gate[i], up[i], out[i]);
+        }
+        let mut edge = [0.0; 5];
+        let (gates, ups) = ([200.0, -200.0, 0.0, f32::NAN, 1.0], [1.0, 1.0, 1.0, 1.0, f32::NAN]);
+        scalar().gate_row(kind, &gates, &ups, &mut edge);
+        for i in 0..3 {
+            let truth = kind.apply(f64::from(gates[i]), 1.0) as f32;
+            assert!((edge[i] - truth).abs() <= 1e-6 * truth.abs(), "{kind:?} of {}: {}", gates[i], edge[i]);
+        }
+        assert!(edge[3].is_nan() && edge[4].is_nan());
     }
-    let mut edge = [0.0; 4];
-    scalar().swiglu(&pool(1), &[200.0, -200.0, 0.0, f32::NAN], &[1.0; 4], &mut edge);
-    assert_eq!(edge[..3], [200.0, 0.0, 0.0]);
-    assert!(edge[3].is_nan());
 }
 
 #[test]
 fn fused_rows_equal_separate_halves() {
     let (rows, width) = (50, 700);
     let gate_up = values(5, 2 * rows * width, 4.0);
-    let (mut gate, mut up) = (Vec::new(), Vec::new());
-    for row in gate_up.chunks_exact(2 * width) {
-        gate.extend_from_slice(&row[..width]);
-        up.extend_from_slice(&row[width..]);
+    for kind in Gate::ALL {
+        let (mut fused, mut separate) = (vec![0.0; rows * width], vec![1.0; rows * width]);
+        scalar().gate_rows(&pool(2), kind, &gate_up, width, &mut fused);
+        for (row, out) in gate_up.chunks_exact(2 * width).zip(separate.chunks_exact_mut(width)) {
+            scalar().gate_row(kind, &row[..width], &row[width..], out);
+        }
+        assert_eq!(bits(&fused), bits(&separate));
     }
-    let (mut fused, mut separate) = (vec![0.0; rows * width], vec![1.0; rows * width]);
-    scalar().swiglu_rows(&pool(2), &gate_up, width, &mut fused);
-    scalar().swiglu(&pool(2), &gate, &up, &mut separate);
-    assert_eq!(bits(&fused), bits(&separate));
 }
 
 fn check_matches_scalar(variant: Variant) {
@@ -95,10 +102,17 @@ fn check_matches_scalar(variant: Variant) {
         a[3 * len] = f32::INFINITY;
         a[3 * len - 1] = f32::MIN_POSITIVE / 8.0;
         let run = |kernels: &Kernels, pool: &ThreadPool| {
-            let mut results = vec![vec![0.0; 4 * len], a.clone(), vec![0.0; 4 * len]];
+            let mut results = vec![vec![0.0; 4 * len], a.clone()];
             kernels.rms_norm(pool, &a, &b[..len], 1e-5, &mut results[0]);
             kernels.add(pool, &mut results[1], &b);
-            kernels.swiglu(pool, &a, &b, &mut results[2]);
+            for kind in Gate::ALL {
+                let mut gated = vec![0.0; 2 * len];
+                kernels.gate_rows(pool, kind, &a, len, &mut gated);
+                results.push(gated);
+                let mut row = vec![0.0; 4 * len];
+                kernels.gate_row(kind, &a, &b, &mut row);
+                results.push(row);
+            }
             let mut narrow = vec![bf16::ZERO; 4 * len];
             kernels.to_bf16(&a, &mut narrow);
             let mut wide = vec![0.0; 4 * len];

@@ -3,7 +3,7 @@
 use super::constants::CudaVector;
 use super::launches::{RandomPagesParams, RandomParams};
 use super::rows::{CudaRows, grow};
-use super::{CudaBackend, State};
+use super::{CudaBackend, State, expert_limits};
 use crate::device::{Device, Function, LaunchShape};
 use crate::error::{CudaError, Result};
 use crate::gemm::{CudaMatrix, WORD_CODES, arrange, convert, random_scale};
@@ -14,8 +14,8 @@ use crate::sources::{EXPERTS, PREPARE_HEADS, weight_defines};
 use crate::staging::Staging;
 use half::bf16;
 use oscar_backend::{
-    ExpertFormat, ExpertId, ExpertsShape, Fp8Blocks, HostMatrix, HostValues, Output, Product, RouterRule,
-    RouterScores, ScaleGrid, WeightFormat,
+    ExpertFormat, ExpertId, ExpertsShape, Fp8Blocks, Gate, HostMatrix, HostValues, Output, Product,
+    RouterRule, RouterScores, ScaleGrid, WeightFormat,
 };
 use std::ffi::CStr;
 
@@ -72,9 +72,7 @@ shared_struct! {
 
 pub const LAYOUTS: &[Layout] = &[ExpertsParams::LAYOUT, PrepareHeadsParams::LAYOUT];
 
-// Limits of `experts.cu`.
-const MOST_EXPERTS: usize = 256;
-const MOST_CHOSEN: usize = 32;
+// Limits of `experts.cu`; `expert_limits` has those of a layer.
 const ROUTE_WARPS: usize = 4;
 const ROUTE_ROWS: usize = 8;
 const TILE_ROWS: usize = 8;
@@ -169,18 +167,10 @@ pub(super) struct ExpertsMemory {
 impl CudaExperts {
     pub(super) fn new(device: &Device, kernels: &Kernels, shape: &ExpertsShape<'_>) -> Result<Self> {
         let ExpertsShape { experts, hidden, width, shared_width, format, rule, .. } = *shape;
-        let chunk = if format == ExpertFormat::Bf16 { 32 } else { 64 };
-        let fits = hidden.is_multiple_of(chunk) && width.is_multiple_of(chunk);
-        if !fits || experts > MOST_EXPERTS || rule.chosen > MOST_CHOSEN {
-            return Err(CudaError::Unsupported(format!(
-                "{} of {experts} experts of {width} × {hidden} ({format:?}): up to {MOST_CHOSEN} of {MOST_EXPERTS} \
-                 whose sizes are multiples of {chunk} are computed there; use --device cpu",
-                rule.chosen
-            )));
-        }
+        let weights = expert_limits::check(shape)?;
         let element = if format == ExpertFormat::Bf16 { 2 } else { 1 };
         let grid = match format {
-            ExpertFormat::Bf16 => None,
+            ExpertFormat::Bf16 | ExpertFormat::Mxfp4 => None,
             ExpertFormat::Fp8Blocks => Some(ScaleGrid::Blocks),
             ExpertFormat::Fp8Channels => Some(ScaleGrid::Channels),
         };
@@ -195,7 +185,7 @@ impl CudaExperts {
             })
         };
         Ok(Self {
-            kernels: ExpertKernels::new(kernels, format.weights())?,
+            kernels: ExpertKernels::new(kernels, weights)?,
             experts,
             hidden,
             width,
@@ -227,6 +217,7 @@ impl CudaExperts {
             HostValues::F16(v) => v.len(),
             HostValues::F32(v) => v.len(),
             HostValues::Fp8(v) => v.codes.len(),
+            HostValues::Mxfp4(v) => 2 * v.codes.len(),
         };
         if given != count {
             return refuse(format!("{given} weights for {outputs} × {inputs}"));
@@ -274,6 +265,7 @@ impl CudaBackend {
             _ => return Err(CudaError::Shape { what: "an expert", detail: format!("{id:?}") }),
         };
         let shapes = parts.each_ref().map(|part| [part.outputs, part.inputs]);
+        expert_limits::check_parts(parts)?;
         if shapes != [[width, hidden], [width, hidden], [hidden, width]] {
             return Err(CudaError::Shape { what: "an expert", detail: format!("{shapes:?} of {width}") });
         }
@@ -351,7 +343,7 @@ impl CudaBackend {
         fill(&experts.gate_up, shape.hidden, 3 * seed + 1)?;
         fill(&experts.down, shape.width, 3 * seed + 2)?;
         if shape.shared_width > 0 {
-            let (format, wide) = (shape.format.weights(), shape.shared_width);
+            let (format, wide) = (shape.format.weights().unwrap_or(WeightFormat::Bf16), shape.shared_width);
             let gate_up = self.random_weights(format, 2 * wide, shape.hidden, 5 * seed + 3)?;
             experts.shared = Some((gate_up, self.random_weights(format, shape.hidden, wide, 5 * seed + 4)?));
         }
@@ -379,7 +371,7 @@ impl CudaBackend {
         let mut gated = std::mem::take(&mut state.experts.gated);
         gated.set_width(experts.shared_width);
         if let Some((gate_up, _)) = &experts.shared {
-            let product = Product { weight: gate_up, norm: Some((norm, eps)), output: Output::Gated };
+            let product = Product::of_normed(norm, eps, gate_up, Output::Gated(Gate::Silu));
             self.product(state, product, x, &mut gated)?;
         }
         x.drop_rounded();
@@ -387,7 +379,7 @@ impl CudaBackend {
         // SAFETY: the parameters of `experts.cu`; every buffer was made for these rows.
         unsafe { self.launch_experts(experts, p) }?;
         if let Some((_, down)) = &experts.shared {
-            self.product(state, Product { weight: down, norm: None, output: Output::Add }, &gated, x)?;
+            self.product(state, Product::of(down, Output::Add), &gated, x)?;
         }
         state.experts.gated = gated;
         Ok(())
@@ -495,5 +487,6 @@ fn f32_values(matrix: &HostMatrix<'_>) -> Vec<f32> {
         HostValues::F16(v) => v.iter().map(|x| x.to_f32()).collect(),
         HostValues::F32(v) => v.to_vec(),
         HostValues::Fp8(v) => v.expand(matrix.inputs),
+        HostValues::Mxfp4(v) => v.expand(matrix.outputs, matrix.inputs),
     }
 }

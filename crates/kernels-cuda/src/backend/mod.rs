@@ -2,6 +2,7 @@
 
 mod calibration;
 mod constants;
+mod expert_limits;
 mod experts;
 mod launches;
 mod picks;
@@ -38,8 +39,8 @@ use crate::transfers::Transfers;
 use experts::ExpertsMemory;
 use launches::Launches;
 use oscar_backend::{
-    AttentionKernels, Backend, Benchmarks, ExpertId, ExpertsShape, HeadShape, HostMatrix, PrefillWave,
-    Result as BackendResult, SequenceRows, StepMemory, StepSize, StepTimes, WeightFormat,
+    AttentionKernels, Backend, Benchmarks, ExpertId, ExpertsShape, Feature, HeadShape, HostMatrix,
+    PrefillWave, Result as BackendResult, SequenceRows, StepMemory, StepSize, StepTimes, WeightFormat,
 };
 use oscar_codec::{CacheLayout, HeadRotations};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
@@ -260,6 +261,10 @@ impl Backend for CudaBackend {
 
     fn multiplies_fp8(&self) -> bool {
         true
+    }
+
+    fn computes(&self, _: Feature) -> bool {
+        false
     }
 
     fn prefill_chunk(&self, heads: &HeadShape) -> usize {

@@ -8,7 +8,7 @@ use crate::error::{CudaError, Result};
 use crate::gemm::{CudaMatrix, Fp8Kernels, Product as Gemm, Skinny, SkinnyProduct, Sums};
 use crate::memory::{Buffer, DeviceSlice};
 use half::bf16;
-use oscar_backend::{Output, Product, WeightFormat};
+use oscar_backend::{Feature, Gate, Output, Product, WeightFormat};
 
 impl CudaBackend {
     /// Norm, product and gate: in one launch if there are few rows, otherwise one after the other.
@@ -19,8 +19,16 @@ impl CudaBackend {
         x: &CudaRows,
         out: &mut CudaRows,
     ) -> Result<()> {
-        let Product { weight, norm, output } = product;
-        let (rows, gated) = (x.count(), output == Output::Gated);
+        let Product { weight, norm, output, result_norm } = product;
+        if result_norm.is_some() {
+            return Err(CudaError::lacks(Feature::ResultNorm));
+        }
+        let gated = match output {
+            Output::Gated(Gate::Silu) => true,
+            Output::Gated(_) => return Err(CudaError::lacks(Feature::OtherGates)),
+            _ => false,
+        };
+        let rows = x.count();
         let outputs = if gated { 2 * out.width() } else { out.width() };
         let fits = norm.is_none_or(|(norm, _)| norm.len == x.width())
             && (output != Output::Add || out.count() == rows && (rows == 0 || out.values().is_some()));
@@ -30,7 +38,7 @@ impl CudaBackend {
             return Err(CudaError::Shape { what: "a product", detail });
         }
         // The norm before the output head has its own launch: fusing it was not tried.
-        let fuses = norm.is_none() || matches!(output, Output::Replace | Output::Gated);
+        let fuses = norm.is_none() || matches!(output, Output::Replace | Output::Gated(_));
         let gates = !gated || Skinny::gates(weight);
         if rows > 0 && x.values().is_some() && Skinny::takes(weight, rows) && fuses && gates {
             return self.skinny_product(weight, norm, x, out, output);
@@ -53,7 +61,7 @@ impl CudaBackend {
                 let values = !Self::rounds(rows) || output == Output::Logits;
                 let done = self
                     .rms_norm(x, norm, eps, normed.set_width(x.width()), values)
-                    .and_then(|()| self.product(state, Product { weight, norm: None, output }, &normed, out));
+                    .and_then(|()| self.product(state, Product::of(weight, output), &normed, out));
                 state.normed = normed;
                 done
             }
@@ -80,7 +88,7 @@ impl CudaBackend {
             out: out.held_values("a product")?,
             norm: norm.map(|(norm, eps)| (norm.values.slice(), eps)),
             add,
-            gated: output == Output::Gated,
+            gated: matches!(output, Output::Gated(_)),
         };
         self.skinny(weight)?.enqueue(weight, &product)
     }

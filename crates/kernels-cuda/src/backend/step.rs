@@ -14,8 +14,8 @@ use crate::pages::CudaPages;
 use crate::step::{StepSummary, StepTables};
 use crate::storage::Storage;
 use oscar_backend::{
-    Candidate, LayerHeads, Pick, Product, Result as BackendResult, SequenceRows, Step, Tap, TappedRows,
-    WeightFormat,
+    Candidate, Feature, LayerHeads, Pick, Product, Result as BackendResult, SequenceRows, Step, Tap,
+    TappedRows, WeightFormat,
 };
 use std::sync::MutexGuard;
 use std::time::Instant;
@@ -328,7 +328,16 @@ fn check_rows(x: &CudaRows, rows: &[usize]) -> Result<()> {
 }
 
 impl Step<CudaBackend> for CudaStep<'_> {
-    fn embed(&mut self, table: &CudaMatrix, tokens: &[u32], out: &mut CudaRows) -> BackendResult<()> {
+    fn embed(
+        &mut self,
+        table: &CudaMatrix,
+        tokens: &[u32],
+        scale: f32,
+        out: &mut CudaRows,
+    ) -> BackendResult<()> {
+        if scale != 1.0 {
+            return Err(CudaError::lacks(Feature::EmbeddingScale).into());
+        }
         let refuse = |detail: String| Err(CudaError::Shape { what: "an embedding", detail }.into());
         if let Some(bad) = tokens.iter().find(|&&t| t as usize >= table.outputs) {
             return refuse(format!("token {bad} of {}", table.outputs));
@@ -385,6 +394,12 @@ impl Step<CudaBackend> for CudaStep<'_> {
         mut tap: Option<&mut dyn Tap>,
     ) -> BackendResult<()> {
         let layer = heads.layer;
+        if heads.window.is_some() {
+            return Err(CudaError::lacks(Feature::SlidingWindow).into());
+        }
+        if heads.sinks.is_some() {
+            return Err(CudaError::lacks(Feature::AttentionSinks).into());
+        }
         if tap.as_deref_mut().is_some_and(|tap| tap.scoring().is_some()) {
             return Err(oscar_backend::eviction_refusal(self.backend));
         }

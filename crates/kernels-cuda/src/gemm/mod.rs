@@ -100,6 +100,7 @@ impl CudaMatrix {
             HostValues::F16(v) => v.len(),
             HostValues::F32(v) => v.len(),
             HostValues::Fp8(v) => v.codes.len(),
+            HostValues::Mxfp4(v) => 2 * v.codes.len(),
         };
         if given != outputs * inputs || bias.is_some_and(|b| b.len() != outputs) {
             let detail = format!("{given} values for {outputs} × {inputs}");
@@ -107,6 +108,11 @@ impl CudaMatrix {
         }
         let mut uploaded = match values {
             HostValues::Fp8(v) => Self::upload_fp8(device, staging, &v, outputs, inputs)?,
+            HostValues::Mxfp4(_) => {
+                return Err(CudaError::Unsupported(
+                    "MXFP4 weights are computed with --device cpu only".into(),
+                ));
+            }
             HostValues::Bf16(v) => {
                 let uploaded = Self::uninitialized(device, outputs, inputs)?;
                 staging.send_plain(v, uploaded.weights.slice().part(0..v.len())?)?;

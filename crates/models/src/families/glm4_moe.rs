@@ -5,7 +5,7 @@ use oscar_backend::{RouterRule, RouterScores};
 use serde::Deserialize;
 
 use super::{CommonFields, refuse_unless};
-use crate::config::{DecoderConfig, Family, MoeConfig, QkNorm};
+use crate::config::{DecoderConfig, Family, MOST_LAYERS, MoeConfig, QkNorm};
 use crate::error::LoadError;
 use crate::tensor_names::ExpertNames;
 
@@ -75,7 +75,9 @@ impl Glm4MoeConfig {
                 factor: self.routed_scaling_factor as f32,
             },
             correction: true,
-            dense_layers: (0..self.first_k_dense_replace.min(base.layers)).collect(),
+            biases: false,
+            mxfp4: false,
+            dense_layers: (0..self.first_k_dense_replace.min(base.layers).min(MOST_LAYERS)).collect(),
             names: ExpertNames::Mlp,
         };
         Ok(DecoderConfig {

@@ -57,6 +57,8 @@ impl MiniMaxM2Config {
                 factor: 1.0,
             },
             correction: self.use_routing_bias,
+            biases: false,
+            mxfp4: false,
             dense_layers: Vec::new(),
             names: ExpertNames::BlockSparse,
         };

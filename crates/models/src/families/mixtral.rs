@@ -43,6 +43,8 @@ impl MixtralConfig {
                 factor: 1.0,
             },
             correction: false,
+            biases: false,
+            mxfp4: false,
             dense_layers: Vec::new(),
             names: ExpertNames::BlockSparse,
         };

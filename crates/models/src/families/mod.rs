@@ -4,7 +4,9 @@
 //! [`CommonFields`] holds the fields that all families share. A family's own file holds only its
 //! particular fields and their defaults (those of its configuration class in transformers).
 
+pub(crate) mod gemma3;
 pub(crate) mod glm4_moe;
+pub(crate) mod gpt_oss;
 pub(crate) mod llama;
 pub(crate) mod minimax_m2;
 pub(crate) mod mistral;
@@ -13,9 +15,10 @@ pub(crate) mod qwen2;
 pub(crate) mod qwen3;
 pub(crate) mod qwen3_moe;
 
+use oscar_backend::Gate;
 use serde::Deserialize;
 
-use crate::config::{DecoderConfig, Family, QkNorm};
+use crate::config::{DecoderConfig, Family, MOST_LAYERS, QkNorm};
 use crate::error::LoadError;
 use crate::rope_fields::RopeFields;
 use crate::tensor::WeightDtype;
@@ -117,6 +120,13 @@ impl CommonFields {
             tie_word_embeddings: self.tie_word_embeddings,
             max_position_embeddings: self.max_position_embeddings,
             sliding_window: None,
+            sliding: None,
+            attention_scale: None,
+            attention_sinks: false,
+            norm_offset: 0.0,
+            result_norms: false,
+            embedding_scale: 1.0,
+            gate: Gate::Silu,
             eos_token_ids: self.eos_token_id.map(TokenIds::into_vec).unwrap_or_default(),
             bos_token_id: self.bos_token_id,
             dtype: self.dtype.or(self.torch_dtype).as_deref().and_then(WeightDtype::from_torch_name),
@@ -136,6 +146,29 @@ pub(crate) fn refuse_unless(
         true => Ok(()),
         false => Err(LoadError::config_field(field, format!("is {value}; only {reads} is computed"))),
     }
+}
+
+/// The layers that slide: those that `layer_types` names, or those that `otherwise` says.
+fn sliding_layers(
+    layers: usize,
+    layer_types: Option<Vec<String>>,
+    otherwise: impl Fn(usize) -> bool,
+) -> Result<Vec<usize>, LoadError> {
+    let Some(kinds) = layer_types else {
+        // More layers are refused by `validate`, but not before they are listed.
+        return Ok((0..layers.min(MOST_LAYERS)).filter(|&layer| otherwise(layer)).collect());
+    };
+    if kinds.len() != layers {
+        return Err(LoadError::config_field(
+            "layer_types",
+            format!("has {} entries for {layers} layers", kinds.len()),
+        ));
+    }
+    for kind in &kinds {
+        let known = matches!(kind.as_str(), "sliding_attention" | "full_attention");
+        refuse_unless(known, "layer_types", format!("`{kind}`"), "sliding_attention or full_attention")?;
+    }
+    Ok((0..layers).filter(|&layer| kinds[layer] == "sliding_attention").collect())
 }
 
 /// Qwen's window: declared in every file, active only if it is switched on and reaches some layer.
@@ -210,9 +243,9 @@ mod tests {
 
     #[test]
     fn an_unknown_architecture_is_named_beside_the_known() {
-        let json = with(small(), json!({"architectures": ["GptOssForCausalLM"]}));
+        let json = with(small(), json!({"architectures": ["DeepseekV3ForCausalLM"]}));
         let message = parse(&json).unwrap_err().to_string();
-        for name in ["GptOssForCausalLM", "Qwen3ForCausalLM", "Glm4MoeForCausalLM"] {
+        for name in ["DeepseekV3ForCausalLM", "GptOssForCausalLM", "Qwen3ForCausalLM", "Glm4MoeForCausalLM"] {
             assert!(message.contains(name), "{message}");
         }
     }

@@ -4,7 +4,7 @@ use oscar_backend::{RouterRule, RouterScores};
 use serde::Deserialize;
 
 use super::{CommonFields, QwenWindow};
-use crate::config::{DecoderConfig, Family, MoeConfig, QkNorm};
+use crate::config::{DecoderConfig, Family, MOST_LAYERS, MoeConfig, QkNorm};
 use crate::error::LoadError;
 use crate::tensor_names::ExpertNames;
 
@@ -69,7 +69,9 @@ impl Qwen3MoeConfig {
                 factor: 1.0,
             },
             correction: false,
-            dense_layers: (0..base.layers).filter(dense).collect(),
+            biases: false,
+            mxfp4: false,
+            dense_layers: (0..base.layers.min(MOST_LAYERS)).filter(dense).collect(),
             names: ExpertNames::Mlp,
         };
         Ok(DecoderConfig {

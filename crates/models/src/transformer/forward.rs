@@ -95,7 +95,7 @@ impl<B: Backend> Transformer<B> {
         tokens: &[u32],
         w: &mut Workspace<B>,
     ) -> Result<(), BackendError> {
-        step.embed(&self.body.embedding, tokens, &mut w.hidden)
+        step.embed(&self.body.embedding, tokens, self.body.config.embedding_scale, &mut w.hidden)
     }
 
     /// Runs one layer on `w.hidden`.
@@ -111,21 +111,31 @@ impl<B: Backend> Transformer<B> {
         let eps = body.config.rms_norm_eps;
         let qkv = Product::of_normed(&layer.input_norm, eps, &projections.qkv, Output::Replace);
         step.product(qkv, &w.hidden, &mut w.qkv)?;
+        let window = body.config.window_of(index);
         let heads = LayerHeads {
             layer: index,
             qk_norm: layer.qk_norm.as_ref().map(|(q, k)| (q, k)),
-            rope: &body.rope,
+            rope: body.sliding_rope.as_ref().filter(|_| window.is_some()).unwrap_or(&body.rope),
             rotation: projections.rotation.as_ref(),
+            window,
+            sinks: layer.sinks.as_ref(),
         };
         step.attend(heads, &mut w.qkv, &mut w.attended, tap)?;
-        step.product(Product::of(&projections.output, self.residual()), &w.attended, &mut w.hidden)?;
+        let [attention_norm, feed_forward_norm] = match &layer.result_norms {
+            Some([attention, feed_forward]) => [Some(attention), Some(feed_forward)],
+            None => [None, None],
+        };
+        let output = Product::of(&projections.output, self.residual()).then_norm(attention_norm, eps);
+        step.product(output, &w.attended, &mut w.hidden)?;
         self.sum_over_ranks(step, w)?;
 
         match &layer.feed_forward {
             FeedForward::Dense { gate_up, down } => {
-                let gate_up = Product::of_normed(&layer.post_norm, eps, gate_up, Output::Gated);
+                let gate_up =
+                    Product::of_normed(&layer.post_norm, eps, gate_up, Output::Gated(body.config.gate));
                 step.product(gate_up, &w.hidden, &mut w.gated)?;
-                step.product(Product::of(down, self.residual()), &w.gated, &mut w.hidden)?;
+                let down = Product::of(down, self.residual()).then_norm(feed_forward_norm, eps);
+                step.product(down, &w.gated, &mut w.hidden)?;
                 self.sum_over_ranks(step, w)
             }
             FeedForward::Experts(experts) => step.experts(experts, (&layer.post_norm, eps), &mut w.hidden),

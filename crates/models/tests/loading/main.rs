@@ -3,5 +3,6 @@
 
 mod corrupted;
 mod experts;
+mod families;
 mod fp8;
 mod models;

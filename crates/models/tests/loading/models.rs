@@ -165,7 +165,7 @@ proptest! {
     ) {
         let base = tiny_config(family);
         let expert_width = match family {
-            Family::Mixtral | Family::MiniMaxM2 => intermediate,
+            Family::Mixtral | Family::MiniMaxM2 | Family::GptOss => intermediate,
             _ => base.moe.as_ref().map_or(0, |moe| moe.width),
         };
         let dense = |moe: &MoeConfig| moe.dense_layers.iter().copied().filter(|&l| l < layers).collect();
@@ -174,6 +174,7 @@ proptest! {
             moe: base.moe.clone().map(|moe| {
                 MoeConfig { width: expert_width, dense_layers: dense(&moe), ..moe }
             }),
+            embedding_scale: if family == Family::Gemma3 { (hidden as f32).sqrt() } else { 1.0 },
             hidden_size: hidden,
             intermediate_size: intermediate,
             layers,

@@ -114,7 +114,7 @@ fn measure(
     let (mut queries, mut out) = (gpu.rows(width), gpu.rows(width));
     let ids: Vec<u32> = (0..batch * tokens).map(|row| (row % DISTINCT) as u32).collect();
     let mut step = gpu.step(&sequences, &mut pool)?;
-    step.embed(&table, &ids, &mut queries)?;
+    step.embed(&table, &ids, 1.0, &mut queries)?;
     let launch = |i: usize| Ok(step.attention(i % layout.layers(), &queries, &mut out)?);
     // A launch of a prompt is long enough to be timed by itself.
     let samples = match tokens {

@@ -362,6 +362,7 @@ fn a_demoted_tail_is_read_as_code_by_every_variant() {
                 scale,
                 windows: &windows,
                 context: &context,
+                sinks: None,
                 out: &mut out,
             };
             attend(variant, &pool, &mut [task], &mut Scratch::new(precision));
@@ -386,6 +387,7 @@ fn an_absent_page_is_a_bug_of_the_caller() {
             scale: 1.0,
             windows: &Windows::default(),
             context: &context,
+            sinks: None,
             out: &mut out,
         };
         attend(Variant::Scalar, &pool, &mut [task], &mut Scratch::default());

@@ -6,6 +6,7 @@ mod demotion;
 mod dequantization;
 mod one_byte;
 mod row_alone;
+mod sliding;
 mod views;
 
 use oscar_codec::attention::{PagedContext, attend_context};
@@ -135,11 +136,23 @@ impl Context {
         queries: &[f32],
         positions: &[u32],
     ) -> Vec<f32> {
+        self.attend_with_sinks((variant, precision), pool, windows, queries, positions, None)
+    }
+
+    pub(super) fn attend_with_sinks(
+        &self,
+        (variant, precision): (Variant, AttentionPrecision),
+        pool: &ThreadPool,
+        windows: &Windows,
+        queries: &[f32],
+        positions: &[u32],
+        sinks: Option<&[f32]>,
+    ) -> Vec<f32> {
         let d = self.full_codec.head_dim();
         let mut out = vec![f32::NAN; queries.len()];
         self.with_pages(|context| {
             let scale = 1.0 / (d as f32).sqrt();
-            let task = AttendTask { queries, positions, scale, windows, context, out: &mut out };
+            let task = AttendTask { queries, positions, scale, windows, context, sinks, out: &mut out };
             attend(variant, pool, &mut [task], &mut Scratch::new(precision));
         });
         out

@@ -8,7 +8,7 @@ fn bits(values: &[f32]) -> Vec<u32> {
 }
 
 /// Rows at different positions in one call, against each row by itself.
-fn check(
+pub(super) fn check(
     kernel: (Variant, AttentionPrecision),
     format: KvFormat,
     d: usize,
@@ -21,7 +21,7 @@ fn check(
     check_context(kernel, format, &context, windows, positions, seed);
 }
 
-fn check_context(
+pub(super) fn check_context(
     kernel: (Variant, AttentionPrecision),
     format: KvFormat,
     context: &Context,
@@ -117,6 +117,7 @@ fn other_tasks_in_the_call_do_not_show() {
                         scale: 1.0 / 8.0,
                         windows: &windows,
                         context,
+                        sinks: None,
                         out,
                     };
                     let mut tasks = [

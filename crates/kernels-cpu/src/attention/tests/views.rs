@@ -47,7 +47,7 @@ fn attend_view(
     let d = pages.full_codec.head_dim();
     let mut out = vec![f32::NAN; queries.len()];
     let scale = 1.0 / (d as f32).sqrt();
-    let task = AttendTask { queries, positions, scale, windows, context: pages, out: &mut out };
+    let task = AttendTask { queries, positions, scale, windows, context: pages, sinks: None, out: &mut out };
     attend(kernel.0, &ThreadPool::new(2).unwrap(), &mut [task], &mut Scratch::new(kernel.1));
     out
 }

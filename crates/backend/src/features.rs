@@ -1,0 +1,33 @@
+//! Parts of a model that not every device computes.
+
+use std::fmt;
+
+/// A part that only some families have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Feature {
+    /// Layers whose queries see only the last positions.
+    SlidingWindow,
+    /// A score without a value in every softmax of attention.
+    AttentionSinks,
+    /// An RMSNorm of a product's result before it is added to the residual.
+    ResultNorm,
+    /// A factor on the embedding.
+    EmbeddingScale,
+    /// A gate other than `silu(gate) · up`.
+    OtherGates,
+    /// Biases of experts and of their router.
+    ExpertBiases,
+}
+
+impl fmt::Display for Feature {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::SlidingWindow => "sliding windows",
+            Self::AttentionSinks => "attention sinks",
+            Self::ResultNorm => "norms behind attention and feed-forward parts",
+            Self::EmbeddingScale => "scaled embeddings",
+            Self::OtherGates => "gates other than silu",
+            Self::ExpertBiases => "experts with biases",
+        })
+    }
+}
