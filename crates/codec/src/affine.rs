@@ -1,7 +1,7 @@
 //! Affine codes: `x̂ = scale · code + min`.
 //!
 //! **Our format** keeps scale and minimum as fp16 and chooses every code with the *rounded* pair,
-//! so codes partly compensate for the rounding of the pair. Widths are 1, 2, 3, 4 and 8 bits; one
+//! so codes partly compensate for the rounding of the pair. Widths are 1, 2, 3, 4, 5 and 8 bits; one
 //! bit stores the row mean ± its mean absolute deviation. **The official format** keeps fp32 scale
 //! and zero and follows the official kernels operation by operation.
 //!
@@ -196,7 +196,7 @@ mod tests {
 
     #[test]
     fn degenerate_rows_are_defined() {
-        for bits in [1, 2, 3, 4, 8] {
+        for bits in [1, 2, 3, 4, 5, 8] {
             for mut row in [
                 vec![0.0; 32],
                 vec![7.25; 32],

@@ -150,7 +150,7 @@ pub fn default_clip(side: Side, bits: u32) -> f64 {
         (Side::Value, 3) => 0.97,
         (Side::Key, 4) => 0.995,
         (Side::Value, 4) => 0.99,
-        // One bit stores mean and deviation and needs no range; eight bits need no clipping.
+        // One bit stores mean and deviation and needs no range; five bits and more need no clipping.
         _ => 0.0,
     }
 }

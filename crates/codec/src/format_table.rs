@@ -137,12 +137,14 @@ mod tests {
             let error = FormatTable::from_widths(1, 1, 128, &[half], CodeLayout::CpuTile).unwrap_err();
             assert_eq!(error, CodecError::HalfAbsent);
         }
+        let table = FormatTable::from_widths(1, 1, 128, &[(5, 2)], CodeLayout::CpuTile).unwrap();
+        assert_eq!(table.bits_per_element(), 3.5 + 0.25);
         assert!(FormatTable::from_widths(3, 2, 128, &widths[..5], CodeLayout::CpuTile).is_err());
         assert!(
-            FormatTable::from_widths(1, 1, 128, &[(5, 2)], CodeLayout::CpuTile)
+            FormatTable::from_widths(1, 1, 128, &[(6, 2)], CodeLayout::CpuTile)
                 .unwrap_err()
                 .to_string()
-                .contains('5')
+                .contains('6')
         );
     }
 }

@@ -19,7 +19,7 @@ pub enum CodeLayout {
     /// 16-token tiles for VNNI and AMX. A 64-byte line is sixteen 32-bit lanes. For keys a lane is
     /// a token and byte `i` of plane `j` is channel `4j + i` of the line's channels; for values a
     /// lane is a channel and byte `i` of plane `j` is token `4j + i`. Three-bit codes are a two-bit
-    /// plane set followed by a one-bit one.
+    /// plane set followed by a one-bit one, five-bit codes a four-bit set followed by a one-bit one.
     CpuTile,
     /// 16-token tiles in the order in which the lanes of a warp feed tensor cores; see
     /// [`gpu_tile`](mod@crate::gpu_tile).
@@ -54,6 +54,7 @@ pub const fn planes(bits: u32) -> &'static [(u32, u32)] {
         2 => &[(2, 0)],
         3 => &[(2, 0), (1, 2)],
         4 => &[(4, 0)],
+        5 => &[(4, 0), (1, 4)],
         _ => &[(8, 0)],
     }
 }
@@ -76,10 +77,13 @@ impl CodeMap {
             CodeLayout::Official if bits != 2 => {
                 return refuse("the official byte order is defined for 2-bit codes");
             }
-            CodeLayout::CpuTile if (bits == 1 || bits == 3) && !head_dim.is_multiple_of(32) => {
+            CodeLayout::CpuTile if matches!(bits, 1 | 3 | 5) && !head_dim.is_multiple_of(32) => {
                 return refuse(
                     "one-bit planes hold 32 channels a lane, so the head size must be a multiple of 32",
                 );
+            }
+            CodeLayout::GpuTile if bits == 5 => {
+                return refuse("GPU pages hold codes of 1 to 4 and of 8 bits");
             }
             CodeLayout::GpuTile if !gpu_tile::HEAD_DIMS.contains(&head_dim) => {
                 return refuse("GPU pages are defined for head sizes 64, 128 and 256");
@@ -220,7 +224,7 @@ mod tests {
     fn every_layout_is_a_bijection_on_the_bits_of_a_page() {
         for layout in [CodeLayout::Logical, CodeLayout::Official, CodeLayout::CpuTile, CodeLayout::GpuTile] {
             for side in [Side::Key, Side::Value] {
-                for bits in [1, 2, 3, 4, 8] {
+                for bits in [1, 2, 3, 4, 5, 8] {
                     for d in [32, 64, 80, 96, 128, 256] {
                         let Ok(map) = CodeMap::new(layout, side, bits, d) else { continue };
                         let mut used = vec![0u8; PAGE_TOKENS * map.row_bytes()];
@@ -254,8 +258,8 @@ mod tests {
     fn tiles_do_not_share_bytes() {
         for layout in [CodeLayout::CpuTile, CodeLayout::GpuTile] {
             for side in [Side::Key, Side::Value] {
-                for bits in [1, 2, 3, 4, 8] {
-                    let map = CodeMap::new(layout, side, bits, 128).unwrap();
+                for bits in [1, 2, 3, 4, 5, 8] {
+                    let Ok(map) = CodeMap::new(layout, side, bits, 128) else { continue };
                     let tile_bytes = TILE_TOKENS * map.row_bytes();
                     for token in 0..PAGE_TOKENS {
                         for channel in 0..128 {
@@ -306,6 +310,8 @@ mod tests {
         let error = CodeMap::new(CodeLayout::Official, Side::Key, 4, 128).unwrap_err().to_string();
         assert!(error.contains("official") && error.contains("4-bit"), "{error}");
         assert!(CodeMap::new(CodeLayout::CpuTile, Side::Value, 3, 80).is_err());
+        let error = CodeMap::new(CodeLayout::GpuTile, Side::Key, 5, 128).unwrap_err().to_string();
+        assert!(error.contains("1 to 4"), "{error}");
         let error = CodeMap::new(CodeLayout::GpuTile, Side::Key, 2, 96).unwrap_err().to_string();
         assert!(error.contains("64, 128 and 256"), "{error}");
     }

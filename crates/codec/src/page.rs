@@ -95,7 +95,7 @@ impl SideSpec {
             Scheme::Fp8 => self.bits == 8,
             Scheme::Absent => self.bits == 0,
             Scheme::ChannelGroups { .. } => self.bits == 2,
-            _ => matches!(self.bits, 1..=4 | 8),
+            _ => matches!(self.bits, 1..=5 | 8),
         };
         if !allowed {
             return Err(CodecError::Bits(self.bits));

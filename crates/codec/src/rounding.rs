@@ -251,7 +251,7 @@ mod tests {
     #[test]
     fn an_unbiased_row_keeps_its_mean_and_its_product_with_itself() {
         let unbiased = Rounding { unbiased: true, feedback: None };
-        for bits in [2, 3, 4, 8] {
+        for bits in [2, 3, 4, 5, 8] {
             for row in normal_rows(20, 3) {
                 let dequantized = dequantized(&row, &unbiased, bits);
                 let mean = row.iter().sum::<f32>() / D as f32;
@@ -295,7 +295,7 @@ mod tests {
         #[test]
         fn adversarial_rows_stay_finite(
             row in prop::collection::vec(prop_oneof![-1e4f32..1e4, Just(0.0), Just(32752.0), Just(-32752.0), -1e-6f32..1e-6], D),
-            bits in prop_oneof![Just(1u32), Just(2), Just(3), Just(4), Just(8)],
+            bits in prop_oneof![Just(1u32), Just(2), Just(3), Just(4), Just(5), Just(8)],
         ) {
             let feedback = Feedback::of_spectrum(&spectrum(), Composition::RHPbr).unwrap();
             let mut codes = vec![0; D];

@@ -6,7 +6,7 @@
 
 use crate::error::{CudaError, Result};
 use oscar_codec::page::Scheme;
-use oscar_codec::{CacheLayout, CodeLayout, RowPageCodec, Side, SideSpec};
+use oscar_codec::{CacheLayout, CodeLayout, KvFormat, RowPageCodec, Side, SideSpec};
 
 /// How pages of history are kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,6 +36,12 @@ impl Storage {
             if !both(|side| codec.spec(side).scheme == Scheme::Bf16) {
                 return refuse("the GPU keeps full tokens in BF16".into());
             }
+        }
+        if let Some(bits) = too_wide(layout) {
+            return refuse(format!(
+                "its table has codes of {bits} bits, and the GPU kernels read 1 to 4; choose its widths with \
+                 `oscar calibrate --widths 0,1,2,3,4`"
+            ));
         }
         Ok(Self::kind(layout))
     }
@@ -86,6 +92,14 @@ impl Storage {
     }
 }
 
+/// A width of a width table that no kernel reads. Codes of such a table are not worth keeping as
+/// BF16 rows: they are there to save memory.
+fn too_wide(layout: &CacheLayout) -> Option<u32> {
+    let table = layout.coded().filter(|_| matches!(layout.format(), KvFormat::OscarMixed { .. }))?;
+    let sides = table.codecs().iter().flat_map(|codec| [codec.spec(Side::Key), codec.spec(Side::Value)]);
+    sides.map(|spec| spec.bits).find(|bits| *bits > 4)
+}
+
 fn both(holds: impl Fn(Side) -> bool) -> bool {
     holds(Side::Key) && holds(Side::Value)
 }
@@ -100,7 +114,7 @@ fn is_plain_affine(spec: SideSpec, head_dim: usize) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use oscar_codec::{KvFormat, Windows};
+    use oscar_codec::{FormatTable, Windows};
 
     fn layout(name: &str, head_dim: usize) -> CacheLayout {
         let format: KvFormat = name.parse().unwrap();
@@ -129,6 +143,14 @@ mod tests {
             assert_eq!(Storage::of(&layout).unwrap(), wanted, "{name}");
         }
         assert!(Storage::of(&layout("oscar2", 96)).unwrap_err().to_string().contains("96"));
+    }
+
+    #[test]
+    fn a_table_with_wider_codes_is_refused_with_advice() {
+        let table = FormatTable::from_widths(6, 2, 128, &[(5, 4); 12], CodeLayout::CpuTile).unwrap();
+        let error = Storage::of(&layout("oscar", 128).with_coded_table(table)).unwrap_err().to_string();
+        assert!(error.contains("5 bits") && error.contains("--widths 0,1,2,3,4"), "{error}");
+        assert!(error.contains("--device cpu"), "{error}");
     }
 
     #[test]

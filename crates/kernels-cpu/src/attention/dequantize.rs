@@ -201,6 +201,14 @@ fn unpack_stream(bytes: &[u8], bits: u32, out: &mut [u32]) {
         2 => unpack::<2, 8, 2>(bytes, out),
         3 => unpack::<3, 8, 3>(bytes, out),
         4 => unpack::<4, 8, 4>(bytes, out),
+        5 => {
+            for (word, out) in bytes.as_chunks::<5>().0.iter().zip(out.as_chunks_mut::<8>().0) {
+                let mut eight = [0; 8];
+                eight[..5].copy_from_slice(word);
+                let word = u64::from_le_bytes(eight);
+                out.iter_mut().enumerate().for_each(|(i, code)| *code = (word >> (5 * i)) as u32 & 31);
+            }
+        }
         _ => out.iter_mut().zip(bytes).for_each(|(code, &byte)| *code = u32::from(byte)),
     }
 }
@@ -211,21 +219,26 @@ fn unpack_tile(side: Side, codes: &[u8], bits: u32, token: usize, out: &mut [u32
     let d = out.len();
     let (tile, lane) = (token / TILE_TOKENS, token % TILE_TOKENS);
     let tile = &codes[tile * TILE_TOKENS * d * bits as usize / 8..][..TILE_TOKENS * d * bits as usize / 8];
-    // Three bits are a set of two-bit planes and then one of one-bit planes.
-    let (low, high) = if bits == 3 { tile.split_at(TILE_TOKENS * d / 4) } else { (tile, &[][..]) };
+    // Three and five bits are a set of two-bit or four-bit planes and then one of one-bit planes.
+    let (low, high) = match bits {
+        3 | 5 => tile.split_at(TILE_TOKENS * d * (bits as usize - 1) / 8),
+        _ => (tile, &[][..]),
+    };
     match (side, bits) {
         (Side::Key, 1) => key_planes::<1, 32, 0>(low, lane, out),
         (Side::Key, 2 | 3) => key_planes::<2, 16, 0>(low, lane, out),
-        (Side::Key, 4) => key_planes::<4, 8, 0>(low, lane, out),
+        (Side::Key, 4 | 5) => key_planes::<4, 8, 0>(low, lane, out),
         (Side::Key, _) => key_planes::<8, 4, 0>(low, lane, out),
         (Side::Value, 1) => value_planes::<1, 0>(low, lane, out),
         (Side::Value, 2 | 3) => value_planes::<2, 0>(low, lane, out),
-        (Side::Value, 4) => value_planes::<4, 0>(low, lane, out),
+        (Side::Value, 4 | 5) => value_planes::<4, 0>(low, lane, out),
         (Side::Value, _) => value_planes::<8, 0>(low, lane, out),
     }
     match (side, bits) {
         (Side::Key, 3) => key_planes::<1, 32, 2>(high, lane, out),
         (Side::Value, 3) => value_planes::<1, 2>(high, lane, out),
+        (Side::Key, 5) => key_planes::<1, 32, 4>(high, lane, out),
+        (Side::Value, 5) => value_planes::<1, 4>(high, lane, out),
         _ => {}
     }
 }

@@ -201,7 +201,7 @@ fn kind(variant: Variant, codec: &RowPageCodec) -> PageKind {
     }
     let one_group = |side| codec.groups(side) == 1;
     // Two 8-bit codes times a 7-bit weight do not fit the 16-bit sums of AVX2.
-    let narrow = |bits| bits <= 4 || variant != Variant::Avx2;
+    let narrow = |bits| bits <= 5 || variant != Variant::Avx2;
     match (key.scheme, value.scheme) {
         (Scheme::Bf16, Scheme::Bf16) => PageKind::Bf16 { dequantized: false },
         (Scheme::Affine, Scheme::Affine)

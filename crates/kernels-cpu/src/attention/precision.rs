@@ -104,7 +104,7 @@ mod tests {
 
     #[test]
     fn only_narrow_codes_meet_one_byte() {
-        for bits in [1, 2, 3, 4, 8] {
+        for bits in [1, 2, 3, 4, 5, 8] {
             assert_eq!(AttentionPrecision::Int8.one_byte(bits), bits <= 2);
             assert!(!AttentionPrecision::HiLo.one_byte(bits));
         }

@@ -59,7 +59,10 @@ impl CudaBackend {
             || widths.len() != kv_heads
             || !widths.iter().all(|&(key, value)| known(key) && known(value))
         {
-            return Err(refuse(format!("layer {layer}, widths {widths:?} of {kv_heads} heads")));
+            return Err(refuse(format!(
+                "layer {layer}, widths {widths:?} of {kv_heads} heads; the GPU knows 0 to 4 bits: leave wider codes \
+                 out of --widths, or use --device cpu"
+            )));
         }
         let held = |pages: &[Option<FullPageId>], block: usize| {
             let id = pages.get(block).copied().flatten().map(|id| id.0);

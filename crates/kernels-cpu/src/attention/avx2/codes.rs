@@ -36,7 +36,8 @@ pub(in crate::attention) fn code_stages(
         1 => score::<1>,
         2 => score::<2>,
         3 => score::<3>,
-        _ => score::<4>,
+        4 => score::<4>,
+        _ => score::<5>,
     };
     if precision.one_byte(value_bits) {
         let (weigh, add_values) = (int8::weigh_stage(value_bits), int8::value_stage(value_bits));
@@ -46,13 +47,15 @@ pub(in crate::attention) fn code_stages(
         1 => add_values::<1>,
         2 => add_values::<2>,
         3 => add_values::<3>,
-        _ => add_values::<4>,
+        4 => add_values::<4>,
+        _ => add_values::<5>,
     };
     let weigh: Stage = match value_bits {
         1 => weigh_codes::<1>,
         2 => weigh_codes::<2>,
         3 => weigh_codes::<3>,
-        _ => weigh_codes::<4>,
+        4 => weigh_codes::<4>,
+        _ => weigh_codes::<5>,
     };
     Stages { score, weigh, add_values, find_maxima: None }
 }
@@ -86,7 +89,11 @@ pub(in crate::attention) unsafe fn quad<const BITS: u32, const J: usize>(
             let high = field(4 * head_dim, unit / 2, 4 * (unit % 2) + J, 1);
             _mm256_or_si256(field(0, unit, 2 * J, 3), _mm256_slli_epi16::<2>(high))
         }
-        _ => field(0, 2 * unit + J / 2, 4 * (J % 2), 15),
+        4 => field(0, 2 * unit + J / 2, 4 * (J % 2), 15),
+        _ => {
+            let high = field(8 * head_dim, unit / 2, 4 * (unit % 2) + J, 1);
+            _mm256_or_si256(field(0, 2 * unit + J / 2, 4 * (J % 2), 15), _mm256_slli_epi16::<4>(high))
+        }
     }
 }
 
@@ -309,7 +316,7 @@ mod tests {
 
     #[test]
     fn sixteen_bit_sums_cannot_overflow() {
-        for (bits, units) in [(1, 31), (2, 10), (3, 4), (4, 2)] {
+        for (bits, units) in [(1, 31), (2, 10), (3, 4), (4, 2), (5, 1)] {
             assert_eq!(units_in_16_bits(bits), units);
             // Four quads a unit, each adding two products to a 16-bit lane.
             let largest = units * 4 * 2 * ((1 << bits) - 1) * 128;

@@ -56,6 +56,7 @@ fn score_stage(bits: u32, rows: usize) -> Stage {
         2 => by_rows!(rows, score, 2),
         3 => by_rows!(rows, score, 3),
         4 => by_rows!(rows, score, 4),
+        5 => by_rows!(rows, score, 5),
         _ => by_rows!(rows, score, 8),
     }
 }
@@ -66,6 +67,7 @@ fn weigh_stage(bits: u32, rows: usize) -> Stage {
         2 => by_rows!(rows, weigh_codes, 2),
         3 => by_rows!(rows, weigh_codes, 3),
         4 => by_rows!(rows, weigh_codes, 4),
+        5 => by_rows!(rows, weigh_codes, 5),
         _ => by_rows!(rows, weigh_codes, 8),
     }
 }
@@ -76,6 +78,7 @@ fn value_stage(bits: u32, rows: usize) -> Stage {
         2 => by_rows!(rows, add_values, 2),
         3 => by_rows!(rows, add_values, 3),
         4 => by_rows!(rows, add_values, 4),
+        5 => by_rows!(rows, add_values, 5),
         _ => by_rows!(rows, add_values, 8),
     }
 }
@@ -114,10 +117,17 @@ pub(in crate::attention) unsafe fn quad<const BITS: u32, const J: usize>(
             let high = field(line(4 * head_dim, unit / 2), 4 * (unit % 2) + J, 1);
             _mm512_or_si512(low, _mm512_slli_epi16::<2>(high))
         }
-        4 => match J % 2 {
-            0 => constant_field::<4, 0>(line(0, 2 * unit + J / 2)),
-            _ => constant_field::<4, 1>(line(0, 2 * unit + J / 2)),
-        },
+        4 | 5 => {
+            let low = match J % 2 {
+                0 => constant_field::<4, 0>(line(0, 2 * unit + J / 2)),
+                _ => constant_field::<4, 1>(line(0, 2 * unit + J / 2)),
+            };
+            if BITS == 4 {
+                return low;
+            }
+            let high = field(line(8 * head_dim, unit / 2), 4 * (unit % 2) + J, 1);
+            _mm512_or_si512(low, _mm512_slli_epi16::<4>(high))
+        }
         _ => line(0, 4 * unit + J),
     }
 }

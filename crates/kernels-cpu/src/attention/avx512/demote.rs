@@ -90,6 +90,7 @@ pub(in crate::attention) unsafe fn demote(
             2 => rows.write_codes::<2>(side, d, codes),
             3 => rows.write_codes::<3>(side, d, codes),
             4 => rows.write_codes::<4>(side, d, codes),
+            5 => rows.write_codes::<5>(side, d, codes),
             _ => rows.write_codes::<8>(side, d, codes),
         }
         let params = coded.params_range(side);
@@ -352,6 +353,11 @@ impl Rows {
                         one_bit = put(one_bit, _mm512_srli_epi32::<2>(code), byte + start + quad);
                     }
                     4 => lines[quad / 2] = put(lines[quad / 2], code, byte + 4 * (quad % 2)),
+                    5 => {
+                        let low = _mm512_and_si512(code, _mm512_set1_epi32(15));
+                        lines[quad / 2] = put(lines[quad / 2], low, byte + 4 * (quad % 2));
+                        one_bit = put(one_bit, _mm512_srli_epi32::<4>(code), byte + start + quad);
+                    }
                     _ => lines[quad] = put(lines[quad], code, byte),
                 }
             }
@@ -363,6 +369,10 @@ impl Rows {
                     store(4 * d, unit / 2, one_bit);
                 }
                 4 => (0..2).for_each(|i| store(0, 2 * unit + i, lines[i])),
+                5 => {
+                    (0..2).for_each(|i| store(0, 2 * unit + i, lines[i]));
+                    store(8 * d, unit / 2, one_bit);
+                }
                 _ => (0..4).for_each(|i| store(0, 4 * unit + i, lines[i])),
             }
         }

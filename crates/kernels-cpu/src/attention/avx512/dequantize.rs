@@ -26,7 +26,8 @@ const LINE: usize = LANES;
 /// Whether [`dequantize`] reads this side.
 pub(in crate::attention) fn reads(codec: &RowPageCodec, side: Side) -> bool {
     if codec.is_mapped(side) {
-        codec.spec(side).is_coded() && codec.layout() == CodeLayout::CpuTile
+        // Five bits have kernels that read codes; where these do not apply, the plain way will do.
+        codec.spec(side).is_coded() && codec.spec(side).bits != 5 && codec.layout() == CodeLayout::CpuTile
     } else {
         rows::reads(codec, side)
     }

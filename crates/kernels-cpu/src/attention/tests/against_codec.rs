@@ -153,7 +153,9 @@ fn integer_path_is_accurate_to_its_fixed_point() {
     let pool = ThreadPool::new(1).unwrap();
     let windows = Windows::new(0, 1).unwrap();
     for (variant, precision) in kernels(fast_variants()) {
-        for (key_bits, value_bits) in [(1, 1), (2, 2), (3, 3), (4, 4), (4, 2), (1, 3), (8, 8), (2, 8)] {
+        for (key_bits, value_bits) in
+            [(1, 1), (2, 2), (3, 3), (4, 4), (4, 2), (1, 3), (5, 5), (5, 2), (8, 8), (2, 8)]
+        {
             for d in [64, 128, 256] {
                 let mut random = Random::new(d as u64);
                 let mut rows = || (0..640 * d).map(|_| random.normal()).collect::<Vec<f32>>();

@@ -36,7 +36,7 @@ fn check(name: &str, coded: &RowPageCodec, keys: &[f32], values: &[f32]) {
 fn codecs() -> Vec<RowPageCodec> {
     let mut all = Vec::new();
     for d in [32, 64, 80, 96, 128, 256] {
-        for bits in [1, 2, 3, 4, 8] {
+        for bits in [1, 2, 3, 4, 5, 8] {
             for clips in [None, Some((0.96, 0.92)), Some((0.5, 1.0)), Some((0.001, 0.0))] {
                 let spec = |clip: Option<f64>, default: f64| SideSpec::affine(bits, clip.unwrap_or(default));
                 let key = spec(clips.map(|c| c.0), 0.0);

@@ -123,7 +123,7 @@ fn decoding_matches_scalar() {
 
 #[test]
 fn groups_of_channels_of_every_width_match_scalar() {
-    for (bits, group) in [(1, 32), (2, 32), (2, 64), (3, 32), (3, 128), (4, 64), (8, 32)] {
+    for (bits, group) in [(1, 32), (2, 32), (2, 64), (3, 32), (3, 128), (4, 64), (5, 32), (5, 128), (8, 32)] {
         let codec = KvFormat::Int { bits, group }.codec(128, CodeLayout::CpuTile).unwrap();
         check(&format!("int{bits}-g{group}"), &codec, 0);
     }
