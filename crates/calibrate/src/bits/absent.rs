@@ -41,12 +41,6 @@ impl Candidates {
         self.heads.len()
     }
 
-    /// The probes that candidates are tried on: one of each group. Groups stand for distances, too.
-    pub fn probes(probes: &[Probe]) -> Vec<Probe> {
-        let mut seen = BTreeSet::new();
-        probes.iter().filter(|probe| seen.insert(&probe.group)).cloned().collect()
-    }
-
     /// Two bits everywhere, four bits everywhere, and four bits but for some heads.
     pub fn tables(&self, layers: usize, kv_heads: usize) -> Vec<WidthTable> {
         let uniform = |bits| WidthTable::uniform(layers, kv_heads, bits);

@@ -41,7 +41,7 @@ impl Default for HarmOptions {
 
 impl HarmOptions {
     pub fn check(&self) -> Result<(), CalibrateError> {
-        check_widths("--harm-widths", &self.measured)
+        check_widths("--harm-widths", &self.measured, WIDTHS[WIDTHS.len() - 1])
     }
 }
 

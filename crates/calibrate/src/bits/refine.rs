@@ -9,14 +9,14 @@ use super::harm::side_of;
 use super::judge::{Judge, Stage};
 use super::probe::Probe;
 use super::scores::Scores;
-use super::solve::{Freedom, solve};
-use super::table::{ABSENT, HarmMap, WIDTHS, WidthTable};
+use super::solve::{Freedom, solve_by};
+use super::table::{ABSENT, HarmMap, WIDEST, WidthTable};
 use crate::error::CalibrateError;
 use oscar_backend::{Calibrates, Divergence};
 use oscar_codec::MeanBits;
 
 /// Harm that no table is worth.
-const FORBIDDEN: f32 = 1e6;
+const FORBIDDEN: f64 = 1e6;
 
 /// A table, and the same with one unit a bit wider or narrower, on some probes.
 pub(super) struct Neighbourhood {
@@ -29,18 +29,18 @@ pub(super) struct Neighbourhood {
 }
 
 impl Neighbourhood {
-    /// Changes that are measured: all units that keep history, by one bit.
-    pub fn changes(table: &WidthTable) -> Vec<(usize, u32)> {
+    /// Changes that are measured: all units that keep history, by one bit, up to the widest code.
+    pub fn changes(table: &WidthTable, widest: u32) -> Vec<(usize, u32)> {
         let units = table.units().into_iter().enumerate().filter(|(_, width)| *width != ABSENT);
         units
             .flat_map(|(unit, width)| [(unit, width - 1), (unit, width + 1)])
-            .filter(|(_, width)| WIDTHS.contains(width))
+            .filter(|(_, width)| (1..=widest).contains(width))
             .collect()
     }
 
     /// Tokens through the whole model that measuring costs.
-    pub fn work(table: &WidthTable, probes: &[Probe]) -> usize {
-        let (changes, layers) = (Self::changes(table), table.layers.max(1));
+    pub fn work(table: &WidthTable, widest: u32, probes: &[Probe]) -> usize {
+        let (changes, layers) = (Self::changes(table, widest), table.layers.max(1));
         let readings: usize = changes.iter().map(|(unit, _)| layers - unit / 2 / table.kv_heads).sum();
         probes.iter().map(|p| p.tokens.len() + (3 + readings / layers) * p.ending()).sum()
     }
@@ -50,11 +50,12 @@ impl Neighbourhood {
         stage: &mut Stage<B>,
         probes: &[Probe],
         table: &WidthTable,
+        widest: u32,
         progress: &mut dyn FnMut(usize),
     ) -> Result<Self, CalibrateError> {
         let (layers, heads) = (table.layers, table.kv_heads);
         let of_layer = |layer: usize| &table.widths[layer * heads..(layer + 1) * heads];
-        let changes = Self::changes(table);
+        let changes = Self::changes(table, widest);
         let (mut scores, mut yardstick) = (Scores::default(), Scores::default());
         let mut changed: Vec<(usize, u32, Scores)> =
             changes.iter().map(|&(unit, width)| (unit, width, Scores::default())).collect();
@@ -102,15 +103,16 @@ impl Neighbourhood {
         &self,
         mean: MeanBits,
         head_dim: usize,
+        freedom: &Freedom,
         harm: impl Fn(&Scores) -> f64,
     ) -> Result<WidthTable, CalibrateError> {
         let WidthTable { layers, kv_heads, .. } = self.table;
         let units = self.table.units();
         let own = harm(&self.scores);
         // Gains are negative; all are raised by the same amount for each unit.
-        let mut map = vec![[FORBIDDEN; WIDTHS.len()]; units.len()];
+        let mut map = vec![[FORBIDDEN; WIDEST as usize]; units.len()];
         for (unit, &width) in units.iter().enumerate().filter(|(_, width)| **width != ABSENT) {
-            map[unit][width as usize - 1..].fill(own as f32);
+            map[unit][width as usize - 1..].fill(own);
         }
         for (unit, width, scores) in &self.changes {
             let difference = harm(scores) - own;
@@ -120,15 +122,18 @@ impl Neighbourhood {
                 // are free may go there.
                 true => {
                     for (more, harm) in map[*unit][index..].iter_mut().enumerate() {
-                        *harm = ((own + difference.min(0.0)) * (1.0 - 1e-5 * more as f64)) as f32;
+                        *harm = (own + difference.min(0.0)) * (1.0 - 1e-5 * more as f64);
                     }
                 }
-                false => map[*unit][index] = (own + difference.max(0.0)) as f32,
+                false => map[*unit][index] = own + difference.max(0.0),
             }
         }
         let absent = self.table.widths.iter().map(|pair| (pair.0 == ABSENT).then_some(0.0)).collect();
-        let map = HarmMap { layers, kv_heads, error: Vec::new(), harm: map, absent };
-        solve(&map, mean, head_dim, &Freedom::default())
+        let shape = HarmMap { layers, kv_heads, error: Vec::new(), harm: Vec::new(), absent };
+        // Heads without history stay so, whatever new ones are allowed.
+        let widths = std::iter::once(ABSENT).chain(1..=freedom.widest()).collect();
+        let at = |unit: usize, bits: u32| map[unit][bits as usize - 1];
+        solve_by(&shape, &at, mean, head_dim, &Freedom { widths, ..freedom.clone() })
     }
 }
 
@@ -188,17 +193,18 @@ mod tests {
             .flat_map(|(unit, &(_, more, less))| [(unit, 1, scores(less)), (unit, 3, scores(more))])
             .collect();
         let near = Neighbourhood { table, scores: scores(1.0), yardstick: scores(1.0), changes };
-        let moved = near.step("2.25".parse().unwrap(), 128, total).unwrap();
+        let moved = near.step("2.25".parse().unwrap(), 128, &Freedom::default(), total).unwrap();
         assert_eq!(moved.units(), [3, 2, 2, 1]);
     }
 
     #[test]
     fn heads_without_history_stay_so_and_widths_have_limits() {
         let table = WidthTable::from_units(2, 1, &[4, 1, 0, 0]);
-        assert_eq!(Neighbourhood::changes(&table), [(0, 3), (1, 2)]);
+        assert_eq!(Neighbourhood::changes(&table, 4), [(0, 3), (1, 2)]);
+        assert_eq!(Neighbourhood::changes(&table, 5), [(0, 3), (0, 5), (1, 2)]);
         let changes = vec![(0, 3, scores(2.0)), (1, 2, scores(0.5))];
         let near = Neighbourhood { table, scores: scores(1.0), yardstick: scores(1.0), changes };
-        let moved = near.step("2.25".parse().unwrap(), 128, total).unwrap();
+        let moved = near.step("2.25".parse().unwrap(), 128, &Freedom::default(), total).unwrap();
         assert_eq!(moved.units()[2..], [0, 0]);
         assert_eq!(moved.units()[..2], [4, 4], "what is free goes to the others");
     }

@@ -4,7 +4,7 @@ use super::absent::{AbsentHarm, Candidates};
 use super::checkpoint::{Checkpoint, Key};
 use super::harm::{HarmPlan, measure};
 use super::refine::{Neighbourhood, judge_tables};
-use super::scores::Worse;
+use super::scores::{Broken, Worse};
 use super::{
     ABSENT, Freedom, HarmMap, HarmOptions, Judge, Probe, ProbeHarm, Scores, WIDTHS, WidthTable, solve,
 };
@@ -42,6 +42,8 @@ pub struct Search<'a, B: Calibrates> {
     pub rounding: CodeRounding,
     /// Rounds of probes that tables are chosen on, one of each kind in a round.
     pub probes: &'a [Vec<Probe>],
+    /// Probes that heads are tried on without history: one of each kind and distance.
+    pub distances: &'a [Probe],
     /// Other probes, which tables are verified on.
     pub fresh: &'a [Probe],
     pub watch: &'a dyn Watch,
@@ -84,6 +86,7 @@ impl<B: Calibrates> Search<'_, B> {
         let c = self.judge.transformer.config();
         let (layers, kv_heads) = (c.layers, c.kv_heads);
         let whole = HarmPlan::whole(layers, kv_heads, &self.harm.measured);
+        self.watch.note(self.work(&whole, means.len()));
         let (first, later) = self.probes.split_at(FIRST_ROUND.min(self.probes.len()));
         let first: Vec<Probe> = first.concat();
         let count: usize = self.probes.iter().map(Vec::len).sum();
@@ -143,6 +146,33 @@ impl<B: Calibrates> Search<'_, B> {
         Ok(map)
     }
 
+    /// What all stages cost, at most.
+    fn work(&self, whole: &HarmPlan, means: usize) -> String {
+        let tokens = |probes: &[Probe]| probes.iter().map(|p| p.tokens.len()).sum::<usize>();
+        let harm = |probes: &[Vec<Probe>]| probes.iter().flatten().map(|p| whole.work(p)).sum::<usize>();
+        let (first, later) = self.probes.split_at(FIRST_ROUND.min(self.probes.len()));
+        let (layers, kv_heads) = (whole.layers, whole.kv_heads);
+        // Each candidate, each layer's candidates together, and three tables beside them.
+        let tries = (layers * kv_heads).div_ceil(3) * 3 / 2 + 3;
+        let absent = if self.freedom.allows_absent() { tries * tokens(self.distances) } else { 0 };
+        let (refining, uniform) = (self.refining_probes(), WidthTable::uniform(layers, kv_heads, 2));
+        let round = Neighbourhood::work(&uniform, self.freedom.widest(), &refining) + 2 * tokens(&refining);
+        let moving = self.refine_rounds * means * round;
+        // Two tables of each mean, uniform ones, and the exact cache.
+        let verifying = (2 * means + 3) * tokens(self.fresh);
+        let thousands = |tokens: usize| tokens.div_ceil(1000);
+        format!(
+            "at most {} thousand tokens through the model, repairs not counted: {} for harms, {} for uncertain \
+             units, {} for heads without history, {} for moving bits, {} for the verification",
+            thousands(harm(self.probes) + absent + moving + verifying),
+            thousands(harm(first)),
+            thousands(harm(later)),
+            thousands(absent),
+            thousands(moving),
+            thousands(verifying),
+        )
+    }
+
     /// Tries heads without history.
     fn measure_absent(
         &self,
@@ -155,7 +185,7 @@ impl<B: Calibrates> Search<'_, B> {
             return Ok(());
         }
         let tables = candidates.tables(map.layers, map.kv_heads);
-        let probes = Candidates::probes(&self.probes.concat());
+        let probes = self.distances;
         let passes = tables.len() + 1;
         self.watch.note(format!(
             "{} heads without history: {} passes over whole probes",
@@ -165,7 +195,7 @@ impl<B: Calibrates> Search<'_, B> {
         let what: String = tables.iter().map(WidthTable::describe).collect();
         self.watch.begin("leaving out history", probes.iter().map(|p| passes * p.tokens.len()).sum());
         let mut found: Vec<AbsentHarm> = Vec::new();
-        for probe in &probes {
+        for probe in probes {
             let mut done = 0;
             let tokens = probe.tokens.len();
             found.push(stored.get_or(key.of(probe, &what), || {
@@ -256,9 +286,10 @@ impl<B: Calibrates> Search<'_, B> {
     fn neighbourhood(&self, table: &WidthTable) -> Result<Neighbourhood, CalibrateError> {
         let probes = self.refining_probes();
         let mut stage = self.judge.stage(&probes)?;
-        self.watch.begin("moving bits", Neighbourhood::work(table, &probes));
+        let widest = self.freedom.widest();
+        self.watch.begin("moving bits", Neighbourhood::work(table, widest, &probes));
         let advance = &mut |work| self.watch.advance(work);
-        let near = Neighbourhood::measure(&self.judge, &mut stage, &probes, table, advance)?;
+        let near = Neighbourhood::measure(&self.judge, &mut stage, &probes, table, widest, advance)?;
         self.watch.end();
         Ok(near)
     }
@@ -283,7 +314,7 @@ impl<B: Calibrates> Search<'_, B> {
             Ok::<_, CalibrateError>(scores)
         };
         let harm = |scores: &Scores| scores.weighed(&near.yardstick, blamed);
-        let table = near.step(mean, head_dim, harm)?;
+        let table = near.step(mean, head_dim, &self.freedom, harm)?;
         if table == near.table {
             return Ok((table, harm(&near.scores), harm(&near.scores)));
         }
@@ -313,28 +344,25 @@ impl<B: Calibrates> Search<'_, B> {
         let head_dim = self.judge.transformer.config().head_dim;
         let (mut table, mut scores) = table;
         let mut blamed: Vec<(String, f64)> = Vec::new();
-        let mut worse = scores.worse_than(&neighbour.1);
+        let mut problems = Problems::of(&scores, &neighbour.1);
         for repairs in 0..=REPAIRS {
-            if worse.is_empty() {
+            if problems.is_empty() {
                 return Ok(Ok((table, scores, repairs)));
             }
             if repairs == REPAIRS {
                 break;
             }
-            self.watch.note(format!("{mean} bits: {}: repairing", describe(&worse, neighbour)));
-            for w in &worse {
-                match blamed.iter_mut().find(|(group, _)| *group == w.group) {
+            self.watch.note(format!("{mean} bits: {}: repairing", problems.describe(neighbour)));
+            for group in problems.groups() {
+                match blamed.iter_mut().find(|(blamed, _)| blamed == group) {
                     Some((_, weight)) => *weight *= BOOST,
-                    None => blamed.push((w.group.clone(), BOOST)),
+                    None => blamed.push((group.to_owned(), BOOST)),
                 }
             }
             // Heads without history are the first suspects: single bits do not bring them back.
             let next = match table.widths.iter().any(|pair| pair.0 == ABSENT) {
-                true => {
-                    let freedom = Freedom { widths: WIDTHS.to_vec(), ..self.freedom.clone() };
-                    solve(map, mean, head_dim, &freedom)?
-                }
-                false if self.freedom == Freedom::default() => {
+                true => solve(map, mean, head_dim, &self.freedom.with_history())?,
+                false if self.freedom.moves_freely() => {
                     self.moved(&self.neighbourhood(&table)?, mean, &blamed)?.0
                 }
                 false => break,
@@ -343,15 +371,16 @@ impl<B: Calibrates> Search<'_, B> {
                 break;
             }
             let found = self.verified(std::slice::from_ref(&next))?.remove(0);
-            let now = found.worse_than(&neighbour.1);
-            (table, scores, worse) = (next, found, now);
+            problems = Problems::of(&found, &neighbour.1);
+            (table, scores) = (next, found);
         }
-        if neighbour.0.mean_bits(head_dim) <= mean.bits() + 1e-6 && self.freedom == Freedom::default() {
-            self.watch
-                .note(format!("{mean} bits: {}: equal widths are used instead", describe(&worse, neighbour)));
+        let fits = neighbour.0.mean_bits(head_dim) <= mean.bits() + 1e-6;
+        if fits && self.freedom.moves_freely() && neighbour.1.broken().is_empty() {
+            let why = problems.describe(neighbour);
+            self.watch.note(format!("{mean} bits: {why}: equal widths are used instead"));
             return Ok(Ok((neighbour.0.clone(), neighbour.1.clone(), REPAIRS)));
         }
-        Ok(Err(describe(&worse, neighbour)))
+        Ok(Err(problems.describe(neighbour)))
     }
 }
 
@@ -361,28 +390,48 @@ fn neighbour(mean: MeanBits, head_dim: usize) -> u32 {
     (mean.mean_width(head_dim) - 1e-6).ceil().clamp(2.0, f64::from(WIDTHS[WIDTHS.len() - 1])) as u32
 }
 
-/// Where a table is worse than its safer neighbour.
-fn describe(worse: &[Worse], neighbour: &(WidthTable, Scores)) -> String {
-    let bits = neighbour.0.widths.first().map_or(0, |pair| pair.0);
-    let groups: Vec<String> = worse
-        .iter()
-        .map(|w| {
-            format!(
-                "{} (KL {:.4} against {:.4}, {:.1} % of tokens changed against {:.1} %)",
-                w.group,
-                w.divergence,
-                w.safer,
-                100.0 * w.changed,
-                100.0 * w.safer_changed
-            )
-        })
-        .collect();
-    format!("worse than {bits} bits everywhere on {}", groups.join(", "))
+/// Why a table fails its verification.
+struct Problems {
+    worse: Vec<Worse>,
+    broken: Vec<Broken>,
+}
+
+impl Problems {
+    fn of(scores: &Scores, safer: &Scores) -> Self {
+        Self { worse: scores.worse_than(safer), broken: scores.broken() }
+    }
+
+    fn is_empty(&self) -> bool {
+        self.worse.is_empty() && self.broken.is_empty()
+    }
+
+    /// The kinds of probes that it fails on, each once.
+    fn groups(&self) -> impl Iterator<Item = &str> {
+        let worse = self.worse.iter().map(|w| w.group.as_str());
+        let broken = self.broken.iter().map(|b| b.group.as_str());
+        worse.chain(broken.filter(|group| !self.worse.iter().any(|w| w.group == *group)))
+    }
+
+    fn describe(&self, neighbour: &(WidthTable, Scores)) -> String {
+        let bits = neighbour.0.widths.first().map_or(0, |pair| pair.0);
+        let figures =
+            |kl: f64, changed: f64| format!("KL {kl:.4}, {:.1} % of tokens changed", 100.0 * changed);
+        let mut parts: Vec<String> = Vec::new();
+        for w in &self.worse {
+            let (own, other) = (figures(w.divergence, w.changed), figures(w.safer, w.safer_changed));
+            parts.push(format!("worse than {bits} bits everywhere on {} ({own} against {other})", w.group));
+        }
+        for b in &self.broken {
+            parts.push(format!("breaks {} ({})", b.group, figures(b.divergence, b.changed)));
+        }
+        parts.join(", ")
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use oscar_backend::Divergence;
 
     #[test]
     fn the_safer_neighbour_is_uniform_and_no_smaller() {
@@ -392,5 +441,26 @@ mod tests {
             [2, 2, 2, 3, 3, 3, 4, 4]
         );
         assert_eq!(neighbour("2.50".parse().unwrap(), 64), 2);
+    }
+
+    #[test]
+    fn a_failed_table_names_every_kind_once() {
+        let scores = |groups: &[(&str, f64)]| {
+            let mut scores = Scores::default();
+            for &(group, kl) in groups {
+                scores.add(group, &[Divergence { kl, agrees: true }]);
+            }
+            scores
+        };
+        let safer = scores(&[("copy", 0.03), ("niah_uuid", 0.004), ("text", 0.01)]);
+        let table = scores(&[("copy", 0.03), ("niah_uuid", 0.03), ("text", 0.01)]);
+        let problems = Problems::of(&table, &safer);
+        assert_eq!(problems.groups().collect::<Vec<_>>(), ["niah_uuid", "copy"]);
+        let why = problems.describe(&(WidthTable::uniform(1, 1, 2), safer.clone()));
+        assert!(why.contains("worse than 2 bits everywhere on niah_uuid (KL 0.0300"), "{why}");
+        assert!(why.contains("breaks copy (KL 0.0300"), "as bad as its neighbour is not good enough: {why}");
+        assert!(
+            Problems::of(&scores(&[("copy", 0.001), ("niah_uuid", 0.0), ("text", 0.01)]), &safer).is_empty()
+        );
     }
 }

@@ -4,7 +4,7 @@
 //! thousand steps of budget make it cheap to solve exactly, where a Lagrangian would leave the last
 //! bits to a guess.
 
-use super::table::{ABSENT, HarmMap, WIDTHS, WidthTable, check_widths};
+use super::table::{ABSENT, HarmMap, WIDEST, WIDTHS, WidthTable, check_widths};
 use crate::error::CalibrateError;
 use oscar_codec::{MeanBits, Side};
 
@@ -15,7 +15,8 @@ const PARAMETER_BITS: usize = 32;
 /// against.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Freedom {
-    /// Widths a unit may have, ascending; 0 lets a head keep no history.
+    /// Widths a unit may have, ascending; 0 lets a head keep no history. [`WIDEST`] is not among
+    /// the default ones: a GPU does not read it.
     pub widths: Vec<u32>,
     /// All heads of a layer and side share a width.
     pub by_layer: bool,
@@ -31,7 +32,7 @@ impl Default for Freedom {
 
 impl Freedom {
     pub fn check(&self) -> Result<(), CalibrateError> {
-        check_widths("--widths", self.coded())
+        check_widths("--widths", self.coded(), WIDEST)
     }
 
     /// Refuses means that no table of a model of this shape reaches.
@@ -59,6 +60,22 @@ impl Freedom {
         self.widths.first() == Some(&ABSENT) && self.side.is_none()
     }
 
+    /// Whether bits may move between any two units, one at a time.
+    pub fn moves_freely(&self) -> bool {
+        let steps = self.coded().iter().copied().eq(1..=self.widest());
+        steps && self.widest() >= WIDTHS[WIDTHS.len() - 1] && !self.by_layer && self.side.is_none()
+    }
+
+    /// The widest code.
+    pub fn widest(&self) -> u32 {
+        self.widths.last().copied().unwrap_or(ABSENT)
+    }
+
+    /// The same, but every head keeps its history.
+    pub fn with_history(&self) -> Self {
+        Self { widths: self.coded().to_vec(), ..self.clone() }
+    }
+
     /// The widths of those that have one.
     fn coded(&self) -> &[u32] {
         self.widths.strip_prefix(&[ABSENT]).unwrap_or(&self.widths)
@@ -76,6 +93,18 @@ struct Choice {
 /// The best table whose mean is at most `mean`, scale and minimum counted.
 pub fn solve(
     map: &HarmMap,
+    mean: MeanBits,
+    head_dim: usize,
+    freedom: &Freedom,
+) -> Result<WidthTable, CalibrateError> {
+    solve_by(map, &|unit, bits| map.at(unit, bits), mean, head_dim, freedom)
+}
+
+/// [`solve`] with other harms than the map's; the map gives the shape and the heads that may go
+/// without history.
+pub(super) fn solve_by(
+    map: &HarmMap,
+    at: &dyn Fn(usize, u32) -> f64,
     mean: MeanBits,
     head_dim: usize,
     freedom: &Freedom,
@@ -105,7 +134,6 @@ pub fn solve(
             }
             for &key in key_widths {
                 for &value in value_widths {
-                    let at = |unit: usize, bits: u32| f64::from(map.harm[unit][bits as usize - 1]);
                     let harm = sum(&|head| at(2 * head, key) + at(2 * head + 1, value));
                     choices.push(Choice {
                         widths: (key, value),
@@ -212,7 +240,7 @@ mod tests {
         assert_eq!(solved(Freedom { side: Some(Side::Key), ..Freedom::default() }), [3, 2, 1, 2]);
         assert_eq!(solved(Freedom { side: Some(Side::Value), ..Freedom::default() }), [2, 1, 2, 3]);
         assert_eq!(solved(Freedom { widths: vec![1, 4], ..Freedom::default() }), [4, 1, 1, 1]);
-        for widths in [vec![], vec![2, 1], vec![1, 5]] {
+        for widths in [vec![], vec![2, 1], vec![1, 6]] {
             assert!(solve(&map, mean, 128, &Freedom { widths, ..Freedom::default() }).is_err());
         }
         let error =
@@ -243,6 +271,21 @@ mod tests {
         map.absent = vec![Some(0.0); 2];
         (map.layers, map.kv_heads) = (1, 2);
         assert_eq!(solve(&map, mean, 128, &by_layer).unwrap().widths, [(0, 0); 2]);
+    }
+
+    #[test]
+    fn five_bits_are_for_those_who_ask() {
+        let map = map(1, vec![[90.0, 40.0, 20.0, 10.0], [0.1; 4], [0.1; 4], [0.1; 4]]);
+        let mean = "2.25".parse().unwrap();
+        assert_eq!(solve(&map, mean, 128, &Freedom::default()).unwrap().units()[0], 4);
+        let wide = Freedom { widths: vec![1, 2, 3, 4, 5], ..Freedom::default() };
+        let table = solve(&map, mean, 128, &wide).unwrap();
+        assert_eq!((table.units(), table.mean_bits(128)), (vec![5, 1, 1, 1], 2.25));
+        assert!(map.total(&table) < 0.3 * map.total(&solve(&map, mean, 128, &Freedom::default()).unwrap()));
+        assert!(wide.moves_freely() && Freedom::default().moves_freely());
+        for bound in [vec![1, 4], vec![0, 1, 2, 3], vec![1, 2, 3, 5]] {
+            assert!(!Freedom { widths: bound, ..Freedom::default() }.moves_freely());
+        }
     }
 
     #[test]

@@ -5,17 +5,24 @@ use crate::options::CodeRounding;
 use crate::rotation_file::RotationFileError;
 use oscar_codec::{CodeLayout, CodecError, FormatTable, MeanBits};
 
-/// The widths a unit may have.
+/// The widths that harms are stored for. Every device reads them.
 pub const WIDTHS: [u32; 4] = [1, 2, 3, 4];
 
-/// Refuses a list that is not made of some of the widths, ascending, each once.
-pub(super) fn check_widths(option: &'static str, widths: &[u32]) -> Result<(), CalibrateError> {
-    let known = widths.iter().all(|w| WIDTHS.contains(w)) && widths.is_sorted_by(|a, b| a < b);
+/// The widest code of a unit, for tables that ask for it: only the CPU reads it.
+pub const WIDEST: u32 = 5;
+
+/// Squared error of codes of the widest width, as a share of that of the widest in [`WIDTHS`]: 31
+/// steps instead of 15. Harm is quadratic in the error.
+const WIDEST_SHARE: f64 = (15.0 / 31.0) * (15.0 / 31.0);
+
+/// Refuses a list that is not made of some of the widths up to `widest`, ascending, each once.
+pub(super) fn check_widths(option: &'static str, widths: &[u32], widest: u32) -> Result<(), CalibrateError> {
+    let known = widths.iter().all(|w| (1..=widest).contains(w)) && widths.is_sorted_by(|a, b| a < b);
     match known && !widths.is_empty() {
         true => Ok(()),
         false => Err(CalibrateError::Option {
             option,
-            problem: format!("{widths:?}: some of {WIDTHS:?}, each once and ascending"),
+            problem: format!("{widths:?}: some of 1 to {widest}, each once and ascending"),
         }),
     }
 }
@@ -98,14 +105,23 @@ impl HarmMap {
         self.harm.len()
     }
 
+    /// Harm of a unit that keeps its history, at any width up to [`WIDEST`].
+    pub fn at(&self, unit: usize, bits: u32) -> f64 {
+        let harm = &self.harm[unit];
+        match harm.get(bits as usize - 1) {
+            Some(harm) => f64::from(*harm),
+            None => WIDEST_SHARE * f64::from(harm[WIDTHS.len() - 1]),
+        }
+    }
+
     /// Sum over units of what a table does, were units independent.
     pub fn total(&self, table: &WidthTable) -> f64 {
-        let unit = |(&bits, harm): (&u32, &[f32; WIDTHS.len()])| match bits {
+        let unit = |(unit, bits): (usize, u32)| match bits {
             ABSENT => 0.0,
-            _ => f64::from(harm[bits as usize - 1]),
+            _ => self.at(unit, bits),
         };
         let without = table.widths.iter().zip(&self.absent).filter(|((key, _), _)| *key == ABSENT);
-        table.units().iter().zip(&self.harm).map(unit).sum::<f64>()
+        table.units().into_iter().enumerate().map(unit).sum::<f64>()
             + without.map(|(_, harm)| harm.map_or(f64::INFINITY, f64::from)).sum::<f64>()
     }
 }
@@ -157,11 +173,11 @@ impl BitPlan {
         };
         for (index, (mean, table)) in self.tables.iter().enumerate() {
             shape("widths", table.widths.len(), layers * kv_heads)?;
-            let known = |&(key, value): &(u32, u32)| {
-                WIDTHS.contains(&key) && WIDTHS.contains(&value) || (key, value) == (ABSENT, ABSENT)
-            };
+            let coded = |bits: u32| (1..=WIDEST).contains(&bits);
+            let known =
+                |&(key, value): &(u32, u32)| coded(key) && coded(value) || (key, value) == (ABSENT, ABSENT);
             if let Some(head) = table.widths.iter().position(|pair| !known(pair)) {
-                let at = 2 * head + usize::from(WIDTHS.contains(&table.widths[head].0));
+                let at = 2 * head + usize::from(coded(table.widths[head].0));
                 return Err(RotationFileError::Value {
                     tensor: "widths",
                     index: at,

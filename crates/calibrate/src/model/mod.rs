@@ -245,6 +245,7 @@ fn choose_widths<B: Calibrates>(
         Prober { subject, options: widths, text: &probe_text.concat(), seed: options.rotations.seed };
     // Tables are chosen on one half of the probes and verified on the other.
     let (probes, fresh) = (prober.choosing()?, prober.verifying()?);
+    let distances = prober.distances(&probes)?;
     let transformer = Transformer::build(
         &**subject.backend,
         subject.config,
@@ -268,6 +269,7 @@ fn choose_widths<B: Calibrates>(
         refine_rounds: widths.refine_rounds,
         rounding,
         probes: &probes,
+        distances: &distances,
         fresh: &fresh,
         watch,
     };

@@ -22,6 +22,8 @@ const TEXT_SCORED: usize = 128;
 /// notice the repetition first.
 const ECHO: usize = 96;
 const ECHO_LEAD: usize = 24;
+/// Distances of a repetition: far, near, middle.
+const DISTANCES: usize = 3;
 
 /// A kind of probe.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -116,14 +118,42 @@ impl<B: Backend> Prober<'_, B> {
         kinds.extend(more);
         let rounds = self.options.probes.div_ceil(2);
         let rounds = (0..rounds).map(|index| self.round(&kinds, index, 1)).collect::<Result<Vec<_>, _>>()?;
-        Ok(rounds.concat())
+        let mut probes = rounds.concat();
+        self.complete(&mut probes, 1)?;
+        Ok(probes)
+    }
+
+    /// One of each kind of the probes that tables are chosen on, at every distance.
+    pub fn distances(&self, choosing: &[Vec<Probe>]) -> Result<Vec<Probe>, CalibrateError> {
+        let mut probes: Vec<Probe> = Vec::new();
+        for probe in choosing.iter().flatten() {
+            if !probes.iter().any(|known| known.group == probe.group) {
+                probes.push(probe.clone());
+            }
+        }
+        self.complete(&mut probes, 0)?;
+        Ok(probes)
+    }
+
+    /// Adds the distances of `echo` that few rounds leave out.
+    fn complete(&self, probes: &mut Vec<Probe>, half: usize) -> Result<(), CalibrateError> {
+        if !self.options.kinds.contains(&ProbeKind::Echo) {
+            return Ok(());
+        }
+        for distance in 0..DISTANCES {
+            let probe = self.echo_probe(distance % self.options.probes, half, distance)?;
+            if !probes.iter().any(|known| known.group == probe.group) {
+                probes.push(probe);
+            }
+        }
+        Ok(())
     }
 
     /// One probe of each kind.
     fn round(&self, kinds: &[ProbeKind], index: usize, half: usize) -> Result<Vec<Probe>, CalibrateError> {
         let probe = |&kind: &ProbeKind| match kind {
             ProbeKind::Text => self.text_probe(index, half),
-            ProbeKind::Echo => self.echo_probe(index, half),
+            ProbeKind::Echo => self.echo_probe(index, half, index % DISTANCES),
             ProbeKind::Task(task) => self.task_probe(task, index, half),
         };
         kinds.iter().map(probe).collect()
@@ -153,13 +183,13 @@ impl<B: Backend> Prober<'_, B> {
     }
 
     /// A window of the text whose last tokens repeat a passage of it.
-    fn echo_probe(&self, index: usize, half: usize) -> Result<Probe, CalibrateError> {
+    fn echo_probe(&self, index: usize, half: usize, distance: usize) -> Result<Probe, CalibrateError> {
         let mut tokens = self.window(index, half)?.to_vec();
         let windows = Windows::default();
         let end = tokens.len() - ECHO;
         // The passage must have left the recent window when the repetition begins.
         let farthest = end - windows.sink();
-        let (group, distance) = match index % 3 {
+        let (group, distance) = match distance {
             0 => ("echo_far", farthest),
             1 => ("echo_near", 2 * windows.recent()),
             _ => ("echo_middle", 8 * windows.recent()),

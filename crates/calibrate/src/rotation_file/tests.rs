@@ -118,7 +118,7 @@ fn impossible_widths_are_refused() {
         change(&mut file.bits);
         file.write(&mut Vec::new()).unwrap_err().to_string()
     };
-    assert!(refuse(|b| b.tables[0].1.widths[0].0 = 5).contains("widths"));
+    assert!(refuse(|b| b.tables[0].1.widths[0].0 = 6).contains("widths"));
     assert!(refuse(|b| b.tables[0].1.widths[0].1 = 0).contains("widths"), "history of one side alone");
     assert!(refuse(|b| b.harm.as_mut().unwrap().absent[1] = Some(f32::NAN)).contains("harm_absent"));
     assert!(refuse(|b| b.tables[0].1.widths.truncate(2)).contains("widths"));

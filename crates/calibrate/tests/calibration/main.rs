@@ -4,3 +4,4 @@ mod end_to_end;
 mod layer;
 mod support;
 mod trials;
+mod widths;

@@ -11,7 +11,7 @@ use std::cell::RefCell;
 
 #[derive(clap::Args)]
 pub struct BitsArgs {
-    /// Also choose a code width of 1 to 4 bits for each layer, head and side, at these mean sizes
+    /// Also choose a code width of 0 to 4 bits for each layer, head and side, at these mean sizes
     /// (bits an element with scale and minimum, 1.25 to 4.25); `--kv oscar` then uses the table of
     /// 2.25, `--kv oscar:1.75` that of 1.75
     #[arg(long, value_name = "MEAN[,MEAN…]", value_delimiter = ',')]
@@ -30,7 +30,7 @@ pub struct BitsArgs {
     #[arg(long, value_name = "KIND[,KIND…]", value_delimiter = ',')]
     pub probe_kinds: Vec<String>,
     /// Passes in which bits are moved between units that interact; 0 keeps the table the single
-    /// harms give. 1 if absent, or 0 where --widths, --widths-by or --widths-of bind the table
+    /// harms give. 1 if absent, or 0 where --widths that skip some, --widths-by or --widths-of bind the table
     #[arg(long, value_name = "N")]
     pub refine: Option<usize>,
     /// Take the harms that the file of --rotations holds instead of measuring them: other means in
@@ -41,7 +41,8 @@ pub struct BitsArgs {
     /// or to the nearest level
     #[arg(long, value_name = "nearest|shaped")]
     pub rounding: Option<CodeRounding>,
-    /// Widths a unit may have; with 0, a head may keep no history and read its BF16 windows alone
+    /// Widths a unit may have; with 0, a head may keep no history and read its BF16 windows alone.
+    /// 5 may be added for caches on the CPU; a GPU refuses such a table
     #[arg(long, value_name = "WIDTH[,WIDTH…]", value_delimiter = ',', default_values_t = [0, 1, 2, 3, 4])]
     pub widths: Vec<u32>,
     /// Units that have a width of their own: each head, or all heads of a layer and side together
@@ -104,9 +105,9 @@ impl BitsArgs {
 
     /// Moving single bits would break what binds the table.
     fn refine_rounds(&self, freedom: &Freedom, default: usize) -> Result<usize> {
-        match (self.refine, *freedom == Freedom::default()) {
+        match (self.refine, freedom.moves_freely()) {
             (Some(rounds @ 1..), false) => bail!(
-                "--refine {rounds} moves bits between any two units: leave it out with --widths, --widths-by or --widths-of"
+                "--refine {rounds} moves bits between any two units: leave it out with --widths that skip some, --widths-by or --widths-of"
             ),
             (given, free) => Ok(given.unwrap_or(if free { default } else { 0 })),
         }
