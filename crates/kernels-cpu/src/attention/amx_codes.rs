@@ -260,6 +260,7 @@ unsafe fn unpack_side(
         2 => quads!(2),
         3 => quads!(3),
         4 => quads!(4),
+        5 => quads!(5),
         _ => quads!(8),
     }
 }

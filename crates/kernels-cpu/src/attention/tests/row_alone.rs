@@ -81,7 +81,7 @@ fn amx_codes_match_avx512() {
     // 50 rows are seven blocks, the last with two rows; their boundaries lie inside of a page.
     let positions: Vec<u32> = (0..50).map(|row| 420 + row / 2).collect();
     for d in [64, 128, 192, 256] {
-        for (key, value) in [(1, 1), (2, 2), (2, 4), (3, 1), (4, 3), (8, 8)] {
+        for (key, value) in [(1, 1), (2, 2), (2, 4), (3, 1), (4, 3), (5, 5), (8, 8)] {
             let full = KvFormat::Bf16.codec(d, CodeLayout::CpuTile).unwrap();
             let spec = |bits| oscar_codec::SideSpec::affine(bits, 0.0);
             let coded = RowPageCodec::new(d, spec(key), spec(value), CodeLayout::CpuTile).unwrap();
