@@ -230,6 +230,53 @@ fn reasoning_may_stand_before_the_answer() {
     assert_eq!(walk(&tokenizer, &direct, &mut random, 9).as_deref(), Some("yes"));
 }
 
+/// Constrained answers of gpt-oss stand in channels, behind reasoning in one of its own.
+#[test]
+fn channels_hold_constrained_answers() {
+    let (tokenizer, grammars, mut random) = (tokenizer(), grammars(), Random(13));
+    let tools = vec![("now".to_owned(), json!({"type": "object", "properties": {}}))];
+    let calls = CallGrammar { dialect: Dialect::Harmony, tools, parallel: true };
+    let yes = Grammar::Choice(vec!["yes".to_owned()]);
+    let either = Grammar::OrCalls(Box::new(yes.clone()), calls.clone());
+    let accepts = |grammar: &Grammar, text: &str| {
+        let mut state = grammars.compile(grammar, &Thinking::Channels).unwrap().start();
+        let ids = tokenizer.encode(text, false).unwrap();
+        let fits = |&id: &u32| allowed(&state.allowed().unwrap()).contains(&id) && state.accept(id).is_ok();
+        ids.iter().all(fits)
+    };
+    let thought = "<|channel|>analysis<|message|>why {\n not<|end|><|start|>assistant";
+    let answer = "<|channel|>final<|message|>yes";
+    let call = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}";
+    for before in ["", thought] {
+        assert!(accepts(&yes, &format!("{before}{answer}")));
+        assert!(!accepts(&yes, &format!("{before}{call}")));
+        assert!(accepts(&Grammar::Calls(calls.clone()), &format!("{before}{call}")));
+        assert!(!accepts(&Grammar::Calls(calls.clone()), &format!("{before}{answer}")));
+        for text in [answer, call] {
+            assert!(accepts(&either, &format!("{before}{text}")), "{text}");
+        }
+    }
+    assert!(!accepts(&yes, "yes"));
+    let schema = json!({"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"],
+        "additionalProperties": false});
+    let constraint = grammars.compile(&Grammar::JsonSchema(schema), &Thinking::Channels).unwrap();
+    let options = ReplyOptions {
+        reasoning: Some(ReasoningTags { open: String::new(), close: String::new() }),
+        dialect: Some(Dialect::Harmony),
+        ..ReplyOptions::default()
+    };
+    let mut complete = 0;
+    for _ in 0..60 {
+        let Some(text) = walk(&tokenizer, &constraint, &mut random, 80) else { continue };
+        let mut parser = ReplyParser::new(&options, "<|start|>assistant");
+        let events = [parser.push(&text), parser.finish()].concat();
+        let Some(ReplyEvent::Text(answer)) = events.last() else { panic!("{text}") };
+        assert!(serde_json::from_str::<Value>(answer).unwrap()["a"].is_boolean(), "{text}");
+        complete += 1;
+    }
+    assert!(complete > 0);
+}
+
 #[test]
 fn forced_calls_are_read_by_the_parser_of_their_dialect() {
     let (tokenizer, grammars, mut random) = (tokenizer(), grammars(), Random(5));

@@ -5,9 +5,10 @@ use oscar_codec::random::SplitMix64;
 use oscar_fuzz::fuzz;
 use oscar_text::{
     ChatInput, ChatTemplate, Dialect, ReasoningTags, ReplyEvent, ReplyOptions, ReplyParser, SpecialTokens,
-    Tokenizer, TokenizerConfig,
+    Tokenizer, TokenizerConfig, ToolSchemas,
 };
 use serde_json::json;
+use std::sync::Arc;
 
 #[test]
 fn templates() {
@@ -47,16 +48,17 @@ fn tokenizer_configurations() {
 /// A reply reads the same in one piece and in many.
 #[test]
 fn replies() {
-    let dialects =
-        [Dialect::Hermes, Dialect::QwenXml, Dialect::Llama, Dialect::Mistral, Dialect::Glm, Dialect::MiniMax];
     let tags = ReasoningTags { open: "<think>".into(), close: "</think>".into() };
+    let tool = |name: &str| json!({"type": "function", "function": {"name": name, "parameters": {"type": "object"}}});
+    let tools = Arc::new(ToolSchemas::from_openai(&["f", "g", "now"].map(tool)));
     fuzz("replies", &corpus("corpus/reply", ".txt"), 4000, |bytes| {
         let text = String::from_utf8_lossy(bytes);
         let mut random = SplitMix64::new(bytes.len() as u64);
-        for dialect in dialects {
-            let options =
-                ReplyOptions { reasoning: Some(tags.clone()), dialect: Some(dialect), ..Default::default() };
-            let mut parser = ReplyParser::new(&options, "");
+        for dialect in Dialect::ALL {
+            let (reasoning, tools) = (Some(tags.clone()), tools.clone());
+            let options = ReplyOptions { reasoning, dialect: Some(dialect), tools };
+            let prompt = if dialect.has_channels() { "<|start|>assistant" } else { "" };
+            let mut parser = ReplyParser::new(&options, prompt);
             let (mut rest, mut seen) = (&*text, Vec::new());
             while !rest.is_empty() {
                 let cut = rest.ceil_char_boundary(1 + random.below(7));
@@ -64,7 +66,7 @@ fn replies() {
                 rest = &rest[cut..];
             }
             seen.extend(parser.finish());
-            let mut whole = ReplyParser::new(&options, "");
+            let mut whole = ReplyParser::new(&options, prompt);
             let mut expected = whole.push(&text);
             expected.extend(whole.finish());
             assert_eq!(shown(&seen), shown(&expected), "{dialect:?}");

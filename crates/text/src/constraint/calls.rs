@@ -40,6 +40,8 @@ impl CallGrammar {
                 let (open, close) = (mark("<minimax:tool_call>"), mark("</minimax:tool_call>"));
                 format!("{open} \"\\n\" {call} {} \"\\n\" {close}", again("\n"))
             }
+            // The end of a call is a stop token, so an answer has one call.
+            Dialect::Harmony => call,
         };
         format!("start: {start}\n{}", lark.text)
     }
@@ -100,6 +102,11 @@ impl CallGrammar {
                 });
                 let head = literal(&format!("<invoke name=\"{name}\">\n"));
                 format!("{head} {parameters} \"</invoke>\"")
+            }
+            Dialect::Harmony => {
+                let (channel, message) = (mark("<|channel|>"), mark("<|message|>"));
+                let head = literal(&format!("commentary to=functions.{name} "));
+                format!("{channel} {head} {} \"json\" {message} {}", mark("<|constrain|>"), json_rule(schema))
             }
         };
         lark.rule(&body)

@@ -57,6 +57,9 @@ pub enum Thinking {
     Opened(ReasoningTags),
     /// The model may open it.
     Allowed(ReasoningTags),
+    /// The prompt ends in the header of a message in channels, after `<|start|>assistant`. Reasoning
+    /// may come in a message of its own; an answer other than calls stands in the channel `final`.
+    Channels,
 }
 
 /// Compiles grammars for one vocabulary.
@@ -123,34 +126,50 @@ impl Grammars {
     }
 
     fn lower(&self, grammar: &Grammar, thinking: &Thinking) -> Result<TopLevelGrammar, TextError> {
-        let mut bodies = match grammar {
-            Grammar::OrCalls(form, calls) => {
-                vec![self.body(form)?, self.body(&Grammar::Calls(calls.clone()))?]
-            }
-            single => vec![self.body(single)?],
+        let calls = |calls: &CallGrammar| Grammar::Calls(calls.clone());
+        let parts = match grammar {
+            Grammar::OrCalls(form, or) => vec![(**form).clone(), calls(or)],
+            single => vec![single.clone()],
         };
+        let mut bodies = parts.iter().map(|part| self.body(part)).collect::<Result<Vec<_>, _>>()?;
         if bodies.len() == 1 && *thinking == Thinking::None {
             return Ok(TopLevelGrammar { grammars: bodies, max_tokens: None });
         }
+        let mark = |text: &str| marker(&self.tokenizer, text);
         let mut names = Vec::new();
-        for (index, body) in bodies.iter_mut().enumerate() {
-            names.push(format!("@body{index}"));
+        for (index, (body, part)) in bodies.iter_mut().zip(&parts).enumerate() {
+            let channel = match (thinking, part) {
+                (Thinking::Channels, Grammar::Calls(_)) => String::new(),
+                (Thinking::Channels, _) => {
+                    format!("{} \"final\" {} ", mark("<|channel|>"), mark("<|message|>"))
+                }
+                _ => String::new(),
+            };
+            names.push(format!("{channel}@body{index}"));
             body.name = Some(format!("body{index}"));
         }
         let mut lark = format!("answer: {}\n", names.join(" | "));
         let opening = match thinking {
             Thinking::None => String::new(),
             Thinking::Opened(_) => "think".to_owned(),
-            Thinking::Allowed(tags) => format!("({} think)?", marker(&self.tokenizer, &tags.open)),
+            Thinking::Allowed(tags) => format!("({} think)?", mark(&tags.open)),
+            Thinking::Channels => {
+                format!("({} \"analysis\" {} think)?", mark("<|channel|>"), mark("<|message|>"))
+            }
         };
         lark += &format!("start: {opening} answer\n");
-        if let Thinking::Opened(tags) | Thinking::Allowed(tags) = thinking {
+        let after = match thinking {
+            Thinking::None => None,
+            Thinking::Opened(tags) | Thinking::Allowed(tags) => {
+                Some((tags.close.as_str(), "BREAK?".to_owned()))
+            }
+            Thinking::Channels => Some(("<|end|>", format!("{} \"assistant\"", mark("<|start|>")))),
+        };
+        if let Some((close, rest)) = after {
             lark += "THOUGHT: /(.|\\n)*/\nBREAK: /[\\n]{1,2}/\n";
-            lark += &match special(&self.tokenizer, &tags.close) {
-                Some(id) => format!("think: THOUGHT? {id} BREAK?\n"),
-                None => {
-                    format!("think: thought BREAK?\nthought[suffix={}]: THOUGHT\n", literal(&tags.close))
-                }
+            lark += &match special(&self.tokenizer, close) {
+                Some(id) => format!("think: THOUGHT? {id} {rest}\n"),
+                None => format!("think: thought {rest}\nthought[suffix={}]: THOUGHT\n", literal(close)),
             };
         }
         bodies.insert(0, GrammarWithLexer::from_lark(lark));

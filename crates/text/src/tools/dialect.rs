@@ -1,5 +1,6 @@
 //! The forms in which model families write tool calls.
 
+use super::harmony;
 use crate::TextError;
 
 /// How a model writes its tool calls.
@@ -20,6 +21,8 @@ pub enum Dialect {
     /// `<minimax:tool_call><invoke name="…"><parameter
     /// name="…">value</parameter></invoke></minimax:tool_call>`.
     MiniMax,
+    /// Messages in channels, a call in one `to=functions.name`: gpt-oss. See [`super::harmony`].
+    Harmony,
 }
 
 /// Opening marker of a block in the dialects that share it.
@@ -29,10 +32,12 @@ pub(super) const FUNCTION: &str = "<function=";
 pub(super) const PYTHON_TAG: &str = "<|python_tag|>";
 pub(super) const TOOL_CALLS: &str = "[TOOL_CALLS]";
 pub(super) const MINIMAX_TOOL_CALL: &str = "<minimax:tool_call>";
+pub(super) const START: &str = "<|start|>";
+pub(super) const CHANNEL: &str = "<|channel|>";
 
 impl Dialect {
-    pub const ALL: [Self; 6] =
-        [Self::Hermes, Self::QwenXml, Self::Llama, Self::Mistral, Self::Glm, Self::MiniMax];
+    pub const ALL: [Self; 7] =
+        [Self::Hermes, Self::QwenXml, Self::Llama, Self::Mistral, Self::Glm, Self::MiniMax, Self::Harmony];
 
     /// The name of its parser.
     pub fn name(self) -> &'static str {
@@ -43,15 +48,18 @@ impl Dialect {
             Self::Mistral => "mistral",
             Self::Glm => "glm45",
             Self::MiniMax => "minimax_m2",
+            Self::Harmony => "harmony",
         }
     }
 
-    /// Reads the name of a parser; names that vLLM uses for the same dialect are understood.
+    /// Reads the name of a parser; names that vLLM and SGLang use for the same dialect are
+    /// understood.
     pub fn from_name(name: &str) -> Result<Self, TextError> {
         match name {
             "qwen3_coder" => Ok(Self::QwenXml),
             "llama4_json" => Ok(Self::Llama),
             "glm47" => Ok(Self::Glm),
+            "openai" | "gpt-oss" => Ok(Self::Harmony),
             _ => Self::ALL.into_iter().find(|dialect| dialect.name() == name).ok_or_else(|| {
                 let known = Self::ALL.map(Self::name).join(", ");
                 TextError::UnknownDialect { name: name.to_owned(), known }
@@ -62,7 +70,9 @@ impl Dialect {
     /// The dialect that the source of a chat template writes; none if it shows none of ours.
     pub fn of_template(source: &str) -> Option<Self> {
         let has = |marker: &str| source.contains(marker);
-        if has(MINIMAX_TOOL_CALL) {
+        if has(CHANNEL) && has(START) {
+            Some(Self::Harmony)
+        } else if has(MINIMAX_TOOL_CALL) {
             Some(Self::MiniMax)
         } else if has("<arg_key>") {
             Some(Self::Glm)
@@ -79,6 +89,12 @@ impl Dialect {
         }
     }
 
+    /// Whether replies consist of messages in channels. They are then read with this dialect also
+    /// where no tools are offered, or their markup would stay in the text.
+    pub fn has_channels(self) -> bool {
+        self == Self::Harmony
+    }
+
     /// Markers that open calls anywhere in an answer.
     pub(super) fn openers(self) -> &'static [&'static str] {
         match self {
@@ -87,6 +103,8 @@ impl Dialect {
             Self::Llama => &[PYTHON_TAG],
             Self::Mistral => &[TOOL_CALLS],
             Self::MiniMax => &[MINIMAX_TOOL_CALL],
+            // Its reader is another one.
+            Self::Harmony => &[],
         }
     }
 
@@ -101,6 +119,15 @@ impl Dialect {
                 &[TOOL_CALL, "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"]
             }
             Self::MiniMax => &[MINIMAX_TOOL_CALL, "</minimax:tool_call>"],
+            Self::Harmony => &[
+                START,
+                CHANNEL,
+                harmony::MESSAGE,
+                harmony::CONSTRAIN,
+                harmony::END,
+                harmony::CALL,
+                harmony::RETURN,
+            ],
         }
     }
 }

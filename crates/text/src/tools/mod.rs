@@ -9,9 +9,11 @@
 //! - Arguments of a complete call are a JSON object.
 //!
 //! White space around calls belongs to the markup. Reasoning may open the reply and follow a call;
-//! a tag anywhere else is ordinary text, and calls inside reasoning are reasoning.
+//! a tag anywhere else is ordinary text, and calls inside reasoning are reasoning. Replies in channels
+//! ([`harmony`]) have no tags: the channel says what a message is.
 
 mod dialect;
+mod harmony;
 mod json_call;
 mod mistral_call;
 mod pending;

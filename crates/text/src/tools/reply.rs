@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::dialect::{Dialect, FUNCTION, TOOL_CALL};
+use super::harmony::ChannelReader;
 use super::json_call::JsonCall;
 use super::mistral_call::MistralCall;
 use super::pending::{Match, Pending};
@@ -31,6 +32,8 @@ pub struct ReplyOptions {
 pub struct ReplyParser {
     reasoning: Option<ReasoningTags>,
     dialect: Option<Dialect>,
+    /// Reads instead of the states below where replies have channels.
+    channels: Option<ChannelReader>,
     pending: Pending,
     state: State,
     /// White space that a call may swallow, or line breaks that the end of the reasoning may.
@@ -93,7 +96,14 @@ impl ReplyParser {
             .reasoning
             .as_ref()
             .is_some_and(|tags| prompt_end.trim_end().ends_with(tags.open.as_str()));
+        let has_channels = options.dialect.is_some_and(Dialect::has_channels);
+        // A Llama answer may be JSON without being a call. In channels calls are told from text even
+        // where no tools are offered, and then none is one.
+        let known_only = options.dialect == Some(Dialect::Llama) || has_channels && options.tools.is_empty();
+        let sink = Sink::new(options.tools.clone(), known_only);
+        let separates = options.reasoning.is_some();
         Self {
+            channels: has_channels.then(|| ChannelReader::new(separates, prompt_end, &sink)),
             reasoning: options.reasoning.clone(),
             dialect: options.dialect,
             pending: Pending::default(),
@@ -105,7 +115,7 @@ impl ReplyParser {
             opened: String::new(),
             any_text: false,
             malformed: 0,
-            sink: Sink::new(options.tools.clone(), options.dialect == Some(Dialect::Llama)),
+            sink,
         }
     }
 
@@ -123,7 +133,10 @@ impl ReplyParser {
 
     /// Whether the text last pushed was reasoning.
     pub fn in_reasoning(&self) -> bool {
-        matches!(self.state, State::Opened | State::Reasoning)
+        match &self.channels {
+            Some(channels) => channels.in_reasoning(),
+            None => matches!(self.state, State::Opened | State::Reasoning),
+        }
     }
 
     /// Calls begun so far.
@@ -133,7 +146,7 @@ impl ReplyParser {
 
     /// Calls that were returned as text, or broke off after they had started.
     pub fn malformed(&self) -> usize {
-        self.malformed
+        self.malformed + self.channels.as_ref().map_or(0, ChannelReader::malformed)
     }
 
     fn run(&mut self) -> Vec<ReplyEvent> {
@@ -143,6 +156,9 @@ impl ReplyParser {
 
     /// Moves on by one state; false if more text is needed.
     fn step(&mut self) -> bool {
+        if let Some(channels) = &mut self.channels {
+            return channels.step(&mut self.pending, &mut self.sink);
+        }
         match &mut self.state {
             State::Start { may_think, after_call } => {
                 let (may_think, after_call) = (*may_think, *after_call);

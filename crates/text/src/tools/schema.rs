@@ -78,6 +78,10 @@ impl ToolSchemas {
         Self { tools: tools.iter().filter_map(entry).collect() }
     }
 
+    pub fn is_empty(&self) -> bool {
+        self.tools.is_empty()
+    }
+
     pub fn contains(&self, name: &str) -> bool {
         self.tools.contains_key(name)
     }

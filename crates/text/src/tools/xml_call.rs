@@ -248,7 +248,7 @@ impl XmlCall {
     }
 }
 
-fn valid_name(name: &str) -> bool {
+pub(super) fn valid_name(name: &str) -> bool {
     !name.is_empty()
         && !name.contains(|c: char| c.is_whitespace() || matches!(c, '<' | '>' | '{' | '}' | '"'))
 }

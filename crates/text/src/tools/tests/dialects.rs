@@ -123,6 +123,30 @@ fn cases() -> Vec<Case> {
             "end",
             &[("get_weather", minimax_arguments), ("now", "{}")],
         ),
+        case(
+            Harmony,
+            &format!(
+                "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{WEATHER}<|call|><|start|>assistant<|channel|>commentary to=functions.now<|message|>\n{{}}\n<|call|>"
+            ),
+            "",
+            &both,
+        ),
+        case(
+            Harmony,
+            &format!(
+                "<|channel|>commentary<|message|>Ich sehe nach: é 😀.<|end|><|start|>assistant to=functions.get_weather<|channel|>commentary json<|message|>{WEATHER}<|call|>\n<|start|>assistant<|channel|>final<|message|>Done <|en"
+            ),
+            "Ich sehe nach: é 😀.Done <|en",
+            &both[..1],
+        ),
+        case(
+            Harmony,
+            " to=functions.now<|channel|>commentary<|constrain|>json<|message|>{} and text<|return|>",
+            " and text",
+            &[("now", "{}")],
+        ),
+        case(Harmony, "<|channel|>final<|message|>{\"a\": 1}<|return|>", "{\"a\": 1}", &[]),
+        case(Harmony, "no channel at all", "no channel at all", &[]),
     ]
 }
 
@@ -311,6 +335,7 @@ fn templates_tell_their_dialect() {
         ("glm", Dialect::Glm),
         ("llama", Dialect::Llama),
         ("mistral", Dialect::Mistral),
+        ("harmony", Dialect::Harmony),
     ];
     for (name, dialect) in expected {
         let template =
@@ -323,6 +348,8 @@ fn templates_tell_their_dialect() {
     assert_eq!((plain.dialect(), plain.prints_tools()), (None, false));
     assert_eq!(Dialect::of_template("<tool_call>\n<function=…>"), Some(Dialect::QwenXml));
     assert_eq!(Dialect::of_template("<minimax:tool_call>"), Some(Dialect::MiniMax));
+    let harmony = "<|start|>assistant<|channel|>final<|message|>";
+    assert_eq!(Dialect::of_template(harmony), Some(Dialect::Harmony));
 }
 
 #[test]
@@ -331,6 +358,7 @@ fn parsers_have_names() {
         assert_eq!(Dialect::from_name(dialect.name()).unwrap(), dialect);
     }
     assert_eq!(Dialect::from_name("qwen3_coder").unwrap(), Dialect::QwenXml);
+    assert_eq!(Dialect::from_name("openai").unwrap(), Dialect::Harmony);
     let error = Dialect::from_name("x").unwrap_err().to_string();
     assert!(error.contains("`x`") && error.contains("hermes, qwen3_xml"), "{error}");
 }

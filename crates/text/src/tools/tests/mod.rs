@@ -1,6 +1,7 @@
 //! Every dialect: whole, cut everywhere, cut off everywhere; and whatever the cut, the same events.
 
 mod dialects;
+mod harmony;
 mod properties;
 
 use std::sync::Arc;
@@ -48,7 +49,9 @@ pub(super) fn events<'a>(
     options: &ReplyOptions,
     pieces: impl IntoIterator<Item = &'a str>,
 ) -> (Vec<ReplyEvent>, usize) {
-    let mut parser = ReplyParser::new(options, "");
+    // Prompts of gpt-oss end inside the header of the first message.
+    let harmony = options.dialect == Some(Dialect::Harmony);
+    let mut parser = ReplyParser::new(options, if harmony { "<|start|>assistant" } else { "" });
     let mut joined = Sink::new(tools(), false);
     let mut all: Vec<ReplyEvent> = pieces.into_iter().flat_map(|piece| parser.push(piece)).collect();
     all.extend(parser.finish());
