@@ -11,8 +11,8 @@ use oscar_engine::{Sampler, SamplingParams};
 use oscar_runner::{Logits, Runner, Sequence, StepOutput, StepRequest};
 use oscar_server::with_tools_in_text;
 use oscar_text::{
-    ChatInput, ChatTemplate, Dialect, ModelText, ReplyEvent, ReplyOptions, ReplyParser, StopMatcher,
-    StreamDecoder, ToolSchemas,
+    ChatInput, ChatTemplate, Dialect, ModelText, ReasoningTags, ReplyEvent, ReplyOptions, ReplyParser,
+    StopMatcher, StreamDecoder, ToolSchemas,
 };
 use serde_json::{Value, json};
 use std::io::{BufRead, IsTerminal, Write};
@@ -153,6 +153,33 @@ struct Session<'a> {
     stored: Vec<u32>,
 }
 
+/// The text of an answer under way.
+struct Shown {
+    /// All that the model wrote.
+    written: String,
+    /// What of it is shown: the same, or without reasoning and calls where they stand in channels.
+    text: String,
+    channels: Option<ReplyParser>,
+}
+
+impl Shown {
+    /// Takes the next piece and returns what of it is shown.
+    fn take(&mut self, piece: &str, last: bool) -> String {
+        self.written.push_str(piece);
+        let shown = match &mut self.channels {
+            None => piece.to_owned(),
+            Some(channels) => {
+                let mut events = channels.push(piece);
+                events.extend(last.then(|| channels.finish()).into_iter().flatten());
+                let text = |event| if let ReplyEvent::Text(text) = event { text } else { String::new() };
+                events.into_iter().map(text).collect()
+            }
+        };
+        self.text.push_str(&shown);
+        shown
+    }
+}
+
 struct Outcome {
     text: String,
     /// Name and arguments of the calls in the text.
@@ -183,16 +210,36 @@ impl Session<'_> {
         Ok(self.text.tokenizer.encode(&prompt, false)?)
     }
 
-    /// The calls in an answer, if there are tools.
-    fn calls(&self, text: &str) -> Vec<(String, String)> {
-        let Some(Value::Array(tools)) = &self.tools else { return Vec::new() };
+    /// The dialect in which answers are read: that of the tools, or of the channels that all answers
+    /// of the model have.
+    fn dialect(&self) -> Option<Dialect> {
+        if self.args.raw {
+            return None;
+        }
         let own = self.text.chat.as_ref().and_then(ChatTemplate::dialect);
+        match self.tools {
+            Some(_) => Some(own.unwrap_or(Dialect::Hermes)),
+            None => own.filter(|dialect| dialect.has_channels()),
+        }
+    }
+
+    /// A reader of an answer.
+    fn reader(&self, dialect: Dialect) -> ReplyParser {
+        let tools = self.tools.as_ref().and_then(Value::as_array).map_or(&[][..], Vec::as_slice);
+        let tags = ReasoningTags { open: String::new(), close: String::new() };
         let options = ReplyOptions {
-            reasoning: None,
-            dialect: Some(own.unwrap_or(Dialect::Hermes)),
+            // Channels tell reasoning apart without tags.
+            reasoning: dialect.has_channels().then_some(tags),
+            dialect: Some(dialect),
             tools: Arc::new(ToolSchemas::from_openai(tools)),
         };
-        let mut parser = ReplyParser::new(&options, "");
+        ReplyParser::new(&options, if dialect.has_channels() { "<|start|>assistant" } else { "" })
+    }
+
+    /// The calls in an answer, if there are tools.
+    fn calls(&self, text: &str) -> Vec<(String, String)> {
+        let Some(dialect) = self.dialect().filter(|_| self.tools.is_some()) else { return Vec::new() };
+        let mut parser = self.reader(dialect);
         let mut events = parser.push(text);
         events.extend(parser.finish());
         let mut calls: Vec<(String, String)> = Vec::new();
@@ -229,9 +276,13 @@ impl Session<'_> {
 
         let mut sampler = self.sampler.for_prompt(prompt);
         let pick = sampler.pick();
-        let mut decoder = StreamDecoder::new(&self.text.tokenizer, true);
+        let dialect = self.dialect();
+        let markup = dialect.map_or(&[][..], Dialect::special_tokens);
+        let mut decoder = StreamDecoder::new(&self.text.tokenizer, true).keeping(markup);
         let mut stops = StopMatcher::new(self.args.stop.clone(), false)?;
-        let (mut text, mut generated, mut finish) = (String::new(), 0, "length");
+        let channels = dialect.filter(|dialect| dialect.has_channels()).map(|dialect| self.reader(dialect));
+        let mut shown = Shown { written: String::new(), text: String::new(), channels };
+        let (mut generated, mut finish) = (0, "length");
         let room = self.runner.context().saturating_sub(prompt.len());
         let started = Instant::now();
         while generated < self.args.max_tokens.min(room) {
@@ -245,7 +296,7 @@ impl Session<'_> {
                 break;
             }
             let output = stops.push(&decoder.push(token)?);
-            self.emit(&output.emit, &mut text)?;
+            self.emit(&output.emit, false, &mut shown)?;
             if output.stopped.is_some() {
                 finish = "stop";
                 break;
@@ -259,10 +310,10 @@ impl Session<'_> {
         }
         let decode = started.elapsed();
         let tail = stops.push(&decoder.flush()?).emit + &stops.flush();
-        self.emit(&tail, &mut text)?;
-        let calls = self.calls(&text);
+        self.emit(&tail, true, &mut shown)?;
+        let calls = self.calls(&shown.written);
         Ok(Outcome {
-            text,
+            text: shown.text,
             calls,
             prompt_tokens: prompt.len(),
             reused_tokens,
@@ -273,8 +324,8 @@ impl Session<'_> {
         })
     }
 
-    fn emit(&self, piece: &str, text: &mut String) -> Result<()> {
-        text.push_str(piece);
+    fn emit(&self, piece: &str, last: bool, shown: &mut Shown) -> Result<()> {
+        let piece = shown.take(piece, last);
         if !self.args.json {
             let mut out = std::io::stdout().lock();
             out.write_all(piece.as_bytes()).and_then(|()| out.flush()).context("writing the answer")?;
@@ -353,7 +404,14 @@ impl Session<'_> {
             let outcome = self.answer(&tokens)?;
             self.report(&outcome);
             called = outcome.calls.first().map(|(name, _)| name.clone());
-            messages.push(json!({"role": "assistant", "content": outcome.text}));
+            let mut message = json!({"role": "assistant", "content": outcome.text});
+            if let Some((name, arguments)) = outcome.calls.first()
+                && self.dialect().is_some_and(Dialect::has_channels)
+            {
+                let arguments = serde_json::from_str(arguments).unwrap_or_else(|_| json!({}));
+                message["tool_calls"] = json!([{"function": {"name": name, "arguments": arguments}}]);
+            }
+            messages.push(message);
         }
     }
 }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use oscar_text::{CallGrammar, Dialect, ToolSchemas};
 use serde_json::{Map, Value, json};
 
-pub use prompt::{for_template, with_tools_in_text};
+pub use prompt::{describe, for_template, with_tools_in_text};
 pub use structured::{FormFields, refuse_ignore_eos};
 
 use crate::error::ApiError;

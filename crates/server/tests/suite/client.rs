@@ -8,6 +8,7 @@ use axum::body::Body;
 use axum::http::{HeaderMap, Request, StatusCode};
 use http_body_util::BodyExt;
 use oscar_server::{GenerationDefaults, ServerConfig, router};
+use oscar_text::ModelText;
 use serde_json::Value;
 use tower::ServiceExt;
 
@@ -38,7 +39,10 @@ impl Client {
     }
 
     pub fn with(config: ServerConfig, script: Script) -> Self {
-        let text = text();
+        Self::with_text(config, script, text())
+    }
+
+    pub fn with_text(config: ServerConfig, script: Script, text: ModelText) -> Self {
         let engine = FakeEngine::new(script, &text.tokenizer);
         let router = router(config, Arc::new(engine.clone()), Arc::new(text), defaults());
         Self { engine, router }

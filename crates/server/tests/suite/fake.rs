@@ -63,10 +63,14 @@ struct State {
 }
 
 /// The tokenizer and template of the embedded model.
+/// A file of the embedded model.
+pub fn text_file(name: &str) -> &'static [u8] {
+    oscar_embedded::FILES.iter().find(|(known, _)| *known == name).map(|(_, bytes)| *bytes).unwrap()
+}
+
 pub fn text() -> ModelText {
-    let file =
-        |name: &str| oscar_embedded::FILES.iter().find(|(known, _)| *known == name).map(|(_, bytes)| *bytes);
-    ModelText::from_files(file("tokenizer.json").unwrap(), file("tokenizer_config.json"), None).unwrap()
+    let config = text_file("tokenizer_config.json");
+    ModelText::from_files(text_file("tokenizer.json"), Some(config), None).unwrap()
 }
 
 impl FakeEngine {
@@ -79,7 +83,7 @@ impl FakeEngine {
             device: "cpu".into(),
             attention: "fake".into(),
             context: script.context,
-            vocab_size: 6144,
+            vocab_size: tokenizer.vocab_size(),
             layers: 6,
             hidden_size: 4,
             kv_budget_bytes: 64 << 20,

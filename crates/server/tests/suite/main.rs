@@ -9,6 +9,7 @@ mod connections;
 mod embeddings;
 mod fake;
 mod fuzz;
+mod harmony;
 mod logs;
 mod messages;
 mod metrics;

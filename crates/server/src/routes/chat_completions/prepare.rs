@@ -1,5 +1,7 @@
 //! From the body of a chat request to a request for the engine.
 
+use std::sync::Arc;
+
 use oscar_text::{Dialect, Grammar, ReplyOptions, Thinking};
 
 use super::template::{Conversation, conversation};
@@ -52,8 +54,8 @@ pub fn prepare(
     let separates = chat.separate_reasoning != Some(false);
     text.reply = ReplyOptions {
         reasoning: app.config.reasoning.tags().filter(|_| separates),
-        dialect: app.dialect.filter(|_| tools.may_call()),
-        tools: tools.schemas(),
+        dialect: app.dialect.filter(|dialect| tools.may_call() || dialect.has_channels()),
+        tools: if tools.may_call() { tools.schemas() } else { Arc::default() },
     };
     text.single_call = !tools.parallel;
     if let Some((param, grammar)) = demanded(app.dialect, &form, &tools)? {
@@ -98,6 +100,13 @@ fn demanded(
 
 /// The reasoning that may stand before a constrained answer: that which the model's template knows.
 fn thinking(app: &App, prompt_end: &str) -> Thinking {
+    if app.dialect.is_some_and(Dialect::has_channels) {
+        return match prompt_end.ends_with("<|start|>assistant") {
+            true => Thinking::Channels,
+            // The answer goes on in a message.
+            false => Thinking::None,
+        };
+    }
     let Some(tags) = app.config.reasoning.tags() else { return Thinking::None };
     let end = prompt_end.trim_end();
     let known = app.text.chat.as_ref().is_some_and(|chat| chat.mentions(&tags.open));

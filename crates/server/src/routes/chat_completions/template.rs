@@ -1,6 +1,6 @@
 //! From a conversation to the prompt's text, for `/v1/chat/completions` and `/tokenize`.
 
-use oscar_text::{ChatInput, ChatTemplate};
+use oscar_text::{ChatInput, ChatTemplate, Dialect};
 use serde_json::{Map, Value};
 
 use super::validate;
@@ -9,7 +9,7 @@ use crate::app::App;
 use crate::error::ApiError;
 use crate::limits::{check_length, check_template_variables};
 use crate::schema::{Kind, request_fields};
-use crate::tools::{ToolUse, for_template, with_tools_in_text};
+use crate::tools::{ToolUse, describe, for_template, with_tools_in_text};
 
 request_fields! {
     /// The fields that decide how a conversation is rendered.
@@ -83,7 +83,10 @@ fn render(app: &App, fields: &TemplateFields, tools: &ToolUse, messages: &Value)
     if let Some(effort) = &fields.reasoning_effort {
         extra.insert("reasoning_effort".to_owned(), Value::String(effort.clone()));
     }
-    let tools = tools.shown();
+    let mut tools = tools.shown();
+    if let (Some(tools), Some(Dialect::Harmony)) = (&mut tools, app.dialect) {
+        describe(tools);
+    }
     let own = app.text.chat.as_ref();
     let mut input = ChatInput {
         messages,
