@@ -110,6 +110,11 @@ async fn state_and_foreign_tools_are_refused_by_name() {
         (json!({"conversation": "c"}), "conversation"),
         (json!({"background": true}), "background"),
         (json!({"tools": [{"type": "web_search"}]}), "tools[0].type"),
+        (json!({"tools": [{"type": "namespace", "name": "n"}]}), "tools[0].tools"),
+        (
+            json!({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "namespace"}]}]}),
+            "tools[0].tools[0].type",
+        ),
         (json!({"input": [{"type": "item_reference", "id": "x"}]}), "input[0].type"),
         (json!({"input": 5}), "input"),
         (json!({"truncation": "auto"}), "truncation"),
@@ -121,4 +126,28 @@ async fn state_and_foreign_tools_are_refused_by_name() {
         .post("/v1/responses", &ask(json!({"store": true, "truncation": "disabled", "include": []})))
         .await
         .ok();
+}
+
+/// Codex groups functions; the model sees them with the name of the group in front.
+#[tokio::test]
+async fn functions_may_stand_in_a_namespace() {
+    let client = Client::saying(
+        "<tool_call>\n{\"name\": \"agents.close\", \"arguments\": {\"id\": \"a\"}}\n</tool_call>",
+    );
+    let input = json!([
+        {"role": "user", "content": "Close them."},
+        {"type": "function_call", "call_id": "c1", "namespace": "agents", "name": "list", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "a"},
+    ]);
+    let tools = json!([{"type": "namespace", "name": "agents", "description": "x", "tools": [
+        {"type": "function", "name": "close", "parameters": {"type": "object", "properties": {"id": {"type": "string"}}}},
+        {"type": "function", "name": "list"}]}]);
+    let body = ask(json!({"input": input, "tools": tools}));
+    let call = client.post("/v1/responses", &body).await.ok()["output"][0].clone();
+    assert_eq!((&call["namespace"], &call["name"]), (&json!("agents"), &json!("close")));
+    let prompt = text().tokenizer.decode(&client.engine.last_prompt(), false).unwrap();
+    assert!(
+        prompt.contains("\"name\":\"agents.close\"") && prompt.contains("\"name\":\"agents.list\""),
+        "{prompt}"
+    );
 }

@@ -23,7 +23,7 @@ request_fields! {
         pub temperature: Option<Value>,
         /// Keep the smallest set of tokens whose probability reaches this
         pub top_p: Option<Value>,
-        /// Functions that the model may call
+        /// Functions that the model may call, and namespaces of functions
         pub tools: Option<Vec<Map<String, Value>>>,
         /// `auto`, `none`, `required`, or the function that must be called
         pub tool_choice: Option<Value>,
@@ -110,11 +110,20 @@ impl ResponsesFields {
             "reasoning_effort",
             self.reasoning.as_ref().and_then(|reasoning| reasoning.get("effort").cloned()),
         );
-        let tools = self.tools.iter().flatten().enumerate().map(|(index, tool)| one_tool(index, tool));
-        let tools: Vec<Value> = tools.collect::<Result<_, _>>()?;
+        let mut tools = Vec::new();
+        for (index, tool) in self.tools.iter().flatten().enumerate() {
+            add_tool(&format!("tools[{index}]"), tool, None, &mut tools)?;
+        }
         set("tools", (!tools.is_empty()).then_some(Value::Array(tools)));
         set("messages", Some(Value::Array(self.messages()?)));
         Ok(chat)
+    }
+
+    /// The names of all namespaces of functions.
+    pub fn namespaces(&self) -> Vec<String> {
+        let namespaces =
+            self.tools.iter().flatten().filter(|tool| tool.get("type") == Some(&json!("namespace")));
+        namespaces.filter_map(|tool| Some(tool.get("name")?.as_str()?.to_owned())).collect()
     }
 
     fn messages(&self) -> Result<Vec<Value>, ApiError> {
@@ -165,7 +174,8 @@ impl Messages {
                 }
             }
             Some("function_call") => {
-                let function = json!({"name": text("name")?, "arguments": text("arguments")?});
+                let name = in_namespace(item["namespace"].as_str(), text("name")?);
+                let function = json!({"name": name, "arguments": text("arguments")?});
                 let call = json!({"id": text("call_id")?, "type": "function", "function": function});
                 match &mut self.answer()["tool_calls"] {
                     Value::Array(calls) => calls.push(call),
@@ -204,17 +214,53 @@ impl Messages {
     }
 }
 
-fn one_tool(index: usize, tool: &Map<String, Value>) -> Result<Value, ApiError> {
-    match tool.get("type").and_then(Value::as_str) {
-        Some("function") => {
+/// The name of a function that the model sees: behind its namespace, if it has one.
+fn in_namespace(namespace: Option<&str>, name: &str) -> String {
+    namespace.map_or_else(|| name.to_owned(), |namespace| format!("{namespace}.{name}"))
+}
+
+/// Adds a function, or the functions of a namespace, which Codex sends.
+fn add_tool(
+    at: &str,
+    tool: &Map<String, Value>,
+    namespace: Option<&str>,
+    tools: &mut Vec<Value>,
+) -> Result<(), ApiError> {
+    match (tool.get("type").and_then(Value::as_str), namespace) {
+        (Some("function"), _) => {
             let mut function = tool.clone();
             function.remove("type");
-            Ok(json!({"type": "function", "function": function}))
+            if let (Some(_), Some(Value::String(name))) = (namespace, function.get_mut("name")) {
+                *name = in_namespace(namespace, name);
+            }
+            tools.push(json!({"type": "function", "function": function}));
+            Ok(())
         }
-        kind => {
+        (Some("namespace"), None) => {
+            let Some(name) = tool.get("name").and_then(Value::as_str) else {
+                return Err(ApiError::param(format!("{at}.name"), "must be a string"));
+            };
+            let Some(Value::Array(inner)) = tool.get("tools") else {
+                return Err(ApiError::param(format!("{at}.tools"), "must be a list of functions"));
+            };
+            for (index, tool) in inner.iter().enumerate() {
+                let at = format!("{at}.tools[{index}]");
+                let Value::Object(tool) = tool else {
+                    return Err(ApiError::param(at, "must be an object"));
+                };
+                add_tool(&at, tool, Some(name), tools)?;
+            }
+            Ok(())
+        }
+        (Some(kind @ ("web_search" | "web_search_preview")), _) => {
+            let problem =
+                format!("{kind} runs at OpenAI, not here: switch it off (Codex: `-c web_search=disabled`)");
+            Err(ApiError::param(format!("{at}.type"), problem))
+        }
+        (kind, _) => {
             let kind = kind.unwrap_or("without a type");
-            let problem = format!("{kind} is not supported, only \"function\" is");
-            Err(ApiError::param(format!("tools[{index}].type"), problem))
+            let problem = format!("{kind} is not supported here, only \"function\" and \"namespace\" are");
+            Err(ApiError::param(format!("{at}.type"), problem))
         }
     }
 }

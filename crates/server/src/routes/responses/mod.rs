@@ -33,15 +33,18 @@ pub async fn create(
     let (prepared, settings) = off_thread(&app, body, move |body| {
         let (fields,) = ResponsesBody::parse(body, worker.limits.value_bytes)?;
         let chat = ChatBody::from_object(fields.to_chat()?)?;
-        Ok((prepare(&worker, &name, caller, chat, true)?, settings(fields)))
+        let namespaces = fields.namespaces();
+        Ok((prepare(&worker, &name, caller, chat, true)?, (settings(fields), namespaces)))
     })
     .await?;
+    let (settings, namespaces) = settings;
     let stream = prepared.stream;
     let mut reply = Reply {
         id,
         created: unix_seconds(),
         model: prepared.model.clone(),
         settings,
+        namespaces,
         blocks: Blocks::default(),
         output: Vec::new(),
         finish: None,
@@ -91,6 +94,8 @@ struct Reply {
     created: u64,
     model: String,
     settings: Map<String, Value>,
+    /// Of functions: a name with one of them in front is taken apart again.
+    namespaces: Vec<String>,
     blocks: Blocks,
     /// Complete items.
     output: Vec<Value>,
@@ -167,6 +172,16 @@ impl Reply {
         format!("{kind}_{}_{index}", self.id)
     }
 
+    /// The namespace of a function and its name in it.
+    fn split<'a>(&'a self, name: &'a str) -> (Option<&'a str>, &'a str) {
+        let inner =
+            |space: &'a String| Some((space.as_str(), name.strip_prefix(space.as_str())?.strip_prefix('.')?));
+        match self.namespaces.iter().find_map(inner) {
+            Some((namespace, name)) => (Some(namespace), name),
+            None => (None, name),
+        }
+    }
+
     /// An item of the output; `text` is there once it is complete.
     fn item(&self, index: usize, block: &Block, text: Option<&str>) -> Value {
         let id = self.item_id(index, block);
@@ -181,8 +196,13 @@ impl Reply {
                 json!({"type": "message", "id": id, "status": status, "role": "assistant", "content": content})
             }
             Block::Call { id: call, name } => {
-                json!({"type": "function_call", "id": id, "call_id": call, "name": name,
-                    "arguments": text.unwrap_or_default(), "status": status})
+                let (namespace, name) = self.split(name);
+                let mut item = json!({"type": "function_call", "id": id, "call_id": call, "name": name,
+                    "arguments": text.unwrap_or_default(), "status": status});
+                if let Some(namespace) = namespace {
+                    item["namespace"] = json!(namespace);
+                }
+                item
             }
         }
     }
@@ -214,7 +234,7 @@ impl Reply {
                 match &block {
                     Block::Call { name, .. } => {
                         done["arguments"] = json!(text);
-                        done["name"] = json!(name);
+                        done["name"] = json!(self.split(name).1);
                     }
                     _ => done["text"] = json!(text),
                 }
