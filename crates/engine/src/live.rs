@@ -309,6 +309,10 @@ impl LiveRequests {
         self.0.insert(id, live);
     }
 
+    pub fn get(&self, id: RequestId) -> Option<&Live> {
+        self.0.get(&id)
+    }
+
     pub fn get_mut(&mut self, id: RequestId) -> Option<&mut Live> {
         self.0.get_mut(&id)
     }

@@ -203,7 +203,14 @@ impl<B: Backend> Serving<B> {
         let reclaimed = ledger.reclaimed;
         let number = self.statistics.counters.steps;
         let requests = || plan.work.iter().map(|work| work.id.request.0).collect::<Vec<_>>();
-        let _step = tracing::debug_span!("step", number, requests = ?requests()).entered();
+        let step = tracing::debug_span!("step", number, requests = ?requests());
+        if !step.is_disabled() {
+            // A step has no parent: it belongs to all its requests.
+            for live in plan.work.iter().filter_map(|work| self.live.get(work.id.request)) {
+                step.follows_from(&live.span);
+            }
+        }
+        let _step = step.entered();
         self.statistics.note_reclaimed(&reclaimed);
         let counters = &mut self.statistics.counters;
         counters.preemptions += plan.preempted.len() as u64;

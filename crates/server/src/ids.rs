@@ -25,7 +25,8 @@ impl IdSource {
         self.noise() >> 1
     }
 
-    fn noise(&self) -> u64 {
+    /// 64 bits that are unlikely to repeat.
+    pub fn noise(&self) -> u64 {
         let mut hasher = self.random.build_hasher();
         hasher.write_u64(self.count.fetch_add(1, Ordering::Relaxed));
         hasher.finish()

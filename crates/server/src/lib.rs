@@ -27,6 +27,8 @@ mod logging;
 mod metrics;
 mod middleware;
 mod origin;
+#[cfg(feature = "otel")]
+mod otel;
 mod panics;
 mod refused;
 mod routes;
@@ -46,7 +48,11 @@ pub use frontend::Frontend;
 pub use generate::{Finish, Generation, Output, Totals};
 pub use in_process::{InProcess, InProcessAnswer};
 pub use keys::{ApiKey, KeyError, Keys, Quota, Role};
+#[cfg(feature = "otel")]
+pub use logging::init_logging_and_traces;
 pub use logging::{LogGuard, LoggingError, check_log_filter, init_logging};
+#[cfg(feature = "otel")]
+pub use otel::{TraceError, TraceOptions};
 pub use serve::{serve, serve_frontend, serve_on};
 pub use starting::{StartProgress, Starting};
 #[cfg(feature = "tls")]

@@ -83,17 +83,23 @@ const POLLED: [&str; 4] = ["/internal/state", "/metrics", "/health", "/ready"];
 pub async fn observe(State(app): State<Shared>, mut request: Request, next: Next) -> Response {
     let start = Instant::now();
     let name = given_name(request.headers()).unwrap_or_else(|| app.ids.name());
-    let trace = request.headers().get(TRACEPARENT).and_then(trace_id).map(str::to_owned);
+    let given = request.headers().get(TRACEPARENT).and_then(|value| value.to_str().ok());
+    let trace = given.and_then(trace_id).map(str::to_owned);
     let method = request.method().clone();
     let path = request.uri().path().to_owned();
     request.extensions_mut().insert(RequestName(name.clone()));
+    #[cfg(feature = "otel")]
+    crate::otel::arrived(request.headers());
     let span = tracing::info_span!("http", request_id = name);
-    let mut response = next.run(request).instrument(span).await;
+    let mut response = next.run(request).instrument(span.clone()).await;
     let status = response.status().as_u16();
     // The route, not the path: paths are the client's to invent, and each would be a new time
     // series.
     let route = response.extensions().get::<Route>().map_or("unknown", |route| route.0.as_str()).to_owned();
     app.metrics.http(method_label(&method), &route, status);
+    #[cfg(feature = "otel")]
+    crate::otel::answered(&span, method_label(&method), &route, status);
+    drop(span);
     if app.config.access_log {
         let ms = start.elapsed().as_secs_f64() * 1000.0;
         macro_rules! log_line {
@@ -146,8 +152,8 @@ fn given_name(headers: &HeaderMap) -> Option<String> {
 }
 
 /// The trace id of a W3C `traceparent`: version, 32 digits, 16 digits, flags.
-fn trace_id(value: &HeaderValue) -> Option<&str> {
-    let mut parts = value.to_str().ok()?.split('-');
+pub fn trace_id(value: &str) -> Option<&str> {
+    let mut parts = value.split('-');
     let hex = |part: &&str, digits: usize| {
         part.len() == digits && part.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b))
     };
@@ -176,8 +182,8 @@ mod tests {
 
     #[test]
     fn traceparent_is_read_strictly() {
-        let good = HeaderValue::from_static("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01");
-        assert_eq!(trace_id(&good), Some("0af7651916cd43dd8448eb211c80319c"));
+        let good = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
+        assert_eq!(trace_id(good), Some("0af7651916cd43dd8448eb211c80319c"));
         for wrong in [
             "",
             "00",
@@ -185,7 +191,7 @@ mod tests {
             "00-00000000000000000000000000000000-b7ad6b7169203331-01",
             "00-0AF7651916CD43DD8448EB211C80319C-b7ad6b7169203331-01",
         ] {
-            assert_eq!(trace_id(&HeaderValue::from_static(wrong)), None, "{wrong}");
+            assert_eq!(trace_id(wrong), None, "{wrong}");
         }
     }
 }

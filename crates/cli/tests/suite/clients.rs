@@ -136,6 +136,14 @@ fn two_hundred_generated_schemas_are_followed() {
     python::run_script(&python, "schemas.py", &[&format!("http://{}", server.address), KEY, "200"]);
 }
 
+/// Run it with `cargo test -p oscar-cli --features otel traces_reach`.
+#[cfg(all(unix, feature = "otel"))]
+#[test]
+fn traces_reach_a_collector() {
+    let Some(python) = python::with(&["opentelemetry-proto"]) else { return };
+    python::run_script(&python, "traces.py", &[env!("CARGO_BIN_EXE_oscar")]);
+}
+
 #[cfg(unix)]
 #[test]
 fn sglang_router_works_with_two_replicas() {

@@ -23,13 +23,15 @@ pub enum LoggingError {
     Thread(#[from] io::Error),
 }
 
-/// On drop, writes the lines that are still queued, within half a second.
+/// On drop, writes the lines that are still queued, within half a second, and sends spans.
 #[derive(Debug)]
 #[must_use = "the last lines are lost unless this lives as long as the server"]
 pub struct LogGuard(LogWriter);
 
 impl Drop for LogGuard {
     fn drop(&mut self) {
+        #[cfg(feature = "otel")]
+        crate::otel::flush(Duration::from_secs(2));
         self.0.flush(Duration::from_millis(500));
     }
 }
@@ -44,13 +46,43 @@ fn parse_filter(filter: &str) -> Result<EnvFilter, LoggingError> {
         .map_err(|error| LoggingError::Filter { filter: filter.to_owned(), reason: error.to_string() })
 }
 
+/// Sets up logging, and sends the spans of requests and steps to a collector.
+#[cfg(feature = "otel")]
+pub fn init_logging_and_traces(
+    format: LogFormat,
+    filter: &str,
+    traces: &crate::TraceOptions,
+) -> Result<LogGuard, LoggingError> {
+    use tracing_subscriber::Layer;
+    use tracing_subscriber::layer::SubscriberExt;
+    use tracing_subscriber::util::SubscriberInitExt;
+
+    let filter = parse_filter(filter)?;
+    let writer = LogWriter::start(io::stderr())?;
+    let lines = tracing_subscriber::fmt::layer()
+        .with_ansi(in_colour())
+        .log_internal_errors(false)
+        .with_writer(writer.clone());
+    let lines = match format {
+        LogFormat::Text => lines.with_target(false).with_filter(filter).boxed(),
+        LogFormat::Json => lines.json().flatten_event(true).with_filter(filter).boxed(),
+    };
+    let outcome = tracing_subscriber::registry().with(lines).with(crate::otel::start(traces)?).try_init();
+    crate::panics::watch();
+    outcome.map(|()| LogGuard(writer)).map_err(|_| LoggingError::AlreadySet)
+}
+
+fn in_colour() -> bool {
+    io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty())
+}
+
 /// Sets up logging for the process, in colour on a terminal alone. Panics are counted from now on.
 pub fn init_logging(format: LogFormat, filter: &str) -> Result<LogGuard, LoggingError> {
     let filter = parse_filter(filter)?;
     let writer = LogWriter::start(io::stderr())?;
     let subscriber = tracing_subscriber::fmt()
         .with_env_filter(filter)
-        .with_ansi(io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty()))
+        .with_ansi(in_colour())
         // Reporting a failed log line on standard error would panic where that is closed.
         .log_internal_errors(false)
         .with_writer(writer.clone());

@@ -50,6 +50,15 @@ pub struct Config {
     #[cfg(feature = "tls")]
     #[arg(long, value_name = "FILE", requires = "tls_certificate")]
     pub tls_key: Option<PathBuf>,
+    /// Send traces for OpenTelemetry to the collector at this address (OTLP over HTTP), e.g.
+    /// http://127.0.0.1:4318
+    #[cfg(feature = "otel")]
+    #[arg(long, value_name = "URL")]
+    pub otlp_endpoint: Option<String>,
+    /// Share of the requests without a `traceparent` that are traced. Each step of a traced request is a span
+    #[cfg(feature = "otel")]
+    #[arg(long, value_name = "SHARE", default_value_t = 1.0)]
+    pub otlp_sample: f64,
     /// Serve other machines without API keys
     #[arg(long)]
     pub allow_anonymous: bool,
@@ -274,6 +283,17 @@ impl Config {
         EngineOptions { stuck_after, max_queue: self.max_queue, ..options }
     }
 
+    /// Sets up logging and, where they are wanted, traces.
+    pub fn init_logging(&self) -> Result<oscar_server::LogGuard> {
+        #[cfg(feature = "otel")]
+        if let Some(endpoint) = &self.otlp_endpoint {
+            let traces = oscar_server::TraceOptions::new(endpoint, self.otlp_sample)
+                .context("--otlp-endpoint and --otlp-sample")?;
+            return Ok(oscar_server::init_logging_and_traces(self.log_format(), &self.log, &traces)?);
+        }
+        Ok(oscar_server::init_logging(self.log_format(), &self.log)?)
+    }
+
     #[cfg(feature = "tls")]
     fn tls(&self) -> Result<Option<oscar_server::Tls>> {
         let (Some(certificate), Some(key)) = (&self.tls_certificate, &self.tls_key) else { return Ok(None) };
@@ -360,6 +380,10 @@ mod tests {
             "--evict=recent",
             "--evict-heads=uniform",
             "--evict-block=7",
+            #[cfg(feature = "otel")]
+            "--otlp-endpoint=http://127.0.0.1:4318",
+            #[cfg(feature = "otel")]
+            "--otlp-sample=0.5",
             #[cfg(feature = "tls")]
             "--tls-certificate=certificate.pem",
             #[cfg(feature = "tls")]

@@ -18,7 +18,6 @@ pub use load::LoadArgs;
 use oscar_codec::PAGE_TOKENS;
 use oscar_events::EventPublisher;
 use oscar_grpc::GrpcConfig;
-use oscar_server::init_logging;
 use socket::Socket;
 use std::sync::Arc;
 
@@ -32,7 +31,7 @@ pub fn run(flags: &Flags) -> Result<()> {
         !config.grpc.dynamo || config.load.model.model.is_some(),
         "--dynamo needs --model: Dynamo's front end reads the tokenizer from the model's folder"
     );
-    let _log = init_logging(config.log_format(), &config.log)?;
+    let _log = config.init_logging()?;
     let events = config.events.resolve(config.grpc.dynamo && !config.load.no_prefix_cache)?;
     ensure!(
         events.is_none() || !config.load.no_prefix_cache,
