@@ -1,5 +1,5 @@
-//! Traces, as a collector receives them: OTLP over HTTP. The bytes are read by their wire format, not by the messages that
-//! wrote them. A binary of its own, because a process has one subscriber.
+//! Traces, as a collector receives them: OTLP over HTTP. The bytes are read by their wire format, not
+//! by the messages that wrote them. A binary of its own, because a process has one subscriber.
 #![allow(dead_code)]
 
 #[path = "suite/client.rs"]
