@@ -279,7 +279,7 @@ impl<E: EngineApi> Driver<'_, E> {
         let which = id.0 as usize;
         let Some(conversation) = &mut self.conversations[which] else { return Ok(()) };
         match event {
-            Event::Started { .. } | Event::Embedding(_) | Event::Finished { .. } => {}
+            Event::Started { .. } | Event::Embedding(_) | Event::Kept(_) | Event::Finished { .. } => {}
             Event::Token { token, .. } => {
                 if conversation.first.is_none() {
                     conversation.first = Some(at);

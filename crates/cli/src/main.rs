@@ -18,6 +18,7 @@ mod store;
 mod table;
 #[cfg(debug_assertions)]
 mod test_fault;
+mod transfer;
 
 use clap::{CommandFactory, Parser, Subcommand};
 use std::process::ExitCode;

@@ -4,11 +4,15 @@ use crate::cache::Cache;
 use crate::device::AnyBackend;
 use crate::options::{ModelArgs, OpenModel, parse_size, serialize_optional_size};
 use crate::progress::{bytes, note};
+use crate::transfer::TransferArgs;
 use anyhow::{Context, Result, bail};
 use oscar_backend::Backend;
-use oscar_store::{Fingerprint, FingerprintParts, Store, StoreLimits, StoreOptions};
+use oscar_store::{
+    Fingerprint, FingerprintParts, SharedAddress, Store, StoreLimits, StoreOptions, TransferDesk,
+};
 use serde::Serialize;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Where copies of pages are kept.
@@ -23,9 +27,13 @@ pub struct StoreArgs {
     #[serde(serialize_with = "serialize_optional_size")]
     pub store_size: Option<usize>,
     /// Time after which pages that nobody used are removed, e.g. 12h or 7d; never if absent
-    #[arg(long, value_name = "AGE", value_parser = parse_age, requires = "store")]
+    #[arg(long, value_name = "AGE", value_parser = parse_age)]
     #[serde(serialize_with = "serialize_age")]
     pub store_age: Option<Duration>,
+    /// Valkey or Redis server for copies of KV pages that several servers share:
+    /// redis://[[USER]:PASSWORD@]HOST[:PORT][/DATABASE]. Give it `maxmemory` with `allkeys-lru`. CPU only
+    #[arg(long, value_name = "URL")]
+    pub store_redis: Option<String>,
     /// Host memory for copies of KV pages that the prefix cache gave up; none if absent. CPU only
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     #[serde(serialize_with = "serialize_optional_size")]
@@ -37,42 +45,66 @@ impl StoreArgs {
         StoreLimits { bytes: self.store_size.map(|size| size as u64), age: self.store_age }
     }
 
-    /// Opens the store that the flags ask for.
+    /// Opens the store that the flags ask for, and the desk for pages of other machines.
     pub fn open(
         &self,
+        transfer: &TransferArgs,
         args: &ModelArgs,
         model: &OpenModel,
         cache: &Cache,
         backend: &AnyBackend,
         prefix_cache: bool,
-    ) -> Result<Option<Store>> {
-        if self.store.is_none() && self.store_ram.is_none() {
-            return Ok(None);
+    ) -> Result<(Option<Store>, Option<Arc<TransferDesk>>)> {
+        let has_store = self.store.is_some() || self.store_ram.is_some() || self.store_redis.is_some();
+        if self.store_age.is_some() && self.store.is_none() && self.store_redis.is_none() {
+            bail!("--store-age needs --store or --store-redis");
         }
+        if !has_store && !transfer.is_used() {
+            return Ok((None, None));
+        }
+        let flags = if has_store {
+            "--store, --store-redis and --store-ram"
+        } else {
+            "--kv-transfer-listen and -peer"
+        };
         if !backend.copies_blocks() {
             bail!(
-                "--store and --store-ram work on the CPU only: pages on {} cannot be copied to a store yet; \
-                 use --device cpu or leave them out",
+                "{flags} work on the CPU only: pages on {} cannot be copied yet; use --device cpu or leave \
+                 them out",
                 backend.name()
             );
         }
         if !prefix_cache {
-            bail!("--store and --store-ram need the prefix cache: leave out --no-prefix-cache");
+            bail!("{flags} need the prefix cache: leave out --no-prefix-cache");
         }
+        let layout = backend.held_layout(&cache.layout);
+        let largest = layout.full_block_bytes().max(layout.coded_block_bytes());
+        let shared = self.store_redis.as_ref().map(|url| url.parse::<SharedAddress>());
         let options = StoreOptions {
             ram: self.store_ram,
             directory: self.store.clone(),
             limits: self.limits(),
+            shared: shared.transpose().context("--store-redis")?,
+            peers: transfer.fetches(),
+            most_page_bytes: largest,
             ..StoreOptions::default()
         };
         let (fingerprint, about) = fingerprint(args, model, cache, backend);
-        let place = || format!("--store {}", self.store.as_deref().unwrap_or("".as_ref()).display());
+        let desk = transfer.desk(fingerprint);
+        if !has_store && !transfer.fetches() {
+            return Ok((None, desk));
+        }
+        let place = || match (&self.store, &self.store_redis) {
+            (Some(folder), _) => format!("--store {}", folder.display()),
+            (None, Some(_)) => "--store-redis".to_owned(),
+            (None, None) => "--store-ram".to_owned(),
+        };
         let store = Store::open(&options, fingerprint, &about).with_context(place)?;
         if let Some(folder) = &self.store {
             let held = bytes(store.stats().disk_bytes as usize);
             note!("page store: {} ({held}), fingerprint {}", folder.display(), fingerprint.folder());
         }
-        Ok(Some(store))
+        Ok((Some(store), desk))
     }
 }
 

@@ -13,7 +13,7 @@ use oscar_backend::Backend;
 use oscar_cache::CacheEvent;
 use oscar_codec::{CacheLayout, PAGE_TOKENS};
 use oscar_runner::Runner;
-use oscar_store::Store;
+use oscar_store::{Peers, Store, TransferDesk};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -44,6 +44,8 @@ pub struct EngineOptions {
     /// Keeps copies of pages beyond their eviction. Needs the prefix cache, and a device whose pages
     /// can be copied.
     pub store: Option<Store>,
+    /// Keeps pages of prompts for other machines. Needs what a store needs.
+    pub desk: Option<Arc<TransferDesk>>,
     /// Caps the quantized rows of each conversation.
     pub row_cap: Option<RowCap>,
 }
@@ -65,6 +67,7 @@ impl EngineOptions {
             stuck_after: None,
             cache_events: None,
             store: None,
+            desk: None,
             row_cap: None,
         }
     }
@@ -86,6 +89,9 @@ pub struct EngineState {
     max_queue: usize,
     layout: CacheLayout,
     row_cap: Option<RowCap>,
+    /// Transfers to and from other machines go on between steps, so their numbers are not the thread's.
+    desk: Option<Arc<TransferDesk>>,
+    peers: Option<Arc<Peers>>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -164,7 +170,8 @@ impl Engine {
     where
         Runner<B>: Send,
     {
-        if options.store.is_some() && !(options.prefix_cache && runner.backend().copies_blocks()) {
+        let copies = options.store.is_some() || options.desk.is_some();
+        if copies && !(options.prefix_cache && runner.backend().copies_blocks()) {
             let why = "a page store needs the prefix cache and a device whose pages can be copied";
             return Err(std::io::Error::new(std::io::ErrorKind::Unsupported, why));
         }
@@ -180,6 +187,8 @@ impl Engine {
             max_queue: options.max_queue,
             layout,
             row_cap: options.row_cap,
+            desk: options.desk.clone(),
+            peers: options.store.as_ref().and_then(Store::peers).cloned(),
             thread: Mutex::new(None),
         });
         let (commands, inbox) = channel();
@@ -265,7 +274,11 @@ impl EngineApi for EngineHandle {
     }
 
     fn stats(&self) -> EngineStats {
-        self.state.stats().clone()
+        EngineStats {
+            kept_for_peers: self.state.desk.as_ref().map(|desk| desk.stats()),
+            fetched_from_peers: self.state.peers.as_ref().map(|peers| peers.stats()),
+            ..self.state.stats().clone()
+        }
     }
 
     fn drain(&self) {

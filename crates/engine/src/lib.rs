@@ -14,6 +14,7 @@
 //! alone: not on the chunks its prompt came in, not on who else is in the step.
 
 mod constraint;
+mod copies;
 pub mod cost;
 mod engine;
 mod heartbeat;
@@ -32,10 +33,11 @@ mod worker;
 pub use constraint::{Constraint, ConstraintState, SharedConstraint};
 pub use engine::{CacheEventSink, Engine, EngineHandle, EngineOptions};
 pub use oscar_cache::{CacheEvent, CacheSalt, PageHash};
+pub use oscar_store::{PeerRules, PeerTicket, Ticket, TicketId, TransferStats};
 
 pub use request::{
     CachedByTier, EngineApi, EngineInfo, EngineStats, Event, EventSink, FinishReason, GenerationParams,
-    Health, Request, RequestError, RequestId, RunningRequest, TokenLogprobs, Usage,
+    Health, PageTransfer, Request, RequestError, RequestId, RunningRequest, TokenLogprobs, Usage,
 };
 pub use row_cap::{EVICT_BLOCK, RowCap, default_split};
 pub use sampling::{Allowed, Sampler, SamplingError, SamplingParams};

@@ -4,7 +4,7 @@ use crate::constraint::SharedConstraint;
 use crate::row_cap::RowCap;
 use crate::sampling::{Sampler, SamplingParams};
 use oscar_cache::CacheSalt;
-use oscar_store::StoreStats;
+use oscar_store::{PeerTicket, StoreStats, Ticket, TransferStats};
 use serde::Serialize;
 use std::ops::AddAssign;
 
@@ -107,6 +107,8 @@ pub struct GenerationParams {
     pub prompt_logprobs: Option<usize>,
     /// The hidden state of the prompt's last token is wanted; `max_tokens` must be 0.
     pub embedding: bool,
+    /// Whether pages of the prompt go to another machine or come from one.
+    pub transfer: PageTransfer,
     /// The part of the prefix cache that the request reads and fills.
     pub cache_salt: Option<CacheSalt>,
     /// The form that each choice must have. An answer that is complete ends with a stop token.
@@ -124,10 +126,23 @@ impl Default for GenerationParams {
             logprobs: None,
             prompt_logprobs: None,
             embedding: false,
+            transfer: PageTransfer::None,
             cache_salt: None,
             constraint: None,
         }
     }
+}
+
+/// Pages of a prompt between two machines: one computes it, the other continues it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum PageTransfer {
+    #[default]
+    None,
+    /// Keep copies of the prompt's pages; [`Event::Kept`] tells the ticket. Nothing happens if the
+    /// engine has no desk.
+    Keep,
+    /// Fetch the pages of this ticket. Whatever goes wrong, the prompt is computed here.
+    Fetch(PeerTicket),
 }
 
 /// Where a request's events go. Called on the engine thread: must not block.
@@ -150,6 +165,9 @@ pub enum Event {
     /// The hidden state of the prompt's last token after the final norm. Sent once, after `Started`,
     /// if it was asked for.
     Embedding(Vec<f32>),
+    /// The prompt's pages are kept for another machine, or there was no room for them. Sent once,
+    /// after `Started`, if it was asked for.
+    Kept(Option<Ticket>),
     /// The next token of a choice. A stop token is not delivered.
     Token { choice: usize, token: u32, logprobs: Option<TokenLogprobs> },
     /// A choice has ended.
@@ -198,6 +216,10 @@ pub struct Usage {
 pub struct CachedByTier {
     pub ram: usize,
     pub disk: usize,
+    /// In a Valkey or Redis server.
+    pub shared: usize,
+    /// On another machine.
+    pub peer: usize,
 }
 
 impl AddAssign for Usage {
@@ -208,6 +230,8 @@ impl AddAssign for Usage {
         self.demoted_tail |= other.demoted_tail;
         self.by_tier.ram += other.by_tier.ram;
         self.by_tier.disk += other.by_tier.disk;
+        self.by_tier.shared += other.by_tier.shared;
+        self.by_tier.peer += other.by_tier.peer;
     }
 }
 
@@ -307,6 +331,9 @@ pub struct EngineStats {
     /// Those of them that a page store brought back from host memory and from its directory.
     pub cached_ram_tokens: u64,
     pub cached_disk_tokens: u64,
+    /// Those of them that came from a Valkey or Redis server, and from other machines.
+    pub cached_shared_tokens: u64,
+    pub cached_peer_tokens: u64,
     pub generated_tokens: u64,
     pub finished: u64,
     pub cancelled: u64,
@@ -336,6 +363,11 @@ pub struct EngineStats {
     /// The numbers of the page store, if there is one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub store: Option<StoreStats>,
+    /// The numbers of transfers to and from other machines, where there may be any.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub kept_for_peers: Option<TransferStats>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub fetched_from_peers: Option<TransferStats>,
     #[serde(skip)]
     pub requests: Vec<RunningRequest>,
 }

@@ -19,6 +19,7 @@ use oscar_backend::{Backend, BackendError};
 use oscar_cache::{RadixCache, Reclaimed};
 use oscar_codec::PAGE_TOKENS;
 use oscar_runner::{Logits, Runner, StepError, StepOutput, StepRequest};
+use oscar_store::TransferDesk;
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -47,6 +48,8 @@ pub struct Serving<B: Backend> {
     /// Copies of pages outside of the cache.
     tiers: Option<PageTiers>,
     cache_events: Option<Arc<dyn CacheEventSink>>,
+    /// Where pages wait for other machines.
+    desk: Option<Arc<TransferDesk>>,
     scheduler: Scheduler,
     /// Learned from every step. A failed step counts too; it fades.
     cost: CostModel,
@@ -81,6 +84,7 @@ impl<B: Backend> Serving<B> {
             cache,
             tiers: options.store.clone().map(PageTiers::new),
             cache_events: options.cache_events.clone(),
+            desk: options.desk.clone(),
             scheduler,
             cost: CostModel::default(),
             live: LiveRequests::default(),
@@ -111,7 +115,7 @@ impl<B: Backend> Serving<B> {
 
     /// The engine's numbers; `exact` counts the prefix cache's pages too.
     pub fn statistics(&mut self, exact: bool) -> EngineStats {
-        self.statistics.counters.store = self.tiers.as_ref().map(PageTiers::stats);
+        self.statistics.counters.store = self.tiers.as_ref().and_then(PageTiers::stats);
         self.statistics.snapshot(&self.runner, self.cache.as_ref(), &self.live, exact)
     }
 
@@ -265,6 +269,8 @@ impl<B: Backend> Serving<B> {
                 live.usage.by_tier = tokens_by_tier(&live.restored, stored);
                 counters.cached_ram_tokens += live.usage.by_tier.ram as u64;
                 counters.cached_disk_tokens += live.usage.by_tier.disk as u64;
+                counters.cached_shared_tokens += live.usage.by_tier.shared as u64;
+                counters.cached_peer_tokens += live.usage.by_tier.peer as u64;
             }
         }
         for &id in &plan.preempted {
@@ -350,6 +356,7 @@ impl<B: Backend> Serving<B> {
             cache.mark_prompt(live.choices[&0].prefix(prompt_tokens));
         }
         self.offer(SequenceId { request, choice: 0 }, true);
+        self.keep_prompt(request);
         let Some(live) = self.live.get_mut(request) else { return };
         if live.params.max_tokens == 0 {
             return self.end_choice(SequenceId { request, choice: 0 }, FinishReason::Length);

@@ -9,8 +9,12 @@
 //! between two steps, so streams that run are not held up. Then the request is scheduled and finds
 //! its prefix in the tree like any other.
 //!
+//! A request with a ticket of another machine fetches its pages from there in the same way, and goes to
+//! the store only if that machine has none.
+//!
 //! **Invariant:** a page that is late, gone or damaged makes a shorter prefix, never another answer.
 
+use crate::copies::copy;
 use crate::request::{CachedByTier, RequestId};
 use oscar_backend::{Backend, BlockId};
 use oscar_cache::{
@@ -19,7 +23,9 @@ use oscar_cache::{
 };
 use oscar_codec::{CacheLayout, PAGE_TOKENS};
 use oscar_runner::{Runner, StepError};
-use oscar_store::{FetchedPage, Page, PageName, PageRef, Reply, Store, StoreReader, StoreStats, Tier};
+use oscar_store::{
+    FetchedPage, PageName, PageRef, PeerTicket, RemotePages, Reply, Store, StoreReader, StoreStats, Tier,
+};
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -68,6 +74,8 @@ struct Restore {
     restored: Vec<(usize, Tier)>,
     /// A page was missing, or there was no room: the rest is of no use.
     broken: bool,
+    /// The other machine that the pages come from, if they do not come from the store.
+    remote: Option<Arc<RemotePages>>,
 }
 
 /// Pages that were asked for together.
@@ -113,8 +121,9 @@ impl PageTiers {
         }
     }
 
-    pub fn stats(&self) -> StoreStats {
-        self.store.stats()
+    /// The numbers of the store, if it keeps pages.
+    pub fn stats(&self) -> Option<StoreStats> {
+        self.store.keeps_pages().then(|| self.store.stats())
     }
 
     /// Waits until the pages offered so far are written.
@@ -129,20 +138,33 @@ impl PageTiers {
         !self.restores.is_empty()
     }
 
-    /// Lets a request wait for pages of its prompt that the tree does not hold. `false` if that
-    /// cannot help.
-    pub fn begin(&mut self, request: RequestId, key: PrefixKey<'_>, cache: &RadixCache) -> bool {
-        if self.rests_until.is_some_and(|until| Instant::now() < until) {
+    /// Whether the store can be asked now.
+    fn is_usable(&self) -> bool {
+        self.store.keeps_pages() && self.rests_until.is_none_or(|until| until <= Instant::now())
+    }
+
+    /// Lets a request wait for pages of its prompt that the tree does not hold: those of a ticket, or
+    /// those of the store. `false` if that cannot help.
+    pub fn begin(
+        &mut self,
+        request: RequestId,
+        key: PrefixKey<'_>,
+        ticket: Option<&PeerTicket>,
+        cache: &RadixCache,
+    ) -> bool {
+        let remote = ticket.and_then(|ticket| self.store.remote(ticket));
+        if remote.is_none() && !self.is_usable() {
             return false;
         }
         let whole = key.tokens.len() / PAGE_TOKENS * PAGE_TOKENS;
         let tokens = &key.tokens[..whole];
         if whole == 0 || cache.resumable_len(PrefixKey::new(key.salt, tokens), true) == whole {
+            remote.iter().for_each(|remote| self.reader.release(remote));
             return false;
         }
         let tokens: Arc<[u32]> = tokens.into();
         self.tickets += 1;
-        if !self.reader.look_up(self.tickets, key.salt, tokens.clone()) {
+        if !self.reader.look_up(self.tickets, key.salt, tokens.clone(), remote.as_ref()) {
             return false;
         }
         let restore = Restore {
@@ -157,6 +179,7 @@ impl PageTiers {
             fetched: VecDeque::new(),
             restored: Vec::new(),
             broken: false,
+            remote,
         };
         self.restores.insert(self.tickets, restore);
         true
@@ -192,6 +215,7 @@ impl PageTiers {
         self.give_up_late();
         let done = |restore: &Restore| restore.is_done();
         for (_, restore) in self.restores.extract_if(.., |_, restore| done(restore)) {
+            restore.remote.iter().for_each(|remote| self.reader.release(remote));
             advance.ready.push(Restored { request: restore.request, blocks: restore.restored });
         }
         Ok(advance)
@@ -202,22 +226,37 @@ impl PageTiers {
         let patience = self.store.patience();
         for restore in self.restores.values_mut() {
             let is_waiting = restore.looks || !restore.orders.is_empty();
-            if is_waiting && restore.answered.elapsed() > patience {
+            if !is_waiting || restore.answered.elapsed() <= patience {
+                continue;
+            }
+            restore.broken = true;
+            if let Some(remote) = &restore.remote {
+                remote.give_up();
+            } else {
                 tracing::warn!(request = restore.request.0, "the page store does not answer");
                 self.store.note_late();
-                restore.broken = true;
                 self.rests_until = Some(Instant::now() + REST);
             }
         }
     }
 
     fn take(&mut self, reply: Reply, cache: &RadixCache) {
+        let is_usable = self.is_usable();
         match reply {
             Reply::Found { id, chain, kinds } => {
                 let Some(restore) = self.restores.get_mut(&id) else { return };
                 (restore.looks, restore.answered) = (false, Instant::now());
                 restore.chain = chain;
-                if let Some(plan) = cache.plan_restore(restore.key(), &kinds, false) {
+                let is_remote = restore.remote.is_some();
+                if kinds.is_empty() && is_remote {
+                    // The store may know the prompt.
+                    restore.remote = None;
+                    restore.looks =
+                        is_usable && self.reader.look_up(id, restore.salt, restore.tokens.clone(), None);
+                    return;
+                }
+                // Another machine has what an exact resume needs, or is of no use.
+                if let Some(plan) = cache.plan_restore(restore.key(), &kinds, is_remote) {
                     tracing::debug!(
                         request = restore.request.0,
                         tokens = plan.len,
@@ -255,6 +294,9 @@ impl PageTiers {
         from: usize,
         ends: bool,
     ) {
+        if !self.store.keeps_pages() {
+            return;
+        }
         let (mut used, mut dropped) = (Vec::new(), 0);
         let offers = cache.offers(key, from, ends);
         // Windows first: they are few, and the quantized pages of most prefixes are stored already.
@@ -302,11 +344,9 @@ impl PageTiers {
             return false;
         }
         self.offered += bytes;
-        let mut page = Page::new(PageRef { name, tokens: &offer.tokens }, progress, bytes);
-        if let Err(error) = runner.read_block(block, page.payload()) {
-            tracing::warn!(%error, "a page could not be read for the store");
+        let Some(page) = copy(runner, PageRef { name, tokens: &offer.tokens }, progress, block) else {
             return false;
-        }
+        };
         // A full queue counts the page itself.
         self.store.offer(page, stored);
         true
@@ -329,7 +369,8 @@ fn order(reader: &StoreReader, ticket: u64, restore: &mut Restore, layout: &Cach
             };
             wanted.push(page);
         }
-        match reader.fetch(ticket, restore.chain.clone(), restore.tokens.clone(), wanted) {
+        let (chain, tokens) = (restore.chain.clone(), restore.tokens.clone());
+        match reader.fetch(ticket, chain, tokens, wanted, restore.remote.as_ref()) {
             true => restore.orders.push_back(Order { first, pages: None }),
             false => {
                 restore.broken = true;
@@ -360,6 +401,12 @@ fn load<B: Backend>(
             restore.broken = true;
             break;
         };
+        // A page of another machine is not in the store.
+        let is_stored = tier != Tier::Peer && wanted.kind != PageKind::Part;
+        match &page {
+            RestoredPage::Full(page) => page.stored().set(is_stored),
+            RestoredPage::Coded(page) => page.stored().set(is_stored),
+        }
         let block = match &page {
             RestoredPage::Full(page) => BlockId::Full(page.id()),
             RestoredPage::Coded(page) => BlockId::Coded(page.id()),
@@ -413,13 +460,9 @@ fn place<B: Backend>(
     }
     let Ok((mut full, mut coded)) = taken else { return Ok(None) };
     Ok(match (full.pop(), coded.pop()) {
-        (Some(page), _) => {
-            page.stored().set(true);
-            Some(RestoredPage::Full(page))
-        }
+        (Some(page), _) => Some(RestoredPage::Full(page)),
         (None, Some(page)) => {
             page.mark_coded(progress);
-            page.stored().set(kind == PageKind::Coded);
             Some(RestoredPage::Coded(page))
         }
         (None, None) => None,
@@ -433,6 +476,8 @@ pub fn tokens_by_tier(blocks: &[(usize, Tier)], stored: usize) -> CachedByTier {
         match tier {
             Tier::Ram => tokens.ram += PAGE_TOKENS,
             Tier::Disk => tokens.disk += PAGE_TOKENS,
+            Tier::Shared => tokens.shared += PAGE_TOKENS,
+            Tier::Peer => tokens.peer += PAGE_TOKENS,
         }
     }
     tokens

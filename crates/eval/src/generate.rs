@@ -123,7 +123,7 @@ impl Generator {
                 Event::Failed(source) => {
                     return Err(EvalError::Request { case: jobs[job].name.clone(), source });
                 }
-                Event::Started { .. } | Event::Embedding(_) => {}
+                Event::Started { .. } | Event::Embedding(_) | Event::Kept(_) => {}
             }
         }
         Ok(())

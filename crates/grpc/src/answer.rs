@@ -4,7 +4,7 @@
 //! drops text that comes with neither a token nor the end. So text without a token waits for the
 //! message that ends its choice, and a stop token, which is not delivered, is not counted.
 
-use crate::lower;
+use crate::{lower, transfer};
 use oscar_engine::{RequestError, TokenLogprobs};
 use oscar_server::{Finish, Output};
 use oscar_text::ReplyEvent;
@@ -27,6 +27,8 @@ pub struct Answer {
     /// Stop tokens of the client. Others are the model's.
     stop_token_ids: Vec<u32>,
     cached_tokens: usize,
+    /// Where another machine fetches the prompt's pages.
+    kept: Option<prost_types::Struct>,
     choices: BTreeMap<usize, ChoiceState>,
 }
 
@@ -55,6 +57,7 @@ impl Answer {
             prompt,
             stop_token_ids: request.stopping.as_ref().map_or_else(Vec::new, |s| s.stop_token_ids.clone()),
             cached_tokens: 0,
+            kept: None,
             choices: BTreeMap::new(),
         }
     }
@@ -85,6 +88,10 @@ impl Answer {
                 let text = if self.text { text } else { String::new() };
                 let index = choice as u32;
                 Some(Ok(message(pb::SequenceOutput { index, text, finish_info, ..Default::default() })))
+            }
+            Output::Kept(params) => {
+                self.kept = Some(transfer::to_struct(params));
+                None
             }
             Output::Done(_) | Output::Embedding { .. } => None,
             Output::Failed(error) => Some(Err(failure(error))),
@@ -127,7 +134,7 @@ impl Answer {
             num_output_tokens: tokens,
             finish_reason: reason as i32,
             stop_reason: finish.stop.map(StopReason::StopString).or(stop_token),
-            kv_transfer_params: None,
+            kv_transfer_params: self.kept.clone(),
             ec_transfer_params: None,
             num_cached_tokens: Some(self.cached_tokens as u32),
         }

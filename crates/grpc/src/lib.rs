@@ -14,5 +14,6 @@ mod control;
 mod inference;
 mod lower;
 mod serve;
+mod transfer;
 
 pub use serve::{GrpcConfig, KvEventSource, serve};

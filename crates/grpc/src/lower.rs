@@ -4,6 +4,7 @@
 //! absent; in later ones a zero that is present switches top-k or min-p off. Fields that only hint
 //! (`priority`, `session_id`, `kv_hints`) are not read.
 
+use crate::transfer;
 use oscar_engine::EngineInfo;
 use oscar_server::ApiError;
 use serde_json::{Map, Value, json};
@@ -120,8 +121,12 @@ pub fn fields(request: pb::GenerateRequest, engine: &EngineInfo) -> Result<Map<S
         );
     }
     set("skip_special_tokens", json!(response.skip_special_tokens));
-    if let Some(kv) = request.kv.filter(|kv| !kv.cache_salt.is_empty()) {
+    let kv = request.kv.unwrap_or_default();
+    if !kv.cache_salt.is_empty() {
         set("cache_salt", json!(kv.cache_salt));
+    }
+    if let Some(params) = kv.kv_transfer_params {
+        set("kv_transfer_params", transfer::to_json(params)?);
     }
     Ok(fields)
 }
@@ -138,7 +143,6 @@ fn refuse(request: &pb::GenerateRequest) -> Result<(), Status> {
         ("decoding.bad_words_token_ids", decoding.is_some_and(|d| !d.bad_words_token_ids.is_empty())),
         ("stopping.thinking_token_budget", budget.is_some_and(|budget| budget >= 0)),
         ("kv.bypass_prefix_cache", kv.is_some_and(|kv| kv.bypass_prefix_cache)),
-        ("kv.kv_transfer_params", kv.is_some_and(|kv| kv.kv_transfer_params.is_some())),
         ("kv.ec_transfer_params", kv.is_some_and(|kv| kv.ec_transfer_params.is_some())),
     ];
     match refused.iter().find(|(_, there)| *there) {
@@ -234,7 +238,9 @@ pub fn status(error: &ApiError) -> Status {
     let (body, message) = (error.to_json(), error.to_string());
     let param = body["error"]["param"].as_str().unwrap_or_default();
     let known = NAMES.iter().find(|(ours, _)| *ours == param);
+    let is_transfer = param.starts_with("kv_transfer_params");
     let message = match (known, message.strip_prefix(param)) {
+        (_, Some(problem)) if is_transfer => format!("kv.{param}{problem}"),
         (Some((_, theirs)), Some(problem)) => format!("{theirs}{problem}"),
         (Some((_, theirs)), None) => format!("{theirs}: {message}"),
         (None, _) => message,
@@ -302,7 +308,7 @@ pub mod tests {
     #[test]
     fn what_cannot_be_followed_is_refused_by_name() {
         type Change = fn(&mut pb::GenerateRequest);
-        let cases: [(&str, Change); 14] = [
+        let cases: [(&str, Change); 13] = [
             ("token_ids", |r| r.prompt = Some(Prompt::TokenIds(pb::TokenIds { ids: vec![1; 101] }))),
             ("temperature", |r| r.temperature = Some(f32::NAN)),
             ("sampling.min_p", |r| r.sampling.as_mut().unwrap().min_p = Some(f32::INFINITY)),
@@ -317,9 +323,6 @@ pub mod tests {
             ("media", |r| r.media = vec![pb::MediaItem::default()]),
             ("decoding.allowed_token_ids", |r| r.decoding.as_mut().unwrap().allowed_token_ids = vec![1]),
             ("kv.bypass_prefix_cache", |r| r.kv.as_mut().unwrap().bypass_prefix_cache = true),
-            ("kv.kv_transfer_params", |r| {
-                r.kv.as_mut().unwrap().kv_transfer_params = Some(Default::default())
-            }),
             ("decoding.json", |r| {
                 r.decoding.as_mut().unwrap().structured_output = Some(StructuredOutput::Json("{".into()));
             }),

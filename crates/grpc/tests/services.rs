@@ -316,8 +316,9 @@ async fn refusals_have_the_right_code_and_name_the_field() {
             r.decoding = Some(pb::DecodingParameters { structured_output: Some(form), ..Default::default() });
             r.stopping.as_mut().unwrap().ignore_eos = false;
         }),
-        ("kv.kv_transfer_params", |r| {
-            let params = Some(Default::default());
+        ("kv.kv_transfer_params.do_remote_decode", |r| {
+            let asks = prost_types::Value { kind: Some(prost_types::value::Kind::BoolValue(true)) };
+            let params = Some(prost_types::Struct { fields: [("do_remote_decode".into(), asks)].into() });
             r.kv = Some(pb::KvCacheParameters { kv_transfer_params: params, ..Default::default() });
         }),
     ];

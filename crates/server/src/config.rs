@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use oscar_engine::SamplingParams;
+use oscar_engine::{PeerRules, SamplingParams};
 use oscar_text::{Dialect, ReasoningTags, TextError};
 use serde::Serialize;
 
@@ -33,6 +33,8 @@ pub struct ServerConfig {
     pub cache_note: Option<String>,
     /// Where changes of the prefix cache are published, for `/server_info`.
     pub kv_events: Option<KvEvents>,
+    /// How prompts are shared with other machines.
+    pub transfer: TransferConfig,
     /// Largest request body; longer ones are refused with 413. By default enough for a prompt of
     /// the whole context.
     pub max_body_bytes: Option<usize>,
@@ -94,6 +96,7 @@ impl Default for ServerConfig {
             calibration: "none",
             cache_note: None,
             kv_events: None,
+            transfer: TransferConfig::default(),
             max_body_bytes: None,
             body_timeout: Duration::from_secs(60),
             max_connections: 1024,
@@ -117,6 +120,22 @@ impl Default for ServerConfig {
             tls: None,
         }
     }
+}
+
+/// Pages of prompts between machines: what tickets say, and whose tickets are taken.
+#[derive(Clone, Debug, Default)]
+pub struct TransferConfig {
+    /// Where other machines fetch the pages that this one keeps, if it does.
+    pub desk: Option<DeskAddress>,
+    /// Machines whose tickets are taken.
+    pub peers: PeerRules,
+}
+
+/// Where the pages of a ticket are fetched.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeskAddress {
+    pub host: String,
+    pub port: u16,
 }
 
 /// The publisher of cache events as routers find it: the names are SGLang's.

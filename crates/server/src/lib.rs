@@ -41,7 +41,8 @@ mod tools;
 
 pub use app::router;
 pub use config::{
-    ExposedError, GenerationDefaults, KvEvents, LogFormat, Reasoning, ServerConfig, ToolCallParser,
+    DeskAddress, ExposedError, GenerationDefaults, KvEvents, LogFormat, Reasoning, ServerConfig,
+    ToolCallParser, TransferConfig,
 };
 pub use error::ApiError;
 pub use frontend::Frontend;

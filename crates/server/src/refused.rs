@@ -71,7 +71,6 @@ const REFUSED: &[Refused] = &[
     refused("prediction", &[], "predicted outputs are not supported"),
     refused("web_search_options", &[], "the server has no tools of its own"),
     refused("verbosity", &["\"medium\""], "say it in the messages"),
-    refused("kv_transfer_params", NONE, "the cache stays in this server"),
     refused("vllm_xargs", NONE, "they are vLLM's own"),
 ];
 

@@ -9,6 +9,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 pub enum Tier {
     Ram,
     Disk,
+    /// A Valkey or Redis server.
+    Shared,
+    /// Another machine, by a ticket.
+    Peer,
 }
 
 /// Numbers of a store. Counters only grow; those marked so are of this moment.
@@ -17,14 +21,23 @@ pub struct StoreStats {
     /// Pages read, by tier.
     pub ram_hits: u64,
     pub disk_hits: u64,
+    pub shared_hits: u64,
     /// Pages that were looked for and not there.
     pub misses: u64,
     /// Pages that were there at the look-up and gone when they were to be read.
     pub vanished: u64,
     pub ram_read_bytes: u64,
     pub disk_read_bytes: u64,
+    pub shared_read_bytes: u64,
     pub written_pages: u64,
     pub written_bytes: u64,
+    /// The same in the Valkey or Redis server.
+    pub shared_written_pages: u64,
+    pub shared_written_bytes: u64,
+    /// Pages that the server did not take because it was full.
+    pub shared_full: u64,
+    /// Exchanges with the server that failed or were late; it is left alone for a while then.
+    pub shared_errors: u64,
     /// Pages that were not written because the queue was full.
     pub dropped_writes: u64,
     /// Pages that were not written because the disk was full.
@@ -65,10 +78,16 @@ macro_rules! counters {
 counters!(
     ram_hits,
     disk_hits,
+    shared_hits,
     misses,
     vanished,
     ram_read_bytes,
     disk_read_bytes,
+    shared_read_bytes,
+    shared_written_pages,
+    shared_written_bytes,
+    shared_full,
+    shared_errors,
     written_pages,
     written_bytes,
     dropped_writes,

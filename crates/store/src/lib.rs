@@ -2,8 +2,9 @@
 //!
 //! A page is stored under the hash of its tokens and of everything before them
 //! ([`oscar_cache::PageHash`]), below the [`Fingerprint`] of everything that its bytes depend on.
-//! [`PageStore`] is one place for pages: [`RamStore`] or [`DirectoryStore`]. [`Tiers`] puts them in
-//! a row. [`Store`] adds the threads, so that whoever runs the model never waits for a disk.
+//! [`PageStore`] is one place for pages: [`RamStore`], [`DirectoryStore`] or [`SharedStore`] (Valkey or
+//! Redis). [`Tiers`] puts them in a row. [`Store`] adds the threads, so that whoever runs the model never waits for a disk.
+//! [`TransferDesk`] and [`RemotePages`] carry the pages of one prompt to another machine.
 //!
 //! **Invariants:** a page that is returned has the fingerprint, the hash and the tokens that were
 //! asked for, and its checksum is right; anything else is a counted miss. Any number of processes
@@ -11,13 +12,17 @@
 //! miss. Nothing here knows a model, a device or a request.
 
 mod counters;
+mod deadline;
 mod directory;
 mod fingerprint;
 mod folder;
 mod object;
 mod ram;
+mod resp;
 mod service;
+mod shared;
 mod tiers;
+mod transfer;
 
 pub use counters::{Counters, StoreStats, Tier};
 pub use directory::{DirectoryStore, Files, PlainFiles};
@@ -26,7 +31,12 @@ pub use folder::{Entry, Listing, Pruned, StoreLimits, list, prune};
 pub use object::{Defect, Loaded, Page, PageName, PageRef, SealedPage, verify_file};
 pub use ram::RamStore;
 pub use service::{FetchedPage, Reply, Store, StoreOptions, StoreReader};
+pub use shared::{NoAddress, SharedAddress, SharedStore};
 pub use tiers::Tiers;
+pub use transfer::{
+    Ask, DeskOptions, PeerRule, PeerRules, PeerTicket, Peers, Question, RemotePages, Ticket, TicketId,
+    TransferCounters, TransferDesk, TransferStats, Verdict, serve_desk,
+};
 
 pub use oscar_cache::PageKind;
 use oscar_cache::{PageHash, StoredKinds};

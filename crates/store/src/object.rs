@@ -208,7 +208,7 @@ pub(crate) fn extension(kind: PageKind) -> &'static str {
     }
 }
 
-fn kind_number(kind: PageKind) -> u32 {
+pub(crate) fn kind_number(kind: PageKind) -> u32 {
     match kind {
         PageKind::Full => 0,
         PageKind::Coded => 1,

@@ -1,15 +1,19 @@
 //! A store with threads of its own: pages are written and read while the model runs.
 //!
 //! Writes wait in a queue of bounded bytes; a page that finds it full is dropped and counted. Reads
-//! are answered in the order in which they end. Whoever asks has to accept a miss at any time.
+//! are answered in the order in which they end. Whoever asks has to accept a miss at any time. Pages of
+//! other machines are read by threads of their own, so that a slow machine holds up no disk.
 
+use crate::PageStore;
 use crate::counters::{Counters, StoreStats, Tier, add, subtract};
 use crate::directory::DirectoryStore;
 use crate::fingerprint::Fingerprint;
 use crate::folder::StoreLimits;
 use crate::object::{Loaded, Page, PageName, PageRef};
 use crate::ram::RamStore;
+use crate::shared::{SharedAddress, SharedStore};
 use crate::tiers::Tiers;
+use crate::transfer::{PeerTicket, Peers, RemotePages};
 use oscar_cache::{CacheSalt, PageHash, PrefixKey, StoredFlag, StoredKinds, WantedPage};
 use oscar_codec::PAGE_TOKENS;
 use std::fmt;
@@ -24,8 +28,9 @@ use std::time::{Duration, Instant};
 
 /// How long the last owner of a store waits for it to write.
 const LAST_WRITES: Duration = Duration::from_secs(30);
-/// Threads that read.
+/// Threads that read from tiers, and from other machines.
 const READERS: usize = 2;
+const PEER_READERS: usize = 4;
 
 /// Which tiers a store has, and their limits.
 #[derive(Clone, Debug)]
@@ -34,6 +39,8 @@ pub struct StoreOptions {
     pub ram: Option<usize>,
     /// Directory of pages that outlive the process; no such tier if absent.
     pub directory: Option<PathBuf>,
+    /// Valkey or Redis server for pages; no such tier if absent.
+    pub shared: Option<SharedAddress>,
     pub limits: StoreLimits,
     /// Most bytes that wait to be written.
     pub queue: usize,
@@ -41,6 +48,10 @@ pub struct StoreOptions {
     pub read_ahead: usize,
     /// Time after which whoever waits for an answer should go on without it.
     pub patience: Duration,
+    /// Pages may also be fetched from other machines.
+    pub peers: bool,
+    /// No page that comes from elsewhere has a larger payload than this.
+    pub most_page_bytes: usize,
 }
 
 impl Default for StoreOptions {
@@ -48,10 +59,13 @@ impl Default for StoreOptions {
         Self {
             ram: None,
             directory: None,
+            shared: None,
             limits: StoreLimits::default(),
             queue: 256 << 20,
             read_ahead: 8 << 20,
             patience: Duration::from_secs(10),
+            peers: false,
+            most_page_bytes: 64 << 20,
         }
     }
 }
@@ -64,9 +78,25 @@ enum WriteJob {
 }
 
 enum ReadJob {
-    LookUp { id: u64, salt: Option<CacheSalt>, tokens: Arc<[u32]>, to: Sender<Reply> },
-    Fetch { id: u64, chain: Arc<[PageHash]>, tokens: Arc<[u32]>, wanted: Vec<WantedPage>, to: Sender<Reply> },
+    LookUp {
+        id: u64,
+        salt: Option<CacheSalt>,
+        tokens: Arc<[u32]>,
+        to: Sender<Reply>,
+    },
+    Fetch {
+        id: u64,
+        chain: Arc<[PageHash]>,
+        tokens: Arc<[u32]>,
+        wanted: Vec<WantedPage>,
+        to: Sender<Reply>,
+    },
+    /// The pages of a ticket are not needed any more.
+    Release,
 }
+
+/// A job, and the other machine whose pages it is about, if it is not about the tiers.
+type Read = (ReadJob, Option<Arc<RemotePages>>);
 
 /// An answer of a [`StoreReader`].
 #[derive(Debug)]
@@ -94,15 +124,22 @@ struct Inner {
     queue: usize,
     read_ahead: usize,
     patience: Duration,
+    peers: Option<Arc<Peers>>,
     /// `None` only while it is dropped.
-    jobs: Option<(Sender<WriteJob>, Sender<ReadJob>)>,
+    jobs: Option<Jobs>,
+}
+
+struct Jobs {
+    writes: Sender<WriteJob>,
+    reads: Sender<Read>,
+    peer_reads: Sender<Read>,
 }
 
 impl Drop for Inner {
     fn drop(&mut self) {
         // The threads end once nobody can send; one that hangs on a disk must not hang its owner.
-        if let Some((writes, _)) = self.jobs.take() {
-            flush(&writes, LAST_WRITES);
+        if let Some(jobs) = self.jobs.take() {
+            flush(&jobs.writes, LAST_WRITES);
         }
     }
 }
@@ -117,14 +154,19 @@ impl Store {
     /// Opens the tiers and starts the threads.
     ///
     /// # Errors
-    /// If the directory cannot be used, or the system gives no threads.
+    /// If the directory cannot be used, the server refuses the password, or the system gives no threads.
     pub fn open(options: &StoreOptions, fingerprint: Fingerprint, about: &str) -> io::Result<Self> {
         let counters = Arc::new(Counters::default());
         let ram = options.ram.map(|bytes| RamStore::new(fingerprint, bytes, counters.clone()));
         let open =
             |root: &PathBuf| DirectoryStore::open(root, fingerprint, about, options.limits, counters.clone());
         let directory = options.directory.as_ref().map(open).transpose()?;
-        Self::start(Tiers::new(fingerprint, counters, ram, directory), options)
+        let open = |address: &SharedAddress| {
+            let (age, most) = (options.limits.age, options.most_page_bytes);
+            SharedStore::open(address.clone(), fingerprint, age, most, counters.clone())
+        };
+        let shared = options.shared.as_ref().map(open).transpose()?;
+        Self::start(Tiers::new(fingerprint, counters.clone(), ram, directory).with_shared(shared), options)
     }
 
     /// A store of these tiers; of the options, all but those of the tiers count.
@@ -137,14 +179,38 @@ impl Store {
         let theirs = tiers.clone();
         let name = |what: &str| Builder::new().name(what.into());
         name("store-write").spawn(move || write_all(&theirs, &inbox))?;
-        let (reads, inbox) = channel();
-        let inbox = Arc::new(Mutex::new(inbox));
-        for _ in 0..READERS {
-            let (theirs, inbox) = (tiers.clone(), inbox.clone());
-            name("store-read").spawn(move || read_all(&theirs, &inbox))?;
-        }
-        let StoreOptions { queue, read_ahead, patience, .. } = *options;
-        Ok(Self(Arc::new(Inner { tiers, queue, read_ahead, patience, jobs: Some((writes, reads)) })))
+        let read = |what: &str, threads: usize| -> io::Result<Sender<Read>> {
+            let (reads, inbox) = channel();
+            let inbox = Arc::new(Mutex::new(inbox));
+            for _ in 0..threads {
+                let (theirs, inbox) = (tiers.clone(), inbox.clone());
+                name(what).spawn(move || read_all(&theirs, &inbox))?;
+            }
+            Ok(reads)
+        };
+        let StoreOptions { queue, read_ahead, patience, peers, most_page_bytes, .. } = *options;
+        let reads = read("store-read", READERS)?;
+        let peer_reads = read("peer-read", if peers { PEER_READERS } else { 0 })?;
+        let fingerprint = tiers.fingerprint;
+        let peers = peers.then(|| Arc::new(Peers::new(fingerprint, most_page_bytes, patience)));
+        let jobs = Some(Jobs { writes, reads, peer_reads });
+        Ok(Self(Arc::new(Inner { tiers, queue, read_ahead, patience, peers, jobs })))
+    }
+
+    /// Whether pages are kept here at all. A store may also be there for other machines' pages alone.
+    pub fn keeps_pages(&self) -> bool {
+        let tiers = &self.0.tiers;
+        tiers.ram.is_some() || tiers.directory.is_some() || tiers.shared.is_some()
+    }
+
+    /// The machines that pages may be fetched from, if any.
+    pub fn peers(&self) -> Option<&Arc<Peers>> {
+        self.0.peers.as_ref()
+    }
+
+    /// The pages of a ticket; `None` if this store fetches nothing from other machines.
+    pub fn remote(&self, ticket: &PeerTicket) -> Option<Arc<RemotePages>> {
+        Some(Arc::new(self.0.peers.as_ref()?.open(ticket.clone())))
     }
 
     /// Queues a page to be written. `stored` is set now and cleared if the page could not be
@@ -190,11 +256,11 @@ impl Store {
 
     /// Waits until everything that was queued before is written, at most for `most`.
     pub fn flush(&self, most: Duration) -> bool {
-        self.0.jobs.as_ref().is_some_and(|(writes, _)| flush(writes, most))
+        self.0.jobs.as_ref().is_some_and(|jobs| flush(&jobs.writes, most))
     }
 
     fn write(&self, job: WriteJob) -> bool {
-        self.0.jobs.as_ref().is_some_and(|(writes, _)| writes.send(job).is_ok())
+        self.0.jobs.as_ref().is_some_and(|jobs| jobs.writes.send(job).is_ok())
     }
 
     pub fn stats(&self) -> StoreStats {
@@ -217,9 +283,16 @@ pub struct StoreReader {
 }
 
 impl StoreReader {
-    /// Asks what the store has of the whole pages of a prompt. `false` if there will be no answer.
-    pub fn look_up(&self, id: u64, salt: Option<CacheSalt>, tokens: Arc<[u32]>) -> bool {
-        self.ask(ReadJob::LookUp { id, salt, tokens, to: self.to.clone() })
+    /// Asks what there is of the whole pages of a prompt: in the store, or on another machine.
+    /// `false` if there will be no answer.
+    pub fn look_up(
+        &self,
+        id: u64,
+        salt: Option<CacheSalt>,
+        tokens: Arc<[u32]>,
+        remote: Option<&Arc<RemotePages>>,
+    ) -> bool {
+        self.ask(ReadJob::LookUp { id, salt, tokens, to: self.to.clone() }, remote)
     }
 
     /// Asks for pages of a prompt whose chain a look-up told. `false` if there will be no answer.
@@ -229,12 +302,20 @@ impl StoreReader {
         chain: Arc<[PageHash]>,
         tokens: Arc<[u32]>,
         wanted: Vec<WantedPage>,
+        remote: Option<&Arc<RemotePages>>,
     ) -> bool {
-        self.ask(ReadJob::Fetch { id, chain, tokens, wanted, to: self.to.clone() })
+        self.ask(ReadJob::Fetch { id, chain, tokens, wanted, to: self.to.clone() }, remote)
     }
 
-    fn ask(&self, job: ReadJob) -> bool {
-        self.store.0.jobs.as_ref().is_some_and(|(_, reads)| reads.send(job).is_ok())
+    /// Lets another machine forget pages. Nobody waits for that.
+    pub fn release(&self, remote: &Arc<RemotePages>) {
+        self.ask(ReadJob::Release, Some(remote));
+    }
+
+    fn ask(&self, job: ReadJob, remote: Option<&Arc<RemotePages>>) -> bool {
+        let Some(jobs) = &self.store.0.jobs else { return false };
+        let to = if remote.is_some() { &jobs.peer_reads } else { &jobs.reads };
+        to.send((job, remote.cloned())).is_ok()
     }
 
     /// An answer, if there is one.
@@ -285,36 +366,57 @@ fn write_all(tiers: &Tiers, inbox: &Receiver<WriteJob>) {
 }
 
 /// Reads until there is nobody to ask.
-fn read_all(tiers: &Tiers, inbox: &Mutex<Receiver<ReadJob>>) {
+fn read_all(tiers: &Tiers, inbox: &Mutex<Receiver<Read>>) {
     loop {
         let job = inbox.lock().unwrap_or_else(PoisonError::into_inner).recv();
-        let Ok(job) = job else { return };
+        let Ok((job, remote)) = job else { return };
         // Nobody may listen any more.
         let _ = match job {
             ReadJob::LookUp { id, salt, tokens, to } => {
                 let chain: Arc<[PageHash]> = PageHash::chain(PrefixKey::new(salt, &tokens)).collect();
-                let kinds = catch_unwind(AssertUnwindSafe(|| tiers.look_up(&chain))).unwrap_or_default();
+                let look = || match &remote {
+                    Some(remote) => remote.exists_prefix(&chain),
+                    None => tiers.look_up(&chain),
+                };
+                let kinds = catch_unwind(AssertUnwindSafe(look)).unwrap_or_default();
                 to.send(Reply::Found { id, chain, kinds })
             }
             ReadJob::Fetch { id, chain, tokens, wanted, to } => {
-                let read = || fetch(tiers, &chain, &tokens, wanted);
+                let read = || fetch(tiers, remote.as_deref(), &chain, &tokens, wanted);
                 let pages = catch_unwind(AssertUnwindSafe(read)).unwrap_or_default();
                 to.send(Reply::Pages { id, pages })
+            }
+            ReadJob::Release => {
+                remote.iter().for_each(|remote| remote.release());
+                Ok(())
             }
         };
     }
 }
 
-fn fetch(tiers: &Tiers, chain: &[PageHash], tokens: &[u32], wanted: Vec<WantedPage>) -> Vec<FetchedPage> {
+fn fetch(
+    tiers: &Tiers,
+    remote: Option<&RemotePages>,
+    chain: &[PageHash],
+    tokens: &[u32],
+    wanted: Vec<WantedPage>,
+) -> Vec<FetchedPage> {
+    let page = |wanted: &WantedPage| {
+        let WantedPage { block, kind } = *wanted;
+        let tokens = tokens.get(block * PAGE_TOKENS..(block + 1) * PAGE_TOKENS)?;
+        Some(PageRef { name: PageName { hash: *chain.get(block)?, block: block as u32, kind }, tokens })
+    };
+    // Another machine is asked once for all of them.
+    let asked: Option<Vec<PageRef<'_>>> = remote.and_then(|_| wanted.iter().map(page).collect());
+    let mut found = remote.zip(asked).map(|(remote, pages)| remote.get_many(&pages).into_iter());
     let mut pages = Vec::with_capacity(wanted.len());
     for wanted in wanted {
-        let WantedPage { block, kind } = wanted;
-        let place = block * PAGE_TOKENS..(block + 1) * PAGE_TOKENS;
-        let page = match (chain.get(block), tokens.get(place)) {
-            (Some(&hash), Some(tokens)) => {
-                tiers.get(PageRef { name: PageName { hash, block: block as u32, kind }, tokens })
+        let page = match (remote, &mut found) {
+            (None, _) => page(&wanted).and_then(|page| tiers.get(page)),
+            (Some(_), found) => {
+                let loaded = found.as_mut().and_then(Iterator::next).flatten();
+                loaded.map(|loaded| (Tier::Peer, loaded))
             }
-            _ => None,
         };
         let is_miss = page.is_none();
         pages.push(FetchedPage { wanted, page });

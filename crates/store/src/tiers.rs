@@ -6,16 +6,18 @@ use crate::directory::DirectoryStore;
 use crate::fingerprint::Fingerprint;
 use crate::object::{Loaded, PageName, PageRef, SealedPage};
 use crate::ram::RamStore;
+use crate::shared::SharedStore;
 use oscar_cache::{PageHash, PageKind, StoredKinds};
 use std::sync::Arc;
 
-/// RAM, a directory, or both. A page is kept in every tier; one that is found in a slower tier is
-/// copied to the faster ones.
+/// RAM, a directory, a server, or several of them. A page is kept in every tier; one that is found in a
+/// slower tier is copied to RAM.
 pub struct Tiers {
     pub(crate) fingerprint: Fingerprint,
     pub(crate) counters: Arc<Counters>,
     pub(crate) ram: Option<RamStore>,
     pub(crate) directory: Option<DirectoryStore>,
+    pub(crate) shared: Option<SharedStore>,
 }
 
 impl Tiers {
@@ -25,12 +27,20 @@ impl Tiers {
         ram: Option<RamStore>,
         directory: Option<DirectoryStore>,
     ) -> Self {
-        Self { fingerprint, counters, ram, directory }
+        Self { fingerprint, counters, ram, directory, shared: None }
+    }
+
+    /// The same with a Valkey or Redis server as the last tier.
+    #[must_use]
+    pub fn with_shared(self, shared: Option<SharedStore>) -> Self {
+        Self { shared, ..self }
     }
 
     fn each(&self) -> impl Iterator<Item = (Tier, &dyn PageStore)> {
         let ram = self.ram.iter().map(|store| (Tier::Ram, store as &dyn PageStore));
-        ram.chain(self.directory.iter().map(|store| (Tier::Disk, store as &dyn PageStore)))
+        let directory = self.directory.iter().map(|store| (Tier::Disk, store as &dyn PageStore));
+        let shared = self.shared.iter().map(|store| (Tier::Shared, store as &dyn PageStore));
+        ram.chain(directory).chain(shared)
     }
 
     /// What the tiers have together of these pages, up to the first of which they have nothing. The
@@ -52,25 +62,34 @@ impl Tiers {
     pub fn get(&self, page: PageRef<'_>) -> Option<(Tier, Loaded)> {
         for (tier, store) in self.each() {
             let Some(loaded) = store.get_many(&[page]).pop().flatten() else { continue };
-            if let (Tier::Disk, Some(ram)) = (tier, &self.ram) {
+            if let (Tier::Disk | Tier::Shared, Some(ram)) = (tier, &self.ram) {
                 ram.put_many(&[SealedPage { name: page.name, bytes: loaded.bytes().clone() }]);
             }
             return Some((tier, loaded));
         }
-        if self.directory.is_none() {
+        if self.directory.is_none() && self.shared.is_none() {
             add(&self.counters.vanished, 1);
         }
         None
     }
 
-    /// Keeps a copy in every tier; whether the last tier, which lasts longest, has it.
+    /// Keeps a copy in every tier; whether a tier that outlives the process has it, or RAM if that is
+    /// all there is.
     pub fn put(&self, page: SealedPage) -> bool {
         let pages = [page];
-        self.each().map(|(_, store)| store.put_many(&pages) == [true]).last().unwrap_or(false)
+        self.lasts(|store| store.put_many(&pages) == [true])
     }
 
-    /// Counts a page as used; whether the last tier has it.
+    /// Counts a page as used; tells the same.
     pub fn touch(&self, name: PageName) -> bool {
-        self.each().map(|(_, store)| store.touch_many(&[name]) == [true]).last().unwrap_or(false)
+        self.lasts(|store| store.touch_many(&[name]) == [true])
+    }
+
+    /// Does something in every tier.
+    fn lasts(&self, run: impl Fn(&dyn PageStore) -> bool) -> bool {
+        let is_alone = self.directory.is_none() && self.shared.is_none();
+        let done: Vec<bool> =
+            self.each().map(|(tier, store)| run(store) && (tier != Tier::Ram || is_alone)).collect();
+        done.contains(&true)
     }
 }

@@ -198,11 +198,11 @@ fn threads_write_and_read() {
     };
     let prompt: Arc<[u32]> = tokens.clone().into();
     for tier in [Tier::Disk, Tier::Ram] {
-        assert!(reader.look_up(7, None, prompt.clone()));
+        assert!(reader.look_up(7, None, prompt.clone(), None));
         let Reply::Found { id: 7, chain, kinds } = wait() else { panic!("not the answer") };
         assert_eq!(kinds.len(), 3);
         let wanted = (0..3).map(|block| WantedPage { block, kind: PageKind::Coded }).collect();
-        assert!(reader.fetch(8, chain, prompt.clone(), wanted));
+        assert!(reader.fetch(8, chain, prompt.clone(), wanted, None));
         let Reply::Pages { id: 8, pages } = wait() else { panic!("not the answer") };
         assert_eq!(pages.len(), 3);
         assert!(
@@ -212,7 +212,7 @@ fn threads_write_and_read() {
     }
     // The list ends at a miss.
     let wanted = (0..3).map(|block| WantedPage { block, kind: PageKind::Full }).collect();
-    assert!(reader.fetch(9, chain(&tokens).into(), prompt, wanted));
+    assert!(reader.fetch(9, chain(&tokens).into(), prompt, wanted, None));
     let Reply::Pages { id: 9, pages } = wait() else { panic!("not the answer") };
     assert!(pages.len() == 1 && pages[0].page.is_none());
 }

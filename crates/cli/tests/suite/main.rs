@@ -22,9 +22,12 @@ mod ranks;
 #[cfg(all(target_os = "linux", debug_assertions))]
 mod readiness;
 #[cfg(unix)]
+mod redis;
+#[cfg(unix)]
 mod reports;
 mod server;
 #[cfg(target_os = "linux")]
 mod soak;
 mod store;
 mod support;
+mod transfer;

@@ -1,8 +1,9 @@
 //! Where requests meet the page store.
 
 use super::{Failure, Serving, caught};
+use crate::copies::copies;
 use crate::live::Live;
-use crate::request::RequestId;
+use crate::request::{Event, PageTransfer, RequestId};
 use crate::scheduler::SequenceId;
 use crate::store::{Advance, Restored};
 use oscar_backend::Backend;
@@ -13,7 +14,11 @@ impl<B: Backend> Serving<B> {
     pub(super) fn waits_for_pages(&mut self, id: RequestId, live: &Live) -> bool {
         let (Some(tiers), Some(cache)) = (&mut self.tiers, &self.cache) else { return false };
         let first = &live.choices[&0];
-        tiers.begin(id, first.prefix(first.resume_limit), cache)
+        let ticket = match &live.params.transfer {
+            PageTransfer::Fetch(ticket) => Some(ticket),
+            PageTransfer::None | PageTransfer::Keep => None,
+        };
+        tiers.begin(id, first.prefix(first.resume_limit), ticket, cache)
     }
 
     /// Copies pages that the store has read, and queues the requests that waited for them.
@@ -33,6 +38,21 @@ impl<B: Backend> Serving<B> {
             self.schedule(request);
         }
         Ok(())
+    }
+
+    /// Keeps copies of the prompt's pages for another machine, if the request asks for that, and tells
+    /// the ticket. The copies are made at once: a machine that prefills for others has no streams that
+    /// would have to wait for them.
+    pub(super) fn keep_prompt(&mut self, request: RequestId) {
+        let (Some(desk), Some(cache)) = (&self.desk, &self.cache) else { return };
+        let Some(live) = self.live.get_mut(request) else { return };
+        if live.params.transfer != PageTransfer::Keep {
+            return;
+        }
+        let first = &live.choices[&0];
+        let copies = copies(&self.runner, cache, first.prefix(first.published), |bytes| desk.has_room(bytes));
+        let ticket = copies.and_then(|(pages, tokens)| desk.keep(pages, tokens));
+        live.events.push(Event::Kept(ticket));
     }
 
     /// Offers the published pages of a sequence to the page store: those that became complete, and if

@@ -2,7 +2,7 @@
 
 use oscar_engine::{
     EngineApi, EngineHandle, Event, EventSink, FinishReason, GenerationParams, Request, RequestError,
-    RequestId, TokenLogprobs, Usage,
+    RequestId, Ticket, TokenLogprobs, Usage,
 };
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -37,6 +37,7 @@ pub struct Outcome {
     pub demoted_tail: bool,
     pub prompt_logprobs: Option<Vec<Option<TokenLogprobs>>>,
     pub embedding: Option<Vec<f32>>,
+    pub kept: Option<Ticket>,
     pub usage: Usage,
     pub failed: Option<RequestError>,
 }
@@ -74,6 +75,10 @@ impl Call {
                 Event::Embedding(values) => {
                     assert!(started, "the vector follows Started");
                     assert_eq!(outcome.embedding.replace(values), None, "it comes once");
+                }
+                Event::Kept(ticket) => {
+                    assert!(started && outcome.kept.is_none(), "a ticket follows Started and comes once");
+                    outcome.kept = ticket;
                 }
                 Event::Token { choice, token, logprobs } => {
                     assert!(started, "tokens follow Started");

@@ -102,7 +102,7 @@ fn answers_after_a_restart_equal_those_of_an_uninterrupted_run() {
             assert_eq!(answer(&outcome), expected, "{format}, recent {recent}");
             assert!(!outcome.demoted_tail);
             assert_eq!(outcome.cached, 640, "{format}, recent {recent}: {:?}", counts(&engine));
-            assert_eq!(outcome.usage.by_tier, CachedByTier { ram: 0, disk: 640 });
+            assert_eq!(outcome.usage.by_tier, CachedByTier { disk: 640, ..CachedByTier::default() });
             let stats = engine.stats();
             assert_eq!((stats.cached_tokens, stats.cached_disk_tokens), (640, 640));
             // The same again comes from the tree.
@@ -153,7 +153,10 @@ fn memory_keeps_what_the_tree_gives_up() {
     engine.flush_cache();
     let outcome = ask(&engine, &prompt, 12);
     assert_eq!(answer(&outcome), answer(&expected));
-    assert_eq!((outcome.cached, outcome.usage.by_tier), (448, CachedByTier { ram: 448, disk: 0 }));
+    assert_eq!(
+        (outcome.cached, outcome.usage.by_tier),
+        (448, CachedByTier { ram: 448, ..CachedByTier::default() })
+    );
     assert!(counts(&engine).ram_bytes > 0 && counts(&engine).ram_hits > 0);
     // Another tenant does not find it.
     assert_eq!(ask_salted(&engine, &prompt, 12, Some("other")).cached, 0);

@@ -1,15 +1,16 @@
-//! Pages of a store that others may write to, and the sockets that publish the prefix cache.
+//! Pages of a store that others may write to, pages that come from other machines, and the sockets that publish the
+//! prefix cache.
 
 use oscar_events::{EventPublisher, EventsConfig};
 use oscar_fuzz::fuzz;
 use oscar_store::{
-    Counters, DirectoryStore, FingerprintParts, Page, PageKind, PageName, PageRef, PageStore, StoreLimits,
-    verify_file,
+    Ask, Counters, DeskOptions, DirectoryStore, FingerprintParts, Page, PageKind, PageName, PageRef,
+    PageStore, PeerRules, Peers, Question, StoreLimits, TransferDesk, serve_desk, verify_file,
 };
 use std::io::{Read, Write};
-use std::net::{SocketAddr, TcpStream};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 fn only_file(folder: &Path) -> Option<PathBuf> {
@@ -47,6 +48,74 @@ fn page_files() {
         }
         // A damaged page may be removed from its folder, so the folder is not asked for here.
         std::fs::write(&path, &whole).unwrap();
+    });
+}
+
+/// Whatever a machine asks or answers, a page that arrives is the one that was sent.
+#[test]
+fn transfers() {
+    let (fingerprint, _) = FingerprintParts::default().text("model", "fuzz").finish();
+    let tokens: Vec<u32> = (5..69).collect();
+    let hash = oscar_cache::PageHash::chain(oscar_cache::PrefixKey::new(None, &tokens)).next().unwrap();
+    let name = PageName { hash, block: 0, kind: PageKind::Coded };
+    let asked = PageRef { name, tokens: &tokens };
+    let payload: Vec<u8> = (0..600u32).map(|i| (i * i) as u8).collect();
+    let mut page = Page::new(asked, 128, payload.len());
+    page.payload().extend_from_slice(&payload);
+    let options = DeskOptions { bytes: 1 << 20, time: Duration::from_secs(3600) };
+    let desk = Arc::new(TransferDesk::new(fingerprint, options));
+    let ticket = desk.keep(vec![page], tokens.len()).unwrap();
+    let bind = || TcpListener::bind("127.0.0.1:0").unwrap();
+    let listener = bind();
+    let own = listener.local_addr().unwrap();
+    serve_desk(desk.clone(), listener).unwrap();
+    let question = |ask| Question { ticket: ticket.id, fingerprint, ask }.to_bytes();
+    let questions = [question(Ask::Find(vec![hash])), question(Ask::Get(vec![name]))];
+
+    // Questions: read in memory, and some by the desk itself.
+    fuzz("transfer_questions", &questions, 5000, |bytes| {
+        if let Ok(Some(read)) = Question::read(&mut &bytes[..]) {
+            assert!(bytes.starts_with(&read.to_bytes()));
+        }
+    });
+    fuzz("transfer_desk", &questions, 60, |bytes| {
+        let mut stream = TcpStream::connect(own).unwrap();
+        let _ = stream.write_all(bytes);
+        let _ = stream.shutdown(Shutdown::Write);
+        let _ = stream.read_to_end(&mut Vec::new());
+    });
+    let mut stream = TcpStream::connect(own).unwrap();
+    stream.write_all(&questions[1]).unwrap();
+    stream.shutdown(Shutdown::Write).unwrap();
+    let mut answer = Vec::new();
+    stream.read_to_end(&mut answer).unwrap();
+    assert!(answer.len() > payload.len(), "the desk still answers");
+
+    // Answers: a machine that says whatever this run says.
+    let said = Arc::new(Mutex::new(answer.clone()));
+    let (listener, saying) = (bind(), said.clone());
+    let port = listener.local_addr().unwrap().port();
+    std::thread::spawn(move || {
+        for mut stream in listener.incoming().flatten() {
+            // The whole question, so that closing resets nothing.
+            let _ = Question::read(&mut stream);
+            let _ = stream.write_all(&saying.lock().unwrap());
+        }
+    });
+    let peers = Arc::new(Peers::new(fingerprint, payload.len(), Duration::from_secs(20)));
+    let rules = PeerRules(vec![format!("127.0.0.1:{port}").parse().unwrap()]);
+    let fetch = || {
+        let remote = peers.open(rules.ticket("127.0.0.1", port, ticket.id).unwrap());
+        let found = remote.get_many(&[asked]).remove(0);
+        if let Some(found) = &found {
+            assert_eq!((found.payload(), found.progress()), (&payload[..], 128));
+        }
+        found.is_some()
+    };
+    assert!(fetch(), "a right answer is taken");
+    fuzz("transfer_answers", std::slice::from_ref(&answer), 300, |bytes| {
+        *said.lock().unwrap() = bytes.to_vec();
+        fetch();
     });
 }
 

@@ -20,6 +20,7 @@ use oscar_engine::{
     Event, EventSink, FinishReason, GenerationParams, Request, RequestError, RequestId, TokenLogprobs, Usage,
 };
 use oscar_text::{Dialect, ReplyEvent};
+use serde_json::Value;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tracing::Instrument;
 
@@ -30,6 +31,7 @@ use crate::app::App;
 use crate::error::ApiError;
 use crate::keys::{Admission, Caller};
 use crate::limits;
+use crate::routes::transfer;
 
 /// An HTTP request ready to be submitted: one engine request for each prompt, and how their answers
 /// become text.
@@ -91,6 +93,8 @@ pub enum Output {
         prompt: usize,
         values: Vec<f32>,
     },
+    /// The `kv_transfer_params` of the answer.
+    Kept(Value),
     Delta {
         choice: usize,
         /// The token behind the events; none where held-back text ends a choice.
@@ -195,8 +199,7 @@ impl EventSink for Channel {
     }
 }
 
-/// Cancels its request and forgets its name when dropped; cancelling a finished request does
-/// nothing.
+/// Cancels its request and forgets its name when dropped; a finished one cannot be cancelled.
 struct Ticket {
     app: Arc<App>,
     id: RequestId,
@@ -333,6 +336,10 @@ impl Answer {
             }
             Event::Embedding(values) => {
                 self.send(Output::Embedding { prompt: self.prompt, values });
+                false
+            }
+            Event::Kept(ticket) => {
+                self.send(Output::Kept(transfer::answer(&self.ticket.app, ticket)));
                 false
             }
             Event::Token { choice, token, logprobs } => self.token(choice, token, logprobs),

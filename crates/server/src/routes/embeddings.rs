@@ -90,7 +90,7 @@ pub async fn create(
             Output::Embedding { prompt, values } => found[prompt] = Some(values),
             Output::Done(totals) => usage += totals.usage,
             Output::Failed(error) => return Err(app.engine_error(error)),
-            Output::Started { .. } | Output::Delta { .. } | Output::Finished { .. } => {}
+            Output::Started { .. } | Output::Kept(_) | Output::Delta { .. } | Output::Finished { .. } => {}
         }
     }
     let aborted =

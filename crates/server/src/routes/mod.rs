@@ -17,6 +17,7 @@ mod responses;
 mod sampling;
 mod stream;
 mod tokenize;
+pub mod transfer;
 mod usage;
 
 use axum::Router;

@@ -8,6 +8,7 @@ use crate::app::App;
 use crate::error::ApiError;
 use crate::generate::{MAX_LOGPROBS, TextOptions};
 use crate::limits::check_prompts;
+use crate::routes::transfer;
 use crate::schema::{Kind, request_fields, shown};
 
 request_fields! {
@@ -61,6 +62,9 @@ request_fields! {
         pub add_special_tokens: Option<bool>,
         /// Shares cached prefixes only with requests that carry the same salt
         pub cache_salt: Option<String>,
+        /// Keep the prompt's pages for another machine (`do_remote_decode`) or fetch them from one
+        /// (`do_remote_prefill` and the other fields of its answer)
+        kv_transfer_params: Option<Map<String, Value>>,
         /// Only false
         use_beam_search: Option<Value>,
     }
@@ -131,6 +135,7 @@ impl SamplingFields {
             logprobs: None,
             prompt_logprobs: self.prompt_logprobs,
             embedding: false,
+            transfer: transfer::wanted(app, self.kv_transfer_params.as_ref(), prompts, self.streams())?,
             cache_salt: None,
             constraint: None,
         })

@@ -33,13 +33,24 @@ struct TierTokens {
     tree: usize,
     ram: usize,
     disk: usize,
+    /// In a Valkey or Redis server; there only if some were.
+    #[serde(skip_serializing_if = "is_zero")]
+    shared: usize,
+    /// On another machine; there only if some were.
+    #[serde(skip_serializing_if = "is_zero")]
+    peer: usize,
+}
+
+fn is_zero(number: &usize) -> bool {
+    *number == 0
 }
 
 impl TierTokens {
     fn of(usage: &Usage) -> Option<Self> {
-        let CachedByTier { ram, disk } = usage.by_tier;
-        let tree = usage.cached_tokens.saturating_sub(ram + disk);
-        (ram + disk > 0).then_some(Self { tree, ram, disk })
+        let CachedByTier { ram, disk, shared, peer } = usage.by_tier;
+        let elsewhere = ram + disk + shared + peer;
+        let tree = usage.cached_tokens.saturating_sub(elsewhere);
+        (elsewhere > 0).then_some(Self { tree, ram, disk, shared, peer })
     }
 }
 
@@ -82,7 +93,7 @@ mod tests {
 
     #[test]
     fn tiers_are_told_if_a_store_helped() {
-        let by_tier = CachedByTier { ram: 64, disk: 128 };
+        let by_tier = CachedByTier { ram: 64, disk: 128, ..CachedByTier::default() };
         let usage = Usage { prompt_tokens: 300, cached_tokens: 256, by_tier, ..Usage::default() };
         let report = json!(UsageReport::from(Totals { usage, ..Totals::default() }));
         let tiers = &report["prompt_tokens_details"]["cached_tokens_by_tier"];

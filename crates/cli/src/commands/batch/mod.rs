@@ -5,6 +5,7 @@ mod file;
 
 use crate::commands::serve::LoadArgs;
 use crate::progress::{self, note};
+use crate::transfer::TransferArgs;
 use anyhow::{Context, Result, bail};
 use file::{Requests, Results};
 use oscar_server::{InProcess, LogFormat, ServerConfig, StartProgress, init_logging};
@@ -30,7 +31,7 @@ pub fn run(args: &Args) -> Result<()> {
     let _log = init_logging(LogFormat::Text, "warn")?;
     let (requests, count) = Requests::open(&args.input)?;
     let mut results = Results::open(&args.output)?;
-    let mut loaded = args.load.load(&StartProgress::default())?;
+    let mut loaded = args.load.load(&TransferArgs::default(), &StartProgress::default())?;
     // One more than runs at once, so that the engine never waits for the next request.
     let in_flight = args.load.max_batch + 1;
     loaded.options.max_queue = loaded.options.max_queue.max(in_flight);

@@ -3,6 +3,7 @@
 
 use crate::options::{CacheArgs, ModelArgs, OpenModel, at_least_one};
 use crate::store::StoreArgs;
+use crate::transfer::TransferArgs;
 use crate::{progress, table};
 use anyhow::{Context, Result, bail};
 use oscar_backend::Backend;
@@ -133,7 +134,8 @@ fn live(args: &Args, model: &OpenModel, kv: KvFormat, folder: &Path, seed: u64) 
     let context = args.prompt_tokens + args.output_tokens;
     let runner = cache.runner(model, backend, &args.cache, context, 2, |_| {})?;
     let flags = StoreArgs { store: Some(folder.to_owned()), ..StoreArgs::default() };
-    let store = flags.open(&args.model, model, &cache, runner.backend(), true)?;
+    let none = TransferArgs::default();
+    let (store, _) = flags.open(&none, &args.model, model, &cache, runner.backend(), true)?;
     let vocab = runner.config().vocab_size;
     let options = EngineOptions { store, ..EngineOptions::new(&model.name) };
     let engine = Engine::start(runner, options).context("the engine thread could not start")?;
@@ -156,7 +158,7 @@ fn live(args: &Args, model: &OpenModel, kv: KvFormat, folder: &Path, seed: u64) 
             }
             Event::Done(usage) => break usage,
             Event::Failed(error) => return Err(error.into()),
-            Event::Started { .. } | Event::Embedding(_) | Event::Finished { .. } => {}
+            Event::Started { .. } | Event::Embedding(_) | Event::Kept(_) | Event::Finished { .. } => {}
         }
     };
     // Writes everything.

@@ -11,6 +11,7 @@ use super::keys::KeySource;
 use super::load::LoadArgs;
 use crate::device::AnyBackend;
 use crate::options::{at_least_one, parse_size, serialize_optional_size};
+use crate::transfer::TransferArgs;
 use anyhow::{Context, Result, bail};
 use clap::parser::ValueSource;
 use clap::{ArgMatches, Args, FromArgMatches};
@@ -115,6 +116,9 @@ pub struct Config {
     #[command(flatten)]
     #[serde(flatten)]
     pub grpc: GrpcArgs,
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub transfer: TransferArgs,
     /// Format of the log lines
     #[arg(long, value_name = "FORMAT", value_parser = ["text", "json"], default_value = "text")]
     pub log_format: String,
@@ -375,6 +379,7 @@ mod tests {
             "--store=pages",
             "--store-size=2G",
             "--store-age=7d",
+            "--store-redis=redis://h",
             "--store-ram=1G",
             "--kv-budget=2048",
             "--evict=recent",
@@ -393,6 +398,11 @@ mod tests {
             "--kv-events-topic=kv",
             "--kv-events-encoding=array",
             "--kv-events-config={}",
+            "--kv-transfer-listen=127.0.0.1:1",
+            "--kv-transfer-announce=a",
+            "--kv-transfer-memory=2G",
+            "--kv-transfer-timeout=9",
+            "--kv-transfer-peer=10.0.0.0/8:1",
             "--grpc-port=1",
             "--grpc-host=::1",
             "--dynamo",

@@ -10,6 +10,7 @@ use crate::progress::{self, note};
 use crate::rotations::{Calibration, Found};
 use crate::sizing::{self, FixedMemory, Sizing, Wishes, parse_share};
 use crate::store::StoreArgs;
+use crate::transfer::TransferArgs;
 use anyhow::{Context, Result};
 use oscar_backend::{Backend, BackendError};
 use oscar_codec::{KvFormat, RotationKind};
@@ -104,9 +105,12 @@ pub struct Loaded {
 
 impl LoadArgs {
     /// Opens the model, finds or makes its rotations, divides the memory and loads the weights.
-    pub fn load(&self, progress: &StartProgress) -> Result<Loaded> {
+    pub fn load(&self, transfer: &TransferArgs, progress: &StartProgress) -> Result<Loaded> {
         self.parallel.refuse("--store", self.store.store.is_some())?;
         self.parallel.refuse("--store-ram", self.store.store_ram.is_some())?;
+        self.parallel.refuse("--store-redis", self.store.store_redis.is_some())?;
+        self.parallel.refuse("--kv-transfer-listen", transfer.kv_transfer_listen.is_some())?;
+        self.parallel.refuse("--kv-transfer-peer", transfer.fetches())?;
         self.parallel.refuse("--kv-budget", self.eviction.kv_budget.is_some())?;
         progress.begin("opening the model", 0);
         let model = self.model.open()?;
@@ -156,9 +160,11 @@ impl LoadArgs {
             stop_tokens: generation.stop_token_ids(&model.config).to_vec(),
             max_tokens: None,
         };
-        let store = self.store.open(&self.model, &model, &cache, runner.backend(), !self.no_prefix_cache)?;
+        let prefix_cache = !self.no_prefix_cache;
+        let (store, desk) =
+            self.store.open(transfer, &self.model, &model, &cache, runner.backend(), prefix_cache)?;
         let row_cap = self.eviction.cap(&runner)?;
-        let options = EngineOptions { store, row_cap, ..self.engine(&model.name) };
+        let options = EngineOptions { store, desk, row_cap, ..self.engine(&model.name) };
         Ok(Loaded { model, options, runner, text, defaults, served })
     }
 

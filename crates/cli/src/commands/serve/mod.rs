@@ -11,6 +11,7 @@ mod signals;
 mod socket;
 
 use crate::progress::note;
+use crate::transfer;
 use anyhow::{Result, ensure};
 pub use config::Flags;
 use grpc::Grpc;
@@ -40,10 +41,15 @@ pub fn run(flags: &Flags) -> Result<()> {
     let socket = Socket::open(config.server()?, config.key_source())?;
     let publisher = events.map(EventPublisher::start).transpose()?;
     let grpc = config.grpc.open(config.allow_anonymous)?;
+    let (pages, transfers) = config.transfer.open()?;
     let progress = socket.progress();
-    let mut loaded = config.load.load(&progress)?;
+    let mut loaded = config.load.load(&config.transfer, &progress)?;
     loaded.options = config.complete(loaded.options.clone(), loaded.backend());
     let mut server = socket.config().clone();
+    if let (Some(desk), Some(listener), Some(address)) = (&loaded.options.desk, pages, &transfers.desk) {
+        transfer::serve(desk.clone(), listener, address)?;
+    }
+    server.transfer = transfers;
     if let Some(publisher) = &publisher {
         loaded.options.cache_events = Some(publisher.sink.clone());
         server.kv_events = Some(events::announcement(publisher, PAGE_TOKENS));

@@ -114,7 +114,7 @@ async fn collect(
 ) -> Result<ChatResponse, ApiError> {
     let mut collected: Vec<Collected> = (0..choices).map(|_| Collected::default()).collect();
     let mut totals = Totals::default();
-    let mut prompt_logprobs = None;
+    let (mut prompt_logprobs, mut kv_transfer_params) = (None, None);
     while let Some(output) = generation.next().await {
         match output {
             Output::Started { prompt_logprobs: found, .. } => {
@@ -127,6 +127,7 @@ async fn collect(
             }
             Output::Finished { choice, finish } => collected[choice].finish = Some(finish),
             Output::Done(done) => totals += done,
+            Output::Kept(params) => kv_transfer_params = Some(params),
             Output::Embedding { .. } => {}
             Output::Failed(error) => return Err(app.engine_error(error)),
         }
@@ -156,6 +157,7 @@ async fn collect(
         usage: totals.into(),
         system_fingerprint: frame.fingerprint,
         prompt_logprobs,
+        kv_transfer_params,
     })
 }
 
@@ -254,7 +256,7 @@ impl Chunks for ChatChunks {
                 self.totals += totals;
                 Vec::new()
             }
-            Output::Embedding { .. } | Output::Failed(_) => Vec::new(),
+            Output::Kept(_) | Output::Embedding { .. } | Output::Failed(_) => Vec::new(),
         }
     }
 

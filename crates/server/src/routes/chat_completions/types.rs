@@ -40,6 +40,9 @@ pub struct ChatResponse {
     pub system_fingerprint: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub prompt_logprobs: Option<PromptLogprobs>,
+    /// Where another machine fetches the prompt's pages, if that was asked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub kv_transfer_params: Option<Value>,
 }
 
 #[derive(Debug, Serialize)]

@@ -8,6 +8,7 @@ use axum::extract::{Extension, State};
 use axum::response::Response;
 use oscar_engine::{Request, TokenLogprobs};
 use oscar_text::ReplyEvent;
+use serde_json::Value;
 
 use self::types::{CompletionChoice, CompletionLogprobs, CompletionResponse};
 use crate::app::Shared;
@@ -46,6 +47,7 @@ pub async fn create(
         choices,
         include_usage: prepared.include_usage,
         totals: Totals::default(),
+        kept: None,
     };
     let generation = Generation::start(&app, prepared)?;
     if stream {
@@ -73,6 +75,8 @@ struct Reply {
     offsets: Vec<usize>,
     include_usage: bool,
     totals: Totals,
+    /// The `kv_transfer_params` of the answer.
+    kept: Option<Value>,
 }
 
 impl Reply {
@@ -85,6 +89,7 @@ impl Reply {
             choices,
             system_fingerprint: self.fingerprint.clone(),
             usage: None,
+            kv_transfer_params: None,
         }
     }
 
@@ -105,6 +110,10 @@ impl Reply {
             }
             Output::Done(totals) => {
                 self.totals += totals;
+                Vec::new()
+            }
+            Output::Kept(params) => {
+                self.kept = Some(params);
                 Vec::new()
             }
             Output::Embedding { .. } | Output::Failed(_) => Vec::new(),
@@ -226,7 +235,8 @@ async fn collect(
         }
     }
     let usage = Some(Some(reply.totals.into()));
-    Ok(CompletionResponse { usage, ..reply.response("text_completion", choices) })
+    let kv_transfer_params = reply.kept.take();
+    Ok(CompletionResponse { usage, kv_transfer_params, ..reply.response("text_completion", choices) })
 }
 
 fn join(choice: &mut CompletionChoice, piece: CompletionChoice) {

@@ -72,6 +72,9 @@ pub struct CompletionResponse {
     /// last chunk.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub usage: Option<Option<UsageReport>>,
+    /// Where another machine fetches the prompt's pages, if that was asked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub kv_transfer_params: Option<Value>,
 }
 
 #[derive(Debug, Serialize)]

@@ -135,7 +135,7 @@ impl Reply {
                 self.usage = totals.usage;
                 Vec::new()
             }
-            Output::Embedding { .. } | Output::Failed(_) => Vec::new(),
+            Output::Kept(_) | Output::Embedding { .. } | Output::Failed(_) => Vec::new(),
         }
     }
 

@@ -108,7 +108,9 @@ struct Reply {
 impl Reply {
     fn take(&mut self, output: Output) -> Vec<BlockEvent> {
         let events = match output {
-            Output::Started { .. } | Output::Embedding { .. } | Output::Failed(_) => Vec::new(),
+            Output::Started { .. } | Output::Kept(_) | Output::Embedding { .. } | Output::Failed(_) => {
+                Vec::new()
+            }
             Output::Delta { events, .. } => {
                 events.into_iter().flat_map(|event| self.blocks.take(event)).collect()
             }

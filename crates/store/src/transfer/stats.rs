@@ -1,0 +1,62 @@
+//! What the two sides of a transfer count.
+
+use serde::Serialize;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+macro_rules! numbers {
+    ($($(#[$help:meta])* $name:ident),* $(,)?) => {
+        /// Numbers of transfers. Counters only grow; those marked so are of this moment.
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+        pub struct TransferStats {
+            $($(#[$help])* pub $name: u64,)*
+        }
+
+        /// [`TransferStats`] as they are counted.
+        #[derive(Debug, Default)]
+        pub struct TransferCounters {
+            $(pub(crate) $name: AtomicU64,)*
+        }
+
+        impl TransferCounters {
+            pub fn snapshot(&self) -> TransferStats {
+                TransferStats { $($name: self.$name.load(Ordering::Relaxed),)* }
+            }
+        }
+    };
+}
+
+numbers!(
+    /// Prompts whose pages were kept for another machine.
+    tickets,
+    /// Prompts whose pages were not kept: there was no room, or there were none.
+    tickets_refused,
+    /// Tickets that nobody released in time.
+    tickets_expired,
+    /// Pages and bytes that were sent.
+    sent_pages,
+    sent_bytes,
+    /// Questions about tickets that there are not (any more).
+    unknown_tickets,
+    /// Questions of machines with another model, cache or device.
+    other_fingerprints,
+    /// Connections that were closed because there were too many, or because they sent nonsense.
+    bad_connections,
+    /// Now: tickets, and bytes kept for them.
+    tickets_held,
+    held_bytes,
+    /// Pages and bytes that were fetched and verified.
+    fetched_pages,
+    fetched_bytes,
+    /// Requests with a ticket that computed what they could not fetch. The reasons follow.
+    fallbacks,
+    /// The other machine could not be reached, or closed the connection.
+    unreachable,
+    /// It did not answer in time.
+    timeouts,
+    /// It did not know the ticket (any more), or did not have a page of it.
+    expired,
+    /// It has another model, cache or device.
+    wrong_fingerprint,
+    /// A page was damaged, or an answer was none.
+    corrupt,
+);
