@@ -123,7 +123,8 @@ impl RowCap {
         let len = sequence.len();
         let history = History { sequence, tokens, len, observed: None };
         let scores = score(runner, &history, self.policy.evict, &Probe::default())?;
-        let selection = select(runner.layout(), &scores, &self.policy, &[]);
+        let Policy { budget, heads, .. } = self.policy;
+        let selection = select(runner.layout(), &scores, budget, heads, &[]);
         let derived = runner.derive(sequence, len, selection.kept.clone())?;
         Ok((derived, self.lineage(salt, len), selection))
     }

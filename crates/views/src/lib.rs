@@ -6,18 +6,27 @@
 //! or quantized again. The sink, the recent window and protected positions (system and tool
 //! messages) are always kept and do not count.
 //!
+//! [`Episodes`] keep several views of one history, one for each topic, and route questions to them.
+//!
 //! **Invariant:** the same tokens, policy and format give the same rows: scores are sums of integers
 //! or maxima, and ties go to the lower position. Knows no request and no text.
 
 mod budget;
+mod clusters;
+mod embedding;
+mod episodes;
 mod expected;
 mod observe;
 mod policy;
 mod scorers;
 mod select;
+mod topics;
 
 pub use budget::{Budget, BudgetError, apportion};
+pub use embedding::InputEmbeddings;
+pub use episodes::Episodes;
 pub use observe::{Observed, observe};
 pub use policy::{Evict, HeadSplit, Policy, PolicyError};
 pub use scorers::{History, Probe, Scorer, Scores, score, scorer};
 pub use select::{Selection, select};
+pub use topics::{EpisodeOptions, Route, Topics};

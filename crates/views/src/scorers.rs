@@ -40,11 +40,14 @@ pub struct History<'a> {
     pub observed: Option<&'a Observed>,
 }
 
-/// Tokens that lead a model to repeat its context: the turn of a user and the beginning of an
+/// Tokens that lead a model to speak of its context: the turn of a user and the beginning of an
 /// answer.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Probe {
+    /// Asks to repeat the context; for `kvzip`.
     pub repeat: Vec<u32>,
+    /// Asks to recall what was told; for episodes.
+    pub recall: Vec<u32>,
 }
 
 /// Scores of all rows of a history; larger is better.
@@ -94,7 +97,7 @@ pub fn score<B: Backend>(
 }
 
 /// Positions of the rows that a view of this history may keep, by layer and head.
-fn positions<B: Backend>(runner: &Runner<B>, history: &History<'_>) -> Vec<Vec<u32>> {
+pub(crate) fn positions<B: Backend>(runner: &Runner<B>, history: &History<'_>) -> Vec<Vec<u32>> {
     let layout = runner.layout();
     let end = view_end(layout, history.len) as u32;
     let view = history.sequence.pages().view();
@@ -126,7 +129,11 @@ pub(crate) fn weights(scoring: &Scoring) -> Vec<Vec<f64>> {
 }
 
 /// A fork at this length, or the reason why there is none.
-fn fork<B: Backend>(runner: &Runner<B>, history: &History<'_>, len: usize) -> Result<Sequence, StepError> {
+pub(crate) fn fork<B: Backend>(
+    runner: &Runner<B>,
+    history: &History<'_>,
+    len: usize,
+) -> Result<Sequence, StepError> {
     let fork = runner.fork(history.sequence, len);
     fork.ok_or(StepError::Eviction("the sequence no longer holds the rows that its last queries read"))
 }

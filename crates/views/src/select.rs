@@ -1,9 +1,9 @@
 //! From scores to rows: the best within a budget.
 
-use crate::budget::apportion;
-use crate::policy::{HeadSplit, Policy};
+use crate::budget::{Budget, apportion};
+use crate::policy::HeadSplit;
 use crate::scorers::Scores;
-use oscar_codec::CacheLayout;
+use oscar_codec::{CacheLayout, PAGE_TOKENS};
 use std::ops::Range;
 
 /// Rows that a view keeps.
@@ -23,6 +23,11 @@ impl Selection {
     /// Share of the history that is kept.
     pub fn share(&self) -> f64 {
         (self.chosen + self.protected) as f64 / self.all.max(1) as f64
+    }
+
+    /// Bytes of the pages of a view with these rows.
+    pub fn bytes(&self, layout: &CacheLayout) -> usize {
+        page_bytes(layout, &self.kept)
     }
 }
 
@@ -49,7 +54,8 @@ impl Candidate {
 pub fn select(
     layout: &CacheLayout,
     scores: &Scores,
-    policy: &Policy,
+    budget: Budget,
+    heads: HeadSplit,
     protected: &[Range<usize>],
 ) -> Selection {
     let is_protected = |position: u32| protected.iter().any(|range| range.contains(&(position as usize)));
@@ -57,48 +63,86 @@ pub fn select(
         let heads = layout.kv_heads();
         layout.coded().is_some_and(|table| table.codec(head / heads, head % heads).keeps_history())
     };
-    let heads = scores.rows.len();
-    let mut kept: Vec<Vec<u32>> = vec![Vec::new(); heads];
-    let mut candidates: Vec<Vec<Candidate>> = vec![Vec::new(); heads];
+    let count = scores.rows.len();
+    let mut ranking =
+        Ranking { layout, protected: vec![Vec::new(); count], candidates: vec![Vec::new(); count] };
     let mut all = 0;
-    for head in (0..heads).filter(|&head| stores(head)) {
+    for head in (0..count).filter(|&head| stores(head)) {
         for (&position, &score) in scores.positions[head].iter().zip(&scores.rows[head]) {
             all += 1;
             match is_protected(position) {
-                true => kept[head].push(position),
-                false => candidates[head].push(Candidate { score, position, head }),
+                true => ranking.protected[head].push(position),
+                false => ranking.candidates[head].push(Candidate { score, position, head }),
             }
         }
-        candidates[head].sort_by(Candidate::order);
+        ranking.candidates[head].sort_by(Candidate::order);
     }
-    let protected = kept.iter().map(Vec::len).sum();
-    let caps: Vec<usize> = candidates.iter().map(Vec::len).collect();
-    let largest = caps.iter().copied().max().unwrap_or(0);
-    let total = policy.budget.total(layout, largest).min(caps.iter().sum());
-    let weights: Vec<f64> = caps.iter().map(|&cap| f64::from(u8::from(cap > 0))).collect();
-    let shares = apportion(total, &weights, &caps);
-    let take = |kept: &mut Vec<Vec<u32>>, rows: &[Candidate]| {
-        rows.iter().for_each(|row| kept[row.head].push(row.position));
+    let caps: Vec<usize> = ranking.candidates.iter().map(Vec::len).collect();
+    let (largest, most) = (caps.iter().copied().max().unwrap_or(0), caps.iter().sum::<usize>());
+    let kept = match budget {
+        Budget::Bytes(bytes) => ranking.within(heads, &caps, bytes),
+        budget => ranking.best(heads, &caps, budget.total(layout, largest).min(most)),
     };
-    match policy.heads {
-        HeadSplit::Uniform => {
-            (0..heads).for_each(|head| take(&mut kept, &candidates[head][..shares[head]]));
-        }
-        HeadSplit::Adaptive => {
-            for layer in 0..layout.layers() {
-                let range = layer * layout.kv_heads()..(layer + 1) * layout.kv_heads();
-                best_of(&candidates[range.clone()], &shares[range], FLOOR)
-                    .iter()
-                    .for_each(|row| kept[row.head].push(row.position));
-            }
-        }
-        HeadSplit::Global => {
-            best_of(&candidates, &shares, 0.0).iter().for_each(|row| kept[row.head].push(row.position));
-        }
-    }
-    kept.iter_mut().for_each(|rows| rows.sort_unstable());
+    let protected = ranking.protected.iter().map(Vec::len).sum();
     let chosen = kept.iter().map(Vec::len).sum::<usize>() - protected;
     Selection { kept, chosen, protected, all }
+}
+
+/// Bytes of the pages that hold these rows of each layer and head.
+fn page_bytes(layout: &CacheLayout, kept: &[Vec<u32>]) -> usize {
+    let Some(table) = layout.coded() else { return 0 };
+    kept.iter()
+        .zip(table.codecs())
+        .map(|(rows, codec)| rows.len().div_ceil(PAGE_TOKENS) * codec.page_bytes())
+        .sum()
+}
+
+/// Rows by layer and head: the protected ones, and the others from the best to the worst.
+struct Ranking<'a> {
+    layout: &'a CacheLayout,
+    protected: Vec<Vec<u32>>,
+    candidates: Vec<Vec<Candidate>>,
+}
+
+impl Ranking<'_> {
+    /// Positions of the best `total` rows and of the protected ones, ascending.
+    fn best(&self, split: HeadSplit, caps: &[usize], total: usize) -> Vec<Vec<u32>> {
+        let weights: Vec<f64> = caps.iter().map(|&cap| f64::from(u8::from(cap > 0))).collect();
+        let shares = apportion(total, &weights, caps);
+        let heads = caps.len();
+        let per_layer = self.layout.kv_heads();
+        let best: Vec<Candidate> = match split {
+            HeadSplit::Uniform => {
+                (0..heads).flat_map(|head| &self.candidates[head][..shares[head]]).copied().collect()
+            }
+            HeadSplit::Adaptive => (0..heads)
+                .step_by(per_layer)
+                .flat_map(|first| {
+                    let layer = first..first + per_layer;
+                    best_of(&self.candidates[layer.clone()], &shares[layer], FLOOR)
+                })
+                .collect(),
+            HeadSplit::Global => best_of(&self.candidates, &shares, 0.0),
+        };
+        let mut kept = self.protected.clone();
+        best.iter().for_each(|row| kept[row.head].push(row.position));
+        kept.iter_mut().for_each(|rows| rows.sort_unstable());
+        kept
+    }
+
+    /// As many of the best rows as fit in pages of `bytes`, beside those of the protected rows.
+    fn within(&self, split: HeadSplit, caps: &[usize], bytes: usize) -> Vec<Vec<u32>> {
+        let limit = bytes + page_bytes(self.layout, &self.protected);
+        let (mut fits, mut beyond) = (0, caps.iter().sum::<usize>() + 1);
+        while fits + 1 < beyond {
+            let middle = fits + (beyond - fits) / 2;
+            match page_bytes(self.layout, &self.best(split, caps, middle)) <= limit {
+                true => fits = middle,
+                false => beyond = middle,
+            }
+        }
+        self.best(split, caps, fits)
+    }
 }
 
 /// The best rows of some heads, as many as their shares together, each head at least `floor` of its
@@ -120,7 +164,6 @@ fn best_of(candidates: &[Vec<Candidate>], shares: &[usize], floor: f64) -> Vec<C
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Budget, Evict};
     use oscar_codec::{CodeLayout, KvFormat, Windows};
     use proptest::prelude::*;
 
@@ -128,8 +171,8 @@ mod tests {
         CacheLayout::new(KvFormat::OSCAR2, 2, 2, 64, Windows::default(), CodeLayout::CpuTile).unwrap()
     }
 
-    fn policy(budget: &str, heads: HeadSplit) -> Policy {
-        Policy { evict: Evict::SnapKv, budget: budget.parse().unwrap(), heads }
+    fn keep(scores: &Scores, budget: &str, heads: HeadSplit, protected: Range<usize>) -> Selection {
+        select(&layout(), scores, budget.parse().unwrap(), heads, std::slice::from_ref(&protected))
     }
 
     fn scores(rows: Vec<Vec<f64>>) -> Scores {
@@ -140,12 +183,11 @@ mod tests {
     #[test]
     fn ties_go_to_the_lower_position_and_protected_rows_come_on_top() {
         let scores = scores(vec![vec![1.0, 5.0, 1.0, 1.0, 0.0]; 4]);
-        let selected =
-            select(&layout(), &scores, &policy("2", HeadSplit::Uniform), std::slice::from_ref(&(68..200)));
+        let selected = keep(&scores, "2", HeadSplit::Uniform, 68..200);
         assert_eq!(selected.kept, vec![vec![64, 65, 68]; 4]);
         assert_eq!((selected.chosen, selected.protected, selected.all), (8, 4, 20));
         // All four heads tie, so the lower position wins in every head before the next one does.
-        let selected = select(&layout(), &scores, &policy("2", HeadSplit::Global), &[]);
+        let selected = keep(&scores, "2", HeadSplit::Global, 0..0);
         assert_eq!(selected.kept, vec![vec![64, 65]; 4]);
     }
 
@@ -153,7 +195,7 @@ mod tests {
     fn adaptive_heads_share_their_layer_and_keep_a_floor() {
         let rows = vec![vec![9.0; 100], vec![1.0; 100], vec![3.0; 100], vec![2.0; 100]];
         let lens = |heads| {
-            let selected = select(&layout(), &scores(rows.clone()), &policy("50", heads), &[]);
+            let selected = keep(&scores(rows.clone()), "50", heads, 0..0);
             selected.kept.iter().map(Vec::len).collect::<Vec<_>>()
         };
         assert_eq!(lens(HeadSplit::Uniform), [50, 50, 50, 50]);
@@ -169,9 +211,29 @@ mod tests {
             let mut state = seed;
             let mut next = || { state = state.wrapping_mul(6364136223846793005).wrapping_add(1); (state >> 40) as f64 };
             let scores = scores((0..4).map(|_| (0..rows).map(|_| next()).collect()).collect());
-            let selected = select(&layout(), &scores, &policy(&budget.to_string(), HeadSplit::NAMES[split].0), &[]);
+            let selected = keep(&scores, &budget.to_string(), HeadSplit::NAMES[split].0, 0..0);
             prop_assert_eq!(selected.chosen, 4 * budget.min(rows));
             prop_assert!(selected.kept.iter().all(|rows| rows.is_sorted_by(|a, b| a < b)));
+        }
+    }
+
+    #[test]
+    fn bytes_bound_the_pages_of_every_division() {
+        let layout = layout();
+        let page = layout.coded().unwrap().codec(0, 0).page_bytes();
+        let rows: Vec<Vec<f64>> = (0..4)
+            .map(|head| (0..500).map(|i| f64::from((i * 37 + head * 11) % 101 + head * 40)).collect())
+            .collect();
+        for (split, name) in HeadSplit::NAMES {
+            let scores = scores(rows.clone());
+            let protected = std::slice::from_ref(&(70..80));
+            let selected = select(&layout, &scores, Budget::Bytes(11 * page), split, protected);
+            // Ten protected rows fill a page of each head; they come on top.
+            let bytes = selected.bytes(&layout);
+            assert!(bytes <= 15 * page && bytes >= 13 * page, "{name}: {} pages", bytes / page);
+            let more = Budget::Rows(selected.chosen / 4 + 20);
+            let more = select(&layout, &scores, more, split, protected);
+            assert!(more.bytes(&layout) > bytes, "{name} could keep more");
         }
     }
 

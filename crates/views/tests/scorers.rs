@@ -1,48 +1,23 @@
 //! Scorers on the embedded model: against float references, and what they keep.
 
+mod support;
+
 use oscar_backend::{CacheHead, HeadHistory};
 use oscar_cache::view_end;
 use oscar_codec::{CacheLayout, CodeLayout, KvFormat, Windows};
-use oscar_kernels_cpu::Kernels;
-use oscar_kernels_cpu::backend::{CpuBackend, Mode};
-use oscar_models::{DecoderConfig, ModelSource, Weights};
-use oscar_runner::{KvMemory, Runner, RunnerOptions, Sequence, StepOutput};
-use oscar_views::{Evict, HeadSplit, History, Policy, Probe, observe, score, select};
-
-fn runner(chunk: usize) -> Runner<CpuBackend> {
-    let source = ModelSource::Embedded(oscar_embedded::FILES);
-    let config = DecoderConfig::load(&source).unwrap();
-    let weights = Weights::open(&source).unwrap();
-    let (l, h, d) = (config.layers, config.kv_heads, config.head_dim);
-    let format = KvFormat::OSCAR2;
-    let layout = CacheLayout::new(format, l, h, d, Windows::default(), CodeLayout::CpuTile).unwrap();
-    let rotations = format.rotation().data_free(l, h, d).unwrap();
-    let backend = CpuBackend::new(Kernels::chosen().unwrap(), 2, Mode::Bf16).unwrap();
-    let options = RunnerOptions {
-        layout,
-        rotations: rotations.as_ref(),
-        context: 4096,
-        kv_memory: KvMemory::Bytes(1 << 30),
-        prefill_chunk: chunk,
-    };
-    Runner::load(backend, &config, &weights, options, |_| {}).unwrap()
-}
+use oscar_runner::{Sequence, StepOutput};
+use oscar_views::{Budget, Evict, HeadSplit, History, Probe, observe, score, select};
+use support::{base, runner};
 
 fn tokens(count: usize) -> Vec<u32> {
     (0..count as u32).map(|i| (i.wrapping_mul(2654435761) >> 7) % 6000 + 3).collect()
-}
-
-fn base(runner: &mut Runner<CpuBackend>, tokens: &[u32]) -> Sequence {
-    let mut sequence = Sequence::forkable(runner);
-    runner.prefill(&mut sequence, tokens, &mut StepOutput::default(), |_| {}).unwrap();
-    sequence
 }
 
 /// Every scorer, with prompts in different chunks: equal rows. Scoring leaves no pages behind.
 #[test]
 fn every_scorer_keeps_the_same_rows_for_any_chunks() {
     let tokens = tokens(832);
-    let probe = Probe { repeat: tokens[..9].to_vec() };
+    let probe = Probe { repeat: tokens[..9].to_vec(), ..Probe::default() };
     let kept = |chunk: usize| {
         let mut runner = runner(chunk);
         let sequence = base(&mut runner, &tokens);
@@ -54,8 +29,8 @@ fn every_scorer_keeps_the_same_rows_for_any_chunks() {
                 let scores = score(&mut runner, &history, evict, &probe).unwrap();
                 assert_eq!(runner.usage(), before, "{name} leaves pages behind");
                 assert!(scores.rows.iter().flatten().all(|s| s.is_finite()), "{name}");
-                let policy = Policy { evict, budget: "100".parse().unwrap(), heads: HeadSplit::Adaptive };
-                let selected = select(runner.layout(), &scores, &policy, std::slice::from_ref(&(200..210)));
+                let (budget, protected) = (Budget::Rows(100), std::slice::from_ref(&(200..210)));
+                let selected = select(runner.layout(), &scores, budget, HeadSplit::Adaptive, protected);
                 assert_eq!((selected.chosen, selected.protected), (1200, 120), "{name}");
                 assert!(selected.kept.iter().all(|head| (200..210).all(|p| head.contains(&p))), "{name}");
                 selected.kept

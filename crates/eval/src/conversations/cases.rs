@@ -18,6 +18,8 @@ pub struct ConversationCase {
     pub history: Vec<u32>,
     /// Positions that every view keeps.
     pub protected: Vec<Range<usize>>,
+    /// Positions of each message of the history.
+    pub utterances: Vec<Range<usize>>,
     pub asks: Vec<Ask>,
 }
 
@@ -26,6 +28,8 @@ pub struct ConversationCase {
 pub struct Ask {
     /// Tokens between the history and the answer.
     pub tokens: Vec<u32>,
+    /// The bare text of the question.
+    pub question: Vec<u32>,
     /// The right answer, if there is one.
     pub answer: Option<Vec<u32>>,
     /// Positions of the history that tell it.
@@ -95,20 +99,43 @@ fn tokenized(prompts: &Prompts<'_>, dialogue: Dialogue, context: usize) -> Resul
     let shared = |a: &[u32], b: &[u32]| a.iter().zip(b).take_while(|(x, y)| x == y).count();
     let common = all.iter().map(|prompt| shared(prompt, &all[0])).min().unwrap_or(0).min(told);
     let len = common / 64 * 64;
-    let place = |turn: usize| -> Result<usize> { Ok(prompts.chat(&history[..turn])?.len() - opening) };
+    let places = places(prompts, &history, told)?;
+    let place = |turn: usize| places[turn].min(len);
     let mut asks = Vec::new();
     for (inquiry, prompt) in inquiries.into_iter().zip(&all) {
         let mut needs = Vec::new();
         for turn in inquiry.needs {
-            let range = place(turn)?..place(turn + 1)?.min(len);
+            let range = place(turn)..place(turn + 1);
             needs.extend((!range.is_empty()).then_some(range));
         }
         let answer = inquiry.answer.map(|answer| prompts.tokenizer().encode(&answer, false)).transpose()?;
         let tokens = prompt[len..].to_vec();
-        asks.push(Ask { tokens, answer, needs, plausible: inquiry.plausible });
+        let question = inquiry.turns.last().map_or("", |turn| &turn.text);
+        let question = prompts.tokenizer().encode(question, false)?;
+        asks.push(Ask { tokens, question, answer, needs, plausible: inquiry.plausible });
     }
-    let first = 0..place(protected)?;
+    let first = 0..place(protected);
+    let utterances = (0..history.len())
+        .map(|turn| place(turn)..place(turn + 1))
+        .filter(|range| !range.is_empty())
+        .collect();
     let protected = if first.is_empty() { Vec::new() } else { vec![first] };
     let history = all.first().map(|prompt| prompt[..len].to_vec()).unwrap_or_default();
-    Ok(ConversationCase { variant, context, seed, history, protected, asks })
+    Ok(ConversationCase { variant, context, seed, history, protected, utterances, asks })
+}
+
+/// Position of each turn of a conversation of `told` tokens, and its end.
+fn places(prompts: &Prompts<'_>, turns: &[Turn], told: usize) -> Result<Vec<usize>> {
+    let opening = prompts.chat(&[])?.len();
+    // Templates write messages one after the other, so that each can be counted by itself.
+    let tokens = |turns: &[Turn]| prompts.chat(turns).map_or(0, |tokens| tokens.len());
+    let mut places = vec![0, tokens(&turns[..turns.len().min(1)]).saturating_sub(opening)];
+    for pair in turns.windows(2) {
+        places.push(places[places.len() - 1] + tokens(pair).saturating_sub(tokens(&pair[..1])));
+    }
+    match places.last() == Some(&told) {
+        true => Ok(places),
+        // This template does not: every beginning of the conversation is counted.
+        false => (0..=turns.len()).map(|turn| Ok(prompts.chat(&turns[..turn])?.len() - opening)).collect(),
+    }
 }

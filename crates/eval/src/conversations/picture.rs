@@ -1,6 +1,6 @@
 //! Accuracy by the share of rows kept, a line for each policy.
 
-use super::{ConversationRow, FULL};
+use super::{ConversationRow, FULL, Unit};
 use oscar_figures::Figure;
 
 const SIZE: (f64, f64) = (560.0, 360.0);
@@ -15,7 +15,8 @@ pub fn picture(rows: &[ConversationRow]) -> Figure {
     let Some(first) = rows.first() else { return figure };
     let all: Vec<&ConversationRow> = rows
         .iter()
-        .filter(|row| row.task == "all" && (&row.kv, row.context) == (&first.kv, first.context))
+        .filter(|row| row.task == "all" && row.unit == Unit::Rows)
+        .filter(|row| (&row.kv, row.context) == (&first.kv, first.context))
         .collect();
     let mut percents: Vec<f64> = all.iter().map(|row| row.percent).collect();
     percents.sort_by(f64::total_cmp);

@@ -5,14 +5,14 @@ use super::{Common, check_seed, filler};
 use crate::{progress, table};
 use anyhow::{Context, Result, bail};
 use oscar_eval::conversations::{
-    Arms, CaseOutcomes, ConversationCase, ConversationRow, FULL, Outcome, conversation_cases, run_case,
-    summarize,
+    Arm, Arms, CaseOutcomes, ConversationCase, ConversationRow, EPISODES, FULL, Outcome, Setting, Unit,
+    conversation_cases, run_case, summarize,
 };
 use oscar_eval::{Journal, Prompts};
 use oscar_figures::write_whole;
 use oscar_tasks::chat::Turn;
 use oscar_tasks::chat::sessions::Variant;
-use oscar_views::{Evict, HeadSplit, Probe};
+use oscar_views::{EpisodeOptions, Evict, HeadSplit, InputEmbeddings, Probe};
 use serde_json::json;
 use std::path::PathBuf;
 
@@ -20,14 +20,19 @@ use std::path::PathBuf;
 pub struct Args {
     #[command(flatten)]
     common: Common,
-    /// Policies: recent, h2o, snapkv, tova, keydiff, expected, kvzip; with a division of rows among heads after a
-    /// colon (uniform, adaptive, global), e.g. kvzip:global
+    /// Policies: recent, h2o, snapkv, tova, keydiff, expected, kvzip, episodes; with a division of rows among heads
+    /// after a colon (uniform, adaptive, global), e.g. kvzip:global
     #[arg(long, value_name = "POLICY[,POLICY…]", value_delimiter = ',',
-          default_values = ["recent", "h2o", "snapkv", "tova", "keydiff", "expected", "kvzip"])]
+          default_values = ["recent", "h2o", "snapkv", "tova", "keydiff", "expected", "kvzip", EPISODES])]
     policies: Vec<String>,
     /// Rows kept, in percent of the history
     #[arg(long, value_name = "PERCENT[,PERCENT…]", value_delimiter = ',', default_values_t = [50.0, 25.0, 12.5])]
     rows: Vec<f64>,
+    /// Bytes of pages kept, in percent of the history's: these budgets beside those of --rows
+    #[arg(long, value_name = "PERCENT[,PERCENT…]", value_delimiter = ',')]
+    bytes: Vec<f64>,
+    #[command(flatten)]
+    episodes: EpisodeArgs,
     /// Conversations: sessions, update, cross, absent, system, late
     #[arg(long, value_name = "NAME[,NAME…]", value_delimiter = ',',
           default_values = ["sessions", "update", "cross", "absent", "system", "late"])]
@@ -49,21 +54,49 @@ pub struct Args {
     picture: Option<PathBuf>,
 }
 
+#[derive(clap::Args)]
+struct EpisodeArgs {
+    /// Episodes of a conversation, at most
+    #[arg(long = "episodes", value_name = "N", default_value_t = EpisodeOptions::default().count)]
+    count: usize,
+    /// Messages of a segment, the unit that is grouped into episodes
+    #[arg(long = "episode-segment", value_name = "N", default_value_t = EpisodeOptions::default().segment)]
+    segment: usize,
+    /// Cosine to every episode below which a question is asked of the global view
+    #[arg(long = "episode-threshold", value_name = "COSINE", default_value_t = EpisodeOptions::default().threshold)]
+    threshold: f64,
+    /// Difference of cosines below which a question is asked of two episodes together
+    #[arg(long = "episode-margin", value_name = "COSINE", default_value_t = EpisodeOptions::default().margin)]
+    margin: f64,
+}
+
+impl EpisodeArgs {
+    fn options(&self) -> Result<EpisodeOptions> {
+        if self.count == 0 || self.segment == 0 {
+            bail!("--episodes and --episode-segment: give at least 1");
+        }
+        let Self { count, segment, threshold, margin } = *self;
+        Ok(EpisodeOptions { count, segment, threshold, margin, ..EpisodeOptions::default() })
+    }
+}
+
 /// The request that makes a model repeat its context.
 const REPEAT: &str = "Repeat the previous context exactly.";
+/// The request that makes a model tell what it was told.
+const RECALL: &str = "Recall the names, facts and codes that were told before.";
 
 pub fn run(args: &Args) -> Result<()> {
     if args.limit == 0 {
         bail!("--limit 0: at least one conversation of each variant is needed");
     }
     check_seed(args.seed, args.limit)?;
-    if let Some(percent) = args.rows.iter().find(|p| !(**p > 0.0 && **p <= 100.0)) {
-        bail!("--rows {percent}: give a share of the history above 0 and up to 100 percent");
+    let rows = args.rows.iter().map(|percent| (Unit::Rows, *percent));
+    let budgets: Vec<_> = rows.chain(args.bytes.iter().map(|percent| (Unit::Bytes, *percent))).collect();
+    if let Some((_, percent)) = budgets.iter().find(|(_, p)| !(*p > 0.0 && *p <= 100.0)) {
+        bail!("--rows or --bytes {percent}: give a share of the history above 0 and up to 100 percent");
     }
-    let arms = Arms {
-        scorers: args.policies.iter().map(|name| arm(name)).collect::<Result<_>>()?,
-        percents: args.rows.clone(),
-    };
+    let policies = args.policies.iter().map(|name| arm(name)).collect::<Result<_>>()?;
+    let arms = Arms { policies, budgets, episodes: args.episodes.options()? };
     let variants = args.variants.iter().map(|name| Variant::parse(name)).collect::<Result<Vec<_>, _>>()?;
     let Some(&longest) = args.context.iter().max() else { bail!("--context: give at least one") };
     let common = &args.common;
@@ -82,8 +115,14 @@ pub fn run(args: &Args) -> Result<()> {
         bail!("conversations need a chat template: use an instruction-tuned model");
     }
     let prompts = Prompts::new(&session.text, false);
-    let probe = Probe { repeat: prompts.chat(&[Turn::user(REPEAT)])? };
-    let config = session.config(json!({"text": text_digest, "policies": args.policies, "rows": args.rows}));
+    let asked = |request: &str| prompts.chat(&[Turn::user(request)]);
+    let probe = Probe { repeat: asked(REPEAT)?, recall: asked(RECALL)? };
+    let options = arms.episodes;
+    let config = session.config(json!({
+        "text": text_digest, "policies": args.policies, "rows": args.rows, "bytes": args.bytes,
+        "episodes": [options.count, options.segment, options.recited],
+        "routing": [options.threshold, options.margin],
+    }));
     let mut journal = Journal::open(common.out.as_deref(), "eval conversations", &config)?;
     let mut cases = Vec::new();
     for &context in &args.context {
@@ -93,6 +132,13 @@ pub fn run(args: &Args) -> Result<()> {
     // Only formats that quantize evict rows; BF16 is not among them.
     let formats: Vec<_> =
         formats.into_iter().filter(|f| common.kv.iter().any(|kv| kv.name == f.name)).collect();
+    let setting = Setting {
+        arms: &arms,
+        probe: &probe,
+        prompts: &prompts,
+        stops: &session.stop_tokens,
+        embeddings: InputEmbeddings::new(&session.model.weights)?,
+    };
     let bar = progress::bar("asking", (cases.len() * formats.len()) as u64);
     let mut rows = Vec::new();
     for format in &formats {
@@ -107,8 +153,7 @@ pub fn run(args: &Args) -> Result<()> {
                         runner = Some(session.runner(format, 3)?);
                     }
                     let Some(runner) = &mut runner else { continue };
-                    let stops = &session.stop_tokens;
-                    let outcomes = run_case(runner, case, &arms, &probe, &prompts, stops)
+                    let outcomes = run_case(runner, case, &setting)
                         .with_context(|| format!("--kv {}, conversation {}", format.name, case.key()))?;
                     let outcomes = CaseOutcomes { outcomes };
                     journal.record(&key, &outcomes)?;
@@ -134,16 +179,20 @@ pub fn run(args: &Args) -> Result<()> {
 const PROBE_ROOM: usize = 2200;
 
 /// A policy with its division among heads: Ada-KV's unless the method has its own.
-fn arm(name: &str) -> Result<(Evict, HeadSplit)> {
+fn arm(name: &str) -> Result<Arm> {
     let (evict, split) = name.split_once(':').map_or((name, None), |(evict, split)| (evict, Some(split)));
-    let evict: Evict = evict.parse()?;
+    if evict.trim().eq_ignore_ascii_case(EPISODES) {
+        return Ok(Arm::Episodes(split.map_or(Ok(HeadSplit::Global), str::parse)?));
+    }
+    let evict: Evict =
+        evict.parse().with_context(|| format!("--policies {name}: give {EPISODES} or a scorer"))?;
     let split = match (split, evict) {
         (Some(split), _) => split.parse()?,
         (None, Evict::Recent | Evict::Tova | Evict::KeyDiff) => HeadSplit::Uniform,
         (None, Evict::KvZip) => HeadSplit::Global,
         (None, Evict::H2o | Evict::SnapKv | Evict::Expected) => HeadSplit::Adaptive,
     };
-    Ok((evict, split))
+    Ok(Arm::Scorer(evict, split))
 }
 
 fn report(rows: &[ConversationRow], json: bool) {
@@ -157,30 +206,39 @@ fn report(rows: &[ConversationRow], json: bool) {
             tasks.push(&row.task);
         }
     }
-    let mut header = vec!["kv", "policy ", "rows", "MiB", "context"];
+    let mut header = vec!["kv", "policy ", "budget", "rows", "MiB", "held", "context"];
     header.extend(&tasks);
-    header.extend(["all", "KL", "survival", "abstains", "questions"]);
+    header.extend(["all", "KL", "survival", "routed", "abstains", "length", "probe", "questions"]);
     let mut lines = Vec::new();
     for all in rows.iter().filter(|row| row.task == "all") {
         let same = |row: &&ConversationRow| {
-            (&row.kv, &row.policy, row.context, row.percent)
-                == (&all.kv, &all.policy, all.context, all.percent)
+            (&row.kv, &row.policy, row.context, row.unit, row.percent)
+                == (&all.kv, &all.policy, all.context, all.unit, all.percent)
         };
         let of = |task: &str| rows.iter().filter(same).find(|row| row.task == task);
         let percent = |value: f64| format!("{:.1}", 100.0 * value);
         let optional = |value: Option<f64>| value.map(percent).unwrap_or_default();
         let rows = if all.policy == FULL { "1".to_owned() } else { format!("{:.3}", all.rows) };
-        let mib = format!("{:.2}", all.bytes / f64::from(1 << 20));
-        let mut line = vec![all.kv.clone(), all.policy.clone(), rows, mib, all.context.to_string()];
+        let mib = |bytes: f64| format!("{:.2}", bytes / f64::from(1 << 20));
+        let budget = match all.unit {
+            Unit::Rows => format!("{} %", all.percent),
+            Unit::Bytes => format!("{} % bytes", all.percent),
+        };
+        let mut line = vec![all.kv.clone(), all.policy.clone(), budget, rows, mib(all.bytes), mib(all.held)];
+        line.push(all.context.to_string());
         line.extend(tasks.iter().map(|task| of(task).map(|row| percent(row.accuracy)).unwrap_or_default()));
         line.extend([percent(all.accuracy), format!("{:.4}", all.kl), optional(all.survival)]);
-        line.extend([optional(all.abstention), all.n.to_string()]);
+        line.extend([optional(all.routed), optional(all.abstention)]);
+        line.push(all.length.map(|length| format!("{length:.1}")).unwrap_or_default());
+        line.extend([format!("{:.0}", all.probe_tokens), all.n.to_string()]);
         lines.push(line);
     }
     println!("{}", table::render(&header, &lines));
     println!(
         "\nright answers in percent; rows: share of the quantized history that is kept; KL: to the whole cache of the same \
-         format; survival: share of the asked facts' rows that a head keeps; abstains: questions about facts never told \
-         that got no value of the conversation"
+         format; survival: share of the asked facts' rows that a head keeps; routed: questions asked of the episode that \
+         tells the answer, of those not asked of the global view; held: MiB of all views; abstains, length: questions \
+         about facts never told that got no value of the conversation, and tokens of their answers; probe: tokens \
+         computed to score"
     );
 }
