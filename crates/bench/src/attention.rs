@@ -2,7 +2,7 @@
 
 use oscar_codec::attention::PagedContext;
 use oscar_codec::random::SplitMix64;
-use oscar_codec::{CacheLayout, PAGE_TOKENS, RowPageCodec, Side};
+use oscar_codec::{CacheLayout, PAGE_TOKENS, RowPageCodec, Side, Survivors};
 use oscar_kernels_cpu::attention::{AttendTask, Scratch, attend};
 use oscar_kernels_cpu::bench::{Timing, time_median};
 use oscar_kernels_cpu::{Kernels, ThreadPool};
@@ -24,6 +24,8 @@ pub struct Shape {
     /// New tokens of a sequence: one in decode, a chunk in prefill.
     pub tokens: usize,
     pub batch: usize,
+    /// Rows of the quantized history that a view keeps for every head; all if absent.
+    pub rows: Option<usize>,
     pub repetitions: usize,
 }
 
@@ -44,6 +46,18 @@ impl Blocks {
         };
         let blocks = 0..context.div_ceil(PAGE_TOKENS);
         Self { full: blocks.map(|b| layout.keeps_full_page(b, boundary)).collect(), coded }
+    }
+
+    /// The pages of a view that keeps `rows` rows of the history, and what attention knows of it.
+    fn viewed(mut self, layout: &CacheLayout, context: usize, rows: usize) -> (Self, Option<Survivors>) {
+        let sink = layout.windows().sink();
+        let end = (layout.windows().boundary(context - 1) / PAGE_TOKENS * PAGE_TOKENS).max(sink);
+        let view = Survivors { end, rows: rows.min(end - sink) };
+        let first = sink / PAGE_TOKENS;
+        let dropped = (end - sink) / PAGE_TOKENS - view.pages();
+        self.full.drain(first..first + dropped);
+        self.coded.end -= dropped;
+        (self, Some(view))
     }
 
     fn full_count(&self) -> usize {
@@ -100,6 +114,10 @@ pub fn measure(kernels: &Kernels, pool: &ThreadPool, layout: &CacheLayout, shape
     let (full_bytes, coded_bytes) = (full_codec.page_bytes(), coded_codec.page_bytes());
     let tokens = shape.tokens.clamp(1, shape.context);
     let blocks = Blocks::of(layout, shape.context, tokens);
+    let (blocks, view) = match shape.rows {
+        Some(rows) => blocks.viewed(layout, shape.context, rows),
+        None => (blocks, None),
+    };
     let (full_memory, coded_memory) = (blocks.full_count() * full_bytes, blocks.coded.len() * coded_bytes);
     let per_copy = shape.kv_heads * shape.batch;
     let copy_bytes = (full_memory + coded_memory) * per_copy;
@@ -113,7 +131,7 @@ pub fn measure(kernels: &Kernels, pool: &ThreadPool, layout: &CacheLayout, shape
         .collect();
     let contexts: Vec<PagedContext<'_>> = pages
         .iter()
-        .map(|(full, coded)| PagedContext { full_codec, coded_codec, full, coded, view: None })
+        .map(|(full, coded)| PagedContext { full_codec, coded_codec, full, coded, view })
         .collect();
 
     let rows = tokens * shape.group;
@@ -146,6 +164,21 @@ pub fn measure(kernels: &Kernels, pool: &ThreadPool, layout: &CacheLayout, shape
 #[cfg(test)]
 mod tests {
     use super::*;
+    use oscar_codec::{CodeLayout, KvFormat, Windows};
+
+    #[test]
+    fn a_view_has_the_pages_of_its_rows() {
+        let windows = Windows::default();
+        let layout = CacheLayout::new(KvFormat::OSCAR2, 1, 1, 64, windows, CodeLayout::CpuTile).unwrap();
+        let whole = Blocks::of(&layout, 8192, 1);
+        let (full, coded) = (whole.full_count(), whole.coded.len());
+        let (blocks, view) = whole.viewed(&layout, 8192, 1000);
+        let view = view.unwrap();
+        assert_eq!((view.rows, view.pages(), blocks.full_count()), (1000, 16, full));
+        assert_eq!(coded - blocks.coded.len(), (view.end - 64) / 64 - 16);
+        let (all, view) = Blocks::of(&layout, 8192, 1).viewed(&layout, 8192, usize::MAX);
+        assert_eq!((all.coded.len(), view.unwrap().shift(64)), (coded, 0));
+    }
 
     #[test]
     fn pairs_are_counted_row_by_row() {

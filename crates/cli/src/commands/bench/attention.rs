@@ -2,7 +2,7 @@
 
 use super::{ceiling, report};
 use crate::options::Device;
-use anyhow::{Result, bail};
+use anyhow::{Result, anyhow, bail};
 use oscar_bench::Row;
 use oscar_bench::attention::{Shape, measure, visible_pairs};
 use oscar_codec::{CacheLayout, CodeLayout, FormatTable, KvFormat};
@@ -35,6 +35,9 @@ pub struct Args {
     pub(super) context: Vec<usize>,
     #[arg(long, value_name = "N[,N…]", value_delimiter = ',', default_values_t = [1])]
     pub(super) batch: Vec<usize>,
+    /// Decode also over views of the quantized formats that keep this many rows of the history. CPU only
+    #[arg(long, value_name = "N[,N…]", value_delimiter = ',')]
+    rows: Vec<usize>,
     #[arg(long, value_name = "N", default_value_t = 1)]
     threads: usize,
     /// Tokens at the beginning kept in BF16; 64, or what the format's source publishes, if absent
@@ -86,6 +89,8 @@ pub struct Case {
     pub tokens: usize,
     pub batch: usize,
     pub kv: KvFormat,
+    /// Rows of the history that a view keeps; all if absent.
+    pub rows: Option<usize>,
 }
 
 impl Case {
@@ -110,7 +115,13 @@ impl Args {
                 for &tokens in &chunks {
                     let tokens = tokens.min(context);
                     for &batch in &self.batch {
-                        cases.extend(self.kv.iter().map(|&kv| Case { heads, context, tokens, batch, kv }));
+                        let views = |kv: KvFormat| {
+                            let rows = self.rows.iter().map(|&rows| Some(rows));
+                            [None].into_iter().chain(rows.filter(move |_| kv.is_coded()))
+                        };
+                        cases.extend(self.kv.iter().flat_map(|&kv| {
+                            views(kv).map(move |rows| Case { heads, context, tokens, batch, kv, rows })
+                        }));
                     }
                 }
             }
@@ -125,6 +136,9 @@ impl Args {
         }
         if self.phase == Phase::Decode && !self.chunk.is_empty() {
             bail!("--chunk belongs to --phase prefill");
+        }
+        if !self.rows.is_empty() && (self.phase == Phase::Prefill || self.device == Device::Cuda) {
+            bail!("--rows: views are measured in decode on the CPU only");
         }
         crate::options::check_threads(self.threads)?;
         AttentionPrecision::chosen()?;
@@ -150,7 +164,7 @@ pub fn run(args: &Args) -> Result<()> {
     let ceiling = ceiling(kernels, &pool);
     let mut rows = Vec::new();
     for case in args.cases(|_| PREFILL_CHUNK) {
-        let Case { heads, context, tokens, batch, kv } = case;
+        let Case { heads, context, tokens, batch, kv, rows: kept } = case;
         let windows = kv.windows(args.sink, args.recent)?;
         let mut layout = CacheLayout::new(kv, 1, heads.kv, args.head_dim, windows, CodeLayout::CpuTile)?;
         if kv.boundary_layers() > 0 {
@@ -169,11 +183,19 @@ pub fn run(args: &Args) -> Result<()> {
             context,
             tokens,
             batch,
+            rows: kept,
             repetitions: args.repetitions,
         };
+        if kept.is_some() {
+            layout.evicts_rows().map_err(|why| anyhow!("--rows with --kv {kv}: {why}"))?;
+        }
         let (timing, bytes) = measure(kernels, &pool, &layout, &shape);
-        let extra = json!({"threads": args.threads, "kernel": name});
-        rows.push(row(args, &case, "cpu", timing, bytes, layout.sequence_bytes(context) * batch, extra));
+        let mut extra = json!({"threads": args.threads, "kernel": name});
+        if let Some(rows) = kept {
+            extra["rows"] = json!(rows);
+        }
+        let held = if kept.is_some() { bytes } else { layout.sequence_bytes(context) * batch };
+        rows.push(row(args, &case, "cpu", timing, bytes, held, extra));
     }
     report_phase(args, &rows, ceiling);
     Ok(())
@@ -201,7 +223,10 @@ pub fn row(
         Phase::Prefill => case.tokens * case.batch,
     };
     Row {
-        kv: case.kv.to_string(),
+        kv: match case.rows {
+            Some(rows) => format!("{}, {rows} rows", case.kv),
+            None => case.kv.to_string(),
+        },
         device,
         context: case.context,
         batch: case.batch,
