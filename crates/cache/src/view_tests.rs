@@ -76,10 +76,10 @@ fn a_view_is_found_under_its_own_salt_alone_and_goes_with_its_node() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
-    /// Random derivations, branches, inserts, reclaims and flushes: what is held is counted, and
-    /// everything returns.
+    /// Thousands of random derivations, branches, inserts, reclaims and flushes: what is held is
+    /// counted, and everything returns.
     #[test]
-    fn accounting_closes(operations in prop::collection::vec((0u8..7, 0usize..1000), 1..120)) {
+    fn accounting_closes(operations in prop::collection::vec((0u8..8, 0usize..1000), 100..500)) {
         let layout = layout();
         let pool = PagePool::new(&layout, 1 << 30);
         let mut tree = RadixCache::new(layout.clone());
@@ -115,6 +115,7 @@ proptest! {
                 }
                 5 if !held.is_empty() => { held.swap_remove(any); }
                 6 => { tree.reclaim(n * 1000); }
+                7 if n < 100 => { tree.flush(); }
                 _ => {}
             }
         }
