@@ -2,16 +2,17 @@
 //! passes the rest to the one thread that owns the model.
 
 use crate::heartbeat::Heartbeat;
+use crate::kv_request::CapRules;
 use crate::live::Submission;
 use crate::request::{
     EngineApi, EngineInfo, EngineStats, EventSink, Health, Request, RequestError, RequestId,
 };
-use crate::row_cap::RowCap;
+use crate::row_cap::{self, RowCap};
 use crate::scheduler::SchedulerOptions;
 use crate::worker::{Command, Worker};
 use oscar_backend::Backend;
 use oscar_cache::CacheEvent;
-use oscar_codec::{CacheLayout, PAGE_TOKENS};
+use oscar_codec::PAGE_TOKENS;
 use oscar_runner::Runner;
 use oscar_store::{Peers, Store, TransferDesk};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -87,8 +88,7 @@ pub struct EngineState {
     /// Why the engine's thread ended, if nobody asked it to.
     failure: Mutex<Option<String>>,
     max_queue: usize,
-    layout: CacheLayout,
-    row_cap: Option<RowCap>,
+    caps: CapRules,
     /// Transfers to and from other machines go on between steps, so their numbers are not the thread's.
     desk: Option<Arc<TransferDesk>>,
     peers: Option<Arc<Peers>>,
@@ -176,6 +176,7 @@ impl Engine {
             return Err(std::io::Error::new(std::io::ErrorKind::Unsupported, why));
         }
         let layout = runner.layout().clone();
+        let refusal = row_cap::refusal(&runner);
         let info = info(&runner, &options);
         let state = Arc::new(EngineState {
             info,
@@ -185,8 +186,7 @@ impl Engine {
             heartbeat: Heartbeat::new(options.stuck_after),
             failure: Mutex::default(),
             max_queue: options.max_queue,
-            layout,
-            row_cap: options.row_cap,
+            caps: CapRules { layout, refusal, server: options.row_cap.clone() },
             desk: options.desk.clone(),
             peers: options.store.as_ref().and_then(Store::peers).cloned(),
             thread: Mutex::new(None),
@@ -219,7 +219,7 @@ fn info<B: Backend>(runner: &Runner<B>, options: &EngineOptions) -> EngineInfo {
         page_tokens: PAGE_TOKENS,
         sink: layout.windows().sink(),
         recent: layout.windows().recent(),
-        row_cap: options.row_cap.map(|cap| cap.policy.to_string()),
+        row_cap: options.row_cap.as_ref().map(|cap| cap.policy.to_string()),
     }
 }
 
@@ -247,16 +247,21 @@ impl EngineApi for EngineHandle {
         // The least that storing the prompt takes, one token a step. An answer that outgrows the
         // cache later, alone in it, ends with `FinishReason::Length`.
         let tokens = request.prompt().len();
-        let needed = state.row_cap.map_or_else(
-            || state.layout.peak_bytes(tokens) + 2 * state.layout.full_block_bytes(),
-            |cap| cap.most_bytes(&state.layout, tokens) + state.layout.full_block_bytes(),
+        let (params, layout) = (request.params(), &state.caps.layout);
+        let cap = state.caps.cap(&params.kv)?;
+        if cap.is_some() && params.prompt_logprobs.is_some() {
+            return Err(RowCap::refusal("prompt_logprobs"));
+        }
+        let needed = cap.as_ref().map_or_else(
+            || layout.peak_bytes(tokens) + 2 * layout.full_block_bytes(),
+            |cap| cap.most_bytes(layout, tokens) + layout.full_block_bytes(),
         );
         let budget = state.info.kv_budget_bytes;
         if needed > budget {
             return Err(RequestError::TooLarge { needed, budget });
         }
         let place = QueuePlace::take(state)?;
-        let submission = Box::new(Submission { request, sink, span: Span::current(), place });
+        let submission = Box::new(Submission { request, sink, span: Span::current(), place, cap });
         self.commands.send(Command::Submit(submission)).map_err(|_| RequestError::ShuttingDown)
     }
 

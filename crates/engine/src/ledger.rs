@@ -1,7 +1,6 @@
 //! The scheduler's view of pages, on the real pool and the real prefix cache.
 
 use crate::live::LiveRequests;
-use crate::row_cap::RowCap;
 use crate::scheduler::{Demand, Ledger, SequenceId};
 use oscar_backend::Backend;
 use oscar_cache::{PrefixPages, RadixCache, Reclaimed};
@@ -13,7 +12,6 @@ pub struct PageLedger<'a, B: Backend> {
     /// `None` if the prefix cache is off.
     pub cache: Option<&'a mut RadixCache>,
     pub live: &'a mut LiveRequests,
-    pub row_cap: Option<RowCap>,
     pub reclaimed: Reclaimed,
 }
 
@@ -34,37 +32,38 @@ impl<B: Backend> PageLedger<'_, B> {
 
     /// Bytes of a sequence that grows to `tokens`: its largest size on the way, and the page that it
     /// keeps for a resume.
-    fn needed(&self, layout: &CacheLayout, tokens: usize) -> usize {
+    fn needed(&self, layout: &CacheLayout, &Demand { id, tokens }: &Demand) -> usize {
         let whole = layout.peak_bytes(tokens) + layout.full_block_bytes();
-        self.row_cap.map_or(whole, |cap| cap.most_bytes(layout, tokens).min(whole))
+        let cap = self.live.cap(id.request);
+        cap.map_or(whole, |cap| cap.most_bytes(layout, tokens).min(whole))
     }
 
     /// Bytes that a running sequence will still need.
     fn outstanding(&self, demand: &Demand) -> usize {
         let layout = self.runner.layout();
         let held = self.live.choice(demand.id).and_then(|choice| choice.sequence.as_ref());
-        self.needed(layout, demand.tokens).saturating_sub(held.map_or(0, |s| s.pages().bytes(layout)))
+        self.needed(layout, demand).saturating_sub(held.map_or(0, |s| s.pages().bytes(layout)))
     }
 }
 
 impl<B: Backend> Ledger for PageLedger<'_, B> {
     fn admit(&mut self, sequence: Demand, running: &[Demand]) -> Option<usize> {
         let outstanding: usize = running.iter().map(|demand| self.outstanding(demand)).sum();
-        let Demand { id, tokens } = sequence;
+        let id = sequence.id;
         let layout = self.runner.layout();
-        let whole = self.needed(layout, tokens);
+        let whole = self.needed(layout, &sequence);
+        let cap = self.live.cap(id.request).cloned();
         let choice = self.live.choice_mut(id)?;
-        let prefix = match self.cache.as_deref_mut() {
-            Some(cache) if self.row_cap.is_some() => {
+        let prefix = match (self.cache.as_deref_mut(), cap) {
+            (Some(cache), Some(cap)) => {
                 let (tokens, exact) = (&choice.tokens[..choice.resume_limit], !choice.takes_demoted);
-                let found = self.row_cap.map(|cap| cap.find(cache, choice.salt, tokens, exact));
-                let (lineage, prefix) = found.unwrap_or_default();
+                let (lineage, prefix) = cap.find(cache, choice.salt, tokens, exact);
                 choice.lineage = lineage;
                 prefix
             }
-            Some(cache) if choice.takes_demoted => cache.find(choice.prefix(choice.resume_limit)),
-            Some(cache) => cache.find_exact(choice.prefix(choice.resume_limit)),
-            None => {
+            (Some(cache), None) if choice.takes_demoted => cache.find(choice.prefix(choice.resume_limit)),
+            (Some(cache), None) => cache.find_exact(choice.prefix(choice.resume_limit)),
+            (None, _) => {
                 choice.lineage = None;
                 PrefixPages::default()
             }

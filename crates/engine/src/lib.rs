@@ -18,6 +18,7 @@ mod copies;
 pub mod cost;
 mod engine;
 mod heartbeat;
+mod kv_request;
 mod ledger;
 mod live;
 mod logprobs;
@@ -35,10 +36,12 @@ pub use engine::{CacheEventSink, Engine, EngineHandle, EngineOptions};
 pub use oscar_cache::{CacheEvent, CacheSalt, PageHash};
 pub use oscar_store::{PeerRules, PeerTicket, Ticket, TicketId, TransferStats};
 
+pub use kv_request::{KvRequest, KvUsage};
+pub use oscar_views::{Budget, Evict};
 pub use request::{
     CachedByTier, EngineApi, EngineInfo, EngineStats, Event, EventSink, FinishReason, GenerationParams,
     Health, PageTransfer, Request, RequestError, RequestId, RunningRequest, TokenLogprobs, Usage,
 };
-pub use row_cap::{EVICT_BLOCK, RowCap, default_split};
+pub use row_cap::{DEFAULT_EVICT, EVICT_BLOCK, RowCap, default_split};
 pub use sampling::{Allowed, Sampler, SamplingError, SamplingParams};
 pub use scheduler::SchedulerOptions;

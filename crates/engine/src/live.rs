@@ -8,6 +8,7 @@ use crate::engine::QueuePlace;
 use crate::logprobs::token_logprobs;
 use crate::request::{Event, EventSink, FinishReason, GenerationParams, Request, TokenLogprobs, Usage};
 use crate::request::{RequestError, RequestId};
+use crate::row_cap::RowCap;
 use crate::sampling::Sampler;
 use crate::scheduler::{SequenceId, StepPlan, Work};
 use oscar_backend::Candidate;
@@ -26,6 +27,8 @@ pub struct Submission {
     /// Log lines about the request belong to this span.
     pub span: Span,
     pub place: QueuePlace,
+    /// Caps the quantized rows of its conversation.
+    pub cap: Option<RowCap>,
 }
 
 /// How far a request has come. Preemption does not set it back.
@@ -61,6 +64,8 @@ pub struct Live {
     pub span: Span,
     /// Blocks of the prompt that the page store brought back, and from where.
     pub restored: Vec<(usize, Tier)>,
+    /// Caps the quantized rows of its conversation.
+    pub cap: Option<RowCap>,
 }
 
 /// One continuation of a prompt.
@@ -92,7 +97,7 @@ pub struct Choice {
 
 impl Live {
     pub fn new(submission: Submission) -> Self {
-        let Submission { request, sink, span, place } = submission;
+        let Submission { request, sink, span, place, cap } = submission;
         let Request { prompt, params, sampler, .. } = request;
         let mut live = Self {
             usage: Usage { prompt_tokens: prompt.len(), ..Usage::default() },
@@ -107,6 +112,7 @@ impl Live {
             sink,
             span,
             restored: Vec::new(),
+            cap,
         };
         live.add_choice(0, prompt);
         live
@@ -315,6 +321,11 @@ impl LiveRequests {
 
     pub fn get_mut(&mut self, id: RequestId) -> Option<&mut Live> {
         self.0.get_mut(&id)
+    }
+
+    /// The cap on the rows of a request.
+    pub fn cap(&self, id: RequestId) -> Option<&RowCap> {
+        self.0.get(&id)?.cap.as_ref()
     }
 
     pub fn choice(&self, id: SequenceId) -> Option<&Choice> {

@@ -1,6 +1,7 @@
 //! Requests, events and facts that front ends and the engine exchange: data only, no HTTP.
 
 use crate::constraint::SharedConstraint;
+use crate::kv_request::{KvRequest, KvUsage};
 use crate::row_cap::RowCap;
 use crate::sampling::{Sampler, SamplingParams};
 use oscar_cache::CacheSalt;
@@ -113,6 +114,8 @@ pub struct GenerationParams {
     pub cache_salt: Option<CacheSalt>,
     /// The form that each choice must have. An answer that is complete ends with a stop token.
     pub constraint: Option<SharedConstraint>,
+    /// Rows of the cache that the conversation keeps.
+    pub kv: KvRequest,
 }
 
 impl Default for GenerationParams {
@@ -129,6 +132,7 @@ impl Default for GenerationParams {
             transfer: PageTransfer::None,
             cache_salt: None,
             constraint: None,
+            kv: KvRequest::default(),
         }
     }
 }
@@ -209,6 +213,8 @@ pub struct Usage {
     pub demoted_tail: bool,
     /// The cached tokens that a page store brought back.
     pub by_tier: CachedByTier,
+    /// What the rows of the conversation came to, if they are capped.
+    pub kv: Option<KvUsage>,
 }
 
 /// Cached tokens by where they were, besides those that the prefix tree held itself.
@@ -232,6 +238,7 @@ impl AddAssign for Usage {
         self.by_tier.disk += other.by_tier.disk;
         self.by_tier.shared += other.by_tier.shared;
         self.by_tier.peer += other.by_tier.peer;
+        self.kv = other.kv.or(self.kv);
     }
 }
 
@@ -348,8 +355,11 @@ pub struct EngineStats {
     pub evicted_pages: u64,
     /// Histories that were compacted because of a cap on their rows.
     pub compactions: u64,
-    /// Rows of single layers and heads that compactions left out.
+    /// Rows of single layers and heads that compactions left out, and those that they kept.
     pub evicted_rows: u64,
+    pub kept_rows: u64,
+    /// Those of the kept ones that the budget did not choose: system and tool messages.
+    pub protected_rows: u64,
     pub full_pages: usize,
     pub coded_pages: usize,
     /// Pages held only by the prefix cache.
@@ -380,7 +390,10 @@ pub struct RunningRequest {
     pub generated_tokens: usize,
     pub cached_tokens: usize,
     pub sink_tokens: usize,
+    /// Rows of quantized history that a layer and head holds, on average.
     pub coded_tokens: usize,
+    /// Rows of history that were evicted.
+    pub evicted_tokens: usize,
     pub recent_tokens: usize,
     pub bytes: usize,
 }

@@ -9,37 +9,58 @@
 //! its last compaction, its *lineage*. Sequences of another cap, or of none, never reach it.
 
 use crate::request::RequestError;
+use crate::scheduler::Pauses;
 use oscar_backend::Backend;
 use oscar_cache::{CacheSalt, PrefixKey, PrefixPages, RadixCache};
 use oscar_codec::{CacheLayout, PAGE_TOKENS};
 use oscar_runner::{Runner, Sequence, StepError};
 use oscar_views::{Budget, Evict, HeadSplit, History, Policy, Probe, Selection, score, select};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Why rows of this model are not evicted on this device, if they are not.
+pub(crate) fn refusal<B: Backend>(runner: &Runner<B>) -> Option<String> {
+    if let Err(why) = runner.config().evicts_rows() {
+        return Some(why.into());
+    }
+    (!runner.backend().evicts_rows()).then(|| oscar_backend::eviction_refusal(runner.backend()).to_string())
+}
 
 /// See the [module](self).
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct RowCap {
     pub policy: Policy,
     /// Rows that may come beyond the budget before the history is compacted again.
     pub block: usize,
     /// Position of the first compaction.
-    pub(crate) first: usize,
+    first: usize,
     /// Rows of each layer and head after a compaction, on average.
-    rows: usize,
+    pub(crate) rows: usize,
+    /// Positions that every compaction keeps beside the budget, ascending.
+    protected: Arc<[Range<usize>]>,
 }
 
 /// Rows between two compactions, unless the user says otherwise.
 pub const EVICT_BLOCK: usize = 512;
+/// The policy if only a budget is given.
+pub const DEFAULT_EVICT: Evict = Evict::KeyDiff;
 
 impl RowCap {
     /// # Errors
     /// Says why this cache, device or policy cannot be capped.
     pub fn new<B: Backend>(runner: &Runner<B>, policy: Policy, block: usize) -> Result<Self, String> {
-        let layout = runner.layout();
-        runner.config().evicts_rows()?;
-        layout.evicts_rows()?;
-        if !runner.backend().evicts_rows() {
-            return Err(oscar_backend::eviction_refusal(runner.backend()).to_string());
+        match refusal(runner) {
+            Some(why) => Err(why),
+            None => Self::of_layout(runner.layout(), policy, block),
         }
+    }
+
+    /// A cap on a device that can evict rows.
+    ///
+    /// # Errors
+    /// Says why this cache or policy cannot be capped.
+    pub(crate) fn of_layout(layout: &CacheLayout, policy: Policy, block: usize) -> Result<Self, String> {
+        layout.evicts_rows()?;
         if matches!(policy.evict, Evict::H2o | Evict::Expected | Evict::KvZip) {
             return Err(format!(
                 "{} scores the whole history at once, which a cap does not keep: use snapkv, tova, keydiff or recent",
@@ -57,7 +78,17 @@ impl RowCap {
         let block = block.max(1).next_multiple_of(PAGE_TOKENS);
         let windows = layout.windows();
         let first = (windows.sink() + windows.recent() + rows + block).next_multiple_of(PAGE_TOKENS);
-        Ok(Self { policy, block, first, rows })
+        Ok(Self { policy, block, first, rows, protected: Arc::from([]) })
+    }
+
+    /// The same cap for a prompt some positions of which (ascending) are never evicted.
+    pub(crate) fn protecting(self, protected: &[Range<usize>]) -> Self {
+        Self { protected: protected.into(), ..self }
+    }
+
+    /// Lengths at which a sequence is compacted.
+    pub(crate) fn pauses(&self) -> Pauses {
+        Pauses { first: self.first, every: self.block }
     }
 
     /// Compactions up to a sequence of `len` tokens, the last first.
@@ -76,12 +107,16 @@ impl RowCap {
     fn lineage(&self, salt: Option<CacheSalt>, point: usize) -> CacheSalt {
         let base = salt.map(|salt| format!("{salt:?}")).unwrap_or_default();
         let (policy, block) = (self.policy.to_string(), self.block.to_string());
-        CacheSalt::of(&["view", &base, &policy, &block, &point.to_string()])
+        // What lies behind the point is not known when a shorter prompt is compacted there.
+        let before = self.protected.iter().filter(|range| range.start < point);
+        let protected: Vec<String> = before.map(|r| format!("{}-{}", r.start, r.end.min(point))).collect();
+        CacheSalt::of(&["view", &base, &policy, &block, &point.to_string(), &protected.join(",")])
     }
 
     /// Bytes that a sequence of `tokens` takes at most.
     pub fn most_bytes(&self, layout: &CacheLayout, tokens: usize) -> usize {
-        let pages = self.rows.div_ceil(PAGE_TOKENS) + 1;
+        let protected: usize = self.protected.iter().map(Range::len).sum();
+        let pages = (self.rows + protected).div_ceil(PAGE_TOKENS) + 1;
         let view = if tokens < self.first { 0 } else { pages * layout.coded_block_bytes() };
         layout.peak_bytes(tokens.min(self.first)) + view + layout.full_block_bytes()
     }
@@ -124,7 +159,7 @@ impl RowCap {
         let history = History { sequence, tokens, len, observed: None };
         let scores = score(runner, &history, self.policy.evict, &Probe::default())?;
         let Policy { budget, heads, .. } = self.policy;
-        let selection = select(runner.layout(), &scores, budget, heads, &[]);
+        let selection = select(runner.layout(), &scores, budget, heads, &self.protected);
         let derived = runner.derive(sequence, len, selection.kept.clone())?;
         Ok((derived, self.lineage(salt, len), selection))
     }
@@ -133,9 +168,23 @@ impl RowCap {
     pub(crate) fn refusal(parameter: &'static str) -> RequestError {
         RequestError::Invalid {
             parameter,
-            problem: "is not possible on a server with --kv-budget: rows of the prompt may be evicted".into(),
+            problem: "is not possible with --kv-budget or kv.budget: rows of the prompt may be evicted"
+                .into(),
         }
     }
+}
+
+/// Rows of history of a sequence: all that a whole cache would hold quantized, and those that a layer
+/// and head reads on average.
+pub(crate) fn history_rows(layout: &CacheLayout, sequence: &Sequence) -> (usize, usize) {
+    let Some(table) = layout.coded().filter(|_| !sequence.is_empty()) else { return (0, 0) };
+    let (sink, boundary) = (layout.windows().sink(), sequence.pages().boundary(layout));
+    let all = boundary.saturating_sub(sink);
+    let kept = sequence.pages().view().map_or(all, |view| {
+        let heads = table.codecs().iter().filter(|codec| codec.keeps_history()).count().max(1);
+        view.rows() / heads + boundary.saturating_sub(view.end())
+    });
+    (all, kept)
 }
 
 /// A division among heads that suits a policy: one that compares rows of different heads, or none.

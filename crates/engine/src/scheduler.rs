@@ -67,8 +67,6 @@ pub struct SchedulerOptions {
     pub inter_token_target: f64,
     /// How the device attends to prompts; see [`crate::cost`].
     pub wave: PrefillWave,
-    /// Lengths at which a sequence must pause: a step never goes beyond the next one.
-    pub pauses: Option<Pauses>,
 }
 
 /// Lengths `first`, `first + every`, `first + 2·every` …
@@ -117,7 +115,6 @@ impl Default for SchedulerOptions {
             decode_room: 128,
             inter_token_target: 0.08,
             wave: PrefillWave::NONE,
-            pauses: None,
         }
     }
 }
@@ -156,6 +153,8 @@ struct Entry {
     chunk: usize,
     /// Largest number of tokens that it may store.
     limit: usize,
+    /// Lengths at which it must pause.
+    pauses: Option<Pauses>,
 }
 
 impl Entry {
@@ -210,6 +209,12 @@ impl Scheduler {
         self.waiting.push_back(self.entry(id, tokens, limit, chunk));
     }
 
+    /// Makes a sequence pause at these lengths: a step of it never goes beyond the next one.
+    pub fn pause(&mut self, id: SequenceId, pauses: Pauses) {
+        let entries = self.waiting.iter_mut().chain(&mut self.running);
+        entries.filter(|entry| entry.id == id).for_each(|entry| entry.pauses = Some(pauses));
+    }
+
     /// Queues sequences ahead of all others: continuations of a prompt that has had its turn.
     pub fn submit_next(&mut self, ids: &[SequenceId], tokens: usize, limit: usize) {
         for &id in ids.iter().rev() {
@@ -220,7 +225,7 @@ impl Scheduler {
     fn entry(&self, id: SequenceId, tokens: usize, limit: usize, chunk: usize) -> Entry {
         debug_assert!(tokens > 0, "an empty sequence has nothing to compute");
         let chunk = chunk.clamp(1, self.options.prefill_chunk);
-        Entry { id, known: tokens, stored: 0, chunk, limit }
+        Entry { id, known: tokens, stored: 0, chunk, limit, pauses: None }
     }
 
     /// A token was chosen: the sequence has one more to compute.
@@ -313,7 +318,7 @@ impl Scheduler {
             let is_new = plan.admitted.iter().any(|(id, _)| *id == e.id);
             (e.pending() > 1 || is_new) && !plan.work.iter().any(|w| w.id == e.id)
         };
-        let until = |e: &Entry| self.options.pauses.map_or(usize::MAX, |p| p.after(e.stored) - e.stored);
+        let until = |e: &Entry| e.pauses.map_or(usize::MAX, |p| p.after(e.stored) - e.stored);
         let prompts: Vec<(SequenceId, usize)> = self
             .running
             .iter()

@@ -11,8 +11,7 @@ use crate::engine::{CacheEventSink, EngineOptions};
 use crate::ledger::PageLedger;
 use crate::live::{Live, LiveRequests, Scores, Stage, StepParts, Submission, deliver};
 use crate::request::{EngineStats, Event, FinishReason, RequestError, RequestId, Usage};
-use crate::row_cap::RowCap;
-use crate::scheduler::{Pauses, Scheduler, SchedulerOptions, SequenceId, StepPlan, Work};
+use crate::scheduler::{Scheduler, SchedulerOptions, SequenceId, StepPlan, Work};
 use crate::statistics::Statistics;
 use crate::store::{PageTiers, tokens_by_tier};
 use oscar_backend::{Backend, BackendError};
@@ -58,8 +57,6 @@ pub struct Serving<B: Backend> {
     output: StepOutput,
     /// The device failed, and with it everything that it held.
     device_failure: Option<String>,
-    /// Caps the quantized rows of each conversation.
-    row_cap: Option<RowCap>,
 }
 
 impl<B: Backend> Serving<B> {
@@ -76,7 +73,6 @@ impl<B: Backend> Serving<B> {
         let scheduler = Scheduler::new(SchedulerOptions {
             prefill_chunk: options.scheduler.prefill_chunk.min(runner.prefill_chunk()),
             wave: runner.backend().prefill_wave(&runner.config().heads()),
-            pauses: options.row_cap.map(|cap| Pauses { first: cap.first, every: cap.block }),
             ..options.scheduler
         });
         Self {
@@ -91,7 +87,6 @@ impl<B: Backend> Serving<B> {
             statistics: Statistics::default(),
             output: StepOutput::default(),
             device_failure: None,
-            row_cap: options.row_cap,
         }
     }
 
@@ -155,6 +150,9 @@ impl<B: Backend> Serving<B> {
         let chunk = if live.prompt_logprobs.is_some() { LOGPROBS_CHUNK } else { usize::MAX };
         let first = SequenceId { request: id, choice: 0 };
         self.scheduler.submit(first, live.usage.prompt_tokens, live.most_tokens(), chunk);
+        if let Some(cap) = &live.cap {
+            self.scheduler.pause(first, cap.pauses());
+        }
     }
 
     pub fn cancel(&mut self, id: RequestId) {
@@ -199,7 +197,6 @@ impl<B: Backend> Serving<B> {
             runner: &self.runner,
             cache: self.cache.as_mut(),
             live: &mut self.live,
-            row_cap: self.row_cap,
             reclaimed: Reclaimed::default(),
         };
         self.scheduler.set_cost(self.cost.cost());
@@ -363,6 +360,9 @@ impl<B: Backend> Serving<B> {
         }
         let others: Vec<_> = live.start_others().map(|choice| SequenceId { request, choice }).collect();
         self.scheduler.submit_next(&others, prompt_tokens, live.most_tokens());
+        if let Some(cap) = &live.cap {
+            others.iter().for_each(|&id| self.scheduler.pause(id, cap.pauses()));
+        }
     }
 
     /// Chooses the next token of a choice, if it has not ended.
@@ -408,6 +408,7 @@ impl<B: Backend> Serving<B> {
 
     /// Ends one choice and, with the last one, its request.
     fn end_choice(&mut self, id: SequenceId, reason: FinishReason) {
+        self.note_rows(id);
         self.publish(id, true);
         self.scheduler.remove(id);
         let Some(live) = self.live.get_mut(id.request) else { return };

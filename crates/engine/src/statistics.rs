@@ -2,6 +2,7 @@
 
 use crate::live::{Live, LiveRequests};
 use crate::request::{EngineStats, RequestId, RunningRequest};
+use crate::row_cap::history_rows;
 use oscar_backend::Backend;
 use oscar_cache::{CachedPages, RadixCache, Reclaimed};
 use oscar_codec::CacheLayout;
@@ -71,20 +72,18 @@ fn running_request(id: RequestId, live: &Live, layout: &CacheLayout) -> RunningR
         cached_tokens: live.usage.cached_tokens,
         sink_tokens: 0,
         coded_tokens: 0,
+        evicted_tokens: 0,
         recent_tokens: 0,
         bytes: 0,
     };
     for sequence in live.choices.values().filter_map(|choice| choice.sequence.as_ref()) {
         let len = sequence.len();
-        let (sink, coded) = match layout.coded() {
-            Some(_) if len > 0 => {
-                (len.min(windows.sink()), sequence.pages().boundary(layout) - windows.sink())
-            }
-            _ => (0, 0),
-        };
+        let sink = layout.coded().map_or(0, |_| len.min(windows.sink()));
+        let (history, kept) = history_rows(layout, sequence);
         request.sink_tokens += sink;
-        request.coded_tokens += coded;
-        request.recent_tokens += len - sink - coded;
+        request.coded_tokens += kept;
+        request.evicted_tokens += history.saturating_sub(kept);
+        request.recent_tokens += len - sink - history;
         request.bytes += sequence.pages().bytes(layout);
     }
     request

@@ -6,6 +6,7 @@
 
 use std::collections::HashSet;
 use std::fmt;
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
@@ -116,6 +117,14 @@ impl Tokenizer {
             }
         }
         self.encode(text, add_special)
+    }
+
+    /// The bytes of `text` that each token of [`Self::encode`] stands for.
+    pub fn offsets(&self, text: &str, add_special: bool) -> Result<Vec<Range<usize>>, TextError> {
+        let failed = |reason| TextError::Encode { bytes: text.len(), reason };
+        let encoding = caught(|| self.shared.inner.encode(text, add_special)).map_err(failed)?;
+        let encoding = encoding.map_err(|error| failed(error.to_string()))?;
+        Ok(encoding.get_offsets().iter().map(|&(start, end)| start..end).collect())
     }
 
     /// Bytes of text that one token stands for at most.

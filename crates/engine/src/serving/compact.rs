@@ -1,17 +1,22 @@
 //! Where requests meet the cap on their rows.
 
 use super::{Failure, Serving, caught};
+use crate::kv_request::KvUsage;
 use crate::request::RequestError;
+use crate::row_cap::history_rows;
 use crate::scheduler::SequenceId;
 use oscar_backend::Backend;
 use oscar_cache::OutOfPages;
 use oscar_runner::{Sequence, StepError};
+use std::ops::Range;
 
 impl<B: Backend> Serving<B> {
     /// Compacts the history of a sequence that now has `len` tokens, if it is due. Returns whether
     /// the sequence can go on.
     pub(super) fn compact(&mut self, id: SequenceId, len: usize) -> bool {
-        let Some(cap) = self.row_cap.filter(|cap| cap.is_point(len)) else { return true };
+        let Some(cap) = self.live.cap(id.request).filter(|cap| cap.is_point(len)).cloned() else {
+            return true;
+        };
         let Some(choice) = self.live.choice_mut(id) else { return true };
         let Some(sequence) = choice.sequence.take() else { return true };
         let (tokens, salt) = (choice.tokens[..len].to_vec(), choice.salt);
@@ -35,10 +40,17 @@ impl<B: Backend> Serving<B> {
         };
         match outcome {
             Ok(Some((sequence, lineage, selection))) => {
-                self.statistics.counters.compactions += 1;
+                let counters = &mut self.statistics.counters;
+                counters.compactions += 1;
                 let kept = selection.chosen + selection.protected;
-                self.statistics.counters.evicted_rows += (selection.all - kept) as u64;
+                counters.evicted_rows += (selection.all - kept) as u64;
+                counters.kept_rows += kept as u64;
+                counters.protected_rows += selection.protected as u64;
                 self.go_on(id, sequence, lineage);
+                self.note_rows(id);
+                if let Some(usage) = self.live.get_mut(id.request).and_then(|live| live.usage.kv.as_mut()) {
+                    usage.compactions += 1;
+                }
                 true
             }
             Ok(None) => true,
@@ -66,6 +78,24 @@ impl<B: Backend> Serving<B> {
         if let Some(cache) = &mut self.cache {
             choice.publish(cache);
         }
+    }
+
+    /// Notes what the rows of a capped conversation have come to.
+    pub(super) fn note_rows(&mut self, id: SequenceId) {
+        let Some(live) = self.live.get_mut(id.request) else { return };
+        let (Some(cap), Some(choice)) = (&live.cap, live.choices.get(&id.choice)) else { return };
+        let Some(sequence) = &choice.sequence else { return };
+        let (history, kept) = history_rows(self.runner.layout(), sequence);
+        live.usage.kv = Some(KvUsage {
+            evict: cap.policy.evict,
+            budget: cap.rows,
+            logical: sequence.len(),
+            history,
+            kept,
+            protected: live.params.kv.protected.iter().map(Range::len).sum(),
+            compactions: live.usage.kv.map_or(0, |known| known.compactions),
+            view: sequence.pages().view().map(|view| view.end()),
+        });
     }
 
     fn fail_compaction(&mut self, id: SequenceId, failure: Failure) {

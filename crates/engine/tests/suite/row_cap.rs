@@ -4,7 +4,8 @@ use crate::client::{Outcome, submit};
 use crate::support::Setup;
 use oscar_codec::{KvFormat, Windows};
 use oscar_engine::{
-    Engine, EngineApi, EngineHandle, EngineOptions, GenerationParams, RowCap, SchedulerOptions, default_split,
+    Engine, EngineApi, EngineHandle, EngineOptions, GenerationParams, KvRequest, RowCap, SchedulerOptions,
+    default_split,
 };
 use oscar_views::{Evict, Policy};
 
@@ -117,4 +118,76 @@ fn caps_that_cannot_work_are_refused_with_the_reason() {
     let Err(error) = submit(&engine, &tokens(40, 1), params) else { panic!("logprobs of evicted text") };
     assert!(error.to_string().contains("--kv-budget"), "{error}");
     engine.shutdown();
+}
+
+/// Requests bring caps of their own; others on the same engine never notice.
+#[test]
+fn a_request_may_bring_its_own_cap() {
+    let prompt = tokens(1100, 1);
+    let start = |prefix_cache: bool| {
+        let options = EngineOptions { prefix_cache, ..EngineOptions::new("test") };
+        Engine::start(setup(1 << 30).embedded(), options).unwrap()
+    };
+    let asked = |engine: &EngineHandle, kv: KvRequest| {
+        let params = GenerationParams { max_tokens: 8, kv, ..GenerationParams::default() };
+        submit(engine, &prompt, params).unwrap().finish(engine, None)
+    };
+    let budget = || KvRequest { budget: Some("128".parse().unwrap()), ..KvRequest::default() };
+    let (cold, warm) = (start(false), start(true));
+    let whole = asked(&cold, KvRequest::default());
+    assert_eq!((whole.usage.kv, cold.stats().compactions), (None, 0));
+    let expected = asked(&cold, budget());
+    let usage = expected.usage.kv.unwrap();
+    assert_eq!((usage.evict, usage.budget, usage.compactions), (Evict::KeyDiff, 128, 1));
+    assert!(usage.kept < usage.history && usage.view.is_some() && usage.protected == 0, "{usage:?}");
+    // Protected rows are kept beside the budget, in a part of the prefix tree of their own.
+    let protecting = || KvRequest { protected: std::iter::once(70..170).collect(), ..budget() };
+    let protected = asked(&cold, protecting());
+    let more = protected.usage.kv.unwrap();
+    assert_eq!((more.protected, more.kept), (100, usage.kept + 100));
+    for turn in 0..2 {
+        for (kv, known) in [(KvRequest::default(), &whole), (budget(), &expected), (protecting(), &protected)]
+        {
+            let outcome = asked(&warm, kv);
+            assert_eq!(outcome.answers[&0].tokens, known.answers[&0].tokens, "turn {turn}");
+            assert_eq!(outcome.usage.kv.map(|kv| kv.kept), known.usage.kv.map(|kv| kv.kept));
+            assert!(turn == 0 || outcome.cached >= 1000, "{} tokens were cached", outcome.cached);
+        }
+    }
+    assert_eq!(warm.stats().protected_rows, 100 * 12);
+    warm.flush_cache();
+    assert_eq!(warm.stats().cache_bytes, 0, "every page returns");
+    [cold, warm].iter().for_each(EngineHandle::shutdown);
+}
+
+#[test]
+fn caps_of_requests_are_refused_by_field() {
+    let free = Engine::start(setup(1 << 28).embedded(), EngineOptions::new("test")).unwrap();
+    let capped = engine(&setup(1 << 28), Evict::KeyDiff, "256", 512, true);
+    let refused = |engine: &EngineHandle, kv: KvRequest, logprobs: Option<usize>| {
+        let params = GenerationParams { kv, prompt_logprobs: logprobs, ..GenerationParams::default() };
+        submit(engine, &tokens(40, 1), params).err().unwrap().to_string()
+    };
+    let kv = KvRequest::default;
+    let budget = |text: &str| text.parse().ok();
+    for (error, named) in [
+        (refused(&free, KvRequest { evict: Some(Evict::SnapKv), ..kv() }, None), "kv.budget"),
+        (refused(&free, KvRequest { budget: budget("25%"), ..kv() }, None), "no cap"),
+        (
+            refused(&free, KvRequest { budget: budget("256"), evict: Some(Evict::KvZip), ..kv() }, None),
+            "kvzip",
+        ),
+        (refused(&free, KvRequest { budget: budget("256"), whole: true, ..kv() }, None), "kv.view"),
+        (refused(&free, KvRequest { budget: budget("256"), ..kv() }, Some(1)), "prompt_logprobs"),
+        (refused(&capped, KvRequest { whole: true, ..kv() }, None), "--kv-budget 256"),
+        (refused(&capped, KvRequest { budget: budget("512"), ..kv() }, None), "256 of this server"),
+    ] {
+        assert!(error.contains(named), "{error}");
+    }
+    [free, capped].iter().for_each(EngineHandle::shutdown);
+    let bf16 = Setup { format: KvFormat::Bf16, ..setup(1 << 28) };
+    let bf16 = Engine::start(bf16.embedded(), EngineOptions::new("test")).unwrap();
+    let error = refused(&bf16, KvRequest { budget: budget("256"), ..kv() }, None);
+    assert!(error.contains("kv:") && error.contains("--kv"), "{error}");
+    bf16.shutdown();
 }

@@ -302,7 +302,7 @@ impl Collector for EngineCollector {
 }
 
 /// Names without the `_total` that the text format adds.
-fn counters(stats: &EngineStats) -> [(&'static str, &'static str, u64); 15] {
+fn counters(stats: &EngineStats) -> [(&'static str, &'static str, u64); 17] {
     [
         ("engine_steps", "Engine steps", stats.steps),
         ("prompt_tokens", "Prompt tokens taken in", stats.prompt_tokens),
@@ -320,6 +320,8 @@ fn counters(stats: &EngineStats) -> [(&'static str, &'static str, u64); 15] {
         ("kv_evicted_pages", "Pages evicted from the prefix cache", stats.evicted_pages),
         ("kv_compactions", "Histories compacted because of --kv-budget", stats.compactions),
         ("kv_evicted_rows", "Rows of single heads that compactions left out", stats.evicted_rows),
+        ("kv_kept_rows", "Rows of single heads that compactions kept", stats.kept_rows),
+        ("kv_protected_rows", "Kept rows of system and tool messages", stats.protected_rows),
         ("engine_requests_finished", "Requests that ran to their end", stats.finished),
         ("engine_requests_cancelled", "Requests cancelled", stats.cancelled),
         ("engine_requests_failed", "Requests that failed", stats.failed),

@@ -1,6 +1,6 @@
 //! The fields that chat and plain completions share, and the engine parameters they give.
 
-use oscar_engine::{GenerationParams, SamplingParams};
+use oscar_engine::{GenerationParams, KvRequest, SamplingParams};
 use oscar_text::ReplyOptions;
 use serde_json::{Map, Value};
 
@@ -138,6 +138,7 @@ impl SamplingFields {
             transfer: transfer::wanted(app, self.kv_transfer_params.as_ref(), prompts, self.streams())?,
             cache_salt: None,
             constraint: None,
+            kv: KvRequest::default(),
         })
     }
 

@@ -1,6 +1,6 @@
 //! The `usage` object of a response: the engine's counts as JSON.
 
-use oscar_engine::{CachedByTier, Usage};
+use oscar_engine::{CachedByTier, KvUsage, Usage};
 use serde::Serialize;
 
 use crate::generate::Totals;
@@ -13,6 +13,33 @@ pub struct UsageReport {
     /// Always there: a miss is 0, not silence.
     prompt_tokens_details: PromptDetails,
     completion_tokens_details: CompletionDetails,
+    /// There only if the rows of the conversation are capped.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    kv_details: Option<KvDetails>,
+}
+
+/// Rows of the conversation's cache, of each layer and head on average.
+#[derive(Clone, Copy, Debug, Serialize)]
+struct KvDetails {
+    policy: &'static str,
+    budget: usize,
+    /// Tokens of the conversation.
+    logical: usize,
+    /// Rows of quantized history without a cap, and those that are kept.
+    history: usize,
+    kept: usize,
+    /// Tokens of the prompt that are never evicted.
+    protected: usize,
+    compactions: usize,
+    /// Tokens that the last view stands for; null while nothing was evicted.
+    view: Option<usize>,
+}
+
+impl From<KvUsage> for KvDetails {
+    fn from(kv: KvUsage) -> Self {
+        let KvUsage { evict, budget, logical, history, kept, protected, compactions, view } = kv;
+        Self { policy: evict.name(), budget, logical, history, kept, protected, compactions, view }
+    }
 }
 
 #[derive(Clone, Copy, Debug, Serialize)]
@@ -71,6 +98,7 @@ impl From<Totals> for UsageReport {
                 cached_tokens_by_tier: TierTokens::of(&usage),
             },
             completion_tokens_details: CompletionDetails { reasoning_tokens },
+            kv_details: usage.kv.map(KvDetails::from),
         }
     }
 }

@@ -289,3 +289,36 @@ async fn tokens_behind_a_stop_string_are_not_counted() {
     // The engine generates for the first choice as long as the second goes on.
     assert_eq!(count(&replies).await, first + second);
 }
+
+#[tokio::test]
+async fn rows_to_keep_reach_the_engine_and_others_are_refused_by_name() {
+    let client = Client::new();
+    let messages = json!([
+        {"role": "developer", "content": "Answer in one word."},
+        {"role": "user", "content": "Hi"},
+    ]);
+    let asked = |kv: Value| with(json!({"messages": messages.clone(), "kv": kv}));
+    client.chat(&asked(json!({"budget": 512, "evict": "snapkv"}))).await.ok();
+    let kv = client.engine.last_params().kv;
+    assert_eq!(
+        (kv.budget, kv.evict.map(|evict| evict.name()), kv.whole),
+        ("512".parse().ok(), Some("snapkv"), false)
+    );
+    // The developer's message is protected, from the first token to the words of the user.
+    let [protected] = &kv.protected[..] else { panic!("{:?}", kv.protected) };
+    let prompt = client.engine.last_prompt();
+    let kept = text().tokenizer.decode(&prompt[protected.clone()], true).unwrap();
+    assert!(protected.start == 0 && kept.contains("Answer in one word.") && !kept.contains("Hi"), "{kept}");
+    client.chat(&asked(json!({"budget": 512, "protect": []}))).await.ok();
+    assert!(client.engine.last_params().kv.protected.is_empty());
+    client.chat(&asked(json!({"view": "none"}))).await.ok();
+    assert!(client.engine.last_params().kv.whole);
+    for (kv, named) in [
+        (json!({"budget": "much"}), "kv.budget"),
+        (json!({"evict": "episodes", "budget": 512}), "kv.evict"),
+        (json!({"budget": 512, "protect": [{"messages": [2]}]}), "kv.protect"),
+        (json!({"size": 512}), "kv"),
+    ] {
+        assert_eq!(client.chat(&asked(kv)).await.error(400)["param"], named);
+    }
+}

@@ -152,6 +152,7 @@ impl EngineApi for FakeEngine {
             cached_tokens: cached,
             sink_tokens: 0,
             coded_tokens: 0,
+            evicted_tokens: 0,
             recent_tokens: 0,
             bytes: 0,
         };

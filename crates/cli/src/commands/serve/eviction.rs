@@ -4,13 +4,10 @@ use crate::options::{at_least_one, serialize_optional_display};
 use crate::progress::note;
 use anyhow::{Result, anyhow, bail};
 use oscar_backend::Backend;
-use oscar_engine::{EVICT_BLOCK, RowCap, default_split};
+use oscar_engine::{DEFAULT_EVICT, EVICT_BLOCK, RowCap, default_split};
 use oscar_runner::Runner;
 use oscar_views::{Budget, Evict, HeadSplit, Policy};
 use serde::{Serialize, Serializer};
-
-/// The policy if only a budget is given.
-const DEFAULT: Evict = Evict::KeyDiff;
 
 #[derive(clap::Args, Clone, Serialize)]
 pub struct EvictionArgs {
@@ -49,7 +46,7 @@ impl EvictionArgs {
             }
             return Ok(None);
         };
-        let evict = self.evict.unwrap_or(DEFAULT);
+        let evict = self.evict.unwrap_or(DEFAULT_EVICT);
         let heads = self.evict_heads.unwrap_or_else(|| default_split(evict));
         let cap = RowCap::new(runner, Policy { evict, budget, heads }, self.evict_block)
             .map_err(|why| anyhow!("--kv-budget {budget}: {why}"))?;

@@ -1,5 +1,6 @@
 //! `POST /v1/chat/completions`.
 
+mod kv;
 pub mod prepare;
 pub mod template;
 pub mod types;

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use oscar_text::{Dialect, Grammar, ReplyOptions, Thinking};
 
+use super::kv::KvFields;
 use super::template::{Conversation, conversation};
 use super::types::ChatBody;
 use super::validate;
@@ -28,7 +29,8 @@ pub fn prepare(
 ) -> Result<Prepared, ApiError> {
     validate::combinations(&chat)?;
     let model = app.served_model(sampling.model.as_deref())?;
-    let Conversation { prompt, tools } = conversation(app, &template, chat.messages)?;
+    let kv = KvFields::read(chat.kv.as_ref())?;
+    let Conversation { prompt, tools, messages } = conversation(app, &template, chat.messages)?;
 
     let mut params = sampling.params(app, 1)?;
     let mut text = sampling.text_options(app)?;
@@ -47,6 +49,7 @@ pub fn prepare(
     }
     params.logprobs = (chat.logprobs == Some(true)).then(|| chat.top_logprobs.unwrap_or(0));
     check_logprobs(&mut params, tokens.len(), 1, sampling.streams(), asked.is_none())?;
+    params.kv = kv.request(app, &prompt, &messages, sampling.add_special_tokens.unwrap_or(false))?;
     params.cache_salt = caller.cache_salt(app.config.isolate_keys, sampling.cache_salt.as_deref());
 
     let start = prompt.char_indices().rev().nth(PROMPT_END).map_or(0, |(at, _)| at);

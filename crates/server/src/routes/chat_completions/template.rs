@@ -42,6 +42,15 @@ request_fields! {
 pub struct Conversation {
     pub prompt: String,
     pub tools: ToolUse,
+    pub messages: Vec<Printed>,
+}
+
+/// A message as the template printed it.
+#[derive(Debug)]
+pub struct Printed {
+    /// As the client sent it; `None` for a message that the server added.
+    pub role: Option<String>,
+    pub content: String,
 }
 
 /// Checks messages and tools and renders them.
@@ -60,12 +69,21 @@ pub fn conversation(
         check_length(app, "messages", text)?;
     }
     let mut messages = validate::messages(messages)?;
+    let mut roles: Vec<_> =
+        messages.iter().map(|message| message["role"].as_str().map(str::to_owned)).collect();
     for_template(&mut messages, app.dialect);
     if !app.template_prints_tools && fields.chat_template.is_none() {
         with_tools_in_text(&mut messages, tools.shown().as_ref());
     }
-    let prompt = render(app, fields, &tools, &Value::Array(messages))?;
-    Ok(Conversation { prompt, tools })
+    // Tools may have got a message of their own.
+    (roles.len()..messages.len()).for_each(|_| roles.insert(0, None));
+    let messages = Value::Array(messages);
+    let prompt = render(app, fields, &tools, &messages)?;
+    let texts = messages.as_array().into_iter().flatten();
+    let content = |message: &Value| message["content"].as_str().unwrap_or_default().to_owned();
+    let messages =
+        roles.into_iter().zip(texts).map(|(role, m)| Printed { role, content: content(m) }).collect();
+    Ok(Conversation { prompt, tools, messages })
 }
 
 /// The prompt text of a conversation.

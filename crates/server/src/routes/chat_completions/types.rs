@@ -26,6 +26,10 @@ request_fields! {
         pub top_logprobs: Option<usize> = Kind::Integer { min: 0, max: MAX_LOGPROBS },
         /// False leaves reasoning in the content
         pub separate_reasoning: Option<bool>,
+        /// Rows of the cache that the conversation keeps: `budget` (rows, or bytes such as \"64M\"), `evict` (`keydiff`,
+        /// `snapkv`, `tova`, `recent`), `view` (`auto`, or `none` for the whole history), `protect` (`system`, `tools`,
+        /// {\"messages\": [0, 3]}; system and tool messages if absent)
+        pub kv: Option<Map<String, Value>>,
     }
 }
 

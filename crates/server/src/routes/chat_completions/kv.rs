@@ -1,0 +1,240 @@
+//! The field `kv` of a chat request: which rows of the cache the conversation keeps.
+
+use oscar_engine::{Budget, Evict, KvRequest};
+use serde_json::{Map, Value};
+use std::ops::Range;
+
+use super::template::Printed;
+use crate::app::App;
+use crate::error::ApiError;
+use crate::schema::shown;
+
+/// The field, checked.
+#[derive(Debug, Default, PartialEq)]
+pub struct KvFields {
+    budget: Option<Budget>,
+    evict: Option<Evict>,
+    whole: bool,
+    protect: Protect,
+}
+
+/// Messages that are never evicted.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Protect {
+    system: bool,
+    tools: bool,
+    messages: Vec<usize>,
+}
+
+impl Default for Protect {
+    fn default() -> Self {
+        Self { system: true, tools: true, messages: Vec::new() }
+    }
+}
+
+impl KvFields {
+    pub fn read(fields: Option<&Map<String, Value>>) -> Result<Self, ApiError> {
+        let mut kv = Self::default();
+        for (name, value) in fields.into_iter().flatten().filter(|(_, value)| !value.is_null()) {
+            match name.as_str() {
+                "budget" => kv.budget = Some(budget(value)?),
+                "evict" => kv.evict = evict(value)?,
+                "view" => match value.as_str() {
+                    Some("auto") => {}
+                    Some("none") => kv.whole = true,
+                    _ => return Err(wrong("view", "auto or none", value)),
+                },
+                "protect" => kv.protect = protect(value)?,
+                other => {
+                    let problem =
+                        format!("has no field {other:?}: known are budget, evict, protect and view");
+                    return Err(ApiError::param("kv", problem));
+                }
+            }
+        }
+        // `"evict": "none"` asks for the whole history too.
+        let none = fields.and_then(|fields| fields.get("evict")).is_some_and(|evict| evict == "none");
+        kv.whole |= none;
+        Ok(kv)
+    }
+
+    /// What the engine is asked for, with the positions of the protected messages if rows may be evicted.
+    pub fn request(
+        self,
+        app: &App,
+        prompt: &str,
+        messages: &[Printed],
+        add_special: bool,
+    ) -> Result<KvRequest, ApiError> {
+        let Self { budget, evict, whole, protect } = self;
+        if let Some(index) = protect.messages.iter().find(|&&index| index >= messages.len()) {
+            let problem = format!("there is no message {index}: the conversation has {}", messages.len());
+            return Err(ApiError::param("kv.protect", problem));
+        }
+        let capped = budget.is_some() || app.engine.info().row_cap.is_some();
+        let mut protected = Vec::new();
+        if capped && !whole {
+            let bytes = protect.bytes(prompt, messages);
+            if !bytes.is_empty() {
+                let offsets = app.text.tokenizer.offsets(prompt, add_special);
+                let offsets = offsets.map_err(|error| ApiError::text("messages", &error))?;
+                protected = bytes.iter().map(|bytes| tokens_of(&offsets, bytes)).collect();
+            }
+        }
+        Ok(KvRequest { budget, evict, whole, protected })
+    }
+}
+
+fn wrong(field: &str, allowed: &str, value: &Value) -> ApiError {
+    ApiError::param(format!("kv.{field}"), format!("must be {allowed}, not {}", shown(value)))
+}
+
+fn budget(value: &Value) -> Result<Budget, ApiError> {
+    let text = match value {
+        Value::Number(number) => number.to_string(),
+        Value::String(text) => text.clone(),
+        other => return Err(wrong("budget", "rows (2048) or bytes (\"64M\")", other)),
+    };
+    text.parse().map_err(|error| ApiError::param("kv.budget", error))
+}
+
+fn evict(value: &Value) -> Result<Option<Evict>, ApiError> {
+    let Some(name) = value.as_str() else { return Err(wrong("evict", "the name of a policy", value)) };
+    match name {
+        "none" => Ok(None),
+        "episodes" => {
+            let problem = "episodes are not served: they keep several views of the whole history, which a budget \
+                           does not; use keydiff, snapkv, tova or recent";
+            Err(ApiError::param("kv.evict", problem))
+        }
+        name => name.parse().map(Some).map_err(|error| ApiError::param("kv.evict", error)),
+    }
+}
+
+fn protect(value: &Value) -> Result<Protect, ApiError> {
+    const ALLOWED: &str = "a list of \"system\", \"tools\" and {\"messages\": [indices]}";
+    let items = value.as_array().ok_or_else(|| wrong("protect", ALLOWED, value))?;
+    let mut protect = Protect { system: false, tools: false, messages: Vec::new() };
+    for item in items {
+        let index = |index: &Value| index.as_u64().and_then(|index| usize::try_from(index).ok());
+        match (item.as_str(), item["messages"].as_array()) {
+            (Some("system"), _) => protect.system = true,
+            (Some("tools"), _) => protect.tools = true,
+            (None, Some(list)) => {
+                let indices: Option<Vec<usize>> = list.iter().map(index).collect();
+                protect.messages.extend(indices.ok_or_else(|| wrong("protect", ALLOWED, item))?);
+            }
+            _ => return Err(wrong("protect", ALLOWED, item)),
+        }
+    }
+    Ok(protect)
+}
+
+impl Protect {
+    fn covers(&self, index: usize, message: &Printed) -> bool {
+        match message.role.as_deref() {
+            // Descriptions of tools.
+            None => self.tools,
+            Some("system") if self.system => true,
+            Some("tool") if self.tools => true,
+            _ => self.messages.contains(&index),
+        }
+    }
+
+    /// Parts of the prompt, ascending. A protected message reaches from the end of the message before to
+    /// the beginning of the one behind it, its role and separators included: so it is found even if the
+    /// template changes its text.
+    fn bytes(&self, prompt: &str, messages: &[Printed]) -> Vec<Range<usize>> {
+        let mut at = 0;
+        let found: Vec<Option<Range<usize>>> = messages
+            .iter()
+            .map(|message| {
+                let text = message.content.trim();
+                let start = at + prompt[at..].find(text).filter(|_| !text.is_empty())?;
+                at = start + text.len();
+                Some(start..at)
+            })
+            .collect();
+        let mut parts: Vec<Range<usize>> = Vec::new();
+        // The client counts its own messages.
+        let added = messages.iter().take_while(|message| message.role.is_none()).count();
+        for (i, message) in messages.iter().enumerate() {
+            if !self.covers(i.wrapping_sub(added), message) {
+                continue;
+            }
+            let start = found[..i].iter().rev().flatten().next().map_or(0, |before| before.end);
+            let end = found[i + 1..].iter().flatten().next().map_or(prompt.len(), |next| next.start);
+            match parts.last_mut() {
+                Some(last) if last.end >= start => last.end = end,
+                _ => parts.push(start..end),
+            }
+        }
+        parts
+    }
+}
+
+/// The tokens that have bytes of a part.
+fn tokens_of(offsets: &[Range<usize>], bytes: &Range<usize>) -> Range<usize> {
+    let first = offsets.partition_point(|token| token.end <= bytes.start);
+    let last = offsets.partition_point(|token| token.start < bytes.end);
+    first..last.max(first)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn read(value: Value) -> Result<KvFields, String> {
+        KvFields::read(value.as_object()).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn fields_are_understood_and_others_refused_by_name() {
+        let kv = read(json!({"budget": 2048, "evict": "snapkv", "view": "auto"})).unwrap();
+        assert_eq!((kv.budget, kv.evict, kv.whole), (Some(Budget::Rows(2048)), Some(Evict::SnapKv), false));
+        assert_eq!(read(json!({"budget": "64M"})).unwrap().budget, Some(Budget::Bytes(64 << 20)));
+        assert!(read(json!({"evict": "none"})).unwrap().whole);
+        assert_eq!(read(json!({"budget": null})).unwrap(), KvFields::default());
+        let kv = read(json!({"protect": ["tools", {"messages": [1, 4]}]})).unwrap();
+        assert_eq!(kv.protect, Protect { system: false, tools: true, messages: vec![1, 4] });
+        for (value, named) in [
+            (json!({"budget": 0}), "kv.budget"),
+            (json!({"budget": []}), "kv.budget"),
+            (json!({"evict": "lru"}), "keydiff"),
+            (json!({"evict": "episodes"}), "not served"),
+            (json!({"view": "left"}), "kv.view"),
+            (json!({"protect": "system"}), "kv.protect"),
+            (json!({"protect": [{"messages": [-1]}]}), "kv.protect"),
+            (json!({"rows": 5}), "rows"),
+        ] {
+            let error = read(value.clone()).unwrap_err();
+            assert!(error.contains(named), "{value}: {error}");
+        }
+    }
+
+    #[test]
+    fn protected_messages_are_found_in_the_prompt() {
+        let printed = |role: Option<&str>, content: &str| Printed {
+            role: role.map(str::to_owned),
+            content: content.to_owned(),
+        };
+        let messages = [
+            printed(Some("system"), "Rules."),
+            printed(Some("user"), "Hi"),
+            printed(Some("tool"), "not as printed"),
+            printed(Some("user"), "Hi"),
+        ];
+        let prompt = "<s>Rules.<u>Hi<t>{}<u>Hi<a>";
+        let parts = |protect: Protect| -> Vec<&str> {
+            protect.bytes(prompt, &messages).into_iter().map(|part| &prompt[part]).collect()
+        };
+        assert_eq!(parts(Protect::default()), ["<s>Rules.<u>", "<t>{}<u>"]);
+        let last = Protect { system: false, tools: false, messages: vec![3] };
+        assert_eq!(parts(last), ["<t>{}<u>Hi<a>"]);
+        let both = Protect { system: true, tools: false, messages: vec![1] };
+        assert_eq!(parts(both), ["<s>Rules.<u>Hi<t>{}<u>"]);
+        assert_eq!(tokens_of(&[0..3, 3..9, 9..12, 12..14], &(4..12)), 1..3);
+        assert_eq!(tokens_of(&[0..3, 3..9], &(9..9)), 2..2);
+    }
+}
