@@ -27,6 +27,7 @@ use oscar_views::{
 };
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::ops::Range;
 
 /// A policy with its division of rows among heads.
@@ -298,12 +299,14 @@ impl Told<'_> {
         for (ask, full) in case.asks.iter().zip(&self.full) {
             let route = ranked.route(ask, &setting.embeddings);
             ranked.note(&mut outcome, ask, route);
-            if !views.contains_key(&route) {
-                let selection = chosen(route);
-                let view = runner.derive(self.base, case.history.len(), selection.kept.clone())?;
-                views.insert(route, (selection, view));
-            }
-            let Some((selection, view)) = views.get(&route) else { continue };
+            let (selection, view) = match views.entry(route) {
+                Entry::Occupied(known) => known.into_mut(),
+                Entry::Vacant(place) => {
+                    let selection = chosen(route);
+                    let view = runner.derive(self.base, case.history.len(), selection.kept.clone())?;
+                    place.insert((selection, view))
+                }
+            };
             outcome.rows += selection.share() / count as f64;
             bytes += selection.bytes(&layout);
             if !ask.needs.is_empty() {

@@ -11,13 +11,10 @@ use crate::fake::{Script, text_file};
 fn text() -> ModelText {
     let mut tokenizer: Value = serde_json::from_slice(text_file("tokenizer.json")).unwrap();
     let added = tokenizer["added_tokens"].as_array_mut().unwrap();
-    let mut next = 6144;
-    for token in Dialect::Harmony.special_tokens() {
-        added.push(
-            json!({"id": next, "content": token, "special": true, "single_word": false, "lstrip": false,
-            "rstrip": false, "normalized": false}),
-        );
-        next += 1;
+    for (id, token) in (6144..).zip(Dialect::Harmony.special_tokens()) {
+        added
+            .push(json!({"id": id, "content": token, "special": true, "single_word": false, "lstrip": false,
+            "rstrip": false, "normalized": false}));
     }
     let template = include_str!("../../../text/tests/fixtures/chat/harmony_style.jinja");
     let config = json!({"chat_template": template}).to_string();
