@@ -407,9 +407,12 @@ impl Problems {
 
     /// The kinds of probes that it fails on, each once.
     fn groups(&self) -> impl Iterator<Item = &str> {
-        let worse = self.worse.iter().map(|w| w.group.as_str());
-        let broken = self.broken.iter().map(|b| b.group.as_str());
-        worse.chain(broken.filter(|group| !self.worse.iter().any(|w| w.group == *group)))
+        self.worse.iter().map(|w| w.group.as_str()).chain(self.as_bad().map(|b| b.group.as_str()))
+    }
+
+    /// The kinds that break although it is no worse on them than its neighbour.
+    fn as_bad(&self) -> impl Iterator<Item = &Broken> {
+        self.broken.iter().filter(|b| !self.worse.iter().any(|w| w.group == b.group))
     }
 
     fn describe(&self, neighbour: &(WidthTable, Scores)) -> String {
@@ -421,7 +424,7 @@ impl Problems {
             let (own, other) = (figures(w.divergence, w.changed), figures(w.safer, w.safer_changed));
             parts.push(format!("worse than {bits} bits everywhere on {} ({own} against {other})", w.group));
         }
-        for b in &self.broken {
+        for b in self.as_bad() {
             parts.push(format!("breaks {} ({})", b.group, figures(b.divergence, b.changed)));
         }
         parts.join(", ")
