@@ -57,10 +57,8 @@ fn ticket(app: &App, params: &Map<String, Value>) -> Result<oscar_engine::PeerTi
         None => Err(wrong(name, "is missing".to_owned())),
     };
     let host = text("remote_host")?;
-    // Numbers of a protobuf Struct are floats.
-    let port = params.get("remote_port").and_then(Value::as_f64);
-    let port = port.filter(|port| port.fract() == 0.0 && (1.0..=65535.0).contains(port));
-    let port = port.ok_or_else(|| wrong("remote_port", "must be a port number".to_owned()))? as u16;
+    let port = port(params.get("remote_port"));
+    let port = port.ok_or_else(|| wrong("remote_port", "must be a port number".to_owned()))?;
     let id = text("remote_request_id")?;
     let id = id
         .parse()
@@ -70,6 +68,15 @@ fn ticket(app: &App, params: &Map<String, Value>) -> Result<oscar_engine::PeerTi
         let problem = format!("{host} with port {port} is not among the --kv-transfer-peer of this server");
         wrong("remote_host", problem)
     })
+}
+
+/// A port. Numbers of a protobuf Struct are floats, so Dynamo writes it as text.
+fn port(value: Option<&Value>) -> Option<u16> {
+    let port = match value? {
+        Value::String(text) => text.parse().ok()?,
+        number => number.as_f64().filter(|port| port.fract() == 0.0)?,
+    };
+    (1.0..=65535.0).contains(&port).then_some(port as u16)
 }
 
 /// What the answer tells about a prompt whose pages were to be kept. Without a ticket the other machine
@@ -87,4 +94,21 @@ pub fn answer(app: &App, ticket: Option<Ticket>) -> Value {
         "remote_port": desk.port,
         "remote_num_tokens": ticket.tokens,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ports_are_numbers_or_text() {
+        for value in [json!(14579), json!(14579.0), json!("14579")] {
+            assert_eq!(port(Some(&value)), Some(14579), "{value}");
+        }
+        for value in [json!(0), json!(65536), json!(1.5), json!(-1), json!("http"), json!("NaN"), json!(null)]
+        {
+            assert_eq!(port(Some(&value)), None, "{value}");
+        }
+        assert_eq!(port(None), None);
+    }
 }
