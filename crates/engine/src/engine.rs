@@ -212,6 +212,7 @@ fn info<B: Backend>(runner: &Runner<B>, options: &EngineOptions) -> EngineInfo {
         context: runner.context(),
         vocab_size: runner.config().vocab_size,
         layers: layout.layers(),
+        ranks: runner.backend().communicator().map_or(1, |ranks| ranks.ranks()),
         hidden_size: runner.config().hidden_size,
         kv_budget_bytes: runner.usage().budget,
         full_block_bytes: layout.full_block_bytes(),

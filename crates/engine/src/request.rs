@@ -307,6 +307,8 @@ pub struct EngineInfo {
     pub context: usize,
     pub vocab_size: usize,
     pub layers: usize,
+    /// Ranks that share the model; 1 without tensor parallelism.
+    pub ranks: usize,
     /// Length of a hidden state.
     pub hidden_size: usize,
     pub kv_budget_bytes: usize,

@@ -272,6 +272,7 @@ pub mod tests {
             context: 100,
             vocab_size: 1000,
             layers: 1,
+            ranks: 1,
             hidden_size: 1,
             kv_budget_bytes: 1,
             full_block_bytes: 1,

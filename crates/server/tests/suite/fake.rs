@@ -85,6 +85,7 @@ impl FakeEngine {
             context: script.context,
             vocab_size: tokenizer.vocab_size(),
             layers: 6,
+            ranks: 1,
             hidden_size: 4,
             kv_budget_bytes: 64 << 20,
             full_block_bytes: 6 * 2 * 32768,
