@@ -112,7 +112,7 @@ mod tests {
             HeadRows { head_dim: d, keys: &keys, values: &keys, query: &query, value_weights: &weights };
         let effective = |ratio: f64| if ratio == 0.0 { 1.0 } else { ratio };
         let mut last = (0.0, f64::INFINITY);
-        for bits in 2..=4 {
+        for bits in 2..=5 {
             let (key, value) = fit(rows, (bits, bits), &RATIOS).unwrap();
             assert_eq!(key.best, value.best, "equal rows, equal weights");
             let error = key.points.iter().map(|p| p.error).fold(f64::INFINITY, f64::min);
@@ -120,7 +120,7 @@ mod tests {
             last = (effective(key.best), error);
         }
         assert_eq!(fit(rows, (1, 1), &RATIOS).unwrap().0.points.len(), RATIOS.len());
-        assert!(fit(rows, (5, 2), &RATIOS).is_err());
+        assert!(fit(rows, (6, 2), &RATIOS).is_err());
         assert!(fit(rows, (2, 2), &[1.5]).is_err());
     }
 

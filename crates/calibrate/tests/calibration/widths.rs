@@ -78,7 +78,7 @@ fn means(names: &[&str]) -> Vec<MeanBits> {
 /// As little as shows a broken table: a copied passage, and the two tasks that only verify.
 fn short(means: Vec<MeanBits>) -> WidthOptions {
     WidthOptions {
-        probe_tokens: 768,
+        probe_tokens: 1024,
         probes: 1,
         kinds: vec!["copy".parse::<ProbeKind>().unwrap()],
         measured: vec![2],
