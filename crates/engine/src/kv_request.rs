@@ -78,10 +78,19 @@ impl CapRules {
             (Some(_), Some(cap)) if kv.budget.is_none() && kv.evict.is_none() => cap.clone(),
             (Some(budget), _) => self.own(budget, kv.evict)?,
         };
+        let protected: usize = kv.protected.iter().map(Range::len).sum();
         match server {
             Some(most) if cap.rows > most.rows => refuse(
                 "kv.budget",
                 format!("{} rows are more than the {} of this server's --kv-budget", cap.rows, most.rows),
+            ),
+            Some(most) if protected > most.rows => refuse(
+                "kv.protect",
+                format!(
+                    "{protected} tokens of system messages, tools and other protected messages are more than the {} \
+                     rows of this server's --kv-budget: protect less (\"kv\": {{\"protect\": []}}) or shorten them",
+                    most.rows
+                ),
             ),
             _ => Ok(Some(cap.protecting(&kv.protected))),
         }

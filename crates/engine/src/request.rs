@@ -360,7 +360,7 @@ pub struct EngineStats {
     /// Rows of single layers and heads that compactions left out, and those that they kept.
     pub evicted_rows: u64,
     pub kept_rows: u64,
-    /// Those of the kept ones that the budget did not choose: system and tool messages.
+    /// Those of the kept ones that the budget did not choose: protected messages.
     pub protected_rows: u64,
     pub full_pages: usize,
     pub coded_pages: usize,

@@ -50,7 +50,8 @@ impl Candidate {
     }
 }
 
-/// Keeps the best rows of every layer and head, and those at protected positions beside them.
+/// Keeps the best rows of every layer and head, and those at protected positions (ascending) beside
+/// them.
 pub fn select(
     layout: &CacheLayout,
     scores: &Scores,
@@ -58,7 +59,11 @@ pub fn select(
     heads: HeadSplit,
     protected: &[Range<usize>],
 ) -> Selection {
-    let is_protected = |position: u32| protected.iter().any(|range| range.contains(&(position as usize)));
+    let is_protected = |position: u32| {
+        let position = position as usize;
+        let next = protected.partition_point(|range| range.end <= position);
+        protected.get(next).is_some_and(|range| range.start <= position)
+    };
     let stores = |head: usize| {
         let heads = layout.kv_heads();
         layout.coded().is_some_and(|table| table.codec(head / heads, head % heads).keeps_history())

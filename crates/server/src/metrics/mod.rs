@@ -321,7 +321,7 @@ fn counters(stats: &EngineStats) -> [(&'static str, &'static str, u64); 17] {
         ("kv_compactions", "Histories compacted because of --kv-budget", stats.compactions),
         ("kv_evicted_rows", "Rows of single heads that compactions left out", stats.evicted_rows),
         ("kv_kept_rows", "Rows of single heads that compactions kept", stats.kept_rows),
-        ("kv_protected_rows", "Kept rows of system and tool messages", stats.protected_rows),
+        ("kv_protected_rows", "Kept rows of protected messages", stats.protected_rows),
         ("engine_requests_finished", "Requests that ran to their end", stats.finished),
         ("engine_requests_cancelled", "Requests cancelled", stats.cancelled),
         ("engine_requests_failed", "Requests that failed", stats.failed),

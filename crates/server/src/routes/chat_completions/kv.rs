@@ -2,6 +2,7 @@
 
 use oscar_engine::{Budget, Evict, KvRequest};
 use serde_json::{Map, Value};
+use std::collections::BTreeSet;
 use std::ops::Range;
 
 use super::template::Printed;
@@ -22,15 +23,21 @@ pub struct KvFields {
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Protect {
     system: bool,
+    /// Descriptions of tools.
     tools: bool,
-    messages: Vec<usize>,
+    /// What tools answered. Not by default: an agent's results would outgrow any budget.
+    results: bool,
+    messages: BTreeSet<usize>,
 }
 
 impl Default for Protect {
     fn default() -> Self {
-        Self { system: true, tools: true, messages: Vec::new() }
+        Self { system: true, tools: true, results: false, messages: BTreeSet::new() }
     }
 }
+
+/// Separate protected parts of a prompt at most: each compaction looks rows up among them.
+const MOST_PARTS: usize = 256;
 
 impl KvFields {
     pub fn read(fields: Option<&Map<String, Value>>) -> Result<Self, ApiError> {
@@ -67,14 +74,23 @@ impl KvFields {
         add_special: bool,
     ) -> Result<KvRequest, ApiError> {
         let Self { budget, evict, whole, protect } = self;
-        if let Some(index) = protect.messages.iter().find(|&&index| index >= messages.len()) {
-            let problem = format!("there is no message {index}: the conversation has {}", messages.len());
+        let own = messages.iter().filter(|message| message.role.is_some()).count();
+        if let Some(index) = protect.messages.iter().find(|&&index| index >= own) {
+            let problem = format!("there is no message {index}: the conversation has {own}");
             return Err(ApiError::param("kv.protect", problem));
         }
         let capped = budget.is_some() || app.engine.info().row_cap.is_some();
         let mut protected = Vec::new();
         if capped && !whole {
             let bytes = protect.bytes(prompt, messages);
+            if bytes.len() > MOST_PARTS {
+                let problem = format!(
+                    "{} separate parts of the prompt are more than the {MOST_PARTS} that can be protected: \
+                     protect neighbouring messages",
+                    bytes.len()
+                );
+                return Err(ApiError::param("kv.protect", problem));
+            }
             if !bytes.is_empty() {
                 let offsets = app.text.tokenizer.offsets(prompt, add_special);
                 let offsets = offsets.map_err(|error| ApiError::text("messages", &error))?;
@@ -112,14 +128,15 @@ fn evict(value: &Value) -> Result<Option<Evict>, ApiError> {
 }
 
 fn protect(value: &Value) -> Result<Protect, ApiError> {
-    const ALLOWED: &str = "a list of \"system\", \"tools\" and {\"messages\": [indices]}";
+    const ALLOWED: &str = "a list of \"system\", \"tools\", \"tool_results\" and {\"messages\": [indices]}";
     let items = value.as_array().ok_or_else(|| wrong("protect", ALLOWED, value))?;
-    let mut protect = Protect { system: false, tools: false, messages: Vec::new() };
+    let mut protect = Protect { system: false, tools: false, results: false, messages: BTreeSet::new() };
     for item in items {
         let index = |index: &Value| index.as_u64().and_then(|index| usize::try_from(index).ok());
         match (item.as_str(), item["messages"].as_array()) {
             (Some("system"), _) => protect.system = true,
             (Some("tools"), _) => protect.tools = true,
+            (Some("tool_results"), _) => protect.results = true,
             (None, Some(list)) => {
                 let indices: Option<Vec<usize>> = list.iter().map(index).collect();
                 protect.messages.extend(indices.ok_or_else(|| wrong("protect", ALLOWED, item))?);
@@ -136,7 +153,7 @@ impl Protect {
             // Descriptions of tools.
             None => self.tools,
             Some("system") if self.system => true,
-            Some("tool") if self.tools => true,
+            Some("tool") if self.results => true,
             _ => self.messages.contains(&index),
         }
     }
@@ -156,6 +173,11 @@ impl Protect {
             })
             .collect();
         let mut parts: Vec<Range<usize>> = Vec::new();
+        // Templates print descriptions of tools before the first message, if they print them themselves.
+        let first = found.iter().flatten().next().map_or(0, |first| first.start);
+        if self.tools && first > 0 {
+            parts.push(0..first);
+        }
         // The client counts its own messages.
         let added = messages.iter().take_while(|message| message.role.is_none()).count();
         for (i, message) in messages.iter().enumerate() {
@@ -185,6 +207,9 @@ mod tests {
     use super::*;
     use serde_json::json;
 
+    const NOTHING: Protect =
+        Protect { system: false, tools: false, results: false, messages: BTreeSet::new() };
+
     fn read(value: Value) -> Result<KvFields, String> {
         KvFields::read(value.as_object()).map_err(|error| error.to_string())
     }
@@ -197,7 +222,7 @@ mod tests {
         assert!(read(json!({"evict": "none"})).unwrap().whole);
         assert_eq!(read(json!({"budget": null})).unwrap(), KvFields::default());
         let kv = read(json!({"protect": ["tools", {"messages": [1, 4]}]})).unwrap();
-        assert_eq!(kv.protect, Protect { system: false, tools: true, messages: vec![1, 4] });
+        assert_eq!(kv.protect, Protect { tools: true, messages: [1, 4].into(), ..NOTHING });
         for (value, named) in [
             (json!({"budget": 0}), "kv.budget"),
             (json!({"budget": []}), "kv.budget"),
@@ -229,10 +254,13 @@ mod tests {
         let parts = |protect: Protect| -> Vec<&str> {
             protect.bytes(prompt, &messages).into_iter().map(|part| &prompt[part]).collect()
         };
-        assert_eq!(parts(Protect::default()), ["<s>Rules.<u>", "<t>{}<u>"]);
-        let last = Protect { system: false, tools: false, messages: vec![3] };
+        assert_eq!(parts(Protect::default()), ["<s>Rules.<u>"]);
+        assert_eq!(parts(Protect { results: true, ..Protect::default() }), ["<s>Rules.<u>", "<t>{}<u>"]);
+        // What the template prints before the first message may describe tools.
+        assert_eq!(parts(Protect { tools: true, ..NOTHING }), ["<s>"]);
+        let last = Protect { messages: [3].into(), ..NOTHING };
         assert_eq!(parts(last), ["<t>{}<u>Hi<a>"]);
-        let both = Protect { system: true, tools: false, messages: vec![1] };
+        let both = Protect { system: true, messages: [1].into(), ..NOTHING };
         assert_eq!(parts(both), ["<s>Rules.<u>Hi<t>{}<u>"]);
         assert_eq!(tokens_of(&[0..3, 3..9, 9..12, 12..14], &(4..12)), 1..3);
         assert_eq!(tokens_of(&[0..3, 3..9], &(9..9)), 2..2);

@@ -27,8 +27,8 @@ request_fields! {
         /// False leaves reasoning in the content
         pub separate_reasoning: Option<bool>,
         /// Rows of the cache that the conversation keeps: `budget` (rows, or bytes such as \"64M\"), `evict` (`keydiff`,
-        /// `snapkv`, `tova`, `recent`), `view` (`auto`, or `none` for the whole history), `protect` (`system`, `tools`,
-        /// {\"messages\": [0, 3]}; system and tool messages if absent)
+        /// `snapkv`, `tova`, `recent`), `view` (`auto`, or `none` for the whole history), `protect` (`system`, `tools`, `tool_results`,
+        /// {\"messages\": [0, 3]}; system messages and descriptions of tools if absent)
         pub kv: Option<Map<String, Value>>,
     }
 }
