@@ -86,8 +86,10 @@ impl Embedder {
             sum.iter_mut().zip(&row).for_each(|(s, x)| *s += weight * f64::from(*x));
             total += weight;
         }
-        if total > 0.0 {
-            sum.iter_mut().for_each(|s| *s /= total);
+        match total > 0.0 {
+            true => sum.iter_mut().for_each(|s| *s /= total),
+            // Words of every segment count nothing: this is a text without a known word.
+            false => sum.clear(),
         }
         sum
     }
