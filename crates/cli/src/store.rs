@@ -97,7 +97,8 @@ impl StoreArgs {
         let place = || match (&self.store, &self.store_redis) {
             (Some(folder), _) => format!("--store {}", folder.display()),
             (None, Some(_)) => "--store-redis".to_owned(),
-            (None, None) => "--store-ram".to_owned(),
+            (None, None) if has_store => "--store-ram".to_owned(),
+            (None, None) => "--kv-transfer-peer".to_owned(),
         };
         let store = Store::open(&options, fingerprint, &about).with_context(place)?;
         if let Some(folder) = &self.store {

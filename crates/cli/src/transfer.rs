@@ -29,7 +29,7 @@ pub struct TransferArgs {
     #[serde(serialize_with = "serialize_optional_size")]
     pub kv_transfer_memory: Option<usize>,
     /// Seconds after which pages that no other machine fetched are dropped
-    #[arg(long, value_name = "SECONDS", default_value_t = 120)]
+    #[arg(long, value_name = "SECONDS", default_value_t = 120, value_parser = clap::value_parser!(u64).range(1..=86_400))]
     pub kv_transfer_timeout: u64,
     /// Continue prompts of this machine (HOST:PORT) or network (10.0.0.0/8:PORT): pages are fetched from
     /// there if a request has its ticket, and from nowhere else. CPU only

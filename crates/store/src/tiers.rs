@@ -77,19 +77,20 @@ impl Tiers {
     /// all there is.
     pub fn put(&self, page: SealedPage) -> bool {
         let pages = [page];
-        self.lasts(|store| store.put_many(&pages) == [true])
+        self.lasting(|store| store.put_many(&pages) == [true]).contains(&true)
     }
 
-    /// Counts a page as used; tells the same.
+    /// Counts a page as used; whether every tier that outlives the process still has it. A page that
+    /// one of them lost is written again.
     pub fn touch(&self, name: PageName) -> bool {
-        self.lasts(|store| store.touch_many(&[name]) == [true])
+        self.lasting(|store| store.touch_many(&[name]) == [true]).into_iter().all(|has| has)
     }
 
-    /// Does something in every tier.
-    fn lasts(&self, run: impl Fn(&dyn PageStore) -> bool) -> bool {
+    /// Does something in every tier. The results are those of the tiers that outlive the process, or of
+    /// RAM if that is all there is.
+    fn lasting(&self, run: impl Fn(&dyn PageStore) -> bool) -> Vec<bool> {
         let is_alone = self.directory.is_none() && self.shared.is_none();
-        let done: Vec<bool> =
-            self.each().map(|(tier, store)| run(store) && (tier != Tier::Ram || is_alone)).collect();
-        done.contains(&true)
+        let done: Vec<(Tier, bool)> = self.each().map(|(tier, store)| (tier, run(store))).collect();
+        done.into_iter().filter(|(tier, _)| *tier != Tier::Ram || is_alone).map(|(_, done)| done).collect()
     }
 }

@@ -1,7 +1,7 @@
 //! The thread that sends spans to a collector: OTLP over HTTP, in batches.
 //!
-//! Invariant: whoever ends a span never waits for the collector. Spans that do not fit the queue, or
-//! that the collector does not take, are dropped and counted in the log.
+//! Invariant: whoever ends a span never waits for the collector. Spans that do not fit the queue are
+//! dropped; so are those that the collector does not take, and the log counts these.
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::thread;
@@ -39,7 +39,7 @@ pub(super) fn start(endpoint: &str) -> std::io::Result<SyncSender<Item>> {
 
 fn run(items: &Receiver<Item>, url: &str) {
     let agent = ureq::Agent::config_builder().timeout_global(Some(TIMEOUT)).build().new_agent();
-    let mut failing = false;
+    let mut lost = 0;
     loop {
         let (spans, flush) = match batch(items) {
             Ok(batch) => batch,
@@ -53,11 +53,19 @@ fn run(items: &Receiver<Item>, url: &str) {
                 .header("content-type", "application/x-protobuf")
                 .send(&message(spans).encode_to_vec()[..]);
             match sent {
-                Ok(_) => failing = false,
-                Err(error) if !std::mem::replace(&mut failing, true) => {
-                    tracing::warn!(%url, %error, spans = count, "the collector takes no spans; they are dropped");
+                Ok(_) if lost > 0 => {
+                    tracing::warn!(
+                        spans = std::mem::take(&mut lost),
+                        "the collector takes spans again; some were dropped"
+                    );
                 }
-                Err(_) => {}
+                Ok(_) => {}
+                Err(error) => {
+                    if lost == 0 {
+                        tracing::warn!(%error, "the collector of --otlp-endpoint takes no spans; they are dropped");
+                    }
+                    lost += count;
+                }
             }
         }
         if let Some(done) = flush {

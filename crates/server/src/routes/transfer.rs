@@ -73,7 +73,7 @@ fn ticket(app: &App, params: &Map<String, Value>) -> Result<oscar_engine::PeerTi
 /// A port. Numbers of a protobuf Struct are floats, so Dynamo writes it as text.
 fn port(value: Option<&Value>) -> Option<u16> {
     let port = match value? {
-        Value::String(text) => text.parse().ok()?,
+        Value::String(text) => f64::from(text.parse::<u16>().ok()?),
         number => number.as_f64().filter(|port| port.fract() == 0.0)?,
     };
     (1.0..=65535.0).contains(&port).then_some(port as u16)
