@@ -34,7 +34,7 @@ pub fn mxfp4_factor(scale: u8) -> f32 {
 impl Mxfp4Blocks<'_> {
     /// Refuses codes or scales that are not those of an `outputs × inputs` matrix.
     pub fn check(&self, outputs: usize, inputs: usize) -> Result<()> {
-        let whole = inputs.is_multiple_of(MXFP4_GROUP);
+        let whole = inputs > 0 && inputs.is_multiple_of(MXFP4_GROUP);
         let codes = outputs.checked_mul(inputs / 2) == Some(self.codes.len());
         if whole && codes && self.scales.len() == outputs * (inputs / MXFP4_GROUP) {
             return Ok(());

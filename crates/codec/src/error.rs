@@ -20,7 +20,7 @@ pub enum CodecError {
         "groups of {0} tokens do not fit into one page: write them with quantize_group and read them with dequantize_token"
     )]
     GroupSpansPages(usize),
-    #[error("{0} bits a code are not supported: use 1, 2, 3, 4 or 8")]
+    #[error("{0} bits a code are not supported: use 1 to 5, or 8")]
     Bits(u32),
     #[error(
         "a head stores the history of both keys and values or of neither: give it 0 bits on both sides, or at least 1 on each"

@@ -174,7 +174,7 @@ impl KvFormat {
             Self::Bf16 => "uncompressed BF16".into(),
             Self::F32 => "uncompressed F32, for verification".into(),
             Self::OscarMixed { mean } => format!(
-                "rotated, clipped rows, 0 to 4 bits for each head by measured harm, {} on average",
+                "rotated, clipped rows, 0 to 5 bits for each head by measured harm, {} on average",
                 mean.unwrap_or(MeanBits::DEFAULT)
             ),
             Self::Oscar { bits: 1 } => "rotated rows, 1-bit mean ± mean absolute deviation".into(),

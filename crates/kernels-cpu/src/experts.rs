@@ -1,7 +1,7 @@
 //! Mixtures of experts: products of few rows with many small matrices.
 //!
 //! Rows are sorted by expert, and every chosen pair of row and expert is a *slot*. Two parallel
-//! regions follow. The first computes `silu(gate) · up`; its tasks are (expert, 64 outputs). The
+//! regions follow. The first computes the gated product; its tasks are (expert, 64 outputs). The
 //! second computes `down`; a task owns some output columns and adds the experts of each row in
 //! ascending id into the residual. So there are no partial sums and no atomics, and the result of a
 //! row depends on that row alone.
@@ -186,7 +186,7 @@ impl ExpertStep<'_> {
         }
     }
 
-    /// Region 1: `silu(gate) · up` of every slot, prepared for the second product.
+    /// Region 1: the gated product of every slot, prepared for the second product.
     fn gate_and_up(&self, x: Rows<'_>, between: &mut [u32], stride: usize) {
         let mut tasks: Vec<(usize, usize)> = Vec::new();
         for (index, (expert, _)) in self.tables().enumerate() {

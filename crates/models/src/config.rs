@@ -281,6 +281,7 @@ impl DecoderConfig {
             }
             Family::Gemma3 => gemma3::read(serde_json::from_slice(bytes).map_err(json_error)?),
             Family::GptOss => {
+                gpt_oss::demand(&serde_json::from_slice(bytes).map_err(json_error)?)?;
                 serde_json::from_slice::<gpt_oss::GptOssConfig>(bytes).map_err(json_error)?.lower(mxfp4)
             }
         }?;

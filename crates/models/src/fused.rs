@@ -152,7 +152,7 @@ fn plain_parts(
     let transposed = |name: &str, inputs: usize, outputs: usize| -> Result<Vec<f32>, LoadError> {
         let all = weights.tensor(name)?;
         let size = inputs * outputs * all.dtype.size();
-        let view = TensorView { bytes: &all.bytes[expert * size..][..size], ..all };
+        let view = TensorView { shape: &all.shape[1..], bytes: &all.bytes[expert * size..][..size], ..all };
         if !view.is_finite() {
             return Err(LoadError::NanWeights { name: name.to_owned() });
         }

@@ -9,7 +9,8 @@ use serde_json::{Map, Value};
 use crate::error::LoadError;
 use crate::rope::{RopeConfig, RopeScaling};
 
-/// The base all four families use when their file names none.
+/// The base if a file names none. Families with another default put it into the fields first, or
+/// demand it.
 const DEFAULT_THETA: f64 = 10_000.0;
 
 #[derive(Debug, Default, Deserialize)]

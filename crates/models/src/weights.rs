@@ -22,7 +22,7 @@ use crate::matrices::MatrixView;
 use crate::mmap::FileBytes;
 use crate::source::{ModelSource, check_file_name};
 use crate::tensor::{TensorView, WeightDtype};
-use crate::tensor_names::{TensorNames, is_projection, layer_of, required_tensors};
+use crate::tensor_names::{ExpertNames, TensorNames, is_projection, layer_of, required_tensors};
 
 pub(crate) const SINGLE_FILE: &str = "model.safetensors";
 pub(crate) const INDEX_FILE: &str = "model.safetensors.index.json";
@@ -119,6 +119,10 @@ impl Weights {
             }
         }
         self.expect_scattered_reads(false);
+        let fused = config.moe.as_ref().is_some_and(|moe| moe.names == ExpertNames::Fused && !moe.mxfp4);
+        if fused && self.wanted == Some(WeightFormat::Fp8) {
+            problems.push("experts in one tensor are not quantized to FP8: leave --weights fp8 out".into());
+        }
         if problems.is_empty() {
             return Ok(());
         }

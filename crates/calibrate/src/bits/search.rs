@@ -212,8 +212,8 @@ impl<B: Calibrates> Search<'_, B> {
     }
 
     /// Finds a table for each mean. Verification on probes that chose nothing decides what is
-    /// stored: a table that is worse than its safer neighbour on any kind of probe is repaired, or
-    /// its mean is refused.
+    /// stored: a table that breaks a kind of probe, or is worse there than its safer neighbour, is
+    /// repaired, or its mean is refused.
     pub fn choose(
         &self,
         map: &HarmMap,

@@ -101,6 +101,7 @@ unsafe fn score(block: &mut RowBlock, view: &PageView<'_>) {
     let d = block.head_dim;
     assert_eq!(view.keys.len(), PAGE_TOKENS * d * 2);
     let whole = d / DEPTH;
+    assert!(whole > 0, "heads have at least {DEPTH} channels");
     let rest = d % DEPTH / 2;
     // SAFETY: AMX and tiles as the caller vouches; tiles of keys are in the page; queries are rows of MAX_DIM
     // elements.

@@ -227,7 +227,11 @@ pub fn has_kernel(variant: Variant, codec: &RowPageCodec) -> bool {
 
 /// [`kernel_name`] for a precision that need not be the process's.
 pub fn kernel_name_with(variant: Variant, precision: AttentionPrecision, codec: &RowPageCodec) -> String {
-    PageReader::new(variant, precision, codec).name()
+    let reader = PageReader::new(variant, precision, codec);
+    // Heads that do not divide into tiles are read by AVX-512 whatever the number of rows.
+    let tiles = !matches!(reader.kind, PageKind::Codes { .. }) || codec.head_dim().is_multiple_of(64);
+    let variant = if variant == Variant::Amx && !tiles { Variant::Avx512 } else { variant };
+    PageReader { variant, ..reader }.name()
 }
 
 /// Buffers for dequantized pages, shared by the blocks of a work item.
@@ -378,6 +382,12 @@ mod tests {
         );
         assert_eq!(name(Variant::Amx, KvFormat::Oscar { bits: 3 }), ["amx + avx512-vnni int3"; 2]);
         assert_eq!(name(Variant::Amx, KvFormat::Bf16), ["amx bf16"; 2]);
+        let narrow = KvFormat::OSCAR2.codec(32, CodeLayout::CpuTile).unwrap();
+        assert_eq!(
+            kernel_name_with(Variant::Amx, AttentionPrecision::HiLo, &narrow),
+            "avx512-vnni int2",
+            "heads of 32 do not divide into tiles"
+        );
         assert_eq!(name(Variant::Avx512, KvFormat::Oscar { bits: 4 }), ["avx512-vnni int4"; 2]);
         assert_eq!(name(Variant::Avx512, KvFormat::Int { bits: 8, group: 0 }), ["avx512-vnni int8"; 2]);
         for format in ["oscar2-lloyd", "f32", "int4-g32", "quarot2", "kivi2", "turboquant3", "fp8"]

@@ -57,7 +57,8 @@ pub(crate) fn read(file: Value) -> Result<DecoderConfig, LoadError> {
         Some(_) => return Err(bad("text_config", "is no object")),
     };
     for field in ["torch_dtype", "dtype", "eos_token_id", "bos_token_id", "tie_word_embeddings"] {
-        if let (None, Some(value)) = (text.get(field), outer.get(field)) {
+        let unsaid = text.get(field).is_none_or(Value::is_null);
+        if let (true, Some(value)) = (unsaid, outer.get(field)) {
             text.insert(field.to_owned(), value.clone());
         }
     }

@@ -3,6 +3,7 @@
 
 use oscar_backend::{Gate, MXFP4_GROUP, RouterRule, RouterScores};
 use serde::Deserialize;
+use serde_json::Value;
 
 use super::{CommonFields, refuse_unless, sliding_layers};
 use crate::config::{DecoderConfig, Family, MoeConfig, SlidingLayers};
@@ -25,6 +26,19 @@ pub(crate) struct GptOssConfig {
     attention_bias: bool,
     #[serde(default = "default_limit")]
     swiglu_limit: f64,
+}
+
+/// Refuses a file that leaves out a field whose default in the published class is another than here.
+pub(crate) fn demand(file: &Value) -> Result<(), LoadError> {
+    let has = |field: &str| file.get(field).is_some();
+    let missing = match has("rope_parameters") || (has("rope_theta") && has("rope_scaling")) {
+        false => Some("rope_theta"),
+        true => (!has("rms_norm_eps")).then_some("rms_norm_eps"),
+    };
+    match missing {
+        Some(field) => Err(LoadError::config_field(field, "must be given (rope_theta with rope_scaling)")),
+        None => Ok(()),
+    }
 }
 
 fn yes() -> bool {

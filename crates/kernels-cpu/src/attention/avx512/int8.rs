@@ -164,12 +164,13 @@ unsafe fn score_tiles<const BITS: u32, const R: usize, const T: usize>(
 /// Adds the low bytes of the rows that need them to scores of high bytes.
 ///
 /// # Safety
-/// The processor must have VNNI.
+/// The processor must have VNNI and F16C.
 pub(in crate::attention) unsafe fn add_low_rows(block: &mut RowBlock, view: &PageView<'_>, bits: u32) {
     let low_rows = block.low_rows;
     for row in (0..block.rows).filter(|row| low_rows >> row & 1 == 1) {
         assert_eq!(view.keys.len(), 4 * tile_bytes(bits, block.head_dim));
-        // SAFETY: four tiles are in the page, as asserted.
+        assert_eq!(view.key_params.len(), 4 * PAGE_TOKENS);
+        // SAFETY: four tiles and their parameters are in the page, as asserted.
         unsafe {
             match bits {
                 1 => add_low_bytes::<1>(block, view, row),
