@@ -1,7 +1,8 @@
 """NVIDIA Dynamo's front end with KV routing over two `oscar serve --dynamo` replicas. Usage: dynamo.py OSCAR_BINARY MODEL_FOLDER
 
 Discovery by files, no etcd and no NATS. A request lands where its prefix is, a client that hangs up stops the engine, the
-stream of a killed replica goes on on the other, a replica that ends leaves the fleet first.
+stream of a killed replica goes on on the other, a replica that ends leaves the fleet first. Then a fleet of one replica that
+computes prompts and one that continues them (Dynamo's disaggregated mode): answers are those of one machine.
 """
 
 import http.client
@@ -62,10 +63,11 @@ def wait_until(what, ready):
 class Process:
     """A child whose output is kept, for the message of a failure."""
 
-    def __init__(self, command):
+    def __init__(self, command, **variables):
         self.log = []
         self.process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env={**ENVIRONMENT, **variables},
         )
         threading.Thread(target=lambda: self.log.extend(self.process.stdout), daemon=True).start()
 
@@ -75,12 +77,17 @@ class Process:
 
 
 class Replica(Process):
-    def __init__(self):
+    def __init__(self, *flags, **variables):
         super().__init__([oscar, "serve", "--model", folder, "--port", "0", "--threads", "1", "--context", "2048",
-                          "--log", "error", "--calibrate", "no", "--dynamo", "--dynamo-python", sys.executable])
-        find = lambda: re.search(r" on http://127\.0\.0\.1:(\d+)", "".join(self.log))
-        wait_until("a replica", find)
-        self.port = int(find()[1])
+                          "--log", "error", "--calibrate", "no", "--dynamo", "--dynamo-python", sys.executable, *flags],
+                         **variables)
+        self.port = self.said(r" on http://127\.0\.0\.1:(\d+)")
+
+    def said(self, pattern):
+        """The port that it printed."""
+        find = lambda: re.search(pattern, "".join(self.log))
+        wait_until(pattern, find)
+        return int(find()[1])
 
     def counter(self, name):
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
@@ -177,15 +184,50 @@ def check(replicas, port):
     print("a replica that ends leaves the fleet")
 
 
+def check_split(prefill, decode, port):
+    listed = lambda: [model["id"] for model in call(port, "GET", "/v1/models")["data"]]
+    wait_until("the model in the front end", listed)
+    model = listed()[0]
+    # The front end may hear of the model before it hears of the replica that computes prompts.
+    numbers = iter(range(100, 1000))
+    split = lambda: call(port, "POST", "/v1/chat/completions", chat(model, story(next(numbers)))) and \
+        prefill.counter("kv_transfer_tickets_total") > 0
+    wait_until("a prompt to be computed by the first replica", split)
+    for number, fields in [(10, {}), (11, {"temperature": 1.0, "seed": 7})]:
+        fetched, computed = decode.counter("kv_transfer_fetched_pages_total"), prefill.counter("prompt_tokens_total")
+        through = call(port, "POST", "/v1/chat/completions", chat(model, story(number), max_tokens=24, **fields))
+        assert prefill.counter("prompt_tokens_total") > computed + 200, "the prompt was computed there"
+        assert decode.counter("kv_transfer_fetched_pages_total") > fetched, "and fetched from there"
+        alone = call(prefill.port, "POST", "/v1/chat/completions", chat(model, story(number), max_tokens=24, **fields))
+        texts = [answer["choices"][0]["message"]["content"] for answer in (through, alone)]
+        assert texts[0] == texts[1] != "", texts
+    assert decode.counter("kv_transfer_fallbacks_total") == 0
+    print("a prompt of one replica continues on another")
+
+
+def frontend(port, **variables):
+    return Process([sys.executable, "-m", "dynamo.frontend", "--router-mode", "kv", "--http-host", "127.0.0.1",
+                    "--http-port", str(port), "--migration-limit", "2"], **variables)
+
+
 processes = []
 try:
     for _ in range(2):
         processes.append(Replica())
     replicas = processes[:]
     port = free_port()
-    processes.append(Process([sys.executable, "-m", "dynamo.frontend", "--router-mode", "kv", "--http-host", "127.0.0.1",
-                              "--http-port", str(port), "--migration-limit", "2"]))
+    processes.append(frontend(port))
     check(replicas, port)
+    while processes:
+        processes.pop().end()
+
+    fleet = {"DYN_FILE_KV": os.path.join(home.name, "split")}
+    processes.append(Replica("--kv-transfer-listen", "127.0.0.1:0", DYN_DISAGGREGATION_MODE="prefill", **fleet))
+    pages = processes[0].said(r"pages for other machines: 127\.0\.0\.1:(\d+)")
+    processes.append(Replica("--kv-transfer-peer", f"127.0.0.1:{pages}", DYN_DISAGGREGATION_MODE="decode", **fleet))
+    port = free_port()
+    processes.append(frontend(port, **fleet))
+    check_split(*processes[:2], port)
 except BaseException:
     for process in processes:
         print("".join(process.log[-40:]), file=sys.stderr)
