@@ -176,8 +176,8 @@ pub trait Step<B: Backend> {
     ///    values are stored in the full pages of their positions.
     /// 3. The positions that leave the recent window in this step are quantized.
     /// 4. `out` gets the attention output of all query heads over the positions that the layer sees,
-    ///    with its sinks. A sink moves with the scores that the key mean shifts. If `tap` asks for scores, they are
-    ///    added up; `tap` then sees `out`.
+    ///    with its sinks. A sink moves with the scores that the key mean shifts. If `tap` asks for
+    ///    scores, they are added up; `tap` then sees `out`.
     ///
     /// Afterwards `qkv` holds nothing of use.
     fn attend(

@@ -3,8 +3,8 @@
 //! A page is stored under the hash of its tokens and of everything before them
 //! ([`oscar_cache::PageHash`]), below the [`Fingerprint`] of everything that its bytes depend on.
 //! [`PageStore`] is one place for pages: [`RamStore`], [`DirectoryStore`] or [`SharedStore`] (Valkey or
-//! Redis). [`Tiers`] puts them in a row. [`Store`] adds the threads, so that whoever runs the model never waits for a disk.
-//! [`TransferDesk`] and [`RemotePages`] carry the pages of one prompt to another machine.
+//! Redis). [`Tiers`] puts them in a row. [`Store`] adds the threads, so that whoever runs the model
+//! never waits for a disk. [`TransferDesk`] and [`RemotePages`] carry the pages of one prompt to another machine.
 //!
 //! **Invariants:** a page that is returned has the fingerprint, the hash and the tokens that were
 //! asked for, and its checksum is right; anything else is a counted miss. Any number of processes

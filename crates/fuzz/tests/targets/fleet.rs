@@ -1,5 +1,5 @@
-//! Pages of a store that others may write to, pages that come from other machines, and the sockets that publish the
-//! prefix cache.
+//! Pages of a store that others may write to, pages that come from other machines, and the sockets
+//! that publish the prefix cache.
 
 use oscar_events::{EventPublisher, EventsConfig};
 use oscar_fuzz::fuzz;

@@ -26,9 +26,10 @@ request_fields! {
         pub top_logprobs: Option<usize> = Kind::Integer { min: 0, max: MAX_LOGPROBS },
         /// False leaves reasoning in the content
         pub separate_reasoning: Option<bool>,
-        /// Rows of the cache that the conversation keeps: `budget` (rows, or bytes such as \"64M\"), `evict` (`keydiff`,
-        /// `snapkv`, `tova`, `recent`), `view` (`auto`, or `none` for the whole history), `protect` (`system`, `tools`, `tool_results`,
-        /// {\"messages\": [0, 3]}; system messages and descriptions of tools if absent)
+        /// Rows of the cache that the conversation keeps: `budget` (rows, or bytes such as \"64M\"),
+        /// `evict` (`keydiff`, `snapkv`, `tova`, `recent`), `view` (`auto`, or `none` for the whole
+        /// history), `protect` (`system`, `tools`, `tool_results`, {\"messages\": [0, 3]}; system
+        /// messages and descriptions of tools if absent)
         pub kv: Option<Map<String, Value>>,
     }
 }
