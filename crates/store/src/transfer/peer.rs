@@ -133,7 +133,15 @@ impl RemotePages {
             return None;
         }
         let answer = self.attempt(&mut state, ask, most, read);
-        answer.map_err(|failure| self.note(&mut state, failure)).ok()
+        let failed = |failure| {
+            // Only a machine that was really asked is left alone for a while.
+            if matches!(failure, Failure::Late) {
+                let (host, port) = self.ticket.address();
+                self.peers.rest((host.to_owned(), port));
+            }
+            self.note(&mut state, failure);
+        };
+        answer.map_err(failed).ok()
     }
 
     fn attempt<T>(
@@ -172,10 +180,7 @@ impl RemotePages {
         add(&counters.fallbacks, 1);
         let reason = match failure {
             Failure::Unreachable => &counters.unreachable,
-            Failure::Late => {
-                self.peers.rest((host.to_owned(), port));
-                &counters.timeouts
-            }
+            Failure::Late => &counters.timeouts,
             Failure::Expired => &counters.expired,
             Failure::WrongFingerprint => &counters.wrong_fingerprint,
             Failure::Corrupt => &counters.corrupt,
