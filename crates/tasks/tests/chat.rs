@@ -211,6 +211,13 @@ fn a_resumed_passage_is_the_rest_of_the_paragraph() {
     }
 }
 
+/// With this seed a filler word once came as often as the common ones.
+#[test]
+fn the_most_common_words_are_not_ambiguous() {
+    let case = case("cwe", 6259410406844264234, 590);
+    assert_eq!(solve(&case), Some(case.answer.clone()));
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(60))]
     #[test]

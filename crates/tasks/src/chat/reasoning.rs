@@ -19,8 +19,14 @@ pub(super) fn cwe(random: &mut Random, budget: usize) -> Vec<Turn> {
     let repeats = (length / (TOP * 2)).max(4);
     let mut list: Vec<&str> =
         common.iter().flat_map(|word| std::iter::repeat_n(word.as_str(), repeats)).collect();
+    let mut counts = vec![0; rest.len()];
     while list.len() < length {
-        list.push(&rest[random.index(rest.len())]);
+        let index = random.index(rest.len());
+        // A word that came as often as the common ones would make the question ambiguous.
+        if counts[index] + 1 < repeats {
+            counts[index] += 1;
+            list.push(&rest[index]);
+        }
     }
     random.shuffle(&mut list);
     let question = format!(
