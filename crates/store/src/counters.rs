@@ -1,5 +1,6 @@
 //! What a store counts.
 
+use crate::object::Defect;
 use serde::Serialize;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -102,6 +103,16 @@ counters!(
     disk_bytes,
     queued_bytes
 );
+
+impl Counters {
+    /// Counts a page that is not the one that was asked for.
+    pub(crate) fn note(&self, defect: Defect) {
+        match defect {
+            Defect::Corrupt(_) => add(&self.corrupt, 1),
+            Defect::WrongFingerprint => add(&self.wrong_fingerprint, 1),
+        }
+    }
+}
 
 pub(crate) fn add(counter: &AtomicU64, value: usize) {
     counter.fetch_add(value as u64, Ordering::Relaxed);

@@ -1,8 +1,8 @@
-//! A connection that is used until a point in time. A peer that sends or takes a byte now and then
-//! cannot make it longer.
+//! Connections to other machines: made within a time, and used until a point in time. A peer that
+//! sends or takes a byte now and then cannot make that longer.
 
 use std::io::{self, ErrorKind, Read, Write};
-use std::net::TcpStream;
+use std::net::{TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
 pub struct Deadline<'a> {
@@ -35,6 +35,18 @@ impl Write for Deadline<'_> {
     fn flush(&mut self) -> io::Result<()> {
         self.stream.flush()
     }
+}
+
+/// Connects to the first address of a host that answers; each may take `patience`.
+pub fn connect(host: &str, port: u16, patience: Duration) -> io::Result<TcpStream> {
+    let mut last = io::Error::from(ErrorKind::NotFound);
+    for address in (host, port).to_socket_addrs()? {
+        match TcpStream::connect_timeout(&address, patience) {
+            Ok(stream) => return stream.set_nodelay(true).map(|()| stream),
+            Err(error) => last = error,
+        }
+    }
+    Err(last)
 }
 
 /// Whether an error says that the time is over.

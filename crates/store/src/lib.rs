@@ -40,6 +40,7 @@ pub use transfer::{
 
 pub use oscar_cache::PageKind;
 use oscar_cache::{PageHash, StoredKinds};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// A place for pages. Every method may be called from several threads.
 pub trait PageStore: Send + Sync {
@@ -52,4 +53,20 @@ pub trait PageStore: Send + Sync {
     fn put_many(&self, pages: &[SealedPage]) -> Vec<bool>;
     /// Counts these pages as used now: whether each is there.
     fn touch_many(&self, pages: &[PageName]) -> Vec<bool>;
+}
+
+/// The kinds of each page that are there, up to the first page of which there is none.
+pub(crate) fn stored_prefix(pages: &[PageHash], has: impl Fn(&PageName) -> bool) -> Vec<StoredKinds> {
+    let kinds = |(block, hash): (usize, &PageHash)| {
+        let mut kinds = StoredKinds::default();
+        let name = |kind| PageName { hash: *hash, block: block as u32, kind };
+        PageKind::ALL.into_iter().filter(|kind| has(&name(*kind))).for_each(|kind| kinds.insert(kind));
+        kinds
+    };
+    pages.iter().enumerate().map(kinds).take_while(|kinds| !kinds.is_empty()).collect()
+}
+
+/// Locks data that is valid after every statement: a panic of another thread does no harm.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

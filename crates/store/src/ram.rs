@@ -1,10 +1,10 @@
 //! Pages in host memory, least recently used out first.
 
-use crate::PageStore;
 use crate::counters::{Counters, add, set};
 use crate::fingerprint::Fingerprint;
-use crate::object::{Defect, Loaded, PageName, PageRef, SealedPage};
-use oscar_cache::{PageHash, PageKind, StoredKinds};
+use crate::object::{Loaded, PageName, PageRef, SealedPage};
+use crate::{PageStore, stored_prefix};
+use oscar_cache::{PageHash, StoredKinds};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -95,10 +95,7 @@ impl RamStore {
                 Some(loaded)
             }
             Err(defect) => {
-                match defect {
-                    Defect::Corrupt(_) => add(&self.counters.corrupt, 1),
-                    Defect::WrongFingerprint => add(&self.counters.wrong_fingerprint, 1),
-                }
+                self.counters.note(defect);
                 let mut state = self.lock();
                 state.remove(&page.name);
                 self.count(&state);
@@ -111,15 +108,7 @@ impl RamStore {
 impl PageStore for RamStore {
     fn exists_prefix(&self, pages: &[PageHash]) -> Vec<StoredKinds> {
         let state = self.lock();
-        let kinds = |(block, hash): (usize, &PageHash)| {
-            let mut kinds = StoredKinds::default();
-            let has = |kind: &PageKind| {
-                state.pages.contains_key(&PageName { hash: *hash, block: block as u32, kind: *kind })
-            };
-            PageKind::ALL.into_iter().filter(has).for_each(|kind| kinds.insert(kind));
-            kinds
-        };
-        pages.iter().enumerate().map(kinds).take_while(|kinds| !kinds.is_empty()).collect()
+        stored_prefix(pages, |name| state.pages.contains_key(name))
     }
 
     fn get_many(&self, pages: &[PageRef<'_>]) -> Vec<Option<Loaded>> {

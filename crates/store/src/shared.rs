@@ -5,17 +5,18 @@
 //! `maxmemory` with `allkeys-lru`. A server that is slow or gone is left alone for a while, and its pages
 //! are misses.
 
-use crate::PageStore;
 use crate::counters::{Counters, add};
+use crate::deadline::{connect, is_late};
 use crate::fingerprint::Fingerprint;
-use crate::object::{Defect, HEADER_BYTES, Loaded, PageName, PageRef, SealedPage};
+use crate::object::{HEADER_BYTES, Loaded, PageName, PageRef, SealedPage};
 use crate::resp::{Reply, command, exchange};
+use crate::{PageStore, lock};
 use oscar_cache::{PageHash, PageKind, StoredKinds};
 use std::fmt;
 use std::io::{self, ErrorKind};
-use std::net::{TcpStream, ToSocketAddrs};
+use std::net::TcpStream;
 use std::str::FromStr;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// How long a connection may take to be made, and an exchange to end.
@@ -97,11 +98,6 @@ pub struct SharedStore {
     rests_until: Mutex<Option<Instant>>,
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // The guarded data is valid after every statement.
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl SharedStore {
     /// Opens a store; a server that cannot be reached now may come later. No page has a larger payload
     /// than `most_page_bytes`.
@@ -132,35 +128,26 @@ impl SharedStore {
         Ok(store)
     }
 
+    /// A connection that is logged in.
     fn connect(&self) -> io::Result<TcpStream> {
         let SharedAddress { host, port, user, password, database } = &self.address;
-        let mut last = io::Error::from(ErrorKind::NotFound);
-        for address in (host.as_str(), *port).to_socket_addrs()? {
-            match TcpStream::connect_timeout(&address, CONNECT) {
-                Ok(stream) => {
-                    stream.set_nodelay(true)?;
-                    let mut commands = Vec::new();
-                    let mut count = 1;
-                    match (user.as_bytes(), password.as_bytes()) {
-                        (_, b"") => count = 0,
-                        (b"", password) => command(&mut commands, &[b"AUTH", password]),
-                        (user, password) => command(&mut commands, &[b"AUTH", user, password]),
-                    }
-                    command(&mut commands, &[b"SELECT", database.to_string().as_bytes()]);
-                    let replies = exchange(&stream, &commands, count + 1, 0, EXCHANGE)?;
-                    let refused = replies.into_iter().find_map(|reply| match reply {
-                        Reply::Refused(problem) => Some(problem),
-                        _ => None,
-                    });
-                    return match refused {
-                        Some(problem) => Err(io::Error::new(ErrorKind::PermissionDenied, problem)),
-                        None => Ok(stream),
-                    };
-                }
-                Err(error) => last = error,
-            }
+        let stream = connect(host, *port, CONNECT)?;
+        let (mut commands, mut count) = (Vec::new(), 1);
+        match (user.as_bytes(), password.as_bytes()) {
+            (_, b"") => count = 0,
+            (b"", password) => command(&mut commands, &[b"AUTH", password]),
+            (user, password) => command(&mut commands, &[b"AUTH", user, password]),
         }
-        Err(last)
+        command(&mut commands, &[b"SELECT", database.to_string().as_bytes()]);
+        let replies = exchange(&stream, &commands, count + 1, 0, EXCHANGE)?;
+        let refused = replies.into_iter().find_map(|reply| match reply {
+            Reply::Refused(problem) => Some(problem),
+            _ => None,
+        });
+        match refused {
+            Some(problem) => Err(io::Error::new(ErrorKind::PermissionDenied, problem)),
+            None => Ok(stream),
+        }
     }
 
     fn fail(&self, error: &io::Error) {
@@ -189,7 +176,7 @@ impl SharedStore {
         let held = lock(&self.idle).pop();
         let outcome = match held.map(run) {
             // A server that was started anew has closed the connections of its first life.
-            Some(Err(error)) if !crate::deadline::is_late(&error) => self.connect().and_then(run),
+            Some(Err(error)) if !is_late(&error) => self.connect().and_then(run),
             Some(outcome) => outcome,
             None => self.connect().and_then(run),
         };
@@ -223,10 +210,7 @@ impl SharedStore {
                 Some(loaded)
             }
             Err(defect) => {
-                match defect {
-                    Defect::Corrupt(_) => add(&self.counters.corrupt, 1),
-                    Defect::WrongFingerprint => add(&self.counters.wrong_fingerprint, 1),
-                }
+                self.counters.note(defect);
                 self.each([page.name].iter(), |to, key| command(to, &[b"DEL", key]));
                 None
             }

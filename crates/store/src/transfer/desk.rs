@@ -4,7 +4,8 @@ use super::stats::{TransferCounters, TransferStats};
 use crate::counters::{add, set};
 use crate::fingerprint::Fingerprint;
 use crate::object::{Page, PageName};
-use oscar_cache::{PageHash, PageKind, StoredKinds};
+use crate::stored_prefix;
+use oscar_cache::{PageHash, StoredKinds};
 use std::collections::HashMap;
 use std::fmt;
 use std::str::FromStr;
@@ -161,15 +162,7 @@ impl TransferDesk {
     pub(super) fn find(&self, id: TicketId, pages: &[PageHash]) -> Option<Vec<StoredKinds>> {
         let tickets = self.lock();
         let kept = tickets.get(&id)?;
-        let kinds = |(block, hash): (usize, &PageHash)| {
-            let mut kinds = StoredKinds::default();
-            let has = |kind: &PageKind| {
-                kept.pages.contains_key(&PageName { hash: *hash, block: block as u32, kind: *kind })
-            };
-            PageKind::ALL.into_iter().filter(has).for_each(|kind| kinds.insert(kind));
-            kinds
-        };
-        Some(pages.iter().enumerate().map(kinds).take_while(|kinds| !kinds.is_empty()).collect())
+        Some(stored_prefix(pages, |name| kept.pages.contains_key(name)))
     }
 
     /// Pages of a ticket; `None` if there is no such ticket.

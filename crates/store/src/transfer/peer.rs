@@ -3,16 +3,16 @@
 use super::rules::PeerTicket;
 use super::stats::{TransferCounters, TransferStats};
 use super::wire::{Ask, MOST_PAGES, Question, Verdict, read_head, read_kinds, read_page};
-use crate::PageStore;
 use crate::counters::add;
-use crate::deadline::{Deadline, is_late};
+use crate::deadline::{Deadline, connect, is_late};
 use crate::fingerprint::Fingerprint;
 use crate::object::{Defect, Loaded, PageName, PageRef, SealedPage};
+use crate::{PageStore, lock};
 use oscar_cache::{PageHash, StoredKinds};
 use std::collections::HashMap;
 use std::io::{self, ErrorKind, Write};
-use std::net::{TcpStream, ToSocketAddrs};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::net::TcpStream;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// How long a connection may take to be made.
@@ -57,17 +57,7 @@ impl Peers {
         if lock(&self.resting).get(&key).is_some_and(|until| now < *until) {
             return Err(Failure::Unreachable);
         }
-        let connect = || -> io::Result<TcpStream> {
-            let mut last = io::Error::from(ErrorKind::NotFound);
-            for address in (host, port).to_socket_addrs()? {
-                match TcpStream::connect_timeout(&address, CONNECT) {
-                    Ok(stream) => return stream.set_nodelay(true).map(|()| stream),
-                    Err(error) => last = error,
-                }
-            }
-            Err(last)
-        };
-        connect().map_err(|error| {
+        connect(host, port, CONNECT).map_err(|error| {
             tracing::warn!(host, port, %error, "a machine with pages cannot be reached");
             self.rest(key);
             if is_late(&error) { Failure::Late } else { Failure::Unreachable }
@@ -79,11 +69,6 @@ impl Peers {
         resting.retain(|_, until| now < *until);
         resting.insert(key, now + REST);
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // The guarded data is valid after every statement.
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Why pages could not be fetched.
