@@ -46,6 +46,9 @@ pub struct DirectoryStore {
     limits: StoreLimits,
     counters: Arc<Counters>,
     files: Box<dyn Files>,
+    /// Tells the temporary files of this store from those of every other. A process number does
+    /// not: each container has a process 1.
+    writer: u64,
     written: AtomicU64,
 }
 
@@ -75,8 +78,9 @@ impl DirectoryStore {
     ) -> io::Result<Self> {
         let folder = root.join(fingerprint.folder());
         make_private(&folder)?;
-        let written = AtomicU64::new(0);
-        let store = Self { root: root.to_owned(), folder, fingerprint, limits, counters, files, written };
+        let writer = getrandom::u64().map_err(|error| io::Error::other(error.to_string()))?;
+        let (root, written) = (root.to_owned(), AtomicU64::new(0));
+        let store = Self { root, folder, fingerprint, limits, counters, files, writer, written };
         let named = store.folder.join(ABOUT);
         if !named.exists() {
             store.write_whole(&named, about.as_bytes())?;
@@ -114,7 +118,7 @@ impl DirectoryStore {
     fn write_whole(&self, path: &Path, bytes: &[u8]) -> io::Result<()> {
         let number = self.written.fetch_add(1, Ordering::Relaxed);
         let mut name = path.file_name().unwrap_or_default().to_owned();
-        name.push(format!(".{}-{number}.{TEMPORARY}", std::process::id()));
+        name.push(format!(".{:016x}-{number}.{TEMPORARY}", self.writer));
         let temporary = path.with_file_name(name);
         let written = self.files.write(&temporary, bytes).and_then(|()| fs::rename(&temporary, path));
         written.inspect_err(|_| {

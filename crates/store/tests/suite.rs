@@ -2,12 +2,13 @@
 
 use oscar_cache::{PageHash, PageKind, PrefixKey, StoredFlag, WantedPage};
 use oscar_store::{
-    Counters, DirectoryStore, Fingerprint, FingerprintParts, Page, PageName, PageRef, PageStore, RamStore,
-    Reply, SealedPage, Store, StoreLimits, StoreOptions, Tier, Tiers, list, prune,
+    Counters, DirectoryStore, Files, Fingerprint, FingerprintParts, Page, PageName, PageRef, PageStore,
+    PlainFiles, RamStore, Reply, SealedPage, Store, StoreLimits, StoreOptions, Tier, Tiers, list, prune,
 };
 use std::fs::{self, File};
+use std::io;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Barrier};
 use std::time::{Duration, SystemTime};
 
 const PAYLOAD: usize = 5000;
@@ -89,6 +90,39 @@ fn a_page_that_vanishes_is_a_miss() {
     let stats = counters.snapshot();
     assert_eq!((stats.vanished, stats.corrupt, stats.io_errors), (1, 0, 0));
     assert_eq!(store.exists_prefix(&chain(&tokens)).len(), 0);
+}
+
+/// Holds both writers while their temporary files exist.
+struct Together(Arc<Barrier>);
+
+impl Files for Together {
+    fn write(&self, path: &Path, bytes: &[u8]) -> io::Result<()> {
+        self.0.wait();
+        let written = PlainFiles.write(path, bytes);
+        self.0.wait();
+        written
+    }
+}
+
+/// Two containers may share a directory, and both have the process number 1.
+#[test]
+fn two_writers_of_one_process_number_do_not_meet() {
+    let folder = tempfile::tempdir().unwrap();
+    // So that both begin with a page: neither has to write the text about the model.
+    drop(open(folder.path(), StoreLimits::default()));
+    let pages = sealed(&tokens(1, 1), PageKind::Full);
+    let barrier = Arc::new(Barrier::new(2));
+    let writers = [0, 1].map(|_| {
+        let (counters, files) = (Arc::new(Counters::default()), Box::new(Together(barrier.clone())));
+        let (limits, about) = (StoreLimits::default(), "model: test\n");
+        DirectoryStore::with_files(folder.path(), fingerprint(), about, limits, counters, files).unwrap()
+    });
+    std::thread::scope(|scope| {
+        let writing = writers.each_ref().map(|store| scope.spawn(|| store.put_many(&pages)));
+        assert_eq!(writing.map(|thread| thread.join().unwrap()), [[true], [true]]);
+    });
+    let listing = list(folder.path()).unwrap();
+    assert_eq!((listing.pages.len(), listing.temporary.len()), (1, 0));
 }
 
 fn set_age(path: &Path, age: Duration) {
