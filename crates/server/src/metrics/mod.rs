@@ -230,12 +230,20 @@ impl Collector for ProcessCollector {
             ("unknown_request_fields", "Request fields that nothing reads", refused::skipped()),
             ("log_lines_dropped", "Log lines that could not be written in time", logging::dropped()),
         ];
-        for (name, help, value) in counters {
-            let counter = ConstCounter::new(value);
-            counter.encode(encoder.encode_descriptor(name, help, None, counter.metric_type())?)?;
-        }
-        Ok(())
+        encode_counters(&mut encoder, counters)
     }
+}
+
+/// Counters without labels: name, help and value of each.
+fn encode_counters<'a>(
+    encoder: &mut DescriptorEncoder<'_>,
+    counters: impl IntoIterator<Item = (&'a str, &'a str, u64)>,
+) -> Result<(), fmt::Error> {
+    for (name, help, value) in counters {
+        let counter = ConstCounter::new(value);
+        counter.encode(encoder.encode_descriptor(name, help, None, counter.metric_type())?)?;
+    }
+    Ok(())
 }
 
 /// Reads the engine's snapshot at each scrape.
@@ -250,10 +258,7 @@ impl fmt::Debug for EngineCollector {
 impl Collector for EngineCollector {
     fn encode(&self, mut encoder: DescriptorEncoder) -> Result<(), fmt::Error> {
         let (stats, info) = (self.0.stats(), self.0.info());
-        for (name, help, value) in counters(&stats) {
-            let counter = ConstCounter::new(value);
-            counter.encode(encoder.encode_descriptor(name, help, None, counter.metric_type())?)?;
-        }
+        encode_counters(&mut encoder, counters(&stats))?;
         let busy = ConstCounter::new(stats.busy_seconds);
         let help = "Seconds spent inside engine steps";
         busy.encode(encoder.encode_descriptor("engine_busy_seconds", help, None, busy.metric_type())?)?;
@@ -318,7 +323,7 @@ fn counters(stats: &EngineStats) -> [(&'static str, &'static str, u64); 17] {
             stats.demoted_tail_pages,
         ),
         ("kv_evicted_pages", "Pages evicted from the prefix cache", stats.evicted_pages),
-        ("kv_compactions", "Histories compacted because of --kv-budget", stats.compactions),
+        ("kv_compactions", "Histories compacted because of a budget", stats.compactions),
         ("kv_evicted_rows", "Rows of single heads that compactions left out", stats.evicted_rows),
         ("kv_kept_rows", "Rows of single heads that compactions kept", stats.kept_rows),
         ("kv_protected_rows", "Kept rows of protected messages", stats.protected_rows),

@@ -7,6 +7,8 @@ use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
 use prometheus_client::metrics::counter::ConstCounter;
 use prometheus_client::metrics::gauge::ConstGauge;
 
+use super::encode_counters;
+
 /// Values by tier.
 type Tiers<'a> = &'a [(&'a str, u64)];
 
@@ -24,15 +26,26 @@ fn encode_hits(stats: &EngineStats, encoder: &mut DescriptorEncoder<'_>) -> Resu
     } = *stats;
     let restored = cached_ram_tokens + cached_disk_tokens + cached_shared_tokens + cached_peer_tokens;
     let help = "Prompt tokens found in the prefix tree, brought back from the page store or fetched";
-    let kind = ConstCounter::new(0u64).metric_type();
-    let mut family = encoder.encode_descriptor("prefix_cache_hits_by_tier", help, None, kind)?;
-    for (tier, value) in [
+    let values = [
         ("tree", stats.cached_tokens.saturating_sub(restored)),
         ("ram", cached_ram_tokens),
         ("disk", cached_disk_tokens),
         ("shared", cached_shared_tokens),
         ("peer", cached_peer_tokens),
-    ] {
+    ];
+    encode_tiers(encoder, "prefix_cache_hits_by_tier", help, &values)
+}
+
+/// A counter for each tier.
+fn encode_tiers(
+    encoder: &mut DescriptorEncoder<'_>,
+    name: &str,
+    help: &str,
+    values: Tiers<'_>,
+) -> Result<(), fmt::Error> {
+    let kind = ConstCounter::new(0u64).metric_type();
+    let mut family = encoder.encode_descriptor(name, help, None, kind)?;
+    for &(tier, value) in values {
         ConstCounter::new(value).encode(family.encode_family(&[("tier", tier)])?)?;
     }
     Ok(())
@@ -88,10 +101,7 @@ fn encode_transfers(stats: &EngineStats, encoder: &mut DescriptorEncoder<'_>) ->
             ("kv_transfer_corrupt", "Fallbacks: a page was damaged", fetched.corrupt),
         ]);
     }
-    for (name, help, value) in counters {
-        let counter = ConstCounter::new(value);
-        counter.encode(encoder.encode_descriptor(name, help, None, counter.metric_type())?)?;
-    }
+    encode_counters(encoder, counters)?;
     for (name, help, value) in gauges {
         let gauge = ConstGauge::new(value);
         gauge.encode(encoder.encode_descriptor(name, help, None, gauge.metric_type())?)?;
@@ -117,12 +127,8 @@ fn encode_store(stats: &EngineStats, encoder: &mut DescriptorEncoder<'_>) -> Res
             ],
         ),
     ];
-    let kind = ConstCounter::new(0u64).metric_type();
     for (name, help, values) in tiers {
-        let mut family = encoder.encode_descriptor(name, help, None, kind)?;
-        for &(tier, value) in values {
-            ConstCounter::new(value).encode(family.encode_family(&[("tier", tier)])?)?;
-        }
+        encode_tiers(encoder, name, help, values)?;
     }
     let counters = [
         ("kv_store_misses", "Pages that the page store did not have", store.misses),
@@ -149,9 +155,7 @@ fn encode_store(stats: &EngineStats, encoder: &mut DescriptorEncoder<'_>) -> Res
         ("kv_store_timeouts", "Requests that the page store did not answer in time", store.timeouts),
         ("kv_store_pruned_pages", "Pages removed by age or size", store.pruned_pages),
     ];
-    for (name, help, value) in counters {
-        ConstCounter::new(value).encode(encoder.encode_descriptor(name, help, None, kind)?)?;
-    }
+    encode_counters(encoder, counters)?;
     let kind = ConstGauge::new(0u64).metric_type();
     let help = "Bytes of stored pages";
     let mut family = encoder.encode_descriptor("kv_store_bytes", help, None, kind)?;

@@ -77,12 +77,14 @@ pub fn conversation(
     }
     // Tools may have got a message of their own.
     (roles.len()..messages.len()).for_each(|_| roles.insert(0, None));
-    let messages = Value::Array(messages);
+    let mut messages = Value::Array(messages);
     let prompt = render(app, fields, &tools, &messages)?;
-    let texts = messages.as_array().into_iter().flatten();
-    let content = |message: &Value| message["content"].as_str().unwrap_or_default().to_owned();
-    let messages =
-        roles.into_iter().zip(texts).map(|(role, m)| Printed { role, content: content(m) }).collect();
+    let texts =
+        messages.as_array_mut().into_iter().flatten().map(|message| match message["content"].take() {
+            Value::String(text) => text,
+            _ => String::new(),
+        });
+    let messages = roles.into_iter().zip(texts).map(|(role, content)| Printed { role, content }).collect();
     Ok(Conversation { prompt, tools, messages })
 }
 
