@@ -62,10 +62,14 @@ impl Mxfp4Blocks<'_> {
     }
 
     /// All weights, in f32.
-    pub fn expand(&self, outputs: usize, inputs: usize) -> Vec<f32> {
+    ///
+    /// # Errors
+    /// If these are not the codes and scales of an `outputs × inputs` matrix.
+    pub fn expand(&self, outputs: usize, inputs: usize) -> Result<Vec<f32>> {
+        self.check(outputs, inputs)?;
         let mut weights = vec![0.0; outputs * inputs];
         weights.chunks_exact_mut(inputs).enumerate().for_each(|(output, row)| self.expand_row(output, row));
-        weights
+        Ok(weights)
     }
 }
 
@@ -79,14 +83,13 @@ mod tests {
         let mut codes = [0; 16];
         codes[..2].copy_from_slice(&[0x21, 0xf8]);
         let blocks = Mxfp4Blocks { codes: &codes, scales: &[128] };
-        blocks.check(1, 32).unwrap();
-        let weights = blocks.expand(1, 32);
+        let weights = blocks.expand(1, 32).unwrap();
         assert_eq!(weights[..5], [1.0, 2.0, 0.0, -12.0, 0.0]);
         assert!([1, 127, 200].iter().all(|&s| mxfp4_factor(s) == 2f32.powi(i32::from(s) - 127)));
         assert_eq!(f64::from(mxfp4_factor(0)), 2f64.powi(-127));
         assert!((6.0 * mxfp4_factor(MXFP4_LARGEST_SCALE)).is_finite());
         for (outputs, inputs) in [(1, 31), (2, 32), (1, 64)] {
-            assert!(blocks.check(outputs, inputs).is_err(), "{outputs} × {inputs}");
+            assert!(blocks.expand(outputs, inputs).is_err(), "{outputs} × {inputs}");
         }
     }
 }

@@ -98,28 +98,19 @@ pub(crate) fn load<B: Backend>(
     for expert in 0..moe.experts {
         let [gate_bias, up_bias] = deal(&gate_up_biases[expert * 2 * width..][..2 * width]);
         let down_bias = &down_biases[expert * hidden..][..hidden];
-        let parts = match moe.mxfp4 {
+        let sizes = [(width, hidden, &gate_bias[..]), (width, hidden, &up_bias), (hidden, width, down_bias)];
+        let mut parts = match moe.mxfp4 {
             true => packed_parts(weights, [&gate_up, &down], expert, hidden, width)?,
             false => plain_parts(weights, [&gate_up, &down], expert, hidden, width)?,
         };
-        let sizes = [(width, hidden, &gate_bias[..]), (width, hidden, &up_bias), (hidden, width, down_bias)];
-        let expanded: Vec<Vec<f32>> = parts
-            .iter()
-            .zip(&sizes)
-            .map(|(part, &(outputs, inputs, _))| match part {
-                Part::Packed { .. } if keeps_codes => Vec::new(),
-                part => part.expand(outputs, inputs),
-            })
-            .collect();
+        if !keeps_codes {
+            for (part, (outputs, inputs, _)) in parts.iter_mut().zip(sizes) {
+                part.expand(outputs, inputs)?;
+            }
+        }
         let matrix = |i: usize| {
             let (outputs, inputs, bias) = sizes[i];
-            let values = match &parts[i] {
-                Part::Packed { codes, scales } if keeps_codes => {
-                    HostValues::Mxfp4(Mxfp4Blocks { codes, scales })
-                }
-                _ => HostValues::F32(&expanded[i]),
-            };
-            HostMatrix { outputs, inputs, values, bias: Some(bias) }
+            HostMatrix { outputs, inputs, values: parts[i].values(), bias: Some(bias) }
         };
         backend.load_expert(experts, ExpertId::Routed(expert), [matrix(0), matrix(1), matrix(2)])?;
     }
@@ -133,10 +124,18 @@ enum Part {
 }
 
 impl Part {
-    fn expand(&self, outputs: usize, inputs: usize) -> Vec<f32> {
+    /// Turns codes into numbers.
+    fn expand(&mut self, outputs: usize, inputs: usize) -> oscar_backend::Result<()> {
+        if let Self::Packed { codes, scales } = self {
+            *self = Self::Plain(Mxfp4Blocks { codes, scales }.expand(outputs, inputs)?);
+        }
+        Ok(())
+    }
+
+    fn values(&self) -> HostValues<'_> {
         match self {
-            Self::Plain(values) => values.clone(),
-            Self::Packed { codes, scales } => Mxfp4Blocks { codes, scales }.expand(outputs, inputs),
+            Self::Plain(values) => HostValues::F32(values),
+            Self::Packed { codes, scales } => HostValues::Mxfp4(Mxfp4Blocks { codes, scales }),
         }
     }
 }

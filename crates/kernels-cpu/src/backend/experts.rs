@@ -99,30 +99,17 @@ impl CpuBackend {
 
     fn expert_matrix(&self, matrix: HostMatrix<'_>) -> Result<ExpertMatrix> {
         let HostMatrix { outputs, inputs, values, .. } = matrix;
-        let expanded;
-        let weights = match values {
-            // Codes stay codes unless everything is f32.
+        // Codes stay codes unless everything is f32.
+        let coded = match values {
             HostValues::Fp8(v) if self.mode != Mode::F32 => {
-                let coded = CodedMatrix::pack(&self.pool, v, outputs, inputs);
-                return coded.map(ExpertMatrix::Coded).map_err(|error| shape_error("an expert", error));
+                CodedMatrix::pack(&self.pool, v, outputs, inputs).map(ExpertMatrix::Coded)
             }
-            HostValues::Fp8(v) => Weights::Fp8(v),
             HostValues::Mxfp4(v) if self.mode != Mode::F32 => {
-                let coded = MxMatrix::pack(&self.pool, v, outputs, inputs);
-                return coded.map(ExpertMatrix::Mxfp4).map_err(|error| shape_error("an expert", error));
+                MxMatrix::pack(&self.pool, v, outputs, inputs).map(ExpertMatrix::Mxfp4)
             }
-            HostValues::Mxfp4(v) => {
-                v.check(outputs, inputs)?;
-                expanded = v.expand(outputs, inputs);
-                Weights::F32(&expanded)
-            }
-            HostValues::Bf16(v) => Weights::Bf16(v),
-            HostValues::F16(v) => Weights::F16(v),
-            HostValues::F32(v) => Weights::F32(v),
+            _ => return self.pack("an expert", &matrix).map(ExpertMatrix::Packed),
         };
-        PackedMatrix::pack(&self.pool, weights, outputs, inputs, self.mode.weights())
-            .map(ExpertMatrix::Packed)
-            .map_err(|error| shape_error("an expert", error))
+        coded.map_err(|error| shape_error("an expert", error))
     }
 
     pub(super) fn run_experts(

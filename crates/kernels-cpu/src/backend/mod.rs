@@ -137,6 +137,24 @@ impl CpuBackend {
         Ok(Self { kernels, pool, mode, communicator: None, scratch: Mutex::default() })
     }
 
+    /// Packs weights in the precision of the mode. `what` names them in an error.
+    fn pack(&self, what: &str, matrix: &HostMatrix<'_>) -> Result<PackedMatrix> {
+        let HostMatrix { outputs, inputs, .. } = *matrix;
+        let expanded;
+        let values = match matrix.values {
+            HostValues::Mxfp4(v) => {
+                expanded = v.expand(outputs, inputs)?;
+                Weights::F32(&expanded)
+            }
+            HostValues::Bf16(v) => Weights::Bf16(v),
+            HostValues::F16(v) => Weights::F16(v),
+            HostValues::F32(v) => Weights::F32(v),
+            HostValues::Fp8(v) => Weights::Fp8(v),
+        };
+        PackedMatrix::pack(&self.pool, values, outputs, inputs, self.mode.weights())
+            .map_err(|error| shape_error(what, error))
+    }
+
     /// The same processor as one of several ranks: models that it runs are split over them.
     pub fn with_communicator(self, communicator: impl Communicator + 'static) -> Self {
         Self { communicator: Some(Box::new(communicator)), ..self }
@@ -285,21 +303,7 @@ impl Backend for CpuBackend {
     }
 
     fn matrix(&self, weights: HostMatrix<'_>) -> Result<CpuMatrix> {
-        let expanded;
-        let values = match weights.values {
-            HostValues::Mxfp4(v) => {
-                v.check(weights.outputs, weights.inputs)?;
-                expanded = v.expand(weights.outputs, weights.inputs);
-                Weights::F32(&expanded)
-            }
-            HostValues::Bf16(v) => Weights::Bf16(v),
-            HostValues::F16(v) => Weights::F16(v),
-            HostValues::F32(v) => Weights::F32(v),
-            HostValues::Fp8(v) => Weights::Fp8(v),
-        };
-        let packed =
-            PackedMatrix::pack(&self.pool, values, weights.outputs, weights.inputs, self.mode.weights())
-                .map_err(|error| shape_error("a weight matrix", error))?;
+        let packed = self.pack("a weight matrix", &weights)?;
         if let Some(bias) = weights.bias.filter(|b| b.len() != weights.outputs) {
             return Err(shape_error(
                 "a bias",

@@ -136,20 +136,17 @@ impl ExpertMatrix {
         blocks: usize,
         room: &'a mut Buffer,
     ) -> &'a [u32] {
-        let block = self.steps() * LANES;
+        let (first_word, count) = (first * self.steps() * LANES, blocks * self.steps() * LANES);
+        let mut expand = |write: &dyn Fn(&mut [u32])| {
+            room.reserve(count);
+            write(&mut room.words_mut()[..count]);
+        };
         match self {
-            Self::Packed(matrix) => &matrix.words.words()[first * block..][..blocks * block],
-            Self::Coded(_) | Self::Mxfp4(_) => {
-                room.reserve(blocks * block);
-                let words = &mut room.words_mut()[..blocks * block];
-                match self {
-                    Self::Coded(matrix) => matrix.expand(kernels, first, blocks, words),
-                    Self::Mxfp4(matrix) => matrix.expand(kernels, first, blocks, words),
-                    Self::Packed(_) => {}
-                }
-                words
-            }
+            Self::Packed(matrix) => return &matrix.words.words()[first_word..][..count],
+            Self::Coded(matrix) => expand(&|words| matrix.expand(kernels, first, blocks, words)),
+            Self::Mxfp4(matrix) => expand(&|words| matrix.expand(kernels, first, blocks, words)),
         }
+        &room.words()[..count]
     }
 }
 

@@ -86,7 +86,7 @@ mod tests {
             let codes: Vec<u8> = (0..outputs * inputs / 2).map(|i| (i * 167 % 256) as u8).collect();
             let scales: Vec<u8> = (0..outputs * inputs / 32).map(|i| (100 + i * 7 % 40) as u8).collect();
             let blocks = Mxfp4Blocks { codes: &codes, scales: &scales };
-            let expanded = blocks.expand(outputs, inputs);
+            let expanded = blocks.expand(outputs, inputs).unwrap();
             let packed =
                 PackedMatrix::pack(&pool, Weights::F32(&expanded), outputs, inputs, Precision::Bf16).unwrap();
             let coded = ExpertMatrix::Mxfp4(MxMatrix::pack(&pool, blocks, outputs, inputs).unwrap());

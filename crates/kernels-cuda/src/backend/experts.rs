@@ -295,7 +295,7 @@ impl CudaBackend {
                 HostValues::Fp8(Fp8Blocks { codes: &codes, scales: &scales, grid: ScaleGrid::Blocks });
             return self.upload_matrix(&HostMatrix { outputs, inputs, values, bias: None });
         }
-        let values = [f32_values(gate), f32_values(up)].concat();
+        let values = [f32_values(gate)?, f32_values(up)?].concat();
         self.upload_matrix(&HostMatrix { outputs, inputs, values: HostValues::F32(&values), bias: None })
     }
 
@@ -303,7 +303,7 @@ impl CudaBackend {
     fn expanded(&self, matrix: &HostMatrix<'_>) -> Result<CudaMatrix> {
         match matrix.values {
             HostValues::Fp8(v) if v.grid == ScaleGrid::Channels => {
-                let values = f32_values(matrix);
+                let values = f32_values(matrix)?;
                 self.upload_matrix(&HostMatrix { values: HostValues::F32(&values), ..*matrix })
             }
             _ => self.upload_matrix(matrix),
@@ -481,12 +481,14 @@ fn most_tiles(experts: &CudaExperts, rows: usize) -> usize {
     slots.min(experts.experts + slots / TILE_ROWS)
 }
 
-fn f32_values(matrix: &HostMatrix<'_>) -> Vec<f32> {
-    match matrix.values {
+fn f32_values(matrix: &HostMatrix<'_>) -> Result<Vec<f32>> {
+    Ok(match matrix.values {
         HostValues::Bf16(v) => v.iter().map(|x| x.to_f32()).collect(),
         HostValues::F16(v) => v.iter().map(|x| x.to_f32()).collect(),
         HostValues::F32(v) => v.to_vec(),
         HostValues::Fp8(v) => v.expand(matrix.inputs),
-        HostValues::Mxfp4(v) => v.expand(matrix.outputs, matrix.inputs),
-    }
+        HostValues::Mxfp4(v) => v
+            .expand(matrix.outputs, matrix.inputs)
+            .map_err(|error| CudaError::Shape { what: "an expert", detail: error.to_string() })?,
+    })
 }
