@@ -8,7 +8,8 @@ use crate::transfer::TransferArgs;
 use anyhow::{Context, Result, bail};
 use oscar_backend::Backend;
 use oscar_store::{
-    Fingerprint, FingerprintParts, SharedAddress, Store, StoreLimits, StoreOptions, TransferDesk,
+    Fingerprint, FingerprintParts, RedisAddress, SharedAddress, Store, StoreLimits, StoreOptions,
+    TransferDesk,
 };
 use serde::Serialize;
 use std::path::PathBuf;
@@ -34,6 +35,12 @@ pub struct StoreArgs {
     /// redis://[[USER]:PASSWORD@]HOST[:PORT][/DATABASE]. Give it `maxmemory` with `allkeys-lru`. CPU only
     #[arg(long, value_name = "URL")]
     pub store_redis: Option<String>,
+    /// Bucket for copies of KV pages that several servers share: s3://BUCKET[/PREFIX]. Keys, region and
+    /// endpoint come from AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, AWS_REGION and
+    /// AWS_ENDPOINT_URL. CPU only
+    #[cfg(feature = "s3")]
+    #[arg(long, value_name = "URL")]
+    pub store_s3: Option<String>,
     /// Host memory for copies of KV pages that the prefix cache gave up; none if absent. CPU only
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     #[serde(serialize_with = "serialize_optional_size")]
@@ -43,6 +50,28 @@ pub struct StoreArgs {
 impl StoreArgs {
     pub fn limits(&self) -> StoreLimits {
         StoreLimits { bytes: self.store_size.map(|size| size as u64), age: self.store_age }
+    }
+
+    /// The flag of the bucket, if there is one.
+    pub fn s3(&self) -> Option<&String> {
+        #[cfg(feature = "s3")]
+        return self.store_s3.as_ref();
+        #[cfg(not(feature = "s3"))]
+        None
+    }
+
+    /// The server that machines share pages on.
+    fn shared(&self) -> Result<Option<SharedAddress>> {
+        if self.store_redis.is_some() && self.s3().is_some() {
+            bail!("--store-redis and --store-s3 cannot be used together: leave out one of them");
+        }
+        #[cfg(feature = "s3")]
+        if let Some(url) = &self.store_s3 {
+            let address = oscar_store::S3Address::parse(url, |name| std::env::var(name).ok());
+            return Ok(Some(SharedAddress::S3(address.context("--store-s3")?)));
+        }
+        let redis = self.store_redis.as_ref().map(|url| url.parse::<RedisAddress>());
+        Ok(redis.transpose().context("--store-redis")?.map(SharedAddress::Redis))
     }
 
     /// Opens the store that the flags ask for, and the desk for pages of other machines.
@@ -55,15 +84,16 @@ impl StoreArgs {
         backend: &AnyBackend,
         prefix_cache: bool,
     ) -> Result<(Option<Store>, Option<Arc<TransferDesk>>)> {
-        let has_store = self.store.is_some() || self.store_ram.is_some() || self.store_redis.is_some();
+        let has_shared = self.store_redis.is_some() || self.s3().is_some();
+        let has_store = self.store.is_some() || self.store_ram.is_some() || has_shared;
         if self.store_age.is_some() && self.store.is_none() && self.store_redis.is_none() {
-            bail!("--store-age needs --store or --store-redis");
+            bail!("--store-age needs --store or --store-redis; a bucket has rules of its own");
         }
         if !has_store && !transfer.is_used() {
             return Ok((None, None));
         }
         let flags = if has_store {
-            "--store, --store-redis and --store-ram"
+            "--store, --store-redis, --store-s3 and --store-ram"
         } else {
             "--kv-transfer-listen and -peer"
         };
@@ -79,12 +109,11 @@ impl StoreArgs {
         }
         let layout = backend.held_layout(&cache.layout);
         let largest = layout.full_block_bytes().max(layout.coded_block_bytes());
-        let shared = self.store_redis.as_ref().map(|url| url.parse::<SharedAddress>());
         let options = StoreOptions {
             ram: self.store_ram,
             directory: self.store.clone(),
             limits: self.limits(),
-            shared: shared.transpose().context("--store-redis")?,
+            shared: self.shared()?,
             peers: transfer.fetches(),
             most_page_bytes: largest,
             ..StoreOptions::default()
@@ -94,11 +123,12 @@ impl StoreArgs {
         if !has_store && !transfer.fetches() {
             return Ok((None, desk));
         }
-        let place = || match (&self.store, &self.store_redis) {
-            (Some(folder), _) => format!("--store {}", folder.display()),
-            (None, Some(_)) => "--store-redis".to_owned(),
-            (None, None) if has_store => "--store-ram".to_owned(),
-            (None, None) => "--kv-transfer-peer".to_owned(),
+        let place = || match (&self.store, &self.store_redis, self.s3()) {
+            (Some(folder), _, _) => format!("--store {}", folder.display()),
+            (None, Some(_), _) => "--store-redis".to_owned(),
+            (None, None, Some(_)) => "--store-s3".to_owned(),
+            (None, None, None) if has_store => "--store-ram".to_owned(),
+            (None, None, None) => "--kv-transfer-peer".to_owned(),
         };
         let store = Store::open(&options, fingerprint, &about).with_context(place)?;
         if let Some(folder) = &self.store {

@@ -14,7 +14,7 @@ use oscar_backend::Backend;
 use oscar_cache::CacheEvent;
 use oscar_codec::PAGE_TOKENS;
 use oscar_runner::Runner;
-use oscar_store::{Peers, Store, TransferDesk};
+use oscar_store::{Counters, Peers, Store, TransferDesk};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -89,7 +89,9 @@ pub struct EngineState {
     failure: Mutex<Option<String>>,
     max_queue: usize,
     caps: CapRules,
-    /// Transfers to and from other machines go on between steps, so their numbers are not the thread's.
+    /// Pages are written and carried between machines while there is no step, so these numbers are not
+    /// the thread's.
+    store: Option<Arc<Counters>>,
     desk: Option<Arc<TransferDesk>>,
     peers: Option<Arc<Peers>>,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -187,6 +189,7 @@ impl Engine {
             failure: Mutex::default(),
             max_queue: options.max_queue,
             caps: CapRules { layout, refusal, server: options.row_cap.clone() },
+            store: options.store.as_ref().filter(|store| store.keeps_pages()).map(|s| s.counters().clone()),
             desk: options.desk.clone(),
             peers: options.store.as_ref().and_then(Store::peers).cloned(),
             thread: Mutex::new(None),
@@ -281,6 +284,7 @@ impl EngineApi for EngineHandle {
 
     fn stats(&self) -> EngineStats {
         EngineStats {
+            store: self.state.store.as_ref().map(|store| store.snapshot()),
             kept_for_peers: self.state.desk.as_ref().map(|desk| desk.stats()),
             fetched_from_peers: self.state.peers.as_ref().map(|peers| peers.stats()),
             ..self.state.stats().clone()

@@ -222,7 +222,7 @@ pub struct Usage {
 pub struct CachedByTier {
     pub ram: usize,
     pub disk: usize,
-    /// In a Valkey or Redis server.
+    /// In a server that machines share.
     pub shared: usize,
     /// On another machine.
     pub peer: usize,
@@ -340,7 +340,7 @@ pub struct EngineStats {
     /// Those of them that a page store brought back from host memory and from its directory.
     pub cached_ram_tokens: u64,
     pub cached_disk_tokens: u64,
-    /// Those of them that came from a Valkey or Redis server, and from other machines.
+    /// Those of them that came from a shared server, and from other machines.
     pub cached_shared_tokens: u64,
     pub cached_peer_tokens: u64,
     pub generated_tokens: u64,

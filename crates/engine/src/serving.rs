@@ -110,7 +110,6 @@ impl<B: Backend> Serving<B> {
 
     /// The engine's numbers; `exact` counts the prefix cache's pages too.
     pub fn statistics(&mut self, exact: bool) -> EngineStats {
-        self.statistics.counters.store = self.tiers.as_ref().and_then(PageTiers::stats);
         self.statistics.snapshot(&self.runner, self.cache.as_ref(), &self.live, exact)
     }
 

@@ -23,9 +23,7 @@ use oscar_cache::{
 };
 use oscar_codec::{CacheLayout, PAGE_TOKENS};
 use oscar_runner::{Runner, StepError};
-use oscar_store::{
-    FetchedPage, PageName, PageRef, PeerTicket, RemotePages, Reply, Store, StoreReader, StoreStats, Tier,
-};
+use oscar_store::{FetchedPage, PageName, PageRef, PeerTicket, RemotePages, Reply, Store, StoreReader, Tier};
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -119,11 +117,6 @@ impl PageTiers {
             offered: 0,
             rests_until: None,
         }
-    }
-
-    /// The numbers of the store, if it keeps pages.
-    pub fn stats(&self) -> Option<StoreStats> {
-        self.store.keeps_pages().then(|| self.store.stats())
     }
 
     /// Waits until the pages offered so far are written.

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 pub enum Tier {
     Ram,
     Disk,
-    /// A Valkey or Redis server.
+    /// A server that machines share: Valkey, Redis or S3.
     Shared,
     /// Another machine, by a ticket.
     Peer,
@@ -32,7 +32,7 @@ pub struct StoreStats {
     pub shared_read_bytes: u64,
     pub written_pages: u64,
     pub written_bytes: u64,
-    /// The same in the Valkey or Redis server.
+    /// The same in the shared server.
     pub shared_written_pages: u64,
     pub shared_written_bytes: u64,
     /// Pages that the server did not take because it was full.

@@ -178,7 +178,7 @@ impl DirectoryStore {
                 }
             }
             Ok(Err(Defect::WrongFingerprint)) => add(&counters.wrong_fingerprint, 1),
-            Err(error) if error.kind() == ErrorKind::NotFound => add(&counters.vanished, 1),
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
             Err(_) => add(&counters.io_errors, 1),
         }
         None

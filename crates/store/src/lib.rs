@@ -2,8 +2,8 @@
 //!
 //! A page is stored under the hash of its tokens and of everything before them
 //! ([`oscar_cache::PageHash`]), below the [`Fingerprint`] of everything that its bytes depend on.
-//! [`PageStore`] is one place for pages: [`RamStore`], [`DirectoryStore`] or [`SharedStore`] (Valkey or
-//! Redis). [`Tiers`] puts them in a row. [`Store`] adds the threads, so that whoever runs the model
+//! [`PageStore`] is one place for pages: [`RamStore`], [`DirectoryStore`], [`RedisStore`] (Valkey or
+//! Redis) or `S3Store` (with the feature `s3`). [`Tiers`] puts them in a row. [`Store`] adds the threads, so that whoever runs the model
 //! never waits for a disk. [`TransferDesk`] and [`RemotePages`] carry the pages of one prompt to another machine.
 //!
 //! **Invariants:** a page that is returned has the fingerprint, the hash and the tokens that were
@@ -18,7 +18,10 @@ mod fingerprint;
 mod folder;
 mod object;
 mod ram;
+mod redis;
 mod resp;
+#[cfg(feature = "s3")]
+mod s3;
 mod service;
 mod shared;
 mod tiers;
@@ -30,8 +33,11 @@ pub use fingerprint::{Fingerprint, FingerprintParts};
 pub use folder::{Entry, Listing, Pruned, StoreLimits, list, prune};
 pub use object::{Defect, Loaded, Page, PageName, PageRef, SealedPage, verify_file};
 pub use ram::RamStore;
+pub use redis::{NoAddress, RedisAddress, RedisStore};
+#[cfg(feature = "s3")]
+pub use s3::{NoBucket, S3Address, S3Store};
 pub use service::{FetchedPage, Reply, Store, StoreOptions, StoreReader};
-pub use shared::{NoAddress, SharedAddress, SharedStore};
+pub use shared::{Shared, SharedAddress};
 pub use tiers::Tiers;
 pub use transfer::{
     Ask, DeskOptions, PeerRule, PeerRules, PeerTicket, Peers, Question, RemotePages, Ticket, TicketId,
@@ -55,15 +61,34 @@ pub trait PageStore: Send + Sync {
     fn touch_many(&self, pages: &[PageName]) -> Vec<bool>;
 }
 
-/// The kinds of each page that are there, up to the first page of which there is none.
-pub(crate) fn stored_prefix(pages: &[PageHash], has: impl Fn(&PageName) -> bool) -> Vec<StoredKinds> {
-    let kinds = |(block, hash): (usize, &PageHash)| {
-        let mut kinds = StoredKinds::default();
-        let name = |kind| PageName { hash: *hash, block: block as u32, kind };
-        PageKind::ALL.into_iter().filter(|kind| has(&name(*kind))).for_each(|kind| kinds.insert(kind));
-        kinds
+/// The names of all kinds of these pages, those of a page together.
+pub(crate) fn page_names(pages: &[PageHash]) -> Vec<PageName> {
+    let names = |(block, hash): (usize, &PageHash)| {
+        PageKind::ALL.map(|kind| PageName { hash: *hash, block: block as u32, kind })
     };
-    pages.iter().enumerate().map(kinds).take_while(|kinds| !kinds.is_empty()).collect()
+    pages.iter().enumerate().flat_map(names).collect()
+}
+
+/// The kinds of each page, up to the first page of which there is none. `there` tells of each name of
+/// [`page_names`] whether it is there.
+pub(crate) fn stored_kinds(there: impl Iterator<Item = bool>) -> Vec<StoredKinds> {
+    let mut there = there.peekable();
+    let mut pages = Vec::new();
+    while there.peek().is_some() {
+        let mut kinds = StoredKinds::default();
+        let held = PageKind::ALL.into_iter().zip(there.by_ref());
+        held.filter(|(_, there)| *there).for_each(|(kind, _)| kinds.insert(kind));
+        if kinds.is_empty() {
+            break;
+        }
+        pages.push(kinds);
+    }
+    pages
+}
+
+/// [`stored_kinds`] of pages of which `has` tells whether they are there.
+pub(crate) fn stored_prefix(pages: &[PageHash], has: impl Fn(&PageName) -> bool) -> Vec<StoredKinds> {
+    stored_kinds(page_names(pages).iter().map(has))
 }
 
 /// Locks data that is valid after every statement: a panic of another thread does no harm.

@@ -11,7 +11,10 @@ use crate::fingerprint::Fingerprint;
 use crate::folder::StoreLimits;
 use crate::object::{Loaded, Page, PageName, PageRef};
 use crate::ram::RamStore;
-use crate::shared::{SharedAddress, SharedStore};
+use crate::redis::RedisStore;
+#[cfg(feature = "s3")]
+use crate::s3::S3Store;
+use crate::shared::{Shared, SharedAddress};
 use crate::tiers::Tiers;
 use crate::transfer::{PeerTicket, Peers, RemotePages};
 use oscar_cache::{CacheSalt, PageHash, PrefixKey, StoredFlag, StoredKinds, WantedPage};
@@ -39,7 +42,7 @@ pub struct StoreOptions {
     pub ram: Option<usize>,
     /// Directory of pages that outlive the process; no such tier if absent.
     pub directory: Option<PathBuf>,
-    /// Valkey or Redis server for pages; no such tier if absent.
+    /// Server for pages that machines share; no such tier if absent.
     pub shared: Option<SharedAddress>,
     pub limits: StoreLimits,
     /// Most bytes that wait to be written.
@@ -154,16 +157,22 @@ impl Store {
     /// Opens the tiers and starts the threads.
     ///
     /// # Errors
-    /// If the directory cannot be used, the server refuses the password, or the system gives no threads.
+    /// If the directory cannot be used, the server refuses us, or the system gives no threads.
     pub fn open(options: &StoreOptions, fingerprint: Fingerprint, about: &str) -> io::Result<Self> {
         let counters = Arc::new(Counters::default());
         let ram = options.ram.map(|bytes| RamStore::new(fingerprint, bytes, counters.clone()));
         let open =
             |root: &PathBuf| DirectoryStore::open(root, fingerprint, about, options.limits, counters.clone());
         let directory = options.directory.as_ref().map(open).transpose()?;
-        let open = |address: &SharedAddress| {
-            let (age, most) = (options.limits.age, options.most_page_bytes);
-            SharedStore::open(address.clone(), fingerprint, age, most, counters.clone())
+        let open = |address: &SharedAddress| -> io::Result<Box<dyn PageStore>> {
+            let shared = Shared::new(fingerprint, options.most_page_bytes, counters.clone());
+            Ok(match address.clone() {
+                SharedAddress::Redis(address) => {
+                    Box::new(RedisStore::open(address, options.limits.age, shared)?)
+                }
+                #[cfg(feature = "s3")]
+                SharedAddress::S3(address) => Box::new(S3Store::open(address, shared)?),
+            })
         };
         let shared = options.shared.as_ref().map(open).transpose()?;
         Self::start(Tiers::new(fingerprint, counters.clone(), ram, directory).with_shared(shared), options)
@@ -265,6 +274,11 @@ impl Store {
 
     pub fn stats(&self) -> StoreStats {
         self.0.tiers.counters.snapshot()
+    }
+
+    /// The numbers themselves, for someone who must not keep the store open.
+    pub fn counters(&self) -> &Arc<Counters> {
+        &self.0.tiers.counters
     }
 
     /// Someone who asks this store.
@@ -406,18 +420,18 @@ fn fetch(
         let tokens = tokens.get(block * PAGE_TOKENS..(block + 1) * PAGE_TOKENS)?;
         Some(PageRef { name: PageName { hash: *chain.get(block)?, block: block as u32, kind }, tokens })
     };
-    // Another machine is asked once for all of them.
-    let asked: Option<Vec<PageRef<'_>>> = remote.and_then(|_| wanted.iter().map(page).collect());
-    let mut found = remote.zip(asked).map(|(remote, pages)| remote.get_many(&pages).into_iter());
+    let asked: Vec<PageRef<'_>> = wanted.iter().map_while(page).collect();
+    let mut found = match remote {
+        Some(remote) => {
+            let pages = remote.get_many(&asked).into_iter();
+            pages.map(|page| page.map(|loaded| (Tier::Peer, loaded))).collect()
+        }
+        None => tiers.get_many(&asked),
+    }
+    .into_iter();
     let mut pages = Vec::with_capacity(wanted.len());
     for wanted in wanted {
-        let page = match (remote, &mut found) {
-            (None, _) => page(&wanted).and_then(|page| tiers.get(page)),
-            (Some(_), found) => {
-                let loaded = found.as_mut().and_then(Iterator::next).flatten();
-                loaded.map(|loaded| (Tier::Peer, loaded))
-            }
-        };
+        let page = found.next().flatten();
         let is_miss = page.is_none();
         pages.push(FetchedPage { wanted, page });
         if is_miss {

@@ -1,207 +1,58 @@
-//! Pages in a Valkey or Redis server that any number of machines share.
-//!
-//! A page is a string under its name below the fingerprint, the same bytes as a file of a
-//! [`DirectoryStore`](crate::DirectoryStore), and verified like one. The server decides what it gives up:
-//! `maxmemory` with `allkeys-lru`. A server that is slow or gone is left alone for a while, and its pages
-//! are misses.
+//! What stores behind a network have in common: any number of machines use them, and one that fails is
+//! left alone for a while.
 
 use crate::counters::{Counters, add};
-use crate::deadline::{connect, is_late};
 use crate::fingerprint::Fingerprint;
-use crate::object::{HEADER_BYTES, Loaded, PageName, PageRef, SealedPage};
-use crate::resp::{Reply, command, exchange};
-use crate::{PageStore, lock};
-use oscar_cache::{PageHash, PageKind, StoredKinds};
-use std::fmt;
-use std::io::{self, ErrorKind};
-use std::net::TcpStream;
-use std::str::FromStr;
+use crate::lock;
+use crate::object::{HEADER_BYTES, Loaded, PageRef, SealedPage};
+use crate::redis::RedisAddress;
+#[cfg(feature = "s3")]
+use crate::s3::S3Address;
+use std::fmt::Display;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// How long a connection may take to be made, and an exchange to end.
-const CONNECT: Duration = Duration::from_secs(1);
-const EXCHANGE: Duration = Duration::from_secs(2);
 /// How long a server that failed is left alone.
 const REST: Duration = Duration::from_secs(10);
-/// Connections that are kept open between two uses.
-const IDLE_CONNECTIONS: usize = 4;
-const DEFAULT_PORT: u16 = 6379;
 
-/// Where a server is: `redis://[[USER]:PASSWORD@]HOST[:PORT][/DATABASE]`.
-#[derive(Clone, PartialEq, Eq)]
-pub struct SharedAddress {
-    host: String,
-    port: u16,
-    user: String,
-    password: String,
-    database: u32,
+/// Where machines share pages.
+#[derive(Clone, Debug)]
+pub enum SharedAddress {
+    Redis(RedisAddress),
+    #[cfg(feature = "s3")]
+    S3(S3Address),
 }
 
-/// The text is no address of a server.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum NoAddress {
-    #[error("write redis://[[USER]:PASSWORD@]HOST[:PORT][/DATABASE]")]
-    Form,
-    #[error("rediss:// (TLS) is not supported: use redis:// on a trusted network, or a TLS proxy")]
-    Tls,
-}
-
-impl FromStr for SharedAddress {
-    type Err = NoAddress;
-
-    fn from_str(text: &str) -> Result<Self, NoAddress> {
-        if text.starts_with("rediss://") || text.starts_with("valkeys://") {
-            return Err(NoAddress::Tls);
-        }
-        let rest = text.strip_prefix("redis://").or(text.strip_prefix("valkey://")).ok_or(NoAddress::Form)?;
-        let (login, rest) = rest.rsplit_once('@').unwrap_or(("", rest));
-        let (user, password) = login.split_once(':').unwrap_or(("", login));
-        let (place, database) = rest.split_once('/').unwrap_or((rest, ""));
-        let database = if database.is_empty() { Ok(0) } else { database.parse() };
-        let (host, port) = match place.rsplit_once(':') {
-            Some((host, port)) if !host.contains(':') || host.ends_with(']') => (host, port.parse().ok()),
-            _ => (place, Some(DEFAULT_PORT)),
-        };
-        let host = host.trim_matches(['[', ']']).to_owned();
-        match (host.is_empty(), port, database) {
-            (false, Some(port), Ok(database)) => {
-                Ok(Self { host, port, user: user.to_owned(), password: password.to_owned(), database })
-            }
-            _ => Err(NoAddress::Form),
-        }
-    }
-}
-
-/// Without the password.
-impl fmt::Display for SharedAddress {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "redis://{}:{}/{}", self.host, self.port, self.database)
-    }
-}
-
-impl fmt::Debug for SharedAddress {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{self}")
-    }
-}
-
-/// See the [module](self).
-pub struct SharedStore {
-    address: SharedAddress,
-    fingerprint: Fingerprint,
-    /// Seconds after which a page that nobody used is gone, as text.
-    age: Option<String>,
-    most_page_bytes: usize,
+/// The part of a store that does not depend on how its server is spoken to.
+pub struct Shared {
+    pub(crate) fingerprint: Fingerprint,
+    /// Most bytes of a page.
+    pub(crate) most_bytes: usize,
     counters: Arc<Counters>,
-    idle: Mutex<Vec<TcpStream>>,
     rests_until: Mutex<Option<Instant>>,
 }
 
-impl SharedStore {
-    /// Opens a store; a server that cannot be reached now may come later. No page has a larger payload
-    /// than `most_page_bytes`.
-    ///
-    /// # Errors
-    /// If the server refuses the password or the database.
-    pub fn open(
-        address: SharedAddress,
-        fingerprint: Fingerprint,
-        age: Option<Duration>,
-        most_page_bytes: usize,
-        counters: Arc<Counters>,
-    ) -> io::Result<Self> {
-        let store = Self {
-            address,
-            fingerprint,
-            age: age.map(|age| age.as_secs().max(1).to_string()),
-            most_page_bytes: most_page_bytes.saturating_add(HEADER_BYTES),
-            counters,
-            idle: Mutex::default(),
-            rests_until: Mutex::default(),
-        };
-        match store.connect() {
-            Ok(stream) => lock(&store.idle).push(stream),
-            Err(error) if error.kind() == ErrorKind::PermissionDenied => return Err(error),
-            Err(error) => store.fail(&error),
-        }
-        Ok(store)
+impl Shared {
+    /// No page has a larger payload than `most_page_bytes`.
+    pub fn new(fingerprint: Fingerprint, most_page_bytes: usize, counters: Arc<Counters>) -> Self {
+        let most_bytes = most_page_bytes.saturating_add(HEADER_BYTES);
+        Self { fingerprint, most_bytes, counters, rests_until: Mutex::default() }
     }
 
-    /// A connection that is logged in.
-    fn connect(&self) -> io::Result<TcpStream> {
-        let SharedAddress { host, port, user, password, database } = &self.address;
-        let stream = connect(host, *port, CONNECT)?;
-        let (mut commands, mut count) = (Vec::new(), 1);
-        match (user.as_bytes(), password.as_bytes()) {
-            (_, b"") => count = 0,
-            (b"", password) => command(&mut commands, &[b"AUTH", password]),
-            (user, password) => command(&mut commands, &[b"AUTH", user, password]),
-        }
-        command(&mut commands, &[b"SELECT", database.to_string().as_bytes()]);
-        let replies = exchange(&stream, &commands, count + 1, 0, EXCHANGE)?;
-        let refused = replies.into_iter().find_map(|reply| match reply {
-            Reply::Refused(problem) => Some(problem),
-            _ => None,
-        });
-        match refused {
-            Some(problem) => Err(io::Error::new(ErrorKind::PermissionDenied, problem)),
-            None => Ok(stream),
-        }
+    /// Whether the server is left alone now.
+    pub(crate) fn rests(&self) -> bool {
+        lock(&self.rests_until).is_some_and(|until| Instant::now() < until)
     }
 
-    fn fail(&self, error: &io::Error) {
-        tracing::warn!(server = %self.address, %error, "the shared page store cannot be used for a while");
+    /// Leaves a server alone that did not answer as it should.
+    pub(crate) fn fail(&self, server: &dyn Display, error: &dyn Display) {
+        tracing::warn!(%server, %error, "the shared page store cannot be used for a while");
         add(&self.counters.shared_errors, 1);
         *lock(&self.rests_until) = Some(Instant::now() + REST);
-        lock(&self.idle).clear();
     }
 
-    /// Sends commands and reads their replies; `None` if the server cannot be used.
-    fn run(&self, commands: &[u8], count: usize) -> Option<Vec<Reply>> {
-        if count == 0 {
-            return Some(Vec::new());
-        }
-        if lock(&self.rests_until).is_some_and(|until| Instant::now() < until) {
-            return None;
-        }
-        let run = |stream: TcpStream| -> io::Result<Vec<Reply>> {
-            let replies = exchange(&stream, commands, count, self.most_page_bytes, EXCHANGE)?;
-            let mut idle = lock(&self.idle);
-            if idle.len() < IDLE_CONNECTIONS {
-                idle.push(stream);
-            }
-            Ok(replies)
-        };
-        let held = lock(&self.idle).pop();
-        let outcome = match held.map(run) {
-            // A server that was started anew has closed the connections of its first life.
-            Some(Err(error)) if !is_late(&error) => self.connect().and_then(run),
-            Some(outcome) => outcome,
-            None => self.connect().and_then(run),
-        };
-        outcome.inspect_err(|error| self.fail(error)).ok()
-    }
-
-    fn key(&self, name: &PageName) -> Vec<u8> {
-        format!("oscar:{}:{}", self.fingerprint.folder(), name.file_name()).into_bytes()
-    }
-
-    /// Runs one command for each page.
-    fn each<'a>(
-        &self,
-        names: impl Iterator<Item = &'a PageName>,
-        parts: impl Fn(&mut Vec<u8>, &[u8]),
-    ) -> Option<Vec<Reply>> {
-        let (mut commands, mut count) = (Vec::new(), 0);
-        for name in names {
-            parts(&mut commands, &self.key(name));
-            count += 1;
-        }
-        self.run(&commands, count)
-    }
-
-    fn load(&self, page: &PageRef<'_>, bytes: Vec<u8>) -> Option<Loaded> {
+    /// The page in these bytes, unless they are something else.
+    pub(crate) fn verify(&self, page: &PageRef<'_>, bytes: Vec<u8>) -> Option<Loaded> {
         let length = bytes.len();
         match Loaded::verify(Arc::new(bytes), &self.fingerprint, page) {
             Ok(loaded) => {
@@ -211,113 +62,27 @@ impl SharedStore {
             }
             Err(defect) => {
                 self.counters.note(defect);
-                self.each([page.name].iter(), |to, key| command(to, &[b"DEL", key]));
                 None
             }
         }
     }
 
-    fn put(&self, page: &SealedPage) -> bool {
-        let key = self.key(&page.name);
-        let mut commands = Vec::with_capacity(page.bytes.len() + 256);
-        // A part may have grown since; everything else is the same whoever writes it.
-        if page.name.kind != PageKind::Part {
-            command(&mut commands, &[b"EXISTS", &key]);
-            match self.run(&commands, 1).as_deref() {
-                Some([Reply::Number(1)]) => return true,
-                Some(_) => commands.clear(),
-                None => return false,
-            }
-        }
-        match &self.age {
-            Some(age) => command(&mut commands, &[b"SET", &key, &page.bytes, b"EX", age.as_bytes()]),
-            None => command(&mut commands, &[b"SET", &key, &page.bytes]),
-        }
-        match self.run(&commands, 1).as_deref() {
-            Some([Reply::Done]) => {
-                add(&self.counters.shared_written_pages, 1);
-                add(&self.counters.shared_written_bytes, page.bytes.len());
-                true
-            }
-            Some([Reply::Refused(problem)]) if problem.starts_with("OOM") => {
-                add(&self.counters.shared_full, 1);
-                false
-            }
-            Some(_) => {
-                add(&self.counters.shared_errors, 1);
-                false
-            }
-            None => false,
-        }
-    }
-}
-
-impl PageStore for SharedStore {
-    fn exists_prefix(&self, pages: &[PageHash]) -> Vec<StoredKinds> {
-        let name = |(block, hash): (usize, &PageHash)| {
-            PageKind::ALL.map(|kind| PageName { hash: *hash, block: block as u32, kind })
-        };
-        let names: Vec<PageName> = pages.iter().enumerate().flat_map(name).collect();
-        let replies = self.each(names.iter(), |to, key| command(to, &[b"EXISTS", key])).unwrap_or_default();
-        let kinds = |replies: &[Reply]| {
-            let mut kinds = StoredKinds::default();
-            let there = PageKind::ALL.into_iter().zip(replies);
-            there.filter(|(_, reply)| **reply == Reply::Number(1)).for_each(|(kind, _)| kinds.insert(kind));
-            kinds
-        };
-        replies.chunks(PageKind::ALL.len()).map(kinds).take_while(|kinds| !kinds.is_empty()).collect()
+    /// Counts a page that was written; `true`.
+    pub(crate) fn written(&self, page: &SealedPage) -> bool {
+        add(&self.counters.shared_written_pages, 1);
+        add(&self.counters.shared_written_bytes, page.bytes.len());
+        true
     }
 
-    fn get_many(&self, pages: &[PageRef<'_>]) -> Vec<Option<Loaded>> {
-        let names: Vec<PageName> = pages.iter().map(|page| page.name).collect();
-        let replies = self.each(names.iter(), |to, key| command(to, &[b"GET", key])).unwrap_or_default();
-        let load = |(page, reply): (&PageRef<'_>, Option<Reply>)| match reply {
-            Some(Reply::Value(Some(bytes))) => self.load(page, bytes),
-            Some(Reply::Value(None)) => {
-                add(&self.counters.vanished, 1);
-                None
-            }
-            Some(_) => {
-                add(&self.counters.shared_errors, 1);
-                None
-            }
-            None => None,
-        };
-        pages.iter().zip(replies.into_iter().map(Some).chain(std::iter::repeat(None))).map(load).collect()
+    /// Counts a page for which the server had no room; `false`.
+    pub(crate) fn full(&self) -> bool {
+        add(&self.counters.shared_full, 1);
+        false
     }
 
-    fn put_many(&self, pages: &[SealedPage]) -> Vec<bool> {
-        pages.iter().map(|page| self.put(page)).collect()
-    }
-
-    fn touch_many(&self, pages: &[PageName]) -> Vec<bool> {
-        let replies = self.each(pages.iter(), |to, key| match &self.age {
-            Some(age) => command(to, &[b"EXPIRE", key, age.as_bytes()]),
-            None => command(to, &[b"TOUCH", key]),
-        });
-        // A server that does not answer has lost nothing yet.
-        let Some(there) = replies else { return vec![true; pages.len()] };
-        (0..pages.len()).map(|place| there.get(place) == Some(&Reply::Number(1))).collect()
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn addresses_are_read_and_passwords_are_not_shown() {
-        let read = |text: &str| text.parse::<SharedAddress>();
-        let full = read("redis://me:s3cret@cache.local:7000/3").unwrap();
-        assert_eq!((full.host.as_str(), full.port, full.database), ("cache.local", 7000, 3));
-        assert_eq!((full.user.as_str(), full.password.as_str()), ("me", "s3cret"));
-        assert_eq!(format!("{full} {full:?}"), "redis://cache.local:7000/3 redis://cache.local:7000/3");
-        assert_eq!(read("redis://:p@ss@h").unwrap().password, "p@ss");
-        assert_eq!(read("valkey://[::1]:7").unwrap().host, "::1");
-        assert_eq!(read("redis://h").unwrap().port, DEFAULT_PORT);
-        assert_eq!(read("rediss://h"), Err(NoAddress::Tls));
-        for bad in ["", "h", "redis://", "redis://h:x", "redis://h/x", "http://h", "redis://:7"] {
-            assert_eq!(read(bad), Err(NoAddress::Form), "{bad}");
-        }
+    /// Counts an answer that is none; `false`.
+    pub(crate) fn refused(&self) -> bool {
+        add(&self.counters.shared_errors, 1);
+        false
     }
 }

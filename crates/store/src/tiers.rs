@@ -6,7 +6,6 @@ use crate::directory::DirectoryStore;
 use crate::fingerprint::Fingerprint;
 use crate::object::{Loaded, PageName, PageRef, SealedPage};
 use crate::ram::RamStore;
-use crate::shared::SharedStore;
 use oscar_cache::{PageHash, PageKind, StoredKinds};
 use std::sync::Arc;
 
@@ -17,7 +16,7 @@ pub struct Tiers {
     pub(crate) counters: Arc<Counters>,
     pub(crate) ram: Option<RamStore>,
     pub(crate) directory: Option<DirectoryStore>,
-    pub(crate) shared: Option<SharedStore>,
+    pub(crate) shared: Option<Box<dyn PageStore>>,
 }
 
 impl Tiers {
@@ -30,16 +29,16 @@ impl Tiers {
         Self { fingerprint, counters, ram, directory, shared: None }
     }
 
-    /// The same with a Valkey or Redis server as the last tier.
+    /// The same with a server as the last tier.
     #[must_use]
-    pub fn with_shared(self, shared: Option<SharedStore>) -> Self {
+    pub fn with_shared(self, shared: Option<Box<dyn PageStore>>) -> Self {
         Self { shared, ..self }
     }
 
     fn each(&self) -> impl Iterator<Item = (Tier, &dyn PageStore)> {
         let ram = self.ram.iter().map(|store| (Tier::Ram, store as &dyn PageStore));
         let directory = self.directory.iter().map(|store| (Tier::Disk, store as &dyn PageStore));
-        let shared = self.shared.iter().map(|store| (Tier::Shared, store as &dyn PageStore));
+        let shared = self.shared.iter().map(|store| (Tier::Shared, &**store));
         ram.chain(directory).chain(shared)
     }
 
@@ -58,19 +57,25 @@ impl Tiers {
         found
     }
 
-    /// Reads a page from the fastest tier that has it.
-    pub fn get(&self, page: PageRef<'_>) -> Option<(Tier, Loaded)> {
+    /// Reads each page from the fastest tier that has it. Pages that no tier gives count as vanished.
+    pub fn get_many(&self, pages: &[PageRef<'_>]) -> Vec<Option<(Tier, Loaded)>> {
+        let mut found: Vec<Option<(Tier, Loaded)>> = pages.iter().map(|_| None).collect();
         for (tier, store) in self.each() {
-            let Some(loaded) = store.get_many(&[page]).pop().flatten() else { continue };
-            if let (Tier::Disk | Tier::Shared, Some(ram)) = (tier, &self.ram) {
-                ram.put_many(&[SealedPage { name: page.name, bytes: loaded.bytes().clone() }]);
+            let left: Vec<usize> = (0..pages.len()).filter(|&place| found[place].is_none()).collect();
+            if left.is_empty() {
+                break;
             }
-            return Some((tier, loaded));
+            let asked: Vec<PageRef<'_>> = left.iter().map(|&place| pages[place]).collect();
+            for (place, loaded) in left.into_iter().zip(store.get_many(&asked)) {
+                let Some(loaded) = loaded else { continue };
+                if let (Tier::Disk | Tier::Shared, Some(ram)) = (tier, &self.ram) {
+                    ram.put_many(&[SealedPage { name: pages[place].name, bytes: loaded.bytes().clone() }]);
+                }
+                found[place] = Some((tier, loaded));
+            }
         }
-        if self.directory.is_none() && self.shared.is_none() {
-            add(&self.counters.vanished, 1);
-        }
-        None
+        add(&self.counters.vanished, found.iter().filter(|page| page.is_none()).count());
+        found
     }
 
     /// Keeps a copy in every tier; whether a tier that outlives the process has it, or RAM if that is

@@ -77,19 +77,27 @@ fn a_directory_keeps_pages_for_the_next_process_and_refuses_strangers() {
     }
 }
 
-/// Between `exists_prefix` and `get_many` another process removed the page.
+/// Between `look_up` and `get_many` another process removed the page.
 #[test]
 fn a_page_that_vanishes_is_a_miss() {
     let folder = tempfile::tempdir().unwrap();
     let tokens = tokens(2, 1);
     let (store, counters) = open(folder.path(), StoreLimits::default());
     store.put_many(&sealed(&tokens, PageKind::Full));
-    assert_eq!(store.exists_prefix(&chain(&tokens)).len(), 2);
+    let ram = RamStore::new(fingerprint(), 1 << 20, counters.clone());
+    let tiers = Tiers::new(fingerprint(), counters.clone(), Some(ram), Some(store));
+    assert_eq!(tiers.look_up(&chain(&tokens)).len(), 2);
+    let asked = |block: usize| {
+        let name = PageName { hash: chain(&tokens)[block], block: block as u32, kind: PageKind::Full };
+        PageRef { name, tokens: &tokens[64 * block..][..64] }
+    };
+    assert_eq!(tiers.get_many(&[asked(0)])[0].as_ref().unwrap().0, Tier::Disk);
     prune(folder.path(), StoreLimits { bytes: Some(0), age: None }, 0).unwrap();
-    assert_eq!(get(&store, &tokens, 1, PageKind::Full), None);
+    let found = tiers.get_many(&[asked(1), asked(0)]);
+    assert!(found[0].is_none() && found[1].as_ref().unwrap().0 == Tier::Ram);
     let stats = counters.snapshot();
     assert_eq!((stats.vanished, stats.corrupt, stats.io_errors), (1, 0, 0));
-    assert_eq!(store.exists_prefix(&chain(&tokens)).len(), 0);
+    assert_eq!(tiers.look_up(&chain(&tokens)).len(), 1, "its copy in memory");
 }
 
 /// Holds both writers while their temporary files exist.

@@ -25,6 +25,8 @@ mod readiness;
 mod redis;
 #[cfg(unix)]
 mod reports;
+#[cfg(all(unix, feature = "s3"))]
+mod s3;
 mod server;
 #[cfg(target_os = "linux")]
 mod soak;

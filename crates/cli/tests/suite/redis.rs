@@ -11,6 +11,15 @@ use std::net::{TcpListener, TcpStream};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+/// Waits for something that may take a minute on a busy machine.
+pub fn wait_until(what: &str, is_so: impl Fn() -> bool) {
+    let begun = Instant::now();
+    while !is_so() {
+        assert!(begun.elapsed() < Duration::from_secs(60), "not within a minute: {what}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
 /// A server on a free port, with a password.
 struct Redis {
     child: Child,
@@ -49,11 +58,7 @@ impl Redis {
             return None;
         };
         let redis = Self { child, port };
-        let begun = Instant::now();
-        while TcpStream::connect(("127.0.0.1", port)).is_err() {
-            assert!(begun.elapsed() < Duration::from_secs(60), "the server does not come up");
-            std::thread::sleep(Duration::from_millis(20));
-        }
+        wait_until("the server comes up", || TcpStream::connect(("127.0.0.1", port)).is_ok());
         Some(redis)
     }
 
@@ -83,7 +88,7 @@ fn serve(url: &str) -> Server {
 }
 
 /// Text of an answer, and the prompt's tokens that came from the server.
-fn ask(server: &Server, number: usize) -> (String, u64) {
+pub fn ask(server: &Server, number: usize) -> (String, u64) {
     let text: Vec<String> =
         (0..50).map(|i| format!("Line {i} of text {number} says {}.", i * number + 7)).collect();
     let body = json!({"model": "oscar-15m", "prompt": text.join("\n"), "temperature": 0, "max_tokens": 12});
@@ -94,7 +99,7 @@ fn ask(server: &Server, number: usize) -> (String, u64) {
     (answer["choices"][0]["text"].as_str().unwrap().to_owned(), tiers["shared"].as_u64().unwrap_or(0))
 }
 
-fn flush(server: &Server) {
+pub fn flush(server: &Server) {
     assert_eq!(server.send("POST", "/flush_cache", None, Some(&json!({}))).status, 200);
 }
 
@@ -104,11 +109,9 @@ fn a_server_of_pages_is_shared_and_may_be_slow_or_gone() {
     let first = serve(&redis.url());
     let expected: Vec<String> = (1..4).map(|number| ask(&first, number).0).collect();
     let written = || first.metric("oscar_kv_store_shared_written_pages_total");
-    let begun = Instant::now();
-    while first.metric("oscar_kv_store_queued_bytes") > 0.0 || written() < 30.0 {
-        assert!(begun.elapsed() < Duration::from_secs(60), "pages are not written: {}", written());
-        std::thread::sleep(Duration::from_millis(20));
-    }
+    wait_until("pages are written", || {
+        first.metric("oscar_kv_store_queued_bytes") == 0.0 && written() >= 30.0
+    });
     // Another process finds what the first one computed.
     let second = serve(&redis.url());
     let (text, shared) = ask(&second, 1);
@@ -125,11 +128,7 @@ fn a_server_of_pages_is_shared_and_may_be_slow_or_gone() {
     // A full server takes no page and costs no answer.
     redis.tell(&["CONFIG SET maxmemory-policy noeviction", "CONFIG SET maxmemory 1"]);
     assert_eq!(ask(&second, 3).0, expected[2]);
-    let begun = Instant::now();
-    while second.metric("oscar_kv_store_shared_full_total") == 0.0 {
-        assert!(begun.elapsed() < Duration::from_secs(60), "a full server is not counted");
-        std::thread::sleep(Duration::from_millis(20));
-    }
+    wait_until("a full server is counted", || second.metric("oscar_kv_store_shared_full_total") > 0.0);
     assert_eq!(second.metric("oscar_kv_store_shared_errors_total"), 0.0);
     // It hangs: requests go on without it, and the next ones do not wait for it.
     redis.signal("-STOP");

@@ -135,11 +135,7 @@ fn encode_store(stats: &EngineStats, encoder: &mut DescriptorEncoder<'_>) -> Res
         ("kv_store_vanished", "Pages that were gone when they were to be read", store.vanished),
         ("kv_store_written_pages", "Pages written to the directory", store.written_pages),
         ("kv_store_written_bytes", "Bytes written to the directory", store.written_bytes),
-        (
-            "kv_store_shared_written_pages",
-            "Pages written to the Valkey or Redis server",
-            store.shared_written_pages,
-        ),
+        ("kv_store_shared_written_pages", "Pages written to the shared server", store.shared_written_pages),
         ("kv_store_shared_written_bytes", "Bytes written to that server", store.shared_written_bytes),
         ("kv_store_shared_full", "Pages that server had no room for", store.shared_full),
         (

@@ -60,7 +60,7 @@ struct TierTokens {
     tree: usize,
     ram: usize,
     disk: usize,
-    /// In a Valkey or Redis server; there only if some were.
+    /// In a server that machines share (Valkey, Redis or S3); there only if some were.
     #[serde(skip_serializing_if = "is_zero")]
     shared: usize,
     /// On another machine; there only if some were.

@@ -69,6 +69,8 @@ fn a_file_says_the_same_as_flags() {
         "--store-size=2G",
         "--store-age=7d",
         "--store-redis=redis://h",
+        #[cfg(feature = "s3")]
+        "--store-s3=s3://pages",
         "--store-ram=1G",
         "--kv-budget=2048",
         "--evict=recent",

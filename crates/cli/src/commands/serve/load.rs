@@ -109,6 +109,7 @@ impl LoadArgs {
         self.parallel.refuse("--store", self.store.store.is_some())?;
         self.parallel.refuse("--store-ram", self.store.store_ram.is_some())?;
         self.parallel.refuse("--store-redis", self.store.store_redis.is_some())?;
+        self.parallel.refuse("--store-s3", self.store.s3().is_some())?;
         self.parallel.refuse("--kv-transfer-listen", transfer.kv_transfer_listen.is_some())?;
         self.parallel.refuse("--kv-transfer-peer", transfer.fetches())?;
         self.parallel.refuse("--kv-budget", self.eviction.kv_budget.is_some())?;
