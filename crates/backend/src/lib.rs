@@ -22,6 +22,7 @@ mod heads;
 mod kernels;
 mod matrix;
 mod mxfp4;
+mod product;
 mod sizing;
 mod views;
 
@@ -41,6 +42,7 @@ pub use kernels::{AttentionKernels, AttentionPath};
 pub use matrix::{HostMatrix, HostValues, WeightFormat};
 pub use mxfp4::{MXFP4_GROUP, MXFP4_LARGEST_SCALE, Mxfp4Blocks, mxfp4_factor};
 pub use oscar_cache::{SequenceRows, View};
+pub use product::{Output, Product};
 pub use sizing::{PrefillWave, StepMemory, StepSize};
 pub use views::{HeadHistory, HistoryRows, Reduce, Scoring, eviction_refusal};
 
@@ -202,48 +204,7 @@ pub trait Step<B: Backend> {
     /// of logits, exactly as [`pick`] lists them.
     fn pick(&mut self, logits: &B::Rows, rows: &[(usize, Pick)], out: &mut Vec<Vec<Candidate>>)
     -> Result<()>;
-    /// Hands over what is left to the device. Dropping a step does the same and hides the error.
+    /// Submits the remaining operations to the device. Dropping a step does the same and hides the
+    /// error.
     fn finish(self) -> Result<()>;
-}
-
-/// `out ← gate(norm(x) · weightᵀ + bias)` or `out ← out + norm(x · weightᵀ + bias)`, with the optional
-/// parts left out.
-pub struct Product<'a, B: Backend> {
-    pub weight: &'a B::Matrix,
-    /// RMSNorm of `x` before the product: weights and epsilon.
-    pub norm: Option<(&'a B::Vector, f32)>,
-    /// What becomes of the result.
-    pub output: Output,
-    /// RMSNorm of the result before it is added to `out`; only with [`Output::Add`].
-    pub result_norm: Option<(&'a B::Vector, f32)>,
-}
-
-/// What becomes of a product's result.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Output {
-    Replace,
-    /// Added to `out`: the residual.
-    Add,
-    /// Rows of the result are `[gate | up]`; `out` gets what the gate makes of both.
-    Gated(Gate),
-    /// Like `Replace`, and activations keep at least 16 bits of mantissa: nothing after the output
-    /// head averages its rounding out.
-    Logits,
-}
-
-impl<'a, B: Backend> Product<'a, B> {
-    /// The product alone.
-    pub fn of(weight: &'a B::Matrix, output: Output) -> Self {
-        Self { weight, norm: None, output, result_norm: None }
-    }
-
-    /// The product of normalized rows.
-    pub fn of_normed(norm: &'a B::Vector, eps: f32, weight: &'a B::Matrix, output: Output) -> Self {
-        Self { weight, norm: Some((norm, eps)), output, result_norm: None }
-    }
-
-    /// The product with its result normalized before it is added.
-    pub fn then_norm(self, norm: Option<&'a B::Vector>, eps: f32) -> Self {
-        Self { result_norm: norm.map(|norm| (norm, eps)), ..self }
-    }
 }
