@@ -50,45 +50,31 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// A place for pages. Every method may be called from several threads.
 pub trait PageStore: Send + Sync {
-    /// What the place has of these pages, which follow each other from the start of a sequence: one
-    /// entry each, up to the first of which it has nothing.
+    /// The stored kinds of these pages, which follow each other from the start of a sequence. The list
+    /// ends before the first page with none.
     fn exists_prefix(&self, pages: &[PageHash]) -> Vec<StoredKinds>;
     /// Reads and verifies pages: one result each, `None` for a miss.
     fn get_many(&self, pages: &[PageRef<'_>]) -> Vec<Option<Loaded>>;
-    /// Keeps copies of pages: whether each is there now.
+    /// Stores copies of pages. Returns for each whether it is stored now.
     fn put_many(&self, pages: &[SealedPage]) -> Vec<bool>;
-    /// Counts these pages as used now: whether each is there.
+    /// Marks these pages as used now. Returns for each whether it is stored.
     fn touch_many(&self, pages: &[PageName]) -> Vec<bool>;
 }
 
-/// The names of all kinds of these pages, those of a page together.
-pub(crate) fn page_names(pages: &[PageHash]) -> Vec<PageName> {
-    let names = |(block, hash): (usize, &PageHash)| {
-        PageKind::ALL.map(|kind| PageName { hash: *hash, block: block as u32, kind })
-    };
-    pages.iter().enumerate().flat_map(names).collect()
+/// The stored kinds of one page. `there[i]` says whether kind `PageKind::ALL[i]` is stored.
+pub(crate) fn kinds_of(there: &[bool]) -> StoredKinds {
+    let mut kinds = StoredKinds::default();
+    let held = PageKind::ALL.into_iter().zip(there).filter(|(_, there)| **there);
+    held.for_each(|(kind, _)| kinds.insert(kind));
+    kinds
 }
 
-/// The kinds of each page, up to the first page of which there is none. `there` tells of each name of
-/// [`page_names`] whether it is there.
-pub(crate) fn stored_kinds(there: impl Iterator<Item = bool>) -> Vec<StoredKinds> {
-    let mut there = there.peekable();
-    let mut pages = Vec::new();
-    while there.peek().is_some() {
-        let mut kinds = StoredKinds::default();
-        let held = PageKind::ALL.into_iter().zip(there.by_ref());
-        held.filter(|(_, there)| *there).for_each(|(kind, _)| kinds.insert(kind));
-        if kinds.is_empty() {
-            break;
-        }
-        pages.push(kinds);
-    }
-    pages
-}
-
-/// [`stored_kinds`] of pages of which `has` tells whether they are there.
+/// The stored kinds of each page, up to the first page with none.
 pub(crate) fn stored_prefix(pages: &[PageHash], has: impl Fn(&PageName) -> bool) -> Vec<StoredKinds> {
-    stored_kinds(page_names(pages).iter().map(has))
+    let kinds = |(block, hash): (usize, &PageHash)| {
+        kinds_of(&PageKind::ALL.map(|kind| has(&PageName { hash: *hash, block: block as u32, kind })))
+    };
+    pages.iter().enumerate().map(kinds).take_while(|kinds| !kinds.is_empty()).collect()
 }
 
 /// Locks data that is valid after every statement: a panic of another thread does no harm.

@@ -9,7 +9,7 @@ use crate::deadline::{connect, is_late};
 use crate::object::{Loaded, PageName, PageRef, SealedPage};
 use crate::resp::{Reply, command, exchange};
 use crate::shared::Shared;
-use crate::{PageStore, lock, page_names, stored_kinds};
+use crate::{PageStore, kinds_of, lock};
 use oscar_cache::{PageHash, PageKind, StoredKinds};
 use std::fmt;
 use std::io::{self, ErrorKind};
@@ -214,9 +214,14 @@ impl RedisStore {
 
 impl PageStore for RedisStore {
     fn exists_prefix(&self, pages: &[PageHash]) -> Vec<StoredKinds> {
-        let names = page_names(pages);
+        let names = |(block, hash): (usize, &PageHash)| {
+            PageKind::ALL.map(|kind| PageName { hash: *hash, block: block as u32, kind })
+        };
+        let names: Vec<PageName> = pages.iter().enumerate().flat_map(names).collect();
         let replies = self.each(names.iter(), |to, key| command(to, &[b"EXISTS", key])).unwrap_or_default();
-        stored_kinds(replies.into_iter().map(|reply| reply == Reply::Number(1)))
+        let there: Vec<bool> = replies.iter().map(|reply| *reply == Reply::Number(1)).collect();
+        let kinds = there.chunks(PageKind::ALL.len()).map(kinds_of);
+        kinds.take_while(|kinds| !kinds.is_empty()).collect()
     }
 
     fn get_many(&self, pages: &[PageRef<'_>]) -> Vec<Option<Loaded>> {

@@ -7,7 +7,7 @@
 
 use crate::object::{Loaded, PageName, PageRef, SealedPage};
 use crate::shared::Shared;
-use crate::{PageStore, page_names, stored_kinds};
+use crate::{PageStore, kinds_of};
 use oscar_cache::{PageHash, PageKind, StoredKinds};
 use rusty_s3::{Bucket, Credentials, S3Action, UrlStyle};
 use std::fmt;
@@ -24,8 +24,10 @@ const EXCHANGE: Duration = Duration::from_secs(5);
 const SIGNED_FOR: Duration = Duration::from_secs(300);
 /// Exchanges at a time.
 const AT_A_TIME: usize = 16;
-/// Blocks whose objects are looked for together; a prefix that ends early costs few requests.
-const BLOCKS_AT_A_TIME: usize = 32;
+/// Blocks whose objects are looked for in one round of a search.
+const BLOCKS_AT_A_TIME: usize = AT_A_TIME / PageKind::ALL.len();
+/// Blocks at each end of a prefix that are always looked up: the sink and the recent window.
+const EDGE: usize = 16;
 const DEFAULT_REGION: &str = "us-east-1";
 
 const OK: u16 = 200;
@@ -261,18 +263,51 @@ fn each<T: Sync, R: Send + Sync>(items: &[T], run: impl Fn(&T) -> R + Sync) -> V
     results.into_iter().filter_map(OnceLock::into_inner).collect()
 }
 
+/// Finds how much of a prefix of `blocks` blocks is stored. `look` returns the stored kinds of some
+/// blocks. A long prefix has thousands of objects, so few of them are looked up.
+///
+/// Blocks are written in order, so the end of the prefix is found by a search. Blocks between the two
+/// edges are assumed to have their quantized page. A page that is missing there is a miss when it is
+/// read.
+fn search(blocks: usize, mut look: impl FnMut(&[usize]) -> Vec<StoredKinds>) -> Vec<StoredKinds> {
+    let mut found = vec![StoredKinds { coded: true, ..StoredKinds::default() }; blocks];
+    // The end is at least `low` and at most `high`.
+    let (mut low, mut high) = (0, blocks);
+    let mut probes = vec![0];
+    while low < high {
+        let kinds = look(&probes);
+        for (&block, kinds) in probes.iter().zip(kinds) {
+            if kinds.is_empty() {
+                high = block;
+                break;
+            }
+            found[block] = kinds;
+            low = block + 1;
+        }
+        let (span, parts) = (high - low, BLOCKS_AT_A_TIME + 1);
+        probes = (1..parts).map(|part| low + span * part / parts).collect();
+        if span < parts {
+            probes = (low..high).collect();
+        }
+    }
+    found.truncate(low);
+    let edges: Vec<usize> = (0..low).filter(|block| *block < EDGE || low - *block <= EDGE).collect();
+    let kinds = look(&edges);
+    edges.into_iter().zip(kinds).for_each(|(block, kinds)| found[block] = kinds);
+    let end = found.iter().position(StoredKinds::is_empty).unwrap_or(low);
+    found.truncate(end);
+    found
+}
+
 impl PageStore for S3Store {
     fn exists_prefix(&self, pages: &[PageHash]) -> Vec<StoredKinds> {
-        let names = page_names(pages);
-        let mut there = Vec::new();
-        for names in names.chunks(BLOCKS_AT_A_TIME * PageKind::ALL.len()) {
-            there.extend(each(names, |name| self.has(name) == Some(true)));
-            let kinds = stored_kinds(there.iter().copied());
-            if kinds.len() * PageKind::ALL.len() < there.len() {
-                return kinds;
-            }
-        }
-        stored_kinds(there.into_iter())
+        search(pages.len(), |blocks| {
+            let name = |block: usize, kind| PageName { hash: pages[block], block: block as u32, kind };
+            let names: Vec<PageName> =
+                blocks.iter().flat_map(|&block| PageKind::ALL.map(|kind| name(block, kind))).collect();
+            let there = each(&names, |name| self.has(name) == Some(true));
+            there.chunks(PageKind::ALL.len()).map(kinds_of).collect()
+        })
     }
 
     fn get_many(&self, pages: &[PageRef<'_>]) -> Vec<Option<Loaded>> {
@@ -317,6 +352,35 @@ mod tests {
             assert_eq!(read(bad, &KEYS).unwrap_err(), NoBucket::Form, "{bad}");
         }
         assert_eq!(read("s3://pages", &KEYS[..1]).unwrap_err(), NoBucket::Keys);
+    }
+
+    /// A stored prefix: full pages in the first block and the last five, quantized pages in all.
+    fn stored(end: usize, block: usize) -> StoredKinds {
+        let (coded, full) = (block < end, block < end && (block == 0 || block + 5 >= end));
+        StoredKinds { full, coded, part: false }
+    }
+
+    #[test]
+    fn a_search_finds_what_asking_for_every_block_would() {
+        for blocks in [0, 1, 2, 5, 6, 7, 16, 33, 100, 1563] {
+            for end in (0..=blocks).filter(|end| *end < 40 || end % 97 == 0 || *end + 3 > blocks) {
+                let (mut rounds, mut asked) = (0, 0);
+                let found = search(blocks, |some| {
+                    (rounds, asked) = (rounds + 1, asked + some.len());
+                    some.iter().map(|&block| stored(end, block)).collect()
+                });
+                let all: Vec<StoredKinds> = (0..end).map(|block| stored(end, block)).collect();
+                assert_eq!(found, all, "{end} of {blocks}");
+                assert!(rounds <= 8 && asked <= 2 * EDGE + 40, "{end} of {blocks}: {rounds}, {asked}");
+            }
+        }
+        // A hole in the middle is found when its page is read; one at an edge, before.
+        let found = search(200, |some| {
+            some.iter()
+                .map(|&block| if block == 3 { StoredKinds::default() } else { stored(200, block) })
+                .collect()
+        });
+        assert_eq!(found.len(), 3);
     }
 
     #[test]

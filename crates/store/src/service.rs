@@ -31,6 +31,8 @@ use std::time::{Duration, Instant};
 
 /// How long the last owner of a store waits for it to write.
 const LAST_WRITES: Duration = Duration::from_secs(30);
+/// Most pages in one write. A remote server takes many pages in one round trip.
+const WRITTEN_TOGETHER: usize = 16;
 /// Threads that read from tiers, and from other machines.
 const READERS: usize = 2;
 const PEER_READERS: usize = 4;
@@ -347,21 +349,26 @@ fn flush(writes: &Sender<WriteJob>, most: Duration) -> bool {
 fn write_all(tiers: &Tiers, inbox: &Receiver<WriteJob>) {
     let every = tiers.directory.as_ref().map_or(Duration::from_secs(3600), DirectoryStore::tidy_every);
     let mut tidied = Instant::now();
+    let mut next = None;
     loop {
-        match inbox.recv_timeout(every) {
+        match next.take().map_or_else(|| inbox.recv_timeout(every), Ok) {
             Ok(WriteJob::Put(page, stored)) => {
-                let bytes = page.len();
-                let put = catch_unwind(AssertUnwindSafe(|| tiers.put(page.seal(&tiers.fingerprint))));
-                if !put.unwrap_or(false) {
-                    stored.set(false);
+                let mut pages = vec![(page, stored)];
+                while pages.len() < WRITTEN_TOGETHER && next.is_none() {
+                    match inbox.try_recv() {
+                        Ok(WriteJob::Put(page, stored)) => pages.push((page, stored)),
+                        Ok(other) => next = Some(other),
+                        Err(_) => break,
+                    }
                 }
-                subtract(&tiers.counters.queued_bytes, bytes);
+                put_all(tiers, pages);
             }
-            Ok(WriteJob::Touch(pages)) => {
+            Ok(WriteJob::Touch(mut pages)) => {
                 // From the last to the first: the first is needed by all others, so it goes last.
-                for (name, stored) in pages.into_iter().rev() {
-                    stored.set(tiers.touch(name));
-                }
+                pages.reverse();
+                let names: Vec<PageName> = pages.iter().map(|(name, _)| *name).collect();
+                let kept = catch_unwind(AssertUnwindSafe(|| tiers.touch_many(&names))).unwrap_or_default();
+                pages.iter().zip(kept).for_each(|((_, stored), kept)| stored.set(kept));
             }
             Ok(WriteJob::Tell(told)) => {
                 // Nobody may wait any more.
@@ -377,6 +384,19 @@ fn write_all(tiers: &Tiers, inbox: &Receiver<WriteJob>) {
             tidied = Instant::now();
         }
     }
+}
+
+fn put_all(tiers: &Tiers, pages: Vec<(Page, StoredFlag)>) {
+    let bytes = pages.iter().map(|(page, _)| page.len()).sum();
+    let (pages, flags): (Vec<Page>, Vec<StoredFlag>) = pages.into_iter().unzip();
+    let put = || {
+        let sealed: Vec<_> = pages.into_iter().map(|page| page.seal(&tiers.fingerprint)).collect();
+        tiers.put_many(&sealed)
+    };
+    let kept = catch_unwind(AssertUnwindSafe(put)).unwrap_or_default();
+    let kept = kept.into_iter().chain(std::iter::repeat(false));
+    flags.iter().zip(kept).filter(|(_, kept)| !kept).for_each(|(stored, _)| stored.set(false));
+    subtract(&tiers.counters.queued_bytes, bytes);
 }
 
 /// Reads until there is nobody to ask.

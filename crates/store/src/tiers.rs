@@ -42,8 +42,8 @@ impl Tiers {
         ram.chain(directory).chain(shared)
     }
 
-    /// What the tiers have together of these pages, up to the first of which they have nothing. The
-    /// rest counts as missed.
+    /// The kinds of these pages that any tier has, up to the first page that none has. The rest counts
+    /// as missed.
     pub fn look_up(&self, pages: &[PageHash]) -> Vec<StoredKinds> {
         let mut found: Vec<StoredKinds> = Vec::new();
         for (_, store) in self.each() {
@@ -78,24 +78,31 @@ impl Tiers {
         found
     }
 
-    /// Keeps a copy in every tier; whether a tier that outlives the process has it, or RAM if that is
-    /// all there is.
-    pub fn put(&self, page: SealedPage) -> bool {
-        let pages = [page];
-        self.lasting(|store| store.put_many(&pages) == [true]).contains(&true)
+    /// Copies pages to every tier. Returns for each page whether a tier that outlives the process has
+    /// it now; if RAM is the only tier, whether RAM has it.
+    pub fn put_many(&self, pages: &[SealedPage]) -> Vec<bool> {
+        let mut kept = vec![false; pages.len()];
+        for there in self.lasting(|store| store.put_many(pages)) {
+            kept.iter_mut().zip(there).for_each(|(kept, there)| *kept |= there);
+        }
+        kept
     }
 
-    /// Counts a page as used; whether every tier that outlives the process still has it. A page that
-    /// one of them lost is written again.
-    pub fn touch(&self, name: PageName) -> bool {
-        self.lasting(|store| store.touch_many(&[name]) == [true]).into_iter().all(|has| has)
+    /// Marks pages as used. Returns for each page whether every tier that outlives the process still
+    /// has it. The caller writes the others again.
+    pub fn touch_many(&self, names: &[PageName]) -> Vec<bool> {
+        let mut kept = vec![true; names.len()];
+        for there in self.lasting(|store| store.touch_many(names)) {
+            kept.iter_mut().zip(there).for_each(|(kept, there)| *kept &= there);
+        }
+        kept
     }
 
-    /// Does something in every tier. The results are those of the tiers that outlive the process, or of
-    /// RAM if that is all there is.
-    fn lasting(&self, run: impl Fn(&dyn PageStore) -> bool) -> Vec<bool> {
+    /// Runs an operation on every tier. Returns the results of the tiers that outlive the process, or
+    /// of RAM if it is the only tier.
+    fn lasting(&self, run: impl Fn(&dyn PageStore) -> Vec<bool>) -> Vec<Vec<bool>> {
         let is_alone = self.directory.is_none() && self.shared.is_none();
-        let done: Vec<(Tier, bool)> = self.each().map(|(tier, store)| (tier, run(store))).collect();
+        let done: Vec<(Tier, Vec<bool>)> = self.each().map(|(tier, store)| (tier, run(store))).collect();
         done.into_iter().filter(|(tier, _)| *tier != Tier::Ram || is_alone).map(|(_, done)| done).collect()
     }
 }

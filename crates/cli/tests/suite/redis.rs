@@ -3,7 +3,7 @@
 //! The server must be there in CI; elsewhere its absence is a printed note.
 
 use crate::python;
-use crate::server::Server;
+use crate::server::{PATIENCE, Server};
 use crate::support::fail;
 use serde_json::{Value, json};
 use std::io::{Read, Write};
@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 pub fn wait_until(what: &str, is_so: impl Fn() -> bool) {
     let begun = Instant::now();
     while !is_so() {
-        assert!(begun.elapsed() < Duration::from_secs(60), "not within a minute: {what}");
+        assert!(begun.elapsed() < PATIENCE, "not in time: {what}");
         std::thread::sleep(Duration::from_millis(20));
     }
 }

@@ -6,7 +6,7 @@ use std::net::TcpStream;
 use std::process::{Child, ChildStderr, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-pub const PATIENCE: Duration = Duration::from_secs(60);
+pub const PATIENCE: Duration = Duration::from_secs(120);
 
 /// A server of the embedded model; ends with the test.
 pub struct Server {

@@ -157,8 +157,7 @@ impl TransferDesk {
         self.count(&tickets);
     }
 
-    /// What there is of these pages, up to the first of which there is nothing; `None` if there is no
-    /// such ticket.
+    /// The stored kinds of these pages, up to the first page with none. `None` if the ticket is unknown.
     pub(super) fn find(&self, id: TicketId, pages: &[PageHash]) -> Option<Vec<StoredKinds>> {
         let tickets = self.lock();
         let kept = tickets.get(&id)?;

@@ -173,7 +173,7 @@ pub fn kinds_byte(kinds: StoredKinds) -> u8 {
     u8::from(kinds.full) | u8::from(kinds.coded) << 1 | u8::from(kinds.part) << 2
 }
 
-/// Reads what is there of `count` pages.
+/// Reads the stored kinds of `count` pages.
 ///
 /// # Errors
 /// If the connection fails.
