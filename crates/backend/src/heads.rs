@@ -23,8 +23,8 @@ impl HeadShape {
 /// What [`Step::attend`](crate::Step::attend) applies to the heads of one layer.
 pub struct LayerHeads<'a, B: Backend> {
     pub layer: usize,
-    /// RMSNorm weights of queries and keys, in families that have them: of each head if there are
-    /// `head_dim` weights, of all heads of the row together if there are as many as channels.
+    /// RMSNorm weights of queries and keys, in families that have them. `head_dim` weights normalize
+    /// each head; one weight for each channel of the row normalizes all heads together.
     pub qk_norm: Option<(&'a B::Vector, &'a B::Vector)>,
     pub rope: &'a B::Rope,
     pub rotation: Option<&'a B::LayerRotation>,

@@ -37,8 +37,8 @@ impl StepSize {
     }
 }
 
-/// How a device attends to prompts: in blocks of rows, some of which run at the same time. A wave of
-/// blocks that is not full takes as long as a full one.
+/// How a device divides the attention of a prompt: into blocks of rows. A wave is the blocks that run
+/// at the same time. A partial wave takes as long as a full one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PrefillWave {
     /// Tokens of a full wave.
@@ -48,7 +48,7 @@ pub struct PrefillWave {
 }
 
 impl PrefillWave {
-    /// Time simply grows with the tokens.
+    /// No waves: time grows linearly with the tokens.
     pub const NONE: Self = Self { tokens: 1, block: 1 };
 
     /// Waves that `tokens` tokens need.
@@ -56,7 +56,7 @@ impl PrefillWave {
         tokens.next_multiple_of(self.block.max(1)).div_ceil(self.tokens.max(1))
     }
 
-    /// Most tokens of so many waves, in whole blocks.
+    /// The largest number of tokens, in whole blocks, that `waves` waves hold.
     pub fn filling(&self, waves: usize) -> usize {
         let block = self.block.max(1);
         waves.saturating_mul(self.tokens.max(1)) / block * block

@@ -248,7 +248,7 @@ impl ModelArgs {
         Ok(threads)
     }
 
-    /// The CPU with so many threads.
+    /// The CPU with this number of threads.
     pub fn cpu(&self, threads: usize) -> Result<CpuBackend> {
         if self.activations == WeightsArg::Fp8 {
             bail!("--activations fp8 needs a GPU: the CPU multiplies FP8 weights with 16-bit activations");

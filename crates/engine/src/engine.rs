@@ -121,7 +121,7 @@ impl EngineState {
         if let Some(reason) = lock(&self.failure).clone() {
             return Health::Dead { reason };
         }
-        // A thread that ended without a word. `shutdown` takes the handle before it ends the thread.
+        // The thread ended without a report. `shutdown` takes the handle before it ends the thread.
         if lock(&self.thread).as_ref().is_some_and(JoinHandle::is_finished) {
             return Health::Dead { reason: "its thread has ended".into() };
         }

@@ -218,7 +218,7 @@ pub fn deliver(sink: &dyn EventSink, event: Event) -> bool {
 /// What a step computed for the next token of a choice.
 #[derive(Clone, Copy)]
 pub enum Scores<'a> {
-    /// Rows of logits, the last of which is the next token's.
+    /// Rows of logits. The last row predicts the next token.
     Logits(&'a [f32]),
     /// What [`Logits::Pick`] asked for.
     Candidates(&'a [Candidate]),
@@ -346,8 +346,8 @@ impl LiveRequests {
         self.0.iter().map(|(&id, live)| (id, live)).filter(|(_, live)| live.stage != Stage::Ended)
     }
 
-    /// The requests of which `is_wanted` holds, by id: callers change the map while they go through
-    /// them.
+    /// The ids of the requests for which `is_wanted` holds. A copy, so that callers can change the map
+    /// while they iterate.
     pub fn ids(&self, is_wanted: impl Fn(&Live) -> bool) -> Vec<RequestId> {
         self.open().filter(|(_, live)| is_wanted(live)).map(|(id, _)| id).collect()
     }

@@ -81,7 +81,7 @@ impl RowCap {
         Ok(Self { policy, block, first, rows, protected: Arc::from([]) })
     }
 
-    /// The same cap for a prompt some positions of which (ascending) are never evicted.
+    /// The same cap for a prompt with protected positions (ascending), which are never evicted.
     pub(crate) fn protecting(self, protected: &[Range<usize>]) -> Self {
         Self { protected: protected.into(), ..self }
     }

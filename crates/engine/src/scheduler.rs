@@ -11,9 +11,9 @@
 //! neither starves nor is starved, and prompts that arrive together do not all end last.
 //!
 //! **Size of a step.** While no sequence decodes, a step takes a whole chunk of prompts, and the rest
-//! of a lone prompt if that is short (see [`next_chunk`]). While some do, it takes as many tokens as
-//! keep its predicted time within the target for the time between two tokens (see [`crate::cost`]),
-//! at most as many as without them. Until there is a prediction it takes a fixed number.
+//! of a lone prompt if that is short (see [`next_chunk`]). While sequences decode, prompt tokens are
+//! limited so that the predicted time of the step stays within the inter-token target (see
+//! [`crate::cost`]), and never exceed a whole chunk. Until there is a prediction the limit is fixed.
 //!
 //! If pages run out, the youngest sequence that is younger than the one in need gives way and waits
 //! at the front of the queue. The oldest therefore always goes on, and all end.
@@ -55,7 +55,7 @@ pub trait Ledger {
 pub struct SchedulerOptions {
     /// Most sequences running at once.
     pub max_batch: usize,
-    /// Most tokens of a step; raised where it is too small for every running sequence to go on.
+    /// Most tokens of a step; raised where it is too small for all running sequences to decode.
     /// `None`: the scheduler chooses by predicted time.
     pub step_tokens: Option<usize>,
     /// Tokens of one sequence in a step; the last step of a lone prompt may take a third more.

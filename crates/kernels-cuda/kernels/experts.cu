@@ -1,6 +1,6 @@
 // Mixture of experts for any number of rows: router, lists of rows by expert, products.
 //
-// Launches of a layer, none of which needs the host:
+// Launches of a layer; none needs the host:
 //   experts_route   norm and router logits; the last block of a row chooses its experts
 //   experts_sort    rows by expert, cut into tiles of 8 rows (a single row needs no list)
 //   experts_gate    silu(gate) * up of every slot; a slot is a chosen pair of row and expert

@@ -29,7 +29,7 @@ DEVICE void hold(float (&x)[N]) {
 DEVICE u64 descriptor(u32 address, u32 leading, u32 stride) {
     return (u64)(address >> 4 & 0x3fff) | (u64)(leading >> 4) << 16 | (u64)(stride >> 4) << 32 | 1ull << 62;
 }
-// The same operand, so many bytes further on.
+// The same operand, `bytes` further on.
 DEVICE u64 advance(u64 operand, u32 bytes) { return operand + (bytes >> 4); }
 
 // scores(64 x 64) = or += A(64 x 16) B(16 x 64), both in shared memory, K along their rows.

@@ -44,7 +44,7 @@ pub(crate) fn select(repository: &str, listing: &[String]) -> Result<Selection, 
     Ok(Selection { files, sharded })
 }
 
-/// The shards an index names, each of which the listing must have.
+/// The shards that an index names. Each must be in the listing.
 pub(crate) fn shards(repository: &str, index: &[u8], listing: &[String]) -> Result<Vec<String>, LoadError> {
     let shards = ShardIndex::parse(index)?.shard_names();
     match shards.iter().find(|shard| !listing.contains(shard)) {

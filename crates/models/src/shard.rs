@@ -30,7 +30,7 @@ impl Shard {
     /// The part that belongs on this device: the whole model if it is no rank.
     ///
     /// # Errors
-    /// If the model cannot be split over so many ranks; says what would work.
+    /// If the model cannot be split over this number of ranks; says which numbers work.
     pub fn of<B: Backend>(backend: &B, whole: &DecoderConfig) -> Result<Self, BuildError> {
         let (rank, ranks) = backend.communicator().map_or((0, 1), |c| (c.rank(), c.ranks()));
         Self::new(rank, ranks, whole)

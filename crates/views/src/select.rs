@@ -150,8 +150,8 @@ impl Ranking<'_> {
     }
 }
 
-/// The best rows of some heads, as many as their shares together, each head at least `floor` of its
-/// own share.
+/// The best rows of some heads. Their number is the sum of the heads' shares; each head gets at least
+/// `floor` of its own share.
 fn best_of(candidates: &[Vec<Candidate>], shares: &[usize], floor: f64) -> Vec<Candidate> {
     let total: usize = shares.iter().sum();
     let (mut best, mut rest) = (Vec::with_capacity(total), Vec::new());

@@ -12,8 +12,8 @@ use serde_json::{Map, Value, json};
 use std::fmt;
 use std::str::FromStr;
 
-/// Tokens before the scored ones, at least: twice as many as the BF16 windows keep, so that queries
-/// read codes.
+/// The least number of tokens before the scored ones: twice the BF16 windows, so that queries read
+/// codes.
 const LEAST_HISTORY: usize = 640;
 /// Most positions of an answer that are scored, and positions of a text.
 const SCORED: usize = 96;
@@ -30,9 +30,9 @@ const DISTANCES: usize = 3;
 pub enum ProbeKind {
     /// The end of a window of text.
     Text,
-    /// A passage of the text, repeated: `near` two recent windows after the original, `middle`
-    /// eight, `far` as many as the probe allows. It shows at which distance a head is needed, and
-    /// any language model can do it.
+    /// A passage of the text, repeated two recent windows after the original (`near`), eight
+    /// (`middle`), or as far away as the probe allows (`far`). It shows at which distance a head is
+    /// needed, and any language model can do it.
     Echo,
     /// A task with its answer.
     Task(Task),

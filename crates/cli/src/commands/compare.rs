@@ -1,7 +1,7 @@
 //! `oscar compare`: methods side by side on one model, in one run.
 //!
 //! Stages: text (KL, perplexity, top-1), decode speed in turns, then tasks and needles by questions and answers. Every
-//! result is recorded as it comes, so an interrupted comparison goes on where it stopped.
+//! result is recorded at once, so an interrupted comparison continues where it stopped.
 
 use super::eval::session::{Format, Prepared, Session};
 use super::eval::{check_seed, digest, read_text};

@@ -39,7 +39,7 @@ impl CpuExperts {
     }
 }
 
-/// Experts of which all are loaded.
+/// The experts of a layer, all loaded.
 struct Loaded<'a>(Vec<&'a Expert>);
 
 impl ExpertTable for Loaded<'_> {

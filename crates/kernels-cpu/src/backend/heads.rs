@@ -52,9 +52,9 @@ pub fn positions(sequences: &[SequenceRows<'_>], rows: usize) -> Vec<u32> {
     positions
 }
 
-/// QK-norm (where given) and RoPE on query and key heads, in place. A norm with as many weights as
-/// a head has channels normalizes each head; a longer one all heads of the row together. RoPE turns
-/// the first channels of a head, as many as its table has angles for.
+/// QK-norm (where given) and RoPE on query and key heads, in place. A norm with `head_dim` weights
+/// normalizes each head; a longer one normalizes all heads of the row together. RoPE turns the first
+/// `rotary_dim` channels of a head.
 pub fn normalize_and_rope(
     pool: &ThreadPool,
     kernels: &Kernels,

@@ -68,15 +68,15 @@ impl PrefillKernel {
     }
 }
 
-/// About as many prompt tokens in a step suit a GPU. Products run at full speed from 2048 rows on; more
-/// rows make the last wave of attention weigh less, and take more memory.
+/// A good number of prompt tokens in a step. Products run at full speed from 2048 rows on. More rows
+/// make a partial last wave of attention matter less, and take more memory.
 fn about(gpu: &Properties) -> usize {
     const LARGE: usize = 64 << 30;
     if gpu.memory >= LARGE { 8192 } else { 4096 }
 }
 
-/// Prompt tokens of one step: as many as make whole waves of blocks of the prefill kernel, near
-/// [`about`] so many. A wave that is not full takes as long as a full one.
+/// Prompt tokens of one step: the number nearest to [`about`] that fills whole waves of the prefill
+/// kernel. A partial wave takes as long as a full one.
 pub fn chunk(gpu: &Properties, heads: &HeadShape, mode: AttentionMode) -> usize {
     let about = about(gpu);
     let Some(wave) = wave(gpu, heads, mode) else { return about };

@@ -28,7 +28,7 @@ pub fn step_memory(gpu: &Properties, mode: AttentionMode, size: &StepSize) -> St
     let (query, qkv) = (size.query_width(), size.qkv_width());
     let rounds = CudaBackend::rounds(rows);
     let f32s = |rows: usize, width: usize| grown(4 * rows * width);
-    // Rows between two operations of which the second reads BF16 where there are many.
+    // Rows between two operations. Where there are many rows, the second operation reads BF16.
     let between = |width: usize| grown(if rounds { 2 } else { 4 } * rows * width);
     // Hidden rows, projections and rotated queries; outputs of attention, which decoding rows of the
     // same step need in f32 as well; normed rows; gate and up, then their product.

@@ -29,7 +29,7 @@ pub(crate) struct Product {
     pub add: bool,
 }
 
-/// Rows of block-scaled products come in groups of so many, and so do the scales of their weights.
+/// Block-scaled products take rows in groups of this size, and the scales of weights too.
 pub(crate) const ROW_GROUP: usize = 4;
 
 /// FP8 codes and their scales.

@@ -155,8 +155,8 @@ impl CudaMatrix {
         Ok(uploaded)
     }
 
-    /// Ranges of outputs that are multiplied at a time: all at once for BF16; for FP8 as many as
-    /// fit the memory that they are expanded into.
+    /// Ranges of outputs that are multiplied at a time: all outputs for BF16. FP8 weights are expanded
+    /// first, so a range is limited by the memory for expanded weights.
     pub(crate) fn panels(&self) -> impl Iterator<Item = Range<usize>> + use<> {
         let outputs = self.outputs;
         let step = match self.format() {

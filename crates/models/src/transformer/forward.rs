@@ -8,7 +8,7 @@ pub struct StepInput<'a> {
     pub tokens: &'a [u32],
     /// Rows whose logits are wanted, ascending.
     pub logits: &'a [usize],
-    /// Wanted rows (by index in `logits`, ascending) of which only the most likely tokens are needed.
+    /// Rows that need only their most likely tokens, by index in `logits`, ascending.
     pub picks: &'a [(usize, Pick)],
     /// Rows whose hidden state is wanted, ascending.
     pub hidden: &'a [usize],

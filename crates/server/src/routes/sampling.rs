@@ -170,8 +170,8 @@ impl SamplingFields {
     }
 }
 
-/// The tokens to generate after a prompt: as many as asked for, else the rest of the context or the
-/// model's default.
+/// The number of tokens to generate after a prompt: the requested number, else the rest of the
+/// context or the model's default.
 pub fn max_tokens(app: &App, prompt: usize, asked: Option<usize>) -> usize {
     let room = app.engine.info().context.saturating_sub(prompt);
     asked.unwrap_or_else(|| app.defaults.max_tokens.unwrap_or(room).min(room).max(1))

@@ -200,7 +200,8 @@ impl Plan {
             .collect()
     }
 
-    /// Words of an essay, or lines of noise; lines must be as many as the needles put between them.
+    /// The least number of essay words or noise lines. Needles stand between lines, so there is at
+    /// least one line for each needle.
     pub fn least_size(&self) -> usize {
         self.needles.len()
     }

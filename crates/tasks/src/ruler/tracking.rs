@@ -6,7 +6,7 @@ use crate::Random;
 use std::collections::HashSet;
 
 const HOPS: usize = 4;
-/// Noise lines must be as many as the assignments put between them.
+/// Assignments stand between noise lines, so there is at least one line for each assignment.
 pub(super) const LEAST_LINES: usize = HOPS + 1;
 /// The worked example is as long as fits into this many tokens.
 const EXAMPLE_TOKENS: usize = 500;

@@ -134,7 +134,7 @@ impl Args {
         self.model.weights.map_or(WeightFormat::Bf16, WeightsArg::format)
     }
 
-    /// Sequences of so many tokens: with random pages where the device makes them for a random model, else by prefill.
+    /// Sequences of these lengths. A random model gets random pages where the device can make them; otherwise prefill fills them.
     fn fill(&self, runner: &mut Runner<AnyBackend>, lengths: &[usize]) -> Result<Vec<Sequence>> {
         let vocab = runner.config().vocab_size;
         let bar = progress::bar("filling the cache", lengths.iter().sum::<usize>() as u64);

@@ -101,7 +101,7 @@ fn demanded(
     })
 }
 
-/// The reasoning that may stand before a constrained answer: that which the model's template knows.
+/// The form of reasoning, as the model's template writes it, that may precede a constrained answer.
 fn thinking(app: &App, prompt_end: &str) -> Thinking {
     if app.dialect.is_some_and(Dialect::has_channels) {
         return match prompt_end.ends_with("<|start|>assistant") {
