@@ -41,7 +41,7 @@ static AVX2: Kernels = Kernels {
 static AVX512: Kernels = Kernels {
     variant: Variant::Avx512,
     gemm: gemm::avx512::KERNELS,
-    ops: ops::avx512::KERNELS,
+    ops: ops::AVX512,
     gram: ops::gram::avx512,
     read: bandwidth::avx512::read,
 };
@@ -50,7 +50,7 @@ static AVX512: Kernels = Kernels {
 static AMX: Kernels = Kernels {
     variant: Variant::Amx,
     gemm: gemm::amx::KERNELS,
-    ops: ops::avx512::KERNELS,
+    ops: ops::AVX512,
     gram: ops::gram::avx512,
     read: bandwidth::avx512::read,
 };

@@ -2,10 +2,12 @@
 //!
 //! The bodies are written once ([`portable`]), in lanes of fixed width without fused operations,
 //! and compiled once per instruction set. So the variants agree to the last bit, and the scalar one
-//! is the specification.
+//! is the specification. AVX-512 has bodies of its own for the expansion of weights (`expand`).
 
 pub mod convert;
 pub mod exp;
+#[cfg(target_arch = "x86_64")]
+mod expand;
 pub(crate) mod gram;
 mod portable;
 
@@ -103,6 +105,9 @@ compiled_for!(scalar);
 compiled_for!(avx2, "avx2,fma,f16c");
 #[cfg(target_arch = "x86_64")]
 compiled_for!(avx512, "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq");
+#[cfg(target_arch = "x86_64")]
+pub(crate) const AVX512: OpsKernels =
+    OpsKernels { expand_fp8: expand::fp8, expand_mxfp4: expand::mxfp4, ..avx512::KERNELS };
 
 // SAFETY of all calls of a kernel below: `Kernels` exist only for variants this processor can run.
 impl Kernels {

@@ -105,22 +105,33 @@ fn e4m3(code: u32) -> f32 {
     f32::from_bits(value.to_bits() | (code & 0x80) << 24)
 }
 
+/// The BF16 of every magnitude of E4M3 times a scale.
+#[inline(always)]
+pub(super) fn scaled_magnitudes(scale: f32, words: &mut [u16; 128]) {
+    for magnitude in 0..128 {
+        words[magnitude] = f32_to_bf16(e4m3(magnitude as u32) * scale);
+    }
+}
+
 #[inline(always)]
 pub(super) fn expand_fp8(codes: &[u8], scales: &[f32; 16], words: &mut [u32]) {
+    // Flat loops: compilers turn them into vectors, which they do not do for pairs of codes.
+    let scales: [f32; 32] = std::array::from_fn(|i| scales[i / 2]);
     let steps = codes.as_chunks::<32>().0.iter().zip(words.as_chunks_mut::<16>().0);
     for (codes, words) in steps {
+        let mut halves = [0_u16; 32];
+        for i in 0..32 {
+            halves[i] = f32_to_bf16(e4m3(u32::from(codes[i])) * scales[i]);
+        }
         for lane in 0..16 {
-            let (first, second) = (u32::from(codes[2 * lane]), u32::from(codes[2 * lane + 1]));
-            let low = u32::from(f32_to_bf16(e4m3(first) * scales[lane]));
-            let high = u32::from(f32_to_bf16(e4m3(second) * scales[lane]));
-            words[lane] = low | high << 16;
+            words[lane] = u32::from(halves[2 * lane]) | u32::from(halves[2 * lane + 1]) << 16;
         }
     }
 }
 
 /// The value of an E2M1 code.
 #[inline(always)]
-fn e2m1(code: u32) -> f32 {
+pub(super) fn e2m1(code: u32) -> f32 {
     let magnitude = code & 7;
     let normal = f32::from_bits((magnitude << 22) + (126 << 23));
     let value = if magnitude < 2 { magnitude as f32 * 0.5 } else { normal };

@@ -157,3 +157,44 @@ fn partial_rows_are_refused() {
 fn different_lengths_are_refused() {
     scalar().add(&pool(1), &mut [0.0; 7], &[0.0; 8]);
 }
+
+/// Steps of FP8 codes in all variants, with one scale and with a scale of each output, subnormal
+/// products and an odd number of steps among them.
+#[test]
+fn expanded_fp8_matches_scalar() {
+    let codes: Vec<u8> = (0..32 * 17).map(|i| (i * 167 % 256) as u8).collect();
+    let uneven: [f32; 16] = std::array::from_fn(|i| 0.003 * (1 + i * 7 % 11) as f32 - 0.01);
+    let mut tiny = uneven;
+    tiny[3] = 3e-39;
+    let mut padded = uneven;
+    padded[9..].fill(0.0);
+    let scales = [[1.0; 16], [-0.37; 16], [1e-39; 16], [3e36; 16], [0.0; 16], uneven, tiny, padded];
+    for kernels in Variant::ALL.into_iter().filter_map(kernels_or_note) {
+        for scales in &scales {
+            let (mut expected, mut words) = (vec![0; codes.len() / 2], vec![0; codes.len() / 2]);
+            scalar().expand_fp8(&codes, scales, &mut expected);
+            kernels.expand_fp8(&codes, scales, &mut words);
+            assert_eq!(words, expected, "{scales:?}");
+        }
+    }
+    // The scalar one against the codec's values.
+    let mut words = vec![0; codes.len() / 2];
+    scalar().expand_fp8(&codes, &uneven, &mut words);
+    for (i, &code) in codes.iter().enumerate().filter(|(_, code)| **code & 0x7f != 0x7f) {
+        let value = bf16::from_bits((words[i / 2] >> (16 * (i % 2))) as u16);
+        let truth = bf16::from_f32(oscar_codec::fp8::dequantize(code) * uneven[i % 32 / 2]);
+        assert_eq!(value, truth, "{code:#x}");
+    }
+}
+
+#[test]
+fn expanded_mxfp4_matches_scalar() {
+    let codes: Vec<u8> = (0..=255).chain(0..16).collect();
+    let factors: [f32; 16] = std::array::from_fn(|i| oscar_backend::mxfp4_factor(i as u8 * 15));
+    for kernels in Variant::ALL.into_iter().filter_map(kernels_or_note) {
+        let (mut expected, mut words) = (vec![0; codes.len()], vec![0; codes.len()]);
+        scalar().expand_mxfp4(&codes, &factors, &mut expected);
+        kernels.expand_mxfp4(&codes, &factors, &mut words);
+        assert_eq!(words, expected);
+    }
+}
