@@ -11,7 +11,7 @@ use oscar_backend::{Gate, RouterRule, route};
 use crate::buffer::Buffer;
 use crate::disjoint::Disjoint;
 use crate::gemm::tile::{GROUP, GROUP_BLOCKS, LANES, TILE_ROWS, Tile, XForm};
-use crate::gemm::{ExpertMatrix, prepare_row, row_stride};
+use crate::gemm::{CodedTile, Codes, ExpertMatrix, prepare_row, row_stride};
 use crate::kernels::Kernels;
 use crate::ops::convert::{f32_from_bf16, f32_to_bf16};
 use crate::pool::ThreadPool;
@@ -49,6 +49,10 @@ pub struct ExpertScratch {
     inputs: Buffer,
     between: Buffer,
 }
+
+/// Rows of an expert that multiply codes: two strips of the kernel. For more rows it is faster to
+/// expand the codes once.
+const FEW_ROWS: usize = 8;
 
 thread_local! {
     /// Weights that the tasks of this thread expand.
@@ -205,14 +209,14 @@ impl ExpertStep<'_> {
             let words = self.words_of(&columns, width, stride);
             EXPANDED.with_borrow_mut(|[gate_room, up_room]| {
                 let (first, blocks) = (group * GROUP_BLOCKS, columns.len().div_ceil(LANES));
-                let gate = expert.gate.words(self.kernels, first, blocks, gate_room);
-                let up = expert.up.words(self.kernels, first, blocks, up_room);
+                let gate = self.weights(&expert.gate, first, blocks, slots.len(), gate_room);
+                let up = self.weights(&expert.up, first, blocks, slots.len(), up_room);
                 let mut sums = [Sums::ZERO, Sums::ZERO];
                 for tile in tiles(slots, TILE_ROWS / parts) {
                     let rows = Rows { words: x.from(tile.start * parts), ..x };
                     let [gates, ups] = &mut sums;
-                    self.tile(gate, expert.gate.steps(), blocks, &rows, tile.len() * parts, gates);
-                    self.tile(up, expert.up.steps(), blocks, &rows, tile.len() * parts, ups);
+                    self.tile(&gate, expert.gate.steps(), blocks, &rows, tile.len() * parts, gates);
+                    self.tile(&up, expert.up.steps(), blocks, &rows, tile.len() * parts, ups);
                     for (row, slot) in tile.enumerate() {
                         let mut gated = [0.0; GROUP];
                         let gated = &mut gated[..columns.len()];
@@ -280,10 +284,17 @@ impl ExpertStep<'_> {
             EXPANDED.with_borrow_mut(|[room, _]| {
                 let mut sums = Sums::ZERO;
                 for (expert, of_expert) in self.tables() {
-                    let weights = expert.down.words(self.kernels, first, blocks, room);
+                    let weights = self.weights(&expert.down, first, blocks, of_expert.len(), room);
                     for tile in tiles(&of_expert, TILE_ROWS / parts) {
                         let rows = Rows { words: between.from(tile.start * parts), ..between };
-                        self.tile(weights, expert.down.steps(), blocks, &rows, tile.len() * parts, &mut sums);
+                        self.tile(
+                            &weights,
+                            expert.down.steps(),
+                            blocks,
+                            &rows,
+                            tile.len() * parts,
+                            &mut sums,
+                        );
                         for (index, slot) in tile.enumerate() {
                             let (row, weight) = slots[slot];
                             let start = row as usize * hidden;
@@ -299,17 +310,55 @@ impl ExpertStep<'_> {
         });
     }
 
+    /// Some blocks of a matrix for the products of `slots` slots. A few rows read codes as they are.
+    fn weights<'a>(
+        &self,
+        matrix: &'a ExpertMatrix,
+        first: usize,
+        blocks: usize,
+        slots: usize,
+        room: &'a mut Buffer,
+    ) -> WeightBlocks<'a> {
+        let few = slots * self.parts() <= FEW_ROWS && blocks == GROUP_BLOCKS;
+        let kernel = self.kernels.gemm.coded.filter(|_| few);
+        match kernel.zip(matrix.codes(first)) {
+            Some((kernel, codes)) => WeightBlocks::Codes(kernel, codes),
+            None => WeightBlocks::Words(matrix.words(self.kernels, first, blocks, room)),
+        }
+    }
+
     /// The sums of some rows with some blocks.
-    fn tile(&self, weights: &[u32], steps: usize, blocks: usize, x: &Rows<'_>, rows: usize, sums: &mut Sums) {
+    fn tile(
+        &self,
+        weights: &WeightBlocks<'_>,
+        steps: usize,
+        blocks: usize,
+        x: &Rows<'_>,
+        rows: usize,
+        sums: &mut Sums,
+    ) {
+        let (x_stride, x, sums) = (x.stride, x.words, &mut sums.0);
+        let weights = match *weights {
+            WeightBlocks::Words(words) => words,
+            WeightBlocks::Codes(kernel, weights) => {
+                // SAFETY: `Kernels` exist only for variants this processor can run.
+                return unsafe { kernel(&mut CodedTile { weights, steps, x, x_stride, rows, sums }) };
+            }
+        };
         let kernel = match self.activations {
             Activations::F32 => self.kernels.gemm.f32,
             Activations::Bf16 | Activations::SplitBf16 => self.kernels.gemm.bf16,
         };
-        let (x_stride, x) = (x.stride, x.words);
-        let mut tile = Tile { weights, blocks, steps, x, x_stride, rows, sums: &mut sums.0 };
+        let mut tile = Tile { weights, blocks, steps, x, x_stride, rows, sums };
         // SAFETY: `Kernels` exist only for variants this processor can run.
         unsafe { kernel(&mut tile) };
     }
+}
+
+/// Weights as a kernel takes them.
+enum WeightBlocks<'a> {
+    Words(&'a [u32]),
+    Codes(unsafe fn(&mut CodedTile<'_>), Codes<'a>),
 }
 
 /// Adds these columns of a bias to sums.

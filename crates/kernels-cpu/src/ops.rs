@@ -7,7 +7,7 @@
 pub mod convert;
 pub mod exp;
 #[cfg(target_arch = "x86_64")]
-mod expand;
+pub(crate) mod expand;
 pub(crate) mod gram;
 mod portable;
 

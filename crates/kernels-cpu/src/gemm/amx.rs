@@ -15,7 +15,7 @@ use super::tile::{GROUP, GROUP_BLOCKS, GemmKernels, LANES, Tile, XForm};
 use crate::tiles::{self, TileConfig};
 
 pub(crate) const KERNELS: GemmKernels =
-    GemmKernels { bf16, bf16_x: XForm::Bf16Pair, f32: super::avx512::f32 };
+    GemmKernels { bf16, bf16_x: XForm::Bf16Pair, f32: super::avx512::f32, coded: None };
 
 /// Rows of a tile.
 const TILE: usize = 16;

@@ -8,7 +8,7 @@ use std::arch::x86_64::*;
 
 use super::tile::{GROUP, GemmKernels, LANES, Tile, XForm};
 
-pub(crate) const KERNELS: GemmKernels = GemmKernels { bf16, bf16_x: XForm::Bf16AsF32, f32 };
+pub(crate) const KERNELS: GemmKernels = GemmKernels { bf16, bf16_x: XForm::Bf16AsF32, f32, coded: None };
 
 /// Lanes of a 256-bit vector; a block is two of them.
 const HALF: usize = 8;

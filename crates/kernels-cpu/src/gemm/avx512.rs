@@ -9,7 +9,8 @@ use std::arch::x86_64::*;
 
 use super::tile::{GROUP, GROUP_BLOCKS, GemmKernels, LANES, Tile, XForm};
 
-pub(crate) const KERNELS: GemmKernels = GemmKernels { bf16, bf16_x: XForm::Bf16Pair, f32 };
+pub(crate) const KERNELS: GemmKernels =
+    GemmKernels { bf16, bf16_x: XForm::Bf16Pair, f32, coded: Some(super::avx512_coded::bf16) };
 
 /// Rows in registers at once: 6 × 4 accumulators, 4 weight vectors and a broadcast fill 29 of 32
 /// registers.

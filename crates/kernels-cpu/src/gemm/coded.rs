@@ -3,21 +3,22 @@
 //! Codes lie in the order of a BF16 [`PackedMatrix`], a byte instead of two: blocks of 16 outputs,
 //! `[in / 2][16 outputs][2 inputs]`. A task expands the blocks it multiplies into a buffer that
 //! stays in its core's cache. The words are those that [`PackedMatrix::pack`] would have stored, so
-//! the products are the same to the last bit.
+//! the products are the same to the last bit. A few rows multiply the codes themselves where a
+//! kernel expands them in registers ([`CodedTile`]).
 
-use oscar_backend::{FP8_BLOCK, Fp8Blocks, ScaleGrid};
+use oscar_backend::{FP8_BLOCK, Fp8Blocks, MXFP4_GROUP, ScaleGrid};
 
 use super::mxfp4::MxMatrix;
 use super::packed::{INPUT_PADDING, PackError, PackedMatrix};
-use super::tile::LANES;
+use super::tile::{GROUP, GROUP_BLOCKS, LANES};
 use crate::buffer::Buffer;
 use crate::kernels::Kernels;
 use crate::pool::ThreadPool;
 
 /// Inputs in a step.
-const STEP_INPUTS: usize = 2;
-/// Bytes of a step.
-const STEP_BYTES: usize = LANES * STEP_INPUTS;
+pub(super) const STEP_INPUTS: usize = 2;
+/// Bytes of a step of FP8 codes.
+pub(super) const STEP_BYTES: usize = LANES * STEP_INPUTS;
 
 /// A matrix of FP8 codes.
 #[derive(Debug)]
@@ -58,6 +59,22 @@ impl CodedMatrix {
         Ok(Self { outputs, inputs, steps, codes, scales: weights.scales.to_vec(), grid: weights.grid })
     }
 
+    /// The codes of four blocks from `first` on, a multiple of four.
+    fn codes(&self, first: usize) -> Codes<'_> {
+        let bytes = self.steps * STEP_BYTES;
+        let codes = &bytemuck::cast_slice(self.codes.words())[first * bytes..][..GROUP_BLOCKS * bytes];
+        match self.grid {
+            ScaleGrid::Blocks => {
+                let columns = self.inputs.div_ceil(FP8_BLOCK);
+                let scales = &self.scales[first * LANES / FP8_BLOCK * columns..][..columns];
+                Codes::Fp8Blocks { codes, scales }
+            }
+            ScaleGrid::Channels => {
+                Codes::Fp8Channels { codes, scales: &self.scales[first * LANES..][..GROUP] }
+            }
+        }
+    }
+
     /// Writes the BF16 words of `blocks` blocks from `first` on.
     fn expand(&self, kernels: &Kernels, first: usize, blocks: usize, words: &mut [u32]) {
         let block_bytes = self.steps * STEP_BYTES;
@@ -81,6 +98,53 @@ impl CodedMatrix {
                 }
             }
         }
+    }
+}
+
+/// The codes of four blocks, one block after another, with their scales.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Codes<'a> {
+    /// A scale for every 128 inputs of all four blocks.
+    Fp8Blocks { codes: &'a [u8], scales: &'a [f32] },
+    /// A scale for each of the 64 outputs.
+    Fp8Channels { codes: &'a [u8], scales: &'a [f32] },
+    /// A byte for two inputs; scales of every 32 inputs, `[block][inputs / 32][16 outputs]`.
+    Mxfp4 { codes: &'a [u8], scales: &'a [u8] },
+}
+
+/// Like [`Tile`](super::tile::Tile), with weights that the kernel expands: four blocks.
+#[derive(Debug)]
+pub(crate) struct CodedTile<'a> {
+    pub weights: Codes<'a>,
+    pub steps: usize,
+    /// Rows of BF16 pairs, a word for each step.
+    pub x: &'a [u32],
+    pub x_stride: usize,
+    pub rows: usize,
+    pub sums: &'a mut [f32],
+}
+
+impl CodedTile<'_> {
+    /// Checks the extents once, so that a kernel may then read without looking.
+    ///
+    /// # Panics
+    /// If a slice is shorter than the shape says.
+    pub fn check(&self) {
+        let steps = GROUP_BLOCKS * self.steps;
+        assert!(self.rows > 0 && self.steps.is_multiple_of(MXFP4_GROUP / STEP_INPUTS));
+        match self.weights {
+            Codes::Fp8Blocks { codes, .. } => assert_eq!(codes.len(), steps * STEP_BYTES),
+            Codes::Fp8Channels { codes, scales } => {
+                assert!(codes.len() == steps * STEP_BYTES && scales.len() == GROUP);
+            }
+            Codes::Mxfp4 { codes, scales } => {
+                assert!(
+                    codes.len() == steps * LANES && scales.len() * MXFP4_GROUP == codes.len() * STEP_INPUTS
+                );
+            }
+        }
+        assert!(self.x.len() >= (self.rows - 1) * self.x_stride + self.steps);
+        assert!(self.sums.len() >= self.rows * GROUP);
     }
 }
 
@@ -127,6 +191,16 @@ impl ExpertMatrix {
         }
     }
 
+    /// The codes of four blocks from `first` on, if the matrix has codes and all their outputs.
+    pub(crate) fn codes(&self, first: usize) -> Option<Codes<'_>> {
+        let whole = (first + GROUP_BLOCKS) * LANES <= self.outputs();
+        match self {
+            Self::Coded(matrix) if whole => Some(matrix.codes(first)),
+            Self::Mxfp4(matrix) if whole => Some(matrix.codes(first)),
+            _ => None,
+        }
+    }
+
     /// The words of `blocks` blocks from `first` on, as kernels read them; `room` keeps those that
     /// are expanded.
     pub fn words<'a>(
@@ -152,11 +226,12 @@ impl ExpertMatrix {
 
 #[cfg(test)]
 mod tests {
+    use super::super::tile::Tile;
     use super::*;
     use crate::cpu::Variant;
     use crate::kernels::testing::kernels_or_note;
     use crate::{Precision, Weights};
-    use oscar_backend::Fp8Matrix;
+    use oscar_backend::{Fp8Matrix, Mxfp4Blocks};
 
     #[test]
     fn codes_expand_to_the_words_of_a_packed_matrix() {
@@ -184,5 +259,47 @@ mod tests {
         }
         let matrix = Fp8Matrix::quantize(&[1.0; 6], 2, 3);
         assert!(CodedMatrix::pack(&pool, matrix.blocks(), 3, 3).is_err());
+    }
+
+    /// Kernels that expand codes in registers give the bits of products with expanded weights.
+    #[test]
+    fn coded_avx512_matches_expanded_weights() {
+        let pool = ThreadPool::new(1).unwrap();
+        let Some(kernels) = kernels_or_note(Variant::Avx512) else { return };
+        let kernel = kernels.gemm.coded.unwrap();
+        let (outputs, inputs) = (192, 224);
+        let codes: Vec<u8> =
+            (0..outputs * inputs).map(|i| (i * 167 % 253 % 127) as u8 | (i as u8 & 0x80)).collect();
+        let fp8 = |grid: ScaleGrid| {
+            let count = grid.shape(outputs, inputs).iter().product();
+            let scales: Vec<f32> = (0..count).map(|i| 0.003 * (1 + i * 7 % 11) as f32).collect();
+            let blocks = Fp8Blocks { codes: &codes, scales: &scales, grid };
+            ExpertMatrix::Coded(CodedMatrix::pack(&pool, blocks, outputs, inputs).unwrap())
+        };
+        let scales: Vec<u8> = (0..outputs * inputs / 32).map(|i| (110 + i * 7 % 30) as u8).collect();
+        let mxfp4 = Mxfp4Blocks { codes: &codes[..outputs * inputs / 2], scales: &scales };
+        let mxfp4 = ExpertMatrix::Mxfp4(MxMatrix::pack(&pool, mxfp4, outputs, inputs).unwrap());
+        for matrix in [fp8(ScaleGrid::Blocks), fp8(ScaleGrid::Channels), mxfp4] {
+            let (steps, x_stride, mut room) = (matrix.steps(), matrix.steps() + 16, Buffer::zeroed(0));
+            let x: Vec<u32> =
+                (0..9 * x_stride as u32).map(|i| (i * 40_503 % 0x3f00) << 16 | i * 977 % 0xbe00).collect();
+            for rows in 1..=9 {
+                for first in (0..outputs / LANES).step_by(GROUP_BLOCKS) {
+                    let (mut expected, mut sums) = ([0.0; 9 * GROUP], [0.0; 9 * GROUP]);
+                    let weights = matrix.words(kernels, first, GROUP_BLOCKS, &mut room);
+                    let (blocks, x) = (GROUP_BLOCKS, &x[..]);
+                    let mut tile = Tile { weights, blocks, steps, x, x_stride, rows, sums: &mut expected };
+                    let weights = matrix.codes(first).unwrap();
+                    let mut coded = CodedTile { weights, steps, x, x_stride, rows, sums: &mut sums };
+                    // SAFETY: the processor has this variant.
+                    unsafe {
+                        (kernels.gemm.bf16)(&mut tile);
+                        kernel(&mut coded);
+                    }
+                    assert!(expected[0] != 0.0 && expected.map(f32::to_bits) == sums.map(f32::to_bits));
+                }
+            }
+            assert!(matrix.codes(outputs / LANES - 3).is_none(), "the last block is missing");
+        }
     }
 }

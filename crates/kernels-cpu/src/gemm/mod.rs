@@ -13,6 +13,8 @@ pub(crate) mod amx;
 pub(crate) mod avx2;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod avx512;
+#[cfg(target_arch = "x86_64")]
+mod avx512_coded;
 mod coded;
 mod mxfp4;
 mod packed;
@@ -22,6 +24,7 @@ mod tests;
 pub(crate) mod tile;
 
 pub use coded::{CodedMatrix, ExpertMatrix};
+pub(crate) use coded::{CodedTile, Codes};
 pub use mxfp4::MxMatrix;
 pub use packed::{INPUT_PADDING, PackError, PackedMatrix, Precision, Weights};
 

@@ -6,8 +6,9 @@
 
 use oscar_backend::{MXFP4_GROUP, Mxfp4Blocks, mxfp4_factor};
 
+use super::coded::Codes;
 use super::packed::PackError;
-use super::tile::LANES;
+use super::tile::{GROUP_BLOCKS, LANES};
 use crate::kernels::Kernels;
 use crate::pool::ThreadPool;
 
@@ -57,6 +58,18 @@ impl MxMatrix {
 
     pub(super) fn bytes(&self) -> usize {
         self.codes.len() + self.scales.len()
+    }
+
+    /// The codes of four blocks from `first` on.
+    pub(super) fn codes(&self, first: usize) -> Codes<'_> {
+        let of = |bytes, width: usize| -> &[u8] {
+            let all: &Vec<u8> = bytes;
+            &all[first * width * LANES..][..GROUP_BLOCKS * width * LANES]
+        };
+        Codes::Mxfp4 {
+            codes: of(&self.codes, self.steps),
+            scales: of(&self.scales, self.steps / GROUP_STEPS),
+        }
     }
 
     /// Writes the BF16 words of `blocks` blocks from `first` on.

@@ -6,7 +6,7 @@
 
 use super::tile::{GROUP, GemmKernels, LANES, Tile, XForm};
 
-pub(crate) const KERNELS: GemmKernels = GemmKernels { bf16, bf16_x: XForm::Bf16AsF32, f32 };
+pub(crate) const KERNELS: GemmKernels = GemmKernels { bf16, bf16_x: XForm::Bf16AsF32, f32, coded: None };
 
 fn bf16(tile: &mut Tile<'_>) {
     tile.check(XForm::Bf16AsF32);

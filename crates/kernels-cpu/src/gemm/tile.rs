@@ -1,5 +1,7 @@
 //! The unit of work of a matrix product, as every kernel sees it.
 
+use super::coded::CodedTile;
+
 /// Outputs side by side in one packed block: the lanes of a 512-bit vector, the columns of an AMX
 /// tile.
 pub const LANES: usize = 16;
@@ -78,4 +80,7 @@ pub struct GemmKernels {
     pub bf16: unsafe fn(&mut Tile<'_>),
     pub bf16_x: XForm,
     pub f32: unsafe fn(&mut Tile<'_>),
+    /// Few rows with weights that it expands in registers, to the bits of `bf16`. Absent where
+    /// weights are expanded in memory for any number of rows.
+    pub coded: Option<unsafe fn(&mut CodedTile<'_>)>,
 }

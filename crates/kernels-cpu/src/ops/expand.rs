@@ -18,12 +18,12 @@ const MAGNITUDES: usize = 128;
 const SMALLEST_SCALE: f32 = f32::MIN_POSITIVE * 1024.0;
 
 /// The BF16 of all magnitudes times a scale: their low bytes, then their high bytes.
-struct Table([[__m512i; 2]; 2]);
+pub(crate) struct Table([[__m512i; 2]; 2]);
 
 impl Table {
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vbmi")]
     #[inline]
-    fn new(scale: f32) -> Self {
+    pub(crate) fn new(scale: f32) -> Self {
         let mut words = [0_u16; MAGNITUDES];
         portable::scaled_magnitudes(scale, &mut words);
         let half = |shift: u32| {
@@ -38,7 +38,7 @@ impl Table {
     /// The BF16 of two steps of codes.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vbmi")]
     #[inline]
-    fn look_up(&self, codes: &[u8; 2 * STEP]) -> [__m512i; 2] {
+    pub(crate) fn look_up(&self, codes: &[u8; 2 * STEP]) -> [__m512i; 2] {
         // Interleaving bytes works inside of quarters, so that each quarter takes eight codes of
         // either step.
         let order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
@@ -97,7 +97,7 @@ pub(super) fn fp8(codes: &[u8], scales: &[f32; 16], words: &mut [u32]) {
 /// Pairs of BF16 times the scale of their output, rounded.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vbmi")]
 #[inline]
-fn scaled(values: __m512i, scales: __m512) -> __m512i {
+pub(crate) fn scaled(values: __m512i, scales: __m512) -> __m512i {
     let first = _mm512_castsi512_ps(_mm512_slli_epi32::<16>(values));
     let second = _mm512_castsi512_ps(_mm512_and_si512(values, _mm512_set1_epi32(-1 << 16)));
     let (first, second) = (_mm512_mul_ps(first, scales), _mm512_mul_ps(second, scales));
@@ -110,20 +110,67 @@ fn scaled(values: __m512i, scales: __m512) -> __m512i {
     _mm512_or_si512(first, _mm512_slli_epi32::<16>(second))
 }
 
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vbmi")]
-pub(super) fn mxfp4(codes: &[u8], factors: &[f32; 16], words: &mut [u32]) {
-    let values: [f32; 16] = std::array::from_fn(|code| portable::e2m1(code as u32));
-    // SAFETY: 64 bytes are read from each array.
-    let (values, factors) = unsafe { (_mm512_loadu_ps(values.as_ptr()), _mm512_loadu_ps(factors.as_ptr())) };
-    for (codes, words) in codes.as_chunks::<16>().0.iter().zip(words.as_chunks_mut::<16>().0) {
+/// The 16 values of an E2M1 code.
+#[derive(Clone, Copy)]
+pub(crate) struct Mxfp4Values(__m512);
+
+impl Mxfp4Values {
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vbmi")]
+    #[inline]
+    pub(crate) fn new() -> Self {
+        let values: [f32; 16] = std::array::from_fn(|code| portable::e2m1(code as u32));
+        // SAFETY: 64 bytes are read.
+        Self(unsafe { _mm512_loadu_ps(values.as_ptr()) })
+    }
+
+    /// The factors of 16 scales, as [`oscar_backend::mxfp4_factor`] defines them.
+    ///
+    /// # Safety
+    /// 16 bytes are read.
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vbmi")]
+    #[inline]
+    pub(crate) unsafe fn factors(scales: *const u8) -> __m512 {
+        // SAFETY: as the caller vouches.
+        let scales = _mm512_cvtepu8_epi32(unsafe { _mm_loadu_si128(scales.cast()) });
+        let is_zero = _mm512_cmpeq_epi32_mask(scales, _mm512_setzero_si512());
+        let subnormal = _mm512_set1_epi32(1 << 22);
+        let factors = _mm512_mask_blend_epi32(is_zero, _mm512_slli_epi32::<23>(scales), subnormal);
+        _mm512_castsi512_ps(factors)
+    }
+
+    /// The BF16 pairs of two steps, a byte for each pair, times the factor of their output.
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vbmi")]
+    #[inline]
+    pub(crate) fn expand(self, codes: &[u8; STEP], factors: __m512) -> [__m512i; 2] {
+        let [first, second] = [&codes[..16], &codes[16..]];
         // SAFETY: 16 bytes are read.
-        let codes = _mm512_cvtepu8_epi32(unsafe { _mm_loadu_si128(codes.as_ptr().cast()) });
+        let load = |codes: &[u8]| unsafe { _mm_loadu_si128(codes.as_ptr().cast()) };
+        [self.step(load(first), factors), self.step(load(second), factors)]
+    }
+
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vbmi")]
+    #[inline]
+    fn step(self, codes: __m128i, factors: __m512) -> __m512i {
+        let codes = _mm512_cvtepu8_epi32(codes);
         // A permutation uses the lowest four bits.
-        let first = _mm512_mul_ps(_mm512_permutexvar_ps(codes, values), factors);
-        let second = _mm512_mul_ps(_mm512_permutexvar_ps(_mm512_srli_epi32::<4>(codes), values), factors);
+        let first = _mm512_mul_ps(_mm512_permutexvar_ps(codes, self.0), factors);
+        let second = _mm512_mul_ps(_mm512_permutexvar_ps(_mm512_srli_epi32::<4>(codes), self.0), factors);
         let low = _mm512_srli_epi32::<16>(_mm512_castps_si512(first));
         let high = _mm512_and_si512(_mm512_castps_si512(second), _mm512_set1_epi32(-1 << 16));
-        // SAFETY: 64 bytes are written.
-        unsafe { _mm512_storeu_si512(words.as_mut_ptr().cast(), _mm512_or_si512(low, high)) };
+        _mm512_or_si512(low, high)
+    }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vbmi")]
+pub(super) fn mxfp4(codes: &[u8], factors: &[f32; 16], words: &mut [u32]) {
+    let values = Mxfp4Values::new();
+    // SAFETY: 64 bytes are read.
+    let factors = unsafe { _mm512_loadu_ps(factors.as_ptr()) };
+    for (codes, words) in codes.as_chunks::<16>().0.iter().zip(words.as_chunks_mut::<16>().0) {
+        // SAFETY: 16 bytes are read and 64 written.
+        unsafe {
+            let codes = _mm_loadu_si128(codes.as_ptr().cast());
+            _mm512_storeu_si512(words.as_mut_ptr().cast(), values.step(codes, factors));
+        }
     }
 }
