@@ -13,7 +13,7 @@ use crate::pool::{CodedPage, FullPage, SlidingPage};
 use crate::prefix::{BlockNeed, BlockPages, resume_point};
 use crate::radix::{Node, NodeId, ROOT, RadixCache};
 use crate::salt::PrefixKey;
-use oscar_codec::PAGE_TOKENS;
+use oscar_codec::{CacheLayout, PAGE_TOKENS};
 use std::sync::Arc;
 
 /// Progress of a page whose keys and values are all quantized.
@@ -34,6 +34,11 @@ pub enum PageKind {
 
 impl PageKind {
     pub const ALL: [Self; 4] = [Self::Full, Self::Coded, Self::Part, Self::Sliding];
+
+    /// The kinds of pages that a cache may have.
+    pub fn of(layout: &CacheLayout) -> &'static [Self] {
+        if layout.sliding().is_some() { &Self::ALL } else { &[Self::Full, Self::Coded, Self::Part] }
+    }
 }
 
 /// What a store has of one block.

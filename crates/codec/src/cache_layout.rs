@@ -227,9 +227,15 @@ impl CacheLayout {
     /// Elements (key and value channels over all layers and heads) of the rows that a sequence of
     /// `tokens` has in the cache. Sliding layers have those of their window.
     pub fn elements(&self, tokens: usize) -> usize {
-        let (sliding, window) = self.sliding.as_ref().map_or((0, 0), |s| (s.layers(), s.window()));
-        let rows = (self.layers() - sliding) * tokens + sliding * tokens.min(window);
-        2 * self.head_dim() * self.kv_heads() * rows
+        let (layers, window) = self.sliding.as_ref().map_or((0, 0), |s| (s.layers(), s.window()));
+        let sliding = 2 * self.head_dim() * self.kv_heads() * layers * tokens.min(window);
+        self.grown_elements() * tokens + sliding
+    }
+
+    /// Elements of one token in the layers whose history grows.
+    pub fn grown_elements(&self) -> usize {
+        let sliding = self.sliding.as_ref().map_or(0, SlidingGroup::layers);
+        2 * self.head_dim() * self.kv_heads() * (self.layers() - sliding)
     }
 
     /// Stored bits an element of a sequence of `tokens`: windows, metadata and unfilled pages

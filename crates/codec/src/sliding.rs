@@ -72,6 +72,13 @@ impl CacheLayout {
         Ok(self)
     }
 
+    /// The same cache with the sliding layers of another cache of the same layers.
+    pub fn with_sliding_of(mut self, other: &Self) -> Self {
+        debug_assert_eq!(self.layers(), other.layers(), "caches of one model");
+        self.sliding.clone_from(&other.sliding);
+        self
+    }
+
     pub fn sliding(&self) -> Option<&SlidingGroup> {
         self.sliding.as_ref()
     }

@@ -50,9 +50,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// A place for pages. Every method may be called from several threads.
 pub trait PageStore: Send + Sync {
-    /// What the place has of these pages, which follow each other from the start of a sequence: one
-    /// entry each, up to the first of which it has nothing.
-    fn exists_prefix(&self, pages: &[PageHash]) -> Vec<StoredKinds>;
+    /// Which of these kinds the place has of these pages, which follow each other from the start of a
+    /// sequence: one entry each, up to the first of which it has nothing.
+    fn exists_prefix(&self, pages: &[PageHash], kinds: &[PageKind]) -> Vec<StoredKinds>;
     /// Reads and verifies pages: one result each, `None` for a miss.
     fn get_many(&self, pages: &[PageRef<'_>]) -> Vec<Option<Loaded>>;
     /// Keeps copies of pages: whether each is there now.
@@ -61,23 +61,23 @@ pub trait PageStore: Send + Sync {
     fn touch_many(&self, pages: &[PageName]) -> Vec<bool>;
 }
 
-/// The names of all kinds of these pages, those of a page together.
-pub(crate) fn page_names(pages: &[PageHash]) -> Vec<PageName> {
-    let names = |(block, hash): (usize, &PageHash)| {
-        PageKind::ALL.map(|kind| PageName { hash: *hash, block: block as u32, kind })
+/// The names of these kinds of these pages, those of a page together.
+pub(crate) fn page_names(pages: &[PageHash], kinds: &[PageKind]) -> Vec<PageName> {
+    let names = |(block, &hash): (usize, &PageHash)| {
+        kinds.iter().map(move |&kind| PageName { hash, block: block as u32, kind })
     };
     pages.iter().enumerate().flat_map(names).collect()
 }
 
 /// The kinds of each page, up to the first page of which there is none. `there` tells of each name of
 /// [`page_names`] whether it is there.
-pub(crate) fn stored_kinds(there: impl Iterator<Item = bool>) -> Vec<StoredKinds> {
+pub(crate) fn stored_kinds(there: impl Iterator<Item = bool>, of: &[PageKind]) -> Vec<StoredKinds> {
     let mut there = there.peekable();
     let mut pages = Vec::new();
     while there.peek().is_some() {
         let mut kinds = StoredKinds::default();
-        let held = PageKind::ALL.into_iter().zip(there.by_ref());
-        held.filter(|(_, there)| *there).for_each(|(kind, _)| kinds.insert(kind));
+        let held = of.iter().zip(there.by_ref());
+        held.filter(|(_, there)| *there).for_each(|(kind, _)| kinds.insert(*kind));
         if kinds.is_empty() {
             break;
         }
@@ -87,8 +87,12 @@ pub(crate) fn stored_kinds(there: impl Iterator<Item = bool>) -> Vec<StoredKinds
 }
 
 /// [`stored_kinds`] of pages of which `has` tells whether they are there.
-pub(crate) fn stored_prefix(pages: &[PageHash], has: impl Fn(&PageName) -> bool) -> Vec<StoredKinds> {
-    stored_kinds(page_names(pages).iter().map(has))
+pub(crate) fn stored_prefix(
+    pages: &[PageHash],
+    kinds: &[PageKind],
+    has: impl Fn(&PageName) -> bool,
+) -> Vec<StoredKinds> {
+    stored_kinds(page_names(pages, kinds).iter().map(has), kinds)
 }
 
 /// Locks data that is valid after every statement: a panic of another thread does no harm.

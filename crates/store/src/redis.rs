@@ -213,10 +213,10 @@ impl RedisStore {
 }
 
 impl PageStore for RedisStore {
-    fn exists_prefix(&self, pages: &[PageHash]) -> Vec<StoredKinds> {
-        let names = page_names(pages);
+    fn exists_prefix(&self, pages: &[PageHash], kinds: &[PageKind]) -> Vec<StoredKinds> {
+        let names = page_names(pages, kinds);
         let replies = self.each(names.iter(), |to, key| command(to, &[b"EXISTS", key])).unwrap_or_default();
-        stored_kinds(replies.into_iter().map(|reply| reply == Reply::Number(1)))
+        stored_kinds(replies.into_iter().map(|reply| reply == Reply::Number(1)), kinds)
     }
 
     fn get_many(&self, pages: &[PageRef<'_>]) -> Vec<Option<Loaded>> {

@@ -262,17 +262,17 @@ fn each<T: Sync, R: Send + Sync>(items: &[T], run: impl Fn(&T) -> R + Sync) -> V
 }
 
 impl PageStore for S3Store {
-    fn exists_prefix(&self, pages: &[PageHash]) -> Vec<StoredKinds> {
-        let names = page_names(pages);
+    fn exists_prefix(&self, pages: &[PageHash], kinds: &[PageKind]) -> Vec<StoredKinds> {
+        let names = page_names(pages, kinds);
         let mut there = Vec::new();
-        for names in names.chunks(BLOCKS_AT_A_TIME * PageKind::ALL.len()) {
+        for names in names.chunks(BLOCKS_AT_A_TIME * kinds.len()) {
             there.extend(each(names, |name| self.has(name) == Some(true)));
-            let kinds = stored_kinds(there.iter().copied());
-            if kinds.len() * PageKind::ALL.len() < there.len() {
-                return kinds;
+            let found = stored_kinds(there.iter().copied(), kinds);
+            if found.len() * kinds.len() < there.len() {
+                return found;
             }
         }
-        stored_kinds(there.into_iter())
+        stored_kinds(there.into_iter(), kinds)
     }
 
     fn get_many(&self, pages: &[PageRef<'_>]) -> Vec<Option<Loaded>> {

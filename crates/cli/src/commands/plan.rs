@@ -157,8 +157,7 @@ fn contexts(args: &Args, model: &OpenModel) -> Result<Vec<usize>> {
 /// The cache as the device stores it.
 fn layout(args: &Args, c: &DecoderConfig, format: KvFormat, on_gpu: bool) -> Result<CacheLayout> {
     let windows = format.windows(args.sink, args.recent)?;
-    let mut layout =
-        CacheLayout::new(format, c.layers, c.kv_heads, c.head_dim, windows, CodeLayout::Logical)?;
+    let mut layout = c.cache_layout(format, windows, CodeLayout::Logical)?;
     if let KvFormat::OscarMixed { mean } = format {
         let mean = mean.unwrap_or(MeanBits::DEFAULT);
         let table = WidthTable::of_mean(c.layers, c.kv_heads, c.head_dim, mean);

@@ -1,7 +1,7 @@
 //! Runners on the embedded model and on tiny random ones.
 
 use oscar_backend::argmax;
-use oscar_codec::{CacheLayout, CodeLayout, KvFormat, Windows};
+use oscar_codec::{CodeLayout, KvFormat, Windows};
 use oscar_kernels_cpu::Kernels;
 use oscar_kernels_cpu::backend::{CpuBackend, Mode};
 use oscar_models::{DecoderConfig, ModelSource, Weights};
@@ -40,7 +40,7 @@ impl Setup {
         let config = DecoderConfig::load(source).unwrap();
         let weights = Weights::open(source).unwrap();
         let (l, h, d) = (config.layers, config.kv_heads, config.head_dim);
-        let layout = CacheLayout::new(self.format, l, h, d, self.windows, CodeLayout::CpuTile).unwrap();
+        let layout = config.cache_layout(self.format, self.windows, CodeLayout::CpuTile).unwrap();
         let rotations = self.format.rotation().data_free(l, h, d).unwrap();
         let backend = CpuBackend::new(Kernels::chosen().unwrap(), self.threads, self.precision).unwrap();
         let options = RunnerOptions {
