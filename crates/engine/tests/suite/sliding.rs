@@ -2,12 +2,12 @@
 
 use crate::families::{Fixture, fixture, largest_difference, runner, runner_with};
 use crate::support::{Setup, all_logits, greedy, sliding_model};
-use oscar_backend::argmax;
+use oscar_backend::{WeightFormat, argmax};
 use oscar_codec::{CacheLayout, CodeLayout, HeadRotations, KvFormat, RotationSet, Windows};
 use oscar_engine::{EVICT_BLOCK, RowCap, default_split};
 use oscar_kernels_cpu::backend::{CpuBackend, Mode};
 use oscar_kernels_cpu::{Kernels, Variant};
-use oscar_models::{DecoderConfig, Family, ModelSource, Weights};
+use oscar_models::{DecoderConfig, Family, ModelSource, MoeConfig, SlidingLayers, Weights, shapes};
 use oscar_runner::{KvMemory, Logits, Runner, RunnerOptions, Sequence, StepOutput, StepRequest};
 use oscar_views::{Evict, Policy};
 use serde_json::Value;
@@ -175,6 +175,34 @@ fn other_groups_than_the_models_are_refused() {
         let loaded = Runner::load(backend, &config, &weights, options, |_| {}).map(|_| ());
         let error = loaded.err().map(|error| error.to_string()).unwrap_or_default();
         assert_eq!(error.contains("sliding layers"), !works, "{window}: {error}");
+    }
+}
+
+/// Random weights of the published shapes, in small: for benchmarks.
+#[test]
+fn random_models_of_the_shapes_run() {
+    for name in ["gpt-oss-20b", "gemma-3-4b"] {
+        let published = shapes::shape(name).unwrap();
+        let sliding = published.sliding.clone().map(|sliding| SlidingLayers { layers: vec![0], ..sliding });
+        let small = DecoderConfig {
+            hidden_size: 64,
+            intermediate_size: 64,
+            layers: 2,
+            vocab_size: 64,
+            moe: published.moe.clone().map(|moe| MoeConfig { width: 32, ..moe }),
+            sliding,
+            ..published
+        };
+        let layout = small.cache_layout(KvFormat::OSCAR2, Windows::default(), CodeLayout::Logical).unwrap();
+        let rotations = RotationSet::hadamard(2, small.kv_heads, small.head_dim).unwrap();
+        let kv_memory = KvMemory::Sequences { count: 1, tokens: 400 };
+        let rotations = Some(&rotations);
+        let options = RunnerOptions { layout, rotations, context: 400, kv_memory, prefill_chunk: 64 };
+        let backend = CpuBackend::new(Kernels::chosen().unwrap(), 2, Mode::Bf16).unwrap();
+        let mut runner = Runner::random(backend, &small, WeightFormat::Bf16, 0.0, options).unwrap();
+        let tokens: Vec<u32> = (0..400).map(|i| i * 7 % 64).collect();
+        let logits = all_logits(&mut runner, &tokens, 64);
+        assert!(logits.iter().all(|logit| logit.is_finite()), "{name}");
     }
 }
 
