@@ -235,6 +235,12 @@ impl DecoderConfig {
         }
     }
 
+    /// Bytes of all matrices in BF16.
+    pub fn bf16_bytes(&self) -> usize {
+        let embedding = if self.tie_word_embeddings { 0 } else { self.hidden_size * self.vocab_size };
+        2 * (self.matrix_parameters() + embedding)
+    }
+
     /// Parameters of all matrices except the embedding, unless it is also the head.
     pub fn matrix_parameters(&self) -> usize {
         self.parameters_with(|moe| moe.experts)

@@ -181,10 +181,9 @@ impl WidthOptions {
     fn check<B: Backend>(&self, subject: &Subject<'_, B>) -> Result<(), CalibrateError> {
         let c = subject.config;
         if c.sliding.is_some() {
-            let problem =
-                "widths by head are not searched for models with sliding layers: leave --bits out, and \
-                           --kv oscar quantizes the other layers to 2 bits"
-                    .into();
+            let problem = "widths by head are not searched for models with sliding layers: leave --bits out \
+                           and choose one width for all heads, e.g. --kv oscar2"
+                .into();
             return Err(CalibrateError::Option { option: "--bits", problem });
         }
         if self.probes == 0 {
