@@ -7,10 +7,10 @@ use oscar_models::{DecoderConfig, Family};
 use std::path::Path;
 
 /// A random model with the shipped tokenizer.
-fn folder(family: Family) -> tempfile::TempDir {
+pub fn folder(family: Family) -> tempfile::TempDir {
     let shipped = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/oscar-15m");
     let dir = tempfile::tempdir().unwrap();
-    let config = DecoderConfig { vocab_size: 6144, ..tiny_config(family) };
+    let config = DecoderConfig { vocab_size: 6144, max_position_embeddings: 2048, ..tiny_config(family) };
     write_random_model(dir.path(), &config, WriteOptions::default(), 5).unwrap();
     for file in ["tokenizer.json", "tokenizer_config.json"] {
         std::fs::copy(shipped.join(file), dir.path().join(file)).unwrap();
