@@ -1,12 +1,13 @@
 //! Names of blocks whose bytes leave a device or return to it.
 
-use oscar_codec::{CacheLayout, CodedPageId, FullPageId};
+use oscar_codec::{CacheLayout, CodedPageId, FullPageId, SlidingPageId};
 
-/// A block of either format: 64 tokens of every layer and head.
+/// A block of any kind: 64 tokens of every head of the sliding layers, or of the others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BlockId {
     Full(FullPageId),
     Coded(CodedPageId),
+    Sliding(SlidingPageId),
 }
 
 impl BlockId {
@@ -15,6 +16,7 @@ impl BlockId {
         match self {
             Self::Full(_) => layout.full_block_bytes(),
             Self::Coded(_) => layout.coded_block_bytes(),
+            Self::Sliding(_) => layout.sliding_block_bytes(),
         }
     }
 }

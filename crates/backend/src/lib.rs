@@ -175,8 +175,10 @@ pub trait Step<B: Backend> {
     ///
     /// 1. Query and key heads get QK-norm and RoPE; `tap` then sees `qkv`.
     /// 2. The key mean is subtracted; queries and keys are rotated into the cache's basis; keys and
-    ///    values are stored in the full pages of their positions.
-    /// 3. The positions that leave the recent window in this step are quantized.
+    ///    values are stored in the full pages of their positions, those of a sliding layer in the
+    ///    pages of its group.
+    /// 3. The positions that leave the recent window in this step are quantized, except in sliding
+    ///    layers.
     /// 4. `out` gets the attention output of all query heads over the positions that the layer sees,
     ///    with its sinks. A sink moves with the scores that the key mean shifts. If `tap` asks for
     ///    scores, they are added up; `tap` then sees `out`.

@@ -1,16 +1,16 @@
 //! Making room: what the prefix tree gives up, and in which order.
 //!
-//! 1. Full pages that are also held quantized and lie in no window before a branch or an end. An
-//!    exact resume there is unlikely.
+//! 1. Full pages that are also held quantized, and pages of sliding layers, that lie in no window
+//!    before a branch or an end. An exact resume there is unlikely.
 //! 2. If demotion is allowed: the BF16 tails of idle prefixes are quantized
 //!    ([`tails`](crate::tails)).
-//! 3. Least recently used first: leaves with all their pages and, in a tree without demotion, the
-//!    full pages of the other windows.
+//! 3. Least recently used first: leaves with all their pages, pages of sliding layers in the other
+//!    windows and, in a tree without demotion, the full pages there.
 
-use crate::pool::{CodedPage, FullPage};
+use crate::pool::{CodedPage, FullPage, SlidingPage};
 use crate::prefix::BlockPages;
 use crate::radix::{Node, NodeId, ROOT, RadixCache};
-use oscar_codec::{CacheLayout, CodedPageId, FullPageId, PAGE_TOKENS};
+use oscar_codec::{BlockCounts, CacheLayout, CodedPageId, FullPageId, PAGE_TOKENS};
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
 use std::sync::Arc;
@@ -18,30 +18,43 @@ use std::sync::Arc;
 /// What [`RadixCache::reclaim`] or [`RadixCache::flush`] gave back.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Reclaimed {
-    /// Full pages dropped because they are also held quantized.
+    /// Full pages dropped because they are also held quantized, and pages of sliding layers.
     pub thinned: usize,
     /// Full pages of idle tails that were replaced by quantized ones.
     pub demoted: usize,
-    /// Pages of evicted leaves, both formats.
+    /// Pages of evicted leaves, of all kinds.
     pub evicted: usize,
     pub bytes: usize,
 }
 
 impl BlockPages {
     pub(crate) fn is_empty(&self) -> bool {
-        self.full.is_none() && self.coded.is_none()
+        self.count() == 0
+    }
+
+    fn count(&self) -> usize {
+        let Self { full, coded, sliding } = self;
+        usize::from(full.is_some()) + usize::from(coded.is_some()) + usize::from(sliding.is_some())
+    }
+
+    /// The page of the sliding layers, if nobody else holds it.
+    fn idle_sliding(&self) -> Option<&SlidingPage> {
+        self.sliding.as_ref().filter(|page| !page.is_shared())
     }
 
     pub(crate) fn has_a_page_of(&self, other: &Self) -> bool {
-        let id =
-            |pages: &Self| (pages.full.as_ref().map(FullPage::id), pages.coded.as_ref().map(CodedPage::id));
-        let ((full, coded), (other_full, other_coded)) = (id(self), id(other));
-        (full.is_some() && full == other_full) || (coded.is_some() && coded == other_coded)
+        let full = |pages: &Self| pages.full.as_ref().map(FullPage::id);
+        let coded = |pages: &Self| pages.coded.as_ref().map(CodedPage::id);
+        let sliding = |pages: &Self| pages.sliding.as_ref().map(SlidingPage::id);
+        (self.full.is_some() && full(self) == full(other))
+            || (self.coded.is_some() && coded(self) == coded(other))
+            || (self.sliding.is_some() && sliding(self) == sliding(other))
     }
 }
 
 /// How many nodes of the tree hold each page. A view's part of the tree shares the pages of its
-/// windows with the part of its base; every other page has one node.
+/// windows with the part of its base; every other page has one node. Models with sliding layers have
+/// no views.
 #[derive(Clone, Default)]
 struct Holders {
     full: HashMap<FullPageId, usize>,
@@ -62,9 +75,10 @@ impl Holders {
 
     /// Whether only the tree holds the node's pages, and nobody reads its view.
     fn are_all(&self, node: &Node) -> bool {
-        let BlockPages { full, coded } = &node.pages;
+        let BlockPages { full, coded, sliding } = &node.pages;
         full.as_ref().is_none_or(|p| p.holds() == self.full.get(&p.id()).copied().unwrap_or(1))
             && coded.as_ref().is_none_or(|p| p.holds() == self.coded.get(&p.id()).copied().unwrap_or(1))
+            && sliding.as_ref().is_none_or(|page| !page.is_shared())
             && node.view.as_ref().is_none_or(|view| Arc::strong_count(view) == 1)
     }
 
@@ -77,11 +91,11 @@ impl Holders {
             }
             None => true,
         };
-        let BlockPages { full, coded } = &node.pages;
+        let BlockPages { full, coded, sliding } = &node.pages;
         let full = full.as_ref().is_some_and(|page| is_last(self.full.get_mut(&page.id())));
         let coded = coded.as_ref().is_some_and(|page| is_last(self.coded.get_mut(&page.id())));
-        usize::from(full) * layout.full_block_bytes()
-            + usize::from(coded) * layout.coded_block_bytes()
+        let (full, coded, sliding) = (full.into(), coded.into(), sliding.is_some().into());
+        layout.bytes_of(BlockCounts { full, coded, sliding })
             + node.view.as_ref().map_or(0, |view| view.bytes())
     }
 }
@@ -109,7 +123,7 @@ impl RadixCache {
     /// Bytes that [`RadixCache::reclaim`] could give back now. Visits every node.
     pub fn reclaimable(&self) -> usize {
         // A node can go with all its pages once its whole subtree can. Other nodes can lose their
-        // full page at most.
+        // full page and that of sliding layers at most.
         let mut order = vec![ROOT];
         let mut next = 0;
         while next < order.len() {
@@ -129,7 +143,8 @@ impl RadixCache {
             if stays[id] {
                 stays[node.parent] = true;
                 let spare = if self.is_thinnable(node) { self.layout.full_block_bytes() } else { 0 };
-                bytes += spare.max(self.demotable(node));
+                let sliding = node.pages.idle_sliding().map_or(0, |_| self.layout.sliding_block_bytes());
+                bytes += spare.max(self.demotable(node)) + sliding;
             } else {
                 bytes += left.release(node, &self.layout);
             }
@@ -144,10 +159,10 @@ impl RadixCache {
             && node.pages.coded.as_ref().is_some_and(CodedPage::is_complete)
     }
 
-    /// Nodes whose full rows make a branch, the end of a prompt or the end of an answer resumable.
-    fn windows_worth_keeping(&self) -> Vec<bool> {
+    /// The `reach` nodes before each branch, end of a prompt and end of an answer: their rows make it
+    /// resumable.
+    fn windows_worth_keeping(&self, reach: usize) -> Vec<bool> {
         let mut keep = vec![false; self.nodes.len()];
-        let reach = self.window_reach();
         for (id, node) in self.nodes.iter().enumerate() {
             if node.as_ref().is_some_and(|node| node.anchor || node.children.len() != 1) {
                 let mut at = id;
@@ -163,25 +178,41 @@ impl RadixCache {
         keep
     }
 
-    /// Drops full pages that were kept only because there was room.
+    /// Drops full pages and pages of sliding layers that were kept only because there was room.
     fn thin(&mut self, bytes: usize, done: &mut Reclaimed) {
         if done.bytes >= bytes {
             return;
         }
-        let keep = self.windows_worth_keeping();
-        let mut candidates: Vec<(u64, usize, NodeId)> = Vec::new();
+        let keep = self.windows_worth_keeping(self.window_reach());
+        let keep_sliding = self.windows_worth_keeping(self.sliding_reach());
+        let mut candidates: Vec<(u64, usize, NodeId, bool)> = Vec::new();
         for (id, node) in self.nodes.iter().enumerate() {
-            if let Some(node) = node.as_ref().filter(|node| !keep[id] && self.is_thinnable(node)) {
-                candidates.push((node.last_used, node.block, id));
+            let Some(node) = node else { continue };
+            if !keep[id] && self.is_thinnable(node) {
+                candidates.push((node.last_used, node.block, id, false));
+            }
+            if !keep_sliding[id] && node.pages.idle_sliding().is_some() {
+                candidates.push((node.last_used, node.block, id, true));
             }
         }
         candidates.sort_unstable();
-        for (_, _, id) in candidates {
+        for (_, _, id, slides) in candidates {
             if done.bytes >= bytes {
                 return;
             }
-            self.drop_full(id, done);
+            if slides { self.drop_sliding(id, done) } else { self.drop_full(id, done) }
         }
+    }
+
+    /// Blocks before an end whose sliding rows a resume there, or a page earlier, may need.
+    fn sliding_reach(&self) -> usize {
+        self.layout.sliding().map_or(0, |_| self.layout.sliding_reach() + 1)
+    }
+
+    fn drop_sliding(&mut self, id: NodeId, done: &mut Reclaimed) {
+        self.node_mut(id).pages.sliding = None;
+        done.thinned += 1;
+        done.bytes += self.layout.sliding_block_bytes();
     }
 
     fn drop_full(&mut self, id: NodeId, done: &mut Reclaimed) {
@@ -190,8 +221,8 @@ impl RadixCache {
         done.bytes += self.layout.full_block_bytes();
     }
 
-    /// Least recently used first: leaves with all their pages, and the remaining full pages that
-    /// are also held quantized.
+    /// Least recently used first: leaves with all their pages, the remaining full pages that are also
+    /// held quantized, and the remaining pages of sliding layers.
     fn evict(&mut self, bytes: usize, done: &mut Reclaimed) {
         if done.bytes >= bytes {
             return;
@@ -200,7 +231,9 @@ impl RadixCache {
         let mut candidates = BinaryHeap::new();
         for (id, node) in self.nodes.iter().enumerate() {
             if let Some(node) = node
-                && (is_evictable(&holders, id, node) || self.is_thinnable(node))
+                && (is_evictable(&holders, id, node)
+                    || self.is_thinnable(node)
+                    || node.pages.idle_sliding().is_some())
             {
                 candidates.push(Reverse((node.last_used, id)));
             }
@@ -210,13 +243,17 @@ impl RadixCache {
         {
             let Some(node) = &self.nodes[id] else { continue };
             if !is_evictable(&holders, id, node) {
+                let slides = node.pages.idle_sliding().is_some();
                 if self.is_thinnable(node) {
                     self.drop_full(id, done);
+                }
+                if slides && done.bytes < bytes {
+                    self.drop_sliding(id, done);
                 }
                 continue;
             }
             let node = self.remove(id);
-            done.evicted += usize::from(node.pages.full.is_some()) + usize::from(node.pages.coded.is_some());
+            done.evicted += node.pages.count();
             done.bytes += holders.release(&node, &self.layout);
             let parent = self.node(node.parent);
             if is_evictable(&holders, node.parent, parent) {

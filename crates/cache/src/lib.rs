@@ -1,10 +1,11 @@
 //! Bookkeeping of the paged cache: which block of which format holds which positions of which
 //! sequence.
 //!
-//! [`PagePool`] hands out full-precision and quantized blocks under one byte budget; a block is an
-//! owned value that returns itself when dropped. [`SequencePages`] is one sequence's page table: it
+//! [`PagePool`] hands out full-precision and quantized blocks, and blocks of sliding layers, under one
+//! byte budget; a block is an owned value that returns itself when dropped. [`SequencePages`] is one sequence's page table: it
 //! grows block by block, says which positions are demoted in a step, and releases full blocks once
-//! their tokens are quantized. [`RadixCache`] keeps the pages of past sequences for later ones with
+//! their tokens are quantized. Blocks of sliding layers go once they leave the window.
+//! [`RadixCache`] keeps the pages of past sequences for later ones with
 //! the same beginning. A [`View`] holds the rows of a history that eviction left.
 //!
 //! **Invariant:** no tensors, no bytes of pages, no clock: only ids and counts. A request that
@@ -24,6 +25,7 @@ mod radix_tests;
 mod rows;
 mod salt;
 mod sequence;
+mod sliding;
 mod tails;
 mod view;
 #[cfg(test)]
@@ -36,7 +38,7 @@ pub use prefix::{PrefixPages, resume_point};
 pub use radix::{CachedPages, RadixCache};
 pub use salt::{CacheSalt, PrefixKey};
 
-pub use pool::{CodedPage, FullPage, OutOfPages, PagePool, PoolUsage, StoredFlag};
+pub use pool::{CodedPage, FullPage, OutOfPages, PagePool, PoolUsage, SlidingPage, StoredFlag, TakenPages};
 pub use rows::SequenceRows;
 pub use sequence::{SequencePages, StepPages};
 pub use tails::TailDemotion;

@@ -1,19 +1,19 @@
 //! Pages that outlive the tree: which ones a store should keep, and how they come back.
 //!
 //! A store keeps the quantized pages of every prefix, and the full-precision pages only of the sink
-//! and of the windows before an end: the end of a prompt or an answer, or a branch. A prefix with
-//! all pages that a resume needs comes back exact. Without the full pages of its window it comes
+//! and of the windows before an end: the end of a prompt or an answer, or a branch. The same holds for
+//! the pages of sliding layers. A prefix with all pages that a resume needs comes back exact. Without the full pages of its window it comes
 //! back as a demoted tail ([`tails`](crate::tails)), if the tree allows that.
 //!
 //! **Invariants:** approximate rows are never offered, so everything stored is exact. The tree
 //! decides from names and kinds alone; the owner of the device moves the bytes.
 
 use crate::events::PageHash;
-use crate::pool::{CodedPage, FullPage};
+use crate::pool::{CodedPage, FullPage, SlidingPage};
 use crate::prefix::{BlockNeed, BlockPages, resume_point};
 use crate::radix::{Node, NodeId, ROOT, RadixCache};
 use crate::salt::PrefixKey;
-use oscar_codec::PAGE_TOKENS;
+use oscar_codec::{CacheLayout, PAGE_TOKENS};
 use std::sync::Arc;
 
 /// Progress of a page whose keys and values are all quantized.
@@ -28,10 +28,22 @@ pub enum PageKind {
     Coded,
     /// Some rows quantized: the block in which a window begins. Useful only beside the full page.
     Part,
+    /// All rows of the sliding layers.
+    Sliding,
 }
 
 impl PageKind {
-    pub const ALL: [Self; 3] = [Self::Full, Self::Coded, Self::Part];
+    pub const ALL: [Self; 4] = [Self::Full, Self::Coded, Self::Part, Self::Sliding];
+
+    /// The kinds of pages that a cache may have.
+    pub fn of(layout: &CacheLayout) -> &'static [Self] {
+        match (layout.coded().is_some(), layout.sliding().is_some()) {
+            (true, true) => &Self::ALL,
+            (true, false) => &[Self::Full, Self::Coded, Self::Part],
+            (false, true) => &[Self::Full, Self::Sliding],
+            (false, false) => &[Self::Full],
+        }
+    }
 }
 
 /// What a store has of one block.
@@ -40,6 +52,7 @@ pub struct StoredKinds {
     pub full: bool,
     pub coded: bool,
     pub part: bool,
+    pub sliding: bool,
 }
 
 impl StoredKinds {
@@ -52,6 +65,7 @@ impl StoredKinds {
             PageKind::Full => self.full,
             PageKind::Coded => self.coded,
             PageKind::Part => self.part,
+            PageKind::Sliding => self.sliding,
         }
     }
 
@@ -60,6 +74,7 @@ impl StoredKinds {
             PageKind::Full => self.full = true,
             PageKind::Coded => self.coded = true,
             PageKind::Part => self.part = true,
+            PageKind::Sliding => self.sliding = true,
         }
     }
 }
@@ -73,6 +88,7 @@ pub struct BlockOffer {
     pub full: Option<FullPage>,
     /// Complete, or a part of it if a resume needs no more.
     pub coded: Option<CodedPage>,
+    pub sliding: Option<SlidingPage>,
 }
 
 /// A page to fetch from a store.
@@ -99,6 +115,7 @@ pub enum RestoredPage {
     Full(FullPage),
     /// Quantized as far as [`CodedPage::coded`] says.
     Coded(CodedPage),
+    Sliding(SlidingPage),
 }
 
 /// What the tree and a store have of one block together.
@@ -107,6 +124,7 @@ struct Available {
     full: bool,
     /// Progress of quantization.
     coded: usize,
+    sliding: bool,
     /// The block may be read quantized although a window wants full precision.
     demotable: bool,
 }
@@ -137,7 +155,9 @@ impl RadixCache {
         let key = key.into();
         let mut path = self.path(key);
         path.truncate(self.exact_blocks(&path));
-        let mut needs = vec![BlockNeed { full: self.layout.coded().is_none(), coded: COMPLETE }; path.len()];
+        let nothing_coded = self.layout.coded().is_none();
+        let least = BlockNeed { full: nothing_coded, coded: COMPLETE, sliding: false };
+        let mut needs = vec![least; path.len()];
         if ends {
             self.add_windows(&path, key.tokens.len(), &mut needs);
         }
@@ -145,8 +165,9 @@ impl RadixCache {
             let (node, need) = (self.node(id), needs[block]);
             let coded = node.pages.coded.clone().filter(|page| page.coded() >= need.coded);
             let full = node.pages.full.clone().filter(|_| need.full);
-            let tokens = node.tokens.clone();
-            (full.is_some() || coded.is_some()).then_some(BlockOffer { block, hash, tokens, full, coded })
+            let sliding = node.pages.sliding.clone().filter(|_| need.sliding);
+            let any = full.is_some() || coded.is_some() || sliding.is_some();
+            any.then(|| BlockOffer { block, hash, tokens: node.tokens.clone(), full, coded, sliding })
         };
         path.iter().zip(PageHash::chain(key)).enumerate().skip(from).filter_map(offer).collect()
     }
@@ -155,7 +176,8 @@ impl RadixCache {
     /// after `len` tokens.
     fn add_windows(&self, path: &[NodeId], len: usize, needs: &mut [BlockNeed]) {
         let windows = self.layout.windows();
-        let (sink, reach) = (windows.sink().div_ceil(PAGE_TOKENS), self.window_reach());
+        let sink = windows.sink().div_ceil(PAGE_TOKENS);
+        let reach = self.window_reach().max(self.layout.sliding_reach());
         let again = resume_point(len) / PAGE_TOKENS;
         for (block, &id) in path.iter().enumerate() {
             let (node, end) = (self.node(id), block + 1);
@@ -166,6 +188,7 @@ impl RadixCache {
             for block in (0..sink.min(end)).chain(window) {
                 let need = BlockNeed::at(&self.layout, end * PAGE_TOKENS, 0, block);
                 needs[block].full |= need.full;
+                needs[block].sliding |= need.sliding;
                 if need.coded > 0 {
                     needs[block].coded = needs[block].coded.min(need.coded);
                 }
@@ -207,6 +230,9 @@ impl RadixCache {
             if need.full && pages.full.is_none() {
                 wanted.push(WantedPage { block, kind: PageKind::Full });
             }
+            if need.sliding && pages.sliding.is_none() {
+                wanted.push(WantedPage { block, kind: PageKind::Sliding });
+            }
             if need.coded > pages.coded.as_ref().map_or(0, CodedPage::coded) {
                 let kind = if stored.get(block).is_some_and(|kinds| kinds.coded) {
                     PageKind::Coded
@@ -231,7 +257,8 @@ impl RadixCache {
             _ => progress,
         };
         let demotable = self.tails.is_some() && node.is_none_or(|node| node.demoted);
-        Available { full, coded: coded.max(progress), demotable }
+        let sliding = pages.sliding.is_some() || stored.sliding;
+        Available { full, coded: coded.max(progress), sliding, demotable }
     }
 
     /// No prefix of more blocks than this can be resumable. Without this bound, every length would
@@ -256,7 +283,7 @@ impl RadixCache {
         for (block, held) in available.iter().enumerate().rev() {
             let is_met = |coded_until| {
                 let need = BlockNeed::at(&self.layout, len, coded_until, block);
-                (!need.full || held.full) && need.coded <= held.coded
+                (!need.full || held.full) && (!need.sliding || held.sliding) && need.coded <= held.coded
             };
             if is_met(coded_until) {
                 continue;
@@ -317,6 +344,9 @@ impl RadixCache {
         }
         let fresh = node.pages.full.is_none() && node.pages.coded.is_none();
         match page {
+            RestoredPage::Sliding(page) => {
+                node.pages.sliding.get_or_insert(page);
+            }
             RestoredPage::Full(page) => {
                 node.pages.full.get_or_insert(page);
                 node.demoted = false;

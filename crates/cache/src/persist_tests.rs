@@ -4,7 +4,7 @@
 
 use crate::radix_tests::{Live, World, text};
 use crate::{PageHash, PageKind, PrefixKey, RestorePlan, RestoredPage, StoredKinds};
-use oscar_codec::{KvFormat, PAGE_TOKENS, Windows};
+use oscar_codec::{BlockCounts, KvFormat, PAGE_TOKENS, Windows};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 
@@ -37,6 +37,10 @@ impl Store {
                 let rows = world.memory.coded[&page.id().0];
                 self.0.insert((offer.hash, kind), (rows, page.coded()));
             }
+            if let Some(page) = offer.sliding {
+                let rows = world.memory.sliding[&page.id().0];
+                self.0.insert((offer.hash, PageKind::Sliding), (rows, 0));
+            }
         }
     }
 
@@ -46,24 +50,32 @@ impl Store {
         let chain: Vec<PageHash> = PageHash::chain(PrefixKey::new(None, tokens)).collect();
         let mut is_whole = true;
         for wanted in &plan.wanted {
-            let count = |kind| usize::from(kind);
-            let (full, coded) = (count(wanted.kind == PageKind::Full), count(wanted.kind != PageKind::Full));
-            let taken = world.pool.take(full, coded).or_else(|error| {
+            let count = match wanted.kind {
+                PageKind::Full => BlockCounts { full: 1, ..BlockCounts::default() },
+                PageKind::Coded | PageKind::Part => BlockCounts { coded: 1, ..BlockCounts::default() },
+                PageKind::Sliding => BlockCounts { sliding: 1, ..BlockCounts::default() },
+            };
+            let taken = world.pool.take(count).or_else(|error| {
                 is_whole = false;
                 world.tree.reclaim(error.wanted - error.free);
                 world.code();
-                world.pool.take(full, coded)
+                world.pool.take(count)
             });
-            let Ok((mut full, mut coded)) = taken else { return Some((plan, false)) };
+            let Ok(mut taken) = taken else { return Some((plan, false)) };
             let (rows, progress) = self.0[&(chain[wanted.block], wanted.kind)];
             let page = match wanted.kind {
                 PageKind::Full => {
-                    let page = full.pop().unwrap();
+                    let page = taken.full.pop().unwrap();
                     world.memory.full.insert(page.id().0, rows);
                     RestoredPage::Full(page)
                 }
+                PageKind::Sliding => {
+                    let page = taken.sliding.pop().unwrap();
+                    world.memory.sliding.insert(page.id().0, rows);
+                    RestoredPage::Sliding(page)
+                }
                 PageKind::Coded | PageKind::Part => {
-                    let page = coded.pop().unwrap();
+                    let page = taken.coded.pop().unwrap();
                     page.mark_coded(progress);
                     world.memory.coded.insert(page.id().0, rows);
                     RestoredPage::Coded(page)
@@ -123,10 +135,12 @@ proptest! {
     fn pages_that_come_back_are_right_and_accounted_for(
         actions in prop::collection::vec(action(), 1..60), sink in 0usize..6, recent in 1usize..150,
         blocks in 14usize..60, coded in prop::bool::weighted(0.8), demotes in any::<bool>(),
+        window in prop::option::of(1usize..300),
     ) {
         let format = if coded { KvFormat::OSCAR2 } else { KvFormat::Bf16 };
         let windows = Windows::new(16 * sink, recent).unwrap();
-        let (mut world, mut store) = (world(format, windows, blocks, demotes), Store::default());
+        let new = || World::sliding(format, windows, window, blocks, demotes);
+        let (mut world, mut store) = (new(), Store::default());
         for action in actions {
             match action {
                 Action::Compute { text: number, len } => {
@@ -148,10 +162,10 @@ proptest! {
                     keys.get(which % keys.len().max(1)).map(|key| store.0.remove(key));
                 }
                 Action::Reclaim { blocks } => {
-                    world.tree.reclaim(blocks * world.layout.full_block_bytes());
+                    world.tree.reclaim(blocks * world.layout.unquantized_block_bytes());
                     world.code();
                 }
-                Action::Restart => world = World::new(format, windows, blocks, demotes),
+                Action::Restart => world = new(),
             }
             world.check_accounts();
         }
@@ -183,6 +197,27 @@ fn ends_come_back_exact_and_middles_approximate() {
         assert_eq!((after.begin(tokens[..500].to_vec()), after.approximate_hits), (middle, hits));
         after.check_accounts();
     }
+}
+
+/// The window of the sliding layers is stored with an end, and without it nothing comes back.
+#[test]
+fn sliding_windows_come_back_with_their_ends() {
+    let new = || World::sliding(KvFormat::OSCAR2, Windows::new(64, 128).unwrap(), Some(300), 100, false);
+    let (mut before, mut store) = (new(), Store::default());
+    let tokens = text(0, 1000);
+    compute(&mut before, tokens.clone());
+    store.take(&before, &tokens, true);
+    let sliding = |store: &Store| store.0.keys().filter(|(_, kind)| *kind == PageKind::Sliding).count();
+    assert_eq!(sliding(&store), 5, "positions 661 to 959");
+    let mut after = new();
+    let (plan, is_whole) = store.fetch(&mut after, &tokens[..999], true).unwrap();
+    assert_eq!((plan.len, plan.exact, is_whole), (960, true, true));
+    assert_eq!(after.begin(tokens.clone()), 960);
+    after.check_accounts();
+
+    let lost = store.0.keys().copied().find(|(_, kind)| *kind == PageKind::Sliding).unwrap();
+    store.0.remove(&lost);
+    assert_eq!(store.fetch(&mut new(), &tokens[..999], true), None);
 }
 
 /// Two prompts that share a beginning: the window before the branch is stored with the second.

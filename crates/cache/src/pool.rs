@@ -1,6 +1,6 @@
-//! Blocks of two formats under one memory budget.
+//! Blocks under one memory budget: full-precision and quantized ones, and those of sliding layers.
 
-use oscar_codec::{CacheLayout, CodedPageId, FullPageId, PAGE_TOKENS};
+use oscar_codec::{BlockCounts, CacheLayout, CodedPageId, FullPageId, PAGE_TOKENS, SlidingPageId};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::ops::Range;
@@ -24,6 +24,7 @@ pub struct OutOfPages {
 pub struct PoolUsage {
     pub full_pages: usize,
     pub coded_pages: usize,
+    pub sliding_pages: usize,
     /// Pages of views, each of one layer and head.
     pub view_pages: usize,
     pub bytes: usize,
@@ -62,13 +63,14 @@ impl Ids {
 enum Format {
     Full,
     Coded,
+    Sliding,
 }
 
 /// The ids in use.
 #[derive(Debug, Default)]
 pub(crate) struct State {
     /// Of each [`Format`].
-    blocks: [Ids; 2],
+    blocks: [Ids; 3],
     /// Of the pages of views, by layer and head; counted from the layout's first such id.
     pub heads: Vec<Ids>,
     /// Bytes of the pages of views.
@@ -78,8 +80,8 @@ pub(crate) struct State {
 #[derive(Debug)]
 pub(crate) struct Shared {
     state: Mutex<State>,
-    full_bytes: usize,
-    coded_bytes: usize,
+    /// Bytes of a block of each [`Format`].
+    block_bytes: [usize; 3],
     /// Bytes of a quantized page by layer and head.
     pub page_bytes: Vec<usize>,
     pub view_ids: Range<u32>,
@@ -94,8 +96,8 @@ impl Shared {
     }
 
     pub(crate) fn bytes(&self, state: &State) -> usize {
-        let [full, coded] = &state.blocks;
-        full.used * self.full_bytes + coded.used * self.coded_bytes + state.head_bytes
+        let blocks = state.blocks.iter().zip(self.block_bytes);
+        blocks.map(|(ids, bytes)| ids.used * bytes).sum::<usize>() + state.head_bytes
     }
 
     /// A block with the lowest free id.
@@ -168,6 +170,34 @@ impl FullPage {
     }
 }
 
+/// A hold on a block of the sliding layers; the block returns to its pool when the last hold is
+/// dropped.
+#[derive(Clone, Debug)]
+pub struct SlidingPage(Arc<Block>);
+
+impl SlidingPage {
+    pub fn id(&self) -> SlidingPageId {
+        SlidingPageId(self.0.id)
+    }
+
+    /// Whether anyone else holds this block.
+    pub fn is_shared(&self) -> bool {
+        Arc::strong_count(&self.0) > 1
+    }
+
+    pub fn stored(&self) -> &StoredFlag {
+        &self.0.stored
+    }
+}
+
+/// Blocks that were taken together.
+#[derive(Debug, Default)]
+pub struct TakenPages {
+    pub full: Vec<FullPage>,
+    pub coded: Vec<CodedPage>,
+    pub sliding: Vec<SlidingPage>,
+}
+
 /// A hold on a quantized block; the block returns to its pool when the last hold is dropped.
 ///
 /// Holders may quantize further tiles of a shared block. All of them hold the same tokens after the
@@ -221,8 +251,11 @@ impl PagePool {
         Self {
             shared: Arc::new(Shared {
                 state: Mutex::new(State { heads, ..State::default() }),
-                full_bytes: layout.full_block_bytes(),
-                coded_bytes: layout.coded_block_bytes(),
+                block_bytes: [
+                    layout.full_block_bytes(),
+                    layout.coded_block_bytes(),
+                    layout.sliding_block_bytes(),
+                ],
                 page_bytes: codecs.iter().map(|codec| codec.page_bytes()).collect(),
                 view_ids: layout.view_page_ids(budget),
                 budget,
@@ -230,18 +263,21 @@ impl PagePool {
         }
     }
 
-    /// Takes `full` full and `coded` quantized blocks, all or none.
-    pub fn take(&self, full: usize, coded: usize) -> Result<(Vec<FullPage>, Vec<CodedPage>), OutOfPages> {
+    /// Takes so many blocks, all or none.
+    pub fn take(&self, counts: BlockCounts) -> Result<TakenPages, OutOfPages> {
+        let BlockCounts { full, coded, sliding } = counts;
         let shared = &self.shared;
         let mut state = shared.lock();
-        let wanted = full * shared.full_bytes + coded * shared.coded_bytes;
+        let wanted = [full, coded, sliding].iter().zip(shared.block_bytes).map(|(n, bytes)| n * bytes).sum();
         let free = shared.budget.saturating_sub(shared.bytes(&state));
         if wanted > free {
             return Err(OutOfPages { wanted, free, budget: shared.budget });
         }
-        let full = (0..full).map(|_| FullPage(shared.take(&mut state, Format::Full))).collect();
-        let coded = (0..coded).map(|_| CodedPage(shared.take(&mut state, Format::Coded))).collect();
-        Ok((full, coded))
+        Ok(TakenPages {
+            full: (0..full).map(|_| FullPage(shared.take(&mut state, Format::Full))).collect(),
+            coded: (0..coded).map(|_| CodedPage(shared.take(&mut state, Format::Coded))).collect(),
+            sliding: (0..sliding).map(|_| SlidingPage(shared.take(&mut state, Format::Sliding))).collect(),
+        })
     }
 
     /// Takes a quantized block in place of a full one, which returns once its last hold is dropped.
@@ -263,6 +299,7 @@ impl PagePool {
         PoolUsage {
             full_pages: state.blocks[Format::Full as usize].used,
             coded_pages: state.blocks[Format::Coded as usize].used,
+            sliding_pages: state.blocks[Format::Sliding as usize].used,
             view_pages: state.heads.iter().map(|ids| ids.used).sum(),
             bytes: self.shared.bytes(&state),
             budget: self.shared.budget,

@@ -2,7 +2,8 @@
 //!
 //! A sequence of `n` tokens needs, block by block, the pages that queries from `n` on will read:
 //! full pages of the sink and of everything at or after `boundary(n − 1)`, quantized pages of
-//! everything between. Nothing less will do: a row can only be computed again from the
+//! everything between. In models with sliding layers it also needs their pages of the window
+//! before `n`. Nothing less will do: a row can only be computed again from the
 //! full-precision rows of *its* window, those rows from the ones of theirs, and so on back to the
 //! start. A prefix is therefore *resumable* at `n` or it is not; there is no cheap repair in
 //! between.
@@ -11,7 +12,7 @@
 //! make room ([`tails`](crate::tails)), a sequence may continue and read everything up to there
 //! quantized. Its rows are *approximate* from then on, and marked so wherever they are stored.
 
-use crate::pool::{CodedPage, FullPage};
+use crate::pool::{CodedPage, FullPage, SlidingPage};
 use crate::view::View;
 use oscar_codec::{CacheLayout, PAGE_TOKENS, Side};
 use std::sync::Arc;
@@ -27,6 +28,7 @@ pub fn resume_point(len: usize) -> usize {
 pub(crate) struct BlockPages {
     pub full: Option<FullPage>,
     pub coded: Option<CodedPage>,
+    pub sliding: Option<SlidingPage>,
 }
 
 /// What a resume at some length needs of one block.
@@ -35,24 +37,28 @@ pub(crate) struct BlockNeed {
     pub full: bool,
     /// Required progress of quantization, as [`CodedPage::coded`] counts it.
     pub coded: usize,
+    pub sliding: bool,
 }
 
 impl BlockNeed {
     /// The need of `block` for a resume at `len > 0` tokens that reads everything before
     /// `coded_until` except the sink quantized, regardless of the windows.
     pub fn at(layout: &CacheLayout, len: usize, coded_until: usize, block: usize) -> Self {
+        let sliding = layout.sliding_blocks(len).contains(&block);
         if layout.coded().is_none() {
-            return Self { full: true, coded: 0 };
+            return Self { full: true, coded: 0, sliding };
         }
         let boundary = layout.windows().boundary(len - 1).max(coded_until);
         Self {
             full: layout.keeps_full_page(block, boundary),
             coded: coded_progress(layout, len, coded_until, block),
+            sliding,
         }
     }
 
     pub fn is_met(&self, pages: &BlockPages) -> bool {
         (!self.full || pages.full.is_some())
+            && (!self.sliding || pages.sliding.is_some())
             && (self.coded == 0 || pages.coded.as_ref().is_some_and(|page| page.coded() >= self.coded))
     }
 }

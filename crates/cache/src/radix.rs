@@ -1,7 +1,7 @@
 //! The prefix cache: a tree of 64-token pages that any number of sequences share.
 //!
 //! A node is one page of tokens after its parent's. It holds the quantized page, the full-precision
-//! page, or both. Sequences are inserted as they grow, prompt and answer, with the full-precision
+//! page, or both; in models with sliding layers also their page. Sequences are inserted as they grow, prompt and answer, with the full-precision
 //! rows of their windows; those rows stay beside the quantized ones while there is room for both.
 //! [`RadixCache::find`] returns the longest stored prefix that is resumable (see
 //! [`prefix`](crate::prefix)), so a hit gives the same answer as a cold run, bit for bit. The
@@ -61,6 +61,9 @@ pub struct CachedPages {
     pub idle_coded: usize,
     /// Idle full pages that are also held quantized: the first to be given back.
     pub spare_full: usize,
+    /// Pages of sliding layers.
+    pub sliding: usize,
+    pub idle_sliding: usize,
 }
 
 /// See the [module](self).
@@ -268,6 +271,9 @@ impl RadixCache {
                 if coded(&node.pages) < offered.coded.as_ref().map_or(0, |page| page.coded()) {
                     node.pages.coded = offered.coded;
                 }
+                if node.pages.sliding.is_none() {
+                    node.pages.sliding = offered.sliding;
+                }
                 pages.adopt(block, &node.pages);
             }
             parent = id;
@@ -349,6 +355,10 @@ impl RadixCache {
             if let Some(page) = &node.pages.coded {
                 total.coded += 1;
                 total.idle_coded += usize::from(!page.is_shared());
+            }
+            if let Some(page) = &node.pages.sliding {
+                total.sliding += 1;
+                total.idle_sliding += usize::from(!page.is_shared());
             }
         }
         total

@@ -3,7 +3,7 @@
 
 use crate::prefix::resume_point;
 use crate::{CacheEvent, CacheSalt, PageHash, PagePool, PrefixKey, RadixCache, SequencePages};
-use oscar_codec::{CacheLayout, CodeLayout, KvFormat, PAGE_TOKENS, Windows};
+use oscar_codec::{BlockCounts, CacheLayout, CodeLayout, KvFormat, PAGE_TOKENS, Windows};
 use proptest::prelude::*;
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
@@ -13,6 +13,7 @@ use std::sync::Arc;
 pub(crate) struct Memory {
     pub full: HashMap<u32, [u64; PAGE_TOKENS]>,
     pub coded: HashMap<u32, [u64; PAGE_TOKENS]>,
+    pub sliding: HashMap<u32, [u64; PAGE_TOKENS]>,
 }
 
 pub(crate) struct World {
@@ -63,8 +64,23 @@ pub(crate) fn text(text: u64, len: usize) -> Vec<u32> {
 
 impl World {
     pub fn new(format: KvFormat, windows: Windows, blocks: usize, demotes: bool) -> Self {
+        Self::sliding(format, windows, None, blocks, demotes)
+    }
+
+    /// A world whose second layer slides, if it has a window.
+    pub fn sliding(
+        format: KvFormat,
+        windows: Windows,
+        window: Option<usize>,
+        blocks: usize,
+        demotes: bool,
+    ) -> Self {
         let layout = CacheLayout::new(format, 2, 2, 64, windows, CodeLayout::CpuTile).unwrap();
-        let pool = PagePool::new(&layout, blocks * layout.full_block_bytes());
+        let layout = match window {
+            Some(window) => layout.with_sliding_layers(window, &[1]).unwrap(),
+            None => layout,
+        };
+        let pool = PagePool::new(&layout, blocks * layout.unquantized_block_bytes());
         let mut tree = match demotes {
             true => RadixCache::with_demotion(layout.clone(), &pool),
             false => RadixCache::new(layout.clone()),
@@ -139,6 +155,10 @@ impl World {
             for p in step.positions.clone() {
                 let page = pages.full()[p / PAGE_TOKENS].unwrap().0;
                 self.memory.full.entry(page).or_insert([0; PAGE_TOKENS])[p % PAGE_TOKENS] = rows[p];
+                if self.layout.sliding().is_some() {
+                    let page = pages.sliding()[p / PAGE_TOKENS].unwrap().0;
+                    self.memory.sliding.entry(page).or_insert([0; PAGE_TOKENS])[p % PAGE_TOKENS] = rows[p];
+                }
             }
             for p in step.demote.clone() {
                 let (block, at) = (p / PAGE_TOKENS, p % PAGE_TOKENS);
@@ -177,6 +197,11 @@ impl World {
         for j in 0..t {
             assert_eq!(self.read(&live.pages, t, j), live.rows[j], "query {t} reads {j}");
         }
+        let Some(group) = self.layout.sliding() else { return };
+        for j in (t + 1).saturating_sub(group.window())..t {
+            let page = live.pages.sliding()[j / PAGE_TOKENS].expect("rows of the window are held").0;
+            assert_eq!(self.memory.sliding[&page][j % PAGE_TOKENS], live.rows[j], "{t} reads sliding {j}");
+        }
     }
 
     /// Whoever follows the events knows the unsalted pages of the tree.
@@ -204,18 +229,23 @@ impl World {
 
     /// Every page in use is held by the tree or a sequence, and by nobody else.
     pub fn check_accounts(&self) {
-        let (mut full, mut coded) = (BTreeSet::new(), BTreeSet::new());
+        let (mut full, mut coded, mut sliding) = (BTreeSet::new(), BTreeSet::new(), BTreeSet::new());
         for node in self.tree.nodes.iter().flatten() {
             full.extend(node.pages.full.iter().map(|p| p.id().0));
             coded.extend(node.pages.coded.iter().map(|p| p.id().0));
+            sliding.extend(node.pages.sliding.iter().map(|p| p.id().0));
         }
         for Live { pages, .. } in &self.live {
             full.extend(pages.full().iter().flatten().map(|p| p.0));
             full.extend((0..pages.full().len()).filter_map(|b| pages.block(b).full.map(|p| p.id().0)));
             coded.extend(pages.coded().iter().flatten().map(|p| p.0));
+            sliding.extend((0..pages.full().len()).filter_map(|b| pages.block(b).sliding.map(|p| p.id().0)));
         }
         let usage = self.pool.usage();
         assert_eq!((usage.full_pages, usage.coded_pages), (full.len(), coded.len()));
+        assert_eq!(usage.sliding_pages, sliding.len());
+        let counts = BlockCounts { full: full.len(), coded: coded.len(), sliding: sliding.len() };
+        assert_eq!(usage.bytes, self.layout.bytes_of(counts));
         assert!(usage.bytes <= usage.budget);
         let pages = self.tree.pages();
         assert!(pages.idle_full <= pages.full && pages.spare_full <= pages.idle_full);
@@ -253,10 +283,11 @@ proptest! {
     fn whatever_happens_every_read_is_right_and_every_page_accounted_for(
         actions in prop::collection::vec(action(), 1..60), sink in 0usize..6, recent in 1usize..150,
         blocks in 8usize..60, coded in prop::bool::weighted(0.8),
-        demotes in any::<bool>(),
+        demotes in any::<bool>(), window in prop::option::of(1usize..300),
     ) {
         let format = if coded { KvFormat::OSCAR2 } else { KvFormat::Bf16 };
-        let mut world = World::new(format, Windows::new(16 * sink, recent).unwrap(), blocks, demotes);
+        let windows = Windows::new(16 * sink, recent).unwrap();
+        let mut world = World::sliding(format, windows, window, blocks, demotes);
         for action in actions {
             let count = world.live.len();
             match action {
@@ -286,7 +317,7 @@ proptest! {
                     }
                 }
                 Action::Reclaim { blocks } => {
-                    let (bytes, free) = (blocks * world.layout.full_block_bytes(), world.pool.free());
+                    let (bytes, free) = (blocks * world.layout.unquantized_block_bytes(), world.pool.free());
                     let done = world.tree.reclaim(bytes);
                     prop_assert_eq!(world.pool.free() - free, done.bytes, "what is said is given");
                     world.code();
@@ -344,6 +375,33 @@ fn a_stored_sequence_is_resumed_at_its_last_page_and_after_thinning_not_in_its_m
     let mut other = tokens[..500].to_vec();
     other.extend(text(0xaaaa, 100));
     assert_eq!(world.begin(other), 448);
+}
+
+/// A hit needs the window of the sliding layers. Under pressure windows before ends and branches stay
+/// longest, and a prefix without one is found up to an earlier end.
+#[test]
+fn a_hit_needs_the_window_of_sliding_layers() {
+    let windows = Windows::new(64, 128).unwrap();
+    let mut world = World::sliding(KvFormat::OSCAR2, windows, Some(200), 100, false);
+    let tokens = text(0, 1000);
+    stored(&mut world, tokens.clone());
+    assert_eq!(world.tree.pages().sliding, 15, "all of them, while there is room");
+    assert_eq!(world.begin(tokens[..500].to_vec()), 448);
+    world.live.clear();
+    // Everything in no window: an end needs four pages of sliding layers and keeps one more; of the
+    // full pages the sink and four before the end stay.
+    let spare = 10 * world.layout.sliding_block_bytes() + 10 * world.layout.full_block_bytes();
+    let done = world.tree.reclaim(spare);
+    assert_eq!((done.thinned, done.evicted, world.tree.pages().sliding), (20, 0, 5));
+    assert_eq!(world.begin(tokens[..500].to_vec()), 0, "no window of the sliding layers in the middle");
+    assert_eq!(world.begin(tokens.clone()), 960);
+    let [_, end] = &world.live[..] else { panic!("two sequences") };
+    assert_eq!(end.pages.blocks().sliding, 4);
+    world.live.clear();
+    // The middle is computed again and stored: its window too.
+    stored(&mut world, tokens[..500].to_vec());
+    assert_eq!(world.begin(tokens[..500].to_vec()), 448);
+    world.check_accounts();
 }
 
 #[test]

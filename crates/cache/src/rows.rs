@@ -2,7 +2,7 @@
 
 use crate::sequence::{SequencePages, StepPages};
 use crate::view::View;
-use oscar_codec::{CodedPageId, FullPageId, PAGE_TOKENS};
+use oscar_codec::{CodedPageId, FullPageId, PAGE_TOKENS, SlidingPageId};
 use std::ops::Range;
 
 /// The rows of one sequence in a step: consecutive positions, and the pages that hold its context.
@@ -13,6 +13,8 @@ pub struct SequenceRows<'a> {
     pub first_position: usize,
     pub full: &'a [Option<FullPageId>],
     pub coded: &'a [Option<CodedPageId>],
+    /// Pages of the sliding layers; empty in models without any.
+    pub sliding: &'a [Option<SlidingPageId>],
     /// Positions whose keys are quantized in this step, before any row attends.
     pub demote: Range<usize>,
     /// Positions whose values are quantized: the same, unless the windows of the two sides differ.
@@ -40,6 +42,7 @@ impl SequencePages {
             first_position: step.positions.start,
             full: self.full(),
             coded: self.coded(),
+            sliding: self.sliding(),
             demote: step.demote.clone(),
             demote_values: step.demote_values.clone(),
             view: self.view().map(|view| &**view),

@@ -2,8 +2,9 @@
 
 use crate::pool::{CodedPage, FullPage, OutOfPages, PagePool};
 use crate::prefix::{BlockNeed, BlockPages, PrefixPages, coded_progress, resume_point};
+use crate::sliding::SlidingPages;
 use crate::view::View;
-use oscar_codec::{CacheLayout, CodedPageId, FullPageId, PAGE_TOKENS, Side};
+use oscar_codec::{BlockCounts, CacheLayout, CodedPageId, FullPageId, PAGE_TOKENS, Side, SlidingPageId};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -20,7 +21,8 @@ pub struct StepPages {
 }
 
 /// Page table of a sequence: block `b` covers positions `64·b..64·(b+1)` and holds a full page, a
-/// quantized page, or both while its tokens are being demoted.
+/// quantized page, or both while its tokens are being demoted. In models with sliding layers it also
+/// holds their page until that has left the window.
 #[derive(Debug, Default)]
 pub struct SequencePages {
     len: usize,
@@ -29,6 +31,7 @@ pub struct SequencePages {
     /// Full pages that the sequence itself no longer reads. They are kept for the prefix tree, and
     /// for a resume at the last whole page.
     lagging: Vec<(usize, FullPage)>,
+    sliding: SlidingPages,
     keeps_resumable: bool,
     /// Everything before this position except the sink is read quantized, regardless of the
     /// windows.
@@ -65,6 +68,11 @@ impl SequencePages {
         pages.grow(prefix.blocks.len());
         for (block, held) in prefix.blocks.into_iter().enumerate() {
             let need = BlockNeed::at(layout, pages.len, pages.coded_until, block);
+            match held.sliding {
+                Some(page) if need.sliding => pages.sliding.put(block, page),
+                Some(page) => pages.sliding.put_lagging(block, page),
+                None => {}
+            }
             if let Some(page) = held.coded {
                 pages.coded_ids[block] = Some(page.id());
                 pages.coded[block] = Some(page);
@@ -146,9 +154,18 @@ impl SequencePages {
         &self.coded_ids
     }
 
-    /// Blocks held now: full, quantized.
-    pub fn blocks(&self) -> (usize, usize) {
-        (self.full_ids.iter().flatten().count(), self.coded_ids.iter().flatten().count())
+    /// Pages of the sliding layers; empty in models without any.
+    pub fn sliding(&self) -> &[Option<SlidingPageId>] {
+        self.sliding.ids()
+    }
+
+    /// Blocks that the sequence reads or will read.
+    pub fn blocks(&self) -> BlockCounts {
+        BlockCounts {
+            full: self.full_ids.iter().flatten().count(),
+            coded: self.coded_ids.iter().flatten().count(),
+            sliding: self.sliding.count(),
+        }
     }
 
     /// Takes the pages that `tokens` more positions need. On failure nothing changes.
@@ -171,24 +188,23 @@ impl SequencePages {
             (first_new..blocks).filter(|&b| self.full_ids.get(b).copied().flatten().is_none()).collect();
         let coded_missing: Vec<usize> =
             coded_blocks.filter(|&b| self.coded_ids.get(b).copied().flatten().is_none()).collect();
-        let (full, coded) = pool.take(full_missing.len(), coded_missing.len())?;
+        // A prompt chunk may be longer than the window: its own rows read all of its blocks.
+        let sliding_missing = self.sliding.missing(layout, first_new..blocks);
+        let (full, coded, sliding) = (full_missing.len(), coded_missing.len(), sliding_missing.len());
+        let taken = pool.take(BlockCounts { full, coded, sliding })?;
         self.grow(blocks);
-        for (block, page) in full_missing.into_iter().zip(full) {
+        for (block, page) in sliding_missing.into_iter().zip(taken.sliding) {
+            self.sliding.put(block, page);
+        }
+        for (block, page) in full_missing.into_iter().zip(taken.full) {
             self.full_ids[block] = Some(page.id());
             self.full[block] = Some(page);
         }
-        for (block, page) in coded_missing.into_iter().zip(coded) {
+        for (block, page) in coded_missing.into_iter().zip(taken.coded) {
             self.coded_ids[block] = Some(page.id());
             self.coded[block] = Some(page);
         }
         Ok(StepPages { positions: self.len..end, demote, demote_values })
-    }
-
-    /// Forgets positions from `len` on; their pages stay for the next writes. Only for tables
-    /// without quantized pages: quantization cannot be undone.
-    pub fn rewind(&mut self, len: usize) {
-        debug_assert!(self.coded_ids.iter().all(Option::is_none), "coded positions cannot be rewound");
-        self.len = self.len.min(len);
     }
 
     fn demotion(&self, layout: &CacheLayout, side: Side, end: usize) -> Range<usize> {
@@ -212,8 +228,8 @@ impl SequencePages {
         }
     }
 
-    /// Ends a step: its positions are stored, and full pages whose tokens are all quantized return
-    /// to the pool.
+    /// Ends a step: its positions are stored. Full pages whose tokens are all quantized return to the
+    /// pool, and so do pages of sliding layers that left the window.
     pub fn commit(&mut self, layout: &CacheLayout, step: &StepPages) {
         debug_assert_eq!(
             step.positions.start, self.len,
@@ -221,6 +237,7 @@ impl SequencePages {
         );
         let before = self.boundary(layout);
         self.len = step.positions.end;
+        self.sliding.advance(layout, self.len, self.keeps_resumable);
         if step.demote.is_empty() && step.demote_values.is_empty() {
             return;
         }
@@ -241,24 +258,25 @@ impl SequencePages {
         }
     }
 
-    /// Gives up full pages that the sequence no longer reads and no resume at `resume_point(len)`
-    /// or later needs.
+    /// Gives up pages that the sequence no longer reads and no resume at `resume_point(len)` or later
+    /// needs.
     pub fn trim(&mut self, layout: &CacheLayout) {
         let (point, coded_until) = (resume_point(self.len), self.coded_until);
         self.lagging.retain(|&(block, _)| point > 0 && BlockNeed::at(layout, point, coded_until, block).full);
+        self.sliding.trim(layout, point);
     }
 
-    /// Full pages held beyond those that the sequence itself reads.
-    pub fn finished_full_pages(&self) -> usize {
-        self.lagging.len()
+    /// Pages held beyond those that the sequence itself reads, of the kind that has more of them.
+    pub fn finished_pages(&self) -> usize {
+        self.lagging.len().max(self.sliding.lagging())
     }
 
     /// Bytes of the blocks held, including shared ones.
     pub fn bytes(&self, layout: &CacheLayout) -> usize {
-        let (full, coded) = self.blocks();
-        (full + self.lagging.len()) * layout.full_block_bytes()
-            + coded * layout.coded_block_bytes()
-            + self.view.as_ref().map_or(0, |view| view.bytes())
+        let mut blocks = self.blocks();
+        blocks.full += self.lagging.len();
+        blocks.sliding += self.sliding.lagging();
+        layout.bytes_of(blocks) + self.view.as_ref().map_or(0, |view| view.bytes())
     }
 
     /// The pages of `block` that a prefix tree may store. Codes that depend on later pages are left
@@ -268,11 +286,13 @@ impl SequencePages {
         BlockPages {
             full: self.full[block].clone().or_else(lagging),
             coded: self.coded[block].clone().filter(|page| page.coded() > 0 && !self.keeps_codes_back),
+            sliding: self.sliding.get(block).cloned(),
         }
     }
 
     /// Exchanges the pages of a whole block for others with the same contents.
     pub(crate) fn adopt(&mut self, block: usize, pages: &BlockPages) {
+        pages.sliding.iter().for_each(|page| self.sliding.adopt(block, page));
         if let (Some(own), Some(page)) = (&mut self.full[block], &pages.full) {
             self.full_ids[block] = Some(page.id());
             *own = page.clone();
@@ -313,6 +333,13 @@ mod tests {
         CacheLayout::new(format, 2, 2, 64, windows, CodeLayout::CpuTile).unwrap()
     }
 
+    fn sliding(layout: CacheLayout, window: Option<usize>) -> CacheLayout {
+        match window {
+            Some(window) => layout.with_sliding_layers(window, &[0]).unwrap(),
+            None => layout,
+        }
+    }
+
     /// Every position that a query at the end may read has the page that the rule requires.
     fn check_readable(pages: &SequencePages, layout: &CacheLayout, step: &StepPages) {
         for t in step.positions.clone() {
@@ -326,6 +353,10 @@ mod tests {
                     );
                 }
             }
+            let Some(group) = layout.sliding() else { continue };
+            for j in (t + 1).saturating_sub(group.window())..=t {
+                assert!(pages.sliding()[j / PAGE_TOKENS].is_some(), "query {t} cannot read sliding {j}");
+            }
         }
     }
 
@@ -335,8 +366,10 @@ mod tests {
         #[test]
         fn any_chunking_keeps_every_page_the_rule_needs_and_leaks_none(
             chunks in prop::collection::vec(1usize..200, 1..12), sink in 0usize..8, recent in 1usize..300,
+            window in prop::option::of(1usize..300),
         ) {
             let layout = layout(KvFormat::OSCAR2, Windows::new(sink * 16, recent).unwrap());
+            let layout = sliding(layout, window);
             let pool = PagePool::new(&layout, usize::MAX / 4);
             let mut pages = SequencePages::new();
             let mut coded_up_to = sink * 16;
@@ -360,8 +393,10 @@ mod tests {
         #[test]
         fn a_resumable_table_can_always_be_resumed_at_its_last_whole_page(
             chunks in prop::collection::vec(1usize..150, 1..14), sink in 0usize..8, recent in 1usize..300,
+            window in prop::option::of(1usize..300),
         ) {
             let layout = layout(KvFormat::OSCAR2, Windows::new(sink * 16, recent).unwrap());
+            let layout = sliding(layout, window);
             let pool = PagePool::new(&layout, usize::MAX / 4);
             let mut pages = SequencePages::resumable();
             for n in chunks {
@@ -373,7 +408,7 @@ mod tests {
                     prop_assert!(need.is_met(&held), "{need:?} by {held:?} at {}", pages.len());
                 }
                 pages.trim(&layout);
-                prop_assert!(pages.lagging.len() <= 1);
+                prop_assert!(pages.lagging.len() <= 1 && pages.sliding.lagging() <= 1);
                 prop_assert_eq!(pool.usage().bytes, pages.bytes(&layout));
             }
             drop(pages);
@@ -430,7 +465,7 @@ mod tests {
         let error = pages.prepare(&layout, &pool, 100).unwrap_err();
         assert_eq!(error.free, 0);
         assert!(error.to_string().contains("--kv-memory"));
-        assert_eq!((pages.len(), pages.blocks()), (130, (3, 0)));
+        assert_eq!((pages.len(), pages.blocks().full), (130, 3));
         let step = pages.prepare(&layout, &pool, 62).unwrap();
         pages.commit(&layout, &step);
         assert_eq!(pages.len(), 192);
@@ -440,10 +475,11 @@ mod tests {
     fn ids_are_reused_lowest_first_and_never_shared() {
         let layout = layout(KvFormat::OSCAR2, Windows::default());
         let pool = PagePool::new(&layout, usize::MAX / 4);
-        let (mut full, _) = pool.take(4, 0).unwrap();
+        let count = |full| BlockCounts { full, ..BlockCounts::default() };
+        let mut full = pool.take(count(4)).unwrap().full;
         full.remove(1);
         full.remove(0);
-        let (again, _) = pool.take(3, 0).unwrap();
+        let again = pool.take(count(3)).unwrap().full;
         assert_eq!(again.iter().map(|p| p.id().0).collect::<Vec<_>>(), [0, 1, 4]);
     }
 }

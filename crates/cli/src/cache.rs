@@ -32,10 +32,9 @@ impl OpenModel {
             note!("note: --rotations {file} is not used: {format} has its own ({})", kind.describe());
         }
         let windows = format.windows(args.sink, args.recent)?;
-        let layout = CacheLayout::new(format, c.layers, c.kv_heads, c.head_dim, windows, CodeLayout::CpuTile)
-            .or_else(|_| {
-                CacheLayout::new(format, c.layers, c.kv_heads, c.head_dim, windows, CodeLayout::Logical)
-            })?;
+        let layout = c
+            .cache_layout(format, windows, CodeLayout::CpuTile)
+            .or_else(|_| c.cache_layout(format, windows, CodeLayout::Logical))?;
         let (rotations, origin, layout) = match format.rotation() {
             RotationKind::Calibrated => self.rotations(format, args, found, layout)?,
             kind => (kind.data_free(c.layers, c.kv_heads, c.head_dim)?, kind.describe(), layout),

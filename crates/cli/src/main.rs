@@ -46,7 +46,7 @@ enum Command {
     /// Answer a prompt, a chat file, or hold a conversation
     Run(commands::run::Args),
     /// Show which contexts and batches fit in a given memory, for BF16 and other formats
-    Plan(commands::plan::Args),
+    Plan(Box<commands::plan::Args>),
     /// Measure kernels and whole models on this machine
     Bench(Box<commands::bench::Args>),
     /// Make the rotations (and widths) of a model's cache from a little text

@@ -8,7 +8,7 @@ use crate::transfer::TransferArgs;
 use anyhow::{Context, Result, bail};
 use oscar_backend::Backend;
 use oscar_store::{
-    Fingerprint, FingerprintParts, RedisAddress, SharedAddress, Store, StoreLimits, StoreOptions,
+    Fingerprint, FingerprintParts, PageKind, RedisAddress, SharedAddress, Store, StoreLimits, StoreOptions,
     TransferDesk,
 };
 use serde::Serialize;
@@ -108,7 +108,8 @@ impl StoreArgs {
             bail!("{flags} need the prefix cache: leave out --no-prefix-cache");
         }
         let layout = backend.held_layout(&cache.layout);
-        let largest = layout.full_block_bytes().max(layout.coded_block_bytes());
+        let sizes = [layout.full_block_bytes(), layout.coded_block_bytes(), layout.sliding_block_bytes()];
+        let largest = sizes.into_iter().max().unwrap_or(0);
         let options = StoreOptions {
             ram: self.store_ram,
             directory: self.store.clone(),
@@ -116,6 +117,7 @@ impl StoreArgs {
             shared: self.shared()?,
             peers: transfer.fetches(),
             most_page_bytes: largest,
+            kinds: PageKind::of(&layout),
             ..StoreOptions::default()
         };
         let (fingerprint, about) = fingerprint(args, model, cache, backend);

@@ -1,21 +1,25 @@
 //! The shape of a whole model's cache: which codec holds full-precision tokens, which holds
 //! quantized ones, and which positions belong to which. Every byte count of the program comes from
 //! here.
+//!
+//! Layers with a sliding window form a group with pages of their own ([`sliding`](crate::sliding)).
+//! Everything else here, quantization above all, is about the layers that see the whole context.
 
 use crate::error::Result;
 use crate::format::KvFormat;
 use crate::format_table::FormatTable;
 use crate::layout::CodeLayout;
 use crate::page::{PAGE_TOKENS, RowPageCodec, Side};
+use crate::sliding::{BlockCounts, SlidingGroup};
 use crate::window::{Tail, Windows};
 use std::ops::Range;
 
-/// A full-precision block: 64 tokens of every layer and head. Handed out by the cache, resolved by
-/// a backend.
+/// A full-precision block: 64 tokens of every head of the layers that see the whole context. Handed
+/// out by the cache, resolved by a backend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct FullPageId(pub u32);
 
-/// A quantized block: 64 tokens of every layer and head.
+/// A quantized block: the same tokens and heads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct CodedPageId(pub u32);
 
@@ -27,11 +31,13 @@ pub struct CacheLayout {
     windows: Windows,
     /// Bytes of a quantized block on a device that stores it in another form than the codecs.
     held_block_bytes: Option<usize>,
+    /// Layers with pages of their own, which hold a window only.
+    pub(crate) sliding: Option<SlidingGroup>,
 }
 
 impl CacheLayout {
-    /// The layout of a named format. Unquantized formats keep every token in full precision and
-    /// ignore the windows.
+    /// The layout of a named format with all layers in one group. Unquantized formats keep every
+    /// token in full precision and ignore the windows.
     pub fn new(
         format: KvFormat,
         layers: usize,
@@ -43,10 +49,10 @@ impl CacheLayout {
         let table = |format| FormatTable::uniform(format, layers, kv_heads, head_dim, layout);
         if format.is_coded() {
             let (full, coded) = (table(KvFormat::Bf16)?, Some(table(format)?));
-            Ok(Self { format, full, coded, windows, held_block_bytes: None })
+            Ok(Self { format, full, coded, windows, held_block_bytes: None, sliding: None })
         } else {
             let (full, windows) = (table(format)?, Windows::unlimited());
-            Ok(Self { format, full, coded: None, windows, held_block_bytes: None })
+            Ok(Self { format, full, coded: None, windows, held_block_bytes: None, sliding: None })
         }
     }
 
@@ -103,19 +109,31 @@ impl CacheLayout {
     }
 
     pub fn full_block_bytes(&self) -> usize {
-        self.full.block_bytes()
+        self.grown(&self.full).map(RowPageCodec::page_bytes).sum()
+    }
+
+    /// Bytes of a quantized block in the codecs' own form.
+    fn codec_block_bytes(&self, table: &FormatTable) -> usize {
+        self.grown(table).map(RowPageCodec::page_bytes).sum()
+    }
+
+    /// Codecs of the layers whose history grows: all but the sliding ones.
+    fn grown<'t>(&'t self, table: &'t FormatTable) -> impl Iterator<Item = &'t RowPageCodec> {
+        self.group(table, false)
     }
 
     /// Bytes of a quantized block as the device stores it.
     pub fn coded_block_bytes(&self) -> usize {
-        self.coded.as_ref().map_or(0, |table| self.held_block_bytes.unwrap_or_else(|| table.block_bytes()))
+        let own = |table| self.held_block_bytes.unwrap_or_else(|| self.codec_block_bytes(table));
+        self.coded.as_ref().map_or(0, own)
     }
 
     /// Ids of the pages that views hold of each head, in a cache of `budget` bytes. They follow the
     /// ids of quantized blocks; a view may give some heads several times as many rows as others.
     pub fn view_page_ids(&self, budget: usize) -> Range<u32> {
         const MOST: usize = u32::MAX as usize / 16;
-        let blocks = self.coded.as_ref().map_or(0, |table| budget / table.block_bytes().max(1) + 1).min(MOST);
+        let blocks = |table| budget / self.codec_block_bytes(table).max(1) + 1;
+        let blocks = self.coded.as_ref().map_or(0, blocks).min(MOST);
         blocks as u32..(9 * blocks) as u32
     }
 
@@ -124,6 +142,9 @@ impl CacheLayout {
         let Some(table) = &self.coded else {
             return Err("this cache keeps every token in full precision: choose a quantized --kv format");
         };
+        if self.sliding.is_some() {
+            return Err("some layers have a sliding window, whose rows are not evicted");
+        }
         if !table.codecs().iter().all(RowPageCodec::copies_rows) {
             return Err(
                 "this cache format groups tokens, whose rows cannot be separated without quantizing again",
@@ -146,8 +167,14 @@ impl CacheLayout {
         self.coded.is_none() || start < self.windows.sink() || end > boundary
     }
 
-    /// Full and quantized blocks that a sequence of `tokens` holds between two steps.
-    pub fn blocks(&self, tokens: usize) -> (usize, usize) {
+    /// Blocks that a sequence of `tokens` holds between two steps.
+    pub fn blocks(&self, tokens: usize) -> BlockCounts {
+        let (full, coded) = self.grown_blocks(tokens);
+        BlockCounts { full, coded, sliding: self.sliding_blocks(tokens).len() }
+    }
+
+    /// Full and quantized blocks of the layers whose history grows.
+    fn grown_blocks(&self, tokens: usize) -> (usize, usize) {
         let all = tokens.div_ceil(PAGE_TOKENS);
         if self.coded.is_none() || tokens == 0 {
             return (all, 0);
@@ -165,12 +192,23 @@ impl CacheLayout {
 
     /// Bytes that a sequence of `tokens` occupies between two steps, windows and metadata included.
     pub fn sequence_bytes(&self, tokens: usize) -> usize {
-        let (full, coded) = self.blocks(tokens);
-        full * self.full_block_bytes() + coded * self.coded_block_bytes()
+        self.bytes_of(self.blocks(tokens))
+    }
+
+    /// Bytes of so many blocks.
+    pub fn bytes_of(&self, blocks: BlockCounts) -> usize {
+        blocks.full * self.full_block_bytes()
+            + blocks.coded * self.coded_block_bytes()
+            + blocks.sliding * self.sliding_block_bytes()
+    }
+
+    /// Bytes of one block of all layers in full precision.
+    pub fn unquantized_block_bytes(&self) -> usize {
+        self.full_block_bytes() + self.sliding_block_bytes()
     }
 
     /// The largest size of a sequence up to the time it has `tokens`. Its size falls when a block
-    /// loses its full page, and this repeats with the period of the windows.
+    /// loses its full page or leaves a sliding window, and this repeats with the period of the windows.
     pub fn peak_bytes(&self, tokens: usize) -> usize {
         (tokens.saturating_sub(self.windows.period() - 1)..=tokens)
             .map(|n| self.sequence_bytes(n))
@@ -181,12 +219,23 @@ impl CacheLayout {
     /// Stored bits an element of the pages that hold history: the quantized ones, or the full ones
     /// if the format does not quantize.
     pub fn page_bits(&self) -> f64 {
-        self.coded.as_ref().unwrap_or(&self.full).bits_per_element()
+        let table = self.coded.as_ref().unwrap_or(&self.full);
+        let elements: usize = self.grown(table).map(|codec| 2 * PAGE_TOKENS * codec.head_dim()).sum();
+        self.codec_block_bytes(table) as f64 * 8.0 / elements as f64
     }
 
-    /// Elements (key and value channels over all layers and heads) of one token.
-    pub fn elements_per_token(&self) -> usize {
-        2 * self.head_dim() * self.kv_heads() * self.layers()
+    /// Elements (key and value channels over all layers and heads) of the rows that a sequence of
+    /// `tokens` has in the cache. Sliding layers have those of their window.
+    pub fn elements(&self, tokens: usize) -> usize {
+        let (layers, window) = self.sliding.as_ref().map_or((0, 0), |s| (s.layers(), s.window()));
+        let sliding = 2 * self.head_dim() * self.kv_heads() * layers * tokens.min(window);
+        self.grown_elements() * tokens + sliding
+    }
+
+    /// Elements of one token in the layers whose history grows.
+    pub fn grown_elements(&self) -> usize {
+        let sliding = self.sliding.as_ref().map_or(0, SlidingGroup::layers);
+        2 * self.head_dim() * self.kv_heads() * (self.layers() - sliding)
     }
 
     /// Stored bits an element of a sequence of `tokens`: windows, metadata and unfilled pages
@@ -195,7 +244,7 @@ impl CacheLayout {
         if tokens == 0 {
             0.0
         } else {
-            self.sequence_bytes(tokens) as f64 * 8.0 / (tokens * self.elements_per_token()) as f64
+            self.sequence_bytes(tokens) as f64 * 8.0 / self.elements(tokens) as f64
         }
     }
 
@@ -208,10 +257,10 @@ impl CacheLayout {
         let coded = |side| {
             (self.windows.side_boundary(side, tokens - 1).min(tokens)).saturating_sub(self.windows.sink())
         };
-        let heads = self.layers() * self.kv_heads();
-        let sum: f64 = (0..heads)
-            .map(|i| {
-                let codec = table.codec(i / self.kv_heads(), i % self.kv_heads());
+        let heads = self.grown(table).count();
+        let sum: f64 = self
+            .grown(table)
+            .map(|codec| {
                 [Side::Key, Side::Value]
                     .map(|side| {
                         let n = coded(side) as f64;
@@ -227,23 +276,20 @@ impl CacheLayout {
     /// Whether every head stores its history. A zero-width head depends on its BF16 recent tokens,
     /// so these must never be replaced by codes.
     pub fn keeps_all_history(&self) -> bool {
-        self.coded.as_ref().is_none_or(|table| table.codecs().iter().all(RowPageCodec::keeps_history))
+        self.coded.as_ref().is_none_or(|table| self.grown(table).all(RowPageCodec::keeps_history))
     }
 
     /// Whether codes of a page depend on tokens of later pages. Then sequences that diverge after a
     /// page cannot share it.
     pub fn codes_span_pages(&self) -> bool {
-        self.coded.as_ref().is_some_and(|table| {
-            (0..table.layers() * table.kv_heads()).any(|i| {
-                table.codec(i / table.kv_heads(), i % table.kv_heads()).spans_pages(self.windows.sink())
-            })
-        })
+        let spans = |codec: &RowPageCodec| codec.spans_pages(self.windows.sink());
+        self.coded.as_ref().is_some_and(|table| self.grown(table).any(spans))
     }
 
     /// Names of the codecs by layer, for people. A uniform table gives one name.
     pub fn describe(&self) -> String {
-        match &self.coded {
-            Some(table) => {
+        let grown = match &self.coded {
+            Some(_) => {
                 let tail = |side| {
                     let Tail { recent, unit } = self.windows.tail(side);
                     // A flush empties the tail except for the token being written.
@@ -254,10 +300,21 @@ impl CacheLayout {
                 } else {
                     format!("{} (keys) and {} (values)", tail(Side::Key), tail(Side::Value))
                 };
-                let name = format!("{} ({:.2} bits)", self.format, table.bits_per_element());
+                let name = format!("{} ({:.2} bits)", self.format, self.page_bits());
                 format!("{name}, {} sink and {recent} recent tokens in BF16", self.windows.sink())
             }
             None => format!("{} ({} bits)", self.format, self.full.codec(0, 0).bits_per_element()),
+        };
+        match &self.sliding {
+            None => grown,
+            Some(group) => {
+                let form = if self.coded.is_some() { " in BF16" } else { "" };
+                format!(
+                    "{grown}; {} sliding layers: the last {} tokens{form}",
+                    group.layers(),
+                    group.window()
+                )
+            }
         }
     }
 }
@@ -273,12 +330,13 @@ mod tests {
     #[test]
     fn blocks_follow_the_boundary() {
         let oscar = layout(KvFormat::OSCAR2);
-        assert_eq!(oscar.blocks(0), (0, 0));
-        assert_eq!(oscar.blocks(335), (6, 0));
-        assert_eq!(oscar.blocks(336), (6, 1), "the first tile is coded, its block keeps both pages");
+        let blocks = |tokens| (oscar.blocks(tokens).full, oscar.blocks(tokens).coded);
+        assert_eq!(blocks(0), (0, 0));
+        assert_eq!(blocks(335), (6, 0));
+        assert_eq!(blocks(336), (6, 1), "the first tile is coded, its block keeps both pages");
         // 16384 tokens: boundary 16128 = 252 blocks, one of them the sink.
-        assert_eq!(oscar.blocks(16384), (1 + 4, 251));
-        assert_eq!(layout(KvFormat::Bf16).blocks(16384), (256, 0));
+        assert_eq!(blocks(16384), (1 + 4, 251));
+        assert_eq!(layout(KvFormat::Bf16).blocks(16384), BlockCounts { full: 256, coded: 0, sliding: 0 });
     }
 
     #[test]
@@ -305,7 +363,7 @@ mod tests {
     fn blocks_kept_in_another_form_are_counted_as_kept() {
         let own = layout(KvFormat::OSCAR2);
         let held = own.clone().with_held_block_bytes(own.full_block_bytes());
-        let (full, coded) = own.blocks(16384);
+        let BlockCounts { full, coded, .. } = own.blocks(16384);
         assert_eq!(held.sequence_bytes(16384), (full + coded) * own.full_block_bytes());
         assert_eq!((held.page_bits(), held.method_bits(16384)), (own.page_bits(), own.method_bits(16384)));
         assert_eq!(held.with_order(CodeLayout::GpuTile).unwrap().coded_block_bytes(), own.full_block_bytes());

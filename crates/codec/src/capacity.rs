@@ -7,16 +7,17 @@ use crate::{CacheLayout, PAGE_TOKENS};
 pub struct Capacity {
     /// Bytes of one sequence, at its largest.
     pub sequence_bytes: usize,
-    /// Bytes that reading a prompt takes besides: the full pages of one chunk.
+    /// Bytes that reading a prompt takes besides: the unquantized pages of one chunk.
     pub prefill_bytes: usize,
     pub sequences: usize,
 }
 
 impl CacheLayout {
-    /// Bytes a sequence may hold at any moment: at rest, plus the full pages of one prefill chunk.
+    /// Bytes a sequence may hold at any moment: at rest, plus the unquantized pages of one prefill
+    /// chunk.
     pub fn working_bytes(&self, context: usize, chunk: usize) -> usize {
         let chunk_blocks = chunk.min(context).div_ceil(PAGE_TOKENS) + 2;
-        self.peak_bytes(context) + chunk_blocks * self.full_block_bytes()
+        self.peak_bytes(context) + chunk_blocks * self.unquantized_block_bytes()
     }
 
     /// Sequences of `context` tokens that fit into `bytes`, one of them being read in chunks.

@@ -5,9 +5,9 @@
 //! [`lloyd_max`], and those of other methods: [`turboquant`], [`channel_groups`], [`fp8`]), the
 //! bytes of a page ([`page`], [`layout`], [`cache_layout`]), the names that users type
 //! ([`format`](mod@format), [`rivals`]), the positions that a query reads quantized ([`window`]),
-//! the rows left after eviction ([`view`]) and the result of attention over all of it
-//! ([`attention`]). Fast kernels live elsewhere and are
-//! tested against this crate.
+//! the layers that keep a window only ([`sliding`]), the rows left after eviction ([`view`]) and the
+//! result of attention over all of it ([`attention`]). Fast kernels live elsewhere and are tested
+//! against this crate.
 //!
 //! **Invariant:** no files, no threads, no devices, no `unsafe`. Every function is a pure function
 //! of its arguments, and finite input never gives a NaN or a panic.
@@ -36,6 +36,7 @@ pub mod rotation;
 pub mod rounding;
 pub mod scores;
 mod side;
+pub mod sliding;
 pub mod turboquant;
 pub mod view;
 pub mod window;
@@ -51,5 +52,6 @@ pub use page::{PAGE_TOKENS, RowPageCodec, Side, SideSpec, TILE_TOKENS};
 pub use rivals::Rival;
 pub use rotation::{Composition, HeadRotations, Rotation, RotationSet};
 pub use rounding::{Feedback, Rounding};
+pub use sliding::{BlockCounts, SlidingGroup, SlidingPageId};
 pub use view::Survivors;
 pub use window::{Tail, Windows};

@@ -11,7 +11,8 @@
 //!
 //! A layer with a sliding window of `w` tokens reads fewer positions, by the same rule otherwise: the
 //! query at `t` sees `j > t − w`, itself included ([`Windows::first_visible`]). The sink leaves such
-//! a window like any other position.
+//! a window like any other position. In a cache where such layers have pages of their own
+//! ([`sliding`](crate::sliding)) they read them in full precision.
 
 use crate::error::{CodecError, Result};
 use crate::page::{Side, TILE_TOKENS};

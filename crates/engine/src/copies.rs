@@ -35,7 +35,8 @@ pub fn copies<B: Backend>(
             let kind = if page.is_complete() { PageKind::Coded } else { PageKind::Part };
             (kind, page.coded(), BlockId::Coded(page.id()))
         });
-        wanted.extend(full.into_iter().chain(coded).map(|page| (offer, page)));
+        let sliding = offer.sliding.as_ref().map(|page| (PageKind::Sliding, 0, BlockId::Sliding(page.id())));
+        wanted.extend(full.into_iter().chain(coded).chain(sliding).map(|page| (offer, page)));
     }
     if !has_room(wanted.iter().map(|(_, (_, _, block))| block.bytes(runner.layout())).sum()) {
         return None;

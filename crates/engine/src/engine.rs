@@ -220,6 +220,8 @@ fn info<B: Backend>(runner: &Runner<B>, options: &EngineOptions) -> EngineInfo {
         kv_budget_bytes: runner.usage().budget,
         full_block_bytes: layout.full_block_bytes(),
         coded_block_bytes: layout.coded_block_bytes(),
+        sliding_block_bytes: layout.sliding_block_bytes(),
+        sliding_window: layout.sliding().map(|group| group.window()),
         page_tokens: PAGE_TOKENS,
         sink: layout.windows().sink(),
         recent: layout.windows().recent(),
@@ -257,7 +259,7 @@ impl EngineApi for EngineHandle {
             return Err(RowCap::refusal("prompt_logprobs"));
         }
         let needed = cap.as_ref().map_or_else(
-            || layout.peak_bytes(tokens) + 2 * layout.full_block_bytes(),
+            || layout.peak_bytes(tokens) + 2 * layout.unquantized_block_bytes(),
             |cap| cap.most_bytes(layout, tokens) + layout.full_block_bytes(),
         );
         let budget = state.info.kv_budget_bytes;

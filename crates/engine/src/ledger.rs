@@ -30,10 +30,10 @@ impl<B: Backend> PageLedger<'_, B> {
         true
     }
 
-    /// Bytes of a sequence that grows to `tokens`: its largest size on the way, and the page that it
-    /// keeps for a resume.
+    /// Bytes of a sequence that grows to `tokens`: its largest size on the way, and the pages of one
+    /// block that it keeps for a resume.
     fn needed(&self, layout: &CacheLayout, &Demand { id, tokens }: &Demand) -> usize {
-        let whole = layout.peak_bytes(tokens) + layout.full_block_bytes();
+        let whole = layout.peak_bytes(tokens) + layout.unquantized_block_bytes();
         let cap = self.live.cap(id.request);
         cap.map_or(whole, |cap| cap.most_bytes(layout, tokens).min(whole))
     }

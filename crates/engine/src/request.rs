@@ -314,6 +314,10 @@ pub struct EngineInfo {
     pub kv_budget_bytes: usize,
     pub full_block_bytes: usize,
     pub coded_block_bytes: usize,
+    /// Bytes of a block of the sliding layers; 0 without any.
+    pub sliding_block_bytes: usize,
+    /// Positions that a query of a sliding layer sees; absent without such layers.
+    pub sliding_window: Option<usize>,
     pub page_tokens: usize,
     pub sink: usize,
     pub recent: usize,
@@ -367,6 +371,9 @@ pub struct EngineStats {
     /// Pages held only by the prefix cache.
     pub cached_full_pages: usize,
     pub cached_coded_pages: usize,
+    /// Pages of sliding layers, and those of them held only by the prefix cache.
+    pub sliding_pages: usize,
+    pub cached_sliding_pages: usize,
     pub cache_bytes: usize,
     /// Bytes that the tokens held now would take in BF16.
     pub bf16_bytes: usize,

@@ -115,7 +115,10 @@ impl<B: Backend> Serving<B> {
 
     /// Forgets every cached prefix that nothing uses; returns how many pages became free.
     pub fn flush(&mut self) -> usize {
-        let pages = |runner: &Runner<B>| runner.usage().full_pages + runner.usage().coded_pages;
+        let pages = |runner: &Runner<B>| {
+            let usage = runner.usage();
+            usage.full_pages + usage.coded_pages + usage.sliding_pages
+        };
         let before = pages(&self.runner);
         if let Some(cache) = &mut self.cache {
             cache.flush();
@@ -395,7 +398,7 @@ impl<B: Backend> Serving<B> {
         let Some(choice) = self.live.choice_mut(id) else { return };
         let Some(sequence) = &mut choice.sequence else { return };
         let is_due = sequence.len() / PAGE_TOKENS > choice.published / PAGE_TOKENS
-            || sequence.pages().finished_full_pages() > 1
+            || sequence.pages().finished_pages() > 1
             || all;
         match &mut self.cache {
             Some(cache) if is_due => choice.publish(cache),

@@ -53,10 +53,14 @@ impl Statistics {
             coded_pages: usage.coded_pages,
             cached_full_pages: cached.idle_full.min(usage.full_pages),
             cached_coded_pages: cached.idle_coded.min(usage.coded_pages),
+            sliding_pages: usage.sliding_pages,
+            cached_sliding_pages: cached.idle_sliding.min(usage.sliding_pages),
             // Full pages that are kept beside quantized ones only because there is room do not
             // count.
             cache_bytes: usage.bytes.saturating_sub(cached.spare_full * layout.full_block_bytes()),
-            bf16_bytes: (in_tree + beyond) * layout.elements_per_token() * 2,
+            // Pages of sliding layers are the same in a BF16 cache.
+            bf16_bytes: (in_tree + beyond) * layout.grown_elements() * 2
+                + usage.sliding_pages * layout.sliding_block_bytes(),
             requests,
             ..self.counters.clone()
         }

@@ -19,9 +19,9 @@ use crate::request::{CachedByTier, RequestId};
 use oscar_backend::{Backend, BlockId};
 use oscar_cache::{
     BlockOffer, CacheSalt, PageHash, PageKind, PrefixKey, RadixCache, Reclaimed, RestoredPage, StoredFlag,
-    WantedPage,
+    TakenPages, WantedPage,
 };
-use oscar_codec::{CacheLayout, PAGE_TOKENS};
+use oscar_codec::{BlockCounts, CacheLayout, PAGE_TOKENS};
 use oscar_runner::{Runner, StepError};
 use oscar_store::{FetchedPage, PageName, PageRef, PeerTicket, RemotePages, Reply, Store, StoreReader, Tier};
 use std::collections::{BTreeMap, VecDeque};
@@ -300,6 +300,12 @@ impl PageTiers {
             dropped += usize::from(!kept);
         }
         for offer in &offers {
+            let Some(page) = &offer.sliding else { continue };
+            let block = BlockId::Sliding(page.id());
+            let kept = self.keep(runner, offer, PageKind::Sliding, 0, block, page.stored(), &mut used);
+            dropped += usize::from(!kept);
+        }
+        for offer in &offers {
             let Some(page) = &offer.coded else { continue };
             let part = StoredFlag::default();
             let (kind, stored) = match page.is_complete() {
@@ -359,6 +365,7 @@ fn order(reader: &StoreReader, ticket: u64, restore: &mut Restore, layout: &Cach
             bytes += match page.kind {
                 PageKind::Full => layout.full_block_bytes(),
                 PageKind::Coded | PageKind::Part => layout.coded_block_bytes(),
+                PageKind::Sliding => layout.sliding_block_bytes(),
             };
             wanted.push(page);
         }
@@ -396,14 +403,12 @@ fn load<B: Backend>(
         };
         // A page of another machine is not in the store.
         let is_stored = tier != Tier::Peer && wanted.kind != PageKind::Part;
-        match &page {
-            RestoredPage::Full(page) => page.stored().set(is_stored),
-            RestoredPage::Coded(page) => page.stored().set(is_stored),
-        }
-        let block = match &page {
-            RestoredPage::Full(page) => BlockId::Full(page.id()),
-            RestoredPage::Coded(page) => BlockId::Coded(page.id()),
+        let (block, stored) = match &page {
+            RestoredPage::Full(page) => (BlockId::Full(page.id()), page.stored()),
+            RestoredPage::Coded(page) => (BlockId::Coded(page.id()), page.stored()),
+            RestoredPage::Sliding(page) => (BlockId::Sliding(page.id()), page.stored()),
         };
+        stored.set(is_stored);
         if let Err(error) = runner.write_block(block, loaded.payload()) {
             tracing::warn!(%error, "a page of the store does not fit this cache");
             restore.broken = true;
@@ -429,15 +434,20 @@ fn place<B: Backend>(
     reclaimed: &mut Reclaimed,
 ) -> Result<Option<RestoredPage>, StepError> {
     let is_possible = match kind {
-        PageKind::Full => true,
+        PageKind::Full | PageKind::Sliding => true,
         PageKind::Coded => progress == 2 * PAGE_TOKENS,
         PageKind::Part => progress < 2 * PAGE_TOKENS,
     };
     if !is_possible {
         return Ok(None);
     }
-    let counts = if kind == PageKind::Full { (1, 0) } else { (0, 1) };
-    let mut taken = runner.pool().take(counts.0, counts.1);
+    let mut counts = BlockCounts::default();
+    match kind {
+        PageKind::Full => counts.full = 1,
+        PageKind::Coded | PageKind::Part => counts.coded = 1,
+        PageKind::Sliding => counts.sliding = 1,
+    }
+    let mut taken = runner.pool().take(counts);
     if let Err(full) = taken {
         let missing = full.wanted - full.free;
         if cache.reclaimable() < missing {
@@ -449,17 +459,13 @@ fn place<B: Backend>(
         reclaimed.evicted += done.evicted;
         // Before anything is written to a page that is free now.
         runner.demote_tails(&cache.take_demotions())?;
-        taken = runner.pool().take(counts.0, counts.1);
+        taken = runner.pool().take(counts);
     }
-    let Ok((mut full, mut coded)) = taken else { return Ok(None) };
-    Ok(match (full.pop(), coded.pop()) {
-        (Some(page), _) => Some(RestoredPage::Full(page)),
-        (None, Some(page)) => {
-            page.mark_coded(progress);
-            Some(RestoredPage::Coded(page))
-        }
-        (None, None) => None,
-    })
+    let Ok(TakenPages { full, coded, sliding }) = taken else { return Ok(None) };
+    coded.iter().for_each(|page| page.mark_coded(progress));
+    let coded = coded.into_iter().map(RestoredPage::Coded);
+    let mut pages = full.into_iter().map(RestoredPage::Full).chain(coded);
+    Ok(pages.next().or_else(|| sliding.into_iter().map(RestoredPage::Sliding).next()))
 }
 
 /// Tokens of a hit of `stored` tokens that came from each tier.

@@ -4,7 +4,7 @@ use crate::{Extent, Report, largest_difference};
 use anyhow::{Context, Result};
 use oscar_backend::{Backend, Pick, WeightFormat, argmax, pick};
 use oscar_calibrate::RotationFile;
-use oscar_codec::{CacheLayout, CodeLayout, KvFormat, RotationKind};
+use oscar_codec::{CodeLayout, KvFormat, RotationKind};
 use oscar_kernels_cpu::Kernels;
 use oscar_kernels_cpu::backend::{CpuBackend, Mode};
 use oscar_kernels_cuda::CudaBackend;
@@ -169,7 +169,7 @@ impl EmbeddedModel {
         let (sink, recent) = windows.unzip();
         let windows = format.windows(sink, recent)?;
         let order = CodeLayout::Logical;
-        let layout = CacheLayout::new(format, c.layers, c.kv_heads, c.head_dim, windows, order)?;
+        let layout = c.cache_layout(format, windows, order)?;
         let rotations = match format.rotation() {
             RotationKind::Calibrated => {
                 let bytes = self.source.read_required("rotations.safetensors")?;

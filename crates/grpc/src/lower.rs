@@ -277,6 +277,8 @@ pub mod tests {
             kv_budget_bytes: 1,
             full_block_bytes: 1,
             coded_block_bytes: 1,
+            sliding_block_bytes: 0,
+            sliding_window: None,
             page_tokens: 64,
             sink: 64,
             recent: 256,

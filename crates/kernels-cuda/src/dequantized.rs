@@ -265,6 +265,7 @@ mod tests {
                 first_position: 0,
                 full: &self.full_ids,
                 coded: &self.coded_ids,
+                sliding: &[],
                 demote: keys,
                 demote_values: values,
                 view: None,

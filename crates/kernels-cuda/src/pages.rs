@@ -12,7 +12,7 @@ use crate::layout::{Layout, shared_struct};
 use crate::memory::{Buffer, DevicePtr, DeviceSlice, download_all, upload_all};
 use crate::storage::Storage;
 use cudarc::driver::sys::{self, CUresult};
-use oscar_backend::HeadShape;
+use oscar_backend::{Feature, HeadShape};
 use oscar_codec::clip::order_index;
 use oscar_codec::{CacheLayout, FormatTable, RowPageCodec, Side};
 
@@ -125,6 +125,9 @@ impl CudaPages {
         if !groups || (layout.kv_heads(), layout.head_dim()) != (shape.kv_heads, shape.head_dim) {
             let detail = format!("{shape:?} over {} KV heads of {}", layout.kv_heads(), layout.head_dim());
             return Err(CudaError::Shape { what: "a cache", detail });
+        }
+        if layout.sliding().is_some() {
+            return Err(CudaError::lacks(Feature::SlidingWindow));
         }
         let storage = Storage::of(layout)?;
         storage.check_order(layout)?;

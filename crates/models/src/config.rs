@@ -5,6 +5,7 @@
 //! positive, heads divide evenly, and a window is either masked layer by layer or masks nothing.
 
 use oscar_backend::{Feature, Gate, RouterRule};
+use oscar_codec::{CacheLayout, CodeLayout, CodecError, KvFormat, Windows};
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -320,11 +321,24 @@ impl DecoderConfig {
     pub fn describe_sliding(&self) -> Option<String> {
         let SlidingLayers { window, layers, .. } = self.sliding.as_ref()?;
         Some(format!(
-            "{} of {} layers see the last {window} tokens only; their pages hold the whole history, like those \
-             of the other layers",
+            "{} of {} layers see the last {window} tokens only; they keep no more than that, unquantized",
             layers.len(),
             self.layers
         ))
+    }
+
+    /// The cache of this model in a named format; sliding layers form a group of their own.
+    pub fn cache_layout(
+        &self,
+        format: KvFormat,
+        windows: Windows,
+        order: CodeLayout,
+    ) -> Result<CacheLayout, CodecError> {
+        let layout = CacheLayout::new(format, self.layers, self.kv_heads, self.head_dim, windows, order)?;
+        match &self.sliding {
+            Some(SlidingLayers { window, layers, .. }) => layout.with_sliding_layers(*window, layers),
+            None => Ok(layout),
+        }
     }
 
     /// What this model needs of a device beyond what all families need.
@@ -423,6 +437,10 @@ impl DecoderConfig {
         }
         if let Some(SlidingLayers { window: 0, .. }) = &self.sliding {
             return Err(LoadError::config_field("sliding_window", "is 0; a query must see at least itself"));
+        }
+        if self.sliding.as_ref().is_some_and(|sliding| sliding.layers.len() == self.layers) {
+            let problem = "makes every layer slide; the cache needs a layer that sees the whole context";
+            return Err(LoadError::config_field("layer_types", problem));
         }
         if self.result_norms && self.moe.is_some() {
             return Err(LoadError::config_field("num_experts", "is given beside norms of results"));

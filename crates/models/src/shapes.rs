@@ -2,18 +2,28 @@
 
 use oscar_backend::{Gate, HeadShape, RouterRule, RouterScores, StepSize};
 
-use crate::config::{DecoderConfig, Family, MoeConfig, QkNorm};
-use crate::rope::RopeConfig;
+use crate::config::{DecoderConfig, Family, MoeConfig, QkNorm, SlidingLayers};
+use crate::rope::{RopeConfig, RopeScaling};
 use crate::tensor::WeightDtype;
 use crate::tensor_names::ExpertNames;
 
 /// Names that [`shape`] knows.
-pub const NAMES: [&str; 7] =
-    ["qwen3-0.6b", "qwen3-4b", "qwen3-8b", "qwen3-32b", "qwen3-30b-a3b", "glm-4.7", "minimax-m2.7"];
+pub const NAMES: [&str; 10] = [
+    "qwen3-0.6b",
+    "qwen3-4b",
+    "qwen3-8b",
+    "qwen3-32b",
+    "qwen3-30b-a3b",
+    "glm-4.7",
+    "minimax-m2.7",
+    "gpt-oss-20b",
+    "gemma-3-4b",
+    "gemma-3-27b",
+];
 
 /// The configuration of a published model.
 pub fn shape(name: &str) -> Option<DecoderConfig> {
-    dense_shape(name).or_else(|| expert_shape(name))
+    dense_shape(name).or_else(|| expert_shape(name)).or_else(|| gemma_shape(name))
 }
 
 fn dense_shape(name: &str) -> Option<DecoderConfig> {
@@ -127,8 +137,73 @@ fn expert_shape(name: &str) -> Option<DecoderConfig> {
             }),
             ..base
         },
+        "gpt-oss-20b" => DecoderConfig {
+            family: Family::GptOss,
+            hidden_size: 2880,
+            intermediate_size: 2880,
+            layers: 24,
+            query_heads: 64,
+            head_dim: 64,
+            vocab_size: 201_088,
+            rms_norm_eps: 1e-5,
+            rope: RopeConfig::plain(150_000.0),
+            qk_norm: QkNorm::None,
+            qkv_bias: true,
+            output_bias: true,
+            moe: Some(MoeConfig {
+                experts: 32,
+                width: 2880,
+                rule: RouterRule { chosen: 4, ..rule },
+                biases: true,
+                names: ExpertNames::Fused,
+                ..moe
+            }),
+            sliding: sliding(24, 128, |layer| layer.is_multiple_of(2), None),
+            attention_sinks: true,
+            gate: Gate::Clamped,
+            ..base
+        },
         _ => return None,
     })
+}
+
+/// Gemma 3, as a variation of a dense model: five layers of six slide.
+fn gemma_shape(name: &str) -> Option<DecoderConfig> {
+    let (hidden_size, intermediate_size, layers, query_heads, kv_heads, head_dim, scalar) = match name {
+        "gemma-3-4b" => (2560, 10_240, 34, 8, 4, 256, 256f32),
+        "gemma-3-27b" => (5376, 21_504, 62, 32, 16, 128, 168f32),
+        _ => return None,
+    };
+    let rope = RopeConfig { scaling: RopeScaling::Linear { factor: 8.0 }, ..RopeConfig::plain(1e6) };
+    let slides = |layer: usize| !(layer + 1).is_multiple_of(6);
+    Some(DecoderConfig {
+        family: Family::Gemma3,
+        hidden_size,
+        intermediate_size,
+        layers,
+        query_heads,
+        kv_heads,
+        head_dim,
+        vocab_size: 262_208,
+        rope,
+        tie_word_embeddings: true,
+        sliding: sliding(layers, 1024, slides, Some(RopeConfig::plain(1e4))),
+        attention_scale: Some(1.0 / scalar.sqrt()),
+        norm_offset: 1.0,
+        result_norms: true,
+        embedding_scale: (hidden_size as f32).sqrt(),
+        gate: Gate::GeluTanh,
+        ..dense_shape("qwen3-8b")?
+    })
+}
+
+fn sliding(
+    layers: usize,
+    window: usize,
+    slides: impl Fn(usize) -> bool,
+    rope: Option<RopeConfig>,
+) -> Option<SlidingLayers> {
+    Some(SlidingLayers { window, layers: (0..layers).filter(|&layer| slides(layer)).collect(), rope })
 }
 
 impl DecoderConfig {
@@ -158,6 +233,12 @@ impl DecoderConfig {
             fp8: self.fp8_weights,
             quantized: true,
         }
+    }
+
+    /// Bytes of all matrices in BF16.
+    pub fn bf16_bytes(&self) -> usize {
+        let embedding = if self.tie_word_embeddings { 0 } else { self.hidden_size * self.vocab_size };
+        2 * (self.matrix_parameters() + embedding)
     }
 
     /// Parameters of all matrices except the embedding, unless it is also the head.
@@ -190,13 +271,31 @@ mod tests {
 
     #[test]
     fn shapes_are_valid_and_have_their_published_sizes() {
-        for (name, billions) in
-            [("qwen3-4b", 4.02), ("qwen3-8b", 7.57), ("qwen3-32b", 31.98), ("qwen3-30b-a3b", 30.22)]
-        {
+        for (name, billions) in [
+            ("qwen3-4b", 4.02),
+            ("qwen3-8b", 7.57),
+            ("qwen3-32b", 31.98),
+            ("qwen3-30b-a3b", 30.22),
+            ("gpt-oss-20b", 20.33),
+            ("gemma-3-4b", 3.88),
+            ("gemma-3-27b", 27.0),
+        ] {
             let config = shape(name).unwrap();
             config.validate().unwrap();
             let found = config.matrix_parameters() as f64 / 1e9;
             assert!((found - billions).abs() < 0.02, "{name}: {found}");
+        }
+        // Bytes a token that grows, and those of the windows, in BF16.
+        for (name, grows, windows) in [
+            ("gpt-oss-20b", 24_576, 3_145_728),
+            ("gemma-3-4b", 20_480, 121_634_816),
+            ("gemma-3-27b", 81_920, 436_207_616),
+        ] {
+            let config = shape(name).unwrap();
+            let sliding = config.sliding.as_ref().unwrap();
+            let token = 4 * config.kv_width();
+            assert_eq!((config.layers - sliding.layers.len()) * token, grows, "{name}");
+            assert_eq!(sliding.layers.len() * token * sliding.window, windows, "{name}");
         }
         assert!(NAMES.iter().all(|name| shape(name).is_some()) && shape("gpt-5").is_none());
     }

@@ -140,6 +140,7 @@ impl<B: Backend> Runner<B> {
             let why = format!("{} of them were given", 1 + others.len());
             return Err(BuildError::Ranks { ranks: expected, why });
         }
+        check_group(lead.model.config(), &layout)?;
         check_step(&*lead.backend, &lead.model, &layout, longest_step(prefill_chunk), budget)?;
         Ok(Self { lead, others, pool: PagePool::new(&layout, budget), layout, prefill_chunk })
     }
@@ -323,6 +324,7 @@ impl<B: Backend> Runner<B> {
                 first_position: tail.positions.end,
                 full,
                 coded,
+                sliding: &[],
                 demote: tail.positions.clone(),
                 demote_values: tail.positions.clone(),
                 view: None,
@@ -332,6 +334,21 @@ impl<B: Backend> Runner<B> {
             backend.demote(&rows, storage)?;
         }
         Ok(())
+    }
+}
+
+/// Refuses a cache whose sliding layers are not the model's. A cache with all layers in one group is
+/// right for any model.
+fn check_group(config: &DecoderConfig, layout: &CacheLayout) -> Result<(), BackendError> {
+    let Some(group) = layout.sliding() else { return Ok(()) };
+    let window = |layer| layout.slides(layer).then_some(group.window());
+    let agrees = |layer| config.window_of(layer) == window(layer);
+    match layout.layers() == config.layers && (0..config.layers).all(agrees) {
+        true => Ok(()),
+        false => Err(BackendError::Shape {
+            what: "a cache".into(),
+            detail: format!("its sliding layers ({}) are not those of the model", layout.describe()),
+        }),
     }
 }
 

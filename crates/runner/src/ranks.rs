@@ -189,13 +189,14 @@ fn part_of_layout(shard: &Shard, layout: &CacheLayout) -> Result<CacheLayout, Bu
     let windows = *layout.windows();
     let part = CacheLayout::new(layout.format(), layers, heads.len(), layout.head_dim(), windows, order)
         .map_err(wrong)?;
+    let part = part.with_sliding_of(layout);
     let Some(coded) = layout.coded() else { return Ok(part) };
     let codecs = (0..layers).flat_map(|layer| heads.clone().map(move |head| (layer, head)));
     let codecs = codecs.map(|(layer, head)| coded.codec(layer, head).clone()).collect();
     Ok(part.with_coded_table(FormatTable::new(layers, heads.len(), codecs).map_err(wrong)?))
 }
 
-/// A budget for the pages of a rank that has room for as many blocks of either format as `budget`
+/// A budget for the pages of a rank that has room for as many blocks of each kind as `budget`
 /// has in the whole cache. Widths differ by head, so a rank's share of the bytes differs by format.
 fn part_of_budget(whole: &CacheLayout, part: &CacheLayout, budget: usize) -> usize {
     let share = |part: usize, whole: usize| -> usize {
@@ -204,6 +205,7 @@ fn part_of_budget(whole: &CacheLayout, part: &CacheLayout, budget: usize) -> usi
     };
     share(part.full_block_bytes(), whole.full_block_bytes())
         .max(share(part.coded_block_bytes(), whole.coded_block_bytes()))
+        .max(share(part.sliding_block_bytes(), whole.sliding_block_bytes()))
 }
 
 impl<B: Backend> Runner<B> {

@@ -31,16 +31,9 @@ impl Sequence {
         cache.insert(PrefixKey::new(salt, stored), &mut self.pages)
     }
 
-    /// Releases full pages that were kept for a prefix cache.
+    /// Releases pages that were kept for a prefix cache.
     pub fn trim(&mut self, layout: &CacheLayout) {
         self.pages.trim(layout);
-    }
-
-    /// Forgets positions from `len` on. Only for caches without quantized pages: quantization
-    /// cannot be undone.
-    pub fn rewind(&mut self, len: usize) {
-        self.reserved = None;
-        self.pages.rewind(len);
     }
 
     /// First position at or beyond the sink that is not quantized; the sink itself in caches that

@@ -97,7 +97,7 @@ impl<'r, B: Calibrates> Trials<'r, B> {
     }
 
     /// Reads the ending `tokens` of `base`, exactly. `base` holds the prefix, whole pages of it, in
-    /// a cache whose windows are unlimited. `history` are the positions that versions recode;
+    /// a cache whose windows are unlimited and which has all layers in one group. `history` are the positions that versions recode;
     /// `scored` the rows of the ending whose predictions count.
     pub fn new(
         runner: &'r mut Runner<B>,
@@ -230,6 +230,7 @@ impl<'r, B: Calibrates> Trials<'r, B> {
             first_position: self.end,
             full,
             coded: &[],
+            sliding: &[],
             demote: 0..0,
             demote_values: 0..0,
             view: None,

@@ -35,6 +35,7 @@ impl Sequence {
             first_position: self.len(),
             full: self.pages.full(),
             coded: self.pages.coded(),
+            sliding: self.pages.sliding(),
             demote: 0..0,
             demote_values: 0..0,
             view: self.pages.view().map(|view| &**view),

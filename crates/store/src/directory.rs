@@ -210,15 +210,16 @@ fn is_full(error: &io::Error) -> bool {
 }
 
 impl PageStore for DirectoryStore {
-    fn exists_prefix(&self, pages: &[PageHash]) -> Vec<StoredKinds> {
-        let kinds = |(block, hash): (usize, &PageHash)| {
+    fn exists_prefix(&self, pages: &[PageHash], kinds: &[PageKind]) -> Vec<StoredKinds> {
+        let found = |(block, hash): (usize, &PageHash)| {
             let has = |kind| {
-                self.path(&PageName { hash: *hash, block: block as u32, kind }).try_exists().unwrap_or(false)
+                let path = self.path(&PageName { hash: *hash, block: block as u32, kind });
+                kinds.contains(&kind) && path.try_exists().unwrap_or(false)
             };
-            let (full, coded) = (has(PageKind::Full), has(PageKind::Coded));
-            StoredKinds { full, coded, part: full && !coded && has(PageKind::Part) }
+            let (full, coded, sliding) = (has(PageKind::Full), has(PageKind::Coded), has(PageKind::Sliding));
+            StoredKinds { full, coded, part: full && !coded && has(PageKind::Part), sliding }
         };
-        pages.iter().enumerate().map(kinds).take_while(|kinds| !kinds.is_empty()).collect()
+        pages.iter().enumerate().map(found).take_while(|found| !found.is_empty()).collect()
     }
 
     fn get_many(&self, pages: &[PageRef<'_>]) -> Vec<Option<Loaded>> {

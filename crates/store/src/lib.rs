@@ -50,9 +50,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// A place for pages. Every method may be called from several threads.
 pub trait PageStore: Send + Sync {
-    /// The stored kinds of these pages, which follow each other from the start of a sequence. The list
-    /// ends before the first page with none.
-    fn exists_prefix(&self, pages: &[PageHash]) -> Vec<StoredKinds>;
+    /// Which of these kinds are stored of these pages, which follow each other from the start of a
+    /// sequence. The list ends before the first page with none.
+    fn exists_prefix(&self, pages: &[PageHash], kinds: &[PageKind]) -> Vec<StoredKinds>;
     /// Reads and verifies pages: one result each, `None` for a miss.
     fn get_many(&self, pages: &[PageRef<'_>]) -> Vec<Option<Loaded>>;
     /// Stores copies of pages. Returns for each whether it is stored now.
@@ -61,20 +61,25 @@ pub trait PageStore: Send + Sync {
     fn touch_many(&self, pages: &[PageName]) -> Vec<bool>;
 }
 
-/// The stored kinds of one page. `there[i]` says whether kind `PageKind::ALL[i]` is stored.
-pub(crate) fn kinds_of(there: &[bool]) -> StoredKinds {
-    let mut kinds = StoredKinds::default();
-    let held = PageKind::ALL.into_iter().zip(there).filter(|(_, there)| **there);
-    held.for_each(|(kind, _)| kinds.insert(kind));
-    kinds
+/// The stored kinds of one page. `there[i]` says whether kind `kinds[i]` is stored.
+pub(crate) fn kinds_of(kinds: &[PageKind], there: &[bool]) -> StoredKinds {
+    let mut stored = StoredKinds::default();
+    let held = kinds.iter().zip(there).filter(|(_, there)| **there);
+    held.for_each(|(kind, _)| stored.insert(*kind));
+    stored
 }
 
 /// The stored kinds of each page, up to the first page with none.
-pub(crate) fn stored_prefix(pages: &[PageHash], has: impl Fn(&PageName) -> bool) -> Vec<StoredKinds> {
-    let kinds = |(block, hash): (usize, &PageHash)| {
-        kinds_of(&PageKind::ALL.map(|kind| has(&PageName { hash: *hash, block: block as u32, kind })))
+pub(crate) fn stored_prefix(
+    pages: &[PageHash],
+    kinds: &[PageKind],
+    has: impl Fn(&PageName) -> bool,
+) -> Vec<StoredKinds> {
+    let stored = |(block, &hash): (usize, &PageHash)| {
+        let has = |&kind| has(&PageName { hash, block: block as u32, kind });
+        kinds_of(kinds, &kinds.iter().map(has).collect::<Vec<_>>())
     };
-    pages.iter().enumerate().map(kinds).take_while(|kinds| !kinds.is_empty()).collect()
+    pages.iter().enumerate().map(stored).take_while(|stored| !stored.is_empty()).collect()
 }
 
 /// Locks data that is valid after every statement: a panic of another thread does no harm.

@@ -205,6 +205,7 @@ pub(crate) fn extension(kind: PageKind) -> &'static str {
         PageKind::Full => "full",
         PageKind::Coded => "coded",
         PageKind::Part => "part",
+        PageKind::Sliding => "sliding",
     }
 }
 
@@ -213,6 +214,7 @@ pub(crate) fn kind_number(kind: PageKind) -> u32 {
         PageKind::Full => 0,
         PageKind::Coded => 1,
         PageKind::Part => 2,
+        PageKind::Sliding => 3,
     }
 }
 

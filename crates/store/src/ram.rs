@@ -4,7 +4,7 @@ use crate::counters::{Counters, add, set};
 use crate::fingerprint::Fingerprint;
 use crate::object::{Loaded, PageName, PageRef, SealedPage};
 use crate::{PageStore, stored_prefix};
-use oscar_cache::{PageHash, StoredKinds};
+use oscar_cache::{PageHash, PageKind, StoredKinds};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -106,9 +106,9 @@ impl RamStore {
 }
 
 impl PageStore for RamStore {
-    fn exists_prefix(&self, pages: &[PageHash]) -> Vec<StoredKinds> {
+    fn exists_prefix(&self, pages: &[PageHash], kinds: &[PageKind]) -> Vec<StoredKinds> {
         let state = self.lock();
-        stored_prefix(pages, |name| state.pages.contains_key(name))
+        stored_prefix(pages, kinds, |name| state.pages.contains_key(name))
     }
 
     fn get_many(&self, pages: &[PageRef<'_>]) -> Vec<Option<Loaded>> {

@@ -213,15 +213,15 @@ impl RedisStore {
 }
 
 impl PageStore for RedisStore {
-    fn exists_prefix(&self, pages: &[PageHash]) -> Vec<StoredKinds> {
-        let names = |(block, hash): (usize, &PageHash)| {
-            PageKind::ALL.map(|kind| PageName { hash: *hash, block: block as u32, kind })
+    fn exists_prefix(&self, pages: &[PageHash], kinds: &[PageKind]) -> Vec<StoredKinds> {
+        let names = |(block, &hash): (usize, &PageHash)| {
+            kinds.iter().map(move |&kind| PageName { hash, block: block as u32, kind })
         };
         let names: Vec<PageName> = pages.iter().enumerate().flat_map(names).collect();
         let replies = self.each(names.iter(), |to, key| command(to, &[b"EXISTS", key])).unwrap_or_default();
         let there: Vec<bool> = replies.iter().map(|reply| *reply == Reply::Number(1)).collect();
-        let kinds = there.chunks(PageKind::ALL.len()).map(kinds_of);
-        kinds.take_while(|kinds| !kinds.is_empty()).collect()
+        let stored = there.chunks(kinds.len().max(1)).map(|there| kinds_of(kinds, there));
+        stored.take_while(|stored| !stored.is_empty()).collect()
     }
 
     fn get_many(&self, pages: &[PageRef<'_>]) -> Vec<Option<Loaded>> {

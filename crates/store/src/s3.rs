@@ -26,8 +26,9 @@ const SIGNED_FOR: Duration = Duration::from_secs(300);
 const AT_A_TIME: usize = 16;
 /// Blocks whose objects are looked for in one round of a search.
 const BLOCKS_AT_A_TIME: usize = AT_A_TIME / PageKind::ALL.len();
-/// Blocks at each end of a prefix that are always looked up: the sink and the recent window.
-const EDGE: usize = 16;
+/// Blocks at each end of a prefix that are always looked up: the sink, the recent window and sliding
+/// windows of up to 1024 tokens.
+const EDGE: usize = 20;
 const DEFAULT_REGION: &str = "us-east-1";
 
 const OK: u16 = 200;
@@ -267,10 +268,14 @@ fn each<T: Sync, R: Send + Sync>(items: &[T], run: impl Fn(&T) -> R + Sync) -> V
 /// blocks. A long prefix has thousands of objects, so few of them are looked up.
 ///
 /// Blocks are written in order, so the end of the prefix is found by a search. Blocks between the two
-/// edges are assumed to have their quantized page. A page that is missing there is a miss when it is
+/// edges are assumed to have the kinds of `history`. A page that is missing there is a miss when it is
 /// read.
-fn search(blocks: usize, mut look: impl FnMut(&[usize]) -> Vec<StoredKinds>) -> Vec<StoredKinds> {
-    let mut found = vec![StoredKinds { coded: true, ..StoredKinds::default() }; blocks];
+fn search(
+    blocks: usize,
+    history: StoredKinds,
+    mut look: impl FnMut(&[usize]) -> Vec<StoredKinds>,
+) -> Vec<StoredKinds> {
+    let mut found = vec![history; blocks];
     // The end is at least `low` and at most `high`.
     let (mut low, mut high) = (0, blocks);
     let mut probes = vec![0];
@@ -300,13 +305,15 @@ fn search(blocks: usize, mut look: impl FnMut(&[usize]) -> Vec<StoredKinds>) -> 
 }
 
 impl PageStore for S3Store {
-    fn exists_prefix(&self, pages: &[PageHash]) -> Vec<StoredKinds> {
-        search(pages.len(), |blocks| {
+    fn exists_prefix(&self, pages: &[PageHash], kinds: &[PageKind]) -> Vec<StoredKinds> {
+        let mut history = StoredKinds::default();
+        history.insert(if kinds.contains(&PageKind::Coded) { PageKind::Coded } else { PageKind::Full });
+        search(pages.len(), history, |blocks| {
             let name = |block: usize, kind| PageName { hash: pages[block], block: block as u32, kind };
             let names: Vec<PageName> =
-                blocks.iter().flat_map(|&block| PageKind::ALL.map(|kind| name(block, kind))).collect();
+                blocks.iter().flat_map(|&block| kinds.iter().map(move |&kind| name(block, kind))).collect();
             let there = each(&names, |name| self.has(name) == Some(true));
-            there.chunks(PageKind::ALL.len()).map(kinds_of).collect()
+            there.chunks(kinds.len().max(1)).map(|there| kinds_of(kinds, there)).collect()
         })
     }
 
@@ -354,10 +361,12 @@ mod tests {
         assert_eq!(read("s3://pages", &KEYS[..1]).unwrap_err(), NoBucket::Keys);
     }
 
+    const HISTORY: StoredKinds = StoredKinds { full: false, coded: true, part: false, sliding: false };
+
     /// A stored prefix: full pages in the first block and the last five, quantized pages in all.
     fn stored(end: usize, block: usize) -> StoredKinds {
         let (coded, full) = (block < end, block < end && (block == 0 || block + 5 >= end));
-        StoredKinds { full, coded, part: false }
+        StoredKinds { full, coded, ..StoredKinds::default() }
     }
 
     #[test]
@@ -365,7 +374,7 @@ mod tests {
         for blocks in [0, 1, 2, 5, 6, 7, 16, 33, 100, 1563] {
             for end in (0..=blocks).filter(|end| *end < 40 || end % 97 == 0 || *end + 3 > blocks) {
                 let (mut rounds, mut asked) = (0, 0);
-                let found = search(blocks, |some| {
+                let found = search(blocks, HISTORY, |some| {
                     (rounds, asked) = (rounds + 1, asked + some.len());
                     some.iter().map(|&block| stored(end, block)).collect()
                 });
@@ -375,7 +384,7 @@ mod tests {
             }
         }
         // A hole in the middle is found when its page is read; one at an edge, before.
-        let found = search(200, |some| {
+        let found = search(200, HISTORY, |some| {
             some.iter()
                 .map(|&block| if block == 3 { StoredKinds::default() } else { stored(200, block) })
                 .collect()

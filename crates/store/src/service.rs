@@ -17,7 +17,7 @@ use crate::s3::S3Store;
 use crate::shared::{Shared, SharedAddress};
 use crate::tiers::Tiers;
 use crate::transfer::{PeerTicket, Peers, RemotePages};
-use oscar_cache::{CacheSalt, PageHash, PrefixKey, StoredFlag, StoredKinds, WantedPage};
+use oscar_cache::{CacheSalt, PageHash, PageKind, PrefixKey, StoredFlag, StoredKinds, WantedPage};
 use oscar_codec::PAGE_TOKENS;
 use std::fmt;
 use std::io;
@@ -57,6 +57,8 @@ pub struct StoreOptions {
     pub peers: bool,
     /// No page that comes from elsewhere has a larger payload than this.
     pub most_page_bytes: usize,
+    /// Kinds of pages that the cache has ([`PageKind::of`]): no other is looked for.
+    pub kinds: &'static [PageKind],
 }
 
 impl Default for StoreOptions {
@@ -71,6 +73,7 @@ impl Default for StoreOptions {
             patience: Duration::from_secs(10),
             peers: false,
             most_page_bytes: 64 << 20,
+            kinds: &PageKind::ALL,
         }
     }
 }
@@ -177,7 +180,8 @@ impl Store {
             })
         };
         let shared = options.shared.as_ref().map(open).transpose()?;
-        Self::start(Tiers::new(fingerprint, counters.clone(), ram, directory).with_shared(shared), options)
+        let tiers = Tiers::new(fingerprint, counters.clone(), ram, directory);
+        Self::start(tiers.with_shared(shared).with_kinds(options.kinds), options)
     }
 
     /// A store of these tiers; of the options, all but those of the tiers count.
@@ -409,7 +413,7 @@ fn read_all(tiers: &Tiers, inbox: &Mutex<Receiver<Read>>) {
             ReadJob::LookUp { id, salt, tokens, to } => {
                 let chain: Arc<[PageHash]> = PageHash::chain(PrefixKey::new(salt, &tokens)).collect();
                 let look = || match &remote {
-                    Some(remote) => remote.exists_prefix(&chain),
+                    Some(remote) => remote.exists_prefix(&chain, &PageKind::ALL),
                     None => tiers.look_up(&chain),
                 };
                 let kinds = catch_unwind(AssertUnwindSafe(look)).unwrap_or_default();

@@ -17,6 +17,8 @@ pub struct Tiers {
     pub(crate) ram: Option<RamStore>,
     pub(crate) directory: Option<DirectoryStore>,
     pub(crate) shared: Option<Box<dyn PageStore>>,
+    /// Kinds of pages that there may be.
+    kinds: &'static [PageKind],
 }
 
 impl Tiers {
@@ -26,13 +28,19 @@ impl Tiers {
         ram: Option<RamStore>,
         directory: Option<DirectoryStore>,
     ) -> Self {
-        Self { fingerprint, counters, ram, directory, shared: None }
+        Self { fingerprint, counters, ram, directory, shared: None, kinds: &PageKind::ALL }
     }
 
     /// The same with a server as the last tier.
     #[must_use]
     pub fn with_shared(self, shared: Option<Box<dyn PageStore>>) -> Self {
         Self { shared, ..self }
+    }
+
+    /// The same for a cache that has only these kinds of pages.
+    #[must_use]
+    pub fn with_kinds(self, kinds: &'static [PageKind]) -> Self {
+        Self { kinds, ..self }
     }
 
     fn each(&self) -> impl Iterator<Item = (Tier, &dyn PageStore)> {
@@ -47,7 +55,7 @@ impl Tiers {
     pub fn look_up(&self, pages: &[PageHash]) -> Vec<StoredKinds> {
         let mut found: Vec<StoredKinds> = Vec::new();
         for (_, store) in self.each() {
-            let kinds = store.exists_prefix(pages);
+            let kinds = store.exists_prefix(pages, self.kinds);
             found.resize(found.len().max(kinds.len()), StoredKinds::default());
             for (found, kinds) in found.iter_mut().zip(kinds) {
                 PageKind::ALL.into_iter().filter(|kind| kinds.has(*kind)).for_each(|kind| found.insert(kind));

@@ -62,7 +62,7 @@ fn a_directory_keeps_pages_for_the_next_process_and_refuses_strangers() {
 
     let (store, counters) = open(folder.path(), StoreLimits::default());
     let longer = [&tokens[..], &[1; 64]].concat();
-    let kinds = store.exists_prefix(&chain(&longer));
+    let kinds = store.exists_prefix(&chain(&longer), &PageKind::ALL);
     assert!(kinds.len() == 3 && kinds.iter().all(|kinds| kinds.coded && !kinds.full && !kinds.part));
     let payload = get(&store, &tokens, 2, PageKind::Coded).unwrap();
     assert_eq!((payload.len(), payload[1]), (PAYLOAD, 3));
@@ -157,13 +157,13 @@ fn the_least_recently_used_go_first_and_of_one_prefix_its_end() {
     let limits = StoreLimits { bytes: Some(all.bytes()), age: None };
     let pruned = prune(folder.path(), limits, one).unwrap();
     assert_eq!((pruned.too_many, pruned.left), (2, 6 * one));
-    assert_eq!(store.exists_prefix(&chain(&old)).len(), 2);
-    assert_eq!(store.exists_prefix(&chain(&new)).len(), 4);
+    assert_eq!(store.exists_prefix(&chain(&old), &PageKind::ALL).len(), 2);
+    assert_eq!(store.exists_prefix(&chain(&new), &PageKind::ALL).len(), 4);
     // A page that was read counts as used; the others are too old.
     assert!(get(&store, &old, 0, PageKind::Coded).is_some());
     let pruned =
         prune(folder.path(), StoreLimits { bytes: None, age: Some(Duration::from_secs(3600)) }, 0).unwrap();
-    assert_eq!((pruned.too_old, store.exists_prefix(&chain(&old)).len()), (1, 1));
+    assert_eq!((pruned.too_old, store.exists_prefix(&chain(&old), &PageKind::ALL).len()), (1, 1));
 }
 
 /// A writer that is killed leaves a temporary file. It is never taken for a page, and removed later.
@@ -177,7 +177,7 @@ fn files_of_a_killed_writer_are_never_read() {
     let half = file.with_file_name(format!("{}.77-0.tmp", file.file_name().unwrap().to_string_lossy()));
     fs::write(&half, &fs::read(&file).unwrap()[..900]).unwrap();
     fs::remove_file(&file).unwrap();
-    assert_eq!(store.exists_prefix(&chain(&tokens)).len(), 0);
+    assert_eq!(store.exists_prefix(&chain(&tokens), &PageKind::ALL).len(), 0);
     assert_eq!(prune(folder.path(), StoreLimits::default(), 0).unwrap().abandoned, 0, "it may be in use");
     set_age(&half, Duration::from_secs(3600));
     assert_eq!(prune(folder.path(), StoreLimits::default(), 0).unwrap().abandoned, 1);
@@ -209,7 +209,7 @@ fn memory_stays_below_its_limit_and_drops_ends_first() {
     let stats = counters.snapshot();
     assert!(stats.ram_bytes <= 4 * 6000 && stats.ram_pages == 4, "{stats:?}");
     // The last page came last and stays as long as it is written; of the rest the first ones are kept.
-    assert!(store.exists_prefix(&chain(&tokens)).len() >= 3);
+    assert!(store.exists_prefix(&chain(&tokens), &PageKind::ALL).len() >= 3);
     assert!(get(&store, &tokens, 0, PageKind::Coded).is_some());
 }
 

@@ -180,6 +180,12 @@ fn find_rotations<B: Calibrates>(
 impl WidthOptions {
     fn check<B: Backend>(&self, subject: &Subject<'_, B>) -> Result<(), CalibrateError> {
         let c = subject.config;
+        if c.sliding.is_some() {
+            let problem = "widths by head are not searched for models with sliding layers: leave --bits out \
+                           and choose one width for all heads, e.g. --kv oscar2"
+                .into();
+            return Err(CalibrateError::Option { option: "--bits", problem });
+        }
         if self.probes == 0 {
             let problem = "at least 1 of each kind".into();
             return Err(CalibrateError::Option { option: "--probes", problem });

@@ -1,6 +1,7 @@
 //! `oscar plan`: what fits in a given memory, exactly, BF16 beside each format.
 
-use crate::options::{Device, ModelArgs, OpenModel, at_least_one, parse_size};
+use crate::commands::bench::subject::{Shape, Subject, parse_shape};
+use crate::options::{Device, ModelArgs, at_least_one, parse_size};
 use crate::sizing::FixedMemory;
 use crate::{progress, table};
 use anyhow::{Result, bail};
@@ -18,6 +19,9 @@ use serde_json::json;
 pub struct Args {
     #[command(flatten)]
     model: ModelArgs,
+    /// Plan for a published model's shape in BF16 instead of a model's files, e.g. gemma-3-27b
+    #[arg(long, value_name = "NAME", value_parser = parse_shape, conflicts_with_all = ["model", "weights"])]
+    shape: Option<Shape>,
     /// Memory for weights, activations and cache together, e.g. 24G
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     memory: usize,
@@ -91,8 +95,8 @@ struct Budget {
 }
 
 pub fn run(args: &Args) -> Result<()> {
-    let model = args.model.open()?;
-    let c = &model.config;
+    let model = Subject::open(&args.model, args.shape.as_ref())?;
+    let c = model.config();
     if let Some(note) = c.describe_sliding() {
         eprintln!("note: {note}");
     }
@@ -107,19 +111,31 @@ pub fn run(args: &Args) -> Result<()> {
     for &format in &args.kv {
         let rotates = format.rotation() != RotationKind::None;
         let layout = layout(args, c, format, target.is_gpu())?;
-        let step = target.step_memory(&model.step_size(&steps, &layout, longest));
-        let fixed = FixedMemory::of(&model, rotates, holding, step);
+        let (size, fp8) = match &model {
+            Subject::Open(model) => (
+                model.step_size(&steps, &layout, longest),
+                model.weights.describe_fp8(c, rotates, holding.fp8),
+            ),
+            Subject::Random { .. } => {
+                let size = c.step_size(steps.most_rows(), steps.max_batch, longest);
+                (StepSize { quantized: layout.coded().is_some(), ..size }, None)
+            }
+        };
+        let step = target.step_memory(&size);
+        let fixed = match &model {
+            Subject::Open(model) => FixedMemory::of(model, rotates, holding, step),
+            Subject::Random { shape, .. } => FixedMemory { weights: shape.config.bf16_bytes(), step },
+        };
         let Some(free) = args.memory.checked_sub(fixed.total()).filter(|&f| f > 0) else {
             too_large.push(format!(
                 "{} with {format} does not fit: {} (steps of up to {} tokens); --memory allows {}",
-                model.name,
+                model.name(),
                 fixed.describe(),
                 steps.most_rows(),
                 progress::bytes(args.memory)
             ));
             continue;
         };
-        let fp8 = model.weights.describe_fp8(c, rotates, holding.fp8);
         match budgets.iter_mut().find(|b| b.fixed == fixed && b.fp8 == fp8) {
             Some(budget) => budget.formats.push(format.to_string()),
             None => budgets.push(Budget { fixed, free, formats: vec![format.to_string()], fp8 }),
@@ -139,17 +155,17 @@ pub fn run(args: &Args) -> Result<()> {
 }
 
 /// The contexts that the model can address.
-fn contexts(args: &Args, model: &OpenModel) -> Result<Vec<usize>> {
-    let positions = model.config.max_position_embeddings;
+fn contexts(args: &Args, model: &Subject) -> Result<Vec<usize>> {
+    let positions = model.config().max_position_embeddings;
     if let Some(bad) = args.context.iter().find(|&&n| n == 0 || n > 1 << 32) {
         bail!("--context {bad}: between 1 and 2³² tokens");
     }
     let (contexts, beyond): (Vec<usize>, Vec<usize>) = args.context.iter().partition(|&&n| n <= positions);
     if !beyond.is_empty() {
-        eprintln!("note: {} addresses {positions} positions; left out: {beyond:?}", model.name);
+        eprintln!("note: {} addresses {positions} positions; left out: {beyond:?}", model.name());
     }
     if contexts.is_empty() {
-        bail!("--context: {} addresses only {positions} positions", model.name);
+        bail!("--context: {} addresses only {positions} positions", model.name());
     }
     Ok(contexts)
 }
@@ -157,8 +173,7 @@ fn contexts(args: &Args, model: &OpenModel) -> Result<Vec<usize>> {
 /// The cache as the device stores it.
 fn layout(args: &Args, c: &DecoderConfig, format: KvFormat, on_gpu: bool) -> Result<CacheLayout> {
     let windows = format.windows(args.sink, args.recent)?;
-    let mut layout =
-        CacheLayout::new(format, c.layers, c.kv_heads, c.head_dim, windows, CodeLayout::Logical)?;
+    let mut layout = c.cache_layout(format, windows, CodeLayout::Logical)?;
     if let KvFormat::OscarMixed { mean } = format {
         let mean = mean.unwrap_or(MeanBits::DEFAULT);
         let table = WidthTable::of_mean(c.layers, c.kv_heads, c.head_dim, mean);
@@ -212,7 +227,7 @@ fn plan(
     contexts.iter().map(row).collect()
 }
 
-fn print_budgets(args: &Args, model: &OpenModel, budgets: &[Budget]) {
+fn print_budgets(args: &Args, model: &Subject, budgets: &[Budget]) {
     for budget in budgets {
         // Formats differ in this only where a rotation is folded into weights that would be FP8
         // without it.
@@ -220,11 +235,11 @@ fn print_budgets(args: &Args, model: &OpenModel, budgets: &[Budget]) {
             if budgets.len() > 1 { format!(" with {}", budget.formats.join(", ")) } else { String::new() };
         println!(
             "{}{with}: {}; {} left of {} for the cache; the model addresses {} positions",
-            model.name,
+            model.name(),
             budget.fixed.describe(),
             progress::bytes(budget.free),
             progress::bytes(args.memory),
-            model.config.max_position_embeddings
+            model.config().max_position_embeddings
         );
         if let Some(fp8) = &budget.fp8 {
             println!("  {fp8}");

@@ -339,7 +339,7 @@ impl Session<'_> {
         let tokens = self.sequence.len();
         let rate = |n: usize, d: Duration| n as f64 / d.as_secs_f64().max(1e-9);
         let (read, steps) = (o.prompt_tokens - o.reused_tokens, o.generated.saturating_sub(1));
-        let bits = bytes as f64 * 8.0 / (tokens.max(1) * layout.elements_per_token()) as f64;
+        let bits = bytes as f64 * 8.0 / layout.elements(tokens.max(1)) as f64;
         let bf16 = bf16_bytes(layout, tokens);
         if self.args.json {
             println!(
@@ -444,5 +444,5 @@ fn bf16_bytes(layout: &CacheLayout, tokens: usize) -> usize {
         Windows::default(),
         CodeLayout::CpuTile,
     );
-    full.map_or(0, |l| l.sequence_bytes(tokens))
+    full.map_or(0, |l| l.with_sliding_of(layout).sequence_bytes(tokens))
 }

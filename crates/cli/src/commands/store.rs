@@ -97,17 +97,18 @@ fn ls(dir: &Path, as_json: bool) -> Result<()> {
             .map(|page| page.used)
             .max()
             .and_then(|used| SystemTime::now().duration_since(used).ok());
-        let counts = [PageKind::Coded, PageKind::Full, PageKind::Part].map(count);
+        let counts = [PageKind::Coded, PageKind::Full, PageKind::Part, PageKind::Sliding].map(count);
         if as_json {
-            let [coded, full, part] = counts;
+            let [coded, full, part, sliding] = counts;
             println!(
                 "{}",
                 json!({"fingerprint": name, "model": fact("model"), "cache": fact("cache"), "device": fact("device"),
-                       "coded_pages": coded, "full_pages": full, "part_pages": part, "bytes": size,
+                       "coded_pages": coded, "full_pages": full, "part_pages": part,
+                       "sliding_pages": sliding, "bytes": size,
                        "idle_seconds": age.map(|age| age.as_secs())})
             );
         }
-        let [coded, full, part] = counts.map(|count| count.to_string());
+        let [coded, full, part, sliding] = counts.map(|count| count.to_string());
         let idle = age.map_or_else(String::new, |age| format!("{} s", age.as_secs()));
         lines.push(vec![
             name.to_owned(),
@@ -116,13 +117,23 @@ fn ls(dir: &Path, as_json: bool) -> Result<()> {
             coded,
             full,
             part,
+            sliding,
             bytes(size as usize),
             idle,
         ]);
     }
     if !as_json {
-        let header =
-            ["fingerprint", "model", "cache", "quantized pages", "BF16", "parts", "size", "unused for"];
+        let header = [
+            "fingerprint",
+            "model",
+            "cache",
+            "quantized pages",
+            "BF16",
+            "parts",
+            "sliding",
+            "size",
+            "unused for",
+        ];
         println!("{}", table::render(&header, &lines));
     }
     Ok(())

@@ -1,7 +1,9 @@
 //! `oscar serve --kv-transfer-listen` and `--kv-transfer-peer`: one machine computes a prompt, another continues it.
 
+use crate::families::folder;
 use crate::server::Server;
 use crate::support::fail;
+use oscar_models::Family;
 use serde_json::{Value, json};
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -195,6 +197,27 @@ fn a_prompt_of_one_machine_continues_on_another_token_for_token() {
         assert_eq!(answer.status, 400, "{}", answer.body);
         assert!(answer.json()["error"]["param"].as_str().unwrap().starts_with("kv_transfer_params"));
     }
+}
+
+/// The windows of sliding layers travel with the other pages.
+#[test]
+fn a_prompt_of_a_sliding_model_continues_on_another_machine() {
+    let dir = folder(Family::Gemma3);
+    let path = dir.path().to_str().unwrap();
+    let model = ["--model", path, "--served-model-name", "oscar-15m", "--kv", "oscar2", "--device", "cpu"];
+    let first = serve(&[&model[..], &["--kv-transfer-listen", "127.0.0.1:0"]].concat());
+    let greedy = json!({"temperature": 0});
+    let ticket = prefill(&first, 2, &greedy);
+    let peer = format!("127.0.0.1:{}", ticket["remote_port"]);
+    let second = serve(&[&model[..], &["--kv-transfer-peer", &peer]].concat());
+    let split = ask(&second, 2, &with(&greedy, &json!({"kv_transfer_params": ticket})));
+    assert!(from_peer(&split) > 500, "{split}");
+    let alone = ask(&second, 2, &with(&greedy, &json!({"cache_salt": "alone"})));
+    assert_eq!(text(&split), text(&alone));
+    // The window of 24 tokens is one page at the end of each of the prompts, and all of the second's
+    // while there is room.
+    let pages = second.metric(r#"oscar_kv_pages{format="sliding",holder="all"}"#);
+    assert!(pages > 8.0, "{pages}");
 }
 
 #[test]

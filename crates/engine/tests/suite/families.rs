@@ -6,7 +6,7 @@
 
 use crate::support::{all_logits, greedy};
 use oscar_backend::argmax;
-use oscar_codec::{CacheLayout, CodeLayout, KvFormat, RotationSet, Windows};
+use oscar_codec::{CodeLayout, KvFormat, RotationSet, Windows};
 use oscar_kernels_cpu::backend::{CpuBackend, Mode};
 use oscar_kernels_cpu::{Kernels, Variant};
 use oscar_models::{DecoderConfig, ModelSource, Weights};
@@ -88,8 +88,7 @@ pub fn runner_with(
 ) -> Option<Runner<CpuBackend>> {
     let kernels = Kernels::for_variant(variant).map_err(|error| eprintln!("SKIPPED: {error}")).ok()?;
     let (config, weights) = (DecoderConfig::load(source).unwrap(), Weights::open(source).unwrap());
-    let (l, h, d) = (config.layers, config.kv_heads, config.head_dim);
-    let layout = CacheLayout::new(format, l, h, d, windows, CodeLayout::CpuTile).unwrap();
+    let layout = config.cache_layout(format, windows, CodeLayout::CpuTile).unwrap();
     let options = RunnerOptions {
         layout,
         rotations,

@@ -2,14 +2,15 @@
 //! the one of a cold run on an empty machine, and after every round all pages are accounted for.
 
 use crate::client::{Outcome, submit};
-use crate::support::{Setup, log_probability};
+use crate::support::{Setup, log_probability, sliding_model};
 use oscar_backend::argmax;
-use oscar_codec::{KvFormat, Windows};
+use oscar_codec::{CodeLayout, KvFormat, Windows};
 use oscar_engine::{
     Engine, EngineApi, EngineHandle, EngineOptions, EngineStats, FinishReason, GenerationParams,
     SchedulerOptions,
 };
 use oscar_kernels_cpu::backend::CpuBackend;
+use oscar_models::{DecoderConfig, Family, ModelSource};
 use oscar_runner::{Logits, Runner, Sequence, StepOutput, StepRequest};
 use std::collections::HashMap;
 
@@ -33,6 +34,10 @@ impl Dice {
     }
 }
 
+fn embedded() -> ModelSource {
+    ModelSource::Embedded(oscar_embedded::FILES)
+}
+
 /// Small windows; a method with windows of its own keeps their form.
 fn windows(format: KvFormat) -> Windows {
     let recent = if format.windows(None, None).unwrap().sides_agree() { Some(80) } else { None };
@@ -50,8 +55,13 @@ struct Oracle {
 
 impl Oracle {
     fn new(format: KvFormat) -> Self {
-        let runner = Setup { format, windows: windows(format), ..Setup::default() }.embedded();
-        Self { runner, known: HashMap::new() }
+        Self::of(format, &embedded())
+    }
+
+    fn of(format: KvFormat, model: &ModelSource) -> Self {
+        // Another chunk than any engine's.
+        let setup = Setup { format, windows: windows(format), context: 2048, chunk: 177, ..Setup::default() };
+        Self { runner: setup.runner(model), known: HashMap::new() }
     }
 
     fn answer(&mut self, prompt: &[u32], limit: usize) -> Cold {
@@ -93,12 +103,19 @@ fn check_accounts(engine: &EngineHandle, what: &str) {
     assert_eq!((stats.running, stats.waiting), (0, 0), "{what}");
     assert_eq!(stats.full_pages, stats.cached_full_pages, "{what}: a full page is held by nobody known");
     assert_eq!(stats.coded_pages, stats.cached_coded_pages, "{what}: a coded page is held by nobody known");
+    assert_eq!(
+        stats.sliding_pages, stats.cached_sliding_pages,
+        "{what}: a sliding page is held by nobody known"
+    );
     let info = engine.info();
-    let bytes = stats.full_pages * info.full_block_bytes + stats.coded_pages * info.coded_block_bytes;
+    let bytes = stats.full_pages * info.full_block_bytes
+        + stats.coded_pages * info.coded_block_bytes
+        + stats.sliding_pages * info.sliding_block_bytes;
     assert!(bytes <= info.kv_budget_bytes, "{what}");
 }
 
 struct Plan {
+    model: ModelSource,
     format: KvFormat,
     /// In full blocks.
     budget: usize,
@@ -120,7 +137,9 @@ fn converse(plan: &Plan, oracle: &mut Oracle) -> EngineStats {
         context: 2048,
         ..Setup::default()
     };
-    setup.kv_memory = plan.budget * 64 * 2 * 128 * 2 * 6 * 2;
+    let config = DecoderConfig::load(&plan.model).unwrap();
+    let layout = config.cache_layout(plan.format, setup.windows, CodeLayout::CpuTile).unwrap();
+    setup.kv_memory = plan.budget * layout.unquantized_block_bytes();
     let options = EngineOptions {
         scheduler: SchedulerOptions {
             max_batch: plan.batch,
@@ -133,7 +152,7 @@ fn converse(plan: &Plan, oracle: &mut Oracle) -> EngineStats {
         demote_idle_tails: plan.demotes,
         ..EngineOptions::new("test")
     };
-    let engine = Engine::start(setup.embedded(), options).unwrap();
+    let engine = Engine::start(setup.runner(&plan.model), options).unwrap();
     let mut dice = Dice(plan.seed);
     let mut histories: Vec<Vec<u32>> = Vec::new();
     let mut demoted_hits = 0;
@@ -198,6 +217,7 @@ fn converse(plan: &Plan, oracle: &mut Oracle) -> EngineStats {
     engine.flush_cache();
     let empty = engine.stats();
     assert_eq!((empty.full_pages, empty.coded_pages, empty.cache_bytes), (0, 0, 0), "nothing is leaked");
+    assert_eq!(empty.sliding_pages, 0);
     engine.shutdown();
     stats
 }
@@ -206,6 +226,7 @@ fn converse(plan: &Plan, oracle: &mut Oracle) -> EngineStats {
 fn answers_do_not_depend_on_the_cache_the_batch_or_the_chunk() {
     let (mut two_bit, mut bf16) = (Oracle::new(KvFormat::OSCAR2), Oracle::new(KvFormat::Bf16));
     let plan = |format, budget, chunk, batch, seed, demotes| Plan {
+        model: embedded(),
         format,
         budget,
         chunk,
@@ -232,6 +253,53 @@ fn answers_do_not_depend_on_the_cache_the_batch_or_the_chunk() {
         cached > 0 && evicted > 0 && demoted > 0,
         "{cached} tokens found, {evicted} pages evicted, {demoted} tail pages demoted"
     );
+}
+
+/// Sliding layers, whose windows end within the recent tokens, beyond them and nearly never: evicted and
+/// resumed conversations answer as cold runs do.
+#[test]
+fn sliding_windows_answer_alike_from_the_prefix_cache() {
+    let mut evicted = 0;
+    for (family, window, format, budget, chunk, demotes) in [
+        (Family::Gemma3, 24, KvFormat::OSCAR2, 7, 150, true),
+        (Family::Gemma3, 150, KvFormat::OSCAR2, 8, 33, false),
+        (Family::GptOss, 64, KvFormat::OSCAR2, 7, 90, false),
+        (Family::GptOss, 300, KvFormat::Bf16, 11, 100, false),
+    ] {
+        let (_folder, model) = sliding_model(family, window);
+        let mut oracle = Oracle::of(format, &model);
+        let (step_tokens, seed) = (2 * chunk, 30 + window as u64);
+        let plan = Plan { model, format, budget, chunk, step_tokens, batch: 5, rounds: 6, seed, demotes };
+        let stats = converse(&plan, &mut oracle);
+        assert!(stats.cached_tokens > 0, "{family:?}, window {window}: nothing was found");
+        evicted += stats.evicted_pages;
+    }
+    assert!(evicted > 0, "the cache was large enough for everything");
+}
+
+/// Sequences of a sliding model that outgrow the cache together are preempted and go on as if alone.
+#[test]
+fn sliding_models_answer_alike_after_preemption() {
+    let (_folder, model) = sliding_model(Family::Gemma3, 100);
+    let mut oracle = Oracle::of(KvFormat::OSCAR2, &model);
+    let windows = windows(KvFormat::OSCAR2);
+    let kv_memory = 7 * oracle.runner.layout().unquantized_block_bytes();
+    let setup = Setup { format: KvFormat::OSCAR2, windows, context: 2048, kv_memory, ..Setup::default() };
+    // Admitted for their prompts alone.
+    let scheduler = SchedulerOptions { decode_room: 0, ..SchedulerOptions::default() };
+    let options = EngineOptions { scheduler, ..EngineOptions::new("test") };
+    let engine = Engine::start(setup.runner(&model), options).unwrap();
+    let prompts: Vec<Vec<u32>> = (0..4).map(|i| Dice(70 + i).tokens(20 + i as usize)).collect();
+    let params = || GenerationParams { max_tokens: 230, logprobs: Some(0), ..GenerationParams::default() };
+    let calls: Vec<_> = prompts.iter().map(|prompt| submit(&engine, prompt, params()).unwrap()).collect();
+    for (call, prompt) in calls.into_iter().zip(&prompts) {
+        let outcome = call.finish(&engine, None);
+        assert!(!outcome.demoted_tail);
+        check_answer(&oracle.answer(prompt, 230), &outcome, &format!("prompt of {}", prompt.len()));
+    }
+    assert!(engine.stats().preemptions > 0);
+    check_accounts(&engine, "after preemption");
+    engine.shutdown();
 }
 
 /// Keys in groups of tokens: within a page, where the prefix cache shares their codes, and over pages, where codes
@@ -272,6 +340,7 @@ fn soak() {
     for seed in 1000..1000 + seeds {
         let chunk = dice.between(1, 300);
         let plan = Plan {
+            model: embedded(),
             format: KvFormat::OSCAR2,
             budget: dice.between(9, 40),
             chunk,

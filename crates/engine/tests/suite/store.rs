@@ -2,11 +2,12 @@
 //! vanishing or another model's, are those of an engine without one.
 
 use crate::client::{Outcome, submit};
-use crate::support::Setup;
+use crate::support::{Setup, sliding_model};
 use oscar_codec::{KvFormat, Windows};
 use oscar_engine::{
     CacheSalt, CachedByTier, Engine, EngineApi, EngineHandle, EngineOptions, GenerationParams, SamplingParams,
 };
+use oscar_models::Family;
 use oscar_store::{
     Counters, DirectoryStore, Files, FingerprintParts, PlainFiles, Store, StoreLimits, StoreOptions,
     StoreStats, Tiers,
@@ -110,6 +111,41 @@ fn answers_after_a_restart_equal_those_of_an_uninterrupted_run() {
             assert_eq!((answer(&again), again.usage.by_tier), (&expected[..], CachedByTier::default()));
             engine.shutdown();
         }
+    }
+}
+
+/// Pages of sliding layers come back with the others, and without them nothing does.
+#[test]
+fn sliding_windows_come_back_after_a_restart() {
+    let prompt = tokens(610, 1);
+    for (family, window) in [(Family::Gemma3, 24), (Family::GptOss, 200)] {
+        let (_folder, model) = sliding_model(family, window);
+        let (folder, setup) = (tempfile::tempdir().unwrap(), setup(KvFormat::OSCAR2, 128));
+        let begin = |store| {
+            let options = EngineOptions { store, demote_idle_tails: false, ..EngineOptions::new("test") };
+            Engine::start(setup.runner(&model), options).unwrap()
+        };
+        let first = begin(Some(store(folder.path())));
+        let outcome = ask(&first, &prompt, 40);
+        let next = [&prompt, answer(&outcome), &tokens(30, 9)].concat();
+        first.shutdown();
+        let cold = begin(None);
+        let expected = answer(&ask(&cold, &next, 12)).to_vec();
+        cold.shutdown();
+        let second = begin(Some(store(folder.path())));
+        let outcome = ask(&second, &next, 12);
+        assert_eq!(answer(&outcome), expected, "{family:?}, window {window}");
+        assert_eq!(outcome.usage.by_tier, CachedByTier { disk: 640, ..CachedByTier::default() });
+        second.shutdown();
+
+        let is_sliding = |path: &PathBuf| path.extension().is_some_and(|ending| ending == "sliding");
+        let sliding: Vec<PathBuf> = files(folder.path()).into_iter().filter(is_sliding).collect();
+        assert!(!sliding.is_empty());
+        sliding.iter().for_each(|path| std::fs::remove_file(path).unwrap());
+        let third = begin(Some(store(folder.path())));
+        let outcome = ask(&third, &next, 12);
+        assert_eq!((answer(&outcome), outcome.cached), (&expected[..], 0), "{family:?}, window {window}");
+        third.shutdown();
     }
 }
 

@@ -1,10 +1,11 @@
 //! Runners on the embedded model and on tiny random ones.
 
 use oscar_backend::argmax;
-use oscar_codec::{CacheLayout, CodeLayout, KvFormat, Windows};
+use oscar_codec::{CodeLayout, KvFormat, Windows};
 use oscar_kernels_cpu::Kernels;
 use oscar_kernels_cpu::backend::{CpuBackend, Mode};
-use oscar_models::{DecoderConfig, ModelSource, Weights};
+use oscar_models::tiny::{WriteOptions, tiny_config, write_random_model};
+use oscar_models::{DecoderConfig, Family, ModelSource, SlidingLayers, Weights};
 use oscar_runner::{KvMemory, Logits, Runner, RunnerOptions, Sequence, StepOutput, StepRequest};
 
 pub struct Setup {
@@ -40,7 +41,7 @@ impl Setup {
         let config = DecoderConfig::load(source).unwrap();
         let weights = Weights::open(source).unwrap();
         let (l, h, d) = (config.layers, config.kv_heads, config.head_dim);
-        let layout = CacheLayout::new(self.format, l, h, d, self.windows, CodeLayout::CpuTile).unwrap();
+        let layout = config.cache_layout(self.format, self.windows, CodeLayout::CpuTile).unwrap();
         let rotations = self.format.rotation().data_free(l, h, d).unwrap();
         let backend = CpuBackend::new(Kernels::chosen().unwrap(), self.threads, self.precision).unwrap();
         let options = RunnerOptions {
@@ -52,6 +53,17 @@ impl Setup {
         };
         Runner::load(backend, &config, &weights, options, |_| {}).unwrap()
     }
+}
+
+/// A random model with the embedded one's vocabulary, whose first layer of two slides.
+pub fn sliding_model(family: Family, window: usize) -> (tempfile::TempDir, ModelSource) {
+    let folder = tempfile::tempdir().unwrap();
+    let tiny = tiny_config(family);
+    let sliding = tiny.sliding.clone().map(|sliding| SlidingLayers { window, ..sliding });
+    let config = DecoderConfig { vocab_size: 6144, max_position_embeddings: 2048, sliding, ..tiny };
+    write_random_model(folder.path(), &config, WriteOptions::default(), 5).unwrap();
+    let source = ModelSource::Dir(folder.path().to_owned());
+    (folder, source)
 }
 
 /// Feeds `tokens` and returns the logits of every position.

@@ -8,9 +8,10 @@ use oscar_codec::{CodedPageId, FullPageId, PAGE_TOKENS, Side, TILE_TOKENS};
 
 impl CpuBackend {
     /// Quantizes the keys of every sequence's `demote` range of one layer and the values of its
-    /// `demote_values`.
+    /// `demote_values`. Sliding layers are never quantized.
     pub(super) fn demote_layer(&self, layer: usize, sequences: &[SequenceRows<'_>], pool: &mut CpuPages) {
-        if sequences.iter().all(|s| s.demote.is_empty() && s.demote_values.is_empty()) {
+        let slides = pool.layout().slides(layer);
+        if slides || sequences.iter().all(|s| s.demote.is_empty() && s.demote_values.is_empty()) {
             return;
         }
         let (layout, full, coded) = pool.layer_mut(layer);

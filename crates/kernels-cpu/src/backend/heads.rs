@@ -94,6 +94,8 @@ pub struct HeadTask<'a> {
     /// `[token][query head of the group]`; empty in layers without sinks.
     pub sinks: &'a mut [f32],
     pub pages: &'a mut HeadPages,
+    /// The pages are those of the sliding layers.
+    pub slides: bool,
     pub codec: &'a RowPageCodec,
 }
 
@@ -163,15 +165,15 @@ impl HeadTask<'_> {
                 let position = s.first_position + (row - s.rows.start);
                 let (block, token) = (position / PAGE_TOKENS, position % PAGE_TOKENS);
                 let count = (PAGE_TOKENS - token).min(s.rows.end - row);
-                let Some(id) = s.full[block] else {
-                    unreachable!("the cache prepares the pages that a step writes")
-                };
+                let full = || s.full[block].map(|id| id.0);
+                let id = if self.slides { s.sliding[block].map(|id| id.0) } else { full() };
+                let Some(id) = id else { unreachable!("the cache prepares the pages that a step writes") };
                 values.clear();
                 for r in row..row + count {
                     values.extend_from_slice(&qkv.values[r * qkv.width + value..][..d]);
                 }
                 let keys = &keys[row * d..(row + count) * d];
-                attention::append_rows(self.codec, self.pages.page_mut(id.0), token, keys, &values)
+                attention::append_rows(self.codec, self.pages.page_mut(id), token, keys, &values)
                     .expect("rows and pages have their codec's sizes");
                 row += count;
             }

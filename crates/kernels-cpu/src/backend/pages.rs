@@ -3,11 +3,12 @@
 //! Each layer and KV head has a region of its own per format, and page `i` of it lies at `i ·
 //! page_bytes`: the pages of a sequence that grew alone are one sequential stream for the memory
 //! system. The byte budget bounds the page ids that the cache's bookkeeping hands out; regions are
-//! sized for it but touched only as pages are used.
+//! sized for it but touched only as pages are used. Sliding layers have one region for each head,
+//! with the pages of their group.
 
 use super::region::Region;
 use oscar_backend::{BackendError, BlockId, HeadShape, Result};
-use oscar_codec::{CacheLayout, CodedPageId, FormatTable, FullPageId, RowPageCodec};
+use oscar_codec::{CacheLayout, CodedPageId, FormatTable, FullPageId, RowPageCodec, SlidingPageId};
 
 /// Pages of one layer, head and format.
 pub struct HeadPages {
@@ -46,8 +47,9 @@ impl HeadPages {
 pub struct CpuPages {
     layout: CacheLayout,
     heads: HeadShape,
-    /// `[layer][kv_head]`.
+    /// Full-precision pages, `[layer][kv_head]`; in sliding layers those of their group.
     full: Vec<HeadPages>,
+    /// Quantized pages; none in sliding layers.
     coded: Vec<HeadPages>,
 }
 
@@ -57,11 +59,12 @@ impl CpuPages {
             let detail = format!("{heads:?} over {} KV heads of {}", layout.kv_heads(), layout.head_dim());
             return Err(super::shape_error("a cache", detail));
         }
-        let table = |table: &FormatTable, pages: usize| -> Result<Vec<HeadPages>> {
+        let table = |table: &FormatTable, pages: usize, sliding: usize| -> Result<Vec<HeadPages>> {
             let heads = (0..table.layers()).flat_map(|l| (0..table.kv_heads()).map(move |h| (l, h)));
             heads
                 .map(|(l, h)| {
                     let page_bytes = table.codec(l, h).page_bytes();
+                    let pages = if layout.slides(l) { sliding } else { pages };
                     let bytes = pages.saturating_mul(page_bytes);
                     let region = Region::reserve(bytes).map_err(|error| BackendError::OutOfMemory {
                         device: "cpu".into(),
@@ -74,8 +77,10 @@ impl CpuPages {
         };
         // Pages of views follow those of quantized blocks.
         let views = layout.view_page_ids(budget).end as usize;
-        let coded = layout.coded().map(|coded| table(coded, views)).transpose()?.unwrap_or_default();
-        let full = table(layout.full(), budget / layout.full_block_bytes().max(1) + 1)?;
+        let coded = layout.coded().map(|coded| table(coded, views, 0)).transpose()?.unwrap_or_default();
+        let pages = |block_bytes: usize| budget / block_bytes.max(1) + 1;
+        let (full, sliding) = (pages(layout.full_block_bytes()), pages(layout.sliding_block_bytes()));
+        let full = table(layout.full(), full, sliding)?;
         Ok(Self { layout: layout.clone(), heads: *heads, full, coded })
     }
 
@@ -101,6 +106,10 @@ impl CpuPages {
         self.full[layer * self.layout.kv_heads() + head].page(id.0)
     }
 
+    pub fn sliding_page(&self, layer: usize, head: usize, id: SlidingPageId) -> &[u8] {
+        self.full[layer * self.layout.kv_heads() + head].page(id.0)
+    }
+
     pub fn coded_page(&self, layer: usize, head: usize, id: CodedPageId) -> &[u8] {
         self.coded[layer * self.layout.kv_heads() + head].page(id.0)
     }
@@ -108,10 +117,14 @@ impl CpuPages {
     /// Appends the bytes of a block, layer by layer and head by head.
     pub fn read_block(&self, block: BlockId, out: &mut Vec<u8>) {
         let (heads, id) = match block {
-            BlockId::Full(id) => (&self.full, id.0),
+            BlockId::Full(FullPageId(id)) | BlockId::Sliding(SlidingPageId(id)) => (&self.full, id),
             BlockId::Coded(id) => (&self.coded, id.0),
         };
-        heads.iter().for_each(|pages| out.extend_from_slice(pages.page(id)));
+        for (index, pages) in heads.iter().enumerate() {
+            if has_page(&self.layout, block, index) {
+                out.extend_from_slice(pages.page(id));
+            }
+        }
     }
 
     /// Replaces the bytes of a block by those of [`Self::read_block`].
@@ -124,11 +137,12 @@ impl CpuPages {
             return Err(super::shape_error("a block", format!("{} bytes, not {expected}", bytes.len())));
         }
         let (heads, id) = match block {
-            BlockId::Full(id) => (&mut self.full, id.0),
+            BlockId::Full(FullPageId(id)) | BlockId::Sliding(SlidingPageId(id)) => (&mut self.full, id),
             BlockId::Coded(id) => (&mut self.coded, id.0),
         };
         let mut rest = bytes;
-        for pages in heads {
+        let heads = heads.iter_mut().enumerate();
+        for (_, pages) in heads.filter(|(index, _)| has_page(&self.layout, block, *index)) {
             let (page, others) = rest.split_at(pages.page_bytes);
             pages.page_mut(id).copy_from_slice(page);
             rest = others;
@@ -153,4 +167,9 @@ impl CpuPages {
         let coded = if self.coded.is_empty() { &mut [][..] } else { &mut self.coded[range.clone()] };
         (&self.layout, &mut self.full[range], coded)
     }
+}
+
+/// Whether a block has a page of this layer and head, counted together.
+fn has_page(layout: &CacheLayout, block: BlockId, index: usize) -> bool {
+    layout.slides(index / layout.kv_heads()) == matches!(block, BlockId::Sliding(_))
 }

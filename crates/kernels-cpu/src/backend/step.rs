@@ -175,6 +175,7 @@ impl CpuStep<'_> {
                 queries,
                 sinks: sinks.split_off_mut(..sinks_per_head).unwrap_or_default(),
                 pages,
+                slides: layout.slides(layer),
                 codec: layout.full().codec(layer, head),
             })
             .collect();
@@ -190,7 +191,7 @@ impl CpuStep<'_> {
         let (backend, sequences, pool) = (self.backend, self.sequences, &*self.pool);
         let shape = pool.heads();
         let (d, group) = (shape.head_dim, shape.group());
-        let windows = pool.layout().windows().sliding(heads.window);
+        let windows = pool.layout().layer_windows(layer).sliding(heads.window);
         let Scratch { outputs, attention, queries, sinks, .. } = &mut *self.scratch;
         outputs.resize(rows * shape.query_heads * d, 0.0);
 

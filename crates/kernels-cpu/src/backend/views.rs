@@ -21,6 +21,12 @@ pub(super) struct HeadContext<'p> {
 
 impl<'p> HeadContext<'p> {
     pub fn new(pool: &'p CpuPages, layer: usize, head: usize, s: &SequenceRows<'_>) -> Self {
+        if pool.layout().slides(layer) {
+            let codec = pool.full_codec(layer, head);
+            let pages = s.sliding.iter().map(|id| id.map(|id| pool.sliding_page(layer, head, id)));
+            let (full, coded) = (pages.collect(), Vec::new());
+            return Self { full_codec: codec, coded_codec: codec, full, coded, view: None };
+        }
         let full = |ids: &[Option<_>]| -> Pages<'p> {
             ids.iter().map(|id| id.map(|id| pool.full_page(layer, head, id))).collect()
         };

@@ -61,6 +61,7 @@ mod tests {
             first_position: 270,
             full: &full,
             coded: &coded,
+            sliding: &[],
             demote: 0..0,
             demote_values: 0..0,
             view: None,

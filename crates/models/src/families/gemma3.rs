@@ -194,6 +194,7 @@ mod tests {
             (json!({"sliding_window_pattern": 0}), "sliding_window_pattern"),
             (json!({"layer_types": vec!["full_attention"; 3]}), "layer_types` has 3 entries for 34 layers"),
             (json!({"layer_types": vec!["chunked_attention"; 34]}), "`chunked_attention`"),
+            (json!({"layer_types": vec!["sliding_attention"; 34]}), "layer_types` makes every layer slide"),
             (json!({"final_logit_softcapping": 30.0}), "final_logit_softcapping"),
             (json!({"attn_logit_softcapping": 50.0}), "attn_logit_softcapping"),
             (json!({"hidden_activation": "gelu"}), "hidden_activation"),

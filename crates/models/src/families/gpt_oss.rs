@@ -145,6 +145,7 @@ mod tests {
         for (change, says) in [
             (json!({"sliding_window": 0}), "sliding_window` is 0"),
             (json!({"layer_types": ["sliding_attention"]}), "layer_types` has 1 entries for 24 layers"),
+            (json!({"layer_types": vec!["sliding_attention"; 24]}), "layer_types` makes every layer slide"),
             (json!({"swiglu_limit": 5.0}), "swiglu_limit"),
             (json!({"attention_bias": false}), "attention_bias"),
             (json!({"intermediate_size": 2881}), "intermediate_size` is 2881; MXFP4"),

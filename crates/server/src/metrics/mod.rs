@@ -289,12 +289,16 @@ impl Collector for EngineCollector {
             gauge.encode(encoder.encode_descriptor(name, help, None, gauge.metric_type())?)?;
         }
 
-        let pages: [(&str, &str, usize); 4] = [
+        let mut pages = vec![
             ("bf16", "all", stats.full_pages),
             ("coded", "all", stats.coded_pages),
             ("bf16", "prefix_cache", stats.cached_full_pages),
             ("coded", "prefix_cache", stats.cached_coded_pages),
         ];
+        if info.sliding_window.is_some() {
+            pages.push(("sliding", "all", stats.sliding_pages));
+            pages.push(("sliding", "prefix_cache", stats.cached_sliding_pages));
+        }
         let kind = ConstGauge::new(0u64).metric_type();
         let help = "Pages by format; holder prefix_cache counts those no running request uses";
         let mut family = encoder.encode_descriptor("kv_pages", help, None, kind)?;

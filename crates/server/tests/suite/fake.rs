@@ -90,6 +90,8 @@ impl FakeEngine {
             kv_budget_bytes: 64 << 20,
             full_block_bytes: 6 * 2 * 32768,
             coded_block_bytes: 6 * 2 * 4608,
+            sliding_block_bytes: 0,
+            sliding_window: None,
             page_tokens: 64,
             sink: 64,
             recent: 256,

@@ -5,7 +5,7 @@ use crate::counters::{add, set};
 use crate::fingerprint::Fingerprint;
 use crate::object::{Page, PageName};
 use crate::stored_prefix;
-use oscar_cache::{PageHash, StoredKinds};
+use oscar_cache::{PageHash, PageKind, StoredKinds};
 use std::collections::HashMap;
 use std::fmt;
 use std::str::FromStr;
@@ -161,7 +161,7 @@ impl TransferDesk {
     pub(super) fn find(&self, id: TicketId, pages: &[PageHash]) -> Option<Vec<StoredKinds>> {
         let tickets = self.lock();
         let kept = tickets.get(&id)?;
-        Some(stored_prefix(pages, |name| kept.pages.contains_key(name)))
+        Some(stored_prefix(pages, &PageKind::ALL, |name| kept.pages.contains_key(name)))
     }
 
     /// Pages of a ticket; `None` if there is no such ticket.

@@ -8,7 +8,7 @@ use crate::deadline::{Deadline, connect, is_late};
 use crate::fingerprint::Fingerprint;
 use crate::object::{Defect, Loaded, PageName, PageRef, SealedPage};
 use crate::{PageStore, lock};
-use oscar_cache::{PageHash, StoredKinds};
+use oscar_cache::{PageHash, PageKind, StoredKinds};
 use std::collections::HashMap;
 use std::io::{self, ErrorKind, Write};
 use std::net::TcpStream;
@@ -206,7 +206,7 @@ impl RemotePages {
 }
 
 impl PageStore for RemotePages {
-    fn exists_prefix(&self, pages: &[PageHash]) -> Vec<StoredKinds> {
+    fn exists_prefix(&self, pages: &[PageHash], _: &[PageKind]) -> Vec<StoredKinds> {
         let pages = &pages[..pages.len().min(MOST_PAGES)];
         let read = |from: &mut Deadline<'_>, count| {
             let kinds = read_kinds(from, count)?;

@@ -88,17 +88,17 @@ fn pages_arrive_as_they_went_and_a_ticket_ends_when_it_is_released() {
     let peers = peers("test", PATIENCE);
     let remote = open(&peers, port, ticket.id);
     let coded = StoredKinds { coded: true, ..StoredKinds::default() };
-    assert_eq!(remote.exists_prefix(&chain()), [coded; BLOCKS]);
+    assert_eq!(remote.exists_prefix(&chain(), &PageKind::ALL), [coded; BLOCKS]);
     let mut other = chain();
     other[2] = PageHash::from_bytes([1; 32]);
-    assert_eq!(remote.exists_prefix(&other), [coded; 2], "up to the first that is not there");
+    assert_eq!(remote.exists_prefix(&other, &PageKind::ALL), [coded; 2], "up to the first that is not there");
     assert_eq!(check(&fetch(&remote)), BLOCKS);
     let held = desk.stats();
     assert_eq!((held.tickets, held.tickets_held, held.sent_pages), (1, 1, BLOCKS as u64));
     remote.release();
     assert_eq!((desk.stats().tickets_held, desk.stats().held_bytes), (0, 0));
     let again = open(&peers, port, ticket.id);
-    assert_eq!(again.exists_prefix(&chain()), []);
+    assert_eq!(again.exists_prefix(&chain(), &PageKind::ALL), []);
     let stats = peers.stats();
     assert_eq!((stats.fetched_pages, stats.fallbacks, stats.expired), (BLOCKS as u64, 1, 1));
     assert_eq!(desk.stats().unknown_tickets, 1);
@@ -109,7 +109,7 @@ fn a_ticket_expires() {
     let (desk, ticket, port) = desk(Duration::from_millis(1));
     std::thread::sleep(Duration::from_millis(5));
     let peers = peers("test", PATIENCE);
-    assert_eq!(open(&peers, port, ticket.id).exists_prefix(&chain()), []);
+    assert_eq!(open(&peers, port, ticket.id).exists_prefix(&chain(), &PageKind::ALL), []);
     assert_eq!((peers.stats().expired, desk.stats().tickets_expired), (1, 1));
     assert_eq!(desk.stats().held_bytes, 0);
 }
@@ -119,7 +119,7 @@ fn another_model_gets_nothing() {
     let (desk, ticket, port) = desk(MINUTE);
     let peers = peers("other", PATIENCE);
     let remote = open(&peers, port, ticket.id);
-    assert_eq!(remote.exists_prefix(&chain()), []);
+    assert_eq!(remote.exists_prefix(&chain(), &PageKind::ALL), []);
     assert_eq!(check(&fetch(&remote)), 0);
     let stats = peers.stats();
     assert_eq!((stats.fallbacks, stats.wrong_fingerprint), (1, 1), "counted once");
@@ -227,7 +227,7 @@ fn a_machine_that_lies_gets_the_prompt_computed_here() {
     let bytes = [answer_head(Verdict::Answered, BLOCKS), kinds].concat();
     let peers = peers("test", Duration::from_secs(5));
     let remote = open(&peers, answering(bytes, usize::MAX, Duration::ZERO), TicketId([5; 16]));
-    assert_eq!(remote.exists_prefix(&chain()).len(), BLOCKS);
+    assert_eq!(remote.exists_prefix(&chain(), &PageKind::ALL).len(), BLOCKS);
 }
 
 #[test]
@@ -239,11 +239,11 @@ fn a_machine_that_is_slow_or_gone_is_left_alone() {
     let gone = 1;
     for (port, late) in [(slow, 1), (silent, 1), (gone, 0)] {
         let peers = peers("test", Duration::from_millis(200));
-        assert_eq!(open(&peers, port, TicketId([5; 16])).exists_prefix(&chain()), []);
+        assert_eq!(open(&peers, port, TicketId([5; 16])).exists_prefix(&chain(), &PageKind::ALL), []);
         let stats = peers.stats();
         assert_eq!((stats.fallbacks, stats.timeouts, stats.unreachable), (1, late, 1 - late), "{stats:?}");
         // The next request does not wait.
-        assert_eq!(open(&peers, port, TicketId([6; 16])).exists_prefix(&chain()), []);
+        assert_eq!(open(&peers, port, TicketId([6; 16])).exists_prefix(&chain(), &PageKind::ALL), []);
         assert_eq!((peers.stats().fallbacks, peers.stats().timeouts), (2, late));
     }
 }

@@ -170,7 +170,8 @@ pub fn read_head(from: &mut impl Read, most: usize) -> io::Result<(Verdict, usiz
 }
 
 pub fn kinds_byte(kinds: StoredKinds) -> u8 {
-    u8::from(kinds.full) | u8::from(kinds.coded) << 1 | u8::from(kinds.part) << 2
+    let bit = |kind: &PageKind| u8::from(kinds.has(*kind)) << kind_number(*kind);
+    PageKind::ALL.iter().map(bit).sum()
 }
 
 /// Reads the stored kinds of `count` pages.
@@ -181,7 +182,10 @@ pub fn read_kinds(from: &mut impl Read, count: usize) -> io::Result<Vec<StoredKi
     let mut kinds = Vec::new();
     for _ in 0..count {
         let [byte] = read_array(from)?;
-        kinds.push(StoredKinds { full: byte & 1 != 0, coded: byte & 2 != 0, part: byte & 4 != 0 });
+        let mut held = StoredKinds::default();
+        let is_set = |kind: &PageKind| byte >> kind_number(*kind) & 1 != 0;
+        PageKind::ALL.into_iter().filter(is_set).for_each(|kind| held.insert(kind));
+        kinds.push(held);
     }
     Ok(kinds)
 }

@@ -100,6 +100,7 @@ fn measure(
             first_position: context - tokens,
             full,
             coded,
+            sliding: &[],
             demote: 0..0,
             demote_values: 0..0,
             view: None,

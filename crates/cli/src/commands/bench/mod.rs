@@ -9,7 +9,7 @@ mod prefill;
 mod serve;
 mod store;
 mod streams;
-mod subject;
+pub mod subject;
 
 use crate::table;
 use anyhow::Result;

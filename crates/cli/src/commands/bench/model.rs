@@ -110,8 +110,7 @@ impl Args {
         let ranks = self.parallel.ranks(&self.model, config)?;
         let backend = ranks.lead().clone();
         let (c, windows) = (config, format.windows(self.cache.sink, self.cache.recent)?);
-        let layout =
-            CacheLayout::new(format, c.layers, c.kv_heads, c.head_dim, windows, CodeLayout::Logical)?;
+        let layout = c.cache_layout(format, windows, CodeLayout::Logical)?;
         let rotations = match format.rotation() {
             RotationKind::None => None,
             _ => Some(RotationSet::hadamard(c.layers, c.kv_heads, c.head_dim)?),

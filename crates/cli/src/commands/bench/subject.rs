@@ -5,7 +5,7 @@ use crate::device::AnyBackend;
 use crate::options::{CacheArgs, ModelArgs, OpenModel, WeightsArg};
 use anyhow::{Context, Result, bail};
 use oscar_backend::WeightFormat;
-use oscar_codec::{CacheLayout, CodeLayout, KvFormat, RotationKind, RotationSet};
+use oscar_codec::{CodeLayout, KvFormat, RotationKind, RotationSet};
 use oscar_eval::Forms;
 use oscar_models::{DecoderConfig, ModelSource, shapes};
 use oscar_runner::{Runner, RunnerOptions};
@@ -90,8 +90,7 @@ impl Subject {
             return model.cache(format, args);
         }
         let (c, windows) = (self.config(), format.windows(args.sink, args.recent)?);
-        let layout =
-            CacheLayout::new(format, c.layers, c.kv_heads, c.head_dim, windows, CodeLayout::Logical)?;
+        let layout = c.cache_layout(format, windows, CodeLayout::Logical)?;
         let rotations = match format.rotation() {
             RotationKind::None => None,
             _ => Some(RotationSet::hadamard(c.layers, c.kv_heads, c.head_dim)?),

@@ -124,8 +124,8 @@ impl Session {
         };
         let weights = &self.model.weights;
         if !templates.iter().any(|runner| runner.rotations() == rotations) {
-            let template =
-                templates[0].with_cache(weights, options(KvMemory::Bytes(layout.full_block_bytes())))?;
+            let template = templates[0]
+                .with_cache(weights, options(KvMemory::Bytes(layout.unquantized_block_bytes())))?;
             templates.push(template);
         }
         let same = templates.iter().find(|runner| runner.rotations() == rotations).unwrap_or(&templates[0]);
