@@ -2,7 +2,7 @@
 //! pages are offered, stored, lost, evicted, brought back after a restart, and every position that
 //! a query reads must hold the row of exactly its tokens.
 
-use crate::radix_tests::{Live, World, text};
+use crate::radix_tests::{Live, World, layout, text};
 use crate::{PageHash, PageKind, PrefixKey, RestorePlan, RestoredPage, StoredKinds};
 use oscar_codec::{KvFormat, PAGE_TOKENS, Windows};
 use proptest::prelude::*;
@@ -123,10 +123,11 @@ proptest! {
     fn pages_that_come_back_are_right_and_accounted_for(
         actions in prop::collection::vec(action(), 1..60), sink in 0usize..6, recent in 1usize..150,
         blocks in 14usize..60, coded in prop::bool::weighted(0.8), demotes in any::<bool>(),
+        zero_width in any::<bool>(),
     ) {
         let format = if coded { KvFormat::OSCAR2 } else { KvFormat::Bf16 };
-        let windows = Windows::new(16 * sink, recent).unwrap();
-        let (mut world, mut store) = (world(format, windows, blocks, demotes), Store::default());
+        let layout = layout(format, Windows::new(16 * sink, recent).unwrap(), zero_width);
+        let (mut world, mut store) = (World::of(layout.clone(), blocks, demotes), Store::default());
         for action in actions {
             match action {
                 Action::Compute { text: number, len } => {
@@ -151,7 +152,7 @@ proptest! {
                     world.tree.reclaim(blocks * world.layout.full_block_bytes());
                     world.code();
                 }
-                Action::Restart => world = World::new(format, windows, blocks, demotes),
+                Action::Restart => world = World::of(layout.clone(), blocks, demotes),
             }
             world.check_accounts();
         }
