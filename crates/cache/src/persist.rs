@@ -221,7 +221,7 @@ impl RadixCache {
         let (count, coded_until) = (any_now.max(exact_now + 1)..=self.most_blocks(&available))
             .rev()
             .filter_map(|count| Some((count, self.reaches(&available[..count], exact)?)))
-            .find(|&(count, coded_until)| coded_until == 0 || count > any_now)?;
+            .find(|&(count, coded_until)| coded_until == 0 || count > any_now + self.computed_again())?;
         let len = count * PAGE_TOKENS;
         let mut wanted = Vec::new();
         for block in 0..count {
@@ -242,7 +242,8 @@ impl RadixCache {
                 wanted.push(WantedPage { block, kind });
             }
         }
-        Some(RestorePlan { wanted, len, exact: coded_until == 0 })
+        let again = if coded_until == 0 { 0 } else { self.computed_again() * PAGE_TOKENS };
+        Some(RestorePlan { wanted, len: len - again, exact: coded_until == 0 })
     }
 
     fn available(&self, node: Option<&Node>, stored: StoredKinds) -> Available {

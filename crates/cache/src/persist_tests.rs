@@ -2,7 +2,7 @@
 //! pages are offered, stored, lost, evicted, brought back after a restart, and every position that
 //! a query reads must hold the row of exactly its tokens.
 
-use crate::radix_tests::{Live, World, text};
+use crate::radix_tests::{Live, World, layout, text};
 use crate::{PageHash, PageKind, PrefixKey, RestorePlan, RestoredPage, StoredKinds};
 use oscar_codec::{BlockCounts, KvFormat, PAGE_TOKENS, Windows};
 use proptest::prelude::*;
@@ -135,12 +135,11 @@ proptest! {
     fn pages_that_come_back_are_right_and_accounted_for(
         actions in prop::collection::vec(action(), 1..60), sink in 0usize..6, recent in 1usize..150,
         blocks in 14usize..60, coded in prop::bool::weighted(0.8), demotes in any::<bool>(),
-        window in prop::option::of(1usize..300),
+        window in prop::option::of(1usize..300), zero_width in any::<bool>(),
     ) {
         let format = if coded { KvFormat::OSCAR2 } else { KvFormat::Bf16 };
-        let windows = Windows::new(16 * sink, recent).unwrap();
-        let new = || World::sliding(format, windows, window, blocks, demotes);
-        let (mut world, mut store) = (new(), Store::default());
+        let layout = layout(format, Windows::new(16 * sink, recent).unwrap(), zero_width, window);
+        let (mut world, mut store) = (World::of(layout.clone(), blocks, demotes), Store::default());
         for action in actions {
             match action {
                 Action::Compute { text: number, len } => {
@@ -165,7 +164,7 @@ proptest! {
                     world.tree.reclaim(blocks * world.layout.unquantized_block_bytes());
                     world.code();
                 }
-                Action::Restart => world = new(),
+                Action::Restart => world = World::of(layout.clone(), blocks, demotes),
             }
             world.check_accounts();
         }
@@ -202,7 +201,8 @@ fn ends_come_back_exact_and_middles_approximate() {
 /// The window of the sliding layers is stored with an end, and without it nothing comes back.
 #[test]
 fn sliding_windows_come_back_with_their_ends() {
-    let new = || World::sliding(KvFormat::OSCAR2, Windows::new(64, 128).unwrap(), Some(300), 100, false);
+    let layout = layout(KvFormat::OSCAR2, Windows::new(64, 128).unwrap(), false, Some(300));
+    let new = || World::of(layout.clone(), 100, false);
     let (mut before, mut store) = (new(), Store::default());
     let tokens = text(0, 1000);
     compute(&mut before, tokens.clone());

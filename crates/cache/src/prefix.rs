@@ -10,7 +10,8 @@
 //!
 //! There is one exception, and it is counted. If the full pages of an idle tail were quantized to
 //! make room ([`tails`](crate::tails)), a sequence may continue and read everything up to there
-//! quantized. Its rows are *approximate* from then on, and marked so wherever they are stored.
+//! quantized. Its rows are *approximate* from then on, and marked so wherever they are stored. If
+//! some head has no codes, it continues a recent window earlier.
 
 use crate::pool::{CodedPage, FullPage, SlidingPage};
 use crate::view::View;

@@ -180,17 +180,30 @@ impl RadixCache {
     pub(crate) fn longest(&self, path: &[NodeId], demoted: bool) -> PrefixPages {
         // Needs of lower blocks do not shrink with the length, so every length is checked from
         // scratch. The blocks most likely to fail, those of the window, come first.
+        let mut approximate: Option<(usize, usize)> = None;
         for count in (1..=path.len()).rev() {
-            if let Some(coded_until) = self.resumable(&path[..count], demoted) {
-                let blocks = path[..count].iter().map(|&id| self.node(id).pages.clone()).collect();
-                let view = self.view_of(&path[..count]).cloned();
-                let approximate = path[..count].iter().position(|&id| self.node(id).approximate);
-                let approximate = approximate.or((coded_until > 0).then_some(count));
-                let approximate_from = approximate.map(|block| block * PAGE_TOKENS);
-                return PrefixPages { blocks, coded_until, approximate_from, view };
+            if approximate.is_some_and(|(shorter, _)| shorter > count) {
+                break;
+            }
+            match self.resumable(&path[..count], demoted) {
+                Some(0) => return self.pages_of(&path[..count], 0),
+                Some(coded_until) if approximate.is_none() => {
+                    approximate = Some(self.with_recent_rows(&path[..count], coded_until));
+                }
+                _ => {}
             }
         }
-        PrefixPages::default()
+        let (count, coded_until) = approximate.unwrap_or_default();
+        self.pages_of(&path[..count], coded_until)
+    }
+
+    fn pages_of(&self, path: &[NodeId], coded_until: usize) -> PrefixPages {
+        let blocks = path.iter().map(|&id| self.node(id).pages.clone()).collect();
+        let view = self.view_of(path).cloned();
+        let approximate = path.iter().position(|&id| self.node(id).approximate);
+        let approximate = approximate.or((coded_until > 0).then_some(path.len()));
+        let approximate_from = approximate.map(|block| block * PAGE_TOKENS);
+        PrefixPages { blocks, coded_until, approximate_from, view }
     }
 
     /// The view of the path's part of the tree, if the path reaches it.

@@ -3,7 +3,7 @@
 
 use crate::prefix::resume_point;
 use crate::{CacheEvent, CacheSalt, PageHash, PagePool, PrefixKey, RadixCache, SequencePages};
-use oscar_codec::{BlockCounts, CacheLayout, CodeLayout, KvFormat, PAGE_TOKENS, Windows};
+use oscar_codec::{BlockCounts, CacheLayout, CodeLayout, FormatTable, KvFormat, PAGE_TOKENS, Windows};
 use proptest::prelude::*;
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
@@ -62,24 +62,31 @@ pub(crate) fn text(text: u64, len: usize) -> Vec<u32> {
         .collect()
 }
 
+/// A small cache. `zero_width`: one of its heads stores no history. `window`: its second layer slides.
+pub(crate) fn layout(
+    format: KvFormat,
+    windows: Windows,
+    zero_width: bool,
+    window: Option<usize>,
+) -> CacheLayout {
+    let mut layout = CacheLayout::new(format, 2, 2, 64, windows, CodeLayout::CpuTile).unwrap();
+    if zero_width && format.is_coded() {
+        let widths = [(2, 2), (0, 0), (2, 2), (2, 2)];
+        let table = FormatTable::from_widths(2, 2, 64, &widths, CodeLayout::CpuTile).unwrap();
+        layout = layout.with_coded_table(table);
+    }
+    match window {
+        Some(window) => layout.with_sliding_layers(window, &[1]).unwrap(),
+        None => layout,
+    }
+}
+
 impl World {
     pub fn new(format: KvFormat, windows: Windows, blocks: usize, demotes: bool) -> Self {
-        Self::sliding(format, windows, None, blocks, demotes)
+        Self::of(layout(format, windows, false, None), blocks, demotes)
     }
 
-    /// A world whose second layer slides, if it has a window.
-    pub fn sliding(
-        format: KvFormat,
-        windows: Windows,
-        window: Option<usize>,
-        blocks: usize,
-        demotes: bool,
-    ) -> Self {
-        let layout = CacheLayout::new(format, 2, 2, 64, windows, CodeLayout::CpuTile).unwrap();
-        let layout = match window {
-            Some(window) => layout.with_sliding_layers(window, &[1]).unwrap(),
-            None => layout,
-        };
+    pub fn of(layout: CacheLayout, blocks: usize, demotes: bool) -> Self {
         let pool = PagePool::new(&layout, blocks * layout.unquantized_block_bytes());
         let mut tree = match demotes {
             true => RadixCache::with_demotion(layout.clone(), &pool),
@@ -283,11 +290,11 @@ proptest! {
     fn whatever_happens_every_read_is_right_and_every_page_accounted_for(
         actions in prop::collection::vec(action(), 1..60), sink in 0usize..6, recent in 1usize..150,
         blocks in 8usize..60, coded in prop::bool::weighted(0.8),
-        demotes in any::<bool>(), window in prop::option::of(1usize..300),
+        demotes in any::<bool>(), window in prop::option::of(1usize..300), zero_width in any::<bool>(),
     ) {
         let format = if coded { KvFormat::OSCAR2 } else { KvFormat::Bf16 };
-        let windows = Windows::new(16 * sink, recent).unwrap();
-        let mut world = World::sliding(format, windows, window, blocks, demotes);
+        let layout = layout(format, Windows::new(16 * sink, recent).unwrap(), zero_width, window);
+        let mut world = World::of(layout, blocks, demotes);
         for action in actions {
             let count = world.live.len();
             match action {
@@ -382,7 +389,7 @@ fn a_stored_sequence_is_resumed_at_its_last_page_and_after_thinning_not_in_its_m
 #[test]
 fn a_hit_needs_the_window_of_sliding_layers() {
     let windows = Windows::new(64, 128).unwrap();
-    let mut world = World::sliding(KvFormat::OSCAR2, windows, Some(200), 100, false);
+    let mut world = World::of(layout(KvFormat::OSCAR2, windows, false, Some(200)), 100, false);
     let tokens = text(0, 1000);
     stored(&mut world, tokens.clone());
     assert_eq!(world.tree.pages().sliding, 15, "all of them, while there is room");
@@ -469,6 +476,31 @@ fn idle_tails_are_coded_before_anything_is_evicted_and_used_tails_never() {
     drop(cold);
     assert_eq!(world.begin(old), 576);
     assert_eq!(world.approximate_hits, 2, "exact again");
+    world.check_accounts();
+}
+
+/// A zero-width head has no codes of a demoted tail: the hit ends a recent window earlier.
+#[test]
+fn the_recent_rows_of_zero_width_heads_are_computed_again() {
+    let layout = layout(KvFormat::OSCAR2, Windows::new(64, 128).unwrap(), true, None);
+    let mut world = World::of(layout, 100, true);
+    let old = text(0, 600);
+    stored(&mut world, old.clone());
+    assert_eq!((world.begin(old.clone()), world.approximate_hits), (576, 0));
+    world.live.clear();
+    while world.tree.find_exact(&old[..599]).len() > 64 {
+        assert_eq!(world.tree.reclaim(1).evicted, 0);
+        world.code();
+    }
+    assert_eq!((world.begin(old.clone()), world.approximate_hits), (576 - 128, 1));
+    let pages = &world.live[0].pages;
+    assert_eq!(pages.boundary(&world.layout), 576 - 128, "everything before is read as code");
+    assert!(world.grow(0, usize::MAX));
+    // From here on every head has its recent rows.
+    let recent = (600 - 128) / PAGE_TOKENS..;
+    assert!(world.live[0].pages.full()[recent].iter().all(Option::is_some));
+    // A prompt no longer than the windows has nothing to gain from a demoted tail.
+    assert_eq!((world.begin(old[..200].to_vec()), world.approximate_hits), (64, 1));
     world.check_accounts();
 }
 

@@ -6,6 +6,10 @@
 //! returns to the pool. The node remembers this ([`Node::demoted`](crate::radix::Node)), and a
 //! later hit may read the quantized rows instead.
 //!
+//! Zero-width heads have no quantized rows: after such a hit they would read nothing but the sink.
+//! So the hit ends a recent window earlier, and the sequence computes that window again
+//! ([`RadixCache::with_recent_rows`]).
+//!
 //! **Invariants:** A page that anyone else holds is never demoted, the sink never. The bookkeeping
 //! happens at once; the owner of the device does the quantization. Everything in
 //! [`RadixCache::take_demotions`] must be quantized, in that order, before any page of the pool is
@@ -14,7 +18,7 @@
 use crate::evict::Reclaimed;
 use crate::pool::PagePool;
 use crate::radix::{Node, NodeId, RadixCache};
-use oscar_codec::{CacheLayout, CodedPageId, FullPageId, PAGE_TOKENS, Side};
+use oscar_codec::{CacheLayout, CodedPageId, FullPageId, PAGE_TOKENS, Side, Tail};
 use std::ops::Range;
 
 /// Rows to quantize: positions `positions` of a sequence, which lie in its block `block`.
@@ -85,6 +89,32 @@ impl RadixCache {
             done.bytes += self.demotable(self.node(id));
             done.demoted += 1;
             self.demote(id);
+        }
+    }
+
+    /// Blocks before the end of a demoted tail that a resume computes again: the recent window if
+    /// some head has no codes of it.
+    pub(crate) fn computed_again(&self) -> usize {
+        let Tail { recent, unit } = self.layout.windows().tail(Side::Key);
+        match self.layout.keeps_all_history() {
+            true => 0,
+            // Everything before this has codes.
+            false => recent.next_multiple_of(unit).div_ceil(PAGE_TOKENS),
+        }
+    }
+
+    /// Where a sequence resumes that could read `path` quantized up to `coded_until`: its blocks, and
+    /// the position up to which it reads quantized then.
+    pub(crate) fn with_recent_rows(&self, path: &[NodeId], coded_until: usize) -> (usize, usize) {
+        let again = self.computed_again();
+        if again == 0 {
+            return (path.len(), coded_until);
+        }
+        let count = path.len().saturating_sub(again);
+        let (len, view) = (count * PAGE_TOKENS, self.view_of(&path[..count]));
+        match view.is_some_and(|view| self.layout.windows().boundary(len.max(1) - 1) < view.end()) {
+            true => (0, 0),
+            false => (count, len),
         }
     }
 

@@ -273,8 +273,8 @@ impl CacheLayout {
         sum / (2 * heads * tokens) as f64
     }
 
-    /// Whether every head stores its history. A zero-width head depends on its BF16 recent tokens,
-    /// so these must never be replaced by codes.
+    /// Whether every head stores its history. A zero-width head has nothing but its BF16 sink and
+    /// recent tokens.
     pub fn keeps_all_history(&self) -> bool {
         self.coded.as_ref().is_none_or(|table| self.grown(table).all(RowPageCodec::keeps_history))
     }

@@ -266,8 +266,8 @@ impl Backend for CpuBackend {
         layout.with_order(CodeLayout::CpuTile).unwrap_or_else(|_| layout.clone())
     }
 
-    fn reads_demoted_tails(&self, layout: &CacheLayout) -> bool {
-        layout.keeps_all_history()
+    fn reads_demoted_tails(&self, _: &CacheLayout) -> bool {
+        true
     }
 
     fn multiplies_fp8(&self) -> bool {
