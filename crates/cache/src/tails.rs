@@ -40,13 +40,15 @@ pub(crate) struct Tails {
 impl RadixCache {
     /// A tree that quantizes idle tails before it evicts anything, if the layout allows it:
     /// quantized rows are smaller, keys and values are quantized together, and pages are whole
-    /// demotion units.
+    /// demotion units. Zero-width heads resume a recent window earlier, where the pages of sliding
+    /// layers may be gone: a layout with both keeps its tails.
     pub fn with_demotion(layout: CacheLayout, pool: &PagePool) -> Self {
         let windows = layout.windows();
         let allowed = layout.coded().is_some()
             && layout.coded_block_bytes() < layout.full_block_bytes()
             && windows.sides_agree()
             && !layout.codes_span_pages()
+            && (layout.sliding().is_none() || layout.keeps_all_history())
             && PAGE_TOKENS.is_multiple_of(windows.tail(Side::Key).unit)
             && windows.sink().is_multiple_of(windows.tail(Side::Key).unit);
         let mut tree = Self::new(layout);
