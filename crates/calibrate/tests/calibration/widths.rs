@@ -2,7 +2,7 @@
 //! and what is refused says why.
 
 use crate::support::backend;
-use oscar_calibrate::bits::{Freedom, Watch};
+use oscar_calibrate::bits::{Freedom, Watch, solve};
 use oscar_calibrate::{
     CalibratedModel, CalibrationOptions, ModelOptions, ProbeKind, RotationFile, Subject, WidthOptions,
     calibrate_model,
@@ -128,6 +128,25 @@ fn no_mean_of_the_embedded_model_breaks_silently() {
     check(&result, &means(&["1.25"]), model.config.head_dim);
     let reason = &result.refused.first().expect("one bit everywhere is refused").reason;
     assert!(reason.contains("copy"), "{reason}");
+}
+
+/// Harms that call the keys of two heads harmless: one copies, one retrieves. The solver gives them
+/// one bit, and only the verification can see what that does.
+#[test]
+fn a_table_of_doctored_harms_is_repaired_or_refused() {
+    let model = Model::load(&embedded());
+    let mut doctored = RotationFile::load(&embedded().join("rotations.safetensors")).unwrap();
+    let (copies, retrieves) = (2 * 2 * 2, 2 * 4 * 2);
+    let harm = doctored.bits.harm.as_mut().unwrap();
+    [copies, retrieves].into_iter().for_each(|unit| harm.harm[unit] = [0.0; 4]);
+    let asked = means(&["2.25"]);
+    let blind = solve(harm, asked[0], model.config.head_dim, &Freedom::default()).unwrap();
+    assert_eq!([copies, retrieves].map(|unit| blind.units()[unit]), [1, 1], "{blind:?}");
+    let options = WidthOptions { reuse_harms: true, ..short(asked.clone()) };
+    let (result, notes) = model.calibrate(Some(doctored), options);
+    check(&result, &asked, model.config.head_dim);
+    assert!(result.chosen.iter().all(|c| c.table != blind && c.repairs > 0), "{:?}", result.chosen);
+    assert!(notes.iter().any(|note| note.contains("copy") && note.ends_with("repairing")), "{notes:?}");
 }
 
 /// Biases and no QK-norm; random weights show the mechanics, not the quality.
