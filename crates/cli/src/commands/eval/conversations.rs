@@ -137,7 +137,7 @@ pub fn run(args: &Args) -> Result<()> {
         probe: &probe,
         prompts: &prompts,
         stops: &session.stop_tokens,
-        embeddings: InputEmbeddings::new(&session.model.weights)?,
+        embeddings: InputEmbeddings::new(session.model.weights.clone())?,
     };
     let bar = progress::bar("asking", (cases.len() * formats.len()) as u64);
     let mut rows = Vec::new();
