@@ -29,7 +29,7 @@ pub use budget::{Budget, BudgetError, apportion};
 pub use embedding::InputEmbeddings;
 pub use episodes::Episodes;
 pub use observe::{Observed, observe};
-pub use policy::{Eviction, Evict, HeadSplit, Policy, PolicyError};
+pub use policy::{Evict, Eviction, HeadSplit, Policy, PolicyError};
 pub use probing::Probing;
 pub use scorers::{History, Probe, Scorer, Scores, score, scorer};
 pub use select::{Selection, select};

@@ -93,11 +93,7 @@ impl Probing {
         Ok(probing)
     }
 
-    fn new<B: Backend>(
-        runner: &Runner<B>,
-        history: &History<'_>,
-        totals: usize,
-    ) -> Result<Self, StepError> {
+    fn new<B: Backend>(runner: &Runner<B>, history: &History<'_>, totals: usize) -> Result<Self, StepError> {
         if history.sequence.pages().view().is_some() {
             return Err(StepError::Eviction(
                 "kvzip and episodes need the whole history, and some of it was evicted before: use snapkv, tova, keydiff or recent",
@@ -147,8 +143,13 @@ impl Probing {
 
     /// The scores of each total, once everything is fed.
     pub fn scores(self) -> Vec<Scores> {
-        let fed = |total| self.passes.iter().filter(|pass| pass.total == total).map(|pass| pass.fed.len()).sum();
-        let of = |(i, total)| Scores { positions: self.positions.clone(), rows: weights(total), probe_tokens: fed(i) };
+        let fed =
+            |total| self.passes.iter().filter(|pass| pass.total == total).map(|pass| pass.fed.len()).sum();
+        let of = |(i, total)| Scores {
+            positions: self.positions.clone(),
+            rows: weights(total),
+            probe_tokens: fed(i),
+        };
         self.totals.iter().enumerate().map(of).collect()
     }
 

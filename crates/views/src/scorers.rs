@@ -89,7 +89,8 @@ impl Scores {
     /// The scores at some of the positions (ascending, by layer and head).
     pub fn at(&self, kept: &[Vec<u32>]) -> Self {
         let of = |(head, kept): (usize, &Vec<u32>)| -> Vec<f64> {
-            let score = |position: &u32| self.positions[head].binary_search(position).map(|i| self.rows[head][i]);
+            let score =
+                |position: &u32| self.positions[head].binary_search(position).map(|i| self.rows[head][i]);
             kept.iter().map(|position| score(position).unwrap_or(0.0)).collect()
         };
         let rows = kept.iter().enumerate().map(of).collect();

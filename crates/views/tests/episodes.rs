@@ -4,8 +4,8 @@ mod support;
 
 use oscar_models::{ModelSource, Weights};
 use oscar_views::{
-    Budget, EpisodeOptions, Episodes, HeadSplit, History, InputEmbeddings, Keep, Probe, Probing, Route, Topics, ViewSet,
-    select,
+    Budget, EpisodeOptions, Episodes, HeadSplit, History, InputEmbeddings, Keep, Probe, Probing, Route,
+    Topics, ViewSet, select,
 };
 use std::ops::Range;
 use std::sync::Arc;
@@ -144,7 +144,9 @@ fn a_view_set_keeps_the_rows_of_a_probe_in_one_piece() {
     let keep = |heads| Keep { budget: Budget::Rows(60), heads, protected: [100..110].into() };
     let scores = probing.scores();
     let layout = runner.layout().clone();
-    for (heads, unions) in [(HeadSplit::Global, true), (HeadSplit::Uniform, true), (HeadSplit::Adaptive, false)] {
+    for (heads, unions) in
+        [(HeadSplit::Global, true), (HeadSplit::Uniform, true), (HeadSplit::Adaptive, false)]
+    {
         let set = ViewSet::new(layout.clone(), scores.clone(), Some(topics.clone()), keep(heads));
         assert_eq!(set.probe_tokens, episodes.probe_tokens());
         assert_eq!((set.routes().count(), set.rows()), (4, &[70; 4][..]));
