@@ -271,9 +271,9 @@ impl Jobs {
         stays
     }
 
-    /// Gives pages to requests that need them. Returns whether there were any.
+    /// Gives the pages of one job to requests that need them. Returns whether there were any.
     pub fn give_way(&mut self) -> bool {
-        self.0.iter_mut().fold(false, |gave, job| job.release() || gave)
+        self.0.iter_mut().any(Job::release)
     }
 
     pub fn len(&self) -> usize {
