@@ -22,7 +22,7 @@ pub struct EpisodeOptions {
 
 impl Default for EpisodeOptions {
     fn default() -> Self {
-        Self { count: 4, segment: 4, recited: 8, threshold: 0.1, margin: 0.05 }
+        Self { count: 4, segment: 4, recited: 8, threshold: 0.3, margin: 0.05 }
     }
 }
 
