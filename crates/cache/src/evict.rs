@@ -10,6 +10,7 @@
 use crate::pool::{CodedPage, FullPage, SlidingPage};
 use crate::prefix::BlockPages;
 use crate::radix::{Node, NodeId, ROOT, RadixCache};
+use crate::view::View;
 use oscar_codec::{BlockCounts, CacheLayout, CodedPageId, FullPageId, PAGE_TOKENS};
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
@@ -52,13 +53,15 @@ impl BlockPages {
     }
 }
 
-/// How many nodes of the tree hold each page. A view's part of the tree shares the pages of its
-/// windows with the part of its base; every other page has one node. Models with sliding layers have
-/// no views.
+/// How many nodes of the tree hold each page and each view. A view's part of the tree shares the
+/// pages of its windows with the part of its base; every other page has one node. A view may be
+/// stored under its key and be read in several parts of the tree. Models with sliding layers have no
+/// views.
 #[derive(Clone, Default)]
 struct Holders {
     full: HashMap<FullPageId, usize>,
     coded: HashMap<CodedPageId, usize>,
+    views: HashMap<*const View, usize>,
 }
 
 impl Holders {
@@ -68,6 +71,9 @@ impl Holders {
             for pages in tree.nodes.iter().flatten().map(|node| &node.pages) {
                 pages.full.iter().for_each(|page| *holders.full.entry(page.id()).or_default() += 1);
                 pages.coded.iter().for_each(|page| *holders.coded.entry(page.id()).or_default() += 1);
+            }
+            for view in tree.nodes.iter().flatten().filter_map(|node| node.view.as_ref()) {
+                *holders.views.entry(Arc::as_ptr(view)).or_default() += 1;
             }
         }
         holders
@@ -79,7 +85,9 @@ impl Holders {
         full.as_ref().is_none_or(|p| p.holds() == self.full.get(&p.id()).copied().unwrap_or(1))
             && coded.as_ref().is_none_or(|p| p.holds() == self.coded.get(&p.id()).copied().unwrap_or(1))
             && sliding.as_ref().is_none_or(|page| !page.is_shared())
-            && node.view.as_ref().is_none_or(|view| Arc::strong_count(view) == 1)
+            && node.view.as_ref().is_none_or(|view| {
+                Arc::strong_count(view) == self.views.get(&Arc::as_ptr(view)).copied().unwrap_or(1)
+            })
     }
 
     /// Takes the node's holds away; returns the bytes of the pages that nobody holds then.
@@ -95,8 +103,11 @@ impl Holders {
         let full = full.as_ref().is_some_and(|page| is_last(self.full.get_mut(&page.id())));
         let coded = coded.as_ref().is_some_and(|page| is_last(self.coded.get_mut(&page.id())));
         let (full, coded, sliding) = (full.into(), coded.into(), sliding.is_some().into());
-        layout.bytes_of(BlockCounts { full, coded, sliding })
-            + node.view.as_ref().map_or(0, |view| view.bytes())
+        let view = match &node.view {
+            Some(view) if is_last(self.views.get_mut(&Arc::as_ptr(view))) => view.bytes(),
+            _ => 0,
+        };
+        layout.bytes_of(BlockCounts { full, coded, sliding }) + view
     }
 }
 

@@ -95,6 +95,22 @@ impl PrefixPages {
         self.view.as_ref()
     }
 
+    /// The same prefix with a view in place of the history before the view's end. `None` if that
+    /// history is not all quantized, or if it has a view already.
+    pub fn reading(mut self, layout: &CacheLayout, view: Arc<View>) -> Option<Self> {
+        let boundary = layout.windows().boundary(self.len().checked_sub(1)?);
+        if self.view.is_some() || boundary < view.end() {
+            return None;
+        }
+        for (block, pages) in self.blocks.iter_mut().enumerate() {
+            if view.covers(layout, block) {
+                *pages = BlockPages::default();
+            }
+        }
+        self.view = Some(view);
+        Some(self)
+    }
+
     /// Tokens of the prefix, whole pages.
     pub fn len(&self) -> usize {
         self.blocks.len() * PAGE_TOKENS

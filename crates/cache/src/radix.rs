@@ -295,6 +295,26 @@ impl RadixCache {
         stored * PAGE_TOKENS
     }
 
+    /// Keeps a view under a key of its own, beside the sequences that read it.
+    pub fn store_view(&mut self, key: CacheSalt, view: Arc<View>) {
+        self.operations += 1;
+        self.views = true;
+        let (id, operations) = (self.root_or_new(key), self.operations);
+        let node = self.node_mut(id);
+        node.last_used = operations;
+        node.view = Some(view);
+    }
+
+    /// The view that was stored under this key, if it was not evicted.
+    pub fn stored_view(&mut self, key: CacheSalt) -> Option<Arc<View>> {
+        let id = self.root_of(Some(key))?;
+        self.operations += 1;
+        let operations = self.operations;
+        let node = self.node_mut(id);
+        node.last_used = operations;
+        node.view.clone()
+    }
+
     /// Records that a prompt ended after these tokens, so that its window is thinned late.
     pub fn mark_prompt<'a>(&mut self, key: impl Into<PrefixKey<'a>>) {
         let PrefixKey { salt, tokens } = key.into();

@@ -79,7 +79,7 @@ proptest! {
     /// Thousands of random derivations, branches, inserts, reclaims and flushes: what is held is
     /// counted, and everything returns.
     #[test]
-    fn accounting_closes(operations in prop::collection::vec((0u8..8, 0usize..1000), 100..500)) {
+    fn accounting_closes(operations in prop::collection::vec((0u8..10, 0usize..1000), 100..500)) {
         let layout = layout();
         let pool = PagePool::new(&layout, 1 << 30);
         let mut tree = RadixCache::new(layout.clone());
@@ -116,6 +116,26 @@ proptest! {
                 5 if !held.is_empty() => { held.swap_remove(any); }
                 6 => { tree.reclaim(n * 1000); }
                 7 if n < 100 => { tree.flush(); }
+                // A view under a key of its own, and sequences of several lengths that read it.
+                8 if !held.is_empty() => {
+                    let (salt, tokens, pages) = &held[any];
+                    if salt.is_none() {
+                        let key = CacheSalt::of(&["stored", &format!("{} {}", tokens[0], n % 4)]);
+                        tree.store_view(key, view(&layout, &pool, 512.min(pages.len()), 1 + n % 4));
+                    }
+                }
+                9 if !held.is_empty() => {
+                    let (salt, tokens, _) = &held[any];
+                    let (salt, tokens) = (*salt, tokens.clone());
+                    let key = CacheSalt::of(&["stored", &format!("{} {}", tokens[0], n % 4)]);
+                    let found = tree.find(PrefixKey::new(salt, &tokens));
+                    let seen = tree.stored_view(key).filter(|_| salt.is_none());
+                    if let Some(prefix) = seen.and_then(|view| found.reading(&layout, view)) {
+                        let lineage = CacheSalt::of(&["turn", &format!("{} {}", prefix.len(), n % 4)]);
+                        let tokens = tokens[..prefix.len()].to_vec();
+                        held.push((Some(lineage), tokens, SequencePages::resume(&layout, prefix)));
+                    }
+                }
                 _ => {}
             }
         }

@@ -7,6 +7,7 @@
 mod cache;
 mod commands;
 mod device;
+mod episodes;
 mod host_memory;
 mod hub;
 mod options;

@@ -14,6 +14,7 @@ use oscar_runner::KvMemory;
 use oscar_text::ModelText;
 use serde::Serialize;
 use std::path::Path;
+use std::sync::Arc;
 
 /// The cache format if the user names none.
 pub const DEFAULT_KV: &str = "oscar";
@@ -186,7 +187,7 @@ pub struct OpenModel {
     pub repository: Option<String>,
     pub source: ModelSource,
     pub config: DecoderConfig,
-    pub weights: Weights,
+    pub weights: Arc<Weights>,
 }
 
 impl ModelArgs {
@@ -202,7 +203,7 @@ impl ModelArgs {
             Some(asked) => weights.delivered_as(asked.format()),
             None => weights,
         };
-        Ok(OpenModel { name, repository, source, config, weights })
+        Ok(OpenModel { name, repository, source, config, weights: Arc::new(weights) })
     }
 
     /// Whether files may be downloaded for this model: it has a name on the hub, and neither

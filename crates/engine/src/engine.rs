@@ -2,8 +2,9 @@
 //! passes the rest to the one thread that owns the model.
 
 use crate::heartbeat::Heartbeat;
-use crate::kv_request::CapRules;
+use crate::kv_request::{Cap, CapRules};
 use crate::live::Submission;
+use crate::post::PostSetting;
 use crate::request::{
     EngineApi, EngineInfo, EngineStats, EventSink, Health, Request, RequestError, RequestId,
 };
@@ -48,7 +49,9 @@ pub struct EngineOptions {
     /// Keeps pages of prompts for other machines. Needs what a store needs.
     pub desk: Option<Arc<TransferDesk>>,
     /// Caps the quantized rows of each conversation.
-    pub row_cap: Option<RowCap>,
+    pub cap: Option<Cap>,
+    /// What views of whole histories need. Requests that ask for them are refused without it.
+    pub post: Option<PostSetting>,
 }
 
 /// Takes the changes of the prefix cache, on the engine thread after each step.
@@ -69,7 +72,8 @@ impl EngineOptions {
             cache_events: None,
             store: None,
             desk: None,
-            row_cap: None,
+            cap: None,
+            post: None,
         }
     }
 }
@@ -179,6 +183,16 @@ impl Engine {
         }
         let layout = runner.layout().clone();
         let refusal = row_cap::refusal(&runner);
+        let post = match &options.post {
+            Some(_) if !options.prefix_cache => {
+                Err("views of a whole history need the prefix cache: leave --no-prefix-cache out".to_owned())
+            }
+            Some(post) => Ok(post.episodes),
+            None => Err("views of a whole history need a model with a chat template".to_owned()),
+        };
+        if let (Some(Cap::Post(_)), Err(why)) = (&options.cap, &post) {
+            return Err(std::io::Error::new(std::io::ErrorKind::Unsupported, why.clone()));
+        }
         let info = info(&runner, &options);
         let state = Arc::new(EngineState {
             info,
@@ -188,7 +202,7 @@ impl Engine {
             heartbeat: Heartbeat::new(options.stuck_after),
             failure: Mutex::default(),
             max_queue: options.max_queue,
-            caps: CapRules { layout, refusal, server: options.row_cap.clone() },
+            caps: CapRules { layout, refusal, post, server: options.cap.clone() },
             store: options.store.as_ref().filter(|store| store.keeps_pages()).map(|s| s.counters().clone()),
             desk: options.desk.clone(),
             peers: options.store.as_ref().and_then(Store::peers).cloned(),
@@ -225,7 +239,8 @@ fn info<B: Backend>(runner: &Runner<B>, options: &EngineOptions) -> EngineInfo {
         page_tokens: PAGE_TOKENS,
         sink: layout.windows().sink(),
         recent: layout.windows().recent(),
-        row_cap: options.row_cap.as_ref().map(|cap| cap.policy.to_string()),
+        row_cap: options.cap.as_ref().map(Cap::to_string),
+        keeps_base: matches!(options.cap, Some(Cap::Post(_))),
     }
 }
 
@@ -258,10 +273,10 @@ impl EngineApi for EngineHandle {
         if cap.is_some() && params.prompt_logprobs.is_some() {
             return Err(RowCap::refusal("prompt_logprobs"));
         }
-        let needed = cap.as_ref().map_or_else(
-            || layout.peak_bytes(tokens) + 2 * layout.unquantized_block_bytes(),
-            |cap| cap.most_bytes(layout, tokens) + layout.full_block_bytes(),
-        );
+        let needed = match &cap {
+            Some(Cap::Block(cap)) => cap.most_bytes(layout, tokens) + layout.full_block_bytes(),
+            Some(Cap::Post(_)) | None => layout.peak_bytes(tokens) + 2 * layout.unquantized_block_bytes(),
+        };
         let budget = state.info.kv_budget_bytes;
         if needed > budget {
             return Err(RequestError::TooLarge { needed, budget });

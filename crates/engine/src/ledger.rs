@@ -1,9 +1,10 @@
 //! The scheduler's view of pages, on the real pool and the real prefix cache.
 
-use crate::live::LiveRequests;
+use crate::live::{Choice, LiveRequests};
+use crate::post::{Jobs, Reading};
 use crate::scheduler::{Demand, Ledger, SequenceId};
 use oscar_backend::Backend;
-use oscar_cache::{PrefixPages, RadixCache, Reclaimed};
+use oscar_cache::{PrefixKey, PrefixPages, RadixCache, Reclaimed};
 use oscar_codec::{CacheLayout, PAGE_TOKENS};
 use oscar_runner::{Runner, Sequence};
 
@@ -12,6 +13,8 @@ pub struct PageLedger<'a, B: Backend> {
     /// `None` if the prefix cache is off.
     pub cache: Option<&'a mut RadixCache>,
     pub live: &'a mut LiveRequests,
+    /// Background work, which gives way to requests.
+    pub jobs: &'a mut Jobs,
     pub reclaimed: Reclaimed,
 }
 
@@ -52,9 +55,14 @@ impl<B: Backend> Ledger for PageLedger<'_, B> {
         let id = sequence.id;
         let layout = self.runner.layout();
         let whole = self.needed(layout, &sequence);
-        let cap = self.live.cap(id.request).cloned();
+        let live = self.live.get(id.request)?;
+        let cap = live.cap.clone();
+        let post = live.post.as_ref().and_then(|post| Some((post.start, post.reading.clone()?)));
         let choice = self.live.choice_mut(id)?;
         let prefix = match (self.cache.as_deref_mut(), cap) {
+            (Some(cache), None) if let Some((start, reading)) = &post => {
+                find_on_view(cache, layout, choice, *start, reading)
+            }
             (Some(cache), Some(cap)) => {
                 let (tokens, exact) = (&choice.tokens[..choice.resume_limit], !choice.takes_demoted);
                 let (lineage, prefix) = cap.find(cache, choice.salt, tokens, exact);
@@ -92,7 +100,7 @@ impl<B: Backend> Ledger for PageLedger<'_, B> {
             match self.runner.reserve(sequence, tokens) {
                 Ok(()) => return true,
                 Err(full) => {
-                    if !self.make_room(full.wanted - full.free) {
+                    if !self.make_room(full.wanted - full.free) && !self.jobs.give_way() {
                         return false;
                     }
                 }
@@ -106,6 +114,39 @@ impl<B: Backend> Ledger for PageLedger<'_, B> {
             && let Some(cache) = self.cache.as_deref_mut()
         {
             sequence.publish(cache, choice.prefix(choice.tokens.len()));
+        }
+    }
+}
+
+/// The stored prefix from which a turn goes on that reads a view from `start` on.
+fn find_on_view(
+    cache: &mut RadixCache,
+    layout: &CacheLayout,
+    choice: &mut Choice,
+    start: usize,
+    reading: &Reading,
+) -> PrefixPages {
+    let (salt, tokens, exact) = (choice.salt, &choice.tokens[..choice.resume_limit], !choice.takes_demoted);
+    let find = |cache: &mut RadixCache, salt, tokens| match exact {
+        true => cache.find_exact(PrefixKey::new(salt, tokens)),
+        false => cache.find(PrefixKey::new(salt, tokens)),
+    };
+    let mine = find(cache, Some(reading.lineage), tokens);
+    choice.lineage = Some(reading.lineage);
+    if mine.view().is_some() && mine.len() >= start {
+        return mine;
+    }
+    let base = find(cache, salt, &tokens[..start]);
+    if base.len() < start {
+        choice.lineage = None;
+        return base;
+    }
+    match cache.stored_view(reading.key).and_then(|view| base.reading(layout, view)) {
+        Some(prefix) => prefix,
+        // The view is made after the last page before it, which is computed again.
+        None => {
+            choice.lineage = None;
+            find(cache, salt, &tokens[..start - 1])
         }
     }
 }

@@ -22,6 +22,7 @@ mod kv_request;
 mod ledger;
 mod live;
 mod logprobs;
+mod post;
 mod request;
 mod row_cap;
 mod sampling;
@@ -36,12 +37,14 @@ pub use engine::{CacheEventSink, Engine, EngineHandle, EngineOptions};
 pub use oscar_cache::{CacheEvent, CacheSalt, PageHash};
 pub use oscar_store::{PeerRules, PeerTicket, Ticket, TicketId, TransferStats};
 
-pub use kv_request::{KvRequest, KvUsage};
-pub use oscar_views::{Budget, Evict};
+pub use kv_request::{Cap, KvRequest, KvRoute, KvUsage};
+pub use oscar_views::{Budget, EpisodeOptions, Evict, Eviction, InputEmbeddings, Probe, Route};
+pub use post::{PostCap, PostSetting, Turn};
 pub use request::{
     CachedByTier, EngineApi, EngineInfo, EngineStats, Event, EventSink, FinishReason, GenerationParams,
-    Health, PageTransfer, Request, RequestError, RequestId, RunningRequest, TokenLogprobs, Usage,
+    Health, PageTransfer, Request, RequestError, RequestId, RouteCounts, RunningRequest, RunningView,
+    TokenLogprobs, Usage,
 };
-pub use row_cap::{DEFAULT_EVICT, EVICT_BLOCK, RowCap, default_split};
+pub use row_cap::{DEFAULT_EVICT, EVICT_BLOCK, RowCap};
 pub use sampling::{Allowed, Sampler, SamplingError, SamplingParams};
 pub use scheduler::SchedulerOptions;

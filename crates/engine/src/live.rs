@@ -5,12 +5,14 @@
 
 use crate::constraint::Guide;
 use crate::engine::QueuePlace;
+use crate::kv_request::Cap;
 use crate::logprobs::token_logprobs;
+use crate::post::PostTurn;
 use crate::request::{Event, EventSink, FinishReason, GenerationParams, Request, TokenLogprobs, Usage};
 use crate::request::{RequestError, RequestId};
 use crate::row_cap::RowCap;
 use crate::sampling::Sampler;
-use crate::scheduler::{SequenceId, StepPlan, Work};
+use crate::scheduler::{Pauses, SequenceId, StepPlan, Work};
 use oscar_backend::Candidate;
 use oscar_cache::{CacheSalt, PrefixKey, RadixCache};
 use oscar_runner::{Logits, Sequence, StepRequest};
@@ -28,7 +30,7 @@ pub struct Submission {
     pub span: Span,
     pub place: QueuePlace,
     /// Caps the quantized rows of its conversation.
-    pub cap: Option<RowCap>,
+    pub cap: Option<Cap>,
 }
 
 /// How far a request has come. Preemption does not set it back.
@@ -66,6 +68,8 @@ pub struct Live {
     pub restored: Vec<(usize, Tier)>,
     /// Caps the quantized rows of its conversation.
     pub cap: Option<RowCap>,
+    /// Its turn, if it may read a view of a history that stays whole.
+    pub post: Option<PostTurn>,
 }
 
 /// One continuation of a prompt.
@@ -99,6 +103,11 @@ impl Live {
     pub fn new(submission: Submission) -> Self {
         let Submission { request, sink, span, place, cap } = submission;
         let Request { prompt, params, sampler, .. } = request;
+        let (cap, post) = match cap {
+            Some(Cap::Block(cap)) => (Some(cap), None),
+            Some(Cap::Post(cap)) => (None, PostTurn::new(cap, params.kv.turn.as_ref(), prompt.len())),
+            None => (None, None),
+        };
         let mut live = Self {
             usage: Usage { prompt_tokens: prompt.len(), ..Usage::default() },
             stage: Stage::Prefill,
@@ -113,6 +122,7 @@ impl Live {
             span,
             restored: Vec::new(),
             cap,
+            post,
         };
         live.add_choice(0, prompt);
         live
@@ -150,6 +160,14 @@ impl Live {
     /// Most tokens that one of its choices stores: the last generated token is not stored.
     pub fn most_tokens(&self) -> usize {
         self.usage.prompt_tokens + self.params.max_tokens.saturating_sub(1)
+    }
+
+    /// Lengths at which its sequences pause: where they are compacted, or where a turn begins to read
+    /// its view.
+    pub fn pauses(&self) -> Option<Pauses> {
+        let start = self.post.as_ref().filter(|post| post.reading.is_some()).map(|post| post.start);
+        let once = start.map(|first| Pauses { first, every: usize::MAX / 2 });
+        self.cap.as_ref().map(RowCap::pauses).or(once)
     }
 
     pub fn is_running(&self) -> bool {

@@ -6,6 +6,7 @@ use crate::row_cap::RowCap;
 use crate::sampling::{Sampler, SamplingParams};
 use oscar_cache::CacheSalt;
 use oscar_store::{PeerTicket, StoreStats, Ticket, TransferStats};
+use oscar_views::Route;
 use serde::Serialize;
 use std::ops::AddAssign;
 
@@ -201,7 +202,7 @@ pub enum FinishReason {
     Cancelled,
 }
 
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Usage {
     pub prompt_tokens: usize,
     /// Prompt tokens whose pages were already in the cache.
@@ -323,6 +324,8 @@ pub struct EngineInfo {
     pub recent: usize,
     /// The policy that caps the rows of each conversation, if one does.
     pub row_cap: Option<String>,
+    /// Whether it chooses rows of a history that stays whole.
+    pub keeps_base: bool,
 }
 
 impl EngineInfo {
@@ -366,6 +369,17 @@ pub struct EngineStats {
     pub kept_rows: u64,
     /// Those of the kept ones that the budget did not choose: protected messages.
     pub protected_rows: u64,
+    /// Turns by the view that they read.
+    pub routes: RouteCounts,
+    /// Tokens computed in the background: to score histories, and of finished turns on their base.
+    pub probe_tokens: u64,
+    pub replayed_tokens: u64,
+    /// Views of whole histories that were made.
+    pub views: u64,
+    /// Background jobs that were given up: for want of room, or because a step failed.
+    pub view_jobs_failed: u64,
+    /// Conversations that wait for work in the background.
+    pub view_jobs: usize,
     pub full_pages: usize,
     pub coded_pages: usize,
     /// Pages held only by the prefix cache.
@@ -391,6 +405,28 @@ pub struct EngineStats {
     pub requests: Vec<RunningRequest>,
 }
 
+/// Turns in post mode by the view that they read.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct RouteCounts {
+    pub episode: u64,
+    /// Two episodes together.
+    pub union: u64,
+    pub global: u64,
+    /// No views were ready.
+    pub full: u64,
+}
+
+impl RouteCounts {
+    pub(crate) fn add(&mut self, route: Option<Route>) {
+        *match route {
+            Some(Route::Episode(_)) => &mut self.episode,
+            Some(Route::Union(..)) => &mut self.union,
+            Some(Route::Global) => &mut self.global,
+            None => &mut self.full,
+        } += 1;
+    }
+}
+
 /// One running request as the web page draws it.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct RunningRequest {
@@ -405,4 +441,16 @@ pub struct RunningRequest {
     pub evicted_tokens: usize,
     pub recent_tokens: usize,
     pub bytes: usize,
+    /// The views that its turn could read, the global one last.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub views: Vec<RunningView>,
+}
+
+/// A view of a running request's history.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct RunningView {
+    /// Rows that a layer and head keeps, on average.
+    pub rows: usize,
+    /// Whether the turn reads it, alone or together with another.
+    pub read: bool,
 }

@@ -14,7 +14,7 @@ use oscar_backend::Backend;
 use oscar_cache::{CacheSalt, PrefixKey, PrefixPages, RadixCache};
 use oscar_codec::{CacheLayout, PAGE_TOKENS};
 use oscar_runner::{Runner, Sequence, StepError};
-use oscar_views::{Budget, Evict, HeadSplit, History, Policy, Probe, Selection, score, select};
+use oscar_views::{Budget, Evict, Eviction, History, Policy, Probe, Selection, score, select};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -61,20 +61,13 @@ impl RowCap {
     /// Says why this cache or policy cannot be capped.
     pub(crate) fn of_layout(layout: &CacheLayout, policy: Policy, block: usize) -> Result<Self, String> {
         layout.evicts_rows()?;
-        if matches!(policy.evict, Evict::H2o | Evict::Expected | Evict::KvZip) {
+        if Eviction::Scorer(policy.evict).keeps_base() {
             return Err(format!(
                 "{} scores the whole history at once, which a cap does not keep: use snapkv, tova, keydiff or recent",
                 policy.evict
             ));
         }
-        if matches!(policy.budget, Budget::Percent(_)) {
-            return Err("a share of a growing history is no cap: give rows (2048) or bytes (64M)".into());
-        }
-        let heads = layout.coded().map_or(0, |t| t.codecs().iter().filter(|c| c.keeps_history()).count());
-        let rows = policy.budget.total(layout, usize::MAX / 1024) / heads.max(1);
-        if rows == 0 {
-            return Err(format!("{} bytes hold less than a page of rows", policy.budget));
-        }
+        let rows = rows_of(layout, policy.budget)?;
         let block = block.max(1).next_multiple_of(PAGE_TOKENS);
         let windows = layout.windows();
         let first = (windows.sink() + windows.recent() + rows + block).next_multiple_of(PAGE_TOKENS);
@@ -174,6 +167,18 @@ impl RowCap {
     }
 }
 
+/// Rows of each layer and head that a budget allows, on average.
+pub(crate) fn rows_of(layout: &CacheLayout, budget: Budget) -> Result<usize, String> {
+    if matches!(budget, Budget::Percent(_)) {
+        return Err("a share of a growing history is no cap: give rows (2048) or bytes (64M)".into());
+    }
+    let heads = layout.coded().map_or(0, |t| t.codecs().iter().filter(|c| c.keeps_history()).count());
+    match budget.total(layout, usize::MAX / 1024) / heads.max(1) {
+        0 => Err(format!("{budget} bytes hold less than a page of rows")),
+        rows => Ok(rows),
+    }
+}
+
 /// Rows of history of a sequence: all that a whole cache would hold quantized, and those that a layer
 /// and head reads on average.
 pub(crate) fn history_rows(layout: &CacheLayout, sequence: &Sequence) -> (usize, usize) {
@@ -185,13 +190,4 @@ pub(crate) fn history_rows(layout: &CacheLayout, sequence: &Sequence) -> (usize,
         view.rows() / heads + boundary.saturating_sub(view.end())
     });
     (all, kept)
-}
-
-/// A division among heads that suits a policy: one that compares rows of different heads, or none.
-pub fn default_split(evict: Evict) -> HeadSplit {
-    match evict {
-        Evict::Recent | Evict::Tova | Evict::KeyDiff => HeadSplit::Uniform,
-        Evict::KvZip => HeadSplit::Global,
-        Evict::H2o | Evict::SnapKv | Evict::Expected => HeadSplit::Adaptive,
-    }
 }

@@ -10,6 +10,7 @@ use crate::cost::CostModel;
 use crate::engine::{CacheEventSink, EngineOptions};
 use crate::ledger::PageLedger;
 use crate::live::{Live, LiveRequests, Scores, Stage, StepParts, Submission, deliver};
+use crate::post::PostMode;
 use crate::request::{EngineStats, Event, FinishReason, RequestError, RequestId, Usage};
 use crate::scheduler::{Scheduler, SchedulerOptions, SequenceId, StepPlan, Work};
 use crate::statistics::Statistics;
@@ -30,12 +31,13 @@ const LOGPROBS_CHUNK: usize = 64;
 
 mod compact;
 mod pages;
+mod views;
 
 /// Whether the engine thread has something to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activity {
     Busy,
-    /// Requests wait for the page store, and nothing else is to be done.
+    /// Requests wait for the page store, or background work for a thread, and nothing else is to be done.
     Waiting,
     Idle,
 }
@@ -54,6 +56,7 @@ pub struct Serving<B: Backend> {
     cost: CostModel,
     live: LiveRequests,
     statistics: Statistics,
+    post: PostMode,
     output: StepOutput,
     /// The device failed, and with it everything that it held.
     device_failure: Option<String>,
@@ -85,6 +88,7 @@ impl<B: Backend> Serving<B> {
             cost: CostModel::default(),
             live: LiveRequests::default(),
             statistics: Statistics::default(),
+            post: PostMode { setting: options.post.clone(), ..PostMode::default() },
             output: StepOutput::default(),
             device_failure: None,
         }
@@ -96,10 +100,11 @@ impl<B: Backend> Serving<B> {
     }
 
     pub fn activity(&self) -> Activity {
-        match (self.scheduler.is_idle(), self.tiers.as_ref().is_some_and(PageTiers::is_waiting)) {
-            (false, _) => Activity::Busy,
-            (true, true) => Activity::Waiting,
-            (true, false) => Activity::Idle,
+        let store = self.tiers.as_ref().is_some_and(PageTiers::is_waiting);
+        match self.post.jobs.activity() {
+            _ if !self.scheduler.is_idle() => Activity::Busy,
+            Activity::Idle if store => Activity::Waiting,
+            jobs => jobs,
         }
     }
 
@@ -110,6 +115,7 @@ impl<B: Backend> Serving<B> {
 
     /// The engine's numbers; `exact` counts the prefix cache's pages too.
     pub fn statistics(&mut self, exact: bool) -> EngineStats {
+        self.statistics.counters.view_jobs = self.post.jobs.len();
         self.statistics.snapshot(&self.runner, self.cache.as_ref(), &self.live, exact)
     }
 
@@ -120,13 +126,13 @@ impl<B: Backend> Serving<B> {
             usage.full_pages + usage.coded_pages + usage.sliding_pages
         };
         let before = pages(&self.runner);
+        self.post.clear();
         if let Some(cache) = &mut self.cache {
             cache.flush();
         }
         // Pages that are offered to the store must hold what the tree says.
         if let Err(failure) = self.demote_tails() {
-            let message = self.note_failure(failure);
-            self.forget_everything(&message);
+            self.forget_everything(failure);
         }
         before - pages(&self.runner)
     }
@@ -148,12 +154,13 @@ impl<B: Backend> Serving<B> {
 
     /// Queues the prompt of a request.
     fn schedule(&mut self, id: RequestId) {
+        self.route(id);
         let Some(live) = self.live.get_mut(id).filter(|live| live.stage == Stage::Prefill) else { return };
         let chunk = if live.prompt_logprobs.is_some() { LOGPROBS_CHUNK } else { usize::MAX };
         let first = SequenceId { request: id, choice: 0 };
         self.scheduler.submit(first, live.usage.prompt_tokens, live.most_tokens(), chunk);
-        if let Some(cap) = &live.cap {
-            self.scheduler.pause(first, cap.pauses());
+        if let Some(pauses) = live.pauses() {
+            self.scheduler.pause(first, pauses);
         }
     }
 
@@ -192,13 +199,13 @@ impl<B: Backend> Serving<B> {
     pub fn step(&mut self) {
         let begun = Instant::now();
         if let Err(failure) = self.restore() {
-            let message = self.note_failure(failure);
-            return self.forget_everything(&message);
+            return self.forget_everything(failure);
         }
         let mut ledger = PageLedger {
             runner: &self.runner,
             cache: self.cache.as_mut(),
             live: &mut self.live,
+            jobs: &mut self.post.jobs,
             reclaimed: Reclaimed::default(),
         };
         self.scheduler.set_cost(self.cost.cost());
@@ -215,14 +222,12 @@ impl<B: Backend> Serving<B> {
         }
         let _step = step.entered();
         self.statistics.note_reclaimed(&reclaimed);
-        let counters = &mut self.statistics.counters;
-        counters.preemptions += plan.preempted.len() as u64;
+        self.statistics.counters.preemptions += plan.preempted.len() as u64;
         self.note_changes(&plan);
         if let Err(failure) = self.demote_tails() {
             // Quantized rows are missing although the tree relies on them: nothing that is stored
             // can be trusted.
-            let message = self.note_failure(failure);
-            return self.forget_everything(&message);
+            return self.forget_everything(failure);
         }
         for &id in &plan.exhausted {
             self.end_exhausted(id);
@@ -233,6 +238,7 @@ impl<B: Backend> Serving<B> {
             self.observe(&plan, started.elapsed().as_secs_f64());
             self.statistics.counters.steps += 1;
         }
+        self.work_in_background();
         let elapsed = begun.elapsed();
         tracing::trace!(us = elapsed.as_micros() as u64, "done");
         self.statistics.counters.busy_seconds += elapsed.as_secs_f64();
@@ -259,9 +265,9 @@ impl<B: Backend> Serving<B> {
             tracing::debug!(parent: &live.span, step, choice = id.choice, stored, "admitted");
             // Only the first admission of a request tells what it found in the cache.
             if live.place.take().is_some() {
+                let counters = &mut self.statistics.counters;
                 live.usage.cached_tokens = stored;
                 live.usage.demoted_tail = live.choices[&id.choice].takes_demoted;
-                let counters = &mut self.statistics.counters;
                 counters.demoted_tail_hits += u64::from(live.usage.demoted_tail);
                 counters.prompt_tokens += live.usage.prompt_tokens as u64;
                 counters.cached_tokens += stored as u64;
@@ -325,6 +331,7 @@ impl<B: Backend> Serving<B> {
         if !self.compact(work.id, work.start + work.tokens) {
             return;
         }
+        self.begin_view(work.id, work.start + work.tokens);
         let Some(live) = self.live.get_mut(work.id.request) else { return };
         if let Scores::Logits(logits) = scores {
             live.note_prompt(work, logits, vocab);
@@ -362,8 +369,8 @@ impl<B: Backend> Serving<B> {
         }
         let others: Vec<_> = live.start_others().map(|choice| SequenceId { request, choice }).collect();
         self.scheduler.submit_next(&others, prompt_tokens, live.most_tokens());
-        if let Some(cap) = &live.cap {
-            others.iter().for_each(|&id| self.scheduler.pause(id, cap.pauses()));
+        if let Some(pauses) = live.pauses() {
+            others.iter().for_each(|&id| self.scheduler.pause(id, pauses));
         }
     }
 
@@ -412,6 +419,7 @@ impl<B: Backend> Serving<B> {
     fn end_choice(&mut self, id: SequenceId, reason: FinishReason) {
         self.note_rows(id);
         self.publish(id, true);
+        self.remember_turn(id);
         self.scheduler.remove(id);
         let Some(live) = self.live.get_mut(id.request) else { return };
         if live.finish_choice(id.choice, reason) {
@@ -452,10 +460,12 @@ impl<B: Backend> Serving<B> {
     }
 
     /// Fails the running requests and empties the prefix cache.
-    fn forget_everything(&mut self, message: &str) {
+    fn forget_everything(&mut self, failure: Failure) {
+        let message = self.note_failure(failure);
         for id in self.live.ids(Live::is_running) {
-            self.fail(id, &RequestError::Engine(message.to_owned()));
+            self.fail(id, &RequestError::Engine(message.clone()));
         }
+        self.post.clear();
         if let Some(cache) = &mut self.cache {
             cache.flush();
             cache.take_demotions();

@@ -1,6 +1,7 @@
 //! The engine's numbers.
 
 use crate::live::{Live, LiveRequests};
+use crate::post::Reading;
 use crate::request::{EngineStats, RequestId, RunningRequest};
 use crate::row_cap::history_rows;
 use oscar_backend::Backend;
@@ -79,6 +80,11 @@ fn running_request(id: RequestId, live: &Live, layout: &CacheLayout) -> RunningR
         evicted_tokens: 0,
         recent_tokens: 0,
         bytes: 0,
+        views: live
+            .post
+            .as_ref()
+            .and_then(|post| post.reading.as_ref())
+            .map_or_else(Vec::new, Reading::views),
     };
     for sequence in live.choices.values().filter_map(|choice| choice.sequence.as_ref()) {
         let len = sequence.len();

@@ -283,6 +283,7 @@ pub mod tests {
             sink: 64,
             recent: 256,
             row_cap: None,
+            keeps_base: false,
         }
     }
 

@@ -63,14 +63,36 @@ impl<B: Backend> Runner<B> {
         len: usize,
         kept: Vec<Vec<u32>>,
     ) -> std::result::Result<Sequence, StepError> {
+        let view = self.gather(sequence, len, kept)?;
+        let derived = self.fork_reading(sequence, len, view);
+        derived.ok_or(StepError::Eviction("the sequence no longer holds its recent rows"))
+    }
+
+    /// Copies the rows at the positions `kept` (ascending, by layer and head) of the history before
+    /// [`view_end`] of the first `len` tokens into a view.
+    ///
+    /// # Errors
+    /// If there is no room, or the device or the format cannot evict rows.
+    pub fn gather(
+        &mut self,
+        sequence: &Sequence,
+        len: usize,
+        kept: Vec<Vec<u32>>,
+    ) -> std::result::Result<Arc<View>, StepError> {
         self.alone("eviction of rows")?;
         self.config().evicts_rows().map_err(StepError::Eviction)?;
         self.layout.evicts_rows().map_err(StepError::Eviction)?;
         let view = Arc::new(View::new(&self.layout, &self.pool, view_end(&self.layout, len), kept)?);
         self.lead.backend.gather(&sequence.stored(), &view, &mut self.lead.storage)?;
-        let pages = sequence.pages.fork(&self.layout, len, Some(view));
-        let pages = pages.ok_or(StepError::Eviction("the sequence no longer holds its recent rows"))?;
-        Ok(Sequence { pages, reserved: None })
+        Ok(view)
+    }
+
+    /// Another continuation of the first `len` tokens, whole pages, that reads a view of its history
+    /// in place of the rows before the view's end. `None` if the sequence no longer holds a page that
+    /// it would read.
+    pub fn fork_reading(&self, sequence: &Sequence, len: usize, view: Arc<View>) -> Option<Sequence> {
+        let pages = sequence.pages.fork(&self.layout, len, Some(view))?;
+        Some(Sequence { pages, reserved: None })
     }
 
     /// Feeds tokens to a sequence in chunks and adds the attention weights of those from `first` on

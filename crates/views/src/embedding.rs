@@ -9,25 +9,31 @@
 use oscar_models::{LoadError, TensorView, Weights};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
+use std::sync::Arc;
 
 /// The input embeddings of a model, read from its checkpoint a row at a time.
-pub struct InputEmbeddings<'a> {
-    table: TensorView<'a>,
+#[derive(Clone, Debug)]
+pub struct InputEmbeddings {
+    weights: Arc<Weights>,
+    name: String,
 }
 
-impl<'a> InputEmbeddings<'a> {
+impl InputEmbeddings {
     /// # Errors
     /// If the checkpoint has no embedding of a readable type.
-    pub fn new(weights: &'a Weights) -> Result<Self, LoadError> {
-        Ok(Self { table: weights.tensor(&weights.names().embedding())? })
+    pub fn new(weights: Arc<Weights>) -> Result<Self, LoadError> {
+        let name = weights.names().embedding();
+        weights.tensor(&name)?;
+        Ok(Self { weights, name })
     }
 
     /// The row of a token; empty if there is none.
     fn row(&self, token: u32) -> Vec<f32> {
-        let bytes = self.table.bytes.len() / self.table.shape.first().copied().unwrap_or(1).max(1);
+        let Ok(table) = self.weights.tensor(&self.name) else { return Vec::new() };
+        let bytes = table.bytes.len() / table.shape.first().copied().unwrap_or(1).max(1);
         let start = token as usize * bytes;
-        match self.table.bytes.get(start..start + bytes) {
-            Some(bytes) => TensorView { shape: &self.table.shape[1..], bytes, ..self.table }.to_f32_vec(),
+        match table.bytes.get(start..start + bytes) {
+            Some(bytes) => TensorView { shape: &table.shape[1..], bytes, ..table }.to_f32_vec(),
             None => Vec::new(),
         }
     }
@@ -46,7 +52,7 @@ impl Embedder {
     pub fn new(
         tokens: &[u32],
         segments: &[Range<usize>],
-        embeddings: &InputEmbeddings<'_>,
+        embeddings: &InputEmbeddings,
     ) -> (Self, Vec<Vec<f64>>) {
         let mut frequency: BTreeMap<u32, usize> = BTreeMap::new();
         for segment in segments {
@@ -71,13 +77,13 @@ impl Embedder {
     }
 
     /// The vector of a text, of length one or zero.
-    pub fn embed(&self, tokens: &[u32], embeddings: &InputEmbeddings<'_>) -> Vec<f64> {
+    pub fn embed(&self, tokens: &[u32], embeddings: &InputEmbeddings) -> Vec<f64> {
         let mut vector = self.weighted_mean(tokens, embeddings);
         self.centre(&mut vector);
         vector
     }
 
-    fn weighted_mean(&self, tokens: &[u32], embeddings: &InputEmbeddings<'_>) -> Vec<f64> {
+    fn weighted_mean(&self, tokens: &[u32], embeddings: &InputEmbeddings) -> Vec<f64> {
         let (mut sum, mut total) = (Vec::new(), 0.0);
         for token in tokens {
             let Some(&weight) = self.weights.get(token) else { continue };

@@ -76,6 +76,52 @@ impl FromStr for Evict {
     }
 }
 
+/// How a conversation is served in less rows than it has: by one scorer, or by views of its topics.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Eviction {
+    Scorer(Evict),
+    Episodes,
+}
+
+impl Eviction {
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Scorer(evict) => evict.name(),
+            Self::Episodes => "episodes",
+        }
+    }
+
+    /// Whether rows are chosen from the whole history, which stays in memory.
+    pub fn keeps_base(self) -> bool {
+        matches!(self, Self::Episodes | Self::Scorer(Evict::H2o | Evict::Expected | Evict::KvZip))
+    }
+
+    /// A division among heads that suits it: one that compares rows of different heads, or none.
+    pub fn default_split(self) -> HeadSplit {
+        match self {
+            Self::Scorer(Evict::Recent | Evict::Tova | Evict::KeyDiff) => HeadSplit::Uniform,
+            Self::Scorer(Evict::H2o | Evict::SnapKv | Evict::Expected) => HeadSplit::Adaptive,
+            Self::Scorer(Evict::KvZip) | Self::Episodes => HeadSplit::Global,
+        }
+    }
+}
+
+impl fmt::Display for Eviction {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Eviction {
+    type Err = PolicyError;
+
+    fn from_str(name: &str) -> Result<Self, PolicyError> {
+        let scorers = Evict::NAMES.iter().map(|&(evict, name)| (Self::Scorer(evict), name));
+        let all: Vec<_> = scorers.chain([(Self::Episodes, Self::Episodes.name())]).collect();
+        parse("eviction policy", &all, name)
+    }
+}
+
 /// How the rows of a layer are divided among its heads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum HeadSplit {

@@ -16,6 +16,7 @@
 use crate::expected;
 use crate::observe::{Observed, observe};
 use crate::policy::Evict;
+use crate::probing::Probing;
 use oscar_backend::{Backend, CacheHead, HeadHistory, Reduce, Scoring};
 use oscar_cache::view_end;
 use oscar_codec::PAGE_TOKENS;
@@ -26,9 +27,9 @@ const SNAP_QUERIES: usize = PAGE_TOKENS;
 /// Rows that `snapkv` averages.
 const SNAP_POOL: usize = 5;
 /// Tokens that `kvzip` repeats at a time.
-const ZIP_CHUNK: usize = 2048;
+pub(crate) const ZIP_CHUNK: usize = 2048;
 /// Tokens of the chunk before, which begin the repetition of a later chunk.
-const ZIP_CUE: usize = 8;
+pub(crate) const ZIP_CUE: usize = 8;
 
 /// A sequence whose history is to be scored. It must be forkable, and `len` the end of a page.
 pub struct History<'a> {
@@ -58,6 +59,43 @@ pub struct Scores {
     pub rows: Vec<Vec<f64>>,
     /// Tokens computed for the scores.
     pub probe_tokens: usize,
+}
+
+impl Scores {
+    /// The largest score of each row that any of the lists has.
+    ///
+    /// # Panics
+    /// If there is no list, or the lists are of different models.
+    pub fn largest<'a>(lists: impl IntoIterator<Item = &'a Self>) -> Self {
+        let mut lists = lists.into_iter();
+        let Some(mut total) = lists.next().cloned() else { panic!("at least one list of scores") };
+        for other in lists {
+            total.probe_tokens += other.probe_tokens;
+            for head in 0..total.rows.len() {
+                let rows = |scores: &Self| -> Vec<(u32, f64)> {
+                    scores.positions[head].iter().copied().zip(scores.rows[head].iter().copied()).collect()
+                };
+                let mut both = rows(&total);
+                both.extend(rows(other));
+                // The better one of two equal positions comes first and stays.
+                both.sort_by(|a, b| a.0.cmp(&b.0).then(b.1.total_cmp(&a.1)));
+                both.dedup_by_key(|row| row.0);
+                (total.positions[head], total.rows[head]) = both.into_iter().unzip();
+            }
+        }
+        total
+    }
+
+    /// The scores at some of the positions (ascending, by layer and head).
+    pub fn at(&self, kept: &[Vec<u32>]) -> Self {
+        let of = |(head, kept): (usize, &Vec<u32>)| -> Vec<f64> {
+            let score =
+                |position: &u32| self.positions[head].binary_search(position).map(|i| self.rows[head][i]);
+            kept.iter().map(|position| score(position).unwrap_or(0.0)).collect()
+        };
+        let rows = kept.iter().enumerate().map(of).collect();
+        Self { positions: kept.to_vec(), rows, probe_tokens: self.probe_tokens }
+    }
 }
 
 /// Ranks the rows of a history.
@@ -315,29 +353,8 @@ impl<B: Backend> Scorer<B> for KvZip {
         history: &History<'_>,
         probe: &Probe,
     ) -> Result<(Vec<Vec<f64>>, usize), StepError> {
-        if history.sequence.pages().view().is_some() {
-            return Err(StepError::Eviction(
-                "kvzip needs the whole history, and some of it was evicted before: use snapkv, tova, keydiff or recent",
-            ));
-        }
-        let sink = runner.layout().windows().sink();
-        let mut total = scoring(runner, history.len, Reduce::Max);
-        let mut tokens = 0;
-        let mut start = sink;
-        while start < total.until {
-            let end = total.until.min(start + ZIP_CHUNK);
-            let mut fork = fork(runner, history, history.len)?;
-            let cue = if start == sink { start..start } else { start - ZIP_CUE..start };
-            let mut fed = probe.repeat.clone();
-            fed.extend_from_slice(&history.tokens[cue]);
-            let first = fed.len();
-            fed.extend_from_slice(&history.tokens[start..end]);
-            // The softmax runs over the sink, the chunk and its repetition.
-            total.over = Some(vec![0..sink, start..end, history.len..usize::MAX]);
-            runner.score(&mut fork, &fed, first, &mut total)?;
-            tokens += fed.len();
-            start = end;
-        }
-        Ok((weights(&total), tokens))
+        let scores = Probing::repeating(runner, history, probe)?.run(runner, history)?;
+        let tokens = scores.iter().map(|scores| scores.probe_tokens).sum();
+        Ok((Scores::largest(&scores).rows, tokens))
     }
 }

@@ -22,7 +22,7 @@ pub struct EpisodeOptions {
 
 impl Default for EpisodeOptions {
     fn default() -> Self {
-        Self { count: 4, segment: 4, recited: 8, threshold: 0.1, margin: 0.05 }
+        Self { count: 4, segment: 4, recited: 8, threshold: 0.3, margin: 0.05 }
     }
 }
 
@@ -36,6 +36,21 @@ pub enum Route {
 }
 
 impl Route {
+    /// The views that are kept of a history with this many episodes: one for each, and the global one.
+    pub(crate) fn kept(episodes: usize) -> impl Iterator<Item = Self> {
+        (0..episodes).map(Self::Episode).chain([Self::Global])
+    }
+
+    /// The episodes that it reads, of `count`.
+    pub(crate) fn episodes(self, count: usize) -> impl Iterator<Item = usize> {
+        let (first, rest) = match self {
+            Self::Episode(only) => (only..only + 1, None),
+            Self::Union(a, b) => (a..a + 1, Some(b)),
+            Self::Global => (0..count, None),
+        };
+        first.chain(rest)
+    }
+
     /// Whether the view was made for this episode among others.
     pub fn covers(self, episode: usize) -> bool {
         match self {
@@ -61,7 +76,7 @@ impl Topics {
     pub fn new(
         tokens: &[u32],
         utterances: &[Range<usize>],
-        embeddings: &InputEmbeddings<'_>,
+        embeddings: &InputEmbeddings,
         options: EpisodeOptions,
     ) -> Self {
         let whole = |part: &[Range<usize>]| Some(part.first()?.start..part.last()?.end);
@@ -105,7 +120,7 @@ impl Topics {
     }
 
     /// The view for a question, the bare text of the user, and its largest similarity to an episode.
-    pub fn route(&self, question: &[u32], embeddings: &InputEmbeddings<'_>) -> (Route, f64) {
+    pub fn route(&self, question: &[u32], embeddings: &InputEmbeddings) -> (Route, f64) {
         let vector = self.embedder.embed(question, embeddings);
         let mut similar: Vec<(f64, usize)> =
             self.clusters.centroids.iter().enumerate().map(|(i, c)| (dot(&vector, c), i)).collect();

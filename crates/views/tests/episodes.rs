@@ -4,9 +4,11 @@ mod support;
 
 use oscar_models::{ModelSource, Weights};
 use oscar_views::{
-    Budget, EpisodeOptions, Episodes, HeadSplit, History, InputEmbeddings, Probe, Route, Topics, select,
+    Budget, EpisodeOptions, Episodes, HeadSplit, History, InputEmbeddings, Keep, Probe, Probing, Route,
+    Topics, ViewSet, select,
 };
 use std::ops::Range;
+use std::sync::Arc;
 use support::{base, runner};
 
 /// Three topics with words of their own, in turn: 24 utterances of 32 tokens.
@@ -16,14 +18,18 @@ fn conversation() -> (Vec<u32>, Vec<Range<usize>>) {
     (tokens, (0..24).map(|u| u * 32..(u + 1) * 32).collect())
 }
 
+fn embeddings() -> InputEmbeddings {
+    let weights = Weights::open(&ModelSource::Embedded(oscar_embedded::FILES)).unwrap();
+    InputEmbeddings::new(Arc::new(weights)).unwrap()
+}
+
 fn options() -> EpisodeOptions {
     EpisodeOptions { count: 3, segment: 2, ..EpisodeOptions::default() }
 }
 
 #[test]
 fn topics_are_found_and_questions_routed() {
-    let weights = Weights::open(&ModelSource::Embedded(oscar_embedded::FILES)).unwrap();
-    let embeddings = InputEmbeddings::new(&weights).unwrap();
+    let embeddings = embeddings();
     let (tokens, utterances) = conversation();
     let topics = Topics::new(&tokens, &utterances, &embeddings, options());
     assert_eq!(topics.episodes(), 3);
@@ -63,8 +69,7 @@ fn topics_are_found_and_questions_routed() {
 /// Equal for any chunks; a union is the maximum of its episodes; nothing is left behind.
 #[test]
 fn episodes_keep_the_rows_of_their_topic() {
-    let weights = Weights::open(&ModelSource::Embedded(oscar_embedded::FILES)).unwrap();
-    let embeddings = InputEmbeddings::new(&weights).unwrap();
+    let embeddings = embeddings();
     let (tokens, utterances) = conversation();
     let scored = |chunk: usize| {
         let mut runner = runner(chunk);
@@ -110,4 +115,60 @@ fn episodes_keep_the_rows_of_their_topic() {
     let topics = Topics::new(&tokens, &utterances, &embeddings, options());
     let error = Episodes::score(&mut runner, &history, topics, &Probe::default()).unwrap_err();
     assert!(error.to_string().contains("whole history"), "{error}");
+}
+
+/// A server probes in small pieces, gives pages back on the way, and keeps only the scores of kept rows:
+/// every view is the one that a probe in one piece gives.
+#[test]
+fn a_view_set_keeps_the_rows_of_a_probe_in_one_piece() {
+    let embeddings = embeddings();
+    let (tokens, utterances) = conversation();
+    let mut runner = runner(512);
+    let sequence = base(&mut runner, &tokens);
+    let history = History { sequence: &sequence, tokens: &tokens, len: tokens.len(), observed: None };
+    let topics = Topics::new(&tokens, &utterances, &embeddings, options());
+    let probe = Probe { recall: tokens[..7].to_vec(), repeat: tokens[9..20].to_vec() };
+    let episodes = Episodes::score(&mut runner, &history, topics.clone(), &probe).unwrap();
+    let before = runner.usage();
+    let mut probing = Probing::reciting(&runner, &history, &topics, &probe).unwrap();
+    let mut pieces = 0;
+    while !probing.is_done() {
+        assert!(probing.advance(&mut runner, &history, 50).unwrap() <= 50);
+        pieces += 1;
+        if pieces == 5 {
+            probing.release();
+            assert_eq!(runner.usage(), before);
+        }
+    }
+    assert!(pieces > 12, "{pieces}");
+    let keep = |heads| Keep { budget: Budget::Rows(60), heads, protected: [100..110].into() };
+    let scores = probing.scores();
+    let layout = runner.layout().clone();
+    for (heads, unions) in
+        [(HeadSplit::Global, true), (HeadSplit::Uniform, true), (HeadSplit::Adaptive, false)]
+    {
+        let set = ViewSet::new(layout.clone(), scores.clone(), Some(topics.clone()), keep(heads));
+        assert_eq!(set.probe_tokens, episodes.probe_tokens());
+        assert_eq!((set.routes().count(), set.rows()), (4, &[70; 4][..]));
+        for route in set.routes().chain([Route::Union(2, 0)]) {
+            let Keep { budget, heads, protected } = keep(heads);
+            let expected = select(&layout, &episodes.scores(route), budget, heads, &protected);
+            let got = set.selection(route);
+            assert_eq!((got.chosen, got.protected), (expected.chosen, expected.protected), "{route:?}");
+            if unions || matches!(route, Route::Episode(_)) {
+                assert!(got.kept == expected.kept, "{heads:?} {route:?}");
+            }
+        }
+        let question = &tokens[5..15];
+        let (route, similarity) = set.route(question, &embeddings);
+        assert_eq!((route, similarity), {
+            let (route, similarity) = topics.route(question, &embeddings);
+            (route, Some(similarity))
+        });
+    }
+    // Without topics there is one view.
+    let zip = Probing::repeating(&runner, &history, &probe).unwrap().run(&mut runner, &history).unwrap();
+    let set = ViewSet::new(layout, zip, None, keep(HeadSplit::Global));
+    assert_eq!((set.routes().collect::<Vec<_>>(), set.rows()), (vec![Route::Global], &[70][..]));
+    assert_eq!(set.route(&tokens[..5], &embeddings), (Route::Global, None));
 }

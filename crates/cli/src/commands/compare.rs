@@ -4,7 +4,7 @@
 //! result is recorded at once, so an interrupted comparison continues where it stopped.
 
 use super::eval::session::{Format, Prepared, Session};
-use super::eval::{check_seed, digest, read_text};
+use super::eval::{check_seed, conversations, digest, read_text};
 use crate::options::{CacheArgs, ModelArgs};
 use crate::{progress, table};
 use anyhow::{Context, Result, bail};
@@ -12,11 +12,14 @@ use oscar_backend::AttentionPath;
 use oscar_eval::cases::{Case, chat_cases, needle_cases};
 use oscar_eval::compare::speed::{ROUNDS, recorded_speeds};
 use oscar_eval::compare::{Comparison, MethodResult, Size, Text};
+use oscar_eval::conversations::{Arm, Arms, ConversationRow, Unit, conversation_cases};
 use oscar_eval::ppl::{score_recorded, windows};
 use oscar_eval::run::{Row, run_cases};
 use oscar_eval::{Journal, PplOptions, PplResult, Prompts};
 use oscar_figures::write_whole;
+use oscar_tasks::chat::sessions::Variant;
 use oscar_tasks::{Filler, GrammarFiller, RulerConfig, RulerGenerator, Task};
+use oscar_views::EpisodeOptions;
 use serde_json::json;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -79,6 +82,13 @@ pub struct Args {
     /// Cases of each task
     #[arg(long, value_name = "N", default_value_t = 4)]
     limit: usize,
+    /// Eviction policies, each a row at every --rows: --limit conversations of --task-context tokens under the first
+    /// format of --kv whose rows can be evicted. `oscar eval conversations` measures more of them
+    #[arg(long, value_name = "POLICY[,POLICY…]", value_delimiter = ',')]
+    policies: Vec<String>,
+    /// Rows that --policies keep, in percent of the history
+    #[arg(long, value_name = "PERCENT[,PERCENT…]", value_delimiter = ',', default_values_t = [50.0, 25.0, 12.5])]
+    rows: Vec<f64>,
     /// Depths of needles, in percent of the context
     #[arg(long, value_name = "N[,N…]", value_delimiter = ',', default_values_t = [10, 30, 50, 70, 90])]
     depths: Vec<usize>,
@@ -111,6 +121,9 @@ impl Args {
         if self.windows == 0 || self.batch == 0 || self.limit == 0 {
             bail!("--windows, --limit and --batch must be at least 1");
         }
+        if let Some(percent) = self.rows.iter().find(|p| !(**p > 0.0 && **p <= 100.0)) {
+            bail!("--rows {percent}: give a share of the history above 0 and up to 100 percent");
+        }
         if self.depths.is_empty() || !self.depths.is_sorted() || self.depths.iter().any(|&d| d > 100) {
             bail!("--depths: give percentages from 0 to 100 in ascending order");
         }
@@ -137,7 +150,9 @@ pub fn run(args: &Args) -> Result<()> {
         // A word is at least a token.
         None => GrammarFiller.essay(args.windows * args.longest(), TEXT_SEED),
     };
-    let longest = args.task_context.iter().copied().max().unwrap_or(0).max(args.longest() + SPEED_ROOM);
+    let told = args.task_context.iter().copied().max().unwrap_or(0);
+    let told = if args.policies.is_empty() { told } else { conversations::positions(told) };
+    let longest = told.max(args.longest() + SPEED_ROOM);
     let session =
         Session::open(&args.model, &args.cache, Some(longest), "--context (with room for the speed steps)")?;
     let formats = session.prepare(&args.kv)?;
@@ -146,6 +161,7 @@ pub fn run(args: &Args) -> Result<()> {
     std::fs::create_dir_all(&args.out).with_context(|| format!("--out {}", args.out.display()))?;
     let config = session.config(json!({
         "text": digest(&text), "window": args.longest(), "windows": args.windows, "score_from": args.score_from,
+        "policies": args.policies, "rows": args.rows,
     }));
     let mut journal = Journal::open(Some(&args.out.join("cases.jsonl")), "compare", &config)?;
     if !journal.is_empty() {
@@ -158,6 +174,7 @@ pub fn run(args: &Args) -> Result<()> {
     let started = Instant::now();
     ask(args, &session, &formats, &tasks, &mut journal, &mut methods)?;
     eprintln!("tasks and needles: {:.0} s", started.elapsed().as_secs_f64());
+    let policies = evict(args, &session, &formats, &mut journal)?;
 
     let comparison = Comparison {
         model: session.model.name.clone(),
@@ -166,6 +183,7 @@ pub fn run(args: &Args) -> Result<()> {
         notes: notes(args, &tasks),
         contexts: args.context.clone(),
         methods,
+        policies,
     };
     write(&args.out.join("compare.json"), &serde_json::to_string_pretty(&comparison)?)?;
     let report = args.out.join("report.html");
@@ -176,12 +194,17 @@ pub fn run(args: &Args) -> Result<()> {
     if args.json {
         let rows = comparison.methods.iter().flat_map(|m| m.json_rows(args.longest()));
         rows.for_each(|row| println!("{row}"));
+        comparison.policies.iter().for_each(|row| println!("{}", json!(row)));
     } else {
         let (header, rows) = comparison.table();
         println!("{}", table::render(&header, &rows));
         println!(
             "\nspeed is against BF16 in the same run, and noisy; dequantized first: no kernel of its own"
         );
+        let (header, rows) = comparison.policy_table();
+        if !rows.is_empty() {
+            println!("\n{}", table::render(&header, &rows));
+        }
     }
     eprintln!("report: {}", report.display());
     Ok(())
@@ -283,6 +306,40 @@ fn ask(
         result.add_answers(answers, &rows[0], long);
     }
     Ok(())
+}
+
+/// Eviction policies on conversations.
+fn evict(
+    args: &Args,
+    session: &Session,
+    formats: &[Prepared],
+    journal: &mut Journal,
+) -> Result<Vec<ConversationRow>> {
+    let policies: Vec<Arm> =
+        args.policies.iter().map(|name| conversations::arm(name)).collect::<Result<_>>()?;
+    let Some(&longest) = args.task_context.iter().max().filter(|_| !policies.is_empty()) else {
+        return Ok(Vec::new());
+    };
+    conversations::check_room(session, longest, "--task-context")?;
+    let Some(format) = formats.iter().find(|format| format.cache.layout.evicts_rows().is_ok()) else {
+        bail!("--policies: rows of none of these formats can be evicted; add --kv oscar");
+    };
+    let prompts = Prompts::new(&session.text, false);
+    let variants = [Variant::Sessions, Variant::Update, Variant::Cross];
+    let mut cases = Vec::new();
+    for &context in &args.task_context {
+        cases.extend(conversation_cases(
+            &prompts,
+            &variants,
+            context,
+            args.seed,
+            args.limit,
+            &GrammarFiller,
+        )?);
+    }
+    let budgets = args.rows.iter().map(|percent| (Unit::Rows, *percent)).collect();
+    let arms = Arms { policies, budgets, episodes: EpisodeOptions::default() };
+    conversations::measure(session, &[format], &cases, &arms, journal)
 }
 
 fn notes(args: &Args, tasks: &[Task]) -> Vec<String> {

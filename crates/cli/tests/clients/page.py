@@ -66,6 +66,12 @@ def desktop(browser):
         enough.set()
         running.join()
     browser.wait(f"{text('queue')}.startsWith('0 /')")
+    # Views of a running request: what each keeps, the one that is read in bold.
+    views = """(() => { const node = drawRequest({id: 1, prompt_tokens: 9, generated_tokens: 1, cached_tokens: 0,
+      sink_tokens: 64, coded_tokens: 70, evicted_tokens: 500, recent_tokens: 64, bytes: 1,
+      views: [{rows: 60, read: false}, {rows: 61, read: true}, {rows: 62, read: false}]}, {page_tokens: 64, full_block_bytes: 1});
+      return node.querySelector('.views').textContent + '|' + node.querySelector('.views b').textContent; })()"""
+    assert browser.js(views) == "views, rows kept: episode 0 60 · episode 1 61 · all 62|episode 1 61"
     # The conversation goes on. A limit leaves room for more of it.
     browser.js("document.getElementById('most').value = '64'")
     browser.say("Tell me more.")

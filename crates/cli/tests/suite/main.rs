@@ -9,6 +9,7 @@ mod clients;
 mod commands;
 mod deploy;
 mod docs;
+mod episodes;
 mod evaluation;
 mod families;
 #[cfg(unix)]

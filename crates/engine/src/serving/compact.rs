@@ -8,6 +8,7 @@ use crate::scheduler::SequenceId;
 use oscar_backend::Backend;
 use oscar_cache::OutOfPages;
 use oscar_runner::{Sequence, StepError};
+use oscar_views::Eviction;
 use std::ops::Range;
 
 impl<B: Backend> Serving<B> {
@@ -62,7 +63,7 @@ impl<B: Backend> Serving<B> {
     }
 
     /// Makes the prefix tree give up what a compaction lacks; `false` if it has nothing to give.
-    fn make_room(&mut self, full: &OutOfPages) -> bool {
+    pub(super) fn make_room(&mut self, full: &OutOfPages) -> bool {
         let Some(cache) = &mut self.cache else { return false };
         let done = cache.reclaim(full.wanted.saturating_sub(full.free));
         self.statistics.note_reclaimed(&done);
@@ -70,7 +71,7 @@ impl<B: Backend> Serving<B> {
         done.bytes > 0 && self.demote_tails().is_ok()
     }
 
-    fn go_on(&mut self, id: SequenceId, sequence: Sequence, lineage: oscar_cache::CacheSalt) {
+    pub(super) fn go_on(&mut self, id: SequenceId, sequence: Sequence, lineage: oscar_cache::CacheSalt) {
         let Some(choice) = self.live.choice_mut(id) else { return };
         choice.sequence = Some(sequence);
         choice.lineage = Some(lineage);
@@ -83,18 +84,25 @@ impl<B: Backend> Serving<B> {
     /// Notes what the rows of a capped conversation have come to.
     pub(super) fn note_rows(&mut self, id: SequenceId) {
         let Some(live) = self.live.get_mut(id.request) else { return };
-        let (Some(cap), Some(choice)) = (&live.cap, live.choices.get(&id.choice)) else { return };
-        let Some(sequence) = &choice.sequence else { return };
+        let (policy, budget, route) = match (&live.cap, &live.post) {
+            (Some(cap), _) => (Eviction::Scorer(cap.policy.evict), cap.rows, None),
+            (None, Some(post)) => (post.cap.eviction, post.cap.rows, Some(post.taken())),
+            (None, None) => return,
+        };
+        let Some(sequence) = live.choices.get(&id.choice).and_then(|choice| choice.sequence.as_ref()) else {
+            return;
+        };
         let (history, kept) = history_rows(self.runner.layout(), sequence);
         live.usage.kv = Some(KvUsage {
-            evict: cap.policy.evict,
-            budget: cap.rows,
+            policy,
+            budget,
             logical: sequence.len(),
             history,
             kept,
             protected: live.params.kv.protected.iter().map(Range::len).sum(),
             compactions: live.usage.kv.map_or(0, |known| known.compactions),
             view: sequence.pages().view().map(|view| view.end()),
+            route,
         });
     }
 

@@ -8,6 +8,7 @@ mod faults;
 mod fp8_weights;
 mod goldens;
 mod logs;
+mod post;
 mod requests;
 mod row_cap;
 mod same_answers;

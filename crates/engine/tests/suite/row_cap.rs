@@ -4,8 +4,8 @@ use crate::client::{Outcome, submit};
 use crate::support::Setup;
 use oscar_codec::{KvFormat, Windows};
 use oscar_engine::{
-    Engine, EngineApi, EngineHandle, EngineOptions, GenerationParams, KvRequest, RowCap, SchedulerOptions,
-    default_split,
+    Cap, Engine, EngineApi, EngineHandle, EngineOptions, Eviction, GenerationParams, KvRequest, RowCap,
+    SchedulerOptions,
 };
 use oscar_views::{Evict, Policy};
 
@@ -25,9 +25,10 @@ fn setup(kv_memory: usize) -> Setup {
 
 fn engine(setup: &Setup, evict: Evict, rows: &str, chunk: usize, prefix_cache: bool) -> EngineHandle {
     let runner = setup.embedded();
-    let policy = Policy { evict, budget: rows.parse().unwrap(), heads: default_split(evict) };
+    let policy =
+        Policy { evict, budget: rows.parse().unwrap(), heads: Eviction::Scorer(evict).default_split() };
     let options = EngineOptions {
-        row_cap: Some(RowCap::new(&runner, policy, 128).unwrap()),
+        cap: Some(Cap::Block(RowCap::new(&runner, policy, 128).unwrap())),
         prefix_cache,
         scheduler: SchedulerOptions { prefill_chunk: chunk, ..SchedulerOptions::default() },
         ..EngineOptions::new("test")
@@ -98,10 +99,43 @@ fn two_hundred_turns_fit_their_cap() {
     engine.shutdown();
 }
 
+/// The peak of a capped conversation, as docs/conversations.md states it: an ordinary sequence of
+/// `sink + recent + budget + block` tokens, the pages of one more view, and two BF16 pages. A cache of
+/// exactly that many bytes holds a prompt of any length.
+#[test]
+fn the_peak_of_a_capped_conversation_is_the_stated_one() {
+    let (rows, block, tokens_told) = (192, 128, 2500);
+    let layout = setup(1 << 20).embedded().layout().clone();
+    let first = 64 + 64 + rows + block;
+    let peak = layout.peak_bytes(first)
+        + (rows.div_ceil(64) + 1) * layout.coded_block_bytes()
+        + 2 * layout.full_block_bytes();
+    assert!(peak < layout.peak_bytes(tokens_told), "the cap saves memory");
+    let run = |memory: usize, evict| {
+        let engine = engine(&setup(memory), evict, &rows.to_string(), 512, false);
+        let prompt = tokens(tokens_told, 5);
+        let params = GenerationParams { max_tokens: 4, ..GenerationParams::default() };
+        let outcome = submit(&engine, &prompt, params).map(|call| call.finish(&engine, None));
+        let compactions = engine.stats().compactions;
+        engine.shutdown();
+        outcome.map(|outcome| (outcome.failed, outcome.answers[&0].tokens.len(), compactions))
+    };
+    for evict in [Evict::KeyDiff, Evict::SnapKv] {
+        assert_eq!(
+            run(peak, evict).unwrap(),
+            (None, 4, ((tokens_told - first) / block + 1) as u64),
+            "{evict}"
+        );
+    }
+    let error = run(peak - layout.coded_block_bytes(), Evict::KeyDiff).unwrap_err().to_string();
+    assert!(error.contains("--kv-memory") || error.contains("bytes"), "{error}");
+}
+
 #[test]
 fn caps_that_cannot_work_are_refused_with_the_reason() {
     let refused = |setup: Setup, evict, budget: &str| {
-        let policy = Policy { evict, budget: budget.parse().unwrap(), heads: default_split(evict) };
+        let policy =
+            Policy { evict, budget: budget.parse().unwrap(), heads: Eviction::Scorer(evict).default_split() };
         RowCap::new(&setup.embedded(), policy, 128).unwrap_err()
     };
     let oscar = || setup(1 << 28);
@@ -138,7 +172,7 @@ fn a_request_may_bring_its_own_cap() {
     assert_eq!((whole.usage.kv, cold.stats().compactions), (None, 0));
     let expected = asked(&cold, budget());
     let usage = expected.usage.kv.unwrap();
-    assert_eq!((usage.evict, usage.budget, usage.compactions), (Evict::KeyDiff, 128, 1));
+    assert_eq!((usage.policy, usage.budget, usage.compactions), (Eviction::Scorer(Evict::KeyDiff), 128, 1));
     assert!(usage.kept < usage.history && usage.view.is_some() && usage.protected == 0, "{usage:?}");
     // Protected rows are kept beside the budget, in a part of the prefix tree of their own.
     let protecting = || KvRequest { protected: std::iter::once(70..170).collect(), ..budget() };
@@ -171,10 +205,17 @@ fn caps_of_requests_are_refused_by_field() {
     let kv = KvRequest::default;
     let budget = |text: &str| text.parse().ok();
     for (error, named) in [
-        (refused(&free, KvRequest { evict: Some(Evict::SnapKv), ..kv() }, None), "kv.budget"),
+        (
+            refused(&free, KvRequest { evict: Some(Eviction::Scorer(Evict::SnapKv)), ..kv() }, None),
+            "kv.budget",
+        ),
         (refused(&free, KvRequest { budget: budget("25%"), ..kv() }, None), "no cap"),
         (
-            refused(&free, KvRequest { budget: budget("256"), evict: Some(Evict::KvZip), ..kv() }, None),
+            refused(
+                &free,
+                KvRequest { budget: budget("256"), evict: Some(Eviction::Scorer(Evict::KvZip)), ..kv() },
+                None,
+            ),
             "kvzip",
         ),
         (refused(&free, KvRequest { budget: budget("256"), whole: true, ..kv() }, None), "kv.view"),

@@ -4,7 +4,7 @@ use crate::families::{Fixture, fixture, largest_difference, runner, runner_with}
 use crate::support::{Setup, all_logits, greedy, sliding_model};
 use oscar_backend::{WeightFormat, argmax};
 use oscar_codec::{CacheLayout, CodeLayout, HeadRotations, KvFormat, RotationSet, Windows};
-use oscar_engine::{EVICT_BLOCK, RowCap, default_split};
+use oscar_engine::{EVICT_BLOCK, Eviction, RowCap};
 use oscar_kernels_cpu::backend::{CpuBackend, Mode};
 use oscar_kernels_cpu::{Kernels, Variant};
 use oscar_models::{DecoderConfig, Family, ModelSource, MoeConfig, SlidingLayers, Weights, shapes};
@@ -234,7 +234,7 @@ fn eviction_is_refused_by_name() {
         let source = fixture(name).source;
         let mut runner = runner(&source, Variant::Scalar, Mode::Bf16, KvFormat::OSCAR2).unwrap();
         let (evict, budget) = (Evict::SnapKv, "256".parse().unwrap());
-        let policy = Policy { evict, budget, heads: default_split(evict) };
+        let policy = Policy { evict, budget, heads: Eviction::Scorer(evict).default_split() };
         let message = RowCap::new(&runner, policy, EVICT_BLOCK).unwrap_err();
         assert!(message.contains("sliding windows or attention sinks"), "{message}");
         let error = runner.derive(&Sequence::new(), 64, Vec::new()).err().unwrap().to_string();

@@ -8,6 +8,7 @@
 pub mod report;
 pub mod speed;
 
+use crate::conversations::ConversationRow;
 use crate::ppl::PplResult;
 use crate::run::{REFERENCE, Row, summarize};
 use serde::{Deserialize, Serialize};
@@ -25,6 +26,9 @@ pub struct Comparison {
     /// Contexts of needles, bits and memory; text and speed are measured at the last.
     pub contexts: Vec<usize>,
     pub methods: Vec<MethodResult>,
+    /// Eviction policies on conversations, if they were asked for.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub policies: Vec<ConversationRow>,
 }
 
 /// Everything measured of one method.

@@ -80,7 +80,7 @@ pub struct Setting<'a> {
     pub probe: &'a Probe,
     pub prompts: &'a Prompts<'a>,
     pub stops: &'a [u32],
-    pub embeddings: InputEmbeddings<'a>,
+    pub embeddings: InputEmbeddings,
 }
 
 /// The results of one case under one policy.
@@ -206,7 +206,7 @@ enum Ranked {
 
 impl Ranked {
     /// The view for a question, or the only one.
-    fn route(&self, ask: &Ask, embeddings: &InputEmbeddings<'_>) -> Route {
+    fn route(&self, ask: &Ask, embeddings: &InputEmbeddings) -> Route {
         match self {
             Self::One(_) => Route::Global,
             Self::Episodes(episodes) => episodes.topics.route(&ask.question, embeddings).0,

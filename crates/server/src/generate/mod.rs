@@ -123,7 +123,7 @@ pub struct Finish {
 }
 
 /// Token counts of a prompt or of a whole response.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Totals {
     pub usage: Usage,
     pub reasoning_tokens: usize,

@@ -13,7 +13,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use oscar_engine::{EngineApi, EngineInfo, EngineStats};
+use oscar_engine::{EngineApi, EngineInfo, EngineStats, RouteCounts};
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::text::{encode_eof, encode_registry};
 use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric};
@@ -306,12 +306,19 @@ impl Collector for EngineCollector {
             let labels = [("format", format), ("holder", holder)];
             ConstGauge::new(count as u64).encode(family.encode_family(&labels)?)?;
         }
+        let RouteCounts { episode, union, global, full } = stats.routes;
+        let kind = ConstCounter::new(0u64).metric_type();
+        let help = "Turns by the view of their history that they read; full: no view was ready";
+        let mut family = encoder.encode_descriptor("kv_routes", help, None, kind)?;
+        for (name, count) in [("episode", episode), ("union", union), ("global", global), ("full", full)] {
+            ConstCounter::new(count).encode(family.encode_family(&[("kind", name)])?)?;
+        }
         store::encode(&stats, &mut encoder)
     }
 }
 
 /// Names without the `_total` that the text format adds.
-fn counters(stats: &EngineStats) -> [(&'static str, &'static str, u64); 17] {
+fn counters(stats: &EngineStats) -> [(&'static str, &'static str, u64); 21] {
     [
         ("engine_steps", "Engine steps", stats.steps),
         ("prompt_tokens", "Prompt tokens taken in", stats.prompt_tokens),
@@ -331,6 +338,10 @@ fn counters(stats: &EngineStats) -> [(&'static str, &'static str, u64); 17] {
         ("kv_evicted_rows", "Rows of single heads that compactions left out", stats.evicted_rows),
         ("kv_kept_rows", "Rows of single heads that compactions kept", stats.kept_rows),
         ("kv_protected_rows", "Kept rows of protected messages", stats.protected_rows),
+        ("kv_views", "Views of whole histories that were made", stats.views),
+        ("kv_probe_tokens", "Tokens computed to score whole histories", stats.probe_tokens),
+        ("kv_replayed_tokens", "Tokens computed in the background on a base", stats.replayed_tokens),
+        ("kv_view_jobs_failed", "Conversations that got no views", stats.view_jobs_failed),
         ("engine_requests_finished", "Requests that ran to their end", stats.finished),
         ("engine_requests_cancelled", "Requests cancelled", stats.cancelled),
         ("engine_requests_failed", "Requests that failed", stats.failed),

@@ -1,6 +1,6 @@
 //! The `usage` object of a response: the engine's counts as JSON.
 
-use oscar_engine::{CachedByTier, KvUsage, Usage};
+use oscar_engine::{CachedByTier, KvRoute, KvUsage, Route, Usage};
 use serde::Serialize;
 
 use crate::generate::Totals;
@@ -33,12 +33,46 @@ struct KvDetails {
     compactions: usize,
     /// Tokens that the last view stands for; null while nothing was evicted.
     view: Option<usize>,
+    /// There only in post mode: the view that the turn read.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    route: Option<&'static str>,
+    /// The episode that it was made for; for a union the closer of the two.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    episode: Option<usize>,
+    /// Cosine between the last user message and the closest episode.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    similarity: Option<f64>,
 }
 
 impl From<KvUsage> for KvDetails {
     fn from(kv: KvUsage) -> Self {
-        let KvUsage { evict, budget, logical, history, kept, protected, compactions, view } = kv;
-        Self { policy: evict.name(), budget, logical, history, kept, protected, compactions, view }
+        let KvUsage { policy, budget, logical, history, kept, protected, compactions, view, route } = kv;
+        let (route, episode, similarity) = match route {
+            None => (None, None, None),
+            Some(KvRoute::Full) => (Some("full"), None, None),
+            Some(KvRoute::View { route, similarity }) => {
+                let (name, episode) = match route {
+                    Route::Episode(episode) => ("episode", Some(episode)),
+                    Route::Union(closer, _) => ("union", Some(closer)),
+                    Route::Global => ("global", None),
+                };
+                (Some(name), episode, similarity)
+            }
+        };
+        let policy = policy.name();
+        Self {
+            policy,
+            budget,
+            logical,
+            history,
+            kept,
+            protected,
+            compactions,
+            view,
+            route,
+            episode,
+            similarity,
+        }
     }
 }
 
@@ -117,6 +151,32 @@ mod tests {
         let usage = Usage { demoted_tail: true, ..Usage::default() };
         totals += Totals { usage, ..Totals::default() };
         assert_eq!(details(totals), json!({"cached_tokens": 64, "demoted_tail": true}));
+    }
+
+    #[test]
+    fn routes_are_told_in_post_mode_alone() {
+        let (policy, budget, logical, history) = (oscar_engine::Eviction::Episodes, 128, 900, 700);
+        let route = |route| KvRoute::View { route, similarity: Some(0.5) };
+        let told = |route: Option<KvRoute>| {
+            let kv = KvUsage {
+                policy,
+                budget,
+                logical,
+                history,
+                kept: 200,
+                protected: 9,
+                compactions: 0,
+                view: Some(640),
+                route,
+            };
+            let details = json!(KvDetails::from(kv));
+            json!([details["route"], details["episode"], details["similarity"]])
+        };
+        assert_eq!(told(None), json!([null, null, null]));
+        assert_eq!(told(Some(KvRoute::Full)), json!(["full", null, null]));
+        assert_eq!(told(Some(route(Route::Episode(2)))), json!(["episode", 2, 0.5]));
+        assert_eq!(told(Some(route(Route::Union(3, 1)))), json!(["union", 3, 0.5]));
+        assert_eq!(told(Some(route(Route::Global))), json!(["global", null, 0.5]));
     }
 
     #[test]

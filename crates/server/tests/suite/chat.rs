@@ -313,9 +313,17 @@ async fn rows_to_keep_reach_the_engine_and_others_are_refused_by_name() {
     assert!(client.engine.last_params().kv.protected.is_empty());
     client.chat(&asked(json!({"view": "none"}))).await.ok();
     assert!(client.engine.last_params().kv.whole);
+    // Policies that choose from the whole history are told where the messages stand.
+    assert_eq!(kv.turn, None);
+    client.chat(&asked(json!({"budget": 512, "evict": "episodes"}))).await.ok();
+    let turn = client.engine.last_params().kv.turn.unwrap();
+    let decode = |tokens: &[u32]| text().tokenizer.decode(tokens, true).unwrap();
+    assert_eq!((decode(&turn.question).trim(), turn.utterances.len()), ("Hi", 1));
+    assert_eq!((turn.utterances[0].start, turn.utterances[0].end), (0, turn.start));
+    assert!(decode(&prompt[..turn.start]).ends_with("Answer in one word."), "{turn:?}");
     for (kv, named) in [
         (json!({"budget": "much"}), "kv.budget"),
-        (json!({"evict": "episodes", "budget": 512}), "kv.evict"),
+        (json!({"evict": "lru", "budget": 512}), "kv.evict"),
         (json!({"budget": 512, "protect": [{"messages": [2]}]}), "kv.protect"),
         (json!({"size": 512}), "kv"),
     ] {

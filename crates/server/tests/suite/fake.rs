@@ -96,6 +96,7 @@ impl FakeEngine {
             sink: 64,
             recent: 256,
             row_cap: None,
+            keeps_base: false,
         };
         let inner = Inner {
             info,
@@ -158,6 +159,7 @@ impl EngineApi for FakeEngine {
             evicted_tokens: 0,
             recent_tokens: 0,
             bytes: 0,
+            views: Vec::new(),
         };
         self.inner.lay_out(&mut running);
         state.running.insert(request.id(), running);

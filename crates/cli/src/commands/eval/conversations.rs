@@ -1,7 +1,8 @@
 //! `oscar eval conversations`: which eviction policy keeps the facts of long conversations.
 
-use super::session::Session;
+use super::session::{Prepared, Session};
 use super::{Common, check_seed, filler};
+use crate::episodes::{EpisodeArgs, probe};
 use crate::{progress, table};
 use anyhow::{Context, Result, bail};
 use oscar_eval::conversations::{
@@ -10,9 +11,8 @@ use oscar_eval::conversations::{
 };
 use oscar_eval::{Journal, Prompts};
 use oscar_figures::write_whole;
-use oscar_tasks::chat::Turn;
 use oscar_tasks::chat::sessions::Variant;
-use oscar_views::{EpisodeOptions, Evict, HeadSplit, InputEmbeddings, Probe};
+use oscar_views::{Eviction, HeadSplit, InputEmbeddings};
 use serde_json::json;
 use std::path::PathBuf;
 
@@ -54,37 +54,6 @@ pub struct Args {
     picture: Option<PathBuf>,
 }
 
-#[derive(clap::Args)]
-struct EpisodeArgs {
-    /// Episodes of a conversation, at most
-    #[arg(long = "episodes", value_name = "N", default_value_t = EpisodeOptions::default().count)]
-    count: usize,
-    /// Messages of a segment, the unit that is grouped into episodes
-    #[arg(long = "episode-segment", value_name = "N", default_value_t = EpisodeOptions::default().segment)]
-    segment: usize,
-    /// Cosine to every episode below which a question is asked of the global view
-    #[arg(long = "episode-threshold", value_name = "COSINE", default_value_t = EpisodeOptions::default().threshold)]
-    threshold: f64,
-    /// Difference of cosines below which a question is asked of two episodes together
-    #[arg(long = "episode-margin", value_name = "COSINE", default_value_t = EpisodeOptions::default().margin)]
-    margin: f64,
-}
-
-impl EpisodeArgs {
-    fn options(&self) -> Result<EpisodeOptions> {
-        if self.count == 0 || self.segment == 0 {
-            bail!("--episodes and --episode-segment: give at least 1");
-        }
-        let Self { count, segment, threshold, margin } = *self;
-        Ok(EpisodeOptions { count, segment, threshold, margin, ..EpisodeOptions::default() })
-    }
-}
-
-/// The request that makes a model repeat its context.
-const REPEAT: &str = "Repeat the previous context exactly.";
-/// The request that makes a model tell what it was told.
-const RECALL: &str = "Recall the names, facts and codes that were told before.";
-
 pub fn run(args: &Args) -> Result<()> {
     if args.limit == 0 {
         bail!("--limit 0: at least one conversation of each variant is needed");
@@ -103,20 +72,8 @@ pub fn run(args: &Args) -> Result<()> {
     let (filler, text_digest) = filler(args.text.as_deref(), "--text")?;
     // Room for what `kvzip` repeats behind the conversation.
     let session = Session::open(&common.model, &common.cache, None, "--context")?;
-    if longest + 2 * PROBE_ROOM > session.context {
-        bail!(
-            "--context {longest}: {} addresses {} positions, and scoring needs {} beyond the conversation",
-            session.model.name,
-            session.context,
-            2 * PROBE_ROOM
-        );
-    }
-    if session.text.chat.is_none() {
-        bail!("conversations need a chat template: use an instruction-tuned model");
-    }
+    check_room(&session, longest, "--context")?;
     let prompts = Prompts::new(&session.text, false);
-    let asked = |request: &str| prompts.chat(&[Turn::user(request)]);
-    let probe = Probe { repeat: asked(REPEAT)?, recall: asked(RECALL)? };
     let options = arms.episodes;
     let config = session.config(json!({
         "text": text_digest, "policies": args.policies, "rows": args.rows, "bytes": args.bytes,
@@ -132,19 +89,63 @@ pub fn run(args: &Args) -> Result<()> {
     // Only formats that quantize evict rows; BF16 is not among them.
     let formats: Vec<_> =
         formats.into_iter().filter(|f| common.kv.iter().any(|kv| kv.name == f.name)).collect();
+    let formats: Vec<&Prepared> = formats.iter().collect();
+    let rows = measure(&session, &formats, &cases, &arms, &mut journal)?;
+    if let Some(path) = &args.picture {
+        let figure = oscar_eval::conversations::picture(&rows);
+        write_whole(path, figure.file())
+            .with_context(|| format!("{} could not be written", path.display()))?;
+    }
+    report(&rows, common.json);
+    Ok(())
+}
+
+/// Positions beyond a conversation that a probe may take.
+const PROBE_ROOM: usize = 2200;
+
+/// Positions that conversations of this length need, those of probes included.
+pub fn positions(context: usize) -> usize {
+    context + 2 * PROBE_ROOM
+}
+
+/// Refuses conversations that the model cannot hold.
+pub fn check_room(session: &Session, longest: usize, flag: &str) -> Result<()> {
+    if positions(longest) > session.context {
+        bail!(
+            "{flag} {longest}: {} addresses {} positions, and scoring needs {} beyond the conversation",
+            session.model.name,
+            session.context,
+            2 * PROBE_ROOM
+        );
+    }
+    if session.text.chat.is_none() {
+        bail!("conversations need a chat template: use an instruction-tuned model");
+    }
+    Ok(())
+}
+
+/// Runs all cases under every format and arm, as far as the journal does not know them.
+pub fn measure(
+    session: &Session,
+    formats: &[&Prepared],
+    cases: &[ConversationCase],
+    arms: &Arms,
+    journal: &mut Journal,
+) -> Result<Vec<ConversationRow>> {
+    let (prompts, probe) = (Prompts::new(&session.text, false), probe(&session.text)?);
     let setting = Setting {
-        arms: &arms,
+        arms,
         probe: &probe,
         prompts: &prompts,
         stops: &session.stop_tokens,
-        embeddings: InputEmbeddings::new(&session.model.weights)?,
+        embeddings: InputEmbeddings::new(session.model.weights.clone())?,
     };
     let bar = progress::bar("asking", (cases.len() * formats.len()) as u64);
     let mut rows = Vec::new();
-    for format in &formats {
+    for format in formats {
         let mut runner = None;
         let mut results: Vec<(&ConversationCase, Vec<Outcome>)> = Vec::new();
-        for case in &cases {
+        for case in cases {
             let key = format!("{}/{}", format.name, case.key());
             let CaseOutcomes { outcomes } = match journal.get(&key) {
                 Some(known) => known,
@@ -166,33 +167,18 @@ pub fn run(args: &Args) -> Result<()> {
         rows.extend(summarize(&format.name, &results));
     }
     bar.finish_and_clear();
-    if let Some(path) = &args.picture {
-        let figure = oscar_eval::conversations::picture(&rows);
-        write_whole(path, figure.file())
-            .with_context(|| format!("{} could not be written", path.display()))?;
-    }
-    report(&rows, common.json);
-    Ok(())
+    Ok(rows)
 }
 
-/// Positions beyond a conversation that a probe may take.
-const PROBE_ROOM: usize = 2200;
-
-/// A policy with its division among heads: Ada-KV's unless the method has its own.
-fn arm(name: &str) -> Result<Arm> {
+/// A policy with its division among heads, its own if none is given.
+pub fn arm(name: &str) -> Result<Arm> {
     let (evict, split) = name.split_once(':').map_or((name, None), |(evict, split)| (evict, Some(split)));
-    if evict.trim().eq_ignore_ascii_case(EPISODES) {
-        return Ok(Arm::Episodes(split.map_or(Ok(HeadSplit::Global), str::parse)?));
-    }
-    let evict: Evict =
-        evict.parse().with_context(|| format!("--policies {name}: give {EPISODES} or a scorer"))?;
-    let split = match (split, evict) {
-        (Some(split), _) => split.parse()?,
-        (None, Evict::Recent | Evict::Tova | Evict::KeyDiff) => HeadSplit::Uniform,
-        (None, Evict::KvZip) => HeadSplit::Global,
-        (None, Evict::H2o | Evict::SnapKv | Evict::Expected) => HeadSplit::Adaptive,
-    };
-    Ok(Arm::Scorer(evict, split))
+    let eviction: Eviction = evict.parse().with_context(|| format!("--policies {name}"))?;
+    let split: HeadSplit = split.map_or(Ok(eviction.default_split()), str::parse)?;
+    Ok(match eviction {
+        Eviction::Episodes => Arm::Episodes(split),
+        Eviction::Scorer(evict) => Arm::Scorer(evict, split),
+    })
 }
 
 fn report(rows: &[ConversationRow], json: bool) {

@@ -1,7 +1,7 @@
 //! `oscar eval`: what a KV format costs, measured on the user's model, text and tasks.
 
 mod agent;
-mod conversations;
+pub mod conversations;
 mod files;
 pub mod ppl;
 mod ruler;

@@ -1,13 +1,17 @@
 //! Settings of the cap on the rows of each conversation.
 
+use crate::episodes::{EpisodeArgs, probe};
 use crate::options::{at_least_one, serialize_optional_display};
 use crate::progress::note;
 use anyhow::{Result, anyhow, bail};
 use oscar_backend::Backend;
-use oscar_engine::{DEFAULT_EVICT, EVICT_BLOCK, RowCap, default_split};
+use oscar_engine::{Cap, DEFAULT_EVICT, EVICT_BLOCK, PostCap, PostSetting, RowCap};
+use oscar_models::Weights;
 use oscar_runner::Runner;
-use oscar_views::{Budget, Evict, HeadSplit, Policy};
+use oscar_text::ModelText;
+use oscar_views::{Budget, Eviction, HeadSplit, InputEmbeddings, Policy};
 use serde::{Serialize, Serializer};
+use std::sync::Arc;
 
 #[derive(clap::Args, Clone, Serialize)]
 pub struct EvictionArgs {
@@ -17,10 +21,11 @@ pub struct EvictionArgs {
     #[arg(long, value_name = "N|SIZE")]
     #[serde(serialize_with = "serialize_optional_display")]
     pub kv_budget: Option<Budget>,
-    /// Which rows a conversation keeps beyond --kv-budget: keydiff, snapkv, tova or recent; keydiff if absent
+    /// Which rows a conversation keeps beyond --kv-budget: keydiff, snapkv, tova or recent; keydiff if absent.
+    /// kvzip and episodes choose from the whole history, which stays in memory: they save what a step reads
     #[arg(long, value_name = "POLICY", requires = "kv_budget")]
     #[serde(serialize_with = "serialize_optional_display")]
-    pub evict: Option<Evict>,
+    pub evict: Option<Eviction>,
     /// Division of the rows among heads: uniform, adaptive or global; the policy's own if absent
     #[arg(long, value_name = "NAME", requires = "kv_budget")]
     #[serde(serialize_with = "serialize_split")]
@@ -28,6 +33,9 @@ pub struct EvictionArgs {
     /// Rows beyond the budget after which a conversation is compacted again
     #[arg(long, value_name = "N", value_parser = at_least_one, default_value_t = EVICT_BLOCK)]
     pub evict_block: usize,
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub episodes: EpisodeArgs,
 }
 
 fn serialize_split<S: Serializer>(split: &Option<HeadSplit>, serializer: S) -> Result<S::Ok, S::Error> {
@@ -39,22 +47,47 @@ fn serialize_split<S: Serializer>(split: &Option<HeadSplit>, serializer: S) -> R
 
 impl EvictionArgs {
     /// The cap for this cache and device, if one is wanted.
-    pub fn cap<B: Backend>(&self, runner: &Runner<B>) -> Result<Option<RowCap>> {
+    pub fn cap<B: Backend>(&self, runner: &Runner<B>) -> Result<Option<Cap>> {
         let Some(budget) = self.kv_budget else {
             if self.evict.is_some() {
                 bail!("--evict needs --kv-budget");
             }
             return Ok(None);
         };
-        let evict = self.evict.unwrap_or(DEFAULT_EVICT);
-        let heads = self.evict_heads.unwrap_or_else(|| default_split(evict));
-        let cap = RowCap::new(runner, Policy { evict, budget, heads }, self.evict_block)
-            .map_err(|why| anyhow!("--kv-budget {budget}: {why}"))?;
-        note!(
-            "conversations keep {budget} of history by {evict} ({}), compacted every {} rows",
-            heads.name(),
-            cap.block
-        );
+        let eviction = self.evict.unwrap_or(Eviction::Scorer(DEFAULT_EVICT));
+        let heads = self.evict_heads.unwrap_or_else(|| eviction.default_split());
+        let cap = match eviction {
+            Eviction::Scorer(evict) if !eviction.keeps_base() => {
+                RowCap::new(runner, Policy { evict, budget, heads }, self.evict_block).map(Cap::Block)
+            }
+            _ => {
+                let episodes = self.episodes.options()?;
+                PostCap::new(runner, eviction, (budget, heads), self.evict_block, episodes).map(Cap::Post)
+            }
+        };
+        let cap = cap.map_err(|why| anyhow!("--kv-budget {budget} --evict {eviction}: {why}"))?;
+        let (heads, block) = (heads.name(), cap.block());
+        match cap {
+            Cap::Block(_) => {
+                note!(
+                    "conversations keep {budget} of history by {eviction} ({heads}), compacted every {block} rows"
+                );
+            }
+            Cap::Post(_) => note!(
+                "turns read {budget} of history by {eviction} ({heads}), chosen again every {block} rows; the whole \
+                 history stays in memory"
+            ),
+        }
         Ok(Some(cap))
+    }
+
+    /// What views of whole histories need of a model; `None` if it has no chat template.
+    pub fn post(&self, text: &ModelText, weights: &Arc<Weights>) -> Result<Option<PostSetting>> {
+        let episodes = self.episodes.options()?;
+        if text.chat.is_none() {
+            return Ok(None);
+        }
+        let embeddings = InputEmbeddings::new(weights.clone())?;
+        Ok(Some(PostSetting { probe: probe(text)?, embeddings, episodes }))
     }
 }

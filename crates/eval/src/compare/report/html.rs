@@ -15,6 +15,7 @@ pub(super) fn page(comparison: &Comparison) -> String {
     table(comparison, &mut page);
     tasks(comparison, &mut page);
     needles(comparison, &mut page);
+    policies(comparison, &mut page);
     page.push("<div class=\"pair\">");
     for figure in [divergence, memory, speed] {
         page.push("<div>");
@@ -102,6 +103,19 @@ fn tasks(comparison: &Comparison, page: &mut Page) {
         (class(method), cells.collect())
     });
     page.table(&header, rows);
+}
+
+fn policies(comparison: &Comparison, page: &mut Page) {
+    let (header, rows) = comparison.policy_table();
+    if rows.is_empty() {
+        return;
+    }
+    page.section(
+        "Eviction",
+        "Conversations under eviction: right answers in percent by the share of rows that is kept; KL to the whole cache of \
+         the same format. `oscar eval conversations` has the details.",
+    );
+    page.table(&header, rows.into_iter().map(|row| ("", row)));
 }
 
 fn needles(comparison: &Comparison, page: &mut Page) {

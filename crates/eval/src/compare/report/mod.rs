@@ -3,6 +3,7 @@
 mod html;
 
 use super::{Comparison, MethodResult};
+use crate::conversations::ConversationRow;
 use crate::run::REFERENCE;
 use oscar_figures::{Figure, Point, Scatter};
 
@@ -29,6 +30,26 @@ impl Comparison {
         }
         picture.text("tick", (8.0, height + CAPTION - 9.0), &cut);
         picture.file()
+    }
+
+    /// Header and rows of the table of eviction policies; no rows if none were measured.
+    pub fn policy_table(&self) -> (Vec<&'static str>, Vec<Vec<String>>) {
+        let header = vec!["kv", "policy ", "rows", "context", "right", "KL", "questions"];
+        let all = self.policies.iter().filter(|row| row.task == "all");
+        let cells = |row: &ConversationRow| {
+            let (right, kl) = (format!("{:.1}", 100.0 * row.accuracy), format!("{:.4}", row.kl));
+            let rows = format!("{:.3}", row.rows);
+            vec![
+                row.kv.clone(),
+                row.policy.clone(),
+                rows,
+                row.context.to_string(),
+                right,
+                kl,
+                row.n.to_string(),
+            ]
+        };
+        (header, all.map(cells).collect())
     }
 
     /// Header and rows of the table.
@@ -122,6 +143,7 @@ fn tokens(n: usize) -> String {
 #[cfg(test)]
 mod tests {
     use super::super::*;
+    use crate::conversations::Unit;
 
     pub fn sample() -> Comparison {
         let method = |kv: &str, bits: f64, kl: f64, accuracy: f64| MethodResult {
@@ -151,6 +173,26 @@ mod tests {
                 method("oscar2", 2.25, 0.01, 0.75),
                 method("kivi2", 2.25, 0.03, 0.5),
             ],
+            policies: vec![ConversationRow {
+                kv: "oscar2".into(),
+                policy: "keydiff-uniform".into(),
+                rows: 0.25,
+                context: 4096,
+                task: "all".into(),
+                accuracy: 0.625,
+                kl: 0.1,
+                n: 16,
+                percent: 25.0,
+                unit: Unit::Rows,
+                survival: None,
+                abstention: None,
+                length: None,
+                bytes: 1.0,
+                held: 1.0,
+                probe_tokens: 0.0,
+                routed: None,
+                routes: None,
+            }],
         }
     }
 

@@ -1,6 +1,6 @@
 //! The field `kv` of a chat request: which rows of the cache the conversation keeps.
 
-use oscar_engine::{Budget, Evict, KvRequest};
+use oscar_engine::{Budget, Eviction, KvRequest, Turn};
 use serde_json::{Map, Value};
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -14,7 +14,7 @@ use crate::schema::shown;
 #[derive(Debug, Default, PartialEq)]
 pub struct KvFields {
     budget: Option<Budget>,
-    evict: Option<Evict>,
+    evict: Option<Eviction>,
     whole: bool,
     protect: Protect,
 }
@@ -79,10 +79,13 @@ impl KvFields {
             let problem = format!("there is no message {index}: the conversation has {own}");
             return Err(ApiError::param("kv.protect", problem));
         }
-        let capped = budget.is_some() || app.engine.info().row_cap.is_some();
-        let mut protected = Vec::new();
+        let info = app.engine.info();
+        let capped = budget.is_some() || info.row_cap.is_some();
+        let (mut protected, mut turn) = (Vec::new(), None);
         if capped && !whole {
-            let bytes = protect.bytes(prompt, messages);
+            let found = found(prompt, messages);
+            let bytes = protect.bytes(prompt, messages, &found);
+            let keeps_base = evict.map_or(info.keeps_base, Eviction::keeps_base);
             if bytes.len() > MOST_PARTS {
                 let problem = format!(
                     "{} separate parts of the prompt are more than the {MOST_PARTS} that can be protected: \
@@ -91,14 +94,52 @@ impl KvFields {
                 );
                 return Err(ApiError::param("kv.protect", problem));
             }
-            if !bytes.is_empty() {
+            if keeps_base || !bytes.is_empty() {
                 let offsets = app.text.tokenizer.offsets(prompt, add_special);
                 let offsets = offsets.map_err(|error| ApiError::text("messages", &error))?;
                 protected = bytes.iter().map(|bytes| tokens_of(&offsets, bytes)).collect();
+                if let Some((text, before)) = last_turn(messages, &found).filter(|_| keeps_base) {
+                    let utterances: Vec<_> = before.iter().map(|bytes| tokens_of(&offsets, bytes)).collect();
+                    let question = app.text.tokenizer.encode(text, false);
+                    let question = question.map_err(|error| ApiError::text("messages", &error))?;
+                    let start = utterances.last().map_or(0, |last| last.end);
+                    turn = Some(Turn { start, utterances, question });
+                }
             }
         }
-        Ok(KvRequest { budget, evict, whole, protected })
+        Ok(KvRequest { budget, evict, whole, protected, turn })
     }
+}
+
+/// Where the texts of the messages stand in the prompt, as far as the template printed them unchanged.
+fn found(prompt: &str, messages: &[Printed]) -> Vec<Option<Range<usize>>> {
+    let mut at = 0;
+    messages
+        .iter()
+        .map(|message| {
+            let text = message.content.trim();
+            let start = at + prompt[at..].find(text).filter(|_| !text.is_empty())?;
+            at = start + text.len();
+            Some(start..at)
+        })
+        .collect()
+}
+
+/// The text of the last message of the user, and the parts of the prompt before it: each reaches from
+/// the end of one message to the end of the next, so that roles and separators belong to some part.
+fn last_turn<'a>(
+    messages: &'a [Printed],
+    found: &[Option<Range<usize>>],
+) -> Option<(&'a str, Vec<Range<usize>>)> {
+    let last = messages.iter().rposition(|message| message.role.as_deref() == Some("user"))?;
+    found[last].as_ref()?;
+    let mut at = 0;
+    let parts = found[..last].iter().flatten().map(|text| {
+        let part = at..text.end;
+        at = text.end;
+        part
+    });
+    Some((messages[last].content.trim(), parts.collect()))
 }
 
 fn wrong(field: &str, allowed: &str, value: &Value) -> ApiError {
@@ -114,15 +155,10 @@ fn budget(value: &Value) -> Result<Budget, ApiError> {
     text.parse().map_err(|error| ApiError::param("kv.budget", error))
 }
 
-fn evict(value: &Value) -> Result<Option<Evict>, ApiError> {
+fn evict(value: &Value) -> Result<Option<Eviction>, ApiError> {
     let Some(name) = value.as_str() else { return Err(wrong("evict", "the name of a policy", value)) };
     match name {
         "none" => Ok(None),
-        "episodes" => {
-            let problem = "episodes are not served: they keep several views of the whole history, which a budget \
-                           does not; use keydiff, snapkv, tova or recent";
-            Err(ApiError::param("kv.evict", problem))
-        }
         name => name.parse().map(Some).map_err(|error| ApiError::param("kv.evict", error)),
     }
 }
@@ -161,17 +197,7 @@ impl Protect {
     /// Parts of the prompt, ascending. A protected message reaches from the end of the message before to
     /// the beginning of the one behind it, its role and separators included: so it is found even if the
     /// template changes its text.
-    fn bytes(&self, prompt: &str, messages: &[Printed]) -> Vec<Range<usize>> {
-        let mut at = 0;
-        let found: Vec<Option<Range<usize>>> = messages
-            .iter()
-            .map(|message| {
-                let text = message.content.trim();
-                let start = at + prompt[at..].find(text).filter(|_| !text.is_empty())?;
-                at = start + text.len();
-                Some(start..at)
-            })
-            .collect();
+    fn bytes(&self, prompt: &str, messages: &[Printed], found: &[Option<Range<usize>>]) -> Vec<Range<usize>> {
         let mut parts: Vec<Range<usize>> = Vec::new();
         // Templates print descriptions of tools before the first message, if they print them themselves.
         let first = found.iter().flatten().next().map_or(0, |first| first.start);
@@ -217,7 +243,8 @@ mod tests {
     #[test]
     fn fields_are_understood_and_others_refused_by_name() {
         let kv = read(json!({"budget": 2048, "evict": "snapkv", "view": "auto"})).unwrap();
-        assert_eq!((kv.budget, kv.evict, kv.whole), (Some(Budget::Rows(2048)), Some(Evict::SnapKv), false));
+        assert_eq!((kv.budget, kv.evict, kv.whole), (Some(Budget::Rows(2048)), "snapkv".parse().ok(), false));
+        assert_eq!(read(json!({"evict": "episodes"})).unwrap().evict, Some(Eviction::Episodes));
         assert_eq!(read(json!({"budget": "64M"})).unwrap().budget, Some(Budget::Bytes(64 << 20)));
         assert!(read(json!({"evict": "none"})).unwrap().whole);
         assert_eq!(read(json!({"budget": null})).unwrap(), KvFields::default());
@@ -227,7 +254,6 @@ mod tests {
             (json!({"budget": 0}), "kv.budget"),
             (json!({"budget": []}), "kv.budget"),
             (json!({"evict": "lru"}), "keydiff"),
-            (json!({"evict": "episodes"}), "not served"),
             (json!({"view": "left"}), "kv.view"),
             (json!({"protect": "system"}), "kv.protect"),
             (json!({"protect": [{"messages": [-1]}]}), "kv.protect"),
@@ -252,7 +278,11 @@ mod tests {
         ];
         let prompt = "<s>Rules.<u>Hi<t>{}<u>Hi<a>";
         let parts = |protect: Protect| -> Vec<&str> {
-            protect.bytes(prompt, &messages).into_iter().map(|part| &prompt[part]).collect()
+            protect
+                .bytes(prompt, &messages, &found(prompt, &messages))
+                .into_iter()
+                .map(|part| &prompt[part])
+                .collect()
         };
         assert_eq!(parts(Protect::default()), ["<s>Rules.<u>"]);
         assert_eq!(parts(Protect { results: true, ..Protect::default() }), ["<s>Rules.<u>", "<t>{}<u>"]);
@@ -262,6 +292,11 @@ mod tests {
         assert_eq!(parts(last), ["<t>{}<u>Hi<a>"]);
         let both = Protect { system: true, messages: [1].into(), ..NOTHING };
         assert_eq!(parts(both), ["<s>Rules.<u>Hi<t>{}<u>"]);
+        // The turn of the last user message, and the messages before it with their roles.
+        let (text, before) = last_turn(&messages, &found(prompt, &messages)).unwrap();
+        let before: Vec<&str> = before.into_iter().map(|part| &prompt[part]).collect();
+        assert_eq!((text, before), ("Hi", vec!["<s>Rules.", "<u>Hi"]));
+        assert!(last_turn(&messages[..1], &found(prompt, &messages[..1])).is_none(), "no user has spoken");
         assert_eq!(tokens_of(&[0..3, 3..9, 9..12, 12..14], &(4..12)), 1..3);
         assert_eq!(tokens_of(&[0..3, 3..9], &(9..9)), 2..2);
     }

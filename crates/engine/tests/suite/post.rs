@@ -1,0 +1,397 @@
+//! Views of whole histories: episodes and `kvzip` in a running engine.
+
+use crate::client::{Call, Outcome, submit};
+use crate::support::Setup;
+use oscar_codec::{KvFormat, Windows};
+use oscar_engine::{
+    Cap, Engine, EngineApi, EngineHandle, EngineOptions, EngineStats, EpisodeOptions, Evict, Eviction,
+    GenerationParams, InputEmbeddings, KvRequest, KvRoute, PostCap, PostSetting, Probe, Route,
+    SchedulerOptions, Turn,
+};
+use oscar_kernels_cpu::backend::CpuBackend;
+use oscar_models::{ModelSource, Weights};
+use oscar_runner::{Logits, Runner, Sequence, StepOutput, StepRequest};
+use oscar_views::{History, Keep, Probing, Topics, ViewSet};
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+const KVZIP: Eviction = Eviction::Scorer(Evict::KvZip);
+const ROWS: usize = 128;
+const BLOCK: usize = 128;
+/// Sink, recent window, rows and block.
+const FIRST: usize = 64 + 64 + ROWS + BLOCK;
+const ANSWER: usize = 6;
+
+fn word(topic: u32, i: u32) -> u32 {
+    400 + topic * 500 + i.wrapping_mul(2654435761) % 23
+}
+
+/// A conversation of three topics in turn: utterances of 32 tokens, two of each topic.
+fn utterances(count: u32) -> Vec<u32> {
+    (0..count).flat_map(|u| (0..32).map(move |i| word(u / 2 % 3, u * 32 + i))).collect()
+}
+
+/// A question about a topic, behind some history.
+#[derive(Clone)]
+struct Asked {
+    prompt: Vec<u32>,
+    turn: Turn,
+}
+
+fn asked(history: &[u32], topic: u32) -> Asked {
+    let question: Vec<u32> = (0..11).map(|i| word(topic, i * 7 + 3)).collect();
+    let mut prompt = history.to_vec();
+    let start = prompt.len();
+    prompt.extend([5, 6]);
+    prompt.extend(&question);
+    prompt.extend([7]);
+    let utterances = (0..start.div_ceil(32)).map(|u| u * 32..((u + 1) * 32).min(start)).collect();
+    Asked { prompt, turn: Turn { start, utterances, question } }
+}
+
+fn setup(kv_memory: usize, chunk: usize) -> Setup {
+    let windows = Windows::new(64, 64).unwrap();
+    Setup { format: KvFormat::OSCAR2, windows, kv_memory, chunk, context: 4096, ..Setup::default() }
+}
+
+fn setting() -> PostSetting {
+    let weights = Weights::open(&ModelSource::Embedded(oscar_embedded::FILES)).unwrap();
+    PostSetting {
+        probe: Probe { repeat: vec![11, 12, 13], recall: vec![14, 15, 16] },
+        embeddings: InputEmbeddings::new(Arc::new(weights)).unwrap(),
+        episodes: EpisodeOptions { count: 3, segment: 2, ..EpisodeOptions::default() },
+    }
+}
+
+fn engine_of(setup: &Setup, cap: Option<Eviction>) -> EngineHandle {
+    let runner = setup.embedded();
+    let post = setting();
+    let cap = cap.map(|eviction| {
+        let budget = (ROWS.to_string().parse().unwrap(), eviction.default_split());
+        Cap::Post(PostCap::new(&runner, eviction, budget, BLOCK, post.episodes).unwrap())
+    });
+    let scheduler = SchedulerOptions { prefill_chunk: setup.chunk, ..SchedulerOptions::default() };
+    Engine::start(runner, EngineOptions { cap, post: Some(post), scheduler, ..EngineOptions::new("test") })
+        .unwrap()
+}
+
+fn send(engine: &EngineHandle, asked: &Asked, kv: KvRequest) -> Call {
+    let kv = KvRequest { turn: Some(asked.turn.clone()), ..kv };
+    let params = GenerationParams { max_tokens: ANSWER, kv, ..GenerationParams::default() };
+    submit(engine, &asked.prompt, params).unwrap()
+}
+
+fn ask(engine: &EngineHandle, asked: &Asked) -> Outcome {
+    let outcome = send(engine, asked, KvRequest::default()).finish(engine, None);
+    assert_eq!(outcome.failed, None);
+    outcome
+}
+
+/// Waits until the background work is done.
+fn settled(engine: &EngineHandle) -> EngineStats {
+    let begun = Instant::now();
+    loop {
+        let stats = engine.stats();
+        if stats.view_jobs == 0 && stats.running == 0 {
+            return stats;
+        }
+        assert!(begun.elapsed() < Duration::from_secs(60), "{stats:#?}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+fn answer(outcome: &Outcome) -> Vec<u32> {
+    outcome.answers[&0].tokens.clone()
+}
+
+fn route(outcome: &Outcome) -> Option<Route> {
+    match outcome.usage.kv.unwrap().route.unwrap() {
+        KvRoute::Full => None,
+        KvRoute::View { route, .. } => Some(route),
+    }
+}
+
+/// The same answers without an engine: base, probe, view and turn one after the other.
+struct Reference {
+    runner: Runner<CpuBackend>,
+    setting: PostSetting,
+}
+
+impl Reference {
+    fn new() -> Self {
+        Self { runner: setup(1 << 30, 512).embedded(), setting: setting() }
+    }
+
+    fn base(&mut self, tokens: &[u32]) -> Sequence {
+        let mut base = Sequence::forkable(&self.runner);
+        self.runner.prefill(&mut base, tokens, &mut StepOutput::default(), |_| {}).unwrap();
+        base
+    }
+
+    /// The answer on the view of the last point up to `until`, and its route.
+    fn answer(
+        &mut self,
+        asked: &Asked,
+        eviction: Eviction,
+        protected: &[Range<usize>],
+        until: usize,
+    ) -> (Vec<u32>, Route) {
+        let start = asked.turn.start / 64 * 64;
+        let point = FIRST + (until - FIRST) / BLOCK * BLOCK;
+        let tokens = &asked.prompt[..point];
+        let at_point = self.base(tokens);
+        let history = History { sequence: &at_point, tokens, len: point, observed: None };
+        let (runner, setting) = (&mut self.runner, &self.setting);
+        let clip = |r: &Range<usize>| r.start..r.end.min(point);
+        let utterances: Vec<_> = asked.turn.utterances.iter().map(clip).filter(|r| !r.is_empty()).collect();
+        let topics = (eviction == Eviction::Episodes)
+            .then(|| Topics::new(tokens, &utterances, &setting.embeddings, setting.episodes));
+        let probing = match &topics {
+            Some(topics) => Probing::reciting(runner, &history, topics, &setting.probe).unwrap(),
+            None => Probing::repeating(runner, &history, &setting.probe).unwrap(),
+        };
+        let scores = probing.run(runner, &history).unwrap();
+        let budget = ROWS.to_string().parse().unwrap();
+        let keep = Keep { budget, heads: eviction.default_split(), protected: protected.into() };
+        let set = ViewSet::new(runner.layout().clone(), scores, topics, keep);
+        let (route, _) = set.route(&asked.turn.question, &setting.embeddings);
+        let view = runner.gather(&at_point, point, set.selection(route).kept).unwrap();
+        let base = self.base(&asked.prompt[..start]);
+        let mut turn = self.runner.fork_reading(&base, start, view).unwrap();
+        (self.greedy(&mut turn, &asked.prompt[start..]), route)
+    }
+
+    fn whole(&mut self, prompt: &[u32]) -> Vec<u32> {
+        let mut sequence = Sequence::new();
+        self.greedy(&mut sequence, prompt)
+    }
+
+    fn greedy(&mut self, sequence: &mut Sequence, prompt: &[u32]) -> Vec<u32> {
+        let (mut out, mut answer) = (StepOutput::default(), Vec::new());
+        self.runner.prefill(sequence, prompt, &mut out, |_| {}).unwrap();
+        loop {
+            answer.push(oscar_backend::argmax(&out.logits));
+            if answer.len() == ANSWER {
+                return answer;
+            }
+            let request = StepRequest { sequence, tokens: &answer[answer.len() - 1..], logits: Logits::Last };
+            self.runner.step(&mut [request], &mut out).unwrap();
+        }
+    }
+}
+
+/// Cold or cached, in chunks of any size, alone or in a batch: an answer depends on its lineage alone.
+#[test]
+fn answers_on_views_depend_on_their_lineage_alone() {
+    let history = utterances(30);
+    let questions: Vec<Asked> = (0..3).map(|topic| asked(&history, topic)).collect();
+    let mut reference = Reference::new();
+    let whole: Vec<Vec<u32>> = questions.iter().map(|asked| reference.whole(&asked.prompt)).collect();
+    for (eviction, chunk) in [(Eviction::Episodes, 96), (KVZIP, 512)] {
+        let expected: Vec<_> =
+            questions.iter().map(|asked| reference.answer(asked, eviction, &[], 960)).collect();
+        assert!(expected.iter().zip(&whole).any(|(view, whole)| view.0 != *whole), "rows are missed");
+        let engine = engine_of(&setup(1 << 30, chunk), Some(eviction));
+        // Views are not ready: the first turn reads the whole base.
+        let first = ask(&engine, &questions[0]);
+        assert_eq!((answer(&first), route(&first)), (whole[0].clone(), None));
+        let stats = settled(&engine);
+        let views = if eviction == KVZIP { 1 } else { 4 };
+        assert_eq!((stats.views, stats.routes.full, stats.view_jobs_failed), (views, 1, 0));
+        assert!(stats.probe_tokens > 0);
+        for round in 0..2 {
+            for (asked, (tokens, taken)) in questions.iter().zip(&expected) {
+                let outcome = ask(&engine, asked);
+                assert_eq!((answer(&outcome), route(&outcome)), (tokens.clone(), Some(*taken)), "{round}");
+                let kv = outcome.usage.kv.unwrap();
+                assert_eq!((kv.policy, kv.budget, kv.view), (eviction, ROWS, Some(832)));
+                assert!(kv.kept < kv.history && kv.kept >= ROWS, "{kv:?}");
+                // What lies before the turn is never computed again.
+                assert!(outcome.cached >= 960, "round {round}: {} tokens were cached", outcome.cached);
+            }
+        }
+        // All together, beside a request that asked for nothing.
+        let calls: Vec<Call> = questions.iter().map(|a| send(&engine, a, KvRequest::default())).collect();
+        let none = GenerationParams { max_tokens: ANSWER, ..GenerationParams::default() };
+        let plain = submit(&engine, &questions[1].prompt, none).unwrap();
+        for (call, (tokens, _)) in calls.into_iter().zip(&expected) {
+            assert_eq!(answer(&call.finish(&engine, None)), *tokens);
+        }
+        let plain = plain.finish(&engine, None);
+        assert_eq!((answer(&plain), plain.usage.kv), (whole[1].clone(), None));
+        let stats = settled(&engine);
+        assert_eq!(
+            (stats.views, stats.failed, stats.view_jobs_failed),
+            (views, 0, 0),
+            "nothing is made twice"
+        );
+        // After a flush nothing is left, and the conversation begins anew.
+        engine.flush_cache();
+        assert_eq!(engine.stats().cache_bytes, 0, "every page returns");
+        assert_eq!(route(&ask(&engine, &questions[2])), None);
+        settled(&engine);
+        engine.flush_cache();
+        assert_eq!(engine.stats().cache_bytes, 0, "every page returns");
+        engine.shutdown();
+    }
+}
+
+/// Turns that were computed on a view are replayed on the base: later views of other topics have them.
+#[test]
+fn finished_turns_are_replayed_on_the_base() {
+    let mut reference = Reference::new();
+    let engine = engine_of(&setup(1 << 30, 256), Some(Eviction::Episodes));
+    let mut history = utterances(24);
+    let (mut points, mut known) = (Vec::new(), 0);
+    for turn in 0..7u32 {
+        let asked = asked(&history, turn % 3);
+        let outcome = ask(&engine, &asked);
+        if let Some(taken) = route(&outcome) {
+            // The view is that of a point, and the turns behind it are read in full.
+            let end = outcome.usage.kv.unwrap().view.unwrap() + 64 + 64;
+            assert_eq!(
+                reference.answer(&asked, Eviction::Episodes, &[], end),
+                (answer(&outcome), taken),
+                "{turn}"
+            );
+            points.push(end);
+        } else {
+            assert_eq!(answer(&outcome), reference.whole(&asked.prompt));
+        }
+        assert!(outcome.cached >= known / 64 * 64, "turn {turn}: {} of {known}", outcome.cached);
+        settled(&engine);
+        history = asked.prompt;
+        history.extend(answer(&outcome));
+        // The last token of an answer is not stored.
+        known = history.len() - 1;
+        history.extend(utterances(3));
+    }
+    let stats = engine.stats();
+    assert!(points.len() == 6 && points.is_sorted() && points[0] < points[5], "{points:?}");
+    assert!(stats.replayed_tokens > 0 && stats.failed == 0, "{stats:?}");
+    engine.flush_cache();
+    assert_eq!(engine.stats().cache_bytes, 0, "every page returns");
+    engine.shutdown();
+}
+
+/// A view that keeps everything answers like its base.
+#[test]
+fn a_view_of_everything_answers_like_the_base() {
+    let history = utterances(30);
+    let asked = asked(&history, 1);
+    let whole = Reference::new().whole(&asked.prompt);
+    let engine = engine_of(&setup(1 << 30, 512), None);
+    let everything = || KvRequest {
+        budget: ROWS.to_string().parse().ok(),
+        evict: Some(Eviction::Episodes),
+        protected: std::iter::once(0..asked.prompt.len()).collect(),
+        ..KvRequest::default()
+    };
+    assert_eq!(route(&send(&engine, &asked, everything()).finish(&engine, None)), None);
+    settled(&engine);
+    let outcome = send(&engine, &asked, everything()).finish(&engine, None);
+    let kv = outcome.usage.kv.unwrap();
+    assert!(route(&outcome).is_some() && kv.kept == kv.history && kv.view.is_some(), "{kv:?}");
+    assert_eq!(answer(&outcome), whole);
+    engine.shutdown();
+}
+
+/// Background work takes a bounded part of the steps of running requests, and gives its pages to them.
+#[test]
+fn background_work_yields_to_requests() {
+    let layout = setup(1 << 20, 512).embedded().layout().clone();
+    let history = utterances(30);
+    let first = asked(&history, 0);
+    let plain = |engine: &EngineHandle, seed: u32, count: usize, max_tokens: usize| {
+        let prompt: Vec<u32> = (0..count as u32).map(|i| (i * 31 + seed * 977) % 5000 + 9).collect();
+        submit(engine, &prompt, GenerationParams { max_tokens, ..GenerationParams::default() }).unwrap()
+    };
+    let engine = engine_of(&setup(1 << 30, 512), Some(Eviction::Episodes));
+    ask(&engine, &first);
+    let call = plain(&engine, 1, 40, 200);
+    while engine.stats().generated_tokens < 20 + ANSWER as u64 {
+        std::thread::yield_now();
+    }
+    let before = engine.stats();
+    let outcome = call.finish(&engine, None);
+    let after = engine.stats();
+    let computed = |s: &EngineStats| s.probe_tokens + s.replayed_tokens;
+    let (steps, tokens) = (after.steps - before.steps, computed(&after) - computed(&before));
+    assert_eq!((outcome.failed, outcome.answers[&0].tokens.len()), (None, 200));
+    assert!(tokens <= (steps / 4 + 2) * 64, "{tokens} tokens in {steps} steps");
+    settled(&engine);
+    engine.shutdown();
+    // A cache that holds little more than one conversation: requests get what they need, whatever the
+    // background work holds.
+    let engine = engine_of(
+        &setup(layout.peak_bytes(1100) + 12 * layout.full_block_bytes(), 512),
+        Some(Eviction::Episodes),
+    );
+    for turn in 0..4 {
+        let outcome = ask(&engine, &asked(&history, turn % 3));
+        assert_eq!(answer(&outcome).len(), ANSWER);
+        let calls = [plain(&engine, turn, 700, 40), plain(&engine, turn + 9, 300, 40)];
+        for call in calls {
+            let outcome = call.finish(&engine, None);
+            assert_eq!((outcome.failed, outcome.answers[&0].tokens.len()), (None, 40));
+        }
+    }
+    settled(&engine);
+    engine.flush_cache();
+    assert_eq!(engine.stats().cache_bytes, 0, "every page returns");
+    engine.shutdown();
+}
+
+#[test]
+fn combinations_that_cannot_work_are_refused_by_name() {
+    let refused = |setup: Setup, eviction: Eviction, budget: &str| {
+        let budget = (budget.parse().unwrap(), eviction.default_split());
+        PostCap::new(&setup.embedded(), eviction, budget, BLOCK, EpisodeOptions::default()).unwrap_err()
+    };
+    let oscar = || setup(1 << 28, 512);
+    for evict in [Evict::H2o, Evict::Expected, Evict::KeyDiff] {
+        assert!(refused(oscar(), Eviction::Scorer(evict), "512").contains("not served"));
+    }
+    assert!(refused(oscar(), Eviction::Episodes, "25%").contains("rows"));
+    let kivi: KvFormat = "kivi2".parse().unwrap();
+    let kivi = Setup { format: kivi, windows: kivi.windows(None, None).unwrap(), ..oscar() };
+    assert!(refused(kivi, Eviction::Episodes, "512").contains("groups tokens"));
+    let bf16 = Setup { format: KvFormat::Bf16, ..oscar() };
+    assert!(refused(bf16, KVZIP, "512").contains("--kv"));
+
+    let error = |engine: &EngineHandle, kv: KvRequest, logprobs: Option<usize>| {
+        let params = GenerationParams { kv, prompt_logprobs: logprobs, ..GenerationParams::default() };
+        submit(engine, &[5; 40], params).err().unwrap().to_string()
+    };
+    let own = |evict| KvRequest { budget: "128".parse().ok(), evict: Some(evict), ..KvRequest::default() };
+    let engine = engine_of(&oscar(), Some(Eviction::Episodes));
+    assert!(error(&engine, own(Eviction::Episodes), Some(1)).contains("prompt_logprobs"));
+    assert!(error(&engine, own(Eviction::Scorer(Evict::H2o)), None).contains("h2o is not served"));
+    let more = KvRequest { budget: "256".parse().ok(), ..KvRequest::default() };
+    assert!(error(&engine, more, None).contains("128 of this server"));
+    // The whole history is in memory anyway, so a request may read it.
+    let asked = asked(&utterances(20), 0);
+    let whole =
+        send(&engine, &asked, KvRequest { whole: true, ..KvRequest::default() }).finish(&engine, None);
+    assert_eq!((whole.failed, whole.usage.kv), (None, None));
+    engine.shutdown();
+
+    let runner = oscar().embedded();
+    let policy = "keydiff".parse::<Evict>().unwrap();
+    let policy =
+        oscar_views::Policy { evict: policy, budget: "128".parse().unwrap(), heads: KVZIP.default_split() };
+    let cap = Some(Cap::Block(oscar_engine::RowCap::new(&runner, policy, BLOCK).unwrap()));
+    let engine =
+        Engine::start(runner, EngineOptions { cap, post: Some(setting()), ..EngineOptions::new("t") })
+            .unwrap();
+    assert!(error(&engine, own(Eviction::Episodes), None).contains("episodes keeps the whole history"));
+    engine.shutdown();
+    let engine = Engine::start(oscar().embedded(), EngineOptions::new("t")).unwrap();
+    assert!(error(&engine, own(KVZIP), None).contains("chat template"));
+    engine.shutdown();
+    let options = EngineOptions { post: Some(setting()), prefix_cache: false, ..EngineOptions::new("t") };
+    let engine = Engine::start(oscar().embedded(), options).unwrap();
+    assert!(error(&engine, own(Eviction::Episodes), None).contains("--no-prefix-cache"));
+    engine.shutdown();
+}
