@@ -141,7 +141,8 @@ fn a_view_set_keeps_the_rows_of_a_probe_in_one_piece() {
         }
     }
     assert!(pieces > 12, "{pieces}");
-    let keep = |heads| Keep { budget: Budget::Rows(60), heads, protected: [100..110].into() };
+    let keep =
+        |heads| Keep { budget: Budget::Rows(60), heads, protected: std::iter::once(100..110).collect() };
     let scores = probing.scores();
     let layout = runner.layout().clone();
     for (heads, unions) in

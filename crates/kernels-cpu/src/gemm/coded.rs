@@ -281,8 +281,9 @@ mod tests {
         let mxfp4 = ExpertMatrix::Mxfp4(MxMatrix::pack(&pool, mxfp4, outputs, inputs).unwrap());
         for matrix in [fp8(ScaleGrid::Blocks), fp8(ScaleGrid::Channels), mxfp4] {
             let (steps, x_stride, mut room) = (matrix.steps(), matrix.steps() + 16, Buffer::zeroed(0));
-            let x: Vec<u32> =
-                (0..9 * x_stride as u32).map(|i| (i * 40_503 % 0x3f00) << 16 | i * 977 % 0xbe00).collect();
+            let x: Vec<u32> = (0..9 * x_stride as u32)
+                .map(|i| ((i * 40_503 % 0x3f00) << 16) | (i * 977 % 0xbe00))
+                .collect();
             for rows in 1..=9 {
                 for first in (0..outputs / LANES).step_by(GROUP_BLOCKS) {
                     let (mut expected, mut sums) = ([0.0; 9 * GROUP], [0.0; 9 * GROUP]);
