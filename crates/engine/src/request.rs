@@ -412,7 +412,7 @@ pub struct RouteCounts {
     /// Two episodes together.
     pub union: u64,
     pub global: u64,
-    /// No views were ready.
+    /// The whole history: no views were ready, or there was no room for one.
     pub full: u64,
 }
 

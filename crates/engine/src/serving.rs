@@ -15,13 +15,11 @@ use crate::request::{EngineStats, Event, FinishReason, RequestError, RequestId, 
 use crate::scheduler::{Scheduler, SchedulerOptions, SequenceId, StepPlan, Work};
 use crate::statistics::Statistics;
 use crate::store::{PageTiers, tokens_by_tier};
-use oscar_backend::{Backend, BackendError};
+use oscar_backend::Backend;
 use oscar_cache::{RadixCache, Reclaimed};
 use oscar_codec::PAGE_TOKENS;
-use oscar_runner::{Logits, Runner, StepError, StepOutput, StepRequest};
+use oscar_runner::{Logits, Runner, StepOutput, StepRequest};
 use oscar_store::TransferDesk;
-use std::any::Any;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -30,8 +28,12 @@ use std::time::Instant;
 const LOGPROBS_CHUNK: usize = 64;
 
 mod compact;
+mod failure;
 mod pages;
 mod views;
+
+pub use failure::panic_message;
+use failure::{Failure, caught};
 
 /// Whether the engine thread has something to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -363,6 +365,7 @@ impl<B: Backend> Serving<B> {
         }
         self.offer(SequenceId { request, choice: 0 }, true);
         self.keep_prompt(request);
+        self.count_route(request);
         let Some(live) = self.live.get_mut(request) else { return };
         if live.params.max_tokens == 0 {
             return self.end_choice(SequenceId { request, choice: 0 }, FinishReason::Length);
@@ -451,14 +454,6 @@ impl<B: Backend> Serving<B> {
         self.fail(id.request, &RequestError::TooLarge { needed, budget: self.runner.usage().budget });
     }
 
-    /// Keeps the failure of a device; returns the message for the requests.
-    fn note_failure(&mut self, failure: Failure) -> String {
-        if failure.of_device {
-            self.device_failure = Some(failure.message.clone());
-        }
-        failure.message
-    }
-
     /// Fails the running requests and empties the prefix cache.
     fn forget_everything(&mut self, failure: Failure) {
         let message = self.note_failure(failure);
@@ -476,28 +471,4 @@ impl<B: Backend> Serving<B> {
 /// The sum of the sequences' boundaries: it grows by the tokens that a step quantizes.
 fn boundaries<B: Backend>(runner: &Runner<B>, requests: &[StepRequest<'_>]) -> usize {
     requests.iter().map(|request| request.sequence.boundary(runner.layout())).sum()
-}
-
-/// A step that did not succeed.
-struct Failure {
-    message: String,
-    /// The device failed: its contents are lost.
-    of_device: bool,
-}
-
-/// Runs what may fail or panic.
-fn caught(run: impl FnOnce() -> Result<(), StepError>) -> Result<(), Failure> {
-    match catch_unwind(AssertUnwindSafe(run)) {
-        Ok(outcome) => outcome.map_err(|error| Failure {
-            of_device: matches!(error, StepError::Backend(BackendError::Device { .. })),
-            message: error.to_string(),
-        }),
-        Err(panic) => Err(Failure { message: panic_message(&*panic), of_device: false }),
-    }
-}
-
-pub fn panic_message(panic: &(dyn Any + Send)) -> String {
-    let text = panic.downcast_ref::<&str>().copied();
-    let message = text.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
-    format!("a step panicked: {}", message.unwrap_or("no message"))
 }

@@ -19,7 +19,13 @@ impl<B: Backend> Serving<B> {
         let Some(Live { post: Some(post), choices, .. }) = self.live.get_mut(id) else { return };
         let (Some(setting), Some(first)) = (&self.post.setting, choices.get(&0)) else { return };
         post.route(first.salt, &first.tokens, &mut self.post.sets, setting);
-        self.statistics.counters.routes.add(post.reading.as_ref().map(|reading| reading.route));
+    }
+
+    /// Counts the route that a request in post mode has taken, once its prompt is stored.
+    pub(super) fn count_route(&mut self, id: RequestId) {
+        if let Some(post) = self.live.get(id).and_then(|live| live.post.as_ref()) {
+            self.statistics.counters.routes.add(post.reading.as_ref().map(|reading| reading.route));
+        }
     }
 
     /// Lets a sequence that now has `len` tokens, all those before its turn, go on with its view.
@@ -65,7 +71,6 @@ impl<B: Backend> Serving<B> {
             }
             // There is no room for the view: the turn reads the base, and its usage says so.
             None => {
-                self.statistics.counters.routes.add(None);
                 if let Some(live) = self.live.get_mut(id.request) {
                     live.post.iter_mut().for_each(|post| post.reading = None);
                 }
