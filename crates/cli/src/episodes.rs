@@ -10,30 +10,31 @@ use serde::Serialize;
 #[derive(clap::Args, Clone, Copy, Serialize)]
 pub struct EpisodeArgs {
     /// Episodes of a conversation, at most
-    #[arg(long = "episodes", value_name = "N", default_value_t = EpisodeOptions::default().count)]
-    #[serde(rename = "episodes")]
-    count: usize,
+    #[arg(long, value_name = "N", default_value_t = EpisodeOptions::default().count)]
+    episodes: usize,
     /// Messages of a segment, the unit that is grouped into episodes
-    #[arg(long = "episode-segment", value_name = "N", default_value_t = EpisodeOptions::default().segment)]
-    #[serde(rename = "episode_segment")]
-    segment: usize,
+    #[arg(long, value_name = "N", default_value_t = EpisodeOptions::default().segment)]
+    episode_segment: usize,
     /// Cosine to every episode below which a question is asked of the global view
-    #[arg(long = "episode-threshold", value_name = "COSINE", default_value_t = EpisodeOptions::default().threshold)]
-    #[serde(rename = "episode_threshold")]
-    threshold: f64,
+    #[arg(long, value_name = "COSINE", default_value_t = EpisodeOptions::default().threshold)]
+    episode_threshold: f64,
     /// Difference of cosines below which a question is asked of two episodes together
-    #[arg(long = "episode-margin", value_name = "COSINE", default_value_t = EpisodeOptions::default().margin)]
-    #[serde(rename = "episode_margin")]
-    margin: f64,
+    #[arg(long, value_name = "COSINE", default_value_t = EpisodeOptions::default().margin)]
+    episode_margin: f64,
 }
 
 impl EpisodeArgs {
     pub fn options(&self) -> Result<EpisodeOptions> {
-        if self.count == 0 || self.segment == 0 {
+        if self.episodes == 0 || self.episode_segment == 0 {
             bail!("--episodes and --episode-segment: give at least 1");
         }
-        let Self { count, segment, threshold, margin } = *self;
-        Ok(EpisodeOptions { count, segment, threshold, margin, ..EpisodeOptions::default() })
+        Ok(EpisodeOptions {
+            count: self.episodes,
+            segment: self.episode_segment,
+            threshold: self.episode_threshold,
+            margin: self.episode_margin,
+            ..EpisodeOptions::default()
+        })
     }
 }
 

@@ -76,6 +76,10 @@ fn a_file_says_the_same_as_flags() {
         "--evict=recent",
         "--evict-heads=uniform",
         "--evict-block=7",
+        "--episodes=3",
+        "--episode-segment=5",
+        "--episode-threshold=0.25",
+        "--episode-margin=0.75",
         #[cfg(feature = "otel")]
         "--otlp-endpoint=http://127.0.0.1:4318",
         #[cfg(feature = "otel")]
