@@ -117,9 +117,10 @@ fn the_official_anthropic_client_accepts_every_answer() {
 }
 
 /// The packages of agent frameworks and of the validator, in one environment. litellm needs `mcp` for tools;
-/// version 2 needs an HTTP client that conflicts with the one of the others.
+/// version 2 of it, which newer versions of litellm need, conflicts with the HTTP client of the others.
 #[cfg(unix)]
-const FRAMEWORKS: [&str; 5] = ["litellm", "langchain-openai", "instructor", "jsonschema", "mcp~=1.30"];
+const FRAMEWORKS: [&str; 5] =
+    ["litellm~=1.95.0", "langchain-openai", "instructor", "jsonschema", "mcp~=1.30"];
 
 #[cfg(unix)]
 #[test]
