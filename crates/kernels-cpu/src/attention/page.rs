@@ -171,7 +171,7 @@ impl PageReader {
             variant => variant.name(),
         };
         match self.kind {
-            PageKind::Absent => "nothing".into(),
+            PageKind::Absent => "no codes (zero-width heads)".into(),
             _ if self.variant == Variant::Scalar => set.into(),
             PageKind::Dequantized | PageKind::Bf16 { dequantized: true } => "dequantized first".into(),
             PageKind::Bf16 { .. } => format!("{set} bf16"),
