@@ -81,13 +81,20 @@ impl EvictionArgs {
         Ok(Some(cap))
     }
 
-    /// What views of whole histories need of a model; `None` if it has no chat template.
+    /// What views of whole histories need of a model; `None` if it has no chat template. A template
+    /// that cannot render the probes ends the start only if the server itself was asked for views.
     pub fn post(&self, text: &ModelText, weights: &Arc<Weights>) -> Result<Option<PostSetting>> {
         let episodes = self.episodes.options()?;
         if text.chat.is_none() {
             return Ok(None);
         }
-        let embeddings = InputEmbeddings::new(weights.clone())?;
-        Ok(Some(PostSetting { probe: probe(text)?, embeddings, episodes }))
+        let probe = match probe(text) {
+            Err(error) if !self.evict.is_some_and(Eviction::keeps_base) => {
+                note!("requests cannot ask for views of a whole history: {error:#}");
+                return Ok(None);
+            }
+            probe => probe?,
+        };
+        Ok(Some(PostSetting { probe, embeddings: InputEmbeddings::new(weights.clone())?, episodes }))
     }
 }
