@@ -73,9 +73,9 @@ pub trait Backend: Send + Sync + Sized {
     /// This cache as the device keeps it: bytes in its own order, blocks of the size they take there.
     /// Budgets, page tables and [`Backend::pool`] use the layout that this returns.
     fn held_layout(&self, layout: &CacheLayout) -> CacheLayout;
-    /// Whether attention over this cache honours [`SequenceRows::coded_until`]. If not, the tails of
-    /// stored prefixes are not quantized early.
-    fn reads_demoted_tails(&self, layout: &CacheLayout) -> bool;
+    /// Whether attention over this cache honours [`SequenceRows::coded_until`]. If not, there are no
+    /// approximate prefix hits.
+    fn reads_codes_in_window(&self, layout: &CacheLayout) -> bool;
     /// Whether products use FP8 weights as they are. Other devices expand them on arrival.
     fn multiplies_fp8(&self) -> bool;
     /// Whether steps compute a part that only some families have. A model that needs another is
@@ -127,9 +127,6 @@ pub trait Backend: Send + Sync + Sized {
     ) -> Result<Self::Step<'s>>;
     /// Waits until the device has run all steps.
     fn wait(&self) -> Result<()>;
-    /// Quantizes the keys of every sequence's `demote` range and the values of its `demote_values`,
-    /// in all layers, outside of any step.
-    fn demote(&self, sequences: &[SequenceRows<'_>], pool: &mut Self::Pool) -> Result<()>;
 
     /// Whether [`Backend::read_block`] and [`Backend::write_block`] work.
     fn copies_blocks(&self) -> bool {

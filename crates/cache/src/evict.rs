@@ -2,10 +2,10 @@
 //!
 //! 1. Full pages that are also held quantized, and pages of sliding layers, that lie in no window
 //!    before a branch or an end. An exact resume there is unlikely.
-//! 2. If demotion is allowed: the BF16 tails of idle prefixes are quantized
-//!    ([`tails`](crate::tails)).
-//! 3. Least recently used first: leaves with all their pages, pages of sliding layers in the other
-//!    windows and, in a tree without demotion, the full pages there.
+//! 2. In a tree with approximate hits: the BF16 tails of idle prefixes, least recently used first.
+//!    What is left of such a prefix is quantized, and a hit on it approximate.
+//! 3. Least recently used first: leaves with all their pages, and full pages and pages of sliding
+//!    layers in the other windows.
 
 use crate::pool::{CodedPage, FullPage, SlidingPage};
 use crate::prefix::BlockPages;
@@ -21,11 +21,26 @@ use std::sync::Arc;
 pub struct Reclaimed {
     /// Full pages dropped because they are also held quantized, and pages of sliding layers.
     pub thinned: usize,
-    /// Full pages of idle tails that were replaced by quantized ones.
-    pub demoted: usize,
     /// Pages of evicted leaves, of all kinds.
     pub evicted: usize,
     pub bytes: usize,
+}
+
+impl std::ops::AddAssign for Reclaimed {
+    fn add_assign(&mut self, other: Self) {
+        self.thinned += other.thinned;
+        self.evicted += other.evicted;
+        self.bytes += other.bytes;
+    }
+}
+
+/// Which pages may go.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Extent {
+    /// Pages that an approximate hit does not read: full ones after the sink, and leaves that are
+    /// not all quantized.
+    Tails,
+    Everything,
 }
 
 impl BlockPages {
@@ -116,8 +131,10 @@ impl RadixCache {
     pub fn reclaim(&mut self, bytes: usize) -> Reclaimed {
         let mut done = Reclaimed::default();
         self.thin(bytes, &mut done);
-        self.demote_tails(bytes, &mut done);
-        self.evict(bytes, &mut done);
+        if self.approximates {
+            self.evict(bytes, Extent::Tails, &mut done);
+        }
+        self.evict(bytes, Extent::Everything, &mut done);
         done
     }
 
@@ -125,8 +142,7 @@ impl RadixCache {
     pub fn flush(&mut self) -> Reclaimed {
         self.note_flush(|tree| {
             let mut done = Reclaimed::default();
-            tree.evict(usize::MAX, &mut done);
-            tree.demote_tails(usize::MAX, &mut done);
+            tree.evict(usize::MAX, Extent::Everything, &mut done);
             done
         })
     }
@@ -155,7 +171,7 @@ impl RadixCache {
                 stays[node.parent] = true;
                 let spare = if self.is_thinnable(node) { self.layout.full_block_bytes() } else { 0 };
                 let sliding = node.pages.idle_sliding().map_or(0, |_| self.layout.sliding_block_bytes());
-                bytes += spare.max(self.demotable(node)) + sliding;
+                bytes += spare + sliding;
             } else {
                 bytes += left.release(node, &self.layout);
             }
@@ -234,11 +250,24 @@ impl RadixCache {
 
     /// Least recently used first: leaves with all their pages, the remaining full pages that are also
     /// held quantized, and the remaining pages of sliding layers.
-    fn evict(&mut self, bytes: usize, done: &mut Reclaimed) {
+    fn evict(&mut self, bytes: usize, extent: Extent, done: &mut Reclaimed) {
         if done.bytes >= bytes {
             return;
         }
         let mut holders = Holders::of(self);
+        let sink = self.layout.windows().sink();
+        let is_evictable = |holders: &Holders, id: NodeId, node: &Node| {
+            let is_tail = || {
+                let coded = node.pages.coded.as_ref();
+                node.block * PAGE_TOKENS >= sink
+                    && node.view.is_none()
+                    && !coded.is_some_and(CodedPage::is_complete)
+            };
+            id != ROOT
+                && node.children.is_empty()
+                && holders.are_all(node)
+                && (extent == Extent::Everything || is_tail())
+        };
         let mut candidates = BinaryHeap::new();
         for (id, node) in self.nodes.iter().enumerate() {
             if let Some(node) = node
@@ -272,8 +301,4 @@ impl RadixCache {
             }
         }
     }
-}
-
-fn is_evictable(holders: &Holders, id: NodeId, node: &Node) -> bool {
-    id != ROOT && node.children.is_empty() && holders.are_all(node)
 }

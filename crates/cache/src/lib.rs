@@ -26,7 +26,6 @@ mod rows;
 mod salt;
 mod sequence;
 mod sliding;
-mod tails;
 mod view;
 #[cfg(test)]
 mod view_tests;
@@ -41,5 +40,4 @@ pub use salt::{CacheSalt, PrefixKey};
 pub use pool::{CodedPage, FullPage, OutOfPages, PagePool, PoolUsage, SlidingPage, StoredFlag, TakenPages};
 pub use rows::SequenceRows;
 pub use sequence::{SequencePages, StepPages};
-pub use tails::TailDemotion;
 pub use view::{View, view_end};

@@ -2,8 +2,9 @@
 //!
 //! A store keeps the quantized pages of every prefix, and the full-precision pages only of the sink
 //! and of the windows before an end: the end of a prompt or an answer, or a branch. The same holds for
-//! the pages of sliding layers. A prefix with all pages that a resume needs comes back exact. Without the full pages of its window it comes
-//! back as a demoted tail ([`tails`](crate::tails)), if the tree allows that.
+//! the pages of sliding layers. A prefix with all pages that a resume needs comes back exact. Without
+//! the full pages of its window it comes
+//! back as an approximate hit, if the tree allows that.
 //!
 //! **Invariants:** approximate rows are never offered, so everything stored is exact. The tree
 //! decides from names and kinds alone; the owner of the device moves the bytes.
@@ -125,8 +126,12 @@ struct Available {
     /// Progress of quantization.
     coded: usize,
     sliding: bool,
-    /// The block may be read quantized although a window wants full precision.
-    demotable: bool,
+}
+
+impl Available {
+    fn meets(&self, need: BlockNeed) -> bool {
+        (!need.full || self.full) && (!need.sliding || self.sliding) && need.coded <= self.coded
+    }
 }
 
 impl RadixCache {
@@ -218,10 +223,15 @@ impl RadixCache {
             .collect();
         let now = |exact| self.resumable_len(key, exact) / PAGE_TOKENS;
         let (exact_now, any_now) = (now(true), now(exact));
-        let (count, coded_until) = (any_now.max(exact_now + 1)..=self.most_blocks(&available))
-            .rev()
-            .filter_map(|count| Some((count, self.reaches(&available[..count], exact)?)))
-            .find(|&(count, coded_until)| coded_until == 0 || count > any_now + self.computed_again())?;
+        // As in `longest`, over pages of the tree and the store together.
+        let quantized = if exact { 0 } else { self.all_quantized(&available) };
+        let least = quantized.saturating_sub(self.worth_computing());
+        let mut ends = (least.max(exact_now + 1)..=self.most_blocks(&available)).rev();
+        let (count, coded_until) = match ends.find(|&count| self.is_exact_end(&available[..count])) {
+            Some(count) => (count, 0),
+            None if least > exact_now && quantized > any_now => (quantized, quantized * PAGE_TOKENS),
+            None => return None,
+        };
         let len = count * PAGE_TOKENS;
         let mut wanted = Vec::new();
         for block in 0..count {
@@ -242,8 +252,7 @@ impl RadixCache {
                 wanted.push(WantedPage { block, kind });
             }
         }
-        let again = if coded_until == 0 { 0 } else { self.computed_again() * PAGE_TOKENS };
-        Some(RestorePlan { wanted, len: len - again, exact: coded_until == 0 })
+        Some(RestorePlan { wanted, len, exact: coded_until == 0 })
     }
 
     fn available(&self, node: Option<&Node>, stored: StoredKinds) -> Available {
@@ -257,9 +266,8 @@ impl RadixCache {
             StoredKinds { part: true, .. } if full => COMPLETE - 1,
             _ => progress,
         };
-        let demotable = self.tails.is_some() && node.is_none_or(|node| node.demoted);
         let sliding = pages.sliding.is_some() || stored.sliding;
-        Available { full, coded: coded.max(progress), sliding, demotable }
+        Available { full, coded: coded.max(progress), sliding }
     }
 
     /// No prefix of more blocks than this can be resumable. Without this bound, every length would
@@ -276,28 +284,18 @@ impl RadixCache {
         limit.min(no_sink.unwrap_or(usize::MAX)).min(available.len())
     }
 
-    /// [`RadixCache::find`]'s rule over what tree and store have together: the position up to which
-    /// a resume after these blocks reads quantized regardless of the windows, 0 if it is exact.
-    fn reaches(&self, available: &[Available], exact: bool) -> Option<usize> {
-        let len = available.len() * PAGE_TOKENS;
-        let mut coded_until = 0;
-        for (block, held) in available.iter().enumerate().rev() {
-            let is_met = |coded_until| {
-                let need = BlockNeed::at(&self.layout, len, coded_until, block);
-                (!need.full || held.full) && (!need.sliding || held.sliding) && need.coded <= held.coded
-            };
-            if is_met(coded_until) {
-                continue;
-            }
-            if exact || !held.demotable || coded_until > 0 {
-                return None;
-            }
-            coded_until = (block + 1) * PAGE_TOKENS;
-            if !is_met(coded_until) {
-                return None;
-            }
-        }
-        Some(coded_until)
+    /// Whether a sequence could continue after these blocks as if it had just computed them.
+    fn is_exact_end(&self, blocks: &[Available]) -> bool {
+        let need = |block| BlockNeed::at(&self.layout, blocks.len() * PAGE_TOKENS, 0, block);
+        blocks.iter().enumerate().rev().all(|(block, held)| held.meets(need(block)))
+    }
+
+    /// Blocks after which a sequence could continue that reads everything before them quantized.
+    fn all_quantized(&self, blocks: &[Available]) -> usize {
+        let len = blocks.len() * PAGE_TOKENS;
+        let need = |block| BlockNeed::at(&self.layout, len, len, block);
+        let met = blocks.iter().enumerate().take_while(|(block, held)| held.meets(need(*block)));
+        if self.approximates { met.count() } else { 0 }
     }
 
     /// Puts pages of `key` that came from a store into the tree, in the order of their blocks. Stops
@@ -336,26 +334,20 @@ impl RadixCache {
     }
 
     fn place(&mut self, id: NodeId, page: RestoredPage) {
-        let demotes = self.tails.is_some();
-        let sink = self.layout.windows().sink();
         let node = self.node_mut(id);
         if node.approximate {
             // Stored pages are exact; rows of this node are not.
-            (node.pages, node.approximate, node.demoted) = (BlockPages::default(), false, false);
+            (node.pages, node.approximate) = (BlockPages::default(), false);
         }
-        let fresh = node.pages.full.is_none() && node.pages.coded.is_none();
         match page {
             RestoredPage::Sliding(page) => {
                 node.pages.sliding.get_or_insert(page);
             }
             RestoredPage::Full(page) => {
                 node.pages.full.get_or_insert(page);
-                node.demoted = false;
             }
             RestoredPage::Coded(page) => {
                 if node.pages.coded.as_ref().is_none_or(|held| held.coded() < page.coded()) {
-                    node.demoted |=
-                        demotes && fresh && page.is_complete() && node.block * PAGE_TOKENS >= sink;
                     node.pages.coded = Some(page);
                 }
             }

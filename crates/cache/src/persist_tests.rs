@@ -58,7 +58,6 @@ impl Store {
             let taken = world.pool.take(count).or_else(|error| {
                 is_whole = false;
                 world.tree.reclaim(error.wanted - error.free);
-                world.code();
                 world.pool.take(count)
             });
             let Ok(mut taken) = taken else { return Some((plan, false)) };
@@ -101,8 +100,8 @@ fn compute(world: &mut World, tokens: Vec<u32>) -> usize {
     found
 }
 
-fn world(format: KvFormat, windows: Windows, blocks: usize, demotes: bool) -> World {
-    World::new(format, windows, blocks, demotes)
+fn world(format: KvFormat, windows: Windows, blocks: usize, approximates: bool) -> World {
+    World::new(format, windows, blocks, approximates)
 }
 
 #[derive(Clone, Debug)]
@@ -134,12 +133,12 @@ proptest! {
     #[test]
     fn pages_that_come_back_are_right_and_accounted_for(
         actions in prop::collection::vec(action(), 1..60), sink in 0usize..6, recent in 1usize..150,
-        blocks in 14usize..60, coded in prop::bool::weighted(0.8), demotes in any::<bool>(),
+        blocks in 14usize..60, coded in prop::bool::weighted(0.8), approximates in any::<bool>(),
         window in prop::option::of(1usize..300), zero_width in any::<bool>(),
     ) {
         let format = if coded { KvFormat::OSCAR2 } else { KvFormat::Bf16 };
         let layout = layout(format, Windows::new(16 * sink, recent).unwrap(), zero_width, window);
-        let (mut world, mut store) = (World::of(layout.clone(), blocks, demotes), Store::default());
+        let (mut world, mut store) = (World::of(layout.clone(), blocks, approximates), Store::default());
         for action in actions {
             match action {
                 Action::Compute { text: number, len } => {
@@ -153,7 +152,7 @@ proptest! {
                         prop_assert!(plan.len >= before && (!exact || plan.exact));
                         let found = world.tree.resumable_len(&tokens, plan.exact);
                         prop_assert!(!is_whole || found >= plan.len, "{found} of {plan:?}");
-                        prop_assert!(demotes || plan.exact);
+                        prop_assert!(approximates || plan.exact);
                     }
                 }
                 Action::Lose { which } => {
@@ -162,13 +161,12 @@ proptest! {
                 }
                 Action::Reclaim { blocks } => {
                     world.tree.reclaim(blocks * world.layout.unquantized_block_bytes());
-                    world.code();
-                }
-                Action::Restart => world = World::of(layout.clone(), blocks, demotes),
+                    }
+                Action::Restart => world = World::of(layout.clone(), blocks, approximates),
             }
             world.check_accounts();
         }
-        prop_assert!(demotes || world.approximate_hits == 0);
+        prop_assert!(approximates || world.approximate_hits == 0);
         world.tree.flush();
         prop_assert_eq!((world.tree.tokens(), world.pool.usage().bytes), (0, 0));
     }
@@ -186,13 +184,13 @@ fn ends_come_back_exact_and_middles_approximate() {
     let full = store.0.keys().filter(|(_, kind)| *kind == PageKind::Full).count();
     assert_eq!(full, 3, "the sink, and two pages of the recent window");
 
-    for (demotes, middle, hits) in [(true, 448, 1), (false, 64, 0)] {
-        let mut after = world(KvFormat::OSCAR2, windows, 100, demotes);
-        let (plan, is_whole) = store.fetch(&mut after, &tokens[..999], !demotes).unwrap();
+    for (approximates, middle, hits) in [(true, 448, 1), (false, 64, 0)] {
+        let mut after = world(KvFormat::OSCAR2, windows, 100, approximates);
+        let (plan, is_whole) = store.fetch(&mut after, &tokens[..999], !approximates).unwrap();
         assert_eq!((plan.len, plan.exact, is_whole), (960, true, true));
         assert_eq!(after.begin(tokens.clone()), 960);
         assert_eq!(after.approximate_hits, 0);
-        store.fetch(&mut after, &tokens[..500], !demotes);
+        store.fetch(&mut after, &tokens[..500], !approximates);
         assert_eq!((after.begin(tokens[..500].to_vec()), after.approximate_hits), (middle, hits));
         after.check_accounts();
     }

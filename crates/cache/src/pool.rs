@@ -280,14 +280,6 @@ impl PagePool {
         })
     }
 
-    /// Takes a quantized block in place of a full one, which returns once its last hold is dropped.
-    /// Never refused, because a quantized block is smaller. Its rows must be quantized before the
-    /// full block is written again.
-    pub(crate) fn exchange(&self, full: FullPage) -> CodedPage {
-        drop(full);
-        CodedPage(self.shared.take(&mut self.shared.lock(), Format::Coded))
-    }
-
     /// Bytes not handed out.
     pub fn free(&self) -> usize {
         let state = self.shared.lock();

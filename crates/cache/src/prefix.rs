@@ -8,10 +8,11 @@
 //! start. A prefix is therefore *resumable* at `n` or it is not; there is no cheap repair in
 //! between.
 //!
-//! There is one exception, and it is counted. If the full pages of an idle tail were quantized to
-//! make room ([`tails`](crate::tails)), a sequence may continue and read everything up to there
-//! quantized. Its rows are *approximate* from then on, and marked so wherever they are stored. If
-//! some head has no codes, it continues a recent window earlier.
+//! There is one exception, and it is counted. Where full pages were given up to make room, a
+//! sequence may continue after the last block that is all quantized, and read everything before it
+//! quantized. The rows behind that block, the recent window among them, are computed again. They
+//! are *approximate*, and marked so wherever they are stored: the first of them read quantized rows
+//! where a cold run reads BF16.
 
 use crate::pool::{CodedPage, FullPage, SlidingPage};
 use crate::view::View;

@@ -1,25 +1,25 @@
 //! The prefix cache: a tree of 64-token pages that any number of sequences share.
 //!
 //! A node is one page of tokens after its parent's. It holds the quantized page, the full-precision
-//! page, or both; in models with sliding layers also their page. Sequences are inserted as they grow, prompt and answer, with the full-precision
-//! rows of their windows; those rows stay beside the quantized ones while there is room for both.
-//! [`RadixCache::find`] returns the longest stored prefix that is resumable (see
-//! [`prefix`](crate::prefix)), so a hit gives the same answer as a cold run, bit for bit. The
-//! exception is a tail that was demoted to make room ([`tails`](crate::tails)); the caller is told.
+//! page, or both; in models with sliding layers also their page. Sequences are inserted as they
+//! grow, prompt and answer, with the full-precision rows of their windows; those rows stay beside
+//! the quantized ones while there is room for both. [`RadixCache::find`] returns the longest stored
+//! prefix that is resumable (see [`prefix`](crate::prefix)), so a hit gives the same answer as a
+//! cold run, bit for bit. The exception is an approximate hit, which reads quantized rows alone; the
+//! caller is told.
 //!
 //! **Invariants:** A tree has one cache layout, which is part of the meaning of its pages. All
 //! holders of a page hold the same tokens after the same context: pages in the tree are complete
 //! and their full rows never change; quantized tiles are only added, with the same bytes whoever
-//! adds them. Rows computed after a demoted tail live in nodes marked approximate and never mix
+//! adds them. Rows computed after an approximate hit live in nodes marked approximate and never mix
 //! with exact ones. A page that anyone else holds is never given back.
 
 use crate::events::{CacheEvent, PageHash};
 use crate::prefix::{BlockNeed, BlockPages, PrefixPages, resume_point};
 use crate::salt::{CacheSalt, PrefixKey};
 use crate::sequence::SequencePages;
-use crate::tails::Tails;
 use crate::view::View;
-use oscar_codec::{CacheLayout, PAGE_TOKENS};
+use oscar_codec::{CacheLayout, PAGE_TOKENS, Side};
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -40,10 +40,7 @@ pub(crate) struct Node {
     pub view: Option<Arc<View>>,
     /// A prompt ended here: the same prompt will resume at this node.
     pub anchor: bool,
-    /// Its full page was given up to make room although a resume may need it. It can be read
-    /// quantized instead.
-    pub demoted: bool,
-    /// Its rows were computed after a demoted tail and differ from those of a cold run.
+    /// Its rows were computed after an approximate hit and differ from those of a cold run.
     pub approximate: bool,
     /// When it was last found or inserted, in operations of the tree.
     pub last_used: u64,
@@ -76,8 +73,8 @@ pub struct RadixCache {
     count: usize,
     /// A view was put into the tree.
     views: bool,
-    /// Demotion of idle tails, if enabled.
-    pub(crate) tails: Option<Tails>,
+    /// Whether a sequence may continue where only quantized rows are left.
+    pub(crate) approximates: bool,
     /// Changes that nobody has taken yet, if they are recorded.
     pub(crate) events: Option<Vec<CacheEvent>>,
 }
@@ -92,7 +89,6 @@ impl RadixCache {
             pages: BlockPages::default(),
             view: None,
             anchor: false,
-            demoted: false,
             approximate: false,
             last_used: 0,
             hash: None,
@@ -104,9 +100,25 @@ impl RadixCache {
             operations: 0,
             count: 0,
             views: false,
-            tails: None,
+            approximates: false,
             events: None,
         }
+    }
+
+    /// A tree that also finds approximate hits, and gives up the tails of idle prefixes before whole
+    /// prefixes, if the layout allows it: keys and values are quantized together, pages are whole
+    /// demotion units, and no layer slides. A resume of a sliding layer needs its pages before the
+    /// end, which would be gone with the tail.
+    pub fn with_approximate_hits(layout: CacheLayout) -> Self {
+        let windows = layout.windows();
+        let unit = windows.tail(Side::Key).unit;
+        let approximates = layout.coded().is_some()
+            && layout.sliding().is_none()
+            && windows.sides_agree()
+            && !layout.codes_span_pages()
+            && PAGE_TOKENS.is_multiple_of(unit)
+            && windows.sink().is_multiple_of(unit);
+        Self { approximates, ..Self::new(layout) }
     }
 
     /// Whether the tree may hold views.
@@ -152,9 +164,8 @@ impl RadixCache {
     }
 
     /// The longest prefix of `key` from which a sequence can continue: exactly, as if it had
-    /// just computed it, or, if that reaches further, from a demoted tail
-    /// ([`PrefixPages::is_exact`] tells). Empty if there is none. To leave tokens to compute, pass
-    /// fewer.
+    /// just computed it, or approximately ([`PrefixPages::is_exact`] tells), if that saves more
+    /// than a recent window. Empty if there is none. To leave tokens to compute, pass fewer.
     pub fn find<'a>(&mut self, key: impl Into<PrefixKey<'a>>) -> PrefixPages {
         let path = self.touched_path(key.into());
         self.longest(&path, true)
@@ -177,24 +188,40 @@ impl RadixCache {
         path
     }
 
-    pub(crate) fn longest(&self, path: &[NodeId], demoted: bool) -> PrefixPages {
-        // Needs of lower blocks do not shrink with the length, so every length is checked from
-        // scratch. The blocks most likely to fail, those of the window, come first.
-        let mut approximate: Option<(usize, usize)> = None;
-        for count in (1..=path.len()).rev() {
-            if approximate.is_some_and(|(shorter, _)| shorter > count) {
-                break;
-            }
-            match self.resumable(&path[..count], demoted) {
-                Some(0) => return self.pages_of(&path[..count], 0),
-                Some(coded_until) if approximate.is_none() => {
-                    approximate = Some(self.with_recent_rows(&path[..count], coded_until));
-                }
-                _ => {}
-            }
+    pub(crate) fn longest(&self, path: &[NodeId], approximate: bool) -> PrefixPages {
+        let quantized = if approximate { self.quantized_blocks(path) } else { 0 };
+        let least = quantized.saturating_sub(self.worth_computing());
+        match (least.max(1)..=path.len()).rev().find(|&count| self.is_resumable(&path[..count])) {
+            Some(count) => self.pages_of(&path[..count], 0),
+            None if least == 0 => PrefixPages::default(),
+            None => self.pages_of(&path[..quantized], quantized * PAGE_TOKENS),
         }
-        let (count, coded_until) = approximate.unwrap_or_default();
-        self.pages_of(&path[..count], coded_until)
+    }
+
+    /// Blocks of a recent window. An approximate hit must save more.
+    pub(crate) fn worth_computing(&self) -> usize {
+        self.layout.windows().recent().div_ceil(PAGE_TOKENS)
+    }
+
+    /// Blocks of `path` after which a sequence can continue that reads everything before them,
+    /// except the sink, quantized.
+    fn quantized_blocks(&self, path: &[NodeId]) -> usize {
+        if !self.approximates {
+            return 0;
+        }
+        let (len, view) = (path.len() * PAGE_TOKENS, self.view_of(path));
+        let is_met = |&(block, &id): &(usize, &NodeId)| {
+            view.is_some_and(|view| view.covers(&self.layout, block))
+                || BlockNeed::at(&self.layout, len, len, block).is_met(&self.node(id).pages)
+        };
+        let count = path.iter().enumerate().take_while(is_met).count();
+        if self.begins_inside(view, count) { 0 } else { count }
+    }
+
+    /// Whether the windows of a resume after `count` blocks would read rows of the view in BF16.
+    fn begins_inside(&self, view: Option<&Arc<View>>, count: usize) -> bool {
+        let last = (count * PAGE_TOKENS).max(1) - 1;
+        view.is_some_and(|view| self.layout.windows().boundary(last) < view.end())
     }
 
     fn pages_of(&self, path: &[NodeId], coded_until: usize) -> PrefixPages {
@@ -211,35 +238,16 @@ impl RadixCache {
         path.iter().rev().find_map(|&id| self.node(id).view.as_ref())
     }
 
-    /// Whether a sequence can continue after `path`. If so, returns the position up to which it
-    /// must read quantized regardless of the windows: 0 unless `demoted` pages may be read.
-    fn resumable(&self, path: &[NodeId], demoted: bool) -> Option<usize> {
-        let len = path.len() * PAGE_TOKENS;
-        let mut coded_until = 0;
-        let view = self.view_of(path);
-        if view.is_some_and(|view| self.layout.windows().boundary(len.max(1) - 1) < view.end()) {
-            // Rows of the view would be read in BF16 here.
-            return None;
-        }
-        for (block, &id) in path.iter().enumerate().rev() {
-            let node = self.node(id);
-            if view.is_some_and(|view| view.covers(&self.layout, block)) {
-                continue;
-            }
-            if BlockNeed::at(&self.layout, len, coded_until, block).is_met(&node.pages) {
-                continue;
-            }
-            if !demoted || !node.demoted || coded_until > 0 {
-                return None;
-            }
-            // The last such block: it and all before it are read quantized, all after it by the
-            // windows.
-            coded_until = (block + 1) * PAGE_TOKENS;
-            if !BlockNeed::at(&self.layout, len, coded_until, block).is_met(&node.pages) {
-                return None;
-            }
-        }
-        Some(coded_until)
+    /// Whether a sequence can continue after `path` as if it had just computed it.
+    fn is_resumable(&self, path: &[NodeId]) -> bool {
+        let (len, view) = (path.len() * PAGE_TOKENS, self.view_of(path));
+        // Needs of lower blocks do not shrink with the length, so every length is checked from
+        // scratch. The blocks most likely to fail, those of the window, come first.
+        !self.begins_inside(view, path.len())
+            && path.iter().enumerate().rev().all(|(block, &id)| {
+                view.is_some_and(|view| view.covers(&self.layout, block))
+                    || BlockNeed::at(&self.layout, len, 0, block).is_met(&self.node(id).pages)
+            })
     }
 
     /// Puts the whole pages of a sequence into the tree and returns how many tokens that is. `key`
@@ -274,11 +282,9 @@ impl RadixCache {
             if node.approximate && (exact || node.pages.is_empty()) {
                 node.pages = offered;
                 node.approximate = !exact;
-                node.demoted = false;
             } else if node.approximate != exact && (exact || node.pages.has_a_page_of(&offered)) {
                 if node.pages.full.is_none() && offered.full.is_some() {
                     node.pages.full = offered.full;
-                    node.demoted = false;
                 }
                 let coded = |page: &BlockPages| page.coded.as_ref().map_or(0, |page| page.coded());
                 if coded(&node.pages) < offered.coded.as_ref().map_or(0, |page| page.coded()) {
@@ -346,7 +352,6 @@ impl RadixCache {
             pages: BlockPages::default(),
             view: None,
             anchor: false,
-            demoted: false,
             approximate: false,
             last_used: 0,
             hash: None,

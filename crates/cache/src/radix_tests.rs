@@ -31,7 +31,7 @@ pub(crate) struct World {
 pub(crate) struct Live {
     pub tokens: Vec<u32>,
     pub pages: SequencePages,
-    /// The expected rows: those of a cold run, except rows computed after a demoted tail, which are
+    /// The expected rows: those of a cold run, except rows computed after an approximate hit, which are
     /// its own.
     rows: Vec<u64>,
 }
@@ -82,14 +82,14 @@ pub(crate) fn layout(
 }
 
 impl World {
-    pub fn new(format: KvFormat, windows: Windows, blocks: usize, demotes: bool) -> Self {
-        Self::of(layout(format, windows, false, None), blocks, demotes)
+    pub fn new(format: KvFormat, windows: Windows, blocks: usize, approximates: bool) -> Self {
+        Self::of(layout(format, windows, false, None), blocks, approximates)
     }
 
-    pub fn of(layout: CacheLayout, blocks: usize, demotes: bool) -> Self {
+    pub fn of(layout: CacheLayout, blocks: usize, approximates: bool) -> Self {
         let pool = PagePool::new(&layout, blocks * layout.unquantized_block_bytes());
-        let mut tree = match demotes {
-            true => RadixCache::with_demotion(layout.clone(), &pool),
+        let mut tree = match approximates {
+            true => RadixCache::with_approximate_hits(layout.clone()),
             false => RadixCache::new(layout.clone()),
         };
         tree.record_events();
@@ -107,7 +107,6 @@ impl World {
 
     pub fn begin(&mut self, tokens: Vec<u32>) -> usize {
         let prefix = self.tree.find(&tokens[..tokens.len() - 1]);
-        self.code();
         let exact = self.tree.find_exact(&tokens[..tokens.len() - 1]);
         assert!(exact.is_exact() && exact.len() <= prefix.len());
         let (len, from) = (prefix.len(), prefix.approximate_from.unwrap_or(usize::MAX));
@@ -125,17 +124,6 @@ impl World {
             self.check_reads(&self.live[self.live.len() - 1], len);
         }
         len
-    }
-
-    /// Quantizes the tails that the tree gave up.
-    pub fn code(&mut self) {
-        for demotion in self.tree.take_demotions() {
-            let page = self.memory.coded.entry(demotion.coded.0).or_insert([0; PAGE_TOKENS]);
-            for p in demotion.positions {
-                assert_eq!(p / PAGE_TOKENS, demotion.block);
-                page[p % PAGE_TOKENS] = self.memory.full[&demotion.full.0][p % PAGE_TOKENS];
-            }
-        }
     }
 
     /// Stores up to `count` more tokens of a live sequence, if pages are available.
@@ -157,7 +145,6 @@ impl World {
                 }
             }
         };
-        self.code();
         if let Some(step) = &step {
             for p in step.positions.clone() {
                 let page = pages.full()[p / PAGE_TOKENS].unwrap().0;
@@ -290,11 +277,11 @@ proptest! {
     fn whatever_happens_every_read_is_right_and_every_page_accounted_for(
         actions in prop::collection::vec(action(), 1..60), sink in 0usize..6, recent in 1usize..150,
         blocks in 8usize..60, coded in prop::bool::weighted(0.8),
-        demotes in any::<bool>(), window in prop::option::of(1usize..300), zero_width in any::<bool>(),
+        approximates in any::<bool>(), window in prop::option::of(1usize..300), zero_width in any::<bool>(),
     ) {
         let format = if coded { KvFormat::OSCAR2 } else { KvFormat::Bf16 };
         let layout = layout(format, Windows::new(16 * sink, recent).unwrap(), zero_width, window);
-        let mut world = World::of(layout, blocks, demotes);
+        let mut world = World::of(layout, blocks, approximates);
         for action in actions {
             let count = world.live.len();
             match action {
@@ -327,21 +314,19 @@ proptest! {
                     let (bytes, free) = (blocks * world.layout.unquantized_block_bytes(), world.pool.free());
                     let done = world.tree.reclaim(bytes);
                     prop_assert_eq!(world.pool.free() - free, done.bytes, "what is said is given");
-                    world.code();
-                }
+                                }
                 Action::Flush => {
                     let possible = world.tree.reclaimable();
                     prop_assert_eq!(world.tree.flush().bytes, possible);
                     prop_assert_eq!(world.tree.reclaimable(), 0);
-                    world.code();
-                }
+                                }
                 _ => {}
             }
             world.check_accounts();
             world.check_events();
             prop_assert_eq!(world.heard.len() * PAGE_TOKENS, world.tree.tokens());
         }
-        prop_assert!(demotes || world.approximate_hits == 0);
+        prop_assert!(approximates || world.approximate_hits == 0);
         world.live.clear();
         world.tree.flush();
         prop_assert_eq!(world.tree.tokens(), 0);
@@ -430,7 +415,7 @@ fn pages_in_use_survive_and_the_oldest_leaves_go_first() {
 }
 
 #[test]
-fn idle_tails_are_coded_before_anything_is_evicted_and_used_tails_never() {
+fn idle_tails_go_before_whole_prefixes_and_used_tails_never() {
     let mut world = World::new(KvFormat::OSCAR2, Windows::new(64, 128).unwrap(), 100, true);
     let (old, new) = (text(0, 600), text(0x5555, 600));
     stored(&mut world, old.clone());
@@ -440,11 +425,9 @@ fn idle_tails_are_coded_before_anything_is_evicted_and_used_tails_never() {
     // First the rows of the idle sequence that no hit is likely to need, then its tail.
     let before = world.tree.pages();
     let done = world.tree.reclaim((before.spare_full + 1) * world.layout.full_block_bytes());
-    world.code();
-    assert!(done.demoted >= 1, "{done:?}");
-    assert_eq!((done.evicted, world.tree.tokens()), (0, tokens));
+    assert_eq!((done.evicted, world.tree.tokens()), (3, tokens - 128), "its recent window");
     assert_eq!(world.approximate_hits, 0);
-    assert_eq!(world.begin(old.clone()), 576, "nothing that is held is computed again");
+    assert_eq!(world.begin(old.clone()), 448, "the end of the quantized blocks");
     assert_eq!(world.approximate_hits, 1);
     assert_eq!(world.tree.find_exact(&old[..599]).len(), 64);
     let last = world.live.len() - 1;
@@ -452,7 +435,7 @@ fn idle_tails_are_coded_before_anything_is_evicted_and_used_tails_never() {
     let Live { tokens, mut pages, .. } = world.live.pop().unwrap();
     world.tree.insert(&tokens, &mut pages);
     drop(pages);
-    // Rows after the demoted tail are marked: a longer hit on them counts as approximate too.
+    // Rows after such a hit are marked: a longer hit on them counts as approximate too.
     let mut longer = old.clone();
     longer.extend(text(0xaaaa, 60));
     world.begin(longer);
@@ -479,18 +462,23 @@ fn idle_tails_are_coded_before_anything_is_evicted_and_used_tails_never() {
     world.check_accounts();
 }
 
-/// A zero-width head has no codes of a demoted tail: the hit ends a recent window earlier.
+/// An approximate hit ends a recent window before the end: the rows of the window are computed
+/// again, so that every head has them in BF16, a zero-width head too.
 #[test]
-fn the_recent_rows_of_zero_width_heads_are_computed_again() {
-    let layout = layout(KvFormat::OSCAR2, Windows::new(64, 128).unwrap(), true, None);
-    let mut world = World::of(layout, 100, true);
+fn the_recent_rows_of_an_approximate_hit_are_computed_again() {
+    for zero_width in [false, true] {
+        let layout = layout(KvFormat::OSCAR2, Windows::new(64, 128).unwrap(), zero_width, None);
+        recent_rows_are_computed_again(&mut World::of(layout, 100, true));
+    }
+}
+
+fn recent_rows_are_computed_again(world: &mut World) {
     let old = text(0, 600);
-    stored(&mut world, old.clone());
+    stored(world, old.clone());
     assert_eq!((world.begin(old.clone()), world.approximate_hits), (576, 0));
     world.live.clear();
     while world.tree.find_exact(&old[..599]).len() > 64 {
-        assert_eq!(world.tree.reclaim(1).evicted, 0);
-        world.code();
+        assert!(world.tree.reclaim(1).bytes > 0);
     }
     assert_eq!((world.begin(old.clone()), world.approximate_hits), (576 - 128, 1));
     let pages = &world.live[0].pages;
@@ -499,7 +487,7 @@ fn the_recent_rows_of_zero_width_heads_are_computed_again() {
     // From here on every head has its recent rows.
     let recent = (600 - 128) / PAGE_TOKENS..;
     assert!(world.live[0].pages.full()[recent].iter().all(Option::is_some));
-    // A prompt no longer than the windows has nothing to gain from a demoted tail.
+    // A hit that would save no more than a recent window is not worth being approximate.
     assert_eq!((world.begin(old[..200].to_vec()), world.approximate_hits), (64, 1));
     world.check_accounts();
 }

@@ -25,8 +25,8 @@ pub struct SequenceRows<'a> {
 
 impl SequenceRows<'_> {
     /// End of the last block that has codes and no full page. Every query reads all positions before
-    /// it, except the sink, as code, even where the windows alone would say BF16: the tail of a
-    /// stored prefix was demoted to make room. Otherwise never beyond the windows' own boundary.
+    /// it, except the sink, as code. After an approximate hit this lies inside the recent window of
+    /// the first queries; otherwise never beyond the windows' own boundary.
     pub fn coded_until(&self) -> usize {
         let blocks = self.full.len().min(self.coded.len());
         let only_code = |&b: &usize| self.full[b].is_none() && self.coded[b].is_some();

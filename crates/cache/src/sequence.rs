@@ -36,7 +36,7 @@ pub struct SequencePages {
     /// Everything before this position except the sink is read quantized, regardless of the
     /// windows.
     coded_until: usize,
-    /// From this position on, rows are approximate, because the sequence reads a demoted tail.
+    /// From this position on, rows are approximate, because the sequence began with an approximate hit.
     approximate_from: Option<usize>,
     /// Codes depend on later pages, so no other sequence can use them.
     keeps_codes_back: bool,

@@ -198,8 +198,8 @@ impl Backend for AnyBackend {
         on_device!(Self, self, held_layout(layout))
     }
 
-    fn reads_demoted_tails(&self, layout: &CacheLayout) -> bool {
-        on_device!(Self, self, reads_demoted_tails(layout))
+    fn reads_codes_in_window(&self, layout: &CacheLayout) -> bool {
+        on_device!(Self, self, reads_codes_in_window(layout))
     }
 
     fn multiplies_fp8(&self) -> bool {
@@ -293,10 +293,6 @@ impl Backend for AnyBackend {
             Self::Cpu(backend) => AnyStep::Cpu(backend.step(sequences, pool.cpu_mut())?),
             Self::Cuda(backend) => AnyStep::Cuda(Box::new(backend.step(sequences, pool.cuda_mut())?)),
         })
-    }
-
-    fn demote(&self, sequences: &[SequenceRows<'_>], pool: &mut Self::Pool) -> BackendResult<()> {
-        on_device!(Self, self, demote(sequences, &mut pool))
     }
 
     fn copies_blocks(&self) -> bool {

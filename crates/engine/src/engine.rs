@@ -33,11 +33,10 @@ pub struct EngineOptions {
     pub max_queue: usize,
     /// Keep the pages of finished requests for later ones.
     pub prefix_cache: bool,
-    /// Quantize the BF16 tails of idle prefixes when room is short, before anything is evicted. A
-    /// hit on such a tail reads codes where a cold run reads BF16, and is counted. Nothing is
-    /// demoted where the device cannot read such a tail. Off by default: measurements must be
-    /// exact.
-    pub demote_idle_tails: bool,
+    /// Give up the BF16 tails of idle prefixes when room is short, before whole prefixes, and continue
+    /// from what is left, all of it quantized. Such hits are counted. Not where the device cannot
+    /// read codes inside the recent window. Off by default: measurements must be exact.
+    pub approximate_hits: bool,
     /// A step that takes longer than this, and than ten times the longest step so far, counts as
     /// stuck. No step ever does if absent.
     pub stuck_after: Option<Duration>,
@@ -67,7 +66,7 @@ impl EngineOptions {
             scheduler: SchedulerOptions::default(),
             max_queue: 256,
             prefix_cache: true,
-            demote_idle_tails: false,
+            approximate_hits: false,
             stuck_after: None,
             cache_events: None,
             store: None,

@@ -25,11 +25,7 @@ impl<B: Backend> PageLedger<'_, B> {
         if cache.reclaimable() < bytes {
             return false;
         }
-        let done = cache.reclaim(bytes);
-        self.reclaimed.thinned += done.thinned;
-        self.reclaimed.demoted += done.demoted;
-        self.reclaimed.evicted += done.evicted;
-        self.reclaimed.bytes += done.bytes;
+        self.reclaimed += cache.reclaim(bytes);
         true
     }
 
@@ -64,12 +60,12 @@ impl<B: Backend> Ledger for PageLedger<'_, B> {
                 find_on_view(cache, layout, choice, *start, reading)
             }
             (Some(cache), Some(cap)) => {
-                let (tokens, exact) = (&choice.tokens[..choice.resume_limit], !choice.takes_demoted);
+                let (tokens, exact) = (&choice.tokens[..choice.resume_limit], !choice.takes_approximate);
                 let (lineage, prefix) = cap.find(cache, choice.salt, tokens, exact);
                 choice.lineage = lineage;
                 prefix
             }
-            (Some(cache), None) if choice.takes_demoted => cache.find(choice.prefix(choice.resume_limit)),
+            (Some(cache), None) if choice.takes_approximate => cache.find(choice.prefix(choice.resume_limit)),
             (Some(cache), None) => cache.find_exact(choice.prefix(choice.resume_limit)),
             (None, _) => {
                 choice.lineage = None;
@@ -85,7 +81,7 @@ impl<B: Backend> Ledger for PageLedger<'_, B> {
             return None;
         }
         let stored = sequence.len();
-        choice.takes_demoted = !sequence.pages().is_exact();
+        choice.takes_approximate = !sequence.pages().is_exact();
         choice.published = stored;
         choice.offered = stored / PAGE_TOKENS;
         choice.sequence = Some(sequence);
@@ -126,7 +122,8 @@ fn find_on_view(
     start: usize,
     reading: &Reading,
 ) -> PrefixPages {
-    let (salt, tokens, exact) = (choice.salt, &choice.tokens[..choice.resume_limit], !choice.takes_demoted);
+    let (salt, tokens, exact) =
+        (choice.salt, &choice.tokens[..choice.resume_limit], !choice.takes_approximate);
     let find = |cache: &mut RadixCache, salt, tokens| match exact {
         true => cache.find_exact(PrefixKey::new(salt, tokens)),
         false => cache.find(PrefixKey::new(salt, tokens)),

@@ -94,9 +94,9 @@ pub struct Choice {
     /// Longest stored prefix that it may begin from: at least the last token must be computed, and
     /// every token whose logits are still wanted.
     pub resume_limit: usize,
-    /// Whether it may resume from a demoted tail. Not after it has computed anything exactly:
+    /// Whether its prefix hit may be approximate. Not after it has computed anything exactly:
     /// preempted and resumed, its answer must be the same as without interruption.
-    pub takes_demoted: bool,
+    pub takes_approximate: bool,
 }
 
 impl Live {
@@ -141,7 +141,7 @@ impl Live {
             published: 0,
             offered: 0,
             resume_limit,
-            takes_demoted: index == 0 || self.usage.demoted_tail,
+            takes_approximate: index == 0 || self.usage.approximate,
         };
         self.choices.insert(index, choice);
     }

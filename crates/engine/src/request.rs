@@ -161,8 +161,8 @@ pub enum Event {
     /// The prompt is stored; generation begins. Sent once, before any token.
     Started {
         cached_tokens: usize,
-        /// See [`Usage::demoted_tail`].
-        demoted_tail: bool,
+        /// See [`Usage::approximate`].
+        approximate: bool,
         /// See [`Usage::by_tier`].
         by_tier: CachedByTier,
         prompt_logprobs: Option<Vec<Option<TokenLogprobs>>>,
@@ -209,9 +209,9 @@ pub struct Usage {
     pub cached_tokens: usize,
     /// Generated tokens of all choices, stop tokens counted.
     pub completion_tokens: usize,
-    /// The cached tokens ended in a tail that had been demoted to make room. They were read
-    /// quantized, which may have changed the answer.
-    pub demoted_tail: bool,
+    /// The prefix hit was approximate: after it, quantized rows were read where a cold run reads
+    /// BF16. That may have changed the answer.
+    pub approximate: bool,
     /// The cached tokens that a page store brought back.
     pub by_tier: CachedByTier,
     /// What the rows of the conversation came to, if they are capped.
@@ -234,7 +234,7 @@ impl AddAssign for Usage {
         self.prompt_tokens += other.prompt_tokens;
         self.cached_tokens += other.cached_tokens;
         self.completion_tokens += other.completion_tokens;
-        self.demoted_tail |= other.demoted_tail;
+        self.approximate |= other.approximate;
         self.by_tier.ram += other.by_tier.ram;
         self.by_tier.disk += other.by_tier.disk;
         self.by_tier.shared += other.by_tier.shared;
@@ -357,10 +357,8 @@ pub struct EngineStats {
     pub preemptions: u64,
     /// Tokens quantized so far.
     pub demoted_tokens: u64,
-    /// Prefix hits whose BF16 tail had been demoted: the documented exception to "same answer".
-    pub demoted_tail_hits: u64,
-    /// BF16 pages of idle prefixes that were quantized to make room.
-    pub demoted_tail_pages: u64,
+    /// Prefix hits that were approximate: the documented exception to "same answer".
+    pub approximate_hits: u64,
     pub evicted_pages: u64,
     /// Histories that were compacted because of a cap on their rows.
     pub compactions: u64,

@@ -67,9 +67,9 @@ pub struct Serving<B: Backend> {
 impl<B: Backend> Serving<B> {
     pub fn new(runner: Runner<B>, options: &EngineOptions) -> Self {
         let layout = runner.layout().clone();
-        let demotes = options.demote_idle_tails && runner.backend().reads_demoted_tails(&layout);
-        let mut cache = options.prefix_cache.then(|| match demotes {
-            true => RadixCache::with_demotion(layout, runner.pool()),
+        let approximates = options.approximate_hits && runner.backend().reads_codes_in_window(&layout);
+        let mut cache = options.prefix_cache.then(|| match approximates {
+            true => RadixCache::with_approximate_hits(layout),
             false => RadixCache::new(layout),
         });
         if let Some(cache) = cache.as_mut().filter(|_| options.cache_events.is_some()) {
@@ -131,10 +131,6 @@ impl<B: Backend> Serving<B> {
         self.post.clear();
         if let Some(cache) = &mut self.cache {
             cache.flush();
-        }
-        // Pages that are offered to the store must hold what the tree says.
-        if let Err(failure) = self.demote_tails() {
-            self.forget_everything(failure);
         }
         before - pages(&self.runner)
     }
@@ -226,11 +222,6 @@ impl<B: Backend> Serving<B> {
         self.statistics.note_reclaimed(&reclaimed);
         self.statistics.counters.preemptions += plan.preempted.len() as u64;
         self.note_changes(&plan);
-        if let Err(failure) = self.demote_tails() {
-            // Quantized rows are missing although the tree relies on them: nothing that is stored
-            // can be trusted.
-            return self.forget_everything(failure);
-        }
         for &id in &plan.exhausted {
             self.end_exhausted(id);
         }
@@ -253,12 +244,6 @@ impl<B: Backend> Serving<B> {
         self.cost.observe(rows, pairs, seconds);
     }
 
-    /// Quantizes the tails that the prefix cache gave up while the step was planned.
-    fn demote_tails(&mut self) -> Result<(), Failure> {
-        let tails = self.cache.as_mut().map(RadixCache::take_demotions).unwrap_or_default();
-        caught(|| self.runner.demote_tails(&tails))
-    }
-
     /// Notes which sequences began to run and which stopped.
     fn note_changes(&mut self, plan: &StepPlan) {
         let step = self.statistics.counters.steps;
@@ -269,8 +254,8 @@ impl<B: Backend> Serving<B> {
             if live.place.take().is_some() {
                 let counters = &mut self.statistics.counters;
                 live.usage.cached_tokens = stored;
-                live.usage.demoted_tail = live.choices[&id.choice].takes_demoted;
-                counters.demoted_tail_hits += u64::from(live.usage.demoted_tail);
+                live.usage.approximate = live.choices[&id.choice].takes_approximate;
+                counters.approximate_hits += u64::from(live.usage.approximate);
                 counters.prompt_tokens += live.usage.prompt_tokens as u64;
                 counters.cached_tokens += stored as u64;
                 live.usage.by_tier = tokens_by_tier(&live.restored, stored);
@@ -356,9 +341,9 @@ impl<B: Backend> Serving<B> {
     fn prompt_stored(&mut self, request: RequestId, embedding: Option<Vec<f32>>) {
         let Some(live) = self.live.get_mut(request) else { return };
         live.stage = Stage::Decode;
-        let Usage { prompt_tokens, cached_tokens, demoted_tail, by_tier, .. } = live.usage;
+        let Usage { prompt_tokens, cached_tokens, approximate, by_tier, .. } = live.usage;
         let prompt_logprobs = live.prompt_logprobs.take();
-        live.events.push(Event::Started { cached_tokens, demoted_tail, by_tier, prompt_logprobs });
+        live.events.push(Event::Started { cached_tokens, approximate, by_tier, prompt_logprobs });
         live.events.extend(embedding.map(Event::Embedding));
         if let Some(cache) = &mut self.cache {
             cache.mark_prompt(live.choices[&0].prefix(prompt_tokens));
@@ -463,7 +448,6 @@ impl<B: Backend> Serving<B> {
         self.post.clear();
         if let Some(cache) = &mut self.cache {
             cache.flush();
-            cache.take_demotions();
         }
     }
 }

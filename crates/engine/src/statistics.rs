@@ -26,7 +26,6 @@ impl Statistics {
     /// Counts pages that were given up to make room.
     pub fn note_reclaimed(&mut self, reclaimed: &Reclaimed) {
         self.counters.evicted_pages += (reclaimed.evicted + reclaimed.thinned) as u64;
-        self.counters.demoted_tail_pages += reclaimed.demoted as u64;
     }
 
     /// The numbers of this moment; `exact` counts the prefix cache's pages too.

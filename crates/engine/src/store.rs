@@ -453,12 +453,7 @@ fn place<B: Backend>(
         if cache.reclaimable() < missing {
             return Ok(None);
         }
-        let done = cache.reclaim(missing);
-        reclaimed.thinned += done.thinned;
-        reclaimed.demoted += done.demoted;
-        reclaimed.evicted += done.evicted;
-        // Before anything is written to a page that is free now.
-        runner.demote_tails(&cache.take_demotions())?;
+        *reclaimed += cache.reclaim(missing);
         taken = runner.pool().take(counts);
     }
     let Ok(TakenPages { full, coded, sliding }) = taken else { return Ok(None) };

@@ -7,6 +7,7 @@
 //! **Invariant:** a check that has never seen a GPU is known to be right: the unit tests run the
 //! checks of pages, attention and picks on the scalar CPU backend, which must pass them.
 
+mod approximate;
 mod attention;
 mod calibration;
 mod dequantized;
@@ -22,7 +23,6 @@ mod on_cpu;
 mod picks;
 mod report;
 mod rows;
-mod tails;
 
 pub use report::{Extent, Finding, Report};
 
@@ -52,7 +52,7 @@ pub enum Part {
     PrefillMma,
     Simple,
     Dequantized,
-    Tails,
+    Approximate,
     Pick,
     Recode,
     Divergence,
@@ -77,7 +77,7 @@ const PARTS: [(Part, &str, &str); 20] = [
     (Part::PrefillMma, "prefill-mma", "Attention of prompts by the kernel of every GPU (attention_prefill.cu)"),
     (Part::Simple, "simple", "Simple attention over codes and BF16 rows (attention_simple.cu)"),
     (Part::Dequantized, "dequantized", "Formats without kernels: simple attention over dequantized history (attention_simple.cu)"),
-    (Part::Tails, "tails", "Prefixes whose BF16 tails were quantized to make room"),
+    (Part::Approximate, "approximate", "Attention after an approximate prefix hit"),
     (Part::Pick, "pick", "Choice of tokens on the device (pick.cu)"),
     (Part::Recode, "recode", "History as its codes dequantize it, for calibration (demote.cu)"),
     (Part::Divergence, "divergence", "KL divergence of rows of logits, for calibration (divergence.cu)"),
@@ -125,7 +125,7 @@ pub fn check(gpu: &CudaBackend, parts: &[Part], extent: Extent) -> Result<Report
     if wants(Part::PrefillMma) {
         let gpu = CudaBackend::open_with(0, AttentionMode::Mma)?;
         attention::check(&gpu, attention::MMA, extent, &mut report)?;
-        tails::check(&gpu, extent, &mut report)?;
+        approximate::check(&gpu, extent, &mut report)?;
     }
     if wants(Part::Simple) {
         let gpu = CudaBackend::open_with(0, AttentionMode::Simple)?;
@@ -146,8 +146,8 @@ pub fn check(gpu: &CudaBackend, parts: &[Part], extent: Extent) -> Result<Report
     if wants(Part::Dequantized) {
         dequantized::check(gpu, extent, &mut report)?;
     }
-    if wants(Part::Tails) {
-        tails::check(gpu, extent, &mut report)?;
+    if wants(Part::Approximate) {
+        approximate::check(gpu, extent, &mut report)?;
     }
     if wants(Part::Pick) {
         picks::check(gpu, extent, &mut report)?;

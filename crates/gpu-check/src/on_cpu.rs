@@ -1,7 +1,7 @@
 //! The scalar CPU backend passes the checks (some of their cases, to save time).
 
 use crate::growing::{Checks, Compared, Inspected};
-use crate::{Extent, Report, attention, calibration, dequantized, model, picks, tails};
+use crate::{Extent, Report, approximate, attention, calibration, dequantized, model, picks};
 use anyhow::Result;
 use oscar_backend::CacheHead;
 use oscar_codec::{CodedPageId, FullPageId, KvFormat};
@@ -48,12 +48,16 @@ fn assert_passes(report: &Report, names: &[&str]) {
 }
 
 #[test]
-fn the_cpu_passes_the_checks_of_demoted_tails() {
+fn the_cpu_passes_the_checks_of_codes_in_the_window() {
     let mut report = Report::default();
-    tails::check(&cpu(), one_in(5), &mut report).unwrap();
+    approximate::check(&cpu(), one_in(5), &mut report).unwrap();
     assert_passes(
         &report,
-        &["demoted tail, codes", "demoted tail, decode attention", "demoted tail, prefill attention"],
+        &[
+            "approximate hit, codes",
+            "approximate hit, decode attention",
+            "approximate hit, prefill attention",
+        ],
     );
 }
 

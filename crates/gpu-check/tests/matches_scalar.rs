@@ -51,7 +51,7 @@ parts! {
     prefill_attention_by_mma_matches_scalar: PrefillMma,
     simple_attention_matches_scalar: Simple,
     attention_over_dequantized_history_matches_scalar: Dequantized,
-    attention_over_demoted_tails_matches_scalar: Tails,
+    attention_over_codes_in_the_window_matches_scalar: Approximate,
     pick_matches_scalar: Pick,
     recode_matches_scalar: Recode,
     divergence_matches_scalar: Divergence,

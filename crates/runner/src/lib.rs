@@ -21,7 +21,7 @@ pub use sequence::{Logits, Sequence, StepRequest};
 pub use trials::{Compared, Trials};
 
 use oscar_backend::{Backend, BackendError, Benchmarks, BlockId, StepSize, Tap, WeightFormat};
-use oscar_cache::{OutOfPages, PagePool, PoolUsage, SequenceRows, TailDemotion};
+use oscar_cache::{OutOfPages, PagePool, PoolUsage};
 use oscar_codec::{CacheLayout, RotationSet};
 use oscar_models::{BuildError, DecoderConfig, StepInput, Transformer, Weights};
 use ranks::Rank;
@@ -288,8 +288,7 @@ impl<B: Backend> Runner<B> {
         Ok(())
     }
 
-    /// Appends the bytes of a block to `out`. Tails that the prefix cache gave up must be quantized
-    /// before.
+    /// Appends the bytes of a block to `out`.
     pub fn read_block(&self, block: BlockId, out: &mut Vec<u8>) -> Result<(), StepError> {
         self.alone("the page store")?;
         Ok(self.lead.backend.read_block(&self.lead.storage, block, out)?)
@@ -300,40 +299,6 @@ impl<B: Backend> Runner<B> {
     pub fn write_block(&mut self, block: BlockId, bytes: &[u8]) -> Result<(), StepError> {
         self.alone("the page store")?;
         Ok(self.lead.backend.write_block(&mut self.lead.storage, block, bytes)?)
-    }
-
-    /// Quantizes the rows of stored pages that the prefix cache gave up.
-    pub fn demote_tails(&mut self, tails: &[TailDemotion]) -> Result<(), StepError> {
-        if tails.is_empty() {
-            return Ok(());
-        }
-        // Each as a sequence that holds only this block.
-        let tables: Vec<_> = tails
-            .iter()
-            .map(|tail| {
-                let (mut full, mut coded) = (vec![None; tail.block + 1], vec![None; tail.block + 1]);
-                (full[tail.block], coded[tail.block]) = (Some(tail.full), Some(tail.coded));
-                (full, coded)
-            })
-            .collect();
-        let rows: Vec<SequenceRows<'_>> = tails
-            .iter()
-            .zip(&tables)
-            .map(|(tail, (full, coded))| SequenceRows {
-                rows: 0..0,
-                first_position: tail.positions.end,
-                full,
-                coded,
-                sliding: &[],
-                demote: tail.positions.clone(),
-                demote_values: tail.positions.clone(),
-                view: None,
-            })
-            .collect();
-        for Rank { backend, storage, .. } in std::iter::once(&mut self.lead).chain(&mut self.others) {
-            backend.demote(&rows, storage)?;
-        }
-        Ok(())
     }
 }
 

@@ -67,8 +67,7 @@ impl<B: Backend> Serving<B> {
         let Some(cache) = &mut self.cache else { return false };
         let done = cache.reclaim(full.wanted.saturating_sub(full.free));
         self.statistics.note_reclaimed(&done);
-        // Tails that were given up must be quantized before any page is written.
-        done.bytes > 0 && self.demote_tails().is_ok()
+        done.bytes > 0
     }
 
     pub(super) fn go_on(&mut self, id: SequenceId, sequence: Sequence, lineage: oscar_cache::CacheSalt) {

@@ -34,7 +34,7 @@ pub struct Answer {
 pub struct Outcome {
     pub answers: BTreeMap<usize, Answer>,
     pub cached: usize,
-    pub demoted_tail: bool,
+    pub approximate: bool,
     pub prompt_logprobs: Option<Vec<Option<TokenLogprobs>>>,
     pub embedding: Option<Vec<f32>>,
     pub kept: Option<Ticket>,
@@ -65,11 +65,11 @@ impl Call {
                 Err(error) => panic!("no answer ({error}) from the engine at {:#?}", engine.stats()),
             };
             match event {
-                Event::Started { cached_tokens, demoted_tail, prompt_logprobs, .. } => {
+                Event::Started { cached_tokens, approximate, prompt_logprobs, .. } => {
                     assert!(!started, "Started comes once");
                     started = true;
                     outcome.cached = cached_tokens;
-                    outcome.demoted_tail = demoted_tail;
+                    outcome.approximate = approximate;
                     outcome.prompt_logprobs = prompt_logprobs;
                 }
                 Event::Embedding(values) => {

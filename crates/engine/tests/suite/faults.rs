@@ -52,8 +52,8 @@ impl Backend for Faulty {
     fn held_layout(&self, layout: &CacheLayout) -> CacheLayout {
         self.cpu.held_layout(layout)
     }
-    fn reads_demoted_tails(&self, layout: &CacheLayout) -> bool {
-        self.cpu.reads_demoted_tails(layout)
+    fn reads_codes_in_window(&self, layout: &CacheLayout) -> bool {
+        self.cpu.reads_codes_in_window(layout)
     }
     fn multiplies_fp8(&self) -> bool {
         self.cpu.multiplies_fp8()
@@ -117,9 +117,6 @@ impl Backend for Faulty {
         pool: &'s mut Self::Pool,
     ) -> Result<FaultyStep<'s>> {
         Ok(FaultyStep { cpu: self.cpu.step(sequences, pool)?, fault: &self.fault })
-    }
-    fn demote(&self, sequences: &[SequenceRows<'_>], pool: &mut Self::Pool) -> Result<()> {
-        self.cpu.demote(sequences, pool)
     }
 }
 

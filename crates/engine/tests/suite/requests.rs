@@ -58,7 +58,7 @@ fn repetition_and_continuation_compute_one_page_at_most() {
         let branch = submit(&engine, &turn, params(1)).unwrap().finish(&engine, None);
         assert!(len + 70 - branch.cached < 64, "{len}: {} cached by the branch", branch.cached);
     }
-    assert_eq!(engine.stats().demoted_tail_hits, 0);
+    assert_eq!(engine.stats().approximate_hits, 0);
     engine.shutdown();
 }
 
@@ -288,52 +288,52 @@ fn who_does_not_listen_is_cancelled() {
 }
 
 #[test]
-fn under_pressure_idle_tails_are_coded_before_anything_is_evicted_and_hits_on_them_counted() {
-    // Four prompts of 320 tokens with all their windows do not fit; coded they do.
-    let setup = Setup { kv_memory: 16 * FULL_BLOCK, ..setup() };
-    let options = EngineOptions { demote_idle_tails: true, ..EngineOptions::new("test") };
+fn under_pressure_idle_prefixes_lose_their_tails_first_and_hits_on_the_rest_are_counted() {
+    // Five prompts of 448 tokens with all their windows do not fit; without their tails they do.
+    let setup = Setup { kv_memory: 20 * FULL_BLOCK, ..setup() };
+    let options = EngineOptions { approximate_hits: true, ..EngineOptions::new("test") };
     let engine = Engine::start(setup.embedded(), options).unwrap();
-    let prompts: Vec<Vec<u32>> = (0..5).map(|i| tokens(320, i)).collect();
+    let prompts: Vec<Vec<u32>> = (0..5).map(|i| tokens(448, i)).collect();
     let cold: Vec<Vec<u32>> = prompts
         .iter()
         .map(|prompt| {
             let outcome = submit(&engine, prompt, params(8)).unwrap().finish(&engine, None);
-            assert_eq!((outcome.cached, outcome.demoted_tail), (0, false));
+            assert_eq!((outcome.cached, outcome.approximate), (0, false));
             outcome.answers[&0].tokens.clone()
         })
         .collect();
     let stats = engine.stats();
-    assert!(stats.demoted_tail_pages > 0, "{stats:?}");
-    assert_eq!(stats.demoted_tail_hits, 0);
+    assert!(stats.evicted_pages > 0, "{stats:?}");
+    assert_eq!(stats.approximate_hits, 0);
     let mut reference = setup.embedded();
     for (prompt, answer) in prompts.iter().zip(&cold) {
         assert_eq!(answer, &greedy(&mut reference, prompt, 8, &[]));
     }
-    // Every prompt is still there but for its last page; the oldest lost its BF16 tail.
+    // The oldest prompt lost its BF16 tail. Everything before it is still there.
     let hit = submit(&engine, &prompts[0], params(8)).unwrap().finish(&engine, None);
-    assert_eq!((hit.cached, hit.demoted_tail, hit.usage.demoted_tail), (256, true, true));
+    assert_eq!((hit.cached, hit.approximate, hit.usage.approximate), (320, true, true));
     assert_eq!(hit.answers[&0].tokens.len(), 8);
-    assert_eq!(engine.stats().demoted_tail_hits, 1);
-    // What followed the demoted tail is not taken for exact later.
+    assert_eq!(engine.stats().approximate_hits, 1);
+    // What followed the hit is not taken for exact later.
     let mut turn = prompts[0].clone();
     turn.extend(&hit.answers[&0].tokens);
     turn.extend(tokens(120, 77));
     let second = submit(&engine, &turn, params(4)).unwrap().finish(&engine, None);
-    assert!(second.cached >= 256 && second.demoted_tail);
-    assert_eq!(engine.stats().demoted_tail_hits, 2);
+    assert!(second.cached >= 320 && second.approximate);
+    assert_eq!(engine.stats().approximate_hits, 2);
     let stats = engine.stats();
     assert_eq!(stats.full_pages, stats.cached_full_pages);
     assert_eq!(stats.coded_pages, stats.cached_coded_pages);
     engine.flush_cache();
     assert_eq!((engine.stats().full_pages, engine.stats().coded_pages), (0, 0));
 
-    // An engine that must not demote evicts instead, and is exact.
+    // An engine without approximate hits computes prompts again, and is exact.
     let exact = self::engine(&setup);
     for (prompt, answer) in prompts.iter().zip(&cold).chain(prompts.iter().zip(&cold)) {
         let outcome = submit(&exact, prompt, params(8)).unwrap().finish(&exact, None);
-        assert_eq!((&outcome.answers[&0].tokens, outcome.demoted_tail), (answer, false));
+        assert_eq!((&outcome.answers[&0].tokens, outcome.approximate), (answer, false));
     }
-    assert_eq!((exact.stats().demoted_tail_pages, exact.stats().demoted_tail_hits), (0, 0));
+    assert_eq!(exact.stats().approximate_hits, 0);
 }
 
 #[test]

@@ -24,7 +24,7 @@ fn setup(format: KvFormat, recent: usize) -> Setup {
 }
 
 fn engine(setup: &Setup, store: Option<Store>, exact: bool) -> EngineHandle {
-    let options = EngineOptions { store, demote_idle_tails: !exact, ..EngineOptions::new("test") };
+    let options = EngineOptions { store, approximate_hits: !exact, ..EngineOptions::new("test") };
     Engine::start(setup.embedded(), options).unwrap()
 }
 
@@ -101,7 +101,7 @@ fn answers_after_a_restart_equal_those_of_an_uninterrupted_run() {
             let engine = engine(&setup, Some(store_of("test", folder.path(), options)), exact);
             let outcome = ask(&engine, &next, 12);
             assert_eq!(answer(&outcome), expected, "{format}, recent {recent}");
-            assert!(!outcome.demoted_tail);
+            assert!(!outcome.approximate);
             assert_eq!(outcome.cached, 640, "{format}, recent {recent}: {:?}", counts(&engine));
             assert_eq!(outcome.usage.by_tier, CachedByTier { disk: 640, ..CachedByTier::default() });
             let stats = engine.stats();
@@ -122,7 +122,7 @@ fn sliding_windows_come_back_after_a_restart() {
         let (_folder, model) = sliding_model(family, window);
         let (folder, setup) = (tempfile::tempdir().unwrap(), setup(KvFormat::OSCAR2, 128));
         let begin = |store| {
-            let options = EngineOptions { store, demote_idle_tails: false, ..EngineOptions::new("test") };
+            let options = EngineOptions { store, approximate_hits: false, ..EngineOptions::new("test") };
             Engine::start(setup.runner(&model), options).unwrap()
         };
         let first = begin(Some(store(folder.path())));
@@ -160,22 +160,22 @@ fn a_middle_whose_window_is_not_stored_is_an_approximate_hit_or_none() {
     let expected = ask(&cold, &branch, 12);
     let exact = engine(&setup, Some(store(folder.path())), true);
     let outcome = ask(&exact, &branch, 12);
-    assert_eq!((answer(&outcome), outcome.demoted_tail), (answer(&expected), false));
+    assert_eq!((answer(&outcome), outcome.approximate), (answer(&expected), false));
     assert_eq!(outcome.cached, 64, "the sink alone");
     drop(exact);
     // The branch was computed, so its window is stored now.
     let exact = engine(&setup, Some(store(folder.path())), true);
     let other = [&branch[..], &tokens(20, 6)].concat();
     let outcome = ask(&exact, &other, 12);
-    assert_eq!((outcome.cached, outcome.demoted_tail), (448, false));
+    assert_eq!((outcome.cached, outcome.approximate), (448, false));
     drop(exact);
 
     let folder = tempfile::tempdir().unwrap();
     first_life(&setup, store(folder.path()), &prompt);
     let approximate = engine(&setup, Some(store(folder.path())), false);
     let outcome = ask(&approximate, &branch, 12);
-    assert_eq!((outcome.cached, outcome.demoted_tail), (384, true));
-    assert_eq!(approximate.stats().demoted_tail_hits, 1);
+    assert_eq!((outcome.cached, outcome.approximate), (384, true));
+    assert_eq!(approximate.stats().approximate_hits, 1);
 }
 
 #[test]

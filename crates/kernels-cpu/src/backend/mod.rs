@@ -266,7 +266,7 @@ impl Backend for CpuBackend {
         layout.with_order(CodeLayout::CpuTile).unwrap_or_else(|_| layout.clone())
     }
 
-    fn reads_demoted_tails(&self, _: &CacheLayout) -> bool {
+    fn reads_codes_in_window(&self, _: &CacheLayout) -> bool {
         true
     }
 
@@ -352,11 +352,6 @@ impl Backend for CpuBackend {
     fn step<'s>(&'s self, sequences: &'s [SequenceRows<'s>], pool: &'s mut CpuPages) -> Result<CpuStep<'s>> {
         let scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
         Ok(CpuStep { backend: self, scratch, sequences, pool })
-    }
-
-    fn demote(&self, sequences: &[SequenceRows<'_>], pool: &mut CpuPages) -> Result<()> {
-        (0..pool.layout().layers()).for_each(|layer| self.demote_layer(layer, sequences, pool));
-        Ok(())
     }
 
     fn copies_blocks(&self) -> bool {

@@ -121,7 +121,7 @@ impl AttentionMode {
 
     /// Whether queries can read codes where the windows alone say BF16. The simple kernel knows
     /// only the windows.
-    pub fn reads_demoted_tails(self, device: &Device, head_dim: usize) -> bool {
+    pub fn reads_codes_in_window(self, device: &Device, head_dim: usize) -> bool {
         self != Self::Simple && PrefillKernel::choose(device.properties(), head_dim, self).is_some()
     }
 }

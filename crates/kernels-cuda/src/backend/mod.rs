@@ -24,7 +24,6 @@ pub use step::CudaStep;
 
 use crate::attention::AttentionMode;
 use crate::attention::decode::DecodeMemory;
-use crate::attention::demote::Scope;
 use crate::attention::hopper::ExpandedPages;
 use crate::device::Device;
 use crate::error::Result;
@@ -204,19 +203,6 @@ impl CudaBackend {
         }
         Ok(buffer.ptr())
     }
-
-    fn demote_tails(&self, sequences: &[SequenceRows<'_>], pool: &mut CudaPages) -> Result<()> {
-        let State { planner, transfers, .. } = &mut *self.state();
-        let planned = planner.plan_demotion(&self.device, transfers, pool, sequences)?;
-        pool.ensure(planned.summary.full_pages, planned.summary.coded_pages)?;
-        if pool.storage() == Storage::Dequantized {
-            let mut layers = 0..pool.layout().layers();
-            return layers
-                .try_for_each(|layer| crate::dequantized::demote(&self.device, layer, sequences, pool));
-        }
-        // SAFETY: the tables name tiles of these pages, which have memory for all their ids.
-        unsafe { pool.kernels().demote(&self.device, Scope::AllLayers, &planned.tables, pool) }
-    }
 }
 
 impl Backend for CudaBackend {
@@ -253,10 +239,10 @@ impl Backend for CudaBackend {
         Storage::held(layout)
     }
 
-    fn reads_demoted_tails(&self, layout: &CacheLayout) -> bool {
+    fn reads_codes_in_window(&self, layout: &CacheLayout) -> bool {
         Storage::of(layout).is_ok_and(|storage| storage == Storage::Codes)
             && layout.keeps_all_history()
-            && self.attention.reads_demoted_tails(&self.device, layout.head_dim())
+            && self.attention.reads_codes_in_window(&self.device, layout.head_dim())
     }
 
     fn multiplies_fp8(&self) -> bool {
@@ -352,10 +338,6 @@ impl Backend for CudaBackend {
         let mut state = self.state();
         state.indices.iter_mut().for_each(|indices| indices.used = false);
         Ok(CudaStep::new(self, state, sequences, pool))
-    }
-
-    fn demote(&self, sequences: &[SequenceRows<'_>], pool: &mut CudaPages) -> BackendResult<()> {
-        Ok(self.demote_tails(sequences, pool)?)
     }
 }
 

@@ -21,7 +21,6 @@ pub use plan::StepSummary;
 use crate::device::Device;
 use crate::error::Result;
 use crate::pages::CudaPages;
-use crate::storage::Storage;
 use crate::transfers::Transfers;
 use oscar_backend::SequenceRows;
 use oscar_codec::Windows;
@@ -60,19 +59,6 @@ impl StepPlanner {
         let by_layer = if summary.quantizes_ahead { 0 } else { summary.tiles };
         let tables = StepTables { demoted_count: by_layer as u32, ..all };
         Ok(PlannedStep { tables, ahead: summary.quantizes_ahead.then_some(all), summary })
-    }
-
-    /// Plans the quantization of tiles outside of a step: the tables have no rows.
-    pub fn plan_demotion(
-        &mut self,
-        device: &Device,
-        transfers: &mut Transfers,
-        pages: &CudaPages,
-        sequences: &[SequenceRows<'_>],
-    ) -> Result<PlannedStep> {
-        let summary = self.words.fill_tiles(pages.storage() == Storage::Codes, sequences)?;
-        let tables = self.send(device, transfers, pages.layout().windows(), &summary)?;
-        Ok(PlannedStep { tables, ahead: Some(tables), summary })
     }
 
     fn send(

@@ -1,9 +1,9 @@
 //! The tables of a step on the host, as one run of words.
 //!
-//! If a stored prefix had its tail demoted, queries read codes where the windows alone would give
-//! them BF16. The decode kernel takes the boundary from the tables. So each such query becomes a
-//! sequence of one row over the same pages. From the first query whose own boundary reaches beyond
-//! the tail, the rest of the rows stays together.
+//! After an approximate prefix hit, queries read codes where the windows alone would give them
+//! BF16. The decode kernel takes the boundary from the tables. So each such query becomes a
+//! sequence of one row over the same pages. From the first query whose own boundary lies behind the
+//! hit, the rest of the rows stays together.
 
 use super::hazards::{delay_shared_codes, old_codes, quantizes_only_earlier_rows};
 use super::layout::{DemotedTile, NO_PAGE, SEQUENCE_WORDS, SequenceInfo, StepTables, window};
@@ -109,20 +109,6 @@ impl Words {
         Ok(summary)
     }
 
-    /// Makes tables of tiles alone, for quantization outside of a step. Without `tiles` they are
-    /// empty: the host quantizes, and only needs to know the pages.
-    pub fn fill_tiles(&mut self, tiles: bool, sequences: &[SequenceRows<'_>]) -> Result<StepSummary> {
-        *self = Self { words: std::mem::take(&mut self.words), ..Self::default() };
-        self.words.clear();
-        let mut summary = StepSummary::default();
-        self.add_tiles(&mut summary, sequences)?;
-        if !tiles {
-            self.words.clear();
-            summary.tiles = 0;
-        }
-        Ok(summary)
-    }
-
     /// Says where each table begins. Places depend on rounded-up sizes alone, so that most steps
     /// have the same addresses and recorded launches stay the same.
     fn lay_out(&mut self, entries: usize, rows: usize, table: usize) {
@@ -215,8 +201,8 @@ fn blocks_of(s: &SequenceRows<'_>) -> usize {
     (s.first_position + s.rows.len()).div_ceil(PAGE_TOKENS)
 }
 
-/// The rows of a sequence by how they attend: one by one while their own boundary lies before the
-/// end of a demoted tail, then all others together.
+/// The rows of a sequence by how they attend: one by one while their own boundary lies before
+/// `coded_until`, then all others together.
 fn parts(s: &SequenceRows<'_>, windows: &Windows, coded_until: usize) -> Vec<Range<usize>> {
     let alone =
         (0..s.rows.len()).take_while(|i| windows.boundary(s.first_position + i) < coded_until).count();

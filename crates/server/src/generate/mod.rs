@@ -329,8 +329,8 @@ impl Answer {
     /// Handles an event; true if no further event is expected or wanted.
     fn take(&mut self, event: Event) -> bool {
         match event {
-            Event::Started { cached_tokens, demoted_tail, by_tier, prompt_logprobs } => {
-                self.usage = Usage { cached_tokens, demoted_tail, by_tier, ..self.usage };
+            Event::Started { cached_tokens, approximate, by_tier, prompt_logprobs } => {
+                self.usage = Usage { cached_tokens, approximate, by_tier, ..self.usage };
                 self.send(Output::Started { prompt: self.prompt, usage: self.usage, prompt_logprobs });
                 false
             }

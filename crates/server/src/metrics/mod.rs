@@ -318,7 +318,7 @@ impl Collector for EngineCollector {
 }
 
 /// Names without the `_total` that the text format adds.
-fn counters(stats: &EngineStats) -> [(&'static str, &'static str, u64); 21] {
+fn counters(stats: &EngineStats) -> [(&'static str, &'static str, u64); 20] {
     [
         ("engine_steps", "Engine steps", stats.steps),
         ("prompt_tokens", "Prompt tokens taken in", stats.prompt_tokens),
@@ -327,12 +327,7 @@ fn counters(stats: &EngineStats) -> [(&'static str, &'static str, u64); 21] {
         ("prefix_cache_hits", "Prompt tokens found in the prefix cache", stats.cached_tokens),
         ("num_preemptions", "Requests preempted for pages", stats.preemptions),
         ("kv_demoted_tokens", "Tokens demoted from BF16 to code", stats.demoted_tokens),
-        ("kv_demoted_tail_hits", "Prefix hits whose BF16 tail had been demoted", stats.demoted_tail_hits),
-        (
-            "kv_demoted_tail_pages",
-            "BF16 pages of idle prefixes that were quantized to make room",
-            stats.demoted_tail_pages,
-        ),
+        ("kv_approximate_hits", "Prefix hits that read quantized rows alone", stats.approximate_hits),
         ("kv_evicted_pages", "Pages evicted from the prefix cache", stats.evicted_pages),
         ("kv_compactions", "Histories compacted because of a budget", stats.compactions),
         ("kv_evicted_rows", "Rows of single heads that compactions left out", stats.evicted_rows),

@@ -82,7 +82,7 @@ struct PromptDetails {
     /// There only if it is so: the cached tokens ended in a tail that is held as code, so that the
     /// answer may differ from a cold one.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
-    demoted_tail: bool,
+    approximate: bool,
     /// There only if a page store brought some of them back: where they were.
     #[serde(skip_serializing_if = "Option::is_none")]
     cached_tokens_by_tier: Option<TierTokens>,
@@ -128,7 +128,7 @@ impl From<Totals> for UsageReport {
             total_tokens: usage.prompt_tokens + usage.completion_tokens,
             prompt_tokens_details: PromptDetails {
                 cached_tokens: usage.cached_tokens,
-                demoted_tail: usage.demoted_tail,
+                approximate: usage.approximate,
                 cached_tokens_by_tier: TierTokens::of(&usage),
             },
             completion_tokens_details: CompletionDetails { reasoning_tokens },
@@ -143,14 +143,14 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn a_demoted_tail_is_told_and_nothing_otherwise() {
+    fn an_approximate_hit_is_told_and_nothing_otherwise() {
         let usage = Usage { prompt_tokens: 70, cached_tokens: 64, completion_tokens: 3, ..Usage::default() };
         let mut totals = Totals { usage, ..Totals::default() };
         let details = |totals| json!(UsageReport::from(totals))["prompt_tokens_details"].clone();
         assert_eq!(details(totals), json!({"cached_tokens": 64}));
-        let usage = Usage { demoted_tail: true, ..Usage::default() };
+        let usage = Usage { approximate: true, ..Usage::default() };
         totals += Totals { usage, ..Totals::default() };
-        assert_eq!(details(totals), json!({"cached_tokens": 64, "demoted_tail": true}));
+        assert_eq!(details(totals), json!({"cached_tokens": 64, "approximate": true}));
     }
 
     #[test]

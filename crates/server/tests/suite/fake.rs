@@ -253,7 +253,7 @@ impl Inner {
         });
         sink.send(Event::Started {
             cached_tokens: usage.cached_tokens,
-            demoted_tail: false,
+            approximate: false,
             by_tier: Default::default(),
             prompt_logprobs,
         });

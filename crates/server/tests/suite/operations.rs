@@ -125,7 +125,7 @@ async fn metrics_have_the_names_and_edges_people_know() {
         "oscar_prefix_cache_queries_total",
         "oscar_num_preemptions_total 0",
         "oscar_kv_demoted_tokens_total 1234",
-        "oscar_kv_demoted_tail_hits_total 0",
+        "oscar_kv_approximate_hits_total 0",
         "oscar_num_requests_running 0",
         "oscar_num_requests_waiting 0",
         "oscar_kv_cache_usage_perc",

@@ -66,8 +66,8 @@ pub struct LoadArgs {
     /// Do not keep pages of finished sequences for later requests
     #[arg(long)]
     pub no_prefix_cache: bool,
-    /// Never quantize the BF16 tail of a stored prefix to make room: evict it, so that a hit is
-    /// always exact
+    /// Never continue from a stored prefix that lost its BF16 tail to make room: compute it again, so
+    /// that every hit gives the answer of a cold run
     #[arg(long)]
     pub exact_hits: bool,
     #[command(flatten)]
@@ -180,7 +180,7 @@ impl LoadArgs {
                 ..SchedulerOptions::default()
             },
             prefix_cache: !self.no_prefix_cache,
-            demote_idle_tails: !self.exact_hits,
+            approximate_hits: !self.exact_hits,
             ..EngineOptions::new(model)
         }
     }

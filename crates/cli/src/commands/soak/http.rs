@@ -3,7 +3,7 @@
 use anyhow::{Context, Result, bail};
 use std::io::{ErrorKind, Read, Write};
 use std::net::TcpStream;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// How an answer is read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,6 +19,8 @@ pub struct Answer {
     /// 0 if the client left before it came.
     pub status: u16,
     pub body: String,
+    /// Times between two pieces of it, in milliseconds.
+    pub gaps: Vec<f64>,
 }
 
 /// Sends a request, a GET if the body is empty.
@@ -47,6 +49,7 @@ pub fn send(address: &str, path: &str, body: &str, headers: &[(&str, &str)]) -> 
 pub fn read(stream: &mut TcpStream, pace: Pace) -> Result<Answer> {
     let mut bytes = Vec::new();
     let mut piece = [0; 8192];
+    let (mut gaps, mut last) = (Vec::new(), None::<Instant>);
     loop {
         let most = match pace {
             Pace::Fast => piece.len(),
@@ -55,13 +58,16 @@ pub fn read(stream: &mut TcpStream, pace: Pace) -> Result<Answer> {
                 256
             }
             Pace::Leave(after) if bytes.len() >= after => {
-                return Ok(Answer { status: 0, body: String::new() });
+                return Ok(Answer { status: 0, body: String::new(), gaps });
             }
             Pace::Leave(_) => 200,
         };
         match stream.read(&mut piece[..most]) {
             Ok(0) => break,
-            Ok(read) => bytes.extend_from_slice(&piece[..read]),
+            Ok(read) => {
+                bytes.extend_from_slice(&piece[..read]);
+                gaps.extend(last.replace(Instant::now()).map(|last| last.elapsed().as_secs_f64() * 1e3));
+            }
             Err(error) if error.kind() == ErrorKind::ConnectionReset && !bytes.is_empty() => break,
             Err(error) => return Err(error).context("reading the answer"),
         }
@@ -70,7 +76,7 @@ pub fn read(stream: &mut TcpStream, pace: Pace) -> Result<Answer> {
     let Some((head, body)) = text.split_once("\r\n\r\n") else { bail!("no HTTP answer: {text:?}") };
     let status = head.split(' ').nth(1).and_then(|status| status.parse().ok()).context("no status")?;
     let chunked = head.to_ascii_lowercase().contains("transfer-encoding: chunked");
-    Ok(Answer { status, body: if chunked { unchunked(body)? } else { body.to_owned() } })
+    Ok(Answer { status, body: if chunked { unchunked(body)? } else { body.to_owned() }, gaps })
 }
 
 /// Sends and reads.

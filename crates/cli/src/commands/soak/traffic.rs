@@ -27,9 +27,11 @@ pub struct Counts {
     /// Those of them that resumed a cached prefix.
     pub compared_hits: u64,
     pub wrong: u64,
-    pub demoted: u64,
-    pub demoted_changed: u64,
+    pub approximate: u64,
+    pub approximate_changed: u64,
     pub killed: u64,
+    /// Milliseconds between two pieces of a stream that is read as fast as it comes.
+    pub gaps: Vec<f64>,
     /// The first few things that went wrong.
     pub examples: Vec<String>,
 }
@@ -199,7 +201,7 @@ impl<'a> Client<'a> {
         let mut body = self.scripts.request(&turn)?;
         body["stream"] = json!(stream);
         body["stream_options"] = json!({"include_usage": true});
-        // A prefix that nobody else has is never demoted before it is used: these answers are exact.
+        // A prefix that nobody else has keeps its tail until it is used: these answers are exact.
         if self.random.below(5) < 2 {
             body["cache_salt"] = json!(self.next_name());
         }
@@ -208,7 +210,13 @@ impl<'a> Client<'a> {
         let answer = http::read(&mut connection, pace)?;
         self.status("chat", &answer, &[200, 429]);
         match answer.status {
-            200 if stream => self.compare_stream(&turn, &answer.body),
+            200 if stream => {
+                if pace == Pace::Fast {
+                    // The first gap is the time to the first token.
+                    self.note(|counts| counts.gaps.extend(answer.gaps.iter().skip(1)));
+                }
+                self.compare_stream(&turn, &answer.body)
+            }
             200 => {
                 let answer: Value = serde_json::from_str(&answer.body)?;
                 let said = Said::of_answer(&answer).context("an answer without a choice")?;
@@ -236,17 +244,17 @@ impl<'a> Client<'a> {
 
     fn compare(&self, turn: &Turn, said: &Said, usage: &Value) -> Result<()> {
         let cold = self.scripts.cold(turn)?;
-        let is_demoted = usage["prompt_tokens_details"]["demoted_tail"] == true;
+        let is_approximate = usage["prompt_tokens_details"]["approximate"] == true;
         let agrees = said.agrees(&cold);
         if !agrees && said.finish == "abort" && self.was_cut_off() {
             self.note(|counts| counts.interrupted += 1);
             return Ok(());
         }
         let is_hit = usage["prompt_tokens_details"]["cached_tokens"].as_u64() > Some(0);
-        self.note(|counts| match (is_demoted, agrees) {
+        self.note(|counts| match (is_approximate, agrees) {
             (true, _) => {
-                counts.demoted += 1;
-                counts.demoted_changed += u64::from(!agrees);
+                counts.approximate += 1;
+                counts.approximate_changed += u64::from(!agrees);
             }
             (false, true) => {
                 counts.compared += 1;

@@ -334,24 +334,24 @@ fn underflow_is_not_a_problem() {
     }
 }
 
-/// A tail that was demoted to make room: blocks in the window that have codes alone.
+/// After an approximate prefix hit: blocks in the window that have codes alone.
 #[test]
-fn a_demoted_tail_is_read_as_code_by_every_variant() {
+fn codes_in_the_window_are_read_by_every_variant() {
     let d = 64;
-    demoted_tail(&Context::random(KvFormat::OSCAR2, d, 700, 5), d);
+    codes_in_the_window(&Context::random(KvFormat::OSCAR2, d, 700, 5), d);
 }
 
 /// The same for a zero-width head, which reads nothing before the end of the tail but the sink.
 #[test]
-fn a_zero_width_head_reads_nothing_of_a_demoted_tail_in_every_variant() {
+fn a_zero_width_head_reads_no_codes_in_the_window_in_every_variant() {
     let d = 64;
     let full = KvFormat::Bf16.codec(d, CodeLayout::CpuTile).unwrap();
     let absent = RowPageCodec::new(d, SideSpec::ABSENT, SideSpec::ABSENT, CodeLayout::CpuTile).unwrap();
     let (keys, values) = (queries(700, d, 1.0, 8), queries(700, d, 1.0, 9));
-    demoted_tail(&Context::new(full, absent, &keys, &values), d);
+    codes_in_the_window(&Context::new(full, absent, &keys, &values), d);
 }
 
-fn demoted_tail(context: &Context, d: usize) {
+fn codes_in_the_window(context: &Context, d: usize) {
     let pool = ThreadPool::new(2).unwrap();
     let queries = queries(6, d, 1.0, 3);
     let positions = [640, 650, 660, 670, 690, 699];

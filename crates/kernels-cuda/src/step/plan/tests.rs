@@ -62,10 +62,11 @@ fn tables_name_rows_pages_and_tiles() {
     assert_eq!(w[words.coded..][..6], [NO_PAGE, 3, 0, NO_PAGE, NO_PAGE, NO_PAGE]);
     assert_eq!(w[words.demoted..], [7, 0, 3]);
 }
-/// 400 tokens are stored; blocks 1 to 3 were demoted although the windows would keep 240 and later
-/// in BF16.
+
+/// A hit of 400 tokens whose blocks 1 to 3 have codes alone, although the windows would read 240 and
+/// later in BF16.
 #[test]
-fn queries_over_a_demoted_tail_go_one_by_one() {
+fn queries_over_codes_in_the_window_go_one_by_one() {
     let full: Vec<_> = (0..9).map(|b| (!(1..4).contains(&b)).then_some(FullPageId(b))).collect();
     let coded: Vec<_> = (0..9).map(|b| (1..4).contains(&b).then_some(CodedPageId(b))).collect();
     let windows = Windows::new(64, 160).unwrap();
@@ -113,29 +114,6 @@ fn queries_over_a_demoted_tail_go_one_by_one() {
     // A decoded history is never read by this rule.
     let summary = words.fill(&windows, Storage::Dequantized, &sequences).unwrap();
     assert_eq!((summary.sequences.len(), summary.tiles), (2, 0));
-}
-
-#[test]
-fn demotions_outside_a_step_bring_tiles_alone() {
-    let (full, coded) = ([None, Some(FullPageId(11))], [None, Some(CodedPageId(6))]);
-    let tail = SequenceRows {
-        rows: 0..0,
-        first_position: 128,
-        full: &full,
-        coded: &coded,
-        sliding: &[],
-        demote: 80..128,
-        demote_values: 80..128,
-        view: None,
-    };
-    let mut words = Words::default();
-    let summary = words.fill_tiles(true, std::slice::from_ref(&tail)).unwrap();
-    assert_eq!(words.words, [11, 6, 1, 11, 6, 2, 11, 6, 3]);
-    assert_eq!((summary.tiles, summary.full_pages, summary.coded_pages), (3, 12, 7));
-    // The host quantizes formats without kernels: there are pages and no tiles.
-    let summary = words.fill_tiles(false, &[tail]).unwrap();
-    assert!(words.words.is_empty() && summary.tiles == 0);
-    assert_eq!((summary.full_pages, summary.coded_pages), (12, 7));
 }
 
 #[test]

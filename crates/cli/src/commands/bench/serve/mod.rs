@@ -248,7 +248,7 @@ impl Args {
                 ..standard
             },
             max_queue: self.requests,
-            demote_idle_tails: true,
+            approximate_hits: true,
             ..EngineOptions::new(model.name())
         };
         let engine = Engine::start(runner, options).context("the engine thread could not start")?;

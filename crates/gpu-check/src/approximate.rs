@@ -1,17 +1,17 @@
-//! Checks of prefixes whose BF16 tails were quantized to make room: the codes are the codec's, and
-//! queries after such a prefix read codes where the windows alone would say BF16.
+//! Checks of attention after an approximate prefix hit: the first queries read codes where the windows
+//! alone would say BF16.
 
 use crate::growing::{Checks, Compared, Growing, Inspected, Pattern};
 use crate::{Extent, Report};
 use anyhow::{Context, Result, ensure};
-use oscar_backend::{Backend, CacheHead, SequenceRows};
-use oscar_cache::{RadixCache, SequencePages, TailDemotion};
+use oscar_backend::{Backend, SequenceRows};
+use oscar_cache::{RadixCache, SequencePages};
 use oscar_codec::{CacheLayout, CodeLayout, FormatTable, KvFormat, Windows};
 
 const CHECKS: Checks = Checks {
-    history: "demoted tail, codes",
-    decode: "demoted tail, decode attention",
-    prefill: "demoted tail, prefill attention",
+    history: "approximate hit, codes",
+    decode: "approximate hit, decode attention",
+    prefill: "approximate hit, prefill attention",
     // As for any codes: see `cache`.
     allowed: 1.0 / 128.0,
     compared: Compared::EVERYTHING,
@@ -21,7 +21,7 @@ pub fn check<B: Backend<Pool: Inspected>>(gpu: &B, extent: Extent, report: &mut 
     let mut seed = 700;
     for head_dim in [64, 128, 256] {
         for widths in [(2, 2), (3, 1), (4, 4)] {
-            for (sink, recent, stored) in [(16, 200, 450), (64, 256, 640), (0, 128, 200)] {
+            for (sink, recent, stored) in [(16, 200, 780), (64, 256, 960), (0, 128, 460)] {
                 for first in [1, 40, 150] {
                     seed += 1;
                     if !extent.takes(seed) {
@@ -33,7 +33,7 @@ pub fn check<B: Backend<Pool: Inspected>>(gpu: &B, extent: Extent, report: &mut 
                     let windows = Windows::new(sink, recent)?;
                     let outcome = resume(gpu, head_dim, widths, windows, stored, first, seed, &what, report);
                     if let Err(error) = outcome {
-                        report.case("demoted tail, steps run", f64::INFINITY, 0.0, || {
+                        report.case("approximate hit, steps run", f64::INFINITY, 0.0, || {
                             format!("{what}: {error:#}")
                         });
                     }
@@ -59,8 +59,8 @@ fn resume<B: Backend<Pool: Inspected>>(
     let layout = CacheLayout::new(KvFormat::OSCAR2, 1, kv_heads, head_dim, windows, order)?;
     let table = FormatTable::from_widths(1, kv_heads, head_dim, &[widths, (2, 2)], order)?;
     let layout = layout.with_coded_table(table);
-    if !gpu.reads_demoted_tails(&layout) {
-        report.case("demoted tail, not on this GPU", 0.0, 0.0, String::new);
+    if !gpu.reads_codes_in_window(&layout) {
+        report.case("approximate hit, not on this GPU", 0.0, 0.0, String::new);
         return Ok(());
     }
     let scale = 1.0 / (head_dim as f32).sqrt();
@@ -70,21 +70,14 @@ fn resume<B: Backend<Pool: Inspected>>(
     growing.step(&[stored], Pattern::Plain, report)?;
 
     let tokens: Vec<u32> = (0..stored as u32).collect();
-    let mut tree = RadixCache::with_demotion(growing.layout.clone(), &growing.page_pool);
+    let mut tree = RadixCache::with_approximate_hits(growing.layout.clone());
     tree.insert(&tokens, &mut growing.pages[0]);
     growing.pages[0] = SequencePages::new();
-    // The prefix is idle now. Reclaim memory until two pages of its tail are quantized.
-    let mut coded_pages = 0;
-    while coded_pages < 2 {
-        let done = tree.reclaim(1);
-        ensure!(done.bytes > 0 && done.evicted == 0, "no tail was demoted: {done:?}");
-        for tail in tree.take_demotions() {
-            code(&mut growing, &tail, what, report)?;
-            coded_pages += 1;
-        }
+    // The prefix is idle now, and loses its tail.
+    while tree.find(&tokens).is_exact() {
+        ensure!(tree.reclaim(1).bytes > 0, "no approximate hit before the whole prefix is gone");
     }
     let prefix = tree.find(&tokens);
-    ensure!(!prefix.is_exact() && !prefix.is_empty(), "the prefix cannot be resumed over its demoted tail");
     let length = prefix.len();
     growing.pages[0] = SequencePages::resume(&growing.layout, prefix);
     growing.twins[0].iter_mut().for_each(|twin| twin.truncate(length, head_dim));
@@ -100,40 +93,12 @@ fn resume<B: Backend<Pool: Inspected>>(
         view: None,
     };
     let beyond = probe.coded_until() > windows.boundary(length);
-    report
-        .case("demoted tail, read beyond the windows", f64::from(u8::from(!beyond)), 0.0, || what.to_owned());
+    report.case("approximate hit, read beyond the windows", f64::from(u8::from(!beyond)), 0.0, || {
+        what.to_owned()
+    });
     // One token, some or many, then single ones until the windows have caught up and beyond.
     for rows in [first, 1, 1, 130, 1, 64, 1] {
         growing.step(&[rows], Pattern::Plain, report).with_context(|| format!("{rows} rows more"))?;
-    }
-    Ok(())
-}
-
-/// Codes a page's rows outside of a step, as the engine does, here and there.
-fn code<B: Backend<Pool: Inspected>>(
-    growing: &mut Growing<'_, B>,
-    tail: &TailDemotion,
-    what: &str,
-    report: &mut Report,
-) -> Result<()> {
-    let (mut full, mut coded) = (vec![None; tail.block + 1], vec![None; tail.block + 1]);
-    (full[tail.block], coded[tail.block]) = (Some(tail.full), Some(tail.coded));
-    let rows = [SequenceRows {
-        rows: 0..0,
-        first_position: tail.positions.end,
-        full: &full,
-        coded: &coded,
-        sliding: &[],
-        demote: tail.positions.clone(),
-        demote_values: tail.positions.clone(),
-        view: None,
-    }];
-    let (gpu, pool) = (growing.gpu, &mut growing.pool);
-    gpu.demote(&rows, pool)?;
-    for (kv_head, twin) in growing.twins[0].iter_mut().enumerate() {
-        let head = CacheHead { layer: 0, kv_head };
-        twin.demote(&growing.layout, pool.storage(), head, [&tail.positions, &tail.positions])?;
-        twin.compare_history(&growing.layout, pool, head, &rows[0], CHECKS.history, what, report)?;
     }
     Ok(())
 }
