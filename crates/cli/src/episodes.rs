@@ -28,6 +28,9 @@ impl EpisodeArgs {
         if self.episodes == 0 || self.episode_segment == 0 {
             bail!("--episodes and --episode-segment: give at least 1");
         }
+        if !self.episode_threshold.is_finite() || !self.episode_margin.is_finite() {
+            bail!("--episode-threshold and --episode-margin: give numbers");
+        }
         Ok(EpisodeOptions {
             count: self.episodes,
             segment: self.episode_segment,

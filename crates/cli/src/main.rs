@@ -14,6 +14,7 @@ mod options;
 mod parallel;
 mod progress;
 mod rotations;
+mod served;
 mod sizing;
 mod store;
 mod table;

@@ -16,9 +16,6 @@ use serde::Serialize;
 use std::path::Path;
 use std::sync::Arc;
 
-/// The cache format if the user names none.
-pub const DEFAULT_KV: &str = "oscar";
-
 /// Which model, on which device.
 #[derive(clap::Args, Clone, Serialize)]
 pub struct ModelArgs {
@@ -172,9 +169,9 @@ pub fn parse_size(text: &str) -> Result<usize, String> {
         _ => (stem, 1),
     };
     let number: f64 =
-        digits.trim().parse().map_err(|_| format!("'{text}' is no size: write e.g. 512M or 8G"))?;
+        digits.trim().parse().map_err(|_| format!("'{text}' is not a size: write e.g. 512M or 8G"))?;
     if !(number.is_finite() && number > 0.0) {
-        return Err(format!("'{text}' is no size: it must be positive"));
+        return Err(format!("'{text}' is not a size: it must be positive"));
     }
     Ok((number * unit as f64) as usize)
 }

@@ -10,7 +10,6 @@ use crate::progress::note;
 use anyhow::{Context, Result};
 use oscar_calibrate::RotationFile;
 use oscar_calibrate::zoo::{self, Choice, ZooFile};
-use oscar_codec::MeanBits;
 use std::io::Cursor;
 use std::path::{Path, PathBuf};
 
@@ -28,7 +27,7 @@ pub struct Found {
 pub enum Calibration {
     None,
     Rotations,
-    /// Rotations and a verified table of widths for the default mean.
+    /// Rotations and at least one verified table of widths.
     Widths,
 }
 
@@ -36,7 +35,7 @@ impl Calibration {
     pub fn of(found: Option<&Found>) -> Self {
         match found {
             None => Self::None,
-            Some(found) if found.file.bits.table(MeanBits::DEFAULT).is_some() => Self::Widths,
+            Some(found) if !found.file.bits.tables.is_empty() => Self::Widths,
             Some(_) => Self::Rotations,
         }
     }
@@ -85,6 +84,9 @@ pub fn find_bytes(model: &OpenModel) -> Result<Option<Vec<u8>>> {
 
 fn fitting(model: &OpenModel, file: RotationFile) -> Result<RotationFile> {
     file.check_model(&model.weights.fingerprint(), &model.config)?;
+    if !file.bits.tables.is_empty() {
+        file.roundings(file.bits.rounding)?;
+    }
     Ok(file)
 }
 

@@ -82,7 +82,7 @@ pub fn divide(
     positions: usize,
     wishes: Wishes,
 ) -> Result<Sizing> {
-    let wanted = wishes.context.unwrap_or(positions);
+    let wanted = wishes.context.map_or(positions, |asked| asked.min(positions));
     let least = layout.working_bytes(wanted.min(chunk), chunk);
     let left = available.map(|bytes| bytes.saturating_sub(fixed.total()));
     let kv_memory = wishes.kv_memory.unwrap_or_else(|| match left {
@@ -92,7 +92,7 @@ pub fn divide(
     if kv_memory < least {
         if wishes.kv_memory.is_some() {
             bail!(
-                "kv_memory of {} cannot hold one prefill step of this model: give at least {}",
+                "--kv-memory {}: one prefill step of this model needs at least {}",
                 progress::bytes(kv_memory),
                 progress::bytes(least)
             );
@@ -114,6 +114,11 @@ pub fn divide(
             progress::bytes(asked),
             progress::bytes(left),
             fixed.describe()
+        ));
+    }
+    if let Some(asked) = wishes.context.filter(|&asked| asked > positions) {
+        notes.push(format!(
+            "--context {asked}: the model addresses {positions} positions, so the context is {positions}"
         ));
     }
     let (context, note) = match wishes.context {
@@ -144,7 +149,7 @@ pub fn divide(
 pub fn parse_share(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(share) if share > 0.0 && share <= 1.0 => Ok(share),
-        _ => Err(format!("'{text}' is no share: a number above 0 and at most 1")),
+        _ => Err(format!("'{text}' is not a share: a number above 0 and at most 1")),
     }
 }
 

@@ -181,7 +181,7 @@ const UNITS: [(char, u64); 4] = [('d', 86400), ('h', 3600), ('m', 60), ('s', 1)]
 
 /// A time from `90s`, `15m`, `12h`, `7d`.
 pub fn parse_age(text: &str) -> Result<Duration, String> {
-    let wrong = || format!("'{text}' is no age: write e.g. 90s, 15m, 12h or 7d");
+    let wrong = || format!("'{text}' is not an age: write e.g. 90s, 15m, 12h or 7d");
     let (digits, unit) = UNITS
         .iter()
         .find_map(|(letter, seconds)| Some((text.strip_suffix(*letter)?, *seconds)))

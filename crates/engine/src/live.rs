@@ -263,6 +263,12 @@ impl Choice {
         if self.generated < params.min_tokens { &params.stop_tokens } else { &[] }
     }
 
+    /// Whether an answer ends with a stop token now. One that follows a form draws a stop token before
+    /// `min_tokens` only where the form allows nothing else.
+    pub fn may_end(&self, params: &GenerationParams) -> bool {
+        self.generated > params.min_tokens || self.guide.is_some()
+    }
+
     /// What has to be computed to choose the next token.
     fn wants(&self, params: &GenerationParams) -> Logits {
         match self.sampler.pick() {

@@ -369,13 +369,13 @@ impl<B: Backend> Serving<B> {
         let (token, logprobs) = match choice.choose(params, scores, vocab) {
             Ok(chosen) => chosen,
             Err(problem) => {
-                let error = RequestError::Invalid { parameter: "constraint", problem };
+                let error = RequestError::Invalid { parameter: "structured_outputs", problem };
                 return self.fail(id.request, &error);
             }
         };
         usage.completion_tokens += 1;
         self.statistics.counters.generated_tokens += 1;
-        if choice.generated > params.min_tokens && params.stop_tokens.contains(&token) {
+        if choice.may_end(params) && params.stop_tokens.contains(&token) {
             return self.end_choice(id, FinishReason::Stop(token));
         }
         events.push(Event::Token { choice: id.choice, token, logprobs });

@@ -13,8 +13,7 @@ pub enum LoadError {
 
     #[error(
         "model `{name}` was not found. Looked for:\n{looked}\nGive a folder that holds config.json and \
-         *.safetensors, or a name already in the Hugging Face cache. Downloading needs a build with feature \
-         `hub`."
+         *.safetensors, or a name on the Hugging Face hub (`org/name`) that is in the local cache or may be downloaded."
     )]
     NotFound { name: String, looked: LineList },
 

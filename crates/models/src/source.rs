@@ -264,7 +264,7 @@ mod tests {
         let root = cache();
         let caches = [root.path().to_owned()];
         let message = ModelSource::resolve_in("org/tiny@v9", &caches).unwrap_err().to_string();
-        for part in ["folder org/tiny@v9", "models--org--tiny", "revision v9", "feature `hub`"] {
+        for part in ["folder org/tiny@v9", "models--org--tiny", "revision v9", "Hugging Face hub"] {
             assert!(message.contains(part), "{message}");
         }
         fs::remove_file(root.path().join("models--org--tiny/snapshots/abc123/config.json")).unwrap();

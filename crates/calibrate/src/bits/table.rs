@@ -158,7 +158,9 @@ impl BitPlan {
     }
 
     pub fn means(&self) -> String {
-        self.tables.iter().map(|(mean, _)| mean.to_string()).collect::<Vec<_>>().join(", ")
+        let mut means: Vec<MeanBits> = self.tables.iter().map(|(mean, _)| *mean).collect();
+        means.sort_unstable();
+        means.iter().map(MeanBits::to_string).collect::<Vec<_>>().join(", ")
     }
 
     /// Sizes and values that a file may hold.

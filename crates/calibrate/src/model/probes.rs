@@ -87,7 +87,7 @@ pub(super) fn check_tokens<B: Backend>(
     let problem = match tokens {
         _ if tokens < least => format!("{tokens}: at least {least}, or nothing would be quantized"),
         _ if tokens > positions => {
-            format!("{tokens}: {} addresses {positions} positions", subject.name)
+            format!("{tokens} is more than the {positions} positions of {}", subject.name)
         }
         _ => return Ok(()),
     };
@@ -228,9 +228,9 @@ impl<B: Backend> Prober<'_, B> {
         Err(CalibrateError::Option {
             option: "--probe-kinds",
             problem: format!(
-                "no {} task fits {} tokens: raise --probe-tokens or leave it out",
-                task.name(),
-                options.probe_tokens
+                "no {task} task fits {} tokens: raise --probe-tokens, or leave {task} out of --probe-kinds",
+                options.probe_tokens,
+                task = task.name()
             ),
         })
     }

@@ -14,7 +14,7 @@
 //! and [`Metadata`] in the header.
 //!
 //! **Invariant:** a file appears whole or not at all, the same contents give the same bytes, and a
-//! file that was read has passed every check: sizes, finiteness, orthogonality. A damaged or
+//! file that was read has passed every check: checksum, sizes, finiteness, orthogonality. A damaged or
 //! hostile file costs an error message and bounded memory.
 
 mod convert;
@@ -30,6 +30,7 @@ use oscar_codec::format::default_clip;
 use oscar_codec::{CodecError, Composition, Feedback, HeadRotations, RotationSet, Rounding, Side};
 use oscar_models::DecoderConfig;
 use serde_json::{Map, Value, json};
+use sha2::{Digest, Sha256};
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
@@ -38,6 +39,8 @@ use std::path::{Path, PathBuf};
 const WIDTH_MEANS: &str = "width_means";
 /// Header field with the rounding of their codes.
 const WIDTH_ROUNDING: &str = "width_rounding";
+/// Header field with the SHA-256 of the tensors' bytes. Files of earlier versions have none.
+const CHECKSUM: &str = "data_sha256";
 
 /// Largest |R·Rᵀ − I| accepted: far above rounding, far below anything that harms attention.
 pub const ORTHOGONALITY: f64 = 1e-3;
@@ -53,6 +56,8 @@ pub enum RotationFileError {
          eigenvectors; use --rounding nearest, or calibrate again"
     )]
     NoSpectrum,
+    #[error("the file is damaged: its data do not have the checksum of its header")]
+    Checksum,
     #[error("not a rotation file: {0}")]
     NotARotationFile(String),
     #[error(
@@ -79,7 +84,7 @@ pub enum RotationFileError {
         "these rotations do not belong to this model: {0}; calibrate the model, or give the file made for it"
     )]
     OtherModel(String),
-    #[error("the RotationZoo format cannot hold {0}: allow a lossy export, or keep our own format")]
+    #[error("the RotationZoo format cannot hold {0}: leave it out with --lossy, or keep our own format")]
     WouldLose(String),
     #[error("the K and V files do not go together: {0}")]
     Pair(String),
@@ -233,6 +238,9 @@ impl RotationFile {
         if !self.bits.is_empty() {
             fields.insert(WIDTH_ROUNDING.into(), self.bits.rounding.to_string());
         }
+        let mut data = Vec::new();
+        self.write_data(&mut data)?;
+        fields.insert(CHECKSUM.into(), format!("{:x}", Sha256::digest(&data)));
         let mut header = Map::new();
         header.insert("__metadata__".into(), json!(fields));
         let mut end = 0;
@@ -249,7 +257,13 @@ impl RotationFile {
         header.push_str(&" ".repeat(header.len().next_multiple_of(8) - header.len()));
         out.write_all(&(header.len() as u64).to_le_bytes())?;
         out.write_all(header.as_bytes())?;
+        out.write_all(&data)?;
+        out.flush()?;
+        Ok(())
+    }
 
+    /// Writes the tensors, in the order of the header.
+    fn write_data(&self, out: &mut impl Write) -> Result<(), RotationFileError> {
         for head in self.stored() {
             write_floats(out, head.key.matrix().iter().copied())?;
         }
@@ -262,7 +276,7 @@ impl RotationFile {
         for eigenvalues in [&self.key_eigenvalues, &self.value_eigenvalues].into_iter().flatten() {
             write_floats(out, eigenvalues.iter().copied())?;
         }
-        if centred {
+        if self.metadata.centred {
             for head in self.rotations.heads() {
                 write_floats(out, head.key_mean.iter().flatten().copied())?;
             }
@@ -275,7 +289,6 @@ impl RotationFile {
             write_floats(out, map.absent.iter().map(|harm| harm.unwrap_or(-1.0)))?;
             write_floats(out, map.error.iter().flatten().copied())?;
         }
-        out.flush()?;
         Ok(())
     }
 

@@ -1,11 +1,12 @@
 //! Reading rotation files, piece by piece, nothing believed before it is checked.
 
-use super::{Clips, Metadata, RotationFile, RotationFileError, WIDTH_MEANS, WIDTH_ROUNDING};
+use super::{CHECKSUM, Clips, Metadata, RotationFile, RotationFileError, WIDTH_MEANS, WIDTH_ROUNDING};
 use crate::bits::{BitPlan, HarmMap, WIDTHS, WidthTable};
 use crate::options::CodeRounding;
 use crate::options::Granularity;
 use oscar_codec::{HeadRotations, MeanBits, Rotation, RotationSet};
 use safetensors::tensor::{Dtype, Metadata as Header};
+use sha2::{Digest, Sha256};
 use std::fs::File;
 use std::io::{BufReader, Read, Seek, SeekFrom};
 use std::path::Path;
@@ -57,7 +58,13 @@ impl RotationFile {
             return Err(RotationFileError::TooLarge { found: held, limit: LARGEST_SET });
         }
         let heads = if metadata.granularity == Granularity::Layer { 1 } else { kv_heads };
+        let checksum = fields.get(CHECKSUM).cloned();
         source.check_names()?;
+        if let Some(stated) = checksum
+            && source.checksum()? != stated
+        {
+            return Err(RotationFileError::Checksum);
+        }
 
         let matrix = [layers, heads, d, d];
         let key = source.floats("key_rotation", &matrix)?;
@@ -166,6 +173,18 @@ impl<'a, R: Read + Seek> Source<'a, R> {
         Ok(Self { input, header, data_start: 8 + size })
     }
 
+    /// SHA-256 of the tensors' bytes.
+    fn checksum(&mut self) -> std::io::Result<String> {
+        self.input.seek(SeekFrom::Start(self.data_start))?;
+        let (mut hash, mut piece) = (Sha256::new(), vec![0; 1 << 16]);
+        loop {
+            match self.input.read(&mut piece)? {
+                0 => return Ok(format!("{:x}", hash.finalize())),
+                read => hash.update(&piece[..read]),
+            }
+        }
+    }
+
     /// A tensor nobody knows might change what the others mean.
     fn check_names(&self) -> Result<(), RotationFileError> {
         const KNOWN: [&str; 11] = [
@@ -203,8 +222,9 @@ impl<'a, R: Read + Seek> Source<'a, R> {
             None => return Err(missing("widths")),
         };
         let units = 2 * layers * kv_heads;
-        // Truncation makes odd values land outside the widths that `check` allows, or on the width
-        // they almost are.
+        if let Some(index) = widths.iter().position(|width| width.fract() != 0.0) {
+            return Err(RotationFileError::Value { tensor: "widths", index, value: widths[index] });
+        }
         let tables = means
             .into_iter()
             .zip(widths.chunks_exact(units))

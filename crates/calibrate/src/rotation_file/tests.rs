@@ -108,7 +108,7 @@ fn widths_and_harms_survive() {
     let back = RotationFile::read(&mut Cursor::new(&written), written.len() as u64).unwrap();
     assert_eq!(back.bits, file.bits);
     assert_eq!(back.bits.table("1.75".parse().unwrap()).unwrap().units()[1..4], [1, 0, 0]);
-    assert_eq!(back.bits.means(), "2.25, 1.75");
+    assert_eq!(back.bits.means(), "1.75, 2.25");
 }
 
 #[test]
@@ -281,10 +281,31 @@ fn a_declared_giant_allocates_nothing() {
     assert!(read(&header).is_err());
 }
 
+/// A file as earlier versions wrote it: without a checksum.
+fn unsigned(file: &[u8]) -> Vec<u8> {
+    let at = file.windows(CHECKSUM.len()).position(|w| w == CHECKSUM.as_bytes()).unwrap();
+    let mut file = file.to_vec();
+    file[at] = b'x';
+    file
+}
+
+/// Values that pass every other check: a mean, an eigenvalue, a width.
+#[test]
+fn a_changed_value_is_noticed_by_the_checksum() {
+    let whole = bytes(&with_widths());
+    assert_eq!(read(&unsigned(&whole)).unwrap(), with_widths());
+    for from_end in [4, 400, 1000] {
+        let mut changed = whole.clone();
+        let at = whole.len() - from_end;
+        changed[at] ^= 1;
+        assert!(refusal(&changed).contains("damaged"), "{from_end} bytes before the end");
+    }
+}
+
 #[test]
 fn bad_numbers_are_refused() {
     let original = file(Granularity::Head, true);
-    let whole = bytes(&original);
+    let whole = unsigned(&bytes(&original));
     let data = 8 + u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
     let change = |index: usize, value: f32| {
         let mut bytes = whole.clone();

@@ -141,13 +141,15 @@ impl Watch for Bars {
 }
 
 /// The verified tables for people.
-pub fn describe(chosen: &[Chosen], refused: &[Refused]) -> String {
+pub fn describe(head_dim: usize, chosen: &[Chosen], refused: &[Refused]) -> String {
     let mut header = vec!["cache".to_owned(), "bits".to_owned(), "harm".to_owned()];
     let mut rows = Vec::new();
     for (index, c) in chosen.iter().enumerate() {
         if index == 0 {
             header.extend(c.uniform.groups().map(|g| format!("KL {}", g.name)));
-            rows.push(row("oscar2".into(), c.uniform.relative_to(&c.uniform), 2.25, &c.uniform));
+            // Two bits an element, and two 16-bit numbers a row.
+            let bits = 2.0 + 32.0 / head_dim as f64;
+            rows.push(row("oscar2".into(), c.uniform.relative_to(&c.uniform), bits, &c.uniform));
         }
         rows.push(row(format!("oscar:{}", c.mean), c.harm(), c.mean.bits(), &c.scores));
     }

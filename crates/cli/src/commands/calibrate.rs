@@ -70,8 +70,23 @@ pub struct Args {
     json: bool,
 }
 
+/// Refuses a place where the result could not be written, before it is computed.
+fn check_out(out: &Path) -> Result<()> {
+    let folder = out.parent().filter(|folder| !folder.as_os_str().is_empty());
+    if let Some(folder) = folder.filter(|folder| !folder.is_dir()) {
+        bail!("--out {}: there is no folder {}", out.display(), folder.display());
+    }
+    if out.exists()
+        && let Err(error) = RotationFile::load(out)
+    {
+        bail!("--out {} exists and holds no rotations ({error}): choose another name", out.display());
+    }
+    Ok(())
+}
+
 pub fn run(args: &Args) -> Result<()> {
     let started = Instant::now();
+    check_out(&args.out)?;
     let model = args.model.open()?;
     let text = model.text()?;
     let backend = Arc::new(args.model.backend()?);
@@ -158,7 +173,7 @@ fn finish(args: &Args, model: &OpenModel, result: &CalibratedModel, started: Ins
             if m.centred { ", keys centred" } else { "" },
         );
         if !chosen.is_empty() || !refused.is_empty() {
-            println!("{}", bits::describe(chosen, refused));
+            println!("{}", bits::describe(model.config.head_dim, chosen, refused));
         }
     }
     Ok(())
@@ -190,7 +205,7 @@ fn inputs(args: &Args, tokens: usize) -> Result<Vec<Input>> {
             }
             Some("json") => {
                 let value: Value = serde_json::from_reader(BufReader::new(file))
-                    .with_context(|| format!("{name} is no JSON"))?;
+                    .with_context(|| format!("{name} is not JSON"))?;
                 let is_chat =
                     |v: &Value| v.is_array() && v[0].get("role").is_some() || v.get("messages").is_some();
                 match value.as_array().filter(|_| !is_chat(&value)) {

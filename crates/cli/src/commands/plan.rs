@@ -162,12 +162,11 @@ fn contexts(args: &Args, model: &Subject) -> Result<Vec<usize>> {
     }
     let (contexts, beyond): (Vec<usize>, Vec<usize>) = args.context.iter().partition(|&&n| n <= positions);
     if !beyond.is_empty() {
-        eprintln!("note: {} addresses {positions} positions; left out: {beyond:?}", model.name());
+        let beyond: Vec<String> = beyond.iter().map(usize::to_string).collect();
+        eprintln!("note: {} addresses {positions} positions; left out: {}", model.name(), beyond.join(", "));
     }
-    if contexts.is_empty() {
-        bail!("--context: {} addresses only {positions} positions", model.name());
-    }
-    Ok(contexts)
+    // The longest one that there is, rather than none.
+    Ok(if contexts.is_empty() { vec![positions] } else { contexts })
 }
 
 /// The cache as the device stores it.

@@ -1,12 +1,13 @@
 //! `oscar run`: one answer, a chat file, or a conversation in the terminal.
 
 use crate::device::AnyBackend;
-use crate::options::{CacheArgs, DEFAULT_KV, ModelArgs, OpenModel};
+use crate::options::{CacheArgs, ModelArgs, OpenModel};
 use crate::parallel::ParallelArgs;
 use crate::progress;
+use crate::served::Served;
 use anyhow::{Context, Result, bail};
 use oscar_backend::Backend;
-use oscar_codec::{CacheLayout, CodeLayout, KvFormat, Windows};
+use oscar_codec::{CacheLayout, CodeLayout, KvFormat, RotationKind, Windows};
 use oscar_engine::{Sampler, SamplingParams};
 use oscar_runner::{Logits, Runner, Sequence, StepOutput, StepRequest};
 use oscar_server::with_tools_in_text;
@@ -27,9 +28,10 @@ pub struct Args {
     parallel: ParallelArgs,
     #[command(flatten)]
     cache: CacheArgs,
-    /// KV-cache format; `oscar doctor` lists them
-    #[arg(long, value_name = "FORMAT", default_value = DEFAULT_KV)]
-    kv: KvFormat,
+    /// KV-cache format; `oscar doctor` lists them. If absent, oscar with measured widths where the
+    /// model has them, else oscar4
+    #[arg(long, value_name = "FORMAT")]
+    kv: Option<KvFormat>,
     /// The prompt, or @FILE to read it from a file; without --prompt and --chat a conversation
     /// starts
     #[arg(long, value_name = "TEXT|@FILE", conflicts_with = "chat")]
@@ -84,7 +86,13 @@ pub fn run(args: &Args) -> Result<()> {
     params.min_p = args.min_p.unwrap_or(params.min_p);
     let sampler = Sampler::new(params)?;
     let context = args.context.unwrap_or(model.config.max_position_embeddings);
-    let cache = model.cache(args.kv, &args.cache)?;
+    let found = match args.kv.map(KvFormat::rotation) {
+        None | Some(RotationKind::Calibrated) => model.found_rotations(&args.cache)?,
+        Some(_) => None,
+    };
+    let mut served = Served::choose(args.kv, found.as_ref());
+    let cache = model.cache_of(served.format, &args.cache, found.as_ref())?;
+    served.warn(&cache.layout);
     let bar = progress::bar("loading", model.config.layers as u64);
     let ranks = args.parallel.ranks(&args.model, &model.config)?;
     let backend = ranks.lead().clone();
@@ -94,6 +102,7 @@ pub fn run(args: &Args) -> Result<()> {
     }
     eprintln!("cache: {}; rotations: {}", cache.layout.describe(), cache.rotation_origin);
     eprintln!("attention: {}", backend.attention(&cache.layout).description);
+    served.note.iter().for_each(|note| eprintln!("{note}"));
     let runner =
         cache.runner(&model, ranks, &args.cache, context, 1, |layers| bar.set_position(layers as u64))?;
     bar.finish_and_clear();
@@ -126,7 +135,7 @@ pub fn run(args: &Args) -> Result<()> {
         (None, Some(path)) => {
             let bytes = std::fs::read(path).with_context(|| format!("--chat {path}"))?;
             let chat: Value =
-                serde_json::from_slice(&bytes).with_context(|| format!("--chat {path} is no JSON"))?;
+                serde_json::from_slice(&bytes).with_context(|| format!("--chat {path} is not JSON"))?;
             let messages = if chat.is_array() { &chat } else { &chat["messages"] };
             let Some(messages) = messages.as_array() else {
                 bail!("--chat {path}: expected a list of messages, or an object with `messages`");
@@ -419,7 +428,8 @@ impl Session<'_> {
 /// Tools of a file: a list, or an object with `tools`.
 fn read_tools(path: &str) -> Result<Value> {
     let bytes = std::fs::read(path).with_context(|| format!("--tools {path}"))?;
-    let file: Value = serde_json::from_slice(&bytes).with_context(|| format!("--tools {path} is no JSON"))?;
+    let file: Value =
+        serde_json::from_slice(&bytes).with_context(|| format!("--tools {path} is not JSON"))?;
     let tools = if file.is_array() { file } else { file["tools"].clone() };
     let is_tool = |tool: &Value| tool["function"]["name"].is_string();
     match tools.as_array() {

@@ -13,7 +13,7 @@ fn errors_name_the_value_and_what_to_do() {
         (&["run", "--prompt", "x", "--chat", "y"], 2, "--chat"),
         (&["run", "--raw", "--prompt", ""], 1, "no tokens"),
         (&["run", "--prompt", "@/nonexistent/file"], 1, "/nonexistent/file"),
-        (&["run", "--chat", garbage], 1, "no JSON"),
+        (&["run", "--chat", garbage], 1, "not JSON"),
         (&["run", "--model", empty, "--prompt", "x"], 1, "config.json"),
         (&["run", "--model", "no/such-model", "--prompt", "x"], 1, "no/such-model"),
         (&["run", "--prompt", "x", "--temperature", "-1"], 1, "temperature is -1"),

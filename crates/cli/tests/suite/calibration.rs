@@ -145,11 +145,17 @@ fn impossible_widths_are_refused() {
     refuse(&["--widths", "2,1"], "--widths");
     refuse(&["--widths", "3,4"], "between 3.25 and 4.25");
     refuse(&["--widths-by", "layer", "--refine", "1"], "--refine 1");
-    // Rotations without widths: the default says so, a mean that was asked for is an error.
+    // Rotations without widths: the default is a safe format, narrower ones are used with a warning, and a
+    // mean that was asked for is an error.
     succeed(&["calibrate", "--tokens", "256", "--out", &file]);
     refuse(&["--rotations", &file, "--reuse-harms"], "holds no harms");
-    let out = crate::support::oscar(&["run", "--rotations", &file, "--prompt", "Hi"]);
-    assert!(String::from_utf8(out.stderr).unwrap().contains("2 bits everywhere"));
+    for (asked, part) in
+        [(&[][..], "so the cache is oscar4"), (&["--kv", "oscar"], "warning: --kv oscar is used")]
+    {
+        let args = [&["run", "--rotations", &file, "--prompt", "Hi", "--max-tokens", "4"], asked].concat();
+        let told = String::from_utf8(crate::support::oscar(&args).stderr).unwrap();
+        assert!(told.contains(part), "{told}");
+    }
     let (_, message) = fail(&["run", "--kv", "oscar:2.25", "--rotations", &file, "--prompt", "Hi"]);
     assert!(message.contains("oscar calibrate --bits 2.25"), "{message}");
     let (_, message) = fail(&["run", "--kv", "oscar:2", "--rotations", "hadamard", "--prompt", "Hi"]);

@@ -75,12 +75,12 @@ impl Benchmark {
         let mut records: Vec<(usize, Value)> = Vec::new();
         if text.trim_start().starts_with('[') {
             let list: Vec<Value> = serde_json::from_str(&text)
-                .map_err(|e| wrong(e.line(), format!("it is no JSON list ({e})")))?;
+                .map_err(|e| wrong(e.line(), format!("it is not JSON list ({e})")))?;
             records.extend((1..).zip(list));
         } else {
             for (index, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
                 let value = serde_json::from_str(line)
-                    .map_err(|e| wrong(index + 1, format!("it is no JSON ({e})")))?;
+                    .map_err(|e| wrong(index + 1, format!("it is not JSON ({e})")))?;
                 records.push((index + 1, value));
             }
         }

@@ -19,10 +19,10 @@ pub struct Line {
 
 impl Line {
     fn parse(text: &str) -> Result<Self> {
-        let request: Value = serde_json::from_str(text).context("it is no JSON")?;
+        let request: Value = serde_json::from_str(text).context("it is not JSON")?;
         match request.get("custom_id").and_then(Value::as_str) {
             Some(id) if !id.is_empty() => Ok(Self { custom_id: id.to_owned(), request }),
-            _ => bail!("it has no custom_id: give each request a text of its own"),
+            _ => bail!("custom_id is missing, empty or not a text: give each request one of its own"),
         }
     }
 
@@ -157,9 +157,9 @@ mod tests {
         assert_eq!(Requests::open(written(good).path()).unwrap().1, 2);
         for (text, problem) in [
             ("{\"custom_id\": \"a\"}\n{", "line 2"),
-            ("{\"custom_id\": 3}", "no custom_id"),
+            ("{\"custom_id\": 3}", "custom_id is missing"),
             ("{\"custom_id\": \"a\"}\n{\"custom_id\": \"a\"}", "line 2: custom_id 'a'"),
-            ("{\"custom_id\": \"\"}", "no custom_id"),
+            ("{\"custom_id\": \"\"}", "custom_id is missing"),
         ] {
             let error = format!("{:#}", Requests::open(written(text).path()).err().unwrap());
             assert!(error.contains(problem), "{text}: {error}");

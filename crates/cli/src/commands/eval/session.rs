@@ -42,7 +42,7 @@ pub struct Session {
     pub model: OpenModel,
     pub text: ModelText,
     pub stop_tokens: Vec<u32>,
-    cache_args: CacheArgs,
+    pub cache_args: CacheArgs,
     /// Digest of the rotation file: results of another file are not continued.
     rotation_digest: Option<String>,
     precision: String,

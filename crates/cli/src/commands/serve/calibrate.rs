@@ -44,17 +44,21 @@ pub fn rotations(
         Subject { backend, config: &model.config, weights: &model.weights, text, name: &model.name };
     let run = Run { subject, watch: StartWatch::new(progress.clone()), cached };
     if found.is_none() && wanted != CalibrateArg::No {
-        note!("calibrating: the model has no rotations yet; --calibrate no starts without");
+        note!("calibrating rotations: the model has none yet (--calibrate no skips this)");
         found = run.stage("rotations", None, ModelOptions::default());
     }
     let start = found.as_ref().filter(|_| wanted == CalibrateArg::Widths);
     if let Some(start) = start.filter(|found| Calibration::of(Some(found)) != Calibration::Widths) {
         let tried = start.file.bits.harm.is_some();
         if tried {
-            note!("the widths of this model were measured before and no table was good enough");
+            note!(
+                "widths are not measured again: an earlier calibration found no table good enough; \
+                 `oscar calibrate --bits MEAN` tries other means"
+            );
         } else {
             note!("calibrating widths; a start that is stopped continues here the next time");
             let mut widths = WidthOptions::of_means(vec![MeanBits::DEFAULT]);
+            widths.probe_tokens = widths.probe_tokens.min(model.config.max_position_embeddings);
             if let Ok(Some(free)) = backend.free_memory() {
                 // The weights come after this, and caches that verify tables.
                 widths.memory = free / 4;

@@ -30,7 +30,7 @@ pub struct Config {
     #[serde(flatten)]
     pub load: LoadArgs,
     /// Maximum number of waiting requests; further ones get 429
-    #[arg(long, value_name = "N", default_value_t = EngineOptions::new("").max_queue)]
+    #[arg(long, value_name = "N", value_parser = at_least_one, default_value_t = EngineOptions::new("").max_queue)]
     pub max_queue: usize,
     /// Address to listen on
     #[arg(long, value_name = "ADDRESS", default_value_t = ServerConfig::default().host)]
@@ -71,7 +71,7 @@ pub struct Config {
     #[arg(long, value_name = "NAME")]
     pub allowed_host: Vec<String>,
     /// Further names of the model in requests; its repository and its short name always work
-    #[arg(long, visible_alias = "model-alias", value_name = "NAME")]
+    #[arg(long, visible_alias = "model-alias", value_name = "NAME", value_parser = clap::builder::NonEmptyStringValueParser::new())]
     pub served_model_name: Vec<String>,
     /// Web origins that may call the API, `*` for all
     #[arg(long, value_name = "ORIGIN")]
@@ -84,10 +84,10 @@ pub struct Config {
     #[arg(long, value_name = "N", value_parser = at_least_one, default_value_t = ServerConfig::default().max_connections)]
     pub max_connections: usize,
     /// Seconds that the head of a request may take
-    #[arg(long, value_name = "SECONDS", default_value_t = ServerConfig::default().header_timeout.as_secs())]
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..), default_value_t = ServerConfig::default().header_timeout.as_secs())]
     pub header_timeout: u64,
     /// Seconds that a connection may stay open between two requests
-    #[arg(long, value_name = "SECONDS", default_value_t = ServerConfig::default().idle_timeout.as_secs())]
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..), default_value_t = ServerConfig::default().idle_timeout.as_secs())]
     pub idle_timeout: u64,
     /// Seconds that a request may take, its answer included; 0 for no limit
     #[arg(long, value_name = "SECONDS", default_value_t = ServerConfig::default().request_timeout.map_or(0, |t| t.as_secs()))]

@@ -39,7 +39,7 @@ fn a_file_says_the_same_as_flags() {
         "--max-batch=5",
         "--step-tokens=6",
         "--inter-token-target=50",
-        "--max-queue=0",
+        "--max-queue=1",
         "--no-prefix-cache",
         "--exact-hits",
         "--host=::1",

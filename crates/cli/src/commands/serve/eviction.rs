@@ -67,15 +67,19 @@ impl EvictionArgs {
         };
         let cap = cap.map_err(|why| anyhow!("--kv-budget {budget} --evict {eviction}: {why}"))?;
         let (heads, block) = (heads.name(), cap.block());
+        let kept = match budget {
+            Budget::Bytes(bytes) => crate::progress::bytes(bytes),
+            rows => format!("{rows} rows"),
+        };
         match cap {
             Cap::Block(_) => {
                 note!(
-                    "conversations keep {budget} of history by {eviction} ({heads}), compacted every {block} rows"
+                    "each conversation keeps {kept} of its history, chosen by {eviction} ({heads}) again after every {block} rows"
                 );
             }
             Cap::Post(_) => note!(
-                "turns read {budget} of history by {eviction} ({heads}), chosen again every {block} rows; the whole \
-                 history stays in memory"
+                "each turn reads {kept} of the history, chosen by {eviction} ({heads}) again after every {block} rows; \
+                 the whole history stays in memory"
             ),
         }
         Ok(Some(cap))

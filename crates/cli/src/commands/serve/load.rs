@@ -7,13 +7,13 @@ use crate::device::AnyBackend;
 use crate::options::{CacheArgs, ModelArgs, OpenModel, at_least_one, serialize_optional_display};
 use crate::parallel::ParallelArgs;
 use crate::progress::{self, note};
-use crate::rotations::{Calibration, Found};
+use crate::served::Served;
 use crate::sizing::{self, FixedMemory, Sizing, Wishes, parse_share};
 use crate::store::StoreArgs;
 use crate::transfer::TransferArgs;
 use anyhow::{Context, Result};
 use oscar_backend::{Backend, BackendError};
-use oscar_codec::{KvFormat, RotationKind};
+use oscar_codec::KvFormat;
 use oscar_engine::{Engine, EngineApi, EngineOptions, SchedulerOptions};
 use oscar_models::{BuildError, ModelSource};
 use oscar_runner::{Runner, longest_step};
@@ -48,8 +48,8 @@ pub struct LoadArgs {
     /// Longest sequence in tokens; the model's own limit if absent, or what the KV memory holds
     #[arg(long, visible_alias = "max-context", value_name = "N", value_parser = at_least_one)]
     pub context: Option<usize>,
-    /// Share of the memory that is left beside weights and activations which KV pages get, without
-    /// --kv-memory; 0.9 on a GPU and 0.5 on a CPU if absent
+    /// Share of the memory left beside weights and activations that becomes KV pages if --kv-memory
+    /// is absent; 0.9 on a GPU and 0.5 on a CPU by default
     #[arg(long, value_name = "SHARE", value_parser = parse_share)]
     pub kv_memory_share: Option<f64>,
     /// Maximum number of sequences running at once
@@ -130,8 +130,9 @@ impl LoadArgs {
                 calibrate::rotations(self, &model, &text, &whole, progress)?
             }
         };
-        let served = Served::choose(self.kv, found.as_ref());
+        let mut served = Served::choose(self.kv, found.as_ref());
         let cache = model.cache_of(served.format, &self.cache, found.as_ref())?;
+        served.warn(&cache.layout);
         let sizing = size(self, &model, &cache, &backend)?;
         note!("{}: {}", model.name, backend.describe());
         if let Some(weights) = model.describe_weights(&cache, &backend) {
@@ -216,51 +217,6 @@ impl Loaded {
     }
 }
 
-/// The format that is served, and what the user should know about it.
-struct Served {
-    format: KvFormat,
-    calibration: Calibration,
-    note: Option<String>,
-}
-
-impl Served {
-    /// The format that was asked for. Otherwise the default one if its widths were measured and
-    /// verified on this model, else four bits for every head: two bits without them fail long
-    /// copying and arithmetic.
-    fn choose(asked: Option<KvFormat>, found: Option<&Found>) -> Self {
-        let calibration = Calibration::of(found);
-        let lacks = match calibration {
-            Calibration::None => "this model is not calibrated",
-            Calibration::Rotations => "this model has no verified table of widths",
-            Calibration::Widths => "",
-        };
-        let (format, note) = match (asked, calibration) {
-            (Some(format), _) => {
-                let risky =
-                    format.rotation() == RotationKind::Calibrated && calibration != Calibration::Widths;
-                let narrow = risky && !matches!(format, KvFormat::Oscar { bits: 4.. });
-                let warning = || {
-                    format!(
-                        "warning: --kv {format} is served as asked, but {lacks}: answers that copy or \
-                    add up over a long context may be wrong; --calibrate widths measures them"
-                    )
-                };
-                (format, narrow.then(warning))
-            }
-            (None, Calibration::Widths) => (KvFormat::OscarMixed { mean: None }, None),
-            (None, _) => {
-                let format = KvFormat::Oscar { bits: 4 };
-                let note = format!(
-                    "note: {lacks}: serving {format} (4 bits for every head) instead of 2.25 bits; \
-                    --calibrate widths measures them, --kv chooses a format"
-                );
-                (format, Some(note))
-            }
-        };
-        Self { format, calibration, note }
-    }
-}
-
 /// Says what would fit if the device ran out of memory, e.g. because another program took some.
 fn explain(error: anyhow::Error, sizing: &Sizing) -> anyhow::Error {
     match error.downcast_ref::<BuildError>() {
@@ -293,25 +249,4 @@ fn size(args: &LoadArgs, model: &OpenModel, cache: &Cache, backend: &AnyBackend)
     }
     let layout = backend.held_layout(&cache.layout);
     sizing::divide(available, &fixed, &layout, longest_step(chunk), positions, wishes)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn two_bits_are_served_only_if_calibrated_or_asked_for() {
-        let served = |asked: Option<&str>| Served::choose(asked.map(|kv| kv.parse().unwrap()), None);
-        let default = served(None);
-        assert_eq!((default.format.to_string().as_str(), default.calibration), ("oscar4", Calibration::None));
-        assert!(default.note.unwrap().contains("not calibrated"));
-        for risky in ["oscar", "oscar2", "oscar3"] {
-            let served = served(Some(risky));
-            assert_eq!(served.format.to_string(), risky);
-            assert!(served.note.unwrap().starts_with("warning"), "{risky}");
-        }
-        for safe in ["oscar4", "bf16", "int4", "kivi2"] {
-            assert_eq!(served(Some(safe)).note, None, "{safe}");
-        }
-    }
 }

@@ -32,7 +32,7 @@ impl Socket {
             let asked = format!("{}:{}", config.host, config.port);
             let listener =
                 TcpListener::bind((config.host.as_str(), config.port)).await.with_context(|| {
-                    format!("cannot listen on {asked}: is the port taken? choose another with --port")
+                    format!("cannot listen on {asked}: check --host, or choose another port with --port")
                 })?;
             let address = listener.local_addr()?;
             let exposed = ServerConfig { loopback: address.ip().is_loopback(), ..config.clone() };
