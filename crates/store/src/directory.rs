@@ -230,7 +230,13 @@ impl PageStore for DirectoryStore {
         let put = |page: &SealedPage| {
             self.put(page).unwrap_or_else(|error| {
                 match is_full(&error) {
-                    true => add(&self.counters.disk_full, 1),
+                    true => {
+                        if self.counters.disk_full.load(Ordering::Relaxed) == 0 {
+                            let folder = self.root.display();
+                            tracing::warn!(%folder, "the disk of the page store is full: pages are not kept");
+                        }
+                        add(&self.counters.disk_full, 1);
+                    }
                     false => add(&self.counters.io_errors, 1),
                 }
                 false

@@ -137,7 +137,7 @@ pub fn run(args: &Args) -> Result<()> {
             let chat: Value =
                 serde_json::from_slice(&bytes).with_context(|| format!("--chat {path} is not JSON"))?;
             let messages = if chat.is_array() { &chat } else { &chat["messages"] };
-            let Some(messages) = messages.as_array() else {
+            let Some(messages) = messages.as_array().filter(|messages| !messages.is_empty()) else {
                 bail!("--chat {path}: expected a list of messages, or an object with `messages`");
             };
             let tokens = session.render(messages, chat.get("tools"))?;

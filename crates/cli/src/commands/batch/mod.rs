@@ -76,6 +76,9 @@ pub fn run(args: &Args) -> Result<()> {
     results.finish()?;
     bar.finish_and_clear();
     note!("{count} requests: {} answered now, {earlier} before, {failed} failed", count - earlier - failed);
+    if failed > 0 {
+        note!("a later run keeps failed results: remove their lines to ask these requests again");
+    }
     Ok(())
 }
 

@@ -19,7 +19,7 @@ pub struct Answer {
     /// 0 if the client left before it came.
     pub status: u16,
     pub body: String,
-    /// Times between two pieces of it, in milliseconds.
+    /// Milliseconds between two pieces with events, the first of which is not the answer's first.
     pub gaps: Vec<f64>,
 }
 
@@ -49,7 +49,7 @@ pub fn send(address: &str, path: &str, body: &str, headers: &[(&str, &str)]) -> 
 pub fn read(stream: &mut TcpStream, pace: Pace) -> Result<Answer> {
     let mut bytes = Vec::new();
     let mut piece = [0; 8192];
-    let (mut gaps, mut last) = (Vec::new(), None::<Instant>);
+    let (mut gaps, mut last, mut events) = (Vec::new(), Instant::now(), 0);
     loop {
         let most = match pace {
             Pace::Fast => piece.len(),
@@ -66,7 +66,14 @@ pub fn read(stream: &mut TcpStream, pace: Pace) -> Result<Answer> {
             Ok(0) => break,
             Ok(read) => {
                 bytes.extend_from_slice(&piece[..read]);
-                gaps.extend(last.replace(Instant::now()).map(|last| last.elapsed().as_secs_f64() * 1e3));
+                // Comments that keep a connection alive are no events.
+                if piece[..read].windows(6).any(|text| text == b"data: ") {
+                    events += 1;
+                    if events > 2 {
+                        gaps.push(last.elapsed().as_secs_f64() * 1e3);
+                    }
+                    last = Instant::now();
+                }
             }
             Err(error) if error.kind() == ErrorKind::ConnectionReset && !bytes.is_empty() => break,
             Err(error) => return Err(error).context("reading the answer"),

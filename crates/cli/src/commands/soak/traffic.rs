@@ -212,8 +212,7 @@ impl<'a> Client<'a> {
         match answer.status {
             200 if stream => {
                 if pace == Pace::Fast {
-                    // The first gap is the time to the first token.
-                    self.note(|counts| counts.gaps.extend(answer.gaps.iter().skip(1)));
+                    self.note(|counts| counts.gaps.extend(&answer.gaps));
                 }
                 self.compare_stream(&turn, &answer.body)
             }
