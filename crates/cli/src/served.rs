@@ -9,6 +9,8 @@ pub struct Served {
     pub format: KvFormat,
     pub calibration: Calibration,
     pub note: Option<String>,
+    /// What the operator can do about it.
+    pub advice: Option<&'static str>,
 }
 
 impl Served {
@@ -18,20 +20,21 @@ impl Served {
     pub fn choose(asked: Option<KvFormat>, found: Option<&Found>) -> Self {
         let calibration = Calibration::of(found);
         if let Some(format) = asked {
-            return Self { format, calibration, note: None };
+            return Self { format, calibration, note: None, advice: None };
         }
         if let Some(bits) = found.map(|found| &found.file.bits).filter(|bits| !bits.tables.is_empty()) {
             let narrowest = bits.tables.iter().map(|(mean, _)| *mean).min();
             let mean = if bits.verified(MeanBits::DEFAULT).is_some() { None } else { narrowest };
-            return Self { format: KvFormat::OscarMixed { mean }, calibration, note: None };
+            return Self { format: KvFormat::OscarMixed { mean }, calibration, note: None, advice: None };
         }
         let format = KvFormat::Oscar { bits: 4 };
         let note = format!(
-            "{}, so the cache is {format}, 4 bits for every head, instead of 2.25. `--calibrate widths` \
-             (serve) or `oscar calibrate --bits 2.25` measures widths; --kv chooses a format",
+            "{}, so the cache is {format}, 4 bits for every head, instead of 2.25",
             lacking(calibration)
         );
-        Self { format, calibration, note: Some(note) }
+        let advice = "`--calibrate widths` (serve) or `oscar calibrate --bits 2.25` measures widths; \
+                      --kv chooses a format";
+        Self { format, calibration, note: Some(note), advice: Some(advice) }
     }
 
     /// Adds a warning if this is the cache of a format that was asked for, and narrow without

@@ -123,7 +123,7 @@ pub fn parse_object(
         },
     })?;
     if generates(tables) {
-        refused::check(&mut object)?;
+        refused::check(&mut object, tables)?;
     }
     Ok(object)
 }

@@ -16,7 +16,7 @@ pub enum ApiError {
     Invalid { message: String, param: Option<String>, code: Option<&'static str> },
     #[error("no or wrong API key: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`")]
     Unauthorized,
-    #[error("this needs the key of an operator, {name} is a user: {what}")]
+    #[error("{what} is only for operators: send the key of an operator, not that of the user `{name}`")]
     Forbidden { name: String, what: &'static str },
     #[error(
         "requests of web pages on `{origin}` are not accepted; the operator can allow the origin with --cors-origin"
@@ -67,6 +67,15 @@ impl ApiError {
     /// The request as a whole is wrong.
     pub fn invalid(message: impl Into<String>) -> Self {
         Self::Invalid { message: message.into(), param: None, code: None }
+    }
+
+    /// A request that needs more than the tenant's whole quota: waiting does not help.
+    pub fn beyond_quota(what: &str, needed: usize, limit: usize) -> Self {
+        let message = format!(
+            "the request needs {needed} {what} and the quota of this key is {what}={limit}: ask for less \
+             (max_tokens, n, a shorter prompt), or let the operator raise the quota"
+        );
+        Self::Invalid { message, param: None, code: Some("quota_exceeded") }
     }
 
     /// The text crate refused the contents of a field.
@@ -150,6 +159,8 @@ impl IntoResponse for ApiError {
             tracing::error!(error = %self, "request failed");
         }
         let mut response = (self.status(), axum::Json(self.to_json())).into_response();
+        // Layers can write the error in another form.
+        response.extensions_mut().insert(self.clone());
         let headers = response.headers_mut();
         match &self {
             Self::Unauthorized => {

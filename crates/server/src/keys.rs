@@ -268,7 +268,10 @@ impl Caller {
             let fits =
                 |held: usize| held.checked_add(more).filter(|&sum| limit.is_none_or(|limit| sum <= limit));
             counter.fetch_update(Ordering::AcqRel, Ordering::Acquire, fits).map(drop).map_err(|held| {
-                ApiError::Quota { what, held, more, limit: limit.unwrap_or(usize::MAX), retry_after }
+                match limit.unwrap_or(usize::MAX) {
+                    limit if more > limit => ApiError::beyond_quota(what, more, limit),
+                    limit => ApiError::Quota { what, held, more, limit, retry_after },
+                }
             })
         };
         take(&key.in_flight.requests, requests, key.quota.requests, "requests")?;
@@ -344,10 +347,13 @@ mod tests {
         let keys = Keys::new(ApiKey::parse_file(text, "keys").unwrap());
         let caller = |key| keys.caller(&bearer(key)).unwrap();
         let first = caller("a1").admit(1, 60, 1).unwrap();
-        assert!(caller("a1").admit(1, 41, 1).is_err(), "tokens");
+        let status = |refused: Result<Admission, ApiError>| refused.unwrap_err().status().as_u16();
+        assert_eq!(status(caller("a1").admit(1, 41, 1)), 429, "tokens");
+        assert_eq!(status(caller("a1").admit(1, 101, 1)), 400, "more tokens than the quota ever has");
         let second = caller("a2").admit(1, 1, 1).unwrap();
         keys.replace(ApiKey::parse_file(text, "keys").unwrap());
-        assert!(caller("a1").admit(1, 1, 1).is_err(), "requests");
+        assert_eq!(status(caller("a1").admit(1, 1, 1)), 429, "requests");
+        assert_eq!(status(caller("a1").admit(3, 1, 1)), 400, "more requests than the quota ever has");
         drop((first, second));
         caller("a1").admit(2, 100, 1).unwrap();
     }

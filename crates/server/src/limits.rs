@@ -58,7 +58,10 @@ pub fn encode(app: &App, param: &str, text: &str, add_special: bool) -> Result<V
     check_length(app, param, text)?;
     let context = app.engine.info().context;
     app.text.tokenizer.encode_at_most(text, add_special, context).map_err(|error| match error {
-        TextError::TooManyTokens { .. } => too_long(app, param, &error.to_string()),
+        TextError::TooManyTokens { bytes, most } => {
+            let problem = format!("the text of {bytes} bytes has more than the {most} tokens of the context");
+            too_long(param, &problem)
+        }
         _ => ApiError::text(param, &error),
     })
 }
@@ -68,17 +71,19 @@ pub fn check_length(app: &App, param: &str, text: &str) -> Result<(), ApiError> 
     let (bytes, most) = (text.len(), app.limits.prompt_bytes);
     match bytes > most {
         true => {
-            let reason = format!("{bytes} bytes are more than {most}, which no fewer tokens can hold");
-            Err(too_long(app, param, &reason))
+            let context = app.engine.info().context;
+            let problem =
+                format!("the text has {bytes} bytes, but a context of {context} tokens holds at most {most}");
+            Err(too_long(param, &problem))
         }
         false => Ok(()),
     }
 }
 
-fn too_long(app: &App, param: &str, reason: &str) -> ApiError {
-    let context = app.engine.info().context;
+/// The error of a text or prompt that is longer than the context.
+pub fn too_long(param: &str, problem: &str) -> ApiError {
     ApiError::Invalid {
-        message: format!("{param}: {reason}, but the context is {context} tokens: shorten it"),
+        message: format!("{param}: {problem}: shorten it"),
         param: Some(param.to_owned()),
         code: Some("context_length_exceeded"),
     }
@@ -87,13 +92,19 @@ fn too_long(app: &App, param: &str, reason: &str) -> ApiError {
 /// Refuses more prompts than sequences are allowed, before any is looked at.
 pub fn check_prompts(app: &App, prompts: usize, choices: usize) -> Result<(), ApiError> {
     let limit = app.config.max_choices;
-    match choices.saturating_mul(prompts) > limit {
-        true => {
-            let problem =
-                format!("{prompts} prompts times n {choices} is more than the {limit} sequences allowed");
+    match (prompts, choices) {
+        _ if choices.saturating_mul(prompts) <= limit => Ok(()),
+        (1, _) => Err(ApiError::param("n", format!("must be at most {limit}, not {choices}"))),
+        (_, 1) => {
+            let problem = format!("{prompts} prompts are more than the {limit} allowed in one request");
+            Err(ApiError::param("prompt", problem))
+        }
+        _ => {
+            let problem = format!(
+                "{choices} answers to each of {prompts} prompts are more than the {limit} allowed in one request"
+            );
             Err(ApiError::param("n", problem))
         }
-        false => Ok(()),
     }
 }
 

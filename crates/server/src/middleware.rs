@@ -1,8 +1,8 @@
 //! What happens around every handler: keys, origins, request ids and the access log.
 //!
-//! Invariant: every route but `/health` asks for a key once keys are configured, unknown routes
-//! included. The web pages answer 401 as well, with the page as the body, since it is where a
-//! browser's user can enter the key.
+//! Invariant: every route but `/health` and `/ready` asks for a key once keys are configured,
+//! unknown routes included. The web pages answer 401 as well, with the page as the body, since it
+//! is where a browser's user can enter the key.
 
 use std::time::Instant;
 
@@ -40,7 +40,7 @@ pub async fn authenticate(State(app): State<Shared>, mut request: Request, next:
         }
     };
     if access == Access::Operators && !caller.is_operator() {
-        return forbidden(&caller, "the route belongs to operators").into_response();
+        return forbidden(&caller, "this route").into_response();
     }
     request.extensions_mut().insert(caller);
     next.run(request).await

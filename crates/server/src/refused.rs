@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use serde_json::{Map, Value, json};
 
 use crate::error::ApiError;
+use crate::schema::Field;
 
 /// A refused field.
 struct Refused {
@@ -72,6 +73,7 @@ const REFUSED: &[Refused] = &[
     refused("web_search_options", &[], "the server has no tools of its own"),
     refused("verbosity", &["\"medium\""], "say it in the messages"),
     refused("vllm_xargs", NONE, "they are vLLM's own"),
+    refused("kv", &["{}"], "use /v1/chat/completions, which has it"),
 ];
 
 /// Fields that were skipped since the start.
@@ -100,12 +102,13 @@ pub fn skipped() -> u64 {
     SKIPPED.load(Ordering::Relaxed)
 }
 
-/// Takes the refused fields out of a body.
+/// Takes the refused fields out of a body, except those that its tables declare.
 ///
 /// # Errors
 /// Names the first one that asks for something.
-pub fn check(body: &mut Map<String, Value>) -> Result<(), ApiError> {
-    for refused in REFUSED {
+pub fn check(body: &mut Map<String, Value>, tables: &[&[Field]]) -> Result<(), ApiError> {
+    let declared = |name: &str| tables.iter().copied().flatten().any(|field| field.name == name);
+    for refused in REFUSED.iter().filter(|refused| !declared(refused.name)) {
         let Some(value) = body.remove(refused.name) else { continue };
         let text = value.to_string();
         if !value.is_null() && !refused.harmless.contains(&text.as_str()) {
@@ -121,7 +124,7 @@ mod tests {
 
     #[test]
     fn only_values_that_ask_for_something_are_refused() {
-        let check = |body: Value| check(&mut body.as_object().unwrap().clone());
+        let check = |body: Value| check(&mut body.as_object().unwrap().clone(), &[]);
         assert!(check(json!({"priority": 0, "typical_p": 1.0, "bad_words": [], "functions": null})).is_ok());
         for refused in REFUSED {
             let error = check(json!({refused.name: {"asks": "for something"}})).unwrap_err();

@@ -37,6 +37,21 @@ impl Field {
     pub fn is_ignored(&self) -> bool {
         self.kind == Kind::Ignored
     }
+
+    /// The error of a value that the kind does not accept: names the first wrong element of a list.
+    fn refusal(&self, value: &Value) -> ApiError {
+        if let Some((path, expected, element)) = self.kind.wrong_element(value) {
+            let problem = format!("must be {expected}, not {}", shown(element));
+            return ApiError::param(format!("{}{path}", self.name), problem);
+        }
+        let expected = match self.kind {
+            Kind::Integer { min, max } if value.is_u64() && !value.is_i64() => {
+                format!("an integer from {min} to {max}")
+            }
+            kind => kind.expected(),
+        };
+        ApiError::param(self.name, format!("must be {expected}, not {}", shown(value)))
+    }
 }
 
 /// The values that a field may have.
@@ -89,13 +104,11 @@ impl<T: FieldValue> FieldType for Option<T> {
             None | Some(Value::Null) => return Ok(None),
             Some(value) => value,
         };
-        let refuse = |value: String| {
-            ApiError::param(field.name, format!("must be {}, not {value}", field.kind.expected()))
-        };
         if !field.kind.accepts(&value) {
-            return Err(refuse(shown(&value)));
+            return Err(field.refusal(&value));
         }
-        T::read(value).map(Some).ok_or_else(|| refuse("this".to_owned()))
+        let problem = || format!("must be {}, not this", field.kind.expected());
+        T::read(value).map(Some).ok_or_else(|| ApiError::param(field.name, problem()))
     }
 }
 
@@ -216,6 +229,37 @@ impl Kind {
                     || all(value, |list| all(list, is_token))
             }
             Self::Any | Self::Ignored => true,
+        }
+    }
+
+    /// The first element that makes a list wrong: its path behind the field's name, what it must
+    /// be, and the element.
+    fn wrong_element<'a>(&self, value: &'a Value) -> Option<(String, &'static str, &'a Value)> {
+        const TOKEN: &str = "a token id";
+        let items = value.as_array()?;
+        let first = |expected, accepts: fn(&Value) -> bool| {
+            let index = items.iter().position(|item| !accepts(item))?;
+            Some((format!("[{index}]"), expected, &items[index]))
+        };
+        match *self {
+            Self::Objects => first("an object", Value::is_object),
+            Self::TextOrTexts => first("a string", Value::is_string),
+            Self::Tokens => first(TOKEN, is_token),
+            // The first element says which of the lists is meant.
+            Self::Prompt => match items.first()? {
+                Value::String(_) => first("a string like the first element", Value::is_string),
+                Value::Number(_) => first(TOKEN, is_token),
+                Value::Array(_) => {
+                    let inner = |(index, list)| {
+                        let (path, expected, item) = Self::Tokens.wrong_element(list)?;
+                        Some((format!("[{index}]{path}"), expected, item))
+                    };
+                    let lists = first("a list of token ids like the first element", Value::is_array);
+                    lists.or_else(|| items.iter().enumerate().find_map(inner))
+                }
+                _ => first("a string, a token id or a list of token ids", |_| false),
+            },
+            _ => None,
         }
     }
 

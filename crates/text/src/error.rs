@@ -31,7 +31,7 @@ pub enum TextError {
     EmptyStopString { index: usize },
 
     #[error(
-        "the model has no chat template; send a plain prompt, or add chat_template.jinja beside tokenizer.json"
+        "the model has no chat template; send a plain prompt, start the server with --chat-template FILE, or add chat_template.jinja beside tokenizer.json"
     )]
     NoChatTemplate,
 

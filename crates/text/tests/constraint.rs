@@ -346,6 +346,49 @@ fn what_cannot_be_kept_is_refused_by_name() {
         let message = schema(value.clone());
         assert!(message.contains(word), "{value}: {message}");
     }
+    // One sentence each, which names what to change. Reasoning before the answer makes no
+    // difference.
+    let tags = ReasoningTags { open: "<think>".to_owned(), close: "</think>".to_owned() };
+    let overlapping = json!({"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]});
+    for (grammar, sentence) in [
+        (
+            Grammar::Regex("(?=a)b".to_owned()),
+            "the regular expression `(?=a)b`: look-around, including look-ahead and look-behind, is not \
+             supported; change the pattern",
+        ),
+        (
+            Grammar::JsonSchema(json!({"type": "string", "pattern": "(a)\\1"})),
+            "the regular expression `(a)\\1`: backreferences are not supported; change the pattern",
+        ),
+        (
+            Grammar::Regex("a\\b".to_owned()),
+            "word boundaries, and line boundaries inside a pattern, are not supported in regular expressions; \
+             change the pattern",
+        ),
+        (
+            Grammar::JsonSchema(overlapping),
+            "`oneOf` is not supported where an answer may fit two of its schemas; use `anyOf`",
+        ),
+        (
+            Grammar::JsonSchema(json!({"$ref": "#"})),
+            "no answer fits it; a rule or `$ref` that refers to itself needs an alternative that ends",
+        ),
+        (
+            Grammar::Source("root ::= foo | \"a\"".to_owned()),
+            "GBNF: the rule `foo` is used but not defined; add `foo ::= …`",
+        ),
+        (
+            Grammar::JsonSchema(json!({"type": "array", "uniqueItems": true})),
+            "the keywords [\"uniqueItems\"] are not supported; remove them from the schema",
+        ),
+    ] {
+        for thinking in [Thinking::None, Thinking::Allowed(tags.clone())] {
+            let message = grammars.compile(&grammar, &thinking).unwrap_err().to_string();
+            assert_eq!(message, format!("the grammar or schema cannot be used: {sentence}"));
+        }
+    }
+    let distinct = json!({"oneOf": [{"type": "string"}, {"type": "integer"}]});
+    grammars.compile(&Grammar::JsonSchema(distinct), &Thinking::None).unwrap();
     assert!(refusal(Grammar::Regex("(".to_owned())).contains("cannot be used"));
     assert!(refusal(Grammar::Source("start: missing\n".to_owned())).contains("missing"));
     assert!(refusal(Grammar::Source("root ::= <token>".to_owned())).contains("token"));

@@ -103,6 +103,7 @@ pub fn run(args: &Args) -> Result<()> {
     eprintln!("cache: {}; rotations: {}", cache.layout.describe(), cache.rotation_origin);
     eprintln!("attention: {}", backend.attention(&cache.layout).description);
     served.note.iter().for_each(|note| eprintln!("{note}"));
+    served.advice.iter().for_each(|advice| eprintln!("{advice}"));
     let runner =
         cache.runner(&model, ranks, &args.cache, context, 1, |layers| bar.set_position(layers as u64))?;
     bar.finish_and_clear();

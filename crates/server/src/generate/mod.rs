@@ -10,15 +10,14 @@
 
 mod assemble;
 mod logprobs;
+mod prepared;
 
 use std::future::poll_fn;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Instant;
 
-use oscar_engine::{
-    Event, EventSink, FinishReason, GenerationParams, Request, RequestError, RequestId, TokenLogprobs, Usage,
-};
+use oscar_engine::{Event, EventSink, FinishReason, Request, RequestError, RequestId, TokenLogprobs, Usage};
 use oscar_text::{Dialect, ReplyEvent};
 use serde_json::Value;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
@@ -26,58 +25,12 @@ use tracing::Instrument;
 
 pub use assemble::{Assembler, TextEnd, TextOptions};
 pub use logprobs::{ChatEntry, MAX_LOGPROBS, PromptLogprobs, TokenTexts, TopLogprobs, finite};
+pub use prepared::{Prepared, requests};
 
 use crate::app::App;
 use crate::error::ApiError;
-use crate::keys::{Admission, Caller};
-use crate::limits;
+use crate::keys::Admission;
 use crate::routes::transfer;
-
-/// An HTTP request ready to be submitted: one engine request for each prompt, and how their answers
-/// become text.
-#[derive(Debug)]
-pub struct Prepared {
-    /// The name by which `/abort_request` and the logs know it.
-    pub name: String,
-    pub caller: Caller,
-    /// The model's name as the client wrote it.
-    pub model: String,
-    /// At least one. Their parameters are the same.
-    pub requests: Vec<Request>,
-    pub text: TextOptions,
-    pub stream: bool,
-    pub include_usage: bool,
-}
-
-/// Valid requests for the engine, one for each prompt.
-pub fn requests(
-    app: &App,
-    prompts: Vec<Vec<u32>>,
-    params: &GenerationParams,
-) -> Result<Vec<Request>, ApiError> {
-    let request = |prompt| Request::new(app.engine.info(), app.next_request_id(), prompt, params.clone());
-    prompts.into_iter().map(request).collect::<Result<_, _>>().map_err(|error| app.engine_error(error))
-}
-
-impl Prepared {
-    pub fn params(&self) -> &GenerationParams {
-        self.requests[0].params()
-    }
-
-    fn prompt_tokens(&self) -> usize {
-        self.requests.iter().map(|request| request.prompt().len()).sum()
-    }
-
-    /// About how many bytes the answer can have.
-    pub fn answer_size(&self) -> usize {
-        const TOKEN: usize = 8;
-        const LOGPROB: usize = 64;
-        let (params, count) = (self.params(), self.requests.len());
-        let tokens = limits::tokens_in_flight(params, 0, count);
-        let logprobs = limits::logprobs(params, self.prompt_tokens(), count);
-        tokens.saturating_mul(TOKEN).saturating_add(logprobs.saturating_mul(LOGPROB))
-    }
-}
 
 /// A piece of a generation. `prompt` counts prompts, `choice` counts all choices of all prompts.
 #[derive(Debug)]
@@ -146,13 +99,18 @@ pub struct Generation {
 impl Generation {
     /// Submits the prompts to the engine. If one is refused, those before it are cancelled.
     pub fn start(app: &Arc<App>, prepared: Prepared) -> Result<Self, ApiError> {
+        let admission = prepared.admit(app)?;
+        Self::admitted(app, prepared, &Arc::new(admission))
+    }
+
+    /// The same for prompts that already count against the tenant's quota.
+    pub fn admitted(
+        app: &Arc<App>,
+        prepared: Prepared,
+        admission: &Arc<Admission>,
+    ) -> Result<Self, ApiError> {
         let (sender, outputs) = unbounded_channel();
-        let (params, count) = (prepared.params(), prepared.requests.len());
-        let admission = Arc::new(prepared.caller.admit(
-            count.saturating_mul(params.choices),
-            limits::tokens_in_flight(params, prepared.prompt_tokens(), count),
-            app.config.retry_after_seconds,
-        )?);
+        let count = prepared.requests.len();
         let Prepared { name, caller, requests, text, .. } = prepared;
         for (prompt, request) in requests.into_iter().enumerate() {
             let ticket = Ticket {

@@ -51,7 +51,9 @@ impl Blocks {
                 Some((block, _)) => self.text(block, delta),
                 None => Vec::new(),
             },
-            ReplyEvent::CallFinished { .. } => self.finish(),
+            ReplyEvent::CallFinished { complete: true, .. } => self.finish(),
+            // A call that broke off stays open until something follows it, or the answer ends.
+            ReplyEvent::CallFinished { complete: false, .. } => Vec::new(),
         }
     }
 

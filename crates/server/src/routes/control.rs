@@ -45,7 +45,7 @@ pub async fn abort_request(
     let (all, name) = (abort_all.unwrap_or(false), rid.or(request_id));
     let ids = match (all, name) {
         (true, _) if !caller.is_operator() => {
-            return Err(forbidden(&caller, "abort_all ends the requests of all tenants"));
+            return Err(forbidden(&caller, "abort_all"));
         }
         (true, _) => app.running.all(),
         (false, Some(name)) => app.running.find(&name, &caller),

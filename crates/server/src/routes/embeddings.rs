@@ -4,9 +4,11 @@
 //! A model that was trained for embeddings with last-token pooling gives the vectors it was trained
 //! for. Vectors of any other model work only as rough features.
 
+use std::sync::Arc;
+
 use axum::extract::{Extension, State};
 use axum::response::Response;
-use oscar_engine::GenerationParams;
+use oscar_engine::{GenerationParams, Request};
 use serde::Serialize;
 use serde_json::{Value, json};
 
@@ -16,9 +18,12 @@ use crate::body::{RawBody, json_answer, off_thread};
 use crate::error::ApiError;
 use crate::generate::{Generation, Output, Prepared, TextOptions, requests};
 use crate::keys::Caller;
-use crate::limits::{check_prompts, encode};
+use crate::limits::{encode, too_long};
 use crate::middleware::RequestName;
 use crate::schema::{Kind, RequestBody, request_fields};
+
+/// Most inputs of a request, as OpenAI has it.
+const MOST_INPUTS: usize = 2048;
 
 pub type EmbeddingsBody = (EmbeddingsFields,);
 
@@ -27,7 +32,7 @@ request_fields! {
     pub struct EmbeddingsFields {
         /// Name of the model or one of its aliases; the served one if absent
         model: Option<String>,
-        /// Text or token ids, or a list of either
+        /// Text or token ids, or a list of at most 2048 of either
         input: Prompt,
         /// float (a list of numbers, if absent) or base64 (little-endian f32)
         encoding_format: Option<String>,
@@ -79,18 +84,28 @@ pub async fn create(
     body: RawBody,
 ) -> Result<Response, ApiError> {
     let worker = app.clone();
-    let (prepared, encoding) =
+    let (mut prepared, encoding) =
         off_thread(&app, body, move |body| prepare(&worker, &name, caller, body)).await?;
     let (model, count) = (prepared.model.clone(), prepared.requests.len());
-    let mut generation = Generation::start(&app, prepared)?;
     let mut found: Vec<Option<Vec<f32>>> = vec![None; count];
     let mut usage = oscar_engine::Usage::default();
-    while let Some(output) = generation.next().await {
-        match output {
-            Output::Embedding { prompt, values } => found[prompt] = Some(values),
-            Output::Done(totals) => usage += totals.usage,
-            Output::Failed(error) => return Err(app.engine_error(error)),
-            Output::Started { .. } | Output::Kept(_) | Output::Delta { .. } | Output::Finished { .. } => {}
+    // One group after the other: the engine's queue is shorter than the longest list of inputs.
+    let requests = std::mem::take(&mut prepared.requests);
+    let size = app.config.max_choices.min(count).max(1);
+    let tokens = |group: &[Request]| group.iter().map(|request| request.prompt().len()).sum();
+    let tokens = requests.chunks(size).map(tokens).max().unwrap_or(0);
+    let admission = Arc::new(prepared.caller.admit(size, tokens, app.config.retry_after_seconds)?);
+    for (number, group) in requests.chunks(size).enumerate() {
+        let (begin, group) = (number * size, Prepared { requests: group.to_vec(), ..prepared.clone() });
+        let mut generation = Generation::admitted(&app, group, &admission)?;
+        while let Some(output) = generation.next().await {
+            match output {
+                Output::Embedding { prompt, values } => found[begin + prompt] = Some(values),
+                Output::Done(totals) => usage += totals.usage,
+                Output::Failed(error) => return Err(app.engine_error(error)),
+                Output::Started { .. } | Output::Kept(_) | Output::Delta { .. } | Output::Finished { .. } => {
+                }
+            }
         }
     }
     let aborted =
@@ -131,7 +146,11 @@ fn prepare(app: &App, name: &str, caller: Caller, body: &[u8]) -> Result<(Prepar
         let problem = format!("{other} is not supported: vectors of this model have {own} dimensions");
         return Err(ApiError::param("dimensions", problem));
     }
-    check_prompts(app, fields.input.count(), 1)?;
+    let (inputs, context) = (fields.input.count(), app.engine.info().context);
+    if inputs > MOST_INPUTS {
+        let problem = format!("{inputs} inputs are more than the {MOST_INPUTS} allowed in one request");
+        return Err(ApiError::param("input", problem));
+    }
     let add_special = fields.add_special_tokens.unwrap_or(true);
     let prompts = match fields.input {
         Prompt::Tokens(lists) => lists,
@@ -141,6 +160,10 @@ fn prepare(app: &App, name: &str, caller: Caller, body: &[u8]) -> Result<(Prepar
     };
     if prompts.iter().any(Vec::is_empty) {
         return Err(ApiError::param("input", "has an empty text: at least one token is needed"));
+    }
+    if let Some(tokens) = prompts.iter().map(Vec::len).find(|&tokens| tokens > context) {
+        let problem = format!("{tokens} tokens are more than the {context} of the context");
+        return Err(too_long("input", &problem));
     }
     let params = GenerationParams {
         max_tokens: 0,

@@ -29,7 +29,7 @@ pub async fn server(State(app): State<Shared>) -> Json<Value> {
         "context_length": info.context,
         "page_size": info.page_tokens,
         "kv_cache_dtype": info.kv_format,
-        "kv_bits_per_element": info.kv_bits,
+        "kv_bits_per_element": kv_bits(info),
         "calibration": app.config.calibration,
         "kv_cache_note": app.config.cache_note,
         "kv_sink_tokens": info.sink,
@@ -105,10 +105,16 @@ pub async fn state(State(app): State<Shared>) -> Json<Value> {
         "uptime_seconds": app.started.elapsed().as_secs_f64(),
     });
     body["info"]["version"] = json!(VERSION);
+    body["info"]["kv_bits"] = json!(kv_bits(info));
     body["info"]["calibration"] = json!(app.config.calibration);
     body["info"]["cache_note"] = json!(app.config.cache_note);
     body["stats"]["hit_rate"] = json!(hit_rate(&stats));
     Json(body)
+}
+
+/// Bits of a cache element, to three decimals.
+pub fn kv_bits(info: &EngineInfo) -> f64 {
+    (info.kv_bits * 1000.0).round() / 1000.0
 }
 
 /// Tokens that would fit if all were quantized.

@@ -20,6 +20,8 @@ mod tokenize;
 pub mod transfer;
 mod usage;
 
+pub use messages::anthropic_errors;
+
 use axum::Router;
 use axum::middleware::from_fn;
 use axum::routing::{self, MethodRouter};
@@ -97,7 +99,7 @@ const ROUTES: &[Route] = &[
     route!(post "/detokenize", tokenize::detokenize, Users,
         "Token ids to text", tokenize::DetokenizeBody),
     route!(get "/health", health::live, Anyone, "200 while the engine works, else 503; needs no key"),
-    route!(get "/ready", health::ready, Users, "200 while requests are taken, else 503"),
+    route!(get "/ready", health::ready, Anyone, "200 while requests are taken, else 503; needs no key"),
     route!(get "/metrics", health::metrics, Operators, "Numbers for Prometheus"),
     route!(get "/version", info::version, Users, "The server's version"),
     route!(get "/server_info", info::server, Operators, "What is running"),

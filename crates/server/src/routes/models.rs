@@ -7,6 +7,7 @@ use serde_json::{Value, json};
 
 use crate::app::{App, Shared};
 use crate::error::ApiError;
+use crate::routes::info::kv_bits;
 
 pub async fn list(State(app): State<Shared>) -> Json<Value> {
     let own = &app.engine.info().model;
@@ -30,6 +31,6 @@ fn describe(app: &App, name: &str) -> Value {
     json!({
         "id": name, "object": "model", "created": app.started_at, "owned_by": "oscar",
         "root": info.model, "parent": null, "max_model_len": info.context, "context_length": info.context,
-        "kv_format": info.kv_format, "kv_bits": info.kv_bits,
+        "kv_format": info.kv_format, "kv_bits": kv_bits(info),
     })
 }

@@ -92,6 +92,13 @@ impl ToolUse {
         matches!(self.choice, ToolChoice::Required | ToolChoice::Named(_))
     }
 
+    /// The grammar of the calls of strict tools, if there are any and they may be called.
+    pub fn strict(&self, dialect: Dialect) -> Option<CallGrammar> {
+        let strict = |tool: &&Value| tool["function"]["strict"] == true;
+        let tools: Vec<Value> = self.tools.iter().filter(strict).cloned().collect();
+        (self.may_call() && !tools.is_empty()).then(|| Self { tools, ..self.clone() }.grammar(dialect))
+    }
+
     pub fn schemas(&self) -> Arc<ToolSchemas> {
         Arc::new(ToolSchemas::from_openai(&self.tools))
     }
@@ -125,7 +132,10 @@ fn one_tool(index: usize, tool: &Value) -> Result<Value, ApiError> {
         Value::String(kind) if kind == "function" => {}
         Value::Null if tool.get("function").is_some() => {}
         other => {
-            let problem = format!("{} is not supported, only \"function\" is", shown(other));
+            let problem = match other {
+                Value::Null => "is missing; use \"function\"".to_owned(),
+                other => format!("{} is not supported, only \"function\" is", shown(other)),
+            };
             return Err(ApiError::param(at(".type"), problem));
         }
     }
@@ -145,6 +155,13 @@ fn one_tool(index: usize, tool: &Value) -> Result<Value, ApiError> {
         Some(other) => {
             let problem = format!("must be a JSON schema, not {}", shown(other));
             return Err(ApiError::param(at(".function.parameters"), problem));
+        }
+    }
+    match function.get("strict") {
+        None | Some(Value::Null | Value::Bool(_)) => {}
+        Some(other) => {
+            let problem = format!("must be true or false, not {}", shown(other));
+            return Err(ApiError::param(at(".function.strict"), problem));
         }
     }
     // Templates and grammars expect a schema.
@@ -224,6 +241,10 @@ mod tests {
             (
                 json!([{"type": "function", "function": {"name": "a", "parameters": []}}]),
                 "tools[0].function.parameters",
+            ),
+            (
+                json!([{"type": "function", "function": {"name": "a", "strict": "yes"}}]),
+                "tools[0].function.strict",
             ),
         ] {
             assert_eq!(param(ToolUse::read(Some(&tools), None, None).unwrap_err()), name);

@@ -72,7 +72,7 @@ async fn prompts_are_counted_before_any_is_tokenized() {
     let config = ServerConfig { max_body_bytes: Some(40 << 20), ..Default::default() };
     let client = Client::with(config, Script::default());
     let body = json!({"prompt": vec!["some text"; 100_000]});
-    assert_eq!(client.complete(&body).await.error(400)["param"], "n");
+    assert_eq!(client.complete(&body).await.error(400)["param"], "prompt");
 }
 
 /// Values take many times the memory of their text: 31 MB of small objects took 3.6 GB.

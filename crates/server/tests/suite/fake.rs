@@ -79,7 +79,7 @@ impl FakeEngine {
         let info = EngineInfo {
             model: script.model.clone(),
             kv_format: "oscar2".into(),
-            kv_bits: 2.25,
+            kv_bits: 2.250_4,
             device: "cpu".into(),
             attention: "fake".into(),
             context: script.context,

@@ -1,9 +1,11 @@
 //! `POST /v1/messages` and `/v1/messages/count_tokens`, in the words of Anthropic.
 
+use axum::http::Request;
+use oscar_server::{ApiKey, Keys, Role, ServerConfig};
 use serde_json::{Value, json};
 
 use crate::client::{Answer, Client};
-use crate::fake::text;
+use crate::fake::{Script, text};
 
 fn ask(fields: Value) -> Value {
     let mut body = json!({"model": "fake-15m", "max_tokens": 200,
@@ -129,6 +131,8 @@ async fn errors_have_anthropics_form() {
         (json!({"system": 5}), "system"),
         (json!({"mcp_servers": [{}]}), "mcp_servers"),
         (json!({"thinking": {"type": "maybe"}}), "thinking.type"),
+        (json!({"thinking": {"type": "enabled", "budget_tokens": "all"}}), "thinking.budget_tokens"),
+        (json!({"kv": {"budget": 64}}), "kv"),
     ] {
         let answer = client.post("/v1/messages", &ask(fields)).await;
         assert_eq!(answer.status, 400);
@@ -139,10 +143,60 @@ async fn errors_have_anthropics_form() {
         );
         assert!(body["error"]["message"].as_str().unwrap().starts_with(word), "{body}");
     }
+    client
+        .post("/v1/messages", &ask(json!({"thinking": {"type": "enabled", "budget_tokens": 1024}})))
+        .await
+        .ok();
     let unknown = client.post("/v1/messages", &ask(json!({"model": "claude"}))).await;
     assert_eq!((unknown.status.as_u16(), &unknown.json()["error"]["type"]), (404, &json!("not_found_error")));
     client.engine.set_full(true);
     let full = client.post("/v1/messages", &ask(json!({}))).await;
     assert_eq!((full.status.as_u16(), &full.json()["error"]["type"]), (429, &json!("rate_limit_error")));
     assert!(full.headers.contains_key("retry-after"));
+}
+
+/// Also errors that no handler of these routes has made.
+#[tokio::test]
+async fn errors_of_layers_have_anthropics_form() {
+    let keys = Keys::new(ApiKey::parse_list("k", Role::User, "keys").unwrap());
+    let config = ServerConfig { keys, max_body_bytes: Some(1000), ..ServerConfig::default() };
+    let client = Client::with(config, Script::default());
+    for path in ["/v1/messages", "/v1/messages/count_tokens"] {
+        for (status, kind, key, content, body) in [
+            (401, "authentication_error", "wrong", "application/json", "{}".to_owned()),
+            (413, "request_too_large", "k", "application/json", " ".repeat(2000)),
+            (415, "invalid_request_error", "k", "text/plain", "{}".to_owned()),
+        ] {
+            let request = Request::post(path).header("x-api-key", key).header("content-type", content);
+            let answer = client.send(request.body(body.into()).unwrap()).await;
+            let found = answer.json();
+            assert_eq!(answer.status.as_u16(), status, "{found}");
+            assert_eq!((&found["type"], &found["error"]["type"]), (&json!("error"), &json!(kind)));
+            assert_eq!(answer.headers["content-type"], "application/json");
+            let length =
+                answer.headers.get("content-length").map(|length| length.to_str().unwrap().to_owned());
+            assert!(length.is_none_or(|length| length == answer.body.len().to_string()));
+        }
+    }
+    let other = Request::post("/v1/chat/completions").header("content-type", "application/json");
+    assert_eq!(client.send(other.body("{}".into()).unwrap()).await.error(401)["code"], "invalid_api_key");
+}
+
+#[tokio::test]
+async fn a_last_message_of_the_assistant_is_continued() {
+    let client = Client::new();
+    let prompt = async |content: Value| {
+        let messages =
+            json!([{"role": "user", "content": "Time?"}, {"role": "assistant", "content": content}]);
+        client.post("/v1/messages", &ask(json!({"messages": messages}))).await.ok();
+        let counted =
+            client.post("/v1/messages/count_tokens", &ask(json!({"messages": messages}))).await.ok();
+        assert_eq!(counted["input_tokens"], client.engine.last_prompt().len());
+        text().tokenizer.decode(&client.engine.last_prompt(), false).unwrap()
+    };
+    assert!(prompt(json!("It is {")).await.ends_with("<|im_start|>assistant\nIt is {"));
+    let blocks = json!([{"type": "text", "text": "It is {"}]);
+    assert!(prompt(blocks).await.ends_with("<|im_start|>assistant\nIt is {"));
+    // An empty beginning is none.
+    assert!(prompt(json!("")).await.ends_with("Time?<|im_end|>\n<|im_start|>assistant\n"));
 }

@@ -1,10 +1,11 @@
 //! Wrong requests: 4xx, the parameter's name, words that help.
 
 use oscar_server::ServerConfig;
+use oscar_text::ModelText;
 use serde_json::{Value, json};
 
 use crate::client::Client;
-use crate::fake::Script;
+use crate::fake::{Script, text_file};
 
 /// What is refused, and the parameter that is named.
 #[tokio::test]
@@ -15,7 +16,8 @@ async fn the_wrong_parameter_is_named() {
         (json!({}), "messages"),
         (json!({"messages": []}), "messages"),
         (json!({"messages": "Hi"}), "messages"),
-        (json!({"messages": ["Hi"]}), "messages"),
+        (json!({"messages": ["Hi"]}), "messages[0]"),
+        (json!({"messages": [{"role": "user", "content": "Hi", "name": 5}]}), "messages[0].name"),
         (json!({"messages": [{}]}), "messages[0].role"),
         (json!({"messages": [{"role": "user"}]}), "messages[0].content"),
         (
@@ -43,7 +45,8 @@ async fn the_wrong_parameter_is_named() {
         (json!({"messages": good, "stop": ""}), "stop"),
         (json!({"messages": good, "stop": vec!["x"; 100]}), "stop"),
         (json!({"messages": good, "stop": "x".repeat(5000)}), "stop"),
-        (json!({"messages": good, "stop_token_ids": [-1]}), "stop_token_ids"),
+        (json!({"messages": good, "stop": ["a", 5]}), "stop[1]"),
+        (json!({"messages": good, "stop_token_ids": [-1]}), "stop_token_ids[0]"),
         (json!({"messages": good, "stop_token_ids": [6144]}), "stop_token_ids"),
         (json!({"messages": good, "max_tokens": 0}), "max_tokens"),
         (json!({"messages": good, "max_tokens": -5}), "max_tokens"),
@@ -59,6 +62,7 @@ async fn the_wrong_parameter_is_named() {
         (json!({"messages": good, "logprobs": true, "top_logprobs": 21}), "top_logprobs"),
         (json!({"messages": good, "prompt_logprobs": -1}), "prompt_logprobs"),
         (json!({"messages": good, "tools": {}}), "tools"),
+        (json!({"messages": good, "tools": [5]}), "tools[0]"),
         (json!({"messages": good, "tool_choice": "required"}), "tool_choice"),
         (json!({"messages": good, "response_format": {"type": "xml"}}), "response_format.type"),
         (json!({"messages": good, "guided_json": {"type": "object", "not": {}}}), "guided_json"),
@@ -89,15 +93,18 @@ async fn the_wrong_parameter_is_named() {
         (json!({"prompt": ""}), "prompt"),
         (json!({"prompt": []}), "prompt"),
         (json!({"prompt": [[]]}), "prompt"),
-        (json!({"prompt": ["a", 1]}), "prompt"),
+        (json!({"prompt": ["a", 1]}), "prompt[1]"),
+        (json!({"prompt": [[1, 2], [3, "a"]]}), "prompt[1][1]"),
         (json!({"prompt": [6144]}), "prompt"),
-        (json!({"prompt": [-1]}), "prompt"),
+        (json!({"prompt": [-1]}), "prompt[0]"),
         (json!({"prompt": {"text": "a"}}), "prompt"),
         (json!({"prompt": "a", "logprobs": true}), "logprobs"),
         (json!({"prompt": "a", "logprobs": 21}), "logprobs"),
         (json!({"prompt": "a", "best_of": 3}), "best_of"),
         (json!({"prompt": "a", "suffix": "b"}), "suffix"),
-        (json!({"prompt": vec!["a"; 200]}), "n"),
+        (json!({"prompt": vec!["a"; 200]}), "prompt"),
+        (json!({"prompt": vec!["a"; 20], "n": 20}), "n"),
+        (json!({"prompt": "a", "kv": {"budget": 64}}), "kv"),
         (json!({"prompt": "word ".repeat(1000)}), "max_tokens"),
         (json!({"prompt": "word ".repeat(2000)}), "prompt"),
     ];
@@ -105,6 +112,47 @@ async fn the_wrong_parameter_is_named() {
         let error = client.complete(&body).await.error(400);
         assert_eq!(error["param"], param, "{body} gave {error}");
     }
+}
+
+#[tokio::test]
+async fn refusals_read_once() {
+    let client = Client::new();
+    let good = json!([{"role": "user", "content": "Hi"}]);
+    for (body, message) in [
+        (
+            json!({"messages": good, "n": 1u64 << 63}),
+            "n: must be an integer from 1 to 9223372036854775807, not 9223372036854775808",
+        ),
+        (json!({"messages": good, "n": 129}), "n: must be at most 128, not 129"),
+        (json!({"messages": good, "stop": ["a", 5]}), "stop[1]: must be a string, not 5"),
+        (json!({"messages": good, "tools": [{}]}), "tools[0].type: is missing; use \"function\""),
+        (
+            json!({"messages": [{"role": "user", "content": "word ".repeat(2000)}]}),
+            "messages: the text has 10000 bytes, but a context of 512 tokens holds at most 7680: shorten it",
+        ),
+    ] {
+        assert_eq!(client.chat(&body).await.error(400)["message"], message);
+    }
+    // A text that the bytes alone do not refuse.
+    let larger = Client::with(ServerConfig::default(), Script { context: 8192, ..Default::default() });
+    assert_eq!(
+        larger.complete(&json!({"prompt": "word ".repeat(20_000)})).await.error(400)["message"],
+        "prompt: the text of 100000 bytes has more than the 8192 tokens of the context: shorten it"
+    );
+    let many = client.complete(&json!({"prompt": vec!["a"; 20], "n": 20})).await.error(400);
+    assert_eq!(
+        many["message"],
+        "n: 20 answers to each of 20 prompts are more than the 128 allowed in one request"
+    );
+}
+
+/// A model without a chat template says how to give it one.
+#[tokio::test]
+async fn a_missing_chat_template_is_named() {
+    let text = ModelText::from_files(text_file("tokenizer.json"), None, None).unwrap();
+    let client = Client::with_text(ServerConfig::default(), Script::default(), text);
+    let error = client.chat(&json!({"messages": [{"role": "user", "content": "Hi"}]})).await.error(400);
+    assert!(error["message"].as_str().unwrap().contains("--chat-template FILE"), "{error}");
 }
 
 #[tokio::test]

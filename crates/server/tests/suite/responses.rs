@@ -38,6 +38,31 @@ async fn answers_are_items() {
     let cut = client.post("/v1/responses", &ask(json!({"max_output_tokens": 6}))).await.ok();
     assert_eq!(cut["status"], "incomplete");
     assert_eq!(cut["incomplete_details"]["reason"], "max_output_tokens");
+    assert_eq!(cut["output"].as_array().unwrap().last().unwrap()["status"], "incomplete");
+    // The call breaks off in its arguments; the items before it are whole.
+    let begun = REPLY.split_once("1}").unwrap().0;
+    let tokens = text().tokenizer.encode(begun, false).unwrap().len();
+    for stream in [false, true] {
+        let body = ask(json!({"max_output_tokens": tokens, "stream": stream}));
+        let answer = client.post("/v1/responses", &body).await;
+        let (response, done) = match stream {
+            false => (answer.ok(), None),
+            true => {
+                let mut events: Vec<Value> = answer
+                    .text()
+                    .lines()
+                    .filter_map(|line| serde_json::from_str(line.strip_prefix("data: ")?).ok())
+                    .collect();
+                let last = events.pop().unwrap();
+                assert_eq!(last["type"], "response.incomplete");
+                (last["response"].clone(), events.pop())
+            }
+        };
+        let statuses: Vec<&Value> =
+            response["output"].as_array().unwrap().iter().map(|item| &item["status"]).collect();
+        assert_eq!(statuses, ["completed", "completed", "incomplete"], "{response}");
+        assert!(done.is_none_or(|done| done["item"]["status"] == "incomplete"));
+    }
 }
 
 #[tokio::test]
@@ -117,6 +142,9 @@ async fn state_and_foreign_tools_are_refused_by_name() {
         ),
         (json!({"input": [{"type": "item_reference", "id": "x"}]}), "input[0].type"),
         (json!({"input": 5}), "input"),
+        (json!({"input": []}), "input"),
+        (json!({"kv": {"budget": 64}}), "kv"),
+        (json!({"tools": [{"name": "now"}]}), "tools[0].type"),
         (json!({"truncation": "auto"}), "truncation"),
         (json!({"typical_p": 0.5}), "typical_p"),
     ] {

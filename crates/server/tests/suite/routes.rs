@@ -46,7 +46,10 @@ async fn tokenize_speaks_both_dialects() {
     assert_eq!(back["content"], back["prompt"]);
     let none = client.post("/tokenize", &json!({})).await.error(400);
     assert_eq!(none["param"], "prompt");
-    assert_eq!(client.post("/detokenize", &json!({"tokens": [1, -2]})).await.error(400)["param"], "tokens");
+    assert_eq!(
+        client.post("/detokenize", &json!({"tokens": [1, -2]})).await.error(400)["param"],
+        "tokens[1]"
+    );
     assert_eq!(client.post("/detokenize", &json!({"tokens": [9999]})).await.error(400)["param"], "tokens");
     client.post("/tokenize", &json!({"model": "other", "prompt": "x"})).await.error(404);
     assert_eq!(client.post("/tokenize", &json!({"prompt": ""})).await.ok()["count"], 0);
@@ -122,6 +125,13 @@ async fn the_document_describes_the_routes_that_exist() {
     assert_eq!(chat["schema"]["required"], json!(["messages"]));
     assert_eq!(chat["schema"]["properties"]["temperature"]["maximum"], 100.0);
     assert_eq!(chat["schema"]["properties"]["user"]["x-ignored"], true);
+    let text = document.to_string();
+    assert!(!text.contains("\\\\"), "a description holds a backslash");
+    for policy in ["keydiff", "snapkv", "tova", "recent", "kvzip", "episodes"] {
+        let about = chat["schema"]["properties"]["kv"]["description"].as_str().unwrap();
+        assert!(about.contains(&format!("`{policy}`")) && about.contains("\"64M\""), "{about}");
+    }
+    assert_eq!(paths["/ready"]["get"]["security"], json!([]));
     let refused: Vec<_> = chat["schema"]["properties"]
         .as_object()
         .unwrap()

@@ -53,11 +53,16 @@ async fn operators_alone_see_and_change_what_belongs_to_all() {
         ("/abort_request", Some(json!({"abort_all": true}))),
     ];
     for (path, body) in &routes {
-        assert_eq!(
-            call(&client, "a", path, body.as_ref()).await.error(403)["code"],
-            "operators_only",
-            "{path}"
-        );
+        let error = call(&client, "a", path, body.as_ref()).await.error(403);
+        assert_eq!(error["code"], "operators_only", "{path}");
+        let what = if body.as_ref().is_some_and(|body| body["abort_all"] == true) {
+            "abort_all"
+        } else {
+            "this route"
+        };
+        let message =
+            format!("{what} is only for operators: send the key of an operator, not that of the user `ann`");
+        assert_eq!(error["message"], message);
         assert_eq!(call(&client, "root", path, body.as_ref()).await.status, 200, "{path}");
     }
     for path in ["/v1/models", "/version", "/ready", "/"] {
@@ -112,12 +117,29 @@ async fn salts_and_isolated_keys_divide_the_prefix_cache() {
 
 #[tokio::test]
 async fn a_quota_is_429_until_there_is_room_again() {
-    let client = tenants(false, Script::default());
-    let two = call(&client, "c", "/v1/chat/completions", Some(&chat(&json!({"n": 2})))).await;
-    assert_eq!(two.error(429)["code"], "quota_exceeded");
-    assert_eq!(two.headers["retry-after"], "1");
-    let long = call(&client, "c", "/v1/chat/completions", Some(&chat(&json!({"max_tokens": 300})))).await;
-    assert_eq!(long.error(429)["code"], "quota_exceeded");
+    let script = Script { pace: Some(Duration::from_millis(10)), ..Default::default() };
+    let client = tenants(false, script);
+    let endless = chat(&json!({"ignore_eos": true, "max_tokens": 50}));
+    let running = call(&client, "c", "/v1/chat/completions", Some(&endless));
+    let another = async {
+        while client.engine.is_idle() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        let second = call(&client, "c", "/v1/chat/completions", Some(&chat(&json!({})))).await;
+        assert_eq!(second.error(429)["code"], "quota_exceeded");
+        assert_eq!(second.headers["retry-after"], "1");
+    };
+    tokio::join!(running, another).0.ok();
+    tokio::time::sleep(Duration::from_millis(20)).await;
+    // What never fits is no matter of time.
+    for (fields, quota) in [(json!({"n": 2}), "requests=1"), (json!({"max_tokens": 300}), "tokens=200")] {
+        let refused = call(&client, "c", "/v1/chat/completions", Some(&chat(&fields))).await;
+        let error = refused.error(400);
+        assert_eq!(error["code"], "quota_exceeded");
+        let message = error["message"].as_str().unwrap();
+        assert!(message.contains(quota) && !message.contains("later"), "{message}");
+        assert!(!refused.headers.contains_key("retry-after"));
+    }
     for _ in 0..3 {
         call(&client, "c", "/v1/chat/completions", Some(&chat(&json!({})))).await.ok();
         // The answer may be here before the task behind it has ended.

@@ -153,6 +153,28 @@ async fn demanded_forms_reach_the_engine() {
     assert!(error["message"].as_str().unwrap().contains("uniqueItems"), "{error}");
 }
 
+/// Free text around calls is not constrained, so strict schemas are only checked.
+#[tokio::test]
+async fn strict_tools_are_checked_and_counted() {
+    let client = Client::new();
+    let strict = |parameters: Value| json!([{"type": "function", "function": {"name": "f", "strict": true, "parameters": parameters}}]);
+    let unread = |metrics: String| -> u64 {
+        let line =
+            metrics.lines().find(|line| line.starts_with("oscar_unknown_request_fields_total")).unwrap();
+        line.rsplit(' ').next().unwrap().parse().unwrap()
+    };
+    let before = unread(client.get("/metrics").await.text());
+    client.chat(&ask(json!({"tools": strict(json!({"type": "object", "properties": {}}))}))).await.ok();
+    assert!(client.engine.last_params().constraint.is_none());
+    // Tests of the same process count too.
+    assert!(unread(client.get("/metrics").await.text()) > before);
+    for parameters in [json!({"type": "nonsense"}), json!({"type": "object", "not": {}})] {
+        let error = client.chat(&ask(json!({"tools": strict(parameters.clone())}))).await.error(400);
+        assert_eq!(error["param"], "tools", "{parameters}");
+        client.chat(&ask(json!({"tools": strict(parameters), "tool_choice": "none"}))).await.ok();
+    }
+}
+
 #[tokio::test]
 async fn the_parser_can_be_named_or_switched_off() {
     let config = |parser| ServerConfig { tool_call_parser: parser, ..ServerConfig::default() };

@@ -1,6 +1,8 @@
 //! llama.cpp's grammars (GBNF) as Lark: rules, alternatives, groups, strings, character classes and
 //! repetitions.
 
+use std::collections::HashSet;
+
 use crate::TextError;
 
 /// GBNF writes `::=` where Lark writes `:`.
@@ -13,7 +15,7 @@ pub(super) fn is_gbnf(source: &str) -> bool {
 pub(super) fn to_lark(source: &str) -> Result<String, TextError> {
     let mut out = String::new();
     let mut rest = source;
-    let mut any_root = false;
+    let (mut used, mut defined) = (Vec::new(), HashSet::new());
     while let Some(c) = rest.chars().next() {
         let refuse = |what: String| Err(TextError::Grammar { reason: format!("GBNF: {what}") });
         match c {
@@ -42,9 +44,13 @@ pub(super) fn to_lark(source: &str) -> Result<String, TextError> {
                     .find(|c: char| !(c.is_ascii_alphanumeric() || matches!(c, '-' | '_')))
                     .unwrap_or(rest.len());
                 let name = &rest[..end];
-                any_root |= name == "root";
-                out += &rule_name(name);
                 rest = &rest[end..];
+                if rest.trim_start().starts_with("::=") {
+                    defined.insert(rule_name(name));
+                } else {
+                    used.push(name);
+                }
+                out += &rule_name(name);
             }
             // Inside a group a line break is white space in GBNF; Lark takes it as well.
             ' ' | '\t' | '\r' | '\n' | '|' | '(' | ')' | '*' | '+' | '?' | '{' | '}' | ',' | '0'..='9' => {
@@ -54,9 +60,15 @@ pub(super) fn to_lark(source: &str) -> Result<String, TextError> {
             _ => return refuse(format!("`{c}` is not understood")),
         }
     }
-    match any_root {
-        true => Ok(join_alternatives(&out)),
-        false => Err(TextError::Grammar { reason: "GBNF: there is no rule `root`".to_owned() }),
+    if !defined.contains(&rule_name("root")) {
+        return Err(TextError::Grammar { reason: "GBNF: there is no rule `root`".to_owned() });
+    }
+    match used.iter().find(|name| !defined.contains(&rule_name(name))) {
+        Some(name) => {
+            let reason = format!("GBNF: the rule `{name}` is used but not defined; add `{name} ::= …`");
+            Err(TextError::Grammar { reason })
+        }
+        None => Ok(join_alternatives(&out)),
     }
 }
 

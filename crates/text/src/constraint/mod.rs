@@ -90,6 +90,10 @@ impl Grammars {
 
     /// Compiles a grammar, or finds it compiled.
     pub fn compile(&self, grammar: &Grammar, thinking: &Thinking) -> Result<Constraint, TextError> {
+        if *thinking != Thinking::None {
+            // Reasoning is always allowed, so a grammar without any answer shows only without it.
+            self.compile(grammar, &Thinking::None)?;
+        }
         let grammar = self.lower(grammar, thinking)?;
         let key = serde_json::to_string(&grammar)
             .map_err(|error| TextError::Grammar { reason: error.to_string() })?;
@@ -103,12 +107,12 @@ impl Grammars {
         let parser = self
             .factory
             .create_parser(grammar)
-            .map_err(|error| TextError::Grammar { reason: first_line(&error.to_string()) })?;
+            .map_err(|error| TextError::Grammar { reason: explain(&error.to_string()) })?;
         let mut matcher = Matcher::new(Ok(parser));
         // A grammar without any answer is refused here rather than in the middle of the work.
         matcher
             .compute_mask_or_eos()
-            .map_err(|error| TextError::Grammar { reason: first_line(&error.to_string()) })?;
+            .map_err(|error| TextError::Grammar { reason: explain(&error.to_string()) })?;
         let constraint = Constraint { matcher: Arc::new(Mutex::new(matcher)) };
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         kept.truncate(KEPT - 1);
@@ -241,12 +245,38 @@ impl fmt::Debug for ConstraintState {
 }
 
 fn stopped(error: &dyn fmt::Display) -> TextError {
-    TextError::Grammar { reason: first_line(&error.to_string()) }
+    TextError::Grammar { reason: explain(&error.to_string()) }
 }
 
-/// The parser's words without the dump of its state.
-fn first_line(text: &str) -> String {
-    text.lines().map(str::trim).find(|line| !line.is_empty()).unwrap_or_default().to_owned()
+/// One sentence of the parser's words, without the dump of its state. Words that name its own
+/// options and states become advice.
+fn explain(text: &str) -> String {
+    let mut lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
+    let first = lines.next().unwrap_or_default();
+    if first.ends_with("regex parse error:") {
+        // Long patterns, and those of several lines, which come in a frame, are not repeated.
+        let short = |line: &&str| line.len() <= 80 && !line.starts_with("~~");
+        let pattern = lines.next().filter(short).map(|line| format!(" `{line}`")).unwrap_or_default();
+        let reason = lines.find_map(|line| line.strip_prefix("error: ")).unwrap_or("it cannot be read");
+        return format!("the regular expression{pattern}: {reason}; change the pattern");
+    }
+    match first {
+        _ if first.contains("lookarounds not supported") => {
+            "word boundaries, and line boundaries inside a pattern, are not supported in regular expressions; \
+             change the pattern"
+                .to_owned()
+        }
+        _ if first.contains("oneOf constraints are not supported") => {
+            "`oneOf` is not supported where an answer may fit two of its schemas; use `anyOf`".to_owned()
+        }
+        _ if first.contains("NoExtensionBias") => {
+            "no answer fits it; a rule or `$ref` that refers to itself needs an alternative that ends".to_owned()
+        }
+        _ => match first.split_once("Unimplemented keys: ") {
+            Some((_, keys)) => format!("the keywords {keys} are not supported; remove them from the schema"),
+            None => first.to_owned(),
+        },
+    }
 }
 
 /// A schema whose JSON is written with the spaces of Python's `json.dumps`, as models were trained

@@ -140,7 +140,10 @@ impl LoadArgs {
         }
         note!("cache: {}; rotations: {}", cache.layout.describe(), cache.rotation_origin);
         note!("attention: {}", backend.attention(&cache.layout).description);
-        for line in served.note.iter().chain(&sizing.notes) {
+        for line in served.note.iter().map(String::as_str).chain(served.advice) {
+            note!("{line}");
+        }
+        for line in &sizing.notes {
             note!("{line}");
         }
         let cache_args = CacheArgs { kv_memory: Some(sizing.kv_memory), ..self.cache.clone() };

@@ -13,6 +13,7 @@ use crate::error::ApiError;
 use crate::generate::{Prepared, requests};
 use crate::keys::Caller;
 use crate::limits::{check_logprobs, encode};
+use crate::refused;
 use crate::routes::sampling::max_tokens;
 use crate::tools::{FormFields, ToolUse, refuse_ignore_eos};
 
@@ -65,6 +66,10 @@ pub fn prepare(
         refuse_ignore_eos(&param, sampling.ignore_eos)?;
         let thinking = thinking(app, &text.prompt_end);
         params.constraint = Some(app.constraint(&param, &grammar, &thinking)?);
+    } else if let Some(calls) = app.dialect.and_then(|dialect| tools.strict(dialect)) {
+        // Calls amid free text are not constrained. A schema that could not be followed is refused.
+        refused::skip();
+        app.constraint("tools", &Grammar::Calls(calls), &Thinking::None)?;
     }
     Ok(Prepared {
         name: name.to_owned(),

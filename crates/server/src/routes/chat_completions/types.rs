@@ -16,7 +16,8 @@ pub type ChatBody = (ChatFields, TemplateFields, FormFields, SamplingFields);
 request_fields! {
     /// Fields that only a chat request has.
     pub struct ChatFields {
-        /// The conversation: objects with `role` and `content` (text or text parts)
+        /// The conversation: objects with `role` and `content` (text, or text parts, which are
+        /// joined with a line break as in vLLM)
         pub messages: Vec<Map<String, Value>>,
         /// Most tokens of each choice; goes before max_tokens
         pub max_completion_tokens: Option<usize> = Kind::AT_LEAST_ONE,
@@ -26,10 +27,11 @@ request_fields! {
         pub top_logprobs: Option<usize> = Kind::Integer { min: 0, max: MAX_LOGPROBS },
         /// False leaves reasoning in the content
         pub separate_reasoning: Option<bool>,
-        /// Rows of the cache that the conversation keeps: `budget` (rows, or bytes such as \"64M\"),
-        /// `evict` (`keydiff`, `snapkv`, `tova`, `recent`), `view` (`auto`, or `none` for the whole
-        /// history), `protect` (`system`, `tools`, `tool_results`, {\"messages\": [0, 3]}; system
-        /// messages and descriptions of tools if absent)
+        /// Rows of the cache that the conversation keeps: `budget` (rows, or bytes such as "64M"),
+        /// `evict` (`keydiff`, `snapkv`, `tova`, `recent`; `kvzip` and `episodes` keep the history
+        /// and read a view of it), `view` (`auto`, or `none` for the whole history), `protect`
+        /// (`system`, `tools`, `tool_results`, {"messages": [0, 3]}; system messages and
+        /// descriptions of tools if absent)
         pub kv: Option<Map<String, Value>>,
     }
 }

@@ -54,10 +54,41 @@ fn one_message(index: usize, mut message: Map<String, Value>) -> Result<Value, A
             return Err(ApiError::param(at("content"), problem));
         }
     }
-    if let Some(Value::Array(calls)) = message.get_mut("tool_calls") {
-        calls.iter_mut().for_each(parse_arguments);
+    for name in ["name", "tool_call_id", "reasoning_content"] {
+        if let Some(other) = message.get(name).filter(|value| !value.is_string() && !value.is_null()) {
+            return Err(ApiError::param(at(name), format!("must be a string, not {}", shown(other))));
+        }
+    }
+    match message.get_mut("tool_calls") {
+        None | Some(Value::Null) => {}
+        Some(Value::Array(calls)) => {
+            for (number, call) in calls.iter_mut().enumerate() {
+                check_call(&at(&format!("tool_calls[{number}]")), call)?;
+                parse_arguments(call);
+            }
+        }
+        Some(other) => {
+            let problem = format!("must be a list of calls, not {}", shown(other));
+            return Err(ApiError::param(at("tool_calls"), problem));
+        }
     }
     Ok(Value::Object(message))
+}
+
+fn check_call(at: &str, call: &Value) -> Result<(), ApiError> {
+    let Value::Object(function) = &call["function"] else {
+        return Err(ApiError::param(at, "must be an object with `id`, `type` and `function`"));
+    };
+    if !function.get("name").is_some_and(Value::is_string) {
+        return Err(ApiError::param(format!("{at}.function.name"), "must be a string"));
+    }
+    match function.get("arguments") {
+        None | Some(Value::Null | Value::String(_) | Value::Object(_)) => Ok(()),
+        Some(other) => {
+            let problem = format!("must be a string of JSON, not {}", shown(other));
+            Err(ApiError::param(format!("{at}.function.arguments"), problem))
+        }
+    }
 }
 
 fn join_parts(index: usize, parts: &[Value]) -> Result<String, ApiError> {
@@ -133,6 +164,18 @@ mod tests {
             (json!({"role": "user", "content": [{"type": "image_url"}]}), "messages[0].content[0]"),
             (json!({"role": "user", "content": [{"type": "text"}]}), "messages[0].content[0].text"),
             (json!({"role": "user", "content": [7]}), "messages[0].content[0]"),
+            (json!({"role": "user", "content": "x", "name": 5}), "messages[0].name"),
+            (json!({"role": "tool", "content": "x", "tool_call_id": []}), "messages[0].tool_call_id"),
+            (json!({"role": "assistant", "content": "x", "tool_calls": "zz"}), "messages[0].tool_calls"),
+            (json!({"role": "assistant", "tool_calls": ["zz"]}), "messages[0].tool_calls[0]"),
+            (
+                json!({"role": "assistant", "tool_calls": [{"function": {"name": 1}}]}),
+                "messages[0].tool_calls[0].function.name",
+            ),
+            (
+                json!({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 1}}]}),
+                "messages[0].tool_calls[0].function.arguments",
+            ),
         ];
         for (message, param) in cases {
             assert_eq!(check(message).unwrap_err(), param);

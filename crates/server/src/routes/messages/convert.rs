@@ -3,6 +3,7 @@
 use serde_json::{Map, Value, json};
 
 use crate::error::ApiError;
+use crate::refused;
 use crate::schema::{Kind, request_fields, shown};
 
 /// Claude Code begins its system prompt with a line that changes with every request. It says
@@ -17,7 +18,9 @@ request_fields! {
     pub struct MessagesFields {
         /// Name of the model or one of its aliases; the served one if absent
         model: Option<Value>,
-        /// The conversation: text, thinking, tool_use and tool_result blocks
+        /// The conversation: text, thinking, tool_use and tool_result blocks. Text blocks of a
+        /// message are joined with a line break. If the last message is the assistant's, the answer
+        /// continues it
         messages: Vec<Map<String, Value>>,
         /// Most tokens of the answer; shortened to the rest of the context
         max_tokens: Option<usize> = Kind::AT_LEAST_ONE,
@@ -33,11 +36,13 @@ request_fields! {
         top_p: Option<Value>,
         /// Keep the k most likely tokens
         top_k: Option<Value>,
-        /// Tools with `name`, `description` and `input_schema`
+        /// Tools with `name`, `description` and `input_schema`; `strict` as in /v1/chat/completions
         tools: Option<Vec<Map<String, Value>>>,
         /// `{"type": "auto" | "any" | "tool" | "none"}`
         tool_choice: Option<Map<String, Value>>,
-        /// `{"type": "enabled" | "disabled"}`; the budget is not enforced
+        /// `{"type": "enabled" | "adaptive" | "disabled"}`. `budget_tokens` is accepted, not
+        /// enforced and counted in `oscar_unknown_request_fields_total`; `max_tokens` limits
+        /// reasoning and answer together
         thinking: Option<Map<String, Value>>,
         /// `{"type": "json_schema", "schema": …}`
         output_format: Option<Value> = Kind::Object,
@@ -86,8 +91,19 @@ impl MessagesFields {
             let enabled = match thinking.get("type").and_then(Value::as_str) {
                 Some("enabled" | "adaptive") => true,
                 Some("disabled") => false,
-                _ => return Err(ApiError::param("thinking.type", "must be \"enabled\" or \"disabled\"")),
+                _ => {
+                    let problem = "must be \"enabled\", \"adaptive\" or \"disabled\"";
+                    return Err(ApiError::param("thinking.type", problem));
+                }
             };
+            match thinking.get("budget_tokens") {
+                None | Some(Value::Null) => {}
+                Some(budget) if Kind::AT_LEAST_ONE.accepts(budget) => refused::skip(),
+                Some(other) => {
+                    let problem = format!("must be {}, not {}", Kind::AT_LEAST_ONE.expected(), shown(other));
+                    return Err(ApiError::param("thinking.budget_tokens", problem));
+                }
+            }
             set("enable_thinking", Some(Value::Bool(enabled)));
         }
         let format = self.output_format.or_else(|| self.output_config?.remove("format"));
@@ -109,6 +125,15 @@ impl MessagesFields {
         }
         for (index, message) in self.messages.into_iter().enumerate() {
             one_message(index, &Value::Object(message), &mut messages)?;
+        }
+        // A last message of the assistant is the beginning of the answer; an empty one is dropped.
+        if let Some(last) = messages.last().filter(|last| last["role"] == "assistant")
+            && last.get("tool_calls").is_none()
+        {
+            match last["content"].as_str().is_some_and(|text| !text.trim().is_empty()) {
+                true => set("continue_final_message", Some(Value::Bool(true))),
+                false => drop(messages.pop()),
+            }
         }
         set("messages", Some(Value::Array(messages)));
         Ok(chat)
@@ -157,7 +182,13 @@ fn one_tool(index: usize, tool: &Map<String, Value>) -> Result<Value, ApiError> 
         }
     }
     let mut function = Map::new();
-    for (from, to) in [("name", "name"), ("description", "description"), ("input_schema", "parameters")] {
+    let fields = [
+        ("name", "name"),
+        ("description", "description"),
+        ("input_schema", "parameters"),
+        ("strict", "strict"),
+    ];
+    for (from, to) in fields {
         if let Some(value) = tool.get(from) {
             function.insert(to.to_owned(), value.clone());
         }

@@ -3,7 +3,10 @@
 pub mod convert;
 
 use axum::Json;
-use axum::extract::{Extension, State};
+use axum::body::Body;
+use axum::extract::{Extension, Request, State};
+use axum::http::header;
+use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use oscar_engine::Usage;
 use serde_json::{Value, json};
@@ -23,28 +26,16 @@ use crate::limits::encode;
 use crate::middleware::RequestName;
 use crate::schema::RequestBody;
 
-/// An error in Anthropic's form.
-pub struct MessagesError(ApiError);
-
-impl From<ApiError> for MessagesError {
-    fn from(error: ApiError) -> Self {
-        Self(error)
-    }
-}
-
-impl IntoResponse for MessagesError {
-    fn into_response(self) -> Response {
-        let body = error_body(&self.0);
-        let (parts, _) = self.0.into_response().into_parts();
-        let mut response = Json(body).into_response();
-        *response.status_mut() = parts.status;
-        for (name, value) in parts.headers {
-            if let Some(name) = name.filter(|name| !name.as_str().starts_with("content-")) {
-                response.headers_mut().insert(name, value);
-            }
-        }
-        response
-    }
+/// Writes the errors of these routes in Anthropic's form, wherever they come from.
+pub async fn anthropic_errors(request: Request, next: Next) -> Response {
+    let path = request.uri().path();
+    let ours = path == "/v1/messages" || path.starts_with("/v1/messages/");
+    let response = next.run(request).await;
+    let Some(error) = response.extensions().get::<ApiError>().filter(|_| ours) else { return response };
+    let body = error_body(error).to_string();
+    let (mut parts, _) = response.into_parts();
+    parts.headers.remove(header::CONTENT_LENGTH);
+    Response::from_parts(parts, Body::from(body))
 }
 
 fn error_body(error: &ApiError) -> Value {
@@ -66,7 +57,7 @@ pub async fn create(
     Extension(RequestName(name)): Extension<RequestName>,
     Extension(caller): Extension<Caller>,
     body: RawBody,
-) -> Result<Response, MessagesError> {
+) -> Result<Response, ApiError> {
     let worker = app.clone();
     let id = format!("msg_{name}");
     let prepared = off_thread(&app, body, move |body| {
@@ -84,7 +75,7 @@ pub async fn create(
     let mut content = Vec::new();
     while let Some(output) = generation.next().await {
         if let Output::Failed(error) = output {
-            return Err(app.engine_error(error).into());
+            return Err(app.engine_error(error));
         }
         content.extend(reply.take(output).into_iter().filter_map(|event| match event {
             BlockEvent::Close { block, text, .. } => Some(block_json(&block, &text)),
@@ -94,7 +85,7 @@ pub async fn create(
     Ok(Json(reply.message(content)).into_response())
 }
 
-pub async fn count_tokens(State(app): State<Shared>, body: RawBody) -> Result<Json<Value>, MessagesError> {
+pub async fn count_tokens(State(app): State<Shared>, body: RawBody) -> Result<Json<Value>, ApiError> {
     let worker = app.clone();
     let count = off_thread(&app, body, move |body| {
         let (fields,) = MessagesBody::parse(body, worker.limits.value_bytes)?;

@@ -13,7 +13,8 @@ request_fields! {
     pub struct ResponsesFields {
         /// Name of the model or one of its aliases; the served one if absent
         pub model: Option<Value>,
-        /// Text, or a list of messages, function calls, their outputs and reasoning
+        /// Text, or a list of messages, function calls, their outputs and reasoning. Text parts of
+        /// a message are joined with a line break
         pub input: Value = Kind::Any,
         /// The system prompt
         pub instructions: Option<String>,
@@ -23,7 +24,8 @@ request_fields! {
         pub temperature: Option<Value>,
         /// Keep the smallest set of tokens whose probability reaches this
         pub top_p: Option<Value>,
-        /// Functions that the model may call, and namespaces of functions
+        /// Functions that the model may call, and namespaces of functions; `strict` as in
+        /// /v1/chat/completions
         pub tools: Option<Vec<Map<String, Value>>>,
         /// `auto`, `none`, `required`, or the function that must be called
         pub tool_choice: Option<Value>,
@@ -133,6 +135,9 @@ impl ResponsesFields {
         }
         match &self.input {
             Value::String(text) => messages.list.push(json!({"role": "user", "content": text})),
+            Value::Array(items) if items.is_empty() => {
+                return Err(ApiError::param("input", "is empty: at least one item is needed"));
+            }
             Value::Array(items) => {
                 for (index, item) in items.iter().enumerate() {
                     messages.item(index, item)?;
@@ -258,8 +263,10 @@ fn add_tool(
             Err(ApiError::param(format!("{at}.type"), problem))
         }
         (kind, _) => {
-            let kind = kind.unwrap_or("without a type");
-            let problem = format!("{kind} is not supported here, only \"function\" and \"namespace\" are");
+            let problem = match kind {
+                Some(kind) => format!("{kind} is not supported; use \"function\" or \"namespace\""),
+                None => "is missing; use \"function\" or \"namespace\"".to_owned(),
+            };
             Err(ApiError::param(format!("{at}.type"), problem))
         }
     }

@@ -184,10 +184,15 @@ impl Reply {
         }
     }
 
-    /// An item of the output; `text` is there once it is complete.
+    /// An item of the output; `text` is there once it is closed. The end of the answer closes its
+    /// last item, which is as complete as the answer.
     fn item(&self, index: usize, block: &Block, text: Option<&str>) -> Value {
         let id = self.item_id(index, block);
-        let status = if text.is_some() { "completed" } else { "in_progress" };
+        let status = match (text, self.status()) {
+            (None, _) => "in_progress",
+            (Some(_), "completed") => "completed",
+            (Some(_), _) => "incomplete",
+        };
         match block {
             Block::Reasoning => {
                 let content: Vec<Value> = text.map(|text| part(block, text)).into_iter().collect();
