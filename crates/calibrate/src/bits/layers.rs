@@ -45,3 +45,22 @@ impl WidthLayers {
         tokens * (self.depth - self.list[place]) / self.depth.max(1)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use oscar_models::tiny::tiny_config;
+    use oscar_models::{Family, SlidingLayers};
+
+    #[test]
+    fn sliding_layers_have_no_place_and_work_counts_all_layers() {
+        let tiny = DecoderConfig { layers: 6, ..tiny_config(Family::Gemma3) };
+        let sliding = Some(SlidingLayers { window: 512, layers: vec![0, 1, 3, 4], rope: None });
+        let layers = WidthLayers::of(&DecoderConfig { sliding, ..tiny.clone() });
+        assert_eq!((layers.list(), layers.count(), layers.depth()), (&[2, 5][..], 2, 6));
+        assert_eq!([2, 3, 5].map(|layer| layers.place(layer)), [Some(0), None, Some(1)]);
+        // Layers 2 to 5, and layer 5 alone.
+        assert_eq!([0, 1].map(|place| layers.work_from(place, 60)), [40, 10]);
+        assert_eq!(WidthLayers::of(&DecoderConfig { sliding: None, ..tiny }), WidthLayers::all(6));
+    }
+}

@@ -134,7 +134,7 @@ mod tests {
             sample_rows: 256,
             heads: (0..6).map(head).collect(),
             widths: Some(BitPlan {
-                layers: vec![0, 2],
+                layers: vec![17, 23],
                 tables: vec![("2.50".parse().unwrap(), WidthTable::uniform(2, 2, 2))],
                 harm: Some(HarmMap {
                     layers: 2,
@@ -187,6 +187,7 @@ mod tests {
             assert!(html.contains(section), "{section}");
         }
         assert!(html.contains("+4.5 dB"), "calibrated against Hadamard");
+        assert!(html.contains(">17</text>") && html.contains(">23</text>"), "layers that have widths");
     }
 
     #[test]
@@ -199,7 +200,7 @@ mod tests {
         assert_eq!(value["heads"][5]["logits"]["calibrated"], 12.5);
         assert_eq!(value["metadata"]["granularity"], "head");
         assert_eq!(value["widths"]["tables"][0]["widths"][3], serde_json::json!([2, 2]));
-        assert_eq!(value["widths"]["layers"], serde_json::json!([0, 2]));
+        assert_eq!(value["widths"]["layers"], serde_json::json!([17, 23]));
         assert_eq!(fs::read_dir(dir).unwrap().count(), 2);
     }
 
