@@ -73,11 +73,11 @@ impl WidthTable {
         &self.widths[layer * self.kv_heads..][..self.kv_heads]
     }
 
-    /// The codecs of this table in a cache, for each layer that does not slide. Sliding layers get
-    /// codecs of zero width, which are never read.
+    /// The codecs of this table in a cache. The layers of the table are those of the cache that do
+    /// not slide. Sliding layers get codecs of zero width, which are never read.
     ///
     /// # Errors
-    /// If the table has not as many layers as the cache has such ones.
+    /// If the numbers of these layers differ.
     pub fn formats(&self, cache: &CacheLayout) -> Result<FormatTable, CodecError> {
         let layers = cache.layers();
         let expected = (0..layers).filter(|&layer| !cache.slides(layer)).count();
