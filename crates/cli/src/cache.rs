@@ -121,9 +121,7 @@ fn with_widths(
              `oscar calibrate --bits {wanted}`, or use oscar2"
         ),
     };
-    let Some(uniform) = layout.coded() else { return Ok((layout, origin)) };
-    let formats = table.formats(layout.head_dim(), uniform.codec(0, 0).layout())?;
-    let formats = formats.with_roundings(file.roundings(file.bits.rounding)?)?;
+    let formats = table.formats(&layout)?.with_roundings(file.roundings(file.bits.rounding)?)?;
     let origin = match file.bits.rounding {
         CodeRounding::Nearest => origin,
         CodeRounding::Shaped => format!("{origin}, query-aware rounding"),

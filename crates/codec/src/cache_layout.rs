@@ -118,7 +118,7 @@ impl CacheLayout {
     }
 
     /// Codecs of the layers whose history grows: all but the sliding ones.
-    fn grown<'t>(&'t self, table: &'t FormatTable) -> impl Iterator<Item = &'t RowPageCodec> {
+    pub fn grown<'t>(&'t self, table: &'t FormatTable) -> impl Iterator<Item = &'t RowPageCodec> {
         self.group(table, false)
     }
 

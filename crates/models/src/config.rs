@@ -317,6 +317,12 @@ impl DecoderConfig {
         sliding.layers.binary_search(&layer).is_ok().then_some(sliding.window)
     }
 
+    /// The layers that see the whole context: all but the sliding ones. Only their history is
+    /// quantized.
+    pub fn full_attention_layers(&self) -> Vec<usize> {
+        (0..self.layers).filter(|&layer| self.window_of(layer).is_none()).collect()
+    }
+
     /// What sliding layers see and what is stored of them.
     pub fn describe_sliding(&self) -> Option<String> {
         let SlidingLayers { window, layers, .. } = self.sliding.as_ref()?;

@@ -6,7 +6,8 @@
 //! verification. Heads of a layer are also quantized together: if they stand in for one another,
 //! the harm of both is more than the sum.
 
-use super::judge::{Judge, Stage};
+use super::judge::{Judge, Stage, set_table};
+use super::layers::WidthLayers;
 use super::probe::Probe;
 use super::scores::{group_weights, mean_and_error};
 use super::table::{HarmMap, WIDTHS, WidthTable, check_widths};
@@ -48,7 +49,7 @@ impl HarmOptions {
 /// What is measured on a probe.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HarmPlan {
-    pub layers: usize,
+    pub layers: WidthLayers,
     pub kv_heads: usize,
     /// Widths of each unit.
     pub units: Vec<Vec<u32>>,
@@ -58,15 +59,16 @@ pub struct HarmPlan {
 
 impl HarmPlan {
     /// Every unit at these widths.
-    pub fn whole(layers: usize, kv_heads: usize, widths: &[u32]) -> Self {
-        Self { layers, kv_heads, units: vec![widths.to_vec(); 2 * layers * kv_heads], joint: kv_heads > 1 }
+    pub fn whole(layers: WidthLayers, kv_heads: usize, widths: &[u32]) -> Self {
+        let units = vec![widths.to_vec(); 2 * layers.count() * kv_heads];
+        Self { layers, kv_heads, units, joint: kv_heads > 1 }
     }
 
     pub fn is_empty(&self) -> bool {
         self.units.iter().all(Vec::is_empty)
     }
 
-    /// The readings that begin at a layer.
+    /// The readings that begin at the layer with this place among those that have widths.
     fn readings(&self, layer: usize) -> Vec<(Target, Vec<(u32, u32)>)> {
         let heads = self.kv_heads;
         let mut all = Vec::new();
@@ -91,13 +93,13 @@ impl HarmPlan {
 
     /// Readings of the ending of a probe.
     pub fn passes(&self) -> usize {
-        2 + (0..self.layers).map(|layer| self.readings(layer).len()).sum::<usize>()
+        2 + (0..self.layers.count()).map(|layer| self.readings(layer).len()).sum::<usize>()
     }
 
     /// Tokens through the whole model that measuring a probe costs.
     pub(super) fn work(&self, probe: &Probe) -> usize {
-        let layers: usize = (0..self.layers).map(|l| self.readings(l).len() * (self.layers - l)).sum();
-        probe.tokens.len() + probe.ending() + layers * probe.ending() / self.layers.max(1)
+        let from = |place| self.layers.work_from(place, self.readings(place).len() * probe.ending());
+        probe.tokens.len() + probe.ending() + (0..self.layers.count()).map(from).sum::<usize>()
     }
 }
 
@@ -132,7 +134,7 @@ pub(super) fn measure<B: Calibrates>(
     plan: &HarmPlan,
     progress: &mut dyn FnMut(usize),
 ) -> Result<ProbeHarm, CalibrateError> {
-    let (batch, layers) = (stage.readings, plan.layers);
+    let (batch, layers) = (stage.readings, &plan.layers);
     let mut trials = judge.trials(stage, probe)?;
     progress(probe.tokens.len());
     let positions = probe.scored.len().max(1);
@@ -140,11 +142,11 @@ pub(super) fn measure<B: Calibrates>(
         group: probe.group.clone(),
         yardstick: 0.0,
         units: vec![[None; WIDTHS.len()]; plan.units.len()],
-        joint: vec![Default::default(); layers],
+        joint: vec![Default::default(); layers.count()],
     };
     let mut found = Vec::new();
-    for layer in 0..layers {
-        for readings in plan.readings(layer).chunks(batch) {
+    for (place, &layer) in layers.list().iter().enumerate() {
+        for readings in plan.readings(place).chunks(batch) {
             judge.check_cancelled()?;
             for (version, (_, widths)) in readings.iter().enumerate() {
                 trials.set(version, layer, widths)?;
@@ -155,15 +157,13 @@ pub(super) fn measure<B: Calibrates>(
                 let mean = found.iter().map(|d| d.kl).sum::<f64>() / positions as f64;
                 match *target {
                     Target::Unit { unit, width } => harm.units[unit][width as usize - 1] = Some(mean),
-                    Target::Joint { side, index } => harm.joint[layer][side][index] = Some(mean),
+                    Target::Joint { side, index } => harm.joint[place][side][index] = Some(mean),
                 }
             }
-            progress(readings.len() * (layers - layer) * probe.ending() / layers);
+            progress(layers.work_from(place, readings.len() * probe.ending()));
         }
     }
-    for layer in 0..layers {
-        trials.set(0, layer, &vec![(2, 2); plan.kv_heads])?;
-    }
+    set_table(&mut trials, 0, &WidthTable::uniform(layers.count(), plan.kv_heads, 2), layers)?;
     found.clear();
     trials.run(0, 1, |_, _| Some(0), &mut found)?;
     harm.yardstick = found.iter().map(|d| d.kl).sum::<f64>() / positions as f64;
@@ -409,7 +409,8 @@ mod tests {
         let wanted = map.uncertain(&table, &WIDTHS);
         assert!(!wanted[1].is_empty() && !wanted[2].is_empty(), "{wanted:?}");
         assert!(wanted[3].is_empty(), "a unit that needs nothing is left alone: {wanted:?}");
-        let plan = HarmPlan { layers: 2, kv_heads: 1, units: wanted, joint: false };
-        assert!(!plan.is_empty() && plan.passes() < HarmPlan::whole(2, 1, &WIDTHS).passes());
+        let plan = HarmPlan { layers: WidthLayers::all(2), kv_heads: 1, units: wanted, joint: false };
+        let whole = HarmPlan::whole(WidthLayers::all(2), 1, &WIDTHS);
+        assert!(!plan.is_empty() && plan.passes() < whole.passes());
     }
 }

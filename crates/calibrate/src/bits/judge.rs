@@ -1,8 +1,9 @@
 //! How far a quantized cache moves the model's predictions.
 
+use super::layers::WidthLayers;
 use super::probe::Probe;
 use super::scores::Scores;
-use super::table::WidthTable;
+use super::table::{ABSENT, WidthTable};
 use crate::error::CalibrateError;
 use oscar_backend::{Backend, Calibrates, Divergence};
 use oscar_codec::{CacheLayout, CodeLayout, KvFormat, PAGE_TOKENS, Rounding, Windows};
@@ -33,18 +34,29 @@ pub struct Judge<'a, B: Backend> {
 }
 
 impl<B: Backend> Judge<'_, B> {
-    fn table_layout(&self, table: &WidthTable, windows: Windows) -> Result<CacheLayout, CalibrateError> {
-        let c = self.transformer.config();
-        let order = CodeLayout::Logical;
-        let layout = CacheLayout::new(KvFormat::OSCAR, c.layers, c.kv_heads, c.head_dim, windows, order)?;
-        let formats = table.formats(c.head_dim, order)?.with_roundings(self.roundings.to_vec())?;
-        Ok(layout.with_coded_table(formats))
+    /// The layers that have widths.
+    pub(super) fn layers(&self) -> WidthLayers {
+        WidthLayers::of(self.transformer.config())
     }
 
-    /// A cache that stays exact. Its coded table only says how versions of it are rounded.
+    /// The cache that serves with this table.
+    fn table_layout(&self, table: &WidthTable) -> Result<CacheLayout, CalibrateError> {
+        let config = self.transformer.config();
+        self.with_table(config.cache_layout(KvFormat::OSCAR, self.windows, CodeLayout::Logical)?, table)
+    }
+
+    /// A cache that stays exact and has all layers in one group. Its coded table only says how
+    /// versions of it are rounded.
     fn exact_layout(&self) -> Result<CacheLayout, CalibrateError> {
         let c = self.transformer.config();
-        self.table_layout(&WidthTable::uniform(c.layers, c.kv_heads, 2), Windows::unlimited())
+        let (windows, order) = (Windows::unlimited(), CodeLayout::Logical);
+        let layout = CacheLayout::new(KvFormat::OSCAR, c.layers, c.kv_heads, c.head_dim, windows, order)?;
+        self.with_table(layout, &WidthTable::uniform(c.layers, c.kv_heads, 2))
+    }
+
+    fn with_table(&self, layout: CacheLayout, table: &WidthTable) -> Result<CacheLayout, CalibrateError> {
+        let formats = table.formats(&layout)?.with_roundings(self.roundings.to_vec())?;
+        Ok(layout.with_coded_table(formats))
     }
 
     pub(super) fn check_cancelled(&self) -> Result<(), CalibrateError> {
@@ -72,6 +84,21 @@ impl<B: Backend> Judge<'_, B> {
     fn runner(&self, layout: &CacheLayout, memory: KvMemory) -> Result<Runner<B>, CalibrateError> {
         Ok(Runner::new(self.backend.clone(), self.transformer.clone(), layout, memory, self.chunk)?)
     }
+}
+
+/// Puts a whole table into a version of the history. Sliding layers keep their exact rows.
+pub(super) fn set_table<B: Calibrates>(
+    trials: &mut Trials<'_, B>,
+    version: usize,
+    table: &WidthTable,
+    layers: &WidthLayers,
+) -> Result<(), CalibrateError> {
+    let exact = vec![(ABSENT, ABSENT); table.kv_heads];
+    for layer in 0..layers.depth() {
+        let widths = layers.place(layer).map_or(&exact[..], |place| table.of_layer(place));
+        trials.set(version, layer, widths)?;
+    }
+    Ok(())
 }
 
 /// One cache for the endings of many probes.
@@ -136,7 +163,7 @@ impl<B: Calibrates> Judge<'_, B> {
         let mut exact = self.runner(&self.exact_layout()?, one)?;
         let mut runners = tables
             .iter()
-            .map(|table| self.runner(&self.table_layout(table, self.windows)?, one))
+            .map(|table| self.runner(&self.table_layout(table)?, one))
             .collect::<Result<Vec<_>, _>>()?;
         let mut all = vec![Scores::default(); tables.len()];
         let mut reference = exact.logits_rows();

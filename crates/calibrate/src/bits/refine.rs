@@ -6,7 +6,8 @@
 //! bits to move; the new table is kept if it is better as a whole.
 
 use super::harm::side_of;
-use super::judge::{Judge, Stage};
+use super::judge::{Judge, Stage, set_table};
+use super::layers::WidthLayers;
 use super::probe::Probe;
 use super::scores::Scores;
 use super::solve::{Freedom, solve_by};
@@ -39,10 +40,14 @@ impl Neighbourhood {
     }
 
     /// Tokens through the whole model that measuring costs.
-    pub fn work(table: &WidthTable, widest: u32, probes: &[Probe]) -> usize {
-        let (changes, layers) = (Self::changes(table, widest), table.layers.max(1));
-        let readings: usize = changes.iter().map(|(unit, _)| layers - unit / 2 / table.kv_heads).sum();
-        probes.iter().map(|p| p.tokens.len() + (3 + readings / layers) * p.ending()).sum()
+    pub fn work(table: &WidthTable, widest: u32, layers: &WidthLayers, probes: &[Probe]) -> usize {
+        let places: Vec<usize> =
+            Self::changes(table, widest).iter().map(|(unit, _)| unit / 2 / table.kv_heads).collect();
+        let of = |probe: &Probe| {
+            let changed: usize = places.iter().map(|&place| layers.work_from(place, probe.ending())).sum();
+            probe.tokens.len() + 3 * probe.ending() + changed
+        };
+        probes.iter().map(of).sum()
     }
 
     pub fn measure<B: Calibrates>(
@@ -53,8 +58,8 @@ impl Neighbourhood {
         widest: u32,
         progress: &mut dyn FnMut(usize),
     ) -> Result<Self, CalibrateError> {
-        let (layers, heads) = (table.layers, table.kv_heads);
-        let of_layer = |layer: usize| &table.widths[layer * heads..(layer + 1) * heads];
+        let (layers, heads) = (judge.layers(), table.kv_heads);
+        let two_bits = WidthTable::uniform(table.layers, heads, 2);
         let changes = Self::changes(table, widest);
         let (mut scores, mut yardstick) = (Scores::default(), Scores::default());
         let mut changed: Vec<(usize, u32, Scores)> =
@@ -62,10 +67,8 @@ impl Neighbourhood {
         let batch = stage.readings;
         for probe in probes {
             let mut trials = judge.trials(stage, probe)?;
-            for layer in 0..layers {
-                trials.set(0, layer, of_layer(layer))?;
-                trials.set(1, layer, &vec![(2, 2); heads])?;
-            }
+            set_table(&mut trials, 0, table, &layers)?;
+            set_table(&mut trials, 1, &two_bits, &layers)?;
             let mut found: Vec<Divergence> = Vec::new();
             trials.run(0, 2, |r, _| Some(r), &mut found)?;
             let (own, two) = found.split_at(probe.scored.len());
@@ -73,14 +76,14 @@ impl Neighbourhood {
             yardstick.add(&probe.group, two);
             trials.start_from(0)?;
             progress(probe.tokens.len() + 3 * probe.ending());
-            for layer in 0..layers {
-                let here = |unit: usize| unit / 2 / heads == layer;
+            for (place, &layer) in layers.list().iter().enumerate() {
+                let here = |unit: usize| unit / 2 / heads == place;
                 let mine: Vec<usize> = (0..changes.len()).filter(|&c| here(changes[c].0)).collect();
                 for batch in mine.chunks(batch) {
                     judge.check_cancelled()?;
                     for (reading, &change) in batch.iter().enumerate() {
                         let (unit, width) = changes[change];
-                        let mut widths = of_layer(layer).to_vec();
+                        let mut widths = table.of_layer(place).to_vec();
                         *side_of(&mut widths[unit / 2 % heads], unit) = width;
                         trials.set(1 + reading, layer, &widths)?;
                     }
@@ -90,7 +93,7 @@ impl Neighbourhood {
                     for (&change, found) in batch.iter().zip(found.chunks_exact(probe.scored.len())) {
                         changed[change].2.add(&probe.group, found);
                     }
-                    progress(batch.len() * (layers - layer) * probe.ending() / layers);
+                    progress(layers.work_from(place, batch.len() * probe.ending()));
                 }
             }
         }
@@ -153,9 +156,7 @@ pub(super) fn judge_tables<B: Calibrates>(
         for (tables, scores) in tables.chunks(batch).zip(all.chunks_mut(batch)) {
             judge.check_cancelled()?;
             for (version, table) in tables.iter().enumerate() {
-                for layer in 0..table.layers {
-                    trials.set(version, layer, &table.widths[layer * table.kv_heads..][..table.kv_heads])?;
-                }
+                set_table(&mut trials, version, table, &judge.layers())?;
             }
             let mut found = Vec::new();
             trials.run(0, tables.len(), |r, _| Some(r), &mut found)?;

@@ -84,8 +84,8 @@ impl<B: Calibrates> Search<'_, B> {
         means: &[MeanBits],
     ) -> Result<HarmMap, CalibrateError> {
         let c = self.judge.transformer.config();
-        let (layers, kv_heads) = (c.layers, c.kv_heads);
-        let whole = HarmPlan::whole(layers, kv_heads, &self.harm.measured);
+        let (layers, kv_heads) = (self.judge.layers(), c.kv_heads);
+        let whole = HarmPlan::whole(layers.clone(), kv_heads, &self.harm.measured);
         self.watch.note(self.work(&whole, means.len()));
         let (first, later) = self.probes.split_at(FIRST_ROUND.min(self.probes.len()));
         let first: Vec<Probe> = first.concat();
@@ -94,7 +94,7 @@ impl<B: Calibrates> Search<'_, B> {
         self.watch.note(format!(
             "harm of {} units at {} widths: {} probes of {} readings each ({} at once), then at most {} probes for units \
              whose width is uncertain",
-            2 * layers * kv_heads,
+            whole.units.len(),
             self.harm.measured.len(),
             first.len(),
             whole.passes(),
@@ -120,7 +120,7 @@ impl<B: Calibrates> Search<'_, B> {
                 self.watch.advance(work.saturating_sub(done));
             }
             self.watch.end();
-            Ok::<_, CalibrateError>(HarmMap::of(layers, kv_heads, harms))
+            Ok::<_, CalibrateError>(HarmMap::of(layers.count(), kv_heads, harms))
         };
         let mut harms = Vec::new();
         let mut map = round("measuring harm", &first, &whole, &mut harms)?;
@@ -134,7 +134,7 @@ impl<B: Calibrates> Search<'_, B> {
                     wanted.dedup();
                 }
             }
-            let plan = HarmPlan { layers, kv_heads, units, joint: false };
+            let plan = HarmPlan { layers: layers.clone(), kv_heads, units, joint: false };
             if plan.is_empty() {
                 break;
             }
@@ -151,12 +151,12 @@ impl<B: Calibrates> Search<'_, B> {
         let tokens = |probes: &[Probe]| probes.iter().map(|p| p.tokens.len()).sum::<usize>();
         let harm = |probes: &[Vec<Probe>]| probes.iter().flatten().map(|p| whole.work(p)).sum::<usize>();
         let (first, later) = self.probes.split_at(FIRST_ROUND.min(self.probes.len()));
-        let (layers, kv_heads) = (whole.layers, whole.kv_heads);
+        let (layers, kv_heads) = (whole.layers.count(), whole.kv_heads);
         // Each candidate, each layer's candidates together, and three tables beside them.
         let tries = (layers * kv_heads).div_ceil(3) * 3 / 2 + 3;
         let absent = if self.freedom.allows_absent() { tries * tokens(self.distances) } else { 0 };
         let (refining, uniform) = (self.refining_probes(), WidthTable::uniform(layers, kv_heads, 2));
-        let round = Neighbourhood::work(&uniform, self.freedom.widest(), &refining) + 2 * tokens(&refining);
+        let round = self.moving_work(&uniform, &refining) + 2 * tokens(&refining);
         let moving = self.refine_rounds * means * round;
         // Two tables of each mean, uniform ones, and the exact cache.
         let verifying = (2 * means + 3) * tokens(self.fresh);
@@ -192,7 +192,7 @@ impl<B: Calibrates> Search<'_, B> {
             candidates.len(),
             probes.len() * passes
         ));
-        let what: String = tables.iter().map(WidthTable::describe).collect();
+        let what = format!("{tables:?}");
         self.watch.begin("leaving out history", probes.iter().map(|p| passes * p.tokens.len()).sum());
         let mut found: Vec<AbsentHarm> = Vec::new();
         for probe in probes {
@@ -283,11 +283,16 @@ impl<B: Calibrates> Search<'_, B> {
         Ok(best)
     }
 
+    /// What measuring the neighbourhood of a table costs.
+    fn moving_work(&self, table: &WidthTable, probes: &[Probe]) -> usize {
+        Neighbourhood::work(table, self.freedom.widest(), &self.judge.layers(), probes)
+    }
+
     fn neighbourhood(&self, table: &WidthTable) -> Result<Neighbourhood, CalibrateError> {
         let probes = self.refining_probes();
         let mut stage = self.judge.stage(&probes)?;
         let widest = self.freedom.widest();
-        self.watch.begin("moving bits", Neighbourhood::work(table, widest, &probes));
+        self.watch.begin("moving bits", self.moving_work(table, &probes));
         let advance = &mut |work| self.watch.advance(work);
         let near = Neighbourhood::measure(&self.judge, &mut stage, &probes, table, widest, advance)?;
         self.watch.end();

@@ -3,7 +3,7 @@
 use crate::error::CalibrateError;
 use crate::options::CodeRounding;
 use crate::rotation_file::RotationFileError;
-use oscar_codec::{CodeLayout, CodecError, FormatTable, MeanBits};
+use oscar_codec::{CacheLayout, CodecError, FormatTable, MeanBits};
 
 /// The widths that harms are stored for. Every device reads them.
 pub const WIDTHS: [u32; 4] = [1, 2, 3, 4];
@@ -31,6 +31,7 @@ pub(super) fn check_widths(option: &'static str, widths: &[u32], widest: u32) ->
 pub const ABSENT: u32 = 0;
 
 /// Width of each unit: `[layer][kv_head]` pairs of key and value bits, both [`ABSENT`] or neither.
+/// Layers are those that have widths ([`WidthLayers`](super::WidthLayers)), counted from zero.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WidthTable {
     pub layers: usize,
@@ -67,21 +68,43 @@ impl WidthTable {
         self.units().into_iter().map(stored).sum::<f64>() / (2 * self.widths.len()).max(1) as f64
     }
 
-    /// The codecs of this table.
-    pub fn formats(&self, head_dim: usize, layout: CodeLayout) -> Result<FormatTable, CodecError> {
-        FormatTable::from_widths(self.layers, self.kv_heads, head_dim, &self.widths, layout)
+    /// The widths of a layer, by head.
+    pub fn of_layer(&self, layer: usize) -> &[(u32, u32)] {
+        &self.widths[layer * self.kv_heads..][..self.kv_heads]
+    }
+
+    /// The codecs of this table in a cache. The layers of the table are those of the cache that do
+    /// not slide. Sliding layers get codecs of zero width, which are never read.
+    ///
+    /// # Errors
+    /// If the numbers of these layers differ.
+    pub fn formats(&self, cache: &CacheLayout) -> Result<FormatTable, CodecError> {
+        let layers = cache.layers();
+        let expected = (0..layers).filter(|&layer| !cache.slides(layer)).count();
+        if self.layers != expected {
+            let what = "table of widths (layers)";
+            return Err(CodecError::Length { what, got: self.layers, expected });
+        }
+        let none = vec![(ABSENT, ABSENT); self.kv_heads];
+        let mut own = self.widths.chunks_exact(self.kv_heads);
+        let widths = (0..layers).flat_map(|layer| match cache.slides(layer) {
+            true => &none,
+            false => own.next().unwrap_or_default(),
+        });
+        let (widths, order) = (widths.copied().collect::<Vec<_>>(), cache.full().codec(0, 0).layout());
+        FormatTable::from_widths(layers, self.kv_heads, cache.head_dim(), &widths, order)
     }
 
     /// One line a layer: `L4 K42 V32`, a digit for each head; 0 where a head keeps no history.
-    pub fn describe(&self) -> String {
+    /// `layers` are the numbers that the table's layers have in the model.
+    pub fn describe(&self, layers: &[usize]) -> String {
         let digits = |layer: usize, side: fn(&(u32, u32)) -> u32| -> String {
-            self.widths[layer * self.kv_heads..][..self.kv_heads]
-                .iter()
-                .map(|pair| side(pair).to_string())
-                .collect()
+            self.of_layer(layer).iter().map(|pair| side(pair).to_string()).collect()
         };
-        (0..self.layers)
-            .map(|l| format!("L{l} K{} V{}", digits(l, |p| p.0), digits(l, |p| p.1)))
+        layers
+            .iter()
+            .enumerate()
+            .map(|(i, layer)| format!("L{layer} K{} V{}", digits(i, |p| p.0), digits(i, |p| p.1)))
             .collect::<Vec<_>>()
             .join(" · ")
     }
@@ -129,6 +152,9 @@ impl HarmMap {
 /// What a rotation file knows about widths.
 #[derive(Clone, Debug, PartialEq)]
 pub struct BitPlan {
+    /// The layers that have widths, by their number in the model: all but the sliding ones. Tables
+    /// and harms count these layers only. Empty if there are neither.
+    pub layers: Vec<usize>,
     /// Tables that were verified in the whole model, by their mean.
     pub tables: Vec<(MeanBits, WidthTable)>,
     pub harm: Option<HarmMap>,
@@ -138,7 +164,7 @@ pub struct BitPlan {
 
 impl Default for BitPlan {
     fn default() -> Self {
-        Self { tables: Vec::new(), harm: None, rounding: CodeRounding::Nearest }
+        Self { layers: Vec::new(), tables: Vec::new(), harm: None, rounding: CodeRounding::Nearest }
     }
 }
 
@@ -163,8 +189,17 @@ impl BitPlan {
         means.iter().map(MeanBits::to_string).collect::<Vec<_>>().join(", ")
     }
 
-    /// Sizes and values that a file may hold.
+    /// Sizes and values that a file for a model of `layers` layers may hold.
     pub(crate) fn check(&self, layers: usize, kv_heads: usize) -> Result<(), RotationFileError> {
+        let of_model = self.layers.is_sorted_by(|a, b| a < b) && self.layers.iter().all(|&l| l < layers);
+        if !of_model || self.layers.is_empty() != self.is_empty() {
+            return Err(RotationFileError::Metadata {
+                field: "width_layers",
+                found: format!("{:?} of {layers} layers", self.layers),
+                expected: "the layers that have widths, each once and ascending",
+            });
+        }
+        let layers = self.layers.len();
         let shape = |tensor: &str, found: usize, expected: usize| match found == expected {
             true => Ok(()),
             false => Err(RotationFileError::Shape {
@@ -225,6 +260,7 @@ impl BitPlan {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use oscar_codec::{CodeLayout, KvFormat, Side, Windows};
 
     #[test]
     fn a_mean_without_a_table_gets_the_next_smaller_verified_one() {
@@ -242,19 +278,48 @@ mod tests {
     fn a_table_is_told_by_layer() {
         let table = WidthTable::from_units(2, 2, &[2, 1, 3, 4, 1, 1, 2, 2]);
         assert_eq!(table.widths, [(2, 1), (3, 4), (1, 1), (2, 2)]);
-        assert_eq!(table.describe(), "L0 K23 V14 · L1 K12 V12");
-        assert_eq!(table.mean_bits(128), 2.25);
+        assert_eq!(table.describe(&[0, 1]), "L0 K23 V14 · L1 K12 V12");
+        assert_eq!(table.describe(&[5, 11]), "L5 K23 V14 · L11 K12 V12", "numbers of the model");
+        assert_eq!((table.mean_bits(128), applied(&table, &[]).page_bits()), (2.25, 2.25));
         let table = WidthTable::from_units(1, 2, &[4, 4, 0, 0]);
-        assert_eq!((table.mean_bits(128), table.describe()), (2.125, "L0 K40 V40".to_owned()));
-        let formats = table.formats(128, CodeLayout::CpuTile).unwrap();
-        assert_eq!(formats.bits_per_element(), table.mean_bits(128));
-        let table = WidthTable::from_units(2, 2, &[2, 1, 3, 4, 1, 1, 2, 2]);
-        assert_eq!(table.formats(128, CodeLayout::CpuTile).unwrap().bits_per_element(), 2.25);
+        assert_eq!((table.mean_bits(128), table.describe(&[0])), (2.125, "L0 K40 V40".to_owned()));
+        assert_eq!(applied(&table, &[]).page_bits(), table.mean_bits(128));
         assert_eq!(WidthTable::uniform(2, 2, 3).mean_bits(64), 3.5);
         for mean in ["2.25", "1.25", "4.25", "2.75", "2.00"] {
             let table = WidthTable::of_mean(2, 2, 128, mean.parse().unwrap());
             assert_eq!(format!("{:.2}", table.mean_bits(128)), mean);
             assert!(table.units().iter().all(|w| WIDTHS.contains(w)));
         }
+    }
+
+    /// A cache of as many layers as the table has, and of sliding ones.
+    fn applied(table: &WidthTable, sliding: &[usize]) -> CacheLayout {
+        let (layers, order) = (table.layers + sliding.len(), CodeLayout::CpuTile);
+        let cache = CacheLayout::new(KvFormat::OSCAR, layers, 2, 128, Windows::default(), order).unwrap();
+        let cache = cache.with_sliding_layers(512, sliding).unwrap();
+        let formats = table.formats(&cache).unwrap();
+        cache.with_coded_table(formats)
+    }
+
+    #[test]
+    fn widths_go_to_the_layers_that_do_not_slide() {
+        let table = WidthTable::from_units(2, 2, &[2, 1, 3, 4, 4, 4, 2, 2]);
+        let cache = applied(&table, &[0, 1, 3]);
+        let coded = cache.coded().unwrap();
+        let bits = |layer, head| {
+            let codec = coded.codec(layer, head);
+            (codec.spec(Side::Key).bits, codec.spec(Side::Value).bits)
+        };
+        assert_eq!([bits(2, 0), bits(2, 1), bits(4, 0), bits(4, 1)], [(2, 1), (3, 4), (4, 4), (2, 2)]);
+        for layer in [0, 1, 3] {
+            assert!((0..2).all(|head| coded.codec(layer, head).page_bytes() == 0), "layer {layer}");
+        }
+        // 22 bits in 8 units, and a quarter of a bit for each row's scale and minimum.
+        assert_eq!((cache.page_bits(), table.mean_bits(128)), (3.0, 3.0));
+        assert!(cache.keeps_all_history(), "sliding layers are no heads without history");
+        let without = WidthTable::from_units(2, 2, &[4, 4, 0, 0, 4, 4, 2, 2]);
+        assert!(!applied(&without, &[0, 1, 3]).keeps_all_history());
+        let error = WidthTable::uniform(5, 2, 2).formats(&cache).unwrap_err().to_string();
+        assert!(error.contains("5 elements, expected 2"), "{error}");
     }
 }

@@ -7,7 +7,7 @@ mod probes;
 pub use documents::Input;
 pub use probes::ProbeKind;
 
-use crate::bits::{BitPlan, Chosen, Freedom, HarmOptions, Judge, Refused, Search, Watch};
+use crate::bits::{BitPlan, Chosen, Freedom, HarmOptions, Judge, Refused, Search, Watch, WidthLayers};
 use crate::options::{CalibrationOptions, CodeRounding};
 use crate::report::CalibrationReport;
 use crate::rotation_file::{RotationFile, RotationFileError};
@@ -180,18 +180,13 @@ fn find_rotations<B: Calibrates>(
 impl WidthOptions {
     fn check<B: Backend>(&self, subject: &Subject<'_, B>) -> Result<(), CalibrateError> {
         let c = subject.config;
-        if c.sliding.is_some() {
-            let problem = "widths by head are not searched for models with sliding layers: leave --bits out \
-                           and choose one width for all heads, e.g. --kv oscar2"
-                .into();
-            return Err(CalibrateError::Option { option: "--bits", problem });
-        }
         if self.probes == 0 {
             let problem = "at least 1 of each kind".into();
             return Err(CalibrateError::Option { option: "--probes", problem });
         }
         HarmOptions { measured: self.measured.clone() }.check()?;
-        self.freedom.check_means(c.layers, c.kv_heads, c.head_dim, &self.means)?;
+        let layers = WidthLayers::of(c).count();
+        self.freedom.check_means(layers, c.kv_heads, c.head_dim, &self.means)?;
         probes::check_tokens(self.probe_tokens, subject)
     }
 
@@ -297,7 +292,8 @@ fn choose_widths<B: Calibrates>(
         let kept = file.bits.tables.iter().filter(|(mean, _)| !widths.means.contains(mean));
         tables.extend(kept.cloned());
     }
-    file.bits = BitPlan { tables, harm: Some(map), rounding };
+    let layers = WidthLayers::of(subject.config).list().to_vec();
+    file.bits = BitPlan { layers, tables, harm: Some(map), rounding };
     result.chosen = chosen;
     result.refused = refused;
     Ok(())

@@ -134,13 +134,14 @@ mod tests {
             sample_rows: 256,
             heads: (0..6).map(head).collect(),
             widths: Some(BitPlan {
-                tables: vec![("2.50".parse().unwrap(), WidthTable::uniform(3, 2, 2))],
+                layers: vec![17, 23],
+                tables: vec![("2.50".parse().unwrap(), WidthTable::uniform(2, 2, 2))],
                 harm: Some(HarmMap {
-                    layers: 3,
+                    layers: 2,
                     kv_heads: 2,
-                    harm: (0..12).map(|i| [0.4, 0.1, 0.02, 0.001].map(|h| h * (1 + i) as f32)).collect(),
+                    harm: (0..8).map(|i| [0.4, 0.1, 0.02, 0.001].map(|h| h * (1 + i) as f32)).collect(),
                     error: Vec::new(),
-                    absent: vec![None; 6],
+                    absent: vec![None; 4],
                 }),
                 ..BitPlan::default()
             }),
@@ -186,6 +187,7 @@ mod tests {
             assert!(html.contains(section), "{section}");
         }
         assert!(html.contains("+4.5 dB"), "calibrated against Hadamard");
+        assert!(html.contains(">17</text>") && html.contains(">23</text>"), "layers that have widths");
     }
 
     #[test]
@@ -197,7 +199,8 @@ mod tests {
         let value: serde_json::Value = serde_json::from_str(&fs::read_to_string(json).unwrap()).unwrap();
         assert_eq!(value["heads"][5]["logits"]["calibrated"], 12.5);
         assert_eq!(value["metadata"]["granularity"], "head");
-        assert_eq!(value["widths"]["tables"][0]["widths"][5], serde_json::json!([2, 2]));
+        assert_eq!(value["widths"]["tables"][0]["widths"][3], serde_json::json!([2, 2]));
+        assert_eq!(value["widths"]["layers"], serde_json::json!([17, 23]));
         assert_eq!(fs::read_dir(dir).unwrap().count(), 2);
     }
 

@@ -10,17 +10,17 @@ const STEP: f64 = 0.05;
 
 pub(super) fn widths(plan: &BitPlan, head_dim: usize, page: &mut Page) {
     if let Some(map) = &plan.harm {
-        harm_maps(map, page);
+        harm_maps(map, &plan.layers, page);
     }
     for (mean, table) in &plan.tables {
-        tables(*mean, table, page);
+        tables(*mean, table, &plan.layers, page);
     }
     if let Some(map) = &plan.harm {
         curve(map, head_dim, page);
     }
 }
 
-fn harm_maps(map: &HarmMap, page: &mut Page) {
+fn harm_maps(map: &HarmMap, layers: &[usize], page: &mut Page) {
     page.section(
         "Harm",
         "What coding one unit alone at two bits does to the model's predictions on text and on answers, everything else \
@@ -28,26 +28,35 @@ fn harm_maps(map: &HarmMap, page: &mut Page) {
     );
     let percent = |unit: usize| 100.0 * f64::from(map.harm[unit][1]);
     let highest = (0..map.units()).map(percent).fold(0.0, f64::max);
-    sides(page, map.kv_heads, highest, |side| {
+    sides(page, layers, map.kv_heads, highest, |side| {
         (0..map.units() / 2).map(|head| percent(2 * head + side)).collect()
     });
 }
 
-fn tables(mean: MeanBits, table: &WidthTable, page: &mut Page) {
+fn tables(mean: MeanBits, table: &WidthTable, layers: &[usize], page: &mut Page) {
     page.section(
         &format!("Widths at {mean} bits"),
         "Bits of each code, chosen for the least harm at this mean and verified in the whole model; 0 for heads that keep \
          no history. Rows are layers, columns KV heads.",
     );
-    sides(page, table.kv_heads, 4.0, |side| {
+    sides(page, layers, table.kv_heads, 4.0, |side| {
         table.units().into_iter().skip(side).step_by(2).map(f64::from).collect()
     });
 }
 
 /// A heat map for the keys and one for the values.
-fn sides(page: &mut Page, kv_heads: usize, highest: f64, values: impl Fn(usize) -> Vec<f64>) {
+fn sides(
+    page: &mut Page,
+    layers: &[usize],
+    kv_heads: usize,
+    highest: f64,
+    values: impl Fn(usize) -> Vec<f64>,
+) {
     let titles = ["keys", "values"].into_iter().enumerate();
-    let map = |(side, title)| HeatMap::numbered(title, kv_heads, values(side), highest).figure();
+    let map = |(side, title)| {
+        let rows = layers.iter().map(usize::to_string).collect();
+        HeatMap { rows, ..HeatMap::numbered(title, kv_heads, values(side), highest) }.figure()
+    };
     page.figures("small", titles.map(map));
 }
 
@@ -108,5 +117,5 @@ pub(super) fn to_json(plan: &BitPlan) -> Value {
         .map(|(mean, table)| json!({"bits": mean.bits(), "layers": table.layers, "kv_heads": table.kv_heads, "widths": table.widths}))
         .collect();
     let harm = plan.harm.as_ref();
-    json!({"tables": tables, "harm": harm.map(|map| &map.harm), "harm_absent": harm.map(|map| &map.absent)})
+    json!({"layers": plan.layers, "tables": tables, "harm": harm.map(|map| &map.harm), "harm_absent": harm.map(|map| &map.absent)})
 }

@@ -7,11 +7,13 @@
 //! | `key_eigenvalues`, `value_eigenvalues` | `[layers, H, d]` | optional, ascending |
 //! | `key_mean` | `[layers, kv_heads, d]` | only when keys are centred |
 //! | `key_clip`, `value_clip` | `[layers, kv_heads]` | quantile of \|x\|, 0 is no clipping |
-//! | `widths` | `[tables, layers, kv_heads, 2]` | optional; code widths of keys and values, a table for each mean in the header |
-//! | `harm` | `[layers, kv_heads, 2, 4]` | optional; measured harm of each width |
-//! | `harm_absent` | `[layers, kv_heads]` | optional; that of a head without history, −1 where it was not measured |
+//! | `widths` | `[tables, L, kv_heads, 2]` | optional; code widths of keys and values, a table for each mean in the header |
+//! | `harm`, `harm_error` | `[L, kv_heads, 2, 4]` | optional; measured harm of each width, and its standard error |
+//! | `harm_absent` | `[L, kv_heads]` | optional; that of a head without history, −1 where it was not measured |
 //!
-//! and [`Metadata`] in the header.
+//! and [`Metadata`] in the header. L counts the layers that have widths: all layers, or those that
+//! the header field `width_layers` lists (`5,11,17`). Sliding layers are never quantized and have no
+//! entry. [`RotationFile::check_model`] refuses a file whose list is not that of the model.
 //!
 //! **Invariant:** a file appears whole or not at all, the same contents give the same bytes, and a
 //! file that was read has passed every check: checksum, sizes, finiteness, orthogonality. A damaged or
@@ -37,6 +39,8 @@ use std::path::{Path, PathBuf};
 
 /// Header field with the means of the width tables, in hundredths of a bit.
 const WIDTH_MEANS: &str = "width_means";
+/// Header field with the layers that have widths, where some have none.
+const WIDTH_LAYERS: &str = "width_layers";
 /// Header field with the rounding of their codes.
 const WIDTH_ROUNDING: &str = "width_rounding";
 /// Header field with the SHA-256 of the tensors' bytes. Files of earlier versions have none.
@@ -170,6 +174,14 @@ impl RotationFile {
                 found[0], found[1], found[2], model[0], model[1], model[2]
             )));
         }
+        let quantized = config.full_attention_layers();
+        if !self.bits.is_empty() && self.bits.layers != quantized {
+            return Err(RotationFileError::OtherModel(format!(
+                "they have widths for layers {:?}, and the model quantizes layers {quantized:?}, those without a \
+                 sliding window",
+                self.bits.layers
+            )));
+        }
         match &self.metadata.model_fingerprint {
             Some(own) if own != fingerprint => Err(RotationFileError::OtherModel(format!(
                 "they were made from weights {}…, the model's are {}…",
@@ -204,7 +216,7 @@ impl RotationFile {
         self.check()?;
         let shape @ [layers, kv_heads, d] = self.shape();
         let heads = self.stored_heads();
-        let centred = self.metadata.centred;
+        let (centred, coded) = (self.metadata.centred, self.bits.layers.len());
         let mut tensors: Vec<(&str, Vec<usize>)> = vec![
             ("key_rotation", vec![layers, heads, d, d]),
             ("value_rotation", vec![layers, heads, d, d]),
@@ -221,19 +233,23 @@ impl RotationFile {
             tensors.push(("key_mean", vec![layers, kv_heads, d]));
         }
         if !self.bits.tables.is_empty() {
-            tensors.push(("widths", vec![self.bits.tables.len(), layers, kv_heads, 2]));
+            tensors.push(("widths", vec![self.bits.tables.len(), coded, kv_heads, 2]));
         }
         if let Some(map) = &self.bits.harm {
-            tensors.push(("harm", vec![layers, kv_heads, 2, WIDTHS.len()]));
-            tensors.push(("harm_absent", vec![layers, kv_heads]));
+            tensors.push(("harm", vec![coded, kv_heads, 2, WIDTHS.len()]));
+            tensors.push(("harm_absent", vec![coded, kv_heads]));
             if !map.error.is_empty() {
-                tensors.push(("harm_error", vec![layers, kv_heads, 2, WIDTHS.len()]));
+                tensors.push(("harm_error", vec![coded, kv_heads, 2, WIDTHS.len()]));
             }
         }
         let mut fields = self.metadata.to_fields(shape);
         if !self.bits.tables.is_empty() {
             let means = self.bits.tables.iter().map(|(mean, _)| mean.hundredths().to_string());
             fields.insert(WIDTH_MEANS.into(), means.collect::<Vec<_>>().join(","));
+        }
+        if (1..layers).contains(&coded) {
+            let list = self.bits.layers.iter().map(usize::to_string);
+            fields.insert(WIDTH_LAYERS.into(), list.collect::<Vec<_>>().join(","));
         }
         if !self.bits.is_empty() {
             fields.insert(WIDTH_ROUNDING.into(), self.bits.rounding.to_string());

@@ -1,6 +1,8 @@
 //! Reading rotation files, piece by piece, nothing believed before it is checked.
 
-use super::{CHECKSUM, Clips, Metadata, RotationFile, RotationFileError, WIDTH_MEANS, WIDTH_ROUNDING};
+use super::{
+    CHECKSUM, Clips, Metadata, RotationFile, RotationFileError, WIDTH_LAYERS, WIDTH_MEANS, WIDTH_ROUNDING,
+};
 use crate::bits::{BitPlan, HarmMap, WIDTHS, WidthTable};
 use crate::options::CodeRounding;
 use crate::options::Granularity;
@@ -49,6 +51,7 @@ impl RotationFile {
         let (metadata, [layers, kv_heads, d]) = Metadata::from_fields(fields)?;
         let means = width_means(fields.get(WIDTH_MEANS).map(String::as_str))?;
         let rounding = width_rounding(fields.get(WIDTH_ROUNDING).map(String::as_str))?;
+        let width_layers = width_layers(fields.get(WIDTH_LAYERS).map(String::as_str), layers)?;
         check_size("layers", layers, MOST_LAYERS)?;
         check_size("kv_heads", kv_heads, MOST_HEADS)?;
         check_size("head_dim", d, LARGEST_HEAD)?;
@@ -98,7 +101,7 @@ impl RotationFile {
             });
         }
         let rotations = RotationSet::per_head(layers, kv_heads, d, all)?;
-        let bits = source.bit_plan(means, rounding, layers, kv_heads)?;
+        let bits = source.bit_plan(means, rounding, width_layers, kv_heads)?;
         let file = Self { rotations, clips, key_eigenvalues, value_eigenvalues, bits, metadata };
         file.check()?;
         Ok(file)
@@ -114,6 +117,17 @@ fn width_means(field: Option<&str>) -> Result<Vec<MeanBits>, RotationFileError> 
         field: WIDTH_MEANS,
         found: format!("'{}'", field.chars().take(60).collect::<String>()),
         expected: "up to 64 means in hundredths of a bit, like 225,175",
+    })
+}
+
+/// The layers that have widths, from numbers separated by commas; all without such a list.
+fn width_layers(field: Option<&str>, layers: usize) -> Result<Vec<usize>, RotationFileError> {
+    let Some(field) = field else { return Ok((0..layers.min(MOST_LAYERS)).collect()) };
+    let list = field.split(',').take(MOST_LAYERS).map(|text| text.parse().ok());
+    list.collect::<Option<Vec<usize>>>().ok_or_else(|| RotationFileError::Metadata {
+        field: WIDTH_LAYERS,
+        found: format!("'{}'", field.chars().take(60).collect::<String>()),
+        expected: "numbers of layers like 5,11,17",
     })
 }
 
@@ -213,9 +227,10 @@ impl<'a, R: Read + Seek> Source<'a, R> {
         &mut self,
         means: Vec<MeanBits>,
         rounding: CodeRounding,
-        layers: usize,
+        listed: Vec<usize>,
         kv_heads: usize,
     ) -> Result<BitPlan, RotationFileError> {
+        let layers = listed.len();
         let widths = match self.floats("widths", &[means.len(), layers, kv_heads, 2])? {
             Some(widths) => widths,
             None if means.is_empty() => Vec::new(),
@@ -247,7 +262,11 @@ impl<'a, R: Read + Seek> Source<'a, R> {
             let absent = absent.iter().map(|&v| (v >= 0.0).then_some(v)).collect();
             HarmMap { layers, kv_heads, harm, error, absent }
         });
-        Ok(BitPlan { tables, harm, rounding })
+        let mut plan = BitPlan { layers: listed, tables, harm, rounding };
+        if plan.is_empty() {
+            plan.layers.clear();
+        }
+        Ok(plan)
     }
 
     /// A tensor of this shape, finite; `None` if the file has none of that name.

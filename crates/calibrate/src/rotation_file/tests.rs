@@ -4,6 +4,8 @@ use super::*;
 use crate::bits::{HarmMap, WidthTable};
 use crate::zoo::Limits;
 use oscar_codec::Rotation;
+use oscar_models::tiny::tiny_config;
+use oscar_models::{Family, SlidingLayers};
 use proptest::prelude::*;
 use std::io::Cursor;
 
@@ -85,6 +87,7 @@ fn with_widths() -> RotationFile {
     let mut file = file(Granularity::Head, true);
     let table = |units: [u32; 12]| WidthTable::from_units(3, 2, &units);
     file.bits = BitPlan {
+        layers: vec![0, 1, 2],
         tables: vec![
             ("2.25".parse().unwrap(), table([1, 2, 3, 4, 1, 1, 2, 2, 2, 2, 2, 2])),
             ("1.75".parse().unwrap(), table([1, 1, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1])),
@@ -109,6 +112,67 @@ fn widths_and_harms_survive() {
     assert_eq!(back.bits, file.bits);
     assert_eq!(back.bits.table("1.75".parse().unwrap()).unwrap().units()[1..4], [1, 0, 0]);
     assert_eq!(back.bits.means(), "1.75, 2.25");
+}
+
+/// As [`with_widths`], but layer 1 slides: it has a rotation and no widths.
+fn with_sliding_layer() -> RotationFile {
+    let mut file = with_widths();
+    let BitPlan { layers, tables, harm, .. } = &mut file.bits;
+    *layers = vec![0, 2];
+    for (_, table) in tables {
+        table.layers = 2;
+        table.widths.drain(2..4);
+    }
+    let harm = harm.as_mut().unwrap();
+    harm.layers = 2;
+    harm.harm.drain(4..8);
+    harm.error.drain(4..8);
+    harm.absent.drain(2..4);
+    file
+}
+
+#[test]
+fn widths_of_some_layers_survive_and_belong_to_their_model() {
+    let file = with_sliding_layer();
+    let written = bytes(&file);
+    let read = |bytes: &[u8]| RotationFile::read(&mut Cursor::new(bytes), bytes.len() as u64);
+    assert_eq!(read(&written).unwrap().bits, file.bits);
+    // Files of models without sliding layers have no such field.
+    assert!(!String::from_utf8_lossy(&bytes(&with_widths())).contains("width_layers"));
+
+    let sliding = |layers| Some(SlidingLayers { window: 64, layers, rope: None });
+    let base = tiny_config(Family::Llama);
+    let mut config = DecoderConfig { layers: 3, kv_heads: 2, head_dim: file.shape()[2], ..base };
+    config.sliding = sliding(vec![1]);
+    let print = "ab".repeat(32);
+    file.check_model(&print, &config).unwrap();
+    for other in [None, sliding(vec![0]), sliding(vec![0, 1])] {
+        config.sliding = other;
+        let error = file.check_model(&print, &config).unwrap_err().to_string();
+        assert!(error.contains("widths for layers [0, 2]"), "{error}");
+        assert!(error.contains(&format!("quantizes layers {:?}", config.full_attention_layers())), "{error}");
+    }
+    let error = with_widths().check_model(&print, &config).unwrap_err().to_string();
+    assert!(
+        error.contains("widths for layers [0, 1, 2]") && error.contains("quantizes layers [2]"),
+        "{error}"
+    );
+
+    let altered = |from: &str, to: &str| {
+        let text = String::from_utf8_lossy(&written[..4096]);
+        let at = text.find(from).unwrap();
+        let mut bytes = written.clone();
+        bytes[at..at + from.len()].copy_from_slice(to.as_bytes());
+        read(&bytes).unwrap_err().to_string()
+    };
+    let listed = r#""width_layers":"0,2""#;
+    for (to, says) in [("0,9", "[0, 9] of 3 layers"), ("2,0", "[2, 0]"), ("0;2", "'0;2'"), ("2,2", "[2, 2]")]
+    {
+        let error = altered(listed, &listed.replace("0,2", to));
+        assert!(error.contains("width_layers") && error.contains(says), "{error}");
+    }
+    let error = altered("width_layers", "width_nobody");
+    assert!(error.contains("widths") && error.contains("[2, 3, 2, 2]"), "the list is missing: {error}");
 }
 
 #[test]

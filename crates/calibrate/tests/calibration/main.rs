@@ -2,6 +2,7 @@
 
 mod end_to_end;
 mod layer;
+mod sliding;
 mod support;
 mod trials;
 mod widths;

@@ -16,10 +16,10 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
-struct Model {
-    backend: Arc<CpuBackend>,
-    config: DecoderConfig,
-    weights: Weights,
+pub struct Model {
+    pub backend: Arc<CpuBackend>,
+    pub config: DecoderConfig,
+    pub weights: Weights,
     text: ModelText,
 }
 
@@ -29,7 +29,7 @@ fn embedded() -> PathBuf {
 
 impl Model {
     /// A model with the tokenizer of the embedded one.
-    fn load(folder: &Path) -> Self {
+    pub fn load(folder: &Path) -> Self {
         let source = ModelSource::Dir(folder.to_owned());
         let read = |name: &str| std::fs::read(embedded().join(name)).unwrap();
         let config = read("tokenizer_config.json");
@@ -41,7 +41,11 @@ impl Model {
         }
     }
 
-    fn calibrate(&self, start: Option<RotationFile>, widths: WidthOptions) -> (CalibratedModel, Vec<String>) {
+    pub fn calibrate(
+        &self,
+        start: Option<RotationFile>,
+        widths: WidthOptions,
+    ) -> (CalibratedModel, Vec<String>) {
         let folder = tempfile::tempdir().unwrap();
         let subject = Subject {
             backend: &self.backend,
@@ -71,12 +75,12 @@ impl Watch for Notes {
     }
 }
 
-fn means(names: &[&str]) -> Vec<MeanBits> {
+pub fn means(names: &[&str]) -> Vec<MeanBits> {
     names.iter().map(|name| name.parse().unwrap()).collect()
 }
 
 /// As little as shows a broken table: a copied passage, and the two tasks that only verify.
-fn short(means: Vec<MeanBits>) -> WidthOptions {
+pub fn short(means: Vec<MeanBits>) -> WidthOptions {
     WidthOptions {
         probe_tokens: 1024,
         probes: 1,
@@ -88,7 +92,7 @@ fn short(means: Vec<MeanBits>) -> WidthOptions {
 }
 
 /// Each mean has a table that passed and fits, or a reason.
-fn check(result: &CalibratedModel, asked: &[MeanBits], head_dim: usize) {
+pub fn check(result: &CalibratedModel, asked: &[MeanBits], head_dim: usize) {
     for mean in asked {
         let table = result.chosen.iter().find(|c| c.mean == *mean);
         let refused = result.refused.iter().find(|r| r.mean == *mean);

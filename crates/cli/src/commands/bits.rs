@@ -4,16 +4,16 @@
 use crate::progress;
 use anyhow::{Result, bail};
 use indicatif::ProgressBar;
-use oscar_calibrate::bits::{Chosen, Freedom, Refused, Scores, Watch};
-use oscar_calibrate::{CodeRounding, WidthOptions};
+use oscar_calibrate::bits::{Freedom, Scores, Watch, WidthTable};
+use oscar_calibrate::{CalibratedModel, CodeRounding, WidthOptions};
 use oscar_codec::{MeanBits, Side};
 use std::cell::RefCell;
 
 #[derive(clap::Args)]
 pub struct BitsArgs {
-    /// Also choose a code width of 0 to 4 bits for each layer, head and side, at these mean sizes
-    /// (bits an element with scale and minimum, 1.25 to 4.25); `--kv oscar` then uses the table of
-    /// 2.25, `--kv oscar:1.75` that of 1.75
+    /// Also choose a code width of 0 to 4 bits for each head and side of all layers but sliding ones,
+    /// at these mean sizes (bits an element with scale and minimum, 1.25 to 4.25); `--kv oscar` then
+    /// uses the table of 2.25, `--kv oscar:1.75` that of 1.75
     #[arg(long, value_name = "MEAN[,MEAN…]", value_delimiter = ',')]
     pub bits: Vec<MeanBits>,
     /// Tokens of a probe: text or a task with its answer
@@ -141,22 +141,24 @@ impl Watch for Bars {
 }
 
 /// The verified tables for people.
-pub fn describe(head_dim: usize, chosen: &[Chosen], refused: &[Refused]) -> String {
+pub fn describe(result: &CalibratedModel) -> String {
+    let CalibratedModel { file, chosen, refused, .. } = result;
+    let [_, kv_heads, head_dim] = file.shape();
+    let layers = &file.bits.layers;
+    let two_bits = WidthTable::uniform(layers.len(), kv_heads, 2).mean_bits(head_dim);
     let mut header = vec!["cache".to_owned(), "bits".to_owned(), "harm".to_owned()];
     let mut rows = Vec::new();
     for (index, c) in chosen.iter().enumerate() {
         if index == 0 {
             header.extend(c.uniform.groups().map(|g| format!("KL {}", g.name)));
-            // Two bits an element, and two 16-bit numbers a row.
-            let bits = 2.0 + 32.0 / head_dim as f64;
-            rows.push(row("oscar2".into(), c.uniform.relative_to(&c.uniform), bits, &c.uniform));
+            rows.push(row("oscar2".into(), c.uniform.relative_to(&c.uniform), two_bits, &c.uniform));
         }
-        rows.push(row(format!("oscar:{}", c.mean), c.harm(), c.mean.bits(), &c.scores));
+        rows.push(row(format!("oscar:{}", c.mean), c.harm(), c.table.mean_bits(head_dim), &c.scores));
     }
     let header: Vec<&str> = header.iter().map(String::as_str).collect();
     let mut out = crate::table::render(&header, &rows);
     for c in chosen {
-        out.push_str(&format!("\noscar:{} = {} ({} repairs)", c.mean, c.table.describe(), c.repairs));
+        out.push_str(&format!("\noscar:{} = {} ({} repairs)", c.mean, c.table.describe(layers), c.repairs));
     }
     for r in refused {
         out.push_str(&format!("\noscar:{} refused: {}", r.mean, r.reason));

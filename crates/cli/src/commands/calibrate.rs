@@ -156,7 +156,7 @@ fn finish(args: &Args, model: &OpenModel, result: &CalibratedModel, started: Ins
                    "granularity": m.granularity.name(), "statistic": m.statistic, "composition": m.composition,
                    "centred": m.centred, "clip": m.clip, "extra_memory_bytes": result.extra_memory,
                    "refused": refused.iter().map(|r| json!({"bits": r.mean.bits(), "reason": r.reason})).collect::<Vec<_>>(),
-                   "widths": chosen.iter().map(|c| json!({"bits": c.mean.bits(), "table": c.table.describe(),
+                   "widths": chosen.iter().map(|c| json!({"bits": c.mean.bits(), "table": c.table.describe(&result.file.bits.layers),
                        "harm": c.harm()})).collect::<Vec<_>>()})
         );
     } else {
@@ -173,7 +173,7 @@ fn finish(args: &Args, model: &OpenModel, result: &CalibratedModel, started: Ins
             if m.centred { ", keys centred" } else { "" },
         );
         if !chosen.is_empty() || !refused.is_empty() {
-            println!("{}", bits::describe(model.config.head_dim, chosen, refused));
+            println!("{}", bits::describe(result));
         }
     }
     Ok(())

@@ -175,8 +175,9 @@ fn layout(args: &Args, c: &DecoderConfig, format: KvFormat, on_gpu: bool) -> Res
     let mut layout = c.cache_layout(format, windows, CodeLayout::Logical)?;
     if let KvFormat::OscarMixed { mean } = format {
         let mean = mean.unwrap_or(MeanBits::DEFAULT);
-        let table = WidthTable::of_mean(c.layers, c.kv_heads, c.head_dim, mean);
-        layout = layout.with_coded_table(table.formats(c.head_dim, CodeLayout::Logical)?);
+        let layers = c.full_attention_layers().len();
+        let formats = WidthTable::of_mean(layers, c.kv_heads, c.head_dim, mean).formats(&layout)?;
+        layout = layout.with_coded_table(formats);
     }
     if on_gpu {
         if Storage::of(&layout)? == Storage::Dequantized {

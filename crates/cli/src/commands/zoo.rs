@@ -106,7 +106,7 @@ fn inspect(file: &Path, as_json: bool) -> Result<()> {
             println!("{} tokens in {} sequences; {}; {}", m.tokens, m.sequences, m.tool, m.note);
             println!("model {}", m.model_fingerprint.as_deref().unwrap_or("unknown"));
             for (mean, table) in &f.bits.tables {
-                println!("widths for {mean} bits: {}", table.describe());
+                println!("widths for {mean} bits: {}", table.describe(&f.bits.layers));
             }
         }
         return Ok(());

@@ -1,6 +1,7 @@
 //! Families with sliding windows as a user meets them: a folder that just works, plans and refusals
 //! that say what is stored and what is not computed.
 
+use crate::server::Server;
 use crate::support::{fail, json_lines, oscar, succeed};
 use oscar_models::tiny::{WriteOptions, tiny_config, write_random_model};
 use oscar_models::{DecoderConfig, Family};
@@ -10,7 +11,8 @@ use std::path::Path;
 pub fn folder(family: Family) -> tempfile::TempDir {
     let shipped = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/oscar-15m");
     let dir = tempfile::tempdir().unwrap();
-    let config = DecoderConfig { vocab_size: 6144, max_position_embeddings: 2048, ..tiny_config(family) };
+    let tiny = tiny_config(family);
+    let config = DecoderConfig { vocab_size: 6144, max_position_embeddings: 4096, head_dim: 128, ..tiny };
     write_random_model(dir.path(), &config, WriteOptions::default(), 5).unwrap();
     for file in ["tokenizer.json", "tokenizer_config.json"] {
         std::fs::copy(shipped.join(file), dir.path().join(file)).unwrap();
@@ -49,12 +51,80 @@ fn a_folder_answers_is_planned_calibrated_and_refuses_eviction() {
         let run = ["run", "--rotations", file, "--prompt", "Hello", "--max-tokens", "3", "--json"];
         json_lines(&[&run[..], &on].concat());
 
-        let widths = ["calibrate", "--tokens", "512", "--bits", "2.25", "--out", file];
-        let (_, message) = fail(&[&widths[..], &on].concat());
-        assert!(message.contains("not searched for models with sliding layers"), "{message}");
-
         let serve = ["serve", "--kv", "oscar2", "--kv-budget", "512", "--port", "0"];
         let (_, message) = fail(&[&serve[..], &on].concat());
         assert!(message.contains("sliding windows or attention sinks"), "{message}");
     }
+}
+
+/// Widths exist for the layer that does not slide, whatever shows them.
+#[test]
+fn widths_of_a_sliding_model_are_chosen_listed_planned_and_served() {
+    let folders = [folder(Family::Gemma3), folder(Family::GptOss)];
+    let file = |dir: &tempfile::TempDir| dir.path().join("widths.safetensors").to_str().unwrap().to_owned();
+    for dir in &folders {
+        let on = ["--model", dir.path().to_str().unwrap(), "--device", "cpu"];
+        let file = file(dir);
+        // Random weights bear four bits.
+        let small = ["--tokens", "512", "--probes", "1", "--probe-tokens", "1024", "--probe-kinds", "copy"];
+        let widths = ["calibrate", "--bits", "4.25", "--widths", "4", "--harm-widths", "2", "--out", &file];
+        let row = &json_lines(&[&widths[..], &small, &on, &["--json"]].concat())[0];
+        assert_eq!(row["widths"][0]["table"], "L1 K44 V44", "{row}");
+        let listed = succeed(&["zoo", "inspect", &file]);
+        assert!(listed.contains("widths for 4.25 bits: L1 K44 V44\n"), "{listed}");
+
+        // Two heads of 128 with seven bits in four units, or with two bits in each.
+        let plan = ["plan", "--memory", "1G", "--context", "1024", "--kv", "oscar:2.00,oscar2", "--json"];
+        let rows = json_lines(&[&plan[..], &on].concat());
+        let bytes = |row: usize| rows[row]["sequence_bytes"].as_u64().unwrap();
+        assert_eq!((bytes(1) - bytes(0)) % 1024, 0, "64 tokens of 128 channels, a bit less");
+        assert!((11..=12).contains(&((bytes(1) - bytes(0)) / 1024)), "{rows:?}");
+
+        let serve = ["--kv", "oscar:4.25", "--rotations", &file, "--port", "0", "--context", "1024"];
+        let server = Server::start_with(None, &[&serve[..], &on].concat());
+        let info = server.get("/server_info").json();
+        assert_eq!((&info["kv_bits_per_element"], &info["calibration"]), (&4.25.into(), &"rotations".into()));
+        assert!(server.seen.contains("oscar:4.25 (4.25 bits)"), "{}", server.seen);
+        let kernels = info["attention_backend"].as_str().unwrap();
+        assert!(!kernels.contains("zero-width"), "sliding layers have no history to read: {kernels}");
+    }
+    for (own, other) in [(0, 1), (1, 0)] {
+        let model = folders[own].path().to_str().unwrap();
+        let run = ["run", "--model", model, "--rotations", &file(&folders[other]), "--prompt", "Hi"];
+        let (_, message) = fail(&[&run[..], &["--device", "cpu"]].concat());
+        assert!(message.contains("do not belong to this model"), "{message}");
+    }
+}
+
+/// The first start with `--calibrate widths` measures the layer that does not slide. Random weights may
+/// have no table that passes: then the server says so. The second start measures nothing.
+#[test]
+fn the_first_start_of_a_sliding_model_chooses_widths() {
+    let dir = folder(Family::Gemma3);
+    let cache = dir.path().join("cache");
+    let start = || {
+        let model = ["--model", dir.path().to_str().unwrap(), "--device", "cpu", "--threads", "2"];
+        let flags = ["--calibrate", "widths", "--port", "0", "--context", "1024"];
+        let variables = [("OSCAR_CACHE_DIR", cache.to_str().unwrap())];
+        Server::start_in(None, &[&model[..], &flags].concat(), &variables)
+    };
+    let told = |server: &Server| {
+        let info = server.get("/server_info").json();
+        let text = |field: &str| info[field].as_str().unwrap().to_owned();
+        (text("calibration"), text("kv_cache_dtype"), info["kv_bits_per_element"].as_f64().unwrap())
+    };
+    let server = start();
+    assert!(server.seen.contains("harm of 4 units"), "{}", server.seen);
+    assert!(!server.seen.contains("could not be calibrated"), "{}", server.seen);
+    let (calibration, format, bits) = told(&server);
+    let refused = server.seen.contains("no table of widths for 2.25 bits: ");
+    match calibration.as_str() {
+        "widths" => assert!(!refused && format == "oscar" && bits <= 2.25, "{format} {bits}"),
+        "rotations" => assert!(refused && format == "oscar4" && bits == 4.25, "{}", server.seen),
+        other => panic!("{other}: {}", server.seen),
+    }
+    drop(server);
+    let again = start();
+    assert!(!again.seen.contains("harm of 4 units"), "{}", again.seen);
+    assert_eq!(told(&again), (calibration, format, bits));
 }

@@ -23,7 +23,7 @@ use oscar_backend::{
     ExpertsShape, Feature, HeadHistory, HeadShape, HistoryRows, HostMatrix, HostValues, PrefillWave, Result,
     SequenceRows, StepMemory, StepSize, StepTimes, TappedRows, View,
 };
-use oscar_codec::{CacheLayout, CodeLayout, FormatTable, HeadRotations};
+use oscar_codec::{CacheLayout, CodeLayout, FormatTable, HeadRotations, RowPageCodec};
 use products::ProductScratch;
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
@@ -241,18 +241,18 @@ impl Backend for CpuBackend {
     fn attention(&self, layout: &CacheLayout) -> AttentionKernels {
         let layout = self.held_layout(layout);
         let variant = self.kernels.variant();
-        let names = |table: &FormatTable| {
-            let name = |codec| attention::kernel_name(variant, codec);
-            let mut names: Vec<String> = table.codecs().iter().map(name).collect();
+        let names = |codecs: &mut dyn Iterator<Item = &RowPageCodec>| {
+            let mut names: Vec<String> = codecs.map(|codec| attention::kernel_name(variant, codec)).collect();
             names.sort_unstable();
             names.dedup();
             names.join(" + ")
         };
+        let full = names(&mut layout.full().codecs().iter());
         let native =
             |table: &FormatTable| table.codecs().iter().all(|codec| attention::has_kernel(variant, codec));
         let description = match layout.coded() {
-            Some(coded) => format!("{} over history, {} over windows", names(coded), names(layout.full())),
-            None => names(layout.full()),
+            Some(coded) => format!("{} over history, {full} over windows", names(&mut layout.grown(coded))),
+            None => full,
         };
         let path = match native(layout.full()) && layout.coded().is_none_or(native) {
             true => AttentionPath::Native,
