@@ -106,8 +106,9 @@ impl<B: Backend> Serving<B> {
         let most = if running { PIECE } else { self.scheduler.options().prefill_chunk };
         let (mut progress, mut full) = (Progress::Ended, None);
         let (runner, sets, counters) = (&mut self.runner, &mut self.post.sets, &mut self.statistics.counters);
+        let tiers = self.tiers.as_mut();
         let outcome = caught(|| {
-            let mut bench = Bench { runner, cache, sets, setting, counters };
+            let mut bench = Bench { runner, cache, tiers, sets, setting, counters };
             match job.advance(&mut bench, most) {
                 Err(StepError::OutOfPages(error)) => full = Some(error),
                 other => progress = other?,
