@@ -220,6 +220,12 @@ impl PostTurn {
         }
     }
 
+    /// Bytes of the view that it reads, about; 0 if it reads the base.
+    pub fn view_bytes(&self, layout: &CacheLayout) -> usize {
+        let bytes = || row_cap::view_bytes(layout, self.cap.rows, &self.cap.keep.protected);
+        self.reading.as_ref().map_or(0, |_| bytes())
+    }
+
     /// Chooses the view of the latest point that is ready.
     pub fn route(
         &mut self,

@@ -268,6 +268,41 @@ fn answers_on_views_depend_on_their_lineage_alone() {
     }
 }
 
+/// Turns that outgrow the cache together give way to each other, and their answers do not change.
+#[test]
+fn preempted_answers_depend_on_their_lineage_alone() {
+    let layout = setup(1 << 20, 512).embedded().layout().clone();
+    let history = utterances(20);
+    let questions: Vec<Asked> = (0..5).map(|i| asked_again(&history, i % 3, i)).collect();
+    let mut reference = Reference { count: 200, ..Reference::new() };
+    for eviction in [KVZIP, Eviction::Episodes] {
+        let expected = reference.answers(&questions, eviction, &[], 640);
+        // Admitted for their prompts alone, they outgrow the cache. How many are admitted depends on its size.
+        let preempts = |pages: usize| {
+            let scheduler = SchedulerOptions { decode_room: 0, ..SchedulerOptions::default() };
+            let options = EngineOptions { scheduler, ..EngineOptions::new("test") };
+            let memory = layout.peak_bytes(740) + pages * layout.full_block_bytes();
+            let engine = engine_with(&setup(memory, 512), Some(eviction), options);
+            ask(&engine, &questions[0]);
+            settled(&engine);
+            let ask = |asked| send_for(&engine, asked, KvRequest::default(), 200);
+            let calls: Vec<Call> = questions.iter().map(ask).collect();
+            for (i, (call, (tokens, taken))) in calls.into_iter().zip(&expected).enumerate() {
+                let outcome = call.finish(&engine, None);
+                let got = (answer(&outcome), route(&outcome), outcome.failed);
+                assert_eq!(got, (tokens.clone(), Some(*taken), None), "{eviction}, {pages}, question {i}");
+            }
+            let preemptions = engine.stats().preemptions;
+            settled(&engine);
+            engine.flush_cache();
+            assert_eq!(engine.stats().cache_bytes, 0, "every page returns");
+            engine.shutdown();
+            preemptions > 0
+        };
+        assert!((10..16).any(preempts), "{eviction}: no turn was preempted");
+    }
+}
+
 /// A restart finds the turns that were computed on views: the store has their replays.
 #[test]
 fn conversations_on_views_survive_a_restart() {
