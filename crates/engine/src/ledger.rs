@@ -2,6 +2,7 @@
 
 use crate::live::{Choice, LiveRequests};
 use crate::post::{Jobs, Reading};
+use crate::row_cap::RowCap;
 use crate::scheduler::{Demand, Ledger, SequenceId};
 use oscar_backend::Backend;
 use oscar_cache::{PrefixKey, PrefixPages, RadixCache, Reclaimed};
@@ -29,33 +30,43 @@ impl<B: Backend> PageLedger<'_, B> {
         true
     }
 
-    /// Bytes of a sequence that grows to `tokens`: its largest size on the way, and the pages of one
-    /// block that it keeps for a resume.
-    fn needed(&self, layout: &CacheLayout, &Demand { id, tokens }: &Demand) -> usize {
-        let whole = layout.peak_bytes(tokens) + layout.unquantized_block_bytes();
-        let cap = self.live.cap(id.request);
-        cap.map_or(whole, |cap| cap.most_bytes(layout, tokens).min(whole))
-    }
-
     /// Bytes that a running sequence will still need.
-    fn outstanding(&self, demand: &Demand) -> usize {
-        let layout = self.runner.layout();
-        let held = self.live.choice(demand.id).and_then(|choice| choice.sequence.as_ref());
-        self.needed(layout, demand).saturating_sub(held.map_or(0, |s| s.pages().bytes(layout)))
+    fn outstanding(&self, &Demand { id, tokens }: &Demand) -> usize {
+        let (layout, nothing) = (self.runner.layout(), Sequence::default());
+        let held = self.live.choice(id).and_then(|choice| choice.sequence.as_ref()).unwrap_or(&nothing);
+        let live = self.live.get(id.request);
+        let view = live.and_then(|live| live.post.as_ref()).map_or(0, |post| post.view_bytes(layout));
+        missing(layout, self.live.cap(id.request), view, tokens, held)
     }
+}
+
+/// Bytes that a sequence which holds some pages lacks on its way to `tokens`: those of its largest size,
+/// and those of one block that it keeps for a resume. A turn that waits for its view, of `view` bytes,
+/// holds the whole history until it has it.
+fn missing(layout: &CacheLayout, cap: Option<&RowCap>, view: usize, tokens: usize, held: &Sequence) -> usize {
+    let whole = layout.peak_bytes(tokens) + layout.unquantized_block_bytes();
+    let needed = match (cap, held.pages().view()) {
+        (Some(cap), _) => cap.most_bytes(layout, tokens).min(whole),
+        (None, None) => whole + view,
+        (None, Some(view)) => {
+            let replaced = view.end().saturating_sub(layout.windows().sink()) / PAGE_TOKENS;
+            (whole + view.bytes()).saturating_sub(replaced * layout.coded_block_bytes())
+        }
+    };
+    needed.saturating_sub(held.pages().bytes(layout))
 }
 
 impl<B: Backend> Ledger for PageLedger<'_, B> {
     fn admit(&mut self, sequence: Demand, running: &[Demand]) -> Option<usize> {
         let outstanding: usize = running.iter().map(|demand| self.outstanding(demand)).sum();
         let id = sequence.id;
-        let layout = self.runner.layout();
-        let whole = self.needed(layout, &sequence);
+        let (layout, tokens) = (self.runner.layout(), sequence.tokens);
         let live = self.live.get(id.request)?;
         let cap = live.cap.clone();
+        let view = live.post.as_ref().map_or(0, |post| post.view_bytes(layout));
         let post = live.post.as_ref().and_then(|post| Some((post.start, post.reading.clone()?)));
         let choice = self.live.choice_mut(id)?;
-        let prefix = match (self.cache.as_deref_mut(), cap) {
+        let prefix = match (self.cache.as_deref_mut(), &cap) {
             (Some(cache), None) if let Some((start, reading)) = &post => {
                 find_on_view(cache, layout, choice, *start, reading)
             }
@@ -73,7 +84,7 @@ impl<B: Backend> Ledger for PageLedger<'_, B> {
             }
         };
         let sequence = Sequence::resume(layout, prefix);
-        let missing = outstanding + whole.saturating_sub(sequence.pages().bytes(layout));
+        let missing = outstanding + missing(layout, cap.as_ref(), view, tokens, &sequence);
         let free = self.runner.pool().free();
         // The prefix is held now, so the cache does not count it as reclaimable.
         let reclaimable = || self.cache.as_deref().map_or(0, RadixCache::reclaimable);

@@ -108,9 +108,7 @@ impl RowCap {
 
     /// Bytes that a sequence of `tokens` takes at most.
     pub fn most_bytes(&self, layout: &CacheLayout, tokens: usize) -> usize {
-        let protected: usize = self.protected.iter().map(Range::len).sum();
-        let pages = (self.rows + protected).div_ceil(PAGE_TOKENS) + 1;
-        let view = if tokens < self.first { 0 } else { pages * layout.coded_block_bytes() };
+        let view = if tokens < self.first { 0 } else { view_bytes(layout, self.rows, &self.protected) };
         layout.peak_bytes(tokens.min(self.first)) + view + layout.full_block_bytes()
     }
 
@@ -177,6 +175,12 @@ pub(crate) fn rows_of(layout: &CacheLayout, budget: Budget) -> Result<usize, Str
         0 => Err(format!("{budget} bytes hold less than a page of rows")),
         rows => Ok(rows),
     }
+}
+
+/// Bytes of a view that keeps `rows` of each layer and head, on average, beside protected positions.
+pub(crate) fn view_bytes(layout: &CacheLayout, rows: usize, protected: &[Range<usize>]) -> usize {
+    let protected: usize = protected.iter().map(Range::len).sum();
+    ((rows + protected).div_ceil(PAGE_TOKENS) + 1) * layout.coded_block_bytes()
 }
 
 /// Rows of history of a sequence: all that a whole cache would hold quantized, and those that a layer

@@ -241,6 +241,16 @@ impl Scheduler {
         self.waiting.retain(|e| e.id != id);
     }
 
+    /// Stops a running sequence, which then waits ahead of the others; the caller gives its pages back.
+    /// `false` if it runs alone: waiting would not help. It is admitted again as the youngest.
+    pub fn preempt(&mut self, id: SequenceId) -> bool {
+        let place = self.running.iter().position(|e| e.id == id).filter(|_| self.running.len() > 1);
+        let Some(place) = place else { return false };
+        let entry = self.running.remove(place);
+        self.waiting.push_front(Entry { stored: 0, ..entry });
+        true
+    }
+
     pub fn is_idle(&self) -> bool {
         self.running.is_empty() && self.waiting.is_empty()
     }
@@ -351,10 +361,9 @@ impl Scheduler {
             }
             match self.running.last().copied() {
                 Some(youngest) if youngest.id != id => {
-                    self.running.pop();
+                    self.preempt(youngest.id);
                     plan.work.retain(|w| w.id != youngest.id);
                     ledger.release(youngest.id);
-                    self.waiting.push_front(Entry { stored: 0, ..youngest });
                     plan.preempted.push(youngest.id);
                 }
                 // No younger sequence is left: older ones will end and release their pages.

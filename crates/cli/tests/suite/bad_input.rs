@@ -8,7 +8,7 @@ fn errors_name_the_value_and_what_to_do() {
     let garbage = dir.path().join("garbage.json");
     std::fs::write(&garbage, "{ not json").unwrap();
     let garbage = garbage.to_str().unwrap();
-    let cases: [(&[&str], i32, &str); 30] = [
+    let cases: [(&[&str], i32, &str); 32] = [
         (&["run", "--kv", "oscar9", "--prompt", "x"], 2, "oscar2-official"),
         (&["run", "--prompt", "x", "--chat", "y"], 2, "--chat"),
         (&["run", "--raw", "--prompt", ""], 1, "no tokens"),
@@ -31,6 +31,8 @@ fn errors_name_the_value_and_what_to_do() {
         (&["bench", "serve", "--prompt-tokens", "1000000"], 1, "positions of oscar-15m"),
         (&["bench", "serve", "--kv-memory", "1M"], 1, "in bf16"),
         (&["bench", "serve", "--http", "--turns", "2"], 1, "--turns 2"),
+        (&["bench", "views", "--evict", "keydiff"], 1, "kvzip or episodes"),
+        (&["bench", "views", "--context", "16000"], 1, "--context 16000"),
         (&["serve", "--print-config", "--log", "oscar=loud"], 2, "oscar=loud"),
         (&["serve", "--print-config", "--log-format", "xml"], 2, "text, json"),
         (&["serve", "--print-config", "--kv-memory", "lots"], 2, "--kv-memory"),

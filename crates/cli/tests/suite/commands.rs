@@ -202,6 +202,30 @@ fn bench_rows_carry_the_promised_fields() {
     assert!(rows.iter().all(|r| r["gflops"].as_f64().unwrap() > 0.0));
 }
 
+/// Turns on views and on the whole history compute the same tokens; the view has fewer rows to read.
+#[test]
+fn bench_views_compares_turns_that_compute_the_same_tokens() {
+    let rows = json_lines(&[
+        "bench",
+        "views",
+        "--context",
+        "1024",
+        "--budget",
+        "64",
+        "--output-tokens",
+        "2",
+        "--repetitions",
+        "2",
+        "--json",
+    ]);
+    assert_eq!(rows.iter().map(|r| r["policy"].as_str().unwrap()).collect::<Vec<_>>(), ["kvzip", "episodes"]);
+    for row in rows {
+        assert_eq!((row["computed_whole"].as_u64(), row["computed_view"].as_u64()), (Some(32), Some(32)));
+        assert!(row["rows"].as_u64().unwrap() < row["history"].as_u64().unwrap() / 2, "{row}");
+        assert!(row["ttft_ratio"].as_f64().unwrap() > 0.0, "{row}");
+    }
+}
+
 #[test]
 fn bench_serve_gives_every_format_the_same_work_and_memory() {
     let dir = tempfile::tempdir().unwrap();

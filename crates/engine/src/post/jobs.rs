@@ -7,6 +7,7 @@
 use super::{PostCap, PostSetting, Turn, ViewSets, view_key};
 use crate::request::EngineStats;
 use crate::serving::Activity;
+use crate::store::PageTiers;
 use oscar_backend::Backend;
 use oscar_cache::{CacheSalt, PrefixKey, RadixCache};
 use oscar_codec::PAGE_TOKENS;
@@ -25,6 +26,7 @@ const MOST_RETREATS: usize = 8;
 pub(crate) struct Bench<'a, B: Backend> {
     pub runner: &'a mut Runner<B>,
     pub cache: &'a mut RadixCache,
+    pub tiers: Option<&'a mut PageTiers>,
     pub sets: &'a mut ViewSets,
     pub setting: &'a PostSetting,
     pub counters: &'a mut EngineStats,
@@ -123,6 +125,11 @@ impl Job {
         if matches!(self.stage, Stage::Replay) {
             let whole = self.tokens.len() / PAGE_TOKENS * PAGE_TOKENS;
             if self.reach(bench, whole, most)? {
+                // The pages of the turn itself lie behind a view, and a store keeps none of those.
+                if let Some(tiers) = &mut bench.tiers {
+                    let key = PrefixKey::new(self.salt, &self.tokens[..whole]);
+                    tiers.offer(bench.runner, bench.cache, key, 0, true);
+                }
                 self.base = None;
                 self.stage = Stage::Begin;
             }
@@ -152,7 +159,7 @@ impl Job {
         (point, key): (usize, CacheSalt),
         most: usize,
     ) -> Result<Progress, StepError> {
-        let Bench { runner, cache, sets, setting, counters } = bench;
+        let Bench { runner, cache, sets, setting, counters, .. } = bench;
         let ended = StepError::Eviction("a thread that groups or sorts rows has ended");
         let none = Sequence::default();
         let history = |base| History { sequence: base, tokens: &self.tokens, len: point, observed: None };

@@ -6,7 +6,7 @@
 //! views by the text of its last user message. Everything before that message is read as the base
 //! computed it: through the view up to the point, and in full between the point and the message. The
 //! message and the answer are computed on the view, and afterwards once more on the base, so that
-//! later views of other topics have them too.
+//! later views of other topics have them too, and the page store, which keeps no views.
 //!
 //! So an answer depends on the tokens, the point and the route alone, which together are its
 //! *lineage*: not on chunks, batches, preemption or the prefix cache. Which lineage a turn has
@@ -218,6 +218,12 @@ impl PostTurn {
             }
             None => KvRoute::Full,
         }
+    }
+
+    /// Bytes of the view that it reads, about; 0 if it reads the base.
+    pub fn view_bytes(&self, layout: &CacheLayout) -> usize {
+        let bytes = || row_cap::view_bytes(layout, self.cap.rows, &self.cap.keep.protected);
+        self.reading.as_ref().map_or(0, |_| bytes())
     }
 
     /// Chooses the view of the latest point that is ready.

@@ -1,12 +1,12 @@
 //! Where requests meet views of histories that stay whole.
 
 use super::{Serving, caught};
-use crate::live::Live;
+use crate::live::{Live, Stage};
 use crate::post::{Bench, Job, Progress};
 use crate::request::RequestId;
 use crate::scheduler::{SchedulerOptions, SequenceId};
 use oscar_backend::Backend;
-use oscar_runner::StepError;
+use oscar_runner::{Sequence, StepError};
 
 /// Steps of requests between two pieces of background work.
 const STEPS_BETWEEN: u64 = 4;
@@ -60,7 +60,7 @@ impl<B: Backend> Serving<B> {
                     tracing::warn!(message, "no view was made");
                     break None;
                 }
-                (Ok(()), Some(full)) if self.make_room(&full) => {}
+                (Ok(()), Some(full)) if self.make_room(&full) || self.post.jobs.give_way() => {}
                 (Ok(()), _) => break made,
             }
         };
@@ -69,15 +69,28 @@ impl<B: Backend> Serving<B> {
             Some(derived) => {
                 self.go_on(id, derived, reading.lineage);
             }
-            // There is no room for the view: the turn reads the base, and its usage says so.
-            None => {
-                if let Some(live) = self.live.get_mut(id.request) {
-                    live.post.iter_mut().for_each(|post| post.reading = None);
-                }
-                if let Some(choice) = self.live.choice_mut(id) {
-                    choice.sequence = Some(sequence);
-                }
-            }
+            None => self.go_on_without_view(id, sequence),
+        }
+    }
+
+    /// There is no room for the view of a turn. One that has not begun to answer reads the base, and its
+    /// usage says so. Another was preempted: it waits, because its answer began on the view.
+    fn go_on_without_view(&mut self, id: SequenceId, sequence: Sequence) {
+        let Some(live) = self.live.get_mut(id.request) else { return };
+        let begun = live.stage != Stage::Prefill;
+        if !begun {
+            live.post.iter_mut().for_each(|post| post.reading = None);
+        }
+        let Some(choice) = live.choices.get_mut(&id.choice) else { return };
+        choice.sequence = Some(sequence);
+        if !begun {
+            return;
+        }
+        if self.scheduler.preempt(id) {
+            self.statistics.counters.preemptions += 1;
+            choice.sequence = None;
+        } else {
+            self.end_exhausted(id);
         }
     }
 
@@ -106,8 +119,9 @@ impl<B: Backend> Serving<B> {
         let most = if running { PIECE } else { self.scheduler.options().prefill_chunk };
         let (mut progress, mut full) = (Progress::Ended, None);
         let (runner, sets, counters) = (&mut self.runner, &mut self.post.sets, &mut self.statistics.counters);
+        let tiers = self.tiers.as_mut();
         let outcome = caught(|| {
-            let mut bench = Bench { runner, cache, sets, setting, counters };
+            let mut bench = Bench { runner, cache, tiers, sets, setting, counters };
             match job.advance(&mut bench, most) {
                 Err(StepError::OutOfPages(error)) => full = Some(error),
                 other => progress = other?,
@@ -122,7 +136,8 @@ impl<B: Backend> Serving<B> {
             }
             (Ok(()), Some(full)) if self.make_room(&full) => self.post.jobs.resume(job),
             (Ok(()), Some(_)) => {
-                let stays = self.post.jobs.retreat(job);
+                // If no request runs, none will free pages: the job does not fit.
+                let stays = running && self.post.jobs.retreat(job);
                 self.statistics.counters.view_jobs_failed += u64::from(!stays);
             }
             (Ok(()), None) if progress == Progress::Ended => {}

@@ -11,6 +11,7 @@ use oscar_engine::{
 use oscar_kernels_cpu::backend::CpuBackend;
 use oscar_models::{ModelSource, Weights};
 use oscar_runner::{Logits, Runner, Sequence, StepOutput, StepRequest};
+use oscar_store::{FingerprintParts, Store, StoreOptions};
 use oscar_views::{History, Keep, Probing, Topics, ViewSet};
 use std::ops::Range;
 use std::sync::Arc;
@@ -40,7 +41,12 @@ struct Asked {
 }
 
 fn asked(history: &[u32], topic: u32) -> Asked {
-    let question: Vec<u32> = (0..11).map(|i| word(topic, i * 7 + 3)).collect();
+    asked_again(history, topic, 0)
+}
+
+/// Another question about the topic.
+fn asked_again(history: &[u32], topic: u32, number: u32) -> Asked {
+    let question: Vec<u32> = (0..11).map(|i| word(topic, i * 7 + 3 + number)).collect();
     let mut prompt = history.to_vec();
     let start = prompt.len();
     prompt.extend([5, 6]);
@@ -65,20 +71,27 @@ fn setting() -> PostSetting {
 }
 
 fn engine_of(setup: &Setup, cap: Option<Eviction>) -> EngineHandle {
+    engine_with(setup, cap, EngineOptions::new("test"))
+}
+
+fn engine_with(setup: &Setup, cap: Option<Eviction>, options: EngineOptions) -> EngineHandle {
     let runner = setup.embedded();
     let post = setting();
     let cap = cap.map(|eviction| {
         let budget = (ROWS.to_string().parse().unwrap(), eviction.default_split());
         Cap::Post(PostCap::new(&runner, eviction, budget, BLOCK, post.episodes).unwrap())
     });
-    let scheduler = SchedulerOptions { prefill_chunk: setup.chunk, ..SchedulerOptions::default() };
-    Engine::start(runner, EngineOptions { cap, post: Some(post), scheduler, ..EngineOptions::new("test") })
-        .unwrap()
+    let scheduler = SchedulerOptions { prefill_chunk: setup.chunk, ..options.scheduler };
+    Engine::start(runner, EngineOptions { cap, post: Some(post), scheduler, ..options }).unwrap()
 }
 
 fn send(engine: &EngineHandle, asked: &Asked, kv: KvRequest) -> Call {
+    send_for(engine, asked, kv, ANSWER)
+}
+
+fn send_for(engine: &EngineHandle, asked: &Asked, kv: KvRequest, max_tokens: usize) -> Call {
     let kv = KvRequest { turn: Some(asked.turn.clone()), ..kv };
-    let params = GenerationParams { max_tokens: ANSWER, kv, ..GenerationParams::default() };
+    let params = GenerationParams { max_tokens, kv, ..GenerationParams::default() };
     submit(engine, &asked.prompt, params).unwrap()
 }
 
@@ -116,11 +129,13 @@ fn route(outcome: &Outcome) -> Option<Route> {
 struct Reference {
     runner: Runner<CpuBackend>,
     setting: PostSetting,
+    /// Tokens of an answer.
+    count: usize,
 }
 
 impl Reference {
     fn new() -> Self {
-        Self { runner: setup(1 << 30, 512).embedded(), setting: setting() }
+        Self { runner: setup(1 << 30, 512).embedded(), setting: setting(), count: ANSWER }
     }
 
     fn base(&mut self, tokens: &[u32]) -> Sequence {
@@ -137,14 +152,26 @@ impl Reference {
         protected: &[Range<usize>],
         until: usize,
     ) -> (Vec<u32>, Route) {
-        let start = asked.turn.start / 64 * 64;
+        self.answers(std::slice::from_ref(asked), eviction, protected, until).remove(0)
+    }
+
+    /// The same for questions behind one history.
+    fn answers(
+        &mut self,
+        questions: &[Asked],
+        eviction: Eviction,
+        protected: &[Range<usize>],
+        until: usize,
+    ) -> Vec<(Vec<u32>, Route)> {
+        let Asked { prompt, turn } = &questions[0];
+        let start = turn.start / 64 * 64;
         let point = FIRST + (until - FIRST) / BLOCK * BLOCK;
-        let tokens = &asked.prompt[..point];
+        let tokens = &prompt[..point];
         let at_point = self.base(tokens);
         let history = History { sequence: &at_point, tokens, len: point, observed: None };
         let (runner, setting) = (&mut self.runner, &self.setting);
         let clip = |r: &Range<usize>| r.start..r.end.min(point);
-        let utterances: Vec<_> = asked.turn.utterances.iter().map(clip).filter(|r| !r.is_empty()).collect();
+        let utterances: Vec<_> = turn.utterances.iter().map(clip).filter(|r| !r.is_empty()).collect();
         let topics = (eviction == Eviction::Episodes)
             .then(|| Topics::new(tokens, &utterances, &setting.embeddings, setting.episodes));
         let probing = match &topics {
@@ -155,11 +182,15 @@ impl Reference {
         let budget = ROWS.to_string().parse().unwrap();
         let keep = Keep { budget, heads: eviction.default_split(), protected: protected.into() };
         let set = ViewSet::new(runner.layout().clone(), scores, topics, keep);
-        let (route, _) = set.route(&asked.turn.question, &setting.embeddings);
-        let view = runner.gather(&at_point, point, set.selection(route).kept).unwrap();
-        let base = self.base(&asked.prompt[..start]);
-        let mut turn = self.runner.fork_reading(&base, start, view).unwrap();
-        (self.greedy(&mut turn, &asked.prompt[start..]), route)
+        let base = self.base(&prompt[..start]);
+        let answer = |asked: &Asked| {
+            assert_eq!(asked.prompt[..start], prompt[..start]);
+            let (route, _) = set.route(&asked.turn.question, &self.setting.embeddings);
+            let view = self.runner.gather(&at_point, point, set.selection(route).kept).unwrap();
+            let mut turn = self.runner.fork_reading(&base, start, view).unwrap();
+            (self.greedy(&mut turn, &asked.prompt[start..]), route)
+        };
+        questions.iter().map(answer).collect()
     }
 
     fn whole(&mut self, prompt: &[u32]) -> Vec<u32> {
@@ -172,7 +203,7 @@ impl Reference {
         self.runner.prefill(sequence, prompt, &mut out, |_| {}).unwrap();
         loop {
             answer.push(oscar_backend::argmax(&out.logits));
-            if answer.len() == ANSWER {
+            if answer.len() == self.count {
                 return answer;
             }
             let request = StepRequest { sequence, tokens: &answer[answer.len() - 1..], logits: Logits::Last };
@@ -235,6 +266,76 @@ fn answers_on_views_depend_on_their_lineage_alone() {
         assert_eq!(engine.stats().cache_bytes, 0, "every page returns");
         engine.shutdown();
     }
+}
+
+/// Turns that outgrow the cache together give way to each other, and their answers do not change.
+#[test]
+fn preempted_answers_depend_on_their_lineage_alone() {
+    let layout = setup(1 << 20, 512).embedded().layout().clone();
+    let history = utterances(20);
+    let questions: Vec<Asked> = (0..5).map(|i| asked_again(&history, i % 3, i)).collect();
+    let mut reference = Reference { count: 200, ..Reference::new() };
+    for eviction in [KVZIP, Eviction::Episodes] {
+        let expected = reference.answers(&questions, eviction, &[], 640);
+        // Admitted for their prompts alone, they outgrow the cache. How many are admitted depends on its size.
+        let preempts = |pages: usize| {
+            let scheduler = SchedulerOptions { decode_room: 0, ..SchedulerOptions::default() };
+            let options = EngineOptions { scheduler, ..EngineOptions::new("test") };
+            let memory = layout.peak_bytes(740) + pages * layout.full_block_bytes();
+            let engine = engine_with(&setup(memory, 512), Some(eviction), options);
+            ask(&engine, &questions[0]);
+            settled(&engine);
+            let ask = |asked| send_for(&engine, asked, KvRequest::default(), 200);
+            let calls: Vec<Call> = questions.iter().map(ask).collect();
+            for (i, (call, (tokens, taken))) in calls.into_iter().zip(&expected).enumerate() {
+                let outcome = call.finish(&engine, None);
+                let got = (answer(&outcome), route(&outcome), outcome.failed);
+                assert_eq!(got, (tokens.clone(), Some(*taken), None), "{eviction}, {pages}, question {i}");
+            }
+            let preemptions = engine.stats().preemptions;
+            settled(&engine);
+            engine.flush_cache();
+            assert_eq!(engine.stats().cache_bytes, 0, "every page returns");
+            engine.shutdown();
+            preemptions > 0
+        };
+        assert!((10..16).any(preempts), "{eviction}: no turn was preempted");
+    }
+}
+
+/// A restart finds the turns that were computed on views: the store has their replays.
+#[test]
+fn conversations_on_views_survive_a_restart() {
+    let folder = tempfile::tempdir().unwrap();
+    let begin = || {
+        let (fingerprint, about) = FingerprintParts::default().text("model", "test").finish();
+        let directory = Some(folder.path().to_owned());
+        let store = StoreOptions { directory, ..StoreOptions::default() };
+        let store = Store::open(&store, fingerprint, &about).unwrap();
+        let options =
+            EngineOptions { store: Some(store), demote_idle_tails: false, ..EngineOptions::new("test") };
+        engine_with(&setup(1 << 30, 256), Some(KVZIP), options)
+    };
+    let engine = begin();
+    let mut history = utterances(20);
+    for turn in 0..4u32 {
+        let asked = asked(&history, turn % 3);
+        let outcome = ask(&engine, &asked);
+        assert_eq!(route(&outcome).is_some(), turn > 0, "turn {turn}");
+        settled(&engine);
+        history = [asked.prompt, answer(&outcome), utterances(3)].concat();
+    }
+    engine.shutdown();
+    // The last answer without its last token is stored; the messages behind it are new.
+    let known = (history.len() - 3 * 32 - 1) / 64 * 64;
+    let engine = begin();
+    let asked = asked(&history, 1);
+    let outcome = ask(&engine, &asked);
+    assert_eq!((outcome.cached, outcome.usage.by_tier.disk), (known, known));
+    assert_eq!((answer(&outcome), route(&outcome)), (Reference::new().whole(&asked.prompt), None));
+    settled(&engine);
+    assert!(route(&ask(&engine, &asked)).is_some(), "views are made again");
+    engine.shutdown();
 }
 
 /// Turns that were computed on a view are replayed on the base: later views of other topics have them.

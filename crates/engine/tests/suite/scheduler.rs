@@ -241,6 +241,24 @@ fn prompts_are_admitted_only_beside_what_running_ones_still_need() {
 }
 
 #[test]
+fn a_sequence_that_gives_way_waits_ahead_of_the_others_and_begins_again() {
+    let options = SchedulerOptions { max_batch: 2, prefill_chunk: 32, ..Default::default() };
+    let mut scheduler = Scheduler::new(options);
+    let mut counts = Counts { total: 100, held: BTreeMap::new() };
+    (0..3).for_each(|i| scheduler.submit(sequence(i), 40, 50, usize::MAX));
+    let plan = scheduler.schedule(&mut counts);
+    assert_eq!(plan.admitted, [(sequence(0), 0), (sequence(1), 0)]);
+    scheduler.complete(&plan);
+    plan.work.iter().for_each(|work| counts.held.get_mut(&work.id).unwrap().0 += work.tokens);
+    assert!(scheduler.preempt(sequence(0)));
+    assert!(!scheduler.preempt(sequence(0)) && !scheduler.preempt(sequence(2)), "neither runs");
+    assert!(!scheduler.preempt(sequence(1)), "it runs alone");
+    counts.release(sequence(0));
+    let plan = scheduler.schedule(&mut counts);
+    assert_eq!(plan.admitted, [(sequence(0), 0)], "ahead of the third, and from its beginning");
+}
+
+#[test]
 fn of_prompts_that_came_together_some_end_early() {
     let options = SchedulerOptions { max_batch: 32, step_tokens: Some(1024), ..Default::default() };
     let mut scheduler = Scheduler::new(options);

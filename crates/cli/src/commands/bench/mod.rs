@@ -10,6 +10,7 @@ mod serve;
 mod store;
 mod streams;
 pub mod subject;
+mod views;
 
 use crate::table;
 use anyhow::Result;
@@ -39,6 +40,8 @@ enum What {
     Streams(streams::Args),
     /// A prompt whose pages come from disk, beside computing them: time to first token
     Store(store::Args),
+    /// A turn on a view of a long history, beside one on the whole of it: time to first token
+    Views(views::Args),
     /// Loading a model: seconds until it could serve
     Load(load::Args),
 }
@@ -52,6 +55,7 @@ pub fn run(args: &Args) -> Result<()> {
         What::Serve(args) => serve::run(args),
         What::Streams(args) => streams::run(args),
         What::Store(args) => store::run(args),
+        What::Views(args) => views::run(args),
         What::Load(args) => load::run(args),
     }
 }
