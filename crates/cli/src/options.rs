@@ -5,7 +5,7 @@ use crate::device::AnyBackend;
 use crate::hub;
 use anyhow::{Context, Result, bail};
 use oscar_backend::{Backend, WeightFormat};
-use oscar_codec::Windows;
+use oscar_codec::{KvFormat, Windows};
 use oscar_engine::SamplingParams;
 use oscar_kernels_cpu::Kernels;
 use oscar_kernels_cpu::backend::{CpuBackend, Mode};
@@ -18,6 +18,19 @@ use std::sync::Arc;
 
 /// The cache format if the user names none.
 pub const DEFAULT_KV: &str = "oscar";
+
+/// Told where a model with latent attention gets BF16 because the user names no format.
+pub const LATENT_NOTE: &str = "note: the model has latent attention (MLA): its cache is bf16, one row a token and layer; \
+                               quantized formats are not offered for it";
+
+/// The formats that the user names, or those of `default` that are offered for the model.
+pub fn formats(config: &DecoderConfig, asked: &[KvFormat], default: &[&str]) -> Result<Vec<KvFormat>> {
+    if !asked.is_empty() {
+        return Ok(asked.to_vec());
+    }
+    let default = default.iter().map(|name| name.parse()).collect::<Result<Vec<KvFormat>, _>>()?;
+    Ok(default.into_iter().filter(|&format| config.check_format(format).is_ok()).collect())
+}
 
 /// Which model, on which device.
 #[derive(clap::Args, Clone, Serialize)]

@@ -1,7 +1,7 @@
 //! `oscar run`: one answer, a chat file, or a conversation in the terminal.
 
 use crate::device::AnyBackend;
-use crate::options::{CacheArgs, DEFAULT_KV, ModelArgs, OpenModel};
+use crate::options::{CacheArgs, DEFAULT_KV, LATENT_NOTE, ModelArgs, OpenModel};
 use crate::parallel::ParallelArgs;
 use crate::progress;
 use anyhow::{Context, Result, bail};
@@ -27,9 +27,10 @@ pub struct Args {
     parallel: ParallelArgs,
     #[command(flatten)]
     cache: CacheArgs,
-    /// KV-cache format; `oscar doctor` lists them
-    #[arg(long, value_name = "FORMAT", default_value = DEFAULT_KV)]
-    kv: KvFormat,
+    /// KV-cache format; `oscar doctor` lists them. If absent `oscar`, or `bf16` for latent attention
+    /// (MLA)
+    #[arg(long, value_name = "FORMAT")]
+    kv: Option<KvFormat>,
     /// The prompt, or @FILE to read it from a file; without --prompt and --chat a conversation
     /// starts
     #[arg(long, value_name = "TEXT|@FILE", conflicts_with = "chat")]
@@ -84,7 +85,15 @@ pub fn run(args: &Args) -> Result<()> {
     params.min_p = args.min_p.unwrap_or(params.min_p);
     let sampler = Sampler::new(params)?;
     let context = args.context.unwrap_or(model.config.max_position_embeddings);
-    let cache = model.cache(args.kv, &args.cache)?;
+    let format = match args.kv {
+        Some(format) => format,
+        None if model.config.latent.is_some() => {
+            eprintln!("{LATENT_NOTE}");
+            KvFormat::Bf16
+        }
+        None => DEFAULT_KV.parse()?,
+    };
+    let cache = model.cache(format, &args.cache)?;
     let bar = progress::bar("loading", model.config.layers as u64);
     let ranks = args.parallel.ranks(&args.model, &model.config)?;
     let backend = ranks.lead().clone();
@@ -436,13 +445,10 @@ fn listed(calls: &[(String, String)]) -> Vec<Value> {
 }
 
 fn bf16_bytes(layout: &CacheLayout, tokens: usize) -> usize {
-    let full = CacheLayout::new(
-        KvFormat::Bf16,
-        layout.layers(),
-        layout.kv_heads(),
-        layout.head_dim(),
-        Windows::default(),
-        CodeLayout::CpuTile,
-    );
+    let (layers, row, order) = (layout.layers(), layout.head_dim(), CodeLayout::CpuTile);
+    let full = match layout.shares_rows() {
+        true => CacheLayout::latent(KvFormat::Bf16, layers, row, order),
+        false => CacheLayout::new(KvFormat::Bf16, layers, layout.kv_heads(), row, Windows::default(), order),
+    };
     full.map_or(0, |l| l.with_sliding_of(layout).sequence_bytes(tokens))
 }

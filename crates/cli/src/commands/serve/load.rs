@@ -4,7 +4,9 @@ use super::calibrate;
 use super::eviction::EvictionArgs;
 use crate::cache::Cache;
 use crate::device::AnyBackend;
-use crate::options::{CacheArgs, ModelArgs, OpenModel, at_least_one, serialize_optional_display};
+use crate::options::{
+    CacheArgs, LATENT_NOTE, ModelArgs, OpenModel, at_least_one, serialize_optional_display,
+};
 use crate::parallel::ParallelArgs;
 use crate::progress::{self, note};
 use crate::rotations::{Calibration, Found};
@@ -37,7 +39,8 @@ pub struct LoadArgs {
     #[serde(flatten)]
     pub cache: CacheArgs,
     /// KV-cache format, served as asked; `oscar doctor` lists them. If absent, `oscar` where the
-    /// model has verified widths and `oscar4` where it has none
+    /// model has verified widths, `oscar4` where it has none, and `bf16` where it has latent attention
+    /// (MLA)
     #[arg(long, value_name = "FORMAT")]
     #[serde(serialize_with = "serialize_optional_display")]
     pub kv: Option<KvFormat>,
@@ -115,6 +118,7 @@ impl LoadArgs {
         self.parallel.refuse("--kv-budget", self.eviction.kv_budget.is_some())?;
         progress.begin("opening the model", 0);
         let model = self.model.open()?;
+        self.kv.map_or(Ok(()), |format| model.config.check_format(format))?;
         let text = model.text_with(self.chat_template.as_deref())?;
         let generation = model.generation()?;
         let ranks = self.parallel.ranks(&self.model, &model.config)?;
@@ -130,7 +134,7 @@ impl LoadArgs {
                 calibrate::rotations(self, &model, &text, &whole, progress)?
             }
         };
-        let served = Served::choose(self.kv, found.as_ref());
+        let served = Served::choose(self.kv, found.as_ref(), model.config.latent.is_some());
         let cache = model.cache_of(served.format, &self.cache, found.as_ref())?;
         let sizing = size(self, &model, &cache, &backend)?;
         note!("{}: {}", model.name, backend.describe());
@@ -227,7 +231,8 @@ impl Served {
     /// The format that was asked for. Otherwise the default one if its widths were measured and
     /// verified on this model, else four bits for every head: two bits without them fail long
     /// copying and arithmetic.
-    fn choose(asked: Option<KvFormat>, found: Option<&Found>) -> Self {
+    /// Latent attention is served in BF16.
+    fn choose(asked: Option<KvFormat>, found: Option<&Found>, latent: bool) -> Self {
         let calibration = Calibration::of(found);
         let lacks = match calibration {
             Calibration::None => "this model is not calibrated",
@@ -247,6 +252,7 @@ impl Served {
                 };
                 (format, narrow.then(warning))
             }
+            (None, _) if latent => (KvFormat::Bf16, Some(LATENT_NOTE.to_owned())),
             (None, Calibration::Widths) => (KvFormat::OscarMixed { mean: None }, None),
             (None, _) => {
                 let format = KvFormat::Oscar { bits: 4 };
@@ -301,7 +307,7 @@ mod tests {
 
     #[test]
     fn two_bits_are_served_only_if_calibrated_or_asked_for() {
-        let served = |asked: Option<&str>| Served::choose(asked.map(|kv| kv.parse().unwrap()), None);
+        let served = |asked: Option<&str>| Served::choose(asked.map(|kv| kv.parse().unwrap()), None, false);
         let default = served(None);
         assert_eq!((default.format.to_string().as_str(), default.calibration), ("oscar4", Calibration::None));
         assert!(default.note.unwrap().contains("not calibrated"));
@@ -313,5 +319,7 @@ mod tests {
         for safe in ["oscar4", "bf16", "int4", "kivi2"] {
             assert_eq!(served(Some(safe)).note, None, "{safe}");
         }
+        let latent = Served::choose(None, None, true);
+        assert_eq!((latent.format, latent.note.as_deref()), (KvFormat::Bf16, Some(LATENT_NOTE)));
     }
 }
