@@ -17,6 +17,17 @@ pub struct RouterRule {
     pub normalize: bool,
     /// Factor of the weights after that.
     pub factor: f32,
+    /// Experts are chosen from some groups only; from all if absent.
+    pub groups: Option<ExpertGroups>,
+}
+
+/// The experts of a layer as groups of neighbours, all of one size. A group is as strong as the sum of
+/// its two largest scores, corrections included.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExpertGroups {
+    pub count: usize,
+    /// The strongest groups, from which experts are chosen.
+    pub kept: usize,
 }
 
 /// The scores that a router computes from its logits.
@@ -78,6 +89,19 @@ pub enum ExpertId {
     Shared,
 }
 
+impl RouterRule {
+    /// Experts of a layer of `experts` that can be chosen together; 0 if the groups do not divide them.
+    pub fn candidates(&self, experts: usize) -> usize {
+        match self.groups {
+            None => experts,
+            Some(ExpertGroups { count, kept }) if count > 0 && experts.is_multiple_of(count) => {
+                experts / count * kept.min(count)
+            }
+            Some(_) => 0,
+        }
+    }
+}
+
 impl ExpertsShape<'_> {
     /// Refuses shapes that no device can compute.
     pub fn check(&self) -> Result<()> {
@@ -85,14 +109,16 @@ impl ExpertsShape<'_> {
         let sized = experts > 0 && hidden > 0 && width > 0;
         let router = experts.checked_mul(hidden) == Some(self.router.len());
         let corrected = [self.correction, self.router_bias].iter().flatten().all(|c| c.len() == experts);
-        if sized && router && corrected && (1..=experts).contains(&rule.chosen) {
+        if sized && router && corrected && (1..=rule.candidates(experts)).contains(&rule.chosen) {
             return Ok(());
         }
         Err(BackendError::Shape {
             what: "a mixture of experts".into(),
             detail: format!(
-                "{} of {experts} experts of {width} for rows of {hidden}, {} router weights, {:?} corrections",
+                "{} of {experts} experts of {width} (groups: {:?}) for rows of {hidden}, {} router weights, \
+                 {:?} corrections",
                 rule.chosen,
+                rule.groups,
                 self.router.len(),
                 self.correction.map(<[f32]>::len)
             ),
@@ -139,11 +165,12 @@ pub fn route(rule: &RouterRule, logits: &[f32], correction: Option<&[f32]>, out:
         None => scores.clone(),
     };
     let mut left = vec![true; scores.len()];
+    if let Some(groups) = rule.groups {
+        leave_out_weak_groups(groups, &keys, &mut left);
+    }
     out.clear();
     for _ in 0..rule.chosen.min(scores.len()) {
-        let candidates = (0..scores.len()).filter(|&e| left[e]);
-        let above = |e: usize, best: usize| keys[e] > keys[best] || keys[best].is_nan() && !keys[e].is_nan();
-        if let Some(best) = candidates.reduce(|best, e| if above(e, best) { e } else { best }) {
+        if let Some(best) = largest(&keys, &left) {
             left[best] = false;
             out.push((best as u32, scores[best]));
         }
@@ -153,6 +180,39 @@ pub fn route(rule: &RouterRule, logits: &[f32], correction: Option<&[f32]>, out:
     let sum: f32 = out.iter().map(|(_, weight)| weight).sum::<f32>().max(f32::MIN_POSITIVE);
     let factor = if rule.normalize { rule.factor / sum } else { rule.factor };
     out.iter_mut().for_each(|(_, weight)| *weight *= factor);
+}
+
+/// The largest key that is left, the lower index of equals; NaN only if there is no other.
+fn largest(keys: &[f32], left: &[bool]) -> Option<usize> {
+    let above = |e: usize, best: usize| keys[e] > keys[best] || keys[best].is_nan() && !keys[e].is_nan();
+    (0..keys.len()).filter(|&e| left[e]).reduce(|best, e| if above(e, best) { e } else { best })
+}
+
+/// Takes the experts of all but the strongest groups from `left`.
+fn leave_out_weak_groups(groups: ExpertGroups, keys: &[f32], left: &mut [bool]) {
+    let size = keys.len() / groups.count.max(1);
+    let strengths: Vec<f32> = keys
+        .chunks(size.max(1))
+        .map(|group| {
+            let mut free = vec![true; group.len()];
+            let mut take = || {
+                largest(group, &free).map_or(0.0, |e| {
+                    free[e] = false;
+                    group[e]
+                })
+            };
+            take() + take()
+        })
+        .collect();
+    let mut weak = vec![true; strengths.len()];
+    for _ in 0..groups.kept {
+        if let Some(strongest) = largest(&strengths, &weak) {
+            weak[strongest] = false;
+        }
+    }
+    for (group, _) in weak.iter().enumerate().filter(|(_, weak)| **weak) {
+        left[group * size..(group + 1) * size].fill(false);
+    }
 }
 
 #[cfg(test)]
@@ -166,7 +226,7 @@ mod tests {
     }
 
     const SOFTMAX: RouterRule =
-        RouterRule { chosen: 2, scores: RouterScores::Softmax, normalize: true, factor: 1.0 };
+        RouterRule { chosen: 2, scores: RouterScores::Softmax, normalize: true, factor: 1.0, groups: None };
 
     #[test]
     fn softmax_is_normalized_over_the_chosen_if_asked() {
@@ -181,9 +241,32 @@ mod tests {
 
     #[test]
     fn the_correction_chooses_but_does_not_weigh() {
-        let rule = RouterRule { chosen: 1, scores: RouterScores::Sigmoid, normalize: false, factor: 2.5 };
+        let rule =
+            RouterRule { chosen: 1, scores: RouterScores::Sigmoid, normalize: false, factor: 2.5, ..SOFTMAX };
         let found = chosen(rule, &[3.0, 0.0, -1.0], Some(&[-1.0, 0.0, 0.0]));
         assert_eq!(found, [(1, 1.25)]);
+    }
+
+    #[test]
+    fn experts_come_from_the_strongest_groups_only() {
+        let scores = RouterScores::Sigmoid;
+        let groups = Some(ExpertGroups { count: 3, kept: 1 });
+        let rule = RouterRule { scores, groups, ..SOFTMAX };
+        let ids = |rule: RouterRule, logits: &[f32], correction: &[f32]| {
+            chosen(rule, logits, Some(correction)).iter().map(|c| c.0).collect::<Vec<_>>()
+        };
+        // The largest score is alone in its group: the sum of two decides, not the maximum.
+        let logits = [9.0, -9.0, -9.0, 1.0, 1.0, -9.0, 0.9, -9.0, -9.0];
+        assert_eq!(ids(rule, &logits, &[0.0; 9]), [3, 4]);
+        let two = RouterRule { groups: Some(ExpertGroups { count: 3, kept: 2 }), ..rule };
+        assert_eq!(ids(two, &logits, &[0.0; 9]), [0, 3]);
+        // Corrected scores may be negative, so experts of weak groups are left out, not set to 0.
+        assert_eq!(ids(rule, &logits, &[-5.0, -5.0, -5.0, -3.0, -3.0, -3.0, -5.0, -5.0, -5.0]), [3, 4]);
+        assert_eq!(ids(rule, &[f32::NAN; 9], &[0.0; 9]).len(), 2);
+        assert_eq!(
+            (rule.candidates(9), two.candidates(9), rule.candidates(8), SOFTMAX.candidates(8)),
+            (3, 6, 0, 8)
+        );
     }
 
     #[test]

@@ -17,6 +17,10 @@ pub enum Feature {
     OtherGates,
     /// Biases of experts and of their router.
     ExpertBiases,
+    /// A router that chooses experts from the strongest groups only.
+    ExpertGroups,
+    /// Keys and values of all heads from one latent row a token.
+    LatentAttention,
 }
 
 impl fmt::Display for Feature {
@@ -28,6 +32,8 @@ impl fmt::Display for Feature {
             Self::EmbeddingScale => "scaled embeddings",
             Self::OtherGates => "gates other than silu",
             Self::ExpertBiases => "experts with biases",
+            Self::ExpertGroups => "groups of experts",
+            Self::LatentAttention => "latent attention (MLA)",
         })
     }
 }

@@ -1,6 +1,6 @@
 //! The heads of a model, and what attention applies to them.
 
-use crate::Backend;
+use crate::{Backend, BackendError, Feature};
 
 /// The heads of every layer.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -33,4 +33,39 @@ pub struct LayerHeads<'a, B: Backend> {
     pub window: Option<usize>,
     /// One more score for each query head in the softmax, without a value.
     pub sinks: Option<&'a B::Vector>,
+}
+
+/// Sizes of latent attention. A row of the cache is `[latent | rotary key]`, one for all heads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LatentShape {
+    /// Channels of the latent.
+    pub rank: usize,
+    /// Channels of a head's query that meet the latent.
+    pub key: usize,
+    /// Channels that RoPE turns.
+    pub rotary: usize,
+    /// Channels of a head's output.
+    pub value: usize,
+    /// RoPE pairs neighbouring channels, not halves.
+    pub interleaved: bool,
+}
+
+/// What [`Step::attend_latent`](crate::Step::attend_latent) applies to the heads of one layer.
+pub struct LatentHeads<'a, B: Backend> {
+    pub layer: usize,
+    pub shape: LatentShape,
+    /// RMSNorm of the latent: weights and epsilon.
+    pub norm: (&'a B::Vector, f32),
+    /// Tables of `rotary` channels.
+    pub rope: &'a B::Rope,
+    /// For each head, from the key part of its query to the latent: `rank` outputs, `key` inputs.
+    pub key_up: &'a [&'a B::Matrix],
+    /// For each head, from the latent to its output: `value` outputs, `rank` inputs.
+    pub value_up: &'a [&'a B::Matrix],
+}
+
+/// The answer of a device that does not compute latent attention.
+pub fn latent_refusal() -> BackendError {
+    let why = format!("{} is not computed there; use --device cpu", Feature::LatentAttention);
+    BackendError::Unsupported { device: "this device".into(), why }
 }

@@ -30,14 +30,14 @@ pub use blocks::BlockId;
 pub use candidates::{Candidate, MOST_CANDIDATES, Pick, argmax, candidate_key, candidate_of, pick};
 pub use communicator::Communicator;
 pub use error::{BackendError, Result};
-pub use experts::{ExpertFormat, ExpertId, ExpertsShape, RouterRule, RouterScores, route};
+pub use experts::{ExpertFormat, ExpertGroups, ExpertId, ExpertsShape, RouterRule, RouterScores, route};
 pub use extensions::{
     Benchmarks, CacheHead, Calibrates, Divergence, StepTimes, Tap, TappedRows, random_amplitude,
 };
 pub use features::Feature;
 pub use fp8::{FP8_BLOCK, Fp8Blocks, Fp8Matrix, ScaleGrid, fp8_blocks, fp8_multiplied};
 pub use gate::Gate;
-pub use heads::{HeadShape, LayerHeads};
+pub use heads::{HeadShape, LatentHeads, LatentShape, LayerHeads, latent_refusal};
 pub use kernels::{AttentionKernels, AttentionPath};
 pub use matrix::{HostMatrix, HostValues, WeightFormat};
 pub use mxfp4::{MXFP4_GROUP, MXFP4_LARGEST_SCALE, Mxfp4Blocks, mxfp4_factor};
@@ -188,6 +188,26 @@ pub trait Step<B: Backend> {
         out: &mut B::Rows,
         tap: Option<&mut dyn Tap>,
     ) -> Result<()>;
+    /// The whole latent attention of one layer, in the absorbed form. Rows of `queries` are
+    /// `[key | rotary]` for each head, rows of `latent` are `[latent | rotary]`. The cache has one head,
+    /// whose rows are as wide as `latent` and are stored once.
+    ///
+    /// 1. The latent is normalized; RoPE turns the rotary parts of queries and of `latent`. The row
+    ///    `c = [latent | rotary]` is stored in the full page of its position.
+    /// 2. The query of head `h` becomes `q = [key_up_h · key | rotary]`.
+    /// 3. `out` gets `value_up_h · Σ p c` for each head, where `p` is the softmax of `scale · q · c` over
+    ///    the positions so far, and the rotary part of the sum is left out.
+    ///
+    /// Only on a device that computes [`Feature::LatentAttention`].
+    fn attend_latent(
+        &mut self,
+        _heads: LatentHeads<'_, B>,
+        _queries: &B::Rows,
+        _latent: &B::Rows,
+        _out: &mut B::Rows,
+    ) -> Result<()> {
+        Err(latent_refusal())
+    }
     /// `x ← Σ x` over all ranks, in rank order. Only on a device with a communicator.
     fn all_reduce(&mut self, _x: &mut B::Rows) -> Result<()> {
         communicator::no_ranks()

@@ -14,6 +14,8 @@ pub struct StepSize {
     pub heads: HeadShape,
     /// Tables of cosines and sines.
     pub rope_tables: usize,
+    /// Channels of a head that RoPE turns.
+    pub rotary: usize,
     /// Width of the rows between layers.
     pub hidden: usize,
     /// Width of the rows inside of the feed-forward part.

@@ -135,6 +135,9 @@ fn run<B: Backend>(
     cancelled: &AtomicBool,
 ) -> Result<(), CalibrateError> {
     let config = transformer.config();
+    if config.latent.is_some() {
+        return Err(CalibrateError::Latent);
+    }
     let layout = CacheLayout::new(
         KvFormat::Bf16,
         config.layers,

@@ -21,6 +21,8 @@ pub enum CalibrateError {
          tokenized for another model"
     )]
     Token { sequence: usize, token: u32, vocabulary: usize },
+    #[error("latent attention (MLA) is not calibrated: its cache is bf16, which needs no rotations")]
+    Latent,
     #[error("option {option}: {problem}")]
     Option { option: &'static str, problem: String },
     #[error(

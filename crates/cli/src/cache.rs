@@ -16,6 +16,7 @@ use std::path::Path;
 impl OpenModel {
     /// The cache layout of a format, with the clip ratios of the rotation file if it has them.
     pub fn cache(&self, format: KvFormat, args: &CacheArgs) -> Result<Cache> {
+        self.config.check_format(format)?;
         let found = match format.rotation() == RotationKind::Calibrated {
             true => self.found_rotations(args)?,
             false => None,

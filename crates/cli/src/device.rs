@@ -2,16 +2,14 @@
 
 use anyhow::{Context, Result};
 use oscar_backend::{
-    AttentionKernels, Backend, Benchmarks, BlockId, Calibrates, Candidate, Communicator, Divergence,
-    ExpertId, ExpertsShape, Feature, HeadHistory, HeadShape, HistoryRows, HostMatrix, LayerHeads, Pick,
-    PrefillWave, Product, Result as BackendResult, SequenceRows, Step, StepMemory, StepSize, StepTimes, Tap,
-    View, WeightFormat,
+    AttentionKernels, Backend, BlockId, Candidate, Communicator, ExpertId, ExpertsShape, Feature,
+    HeadHistory, HeadShape, HistoryRows, HostMatrix, LatentHeads, LayerHeads, Pick, PrefillWave, Product,
+    Result as BackendResult, SequenceRows, Step, StepMemory, StepSize, Tap, View, latent_refusal,
 };
-use oscar_codec::{CacheLayout, FullPageId, HeadRotations};
+use oscar_codec::{CacheLayout, HeadRotations};
 use oscar_kernels_cpu::backend::{CpuBackend, CpuStep};
 use oscar_kernels_cpu::bandwidth;
 use oscar_kernels_cuda::{CudaBackend, CudaStep, read_ceiling};
-use std::ops::Range;
 use std::time::Duration;
 
 type Cpu = CpuBackend;
@@ -175,6 +173,8 @@ macro_rules! made_on {
         })
     };
 }
+
+mod extensions;
 
 impl Backend for AnyBackend {
     type Rows = On<<Cpu as Backend>::Rows, <Cuda as Backend>::Rows>;
@@ -394,6 +394,22 @@ impl Step<AnyBackend> for AnyStep<'_> {
         }
     }
 
+    fn attend_latent(
+        &mut self,
+        heads: LatentHeads<'_, AnyBackend>,
+        queries: &Rows,
+        latent: &Rows,
+        out: &mut Rows,
+    ) -> BackendResult<()> {
+        let LatentHeads { layer, shape, norm: (norm, eps), rope, key_up, value_up } = heads;
+        let Self::Cpu(step) = self else { return Err(latent_refusal()) };
+        let [key_up, value_up] =
+            [key_up, value_up].map(|up| up.iter().map(|matrix| matrix.cpu()).collect::<Vec<_>>());
+        let (norm, rope) = ((norm.cpu(), eps), rope.cpu());
+        let heads = LatentHeads { layer, shape, norm, rope, key_up: &key_up, value_up: &value_up };
+        step.attend_latent(heads, queries.cpu(), latent.cpu(), out.cpu_mut())
+    }
+
     fn all_reduce(&mut self, x: &mut Rows) -> BackendResult<()> {
         on_device!(Self, self, all_reduce(&mut x))
     }
@@ -417,67 +433,5 @@ impl Step<AnyBackend> for AnyStep<'_> {
 
     fn finish(self) -> BackendResult<()> {
         on_device!(Self, self, finish())
-    }
-}
-
-impl Calibrates for AnyBackend {
-    fn recode(
-        &self,
-        layer: usize,
-        positions: Range<usize>,
-        from: &[Option<FullPageId>],
-        to: &[Option<FullPageId>],
-        widths: &[(u32, u32)],
-        pool: &mut Self::Pool,
-    ) -> BackendResult<()> {
-        on_device!(Self, self, recode(layer, positions, from, to, widths, &mut pool))
-    }
-
-    fn divergences(
-        &self,
-        step: &mut AnyStep<'_>,
-        exact: &Rows,
-        other: &Rows,
-        out: &mut Vec<Divergence>,
-    ) -> BackendResult<()> {
-        match (self, step) {
-            (Self::Cpu(cpu), AnyStep::Cpu(step)) => cpu.divergences(step, exact.cpu(), other.cpu(), out),
-            (Self::Cuda(cuda), AnyStep::Cuda(step)) => {
-                cuda.divergences(step, exact.cuda(), other.cuda(), out)
-            }
-            _ => unreachable!("a step runs on the device that made it"),
-        }
-    }
-}
-
-impl Benchmarks for AnyBackend {
-    fn random_matrix(
-        &self,
-        format: WeightFormat,
-        outputs: usize,
-        inputs: usize,
-        seed: u64,
-    ) -> BackendResult<Self::Matrix> {
-        made_on!(self, random_matrix(format, outputs, inputs, seed))
-    }
-
-    fn random_experts(
-        &self,
-        shape: &ExpertsShape<'_>,
-        ids: &[ExpertId],
-        seed: u64,
-    ) -> BackendResult<Self::Experts> {
-        made_on!(self, random_experts(shape, ids, seed))
-    }
-
-    fn randomize(&self, pool: &mut Self::Pool, full: usize, coded: usize) -> BackendResult<bool> {
-        on_device!(Self, self, randomize(&mut pool, full, coded))
-    }
-
-    fn time_steps(&self, on: bool) -> BackendResult<Option<StepTimes>> {
-        match self {
-            Self::Cpu(cpu) => cpu.time_steps(on),
-            Self::Cuda(cuda) => cuda.time_steps(on),
-        }
     }
 }

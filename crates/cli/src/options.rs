@@ -5,7 +5,7 @@ use crate::device::AnyBackend;
 use crate::hub;
 use anyhow::{Context, Result, bail};
 use oscar_backend::{Backend, WeightFormat};
-use oscar_codec::Windows;
+use oscar_codec::{KvFormat, Windows};
 use oscar_engine::SamplingParams;
 use oscar_kernels_cpu::Kernels;
 use oscar_kernels_cpu::backend::{CpuBackend, Mode};
@@ -15,6 +15,15 @@ use oscar_text::ModelText;
 use serde::Serialize;
 use std::path::Path;
 use std::sync::Arc;
+
+/// The formats that the user names, or those of `default` that are offered for the model.
+pub fn formats(config: &DecoderConfig, asked: &[KvFormat], default: &[&str]) -> Result<Vec<KvFormat>> {
+    if !asked.is_empty() {
+        return Ok(asked.to_vec());
+    }
+    let default = default.iter().map(|name| name.parse()).collect::<Result<Vec<KvFormat>, _>>()?;
+    Ok(default.into_iter().filter(|&format| config.check_format(format).is_ok()).collect())
+}
 
 /// Which model, on which device.
 #[derive(clap::Args, Clone, Serialize)]

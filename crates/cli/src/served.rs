@@ -16,11 +16,15 @@ pub struct Served {
 impl Served {
     /// The format that was asked for. Otherwise one whose widths were measured and verified on this
     /// model: the default mean, or the verified table next to it. Without any, four bits for every
-    /// head: two bits everywhere fail long copying and arithmetic.
-    pub fn choose(asked: Option<KvFormat>, found: Option<&Found>) -> Self {
+    /// head: two bits everywhere fail long copying and arithmetic. `latent` attention has BF16 alone.
+    pub fn choose(asked: Option<KvFormat>, found: Option<&Found>, latent: bool) -> Self {
         let calibration = Calibration::of(found);
         if let Some(format) = asked {
             return Self { format, calibration, note: None, advice: None };
+        }
+        if latent {
+            let note = Some(LATENT.to_owned());
+            return Self { format: KvFormat::Bf16, calibration, note, advice: None };
         }
         if let Some(bits) = found.map(|found| &found.file.bits).filter(|bits| !bits.tables.is_empty()) {
             let narrowest = bits.tables.iter().map(|(mean, _)| *mean).min();
@@ -57,6 +61,9 @@ impl Served {
     }
 }
 
+const LATENT: &str = "the model has latent attention (MLA): its cache is bf16, one row a token and layer; quantized \
+                      formats are not offered for it";
+
 fn lacking(calibration: Calibration) -> &'static str {
     match calibration {
         Calibration::None => "this model is not calibrated",
@@ -79,7 +86,7 @@ mod tests {
 
     fn asked(name: &str) -> Served {
         let format: KvFormat = name.parse().unwrap();
-        let mut served = Served::choose(Some(format), None);
+        let mut served = Served::choose(Some(format), None, false);
         let layout = CacheLayout::new(format, 2, 2, 128, Windows::default(), CodeLayout::Logical).unwrap();
         served.warn(&layout);
         served
@@ -87,7 +94,7 @@ mod tests {
 
     #[test]
     fn two_bits_are_used_only_if_calibrated_or_asked_for() {
-        let default = Served::choose(None, None);
+        let default = Served::choose(None, None, false);
         assert_eq!((default.format.to_string().as_str(), default.calibration), ("oscar4", Calibration::None));
         assert!(default.note.unwrap().contains("not calibrated"));
         for risky in ["oscar", "oscar2", "oscar3", "oscar1", "int1", "naive2", "kivi2-g128"] {
@@ -98,5 +105,7 @@ mod tests {
         for safe in ["oscar4", "bf16", "int4", "int8", "fp8", "saw4"] {
             assert_eq!(asked(safe).note, None, "{safe}");
         }
+        let latent = Served::choose(None, None, true);
+        assert_eq!((latent.format, latent.note.as_deref()), (KvFormat::Bf16, Some(LATENT)));
     }
 }

@@ -5,11 +5,11 @@
 //! Layers with a sliding window form a group with pages of their own ([`sliding`](crate::sliding)).
 //! Everything else here, quantization above all, is about the layers that see the whole context.
 
-use crate::error::Result;
+use crate::error::{CodecError, Result};
 use crate::format::KvFormat;
 use crate::format_table::FormatTable;
 use crate::layout::CodeLayout;
-use crate::page::{PAGE_TOKENS, RowPageCodec, Side};
+use crate::page::{PAGE_TOKENS, RowPageCodec, Side, SideSpec};
 use crate::sliding::{BlockCounts, SlidingGroup};
 use crate::window::{Tail, Windows};
 use std::ops::Range;
@@ -54,6 +54,20 @@ impl CacheLayout {
             let (full, windows) = (table(format)?, Windows::unlimited());
             Ok(Self { format, full, coded: None, windows, held_block_bytes: None, sliding: None })
         }
+    }
+
+    /// The layout of latent attention: one row a token and layer, which is key and value of all heads.
+    ///
+    /// # Errors
+    /// If the format quantizes, or the row has a size that no kernel reads.
+    pub fn latent(format: KvFormat, layers: usize, row: usize, order: CodeLayout) -> Result<Self> {
+        if format.is_coded() {
+            return Err(CodecError::LatentFormat(format.to_string()));
+        }
+        let codec = RowPageCodec::new(row, format.side_spec(Side::Key), SideSpec::SHARED, order)?;
+        let full = FormatTable::new(layers, 1, vec![codec; layers])?;
+        let windows = Windows::unlimited();
+        Ok(Self { format, full, coded: None, windows, held_block_bytes: None, sliding: None })
     }
 
     /// The same cache with another table of codecs for quantized pages (widths or clip ratios by
@@ -220,22 +234,33 @@ impl CacheLayout {
     /// if the format does not quantize.
     pub fn page_bits(&self) -> f64 {
         let table = self.coded.as_ref().unwrap_or(&self.full);
-        let elements: usize = self.grown(table).map(|codec| 2 * PAGE_TOKENS * codec.head_dim()).sum();
+        let elements: usize = self.grown(table).map(RowPageCodec::page_elements).sum();
         self.codec_block_bytes(table) as f64 * 8.0 / elements as f64
+    }
+
+    /// Whether keys and values are one row, as in latent attention.
+    pub fn shares_rows(&self) -> bool {
+        self.full.codecs().first().is_some_and(RowPageCodec::shares_rows)
+    }
+
+    /// Stored elements of one token in one layer.
+    fn layer_elements(&self) -> usize {
+        let sides = if self.shares_rows() { 1 } else { 2 };
+        sides * self.head_dim() * self.kv_heads()
     }
 
     /// Elements (key and value channels over all layers and heads) of the rows that a sequence of
     /// `tokens` has in the cache. Sliding layers have those of their window.
     pub fn elements(&self, tokens: usize) -> usize {
         let (layers, window) = self.sliding.as_ref().map_or((0, 0), |s| (s.layers(), s.window()));
-        let sliding = 2 * self.head_dim() * self.kv_heads() * layers * tokens.min(window);
+        let sliding = self.layer_elements() * layers * tokens.min(window);
         self.grown_elements() * tokens + sliding
     }
 
     /// Elements of one token in the layers whose history grows.
     pub fn grown_elements(&self) -> usize {
         let sliding = self.sliding.as_ref().map_or(0, SlidingGroup::layers);
-        2 * self.head_dim() * self.kv_heads() * (self.layers() - sliding)
+        self.layer_elements() * (self.layers() - sliding)
     }
 
     /// Stored bits an element of a sequence of `tokens`: windows, metadata and unfilled pages
@@ -303,7 +328,13 @@ impl CacheLayout {
                 let name = format!("{} ({:.2} bits)", self.format, self.page_bits());
                 format!("{name}, {} sink and {recent} recent tokens in BF16", self.windows.sink())
             }
-            None => format!("{} ({} bits)", self.format, self.full.codec(0, 0).bits_per_element()),
+            None => {
+                let name = format!("{} ({} bits)", self.format, self.full.codec(0, 0).bits_per_element());
+                match self.shares_rows() {
+                    true => format!("{name}, one latent row of {} a token and layer", self.head_dim()),
+                    false => name,
+                }
+            }
         };
         match &self.sliding {
             None => grown,
@@ -369,6 +400,43 @@ mod tests {
         assert_eq!(held.with_order(CodeLayout::GpuTile).unwrap().coded_block_bytes(), own.full_block_bytes());
         let plain = layout(KvFormat::Bf16).with_held_block_bytes(7);
         assert_eq!(plain.coded_block_bytes(), 0, "nothing is coded");
+    }
+
+    #[test]
+    fn a_latent_row_is_stored_once() {
+        // GLM-4.7-Flash: 54,144 bytes a token in 47 layers.
+        let layout = CacheLayout::latent(KvFormat::Bf16, 47, 576, CodeLayout::CpuTile).unwrap();
+        assert_eq!(layout.sequence_bytes(64), 64 * 54_144);
+        assert_eq!(
+            (layout.page_bits(), layout.bits_per_element(64), layout.method_bits(9)),
+            (16.0, 16.0, 16.0)
+        );
+        assert_eq!(layout.with_order(CodeLayout::Logical).unwrap().sequence_bytes(64), 64 * 54_144);
+        assert!(layout.describe().contains("one latent row of 576"), "{}", layout.describe());
+        let codec = layout.full().codec(3, 0);
+        let rows: Vec<f32> = (0..64 * 576).map(|i| (i % 251) as f32 - 125.0).collect();
+        let mut page = vec![0; codec.page_bytes()];
+        codec.quantize(&rows, &rows, &mut page).unwrap();
+        for side in [Side::Key, Side::Value] {
+            let mut row = vec![0.0; 576];
+            codec.dequantize_row(side, &page, 41, &mut row);
+            assert_eq!(row, rows[41 * 576..][..576], "{side:?}");
+        }
+    }
+
+    #[test]
+    fn quantized_and_odd_latent_rows_are_refused_by_name() {
+        for format in KvFormat::all().into_iter().filter(|format| format.is_coded()) {
+            let error = CacheLayout::latent(format, 2, 576, CodeLayout::CpuTile).unwrap_err().to_string();
+            assert!(error.contains(&format!("--kv {format}")) && error.contains("--kv bf16"), "{error}");
+        }
+        for row in [0, 16, 570, 592] {
+            let error = CacheLayout::latent(KvFormat::Bf16, 2, row, CodeLayout::CpuTile).unwrap_err();
+            assert_eq!(error, CodecError::LatentRow(row));
+        }
+        let key = SideSpec::affine(2, 0.0);
+        let shared = RowPageCodec::new(64, key, SideSpec::SHARED, CodeLayout::CpuTile);
+        assert_eq!(shared.unwrap_err(), CodecError::SharedRows);
     }
 
     #[test]

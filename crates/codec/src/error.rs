@@ -8,6 +8,18 @@ pub enum CodecError {
     )]
     HeadDim(usize),
     #[error(
+        "latent rows of {0} channels (kv_lora_rank and qk_rope_head_dim) are not supported: a row must be a multiple \
+         of 16 between 32 and {MAX_LATENT_ROW}"
+    )]
+    LatentRow(usize),
+    #[error(
+        "--kv {0} is not offered for latent attention (MLA): how its rows bear quantization has not been measured; \
+         use --kv bf16"
+    )]
+    LatentFormat(String),
+    #[error("values can be the rows of keys only where keys are not quantized")]
+    SharedRows,
+    #[error(
         "group size {group} does not fit head size {head_dim}: use 32, 64, 128 or the head size, dividing it evenly"
     )]
     Group { group: usize, head_dim: usize },
@@ -57,6 +69,17 @@ pub enum CodecError {
 }
 
 pub type Result<T> = std::result::Result<T, CodecError>;
+
+/// Longest row of latent attention: 512 channels of the latent and 64 that RoPE turns.
+pub const MAX_LATENT_ROW: usize = 576;
+
+/// A row that keys and values share.
+pub(crate) fn check_latent_row(row: usize) -> Result<()> {
+    match (32..=MAX_LATENT_ROW).contains(&row) && row.is_multiple_of(16) {
+        true => Ok(()),
+        false => Err(CodecError::LatentRow(row)),
+    }
+}
 
 /// The head sizes the formats are defined for.
 pub fn check_head_dim(head_dim: usize) -> Result<()> {

@@ -3,7 +3,7 @@
 use crate::error::{Result, check_len};
 use crate::format::{KvFormat, default_clip};
 use crate::layout::CodeLayout;
-use crate::page::{PAGE_TOKENS, RowPageCodec, Side, SideSpec};
+use crate::page::{RowPageCodec, Side, SideSpec};
 use crate::rounding::Rounding;
 
 /// The codecs of a whole model: each layer and KV head has its own, so widths may differ by layer,
@@ -112,7 +112,7 @@ impl FormatTable {
 
     /// Stored bits an element over the whole table.
     pub fn bits_per_element(&self) -> f64 {
-        let elements: usize = self.codecs.iter().map(|c| 2 * PAGE_TOKENS * c.head_dim()).sum();
+        let elements: usize = self.codecs.iter().map(RowPageCodec::page_elements).sum();
         self.block_bytes() as f64 * 8.0 / elements as f64
     }
 }

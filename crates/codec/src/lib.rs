@@ -43,7 +43,7 @@ pub mod window;
 
 pub use cache_layout::{CacheLayout, CodedPageId, FullPageId};
 pub use capacity::Capacity;
-pub use error::{CodecError, Result};
+pub use error::{CodecError, MAX_LATENT_ROW, Result};
 pub use format::{KvFormat, MeanBits, RotationKind};
 pub use format_table::FormatTable;
 pub use group_pages::TilePlace;

@@ -8,7 +8,7 @@
 //! partly filled.
 
 use crate::clip;
-use crate::error::{CodecError, Result, check_head_dim, check_len};
+use crate::error::{CodecError, Result, check_head_dim, check_latent_row, check_len};
 use crate::layout::CodeLayout;
 use crate::lloyd_max;
 use crate::rounding::Rounding;
@@ -50,6 +50,9 @@ pub enum Scheme {
     /// Two-bit codes by channel, in groups of `tokens` tokens, with some eighths of the channels
     /// promoted to four bits. For keys.
     ChannelGroups { tokens: usize, promoted_eighths: usize },
+    /// Nothing: the values are the rows of the keys, as in latent attention. For values beside
+    /// unquantized keys.
+    Shared,
     /// Nothing: a zero-width head. Its queries read only its BF16 windows. Both sides are absent,
     /// or none.
     Absent,
@@ -72,6 +75,8 @@ impl SideSpec {
     pub const F32: Self = Self { scheme: Scheme::F32, bits: 32, group: 0, clip: 0.0 };
     pub const ABSENT: Self = Self { scheme: Scheme::Absent, bits: 0, group: 0, clip: 0.0 };
 
+    pub const SHARED: Self = Self { scheme: Scheme::Shared, bits: 0, group: 0, clip: 0.0 };
+
     /// Affine codes of `bits` bits; [`Scheme::Absent`] for 0.
     pub fn of_width(bits: u32, clip: f64) -> Self {
         if bits == 0 { Self::ABSENT } else { Self::affine(bits, clip) }
@@ -82,7 +87,7 @@ impl SideSpec {
     }
 
     pub fn is_coded(&self) -> bool {
-        !matches!(self.scheme, Scheme::F32 | Scheme::Bf16)
+        !matches!(self.scheme, Scheme::F32 | Scheme::Bf16 | Scheme::Shared)
     }
 
     pub(crate) fn check(&self, head_dim: usize) -> Result<()> {
@@ -122,7 +127,13 @@ pub struct RowPageCodec {
 
 impl RowPageCodec {
     pub fn new(head_dim: usize, key: SideSpec, value: SideSpec, layout: CodeLayout) -> Result<Self> {
-        check_head_dim(head_dim)?;
+        match value.scheme {
+            Scheme::Shared => check_latent_row(head_dim)?,
+            _ => check_head_dim(head_dim)?,
+        }
+        if key.scheme == Scheme::Shared || value.scheme == Scheme::Shared && key.is_coded() {
+            return Err(CodecError::SharedRows);
+        }
         if (key.scheme == Scheme::Absent) != (value.scheme == Scheme::Absent) {
             return Err(CodecError::HalfAbsent);
         }
@@ -163,6 +174,17 @@ impl RowPageCodec {
     /// Whether the head stores history. `false` for a zero-width head.
     pub fn keeps_history(&self) -> bool {
         self.key.spec.scheme != Scheme::Absent
+    }
+
+    /// Whether the values are the rows of the keys, which are stored once.
+    pub fn shares_rows(&self) -> bool {
+        self.value.spec.scheme == Scheme::Shared
+    }
+
+    /// Elements that a page stores.
+    pub fn page_elements(&self) -> usize {
+        let sides = if self.shares_rows() { 1 } else { 2 };
+        sides * PAGE_TOKENS * self.head_dim
     }
 
     pub fn spec(&self, side: Side) -> SideSpec {
@@ -219,6 +241,7 @@ impl RowPageCodec {
     /// Dequantizes one row of one side. Sides that group along tokens cannot be read row by row and
     /// give zeros; [`RowPageCodec::dequantize_token`] reads them.
     pub fn dequantize_row(&self, side: Side, page: &[u8], token: usize, row: &mut [f32]) {
+        let side = if self.shares_rows() { Side::Key } else { side };
         self.side(side).dequantize_row(
             token,
             &page[self.codes_range(side)],
@@ -275,7 +298,7 @@ impl RowPageCodec {
 
     /// Stored bits an element of a full page, from the bytes it occupies.
     pub fn bits_per_element(&self) -> f64 {
-        self.page_bytes() as f64 * 8.0 / (2 * PAGE_TOKENS * self.head_dim()) as f64
+        self.page_bytes() as f64 * 8.0 / self.page_elements() as f64
     }
 
     /// Quantizes rows `first..first + n` of a page; `keys` and `values` are `n × head_dim`.

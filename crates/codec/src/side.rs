@@ -58,7 +58,7 @@ impl SideCodec {
             Scheme::ChannelGroups { tokens, promoted_eighths } => {
                 Body::TokenGroups(ChannelGroups::new(head_dim, tokens, head_dim * promoted_eighths / 8)?)
             }
-            Scheme::Absent => Body::Nothing,
+            Scheme::Absent | Scheme::Shared => Body::Nothing,
             _ => Body::Mapped,
         };
         let is_mapped_code = spec.is_coded() && body == Body::Mapped;
@@ -105,7 +105,7 @@ impl SideCodec {
                 .quantize_row(row, &mut codes[token * records.row_bytes()..][..records.row_bytes()]);
         }
         match self.spec.scheme {
-            Scheme::Absent => return,
+            Scheme::Absent | Scheme::Shared => return,
             Scheme::F32 => {
                 for (c, v) in row.iter().enumerate() {
                     put(codes, self.map.element_index(token, c), v.to_le_bytes());

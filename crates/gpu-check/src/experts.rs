@@ -89,7 +89,8 @@ pub fn check(gpu: &CudaBackend, extent: Extent, report: &mut Report) -> Result<(
 fn one(gpu: &CudaBackend, numbers: &mut Numbers, case: &Case, report: &mut Report) -> Result<()> {
     let &Case { rows, experts, chosen, hidden, width, shared_width, scores, format } = case;
     let sigmoid = scores == RouterScores::Sigmoid;
-    let rule = RouterRule { chosen, scores, normalize: true, factor: if sigmoid { 2.5 } else { 1.0 } };
+    let factor = if sigmoid { 2.5 } else { 1.0 };
+    let rule = RouterRule { chosen, scores, normalize: true, factor, groups: None };
     let router = numbers.vector(experts * hidden);
     let correction = numbers.vector(experts);
     let correction = sigmoid.then_some(correction.as_slice());

@@ -7,13 +7,16 @@
 use oscar_backend::{Feature, Gate, RouterRule};
 use oscar_codec::{CacheLayout, CodeLayout, CodecError, KvFormat, Windows};
 use serde::Deserialize;
+use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use crate::error::LoadError;
 use crate::families::{
-    gemma3, glm4_moe, gpt_oss, llama, minimax_m2, mistral, mixtral, qwen2, qwen3, qwen3_moe,
+    deepseek_v3, gemma3, glm4_moe, glm4_moe_lite, gpt_oss, llama, minimax_m2, mistral, mixtral, qwen2, qwen3,
+    qwen3_moe,
 };
 use crate::fp8;
+use crate::latent::LatentConfig;
 use crate::rope::RopeConfig;
 use crate::source::ModelSource;
 use crate::tensor::WeightDtype;
@@ -35,10 +38,12 @@ pub enum Family {
     MiniMaxM2,
     Gemma3,
     GptOss,
+    DeepseekV3,
+    Glm4MoeLite,
 }
 
 impl Family {
-    pub const ALL: [Family; 10] = [
+    pub const ALL: [Family; 12] = [
         Family::Qwen3,
         Family::Qwen2,
         Family::Llama,
@@ -49,6 +54,8 @@ impl Family {
         Family::MiniMaxM2,
         Family::Gemma3,
         Family::GptOss,
+        Family::DeepseekV3,
+        Family::Glm4MoeLite,
     ];
 
     /// The class name in `architectures`.
@@ -64,6 +71,8 @@ impl Family {
             Self::MiniMaxM2 => minimax_m2::ARCHITECTURE,
             Self::Gemma3 => gemma3::ARCHITECTURE,
             Self::GptOss => gpt_oss::ARCHITECTURE,
+            Self::DeepseekV3 => deepseek_v3::ARCHITECTURE,
+            Self::Glm4MoeLite => glm4_moe_lite::ARCHITECTURE,
         }
     }
 
@@ -86,6 +95,8 @@ impl Family {
             Self::MiniMaxM2 => minimax_m2::MODEL_TYPE,
             Self::Gemma3 => gemma3::MODEL_TYPE,
             Self::GptOss => gpt_oss::MODEL_TYPE,
+            Self::DeepseekV3 => deepseek_v3::MODEL_TYPE,
+            Self::Glm4MoeLite => glm4_moe_lite::MODEL_TYPE,
         }
     }
 
@@ -93,6 +104,10 @@ impl Family {
     /// heads.
     fn detect(header: &Header) -> Result<Self, LoadError> {
         let architecture = header.architectures.as_deref().unwrap_or_default().first();
+        let (successor, why) = deepseek_v3::SUCCESSOR;
+        if architecture.is_some_and(|class| class == successor) {
+            return Err(LoadError::config_field("architectures", why));
+        }
         let found = match (architecture, &header.model_type) {
             (Some(class), _) => {
                 let is_wrapped = |family: &Self| family.wrapper().is_some_and(|(name, _)| name == class);
@@ -171,6 +186,8 @@ pub struct DecoderConfig {
     pub rope: RopeConfig,
     /// Channels of a head that RoPE turns, the first ones; `None`: all.
     pub rotary_dim: Option<usize>,
+    /// Latent attention in every layer. Then there is one KV head, whose rows are those of the cache.
+    pub latent: Option<LatentConfig>,
     /// RMSNorm of queries and keys before RoPE.
     pub qk_norm: QkNorm,
     /// Bias on the query, key and value projections.
@@ -216,6 +233,10 @@ struct Header {
     quantization_config: Option<Value>,
 }
 
+fn read<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, LoadError> {
+    serde_json::from_slice(bytes).map_err(|source| LoadError::Json { file: "config.json".to_owned(), source })
+}
+
 impl MoeConfig {
     fn validate(&self) -> Result<(), LoadError> {
         const MOST_EXPERTS: usize = 4096;
@@ -239,6 +260,13 @@ impl MoeConfig {
                 format!("is {chosen}, but a layer has {} experts", self.experts),
             ));
         }
+        if let Some(groups) = self.rule.groups.filter(|_| chosen > self.rule.candidates(self.experts)) {
+            let problem = format!(
+                "is {} and topk_group {}: {} experts cannot give {chosen} from groups of equal size",
+                groups.count, groups.kept, self.experts
+            );
+            return Err(LoadError::config_field("n_group", problem));
+        }
         if !self.rule.factor.is_finite() {
             return Err(LoadError::config_field("routed_scaling_factor", format!("is {}", self.rule.factor)));
         }
@@ -254,37 +282,28 @@ impl DecoderConfig {
 
     /// Parses the bytes of a `config.json`.
     pub fn from_json(bytes: &[u8]) -> Result<Self, LoadError> {
-        let json_error = |source| LoadError::Json { file: "config.json".to_owned(), source };
-        let header: Header = serde_json::from_slice(bytes).map_err(json_error)?;
+        let header: Header = read(bytes)?;
         let family = Family::detect(&header)?;
         let method = header.quantization_config.as_ref().and_then(|q| q.get("quant_method"));
         let mxfp4 = family == Family::GptOss && method.is_some_and(|method| method == "mxfp4");
         let fp8 = header.quantization_config.as_ref().filter(|_| !mxfp4);
         fp8.map_or(Ok(()), fp8::check_config)?;
         let mut config = match family {
-            Family::Qwen3 => serde_json::from_slice::<qwen3::Qwen3Config>(bytes).map_err(json_error)?.lower(),
-            Family::Qwen2 => serde_json::from_slice::<qwen2::Qwen2Config>(bytes).map_err(json_error)?.lower(),
-            Family::Llama => serde_json::from_slice::<llama::LlamaConfig>(bytes).map_err(json_error)?.lower(),
-            Family::Mistral => {
-                serde_json::from_slice::<mistral::MistralConfig>(bytes).map_err(json_error)?.lower()
-            }
-            Family::Qwen3Moe => {
-                serde_json::from_slice::<qwen3_moe::Qwen3MoeConfig>(bytes).map_err(json_error)?.lower()
-            }
-            Family::Mixtral => {
-                serde_json::from_slice::<mixtral::MixtralConfig>(bytes).map_err(json_error)?.lower()
-            }
-            Family::Glm4Moe => {
-                serde_json::from_slice::<glm4_moe::Glm4MoeConfig>(bytes).map_err(json_error)?.lower()
-            }
-            Family::MiniMaxM2 => {
-                serde_json::from_slice::<minimax_m2::MiniMaxM2Config>(bytes).map_err(json_error)?.lower()
-            }
-            Family::Gemma3 => gemma3::read(serde_json::from_slice(bytes).map_err(json_error)?),
+            Family::Qwen3 => read::<qwen3::Qwen3Config>(bytes)?.lower(),
+            Family::Qwen2 => read::<qwen2::Qwen2Config>(bytes)?.lower(),
+            Family::Llama => read::<llama::LlamaConfig>(bytes)?.lower(),
+            Family::Mistral => read::<mistral::MistralConfig>(bytes)?.lower(),
+            Family::Qwen3Moe => read::<qwen3_moe::Qwen3MoeConfig>(bytes)?.lower(),
+            Family::Mixtral => read::<mixtral::MixtralConfig>(bytes)?.lower(),
+            Family::Glm4Moe => read::<glm4_moe::Glm4MoeConfig>(bytes)?.lower(),
+            Family::MiniMaxM2 => read::<minimax_m2::MiniMaxM2Config>(bytes)?.lower(),
+            Family::Gemma3 => gemma3::read(read(bytes)?),
             Family::GptOss => {
-                gpt_oss::demand(&serde_json::from_slice(bytes).map_err(json_error)?)?;
-                serde_json::from_slice::<gpt_oss::GptOssConfig>(bytes).map_err(json_error)?.lower(mxfp4)
+                gpt_oss::demand(&read(bytes)?)?;
+                read::<gpt_oss::GptOssConfig>(bytes)?.lower(mxfp4)
             }
+            Family::DeepseekV3 => read::<deepseek_v3::DeepseekV3Config>(bytes)?.lower(),
+            Family::Glm4MoeLite => read::<glm4_moe_lite::Glm4MoeLiteConfig>(bytes)?.lower(),
         }?;
         config.fp8_weights = fp8.is_some();
         config.validate()?;
@@ -308,7 +327,10 @@ impl DecoderConfig {
 
     /// Channels of a head that RoPE turns.
     pub fn rotary_width(&self) -> usize {
-        self.rotary_dim.unwrap_or(self.head_dim)
+        match &self.latent {
+            Some(latent) => latent.rotary,
+            None => self.rotary_dim.unwrap_or(self.head_dim),
+        }
     }
 
     /// Positions that a query of this layer sees; all if absent.
@@ -340,6 +362,9 @@ impl DecoderConfig {
         windows: Windows,
         order: CodeLayout,
     ) -> Result<CacheLayout, CodecError> {
+        if self.latent.is_some() {
+            return CacheLayout::latent(format, self.layers, self.head_dim, order);
+        }
         let layout = CacheLayout::new(format, self.layers, self.kv_heads, self.head_dim, windows, order)?;
         match &self.sliding {
             Some(SlidingLayers { window, layers, .. }) => layout.with_sliding_layers(*window, layers),
@@ -356,12 +381,20 @@ impl DecoderConfig {
             (Feature::EmbeddingScale, self.embedding_scale != 1.0),
             (Feature::OtherGates, self.gate != Gate::Silu),
             (Feature::ExpertBiases, self.moe.as_ref().is_some_and(|moe| moe.biases)),
+            (Feature::ExpertGroups, self.moe.as_ref().is_some_and(|moe| moe.rule.groups.is_some())),
+            (Feature::LatentAttention, self.latent.is_some()),
         ];
         needed.into_iter().filter(|(_, needed)| *needed).map(|(feature, _)| feature).collect()
     }
 
     /// Whether rows of the history can be evicted, and why not.
     pub fn evicts_rows(&self) -> Result<(), &'static str> {
+        if self.latent.is_some() {
+            return Err(
+                "the model has latent attention (MLA), whose rows are not evicted: leave --evict and \
+                        --kv-budget out",
+            );
+        }
         match self.sliding.is_some() || self.attention_sinks {
             true => Err("the model has layers with sliding windows or attention sinks, whose rows are not \
                          evicted: leave --evict and --kv-budget out"),
@@ -394,6 +427,7 @@ impl DecoderConfig {
         const LARGEST_SIZE: usize = 1 << 26;
         // Positions are multiplied as f32, exact up to here.
         const MOST_POSITIONS: usize = 1 << 24;
+        self.latent.as_ref().map_or(Ok(()), |latent| latent.validate(self))?;
         let sizes = [
             ("hidden_size", self.hidden_size, LARGEST_SIZE),
             ("intermediate_size", self.intermediate_size, LARGEST_SIZE),

@@ -22,6 +22,7 @@ mod generation;
 pub mod hub;
 #[cfg(any(feature = "hub", test))]
 mod hub_files;
+mod latent;
 mod matrices;
 mod mmap;
 mod parallel;
@@ -40,6 +41,7 @@ pub use config::{DecoderConfig, Family, MoeConfig, QkNorm, SlidingLayers};
 pub use error::{LineList, LoadError};
 pub use fp8::Fp8Weights;
 pub use generation::GenerationConfig;
+pub use latent::LatentConfig;
 pub use matrices::{Holding, LayerMatrix, MatrixView};
 pub use rope::{RopeConfig, RopeScaling, RopeTable};
 pub use shard::Shard;

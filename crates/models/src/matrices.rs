@@ -15,6 +15,7 @@ use oscar_backend::{
 use crate::config::DecoderConfig;
 use crate::error::LoadError;
 use crate::fp8::Fp8Weights;
+use crate::latent::LatentConfig;
 use crate::shard::Shard;
 use crate::tensor::{TensorView, WeightDtype};
 use crate::tensor_names::Projection;
@@ -25,17 +26,39 @@ use crate::weights::Weights;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LayerMatrix {
     QueryKeyValue,
+    Query,
+    QueryDown,
+    QueryUp,
+    LatentDown,
+    /// Two matrices a head on the device, in other shapes than the file's: always expanded.
+    LatentUp,
     Output,
     GateUp,
     Down,
 }
 
 impl LayerMatrix {
-    pub const ALL: [Self; 4] = [Self::QueryKeyValue, Self::Output, Self::GateUp, Self::Down];
+    /// The matrices of a model's dense layers.
+    pub fn of(config: &DecoderConfig) -> Vec<Self> {
+        let mut all = match &config.latent {
+            None => vec![Self::QueryKeyValue],
+            Some(LatentConfig { query_rank: None, .. }) => {
+                vec![Self::Query, Self::LatentDown, Self::LatentUp]
+            }
+            Some(_) => vec![Self::QueryDown, Self::QueryUp, Self::LatentDown, Self::LatentUp],
+        };
+        all.extend([Self::Output, Self::GateUp, Self::Down]);
+        all
+    }
 
     pub fn name(self) -> &'static str {
         match self {
             Self::QueryKeyValue => "qkv",
+            Self::Query => "query",
+            Self::QueryDown => "query_down",
+            Self::QueryUp => "query_up",
+            Self::LatentDown => "latent_down",
+            Self::LatentUp => "latent_up",
             Self::Output => "output",
             Self::GateUp => "gate_up",
             Self::Down => "down",
@@ -46,6 +69,11 @@ impl LayerMatrix {
     pub fn projections(self) -> &'static [Projection] {
         match self {
             Self::QueryKeyValue => &[Projection::Query, Projection::Key, Projection::Value],
+            Self::Query => &[Projection::Query],
+            Self::QueryDown => &[Projection::QueryDown],
+            Self::QueryUp => &[Projection::QueryUp],
+            Self::LatentDown => &[Projection::LatentDown],
+            Self::LatentUp => &[Projection::LatentUp],
             Self::Output => &[Projection::Output],
             Self::GateUp => &[Projection::Gate, Projection::Up],
             Self::Down => &[Projection::Down],
@@ -124,7 +152,7 @@ impl Weights {
         let seams_on_blocks =
             parts.len() == 1 || parts.iter().all(|p| p.shape(config)[0].is_multiple_of(FP8_BLOCK));
         let stays = match self.wanted() {
-            _ if rotated && matrix.carries_rotation() => false,
+            _ if rotated && matrix.carries_rotation() || matrix == LayerMatrix::LatentUp => false,
             Some(WeightFormat::Bf16) => false,
             _ => coded == parts.len() && seams_on_blocks,
         };
@@ -151,7 +179,7 @@ impl Weights {
             total += bytes(self.delivered_head(), vocabulary);
         }
         for layer in 0..config.layers {
-            for matrix in LayerMatrix::ALL {
+            for matrix in LayerMatrix::of(config) {
                 if !matrix.is_feed_forward() || config.moe_of(layer).is_none() {
                     total += bytes(self.delivered(config, layer, matrix, rotated), matrix.shape(config));
                 }
@@ -164,7 +192,7 @@ impl Weights {
     /// Which matrices stay FP8 and which do not, in one line; `None` if no matrix is FP8.
     pub fn describe_fp8(&self, config: &DecoderConfig, rotated: bool, multiplied: bool) -> Option<String> {
         let (mut kept, mut expanded) = (Vec::new(), Vec::new());
-        for matrix in LayerMatrix::ALL {
+        for matrix in LayerMatrix::of(config) {
             let layers: Vec<usize> = (0..config.layers)
                 .filter(|&layer| !matrix.is_feed_forward() || config.moe_of(layer).is_none())
                 .collect();

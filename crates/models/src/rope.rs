@@ -107,7 +107,7 @@ impl RopeConfig {
         let RopeScaling::Yarn { factor, attention_factor, mscale, mscale_all_dim, .. } = &self.scaling else {
             return 1.0;
         };
-        let sharpen = |weight: f64| if *factor <= 1.0 { 1.0 } else { 0.1 * weight * factor.ln() + 1.0 };
+        let sharpen = |weight: f64| yarn_sharpening(*factor, weight);
         // A zero mscale means "not set": checkpoints of the DeepSeek lineage write it so.
         let set = |m: &Option<f64>| m.filter(|v| *v != 0.0);
         let scale = match (attention_factor, set(mscale), set(mscale_all_dim)) {
@@ -117,6 +117,22 @@ impl RopeConfig {
         };
         scale as f32
     }
+
+    /// The factor of all scores in latent attention, whose keys RoPE turns in part only; 1 except for
+    /// YaRN.
+    pub fn score_factor(&self) -> f64 {
+        match &self.scaling {
+            RopeScaling::Yarn { factor, mscale_all_dim: Some(weight), .. } if *weight != 0.0 => {
+                yarn_sharpening(*factor, *weight).powi(2)
+            }
+            _ => 1.0,
+        }
+    }
+}
+
+/// The factor by which YaRN sharpens attention.
+fn yarn_sharpening(factor: f64, weight: f64) -> f64 {
+    if factor <= 1.0 { 1.0 } else { 0.1 * weight * factor.ln() + 1.0 }
 }
 
 /// The dimension indices between which YaRN blends from kept to interpolated.

@@ -1,14 +1,15 @@
 //! Shapes of published models, for benchmarks that need a model's sizes but not its weights.
 
-use oscar_backend::{Gate, HeadShape, RouterRule, RouterScores, StepSize};
+use oscar_backend::{ExpertGroups, Gate, HeadShape, RouterRule, RouterScores, StepSize};
 
 use crate::config::{DecoderConfig, Family, MoeConfig, QkNorm, SlidingLayers};
+use crate::latent::LatentConfig;
 use crate::rope::{RopeConfig, RopeScaling};
 use crate::tensor::WeightDtype;
 use crate::tensor_names::ExpertNames;
 
 /// Names that [`shape`] knows.
-pub const NAMES: [&str; 10] = [
+pub const NAMES: [&str; 12] = [
     "qwen3-0.6b",
     "qwen3-4b",
     "qwen3-8b",
@@ -19,11 +20,16 @@ pub const NAMES: [&str; 10] = [
     "gpt-oss-20b",
     "gemma-3-4b",
     "gemma-3-27b",
+    "glm-4.7-flash",
+    "deepseek-v3",
 ];
 
 /// The configuration of a published model.
 pub fn shape(name: &str) -> Option<DecoderConfig> {
-    dense_shape(name).or_else(|| expert_shape(name)).or_else(|| gemma_shape(name))
+    dense_shape(name)
+        .or_else(|| expert_shape(name))
+        .or_else(|| gemma_shape(name))
+        .or_else(|| latent_shape(name))
 }
 
 fn dense_shape(name: &str) -> Option<DecoderConfig> {
@@ -46,6 +52,7 @@ fn dense_shape(name: &str) -> Option<DecoderConfig> {
         rms_norm_eps: 1e-6,
         rope: RopeConfig::plain(1_000_000.0),
         rotary_dim: None,
+        latent: None,
         qk_norm: QkNorm::EachHead,
         qkv_bias: false,
         output_bias: false,
@@ -72,7 +79,8 @@ fn dense_shape(name: &str) -> Option<DecoderConfig> {
 /// Models with experts, as variations of a dense one.
 fn expert_shape(name: &str) -> Option<DecoderConfig> {
     let base = dense_shape("qwen3-8b")?;
-    let rule = RouterRule { chosen: 8, scores: RouterScores::Softmax, normalize: true, factor: 1.0 };
+    let rule =
+        RouterRule { chosen: 8, scores: RouterScores::Softmax, normalize: true, factor: 1.0, groups: None };
     let moe = MoeConfig {
         experts: 128,
         width: 768,
@@ -197,6 +205,68 @@ fn gemma_shape(name: &str) -> Option<DecoderConfig> {
     })
 }
 
+/// Models with latent attention, as variations of GLM-4.7.
+fn latent_shape(name: &str) -> Option<DecoderConfig> {
+    let base = expert_shape("glm-4.7")?;
+    let moe = base.moe.clone()?;
+    let latent = LatentConfig {
+        query_rank: Some(1536),
+        rank: 512,
+        key: 128,
+        rotary: 64,
+        value: 128,
+        interleaved: true,
+        norm_eps: 1e-6,
+    };
+    let base = DecoderConfig {
+        kv_heads: 1,
+        head_dim: latent.row(),
+        rotary_dim: None,
+        qk_norm: QkNorm::None,
+        qkv_bias: false,
+        ..base
+    };
+    Some(match name {
+        "glm-4.7-flash" => DecoderConfig {
+            family: Family::Glm4MoeLite,
+            hidden_size: 2048,
+            intermediate_size: 10_240,
+            layers: 47,
+            query_heads: 20,
+            vocab_size: 154_880,
+            latent: Some(LatentConfig { query_rank: Some(768), key: 192, value: 256, ..latent }),
+            moe: Some(MoeConfig {
+                experts: 64,
+                rule: RouterRule { chosen: 4, factor: 1.8, ..moe.rule },
+                dense_layers: vec![0],
+                ..moe
+            }),
+            ..base
+        },
+        "deepseek-v3" => DecoderConfig {
+            family: Family::DeepseekV3,
+            hidden_size: 7168,
+            intermediate_size: 18_432,
+            layers: 61,
+            query_heads: 128,
+            vocab_size: 129_280,
+            rms_norm_eps: 1e-6,
+            // Benchmarks use the scores as they are: YaRN changes no size.
+            rope: RopeConfig::plain(1e4),
+            latent: Some(latent),
+            moe: Some(MoeConfig {
+                experts: 256,
+                width: 2048,
+                shared_width: 2048,
+                rule: RouterRule { groups: Some(ExpertGroups { count: 8, kept: 4 }), ..moe.rule },
+                ..moe
+            }),
+            ..base
+        },
+        _ => return None,
+    })
+}
+
 fn sliding(
     layers: usize,
     window: usize,
@@ -209,12 +279,16 @@ fn sliding(
 impl DecoderConfig {
     /// The heads of every layer.
     pub fn heads(&self) -> HeadShape {
+        let scale = match &self.latent {
+            Some(latent) => Some(latent.scale(&self.rope)),
+            None => self.attention_scale,
+        };
         HeadShape {
             query_heads: self.query_heads,
             kv_heads: self.kv_heads,
             head_dim: self.head_dim,
             rms_norm_eps: self.rms_norm_eps,
-            scale: self.attention_scale.unwrap_or((1.0 / (self.head_dim as f64).sqrt()) as f32),
+            scale: scale.unwrap_or((1.0 / (self.head_dim as f64).sqrt()) as f32),
         }
     }
 
@@ -227,6 +301,7 @@ impl DecoderConfig {
             context: context.min(self.max_position_embeddings),
             heads: self.heads(),
             rope_tables: 1 + usize::from(self.sliding.as_ref().is_some_and(|sliding| sliding.rope.is_some())),
+            rotary: self.rotary_width(),
             hidden: self.hidden_size,
             intermediate: self.feed_forward_width(),
             vocab: self.vocab_size,
@@ -252,7 +327,10 @@ impl DecoderConfig {
     }
 
     fn parameters_with(&self, experts: impl Fn(&MoeConfig) -> usize) -> usize {
-        let attention = self.hidden_size * (2 * self.query_width() + 2 * self.kv_width());
+        let attention = match &self.latent {
+            Some(latent) => latent.parameters(self.hidden_size, self.query_heads),
+            None => self.hidden_size * (2 * self.query_width() + 2 * self.kv_width()),
+        };
         let feed_forward = |layer| match self.moe_of(layer) {
             None => 3 * self.hidden_size * self.intermediate_size,
             Some(moe) => {
@@ -279,6 +357,8 @@ mod tests {
             ("gpt-oss-20b", 20.33),
             ("gemma-3-4b", 3.88),
             ("gemma-3-27b", 27.0),
+            ("glm-4.7-flash", 29.62),
+            ("deepseek-v3", 670.1),
         ] {
             let config = shape(name).unwrap();
             config.validate().unwrap();

@@ -38,6 +38,9 @@ impl Shard {
 
     pub fn new(rank: usize, ranks: usize, whole: &DecoderConfig) -> Result<Self, BuildError> {
         let refuse = |why: String| Err(BuildError::Ranks { ranks, why });
+        if ranks > 1 && whole.latent.is_some() {
+            return refuse("latent attention (MLA) is not split yet".into());
+        }
         if ranks == 0 || !whole.kv_heads.is_multiple_of(ranks) {
             let works: Vec<String> = (1..=whole.kv_heads)
                 .filter(|n| whole.kv_heads.is_multiple_of(*n))
@@ -117,6 +120,10 @@ impl Shard {
         };
         match projection {
             Projection::Query | Projection::Key | Projection::Value => [heads(rows), 0..columns],
+            // Latent attention is not split.
+            Projection::QueryDown | Projection::QueryUp | Projection::LatentDown | Projection::LatentUp => {
+                [0..rows, 0..columns]
+            }
             Projection::Output => [0..rows, heads(columns)],
             Projection::Gate | Projection::Up => [self.share(rows), 0..columns],
             Projection::Down => [0..rows, self.share(columns)],
@@ -186,7 +193,7 @@ mod tests {
                 ..tiny_config(Family::Llama)
             };
             let shards: Vec<Shard> = (0..ranks).map(|r| Shard::new(r, ranks, &whole).unwrap()).collect();
-            for projection in Projection::ALL {
+            for projection in Projection::of(&whole) {
                 let [rows, columns] = projection.shape(&whole);
                 let mut held = vec![0; rows * columns];
                 for shard in &shards {

@@ -4,13 +4,21 @@ use oscar_backend::ExpertId;
 
 use crate::config::{DecoderConfig, MoeConfig, QkNorm};
 use crate::fused;
+use crate::latent::LatentConfig;
 
-/// The seven matrices of a layer, in the order a layer applies them.
+/// The matrices of a layer. Layers with heads have query, key and value; those with latent attention
+/// have the two of the latent, and a query that goes through a latent of its own or not.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Projection {
     Query,
     Key,
     Value,
+    /// To the latent of queries, and from there to all query heads.
+    QueryDown,
+    QueryUp,
+    /// To the latent and the rotary key, and from the latent to keys and values, head by head.
+    LatentDown,
+    LatentUp,
     Output,
     Gate,
     Up,
@@ -18,15 +26,37 @@ pub enum Projection {
 }
 
 impl Projection {
-    pub const ALL: [Projection; 7] =
-        [Self::Query, Self::Key, Self::Value, Self::Output, Self::Gate, Self::Up, Self::Down];
+    const ALL: [Projection; 11] = [
+        Self::Query,
+        Self::Key,
+        Self::Value,
+        Self::QueryDown,
+        Self::QueryUp,
+        Self::LatentDown,
+        Self::LatentUp,
+        Self::Output,
+        Self::Gate,
+        Self::Up,
+        Self::Down,
+    ];
 
     /// The matrices of a feed-forward part, and of an expert.
     pub const FEED_FORWARD: [Projection; 3] = [Self::Gate, Self::Up, Self::Down];
 
-    /// Whether it belongs to the feed-forward part of a layer.
-    fn is_feed_forward(self) -> bool {
-        Self::FEED_FORWARD.contains(&self)
+    /// The attention matrices of a model's layers, in the order a layer applies them.
+    pub fn attention(config: &DecoderConfig) -> &'static [Projection] {
+        match &config.latent {
+            None => &[Self::Query, Self::Key, Self::Value, Self::Output],
+            Some(LatentConfig { query_rank: None, .. }) => {
+                &[Self::Query, Self::LatentDown, Self::LatentUp, Self::Output]
+            }
+            Some(_) => &[Self::QueryDown, Self::QueryUp, Self::LatentDown, Self::LatentUp, Self::Output],
+        }
+    }
+
+    /// The matrices of a dense layer, in the order it applies them.
+    pub fn of(config: &DecoderConfig) -> impl Iterator<Item = Projection> {
+        Self::attention(config).iter().copied().chain(Self::FEED_FORWARD)
     }
 
     fn path(self) -> &'static str {
@@ -34,6 +64,10 @@ impl Projection {
             Self::Query => "self_attn.q_proj",
             Self::Key => "self_attn.k_proj",
             Self::Value => "self_attn.v_proj",
+            Self::QueryDown => "self_attn.q_a_proj",
+            Self::QueryUp => "self_attn.q_b_proj",
+            Self::LatentDown => "self_attn.kv_a_proj_with_mqa",
+            Self::LatentUp => "self_attn.kv_b_proj",
             Self::Output => "self_attn.o_proj",
             Self::Gate => "mlp.gate_proj",
             Self::Up => "mlp.up_proj",
@@ -41,15 +75,23 @@ impl Projection {
         }
     }
 
-    /// Rows (outputs) and columns (inputs) of the matrix as stored.
+    /// Rows (outputs) and columns (inputs) of the matrix as stored; `[0, 0]` if the model has none.
     pub fn shape(self, config: &DecoderConfig) -> [usize; 2] {
-        let hidden = config.hidden_size;
-        match self {
-            Self::Query => [config.query_width(), hidden],
-            Self::Key | Self::Value => [config.kv_width(), hidden],
-            Self::Output => [hidden, config.query_width()],
-            Self::Gate | Self::Up => [config.intermediate_size, hidden],
-            Self::Down => [hidden, config.intermediate_size],
+        let (hidden, heads) = (config.hidden_size, config.query_heads);
+        match (self, &config.latent) {
+            (Self::Gate | Self::Up, _) => [config.intermediate_size, hidden],
+            (Self::Down, _) => [hidden, config.intermediate_size],
+            (Self::Query, None) => [config.query_width(), hidden],
+            (Self::Key | Self::Value, None) => [config.kv_width(), hidden],
+            (Self::Output, None) => [hidden, config.query_width()],
+            (Self::Query, Some(latent)) => [heads * latent.query(), hidden],
+            (Self::QueryDown, Some(latent)) => [latent.query_rank.unwrap_or(0), hidden],
+            (Self::QueryUp, Some(latent)) => [heads * latent.query(), latent.query_rank.unwrap_or(0)],
+            (Self::LatentDown, Some(latent)) => [latent.row(), hidden],
+            (Self::LatentUp, Some(latent)) => [heads * (latent.key + latent.value), latent.rank],
+            (Self::Output, Some(latent)) => [hidden, heads * latent.value],
+            (Self::Key | Self::Value, Some(_)) => [0, 0],
+            (Self::QueryDown | Self::QueryUp | Self::LatentDown | Self::LatentUp, None) => [0, 0],
         }
     }
 
@@ -57,6 +99,7 @@ impl Projection {
     pub fn has_bias(self, config: &DecoderConfig) -> bool {
         match self {
             Self::Query | Self::Key | Self::Value => config.qkv_bias,
+            Self::QueryDown | Self::QueryUp | Self::LatentDown | Self::LatentUp => false,
             Self::Output => config.output_bias,
             Self::Gate | Self::Up | Self::Down => config.mlp_bias,
         }
@@ -192,6 +235,16 @@ impl TensorNames {
         self.in_layer(layer, "self_attn.k_norm.weight")
     }
 
+    /// RMSNorm of the latent of queries.
+    pub fn query_latent_norm(&self, layer: usize) -> String {
+        self.in_layer(layer, "self_attn.q_a_layernorm.weight")
+    }
+
+    /// RMSNorm of the latent of keys and values.
+    pub fn latent_norm(&self, layer: usize) -> String {
+        self.in_layer(layer, "self_attn.kv_a_layernorm.weight")
+    }
+
     pub fn weight(&self, layer: usize, projection: Projection) -> String {
         self.in_layer(layer, &format!("{}.weight", projection.path()))
     }
@@ -276,7 +329,8 @@ pub fn required_tensors(config: &DecoderConfig, names: &TensorNames) -> Vec<Requ
     for layer in 0..config.layers {
         need(names.input_norm(layer), &[hidden]);
         let moe = config.moe_of(layer);
-        for projection in Projection::ALL.into_iter().filter(|p| moe.is_none() || !p.is_feed_forward()) {
+        let dense = Projection::FEED_FORWARD.into_iter().filter(|_| moe.is_none());
+        for projection in Projection::attention(config).iter().copied().chain(dense) {
             if projection == Projection::Gate {
                 need(names.feed_forward_norm(layer, config), &[hidden]);
             }
@@ -314,6 +368,10 @@ pub fn required_tensors(config: &DecoderConfig, names: &TensorNames) -> Vec<Requ
         if let Some((query, key)) = norms {
             need(names.query_norm(layer), &[query]);
             need(names.key_norm(layer), &[key]);
+        }
+        if let Some(latent) = &config.latent {
+            latent.query_rank.into_iter().for_each(|rank| need(names.query_latent_norm(layer), &[rank]));
+            need(names.latent_norm(layer), &[latent.rank]);
         }
         if config.attention_sinks {
             need(names.sinks(layer), &[config.query_heads]);

@@ -11,13 +11,14 @@ use std::fs;
 use std::path::Path;
 
 use half::{bf16, f16};
-use oscar_backend::{Gate, RouterRule, RouterScores};
+use oscar_backend::{ExpertGroups, Gate, RouterRule, RouterScores};
 use oscar_codec::random::SplitMix64;
 use safetensors::tensor::TensorView as StoredTensor;
 use serde_json::{Value, json};
 
 use crate::config::{DecoderConfig, Family, MoeConfig, QkNorm, SlidingLayers};
 use crate::error::LoadError;
+use crate::latent::LatentConfig;
 use crate::rope::{RopeConfig, RopeScaling};
 use crate::tensor::WeightDtype;
 use crate::tensor_names::{ExpertNames, TensorNames, required_tensors};
@@ -25,15 +26,16 @@ use crate::weights::{INDEX_FILE, SINGLE_FILE};
 
 /// A configuration that exercises its family's particulars and runs in milliseconds.
 pub fn tiny_config(family: Family) -> DecoderConfig {
+    let latent = tiny_latent(family);
     DecoderConfig {
         family,
         hidden_size: 64,
         intermediate_size: 96,
         layers: 2,
         query_heads: 4,
-        kv_heads: 2,
+        kv_heads: if latent.is_some() { 1 } else { 2 },
         // Wider than an even share of the hidden size, as in the small Qwen3 models.
-        head_dim: 32,
+        head_dim: latent.as_ref().map_or(32, LatentConfig::row),
         vocab_size: 128,
         rms_norm_eps: 1e-6,
         rope: RopeConfig::plain(10_000.0),
@@ -44,7 +46,9 @@ pub fn tiny_config(family: Family) -> DecoderConfig {
             Family::Qwen2 | Family::Llama | Family::Mistral | Family::Mixtral | Family::GptOss => {
                 QkNorm::None
             }
+            Family::DeepseekV3 | Family::Glm4MoeLite => QkNorm::None,
         },
+        latent,
         qkv_bias: matches!(family, Family::Qwen2 | Family::Glm4Moe | Family::GptOss),
         output_bias: family == Family::GptOss,
         mlp_bias: false,
@@ -74,12 +78,30 @@ pub fn tiny_config(family: Family) -> DecoderConfig {
     }
 }
 
+/// The latent attention of [`tiny_config`]. One of the families has a latent of queries too.
+fn tiny_latent(family: Family) -> Option<LatentConfig> {
+    let query_rank = match family {
+        Family::DeepseekV3 => Some(40),
+        Family::Glm4MoeLite => None,
+        _ => return None,
+    };
+    Some(LatentConfig {
+        query_rank,
+        rank: 48,
+        key: 24,
+        rotary: 16,
+        value: 32,
+        interleaved: true,
+        norm_eps: 1e-6,
+    })
+}
+
 /// The mixture of experts of [`tiny_config`].
 fn tiny_moe(family: Family) -> Option<MoeConfig> {
-    let sigmoid = matches!(family, Family::Glm4Moe | Family::MiniMaxM2);
+    let softmax = matches!(family, Family::Qwen3Moe | Family::Mixtral | Family::GptOss);
     let (width, shared_width, dense_layers, names) = match family {
         Family::Qwen3Moe => (40, 0, vec![1], ExpertNames::Mlp),
-        Family::Glm4Moe => (48, 48, vec![0], ExpertNames::Mlp),
+        Family::Glm4Moe | Family::DeepseekV3 | Family::Glm4MoeLite => (48, 48, vec![0], ExpertNames::Mlp),
         // Their `intermediate_size` is the width of an expert.
         Family::Mixtral | Family::MiniMaxM2 => (96, 0, Vec::new(), ExpertNames::BlockSparse),
         Family::GptOss => (96, 0, Vec::new(), ExpertNames::Fused),
@@ -87,16 +109,17 @@ fn tiny_moe(family: Family) -> Option<MoeConfig> {
     };
     let rule = RouterRule {
         chosen: 2,
-        scores: if sigmoid { RouterScores::Sigmoid } else { RouterScores::Softmax },
+        scores: if softmax { RouterScores::Softmax } else { RouterScores::Sigmoid },
         normalize: true,
         factor: if family == Family::Glm4Moe { 2.5 } else { 1.0 },
+        groups: (family == Family::DeepseekV3).then_some(ExpertGroups { count: 3, kept: 2 }),
     };
     Some(MoeConfig {
-        experts: 5,
+        experts: if family == Family::DeepseekV3 { 6 } else { 5 },
         width,
         shared_width,
         rule,
-        correction: sigmoid,
+        correction: !softmax,
         biases: family == Family::GptOss,
         mxfp4: false,
         dense_layers,
@@ -203,7 +226,8 @@ fn config_json(config: &DecoderConfig) -> Value {
     }
     let moe = config.moe.as_ref().map(|moe| moe_json(config, moe));
     let sliding = config.sliding.as_ref().map(|sliding| sliding_json(config, sliding));
-    for fields in [moe, sliding].into_iter().flatten() {
+    let latent = config.latent.as_ref().map(|latent| latent_json(config, latent));
+    for fields in [moe, sliding, latent].into_iter().flatten() {
         for (field, value) in fields.as_object().into_iter().flatten() {
             json[field] = value.clone();
         }
@@ -222,7 +246,7 @@ fn moe_json(config: &DecoderConfig, moe: &MoeConfig) -> Value {
             "norm_topk_prob": moe.rule.normalize,
             "mlp_only_layers": moe.dense_layers,
         }),
-        Family::Glm4Moe => json!({
+        Family::Glm4Moe | Family::DeepseekV3 | Family::Glm4MoeLite => json!({
             "n_routed_experts": moe.experts,
             "num_experts_per_tok": moe.rule.chosen,
             "moe_intermediate_size": moe.width,
@@ -230,9 +254,14 @@ fn moe_json(config: &DecoderConfig, moe: &MoeConfig) -> Value {
             "norm_topk_prob": moe.rule.normalize,
             "routed_scaling_factor": moe.rule.factor,
             "first_k_dense_replace": moe.dense_layers.len(),
+            "n_group": moe.rule.groups.map_or(1, |groups| groups.count),
+            "topk_group": moe.rule.groups.map_or(1, |groups| groups.kept),
             "use_qk_norm": normed,
             "attention_bias": config.qkv_bias,
-            "partial_rotary_factor": config.rotary_width() as f64 / config.head_dim as f64,
+            "partial_rotary_factor": match &config.latent {
+                Some(_) => 1.0,
+                None => config.rotary_width() as f64 / config.head_dim as f64,
+            },
         }),
         _ => json!({
             "num_local_experts": moe.experts,
@@ -242,6 +271,20 @@ fn moe_json(config: &DecoderConfig, moe: &MoeConfig) -> Value {
             "rotary_dim": config.rotary_dim,
         }),
     }
+}
+
+/// The fields of latent attention. Files state a key and value head for each query head.
+fn latent_json(config: &DecoderConfig, latent: &LatentConfig) -> Value {
+    json!({
+        "num_key_value_heads": config.query_heads,
+        "head_dim": latent.rotary,
+        "q_lora_rank": latent.query_rank,
+        "kv_lora_rank": latent.rank,
+        "qk_nope_head_dim": latent.key,
+        "qk_rope_head_dim": latent.rotary,
+        "v_head_dim": latent.value,
+        "rope_interleave": latent.interleaved,
+    })
 }
 
 /// The fields of sliding layers, in their family's words.

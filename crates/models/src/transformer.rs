@@ -7,6 +7,8 @@
 //! logits = Whead · norm(x)
 //! ```
 //!
+//! Layers with latent attention ([`latent`]) have other products before `Wo`.
+//!
 //! Families that normalize results add `norm(Wo · …)` and `norm(Wdown · …)` instead.
 //!
 //! Where a model is split over several ranks ([`Shard`]), each rank runs these lines over its own
@@ -17,22 +19,25 @@
 //! between; it is part of `attend`.
 
 mod forward;
+mod latent;
 mod layer;
+mod projections;
 
 pub use forward::{StepInput, StepOutput};
 
 use crate::config::{DecoderConfig, QkNorm};
 use crate::error::LoadError;
 use crate::experts;
-use crate::fold::{rotate_inputs, rotate_outputs};
-use crate::matrices::{self, LayerMatrix};
+use crate::matrices;
 use crate::parallel::in_parallel;
 use crate::shard::Shard;
 use crate::tensor_names::Projection;
 use crate::weights::Weights;
+use latent::{LatentMixer, LatentRows};
 use layer::{check_features, norm_weights, ropes};
-use oscar_backend::{Backend, BackendError, Benchmarks, HeadShape, HostMatrix, HostValues, WeightFormat};
-use oscar_codec::{Rotation, RotationSet};
+use oscar_backend::{Backend, BackendError, Benchmarks, HeadShape, WeightFormat};
+use oscar_codec::RotationSet;
+use projections::{Mixer, Projections, check_rotations};
 use std::sync::Arc;
 
 /// Errors of bringing a model onto a device.
@@ -60,6 +65,8 @@ pub enum BuildError {
         kv_heads: usize,
         head_dim: usize,
     },
+    #[error("latent attention (MLA) takes no rotations: use --kv bf16")]
+    LatentRotations,
     #[error("the model cannot be split over {ranks} ranks (--tensor-parallel): {why}")]
     Ranks { ranks: usize, why: String },
 }
@@ -79,13 +86,6 @@ struct Layer<B: Backend> {
 enum FeedForward<B: Backend> {
     Dense { gate_up: B::Matrix, down: B::Matrix },
     Experts(B::Experts),
-}
-
-/// A layer's attention projections with the rotation of a cache folded in.
-struct Projections<B: Backend> {
-    qkv: B::Matrix,
-    output: B::Matrix,
-    rotation: Option<B::LayerRotation>,
 }
 
 /// The parts that models with different caches share.
@@ -118,7 +118,9 @@ pub struct Transformer<B: Backend> {
 /// Activations of a step, kept from step to step.
 pub struct Workspace<B: Backend> {
     hidden: B::Rows,
+    /// Query, key and value heads; in models with latent attention, the query heads.
     qkv: B::Rows,
+    latent: LatentRows<B>,
     attended: B::Rows,
     gated: B::Rows,
     selected: B::Rows,
@@ -241,6 +243,7 @@ impl<B: Backend> Transformer<B> {
         B: Benchmarks,
     {
         check_features(backend, config)?;
+        check_rotations(config, rotations)?;
         let shard = Shard::of(backend, config)?;
         let config = shard.part();
         let hidden = config.hidden_size;
@@ -254,10 +257,17 @@ impl<B: Backend> Transformer<B> {
             let folded = if rotations.is_some() { WeightFormat::Bf16 } else { weights };
             let norms = |query: usize, key: usize| Ok::<_, BackendError>((ones(query)?, ones(key)?));
             let rotation = |set: &RotationSet| backend.layer_rotation(shard.rotations(set, index));
+            let random = |part: Projection| {
+                let [outputs, inputs] = part.shape(config);
+                matrix(1, folded, outputs, inputs)
+            };
+            let qkv = || matrix(0, folded, config.query_width() + 2 * config.kv_width(), hidden);
             projections.push(Projections {
-                qkv: matrix(0, folded, config.query_width() + 2 * config.kv_width(), hidden)?,
-                output: matrix(1, folded, hidden, config.query_width())?,
-                rotation: rotations.map(rotation).transpose()?,
+                mixer: match &config.latent {
+                    Some(latent) => Mixer::Latent(LatentMixer::random(backend, config, latent, random)?),
+                    None => Mixer::Heads { qkv: qkv()?, rotation: rotations.map(rotation).transpose()? },
+                },
+                output: random(Projection::Output)?,
             });
             layers.push(Layer {
                 input_norm: ones(hidden)?,
@@ -331,7 +341,7 @@ impl<B: Backend> Transformer<B> {
             }
         };
         let layers: usize = body.layers.iter().enumerate().map(feed_forward).sum();
-        let attention = self.projections.iter().flat_map(|p| [&p.qkv, &p.output]);
+        let attention = self.projections.iter().flat_map(Projections::matrices);
         let head = body.head.as_ref().unwrap_or(&body.embedding);
         layers + attention.chain([head]).map(|matrix| backend.matrix_bytes(matrix)).sum::<usize>()
     }
@@ -345,8 +355,12 @@ impl<B: Backend> Transformer<B> {
         let (c, shard) = (self.body.shard.part(), &self.body.shard);
         Workspace {
             hidden: backend.rows(c.hidden_size),
-            qkv: backend.rows(c.query_width() + 2 * c.kv_width()),
-            attended: backend.rows(c.query_width()),
+            qkv: backend.rows(match &c.latent {
+                Some(latent) => c.query_heads * latent.query(),
+                None => c.query_width() + 2 * c.kv_width(),
+            }),
+            latent: LatentRows::new(backend, c.latent.as_ref()),
+            attended: backend.rows(Projection::Output.shape(c)[1]),
             gated: backend.rows(c.intermediate_size),
             selected: backend.rows(c.hidden_size),
             logits_part: backend.rows(shard.vocabulary().len()),
@@ -412,74 +426,5 @@ impl Part {
                 weights.bytes_of(|name| name.starts_with(&prefix) && name.contains(attention))
             }
         }
-    }
-}
-
-impl<B: Backend> Projections<B> {
-    fn build(
-        backend: &B,
-        shard: &Shard,
-        weights: &Weights,
-        rotations: Option<&RotationSet>,
-        index: usize,
-    ) -> Result<Self, BuildError> {
-        let Some(set) = rotations else {
-            return Ok(Self {
-                qkv: matrices::prepare(backend, shard, weights, index, LayerMatrix::QueryKeyValue)?,
-                output: matrices::prepare(backend, shard, weights, index, LayerMatrix::Output)?,
-                rotation: None,
-            });
-        };
-        let (config, heads) = (shard.part(), shard.rotations(set, index));
-        let values: Vec<&Rotation> = heads.iter().map(|h| &h.value).collect();
-        let mut matrix =
-            Vec::with_capacity((config.query_width() + 2 * config.kv_width()) * config.hidden_size);
-        for &projection in LayerMatrix::QueryKeyValue.projections() {
-            let mut part = shard.projection(weights, index, projection)?;
-            if projection == Projection::Value {
-                rotate_outputs(&mut part, config.hidden_size, &values);
-            }
-            matrix.extend(part);
-        }
-        let mut bias = matrices::biases(shard, weights, index, LayerMatrix::QueryKeyValue)?;
-        if let Some(bias) = &mut bias {
-            let start = config.query_width() + config.kv_width();
-            rotate_outputs(&mut bias[start..], 1, &values);
-        }
-        let qkv = backend.matrix(HostMatrix {
-            outputs: config.query_width() + 2 * config.kv_width(),
-            inputs: config.hidden_size,
-            values: HostValues::F32(&matrix),
-            bias: bias.as_deref(),
-        })?;
-        let mut out = shard.projection(weights, index, Projection::Output)?;
-        rotate_inputs(&mut out, config.query_width(), config.group_size(), &values);
-        let output = backend.matrix(HostMatrix {
-            outputs: config.hidden_size,
-            inputs: config.query_width(),
-            values: HostValues::F32(&out),
-            bias: matrices::biases(shard, weights, index, LayerMatrix::Output)?.as_deref(),
-        })?;
-        Ok(Self { qkv, output, rotation: Some(backend.layer_rotation(heads)?) })
-    }
-}
-
-/// Rotations must be made for this model's shape.
-fn check_rotations(config: &DecoderConfig, rotations: Option<&RotationSet>) -> Result<(), BuildError> {
-    match rotations {
-        Some(set)
-            if (set.layers(), set.kv_heads(), set.head_dim())
-                != (config.layers, config.kv_heads, config.head_dim) =>
-        {
-            Err(BuildError::Rotations {
-                found_layers: set.layers(),
-                found_heads: set.kv_heads(),
-                found_dim: set.head_dim(),
-                layers: config.layers,
-                kv_heads: config.kv_heads,
-                head_dim: config.head_dim,
-            })
-        }
-        _ => Ok(()),
     }
 }

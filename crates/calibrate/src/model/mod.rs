@@ -108,6 +108,9 @@ pub fn calibrate_model<B: Calibrates>(
     watch: &dyn Watch,
     cancelled: &AtomicBool,
 ) -> Result<CalibratedModel, CalibrateError> {
+    if subject.config.latent.is_some() {
+        return Err(CalibrateError::Latent);
+    }
     if let Some(widths) = &options.widths {
         // An option that cannot be met is refused now, not after minutes of measuring.
         widths.check(subject)?;

@@ -1,7 +1,7 @@
 //! `oscar plan`: what fits in a given memory, exactly, BF16 beside each format.
 
 use crate::commands::bench::subject::{Shape, Subject, parse_shape};
-use crate::options::{Device, ModelArgs, at_least_one, parse_size};
+use crate::options::{Device, ModelArgs, at_least_one, formats, parse_size};
 use crate::sizing::FixedMemory;
 use crate::{progress, table};
 use anyhow::{Result, bail};
@@ -25,8 +25,9 @@ pub struct Args {
     /// Memory for weights, activations and cache together, e.g. 24G
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     memory: usize,
-    /// KV formats to plan for
-    #[arg(long, value_name = "FORMAT[,FORMAT…]", value_delimiter = ',', default_values = ["bf16", "oscar4", "oscar"])]
+    /// KV formats to plan for; if absent bf16, oscar4 and oscar, or bf16 alone for latent attention
+    /// (MLA)
+    #[arg(long, value_name = "FORMAT[,FORMAT…]", value_delimiter = ',')]
     kv: Vec<KvFormat>,
     /// Contexts for which the largest batch is computed
     #[arg(long, value_name = "N[,N…]", value_delimiter = ',', default_values_t = [4096, 16384, 32768, 131072])]
@@ -108,7 +109,10 @@ pub fn run(args: &Args) -> Result<()> {
     let steps = SchedulerOptions { prefill_chunk: chunk, ..SchedulerOptions::default() };
     let (mut rows, mut budgets): (Vec<Vec<String>>, Vec<Budget>) = Default::default();
     let mut too_large = Vec::new();
-    for &format in &args.kv {
+    if target.is_gpu() && c.latent.is_some() {
+        bail!("{} has latent attention (MLA), which GPUs do not compute: use --device cpu", model.name());
+    }
+    for format in formats(c, &args.kv, &["bf16", "oscar4", "oscar"])? {
         let rotates = format.rotation() != RotationKind::None;
         let layout = layout(args, c, format, target.is_gpu())?;
         let (size, fp8) = match &model {

@@ -29,7 +29,7 @@ pub struct Args {
     #[command(flatten)]
     cache: CacheArgs,
     /// KV-cache format; `oscar doctor` lists them. If absent, oscar with measured widths where the
-    /// model has them, else oscar4
+    /// model has them, else oscar4; bf16 for latent attention (MLA)
     #[arg(long, value_name = "FORMAT")]
     kv: Option<KvFormat>,
     /// The prompt, or @FILE to read it from a file; without --prompt and --chat a conversation
@@ -90,7 +90,7 @@ pub fn run(args: &Args) -> Result<()> {
         None | Some(RotationKind::Calibrated) => model.found_rotations(&args.cache)?,
         Some(_) => None,
     };
-    let mut served = Served::choose(args.kv, found.as_ref());
+    let mut served = Served::choose(args.kv, found.as_ref(), model.config.latent.is_some());
     let cache = model.cache_of(served.format, &args.cache, found.as_ref())?;
     served.warn(&cache.layout);
     let bar = progress::bar("loading", model.config.layers as u64);
@@ -447,13 +447,10 @@ fn listed(calls: &[(String, String)]) -> Vec<Value> {
 }
 
 fn bf16_bytes(layout: &CacheLayout, tokens: usize) -> usize {
-    let full = CacheLayout::new(
-        KvFormat::Bf16,
-        layout.layers(),
-        layout.kv_heads(),
-        layout.head_dim(),
-        Windows::default(),
-        CodeLayout::CpuTile,
-    );
+    let (layers, row, order) = (layout.layers(), layout.head_dim(), CodeLayout::CpuTile);
+    let full = match layout.shares_rows() {
+        true => CacheLayout::latent(KvFormat::Bf16, layers, row, order),
+        false => CacheLayout::new(KvFormat::Bf16, layers, layout.kv_heads(), row, Windows::default(), order),
+    };
     full.map_or(0, |l| l.with_sliding_of(layout).sequence_bytes(tokens))
 }

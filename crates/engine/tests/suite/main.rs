@@ -7,6 +7,7 @@ mod families;
 mod faults;
 mod fp8_weights;
 mod goldens;
+mod latent;
 mod logs;
 mod post;
 mod requests;

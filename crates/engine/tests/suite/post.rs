@@ -313,7 +313,7 @@ fn conversations_on_views_survive_a_restart() {
         let store = StoreOptions { directory, ..StoreOptions::default() };
         let store = Store::open(&store, fingerprint, &about).unwrap();
         let options =
-            EngineOptions { store: Some(store), demote_idle_tails: false, ..EngineOptions::new("test") };
+            EngineOptions { store: Some(store), approximate_hits: false, ..EngineOptions::new("test") };
         engine_with(&setup(1 << 30, 256), Some(KVZIP), options)
     };
     let engine = begin();

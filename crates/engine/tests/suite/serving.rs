@@ -2,7 +2,7 @@
 //! the one of a cold run on an empty machine, and after every round all pages are accounted for.
 
 use crate::client::{Outcome, submit};
-use crate::support::{Setup, log_probability, sliding_model};
+use crate::support::{Setup, latent_model, log_probability, sliding_model};
 use oscar_backend::argmax;
 use oscar_codec::{CodeLayout, KvFormat, Windows};
 use oscar_engine::{
@@ -277,18 +277,36 @@ fn sliding_windows_answer_alike_from_the_prefix_cache() {
     assert!(evicted > 0, "the cache was large enough for everything");
 }
 
-/// Sequences of a sliding model that outgrow the cache together are preempted and go on as if alone.
+/// Latent rows: evicted and resumed conversations answer as cold runs do.
 #[test]
-fn sliding_models_answer_alike_after_preemption() {
-    let (_folder, model) = sliding_model(Family::Gemma3, 100);
-    let mut oracle = Oracle::of(KvFormat::OSCAR2, &model);
-    let windows = windows(KvFormat::OSCAR2);
-    let kv_memory = 7 * oracle.runner.layout().unquantized_block_bytes();
-    let setup = Setup { format: KvFormat::OSCAR2, windows, context: 2048, kv_memory, ..Setup::default() };
+fn latent_models_answer_alike_from_the_prefix_cache() {
+    let mut evicted = 0;
+    for (family, budget, chunk) in [(Family::DeepseekV3, 11, 150), (Family::Glm4MoeLite, 9, 33)] {
+        let (_folder, model) = latent_model(family);
+        let format = KvFormat::Bf16;
+        let mut oracle = Oracle::of(format, &model);
+        let (step_tokens, seed) = (2 * chunk, budget as u64);
+        let plan =
+            Plan { model, format, budget, chunk, step_tokens, batch: 5, rounds: 6, seed, approximates: true };
+        let stats = converse(&plan, &mut oracle);
+        assert!(stats.cached_tokens > 0, "{family:?}: nothing was found");
+        assert_eq!((stats.coded_pages, stats.approximate_hits), (0, 0), "nothing is quantized");
+        evicted += stats.evicted_pages;
+    }
+    assert!(evicted > 0, "the cache was large enough for everything");
+}
+
+/// Sequences that outgrow the cache together are preempted and go on as if alone.
+fn check_preemption(model: &ModelSource, format: KvFormat) {
+    let mut oracle = Oracle::of(format, model);
+    // A layout without codes needs a page for every 64 tokens.
+    let blocks = if format.is_coded() { 7 } else { 9 };
+    let kv_memory = blocks * oracle.runner.layout().unquantized_block_bytes();
+    let setup = Setup { format, windows: windows(format), context: 2048, kv_memory, ..Setup::default() };
     // Admitted for their prompts alone.
     let scheduler = SchedulerOptions { decode_room: 0, ..SchedulerOptions::default() };
     let options = EngineOptions { scheduler, ..EngineOptions::new("test") };
-    let engine = Engine::start(setup.runner(&model), options).unwrap();
+    let engine = Engine::start(setup.runner(model), options).unwrap();
     let prompts: Vec<Vec<u32>> = (0..4).map(|i| Dice(70 + i).tokens(20 + i as usize)).collect();
     let params = || GenerationParams { max_tokens: 230, logprobs: Some(0), ..GenerationParams::default() };
     let calls: Vec<_> = prompts.iter().map(|prompt| submit(&engine, prompt, params()).unwrap()).collect();
@@ -300,6 +318,18 @@ fn sliding_models_answer_alike_after_preemption() {
     assert!(engine.stats().preemptions > 0);
     check_accounts(&engine, "after preemption");
     engine.shutdown();
+}
+
+#[test]
+fn sliding_models_answer_alike_after_preemption() {
+    let (_folder, model) = sliding_model(Family::Gemma3, 100);
+    check_preemption(&model, KvFormat::OSCAR2);
+}
+
+#[test]
+fn latent_models_answer_alike_after_preemption() {
+    let (_folder, model) = latent_model(Family::DeepseekV3);
+    check_preemption(&model, KvFormat::Bf16);
 }
 
 /// Keys in groups of tokens: within a page, where the prefix cache shares their codes, and over pages, where codes

@@ -2,7 +2,7 @@
 //! vanishing or another model's, are those of an engine without one.
 
 use crate::client::{Outcome, submit};
-use crate::support::{Setup, sliding_model};
+use crate::support::{Setup, latent_model, sliding_model};
 use oscar_codec::{KvFormat, Windows};
 use oscar_engine::{
     CacheSalt, CachedByTier, Engine, EngineApi, EngineHandle, EngineOptions, GenerationParams, SamplingParams,
@@ -111,6 +111,32 @@ fn answers_after_a_restart_equal_those_of_an_uninterrupted_run() {
             assert_eq!((answer(&again), again.usage.by_tier), (&expected[..], CachedByTier::default()));
             engine.shutdown();
         }
+    }
+}
+
+/// Latent rows come back as they were.
+#[test]
+fn latent_rows_come_back_after_a_restart() {
+    let prompt = tokens(610, 1);
+    for family in [Family::DeepseekV3, Family::Glm4MoeLite] {
+        let (_folder, model) = latent_model(family);
+        let (folder, setup) = (tempfile::tempdir().unwrap(), setup(KvFormat::Bf16, 64));
+        let begin = |store| {
+            let options = EngineOptions { store, ..EngineOptions::new("test") };
+            Engine::start(setup.runner(&model), options).unwrap()
+        };
+        let first = begin(Some(store(folder.path())));
+        let outcome = ask(&first, &prompt, 40);
+        let next = [&prompt, answer(&outcome), &tokens(30, 9)].concat();
+        first.shutdown();
+        let cold = begin(None);
+        let expected = answer(&ask(&cold, &next, 12)).to_vec();
+        cold.shutdown();
+        let second = begin(Some(store(folder.path())));
+        let outcome = ask(&second, &next, 12);
+        assert_eq!(answer(&outcome), expected, "{family:?}");
+        assert_eq!(outcome.usage.by_tier, CachedByTier { disk: 640, ..CachedByTier::default() });
+        second.shutdown();
     }
 }
 

@@ -57,10 +57,19 @@ impl Setup {
 
 /// A random model with the embedded one's vocabulary, whose first layer of two slides.
 pub fn sliding_model(family: Family, window: usize) -> (tempfile::TempDir, ModelSource) {
-    let folder = tempfile::tempdir().unwrap();
     let tiny = tiny_config(family);
     let sliding = tiny.sliding.clone().map(|sliding| SlidingLayers { window, ..sliding });
-    let config = DecoderConfig { vocab_size: 6144, max_position_embeddings: 2048, sliding, ..tiny };
+    random_model(DecoderConfig { sliding, ..tiny })
+}
+
+/// A random model with latent attention and the embedded one's vocabulary.
+pub fn latent_model(family: Family) -> (tempfile::TempDir, ModelSource) {
+    random_model(tiny_config(family))
+}
+
+fn random_model(tiny: DecoderConfig) -> (tempfile::TempDir, ModelSource) {
+    let folder = tempfile::tempdir().unwrap();
+    let config = DecoderConfig { vocab_size: 6144, max_position_embeddings: 2048, ..tiny };
     write_random_model(folder.path(), &config, WriteOptions::default(), 5).unwrap();
     let source = ModelSource::Dir(folder.path().to_owned());
     (folder, source)

@@ -10,7 +10,7 @@
 use std::arch::asm;
 
 use super::avx512::softmax::weigh_bf16;
-use super::block::{LANES, MAX_DIM, RowBlock};
+use super::block::{LANES, MAX_ROW, RowBlock};
 use super::page::{PageView, Stage, Stages};
 use crate::tiles::{TileConfig, release};
 use oscar_codec::PAGE_TOKENS;
@@ -103,14 +103,14 @@ unsafe fn score(block: &mut RowBlock, view: &PageView<'_>) {
     let whole = d / DEPTH;
     assert!(whole > 0, "heads have at least {DEPTH} channels");
     let rest = d % DEPTH / 2;
-    // SAFETY: AMX and tiles as the caller vouches; tiles of keys are in the page; queries are rows of MAX_DIM
+    // SAFETY: AMX and tiles as the caller vouches; tiles of keys are in the page; queries are rows of MAX_ROW
     // elements.
     unsafe {
         for tile in 0..4 {
             let keys = view.keys.as_ptr().add(tile * 32 * d);
             let c = block.tile_c[tile].as_mut_ptr().cast::<u8>();
             let queries = block.q_bf16.as_ptr().cast();
-            tile_product(queries, 2 * MAX_DIM, 64, keys, ROW_BYTES, 1024, whole, c);
+            tile_product(queries, 2 * MAX_ROW, 64, keys, ROW_BYTES, 1024, whole, c);
         }
         for tile in 0..4 {
             for row in 0..block.rows {

@@ -7,7 +7,8 @@ use crate::ops::convert::f32_to_bf16;
 
 /// Stores rows `first_token..` of a BF16 page in [`CodeLayout::CpuTile`] order, rounded to nearest
 /// even, exactly as
-/// `codec.quantize_rows` does. Other codecs go through that function.
+/// `codec.quantize_rows` does. Other codecs go through that function. Rows that are keys and values in
+/// one are stored once.
 ///
 /// # Errors
 /// When sizes do not match the codec or the rows do not fit the page.
@@ -20,10 +21,11 @@ pub fn append_rows(
 ) -> Result<(), CodecError> {
     let d = codec.head_dim();
     let bf16 = |side| codec.spec(side).scheme == Scheme::Bf16;
+    let shared = codec.shares_rows();
     let tokens = keys.len() / d;
     let regular = codec.layout() == CodeLayout::CpuTile
         && bf16(Side::Key)
-        && bf16(Side::Value)
+        && (shared || bf16(Side::Value))
         && keys.len() == tokens * d
         && values.len() == keys.len()
         && page.len() == codec.page_bytes()
@@ -40,6 +42,9 @@ pub fn append_rows(
             let bits = u32::from(f32_to_bf16(pair[0])) | u32::from(f32_to_bf16(pair[1])) << 16;
             line[4 * (token % 16)..][..4].copy_from_slice(&bits.to_le_bytes());
         }
+        if shared {
+            continue;
+        }
         // Values: [token pair][channel][2].
         let lanes = value_half[token / 2 * 4 * d..][..4 * d].chunks_exact_mut(4);
         let half = 2 * (token % 2);
@@ -54,6 +59,7 @@ pub fn append_rows(
 mod tests {
     use super::*;
     use oscar_codec::KvFormat;
+    use oscar_codec::page::SideSpec;
 
     #[test]
     fn append_matches_the_codec_bit_for_bit() {
@@ -74,6 +80,18 @@ mod tests {
                 assert_eq!(ours, theirs, "head {d}, rows {first}+{n}");
             }
         }
+    }
+
+    #[test]
+    fn shared_rows_are_stored_as_the_codec_does() {
+        let spec = |side| KvFormat::Bf16.side_spec(side);
+        let codec = RowPageCodec::new(576, spec(Side::Key), SideSpec::SHARED, CodeLayout::CpuTile).unwrap();
+        let rows: Vec<f32> = (0..3 * 576).map(|i| (i as f32).sin()).collect();
+        let (mut ours, mut theirs) = (vec![7; codec.page_bytes()], vec![7; codec.page_bytes()]);
+        assert_eq!(ours.len(), 64 * 1152);
+        append_rows(&codec, &mut ours, 15, &rows, &rows).unwrap();
+        codec.quantize_rows(15, &rows, &rows, &mut theirs).unwrap();
+        assert_eq!(ours, theirs);
     }
 
     #[test]

@@ -3,15 +3,17 @@
 //! Invariant: the state of a row is computed from that row alone, so its numbers do not depend on
 //! the other rows of the block. Rows beyond `rows` are padding: zero queries with empty masks.
 
-use oscar_codec::PAGE_TOKENS;
+use oscar_codec::{MAX_LATENT_ROW, PAGE_TOKENS};
 
 use super::precision::CREST_LIMIT;
 use crate::ops::convert::f32_to_bf16;
 
 /// Rows of a block: eight rows as high and low bytes are the sixteen rows of a tile register.
 pub(super) const ROWS: usize = 8;
-/// Largest head the formats allow.
+/// Largest head of the formats with codes.
 pub(super) const MAX_DIM: usize = 256;
+/// Longest row of all: that of latent attention, which is never quantized.
+pub(super) const MAX_ROW: usize = MAX_LATENT_ROW;
 /// 32-bit lanes of the widest vector.
 pub(super) const LANES: usize = 16;
 
@@ -37,9 +39,9 @@ pub(super) struct RowBlock {
     /// holds `lo`.
     pub q_codes: [[i8; MAX_DIM]; 2 * ROWS],
     /// Queries rounded to BF16.
-    pub q_bf16: [[u16; MAX_DIM]; ROWS],
+    pub q_bf16: [[u16; MAX_ROW]; ROWS],
     /// Queries times `scale · log2 e`.
-    pub q: [[f32; MAX_DIM]; ROWS],
+    pub q: [[f32; MAX_ROW]; ROWS],
     pub scores: [[f32; PAGE_TOKENS]; ROWS],
     /// Weights of a page as fixed point, rows as in `q_codes`.
     pub w_codes: [[i8; PAGE_TOKENS]; 2 * ROWS],
@@ -47,7 +49,7 @@ pub(super) struct RowBlock {
     pub w_bf16: [[u16; PAGE_TOKENS]; ROWS],
     /// Results of tile registers on their way through memory.
     pub tile_c: [[[f32; LANES]; ROWS]; 4],
-    pub out: [[f32; MAX_DIM]; ROWS],
+    pub out: [[f32; MAX_ROW]; ROWS],
     pub sum: [[f32; LANES]; ROWS],
     pub shared: [[f32; LANES]; ROWS],
     pub q_step: [f32; LANES],
@@ -100,13 +102,13 @@ impl RowBlock {
     pub(super) fn new() -> Box<Self> {
         Box::new(Self {
             q_codes: [[0; MAX_DIM]; 2 * ROWS],
-            q_bf16: [[0; MAX_DIM]; ROWS],
-            q: [[0.0; MAX_DIM]; ROWS],
+            q_bf16: [[0; MAX_ROW]; ROWS],
+            q: [[0.0; MAX_ROW]; ROWS],
             scores: [[0.0; PAGE_TOKENS]; ROWS],
             w_codes: [[0; PAGE_TOKENS]; 2 * ROWS],
             w_bf16: [[0; PAGE_TOKENS]; ROWS],
             tile_c: [[[0.0; LANES]; ROWS]; 4],
-            out: [[0.0; MAX_DIM]; ROWS],
+            out: [[0.0; MAX_ROW]; ROWS],
             sum: [[0.0; LANES]; ROWS],
             shared: [[0.0; LANES]; ROWS],
             q_step: [0.0; LANES],
@@ -129,7 +131,8 @@ impl RowBlock {
     pub(super) fn load(&mut self, queries: &[f32], head_dim: usize, scale: f32, forms: QueryForms) {
         self.rows = queries.len() / head_dim;
         self.head_dim = head_dim;
-        assert!(self.rows <= ROWS && (1..=MAX_DIM).contains(&head_dim));
+        let longest = if forms.fixed_point { MAX_DIM } else { MAX_ROW };
+        assert!(self.rows <= ROWS && (1..=longest).contains(&head_dim));
         self.low_rows = 0;
         let unit = scale * std::f32::consts::LOG2_E;
         for (row, query) in queries.chunks_exact(head_dim).enumerate() {
@@ -161,18 +164,20 @@ impl RowBlock {
         for row in self.rows..ROWS {
             self.q[row][..head_dim].fill(0.0);
             self.q_bf16[row][..head_dim].fill(0);
-            self.q_codes[2 * row][..head_dim].fill(0);
-            self.q_codes[2 * row + 1][..head_dim].fill(0);
+            self.q_codes[2 * row].fill(0);
+            self.q_codes[2 * row + 1].fill(0);
             (self.q_step[row], self.q_sum[row]) = (0.0, 0.0);
             (self.q_rest[row], self.q_rest_one_byte[row]) = (0.0, 0.0);
             self.masks[row] = 0;
         }
         // A last tile of channels that the head does not fill multiplies zeros.
-        let padded = head_dim.next_multiple_of(64).min(MAX_DIM);
+        let padded = head_dim.next_multiple_of(64);
         for row in 0..ROWS {
-            self.q_bf16[row][head_dim..padded].fill(0);
-            self.q_codes[2 * row][head_dim..padded].fill(0);
-            self.q_codes[2 * row + 1][head_dim..padded].fill(0);
+            self.q_bf16[row][head_dim..padded.min(MAX_ROW)].fill(0);
+            if forms.fixed_point {
+                self.q_codes[2 * row][head_dim..padded.min(MAX_DIM)].fill(0);
+                self.q_codes[2 * row + 1][head_dim..padded.min(MAX_DIM)].fill(0);
+            }
         }
     }
 

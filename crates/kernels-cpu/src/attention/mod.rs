@@ -14,6 +14,8 @@
 //!   Codes of one and two bits need but 8 bits of both, see [`AttentionPrecision`]. AMX gives the
 //!   bits of AVX-512: it multiplies the same integers in tiles where many rows read a page.
 //! - BF16 pages round queries and weights to BF16 on AVX-512 and AMX; AVX2 keeps both in f32.
+//! - Latent rows, which are keys and values in one, are read as BF16 pages; their values are put in
+//!   order first, once for all rows of a work item.
 //! - Everything else is dequantized to BF16 first, once for all rows of a work item, and read like
 //!   BF16 pages ([`kernel_name`] says so): through f32 rows (`dequantize`), on AVX-512 straight to
 //!   the tile (`avx512::dequantize`). Pages of f32, and everything in the scalar variant, are read
@@ -56,7 +58,7 @@ pub use scores::{ScoreTask, add_scores};
 use crate::cpu::Variant;
 use crate::disjoint::Disjoint;
 use crate::pool::ThreadPool;
-use block::{MAX_DIM, ROWS, RowBlock, add_sink, finish_state, merge_state, state_len};
+use block::{MAX_DIM, MAX_ROW, ROWS, RowBlock, add_sink, finish_state, merge_state, state_len};
 use page::{PageReader, PageScratch};
 use span::{ItemRows, read_span};
 
@@ -242,7 +244,7 @@ fn check(task: &AttendTask<'_>) {
     let (full, coded) = (task.context.full_codec, task.context.coded_codec);
     let (d, rows) = (full.head_dim(), task.positions.len());
     assert_eq!(coded.head_dim(), d, "head sizes of the two codecs");
-    assert!(d <= MAX_DIM);
+    assert!(d <= if full.shares_rows() { MAX_ROW } else { MAX_DIM });
     assert_eq!(task.queries.len(), rows * d, "queries: {rows} rows of {d}");
     assert_eq!(task.out.len(), rows * d, "output: {rows} rows of {d}");
     assert!(task.positions.is_sorted(), "positions must not decrease");

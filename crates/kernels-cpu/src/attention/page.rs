@@ -22,6 +22,9 @@ pub(super) enum PageKind {
     /// BF16 rows as dot-product operands. Sides of any other form are dequantized to such rows once
     /// for all queries of the work item.
     Bf16 { dequantized: bool },
+    /// BF16 rows that are keys and values in one: keys in place, values turned into their order once
+    /// for all queries of the work item.
+    Latent,
     /// Rows dequantized to f32: the scalar variant, and pages that are f32 themselves.
     Dequantized,
     /// Pages of zero-width heads: never read.
@@ -100,7 +103,8 @@ impl PageReader {
     /// The variant must be available.
     #[cfg(target_arch = "x86_64")]
     pub(super) unsafe fn configure_tiles(self) -> Option<Tiles> {
-        let uses_tiles = matches!((self.variant, self.kind), (Variant::Amx, PageKind::Bf16 { .. }));
+        let uses_tiles =
+            matches!((self.variant, self.kind), (Variant::Amx, PageKind::Bf16 { .. } | PageKind::Latent));
         // SAFETY: as the caller vouches.
         uses_tiles.then(|| unsafe { Tiles::configure(ROWS) })
     }
@@ -127,13 +131,13 @@ impl PageReader {
 
     /// Whether a page costs much before the first row reads it.
     pub(super) fn dequantizes(self) -> bool {
-        matches!(self.kind, PageKind::Dequantized | PageKind::Bf16 { dequantized: true })
+        matches!(self.kind, PageKind::Dequantized | PageKind::Latent | PageKind::Bf16 { dequantized: true })
     }
 
     pub(super) fn forms(self) -> QueryForms {
         match (self.kind, self.variant) {
             (PageKind::Codes { .. }, _) => QueryForms { fixed_point: true, bf16: false },
-            (PageKind::Bf16 { .. }, Variant::Avx512 | Variant::Amx) => {
+            (PageKind::Bf16 { .. } | PageKind::Latent, Variant::Avx512 | Variant::Amx) => {
                 QueryForms { fixed_point: false, bf16: true }
             }
             _ => QueryForms::default(),
@@ -152,11 +156,11 @@ impl PageReader {
                 super::avx512::codes::code_stages(self.precision, key_bits, value_bits, rows)
             }
             #[cfg(target_arch = "x86_64")]
-            (Variant::Avx2, PageKind::Bf16 { .. }) => super::avx2::codes::bf16_stages(),
+            (Variant::Avx2, PageKind::Bf16 { .. } | PageKind::Latent) => super::avx2::codes::bf16_stages(),
             #[cfg(target_arch = "x86_64")]
-            (Variant::Avx512, PageKind::Bf16 { .. }) => super::avx512::bf16::stages(rows),
+            (Variant::Avx512, PageKind::Bf16 { .. } | PageKind::Latent) => super::avx512::bf16::stages(rows),
             #[cfg(target_arch = "x86_64")]
-            (Variant::Amx, PageKind::Bf16 { .. }) => super::amx::stages(rows),
+            (Variant::Amx, PageKind::Bf16 { .. } | PageKind::Latent) => super::amx::stages(rows),
             (variant, _) => {
                 let _ = rows;
                 dequantized::stages(variant)
@@ -175,6 +179,7 @@ impl PageReader {
             _ if self.variant == Variant::Scalar => set.into(),
             PageKind::Dequantized | PageKind::Bf16 { dequantized: true } => "dequantized first".into(),
             PageKind::Bf16 { .. } => format!("{set} bf16"),
+            PageKind::Latent => format!("{set} bf16 latent"),
             PageKind::Codes { key_bits, value_bits } => {
                 let one_byte = self.precision.one_byte(key_bits.min(value_bits));
                 match (key_bits == value_bits, one_byte) {
@@ -204,6 +209,7 @@ fn kind(variant: Variant, codec: &RowPageCodec) -> PageKind {
     let narrow = |bits| bits <= 5 || variant != Variant::Avx2;
     match (key.scheme, value.scheme) {
         (Scheme::Bf16, Scheme::Bf16) => PageKind::Bf16 { dequantized: false },
+        (Scheme::Bf16, Scheme::Shared) => PageKind::Latent,
         (Scheme::Affine, Scheme::Affine)
             if one_group(Side::Key) && one_group(Side::Value) && narrow(key.bits) && narrow(value.bits) =>
         {
@@ -222,7 +228,8 @@ pub fn kernel_name(variant: Variant, codec: &RowPageCodec) -> String {
 /// Whether this variant has a kernel that reads this codec's pages as they are.
 pub fn has_kernel(variant: Variant, codec: &RowPageCodec) -> bool {
     let reader = PageReader::new(variant, AttentionPrecision::chosen().unwrap_or_default(), codec);
-    reader.kind == PageKind::Absent || variant != Variant::Scalar && !reader.dequantizes()
+    let own = matches!(reader.kind, PageKind::Absent | PageKind::Latent);
+    own || variant != Variant::Scalar && !reader.dequantizes()
 }
 
 /// [`kernel_name`] for a precision that need not be the process's.
@@ -301,6 +308,15 @@ impl PageScratch {
                     zero_unused_tokens(&mut self.silenced, used);
                     view.values = &self.silenced;
                 }
+                view
+            }
+            PageKind::Latent => {
+                view.keys = &keys.bytes()[keys.codec.codes_range(Side::Key)];
+                self.values.store_values_of_keys(variant, view.keys, d);
+                if used != u64::MAX {
+                    zero_unused_tokens(self.values.bytes_mut(), used);
+                }
+                view.values = self.values.bytes();
                 view
             }
             PageKind::Absent => unreachable!("the walk over a span leaves these pages out"),

@@ -22,6 +22,12 @@ impl Bf16Tile {
         unsafe { std::slice::from_raw_parts(self.lines.as_ptr().cast(), size_of_val(&*self.lines)) }
     }
 
+    pub(super) fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as in `bytes`; every pattern of bits is a word, and the slice is borrowed
+        // exclusively.
+        unsafe { std::slice::from_raw_parts_mut(self.lines.as_mut_ptr().cast(), size_of_val(&*self.lines)) }
+    }
+
     /// The page's pairs, to be written: 64 × `d` halves.
     pub(super) fn words_mut(&mut self, d: usize) -> &mut [u32] {
         self.lines.resize(PAGE_TOKENS * d * 2 / 64, Line::default());
@@ -53,6 +59,21 @@ impl Bf16Tile {
             #[cfg(target_arch = "x86_64")]
             Variant::Avx512 | Variant::Amx => unsafe { values_avx512(rows, d, &mut self.lines) },
             _ => values_body(rows, d, &mut self.lines),
+        }
+    }
+
+    /// Takes values that are the keys of a page, which lie in the order of keys.
+    pub(super) fn store_values_of_keys(&mut self, variant: Variant, keys: &[u8], d: usize) {
+        assert_eq!(keys.len(), PAGE_TOKENS * d * 2, "a page of keys");
+        self.lines.resize(PAGE_TOKENS * d * 2 / 64, Line::default());
+        match variant {
+            // SAFETY: a variant is only passed on by `attend`, which found it available.
+            #[cfg(target_arch = "x86_64")]
+            Variant::Avx2 => unsafe { turn_avx2(keys, d, &mut self.lines) },
+            // SAFETY: as above.
+            #[cfg(target_arch = "x86_64")]
+            Variant::Avx512 | Variant::Amx => unsafe { turn_avx512(keys, d, &mut self.lines) },
+            _ => turn_body(keys, d, &mut self.lines),
         }
     }
 }
@@ -108,8 +129,38 @@ fn values_body(rows: &[f32], d: usize, lines: &mut [Line]) {
     }
 }
 
+/// From `[tile][channel pair][16 tokens][2]` to `[token pair][channel][2]`. Two tokens of a channel
+/// pair are 64 bits in both orders, with the middle halves swapped; eight lines at a time are turned.
+#[inline(always)]
+fn turn_body(keys: &[u8], d: usize, lines: &mut [Line]) {
+    let swap = |x: u64| x & 0xffff_0000_0000_ffff | (x & 0xffff_0000) << 16 | (x >> 16) & 0xffff_0000;
+    for (tile, words) in keys.chunks_exact(32 * d).zip(words(lines).chunks_exact_mut(8 * d)) {
+        for (block, eight) in tile.chunks_exact(8 * 64).enumerate() {
+            let mut pairs = [[0u64; 8]; 8];
+            for (line, pairs) in eight.as_chunks::<64>().0.iter().zip(&mut pairs) {
+                for (bytes, pair_of) in line.as_chunks::<8>().0.iter().zip(pairs) {
+                    *pair_of = swap(u64::from_le_bytes(*bytes));
+                }
+            }
+            for (tokens, words) in words.chunks_exact_mut(d).enumerate() {
+                let words = &mut words[16 * block..][..16];
+                for (two, pairs) in words.as_chunks_mut::<2>().0.iter_mut().zip(&pairs) {
+                    let both = pairs[tokens & 7];
+                    *two = [both as u32, (both >> 32) as u32];
+                }
+            }
+        }
+    }
+}
+
 macro_rules! compiled_for {
-    ($features:literal, $keys:ident, $values:ident) => {
+    ($features:literal, $keys:ident, $values:ident, $turn:ident) => {
+        #[cfg(target_arch = "x86_64")]
+        #[target_feature(enable = $features)]
+        fn $turn(keys: &[u8], d: usize, lines: &mut [Line]) {
+            turn_body(keys, d, lines);
+        }
+
         #[cfg(target_arch = "x86_64")]
         #[target_feature(enable = $features)]
         fn $keys(rows: &[f32], d: usize, lines: &mut [Line]) {
@@ -124,8 +175,8 @@ macro_rules! compiled_for {
     };
 }
 
-compiled_for!("avx2", keys_avx2, values_avx2);
-compiled_for!("avx512f,avx512vl,avx512bw,avx512dq", keys_avx512, values_avx512);
+compiled_for!("avx2", keys_avx2, values_avx2, turn_avx2);
+compiled_for!("avx512f,avx512vl,avx512bw,avx512dq", keys_avx512, values_avx512, turn_avx512);
 
 #[cfg(test)]
 mod tests {
@@ -147,6 +198,10 @@ mod tests {
                 assert!(tile.bytes() == &page[codec.codes_range(Side::Key)], "{variant}, keys of {d}");
                 tile.store_values(variant, &values, d);
                 assert!(tile.bytes() == &page[codec.codes_range(Side::Value)], "{variant}, values of {d}");
+                tile.store_keys(variant, &values, d);
+                let mut turned = Bf16Tile::default();
+                turned.store_values_of_keys(variant, tile.bytes(), d);
+                assert!(turned.bytes() == &page[codec.codes_range(Side::Value)], "{variant}, turned, {d}");
             }
         }
     }

@@ -6,6 +6,7 @@ use crate::attention;
 use crate::{Epilogue, GemmScratch, Kernels, PackedMatrix, Precision, ThreadPool, Weights};
 use oscar_backend::{BackendError, HeadShape, LayerHeads, Result, SequenceRows};
 use oscar_codec::{HeadRotations, PAGE_TOKENS, RowPageCodec};
+use std::ops::Range;
 
 /// Key rotations of a layer, one for each KV head, ready for [`PackedMatrix::linear`].
 pub struct LayerRotation {
@@ -160,23 +161,40 @@ impl HeadTask<'_> {
         let d = self.codec.head_dim();
         let mut values = Vec::with_capacity(PAGE_TOKENS * d);
         for s in sequences {
-            let mut row = s.rows.start;
-            while row < s.rows.end {
-                let position = s.first_position + (row - s.rows.start);
-                let (block, token) = (position / PAGE_TOKENS, position % PAGE_TOKENS);
-                let count = (PAGE_TOKENS - token).min(s.rows.end - row);
+            for Run { rows, block, token } in page_runs(s) {
                 let full = || s.full[block].map(|id| id.0);
                 let id = if self.slides { s.sliding[block].map(|id| id.0) } else { full() };
                 let Some(id) = id else { unreachable!("the cache prepares the pages that a step writes") };
                 values.clear();
-                for r in row..row + count {
+                for r in rows.clone() {
                     values.extend_from_slice(&qkv.values[r * qkv.width + value..][..d]);
                 }
-                let keys = &keys[row * d..(row + count) * d];
+                let keys = &keys[rows.start * d..rows.end * d];
                 attention::append_rows(self.codec, self.pages.page_mut(id), token, keys, &values)
                     .expect("rows and pages have their codec's sizes");
-                row += count;
             }
         }
     }
+}
+
+/// Rows of a step that lie in one page.
+pub struct Run {
+    pub rows: Range<usize>,
+    pub block: usize,
+    /// The place of the first row in the page.
+    pub token: usize,
+}
+
+/// The rows of a sequence, page by page.
+pub fn page_runs(s: &SequenceRows<'_>) -> impl Iterator<Item = Run> {
+    let (first_position, rows) = (s.first_position, s.rows.clone());
+    let mut row = rows.start;
+    std::iter::from_fn(move || {
+        let position = first_position + (row - rows.start);
+        let (block, token) = (position / PAGE_TOKENS, position % PAGE_TOKENS);
+        let count = (PAGE_TOKENS - token).min(rows.end - row);
+        let run = Run { rows: row..row + count, block, token };
+        row += count;
+        (count > 0).then_some(run)
+    })
 }

@@ -4,6 +4,7 @@ mod calibration;
 mod demotion;
 mod experts;
 mod heads;
+mod latent;
 mod pages;
 mod products;
 mod region;
@@ -72,6 +73,8 @@ struct Scratch {
     sinks: Vec<f32>,
     /// Attention outputs in task order, before they are copied to their rows.
     outputs: Vec<f32>,
+    /// Products of single heads, `[head][row][channel]`, in latent attention.
+    by_head: Vec<f32>,
     /// The time of steps so far, if it is wanted.
     times: Option<StepTimes>,
 }
@@ -182,7 +185,7 @@ pub fn step_memory(size: &StepSize) -> StepMemory {
     let row = 4 * hidden + size.qkv_width() + 3 * query + 5 * intermediate;
     StepMemory {
         activations: 4 * (rows * row + logits * (vocab + 2 * hidden)),
-        rope: 4 * size.rope_tables * size.context * size.heads.head_dim,
+        rope: 4 * size.rope_tables * size.context * size.rotary,
         ..StepMemory::default()
     }
 }

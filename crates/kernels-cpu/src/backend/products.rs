@@ -84,6 +84,11 @@ impl CpuBackend {
         scratch.gate_up = results;
     }
 
+    /// `out ← x · weightᵀ` on the calling thread's own memory, for many small products in parallel.
+    pub(super) fn small_product(&self, weight: &CpuMatrix, x: &[f32], out: &mut [f32]) {
+        self.linear(&mut ProductScratch::default(), weight, x, out, false, false);
+    }
+
     /// `out ← x · weightᵀ + bias`, or added to `out`. `exact`: activations keep 16 bits of mantissa
     /// in every mode.
     fn linear(

@@ -5,7 +5,8 @@ use super::views::HeadContext;
 use super::{CpuBackend, CpuExperts, CpuMatrix, CpuPages, CpuRows, Scratch, shape_error};
 use crate::attention::{self, AttendTask};
 use oscar_backend::{
-    BackendError, Candidate, Communicator, LayerHeads, Pick, Product, Result, SequenceRows, Step, Tap,
+    BackendError, Candidate, Communicator, LatentHeads, LayerHeads, Pick, Product, Result, SequenceRows,
+    Step, Tap,
 };
 use oscar_codec::attention::PagedContext;
 use std::sync::MutexGuard;
@@ -78,13 +79,24 @@ impl Step<CpuBackend> for CpuStep<'_> {
         self.backend.demote_layer(layer, self.sequences, self.pool);
         self.scratch.count(began, |times| &mut times.coding);
         let began = Instant::now();
-        self.attention(&heads, qkv.count(), out);
+        self.attention(layer, heads.window, heads.sinks.is_some(), qkv.count());
+        self.collect_outputs(out);
         self.scratch.count(began, |times| &mut times.attention);
         let Some(tap) = tap else { return Ok(()) };
         if let Some(scoring) = tap.scoring() {
             self.score(layer, qkv.count(), scoring)?;
         }
         tap.attended(layer, &mut self.backend.tapped(out))
+    }
+
+    fn attend_latent(
+        &mut self,
+        heads: LatentHeads<'_, CpuBackend>,
+        queries: &CpuRows,
+        latent: &CpuRows,
+        out: &mut CpuRows,
+    ) -> Result<()> {
+        self.latent_attention(&heads, queries, latent, out)
     }
 
     fn all_reduce(&mut self, x: &mut CpuRows) -> Result<()> {
@@ -185,13 +197,13 @@ impl CpuStep<'_> {
         });
     }
 
-    /// Attention of the queries that `append` left.
-    fn attention(&mut self, heads: &LayerHeads<'_, CpuBackend>, rows: usize, out: &mut CpuRows) {
-        let layer = heads.layer;
+    /// Attention of the queries that are in the scratch memory, where it leaves the outputs. With
+    /// `sinks`, those are there as well.
+    pub(super) fn attention(&mut self, layer: usize, window: Option<usize>, with_sinks: bool, rows: usize) {
         let (backend, sequences, pool) = (self.backend, self.sequences, &*self.pool);
         let shape = pool.heads();
         let (d, group) = (shape.head_dim, shape.group());
-        let windows = pool.layout().layer_windows(layer).sliding(heads.window);
+        let windows = pool.layout().layer_windows(layer).sliding(window);
         let Scratch { outputs, attention, queries, sinks, .. } = &mut *self.scratch;
         outputs.resize(rows * shape.query_heads * d, 0.0);
 
@@ -219,19 +231,26 @@ impl CpuStep<'_> {
                 scale: shape.scale,
                 windows: &windows,
                 context,
-                sinks: heads.sinks.map(|_| &sinks[head * rows * group..][range]),
+                sinks: with_sinks.then(|| &sinks[head * rows * group..][range]),
                 out: mine,
             });
         }
         attention::attend(backend.kernels.variant(), &backend.pool, &mut tasks, attention);
-        drop(tasks);
+    }
 
-        out.resize(rows);
-        let width = group * d;
-        let row_of: Vec<usize> = sequences.iter().flat_map(|s| s.rows.clone()).collect();
+    /// The row of each output that `attention` leaves for a KV head, in their order.
+    pub(super) fn output_rows(&self) -> Vec<usize> {
+        self.sequences.iter().flat_map(|s| s.rows.clone()).collect()
+    }
+
+    /// Copies the outputs that `attention` left to their rows.
+    fn collect_outputs(&self, out: &mut CpuRows) {
+        let (shape, rows) = (self.pool.heads(), self.output_rows());
+        out.resize(rows.len());
+        let width = shape.group() * shape.head_dim;
         for head in 0..shape.kv_heads {
-            for (i, &row) in row_of.iter().enumerate() {
-                let source = &outputs[(head * row_of.len() + i) * width..][..width];
+            for (i, &row) in rows.iter().enumerate() {
+                let source = &self.scratch.outputs[(head * rows.len() + i) * width..][..width];
                 out.values[row * out.width + head * width..][..width].copy_from_slice(source);
             }
         }

@@ -16,6 +16,9 @@ pub(super) fn check(shape: &ExpertsShape<'_>) -> Result<WeightFormat> {
     if shape.router_bias.is_some() {
         return Err(CudaError::lacks(Feature::ExpertBiases));
     }
+    if rule.groups.is_some() {
+        return Err(CudaError::lacks(Feature::ExpertGroups));
+    }
     let Some(weights) = format.weights() else {
         return Err(CudaError::Unsupported("MXFP4 experts are computed with --device cpu only".into()));
     };

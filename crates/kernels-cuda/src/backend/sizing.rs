@@ -48,6 +48,6 @@ pub fn step_memory(gpu: &Properties, mode: AttentionMode, size: &StepSize) -> St
             false => 0,
         },
         products: WORKSPACE + if size.fp8 { grown(PANEL_BYTES) } else { 0 },
-        rope: 4 * size.rope_tables * context * size.heads.head_dim,
+        rope: 4 * size.rope_tables * context * size.rotary,
     }
 }

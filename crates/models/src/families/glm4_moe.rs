@@ -1,13 +1,12 @@
 //! GLM-4.5, 4.6 and 4.7: half of each head turns; the first layers are dense, the others have experts
 //! chosen by corrected sigmoids and a shared expert.
 
-use oscar_backend::{RouterRule, RouterScores};
 use serde::Deserialize;
 
-use super::{CommonFields, refuse_unless};
-use crate::config::{DecoderConfig, Family, MOST_LAYERS, MoeConfig, QkNorm};
+use super::CommonFields;
+use super::corrected_router::{CorrectedRouter, RouterDefaults};
+use crate::config::{DecoderConfig, Family, QkNorm};
 use crate::error::LoadError;
-use crate::tensor_names::ExpertNames;
 
 pub(crate) const ARCHITECTURE: &str = "Glm4MoeForCausalLM";
 pub(crate) const MODEL_TYPE: &str = "glm4_moe";
@@ -25,61 +24,18 @@ pub(crate) struct Glm4MoeConfig {
     /// True in GLM-4.5 to 4.7, false in Air.
     #[serde(default)]
     use_qk_norm: bool,
-    n_routed_experts: usize,
-    num_experts_per_tok: usize,
-    moe_intermediate_size: usize,
-    #[serde(default = "one")]
-    n_shared_experts: usize,
-    #[serde(default = "one")]
-    first_k_dense_replace: usize,
-    #[serde(default = "one")]
-    n_group: usize,
-    #[serde(default = "default_factor")]
-    routed_scaling_factor: f64,
-    #[serde(default = "yes")]
-    norm_topk_prob: bool,
-    topk_method: Option<String>,
-    scoring_func: Option<String>,
+    #[serde(flatten)]
+    router: CorrectedRouter,
 }
 
-fn one() -> usize {
-    1
-}
-fn default_factor() -> f64 {
-    1.0
-}
-fn yes() -> bool {
-    true
-}
+/// What a file means that does not say.
+const DEFAULTS: RouterDefaults = RouterDefaults { dense_layers: 1, groups: 1, kept_groups: 1, factor: 1.0 };
 
 impl Glm4MoeConfig {
     pub(crate) fn lower(mut self) -> Result<DecoderConfig, LoadError> {
         self.common.rope.partial_rotary_factor.get_or_insert(DEFAULT_ROTARY_FACTOR);
         let base = self.common.lower(Family::Glm4Moe)?;
-        let method = self.topk_method.as_deref().unwrap_or("noaux_tc");
-        let scores = self.scoring_func.as_deref().unwrap_or("sigmoid");
-        refuse_unless(self.n_group == 1, "n_group", self.n_group, "1 (no groups of experts)")?;
-        refuse_unless(method == "noaux_tc", "topk_method", method, "noaux_tc")?;
-        refuse_unless(scores == "sigmoid", "scoring_func", scores, "sigmoid")?;
-        let Some(shared_width) = self.moe_intermediate_size.checked_mul(self.n_shared_experts) else {
-            return Err(LoadError::config_field("n_shared_experts", "is too large"));
-        };
-        let moe = MoeConfig {
-            experts: self.n_routed_experts,
-            width: self.moe_intermediate_size,
-            shared_width,
-            rule: RouterRule {
-                chosen: self.num_experts_per_tok,
-                scores: RouterScores::Sigmoid,
-                normalize: self.norm_topk_prob,
-                factor: self.routed_scaling_factor as f32,
-            },
-            correction: true,
-            biases: false,
-            mxfp4: false,
-            dense_layers: (0..self.first_k_dense_replace.min(base.layers).min(MOST_LAYERS)).collect(),
-            names: ExpertNames::Mlp,
-        };
+        let moe = self.router.lower(base.layers, DEFAULTS)?;
         Ok(DecoderConfig {
             qk_norm: if self.use_qk_norm { QkNorm::EachHead } else { QkNorm::None },
             qkv_bias: self.attention_bias,
@@ -92,7 +48,7 @@ impl Glm4MoeConfig {
 #[cfg(test)]
 mod tests {
     use crate::QkNorm;
-    use crate::families::test_support::{parse, with};
+    use crate::families::test_support::parse;
     use serde_json::{Value, json};
 
     /// The published values of zai-org/GLM-4.7.
@@ -131,17 +87,5 @@ mod tests {
         unstated.as_object_mut().unwrap().remove("use_qk_norm");
         let config = parse(&unstated).unwrap();
         assert_eq!((config.rotary_dim, config.qk_norm), (Some(64), QkNorm::None));
-    }
-
-    #[test]
-    fn other_routers_are_refused_by_field() {
-        for (field, value) in [
-            ("n_group", json!(8)),
-            ("topk_method", json!("group_limited_greedy")),
-            ("scoring_func", json!("softmax")),
-        ] {
-            let message = parse(&with(glm_4_7(), json!({field: value}))).unwrap_err().to_string();
-            assert!(message.contains(field), "{message}");
-        }
     }
 }

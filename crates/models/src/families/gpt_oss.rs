@@ -73,6 +73,7 @@ impl GptOssConfig {
                 scores: RouterScores::Softmax,
                 normalize: true,
                 factor: 1.0,
+                groups: None,
             },
             correction: false,
             biases: true,

@@ -55,6 +55,7 @@ impl MiniMaxM2Config {
                 scores: RouterScores::Sigmoid,
                 normalize: true,
                 factor: 1.0,
+                groups: None,
             },
             correction: self.use_routing_bias,
             biases: false,

@@ -41,6 +41,7 @@ impl MixtralConfig {
                 scores: RouterScores::Softmax,
                 normalize: true,
                 factor: 1.0,
+                groups: None,
             },
             correction: false,
             biases: false,

@@ -4,9 +4,13 @@
 //! [`CommonFields`] holds the fields that all families share. A family's own file holds only its
 //! particular fields and their defaults (those of its configuration class in transformers).
 
+mod corrected_router;
+pub(crate) mod deepseek_v3;
 pub(crate) mod gemma3;
 pub(crate) mod glm4_moe;
+pub(crate) mod glm4_moe_lite;
 pub(crate) mod gpt_oss;
+mod latent_fields;
 pub(crate) mod llama;
 pub(crate) mod minimax_m2;
 pub(crate) mod mistral;
@@ -112,6 +116,7 @@ impl CommonFields {
             rms_norm_eps: self.rms_norm_eps as f32,
             rope,
             rotary_dim,
+            latent: None,
             qk_norm: QkNorm::None,
             qkv_bias: false,
             output_bias: false,
@@ -243,9 +248,15 @@ mod tests {
 
     #[test]
     fn an_unknown_architecture_is_named_beside_the_known() {
-        let json = with(small(), json!({"architectures": ["DeepseekV3ForCausalLM"]}));
+        let json = with(small(), json!({"architectures": ["Qwen3NextForCausalLM"]}));
         let message = parse(&json).unwrap_err().to_string();
-        for name in ["DeepseekV3ForCausalLM", "GptOssForCausalLM", "Qwen3ForCausalLM", "Glm4MoeForCausalLM"] {
+        for name in [
+            "Qwen3NextForCausalLM",
+            "DeepseekV3ForCausalLM",
+            "GptOssForCausalLM",
+            "Qwen3ForCausalLM",
+            "Glm4MoeForCausalLM",
+        ] {
             assert!(message.contains(name), "{message}");
         }
     }

@@ -67,6 +67,7 @@ impl Qwen3MoeConfig {
                 scores: RouterScores::Softmax,
                 normalize: self.norm_topk_prob,
                 factor: 1.0,
+                groups: None,
             },
             correction: false,
             biases: false,

@@ -1,6 +1,6 @@
 //! One step of the decoder: from tokens to logits, or to the most likely tokens.
 
-use super::{FeedForward, Transformer, Workspace};
+use super::{FeedForward, Mixer, Transformer, Workspace};
 use oscar_backend::{Backend, BackendError, Candidate, LayerHeads, Output, Pick, Product, Step, Tap};
 
 /// The rows of one step, in the order of its sequences.
@@ -109,18 +109,12 @@ impl<B: Backend> Transformer<B> {
         let body = &*self.body;
         let (layer, projections) = (&body.layers[index], &self.projections[index]);
         let eps = body.config.rms_norm_eps;
-        let qkv = Product::of_normed(&layer.input_norm, eps, &projections.qkv, Output::Replace);
-        step.product(qkv, &w.hidden, &mut w.qkv)?;
-        let window = body.config.window_of(index);
-        let heads = LayerHeads {
-            layer: index,
-            qk_norm: layer.qk_norm.as_ref().map(|(q, k)| (q, k)),
-            rope: body.sliding_rope.as_ref().filter(|_| window.is_some()).unwrap_or(&body.rope),
-            rotation: projections.rotation.as_ref(),
-            window,
-            sinks: layer.sinks.as_ref(),
-        };
-        step.attend(heads, &mut w.qkv, &mut w.attended, tap)?;
+        match &projections.mixer {
+            Mixer::Heads { qkv, rotation } => {
+                self.attend_heads(step, index, (qkv, rotation.as_ref()), w, tap)?
+            }
+            Mixer::Latent(latent) => self.attend_latent(step, index, latent, w, tap)?,
+        }
         let [attention_norm, feed_forward_norm] = match &layer.result_norms {
             Some([attention, feed_forward]) => [Some(attention), Some(feed_forward)],
             None => [None, None],
@@ -140,6 +134,30 @@ impl<B: Backend> Transformer<B> {
             }
             FeedForward::Experts(experts) => step.experts(experts, (&layer.post_norm, eps), &mut w.hidden),
         }
+    }
+
+    /// Attention of query, key and value heads: from `w.hidden` to `w.attended`.
+    fn attend_heads(
+        &self,
+        step: &mut B::Step<'_>,
+        index: usize,
+        (qkv, rotation): (&B::Matrix, Option<&B::LayerRotation>),
+        w: &mut Workspace<B>,
+        tap: Option<&mut dyn Tap>,
+    ) -> Result<(), BackendError> {
+        let body = &*self.body;
+        let (layer, window) = (&body.layers[index], body.config.window_of(index));
+        let qkv = Product::of_normed(&layer.input_norm, body.config.rms_norm_eps, qkv, Output::Replace);
+        step.product(qkv, &w.hidden, &mut w.qkv)?;
+        let heads = LayerHeads {
+            layer: index,
+            qk_norm: layer.qk_norm.as_ref().map(|(q, k)| (q, k)),
+            rope: body.sliding_rope.as_ref().filter(|_| window.is_some()).unwrap_or(&body.rope),
+            rotation,
+            window,
+            sinks: layer.sinks.as_ref(),
+        };
+        step.attend(heads, &mut w.qkv, &mut w.attended, tap)
     }
 
     /// What becomes of a product that is summed over ranks: the first rank adds the residual.

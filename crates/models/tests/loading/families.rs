@@ -1,4 +1,4 @@
-//! Gemma 3 and gpt-oss: nested files, and checkpoints that are damaged.
+//! Gemma 3, gpt-oss and latent attention: nested files, and checkpoints that are damaged.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -125,6 +125,58 @@ fn damaged_tensors_are_named() {
     };
     let (_dir, source) = changed(&mxfp4(), plain, |_| {});
     assert!(refusal(&source).contains("mlp.experts.gate_up_proj is missing"));
+}
+
+/// Latent attention: missing and misshapen tensors are listed before anything is loaded, and further
+/// layers are left out.
+#[test]
+fn damaged_latents_are_named() {
+    let folder = |name: &str| mxfp4().parent().unwrap().join(name);
+    let damages: [(Damage, &str); 4] = [
+        (
+            |tensors| {
+                tensors.remove("model.layers.1.self_attn.kv_b_proj.weight").unwrap();
+            },
+            "model.layers.1.self_attn.kv_b_proj.weight is missing",
+        ),
+        (
+            |tensors| {
+                tensors.remove("model.layers.0.self_attn.kv_a_layernorm.weight").unwrap();
+            },
+            "model.layers.0.self_attn.kv_a_layernorm.weight is missing",
+        ),
+        (
+            |tensors| {
+                let down = tensors.get_mut("model.layers.0.self_attn.kv_a_proj_with_mqa.weight").unwrap();
+                down.1[0] = 64;
+                down.2.truncate(64 * 128);
+            },
+            "kv_a_proj_with_mqa.weight is [64, 128], the configuration needs [80, 128]",
+        ),
+        (
+            |tensors| {
+                tensors.remove("model.layers.1.self_attn.kv_b_proj.weight_scale_inv").unwrap();
+            },
+            "kv_b_proj.weight is FP8 without its scales",
+        ),
+    ];
+    for (damage, says) in damages {
+        let (_dir, source) = changed(&folder("deepseek_v3_fp8"), |config| config, damage);
+        let message = refusal(&source);
+        assert!(message.contains(says), "{message}");
+    }
+    // Queries without a latent of their own need another matrix.
+    let direct = |mut config: Value| {
+        config["q_lora_rank"] = Value::Null;
+        config
+    };
+    let (_dir, source) = changed(&folder("deepseek_v3"), direct, |_| {});
+    assert!(refusal(&source).contains("model.layers.0.self_attn.q_proj.weight is missing"));
+
+    let source = ModelSource::Dir(folder("deepseek_v3"));
+    let (config, weights) = (DecoderConfig::load(&source).unwrap(), Weights::open(&source).unwrap());
+    weights.check(&config).unwrap();
+    assert_eq!(weights.ignored(&config), ["layer 2 (multi-token prediction): 7"]);
 }
 
 #[test]

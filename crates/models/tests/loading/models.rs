@@ -181,8 +181,9 @@ proptest! {
             intermediate_size: intermediate,
             layers,
             query_heads: kv_heads * group,
-            kv_heads,
-            head_dim: 2 * half_head,
+            // Latent attention has one KV head, as wide as its rows.
+            kv_heads: if base.latent.is_some() { 1 } else { kv_heads },
+            head_dim: base.latent.as_ref().map_or(2 * half_head, |latent| latent.row()),
             vocab_size: vocab,
             tie_word_embeddings: tied,
             rope: RopeConfig { theta: 50_000.0, scaling },

@@ -2,7 +2,7 @@
 
 use super::report;
 use crate::device::AnyBackend;
-use crate::options::{CacheArgs, ModelArgs, WeightsArg};
+use crate::options::{CacheArgs, ModelArgs, WeightsArg, formats};
 use crate::parallel::ParallelArgs;
 use crate::progress;
 use anyhow::{Result, bail};
@@ -25,7 +25,7 @@ pub struct Args {
     #[command(flatten)]
     cache: CacheArgs,
     /// Random weights of a published model's shape instead of a model: qwen3-0.6b, qwen3-4b, qwen3-8b, qwen3-32b,
-    /// qwen3-30b-a3b, glm-4.7, minimax-m2.7
+    /// qwen3-30b-a3b, glm-4.7, minimax-m2.7, gpt-oss-20b, gemma-3-4b, gemma-3-27b, glm-4.7-flash, deepseek-v3
     #[arg(long, value_name = "NAME", conflicts_with = "model", value_parser = parse_shape)]
     shape: Option<DecoderConfig>,
     /// Layers of --shape, if not all: large models are measured by some of their layers
@@ -35,9 +35,10 @@ pub struct Args {
     /// like a real router of 128 experts
     #[arg(long, value_name = "SCORE", default_value_t = 0.0)]
     routing_skew: f32,
-    /// KV formats to compare; ratios are against the first
-    #[arg(long, value_name = "FORMAT[,FORMAT…]", value_delimiter = ',', default_values = ["bf16", "oscar2", "oscar"])]
-    pub(super) kv: Vec<KvFormat>,
+    /// KV formats to compare; ratios are against the first. If absent bf16, oscar2 and oscar, or bf16 alone for latent
+    /// attention (MLA)
+    #[arg(long, value_name = "FORMAT[,FORMAT…]", value_delimiter = ',')]
+    kv: Vec<KvFormat>,
     /// Tokens in the cache
     #[arg(long, value_name = "N[,N…]", value_delimiter = ',', default_values_t = [4096])]
     pub(super) context: Vec<usize>,
@@ -62,6 +63,15 @@ impl Args {
             bail!("--context, --batch and --repetitions must be at least 1");
         }
         Ok(())
+    }
+
+    /// The formats to compare.
+    pub(super) fn formats(&self) -> Result<Vec<KvFormat>> {
+        const DEFAULT: [&str; 3] = ["bf16", "oscar2", "oscar"];
+        match &self.shape {
+            Some(config) => formats(config, &self.kv, &DEFAULT),
+            None => formats(&self.model.open()?.config, &self.kv, &DEFAULT),
+        }
     }
 
     pub(super) fn runner(
@@ -171,10 +181,10 @@ pub fn decode(args: &Args) -> Result<()> {
     args.check()?;
     let mut rows = Vec::new();
     let mut capacity: Vec<Capacity> = Vec::new();
-    let mut limit = 0.0;
+    let (mut limit, formats) = (0.0, args.formats()?);
     for &context in &args.context {
         for &batch in &args.batch {
-            for &format in &args.kv {
+            for &format in &formats {
                 // The timed steps are the last ones before `context`. Sequences of a batch are not at the same place of a
                 // page: in serving they hardly ever code their tokens in the same steps.
                 let repetitions = args.repetitions.unwrap_or(PAGE_TOKENS);

@@ -56,9 +56,9 @@ pub fn run(args: &Args) -> Result<()> {
             "--tensor-parallel: the parts of a prompt are timed on one rank only; use `oscar bench decode`"
         );
     }
-    let mut rows = Vec::new();
+    let (mut rows, formats) = (Vec::new(), args.formats()?);
     for &context in &args.context {
-        for &format in &args.kv {
+        for &format in &formats {
             let mut runner = args.runner(format, context, 1)?;
             // Once for all: the device is the same.
             let known = rows.first().map(|row: &Measured| row.peak);

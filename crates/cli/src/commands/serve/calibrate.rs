@@ -5,11 +5,13 @@ use crate::device::AnyBackend;
 use crate::options::OpenModel;
 use crate::progress::{self, note};
 use crate::rotations::{self, Calibration, Found};
-use anyhow::Result;
+use anyhow::{Result, bail};
 use indicatif::ProgressBar;
 use oscar_backend::Backend;
 use oscar_calibrate::bits::Watch;
-use oscar_calibrate::{CalibratedModel, ModelOptions, RotationFile, Subject, WidthOptions, calibrate_model};
+use oscar_calibrate::{
+    CalibrateError, CalibratedModel, ModelOptions, RotationFile, Subject, WidthOptions, calibrate_model,
+};
 use oscar_codec::MeanBits;
 use oscar_server::StartProgress;
 use oscar_text::ModelText;
@@ -27,6 +29,12 @@ pub fn rotations(
     backend: &Arc<AnyBackend>,
     progress: &StartProgress,
 ) -> Result<Option<Found>> {
+    if model.config.latent.is_some() {
+        if let Some(CalibrateArg::Rotations | CalibrateArg::Widths) = args.calibrate {
+            bail!("--calibrate: {}", CalibrateError::Latent);
+        }
+        return Ok(None);
+    }
     progress.begin("looking for rotations", 0);
     let mut found = rotations::find(model)?;
     let cached = rotations::cached_file(model);

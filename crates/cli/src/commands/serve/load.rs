@@ -37,7 +37,8 @@ pub struct LoadArgs {
     #[serde(flatten)]
     pub cache: CacheArgs,
     /// KV-cache format, served as asked; `oscar doctor` lists them. If absent, `oscar` where the
-    /// model has verified widths and `oscar4` where it has none
+    /// model has verified widths, `oscar4` where it has none, and `bf16` where it has latent attention
+    /// (MLA)
     #[arg(long, value_name = "FORMAT")]
     #[serde(serialize_with = "serialize_optional_display")]
     pub kv: Option<KvFormat>,
@@ -115,6 +116,7 @@ impl LoadArgs {
         self.parallel.refuse("--kv-budget", self.eviction.kv_budget.is_some())?;
         progress.begin("opening the model", 0);
         let model = self.model.open()?;
+        self.kv.map_or(Ok(()), |format| model.config.check_format(format))?;
         let text = model.text_with(self.chat_template.as_deref())?;
         let generation = model.generation()?;
         let ranks = self.parallel.ranks(&self.model, &model.config)?;
@@ -130,7 +132,7 @@ impl LoadArgs {
                 calibrate::rotations(self, &model, &text, &whole, progress)?
             }
         };
-        let mut served = Served::choose(self.kv, found.as_ref());
+        let mut served = Served::choose(self.kv, found.as_ref(), model.config.latent.is_some());
         let cache = model.cache_of(served.format, &self.cache, found.as_ref())?;
         served.warn(&cache.layout);
         let sizing = size(self, &model, &cache, &backend)?;

@@ -10,7 +10,7 @@ use std::arch::x86_64::*;
 use super::int8;
 use super::softmax::{weigh_codes, weigh_f32};
 use crate::attention::avx512::codes::tile_bytes;
-use crate::attention::block::{LANES, MAX_DIM, RowBlock, middle_code};
+use crate::attention::block::{LANES, MAX_DIM, MAX_ROW, RowBlock, middle_code};
 use crate::attention::page::{PageView, Stage, Stages};
 use crate::attention::precision::AttentionPrecision;
 use oscar_codec::PAGE_TOKENS;
@@ -270,12 +270,12 @@ fn score_bf16(block: &mut RowBlock, view: &PageView<'_>) {
     assert_eq!(view.keys.len(), PAGE_TOKENS * d * 2);
     for tile in 0..4 {
         for first in (0..block.rows).step_by(STRIP) {
-            // SAFETY: a tile is d/2 lines; blocks have ROWS rows of MAX_DIM floats, padding
+            // SAFETY: a tile is d/2 lines; blocks have ROWS rows of MAX_ROW floats, padding
             // included.
             unsafe {
                 let queries = block.q.as_ptr().add(first).cast::<f32>();
                 let lines = view.keys.as_ptr().add(tile * 32 * d);
-                let sums = bf16_products(lines, 64, queries, MAX_DIM, d / 2);
+                let sums = bf16_products(lines, 64, queries, MAX_ROW, d / 2);
                 for (row, sums) in sums.iter().enumerate() {
                     let to = block.scores[first + row].as_mut_ptr().add(LANES * tile);
                     _mm256_storeu_ps(to, sums[0]);

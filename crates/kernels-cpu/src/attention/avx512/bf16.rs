@@ -8,7 +8,7 @@ use std::arch::x86_64::*;
 
 use super::codes::by_rows;
 use super::softmax::weigh_bf16;
-use crate::attention::block::{LANES, MAX_DIM, RowBlock};
+use crate::attention::block::{LANES, MAX_ROW, RowBlock};
 use crate::attention::page::{PageView, Stages};
 use oscar_codec::PAGE_TOKENS;
 
@@ -68,7 +68,7 @@ unsafe fn score_tiles<const R: usize, const T: usize>(
     let mut sums = [[_mm512_setzero_ps(); T]; R];
     let queries = block.q_bf16.as_ptr().cast::<u16>();
     for pair in 0..d / 2 {
-        // SAFETY: a tile is d/2 lines of 64 bytes; rows of queries hold MAX_DIM elements.
+        // SAFETY: a tile is d/2 lines of 64 bytes; rows of queries hold MAX_ROW elements.
         // Prefetches never fault.
         unsafe {
             let keys: [__m512bh; T] = std::array::from_fn(|t| {
@@ -79,7 +79,7 @@ unsafe fn score_tiles<const R: usize, const T: usize>(
                 load(at)
             });
             for row in 0..R {
-                let q = broadcast(queries.add(row * MAX_DIM + 2 * pair));
+                let q = broadcast(queries.add(row * MAX_ROW + 2 * pair));
                 for t in 0..T {
                     sums[row][t] = _mm512_dpbf16_ps(sums[row][t], keys[t], q);
                 }

@@ -4,6 +4,7 @@
 mod against_codec;
 mod demotion;
 mod dequantization;
+mod latent;
 mod one_byte;
 mod row_alone;
 mod sliding;
