@@ -92,8 +92,8 @@ impl<B: Calibrates> Search<'_, B> {
         let count: usize = self.probes.iter().map(Vec::len).sum();
         let mut stage = self.judge.stage(&self.probes.concat())?;
         self.watch.note(format!(
-            "harm of {} units at {} widths: {} probes of {} readings each ({} at once), then at most {} probes for units \
-             whose width is uncertain",
+            "measuring {} units (keys or values of a head) at {} widths: {} probes, each read {} times, {} times in a \
+             batch; then at most {} more probes for units whose width is uncertain",
             whole.units.len(),
             self.harm.measured.len(),
             first.len(),
@@ -162,8 +162,8 @@ impl<B: Calibrates> Search<'_, B> {
         let verifying = (2 * means + 3) * tokens(self.fresh);
         let thousands = |tokens: usize| tokens.div_ceil(1000);
         format!(
-            "at most {} thousand tokens through the model, repairs not counted: {} for harms, {} for uncertain \
-             units, {} for heads without history, {} for moving bits, {} for the verification",
+            "work: at most {} thousand tokens through the model (harms {}, uncertain units {}, zero-width heads {}, \
+             moving bits {}, verification {}), and more if a table needs repairs",
             thousands(harm(self.probes) + absent + moving + verifying),
             thousands(harm(first)),
             thousands(harm(later)),
@@ -276,7 +276,7 @@ impl<B: Calibrates> Search<'_, B> {
                 break;
             }
             self.watch.note(format!(
-                "{mean} bits: {before:.3} of the harm of two bits everywhere, {after:.3} after bits were moved"
+                "{mean} bits: harm {before:.3} times that of two bits everywhere, {after:.3} times after moving bits"
             ));
             best = better;
         }

@@ -33,8 +33,8 @@ pub struct BitsArgs {
     /// harms give. 1 if absent, or 0 where --widths that skip some, --widths-by or --widths-of bind the table
     #[arg(long, value_name = "N")]
     pub refine: Option<usize>,
-    /// Take the harms that the file of --rotations holds instead of measuring them: other means in
-    /// seconds; its tables of means that are not asked for stay
+    /// Take the harms that the file of --rotations holds instead of measuring them; tables are still
+    /// verified. Its tables of means that are not asked for stay
     #[arg(long, requires = "rotations")]
     pub reuse_harms: bool,
     /// How codes are rounded: query-aware (`shaped`, the default if the rotations allow it)
