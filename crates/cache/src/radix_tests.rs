@@ -492,6 +492,27 @@ fn recent_rows_are_computed_again(world: &mut World) {
     world.check_accounts();
 }
 
+/// The earlier position at which zero-width heads resume may lack the pages of sliding layers: a cache
+/// with both evicts its tails as they are.
+#[test]
+fn zero_width_heads_beside_sliding_layers_keep_their_tails() {
+    for (zero_width, window, demotes) in
+        [(true, None, true), (false, Some(100), true), (true, Some(100), false)]
+    {
+        let layout = layout(KvFormat::OSCAR2, Windows::new(64, 128).unwrap(), zero_width, window);
+        let mut world = World::of(layout, 100, true);
+        stored(&mut world, text(0, 600));
+        let (mut demoted, mut evicted) = (0, 0);
+        while world.tree.tokens() > 0 {
+            let done = world.tree.reclaim(1);
+            world.code();
+            (demoted, evicted) = (demoted + done.demoted, evicted + done.evicted);
+        }
+        assert_eq!((demoted > 0, evicted > 0), (demotes, true), "{zero_width} {window:?}: {demoted}");
+        world.check_accounts();
+    }
+}
+
 /// Another tenant's prefix is invisible: not found, and found again by its owner.
 #[test]
 fn salts_divide_the_tree_and_leave_nothing_behind() {
