@@ -461,13 +461,10 @@ impl DecoderConfig {
         }
         let rotary = self.rotary_width();
         if rotary == 0 || rotary > self.head_dim || !rotary.is_multiple_of(2) {
-            return Err(LoadError::config_field(
-                "partial_rotary_factor",
-                format!(
-                    "turns {rotary} of {} channels of a head; it must be an even number of them",
-                    self.head_dim
-                ),
-            ));
+            let of = self.head_dim;
+            let problem =
+                format!("turns {rotary} of {of} channels of a head; it must be an even number of them");
+            return Err(LoadError::config_field("partial_rotary_factor", problem));
         }
         if let Some(moe) = &self.moe {
             moe.validate()?;

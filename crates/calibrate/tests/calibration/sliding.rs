@@ -84,7 +84,7 @@ fn the_search_gives_widths_to_the_layers_that_do_not_slide() {
         check(&result, &asked, 128);
         assert!(result.chosen.iter().any(|c| c.mean == asked[1]), "{family:?}: {:?}", result.refused);
         // Two layers of two heads with two sides.
-        assert!(notes[1].starts_with("harm of 8 units"), "{notes:?}");
+        assert!(notes[1].starts_with("measuring 8 units"), "{notes:?}");
         let plan = &result.file.bits;
         assert_eq!(plan.layers, [1, 3]);
         let harm = plan.harm.as_ref().unwrap();

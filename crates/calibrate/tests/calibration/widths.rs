@@ -167,7 +167,7 @@ fn a_qwen2_model_goes_the_whole_way() {
     let (result, notes) = model.calibrate(None, options.clone());
     check(&result, &asked, config.head_dim);
     assert!(notes[0].starts_with("work: at most ") && notes[0].contains("thousand tokens"), "{notes:?}");
-    assert!(notes[1].starts_with("harm of 8 units"), "{notes:?}");
+    assert!(notes[1].starts_with("measuring 8 units"), "{notes:?}");
     // Every distance is verified, however few probes there are.
     for chosen in &result.chosen {
         let groups: Vec<&str> = chosen.scores.groups().map(|g| g.name).collect();

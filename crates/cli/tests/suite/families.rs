@@ -1,5 +1,5 @@
-//! Families with sliding windows as a user meets them: a folder that just works, plans and refusals
-//! that say what is stored and what is not computed.
+//! Families with sliding windows or latent attention as a user meets them: a folder that just works,
+//! plans and refusals that say what is stored and what is not computed.
 
 use crate::server::Server;
 use crate::support::{fail, json_lines, oscar, succeed};
@@ -83,7 +83,7 @@ fn widths_of_a_sliding_model_are_chosen_listed_planned_and_served() {
         let serve = ["--kv", "oscar:4.25", "--rotations", &file, "--port", "0", "--context", "1024"];
         let server = Server::start_with(None, &[&serve[..], &on].concat());
         let info = server.get("/server_info").json();
-        assert_eq!((&info["kv_bits_per_element"], &info["calibration"]), (&4.25.into(), &"rotations".into()));
+        assert_eq!((&info["kv_bits_per_element"], &info["calibration"]), (&4.25.into(), &"widths".into()));
         assert!(server.seen.contains("oscar:4.25 (4.25 bits)"), "{}", server.seen);
         let kernels = info["attention_backend"].as_str().unwrap();
         assert!(!kernels.contains("zero-width"), "sliding layers have no history to read: {kernels}");
@@ -114,7 +114,7 @@ fn the_first_start_of_a_sliding_model_chooses_widths() {
         (text("calibration"), text("kv_cache_dtype"), info["kv_bits_per_element"].as_f64().unwrap())
     };
     let server = start();
-    assert!(server.seen.contains("harm of 4 units"), "{}", server.seen);
+    assert!(server.seen.contains("measuring 4 units"), "{}", server.seen);
     assert!(!server.seen.contains("could not be calibrated"), "{}", server.seen);
     let (calibration, format, bits) = told(&server);
     let refused = server.seen.contains("no table of widths for 2.25 bits: ");
@@ -125,6 +125,56 @@ fn the_first_start_of_a_sliding_model_chooses_widths() {
     }
     drop(server);
     let again = start();
-    assert!(!again.seen.contains("harm of 4 units"), "{}", again.seen);
+    assert!(!again.seen.contains("measuring 4 units"), "{}", again.seen);
     assert_eq!(told(&again), (calibration, format, bits));
+}
+
+#[test]
+fn latent_attention_answers_in_bf16_and_refuses_the_rest_by_name() {
+    for family in [Family::DeepseekV3, Family::Glm4MoeLite] {
+        let dir = folder(family);
+        let model = dir.path().to_str().unwrap();
+        let on = ["--model", model, "--device", "cpu"];
+        let run = ["run", "--prompt", "Hello", "--max-tokens", "3", "--json"];
+        let out = oscar(&[&run[..], &on].concat());
+        let (answer, notes) = (String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
+        assert!(answer.contains(r#""kv":"bf16""#), "{answer}{notes}");
+        for says in ["latent attention (MLA): its cache is bf16", "one latent row of 64"] {
+            assert!(notes.contains(says), "{notes}");
+        }
+        // Two layers of one row of 64 channels in BF16.
+        let plan = ["plan", "--memory", "1G", "--context", "1024", "--json"];
+        let rows = json_lines(&[&plan[..], &on].concat());
+        assert_eq!((rows.len(), rows[0]["kv"].as_str()), (1, Some("bf16")));
+        assert_eq!(rows[0]["sequence_bytes"].as_u64(), Some(1024 * 2 * 64 * 2));
+
+        let file = dir.path().join("rotations.safetensors");
+        let file = file.to_str().unwrap();
+        let serve = ["serve", "--port", "0"];
+        for (flags, says) in [
+            (&["run", "--prompt", "Hello", "--kv", "oscar"][..], "--kv oscar is not offered for latent"),
+            (
+                &["plan", "--memory", "1G", "--context", "512", "--kv", "int8"],
+                "--kv int8 is not offered for latent",
+            ),
+            (&[&serve[..], &["--kv", "oscar2"]].concat(), "--kv oscar2 is not offered for latent"),
+            (&[&serve[..], &["--calibrate", "widths"]].concat(), "latent attention (MLA) is not calibrated"),
+            (&[&serve[..], &["--kv-budget", "512"]].concat(), "latent attention (MLA)"),
+            (&[&serve[..], &["--tensor-parallel", "2"]].concat(), "latent attention (MLA) is not split"),
+            (&["calibrate", "--tokens", "512", "--out", file], "latent attention (MLA) is not calibrated"),
+        ] {
+            let (_, message) = fail(&[flags, &on].concat());
+            assert!(message.contains(says), "{flags:?}: {message}");
+        }
+        let plan = ["plan", "--memory", "1G", "--context", "512", "--model", model, "--device", "cuda"];
+        let (_, message) = fail(&plan);
+        assert!(message.contains("latent attention (MLA), which GPUs do not compute"), "{message}");
+    }
+}
+
+#[test]
+fn shapes_of_latent_models_are_planned() {
+    let plan = ["plan", "--shape", "glm-4.7-flash", "--memory", "80G", "--device", "cpu", "--json"];
+    let rows = json_lines(&[&plan[..], &["--context", "131072"]].concat());
+    assert_eq!((rows.len(), rows[0]["sequence_bytes"].as_u64()), (1, Some(131_072 * 54_144)));
 }

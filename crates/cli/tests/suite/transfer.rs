@@ -220,6 +220,24 @@ fn a_prompt_of_a_sliding_model_continues_on_another_machine() {
     assert!(pages > 8.0, "{pages}");
 }
 
+/// Latent rows travel as they are.
+#[test]
+fn a_prompt_of_a_latent_model_continues_on_another_machine() {
+    let dir = folder(Family::DeepseekV3);
+    let path = dir.path().to_str().unwrap();
+    let model = ["--model", path, "--served-model-name", "oscar-15m", "--device", "cpu"];
+    let first = serve(&[&model[..], &["--kv-transfer-listen", "127.0.0.1:0"]].concat());
+    assert!(first.seen.contains("latent attention (MLA): its cache is bf16"), "{}", first.seen);
+    let greedy = json!({"temperature": 0});
+    let ticket = prefill(&first, 2, &greedy);
+    let peer = format!("127.0.0.1:{}", ticket["remote_port"]);
+    let second = serve(&[&model[..], &["--kv-transfer-peer", &peer]].concat());
+    let split = ask(&second, 2, &with(&greedy, &json!({"kv_transfer_params": ticket})));
+    assert!(from_peer(&split) > 500, "{split}");
+    let alone = ask(&second, 2, &with(&greedy, &json!({"cache_salt": "alone"})));
+    assert_eq!(text(&split), text(&alone));
+}
+
 #[test]
 fn wrong_addresses_are_refused_at_the_start() {
     let refused = |flags: &[&str]| fail(&[&["serve", "--port", "0", "--device", "cpu"], flags].concat()).1;

@@ -139,13 +139,14 @@ impl CpuStep<'_> {
             &outputs[(place * count + head) * width..][..rank]
         });
         let stride = rows.next_multiple_of(block_of(rows)) * value;
+        let mut place_of = vec![0; rows];
+        row_of.iter().enumerate().for_each(|(place, &row)| place_of[row] = place);
         out.resize(rows);
-        for (place, &row) in row_of.iter().enumerate() {
-            let heads = out.values[row * out.width..][..out.width].chunks_exact_mut(value);
-            for (head, out) in heads.enumerate() {
-                out.copy_from_slice(&by_head[head * stride + place * value..][..value]);
+        backend.pool.run_chunks(&mut out.values, out.width, |row, out| {
+            for (head, out) in out.chunks_exact_mut(value).enumerate() {
+                out.copy_from_slice(&by_head[head * stride + place_of[row] * value..][..value]);
             }
-        }
+        });
     }
 }
 
