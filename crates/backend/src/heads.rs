@@ -50,7 +50,15 @@ pub struct LatentShape {
     pub interleaved: bool,
 }
 
-/// What [`Step::attend_latent`](crate::Step::attend_latent) applies to the heads of one layer.
+/// What [`Step::attend_latent`](crate::Step::attend_latent) applies to the heads of one layer, in the
+/// absorbed form. Rows of `queries` are `[key | rotary]` for each head, rows of `latent` are
+/// `[latent | rotary]`. The cache has one head, whose rows are as wide as `latent` and are stored once.
+///
+/// 1. The latent is normalized; RoPE turns the rotary parts of queries and of `latent`. The row
+///    `c = [latent | rotary]` is stored in the full page of its position.
+/// 2. The query of head `h` becomes `q = [key_up_h · key | rotary]`.
+/// 3. `out` gets `value_up_h · Σ p c` for each head, where `p` is the softmax of `scale · q · c` over
+///    the positions so far, and the rotary part of the sum is left out.
 pub struct LatentHeads<'a, B: Backend> {
     pub layer: usize,
     pub shape: LatentShape,
