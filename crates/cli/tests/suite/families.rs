@@ -12,7 +12,9 @@ pub fn folder(family: Family) -> tempfile::TempDir {
     let shipped = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/oscar-15m");
     let dir = tempfile::tempdir().unwrap();
     let tiny = tiny_config(family);
-    let config = DecoderConfig { vocab_size: 6144, max_position_embeddings: 4096, head_dim: 128, ..tiny };
+    // Rows of a latent have the width that its parts give.
+    let head_dim = if tiny.latent.is_some() { tiny.head_dim } else { 128 };
+    let config = DecoderConfig { vocab_size: 6144, max_position_embeddings: 4096, head_dim, ..tiny };
     write_random_model(dir.path(), &config, WriteOptions::default(), 5).unwrap();
     for file in ["tokenizer.json", "tokenizer_config.json"] {
         std::fs::copy(shipped.join(file), dir.path().join(file)).unwrap();

@@ -140,7 +140,7 @@ fn a_store_that_cannot_be_used_is_refused_at_the_start() {
     let message = refused(&["--store", file.to_str().unwrap()]);
     assert!(message.contains("--store") && message.contains("file"), "{message}");
     let message = refused(&["--store-age", "7", "--store", path]);
-    assert!(message.contains("no age"), "{message}");
+    assert!(message.contains("not an age"), "{message}");
     let message = refused(&["--store-size", "1G"]);
     assert!(message.contains("--store"), "{message}");
 }
