@@ -75,7 +75,7 @@ impl Benchmark {
         let mut records: Vec<(usize, Value)> = Vec::new();
         if text.trim_start().starts_with('[') {
             let list: Vec<Value> = serde_json::from_str(&text)
-                .map_err(|e| wrong(e.line(), format!("it is not JSON list ({e})")))?;
+                .map_err(|e| wrong(e.line(), format!("it is not a JSON list ({e})")))?;
             records.extend((1..).zip(list));
         } else {
             for (index, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
@@ -213,8 +213,8 @@ mod tests {
         let message = error(Benchmark::HumanEval, "{\"prompt\": \"a\", \"test\": \"b\"}\n");
         assert!(message.contains("line 1") && message.contains("`entry_point`"), "{message}");
         assert!(error(Benchmark::Gpqa, "{\"question\": \"q\"}\n").contains("Incorrect Answer"));
-        assert!(error(Benchmark::Math, "plain text\n").contains("no JSON"));
-        assert!(error(Benchmark::Math, "[{\"problem\": 1,").contains("no JSON list"));
+        assert!(error(Benchmark::Math, "plain text\n").contains("not JSON"));
+        assert!(error(Benchmark::Math, "[{\"problem\": 1,").contains("not a JSON list"));
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("x.gz");
         std::fs::write(&path, [0x1f, 0x8b, 8, 0]).unwrap();
