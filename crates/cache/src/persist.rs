@@ -3,8 +3,7 @@
 //! A store keeps the quantized pages of every prefix, and the full-precision pages only of the sink
 //! and of the windows before an end: the end of a prompt or an answer, or a branch. The same holds for
 //! the pages of sliding layers. A prefix with all pages that a resume needs comes back exact. Without
-//! the full pages of its window it comes
-//! back as an approximate hit, if the tree allows that.
+//! the full pages of its window it comes back as an approximate hit, if the tree allows that.
 //!
 //! **Invariants:** approximate rows are never offered, so everything stored is exact. The tree
 //! decides from names and kinds alone; the owner of the device moves the bytes.

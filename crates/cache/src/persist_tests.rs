@@ -161,7 +161,7 @@ proptest! {
                 }
                 Action::Reclaim { blocks } => {
                     world.tree.reclaim(blocks * world.layout.unquantized_block_bytes());
-                    }
+                }
                 Action::Restart => world = World::of(layout.clone(), blocks, approximates),
             }
             world.check_accounts();

@@ -210,11 +210,9 @@ impl RadixCache {
             return 0;
         }
         let (len, view) = (path.len() * PAGE_TOKENS, self.view_of(path));
-        let is_met = |&(block, &id): &(usize, &NodeId)| {
-            view.is_some_and(|view| view.covers(&self.layout, block))
-                || BlockNeed::at(&self.layout, len, len, block).is_met(&self.node(id).pages)
-        };
-        let count = path.iter().enumerate().take_while(is_met).count();
+        let needed = |block| BlockNeed::at(&self.layout, len, len, block);
+        let is_held = |&(block, &id): &(usize, &NodeId)| self.holds(view, block, id, needed(block));
+        let count = path.iter().enumerate().take_while(is_held).count();
         if self.begins_inside(view, count) { 0 } else { count }
     }
 
@@ -241,13 +239,17 @@ impl RadixCache {
     /// Whether a sequence can continue after `path` as if it had just computed it.
     fn is_resumable(&self, path: &[NodeId]) -> bool {
         let (len, view) = (path.len() * PAGE_TOKENS, self.view_of(path));
+        let needed = |block| BlockNeed::at(&self.layout, len, 0, block);
         // Needs of lower blocks do not shrink with the length, so every length is checked from
         // scratch. The blocks most likely to fail, those of the window, come first.
+        let mut blocks = path.iter().enumerate().rev();
         !self.begins_inside(view, path.len())
-            && path.iter().enumerate().rev().all(|(block, &id)| {
-                view.is_some_and(|view| view.covers(&self.layout, block))
-                    || BlockNeed::at(&self.layout, len, 0, block).is_met(&self.node(id).pages)
-            })
+            && blocks.all(|(block, &id)| self.holds(view, block, id, needed(block)))
+    }
+
+    /// Whether a node has what is needed of its block. The blocks that a view covers need nothing.
+    fn holds(&self, view: Option<&Arc<View>>, block: usize, id: NodeId, needed: BlockNeed) -> bool {
+        view.is_some_and(|view| view.covers(&self.layout, block)) || needed.is_met(&self.node(id).pages)
     }
 
     /// Puts the whole pages of a sequence into the tree and returns how many tokens that is. `key`

@@ -314,12 +314,12 @@ proptest! {
                     let (bytes, free) = (blocks * world.layout.unquantized_block_bytes(), world.pool.free());
                     let done = world.tree.reclaim(bytes);
                     prop_assert_eq!(world.pool.free() - free, done.bytes, "what is said is given");
-                                }
+                }
                 Action::Flush => {
                     let possible = world.tree.reclaimable();
                     prop_assert_eq!(world.tree.flush().bytes, possible);
                     prop_assert_eq!(world.tree.reclaimable(), 0);
-                                }
+                }
                 _ => {}
             }
             world.check_accounts();

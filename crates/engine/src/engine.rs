@@ -34,8 +34,8 @@ pub struct EngineOptions {
     /// Keep the pages of finished requests for later ones.
     pub prefix_cache: bool,
     /// Give up the BF16 tails of idle prefixes when room is short, before whole prefixes, and continue
-    /// from what is left, all of it quantized. Such hits are counted. Not where the device cannot
-    /// read codes inside the recent window. Off by default: measurements must be exact.
+    /// from what is left, all of it quantized. Such hits are counted. A device that cannot read codes
+    /// inside the recent window ignores this. Off by default: measurements must be exact.
     pub approximate_hits: bool,
     /// A step that takes longer than this, and than ten times the longest step so far, counts as
     /// stuck. No step ever does if absent.

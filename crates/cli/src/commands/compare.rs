@@ -145,20 +145,6 @@ impl Args {
     }
 }
 
-/// The formats that the model's heads allow. Those of the default list that do not fit are left out.
-fn fitting(session: &Session, formats: &[Format]) -> Result<Vec<Format>> {
-    let is_default = formats.iter().map(|format| format.name.as_str()).eq(DEFAULT_FORMATS);
-    let mut fitting = Vec::new();
-    for format in formats {
-        match session.model.cache(format.kv, &session.cache_args) {
-            Ok(_) => fitting.push(format.clone()),
-            Err(error) if is_default => eprintln!("note: {} is left out: {error:#}", format.name),
-            Err(error) => return Err(error.context(format!("--kv {}", format.name))),
-        }
-    }
-    Ok(fitting)
-}
-
 pub fn run(args: &Args) -> Result<()> {
     args.check()?;
     let tasks = args.tasks()?;
@@ -172,7 +158,11 @@ pub fn run(args: &Args) -> Result<()> {
     let longest = told.max(args.longest() + SPEED_ROOM);
     let session =
         Session::open(&args.model, &args.cache, Some(longest), "--context (with room for the speed steps)")?;
-    let formats = session.prepare(&fitting(&session, &args.kv)?)?;
+    // Some formats of the default list fit heads of 128 alone.
+    let formats = match args.kv.iter().map(|format| format.name.as_str()).eq(DEFAULT_FORMATS) {
+        true => session.prepare_fitting(&args.kv)?,
+        false => session.prepare(&args.kv)?,
+    };
     let mut methods: Vec<MethodResult> =
         formats.iter().map(|f| describe(&session, f, &args.context)).collect();
     std::fs::create_dir_all(&args.out).with_context(|| format!("--out {}", args.out.display()))?;

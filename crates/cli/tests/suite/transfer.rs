@@ -199,21 +199,28 @@ fn a_prompt_of_one_machine_continues_on_another_token_for_token() {
     }
 }
 
+/// Two servers of a model: the second one answers from the pages of a prompt that the first one read
+/// as if it had read the prompt itself.
+fn continues_elsewhere(model: &[&str]) -> [Server; 2] {
+    let first = serve(&[model, &["--kv-transfer-listen", "127.0.0.1:0"]].concat());
+    let greedy = json!({"temperature": 0});
+    let ticket = prefill(&first, 2, &greedy);
+    let peer = format!("127.0.0.1:{}", ticket["remote_port"]);
+    let second = serve(&[model, &["--kv-transfer-peer", &peer]].concat());
+    let split = ask(&second, 2, &with(&greedy, &json!({"kv_transfer_params": ticket})));
+    assert!(from_peer(&split) > 500, "{split}");
+    let alone = ask(&second, 2, &with(&greedy, &json!({"cache_salt": "alone"})));
+    assert_eq!(text(&split), text(&alone));
+    [first, second]
+}
+
 /// The windows of sliding layers travel with the other pages.
 #[test]
 fn a_prompt_of_a_sliding_model_continues_on_another_machine() {
     let dir = folder(Family::Gemma3);
     let path = dir.path().to_str().unwrap();
     let model = ["--model", path, "--served-model-name", "oscar-15m", "--kv", "oscar2", "--device", "cpu"];
-    let first = serve(&[&model[..], &["--kv-transfer-listen", "127.0.0.1:0"]].concat());
-    let greedy = json!({"temperature": 0});
-    let ticket = prefill(&first, 2, &greedy);
-    let peer = format!("127.0.0.1:{}", ticket["remote_port"]);
-    let second = serve(&[&model[..], &["--kv-transfer-peer", &peer]].concat());
-    let split = ask(&second, 2, &with(&greedy, &json!({"kv_transfer_params": ticket})));
-    assert!(from_peer(&split) > 500, "{split}");
-    let alone = ask(&second, 2, &with(&greedy, &json!({"cache_salt": "alone"})));
-    assert_eq!(text(&split), text(&alone));
+    let [_, second] = continues_elsewhere(&model);
     // The window of 24 tokens is one page at the end of each of the prompts, and all of the second's
     // while there is room.
     let pages = second.metric(r#"oscar_kv_pages{format="sliding",holder="all"}"#);
@@ -226,16 +233,8 @@ fn a_prompt_of_a_latent_model_continues_on_another_machine() {
     let dir = folder(Family::DeepseekV3);
     let path = dir.path().to_str().unwrap();
     let model = ["--model", path, "--served-model-name", "oscar-15m", "--device", "cpu"];
-    let first = serve(&[&model[..], &["--kv-transfer-listen", "127.0.0.1:0"]].concat());
+    let [first, _] = continues_elsewhere(&model);
     assert!(first.seen.contains("latent attention (MLA): its cache is bf16"), "{}", first.seen);
-    let greedy = json!({"temperature": 0});
-    let ticket = prefill(&first, 2, &greedy);
-    let peer = format!("127.0.0.1:{}", ticket["remote_port"]);
-    let second = serve(&[&model[..], &["--kv-transfer-peer", &peer]].concat());
-    let split = ask(&second, 2, &with(&greedy, &json!({"kv_transfer_params": ticket})));
-    assert!(from_peer(&split) > 500, "{split}");
-    let alone = ask(&second, 2, &with(&greedy, &json!({"cache_salt": "alone"})));
-    assert_eq!(text(&split), text(&alone));
 }
 
 #[test]

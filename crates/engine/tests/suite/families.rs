@@ -4,7 +4,7 @@
 //!
 //! `OSCAR_FAMILIES` names a folder with further checkpoints of the same form.
 
-use crate::support::{all_logits, greedy};
+use crate::support::{all_logits, bits, greedy};
 use oscar_backend::argmax;
 use oscar_codec::{CodeLayout, KvFormat, RotationSet, Windows};
 use oscar_kernels_cpu::backend::{CpuBackend, Mode};
@@ -195,10 +195,6 @@ fn chunks_batches_and_single_tokens_agree_to_the_bit() {
             }
         }
     }
-}
-
-fn bits(values: &[f32]) -> Vec<u32> {
-    values.iter().map(|v| v.to_bits()).collect()
 }
 
 /// A quantized cache gives what the codec's reference (the scalar kernels) gives on the same model,

@@ -1,6 +1,6 @@
 //! A model with FP8 weights answers as the model of the weights they stand for, to the bit.
 
-use crate::support::{Setup, all_logits};
+use crate::support::{Setup, all_logits, bits};
 use oscar_backend::WeightFormat;
 use oscar_codec::{CacheLayout, CodeLayout, KvFormat, Windows};
 use oscar_kernels_cpu::Kernels;
@@ -9,10 +9,6 @@ use oscar_models::tiny::fp8::{Twin, write_twin};
 use oscar_models::tiny::{WriteOptions, tiny_config, write_random_model};
 use oscar_models::{DecoderConfig, Family, ModelSource, Weights};
 use oscar_runner::{KvMemory, Runner, RunnerOptions};
-
-fn bits(values: &[f32]) -> Vec<u32> {
-    values.iter().map(|v| v.to_bits()).collect()
-}
 
 /// Two models: one whose stacked matrices have seams on blocks, one of odd sizes with biases.
 fn configs() -> [DecoderConfig; 2] {

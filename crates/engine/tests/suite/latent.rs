@@ -1,22 +1,18 @@
 //! Multi-head latent attention: what goldens do not show.
 
 use crate::families::{Fixture, fixture, runner};
-use crate::support::{Setup, all_logits, latent_model};
+use crate::support::{Setup, all_logits, bits, fork_equals_a_cold_run, latent_model};
 use oscar_backend::{WeightFormat, argmax};
 use oscar_codec::{CodeLayout, KvFormat, Windows};
 use oscar_engine::{EVICT_BLOCK, Eviction, RowCap};
 use oscar_kernels_cpu::backend::{CpuBackend, Mode};
 use oscar_kernels_cpu::{Kernels, Variant};
 use oscar_models::{DecoderConfig, Family, MoeConfig, shapes};
-use oscar_runner::{KvMemory, Logits, Runner, RunnerOptions, Sequence, StepOutput, StepRequest};
+use oscar_runner::{KvMemory, Runner, RunnerOptions, Sequence, StepOutput};
 use oscar_views::{Evict, Policy};
 use serde_json::Value;
 
 const NAMES: [&str; 3] = ["deepseek_v3", "deepseek_v3_fp8", "glm4_moe_lite"];
-
-fn bits(values: &[f32]) -> Vec<u32> {
-    values.iter().map(|v| v.to_bits()).collect()
-}
 
 fn ids(value: &Value) -> Vec<u32> {
     value.as_array().unwrap().iter().map(|v| v.as_u64().unwrap() as u32).collect()
@@ -56,15 +52,7 @@ fn a_prefix_gives_the_same_logits_to_the_bit() {
         let prompt = ids(&goldens["prompts"][1]["ids"]);
         for variant in Variant::ALL {
             let Some(mut runner) = runner(&source, variant, Mode::Bf16, KvFormat::Bf16) else { continue };
-            let cold = all_logits(&mut runner, &prompt, prompt.len());
-            let mut sequence = Sequence::forkable(&runner);
-            let mut output = StepOutput::default();
-            runner.prefill(&mut sequence, &prompt, &mut output, |_| {}).unwrap();
-            let mut warm = runner.fork(&sequence, 64).unwrap();
-            let request = StepRequest { sequence: &mut warm, tokens: &prompt[64..], logits: Logits::All };
-            runner.step(&mut [request], &mut output).unwrap();
-            let vocab = runner.config().vocab_size;
-            assert!(bits(&output.logits) == bits(&cold[64 * vocab..]), "{name} {variant}");
+            assert!(fork_equals_a_cold_run(&mut runner, &prompt), "{name} {variant}");
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Models with sliding windows and attention sinks: what goldens on short windows do not show.
 
 use crate::families::{Fixture, fixture, largest_difference, runner, runner_with};
-use crate::support::{Setup, all_logits, greedy, sliding_model};
+use crate::support::{Setup, all_logits, bits, fork_equals_a_cold_run, greedy, sliding_model};
 use oscar_backend::{WeightFormat, argmax};
 use oscar_codec::{CacheLayout, CodeLayout, HeadRotations, KvFormat, RotationSet, Windows};
 use oscar_engine::{EVICT_BLOCK, Eviction, RowCap};
@@ -13,10 +13,6 @@ use oscar_views::{Evict, Policy};
 use serde_json::Value;
 
 const NAMES: [&str; 3] = ["gemma3_text", "gpt_oss", "gpt_oss_mxfp4"];
-
-fn bits(values: &[f32]) -> Vec<u32> {
-    values.iter().map(|v| v.to_bits()).collect()
-}
 
 fn ids(value: &Value) -> Vec<u32> {
     value.as_array().unwrap().iter().map(|v| v.as_u64().unwrap() as u32).collect()
@@ -215,15 +211,7 @@ fn a_prefix_gives_the_same_logits_to_the_bit() {
         for format in [KvFormat::Bf16, KvFormat::OSCAR2] {
             let best = Variant::ALL.into_iter().rfind(|v| v.is_available()).unwrap();
             let mut runner = runner(&source, best, Mode::Bf16, format).unwrap();
-            let cold = all_logits(&mut runner, &prompt, prompt.len());
-            let mut sequence = Sequence::forkable(&runner);
-            let mut output = StepOutput::default();
-            runner.prefill(&mut sequence, &prompt, &mut output, |_| {}).unwrap();
-            let mut warm = runner.fork(&sequence, 64).unwrap();
-            let request = StepRequest { sequence: &mut warm, tokens: &prompt[64..], logits: Logits::All };
-            runner.step(&mut [request], &mut output).unwrap();
-            let vocab = runner.config().vocab_size;
-            assert!(bits(&output.logits) == bits(&cold[64 * vocab..]), "{name} {format}");
+            assert!(fork_equals_a_cold_run(&mut runner, &prompt), "{name} {format}");
         }
     }
 }

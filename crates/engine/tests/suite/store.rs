@@ -114,6 +114,29 @@ fn answers_after_a_restart_equal_those_of_an_uninterrupted_run() {
     }
 }
 
+/// A conversation goes on after a restart as without one, and all its pages come from the directory.
+/// Returns its second turn and the answer to it.
+fn comes_back_after_a_restart(
+    begin: impl Fn(Option<Store>) -> EngineHandle,
+    folder: &Path,
+    prompt: &[u32],
+    what: &str,
+) -> (Vec<u32>, Vec<u32>) {
+    let first = begin(Some(store(folder)));
+    let outcome = ask(&first, prompt, 40);
+    let next = [prompt, answer(&outcome), &tokens(30, 9)].concat();
+    first.shutdown();
+    let cold = begin(None);
+    let expected = answer(&ask(&cold, &next, 12)).to_vec();
+    cold.shutdown();
+    let second = begin(Some(store(folder)));
+    let outcome = ask(&second, &next, 12);
+    assert_eq!(answer(&outcome), expected, "{what}");
+    assert_eq!(outcome.usage.by_tier, CachedByTier { disk: 640, ..CachedByTier::default() });
+    second.shutdown();
+    (next, expected)
+}
+
 /// Latent rows come back as they were.
 #[test]
 fn latent_rows_come_back_after_a_restart() {
@@ -125,18 +148,7 @@ fn latent_rows_come_back_after_a_restart() {
             let options = EngineOptions { store, ..EngineOptions::new("test") };
             Engine::start(setup.runner(&model), options).unwrap()
         };
-        let first = begin(Some(store(folder.path())));
-        let outcome = ask(&first, &prompt, 40);
-        let next = [&prompt, answer(&outcome), &tokens(30, 9)].concat();
-        first.shutdown();
-        let cold = begin(None);
-        let expected = answer(&ask(&cold, &next, 12)).to_vec();
-        cold.shutdown();
-        let second = begin(Some(store(folder.path())));
-        let outcome = ask(&second, &next, 12);
-        assert_eq!(answer(&outcome), expected, "{family:?}");
-        assert_eq!(outcome.usage.by_tier, CachedByTier { disk: 640, ..CachedByTier::default() });
-        second.shutdown();
+        comes_back_after_a_restart(begin, folder.path(), &prompt, &format!("{family:?}"));
     }
 }
 
@@ -151,18 +163,8 @@ fn sliding_windows_come_back_after_a_restart() {
             let options = EngineOptions { store, approximate_hits: false, ..EngineOptions::new("test") };
             Engine::start(setup.runner(&model), options).unwrap()
         };
-        let first = begin(Some(store(folder.path())));
-        let outcome = ask(&first, &prompt, 40);
-        let next = [&prompt, answer(&outcome), &tokens(30, 9)].concat();
-        first.shutdown();
-        let cold = begin(None);
-        let expected = answer(&ask(&cold, &next, 12)).to_vec();
-        cold.shutdown();
-        let second = begin(Some(store(folder.path())));
-        let outcome = ask(&second, &next, 12);
-        assert_eq!(answer(&outcome), expected, "{family:?}, window {window}");
-        assert_eq!(outcome.usage.by_tier, CachedByTier { disk: 640, ..CachedByTier::default() });
-        second.shutdown();
+        let what = format!("{family:?}, window {window}");
+        let (next, expected) = comes_back_after_a_restart(begin, folder.path(), &prompt, &what);
 
         let is_sliding = |path: &PathBuf| path.extension().is_some_and(|ending| ending == "sliding");
         let sliding: Vec<PathBuf> = files(folder.path()).into_iter().filter(is_sliding).collect();
@@ -170,7 +172,7 @@ fn sliding_windows_come_back_after_a_restart() {
         sliding.iter().for_each(|path| std::fs::remove_file(path).unwrap());
         let third = begin(Some(store(folder.path())));
         let outcome = ask(&third, &next, 12);
-        assert_eq!((answer(&outcome), outcome.cached), (&expected[..], 0), "{family:?}, window {window}");
+        assert_eq!((answer(&outcome), outcome.cached), (&expected[..], 0), "{what}");
         third.shutdown();
     }
 }

@@ -87,6 +87,23 @@ pub fn all_logits(runner: &mut Runner<CpuBackend>, tokens: &[u32], chunk: usize)
     all
 }
 
+/// The bits of values, so that a comparison tells zeros and NaNs apart.
+pub fn bits(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|v| v.to_bits()).collect()
+}
+
+/// Whether a continuation of the stored pages of `prompt`, from token 64 on, gives the logits of a cold
+/// run to the bit.
+pub fn fork_equals_a_cold_run(runner: &mut Runner<CpuBackend>, prompt: &[u32]) -> bool {
+    let cold = all_logits(runner, prompt, prompt.len());
+    let (mut sequence, mut output) = (Sequence::forkable(runner), StepOutput::default());
+    runner.prefill(&mut sequence, prompt, &mut output, |_| {}).unwrap();
+    let mut warm = runner.fork(&sequence, 64).unwrap();
+    let request = StepRequest { sequence: &mut warm, tokens: &prompt[64..], logits: Logits::All };
+    runner.step(&mut [request], &mut output).unwrap();
+    bits(&output.logits) == bits(&cold[64 * runner.config().vocab_size..])
+}
+
 /// Greedy continuation of a prompt, ended by `stops` (which are kept) or after `limit` tokens.
 pub fn greedy(runner: &mut Runner<CpuBackend>, prompt: &[u32], limit: usize, stops: &[u32]) -> Vec<u32> {
     let mut sequence = Sequence::new();

@@ -4,7 +4,7 @@ use super::digest;
 use crate::cache::Cache;
 use crate::device::AnyBackend;
 use crate::options::{CacheArgs, ModelArgs, OpenModel, WeightsArg};
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use oscar_backend::{AttentionKernels, Backend};
 use oscar_codec::KvFormat;
 use oscar_eval::run::{Method, REFERENCE};
@@ -42,7 +42,7 @@ pub struct Session {
     pub model: OpenModel,
     pub text: ModelText,
     pub stop_tokens: Vec<u32>,
-    pub cache_args: CacheArgs,
+    cache_args: CacheArgs,
     /// Digest of the rotation file: results of another file are not continued.
     rotation_digest: Option<String>,
     precision: String,
@@ -92,14 +92,33 @@ impl Session {
 
     /// The formats with their caches, BF16 first and each once.
     pub fn prepare(&self, formats: &[Format]) -> Result<Vec<Prepared>> {
+        self.prepare_or(formats, Err)
+    }
+
+    /// [`Self::prepare`]; formats that the model's heads do not allow are left out with a note.
+    pub fn prepare_fitting(&self, formats: &[Format]) -> Result<Vec<Prepared>> {
+        self.prepare_or(formats, |error| {
+            eprintln!("note: left out: {error:#}");
+            Ok(())
+        })
+    }
+
+    fn prepare_or(
+        &self,
+        formats: &[Format],
+        misfit: impl Fn(anyhow::Error) -> Result<()>,
+    ) -> Result<Vec<Prepared>> {
         let mut prepared: Vec<Prepared> = Vec::new();
         let reference = Format { name: REFERENCE.to_owned(), kv: KvFormat::Bf16 };
         for format in [&reference].into_iter().chain(formats) {
             if prepared.iter().any(|p| p.name == format.name) {
                 continue;
             }
-            let cache = self.model.cache(format.kv, &self.cache_args)?;
-            prepared.push(Prepared { name: format.name.clone(), cache });
+            let cache = self.model.cache(format.kv, &self.cache_args);
+            match cache.with_context(|| format!("--kv {}", format.name)) {
+                Ok(cache) => prepared.push(Prepared { name: format.name.clone(), cache }),
+                Err(error) => misfit(error)?,
+            }
         }
         Ok(prepared)
     }
