@@ -41,7 +41,8 @@ struct Args {
 enum Command {
     /// Serve the OpenAI-compatible API and a web page; without flags, the embedded model
     Serve(Box<commands::serve::Flags>),
-    /// Answer a file of requests in the format of OpenAI's batch API; continues where it stopped
+    /// Answer a file of requests in the format of OpenAI's batch API; continues where it stopped. Exit status 1 if
+    /// a request failed
     Batch(Box<commands::batch::Args>),
     /// Describe this machine: kernels, model checksum, size of each KV format
     Doctor(commands::doctor::Args),

@@ -54,8 +54,9 @@ fn every_request_gets_its_answer_or_its_error() {
     );
     let (input, output_text) = (input.to_str().unwrap(), output.to_str().unwrap());
     let args = [&["batch", input, output_text], &FLAGS[..]].concat();
-    let message = String::from_utf8(oscar(&args).stderr).unwrap();
+    let (code, message) = fail(&args);
     assert!(message.contains("6 requests: 2 answered now, 0 before, 4 failed"), "{message}");
+    assert!(code == 1 && message.contains("4 of 6 requests failed"), "{message}");
     let all = results(&output);
     assert_eq!(all.len(), 6);
     for (id, object) in [("chat", "chat.completion"), ("plain", "text_completion")] {
@@ -71,8 +72,9 @@ fn every_request_gets_its_answer_or_its_error() {
     for (id, code) in [("other", "invalid_url"), ("streamed", "invalid_request")] {
         assert_eq!((&all[id]["response"], &all[id]["error"]["code"]), (&Value::Null, &json!(code)));
     }
-    // Nothing is left to do.
-    succeed(&args);
+    // Nothing is left to do, and the failures are still told.
+    let (code, message) = fail(&args);
+    assert!(code == 1 && message.contains("0 answered now, 2 before, 4 failed"), "{message}");
     assert_eq!(results(&output), all);
     // A file of something else is not overwritten.
     std::fs::write(&output, "my notes\n").unwrap();
@@ -108,7 +110,9 @@ fn a_batch_that_was_killed_continues() {
     let mut file = std::fs::OpenOptions::new().append(true).open(&output).unwrap();
     write!(file, "{{\"id\":\"batch_req_9\",\"custom_id\":\"r39\",\"resp").unwrap();
     drop(file);
-    let message = String::from_utf8(oscar(&args).stderr).unwrap();
+    let output_of_rest = oscar(&args);
+    assert!(output_of_rest.status.success(), "every request is answered");
+    let message = String::from_utf8(output_of_rest.stderr).unwrap();
     assert!(message.contains(&format!("{} before", before.len())), "{message}");
     let after = results(&output);
     assert_eq!(after.len(), 40);

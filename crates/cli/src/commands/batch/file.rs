@@ -3,7 +3,7 @@
 
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
@@ -92,7 +92,8 @@ fn lines(file: File) -> impl Iterator<Item = (usize, Result<String>)> {
 /// incomplete line, which the next run removes.
 pub struct Results {
     file: File,
-    done: HashSet<String>,
+    /// Whether each request with a result was answered, by its `custom_id`.
+    answered: HashMap<String, bool>,
 }
 
 impl Results {
@@ -100,7 +101,7 @@ impl Results {
     pub fn open(path: &Path) -> Result<Self> {
         let open = || -> Result<Self> {
             let file = OpenOptions::new().read(true).append(true).create(true).open(path)?;
-            let (mut done, mut whole) = (HashSet::new(), 0);
+            let (mut answered, mut whole) = (HashMap::new(), 0);
             let mut reader = BufReader::new(&file);
             let mut line = Vec::new();
             while reader.read_until(b'\n', &mut line)? > 0 {
@@ -112,26 +113,28 @@ impl Results {
                 let Some(id) = result["custom_id"].as_str() else {
                     bail!("it holds something else than results of a batch; give another file");
                 };
-                done.insert(id.to_owned());
+                answered.insert(id.to_owned(), is_answer(&result["response"]));
                 whole += line.len() as u64;
                 line.clear();
             }
             file.set_len(whole)?;
-            Ok(Self { file, done })
+            Ok(Self { file, answered })
         };
         open().with_context(|| path.display().to_string())
     }
 
-    pub fn has(&self, custom_id: &str) -> bool {
-        self.done.contains(custom_id)
+    /// Whether the request was answered; `None` if it has no result yet.
+    pub fn answered(&self, custom_id: &str) -> Option<bool> {
+        self.answered.get(custom_id).copied()
     }
 
     /// Writes the result of a request: an answer, or the reason why there was no request.
     pub fn write(&mut self, custom_id: &str, response: Value, error: Value) -> Result<()> {
-        let id = format!("batch_req_{}", self.done.len() + 1);
+        let id = format!("batch_req_{}", self.answered.len() + 1);
+        let is_answer = is_answer(&response);
         let line = json!({"id": id, "custom_id": custom_id, "response": response, "error": error});
         self.file.write_all(format!("{line}\n").as_bytes()).context("writing results")?;
-        self.done.insert(custom_id.to_owned());
+        self.answered.insert(custom_id.to_owned(), is_answer);
         Ok(())
     }
 
@@ -139,6 +142,10 @@ impl Results {
     pub fn finish(self) -> Result<()> {
         self.file.sync_all().context("writing results")
     }
+}
+
+fn is_answer(response: &Value) -> bool {
+    response["status_code"] == 200
 }
 
 #[cfg(test)]
@@ -189,8 +196,9 @@ mod tests {
     fn results_continue_after_the_last_whole_line() {
         let file = written("{\"custom_id\":\"a\"}\n{\"custom_id\":\"b\",\"resp");
         let mut results = Results::open(file.path()).unwrap();
-        assert!(results.has("a") && !results.has("b"));
+        assert_eq!((results.answered("a"), results.answered("b")), (Some(false), None));
         results.write("b", json!({"status_code": 200}), Value::Null).unwrap();
+        assert_eq!(results.answered("b"), Some(true));
         results.finish().unwrap();
         let text = std::fs::read_to_string(file.path()).unwrap();
         let ids: Vec<_> =

@@ -46,8 +46,9 @@ pub fn run(args: &Args) -> Result<()> {
         let mut running = JoinSet::new();
         for line in requests.lines() {
             let line = line?;
-            if results.has(&line.custom_id) {
-                earlier += 1;
+            if let Some(answered) = results.answered(&line.custom_id) {
+                earlier += usize::from(answered);
+                failed += usize::from(!answered);
                 bar.inc(1);
                 continue;
             }
@@ -77,7 +78,10 @@ pub fn run(args: &Args) -> Result<()> {
     bar.finish_and_clear();
     note!("{count} requests: {} answered now, {earlier} before, {failed} failed", count - earlier - failed);
     if failed > 0 {
-        note!("a later run keeps failed results: remove their lines to ask these requests again");
+        bail!(
+            "{failed} of {count} requests failed; to ask them again, remove their lines from {} and start again",
+            args.output.display()
+        );
     }
     Ok(())
 }
