@@ -106,19 +106,23 @@ impl RadixCache {
     }
 
     /// A tree that also finds approximate hits, and gives up the tails of idle prefixes before whole
-    /// prefixes, if the layout allows it: keys and values are quantized together, pages are whole
-    /// demotion units, and no layer slides. A resume of a sliding layer needs its pages before the
-    /// end, which would be gone with the tail.
+    /// prefixes, if the layout [allows it](Self::allows_approximate_hits).
     pub fn with_approximate_hits(layout: CacheLayout) -> Self {
+        Self { approximates: Self::allows_approximate_hits(&layout), ..Self::new(layout) }
+    }
+
+    /// Whether a prefix of this layout can be resumed without its BF16 tail: keys and values are
+    /// quantized together, pages are whole demotion units, and no layer slides. A resume of a
+    /// sliding layer needs its pages before the end, which would be gone with the tail.
+    pub fn allows_approximate_hits(layout: &CacheLayout) -> bool {
         let windows = layout.windows();
         let unit = windows.tail(Side::Key).unit;
-        let approximates = layout.coded().is_some()
+        layout.coded().is_some()
             && layout.sliding().is_none()
             && windows.sides_agree()
             && !layout.codes_span_pages()
             && PAGE_TOKENS.is_multiple_of(unit)
-            && windows.sink().is_multiple_of(unit);
-        Self { approximates, ..Self::new(layout) }
+            && windows.sink().is_multiple_of(unit)
     }
 
     /// Whether the tree may hold views.

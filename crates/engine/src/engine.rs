@@ -12,7 +12,7 @@ use crate::row_cap::{self, RowCap};
 use crate::scheduler::SchedulerOptions;
 use crate::worker::{Command, Worker};
 use oscar_backend::Backend;
-use oscar_cache::CacheEvent;
+use oscar_cache::{CacheEvent, RadixCache};
 use oscar_codec::PAGE_TOKENS;
 use oscar_runner::Runner;
 use oscar_store::{Counters, Peers, Store, TransferDesk};
@@ -34,8 +34,8 @@ pub struct EngineOptions {
     /// Keep the pages of finished requests for later ones.
     pub prefix_cache: bool,
     /// Give up the BF16 tails of idle prefixes when room is short, before whole prefixes, and continue
-    /// from what is left, all of it quantized. Such hits are counted. A device that cannot read codes
-    /// inside the recent window ignores this. Off by default: measurements must be exact.
+    /// from what is left, all of it quantized. Such hits are counted. [`EngineInfo::approximate_hits`]
+    /// tells whether device and layout can do it. Off by default: measurements must be exact.
     pub approximate_hits: bool,
     /// A step that takes longer than this, and than ten times the longest step so far, counts as
     /// stuck. No step ever does if absent.
@@ -74,6 +74,15 @@ impl EngineOptions {
             cap: None,
             post: None,
         }
+    }
+
+    /// Whether an engine with these options has approximate hits: the device must read codes inside the
+    /// recent window, and the layout must allow a resume without a tail.
+    pub(crate) fn approximates<B: Backend>(&self, runner: &Runner<B>) -> bool {
+        self.prefix_cache
+            && self.approximate_hits
+            && RadixCache::allows_approximate_hits(runner.layout())
+            && runner.backend().reads_codes_in_window(runner.layout())
     }
 }
 
@@ -238,6 +247,7 @@ fn info<B: Backend>(runner: &Runner<B>, options: &EngineOptions) -> EngineInfo {
         page_tokens: PAGE_TOKENS,
         sink: layout.windows().sink(),
         recent: layout.windows().recent(),
+        approximate_hits: options.approximates(runner),
         row_cap: options.cap.as_ref().map(Cap::to_string),
         keeps_base: matches!(options.cap, Some(Cap::Post(_))),
     }

@@ -322,6 +322,8 @@ pub struct EngineInfo {
     pub page_tokens: usize,
     pub sink: usize,
     pub recent: usize,
+    /// Whether idle prefixes may lose their BF16 tail, so that a later hit on them is approximate.
+    pub approximate_hits: bool,
     /// The policy that caps the rows of each conversation, if one does.
     pub row_cap: Option<String>,
     /// Whether it chooses rows of a history that stays whole.

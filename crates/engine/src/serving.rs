@@ -67,8 +67,7 @@ pub struct Serving<B: Backend> {
 impl<B: Backend> Serving<B> {
     pub fn new(runner: Runner<B>, options: &EngineOptions) -> Self {
         let layout = runner.layout().clone();
-        let approximates = options.approximate_hits && runner.backend().reads_codes_in_window(&layout);
-        let mut cache = options.prefix_cache.then(|| match approximates {
+        let mut cache = options.prefix_cache.then(|| match options.approximates(&runner) {
             true => RadixCache::with_approximate_hits(layout),
             false => RadixCache::new(layout),
         });

@@ -282,6 +282,7 @@ pub mod tests {
             page_tokens: 64,
             sink: 64,
             recent: 256,
+            approximate_hits: false,
             row_cap: None,
             keeps_base: false,
         }

@@ -34,12 +34,13 @@ pub async fn server(State(app): State<Shared>) -> Json<Value> {
         "kv_cache_note": app.config.cache_note,
         "kv_sink_tokens": info.sink,
         "kv_recent_tokens": info.recent,
+        "kv_approximate_hits": info.approximate_hits,
         "kv_budget_bytes": info.kv_budget_bytes,
         "max_total_num_tokens": capacity(info),
         "num_running_reqs": stats.running,
         "num_waiting_reqs": stats.waiting,
         "dp_size": 1,
-        "tp_size": 1,
+        "tp_size": info.ranks,
     });
     if let Some(events) = &app.config.kv_events {
         body["kv_events"] = json!(events);

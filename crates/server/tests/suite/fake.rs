@@ -95,6 +95,7 @@ impl FakeEngine {
             page_tokens: 64,
             sink: 64,
             recent: 256,
+            approximate_hits: true,
             row_cap: None,
             keeps_base: false,
         };

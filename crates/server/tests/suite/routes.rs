@@ -63,6 +63,7 @@ async fn routers_find_what_they_read() {
         let body = client.get(path).await.ok();
         assert_eq!(body["kv_cache_dtype"], "oscar2");
         assert_eq!(body["calibration"], "none");
+        assert_eq!((&body["tp_size"], &body["kv_approximate_hits"]), (&json!(1), &json!(true)));
         assert_eq!(body["served_model_name"], "fake-15m");
         assert!(body["max_total_num_tokens"].as_u64().unwrap() > 0);
     }
