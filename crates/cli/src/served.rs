@@ -61,6 +61,19 @@ impl Served {
     }
 }
 
+/// What to say before `oscar` is measured on a model without measured widths: it then has two bits
+/// everywhere, which [`Served::choose`] never takes by itself.
+pub fn unmeasured_widths(format: KvFormat, found: Option<&Found>) -> Option<String> {
+    let calibration = Calibration::of(found);
+    (format == KvFormat::OscarMixed { mean: None } && calibration != Calibration::Widths).then(|| {
+        format!(
+            "warning: {}, so {format} is measured with 2 bits for every head; `oscar serve` would take oscar4. \
+             `oscar calibrate --bits 2.25` measures widths",
+            lacking(calibration)
+        )
+    })
+}
+
 const LATENT: &str = "the model has latent attention (MLA): its cache is bf16, one row a token and layer; quantized \
                       formats are not offered for it";
 
@@ -105,6 +118,9 @@ mod tests {
         for safe in ["oscar4", "bf16", "int4", "int8", "fp8", "saw4"] {
             assert_eq!(asked(safe).note, None, "{safe}");
         }
+        let warning = |name: &str| unmeasured_widths(name.parse().unwrap(), None);
+        assert!(warning("oscar").unwrap().contains("not calibrated"));
+        assert_eq!((warning("oscar2"), warning("oscar4"), warning("bf16")), (None, None, None));
         let latent = Served::choose(None, None, true);
         assert_eq!((latent.format, latent.note.as_deref()), (KvFormat::Bf16, Some(LATENT)));
     }

@@ -4,6 +4,8 @@ use super::digest;
 use crate::cache::Cache;
 use crate::device::AnyBackend;
 use crate::options::{CacheArgs, ModelArgs, OpenModel, WeightsArg};
+use crate::progress::note;
+use crate::served::unmeasured_widths;
 use anyhow::{Context, Result, bail};
 use oscar_backend::{AttentionKernels, Backend};
 use oscar_codec::KvFormat;
@@ -114,13 +116,24 @@ impl Session {
             if prepared.iter().any(|p| p.name == format.name) {
                 continue;
             }
-            let cache = self.model.cache(format.kv, &self.cache_args);
+            let cache = self.cache(format.kv);
             match cache.with_context(|| format!("--kv {}", format.name)) {
                 Ok(cache) => prepared.push(Prepared { name: format.name.clone(), cache }),
                 Err(error) => misfit(error)?,
             }
         }
         Ok(prepared)
+    }
+
+    /// The cache of a format, with a warning if it lacks measured widths.
+    fn cache(&self, format: KvFormat) -> Result<Cache> {
+        if matches!(format, KvFormat::OscarMixed { .. }) {
+            let found = self.model.found_rotations(&self.cache_args)?;
+            if let Some(warning) = unmeasured_widths(format, found.as_ref()) {
+                note!("{warning}");
+            }
+        }
+        self.model.cache(format, &self.cache_args)
     }
 
     /// Prompt tokens of a step.
