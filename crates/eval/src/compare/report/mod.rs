@@ -86,7 +86,10 @@ impl Comparison {
                     percent(m.task_accuracy),
                     percent(m.needle_accuracy),
                     percent(m.divergence.map(|d| d.same)),
-                    m.divergence.map_or_else(String::new, |d| format!("{:.0}", d.tokens)),
+                    m.divergence.map_or_else(String::new, |d| match d.same < 1.0 {
+                        true => format!("{:.0}", d.tokens),
+                        false => "never".to_owned(),
+                    }),
                     size.map_or_else(String::new, |s| bytes(s.bytes)),
                     m.speed.map_or_else(String::new, |s| format!("{:.2}×", s.ratio)),
                     if m.dequantized { "dequantized first".to_owned() } else { "own".to_owned() },
