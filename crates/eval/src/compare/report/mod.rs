@@ -200,6 +200,16 @@ mod tests {
     }
 
     #[test]
+    fn answers_that_never_diverge_have_no_point_of_divergence() {
+        let mut comparison = sample();
+        comparison.methods[2].divergence = Some(Divergence { same: 1.0, tokens: 10.0, share: 1.0, n: 2 });
+        let (header, rows) = comparison.table();
+        let column = header.iter().position(|name| *name == "diverges at").unwrap();
+        let cells: Vec<&str> = rows.iter().map(|row| row[column].as_str()).collect();
+        assert_eq!(cells, ["", "10", "never"]);
+    }
+
+    #[test]
     fn the_page_is_self_contained_and_complete() {
         let page = sample().to_html();
         for part in [
