@@ -1,0 +1,41 @@
+// What the kernels of a mixture of experts share: experts_route.cuh, experts.cu, experts_grouped.cu.
+#pragma once
+#include "common.cuh"
+
+struct ExpertsParams {
+    float* x;                  // [rows][hidden]: the residual
+    const float* norm;         // weights of the norm before the layer
+    float* normed;             // [rows][hidden]; BF16 if `rounded`
+    const float* router;       // [experts][hidden]
+    const float* correction;   // [experts], added to scores for the choice, or null
+    float* logits;             // [rows][experts]
+    u32* finished;             // [rows]: blocks that have written logits of the row; zero between launches
+    u32* chosen;               // [rows][chosen]: experts in ascending id
+    float* weights;            // [rows][chosen]
+    u32* slots;                // [slot]: row * per_row + index, sorted by expert
+    u32* slot_of;              // [rows][chosen]: the inverse
+    uint4* tiles;              // (expert, first slot, slots, 0)
+    u32* tile_count;
+    float* between;            // [slot][width]; BF16 if `rounded`
+    float* partial;            // [slot][hidden]; BF16 if `rounded`
+    const u8* gate_up;         // [experts][gate, up][width][hidden]
+    const float* gate_up_scales;
+    const u8* down;            // [experts][hidden][width]
+    const float* down_scales;
+    u32 rows;
+    u32 experts;
+    u32 per_row;               // experts of a row
+    u32 hidden;
+    u32 width;
+    u32 sigmoid;               // 1: scores are sigmoids, 0: a softmax
+    u32 normalize;
+    float factor;
+    float eps;
+    u32 channels;              // FP8: 1: a scale for each output, 0: for each 128 x 128
+    u32 rounded;               // 1: many rows, multiplied in BF16 (experts_grouped.cu)
+    u32 tile_rows;             // most rows of a tile
+    u32 stages;                // experts_grouped.cu: chunks in shared memory
+};
+CHECK_LAYOUT(ExpertsParams);
+
+constexpr u32 MOST_CHOSEN = 32, MOST_EXPERTS = 256;
