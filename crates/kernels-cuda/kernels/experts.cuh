@@ -9,7 +9,7 @@ struct ExpertsParams {
     const float* router;       // [experts][hidden]
     const float* correction;   // [experts], added to scores for the choice, or null
     float* logits;             // [rows][experts]
-    u32* finished;             // [rows]: blocks that have written logits of the row; zero between launches
+    u32* finished;             // [rows]: blocks that have written logits of 16 rows; zero between launches
     u32* chosen;               // [rows][chosen]: experts in ascending id
     float* weights;            // [rows][chosen]
     u32* slots;                // [slot]: row * per_row + index, sorted by expert
@@ -39,3 +39,24 @@ struct ExpertsParams {
 CHECK_LAYOUT(ExpertsParams);
 
 constexpr u32 MOST_CHOSEN = 32, MOST_EXPERTS = 256;
+
+// Asynchronous copies of 16 bytes, or of zeros. Copies are counted in groups.
+DEVICE void copy_or_clear(u32 to, const void* from, bool there) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+// The same, for weights that are read once in a step.
+DEVICE void copy_or_clear_once(u32 to, const void* from, bool there) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from), "r"(there ? 16 : 0), "l"(read_once())
+                 : "memory");
+}
+DEVICE void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until all groups except the last `PENDING` are complete.
+template <int PENDING>
+DEVICE void wait_for_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+DEVICE uint4 read_shared(u32 at) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+    return v;
+}

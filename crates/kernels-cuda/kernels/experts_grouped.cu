@@ -32,15 +32,6 @@ constexpr u32 WEIGHT_BYTES = DEPTH * ELEMENT;  // of one output in a chunk
 constexpr u32 PIECES = WEIGHT_BYTES / 16;      // copies of one output
 constexpr u32 WEIGHT_COPIES = WEIGHT_ROWS * PIECES / THREADS, ROW_COPIES = MOST_STEPS * 32 * 8 / THREADS;
 
-// Copies 16 bytes, or writes zeros.
-DEVICE void copy_or_clear(u32 to, const void* from, bool there) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
-}
-DEVICE void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING>
-DEVICE void wait_for_copies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
 // Waits until at most `stages - 2` groups of copies are pending.
 DEVICE void wait_for_stage(u32 stages) {
     switch (stages) {
@@ -245,10 +236,7 @@ DEVICE void multiply(const ExpertsParams& p, Copies<GATE>& copies, const Unit<GA
 #pragma unroll
         for (int n = 0; n < 4; n++) {
             const u32 at = weights + weight_place<GATE>(weight_row<GATE>(quarter, n, lane >> 2), lane & 3);
-            asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-                         : "=r"(codes[n].x), "=r"(codes[n].y), "=r"(codes[n].z), "=r"(codes[n].w)
-                         : "r"(at)
-                         : "memory");
+            codes[n] = read_shared(at);
         }
 #endif
 #pragma unroll

@@ -2,6 +2,7 @@
 
 use super::constants::CudaVector;
 use super::experts_grouped::{GroupedKernels, Tiling};
+use super::experts_single::SingleKernels;
 use super::launches::{RandomPagesParams, RandomParams};
 use super::rows::{CudaRows, grow};
 use super::{CudaBackend, State, expert_limits};
@@ -42,10 +43,10 @@ shared_struct! {
         down: DevicePtr<u8>,
         down_scales: Option<DevicePtr<f32>>,
         pub rows: u32,
-        experts: u32,
-        per_row: u32,
+        pub experts: u32,
+        pub per_row: u32,
         pub hidden: u32,
-        width: u32,
+        pub width: u32,
         sigmoid: u32,
         normalize: u32,
         factor: f32,
@@ -77,11 +78,9 @@ shared_struct! {
 pub const LAYOUTS: &[Layout] = &[ExpertsParams::LAYOUT, PrepareHeadsParams::LAYOUT];
 
 // Limits of `experts.cu`; `expert_limits` has those of a layer.
-const ROUTE_WARPS: usize = 4;
-const ROUTE_ROWS: usize = 8;
 const PRODUCT_THREADS: u32 = 256;
-/// From this many rows on, a block computes all logits of its rows by tensor cores.
-const TENSOR_ROWS: usize = 256;
+/// From this many rows on, a block computes all logits of its rows.
+const MANY_ROWS: usize = 256;
 
 /// Refuses experts unless the environment asks for them. The kernels were checked by an emulation of
 /// the GPU, thread by thread, but have not run on one.
@@ -101,14 +100,12 @@ pub(super) fn allowed() -> Result<()> {
 struct ExpertKernels {
     route: Function,
     route_many: Function,
-    route_tiles: Function,
     sort: Function,
-    gate: Function,
     gate_many: Function,
-    down: Function,
     down_tiles: Function,
     sum: Function,
     grouped: GroupedKernels,
+    single: SingleKernels,
 }
 
 impl ExpertKernels {
@@ -118,14 +115,12 @@ impl ExpertKernels {
         Ok(Self {
             route: function(c"experts_route")?,
             route_many: function(c"experts_route_many")?,
-            route_tiles: function(c"experts_route_tiles")?,
             sort: function(c"experts_sort")?,
-            gate: function(c"experts_gate")?,
             gate_many: function(c"experts_gate_many")?,
-            down: function(c"experts_down")?,
             down_tiles: function(c"experts_down_tiles")?,
             sum: function(c"experts_sum")?,
             grouped: GroupedKernels::new(device, kernels, format)?,
+            single: SingleKernels::new(device, kernels, format)?,
         })
     }
 
@@ -434,7 +429,7 @@ impl CudaBackend {
             tiles: buffer(&mut memory.tiles, 4 * most_tiles(experts, rows, &tiling))?.cast(),
             tile_count: buffer(&mut memory.tile_count, 1)?.cast(),
             between: buffer(&mut memory.between, slots * experts.width)?.cast(),
-            partial: buffer(&mut memory.partial, if rows > 1 { slots * experts.hidden } else { 1 })?.cast(),
+            partial: buffer(&mut memory.partial, slots * experts.hidden)?.cast(),
             gate_up: experts.gate_up.weights.ptr(),
             gate_up_scales: experts.gate_up.scales.as_ref().map(|s| s.ptr()),
             down: experts.down.weights.ptr(),
@@ -463,26 +458,20 @@ impl CudaBackend {
         let tiling = kernels.tiling(rows);
         let tiles = most_tiles(experts, rows, &tiling);
         let grid = |x: usize, y: usize, threads: u32| LaunchShape::grid2(x, y, threads).overlapping();
-        let routed = experts.experts.div_ceil(ROUTE_WARPS);
         // SAFETY: the caller's promise, for all launches.
         unsafe {
-            if CudaBackend::rounds(rows) {
-                match rows >= TENSOR_ROWS {
-                    true => device.launch(kernels.route_tiles, grid(rows.div_ceil(16), 1, 256), p)?,
-                    false => {
-                        let shape = grid(rows.div_ceil(ROUTE_ROWS), routed, 32 * ROUTE_WARPS as u32);
-                        device.launch(kernels.route_many, shape, p)?;
-                    }
-                }
-                device.launch(kernels.sort, grid(1, 1, 1024), p)?;
-                return kernels.grouped.launch(device, &tiling, p);
+            if rows == 1 && kernels.single.takes(hidden, width, experts.rule.chosen) {
+                return kernels.single.launch(device, p);
             }
-            device.launch(kernels.route, grid(rows, routed, 32 * ROUTE_WARPS as u32), p)?;
-            if rows == 1 {
-                device.launch(kernels.gate, grid(tiles, width.div_ceil(8), PRODUCT_THREADS), p)?;
-                return device.launch(kernels.down, grid(hidden.div_ceil(8), 1, PRODUCT_THREADS), p);
+            let groups = rows.div_ceil(16);
+            match rows < MANY_ROWS {
+                true => device.launch(kernels.route, grid(groups, experts.experts.div_ceil(8), 256), p)?,
+                false => device.launch(kernels.route_many, grid(groups, 1, 256), p)?,
             }
             device.launch(kernels.sort, grid(1, 1, 1024), p)?;
+            if CudaBackend::rounds(rows) {
+                return kernels.grouped.launch(device, &tiling, p);
+            }
             device.launch(kernels.gate_many, grid(tiles, width.div_ceil(16), PRODUCT_THREADS), p)?;
             device.launch(kernels.down_tiles, grid(tiles, hidden.div_ceil(32), PRODUCT_THREADS), p)?;
             device.launch(kernels.sum, grid(rows, (hidden / 4).div_ceil(128), 128), p)

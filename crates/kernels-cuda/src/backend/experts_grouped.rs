@@ -57,7 +57,8 @@ impl GroupedKernels {
     pub fn new(device: &Device, kernels: &Kernels, format: WeightFormat) -> Result<Self> {
         let (defines, p) = (weight_defines(format), device.properties());
         let shared_memory = p.shared_memory as usize;
-        let function = |name: &'static CStr, shared| kernels.function(&EXPERTS_GROUPED, &defines, name, shared);
+        let function =
+            |name: &'static CStr, shared| kernels.function(&EXPERTS_GROUPED, &defines, name, shared);
         Ok(Self {
             gate: function(c"experts_grouped_gate", shared_memory)?,
             down: function(c"experts_grouped_down", shared_memory)?,

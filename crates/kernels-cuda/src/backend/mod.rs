@@ -5,6 +5,7 @@ mod constants;
 mod expert_limits;
 mod experts;
 mod experts_grouped;
+mod experts_single;
 mod launches;
 mod picks;
 mod products;
