@@ -404,9 +404,11 @@ impl CudaBackend {
         let (device, rows, rule) = (&self.device, x.count(), experts.rule);
         let slots = rows * rule.chosen;
         let tiling = experts.kernels.tiling(rows);
+        let rounded = CudaBackend::rounds(rows);
         let buffer = |buffer: &mut Option<Buffer>, elements: usize| -> Result<DevicePtr<u8>> {
             Ok(grow(device, buffer, 4 * elements, "experts of a step")?.0.ptr())
         };
+        let halves = |elements: usize| if rounded { elements.div_ceil(2) } else { elements };
         // The kernels leave it zero.
         let (finished, new) = grow(device, &mut memory.finished, 4 * rows, "experts of a step")?;
         if new {
@@ -417,7 +419,7 @@ impl CudaBackend {
         Ok(ExpertsParams {
             x: x.held_values("a mixture of experts")?.ptr(),
             norm: norm.values.ptr(),
-            normed: buffer(&mut memory.normed, rows * experts.hidden)?.cast(),
+            normed: buffer(&mut memory.normed, halves(rows * experts.hidden))?.cast(),
             router: experts.router.ptr(),
             correction: experts.correction.as_ref().map(|c| c.ptr()),
             logits: buffer(&mut memory.logits, rows * experts.experts)?.cast(),
@@ -428,8 +430,8 @@ impl CudaBackend {
             slot_of: buffer(places, slots)?.cast(),
             tiles: buffer(&mut memory.tiles, 4 * most_tiles(experts, rows, &tiling))?.cast(),
             tile_count: buffer(&mut memory.tile_count, 1)?.cast(),
-            between: buffer(&mut memory.between, slots * experts.width)?.cast(),
-            partial: buffer(&mut memory.partial, slots * experts.hidden)?.cast(),
+            between: buffer(&mut memory.between, halves(slots * experts.width))?.cast(),
+            partial: buffer(&mut memory.partial, halves(slots * experts.hidden))?.cast(),
             gate_up: experts.gate_up.weights.ptr(),
             gate_up_scales: experts.gate_up.scales.as_ref().map(|s| s.ptr()),
             down: experts.down.weights.ptr(),
@@ -444,7 +446,7 @@ impl CudaBackend {
             factor: rule.factor,
             eps,
             channels: u32::from(experts.format == ExpertFormat::Fp8Channels),
-            rounded: u32::from(CudaBackend::rounds(rows)),
+            rounded: u32::from(rounded),
             tile_rows: tiling.rows as u32,
             stages: tiling.stages as u32,
         })
