@@ -146,7 +146,7 @@ fn one(gpu: &CudaBackend, numbers: &mut Numbers, case: &Case, report: &mut Repor
         correction,
         router_bias: None,
     };
-    let mut on_gpu = gpu.make_experts(&shape)?;
+    let mut on_gpu = gpu.experts(&shape)?;
     let shared = (shared_width > 0).then_some((ExpertId::Shared, shared_width));
     let ids: Vec<_> = (0..experts).map(|e| (ExpertId::Routed(e), width)).chain(shared).collect();
     let mut drawn = Vec::new();

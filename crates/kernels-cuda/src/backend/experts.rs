@@ -82,19 +82,6 @@ const PRODUCT_THREADS: u32 = 256;
 /// From this many rows on, a block computes all logits of its rows.
 const MANY_ROWS: usize = 256;
 
-/// Refuses experts unless the environment asks for them. The kernels were checked by an emulation of
-/// the GPU, thread by thread, but have not run on one.
-pub(super) fn allowed() -> Result<()> {
-    match std::env::var("OSCAR_CUDA_EXPERTS").as_deref() {
-        Ok("on") => Ok(()),
-        _ => Err(CudaError::Unsupported(
-            "mixtures of experts have not been run on a GPU yet. Use --device cpu; or check them with `oscar \
-             gpu-check --only experts` and set OSCAR_CUDA_EXPERTS=on"
-                .into(),
-        )),
-    }
-}
-
 /// The kernels for one format of weights.
 #[derive(Clone, Copy)]
 struct ExpertKernels {
