@@ -7,8 +7,22 @@ use oscar_backend::{ExpertFormat, ExpertsShape, Feature, Gate, HostMatrix, Weigh
 const MOST_EXPERTS: usize = 256;
 const MOST_CHOSEN: usize = 32;
 
+/// Refuses experts unless the environment asks for them: the present kernels were checked by an
+/// emulation of the GPU, thread by thread, but by no check that ran on one.
+fn allowed() -> Result<()> {
+    match std::env::var("OSCAR_CUDA_EXPERTS").as_deref() {
+        Ok("on") => Ok(()),
+        _ => Err(CudaError::Unsupported(
+            "the kernels of mixtures of experts have not passed their check on a GPU. Use --device cpu; or set \
+             OSCAR_CUDA_EXPERTS=on and check them with `oscar gpu-check --only experts,families`"
+                .into(),
+        )),
+    }
+}
+
 /// Refuses a layer without kernels. Returns the format of its weights.
 pub(super) fn check(shape: &ExpertsShape<'_>) -> Result<WeightFormat> {
+    allowed()?;
     let ExpertsShape { experts, hidden, width, format, rule, .. } = *shape;
     if shape.gate != Gate::Silu {
         return Err(CudaError::lacks(Feature::OtherGates));
