@@ -11,7 +11,8 @@ use std::ops::Range;
 /// One head's keys and values.
 pub struct RoundedKeys<'a> {
     twin: &'a HeadTwin,
-    rows: &'a SequenceRows<'a>,
+    /// First position that the kernel takes.
+    first: usize,
     windows: &'a Windows,
     /// Positions that have codes, and their rounded keys.
     coded: Range<usize>,
@@ -25,17 +26,19 @@ impl<'a> RoundedKeys<'a> {
     pub fn of(
         codec: Option<&RowPageCodec>,
         twin: &'a HeadTwin,
-        rows: &'a SequenceRows<'a>,
+        rows: &SequenceRows<'_>,
         windows: &'a Windows,
         bits: u32,
     ) -> Option<Self> {
         let codec = codec.filter(|codec| codec.keeps_history())?;
         let (d, width) = (codec.head_dim(), codec.spec(Side::Key).bits);
-        if width > bits || d < 128 || rows.rows.len() < 2 {
+        // After an approximate hit, rows that read codes within their windows go to the decode kernel.
+        let positions = rows.first_position..rows.first_position + rows.rows.len();
+        let first = positions.clone().find(|&t| windows.boundary(t) >= rows.coded_until())?;
+        if width > bits || d < 128 || positions.end - first < 2 {
             return None;
         }
-        let last = rows.first_position + rows.rows.len() - 1;
-        let coded = windows.sink()..windows.boundary(last).max(rows.coded_until());
+        let coded = windows.sink()..windows.boundary(positions.end - 1);
         let params = |position: usize| {
             let page = &twin.coded_pages[&(position / PAGE_TOKENS)];
             codec.group_params(Side::Key, page, position % PAGE_TOKENS, 0)
@@ -58,16 +61,21 @@ impl<'a> RoundedKeys<'a> {
                 fp8::dequantize(fp8::quantize(key.to_f32())) / power
             }));
         }
-        Some(Self { twin, rows, windows, coded, keys, head_dim: d })
+        Some(Self { twin, first, windows, coded, keys, head_dim: d })
+    }
+
+    /// Whether the query at `t` reads these keys.
+    pub fn serve(&self, t: usize) -> bool {
+        t >= self.first
     }
 
     /// Attention of the query at `t`, and how far the kernel's weighted means may be off because of its
     /// scores: tensor cores add E4M3 products with about 13 bits, and a mean moves by twice the error of
     /// its scores.
     pub fn attend(&self, query: &[f32], scale: f32, t: usize) -> (Vec<f64>, f64) {
-        let (d, boundary) = (self.head_dim, self.windows.boundary(t).max(self.rows.coded_until()));
+        let (d, boundary) = (self.head_dim, self.windows.boundary(t));
         let most = query.iter().fold(0f32, |most, q| most.max(q.abs()));
-        let power = 2f32.powi(134 - (most.to_bits() >> 23).max(8) as i32);
+        let power = 2f32.powi(134 - (most.to_bits() >> 23).max(64) as i32);
         let rounded: Vec<f32> =
             query.iter().map(|q| fp8::dequantize(fp8::quantize(q * power)) / power).collect();
         let dot = |a: &[f32], b: &[f32]| -> f64 {

@@ -474,7 +474,7 @@ impl Reference<'_> {
             let (row, t) = (s.rows.start + i, s.first_position + i);
             for head in kv_head * group..(kv_head + 1) * group {
                 let query = &self.values[row * self.width + head * d..][..d];
-                let (exact, allowed) = match &rounded {
+                let (exact, allowed) = match rounded.as_ref().filter(|keys| keys.serve(t)) {
                     Some(keys) => {
                         let (exact, bound) = keys.attend(query, shape.scale, t);
                         (exact, allowed + f64::from(largest) * bound)

@@ -189,7 +189,7 @@ struct Consumer {
 #pragma unroll
             for (int j = i; j < i + ROW_LOADS; j++)
                 most = fmaxf(most, fmaxf(fmaxf(fabsf(x[j].x), fabsf(x[j].y)), fmaxf(fabsf(x[j].z), fabsf(x[j].w))));
-            const u32 exponent = max(__reduce_max_sync(0xffffffffu, __float_as_uint(most)) >> 23, 8u);
+            const u32 exponent = max(__reduce_max_sync(0xffffffffu, __float_as_uint(most)) >> 23, 64u);
             const float up = __uint_as_float((261 - exponent) << 23), down = __uint_as_float((exponent - 7) << 23);
 #pragma unroll
             for (int half = 0; half < 2; half++)
