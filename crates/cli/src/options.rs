@@ -112,8 +112,8 @@ pub struct CacheArgs {
     pub sink: Option<usize>,
     #[arg(long, value_name = "N", help = window_help("Most recent tokens kept in BF16", Windows::default().recent()))]
     pub recent: Option<usize>,
-    /// Prompt tokens processed in one step, the last one up to a third longer; if absent 512 on a
-    /// CPU, about 4096 on a GPU
+    /// Prompt tokens processed in one step, the first one up to a third longer; if absent 512 on a
+    /// CPU, about 8192 on a GPU (4096 below 64 GiB)
     #[arg(long, value_name = "N", value_parser = at_least_one)]
     pub prefill_chunk: Option<usize>,
     /// Memory for KV pages, e.g. 512M or 8G; by default as much as the context needs (`serve`: a

@@ -1,6 +1,7 @@
 //! Sequences that grow on a device beside a scalar twin. The twin holds the rows and codes that the
 //! codec puts into every page; reference attention over them is the codec's.
 
+use crate::e4m3::RoundedKeys;
 pub use crate::inspected::Inspected;
 use crate::{Numbers, Report, largest_difference, read_all, upload};
 use anyhow::{Context, Result};
@@ -78,6 +79,8 @@ pub struct Checks {
     pub prefill: &'static str,
     /// Largest difference of an output, as a share of the largest value it is a mean of.
     pub allowed: f64,
+    /// Prefill attention multiplies keys of at most this many bits in E4M3 ([`crate::e4m3`]).
+    pub e4m3_bits: u32,
     pub compared: Compared,
 }
 
@@ -232,9 +235,9 @@ impl<'a, B: Backend<Pool: Inspected>> Growing<'a, B> {
 pub struct HeadTwin {
     pub keys: Vec<f32>,
     pub values: Vec<f32>,
-    coded_pages: BTreeMap<usize, Vec<u8>>,
+    pub(crate) coded_pages: BTreeMap<usize, Vec<u8>>,
     coded_keys: Vec<f32>,
-    coded_values: Vec<f32>,
+    pub(crate) coded_values: Vec<f32>,
 }
 
 impl HeadTwin {
@@ -464,13 +467,23 @@ impl Reference<'_> {
         let rows = [&twin.values, &twin.coded_values];
         let largest = rows.into_iter().flatten().fold(0f32, |a, v| a.max(v.abs()));
         let allowed = f64::from(largest) * self.checks.allowed + 1e-30;
+        let codec = table.map(|table| table.codec(self.layer, kv_head));
+        let rounded = RoundedKeys::of(codec, twin, s, windows, self.checks.e4m3_bits);
         let mut expected = vec![0f32; d];
         for &i in chosen {
             let (row, t) = (s.rows.start + i, s.first_position + i);
             for head in kv_head * group..(kv_head + 1) * group {
                 let query = &self.values[row * self.width + head * d..][..d];
-                attend_context(query, shape.scale, t, windows, &context).finish(&mut expected);
-                let exact: Vec<f64> = expected.iter().copied().map(f64::from).collect();
+                let (exact, allowed) = match rounded.as_ref().filter(|keys| keys.serve(t)) {
+                    Some(keys) => {
+                        let (exact, bound) = keys.attend(query, shape.scale, t);
+                        (exact, allowed + f64::from(largest) * bound)
+                    }
+                    None => {
+                        attend_context(query, shape.scale, t, windows, &context).finish(&mut expected);
+                        (expected.iter().copied().map(f64::from).collect(), allowed)
+                    }
+                };
                 let at = (row * shape.query_heads + head) * d;
                 let difference = largest_difference(&self.found[at..at + d], &exact);
                 report.case(name, difference, allowed, || {

@@ -11,6 +11,7 @@ mod approximate;
 mod attention;
 mod calibration;
 mod dequantized;
+mod e4m3;
 mod experts;
 mod fp8_products;
 mod fused_append;
@@ -120,12 +121,13 @@ pub fn check(gpu: &CudaBackend, parts: &[Part], extent: Extent) -> Result<Report
     let compared =
         Compared { history: wants(Part::Demote), decode: wants(Part::Decode), prefill: wants(Part::Prefill) };
     if compared != Compared::NOTHING {
-        attention::check(gpu, Checks { compared, ..attention::FAST }, extent, &mut report)?;
+        let checks = Checks { e4m3_bits: gpu.e4m3_key_bits(), compared, ..attention::FAST };
+        attention::check(gpu, checks, extent, &mut report)?;
     }
     if wants(Part::PrefillMma) {
         let gpu = CudaBackend::open_with(0, AttentionMode::Mma)?;
         attention::check(&gpu, attention::MMA, extent, &mut report)?;
-        approximate::check(&gpu, extent, &mut report)?;
+        approximate::check(&gpu, 0, extent, &mut report)?;
     }
     if wants(Part::Simple) {
         let gpu = CudaBackend::open_with(0, AttentionMode::Simple)?;
@@ -147,7 +149,7 @@ pub fn check(gpu: &CudaBackend, parts: &[Part], extent: Extent) -> Result<Report
         dequantized::check(gpu, extent, &mut report)?;
     }
     if wants(Part::Approximate) {
-        approximate::check(gpu, extent, &mut report)?;
+        approximate::check(gpu, gpu.e4m3_key_bits(), extent, &mut report)?;
     }
     if wants(Part::Pick) {
         picks::check(gpu, extent, &mut report)?;

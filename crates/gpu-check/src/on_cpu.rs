@@ -50,7 +50,7 @@ fn assert_passes(report: &Report, names: &[&str]) {
 #[test]
 fn the_cpu_passes_the_checks_of_codes_in_the_window() {
     let mut report = Report::default();
-    approximate::check(&cpu(), one_in(5), &mut report).unwrap();
+    approximate::check(&cpu(), 0, one_in(5), &mut report).unwrap();
     assert_passes(
         &report,
         &[

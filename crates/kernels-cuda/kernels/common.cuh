@@ -84,6 +84,13 @@ DEVICE void split(float a, float b, u32& high, u32& low) {
     low = pack_bf16(a - low_bf16(high), b - high_bf16(high));
 }
 
+// Two E4M3 codes in 16 bits, the first in the low half; numbers beyond the largest become the largest.
+DEVICE u16 pack_e4m3(float low, float high) {
+    u16 y;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(y) : "f"(high), "f"(low));
+    return y;
+}
+
 DEVICE float f16_to_f32(u16 x) {
     float y;
     asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));

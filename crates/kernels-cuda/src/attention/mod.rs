@@ -61,6 +61,8 @@ pub enum AttentionMode {
     Apart,
     /// Like `Auto`, but prompts go through the `mma.sync` kernel on every GPU, for comparison.
     Mma,
+    /// Like `Auto`, but the Hopper kernel multiplies all quantized keys in FP16, for comparison.
+    F16,
     /// `attention_simple.cu` for everything, as a second opinion.
     Simple,
 }
@@ -72,9 +74,10 @@ impl AttentionMode {
             Ok("simple") => Ok(Self::Simple),
             Ok("apart") => Ok(Self::Apart),
             Ok("mma") => Ok(Self::Mma),
+            Ok("f16") => Ok(Self::F16),
             Ok("" | "auto") | Err(_) => Ok(Self::Auto),
             Ok(other) => Err(CudaError::Unsupported(format!(
-                "OSCAR_CUDA_ATTENTION={other}: it may be auto, apart, mma or simple"
+                "OSCAR_CUDA_ATTENTION={other}: it may be auto, apart, mma, f16 or simple"
             ))),
         }
     }
@@ -109,6 +112,14 @@ impl AttentionMode {
     /// The waves of the prefill kernel for these heads.
     pub fn prefill_wave(self, gpu: &Properties, heads: &HeadShape) -> PrefillWave {
         prefill::wave(gpu, heads, self).unwrap_or(PrefillWave::NONE)
+    }
+
+    /// Keys of at most this many bits are multiplied in E4M3 by prompts, in heads of 128 channels and more.
+    pub(crate) fn e4m3_key_bits(self, gpu: &Properties) -> u32 {
+        match PrefillKernel::choose(gpu, 128, self) {
+            Some(PrefillKernel::Hopper) if self != Self::Simple => hopper::e4m3_bits(self),
+            _ => 0,
+        }
     }
 
     /// Bytes of pages that are expanded for prompts of together `tokens` tokens.

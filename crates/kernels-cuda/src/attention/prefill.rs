@@ -164,7 +164,7 @@ impl Prefill {
         };
         let function = kernels.function(source, &defines, name, block.shared)?;
         let hopper = match kernel {
-            PrefillKernel::Hopper => Some(HopperKernels::new(kernels, head_dim)?),
+            PrefillKernel::Hopper => Some(HopperKernels::new(kernels, head_dim, mode)?),
             PrefillKernel::Ampere => None,
         };
         Ok(Some(Self { function, block, hopper }))

@@ -164,6 +164,12 @@ impl CudaBackend {
         Ok(())
     }
 
+    /// Keys of at most this many bits are multiplied in E4M3 by prompts, in heads of 128 channels and more:
+    /// for checks.
+    pub fn e4m3_key_bits(&self) -> u32 {
+        self.attention.e4m3_key_bits(self.device.properties())
+    }
+
     pub fn device(&self) -> &Device {
         &self.device
     }
