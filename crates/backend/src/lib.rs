@@ -130,16 +130,16 @@ pub trait Backend: Send + Sync + Sized {
     /// Waits until the device has run all steps.
     fn wait(&self) -> Result<()>;
 
-    /// Whether [`Backend::read_block`] and [`Backend::write_block`] work.
+    /// Whether [`Backend::read_blocks`] and [`Backend::write_blocks`] work.
     fn copies_blocks(&self) -> bool {
         false
     }
-    /// Appends the bytes of a block to `out`, in the device's own order, outside of any step.
-    fn read_block(&self, _pool: &Self::Pool, _block: BlockId, _out: &mut Vec<u8>) -> Result<()> {
+    /// Appends the bytes of each block to its `Vec`, in the device's own order, outside of any step.
+    fn read_blocks(&self, _pool: &Self::Pool, _blocks: &mut [(BlockId, &mut Vec<u8>)]) -> Result<()> {
         Err(BackendError::copies_no_blocks(self.describe()))
     }
-    /// Replaces the bytes of a block by those that [`Backend::read_block`] gave, outside of any step.
-    fn write_block(&self, _pool: &mut Self::Pool, _block: BlockId, _bytes: &[u8]) -> Result<()> {
+    /// Replaces the bytes of blocks by those that [`Backend::read_blocks`] gave, outside of any step.
+    fn write_blocks(&self, _pool: &mut Self::Pool, _blocks: &[(BlockId, &[u8])]) -> Result<()> {
         Err(BackendError::copies_no_blocks(self.describe()))
     }
     /// Whether [`Backend::gather`], [`Backend::history`] and scores work.

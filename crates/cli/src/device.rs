@@ -299,12 +299,12 @@ impl Backend for AnyBackend {
         on_device!(Self, self, copies_blocks())
     }
 
-    fn read_block(&self, pool: &Self::Pool, block: BlockId, out: &mut Vec<u8>) -> BackendResult<()> {
-        on_device!(Self, self, read_block(&pool, block, out))
+    fn read_blocks(&self, pool: &Self::Pool, blocks: &mut [(BlockId, &mut Vec<u8>)]) -> BackendResult<()> {
+        on_device!(Self, self, read_blocks(&pool, blocks))
     }
 
-    fn write_block(&self, pool: &mut Self::Pool, block: BlockId, bytes: &[u8]) -> BackendResult<()> {
-        on_device!(Self, self, write_block(&mut pool, block, bytes))
+    fn write_blocks(&self, pool: &mut Self::Pool, blocks: &[(BlockId, &[u8])]) -> BackendResult<()> {
+        on_device!(Self, self, write_blocks(&mut pool, blocks))
     }
 
     fn evicts_rows(&self) -> bool {

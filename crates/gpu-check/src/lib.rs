@@ -21,6 +21,7 @@ mod inspected;
 mod model;
 #[cfg(test)]
 mod on_cpu;
+mod pages;
 mod picks;
 mod report;
 mod rows;
@@ -54,6 +55,7 @@ pub enum Part {
     Simple,
     Dequantized,
     Approximate,
+    Pages,
     Pick,
     Recode,
     Divergence,
@@ -62,7 +64,7 @@ pub enum Part {
 
 /// Each part with the name that `oscar gpu-check --only` takes and one line for `--help`.
 #[rustfmt::skip]
-const PARTS: [(Part, &str, &str); 20] = [
+const PARTS: [(Part, &str, &str); 21] = [
     (Part::Embed, "embed", "Embedding and row selection (rows.cu)"),
     (Part::Norm, "norm", "RMSNorm (rows.cu)"),
     (Part::Gate, "gate", "SwiGLU (rows.cu)"),
@@ -79,6 +81,7 @@ const PARTS: [(Part, &str, &str); 20] = [
     (Part::Simple, "simple", "Simple attention over codes and BF16 rows (attention_simple.cu)"),
     (Part::Dequantized, "dequantized", "Formats without kernels: simple attention over dequantized history (attention_simple.cu)"),
     (Part::Approximate, "approximate", "Attention after an approximate prefix hit"),
+    (Part::Pages, "pages", "Copies of blocks to and from the host (copy_blocks.cu)"),
     (Part::Pick, "pick", "Choice of tokens on the device (pick.cu)"),
     (Part::Recode, "recode", "History as its codes dequantize it, for calibration (demote.cu)"),
     (Part::Divergence, "divergence", "KL divergence of rows of logits, for calibration (divergence.cu)"),
@@ -150,6 +153,9 @@ pub fn check(gpu: &CudaBackend, parts: &[Part], extent: Extent) -> Result<Report
     }
     if wants(Part::Approximate) {
         approximate::check(gpu, gpu.e4m3_key_bits(), extent, &mut report)?;
+    }
+    if wants(Part::Pages) {
+        pages::check(gpu, extent, &mut report)?;
     }
     if wants(Part::Pick) {
         picks::check(gpu, extent, &mut report)?;

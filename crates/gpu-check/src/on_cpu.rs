@@ -1,7 +1,7 @@
 //! The scalar CPU backend passes the checks (some of their cases, to save time).
 
 use crate::growing::{Checks, Compared, Inspected};
-use crate::{Extent, Report, approximate, attention, calibration, dequantized, model, picks};
+use crate::{Extent, Report, approximate, attention, calibration, dequantized, model, pages, picks};
 use anyhow::Result;
 use oscar_backend::CacheHead;
 use oscar_codec::{CodedPageId, FullPageId, KvFormat};
@@ -89,6 +89,13 @@ fn only_the_wanted_part_is_compared() {
     let mut report = Report::default();
     attention::check(&cpu(), wanted, Extent::SMALL, &mut report).unwrap();
     assert_eq!(report.findings.iter().map(|f| f.name.as_str()).collect::<Vec<_>>(), ["decode attention"]);
+}
+
+#[test]
+fn the_cpu_passes_the_checks_of_copied_blocks() {
+    let mut report = Report::default();
+    pages::check(&cpu(), one_in(2), &mut report).unwrap();
+    assert_passes(&report, &["copied blocks", "attention over copied blocks"]);
 }
 
 #[test]

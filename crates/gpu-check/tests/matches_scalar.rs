@@ -52,6 +52,7 @@ parts! {
     simple_attention_matches_scalar: Simple,
     attention_over_dequantized_history_matches_scalar: Dequantized,
     attention_over_codes_in_the_window_matches_scalar: Approximate,
+    copy_blocks_matches_scalar: Pages,
     pick_matches_scalar: Pick,
     recode_matches_scalar: Recode,
     divergence_matches_scalar: Divergence,

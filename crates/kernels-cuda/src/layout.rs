@@ -90,12 +90,13 @@ pub(crate) use shared_struct;
 /// Every struct that is shared. A struct that is missing here does not compile in CUDA, because its
 /// `CHECK_LAYOUT` is not defined.
 pub(crate) fn all() -> impl Iterator<Item = Layout> {
-    use crate::{attention, backend, bandwidth, gemm, pages, step};
+    use crate::{attention, backend, bandwidth, blocks, gemm, pages, step};
     [
         attention::LAYOUTS,
         backend::LAYOUTS,
         backend::EXPERT_LAYOUTS,
         bandwidth::LAYOUTS,
+        blocks::LAYOUTS,
         gemm::LAYOUTS,
         pages::LAYOUTS,
         step::LAYOUTS,

@@ -34,6 +34,7 @@ mod attention;
 mod backend;
 mod bandwidth;
 pub mod bench;
+mod blocks;
 pub mod compile;
 mod dequantized;
 mod device;

@@ -292,17 +292,17 @@ impl<B: Backend> Runner<B> {
         Ok(())
     }
 
-    /// Appends the bytes of a block to `out`.
-    pub fn read_block(&self, block: BlockId, out: &mut Vec<u8>) -> Result<(), StepError> {
+    /// Appends the bytes of each block to its `Vec`.
+    pub fn read_blocks(&self, blocks: &mut [(BlockId, &mut Vec<u8>)]) -> Result<(), StepError> {
         self.alone("the page store")?;
-        Ok(self.lead.backend.read_block(&self.lead.storage, block, out)?)
+        Ok(self.lead.backend.read_blocks(&self.lead.storage, blocks)?)
     }
 
-    /// Replaces the bytes of a block by those that [`Runner::read_block`] gave, here or in another
+    /// Replaces the bytes of blocks by those that [`Runner::read_blocks`] gave, here or in another
     /// process with the same model, cache and device.
-    pub fn write_block(&mut self, block: BlockId, bytes: &[u8]) -> Result<(), StepError> {
+    pub fn write_blocks(&mut self, blocks: &[(BlockId, &[u8])]) -> Result<(), StepError> {
         self.alone("the page store")?;
-        Ok(self.lead.backend.write_block(&mut self.lead.storage, block, bytes)?)
+        Ok(self.lead.backend.write_blocks(&mut self.lead.storage, blocks)?)
     }
 }
 

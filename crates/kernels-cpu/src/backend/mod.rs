@@ -362,13 +362,13 @@ impl Backend for CpuBackend {
         self.communicator.is_none()
     }
 
-    fn read_block(&self, pool: &CpuPages, block: BlockId, out: &mut Vec<u8>) -> Result<()> {
-        pool.read_block(block, out);
+    fn read_blocks(&self, pool: &CpuPages, blocks: &mut [(BlockId, &mut Vec<u8>)]) -> Result<()> {
+        blocks.iter_mut().for_each(|(block, out)| pool.read_block(*block, out));
         Ok(())
     }
 
-    fn write_block(&self, pool: &mut CpuPages, block: BlockId, bytes: &[u8]) -> Result<()> {
-        pool.write_block(block, bytes)
+    fn write_blocks(&self, pool: &mut CpuPages, blocks: &[(BlockId, &[u8])]) -> Result<()> {
+        blocks.iter().try_for_each(|(block, bytes)| pool.write_block(*block, bytes))
     }
 
     fn evicts_rows(&self) -> bool {

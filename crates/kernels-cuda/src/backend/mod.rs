@@ -25,6 +25,7 @@ pub use step::CudaStep;
 use crate::attention::AttentionMode;
 use crate::attention::decode::DecodeMemory;
 use crate::attention::hopper::HopperMemory;
+use crate::blocks::BlockCopies;
 use crate::device::Device;
 use crate::error::Result;
 use crate::gemm::{CublasLt, CudaMatrix, Fp8Kernels, Fp8Operands, Fp8Products, Skinny};
@@ -38,7 +39,7 @@ use crate::transfers::Transfers;
 use experts::ExpertsMemory;
 use launches::Launches;
 use oscar_backend::{
-    AttentionKernels, Backend, Benchmarks, ExpertId, ExpertsShape, Feature, HeadShape, HostMatrix,
+    AttentionKernels, Backend, Benchmarks, BlockId, ExpertId, ExpertsShape, Feature, HeadShape, HostMatrix,
     PrefillWave, Result as BackendResult, SequenceRows, StepMemory, StepSize, StepTimes, WeightFormat,
 };
 use oscar_codec::{CacheLayout, HeadRotations};
@@ -55,8 +56,9 @@ pub struct CudaBackend {
     fp8: OnceLock<Fp8Kernels>,
     /// Prompts multiply FP8 weights with FP8 activations.
     fp8_activations: Option<Fp8Products>,
-    /// For weights on their way to the device.
+    /// For weights and blocks on their way.
     staging: Staging,
+    copies: BlockCopies,
     /// A step holds the lock until it ends.
     state: Mutex<State>,
 }
@@ -151,6 +153,7 @@ impl CudaBackend {
             fp8: OnceLock::new(),
             fp8_activations: None,
             staging: Staging::new(&device),
+            copies: BlockCopies::default(),
             device,
             kernels,
             state: Mutex::new(state),
@@ -345,6 +348,21 @@ impl Backend for CudaBackend {
         let mut state = self.state();
         state.indices.iter_mut().for_each(|indices| indices.used = false);
         Ok(CudaStep::new(self, state, sequences, pool))
+    }
+
+    fn copies_blocks(&self) -> bool {
+        true
+    }
+
+    fn read_blocks(&self, pool: &CudaPages, blocks: &mut [(BlockId, &mut Vec<u8>)]) -> BackendResult<()> {
+        // No step runs meanwhile.
+        let _state = self.state();
+        Ok(self.copies.read(&self.kernels, &self.staging, pool, blocks)?)
+    }
+
+    fn write_blocks(&self, pool: &mut CudaPages, blocks: &[(BlockId, &[u8])]) -> BackendResult<()> {
+        let _state = self.state();
+        Ok(self.copies.write(&self.kernels, &self.staging, pool, blocks)?)
     }
 }
 

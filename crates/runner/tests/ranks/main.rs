@@ -380,9 +380,9 @@ fn what_several_ranks_cannot_do_is_refused_by_name() {
 
     let mut runner = model.runner(threads(2, Mode::Bf16), &cache, 64);
     let block = BlockId::Full(FullPageId(0));
-    let error = runner.read_block(block, &mut Vec::new()).unwrap_err().to_string();
+    let error = runner.read_blocks(&mut [(block, &mut Vec::new())]).unwrap_err().to_string();
     assert!(error.contains("the page store does not work on several ranks"), "{error}");
-    assert!(runner.write_block(block, &[]).unwrap_err().to_string().contains("page store"));
+    assert!(runner.write_blocks(&[(block, &[])]).unwrap_err().to_string().contains("page store"));
     let error = runner.derive(&Sequence::new(), 0, Vec::new()).unwrap_err().to_string();
     assert!(error.contains("eviction of rows does not work on several ranks"), "{error}");
     assert!(!runner.backend().copies_blocks() && !runner.backend().evicts_rows());
