@@ -23,6 +23,8 @@ mod on_cpu;
 mod picks;
 mod report;
 mod rows;
+mod twin;
+mod views;
 
 pub use report::{Extent, Finding, Report};
 
@@ -54,6 +56,7 @@ pub enum Part {
     Dequantized,
     Approximate,
     Pick,
+    Views,
     Recode,
     Divergence,
     Model,
@@ -61,7 +64,7 @@ pub enum Part {
 
 /// Each part with the name that `oscar gpu-check --only` takes and one line for `--help`.
 #[rustfmt::skip]
-const PARTS: [(Part, &str, &str); 20] = [
+const PARTS: [(Part, &str, &str); 21] = [
     (Part::Embed, "embed", "Embedding and row selection (rows.cu)"),
     (Part::Norm, "norm", "RMSNorm (rows.cu)"),
     (Part::Gate, "gate", "SwiGLU (rows.cu)"),
@@ -79,6 +82,7 @@ const PARTS: [(Part, &str, &str); 20] = [
     (Part::Dequantized, "dequantized", "Formats without kernels: simple attention over dequantized history (attention_simple.cu)"),
     (Part::Approximate, "approximate", "Attention after an approximate prefix hit"),
     (Part::Pick, "pick", "Choice of tokens on the device (pick.cu)"),
+    (Part::Views, "views", "Views: rows gathered and read back, attention over them (views.cu and all kernels of attention)"),
     (Part::Recode, "recode", "History as its codes dequantize it, for calibration (demote.cu)"),
     (Part::Divergence, "divergence", "KL divergence of rows of logits, for calibration (divergence.cu)"),
     (Part::Model, "model", "The embedded model against the CPU"),
@@ -152,6 +156,9 @@ pub fn check(gpu: &CudaBackend, parts: &[Part], extent: Extent) -> Result<Report
     if wants(Part::Pick) {
         picks::check(gpu, extent, &mut report)?;
     }
+    if wants(Part::Views) {
+        check_views(gpu, extent, &mut report)?;
+    }
     if wants(Part::Recode) {
         calibration::check_recode(gpu, extent, &mut report)?;
     }
@@ -162,6 +169,18 @@ pub fn check(gpu: &CudaBackend, parts: &[Part], extent: Extent) -> Result<Report
         model::check(extent, &mut report)?;
     }
     Ok(report)
+}
+
+/// Views, with every kernel of attention that may read them.
+fn check_views(gpu: &CudaBackend, extent: Extent, report: &mut Report) -> Result<()> {
+    let checks = views::checks("views, decode attention", "views, prefill attention");
+    views::check(gpu, checks, extent, report)?;
+    let apart = views::checks("views, decode attention after append", "views, prefill attention");
+    views::check(&CudaBackend::open_with(0, AttentionMode::Apart)?, apart, extent, report)?;
+    let mma = views::checks("views, decode attention", "views, prefill attention, mma.sync");
+    views::check(&CudaBackend::open_with(0, AttentionMode::Mma)?, mma, extent, report)?;
+    let simple = views::checks("views, simple decode", "views, simple prefill");
+    views::check(&CudaBackend::open_with(0, AttentionMode::Simple)?, simple, extent, report)
 }
 
 /// Deterministic numbers that are exact in BF16.

@@ -99,9 +99,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) dequantize_pages(const Deq
     const u32 last = s.first_position + s.rows - 1, boundary = boundary_of(p.step, last);
     const u32 block = p.step.sink / 64 + blockIdx.x;
     if (s.rows < p.least_rows || !pages.keeps_history()) return;
-    if (boundary <= p.step.sink || block * 64 >= min(boundary, last + 1)) return;
+    const History history = history_of(p.step, s.view, s.view_end, p.first_head + blockIdx.y);
+    if (boundary <= p.step.sink || block * 64 >= min(boundary, last + 1) || block < history.first) return;
     const CodedPage shape = {pages.key_bits, pages.value_bits, D};
-    const u8* page = (const u8*)(pages.coded + (u64)p.step.coded[s.table + block] * shape.bytes());
+    const u8* page = (const u8*)(pages.coded + (u64)history.page(p.step, s.table, block) * shape.bytes());
     const u32 lane = threadIdx.x & 31, tile = threadIdx.x >> 5;
     expand_any<KEY>(shape, page, tile, lane, (u16*)memory);
     expand_any<VALUE>(shape, page, tile, lane, (u16*)memory);

@@ -44,6 +44,7 @@ source!(GRAM, "gram.cu", by_head_dim: false);
 source!(RANDOM, "random.cu", by_head_dim: false);
 source!(PICK, "pick.cu", by_head_dim: false);
 source!(DIVERGENCE, "divergence.cu", by_head_dim: false);
+source!(VIEWS, "views.cu", by_head_dim: false);
 source!(APPEND, "append.cu", by_head_dim: true);
 // Has two variants for each head size: `simple_attention_defines`.
 source!(ATTENTION_SIMPLE, "attention_simple.cu", by_head_dim: false);
@@ -88,6 +89,7 @@ static PLAIN: &[&Source] = &[
     &RANDOM,
     &PICK,
     &DIVERGENCE,
+    &VIEWS,
     &APPEND,
     &ATTENTION_PREFILL,
     &ATTENTION_PREFILL_HOPPER,

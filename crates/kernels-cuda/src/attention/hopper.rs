@@ -94,7 +94,7 @@ impl Dequantize {
             let count = heads.min(shape.kv_heads - first_head);
             if let Some(expanded) = buffer {
                 let params = DequantizeParams {
-                    step: *call.tables,
+                    step: call.step(),
                     pages: call.pages.layer(call.layer),
                     expanded,
                     expanded_head: head_bytes as u64,
@@ -112,7 +112,7 @@ impl Dequantize {
                 unsafe { device.launch(self.0, launch, params) }?;
             }
             let params = HopperPrefillParams {
-                step: *call.tables,
+                step: call.step(),
                 pages: call.pages.layer(call.layer),
                 expanded: buffer,
                 expanded_head: head_bytes as u64,

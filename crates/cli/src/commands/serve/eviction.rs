@@ -22,7 +22,8 @@ pub struct EvictionArgs {
     #[serde(serialize_with = "serialize_optional_display")]
     pub kv_budget: Option<Budget>,
     /// Which rows a conversation keeps beyond --kv-budget: keydiff, snapkv, tova or recent; keydiff if absent.
-    /// kvzip and episodes choose from the whole history, which stays in memory: they save what a step reads
+    /// keydiff-post (or post), kvzip and episodes choose from the whole history, which stays in memory: they save
+    /// what a step reads
     #[arg(long, value_name = "POLICY", requires = "kv_budget")]
     #[serde(serialize_with = "serialize_optional_display")]
     pub evict: Option<Eviction>,
