@@ -46,7 +46,7 @@ pub use mxfp4::{MXFP4_GROUP, MXFP4_LARGEST_SCALE, Mxfp4Blocks, mxfp4_factor};
 pub use oscar_cache::{SequenceRows, View};
 pub use product::{Output, Product};
 pub use sizing::{PrefillWave, StepMemory, StepSize};
-pub use views::{HeadHistory, HistoryRows, Reduce, Scoring, eviction_refusal};
+pub use views::{HeadHistory, HistoryRows, Reduce, RowEviction, Scoring, eviction_refusal};
 
 use oscar_codec::{CacheLayout, HeadRotations};
 
@@ -142,9 +142,9 @@ pub trait Backend: Send + Sync + Sized {
     fn write_blocks(&self, _pool: &mut Self::Pool, _blocks: &[(BlockId, &[u8])]) -> Result<()> {
         Err(BackendError::copies_no_blocks(self.describe()))
     }
-    /// Whether [`Backend::gather`], [`Backend::history`] and scores work.
-    fn evicts_rows(&self) -> bool {
-        false
+    /// What works over this cache of [`Backend::gather`], [`Backend::history`] and scores.
+    fn evicts_rows(&self, _: &CacheLayout) -> RowEviction {
+        RowEviction::Never
     }
     /// Copies the rows that `view` keeps of a sequence's history into the pages of the view.
     fn gather(&self, _: &SequenceRows<'_>, _: &View, _: &mut Self::Pool) -> Result<()> {

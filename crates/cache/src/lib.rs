@@ -11,6 +11,7 @@
 //! **Invariant:** no tensors, no bytes of pages, no clock: only ids and counts. A request that
 //! cannot be met changes nothing.
 
+mod divided;
 mod events;
 mod evict;
 mod page_hash;

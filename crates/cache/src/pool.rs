@@ -1,5 +1,6 @@
 //! Blocks under one memory budget: full-precision and quantized ones, and those of sliding layers.
 
+use crate::divided::Divided;
 use oscar_codec::{BlockCounts, CacheLayout, CodedPageId, FullPageId, PAGE_TOKENS, SlidingPageId};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -73,8 +74,10 @@ pub(crate) struct State {
     blocks: [Ids; 3],
     /// Of the pages of views, by layer and head; counted from the layout's first such id.
     pub heads: Vec<Ids>,
-    /// Bytes of the pages of views.
+    /// Bytes of these pages.
     pub head_bytes: usize,
+    /// The pages of views, if they come from quantized blocks.
+    pub divided: Option<Divided>,
 }
 
 #[derive(Debug)]
@@ -98,6 +101,38 @@ impl Shared {
     pub(crate) fn bytes(&self, state: &State) -> usize {
         let blocks = state.blocks.iter().zip(self.block_bytes);
         blocks.map(|(ids, bytes)| ids.used * bytes).sum::<usize>() + state.head_bytes
+    }
+
+    /// The free bytes if so many are there.
+    pub(crate) fn admit(&self, state: &State, wanted: usize) -> Result<(), OutOfPages> {
+        let free = self.budget.saturating_sub(self.bytes(state));
+        match wanted <= free {
+            true => Ok(()),
+            false => Err(OutOfPages { wanted, free, budget: self.budget }),
+        }
+    }
+
+    /// Pages of each layer and head from quantized blocks, all or none.
+    pub(crate) fn take_from_blocks(
+        &self,
+        state: &mut State,
+        counts: &[usize],
+    ) -> Result<Option<Vec<Vec<u32>>>, OutOfPages> {
+        let Some(missing) = state.divided.as_ref().map(|divided| divided.missing(counts)) else {
+            return Ok(None);
+        };
+        self.admit(state, missing * self.block_bytes[Format::Coded as usize])?;
+        let State { blocks, divided: Some(divided), .. } = state else { return Ok(None) };
+        (0..missing).for_each(|_| divided.add(blocks[Format::Coded as usize].take()));
+        let pages = |(head, &count): (usize, &usize)| (0..count).map_while(|_| divided.take(head)).collect();
+        Ok(Some(counts.iter().enumerate().map(pages).collect()))
+    }
+
+    /// Returns a page that came from a quantized block.
+    pub(crate) fn give_back_to_block(state: &mut State, head: usize, id: u32) {
+        if state.divided.as_mut().is_some_and(|divided| divided.give_back(head, id)) {
+            state.blocks[Format::Coded as usize].give_back(id);
+        }
     }
 
     /// A block with the lowest free id.
@@ -248,9 +283,10 @@ impl PagePool {
     pub fn new(layout: &CacheLayout, budget: usize) -> Self {
         let codecs = layout.coded().map(|table| table.codecs()).unwrap_or_default();
         let heads = codecs.iter().map(|_| Ids::default()).collect();
+        let divided = layout.views_in_blocks().then(|| Divided::new(codecs.len()));
         Self {
             shared: Arc::new(Shared {
-                state: Mutex::new(State { heads, ..State::default() }),
+                state: Mutex::new(State { heads, divided, ..State::default() }),
                 block_bytes: [
                     layout.full_block_bytes(),
                     layout.coded_block_bytes(),
@@ -269,10 +305,7 @@ impl PagePool {
         let shared = &self.shared;
         let mut state = shared.lock();
         let wanted = [full, coded, sliding].iter().zip(shared.block_bytes).map(|(n, bytes)| n * bytes).sum();
-        let free = shared.budget.saturating_sub(shared.bytes(&state));
-        if wanted > free {
-            return Err(OutOfPages { wanted, free, budget: shared.budget });
-        }
+        shared.admit(&state, wanted)?;
         Ok(TakenPages {
             full: (0..full).map(|_| FullPage(shared.take(&mut state, Format::Full))).collect(),
             coded: (0..coded).map(|_| CodedPage(shared.take(&mut state, Format::Coded))).collect(),
@@ -292,7 +325,10 @@ impl PagePool {
             full_pages: state.blocks[Format::Full as usize].used,
             coded_pages: state.blocks[Format::Coded as usize].used,
             sliding_pages: state.blocks[Format::Sliding as usize].used,
-            view_pages: state.heads.iter().map(|ids| ids.used).sum(),
+            view_pages: match &state.divided {
+                Some(divided) => divided.pages(),
+                None => state.heads.iter().map(|ids| ids.used).sum(),
+            },
             bytes: self.shared.bytes(&state),
             budget: self.shared.budget,
         }

@@ -4,7 +4,8 @@ use anyhow::{Context, Result};
 use oscar_backend::{
     AttentionKernels, Backend, BlockId, Candidate, Communicator, ExpertId, ExpertsShape, Feature,
     HeadHistory, HeadShape, HistoryRows, HostMatrix, LatentHeads, LayerHeads, Pick, PrefillWave, Product,
-    Result as BackendResult, SequenceRows, Step, StepMemory, StepSize, Tap, View, latent_refusal,
+    Result as BackendResult, RowEviction, SequenceRows, Step, StepMemory, StepSize, Tap, View,
+    latent_refusal,
 };
 use oscar_codec::{CacheLayout, HeadRotations};
 use oscar_kernels_cpu::backend::{CpuBackend, CpuStep};
@@ -307,8 +308,8 @@ impl Backend for AnyBackend {
         on_device!(Self, self, write_blocks(&mut pool, blocks))
     }
 
-    fn evicts_rows(&self) -> bool {
-        on_device!(Self, self, evicts_rows())
+    fn evicts_rows(&self, layout: &CacheLayout) -> RowEviction {
+        on_device!(Self, self, evicts_rows(layout))
     }
 
     fn gather(&self, from: &SequenceRows<'_>, view: &View, pool: &mut Self::Pool) -> BackendResult<()> {

@@ -31,6 +31,8 @@ pub struct CacheLayout {
     windows: Windows,
     /// Bytes of a quantized block on a device that stores it in another form than the codecs.
     held_block_bytes: Option<usize>,
+    /// See [`CacheLayout::with_views_in_blocks`].
+    views_in_blocks: bool,
     /// Layers with pages of their own, which hold a window only.
     pub(crate) sliding: Option<SlidingGroup>,
 }
@@ -49,10 +51,26 @@ impl CacheLayout {
         let table = |format| FormatTable::uniform(format, layers, kv_heads, head_dim, layout);
         if format.is_coded() {
             let (full, coded) = (table(KvFormat::Bf16)?, Some(table(format)?));
-            Ok(Self { format, full, coded, windows, held_block_bytes: None, sliding: None })
+            Ok(Self {
+                format,
+                full,
+                coded,
+                windows,
+                held_block_bytes: None,
+                views_in_blocks: false,
+                sliding: None,
+            })
         } else {
             let (full, windows) = (table(format)?, Windows::unlimited());
-            Ok(Self { format, full, coded: None, windows, held_block_bytes: None, sliding: None })
+            Ok(Self {
+                format,
+                full,
+                coded: None,
+                windows,
+                held_block_bytes: None,
+                views_in_blocks: false,
+                sliding: None,
+            })
         }
     }
 
@@ -67,7 +85,15 @@ impl CacheLayout {
         let codec = RowPageCodec::new(row, format.side_spec(Side::Key), SideSpec::SHARED, order)?;
         let full = FormatTable::new(layers, 1, vec![codec; layers])?;
         let windows = Windows::unlimited();
-        Ok(Self { format, full, coded: None, windows, held_block_bytes: None, sliding: None })
+        Ok(Self {
+            format,
+            full,
+            coded: None,
+            windows,
+            held_block_bytes: None,
+            views_in_blocks: false,
+            sliding: None,
+        })
     }
 
     /// The same cache with another table of codecs for quantized pages (widths or clip ratios by
@@ -149,6 +175,16 @@ impl CacheLayout {
         let blocks = |table| budget / self.codec_block_bytes(table).max(1) + 1;
         let blocks = self.coded.as_ref().map_or(0, blocks).min(MOST);
         blocks as u32..(9 * blocks) as u32
+    }
+
+    /// The same cache on a device where pages of views come from quantized blocks: the id of a page
+    /// is then that of its block.
+    pub fn with_views_in_blocks(self) -> Self {
+        Self { views_in_blocks: true, ..self }
+    }
+
+    pub fn views_in_blocks(&self) -> bool {
+        self.views_in_blocks
     }
 
     /// Whether rows of quantized history can be evicted one by one, and why not.

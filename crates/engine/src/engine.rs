@@ -190,7 +190,7 @@ impl Engine {
             return Err(std::io::Error::new(std::io::ErrorKind::Unsupported, why));
         }
         let layout = runner.layout().clone();
-        let refusal = row_cap::refusal(&runner);
+        let evictable = row_cap::allowed(&runner);
         let post = match &options.post {
             Some(_) if !options.prefix_cache => {
                 Err("views of a whole history need the prefix cache: leave --no-prefix-cache out".to_owned())
@@ -210,7 +210,7 @@ impl Engine {
             heartbeat: Heartbeat::new(options.stuck_after),
             failure: Mutex::default(),
             max_queue: options.max_queue,
-            caps: CapRules { layout, refusal, post, server: options.cap.clone() },
+            caps: CapRules { layout, evictable, post, server: options.cap.clone() },
             store: options.store.as_ref().filter(|store| store.keeps_pages()).map(|s| s.counters().clone()),
             desk: options.desk.clone(),
             peers: options.store.as_ref().and_then(Store::peers).cloned(),

@@ -25,6 +25,8 @@ mod pages;
 mod picks;
 mod report;
 mod rows;
+mod twin;
+mod views;
 
 pub use report::{Extent, Finding, Report};
 
@@ -57,6 +59,7 @@ pub enum Part {
     Approximate,
     Pages,
     Pick,
+    Views,
     Recode,
     Divergence,
     Model,
@@ -83,6 +86,7 @@ const PARTS: [(Part, &str, &str); 21] = [
     (Part::Approximate, "approximate", "Attention after an approximate prefix hit"),
     (Part::Pages, "pages", "Copies of blocks to and from the host (copy_blocks.cu)"),
     (Part::Pick, "pick", "Choice of tokens on the device (pick.cu)"),
+    (Part::Views, "views", "Views: rows gathered and read back, attention over them (views.cu and all kernels of attention)"),
     (Part::Recode, "recode", "History as its codes dequantize it, for calibration (demote.cu)"),
     (Part::Divergence, "divergence", "KL divergence of rows of logits, for calibration (divergence.cu)"),
     (Part::Model, "model", "The embedded model against the CPU"),
@@ -160,6 +164,9 @@ pub fn check(gpu: &CudaBackend, parts: &[Part], extent: Extent) -> Result<Report
     if wants(Part::Pick) {
         picks::check(gpu, extent, &mut report)?;
     }
+    if wants(Part::Views) {
+        check_views(gpu, extent, &mut report)?;
+    }
     if wants(Part::Recode) {
         calibration::check_recode(gpu, extent, &mut report)?;
     }
@@ -170,6 +177,18 @@ pub fn check(gpu: &CudaBackend, parts: &[Part], extent: Extent) -> Result<Report
         model::check(extent, &mut report)?;
     }
     Ok(report)
+}
+
+/// Views, with every kernel of attention that may read them.
+fn check_views(gpu: &CudaBackend, extent: Extent, report: &mut Report) -> Result<()> {
+    let checks = views::checks("views, decode attention", "views, prefill attention");
+    views::check(gpu, checks, extent, report)?;
+    let apart = views::checks("views, decode attention after append", "views, prefill attention");
+    views::check(&CudaBackend::open_with(0, AttentionMode::Apart)?, apart, extent, report)?;
+    let mma = views::checks("views, decode attention", "views, prefill attention, mma.sync");
+    views::check(&CudaBackend::open_with(0, AttentionMode::Mma)?, mma, extent, report)?;
+    let simple = views::checks("views, simple decode", "views, simple prefill");
+    views::check(&CudaBackend::open_with(0, AttentionMode::Simple)?, simple, extent, report)
 }
 
 /// Deterministic numbers that are exact in BF16.

@@ -1,7 +1,7 @@
 //! The scalar CPU backend passes the checks (some of their cases, to save time).
 
 use crate::growing::{Checks, Compared, Inspected};
-use crate::{Extent, Report, approximate, attention, calibration, dequantized, model, pages, picks};
+use crate::{Extent, Report, approximate, attention, calibration, dequantized, model, pages, picks, views};
 use anyhow::Result;
 use oscar_backend::CacheHead;
 use oscar_codec::{CodedPageId, FullPageId, KvFormat};
@@ -45,6 +45,17 @@ fn assert_passes(report: &Report, names: &[&str]) {
     for name in names {
         assert!(report.findings.iter().any(|f| f.name == *name && f.cases > 10), "{name} was not checked");
     }
+}
+
+#[test]
+fn the_cpu_passes_the_checks_of_views() {
+    let mut report = Report::default();
+    let checks = views::checks("views, decode attention", "views, prefill attention");
+    views::check(&cpu(), checks, one_in(3), &mut report).unwrap();
+    let exact = ["views, gathered codes", "views, rows read back", "views, everything kept is the base"];
+    assert_passes(&report, &exact[..2]);
+    assert_passes(&report, &["views, decode attention", "views, prefill attention"]);
+    assert!(report.findings.iter().any(|f| f.name == exact[2]));
 }
 
 #[test]

@@ -54,6 +54,7 @@ parts! {
     attention_over_codes_in_the_window_matches_scalar: Approximate,
     copy_blocks_matches_scalar: Pages,
     pick_matches_scalar: Pick,
+    views_matches_scalar: Views,
     recode_matches_scalar: Recode,
     divergence_matches_scalar: Divergence,
     model_matches_scalar: Model,

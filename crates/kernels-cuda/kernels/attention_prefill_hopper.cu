@@ -86,6 +86,7 @@ struct Context {
     u32 first_query, last_query;                   // positions
     u32 first_boundary, last_boundary;
     PageList full, coded;
+    History history;
 
     DEVICE Context(const HopperPrefillParams& p, const HeadPages& pages, u32 group, u32 tile) {
         sequence = p.step.sequences[blockIdx.z];
@@ -101,7 +102,8 @@ struct Context {
         full.begin = recent;
         full.end = blocks;
         coded.sink_end = 0;
-        coded.begin = coded.end = sink / 64;
+        history = history_of(p.step, sequence.view, sequence.view_end, p.first_head + blockIdx.y);
+        coded.begin = coded.end = history.first;
         if (pages.keeps_history() && last_boundary > sink) coded.end = min((last_boundary + 63) / 64, blocks);
         const u32 split = blockIdx.y % p.splits, all = full.all() + coded.all();
         const u32 from = all * split / p.splits, to = all * (split + 1) / p.splits;
@@ -252,7 +254,7 @@ struct Consumer {
     template <Form FORM>
     DEVICE bool reads(u32 j, int h) const {
         const bool is_code = j >= p.step.sink && j < boundary[h];
-        return is_code == (FORM != BF16) && j <= position[h];
+        return is_code == (FORM != BF16) && j <= position[h] && !(FORM != BF16 && context.history.in_hole(j));
     }
 
     // Turns the scores of a page into weights. The answer says whether any row's maximum grew: then sums
@@ -260,7 +262,8 @@ struct Consumer {
     template <Form FORM>
     DEVICE bool softmax(float (&score)[32], u32 block, float key_factor, float (&factor)[2]) {
         const u32 begin = block * 64;
-        const bool whole = FORM != BF16 ? begin >= p.step.sink && begin + 64 <= context.first_boundary
+        const bool whole = FORM != BF16 ? begin >= p.step.sink && begin + 64 <= context.first_boundary &&
+                                              !context.history.has_hole(begin, begin + 64)
                                  : begin + 63 <= context.first_query &&
                                        (begin + 64 <= p.step.sink || begin >= context.last_boundary);
         if (!whole) {

@@ -154,9 +154,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) dequantize_pages(const Deq
     const u32 last = s.first_position + s.rows - 1, boundary = boundary_of(p.step, last);
     const u32 block = p.step.sink / 64 + blockIdx.x;
     if (s.rows < p.least_rows || !pages.keeps_history()) return;
-    if (boundary <= p.step.sink || block * 64 >= min(boundary, last + 1)) return;
+    const History history = history_of(p.step, s.view, s.view_end, p.first_head + blockIdx.y);
+    if (boundary <= p.step.sink || block * 64 >= min(boundary, last + 1) || block < history.first) return;
     const CodedPage shape = {pages.key_bits, pages.value_bits, D};
-    const u8* page = (const u8*)(pages.coded + (u64)p.step.coded[s.table + block] * shape.bytes());
+    const u8* page = (const u8*)(pages.coded + (u64)history.page(p.step, s.table, block) * shape.bytes());
     const u32 lane = threadIdx.x & 31, tile = threadIdx.x >> 5;
     u16* const expanded = (u16*)memory;
     const bool e4m3 = pages.key_bits <= p.e4m3_bits;

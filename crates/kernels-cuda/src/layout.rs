@@ -95,6 +95,7 @@ pub(crate) fn all() -> impl Iterator<Item = Layout> {
         attention::LAYOUTS,
         backend::LAYOUTS,
         backend::EXPERT_LAYOUTS,
+        backend::VIEW_LAYOUTS,
         bandwidth::LAYOUTS,
         blocks::LAYOUTS,
         gemm::LAYOUTS,

@@ -45,6 +45,7 @@ source!(RANDOM, "random.cu", by_head_dim: false);
 source!(COPY_BLOCKS, "copy_blocks.cu", by_head_dim: false);
 source!(PICK, "pick.cu", by_head_dim: false);
 source!(DIVERGENCE, "divergence.cu", by_head_dim: false);
+source!(VIEWS, "views.cu", by_head_dim: false);
 source!(APPEND, "append.cu", by_head_dim: true);
 // Has two variants for each head size: `simple_attention_defines`.
 source!(ATTENTION_SIMPLE, "attention_simple.cu", by_head_dim: false);
@@ -90,6 +91,7 @@ static PLAIN: &[&Source] = &[
     &COPY_BLOCKS,
     &PICK,
     &DIVERGENCE,
+    &VIEWS,
     &APPEND,
     &ATTENTION_PREFILL,
     &ATTENTION_PREFILL_HOPPER,

@@ -22,7 +22,7 @@ use heads::LayerRotation;
 use oscar_backend::{
     AttentionKernels, AttentionPath, Backend, BackendError, Benchmarks, BlockId, Communicator, ExpertId,
     ExpertsShape, Feature, HeadHistory, HeadShape, HistoryRows, HostMatrix, HostValues, PrefillWave, Result,
-    SequenceRows, StepMemory, StepSize, StepTimes, TappedRows, View,
+    RowEviction, SequenceRows, StepMemory, StepSize, StepTimes, TappedRows, View,
 };
 use oscar_codec::{CacheLayout, CodeLayout, FormatTable, HeadRotations, RowPageCodec};
 use products::ProductScratch;
@@ -371,9 +371,12 @@ impl Backend for CpuBackend {
         blocks.iter().try_for_each(|(block, bytes)| pool.write_block(*block, bytes))
     }
 
-    fn evicts_rows(&self) -> bool {
-        // Budgets are divided over the heads of all ranks.
-        self.communicator.is_none()
+    fn evicts_rows(&self, _: &CacheLayout) -> RowEviction {
+        match &self.communicator {
+            None => RowEviction::ByScores,
+            // Budgets are divided over the heads of all ranks.
+            Some(_) => RowEviction::Never,
+        }
     }
 
     fn gather(&self, from: &SequenceRows<'_>, view: &View, pool: &mut CpuPages) -> Result<()> {

@@ -134,7 +134,7 @@ impl HopperKernels {
             let count = heads.min(shape.kv_heads - first_head);
             if let Some(expanded) = buffer {
                 let params = DequantizeParams {
-                    step: *call.tables,
+                    step: call.step(),
                     pages: call.pages.layer(call.layer),
                     expanded,
                     expanded_head: head_bytes as u64,
@@ -153,7 +153,7 @@ impl HopperKernels {
                 unsafe { device.launch(self.dequantize, launch, params) }?;
             }
             let params = HopperPrefillParams {
-                step: *call.tables,
+                step: call.step(),
                 pages: call.pages.layer(call.layer),
                 expanded: buffer,
                 expanded_head: head_bytes as u64,

@@ -296,6 +296,11 @@ impl LayerCall<'_> {
         Ok(self.rounded.is_some() && !matches!(path, Path::Simple | Path::SimpleAndDecode))
     }
 
+    /// The tables for the launches of this layer.
+    fn step(&self) -> StepTables {
+        self.tables.of_layer(self.layer, self.pages.shape().kv_heads)
+    }
+
     /// Plans the decode attention of all layers.
     ///
     /// # Safety
@@ -306,10 +311,11 @@ impl LayerCall<'_> {
         tables: &StepTables,
         pages: &CudaPages,
         fused: bool,
+        views: bool,
     ) -> Result<()> {
         match &pages.kernels().decode {
             // SAFETY: the caller's promise.
-            Some(kernels) => unsafe { memory.plan(device, kernels, tables, pages, fused) },
+            Some(kernels) => unsafe { memory.plan(device, kernels, tables, pages, fused, views) },
             None => Ok(()),
         }
     }

@@ -186,7 +186,7 @@ impl Prefill {
         }
         let shape = call.pages.shape();
         let params = PrefillParams {
-            step: *call.tables,
+            step: call.step(),
             pages: call.pages.layer(call.layer),
             queries: call.ready_queries()?,
             out: call.out,

@@ -12,6 +12,7 @@ mod rows;
 mod sizing;
 mod step;
 mod tapped;
+mod views;
 
 pub use constants::{CudaRope, CudaRotation, CudaVector};
 pub use experts::CudaExperts;
@@ -21,6 +22,7 @@ pub use rows::CudaRows;
 pub(crate) use rows::grow;
 pub use sizing::step_memory;
 pub use step::CudaStep;
+pub(crate) use views::LAYOUTS as VIEW_LAYOUTS;
 
 use crate::attention::AttentionMode;
 use crate::attention::decode::DecodeMemory;
@@ -39,8 +41,9 @@ use crate::transfers::Transfers;
 use experts::ExpertsMemory;
 use launches::Launches;
 use oscar_backend::{
-    AttentionKernels, Backend, Benchmarks, BlockId, ExpertId, ExpertsShape, Feature, HeadShape, HostMatrix,
-    PrefillWave, Result as BackendResult, SequenceRows, StepMemory, StepSize, StepTimes, WeightFormat,
+    AttentionKernels, Backend, Benchmarks, BlockId, ExpertId, ExpertsShape, Feature, HeadHistory, HeadShape,
+    HistoryRows, HostMatrix, PrefillWave, Result as BackendResult, RowEviction, SequenceRows, StepMemory,
+    StepSize, StepTimes, View, WeightFormat,
 };
 use oscar_codec::{CacheLayout, HeadRotations};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
@@ -92,6 +95,9 @@ struct State {
     picked: Option<Buffer>,
     /// Divergences of rows.
     compared: Option<Buffer>,
+    /// Rows of history that are copied or read, and those that were read.
+    row_sources: Option<Buffer>,
+    history: Option<Buffer>,
     experts: ExpertsMemory,
 }
 
@@ -144,6 +150,8 @@ impl CudaBackend {
             gram: None,
             picked: None,
             compared: None,
+            row_sources: None,
+            history: None,
             experts: ExpertsMemory::default(),
         };
         Ok(Self {
@@ -363,6 +371,26 @@ impl Backend for CudaBackend {
     fn write_blocks(&self, pool: &mut CudaPages, blocks: &[(BlockId, &[u8])]) -> BackendResult<()> {
         let _state = self.state();
         Ok(self.copies.write(&self.kernels, &self.staging, pool, blocks)?)
+    }
+
+    fn evicts_rows(&self, layout: &CacheLayout) -> RowEviction {
+        match Storage::of(layout) {
+            Ok(Storage::Codes) => RowEviction::ByKeys,
+            _ => RowEviction::Never,
+        }
+    }
+
+    fn gather(&self, from: &SequenceRows<'_>, view: &View, pool: &mut CudaPages) -> BackendResult<()> {
+        Ok(self.gather_rows(from, view, pool)?)
+    }
+
+    fn history(
+        &self,
+        from: &SequenceRows<'_>,
+        rows: HeadHistory,
+        pool: &CudaPages,
+    ) -> BackendResult<HistoryRows> {
+        Ok(self.read_rows(from, rows, pool)?)
     }
 }
 

@@ -95,7 +95,7 @@ impl<'s> CudaStep<'s> {
         if path.decodes() {
             let fused = path == Path::Decode { fused: true };
             // SAFETY: the tables are of this step, over these pages.
-            unsafe { LayerCall::plan(device, decode, &planned.tables, pool, fused) }?;
+            unsafe { LayerCall::plan(device, decode, &planned.tables, pool, fused, summary.views) }?;
         }
         device.count_launches_from_here();
         self.planned = Some(Planned { tables: planned.tables, summary, path });

@@ -2,7 +2,7 @@
 
 mod tape;
 
-use oscar_backend::{Backend, BlockId, Communicator, Pick, Result, WeightFormat, argmax};
+use oscar_backend::{Backend, BlockId, Communicator, Pick, Result, RowEviction, WeightFormat, argmax};
 use oscar_codec::{CacheLayout, CodeLayout, FormatTable, FullPageId, KvFormat, RotationSet, Windows};
 use oscar_kernels_cpu::backend::{CpuBackend, Mode};
 use oscar_kernels_cpu::{Kernels, ThreadRank};
@@ -385,5 +385,8 @@ fn what_several_ranks_cannot_do_is_refused_by_name() {
     assert!(runner.write_blocks(&[(block, &[])]).unwrap_err().to_string().contains("page store"));
     let error = runner.derive(&Sequence::new(), 0, Vec::new()).unwrap_err().to_string();
     assert!(error.contains("eviction of rows does not work on several ranks"), "{error}");
-    assert!(!runner.backend().copies_blocks() && !runner.backend().evicts_rows());
+    assert!(
+        !runner.backend().copies_blocks()
+            && runner.backend().evicts_rows(runner.layout()) == RowEviction::Never
+    );
 }

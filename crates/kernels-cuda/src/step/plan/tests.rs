@@ -94,6 +94,8 @@ fn queries_over_codes_in_the_window_go_one_by_one() {
             table: 1,
             old_codes: 0, // it reads tokens of this step beside its own
             boundary: 256,
+            view: NO_VIEW,
+            view_end: 0,
         };
         assert_eq!(*info, wanted);
     }
