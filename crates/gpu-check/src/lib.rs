@@ -13,6 +13,7 @@ mod calibration;
 mod dequantized;
 mod e4m3;
 mod experts;
+mod families;
 mod fp8_products;
 mod fused_append;
 mod growing;
@@ -63,6 +64,7 @@ pub enum Part {
     Recode,
     Divergence,
     Model,
+    Families,
 }
 
 /// Each part with the name that `oscar gpu-check --only` takes and one line for `--help`.
@@ -73,7 +75,7 @@ const PARTS: [(Part, &str, &str); 21] = [
     (Part::Gate, "gate", "SwiGLU (rows.cu)"),
     (Part::Gemm, "gemm", "Matrix products, BF16 and FP8 weights (skinny_gemm.cu, expand.cu, cuBLASLt)"),
     (Part::Fp8Products, "fp8-products", "Products of FP8 weights and FP8 activations (fp8_products.cu)"),
-    (Part::Experts, "experts", "Mixtures of experts: router, lists and products (experts.cu)"),
+    (Part::Experts, "experts", "Mixtures of experts: router, lists and products (experts.cu, experts_grouped.cu)"),
     (Part::Gram, "gram", "Gram matrices of calibration (gram.cu)"),
     (Part::Append, "append", "QK-norm, RoPE, rotation and storing of new tokens (append.cu)"),
     (Part::FusedAppend, "fused-append", "Decode attention that also appends the new token (attention_decode.cu)"),
@@ -90,6 +92,7 @@ const PARTS: [(Part, &str, &str); 21] = [
     (Part::Recode, "recode", "History as its codes dequantize it, for calibration (demote.cu)"),
     (Part::Divergence, "divergence", "KL divergence of rows of logits, for calibration (divergence.cu)"),
     (Part::Model, "model", "The embedded model against the CPU"),
+    (Part::Families, "families", "Tiny models with experts of each family against the CPU"),
 ];
 
 impl Part {
@@ -175,6 +178,9 @@ pub fn check(gpu: &CudaBackend, parts: &[Part], extent: Extent) -> Result<Report
     }
     if wants(Part::Model) {
         model::check(extent, &mut report)?;
+    }
+    if wants(Part::Families) {
+        families::check(extent, &mut report)?;
     }
     Ok(report)
 }

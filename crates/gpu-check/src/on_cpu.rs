@@ -1,7 +1,9 @@
 //! The scalar CPU backend passes the checks (some of their cases, to save time).
 
 use crate::growing::{Checks, Compared, Inspected};
-use crate::{Extent, Report, approximate, attention, calibration, dequantized, model, pages, picks, views};
+use crate::{
+    Extent, Report, approximate, attention, calibration, dequantized, families, model, pages, picks, views,
+};
 use anyhow::Result;
 use oscar_backend::CacheHead;
 use oscar_codec::{CodedPageId, FullPageId, KvFormat};
@@ -45,6 +47,18 @@ fn assert_passes(report: &Report, names: &[&str]) {
     for name in names {
         assert!(report.findings.iter().any(|f| f.name == *name && f.cases > 10), "{name} was not checked");
     }
+}
+
+/// BF16 activations against f32 ones: rounding alone stays within what the check of families allows.
+#[test]
+fn the_cpu_passes_the_check_of_families() {
+    let mut report = Report::default();
+    let rounded = || Ok(CpuBackend::new(Kernels::chosen()?, 2, Mode::Bf16)?);
+    families::check_on(|| Ok(cpu()), rounded, Extent::WHOLE, &mut report).unwrap();
+    for f in &report.findings {
+        println!("{}: {} cases, {:.0} % of allowed", f.name, f.cases, 100.0 * f.worst);
+    }
+    assert_passes(&report, &["qwen3_moe FP8, oscar2", "minimax_m2 BF16, bf16"]);
 }
 
 #[test]

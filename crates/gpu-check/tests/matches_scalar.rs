@@ -58,6 +58,7 @@ parts! {
     recode_matches_scalar: Recode,
     divergence_matches_scalar: Divergence,
     model_matches_scalar: Model,
+    families_matches_scalar: Families,
 }
 
 #[test]

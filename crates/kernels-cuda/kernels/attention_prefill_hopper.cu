@@ -102,7 +102,7 @@ struct Context {
         full.begin = recent;
         full.end = blocks;
         coded.sink_end = 0;
-        history = history_of(p.step, sequence.view, sequence.view_end, p.first_head + blockIdx.y);
+        history = history_of(p.step, sequence.view, sequence.view_end, p.first_head + blockIdx.x);
         coded.begin = coded.end = history.first;
         if (pages.keeps_history() && last_boundary > sink) coded.end = min((last_boundary + 63) / 64, blocks);
         const u32 split = blockIdx.y % p.splits, all = full.all() + coded.all();

@@ -1,11 +1,13 @@
-// Mixture of experts for any number of rows: router, lists of rows by expert, products.
+// Mixture of experts for few rows: router, lists of rows by expert, products. A single row has kernels
+// of its own (experts_single.cu), and so have the products of many rows (experts_grouped.cu).
 //
 // Launches of a layer; none needs the host:
-//   experts_route   norm and router logits; the last block of a row chooses its experts
-//   experts_sort    rows by expert, cut into tiles of 8 rows (a single row needs no list)
-//   experts_gate    silu(gate) * up of every slot; a slot is a chosen pair of row and expert
-//   experts_down    a single row: all its experts, added to the residual
-//   or experts_down_tiles, then experts_sum in ascending id of the experts
+//   experts_route       norm and router logits; the last block of a row chooses its experts.
+//                       experts_route_many is for more rows
+//   experts_sort        rows by expert, cut into tiles
+//   experts_gate_many   silu(gate) * up of every slot; a slot is a chosen pair of row and expert
+//   experts_down_tiles  the part of every slot
+//   experts_sum         the weighted parts of a row, in ascending id of the experts
 //
 // Products: a block computes 8 * TILES outputs for up to 8 rows. Warps divide the inner dimension;
 // a lane's 16 bytes are consecutive weights of one output. All copies of a batch are in flight
@@ -156,8 +158,7 @@ DEVICE void gate(const ExpertsParams& p) {
     }
 }
 
-// The inputs, scale and weights of chunk `it` of a list of experts that are multiplied one after
-// the other.
+// The weights and the scale of a chunk.
 DEVICE const u8* down_weights(const ExpertsParams& p, u32 expert, u32 output, u32 chunk, u32 t) {
     return p.down + (((u64)expert * p.hidden + min(output, p.hidden - 1)) * p.width + chunk * CHUNK + t * VALUES) * ELEMENT;
 }
@@ -167,56 +168,6 @@ DEVICE float down_scale(const ExpertsParams& p, u32 expert, u32 output, u32 chun
         return p.down_scales[((u64)expert * blocks_of(p.hidden) + min(output, p.hidden - 1) / FP8_BLOCK) * blocks_of(p.width) + chunk * CHUNK / FP8_BLOCK];
 #endif
     return 1.0f;
-}
-
-// All experts of a single row, added to it. A block owns 8 outputs; the row's weights multiply the
-// inputs. Grid: hidden / 8.
-extern "C" __global__ void __launch_bounds__(THREADS, 2) experts_down(const __grid_constant__ ExpertsParams p) {
-    constexpr int DEEP = 12;
-    __shared__ BlockSums<1> sums;
-    __shared__ u32 experts[MOST_CHOSEN];
-    __shared__ float weights[MOST_CHOSEN];
-    const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-    allow_next_kernel();
-    wait_for_previous_kernel();
-    if (threadIdx.x < p.per_row) experts[threadIdx.x] = __ldcg(p.chosen + threadIdx.x), weights[threadIdx.x] = __ldcg(p.weights + threadIdx.x);
-    __syncthreads();
-    const u32 first_output = blockIdx.x * 8, output = first_output + g;
-    const u32 chunks = p.width / CHUNK, all = chunks * p.per_row;
-    float sum[1][4] = {};
-    for (u32 base = warp; base < all; base += WARPS * DEEP) {
-        uint4 b[DEEP][1];
-#pragma unroll
-        for (int i = 0; i < DEEP; i++) {
-            const u32 it = base + i * WARPS;
-            if (it < all) b[i][0] = load_once(down_weights(p, experts[it / chunks], output, it % chunks, t));
-        }
-#pragma unroll
-        for (int i = 0; i < DEEP; i++) {
-            const u32 it = base + i * WARPS;
-            if (it >= all) break;
-            const u32 n = it / chunks, chunk = it % chunks;
-            float factor = weights[n] * INPUT_FACTOR;
-#ifdef FP8
-            // Scales of channels differ between a tile's outputs, so they join the sums of a chunk.
-            float scale[1] = {p.channels ? 1.0f : down_scale(p, experts[n], first_output, chunk)};
-            if (p.channels) {
-                float of_chunk[1][4] = {};
-                multiply<1>(of_chunk, b[i], g == 0 ? p.between + (u64)n * p.width + chunk * CHUNK + t * VALUES : nullptr, factor, scale);
-                const float* scales = p.down_scales + (u64)experts[n] * p.hidden + first_output + 2 * t;
-                const float even = first_output + 2 * t < p.hidden ? scales[0] : 0.0f, odd = first_output + 2 * t + 1 < p.hidden ? scales[1] : 0.0f;
-                sum[0][0] = __fmaf_rn(even, of_chunk[0][0], sum[0][0]), sum[0][1] = __fmaf_rn(odd, of_chunk[0][1], sum[0][1]);
-                sum[0][2] = __fmaf_rn(even, of_chunk[0][2], sum[0][2]), sum[0][3] = __fmaf_rn(odd, of_chunk[0][3], sum[0][3]);
-                continue;
-            }
-#else
-            const float scale[1] = {1.0f};
-#endif
-            multiply<1>(sum, b[i], g == 0 ? p.between + (u64)n * p.width + chunk * CHUNK + t * VALUES : nullptr, factor, scale);
-        }
-    }
-    sums.put(sum);
-    if (threadIdx.x < 8 && first_output + threadIdx.x < p.hidden) p.x[first_output + threadIdx.x] += sums.total(0, 0, threadIdx.x);
 }
 
 // One expert's part for a tile of slots. Grid: (tiles, hidden / (8 * TILES)).
@@ -263,7 +214,6 @@ DEVICE void down_tiles(const ExpertsParams& p) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) experts_gate(const __grid_constant__ ExpertsParams p) { gate<1>(p); }
 extern "C" __global__ void __launch_bounds__(THREADS, 2) experts_gate_many(const __grid_constant__ ExpertsParams p) { gate<2>(p); }
 extern "C" __global__ void __launch_bounds__(THREADS, 2) experts_down_tiles(const __grid_constant__ ExpertsParams p) { down_tiles<4>(p); }
 

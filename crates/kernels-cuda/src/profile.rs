@@ -47,7 +47,12 @@ impl Profile {
                 b"append" | b"append_rows" | b"demote" => &mut times.coding,
                 b"dequantize_pages" | b"decode_plan" | b"decode_attention" => &mut times.attention,
                 b"expand_fp8" | b"quantize_rows" | b"plain_codes" => &mut times.products,
-                _ if name == CUBLASLT.to_bytes() || name.starts_with(b"skinny") => &mut times.products,
+                _ if name == CUBLASLT.to_bytes()
+                    || name.starts_with(b"skinny")
+                    || name.starts_with(b"experts") =>
+                {
+                    &mut times.products
+                }
                 _ if name.starts_with(b"attention") => &mut times.attention,
                 _ => &mut times.rest,
             };

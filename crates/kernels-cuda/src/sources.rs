@@ -36,6 +36,10 @@ source!(ROWS, "rows.cu", by_head_dim: false);
 source!(SKINNY_GEMM, "skinny_gemm.cu", by_head_dim: false);
 // Has a variant for each format of weights: `weight_defines`.
 source!(EXPERTS, "experts.cu", by_head_dim: false);
+// Has a variant for each format of weights: `weight_defines`.
+source!(EXPERTS_GROUPED, "experts_grouped.cu", by_head_dim: false);
+// Has a variant for each format of weights: `weight_defines`.
+source!(EXPERTS_SINGLE, "experts_single.cu", by_head_dim: false);
 source!(PREPARE_HEADS, "prepare_heads.cu", by_head_dim: false);
 source!(EXPAND, "expand.cu", by_head_dim: false);
 source!(FP8_PRODUCTS, "fp8_products.cu", by_head_dim: false, hopper: true);
@@ -67,6 +71,8 @@ pub static HEADERS: &[(&str, &str)] = &[
     ("decode_query.cuh", include_str!("../kernels/decode_query.cuh")),
     ("decode_readers.cuh", include_str!("../kernels/decode_readers.cuh")),
     ("decode_state.cuh", include_str!("../kernels/decode_state.cuh")),
+    ("experts.cuh", include_str!("../kernels/experts.cuh")),
+    ("experts_choice.cuh", include_str!("../kernels/experts_choice.cuh")),
     ("experts_route.cuh", include_str!("../kernels/experts_route.cuh")),
     ("fp8.cuh", include_str!("../kernels/fp8.cuh")),
     ("fragments.cuh", include_str!("../kernels/fragments.cuh")),
@@ -82,6 +88,8 @@ static PLAIN: &[&Source] = &[
     &ROWS,
     &SKINNY_GEMM,
     &EXPERTS,
+    &EXPERTS_GROUPED,
+    &EXPERTS_SINGLE,
     &PREPARE_HEADS,
     &EXPAND,
     &FP8_PRODUCTS,
@@ -134,7 +142,9 @@ pub fn variants(capability: i32, shared_memory: usize) -> Vec<(&'static Source, 
         }
     }
     all.push((&SKINNY_GEMM, weight_defines(WeightFormat::Fp8)));
-    all.push((&EXPERTS, weight_defines(WeightFormat::Fp8)));
+    for source in [&EXPERTS, &EXPERTS_GROUPED, &EXPERTS_SINGLE] {
+        all.push((source, weight_defines(WeightFormat::Fp8)));
+    }
     for d in HEAD_DIMS {
         all.extend(
             [false, true].map(|dequantized| (&ATTENTION_SIMPLE, simple_attention_defines(d, dequantized))),

@@ -1,6 +1,8 @@
 //! Mixtures of experts: `experts.cu`, their weights on the device and the launches of a layer.
 
 use super::constants::CudaVector;
+use super::experts_grouped::{GroupedKernels, Tiling};
+use super::experts_single::SingleKernels;
 use super::launches::{RandomPagesParams, RandomParams};
 use super::rows::{CudaRows, grow};
 use super::{CudaBackend, State, expert_limits};
@@ -40,16 +42,19 @@ shared_struct! {
         gate_up_scales: Option<DevicePtr<f32>>,
         down: DevicePtr<u8>,
         down_scales: Option<DevicePtr<f32>>,
-        rows: u32,
-        experts: u32,
-        per_row: u32,
-        hidden: u32,
-        width: u32,
+        pub rows: u32,
+        pub experts: u32,
+        pub per_row: u32,
+        pub hidden: u32,
+        pub width: u32,
         sigmoid: u32,
         normalize: u32,
         factor: f32,
         eps: f32,
         channels: u32,
+        rounded: u32,
+        tile_rows: u32,
+        stages: u32,
     }
 }
 
@@ -73,12 +78,9 @@ shared_struct! {
 pub const LAYOUTS: &[Layout] = &[ExpertsParams::LAYOUT, PrepareHeadsParams::LAYOUT];
 
 // Limits of `experts.cu`; `expert_limits` has those of a layer.
-const ROUTE_WARPS: usize = 4;
-const ROUTE_ROWS: usize = 8;
-const TILE_ROWS: usize = 8;
 const PRODUCT_THREADS: u32 = 256;
-/// Steps of more rows use the kernel that reads the router once for several rows.
-const FEW_ROWS: usize = 16;
+/// From this many rows on, a block computes all logits of its rows.
+const MANY_ROWS: usize = 256;
 
 /// Refuses experts unless the environment asks for them. The kernels were checked by an emulation of
 /// the GPU, thread by thread, but have not run on one.
@@ -99,27 +101,34 @@ struct ExpertKernels {
     route: Function,
     route_many: Function,
     sort: Function,
-    gate: Function,
     gate_many: Function,
-    down: Function,
     down_tiles: Function,
     sum: Function,
+    grouped: GroupedKernels,
+    single: SingleKernels,
 }
 
 impl ExpertKernels {
-    fn new(kernels: &Kernels, format: WeightFormat) -> Result<Self> {
+    fn new(device: &Device, kernels: &Kernels, format: WeightFormat) -> Result<Self> {
         let defines = weight_defines(format);
         let function = |name: &'static CStr| kernels.function(&EXPERTS, &defines, name, 0);
         Ok(Self {
             route: function(c"experts_route")?,
             route_many: function(c"experts_route_many")?,
             sort: function(c"experts_sort")?,
-            gate: function(c"experts_gate")?,
             gate_many: function(c"experts_gate_many")?,
-            down: function(c"experts_down")?,
             down_tiles: function(c"experts_down_tiles")?,
             sum: function(c"experts_sum")?,
+            grouped: GroupedKernels::new(device, kernels, format)?,
+            single: SingleKernels::new(device, kernels, format)?,
         })
+    }
+
+    fn tiling(&self, rows: usize) -> Tiling {
+        match CudaBackend::rounds(rows) {
+            true => self.grouped.tiling(rows),
+            false => Tiling::OF_FEW_ROWS,
+        }
     }
 }
 
@@ -185,7 +194,7 @@ impl CudaExperts {
             })
         };
         Ok(Self {
-            kernels: ExpertKernels::new(kernels, weights)?,
+            kernels: ExpertKernels::new(device, kernels, weights)?,
             experts,
             hidden,
             width,
@@ -394,6 +403,7 @@ impl CudaBackend {
     ) -> Result<ExpertsParams> {
         let (device, rows, rule) = (&self.device, x.count(), experts.rule);
         let slots = rows * rule.chosen;
+        let tiling = experts.kernels.tiling(rows);
         let buffer = |buffer: &mut Option<Buffer>, elements: usize| -> Result<DevicePtr<u8>> {
             Ok(grow(device, buffer, 4 * elements, "experts of a step")?.0.ptr())
         };
@@ -416,10 +426,10 @@ impl CudaBackend {
             weights: buffer(weights, slots)?.cast(),
             slots: buffer(in_order, slots)?.cast(),
             slot_of: buffer(places, slots)?.cast(),
-            tiles: buffer(&mut memory.tiles, 4 * most_tiles(experts, rows))?.cast(),
+            tiles: buffer(&mut memory.tiles, 4 * most_tiles(experts, rows, &tiling))?.cast(),
             tile_count: buffer(&mut memory.tile_count, 1)?.cast(),
             between: buffer(&mut memory.between, slots * experts.width)?.cast(),
-            partial: buffer(&mut memory.partial, if rows > 1 { slots * experts.hidden } else { 1 })?.cast(),
+            partial: buffer(&mut memory.partial, slots * experts.hidden)?.cast(),
             gate_up: experts.gate_up.weights.ptr(),
             gate_up_scales: experts.gate_up.scales.as_ref().map(|s| s.ptr()),
             down: experts.down.weights.ptr(),
@@ -434,6 +444,9 @@ impl CudaBackend {
             factor: rule.factor,
             eps,
             channels: u32::from(experts.format == ExpertFormat::Fp8Channels),
+            rounded: u32::from(CudaBackend::rounds(rows)),
+            tile_rows: tiling.rows as u32,
+            stages: tiling.stages as u32,
         })
     }
 
@@ -442,23 +455,23 @@ impl CudaBackend {
     unsafe fn launch_experts(&self, experts: &CudaExperts, p: ExpertsParams) -> Result<()> {
         let (rows, kernels, device) = (p.rows as usize, experts.kernels, &self.device);
         let (hidden, width) = (experts.hidden, experts.width);
-        let tiles = most_tiles(experts, rows);
+        let tiling = kernels.tiling(rows);
+        let tiles = most_tiles(experts, rows, &tiling);
         let grid = |x: usize, y: usize, threads: u32| LaunchShape::grid2(x, y, threads).overlapping();
-        let routed = experts.experts.div_ceil(ROUTE_WARPS);
         // SAFETY: the caller's promise, for all launches.
         unsafe {
-            match rows <= FEW_ROWS {
-                true => device.launch(kernels.route, grid(rows, routed, 32 * ROUTE_WARPS as u32), p)?,
-                false => {
-                    let shape = grid(rows.div_ceil(ROUTE_ROWS), routed, 32 * ROUTE_WARPS as u32);
-                    device.launch(kernels.route_many, shape, p)?;
-                }
+            if rows == 1 && kernels.single.takes(hidden, width, experts.rule.chosen) {
+                return kernels.single.launch(device, p);
             }
-            if rows == 1 {
-                device.launch(kernels.gate, grid(tiles, width.div_ceil(8), PRODUCT_THREADS), p)?;
-                return device.launch(kernels.down, grid(hidden.div_ceil(8), 1, PRODUCT_THREADS), p);
+            let groups = rows.div_ceil(16);
+            match rows < MANY_ROWS {
+                true => device.launch(kernels.route, grid(groups, experts.experts.div_ceil(8), 256), p)?,
+                false => device.launch(kernels.route_many, grid(groups, 1, 256), p)?,
             }
             device.launch(kernels.sort, grid(1, 1, 1024), p)?;
+            if CudaBackend::rounds(rows) {
+                return kernels.grouped.launch(device, &tiling, p);
+            }
             device.launch(kernels.gate_many, grid(tiles, width.div_ceil(16), PRODUCT_THREADS), p)?;
             device.launch(kernels.down_tiles, grid(tiles, hidden.div_ceil(32), PRODUCT_THREADS), p)?;
             device.launch(kernels.sum, grid(rows, (hidden / 4).div_ceil(128), 128), p)
@@ -476,9 +489,9 @@ impl CudaBackend {
 }
 
 /// Most tiles of a step: every expert may have one that is not full.
-fn most_tiles(experts: &CudaExperts, rows: usize) -> usize {
+fn most_tiles(experts: &CudaExperts, rows: usize, tiling: &Tiling) -> usize {
     let slots = rows * experts.rule.chosen;
-    slots.min(experts.experts + slots / TILE_ROWS)
+    slots.min(experts.experts + slots / tiling.rows)
 }
 
 fn f32_values(matrix: &HostMatrix<'_>) -> Result<Vec<f32>> {

@@ -4,6 +4,8 @@ mod calibration;
 mod constants;
 mod expert_limits;
 mod experts;
+mod experts_grouped;
+mod experts_single;
 mod launches;
 mod picks;
 mod products;

@@ -37,7 +37,7 @@ struct Work {
 impl Work {
     fn of(config: &DecoderConfig, tokens: usize) -> Self {
         // The head multiplies the last token only.
-        let layers = config.matrix_parameters() - config.hidden_size * config.vocab_size;
+        let layers = config.active_parameters() - config.hidden_size * config.vocab_size;
         let pairs = tokens as f64 * (tokens as f64 + 1.0) / 2.0;
         Self {
             products: 2.0 * tokens as f64 * layers as f64,
