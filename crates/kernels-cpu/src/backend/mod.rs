@@ -7,6 +7,7 @@ mod heads;
 mod latent;
 mod pages;
 mod products;
+mod random;
 mod region;
 mod step;
 mod views;
@@ -386,6 +387,10 @@ impl Backend for CpuBackend {
 }
 
 impl Benchmarks for CpuBackend {
+    fn random_experts(&self, shape: &ExpertsShape<'_>, ids: &[ExpertId], seed: u64) -> Result<CpuExperts> {
+        self.make_random_experts(shape, ids, seed)
+    }
+
     fn randomize(&self, _pool: &mut CpuPages, _full: usize, _coded: usize) -> Result<bool> {
         Ok(false)
     }

@@ -4,6 +4,7 @@ mod calibration;
 mod constants;
 mod expert_limits;
 mod experts;
+mod host_rows;
 mod launches;
 mod picks;
 mod products;

@@ -1,6 +1,7 @@
 //! `oscar bench decode`: steps of whole models; and the models of both benchmarks.
 
 use super::report;
+use crate::cpu_experts::{self, WeightBytes};
 use crate::device::AnyBackend;
 use crate::options::{CacheArgs, ModelArgs, WeightsArg, formats};
 use crate::parallel::ParallelArgs;
@@ -125,9 +126,7 @@ impl Args {
             RotationKind::None => None,
             _ => Some(RotationSet::hadamard(c.layers, c.kv_heads, c.head_dim)?),
         };
-        if !self.json {
-            eprintln!("{format}: {}, {}", backend.describe(), backend.attention(&layout).description);
-        }
+        let attention = backend.attention(&layout).description;
         let options = RunnerOptions {
             layout,
             rotations: rotations.as_ref(),
@@ -135,6 +134,11 @@ impl Args {
             kv_memory: self.cache.kv_memory(batch, context),
             prefill_chunk: self.cache.prefill_chunk(&backend, c),
         };
+        let weights = WeightBytes::of_shape(c, self.weights());
+        cpu_experts::place(&backend, c, &weights, &options, batch)?;
+        if !self.json {
+            eprintln!("{format}: {}, {attention}", backend.describe());
+        }
         Ok(Runner::random(ranks, config, self.weights(), self.routing_skew, options)?)
     }
 
