@@ -82,7 +82,8 @@ impl WeightBytes {
     pub fn of_shape(config: &DecoderConfig, weights: WeightFormat) -> Self {
         let layer = |format: WeightFormat| {
             let moe = config.moe.as_ref();
-            let elements = moe.map_or(0, |moe| 3 * config.hidden_size * (moe.experts * moe.width + moe.shared_width));
+            let elements =
+                moe.map_or(0, |moe| 3 * config.hidden_size * (moe.experts * moe.width + moe.shared_width));
             match format {
                 WeightFormat::Bf16 => 2 * elements,
                 // A scale for 128 × 128 weights.

@@ -253,9 +253,13 @@ impl ModelArgs {
         if self.activations == WeightsArg::Fp8 {
             gpu.quantize_activations().context("--activations fp8")?;
         }
-        let experts = self.cpu_experts.map(|_| self.processor(self.cpu_threads()?)).transpose()?;
+        let experts = match self.cpu_experts {
+            None => None,
+            Some(_) => Some(CpuBackend::beside_gpu(Kernels::chosen()?, self.cpu_threads()?, self.mode())?),
+        };
         let backend = AnyBackend::gpu(gpu, experts);
-        if let (Some(layers), Some(hybrid)) = (self.cpu_experts.and_then(CpuExperts::layers), backend.as_hybrid())
+        if let (Some(layers), Some(hybrid)) =
+            (self.cpu_experts.and_then(CpuExperts::layers), backend.as_hybrid())
         {
             hybrid.place(layers);
         }
@@ -281,17 +285,15 @@ impl ModelArgs {
         if self.cpu_experts.is_some() {
             bail!("--cpu-experts: no GPU is used, so all experts are on the CPU anyway; leave it out");
         }
-        self.processor(threads)
+        CpuBackend::new(Kernels::chosen()?, threads, self.mode()).context("the thread pool could not start")
     }
 
-    /// A processor, alone or beside a GPU.
-    fn processor(&self, threads: usize) -> Result<CpuBackend> {
-        let precision = match self.precision {
+    fn mode(&self) -> Mode {
+        match self.precision {
             PrecisionArg::Bf16 => Mode::Bf16,
             PrecisionArg::Fast => Mode::Fast,
             PrecisionArg::F32 => Mode::F32,
-        };
-        CpuBackend::new(Kernels::chosen()?, threads, precision).context("the thread pool could not start")
+        }
     }
 }
 

@@ -53,7 +53,10 @@ impl FixedMemory {
             some.map(|(what, bytes)| format!("{what} {}", progress::bytes(*bytes))).collect();
         if self.host.layers > 0 {
             let HostExperts { layers, bytes } = self.host;
-            parts.insert(1, format!("beside them experts of {layers} layers on the CPU, {}", progress::bytes(bytes)));
+            parts.insert(
+                1,
+                format!("beside them experts of {layers} layers on the CPU, {}", progress::bytes(bytes)),
+            );
         }
         parts.join(", ")
     }

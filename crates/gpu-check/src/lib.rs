@@ -16,6 +16,7 @@ mod fp8_products;
 mod fused_append;
 mod growing;
 mod heads;
+mod hybrid;
 mod inspected;
 mod model;
 #[cfg(test)]
@@ -57,11 +58,12 @@ pub enum Part {
     Recode,
     Divergence,
     Model,
+    Hybrid,
 }
 
 /// Each part with the name that `oscar gpu-check --only` takes and one line for `--help`.
 #[rustfmt::skip]
-const PARTS: [(Part, &str, &str); 20] = [
+const PARTS: [(Part, &str, &str); 21] = [
     (Part::Embed, "embed", "Embedding and row selection (rows.cu)"),
     (Part::Norm, "norm", "RMSNorm (rows.cu)"),
     (Part::Gate, "gate", "SwiGLU (rows.cu)"),
@@ -82,6 +84,7 @@ const PARTS: [(Part, &str, &str); 20] = [
     (Part::Recode, "recode", "History as its codes dequantize it, for calibration (demote.cu)"),
     (Part::Divergence, "divergence", "KL divergence of rows of logits, for calibration (divergence.cu)"),
     (Part::Model, "model", "The embedded model against the CPU"),
+    (Part::Hybrid, "hybrid", "Experts on the CPU beside the GPU, in a random model (--cpu-experts)"),
 ];
 
 impl Part {
@@ -160,6 +163,9 @@ pub fn check(gpu: &CudaBackend, parts: &[Part], extent: Extent) -> Result<Report
     }
     if wants(Part::Model) {
         model::check(extent, &mut report)?;
+    }
+    if wants(Part::Hybrid) {
+        hybrid::check(extent, &mut report)?;
     }
     Ok(report)
 }

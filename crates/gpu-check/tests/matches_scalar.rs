@@ -56,6 +56,7 @@ parts! {
     recode_matches_scalar: Recode,
     divergence_matches_scalar: Divergence,
     model_matches_scalar: Model,
+    experts_on_the_cpu_matches_scalar: Hybrid,
 }
 
 #[test]

@@ -96,9 +96,10 @@ impl<D: HostRows> HybridBackend<D> {
         let Some(&layers) = host.layers.get() else {
             return Err(BackendError::Unsupported {
                 device: self.device.describe(),
-                why: "nothing has decided how many layers have their experts on the CPU: give --cpu-experts a \
+                why:
+                    "nothing has decided how many layers have their experts on the CPU: give --cpu-experts a \
                       number, or all"
-                    .into(),
+                        .into(),
             });
         };
         Ok((following < layers).then_some(host))

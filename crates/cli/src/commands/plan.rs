@@ -131,7 +131,13 @@ pub fn run(args: &Args) -> Result<()> {
             Subject::Open(model) => WeightBytes::of(model, rotates, holding),
             Subject::Random { weights, .. } => WeightBytes::of_shape(c, *weights),
         };
-        let host_layers = host_layers(args, &target, &weights, step.total(), layout.working_bytes(longest, longest_step(chunk)))?;
+        let host_layers = host_layers(
+            args,
+            &target,
+            &weights,
+            step.total(),
+            layout.working_bytes(longest, longest_step(chunk)),
+        )?;
         let fixed = FixedMemory::of(&weights, host_layers, step);
         let Some(free) = args.memory.checked_sub(fixed.total()).filter(|&f| f > 0) else {
             too_large.push(format!(
@@ -168,9 +174,9 @@ fn host_layers(args: &Args, target: &Target, weights: &WeightBytes, step: usize,
         Some(_) if !target.is_gpu() => {
             bail!("--cpu-experts: no GPU is planned for, so all experts are on the CPU anyway; leave it out")
         }
-        Some(asked) => asked.layers().unwrap_or_else(|| {
-            weights.fewest(step + cpu_experts::kv_reserve(kv, args.memory), args.memory)
-        }),
+        Some(asked) => asked
+            .layers()
+            .unwrap_or_else(|| weights.fewest(step + cpu_experts::kv_reserve(kv, args.memory), args.memory)),
     })
 }
 

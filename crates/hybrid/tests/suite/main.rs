@@ -101,13 +101,8 @@ fn codes_give_the_same_logits_wherever_experts_are() {
 }
 
 fn shape(router: &[f32], following: usize, format: ExpertFormat) -> ExpertsShape<'_> {
-    let rule = RouterRule {
-        chosen: 2,
-        scores: RouterScores::Softmax,
-        normalize: true,
-        factor: 1.0,
-        groups: None,
-    };
+    let rule =
+        RouterRule { chosen: 2, scores: RouterScores::Softmax, normalize: true, factor: 1.0, groups: None };
     ExpertsShape {
         following,
         experts: 4,

@@ -141,6 +141,12 @@ impl CpuBackend {
         Ok(Self { kernels, pool, mode, communicator: None, scratch: Mutex::default() })
     }
 
+    /// The processor as a helper of a GPU, whose operations its own come between.
+    pub fn beside_gpu(kernels: &'static Kernels, threads: usize, mode: Mode) -> std::io::Result<Self> {
+        let pool = ThreadPool::beside_gpu(threads)?;
+        Ok(Self { kernels, pool, mode, communicator: None, scratch: Mutex::default() })
+    }
+
     /// Packs weights in the precision of the mode. `what` names them in an error.
     fn pack(&self, what: &str, matrix: &HostMatrix<'_>) -> Result<PackedMatrix> {
         let HostMatrix { outputs, inputs, .. } = *matrix;

@@ -21,7 +21,8 @@ impl Random {
         let (count, amplitude) = (outputs * inputs, random_amplitude(inputs));
         let mut random = SplitMix64::new(seed);
         let mut bytes = |count: usize| -> Vec<u8> {
-            let mut bytes: Vec<u8> = (0..count.div_ceil(8)).flat_map(|_| random.next_u64().to_le_bytes()).collect();
+            let mut bytes: Vec<u8> =
+                (0..count.div_ceil(8)).flat_map(|_| random.next_u64().to_le_bytes()).collect();
             bytes.truncate(count);
             bytes
         };

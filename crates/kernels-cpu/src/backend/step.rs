@@ -5,8 +5,8 @@ use super::views::HeadContext;
 use super::{CpuBackend, CpuExperts, CpuMatrix, CpuPages, CpuRows, Scratch, shape_error};
 use crate::attention::{self, AttendTask};
 use oscar_backend::{
-    BackendError, Candidate, Communicator, HostRows, LatentHeads, LayerHeads, Pick, Product, Result, SequenceRows,
-    Step, Tap,
+    BackendError, Candidate, Communicator, HostRows, LatentHeads, LayerHeads, Pick, Product, Result,
+    SequenceRows, Step, Tap,
 };
 use oscar_codec::attention::PagedContext;
 use std::sync::MutexGuard;
