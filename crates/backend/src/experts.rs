@@ -42,6 +42,8 @@ pub enum RouterScores {
 /// The sizes and the router of one layer's experts.
 #[derive(Clone, Copy, Debug)]
 pub struct ExpertsShape<'a> {
+    /// Layers with experts that follow this one.
+    pub following: usize,
     pub experts: usize,
     pub hidden: usize,
     /// Width of an expert: outputs of its gate.
@@ -281,6 +283,7 @@ mod tests {
     #[test]
     fn fewer_experts_than_are_chosen_is_refused_with_the_numbers() {
         let shape = ExpertsShape {
+            following: 0,
             experts: 1,
             hidden: 2,
             width: 4,

@@ -34,7 +34,7 @@ pub use communicator::Communicator;
 pub use error::{BackendError, Result};
 pub use experts::{ExpertFormat, ExpertGroups, ExpertId, ExpertsShape, RouterRule, RouterScores, route};
 pub use extensions::{
-    Benchmarks, CacheHead, Calibrates, Divergence, StepTimes, Tap, TappedRows, random_amplitude,
+    Benchmarks, CacheHead, Calibrates, Divergence, HostRows, StepTimes, Tap, TappedRows, random_amplitude,
 };
 pub use features::Feature;
 pub use fp8::{FP8_BLOCK, Fp8Blocks, Fp8Matrix, ScaleGrid, fp8_blocks, fp8_multiplied};

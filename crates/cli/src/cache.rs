@@ -1,5 +1,6 @@
 //! The cache of a model: a format with the rotations, widths and clip ratios of its file.
 
+use crate::cpu_experts::{self, WeightBytes};
 use crate::device::AnyBackend;
 use crate::options::{CacheArgs, OpenModel};
 use crate::progress::note;
@@ -10,6 +11,7 @@ use oscar_codec::{
     CacheLayout, CodeLayout, FormatTable, KvFormat, MeanBits, RotationKind, RotationSet, RowPageCodec, Side,
     SideSpec,
 };
+use oscar_models::Holding;
 use oscar_runner::{Ranks, Runner, RunnerOptions};
 use std::path::Path;
 
@@ -191,6 +193,10 @@ impl Cache {
             kv_memory: args.kv_memory(sequences, context),
             prefill_chunk: args.prefill_chunk(ranks.lead(), &model.config),
         };
+        // A GPU's way to hold weights, as `--cpu-experts` needs one.
+        let holding = Holding { fp8: true, fp8_experts: true, element_bytes: 2 };
+        let weights = WeightBytes::of(model, self.rotations.is_some(), holding);
+        cpu_experts::place(ranks.lead(), &model.config, &weights, &options, sequences)?;
         Ok(Runner::load(ranks, &model.config, &model.weights, options, progress)?)
     }
 }

@@ -8,13 +8,15 @@ use oscar_backend::{
     latent_refusal,
 };
 use oscar_codec::{CacheLayout, HeadRotations};
+use oscar_hybrid::{HybridBackend, HybridStep};
 use oscar_kernels_cpu::backend::{CpuBackend, CpuStep};
 use oscar_kernels_cpu::bandwidth;
-use oscar_kernels_cuda::{CudaBackend, CudaStep, read_ceiling};
+use oscar_kernels_cuda::{CudaBackend, read_ceiling};
 use std::time::Duration;
 
 type Cpu = CpuBackend;
-type Cuda = CudaBackend;
+/// A GPU; `--cpu-experts` gives the experts of some layers to the processor.
+type Cuda = HybridBackend<CudaBackend>;
 
 /// A processor or a GPU.
 pub enum AnyBackend {
@@ -57,8 +59,8 @@ impl AnyBackend {
     /// large model takes minutes on a small CPU.
     pub fn default_stuck_after(&self) -> Duration {
         Duration::from_secs(match self {
-            Self::Cpu(_) => 1800,
-            Self::Cuda(_) => 120,
+            Self::Cuda(cuda) if cuda.host().is_none() => 120,
+            Self::Cpu(_) | Self::Cuda(_) => 1800,
         })
     }
 
@@ -72,32 +74,24 @@ impl AnyBackend {
     }
 
     /// The GPU, or what is missing to use it.
-    pub fn cuda() -> Result<Self> {
-        Ok(Self::Cuda(Box::new(Cuda::open(0).context("--device cuda")?)))
+    pub fn cuda() -> Result<CudaBackend> {
+        CudaBackend::open(0).context("--device cuda")
     }
 
-    /// Prompts quantize their activations where they multiply FP8 weights.
-    pub fn with_fp8_activations(mut self) -> Result<Self> {
-        if let Self::Cuda(cuda) = &mut self {
-            cuda.quantize_activations().context("--activations fp8")?;
-        }
-        Ok(self)
-    }
-
-    /// Lets a GPU behave as one with this much memory; a CPU has no such limit.
-    pub fn limit_gpu_memory(&self, bytes: usize) -> Result<()> {
-        match self {
-            Self::Cpu(_) => Ok(()),
-            Self::Cuda(cuda) => Ok(cuda.device().limit_memory(bytes)?),
-        }
+    /// A GPU with a processor that computes the experts of some layers, if one is given.
+    pub fn gpu(cuda: CudaBackend, experts: Option<Cpu>) -> Self {
+        Self::Cuda(Box::new(match experts {
+            Some(cpu) => HybridBackend::with_host(cuda, cpu),
+            None => HybridBackend::alone(cuda),
+        }))
     }
 
     /// The GPU if it can be used; `None` where there is no driver or no GPU. A GPU that is there but cannot be used is
     /// reported and left aside, aloud.
-    pub fn cuda_if_usable() -> Option<Self> {
+    pub fn cuda_if_usable() -> Option<CudaBackend> {
         use oscar_kernels_cuda::CudaError::{NoDevice, NoDriver};
-        match Cuda::open(0) {
-            Ok(cuda) => Some(Self::Cuda(Box::new(cuda))),
+        match CudaBackend::open(0) {
+            Ok(cuda) => Some(cuda),
             Err(NoDriver | NoDevice) => None,
             Err(error) => {
                 eprintln!("note: --device auto uses the CPU: {error}");
@@ -121,7 +115,12 @@ impl AnyBackend {
         }
     }
 
-    pub fn as_cuda(&self) -> Option<&Cuda> {
+    pub fn as_cuda(&self) -> Option<&CudaBackend> {
+        self.as_hybrid().map(HybridBackend::device)
+    }
+
+    /// The GPU with the processor beside it.
+    pub fn as_hybrid(&self) -> Option<&Cuda> {
         match self {
             Self::Cpu(_) => None,
             Self::Cuda(cuda) => Some(cuda),
@@ -132,7 +131,7 @@ impl AnyBackend {
     pub fn read_ceiling(&self) -> Result<f64> {
         Ok(match self {
             Self::Cpu(cpu) => bandwidth::read_ceiling(cpu.kernels(), cpu.threads(), 512 << 20, 5),
-            Self::Cuda(cuda) => read_ceiling(cuda.device(), cuda.kernels(), 4 << 30)?,
+            Self::Cuda(cuda) => read_ceiling(cuda.device().device(), cuda.device().kernels(), 4 << 30)?,
         })
     }
 
@@ -329,7 +328,7 @@ impl Backend for AnyBackend {
 /// A step on one of the devices.
 pub enum AnyStep<'s> {
     Cpu(CpuStep<'s>),
-    Cuda(Box<CudaStep<'s>>),
+    Cuda(Box<HybridStep<'s, CudaBackend>>),
 }
 
 type Rows = <AnyBackend as Backend>::Rows;

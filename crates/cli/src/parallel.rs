@@ -69,6 +69,7 @@ impl ParallelArgs {
         let StepMemory { activations, expanded_pages, products, rope } = whole.step;
         FixedMemory {
             weights: whole.weights + copies * table,
+            host: whole.host,
             step: StepMemory {
                 activations: ranks * activations,
                 expanded_pages: ranks * expanded_pages,

@@ -134,6 +134,7 @@ fn one(gpu: &CudaBackend, numbers: &mut Numbers, case: &Case, report: &mut Repor
     let correction = sigmoid.then_some(correction.as_slice());
     let (norm, values, eps) = (numbers.vector(hidden), numbers.vector(rows * hidden), 1e-3f32);
     let shape = ExpertsShape {
+        following: 0,
         experts,
         hidden,
         width,

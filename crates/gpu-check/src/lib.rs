@@ -18,6 +18,7 @@ mod fp8_products;
 mod fused_append;
 mod growing;
 mod heads;
+mod hybrid;
 mod inspected;
 mod model;
 #[cfg(test)]
@@ -65,6 +66,7 @@ pub enum Part {
     Divergence,
     Model,
     Families,
+    Hybrid,
 }
 
 /// Each part with the name that `oscar gpu-check --only` takes and one line for `--help`.
@@ -93,6 +95,7 @@ const PARTS: [(Part, &str, &str); 21] = [
     (Part::Divergence, "divergence", "KL divergence of rows of logits, for calibration (divergence.cu)"),
     (Part::Model, "model", "The embedded model against the CPU"),
     (Part::Families, "families", "Tiny models with experts of each family against the CPU"),
+    (Part::Hybrid, "hybrid", "Experts on the CPU beside the GPU, in a random model (--cpu-experts)"),
 ];
 
 impl Part {
@@ -181,6 +184,9 @@ pub fn check(gpu: &CudaBackend, parts: &[Part], extent: Extent) -> Result<Report
     }
     if wants(Part::Families) {
         families::check(extent, &mut report)?;
+    }
+    if wants(Part::Hybrid) {
+        hybrid::check(extent, &mut report)?;
     }
     Ok(report)
 }

@@ -59,6 +59,7 @@ parts! {
     divergence_matches_scalar: Divergence,
     model_matches_scalar: Model,
     families_matches_scalar: Families,
+    experts_on_the_cpu_matches_scalar: Hybrid,
 }
 
 #[test]

@@ -415,6 +415,11 @@ impl DecoderConfig {
         experts.max(dense)
     }
 
+    /// The layers with experts, ascending.
+    pub fn mixtures(&self) -> impl Iterator<Item = usize> {
+        (0..self.layers).filter(|&layer| self.moe_of(layer).is_some())
+    }
+
     /// Whether some layer is dense.
     pub fn has_dense_layers(&self) -> bool {
         (0..self.layers).any(|layer| self.moe_of(layer).is_none())

@@ -23,6 +23,7 @@ impl MoeConfig {
 
     fn experts_shape<'a>(
         &self,
+        following: usize,
         hidden: usize,
         format: ExpertFormat,
         router: &'a [f32],
@@ -32,6 +33,7 @@ impl MoeConfig {
     ) -> ExpertsShape<'a> {
         let Self { experts, width, shared_width, rule, .. } = *self;
         ExpertsShape {
+            following,
             experts,
             hidden,
             width,
@@ -68,7 +70,7 @@ impl Weights {
     }
 
     /// Bytes of a layer's router and experts on a device.
-    pub(crate) fn expert_bytes(&self, config: &DecoderConfig, layer: usize, holding: Holding) -> usize {
+    pub fn expert_bytes(&self, config: &DecoderConfig, layer: usize, holding: Holding) -> usize {
         let Some(moe) = config.moe_of(layer) else { return 0 };
         let format = self.expert_format(config, layer);
         let (element, grid) = match format {
@@ -112,6 +114,7 @@ pub(crate) fn load<B: Backend>(
     };
     let format = weights.expert_format(config, layer);
     let shape = moe.experts_shape(
+        config.mixtures().filter(|&other| other > layer).count(),
         config.hidden_size,
         format,
         &router,
@@ -181,7 +184,8 @@ pub(crate) fn random<B: Benchmarks>(
         WeightFormat::Bf16 => ExpertFormat::Bf16,
         WeightFormat::Fp8 => ExpertFormat::Fp8Blocks,
     };
-    let shape = moe.experts_shape(hidden, format, &router, corrected, None, gate);
+    let following = config.mixtures().filter(|&other| other > layer).count();
+    let shape = moe.experts_shape(following, hidden, format, &router, corrected, None, gate);
     let ids: Vec<ExpertId> = moe.ids().collect();
     Ok(backend.random_experts(&shape, &ids, layer as u64)?)
 }

@@ -326,24 +326,34 @@ impl<B: Backend> Transformer<B> {
         self.rotations.as_ref()
     }
 
+    /// The experts of each layer that has some, with the number of different ones that a step of this
+    /// many rows is expected to choose.
+    pub fn experts(&self, rows: usize) -> impl Iterator<Item = (&B::Experts, f64)> {
+        let body = &*self.body;
+        body.layers.iter().enumerate().filter_map(move |(index, layer)| match &layer.feed_forward {
+            FeedForward::Dense { .. } => None,
+            FeedForward::Experts(experts) => {
+                Some((experts, body.config.moe_of(index).map_or(0.0, |moe| moe.distinct_experts(rows))))
+            }
+        })
+    }
+
     /// Bytes of this rank's matrices that a step of this many rows reads. Experts are counted as
     /// often as a router that takes all of them equally often would choose them.
     pub fn matrix_bytes(&self, backend: &B, rows: usize) -> usize {
         let body = &*self.body;
-        let feed_forward = |(index, layer): (usize, &Layer<B>)| match &layer.feed_forward {
-            FeedForward::Dense { gate_up, down } => {
-                backend.matrix_bytes(gate_up) + backend.matrix_bytes(down)
-            }
-            FeedForward::Experts(experts) => {
-                let (each, always) = backend.expert_bytes(experts);
-                let distinct = body.config.moe_of(index).map_or(0.0, |moe| moe.distinct_experts(rows));
-                always + (each as f64 * distinct) as usize
-            }
-        };
-        let layers: usize = body.layers.iter().enumerate().map(feed_forward).sum();
+        let dense = body.layers.iter().filter_map(|layer| match &layer.feed_forward {
+            FeedForward::Dense { gate_up, down } => Some([gate_up, down]),
+            FeedForward::Experts(_) => None,
+        });
+        let experts = self.experts(rows).map(|(experts, distinct)| {
+            let (each, always) = backend.expert_bytes(experts);
+            always + (each as f64 * distinct) as usize
+        });
         let attention = self.projections.iter().flat_map(Projections::matrices);
         let head = body.head.as_ref().unwrap_or(&body.embedding);
-        layers + attention.chain([head]).map(|matrix| backend.matrix_bytes(matrix)).sum::<usize>()
+        let matrices = attention.chain([head]).chain(dense.flatten());
+        experts.sum::<usize>() + matrices.map(|matrix| backend.matrix_bytes(matrix)).sum::<usize>()
     }
 
     /// Positions this instance can address.

@@ -179,6 +179,12 @@ impl<B: Backend> Runner<B> {
         self.each_rank().map(|rank| rank.model.matrix_bytes(&rank.backend, rows)).sum()
     }
 
+    /// The experts of each layer of the first rank, with the number of different ones that a step of
+    /// this many rows is expected to choose.
+    pub fn experts(&self, rows: usize) -> impl Iterator<Item = (&B::Experts, f64)> {
+        self.lead.model.experts(rows)
+    }
+
     pub fn usage(&self) -> PoolUsage {
         self.pool.usage()
     }

@@ -7,6 +7,7 @@ mod heads;
 mod latent;
 mod pages;
 mod products;
+mod random;
 mod region;
 mod step;
 mod views;
@@ -137,6 +138,12 @@ impl CpuBackend {
         // A wrong OSCAR_ATTENTION is refused here, once, before any kernel could ignore it.
         attention::AttentionPrecision::chosen().map_err(std::io::Error::other)?;
         let pool = ThreadPool::new(threads)?;
+        Ok(Self { kernels, pool, mode, communicator: None, scratch: Mutex::default() })
+    }
+
+    /// The processor as a helper of a GPU, whose operations its own come between.
+    pub fn beside_gpu(kernels: &'static Kernels, threads: usize, mode: Mode) -> std::io::Result<Self> {
+        let pool = ThreadPool::beside_gpu(threads)?;
         Ok(Self { kernels, pool, mode, communicator: None, scratch: Mutex::default() })
     }
 
@@ -389,6 +396,10 @@ impl Backend for CpuBackend {
 }
 
 impl Benchmarks for CpuBackend {
+    fn random_experts(&self, shape: &ExpertsShape<'_>, ids: &[ExpertId], seed: u64) -> Result<CpuExperts> {
+        self.make_random_experts(shape, ids, seed)
+    }
+
     fn randomize(&self, _pool: &mut CpuPages, _full: usize, _coded: usize) -> Result<bool> {
         Ok(false)
     }

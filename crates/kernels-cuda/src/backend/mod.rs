@@ -6,6 +6,7 @@ mod expert_limits;
 mod experts;
 mod experts_grouped;
 mod experts_single;
+mod host_rows;
 mod launches;
 mod picks;
 mod products;

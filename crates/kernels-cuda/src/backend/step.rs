@@ -27,7 +27,7 @@ use std::time::Instant;
 /// the embedding and the first product while the host makes them. Nothing before `attend` reads
 /// them.
 pub struct CudaStep<'s> {
-    backend: &'s CudaBackend,
+    pub(super) backend: &'s CudaBackend,
     state: MutexGuard<'s, State>,
     sequences: &'s [SequenceRows<'s>],
     pool: &'s mut CudaPages,

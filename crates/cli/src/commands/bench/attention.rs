@@ -223,6 +223,7 @@ pub fn row(
         Phase::Prefill => case.tokens * case.batch,
     };
     Row {
+        host_floor_us: 0.0,
         kv: match case.rows {
             Some(rows) => format!("{}, {rows} rows", case.kv),
             None => case.kv.to_string(),

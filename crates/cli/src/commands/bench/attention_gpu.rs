@@ -16,7 +16,7 @@ use std::time::Duration;
 const COLD_BYTES: usize = 512 << 20;
 
 pub fn run(args: &Args) -> Result<()> {
-    let backend = AnyBackend::cuda()?;
+    let backend = AnyBackend::gpu(AnyBackend::cuda()?, None);
     let ceiling = backend.read_ceiling()?;
     let gpu = backend.as_cuda().context("--device cuda")?;
     let windows = Windows::new(args.sink.unwrap_or(64), args.recent.unwrap_or(256))?;

@@ -3,6 +3,7 @@
 use super::calibrate;
 use super::eviction::EvictionArgs;
 use crate::cache::Cache;
+use crate::cpu_experts::{self, WeightBytes};
 use crate::device::AnyBackend;
 use crate::options::{CacheArgs, ModelArgs, OpenModel, at_least_one, serialize_optional_display};
 use crate::parallel::ParallelArgs;
@@ -13,8 +14,9 @@ use crate::store::StoreArgs;
 use crate::transfer::TransferArgs;
 use anyhow::{Context, Result};
 use oscar_backend::{Backend, BackendError};
-use oscar_codec::KvFormat;
+use oscar_codec::{CodeLayout, KvFormat};
 use oscar_engine::{Engine, EngineApi, EngineOptions, SchedulerOptions};
+use oscar_hybrid::HybridBackend;
 use oscar_models::{BuildError, ModelSource};
 use oscar_runner::{Runner, longest_step};
 use oscar_server::{GenerationDefaults, ServerConfig, StartProgress};
@@ -121,6 +123,7 @@ impl LoadArgs {
         let generation = model.generation()?;
         let ranks = self.parallel.ranks(&self.model, &model.config)?;
         let backend = ranks.lead().clone();
+        place_experts(self, &model, &backend)?;
         let found = match self.cache.rotations {
             Some(_) => model.found_rotations(&self.cache)?,
             None => {
@@ -233,6 +236,31 @@ fn explain(error: anyhow::Error, sizing: &Sizing) -> anyhow::Error {
     }
 }
 
+/// Decides `--cpu-experts auto`. The cache is not known yet, so 4 bits are assumed if no format is asked
+/// for.
+fn place_experts(args: &LoadArgs, model: &OpenModel, backend: &AnyBackend) -> Result<()> {
+    let Some(hybrid) = backend.as_hybrid().filter(|hybrid| hybrid.host_layers().is_none()) else {
+        return Ok(());
+    };
+    let config = &model.config;
+    let format = args.kv.unwrap_or(KvFormat::Oscar { bits: 4 });
+    let windows = format.windows(args.cache.sink, args.cache.recent)?;
+    let layout = backend.held_layout(&config.cache_layout(format, windows, CodeLayout::Logical)?);
+    let chunk = args.cache.prefill_chunk(backend, config);
+    let steps = SchedulerOptions { prefill_chunk: chunk, ..args.engine(&model.name).scheduler };
+    let context = args.context.unwrap_or(config.max_position_embeddings).min(config.max_position_embeddings);
+    let step = backend.step_memory(&model.step_size(&steps, &layout, context));
+    let free = backend.available_memory()?.unwrap_or(usize::MAX);
+    let kv = args.cache.kv_memory.unwrap_or_else(|| {
+        let share = args.kv_memory_share.unwrap_or_else(|| backend.default_kv_share());
+        let sequence = layout.working_bytes(context, longest_step(chunk));
+        (cpu_experts::kv_reserve(sequence, free) as f64 / share) as usize
+    });
+    let holding = args.model.holding(backend.multiplies_fp8());
+    hybrid.place(WeightBytes::of(model, layout.coded().is_some(), holding).fewest(step.total() + kv, free));
+    Ok(())
+}
+
 /// Divides the device's memory.
 fn size(args: &LoadArgs, model: &OpenModel, cache: &Cache, backend: &AnyBackend) -> Result<Sizing> {
     let chunk = args.cache.prefill_chunk(backend, &model.config);
@@ -241,7 +269,10 @@ fn size(args: &LoadArgs, model: &OpenModel, cache: &Cache, backend: &AnyBackend)
     let context = args.context.unwrap_or(positions);
     let holding = args.model.holding(backend.multiplies_fp8());
     let step = backend.step_memory(&model.step_size(&steps, &cache.layout, context));
-    let fixed = FixedMemory::of(model, cache.rotations.is_some(), holding, step);
+    let host_layers = backend.as_hybrid().and_then(HybridBackend::host_layers).unwrap_or(0);
+    let weights = WeightBytes::of(model, cache.rotations.is_some(), holding);
+    let fixed = FixedMemory::of(&weights, host_layers, step);
+    cpu_experts::check_host(fixed.host)?;
     let fixed = args.parallel.fixed_memory(fixed, &model.config, holding);
     let wishes = Wishes {
         kv_memory: args.cache.kv_memory,
