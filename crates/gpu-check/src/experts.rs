@@ -117,7 +117,8 @@ fn in_parallel(values: &[f32], width: usize, of_row: impl Fn(&[f32]) -> Vec<f64>
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let each = values.len().div_ceil(width * threads) * width;
     std::thread::scope(|scope| {
-        let of_part = |part| scope.spawn(|| <[f32]>::chunks_exact(part, width).map(&of_row).collect());
+        let of_row = &of_row;
+        let of_part = |part| scope.spawn(move || <[f32]>::chunks_exact(part, width).map(of_row).collect());
         let running: Vec<_> = values.chunks(each).map(of_part).collect();
         let joined = running.into_iter().map(|thread| thread.join().unwrap_or_default());
         joined.collect::<Vec<Vec<Vec<f64>>>>().concat()
@@ -146,7 +147,7 @@ fn one(gpu: &CudaBackend, numbers: &mut Numbers, case: &Case, report: &mut Repor
         correction,
         router_bias: None,
     };
-    let mut on_gpu = gpu.make_experts(&shape)?;
+    let mut on_gpu = gpu.experts(&shape)?;
     let shared = (shared_width > 0).then_some((ExpertId::Shared, shared_width));
     let ids: Vec<_> = (0..experts).map(|e| (ExpertId::Routed(e), width)).chain(shared).collect();
     let mut drawn = Vec::new();

@@ -1,7 +1,7 @@
 // Experts of many rows: products of tensor cores over rows sorted by expert.
 //
 // A unit is a tile of rows of one expert (`tiles`) times 128 rows of its weights: 64 gates and the
-// matching ups, or 128 outputs of down. One block per multiprocessor takes every gridDim-th unit;
+// matching ups, or 128 outputs of down. Blocks, as many as run together, take every gridDim-th unit;
 // the host knows neither counts nor experts. Chunks of 64 inputs go through a ring in shared
 // memory (cp.async), which runs ahead across the ends of units. Activations are BF16; a tile's rows
 // are gathered by the copies, so nothing is permuted in memory.
@@ -19,7 +19,7 @@
 constexpr u32 DEPTH = 64;       // inputs of a chunk
 constexpr u32 WEIGHT_ROWS = 128;
 constexpr u32 ROW_BYTES = 128;  // of a chunk of activations
-constexpr u32 THREADS = 256, MOST_STEPS = 8;
+constexpr u32 THREADS = 256, MOST_TILE_ROWS = 256;
 #ifdef FP8
 constexpr u32 ELEMENT = 1;
 // Weights are 2^-60 times their value; the rest of FP8_TOO_SMALL_BY joins the sums.
@@ -30,7 +30,7 @@ constexpr float SUM_FACTOR = 1.0f;
 #endif
 constexpr u32 WEIGHT_BYTES = DEPTH * ELEMENT;  // of one output in a chunk
 constexpr u32 PIECES = WEIGHT_BYTES / 16;      // copies of one output
-constexpr u32 WEIGHT_COPIES = WEIGHT_ROWS * PIECES / THREADS, ROW_COPIES = MOST_STEPS * 32 * 8 / THREADS;
+constexpr u32 WEIGHT_COPIES = WEIGHT_ROWS * PIECES / THREADS, ROW_COPIES = MOST_TILE_ROWS * 8 / THREADS;
 
 // Waits until at most `stages - 2` groups of copies are pending.
 DEVICE void wait_for_stage(u32 stages) {
@@ -272,7 +272,14 @@ DEVICE void multiply(const ExpertsParams& p, Copies<GATE>& copies, const Unit<GA
     write<GATE, STEPS>(p, u, sum);
 }
 
-template <bool GATE>
+template <bool GATE, int STEPS, int MOST>
+DEVICE void multiply_unit(const ExpertsParams& p, Copies<GATE>& copies, const Unit<GATE>& u, u32& stage) {
+    if (STEPS == MOST || u.rows <= STEPS * 32) multiply<GATE, STEPS>(p, copies, u, stage);
+    else multiply_unit<GATE, STEPS == MOST ? STEPS : STEPS + 1, MOST>(p, copies, u, stage);
+}
+
+// Tiles have up to 32 * MOST rows.
+template <bool GATE, int MOST>
 DEVICE void grouped(const ExpertsParams& p) {
     extern __shared__ __align__(128) u8 shared[];
     allow_next_kernel();
@@ -283,21 +290,15 @@ DEVICE void grouped(const ExpertsParams& p) {
     u32 stage = 0;
     for (u32 unit = blockIdx.x; unit < copies.units; unit += gridDim.x) {
         const Unit<GATE> u(p, unit, tiles);
-        switch ((u.rows + 31) / 32) {
-            case 1: multiply<GATE, 1>(p, copies, u, stage); break;
-            case 2: multiply<GATE, 2>(p, copies, u, stage); break;
-            case 3: multiply<GATE, 3>(p, copies, u, stage); break;
-            case 4: multiply<GATE, 4>(p, copies, u, stage); break;
-            case 5: multiply<GATE, 5>(p, copies, u, stage); break;
-            case 6: multiply<GATE, 6>(p, copies, u, stage); break;
-            case 7: multiply<GATE, 7>(p, copies, u, stage); break;
-            default: multiply<GATE, 8>(p, copies, u, stage);
-        }
+        multiply_unit<GATE, 1, MOST>(p, copies, u, stage);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_grouped_gate(const __grid_constant__ ExpertsParams p) { grouped<true>(p); }
-extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_grouped_down(const __grid_constant__ ExpertsParams p) { grouped<false>(p); }
+extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_grouped_gate(const __grid_constant__ ExpertsParams p) { grouped<true, 8>(p); }
+extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_grouped_down(const __grid_constant__ ExpertsParams p) { grouped<false, 8>(p); }
+// Small tiles leave registers for a second block, which works while the other one ends a unit.
+extern "C" __global__ void __launch_bounds__(THREADS, 2) experts_grouped_gate_few(const __grid_constant__ ExpertsParams p) { grouped<true, 2>(p); }
+extern "C" __global__ void __launch_bounds__(THREADS, 2) experts_grouped_down_few(const __grid_constant__ ExpertsParams p) { grouped<false, 2>(p); }
 
 // x += the weighted parts of a row, in ascending id. Grid: (rows, hidden / 8 / blockDim.x).
 extern "C" __global__ void experts_grouped_sum(const __grid_constant__ ExpertsParams p) {

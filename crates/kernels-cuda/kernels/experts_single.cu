@@ -79,8 +79,8 @@ struct Chosen {
 };
 
 // A warp's way through a tile. A step reads two streams: the gates and ups of a chunk of inputs, or, for
-// down, two neighbouring chunks of all experts' inputs. Chunks are counted on, because divisions would
-// cost more than the products.
+// down, two neighbouring chunks of all experts' inputs. Chunks and addresses are counted on, because
+// computing them anew would cost more than the products.
 template <bool GATE>
 struct Walk {
     const ExpertsParams& p;
@@ -88,6 +88,7 @@ struct Walk {
     const u32 chunks, steps, tiles;  // chunks of one expert
     u32 step, n[2], within[2];       // by stream: index among the chosen, and chunk of that expert
     u32 output;                      // of the lane
+    const u8* at[2];                 // the lane's 16 bytes
 
     DEVICE Walk(const ExpertsParams& p, const Chosen& chosen)
         : p(p),
@@ -105,24 +106,26 @@ struct Walk {
             const u32 chunk = 2 * step + stream;
             n[stream] = GATE ? tile / each : chunk / chunks;
             within[stream] = GATE ? step : chunk % chunks;
+            at[stream] = place(stream);
         }
     }
     // False at the end of the tile.
     DEVICE bool next() {
+        constexpr u32 STRIDE = GATE ? WARPS : 2 * WARPS;
         step += WARPS;
 #pragma unroll
         for (u32 stream = 0; stream < 2; stream++) {
-            within[stream] += GATE ? WARPS : 2 * WARPS;
-            if (!GATE)
-                while (within[stream] >= chunks) within[stream] -= chunks, n[stream]++;
+            within[stream] += STRIDE, at[stream] += STRIDE * CHUNK * ELEMENT;
+            if (GATE || within[stream] < chunks) continue;
+            while (within[stream] >= chunks) within[stream] -= chunks, n[stream]++;
+            at[stream] = place(stream);
         }
         return step < steps;
     }
     DEVICE bool there(u32 stream) const { return GATE || n[stream] < p.per_row; }
     DEVICE u32 expert(u32 stream) const { return chosen.experts[there(stream) ? n[stream] : 0]; }
 
-    // The lane's 16 bytes.
-    DEVICE const u8* weights(u32 stream) const {
+    DEVICE const u8* place(u32 stream) const {
         const u32 t = threadIdx.x & 3, at = within[stream] * CHUNK + t * VALUES;
         if (GATE) return p.gate_up + (((u64)(expert(stream) * 2 + stream) * p.width + output) * p.hidden + at) * ELEMENT;
         return p.down + (((u64)expert(stream) * p.hidden + output) * p.width + at) * ELEMENT;
@@ -149,16 +152,16 @@ struct Copies {
 
     DEVICE Copies(const Walk<GATE>& walk, u32 memory, Tiles tiles)
         : walk(walk), ring(memory + threadIdx.x * 16), tile(tiles.first), end(tiles.end), slot(0) {
-        this->walk.begin(tile);
-        if (this->walk.step >= walk.steps) tile = end;
+        if (tile < end) this->walk.begin(tile);
+        if (threadIdx.x >> 5 >= walk.steps) tile = end;
     }
 
     DEVICE void begin_next() {
         if (tile < end) {
 #pragma unroll
             for (u32 stream = 0; stream < 2; stream++)
-                copy_or_clear_once(ring + slot * SLOT_BYTES + stream * (16 * THREADS), walk.weights(stream), walk.there(stream));
-            if (!walk.next()) walk.begin(++tile);
+                copy_or_clear_once(ring + slot * SLOT_BYTES + stream * (16 * THREADS), walk.at[stream], walk.there(stream));
+            if (!walk.next() && ++tile < end) walk.begin(tile);
         }
         close_copies();
         slot = slot + 1 == SLOTS ? 0 : slot + 1;

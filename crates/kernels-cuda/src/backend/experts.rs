@@ -82,19 +82,6 @@ const PRODUCT_THREADS: u32 = 256;
 /// From this many rows on, a block computes all logits of its rows.
 const MANY_ROWS: usize = 256;
 
-/// Refuses experts unless the environment asks for them. The kernels were checked by an emulation of
-/// the GPU, thread by thread, but have not run on one.
-pub(super) fn allowed() -> Result<()> {
-    match std::env::var("OSCAR_CUDA_EXPERTS").as_deref() {
-        Ok("on") => Ok(()),
-        _ => Err(CudaError::Unsupported(
-            "mixtures of experts have not been run on a GPU yet. Use --device cpu; or check them with `oscar \
-             gpu-check --only experts` and set OSCAR_CUDA_EXPERTS=on"
-                .into(),
-        )),
-    }
-}
-
 /// The kernels for one format of weights.
 #[derive(Clone, Copy)]
 struct ExpertKernels {
@@ -404,9 +391,11 @@ impl CudaBackend {
         let (device, rows, rule) = (&self.device, x.count(), experts.rule);
         let slots = rows * rule.chosen;
         let tiling = experts.kernels.tiling(rows);
+        let rounded = CudaBackend::rounds(rows);
         let buffer = |buffer: &mut Option<Buffer>, elements: usize| -> Result<DevicePtr<u8>> {
             Ok(grow(device, buffer, 4 * elements, "experts of a step")?.0.ptr())
         };
+        let halves = |elements: usize| if rounded { elements.div_ceil(2) } else { elements };
         // The kernels leave it zero.
         let (finished, new) = grow(device, &mut memory.finished, 4 * rows, "experts of a step")?;
         if new {
@@ -417,7 +406,7 @@ impl CudaBackend {
         Ok(ExpertsParams {
             x: x.held_values("a mixture of experts")?.ptr(),
             norm: norm.values.ptr(),
-            normed: buffer(&mut memory.normed, rows * experts.hidden)?.cast(),
+            normed: buffer(&mut memory.normed, halves(rows * experts.hidden))?.cast(),
             router: experts.router.ptr(),
             correction: experts.correction.as_ref().map(|c| c.ptr()),
             logits: buffer(&mut memory.logits, rows * experts.experts)?.cast(),
@@ -428,8 +417,8 @@ impl CudaBackend {
             slot_of: buffer(places, slots)?.cast(),
             tiles: buffer(&mut memory.tiles, 4 * most_tiles(experts, rows, &tiling))?.cast(),
             tile_count: buffer(&mut memory.tile_count, 1)?.cast(),
-            between: buffer(&mut memory.between, slots * experts.width)?.cast(),
-            partial: buffer(&mut memory.partial, slots * experts.hidden)?.cast(),
+            between: buffer(&mut memory.between, halves(slots * experts.width))?.cast(),
+            partial: buffer(&mut memory.partial, halves(slots * experts.hidden))?.cast(),
             gate_up: experts.gate_up.weights.ptr(),
             gate_up_scales: experts.gate_up.scales.as_ref().map(|s| s.ptr()),
             down: experts.down.weights.ptr(),
@@ -444,7 +433,7 @@ impl CudaBackend {
             factor: rule.factor,
             eps,
             channels: u32::from(experts.format == ExpertFormat::Fp8Channels),
-            rounded: u32::from(CudaBackend::rounds(rows)),
+            rounded: u32::from(rounded),
             tile_rows: tiling.rows as u32,
             stages: tiling.stages as u32,
         })

@@ -192,12 +192,6 @@ impl CudaBackend {
         &self.kernels
     }
 
-    /// [`Backend::experts`] whether or not the environment allows experts: for checks.
-    pub fn make_experts(&self, shape: &ExpertsShape<'_>) -> BackendResult<CudaExperts> {
-        shape.check()?;
-        Ok(CudaExperts::new(&self.device, &self.kernels, shape)?)
-    }
-
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -322,8 +316,8 @@ impl Backend for CudaBackend {
     }
 
     fn experts(&self, shape: &ExpertsShape<'_>) -> BackendResult<CudaExperts> {
-        experts::allowed()?;
-        self.make_experts(shape)
+        shape.check()?;
+        Ok(CudaExperts::new(&self.device, &self.kernels, shape)?)
     }
 
     fn load_expert(
@@ -415,7 +409,6 @@ impl Benchmarks for CudaBackend {
         seed: u64,
     ) -> BackendResult<CudaExperts> {
         shape.check()?;
-        experts::allowed()?;
         Ok(self.random_expert_weights(shape, seed)?)
     }
 
