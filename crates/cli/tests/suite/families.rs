@@ -185,7 +185,8 @@ fn shapes_of_latent_models_are_planned() {
 #[test]
 fn experts_in_host_memory_are_planned_and_refused_without_a_gpu() {
     let plan = |flags: &[&str]| {
-        let args = ["plan", "--device", "cuda", "--memory", "141G", "--context", "4096", "--kv", "bf16", "--json"];
+        let args =
+            ["plan", "--device", "cuda", "--memory", "141G", "--context", "4096", "--kv", "bf16", "--json"];
         json_lines(&[&args[..], flags].concat())[0].clone()
     };
     let number = |row: &serde_json::Value, field: &str| row[field].as_u64().unwrap();
@@ -195,7 +196,9 @@ fn experts_in_host_memory_are_planned_and_refused_without_a_gpu() {
     assert!((60..89).contains(&number(&auto, "cpu_expert_layers")), "{auto}");
     let sum = |row| number(row, "weight_bytes") + number(row, "cpu_expert_bytes");
     assert_eq!(sum(&all), sum(&auto));
-    assert!(number(&auto, "batch") > 0 && number(&auto, "weight_bytes") + number(&auto, "step_bytes") < 141 << 30);
+    assert!(
+        number(&auto, "batch") > 0 && number(&auto, "weight_bytes") + number(&auto, "step_bytes") < 141 << 30
+    );
     // A model that fits keeps its experts.
     let small = plan(&["--shape", "qwen3-30b-a3b", "--cpu-experts", "auto"]);
     assert_eq!(number(&small, "cpu_expert_layers"), 0);
