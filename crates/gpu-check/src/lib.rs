@@ -22,6 +22,7 @@ mod model;
 mod on_cpu;
 mod pages;
 mod picks;
+mod ranks;
 mod report;
 mod rows;
 
@@ -55,6 +56,7 @@ pub enum Part {
     Dequantized,
     Approximate,
     Pages,
+    Ranks,
     Pick,
     Recode,
     Divergence,
@@ -63,7 +65,7 @@ pub enum Part {
 
 /// Each part with the name that `oscar gpu-check --only` takes and one line for `--help`.
 #[rustfmt::skip]
-const PARTS: [(Part, &str, &str); 21] = [
+const PARTS: [(Part, &str, &str); 22] = [
     (Part::Embed, "embed", "Embedding and row selection (rows.cu)"),
     (Part::Norm, "norm", "RMSNorm (rows.cu)"),
     (Part::Gate, "gate", "SwiGLU (rows.cu)"),
@@ -81,6 +83,7 @@ const PARTS: [(Part, &str, &str); 21] = [
     (Part::Dequantized, "dequantized", "Formats without kernels: simple attention over dequantized history (attention_simple.cu)"),
     (Part::Approximate, "approximate", "Attention after an approximate prefix hit"),
     (Part::Pages, "pages", "Copies of blocks to and from the host (copy_blocks.cu)"),
+    (Part::Ranks, "ranks", "Sums over simulated ranks (ranks.cu), and NCCL with one rank where it is installed"),
     (Part::Pick, "pick", "Choice of tokens on the device (pick.cu)"),
     (Part::Recode, "recode", "History as its codes dequantize it, for calibration (demote.cu)"),
     (Part::Divergence, "divergence", "KL divergence of rows of logits, for calibration (divergence.cu)"),
@@ -154,6 +157,9 @@ pub fn check(gpu: &CudaBackend, parts: &[Part], extent: Extent) -> Result<Report
     }
     if wants(Part::Pages) {
         pages::check(gpu, extent, &mut report)?;
+    }
+    if wants(Part::Ranks) {
+        ranks::check(gpu, &mut report)?;
     }
     if wants(Part::Pick) {
         picks::check(gpu, extent, &mut report)?;

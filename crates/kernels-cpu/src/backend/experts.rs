@@ -4,7 +4,7 @@ use super::{CpuBackend, CpuRows, Mode, shape_error};
 use crate::experts::{Activations, Expert, ExpertScratch, ExpertStep, ExpertTable, Slots};
 use crate::gemm::{CodedMatrix, ExpertMatrix, MxMatrix};
 use crate::{Epilogue, GemmScratch, PackedMatrix, Precision, Weights};
-use oscar_backend::{ExpertId, ExpertsShape, Gate, HostMatrix, HostValues, Result, RouterRule};
+use oscar_backend::{ExpertId, ExpertsShape, Gate, HeldExperts, HostMatrix, HostValues, Result, RouterRule};
 
 /// The experts of one layer and their router.
 pub struct CpuExperts {
@@ -17,9 +17,10 @@ pub struct CpuExperts {
     router: PackedMatrix,
     correction: Option<Vec<f32>>,
     router_bias: Option<Vec<f32>>,
-    /// The shared expert, if any, comes last. `None` until it is loaded.
+    /// The shared expert, if any, comes last. `None` until it is loaded, and if another rank has it.
     experts: Vec<Option<Expert>>,
     routed: usize,
+    held: HeldExperts,
 }
 
 /// Buffers of a mixture of experts, kept from step to step.
@@ -35,16 +36,21 @@ impl CpuExperts {
     /// Bytes of one routed expert, and of the router and the shared expert.
     pub(super) fn bytes(&self) -> (usize, usize) {
         let bytes = |id: usize| self.experts.get(id).and_then(Option::as_ref).map_or(0, Expert::bytes);
-        (bytes(0), self.router.bytes() + bytes(self.routed))
+        (bytes(self.held.routed.start), self.router.bytes() + bytes(self.routed))
     }
 }
 
-/// The experts of a layer, all loaded.
-struct Loaded<'a>(Vec<&'a Expert>);
+/// The experts of a layer that this rank holds, all loaded, from the first.
+struct Loaded<'a> {
+    experts: Vec<&'a Expert>,
+    first: usize,
+    routed: usize,
+}
 
 impl ExpertTable for Loaded<'_> {
     fn expert(&self, id: usize) -> &Expert {
-        self.0[id]
+        // The shared one lies behind the held ones.
+        self.experts[if id == self.routed { self.experts.len() - 1 } else { id - self.first }]
     }
 }
 
@@ -71,6 +77,7 @@ impl CpuBackend {
             router_bias: shape.router_bias.map(<[f32]>::to_vec),
             experts: (0..total).map(|_| None).collect(),
             routed: shape.experts,
+            held: HeldExperts::of(self.communicator.as_deref(), shape.experts),
         })
     }
 
@@ -124,7 +131,12 @@ impl CpuBackend {
             let detail = format!("rows of {} and a norm of {} for {hidden}", x.width, norm.len());
             return Err(shape_error("a mixture of experts", detail));
         }
-        let Some(loaded) = experts.experts.iter().map(Option::as_ref).collect::<Option<Vec<_>>>() else {
+        let HeldExperts { routed: held, shared } = &experts.held;
+        let shared = *shared && experts.shared_width > 0;
+        let own = experts.experts[held.clone()]
+            .iter()
+            .chain(&experts.experts[experts.routed..][..usize::from(shared)]);
+        let Some(loaded) = own.map(Option::as_ref).collect::<Option<Vec<_>>>() else {
             return Err(shape_error("a mixture of experts", "an expert was never loaded"));
         };
         let ExpertsScratch { normed, logits, gemm, step } = scratch;
@@ -140,7 +152,8 @@ impl CpuBackend {
             logits,
             experts.routed,
             experts.correction.as_deref(),
-            experts.shared_width > 0,
+            held.clone(),
+            shared,
         );
         let activations = match self.mode {
             Mode::Bf16 => Activations::SplitBf16,
@@ -152,9 +165,13 @@ impl CpuBackend {
             pool: &self.pool,
             activations,
             gate: experts.gate,
-            experts: &Loaded(loaded),
+            experts: &Loaded { experts: loaded, first: held.start, routed: experts.routed },
             slots: &slots,
         };
+        if self.communicator.as_ref().is_some_and(|c| c.rank() > 0) {
+            // The first rank has the residual.
+            x.values.fill(0.0);
+        }
         run.run(hidden, normed, &mut x.values, step);
         Ok(())
     }

@@ -27,10 +27,11 @@ use crate::attention::decode::DecodeMemory;
 use crate::attention::hopper::ExpandedPages;
 use crate::blocks::BlockCopies;
 use crate::device::Device;
-use crate::error::Result;
+use crate::error::{CudaError, Result};
 use crate::gemm::{CublasLt, CudaMatrix, Fp8Kernels, Fp8Operands, Fp8Products, Skinny};
 use crate::kernels::Kernels;
 use crate::memory::{Buffer, DevicePtr};
+use crate::nccl::NcclRank;
 use crate::pages::CudaPages;
 use crate::staging::Staging;
 use crate::step::StepPlanner;
@@ -39,8 +40,9 @@ use crate::transfers::Transfers;
 use experts::ExpertsMemory;
 use launches::Launches;
 use oscar_backend::{
-    AttentionKernels, Backend, Benchmarks, BlockId, ExpertId, ExpertsShape, Feature, HeadShape, HostMatrix,
-    PrefillWave, Result as BackendResult, SequenceRows, StepMemory, StepSize, StepTimes, WeightFormat,
+    AttentionKernels, Backend, Benchmarks, BlockId, Communicator, ExpertId, ExpertsShape, Feature, HeadShape,
+    HostMatrix, PrefillWave, Result as BackendResult, SequenceRows, StepMemory, StepSize, StepTimes,
+    WeightFormat,
 };
 use oscar_codec::{CacheLayout, HeadRotations};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
@@ -59,6 +61,8 @@ pub struct CudaBackend {
     /// For weights and blocks on their way.
     staging: Staging,
     copies: BlockCopies,
+    /// The other GPUs of a model that is split.
+    ranks: Option<NcclRank>,
     /// A step holds the lock until it ends.
     state: Mutex<State>,
 }
@@ -153,6 +157,7 @@ impl CudaBackend {
             fp8_activations: None,
             staging: Staging::new(&device),
             copies: BlockCopies::default(),
+            ranks: None,
             device,
             kernels,
             state: Mutex::new(state),
@@ -164,6 +169,11 @@ impl CudaBackend {
     pub fn quantize_activations(&mut self) -> Result<()> {
         self.fp8_activations = Some(Fp8Products::new(&self.device, &self.kernels)?);
         Ok(())
+    }
+
+    /// The same GPU as a rank of a model.
+    pub fn with_ranks(self, ranks: NcclRank) -> Self {
+        Self { ranks: Some(ranks), ..self }
     }
 
     pub fn device(&self) -> &Device {
@@ -276,6 +286,10 @@ impl Backend for CudaBackend {
         Ok(Some(self.device.memory()?.0))
     }
 
+    fn communicator(&self) -> Option<&dyn Communicator> {
+        self.ranks.as_ref().map(|ranks| ranks as &dyn Communicator)
+    }
+
     fn matrix(&self, weights: HostMatrix<'_>) -> BackendResult<CudaMatrix> {
         let matrix = CudaMatrix::upload(&self.device, &self.staging, &weights)?;
         if matrix.format() == WeightFormat::Fp8 {
@@ -305,6 +319,10 @@ impl Backend for CudaBackend {
 
     fn experts(&self, shape: &ExpertsShape<'_>) -> BackendResult<CudaExperts> {
         experts::allowed()?;
+        if self.ranks.is_some() {
+            let why = "mixtures of experts are not split over GPUs yet; use --device cpu";
+            return Err(CudaError::Unsupported(why.into()).into());
+        }
         self.make_experts(shape)
     }
 
@@ -344,7 +362,8 @@ impl Backend for CudaBackend {
     }
 
     fn copies_blocks(&self) -> bool {
-        true
+        // A rank has only its own heads of a block.
+        self.ranks.is_none()
     }
 
     fn read_blocks(&self, pool: &CudaPages, blocks: &mut [(BlockId, &mut Vec<u8>)]) -> BackendResult<()> {
