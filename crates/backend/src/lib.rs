@@ -27,7 +27,9 @@ mod sizing;
 mod views;
 
 pub use blocks::BlockId;
-pub use candidates::{Candidate, MOST_CANDIDATES, Pick, argmax, candidate_key, candidate_of, pick};
+pub use candidates::{
+    Candidate, MOST_CANDIDATES, Pick, TokenMask, argmax, candidate_key, candidate_of, pick,
+};
 pub use communicator::{Communicator, HeldExperts};
 pub use error::{BackendError, Result};
 pub use experts::{ExpertFormat, ExpertGroups, ExpertId, ExpertsShape, RouterRule, RouterScores, route};
