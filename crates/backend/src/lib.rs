@@ -30,7 +30,7 @@ pub use blocks::BlockId;
 pub use candidates::{
     Candidate, MOST_CANDIDATES, Pick, TokenMask, argmax, candidate_key, candidate_of, pick,
 };
-pub use communicator::Communicator;
+pub use communicator::{Communicator, HeldExperts};
 pub use error::{BackendError, Result};
 pub use experts::{ExpertFormat, ExpertGroups, ExpertId, ExpertsShape, RouterRule, RouterScores, route};
 pub use extensions::{
@@ -168,7 +168,7 @@ pub trait Step<B: Backend> {
     fn select(&mut self, x: &B::Rows, rows: &[usize], out: &mut B::Rows) -> Result<()>;
     /// A matrix product with what models do before and after it.
     fn product(&mut self, product: Product<'_, B>, x: &B::Rows, out: &mut B::Rows) -> Result<()>;
-    /// The mixture of experts of one layer: `x += experts(norm(x))`, as [`route`] chooses them.
+    /// The experts of one layer as [`route`] chooses them: `x += experts(norm(x))`; ranks: [`HeldExperts`].
     fn experts(&mut self, experts: &B::Experts, norm: (&B::Vector, f32), x: &mut B::Rows) -> Result<()>;
     /// The whole attention of one layer. Rows of `qkv` are `[queries | keys | values]`.
     ///

@@ -25,6 +25,7 @@ mod model;
 mod on_cpu;
 mod pages;
 mod picks;
+mod ranks;
 mod report;
 mod rows;
 mod twin;
@@ -60,6 +61,7 @@ pub enum Part {
     Dequantized,
     Approximate,
     Pages,
+    Ranks,
     Pick,
     Views,
     Recode,
@@ -71,7 +73,7 @@ pub enum Part {
 
 /// Each part with the name that `oscar gpu-check --only` takes and one line for `--help`.
 #[rustfmt::skip]
-const PARTS: [(Part, &str, &str); 24] = [
+const PARTS: [(Part, &str, &str); 25] = [
     (Part::Embed, "embed", "Embedding and row selection (rows.cu)"),
     (Part::Norm, "norm", "RMSNorm (rows.cu)"),
     (Part::Gate, "gate", "SwiGLU (rows.cu)"),
@@ -89,6 +91,7 @@ const PARTS: [(Part, &str, &str); 24] = [
     (Part::Dequantized, "dequantized", "Formats without kernels: simple attention over dequantized history (attention_simple.cu)"),
     (Part::Approximate, "approximate", "Attention after an approximate prefix hit"),
     (Part::Pages, "pages", "Copies of blocks to and from the host (copy_blocks.cu)"),
+    (Part::Ranks, "ranks", "Sums over simulated ranks (ranks.cu), and NCCL with one rank where it is installed"),
     (Part::Pick, "pick", "Choice of tokens on the device (pick.cu)"),
     (Part::Views, "views", "Views: rows gathered and read back, attention over them (views.cu and all kernels of attention)"),
     (Part::Recode, "recode", "History as its codes dequantize it, for calibration (demote.cu)"),
@@ -166,6 +169,9 @@ pub fn check(gpu: &CudaBackend, parts: &[Part], extent: Extent) -> Result<Report
     }
     if wants(Part::Pages) {
         pages::check(gpu, extent, &mut report)?;
+    }
+    if wants(Part::Ranks) {
+        ranks::check(gpu, &mut report)?;
     }
     if wants(Part::Pick) {
         picks::check(gpu, extent, &mut report)?;

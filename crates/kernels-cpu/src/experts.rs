@@ -69,14 +69,15 @@ pub struct Slots {
 }
 
 impl Slots {
-    /// Chooses the experts of each row of `logits`. `shared`: an expert that every row has with
-    /// weight 1 and that comes after all others.
+    /// Chooses the experts of each row of `logits`; those that are not `held` get no slots. `shared`: an
+    /// expert that every row has with weight 1 and that comes after all others.
     pub fn route(
         pool: &ThreadPool,
         rule: &RouterRule,
         logits: &[f32],
         experts: usize,
         correction: Option<&[f32]>,
+        held: Range<usize>,
         shared: bool,
     ) -> Self {
         let rows = logits.len() / experts;
@@ -84,6 +85,7 @@ impl Slots {
         pool.run_chunks(&mut chosen, 8, |index, chosen| {
             for (row, chosen) in (8 * index..).zip(chosen) {
                 route(rule, &logits[row * experts..][..experts], correction, chosen);
+                chosen.retain(|(expert, _)| held.contains(&(*expert as usize)));
             }
         });
         let mut starts = vec![0; experts + 1];

@@ -46,6 +46,7 @@ source!(FP8_PRODUCTS, "fp8_products.cu", by_head_dim: false, hopper: true);
 source!(BANDWIDTH, "bandwidth.cu", by_head_dim: false);
 source!(GRAM, "gram.cu", by_head_dim: false);
 source!(RANDOM, "random.cu", by_head_dim: false);
+source!(RANKS, "ranks.cu", by_head_dim: false);
 source!(COPY_BLOCKS, "copy_blocks.cu", by_head_dim: false);
 source!(PICK, "pick.cu", by_head_dim: false);
 source!(DIVERGENCE, "divergence.cu", by_head_dim: false);
@@ -96,6 +97,7 @@ static PLAIN: &[&Source] = &[
     &BANDWIDTH,
     &GRAM,
     &RANDOM,
+    &RANKS,
     &COPY_BLOCKS,
     &PICK,
     &DIVERGENCE,

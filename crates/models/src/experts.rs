@@ -2,8 +2,8 @@
 //! layer exists.
 
 use oscar_backend::{
-    Backend, BackendError, Benchmarks, ExpertFormat, ExpertId, ExpertsShape, Gate, HostMatrix, HostValues,
-    MXFP4_GROUP, ScaleGrid, WeightFormat,
+    Backend, BackendError, Benchmarks, ExpertFormat, ExpertId, ExpertsShape, Gate, HeldExperts, HostMatrix,
+    HostValues, MXFP4_GROUP, ScaleGrid, WeightFormat,
 };
 use oscar_codec::random::SplitMix64;
 
@@ -127,7 +127,8 @@ pub(crate) fn load<B: Backend>(
         fused::load(backend, config, moe, weights, layer, &mut experts)?;
         return Ok(experts);
     }
-    for id in moe.ids() {
+    let held = HeldExperts::of(backend.communicator(), moe.experts);
+    for id in moe.ids().filter(|id| held.has(*id)) {
         let views = Projection::FEED_FORWARD.map(|part| weights.matrix(&names.expert(layer, moe, id, part)));
         let [gate, up, down] = views;
         let views = [gate?, up?, down?];

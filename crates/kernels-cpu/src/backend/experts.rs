@@ -4,7 +4,7 @@ use super::{CpuBackend, Mode, shape_error};
 use crate::experts::{Activations, Expert, ExpertScratch, ExpertStep, ExpertTable, Slots};
 use crate::gemm::{CodedMatrix, ExpertMatrix, MxMatrix};
 use crate::{Epilogue, GemmScratch, PackedMatrix, Precision, Weights};
-use oscar_backend::{ExpertId, ExpertsShape, Gate, HostMatrix, HostValues, Result, RouterRule};
+use oscar_backend::{ExpertId, ExpertsShape, Gate, HeldExperts, HostMatrix, HostValues, Result, RouterRule};
 use std::sync::PoisonError;
 
 /// The experts of one layer and their router.
@@ -18,9 +18,10 @@ pub struct CpuExperts {
     router: PackedMatrix,
     correction: Option<Vec<f32>>,
     router_bias: Option<Vec<f32>>,
-    /// The shared expert, if any, comes last. `None` until it is loaded.
+    /// The shared expert, if any, comes last. `None` until it is loaded, and if another rank has it.
     experts: Vec<Option<Expert>>,
     routed: usize,
+    held: HeldExperts,
 }
 
 /// Buffers of a mixture of experts, kept from step to step.
@@ -62,16 +63,21 @@ impl CpuExperts {
     /// Bytes of one routed expert, and of the router and the shared expert.
     pub(super) fn bytes(&self) -> (usize, usize) {
         let bytes = |id: usize| self.experts.get(id).and_then(Option::as_ref).map_or(0, Expert::bytes);
-        (bytes(0), self.router.bytes() + bytes(self.routed))
+        (bytes(self.held.routed.start), self.router.bytes() + bytes(self.routed))
     }
 }
 
-/// The experts of a layer, all loaded.
-struct Loaded<'a>(Vec<&'a Expert>);
+/// The experts of a layer that this rank holds, all loaded, from the first.
+struct Loaded<'a> {
+    experts: Vec<&'a Expert>,
+    first: usize,
+    routed: usize,
+}
 
 impl ExpertTable for Loaded<'_> {
     fn expert(&self, id: usize) -> &Expert {
-        self.0[id]
+        // The shared one lies behind the held ones.
+        self.experts[if id == self.routed { self.experts.len() - 1 } else { id - self.first }]
     }
 }
 
@@ -98,6 +104,7 @@ impl CpuBackend {
             router_bias: shape.router_bias.map(<[f32]>::to_vec),
             experts: (0..total).map(|_| None).collect(),
             routed: shape.experts,
+            held: HeldExperts::of(self.communicator.as_deref(), shape.experts),
         })
     }
 
@@ -152,7 +159,12 @@ impl CpuBackend {
             let detail = format!("{} values and a norm of {} for rows of {hidden}", x.len(), norm.len());
             return Err(shape_error("a mixture of experts", detail));
         }
-        let Some(loaded) = experts.experts.iter().map(Option::as_ref).collect::<Option<Vec<_>>>() else {
+        let HeldExperts { routed: held, shared } = &experts.held;
+        let shared = *shared && experts.shared_width > 0;
+        let own = experts.experts[held.clone()]
+            .iter()
+            .chain(&experts.experts[experts.routed..][..usize::from(shared)]);
+        let Some(loaded) = own.map(Option::as_ref).collect::<Option<Vec<_>>>() else {
             return Err(shape_error("a mixture of experts", "an expert was never loaded"));
         };
         let ExpertsScratch { normed, logits, gemm, step } = scratch;
@@ -168,7 +180,8 @@ impl CpuBackend {
             logits,
             experts.routed,
             experts.correction.as_deref(),
-            experts.shared_width > 0,
+            held.clone(),
+            shared,
         );
         let activations = match self.mode {
             Mode::Bf16 => Activations::SplitBf16,
@@ -180,9 +193,13 @@ impl CpuBackend {
             pool: &self.pool,
             activations,
             gate: experts.gate,
-            experts: &Loaded(loaded),
+            experts: &Loaded { experts: loaded, first: held.start, routed: experts.routed },
             slots: &slots,
         };
+        if self.communicator.as_ref().is_some_and(|c| c.rank() > 0) {
+            // The first rank has the residual.
+            x.fill(0.0);
+        }
         run.run(hidden, normed, x, step);
         Ok(())
     }

@@ -32,10 +32,11 @@ use crate::attention::decode::DecodeMemory;
 use crate::attention::hopper::HopperMemory;
 use crate::blocks::BlockCopies;
 use crate::device::Device;
-use crate::error::Result;
+use crate::error::{CudaError, Result};
 use crate::gemm::{CublasLt, CudaMatrix, Fp8Kernels, Fp8Operands, Fp8Products, Skinny};
 use crate::kernels::Kernels;
 use crate::memory::{Buffer, DevicePtr};
+use crate::nccl::NcclRank;
 use crate::pages::CudaPages;
 use crate::staging::Staging;
 use crate::step::StepPlanner;
@@ -44,9 +45,9 @@ use crate::transfers::Transfers;
 use experts::ExpertsMemory;
 use launches::Launches;
 use oscar_backend::{
-    AttentionKernels, Backend, Benchmarks, BlockId, ExpertId, ExpertsShape, Feature, HeadHistory, HeadShape,
-    HistoryRows, HostMatrix, PrefillWave, Result as BackendResult, RowEviction, SequenceRows, StepMemory,
-    StepSize, StepTimes, View, WeightFormat,
+    AttentionKernels, Backend, Benchmarks, BlockId, Communicator, ExpertId, ExpertsShape, Feature,
+    HeadHistory, HeadShape, HistoryRows, HostMatrix, PrefillWave, Result as BackendResult, RowEviction,
+    SequenceRows, StepMemory, StepSize, StepTimes, View, WeightFormat,
 };
 use oscar_codec::{CacheLayout, HeadRotations};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
@@ -65,6 +66,8 @@ pub struct CudaBackend {
     /// For weights and blocks on their way.
     staging: Staging,
     copies: BlockCopies,
+    /// The other GPUs of a model that is split.
+    ranks: Option<NcclRank>,
     /// A step holds the lock until it ends.
     state: Mutex<State>,
 }
@@ -165,6 +168,7 @@ impl CudaBackend {
             fp8_activations: None,
             staging: Staging::new(&device),
             copies: BlockCopies::default(),
+            ranks: None,
             device,
             kernels,
             state: Mutex::new(state),
@@ -182,6 +186,11 @@ impl CudaBackend {
     /// for checks.
     pub fn e4m3_key_bits(&self) -> u32 {
         self.attention.e4m3_key_bits(self.device.properties())
+    }
+
+    /// The same GPU as a rank of a model.
+    pub fn with_ranks(self, ranks: NcclRank) -> Self {
+        Self { ranks: Some(ranks), ..self }
     }
 
     pub fn device(&self) -> &Device {
@@ -288,6 +297,10 @@ impl Backend for CudaBackend {
         Ok(Some(self.device.memory()?.0))
     }
 
+    fn communicator(&self) -> Option<&dyn Communicator> {
+        self.ranks.as_ref().map(|ranks| ranks as &dyn Communicator)
+    }
+
     fn matrix(&self, weights: HostMatrix<'_>) -> BackendResult<CudaMatrix> {
         let matrix = CudaMatrix::upload(&self.device, &self.staging, &weights)?;
         if matrix.format() == WeightFormat::Fp8 {
@@ -316,6 +329,10 @@ impl Backend for CudaBackend {
     }
 
     fn experts(&self, shape: &ExpertsShape<'_>) -> BackendResult<CudaExperts> {
+        if self.ranks.is_some() {
+            let why = "mixtures of experts are not split over GPUs yet; use --device cpu";
+            return Err(CudaError::Unsupported(why.into()).into());
+        }
         shape.check()?;
         Ok(CudaExperts::new(&self.device, &self.kernels, shape)?)
     }
@@ -356,7 +373,8 @@ impl Backend for CudaBackend {
     }
 
     fn copies_blocks(&self) -> bool {
-        true
+        // A rank has only its own heads of a block.
+        self.ranks.is_none()
     }
 
     fn read_blocks(&self, pool: &CudaPages, blocks: &mut [(BlockId, &mut Vec<u8>)]) -> BackendResult<()> {

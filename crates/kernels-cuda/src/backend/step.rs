@@ -10,6 +10,7 @@ use crate::attention::demote::Scope;
 use crate::attention::{LayerCall, Path};
 use crate::error::{CudaError, Result};
 use crate::gemm::CudaMatrix;
+use crate::nccl::NcclRank;
 use crate::pages::CudaPages;
 use crate::step::{StepSummary, StepTables};
 use crate::storage::Storage;
@@ -327,6 +328,13 @@ fn check_rows(x: &CudaRows, rows: &[usize]) -> Result<()> {
     Ok(())
 }
 
+impl CudaStep<'_> {
+    fn ranks(&self) -> Result<&NcclRank> {
+        let alone = || CudaError::Unsupported("this GPU is no rank of a model".into());
+        self.backend.ranks.as_ref().ok_or_else(alone)
+    }
+}
+
 impl Step<CudaBackend> for CudaStep<'_> {
     fn embed(
         &mut self,
@@ -427,6 +435,19 @@ impl Step<CudaBackend> for CudaStep<'_> {
         }
         self.state.queries = queries;
         Ok(())
+    }
+
+    fn all_reduce(&mut self, x: &mut CudaRows) -> BackendResult<()> {
+        self.ranks()?.sum(x.held_values("rows to sum over ranks")?)?;
+        x.drop_rounded();
+        Ok(())
+    }
+
+    fn all_gather(&mut self, part: &CudaRows, whole: &mut CudaRows) -> BackendResult<()> {
+        let rows = part.count();
+        whole.resize(&self.backend.device, rows, true, false)?;
+        let whole = whole.held_values("rows of all ranks")?;
+        Ok(self.ranks()?.join_rows(rows, part.held_values("a rank's part of rows")?, whole)?)
     }
 
     fn read(&mut self, x: &CudaRows, rows: &[usize], out: &mut Vec<f32>) -> BackendResult<()> {

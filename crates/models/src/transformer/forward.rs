@@ -132,7 +132,10 @@ impl<B: Backend> Transformer<B> {
                 step.product(down, &w.gated, &mut w.hidden)?;
                 self.sum_over_ranks(step, w)
             }
-            FeedForward::Experts(experts) => step.experts(experts, (&layer.post_norm, eps), &mut w.hidden),
+            FeedForward::Experts(experts) => {
+                step.experts(experts, (&layer.post_norm, eps), &mut w.hidden)?;
+                self.sum_over_ranks(step, w)
+            }
         }
     }
 

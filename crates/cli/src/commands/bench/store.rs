@@ -198,8 +198,7 @@ fn start(
     let context = args.prompt_tokens + args.output_tokens;
     let runner = subject.runner(&cache, backend, &args.cache, context, 2)?;
     let ram = with_ram.then_some(usize::MAX);
-    let flags =
-        StoreArgs { store: Some(folder.to_owned()), store_ram: ram, ..StoreArgs::default() };
+    let flags = StoreArgs { store: Some(folder.to_owned()), store_ram: ram, ..StoreArgs::default() };
     let weights = match subject {
         Subject::Open(model) => model.weights.fingerprint(),
         Subject::Random { weights, .. } => format!("random {weights:?}"),

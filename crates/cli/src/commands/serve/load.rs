@@ -171,8 +171,14 @@ impl LoadArgs {
             max_tokens: None,
         };
         let prefix_cache = !self.no_prefix_cache;
-        let (store, desk) =
-            self.store.open(transfer, &self.model, &(&model).into(), &cache, runner.backend(), prefix_cache)?;
+        let (store, desk) = self.store.open(
+            transfer,
+            &self.model,
+            &(&model).into(),
+            &cache,
+            runner.backend(),
+            prefix_cache,
+        )?;
         let (cap, post) = (self.eviction.cap(&runner)?, self.eviction.post(&text, &model.weights)?);
         let options = EngineOptions { store, desk, cap, post, ..self.engine(&model.name) };
         Ok(Loaded { model, options, runner, text, defaults, served })
