@@ -5,14 +5,11 @@ use crate::e4m3::RoundedKeys;
 pub use crate::inspected::Inspected;
 pub use crate::twin::HeadTwin;
 use crate::{Numbers, Report, largest_difference, read_all, upload};
-use anyhow::{Context, Result};
+use anyhow::Result;
 use oscar_backend::{Backend, CacheHead, HeadShape, LayerHeads, SequenceRows, Step};
 use oscar_cache::{PagePool, SequencePages, StepPages};
 use oscar_codec::attention::{PagedContext, attend_context};
-use oscar_codec::{CacheLayout, CodeLayout, PAGE_TOKENS, RowPageCodec, Side, SideSpec, TILE_TOKENS, Windows};
-use oscar_kernels_cuda::Storage;
-use std::collections::BTreeMap;
-use std::ops::Range;
+use oscar_codec::{CacheLayout, CodeLayout, PAGE_TOKENS, RowPageCodec, SideSpec, Windows};
 
 /// The values of rows.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -322,7 +319,8 @@ impl Reference<'_> {
         let (shape, d) = (self.shape, self.shape.head_dim);
         let group = shape.query_heads / shape.kv_heads;
         let table = self.layout.coded();
-        let twin = &twin.seen(s.view, self.layer * shape.kv_heads + kv_head, self.layout);
+        let seen = s.view.map(|view| twin.seen(view, self.layer * shape.kv_heads + kv_head, self.layout));
+        let twin = seen.as_ref().unwrap_or(twin);
         let pages = TwinPages::of(twin, d, table.is_some())?;
         // The twin has the pages that the device's tables name, and no others.
         let blocks = pages.full.len();

@@ -28,8 +28,7 @@ impl HeadTwin {
     }
 
     /// The rows that a sequence with this view reads, as the compact sequence has them.
-    pub fn seen(&self, view: Option<&View>, head: usize, layout: &CacheLayout) -> Self {
-        let Some(view) = view else { return self.clone() };
+    pub fn seen(&self, view: &View, head: usize, layout: &CacheLayout) -> Self {
         let (d, sink, kept) = (layout.head_dim(), layout.windows().sink(), view.survivors(head));
         let compact = |rows: &Vec<f32>| -> Vec<f32> {
             let mut seen = rows[..sink * d].to_vec();

@@ -112,7 +112,8 @@ fn measure(
     let Case { context, tokens, batch, rows, .. } = *case;
     let until = rows.map_or(0, |_| view_end(layout, context));
     let (mut full, mut coded) = (0, 0);
-    let tables: Vec<_> = (0..batch).map(|_| pages(layout, context, tokens, until, &mut full, &mut coded)).collect();
+    let tables: Vec<_> =
+        (0..batch).map(|_| pages(layout, context, tokens, until, &mut full, &mut coded)).collect();
     // Pages of views come after all others.
     let ids = PagePool::new(layout, usize::MAX / 2);
     let _others = ids.take(BlockCounts { full: 0, coded: coded as usize, sliding: 0 })?;
