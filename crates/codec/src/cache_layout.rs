@@ -33,6 +33,8 @@ pub struct CacheLayout {
     held_block_bytes: Option<usize>,
     /// Layers with pages of their own, which hold a window only.
     pub(crate) sliding: Option<SlidingGroup>,
+    /// Bytes of a sequence's recurrent state.
+    pub(crate) state_bytes: usize,
 }
 
 impl CacheLayout {
@@ -49,10 +51,10 @@ impl CacheLayout {
         let table = |format| FormatTable::uniform(format, layers, kv_heads, head_dim, layout);
         if format.is_coded() {
             let (full, coded) = (table(KvFormat::Bf16)?, Some(table(format)?));
-            Ok(Self { format, full, coded, windows, held_block_bytes: None, sliding: None })
+            Ok(Self { format, full, coded, windows, held_block_bytes: None, sliding: None, state_bytes: 0 })
         } else {
             let (full, windows) = (table(format)?, Windows::unlimited());
-            Ok(Self { format, full, coded: None, windows, held_block_bytes: None, sliding: None })
+            Ok(Self { format, full, coded: None, windows, held_block_bytes: None, sliding: None, state_bytes: 0 })
         }
     }
 
@@ -67,7 +69,7 @@ impl CacheLayout {
         let codec = RowPageCodec::new(row, format.side_spec(Side::Key), SideSpec::SHARED, order)?;
         let full = FormatTable::new(layers, 1, vec![codec; layers])?;
         let windows = Windows::unlimited();
-        Ok(Self { format, full, coded: None, windows, held_block_bytes: None, sliding: None })
+        Ok(Self { format, full, coded: None, windows, held_block_bytes: None, sliding: None, state_bytes: 0 })
     }
 
     /// The same cache with another table of codecs for quantized pages (widths or clip ratios by
@@ -159,6 +161,9 @@ impl CacheLayout {
         if self.sliding.is_some() {
             return Err("some layers have a sliding window, whose rows are not evicted");
         }
+        if self.has_states() {
+            return Err("some layers have a recurrent state, which cannot forget single rows");
+        }
         if !table.codecs().iter().all(RowPageCodec::copies_rows) {
             return Err(
                 "this cache format groups tokens, whose rows cannot be separated without quantizing again",
@@ -184,7 +189,7 @@ impl CacheLayout {
     /// Blocks that a sequence of `tokens` holds between two steps.
     pub fn blocks(&self, tokens: usize) -> BlockCounts {
         let (full, coded) = self.grown_blocks(tokens);
-        BlockCounts { full, coded, sliding: self.sliding_blocks(tokens).len() }
+        BlockCounts { full, coded, sliding: self.sliding_blocks(tokens).len(), states: self.states(tokens) }
     }
 
     /// Full and quantized blocks of the layers whose history grows.
@@ -214,6 +219,7 @@ impl CacheLayout {
         blocks.full * self.full_block_bytes()
             + blocks.coded * self.coded_block_bytes()
             + blocks.sliding * self.sliding_block_bytes()
+            + blocks.states * self.state_bytes()
     }
 
     /// Bytes of one block of all layers in full precision.
@@ -336,6 +342,10 @@ impl CacheLayout {
                 }
             }
         };
+        let grown = match self.state_bytes {
+            0 => grown,
+            bytes => format!("{grown}; a state of {:.1} MiB a sequence", bytes as f64 / 1_048_576.0),
+        };
         match &self.sliding {
             None => grown,
             Some(group) => {
@@ -367,7 +377,7 @@ mod tests {
         assert_eq!(blocks(336), (6, 1), "the first tile is coded, its block keeps both pages");
         // 16384 tokens: boundary 16128 = 252 blocks, one of them the sink.
         assert_eq!(blocks(16384), (1 + 4, 251));
-        assert_eq!(layout(KvFormat::Bf16).blocks(16384), BlockCounts { full: 256, coded: 0, sliding: 0 });
+        assert_eq!(layout(KvFormat::Bf16).blocks(16384), BlockCounts { full: 256, ..BlockCounts::default() });
     }
 
     #[test]

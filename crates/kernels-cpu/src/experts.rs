@@ -69,15 +69,15 @@ pub struct Slots {
 }
 
 impl Slots {
-    /// Chooses the experts of each row of `logits`. `shared`: an expert that every row has with
-    /// weight 1 and that comes after all others.
+    /// Chooses the experts of each row of `logits`. `shared`: the weights, by row, of an expert that
+    /// every row has and that comes after all others.
     pub fn route(
         pool: &ThreadPool,
         rule: &RouterRule,
         logits: &[f32],
         experts: usize,
         correction: Option<&[f32]>,
-        shared: bool,
+        shared: Option<&[f32]>,
     ) -> Self {
         let rows = logits.len() / experts;
         let mut chosen: Vec<Vec<(u32, f32)>> = vec![Vec::new(); rows];
@@ -100,9 +100,9 @@ impl Slots {
         let present =
             (0..experts).map(|e| (e, starts[e]..starts[e + 1])).filter(|(_, slots)| !slots.is_empty());
         let mut present: Vec<_> = present.collect();
-        if shared && rows > 0 {
+        if let Some(weights) = shared.filter(|_| rows > 0) {
             present.push((experts, slots.len()..slots.len() + rows));
-            slots.extend((0..rows as u32).map(|row| (row, 1.0)));
+            slots.extend((0..rows as u32).zip(weights).map(|(row, &weight)| (row, weight)));
         }
         Self { slots, experts: present }
     }

@@ -17,6 +17,8 @@ pub struct CpuExperts {
     router: PackedMatrix,
     correction: Option<Vec<f32>>,
     router_bias: Option<Vec<f32>>,
+    /// Weights of the gate on the shared expert.
+    shared_gate: Option<Vec<f32>>,
     /// The shared expert, if any, comes last. `None` until it is loaded.
     experts: Vec<Option<Expert>>,
     routed: usize,
@@ -37,6 +39,12 @@ impl CpuExperts {
         let bytes = |id: usize| self.experts.get(id).and_then(Option::as_ref).map_or(0, Expert::bytes);
         (bytes(0), self.router.bytes() + bytes(self.routed))
     }
+}
+
+/// `σ(gate · x)` for each row.
+fn shared_weights(rows: &[f32], gate: &[f32]) -> Vec<f32> {
+    let dot = |row: &[f32]| row.iter().zip(gate).map(|(x, g)| x * g).sum::<f32>();
+    rows.chunks_exact(gate.len()).map(|row| 1.0 / (1.0 + (-dot(row)).exp())).collect()
 }
 
 /// The experts of a layer, all loaded.
@@ -69,6 +77,7 @@ impl CpuBackend {
             router,
             correction: shape.correction.map(<[f32]>::to_vec),
             router_bias: shape.router_bias.map(<[f32]>::to_vec),
+            shared_gate: shape.shared_gate.map(<[f32]>::to_vec),
             experts: (0..total).map(|_| None).collect(),
             routed: shape.experts,
         })
@@ -134,13 +143,17 @@ impl CpuBackend {
         logits.resize(rows * experts.routed, 0.0);
         let epilogue = Epilogue { bias: experts.router_bias.as_deref(), accumulate: false };
         experts.router.linear(self.kernels, &self.pool, normed, rows, logits, epilogue, gemm);
+        let shared = (experts.shared_width > 0).then(|| match &experts.shared_gate {
+            None => vec![1.0; rows],
+            Some(gate) => shared_weights(normed, gate),
+        });
         let slots = Slots::route(
             &self.pool,
             &experts.rule,
             logits,
             experts.routed,
             experts.correction.as_deref(),
-            experts.shared_width > 0,
+            shared.as_deref(),
         );
         let activations = match self.mode {
             Mode::Bf16 => Activations::SplitBf16,

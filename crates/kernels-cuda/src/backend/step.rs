@@ -14,7 +14,7 @@ use crate::pages::CudaPages;
 use crate::step::{StepSummary, StepTables};
 use crate::storage::Storage;
 use oscar_backend::{
-    Candidate, Feature, LayerHeads, Pick, Product, Result as BackendResult, SequenceRows, Step, Tap,
+    Candidate, DeltaStep, Feature, LayerHeads, Pick, Product, Result as BackendResult, SequenceRows, Step, Tap,
     TappedRows, WeightFormat,
 };
 use std::sync::MutexGuard;
@@ -326,6 +326,8 @@ fn check_rows(x: &CudaRows, rows: &[usize]) -> Result<()> {
     }
     Ok(())
 }
+
+impl DeltaStep<CudaBackend> for CudaStep<'_> {}
 
 impl Step<CudaBackend> for CudaStep<'_> {
     fn embed(

@@ -104,6 +104,7 @@ fn measure(
             demote: 0..0,
             demote_values: 0..0,
             view: None,
+            states: None,
         })
         .collect();
     // A few distinct rows are enough: time does not depend on them.

@@ -123,7 +123,7 @@ impl Args {
         let layout = c.cache_layout(format, windows, CodeLayout::Logical)?;
         let rotations = match format.rotation() {
             RotationKind::None => None,
-            _ => Some(RotationSet::hadamard(c.layers, c.kv_heads, c.head_dim)?),
+            _ => Some(RotationSet::hadamard(c.cache_layers(), c.kv_heads, c.head_dim)?),
         };
         if !self.json {
             eprintln!("{format}: {}, {}", backend.describe(), backend.attention(&layout).description);
