@@ -80,13 +80,23 @@ pub struct DeltaLayer<'a, B: Backend> {
 pub trait DeltaStep<B: Backend> {
     /// The whole delta net of one layer between its projections. Only on a device that computes
     /// [`Feature::DeltaNet`].
-    fn mix_delta(&mut self, _layer: DeltaLayer<'_, B>, _projected: &B::Rows, _out: &mut B::Rows) -> Result<()> {
+    fn mix_delta(
+        &mut self,
+        _layer: DeltaLayer<'_, B>,
+        _projected: &B::Rows,
+        _out: &mut B::Rows,
+    ) -> Result<()> {
         Err(refusal(Feature::DeltaNet))
     }
     /// `attended ← unrotated(attended) · σ(gates)`. `unrotate` has a matrix for each KV head that undoes
     /// the value rotation of the cache, or none if there is no rotation. Only on a device that computes
     /// [`Feature::OutputGate`].
-    fn gate_heads(&mut self, _unrotate: &[&B::Matrix], _gates: &B::Rows, _attended: &mut B::Rows) -> Result<()> {
+    fn gate_heads(
+        &mut self,
+        _unrotate: &[&B::Matrix],
+        _gates: &B::Rows,
+        _attended: &mut B::Rows,
+    ) -> Result<()> {
         Err(refusal(Feature::OutputGate))
     }
 }

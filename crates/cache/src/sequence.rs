@@ -3,7 +3,7 @@
 use crate::pool::{CodedPage, FullPage, OutOfPages, PagePool};
 use crate::prefix::{BlockNeed, BlockPages, PrefixPages, coded_progress, resume_point};
 use crate::sliding::SlidingPages;
-use crate::state::{RecurrentState, StepStates};
+use crate::state::RecurrentState;
 use crate::view::View;
 use oscar_codec::{BlockCounts, CacheLayout, CodedPageId, FullPageId, PAGE_TOKENS, Side, SlidingPageId};
 use std::ops::Range;
@@ -33,7 +33,7 @@ pub struct SequencePages {
     /// for a resume at the last whole page.
     lagging: Vec<(usize, FullPage)>,
     sliding: SlidingPages,
-    state: RecurrentState,
+    pub(crate) state: RecurrentState,
     keeps_resumable: bool,
     /// Everything before this position except the sink is read quantized, regardless of the
     /// windows.
@@ -161,11 +161,6 @@ impl SequencePages {
     /// Pages of the sliding layers; empty in models without any.
     pub fn sliding(&self) -> &[Option<SlidingPageId>] {
         self.sliding.ids()
-    }
-
-    /// The recurrent state before and after a prepared step.
-    pub fn states(&self) -> Option<StepStates> {
-        self.state.of_step()
     }
 
     /// Blocks that the sequence reads or will read.

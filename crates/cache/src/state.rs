@@ -5,6 +5,7 @@
 //! never changes, and keeping one costs no copy.
 
 use crate::pool::StateSlot;
+use crate::sequence::SequencePages;
 use oscar_codec::{CacheLayout, PAGE_TOKENS, StateId};
 
 /// The states of a sequence in a step: what it begins from (nothing at the first token) and where the state
@@ -13,6 +14,13 @@ use oscar_codec::{CacheLayout, PAGE_TOKENS, StateId};
 pub struct StepStates {
     pub from: Option<StateId>,
     pub to: StateId,
+}
+
+impl SequencePages {
+    /// The recurrent state before and after a prepared step.
+    pub fn states(&self) -> Option<StepStates> {
+        self.state.of_step()
+    }
 }
 
 #[derive(Debug, Default)]
@@ -82,5 +90,76 @@ impl RecurrentState {
         let kept = self.kept.as_ref().map(|(_, slot)| slot.id());
         let kept = usize::from(kept.is_some() && kept != current);
         usize::from(current.is_some()) + kept + usize::from(self.next.is_some())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::{PagePool, PrefixPages, RadixCache, SequencePages, StepStates};
+    use oscar_codec::{CacheLayout, CodeLayout, KvFormat, StateId, Windows};
+
+    fn layout() -> CacheLayout {
+        let windows = Windows::unlimited();
+        CacheLayout::new(KvFormat::Bf16, 2, 1, 32, windows, CodeLayout::Logical).unwrap().with_states(5000)
+    }
+
+    fn step(pages: &mut SequencePages, layout: &CacheLayout, pool: &PagePool, tokens: usize) -> StepStates {
+        let step = pages.prepare(layout, pool, tokens).unwrap();
+        let states = pages.states().unwrap();
+        pages.commit(layout, &step);
+        states
+    }
+
+    #[test]
+    fn a_step_writes_in_place_unless_the_state_is_held() {
+        let (layout, tokens) = (layout(), (0..300).collect::<Vec<u32>>());
+        let pool = PagePool::new(&layout, 1 << 30);
+        let mut tree = RadixCache::new(layout.clone());
+        let mut pages = SequencePages::resumable();
+        let id = |n| Some(StateId(n));
+        assert_eq!(step(&mut pages, &layout, &pool, 40), StepStates { from: None, to: StateId(0) });
+        assert_eq!(step(&mut pages, &layout, &pool, 24), StepStates { from: id(0), to: StateId(0) });
+        assert_eq!(tree.insert(&tokens[..], &mut pages), 64);
+        // 64 is a whole page: its state is kept, by the sequence and by the tree.
+        assert_eq!(step(&mut pages, &layout, &pool, 1), StepStates { from: id(0), to: StateId(1) });
+        assert_eq!(step(&mut pages, &layout, &pool, 70), StepStates { from: id(1), to: StateId(1) });
+        assert_eq!((pool.usage().states, pages.blocks().states), (2, 2));
+        assert_eq!(pool.usage().bytes, pages.bytes(&layout));
+        // A hit reads the kept state and writes another.
+        let found = tree.find(&tokens[..130]);
+        assert_eq!(found.len(), 64);
+        let mut other = SequencePages::resume(&layout, found);
+        assert_eq!(step(&mut other, &layout, &pool, 9), StepStates { from: id(0), to: StateId(2) });
+        drop((pages, other));
+        assert_eq!((pool.usage().states, tree.pages().idle_states), (1, 1));
+        tree.flush();
+        assert_eq!(pool.usage().bytes, 0);
+    }
+
+    #[test]
+    fn the_tree_keeps_states_at_ends_of_prompts_and_the_last_one() {
+        let (layout, tokens) = (layout(), (0..1000).collect::<Vec<u32>>());
+        let pool = PagePool::new(&layout, 1 << 30);
+        let mut tree = RadixCache::new(layout.clone());
+        let mut pages = SequencePages::resume(&layout, PrefixPages::default());
+        for len in [128, 256, 320, 384, 448] {
+            let tokens_left = len - pages.len();
+            step(&mut pages, &layout, &pool, tokens_left);
+            tree.insert(&tokens[..], &mut pages);
+            if len == 256 {
+                tree.mark_prompt(&tokens[..300]);
+            }
+        }
+        let found = |tree: &mut RadixCache, len: usize| tree.find(&tokens[..len]).len();
+        assert_eq!([999, 447, 300, 255].map(|len| found(&mut tree, len)), [448, 256, 256, 0]);
+        drop(pages);
+        assert_eq!(pool.usage().states, 2);
+        // Room for a state: that of the older end goes, and no page.
+        let before = pool.usage();
+        assert_eq!(tree.reclaimable(), before.bytes);
+        let done = tree.reclaim(1);
+        assert!(done.bytes > 0 && tree.pages().states <= 1, "{done:?}");
+        tree.flush();
+        assert_eq!(pool.usage().bytes, 0);
     }
 }

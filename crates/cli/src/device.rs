@@ -2,9 +2,10 @@
 
 use anyhow::{Context, Result};
 use oscar_backend::{
-    AttentionKernels, Backend, BlockId, Candidate, Communicator, DeltaLayer, DeltaStep, ExpertId, ExpertsShape, Feature,
-    HeadHistory, HeadShape, HistoryRows, HostMatrix, LatentHeads, LayerHeads, Pick, PrefillWave, Product,
-    Result as BackendResult, SequenceRows, Step, StepMemory, StepSize, Tap, View, latent_refusal,
+    AttentionKernels, Backend, BlockId, Candidate, Communicator, DeltaLayer, DeltaStep, ExpertId,
+    ExpertsShape, Feature, HeadHistory, HeadShape, HistoryRows, HostMatrix, LatentHeads, LayerHeads, Pick,
+    PrefillWave, Product, Result as BackendResult, SequenceRows, Step, StepMemory, StepSize, Tap, View,
+    latent_refusal,
 };
 use oscar_codec::{CacheLayout, HeadRotations};
 use oscar_kernels_cpu::backend::{CpuBackend, CpuStep};
@@ -360,12 +361,7 @@ impl DeltaStep<AnyBackend> for AnyStep<'_> {
         }
     }
 
-    fn gate_heads(
-        &mut self,
-        unrotate: &[&Matrix],
-        gates: &Rows,
-        attended: &mut Rows,
-    ) -> BackendResult<()> {
+    fn gate_heads(&mut self, unrotate: &[&Matrix], gates: &Rows, attended: &mut Rows) -> BackendResult<()> {
         match self {
             Self::Cpu(step) => {
                 let unrotate: Vec<_> = unrotate.iter().map(|matrix| matrix.cpu()).collect();

@@ -54,7 +54,15 @@ impl CacheLayout {
             Ok(Self { format, full, coded, windows, held_block_bytes: None, sliding: None, state_bytes: 0 })
         } else {
             let (full, windows) = (table(format)?, Windows::unlimited());
-            Ok(Self { format, full, coded: None, windows, held_block_bytes: None, sliding: None, state_bytes: 0 })
+            Ok(Self {
+                format,
+                full,
+                coded: None,
+                windows,
+                held_block_bytes: None,
+                sliding: None,
+                state_bytes: 0,
+            })
         }
     }
 

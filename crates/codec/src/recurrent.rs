@@ -45,15 +45,15 @@ mod tests {
     #[test]
     fn a_state_costs_the_same_at_every_length() {
         for format in [KvFormat::Bf16, KvFormat::OSCAR2] {
-            let plain =
-                CacheLayout::new(format, 3, 2, 256, Windows::default(), CodeLayout::CpuTile).unwrap();
+            let plain = CacheLayout::new(format, 3, 2, 256, Windows::default(), CodeLayout::CpuTile).unwrap();
             let stateful = plain.clone().with_states(1 << 20);
             assert_eq!(stateful.sequence_bytes(0), 0);
             for tokens in [1, 64, 1000, 30_000] {
                 assert_eq!(stateful.sequence_bytes(tokens), plain.sequence_bytes(tokens) + (1 << 20));
                 assert_eq!(stateful.peak_bytes(tokens), plain.peak_bytes(tokens) + (1 << 20));
                 // The state before a step and the one after it.
-                let (working, without) = (stateful.working_bytes(tokens, 512), plain.working_bytes(tokens, 512));
+                let (working, without) =
+                    (stateful.working_bytes(tokens, 512), plain.working_bytes(tokens, 512));
                 assert_eq!(working, without + (2 << 20));
             }
             assert_eq!(stateful.page_bits(), plain.page_bits());

@@ -314,8 +314,9 @@ impl<B: Backend> Serving<B> {
 
     /// Uses what a step computed for one sequence.
     fn after_work(&mut self, work: &Work, scores: Scores<'_>, vocab: usize) {
+        self.mark_resume(work, work.start);
         self.publish(work.id, false);
-        self.mark_resume(work);
+        self.mark_resume(work, work.start + work.tokens);
         if !self.compact(work.id, work.start + work.tokens) {
             return;
         }
@@ -337,13 +338,15 @@ impl<B: Backend> Serving<B> {
         self.continue_choice(work.id, scores, vocab);
     }
 
-    /// Keeps the state at the point from which the same prompt will resume, before the sequence passes it.
-    fn mark_resume(&mut self, work: &Work) {
+    /// Keeps the state at the point from which the same prompt will resume, before the sequence, which has
+    /// `stored` tokens in the prefix cache, passes it.
+    fn mark_resume(&mut self, work: &Work, stored: usize) {
         let (Some(live), Some(cache)) = (self.live.get(work.id.request), &mut self.cache) else { return };
         let prompt = live.usage.prompt_tokens;
-        let stored = work.start + work.tokens;
-        if self.runner.layout().has_states() && work.start < prompt && stored == resume_point(prompt) {
-            cache.mark_prompt(live.choices[&work.id.choice].prefix(prompt));
+        let is_there = work.start < prompt && stored == resume_point(prompt);
+        let choice = live.choices.get(&work.id.choice);
+        if let Some(choice) = choice.filter(|_| self.runner.layout().has_states() && is_there) {
+            cache.mark_prompt(choice.prefix(prompt));
         }
     }
 

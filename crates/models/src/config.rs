@@ -8,12 +8,12 @@ use oscar_backend::{Feature, Gate, RouterRule};
 use oscar_codec::{CacheLayout, CodeLayout, CodecError, KvFormat, Windows};
 use serde::de::DeserializeOwned;
 
+use crate::delta::DeltaConfig;
 use crate::error::LoadError;
 use crate::families::{
     deepseek_v3, gemma3, glm4_moe, glm4_moe_lite, gpt_oss, llama, minimax_m2, mistral, mixtral, qwen2, qwen3,
     qwen3_moe, qwen3_next,
 };
-use crate::delta::DeltaConfig;
 pub use crate::family::Family;
 use crate::family::Header;
 use crate::fp8;
@@ -301,8 +301,10 @@ impl DecoderConfig {
             );
         }
         if self.delta.is_some() {
-            return Err("the model has layers with a recurrent state (gated delta nets), which cannot forget \
-                        single rows: leave --evict and --kv-budget out");
+            return Err(
+                "the model has layers with a recurrent state (gated delta nets), which cannot forget \
+                        single rows: leave --evict and --kv-budget out",
+            );
         }
         match self.sliding.is_some() || self.attention_sinks {
             true => Err("the model has layers with sliding windows or attention sinks, whose rows are not \

@@ -33,7 +33,12 @@ impl DeltaConfig {
     }
 
     /// The matrices of a layer: name, outputs, inputs.
-    pub(crate) fn matrices(&self, names: &TensorNames, layer: usize, hidden: usize) -> Vec<(String, [usize; 2])> {
+    pub(crate) fn matrices(
+        &self,
+        names: &TensorNames,
+        layer: usize,
+        hidden: usize,
+    ) -> Vec<(String, [usize; 2])> {
         let shape = &self.shape;
         let (values, heads) = (shape.value_width(), shape.value_heads);
         let inputs: &[(&str, usize)] = match self.joined {
@@ -51,7 +56,12 @@ impl DeltaConfig {
     }
 
     /// All tensors of a layer.
-    pub(crate) fn required(&self, names: &TensorNames, layer: usize, hidden: usize) -> Vec<(String, Vec<usize>)> {
+    pub(crate) fn required(
+        &self,
+        names: &TensorNames,
+        layer: usize,
+        hidden: usize,
+    ) -> Vec<(String, Vec<usize>)> {
         let (shape, [conv, decay, bias, norm]) = (&self.shape, names.delta_vectors(layer));
         let mut all: Vec<_> = self
             .matrices(names, layer, hidden)
@@ -65,7 +75,12 @@ impl DeltaConfig {
     }
 
     /// The input projection, rows `[q | k | v | z | b | a]`.
-    pub(crate) fn input(&self, weights: &Weights, layer: usize, hidden: usize) -> Result<Vec<f32>, LoadError> {
+    pub(crate) fn input(
+        &self,
+        weights: &Weights,
+        layer: usize,
+        hidden: usize,
+    ) -> Result<Vec<f32>, LoadError> {
         let mut files = self.matrices(weights.names(), layer, hidden);
         files.pop();
         let parts = files
@@ -114,7 +129,8 @@ impl DeltaConfig {
         }
         let widths = [key_heads * key_dim, value_heads * value_dim];
         if widths.iter().any(|&width| width > 1 << 20) {
-            let problem = format!("gives heads of {widths:?} channels together; at most {} are read", 1 << 20);
+            let problem =
+                format!("gives heads of {widths:?} channels together; at most {} are read", 1 << 20);
             return Err(LoadError::config_field("linear_value_head_dim", problem));
         }
         match self.layers.is_empty() || self.layers.len() >= config.layers {
@@ -124,6 +140,14 @@ impl DeltaConfig {
             )),
             false => Ok(()),
         }
+    }
+}
+
+impl TensorNames {
+    /// Of a delta net: the convolution, the logarithm of the decay, the bias of its time steps, the norm.
+    pub(crate) fn delta_vectors(&self, layer: usize) -> [String; 4] {
+        ["conv1d.weight", "A_log", "dt_bias", "norm.weight"]
+            .map(|name| self.in_layer(layer, &format!("linear_attn.{name}")))
     }
 }
 
@@ -156,8 +180,7 @@ impl DecoderConfig {
 
     /// What layers with delta nets keep.
     pub fn describe_delta(&self) -> Option<String> {
-        let delta = self.delta.as_ref()?;
-        Some(format!(
+        self.delta.as_ref().map(|_| format!(
             "{} of {} layers are gated delta nets: a state of {:.1} MiB a sequence instead of rows; a prefix hit \
              begins where a state was kept, at the end of a prompt or an answer",
             self.deltas_before(self.layers),

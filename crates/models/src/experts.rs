@@ -47,6 +47,17 @@ impl MoeConfig {
     }
 }
 
+impl ExpertNames {
+    /// Whether the file has this expert in one tensor with others.
+    pub(crate) fn joins(self, id: ExpertId) -> bool {
+        match self {
+            Self::Fused => true,
+            Self::QwenFused => id != ExpertId::Shared,
+            Self::Mlp | Self::BlockSparse | Self::Qwen => false,
+        }
+    }
+}
+
 impl Weights {
     /// The format in which a device gets the experts of a layer: FP8 if all of them are, with scales
     /// of one kind.

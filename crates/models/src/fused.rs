@@ -19,8 +19,8 @@ use oscar_backend::{
 
 use crate::config::{DecoderConfig, MoeConfig};
 use crate::error::LoadError;
-use crate::tensor::TensorView;
 use crate::matrices::MatrixView;
+use crate::tensor::TensorView;
 use crate::tensor_names::{ExpertNames, Projection, TensorNames};
 use crate::transformer::BuildError;
 use crate::weights::Weights;

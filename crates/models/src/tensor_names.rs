@@ -156,15 +156,6 @@ impl ExpertNames {
         }
     }
 
-    /// Whether the file has this expert in one tensor with others.
-    pub(crate) fn joins(self, id: ExpertId) -> bool {
-        match self {
-            Self::Fused => true,
-            Self::QwenFused => id != ExpertId::Shared,
-            Self::Mlp | Self::BlockSparse | Self::Qwen => false,
-        }
-    }
-
     /// A matrix of an expert; one of [`Projection::FEED_FORWARD`].
     fn part(self, part: Projection) -> &'static str {
         match (self, part) {
@@ -302,12 +293,6 @@ impl TensorNames {
     /// The gate on the shared expert.
     pub fn shared_gate(&self, layer: usize) -> String {
         self.in_layer(layer, "mlp.shared_expert_gate.weight")
-    }
-
-    /// Of a delta net: the convolution, the logarithm of the decay, the bias of its time steps, the norm.
-    pub(crate) fn delta_vectors(&self, layer: usize) -> [String; 4] {
-        ["conv1d.weight", "A_log", "dt_bias", "norm.weight"]
-            .map(|name| self.in_layer(layer, &format!("linear_attn.{name}")))
     }
 
     pub(crate) fn in_layer(&self, layer: usize, rest: &str) -> String {

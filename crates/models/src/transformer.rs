@@ -278,7 +278,8 @@ impl<B: Backend> Transformer<B> {
                 }
                 (None, None) => {
                     let values = projections::value_rotations(&shard, rotations, index);
-                    let gate = config.output_gate.then(|| OutputGate::random(backend, config, &values, index));
+                    let gate =
+                        config.output_gate.then(|| OutputGate::random(backend, config, &values, index));
                     let (rotation, gate) = (rotations.map(rotation).transpose()?, gate.transpose()?);
                     let mixer = Mixer::Heads { qkv: qkv()?, rotation, gate };
                     Projections { mixer, output: random(Projection::Output)? }

@@ -5,9 +5,7 @@ use crate::families::{Fixture, fixture, largest_difference, runner, runner_with}
 use crate::support::{Setup, all_logits, bits, tiny_model};
 use oscar_backend::WeightFormat;
 use oscar_codec::{CodeLayout, HeadRotations, KvFormat, RotationSet, Windows};
-use oscar_engine::{
-    EVICT_BLOCK, Engine, EngineApi, EngineOptions, Eviction, GenerationParams, RowCap,
-};
+use oscar_engine::{EVICT_BLOCK, Engine, EngineApi, EngineOptions, Eviction, GenerationParams, RowCap};
 use oscar_kernels_cpu::backend::{CpuBackend, Mode};
 use oscar_kernels_cpu::{Kernels, Variant};
 use oscar_models::{DecoderConfig, Family, MoeConfig, shapes};
@@ -102,7 +100,8 @@ fn a_sequence_holds_a_state_and_rows_of_layers_with_attention() {
 fn hits_begin_at_kept_states_and_choices_share_them() {
     let (_folder, model) = tiny_model(Family::Qwen3_5Moe);
     let prompt: Vec<u32> = (0..200).map(|i| i * 37 % 6000 + 3).collect();
-    let params = |choices, max_tokens| GenerationParams { choices, max_tokens, ..GenerationParams::default() };
+    let params =
+        |choices, max_tokens| GenerationParams { choices, max_tokens, ..GenerationParams::default() };
     let engine = |prefix_cache| {
         let setup = Setup { context: 1024, chunk: 70, ..Setup::default() };
         let options = EngineOptions { prefix_cache, ..EngineOptions::new("test") };
@@ -157,7 +156,12 @@ fn random_models_of_the_shapes_run() {
             layers: 5,
             query_heads: 4,
             vocab_size: 64,
-            moe: published.moe.clone().map(|moe| MoeConfig { experts: 16, width: 32, shared_width: 32, ..moe }),
+            moe: published.moe.clone().map(|moe| MoeConfig {
+                experts: 16,
+                width: 32,
+                shared_width: 32,
+                ..moe
+            }),
             ..published
         };
         let layout = small.cache_layout(KvFormat::Bf16, Windows::default(), CodeLayout::Logical).unwrap();

@@ -84,7 +84,8 @@ pub fn runner(
     if format.is_coded() && config.latent.is_some() {
         return None;
     }
-    let rotations = format.rotation().data_free(config.cache_layers(), config.kv_heads, config.head_dim).unwrap();
+    let rotations =
+        format.rotation().data_free(config.cache_layers(), config.kv_heads, config.head_dim).unwrap();
     runner_with(source, variant, mode, format, Windows::new(16, 32).unwrap(), rotations.as_ref())
 }
 

@@ -4,9 +4,9 @@
 use crate::client::submit;
 use crate::support::{Setup, greedy};
 use oscar_backend::{
-    AttentionKernels, Backend, BackendError, Candidate, DeltaStep, ExpertId, ExpertsShape, Feature, HeadShape,
-    HostMatrix, LayerHeads, Pick, PrefillWave, Product, Result, SequenceRows, Step, StepMemory, StepSize,
-    Tap,
+    AttentionKernels, Backend, BackendError, Candidate, DeltaStep, ExpertId, ExpertsShape, Feature,
+    HeadShape, HostMatrix, LayerHeads, Pick, PrefillWave, Product, Result, SequenceRows, Step, StepMemory,
+    StepSize, Tap,
 };
 use oscar_codec::{CacheLayout, CodeLayout, HeadRotations, KvFormat, RotationSet, Windows};
 use oscar_engine::{

@@ -2,7 +2,7 @@
 //! vanishing or another model's, are those of an engine without one.
 
 use crate::client::{Outcome, submit};
-use crate::support::{Setup, tiny_model, sliding_model};
+use crate::support::{Setup, sliding_model, tiny_model};
 use oscar_codec::{KvFormat, Windows};
 use oscar_engine::{
     CacheSalt, CachedByTier, Engine, EngineApi, EngineHandle, EngineOptions, GenerationParams, SamplingParams,

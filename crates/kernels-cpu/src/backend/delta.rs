@@ -60,7 +60,8 @@ impl DeltaStep<CpuBackend> for CpuStep<'_> {
         let sized = unrotate.iter().all(|m| (m.packed.outputs(), m.packed.inputs()) == (d, d));
         let counted = unrotate.is_empty() || unrotate.len() == heads.kv_heads;
         if !(sized && counted) || (gates.width, gates.count()) != (attended.width, attended.count()) {
-            let detail = format!("{} matrices, rows of {} and {}", unrotate.len(), gates.width, attended.width);
+            let detail =
+                format!("{} matrices, rows of {} and {}", unrotate.len(), gates.width, attended.width);
             return Err(shape_error("an output gate", detail));
         }
         let backend = self.backend;

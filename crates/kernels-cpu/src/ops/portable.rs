@@ -6,8 +6,8 @@
 use half::bf16;
 use oscar_backend::Gate;
 
-use super::convert::{f32_from_bf16, f32_to_bf16};
 use super::DeltaRow;
+use super::convert::{f32_from_bf16, f32_to_bf16};
 use super::exp::exp;
 
 /// Two of the widest vectors: enough independent sums to hide the latency of an addition.

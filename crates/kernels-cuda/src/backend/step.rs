@@ -14,8 +14,8 @@ use crate::pages::CudaPages;
 use crate::step::{StepSummary, StepTables};
 use crate::storage::Storage;
 use oscar_backend::{
-    Candidate, DeltaStep, Feature, LayerHeads, Pick, Product, Result as BackendResult, SequenceRows, Step, Tap,
-    TappedRows, WeightFormat,
+    Candidate, DeltaStep, Feature, LayerHeads, Pick, Product, Result as BackendResult, SequenceRows, Step,
+    Tap, TappedRows, WeightFormat,
 };
 use std::sync::MutexGuard;
 use std::time::Instant;

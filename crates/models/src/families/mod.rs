@@ -277,10 +277,10 @@ mod tests {
 
     #[test]
     fn an_unknown_architecture_is_named_beside_the_known() {
-        let json = with(small(), json!({"architectures": ["Qwen3NextForCausalLM"]}));
+        let json = with(small(), json!({"architectures": ["MambaForCausalLM"]}));
         let message = parse(&json).unwrap_err().to_string();
         for name in [
-            "Qwen3NextForCausalLM",
+            "MambaForCausalLM",
             "DeepseekV3ForCausalLM",
             "GptOssForCausalLM",
             "Qwen3ForCausalLM",

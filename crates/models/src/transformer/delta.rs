@@ -103,8 +103,7 @@ impl<B: Backend> DeltaMixer<B> {
         B: Benchmarks,
     {
         let (shape, seed) = (&delta.shape, seed as u64);
-        let random =
-            |outputs, inputs, seed| backend.random_matrix(WeightFormat::Bf16, outputs, inputs, seed);
+        let random = |outputs, inputs, seed| backend.random_matrix(WeightFormat::Bf16, outputs, inputs, seed);
         let filled = |value: f32, len: usize| backend.vector(&vec![value; len]);
         let mixer = Self {
             input: random(shape.projected(), hidden, seed)?,

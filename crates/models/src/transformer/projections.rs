@@ -60,7 +60,9 @@ impl<B: Backend> Projections<B> {
         if rotations.is_none() && !config.output_gate {
             let mixer = match &config.latent {
                 Some(latent) => Mixer::Latent(LatentMixer::build(backend, latent, weights, index, prepare)?),
-                None => Mixer::Heads { qkv: prepare(LayerMatrix::QueryKeyValue)?, rotation: None, gate: None },
+                None => {
+                    Mixer::Heads { qkv: prepare(LayerMatrix::QueryKeyValue)?, rotation: None, gate: None }
+                }
             };
             return Ok(Self { mixer, output: prepare(LayerMatrix::Output)? });
         }
@@ -102,7 +104,8 @@ impl<B: Backend> Projections<B> {
             bias: matrices::biases(shard, weights, index, LayerMatrix::Output)?.as_deref(),
         })?;
         let cached = config.cache_layer(index);
-        let rotation = rotations.map(|set| backend.layer_rotation(shard.rotations(set, cached))).transpose()?;
+        let rotation =
+            rotations.map(|set| backend.layer_rotation(shard.rotations(set, cached))).transpose()?;
         Ok(Self { mixer: Mixer::Heads { qkv, rotation, gate }, output })
     }
 }
