@@ -173,6 +173,11 @@ impl RadixCache {
         path
     }
 
+    /// Tokens of the longest stored prefix of `key`, whether or not a sequence can continue there.
+    pub fn stored_tokens<'a>(&self, key: impl Into<PrefixKey<'a>>) -> usize {
+        self.path(key.into()).len() * PAGE_TOKENS
+    }
+
     /// The longest prefix of `key` from which a sequence can continue: exactly, as if it had
     /// just computed it, or approximately ([`PrefixPages::is_exact`] tells), if that saves more
     /// than a recent window. Empty if there is none. To leave tokens to compute, pass fewer.

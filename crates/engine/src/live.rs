@@ -163,11 +163,16 @@ impl Live {
     }
 
     /// Lengths at which its sequences pause: where they are compacted, where a turn begins to read its
-    /// view, or in models with recurrent `states` where the same prompt would resume.
-    pub fn pauses(&self, states: bool) -> Option<Pauses> {
-        if states {
-            let first = resume_point(self.usage.prompt_tokens);
-            return Some(Pauses { first, every: usize::MAX / 2 });
+    /// view, or in models with recurrent states where a state is to be kept. Those are the end of what the
+    /// tree has `stored` of the prompt, because others may branch there too, and the point from which the
+    /// same prompt would resume.
+    pub fn pauses(&self, stored: Option<usize>) -> Option<Pauses> {
+        if let Some(stored) = stored {
+            let end = resume_point(self.usage.prompt_tokens);
+            return Some(match stored > 0 && stored < end {
+                true => Pauses { first: stored, every: end - stored },
+                false => Pauses { first: end, every: usize::MAX / 2 },
+            });
         }
         let start = self.post.as_ref().filter(|post| post.reading.is_some()).map(|post| post.start);
         let once = start.map(|first| Pauses { first, every: usize::MAX / 2 });

@@ -156,8 +156,10 @@ impl<B: Backend> Serving<B> {
         let chunk = if live.prompt_logprobs.is_some() { LOGPROBS_CHUNK } else { usize::MAX };
         let first = SequenceId { request: id, choice: 0 };
         self.scheduler.submit(first, live.usage.prompt_tokens, live.most_tokens(), chunk);
-        let states = self.runner.layout().has_states() && self.cache.is_some();
-        if let Some(pauses) = live.pauses(states) {
+        let cache = self.cache.as_ref().filter(|_| self.runner.layout().has_states());
+        let stored =
+            cache.map(|cache| cache.stored_tokens(live.choices[&0].prefix(live.usage.prompt_tokens)));
+        if let Some(pauses) = live.pauses(stored) {
             self.scheduler.pause(first, pauses);
         }
     }
@@ -371,7 +373,7 @@ impl<B: Backend> Serving<B> {
         }
         let others: Vec<_> = live.start_others().map(|choice| SequenceId { request, choice }).collect();
         self.scheduler.submit_next(&others, prompt_tokens, live.most_tokens());
-        if let Some(pauses) = live.pauses(false) {
+        if let Some(pauses) = live.pauses(None) {
             others.iter().for_each(|&id| self.scheduler.pause(id, pauses));
         }
     }
