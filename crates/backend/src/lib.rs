@@ -28,7 +28,9 @@ mod sizing;
 mod views;
 
 pub use blocks::BlockId;
-pub use candidates::{Candidate, MOST_CANDIDATES, Pick, argmax, candidate_key, candidate_of, pick};
+pub use candidates::{
+    Candidate, MOST_CANDIDATES, Pick, TokenMask, argmax, candidate_key, candidate_of, pick,
+};
 pub use communicator::Communicator;
 pub use delta::{DeltaLayer, DeltaShape, DeltaStep};
 pub use error::{BackendError, Result};

@@ -247,7 +247,7 @@ pub fn deliver(sink: &dyn EventSink, event: Event) -> bool {
 pub enum Scores<'a> {
     /// Rows of logits. The last row predicts the next token.
     Logits(&'a [f32]),
-    /// What [`Logits::Pick`] asked for.
+    /// What [`Logits::Pick`] or [`Logits::PickAmong`] asked for.
     Candidates(&'a [Candidate]),
     /// The hidden state of the last token.
     Hidden(&'a [f32]),
@@ -280,14 +280,12 @@ impl Choice {
 
     /// What has to be computed to choose the next token.
     fn wants(&self, params: &GenerationParams) -> Logits {
-        match self.sampler.pick() {
+        match (self.sampler.pick(), &self.guide) {
             _ if params.embedding => Logits::Hidden,
-            Some(what)
-                if self.guide.is_none() && params.logprobs.is_none() && self.banned(params).is_empty() =>
-            {
-                Logits::Pick(what)
-            }
-            _ => Logits::Last,
+            _ if params.logprobs.is_some() || !self.banned(params).is_empty() => Logits::Last,
+            (Some(what), None) => Logits::Pick(what),
+            (Some(what), Some(guide)) => Logits::PickAmong(what, guide.mask()),
+            (None, _) => Logits::Last,
         }
     }
 
@@ -302,7 +300,16 @@ impl Choice {
         vocab: usize,
     ) -> Result<(u32, Option<TokenLogprobs>), String> {
         let chosen = match scores {
-            Scores::Candidates(list) => (self.sampler.sample_among(list), None),
+            Scores::Candidates(list) => {
+                if let Some(guide) = &mut self.guide {
+                    guide.allowed()?;
+                }
+                let token = self.sampler.sample_among(list);
+                if let Some(guide) = &mut self.guide {
+                    guide.accept(token)?;
+                }
+                (token, None)
+            }
             Scores::Hidden(_) => return Err("a hidden state was computed in place of logits".to_owned()),
             Scores::Logits(rows) => {
                 let logits = &rows[rows.len() - vocab..];

@@ -243,7 +243,8 @@ impl<B: Backend> Serving<B> {
         let rows = plan.work.iter().map(|w| w.tokens).sum();
         let wave = self.scheduler.options().wave;
         let pairs = plan.work.iter().map(|w| crate::cost::pairs(w.start, w.tokens, wave)).sum();
-        self.cost.observe(rows, pairs, seconds);
+        let prompts = plan.work.iter().any(|w| w.tokens > 1);
+        self.cost.observe(prompts, rows, pairs, seconds);
     }
 
     /// Notes which sequences began to run and which stopped.
@@ -301,7 +302,9 @@ impl<B: Backend> Serving<B> {
         let mut hidden = output.hidden.chunks_exact(self.runner.config().hidden_size);
         for (work, wanted) in work.iter().zip(wanted) {
             let scores = match wanted {
-                Logits::Pick(_) => Scores::Candidates(lists.next().map_or(&[], Vec::as_slice)),
+                Logits::Pick(_) | Logits::PickAmong(..) => {
+                    Scores::Candidates(lists.next().map_or(&[], Vec::as_slice))
+                }
                 Logits::Hidden => Scores::Hidden(hidden.next().unwrap_or_default()),
                 _ => {
                     let (mine, others) = rest.split_at(wanted.rows(work.tokens).len() * vocab);

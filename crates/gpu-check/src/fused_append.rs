@@ -14,6 +14,9 @@ const KV_HEADS: usize = 2;
 /// Largest difference of an output, as a share of the largest output: the two kernels divide the
 /// context among thread blocks differently.
 const ALLOWED: f64 = 1e-3;
+/// The same in steps of more rows than [`EXACT_ROWS`]: without a tap their outputs are rounded to BF16.
+const ALLOWED_ROUNDED: f64 = 1.0 / 256.0;
+const EXACT_ROWS: usize = 16;
 
 /// The inputs of a case.
 struct Case {
@@ -179,7 +182,9 @@ fn run(gpu: &CudaBackend, case: &Case, steps: usize, seed: u64, report: &mut Rep
                 shape.query_heads / KV_HEADS
             )
         };
-        report.case("fused append, attention", difference, largest * ALLOWED, what);
+        let exact = rows.iter().sum::<usize>() <= EXACT_ROWS;
+        let allowed = largest * if exact { ALLOWED } else { ALLOWED_ROUNDED };
+        report.case("fused append, attention", difference, allowed, what);
         for (sequence, length) in case.lengths.iter().enumerate() {
             for (head, side) in (0..KV_HEADS).flat_map(|head| [(head, Side::Key), (head, Side::Value)]) {
                 let [a, b] = [&together, &apart].map(|way| way.last_row(sequence, length + step, head, side));

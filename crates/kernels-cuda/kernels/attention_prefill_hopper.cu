@@ -8,6 +8,9 @@
 // pages, which dequantize.cu has expanded to FP16 for this layer. The windows decide position by
 // position which of the two a row reads; only pages on a border are masked.
 //
+// Few rows behind a long context do not fill the GPU. Then several blocks share the pages of the same
+// rows, each writes its sums, and a second kernel adds them up.
+//
 // Tried and slower at 100K tokens: to dequantize in the producer, page by page in every block (500
 // TFLOP/s), and integer products of codes for the scores (605). FP8 weights for the values are no
 // option: FP8 products accumulate with too few bits (5 % off after 128K tokens).
@@ -24,9 +27,12 @@ struct HopperPrefillParams {
     u16* rounded;            // the same in BF16, or null
     u32 query_heads;
     u32 kv_heads;
-    u32 first_head;          // KV head of the blocks with blockIdx.y = 0
+    u32 first_head;          // KV head of the blocks with blockIdx.x = 0
     u32 least_rows;          // sequences with fewer rows belong to the decode kernel
+    u32 tiles;               // groups of ROWS rows
+    u32 splits;              // blocks that share the pages of a tile
     float scale;
+    float* partial;          // with splits: [sequence][KV head][tile][split][row][HEAD_DIM sums, maximum, total]
 };
 CHECK_LAYOUT(HopperPrefillParams);
 
@@ -47,14 +53,26 @@ struct Barriers {
     u64 full[STAGES], empty[STAGES];
 };
 
+constexpr u32 PART = D + 2;  // of a row, in `partial`
+
 // Weights are exponentials times 2^10, so that small ones keep their bits in fp16.
 constexpr float WEIGHT_LOG = 10.0f;
 
-// The pages that a block reads of one kind: blocks [0, sink_end) and [begin, end).
+// The pages of one kind that a tile reads: blocks [0, sink_end) and [begin, end). A block of the grid takes
+// `taken` of them, from the `first` on.
 struct PageList {
-    u32 sink_end, begin, end;
-    DEVICE u32 count() const { return sink_end + (end - begin); }
-    DEVICE u32 block(u32 i) const { return i < sink_end ? i : begin + (i - sink_end); }
+    u32 sink_end, begin, end, first, taken;
+    DEVICE u32 all() const { return sink_end + (end - begin); }
+    DEVICE u32 count() const { return taken; }
+    DEVICE u32 block(u32 i) const {
+        i += first;
+        return i < sink_end ? i : begin + (i - sink_end);
+    }
+    // Keeps those with numbers in [from, to) where the first has number `number`.
+    DEVICE void take(u32 number, u32 from, u32 to) {
+        first = min(max(from, number) - number, all());
+        taken = min(max(to, number) - number, all()) - first;
+    }
 };
 
 struct Context {
@@ -64,10 +82,9 @@ struct Context {
     u32 first_boundary, last_boundary;
     PageList full, coded;
 
-    DEVICE Context(const HopperPrefillParams& p, const HeadPages& pages, u32 group) {
+    DEVICE Context(const HopperPrefillParams& p, const HeadPages& pages, u32 group, u32 tile) {
         sequence = p.step.sequences[blockIdx.z];
-        // Late rows have the most to read: they go first.
-        first = (gridDim.x - 1 - blockIdx.x) * ROWS;
+        first = tile * ROWS;
         last_row = min(first + ROWS, sequence.rows * group) - 1;
         first_query = sequence.first_position + first / group;
         last_query = sequence.first_position + last_row / group;
@@ -81,6 +98,10 @@ struct Context {
         coded.sink_end = 0;
         coded.begin = coded.end = sink / 64;
         if (pages.keeps_history() && last_boundary > sink) coded.end = min((last_boundary + 63) / 64, blocks);
+        const u32 split = blockIdx.y % p.splits, all = full.all() + coded.all();
+        const u32 from = all * split / p.splits, to = all * (split + 1) / p.splits;
+        coded.take(full.all(), from, to);
+        full.take(0, from, to);
     }
 };
 
@@ -283,6 +304,24 @@ struct Consumer {
         release(iteration - 1);
     }
 
+    // The sums of this block alone, and what they are relative to.
+    DEVICE void store_part(u32 tile) const {
+        const u64 block = (((u64)blockIdx.z * gridDim.x + blockIdx.x) * p.tiles + tile) * p.splits + blockIdx.y % p.splits;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float sum = total[h];
+            sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+            sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+            const u32 row = group_id * 64 + warp * 16 + h * 8 + (lane >> 2);
+            if (context.first + row > context.last_row) continue;
+            float* part = p.partial + (block * ROWS + row) * PART;
+            if ((lane & 3) == 0) *(float2*)(part + D) = make_float2(largest[h], sum);
+#pragma unroll
+            for (int n = 0; n < D / 8; n++)
+                *(float2*)(part + n * 8 + 2 * (lane & 3)) = make_float2(out[4 * n + 2 * h], out[4 * n + 2 * h + 1]);
+        }
+    }
+
     DEVICE void store(u32 kv_head, u32 group) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -303,12 +342,13 @@ struct Consumer {
     }
 };
 
+// Grid: (KV heads, tiles x splits, sequences).
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_prefill_hopper(const HopperPrefillParams p) {
     extern __shared__ __align__(1024) u8 memory[];
     __shared__ Barriers barriers;
     u8* queries = memory;
     u8* stages = queries + CONSUMERS * QUERY_BYTES;
-    const u32 group = p.query_heads / p.kv_heads, kv_head = p.first_head + blockIdx.y;
+    const u32 group = p.query_heads / p.kv_heads, kv_head = p.first_head + blockIdx.x;
     const u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
 
     if (threadIdx.x == 0) {
@@ -322,9 +362,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_prefill_hoppe
     allow_next_kernel();
     wait_for_previous_kernel();
     const SequenceInfo& s = p.step.sequences[blockIdx.z];
-    if (s.rows < p.least_rows || (gridDim.x - 1 - blockIdx.x) * ROWS >= s.rows * group) return;
+    // Late rows have the most to read: those of all heads go first.
+    const u32 tile = p.tiles - 1 - blockIdx.y / p.splits;
+    if (s.rows < p.least_rows || tile * ROWS >= s.rows * group) return;
     const HeadPages pages = p.pages[kv_head];
-    const Context context(p, pages, group);
+    const Context context(p, pages, group, tile);
 
     if (warp >= 4 * CONSUMERS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
@@ -334,7 +376,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_prefill_hoppe
             return (const u8*)(pages.full + (u64)p.step.full[place] * STAGE_BYTES);
         });
         producer.copy(context.coded, [&](u32 place) {
-            return p.expanded + blockIdx.y * p.expanded_head + (u64)place * STAGE_BYTES;
+            return p.expanded + blockIdx.x * p.expanded_head + (u64)place * STAGE_BYTES;
         });
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
@@ -351,6 +393,42 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_prefill_hoppe
         consumer.sync_group();  // every warp has read its BF16 queries
         if (context.coded.count() > 0) consumer.load_queries<true>(kv_head, group);
         consumer.pages<true>(context.coded);
-        consumer.store(kv_head, group);
+        if (p.splits > 1) consumer.store_part(tile);
+        else consumer.store(kv_head, group);
+    }
+}
+
+// Adds up the parts of each row, in the order of the splits. A warp takes a row of a KV head. Grid: (KV heads,
+// rows / 4, sequences).
+extern "C" __global__ void __launch_bounds__(128) prefill_merge(const HopperPrefillParams p) {
+    allow_next_kernel();
+    wait_for_previous_kernel();
+    const SequenceInfo& s = p.step.sequences[blockIdx.z];
+    const u32 group = p.query_heads / p.kv_heads, flat = blockIdx.y * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (s.rows < p.least_rows || flat >= s.rows * group) return;
+    const u64 tile = ((u64)blockIdx.z * gridDim.x + blockIdx.x) * p.tiles + flat / ROWS;
+    const float* part = p.partial + (tile * p.splits * ROWS + flat % ROWS) * PART;
+    const u64 stride = (u64)ROWS * PART;
+    float largest = NEGATIVE_INFINITY, total = 0.0f;
+    for (u32 i = 0; i < p.splits; i++) largest = fmaxf(largest, part[i * stride + D]);
+    float2 sum[D / 64] = {};
+    for (u32 i = 0; i < p.splits; i++) {
+        const float* from = part + i * stride;
+        // A part of masked pages alone has no maximum, and weight 0.
+        const float weight = exp2_fast(from[D] - largest);
+        total = __fmaf_rn(weight, from[D + 1], total);
+#pragma unroll
+        for (int n = 0; n < D / 64; n++) {
+            const float2 x = *(const float2*)(from + n * 64 + 2 * lane);
+            sum[n] = make_float2(__fmaf_rn(weight, x.x, sum[n].x), __fmaf_rn(weight, x.y, sum[n].y));
+        }
+    }
+    const float norm = 1.0f / total;
+    const u64 at = ((u64)(s.first_row + flat / group) * p.query_heads + (p.first_head + blockIdx.x) * group + flat % group) * D + 2 * lane;
+#pragma unroll
+    for (int n = 0; n < D / 64; n++) {
+        const float x = sum[n].x * norm, y = sum[n].y * norm;
+        if (p.out) *(float2*)(p.out + at + n * 64) = make_float2(x, y);
+        if (p.rounded) *(u32*)(p.rounded + at + n * 64) = pack_bf16(x, y);
     }
 }

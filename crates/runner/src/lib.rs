@@ -234,8 +234,12 @@ impl<B: Backend> Runner<B> {
             rows.push(request.sequence.pages.rows(step, first));
             tokens.extend_from_slice(request.tokens);
             let logits = request.logits.rows(request.tokens.len());
-            if let (Logits::Pick(what), false) = (&request.logits, logits.is_empty()) {
-                picks.push((wanted.len(), *what));
+            match &request.logits {
+                Logits::Pick(what) if !logits.is_empty() => picks.push((wanted.len(), *what)),
+                Logits::PickAmong(what, mask) if !logits.is_empty() => {
+                    picks.push((wanted.len(), what.among(mask)));
+                }
+                _ => {}
             }
             wanted.extend(logits.map(|row| first + row));
             if request.logits == Logits::Hidden && !request.tokens.is_empty() {

@@ -27,7 +27,7 @@ use crate::storage::Storage;
 use append::AppendKernel;
 use decode::{DecodeKernels, DecodeMemory, Queries};
 use half::bf16;
-use hopper::ExpandedPages;
+use hopper::HopperMemory;
 use oscar_backend::{AttentionKernels, AttentionPath, HeadShape, PrefillWave};
 use oscar_codec::CacheLayout;
 use prefill::{Prefill, PrefillKernel};
@@ -115,6 +115,16 @@ impl AttentionMode {
     pub(crate) fn expanded_bytes(self, gpu: &Properties, heads: &HeadShape, tokens: usize) -> usize {
         match PrefillKernel::choose(gpu, heads.head_dim, self) {
             Some(PrefillKernel::Hopper) if self != Self::Simple => hopper::expanded_bytes(heads, tokens),
+            _ => 0,
+        }
+    }
+
+    /// Most bytes of parts of attention, where prompts of few rows share their context among blocks.
+    pub(crate) fn partial_bytes(self, gpu: &Properties, heads: &HeadShape) -> usize {
+        match PrefillKernel::choose(gpu, heads.head_dim, self) {
+            Some(kernel @ PrefillKernel::Hopper) if self != Self::Simple => {
+                hopper::partial_bytes(gpu, kernel.block(heads.head_dim).rows, heads.head_dim)
+            }
             _ => 0,
         }
     }
@@ -256,7 +266,7 @@ impl LayerCall<'_> {
         device: &Device,
         path: Path,
         memory: &mut DecodeMemory,
-        expanded: &mut ExpandedPages,
+        prefill: &mut HopperMemory,
     ) -> Result<bool> {
         let kernels = self.pages.kernels();
         let missing = || CudaError::Shape { what: "attention", detail: format!("no kernel for {path:?}") };
@@ -266,7 +276,7 @@ impl LayerCall<'_> {
         }
         if matches!(path, Path::Prefill | Path::PrefillAndDecode) {
             // SAFETY: the caller's promise.
-            unsafe { kernels.prefill.as_ref().ok_or_else(missing)?.launch(device, self, expanded) }?;
+            unsafe { kernels.prefill.as_ref().ok_or_else(missing)?.launch(device, self, prefill) }?;
         }
         if path.decodes() {
             // SAFETY: the caller's promise.

@@ -24,7 +24,7 @@ pub use step::CudaStep;
 
 use crate::attention::AttentionMode;
 use crate::attention::decode::DecodeMemory;
-use crate::attention::hopper::ExpandedPages;
+use crate::attention::hopper::HopperMemory;
 use crate::device::Device;
 use crate::error::Result;
 use crate::gemm::{CublasLt, CudaMatrix, Fp8Kernels, Fp8Operands, Fp8Products, Skinny};
@@ -67,7 +67,7 @@ struct State {
     transfers: Transfers,
     planner: StepPlanner,
     decode: DecodeMemory,
-    expanded_pages: ExpandedPages,
+    prefill: HopperMemory,
     /// Token ids, row numbers and row weights: a buffer for each use, because copies do not wait for
     /// launches that are being recorded.
     indices: [Indices; 5],
@@ -110,6 +110,7 @@ enum Index {
     Rows,
     Weights,
     Picks,
+    Masks,
     Recoded,
 }
 
@@ -128,7 +129,7 @@ impl CudaBackend {
             transfers: Transfers::new(&device)?,
             planner: StepPlanner::default(),
             decode: DecodeMemory::default(),
-            expanded_pages: ExpandedPages::default(),
+            prefill: HopperMemory::default(),
             indices: Default::default(),
             queries: CudaRows::default(),
             normed: CudaRows::default(),

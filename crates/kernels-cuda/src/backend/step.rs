@@ -261,10 +261,10 @@ impl<'s> CudaStep<'s> {
         out.resize(&backend.device, rows, tapped || !rounds || *path != Path::Prefill, rounds)?;
         let (values, rounded) = (out.values().map(|out| out.ptr()), out.rounded_ptr());
         let call = LayerCall { layer, tables, summary, pages: pool, queries, out: values, rounded };
-        let State { decode, expanded_pages, .. } = &mut **state;
+        let State { decode, prefill, .. } = &mut **state;
         // SAFETY: the tables are of this step, over these pages; `queries` and `out` have the step's rows
         // (checked by our callers), and the plan is of this step.
-        if !unsafe { call.attend(&backend.device, *path, decode, expanded_pages) }? {
+        if !unsafe { call.attend(&backend.device, *path, decode, prefill) }? {
             out.drop_rounded();
         }
         Ok(())

@@ -9,7 +9,7 @@ pub struct StepInput<'a> {
     /// Rows whose logits are wanted, ascending.
     pub logits: &'a [usize],
     /// Rows that need only their most likely tokens, by index in `logits`, ascending.
-    pub picks: &'a [(usize, Pick)],
+    pub picks: &'a [(usize, Pick<'a>)],
     /// Rows whose hidden state is wanted, ascending.
     pub hidden: &'a [usize],
 }
