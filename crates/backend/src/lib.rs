@@ -160,9 +160,8 @@ pub trait Backend: Send + Sync + Sized {
 
 /// One pass over the rows of some sequences.
 ///
-/// Operations take effect in the order of the calls. A device may run behind the caller; a failure
-/// there is reported by a later call, at the latest by the next one that returns data. After an error
-/// the step must be dropped, and the sequences' new positions hold nothing.
+/// Operations take effect in the order of the calls. A failure is reported at the latest by the next
+/// call that returns data. Then the step must be dropped; the sequences' new positions hold nothing.
 pub trait Step<B: Backend>: DeltaStep<B> {
     /// `out ← scale · table[token]` for each token.
     fn embed(&mut self, table: &B::Matrix, tokens: &[u32], scale: f32, out: &mut B::Rows) -> Result<()>;
@@ -207,8 +206,7 @@ pub trait Step<B: Backend>: DeltaStep<B> {
     fn all_reduce(&mut self, _x: &mut B::Rows) -> Result<()> {
         communicator::no_ranks()
     }
-    /// `whole ← [part of rank 0 | part of rank 1 | …]`, row by row; the widths of the parts add up
-    /// to that of `whole`. Only on a device with a communicator.
+    /// `whole ← [part of rank 0 | part of rank 1 | …]`, row by row. Only on a device with a communicator.
     fn all_gather(&mut self, _part: &B::Rows, _whole: &mut B::Rows) -> Result<()> {
         communicator::no_ranks()
     }
