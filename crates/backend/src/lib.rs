@@ -12,6 +12,7 @@
 mod blocks;
 mod candidates;
 mod communicator;
+mod delta;
 mod error;
 mod experts;
 mod extensions;
@@ -31,6 +32,7 @@ pub use candidates::{
     Candidate, MOST_CANDIDATES, Pick, TokenMask, argmax, candidate_key, candidate_of, pick,
 };
 pub use communicator::{Communicator, HeldExperts};
+pub use delta::{DeltaLayer, DeltaShape, DeltaStep};
 pub use error::{BackendError, Result};
 pub use experts::{ExpertFormat, ExpertGroups, ExpertId, ExpertsShape, RouterRule, RouterScores, route};
 pub use extensions::{
@@ -43,7 +45,7 @@ pub use heads::{HeadShape, LatentHeads, LatentShape, LayerHeads, latent_refusal}
 pub use kernels::{AttentionKernels, AttentionPath};
 pub use matrix::{HostMatrix, HostValues, WeightFormat};
 pub use mxfp4::{MXFP4_GROUP, MXFP4_LARGEST_SCALE, Mxfp4Blocks, mxfp4_factor};
-pub use oscar_cache::{SequenceRows, View};
+pub use oscar_cache::{SequenceRows, StepStates, View};
 pub use product::{Output, Product};
 pub use sizing::{PrefillWave, StepMemory, StepSize};
 pub use views::{HeadHistory, HistoryRows, Reduce, RowEviction, Scoring, eviction_refusal};
@@ -158,10 +160,9 @@ pub trait Backend: Send + Sync + Sized {
 
 /// One pass over the rows of some sequences.
 ///
-/// Operations take effect in the order of the calls. A device may run behind the caller; a failure
-/// there is reported by a later call, at the latest by the next one that returns data. After an error
-/// the step must be dropped, and the sequences' new positions hold nothing.
-pub trait Step<B: Backend> {
+/// Operations take effect in the order of the calls. A failure is reported at the latest by the next
+/// call that returns data. Then the step must be dropped; the sequences' new positions hold nothing.
+pub trait Step<B: Backend>: DeltaStep<B> {
     /// `out ← scale · table[token]` for each token.
     fn embed(&mut self, table: &B::Matrix, tokens: &[u32], scale: f32, out: &mut B::Rows) -> Result<()>;
     /// `out ← x[rows]`, in that order.
@@ -205,18 +206,15 @@ pub trait Step<B: Backend> {
     fn all_reduce(&mut self, _x: &mut B::Rows) -> Result<()> {
         communicator::no_ranks()
     }
-    /// `whole ← [part of rank 0 | part of rank 1 | …]`, row by row; the widths of the parts add up
-    /// to that of `whole`. Only on a device with a communicator.
+    /// `whole ← [part of rank 0 | part of rank 1 | …]`, row by row. Only on a device with a communicator.
     fn all_gather(&mut self, _part: &B::Rows, _whole: &mut B::Rows) -> Result<()> {
         communicator::no_ranks()
     }
     /// Waits for the device and appends these rows of `x` to `out`.
     fn read(&mut self, x: &B::Rows, rows: &[usize], out: &mut Vec<f32>) -> Result<()>;
-    /// Waits for the device and appends, for each entry of `rows`, the most likely tokens of that row
-    /// of logits, exactly as [`pick`] lists them.
+    /// Waits and appends the most likely tokens of each of these rows, exactly as [`pick`] lists them.
     fn pick(&mut self, logits: &B::Rows, rows: &[(usize, Pick)], out: &mut Vec<Vec<Candidate>>)
     -> Result<()>;
-    /// Submits the remaining operations to the device. Dropping a step does the same and hides the
-    /// error.
+    /// Submits the remaining operations. Dropping a step does the same and hides the error.
     fn finish(self) -> Result<()>;
 }

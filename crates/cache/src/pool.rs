@@ -1,7 +1,8 @@
-//! Blocks under one memory budget: full-precision and quantized ones, and those of sliding layers.
+//! Blocks under one memory budget: full-precision and quantized ones, those of sliding layers, and the
+//! states of sequences.
 
 use crate::divided::Divided;
-use oscar_codec::{BlockCounts, CacheLayout, CodedPageId, FullPageId, PAGE_TOKENS, SlidingPageId};
+use oscar_codec::{BlockCounts, CacheLayout, CodedPageId, FullPageId, PAGE_TOKENS, SlidingPageId, StateId};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::ops::Range;
@@ -26,6 +27,8 @@ pub struct PoolUsage {
     pub full_pages: usize,
     pub coded_pages: usize,
     pub sliding_pages: usize,
+    /// Recurrent states.
+    pub states: usize,
     /// Pages of views, each of one layer and head.
     pub view_pages: usize,
     pub bytes: usize,
@@ -65,13 +68,14 @@ enum Format {
     Full,
     Coded,
     Sliding,
+    State,
 }
 
 /// The ids in use.
 #[derive(Debug, Default)]
 pub(crate) struct State {
     /// Of each [`Format`].
-    blocks: [Ids; 3],
+    blocks: [Ids; 4],
     /// Of the pages of views, by layer and head; counted from the layout's first such id.
     pub heads: Vec<Ids>,
     /// Bytes of these pages.
@@ -84,7 +88,7 @@ pub(crate) struct State {
 pub(crate) struct Shared {
     state: Mutex<State>,
     /// Bytes of a block of each [`Format`].
-    block_bytes: [usize; 3],
+    block_bytes: [usize; 4],
     /// Bytes of a quantized page by layer and head.
     pub page_bytes: Vec<usize>,
     pub view_ids: Range<u32>,
@@ -225,12 +229,28 @@ impl SlidingPage {
     }
 }
 
+/// A hold on the recurrent state of a sequence; the slot returns to its pool when the last hold is dropped.
+#[derive(Clone, Debug)]
+pub struct StateSlot(Arc<Block>);
+
+impl StateSlot {
+    pub fn id(&self) -> StateId {
+        StateId(self.0.id)
+    }
+
+    /// Whether anyone else holds this state.
+    pub fn is_shared(&self) -> bool {
+        Arc::strong_count(&self.0) > 1
+    }
+}
+
 /// Blocks that were taken together.
 #[derive(Debug, Default)]
 pub struct TakenPages {
     pub full: Vec<FullPage>,
     pub coded: Vec<CodedPage>,
     pub sliding: Vec<SlidingPage>,
+    pub states: Vec<StateSlot>,
 }
 
 /// A hold on a quantized block; the block returns to its pool when the last hold is dropped.
@@ -291,6 +311,7 @@ impl PagePool {
                     layout.full_block_bytes(),
                     layout.coded_block_bytes(),
                     layout.sliding_block_bytes(),
+                    layout.state_bytes(),
                 ],
                 page_bytes: codecs.iter().map(|codec| codec.page_bytes()).collect(),
                 view_ids: layout.view_page_ids(budget),
@@ -301,15 +322,17 @@ impl PagePool {
 
     /// Takes so many blocks, all or none.
     pub fn take(&self, counts: BlockCounts) -> Result<TakenPages, OutOfPages> {
-        let BlockCounts { full, coded, sliding } = counts;
+        let BlockCounts { full, coded, sliding, states } = counts;
         let shared = &self.shared;
         let mut state = shared.lock();
-        let wanted = [full, coded, sliding].iter().zip(shared.block_bytes).map(|(n, bytes)| n * bytes).sum();
+        let counts = [full, coded, sliding, states];
+        let wanted = counts.iter().zip(shared.block_bytes).map(|(n, bytes)| n * bytes).sum();
         shared.admit(&state, wanted)?;
         Ok(TakenPages {
             full: (0..full).map(|_| FullPage(shared.take(&mut state, Format::Full))).collect(),
             coded: (0..coded).map(|_| CodedPage(shared.take(&mut state, Format::Coded))).collect(),
             sliding: (0..sliding).map(|_| SlidingPage(shared.take(&mut state, Format::Sliding))).collect(),
+            states: (0..states).map(|_| StateSlot(shared.take(&mut state, Format::State))).collect(),
         })
     }
 
@@ -325,6 +348,7 @@ impl PagePool {
             full_pages: state.blocks[Format::Full as usize].used,
             coded_pages: state.blocks[Format::Coded as usize].used,
             sliding_pages: state.blocks[Format::Sliding as usize].used,
+            states: state.blocks[Format::State as usize].used,
             view_pages: match &state.divided {
                 Some(divided) => divided.pages(),
                 None => state.heads.iter().map(|ids| ids.used).sum(),

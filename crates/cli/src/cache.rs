@@ -40,7 +40,7 @@ impl OpenModel {
             .or_else(|_| c.cache_layout(format, windows, CodeLayout::Logical))?;
         let (rotations, origin, layout) = match format.rotation() {
             RotationKind::Calibrated => self.rotations(format, args, found, layout)?,
-            kind => (kind.data_free(c.layers, c.kv_heads, c.head_dim)?, kind.describe(), layout),
+            kind => (kind.data_free(c.cache_layers(), c.kv_heads, c.head_dim)?, kind.describe(), layout),
         };
         Ok(Cache { layout, rotations, rotation_origin: origin })
     }
@@ -85,7 +85,7 @@ impl OpenModel {
                 Some("hadamard") => "Hadamard (as asked)",
                 _ => "Hadamard: the model has no rotations of its own, make them with `oscar calibrate`",
             };
-            let hadamard = RotationSet::hadamard(c.layers, c.kv_heads, c.head_dim)?;
+            let hadamard = RotationSet::hadamard(c.cache_layers(), c.kv_heads, c.head_dim)?;
             return Ok((Some(hadamard), origin.to_owned(), layout));
         };
         if let KvFormat::OscarMixed { mean } = format {

@@ -2,9 +2,10 @@
 
 use anyhow::{Context, Result};
 use oscar_backend::{
-    AttentionKernels, Backend, BlockId, Candidate, Communicator, ExpertId, ExpertsShape, Feature,
-    HeadHistory, HeadShape, HistoryRows, HostMatrix, LatentHeads, LayerHeads, Pick, PrefillWave, Product,
-    Result as BackendResult, RowEviction, SequenceRows, Step, StepMemory, StepSize, Tap, View,
+    AttentionKernels, Backend, BlockId, Candidate, Communicator, DeltaLayer, DeltaStep, ExpertId,
+    ExpertsShape, Feature, HeadHistory, HeadShape, HistoryRows, HostMatrix, LatentHeads, LayerHeads, Pick,
+    PrefillWave, Product, Result as BackendResult, RowEviction, SequenceRows, Step, StepMemory, StepSize,
+    Tap, View,
     latent_refusal,
 };
 use oscar_codec::{CacheLayout, HeadRotations};
@@ -335,6 +336,44 @@ type Rows = <AnyBackend as Backend>::Rows;
 type Matrix = <AnyBackend as Backend>::Matrix;
 type Vector = <AnyBackend as Backend>::Vector;
 type Experts = <AnyBackend as Backend>::Experts;
+
+impl DeltaStep<AnyBackend> for AnyStep<'_> {
+    fn mix_delta(
+        &mut self,
+        layer: DeltaLayer<'_, AnyBackend>,
+        projected: &Rows,
+        out: &mut Rows,
+    ) -> BackendResult<()> {
+        let DeltaLayer { layer, shape, conv, decay, time_bias, norm: (norm, eps) } = layer;
+        match self {
+            Self::Cpu(step) => {
+                let [conv, decay, time_bias] = [conv, decay, time_bias].map(On::cpu);
+                let norm = (norm.cpu(), eps);
+                let layer = DeltaLayer { layer, shape, conv, decay, time_bias, norm };
+                step.mix_delta(layer, projected.cpu(), out.cpu_mut())
+            }
+            Self::Cuda(step) => {
+                let [conv, decay, time_bias] = [conv, decay, time_bias].map(On::cuda);
+                let norm = (norm.cuda(), eps);
+                let layer = DeltaLayer { layer, shape, conv, decay, time_bias, norm };
+                step.mix_delta(layer, projected.cuda(), out.cuda_mut())
+            }
+        }
+    }
+
+    fn gate_heads(&mut self, unrotate: &[&Matrix], gates: &Rows, attended: &mut Rows) -> BackendResult<()> {
+        match self {
+            Self::Cpu(step) => {
+                let unrotate: Vec<_> = unrotate.iter().map(|matrix| matrix.cpu()).collect();
+                step.gate_heads(&unrotate, gates.cpu(), attended.cpu_mut())
+            }
+            Self::Cuda(step) => {
+                let unrotate: Vec<_> = unrotate.iter().map(|matrix| matrix.cuda()).collect();
+                step.gate_heads(&unrotate, gates.cuda(), attended.cuda_mut())
+            }
+        }
+    }
+}
 
 impl Step<AnyBackend> for AnyStep<'_> {
     fn embed(&mut self, table: &Matrix, tokens: &[u32], scale: f32, out: &mut Rows) -> BackendResult<()> {

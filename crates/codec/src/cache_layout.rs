@@ -35,6 +35,8 @@ pub struct CacheLayout {
     views_in_blocks: bool,
     /// Layers with pages of their own, which hold a window only.
     pub(crate) sliding: Option<SlidingGroup>,
+    /// Bytes of a sequence's recurrent state.
+    pub(crate) state_bytes: usize,
 }
 
 impl CacheLayout {
@@ -59,6 +61,7 @@ impl CacheLayout {
                 held_block_bytes: None,
                 views_in_blocks: false,
                 sliding: None,
+                state_bytes: 0,
             })
         } else {
             let (full, windows) = (table(format)?, Windows::unlimited());
@@ -70,6 +73,7 @@ impl CacheLayout {
                 held_block_bytes: None,
                 views_in_blocks: false,
                 sliding: None,
+                state_bytes: 0,
             })
         }
     }
@@ -93,6 +97,7 @@ impl CacheLayout {
             held_block_bytes: None,
             views_in_blocks: false,
             sliding: None,
+            state_bytes: 0,
         })
     }
 
@@ -195,6 +200,9 @@ impl CacheLayout {
         if self.sliding.is_some() {
             return Err("some layers have a sliding window, whose rows are not evicted");
         }
+        if self.has_states() {
+            return Err("some layers have a recurrent state, which cannot forget single rows");
+        }
         if !table.codecs().iter().all(RowPageCodec::copies_rows) {
             return Err(
                 "this cache format groups tokens, whose rows cannot be separated without quantizing again",
@@ -220,7 +228,7 @@ impl CacheLayout {
     /// Blocks that a sequence of `tokens` holds between two steps.
     pub fn blocks(&self, tokens: usize) -> BlockCounts {
         let (full, coded) = self.grown_blocks(tokens);
-        BlockCounts { full, coded, sliding: self.sliding_blocks(tokens).len() }
+        BlockCounts { full, coded, sliding: self.sliding_blocks(tokens).len(), states: self.states(tokens) }
     }
 
     /// Full and quantized blocks of the layers whose history grows.
@@ -250,6 +258,7 @@ impl CacheLayout {
         blocks.full * self.full_block_bytes()
             + blocks.coded * self.coded_block_bytes()
             + blocks.sliding * self.sliding_block_bytes()
+            + blocks.states * self.state_bytes()
     }
 
     /// Bytes of one block of all layers in full precision.
@@ -372,6 +381,10 @@ impl CacheLayout {
                 }
             }
         };
+        let grown = match self.state_bytes {
+            0 => grown,
+            bytes => format!("{grown}; a state of {:.1} MiB a sequence", bytes as f64 / 1_048_576.0),
+        };
         match &self.sliding {
             None => grown,
             Some(group) => {
@@ -403,7 +416,7 @@ mod tests {
         assert_eq!(blocks(336), (6, 1), "the first tile is coded, its block keeps both pages");
         // 16384 tokens: boundary 16128 = 252 blocks, one of them the sink.
         assert_eq!(blocks(16384), (1 + 4, 251));
-        assert_eq!(layout(KvFormat::Bf16).blocks(16384), BlockCounts { full: 256, coded: 0, sliding: 0 });
+        assert_eq!(layout(KvFormat::Bf16).blocks(16384), BlockCounts { full: 256, ..BlockCounts::default() });
     }
 
     #[test]

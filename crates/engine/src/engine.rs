@@ -189,6 +189,11 @@ impl Engine {
             let why = "a page store needs the prefix cache and a device whose pages can be copied";
             return Err(std::io::Error::new(std::io::ErrorKind::Unsupported, why));
         }
+        if copies && runner.layout().has_states() {
+            let why = "the model has layers with a recurrent state (gated delta nets), which a page store does \
+                       not keep yet: leave the store and KV transfers out";
+            return Err(std::io::Error::new(std::io::ErrorKind::Unsupported, why));
+        }
         let layout = runner.layout().clone();
         let evictable = row_cap::allowed(&runner);
         let post = match &options.post {
@@ -244,6 +249,7 @@ fn info<B: Backend>(runner: &Runner<B>, options: &EngineOptions) -> EngineInfo {
         coded_block_bytes: layout.coded_block_bytes(),
         sliding_block_bytes: layout.sliding_block_bytes(),
         sliding_window: layout.sliding().map(|group| group.window()),
+        state_bytes: layout.state_bytes(),
         page_tokens: PAGE_TOKENS,
         sink: layout.windows().sink(),
         recent: layout.windows().recent(),
@@ -284,7 +290,9 @@ impl EngineApi for EngineHandle {
         }
         let needed = match &cap {
             Some(Cap::Block(cap)) => cap.most_bytes(layout, tokens) + layout.full_block_bytes(),
-            Some(Cap::Post(_)) | None => layout.peak_bytes(tokens) + 2 * layout.unquantized_block_bytes(),
+            Some(Cap::Post(_)) | None => {
+                layout.peak_bytes(tokens) + layout.unquantized_block_bytes() + layout.resume_bytes()
+            }
         };
         let budget = state.info.kv_budget_bytes;
         if needed > budget {

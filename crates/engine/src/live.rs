@@ -14,7 +14,7 @@ use crate::row_cap::RowCap;
 use crate::sampling::Sampler;
 use crate::scheduler::{Pauses, SequenceId, StepPlan, Work};
 use oscar_backend::Candidate;
-use oscar_cache::{CacheSalt, PrefixKey, RadixCache};
+use oscar_cache::{CacheSalt, PrefixKey, RadixCache, resume_point};
 use oscar_runner::{Logits, Sequence, StepRequest};
 use oscar_store::Tier;
 use std::collections::BTreeMap;
@@ -162,9 +162,18 @@ impl Live {
         self.usage.prompt_tokens + self.params.max_tokens.saturating_sub(1)
     }
 
-    /// Lengths at which its sequences pause: where they are compacted, or where a turn begins to read
-    /// its view.
-    pub fn pauses(&self) -> Option<Pauses> {
+    /// Lengths at which its sequences pause: where they are compacted, where a turn begins to read its
+    /// view, or in models with recurrent states where a state is to be kept. Those are the end of what the
+    /// tree has `stored` of the prompt, because others may branch there too, and the point from which the
+    /// same prompt would resume.
+    pub fn pauses(&self, stored: Option<usize>) -> Option<Pauses> {
+        if let Some(stored) = stored {
+            let end = resume_point(self.usage.prompt_tokens);
+            return Some(match stored > 0 && stored < end {
+                true => Pauses { first: stored, every: end - stored },
+                false => Pauses { first: end, every: usize::MAX / 2 },
+            });
+        }
         let start = self.post.as_ref().filter(|post| post.reading.is_some()).map(|post| post.start);
         let once = start.map(|first| Pauses { first, every: usize::MAX / 2 });
         self.cap.as_ref().map(RowCap::pauses).or(once)

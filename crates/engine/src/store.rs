@@ -439,7 +439,7 @@ fn place<B: Backend>(
         *reclaimed += cache.reclaim(missing);
         taken = runner.pool().take(counts);
     }
-    let Ok(TakenPages { full, coded, sliding }) = taken else { return Ok(None) };
+    let Ok(TakenPages { full, coded, sliding, .. }) = taken else { return Ok(None) };
     coded.iter().for_each(|page| page.mark_coded(progress));
     let coded = coded.into_iter().map(RestoredPage::Coded);
     let mut pages = full.into_iter().map(RestoredPage::Full).chain(coded);

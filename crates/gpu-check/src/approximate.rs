@@ -100,6 +100,7 @@ fn resume<B: Backend<Pool: Inspected>>(
         demote: 0..0,
         demote_values: 0..0,
         view: None,
+        states: None,
     };
     let beyond = probe.coded_until() > windows.boundary(length);
     report.case("approximate hit, read beyond the windows", f64::from(u8::from(!beyond)), 0.0, || {

@@ -146,6 +146,7 @@ fn one(gpu: &CudaBackend, numbers: &mut Numbers, case: &Case, report: &mut Repor
         router: &router,
         correction,
         router_bias: None,
+        shared_gate: None,
     };
     let mut on_gpu = gpu.experts(&shape)?;
     let shared = (shared_width > 0).then_some((ExpertId::Shared, shared_width));

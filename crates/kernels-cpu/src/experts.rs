@@ -69,8 +69,8 @@ pub struct Slots {
 }
 
 impl Slots {
-    /// Chooses the experts of each row of `logits`; those that are not `held` get no slots. `shared`: an
-    /// expert that every row has with weight 1 and that comes after all others.
+    /// Chooses the experts of each row of `logits`; those that are not `held` get no slots. `shared`: the
+    /// weights, by row, of an expert that every row has and that comes after all others.
     pub fn route(
         pool: &ThreadPool,
         rule: &RouterRule,
@@ -78,7 +78,7 @@ impl Slots {
         experts: usize,
         correction: Option<&[f32]>,
         held: Range<usize>,
-        shared: bool,
+        shared: Option<&[f32]>,
     ) -> Self {
         let rows = logits.len() / experts;
         let mut chosen: Vec<Vec<(u32, f32)>> = vec![Vec::new(); rows];
@@ -102,9 +102,9 @@ impl Slots {
         let present =
             (0..experts).map(|e| (e, starts[e]..starts[e + 1])).filter(|(_, slots)| !slots.is_empty());
         let mut present: Vec<_> = present.collect();
-        if shared && rows > 0 {
+        if let Some(weights) = shared.filter(|_| rows > 0) {
             present.push((experts, slots.len()..slots.len() + rows));
-            slots.extend((0..rows as u32).map(|row| (row, 1.0)));
+            slots.extend((0..rows as u32).zip(weights).map(|(row, &weight)| (row, weight)));
         }
         Self { slots, experts: present }
     }

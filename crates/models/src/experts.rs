@@ -44,6 +44,18 @@ impl MoeConfig {
             router,
             correction,
             router_bias,
+            shared_gate: None,
+        }
+    }
+}
+
+impl ExpertNames {
+    /// Whether the file has this expert in one tensor with others.
+    pub(crate) fn joins(self, id: ExpertId) -> bool {
+        match self {
+            Self::Fused => true,
+            Self::QwenFused => id != ExpertId::Shared,
+            Self::Mlp | Self::BlockSparse | Self::Qwen => false,
         }
     }
 }
@@ -112,6 +124,10 @@ pub(crate) fn load<B: Backend>(
         true => Some(weights.vector(&names.router_bias(layer))?),
         false => None,
     };
+    let shared_gate = match moe.shared_gate {
+        true => Some(weights.matrix(&names.shared_gate(layer))?.to_f32_vec()),
+        false => None,
+    };
     let format = weights.expert_format(config, layer);
     let shape = moe.experts_shape(
         config.mixtures().filter(|&other| other > layer).count(),
@@ -122,15 +138,15 @@ pub(crate) fn load<B: Backend>(
         router_bias.as_deref(),
         config.gate,
     );
-    let mut experts = backend.experts(&shape)?;
+    let mut experts = backend.experts(&ExpertsShape { shared_gate: shared_gate.as_deref(), ..shape })?;
     if moe.names == ExpertNames::Fused {
         fused::load(backend, config, moe, weights, layer, &mut experts)?;
         return Ok(experts);
     }
     let held = HeldExperts::of(backend.communicator(), moe.experts);
     for id in moe.ids().filter(|id| held.has(*id)) {
-        let views = Projection::FEED_FORWARD.map(|part| weights.matrix(&names.expert(layer, moe, id, part)));
-        let [gate, up, down] = views;
+        let view = |part| fused::view(weights, layer, moe, id, part, config.hidden_size);
+        let [gate, up, down] = Projection::FEED_FORWARD.map(view);
         let views = [gate?, up?, down?];
         // Kept alive while the device reads them.
         let f32s = views.each_ref().map(|view| match view {
@@ -139,7 +155,7 @@ pub(crate) fn load<B: Backend>(
             other => other.to_f32_vec(),
         });
         let mut parts = Vec::with_capacity(views.len());
-        for (view, expanded) in views.iter().zip(&f32s) {
+        for ((view, expanded), part) in views.iter().zip(&f32s).zip(Projection::FEED_FORWARD) {
             let values = match view {
                 MatrixView::Fp8(stored) if format != ExpertFormat::Bf16 => HostValues::Fp8(stored.blocks()),
                 MatrixView::Unquantized(view) => match view.as_bf16() {
@@ -148,7 +164,7 @@ pub(crate) fn load<B: Backend>(
                 },
                 MatrixView::Fp8(_) => HostValues::F32(expanded),
             };
-            let [outputs, inputs] = *view.shape() else { continue };
+            let [outputs, inputs] = moe.shape(id, part, config.hidden_size);
             parts.push(HostMatrix { outputs, inputs, values, bias: None });
         }
         let parts: [HostMatrix<'_>; 3] = parts.try_into().map_err(|_| BackendError::Shape {
@@ -186,7 +202,9 @@ pub(crate) fn random<B: Benchmarks>(
         WeightFormat::Fp8 => ExpertFormat::Fp8Blocks,
     };
     let following = config.mixtures().filter(|&other| other > layer).count();
+    let shared_gate = moe.shared_gate.then(|| vec![0.0; hidden]);
     let shape = moe.experts_shape(following, hidden, format, &router, corrected, None, gate);
+    let shape = ExpertsShape { shared_gate: shared_gate.as_deref(), ..shape };
     let ids: Vec<ExpertId> = moe.ids().collect();
     Ok(backend.random_experts(&shape, &ids, layer as u64)?)
 }

@@ -42,6 +42,9 @@ impl Shard {
         if ranks > 1 && whole.latent.is_some() {
             return refuse("latent attention (MLA) is not split yet".into());
         }
+        if ranks > 1 && whole.delta.is_some() {
+            return refuse("layers with a recurrent state (gated delta nets) are not split yet".into());
+        }
         if ranks == 0 || !whole.kv_heads.is_multiple_of(ranks) {
             let works: Vec<String> = (1..=whole.kv_heads)
                 .filter(|n| whole.kv_heads.is_multiple_of(*n))

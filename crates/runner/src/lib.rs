@@ -312,13 +312,26 @@ impl<B: Backend> Runner<B> {
     }
 }
 
-/// Refuses a cache whose sliding layers are not the model's. A cache with all layers in one group is
-/// right for any model.
+/// Refuses a cache whose layers, states or sliding layers are not the model's. A cache with all layers in
+/// one group is right for any model.
 fn check_group(config: &DecoderConfig, layout: &CacheLayout) -> Result<(), BackendError> {
+    let found = (layout.layers(), layout.state_bytes());
+    if found != (config.cache_layers(), config.state_bytes()) {
+        return Err(BackendError::Shape {
+            what: "a cache".into(),
+            detail: format!(
+                "{} layers and states of {} bytes; the model has {} layers with attention and states of {}",
+                found.0,
+                found.1,
+                config.cache_layers(),
+                config.state_bytes()
+            ),
+        });
+    }
     let Some(group) = layout.sliding() else { return Ok(()) };
     let window = |layer| layout.slides(layer).then_some(group.window());
     let agrees = |layer| config.window_of(layer) == window(layer);
-    match layout.layers() == config.layers && (0..config.layers).all(agrees) {
+    match (0..config.layers).all(agrees) {
         true => Ok(()),
         false => Err(BackendError::Shape {
             what: "a cache".into(),

@@ -99,7 +99,7 @@ struct Budget {
 pub fn run(args: &Args) -> Result<()> {
     let model = Subject::open(&args.model, args.shape.as_ref())?;
     let c = model.config();
-    if let Some(note) = c.describe_sliding() {
+    for note in c.describe_sliding().into_iter().chain(c.describe_delta()) {
         eprintln!("note: {note}");
     }
     let contexts = contexts(args, &model)?;
@@ -112,6 +112,9 @@ pub fn run(args: &Args) -> Result<()> {
     let mut too_large = Vec::new();
     if target.is_gpu() && c.latent.is_some() {
         bail!("{} has latent attention (MLA), which GPUs do not compute: use --device cpu", model.name());
+    }
+    if target.is_gpu() && c.delta.is_some() {
+        bail!("{} has gated delta nets, which GPUs do not compute: use --device cpu", model.name());
     }
     for format in formats(c, &args.kv, &["bf16", "oscar4", "oscar"])? {
         let rotates = format.rotation() != RotationKind::None;

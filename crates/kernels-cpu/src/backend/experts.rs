@@ -18,6 +18,8 @@ pub struct CpuExperts {
     router: PackedMatrix,
     correction: Option<Vec<f32>>,
     router_bias: Option<Vec<f32>>,
+    /// Weights of the gate on the shared expert.
+    shared_gate: Option<Vec<f32>>,
     /// The shared expert, if any, comes last. `None` until it is loaded, and if another rank has it.
     experts: Vec<Option<Expert>>,
     routed: usize,
@@ -67,6 +69,12 @@ impl CpuExperts {
     }
 }
 
+/// `σ(gate · x)` for each row.
+fn shared_weights(rows: &[f32], gate: &[f32]) -> Vec<f32> {
+    let dot = |row: &[f32]| row.iter().zip(gate).map(|(x, g)| x * g).sum::<f32>();
+    rows.chunks_exact(gate.len()).map(|row| 1.0 / (1.0 + (-dot(row)).exp())).collect()
+}
+
 /// The experts of a layer that this rank holds, all loaded, from the first.
 struct Loaded<'a> {
     experts: Vec<&'a Expert>,
@@ -102,6 +110,7 @@ impl CpuBackend {
             router,
             correction: shape.correction.map(<[f32]>::to_vec),
             router_bias: shape.router_bias.map(<[f32]>::to_vec),
+            shared_gate: shape.shared_gate.map(<[f32]>::to_vec),
             experts: (0..total).map(|_| None).collect(),
             routed: shape.experts,
             held: HeldExperts::of(self.communicator.as_deref(), shape.experts),
@@ -174,6 +183,10 @@ impl CpuBackend {
         logits.resize(rows * experts.routed, 0.0);
         let epilogue = Epilogue { bias: experts.router_bias.as_deref(), accumulate: false };
         experts.router.linear(self.kernels, &self.pool, normed, rows, logits, epilogue, gemm);
+        let shared = shared.then(|| match &experts.shared_gate {
+            None => vec![1.0; rows],
+            Some(gate) => shared_weights(normed, gate),
+        });
         let slots = Slots::route(
             &self.pool,
             &experts.rule,
@@ -181,7 +194,7 @@ impl CpuBackend {
             experts.routed,
             experts.correction.as_deref(),
             held.clone(),
-            shared,
+            shared.as_deref(),
         );
         let activations = match self.mode {
             Mode::Bf16 => Activations::SplitBf16,

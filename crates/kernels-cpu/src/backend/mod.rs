@@ -1,6 +1,7 @@
 //! The CPU as a [`Backend`]: the kernels of this crate, a thread pool and page storage.
 
 mod calibration;
+mod delta;
 mod demotion;
 mod experts;
 mod heads;
@@ -18,6 +19,7 @@ pub use step::CpuStep;
 
 use crate::attention;
 use crate::{Kernels, PackedMatrix, Precision, ThreadPool, Weights};
+use delta::DeltaScratch;
 use experts::ExpertsScratch;
 use heads::LayerRotation;
 use oscar_backend::{
@@ -76,6 +78,7 @@ struct Scratch {
     outputs: Vec<f32>,
     /// Products of single heads, `[head][row][channel]`, in latent attention.
     by_head: Vec<f32>,
+    delta: DeltaScratch,
     /// The time of steps so far, if it is wanted.
     times: Option<StepTimes>,
 }

@@ -15,8 +15,8 @@ use crate::pages::CudaPages;
 use crate::step::{StepSummary, StepTables};
 use crate::storage::Storage;
 use oscar_backend::{
-    Candidate, Feature, LayerHeads, Pick, Product, Result as BackendResult, SequenceRows, Step, Tap,
-    TappedRows, WeightFormat,
+    Candidate, DeltaStep, Feature, LayerHeads, Pick, Product, Result as BackendResult, SequenceRows, Step,
+    Tap, TappedRows, WeightFormat,
 };
 use std::sync::MutexGuard;
 use std::time::Instant;
@@ -334,6 +334,8 @@ impl CudaStep<'_> {
         self.backend.ranks.as_ref().ok_or_else(alone)
     }
 }
+
+impl DeltaStep<CudaBackend> for CudaStep<'_> {}
 
 impl Step<CudaBackend> for CudaStep<'_> {
     fn embed(

@@ -72,6 +72,7 @@ mod tests {
             demote: 0..0,
             demote_values: 0..0,
             view: None,
+            states: None,
         };
         check_pages(&rows, &windows, Storage::Codes).unwrap();
         let error =

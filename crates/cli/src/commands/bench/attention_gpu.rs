@@ -135,6 +135,7 @@ fn measure(
             demote: 0..0,
             demote_values: 0..0,
             view: views.get(i),
+            states: None,
         })
         .collect();
     // A few distinct rows are enough: time does not depend on them.

@@ -127,7 +127,7 @@ impl Args {
         let layout = c.cache_layout(format, windows, CodeLayout::Logical)?;
         let rotations = match format.rotation() {
             RotationKind::None => None,
-            _ => Some(RotationSet::hadamard(c.layers, c.kv_heads, c.head_dim)?),
+            _ => Some(RotationSet::hadamard(c.cache_layers(), c.kv_heads, c.head_dim)?),
         };
         let attention = backend.attention(&layout).description;
         let options = RunnerOptions {

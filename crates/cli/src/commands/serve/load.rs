@@ -119,6 +119,7 @@ impl LoadArgs {
         progress.begin("opening the model", 0);
         let model = self.model.open()?;
         self.kv.map_or(Ok(()), |format| model.config.check_format(format))?;
+        self.refuse_with_states(transfer, &model)?;
         let text = model.text_with(self.chat_template.as_deref())?;
         let generation = model.generation()?;
         let ranks = self.parallel.ranks(&self.model, &model.config)?;
@@ -145,6 +146,7 @@ impl LoadArgs {
         }
         note!("cache: {}; rotations: {}", cache.layout.describe(), cache.rotation_origin);
         note!("attention: {}", backend.attention(&cache.layout).description);
+        model.config.describe_delta().iter().for_each(|line| note!("{line}"));
         for line in served.note.iter().map(String::as_str).chain(served.advice) {
             note!("{line}");
         }
@@ -182,6 +184,31 @@ impl LoadArgs {
         let (cap, post) = (self.eviction.cap(&runner)?, self.eviction.post(&text, &model.weights)?);
         let options = EngineOptions { store, desk, cap, post, ..self.engine(&model.name) };
         Ok(Loaded { model, options, runner, text, defaults, served })
+    }
+
+    /// Refuses what needs rows of every layer, if the model has recurrent states.
+    fn refuse_with_states(&self, transfer: &TransferArgs, model: &OpenModel) -> Result<()> {
+        if model.config.delta.is_none() {
+            return Ok(());
+        }
+        let store = &self.store;
+        for (flag, is_given) in [
+            ("--store", store.store.is_some()),
+            ("--store-ram", store.store_ram.is_some()),
+            ("--store-redis", store.store_redis.is_some()),
+            ("--store-s3", store.s3().is_some()),
+            ("--kv-transfer-listen", transfer.kv_transfer_listen.is_some()),
+            ("--kv-transfer-peer", transfer.fetches()),
+            ("--kv-budget", self.eviction.kv_budget.is_some()),
+        ] {
+            anyhow::ensure!(
+                !is_given,
+                "{flag}: {} has layers with a recurrent state (gated delta nets), which are neither stored, sent nor \
+                 evicted: leave {flag} out",
+                model.name
+            );
+        }
+        Ok(())
     }
 
     fn engine(&self, model: &str) -> EngineOptions {
