@@ -3,8 +3,8 @@
 use crate::{HybridBackend, HybridExperts, HybridStep, HybridVector};
 use oscar_backend::{
     AttentionKernels, Backend, BackendError, BlockId, Communicator, ExpertId, ExpertsShape, Feature,
-    HeadHistory, HeadShape, HistoryRows, HostMatrix, HostRows, PrefillWave, Result, SequenceRows, StepMemory,
-    StepSize, View,
+    HeadHistory, HeadShape, HistoryRows, HostMatrix, HostRows, PrefillWave, Result, RowEviction, SequenceRows,
+    StepMemory, StepSize, View,
 };
 use oscar_codec::{CacheLayout, HeadRotations};
 
@@ -149,16 +149,16 @@ impl<D: HostRows> Backend for HybridBackend<D> {
         self.device.copies_blocks()
     }
 
-    fn read_block(&self, pool: &D::Pool, block: BlockId, out: &mut Vec<u8>) -> Result<()> {
-        self.device.read_block(pool, block, out)
+    fn read_blocks(&self, pool: &D::Pool, blocks: &mut [(BlockId, &mut Vec<u8>)]) -> Result<()> {
+        self.device.read_blocks(pool, blocks)
     }
 
-    fn write_block(&self, pool: &mut D::Pool, block: BlockId, bytes: &[u8]) -> Result<()> {
-        self.device.write_block(pool, block, bytes)
+    fn write_blocks(&self, pool: &mut D::Pool, blocks: &[(BlockId, &[u8])]) -> Result<()> {
+        self.device.write_blocks(pool, blocks)
     }
 
-    fn evicts_rows(&self) -> bool {
-        self.device.evicts_rows()
+    fn evicts_rows(&self, layout: &CacheLayout) -> RowEviction {
+        self.device.evicts_rows(layout)
     }
 
     fn gather(&self, from: &SequenceRows<'_>, view: &View, pool: &mut D::Pool) -> Result<()> {
