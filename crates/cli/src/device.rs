@@ -5,8 +5,7 @@ use oscar_backend::{
     AttentionKernels, Backend, BlockId, Candidate, Communicator, DeltaLayer, DeltaStep, ExpertId,
     ExpertsShape, Feature, HeadHistory, HeadShape, HistoryRows, HostMatrix, LatentHeads, LayerHeads, Pick,
     PrefillWave, Product, Result as BackendResult, RowEviction, SequenceRows, Step, StepMemory, StepSize,
-    Tap, View,
-    latent_refusal,
+    Tap, View, latent_refusal,
 };
 use oscar_codec::{CacheLayout, HeadRotations};
 use oscar_hybrid::{HybridBackend, HybridStep};

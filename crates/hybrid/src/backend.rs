@@ -3,8 +3,8 @@
 use crate::{HybridBackend, HybridExperts, HybridStep, HybridVector};
 use oscar_backend::{
     AttentionKernels, Backend, BackendError, BlockId, Communicator, ExpertId, ExpertsShape, Feature,
-    HeadHistory, HeadShape, HistoryRows, HostMatrix, HostRows, PrefillWave, Result, RowEviction, SequenceRows,
-    StepMemory, StepSize, View,
+    HeadHistory, HeadShape, HistoryRows, HostMatrix, HostRows, PrefillWave, Result, RowEviction,
+    SequenceRows, StepMemory, StepSize, View,
 };
 use oscar_codec::{CacheLayout, HeadRotations};
 

@@ -15,7 +15,7 @@ use crate::library::{NCCL, symbol};
 use crate::memory::{Buffer, DevicePtr, DeviceSlice};
 use crate::sources::RANKS;
 use cudarc::driver::sys::CUstream;
-use oscar_backend::{BackendError, Communicator, Result as BackendResult};
+use oscar_backend::{Communicator, Result as BackendResult};
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::path::Path;
 use std::ptr::null_mut;

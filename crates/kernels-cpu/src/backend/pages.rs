@@ -29,7 +29,8 @@ impl HeadPages {
 impl HeadPages {
     /// Room for the states of sequences under a budget.
     fn states(page_bytes: usize, budget: usize) -> Result<Self> {
-        let bytes = if page_bytes == 0 { 0 } else { (budget / page_bytes + 1).saturating_mul(page_bytes) };
+        let pages = budget.checked_div(page_bytes).map_or(0, |pages| pages + 1);
+        let bytes = pages.saturating_mul(page_bytes);
         let region = Region::reserve(bytes).map_err(|error| BackendError::OutOfMemory {
             device: "cpu".into(),
             what: format!("the states of sequences ({error})"),
