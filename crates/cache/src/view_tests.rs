@@ -56,7 +56,7 @@ fn views_in_blocks_take_as_many_blocks_as_their_longest_head() {
     assert_eq!(used(&pool), (2, 4, 2 * block));
     let second = View::new(&layout, &pool, 512, kept([64, 64, 0, 128])).unwrap();
     assert_eq!(used(&pool), (2, 8, 2 * block), "the free pages are enough");
-    let coded = pool.take(oscar_codec::BlockCounts { full: 0, coded: 1, sliding: 0 }).unwrap();
+    let coded = pool.take(oscar_codec::BlockCounts { full: 0, coded: 1, sliding: 0, states: 0 }).unwrap();
     for head in 0..4 {
         let mut ids: Vec<u32> = first.pages(head).iter().chain(second.pages(head)).copied().collect();
         ids.push(coded.coded[0].id().0);

@@ -18,14 +18,12 @@ use crate::copies::{Gathered, fill};
 use crate::request::{CachedByTier, RequestId};
 use oscar_backend::{Backend, BlockId};
 use oscar_cache::{
-    BlockOffer, CacheSalt, PageHash, PageKind, PrefixKey, RadixCache, Reclaimed, RestoredPage, StoredFlag,
-    TakenPages, WantedPage,
+    CacheSalt, PageHash, PageKind, PrefixKey, RadixCache, Reclaimed, RestoredPage, StoredFlag, TakenPages,
+    WantedPage,
 };
 use oscar_codec::{BlockCounts, CacheLayout, PAGE_TOKENS};
 use oscar_runner::{Runner, StepError};
-use oscar_store::{
-    FetchedPage, Loaded, PageName, PageRef, PeerTicket, RemotePages, Reply, Store, StoreReader, Tier,
-};
+use oscar_store::{FetchedPage, Loaded, PeerTicket, RemotePages, Reply, Store, StoreReader, Tier};
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};

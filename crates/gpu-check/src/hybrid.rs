@@ -65,6 +65,7 @@ fn one_layer(rows: usize, report: &mut Report) -> Result<()> {
         router: &router,
         correction: None,
         router_bias: None,
+        shared_gate: None,
     };
     let (hybrid, cpu) = (hybrid()?, cpu()?);
     let (mut beside, mut alone) = (hybrid.experts(&shape)?, cpu.experts(&shape)?);

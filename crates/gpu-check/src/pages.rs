@@ -136,6 +136,7 @@ impl<B: Backend<Pool: Inspected>> Twins<'_, B> {
                 demote: s.demote.clone(),
                 demote_values: s.demote_values.clone(),
                 view: None,
+                states: None,
             })
             .collect();
         let mut found = [Vec::new(), Vec::new()];

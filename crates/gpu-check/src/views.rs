@@ -76,7 +76,8 @@ impl Case {
 /// Names of the checks of one kind of attention kernels.
 pub fn checks(decode: &'static str, prefill: &'static str) -> Checks {
     // As for any codes.
-    Checks { history: "views, codes", decode, prefill, allowed: 1.0 / 128.0, compared: Compared::EVERYTHING }
+    let compared = Compared::EVERYTHING;
+    Checks { history: "views, codes", decode, prefill, allowed: 1.0 / 128.0, compared, e4m3_bits: 0 }
 }
 
 pub fn check<B: Backend<Pool: Inspected>>(
@@ -120,6 +121,7 @@ fn stored(pages: &SequencePages) -> SequenceRows<'_> {
         demote: 0..0,
         demote_values: 0..0,
         view: pages.view().map(|view| &**view),
+        states: None,
     }
 }
 

@@ -3,7 +3,8 @@
 use crate::backend::no_processor;
 use crate::{Host, HybridBackend, HybridExperts, HybridVector};
 use oscar_backend::{
-    Backend, Candidate, HostRows, LatentHeads, LayerHeads, Pick, Product, Result, Step, Tap,
+    Backend, Candidate, DeltaLayer, DeltaStep, HostRows, LatentHeads, LayerHeads, Pick, Product, Result,
+    Step, Tap,
 };
 
 /// A step in progress.
@@ -13,8 +14,26 @@ pub struct HybridStep<'s, D: Backend + 's> {
 }
 
 /// A norm with its epsilon, as the device takes it.
-fn norm<'a, V>(norm: Option<(&'a HybridVector<V>, f32)>) -> Option<(&'a V, f32)> {
+fn norm<V>(norm: Option<(&HybridVector<V>, f32)>) -> Option<(&V, f32)> {
     norm.map(|(norm, eps)| (&norm.device, eps))
+}
+
+impl<D: HostRows> DeltaStep<HybridBackend<D>> for HybridStep<'_, D> {
+    fn mix_delta(
+        &mut self,
+        layer: DeltaLayer<'_, HybridBackend<D>>,
+        projected: &D::Rows,
+        out: &mut D::Rows,
+    ) -> Result<()> {
+        let DeltaLayer { layer, shape, conv, decay, time_bias, norm: (norm, eps) } = layer;
+        let [conv, decay, time_bias, norm] = [conv, decay, time_bias, norm].map(|v| &v.device);
+        let layer = DeltaLayer { layer, shape, conv, decay, time_bias, norm: (norm, eps) };
+        self.device.mix_delta(layer, projected, out)
+    }
+
+    fn gate_heads(&mut self, unrotate: &[&D::Matrix], gates: &D::Rows, attended: &mut D::Rows) -> Result<()> {
+        self.device.gate_heads(unrotate, gates, attended)
+    }
 }
 
 impl<D: HostRows> Step<HybridBackend<D>> for HybridStep<'_, D> {

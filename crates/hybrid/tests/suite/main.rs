@@ -115,6 +115,7 @@ fn shape(router: &[f32], following: usize, format: ExpertFormat) -> ExpertsShape
         router,
         correction: None,
         router_bias: None,
+        shared_gate: None,
     }
 }
 

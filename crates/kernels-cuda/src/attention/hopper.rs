@@ -119,6 +119,8 @@ impl HopperKernels {
             0 => None,
             _ => Some(grow(device, &mut memory.expanded, heads * head_bytes, "expanded pages")?.0.ptr()),
         };
+        // The last page of a view may be partly filled, and a page's factor needs all of its rows.
+        let e4m3_bits = if call.summary.views { 0 } else { self.e4m3_bits };
         let whole = block.launch(call, heads);
         let (tiles, kv_heads, sequences) = whole.grid;
         let blocks = tiles as usize * kv_heads as usize * sequences as usize;
@@ -140,7 +142,7 @@ impl HopperKernels {
                     expanded_head: head_bytes as u64,
                     first_head: first_head as u32,
                     least_rows: LEAST_ROWS,
-                    e4m3_bits: self.e4m3_bits,
+                    e4m3_bits,
                 };
                 let launch = LaunchShape {
                     grid: (work.blocks as u32, count as u32, call.summary.sequences.len() as u32),
@@ -166,7 +168,7 @@ impl HopperKernels {
                 least_rows: LEAST_ROWS,
                 tiles,
                 splits: splits as u32,
-                e4m3_bits: self.e4m3_bits,
+                e4m3_bits,
                 scale: shape.scale,
                 partial,
             };

@@ -116,7 +116,7 @@ fn measure(
         (0..batch).map(|_| pages(layout, context, tokens, until, &mut full, &mut coded)).collect();
     // Pages of views come after all others.
     let ids = PagePool::new(layout, usize::MAX / 2);
-    let _others = ids.take(BlockCounts { full: 0, coded: coded as usize, sliding: 0 })?;
+    let _others = ids.take(BlockCounts { full: 0, coded: coded as usize, sliding: 0, states: 0 })?;
     let views = (0..batch).filter_map(|_| rows.map(|rows| view_of(layout, &ids, context, rows)));
     let views = views.collect::<Result<Vec<View>>>()?;
     let coded = ids.usage().coded_pages;
