@@ -3,21 +3,77 @@
 //! A list is exact, in values and in order, so that a sampler draws from it what it would have
 //! drawn from the whole row.
 
+use std::sync::OnceLock;
+
 /// A logit and its token.
 pub type Candidate = (f32, u32);
 
 /// Most candidates that can be asked for.
 pub const MOST_CANDIDATES: usize = 256;
 
+/// The tokens that may be chosen: bit `i % 32` of word `i / 32` is set for token `i`; tokens behind the
+/// last word may not. They are found by another thread while the device computes.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct TokenMask(OnceLock<Vec<u32>>);
+
+impl TokenMask {
+    /// Says which tokens are allowed. Only the first call counts.
+    pub fn set(&self, words: Vec<u32>) {
+        let _ = self.0.set(words);
+    }
+
+    /// The words, once they are known.
+    pub fn words(&self) -> &[u32] {
+        self.0.wait()
+    }
+}
+
+/// Whether a mask allows a token.
+fn allows(words: &[u32], token: usize) -> bool {
+    words.get(token / 32).is_some_and(|word| word >> (token % 32) & 1 == 1)
+}
+
 /// What is wanted of a row of logits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Pick {
+pub enum Pick<'a> {
     /// The most likely token, the lowest id among equals (−0 equals 0); NaN and −∞ never win.
     /// Nothing if there is no other.
     Greedy,
     /// This many of the largest logits, from 1 to [`MOST_CANDIDATES`]; all that are not NaN if
     /// there are fewer. Largest first (−0 below 0), the lower id first among equals.
     Top(usize),
+    /// [`Pick::Greedy`] among the tokens that are allowed.
+    GreedyAmong(&'a TokenMask),
+    /// [`Pick::Top`] among the tokens that are allowed.
+    TopAmong(usize, &'a TokenMask),
+}
+
+impl Pick<'static> {
+    /// The same among the tokens that `mask` allows.
+    pub fn among(self, mask: &TokenMask) -> Pick<'_> {
+        match self {
+            Self::Greedy | Self::GreedyAmong(_) => Pick::GreedyAmong(mask),
+            Self::Top(count) | Self::TopAmong(count, _) => Pick::TopAmong(count, mask),
+        }
+    }
+}
+
+impl<'a> Pick<'a> {
+    /// Candidates of a list; `None` for the most likely token alone.
+    pub fn count(self) -> Option<usize> {
+        match self {
+            Self::Greedy | Self::GreedyAmong(_) => None,
+            Self::Top(count) | Self::TopAmong(count, _) => Some(count),
+        }
+    }
+
+    /// The tokens that are allowed, if not all are.
+    pub fn mask(self) -> Option<&'a TokenMask> {
+        match self {
+            Self::Greedy | Self::Top(_) => None,
+            Self::GreedyAmong(mask) | Self::TopAmong(_, mask) => Some(mask),
+        }
+    }
 }
 
 /// The place of a candidate in the order of [`Pick::Top`]: the larger comes first. 0 for NaN, which
@@ -55,14 +111,20 @@ pub fn argmax(logits: &[f32]) -> u32 {
 
 /// What `pick` says, in plain form: the reference of every device.
 pub fn pick(logits: &[f32], what: Pick) -> Vec<Candidate> {
-    match what {
-        Pick::Greedy => {
+    if let Some(mask) = what.mask() {
+        let words = mask.words();
+        let open = |(token, &logit)| if allows(words, token) { logit } else { f32::NAN };
+        let left: Vec<f32> = logits.iter().enumerate().map(open).collect();
+        return pick(&left, what.count().map_or(Pick::Greedy, Pick::Top));
+    }
+    match what.count() {
+        None => {
             let token = argmax(logits);
             let best = logits.get(token as usize).filter(|&&logit| logit > f32::NEG_INFINITY);
             // Adding 0 turns −0 into 0, so a device may return either.
             best.map(|&logit| (logit + 0.0, token)).into_iter().collect()
         }
-        Pick::Top(count) => {
+        Some(count) => {
             let mut keys: Vec<u64> = logits
                 .iter()
                 .enumerate()
@@ -132,5 +194,21 @@ mod tests {
         assert_eq!(tokens(pick(&[-0.0, 0.0], Pick::Top(1))), [1]);
         assert!(pick(&[f32::NAN, f32::NEG_INFINITY], Pick::Greedy).is_empty());
         assert!(pick(&[], Pick::Top(3)).is_empty() && pick(&[f32::NAN], Pick::Top(3)).is_empty());
+    }
+
+    #[test]
+    fn a_mask_leaves_the_allowed_tokens_and_those_behind_its_end_out() {
+        let mask = TokenMask::default();
+        std::thread::scope(|scope| {
+            scope.spawn(|| mask.set(vec![0b10_0010_1001]));
+            // Waits for the other thread.
+            let tokens: Vec<u32> = pick(&ROW, Pick::Top(9).among(&mask)).iter().map(|c| c.1).collect();
+            assert_eq!(tokens, [3, 0, 9, 5]);
+        });
+        assert_eq!(pick(&ROW, Pick::Greedy.among(&mask)), [(1.5, 3)]);
+        let none = TokenMask::default();
+        none.set(Vec::new());
+        none.set(vec![u32::MAX]);
+        assert!(pick(&ROW, Pick::Greedy.among(&none)).is_empty(), "only the first call counts");
     }
 }

@@ -2,7 +2,8 @@
 //!
 //! A layer adds to each row `x` the sum of its chosen experts,
 //! `x += Σ wₑ · downₑ(gate(gateₑ n, upₑ n))` with `n = norm(x)` and biases where the matrices have
-//! them, and then its shared expert with weight 1. Experts are added in ascending id, so that the
+//! them, and then its shared expert with weight 1, or
+//! `σ(gate · n)` where it has a gate. Experts are added in ascending id, so that the
 //! result of a row does not depend on the other rows. [`route`] is the specification of the choice.
 
 use crate::{BackendError, Gate, Result, WeightFormat};
@@ -42,6 +43,8 @@ pub enum RouterScores {
 /// The sizes and the router of one layer's experts.
 #[derive(Clone, Copy, Debug)]
 pub struct ExpertsShape<'a> {
+    /// Layers with experts that follow this one.
+    pub following: usize,
     pub experts: usize,
     pub hidden: usize,
     /// Width of an expert: outputs of its gate.
@@ -57,6 +60,8 @@ pub struct ExpertsShape<'a> {
     pub correction: Option<&'a [f32]>,
     /// Added to the logits of the router.
     pub router_bias: Option<&'a [f32]>,
+    /// Weights of the gate on the shared expert, as many as a row has elements.
+    pub shared_gate: Option<&'a [f32]>,
 }
 
 /// How all experts of a layer are stored.
@@ -108,8 +113,9 @@ impl ExpertsShape<'_> {
         let Self { experts, hidden, width, rule, .. } = *self;
         let sized = experts > 0 && hidden > 0 && width > 0;
         let router = experts.checked_mul(hidden) == Some(self.router.len());
+        let gated = self.shared_gate.is_none_or(|gate| gate.len() == hidden && self.shared_width > 0);
         let corrected = [self.correction, self.router_bias].iter().flatten().all(|c| c.len() == experts);
-        if sized && router && corrected && (1..=rule.candidates(experts)).contains(&rule.chosen) {
+        if sized && router && gated && corrected && (1..=rule.candidates(experts)).contains(&rule.chosen) {
             return Ok(());
         }
         Err(BackendError::Shape {
@@ -281,6 +287,7 @@ mod tests {
     #[test]
     fn fewer_experts_than_are_chosen_is_refused_with_the_numbers() {
         let shape = ExpertsShape {
+            following: 0,
             experts: 1,
             hidden: 2,
             width: 4,
@@ -291,6 +298,7 @@ mod tests {
             router: &[0.0; 2],
             correction: None,
             router_bias: None,
+            shared_gate: None,
         };
         assert!(shape.check().unwrap_err().to_string().contains("2 of 1 experts"));
         assert!(shape.check_id(ExpertId::Routed(1)).is_err() && shape.check_id(ExpertId::Shared).is_err());

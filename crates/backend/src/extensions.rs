@@ -96,6 +96,14 @@ pub trait Calibrates: Backend {
     ) -> Result<()>;
 }
 
+/// A device whose rows the host may change in the middle of a step.
+pub trait HostRows: Backend {
+    /// Waits for the device and appends all rows of `x` to `out`.
+    fn read_rows(step: &mut Self::Step<'_>, x: &Self::Rows, out: &mut Vec<f32>) -> Result<()>;
+    /// `x ← values`, all of its rows. `values` may change once this has returned.
+    fn write_rows(step: &mut Self::Step<'_>, values: &[f32], x: &mut Self::Rows) -> Result<()>;
+}
+
 /// A device that benchmarks fill with random data.
 pub trait Benchmarks: Backend {
     /// A matrix of random weights: benchmarks need a model's shape, not its contents.

@@ -21,6 +21,12 @@ pub enum Feature {
     ExpertGroups,
     /// Keys and values of all heads from one latent row a token.
     LatentAttention,
+    /// Layers with a recurrent state.
+    DeltaNet,
+    /// A gate between attention and its output projection.
+    OutputGate,
+    /// A gate on the shared expert.
+    SharedExpertGate,
 }
 
 impl fmt::Display for Feature {
@@ -34,6 +40,9 @@ impl fmt::Display for Feature {
             Self::ExpertBiases => "experts with biases",
             Self::ExpertGroups => "groups of experts",
             Self::LatentAttention => "latent attention (MLA)",
+            Self::DeltaNet => "gated delta nets",
+            Self::OutputGate => "gated attention",
+            Self::SharedExpertGate => "gated shared experts",
         })
     }
 }

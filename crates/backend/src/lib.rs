@@ -12,6 +12,7 @@
 mod blocks;
 mod candidates;
 mod communicator;
+mod delta;
 mod error;
 mod experts;
 mod extensions;
@@ -27,12 +28,15 @@ mod sizing;
 mod views;
 
 pub use blocks::BlockId;
-pub use candidates::{Candidate, MOST_CANDIDATES, Pick, argmax, candidate_key, candidate_of, pick};
-pub use communicator::Communicator;
+pub use candidates::{
+    Candidate, MOST_CANDIDATES, Pick, TokenMask, argmax, candidate_key, candidate_of, pick,
+};
+pub use communicator::{Communicator, HeldExperts};
+pub use delta::{DeltaLayer, DeltaShape, DeltaStep};
 pub use error::{BackendError, Result};
 pub use experts::{ExpertFormat, ExpertGroups, ExpertId, ExpertsShape, RouterRule, RouterScores, route};
 pub use extensions::{
-    Benchmarks, CacheHead, Calibrates, Divergence, StepTimes, Tap, TappedRows, random_amplitude,
+    Benchmarks, CacheHead, Calibrates, Divergence, HostRows, StepTimes, Tap, TappedRows, random_amplitude,
 };
 pub use features::Feature;
 pub use fp8::{FP8_BLOCK, Fp8Blocks, Fp8Matrix, ScaleGrid, fp8_blocks, fp8_multiplied};
@@ -41,10 +45,10 @@ pub use heads::{HeadShape, LatentHeads, LatentShape, LayerHeads, latent_refusal}
 pub use kernels::{AttentionKernels, AttentionPath};
 pub use matrix::{HostMatrix, HostValues, WeightFormat};
 pub use mxfp4::{MXFP4_GROUP, MXFP4_LARGEST_SCALE, Mxfp4Blocks, mxfp4_factor};
-pub use oscar_cache::{SequenceRows, View};
+pub use oscar_cache::{SequenceRows, StepStates, View};
 pub use product::{Output, Product};
 pub use sizing::{PrefillWave, StepMemory, StepSize};
-pub use views::{HeadHistory, HistoryRows, Reduce, Scoring, eviction_refusal};
+pub use views::{HeadHistory, HistoryRows, Reduce, RowEviction, Scoring, eviction_refusal};
 
 use oscar_codec::{CacheLayout, HeadRotations};
 
@@ -128,21 +132,21 @@ pub trait Backend: Send + Sync + Sized {
     /// Waits until the device has run all steps.
     fn wait(&self) -> Result<()>;
 
-    /// Whether [`Backend::read_block`] and [`Backend::write_block`] work.
+    /// Whether [`Backend::read_blocks`] and [`Backend::write_blocks`] work.
     fn copies_blocks(&self) -> bool {
         false
     }
-    /// Appends the bytes of a block to `out`, in the device's own order, outside of any step.
-    fn read_block(&self, _pool: &Self::Pool, _block: BlockId, _out: &mut Vec<u8>) -> Result<()> {
+    /// Appends the bytes of each block to its `Vec`, in the device's own order, outside of any step.
+    fn read_blocks(&self, _pool: &Self::Pool, _blocks: &mut [(BlockId, &mut Vec<u8>)]) -> Result<()> {
         Err(BackendError::copies_no_blocks(self.describe()))
     }
-    /// Replaces the bytes of a block by those that [`Backend::read_block`] gave, outside of any step.
-    fn write_block(&self, _pool: &mut Self::Pool, _block: BlockId, _bytes: &[u8]) -> Result<()> {
+    /// Replaces the bytes of blocks by those that [`Backend::read_blocks`] gave, outside of any step.
+    fn write_blocks(&self, _pool: &mut Self::Pool, _blocks: &[(BlockId, &[u8])]) -> Result<()> {
         Err(BackendError::copies_no_blocks(self.describe()))
     }
-    /// Whether [`Backend::gather`], [`Backend::history`] and scores work.
-    fn evicts_rows(&self) -> bool {
-        false
+    /// What works over this cache of [`Backend::gather`], [`Backend::history`] and scores.
+    fn evicts_rows(&self, _: &CacheLayout) -> RowEviction {
+        RowEviction::Never
     }
     /// Copies the rows that `view` keeps of a sequence's history into the pages of the view.
     fn gather(&self, _: &SequenceRows<'_>, _: &View, _: &mut Self::Pool) -> Result<()> {
@@ -156,17 +160,16 @@ pub trait Backend: Send + Sync + Sized {
 
 /// One pass over the rows of some sequences.
 ///
-/// Operations take effect in the order of the calls. A device may run behind the caller; a failure
-/// there is reported by a later call, at the latest by the next one that returns data. After an error
-/// the step must be dropped, and the sequences' new positions hold nothing.
-pub trait Step<B: Backend> {
+/// Operations take effect in the order of the calls. A failure is reported at the latest by the next
+/// call that returns data. Then the step must be dropped; the sequences' new positions hold nothing.
+pub trait Step<B: Backend>: DeltaStep<B> {
     /// `out ← scale · table[token]` for each token.
     fn embed(&mut self, table: &B::Matrix, tokens: &[u32], scale: f32, out: &mut B::Rows) -> Result<()>;
     /// `out ← x[rows]`, in that order.
     fn select(&mut self, x: &B::Rows, rows: &[usize], out: &mut B::Rows) -> Result<()>;
     /// A matrix product with what models do before and after it.
     fn product(&mut self, product: Product<'_, B>, x: &B::Rows, out: &mut B::Rows) -> Result<()>;
-    /// The mixture of experts of one layer: `x += experts(norm(x))`, as [`route`] chooses them.
+    /// The experts of one layer as [`route`] chooses them: `x += experts(norm(x))`; ranks: [`HeldExperts`].
     fn experts(&mut self, experts: &B::Experts, norm: (&B::Vector, f32), x: &mut B::Rows) -> Result<()>;
     /// The whole attention of one layer. Rows of `qkv` are `[queries | keys | values]`.
     ///
@@ -203,18 +206,15 @@ pub trait Step<B: Backend> {
     fn all_reduce(&mut self, _x: &mut B::Rows) -> Result<()> {
         communicator::no_ranks()
     }
-    /// `whole ← [part of rank 0 | part of rank 1 | …]`, row by row; the widths of the parts add up
-    /// to that of `whole`. Only on a device with a communicator.
+    /// `whole ← [part of rank 0 | part of rank 1 | …]`, row by row. Only on a device with a communicator.
     fn all_gather(&mut self, _part: &B::Rows, _whole: &mut B::Rows) -> Result<()> {
         communicator::no_ranks()
     }
     /// Waits for the device and appends these rows of `x` to `out`.
     fn read(&mut self, x: &B::Rows, rows: &[usize], out: &mut Vec<f32>) -> Result<()>;
-    /// Waits for the device and appends, for each entry of `rows`, the most likely tokens of that row
-    /// of logits, exactly as [`pick`] lists them.
+    /// Waits and appends the most likely tokens of each of these rows, exactly as [`pick`] lists them.
     fn pick(&mut self, logits: &B::Rows, rows: &[(usize, Pick)], out: &mut Vec<Vec<Candidate>>)
     -> Result<()>;
-    /// Submits the remaining operations to the device. Dropping a step does the same and hides the
-    /// error.
+    /// Submits the remaining operations. Dropping a step does the same and hides the error.
     fn finish(self) -> Result<()>;
 }

@@ -40,22 +40,31 @@ impl StepSize {
 }
 
 /// How a device divides the attention of a prompt: into blocks of rows. A wave is the blocks that run
-/// at the same time. A partial wave takes as long as a full one.
+/// at the same time. A partial last wave takes as long as a full one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PrefillWave {
     /// Tokens of a full wave.
     pub tokens: usize,
     /// Tokens of a block.
     pub block: usize,
+    /// Whether less than one wave divides its context among the idle parts of the device, so that it takes
+    /// as long as its blocks.
+    pub divides: bool,
 }
 
 impl PrefillWave {
     /// No waves: time grows linearly with the tokens.
-    pub const NONE: Self = Self { tokens: 1, block: 1 };
+    pub const NONE: Self = Self { tokens: 1, block: 1, divides: false };
 
     /// Waves that `tokens` tokens need.
     pub fn needed(&self, tokens: usize) -> usize {
         tokens.next_multiple_of(self.block.max(1)).div_ceil(self.tokens.max(1))
+    }
+
+    /// Tokens whose attention takes as long as that of `tokens` tokens of a prompt.
+    pub fn occupied(&self, tokens: usize) -> usize {
+        let blocks = tokens.next_multiple_of(self.block.max(1));
+        if self.divides && blocks < self.tokens { blocks } else { self.needed(tokens) * self.tokens }
     }
 
     /// The largest number of tokens, in whole blocks, that `waves` waves hold.
@@ -92,9 +101,12 @@ mod tests {
     #[test]
     fn waves_are_filled_in_whole_blocks() {
         // An H200 with 32 query and 8 KV heads: 132 blocks of 192 rows.
-        let wave = PrefillWave { tokens: 792, block: 48 };
+        let wave = PrefillWave { tokens: 792, block: 48, divides: false };
         assert_eq!([1, 2, 5].map(|n| wave.filling(n)), [768, 1584, 3936]);
         assert_eq!([1, 768, 769, 1584, 3936, 4096].map(|n| wave.needed(n)), [1, 1, 2, 2, 5, 6]);
         assert_eq!((PrefillWave::NONE.needed(7), PrefillWave::NONE.filling(7)), (7, 7));
+        let divided = PrefillWave { divides: true, ..wave };
+        assert_eq!([1, 49, 769, 1000].map(|n| wave.occupied(n)), [792, 792, 1584, 1584]);
+        assert_eq!([1, 49, 769, 1000].map(|n| divided.occupied(n)), [48, 96, 1584, 1584]);
     }
 }

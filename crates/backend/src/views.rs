@@ -57,11 +57,19 @@ pub struct HistoryRows {
     pub values: Vec<f32>,
 }
 
-/// The answer of a device that cannot evict rows.
+/// How a device can choose the rows that a view keeps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RowEviction {
+    Never,
+    /// By their positions and keys.
+    ByKeys,
+    /// By the weights that queries give them, too.
+    ByScores,
+}
+
+/// The answer of a device that cannot evict rows, or not by what was asked for.
 pub fn eviction_refusal<B: Backend>(backend: &B) -> BackendError {
-    BackendError::Unsupported {
-        device: backend.describe(),
-        why: "eviction of rows from the cache works on the CPU only: leave --evict and --kv-budget out, or use --device cpu"
-            .into(),
-    }
+    let why = "it does not evict rows of this cache, or not by attention weights: leave --evict and --kv-budget out, \
+               or use --device cpu";
+    BackendError::Unsupported { device: backend.describe(), why: why.into() }
 }

@@ -16,8 +16,10 @@ pub struct Row {
     pub typical: Duration,
     /// Tokens that a repetition brings.
     pub tokens: usize,
-    /// Bytes that must be read for one repetition.
+    /// Bytes that the device must read for one repetition.
     pub bytes: usize,
+    /// Time in µs in which the processor beside the device could read what it must; 0 without one.
+    pub host_floor_us: f64,
     pub cache_bytes: usize,
     /// Further fields of the JSON object.
     pub extra: Value,
@@ -32,9 +34,15 @@ impl Row {
         self.bytes as f64 / self.typical.as_secs_f64() / 1e9
     }
 
-    /// Time in µs that reading the bytes once takes at the ceiling, which is in GB/s.
+    /// Time in µs that reading the bytes once takes at the ceiling, which is in GB/s. The device and the
+    /// processor beside it take turns.
     pub fn floor_us(&self, ceiling: f64) -> f64 {
-        self.bytes as f64 / ceiling / 1e3
+        self.bytes as f64 / ceiling / 1e3 + self.host_floor_us
+    }
+
+    /// Share of a repetition that reading takes at the ceiling.
+    pub fn of_floor(&self, ceiling: f64) -> f64 {
+        self.floor_us(ceiling) / self.typical.as_secs_f64() / 1e6
     }
 
     pub fn json(&self, ceiling: f64) -> Value {
@@ -68,12 +76,14 @@ mod tests {
             typical: timing.median,
             tokens: 4,
             bytes: 4_000_000,
+            host_floor_us: 500.0,
             cache_bytes: 7,
             extra: json!({"bench": "decode"}),
         };
         let object = row.json(4.0);
         assert_eq!((&object["device"], &object["bench"]), (&json!("cuda"), &json!("decode")));
-        assert_eq!((row.tokens_per_s(), row.gbps(), row.floor_us(4.0)), (2000.0, 2.0, 1000.0));
+        assert_eq!((row.tokens_per_s(), row.gbps(), row.floor_us(4.0)), (2000.0, 2.0, 1500.0));
+        assert_eq!(row.of_floor(4.0), 0.75);
         assert_eq!(object["us"], 2000.0);
     }
 }

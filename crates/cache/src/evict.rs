@@ -1,13 +1,16 @@
 //! Making room: what the prefix tree gives up, and in which order.
 //!
 //! 1. Full pages that are also held quantized, and pages of sliding layers, that lie in no window
-//!    before a branch or an end. An exact resume there is unlikely.
+//!    before a branch or an end; states after other nodes than those. An exact resume there is unlikely.
 //! 2. In a tree with approximate hits: the BF16 tails of idle prefixes, least recently used first.
 //!    What is left of such a prefix is quantized, and a hit on it approximate.
-//! 3. Least recently used first: leaves with all their pages, and full pages and pages of sliding
-//!    layers in the other windows.
+//! 3. Least recently used first: leaves with all their pages, full pages and pages of sliding
+//!    layers in the other windows, and the other states.
+//!
+//! A state is large, so most go earlier: when a sequence puts a state into the tree, those that it passed
+//! on the way go, except after branches and ends of prompts.
 
-use crate::pool::{CodedPage, FullPage, SlidingPage};
+use crate::pool::{CodedPage, FullPage, SlidingPage, StateSlot};
 use crate::prefix::BlockPages;
 use crate::radix::{Node, NodeId, ROOT, RadixCache};
 use crate::view::View;
@@ -19,7 +22,7 @@ use std::sync::Arc;
 /// What [`RadixCache::reclaim`] or [`RadixCache::flush`] gave back.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Reclaimed {
-    /// Full pages dropped because they are also held quantized, and pages of sliding layers.
+    /// Full pages dropped because they are also held quantized, pages of sliding layers, and states.
     pub thinned: usize,
     /// Pages of evicted leaves, of all kinds.
     pub evicted: usize,
@@ -32,6 +35,14 @@ impl std::ops::AddAssign for Reclaimed {
         self.evicted += other.evicted;
         self.bytes += other.bytes;
     }
+}
+
+/// What a node can lose while its other pages stay.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Spare {
+    Full,
+    Sliding,
+    State,
 }
 
 /// Which pages may go.
@@ -49,29 +60,37 @@ impl BlockPages {
     }
 
     fn count(&self) -> usize {
-        let Self { full, coded, sliding } = self;
-        usize::from(full.is_some()) + usize::from(coded.is_some()) + usize::from(sliding.is_some())
+        let Self { full, coded, sliding, state } = self;
+        let pages = [full.is_some(), coded.is_some(), sliding.is_some(), state.is_some()];
+        pages.into_iter().filter(|held| *held).count()
     }
 
-    /// The page of the sliding layers, if nobody else holds it.
-    fn idle_sliding(&self) -> Option<&SlidingPage> {
-        self.sliding.as_ref().filter(|page| !page.is_shared())
+    /// Whether nobody else holds the page of the sliding layers.
+    fn has_idle_sliding(&self) -> bool {
+        self.sliding.as_ref().is_some_and(|page| !page.is_shared())
+    }
+
+    /// Whether nobody else holds the state.
+    fn has_idle_state(&self) -> bool {
+        self.state.as_ref().is_some_and(|state| !state.is_shared())
     }
 
     pub(crate) fn has_a_page_of(&self, other: &Self) -> bool {
         let full = |pages: &Self| pages.full.as_ref().map(FullPage::id);
         let coded = |pages: &Self| pages.coded.as_ref().map(CodedPage::id);
         let sliding = |pages: &Self| pages.sliding.as_ref().map(SlidingPage::id);
+        let state = |pages: &Self| pages.state.as_ref().map(StateSlot::id);
         (self.full.is_some() && full(self) == full(other))
             || (self.coded.is_some() && coded(self) == coded(other))
             || (self.sliding.is_some() && sliding(self) == sliding(other))
+            || (self.state.is_some() && state(self) == state(other))
     }
 }
 
 /// How many nodes of the tree hold each page and each view. A view's part of the tree shares the
 /// pages of its windows with the part of its base; every other page has one node. A view may be
-/// stored under its key and be read in several parts of the tree. Models with sliding layers have no
-/// views.
+/// stored under its key and be read in several parts of the tree. Models with sliding layers or
+/// states have no views.
 #[derive(Clone, Default)]
 struct Holders {
     full: HashMap<FullPageId, usize>,
@@ -96,10 +115,11 @@ impl Holders {
 
     /// Whether only the tree holds the node's pages, and nobody reads its view.
     fn are_all(&self, node: &Node) -> bool {
-        let BlockPages { full, coded, sliding } = &node.pages;
+        let BlockPages { full, coded, sliding, state } = &node.pages;
         full.as_ref().is_none_or(|p| p.holds() == self.full.get(&p.id()).copied().unwrap_or(1))
             && coded.as_ref().is_none_or(|p| p.holds() == self.coded.get(&p.id()).copied().unwrap_or(1))
             && sliding.as_ref().is_none_or(|page| !page.is_shared())
+            && state.as_ref().is_none_or(|state| !state.is_shared())
             && node.view.as_ref().is_none_or(|view| {
                 Arc::strong_count(view) == self.views.get(&Arc::as_ptr(view)).copied().unwrap_or(1)
             })
@@ -114,15 +134,16 @@ impl Holders {
             }
             None => true,
         };
-        let BlockPages { full, coded, sliding } = &node.pages;
+        let BlockPages { full, coded, sliding, state } = &node.pages;
         let full = full.as_ref().is_some_and(|page| is_last(self.full.get_mut(&page.id())));
         let coded = coded.as_ref().is_some_and(|page| is_last(self.coded.get_mut(&page.id())));
-        let (full, coded, sliding) = (full.into(), coded.into(), sliding.is_some().into());
+        let (full, coded) = (full.into(), coded.into());
+        let (sliding, states) = (sliding.is_some().into(), state.is_some().into());
         let view = match &node.view {
             Some(view) if is_last(self.views.get_mut(&Arc::as_ptr(view))) => view.bytes(),
             _ => 0,
         };
-        layout.bytes_of(BlockCounts { full, coded, sliding }) + view
+        layout.bytes_of(BlockCounts { full, coded, sliding, states }) + view
     }
 }
 
@@ -150,7 +171,7 @@ impl RadixCache {
     /// Bytes that [`RadixCache::reclaim`] could give back now. Visits every node.
     pub fn reclaimable(&self) -> usize {
         // A node can go with all its pages once its whole subtree can. Other nodes can lose their
-        // full page and that of sliding layers at most.
+        // full page, that of sliding layers and their state at most.
         let mut order = vec![ROOT];
         let mut next = 0;
         while next < order.len() {
@@ -169,9 +190,7 @@ impl RadixCache {
             }
             if stays[id] {
                 stays[node.parent] = true;
-                let spare = if self.is_thinnable(node) { self.layout.full_block_bytes() } else { 0 };
-                let sliding = node.pages.idle_sliding().map_or(0, |_| self.layout.sliding_block_bytes());
-                bytes += spare + sliding;
+                bytes += self.spare(node).iter().map(|&spare| self.bytes_of(spare)).sum::<usize>();
             } else {
                 bytes += left.release(node, &self.layout);
             }
@@ -205,29 +224,83 @@ impl RadixCache {
         keep
     }
 
-    /// Drops full pages and pages of sliding layers that were kept only because there was room.
+    /// What a node can lose without being evicted.
+    fn spare(&self, node: &Node) -> Vec<Spare> {
+        let all = [
+            (Spare::Full, self.is_thinnable(node)),
+            (Spare::Sliding, node.pages.has_idle_sliding()),
+            (Spare::State, node.pages.has_idle_state()),
+        ];
+        all.into_iter().filter(|(_, idle)| *idle).map(|(spare, _)| spare).collect()
+    }
+
+    fn bytes_of(&self, spare: Spare) -> usize {
+        match spare {
+            Spare::Full => self.layout.full_block_bytes(),
+            Spare::Sliding => self.layout.sliding_block_bytes(),
+            Spare::State => self.layout.state_bytes(),
+        }
+    }
+
+    fn drop_spare(&mut self, id: NodeId, spare: Spare, done: &mut Reclaimed) {
+        let pages = &mut self.node_mut(id).pages;
+        match spare {
+            Spare::Full => pages.full = None,
+            Spare::Sliding => pages.sliding = None,
+            Spare::State => pages.state = None,
+        }
+        done.thinned += 1;
+        done.bytes += self.bytes_of(spare);
+    }
+
+    /// Gives up the states on the way to `id`, if it has one itself, up to the last branch or end of a
+    /// prompt.
+    pub(crate) fn drop_passed_states(&mut self, id: NodeId) {
+        let mut at = id;
+        if !self.layout.has_states() {
+            return;
+        }
+        while at != ROOT && self.node(at).pages.state.is_none() {
+            at = self.node(at).parent;
+        }
+        while at != ROOT {
+            at = self.node(at).parent;
+            let node = self.node_mut(at);
+            if at == ROOT || node.anchor || node.children.len() > 1 {
+                return;
+            }
+            node.pages.state = None;
+        }
+    }
+
+    /// Drops full pages, pages of sliding layers and states that were kept only because there was room.
     fn thin(&mut self, bytes: usize, done: &mut Reclaimed) {
         if done.bytes >= bytes {
             return;
         }
         let keep = self.windows_worth_keeping(self.window_reach());
         let keep_sliding = self.windows_worth_keeping(self.sliding_reach());
-        let mut candidates: Vec<(u64, usize, NodeId, bool)> = Vec::new();
+        let keep_state = self.windows_worth_keeping(1);
+        let mut candidates: Vec<(u64, usize, NodeId, Spare)> = Vec::new();
         for (id, node) in self.nodes.iter().enumerate() {
             let Some(node) = node else { continue };
-            if !keep[id] && self.is_thinnable(node) {
-                candidates.push((node.last_used, node.block, id, false));
-            }
-            if !keep_sliding[id] && node.pages.idle_sliding().is_some() {
-                candidates.push((node.last_used, node.block, id, true));
+            for spare in self.spare(node) {
+                let is_kept = match spare {
+                    Spare::Full => keep[id],
+                    Spare::Sliding => keep_sliding[id],
+                    Spare::State => keep_state[id],
+                };
+                if !is_kept {
+                    candidates.push((node.last_used, node.block, id, spare));
+                }
             }
         }
         candidates.sort_unstable();
-        for (_, _, id, slides) in candidates {
+        for (_, _, id, spare) in candidates {
             if done.bytes >= bytes {
                 return;
             }
-            if slides { self.drop_sliding(id, done) } else { self.drop_full(id, done) }
+            self.drop_spare(id, spare, done);
         }
     }
 
@@ -236,20 +309,8 @@ impl RadixCache {
         self.layout.sliding().map_or(0, |_| self.layout.sliding_reach() + 1)
     }
 
-    fn drop_sliding(&mut self, id: NodeId, done: &mut Reclaimed) {
-        self.node_mut(id).pages.sliding = None;
-        done.thinned += 1;
-        done.bytes += self.layout.sliding_block_bytes();
-    }
-
-    fn drop_full(&mut self, id: NodeId, done: &mut Reclaimed) {
-        self.node_mut(id).pages.full = None;
-        done.thinned += 1;
-        done.bytes += self.layout.full_block_bytes();
-    }
-
     /// Least recently used first: leaves with all their pages, the remaining full pages that are also
-    /// held quantized, and the remaining pages of sliding layers.
+    /// held quantized, the remaining pages of sliding layers, and the remaining states.
     fn evict(&mut self, bytes: usize, extent: Extent, done: &mut Reclaimed) {
         if done.bytes >= bytes {
             return;
@@ -271,9 +332,7 @@ impl RadixCache {
         let mut candidates = BinaryHeap::new();
         for (id, node) in self.nodes.iter().enumerate() {
             if let Some(node) = node
-                && (is_evictable(&holders, id, node)
-                    || self.is_thinnable(node)
-                    || node.pages.idle_sliding().is_some())
+                && (is_evictable(&holders, id, node) || !self.spare(node).is_empty())
             {
                 candidates.push(Reverse((node.last_used, id)));
             }
@@ -283,12 +342,10 @@ impl RadixCache {
         {
             let Some(node) = &self.nodes[id] else { continue };
             if !is_evictable(&holders, id, node) {
-                let slides = node.pages.idle_sliding().is_some();
-                if self.is_thinnable(node) {
-                    self.drop_full(id, done);
-                }
-                if slides && done.bytes < bytes {
-                    self.drop_sliding(id, done);
+                for spare in self.spare(node) {
+                    if done.bytes < bytes {
+                        self.drop_spare(id, spare, done);
+                    }
                 }
                 continue;
             }

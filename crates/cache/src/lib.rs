@@ -11,6 +11,7 @@
 //! **Invariant:** no tensors, no bytes of pages, no clock: only ids and counts. A request that
 //! cannot be met changes nothing.
 
+mod divided;
 mod events;
 mod evict;
 mod page_hash;
@@ -26,6 +27,7 @@ mod rows;
 mod salt;
 mod sequence;
 mod sliding;
+mod state;
 mod view;
 #[cfg(test)]
 mod view_tests;
@@ -37,7 +39,10 @@ pub use prefix::{PrefixPages, resume_point};
 pub use radix::{CachedPages, RadixCache};
 pub use salt::{CacheSalt, PrefixKey};
 
-pub use pool::{CodedPage, FullPage, OutOfPages, PagePool, PoolUsage, SlidingPage, StoredFlag, TakenPages};
+pub use pool::{
+    CodedPage, FullPage, OutOfPages, PagePool, PoolUsage, SlidingPage, StateSlot, StoredFlag, TakenPages,
+};
 pub use rows::SequenceRows;
 pub use sequence::{SequencePages, StepPages};
+pub use state::StepStates;
 pub use view::{View, view_end};

@@ -129,7 +129,9 @@ struct Available {
 
 impl Available {
     fn meets(&self, need: BlockNeed) -> bool {
-        (!need.full || self.full) && (!need.sliding || self.sliding) && need.coded <= self.coded
+        // Recurrent states are not stored.
+        let pages = (!need.full || self.full) && (!need.sliding || self.sliding);
+        pages && !need.state && need.coded <= self.coded
     }
 }
 
@@ -160,7 +162,7 @@ impl RadixCache {
         let mut path = self.path(key);
         path.truncate(self.exact_blocks(&path));
         let nothing_coded = self.layout.coded().is_none();
-        let least = BlockNeed { full: nothing_coded, coded: COMPLETE, sliding: false };
+        let least = BlockNeed { full: nothing_coded, coded: COMPLETE, sliding: false, state: false };
         let mut needs = vec![least; path.len()];
         if ends {
             self.add_windows(&path, key.tokens.len(), &mut needs);

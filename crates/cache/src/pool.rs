@@ -1,6 +1,8 @@
-//! Blocks under one memory budget: full-precision and quantized ones, and those of sliding layers.
+//! Blocks under one memory budget: full-precision and quantized ones, those of sliding layers, and the
+//! states of sequences.
 
-use oscar_codec::{BlockCounts, CacheLayout, CodedPageId, FullPageId, PAGE_TOKENS, SlidingPageId};
+use crate::divided::Divided;
+use oscar_codec::{BlockCounts, CacheLayout, CodedPageId, FullPageId, PAGE_TOKENS, SlidingPageId, StateId};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::ops::Range;
@@ -25,6 +27,8 @@ pub struct PoolUsage {
     pub full_pages: usize,
     pub coded_pages: usize,
     pub sliding_pages: usize,
+    /// Recurrent states.
+    pub states: usize,
     /// Pages of views, each of one layer and head.
     pub view_pages: usize,
     pub bytes: usize,
@@ -64,24 +68,27 @@ enum Format {
     Full,
     Coded,
     Sliding,
+    State,
 }
 
 /// The ids in use.
 #[derive(Debug, Default)]
 pub(crate) struct State {
     /// Of each [`Format`].
-    blocks: [Ids; 3],
+    blocks: [Ids; 4],
     /// Of the pages of views, by layer and head; counted from the layout's first such id.
     pub heads: Vec<Ids>,
-    /// Bytes of the pages of views.
+    /// Bytes of these pages.
     pub head_bytes: usize,
+    /// The pages of views, if they come from quantized blocks.
+    pub divided: Option<Divided>,
 }
 
 #[derive(Debug)]
 pub(crate) struct Shared {
     state: Mutex<State>,
     /// Bytes of a block of each [`Format`].
-    block_bytes: [usize; 3],
+    block_bytes: [usize; 4],
     /// Bytes of a quantized page by layer and head.
     pub page_bytes: Vec<usize>,
     pub view_ids: Range<u32>,
@@ -98,6 +105,38 @@ impl Shared {
     pub(crate) fn bytes(&self, state: &State) -> usize {
         let blocks = state.blocks.iter().zip(self.block_bytes);
         blocks.map(|(ids, bytes)| ids.used * bytes).sum::<usize>() + state.head_bytes
+    }
+
+    /// The free bytes if so many are there.
+    pub(crate) fn admit(&self, state: &State, wanted: usize) -> Result<(), OutOfPages> {
+        let free = self.budget.saturating_sub(self.bytes(state));
+        match wanted <= free {
+            true => Ok(()),
+            false => Err(OutOfPages { wanted, free, budget: self.budget }),
+        }
+    }
+
+    /// Pages of each layer and head from quantized blocks, all or none.
+    pub(crate) fn take_from_blocks(
+        &self,
+        state: &mut State,
+        counts: &[usize],
+    ) -> Result<Option<Vec<Vec<u32>>>, OutOfPages> {
+        let Some(missing) = state.divided.as_ref().map(|divided| divided.missing(counts)) else {
+            return Ok(None);
+        };
+        self.admit(state, missing * self.block_bytes[Format::Coded as usize])?;
+        let State { blocks, divided: Some(divided), .. } = state else { return Ok(None) };
+        (0..missing).for_each(|_| divided.add(blocks[Format::Coded as usize].take()));
+        let pages = |(head, &count): (usize, &usize)| (0..count).map_while(|_| divided.take(head)).collect();
+        Ok(Some(counts.iter().enumerate().map(pages).collect()))
+    }
+
+    /// Returns a page that came from a quantized block.
+    pub(crate) fn give_back_to_block(state: &mut State, head: usize, id: u32) {
+        if state.divided.as_mut().is_some_and(|divided| divided.give_back(head, id)) {
+            state.blocks[Format::Coded as usize].give_back(id);
+        }
     }
 
     /// A block with the lowest free id.
@@ -190,12 +229,28 @@ impl SlidingPage {
     }
 }
 
+/// A hold on the recurrent state of a sequence; the slot returns to its pool when the last hold is dropped.
+#[derive(Clone, Debug)]
+pub struct StateSlot(Arc<Block>);
+
+impl StateSlot {
+    pub fn id(&self) -> StateId {
+        StateId(self.0.id)
+    }
+
+    /// Whether anyone else holds this state.
+    pub fn is_shared(&self) -> bool {
+        Arc::strong_count(&self.0) > 1
+    }
+}
+
 /// Blocks that were taken together.
 #[derive(Debug, Default)]
 pub struct TakenPages {
     pub full: Vec<FullPage>,
     pub coded: Vec<CodedPage>,
     pub sliding: Vec<SlidingPage>,
+    pub states: Vec<StateSlot>,
 }
 
 /// A hold on a quantized block; the block returns to its pool when the last hold is dropped.
@@ -248,13 +303,15 @@ impl PagePool {
     pub fn new(layout: &CacheLayout, budget: usize) -> Self {
         let codecs = layout.coded().map(|table| table.codecs()).unwrap_or_default();
         let heads = codecs.iter().map(|_| Ids::default()).collect();
+        let divided = layout.views_in_blocks().then(|| Divided::new(codecs.len()));
         Self {
             shared: Arc::new(Shared {
-                state: Mutex::new(State { heads, ..State::default() }),
+                state: Mutex::new(State { heads, divided, ..State::default() }),
                 block_bytes: [
                     layout.full_block_bytes(),
                     layout.coded_block_bytes(),
                     layout.sliding_block_bytes(),
+                    layout.state_bytes(),
                 ],
                 page_bytes: codecs.iter().map(|codec| codec.page_bytes()).collect(),
                 view_ids: layout.view_page_ids(budget),
@@ -265,18 +322,17 @@ impl PagePool {
 
     /// Takes so many blocks, all or none.
     pub fn take(&self, counts: BlockCounts) -> Result<TakenPages, OutOfPages> {
-        let BlockCounts { full, coded, sliding } = counts;
+        let BlockCounts { full, coded, sliding, states } = counts;
         let shared = &self.shared;
         let mut state = shared.lock();
-        let wanted = [full, coded, sliding].iter().zip(shared.block_bytes).map(|(n, bytes)| n * bytes).sum();
-        let free = shared.budget.saturating_sub(shared.bytes(&state));
-        if wanted > free {
-            return Err(OutOfPages { wanted, free, budget: shared.budget });
-        }
+        let counts = [full, coded, sliding, states];
+        let wanted = counts.iter().zip(shared.block_bytes).map(|(n, bytes)| n * bytes).sum();
+        shared.admit(&state, wanted)?;
         Ok(TakenPages {
             full: (0..full).map(|_| FullPage(shared.take(&mut state, Format::Full))).collect(),
             coded: (0..coded).map(|_| CodedPage(shared.take(&mut state, Format::Coded))).collect(),
             sliding: (0..sliding).map(|_| SlidingPage(shared.take(&mut state, Format::Sliding))).collect(),
+            states: (0..states).map(|_| StateSlot(shared.take(&mut state, Format::State))).collect(),
         })
     }
 
@@ -292,7 +348,11 @@ impl PagePool {
             full_pages: state.blocks[Format::Full as usize].used,
             coded_pages: state.blocks[Format::Coded as usize].used,
             sliding_pages: state.blocks[Format::Sliding as usize].used,
-            view_pages: state.heads.iter().map(|ids| ids.used).sum(),
+            states: state.blocks[Format::State as usize].used,
+            view_pages: match &state.divided {
+                Some(divided) => divided.pages(),
+                None => state.heads.iter().map(|ids| ids.used).sum(),
+            },
             bytes: self.shared.bytes(&state),
             budget: self.shared.budget,
         }

@@ -3,7 +3,7 @@
 //! A sequence of `n` tokens needs, block by block, the pages that queries from `n` on will read:
 //! full pages of the sink and of everything at or after `boundary(n − 1)`, quantized pages of
 //! everything between. In models with sliding layers it also needs their pages of the window
-//! before `n`. Nothing less will do: a row can only be computed again from the
+//! before `n`, in models with recurrent states the state after `n` tokens. Nothing less will do: a row can only be computed again from the
 //! full-precision rows of *its* window, those rows from the ones of theirs, and so on back to the
 //! start. A prefix is therefore *resumable* at `n` or it is not; there is no cheap repair in
 //! between.
@@ -14,7 +14,7 @@
 //! are *approximate*, and marked so wherever they are stored: the first of them read quantized rows
 //! where a cold run reads BF16.
 
-use crate::pool::{CodedPage, FullPage, SlidingPage};
+use crate::pool::{CodedPage, FullPage, SlidingPage, StateSlot};
 use crate::view::View;
 use oscar_codec::{CacheLayout, PAGE_TOKENS, Side};
 use std::sync::Arc;
@@ -31,6 +31,8 @@ pub(crate) struct BlockPages {
     pub full: Option<FullPage>,
     pub coded: Option<CodedPage>,
     pub sliding: Option<SlidingPage>,
+    /// The recurrent state after the block.
+    pub state: Option<StateSlot>,
 }
 
 /// What a resume at some length needs of one block.
@@ -40,6 +42,7 @@ pub(crate) struct BlockNeed {
     /// Required progress of quantization, as [`CodedPage::coded`] counts it.
     pub coded: usize,
     pub sliding: bool,
+    pub state: bool,
 }
 
 impl BlockNeed {
@@ -47,20 +50,23 @@ impl BlockNeed {
     /// `coded_until` except the sink quantized, regardless of the windows.
     pub fn at(layout: &CacheLayout, len: usize, coded_until: usize, block: usize) -> Self {
         let sliding = layout.sliding_blocks(len).contains(&block);
+        let state = layout.has_states() && (block + 1) * PAGE_TOKENS == len;
         if layout.coded().is_none() {
-            return Self { full: true, coded: 0, sliding };
+            return Self { full: true, coded: 0, sliding, state };
         }
         let boundary = layout.windows().boundary(len - 1).max(coded_until);
         Self {
             full: layout.keeps_full_page(block, boundary),
             coded: coded_progress(layout, len, coded_until, block),
             sliding,
+            state,
         }
     }
 
     pub fn is_met(&self, pages: &BlockPages) -> bool {
         (!self.full || pages.full.is_some())
             && (!self.sliding || pages.sliding.is_some())
+            && (!self.state || pages.state.is_some())
             && (self.coded == 0 || pages.coded.as_ref().is_some_and(|page| page.coded() >= self.coded))
     }
 }

@@ -1,7 +1,8 @@
 //! The prefix cache: a tree of 64-token pages that any number of sequences share.
 //!
 //! A node is one page of tokens after its parent's. It holds the quantized page, the full-precision
-//! page, or both; in models with sliding layers also their page. Sequences are inserted as they
+//! page, or both; in models with sliding layers also their page, in
+//! models with recurrent states some nodes the state after them. Sequences are inserted as they
 //! grow, prompt and answer, with the full-precision rows of their windows; those rows stay beside
 //! the quantized ones while there is room for both. [`RadixCache::find`] returns the longest stored
 //! prefix that is resumable (see [`prefix`](crate::prefix)), so a hit gives the same answer as a
@@ -61,6 +62,9 @@ pub struct CachedPages {
     /// Pages of sliding layers.
     pub sliding: usize,
     pub idle_sliding: usize,
+    /// Recurrent states.
+    pub states: usize,
+    pub idle_states: usize,
 }
 
 /// See the [module](self).
@@ -112,13 +116,15 @@ impl RadixCache {
     }
 
     /// Whether a prefix of this layout can be resumed without its BF16 tail: keys and values are
-    /// quantized together, pages are whole demotion units, and no layer slides. A resume of a
-    /// sliding layer needs its pages before the end, which would be gone with the tail.
+    /// quantized together, pages are whole demotion units, and there are neither sliding layers nor
+    /// recurrent states. A resume needs their pages and states before the end, which would be gone with
+    /// the tail.
     pub fn allows_approximate_hits(layout: &CacheLayout) -> bool {
         let windows = layout.windows();
         let unit = windows.tail(Side::Key).unit;
         layout.coded().is_some()
             && layout.sliding().is_none()
+            && !layout.has_states()
             && windows.sides_agree()
             && !layout.codes_span_pages()
             && PAGE_TOKENS.is_multiple_of(unit)
@@ -165,6 +171,11 @@ impl RadixCache {
             }
         }
         path
+    }
+
+    /// Tokens of the longest stored prefix of `key`, whether or not a sequence can continue there.
+    pub fn stored_tokens<'a>(&self, key: impl Into<PrefixKey<'a>>) -> usize {
+        self.path(key.into()).len() * PAGE_TOKENS
     }
 
     /// The longest prefix of `key` from which a sequence can continue: exactly, as if it had
@@ -299,10 +310,14 @@ impl RadixCache {
                 if node.pages.sliding.is_none() {
                     node.pages.sliding = offered.sliding;
                 }
+                if node.pages.state.is_none() {
+                    node.pages.state = offered.state;
+                }
                 pages.adopt(block, &node.pages);
             }
             parent = id;
         }
+        self.drop_passed_states(parent);
         pages.trim(&self.layout);
         stored * PAGE_TOKENS
     }
@@ -403,6 +418,10 @@ impl RadixCache {
             if let Some(page) = &node.pages.sliding {
                 total.sliding += 1;
                 total.idle_sliding += usize::from(!page.is_shared());
+            }
+            if let Some(state) = &node.pages.state {
+                total.states += 1;
+                total.idle_states += usize::from(!state.is_shared());
             }
         }
         total

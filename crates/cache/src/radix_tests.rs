@@ -238,7 +238,7 @@ impl World {
         let usage = self.pool.usage();
         assert_eq!((usage.full_pages, usage.coded_pages), (full.len(), coded.len()));
         assert_eq!(usage.sliding_pages, sliding.len());
-        let counts = BlockCounts { full: full.len(), coded: coded.len(), sliding: sliding.len() };
+        let counts = BlockCounts { full: full.len(), coded: coded.len(), sliding: sliding.len(), states: 0 };
         assert_eq!(usage.bytes, self.layout.bytes_of(counts));
         assert!(usage.bytes <= usage.budget);
         let pages = self.tree.pages();

@@ -1,6 +1,7 @@
 //! What one sequence brings to a step.
 
 use crate::sequence::{SequencePages, StepPages};
+use crate::state::StepStates;
 use crate::view::View;
 use oscar_codec::{CodedPageId, FullPageId, PAGE_TOKENS, SlidingPageId};
 use std::ops::Range;
@@ -21,6 +22,8 @@ pub struct SequenceRows<'a> {
     pub demote_values: Range<usize>,
     /// Rows that stand for the blocks between the sink and the view's end; those have no pages.
     pub view: Option<&'a View>,
+    /// The recurrent state; absent in models without one.
+    pub states: Option<StepStates>,
 }
 
 impl SequenceRows<'_> {
@@ -46,6 +49,7 @@ impl SequencePages {
             demote: step.demote.clone(),
             demote_values: step.demote_values.clone(),
             view: self.view().map(|view| &**view),
+            states: self.states(),
         }
     }
 }

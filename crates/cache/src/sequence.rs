@@ -3,6 +3,7 @@
 use crate::pool::{CodedPage, FullPage, OutOfPages, PagePool};
 use crate::prefix::{BlockNeed, BlockPages, PrefixPages, coded_progress, resume_point};
 use crate::sliding::SlidingPages;
+use crate::state::RecurrentState;
 use crate::view::View;
 use oscar_codec::{BlockCounts, CacheLayout, CodedPageId, FullPageId, PAGE_TOKENS, Side, SlidingPageId};
 use std::ops::Range;
@@ -32,6 +33,7 @@ pub struct SequencePages {
     /// for a resume at the last whole page.
     lagging: Vec<(usize, FullPage)>,
     sliding: SlidingPages,
+    pub(crate) state: RecurrentState,
     keeps_resumable: bool,
     /// Everything before this position except the sink is read quantized, regardless of the
     /// windows.
@@ -66,6 +68,8 @@ impl SequencePages {
         pages.approximate_from = prefix.approximate_from;
         pages.view = prefix.view;
         pages.grow(prefix.blocks.len());
+        let stored = prefix.blocks.last().and_then(|held| held.state.clone());
+        pages.state = RecurrentState::resume(pages.len, stored);
         for (block, held) in prefix.blocks.into_iter().enumerate() {
             let need = BlockNeed::at(layout, pages.len, pages.coded_until, block);
             match held.sliding {
@@ -165,6 +169,7 @@ impl SequencePages {
             full: self.full_ids.iter().flatten().count(),
             coded: self.coded_ids.iter().flatten().count(),
             sliding: self.sliding.count(),
+            states: self.state.count(),
         }
     }
 
@@ -191,7 +196,9 @@ impl SequencePages {
         // A prompt chunk may be longer than the window: its own rows read all of its blocks.
         let sliding_missing = self.sliding.missing(layout, first_new..blocks);
         let (full, coded, sliding) = (full_missing.len(), coded_missing.len(), sliding_missing.len());
-        let taken = pool.take(BlockCounts { full, coded, sliding })?;
+        let states = self.state.missing(layout, tokens);
+        let taken = pool.take(BlockCounts { full, coded, sliding, states })?;
+        self.state.prepare(taken.states);
         self.grow(blocks);
         for (block, page) in sliding_missing.into_iter().zip(taken.sliding) {
             self.sliding.put(block, page);
@@ -238,6 +245,7 @@ impl SequencePages {
         let before = self.boundary(layout);
         self.len = step.positions.end;
         self.sliding.advance(layout, self.len, self.keeps_resumable);
+        self.state.commit(self.len, self.keeps_resumable);
         if step.demote.is_empty() && step.demote_values.is_empty() {
             return;
         }
@@ -264,6 +272,7 @@ impl SequencePages {
         let (point, coded_until) = (resume_point(self.len), self.coded_until);
         self.lagging.retain(|&(block, _)| point > 0 && BlockNeed::at(layout, point, coded_until, block).full);
         self.sliding.trim(layout, point);
+        self.state.trim(point);
     }
 
     /// Pages held beyond those that the sequence itself reads, of the kind that has more of them.
@@ -287,12 +296,14 @@ impl SequencePages {
             full: self.full[block].clone().or_else(lagging),
             coded: self.coded[block].clone().filter(|page| page.coded() > 0 && !self.keeps_codes_back),
             sliding: self.sliding.get(block).cloned(),
+            state: self.state.after((block + 1) * PAGE_TOKENS).cloned(),
         }
     }
 
     /// Exchanges the pages of a whole block for others with the same contents.
     pub(crate) fn adopt(&mut self, block: usize, pages: &BlockPages) {
         pages.sliding.iter().for_each(|page| self.sliding.adopt(block, page));
+        pages.state.iter().for_each(|slot| self.state.adopt((block + 1) * PAGE_TOKENS, slot));
         if let (Some(own), Some(page)) = (&mut self.full[block], &pages.full) {
             self.full_ids[block] = Some(page.id());
             *own = page.clone();

@@ -11,6 +11,7 @@
 use crate::pool::{OutOfPages, PagePool, Shared};
 use oscar_codec::{CacheLayout, PAGE_TOKENS, Survivors};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Pages of single heads; they return to the pool when this is dropped.
 #[derive(Debug)]
@@ -24,9 +25,13 @@ struct HeadPages {
 impl Drop for HeadPages {
     fn drop(&mut self) {
         let mut state = self.shared.lock();
-        state.head_bytes -= self.bytes;
+        let own = state.divided.is_none();
+        state.head_bytes -= if own { self.bytes } else { 0 };
         for (head, ids) in self.ids.iter().enumerate() {
-            ids.iter().for_each(|id| state.heads[head].give_back(id - self.shared.view_ids.start));
+            ids.iter().for_each(|&id| match own {
+                true => state.heads[head].give_back(id - self.shared.view_ids.start),
+                false => Shared::give_back_to_block(&mut state, head, id),
+            });
         }
     }
 }
@@ -36,12 +41,14 @@ impl PagePool {
     fn take_head_pages(&self, counts: &[usize]) -> Result<HeadPages, OutOfPages> {
         let shared = &self.shared;
         let mut state = shared.lock();
-        let free = shared.budget.saturating_sub(shared.bytes(&state));
         let bytes = counts.iter().zip(&shared.page_bytes).map(|(count, bytes)| count * bytes).sum();
+        if let Some(ids) = shared.take_from_blocks(&mut state, counts)? {
+            return Ok(HeadPages { ids, bytes, shared: shared.clone() });
+        }
+        shared.admit(&state, bytes)?;
         let ids = shared.view_ids.len();
-        let fits = state.heads.iter().zip(counts).all(|(head, count)| head.used + count <= ids);
-        if bytes > free || !fits {
-            return Err(OutOfPages { wanted: bytes, free, budget: shared.budget });
+        if state.heads.iter().zip(counts).any(|(head, count)| head.used + count > ids) {
+            return Err(OutOfPages { wanted: bytes, free: 0, budget: shared.budget });
         }
         state.head_bytes += bytes;
         let first = shared.view_ids.start;
@@ -57,6 +64,7 @@ impl PagePool {
 /// See the [module](self).
 #[derive(Debug)]
 pub struct View {
+    id: u64,
     end: usize,
     /// Positions kept, ascending, by layer and head.
     kept: Vec<Vec<u32>>,
@@ -87,7 +95,13 @@ impl View {
         }
         let counts: Vec<usize> = kept.iter().map(|rows| rows.len().div_ceil(PAGE_TOKENS)).collect();
         let pages = pool.take_head_pages(&counts)?;
-        Ok(Self { end, kept, pages })
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        Ok(Self { id: NEXT.fetch_add(1, Ordering::Relaxed), end, kept, pages })
+    }
+
+    /// A number that no other view of this process has.
+    pub fn id(&self) -> u64 {
+        self.id
     }
 
     /// The view stands for the positions between the sink and this one.

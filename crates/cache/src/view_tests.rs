@@ -44,6 +44,36 @@ fn a_view_takes_the_pages_that_its_rows_fill_and_returns_them() {
     assert_eq!((pool.usage().view_pages, pool.usage().bytes), (0, 0));
 }
 
+/// Pages of one block serve several views; it is whole again when the last of them has gone.
+#[test]
+fn views_in_blocks_take_as_many_blocks_as_their_longest_head() {
+    let layout = layout().with_views_in_blocks();
+    let pool = PagePool::new(&layout, 1 << 30);
+    let kept = |rows: [u32; 4]| rows.map(|rows| (64..64 + rows).collect()).to_vec();
+    let first = View::new(&layout, &pool, 512, kept([1, 64, 65, 0])).unwrap();
+    let used = |pool: &PagePool| (pool.usage().coded_pages, pool.usage().view_pages, pool.usage().bytes);
+    let block = layout.coded_block_bytes();
+    assert_eq!(used(&pool), (2, 4, 2 * block));
+    let second = View::new(&layout, &pool, 512, kept([64, 64, 0, 128])).unwrap();
+    assert_eq!(used(&pool), (2, 8, 2 * block), "the free pages are enough");
+    let coded = pool.take(oscar_codec::BlockCounts { full: 0, coded: 1, sliding: 0, states: 0 }).unwrap();
+    for head in 0..4 {
+        let mut ids: Vec<u32> = first.pages(head).iter().chain(second.pages(head)).copied().collect();
+        ids.push(coded.coded[0].id().0);
+        let all = ids.len();
+        ids.sort_unstable();
+        ids.dedup();
+        assert_eq!(ids.len(), all, "no page has two holders");
+    }
+    drop((first, coded));
+    assert_eq!(used(&pool), (2, 4, 2 * block));
+    drop(second);
+    assert_eq!(used(&pool), (0, 0, 0));
+    let small = PagePool::new(&layout, block);
+    assert!(View::new(&layout, &small, 512, kept([0, 0, 65, 0])).is_err());
+    assert_eq!(used(&small), (0, 0, 0));
+}
+
 #[test]
 fn a_view_is_found_under_its_own_salt_alone_and_goes_with_its_node() {
     let layout = layout();

@@ -140,12 +140,13 @@ fn run<B: Backend>(
     }
     let layout = CacheLayout::new(
         KvFormat::Bf16,
-        config.layers,
+        config.cache_layers(),
         config.kv_heads,
         config.head_dim,
         Windows::unlimited(),
         CodeLayout::Logical,
-    )?;
+    )?
+    .with_states(config.state_bytes());
     let room = KvMemory::Sequences { count: 1, tokens: pieces.iter().map(|p| p.len()).max().unwrap_or(0) };
     let mut runner = Runner::new(backend.clone(), transformer.clone(), &layout, room, plan.chunk)?;
     let mut output = StepOutput::default();

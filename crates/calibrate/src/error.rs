@@ -23,6 +23,11 @@ pub enum CalibrateError {
     Token { sequence: usize, token: u32, vocabulary: usize },
     #[error("latent attention (MLA) is not calibrated: its cache is bf16, which needs no rotations")]
     Latent,
+    #[error(
+        "widths are not measured in models with a recurrent state (gated delta nets): calibrate rotations only, and \
+         choose a format with --kv"
+    )]
+    RecurrentState,
     #[error("option {option}: {problem}")]
     Option { option: &'static str, problem: String },
     #[error(

@@ -30,8 +30,8 @@ pub struct HeadGrid {
 
 impl HeadGrid {
     pub fn of(config: &DecoderConfig) -> Self {
-        let DecoderConfig { layers, query_heads, kv_heads, head_dim, .. } = *config;
-        Self { layers, query_heads, kv_heads, head_dim }
+        let DecoderConfig { query_heads, kv_heads, head_dim, .. } = *config;
+        Self { layers: config.cache_layers(), query_heads, kv_heads, head_dim }
     }
 
     /// Query heads that share a KV head.

@@ -183,7 +183,7 @@ impl CalibrationOptions {
     /// Sizes that stay within [`Self::memory`]. Statistics cannot shrink. The rest goes to
     /// activations, the sample and the cache of one sequence, each at least at a useful size.
     pub fn plan(&self, config: &DecoderConfig) -> MemoryPlan {
-        let (d, heads) = (config.head_dim, config.layers * config.kv_heads);
+        let (d, heads) = (config.head_dim, config.cache_layers() * config.kv_heads);
         let statistics = heads * (2 * Symmetric::bytes(d) + d * size_of::<f64>());
         // Activations, with one copy on the host and the backend's own scratch.
         let activations = (3 * config.hidden_size

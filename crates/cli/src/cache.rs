@@ -1,5 +1,6 @@
 //! The cache of a model: a format with the rotations, widths and clip ratios of its file.
 
+use crate::cpu_experts::{self, WeightBytes};
 use crate::device::AnyBackend;
 use crate::options::{CacheArgs, OpenModel};
 use crate::progress::note;
@@ -10,6 +11,7 @@ use oscar_codec::{
     CacheLayout, CodeLayout, FormatTable, KvFormat, MeanBits, RotationKind, RotationSet, RowPageCodec, Side,
     SideSpec,
 };
+use oscar_models::Holding;
 use oscar_runner::{Ranks, Runner, RunnerOptions};
 use std::path::Path;
 
@@ -38,7 +40,7 @@ impl OpenModel {
             .or_else(|_| c.cache_layout(format, windows, CodeLayout::Logical))?;
         let (rotations, origin, layout) = match format.rotation() {
             RotationKind::Calibrated => self.rotations(format, args, found, layout)?,
-            kind => (kind.data_free(c.layers, c.kv_heads, c.head_dim)?, kind.describe(), layout),
+            kind => (kind.data_free(c.cache_layers(), c.kv_heads, c.head_dim)?, kind.describe(), layout),
         };
         Ok(Cache { layout, rotations, rotation_origin: origin })
     }
@@ -83,7 +85,7 @@ impl OpenModel {
                 Some("hadamard") => "Hadamard (as asked)",
                 _ => "Hadamard: the model has no rotations of its own, make them with `oscar calibrate`",
             };
-            let hadamard = RotationSet::hadamard(c.layers, c.kv_heads, c.head_dim)?;
+            let hadamard = RotationSet::hadamard(c.cache_layers(), c.kv_heads, c.head_dim)?;
             return Ok((Some(hadamard), origin.to_owned(), layout));
         };
         if let KvFormat::OscarMixed { mean } = format {
@@ -191,6 +193,10 @@ impl Cache {
             kv_memory: args.kv_memory(sequences, context),
             prefill_chunk: args.prefill_chunk(ranks.lead(), &model.config),
         };
+        // A GPU's way to hold weights, as `--cpu-experts` needs one.
+        let holding = Holding { fp8: true, fp8_experts: true, element_bytes: 2 };
+        let weights = WeightBytes::of(model, self.rotations.is_some(), holding);
+        cpu_experts::place(ranks.lead(), &model.config, &weights, &options, sequences)?;
         Ok(Runner::load(ranks, &model.config, &model.weights, options, progress)?)
     }
 }

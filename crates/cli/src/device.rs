@@ -2,18 +2,21 @@
 
 use anyhow::{Context, Result};
 use oscar_backend::{
-    AttentionKernels, Backend, BlockId, Candidate, Communicator, ExpertId, ExpertsShape, Feature,
-    HeadHistory, HeadShape, HistoryRows, HostMatrix, LatentHeads, LayerHeads, Pick, PrefillWave, Product,
-    Result as BackendResult, SequenceRows, Step, StepMemory, StepSize, Tap, View, latent_refusal,
+    AttentionKernels, Backend, BlockId, Candidate, Communicator, DeltaLayer, DeltaStep, ExpertId,
+    ExpertsShape, Feature, HeadHistory, HeadShape, HistoryRows, HostMatrix, LatentHeads, LayerHeads, Pick,
+    PrefillWave, Product, Result as BackendResult, RowEviction, SequenceRows, Step, StepMemory, StepSize,
+    Tap, View, latent_refusal,
 };
 use oscar_codec::{CacheLayout, HeadRotations};
+use oscar_hybrid::{HybridBackend, HybridStep};
 use oscar_kernels_cpu::backend::{CpuBackend, CpuStep};
 use oscar_kernels_cpu::bandwidth;
-use oscar_kernels_cuda::{CudaBackend, CudaStep, read_ceiling};
+use oscar_kernels_cuda::{CudaBackend, read_ceiling};
 use std::time::Duration;
 
 type Cpu = CpuBackend;
-type Cuda = CudaBackend;
+/// A GPU; `--cpu-experts` gives the experts of some layers to the processor.
+type Cuda = HybridBackend<CudaBackend>;
 
 /// A processor or a GPU.
 pub enum AnyBackend {
@@ -56,8 +59,8 @@ impl AnyBackend {
     /// large model takes minutes on a small CPU.
     pub fn default_stuck_after(&self) -> Duration {
         Duration::from_secs(match self {
-            Self::Cpu(_) => 1800,
-            Self::Cuda(_) => 120,
+            Self::Cuda(cuda) if cuda.host().is_none() => 120,
+            Self::Cpu(_) | Self::Cuda(_) => 1800,
         })
     }
 
@@ -71,32 +74,24 @@ impl AnyBackend {
     }
 
     /// The GPU, or what is missing to use it.
-    pub fn cuda() -> Result<Self> {
-        Ok(Self::Cuda(Box::new(Cuda::open(0).context("--device cuda")?)))
+    pub fn cuda() -> Result<CudaBackend> {
+        CudaBackend::open(0).context("--device cuda")
     }
 
-    /// Prompts quantize their activations where they multiply FP8 weights.
-    pub fn with_fp8_activations(mut self) -> Result<Self> {
-        if let Self::Cuda(cuda) = &mut self {
-            cuda.quantize_activations().context("--activations fp8")?;
-        }
-        Ok(self)
-    }
-
-    /// Lets a GPU behave as one with this much memory; a CPU has no such limit.
-    pub fn limit_gpu_memory(&self, bytes: usize) -> Result<()> {
-        match self {
-            Self::Cpu(_) => Ok(()),
-            Self::Cuda(cuda) => Ok(cuda.device().limit_memory(bytes)?),
-        }
+    /// A GPU with a processor that computes the experts of some layers, if one is given.
+    pub fn gpu(cuda: CudaBackend, experts: Option<Cpu>) -> Self {
+        Self::Cuda(Box::new(match experts {
+            Some(cpu) => HybridBackend::with_host(cuda, cpu),
+            None => HybridBackend::alone(cuda),
+        }))
     }
 
     /// The GPU if it can be used; `None` where there is no driver or no GPU. A GPU that is there but cannot be used is
     /// reported and left aside, aloud.
-    pub fn cuda_if_usable() -> Option<Self> {
+    pub fn cuda_if_usable() -> Option<CudaBackend> {
         use oscar_kernels_cuda::CudaError::{NoDevice, NoDriver};
-        match Cuda::open(0) {
-            Ok(cuda) => Some(Self::Cuda(Box::new(cuda))),
+        match CudaBackend::open(0) {
+            Ok(cuda) => Some(cuda),
             Err(NoDriver | NoDevice) => None,
             Err(error) => {
                 eprintln!("note: --device auto uses the CPU: {error}");
@@ -120,7 +115,12 @@ impl AnyBackend {
         }
     }
 
-    pub fn as_cuda(&self) -> Option<&Cuda> {
+    pub fn as_cuda(&self) -> Option<&CudaBackend> {
+        self.as_hybrid().map(HybridBackend::device)
+    }
+
+    /// The GPU with the processor beside it.
+    pub fn as_hybrid(&self) -> Option<&Cuda> {
         match self {
             Self::Cpu(_) => None,
             Self::Cuda(cuda) => Some(cuda),
@@ -131,7 +131,7 @@ impl AnyBackend {
     pub fn read_ceiling(&self) -> Result<f64> {
         Ok(match self {
             Self::Cpu(cpu) => bandwidth::read_ceiling(cpu.kernels(), cpu.threads(), 512 << 20, 5),
-            Self::Cuda(cuda) => read_ceiling(cuda.device(), cuda.kernels(), 4 << 30)?,
+            Self::Cuda(cuda) => read_ceiling(cuda.device().device(), cuda.device().kernels(), 4 << 30)?,
         })
     }
 
@@ -299,16 +299,16 @@ impl Backend for AnyBackend {
         on_device!(Self, self, copies_blocks())
     }
 
-    fn read_block(&self, pool: &Self::Pool, block: BlockId, out: &mut Vec<u8>) -> BackendResult<()> {
-        on_device!(Self, self, read_block(&pool, block, out))
+    fn read_blocks(&self, pool: &Self::Pool, blocks: &mut [(BlockId, &mut Vec<u8>)]) -> BackendResult<()> {
+        on_device!(Self, self, read_blocks(&pool, blocks))
     }
 
-    fn write_block(&self, pool: &mut Self::Pool, block: BlockId, bytes: &[u8]) -> BackendResult<()> {
-        on_device!(Self, self, write_block(&mut pool, block, bytes))
+    fn write_blocks(&self, pool: &mut Self::Pool, blocks: &[(BlockId, &[u8])]) -> BackendResult<()> {
+        on_device!(Self, self, write_blocks(&mut pool, blocks))
     }
 
-    fn evicts_rows(&self) -> bool {
-        on_device!(Self, self, evicts_rows())
+    fn evicts_rows(&self, layout: &CacheLayout) -> RowEviction {
+        on_device!(Self, self, evicts_rows(layout))
     }
 
     fn gather(&self, from: &SequenceRows<'_>, view: &View, pool: &mut Self::Pool) -> BackendResult<()> {
@@ -328,13 +328,51 @@ impl Backend for AnyBackend {
 /// A step on one of the devices.
 pub enum AnyStep<'s> {
     Cpu(CpuStep<'s>),
-    Cuda(Box<CudaStep<'s>>),
+    Cuda(Box<HybridStep<'s, CudaBackend>>),
 }
 
 type Rows = <AnyBackend as Backend>::Rows;
 type Matrix = <AnyBackend as Backend>::Matrix;
 type Vector = <AnyBackend as Backend>::Vector;
 type Experts = <AnyBackend as Backend>::Experts;
+
+impl DeltaStep<AnyBackend> for AnyStep<'_> {
+    fn mix_delta(
+        &mut self,
+        layer: DeltaLayer<'_, AnyBackend>,
+        projected: &Rows,
+        out: &mut Rows,
+    ) -> BackendResult<()> {
+        let DeltaLayer { layer, shape, conv, decay, time_bias, norm: (norm, eps) } = layer;
+        match self {
+            Self::Cpu(step) => {
+                let [conv, decay, time_bias] = [conv, decay, time_bias].map(On::cpu);
+                let norm = (norm.cpu(), eps);
+                let layer = DeltaLayer { layer, shape, conv, decay, time_bias, norm };
+                step.mix_delta(layer, projected.cpu(), out.cpu_mut())
+            }
+            Self::Cuda(step) => {
+                let [conv, decay, time_bias] = [conv, decay, time_bias].map(On::cuda);
+                let norm = (norm.cuda(), eps);
+                let layer = DeltaLayer { layer, shape, conv, decay, time_bias, norm };
+                step.mix_delta(layer, projected.cuda(), out.cuda_mut())
+            }
+        }
+    }
+
+    fn gate_heads(&mut self, unrotate: &[&Matrix], gates: &Rows, attended: &mut Rows) -> BackendResult<()> {
+        match self {
+            Self::Cpu(step) => {
+                let unrotate: Vec<_> = unrotate.iter().map(|matrix| matrix.cpu()).collect();
+                step.gate_heads(&unrotate, gates.cpu(), attended.cpu_mut())
+            }
+            Self::Cuda(step) => {
+                let unrotate: Vec<_> = unrotate.iter().map(|matrix| matrix.cuda()).collect();
+                step.gate_heads(&unrotate, gates.cuda(), attended.cuda_mut())
+            }
+        }
+    }
+}
 
 impl Step<AnyBackend> for AnyStep<'_> {
     fn embed(&mut self, table: &Matrix, tokens: &[u32], scale: f32, out: &mut Rows) -> BackendResult<()> {

@@ -6,6 +6,7 @@
 
 mod cache;
 mod commands;
+mod cpu_experts;
 mod device;
 mod episodes;
 mod host_memory;

@@ -1,6 +1,7 @@
 //! Flags that mean the same in every command, and what they resolve to.
 
 use crate::cache::Cache;
+use crate::cpu_experts::CpuExperts;
 use crate::device::AnyBackend;
 use crate::hub;
 use anyhow::{Context, Result, bail};
@@ -55,6 +56,11 @@ pub struct ModelArgs {
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     #[serde(serialize_with = "serialize_optional_size")]
     pub gpu_memory_limit: Option<usize>,
+    /// Compute the experts of N layers on the CPU, from host memory: the last layers that have experts,
+    /// or all. auto leaves as many on the GPU as fit beside the other weights and the KV pages
+    #[arg(long, value_name = "auto|N|all")]
+    #[serde(serialize_with = "serialize_optional_display")]
+    pub cpu_experts: Option<CpuExperts>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, serde::Serialize, serde::Deserialize)]
@@ -112,8 +118,8 @@ pub struct CacheArgs {
     pub sink: Option<usize>,
     #[arg(long, value_name = "N", help = window_help("Most recent tokens kept in BF16", Windows::default().recent()))]
     pub recent: Option<usize>,
-    /// Prompt tokens processed in one step, the last one up to a third longer; if absent 512 on a
-    /// CPU, about 4096 on a GPU
+    /// Prompt tokens processed in one step, the first one up to a third longer; if absent 512 on a
+    /// CPU, about 8192 on a GPU (4096 below 64 GiB)
     #[arg(long, value_name = "N", value_parser = at_least_one)]
     pub prefill_chunk: Option<usize>,
     /// Memory for KV pages, e.g. 512M or 8G; by default as much as the context needs (`serve`: a
@@ -238,13 +244,26 @@ impl ModelArgs {
             Device::Auto if self.precision != PrecisionArg::F32 => AnyBackend::cuda_if_usable(),
             Device::Auto | Device::Cpu => None,
         };
-        if let Some(gpu) = gpu {
-            if let Some(bytes) = self.gpu_memory_limit {
-                gpu.limit_gpu_memory(bytes)?;
-            }
-            return if self.activations == WeightsArg::Fp8 { gpu.with_fp8_activations() } else { Ok(gpu) };
+        let Some(mut gpu) = gpu else {
+            return Ok(AnyBackend::Cpu(Box::new(self.cpu(self.cpu_threads()?)?)));
+        };
+        if let Some(bytes) = self.gpu_memory_limit {
+            gpu.device().limit_memory(bytes)?;
         }
-        Ok(AnyBackend::Cpu(Box::new(self.cpu(self.cpu_threads()?)?)))
+        if self.activations == WeightsArg::Fp8 {
+            gpu.quantize_activations().context("--activations fp8")?;
+        }
+        let experts = match self.cpu_experts {
+            None => None,
+            Some(_) => Some(CpuBackend::beside_gpu(Kernels::chosen()?, self.cpu_threads()?, self.mode())?),
+        };
+        let backend = AnyBackend::gpu(gpu, experts);
+        if let (Some(layers), Some(hybrid)) =
+            (self.cpu_experts.and_then(CpuExperts::layers), backend.as_hybrid())
+        {
+            hybrid.place(layers);
+        }
+        Ok(backend)
     }
 
     /// Threads on the CPU: those asked for, or all cores.
@@ -263,12 +282,18 @@ impl ModelArgs {
         if self.gpu_memory_limit.is_some() {
             bail!("--gpu-memory-limit: no GPU is used");
         }
-        let precision = match self.precision {
+        if self.cpu_experts.is_some() {
+            bail!("--cpu-experts: no GPU is used, so all experts are on the CPU anyway; leave it out");
+        }
+        CpuBackend::new(Kernels::chosen()?, threads, self.mode()).context("the thread pool could not start")
+    }
+
+    fn mode(&self) -> Mode {
+        match self.precision {
             PrecisionArg::Bf16 => Mode::Bf16,
             PrecisionArg::Fast => Mode::Fast,
             PrecisionArg::F32 => Mode::F32,
-        };
-        CpuBackend::new(Kernels::chosen()?, threads, precision).context("the thread pool could not start")
+        }
     }
 }
 

@@ -13,7 +13,7 @@ use serde::Serialize;
 #[derive(clap::Args, Clone, Serialize)]
 pub struct ParallelArgs {
     /// Ranks that share the model: each has its own threads, and its part of the heads, the
-    /// feed-forward columns, the vocabulary and the KV pages. N divides the number of KV heads. CPU
+    /// feed-forward columns or experts, the vocabulary and the KV pages. N divides the number of KV heads. CPU
     /// only
     #[arg(long, value_name = "N", value_parser = at_least_one, default_value_t = 1)]
     pub tensor_parallel: usize,
@@ -37,8 +37,8 @@ impl ParallelArgs {
         };
         if gpu {
             bail!(
-                "--tensor-parallel {count} works on the CPU only: ranks on GPUs (NCCL) do not exist yet; \
-                 use --device cpu or leave it out"
+                "--tensor-parallel {count} works on the CPU only: ranks on several GPUs (NCCL) were never run \
+                 together; use --device cpu or leave it out"
             );
         }
         let threads = (model.cpu_threads()? / count).max(1);
@@ -69,6 +69,7 @@ impl ParallelArgs {
         let StepMemory { activations, expanded_pages, products, rope } = whole.step;
         FixedMemory {
             weights: whole.weights + copies * table,
+            host: whole.host,
             step: StepMemory {
                 activations: ranks * activations,
                 expanded_pages: ranks * expanded_pages,

@@ -1,18 +1,20 @@
 //! How much memory a model takes and what is left for its KV pages. `serve` and `plan` use the
 //! same sum.
 
+use crate::cpu_experts::{HostExperts, WeightBytes};
 use crate::options::OpenModel;
 use crate::progress;
 use anyhow::{Result, bail};
 use oscar_backend::{StepMemory, StepSize};
 use oscar_codec::CacheLayout;
 use oscar_engine::SchedulerOptions;
-use oscar_models::Holding;
 
 /// Memory besides KV pages, by purpose.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FixedMemory {
     pub weights: usize,
+    /// Experts in host memory, which are not among `weights`.
+    pub host: HostExperts,
     /// The largest step.
     pub step: StepMemory,
 }
@@ -27,8 +29,10 @@ impl OpenModel {
 }
 
 impl FixedMemory {
-    pub fn of(model: &OpenModel, rotated: bool, holding: Holding, step: StepMemory) -> Self {
-        Self { weights: model.weights.held_bytes(&model.config, rotated, holding) as usize, step }
+    /// `host_layers`: layers whose experts are in host memory.
+    pub fn of(weights: &WeightBytes, host_layers: usize, step: StepMemory) -> Self {
+        let host = weights.last(host_layers);
+        Self { weights: weights.total.saturating_sub(host.bytes), host, step }
     }
 
     pub fn total(&self) -> usize {
@@ -45,7 +49,16 @@ impl FixedMemory {
             ("RoPE", rope),
         ];
         let some = parts.iter().filter(|(_, bytes)| *bytes > 0);
-        some.map(|(what, bytes)| format!("{what} {}", progress::bytes(*bytes))).collect::<Vec<_>>().join(", ")
+        let mut parts: Vec<_> =
+            some.map(|(what, bytes)| format!("{what} {}", progress::bytes(*bytes))).collect();
+        if self.host.layers > 0 {
+            let HostExperts { layers, bytes } = self.host;
+            parts.insert(
+                1,
+                format!("beside them experts of {layers} layers on the CPU, {}", progress::bytes(bytes)),
+            );
+        }
+        parts.join(", ")
     }
 }
 
@@ -99,7 +112,8 @@ pub fn divide(
         }
         bail!(
             "the model does not fit into {} of free memory: {}, and {} for the KV pages of one prefill step, {} in all. \
-             Free some memory, or lower it with --weights fp8, --prefill-chunk or a narrower --kv",
+             Free some memory, or lower it with --weights fp8, --prefill-chunk, a narrower --kv or, for a mixture of \
+             experts on a GPU, --cpu-experts auto",
             progress::bytes(available.unwrap_or(0)),
             fixed.describe(),
             progress::bytes(least),
@@ -166,7 +180,7 @@ mod tests {
 
     fn eight_billion() -> FixedMemory {
         let step = StepMemory { rope: GIB / 8, activations: GIB / 2, ..StepMemory::default() };
-        FixedMemory { weights: 16 * GIB, step }
+        FixedMemory { weights: 16 * GIB, host: HostExperts::default(), step }
     }
 
     const NOTHING: Wishes = Wishes { kv_memory: None, context: None, share: 0.9 };

@@ -7,6 +7,7 @@ use crate::progress::{bytes, note};
 use crate::transfer::TransferArgs;
 use anyhow::{Context, Result, bail};
 use oscar_backend::Backend;
+use oscar_models::DecoderConfig;
 use oscar_store::{
     Fingerprint, FingerprintParts, PageKind, RedisAddress, SharedAddress, Store, StoreLimits, StoreOptions,
     TransferDesk,
@@ -20,7 +21,7 @@ use std::time::Duration;
 #[derive(clap::Args, Clone, Default, Serialize)]
 pub struct StoreArgs {
     /// Directory for copies of KV pages: conversations survive a restart. Several servers may share
-    /// it. CPU only
+    /// it
     #[arg(long, value_name = "DIR")]
     pub store: Option<PathBuf>,
     /// Largest size of that directory; the least recently used pages go first. No limit if absent
@@ -32,19 +33,33 @@ pub struct StoreArgs {
     #[serde(serialize_with = "serialize_age")]
     pub store_age: Option<Duration>,
     /// Valkey or Redis server for copies of KV pages that several servers share:
-    /// redis://[[USER]:PASSWORD@]HOST[:PORT][/DATABASE]. Give it `maxmemory` with `allkeys-lru`. CPU only
+    /// redis://[[USER]:PASSWORD@]HOST[:PORT][/DATABASE]. Give it `maxmemory` with `allkeys-lru`
     #[arg(long, value_name = "URL")]
     pub store_redis: Option<String>,
     /// Bucket for copies of KV pages that several servers share: s3://BUCKET[/PREFIX]. Keys, region and
     /// endpoint come from AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, AWS_REGION and
-    /// AWS_ENDPOINT_URL. CPU only
+    /// AWS_ENDPOINT_URL
     #[cfg(feature = "s3")]
     #[arg(long, value_name = "URL")]
     pub store_s3: Option<String>,
-    /// Host memory for copies of KV pages that the prefix cache gave up; none if absent. CPU only
+    /// Host memory for copies of KV pages that the prefix cache gave up; none if absent
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     #[serde(serialize_with = "serialize_optional_size")]
     pub store_ram: Option<usize>,
+}
+
+/// The model whose pages a store keeps.
+pub struct StoredModel<'a> {
+    pub name: &'a str,
+    /// Text that tells these weights from all others.
+    pub weights: String,
+    pub config: &'a DecoderConfig,
+}
+
+impl<'a> From<&'a OpenModel> for StoredModel<'a> {
+    fn from(model: &'a OpenModel) -> Self {
+        Self { name: &model.name, weights: model.weights.fingerprint(), config: &model.config }
+    }
 }
 
 impl StoreArgs {
@@ -79,7 +94,7 @@ impl StoreArgs {
         &self,
         transfer: &TransferArgs,
         args: &ModelArgs,
-        model: &OpenModel,
+        model: &StoredModel<'_>,
         cache: &Cache,
         backend: &AnyBackend,
         prefix_cache: bool,
@@ -99,9 +114,7 @@ impl StoreArgs {
         };
         if !backend.copies_blocks() {
             bail!(
-                "{flags} work on the CPU only: pages on {} cannot be copied yet; use --device cpu or leave \
-                 them out",
-                backend.name()
+                "{flags} do not work with --tensor-parallel, where no rank has whole pages: leave out one of them"
             );
         }
         if !prefix_cache {
@@ -118,7 +131,7 @@ impl StoreArgs {
             peers: transfer.fetches(),
             most_page_bytes: largest,
             kinds: PageKind::of(&layout),
-            ..StoreOptions::default()
+            ..pace(backend)
         };
         let (fingerprint, about) = fingerprint(args, model, cache, backend);
         let desk = transfer.desk(fingerprint);
@@ -141,23 +154,37 @@ impl StoreArgs {
     }
 }
 
+/// A GPU computes prompts faster and takes pages faster than a CPU.
+fn pace(backend: &AnyBackend) -> StoreOptions {
+    let options = StoreOptions::default();
+    if backend.as_cuda().is_none() {
+        return options;
+    }
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    StoreOptions { queue: 1 << 30, readers: (threads / 2).clamp(2, 8), ..options }
+}
+
 /// Everything that the bytes of a page depend on besides its tokens: weights and how they are
 /// multiplied, rotations, widths, windows, format, byte order, device.
 fn fingerprint(
     args: &ModelArgs,
-    model: &OpenModel,
+    model: &StoredModel<'_>,
     cache: &Cache,
     backend: &AnyBackend,
 ) -> (Fingerprint, String) {
     let layout = backend.held_layout(&cache.layout);
-    let kernels = backend.as_cpu().map_or_else(String::new, |cpu| cpu.kernels().variant().to_string());
+    let gpu = || {
+        let p = backend.as_cuda().map(|cuda| cuda.device().properties());
+        p.map_or_else(String::new, |p| format!("{}, sm_{}{}", p.name, p.major, p.minor))
+    };
+    let kernels = backend.as_cpu().map_or_else(gpu, |cpu| cpu.kernels().variant().to_string());
     let rotations = cache.rotations.iter().flat_map(|set| set.heads()).flat_map(|head| {
         let mean = head.key_mean.as_deref().unwrap_or_default();
         [head.key.matrix(), head.value.matrix(), mean].map(float_bytes)
     });
     FingerprintParts::default()
-        .note("model", &model.name)
-        .text("weights", &model.weights.fingerprint())
+        .note("model", model.name)
+        .text("weights", &model.weights)
         .text("weights held as", args.weights.map_or("stored", |weights| weights.name()))
         .text("cache", &cache.layout.describe())
         .text("device", backend.name())
@@ -165,7 +192,7 @@ fn fingerprint(
         .text("attention", &backend.attention(&layout).description)
         .debug("precision", &args.precision)
         .debug("activations", &args.activations)
-        .debug("configuration", &model.config)
+        .debug("configuration", model.config)
         .debug("layout", &layout)
         .bytes("rotations", rotations)
         .finish()

@@ -31,8 +31,12 @@ pub struct CacheLayout {
     windows: Windows,
     /// Bytes of a quantized block on a device that stores it in another form than the codecs.
     held_block_bytes: Option<usize>,
+    /// See [`CacheLayout::with_views_in_blocks`].
+    views_in_blocks: bool,
     /// Layers with pages of their own, which hold a window only.
     pub(crate) sliding: Option<SlidingGroup>,
+    /// Bytes of a sequence's recurrent state.
+    pub(crate) state_bytes: usize,
 }
 
 impl CacheLayout {
@@ -49,10 +53,28 @@ impl CacheLayout {
         let table = |format| FormatTable::uniform(format, layers, kv_heads, head_dim, layout);
         if format.is_coded() {
             let (full, coded) = (table(KvFormat::Bf16)?, Some(table(format)?));
-            Ok(Self { format, full, coded, windows, held_block_bytes: None, sliding: None })
+            Ok(Self {
+                format,
+                full,
+                coded,
+                windows,
+                held_block_bytes: None,
+                views_in_blocks: false,
+                sliding: None,
+                state_bytes: 0,
+            })
         } else {
             let (full, windows) = (table(format)?, Windows::unlimited());
-            Ok(Self { format, full, coded: None, windows, held_block_bytes: None, sliding: None })
+            Ok(Self {
+                format,
+                full,
+                coded: None,
+                windows,
+                held_block_bytes: None,
+                views_in_blocks: false,
+                sliding: None,
+                state_bytes: 0,
+            })
         }
     }
 
@@ -67,7 +89,16 @@ impl CacheLayout {
         let codec = RowPageCodec::new(row, format.side_spec(Side::Key), SideSpec::SHARED, order)?;
         let full = FormatTable::new(layers, 1, vec![codec; layers])?;
         let windows = Windows::unlimited();
-        Ok(Self { format, full, coded: None, windows, held_block_bytes: None, sliding: None })
+        Ok(Self {
+            format,
+            full,
+            coded: None,
+            windows,
+            held_block_bytes: None,
+            views_in_blocks: false,
+            sliding: None,
+            state_bytes: 0,
+        })
     }
 
     /// The same cache with another table of codecs for quantized pages (widths or clip ratios by
@@ -151,6 +182,16 @@ impl CacheLayout {
         blocks as u32..(9 * blocks) as u32
     }
 
+    /// The same cache on a device where pages of views come from quantized blocks: the id of a page
+    /// is then that of its block.
+    pub fn with_views_in_blocks(self) -> Self {
+        Self { views_in_blocks: true, ..self }
+    }
+
+    pub fn views_in_blocks(&self) -> bool {
+        self.views_in_blocks
+    }
+
     /// Whether rows of quantized history can be evicted one by one, and why not.
     pub fn evicts_rows(&self) -> std::result::Result<(), &'static str> {
         let Some(table) = &self.coded else {
@@ -158,6 +199,9 @@ impl CacheLayout {
         };
         if self.sliding.is_some() {
             return Err("some layers have a sliding window, whose rows are not evicted");
+        }
+        if self.has_states() {
+            return Err("some layers have a recurrent state, which cannot forget single rows");
         }
         if !table.codecs().iter().all(RowPageCodec::copies_rows) {
             return Err(
@@ -184,7 +228,7 @@ impl CacheLayout {
     /// Blocks that a sequence of `tokens` holds between two steps.
     pub fn blocks(&self, tokens: usize) -> BlockCounts {
         let (full, coded) = self.grown_blocks(tokens);
-        BlockCounts { full, coded, sliding: self.sliding_blocks(tokens).len() }
+        BlockCounts { full, coded, sliding: self.sliding_blocks(tokens).len(), states: self.states(tokens) }
     }
 
     /// Full and quantized blocks of the layers whose history grows.
@@ -214,6 +258,7 @@ impl CacheLayout {
         blocks.full * self.full_block_bytes()
             + blocks.coded * self.coded_block_bytes()
             + blocks.sliding * self.sliding_block_bytes()
+            + blocks.states * self.state_bytes()
     }
 
     /// Bytes of one block of all layers in full precision.
@@ -336,6 +381,10 @@ impl CacheLayout {
                 }
             }
         };
+        let grown = match self.state_bytes {
+            0 => grown,
+            bytes => format!("{grown}; a state of {:.1} MiB a sequence", bytes as f64 / 1_048_576.0),
+        };
         match &self.sliding {
             None => grown,
             Some(group) => {
@@ -367,7 +416,7 @@ mod tests {
         assert_eq!(blocks(336), (6, 1), "the first tile is coded, its block keeps both pages");
         // 16384 tokens: boundary 16128 = 252 blocks, one of them the sink.
         assert_eq!(blocks(16384), (1 + 4, 251));
-        assert_eq!(layout(KvFormat::Bf16).blocks(16384), BlockCounts { full: 256, coded: 0, sliding: 0 });
+        assert_eq!(layout(KvFormat::Bf16).blocks(16384), BlockCounts { full: 256, ..BlockCounts::default() });
     }
 
     #[test]

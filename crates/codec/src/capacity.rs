@@ -14,10 +14,10 @@ pub struct Capacity {
 
 impl CacheLayout {
     /// Bytes a sequence may hold at any moment: at rest, plus the unquantized pages of one prefill
-    /// chunk.
+    /// chunk, and a second state while a step reads one and writes another.
     pub fn working_bytes(&self, context: usize, chunk: usize) -> usize {
         let chunk_blocks = chunk.min(context).div_ceil(PAGE_TOKENS) + 2;
-        self.peak_bytes(context) + chunk_blocks * self.unquantized_block_bytes()
+        self.peak_bytes(context) + chunk_blocks * self.unquantized_block_bytes() + self.state_bytes()
     }
 
     /// Sequences of `context` tokens that fit into `bytes`, one of them being read in chunks.

@@ -22,6 +22,8 @@ pub struct BlockCounts {
     pub full: usize,
     pub coded: usize,
     pub sliding: usize,
+    /// Recurrent states ([`recurrent`](crate::recurrent)).
+    pub states: usize,
 }
 
 /// Which layers slide, and how far they see.

@@ -2,8 +2,10 @@
 //!
 //! The engine knows neither grammars nor text: a front end hands it a [`Constraint`], and each
 //! choice walks through a state of its own. The tokens that are allowed next are found while the
-//! device computes the step, because they depend only on tokens that are already chosen.
+//! device computes the step, because they depend only on tokens that are already chosen. The device
+//! chooses among them ([`TokenMask`]) where it can choose at all.
 
+use oscar_backend::TokenMask;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -56,34 +58,46 @@ impl fmt::Debug for SharedConstraint {
 /// The constraint of one choice, with the tokens it allows next.
 pub struct Guide {
     state: Box<dyn ConstraintState>,
-    allowed: Option<Result<Vec<u32>, String>>,
+    /// For the next token: set by [`Guide::prepare`].
+    mask: Arc<TokenMask>,
+    prepared: Option<Result<(), String>>,
 }
 
 impl Guide {
     pub fn new(constraint: &SharedConstraint) -> Self {
-        Self { state: constraint.0.start(), allowed: None }
+        Self { state: constraint.0.start(), mask: Arc::default(), prepared: None }
     }
 
-    /// Finds the tokens allowed next, unless they are known.
+    /// The mask of the next token, which a thread of [`prepare_during`] sets.
+    pub fn mask(&self) -> Arc<TokenMask> {
+        self.mask.clone()
+    }
+
+    /// Finds the tokens allowed next, unless they are known. Always sets the mask: a device may wait
+    /// for it.
     fn prepare(&mut self) {
-        if self.allowed.is_none() {
+        if self.prepared.is_none() {
             let found = catch_unwind(AssertUnwindSafe(|| self.state.allowed()));
-            self.allowed = Some(found.unwrap_or_else(|_| Err("the constraint's parser panicked".to_owned())));
+            let found = found.unwrap_or_else(|_| Err("the constraint's parser panicked".to_owned()));
+            let (words, outcome) =
+                found.map_or_else(|error| (Vec::new(), Err(error)), |words| (words, Ok(())));
+            self.mask.set(words);
+            self.prepared = Some(outcome);
         }
     }
 
     /// The tokens allowed next.
     pub fn allowed(&mut self) -> Result<&[u32], String> {
         self.prepare();
-        match &self.allowed {
-            Some(Ok(words)) => Ok(words),
+        match &self.prepared {
+            Some(Ok(())) => Ok(self.mask.words()),
             Some(Err(error)) => Err(error.clone()),
             None => Err("the constraint was not prepared".to_owned()),
         }
     }
 
     pub fn accept(&mut self, token: u32) -> Result<(), String> {
-        self.allowed = None;
+        (self.mask, self.prepared) = (Arc::default(), None);
         catch_unwind(AssertUnwindSafe(|| self.state.accept(token)))
             .unwrap_or_else(|_| Err("the constraint's parser panicked".to_owned()))
     }

@@ -1,22 +1,70 @@
 //! Copies of pages, as a store or another machine gets them.
 
 use oscar_backend::{Backend, BlockId};
-use oscar_cache::{BlockOffer, PageKind, PrefixKey, RadixCache};
-use oscar_codec::PAGE_TOKENS;
+use oscar_cache::{BlockOffer, PageKind, PrefixKey, RadixCache, StoredFlag};
+use oscar_codec::{CacheLayout, PAGE_TOKENS};
 use oscar_runner::Runner;
 use oscar_store::{Page, PageName, PageRef};
 
-/// A copy of a page.
-pub fn copy<B: Backend>(
-    runner: &Runner<B>,
-    page: PageRef<'_>,
-    progress: usize,
-    block: BlockId,
-) -> Option<Page> {
-    let mut page = Page::new(page, progress, block.bytes(runner.layout()));
-    let read = runner.read_block(block, page.payload());
-    read.inspect_err(|error| tracing::warn!(%error, "a page could not be read for a copy")).ok()?;
-    Some(page)
+/// Bytes copied from the device between two steps: more than a prompt step of 8K tokens makes.
+const OFFER_BYTES: usize = 256 << 20;
+
+/// A copy of a page without its bytes, which [`fill`] adds.
+pub struct Copy {
+    pub page: Page,
+    pub block: BlockId,
+}
+
+impl Copy {
+    pub fn new(page: PageRef<'_>, progress: usize, block: BlockId, bytes: usize) -> Self {
+        Self { page: Page::new(page, progress, bytes), block }
+    }
+}
+
+/// Reads the bytes of all copies at once; `false` if that failed.
+pub fn fill<B: Backend>(runner: &Runner<B>, copies: &mut [Copy]) -> bool {
+    let mut blocks: Vec<_> = copies.iter_mut().map(|copy| (copy.block, copy.page.payload())).collect();
+    let read = runner.read_blocks(&mut blocks);
+    read.inspect_err(|error| tracing::warn!(%error, "pages could not be read for a copy")).is_ok()
+}
+
+/// Pages that are copied for the store together.
+#[derive(Default)]
+pub struct Gathered {
+    pub copies: Vec<Copy>,
+    /// Those of the copied pages.
+    pub flags: Vec<StoredFlag>,
+    /// Pages that the store has.
+    pub used: Vec<(PageName, StoredFlag)>,
+    /// Pages for which there is no time.
+    pub dropped: usize,
+    /// Bytes of the copies since the last step.
+    pub bytes: usize,
+}
+
+impl Gathered {
+    /// Adds a page of this kind and progress, unless the store has it.
+    pub fn add(
+        &mut self,
+        layout: &CacheLayout,
+        offer: &BlockOffer,
+        (kind, progress): (PageKind, usize),
+        block: BlockId,
+        stored: &StoredFlag,
+    ) {
+        let name = PageName { hash: offer.hash, block: offer.block as u32, kind };
+        if stored.is_set() {
+            return self.used.push((name, stored.clone()));
+        }
+        let bytes = block.bytes(layout);
+        if self.bytes > 0 && self.bytes + bytes > OFFER_BYTES {
+            self.dropped += 1;
+            return;
+        }
+        self.bytes += bytes;
+        self.copies.push(Copy::new(PageRef { name, tokens: &offer.tokens }, progress, block, bytes));
+        self.flags.push(stored.clone());
+    }
 }
 
 /// Copies of everything that a resume at the end of `key` needs, with the number of tokens that they
@@ -43,8 +91,10 @@ pub fn copies<B: Backend>(
     }
     let page = |(offer, (kind, progress, block)): (&BlockOffer, (PageKind, usize, BlockId))| {
         let name = PageName { hash: offer.hash, block: offer.block as u32, kind };
-        copy(runner, PageRef { name, tokens: &offer.tokens }, progress, block)
+        let page = PageRef { name, tokens: &offer.tokens };
+        Copy::new(page, progress, block, block.bytes(runner.layout()))
     };
-    let pages = wanted.into_iter().map(page).collect::<Option<_>>()?;
+    let mut copies: Vec<Copy> = wanted.into_iter().map(page).collect();
+    let pages = fill(runner, &mut copies).then(|| copies.into_iter().map(|copy| copy.page).collect())?;
     Some((pages, offers.last().map_or(0, |offer| (offer.block + 1) * PAGE_TOKENS)))
 }

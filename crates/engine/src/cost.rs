@@ -4,8 +4,11 @@
 //! go with the rows, attention with the pairs of a row and a position that it reads. The three
 //! coefficients are the non-negative least-squares fit of recent steps; old steps fade.
 //!
-//! A GPU attends to prompts in waves: a wave that is not full takes as long as a full one. So the rows
-//! of a prompt count as whole waves in its pairs, and a step is best a number of whole waves.
+//! A GPU attends to prompts in waves: a last wave that is not full takes as long as a full one. So the
+//! rows of a prompt count as whole waves in its pairs, and a step is best a number of whole waves.
+//!
+//! Steps with prompts and steps without fade apart: a long time of decoding alone does not make the
+//! model forget what prompts cost.
 //!
 //! **Invariant:** no clock here. The worker measures; the scheduler asks.
 
@@ -26,8 +29,8 @@ impl StepCost {
     }
 
     /// The most tokens from `start` on that take at most `seconds`, in whole waves if that many fit.
-    /// Of a single wave it takes the part that fits. If that is less than a quarter, it takes the wave:
-    /// attention takes as long for either.
+    /// Of a single wave it takes the part that fits. If the device cannot divide its attention and the
+    /// part is less than a quarter, it takes the wave: attention takes as long for either.
     pub fn tokens_within(&self, seconds: f64, start: usize, wave: PrefillWave) -> usize {
         let tokens = self.rows_within(seconds, start);
         if wave == PrefillWave::NONE || seconds <= 0.0 {
@@ -39,6 +42,9 @@ impl StepCost {
             let fits = |&n: &usize| self.rows(start, n, wave) <= seconds;
             let waves = (1..=tokens / one).rev().map(|waves| wave.filling(waves));
             return waves.into_iter().find(fits).unwrap_or(one);
+        }
+        if wave.divides {
+            return tokens / wave.block.max(1) * wave.block.max(1);
         }
         // row n + pair wave (start + (n + 1) / 2) = seconds, solved for n.
         let attention = self.pair * wave.tokens as f64;
@@ -69,43 +75,52 @@ impl StepCost {
 /// Positions that `tokens` rows read together, the first at position `start`; rows of a prompt count as
 /// whole waves. A single row is decoded, which knows no waves.
 pub fn pairs(start: usize, tokens: usize, wave: PrefillWave) -> f64 {
-    let rows = if tokens > 1 { wave.needed(tokens) * wave.tokens } else { tokens };
+    let rows = if tokens > 1 { wave.occupied(tokens) } else { tokens };
     rows as f64 * (start as f64 + (tokens as f64 + 1.0) / 2.0)
 }
 
 /// Fits a [`StepCost`] to measured steps.
 #[derive(Clone, Debug, Default)]
 pub struct CostModel {
-    /// Sums of products of the features (1, rows, pairs), and of features with times.
-    normal: [[f64; 3]; 3],
-    times: [f64; 3],
+    /// Of steps that only decode, and of steps with prompts.
+    sums: [Sums; 2],
     steps: usize,
     cost: StepCost,
+}
+
+/// Sums over steps of one kind.
+#[derive(Clone, Debug, Default)]
+struct Sums {
+    /// Of products of the features (1, rows, pairs), and of features with times.
+    normal: [[f64; 3]; 3],
+    times: [f64; 3],
 }
 
 impl CostModel {
     /// Units that bring the features of usual steps to about one.
     const UNITS: [f64; 3] = [1.0, 256.0, 1e6];
-    /// What a step still counts after the next one.
+    /// What a step still counts after the next one of its kind.
     const KEPT: f64 = 0.98;
     /// Steps before the fit is used.
     const LEAST_STEPS: usize = 4;
     /// Sweeps of coordinate descent; each is three divisions.
     const SWEEPS: usize = 50;
 
-    /// A step of `rows` rows that read `pairs` positions took `seconds`.
-    pub fn observe(&mut self, rows: usize, pairs: f64, seconds: f64) {
+    /// A step of `rows` rows that read `pairs` positions took `seconds`. `prompts`: some of the rows
+    /// belong to prompts.
+    pub fn observe(&mut self, prompts: bool, rows: usize, pairs: f64, seconds: f64) {
         if !(seconds.is_finite() && seconds >= 0.0) {
             return;
         }
         let features = [1.0, rows as f64 / Self::UNITS[1], pairs / Self::UNITS[2]];
         // Relative errors matter: a slow step must not drown the fast ones.
         let weight = 1.0 / seconds.max(1e-4).powi(2);
+        let Sums { normal, times } = &mut self.sums[usize::from(prompts)];
         for i in 0..3 {
             for j in 0..3 {
-                self.normal[i][j] = Self::KEPT * self.normal[i][j] + weight * features[i] * features[j];
+                normal[i][j] = Self::KEPT * normal[i][j] + weight * features[i] * features[j];
             }
-            self.times[i] = Self::KEPT * self.times[i] + weight * features[i] * seconds;
+            times[i] = Self::KEPT * times[i] + weight * features[i] * seconds;
         }
         self.steps += 1;
         self.solve();
@@ -119,11 +134,13 @@ impl CostModel {
     fn solve(&mut self) {
         let cost = &self.cost;
         let mut x = [cost.fixed, cost.row * Self::UNITS[1], cost.pair * Self::UNITS[2]];
+        let normal = |i: usize, j: usize| self.sums.iter().map(|s| s.normal[i][j]).sum::<f64>();
+        let times = |i: usize| self.sums.iter().map(|s| s.times[i]).sum::<f64>();
         for _ in 0..Self::SWEEPS {
             for i in 0..3 {
-                let others: f64 = (0..3).filter(|&j| j != i).map(|j| self.normal[i][j] * x[j]).sum();
-                if self.normal[i][i] > 0.0 {
-                    x[i] = ((self.times[i] - others) / self.normal[i][i]).max(0.0);
+                let others: f64 = (0..3).filter(|&j| j != i).map(|j| normal(i, j) * x[j]).sum();
+                if normal(i, i) > 0.0 {
+                    x[i] = ((times(i) - others) / normal(i, i)).max(0.0);
                 }
             }
         }
@@ -136,7 +153,7 @@ mod tests {
     use super::*;
 
     const NONE: PrefillWave = PrefillWave::NONE;
-    const WAVE: PrefillWave = PrefillWave { tokens: 792, block: 48 };
+    const WAVE: PrefillWave = PrefillWave { tokens: 792, block: 48, divides: false };
     const TRUE: StepCost = StepCost { fixed: 4e-3, row: 2e-5, pair: 3e-10 };
 
     fn time_of(start: usize, tokens: usize) -> f64 {
@@ -151,7 +168,7 @@ mod tests {
             // Prompts of several lengths, and steps of decoding between them.
             let (start, tokens) =
                 [(0, 2048), (60_000, 900), (8_000, 1), (30_000, 2_000), (98_000, 500)][i % 5];
-            model.observe(tokens, pairs(start, tokens, NONE), time_of(start, tokens));
+            model.observe(tokens > 1, tokens, pairs(start, tokens, NONE), time_of(start, tokens));
         }
         let cost = model.cost().unwrap();
         for (start, tokens) in [(0, 4096), (50_000, 1024), (90_000, 256), (1_000, 1)] {
@@ -181,15 +198,45 @@ mod tests {
         for (factor, steps) in [(1.0, 100), (3.0, 300)] {
             for i in 0..steps {
                 let tokens = [1, 512, 64][i % 3];
-                model.observe(tokens, pairs(2_000, tokens, NONE), factor * time_of(2_000, tokens));
+                let seconds = factor * time_of(2_000, tokens);
+                model.observe(tokens > 1, tokens, pairs(2_000, tokens, NONE), seconds);
             }
         }
-        model.observe(10, 10.0, f64::NAN);
-        model.observe(10, 10.0, -1.0);
+        model.observe(true, 10, 10.0, f64::NAN);
+        model.observe(true, 10, 10.0, -1.0);
         let cost = model.cost().unwrap();
         let ratio = (cost.fixed + cost.rows(2_000, 512, NONE)) / time_of(2_000, 512);
         assert!((ratio - 3.0).abs() < 0.3, "{ratio}");
         assert!(cost.fixed >= 0.0 && cost.row >= 0.0 && cost.pair >= 0.0);
+    }
+
+    #[test]
+    fn a_long_time_of_decoding_does_not_make_the_model_forget_prompts() {
+        // Decoding reads the cache at another rate than prompts do, so decoded rows teach nothing of prompts.
+        let decoding = |position: usize| 3e-3 + 8.0 * 2e-10 * position as f64;
+        let mut model = CostModel::default();
+        for chunk in 0..12 {
+            let (start, tokens) = (chunk * 4_000, [4_000, 900][chunk % 2]);
+            model.observe(true, tokens, pairs(start, tokens, NONE), time_of(start, tokens));
+        }
+        for position in 8_000..9_000 {
+            model.observe(false, 8, 8.0 * pairs(position, 1, NONE), decoding(position));
+        }
+        let cost = model.cost().unwrap();
+        let (predicted, real) = (cost.fixed + cost.rows(60_000, 900, NONE), time_of(60_000, 900));
+        assert!((predicted / real - 1.0).abs() < 0.15, "{predicted} against {real}");
+    }
+
+    #[test]
+    fn a_part_of_a_wave_that_divides_its_context_takes_what_fits() {
+        let cost = StepCost { fixed: 0.0, row: 2.1e-5, pair: 8.6e-10 };
+        let wave = PrefillWave { divides: true, ..WAVE };
+        for start in [70_000, 100_000, 200_000] {
+            let tokens = cost.tokens_within(0.072, start, wave);
+            assert!(tokens.is_multiple_of(48) && tokens > 0, "{tokens} at {start}");
+            assert!(cost.rows(start, tokens, wave) <= 0.072 * 1.001, "{tokens} at {start}");
+            assert!(cost.rows(start, tokens + 49, wave) > 0.072, "{tokens} at {start}: more fits");
+        }
     }
 
     #[test]

@@ -189,8 +189,13 @@ impl Engine {
             let why = "a page store needs the prefix cache and a device whose pages can be copied";
             return Err(std::io::Error::new(std::io::ErrorKind::Unsupported, why));
         }
+        if copies && runner.layout().has_states() {
+            let why = "the model has layers with a recurrent state (gated delta nets), which a page store does \
+                       not keep yet: leave the store and KV transfers out";
+            return Err(std::io::Error::new(std::io::ErrorKind::Unsupported, why));
+        }
         let layout = runner.layout().clone();
-        let refusal = row_cap::refusal(&runner);
+        let evictable = row_cap::allowed(&runner);
         let post = match &options.post {
             Some(_) if !options.prefix_cache => {
                 Err("views of a whole history need the prefix cache: leave --no-prefix-cache out".to_owned())
@@ -210,7 +215,7 @@ impl Engine {
             heartbeat: Heartbeat::new(options.stuck_after),
             failure: Mutex::default(),
             max_queue: options.max_queue,
-            caps: CapRules { layout, refusal, post, server: options.cap.clone() },
+            caps: CapRules { layout, evictable, post, server: options.cap.clone() },
             store: options.store.as_ref().filter(|store| store.keeps_pages()).map(|s| s.counters().clone()),
             desk: options.desk.clone(),
             peers: options.store.as_ref().and_then(Store::peers).cloned(),
@@ -244,6 +249,7 @@ fn info<B: Backend>(runner: &Runner<B>, options: &EngineOptions) -> EngineInfo {
         coded_block_bytes: layout.coded_block_bytes(),
         sliding_block_bytes: layout.sliding_block_bytes(),
         sliding_window: layout.sliding().map(|group| group.window()),
+        state_bytes: layout.state_bytes(),
         page_tokens: PAGE_TOKENS,
         sink: layout.windows().sink(),
         recent: layout.windows().recent(),
@@ -284,7 +290,9 @@ impl EngineApi for EngineHandle {
         }
         let needed = match &cap {
             Some(Cap::Block(cap)) => cap.most_bytes(layout, tokens) + layout.full_block_bytes(),
-            Some(Cap::Post(_)) | None => layout.peak_bytes(tokens) + 2 * layout.unquantized_block_bytes(),
+            Some(Cap::Post(_)) | None => {
+                layout.peak_bytes(tokens) + layout.unquantized_block_bytes() + layout.resume_bytes()
+            }
         };
         let budget = state.info.kv_budget_bytes;
         if needed > budget {

@@ -2,7 +2,7 @@
 
 use crate::post::{PostCap, Turn};
 use crate::request::RequestError;
-use crate::row_cap::{DEFAULT_EVICT, EVICT_BLOCK, RowCap};
+use crate::row_cap::{DEFAULT_EVICT, EVICT_BLOCK, Evictable, RowCap};
 use oscar_codec::CacheLayout;
 use oscar_views::{Budget, EpisodeOptions, Eviction, HeadSplit, Policy, Route};
 use std::fmt;
@@ -122,8 +122,8 @@ impl fmt::Display for Cap {
 #[derive(Clone, Debug)]
 pub(crate) struct CapRules {
     pub layout: CacheLayout,
-    /// Why no rows are evicted here, if none are.
-    pub refusal: Option<String>,
+    /// The same cache, or why no rows of it are evicted here.
+    pub evictable: Result<Evictable, String>,
     /// How conversations are divided into episodes; or why no turn reads views of a whole history.
     pub post: Result<EpisodeOptions, String>,
     /// The cap of every conversation; requests may only ask for less.
@@ -197,17 +197,16 @@ impl CapRules {
             _ => eviction.default_split(),
         };
         let refused = |problem| RequestError::Invalid { parameter: "kv", problem };
-        if let Some(why) = &self.refusal {
-            return Err(refused(why.clone()));
-        }
+        let cache = self.evictable.as_ref().map_err(|why| refused(why.clone()))?;
         let block = server.map_or(EVICT_BLOCK, Cap::block);
         let cap = match eviction {
             Eviction::Scorer(evict) if !eviction.keeps_base() => {
-                RowCap::of_layout(&self.layout, Policy { evict, budget, heads }, block).map(Cap::Block)
+                RowCap::of(cache, Policy { evict, budget, heads }, block).map(Cap::Block)
             }
             _ => match &self.post {
-                Ok(episodes) => PostCap::of_layout(&self.layout, eviction, (budget, heads), block, *episodes)
-                    .map(Cap::Post),
+                Ok(episodes) => {
+                    PostCap::of(cache, eviction, (budget, heads), block, *episodes).map(Cap::Post)
+                }
                 Err(why) => Err(format!("{eviction} is not possible: {why}")),
             },
         };

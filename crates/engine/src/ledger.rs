@@ -44,7 +44,7 @@ impl<B: Backend> PageLedger<'_, B> {
 /// and those of one block that it keeps for a resume. A turn that waits for its view, of `view` bytes,
 /// holds the whole history until it has it.
 fn missing(layout: &CacheLayout, cap: Option<&RowCap>, view: usize, tokens: usize, held: &Sequence) -> usize {
-    let whole = layout.peak_bytes(tokens) + layout.unquantized_block_bytes();
+    let whole = layout.peak_bytes(tokens) + layout.resume_bytes();
     let needed = match (cap, held.pages().view()) {
         (Some(cap), _) => cap.most_bytes(layout, tokens).min(whole),
         (None, None) => whole + view,

@@ -14,7 +14,7 @@ use crate::row_cap::RowCap;
 use crate::sampling::Sampler;
 use crate::scheduler::{Pauses, SequenceId, StepPlan, Work};
 use oscar_backend::Candidate;
-use oscar_cache::{CacheSalt, PrefixKey, RadixCache};
+use oscar_cache::{CacheSalt, PrefixKey, RadixCache, resume_point};
 use oscar_runner::{Logits, Sequence, StepRequest};
 use oscar_store::Tier;
 use std::collections::BTreeMap;
@@ -162,9 +162,18 @@ impl Live {
         self.usage.prompt_tokens + self.params.max_tokens.saturating_sub(1)
     }
 
-    /// Lengths at which its sequences pause: where they are compacted, or where a turn begins to read
-    /// its view.
-    pub fn pauses(&self) -> Option<Pauses> {
+    /// Lengths at which its sequences pause: where they are compacted, where a turn begins to read its
+    /// view, or in models with recurrent states where a state is to be kept. Those are the end of what the
+    /// tree has `stored` of the prompt, because others may branch there too, and the point from which the
+    /// same prompt would resume.
+    pub fn pauses(&self, stored: Option<usize>) -> Option<Pauses> {
+        if let Some(stored) = stored {
+            let end = resume_point(self.usage.prompt_tokens);
+            return Some(match stored > 0 && stored < end {
+                true => Pauses { first: stored, every: end - stored },
+                false => Pauses { first: end, every: usize::MAX / 2 },
+            });
+        }
         let start = self.post.as_ref().filter(|post| post.reading.is_some()).map(|post| post.start);
         let once = start.map(|first| Pauses { first, every: usize::MAX / 2 });
         self.cap.as_ref().map(RowCap::pauses).or(once)
@@ -238,7 +247,7 @@ pub fn deliver(sink: &dyn EventSink, event: Event) -> bool {
 pub enum Scores<'a> {
     /// Rows of logits. The last row predicts the next token.
     Logits(&'a [f32]),
-    /// What [`Logits::Pick`] asked for.
+    /// What [`Logits::Pick`] or [`Logits::PickAmong`] asked for.
     Candidates(&'a [Candidate]),
     /// The hidden state of the last token.
     Hidden(&'a [f32]),
@@ -271,14 +280,12 @@ impl Choice {
 
     /// What has to be computed to choose the next token.
     fn wants(&self, params: &GenerationParams) -> Logits {
-        match self.sampler.pick() {
+        match (self.sampler.pick(), &self.guide) {
             _ if params.embedding => Logits::Hidden,
-            Some(what)
-                if self.guide.is_none() && params.logprobs.is_none() && self.banned(params).is_empty() =>
-            {
-                Logits::Pick(what)
-            }
-            _ => Logits::Last,
+            _ if params.logprobs.is_some() || !self.banned(params).is_empty() => Logits::Last,
+            (Some(what), None) => Logits::Pick(what),
+            (Some(what), Some(guide)) => Logits::PickAmong(what, guide.mask()),
+            (None, _) => Logits::Last,
         }
     }
 
@@ -293,7 +300,16 @@ impl Choice {
         vocab: usize,
     ) -> Result<(u32, Option<TokenLogprobs>), String> {
         let chosen = match scores {
-            Scores::Candidates(list) => (self.sampler.sample_among(list), None),
+            Scores::Candidates(list) => {
+                if let Some(guide) = &mut self.guide {
+                    guide.allowed()?;
+                }
+                let token = self.sampler.sample_among(list);
+                if let Some(guide) = &mut self.guide {
+                    guide.accept(token)?;
+                }
+                (token, None)
+            }
             Scores::Hidden(_) => return Err("a hidden state was computed in place of logits".to_owned()),
             Scores::Logits(rows) => {
                 let logits = &rows[rows.len() - vocab..];

@@ -319,6 +319,9 @@ pub struct EngineInfo {
     pub sliding_block_bytes: usize,
     /// Positions that a query of a sliding layer sees; absent without such layers.
     pub sliding_window: Option<usize>,
+    /// Bytes of the recurrent state of a sequence; 0 in models without one. With states a prefix hit
+    /// begins only where a state was kept: at the end of a prompt or an answer.
+    pub state_bytes: usize,
     pub page_tokens: usize,
     pub sink: usize,
     pub recent: usize,
@@ -388,6 +391,9 @@ pub struct EngineStats {
     /// Pages of sliding layers, and those of them held only by the prefix cache.
     pub sliding_pages: usize,
     pub cached_sliding_pages: usize,
+    /// Recurrent states, and those of them held only by the prefix cache.
+    pub states: usize,
+    pub cached_states: usize,
     pub cache_bytes: usize,
     /// Bytes that the tokens held now would take in BF16.
     pub bf16_bytes: usize,

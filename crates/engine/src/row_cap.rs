@@ -10,20 +10,50 @@
 
 use crate::request::RequestError;
 use crate::scheduler::Pauses;
-use oscar_backend::Backend;
+use oscar_backend::{Backend, RowEviction, eviction_refusal};
 use oscar_cache::{CacheSalt, PrefixKey, PrefixPages, RadixCache};
 use oscar_codec::{CacheLayout, PAGE_TOKENS};
 use oscar_runner::{Runner, Sequence, StepError};
-use oscar_views::{Budget, Evict, Eviction, History, Policy, Probe, Selection, score, select};
+use oscar_views::{Budget, Evict, Eviction, HeadSplit, History, Policy, Probe, Selection, score, select};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Why rows of this model are not evicted on this device, if they are not.
-pub(crate) fn refusal<B: Backend>(runner: &Runner<B>) -> Option<String> {
-    if let Err(why) = runner.config().evicts_rows() {
-        return Some(why.into());
+/// Which rows of this model this device can evict, or why none.
+pub(crate) fn allowed<B: Backend>(runner: &Runner<B>) -> Result<Evictable, String> {
+    runner.config().evicts_rows()?;
+    let (backend, layout) = (runner.backend(), runner.layout().clone());
+    match backend.evicts_rows(&layout) {
+        RowEviction::Never => Err(eviction_refusal(backend).to_string()),
+        by => Ok(Evictable { layout, by }),
     }
-    (!runner.backend().evicts_rows()).then(|| oscar_backend::eviction_refusal(runner.backend()).to_string())
+}
+
+/// A cache on a device that evicts rows of it.
+#[derive(Clone, Debug)]
+pub(crate) struct Evictable {
+    pub layout: CacheLayout,
+    by: RowEviction,
+}
+
+impl Evictable {
+    /// # Errors
+    /// Says why the policy is not possible here.
+    pub fn check(&self, eviction: Eviction, heads: HeadSplit) -> Result<(), String> {
+        self.layout.evicts_rows()?;
+        if self.by == RowEviction::ByKeys && eviction.needs_weights() {
+            return Err(format!(
+                "{eviction} needs attention weights of single rows, which this device does not add up: use \
+                 keydiff-post, keydiff or recent, or --device cpu"
+            ));
+        }
+        if self.layout.views_in_blocks() && heads != HeadSplit::Uniform {
+            return Err(format!(
+                "views on this device have room for equally many rows of every head: use the division uniform, not {}",
+                heads.name()
+            ));
+        }
+        Ok(())
+    }
 }
 
 /// See the [module](self).
@@ -49,18 +79,16 @@ impl RowCap {
     /// # Errors
     /// Says why this cache, device or policy cannot be capped.
     pub fn new<B: Backend>(runner: &Runner<B>, policy: Policy, block: usize) -> Result<Self, String> {
-        match refusal(runner) {
-            Some(why) => Err(why),
-            None => Self::of_layout(runner.layout(), policy, block),
-        }
+        Self::of(&allowed(runner)?, policy, block)
     }
 
-    /// A cap on a device that can evict rows.
+    /// A cap of a cache whose rows can be evicted.
     ///
     /// # Errors
     /// Says why this cache or policy cannot be capped.
-    pub(crate) fn of_layout(layout: &CacheLayout, policy: Policy, block: usize) -> Result<Self, String> {
-        layout.evicts_rows()?;
+    pub(crate) fn of(cache: &Evictable, policy: Policy, block: usize) -> Result<Self, String> {
+        let layout = &cache.layout;
+        cache.check(Eviction::Scorer(policy.evict), policy.heads)?;
         if Eviction::Scorer(policy.evict).keeps_base() {
             return Err(format!(
                 "{} scores the whole history at once, which a cap does not keep: use snapkv, tova, keydiff or recent",

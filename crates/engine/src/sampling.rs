@@ -181,7 +181,7 @@ impl Sampler {
     }
 
     /// All that the next choice needs of the logits, where that is less than the whole row.
-    pub fn pick(&self) -> Option<Pick> {
+    pub fn pick(&self) -> Option<Pick<'static>> {
         let p = &self.params;
         if !p.leaves_logits_alone() {
             return None;

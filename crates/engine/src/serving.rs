@@ -16,7 +16,7 @@ use crate::scheduler::{Scheduler, SchedulerOptions, SequenceId, StepPlan, Work};
 use crate::statistics::Statistics;
 use crate::store::{PageTiers, tokens_by_tier};
 use oscar_backend::Backend;
-use oscar_cache::{RadixCache, Reclaimed};
+use oscar_cache::{RadixCache, Reclaimed, resume_point};
 use oscar_codec::PAGE_TOKENS;
 use oscar_runner::{Logits, Runner, StepOutput, StepRequest};
 use oscar_store::TransferDesk;
@@ -124,7 +124,7 @@ impl<B: Backend> Serving<B> {
     pub fn flush(&mut self) -> usize {
         let pages = |runner: &Runner<B>| {
             let usage = runner.usage();
-            usage.full_pages + usage.coded_pages + usage.sliding_pages
+            usage.full_pages + usage.coded_pages + usage.sliding_pages + usage.states
         };
         let before = pages(&self.runner);
         self.post.clear();
@@ -156,7 +156,10 @@ impl<B: Backend> Serving<B> {
         let chunk = if live.prompt_logprobs.is_some() { LOGPROBS_CHUNK } else { usize::MAX };
         let first = SequenceId { request: id, choice: 0 };
         self.scheduler.submit(first, live.usage.prompt_tokens, live.most_tokens(), chunk);
-        if let Some(pauses) = live.pauses() {
+        let cache = self.cache.as_ref().filter(|_| self.runner.layout().has_states());
+        let stored =
+            cache.map(|cache| cache.stored_tokens(live.choices[&0].prefix(live.usage.prompt_tokens)));
+        if let Some(pauses) = live.pauses(stored) {
             self.scheduler.pause(first, pauses);
         }
     }
@@ -240,7 +243,8 @@ impl<B: Backend> Serving<B> {
         let rows = plan.work.iter().map(|w| w.tokens).sum();
         let wave = self.scheduler.options().wave;
         let pairs = plan.work.iter().map(|w| crate::cost::pairs(w.start, w.tokens, wave)).sum();
-        self.cost.observe(rows, pairs, seconds);
+        let prompts = plan.work.iter().any(|w| w.tokens > 1);
+        self.cost.observe(prompts, rows, pairs, seconds);
     }
 
     /// Notes which sequences began to run and which stopped.
@@ -298,7 +302,9 @@ impl<B: Backend> Serving<B> {
         let mut hidden = output.hidden.chunks_exact(self.runner.config().hidden_size);
         for (work, wanted) in work.iter().zip(wanted) {
             let scores = match wanted {
-                Logits::Pick(_) => Scores::Candidates(lists.next().map_or(&[], Vec::as_slice)),
+                Logits::Pick(_) | Logits::PickAmong(..) => {
+                    Scores::Candidates(lists.next().map_or(&[], Vec::as_slice))
+                }
                 Logits::Hidden => Scores::Hidden(hidden.next().unwrap_or_default()),
                 _ => {
                     let (mine, others) = rest.split_at(wanted.rows(work.tokens).len() * vocab);
@@ -313,7 +319,9 @@ impl<B: Backend> Serving<B> {
 
     /// Uses what a step computed for one sequence.
     fn after_work(&mut self, work: &Work, scores: Scores<'_>, vocab: usize) {
+        self.mark_resume(work, work.start);
         self.publish(work.id, false);
+        self.mark_resume(work, work.start + work.tokens);
         if !self.compact(work.id, work.start + work.tokens) {
             return;
         }
@@ -333,6 +341,18 @@ impl<B: Backend> Serving<B> {
             self.prompt_stored(work.id.request, embedding);
         }
         self.continue_choice(work.id, scores, vocab);
+    }
+
+    /// Keeps the state at the point from which the same prompt will resume, before the sequence, which has
+    /// `stored` tokens in the prefix cache, passes it.
+    fn mark_resume(&mut self, work: &Work, stored: usize) {
+        let (Some(live), Some(cache)) = (self.live.get(work.id.request), &mut self.cache) else { return };
+        let prompt = live.usage.prompt_tokens;
+        let is_there = work.start < prompt && stored == resume_point(prompt);
+        let choice = live.choices.get(&work.id.choice);
+        if let Some(choice) = choice.filter(|_| self.runner.layout().has_states() && is_there) {
+            cache.mark_prompt(choice.prefix(prompt));
+        }
     }
 
     /// The prompt of a request is stored: tells the client and begins the other choices. Runs once
@@ -356,7 +376,7 @@ impl<B: Backend> Serving<B> {
         }
         let others: Vec<_> = live.start_others().map(|choice| SequenceId { request, choice }).collect();
         self.scheduler.submit_next(&others, prompt_tokens, live.most_tokens());
-        if let Some(pauses) = live.pauses() {
+        if let Some(pauses) = live.pauses(None) {
             others.iter().for_each(|&id| self.scheduler.pause(id, pauses));
         }
     }

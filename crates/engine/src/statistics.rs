@@ -55,12 +55,15 @@ impl Statistics {
             cached_coded_pages: cached.idle_coded.min(usage.coded_pages),
             sliding_pages: usage.sliding_pages,
             cached_sliding_pages: cached.idle_sliding.min(usage.sliding_pages),
+            states: usage.states,
+            cached_states: cached.idle_states.min(usage.states),
             // Full pages that are kept beside quantized ones only because there is room do not
             // count.
             cache_bytes: usage.bytes.saturating_sub(cached.spare_full * layout.full_block_bytes()),
-            // Pages of sliding layers are the same in a BF16 cache.
+            // Pages of sliding layers and states are the same in a BF16 cache.
             bf16_bytes: (in_tree + beyond) * layout.grown_elements() * 2
-                + usage.sliding_pages * layout.sliding_block_bytes(),
+                + usage.sliding_pages * layout.sliding_block_bytes()
+                + usage.states * layout.state_bytes(),
             requests,
             ..self.counters.clone()
         }

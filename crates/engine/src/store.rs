@@ -14,26 +14,22 @@
 //!
 //! **Invariant:** a page that is late, gone or damaged makes a shorter prefix, never another answer.
 
-use crate::copies::copy;
+use crate::copies::{Gathered, fill};
 use crate::request::{CachedByTier, RequestId};
 use oscar_backend::{Backend, BlockId};
 use oscar_cache::{
-    BlockOffer, CacheSalt, PageHash, PageKind, PrefixKey, RadixCache, Reclaimed, RestoredPage, StoredFlag,
-    TakenPages, WantedPage,
+    CacheSalt, PageHash, PageKind, PrefixKey, RadixCache, Reclaimed, RestoredPage, StoredFlag, TakenPages,
+    WantedPage,
 };
 use oscar_codec::{BlockCounts, CacheLayout, PAGE_TOKENS};
 use oscar_runner::{Runner, StepError};
-use oscar_store::{FetchedPage, PageName, PageRef, PeerTicket, RemotePages, Reply, Store, StoreReader, Tier};
+use oscar_store::{FetchedPage, Loaded, PeerTicket, RemotePages, Reply, Store, StoreReader, Tier};
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Orders under way for one request: one is copied while the other is read.
-const ORDERS: usize = 2;
 /// Bytes copied to the device between two steps while requests run.
 const LOAD_BYTES: usize = 16 << 20;
-/// Bytes copied from the device between two steps.
-const OFFER_BYTES: usize = 64 << 20;
 /// How long a store that did not answer in time is left alone.
 const REST: Duration = Duration::from_secs(30);
 /// How long the engine waits at its end for pages to be written.
@@ -202,7 +198,7 @@ impl PageTiers {
                 load(restore, runner, cache, &mut budget, &mut advance.reclaimed)?;
             }
             if !restore.broken {
-                order(&self.reader, ticket, restore, runner.layout(), self.store.read_ahead());
+                order(&self.reader, ticket, restore, runner.layout(), &self.store);
             }
         }
         self.give_up_late();
@@ -290,20 +286,19 @@ impl PageTiers {
         if !self.store.keeps_pages() {
             return;
         }
-        let (mut used, mut dropped) = (Vec::new(), 0);
+        let mut gathered = Gathered { bytes: self.offered, ..Gathered::default() };
+        let layout = runner.layout();
         let offers = cache.offers(key, from, ends);
         // Windows first: they are few, and the quantized pages of most prefixes are stored already.
         for offer in &offers {
             let Some(page) = &offer.full else { continue };
             let block = BlockId::Full(page.id());
-            let kept = self.keep(runner, offer, PageKind::Full, 0, block, page.stored(), &mut used);
-            dropped += usize::from(!kept);
+            gathered.add(layout, offer, (PageKind::Full, 0), block, page.stored());
         }
         for offer in &offers {
             let Some(page) = &offer.sliding else { continue };
             let block = BlockId::Sliding(page.id());
-            let kept = self.keep(runner, offer, PageKind::Sliding, 0, block, page.stored(), &mut used);
-            dropped += usize::from(!kept);
+            gathered.add(layout, offer, (PageKind::Sliding, 0), block, page.stored());
         }
         for offer in &offers {
             let Some(page) = &offer.coded else { continue };
@@ -312,49 +307,27 @@ impl PageTiers {
                 true => (PageKind::Coded, page.stored()),
                 false => (PageKind::Part, &part),
             };
-            let block = BlockId::Coded(page.id());
-            let kept = self.keep(runner, offer, kind, page.coded(), block, stored, &mut used);
-            dropped += usize::from(!kept);
+            gathered.add(layout, offer, (kind, page.coded()), BlockId::Coded(page.id()), stored);
         }
+        let Gathered { mut copies, flags, used, dropped, bytes } = gathered;
+        self.offered = bytes;
         self.store.note_dropped(dropped);
+        if copies.is_empty() || fill(runner, &mut copies) {
+            // A full queue counts the page itself.
+            for (copy, stored) in copies.into_iter().zip(&flags) {
+                self.store.offer(copy.page, stored);
+            }
+        }
         if ends {
             self.store.touch(used);
         }
     }
-
-    /// Queues a copy of a page unless the store has it; `false` if there was no time for that.
-    fn keep<B: Backend>(
-        &mut self,
-        runner: &Runner<B>,
-        offer: &BlockOffer,
-        kind: PageKind,
-        progress: usize,
-        block: BlockId,
-        stored: &StoredFlag,
-        used: &mut Vec<(PageName, StoredFlag)>,
-    ) -> bool {
-        let name = PageName { hash: offer.hash, block: offer.block as u32, kind };
-        if stored.is_set() {
-            used.push((name, stored.clone()));
-            return true;
-        }
-        let bytes = block.bytes(runner.layout());
-        if self.offered > 0 && self.offered + bytes > OFFER_BYTES {
-            return false;
-        }
-        self.offered += bytes;
-        let Some(page) = copy(runner, PageRef { name, tokens: &offer.tokens }, progress, block) else {
-            return false;
-        };
-        // A full queue counts the page itself.
-        self.store.offer(page, stored);
-        true
-    }
 }
 
-/// Orders pages as long as fewer than [`ORDERS`] orders are under way.
-fn order(reader: &StoreReader, ticket: u64, restore: &mut Restore, layout: &CacheLayout, most_bytes: usize) {
-    while restore.orders.len() < ORDERS
+/// Orders pages as long as there are fewer orders than the store reads at once and reads ahead.
+fn order(reader: &StoreReader, ticket: u64, restore: &mut Restore, layout: &CacheLayout, store: &Store) {
+    let most_bytes = store.read_ahead();
+    while restore.orders.len() < store.most_orders()
         && restore.fetched.is_empty()
         && let Some(&first) = restore.wanted.front()
     {
@@ -388,7 +361,8 @@ fn load<B: Backend>(
     budget: &mut usize,
     reclaimed: &mut Reclaimed,
 ) -> Result<(), StepError> {
-    let mut pages = Vec::new();
+    let mut pages: Vec<(usize, RestoredPage)> = Vec::new();
+    let mut copies: Vec<(BlockId, Loaded)> = Vec::new();
     while *budget > 0
         && let Some(FetchedPage { wanted, page }) = restore.fetched.pop_front()
     {
@@ -408,16 +382,23 @@ fn load<B: Backend>(
             RestoredPage::Coded(page) => (BlockId::Coded(page.id()), page.stored()),
             RestoredPage::Sliding(page) => (BlockId::Sliding(page.id()), page.stored()),
         };
-        stored.set(is_stored);
-        if let Err(error) = runner.write_block(block, loaded.payload()) {
-            tracing::warn!(%error, "a page of the store does not fit this cache");
+        if loaded.payload().len() != block.bytes(runner.layout()) {
+            tracing::warn!(?block, "a page of the store does not fit this cache");
             restore.broken = true;
             break;
         }
+        stored.set(is_stored);
         if restore.restored.last().is_none_or(|(block, _)| *block != wanted.block) {
             restore.restored.push((wanted.block, tier));
         }
         pages.push((wanted.block, page));
+        copies.push((block, loaded));
+    }
+    let blocks: Vec<_> = copies.iter().map(|(block, loaded)| (*block, loaded.payload())).collect();
+    if let Err(error) = runner.write_blocks(&blocks) {
+        tracing::warn!(%error, "pages of the store could not be copied to the device");
+        restore.broken = true;
+        return Ok(());
     }
     let count = pages.len();
     let key = PrefixKey::new(restore.salt, &restore.tokens);
@@ -456,7 +437,7 @@ fn place<B: Backend>(
         *reclaimed += cache.reclaim(missing);
         taken = runner.pool().take(counts);
     }
-    let Ok(TakenPages { full, coded, sliding }) = taken else { return Ok(None) };
+    let Ok(TakenPages { full, coded, sliding, .. }) = taken else { return Ok(None) };
     coded.iter().for_each(|page| page.mark_coded(progress));
     let coded = coded.into_iter().map(RestoredPage::Coded);
     let mut pages = full.into_iter().map(RestoredPage::Full).chain(coded);

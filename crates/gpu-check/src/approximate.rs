@@ -14,10 +14,16 @@ const CHECKS: Checks = Checks {
     prefill: "approximate hit, prefill attention",
     // As for any codes: see `cache`.
     allowed: 1.0 / 128.0,
+    e4m3_bits: 0,
     compared: Compared::EVERYTHING,
 };
 
-pub fn check<B: Backend<Pool: Inspected>>(gpu: &B, extent: Extent, report: &mut Report) -> Result<()> {
+pub fn check<B: Backend<Pool: Inspected>>(
+    gpu: &B,
+    e4m3_bits: u32,
+    extent: Extent,
+    report: &mut Report,
+) -> Result<()> {
     let mut seed = 700;
     for head_dim in [64, 128, 256] {
         for widths in [(2, 2), (3, 1), (4, 4)] {
@@ -31,7 +37,9 @@ pub fn check<B: Backend<Pool: Inspected>>(gpu: &B, extent: Extent, report: &mut 
                         "head {head_dim}, widths {widths:?}, sink {sink} recent {recent}, {stored} tokens stored, then {first}"
                     );
                     let windows = Windows::new(sink, recent)?;
-                    let outcome = resume(gpu, head_dim, widths, windows, stored, first, seed, &what, report);
+                    let checks = Checks { e4m3_bits, ..CHECKS };
+                    let outcome =
+                        resume(gpu, checks, head_dim, widths, windows, stored, first, seed, &what, report);
                     if let Err(error) = outcome {
                         report.case("approximate hit, steps run", f64::INFINITY, 0.0, || {
                             format!("{what}: {error:#}")
@@ -46,6 +54,7 @@ pub fn check<B: Backend<Pool: Inspected>>(gpu: &B, extent: Extent, report: &mut 
 
 fn resume<B: Backend<Pool: Inspected>>(
     gpu: &B,
+    checks: Checks,
     head_dim: usize,
     widths: (u32, u32),
     windows: Windows,
@@ -65,7 +74,7 @@ fn resume<B: Backend<Pool: Inspected>>(
     }
     let scale = 1.0 / (head_dim as f32).sqrt();
     let total = stored + first + 400;
-    let mut growing = Growing::new(gpu, layout, 4, scale, 1, total, seed, CHECKS, what.to_owned())?;
+    let mut growing = Growing::new(gpu, layout, 4, scale, 1, total, seed, checks, what.to_owned())?;
     growing.pages[0] = SequencePages::resumable();
     growing.step(&[stored], Pattern::Plain, report)?;
 
@@ -91,6 +100,7 @@ fn resume<B: Backend<Pool: Inspected>>(
         demote: 0..0,
         demote_values: 0..0,
         view: None,
+        states: None,
     };
     let beyond = probe.coded_until() > windows.boundary(length);
     report.case("approximate hit, read beyond the windows", f64::from(u8::from(!beyond)), 0.0, || {

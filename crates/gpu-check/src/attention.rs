@@ -18,6 +18,7 @@ pub const FAST: Checks = Checks {
     // Softmax weights are rounded to BF16 (half a unit of 2⁻⁸ each), and codes count from a row's
     // minimum, so a weighted value is up to twice the largest one. Twice that is allowed.
     allowed: 1.0 / 128.0,
+    e4m3_bits: 0,
     compared: Compared::EVERYTHING,
 };
 
@@ -34,6 +35,7 @@ pub const SIMPLE: Checks = Checks {
     decode: "simple attention, decode",
     prefill: "simple attention, prefill",
     allowed: 5e-4,
+    e4m3_bits: 0,
     compared: Compared { history: false, decode: true, prefill: true },
 };
 

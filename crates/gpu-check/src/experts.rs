@@ -135,6 +135,7 @@ fn one(gpu: &CudaBackend, numbers: &mut Numbers, case: &Case, report: &mut Repor
     let correction = sigmoid.then_some(correction.as_slice());
     let (norm, values, eps) = (numbers.vector(hidden), numbers.vector(rows * hidden), 1e-3f32);
     let shape = ExpertsShape {
+        following: 0,
         experts,
         hidden,
         width,
@@ -145,6 +146,7 @@ fn one(gpu: &CudaBackend, numbers: &mut Numbers, case: &Case, report: &mut Repor
         router: &router,
         correction,
         router_bias: None,
+        shared_gate: None,
     };
     let mut on_gpu = gpu.experts(&shape)?;
     let shared = (shared_width > 0).then_some((ExpertId::Shared, shared_width));

@@ -1,16 +1,15 @@
 //! Sequences that grow on a device beside a scalar twin. The twin holds the rows and codes that the
 //! codec puts into every page; reference attention over them is the codec's.
 
+use crate::e4m3::RoundedKeys;
 pub use crate::inspected::Inspected;
+pub use crate::twin::HeadTwin;
 use crate::{Numbers, Report, largest_difference, read_all, upload};
-use anyhow::{Context, Result};
+use anyhow::Result;
 use oscar_backend::{Backend, CacheHead, HeadShape, LayerHeads, SequenceRows, Step};
 use oscar_cache::{PagePool, SequencePages, StepPages};
 use oscar_codec::attention::{PagedContext, attend_context};
-use oscar_codec::{CacheLayout, CodeLayout, PAGE_TOKENS, RowPageCodec, Side, SideSpec, TILE_TOKENS, Windows};
-use oscar_kernels_cuda::Storage;
-use std::collections::BTreeMap;
-use std::ops::Range;
+use oscar_codec::{CacheLayout, CodeLayout, PAGE_TOKENS, RowPageCodec, SideSpec, Windows};
 
 /// The values of rows.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -78,6 +77,8 @@ pub struct Checks {
     pub prefill: &'static str,
     /// Largest difference of an output, as a share of the largest value it is a mean of.
     pub allowed: f64,
+    /// Prefill attention multiplies keys of at most this many bits in E4M3 ([`crate::e4m3`]).
+    pub e4m3_bits: u32,
     pub compared: Compared,
 }
 
@@ -142,8 +143,19 @@ impl<'a, B: Backend<Pool: Inspected>> Growing<'a, B> {
         })
     }
 
-    /// Appends `step_rows[i]` rows to sequence `i`, then compares pages and attention.
-    pub fn step(&mut self, step_rows: &[usize], pattern: Pattern, report: &mut Report) -> Result<()> {
+    /// The next steps bring the rows of this seed.
+    pub fn reseed(&mut self, seed: u64) {
+        self.numbers = Numbers::new(seed);
+    }
+
+    /// Appends `step_rows[i]` rows to sequence `i`, then compares pages and attention. Returns the
+    /// attention of each layer.
+    pub fn step(
+        &mut self,
+        step_rows: &[usize],
+        pattern: Pattern,
+        report: &mut Report,
+    ) -> Result<Vec<Vec<f32>>> {
         let HeadShape { query_heads, kv_heads, head_dim: d, .. } = self.shape;
         let (layers, width) = (self.layout.layers(), (query_heads + 2 * kv_heads) * d);
         let values: Vec<Vec<f32>> = (0..layers).map(|_| self.rows(step_rows.iter().sum(), pattern)).collect();
@@ -208,7 +220,7 @@ impl<'a, B: Backend<Pool: Inspected>> Growing<'a, B> {
         for (pages, plan) in self.pages.iter_mut().zip(&plans) {
             pages.commit(&self.layout, plan);
         }
-        Ok(())
+        Ok(found)
     }
 
     /// `count` rows of `[queries | keys | values]`.
@@ -224,139 +236,6 @@ impl<'a, B: Backend<Pool: Inspected>> Growing<'a, B> {
             }
         }
         values
-    }
-}
-
-/// The rows of one sequence and KV head: as stored in BF16, as codes, and dequantized.
-#[derive(Default, Clone)]
-pub struct HeadTwin {
-    pub keys: Vec<f32>,
-    pub values: Vec<f32>,
-    coded_pages: BTreeMap<usize, Vec<u8>>,
-    coded_keys: Vec<f32>,
-    coded_values: Vec<f32>,
-}
-
-impl HeadTwin {
-    /// Drops everything from a position on.
-    pub fn truncate(&mut self, tokens: usize, head_dim: usize) {
-        for rows in [&mut self.keys, &mut self.values, &mut self.coded_keys, &mut self.coded_values] {
-            rows.truncate(tokens * head_dim);
-        }
-    }
-
-    /// Quantizes positions of keys and values as the codec does, and dequantizes them.
-    pub fn demote(
-        &mut self,
-        layout: &CacheLayout,
-        storage: Storage,
-        head: CacheHead,
-        positions: [&Range<usize>; 2],
-    ) -> Result<()> {
-        let Some(table) = layout.coded() else { return Ok(()) };
-        let (codec, d, origin) =
-            (table.codec(head.layer, head.kv_head), layout.head_dim(), layout.windows().sink());
-        self.coded_keys.resize(self.keys.len(), 0.0);
-        self.coded_values.resize(self.values.len(), 0.0);
-        for (side, positions) in [Side::Key, Side::Value].into_iter().zip(positions) {
-            let (rows, decoded) = match side {
-                Side::Key => (&self.keys, &mut self.coded_keys),
-                Side::Value => (&self.values, &mut self.coded_values),
-            };
-            let pages = &mut self.coded_pages;
-            for block in positions.start / PAGE_TOKENS..positions.end.div_ceil(PAGE_TOKENS) {
-                pages.entry(block).or_insert_with(|| vec![0; codec.page_bytes()]);
-            }
-            let page = |block: usize| format!("page of block {block}");
-            if let Some(groups) = codec.token_groups(side) {
-                for first in positions.clone().step_by(groups.tokens()) {
-                    let rows = &rows[first * d..(first + groups.tokens()) * d];
-                    codec.quantize_group(side, first, rows, |at, bytes, tile| {
-                        if let Some(page) = pages.get_mut(&at.block) {
-                            page[bytes].copy_from_slice(tile);
-                        }
-                    })?;
-                }
-            } else {
-                for position in positions.clone() {
-                    let block = position / PAGE_TOKENS;
-                    let into = pages.get_mut(&block).with_context(|| page(block))?;
-                    let row = &rows[position * d..(position + 1) * d];
-                    codec.quantize_side_rows(side, position % PAGE_TOKENS, row, into)?;
-                }
-            }
-            let last = pages.keys().next_back().map_or(0, |block| block + 1);
-            let held: Vec<Option<&[u8]>> = (0..last).map(|b| pages.get(&b).map(Vec::as_slice)).collect();
-            for position in positions.clone() {
-                let row = &mut decoded[position * d..(position + 1) * d];
-                codec.dequantize_token(side, &held, origin, position, row)?;
-                if storage == Storage::Dequantized {
-                    row.iter_mut().for_each(|v| *v = half::bf16::from_f32(*v).to_f32());
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// Compares the rows that this step demoted with the device's pages.
-    pub fn compare_history(
-        &self,
-        layout: &CacheLayout,
-        pool: &impl Inspected,
-        head: CacheHead,
-        s: &SequenceRows<'_>,
-        name: &str,
-        what: &str,
-        report: &mut Report,
-    ) -> Result<()> {
-        let Some(table) = layout.coded() else { return Ok(()) };
-        for (side, positions) in [(Side::Key, &s.demote), (Side::Value, &s.demote_values)] {
-            for position in positions.clone().step_by(TILE_TOKENS) {
-                let block = position / PAGE_TOKENS;
-                let id = s.coded.get(block).copied().flatten().context("a coded page")?;
-                let Some(page) = pool.history_page(head, id.0)? else { continue };
-                // A sliding window may demote only a part of a tile.
-                let end = positions.end.min(position + TILE_TOKENS).min((block + 1) * PAGE_TOKENS);
-                let differing = match pool.storage() {
-                    Storage::Dequantized => {
-                        let full = layout.full().codec(head.layer, head.kv_head);
-                        (position..end).filter(|&p| !self.holds(full, side, p, &page)).count()
-                    }
-                    _ => self.differing(table.codec(head.layer, head.kv_head), side, position..end, &page),
-                };
-                report.case(name, differing as f64, 0.0, || {
-                    format!("{what}, {side:?} of positions {position}..{end}, {head:?}")
-                });
-            }
-        }
-        Ok(())
-    }
-
-    /// Counts the codes and parameters in which a page differs from the codec's.
-    fn differing(&self, codec: &RowPageCodec, side: Side, positions: Range<usize>, page: &[u8]) -> usize {
-        let Some(expected) = self.coded_pages.get(&(positions.start / PAGE_TOKENS)) else {
-            return usize::MAX;
-        };
-        if !codec.keeps_history() {
-            return page.len();
-        }
-        let mut count = 0;
-        for token in positions.map(|p| p % PAGE_TOKENS) {
-            let params = |page| codec.group_params(side, page, token, 0);
-            count += usize::from(params(expected) != params(page));
-            let code = |page, c| codec.code(side, page, token, c);
-            count += (0..codec.head_dim()).filter(|&c| code(expected, c) != code(page, c)).count();
-        }
-        count
-    }
-
-    /// Whether a page of dequantized history holds the dequantized row of a position.
-    fn holds(&self, full: &RowPageCodec, side: Side, position: usize, page: &[u8]) -> bool {
-        let mut row = vec![0.0; full.head_dim()];
-        full.dequantize_row(side, page, position % PAGE_TOKENS, &mut row);
-        let expected = if side == Side::Key { &self.coded_keys } else { &self.coded_values };
-        let expected = &expected[position * full.head_dim()..][..full.head_dim()];
-        row.iter().zip(expected).all(|(a, b)| a.to_bits() == b.to_bits())
     }
 }
 
@@ -440,14 +319,26 @@ impl Reference<'_> {
         let (shape, d) = (self.shape, self.shape.head_dim);
         let group = shape.query_heads / shape.kv_heads;
         let table = self.layout.coded();
+        let seen = s.view.map(|view| twin.seen(view, self.layer * shape.kv_heads + kv_head, self.layout));
+        let twin = seen.as_ref().unwrap_or(twin);
         let pages = TwinPages::of(twin, d, table.is_some())?;
         // The twin has the pages that the device's tables name, and no others.
         let blocks = pages.full.len();
+        let survivors = s.view.map(|view| view.survivors(self.layer * shape.kv_heads + kv_head));
+        let sink = self.layout.windows().sink();
+        // The block of the device's tables, `None` for those of a view.
+        let block = |b: usize| match survivors {
+            Some(kept) if b * PAGE_TOKENS >= sink && b < sink / PAGE_TOKENS + kept.pages() => None,
+            Some(kept) if b * PAGE_TOKENS >= sink => Some(b + kept.shift(sink) / PAGE_TOKENS),
+            _ => Some(b),
+        };
+        let has_full = |b: usize| block(b).and_then(|b| s.full.get(b).copied().flatten()).is_some();
+        let has_codes = |b: usize| block(b).is_none_or(|b| s.coded.get(b).copied().flatten().is_some());
         let full: Vec<Option<&[u8]>> =
-            (0..blocks).map(|b| s.full.get(b).copied().flatten().map(|_| pages.full[b].as_slice())).collect();
+            (0..blocks).map(|b| has_full(b).then_some(pages.full[b].as_slice())).collect();
         let coded: Vec<Option<&[u8]>> = (0..blocks)
             .map(|b| match table {
-                Some(_) => s.coded.get(b).copied().flatten().map(|_| pages.coded[b].as_slice()),
+                Some(_) => has_codes(b).then_some(pages.coded[b].as_slice()),
                 None => full[b],
             })
             .collect();
@@ -458,19 +349,29 @@ impl Reference<'_> {
             coded_codec: if keeps_history { &pages.codec } else { &zero_width },
             full: &full,
             coded: &coded,
-            view: None,
+            view: survivors,
         };
         let windows: &Windows = self.layout.windows();
         let rows = [&twin.values, &twin.coded_values];
         let largest = rows.into_iter().flatten().fold(0f32, |a, v| a.max(v.abs()));
         let allowed = f64::from(largest) * self.checks.allowed + 1e-30;
+        let codec = table.map(|table| table.codec(self.layer, kv_head));
+        let rounded = RoundedKeys::of(codec, twin, s, windows, self.checks.e4m3_bits);
         let mut expected = vec![0f32; d];
         for &i in chosen {
             let (row, t) = (s.rows.start + i, s.first_position + i);
             for head in kv_head * group..(kv_head + 1) * group {
                 let query = &self.values[row * self.width + head * d..][..d];
-                attend_context(query, shape.scale, t, windows, &context).finish(&mut expected);
-                let exact: Vec<f64> = expected.iter().copied().map(f64::from).collect();
+                let (exact, allowed) = match rounded.as_ref().filter(|keys| keys.serve(t)) {
+                    Some(keys) => {
+                        let (exact, bound) = keys.attend(query, shape.scale, t);
+                        (exact, allowed + f64::from(largest) * bound)
+                    }
+                    None => {
+                        attend_context(query, shape.scale, t, windows, &context).finish(&mut expected);
+                        (expected.iter().copied().map(f64::from).collect(), allowed)
+                    }
+                };
                 let at = (row * shape.query_heads + head) * d;
                 let difference = largest_difference(&self.found[at..at + d], &exact);
                 report.case(name, difference, allowed, || {

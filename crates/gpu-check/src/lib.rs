@@ -11,19 +11,25 @@ mod approximate;
 mod attention;
 mod calibration;
 mod dequantized;
+mod e4m3;
 mod experts;
 mod families;
 mod fp8_products;
 mod fused_append;
 mod growing;
 mod heads;
+mod hybrid;
 mod inspected;
 mod model;
 #[cfg(test)]
 mod on_cpu;
+mod pages;
 mod picks;
+mod ranks;
 mod report;
 mod rows;
+mod twin;
+mod views;
 
 pub use report::{Extent, Finding, Report};
 
@@ -54,16 +60,20 @@ pub enum Part {
     Simple,
     Dequantized,
     Approximate,
+    Pages,
+    Ranks,
     Pick,
+    Views,
     Recode,
     Divergence,
     Model,
     Families,
+    Hybrid,
 }
 
 /// Each part with the name that `oscar gpu-check --only` takes and one line for `--help`.
 #[rustfmt::skip]
-const PARTS: [(Part, &str, &str); 21] = [
+const PARTS: [(Part, &str, &str); 25] = [
     (Part::Embed, "embed", "Embedding and row selection (rows.cu)"),
     (Part::Norm, "norm", "RMSNorm (rows.cu)"),
     (Part::Gate, "gate", "SwiGLU (rows.cu)"),
@@ -80,11 +90,15 @@ const PARTS: [(Part, &str, &str); 21] = [
     (Part::Simple, "simple", "Simple attention over codes and BF16 rows (attention_simple.cu)"),
     (Part::Dequantized, "dequantized", "Formats without kernels: simple attention over dequantized history (attention_simple.cu)"),
     (Part::Approximate, "approximate", "Attention after an approximate prefix hit"),
+    (Part::Pages, "pages", "Copies of blocks to and from the host (copy_blocks.cu)"),
+    (Part::Ranks, "ranks", "Sums over simulated ranks (ranks.cu), and NCCL with one rank where it is installed"),
     (Part::Pick, "pick", "Choice of tokens on the device (pick.cu)"),
+    (Part::Views, "views", "Views: rows gathered and read back, attention over them (views.cu and all kernels of attention)"),
     (Part::Recode, "recode", "History as its codes dequantize it, for calibration (demote.cu)"),
     (Part::Divergence, "divergence", "KL divergence of rows of logits, for calibration (divergence.cu)"),
     (Part::Model, "model", "The embedded model against the CPU"),
     (Part::Families, "families", "Tiny models with experts of each family against the CPU"),
+    (Part::Hybrid, "hybrid", "Experts on the CPU beside the GPU, in a random model (--cpu-experts)"),
 ];
 
 impl Part {
@@ -123,12 +137,13 @@ pub fn check(gpu: &CudaBackend, parts: &[Part], extent: Extent) -> Result<Report
     let compared =
         Compared { history: wants(Part::Demote), decode: wants(Part::Decode), prefill: wants(Part::Prefill) };
     if compared != Compared::NOTHING {
-        attention::check(gpu, Checks { compared, ..attention::FAST }, extent, &mut report)?;
+        let checks = Checks { e4m3_bits: gpu.e4m3_key_bits(), compared, ..attention::FAST };
+        attention::check(gpu, checks, extent, &mut report)?;
     }
     if wants(Part::PrefillMma) {
         let gpu = CudaBackend::open_with(0, AttentionMode::Mma)?;
         attention::check(&gpu, attention::MMA, extent, &mut report)?;
-        approximate::check(&gpu, extent, &mut report)?;
+        approximate::check(&gpu, 0, extent, &mut report)?;
     }
     if wants(Part::Simple) {
         let gpu = CudaBackend::open_with(0, AttentionMode::Simple)?;
@@ -150,10 +165,19 @@ pub fn check(gpu: &CudaBackend, parts: &[Part], extent: Extent) -> Result<Report
         dequantized::check(gpu, extent, &mut report)?;
     }
     if wants(Part::Approximate) {
-        approximate::check(gpu, extent, &mut report)?;
+        approximate::check(gpu, gpu.e4m3_key_bits(), extent, &mut report)?;
+    }
+    if wants(Part::Pages) {
+        pages::check(gpu, extent, &mut report)?;
+    }
+    if wants(Part::Ranks) {
+        ranks::check(gpu, &mut report)?;
     }
     if wants(Part::Pick) {
         picks::check(gpu, extent, &mut report)?;
+    }
+    if wants(Part::Views) {
+        check_views(gpu, extent, &mut report)?;
     }
     if wants(Part::Recode) {
         calibration::check_recode(gpu, extent, &mut report)?;
@@ -167,7 +191,22 @@ pub fn check(gpu: &CudaBackend, parts: &[Part], extent: Extent) -> Result<Report
     if wants(Part::Families) {
         families::check(extent, &mut report)?;
     }
+    if wants(Part::Hybrid) {
+        hybrid::check(extent, &mut report)?;
+    }
     Ok(report)
+}
+
+/// Views, with every kernel of attention that may read them.
+fn check_views(gpu: &CudaBackend, extent: Extent, report: &mut Report) -> Result<()> {
+    let checks = views::checks("views, decode attention", "views, prefill attention");
+    views::check(gpu, checks, extent, report)?;
+    let apart = views::checks("views, decode attention after append", "views, prefill attention");
+    views::check(&CudaBackend::open_with(0, AttentionMode::Apart)?, apart, extent, report)?;
+    let mma = views::checks("views, decode attention", "views, prefill attention, mma.sync");
+    views::check(&CudaBackend::open_with(0, AttentionMode::Mma)?, mma, extent, report)?;
+    let simple = views::checks("views, simple decode", "views, simple prefill");
+    views::check(&CudaBackend::open_with(0, AttentionMode::Simple)?, simple, extent, report)
 }
 
 /// Deterministic numbers that are exact in BF16.

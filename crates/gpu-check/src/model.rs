@@ -192,7 +192,7 @@ impl EmbeddedModel {
 
 /// Both devices read the prompt, then the CPU's greedy continuation. The logits of each step are
 /// compared.
-fn compare<C: Backend, G: Backend>(
+pub fn compare<C: Backend, G: Backend>(
     cpu: &mut Runner<C>,
     gpu: &mut Runner<G>,
     prompt: &[u32],

@@ -1,7 +1,9 @@
 //! The scalar CPU backend passes the checks (some of their cases, to save time).
 
 use crate::growing::{Checks, Compared, Inspected};
-use crate::{Extent, Report, approximate, attention, calibration, dequantized, families, model, picks};
+use crate::{
+    Extent, Report, approximate, attention, calibration, dequantized, families, model, pages, picks, views,
+};
 use anyhow::Result;
 use oscar_backend::CacheHead;
 use oscar_codec::{CodedPageId, FullPageId, KvFormat};
@@ -60,9 +62,20 @@ fn the_cpu_passes_the_check_of_families() {
 }
 
 #[test]
+fn the_cpu_passes_the_checks_of_views() {
+    let mut report = Report::default();
+    let checks = views::checks("views, decode attention", "views, prefill attention");
+    views::check(&cpu(), checks, one_in(3), &mut report).unwrap();
+    let exact = ["views, gathered codes", "views, rows read back", "views, everything kept is the base"];
+    assert_passes(&report, &exact[..2]);
+    assert_passes(&report, &["views, decode attention", "views, prefill attention"]);
+    assert!(report.findings.iter().any(|f| f.name == exact[2]));
+}
+
+#[test]
 fn the_cpu_passes_the_checks_of_codes_in_the_window() {
     let mut report = Report::default();
-    approximate::check(&cpu(), one_in(5), &mut report).unwrap();
+    approximate::check(&cpu(), 0, one_in(5), &mut report).unwrap();
     assert_passes(
         &report,
         &[
@@ -101,6 +114,13 @@ fn only_the_wanted_part_is_compared() {
     let mut report = Report::default();
     attention::check(&cpu(), wanted, Extent::SMALL, &mut report).unwrap();
     assert_eq!(report.findings.iter().map(|f| f.name.as_str()).collect::<Vec<_>>(), ["decode attention"]);
+}
+
+#[test]
+fn the_cpu_passes_the_checks_of_copied_blocks() {
+    let mut report = Report::default();
+    pages::check(&cpu(), one_in(2), &mut report).unwrap();
+    assert_passes(&report, &["copied blocks", "attention over copied blocks"]);
 }
 
 #[test]

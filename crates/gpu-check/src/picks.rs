@@ -4,7 +4,7 @@
 use crate::{Extent, Numbers, Report, download, upload, without_cache};
 use anyhow::Result;
 use oscar_backend::{
-    Backend, Candidate, HostMatrix, HostValues, MOST_CANDIDATES, Output, Pick, Product, Step, pick,
+    Backend, Candidate, HostMatrix, HostValues, MOST_CANDIDATES, Output, Pick, Product, Step, TokenMask, pick,
 };
 
 /// Sizes of vocabularies: the smallest, an odd one, one that is whole slices, real ones.
@@ -71,6 +71,7 @@ fn compare<B: Backend>(
 ) -> Result<()> {
     let values = download(gpu, logits, names.len())?;
     let rows: Vec<&[f32]> = values.chunks_exact(width).collect();
+    let masks = masks(numbers, width);
     let greedy: Vec<(usize, Pick)> = (0..rows.len()).map(|row| (row, Pick::Greedy)).collect();
     let lists = |counts: &[usize]| -> Vec<(usize, Pick)> {
         let of_row = |row| counts.iter().map(move |&count| (row, Pick::Top(count)));
@@ -79,10 +80,14 @@ fn compare<B: Backend>(
     // Everything at once, in no order; then each kind by itself, and one alone.
     let mut mixed = lists(&[1, 2, 20, 255, MOST_CANDIDATES]);
     mixed.extend_from_slice(&greedy);
+    let among = |what: Pick<'static>, row: usize| (row, what.among(&masks[row % masks.len()]));
+    let masked: Vec<(usize, Pick)> =
+        (0..rows.len()).flat_map(|row| [among(Pick::Greedy, row), among(Pick::Top(40), row)]).collect();
+    mixed.extend_from_slice(&masked);
     for i in (1..mixed.len()).rev() {
         mixed.swap(i, numbers.below(i + 1));
     }
-    for picks in [mixed, greedy.clone(), lists(&[50]), vec![greedy[rows.len() - 1]]] {
+    for picks in [mixed, greedy.clone(), lists(&[50]), masked, vec![greedy[rows.len() - 1]]] {
         let mut found = Vec::new();
         without_cache(gpu, |step| Ok(step.pick(logits, &picks, &mut found)?))?;
         report.case("picks, lists that came", picks.len().abs_diff(found.len()) as f64, 0.0, || {
@@ -90,13 +95,40 @@ fn compare<B: Backend>(
         });
         for ((row, what), found) in picks.iter().zip(&found) {
             let expected = pick(rows[*row], *what);
-            let name = if *what == Pick::Greedy { "picks, greedy" } else { "picks, top" };
+            let name = match what {
+                Pick::Greedy => "picks, greedy",
+                Pick::Top(_) => "picks, top",
+                Pick::GreedyAmong(_) => "picks, greedy among allowed tokens",
+                Pick::TopAmong(..) => "picks, top among allowed tokens",
+            };
             report.case(name, differing(&expected, found) as f64, 0.0, || {
                 format!("{what:?} of row '{}', vocabulary of {width}", names[*row])
             });
         }
     }
     Ok(())
+}
+
+/// Masks that allow half of the tokens, few, none, one beyond the vocabulary, and all; one is too short.
+fn masks(numbers: &mut Numbers, width: usize) -> Vec<TokenMask> {
+    let words = width.div_ceil(32);
+    let mut random = |sparse: usize| -> Vec<u32> {
+        (0..words)
+            .map(|_| if numbers.below(sparse) == 0 { numbers.below(1 << 32) as u32 } else { 0 })
+            .collect()
+    };
+    let (half, few) = (random(1), random(50));
+    let short = half[..words / 2].to_vec();
+    let mut beyond = vec![0; words + 1];
+    beyond[words] = 1;
+    [half, few, vec![0; words], beyond, vec![u32::MAX; words], short]
+        .into_iter()
+        .map(|words| {
+            let mask = TokenMask::default();
+            mask.set(words);
+            mask
+        })
+        .collect()
 }
 
 /// Candidates that are not the same, to the bit.

@@ -52,11 +52,15 @@ parts! {
     simple_attention_matches_scalar: Simple,
     attention_over_dequantized_history_matches_scalar: Dequantized,
     attention_over_codes_in_the_window_matches_scalar: Approximate,
+    copy_blocks_matches_scalar: Pages,
+    sum_ranks_matches_scalar: Ranks,
     pick_matches_scalar: Pick,
+    views_matches_scalar: Views,
     recode_matches_scalar: Recode,
     divergence_matches_scalar: Divergence,
     model_matches_scalar: Model,
     families_matches_scalar: Families,
+    experts_on_the_cpu_matches_scalar: Hybrid,
 }
 
 #[test]

@@ -279,6 +279,7 @@ pub mod tests {
             coded_block_bytes: 1,
             sliding_block_bytes: 0,
             sliding_window: None,
+            state_bytes: 0,
             page_tokens: 64,
             sink: 64,
             recent: 256,

@@ -69,21 +69,23 @@ pub struct Slots {
 }
 
 impl Slots {
-    /// Chooses the experts of each row of `logits`. `shared`: an expert that every row has with
-    /// weight 1 and that comes after all others.
+    /// Chooses the experts of each row of `logits`; those that are not `held` get no slots. `shared`: the
+    /// weights, by row, of an expert that every row has and that comes after all others.
     pub fn route(
         pool: &ThreadPool,
         rule: &RouterRule,
         logits: &[f32],
         experts: usize,
         correction: Option<&[f32]>,
-        shared: bool,
+        held: Range<usize>,
+        shared: Option<&[f32]>,
     ) -> Self {
         let rows = logits.len() / experts;
         let mut chosen: Vec<Vec<(u32, f32)>> = vec![Vec::new(); rows];
         pool.run_chunks(&mut chosen, 8, |index, chosen| {
             for (row, chosen) in (8 * index..).zip(chosen) {
                 route(rule, &logits[row * experts..][..experts], correction, chosen);
+                chosen.retain(|(expert, _)| held.contains(&(*expert as usize)));
             }
         });
         let mut starts = vec![0; experts + 1];
@@ -100,9 +102,9 @@ impl Slots {
         let present =
             (0..experts).map(|e| (e, starts[e]..starts[e + 1])).filter(|(_, slots)| !slots.is_empty());
         let mut present: Vec<_> = present.collect();
-        if shared && rows > 0 {
+        if let Some(weights) = shared.filter(|_| rows > 0) {
             present.push((experts, slots.len()..slots.len() + rows));
-            slots.extend((0..rows as u32).map(|row| (row, 1.0)));
+            slots.extend((0..rows as u32).zip(weights).map(|(row, &weight)| (row, weight)));
         }
         Self { slots, experts: present }
     }

@@ -31,17 +31,32 @@ pub(crate) struct OpsKernels {
     swiglu: unsafe fn(&[f32], &[f32], &mut [f32]),
     gelu_tanh: unsafe fn(&[f32], &[f32], &mut [f32]),
     clamped: unsafe fn(&[f32], &[f32], &mut [f32]),
+    sigmoid_gate: unsafe fn(&[f32], &mut [f32]),
+    conv_row: unsafe fn(&[&[f32]], &[f32], &mut [f32]),
+    delta_row: unsafe fn(&DeltaRow<'_>, &mut [f32], &mut [f32], &mut [f32]),
     to_bf16: unsafe fn(&[f32], &mut [bf16]),
     from_bf16: unsafe fn(&[bf16], &mut [f32]),
     expand_fp8: unsafe fn(&[u8], &[f32; 16], &mut [u32]),
     expand_mxfp4: unsafe fn(&[u8], &[f32; 16], &mut [u32]),
 }
 
+/// One row of the delta rule of one value head.
+#[derive(Clone, Copy, Debug)]
+pub struct DeltaRow<'a> {
+    pub query: &'a [f32],
+    pub key: &'a [f32],
+    pub value: &'a [f32],
+    /// Factor of the state before this row.
+    pub decay: f32,
+    /// Share of the error that is corrected.
+    pub beta: f32,
+}
+
 /// Compiles the portable bodies for an instruction set.
 macro_rules! compiled_for {
     ($variant:ident $(, $features:literal)?) => {
         pub(crate) mod $variant {
-            use super::{OpsKernels, bf16, portable};
+            use super::{DeltaRow, OpsKernels, bf16, portable};
 
             pub(crate) const KERNELS: OpsKernels = OpsKernels {
                 rms_norm_row,
@@ -50,6 +65,9 @@ macro_rules! compiled_for {
                 swiglu,
                 gelu_tanh,
                 clamped,
+                sigmoid_gate,
+                conv_row,
+                delta_row,
                 to_bf16,
                 from_bf16,
                 expand_fp8,
@@ -79,6 +97,18 @@ macro_rules! compiled_for {
             $(#[target_feature(enable = $features)])?
             fn clamped(gate: &[f32], up: &[f32], out: &mut [f32]) {
                 portable::clamped(gate, up, out);
+            }
+            $(#[target_feature(enable = $features)])?
+            fn sigmoid_gate(gate: &[f32], x: &mut [f32]) {
+                portable::sigmoid_gate(gate, x);
+            }
+            $(#[target_feature(enable = $features)])?
+            fn conv_row(rows: &[&[f32]], weights: &[f32], out: &mut [f32]) {
+                portable::conv_row(rows, weights, out);
+            }
+            $(#[target_feature(enable = $features)])?
+            fn delta_row(row: &DeltaRow<'_>, state: &mut [f32], error: &mut [f32], out: &mut [f32]) {
+                portable::delta_row(row, state, error, out);
             }
             $(#[target_feature(enable = $features)])?
             fn to_bf16(x: &[f32], out: &mut [bf16]) {
@@ -179,6 +209,47 @@ impl Kernels {
         };
         // SAFETY: see above.
         unsafe { kernel(gate, up, out) };
+    }
+
+    /// `x · σ(gate)`, element by element, on this thread.
+    ///
+    /// # Panics
+    /// If the lengths differ.
+    pub fn sigmoid_gate(&self, gate: &[f32], x: &mut [f32]) {
+        assert_eq!(gate.len(), x.len(), "gate and x must be of one length");
+        // SAFETY: see above.
+        unsafe { (self.ops.sigmoid_gate)(gate, x) };
+    }
+
+    /// `silu(Σ weights[tap] · rows[tap])`, each channel by itself, on this thread.
+    ///
+    /// # Panics
+    /// If a row is not as long as `out`, or `weights` not as long as all rows.
+    pub fn conv_row(&self, rows: &[&[f32]], weights: &[f32], out: &mut [f32]) {
+        assert!(
+            rows.iter().all(|row| row.len() == out.len()) && weights.len() == rows.len() * out.len(),
+            "rows and out must be of one length, with a weight for each element"
+        );
+        // SAFETY: see above.
+        unsafe { (self.ops.conv_row)(rows, weights, out) };
+    }
+
+    /// A row of the gated delta rule, on this thread: `S ← decay·S`, `S ← S + key ⊗ beta·(value − Sᵀkey)`,
+    /// `out = Sᵀquery` with `S` = `state`, `[key][value]`. Leaves the correction of the values in `error`.
+    ///
+    /// # Panics
+    /// If the lengths do not fit.
+    pub fn delta_row(&self, row: &DeltaRow<'_>, state: &mut [f32], error: &mut [f32], out: &mut [f32]) {
+        let (keys, values) = (row.key.len(), row.value.len());
+        assert!(
+            row.query.len() == keys
+                && state.len() == keys * values
+                && (error.len(), out.len()) == (values, values)
+                && values > 0,
+            "the state must have a row for each key channel and a column for each value channel"
+        );
+        // SAFETY: see above.
+        unsafe { (self.ops.delta_row)(row, state, error, out) };
     }
 
     /// Expands steps of FP8 codes, `[16 outputs][2 inputs]`, into pairs of BF16: `code · scale` of

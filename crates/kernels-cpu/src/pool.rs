@@ -25,6 +25,9 @@ use crate::float_env::{flush_subnormals, with_ftz};
 /// two operations of a layer, shorter than anything a user would see as a busy core.
 const SPIN: Duration = Duration::from_micros(40);
 
+/// The same where a GPU computes between two jobs: longer than its part of a layer.
+const LONG_SPIN: Duration = Duration::from_micros(500);
+
 /// `state`: bits 63..32 count the jobs, bit 31 says that the current one accepts workers, the rest
 /// counts the workers inside it.
 const OPEN: u64 = 1 << 31;
@@ -47,6 +50,7 @@ struct Shared {
     next_task: AtomicUsize,
     panic: Mutex<Option<Box<dyn Any + Send>>>,
     sleepers: AtomicUsize,
+    spin: Duration,
     sleep: Mutex<()>,
     wake: Condvar,
     shutdown: AtomicBool,
@@ -79,12 +83,25 @@ impl ThreadPool {
     /// # Errors
     /// When the operating system refuses a thread.
     pub fn new(threads: usize) -> std::io::Result<Self> {
+        Self::with_spin(threads, SPIN)
+    }
+
+    /// A pool whose jobs come between the operations of a GPU.
+    ///
+    /// # Errors
+    /// When the operating system refuses a thread.
+    pub fn beside_gpu(threads: usize) -> std::io::Result<Self> {
+        Self::with_spin(threads, LONG_SPIN)
+    }
+
+    fn with_spin(threads: usize, spin: Duration) -> std::io::Result<Self> {
         let shared = Arc::new(Shared {
             state: AtomicU64::new(0),
             job: UnsafeCell::new(None),
             next_task: AtomicUsize::new(0),
             panic: Mutex::new(None),
             sleepers: AtomicUsize::new(0),
+            spin,
             sleep: Mutex::new(()),
             wake: Condvar::new(),
             shutdown: AtomicBool::new(false),
@@ -192,7 +209,7 @@ impl Shared {
     fn wait_for_job(&self, last: u64) -> Option<u64> {
         let fresh = |state: u64| state & OPEN != 0 && state & !(OPEN | INSIDE) != last;
         let started = Instant::now();
-        while started.elapsed() < SPIN {
+        while started.elapsed() < self.spin {
             for _ in 0..64 {
                 let state = self.state.load(Ordering::Acquire);
                 if fresh(state) {

@@ -1,8 +1,9 @@
 """The anchor of prefill benchmarks: PyTorch's cuDNN attention and cuBLAS products on Qwen3's shapes.
 
 Prints, for each prompt length, the time of causal BF16 attention of one layer, the time of a layer's
-products for the same rows, and both times the number of layers. Run it in the same call as
-`oscar bench prefill`, on the same GPU.
+products for the same rows, and both times the number of layers. Those are short bursts on a GPU that
+rests in between; `in sequence` is the time of all layers one after the other, as a prompt runs them,
+when the GPU's power limit counts. Run it in the same call as `oscar bench prefill`, on the same GPU.
 """
 import sys
 import torch
@@ -28,7 +29,7 @@ def median_ms(call, repetitions):
     return sorted(times)[len(times) // 2]
 
 
-def attention_ms(context, heads, kv_heads, size):
+def attention(context, heads, kv_heads, size):
     q = torch.randn(1, heads, context, size, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(1, kv_heads, context, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
 
@@ -36,27 +37,38 @@ def attention_ms(context, heads, kv_heads, size):
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
-    return median_ms(call, 5)
+    return call
 
 
-def products_ms(context, hidden, heads, kv_heads, size, intermediate):
+def products(context, hidden, heads, kv_heads, size, intermediate):
     shapes = [(hidden, (heads + 2 * kv_heads) * size), (heads * size, hidden), (hidden, 2 * intermediate),
               (intermediate, hidden)]
     rows = min(context, CHUNK)
     pairs = [(torch.randn(rows, i, device="cuda", dtype=torch.bfloat16),
               torch.randn(o, i, device="cuda", dtype=torch.bfloat16)) for i, o in shapes]
-    return median_ms(lambda: [x @ w.T for x, w in pairs], 9) * context / rows
+    return lambda: [x @ w.T for x, w in pairs], context / rows
 
 
 def main():
     name = sys.argv[1] if len(sys.argv) > 1 else "qwen3-8b"
     layers, hidden, heads, kv_heads, size, intermediate = SHAPES[name]
     for context in (int(c) for c in (sys.argv[2] if len(sys.argv) > 2 else "4096,32768,100000").split(",")):
-        attention = attention_ms(context, heads, kv_heads, size)
-        products = products_ms(context, hidden, heads, kv_heads, size, intermediate)
-        rate = 4 * heads * size * context * (context + 1) / 2 / attention / 1e9
-        print(f"{name} {context}: attention {attention:.2f} ms a layer ({rate:.0f} TFLOP/s), products "
-              f"{products:.2f} ms a layer, all layers {layers * (attention + products):.0f} ms", flush=True)
+        attend = attention(context, heads, kv_heads, size)
+        multiply, times = products(context, hidden, heads, kv_heads, size, intermediate)
+        attention_ms, products_ms = median_ms(attend, 5), median_ms(multiply, 9) * times
+
+        def prompt():
+            for _ in range(layers):
+                attend()
+                for _ in range(round(times)):
+                    multiply()
+
+        # The rows of a partial chunk count in proportion.
+        sequence_ms = median_ms(prompt, 3) + layers * products_ms * (1 - round(times) / times)
+        rate = 4 * heads * size * context * (context + 1) / 2 / attention_ms / 1e9
+        print(f"{name} {context}: attention {attention_ms:.2f} ms a layer ({rate:.0f} TFLOP/s), products "
+              f"{products_ms:.2f} ms a layer, all layers {layers * (attention_ms + products_ms):.0f} ms, "
+              f"in sequence {sequence_ms:.0f} ms", flush=True)
 
 
 if __name__ == "__main__":

@@ -153,26 +153,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) append(App
 // them as A fragments, so a vector lies in four lanes: a norm is two shuffles, both channels of a RoPE
 // pair are in one lane, and the products need no detour through shared memory, which holds only the
 // rotation. The projections are left as they are.
+//
+// Vectors and rotation are rounded to FP16 (11 bits) for their product: attention rounds the queries of
+// prompts to as many bits or fewer, and the cache stores keys in 8. Inputs and outputs of a product are
+// ordered so that a lane loads and stores four neighbouring channels: 4q and 4q + 1 of sixteen are columns
+// 2q and 2q + 1 of a fragment, 4q + 2 and 4q + 3 are columns 2q + 8 and 2q + 9 of A, 2q and 2q + 1 of
+// the next tile of sums.
 
 constexpr int ROW_WARPS = 8;
-constexpr int PAIRS = D / 8;  // pairs of neighbouring channels of one vector in a lane
+constexpr int VALUE_ROWS = 4;  // rows of values that a warp copies at a time
 
-// Vector `lane / 4` or `lane / 4 + 8` of a warp's sixteen: pair i is channels
-// 8 * i + 2 * (lane % 4) and the next.
+DEVICE float4 load4(const float* from) { return *(const float4*)from; }
+DEVICE float finite_f16(float x) { return fminf(fmaxf(x, -65504.0f), 65504.0f); }
+
+// Vector `lane / 4` or `lane / 4 + 8` of a warp's sixteen: quad i is channels 16 i + 4 (lane % 4) and the
+// next three.
 struct LaneVector {
-    float2 x[PAIRS];
-    float2* query;  // where the finished vector goes, or null
-    u16* page;      // of a key, or null
+    float4 x[STEPS];
+    float* query;  // where the finished vector goes, or null
+    u16* page;     // of a key, or null
     u32 token;
 
     DEVICE void load(const AppendParams& p, const HeadPages& pages, u32 row, u32 index, u32 kv_head, u32 t) {
         const u32 group = p.query_heads / p.kv_heads, width = (p.query_heads + 2 * p.kv_heads) * D;
         const bool is_key = index == group;
         const u32 head = is_key ? p.query_heads + kv_head : kv_head * group + index;
-        const float* from = p.qkv + (u64)row * width + head * D + 2 * t;
+        const float* from = p.qkv + (u64)row * width + head * D + 4 * t;
 #pragma unroll
-        for (int i = 0; i < PAIRS; i++) x[i] = *(const float2*)(from + 8 * i);
-        query = is_key ? nullptr : (float2*)(p.queries + ((u64)row * p.query_heads + head) * D);
+        for (int i = 0; i < STEPS; i++) x[i] = load4(from + 16 * i);
+        query = is_key ? nullptr : p.queries + ((u64)row * p.query_heads + head) * D;
         page = nullptr;
         if (is_key) {
             const RowPlace place(p, pages, row);
@@ -182,42 +191,111 @@ struct LaneVector {
         if (norm) {
             float squares = 0.0f;
 #pragma unroll
-            for (int i = 0; i < PAIRS; i++) squares = __fmaf_rn(x[i].y, x[i].y, __fmaf_rn(x[i].x, x[i].x, squares));
+            for (int i = 0; i < STEPS; i++) {
+                squares = __fmaf_rn(x[i].y, x[i].y, __fmaf_rn(x[i].x, x[i].x, squares));
+                squares = __fmaf_rn(x[i].w, x[i].w, __fmaf_rn(x[i].z, x[i].z, squares));
+            }
             squares += __shfl_xor_sync(0xffffffffu, squares, 1);
             squares += __shfl_xor_sync(0xffffffffu, squares, 2);
             const float scale = 1.0f / sqrtf(squares / (float)D + p.heads.eps);
 #pragma unroll
-            for (int i = 0; i < PAIRS; i++) {
-                const float2 w = *(const float2*)(norm + 8 * i + 2 * t);
+            for (int i = 0; i < STEPS; i++) {
+                const float4 w = load4(norm + 16 * i + 4 * t);
                 x[i].x = x[i].x * scale * w.x, x[i].y = x[i].y * scale * w.y;
+                x[i].z = x[i].z * scale * w.z, x[i].w = x[i].w * scale * w.w;
             }
         }
-        const u64 angle = (u64)__ldcg(p.step.row_position + row) * (D / 2) + 2 * t;
+        const u64 angle = (u64)__ldcg(p.step.row_position + row) * (D / 2) + 4 * t;
+        auto turn = [](float& a, float& b, float c, float s) {
+            const float before = a;
+            a = a * c - b * s, b = b * c + before * s;
+        };
 #pragma unroll
-        for (int i = 0; i < PAIRS / 2; i++) {
-            const float2 c = *(const float2*)(p.heads.cosines + angle + 8 * i), s = *(const float2*)(p.heads.sines + angle + 8 * i);
-            float2 &a = x[i], &b = x[i + PAIRS / 2];
-            const float2 before = a;
-            a.x = a.x * c.x - b.x * s.x, a.y = a.y * c.y - b.y * s.y;
-            b.x = b.x * c.x + before.x * s.x, b.y = b.y * c.y + before.y * s.y;
+        for (int i = 0; i < STEPS / 2; i++) {
+            const float4 c = load4(p.heads.cosines + angle + 16 * i), s = load4(p.heads.sines + angle + 16 * i);
+            float4 &a = x[i], &b = x[i + STEPS / 2];
+            turn(a.x, b.x, c.x, s.x), turn(a.y, b.y, c.y, s.y), turn(a.z, b.z, c.z, s.z), turn(a.w, b.w, c.w, s.w);
         }
         if (!is_key || !p.heads.mean) return;
 #pragma unroll
-        for (int i = 0; i < PAIRS; i++) {
-            const float2 mean = *(const float2*)(p.heads.mean + kv_head * D + 8 * i + 2 * t);
-            x[i].x -= mean.x, x[i].y -= mean.y;
+        for (int i = 0; i < STEPS; i++) {
+            const float4 mean = load4(p.heads.mean + kv_head * D + 16 * i + 4 * t);
+            x[i].x -= mean.x, x[i].y -= mean.y, x[i].z -= mean.z, x[i].w -= mean.w;
         }
     }
-    // Stores two neighbouring channels of the finished vector.
-    DEVICE void put(u32 channel, float a, float b) const {
-        if (query) query[channel / 2] = make_float2(a, b);
-        if (page) *(u32*)(page + full_element(KEY, D, token, channel)) = pack_bf16(a, b);
+    // Stores four neighbouring channels of the finished vector.
+    DEVICE void put(u32 channel, const float4& y) const {
+        if (query) *(float4*)(query + channel) = y;
+        if (page) *(uint2*)(page + full_element(KEY, D, token, channel)) = make_uint2(pack_bf16(y.x, y.y), pack_bf16(y.z, y.w));
     }
 };
 
+// The rotation of a head as B fragments in FP16, [input step][output tile][lane], in the order of channels
+// said above. `from` has the order of SplitVectors.
+DEVICE void load_rotation(uint2* rotation, const uint4* from) {
+    for (u32 i = threadIdx.x; i < ROTATION_QUADS; i += 32 * ROW_WARPS) {
+        const u32 step = i / 32 / TILES_OF_HEAD, tile = i / 32 % TILES_OF_HEAD, column = i % 32 / 4, t = i % 4;
+        const u32 output = tile / 2 * 16 + column / 2 * 4 + tile % 2 * 2 + column % 2;
+        auto inputs = [&](u32 first) {
+            const uint4 r = from[(step * TILES_OF_HEAD + output / 8) * 32 + output % 8 * 4 + first % 8 / 2];
+            const u32 high = first < 8 ? r.x : r.y, low = first < 8 ? r.z : r.w;
+            return pack_f16(low_bf16(high) + low_bf16(low), high_bf16(high) + high_bf16(low));
+        };
+        rotation[i] = make_uint2(inputs(4 * t), inputs(4 * t + 2));
+    }
+}
+
+// Rotates and stores a warp's sixteen vectors.
+DEVICE void rotate_rows(const LaneVector (&vectors)[2], const uint2* rotation, u32 lane) {
+    u32 a[STEPS][4];
+#pragma unroll
+    for (int i = 0; i < STEPS; i++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const float4 x = vectors[half].x[i];
+            a[i][half] = pack_f16(finite_f16(x.x), finite_f16(x.y));
+            a[i][half + 2] = pack_f16(finite_f16(x.z), finite_f16(x.w));
+        }
+#pragma unroll 2
+    for (u32 tiles = 0; tiles < TILES_OF_HEAD; tiles += 2) {
+        float out[2][4] = {};
+#pragma unroll
+        for (int step = 0; step < STEPS; step++)
+#pragma unroll
+            for (int n = 0; n < 2; n++) {
+                const uint2 r = rotation[(step * TILES_OF_HEAD + tiles + n) * 32 + lane];
+                mma_f16(out[n], a[step][0], a[step][1], a[step][2], a[step][3], r.x, r.y);
+            }
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            vectors[half].put(8 * tiles + 4 * (lane & 3),
+                              make_float4(out[0][2 * half], out[0][2 * half + 1], out[1][2 * half], out[1][2 * half + 1]));
+    }
+}
+
+// Values are stored as they are: their rotation is folded into the model's weights.
+DEVICE void store_values(const AppendParams& p, const HeadPages& pages, u32 first_row, u32 rows, u32 kv_head, u32 warp, u32 lane) {
+    const u32 width = (p.query_heads + 2 * p.kv_heads) * D, channel = 4 * lane;
+    if (channel >= D) return;
+    for (u32 base = warp * VALUE_ROWS; base < rows; base += ROW_WARPS * VALUE_ROWS) {
+        u16* to[VALUE_ROWS];
+        float4 x[VALUE_ROWS];
+        // Absent rows repeat the last one.
+#pragma unroll
+        for (int i = 0; i < VALUE_ROWS; i++) {
+            const u32 row = first_row + min(base + i, rows - 1);
+            x[i] = load4(p.qkv + (u64)row * width + (p.query_heads + p.kv_heads + kv_head) * D + channel);
+            const RowPlace place(p, pages, row);
+            to[i] = place.page + full_element(VALUE, D, place.token, channel);
+        }
+#pragma unroll
+        for (int i = 0; i < VALUE_ROWS; i++) *(uint2*)to[i] = make_uint2(pack_bf16(x[i].x, x[i].y), pack_bf16(x[i].z, x[i].w));
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS, 2) append_rows(AppendParams p) {
     extern __shared__ float4 memory[];
-    uint4* const rotation = (uint4*)memory;
+    uint2* const rotation = (uint2*)memory;
     const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, t = lane & 3;
     const u32 kv_head = blockIdx.y, group = p.query_heads / p.kv_heads;
     const u32 first_row = blockIdx.x * p.rows_per_block, rows = min(p.rows_per_block, p.step.rows - first_row);
@@ -225,12 +303,11 @@ extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS, 2) append_rows(Appe
     const HeadPages pages = p.pages[kv_head];
     allow_next_kernel();
     if (p.heads.rotation) {
-        const uint4* from = p.heads.rotation + kv_head * ROTATION_QUADS;
-        for (u32 i = threadIdx.x; i < ROTATION_QUADS; i += 32 * ROW_WARPS) copy_to_shared(shared_address(rotation + i), from + i);
-        wait_for_copied_bytes();
+        load_rotation(rotation, p.heads.rotation + kv_head * ROTATION_QUADS);
         __syncthreads();
     }
     wait_for_previous_kernel();
+    store_values(p, pages, first_row, rows, kv_head, warp, lane);
     for (u32 base = VECTORS * warp; base < total; base += VECTORS * ROW_WARPS) {
         // Absent vectors repeat the last one; they are not stored.
         LaneVector vectors[2];
@@ -240,48 +317,14 @@ extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS, 2) append_rows(Appe
             vectors[half].load(p, pages, first_row + held / each, held % each, kv_head, t);
             if (v >= total) vectors[half].query = nullptr, vectors[half].page = nullptr;
         }
-        if (!p.heads.rotation) {
-#pragma unroll
-            for (int half = 0; half < 2; half++)
-#pragma unroll
-                for (int i = 0; i < PAIRS; i++) vectors[half].put(8 * i + 2 * t, vectors[half].x[i].x, vectors[half].x[i].y);
+        if (p.heads.rotation) {
+            rotate_rows(vectors, rotation, lane);
             continue;
         }
-        u32 high[PAIRS][2], low[PAIRS][2];
 #pragma unroll
-        for (int i = 0; i < PAIRS; i++)
+        for (int half = 0; half < 2; half++)
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const float2 x = vectors[half].x[i];
-                const u32 h = pack_bf16(x.x, x.y);
-                high[i][half] = h, low[i][half] = pack_bf16(x.x - low_bf16(h), x.y - high_bf16(h));
-            }
-#pragma unroll 1
-        for (u32 tiles = 0; tiles < TILES_OF_HEAD; tiles += 2) {
-            float out[2][4];
-            rotate<STEPS>(
-                out,
-                [&](int step, u32 (&h)[4], u32 (&l)[4]) {
-#pragma unroll
-                    for (int i = 0; i < 4; i++) h[i] = high[2 * step + (i >> 1)][i & 1], l[i] = low[2 * step + (i >> 1)][i & 1];
-                },
-                [&](int step, int n) { return rotation[(step * TILES_OF_HEAD + tiles + n) * 32 + lane]; });
-#pragma unroll
-            for (int half = 0; half < 2; half++)
-#pragma unroll
-                for (int n = 0; n < 2; n++) vectors[half].put(8 * (tiles + n) + 2 * t, out[n][2 * half], out[n][2 * half + 1]);
-        }
-    }
-    // Values are stored as they are: their rotation is folded into the model's weights.
-    const u32 width = (p.query_heads + 2 * p.kv_heads) * D;
-    for (u32 i = warp; i < rows; i += ROW_WARPS) {
-        const float* from = p.qkv + (u64)(first_row + i) * width + (p.query_heads + p.kv_heads + kv_head) * D;
-        const RowPlace place(p, pages, first_row + i);
-#pragma unroll
-        for (u32 channel = 2 * lane; channel < D; channel += 64) {
-            const float2 x = *(const float2*)(from + channel);
-            *(u32*)(place.page + full_element(VALUE, D, place.token, channel)) = pack_bf16(x.x, x.y);
-        }
+            for (int i = 0; i < STEPS; i++) vectors[half].put(16 * i + 4 * t, vectors[half].x[i]);
     }
 }
 

@@ -126,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, BLOCKS) decode_attent
         const bool ends = plan.begin.sequence == plan.end.sequence && plan.begin.head == plan.end.head;
         set_sequence(g, a, plan.first);
         __syncwarp();
-        set_item(g, head, plan.begin.unit, ends ? plan.end.unit : 0xffffffffu);
+        set_item(g, a.step, plan.begin.head, head, plan.begin.unit, ends ? plan.end.unit : 0xffffffffu);
         __syncwarp();
     };
     if (warp == WARPS) {
@@ -134,10 +134,10 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, BLOCKS) decode_attent
         filler.begin(lane);
         // These units hold nothing of this step: the new token's row is inserted into its tile
         // later.
-        for (int i = 0; i < EARLY_SLOTS; i++) filler.hand_out(shared, g, lane, true);
+        for (int i = 0; i < EARLY_SLOTS; i++) filler.hand_out(shared, a.step, g, lane, true);
         fetch_partial(a, worker, lane);
         wait_for_previous_kernel();
-        filler.serve(shared, g, lane, true);
+        filler.serve(shared, a.step, g, lane, true);
         return;
     }
     NewToken token(a, plan, lane, warp);
@@ -191,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, BLOCKS) decode_attent
         bool found = false;
         while (at.before(plan.end)) {
             bool ends = at.sequence == plan.end.sequence && at.head == plan.end.head;
-            found = set_item(g, head_pages(shared, a, at.head), at.unit, ends ? plan.end.unit : 0xffffffffu);
+            found = set_item(g, a.step, at.head, head_pages(shared, a, at.head), at.unit, ends ? plan.end.unit : 0xffffffffu);
             if (found) break;
             next_item();
         }
@@ -205,14 +205,14 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, BLOCKS) decode_attent
         find();
         filler.begin(lane);
         const u32 old = g.context.old_until(g.head, g.begin, g.old_codes, g.boundary);
-        if (g.begin < old) filler.hand_out(shared, g, lane, true, old);
+        if (g.begin < old) filler.hand_out(shared, a.step, g, lane, true, old);
         fetch_partial(a, worker, lane);
         wait_for_previous_kernel();
-        filler.serve(shared, g, lane, true);
+        filler.serve(shared, a.step, g, lane, true);
         for (next_item(); find(); next_item()) {
             filler_ends_segment();
             filler.begin(lane);
-            filler.serve(shared, g, lane, false);
+            filler.serve(shared, a.step, g, lane, false);
         }
         return;
     }

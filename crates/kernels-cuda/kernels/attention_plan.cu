@@ -8,6 +8,7 @@ struct PlanArgs {
     const HeadPages* heads;  // of one layer
     u64* cost_before;        // [sequences + 1], scratch for more than THREADS sequences
     DecodePlan plan;
+    u64 plan_bytes;          // blocks with blockIdx.y = i plan the i-th layer from there
     u32 kv_heads;
     u32 head_dim;
     u32 least_cost;   // fewest bytes that are worth a worker
@@ -99,9 +100,13 @@ struct Planner {
             else high = middle;
         }
         u64 rest = target - cost_before[low];
-        const ContextShape c = context_of(a.step, a.step.sequences[low]);
+        const SequenceInfo s = a.step.sequences[low];
+        ContextShape c = context_of(a.step, s, 0);
         u32 h = 0;
-        for (; h + 1 < a.kv_heads && rest >= item_cost(c, h); h++) rest -= item_cost(c, h);
+        while (h + 1 < a.kv_heads && rest >= item_cost(c, h)) {
+            rest -= item_cost(c, h++);
+            set_pages(c, a.step, s.boundary, s.view, s.view_end, h);
+        }
         const u32 unit = unit_of(c, h, rest);
         if (unit < units(c, h)) return {low, h, unit};
         if (h + 1 < a.kv_heads) return {low, h + 1, 0};
@@ -150,6 +155,11 @@ DEVICE u32 one_and_share(u64 cost, u64 total, u32 rest, u64 least) {
 extern "C" __global__ void __launch_bounds__(THREADS) decode_plan(PlanArgs a) {
     __shared__ Plan plan;
     wait_for_previous_kernel();
+    const u32 layer = blockIdx.y;
+    a.heads += layer * a.kv_heads;
+    a.step.view_heads += layer * a.kv_heads;
+    a.cost_before += (u64)layer * (a.step.sequence_count + 1);
+    a.plan.memory += layer * a.plan_bytes;
     const u32 n = a.step.sequence_count, items = n * a.kv_heads, workers = a.plan.workers, tid = threadIdx.x;
     const u64 near_bytes = 4 * TILE_TOKENS * (u64)a.head_dim;
     u64 page_cost = 0;
@@ -173,8 +183,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_plan(PlanArgs a) {
         for (u32 first = 0; first < n; first += THREADS) {
             u64 cost = 0, all;
             if (first + tid < n) {
-                const ContextShape c = context_of(a.step, a.step.sequences[first + tid]);
-                cost = c.near_units * p.near_cost * a.kv_heads + c.pages * page_of_all_heads;
+                const SequenceInfo s = a.step.sequences[first + tid];
+                ContextShape c = context_of(a.step, s, 0);
+                cost = c.near_units * p.near_cost * a.kv_heads;
+                if (s.view == NO_VIEW) cost += c.pages * page_of_all_heads;
+                for (u32 h = 0; s.view != NO_VIEW && s.rows == 1 && h < a.kv_heads; h++) {
+                    set_pages(c, a.step, s.boundary, s.view, s.view_end, h);
+                    cost += c.pages * plan.page_cost[h];
+                }
             }
             const u64 before = sum_before(cost, plan.warp_sums, all);
             if (keep && first + tid < n) p.cost_before[first + tid + 1] = total + before + cost;
@@ -206,7 +222,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_plan(PlanArgs a) {
     if (total > 0 && items <= (a.own_workers ? workers : most) && items <= THREADS) {
         u32 own = 0, used;
         if (tid < items) {
-            const u64 cost = p.item_cost(context_of(a.step, a.step.sequences[tid / a.kv_heads]), tid % a.kv_heads);
+            const u32 head = tid % a.kv_heads;
+            const u64 cost = p.item_cost(context_of(a.step, a.step.sequences[tid / a.kv_heads], head), head);
             own = a.own_workers ? one_and_share(cost, total, most - items, least) : own_workers(cost, total, most, least);
             if (cost > 0) atomicMax(&plan.slowest, quotient(cost, own));
         }
@@ -223,7 +240,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_plan(PlanArgs a) {
             if (own_workers_each) {
                 const u32 item = p.item_of(items, w), own = plan.own_before[item + 1] - plan.own_before[item];
                 const u32 sequence = item / a.kv_heads, head = item % a.kv_heads;
-                const ContextShape c = context_of(a.step, a.step.sequences[sequence]);
+                const ContextShape c = context_of(a.step, a.step.sequences[sequence], head);
                 begin = {sequence, head, p.unit_of(c, head, quotient(p.item_cost(c, head) * (w - plan.own_before[item]), own))};
             } else {
                 begin = p.place_of(quotient(total * w, active));
@@ -238,18 +255,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_plan(PlanArgs a) {
     if (begin.sequence < n && tid < FIRST_PAGES) {
         WorkerPlan& out = *a.plan.worker(worker);
         const SequenceInfo info = a.step.sequences[begin.sequence];
-        const ContextShape c = context_of(a.step, info);
+        const ContextShape c = context_of(a.step, info, begin.head);
         const HeadPages head = a.heads[begin.head];
         const u32 unit = begin.unit + tid;
         const bool any = unit < units_of(c, head);
-        out.pages[tid] = any ? page_of(c, head, a.step.full + info.table, a.step.coded + info.table, unit) : NO_PAGE;
+        out.pages[tid] = any ? page_of(c, head, a.step, info.table, unit) : NO_PAGE;
         if (tid == 0) out.first = info;
     }
     if (tid == 0) a.plan.worker(worker)->begin = begin, a.plan.worker(worker)->end = plan.begins[worker + 1];
     for (u32 item = blockIdx.x * THREADS + tid; item < items; item += gridDim.x * THREADS) {
         ItemPlan readers = {0, 0, 0, 0};
         const u32 sequence = item / a.kv_heads, head = item % a.kv_heads;
-        const u32 units = p.units(context_of(a.step, a.step.sequences[sequence]), head);
+        const u32 units = p.units(context_of(a.step, a.step.sequences[sequence], head), head);
         if (own_workers_each) {
             readers = {plan.own_before[item], plan.own_before[item + 1] - plan.own_before[item], 0, 0};
         } else if (units > 0) {

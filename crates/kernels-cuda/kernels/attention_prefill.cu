@@ -103,11 +103,12 @@ struct Cursor {
 struct Context {
     // Boundaries of the block's first and last query, and the position of the last query.
     u32 sink, first_boundary, last_boundary, last;
-    bool history;
+    bool keeps_history;
+    History history;
 
     DEVICE bool wants(const Cursor& c) const {
         u32 begin = c.block * 64, end = min(begin + 64, last + 1);
-        if (c.coded) return history && end > sink && begin < last_boundary && last_boundary > sink;
+        if (c.coded) return keeps_history && c.block >= history.first && end > sink && begin < last_boundary && last_boundary > sink;
         return begin < sink || end > first_boundary;
     }
 
@@ -115,7 +116,9 @@ struct Context {
     DEVICE bool find(Cursor& c) const {
         while (c.block * 64 <= last) {
             if (wants(c)) return true;
-            step(c);
+            // Nothing lies between the sink and a view.
+            if (c.coded && history.view_end > 0 && c.block >= sink / 64 && c.block < history.first) c.block = history.first;
+            else step(c);
         }
         return false;
     }
@@ -145,10 +148,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_prefill(PrefillP
     const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
     const u32 first_query = s.first_position + first / group, last_query = s.first_position + last_row / group;
     const Context context = {p.step.sink, boundary_of(p.step, first_query), boundary_of(p.step, last_query), last_query,
-                             pages.keeps_history()};
+                             pages.keeps_history(), history_of(p.step, s.view, s.view_end, kv_head)};
 
     auto start_copy = [&](const Cursor& c, u32 stage) {
-        u32 id = (c.coded ? p.step.coded : p.step.full)[s.table + c.block];
+        u32 id = c.coded ? context.history.page(p.step, s.table, c.block) : p.step.full[s.table + c.block];
         if (c.coded) {
             const u8* page = (const u8*)(pages.coded + (u64)id * shape.bytes());
             u32 to = shared_address(raws + stage * RAW_BYTES);
@@ -243,7 +246,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_prefill(PrefillP
                     score[n][2 + c] = __fmaf_rn(score[n][2 + c], s_k, z_k * query_sum[1]);
                 }
         }
-        bool whole = now.coded ? begin >= context.sink && begin + 64 <= context.first_boundary
+        bool whole = now.coded ? begin >= context.sink && begin + 64 <= context.first_boundary &&
+                                     !context.history.has_hole(begin, begin + 64)
                                : begin + 63 <= first_query &&
                                      (begin + 64 <= context.sink || begin >= context.last_boundary);
         if (!whole) {
@@ -253,7 +257,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_prefill(PrefillP
                 for (int c = 0; c < 4; c++) {
                     u32 j = begin + n * 8 + 2 * t + (c & 1), h = c >> 1;
                     bool is_code = j >= context.sink && j < boundary[h];
-                    if (is_code != now.coded || j > position[h]) score[n][c] = NEGATIVE_INFINITY;
+                    if (is_code != now.coded || j > position[h] || (now.coded && context.history.in_hole(j)))
+                        score[n][c] = NEGATIVE_INFINITY;
                 }
         }
 #pragma unroll

@@ -107,18 +107,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_simple(SimplePar
     const HeadPages pages = p.pages[kv_head];
     // A zero-width head reads nothing between the sink and its recent tokens.
     const u32 skipped_until = pages.keeps_history() ? 0 : max(key_boundary, value_boundary);
+    const History kept = history_of(p.step, s.view, s.view_end, kv_head);
     for (u32 i = threadIdx.x; i < D; i += THREADS)
         query[i] = p.queries[((u64)row * p.query_heads + head) * D + i] * p.scale;
     // Every thread has the same `largest` and `total`; `sum` is of channel threadIdx.x.
     float largest = NEGATIVE_INFINITY, total = 0.0f, sum = 0.0f;
     __syncthreads();
     for (u32 begin = 0; begin <= position; begin += PAGE_TOKENS) {
-        const u32 end = min((u32)PAGE_TOKENS, position + 1 - begin), block = s.table + begin / PAGE_TOKENS;
-        const BlockReader reader(pages, p.step.full[block], p.step.coded[block]);
+        const u32 end = min((u32)PAGE_TOKENS, position + 1 - begin), block = begin / PAGE_TOKENS;
+        if (begin >= sink && begin < kept.view_end && block < kept.first) continue;
+        const BlockReader reader(pages, p.step.full[s.table + block], kept.page(p.step, s.table, block));
         const u32 token = threadIdx.x / LANES, lane = threadIdx.x % LANES, at = begin + token;
         float score = 0.0f;
         if (token < end) {
-            const bool skipped = at >= sink && at < skipped_until;
+            const bool skipped = at >= sink && (at < skipped_until || kept.in_hole(at));
             score = skipped ? NEGATIVE_INFINITY : reader.dot(query, token, lane, at >= sink && at < key_boundary);
         }
 #pragma unroll

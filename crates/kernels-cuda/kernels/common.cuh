@@ -20,8 +20,18 @@ struct SequenceInfo {
     // the boundary, everything the sequence reads existed then, except its new token.
     u32 old_codes;
     u32 boundary;        // of its last row: positions sink .. boundary are read as codes
+    u32 view;            // index of its first ViewHead; NO_VIEW: it reads its whole history
+    u32 view_end;        // the view stands for positions sink .. view_end
 };
 CHECK_LAYOUT(SequenceInfo);
+
+#define NO_VIEW 0xffffffffu
+
+// The rows that a view keeps of one layer and KV head, and the index of their first page id.
+struct ViewHead {
+    u32 rows, pages;
+};
+CHECK_LAYOUT(ViewHead);
 
 // A tile of 16 tokens that this step quantizes.
 struct DemotedTile {
@@ -38,6 +48,8 @@ struct StepTables {
     const u32* full;          // page ids by sequence and block of 64 tokens; NO_PAGE: absent
     const u32* coded;
     const DemotedTile* demoted;
+    const ViewHead* view_heads;  // of the launch's layer: by view and KV head
+    const u32* view_pages;       // page ids
     u32 sequence_count;
     u32 rows;
     u32 demoted_count;
@@ -47,6 +59,28 @@ struct StepTables {
     u32 unit;
 };
 CHECK_LAYOUT(StepTables);
+
+// A sequence's codes as one head reads them. The rows of a view take the blocks just before
+// view_end, so that later positions stay where they are; nothing lies between the sink and `first`.
+struct History {
+    u32 first;     // first block that may be read as code
+    u32 view_end;  // blocks before it are those of the view; 0 without a view
+    u32 hole;      // positions hole .. view_end hold no rows
+    u32 pages;     // index of the page id of block 0 of the view, had it one
+
+    DEVICE u32 page(const StepTables& step, u32 table, u32 block) const {
+        return block * PAGE_TOKENS < view_end ? __ldcg(step.view_pages + (u32)(pages + block)) : step.coded[table + block];
+    }
+    DEVICE bool has_hole(u32 begin, u32 end) const { return begin < view_end && end > hole; }
+    DEVICE bool in_hole(u32 position) const { return position >= hole && position < view_end; }
+};
+
+DEVICE History history_of(const StepTables& step, u32 view, u32 view_end, u32 head) {
+    if (view == NO_VIEW) return {step.sink / PAGE_TOKENS, 0, 0, 0};
+    const uint2 kept = __ldcg((const uint2*)(step.view_heads + view) + head);
+    const u32 first = view_end / PAGE_TOKENS - (kept.x + PAGE_TOKENS - 1) / PAGE_TOKENS;
+    return {first, view_end, first * PAGE_TOKENS + kept.x, kept.y - first};
+}
 
 // First position at or beyond the sink that the query at `t` reads in BF16 (codec::window). `unit`
 // tokens enter the history at a time.
@@ -82,6 +116,13 @@ DEVICE float high_bf16(u32 x) { return __uint_as_float(x & 0xffff0000u); }
 DEVICE void split(float a, float b, u32& high, u32& low) {
     high = pack_bf16(a, b);
     low = pack_bf16(a - low_bf16(high), b - high_bf16(high));
+}
+
+// Two E4M3 codes in 16 bits, the first in the low half; numbers beyond the largest become the largest.
+DEVICE u16 pack_e4m3(float low, float high) {
+    u16 y;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(y) : "f"(high), "f"(low));
+    return y;
 }
 
 DEVICE float f16_to_f32(u16 x) {

@@ -43,7 +43,8 @@ static_assert(!FROM_PROJECTIONS || (QUERY_TILES == 1 && HEAD_DIM <= 128 && WARPS
 struct Segment {
     ContextShape context;
     HeadPages head;
-    const u32 *full, *coded;  // page ids of the sequence
+    u32 table;                // of the sequence
+    u32 view, view_end;
     u32 begin, end;           // units of the item
     u32 boundary, old_codes, row;
 };
@@ -91,9 +92,10 @@ static_assert(sizeof(Shared) <= SHARED_BYTES, "SHARED_BYTES is too small");
 
 // Sets the fields of a segment that depend on its sequence.
 DEVICE void set_sequence(Segment& g, const DecodeArgs& a, const SequenceInfo& s) {
-    g.context = context_of(a.step, s);
-    g.full = a.step.full + s.table;
-    g.coded = a.step.coded + s.table;
+    g.context = context_of(a.step, s, 0);
+    g.table = s.table;
+    g.view = s.view;
+    g.view_end = s.view_end;
     g.boundary = s.boundary;
     g.old_codes = s.old_codes;
     g.row = s.first_row;
@@ -103,8 +105,13 @@ DEVICE HeadPages head_pages(const Shared& shared, const DecodeArgs& a, u32 head_
     return head_index < NEAR_HEADS ? shared.heads[head_index] : a.heads[head_index];
 }
 
-// Sets the segment to units begin .. end of a head of its sequence; false if there are none.
-DEVICE bool set_item(Segment& g, const HeadPages& head, u32 begin, u32 end) {
+// Sets the segment to units begin .. end of a head of its sequence; false if there are none. All lanes
+// write the same values.
+DEVICE bool set_item(Segment& g, const StepTables& step, u32 head_index, const HeadPages& head, u32 begin, u32 end) {
+    if (g.view != NO_VIEW && g.context.length > 0) {
+        set_pages(g.context, step, g.boundary, g.view, g.view_end, head_index);
+        __syncwarp();
+    }
     u32 all = units_of(g.context, head);
     end = end < all ? end : all;
     if (begin >= end) return false;

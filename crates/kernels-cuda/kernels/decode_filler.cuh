@@ -74,7 +74,7 @@ struct Filler {
     // Gives every ring with a free slot its next unit, or announces the end of the segment. Units
     // from `limit` on are held back; `limit` is greater than the next unit. `first`: this is the
     // worker's first segment, whose page ids are in first_pages.
-    DEVICE void hand_out(Shared& shared, const Segment& g, int lane, bool first, u32 limit = 0xffffffffu) {
+    DEVICE void hand_out(Shared& shared, const StepTables& step, const Segment& g, int lane, bool first, u32 limit = 0xffffffffu) {
         const u32 empty = shared_address(shared.empty[lane < WARPS ? lane : 0]);
         const bool has_room = open && barrier_passed_now(empty + 8 * slot, parity);
         const u32 takers = __ballot_sync(0xffffffffu, has_room && side == 0);
@@ -93,7 +93,7 @@ struct Filler {
             u32 known = __shfl_sync(0xffffffffu, first_pages[i], index & 31);
             if (index / 32 == i) page = known;
         }
-        if (any && !(first && index < FIRST_PAGES)) page = page_of(g.context, g.head, g.full, g.coded, unit);
+        if (any && !(first && index < FIRST_PAGES)) page = page_of(g.context, g.head, step, g.table, unit);
         if (ready) shared.slot_unit[lane][slot] = any ? unit : NO_UNIT;
 #if BULK_COPIES
 #ifdef RACECHECK
@@ -125,7 +125,7 @@ struct Filler {
     }
 
     // Assigns the remaining units of the segment.
-    DEVICE void serve(Shared& shared, const Segment& g, int lane, bool first) {
-        while (__any_sync(0xffffffffu, open)) hand_out(shared, g, lane, first);
+    DEVICE void serve(Shared& shared, const StepTables& step, const Segment& g, int lane, bool first) {
+        while (__any_sync(0xffffffffu, open)) hand_out(shared, step, g, lane, first);
     }
 };

@@ -23,7 +23,7 @@ struct NewToken {
     // value) has its own warp, counted from the last warp down, because the first STEPS warps
     // rotate.
     DEVICE NewToken(const DecodeArgs& a, const WorkerRange& plan, int lane, int warp) {
-        const ContextShape context = context_of(a.step, plan.first);
+        const ContextShape context = context_of(a.step, plan.first, plan.begin.head);
         const u32 width = (a.group + 2) * a.kv_heads * HEAD_DIM, head_index = plan.begin.head;
         const bool whole = plan.begin.sequence != plan.end.sequence || head_index != plan.end.head;
         position = plan.first.first_position;

@@ -24,6 +24,7 @@ struct ContextShape {
     u32 near_units;   // number of BF16 tiles
     u32 first_page;   // coded pages first_page .. first_page + pages
     u32 pages;
+    History history;
 
     // End of the run of units, starting at `first`, that no kernel of this step writes. They may be
     // read before wait_for_previous_kernel. If only the new token is new (old_codes reaches the
@@ -39,8 +40,15 @@ struct ContextShape {
     }
 };
 
-// Sequences with more than one row belong to prefill attention and have no units here.
-DEVICE ContextShape context_of(const StepTables& step, const SequenceInfo& s) {
+DEVICE void set_pages(ContextShape& c, const StepTables& step, u32 boundary, u32 view, u32 view_end, u32 head) {
+    c.history = history_of(step, view, view_end, head);
+    c.first_page = c.history.first;
+    c.pages = boundary > step.sink ? (boundary + PAGE_TOKENS - 1) / PAGE_TOKENS - c.first_page : 0;
+}
+
+// Sequences with more than one row belong to prefill attention and have no units here. Heads of a
+// view differ in their coded pages alone.
+DEVICE ContextShape context_of(const StepTables& step, const SequenceInfo& s, u32 head) {
     ContextShape c = {};
     if (s.rows != 1) return c;
     c.length = s.first_position + 1;
@@ -50,8 +58,7 @@ DEVICE ContextShape context_of(const StepTables& step, const SequenceInfo& s) {
     c.sink_tiles = (sink_end + TILE_TOKENS - 1) / TILE_TOKENS;
     c.recent_tile = recent / TILE_TOKENS;
     c.near_units = c.sink_tiles + (recent < c.length ? (c.length + TILE_TOKENS - 1) / TILE_TOKENS - c.recent_tile : 0);
-    c.first_page = step.sink / PAGE_TOKENS;
-    c.pages = coded ? (s.boundary + PAGE_TOKENS - 1) / PAGE_TOKENS - c.first_page : 0;
+    set_pages(c, step, s.boundary, s.view, s.view_end, head);
     return c;
 }
 
@@ -61,9 +68,9 @@ DEVICE u32 near_tile(const ContextShape& c, u32 unit) {
 }
 
 // The id of the page that holds a unit.
-DEVICE u32 page_of(const ContextShape& c, const HeadPages& head, const u32* full, const u32* coded, u32 unit) {
-    return unit < c.near_units ? full[near_tile(c, unit) / (PAGE_TOKENS / TILE_TOKENS)]
-                               : coded[c.first_page + (unit - c.near_units) / pieces_of(head)];
+DEVICE u32 page_of(const ContextShape& c, const HeadPages& head, const StepTables& step, u32 table, u32 unit) {
+    return unit < c.near_units ? step.full[table + near_tile(c, unit) / (PAGE_TOKENS / TILE_TOKENS)]
+                               : c.history.page(step, table, c.first_page + (unit - c.near_units) / pieces_of(head));
 }
 
 DEVICE u32 units_of(const ContextShape& c, const HeadPages& head) { return c.near_units + c.pages * pieces_of(head); }
@@ -108,10 +115,10 @@ struct DecodePlan {
     DEVICE WorkerPlan* worker(u32 w) const { return (WorkerPlan*)memory + w; }
     // The range of a worker. Bypasses L1, which may hold the plan of an earlier step.
     DEVICE WorkerRange range(u32 w) const {
-        static_assert(sizeof(WorkerRange) == 48, "three quads");
+        static_assert(sizeof(WorkerRange) == 64, "four quads");
         const uint4* p = (const uint4*)worker(w);
-        const uint4 x = __ldcg(p), y = __ldcg(p + 1), z = __ldcg(p + 2);
-        return {{x.x, x.y, x.z}, {x.w, y.x, y.y}, {y.z, y.w, z.x, z.y, z.z, z.w}};
+        const uint4 x = __ldcg(p), y = __ldcg(p + 1), z = __ldcg(p + 2), v = __ldcg(p + 3);
+        return {{x.x, x.y, x.z}, {x.w, y.x, y.y}, {y.z, y.w, z.x, z.y, z.z, z.w, v.x, v.y}};
     }
     DEVICE ItemPlan* item(u32 i) const { return (ItemPlan*)((WorkerPlan*)memory + workers) + i; }
 };

@@ -52,6 +52,21 @@ DEVICE bool mask_ends(u32 first, u32 sink, u32 boundary, u8* value_params, F&& m
     return any;
 }
 
+// Masks the rows of a view's last page from row `end` on: they hold nothing. Returns false if all
+// rows of the unit do.
+template <int TILES>
+DEVICE bool mask_hole(float (&s)[TILES][QUERY_TILES][4], int end, int lane) {
+    const int r = lane >> 2;
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int n = 0; n < QUERY_TILES; n++) {
+            if (TILE_TOKENS * t + r >= end) s[t][n][0] = s[t][n][1] = NEGATIVE_INFINITY;
+            if (TILE_TOKENS * t + r + 8 >= end) s[t][n][2] = s[t][n][3] = NEGATIVE_INFINITY;
+        }
+    return end > 0;
+}
+
 // Reads whole pages of 2-bit codes.
 template <class Query>
 DEVICE void read_two_bit(State& state, const Query& query, Ring& ring, Shared& shared, u32 sink, int lane, int warp) {
@@ -76,6 +91,8 @@ DEVICE void read_two_bit(State& state, const Query& query, Ring& ring, Shared& s
 #endif
         if (first < sink || first + PAGE_TOKENS > g.boundary)
             any = mask_ends<TILES>(first, sink, g.boundary, slot + VALUE_PARAMS_AT, [&](int t) { clear_scores(s[t]); }, lane);
+        else if (g.context.history.has_hole(first, first + PAGE_TOKENS))
+            any = mask_hole(s, (int)(g.context.history.hole - first), lane);
         if (any) {
             if (move) move_reference<LANE_COLUMNS>(state, s, slot + VALUE_PARAMS_AT, settle, lane), move = settle = false;
             if (!coded_weights<LANE_COLUMNS>(w, state, s, slot + VALUE_PARAMS_AT, lane)) {
@@ -112,6 +129,8 @@ DEVICE void read_any_width(State& state, const CodedQuery& query, Ring& ring, Sh
         bool any = true;
         if (first < sink || first + TILES * TILE_TOKENS > g.boundary)
             any = mask_ends<TILES>(first, sink, g.boundary, slot + value_params_at, [&](int t) { clear_scores(s[t]); }, lane);
+        else if (g.context.history.has_hole(first, first + TILES * TILE_TOKENS))
+            any = mask_hole(s, (int)(g.context.history.hole - first), lane);
         if (any) {
             u32 w[TILES][QUERY_TILES][2];
             if (move) move_reference<2>(state, s, slot + value_params_at, settle, lane), move = settle = false;

@@ -4,8 +4,8 @@
 // of oscar_codec (clip, affine, rounding), so codes and pairs equal the scalar reference bit for
 // bit.
 //
-// One thread block per tile, head and side (keys or values). Each warp quantizes one row; then the
-// block packs the codes into words. Compiled with HEAD_DIM.
+// One thread block per tile, head and side (keys or values). Each warp quantizes one row and packs its
+// codes into words. Compiled with HEAD_DIM.
 #include "common.cuh"
 
 // How the codes of a head are rounded (oscar_codec::Rounding).
@@ -28,17 +28,29 @@ constexpr int VALUES = HEAD_DIM / 32;   // elements per lane: channels lane, lan
 constexpr float SATURATION = 32752.f;   // oscar_codec::affine::SATURATION
 constexpr float MOST_GROWTH = 1.5f, LARGEST_MIN = 65504.f;  // oscar_codec::rounding
 
-// The largest threshold that at least `above` magnitudes of the row reach: the order statistic at
-// index HEAD_DIM - above. BF16 values and SATURATION end in 13 zero bits, so bits 30..13 decide.
+// The magnitude of rank `above` in the row: the order statistic at index HEAD_DIM - above. Lanes sort their
+// own magnitudes, then the largest ones of the warp are taken off until the rank is reached.
 DEVICE float order_statistic(const float (&x)[VALUES], u32 above) {
-    u32 threshold = 0;
-    for (int bit = 30; bit >= 13; bit--) {
-        u32 candidate = threshold | 1u << bit, reach = 0;
+    u32 own[VALUES];
 #pragma unroll
-        for (int i = 0; i < VALUES; i++) reach += (__float_as_uint(x[i]) & 0x7fffffffu) >= candidate;
-        if (__reduce_add_sync(0xffffffffu, reach) >= above) threshold = candidate;
+    for (int i = 0; i < VALUES; i++) own[i] = __float_as_uint(x[i]) & 0x7fffffffu;
+#pragma unroll
+    for (int round = 0; round < VALUES; round++)
+#pragma unroll
+        for (int i = round % 2; i + 1 < VALUES; i += 2) {
+            const u32 a = own[i], b = own[i + 1];
+            own[i] = max(a, b), own[i + 1] = min(a, b);
+        }
+    while (true) {
+        // A lane without magnitudes left counts as zero, which nothing is below.
+        const u32 most = __reduce_max_sync(0xffffffffu, own[0]);
+        const bool mine = own[0] == most;
+        const u32 taken = __popc(__ballot_sync(0xffffffffu, mine));
+        if (taken >= above) return __uint_as_float(most);
+        above -= taken;
+#pragma unroll
+        for (int i = 0; i < VALUES; i++) own[i] = !mine ? own[i] : i + 1 < VALUES ? own[i + 1] : 0;
     }
-    return __uint_as_float(threshold);
 }
 
 // Sum of f over the channels in the order of oscar_codec::affine::lane_sum: sixteen strided sums,
@@ -165,27 +177,35 @@ DEVICE void load_row(float (&x)[VALUES], const u16* page, u32 side, u32 token, i
     }
 }
 
-// The code at (lane, word, half, plane) of a tile, for widths that are powers of two: the inverse
-// of code_place.
-DEVICE u32 code_at(const u8 (*codes)[HEAD_DIM], u32 side, u32 bits, u32 lane, u32 word, u32 half, u32 plane) {
-    constexpr u32 steps = HEAD_DIM / 16;
-    u32 planes = 16 / bits, j, token_half, channel_half;
-    if (planes <= steps) {
-        u32 row_half = word & 1, column_half = (word >> 1) & 1;
-        j = plane + planes * (word / 4);
-        token_half = side == KEY ? row_half : column_half, channel_half = side == KEY ? column_half : row_half;
-    } else {
-        j = plane % steps, channel_half = plane / steps & 1;
-        token_half = planes == 2 * steps ? word : plane / (2 * steps);
+// Puts a lane's codes of one token into the words of its tile, which were zero.
+template <u32 BITS, u32 SIDE>
+DEVICE void pack(const u8* codes, u32* words, u32 token, u32 lane) {
+#pragma unroll
+    for (int i = 0; i < VALUES; i++) {
+        const u32 channel = lane + 32 * i, code = codes[channel];
+        CodeField fields[2];
+        const int count = code_fields(SIDE, BITS, HEAD_DIM, token, channel, fields);
+#pragma unroll
+        for (int f = 0; f < count; f++)
+            atomicOr(words + fields[f].byte / 4, (code >> fields[f].code_shift & ((1u << fields[f].width) - 1)) << fields[f].bit);
     }
-    u32 r = lane >> 2, pair = 2 * (lane & 3) + half;
-    u32 token = (side == KEY ? r : pair) + 8 * token_half, channel = 16 * j + (side == KEY ? pair : r) + 8 * channel_half;
-    return codes[token][channel];
+}
+template <u32 SIDE>
+DEVICE void pack_any(u32 bits, const u8* codes, u32* words, u32 token, u32 lane) {
+    switch (bits) {
+        case 1: pack<1, SIDE>(codes, words, token, lane); break;
+        case 2: pack<2, SIDE>(codes, words, token, lane); break;
+        case 3: pack<3, SIDE>(codes, words, token, lane); break;
+        default: pack<4, SIDE>(codes, words, token, lane); break;
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(32 * DEMOTE_WARPS, 3) demote(DemoteArgs a) {
     __shared__ u8 codes[TILE_TOKENS][HEAD_DIM];
     __shared__ float rows[DEMOTE_WARPS][HEAD_DIM];
+    __shared__ u32 words[2 * HEAD_DIM];  // a tile of 4-bit codes
+    for (u32 i = threadIdx.x; i < 2 * HEAD_DIM; i += blockDim.x) words[i] = 0;
+    __syncthreads();
     wait_for_previous_kernel();
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const u32 jobs = a.step.demoted_count * a.head_count * 2;
@@ -205,26 +225,13 @@ extern "C" __global__ void __launch_bounds__(32 * DEMOTE_WARPS, 3) demote(Demote
         const RowParams params = quantize_row(x, side, bits, clip, rounding, codes[token], rows[warp], lane);
         if (lane == 0)
             store_params(page, shape, side, tile.tile * TILE_TOKENS + token, params.scale, params.minimum);
+        // A lane reads the codes that it wrote.
+        if (side == KEY) pack_any<KEY>(bits, codes[token], words, token, lane);
+        else pack_any<VALUE>(bits, codes[token], words, token, lane);
         __syncthreads();
-        u8* const out = page + shape.codes(side) + tile.tile * (2 * HEAD_DIM * bits);
-        const u32 low_bits = bits == 3 ? 2 : bits, words = HEAD_DIM * low_bits / 64, planes = 16 / low_bits;
-        for (u32 w = threadIdx.x; w < 32 * words; w += blockDim.x) {
-            u32 in_lane = w % 32, word = w / 32, packed = 0;
-            for (u32 half = 0; half < 2; half++)
-                for (u32 plane = 0; plane < planes; plane++)
-                    packed |= (code_at(codes, side, low_bits, in_lane, word, half, plane) & ((1u << low_bits) - 1))
-                              << (16 * half + low_bits * plane);
-            *(u32*)(out + word_byte(words, in_lane, word)) = packed;
-        }
-        if (bits == 3) {
-            for (u32 w = threadIdx.x; w < 16 * words; w += blockDim.x) {
-                u32 in_lane = w % 32, word = w / 32, packed = 0;
-                for (u32 half = 0; half < 2; half++)
-                    for (u32 bit = 0; bit < 16; bit++)
-                        packed |= (code_at(codes, side, 2, in_lane, 2 * word + (bit & 1), half, bit / 2) >> 2) << (16 * half + bit);
-                *(u32*)(out + 4 * HEAD_DIM + word_byte(words / 2, in_lane, word)) = packed;
-            }
-        }
+        const u32 tile_words = HEAD_DIM * bits / 2;
+        u32* const out = (u32*)(page + shape.codes(side)) + tile.tile * tile_words;
+        for (u32 i = threadIdx.x; i < tile_words; i += blockDim.x) out[i] = words[i], words[i] = 0;
         __syncthreads();
     }
 }

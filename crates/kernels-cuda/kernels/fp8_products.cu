@@ -14,12 +14,6 @@ struct QuantizeRowsParams {
 };
 CHECK_LAYOUT(QuantizeRowsParams);
 
-DEVICE u32 quantize_pair(float low, float high) {
-    u16 y;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(y) : "f"(high), "f"(low));
-    return y;
-}
-
 // One warp per row and group: a lane has four neighbouring inputs.
 extern "C" __global__ void quantize_rows(QuantizeRowsParams p) {
     allow_next_kernel();
@@ -36,8 +30,8 @@ extern "C" __global__ void quantize_rows(QuantizeRowsParams p) {
         for (int other = 16; other > 0; other /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, other));
         // A group of zeros has codes of zero under any scale.
         const float scale = largest > 0.0f ? __fdiv_rn(largest, LARGEST_E4M3) : 1.0f;
-        const u32 first = quantize_pair(__fdiv_rn(a, scale), __fdiv_rn(b, scale));
-        const u32 second = quantize_pair(__fdiv_rn(c, scale), __fdiv_rn(d, scale));
+        const u32 first = pack_e4m3(__fdiv_rn(a, scale), __fdiv_rn(b, scale));
+        const u32 second = pack_e4m3(__fdiv_rn(c, scale), __fdiv_rn(d, scale));
         if (there) p.codes[(u64)row * quads + quad] = first | second << 16;
         if (lane == 0) p.scales[(u64)group * p.stride + row] = scale;
     }

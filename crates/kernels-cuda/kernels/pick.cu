@@ -10,6 +10,7 @@
 struct PickedRow {
     u32 row;
     u32 count;  // top_candidates: number of candidates, 1 to MOST
+    u32 mask;   // 0: all tokens are allowed; else the number of a mask, counted from 1
 };
 CHECK_LAYOUT(PickedRow);
 
@@ -18,8 +19,10 @@ struct PickParams {
     const PickedRow* rows;  // one per block (greedy_parts: per blockIdx.y)
     u64* parts;             // best keys of slices, [row][part_count]
     u64* out;               // keys, largest first
+    const u32* masks;       // [mask][mask_words]: a bit for each token
     u32 width;
     u32 part_count;
+    u32 mask_words;
 };
 CHECK_LAYOUT(PickParams);
 
@@ -38,6 +41,19 @@ DEVICE u64 key_of(float x, u32 token) {
 DEVICE u64 greedy_key(float x, u32 token) {
     return x == NEGATIVE_INFINITY ? 0 : key_of(x == 0.0f ? 0.0f : x, token);
 }
+
+// The logit of a token, or NaN if its row may not choose it.
+struct Logits {
+    const float* row;
+    const u32* mask;
+
+    DEVICE Logits(const PickParams& p, const PickedRow& picked)
+        : row(p.logits + (u64)picked.row * p.width),
+          mask(picked.mask ? p.masks + (u64)(picked.mask - 1) * p.mask_words : nullptr) {}
+    DEVICE float operator[](u32 token) const {
+        return mask && !(mask[token / 32] >> token % 32 & 1) ? __int_as_float(0x7fffffff) : row[token];
+    }
+};
 
 DEVICE u64 larger(u64 a, u64 b) { return a > b ? a : b; }
 
@@ -60,7 +76,7 @@ DEVICE u64 block_largest(u64 key) {
 extern "C" __global__ void __launch_bounds__(256) greedy_parts(PickParams p) {
     allow_next_kernel();
     wait_for_previous_kernel();
-    const float* row = p.logits + (u64)p.rows[blockIdx.y].row * p.width;
+    const Logits row(p, p.rows[blockIdx.y]);
     u64 best = 0;
     for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < p.width; i += gridDim.x * blockDim.x)
         best = larger(best, greedy_key(row[i], i));
@@ -92,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(TOP_THREADS) top_candidates(PickPar
     allow_next_kernel();
     wait_for_previous_kernel();
     const u32 tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
-    const float* row = p.logits + (u64)p.rows[blockIdx.x].row * p.width;
+    const Logits row(p, p.rows[blockIdx.x]);
     u32 wanted = p.rows[blockIdx.x].count;  // keys with this `prefix` that belong to the list
     u64 prefix = 0, mask = 0;
     for (int shift = 56; shift >= 0; shift -= 8) {

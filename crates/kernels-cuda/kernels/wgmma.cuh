@@ -32,10 +32,23 @@ DEVICE u64 descriptor(u32 address, u32 leading, u32 stride) {
 // The same operand, `bytes` further on.
 DEVICE u64 advance(u64 operand, u32 bytes) { return operand + (bytes >> 4); }
 
-// scores(64 x 64) = or += A(64 x 16) B(16 x 64), both in shared memory, K along their rows.
-template <bool F16, bool ADD>
+// The numbers of a page: E4M3 stands for its keys, with values in FP16.
+enum Form { BF16, F16, E4M3 };
+
+// scores(64 x 64) = or += A(64 x 32 bytes) B(32 bytes x 64), both in shared memory, K along their rows.
+template <Form FORM, bool ADD>
 DEVICE void wgmma_scores(float (&d)[32], u64 a, u64 b) {
-    if constexpr (F16)
+    if constexpr (FORM == E4M3)
+        asm volatile(
+            "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,"
+            "%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, %32, %33, %34, 1, 1;"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+              "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
+              "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]),
+              "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]),
+              "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+            : "l"(a), "l"(b), "n"(ADD));
+    else if constexpr (FORM == F16)
         asm volatile(
             "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,"
             "%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, %32, %33, %34, 1,"
@@ -60,10 +73,10 @@ DEVICE void wgmma_scores(float (&d)[32], u64 a, u64 b) {
 }
 
 // sums(64 x HEAD_DIM) += A(64 x 16, registers) B(16 x HEAD_DIM, columns along its rows).
-template <bool F16>
+template <Form FORM>
 #if HEAD_DIM == 64
 DEVICE void wgmma_values(float (&d)[32], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
-    if constexpr (F16)
+    if constexpr (FORM != BF16)
         asm volatile(
             "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,"
             "%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35},"
@@ -88,7 +101,7 @@ DEVICE void wgmma_values(float (&d)[32], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) 
 }
 #elif HEAD_DIM == 128
 DEVICE void wgmma_values(float (&d)[64], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
-    if constexpr (F16)
+    if constexpr (FORM != BF16)
         asm volatile(
             "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,"
             "%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,"
@@ -123,7 +136,7 @@ DEVICE void wgmma_values(float (&d)[64], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) 
 }
 #else
 DEVICE void wgmma_values(float (&d)[128], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
-    if constexpr (F16)
+    if constexpr (FORM != BF16)
         asm volatile(
             "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,"
             "%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,"

@@ -269,6 +269,7 @@ mod tests {
                 demote: keys,
                 demote_values: values,
                 view: None,
+                states: None,
             }
         }
 

@@ -90,13 +90,16 @@ pub(crate) use shared_struct;
 /// Every struct that is shared. A struct that is missing here does not compile in CUDA, because its
 /// `CHECK_LAYOUT` is not defined.
 pub(crate) fn all() -> impl Iterator<Item = Layout> {
-    use crate::{attention, backend, bandwidth, gemm, pages, step};
+    use crate::{attention, backend, bandwidth, blocks, gemm, nccl, pages, step};
     [
         attention::LAYOUTS,
         backend::LAYOUTS,
         backend::EXPERT_LAYOUTS,
+        backend::VIEW_LAYOUTS,
         bandwidth::LAYOUTS,
+        blocks::LAYOUTS,
         gemm::LAYOUTS,
+        nccl::LAYOUTS,
         pages::LAYOUTS,
         step::LAYOUTS,
     ]

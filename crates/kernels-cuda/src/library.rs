@@ -5,7 +5,9 @@
 //! it.
 
 use crate::error::{CudaError, Result};
+use std::ffi::{CStr, c_void};
 use std::path::{Path, PathBuf};
+use std::ptr::NonNull;
 
 /// A library, the variable that may name its file or folder, and advice if it is absent.
 pub(crate) struct Library {
@@ -34,6 +36,15 @@ pub(crate) const CUBLASLT: Library = Library {
     companions: None,
     advice: "install it (CUDA toolkit, or `pip install nvidia-cublas`) and set OSCAR_CUBLASLT to its file or folder \
              if it lies in an unusual place, or use --device cpu",
+};
+
+pub(crate) const NCCL: Library = Library {
+    name: "libnccl",
+    files: &["libnccl.so.2", "libnccl.so"],
+    variable: "OSCAR_NCCL",
+    companions: None,
+    advice: "install it (`pip install nvidia-nccl-cu13`) and set OSCAR_NCCL to its file or folder if it lies in an \
+             unusual place",
 };
 
 impl Library {
@@ -119,6 +130,24 @@ fn matching(folder: &Path, prefix: &str) -> Vec<PathBuf> {
     found.sort();
     found.reverse();
     found
+}
+
+/// The address of a function of a library that was opened by this path.
+pub(crate) fn symbol(path: &Path, name: &'static CStr) -> Result<NonNull<c_void>> {
+    #[cfg(unix)]
+    let address = {
+        use std::ffi::CString;
+        use std::os::unix::ffi::OsStrExt;
+        let path = CString::new(path.as_os_str().as_bytes()).unwrap_or_default();
+        // SAFETY: NUL-terminated names. The library is open already and is never closed.
+        unsafe { libc::dlsym(libc::dlopen(path.as_ptr(), libc::RTLD_NOW), name.as_ptr()) }
+    };
+    #[cfg(not(unix))]
+    let address = std::ptr::null_mut();
+    NonNull::new(address).ok_or_else(|| {
+        let message = format!("{} has no {}", path.display(), name.to_string_lossy());
+        CudaError::Library { call: "dlsym", message }
+    })
 }
 
 #[cfg(not(unix))]

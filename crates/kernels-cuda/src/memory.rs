@@ -211,6 +211,20 @@ impl PinnedBuffer {
             sys::cuMemcpyHtoDAsync_v2(to.ptr().address(), from, to.len(), self.device.stream())
         })
     }
+
+    /// Enqueues a copy of `from` to the start of this memory.
+    ///
+    /// # Safety
+    /// The bytes must not be used before the stream has run the copy.
+    pub(crate) unsafe fn enqueue_fetch(&mut self, from: DeviceSlice<'_, u8>) -> Result<()> {
+        assert!(from.len() <= self.bytes, "a copy lies inside its buffer");
+        self.device.enter()?;
+        // SAFETY: both ranges are allocated and equally long.
+        self.device.check("cuMemcpyDtoHAsync", unsafe {
+            let (from, bytes) = (from.ptr().address(), from.len());
+            sys::cuMemcpyDtoHAsync_v2(self.pointer.cast(), from, bytes, self.device.stream())
+        })
+    }
 }
 
 impl Drop for PinnedBuffer {

@@ -5,6 +5,7 @@
 //! use, in steps of the device's granularity. Kernels find the regions in a table of [`HeadPages`].
 
 use crate::attention::{AttentionMode, CacheKernels};
+use crate::blocks::Pieces;
 use crate::device::Device;
 use crate::error::{CudaError, Result};
 use crate::kernels::Kernels;
@@ -12,12 +13,12 @@ use crate::layout::{Layout, shared_struct};
 use crate::memory::{Buffer, DevicePtr, DeviceSlice, download_all, upload_all};
 use crate::storage::Storage;
 use cudarc::driver::sys::{self, CUresult};
-use oscar_backend::{Feature, HeadShape};
+use oscar_backend::{BlockId, Feature, HeadShape};
 use oscar_codec::clip::order_index;
-use oscar_codec::{CacheLayout, FormatTable, RowPageCodec, Side};
+use oscar_codec::{CacheLayout, CodedPageId, FormatTable, FullPageId, RowPageCodec, Side};
 
 /// Pages of one layer, KV head and format.
-struct Region {
+pub(crate) struct Region {
     device: Device,
     /// `None` if pages have no bytes.
     start: Option<DevicePtr<u8>>,
@@ -97,6 +98,8 @@ pub struct CudaPages {
     /// `heads` on the device.
     table: Buffer,
     roundings: Option<Roundings>,
+    /// The parts of a full and of a quantized block.
+    pieces: [Pieces; 2],
     granularity: usize,
     /// Pages that hold random contents.
     randomized: (usize, usize),
@@ -180,6 +183,7 @@ impl CudaPages {
             shape: *shape,
             kernels: CacheKernels::new(device, kernels, mode, shape, storage, &heads)?,
             storage,
+            pieces: [Pieces::upload(device, full.iter())?, Pieces::upload(device, coded.iter())?],
             full,
             coded,
             heads,
@@ -253,6 +257,32 @@ impl CudaPages {
         Ok(all)
     }
 
+    /// The parts of a block, if its page has memory.
+    pub(crate) fn pieces(&self, block: BlockId) -> Result<(&Pieces, u32)> {
+        let (pieces, regions, id) = match block {
+            BlockId::Full(FullPageId(id)) => (&self.pieces[0], &self.full, id),
+            BlockId::Coded(CodedPageId(id)) => (&self.pieces[1], &self.coded, id),
+            BlockId::Sliding(_) => return Err(CudaError::lacks(Feature::SlidingWindow)),
+        };
+        match regions.iter().all(|region| (id as usize + 1) * region.page_bytes <= region.mapped) {
+            true => Ok((pieces, id)),
+            false => Err(no_memory(format!("{block:?}"))),
+        }
+    }
+
+    /// Maps memory for these blocks.
+    pub(crate) fn ensure_blocks(&mut self, blocks: impl Iterator<Item = BlockId>) -> Result<()> {
+        let (mut full, mut coded) = (0, 0);
+        for block in blocks {
+            match block {
+                BlockId::Full(id) => full = full.max(id.0 as usize + 1),
+                BlockId::Coded(id) => coded = coded.max(id.0 as usize + 1),
+                BlockId::Sliding(_) => return Err(CudaError::lacks(Feature::SlidingWindow)),
+            }
+        }
+        self.ensure(full, coded)
+    }
+
     /// Copies a page to the host (for checks).
     pub fn read_page(&self, layer: usize, head: usize, id: u32, coded: bool) -> Result<Vec<u8>> {
         let at = self.page_at(layer, head, id, coded)?;
@@ -290,11 +320,12 @@ impl CudaPages {
                 region.start.map(|start| unsafe { DeviceSlice::new(start.add(at), region.page_bytes) })
             })
         });
-        page.ok_or_else(|| CudaError::Shape {
-            what: "a page",
-            detail: format!("page {id} of layer {layer}, head {head} has no memory yet"),
-        })
+        page.ok_or_else(|| no_memory(format!("page {id} of layer {layer}, head {head}")))
     }
+}
+
+fn no_memory(page: String) -> CudaError {
+    CudaError::Shape { what: "a page", detail: format!("{page} has no memory yet") }
 }
 
 fn allocation(device: &Device) -> sys::CUmemAllocationProp {
@@ -351,6 +382,11 @@ impl Region {
             other => device.check("cuMemAddressReserve", other)?,
         }
         Ok(region(DevicePtr::new(address)))
+    }
+
+    /// Address of the first page, and the bytes of each.
+    pub(crate) fn place(&self) -> (u64, usize) {
+        (self.address(), self.page_bytes)
     }
 
     fn address(&self) -> u64 {

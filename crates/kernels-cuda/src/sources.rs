@@ -46,8 +46,11 @@ source!(FP8_PRODUCTS, "fp8_products.cu", by_head_dim: false, hopper: true);
 source!(BANDWIDTH, "bandwidth.cu", by_head_dim: false);
 source!(GRAM, "gram.cu", by_head_dim: false);
 source!(RANDOM, "random.cu", by_head_dim: false);
+source!(RANKS, "ranks.cu", by_head_dim: false);
+source!(COPY_BLOCKS, "copy_blocks.cu", by_head_dim: false);
 source!(PICK, "pick.cu", by_head_dim: false);
 source!(DIVERGENCE, "divergence.cu", by_head_dim: false);
+source!(VIEWS, "views.cu", by_head_dim: false);
 source!(APPEND, "append.cu", by_head_dim: true);
 // Has two variants for each head size: `simple_attention_defines`.
 source!(ATTENTION_SIMPLE, "attention_simple.cu", by_head_dim: false);
@@ -94,8 +97,11 @@ static PLAIN: &[&Source] = &[
     &BANDWIDTH,
     &GRAM,
     &RANDOM,
+    &RANKS,
+    &COPY_BLOCKS,
     &PICK,
     &DIVERGENCE,
+    &VIEWS,
     &APPEND,
     &ATTENTION_PREFILL,
     &ATTENTION_PREFILL_HOPPER,

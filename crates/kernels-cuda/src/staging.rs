@@ -1,5 +1,5 @@
-//! Large copies to the device through page-locked buffers: several threads fill them while the copy
-//! engine empties others.
+//! Large copies through page-locked buffers: several threads fill or empty them while the copy engine
+//! works on others.
 
 use crate::device::Device;
 use crate::error::{CudaError, Result};
@@ -8,9 +8,9 @@ use std::ops::Range;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 /// Bytes of a buffer: long enough for the full rate of a copy.
-const BUFFER_BYTES: usize = 16 << 20;
+pub(crate) const BUFFER_BYTES: usize = 16 << 20;
 /// Most buffers; each belongs to one thread at a time.
-const MOST_BUFFERS: usize = 8;
+pub(crate) const MOST_BUFFERS: usize = 8;
 
 /// The page-locked buffers of a device. They are made when they are first needed.
 pub(crate) struct Staging {
@@ -25,7 +25,8 @@ struct State {
     made: usize,
 }
 
-struct Slot {
+/// A buffer and its last copy.
+pub(crate) struct Slot {
     buffer: PinnedBuffer,
     /// The stream has passed it when the buffer's last copy is done.
     copied: Event,
@@ -46,10 +47,11 @@ impl Staging {
         let most = BUFFER_BYTES / size_of::<T>();
         for first in (0..to.len()).step_by(most.max(1)) {
             let range = first..to.len().min(first + most);
-            let mut slot = self.take()?;
-            let sent = slot.send(to.part(range.clone())?, |place| fill(range, place));
-            self.give_back(slot);
-            sent?;
+            let to = to.part(range.clone())?;
+            self.with_slot(|slot| {
+                slot.fill(size_of::<T>() * to.len(), |place| fill(range, bytemuck::cast_slice_mut(place)))?;
+                slot.send(to.cast())
+            })?;
         }
         Ok(())
     }
@@ -63,11 +65,18 @@ impl Staging {
         self.send(to, |range, place| place.copy_from_slice(&values[range]))
     }
 
+    /// Lends a buffer that nobody uses; waits for one if all are taken.
+    pub fn with_slot<T>(&self, work: impl FnOnce(&mut Slot) -> Result<T>) -> Result<T> {
+        let mut slot = self.take()?;
+        let done = work(&mut slot);
+        self.give_back(slot);
+        done
+    }
+
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A buffer that nobody uses; waits for one if all are taken.
     fn take(&self) -> Result<Slot> {
         let mut state = self.state();
         loop {
@@ -95,12 +104,31 @@ impl Slot {
         Ok(Self { buffer: PinnedBuffer::new(device, BUFFER_BYTES)?, copied: device.sleeping_event()? })
     }
 
-    fn send<T: bytemuck::Pod>(&mut self, to: DeviceSlice<'_, T>, fill: impl FnOnce(&mut [T])) -> Result<()> {
+    /// Lets `fill` write the first `bytes` of the buffer, once its last copy is done.
+    pub fn fill(&mut self, bytes: usize, fill: impl FnOnce(&mut [u8])) -> Result<()> {
         self.copied.wait()?;
-        let to_bytes = to.cast::<u8>();
-        fill(bytemuck::cast_slice_mut(&mut self.buffer.slice_mut()[..to_bytes.len()]));
+        fill(&mut self.buffer.slice_mut()[..bytes]);
+        Ok(())
+    }
+
+    /// Enqueues a copy of the first bytes, as many as `to` has.
+    pub fn send(&mut self, to: DeviceSlice<'_, u8>) -> Result<()> {
         // SAFETY: the bytes are written again only after the event behind this copy was waited for.
-        unsafe { self.buffer.enqueue_copy(0, to_bytes) }?;
+        unsafe { self.buffer.enqueue_copy(0, to) }?;
         self.copied.record_now()
+    }
+
+    /// Enqueues a copy of `from` to the first bytes, once the buffer's last copy is done.
+    pub fn receive(&mut self, from: DeviceSlice<'_, u8>) -> Result<()> {
+        self.copied.wait()?;
+        // SAFETY: the bytes are used again only after the event behind this copy was waited for.
+        unsafe { self.buffer.enqueue_fetch(from) }?;
+        self.copied.record_now()
+    }
+
+    /// The first `bytes` of the buffer, once its last copy is done.
+    pub fn received(&mut self, bytes: usize) -> Result<&[u8]> {
+        self.copied.wait()?;
+        Ok(&self.buffer.slice_mut()[..bytes])
     }
 }

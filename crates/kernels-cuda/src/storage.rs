@@ -67,7 +67,8 @@ impl Storage {
                 let bytes = layout.full_block_bytes();
                 layout.with_held_block_bytes(bytes)
             }
-            Self::Bf16 | Self::Codes => layout,
+            Self::Bf16 => layout,
+            Self::Codes => layout.with_views_in_blocks(),
         }
     }
 

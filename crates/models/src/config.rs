@@ -6,15 +6,16 @@
 
 use oscar_backend::{Feature, Gate, RouterRule};
 use oscar_codec::{CacheLayout, CodeLayout, CodecError, KvFormat, Windows};
-use serde::Deserialize;
 use serde::de::DeserializeOwned;
-use serde_json::Value;
 
+use crate::delta::DeltaConfig;
 use crate::error::LoadError;
 use crate::families::{
     deepseek_v3, gemma3, glm4_moe, glm4_moe_lite, gpt_oss, llama, minimax_m2, mistral, mixtral, qwen2, qwen3,
-    qwen3_moe,
+    qwen3_moe, qwen3_next,
 };
+pub use crate::family::Family;
+use crate::family::Header;
 use crate::fp8;
 use crate::latent::LatentConfig;
 use crate::rope::RopeConfig;
@@ -24,111 +25,6 @@ use crate::tensor_names::ExpertNames;
 
 /// More layers are refused as those of a corrupt file.
 pub(crate) const MOST_LAYERS: usize = 4096;
-
-/// The model families whose forward pass is implemented.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Family {
-    Qwen3,
-    Qwen2,
-    Llama,
-    Mistral,
-    Qwen3Moe,
-    Mixtral,
-    Glm4Moe,
-    MiniMaxM2,
-    Gemma3,
-    GptOss,
-    DeepseekV3,
-    Glm4MoeLite,
-}
-
-impl Family {
-    pub const ALL: [Family; 12] = [
-        Family::Qwen3,
-        Family::Qwen2,
-        Family::Llama,
-        Family::Mistral,
-        Family::Qwen3Moe,
-        Family::Mixtral,
-        Family::Glm4Moe,
-        Family::MiniMaxM2,
-        Family::Gemma3,
-        Family::GptOss,
-        Family::DeepseekV3,
-        Family::Glm4MoeLite,
-    ];
-
-    /// The class name in `architectures`.
-    pub fn architecture(self) -> &'static str {
-        match self {
-            Self::Qwen3 => qwen3::ARCHITECTURE,
-            Self::Qwen2 => qwen2::ARCHITECTURE,
-            Self::Llama => llama::ARCHITECTURE,
-            Self::Mistral => mistral::ARCHITECTURE,
-            Self::Qwen3Moe => qwen3_moe::ARCHITECTURE,
-            Self::Mixtral => mixtral::ARCHITECTURE,
-            Self::Glm4Moe => glm4_moe::ARCHITECTURE,
-            Self::MiniMaxM2 => minimax_m2::ARCHITECTURE,
-            Self::Gemma3 => gemma3::ARCHITECTURE,
-            Self::GptOss => gpt_oss::ARCHITECTURE,
-            Self::DeepseekV3 => deepseek_v3::ARCHITECTURE,
-            Self::Glm4MoeLite => glm4_moe_lite::ARCHITECTURE,
-        }
-    }
-
-    /// The class and the `model_type` of a model with further towers whose `text_config` is of this
-    /// family.
-    fn wrapper(self) -> Option<(&'static str, &'static str)> {
-        (self == Self::Gemma3).then_some(gemma3::WRAPPER)
-    }
-
-    /// The value of `model_type`.
-    pub fn model_type(self) -> &'static str {
-        match self {
-            Self::Qwen3 => qwen3::MODEL_TYPE,
-            Self::Qwen2 => qwen2::MODEL_TYPE,
-            Self::Llama => llama::MODEL_TYPE,
-            Self::Mistral => mistral::MODEL_TYPE,
-            Self::Qwen3Moe => qwen3_moe::MODEL_TYPE,
-            Self::Mixtral => mixtral::MODEL_TYPE,
-            Self::Glm4Moe => glm4_moe::MODEL_TYPE,
-            Self::MiniMaxM2 => minimax_m2::MODEL_TYPE,
-            Self::Gemma3 => gemma3::MODEL_TYPE,
-            Self::GptOss => gpt_oss::MODEL_TYPE,
-            Self::DeepseekV3 => deepseek_v3::MODEL_TYPE,
-            Self::Glm4MoeLite => glm4_moe_lite::MODEL_TYPE,
-        }
-    }
-
-    /// `architectures` decides when present: `model_type` is shared by chat, classifier and reward
-    /// heads.
-    fn detect(header: &Header) -> Result<Self, LoadError> {
-        let architecture = header.architectures.as_deref().unwrap_or_default().first();
-        let (successor, why) = deepseek_v3::SUCCESSOR;
-        if architecture.is_some_and(|class| class == successor) {
-            return Err(LoadError::config_field("architectures", why));
-        }
-        let found = match (architecture, &header.model_type) {
-            (Some(class), _) => {
-                let is_wrapped = |family: &Self| family.wrapper().is_some_and(|(name, _)| name == class);
-                let named = |family: &Self| family.architecture() == class || is_wrapped(family);
-                Self::ALL.into_iter().find(named).ok_or(class)
-            }
-            (None, Some(kind)) => {
-                let is_wrapped = |family: &Self| family.wrapper().is_some_and(|(_, name)| name == kind);
-                let named = |family: &Self| family.model_type() == kind || is_wrapped(family);
-                Self::ALL.into_iter().find(named).ok_or(kind)
-            }
-            (None, None) => {
-                return Err(LoadError::config_field("architectures", "is missing, and so is model_type"));
-            }
-        };
-        found.map_err(|name| LoadError::UnknownArchitecture {
-            found: name.clone(),
-            supported: Self::ALL.map(Family::architecture).to_vec(),
-        })
-    }
-}
 
 /// The vectors that the RMSNorm of queries and keys normalizes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -148,6 +44,8 @@ pub struct MoeConfig {
     pub width: usize,
     /// Outputs of the shared expert's gate; 0 if there is none.
     pub shared_width: usize,
+    /// The shared expert has a gate of its own.
+    pub shared_gate: bool,
     pub rule: RouterRule,
     /// The router adds a correction to its scores when it chooses.
     pub correction: bool,
@@ -188,6 +86,11 @@ pub struct DecoderConfig {
     pub rotary_dim: Option<usize>,
     /// Latent attention in every layer. Then there is one KV head, whose rows are those of the cache.
     pub latent: Option<LatentConfig>,
+    /// Layers with a gated delta net instead of attention.
+    pub delta: Option<DeltaConfig>,
+    /// A sigmoid gate between attention and its output projection, from further rows of the query
+    /// projection.
+    pub output_gate: bool,
     /// RMSNorm of queries and keys before RoPE.
     pub qk_norm: QkNorm,
     /// Bias on the query, key and value projections.
@@ -223,14 +126,6 @@ pub struct DecoderConfig {
     pub dtype: Option<WeightDtype>,
     /// The file says that matrices may be FP8 with scales; the tensors decide which.
     pub fp8_weights: bool,
-}
-
-/// The fields read before the family is known.
-#[derive(Debug, Deserialize)]
-struct Header {
-    architectures: Option<Vec<String>>,
-    model_type: Option<String>,
-    quantization_config: Option<Value>,
 }
 
 fn read<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, LoadError> {
@@ -304,6 +199,9 @@ impl DecoderConfig {
             }
             Family::DeepseekV3 => read::<deepseek_v3::DeepseekV3Config>(bytes)?.lower(),
             Family::Glm4MoeLite => read::<glm4_moe_lite::Glm4MoeLiteConfig>(bytes)?.lower(),
+            Family::Qwen3Next | Family::Qwen3_5 | Family::Qwen3_5Moe => {
+                qwen3_next::read(family, read(bytes)?, fp8.is_some())
+            }
         }?;
         config.fp8_weights = fp8.is_some();
         config.validate()?;
@@ -339,10 +237,12 @@ impl DecoderConfig {
         sliding.layers.binary_search(&layer).is_ok().then_some(sliding.window)
     }
 
-    /// The layers that see the whole context: all but the sliding ones. Only their history is
-    /// quantized.
+    /// The layers that see the whole context, as the cache numbers them: all but the sliding ones. Only
+    /// their history is quantized.
     pub fn full_attention_layers(&self) -> Vec<usize> {
-        (0..self.layers).filter(|&layer| self.window_of(layer).is_none()).collect()
+        let attends = (0..self.layers).filter(|&layer| self.delta_of(layer).is_none());
+        let numbered = attends.enumerate().filter(|&(_, layer)| self.window_of(layer).is_none());
+        numbered.map(|(cached, _)| cached).collect()
     }
 
     /// What sliding layers see and what is stored of them.
@@ -365,7 +265,9 @@ impl DecoderConfig {
         if self.latent.is_some() {
             return CacheLayout::latent(format, self.layers, self.head_dim, order);
         }
-        let layout = CacheLayout::new(format, self.layers, self.kv_heads, self.head_dim, windows, order)?;
+        let (layers, heads, d) = (self.cache_layers(), self.kv_heads, self.head_dim);
+        let layout =
+            CacheLayout::new(format, layers, heads, d, windows, order)?.with_states(self.state_bytes());
         match &self.sliding {
             Some(SlidingLayers { window, layers, .. }) => layout.with_sliding_layers(*window, layers),
             None => Ok(layout),
@@ -383,6 +285,9 @@ impl DecoderConfig {
             (Feature::ExpertBiases, self.moe.as_ref().is_some_and(|moe| moe.biases)),
             (Feature::ExpertGroups, self.moe.as_ref().is_some_and(|moe| moe.rule.groups.is_some())),
             (Feature::LatentAttention, self.latent.is_some()),
+            (Feature::DeltaNet, self.delta.is_some()),
+            (Feature::OutputGate, self.output_gate),
+            (Feature::SharedExpertGate, self.moe.as_ref().is_some_and(|moe| moe.shared_gate)),
         ];
         needed.into_iter().filter(|(_, needed)| *needed).map(|(feature, _)| feature).collect()
     }
@@ -393,6 +298,12 @@ impl DecoderConfig {
             return Err(
                 "the model has latent attention (MLA), whose rows are not evicted: leave --evict and \
                         --kv-budget out",
+            );
+        }
+        if self.delta.is_some() {
+            return Err(
+                "the model has layers with a recurrent state (gated delta nets), which cannot forget \
+                        single rows: leave --evict and --kv-budget out",
             );
         }
         match self.sliding.is_some() || self.attention_sinks {
@@ -413,6 +324,11 @@ impl DecoderConfig {
         let experts = self.moe.as_ref().map_or(0, |moe| moe.rule.chosen * (moe.width + self.hidden_size));
         let dense = if self.has_dense_layers() { self.intermediate_size } else { 0 };
         experts.max(dense)
+    }
+
+    /// The layers with experts, ascending.
+    pub fn mixtures(&self) -> impl Iterator<Item = usize> {
+        (0..self.layers).filter(|&layer| self.moe_of(layer).is_some())
     }
 
     /// Whether some layer is dense.
@@ -466,9 +382,8 @@ impl DecoderConfig {
                 format!("turns {rotary} of {of} channels of a head; it must be an even number of them");
             return Err(LoadError::config_field("partial_rotary_factor", problem));
         }
-        if let Some(moe) = &self.moe {
-            moe.validate()?;
-        }
+        self.moe.as_ref().map_or(Ok(()), MoeConfig::validate)?;
+        self.delta.as_ref().map_or(Ok(()), |delta| delta.validate(self))?;
         if !(self.rms_norm_eps.is_finite() && self.rms_norm_eps >= 0.0) {
             return Err(LoadError::config_field("rms_norm_eps", format!("is {}", self.rms_norm_eps)));
         }

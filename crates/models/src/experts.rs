@@ -2,8 +2,8 @@
 //! layer exists.
 
 use oscar_backend::{
-    Backend, BackendError, Benchmarks, ExpertFormat, ExpertId, ExpertsShape, Gate, HostMatrix, HostValues,
-    MXFP4_GROUP, ScaleGrid, WeightFormat,
+    Backend, BackendError, Benchmarks, ExpertFormat, ExpertId, ExpertsShape, Gate, HeldExperts, HostMatrix,
+    HostValues, MXFP4_GROUP, ScaleGrid, WeightFormat,
 };
 use oscar_codec::random::SplitMix64;
 
@@ -23,6 +23,7 @@ impl MoeConfig {
 
     fn experts_shape<'a>(
         &self,
+        following: usize,
         hidden: usize,
         format: ExpertFormat,
         router: &'a [f32],
@@ -32,6 +33,7 @@ impl MoeConfig {
     ) -> ExpertsShape<'a> {
         let Self { experts, width, shared_width, rule, .. } = *self;
         ExpertsShape {
+            following,
             experts,
             hidden,
             width,
@@ -42,6 +44,18 @@ impl MoeConfig {
             router,
             correction,
             router_bias,
+            shared_gate: None,
+        }
+    }
+}
+
+impl ExpertNames {
+    /// Whether the file has this expert in one tensor with others.
+    pub(crate) fn joins(self, id: ExpertId) -> bool {
+        match self {
+            Self::Fused => true,
+            Self::QwenFused => id != ExpertId::Shared,
+            Self::Mlp | Self::BlockSparse | Self::Qwen => false,
         }
     }
 }
@@ -68,7 +82,7 @@ impl Weights {
     }
 
     /// Bytes of a layer's router and experts on a device.
-    pub(crate) fn expert_bytes(&self, config: &DecoderConfig, layer: usize, holding: Holding) -> usize {
+    pub fn expert_bytes(&self, config: &DecoderConfig, layer: usize, holding: Holding) -> usize {
         let Some(moe) = config.moe_of(layer) else { return 0 };
         let format = self.expert_format(config, layer);
         let (element, grid) = match format {
@@ -110,8 +124,13 @@ pub(crate) fn load<B: Backend>(
         true => Some(weights.vector(&names.router_bias(layer))?),
         false => None,
     };
+    let shared_gate = match moe.shared_gate {
+        true => Some(weights.matrix(&names.shared_gate(layer))?.to_f32_vec()),
+        false => None,
+    };
     let format = weights.expert_format(config, layer);
     let shape = moe.experts_shape(
+        config.mixtures().filter(|&other| other > layer).count(),
         config.hidden_size,
         format,
         &router,
@@ -119,14 +138,15 @@ pub(crate) fn load<B: Backend>(
         router_bias.as_deref(),
         config.gate,
     );
-    let mut experts = backend.experts(&shape)?;
+    let mut experts = backend.experts(&ExpertsShape { shared_gate: shared_gate.as_deref(), ..shape })?;
     if moe.names == ExpertNames::Fused {
         fused::load(backend, config, moe, weights, layer, &mut experts)?;
         return Ok(experts);
     }
-    for id in moe.ids() {
-        let views = Projection::FEED_FORWARD.map(|part| weights.matrix(&names.expert(layer, moe, id, part)));
-        let [gate, up, down] = views;
+    let held = HeldExperts::of(backend.communicator(), moe.experts);
+    for id in moe.ids().filter(|id| held.has(*id)) {
+        let view = |part| fused::view(weights, layer, moe, id, part, config.hidden_size);
+        let [gate, up, down] = Projection::FEED_FORWARD.map(view);
         let views = [gate?, up?, down?];
         // Kept alive while the device reads them.
         let f32s = views.each_ref().map(|view| match view {
@@ -135,7 +155,7 @@ pub(crate) fn load<B: Backend>(
             other => other.to_f32_vec(),
         });
         let mut parts = Vec::with_capacity(views.len());
-        for (view, expanded) in views.iter().zip(&f32s) {
+        for ((view, expanded), part) in views.iter().zip(&f32s).zip(Projection::FEED_FORWARD) {
             let values = match view {
                 MatrixView::Fp8(stored) if format != ExpertFormat::Bf16 => HostValues::Fp8(stored.blocks()),
                 MatrixView::Unquantized(view) => match view.as_bf16() {
@@ -144,7 +164,7 @@ pub(crate) fn load<B: Backend>(
                 },
                 MatrixView::Fp8(_) => HostValues::F32(expanded),
             };
-            let [outputs, inputs] = *view.shape() else { continue };
+            let [outputs, inputs] = moe.shape(id, part, config.hidden_size);
             parts.push(HostMatrix { outputs, inputs, values, bias: None });
         }
         let parts: [HostMatrix<'_>; 3] = parts.try_into().map_err(|_| BackendError::Shape {
@@ -181,7 +201,10 @@ pub(crate) fn random<B: Benchmarks>(
         WeightFormat::Bf16 => ExpertFormat::Bf16,
         WeightFormat::Fp8 => ExpertFormat::Fp8Blocks,
     };
-    let shape = moe.experts_shape(hidden, format, &router, corrected, None, gate);
+    let following = config.mixtures().filter(|&other| other > layer).count();
+    let shared_gate = moe.shared_gate.then(|| vec![0.0; hidden]);
+    let shape = moe.experts_shape(following, hidden, format, &router, corrected, None, gate);
+    let shape = ExpertsShape { shared_gate: shared_gate.as_deref(), ..shape };
     let ids: Vec<ExpertId> = moe.ids().collect();
     Ok(backend.random_experts(&shape, &ids, layer as u64)?)
 }

@@ -1,4 +1,4 @@
-//! Experts of gpt-oss: all of a layer in one tensor.
+//! Experts of gpt-oss and Qwen3.5: all of a layer in one tensor. For gpt-oss:
 //!
 //! ```text
 //! BF16    mlp.experts.gate_up_proj         [experts, hidden, 2 · width]     inputs before outputs
@@ -10,7 +10,8 @@
 //!         mlp.experts.down_proj_bias       [experts, hidden]
 //! ```
 //!
-//! Outputs of gate and up alternate: gate, up, gate, up, …
+//! Outputs of gate and up alternate: gate, up, gate, up, … Qwen3.5 has `gate_up_proj [experts, 2 · width,
+//! hidden]`, first all outputs of the gate, and `down_proj [experts, hidden, width]`, without biases.
 
 use oscar_backend::{
     Backend, ExpertFormat, ExpertId, HostMatrix, HostValues, MXFP4_GROUP, MXFP4_LARGEST_SCALE, Mxfp4Blocks,
@@ -18,8 +19,9 @@ use oscar_backend::{
 
 use crate::config::{DecoderConfig, MoeConfig};
 use crate::error::LoadError;
+use crate::matrices::MatrixView;
 use crate::tensor::TensorView;
-use crate::tensor_names::TensorNames;
+use crate::tensor_names::{ExpertNames, Projection, TensorNames};
 use crate::transformer::BuildError;
 use crate::weights::Weights;
 
@@ -44,7 +46,7 @@ pub(crate) fn elements_of(name: &str) -> u64 {
     if name.ends_with("_proj_blocks") { 2 } else { 1 }
 }
 
-/// The tensors of a layer's experts.
+/// The tensors of a layer's experts that hold several of them.
 pub(crate) fn required(
     names: &TensorNames,
     layer: usize,
@@ -53,6 +55,13 @@ pub(crate) fn required(
 ) -> Vec<(String, Vec<usize>)> {
     let (experts, width) = (moe.experts, moe.width);
     let mut tensors = Vec::new();
+    if moe.names == ExpertNames::QwenFused {
+        let [gate_up, down] = names.fused(layer);
+        return vec![(gate_up, vec![experts, 2 * width, hidden]), (down, vec![experts, hidden, width])];
+    }
+    if moe.names != ExpertNames::Fused {
+        return tensors;
+    }
     for (name, outputs, inputs) in names
         .fused(layer)
         .into_iter()
@@ -81,7 +90,37 @@ fn deal_rows<T: Copy>(values: &[T], width: usize) -> [Vec<T>; 2] {
     [0, 1].map(|first| values.chunks_exact(width).skip(first).step_by(2).flatten().copied().collect())
 }
 
-/// Brings the experts of a layer onto the device, one at a time.
+/// A matrix of an expert: one tensor of the file, or in Qwen3.5 a part of one.
+pub(crate) fn view<'w>(
+    weights: &'w Weights,
+    layer: usize,
+    moe: &MoeConfig,
+    id: ExpertId,
+    part: Projection,
+    hidden: usize,
+) -> Result<MatrixView<'w>, LoadError> {
+    let names = weights.names();
+    let ExpertId::Routed(expert) = id else { return weights.matrix(&names.expert(layer, moe, id, part)) };
+    if moe.names != ExpertNames::QwenFused {
+        return weights.matrix(&names.expert(layer, moe, id, part));
+    }
+    let [gate_up, down] = names.fused(layer);
+    let (name, parts, index) = match part {
+        Projection::Gate => (gate_up, 2, 0),
+        Projection::Up => (gate_up, 2, 1),
+        _ => (down, 1, 0),
+    };
+    let all = weights.tensor(&name)?;
+    let size = hidden * moe.width * all.dtype.size();
+    let bytes = &all.bytes[(expert * parts + index) * size..][..size];
+    match (TensorView { bytes, ..all }).is_finite() {
+        // The outputs and inputs are those of `MoeConfig::shape`.
+        true => Ok(MatrixView::Unquantized(TensorView { bytes, ..all })),
+        false => Err(LoadError::NanWeights { name }),
+    }
+}
+
+/// Brings the experts of a layer of gpt-oss onto the device, one at a time.
 pub(crate) fn load<B: Backend>(
     backend: &B,
     config: &DecoderConfig,

@@ -10,9 +10,11 @@
 //! name.
 
 mod config;
+mod delta;
 mod error;
 mod experts;
 mod families;
+mod family;
 mod fingerprint;
 mod fold;
 mod fp8;
@@ -38,6 +40,7 @@ mod transformer;
 mod weights;
 
 pub use config::{DecoderConfig, Family, MoeConfig, QkNorm, SlidingLayers};
+pub use delta::DeltaConfig;
 pub use error::{LineList, LoadError};
 pub use fp8::Fp8Weights;
 pub use generation::GenerationConfig;

@@ -1,9 +1,10 @@
 //! The matrices of a layer in the form that devices get: projections with the same input are
 //! stacked into one, in the checkpoint's format, in FP8 or expanded.
 //!
-//! FP8 stays FP8, with four exceptions: the value rotation is folded into the matrix (attention),
-//! not all parts are FP8, blocks of 128 rows would cross the seam between two parts, or the scales
-//! are those of channels, for which only experts have products.
+//! FP8 stays FP8, with these exceptions: the value rotation is folded into the matrix (attention),
+//! not all parts are FP8, blocks of 128 rows would cross the seam between two parts, the scales
+//! are those of channels, for which only experts have products, queries and gates alternate in one
+//! matrix, or it belongs to a delta net.
 //! [`Weights::delivered`] is that rule; loading and `oscar plan` both use it.
 
 use half::{bf16, f16};
@@ -86,6 +87,14 @@ impl LayerMatrix {
         shapes.fold([0, 0], |[rows, _], [more, columns]| [rows + more, columns])
     }
 
+    /// Whether a layer has it.
+    pub fn is_in(self, config: &DecoderConfig, layer: usize) -> bool {
+        match self.is_feed_forward() {
+            true => config.moe_of(layer).is_none(),
+            false => config.delta_of(layer).is_none(),
+        }
+    }
+
     /// Whether it belongs to the feed-forward part.
     pub fn is_feed_forward(self) -> bool {
         matches!(self, Self::GateUp | Self::Down)
@@ -153,6 +162,7 @@ impl Weights {
             parts.len() == 1 || parts.iter().all(|p| p.shape(config)[0].is_multiple_of(FP8_BLOCK));
         let stays = match self.wanted() {
             _ if rotated && matrix.carries_rotation() || matrix == LayerMatrix::LatentUp => false,
+            _ if config.output_gate && matrix == LayerMatrix::QueryKeyValue => false,
             Some(WeightFormat::Bf16) => false,
             _ => coded == parts.len() && seams_on_blocks,
         };
@@ -180,9 +190,12 @@ impl Weights {
         }
         for layer in 0..config.layers {
             for matrix in LayerMatrix::of(config) {
-                if !matrix.is_feed_forward() || config.moe_of(layer).is_none() {
+                if matrix.is_in(config, layer) {
                     total += bytes(self.delivered(config, layer, matrix, rotated), matrix.shape(config));
                 }
+            }
+            if let Some(delta) = config.delta_of(layer) {
+                total += delta.parameters(config.hidden_size) * holding.element_bytes;
             }
             total += self.expert_bytes(config, layer, holding);
         }
@@ -193,9 +206,8 @@ impl Weights {
     pub fn describe_fp8(&self, config: &DecoderConfig, rotated: bool, multiplied: bool) -> Option<String> {
         let (mut kept, mut expanded) = (Vec::new(), Vec::new());
         for matrix in LayerMatrix::of(config) {
-            let layers: Vec<usize> = (0..config.layers)
-                .filter(|&layer| !matrix.is_feed_forward() || config.moe_of(layer).is_none())
-                .collect();
+            let layers: Vec<usize> =
+                (0..config.layers).filter(|&layer| matrix.is_in(config, layer)).collect();
             if layers.is_empty() {
                 continue;
             }

@@ -1,15 +1,16 @@
 //! Shapes of published models, for benchmarks that need a model's sizes but not its weights.
 
-use oscar_backend::{ExpertGroups, Gate, HeadShape, RouterRule, RouterScores, StepSize};
+use oscar_backend::{DeltaShape, ExpertGroups, Gate, HeadShape, RouterRule, RouterScores, StepSize};
 
 use crate::config::{DecoderConfig, Family, MoeConfig, QkNorm, SlidingLayers};
+use crate::delta::DeltaConfig;
 use crate::latent::LatentConfig;
 use crate::rope::{RopeConfig, RopeScaling};
 use crate::tensor::WeightDtype;
 use crate::tensor_names::ExpertNames;
 
 /// Names that [`shape`] knows.
-pub const NAMES: [&str; 12] = [
+pub const NAMES: [&str; 14] = [
     "qwen3-0.6b",
     "qwen3-4b",
     "qwen3-8b",
@@ -22,6 +23,8 @@ pub const NAMES: [&str; 12] = [
     "gemma-3-27b",
     "glm-4.7-flash",
     "deepseek-v3",
+    "qwen3-next-80b-a3b",
+    "qwen3.5-35b-a3b",
 ];
 
 /// The configuration of a published model.
@@ -30,6 +33,7 @@ pub fn shape(name: &str) -> Option<DecoderConfig> {
         .or_else(|| expert_shape(name))
         .or_else(|| gemma_shape(name))
         .or_else(|| latent_shape(name))
+        .or_else(|| delta_shape(name))
 }
 
 fn dense_shape(name: &str) -> Option<DecoderConfig> {
@@ -53,6 +57,8 @@ fn dense_shape(name: &str) -> Option<DecoderConfig> {
         rope: RopeConfig::plain(1_000_000.0),
         rotary_dim: None,
         latent: None,
+        delta: None,
+        output_gate: false,
         qk_norm: QkNorm::EachHead,
         qkv_bias: false,
         output_bias: false,
@@ -85,6 +91,7 @@ fn expert_shape(name: &str) -> Option<DecoderConfig> {
         experts: 128,
         width: 768,
         shared_width: 0,
+        shared_gate: false,
         rule,
         correction: false,
         biases: false,
@@ -267,6 +274,45 @@ fn latent_shape(name: &str) -> Option<DecoderConfig> {
     })
 }
 
+/// Models with gated delta nets, as variations of one with experts.
+fn delta_shape(name: &str) -> Option<DecoderConfig> {
+    let base = expert_shape("qwen3-30b-a3b")?;
+    let (family, layers, experts, chosen, vocab_size) = match name {
+        "qwen3-next-80b-a3b" => (Family::Qwen3Next, 48, 512, 10, 151_936),
+        "qwen3.5-35b-a3b" => (Family::Qwen3_5Moe, 40, 256, 8, 248_320),
+        _ => return None,
+    };
+    let moe = base.moe.clone()?;
+    let shape = DeltaShape { key_heads: 16, value_heads: 32, key_dim: 128, value_dim: 128, taps: 4 };
+    Some(DecoderConfig {
+        family,
+        layers,
+        query_heads: 16,
+        kv_heads: 2,
+        head_dim: 256,
+        vocab_size,
+        rope: RopeConfig::plain(1e7),
+        rotary_dim: Some(64),
+        norm_offset: 1.0,
+        output_gate: true,
+        delta: Some(DeltaConfig {
+            shape,
+            layers: (0..layers).filter(|layer| layer % 4 != 3).collect(),
+            joined: family == Family::Qwen3Next,
+        }),
+        moe: Some(MoeConfig {
+            experts,
+            width: 512,
+            shared_width: 512,
+            shared_gate: true,
+            rule: RouterRule { chosen, ..moe.rule },
+            names: ExpertNames::Qwen,
+            ..moe
+        }),
+        ..base
+    })
+}
+
 fn sliding(
     layers: usize,
     window: usize,
@@ -327,10 +373,13 @@ impl DecoderConfig {
     }
 
     fn parameters_with(&self, experts: impl Fn(&MoeConfig) -> usize) -> usize {
+        let gates = if self.output_gate { self.query_width() } else { 0 };
         let attention = match &self.latent {
             Some(latent) => latent.parameters(self.hidden_size, self.query_heads),
-            None => self.hidden_size * (2 * self.query_width() + 2 * self.kv_width()),
+            None => self.hidden_size * (2 * self.query_width() + 2 * self.kv_width() + gates),
         };
+        let mixer =
+            |layer| self.delta_of(layer).map_or(attention, |delta| delta.parameters(self.hidden_size));
         let feed_forward = |layer| match self.moe_of(layer) {
             None => 3 * self.hidden_size * self.intermediate_size,
             Some(moe) => {
@@ -338,7 +387,7 @@ impl DecoderConfig {
                 self.hidden_size * (expert + moe.experts)
             }
         };
-        let layers: usize = (0..self.layers).map(|layer| attention + feed_forward(layer)).sum();
+        let layers: usize = (0..self.layers).map(|layer| mixer(layer) + feed_forward(layer)).sum();
         layers + self.hidden_size * self.vocab_size
     }
 }
@@ -359,6 +408,8 @@ mod tests {
             ("gemma-3-27b", 27.0),
             ("glm-4.7-flash", 29.62),
             ("deepseek-v3", 670.1),
+            ("qwen3-next-80b-a3b", 79.36),
+            ("qwen3.5-35b-a3b", 34.15),
         ] {
             let config = shape(name).unwrap();
             config.validate().unwrap();

@@ -1,8 +1,9 @@
 //! The part of a model that one rank holds.
 //!
 //! Each rank has a share of the KV heads with their query heads, of the columns of the feed-forward
-//! parts, and of the rows of the output head. Norms, RoPE and the embedding are on every rank. The
-//! output and down projections are split by their inputs, so each rank has a summand of the result.
+//! parts, of the experts ([`HeldExperts`](oscar_backend::HeldExperts)) and of the rows of the output
+//! head. Norms, routers, RoPE and the embedding are on every rank. The output and down projections are
+//! split by their inputs, so each rank has a summand of the result.
 //!
 //! **Invariant:** the parts of all ranks together are the model, each weight once.
 
@@ -41,6 +42,9 @@ impl Shard {
         if ranks > 1 && whole.latent.is_some() {
             return refuse("latent attention (MLA) is not split yet".into());
         }
+        if ranks > 1 && whole.delta.is_some() {
+            return refuse("layers with a recurrent state (gated delta nets) are not split yet".into());
+        }
         if ranks == 0 || !whole.kv_heads.is_multiple_of(ranks) {
             let works: Vec<String> = (1..=whole.kv_heads)
                 .filter(|n| whole.kv_heads.is_multiple_of(*n))
@@ -52,17 +56,17 @@ impl Shard {
                 works.join(", ")
             ));
         }
-        if ranks > 1 && whole.moe.is_some() {
-            return refuse("mixtures of experts are not split yet".into());
-        }
         // Other families may do more between a product that is summed over ranks and the residual.
-        let split = [Family::Qwen3, Family::Qwen2, Family::Llama, Family::Mistral];
+        let dense = [Family::Qwen3, Family::Qwen2, Family::Llama, Family::Mistral];
+        let split = [&dense[..], &[Family::Qwen3Moe, Family::Mixtral, Family::Glm4Moe]].concat();
         if ranks > 1 && !split.contains(&whole.family) {
-            let names = split.map(Family::model_type).join(", ");
+            let names: Vec<_> = split.iter().map(|family| family.model_type()).collect();
+            let names = names.join(", ");
             return refuse(format!("{} is not split yet, only {names}", whole.family.model_type()));
         }
-        if whole.intermediate_size < ranks || whole.vocab_size < ranks {
-            return refuse("it has fewer feed-forward columns or tokens than ranks".into());
+        let few_experts = whole.moe.as_ref().is_some_and(|moe| moe.experts < ranks);
+        if whole.intermediate_size < ranks || whole.vocab_size < ranks || few_experts {
+            return refuse("it has fewer feed-forward columns, experts or tokens than ranks".into());
         }
         let mut shard = Self { rank, ranks, whole: whole.clone(), part: whole.clone() };
         shard.part.kv_heads = whole.kv_heads / ranks;
@@ -219,11 +223,13 @@ mod tests {
         let message = refused(4, &llama);
         assert!(message.contains("6 KV heads do not divide by 4; 1, 2, 3, 6 works"), "{message}");
         assert!(refused(0, &llama).contains("0 ranks"));
-        let experts = refused(2, &tiny_config(Family::Qwen3Moe));
-        assert!(experts.contains("mixtures of experts"), "{experts}");
+        let experts = DecoderConfig { query_heads: 16, kv_heads: 16, ..tiny_config(Family::Qwen3Moe) };
+        assert!(Shard::new(0, 2, &experts).is_ok());
+        assert!(refused(16, &experts).contains("experts or tokens than ranks"));
         let other = DecoderConfig { family: Family::MiniMaxM2, ..llama };
         assert!(
-            refused(2, &other).contains("minimax_m2 is not split yet, only qwen3, qwen2, llama, mistral")
+            refused(2, &other)
+                .contains("minimax_m2 is not split yet, only qwen3, qwen2, llama, mistral, qwen3_moe")
         );
         assert!(Shard::new(0, 1, &tiny_config(Family::MiniMaxM2)).is_ok(), "one rank holds any model");
     }

@@ -81,7 +81,8 @@ impl Projection {
         match (self, &config.latent) {
             (Self::Gate | Self::Up, _) => [config.intermediate_size, hidden],
             (Self::Down, _) => [hidden, config.intermediate_size],
-            (Self::Query, None) => [config.query_width(), hidden],
+            // With the gates of the heads, if they have some.
+            (Self::Query, None) => [config.query_width() * (1 + usize::from(config.output_gate)), hidden],
             (Self::Key | Self::Value, None) => [config.kv_width(), hidden],
             (Self::Output, None) => [hidden, config.query_width()],
             (Self::Query, Some(latent)) => [heads * latent.query(), hidden],
@@ -115,14 +116,18 @@ pub enum ExpertNames {
     BlockSparse,
     /// `mlp.experts.gate_up_proj`: all experts of a layer in one tensor (gpt-oss).
     Fused,
+    /// `mlp.experts.E.gate_proj`, `mlp.shared_expert.gate_proj` (Qwen3-Next).
+    Qwen,
+    /// The same with all routed experts in one tensor, outputs before inputs (Qwen3.5).
+    QwenFused,
 }
 
 impl ExpertNames {
-    pub const ALL: [Self; 3] = [Self::Mlp, Self::BlockSparse, Self::Fused];
+    pub const ALL: [Self; 5] = [Self::Mlp, Self::BlockSparse, Self::Fused, Self::Qwen, Self::QwenFused];
 
     fn router(self) -> &'static str {
         match self {
-            Self::Mlp => "mlp.gate.weight",
+            Self::Mlp | Self::Qwen | Self::QwenFused => "mlp.gate.weight",
             Self::BlockSparse => "block_sparse_moe.gate.weight",
             Self::Fused => "mlp.router.weight",
         }
@@ -130,22 +135,23 @@ impl ExpertNames {
 
     fn correction(self) -> &'static str {
         match self {
-            Self::Mlp | Self::Fused => "mlp.gate.e_score_correction_bias",
             Self::BlockSparse => "block_sparse_moe.e_score_correction_bias",
+            _ => "mlp.gate.e_score_correction_bias",
         }
     }
 
     /// The folder of all experts.
     fn experts(self) -> &'static str {
         match self {
-            Self::Mlp | Self::Fused => "mlp.experts",
             Self::BlockSparse => "block_sparse_moe.experts",
+            _ => "mlp.experts",
         }
     }
 
     fn shared(self) -> &'static str {
         match self {
             Self::Mlp | Self::Fused => "mlp.shared_experts",
+            Self::Qwen | Self::QwenFused => "mlp.shared_expert",
             Self::BlockSparse => "block_sparse_moe.shared_experts",
         }
     }
@@ -284,7 +290,12 @@ impl TensorNames {
         ["gate_up_proj", "down_proj"].map(|name| self.in_layer(layer, &format!("mlp.experts.{name}")))
     }
 
-    fn in_layer(&self, layer: usize, rest: &str) -> String {
+    /// The gate on the shared expert.
+    pub fn shared_gate(&self, layer: usize) -> String {
+        self.in_layer(layer, "mlp.shared_expert_gate.weight")
+    }
+
+    pub(crate) fn in_layer(&self, layer: usize, rest: &str) -> String {
         format!("{}layers.{layer}.{rest}", self.prefix)
     }
 }
@@ -329,8 +340,12 @@ pub fn required_tensors(config: &DecoderConfig, names: &TensorNames) -> Vec<Requ
     for layer in 0..config.layers {
         need(names.input_norm(layer), &[hidden]);
         let moe = config.moe_of(layer);
+        let delta = config.delta_of(layer);
         let dense = Projection::FEED_FORWARD.into_iter().filter(|_| moe.is_none());
-        for projection in Projection::attention(config).iter().copied().chain(dense) {
+        let attention = Projection::attention(config).iter().copied().filter(|_| delta.is_none());
+        let of_delta = delta.map(|delta| delta.required(names, layer, hidden));
+        of_delta.into_iter().flatten().for_each(|(name, shape)| need(name, &shape));
+        for projection in attention.chain(dense) {
             if projection == Projection::Gate {
                 need(names.feed_forward_norm(layer, config), &[hidden]);
             }
@@ -349,18 +364,19 @@ pub fn required_tensors(config: &DecoderConfig, names: &TensorNames) -> Vec<Requ
             if moe.biases {
                 need(names.router_bias(layer), &[moe.experts]);
             }
-            let fused = moe.names == ExpertNames::Fused;
-            if fused {
-                let tensors = fused::required(names, layer, moe, hidden);
-                tensors.into_iter().for_each(|(name, shape)| need(name, &shape));
+            if moe.shared_gate {
+                need(names.shared_gate(layer), &[1, hidden]);
             }
-            for id in moe.ids().filter(|_| !fused) {
+            let tensors = fused::required(names, layer, moe, hidden);
+            tensors.into_iter().for_each(|(name, shape)| need(name, &shape));
+            for id in moe.ids().filter(|&id| !moe.names.joins(id)) {
                 for part in Projection::FEED_FORWARD {
                     need(names.expert(layer, moe, id, part), &moe.shape(id, part, hidden));
                 }
             }
         }
         let norms = match config.qk_norm {
+            _ if delta.is_some() => None,
             QkNorm::None => None,
             QkNorm::EachHead => Some((config.head_dim, config.head_dim)),
             QkNorm::AllHeads => Some((config.query_width(), config.kv_width())),

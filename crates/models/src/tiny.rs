@@ -4,6 +4,7 @@
 //! tensor's values depend only on the seed and its name, so sharding or dropping the prefix does
 //! not change the model.
 
+mod delta;
 pub mod fp8;
 pub mod large;
 
@@ -39,9 +40,13 @@ pub fn tiny_config(family: Family) -> DecoderConfig {
         vocab_size: 128,
         rms_norm_eps: 1e-6,
         rope: RopeConfig::plain(10_000.0),
-        rotary_dim: matches!(family, Family::Glm4Moe | Family::MiniMaxM2).then_some(16),
+        rotary_dim: match family {
+            Family::Glm4Moe | Family::MiniMaxM2 => Some(16),
+            _ => delta::has_delta(family).then_some(8),
+        },
         qk_norm: match family {
             Family::Qwen3 | Family::Qwen3Moe | Family::Glm4Moe | Family::Gemma3 => QkNorm::EachHead,
+            Family::Qwen3Next | Family::Qwen3_5 | Family::Qwen3_5Moe => QkNorm::EachHead,
             Family::MiniMaxM2 => QkNorm::AllHeads,
             Family::Qwen2 | Family::Llama | Family::Mistral | Family::Mixtral | Family::GptOss => {
                 QkNorm::None
@@ -49,6 +54,8 @@ pub fn tiny_config(family: Family) -> DecoderConfig {
             Family::DeepseekV3 | Family::Glm4MoeLite => QkNorm::None,
         },
         latent,
+        delta: delta::tiny_delta(family),
+        output_gate: delta::has_delta(family),
         qkv_bias: matches!(family, Family::Qwen2 | Family::Glm4Moe | Family::GptOss),
         output_bias: family == Family::GptOss,
         mlp_bias: false,
@@ -63,7 +70,7 @@ pub fn tiny_config(family: Family) -> DecoderConfig {
         }),
         attention_scale: (family == Family::Gemma3).then_some(0.2),
         attention_sinks: family == Family::GptOss,
-        norm_offset: if family == Family::Gemma3 { 1.0 } else { 0.0 },
+        norm_offset: if family == Family::Gemma3 || delta::has_delta(family) { 1.0 } else { 0.0 },
         result_norms: family == Family::Gemma3,
         embedding_scale: if family == Family::Gemma3 { 8.0 } else { 1.0 },
         gate: match family {
@@ -98,13 +105,17 @@ fn tiny_latent(family: Family) -> Option<LatentConfig> {
 
 /// The mixture of experts of [`tiny_config`].
 fn tiny_moe(family: Family) -> Option<MoeConfig> {
-    let softmax = matches!(family, Family::Qwen3Moe | Family::Mixtral | Family::GptOss);
+    let softmax =
+        matches!(family, Family::Qwen3Moe | Family::Mixtral | Family::GptOss) || delta::has_delta(family);
     let (width, shared_width, dense_layers, names) = match family {
         Family::Qwen3Moe => (40, 0, vec![1], ExpertNames::Mlp),
         Family::Glm4Moe | Family::DeepseekV3 | Family::Glm4MoeLite => (48, 48, vec![0], ExpertNames::Mlp),
         // Their `intermediate_size` is the width of an expert.
         Family::Mixtral | Family::MiniMaxM2 => (96, 0, Vec::new(), ExpertNames::BlockSparse),
         Family::GptOss => (96, 0, Vec::new(), ExpertNames::Fused),
+        Family::Qwen3Next => (40, 24, Vec::new(), ExpertNames::Qwen),
+        Family::Qwen3_5Moe => (40, 24, Vec::new(), ExpertNames::QwenFused),
+        Family::Qwen3_5 => return None,
         Family::Qwen3 | Family::Qwen2 | Family::Llama | Family::Mistral | Family::Gemma3 => return None,
     };
     let rule = RouterRule {
@@ -118,6 +129,7 @@ fn tiny_moe(family: Family) -> Option<MoeConfig> {
         experts: if family == Family::DeepseekV3 { 6 } else { 5 },
         width,
         shared_width,
+        shared_gate: delta::has_delta(family),
         rule,
         correction: !softmax,
         biases: family == Family::GptOss,
@@ -227,7 +239,8 @@ fn config_json(config: &DecoderConfig) -> Value {
     let moe = config.moe.as_ref().map(|moe| moe_json(config, moe));
     let sliding = config.sliding.as_ref().map(|sliding| sliding_json(config, sliding));
     let latent = config.latent.as_ref().map(|latent| latent_json(config, latent));
-    for fields in [moe, sliding, latent].into_iter().flatten() {
+    let delta = config.delta.as_ref().map(|delta| delta::delta_json(config, delta));
+    for fields in [moe, sliding, latent, delta].into_iter().flatten() {
         for (field, value) in fields.as_object().into_iter().flatten() {
             json[field] = value.clone();
         }
@@ -365,6 +378,8 @@ fn random_tensors(
                 _ if tensor.name.ends_with("bias") || tensor.name.ends_with("sinks") => (0.0, 0.2),
                 // The experts of gpt-oss have their inputs before their outputs.
                 [_, inputs] | [_, inputs, _] => (0.0, (3.0 / inputs as f32).sqrt()),
+                // This norm has no offset.
+                _ if tensor.name.ends_with("linear_attn.norm.weight") => (1.0, 0.2),
                 _ => (1.0 - config.norm_offset, 0.2),
             };
             let elements: usize = tensor.shape.iter().product();

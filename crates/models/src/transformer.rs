@@ -7,7 +7,8 @@
 //! logits = Whead · norm(x)
 //! ```
 //!
-//! Layers with latent attention ([`latent`]) have other products before `Wo`.
+//! Layers with latent attention ([`latent`]) have other products before `Wo`, layers with a gated delta
+//! net ([`delta`]) a recurrent state instead of attention.
 //!
 //! Families that normalize results add `norm(Wo · …)` and `norm(Wdown · …)` instead.
 //!
@@ -18,6 +19,7 @@
 //! costs nothing at run time. The key rotation cannot be folded, because QK-norm and RoPE stand
 //! between; it is part of `attend`.
 
+mod delta;
 mod forward;
 mod latent;
 mod layer;
@@ -33,6 +35,7 @@ use crate::parallel::in_parallel;
 use crate::shard::Shard;
 use crate::tensor_names::Projection;
 use crate::weights::Weights;
+use delta::{DeltaMixer, DeltaRows, OutputGate};
 use latent::{LatentMixer, LatentRows};
 use layer::{check_features, norm_weights, ropes};
 use oscar_backend::{Backend, BackendError, Benchmarks, HeadShape, WeightFormat};
@@ -122,6 +125,7 @@ pub struct Workspace<B: Backend> {
     qkv: B::Rows,
     latent: LatentRows<B>,
     attended: B::Rows,
+    delta: DeltaRows<B>,
     gated: B::Rows,
     selected: B::Rows,
     /// The logits that this rank computes, if there are others.
@@ -256,18 +260,30 @@ impl<B: Backend> Transformer<B> {
             };
             let folded = if rotations.is_some() { WeightFormat::Bf16 } else { weights };
             let norms = |query: usize, key: usize| Ok::<_, BackendError>((ones(query)?, ones(key)?));
-            let rotation = |set: &RotationSet| backend.layer_rotation(shard.rotations(set, index));
+            let cached = config.cache_layer(index);
+            let rotation = |set: &RotationSet| backend.layer_rotation(shard.rotations(set, cached));
             let random = |part: Projection| {
                 let [outputs, inputs] = part.shape(config);
                 matrix(1, folded, outputs, inputs)
             };
             let qkv = || matrix(0, folded, config.query_width() + 2 * config.kv_width(), hidden);
-            projections.push(Projections {
-                mixer: match &config.latent {
-                    Some(latent) => Mixer::Latent(LatentMixer::random(backend, config, latent, random)?),
-                    None => Mixer::Heads { qkv: qkv()?, rotation: rotations.map(rotation).transpose()? },
-                },
-                output: random(Projection::Output)?,
+            projections.push(match (config.delta_of(index), &config.latent) {
+                (Some(delta), _) => {
+                    let (mixer, output) = DeltaMixer::random(backend, delta, hidden, 4 * index)?;
+                    Projections { mixer: Mixer::Delta(mixer), output }
+                }
+                (None, Some(latent)) => {
+                    let mixer = Mixer::Latent(LatentMixer::random(backend, config, latent, random)?);
+                    Projections { mixer, output: random(Projection::Output)? }
+                }
+                (None, None) => {
+                    let values = projections::value_rotations(&shard, rotations, index);
+                    let gate =
+                        config.output_gate.then(|| OutputGate::random(backend, config, &values, index));
+                    let (rotation, gate) = (rotations.map(rotation).transpose()?, gate.transpose()?);
+                    let mixer = Mixer::Heads { qkv: qkv()?, rotation, gate };
+                    Projections { mixer, output: random(Projection::Output)? }
+                }
             });
             layers.push(Layer {
                 input_norm: ones(hidden)?,
@@ -326,24 +342,34 @@ impl<B: Backend> Transformer<B> {
         self.rotations.as_ref()
     }
 
+    /// The experts of each layer that has some, with the number of different ones that a step of this
+    /// many rows is expected to choose.
+    pub fn experts(&self, rows: usize) -> impl Iterator<Item = (&B::Experts, f64)> {
+        let body = &*self.body;
+        body.layers.iter().enumerate().filter_map(move |(index, layer)| match &layer.feed_forward {
+            FeedForward::Dense { .. } => None,
+            FeedForward::Experts(experts) => {
+                Some((experts, body.config.moe_of(index).map_or(0.0, |moe| moe.distinct_experts(rows))))
+            }
+        })
+    }
+
     /// Bytes of this rank's matrices that a step of this many rows reads. Experts are counted as
     /// often as a router that takes all of them equally often would choose them.
     pub fn matrix_bytes(&self, backend: &B, rows: usize) -> usize {
         let body = &*self.body;
-        let feed_forward = |(index, layer): (usize, &Layer<B>)| match &layer.feed_forward {
-            FeedForward::Dense { gate_up, down } => {
-                backend.matrix_bytes(gate_up) + backend.matrix_bytes(down)
-            }
-            FeedForward::Experts(experts) => {
-                let (each, always) = backend.expert_bytes(experts);
-                let distinct = body.config.moe_of(index).map_or(0.0, |moe| moe.distinct_experts(rows));
-                always + (each as f64 * distinct) as usize
-            }
-        };
-        let layers: usize = body.layers.iter().enumerate().map(feed_forward).sum();
+        let dense = body.layers.iter().filter_map(|layer| match &layer.feed_forward {
+            FeedForward::Dense { gate_up, down } => Some([gate_up, down]),
+            FeedForward::Experts(_) => None,
+        });
+        let experts = self.experts(rows).map(|(experts, distinct)| {
+            let (each, always) = backend.expert_bytes(experts);
+            always + (each as f64 * distinct) as usize
+        });
         let attention = self.projections.iter().flat_map(Projections::matrices);
         let head = body.head.as_ref().unwrap_or(&body.embedding);
-        layers + attention.chain([head]).map(|matrix| backend.matrix_bytes(matrix)).sum::<usize>()
+        let matrices = attention.chain([head]).chain(dense.flatten());
+        experts.sum::<usize>() + matrices.map(|matrix| backend.matrix_bytes(matrix)).sum::<usize>()
     }
 
     /// Positions this instance can address.
@@ -361,6 +387,7 @@ impl<B: Backend> Transformer<B> {
             }),
             latent: LatentRows::new(backend, c.latent.as_ref()),
             attended: backend.rows(Projection::Output.shape(c)[1]),
+            delta: DeltaRows::new(backend, c),
             gated: backend.rows(c.intermediate_size),
             selected: backend.rows(c.hidden_size),
             logits_part: backend.rows(shard.vocabulary().len()),
@@ -413,17 +440,18 @@ impl Part {
 
     /// Bytes of its tensors in the files.
     fn bytes(&self, weights: &Weights) -> u64 {
-        let (names, attention) = (weights.names(), ".self_attn.");
+        let names = weights.names();
+        let mixes = |name: &str| name.contains(".self_attn.") || name.contains(".linear_attn.");
         match *self {
             Self::Embedding => weights.bytes_of(|name| name == names.embedding()),
             Self::Head => weights.bytes_of(|name| name == names.lm_head()),
             Self::Layer(layer) => {
                 let prefix = names.layer(layer);
-                weights.bytes_of(|name| name.starts_with(&prefix) && !name.contains(attention))
+                weights.bytes_of(|name| name.starts_with(&prefix) && !mixes(name))
             }
             Self::Projections(layer) => {
                 let prefix = names.layer(layer);
-                weights.bytes_of(|name| name.starts_with(&prefix) && name.contains(attention))
+                weights.bytes_of(|name| name.starts_with(&prefix) && mixes(name))
             }
         }
     }

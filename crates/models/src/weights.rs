@@ -119,7 +119,8 @@ impl Weights {
             }
         }
         self.expect_scattered_reads(false);
-        let fused = config.moe.as_ref().is_some_and(|moe| moe.names == ExpertNames::Fused && !moe.mxfp4);
+        let joined = |names| matches!(names, ExpertNames::Fused | ExpertNames::QwenFused);
+        let fused = config.moe.as_ref().is_some_and(|moe| joined(moe.names) && !moe.mxfp4);
         if fused && self.wanted == Some(WeightFormat::Fp8) {
             problems.push("experts in one tensor are not quantized to FP8: leave --weights fp8 out".into());
         }

@@ -1,9 +1,17 @@
 //! How a prompt is divided into steps.
 
 /// Tokens of the next step of a prompt that has `left` tokens to be read, where nothing else runs.
-/// The last step takes up to a third more than a chunk: a step of few rows wastes the device.
+///
+/// The first step takes what is no whole chunk: late in a prompt the rows of a GPU's chunk read about the
+/// same number of tokens and fill whole waves of its thread blocks; early ones fill waves anyway. It
+/// takes up to a third more than a chunk: a step of few rows wastes the device.
 pub fn next_chunk(left: usize, chunk: usize) -> usize {
-    if left <= longest_step(chunk) { left } else { chunk.max(1) }
+    let chunk = chunk.max(1);
+    match left % chunk {
+        _ if left <= longest_step(chunk) => left,
+        rest if rest <= chunk / 3 => chunk + rest,
+        rest => rest,
+    }
 }
 
 /// Most prompt tokens of a sequence in one step, for this size of a chunk.
@@ -28,9 +36,11 @@ mod tests {
     fn a_small_rest_is_read_with_the_chunk_before_it() {
         assert_eq!(steps(4096, 3936), [4096]);
         assert_eq!(steps(5248, 3936), [5248]);
-        assert_eq!(steps(5249, 3936), [3936, 1313]);
-        assert_eq!(steps(700, 512), [512, 188]);
-        assert_eq!(steps(1200, 512), [512, 512, 176]);
+        assert_eq!(steps(5249, 3936), [1313, 3936]);
+        assert_eq!(steps(700, 512), [188, 512]);
+        assert_eq!(steps(1200, 512), [176, 512, 512]);
+        assert_eq!(steps(1190, 512), [678, 512]);
+        assert_eq!(steps(1536, 512), [512; 3]);
         assert_eq!(steps(5, 1), [1; 5]);
         assert_eq!(steps(5, 0), [1; 5], "a chunk of nothing still goes on");
         assert_eq!(steps(9, usize::MAX), [9]);

@@ -179,6 +179,12 @@ impl<B: Backend> Runner<B> {
         self.each_rank().map(|rank| rank.model.matrix_bytes(&rank.backend, rows)).sum()
     }
 
+    /// The experts of each layer of the first rank, with the number of different ones that a step of
+    /// this many rows is expected to choose.
+    pub fn experts(&self, rows: usize) -> impl Iterator<Item = (&B::Experts, f64)> {
+        self.lead.model.experts(rows)
+    }
+
     pub fn usage(&self) -> PoolUsage {
         self.pool.usage()
     }
@@ -234,8 +240,12 @@ impl<B: Backend> Runner<B> {
             rows.push(request.sequence.pages.rows(step, first));
             tokens.extend_from_slice(request.tokens);
             let logits = request.logits.rows(request.tokens.len());
-            if let (Logits::Pick(what), false) = (&request.logits, logits.is_empty()) {
-                picks.push((wanted.len(), *what));
+            match &request.logits {
+                Logits::Pick(what) if !logits.is_empty() => picks.push((wanted.len(), *what)),
+                Logits::PickAmong(what, mask) if !logits.is_empty() => {
+                    picks.push((wanted.len(), what.among(mask)));
+                }
+                _ => {}
             }
             wanted.extend(logits.map(|row| first + row));
             if request.logits == Logits::Hidden && !request.tokens.is_empty() {
@@ -288,27 +298,40 @@ impl<B: Backend> Runner<B> {
         Ok(())
     }
 
-    /// Appends the bytes of a block to `out`.
-    pub fn read_block(&self, block: BlockId, out: &mut Vec<u8>) -> Result<(), StepError> {
+    /// Appends the bytes of each block to its `Vec`.
+    pub fn read_blocks(&self, blocks: &mut [(BlockId, &mut Vec<u8>)]) -> Result<(), StepError> {
         self.alone("the page store")?;
-        Ok(self.lead.backend.read_block(&self.lead.storage, block, out)?)
+        Ok(self.lead.backend.read_blocks(&self.lead.storage, blocks)?)
     }
 
-    /// Replaces the bytes of a block by those that [`Runner::read_block`] gave, here or in another
+    /// Replaces the bytes of blocks by those that [`Runner::read_blocks`] gave, here or in another
     /// process with the same model, cache and device.
-    pub fn write_block(&mut self, block: BlockId, bytes: &[u8]) -> Result<(), StepError> {
+    pub fn write_blocks(&mut self, blocks: &[(BlockId, &[u8])]) -> Result<(), StepError> {
         self.alone("the page store")?;
-        Ok(self.lead.backend.write_block(&mut self.lead.storage, block, bytes)?)
+        Ok(self.lead.backend.write_blocks(&mut self.lead.storage, blocks)?)
     }
 }
 
-/// Refuses a cache whose sliding layers are not the model's. A cache with all layers in one group is
-/// right for any model.
+/// Refuses a cache whose layers, states or sliding layers are not the model's. A cache with all layers in
+/// one group is right for any model.
 fn check_group(config: &DecoderConfig, layout: &CacheLayout) -> Result<(), BackendError> {
+    let found = (layout.layers(), layout.state_bytes());
+    if found != (config.cache_layers(), config.state_bytes()) {
+        return Err(BackendError::Shape {
+            what: "a cache".into(),
+            detail: format!(
+                "{} layers and states of {} bytes; the model has {} layers with attention and states of {}",
+                found.0,
+                found.1,
+                config.cache_layers(),
+                config.state_bytes()
+            ),
+        });
+    }
     let Some(group) = layout.sliding() else { return Ok(()) };
     let window = |layer| layout.slides(layer).then_some(group.window());
     let agrees = |layer| config.window_of(layer) == window(layer);
-    match layout.layers() == config.layers && (0..config.layers).all(agrees) {
+    match (0..config.layers).all(agrees) {
         true => Ok(()),
         false => Err(BackendError::Shape {
             what: "a cache".into(),

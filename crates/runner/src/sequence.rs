@@ -1,9 +1,10 @@
 //! A sequence in the cache, and its part of a step.
 
-use oscar_backend::Pick;
+use oscar_backend::{Pick, TokenMask};
 use oscar_cache::{PrefixKey, PrefixPages, RadixCache, SequencePages, StepPages};
 use oscar_codec::CacheLayout;
 use std::ops::Range;
+use std::sync::Arc;
 
 /// A sequence in the cache.
 #[derive(Debug, Default)]
@@ -76,7 +77,9 @@ pub enum Logits {
     /// Of these tokens of the request.
     Of(Range<usize>),
     /// Of the last token, only its most likely successors.
-    Pick(Pick),
+    Pick(Pick<'static>),
+    /// The same among the tokens that are allowed. The step waits for the mask when it needs it.
+    PickAmong(Pick<'static>, Arc<TokenMask>),
     /// No logits, but the hidden state of the last token.
     Hidden,
 }
@@ -86,7 +89,7 @@ impl Logits {
     pub fn rows(&self, tokens: usize) -> Range<usize> {
         match self {
             Self::None | Self::Hidden => 0..0,
-            Self::Last | Self::Pick(_) => tokens.saturating_sub(1)..tokens,
+            Self::Last | Self::Pick(_) | Self::PickAmong(..) => tokens.saturating_sub(1)..tokens,
             Self::All => 0..tokens,
             Self::Of(rows) => rows.start.min(tokens)..rows.end.min(tokens),
         }

@@ -234,6 +234,7 @@ impl<'r, B: Calibrates> Trials<'r, B> {
             demote: 0..0,
             demote_values: 0..0,
             view: None,
+            states: None,
         }
     }
 

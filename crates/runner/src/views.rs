@@ -39,6 +39,7 @@ impl Sequence {
             demote: 0..0,
             demote_values: 0..0,
             view: self.pages.view().map(|view| &**view),
+            states: None,
         }
     }
 }

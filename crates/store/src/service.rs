@@ -33,8 +33,7 @@ use std::time::{Duration, Instant};
 const LAST_WRITES: Duration = Duration::from_secs(30);
 /// Most pages in one write. A remote server takes many pages in one round trip.
 const WRITTEN_TOGETHER: usize = 16;
-/// Threads that read from tiers, and from other machines.
-const READERS: usize = 2;
+/// Threads that read from other machines.
 const PEER_READERS: usize = 4;
 
 /// Which tiers a store has, and their limits.
@@ -51,6 +50,8 @@ pub struct StoreOptions {
     pub queue: usize,
     /// Bytes that are read at a time for one request; the next ones are read while they are copied.
     pub read_ahead: usize,
+    /// Threads that read from the tiers and verify.
+    pub readers: usize,
     /// Time after which whoever waits for an answer should go on without it.
     pub patience: Duration,
     /// Pages may also be fetched from other machines.
@@ -70,6 +71,7 @@ impl Default for StoreOptions {
             limits: StoreLimits::default(),
             queue: 256 << 20,
             read_ahead: 8 << 20,
+            readers: 2,
             patience: Duration::from_secs(10),
             peers: false,
             most_page_bytes: 64 << 20,
@@ -131,6 +133,7 @@ struct Inner {
     tiers: Arc<Tiers>,
     queue: usize,
     read_ahead: usize,
+    most_orders: usize,
     patience: Duration,
     peers: Option<Arc<Peers>>,
     /// `None` only while it is dropped.
@@ -203,13 +206,15 @@ impl Store {
             }
             Ok(reads)
         };
-        let StoreOptions { queue, read_ahead, patience, peers, most_page_bytes, .. } = *options;
-        let reads = read("store-read", READERS)?;
+        let StoreOptions { queue, read_ahead, readers, patience, peers, most_page_bytes, .. } = *options;
+        let reads = read("store-read", readers.max(1))?;
         let peer_reads = read("peer-read", if peers { PEER_READERS } else { 0 })?;
         let fingerprint = tiers.fingerprint;
         let peers = peers.then(|| Arc::new(Peers::new(fingerprint, most_page_bytes, patience)));
         let jobs = Some(Jobs { writes, reads, peer_reads });
-        Ok(Self(Arc::new(Inner { tiers, queue, read_ahead, patience, peers, jobs })))
+        // Every thread has the next one to read while its last one is copied.
+        let most_orders = 2 * readers.max(1);
+        Ok(Self(Arc::new(Inner { tiers, queue, read_ahead, most_orders, patience, peers, jobs })))
     }
 
     /// Whether pages are kept here at all. A store may also be there for other machines' pages alone.
@@ -245,6 +250,11 @@ impl Store {
     /// See [`StoreOptions::read_ahead`].
     pub fn read_ahead(&self) -> usize {
         self.0.read_ahead
+    }
+
+    /// Orders of [`Store::read_ahead`] bytes that may be under way for one request.
+    pub fn most_orders(&self) -> usize {
+        self.0.most_orders
     }
 
     /// See [`StoreOptions::patience`].

@@ -31,7 +31,7 @@ pub use episodes::Episodes;
 pub use observe::{Observed, observe};
 pub use policy::{Evict, Eviction, HeadSplit, Policy, PolicyError};
 pub use probing::Probing;
-pub use scorers::{History, Probe, Scorer, Scores, score, scorer};
+pub use scorers::{History, Probe, Ranking, Scorer, Scores, score, scorer};
 pub use select::{Selection, select};
 pub use topics::{EpisodeOptions, Route, Topics};
 pub use view_set::{Keep, ViewSet};

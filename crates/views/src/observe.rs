@@ -111,7 +111,7 @@ pub fn observe<B: Backend>(
     let sink = runner.layout().windows().sink();
     let rope = RopeTable::new(&config.rope, config.rotary_width(), tokens.len().max(1));
     let mut attention = scoring(runner, tokens.len(), Reduce::Sum);
-    let mut queries = vec![QueryMoments::default(); config.layers * config.query_heads];
+    let mut queries = vec![QueryMoments::default(); config.cache_layers() * config.query_heads];
     let distance = tokens.len().saturating_sub(sink).div_ceil(SAMPLES).max(1);
     let mut out = StepOutput::default();
     let until = view_end(runner.layout(), tokens.len());

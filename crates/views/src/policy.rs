@@ -39,6 +39,11 @@ impl Evict {
         Self::NAMES[self as usize].1
     }
 
+    /// Whether rows are ranked by weights that queries give them.
+    pub fn needs_weights(self) -> bool {
+        !matches!(self, Self::Recent | Self::KeyDiff)
+    }
+
     /// Whether scoring runs the whole history through the model again.
     pub fn replays(self) -> bool {
         matches!(self, Self::H2o | Self::Expected)
@@ -80,6 +85,8 @@ impl FromStr for Evict {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Eviction {
     Scorer(Evict),
+    /// `keydiff`, from the whole history: the default of post mode.
+    KeyDiffPost,
     Episodes,
 }
 
@@ -87,19 +94,34 @@ impl Eviction {
     pub fn name(self) -> &'static str {
         match self {
             Self::Scorer(evict) => evict.name(),
+            Self::KeyDiffPost => "keydiff-post",
             Self::Episodes => "episodes",
         }
     }
 
     /// Whether rows are chosen from the whole history, which stays in memory.
     pub fn keeps_base(self) -> bool {
-        matches!(self, Self::Episodes | Self::Scorer(Evict::H2o | Evict::Expected | Evict::KvZip))
+        match self {
+            Self::Scorer(evict) => matches!(evict, Evict::H2o | Evict::Expected | Evict::KvZip),
+            Self::KeyDiffPost | Self::Episodes => true,
+        }
+    }
+
+    /// Whether rows are ranked by weights that queries give them.
+    pub fn needs_weights(self) -> bool {
+        match self {
+            Self::Scorer(evict) => evict.needs_weights(),
+            Self::KeyDiffPost => false,
+            Self::Episodes => true,
+        }
     }
 
     /// A division among heads that suits it: one that compares rows of different heads, or none.
     pub fn default_split(self) -> HeadSplit {
         match self {
-            Self::Scorer(Evict::Recent | Evict::Tova | Evict::KeyDiff) => HeadSplit::Uniform,
+            Self::Scorer(Evict::Recent | Evict::Tova | Evict::KeyDiff) | Self::KeyDiffPost => {
+                HeadSplit::Uniform
+            }
             Self::Scorer(Evict::H2o | Evict::SnapKv | Evict::Expected) => HeadSplit::Adaptive,
             Self::Scorer(Evict::KvZip) | Self::Episodes => HeadSplit::Global,
         }
@@ -117,7 +139,8 @@ impl FromStr for Eviction {
 
     fn from_str(name: &str) -> Result<Self, PolicyError> {
         let scorers = Evict::NAMES.iter().map(|&(evict, name)| (Self::Scorer(evict), name));
-        let all: Vec<_> = scorers.chain([(Self::Episodes, Self::Episodes.name())]).collect();
+        let post = [Self::KeyDiffPost, Self::Episodes].map(|eviction| (eviction, eviction.name()));
+        let all: Vec<_> = scorers.chain(post).chain([(Self::KeyDiffPost, "post")]).collect();
         parse("eviction policy", &all, name)
     }
 }
@@ -177,6 +200,13 @@ mod tests {
         for (split, name) in HeadSplit::NAMES {
             assert_eq!((name.parse(), split.name()), (Ok(split), name));
         }
+        for (name, meant) in
+            [("post", "keydiff-post"), ("keydiff-post", "keydiff-post"), ("episodes", "episodes")]
+        {
+            let eviction: Eviction = name.parse().unwrap();
+            assert!(eviction.keeps_base() && eviction.name() == meant, "{name}");
+        }
+        assert!(!"keydiff".parse::<Eviction>().unwrap().keeps_base());
         let error = "zip".parse::<Evict>().unwrap_err().to_string();
         assert!(error.contains("'zip'") && error.contains("kvzip") && error.contains("recent"));
         assert!("both".parse::<HeadSplit>().unwrap_err().to_string().contains("adaptive"));

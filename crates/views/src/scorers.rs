@@ -17,7 +17,7 @@ use crate::expected;
 use crate::observe::{Observed, observe};
 use crate::policy::Evict;
 use crate::probing::Probing;
-use oscar_backend::{Backend, CacheHead, HeadHistory, Reduce, Scoring};
+use oscar_backend::{Backend, CacheHead, HeadHistory, HistoryRows, Reduce, Scoring};
 use oscar_cache::view_end;
 use oscar_codec::PAGE_TOKENS;
 use oscar_runner::{Runner, Sequence, StepError};
@@ -290,21 +290,57 @@ impl<B: Backend> Scorer<B> for KeyDiff {
         history: &History<'_>,
         _: &Probe,
     ) -> Result<(Vec<Vec<f64>>, usize), StepError> {
-        let mut all = Vec::new();
-        for_each_head(runner, history, |keys, _, d| {
-            let unit = |key: &[f32]| {
-                let norm = key.iter().map(|k| f64::from(*k).powi(2)).sum::<f64>().sqrt().max(1e-30);
-                key.iter().map(|k| f64::from(*k) / norm).collect::<Vec<f64>>()
-            };
-            let units: Vec<Vec<f64>> = keys.chunks_exact(d).map(unit).collect();
-            let mut mean = vec![0.0; d];
-            units.iter().for_each(|u| mean.iter_mut().zip(u).for_each(|(m, u)| *m += u));
-            let norm = mean.iter().map(|m| m * m).sum::<f64>().sqrt().max(1e-30);
-            let cosine = |u: &Vec<f64>| u.iter().zip(&mean).map(|(u, m)| u * m).sum::<f64>() / norm;
-            all.push(units.iter().map(|u| -cosine(u)).collect());
-        })?;
-        Ok((all, 0))
+        let mut ranking = Ranking::new(runner, history);
+        while !ranking.advance(runner, history)? {}
+        Ok((ranking.rows, 0))
     }
+}
+
+/// The scores of `keydiff`, a head at a time: the keys of one head are read and compared by each call.
+pub struct Ranking {
+    positions: Vec<Vec<u32>>,
+    rows: Vec<Vec<f64>>,
+}
+
+impl Ranking {
+    pub fn new<B: Backend>(runner: &Runner<B>, history: &History<'_>) -> Self {
+        Self { positions: positions(runner, history), rows: Vec::new() }
+    }
+
+    /// Scores the next head. Returns whether it was the last.
+    ///
+    /// # Errors
+    /// If its keys cannot be read.
+    pub fn advance<B: Backend>(
+        &mut self,
+        runner: &Runner<B>,
+        history: &History<'_>,
+    ) -> Result<bool, StepError> {
+        let (heads, d) = (runner.layout().kv_heads(), runner.layout().head_dim());
+        if self.rows.len() < self.positions.len() {
+            let head = CacheHead { layer: self.rows.len() / heads, kv_head: self.rows.len() % heads };
+            self.rows.push(unlike_the_mean(&head_history(runner, history, head)?.keys, d));
+        }
+        Ok(self.rows.len() == self.positions.len())
+    }
+
+    pub fn scores(self) -> Scores {
+        Scores { positions: self.positions, rows: self.rows, probe_tokens: 0 }
+    }
+}
+
+/// −cosine between each key and the mean of the unit keys.
+fn unlike_the_mean(keys: &[f32], d: usize) -> Vec<f64> {
+    let mut units: Vec<f64> = keys.iter().map(|&k| f64::from(k)).collect();
+    let mut mean = vec![0.0; d];
+    for unit in units.chunks_exact_mut(d) {
+        let norm = unit.iter().map(|k| k * k).sum::<f64>().sqrt().max(1e-30);
+        unit.iter_mut().for_each(|k| *k /= norm);
+        mean.iter_mut().zip(&*unit).for_each(|(m, u)| *m += u);
+    }
+    let norm = mean.iter().map(|m| m * m).sum::<f64>().sqrt().max(1e-30);
+    let cosine = |u: &[f64]| u.iter().zip(&mean).map(|(u, m)| u * m).sum::<f64>() / norm;
+    units.chunks_exact(d).map(|u| -cosine(u)).collect()
 }
 
 /// Calls `work(keys, values, head size)` with the dequantized rows of every layer and head, in the
@@ -316,20 +352,29 @@ pub(crate) fn for_each_head<B: Backend>(
 ) -> Result<(), StepError> {
     let (layers, heads, d) =
         (runner.layout().layers(), runner.layout().kv_heads(), runner.layout().head_dim());
-    let until = view_end(runner.layout(), history.len);
     for layer in 0..layers {
         for kv_head in 0..heads {
-            let head = CacheHead { layer, kv_head };
-            let mut rows = runner.history(history.sequence, HeadHistory { head, until })?;
-            if let Some(mean) = rotated_key_mean(runner, head) {
-                for key in rows.keys.chunks_exact_mut(d) {
-                    key.iter_mut().zip(&mean).for_each(|(k, m)| *k += m);
-                }
-            }
+            let rows = head_history(runner, history, CacheHead { layer, kv_head })?;
             work(&rows.keys, &rows.values, d);
         }
     }
     Ok(())
+}
+
+/// The dequantized rows of one head, in the cache's basis. Keys have their mean again.
+fn head_history<B: Backend>(
+    runner: &Runner<B>,
+    history: &History<'_>,
+    head: CacheHead,
+) -> Result<HistoryRows, StepError> {
+    let until = view_end(runner.layout(), history.len);
+    let mut rows = runner.history(history.sequence, HeadHistory { head, until })?;
+    if let Some(mean) = rotated_key_mean(runner, head) {
+        for key in rows.keys.chunks_exact_mut(runner.layout().head_dim()) {
+            key.iter_mut().zip(&mean).for_each(|(k, m)| *k += m);
+        }
+    }
+    Ok(rows)
 }
 
 /// The mean that was subtracted from the keys of a head, in the cache's basis.

@@ -161,18 +161,17 @@ impl<B: Calibrates> Judge<'_, B> {
         let tokens = probes.iter().map(|p| p.tokens.len()).max().unwrap_or(0);
         let one = KvMemory::Sequences { count: 1, tokens };
         let mut exact = self.runner(&self.exact_layout()?, one)?;
-        let mut runners = tables
-            .iter()
-            .map(|table| self.runner(&self.table_layout(table)?, one))
-            .collect::<Result<Vec<_>, _>>()?;
+        let layouts = tables.iter().map(|table| self.table_layout(table)).collect::<Result<Vec<_>, _>>()?;
         let mut all = vec![Scores::default(); tables.len()];
         let mut reference = exact.logits_rows();
         for probe in probes {
             self.read(&mut exact, probe, Compared::Kept(&mut reference))?;
             progress();
-            for (runner, scores) in runners.iter_mut().zip(&mut all) {
+            for (layout, scores) in layouts.iter().zip(&mut all) {
                 let mut found: Vec<Divergence> = Vec::new();
-                self.read(runner, probe, Compared::With(&reference, &mut found))?;
+                // One cache at a time: there may be a table for every third head of a large model.
+                let mut runner = self.runner(layout, one)?;
+                self.read(&mut runner, probe, Compared::With(&reference, &mut found))?;
                 scores.add(&probe.group, &found);
                 progress();
             }

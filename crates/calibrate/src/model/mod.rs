@@ -111,6 +111,9 @@ pub fn calibrate_model<B: Calibrates>(
     if subject.config.latent.is_some() {
         return Err(CalibrateError::Latent);
     }
+    if options.widths.is_some() && subject.config.delta.is_some() {
+        return Err(CalibrateError::RecurrentState);
+    }
     if let Some(widths) = &options.widths {
         // An option that cannot be met is refused now, not after minutes of measuring.
         widths.check(subject)?;

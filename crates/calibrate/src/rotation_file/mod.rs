@@ -167,7 +167,7 @@ impl RotationFile {
 
     /// Refuses rotations made for another model.
     pub fn check_model(&self, fingerprint: &str, config: &DecoderConfig) -> Result<(), RotationFileError> {
-        let (found, model) = (self.shape(), [config.layers, config.kv_heads, config.head_dim]);
+        let (found, model) = (self.shape(), [config.cache_layers(), config.kv_heads, config.head_dim]);
         if found != model {
             return Err(RotationFileError::OtherModel(format!(
                 "they are for {} layers and {} KV heads of {}, the model has {} and {} of {}",

@@ -163,7 +163,7 @@ fn finish(args: &Args, model: &OpenModel, result: &CalibratedModel, started: Ins
         println!(
             "{}: rotations of {} layers × {} KV heads from {} tokens in {:.1} s ({} statistic, {}, {} clip{})",
             args.out.display(),
-            model.config.layers,
+            model.config.cache_layers(),
             model.config.kv_heads,
             m.tokens,
             started.elapsed().as_secs_f64(),

@@ -94,7 +94,7 @@ fn gpu() -> String {
 }
 
 fn format_table(config: &DecoderConfig) -> Result<String> {
-    let heads = config.layers * config.kv_heads;
+    let heads = config.cache_layers() * config.kv_heads;
     let mut rows = Vec::new();
     for format in KvFormat::all() {
         let Ok(codec) = format.codec(config.head_dim, format.native_layout()) else { continue };

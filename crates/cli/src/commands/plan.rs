@@ -1,6 +1,7 @@
 //! `oscar plan`: what fits in a given memory, exactly, BF16 beside each format.
 
 use crate::commands::bench::subject::{Shape, Subject, parse_shape};
+use crate::cpu_experts::{self, WeightBytes};
 use crate::options::{Device, ModelArgs, at_least_one, formats, parse_size};
 use crate::sizing::FixedMemory;
 use crate::{progress, table};
@@ -98,7 +99,7 @@ struct Budget {
 pub fn run(args: &Args) -> Result<()> {
     let model = Subject::open(&args.model, args.shape.as_ref())?;
     let c = model.config();
-    if let Some(note) = c.describe_sliding() {
+    for note in c.describe_sliding().into_iter().chain(c.describe_delta()) {
         eprintln!("note: {note}");
     }
     let contexts = contexts(args, &model)?;
@@ -111,6 +112,9 @@ pub fn run(args: &Args) -> Result<()> {
     let mut too_large = Vec::new();
     if target.is_gpu() && c.latent.is_some() {
         bail!("{} has latent attention (MLA), which GPUs do not compute: use --device cpu", model.name());
+    }
+    if target.is_gpu() && c.delta.is_some() {
+        bail!("{} has gated delta nets, which GPUs do not compute: use --device cpu", model.name());
     }
     for format in formats(c, &args.kv, &["bf16", "oscar4", "oscar"])? {
         let rotates = format.rotation() != RotationKind::None;
@@ -126,10 +130,18 @@ pub fn run(args: &Args) -> Result<()> {
             }
         };
         let step = target.step_memory(&size);
-        let fixed = match &model {
-            Subject::Open(model) => FixedMemory::of(model, rotates, holding, step),
-            Subject::Random { shape, .. } => FixedMemory { weights: shape.config.bf16_bytes(), step },
+        let weights = match &model {
+            Subject::Open(model) => WeightBytes::of(model, rotates, holding),
+            Subject::Random { weights, .. } => WeightBytes::of_shape(c, *weights),
         };
+        let host_layers = host_layers(
+            args,
+            &target,
+            &weights,
+            step.total(),
+            layout.working_bytes(longest, longest_step(chunk)),
+        )?;
+        let fixed = FixedMemory::of(&weights, host_layers, step);
         let Some(free) = args.memory.checked_sub(fixed.total()).filter(|&f| f > 0) else {
             too_large.push(format!(
                 "{} with {format} does not fit: {} (steps of up to {} tokens); --memory allows {}",
@@ -156,6 +168,19 @@ pub fn run(args: &Args) -> Result<()> {
         println!("\n{}", table::render(&header, &rows));
     }
     Ok(())
+}
+
+/// Layers whose experts are in host memory beside a GPU.
+fn host_layers(args: &Args, target: &Target, weights: &WeightBytes, step: usize, kv: usize) -> Result<usize> {
+    Ok(match args.model.cpu_experts {
+        None => 0,
+        Some(_) if !target.is_gpu() => {
+            bail!("--cpu-experts: no GPU is planned for, so all experts are on the CPU anyway; leave it out")
+        }
+        Some(asked) => asked
+            .layers()
+            .unwrap_or_else(|| weights.fewest(step + cpu_experts::kv_reserve(kv, args.memory), args.memory)),
+    })
 }
 
 /// The contexts that the model can address.
@@ -214,7 +239,8 @@ fn plan(
                 json!({
                     "kv": kv, "context": context, "batch": fit.sequences, "sequence_bytes": fit.sequence_bytes,
                     "prefill_bytes": fit.prefill_bytes, "bits": bits, "longest_context": longest,
-                    "weight_bytes": fixed.weights, "step_bytes": fixed.step.total(),
+                    "weight_bytes": fixed.weights, "cpu_expert_layers": fixed.host.layers,
+                    "cpu_expert_bytes": fixed.host.bytes, "step_bytes": fixed.step.total(),
                     "prefill_chunk": chunk, "memory_bytes": args.memory,
                 })
             );

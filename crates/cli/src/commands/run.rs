@@ -101,6 +101,7 @@ pub fn run(args: &Args) -> Result<()> {
         eprintln!("{weights}");
     }
     eprintln!("cache: {}; rotations: {}", cache.layout.describe(), cache.rotation_origin);
+    model.config.describe_delta().iter().for_each(|note| eprintln!("{note}"));
     eprintln!("attention: {}", backend.attention(&cache.layout).description);
     served.note.iter().for_each(|note| eprintln!("{note}"));
     served.advice.iter().for_each(|advice| eprintln!("{advice}"));
@@ -452,5 +453,5 @@ fn bf16_bytes(layout: &CacheLayout, tokens: usize) -> usize {
         true => CacheLayout::latent(KvFormat::Bf16, layers, row, order),
         false => CacheLayout::new(KvFormat::Bf16, layers, layout.kv_heads(), row, Windows::default(), order),
     };
-    full.map_or(0, |l| l.with_sliding_of(layout).sequence_bytes(tokens))
+    full.map_or(0, |l| l.with_sliding_of(layout).with_states(layout.state_bytes()).sequence_bytes(tokens))
 }

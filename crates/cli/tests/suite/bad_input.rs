@@ -31,7 +31,7 @@ fn errors_name_the_value_and_what_to_do() {
         (&["bench", "serve", "--prompt-tokens", "1000000"], 1, "positions of oscar-15m"),
         (&["bench", "serve", "--kv-memory", "1M"], 1, "in bf16"),
         (&["bench", "serve", "--http", "--turns", "2"], 1, "--turns 2"),
-        (&["bench", "views", "--evict", "keydiff"], 1, "kvzip or episodes"),
+        (&["bench", "views", "--evict", "keydiff"], 1, "keydiff-post, kvzip or episodes"),
         (&["bench", "views", "--context", "1000000"], 1, "--context 1000000"),
         (&["serve", "--print-config", "--log", "oscar=loud"], 2, "oscar=loud"),
         (&["serve", "--print-config", "--log-format", "xml"], 2, "text, json"),

@@ -180,3 +180,34 @@ fn shapes_of_latent_models_are_planned() {
     let rows = json_lines(&[&plan[..], &["--context", "131072"]].concat());
     assert_eq!((rows.len(), rows[0]["sequence_bytes"].as_u64()), (1, Some(131_072 * 54_144)));
 }
+
+/// Plans divide a mixture of experts between a GPU and host memory; without a GPU the flag is refused.
+#[test]
+fn experts_in_host_memory_are_planned_and_refused_without_a_gpu() {
+    let plan = |flags: &[&str]| {
+        let args =
+            ["plan", "--device", "cuda", "--memory", "141G", "--context", "4096", "--kv", "bf16", "--json"];
+        json_lines(&[&args[..], flags].concat())[0].clone()
+    };
+    let number = |row: &serde_json::Value, field: &str| row[field].as_u64().unwrap();
+    let glm = ["--shape", "glm-4.7", "--cpu-experts"];
+    let (all, auto) = (plan(&[&glm[..], &["all"]].concat()), plan(&[&glm[..], &["auto"]].concat()));
+    assert_eq!(number(&all, "cpu_expert_layers"), 89);
+    assert!((60..89).contains(&number(&auto, "cpu_expert_layers")), "{auto}");
+    let sum = |row| number(row, "weight_bytes") + number(row, "cpu_expert_bytes");
+    assert_eq!(sum(&all), sum(&auto));
+    assert!(
+        number(&auto, "batch") > 0 && number(&auto, "weight_bytes") + number(&auto, "step_bytes") < 141 << 30
+    );
+    // A model that fits keeps its experts.
+    let small = plan(&["--shape", "qwen3-30b-a3b", "--cpu-experts", "auto"]);
+    assert_eq!(number(&small, "cpu_expert_layers"), 0);
+
+    let dir = folder(Family::Qwen3Moe);
+    let model = dir.path().to_str().unwrap();
+    let run = ["run", "--model", model, "--device", "cpu", "--prompt", "Hello", "--cpu-experts", "1"];
+    let (_, message) = fail(&run);
+    assert!(message.contains("all experts are on the CPU anyway"), "{message}");
+    let (_, message) = fail(&["run", "--model", model, "--cpu-experts", "most"]);
+    assert!(message.contains("neither auto, nor all, nor a number of layers"), "{message}");
+}

@@ -1,7 +1,7 @@
 //! Work for conversations between their turns: replaying turns on the base, probing it, gathering views.
 //!
-//! **Invariant:** [`Job::advance`] computes at most the given number of tokens, or copies the rows of one
-//! view. Work that grows with the history and needs no device (clustering, sorting scores) runs on a
+//! **Invariant:** [`Job::advance`] computes at most the given number of tokens, ranks the rows of one
+//! head, or copies the rows of one view. Work that grows with the history and needs no device (clustering, sorting scores) runs on a
 //! thread of its own. A job can give its pages back at any time and goes on later.
 
 use super::{PostCap, PostSetting, Turn, ViewSets, view_key};
@@ -10,9 +10,9 @@ use crate::serving::Activity;
 use crate::store::PageTiers;
 use oscar_backend::Backend;
 use oscar_cache::{CacheSalt, PrefixKey, RadixCache};
-use oscar_codec::PAGE_TOKENS;
+use oscar_codec::{CacheLayout, PAGE_TOKENS};
 use oscar_runner::{Logits, Runner, Sequence, StepError, StepOutput, StepRequest};
-use oscar_views::{Eviction, History, Probing, Route, Topics, ViewSet};
+use oscar_views::{Eviction, History, Probing, Ranking, Route, Scores, Topics, ViewSet};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, TryRecvError, channel};
@@ -47,6 +47,7 @@ enum Stage {
     Begin,
     Cluster(Receiver<Topics>),
     Probe(Box<Probing>),
+    Rank(Ranking),
     Select(Receiver<ViewSet>),
     /// Copy the rows of these views.
     Gather(Arc<ViewSet>, VecDeque<Route>),
@@ -139,7 +140,7 @@ impl Job {
             self.point = self.cap.points(self.salt, &self.turn, &self.tokens).first().copied();
         }
         let Some((point, key)) = self.point else { return Ok(Progress::Ended) };
-        let needs_base = matches!(self.stage, Stage::Begin | Stage::Probe(_) | Stage::Gather(..));
+        let needs_base = !matches!(self.stage, Stage::Cluster(_) | Stage::Select(_));
         if matches!(self.stage, Stage::Begin) && bench.sets.contains(key) {
             return Ok(Progress::Ended);
         }
@@ -174,6 +175,9 @@ impl Job {
                 let options = self.cap.episodes;
                 Stage::Cluster(on_thread(move || Topics::new(&tokens, &utterances, &embeddings, options)))
             }
+            Stage::Begin if self.cap.eviction == Eviction::KeyDiffPost => {
+                Stage::Rank(Ranking::new(runner, &history(base)))
+            }
             Stage::Begin => {
                 Stage::Probe(Box::new(Probing::repeating(runner, &history(base), &setting.probe)?))
             }
@@ -194,9 +198,16 @@ impl Job {
                 let Stage::Probe(probing) = std::mem::replace(&mut self.stage, Stage::Begin) else {
                     return Err(ended);
                 };
-                let (layout, topics) = (runner.layout().clone(), self.topics.take());
-                let keep = self.cap.kept_until(point);
-                Stage::Select(on_thread(move || ViewSet::new(layout, probing.scores(), topics, keep)))
+                self.choose(runner.layout().clone(), point, move || probing.scores())
+            }
+            Stage::Rank(ranking) => {
+                if !ranking.advance(runner, &history(base))? {
+                    return Ok(Progress::Worked);
+                }
+                let Stage::Rank(ranking) = std::mem::replace(&mut self.stage, Stage::Begin) else {
+                    return Err(ended);
+                };
+                self.choose(runner.layout().clone(), point, move || vec![ranking.scores()])
             }
             Stage::Select(answer) => match answer.try_recv() {
                 Ok(set) => {
@@ -220,6 +231,17 @@ impl Job {
             }
         };
         Ok(Progress::Worked)
+    }
+
+    /// Chooses the rows of the views on a thread of its own.
+    fn choose(
+        &mut self,
+        layout: CacheLayout,
+        point: usize,
+        scores: impl FnOnce() -> Vec<Scores> + Send + 'static,
+    ) -> Stage {
+        let (topics, keep) = (self.topics.take(), self.cap.kept_until(point));
+        Stage::Select(on_thread(move || ViewSet::new(layout, scores(), topics, keep)))
     }
 
     /// Begins the probes of the episodes. Their text may need the base, whose pages may be gone by now:

@@ -20,7 +20,7 @@ pub(crate) use sets::ViewSets;
 
 use crate::kv_request::KvRoute;
 use crate::request::RunningView;
-use crate::row_cap::{self, rows_of};
+use crate::row_cap::{self, Evictable, rows_of};
 use oscar_backend::Backend;
 use oscar_cache::{CacheSalt, PageHash, PrefixKey};
 use oscar_codec::{CacheLayout, PAGE_TOKENS};
@@ -74,30 +74,28 @@ impl PostCap {
         block: usize,
         episodes: EpisodeOptions,
     ) -> Result<Self, String> {
-        match row_cap::refusal(runner) {
-            Some(why) => Err(why),
-            None => Self::of_layout(runner.layout(), eviction, budget, block, episodes),
-        }
+        Self::of(&row_cap::allowed(runner)?, eviction, budget, block, episodes)
     }
 
-    /// A cap on a device that can evict rows.
+    /// A cap of a cache whose rows can be evicted.
     ///
     /// # Errors
     /// Says why this cache or policy has no views of a whole history.
-    pub(crate) fn of_layout(
-        layout: &CacheLayout,
+    pub(crate) fn of(
+        cache: &Evictable,
         eviction: Eviction,
         (budget, heads): (Budget, HeadSplit),
         block: usize,
         episodes: EpisodeOptions,
     ) -> Result<Self, String> {
-        if !matches!(eviction, Eviction::Episodes | Eviction::Scorer(Evict::KvZip)) {
+        if !matches!(eviction, Eviction::KeyDiffPost | Eviction::Episodes | Eviction::Scorer(Evict::KvZip)) {
             return Err(format!(
-                "{eviction} is not served: it would compute the whole history again for its scores; use episodes, \
-                 kvzip, keydiff, snapkv, tova or recent"
+                "{eviction} is not served: it would compute the whole history again for its scores; use \
+                 keydiff-post, kvzip, episodes, keydiff, snapkv, tova or recent"
             ));
         }
-        layout.evicts_rows()?;
+        cache.check(eviction, heads)?;
+        let layout = &cache.layout;
         let rows = rows_of(layout, budget)?;
         let block = block.max(1).next_multiple_of(PAGE_TOKENS);
         let windows = layout.windows();

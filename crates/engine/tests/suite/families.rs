@@ -1,6 +1,6 @@
 //! Families against goldens of Hugging Face transformers, on tiny checkpoints under the publishers'
 //! tensor names: mixtures of experts (BF16, FP8 in blocks, FP8 by channels), Gemma 3, gpt-oss (BF16,
-//! MXFP4), latent attention (BF16, FP8 in blocks).
+//! MXFP4), latent attention (BF16, FP8 in blocks), gated delta nets.
 //!
 //! `OSCAR_FAMILIES` names a folder with further checkpoints of the same form.
 
@@ -30,6 +30,9 @@ fn folders() -> Vec<PathBuf> {
         "deepseek_v3",
         "deepseek_v3_fp8",
         "glm4_moe_lite",
+        "qwen3_next",
+        "qwen3_5_text",
+        "qwen3_5_moe_text",
     ];
     let mut all: Vec<PathBuf> = names.iter().map(|name| shipped(name)).collect();
     if let Some(more) = std::env::var_os("OSCAR_FAMILIES") {
@@ -81,7 +84,8 @@ pub fn runner(
     if format.is_coded() && config.latent.is_some() {
         return None;
     }
-    let rotations = format.rotation().data_free(config.layers, config.kv_heads, config.head_dim).unwrap();
+    let rotations =
+        format.rotation().data_free(config.cache_layers(), config.kv_heads, config.head_dim).unwrap();
     runner_with(source, variant, mode, format, Windows::new(16, 32).unwrap(), rotations.as_ref())
 }
 

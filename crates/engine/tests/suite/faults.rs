@@ -4,9 +4,9 @@
 use crate::client::submit;
 use crate::support::{Setup, greedy};
 use oscar_backend::{
-    AttentionKernels, Backend, BackendError, Candidate, ExpertId, ExpertsShape, Feature, HeadShape,
-    HostMatrix, LayerHeads, Pick, PrefillWave, Product, Result, SequenceRows, Step, StepMemory, StepSize,
-    Tap,
+    AttentionKernels, Backend, BackendError, Candidate, DeltaStep, ExpertId, ExpertsShape, Feature,
+    HeadShape, HostMatrix, LayerHeads, Pick, PrefillWave, Product, Result, SequenceRows, Step, StepMemory,
+    StepSize, Tap,
 };
 use oscar_codec::{CacheLayout, CodeLayout, HeadRotations, KvFormat, RotationSet, Windows};
 use oscar_engine::{
@@ -127,6 +127,8 @@ struct FaultyStep<'s> {
 
 type Rows = <CpuBackend as Backend>::Rows;
 type Matrix = <CpuBackend as Backend>::Matrix;
+
+impl DeltaStep<Faulty> for FaultyStep<'_> {}
 
 impl Step<Faulty> for FaultyStep<'_> {
     fn embed(&mut self, table: &Matrix, tokens: &[u32], scale: f32, out: &mut Rows) -> Result<()> {

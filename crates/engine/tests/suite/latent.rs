@@ -1,7 +1,7 @@
 //! Multi-head latent attention: what goldens do not show.
 
 use crate::families::{Fixture, fixture, runner};
-use crate::support::{Setup, all_logits, bits, fork_equals_a_cold_run, latent_model};
+use crate::support::{Setup, all_logits, bits, fork_equals_a_cold_run, tiny_model};
 use oscar_backend::{WeightFormat, argmax};
 use oscar_codec::{CodeLayout, KvFormat, Windows};
 use oscar_engine::{EVICT_BLOCK, Eviction, RowCap};
@@ -60,7 +60,7 @@ fn a_prefix_gives_the_same_logits_to_the_bit() {
 /// One row a token and layer: keys and values are not stored twice.
 #[test]
 fn a_sequence_holds_one_row_a_token_and_layer() {
-    let (_folder, model) = latent_model(Family::DeepseekV3);
+    let (_folder, model) = tiny_model(Family::DeepseekV3);
     let mut runner = Setup { context: 2048, ..Setup::default() }.runner(&model);
     let (mut sequence, mut output) = (Sequence::new(), StepOutput::default());
     let tokens: Vec<u32> = (0..192).map(|i| i * 31 % 6000 + 3).collect();
@@ -73,7 +73,7 @@ fn a_sequence_holds_one_row_a_token_and_layer() {
 
 #[test]
 fn eviction_ranks_and_quantized_caches_are_refused_by_name() {
-    let (_folder, model) = latent_model(Family::Glm4MoeLite);
+    let (_folder, model) = tiny_model(Family::Glm4MoeLite);
     let mut runner = Setup { context: 256, ..Setup::default() }.runner(&model);
     let (evict, budget) = (Evict::SnapKv, "256".parse().unwrap());
     let policy = Policy { evict, budget, heads: Eviction::Scorer(evict).default_split() };

@@ -3,6 +3,7 @@
 
 mod client;
 mod constraints;
+mod delta;
 mod families;
 mod faults;
 mod fp8_weights;

@@ -1,4 +1,4 @@
-//! Views of whole histories: episodes and `kvzip` in a running engine.
+//! Views of whole histories: `keydiff-post`, `kvzip` and episodes in a running engine.
 
 use crate::client::{Call, Outcome, submit};
 use crate::support::Setup;
@@ -12,7 +12,7 @@ use oscar_kernels_cpu::backend::CpuBackend;
 use oscar_models::{ModelSource, Weights};
 use oscar_runner::{Logits, Runner, Sequence, StepOutput, StepRequest};
 use oscar_store::{FingerprintParts, Store, StoreOptions};
-use oscar_views::{History, Keep, Probing, Topics, ViewSet};
+use oscar_views::{History, Keep, Probing, Topics, ViewSet, score};
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -174,11 +174,16 @@ impl Reference {
         let utterances: Vec<_> = turn.utterances.iter().map(clip).filter(|r| !r.is_empty()).collect();
         let topics = (eviction == Eviction::Episodes)
             .then(|| Topics::new(tokens, &utterances, &setting.embeddings, setting.episodes));
-        let probing = match &topics {
-            Some(topics) => Probing::reciting(runner, &history, topics, &setting.probe).unwrap(),
-            None => Probing::repeating(runner, &history, &setting.probe).unwrap(),
+        let scores = match &topics {
+            Some(topics) => {
+                let probing = Probing::reciting(runner, &history, topics, &setting.probe).unwrap();
+                probing.run(runner, &history).unwrap()
+            }
+            None => {
+                let evict = if eviction == KVZIP { Evict::KvZip } else { Evict::KeyDiff };
+                vec![score(runner, &history, evict, &setting.probe).unwrap()]
+            }
         };
-        let scores = probing.run(runner, &history).unwrap();
         let budget = ROWS.to_string().parse().unwrap();
         let keep = Keep { budget, heads: eviction.default_split(), protected: protected.into() };
         let set = ViewSet::new(runner.layout().clone(), scores, topics, keep);
@@ -219,7 +224,7 @@ fn answers_on_views_depend_on_their_lineage_alone() {
     let questions: Vec<Asked> = (0..3).map(|topic| asked(&history, topic)).collect();
     let mut reference = Reference::new();
     let whole: Vec<Vec<u32>> = questions.iter().map(|asked| reference.whole(&asked.prompt)).collect();
-    for (eviction, chunk) in [(Eviction::Episodes, 96), (KVZIP, 512)] {
+    for (eviction, chunk) in [(Eviction::Episodes, 96), (KVZIP, 512), (Eviction::KeyDiffPost, 96)] {
         let expected: Vec<_> =
             questions.iter().map(|asked| reference.answer(asked, eviction, &[], 960)).collect();
         assert!(expected.iter().zip(&whole).any(|(view, whole)| view.0 != *whole), "rows are missed");
@@ -228,9 +233,9 @@ fn answers_on_views_depend_on_their_lineage_alone() {
         let first = ask(&engine, &questions[0]);
         assert_eq!((answer(&first), route(&first)), (whole[0].clone(), None));
         let stats = settled(&engine);
-        let views = if eviction == KVZIP { 1 } else { 4 };
+        let views = if eviction == Eviction::Episodes { 4 } else { 1 };
         assert_eq!((stats.views, stats.routes.full, stats.view_jobs_failed), (views, 1, 0));
-        assert!(stats.probe_tokens > 0);
+        assert_eq!(stats.probe_tokens > 0, eviction != Eviction::KeyDiffPost);
         for round in 0..2 {
             for (asked, (tokens, taken)) in questions.iter().zip(&expected) {
                 let outcome = ask(&engine, asked);

@@ -2,7 +2,7 @@
 //! the one of a cold run on an empty machine, and after every round all pages are accounted for.
 
 use crate::client::{Outcome, submit};
-use crate::support::{Setup, latent_model, log_probability, sliding_model};
+use crate::support::{Setup, log_probability, sliding_model, tiny_model};
 use oscar_backend::argmax;
 use oscar_codec::{CodeLayout, KvFormat, Windows};
 use oscar_engine::{
@@ -107,10 +107,12 @@ fn check_accounts(engine: &EngineHandle, what: &str) {
         stats.sliding_pages, stats.cached_sliding_pages,
         "{what}: a sliding page is held by nobody known"
     );
+    assert_eq!(stats.states, stats.cached_states, "{what}: a state is held by nobody known");
     let info = engine.info();
     let bytes = stats.full_pages * info.full_block_bytes
         + stats.coded_pages * info.coded_block_bytes
-        + stats.sliding_pages * info.sliding_block_bytes;
+        + stats.sliding_pages * info.sliding_block_bytes
+        + stats.states * info.state_bytes;
     assert!(bytes <= info.kv_budget_bytes, "{what}");
 }
 
@@ -220,7 +222,7 @@ fn converse(plan: &Plan, oracle: &mut Oracle) -> EngineStats {
     engine.flush_cache();
     let empty = engine.stats();
     assert_eq!((empty.full_pages, empty.coded_pages, empty.cache_bytes), (0, 0, 0), "nothing is leaked");
-    assert_eq!(empty.sliding_pages, 0);
+    assert_eq!((empty.sliding_pages, empty.states), (0, 0));
     engine.shutdown();
     stats
 }
@@ -282,7 +284,7 @@ fn sliding_windows_answer_alike_from_the_prefix_cache() {
 fn latent_models_answer_alike_from_the_prefix_cache() {
     let mut evicted = 0;
     for (family, budget, chunk) in [(Family::DeepseekV3, 11, 150), (Family::Glm4MoeLite, 9, 33)] {
-        let (_folder, model) = latent_model(family);
+        let (_folder, model) = tiny_model(family);
         let format = KvFormat::Bf16;
         let mut oracle = Oracle::of(format, &model);
         let (step_tokens, seed) = (2 * chunk, budget as u64);
@@ -291,6 +293,28 @@ fn latent_models_answer_alike_from_the_prefix_cache() {
         let stats = converse(&plan, &mut oracle);
         assert!(stats.cached_tokens > 0, "{family:?}: nothing was found");
         assert_eq!((stats.coded_pages, stats.approximate_hits), (0, 0), "nothing is quantized");
+        evicted += stats.evicted_pages;
+    }
+    assert!(evicted > 0, "the cache was large enough for everything");
+}
+
+/// Recurrent states: hits begin where a state was kept, and answers are those of cold runs.
+#[test]
+fn models_with_states_answer_alike_from_the_prefix_cache() {
+    let mut evicted = 0;
+    for (family, format, budget, chunk) in [
+        (Family::Qwen3Next, KvFormat::OSCAR2, 12, 150),
+        (Family::Qwen3_5, KvFormat::Bf16, 12, 33),
+        (Family::Qwen3_5Moe, KvFormat::OSCAR2, 200, 512),
+    ] {
+        let (_folder, model) = tiny_model(family);
+        let mut oracle = Oracle::of(format, &model);
+        let (step_tokens, seed) = (2 * chunk, budget as u64);
+        let plan =
+            Plan { model, format, budget, chunk, step_tokens, batch: 5, rounds: 6, seed, approximates: true };
+        let stats = converse(&plan, &mut oracle);
+        assert!(stats.cached_tokens > 0, "{family:?}: nothing was found");
+        assert_eq!(stats.approximate_hits, 0, "a state is exact or absent");
         evicted += stats.evicted_pages;
     }
     assert!(evicted > 0, "the cache was large enough for everything");
@@ -327,8 +351,14 @@ fn sliding_models_answer_alike_after_preemption() {
 }
 
 #[test]
+fn models_with_states_answer_alike_after_preemption() {
+    let (_folder, model) = tiny_model(Family::Qwen3Next);
+    check_preemption(&model, KvFormat::OSCAR2);
+}
+
+#[test]
 fn latent_models_answer_alike_after_preemption() {
-    let (_folder, model) = latent_model(Family::DeepseekV3);
+    let (_folder, model) = tiny_model(Family::DeepseekV3);
     check_preemption(&model, KvFormat::Bf16);
 }
 

@@ -2,7 +2,7 @@
 //! vanishing or another model's, are those of an engine without one.
 
 use crate::client::{Outcome, submit};
-use crate::support::{Setup, latent_model, sliding_model};
+use crate::support::{Setup, sliding_model, tiny_model};
 use oscar_codec::{KvFormat, Windows};
 use oscar_engine::{
     CacheSalt, CachedByTier, Engine, EngineApi, EngineHandle, EngineOptions, GenerationParams, SamplingParams,
@@ -142,7 +142,7 @@ fn comes_back_after_a_restart(
 fn latent_rows_come_back_after_a_restart() {
     let prompt = tokens(610, 1);
     for family in [Family::DeepseekV3, Family::Glm4MoeLite] {
-        let (_folder, model) = latent_model(family);
+        let (_folder, model) = tiny_model(family);
         let (folder, setup) = (tempfile::tempdir().unwrap(), setup(KvFormat::Bf16, 64));
         let begin = |store| {
             let options = EngineOptions { store, ..EngineOptions::new("test") };

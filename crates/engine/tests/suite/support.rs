@@ -40,7 +40,7 @@ impl Setup {
     pub fn runner(&self, source: &ModelSource) -> Runner<CpuBackend> {
         let config = DecoderConfig::load(source).unwrap();
         let weights = Weights::open(source).unwrap();
-        let (l, h, d) = (config.layers, config.kv_heads, config.head_dim);
+        let (l, h, d) = (config.cache_layers(), config.kv_heads, config.head_dim);
         let layout = config.cache_layout(self.format, self.windows, CodeLayout::CpuTile).unwrap();
         let rotations = self.format.rotation().data_free(l, h, d).unwrap();
         let backend = CpuBackend::new(Kernels::chosen().unwrap(), self.threads, self.precision).unwrap();
@@ -62,8 +62,8 @@ pub fn sliding_model(family: Family, window: usize) -> (tempfile::TempDir, Model
     random_model(DecoderConfig { sliding, ..tiny })
 }
 
-/// A random model with latent attention and the embedded one's vocabulary.
-pub fn latent_model(family: Family) -> (tempfile::TempDir, ModelSource) {
+/// A random model with the embedded one's vocabulary.
+pub fn tiny_model(family: Family) -> (tempfile::TempDir, ModelSource) {
     random_model(tiny_config(family))
 }
 

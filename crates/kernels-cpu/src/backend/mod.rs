@@ -1,12 +1,14 @@
 //! The CPU as a [`Backend`]: the kernels of this crate, a thread pool and page storage.
 
 mod calibration;
+mod delta;
 mod demotion;
 mod experts;
 mod heads;
 mod latent;
 mod pages;
 mod products;
+mod random;
 mod region;
 mod step;
 mod views;
@@ -17,12 +19,13 @@ pub use step::CpuStep;
 
 use crate::attention;
 use crate::{Kernels, PackedMatrix, Precision, ThreadPool, Weights};
+use delta::DeltaScratch;
 use experts::ExpertsScratch;
 use heads::LayerRotation;
 use oscar_backend::{
     AttentionKernels, AttentionPath, Backend, BackendError, Benchmarks, BlockId, Communicator, ExpertId,
     ExpertsShape, Feature, HeadHistory, HeadShape, HistoryRows, HostMatrix, HostValues, PrefillWave, Result,
-    SequenceRows, StepMemory, StepSize, StepTimes, TappedRows, View,
+    RowEviction, SequenceRows, StepMemory, StepSize, StepTimes, TappedRows, View,
 };
 use oscar_codec::{CacheLayout, CodeLayout, FormatTable, HeadRotations, RowPageCodec};
 use products::ProductScratch;
@@ -75,6 +78,7 @@ struct Scratch {
     outputs: Vec<f32>,
     /// Products of single heads, `[head][row][channel]`, in latent attention.
     by_head: Vec<f32>,
+    delta: DeltaScratch,
     /// The time of steps so far, if it is wanted.
     times: Option<StepTimes>,
 }
@@ -137,6 +141,12 @@ impl CpuBackend {
         // A wrong OSCAR_ATTENTION is refused here, once, before any kernel could ignore it.
         attention::AttentionPrecision::chosen().map_err(std::io::Error::other)?;
         let pool = ThreadPool::new(threads)?;
+        Ok(Self { kernels, pool, mode, communicator: None, scratch: Mutex::default() })
+    }
+
+    /// The processor as a helper of a GPU, whose operations its own come between.
+    pub fn beside_gpu(kernels: &'static Kernels, threads: usize, mode: Mode) -> std::io::Result<Self> {
+        let pool = ThreadPool::beside_gpu(threads)?;
         Ok(Self { kernels, pool, mode, communicator: None, scratch: Mutex::default() })
     }
 
@@ -362,18 +372,21 @@ impl Backend for CpuBackend {
         self.communicator.is_none()
     }
 
-    fn read_block(&self, pool: &CpuPages, block: BlockId, out: &mut Vec<u8>) -> Result<()> {
-        pool.read_block(block, out);
+    fn read_blocks(&self, pool: &CpuPages, blocks: &mut [(BlockId, &mut Vec<u8>)]) -> Result<()> {
+        blocks.iter_mut().for_each(|(block, out)| pool.read_block(*block, out));
         Ok(())
     }
 
-    fn write_block(&self, pool: &mut CpuPages, block: BlockId, bytes: &[u8]) -> Result<()> {
-        pool.write_block(block, bytes)
+    fn write_blocks(&self, pool: &mut CpuPages, blocks: &[(BlockId, &[u8])]) -> Result<()> {
+        blocks.iter().try_for_each(|(block, bytes)| pool.write_block(*block, bytes))
     }
 
-    fn evicts_rows(&self) -> bool {
-        // Budgets are divided over the heads of all ranks.
-        self.communicator.is_none()
+    fn evicts_rows(&self, _: &CacheLayout) -> RowEviction {
+        match &self.communicator {
+            None => RowEviction::ByScores,
+            // Budgets are divided over the heads of all ranks.
+            Some(_) => RowEviction::Never,
+        }
     }
 
     fn gather(&self, from: &SequenceRows<'_>, view: &View, pool: &mut CpuPages) -> Result<()> {
@@ -386,6 +399,10 @@ impl Backend for CpuBackend {
 }
 
 impl Benchmarks for CpuBackend {
+    fn random_experts(&self, shape: &ExpertsShape<'_>, ids: &[ExpertId], seed: u64) -> Result<CpuExperts> {
+        self.make_random_experts(shape, ids, seed)
+    }
+
     fn randomize(&self, _pool: &mut CpuPages, _full: usize, _coded: usize) -> Result<bool> {
         Ok(false)
     }

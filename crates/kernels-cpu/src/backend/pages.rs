@@ -27,6 +27,27 @@ impl HeadPages {
 }
 
 impl HeadPages {
+    /// Room for the states of sequences under a budget.
+    fn states(page_bytes: usize, budget: usize) -> Result<Self> {
+        let pages = budget.checked_div(page_bytes).map_or(0, |pages| pages + 1);
+        let bytes = pages.saturating_mul(page_bytes);
+        let region = Region::reserve(bytes).map_err(|error| BackendError::OutOfMemory {
+            device: "cpu".into(),
+            what: format!("the states of sequences ({error})"),
+            bytes,
+        })?;
+        Ok(Self { region, page_bytes })
+    }
+
+    pub fn page_bytes(&self) -> usize {
+        self.page_bytes
+    }
+
+    /// All pages.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        self.region.bytes_mut()
+    }
+
     /// One page to read and another, which must not be the same, to write.
     pub fn pair(&mut self, from: u32, to: u32) -> (&[u8], &mut [u8]) {
         assert_ne!(from, to, "two pages");
@@ -51,6 +72,8 @@ pub struct CpuPages {
     full: Vec<HeadPages>,
     /// Quantized pages; none in sliding layers.
     coded: Vec<HeadPages>,
+    /// The states of sequences, if the model has some.
+    states: HeadPages,
 }
 
 impl CpuPages {
@@ -81,7 +104,8 @@ impl CpuPages {
         let pages = |block_bytes: usize| budget / block_bytes.max(1) + 1;
         let (full, sliding) = (pages(layout.full_block_bytes()), pages(layout.sliding_block_bytes()));
         let full = table(layout.full(), full, sliding)?;
-        Ok(Self { layout: layout.clone(), heads: *heads, full, coded })
+        let states = HeadPages::states(layout.state_bytes(), budget)?;
+        Ok(Self { layout: layout.clone(), heads: *heads, full, coded, states })
     }
 
     pub fn layout(&self) -> &CacheLayout {
@@ -148,6 +172,11 @@ impl CpuPages {
             rest = others;
         }
         Ok(())
+    }
+
+    /// The states of sequences, one after the other.
+    pub fn states_mut(&mut self) -> &mut HeadPages {
+        &mut self.states
     }
 
     /// A page of a view, or of a quantized block, by the number of its layer and head.

@@ -5,8 +5,8 @@ use super::views::HeadContext;
 use super::{CpuBackend, CpuExperts, CpuMatrix, CpuPages, CpuRows, Scratch, shape_error};
 use crate::attention::{self, AttendTask};
 use oscar_backend::{
-    BackendError, Candidate, Communicator, LatentHeads, LayerHeads, Pick, Product, Result, SequenceRows,
-    Step, Tap,
+    BackendError, Candidate, Communicator, HostRows, LatentHeads, LayerHeads, Pick, Product, Result,
+    SequenceRows, Step, Tap,
 };
 use oscar_codec::attention::PagedContext;
 use std::sync::MutexGuard;
@@ -54,7 +54,11 @@ impl Step<CpuBackend> for CpuStep<'_> {
     }
 
     fn experts(&mut self, experts: &CpuExperts, norm: (&Vec<f32>, f32), x: &mut CpuRows) -> Result<()> {
-        self.backend.run_experts(&mut self.scratch.experts, experts, norm, x)
+        if x.width != experts.hidden() {
+            let detail = format!("rows of {} for experts of {}", x.width, experts.hidden());
+            return Err(shape_error("a mixture of experts", detail));
+        }
+        self.backend.run_experts(&mut self.scratch.experts, experts, (norm.0, norm.1), &mut x.values)
     }
 
     fn attend(
@@ -142,6 +146,22 @@ impl Step<CpuBackend> for CpuStep<'_> {
     }
 
     fn finish(self) -> Result<()> {
+        Ok(())
+    }
+}
+
+impl HostRows for CpuBackend {
+    fn read_rows(_: &mut CpuStep<'_>, x: &CpuRows, out: &mut Vec<f32>) -> Result<()> {
+        out.extend_from_slice(&x.values);
+        Ok(())
+    }
+
+    fn write_rows(_: &mut CpuStep<'_>, values: &[f32], x: &mut CpuRows) -> Result<()> {
+        if !values.len().is_multiple_of(x.width) {
+            return Err(shape_error("rows", format!("{} values of rows of {}", values.len(), x.width)));
+        }
+        x.resize(values.len() / x.width);
+        x.values.copy_from_slice(values);
         Ok(())
     }
 }

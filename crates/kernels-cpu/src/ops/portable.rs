@@ -6,6 +6,7 @@
 use half::bf16;
 use oscar_backend::Gate;
 
+use super::DeltaRow;
 use super::convert::{f32_from_bf16, f32_to_bf16};
 use super::exp::exp;
 
@@ -82,6 +83,45 @@ pub(super) fn clamped(gate: &[f32], up: &[f32], out: &mut [f32]) {
         let up = if up > LIMIT { LIMIT } else { up };
         let up = if up < -LIMIT { -LIMIT } else { up };
         *out = gate / (1.0 + exp(-Gate::CLAMPED_SLOPE * gate)) * (up + 1.0);
+    }
+}
+
+#[inline(always)]
+pub(super) fn sigmoid_gate(gate: &[f32], x: &mut [f32]) {
+    x.iter_mut().zip(gate).for_each(|(x, &gate)| *x /= 1.0 + exp(-gate));
+}
+
+#[inline(always)]
+pub(super) fn conv_row(rows: &[&[f32]], weights: &[f32], out: &mut [f32]) {
+    out.fill(0.0);
+    for (row, weights) in rows.iter().zip(weights.chunks_exact(out.len())) {
+        for ((out, &x), &weight) in out.iter_mut().zip(*row).zip(weights) {
+            *out += weight * x;
+        }
+    }
+    out.iter_mut().for_each(|out| *out /= 1.0 + exp(-*out));
+}
+
+/// Reads the state twice: once for what it answers to the key, once to correct that and to answer the
+/// query.
+#[inline(always)]
+pub(super) fn delta_row(row: &DeltaRow<'_>, state: &mut [f32], error: &mut [f32], out: &mut [f32]) {
+    let &DeltaRow { query, key, value, decay, beta } = row;
+    error.fill(0.0);
+    for (&key, state) in key.iter().zip(state.chunks_exact_mut(value.len())) {
+        for (state, error) in state.iter_mut().zip(error.iter_mut()) {
+            *state *= decay;
+            *error += *state * key;
+        }
+    }
+    error.iter_mut().zip(value).for_each(|(error, &value)| *error = beta * (value - *error));
+    out.fill(0.0);
+    let pairs = key.iter().zip(query);
+    for ((&key, &query), state) in pairs.zip(state.chunks_exact_mut(value.len())) {
+        for ((state, &error), out) in state.iter_mut().zip(error.iter()).zip(out.iter_mut()) {
+            *state += key * error;
+            *out += *state * query;
+        }
     }
 }
 

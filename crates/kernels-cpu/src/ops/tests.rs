@@ -198,3 +198,73 @@ fn expanded_mxfp4_matches_scalar() {
         assert_eq!(words, expected);
     }
 }
+
+/// The delta rule, its convolution and the output gate against f64.
+#[test]
+fn scalar_delta_rule_matches_f64() {
+    let (keys, dims, taps) = (48, 40, 4);
+    let mut state = values(1, keys * dims, 0.5);
+    let mut exact: Vec<f64> = state.iter().map(|&s| f64::from(s)).collect();
+    let (mut error, mut out) = (vec![0.0; dims], vec![0.0; dims]);
+    for step in 0..30 {
+        let [query, key] = [10, 20].map(|seed| values(seed + step, keys, 0.2));
+        let value = values(30 + step, dims, 1.0);
+        let (decay, beta) = (0.9 + 0.003 * step as f32, 0.5);
+        let row = DeltaRow { query: &query, key: &key, value: &value, decay, beta };
+        scalar().delta_row(&row, &mut state, &mut error, &mut out);
+        exact.iter_mut().for_each(|s| *s *= f64::from(decay));
+        let dot = |exact: &[f64], x: &[f32], v: usize| -> f64 {
+            (0..keys).map(|k| exact[k * dims + v] * f64::from(x[k])).sum()
+        };
+        for v in 0..dims {
+            let delta = f64::from(beta) * (f64::from(value[v]) - dot(&exact, &key, v));
+            (0..keys).for_each(|k| exact[k * dims + v] += f64::from(key[k]) * delta);
+            let truth = dot(&exact, &query, v);
+            assert!((f64::from(out[v]) - truth).abs() < 1e-5, "step {step}: {} {truth}", out[v]);
+        }
+    }
+    let (rows, weights) = (values(3, taps * dims, 2.0), values(4, taps * dims, 1.0));
+    let parts: Vec<&[f32]> = rows.chunks(dims).collect();
+    scalar().conv_row(&parts, &weights, &mut out);
+    let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
+    for c in 0..dims {
+        let product = |tap: usize| f64::from(rows[tap * dims + c]) * f64::from(weights[tap * dims + c]);
+        let sum: f64 = (0..taps).map(product).sum();
+        assert!((f64::from(out[c]) - sum * sigmoid(sum)).abs() < 1e-5, "{c}");
+    }
+    let (gate, before) = (values(5, dims, 6.0), values(6, dims, 2.0));
+    let mut gated = before.clone();
+    scalar().sigmoid_gate(&gate, &mut gated);
+    for (c, found) in gated.into_iter().enumerate() {
+        let truth = f64::from(before[c]) * sigmoid(f64::from(gate[c]));
+        assert!((f64::from(found) - truth).abs() < 1e-6, "{c}");
+    }
+}
+
+fn check_delta_rule(variant: Variant) {
+    let Some(kernels) = kernels_or_note(variant) else { return };
+    for (keys, dims) in [(1, 1), (16, 24), (128, 128), (33, 70)] {
+        let run = |kernels: &Kernels| {
+            let mut state = values(7, keys * dims, 0.5);
+            let (mut error, mut out) = (vec![0.0; dims], vec![0.0; dims]);
+            let (query, key, value) = (values(8, keys, 0.3), values(9, keys, 0.3), values(10, dims, 2.0));
+            let row = DeltaRow { query: &query, key: &key, value: &value, decay: 0.97, beta: 0.4 };
+            (0..3).for_each(|_| kernels.delta_row(&row, &mut state, &mut error, &mut out));
+            kernels.conv_row(&[&value, &out], &values(11, 2 * dims, 1.0), &mut error);
+            kernels.sigmoid_gate(&value, &mut error);
+            [bits(&state), bits(&out), bits(&error)]
+        };
+        assert!(run(kernels) == run(scalar()), "{variant}, {keys} × {dims}");
+    }
+}
+
+#[test]
+fn avx2_delta_rule_matches_scalar() {
+    check_delta_rule(Variant::Avx2);
+}
+
+#[test]
+fn avx512_delta_rule_matches_scalar() {
+    check_delta_rule(Variant::Avx512);
+    check_delta_rule(Variant::Amx);
+}

@@ -69,11 +69,11 @@ impl AppendKernel {
     pub fn new(kernels: &Kernels, head_dim: usize) -> Result<Self> {
         let defines = vec![("HEAD_DIM", head_dim)];
         let few = kernels.function(&APPEND, &defines, c"append", Self::shared(head_dim))?;
-        let many = || kernels.function(&APPEND, &defines, c"append_rows", Self::rotation(head_dim));
+        let many = || kernels.function(&APPEND, &defines, c"append_rows", Self::rotation(head_dim) / 2);
         Ok(Self { few, many: (head_dim <= 128).then(many).transpose()?, head_dim })
     }
 
-    /// Bytes of a head's rotation.
+    /// Bytes of a head's rotation in `append`; `append_rows` keeps half as many.
     fn rotation(head_dim: usize) -> usize {
         head_dim * head_dim * 4
     }
@@ -125,7 +125,7 @@ impl AppendKernel {
             rows_per_block: rows_per_block as u32,
         };
         let (function, threads, shared) = match many {
-            Some(many) => (many, PROMPT_BLOCK.0, Self::rotation(self.head_dim)),
+            Some(many) => (many, PROMPT_BLOCK.0, Self::rotation(self.head_dim) / 2),
             None => (self.few, 2 * self.head_dim as u32, Self::shared(self.head_dim)),
         };
         let grid = LaunchShape::grid2(rows.div_ceil(rows_per_block), shape.kv_heads, threads);

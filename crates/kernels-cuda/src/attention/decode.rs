@@ -38,6 +38,7 @@ shared_struct! {
         heads: DevicePtr<HeadPages>,
         cost_before: DevicePtr<u64>,
         plan: DecodePlan,
+        plan_bytes: u64,
         kv_heads: u32,
         head_dim: u32,
         least_cost: u32,
@@ -78,7 +79,7 @@ const WORKERS_TO_AN_ITEM: usize = 8;
 /// the multiprocessors idle.
 const MOST_UNEVEN: f64 = 1.12;
 /// Structs that only the kernels read and write.
-pub(super) const WORKER_PLAN: Layout = Layout { name: "WorkerPlan", size: 48 + 4 * FIRST_PAGES, fields: &[] };
+pub(super) const WORKER_PLAN: Layout = Layout { name: "WorkerPlan", size: 64 + 4 * FIRST_PAGES, fields: &[] };
 pub(super) const ITEM_PLAN: Layout = Layout { name: "ItemPlan", size: 16, fields: &[] };
 pub(super) const PARTIAL_QUAD: Layout = Layout { name: "PartialQuad", size: 32, fields: &[] };
 /// Every byte of a partial result that no worker has written.
@@ -158,7 +159,8 @@ pub struct DecodeMemory {
 
 impl DecodeMemory {
     /// Plans the decode attention of a step for all layers: sequences that bring exactly one row.
-    /// `fused`: every layer will run the fused form, and no item shares its workers.
+    /// `fused`: every layer will run the fused form, and no item shares its workers. `views`: some
+    /// sequence reads a view, whose heads keep different rows in each layer, so each layer has a plan.
     ///
     /// # Safety
     /// As for [`LayerCall::plan`].
@@ -169,19 +171,23 @@ impl DecodeMemory {
         tables: &StepTables,
         pages: &CudaPages,
         fused: bool,
+        views: bool,
     ) -> Result<()> {
         let (shape, variant) = (pages.shape(), kernels.apart.0);
         let sequences = tables.sequence_count as usize;
         let items = sequences * shape.kv_heads;
-        let bytes = plan_bytes(device, items) * kernels.profiles.len();
+        let layers = if views { pages.layout().layers() } else { 1 };
+        let bytes = plan_bytes(device, items) * layers.max(kernels.profiles.len());
         let plans = grow(device, &mut self.plans, bytes, "attention plans")?.0;
-        let cost = grow(device, &mut self.cost, 8 * (sequences + 1), "attention plans")?.0;
-        for (profile, &layer) in kernels.profiles.iter().enumerate() {
+        let cost = grow(device, &mut self.cost, 8 * (sequences + 1) * layers, "attention plans")?.0;
+        let profiles = if views { &[0] } else { &kernels.profiles[..] };
+        for (profile, &layer) in profiles.iter().enumerate() {
             let args = PlanArgs {
                 step: *tables,
                 heads: pages.layer(layer),
                 cost_before: cost.ptr(),
                 plan: plan_of(plans, device, items, profile),
+                plan_bytes: plan_bytes(device, items) as u64,
                 kv_heads: shape.kv_heads as u32,
                 head_dim: shape.head_dim as u32,
                 least_cost: LEAST_COST,
@@ -191,9 +197,9 @@ impl DecodeMemory {
             };
             // Without overlap: attention reads the plan before it waits for the kernels of its
             // layer.
-            let grid = LaunchShape::new(workers(device), PLAN_THREADS);
+            let grid = LaunchShape::grid2(workers(device), layers, PLAN_THREADS);
             // SAFETY: the caller's promise about the tables; the buffers have room for the plans of
-            // this many items and for the costs of all sequences.
+            // this many items and for the costs of all sequences, for each layer of the grid.
             unsafe { device.launch(kernels.plan, grid, args) }?;
         }
         Ok(())
@@ -224,11 +230,12 @@ impl DecodeMemory {
             device.fill(partials, EMPTY)?;
         }
         let profile = kernels.profile_of_layer.get(call.layer).copied();
+        let profile = if call.summary.views { Some(call.layer) } else { profile };
         let profile = profile.ok_or_else(|| refuse(format!("layer {} was not planned", call.layer)))?;
         let items = call.tables.sequence_count as usize * shape.kv_heads;
         let plans = self.plans.as_ref().ok_or_else(|| refuse("the step was not planned".into()))?;
         let args = DecodeArgs {
-            step: *call.tables,
+            step: call.step(),
             plan: plan_of(plans, device, items, profile),
             heads: call.pages.layer(call.layer),
             queries,

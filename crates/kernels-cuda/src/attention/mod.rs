@@ -27,7 +27,7 @@ use crate::storage::Storage;
 use append::AppendKernel;
 use decode::{DecodeKernels, DecodeMemory, Queries};
 use half::bf16;
-use hopper::ExpandedPages;
+use hopper::HopperMemory;
 use oscar_backend::{AttentionKernels, AttentionPath, HeadShape, PrefillWave};
 use oscar_codec::CacheLayout;
 use prefill::{Prefill, PrefillKernel};
@@ -61,6 +61,8 @@ pub enum AttentionMode {
     Apart,
     /// Like `Auto`, but prompts go through the `mma.sync` kernel on every GPU, for comparison.
     Mma,
+    /// Like `Auto`, but the Hopper kernel multiplies all quantized keys in FP16, for comparison.
+    F16,
     /// `attention_simple.cu` for everything, as a second opinion.
     Simple,
 }
@@ -72,9 +74,10 @@ impl AttentionMode {
             Ok("simple") => Ok(Self::Simple),
             Ok("apart") => Ok(Self::Apart),
             Ok("mma") => Ok(Self::Mma),
+            Ok("f16") => Ok(Self::F16),
             Ok("" | "auto") | Err(_) => Ok(Self::Auto),
             Ok(other) => Err(CudaError::Unsupported(format!(
-                "OSCAR_CUDA_ATTENTION={other}: it may be auto, apart, mma or simple"
+                "OSCAR_CUDA_ATTENTION={other}: it may be auto, apart, mma, f16 or simple"
             ))),
         }
     }
@@ -111,10 +114,28 @@ impl AttentionMode {
         prefill::wave(gpu, heads, self).unwrap_or(PrefillWave::NONE)
     }
 
+    /// Keys of at most this many bits are multiplied in E4M3 by prompts, in heads of 128 channels and more.
+    pub(crate) fn e4m3_key_bits(self, gpu: &Properties) -> u32 {
+        match PrefillKernel::choose(gpu, 128, self) {
+            Some(PrefillKernel::Hopper) if self != Self::Simple => hopper::e4m3_bits(self),
+            _ => 0,
+        }
+    }
+
     /// Bytes of pages that are expanded for prompts of together `tokens` tokens.
     pub(crate) fn expanded_bytes(self, gpu: &Properties, heads: &HeadShape, tokens: usize) -> usize {
         match PrefillKernel::choose(gpu, heads.head_dim, self) {
             Some(PrefillKernel::Hopper) if self != Self::Simple => hopper::expanded_bytes(heads, tokens),
+            _ => 0,
+        }
+    }
+
+    /// Most bytes of parts of attention, where prompts of few rows share their context among blocks.
+    pub(crate) fn partial_bytes(self, gpu: &Properties, heads: &HeadShape) -> usize {
+        match PrefillKernel::choose(gpu, heads.head_dim, self) {
+            Some(kernel @ PrefillKernel::Hopper) if self != Self::Simple => {
+                hopper::partial_bytes(gpu, kernel.block(heads.head_dim).rows, heads.head_dim)
+            }
             _ => 0,
         }
     }
@@ -256,7 +277,7 @@ impl LayerCall<'_> {
         device: &Device,
         path: Path,
         memory: &mut DecodeMemory,
-        expanded: &mut ExpandedPages,
+        prefill: &mut HopperMemory,
     ) -> Result<bool> {
         let kernels = self.pages.kernels();
         let missing = || CudaError::Shape { what: "attention", detail: format!("no kernel for {path:?}") };
@@ -266,13 +287,18 @@ impl LayerCall<'_> {
         }
         if matches!(path, Path::Prefill | Path::PrefillAndDecode) {
             // SAFETY: the caller's promise.
-            unsafe { kernels.prefill.as_ref().ok_or_else(missing)?.launch(device, self, expanded) }?;
+            unsafe { kernels.prefill.as_ref().ok_or_else(missing)?.launch(device, self, prefill) }?;
         }
         if path.decodes() {
             // SAFETY: the caller's promise.
             unsafe { memory.attend(device, kernels.decode.as_ref().ok_or_else(missing)?, self) }?;
         }
         Ok(self.rounded.is_some() && !matches!(path, Path::Simple | Path::SimpleAndDecode))
+    }
+
+    /// The tables for the launches of this layer.
+    fn step(&self) -> StepTables {
+        self.tables.of_layer(self.layer, self.pages.shape().kv_heads)
     }
 
     /// Plans the decode attention of all layers.
@@ -285,10 +311,11 @@ impl LayerCall<'_> {
         tables: &StepTables,
         pages: &CudaPages,
         fused: bool,
+        views: bool,
     ) -> Result<()> {
         match &pages.kernels().decode {
             // SAFETY: the caller's promise.
-            Some(kernels) => unsafe { memory.plan(device, kernels, tables, pages, fused) },
+            Some(kernels) => unsafe { memory.plan(device, kernels, tables, pages, fused, views) },
             None => Ok(()),
         }
     }

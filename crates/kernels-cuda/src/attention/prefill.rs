@@ -2,7 +2,7 @@
 //!
 //! [`PrefillKernel::choose`] decides by architecture and head size which kernel a cache gets.
 
-use super::hopper::{Dequantize, ExpandedPages};
+use super::hopper::{HopperKernels, HopperMemory};
 use super::{AttentionMode, LayerCall};
 use crate::device::{Device, Function, LaunchShape, Properties};
 use crate::error::Result;
@@ -50,7 +50,7 @@ impl PrefillKernel {
         }
     }
 
-    fn block(self, head_dim: usize) -> Block {
+    pub(super) fn block(self, head_dim: usize) -> Block {
         match self {
             Self::Hopper => {
                 let (groups, stages) = if head_dim == 256 { (2, 2) } else { (3, 4) };
@@ -89,7 +89,8 @@ pub fn wave(gpu: &Properties, heads: &HeadShape, mode: AttentionMode) -> Option<
     let kernel = PrefillKernel::choose(gpu, heads.head_dim, mode)?;
     let block = (kernel.block(heads.head_dim).rows / heads.group().max(1)).max(1);
     let blocks = gpu.multiprocessors as usize * kernel.resident(gpu, heads.head_dim);
-    Some(PrefillWave { tokens: (blocks * block / heads.kv_heads.max(1)).max(1), block })
+    let tokens = (blocks * block / heads.kv_heads.max(1)).max(1);
+    Some(PrefillWave { tokens, block, divides: kernel == PrefillKernel::Hopper })
 }
 
 /// The size of a thread block.
@@ -126,8 +127,8 @@ pub(super) const LEAST_ROWS: u32 = 2;
 pub struct Prefill {
     function: Function,
     block: Block,
-    /// On Hopper: the kernel that expands quantized pages first.
-    hopper: Option<Dequantize>,
+    /// On Hopper: the kernels before and after it.
+    hopper: Option<HopperKernels>,
 }
 
 shared_struct! {
@@ -163,7 +164,7 @@ impl Prefill {
         };
         let function = kernels.function(source, &defines, name, block.shared)?;
         let hopper = match kernel {
-            PrefillKernel::Hopper => Some(Dequantize::new(kernels, head_dim)?),
+            PrefillKernel::Hopper => Some(HopperKernels::new(kernels, head_dim, mode)?),
             PrefillKernel::Ampere => None,
         };
         Ok(Some(Self { function, block, hopper }))
@@ -177,15 +178,15 @@ impl Prefill {
         &self,
         device: &Device,
         call: &LayerCall<'_>,
-        expanded: &mut ExpandedPages,
+        memory: &mut HopperMemory,
     ) -> Result<()> {
-        if let Some(dequantize) = &self.hopper {
+        if let Some(hopper) = &self.hopper {
             // SAFETY: the caller's promise.
-            return unsafe { dequantize.attend(device, call, self.function, &self.block, expanded) };
+            return unsafe { hopper.attend(device, call, self.function, &self.block, memory) };
         }
         let shape = call.pages.shape();
         let params = PrefillParams {
-            step: *call.tables,
+            step: call.step(),
             pages: call.pages.layer(call.layer),
             queries: call.ready_queries()?,
             out: call.out,

@@ -41,7 +41,7 @@ pub unsafe fn launch(device: &Device, function: Function, call: &LayerCall<'_>) 
     let (shape, windows) = (call.pages.shape(), call.pages.layout().windows());
     let (key, value) = (windows.tail(Side::Key), windows.tail(Side::Value));
     let params = SimpleParams {
-        step: *call.tables,
+        step: call.step(),
         pages: call.pages.layer(call.layer),
         queries: call.ready_queries()?,
         out: call.held_out()?,

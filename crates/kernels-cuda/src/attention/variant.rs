@@ -86,7 +86,7 @@ impl Variant {
         let result = heads * (head_dim + 4) * 4;
         let results = if result <= slot { 16 } else { warps * result };
         let query = query_tiles * steps * (32 * 24 + 32);
-        let by_warp = (warps + 3) * (8 + heads * 8 + 96);
+        let by_warp = (warps + 3) * (8 + heads * 8 + 104);
         // Vectors in two parts before their rotation, queries after it, a key and a value.
         let new_heads = match self.fused {
             true => 4 * 9 * (head_dim + 8) + 32 * (head_dim + 4) + 4 * head_dim + 32,

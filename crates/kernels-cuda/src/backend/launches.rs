@@ -118,6 +118,7 @@ shared_struct! {
     pub struct PickedRow {
         pub row: u32,
         pub count: u32,
+        pub mask: u32,
     }
 }
 
@@ -127,8 +128,10 @@ shared_struct! {
         pub rows: DevicePtr<PickedRow>,
         pub parts: DevicePtr<u64>,
         pub out: DevicePtr<u64>,
+        pub masks: Option<DevicePtr<u32>>,
         pub width: u32,
         pub part_count: u32,
+        pub mask_words: u32,
     }
 }
 

@@ -6,6 +6,7 @@ mod expert_limits;
 mod experts;
 mod experts_grouped;
 mod experts_single;
+mod host_rows;
 mod launches;
 mod picks;
 mod products;
@@ -14,6 +15,7 @@ mod rows;
 mod sizing;
 mod step;
 mod tapped;
+mod views;
 
 pub use constants::{CudaRope, CudaRotation, CudaVector};
 pub use experts::CudaExperts;
@@ -23,15 +25,18 @@ pub use rows::CudaRows;
 pub(crate) use rows::grow;
 pub use sizing::step_memory;
 pub use step::CudaStep;
+pub(crate) use views::LAYOUTS as VIEW_LAYOUTS;
 
 use crate::attention::AttentionMode;
 use crate::attention::decode::DecodeMemory;
-use crate::attention::hopper::ExpandedPages;
+use crate::attention::hopper::HopperMemory;
+use crate::blocks::BlockCopies;
 use crate::device::Device;
-use crate::error::Result;
+use crate::error::{CudaError, Result};
 use crate::gemm::{CublasLt, CudaMatrix, Fp8Kernels, Fp8Operands, Fp8Products, Skinny};
 use crate::kernels::Kernels;
 use crate::memory::{Buffer, DevicePtr};
+use crate::nccl::NcclRank;
 use crate::pages::CudaPages;
 use crate::staging::Staging;
 use crate::step::StepPlanner;
@@ -40,8 +45,9 @@ use crate::transfers::Transfers;
 use experts::ExpertsMemory;
 use launches::Launches;
 use oscar_backend::{
-    AttentionKernels, Backend, Benchmarks, ExpertId, ExpertsShape, Feature, HeadShape, HostMatrix,
-    PrefillWave, Result as BackendResult, SequenceRows, StepMemory, StepSize, StepTimes, WeightFormat,
+    AttentionKernels, Backend, Benchmarks, BlockId, Communicator, ExpertId, ExpertsShape, Feature,
+    HeadHistory, HeadShape, HistoryRows, HostMatrix, PrefillWave, Result as BackendResult, RowEviction,
+    SequenceRows, StepMemory, StepSize, StepTimes, View, WeightFormat,
 };
 use oscar_codec::{CacheLayout, HeadRotations};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
@@ -57,8 +63,11 @@ pub struct CudaBackend {
     fp8: OnceLock<Fp8Kernels>,
     /// Prompts multiply FP8 weights with FP8 activations.
     fp8_activations: Option<Fp8Products>,
-    /// For weights on their way to the device.
+    /// For weights and blocks on their way.
     staging: Staging,
+    copies: BlockCopies,
+    /// The other GPUs of a model that is split.
+    ranks: Option<NcclRank>,
     /// A step holds the lock until it ends.
     state: Mutex<State>,
 }
@@ -69,7 +78,7 @@ struct State {
     transfers: Transfers,
     planner: StepPlanner,
     decode: DecodeMemory,
-    expanded_pages: ExpandedPages,
+    prefill: HopperMemory,
     /// Token ids, row numbers and row weights: a buffer for each use, because copies do not wait for
     /// launches that are being recorded.
     indices: [Indices; 5],
@@ -92,6 +101,9 @@ struct State {
     picked: Option<Buffer>,
     /// Divergences of rows.
     compared: Option<Buffer>,
+    /// Rows of history that are copied or read, and those that were read.
+    row_sources: Option<Buffer>,
+    history: Option<Buffer>,
     experts: ExpertsMemory,
 }
 
@@ -112,6 +124,7 @@ enum Index {
     Rows,
     Weights,
     Picks,
+    Masks,
     Recoded,
 }
 
@@ -130,7 +143,7 @@ impl CudaBackend {
             transfers: Transfers::new(&device)?,
             planner: StepPlanner::default(),
             decode: DecodeMemory::default(),
-            expanded_pages: ExpandedPages::default(),
+            prefill: HopperMemory::default(),
             indices: Default::default(),
             queries: CudaRows::default(),
             normed: CudaRows::default(),
@@ -143,6 +156,8 @@ impl CudaBackend {
             gram: None,
             picked: None,
             compared: None,
+            row_sources: None,
+            history: None,
             experts: ExpertsMemory::default(),
         };
         Ok(Self {
@@ -152,6 +167,8 @@ impl CudaBackend {
             fp8: OnceLock::new(),
             fp8_activations: None,
             staging: Staging::new(&device),
+            copies: BlockCopies::default(),
+            ranks: None,
             device,
             kernels,
             state: Mutex::new(state),
@@ -163,6 +180,17 @@ impl CudaBackend {
     pub fn quantize_activations(&mut self) -> Result<()> {
         self.fp8_activations = Some(Fp8Products::new(&self.device, &self.kernels)?);
         Ok(())
+    }
+
+    /// Keys of at most this many bits are multiplied in E4M3 by prompts, in heads of 128 channels and more:
+    /// for checks.
+    pub fn e4m3_key_bits(&self) -> u32 {
+        self.attention.e4m3_key_bits(self.device.properties())
+    }
+
+    /// The same GPU as a rank of a model.
+    pub fn with_ranks(self, ranks: NcclRank) -> Self {
+        Self { ranks: Some(ranks), ..self }
     }
 
     pub fn device(&self) -> &Device {
@@ -269,6 +297,10 @@ impl Backend for CudaBackend {
         Ok(Some(self.device.memory()?.0))
     }
 
+    fn communicator(&self) -> Option<&dyn Communicator> {
+        self.ranks.as_ref().map(|ranks| ranks as &dyn Communicator)
+    }
+
     fn matrix(&self, weights: HostMatrix<'_>) -> BackendResult<CudaMatrix> {
         let matrix = CudaMatrix::upload(&self.device, &self.staging, &weights)?;
         if matrix.format() == WeightFormat::Fp8 {
@@ -297,6 +329,10 @@ impl Backend for CudaBackend {
     }
 
     fn experts(&self, shape: &ExpertsShape<'_>) -> BackendResult<CudaExperts> {
+        if self.ranks.is_some() {
+            let why = "mixtures of experts are not split over GPUs yet; use --device cpu";
+            return Err(CudaError::Unsupported(why.into()).into());
+        }
         shape.check()?;
         Ok(CudaExperts::new(&self.device, &self.kernels, shape)?)
     }
@@ -334,6 +370,42 @@ impl Backend for CudaBackend {
         let mut state = self.state();
         state.indices.iter_mut().for_each(|indices| indices.used = false);
         Ok(CudaStep::new(self, state, sequences, pool))
+    }
+
+    fn copies_blocks(&self) -> bool {
+        // A rank has only its own heads of a block.
+        self.ranks.is_none()
+    }
+
+    fn read_blocks(&self, pool: &CudaPages, blocks: &mut [(BlockId, &mut Vec<u8>)]) -> BackendResult<()> {
+        // No step runs meanwhile.
+        let _state = self.state();
+        Ok(self.copies.read(&self.kernels, &self.staging, pool, blocks)?)
+    }
+
+    fn write_blocks(&self, pool: &mut CudaPages, blocks: &[(BlockId, &[u8])]) -> BackendResult<()> {
+        let _state = self.state();
+        Ok(self.copies.write(&self.kernels, &self.staging, pool, blocks)?)
+    }
+
+    fn evicts_rows(&self, layout: &CacheLayout) -> RowEviction {
+        match Storage::of(layout) {
+            Ok(Storage::Codes) => RowEviction::ByKeys,
+            _ => RowEviction::Never,
+        }
+    }
+
+    fn gather(&self, from: &SequenceRows<'_>, view: &View, pool: &mut CudaPages) -> BackendResult<()> {
+        Ok(self.gather_rows(from, view, pool)?)
+    }
+
+    fn history(
+        &self,
+        from: &SequenceRows<'_>,
+        rows: HeadHistory,
+        pool: &CudaPages,
+    ) -> BackendResult<HistoryRows> {
+        Ok(self.read_rows(from, rows, pool)?)
     }
 }
 

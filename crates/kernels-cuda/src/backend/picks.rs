@@ -4,6 +4,7 @@ use super::launches::{PickParams, PickedRow};
 use super::rows::{CudaRows, grow};
 use super::{CudaBackend, Index, State};
 use crate::error::{CudaError, Result};
+use crate::memory::DevicePtr;
 use oscar_backend::{Candidate, MOST_CANDIDATES, Pick, candidate_of};
 
 /// Elements of a row that one block of the greedy search takes.
@@ -19,6 +20,7 @@ struct Order {
     rows: Vec<PickedRow>,
     greedy: usize,
     lists: usize,
+    masks: u32,
     /// First key and number of keys of each pick, in the order asked.
     places: Vec<(usize, usize)>,
 }
@@ -32,12 +34,13 @@ impl Order {
             if row >= row_count {
                 return refuse(format!("row {row} of {row_count}"));
             }
-            match what {
-                Pick::Greedy => greedy.push(PickedRow { row: row as u32, count: 1 }),
-                Pick::Top(count) if (1..=MOST_CANDIDATES).contains(&count) => {
-                    lists.push(PickedRow { row: row as u32, count: count as u32 });
-                }
-                Pick::Top(count) => {
+            order.masks += u32::from(what.mask().is_some());
+            let mask = if what.mask().is_some() { order.masks } else { 0 };
+            let picked = |count: usize| PickedRow { row: row as u32, count: count as u32, mask };
+            match what.count() {
+                None => greedy.push(picked(1)),
+                Some(count) if (1..=MOST_CANDIDATES).contains(&count) => lists.push(picked(count)),
+                Some(count) => {
                     return refuse(format!("{count} candidates: 1 to {MOST_CANDIDATES} can be listed"));
                 }
             }
@@ -45,13 +48,13 @@ impl Order {
         (order.greedy, order.lists) = (greedy.len(), lists.len());
         let (mut next_greedy, mut next_list) = (0, order.greedy);
         for (_, what) in picks {
-            match what {
-                Pick::Greedy => {
+            match what.count() {
+                None => {
                     order.places.push((next_greedy, 1));
                     next_greedy += 1;
                 }
-                Pick::Top(count) => {
-                    order.places.push((next_list, *count));
+                Some(count) => {
+                    order.places.push((next_list, count));
                     next_list += MOST_CANDIDATES;
                 }
             }
@@ -94,17 +97,24 @@ impl CudaBackend {
         let best = grow(&self.device, &mut state.picked, bytes, "likely tokens")?.0.ptr();
         let out = state.transfers.expect_answer(order.keys())?;
         let rows = self.send_indices(state, Index::Picks, bytemuck::cast_slice(&order.rows))?.cast();
+        let mask_words = logits.width().div_ceil(32);
+        let masks = match order.masks {
+            0 => None,
+            _ => Some(self.send_masks(state, picks, mask_words)?),
+        };
         let p = PickParams {
             logits: logits.held_values("a pick")?.ptr(),
             rows,
             parts: best,
             out,
+            masks,
             width: logits.width() as u32,
             part_count: parts as u32,
+            mask_words: mask_words as u32,
         };
         let lists = PickParams { rows: rows.add(order.greedy), out: out.add(order.greedy), ..p };
         // SAFETY: picked rows lie inside of the logits and counts are at most `MOST_CANDIDATES`
-        // (checked by `Order::of`); `parts` has room for the slices of each greedy row; the answer
+        // (checked by `Order::of`); every mask has a bit for each token; `parts` has room for the slices of each greedy row; the answer
         // has room for all keys and is read, or awaited, before it is reused.
         unsafe {
             self.launches.greedy(order.greedy, p)?;
@@ -112,6 +122,18 @@ impl CudaBackend {
         }
         state.transfers.answer_is_launched()?;
         Ok(Picks { order })
+    }
+
+    /// Sends the masks of `picks`, in their order. Waits until they are known, while the device works.
+    fn send_masks(&self, state: &mut State, picks: &[(usize, Pick)], words: usize) -> Result<DevicePtr<u32>> {
+        self.device.flush()?;
+        let mut masks = Vec::new();
+        for mask in picks.iter().filter_map(|(_, what)| what.mask()) {
+            let end = masks.len() + words;
+            masks.extend(mask.words().iter().take(words));
+            masks.resize(end, 0);
+        }
+        self.send_indices(state, Index::Masks, &masks)
     }
 
     /// Waits for the answer of the picks that were launched last.
@@ -135,10 +157,16 @@ mod tests {
 
     #[test]
     fn results_find_their_way_back() {
-        let picks = [(4, Pick::Top(2)), (0, Pick::Greedy), (2, Pick::Top(256)), (3, Pick::Greedy)];
+        let mask = oscar_backend::TokenMask::default();
+        let picks = [
+            (4, Pick::TopAmong(2, &mask)),
+            (0, Pick::Greedy),
+            (2, Pick::Top(256)),
+            (3, Pick::GreedyAmong(&mask)),
+        ];
         let order = Order::of(&picks, 5).unwrap();
-        let rows: Vec<(u32, u32)> = order.rows.iter().map(|r| (r.row, r.count)).collect();
-        assert_eq!(rows, [(0, 1), (3, 1), (4, 2), (2, 256)]);
+        let rows: Vec<(u32, u32, u32)> = order.rows.iter().map(|r| (r.row, r.count, r.mask)).collect();
+        assert_eq!(rows, [(0, 1, 0), (3, 1, 2), (4, 2, 1), (2, 256, 0)]);
         assert_eq!((order.greedy, order.lists, order.keys()), (2, 2, 514));
         let mut keys = vec![0; 514];
         keys[0] = candidate_key(1.0, 7);

@@ -40,9 +40,10 @@ pub fn step_memory(gpu: &Properties, mode: AttentionMode, size: &StepSize) -> St
         + between(2 * intermediate)
         + between(intermediate);
     let head = f32s(logits, hidden) + f32s(logits, vocab) + 2 * grown(2 * logits * hidden);
+    let parts = if rows > 1 { grown(mode.partial_bytes(gpu, &size.heads)) } else { 0 };
     let expands = size.quantized && rows > 1;
     StepMemory {
-        activations: layer + head,
+        activations: layer + head + parts,
         expanded_pages: match expands {
             true => grown(mode.expanded_bytes(gpu, &size.heads, context)),
             false => 0,

@@ -10,12 +10,13 @@ use crate::attention::demote::Scope;
 use crate::attention::{LayerCall, Path};
 use crate::error::{CudaError, Result};
 use crate::gemm::CudaMatrix;
+use crate::nccl::NcclRank;
 use crate::pages::CudaPages;
 use crate::step::{StepSummary, StepTables};
 use crate::storage::Storage;
 use oscar_backend::{
-    Candidate, Feature, LayerHeads, Pick, Product, Result as BackendResult, SequenceRows, Step, Tap,
-    TappedRows, WeightFormat,
+    Candidate, DeltaStep, Feature, LayerHeads, Pick, Product, Result as BackendResult, SequenceRows, Step,
+    Tap, TappedRows, WeightFormat,
 };
 use std::sync::MutexGuard;
 use std::time::Instant;
@@ -27,7 +28,7 @@ use std::time::Instant;
 /// the embedding and the first product while the host makes them. Nothing before `attend` reads
 /// them.
 pub struct CudaStep<'s> {
-    backend: &'s CudaBackend,
+    pub(super) backend: &'s CudaBackend,
     state: MutexGuard<'s, State>,
     sequences: &'s [SequenceRows<'s>],
     pool: &'s mut CudaPages,
@@ -95,7 +96,7 @@ impl<'s> CudaStep<'s> {
         if path.decodes() {
             let fused = path == Path::Decode { fused: true };
             // SAFETY: the tables are of this step, over these pages.
-            unsafe { LayerCall::plan(device, decode, &planned.tables, pool, fused) }?;
+            unsafe { LayerCall::plan(device, decode, &planned.tables, pool, fused, summary.views) }?;
         }
         device.count_launches_from_here();
         self.planned = Some(Planned { tables: planned.tables, summary, path });
@@ -261,10 +262,10 @@ impl<'s> CudaStep<'s> {
         out.resize(&backend.device, rows, tapped || !rounds || *path != Path::Prefill, rounds)?;
         let (values, rounded) = (out.values().map(|out| out.ptr()), out.rounded_ptr());
         let call = LayerCall { layer, tables, summary, pages: pool, queries, out: values, rounded };
-        let State { decode, expanded_pages, .. } = &mut **state;
+        let State { decode, prefill, .. } = &mut **state;
         // SAFETY: the tables are of this step, over these pages; `queries` and `out` have the step's rows
         // (checked by our callers), and the plan is of this step.
-        if !unsafe { call.attend(&backend.device, *path, decode, expanded_pages) }? {
+        if !unsafe { call.attend(&backend.device, *path, decode, prefill) }? {
             out.drop_rounded();
         }
         Ok(())
@@ -326,6 +327,15 @@ fn check_rows(x: &CudaRows, rows: &[usize]) -> Result<()> {
     }
     Ok(())
 }
+
+impl CudaStep<'_> {
+    fn ranks(&self) -> Result<&NcclRank> {
+        let alone = || CudaError::Unsupported("this GPU is no rank of a model".into());
+        self.backend.ranks.as_ref().ok_or_else(alone)
+    }
+}
+
+impl DeltaStep<CudaBackend> for CudaStep<'_> {}
 
 impl Step<CudaBackend> for CudaStep<'_> {
     fn embed(
@@ -427,6 +437,19 @@ impl Step<CudaBackend> for CudaStep<'_> {
         }
         self.state.queries = queries;
         Ok(())
+    }
+
+    fn all_reduce(&mut self, x: &mut CudaRows) -> BackendResult<()> {
+        self.ranks()?.sum(x.held_values("rows to sum over ranks")?)?;
+        x.drop_rounded();
+        Ok(())
+    }
+
+    fn all_gather(&mut self, part: &CudaRows, whole: &mut CudaRows) -> BackendResult<()> {
+        let rows = part.count();
+        whole.resize(&self.backend.device, rows, true, false)?;
+        let whole = whole.held_values("rows of all ranks")?;
+        Ok(self.ranks()?.join_rows(rows, part.held_values("a rank's part of rows")?, whole)?)
     }
 
     fn read(&mut self, x: &CudaRows, rows: &[usize], out: &mut Vec<f32>) -> BackendResult<()> {

@@ -6,6 +6,17 @@ use oscar_codec::{PAGE_TOKENS, TILE_TOKENS};
 
 /// The entry of a page table where there is no page.
 pub const NO_PAGE: u32 = u32::MAX;
+/// The view of a sequence that reads its whole history.
+pub const NO_VIEW: u32 = u32::MAX;
+
+shared_struct! {
+    /// The rows that a view keeps of one layer and KV head, and where the ids of their pages begin.
+    #[derive(PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
+    pub struct ViewHead {
+        pub rows: u32,
+        pub pages: u32,
+    }
+}
 
 shared_struct! {
     /// The rows and pages of one sequence.
@@ -19,6 +30,10 @@ shared_struct! {
         pub old_codes: u32,
         /// Of the last row: positions `sink..boundary` are read as code.
         pub boundary: u32,
+        /// Index of its first [`ViewHead`], or [`NO_VIEW`].
+        pub view: u32,
+        /// The view stands for the positions `sink..view_end`.
+        pub view_end: u32,
     }
 }
 
@@ -41,6 +56,9 @@ shared_struct! {
         pub full: DevicePtr<u32>,
         pub coded: DevicePtr<u32>,
         pub demoted: DevicePtr<DemotedTile>,
+        /// Of the layer whose launch this is.
+        pub view_heads: Option<DevicePtr<ViewHead>>,
+        pub view_pages: Option<DevicePtr<u32>>,
         pub sequence_count: u32,
         pub rows: u32,
         pub demoted_count: u32,
@@ -50,10 +68,18 @@ shared_struct! {
     }
 }
 
-pub const LAYOUTS: &[Layout] = &[SequenceInfo::LAYOUT, DemotedTile::LAYOUT, StepTables::LAYOUT];
+pub const LAYOUTS: &[Layout] =
+    &[SequenceInfo::LAYOUT, ViewHead::LAYOUT, DemotedTile::LAYOUT, StepTables::LAYOUT];
 
 /// Words of a [`SequenceInfo`].
 pub const SEQUENCE_WORDS: usize = size_of::<SequenceInfo>() / 4;
+
+impl StepTables {
+    /// The tables for a launch of one layer.
+    pub fn of_layer(self, layer: usize, kv_heads: usize) -> Self {
+        Self { view_heads: self.view_heads.map(|heads| heads.add(layer * kv_heads)), ..self }
+    }
+}
 
 impl DemotedTile {
     /// The tile of a position in these pages.

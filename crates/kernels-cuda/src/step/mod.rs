@@ -13,6 +13,7 @@ mod layout;
 mod plan;
 mod required;
 mod upload;
+mod views;
 
 pub(crate) use layout::{LAYOUTS, window};
 pub use layout::{SequenceInfo, StepTables};
@@ -26,12 +27,14 @@ use oscar_backend::SequenceRows;
 use oscar_codec::Windows;
 use plan::Words;
 use upload::TableUpload;
+use views::ViewTables;
 
 /// Makes the tables; kept from step to step, with the memory they lie in.
 #[derive(Default)]
 pub struct StepPlanner {
     words: Words,
     upload: TableUpload,
+    views: ViewTables,
 }
 
 /// A step whose tables are on their way to the device.
@@ -54,6 +57,7 @@ impl StepPlanner {
     ) -> Result<PlannedStep> {
         let windows = pages.layout().windows();
         sequences.iter().try_for_each(|s| required::check_pages(s, windows, pages.storage()))?;
+        self.words.views = self.views.send(device, transfers, sequences)?;
         let summary = self.words.fill(windows, pages.storage(), sequences)?;
         let all = self.send(device, transfers, windows, &summary)?;
         let by_layer = if summary.quantizes_ahead { 0 } else { summary.tiles };
@@ -69,6 +73,6 @@ impl StepPlanner {
         summary: &StepSummary,
     ) -> Result<StepTables> {
         let base = self.upload.send(device, transfers, &self.words)?;
-        Ok(self.words.tables(base, windows, summary))
+        Ok(self.words.tables(base, self.views.start(), windows, summary))
     }
 }

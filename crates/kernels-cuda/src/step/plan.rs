@@ -6,7 +6,8 @@
 //! hit, the rest of the rows stays together.
 
 use super::hazards::{delay_shared_codes, old_codes, quantizes_only_earlier_rows};
-use super::layout::{DemotedTile, NO_PAGE, SEQUENCE_WORDS, SequenceInfo, StepTables, window};
+use super::layout::{DemotedTile, NO_PAGE, NO_VIEW, SEQUENCE_WORDS, SequenceInfo, StepTables, window};
+use super::views::ViewPlace;
 use crate::error::{CudaError, Result};
 use crate::memory::DevicePtr;
 use crate::storage::Storage;
@@ -30,6 +31,8 @@ pub struct StepSummary {
     pub longest: usize,
     /// Whether every sequence brings one row.
     pub decode: bool,
+    /// Whether some sequence reads a view.
+    pub views: bool,
 }
 
 impl StepSummary {
@@ -51,6 +54,8 @@ pub struct Words {
     pub full: usize,
     pub coded: usize,
     pub demoted: usize,
+    /// The view of each sequence, if there are any.
+    pub views: Vec<Option<ViewPlace>>,
 }
 
 impl Words {
@@ -71,6 +76,10 @@ impl Words {
             check(s)?;
             summary.decode &= s.rows.len() == 1;
             summary.longest = summary.longest.max(s.first_position + s.rows.len());
+            let view =
+                self.views.get(index).copied().flatten().filter(|view| view.end as usize > windows.sink());
+            summary.views |= view.is_some();
+            summary.coded_pages = summary.coded_pages.max(view.map_or(0, |view| view.pages));
             let coded_until = if storage == Storage::Codes { s.coded_until() } else { 0 };
             for rows in parts(s, windows, coded_until) {
                 let first = s.first_position + (rows.start - s.rows.start);
@@ -87,6 +96,8 @@ impl Words {
                     table: table as u32,
                     old_codes: old_codes(s, rows.len(), boundary, summary.quantizes_ahead) as u32,
                     boundary: boundary as u32,
+                    view: view.map_or(NO_VIEW, |view| view.head),
+                    view_end: view.map_or(0, |view| view.end),
                 });
                 entries.push((rows, index));
             }
@@ -101,7 +112,7 @@ impl Words {
         // One more than the largest id; `NO_PAGE` wraps around to 0.
         let count = |ids: &[u32]| ids.iter().map(|id| id.wrapping_add(1)).max().unwrap_or(0) as usize;
         summary.full_pages = count(&self.words[self.full..][..table]);
-        summary.coded_pages = count(&self.words[self.coded..][..table]);
+        summary.coded_pages = summary.coded_pages.max(count(&self.words[self.coded..][..table]));
         // Dequantized history is made on the host: its positions need not be whole tiles.
         if storage == Storage::Codes {
             self.add_tiles(&mut summary, sequences)?;
@@ -168,7 +179,13 @@ impl Words {
     }
 
     /// The tables whose words begin here.
-    pub fn tables(&self, base: DevicePtr<u32>, windows: &Windows, summary: &StepSummary) -> StepTables {
+    pub fn tables(
+        &self,
+        base: DevicePtr<u32>,
+        views: Option<DevicePtr<u32>>,
+        windows: &Windows,
+        summary: &StepSummary,
+    ) -> StepTables {
         StepTables {
             sequences: base.cast(),
             row_sequence: base.add(self.row_sequence),
@@ -176,6 +193,8 @@ impl Words {
             full: base.add(self.full),
             coded: base.add(self.coded),
             demoted: base.add(self.demoted).cast(),
+            view_heads: views.map(DevicePtr::cast),
+            view_pages: views,
             sequence_count: summary.sequences.len() as u32,
             rows: summary.rows as u32,
             demoted_count: summary.tiles as u32,

@@ -14,6 +14,10 @@ pub fn check_pages(s: &SequenceRows<'_>, windows: &Windows, storage: Storage) ->
         Err(CudaError::Shape { what: "a sequence of the step", detail })
     };
     let end = s.first_position + s.rows.len();
+    if s.view.is_some_and(|view| storage != Storage::Codes || view.end() > s.first_position) {
+        let detail = format!("a view before position {} of a cache kept as {storage:?}", s.first_position);
+        return Err(CudaError::Shape { what: "a sequence of the step", detail });
+    }
     let sink = windows.sink().min(end);
     let boundaries = |t| [Side::Key, Side::Value].map(|side| windows.side_boundary(side, t));
     let coded_until = if storage == Storage::Codes { s.coded_until() } else { 0 };
@@ -32,7 +36,10 @@ pub fn check_pages(s: &SequenceRows<'_>, windows: &Windows, storage: Storage) ->
         }
     }
     // As codes: the history of the last row.
-    if let Some(block) = blocks(sink..last.min(end)).find(|&b| s.coded.get(b).copied().flatten().is_none()) {
+    let first = s.view.map_or(sink, |view| view.end().max(sink));
+    if let Some(block) =
+        blocks(first..last.min(end).max(first)).find(|&b| s.coded.get(b).copied().flatten().is_none())
+    {
         return refuse(block, "coded");
     }
     Ok(())
@@ -65,6 +72,7 @@ mod tests {
             demote: 0..0,
             demote_values: 0..0,
             view: None,
+            states: None,
         };
         check_pages(&rows, &windows, Storage::Codes).unwrap();
         let error =

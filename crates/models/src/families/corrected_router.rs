@@ -71,6 +71,7 @@ impl CorrectedRouter {
             experts: self.n_routed_experts,
             width: self.moe_intermediate_size,
             shared_width,
+            shared_gate: false,
             rule: RouterRule {
                 chosen: self.num_experts_per_tok,
                 scores: RouterScores::Sigmoid,

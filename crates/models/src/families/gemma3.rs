@@ -5,7 +5,7 @@ use oscar_backend::Gate;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-use super::{CommonFields, refuse_unless, sliding_layers};
+use super::{CommonFields, refuse_unless, sliding_layers, text_fields};
 use crate::config::{DecoderConfig, Family, QkNorm, SlidingLayers};
 use crate::error::LoadError;
 use crate::rope_fields::RopeFields;
@@ -50,32 +50,11 @@ fn defaults() -> Value {
 
 /// Reads a `config.json` of either class.
 pub(crate) fn read(file: Value) -> Result<DecoderConfig, LoadError> {
-    let Value::Object(outer) = file else { return Err(bad("", "is no object")) };
-    let mut text = match outer.get("text_config") {
-        None => outer.clone(),
-        Some(Value::Object(inner)) => inner.clone(),
-        Some(_) => return Err(bad("text_config", "is no object")),
-    };
-    for field in ["torch_dtype", "dtype", "eos_token_id", "bos_token_id", "tie_word_embeddings"] {
-        let unsaid = text.get(field).is_none_or(Value::is_null);
-        if let (true, Some(value)) = (unsaid, outer.get(field)) {
-            text.insert(field.to_owned(), value.clone());
-        }
-    }
-    for (field, value) in defaults().as_object().into_iter().flatten() {
-        // Null means that the file does not say.
-        if text.get(field).is_none_or(Value::is_null) {
-            text.insert(field.clone(), value.clone());
-        }
-    }
+    let mut text = text_fields(file, &defaults())?;
     split_rope(&mut text);
     let config: Gemma3Config = serde_json::from_value(Value::Object(text))
         .map_err(|source| LoadError::Json { file: "config.json".to_owned(), source })?;
     config.lower()
-}
-
-fn bad(field: &str, problem: &str) -> LoadError {
-    LoadError::config_field(field, problem)
 }
 
 /// Newer files give rotary parameters by kind of layer.
@@ -110,7 +89,7 @@ impl Gemma3Config {
         refuse_unless(!both_ways, "use_bidirectional_attention", both_ways, "false")?;
         let pattern = self.sliding_window_pattern;
         if pattern == 0 {
-            return Err(bad("sliding_window_pattern", "is 0; it must be at least 1"));
+            return Err(LoadError::config_field("sliding_window_pattern", "is 0; it must be at least 1"));
         }
         let fields = match self.sliding_rope {
             Some(fields) => fields,

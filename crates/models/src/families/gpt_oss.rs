@@ -67,6 +67,7 @@ impl GptOssConfig {
             experts: self.num_local_experts,
             width: base.intermediate_size,
             shared_width: 0,
+            shared_gate: false,
             // A softmax over the logits of the chosen alone is that over all of them, normalized.
             rule: RouterRule {
                 chosen: self.num_experts_per_tok,

@@ -50,6 +50,7 @@ impl MiniMaxM2Config {
             experts: self.num_local_experts,
             width: base.intermediate_size,
             shared_width: 0,
+            shared_gate: false,
             rule: RouterRule {
                 chosen: self.num_experts_per_tok,
                 scores: RouterScores::Sigmoid,

@@ -18,9 +18,11 @@ pub(crate) mod mixtral;
 pub(crate) mod qwen2;
 pub(crate) mod qwen3;
 pub(crate) mod qwen3_moe;
+pub(crate) mod qwen3_next;
 
 use oscar_backend::Gate;
 use serde::Deserialize;
+use serde_json::{Map, Value};
 
 use crate::config::{DecoderConfig, Family, MOST_LAYERS, QkNorm};
 use crate::error::LoadError;
@@ -117,6 +119,8 @@ impl CommonFields {
             rope,
             rotary_dim,
             latent: None,
+            delta: None,
+            output_gate: false,
             qk_norm: QkNorm::None,
             qkv_bias: false,
             output_bias: false,
@@ -138,6 +142,31 @@ impl CommonFields {
             fp8_weights: false,
         })
     }
+}
+
+/// The fields of the text model: those of `text_config` if it is nested, with what only the outer file
+/// says and with `defaults` for what nobody says.
+fn text_fields(file: Value, defaults: &Value) -> Result<Map<String, Value>, LoadError> {
+    let bad = |field, problem| LoadError::config_field(field, problem);
+    let Value::Object(outer) = file else { return Err(bad("", "is no object")) };
+    let mut text = match outer.get("text_config") {
+        None => outer.clone(),
+        Some(Value::Object(inner)) => inner.clone(),
+        Some(_) => return Err(bad("text_config", "is no object")),
+    };
+    // Null means that the file does not say.
+    let is_unsaid = |text: &Map<String, Value>, field: &str| text.get(field).is_none_or(Value::is_null);
+    for field in ["torch_dtype", "dtype", "eos_token_id", "bos_token_id", "tie_word_embeddings"] {
+        if let (true, Some(value)) = (is_unsaid(&text, field), outer.get(field)) {
+            text.insert(field.to_owned(), value.clone());
+        }
+    }
+    for (field, value) in defaults.as_object().into_iter().flatten() {
+        if is_unsaid(&text, field) {
+            text.insert(field.clone(), value.clone());
+        }
+    }
+    Ok(text)
 }
 
 /// Refuses a field whose value changes the forward pass in a way that is not computed.
@@ -248,10 +277,10 @@ mod tests {
 
     #[test]
     fn an_unknown_architecture_is_named_beside_the_known() {
-        let json = with(small(), json!({"architectures": ["Qwen3NextForCausalLM"]}));
+        let json = with(small(), json!({"architectures": ["MambaForCausalLM"]}));
         let message = parse(&json).unwrap_err().to_string();
         for name in [
-            "Qwen3NextForCausalLM",
+            "MambaForCausalLM",
             "DeepseekV3ForCausalLM",
             "GptOssForCausalLM",
             "Qwen3ForCausalLM",

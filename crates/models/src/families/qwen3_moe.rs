@@ -62,6 +62,7 @@ impl Qwen3MoeConfig {
             experts: self.num_experts,
             width: self.moe_intermediate_size,
             shared_width: 0,
+            shared_gate: false,
             rule: RouterRule {
                 chosen: self.num_experts_per_tok,
                 scores: RouterScores::Softmax,

@@ -9,7 +9,7 @@ pub struct StepInput<'a> {
     /// Rows whose logits are wanted, ascending.
     pub logits: &'a [usize],
     /// Rows that need only their most likely tokens, by index in `logits`, ascending.
-    pub picks: &'a [(usize, Pick)],
+    pub picks: &'a [(usize, Pick<'a>)],
     /// Rows whose hidden state is wanted, ascending.
     pub hidden: &'a [usize],
 }
@@ -110,9 +110,11 @@ impl<B: Backend> Transformer<B> {
         let (layer, projections) = (&body.layers[index], &self.projections[index]);
         let eps = body.config.rms_norm_eps;
         match &projections.mixer {
-            Mixer::Heads { qkv, rotation } => {
-                self.attend_heads(step, index, (qkv, rotation.as_ref()), w, tap)?
+            Mixer::Heads { qkv, rotation, gate } => {
+                self.attend_heads(step, index, (qkv, rotation.as_ref()), w, tap)?;
+                gate.as_ref().map_or(Ok(()), |gate| self.gate_heads(step, index, gate, w))?;
             }
+            Mixer::Delta(delta) => self.mix_delta(step, index, delta, w)?,
             Mixer::Latent(latent) => self.attend_latent(step, index, latent, w, tap)?,
         }
         let [attention_norm, feed_forward_norm] = match &layer.result_norms {
@@ -120,7 +122,11 @@ impl<B: Backend> Transformer<B> {
             None => [None, None],
         };
         let output = Product::of(&projections.output, self.residual()).then_norm(attention_norm, eps);
-        step.product(output, &w.attended, &mut w.hidden)?;
+        let attended = match &projections.mixer {
+            Mixer::Delta(_) => w.delta.mixed(),
+            Mixer::Heads { .. } | Mixer::Latent(_) => &w.attended,
+        };
+        step.product(output, attended, &mut w.hidden)?;
         self.sum_over_ranks(step, w)?;
 
         match &layer.feed_forward {
@@ -132,7 +138,10 @@ impl<B: Backend> Transformer<B> {
                 step.product(down, &w.gated, &mut w.hidden)?;
                 self.sum_over_ranks(step, w)
             }
-            FeedForward::Experts(experts) => step.experts(experts, (&layer.post_norm, eps), &mut w.hidden),
+            FeedForward::Experts(experts) => {
+                step.experts(experts, (&layer.post_norm, eps), &mut w.hidden)?;
+                self.sum_over_ranks(step, w)
+            }
         }
     }
 
@@ -150,7 +159,7 @@ impl<B: Backend> Transformer<B> {
         let qkv = Product::of_normed(&layer.input_norm, body.config.rms_norm_eps, qkv, Output::Replace);
         step.product(qkv, &w.hidden, &mut w.qkv)?;
         let heads = LayerHeads {
-            layer: index,
+            layer: body.config.cache_layer(index),
             qk_norm: layer.qk_norm.as_ref().map(|(q, k)| (q, k)),
             rope: body.sliding_rope.as_ref().filter(|_| window.is_some()).unwrap_or(&body.rope),
             rotation,

@@ -25,6 +25,7 @@ impl<B: Backend> Layer<B> {
         Ok(Self {
             input_norm: vector(names.input_norm(index))?,
             qk_norm: match config.qk_norm {
+                _ if config.delta_of(index).is_some() => None,
                 QkNorm::None => None,
                 QkNorm::EachHead | QkNorm::AllHeads => {
                     Some((vector(names.query_norm(index))?, vector(names.key_norm(index))?))

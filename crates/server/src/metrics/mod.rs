@@ -299,6 +299,10 @@ impl Collector for EngineCollector {
             pages.push(("sliding", "all", stats.sliding_pages));
             pages.push(("sliding", "prefix_cache", stats.cached_sliding_pages));
         }
+        if info.state_bytes > 0 {
+            pages.push(("state", "all", stats.states));
+            pages.push(("state", "prefix_cache", stats.cached_states));
+        }
         let kind = ConstGauge::new(0u64).metric_type();
         let help = "Pages by format; holder prefix_cache counts those no running request uses";
         let mut family = encoder.encode_descriptor("kv_pages", help, None, kind)?;

@@ -35,6 +35,7 @@ pub async fn server(State(app): State<Shared>) -> Json<Value> {
         "kv_sink_tokens": info.sink,
         "kv_recent_tokens": info.recent,
         "kv_approximate_hits": info.approximate_hits,
+        "kv_state_bytes": info.state_bytes,
         "kv_budget_bytes": info.kv_budget_bytes,
         "max_total_num_tokens": capacity(info),
         "num_running_reqs": stats.running,

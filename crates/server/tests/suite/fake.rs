@@ -91,6 +91,7 @@ impl FakeEngine {
             full_block_bytes: 6 * 2 * 32768,
             coded_block_bytes: 6 * 2 * 4608,
             sliding_block_bytes: 0,
+            state_bytes: 0,
             sliding_window: None,
             page_tokens: 64,
             sink: 64,

@@ -128,7 +128,7 @@ async fn the_document_describes_the_routes_that_exist() {
     assert_eq!(chat["schema"]["properties"]["user"]["x-ignored"], true);
     let text = document.to_string();
     assert!(!text.contains("\\\\"), "a description holds a backslash");
-    for policy in ["keydiff", "snapkv", "tova", "recent", "kvzip", "episodes"] {
+    for policy in ["keydiff", "snapkv", "tova", "recent", "keydiff-post", "kvzip", "episodes"] {
         let about = chat["schema"]["properties"]["kv"]["description"].as_str().unwrap();
         assert!(about.contains(&format!("`{policy}`")) && about.contains("\"64M\""), "{about}");
     }

@@ -35,7 +35,7 @@ pub struct Args {
     pub(super) context: Vec<usize>,
     #[arg(long, value_name = "N[,N…]", value_delimiter = ',', default_values_t = [1])]
     pub(super) batch: Vec<usize>,
-    /// Decode also over views of the quantized formats that keep this many rows of the history. CPU only
+    /// Decode also over views of the quantized formats that keep this many rows of the history
     #[arg(long, value_name = "N[,N…]", value_delimiter = ',')]
     rows: Vec<usize>,
     #[arg(long, value_name = "N", default_value_t = 1)]
@@ -137,8 +137,8 @@ impl Args {
         if self.phase == Phase::Decode && !self.chunk.is_empty() {
             bail!("--chunk belongs to --phase prefill");
         }
-        if !self.rows.is_empty() && (self.phase == Phase::Prefill || self.device == Device::Cuda) {
-            bail!("--rows: views are measured in decode on the CPU only");
+        if !self.rows.is_empty() && self.phase == Phase::Prefill {
+            bail!("--rows: views are measured in decode only");
         }
         crate::options::check_threads(self.threads)?;
         AttentionPrecision::chosen()?;
@@ -223,6 +223,7 @@ pub fn row(
         Phase::Prefill => case.tokens * case.batch,
     };
     Row {
+        host_floor_us: 0.0,
         kv: match case.rows {
             Some(rows) => format!("{}, {rows} rows", case.kv),
             None => case.kv.to_string(),

@@ -5,7 +5,8 @@ use super::attention::{Args, Case, Heads, Phase, report_phase, row};
 use crate::device::AnyBackend;
 use anyhow::{Context, Result};
 use oscar_backend::{Backend, Benchmarks, HeadShape, HostMatrix, HostValues, SequenceRows, Step};
-use oscar_codec::{CacheLayout, CodeLayout, CodedPageId, FullPageId, PAGE_TOKENS, Windows};
+use oscar_cache::{PagePool, View, view_end};
+use oscar_codec::{BlockCounts, CacheLayout, CodeLayout, CodedPageId, FullPageId, PAGE_TOKENS, Windows};
 use oscar_kernels_cpu::bench::Timing;
 use oscar_kernels_cuda::{CudaBackend, bench};
 use serde_json::json;
@@ -15,7 +16,7 @@ use std::time::Duration;
 const COLD_BYTES: usize = 512 << 20;
 
 pub fn run(args: &Args) -> Result<()> {
-    let backend = AnyBackend::cuda()?;
+    let backend = AnyBackend::gpu(AnyBackend::cuda()?, None);
     let ceiling = backend.read_ceiling()?;
     let gpu = backend.as_cuda().context("--device cuda")?;
     let windows = Windows::new(args.sink.unwrap_or(64), args.recent.unwrap_or(256))?;
@@ -29,12 +30,14 @@ pub fn run(args: &Args) -> Result<()> {
     };
     let mut rows = Vec::new();
     for case in args.cases(|heads| gpu.prefill_chunk(&shape_of(heads))) {
-        let Case { heads, context, batch, kv, .. } = case;
+        let Case { heads, context, batch, kv, rows: kept, .. } = case;
         let layout = |layers| -> Result<CacheLayout> {
             let order = CodeLayout::Logical;
             Ok(gpu.held_layout(&CacheLayout::new(kv, layers, heads.kv, d, windows, order)?))
         };
-        let bytes = layout(1)?.sequence_bytes(context) * batch;
+        let one = layout(1)?;
+        let left_out = kept.map_or(0, |kept| left_out(&one, context, kept));
+        let bytes = (one.sequence_bytes(context) - left_out * one.coded_block_bytes()) * batch;
         // Prefill waits for arithmetic, not for memory.
         let layers = match args.phase {
             Phase::Decode => COLD_BYTES.div_ceil(bytes) + 1,
@@ -44,7 +47,11 @@ pub fn run(args: &Args) -> Result<()> {
         let kernel = gpu.attention(&layout).description;
         let timing = measure(gpu, &layout, &shape_of(heads), &case, args.repetitions)
             .with_context(|| format!("{kv}, context {context}, batch {batch}"))?;
-        rows.push(row(args, &case, backend.name(), timing, bytes, bytes, json!({"kernel": kernel})));
+        let mut extra = json!({"kernel": kernel});
+        if let Some(kept) = kept {
+            extra["rows"] = json!(kept);
+        }
+        rows.push(row(args, &case, backend.name(), timing, bytes, bytes, extra));
     }
     if !args.json {
         println!("{}", gpu.describe());
@@ -53,11 +60,27 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
+/// Quantized blocks that a view of so many rows saves.
+fn left_out(layout: &CacheLayout, context: usize, rows: usize) -> usize {
+    let history = view_end(layout, context) - layout.windows().sink();
+    (history / PAGE_TOKENS).saturating_sub(rows.min(history).div_ceil(PAGE_TOKENS))
+}
+
+/// A view of a sequence that keeps so many rows of every head, spread evenly.
+fn view_of(layout: &CacheLayout, pool: &PagePool, context: usize, rows: usize) -> Result<View> {
+    let (sink, end) = (layout.windows().sink(), view_end(layout, context));
+    let (history, rows) = (end - sink, rows.min(end - sink));
+    let kept: Vec<u32> = (0..rows).map(|row| (sink + row * history / rows) as u32).collect();
+    Ok(View::new(layout, pool, end, vec![kept; layout.layers() * layout.kv_heads()])?)
+}
+
 /// Pages of a sequence in a step of `tokens` new tokens, the last ones of its context; ids count up from `full` and `coded`.
+/// Codes before `view_end` lie in a view.
 fn pages(
     layout: &CacheLayout,
     context: usize,
     tokens: usize,
+    view_end: usize,
     full: &mut u32,
     coded: &mut u32,
 ) -> (Vec<Option<FullPageId>>, Vec<Option<CodedPageId>>) {
@@ -73,7 +96,7 @@ fn pages(
         .map(|b| {
             let (begin, end) = (b * PAGE_TOKENS, (b + 1) * PAGE_TOKENS);
             let needs_full = layout.keeps_full_page(b, kept);
-            let needs_coded = layout.coded().is_some() && end > sink && begin < boundary;
+            let needs_coded = layout.coded().is_some() && end > sink.max(view_end) && begin < boundary;
             (needs_full.then(|| FullPageId(next(full))), needs_coded.then(|| CodedPageId(next(coded))))
         })
         .unzip()
@@ -86,12 +109,20 @@ fn measure(
     case: &Case,
     repetitions: usize,
 ) -> Result<Timing> {
-    let Case { context, tokens, batch, .. } = *case;
+    let Case { context, tokens, batch, rows, .. } = *case;
+    let until = rows.map_or(0, |_| view_end(layout, context));
     let (mut full, mut coded) = (0, 0);
-    let tables: Vec<_> = (0..batch).map(|_| pages(layout, context, tokens, &mut full, &mut coded)).collect();
-    let budget = full as usize * layout.full_block_bytes() + coded as usize * layout.coded_block_bytes();
+    let tables: Vec<_> =
+        (0..batch).map(|_| pages(layout, context, tokens, until, &mut full, &mut coded)).collect();
+    // Pages of views come after all others.
+    let ids = PagePool::new(layout, usize::MAX / 2);
+    let _others = ids.take(BlockCounts { full: 0, coded: coded as usize, sliding: 0, states: 0 })?;
+    let views = (0..batch).filter_map(|_| rows.map(|rows| view_of(layout, &ids, context, rows)));
+    let views = views.collect::<Result<Vec<View>>>()?;
+    let coded = ids.usage().coded_pages;
+    let budget = full as usize * layout.full_block_bytes() + coded * layout.coded_block_bytes();
     let mut pool = gpu.pool(layout, shape, budget)?;
-    gpu.randomize(&mut pool, full as usize, coded as usize)?;
+    gpu.randomize(&mut pool, full as usize, coded)?;
     let sequences: Vec<SequenceRows<'_>> = tables
         .iter()
         .enumerate()
@@ -103,7 +134,8 @@ fn measure(
             sliding: &[],
             demote: 0..0,
             demote_values: 0..0,
-            view: None,
+            view: views.get(i),
+            states: None,
         })
         .collect();
     // A few distinct rows are enough: time does not depend on them.

@@ -134,7 +134,7 @@ fn on_gpu_timings(args: &Args, cuda: &CudaBackend, rows: usize) -> Result<Vec<(&
 
 /// Every kernel that could multiply these shapes, the one the backend takes marked.
 fn on_gpu(args: &Args) -> Result<()> {
-    let backend = AnyBackend::cuda()?;
+    let backend = AnyBackend::gpu(AnyBackend::cuda()?, None);
     let ceiling = backend.read_ceiling()?;
     let cuda = backend.as_cuda().context("--device cuda")?;
     let mut lines = Vec::new();

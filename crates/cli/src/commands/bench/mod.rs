@@ -85,7 +85,7 @@ fn report(rows: &[Row], ceiling: f64, json_output: bool) {
             format!("{:.0}", row.tokens_per_s()),
             first_of(row).map_or(String::new(), |f| format!("{:.2}×", row.tokens_per_s() / f)),
             format!("{:.2}", row.gbps()),
-            format!("{:.0} %", row.gbps() / ceiling * 100.0),
+            format!("{:.0} %", row.of_floor(ceiling) * 100.0),
             crate::progress::bytes(row.cache_bytes),
         ]);
     }

@@ -1,7 +1,8 @@
 //! `oscar bench decode`: steps of whole models; and the models of both benchmarks.
 
 use super::report;
-use crate::device::AnyBackend;
+use crate::cpu_experts::{self, WeightBytes};
+use crate::device::{AnyBackend, On};
 use crate::options::{CacheArgs, ModelArgs, WeightsArg, formats};
 use crate::parallel::ParallelArgs;
 use crate::progress;
@@ -9,11 +10,14 @@ use anyhow::{Result, bail};
 use oscar_backend::{Backend, Pick, WeightFormat};
 use oscar_bench::{Row, random_tokens};
 use oscar_codec::{CacheLayout, CodeLayout, KvFormat, PAGE_TOKENS, RotationKind, RotationSet};
+use oscar_hybrid::HybridExperts;
+use oscar_kernels_cpu::bandwidth;
 use oscar_kernels_cpu::bench::time_median;
 use oscar_kernels_cuda::{HostTimes, Profile};
 use oscar_models::{DecoderConfig, shapes};
 use oscar_runner::{Logits, Runner, RunnerOptions, Sequence, StepOutput, StepRequest};
 use serde_json::json;
+use std::fmt;
 use std::time::Duration;
 
 #[derive(clap::Args)]
@@ -123,11 +127,9 @@ impl Args {
         let layout = c.cache_layout(format, windows, CodeLayout::Logical)?;
         let rotations = match format.rotation() {
             RotationKind::None => None,
-            _ => Some(RotationSet::hadamard(c.layers, c.kv_heads, c.head_dim)?),
+            _ => Some(RotationSet::hadamard(c.cache_layers(), c.kv_heads, c.head_dim)?),
         };
-        if !self.json {
-            eprintln!("{format}: {}, {}", backend.describe(), backend.attention(&layout).description);
-        }
+        let attention = backend.attention(&layout).description;
         let options = RunnerOptions {
             layout,
             rotations: rotations.as_ref(),
@@ -135,6 +137,11 @@ impl Args {
             kv_memory: self.cache.kv_memory(batch, context),
             prefill_chunk: self.cache.prefill_chunk(&backend, c),
         };
+        let weights = WeightBytes::of_shape(c, self.weights());
+        cpu_experts::place(&backend, c, &weights, &options, batch)?;
+        if !self.json {
+            eprintln!("{format}: {}, {attention}", backend.describe());
+        }
         Ok(Runner::random(ranks, config, self.weights(), self.routing_skew, options)?)
     }
 
@@ -245,6 +252,11 @@ pub fn decode(args: &Args) -> Result<()> {
                     print_host_times(&host);
                 }
                 let cache_bytes = runner.usage().bytes;
+                let host = HostReads::of(&runner, batch);
+                if let (Some(host), false) = (&host, args.json) {
+                    eprintln!("{host}");
+                }
+                let host_bytes = host.as_ref().map_or(0, |host| host.bytes);
                 rows.push(Row {
                     kv: format.to_string(),
                     device: runner.backend().name(),
@@ -255,10 +267,13 @@ pub fn decode(args: &Args) -> Result<()> {
                     typical: timing.mean,
                     timing,
                     bytes: ends.iter().map(|&end| runner.layout().sequence_bytes(end)).sum::<usize>()
-                        + runner.weight_bytes(batch),
+                        + runner.weight_bytes(batch)
+                        - host_bytes,
+                    host_floor_us: host.as_ref().map_or(0.0, HostReads::floor_us),
                     cache_bytes,
                     extra: json!({"bench": "decode", "weight_bytes": runner.weight_bytes(batch), "weights": args.model.weights,
-                                  "ranks": runner.ranks(),
+                                  "ranks": runner.ranks(), "cpu_expert_layers": host.as_ref().map_or(0, |host| host.layers),
+                                  "host_bytes": host_bytes, "host_ceiling_gbps": host.as_ref().map(|host| host.ceiling),
                                   "threads": runner.backend().as_cpu().map(|cpu| cpu.threads().threads() * runner.ranks())}),
                 });
             }
@@ -270,6 +285,46 @@ pub fn decode(args: &Args) -> Result<()> {
         c.print(args.json);
     }
     Ok(())
+}
+
+/// What the processor beside a GPU reads in a step: the experts that are expected to be chosen.
+struct HostReads {
+    layers: usize,
+    bytes: usize,
+    /// GB/s of plain reading, measured now.
+    ceiling: f64,
+}
+
+impl HostReads {
+    fn of(runner: &Runner<AnyBackend>, rows: usize) -> Option<Self> {
+        let backend = runner.backend();
+        let cpu = backend.as_hybrid()?.host()?;
+        let on_host = |(experts, distinct): (&On<_, HybridExperts<_>>, f64)| match experts {
+            On::Cuda(HybridExperts::Host(_)) => {
+                let (each, always) = backend.expert_bytes(experts);
+                Some(always + (each as f64 * distinct) as usize)
+            }
+            _ => None,
+        };
+        let bytes: Vec<usize> = runner.experts(rows).filter_map(on_host).collect();
+        let ceiling = bandwidth::read_ceiling(cpu.kernels(), cpu.threads(), 2 << 30, 3);
+        Some(Self { layers: bytes.len(), bytes: bytes.iter().sum(), ceiling })
+    }
+
+    fn floor_us(&self) -> f64 {
+        self.bytes as f64 / self.ceiling / 1e3
+    }
+}
+
+impl fmt::Display for HostReads {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (layers, bytes, ceiling) = (self.layers, progress::bytes(self.bytes), self.ceiling);
+        let us = self.floor_us();
+        write!(
+            f,
+            "CPU: experts of {layers} layers, {bytes} a step, {us:.0} µs at its read ceiling of {ceiling:.1} GB/s"
+        )
+    }
 }
 
 /// Kernels of some steps, the longest first.

@@ -41,7 +41,7 @@ impl Work {
         let pairs = tokens as f64 * (tokens as f64 + 1.0) / 2.0;
         Self {
             products: 2.0 * tokens as f64 * layers as f64,
-            attention: 4.0 * (config.layers * config.query_width()) as f64 * pairs,
+            attention: 4.0 * (config.cache_layers() * config.query_width()) as f64 * pairs,
         }
     }
 }

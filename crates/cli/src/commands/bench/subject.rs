@@ -1,6 +1,7 @@
 //! The model that a benchmark serves: one from files, or random weights of a published shape.
 
 use crate::cache::Cache;
+use crate::cpu_experts::{self, WeightBytes};
 use crate::device::AnyBackend;
 use crate::options::{CacheArgs, ModelArgs, OpenModel, WeightsArg};
 use anyhow::{Context, Result, bail};
@@ -125,6 +126,8 @@ impl Subject {
                     kv_memory: args.kv_memory(sequences, context),
                     prefill_chunk: args.prefill_chunk(&backend, &shape.config),
                 };
+                let bytes = WeightBytes::of_shape(&shape.config, *weights);
+                cpu_experts::place(&backend, &shape.config, &bytes, &options, sequences)?;
                 let runner = Runner::random(backend, &shape.config, *weights, 0.0, options);
                 runner.with_context(|| format!("random weights of {}", shape.name))
             }

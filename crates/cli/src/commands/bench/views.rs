@@ -26,8 +26,8 @@ pub struct Args {
     /// KV formats, measured one after the other
     #[arg(long, value_name = "FORMAT[,FORMAT…]", value_delimiter = ',', default_values = ["oscar"])]
     kv: Vec<KvFormat>,
-    /// Policies that read views of a whole history: kvzip, episodes
-    #[arg(long, value_name = "POLICY[,POLICY…]", value_delimiter = ',', default_values = ["kvzip", "episodes"])]
+    /// Policies that read views of a whole history: keydiff-post, kvzip, episodes
+    #[arg(long, value_name = "POLICY[,POLICY…]", value_delimiter = ',', default_values = ["keydiff-post", "kvzip", "episodes"])]
     evict: Vec<Eviction>,
     /// Rows of the history that a view keeps
     #[arg(long, value_name = "N|SIZE", default_value = "1024")]
@@ -66,7 +66,9 @@ pub fn run(args: &Args) -> Result<()> {
         );
     }
     if let Some(other) = args.evict.iter().find(|eviction| !eviction.keeps_base()) {
-        bail!("--evict {other}: it keeps no whole history to compare with; use kvzip or episodes");
+        bail!(
+            "--evict {other}: it keeps no whole history to compare with; use keydiff-post, kvzip or episodes"
+        );
     }
     let mut lines = Vec::new();
     for &kv in &args.kv {

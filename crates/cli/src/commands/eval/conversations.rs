@@ -12,7 +12,7 @@ use oscar_eval::conversations::{
 use oscar_eval::{Journal, Prompts};
 use oscar_figures::write_whole;
 use oscar_tasks::chat::sessions::Variant;
-use oscar_views::{Eviction, HeadSplit, InputEmbeddings};
+use oscar_views::{Evict, Eviction, HeadSplit, InputEmbeddings};
 use serde_json::json;
 use std::path::PathBuf;
 
@@ -178,6 +178,8 @@ pub fn arm(name: &str) -> Result<Arm> {
     Ok(match eviction {
         Eviction::Episodes => Arm::Episodes(split),
         Eviction::Scorer(evict) => Arm::Scorer(evict, split),
+        // Every policy scores the whole history here.
+        Eviction::KeyDiffPost => Arm::Scorer(Evict::KeyDiff, split),
     })
 }
 

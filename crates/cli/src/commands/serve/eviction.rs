@@ -17,12 +17,12 @@ use std::sync::Arc;
 pub struct EvictionArgs {
     /// Cap on the quantized rows of each conversation, beside its BF16 windows: rows of a layer and head on
     /// average (2048) or bytes (64M). A conversation that grows beyond it forgets the rows that --evict ranks lowest.
-    /// CPU only
     #[arg(long, value_name = "N|SIZE")]
     #[serde(serialize_with = "serialize_optional_display")]
     pub kv_budget: Option<Budget>,
     /// Which rows a conversation keeps beyond --kv-budget: keydiff, snapkv, tova or recent; keydiff if absent.
-    /// kvzip and episodes choose from the whole history, which stays in memory: they save what a step reads
+    /// keydiff-post (or post), kvzip and episodes choose from the whole history, which stays in memory: they save
+    /// what a step reads. GPUs take keydiff, recent and keydiff-post
     #[arg(long, value_name = "POLICY", requires = "kv_budget")]
     #[serde(serialize_with = "serialize_optional_display")]
     pub evict: Option<Eviction>,

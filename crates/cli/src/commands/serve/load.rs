@@ -3,6 +3,7 @@
 use super::calibrate;
 use super::eviction::EvictionArgs;
 use crate::cache::Cache;
+use crate::cpu_experts::{self, WeightBytes};
 use crate::device::AnyBackend;
 use crate::options::{CacheArgs, ModelArgs, OpenModel, at_least_one, serialize_optional_display};
 use crate::parallel::ParallelArgs;
@@ -13,8 +14,9 @@ use crate::store::StoreArgs;
 use crate::transfer::TransferArgs;
 use anyhow::{Context, Result};
 use oscar_backend::{Backend, BackendError};
-use oscar_codec::KvFormat;
+use oscar_codec::{CodeLayout, KvFormat};
 use oscar_engine::{Engine, EngineApi, EngineOptions, SchedulerOptions};
+use oscar_hybrid::HybridBackend;
 use oscar_models::{BuildError, ModelSource};
 use oscar_runner::{Runner, longest_step};
 use oscar_server::{GenerationDefaults, ServerConfig, StartProgress};
@@ -117,10 +119,12 @@ impl LoadArgs {
         progress.begin("opening the model", 0);
         let model = self.model.open()?;
         self.kv.map_or(Ok(()), |format| model.config.check_format(format))?;
+        self.refuse_with_states(transfer, &model)?;
         let text = model.text_with(self.chat_template.as_deref())?;
         let generation = model.generation()?;
         let ranks = self.parallel.ranks(&self.model, &model.config)?;
         let backend = ranks.lead().clone();
+        place_experts(self, &model, &backend)?;
         let found = match self.cache.rotations {
             Some(_) => model.found_rotations(&self.cache)?,
             None => {
@@ -142,6 +146,7 @@ impl LoadArgs {
         }
         note!("cache: {}; rotations: {}", cache.layout.describe(), cache.rotation_origin);
         note!("attention: {}", backend.attention(&cache.layout).description);
+        model.config.describe_delta().iter().for_each(|line| note!("{line}"));
         for line in served.note.iter().map(String::as_str).chain(served.advice) {
             note!("{line}");
         }
@@ -168,11 +173,42 @@ impl LoadArgs {
             max_tokens: None,
         };
         let prefix_cache = !self.no_prefix_cache;
-        let (store, desk) =
-            self.store.open(transfer, &self.model, &model, &cache, runner.backend(), prefix_cache)?;
+        let (store, desk) = self.store.open(
+            transfer,
+            &self.model,
+            &(&model).into(),
+            &cache,
+            runner.backend(),
+            prefix_cache,
+        )?;
         let (cap, post) = (self.eviction.cap(&runner)?, self.eviction.post(&text, &model.weights)?);
         let options = EngineOptions { store, desk, cap, post, ..self.engine(&model.name) };
         Ok(Loaded { model, options, runner, text, defaults, served })
+    }
+
+    /// Refuses what needs rows of every layer, if the model has recurrent states.
+    fn refuse_with_states(&self, transfer: &TransferArgs, model: &OpenModel) -> Result<()> {
+        if model.config.delta.is_none() {
+            return Ok(());
+        }
+        let store = &self.store;
+        for (flag, is_given) in [
+            ("--store", store.store.is_some()),
+            ("--store-ram", store.store_ram.is_some()),
+            ("--store-redis", store.store_redis.is_some()),
+            ("--store-s3", store.s3().is_some()),
+            ("--kv-transfer-listen", transfer.kv_transfer_listen.is_some()),
+            ("--kv-transfer-peer", transfer.fetches()),
+            ("--kv-budget", self.eviction.kv_budget.is_some()),
+        ] {
+            anyhow::ensure!(
+                !is_given,
+                "{flag}: {} has layers with a recurrent state (gated delta nets), which are neither stored, sent nor \
+                 evicted: leave {flag} out",
+                model.name
+            );
+        }
+        Ok(())
     }
 
     fn engine(&self, model: &str) -> EngineOptions {
@@ -233,6 +269,31 @@ fn explain(error: anyhow::Error, sizing: &Sizing) -> anyhow::Error {
     }
 }
 
+/// Decides `--cpu-experts auto`. The cache is not known yet, so 4 bits are assumed if no format is asked
+/// for.
+fn place_experts(args: &LoadArgs, model: &OpenModel, backend: &AnyBackend) -> Result<()> {
+    let Some(hybrid) = backend.as_hybrid().filter(|hybrid| hybrid.host_layers().is_none()) else {
+        return Ok(());
+    };
+    let config = &model.config;
+    let format = args.kv.unwrap_or(KvFormat::Oscar { bits: 4 });
+    let windows = format.windows(args.cache.sink, args.cache.recent)?;
+    let layout = backend.held_layout(&config.cache_layout(format, windows, CodeLayout::Logical)?);
+    let chunk = args.cache.prefill_chunk(backend, config);
+    let steps = SchedulerOptions { prefill_chunk: chunk, ..args.engine(&model.name).scheduler };
+    let context = args.context.unwrap_or(config.max_position_embeddings).min(config.max_position_embeddings);
+    let step = backend.step_memory(&model.step_size(&steps, &layout, context));
+    let free = backend.available_memory()?.unwrap_or(usize::MAX);
+    let kv = args.cache.kv_memory.unwrap_or_else(|| {
+        let share = args.kv_memory_share.unwrap_or_else(|| backend.default_kv_share());
+        let sequence = layout.working_bytes(context, longest_step(chunk));
+        (cpu_experts::kv_reserve(sequence, free) as f64 / share) as usize
+    });
+    let holding = args.model.holding(backend.multiplies_fp8());
+    hybrid.place(WeightBytes::of(model, layout.coded().is_some(), holding).fewest(step.total() + kv, free));
+    Ok(())
+}
+
 /// Divides the device's memory.
 fn size(args: &LoadArgs, model: &OpenModel, cache: &Cache, backend: &AnyBackend) -> Result<Sizing> {
     let chunk = args.cache.prefill_chunk(backend, &model.config);
@@ -241,7 +302,10 @@ fn size(args: &LoadArgs, model: &OpenModel, cache: &Cache, backend: &AnyBackend)
     let context = args.context.unwrap_or(positions);
     let holding = args.model.holding(backend.multiplies_fp8());
     let step = backend.step_memory(&model.step_size(&steps, &cache.layout, context));
-    let fixed = FixedMemory::of(model, cache.rotations.is_some(), holding, step);
+    let host_layers = backend.as_hybrid().and_then(HybridBackend::host_layers).unwrap_or(0);
+    let weights = WeightBytes::of(model, cache.rotations.is_some(), holding);
+    let fixed = FixedMemory::of(&weights, host_layers, step);
+    cpu_experts::check_host(fixed.host)?;
     let fixed = args.parallel.fixed_memory(fixed, &model.config, holding);
     let wishes = Wishes {
         kv_memory: args.cache.kv_memory,

@@ -17,6 +17,7 @@ fn tables_name_rows_pages_and_tiles() {
             demote: 176..208,
             demote_values: 176..208,
             view: None,
+            states: None,
         },
         SequenceRows {
             rows: 0..1,
@@ -27,6 +28,7 @@ fn tables_name_rows_pages_and_tiles() {
             demote: 0..0,
             demote_values: 0..0,
             view: None,
+            states: None,
         },
     ];
     // Tile 176 lies in block 2, tile 192 in block 3, which has no coded page.
@@ -79,6 +81,7 @@ fn queries_over_codes_in_the_window_go_one_by_one() {
         demote: 0..0,
         demote_values: 0..0,
         view: None,
+        states: None,
     };
     assert_eq!((rows.coded_until(), windows.boundary(400), windows.boundary(415)), (256, 240, 256));
     let mut words = Words::default();
@@ -94,6 +97,8 @@ fn queries_over_codes_in_the_window_go_one_by_one() {
             table: 1,
             old_codes: 0, // it reads tokens of this step beside its own
             boundary: 256,
+            view: NO_VIEW,
+            view_end: 0,
         };
         assert_eq!(*info, wanted);
     }
@@ -129,6 +134,7 @@ fn new_tokens_of_short_contexts_are_read_in_bf16() {
         demote: 0..0,
         demote_values: 0..0,
         view: None,
+        states: None,
     };
     for storage in [Storage::Codes, Storage::Dequantized, Storage::Bf16] {
         let summary = Words::default().fill(&windows, storage, std::slice::from_ref(&rows)).unwrap();

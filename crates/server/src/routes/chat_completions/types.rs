@@ -28,8 +28,8 @@ request_fields! {
         /// False leaves reasoning in the content
         pub separate_reasoning: Option<bool>,
         /// Rows of the cache that the conversation keeps: `budget` (rows, or bytes such as "64M"),
-        /// `evict` (`keydiff`, `snapkv`, `tova`, `recent`; `kvzip` and `episodes` keep the history
-        /// and read a view of it), `view` (`auto`, or `none` for the whole history), `protect`
+        /// `evict` (`keydiff`, `snapkv`, `tova`, `recent`; `keydiff-post`, `kvzip` and `episodes`
+        /// keep the history and read a view of it), `view` (`auto`, or `none` for the whole history), `protect`
         /// (`system`, `tools`, `tool_results`, {"messages": [0, 3]}; system messages and
         /// descriptions of tools if absent)
         pub kv: Option<Map<String, Value>>,
