@@ -7,8 +7,8 @@
 //! A GPU attends to prompts in waves: a last wave that is not full takes as long as a full one. So the
 //! rows of a prompt count as whole waves in its pairs, and a step is best a number of whole waves.
 //!
-//! Steps with prompts and steps without fade apart: a long time of decoding alone does not make the
-//! model forget what prompts cost.
+//! Only steps with prompts teach: a long time of decoding alone does not make the model forget what
+//! prompts cost, and the time of decoded rows, which read memory, is no guide to that of prompts.
 //!
 //! **Invariant:** no clock here. The worker measures; the scheduler asks.
 
@@ -82,45 +82,36 @@ pub fn pairs(start: usize, tokens: usize, wave: PrefillWave) -> f64 {
 /// Fits a [`StepCost`] to measured steps.
 #[derive(Clone, Debug, Default)]
 pub struct CostModel {
-    /// Of steps that only decode, and of steps with prompts.
-    sums: [Sums; 2],
-    steps: usize,
-    cost: StepCost,
-}
-
-/// Sums over steps of one kind.
-#[derive(Clone, Debug, Default)]
-struct Sums {
-    /// Of products of the features (1, rows, pairs), and of features with times.
+    /// Sums of products of the features (1, rows, pairs), and of features with times.
     normal: [[f64; 3]; 3],
     times: [f64; 3],
+    steps: usize,
+    cost: StepCost,
 }
 
 impl CostModel {
     /// Units that bring the features of usual steps to about one.
     const UNITS: [f64; 3] = [1.0, 256.0, 1e6];
-    /// What a step still counts after the next one of its kind.
+    /// What a step still counts after the next one.
     const KEPT: f64 = 0.98;
     /// Steps before the fit is used.
     const LEAST_STEPS: usize = 4;
     /// Sweeps of coordinate descent; each is three divisions.
     const SWEEPS: usize = 50;
 
-    /// A step of `rows` rows that read `pairs` positions took `seconds`. `prompts`: some of the rows
-    /// belong to prompts.
-    pub fn observe(&mut self, prompts: bool, rows: usize, pairs: f64, seconds: f64) {
+    /// A step with prompts, of `rows` rows that read `pairs` positions, took `seconds`.
+    pub fn observe(&mut self, rows: usize, pairs: f64, seconds: f64) {
         if !(seconds.is_finite() && seconds >= 0.0) {
             return;
         }
         let features = [1.0, rows as f64 / Self::UNITS[1], pairs / Self::UNITS[2]];
         // Relative errors matter: a slow step must not drown the fast ones.
         let weight = 1.0 / seconds.max(1e-4).powi(2);
-        let Sums { normal, times } = &mut self.sums[usize::from(prompts)];
         for i in 0..3 {
             for j in 0..3 {
-                normal[i][j] = Self::KEPT * normal[i][j] + weight * features[i] * features[j];
+                self.normal[i][j] = Self::KEPT * self.normal[i][j] + weight * features[i] * features[j];
             }
-            times[i] = Self::KEPT * times[i] + weight * features[i] * seconds;
+            self.times[i] = Self::KEPT * self.times[i] + weight * features[i] * seconds;
         }
         self.steps += 1;
         self.solve();
@@ -134,13 +125,11 @@ impl CostModel {
     fn solve(&mut self) {
         let cost = &self.cost;
         let mut x = [cost.fixed, cost.row * Self::UNITS[1], cost.pair * Self::UNITS[2]];
-        let normal = |i: usize, j: usize| self.sums.iter().map(|s| s.normal[i][j]).sum::<f64>();
-        let times = |i: usize| self.sums.iter().map(|s| s.times[i]).sum::<f64>();
         for _ in 0..Self::SWEEPS {
             for i in 0..3 {
-                let others: f64 = (0..3).filter(|&j| j != i).map(|j| normal(i, j) * x[j]).sum();
-                if normal(i, i) > 0.0 {
-                    x[i] = ((times(i) - others) / normal(i, i)).max(0.0);
+                let others: f64 = (0..3).filter(|&j| j != i).map(|j| self.normal[i][j] * x[j]).sum();
+                if self.normal[i][i] > 0.0 {
+                    x[i] = ((self.times[i] - others) / self.normal[i][i]).max(0.0);
                 }
             }
         }
@@ -168,7 +157,7 @@ mod tests {
             // Prompts of several lengths, and steps of decoding between them.
             let (start, tokens) =
                 [(0, 2048), (60_000, 900), (8_000, 1), (30_000, 2_000), (98_000, 500)][i % 5];
-            model.observe(tokens > 1, tokens, pairs(start, tokens, NONE), time_of(start, tokens));
+            model.observe(tokens, pairs(start, tokens, NONE), time_of(start, tokens));
         }
         let cost = model.cost().unwrap();
         for (start, tokens) in [(0, 4096), (50_000, 1024), (90_000, 256), (1_000, 1)] {
@@ -199,32 +188,15 @@ mod tests {
             for i in 0..steps {
                 let tokens = [1, 512, 64][i % 3];
                 let seconds = factor * time_of(2_000, tokens);
-                model.observe(tokens > 1, tokens, pairs(2_000, tokens, NONE), seconds);
+                model.observe(tokens, pairs(2_000, tokens, NONE), seconds);
             }
         }
-        model.observe(true, 10, 10.0, f64::NAN);
-        model.observe(true, 10, 10.0, -1.0);
+        model.observe(10, 10.0, f64::NAN);
+        model.observe(10, 10.0, -1.0);
         let cost = model.cost().unwrap();
         let ratio = (cost.fixed + cost.rows(2_000, 512, NONE)) / time_of(2_000, 512);
         assert!((ratio - 3.0).abs() < 0.3, "{ratio}");
         assert!(cost.fixed >= 0.0 && cost.row >= 0.0 && cost.pair >= 0.0);
-    }
-
-    #[test]
-    fn a_long_time_of_decoding_does_not_make_the_model_forget_prompts() {
-        // Decoding reads the cache at another rate than prompts do, so decoded rows teach nothing of prompts.
-        let decoding = |position: usize| 3e-3 + 8.0 * 2e-10 * position as f64;
-        let mut model = CostModel::default();
-        for chunk in 0..12 {
-            let (start, tokens) = (chunk * 4_000, [4_000, 900][chunk % 2]);
-            model.observe(true, tokens, pairs(start, tokens, NONE), time_of(start, tokens));
-        }
-        for position in 8_000..9_000 {
-            model.observe(false, 8, 8.0 * pairs(position, 1, NONE), decoding(position));
-        }
-        let cost = model.cost().unwrap();
-        let (predicted, real) = (cost.fixed + cost.rows(60_000, 900, NONE), time_of(60_000, 900));
-        assert!((predicted / real - 1.0).abs() < 0.15, "{predicted} against {real}");
     }
 
     #[test]

@@ -243,8 +243,9 @@ impl<B: Backend> Serving<B> {
         let rows = plan.work.iter().map(|w| w.tokens).sum();
         let wave = self.scheduler.options().wave;
         let pairs = plan.work.iter().map(|w| crate::cost::pairs(w.start, w.tokens, wave)).sum();
-        let prompts = plan.work.iter().any(|w| w.tokens > 1);
-        self.cost.observe(prompts, rows, pairs, seconds);
+        if plan.work.iter().any(|w| w.tokens > 1) {
+            self.cost.observe(rows, pairs, seconds);
+        }
     }
 
     /// Notes which sequences began to run and which stopped.

@@ -13,10 +13,6 @@
 //
 // Few rows behind a long context do not fill the GPU. Then several blocks share the pages of the same
 // rows, each writes its sums, and a second kernel adds them up.
-//
-// Tried and slower at 100K tokens: to dequantize in the producer, page by page in every block (500
-// TFLOP/s), and integer products of codes for the scores (605). FP8 weights for the values are no
-// option: FP8 products accumulate with too few bits (5 % off after 128K tokens).
 #include "fragments.cuh"
 #include "wgmma.cuh"
 
