@@ -164,8 +164,8 @@ proptest! {
         prefixed in any::<bool>(),
     ) {
         let base = tiny_config(family);
-        // One layer at least sees the whole context.
-        let layers = layers + usize::from(base.sliding.is_some());
+        // One layer at least sees the whole context, and one has a delta net if the family has them.
+        let layers = layers + usize::from(base.sliding.is_some() || base.delta.is_some());
         let expert_width = match family {
             Family::Mixtral | Family::MiniMaxM2 | Family::GptOss => intermediate,
             _ => base.moe.as_ref().map_or(0, |moe| moe.width),

@@ -65,6 +65,7 @@ fn a_file_says_the_same_as_flags() {
         "--no-reasoning-split",
         "--tool-call-parser=glm45",
         "--tensor-parallel=2",
+        "--cpu-experts=all",
         "--store=pages",
         "--store-size=2G",
         "--store-age=7d",
