@@ -56,7 +56,7 @@ source!(APPEND, "append.cu", by_head_dim: true);
 source!(ATTENTION_SIMPLE, "attention_simple.cu", by_head_dim: false);
 source!(ATTENTION_PREFILL, "attention_prefill.cu", by_head_dim: true);
 source!(ATTENTION_PREFILL_HOPPER, "attention_prefill_hopper.cu", by_head_dim: true, hopper: true);
-source!(DEQUANTIZE, "dequantize.cu", by_head_dim: true);
+source!(DEQUANTIZE, "dequantize.cu", by_head_dim: true, hopper: true);
 source!(DEMOTE, "demote.cu", by_head_dim: true);
 source!(ATTENTION_PLAN, "attention_plan.cu", by_head_dim: false);
 // Has variants of its own: `attention::Variant`.
