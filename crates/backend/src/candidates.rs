@@ -29,7 +29,7 @@ impl TokenMask {
 }
 
 /// Whether a mask allows a token.
-fn allows(words: &[u32], token: usize) -> bool {
+pub fn allows(words: &[u32], token: usize) -> bool {
     words.get(token / 32).is_some_and(|word| word >> (token % 32) & 1 == 1)
 }
 

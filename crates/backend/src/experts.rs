@@ -2,9 +2,9 @@
 //!
 //! A layer adds to each row `x` the sum of its chosen experts,
 //! `x += Σ wₑ · downₑ(gate(gateₑ n, upₑ n))` with `n = norm(x)` and biases where the matrices have
-//! them, and then its shared expert with weight 1, or
-//! `σ(gate · n)` where it has a gate. Experts are added in ascending id, so that the
-//! result of a row does not depend on the other rows. [`route`] is the specification of the choice.
+//! them, and then its shared expert with weight 1, or `σ(gate · n)` where it has a gate. Experts
+//! are added in ascending id, so that the result of a row does not depend on the other rows.
+//! [`route`] is the specification of the choice.
 
 use crate::{BackendError, Gate, Result, WeightFormat};
 

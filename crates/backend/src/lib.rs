@@ -29,7 +29,7 @@ mod views;
 
 pub use blocks::BlockId;
 pub use candidates::{
-    Candidate, MOST_CANDIDATES, Pick, TokenMask, argmax, candidate_key, candidate_of, pick,
+    Candidate, MOST_CANDIDATES, Pick, TokenMask, allows, argmax, candidate_key, candidate_of, pick,
 };
 pub use communicator::{Communicator, HeldExperts};
 pub use delta::{DeltaLayer, DeltaShape, DeltaStep};

@@ -23,6 +23,8 @@ mod prefix;
 mod radix;
 #[cfg(test)]
 mod radix_tests;
+#[cfg(test)]
+mod radix_world;
 mod rows;
 mod salt;
 mod sequence;

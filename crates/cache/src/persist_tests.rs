@@ -1,8 +1,8 @@
-//! The tree with a store beside it, on the model of memory of [`radix_tests`](crate::radix_tests):
+//! The tree with a store beside it, on the model of memory of [`radix_world`](crate::radix_world):
 //! pages are offered, stored, lost, evicted, brought back after a restart, and every position that
 //! a query reads must hold the row of exactly its tokens.
 
-use crate::radix_tests::{Live, World, layout, text};
+use crate::radix_world::{Live, World, layout, text};
 use crate::{PageHash, PageKind, PrefixKey, RestorePlan, RestoredPage, StoredKinds};
 use oscar_codec::{BlockCounts, KvFormat, PAGE_TOKENS, Windows};
 use proptest::prelude::*;

@@ -52,29 +52,22 @@ impl CacheLayout {
     ) -> Result<Self> {
         let table = |format| FormatTable::uniform(format, layers, kv_heads, head_dim, layout);
         if format.is_coded() {
-            let (full, coded) = (table(KvFormat::Bf16)?, Some(table(format)?));
-            Ok(Self {
-                format,
-                full,
-                coded,
-                windows,
-                held_block_bytes: None,
-                views_in_blocks: false,
-                sliding: None,
-                state_bytes: 0,
-            })
+            Ok(Self::of(format, table(KvFormat::Bf16)?, Some(table(format)?), windows))
         } else {
-            let (full, windows) = (table(format)?, Windows::unlimited());
-            Ok(Self {
-                format,
-                full,
-                coded: None,
-                windows,
-                held_block_bytes: None,
-                views_in_blocks: false,
-                sliding: None,
-                state_bytes: 0,
-            })
+            Ok(Self::of(format, table(format)?, None, Windows::unlimited()))
+        }
+    }
+
+    fn of(format: KvFormat, full: FormatTable, coded: Option<FormatTable>, windows: Windows) -> Self {
+        Self {
+            format,
+            full,
+            coded,
+            windows,
+            held_block_bytes: None,
+            views_in_blocks: false,
+            sliding: None,
+            state_bytes: 0,
         }
     }
 
@@ -88,17 +81,7 @@ impl CacheLayout {
         }
         let codec = RowPageCodec::new(row, format.side_spec(Side::Key), SideSpec::SHARED, order)?;
         let full = FormatTable::new(layers, 1, vec![codec; layers])?;
-        let windows = Windows::unlimited();
-        Ok(Self {
-            format,
-            full,
-            coded: None,
-            windows,
-            held_block_bytes: None,
-            views_in_blocks: false,
-            sliding: None,
-            state_bytes: 0,
-        })
+        Ok(Self::of(format, full, None, Windows::unlimited()))
     }
 
     /// The same cache with another table of codecs for quantized pages (widths or clip ratios by

@@ -301,13 +301,15 @@ impl Choice {
     ) -> Result<(u32, Option<TokenLogprobs>), String> {
         let chosen = match scores {
             Scores::Candidates(list) => {
-                if let Some(guide) = &mut self.guide {
-                    guide.allowed()?;
-                }
-                let token = self.sampler.sample_among(list);
-                if let Some(guide) = &mut self.guide {
-                    guide.accept(token)?;
-                }
+                let token = match &mut self.guide {
+                    None => self.sampler.sample_among(list),
+                    Some(guide) => {
+                        guide.allowed()?;
+                        let token = self.sampler.sample_among(list);
+                        guide.accept(token)?;
+                        token
+                    }
+                };
                 (token, None)
             }
             Scores::Hidden(_) => return Err("a hidden state was computed in place of logits".to_owned()),

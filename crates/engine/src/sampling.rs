@@ -5,7 +5,7 @@
 //! sequence is a function of the seed and `n` alone (a counter-based generator), so it does not
 //! depend on who else is being served.
 
-use oscar_backend::{Candidate, MOST_CANDIDATES, Pick, argmax};
+use oscar_backend::{Candidate, MOST_CANDIDATES, Pick, allows, argmax};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 use std::collections::{BTreeMap, BTreeSet};
@@ -216,9 +216,7 @@ impl Sampler {
     /// [`Sampler::sample`] among the tokens whose bits are set in `allowed`, without `banned`
     /// unless nothing else is left.
     pub fn sample_within(&mut self, logits: &[f32], allowed: &[u32], banned: &[u32]) -> u32 {
-        let is_allowed =
-            |token: usize| allowed.get(token / 32).is_some_and(|word| word >> (token % 32) & 1 == 1);
-        let is_open = |token: usize| is_allowed(token) && !banned.contains(&(token as u32));
+        let is_open = |token: usize| allows(allowed, token) && !banned.contains(&(token as u32));
         let banned = match banned.is_empty() || (0..logits.len()).any(is_open) {
             true => banned,
             false => &[],

@@ -1,5 +1,7 @@
 //! Views of whole histories: `keydiff-post`, `kvzip` and episodes in a running engine.
 
+mod reference;
+
 use crate::client::{Call, Outcome, submit};
 use crate::support::Setup;
 use oscar_codec::{KvFormat, Windows};
@@ -8,11 +10,9 @@ use oscar_engine::{
     GenerationParams, InputEmbeddings, KvRequest, KvRoute, PostCap, PostSetting, Probe, Route,
     SchedulerOptions, Turn,
 };
-use oscar_kernels_cpu::backend::CpuBackend;
 use oscar_models::{ModelSource, Weights};
-use oscar_runner::{Logits, Runner, Sequence, StepOutput, StepRequest};
 use oscar_store::{FingerprintParts, Store, StoreOptions};
-use oscar_views::{History, Keep, Probing, Topics, ViewSet, score};
+use reference::Reference;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -125,98 +125,6 @@ fn route(outcome: &Outcome) -> Option<Route> {
     }
 }
 
-/// The same answers without an engine: base, probe, view and turn one after the other.
-struct Reference {
-    runner: Runner<CpuBackend>,
-    setting: PostSetting,
-    /// Tokens of an answer.
-    count: usize,
-}
-
-impl Reference {
-    fn new() -> Self {
-        Self { runner: setup(1 << 30, 512).embedded(), setting: setting(), count: ANSWER }
-    }
-
-    fn base(&mut self, tokens: &[u32]) -> Sequence {
-        let mut base = Sequence::forkable(&self.runner);
-        self.runner.prefill(&mut base, tokens, &mut StepOutput::default(), |_| {}).unwrap();
-        base
-    }
-
-    /// The answer on the view of the last point up to `until`, and its route.
-    fn answer(
-        &mut self,
-        asked: &Asked,
-        eviction: Eviction,
-        protected: &[Range<usize>],
-        until: usize,
-    ) -> (Vec<u32>, Route) {
-        self.answers(std::slice::from_ref(asked), eviction, protected, until).remove(0)
-    }
-
-    /// The same for questions behind one history.
-    fn answers(
-        &mut self,
-        questions: &[Asked],
-        eviction: Eviction,
-        protected: &[Range<usize>],
-        until: usize,
-    ) -> Vec<(Vec<u32>, Route)> {
-        let Asked { prompt, turn } = &questions[0];
-        let start = turn.start / 64 * 64;
-        let point = FIRST + (until - FIRST) / BLOCK * BLOCK;
-        let tokens = &prompt[..point];
-        let at_point = self.base(tokens);
-        let history = History { sequence: &at_point, tokens, len: point, observed: None };
-        let (runner, setting) = (&mut self.runner, &self.setting);
-        let clip = |r: &Range<usize>| r.start..r.end.min(point);
-        let utterances: Vec<_> = turn.utterances.iter().map(clip).filter(|r| !r.is_empty()).collect();
-        let topics = (eviction == Eviction::Episodes)
-            .then(|| Topics::new(tokens, &utterances, &setting.embeddings, setting.episodes));
-        let scores = match &topics {
-            Some(topics) => {
-                let probing = Probing::reciting(runner, &history, topics, &setting.probe).unwrap();
-                probing.run(runner, &history).unwrap()
-            }
-            None => {
-                let evict = if eviction == KVZIP { Evict::KvZip } else { Evict::KeyDiff };
-                vec![score(runner, &history, evict, &setting.probe).unwrap()]
-            }
-        };
-        let budget = ROWS.to_string().parse().unwrap();
-        let keep = Keep { budget, heads: eviction.default_split(), protected: protected.into() };
-        let set = ViewSet::new(runner.layout().clone(), scores, topics, keep);
-        let base = self.base(&prompt[..start]);
-        let answer = |asked: &Asked| {
-            assert_eq!(asked.prompt[..start], prompt[..start]);
-            let (route, _) = set.route(&asked.turn.question, &self.setting.embeddings);
-            let view = self.runner.gather(&at_point, point, set.selection(route).kept).unwrap();
-            let mut turn = self.runner.fork_reading(&base, start, view).unwrap();
-            (self.greedy(&mut turn, &asked.prompt[start..]), route)
-        };
-        questions.iter().map(answer).collect()
-    }
-
-    fn whole(&mut self, prompt: &[u32]) -> Vec<u32> {
-        let mut sequence = Sequence::new();
-        self.greedy(&mut sequence, prompt)
-    }
-
-    fn greedy(&mut self, sequence: &mut Sequence, prompt: &[u32]) -> Vec<u32> {
-        let (mut out, mut answer) = (StepOutput::default(), Vec::new());
-        self.runner.prefill(sequence, prompt, &mut out, |_| {}).unwrap();
-        loop {
-            answer.push(oscar_backend::argmax(&out.logits));
-            if answer.len() == self.count {
-                return answer;
-            }
-            let request = StepRequest { sequence, tokens: &answer[answer.len() - 1..], logits: Logits::Last };
-            self.runner.step(&mut [request], &mut out).unwrap();
-        }
-    }
-}
-
 /// Cold or cached, in chunks of any size, alone or in a batch: an answer depends on its lineage alone.
 #[test]
 fn answers_on_views_depend_on_their_lineage_alone() {
@@ -279,7 +187,8 @@ fn preempted_answers_depend_on_their_lineage_alone() {
     let layout = setup(1 << 20, 512).embedded().layout().clone();
     let history = utterances(20);
     let questions: Vec<Asked> = (0..5).map(|i| asked_again(&history, i % 3, i)).collect();
-    let mut reference = Reference { count: 200, ..Reference::new() };
+    let mut reference = Reference::new();
+    reference.count = 200;
     for eviction in [KVZIP, Eviction::Episodes] {
         let expected = reference.answers(&questions, eviction, &[], 640);
         // Admitted for their prompts alone, they outgrow the cache. How many are admitted depends on its size.
