@@ -13,7 +13,6 @@ use oscar_engine::{
 use oscar_models::{ModelSource, Weights};
 use oscar_store::{FingerprintParts, Store, StoreOptions};
 use reference::Reference;
-use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
