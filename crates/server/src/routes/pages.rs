@@ -7,19 +7,32 @@ use axum::response::{IntoResponse, Response};
 const POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; \
     connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 
+/// The markup of a page, the script of both pages, and its own.
+macro_rules! page {
+    ($name:literal) => {
+        Page(concat!(
+            include_str!(concat!("../page/", $name, ".html")),
+            "<script>\n",
+            include_str!("../page/shared.js"),
+            include_str!(concat!("../page/", $name, ".js")),
+            "</script>\n</body>\n</html>\n",
+        ))
+    };
+}
+
 pub async fn chat() -> Page {
-    Page(include_str!("../page/chat.html"))
+    page!("chat")
 }
 
 pub async fn docs() -> Page {
-    Page(include_str!("../page/docs.html"))
+    page!("docs")
 }
 
 /// The page of a path, for those who have yet to enter their key in it.
 pub fn unlocked(path: &str) -> Option<Page> {
     match path {
-        "/" => Some(Page(include_str!("../page/chat.html"))),
-        "/docs" => Some(Page(include_str!("../page/docs.html"))),
+        "/" => Some(page!("chat")),
+        "/docs" => Some(page!("docs")),
         _ => None,
     }
 }
