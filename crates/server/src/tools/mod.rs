@@ -92,11 +92,16 @@ impl ToolUse {
         matches!(self.choice, ToolChoice::Required | ToolChoice::Named(_))
     }
 
-    /// The grammar of the calls of strict tools, if there are any and they may be called.
+    /// The grammar of calls where any tool is strict and may be called. Arguments of the others are
+    /// free.
     pub fn strict(&self, dialect: Dialect) -> Option<CallGrammar> {
-        let strict = |tool: &&Value| tool["function"]["strict"] == true;
-        let tools: Vec<Value> = self.tools.iter().filter(strict).cloned().collect();
-        (self.may_call() && !tools.is_empty()).then(|| Self { tools, ..self.clone() }.grammar(dialect))
+        let strict: Vec<bool> = self.tools.iter().map(|tool| tool["function"]["strict"] == true).collect();
+        (self.may_call() && strict.contains(&true)).then(|| {
+            let mut grammar = self.grammar(dialect);
+            let free = grammar.tools.iter_mut().zip(strict).filter(|(_, strict)| !strict);
+            free.for_each(|((_, schema), _)| *schema = Value::Null);
+            grammar
+        })
     }
 
     pub fn schemas(&self) -> Arc<ToolSchemas> {

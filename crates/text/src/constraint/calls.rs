@@ -6,44 +6,70 @@ use super::{literal, marker, plain_json};
 use crate::Tokenizer;
 use crate::tools::Dialect;
 
-/// Calls that an answer must consist of.
+/// Calls that an answer may hold.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CallGrammar {
     pub dialect: Dialect,
-    /// Names and parameter schemas; at least one.
+    /// Names and parameter schemas; at least one. Arguments under the schema `null` are free.
     pub tools: Vec<(String, Value)>,
     /// More than one call is allowed.
     pub parallel: bool,
 }
 
 impl CallGrammar {
+    /// The grammar of an answer that consists of calls.
     pub(super) fn to_lark(&self, tokenizer: &Tokenizer) -> String {
-        let mut lark = Lark { tokenizer, text: String::new(), rules: 0 };
+        let mut lark = Lark::new(tokenizer);
+        let block = self.block(&mut lark);
+        let open = self.opener().map(|open| marker(tokenizer, open)).unwrap_or_default();
+        let more = match self.parallel {
+            true => self.separator().map(|separator| format!("({separator} {open} {block})*")),
+            false => None,
+        };
+        format!("start: {open} {block} {}\n{}", more.unwrap_or_default(), lark.text)
+    }
+
+    /// The marker that opens a block of calls.
+    pub(super) fn opener(&self) -> Option<&'static str> {
+        match self.dialect {
+            Dialect::Hermes | Dialect::QwenXml | Dialect::Glm => Some("<tool_call>"),
+            Dialect::Mistral => Some("[TOOL_CALLS]"),
+            Dialect::MiniMax => Some("<minimax:tool_call>"),
+            Dialect::Llama | Dialect::Harmony => None,
+        }
+    }
+
+    /// What stands between blocks, in the dialects whose blocks hold one call.
+    fn separator(&self) -> Option<&'static str> {
+        match self.dialect {
+            Dialect::Hermes | Dialect::QwenXml | Dialect::Glm => Some("\"\\n\""),
+            Dialect::Mistral => Some(""),
+            // The end of a harmony call is a stop token, so an answer has one.
+            Dialect::Llama | Dialect::MiniMax | Dialect::Harmony => None,
+        }
+    }
+
+    /// The rule of a block behind its opening marker.
+    pub(super) fn block(&self, lark: &mut Lark<'_>) -> String {
         let calls: Vec<String> =
-            self.tools.iter().map(|(name, schema)| self.call(&mut lark, name, schema)).collect();
+            self.tools.iter().map(|(name, schema)| self.call(lark, name, schema)).collect();
         let call = lark.rule(&calls.join(" | "));
-        let mark = |text: &str| marker(tokenizer, text);
         let again = |separator: &str| match self.parallel {
-            true => {
-                format!("({} {call})*", if separator.is_empty() { String::new() } else { literal(separator) })
-            }
+            true => format!("({} {call})*", literal(separator)),
             false => String::new(),
         };
-        let start = match self.dialect {
-            Dialect::Hermes | Dialect::QwenXml | Dialect::Glm => format!("{call} {}", again("\n")),
+        let body = match self.dialect {
             Dialect::Llama => format!("{call} {}", again("; ")),
-            Dialect::Mistral if lists_calls(tokenizer) => {
-                format!("{} \" [\" {call} {} \"]\"", mark("[TOOL_CALLS]"), again(", "))
+            Dialect::Mistral if lists_calls(lark.tokenizer) => {
+                format!("\" [\" {call} {} \"]\"", again(", "))
             }
-            Dialect::Mistral => format!("{call} {}", again("")),
             Dialect::MiniMax => {
-                let (open, close) = (mark("<minimax:tool_call>"), mark("</minimax:tool_call>"));
-                format!("{open} \"\\n\" {call} {} \"\\n\" {close}", again("\n"))
+                let close = marker(lark.tokenizer, "</minimax:tool_call>");
+                format!("\"\\n\" {call} {} \"\\n\" {close}", again("\n"))
             }
-            // The end of a call is a stop token, so an answer has one call.
-            Dialect::Harmony => call,
+            _ => return call,
         };
-        format!("start: {start}\n{}", lark.text)
+        lark.rule(&body)
     }
 
     /// The rule of one tool's call.
@@ -52,21 +78,17 @@ impl CallGrammar {
         let object = |name: &str, key: &str| literal(&format!("{{\"name\": {}, \"{key}\": ", json!(name)));
         let body = match self.dialect {
             Dialect::Hermes => {
-                let (open, close) = (mark("<tool_call>"), mark("</tool_call>"));
-                let arguments = json_rule(schema);
-                format!("{open} \"\\n\" {} {arguments} \"}}\\n\" {close}", object(name, "arguments"))
+                let (close, arguments) = (mark("</tool_call>"), json_rule(schema));
+                format!("\"\\n\" {} {arguments} \"}}\\n\" {close}", object(name, "arguments"))
             }
             Dialect::Llama => format!("{} {} \"}}\"", object(name, "parameters"), json_rule(schema)),
             Dialect::Mistral if lists_calls(lark.tokenizer) => {
                 format!("{} {} \"}}\"", object(name, "arguments"), json_rule(schema))
             }
-            Dialect::Mistral => {
-                let (open, arguments) = (mark("[TOOL_CALLS]"), mark("[ARGS]"));
-                format!("{open} {} {arguments} {}", literal(name), json_rule(schema))
-            }
+            Dialect::Mistral => format!("{} {} {}", literal(name), mark("[ARGS]"), json_rule(schema)),
             Dialect::QwenXml => {
-                let (open, close) = (mark("<tool_call>"), mark("</tool_call>"));
-                let parameters = parameters(lark, schema, |lark, key, value| {
+                let close = mark("</tool_call>");
+                let parameters = parameters(lark, schema, "</function>", |lark, key, value| {
                     let value = value.unwrap_or_else(|| lark.text_until("\n</parameter>\n"));
                     let head = literal(&format!("<parameter={key}>\n"));
                     match value {
@@ -75,13 +97,22 @@ impl CallGrammar {
                     }
                 });
                 let head = literal(&format!("\n<function={name}>\n"));
-                format!("{open} {head} {parameters} \"</function>\\n\" {close}")
+                format!("{head} {parameters} \"\\n\" {close}")
             }
             Dialect::Glm => {
-                let (open, close) = (mark("<tool_call>"), mark("</tool_call>"));
                 let (key_open, key_close) = (mark("<arg_key>"), mark("</arg_key>"));
                 let (value_open, value_close) = (mark("<arg_value>"), mark("</arg_value>"));
-                let parameters = parameters(lark, schema, |lark, key, value| {
+                if schema.is_null() {
+                    let gap = lark.rule("/[ \\n]+/");
+                    let (key, value) = (lark.before("</arg_key>"), lark.before("</arg_value>"));
+                    let pair = format!("{key_open} {key} {gap}? {value_open} {value} {gap}?");
+                    return lark.rule(&format!(
+                        "{} \"\\n\" ({pair})* {}",
+                        literal(name),
+                        mark("</tool_call>")
+                    ));
+                }
+                let parameters = parameters(lark, schema, "</tool_call>", |lark, key, value| {
                     let value = value.unwrap_or_else(|| lark.text_before("</arg_value>"));
                     let head = format!("{key_open} {} {key_close} \"\\n\" {value_open}", literal(key));
                     match value {
@@ -89,10 +120,10 @@ impl CallGrammar {
                         Written::Text(rule) => format!("{head} {rule} \"\\n\""),
                     }
                 });
-                format!("{open} {} \"\\n\" {parameters} {close}", literal(name))
+                format!("{} \"\\n\" {parameters}", literal(name))
             }
             Dialect::MiniMax => {
-                let parameters = parameters(lark, schema, |lark, key, value| {
+                let parameters = parameters(lark, schema, "</invoke>", |lark, key, value| {
                     let value = value.unwrap_or_else(|| lark.text_until("</parameter>\n"));
                     let head = literal(&format!("<parameter name=\"{key}\">"));
                     match value {
@@ -101,7 +132,7 @@ impl CallGrammar {
                     }
                 });
                 let head = literal(&format!("<invoke name=\"{name}\">\n"));
-                format!("{head} {parameters} \"</invoke>\"")
+                format!("{head} {parameters}")
             }
             Dialect::Harmony => {
                 let (channel, message) = (mark("<|channel|>"), mark("<|message|>"));
@@ -112,6 +143,9 @@ impl CallGrammar {
         lark.rule(&body)
     }
 }
+
+/// Any text, as Lark writes it.
+const ANY: &str = "/(.|\\n)*/";
 
 /// A parameter's value: JSON, or free text with its end.
 enum Written {
@@ -133,13 +167,17 @@ fn json_rule(schema: &Value) -> String {
     format!("%json {}", plain_json(schema))
 }
 
-/// The parameters of a call in the dialects that write them one by one, in the order of the schema.
-/// Text that is not an enumeration is free.
+/// The parameters of a call and the end of the call, in the dialects that write parameters one by
+/// one, in the order of the schema. Text that is not an enumeration is free.
 fn parameters(
     lark: &mut Lark<'_>,
     schema: &Value,
+    end: &str,
     one: impl Fn(&mut Lark<'_>, &str, Option<Written>) -> String,
 ) -> String {
+    if schema.is_null() {
+        return lark.before(end);
+    }
     let none = Map::new();
     let properties = schema["properties"].as_object().unwrap_or(&none);
     let required =
@@ -169,41 +207,56 @@ fn parameters(
         let rule = lark.rule(&body);
         parts.push(if required(name) { rule } else { format!("({rule})?") });
     }
+    parts.push(marker(lark.tokenizer, end));
     parts.join(" ")
 }
 
 /// A grammar under construction.
-struct Lark<'a> {
-    tokenizer: &'a Tokenizer,
-    text: String,
+pub(super) struct Lark<'a> {
+    pub tokenizer: &'a Tokenizer,
+    pub text: String,
     rules: usize,
 }
 
-impl Lark<'_> {
+impl<'a> Lark<'a> {
+    pub fn new(tokenizer: &'a Tokenizer) -> Self {
+        Self { tokenizer, text: String::new(), rules: 0 }
+    }
+
     /// Adds a rule and returns its name.
-    fn rule(&mut self, body: &str) -> String {
+    pub fn rule(&mut self, body: &str) -> String {
+        self.rule_with("", body)
+    }
+
+    fn rule_with(&mut self, attributes: &str, body: &str) -> String {
         let name = format!("r{}", self.rules);
         self.rules += 1;
-        self.text += &format!("{name}: {body}\n");
+        self.text += &format!("{name}{attributes}: {body}\n");
         name
     }
 
     /// Text up to and including `end`.
     fn text_until(&mut self, end: &str) -> Written {
-        let name = format!("r{}", self.rules);
-        self.rules += 1;
-        self.text += &format!("{name}[suffix={}]: /(.|\\n)*/\n", literal(end));
-        Written::Text(name)
+        Written::Text(self.rule_with(&format!("[suffix={}]", literal(end)), ANY))
     }
 
     /// Text up to and including a marker, which may be a special token.
     fn text_before(&mut self, end: &str) -> Written {
+        Written::Text(self.before(end))
+    }
+
+    fn before(&mut self, end: &str) -> String {
+        self.text_and(ANY, end)
+    }
+
+    /// Text that matches a terminal, and a marker behind it, which may be a special token.
+    pub fn text_and(&mut self, text: &str, end: &str) -> String {
         match super::special(self.tokenizer, end) {
             Some(token) => {
-                let name = self.rule("/(.|\\n)+/");
-                Written::Text(format!("{name}? {token}"))
+                let name = self.rule(text);
+                format!("{name}? {token}")
             }
-            None => self.text_until(end),
+            None => self.rule_with(&format!("[suffix={}]", literal(end)), text),
         }
     }
 }

@@ -7,6 +7,7 @@
 //! Invariant: a state that has accepted the tokens so far always allows another token, or the
 //! answer is complete.
 
+mod amid;
 mod calls;
 mod gbnf;
 mod vocabulary;
@@ -21,6 +22,7 @@ use llguidance::{Matcher, ParserFactory};
 use serde_json::{Value, json};
 
 pub use calls::CallGrammar;
+use calls::Lark;
 
 use crate::tools::ReasoningTags;
 use crate::{TextError, Tokenizer};
@@ -45,6 +47,8 @@ pub enum Grammar {
     Source(String),
     /// One or more calls of tools.
     Calls(CallGrammar),
+    /// Free text, and calls of tools in it.
+    Amid(CallGrammar),
     /// An answer of this form, or calls of tools.
     OrCalls(Box<Grammar>, CallGrammar),
 }
@@ -94,6 +98,10 @@ impl Grammars {
             // Reasoning is always allowed, so a grammar without any answer shows only without it.
             self.compile(grammar, &Thinking::None)?;
         }
+        if let Grammar::Amid(calls) = grammar {
+            // So are answers without calls.
+            self.compile(&Grammar::Calls(calls.clone()), &Thinking::None)?;
+        }
         let grammar = self.lower(grammar, thinking)?;
         let key = serde_json::to_string(&grammar)
             .map_err(|error| TextError::Grammar { reason: error.to_string() })?;
@@ -130,6 +138,10 @@ impl Grammars {
     }
 
     fn lower(&self, grammar: &Grammar, thinking: &Thinking) -> Result<TopLevelGrammar, TextError> {
+        if let Grammar::Amid(calls) = grammar {
+            let lark = amid::to_lark(calls, &self.tokenizer, thinking);
+            return Ok(TopLevelGrammar::from_lark(lark));
+        }
         let calls = |calls: &CallGrammar| Grammar::Calls(calls.clone());
         let parts = match grammar {
             Grammar::OrCalls(form, or) => vec![(**form).clone(), calls(or)],
@@ -152,30 +164,17 @@ impl Grammars {
             names.push(format!("{channel}@body{index}"));
             body.name = Some(format!("body{index}"));
         }
-        let mut lark = format!("answer: {}\n", names.join(" | "));
+        let mut lark = Lark::new(&self.tokenizer);
+        let think = think(&mut lark, thinking);
         let opening = match thinking {
             Thinking::None => String::new(),
-            Thinking::Opened(_) => "think".to_owned(),
-            Thinking::Allowed(tags) => format!("({} think)?", mark(&tags.open)),
+            Thinking::Opened(_) => think,
+            Thinking::Allowed(tags) => format!("({} {think})?", mark(&tags.open)),
             Thinking::Channels => {
-                format!("({} \"analysis\" {} think)?", mark("<|channel|>"), mark("<|message|>"))
+                format!("({} \"analysis\" {} {think})?", mark("<|channel|>"), mark("<|message|>"))
             }
         };
-        lark += &format!("start: {opening} answer\n");
-        let after = match thinking {
-            Thinking::None => None,
-            Thinking::Opened(tags) | Thinking::Allowed(tags) => {
-                Some((tags.close.as_str(), "BREAK?".to_owned()))
-            }
-            Thinking::Channels => Some(("<|end|>", format!("{} \"assistant\"", mark("<|start|>")))),
-        };
-        if let Some((close, rest)) = after {
-            lark += "THOUGHT: /(.|\\n)*/\nBREAK: /[\\n]{1,2}/\n";
-            lark += &match special(&self.tokenizer, close) {
-                Some(id) => format!("think: THOUGHT? {id} {rest}\n"),
-                None => format!("think: thought {rest}\nthought[suffix={}]: THOUGHT\n", literal(close)),
-            };
-        }
+        let lark = format!("start: {opening} ({})\n{}", names.join(" | "), lark.text);
         bodies.insert(0, GrammarWithLexer::from_lark(lark));
         Ok(TopLevelGrammar { grammars: bodies, max_tokens: None })
     }
@@ -194,7 +193,7 @@ impl Grammars {
             }
             Grammar::Source(source) => GrammarWithLexer::from_lark(source.clone()),
             Grammar::Calls(calls) => GrammarWithLexer::from_lark(calls.to_lark(&self.tokenizer)),
-            Grammar::OrCalls(..) => {
+            Grammar::Amid(_) | Grammar::OrCalls(..) => {
                 return Err(TextError::Grammar { reason: "alternatives cannot be nested".to_owned() });
             }
         })
@@ -242,6 +241,19 @@ impl fmt::Debug for ConstraintState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ConstraintState").finish()
     }
+}
+
+/// The rule of reasoning, its end and what separates it from the answer; nothing where no reasoning
+/// may stand.
+fn think(lark: &mut Lark<'_>, thinking: &Thinking) -> String {
+    let (close, rest) = match thinking {
+        Thinking::None => return String::new(),
+        Thinking::Opened(tags) | Thinking::Allowed(tags) => (tags.close.as_str(), "BREAK?".to_owned()),
+        Thinking::Channels => ("<|end|>", format!("{} \"assistant\"", marker(lark.tokenizer, "<|start|>"))),
+    };
+    lark.text += "THOUGHT: /(.|\\n)*/\nBREAK: /[\\n]{1,2}/\n";
+    let thought = lark.text_and("THOUGHT", close);
+    lark.rule(&format!("{thought} {rest}"))
 }
 
 fn stopped(error: &dyn fmt::Display) -> TextError {

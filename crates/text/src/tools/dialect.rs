@@ -96,7 +96,7 @@ impl Dialect {
     }
 
     /// Markers that open calls anywhere in an answer.
-    pub(super) fn openers(self) -> &'static [&'static str] {
+    pub(crate) fn openers(self) -> &'static [&'static str] {
         match self {
             Self::Hermes | Self::Glm => &[TOOL_CALL],
             Self::QwenXml => &[TOOL_CALL, FUNCTION],

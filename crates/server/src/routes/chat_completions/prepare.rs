@@ -13,7 +13,6 @@ use crate::error::ApiError;
 use crate::generate::{Prepared, requests};
 use crate::keys::Caller;
 use crate::limits::{check_logprobs, encode};
-use crate::refused;
 use crate::routes::sampling::max_tokens;
 use crate::tools::{FormFields, ToolUse, refuse_ignore_eos};
 
@@ -66,10 +65,6 @@ pub fn prepare(
         refuse_ignore_eos(&param, sampling.ignore_eos)?;
         let thinking = thinking(app, &text.prompt_end);
         params.constraint = Some(app.constraint(&param, &grammar, &thinking)?);
-    } else if let Some(calls) = app.dialect.and_then(|dialect| tools.strict(dialect)) {
-        // Calls amid free text are not constrained. A schema that could not be followed is refused.
-        refused::skip();
-        app.constraint("tools", &Grammar::Calls(calls), &Thinking::None)?;
     }
     Ok(Prepared {
         name: name.to_owned(),
@@ -102,7 +97,7 @@ fn demanded(
         _ if tools.must_call() => Some(("tools".to_owned(), Grammar::Calls(calls))),
         // The answer may still be calls.
         Some((param, grammar)) => Some((param, Grammar::OrCalls(Box::new(grammar), calls))),
-        None => None,
+        None => tools.strict(dialect).map(|calls| ("tools".to_owned(), Grammar::Amid(calls))),
     })
 }
 

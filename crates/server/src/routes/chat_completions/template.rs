@@ -14,10 +14,9 @@ use crate::tools::{ToolUse, describe, for_template, with_tools_in_text};
 request_fields! {
     /// The fields that decide how a conversation is rendered.
     pub struct TemplateFields {
-        /// Functions that the model may call. Arguments follow `parameters` where tool_choice or a
-        /// response_format constrains the answer. Otherwise `strict: true` is accepted, not
-        /// enforced and counted in `oscar_unknown_request_fields_total`; a schema that could not be
-        /// enforced is refused
+        /// Functions that the model may call. Arguments follow `parameters` of functions with `strict:
+        /// true`, and of all where tool_choice or a response_format constrains the answer; a schema
+        /// that cannot be enforced is refused
         pub tools: Option<Value> = Kind::Objects,
         /// `auto`, `none`, `required`, or the function that must be called
         pub tool_choice: Option<Value>,

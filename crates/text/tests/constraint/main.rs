@@ -1,5 +1,7 @@
 //! Constrained answers: random walks through the allowed tokens, checked by rules of our own.
 
+mod amid;
+
 use std::path::Path;
 
 use oscar_text::{
@@ -16,9 +18,12 @@ fn tokenizer() -> Tokenizer {
 }
 
 fn grammars() -> Grammars {
-    let tokenizer = tokenizer();
+    grammars_of(&tokenizer())
+}
+
+fn grammars_of(tokenizer: &Tokenizer) -> Grammars {
     let end = tokenizer.token_to_id(tokenizer.special().eos().unwrap()).unwrap();
-    Grammars::new(&tokenizer, tokenizer.vocab_size() + 3, &[end]).unwrap()
+    Grammars::new(tokenizer, tokenizer.vocab_size() + 3, &[end]).unwrap()
 }
 
 /// A small generator of numbers, the same on every run.
@@ -297,7 +302,7 @@ fn forced_calls_are_read_by_the_parser_of_their_dialect() {
         for parallel in [false, true] {
             let grammar = Grammar::Calls(CallGrammar { dialect, tools: tools.clone(), parallel });
             let constraint = grammars.compile(&grammar, &Thinking::None).unwrap();
-            for _ in 0..8 {
+            for _ in 0..16 {
                 let Some(text) = walk(&tokenizer, &constraint, &mut random, 600) else { continue };
                 complete += 1;
                 let options =
