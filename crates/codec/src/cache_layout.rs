@@ -292,12 +292,13 @@ impl CacheLayout {
     }
 
     /// Stored bits an element of a sequence of `tokens`: windows, metadata and unfilled pages
-    /// included.
+    /// included. States have no elements and do not count.
     pub fn bits_per_element(&self, tokens: usize) -> f64 {
         if tokens == 0 {
             0.0
         } else {
-            self.sequence_bytes(tokens) as f64 * 8.0 / self.elements(tokens) as f64
+            let rows = self.bytes_of(BlockCounts { states: 0, ..self.blocks(tokens) });
+            rows as f64 * 8.0 / self.elements(tokens) as f64
         }
     }
 

@@ -55,6 +55,7 @@ mod tests {
                 let (working, without) =
                     (stateful.working_bytes(tokens, 512), plain.working_bytes(tokens, 512));
                 assert_eq!(working, without + (2 << 20));
+                assert_eq!(stateful.bits_per_element(tokens), plain.bits_per_element(tokens));
             }
             assert_eq!(stateful.page_bits(), plain.page_bits());
             assert_eq!(stateful.with_order(CodeLayout::Logical).unwrap().state_bytes(), 1 << 20);

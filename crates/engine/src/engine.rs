@@ -290,9 +290,7 @@ impl EngineApi for EngineHandle {
         }
         let needed = match &cap {
             Some(Cap::Block(cap)) => cap.most_bytes(layout, tokens) + layout.full_block_bytes(),
-            Some(Cap::Post(_)) | None => {
-                layout.peak_bytes(tokens) + layout.unquantized_block_bytes() + layout.resume_bytes()
-            }
+            Some(Cap::Post(_)) | None => layout.least_bytes(tokens),
         };
         let budget = state.info.kv_budget_bytes;
         if needed > budget {

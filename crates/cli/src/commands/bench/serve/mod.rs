@@ -191,7 +191,7 @@ impl Args {
             }
         };
         for Cache { layout, .. } in caches {
-            let needed = layout.peak_bytes(context) + 2 * layout.unquantized_block_bytes();
+            let needed = layout.least_bytes(context);
             if needed > budget {
                 bail!(
                     "--kv-memory {budget}: one conversation of {context} tokens needs {needed} bytes in {}; give more memory or shorten the conversation",
