@@ -8,7 +8,6 @@ use oscar_codec::random::SplitMix64;
 use oscar_codec::{CodeLayout, KvFormat};
 use oscar_kernels_cpu::Kernels;
 use oscar_kernels_cpu::backend::{CpuBackend, Mode};
-use oscar_kernels_cuda::CudaBackend;
 use oscar_models::tiny::fp8::{Twin, write_twin};
 use oscar_models::tiny::{WriteOptions, tiny_config, write_random_model};
 use oscar_models::{DecoderConfig, Family, ModelSource, Weights};
@@ -30,15 +29,28 @@ const BATCHES: [usize; 2] = [5, 24];
 /// Sink and recent tokens.
 const WINDOWS: (usize, usize) = (16, 48);
 
-/// Largest distance of two rows of logits, as a share of their length. BF16 rounds activations and
-/// cached rows at 2⁻⁸; a router whose scores are nearly equal may then choose another expert, and a
-/// cached number may get another code.
-fn allowed(format: KvFormat) -> f64 {
-    if format.is_coded() { 0.3 } else { 0.15 }
+/// How many experts a row is sent to.
+#[derive(Clone, Copy, PartialEq)]
+enum Chosen {
+    /// All of them. Rounding moves their weights a little, so every row is near.
+    All,
+    /// Some. Between nearly equal scores rounding decides, and a row then goes another way: most rows
+    /// are near. A CPU with BF16 activations is .6 away from one with f32 in the worst of 200 rows.
+    Some,
+}
+
+/// Largest distances of two rows of logits, as shares of their length. The same distances of a CPU
+/// with BF16 activations and one with f32 are in brackets (`the_cpu_passes_the_check_of_families`).
+const HALF_OF_THE_ROWS: f64 = 0.05; // (.012)
+const NINE_OF_TEN_ROWS: f64 = 0.3; // (.14)
+
+/// All rows where every expert is chosen. A cached number between two codes may get either.
+fn every_row(format: KvFormat) -> f64 {
+    if format.is_coded() { 0.4 } else { 0.05 } // (.23, .017)
 }
 
 /// A model whose sizes GPU kernels have.
-fn config(family: Family, group: usize) -> DecoderConfig {
+fn config(family: Family, group: usize, chosen: Chosen) -> DecoderConfig {
     let mut config = tiny_config(family);
     let (kv_heads, head_dim, width) = (2, 64, 128);
     config.hidden_size = 256;
@@ -49,8 +61,11 @@ fn config(family: Family, group: usize) -> DecoderConfig {
     if let Some(moe) = &mut config.moe {
         moe.width = width;
         moe.shared_width = if moe.shared_width > 0 { width } else { 0 };
-        moe.experts = 16;
-        moe.rule.chosen = if moe.rule.scores == RouterScores::Softmax { 4 } else { 6 };
+        let some = if moe.rule.scores == RouterScores::Softmax { 4 } else { 6 };
+        (moe.experts, moe.rule.chosen) = match chosen {
+            Chosen::All => (8, 8),
+            Chosen::Some => (16, some),
+        };
     }
     config
 }
@@ -58,7 +73,7 @@ fn config(family: Family, group: usize) -> DecoderConfig {
 pub fn check(extent: Extent, report: &mut Report) -> Result<()> {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let cpu = || Ok(CpuBackend::new(Kernels::chosen()?, threads, Mode::Bf16)?);
-    check_on(cpu, || Ok(CudaBackend::open(0)?), extent, report)
+    check_on(cpu, || Ok(crate::open()?), extent, report)
 }
 
 /// The same check between any two backends.
@@ -69,27 +84,24 @@ pub fn check_on<C: Backend, G: Backend>(
     report: &mut Report,
 ) -> Result<()> {
     let folder = tempfile::tempdir().context("a folder for tiny models")?;
-    for (index, (family, group)) in FAMILIES.into_iter().enumerate() {
-        if extent.small && index > 0 {
+    let models = FAMILIES.into_iter().flat_map(|of| [(of, Chosen::All), (of, Chosen::Some)]);
+    for (index, ((family, group), chosen)) in models.enumerate() {
+        if extent.small && index > 1 || !extent.takes(index as u64) {
             continue;
         }
         let written = folder.path().join(format!("{index}"));
-        write_random_model(&written, &config(family, group), WriteOptions::default(), 7)?;
+        write_random_model(&written, &config(family, group, chosen), WriteOptions::default(), 7)?;
         for (name, twin) in [("BF16", Twin::BlocksInBf16), ("FP8", Twin::Blocks)] {
             let model = folder.path().join(format!("{index}-{name}"));
             write_twin(&written, &model, twin)?;
             for format in ["bf16", "oscar2"] {
                 let format: KvFormat = format.parse()?;
-                let what = format!("{} {name}, {format}", family.model_type());
+                let experts = if chosen == Chosen::All { ", all experts" } else { "" };
+                let what = format!("{} {name}, {format}{experts}", family.model_type());
                 let mut cpu = runner(cpu()?, &model, format).with_context(|| what.clone())?;
                 let mut gpu = runner(gpu()?, &model, format).with_context(|| what.clone())?;
-                let mut compared = Compared { name: what, allowed: allowed(format), report };
-                for length in PROMPTS {
-                    compared.one(&mut cpu, &mut gpu, length)?;
-                }
-                for batch in BATCHES {
-                    compared.batch(&mut cpu, &mut gpu, batch)?;
-                }
+                let compared = Compared::new(&mut cpu, &mut gpu)?;
+                compared.judge(&what, chosen, format, report);
             }
         }
     }
@@ -116,21 +128,47 @@ fn tokens(seed: usize, length: usize) -> Vec<u32> {
     (0..length).map(|_| random.below(512) as u32).collect()
 }
 
-/// Logits of the same steps on two backends.
-struct Compared<'a> {
-    name: String,
-    allowed: f64,
-    report: &'a mut Report,
+/// Distances of logits of the same steps on two backends, each with its step.
+#[derive(Default)]
+struct Compared {
+    rows: Vec<(f64, String)>,
 }
 
-impl Compared<'_> {
+impl Compared {
+    fn new<C: Backend, G: Backend>(cpu: &mut Runner<C>, gpu: &mut Runner<G>) -> Result<Self> {
+        let mut compared = Self::default();
+        for length in PROMPTS {
+            compared.one(cpu, gpu, length)?;
+        }
+        for batch in BATCHES {
+            compared.batch(cpu, gpu, batch)?;
+        }
+        Ok(compared)
+    }
+
     fn logits(&mut self, expected: &[f32], found: &[f32], what: impl FnOnce() -> String) {
         let square =
             |values: &mut dyn Iterator<Item = f32>| values.map(|v| f64::from(v).powi(2)).sum::<f64>();
         let apart = square(&mut expected.iter().zip(found).map(|(e, f)| e - f));
         let size = square(&mut expected.iter().copied());
         let share = if expected.len() == found.len() { (apart / size).sqrt() } else { f64::INFINITY };
-        self.report.case(&self.name, share, self.allowed, what);
+        // NaN is the largest distance of all.
+        self.rows.push((if share.is_nan() { f64::INFINITY } else { share }, what()));
+    }
+
+    fn judge(mut self, name: &str, chosen: Chosen, format: KvFormat, report: &mut Report) {
+        if chosen == Chosen::All {
+            for (share, what) in self.rows {
+                report.case(name, share, every_row(format), || what);
+            }
+            return;
+        }
+        self.rows.sort_by(|a, b| a.0.total_cmp(&b.0));
+        let count = self.rows.len();
+        for (parts, of, allowed) in [(1, 2, HALF_OF_THE_ROWS), (9, 10, NINE_OF_TEN_ROWS)] {
+            let (share, what) = &self.rows[(count * parts).div_ceil(of) - 1];
+            report.case(name, *share, allowed, || format!("{parts} of {of} of {count} rows, up to {what}"));
+        }
     }
 
     /// A prompt, then tokens one by one.
@@ -190,5 +228,30 @@ impl Compared<'_> {
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use oscar_kernels_cpu::Variant;
+
+    /// A model with one expert fewer for each row is far beyond what the check allows.
+    #[test]
+    fn a_missing_expert_is_found() {
+        let folder = tempfile::tempdir().unwrap();
+        let [right, wrong] = [4, 3].map(|chosen| {
+            let mut config = config(Family::Qwen3Moe, 8, Chosen::Some);
+            config.moe.as_mut().unwrap().rule.chosen = chosen;
+            let model = folder.path().join(format!("{chosen}"));
+            write_random_model(&model, &config, WriteOptions::default(), 7).unwrap();
+            let cpu = CpuBackend::new(Kernels::for_variant(Variant::Scalar).unwrap(), 2, Mode::F32).unwrap();
+            runner(cpu, &model, KvFormat::Bf16).unwrap()
+        });
+        let (mut right, mut wrong) = (right, wrong);
+        let mut report = Report::default();
+        let compared = Compared::new(&mut right, &mut wrong).unwrap();
+        compared.judge("one fewer", Chosen::Some, KvFormat::Bf16, &mut report);
+        assert_eq!(report.failures().count(), 1, "{report:?}");
     }
 }

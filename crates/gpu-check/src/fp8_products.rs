@@ -9,7 +9,7 @@ use oscar_codec::fp8;
 use oscar_kernels_cuda::{CudaBackend, CudaError};
 
 pub fn check(extent: Extent, report: &mut Report) -> Result<()> {
-    let mut gpu = CudaBackend::open(0)?;
+    let mut gpu = crate::open()?;
     match gpu.quantize_activations() {
         Err(CudaError::Unsupported(why)) => {
             eprintln!("FP8 activations are not checked: {why}");

@@ -25,7 +25,7 @@ fn cpu() -> Result<CpuBackend> {
 
 /// GPU 0 with all experts on the CPU.
 fn hybrid() -> Result<HybridBackend<CudaBackend>> {
-    let hybrid = HybridBackend::with_host(CudaBackend::open(0)?, cpu()?);
+    let hybrid = HybridBackend::with_host(crate::open()?, cpu()?);
     hybrid.place(usize::MAX);
     Ok(hybrid)
 }

@@ -38,7 +38,7 @@ use growing::{Checks, Compared};
 use oscar_backend::{Backend, HeadShape, HostMatrix, HostValues, Step};
 use oscar_codec::random::SplitMix64;
 use oscar_codec::{CacheLayout, CodeLayout, KvFormat, Windows};
-use oscar_kernels_cuda::{AttentionMode, CudaBackend};
+use oscar_kernels_cuda::{AttentionMode, CudaBackend, CudaError};
 use std::str::FromStr;
 
 /// A part of the check that can run by itself.
@@ -129,72 +129,62 @@ impl FromStr for Part {
     }
 }
 
-/// Runs these parts on a GPU.
-pub fn check(gpu: &CudaBackend, parts: &[Part], extent: Extent) -> Result<Report> {
-    let wants = |part| parts.contains(&part);
+/// GPU 0, with kernels that are not released yet.
+pub fn open() -> Result<CudaBackend, CudaError> {
+    Ok(CudaBackend::open(0)?.with_unreleased())
+}
+
+fn open_with(attention: AttentionMode) -> Result<CudaBackend, CudaError> {
+    Ok(CudaBackend::open_with(0, attention)?.with_unreleased())
+}
+
+/// Runs these parts on a GPU that [`open`] opened.
+pub fn check(gpu: &CudaBackend, parts: &[Part], extent: Extent) -> Report {
     let mut report = Report::default();
-    rows::check(gpu, parts, extent, &mut report)?;
+    // These parts share their inputs.
+    report.part("rows", |report| rows::check(gpu, parts, extent, report));
+    let wants = |part| parts.contains(&part);
     let compared =
         Compared { history: wants(Part::Demote), decode: wants(Part::Decode), prefill: wants(Part::Prefill) };
     if compared != Compared::NOTHING {
         let checks = Checks { e4m3_bits: gpu.e4m3_key_bits(), compared, ..attention::FAST };
-        attention::check(gpu, checks, extent, &mut report)?;
+        report.part("attention", |report| attention::check(gpu, checks, extent, report));
     }
-    if wants(Part::PrefillMma) {
-        let gpu = CudaBackend::open_with(0, AttentionMode::Mma)?;
-        attention::check(&gpu, attention::MMA, extent, &mut report)?;
-        approximate::check(&gpu, 0, extent, &mut report)?;
+    for &part in parts {
+        report.part(part.name(), |report| check_part(gpu, part, extent, report));
     }
-    if wants(Part::Simple) {
-        let gpu = CudaBackend::open_with(0, AttentionMode::Simple)?;
-        attention::check(&gpu, attention::SIMPLE, extent, &mut report)?;
+    report
+}
+
+fn check_part(gpu: &CudaBackend, part: Part, extent: Extent, report: &mut Report) -> Result<()> {
+    match part {
+        // See `check`.
+        Part::Embed | Part::Norm | Part::Gate | Part::Gemm | Part::Gram => Ok(()),
+        Part::Demote | Part::Decode | Part::Prefill => Ok(()),
+        Part::PrefillMma => {
+            let gpu = open_with(AttentionMode::Mma)?;
+            attention::check(&gpu, attention::MMA, extent, report)?;
+            approximate::check(&gpu, 0, extent, report)
+        }
+        Part::Simple => {
+            attention::check(&open_with(AttentionMode::Simple)?, attention::SIMPLE, extent, report)
+        }
+        Part::Fp8Products => fp8_products::check(extent, report),
+        Part::Experts => experts::check(gpu, extent, report),
+        Part::Append => heads::check(gpu, report),
+        Part::FusedAppend => fused_append::check(gpu, extent, report),
+        Part::Dequantized => dequantized::check(gpu, extent, report),
+        Part::Approximate => approximate::check(gpu, gpu.e4m3_key_bits(), extent, report),
+        Part::Pages => pages::check(gpu, extent, report),
+        Part::Ranks => ranks::check(gpu, report),
+        Part::Pick => picks::check(gpu, extent, report),
+        Part::Views => check_views(gpu, extent, report),
+        Part::Recode => calibration::check_recode(gpu, extent, report),
+        Part::Divergence => calibration::check_divergence(gpu, extent, report),
+        Part::Model => model::check(extent, report),
+        Part::Families => families::check(extent, report),
+        Part::Hybrid => hybrid::check(extent, report),
     }
-    if wants(Part::Fp8Products) {
-        fp8_products::check(extent, &mut report)?;
-    }
-    if wants(Part::Experts) {
-        experts::check(gpu, extent, &mut report)?;
-    }
-    if wants(Part::Append) {
-        heads::check(gpu, &mut report)?;
-    }
-    if wants(Part::FusedAppend) {
-        fused_append::check(gpu, extent, &mut report)?;
-    }
-    if wants(Part::Dequantized) {
-        dequantized::check(gpu, extent, &mut report)?;
-    }
-    if wants(Part::Approximate) {
-        approximate::check(gpu, gpu.e4m3_key_bits(), extent, &mut report)?;
-    }
-    if wants(Part::Pages) {
-        pages::check(gpu, extent, &mut report)?;
-    }
-    if wants(Part::Ranks) {
-        ranks::check(gpu, &mut report)?;
-    }
-    if wants(Part::Pick) {
-        picks::check(gpu, extent, &mut report)?;
-    }
-    if wants(Part::Views) {
-        check_views(gpu, extent, &mut report)?;
-    }
-    if wants(Part::Recode) {
-        calibration::check_recode(gpu, extent, &mut report)?;
-    }
-    if wants(Part::Divergence) {
-        calibration::check_divergence(gpu, extent, &mut report)?;
-    }
-    if wants(Part::Model) {
-        model::check(extent, &mut report)?;
-    }
-    if wants(Part::Families) {
-        families::check(extent, &mut report)?;
-    }
-    if wants(Part::Hybrid) {
-        hybrid::check(extent, &mut report)?;
-    }
-    Ok(report)
 }
 
 /// Views, with every kernel of attention that may read them.
@@ -202,11 +192,11 @@ fn check_views(gpu: &CudaBackend, extent: Extent, report: &mut Report) -> Result
     let checks = views::checks("views, decode attention", "views, prefill attention");
     views::check(gpu, checks, extent, report)?;
     let apart = views::checks("views, decode attention after append", "views, prefill attention");
-    views::check(&CudaBackend::open_with(0, AttentionMode::Apart)?, apart, extent, report)?;
+    views::check(&open_with(AttentionMode::Apart)?, apart, extent, report)?;
     let mma = views::checks("views, decode attention", "views, prefill attention, mma.sync");
-    views::check(&CudaBackend::open_with(0, AttentionMode::Mma)?, mma, extent, report)?;
+    views::check(&open_with(AttentionMode::Mma)?, mma, extent, report)?;
     let simple = views::checks("views, simple decode", "views, simple prefill");
-    views::check(&CudaBackend::open_with(0, AttentionMode::Simple)?, simple, extent, report)
+    views::check(&open_with(AttentionMode::Simple)?, simple, extent, report)
 }
 
 /// Deterministic numbers that are exact in BF16.

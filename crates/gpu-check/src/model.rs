@@ -7,7 +7,6 @@ use oscar_calibrate::RotationFile;
 use oscar_codec::{CodeLayout, KvFormat, RotationKind};
 use oscar_kernels_cpu::Kernels;
 use oscar_kernels_cpu::backend::{CpuBackend, Mode};
-use oscar_kernels_cuda::CudaBackend;
 use oscar_kernels_cuda::Storage;
 use oscar_models::{DecoderConfig, ModelSource, Weights};
 use oscar_runner::{KvMemory, Logits, Runner, RunnerOptions, Sequence, StepOutput, StepRequest};
@@ -110,7 +109,7 @@ fn check_formats(
         let format: KvFormat = name.parse()?;
         let cpu = CpuBackend::new(Kernels::chosen()?, threads, Mode::Bf16)?;
         let mut cpu = model.runner(cpu, format, amount.windows)?;
-        let mut gpu = model.runner(CudaBackend::open(0)?, format, amount.windows)?;
+        let mut gpu = model.runner(crate::open()?, format, amount.windows)?;
         for (text, times) in &amount.prompts {
             let prompt = model.tokenizer.encode(&text.repeat(*times), false)?;
             let what = || format!("{format}, prompt of {} tokens", prompt.len());
@@ -125,7 +124,7 @@ fn check_formats(
         if amount.interleaved > 0 && Storage::of(gpu.layout())? != Storage::Dequantized {
             let text = model.tokenizer.encode(&PROMPTS[3].0.repeat(10), false)?;
             drop((cpu, gpu));
-            let mut gpu = model.runner(CudaBackend::open(0)?, format, Some(NARROW))?;
+            let mut gpu = model.runner(crate::open()?, format, Some(NARROW))?;
             interleaved(&mut gpu, &text, amount.interleaved, format, report)
                 .with_context(|| format!("{format}, interleaved steps"))?;
         }

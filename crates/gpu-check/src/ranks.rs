@@ -34,7 +34,7 @@ pub fn check(gpu: &CudaBackend, report: &mut Report) -> Result<()> {
 
 /// A group of one rank gets back what it gave.
 fn alone(id: NcclId, numbers: &mut Numbers, report: &mut Report) -> Result<()> {
-    let gpu = CudaBackend::open(0)?;
+    let gpu = crate::open()?;
     let rank = NcclRank::join(gpu.device(), id, 0, 1)?;
     let name = format!("NCCL {} with one rank", rank.version());
     for count in [1, 5, 4096] {

@@ -1,5 +1,7 @@
 //! The extent of a check, and its findings.
 
+use anyhow::Result;
+
 /// How much of each check is run.
 #[derive(Clone, Copy, Debug)]
 pub struct Extent {
@@ -43,13 +45,27 @@ pub struct Report {
 }
 
 impl Report {
-    /// Counts one case of a check: `difference` may be at most `allowed`. NaN fails.
-    pub(crate) fn case(&mut self, name: &str, difference: f64, allowed: f64, what: impl FnOnce() -> String) {
+    fn finding(&mut self, name: &str) -> &mut Finding {
         let index = self.findings.iter().position(|f| f.name == name).unwrap_or_else(|| {
             self.findings.push(Finding { name: name.into(), cases: 0, worst: 0.0, failure: None });
             self.findings.len() - 1
         });
-        let finding = &mut self.findings[index];
+        &mut self.findings[index]
+    }
+
+    /// Runs a part of the check. If it cannot run to its end, that is a failure of its own, and the
+    /// other parts go on.
+    pub(crate) fn part(&mut self, name: &str, run: impl FnOnce(&mut Self) -> Result<()>) {
+        if let Err(error) = run(self) {
+            let finding = self.finding(name);
+            finding.worst = f64::INFINITY;
+            finding.failure = Some(format!("it could not run to its end: {error:#}"));
+        }
+    }
+
+    /// Counts one case of a check: `difference` may be at most `allowed`. NaN fails.
+    pub(crate) fn case(&mut self, name: &str, difference: f64, allowed: f64, what: impl FnOnce() -> String) {
+        let finding = self.finding(name);
         finding.cases += 1;
         let share = match difference {
             0.0 => 0.0,
@@ -74,6 +90,23 @@ impl Report {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use anyhow::bail;
+
+    #[test]
+    fn a_part_that_cannot_run_fails_and_keeps_what_others_found() {
+        let mut report = Report::default();
+        report.part("first", |report| {
+            report.case("first", 0.5, 1.0, String::new);
+            bail!("no kernel")
+        });
+        report.part("second", |report| {
+            report.case("second", 0.5, 1.0, String::new);
+            Ok(())
+        });
+        let failed: Vec<_> = report.failures().map(|f| f.name.as_str()).collect();
+        assert_eq!((report.findings.len(), failed), (2, vec!["first"]));
+        assert!(report.findings[0].failure.as_ref().unwrap().ends_with("no kernel"));
+    }
 
     #[test]
     fn a_difference_above_the_allowed_one_and_nan_fail() {

@@ -1,15 +1,15 @@
 //! Every kernel against the scalar reference, on GPU 0. Without a GPU each test says that it was
 //! skipped (`cargo test -p oscar-gpu-check -- --nocapture` shows it).
 
-use oscar_gpu_check::{Extent, Part, check};
-use oscar_kernels_cuda::{CudaBackend, CudaError};
+use oscar_gpu_check::{Extent, Part, check, open};
+use oscar_kernels_cuda::CudaError;
 use std::sync::{Mutex, PoisonError};
 
 /// Runs one part, alone on the GPU.
 fn run(part: Part) {
     static ALONE: Mutex<()> = Mutex::new(());
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
-    let gpu = match CudaBackend::open(0) {
+    let gpu = match open() {
         Ok(gpu) => gpu,
         Err(error @ (CudaError::NoDriver | CudaError::NoDevice)) => {
             eprintln!("skipped: the check of {} needs a GPU: {error}", part.name());
@@ -17,7 +17,7 @@ fn run(part: Part) {
         }
         Err(error) => panic!("{error}"),
     };
-    let report = check(&gpu, &[part], Extent::WHOLE).unwrap();
+    let report = check(&gpu, &[part], Extent::WHOLE);
     assert!(!report.findings.is_empty(), "nothing was checked");
     let failures: Vec<_> = report.failures().collect();
     assert!(failures.is_empty(), "{failures:#?}");

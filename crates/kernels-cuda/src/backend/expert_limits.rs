@@ -7,23 +7,18 @@ use oscar_backend::{ExpertFormat, ExpertsShape, Feature, Gate, HostMatrix, Weigh
 const MOST_EXPERTS: usize = 256;
 const MOST_CHOSEN: usize = 32;
 
-/// Refuses experts unless the environment asks for them: their kernels pass the check of a layer on an
-/// H200, but small random models differ from the CPU by more than the check of whole models allows.
-fn allowed() -> Result<()> {
-    match std::env::var("OSCAR_CUDA_EXPERTS").as_deref() {
-        Ok("on") => Ok(()),
-        _ => Err(CudaError::Unsupported(
-            "mixtures of experts are not released on GPUs: their kernels pass `oscar gpu-check --only experts`, but \
-             whole models (`--only families`) differ from the CPU by more than that check allows. Use --device \
-             cpu, or set OSCAR_CUDA_EXPERTS=on"
-                .into(),
-        )),
-    }
+/// The answer where nobody asked for kernels whose check of whole models has not run.
+pub(super) fn unreleased() -> CudaError {
+    CudaError::Unsupported(
+        "mixtures of experts are not released on GPUs: their layers pass `oscar gpu-check --only experts`, whole \
+         models have not passed `--only families`. Use --cpu-experts all or --device cpu, or set \
+         OSCAR_CUDA_EXPERTS=on"
+            .into(),
+    )
 }
 
 /// Refuses a layer without kernels. Returns the format of its weights.
 pub(super) fn check(shape: &ExpertsShape<'_>) -> Result<WeightFormat> {
-    allowed()?;
     let ExpertsShape { experts, hidden, width, format, rule, .. } = *shape;
     if shape.gate != Gate::Silu {
         return Err(CudaError::lacks(Feature::OtherGates));

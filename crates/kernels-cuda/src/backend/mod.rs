@@ -15,6 +15,7 @@ mod rows;
 mod sizing;
 mod step;
 mod tapped;
+mod unreleased;
 mod views;
 
 pub use constants::{CudaRope, CudaRotation, CudaVector};
@@ -51,6 +52,7 @@ use oscar_backend::{
 };
 use oscar_codec::{CacheLayout, HeadRotations};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use unreleased::Unreleased;
 
 /// Runs models on one GPU.
 pub struct CudaBackend {
@@ -68,6 +70,7 @@ pub struct CudaBackend {
     copies: BlockCopies,
     /// The other GPUs of a model that is split.
     ranks: Option<NcclRank>,
+    unreleased: Unreleased,
     /// A step holds the lock until it ends.
     state: Mutex<State>,
 }
@@ -79,9 +82,8 @@ struct State {
     planner: StepPlanner,
     decode: DecodeMemory,
     prefill: HopperMemory,
-    /// Token ids, row numbers and row weights: a buffer for each use, because copies do not wait for
-    /// launches that are being recorded.
-    /// One for each [`Index`].
+    /// Token ids, row numbers and row weights: a buffer for each [`Index`], because copies do not wait
+    /// for launches that are being recorded.
     indices: [Indices; Index::COUNT],
     /// Rotated queries of a layer.
     queries: CudaRows,
@@ -174,10 +176,16 @@ impl CudaBackend {
             staging: Staging::new(&device),
             copies: BlockCopies::default(),
             ranks: None,
+            unreleased: Unreleased::from_environment(),
             device,
             kernels,
             state: Mutex::new(state),
         })
+    }
+
+    /// Lets every kernel run, also those that have not passed their checks: for these checks.
+    pub fn with_unreleased(self) -> Self {
+        Self { unreleased: Unreleased::ALL, ..self }
     }
 
     /// Lets prompts multiply FP8 weights with activations that are quantized to FP8 as they come. Steps
@@ -338,6 +346,9 @@ impl Backend for CudaBackend {
             let why = "mixtures of experts are not split over GPUs yet; use --device cpu";
             return Err(CudaError::Unsupported(why.into()).into());
         }
+        if !self.unreleased.experts {
+            return Err(expert_limits::unreleased().into());
+        }
         shape.check()?;
         Ok(CudaExperts::new(&self.device, &self.kernels, shape)?)
     }
@@ -394,10 +405,8 @@ impl Backend for CudaBackend {
     }
 
     fn evicts_rows(&self, layout: &CacheLayout) -> RowEviction {
-        // The kernels of views have not passed their check on a GPU yet.
-        let allowed = std::env::var("OSCAR_CUDA_VIEWS").as_deref() == Ok("on");
         match Storage::of(layout) {
-            Ok(Storage::Codes) if allowed => RowEviction::ByKeys,
+            Ok(Storage::Codes) if self.unreleased.views => RowEviction::ByKeys,
             _ => RowEviction::Never,
         }
     }

@@ -1,0 +1,21 @@
+//! Kernels that have not passed their checks on a device. They run only where somebody asks for them.
+
+/// Which of them may run.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Unreleased {
+    /// Mixtures of experts: single layers passed (`oscar gpu-check --only experts`), whole models
+    /// (`--only families`) have not been checked against the present bounds.
+    pub experts: bool,
+    /// Views (`--only views`).
+    pub views: bool,
+}
+
+impl Unreleased {
+    pub const ALL: Self = Self { experts: true, views: true };
+
+    /// What the environment asks for.
+    pub fn from_environment() -> Self {
+        let on = |name| std::env::var(name).as_deref() == Ok("on");
+        Self { experts: on("OSCAR_CUDA_EXPERTS"), views: on("OSCAR_CUDA_VIEWS") }
+    }
+}
