@@ -329,12 +329,11 @@ impl Scheduler {
             (e.pending() > 1 || is_new) && !plan.work.iter().any(|w| w.id == e.id)
         };
         let until = |e: &Entry| e.pauses.map_or(usize::MAX, |p| p.after(e.stored) - e.stored);
-        let prompts: Vec<(SequenceId, usize)> = self
-            .running
-            .iter()
-            .filter(idle)
-            .map(|e| (e.id, next_chunk(e.pending(), e.chunk).min(until(e))))
-            .collect();
+        let alone = self.running.len() == 1;
+        let chunk =
+            |e: &Entry| if alone { next_chunk(e.pending(), e.chunk) } else { e.pending().min(e.chunk) };
+        let prompts: Vec<(SequenceId, usize)> =
+            self.running.iter().filter(idle).map(|e| (e.id, chunk(e).min(until(e)))).collect();
         let wanted: Vec<usize> = prompts.iter().map(|p| p.1).collect();
         for ((id, _), share) in prompts.into_iter().zip(shares(&wanted, budget)) {
             // Someone older may have preempted it meanwhile.

@@ -323,6 +323,21 @@ fn a_short_rest_is_read_with_the_first_chunk_unless_others_wait() {
 }
 
 #[test]
+fn a_prompt_beside_a_stream_uses_the_whole_step() {
+    let options = SchedulerOptions { prefill_chunk: 512, step_tokens: Some(401), ..Default::default() };
+    let mut scheduler = Scheduler::new(options);
+    let mut ledger = Counts { total: 1 << 20, held: BTreeMap::new() };
+    scheduler.submit(sequence(1), 100, usize::MAX, usize::MAX);
+    let plan = scheduler.schedule(&mut ledger);
+    scheduler.complete(&plan);
+    scheduler.append(sequence(1));
+    scheduler.submit(sequence(2), 700, usize::MAX, usize::MAX);
+    let plan = scheduler.schedule(&mut ledger);
+    let tokens: Vec<usize> = plan.work.iter().map(|w| w.tokens).collect();
+    assert_eq!(tokens, [1, 400], "not the odd chunk of 188 tokens that a lone prompt begins with");
+}
+
+#[test]
 fn a_prompt_beside_streams_keeps_to_the_target_between_tokens() {
     let cost = StepCost { fixed: 4e-3, row: 2e-5, pair: 3e-10 };
     let target = SchedulerOptions::default().inter_token_target;
