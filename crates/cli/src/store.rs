@@ -182,7 +182,17 @@ fn fingerprint(
         let mean = head.key_mean.as_deref().unwrap_or_default();
         [head.key.matrix(), head.value.matrix(), mean].map(float_bytes)
     });
-    FingerprintParts::default()
+    // Experts on the CPU round differently, and with them the rows of every later layer.
+    let on_cpu = backend.as_hybrid().and_then(|hybrid| {
+        let layers = hybrid.host_layers()?.min(model.config.mixtures().count());
+        (layers > 0).then(|| Some(format!("{layers}, {}", hybrid.host()?.kernels().variant())))?
+    });
+    let parts = FingerprintParts::default();
+    let parts = match &on_cpu {
+        Some(layers) => parts.text("layers with experts on the CPU", layers),
+        None => parts,
+    };
+    parts
         .note("model", model.name)
         .text("weights", &model.weights)
         .text("weights held as", args.weights.map_or("stored", |weights| weights.name()))
