@@ -28,6 +28,17 @@ impl CpuExperts {
             Self::All => Some(usize::MAX),
         }
     }
+
+    /// Refuses more layers with experts than the model has.
+    pub fn check(self, config: &DecoderConfig) -> Result<()> {
+        match (self, config.mixtures().count()) {
+            (_, 0) => bail!("--cpu-experts: the model has no experts; leave it out"),
+            (Self::Layers(asked), layers) if asked > layers => bail!(
+                "--cpu-experts {asked}: the model has {layers} layers with experts; give at most {layers}, or all"
+            ),
+            _ => Ok(()),
+        }
+    }
 }
 
 impl FromStr for CpuExperts {
@@ -165,6 +176,18 @@ mod tests {
             assert_eq!((flag.layers(), flag.to_string().as_str()), (layers, text));
         }
         assert!("-1".parse::<CpuExperts>().unwrap_err().contains("neither auto"));
+    }
+
+    #[test]
+    fn more_layers_than_have_experts_are_refused() {
+        let (dense, glm) = (shape("qwen3-8b").unwrap(), shape("glm-4.7").unwrap());
+        for asked in [CpuExperts::Auto, CpuExperts::Layers(1), CpuExperts::All] {
+            assert!(asked.check(&dense).unwrap_err().to_string().contains("no experts"));
+            asked.check(&glm).unwrap();
+        }
+        CpuExperts::Layers(89).check(&glm).unwrap();
+        let error = CpuExperts::Layers(90).check(&glm).unwrap_err().to_string();
+        assert!(error.contains("at most 89"), "{error}");
     }
 
     #[test]

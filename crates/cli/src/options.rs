@@ -57,7 +57,8 @@ pub struct ModelArgs {
     #[serde(serialize_with = "serialize_optional_size")]
     pub gpu_memory_limit: Option<usize>,
     /// Compute the experts of N layers on the CPU, from host memory: the last layers that have experts,
-    /// or all. auto leaves as many on the GPU as fit beside the other weights and the KV pages
+    /// or all. auto leaves as many on the GPU as fit beside the other weights and the KV pages; experts on
+    /// the GPU need OSCAR_CUDA_EXPERTS=on
     #[arg(long, value_name = "auto|N|all")]
     #[serde(serialize_with = "serialize_optional_display")]
     pub cpu_experts: Option<CpuExperts>,
@@ -209,6 +210,7 @@ impl ModelArgs {
             None => ((oscar_embedded::NAME.to_owned(), None), ModelSource::Embedded(oscar_embedded::FILES)),
         };
         let config = DecoderConfig::load(&source)?;
+        self.check_experts(&config)?;
         let weights = Weights::open(&source)?;
         weights.check(&config)?;
         let weights = match self.weights {
@@ -216,6 +218,11 @@ impl ModelArgs {
             None => weights,
         };
         Ok(OpenModel { name, repository, source, config, weights: Arc::new(weights) })
+    }
+
+    /// Refuses `--cpu-experts` where this model does not have them.
+    pub fn check_experts(&self, config: &DecoderConfig) -> Result<()> {
+        self.cpu_experts.map_or(Ok(()), |experts| experts.check(config))
     }
 
     /// Whether files may be downloaded for this model: it has a name on the hub, and neither

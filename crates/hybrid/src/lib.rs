@@ -96,10 +96,8 @@ impl<D: HostRows> HybridBackend<D> {
         let Some(&layers) = host.layers.get() else {
             return Err(BackendError::Unsupported {
                 device: self.device.describe(),
-                why:
-                    "nothing has decided how many layers have their experts on the CPU: give --cpu-experts a \
-                      number, or all"
-                        .into(),
+                why: "--cpu-experts auto is not possible in this command: give a number of layers, or all"
+                    .into(),
             });
         };
         Ok((following < layers).then_some(host))

@@ -1,6 +1,7 @@
 //! `oscar calibrate`: rotations for a model from a little text.
 
 use crate::commands::bits;
+use crate::cpu_experts::{self, WeightBytes};
 use crate::options::{ModelArgs, OpenModel};
 use anyhow::{Context, Result, bail};
 use oscar_backend::Backend;
@@ -89,6 +90,13 @@ pub fn run(args: &Args) -> Result<()> {
     check_out(&args.out)?;
     let model = args.model.open()?;
     let text = model.text()?;
+    if let Some(experts) = args.model.cpu_experts {
+        // Weights are loaded several times here, each time beside other memory.
+        let Some(layers) = experts.layers() else {
+            bail!("--cpu-experts auto is not possible in this command: give a number of layers, or all");
+        };
+        cpu_experts::check_host(WeightBytes::of(&model, true, args.model.holding(true)).last(layers))?;
+    }
     let backend = Arc::new(args.model.backend()?);
     let subject = Subject {
         backend: &backend,

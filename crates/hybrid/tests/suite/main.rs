@@ -2,7 +2,7 @@
 //! for bit, wherever experts are.
 
 use oscar_backend::{
-    Backend, Benchmarks, ExpertFormat, ExpertId, ExpertsShape, Feature, Gate, RouterRule, RouterScores,
+    Backend, Benchmarks, ExpertFormat, ExpertId, ExpertsShape, Gate, RouterRule, RouterScores,
 };
 use oscar_codec::{CodeLayout, KvFormat, Windows};
 use oscar_hybrid::HybridBackend;
@@ -140,7 +140,6 @@ fn an_undecided_number_of_layers_is_an_error_that_says_what_to_do() {
     assert!(backend.describe().contains("some layers") && backend.host_layers().is_none());
     backend.place(3);
     assert!(backend.describe().contains("the last 3 layers"), "{}", backend.describe());
-    assert!(backend.computes(Feature::ExpertGroups), "the processor computes everything");
 }
 
 #[test]
