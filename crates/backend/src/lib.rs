@@ -48,7 +48,7 @@ pub use mxfp4::{MXFP4_GROUP, MXFP4_LARGEST_SCALE, Mxfp4Blocks, mxfp4_factor};
 pub use oscar_cache::{SequenceRows, StepStates, View};
 pub use product::{Output, Product};
 pub use sizing::{PrefillWave, StepMemory, StepSize};
-pub use views::{HeadHistory, HistoryRows, Reduce, RowEviction, Scoring, eviction_refusal};
+pub use views::{HeadHistory, HistoryRows, NO_ROW_EVICTION, Reduce, RowEviction, Scoring, eviction_refusal};
 
 use oscar_codec::{CacheLayout, HeadRotations};
 
@@ -146,15 +146,15 @@ pub trait Backend: Send + Sync + Sized {
     }
     /// What works over this cache of [`Backend::gather`], [`Backend::history`] and scores.
     fn evicts_rows(&self, _: &CacheLayout) -> RowEviction {
-        RowEviction::Never
+        RowEviction::Never(NO_ROW_EVICTION)
     }
     /// Copies the rows that `view` keeps of a sequence's history into the pages of the view.
     fn gather(&self, _: &SequenceRows<'_>, _: &View, _: &mut Self::Pool) -> Result<()> {
-        Err(eviction_refusal(self))
+        Err(eviction_refusal(self, NO_ROW_EVICTION))
     }
     /// Dequantizes rows of a sequence's history.
     fn history(&self, _: &SequenceRows<'_>, _: HeadHistory, _: &Self::Pool) -> Result<HistoryRows> {
-        Err(eviction_refusal(self))
+        Err(eviction_refusal(self, NO_ROW_EVICTION))
     }
 }
 

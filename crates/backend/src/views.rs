@@ -60,16 +60,19 @@ pub struct HistoryRows {
 /// How a device can choose the rows that a view keeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RowEviction {
-    Never,
+    /// And what to do about it.
+    Never(&'static str),
     /// By their positions and keys.
     ByKeys,
     /// By the weights that queries give them, too.
     ByScores,
 }
 
-/// The answer of a device that cannot evict rows, or not by what was asked for.
-pub fn eviction_refusal<B: Backend>(backend: &B) -> BackendError {
-    let why = "it does not evict rows of this cache, or not by attention weights: leave --evict and --kv-budget out, \
-               or use --device cpu";
+/// Why most devices never evict rows.
+pub const NO_ROW_EVICTION: &str =
+    "it does not evict rows of a cache: leave --evict and --kv-budget out, or use --device cpu";
+
+/// The answer of a device that cannot evict rows.
+pub fn eviction_refusal<B: Backend>(backend: &B, why: &str) -> BackendError {
     BackendError::Unsupported { device: backend.describe(), why: why.into() }
 }

@@ -23,7 +23,7 @@ pub(crate) fn allowed<B: Backend>(runner: &Runner<B>) -> Result<Evictable, Strin
     runner.config().evicts_rows()?;
     let (backend, layout) = (runner.backend(), runner.layout().clone());
     match backend.evicts_rows(&layout) {
-        RowEviction::Never => Err(eviction_refusal(backend).to_string()),
+        RowEviction::Never(why) => Err(eviction_refusal(backend, why).to_string()),
         by => Ok(Evictable { layout, by }),
     }
 }

@@ -384,8 +384,9 @@ impl Backend for CpuBackend {
     fn evicts_rows(&self, _: &CacheLayout) -> RowEviction {
         match &self.communicator {
             None => RowEviction::ByScores,
-            // Budgets are divided over the heads of all ranks.
-            Some(_) => RowEviction::Never,
+            Some(_) => RowEviction::Never(
+                "budgets are divided over the heads of all ranks: leave --kv-budget or --tensor-parallel out",
+            ),
         }
     }
 

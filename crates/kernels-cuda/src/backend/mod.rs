@@ -407,7 +407,10 @@ impl Backend for CudaBackend {
     fn evicts_rows(&self, layout: &CacheLayout) -> RowEviction {
         match Storage::of(layout) {
             Ok(Storage::Codes) if self.unreleased.views => RowEviction::ByKeys,
-            _ => RowEviction::Never,
+            Ok(Storage::Codes) => RowEviction::Never(unreleased::VIEWS),
+            _ => RowEviction::Never(
+                "it keeps rows of this format dequantized, and these are not evicted: choose --kv oscar, or use --device cpu",
+            ),
         }
     }
 

@@ -411,7 +411,9 @@ impl Step<CudaBackend> for CudaStep<'_> {
             return Err(CudaError::lacks(Feature::AttentionSinks).into());
         }
         if tap.as_deref_mut().is_some_and(|tap| tap.scoring().is_some()) {
-            return Err(oscar_backend::eviction_refusal(self.backend));
+            let why = "it does not add up the attention weights of single rows: use keydiff-post, keydiff or \
+                       recent, or --device cpu";
+            return Err(oscar_backend::eviction_refusal(self.backend, why));
         }
         let mut queries = std::mem::take(&mut self.state.queries);
         self.plan(tap.is_some())?;

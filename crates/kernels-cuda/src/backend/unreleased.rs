@@ -1,5 +1,9 @@
 //! Kernels that have not passed their checks on a device. They run only where somebody asks for them.
 
+/// Why rows are not evicted.
+pub(super) const VIEWS: &str = "eviction is not released on GPUs, because `oscar gpu-check --only views` has not run on \
+     one: leave --kv-budget out, use --device cpu, or set OSCAR_CUDA_VIEWS=on";
+
 /// Which of them may run.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Unreleased {

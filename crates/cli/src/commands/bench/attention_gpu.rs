@@ -3,8 +3,10 @@
 
 use super::attention::{Args, Case, Heads, Phase, report_phase, row};
 use crate::device::AnyBackend;
-use anyhow::{Context, Result};
-use oscar_backend::{Backend, Benchmarks, HeadShape, HostMatrix, HostValues, SequenceRows, Step};
+use anyhow::{Context, Result, anyhow, bail};
+use oscar_backend::{
+    Backend, Benchmarks, HeadShape, HostMatrix, HostValues, RowEviction, SequenceRows, Step,
+};
 use oscar_cache::{PagePool, View, view_end};
 use oscar_codec::{BlockCounts, CacheLayout, CodeLayout, CodedPageId, FullPageId, PAGE_TOKENS, Windows};
 use oscar_kernels_cpu::bench::Timing;
@@ -36,6 +38,12 @@ pub fn run(args: &Args) -> Result<()> {
             Ok(gpu.held_layout(&CacheLayout::new(kv, layers, heads.kv, d, windows, order)?))
         };
         let one = layout(1)?;
+        if kept.is_some() {
+            one.evicts_rows().map_err(|why| anyhow!("--rows with --kv {kv}: {why}"))?;
+            if let RowEviction::Never(why) = gpu.evicts_rows(&one) {
+                bail!("--rows with --kv {kv}: {why}");
+            }
+        }
         let left_out = kept.map_or(0, |kept| left_out(&one, context, kept));
         let bytes = (one.sequence_bytes(context) - left_out * one.coded_block_bytes()) * batch;
         // Prefill waits for arithmetic, not for memory.

@@ -22,7 +22,7 @@ pub struct EvictionArgs {
     pub kv_budget: Option<Budget>,
     /// Which rows a conversation keeps beyond --kv-budget: keydiff, snapkv, tova or recent; keydiff if absent.
     /// keydiff-post (or post), kvzip and episodes choose from the whole history, which stays in memory: they save
-    /// what a step reads. GPUs take keydiff, recent and keydiff-post
+    /// what a step reads. GPUs take keydiff, recent and keydiff-post, and only with OSCAR_CUDA_VIEWS=on
     #[arg(long, value_name = "POLICY", requires = "kv_budget")]
     #[serde(serialize_with = "serialize_optional_display")]
     pub evict: Option<Eviction>,
