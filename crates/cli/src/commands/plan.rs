@@ -1,6 +1,6 @@
 //! `oscar plan`: what fits in a given memory, exactly, BF16 beside each format.
 
-use crate::commands::bench::subject::{Shape, Subject, parse_shape};
+use crate::commands::bench::subject::{Shape, Subject, shape_parser};
 use crate::cpu_experts::{self, WeightBytes};
 use crate::options::{Device, ModelArgs, at_least_one, formats, parse_size};
 use crate::sizing::FixedMemory;
@@ -20,8 +20,8 @@ use serde_json::json;
 pub struct Args {
     #[command(flatten)]
     model: ModelArgs,
-    /// Plan for a published model's shape in BF16 instead of a model's files, e.g. gemma-3-27b
-    #[arg(long, value_name = "NAME", value_parser = parse_shape, conflicts_with_all = ["model", "weights"])]
+    /// Plan for a published model's shape in BF16 instead of a model's files
+    #[arg(long, value_name = "NAME", value_parser = shape_parser(), conflicts_with_all = ["model", "weights"])]
     shape: Option<Shape>,
     /// Memory for weights, activations and cache together, e.g. 24G
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]

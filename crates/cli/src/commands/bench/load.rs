@@ -1,6 +1,6 @@
 //! `oscar bench load`: seconds from a checkpoint in the page cache to a model that could serve.
 
-use super::subject::{Shape, parse_shape};
+use super::subject::{Shape, shape_parser};
 use crate::options::{CacheArgs, ModelArgs, at_least_one};
 use crate::{progress, table};
 use anyhow::{Context, Result};
@@ -17,9 +17,8 @@ pub struct Args {
     model: ModelArgs,
     #[command(flatten)]
     cache: CacheArgs,
-    /// Write a random checkpoint of a published model's shape first, unless --dir has one: qwen3-0.6b, qwen3-4b, qwen3-8b,
-    /// qwen3-32b
-    #[arg(long, value_name = "NAME", conflicts_with = "model", requires = "dir", value_parser = parse_shape)]
+    /// Write a random checkpoint of a published model's shape first, unless --dir has one
+    #[arg(long, value_name = "NAME", conflicts_with = "model", requires = "dir", value_parser = shape_parser())]
     shape: Option<Shape>,
     /// Folder of that checkpoint; it is kept
     #[arg(long, value_name = "DIR")]

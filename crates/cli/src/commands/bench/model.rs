@@ -1,6 +1,7 @@
 //! `oscar bench decode`: steps of whole models; and the models of both benchmarks.
 
 use super::report;
+use super::subject::{Shape, shape_parser};
 use crate::cpu_experts::{self, WeightBytes};
 use crate::device::{AnyBackend, On};
 use crate::options::{CacheArgs, ModelArgs, WeightsArg, formats};
@@ -14,7 +15,7 @@ use oscar_hybrid::HybridExperts;
 use oscar_kernels_cpu::bandwidth;
 use oscar_kernels_cpu::bench::time_median;
 use oscar_kernels_cuda::{HostTimes, Profile};
-use oscar_models::{DecoderConfig, shapes};
+use oscar_models::DecoderConfig;
 use oscar_runner::{Logits, Runner, RunnerOptions, Sequence, StepOutput, StepRequest};
 use serde_json::json;
 use std::fmt;
@@ -28,10 +29,9 @@ pub struct Args {
     pub(super) parallel: ParallelArgs,
     #[command(flatten)]
     cache: CacheArgs,
-    /// Random weights of a published model's shape instead of a model: qwen3-0.6b, qwen3-4b, qwen3-8b, qwen3-32b,
-    /// qwen3-30b-a3b, glm-4.7, minimax-m2.7, gpt-oss-20b, gemma-3-4b, gemma-3-27b, glm-4.7-flash, deepseek-v3
-    #[arg(long, value_name = "NAME", conflicts_with = "model", value_parser = parse_shape)]
-    shape: Option<DecoderConfig>,
+    /// Random weights of a published model's shape instead of a model
+    #[arg(long, value_name = "NAME", conflicts_with = "model", value_parser = shape_parser())]
+    shape: Option<Shape>,
     /// Layers of --shape, if not all: large models are measured by some of their layers
     #[arg(long, value_name = "N", requires = "shape")]
     layers: Option<usize>,
@@ -73,7 +73,7 @@ impl Args {
     pub(super) fn formats(&self) -> Result<Vec<KvFormat>> {
         const DEFAULT: [&str; 3] = ["bf16", "oscar2", "oscar"];
         match &self.shape {
-            Some(config) => formats(config, &self.kv, &DEFAULT),
+            Some(shape) => formats(&shape.config, &self.kv, &DEFAULT),
             None => formats(&self.model.open()?.config, &self.kv, &DEFAULT),
         }
     }
@@ -84,10 +84,8 @@ impl Args {
         context: usize,
         batch: usize,
     ) -> Result<Runner<AnyBackend>> {
-        if let Some(config) = &self.shape {
-            let mut config = config.clone();
-            config.layers = self.layers.unwrap_or(config.layers).clamp(1, config.layers);
-            return self.random_runner(&config, format, context, batch);
+        if let Some(shape) = &self.shape {
+            return self.random_runner(&self.shortened(shape)?, format, context, batch);
         }
         let model = self.model.open()?;
         if context > model.config.max_position_embeddings {
@@ -111,6 +109,23 @@ impl Args {
             }
         }
         cache.runner(&model, ranks, &self.cache, context, batch, |_| {})
+    }
+
+    /// The first `--layers` layers of a shape.
+    fn shortened(&self, shape: &Shape) -> Result<DecoderConfig> {
+        let all = shape.config.layers;
+        let of = |layers| DecoderConfig { layers, ..shape.config.clone() };
+        let config = of(self.layers.unwrap_or(all).clamp(1, all));
+        if config.cache_layers() == 0 {
+            let least = (1..=all).find(|&layers| of(layers).cache_layers() > 0).unwrap_or(all);
+            bail!(
+                "--layers {}: no attention is among the first layers of {}; give at least {least}",
+                config.layers,
+                shape.name
+            );
+        }
+        self.model.check_experts(&config)?;
+        Ok(config)
     }
 
     /// A model of `--shape` with random weights and, where the cache rotates, Hadamard rotations.
@@ -170,10 +185,6 @@ impl Args {
         bar.finish_and_clear();
         Ok(sequences)
     }
-}
-
-fn parse_shape(name: &str) -> Result<DecoderConfig, String> {
-    shapes::shape(name).ok_or_else(|| format!("'{name}' is no known shape: {}", shapes::NAMES.join(", ")))
 }
 
 /// How far a sequence of a batch lags behind the first: every place of a page and of a tile is taken before one is taken twice.

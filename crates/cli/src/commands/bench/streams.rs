@@ -1,6 +1,6 @@
 //! `oscar bench streams`: the latency of running streams while a long prompt is read, and what they cost the prompt.
 
-use super::subject::{Shape, Subject, parse_shape};
+use super::subject::{Shape, Subject, shape_parser};
 use crate::options::{CacheArgs, ModelArgs, at_least_one};
 use crate::{progress, table};
 use anyhow::{Context, Result, bail};
@@ -18,8 +18,8 @@ pub struct Args {
     model: ModelArgs,
     #[command(flatten)]
     cache: CacheArgs,
-    /// Random weights of a published model's shape instead of a model: qwen3-0.6b, qwen3-4b, qwen3-8b, qwen3-32b
-    #[arg(long, value_name = "NAME", conflicts_with = "model", value_parser = parse_shape)]
+    /// Random weights of a published model's shape instead of a model
+    #[arg(long, value_name = "NAME", conflicts_with = "model", value_parser = shape_parser())]
     shape: Option<Shape>,
     /// KV formats, measured one after the other
     #[arg(long, value_name = "FORMAT[,FORMAT…]", value_delimiter = ',', default_values = ["bf16", "oscar"])]

@@ -5,6 +5,7 @@ use crate::cpu_experts::{self, WeightBytes};
 use crate::device::AnyBackend;
 use crate::options::{CacheArgs, ModelArgs, OpenModel, WeightsArg};
 use anyhow::{Context, Result, bail};
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use oscar_backend::WeightFormat;
 use oscar_codec::{CodeLayout, KvFormat, RotationKind, RotationSet};
 use oscar_eval::Forms;
@@ -19,10 +20,12 @@ pub struct Shape {
     pub config: DecoderConfig,
 }
 
-pub fn parse_shape(name: &str) -> Result<Shape, String> {
-    let config = shapes::shape(name);
-    let unknown = || format!("'{name}' is no known shape: {}", shapes::NAMES.join(", "));
-    Ok(Shape { name: name.to_owned(), config: config.ok_or_else(unknown)? })
+/// Reads `--shape`. The help text lists the names.
+pub fn shape_parser() -> impl TypedValueParser<Value = Shape> {
+    PossibleValuesParser::new(shapes::NAMES).try_map(|name| {
+        let config = shapes::shape(&name).ok_or("no shape has this name")?;
+        Ok::<_, &str>(Shape { name, config })
+    })
 }
 
 pub enum Subject {
@@ -34,6 +37,7 @@ impl Subject {
     pub fn open(model: &ModelArgs, shape: Option<&Shape>) -> Result<Self> {
         Ok(match shape {
             Some(shape) => {
+                model.check_experts(&shape.config)?;
                 let weights = model.weights.map_or(WeightFormat::Bf16, WeightsArg::format);
                 Self::Random { shape: Box::new(shape.clone()), weights }
             }
@@ -94,7 +98,7 @@ impl Subject {
         let layout = c.cache_layout(format, windows, CodeLayout::Logical)?;
         let rotations = match format.rotation() {
             RotationKind::None => None,
-            _ => Some(RotationSet::hadamard(c.layers, c.kv_heads, c.head_dim)?),
+            _ => Some(RotationSet::hadamard(c.cache_layers(), c.kv_heads, c.head_dim)?),
         };
         Ok(Cache { layout, rotations, rotation_origin: "Hadamard: the weights are random".into() })
     }
@@ -132,5 +136,41 @@ impl Subject {
                 runner.with_context(|| format!("random weights of {}", shape.name))
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Flags {
+        #[command(flatten)]
+        model: ModelArgs,
+        #[command(flatten)]
+        cache: CacheArgs,
+        #[arg(long, value_parser = shape_parser())]
+        shape: Option<Shape>,
+    }
+
+    /// Layers without attention have no rows to rotate.
+    #[test]
+    fn rotations_of_every_shape_are_those_of_its_cache() {
+        for name in shapes::NAMES {
+            let flags = Flags::parse_from(["oscar", "--shape", name]);
+            let subject = Subject::open(&flags.model, flags.shape.as_ref()).unwrap();
+            let layers = subject.config().cache_layers();
+            match subject.cache(KvFormat::OSCAR2, &flags.cache) {
+                Ok(cache) => assert_eq!(cache.rotations.unwrap().layers(), layers, "{name}"),
+                Err(error) => assert!(subject.config().latent.is_some(), "{name}: {error:#}"),
+            }
+        }
+    }
+
+    #[test]
+    fn an_unknown_shape_gets_the_names_of_all() {
+        let error = Flags::try_parse_from(["oscar", "--shape", "gpt-5"]).err().unwrap().to_string();
+        assert!(shapes::NAMES.iter().all(|name| error.contains(name)), "{error}");
     }
 }

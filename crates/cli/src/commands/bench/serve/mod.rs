@@ -3,7 +3,7 @@
 //! The engine runs in this process, without HTTP unless `--http` asks what that adds. No token ends an answer, so
 //! every format does the same work.
 
-use super::subject::{Shape, Subject, parse_shape};
+use super::subject::{Shape, Subject, shape_parser};
 use crate::cache::Cache;
 use crate::device::AnyBackend;
 use crate::options::{CacheArgs, ModelArgs};
@@ -25,8 +25,8 @@ pub struct Args {
     model: ModelArgs,
     #[command(flatten)]
     cache: CacheArgs,
-    /// Random weights of a published model's shape instead of a model: qwen3-0.6b, qwen3-4b, qwen3-8b, qwen3-32b
-    #[arg(long, value_name = "NAME", conflicts_with_all = ["model", "http"], value_parser = parse_shape)]
+    /// Random weights of a published model's shape instead of a model
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["model", "http"], value_parser = shape_parser())]
     shape: Option<Shape>,
     /// KV formats, measured one after the other under the same --kv-memory; ratios are against the first
     #[arg(long, value_name = "FORMAT[,FORMAT…]", value_delimiter = ',', default_values = ["bf16", "oscar"])]
