@@ -1,7 +1,7 @@
 //! Making room: what the prefix tree gives up, and in which order.
 //!
 //! 1. Full pages that are also held quantized, and pages of sliding layers, that lie in no window
-//!    before a branch or an end; states after other nodes than those. An exact resume there is unlikely.
+//!    before a branch or an end; states of nodes that are neither. An exact resume there is unlikely.
 //! 2. In a tree with approximate hits: the BF16 tails of idle prefixes, least recently used first.
 //!    What is left of such a prefix is quantized, and a hit on it approximate.
 //! 3. Least recently used first: leaves with all their pages, full pages and pages of sliding

@@ -1,9 +1,8 @@
 //! The prefix cache: a tree of 64-token pages that any number of sequences share.
 //!
 //! A node is one page of tokens after its parent's. It holds the quantized page, the full-precision
-//! page, or both; in models with sliding layers also their page, in
-//! models with recurrent states some nodes the state after them. Sequences are inserted as they
-//! grow, prompt and answer, with the full-precision rows of their windows; those rows stay beside
+//! page, or both. In models with sliding layers it also holds their page; in models with recurrent
+//! states some nodes hold the state after them. Sequences are inserted as they grow, prompt and answer, with the full-precision rows of their windows; those rows stay beside
 //! the quantized ones while there is room for both. [`RadixCache::find`] returns the longest stored
 //! prefix that is resumable (see [`prefix`](crate::prefix)), so a hit gives the same answer as a
 //! cold run, bit for bit. The exception is an approximate hit, which reads quantized rows alone; the

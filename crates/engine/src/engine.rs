@@ -241,7 +241,7 @@ fn info<B: Backend>(runner: &Runner<B>, options: &EngineOptions) -> EngineInfo {
         attention: runner.backend().attention(layout).description,
         context: runner.context(),
         vocab_size: runner.config().vocab_size,
-        layers: layout.layers(),
+        layers: runner.config().layers,
         ranks: runner.backend().communicator().map_or(1, |ranks| ranks.ranks()),
         hidden_size: runner.config().hidden_size,
         kv_budget_bytes: runner.usage().budget,

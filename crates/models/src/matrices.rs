@@ -230,6 +230,9 @@ impl Weights {
             let coded = formats.iter().all(|format| *format == WeightFormat::Fp8);
             if coded { &mut kept } else { &mut expanded }.push(EXPERTS.to_owned());
         }
+        if (0..config.layers).any(|layer| config.delta_of(layer).is_some()) {
+            expanded.push("delta nets".to_owned());
+        }
         if !config.tie_word_embeddings && self.delivered_head() == WeightFormat::Fp8 {
             kept.push("head".to_owned());
         }

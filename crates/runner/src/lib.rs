@@ -320,7 +320,8 @@ fn check_group(config: &DecoderConfig, layout: &CacheLayout) -> Result<(), Backe
         return Err(BackendError::Shape {
             what: "a cache".into(),
             detail: format!(
-                "{} layers and states of {} bytes; the model has {} layers with attention and states of {}",
+                "the cache was made for {} layers and states of {} bytes, the model has {} layers with attention and \
+                 states of {}: make it with this model's configuration",
                 found.0,
                 found.1,
                 config.cache_layers(),

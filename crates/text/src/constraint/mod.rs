@@ -99,7 +99,7 @@ impl Grammars {
             self.compile(grammar, &Thinking::None)?;
         }
         if let Grammar::Amid(calls) = grammar {
-            // So are answers without calls.
+            // Text without calls is always allowed too, so schemas that no call fits show only alone.
             self.compile(&Grammar::Calls(calls.clone()), &Thinking::None)?;
         }
         let grammar = self.lower(grammar, thinking)?;
