@@ -119,6 +119,31 @@ async fn conversations_become_prompts() {
     }
 }
 
+/// Gateways join the billing line and the prompt into one text.
+#[tokio::test]
+async fn only_the_billing_line_is_dropped() {
+    let client = Client::new();
+    let prompt = async |system: Value| {
+        client.post("/v1/messages", &ask(json!({"system": system}))).await.ok();
+        client.engine.last_prompt()
+    };
+    let header = "x-anthropic-billing-header: cc_version=2.1; cch=1;";
+    let block = |text: &str| json!({"type": "text", "text": text});
+    let (plain, none) = (prompt(json!("Be brief.\nBe kind.")).await, prompt(json!("")).await);
+    assert_ne!(plain, none);
+    let joined = format!("{header}\nBe brief.\nBe kind.");
+    for system in [
+        json!(joined),
+        json!([block(&joined)]),
+        json!([block(header), block("Be brief.\nBe kind.")]),
+        json!([block(&format!("{header}\n")), block("Be brief."), block("Be kind.")]),
+    ] {
+        assert_eq!(prompt(system.clone()).await, plain, "{system}");
+    }
+    assert_eq!(prompt(json!(header)).await, none);
+    assert_eq!(prompt(json!([block(header)])).await, none);
+}
+
 #[tokio::test]
 async fn errors_have_anthropics_form() {
     let client = Client::new();

@@ -156,8 +156,18 @@ fn system_text(system: &Value) -> Result<String, ApiError> {
             return Err(ApiError::param("system", problem));
         }
     };
-    let kept: Vec<&str> = texts.into_iter().filter(|text| !text.starts_with(BILLING_HEADER)).collect();
+    let kept: Vec<&str> = texts.into_iter().filter_map(without_billing).collect();
     Ok(kept.join("\n"))
+}
+
+/// A text of the system prompt without the billing line that it may begin with; none if nothing
+/// else is in it. Gateways join the line and the prompt into one text.
+fn without_billing(text: &str) -> Option<&str> {
+    if !text.starts_with(BILLING_HEADER) {
+        return Some(text);
+    }
+    let (_, rest) = text.split_once('\n')?;
+    (!rest.is_empty()).then_some(rest)
 }
 
 fn tool_choice(choice: &Map<String, Value>) -> Result<(Value, bool), ApiError> {
