@@ -127,6 +127,30 @@ async fn items_become_a_prompt() {
     assert!(client.engine.last_params().constraint.is_some());
 }
 
+/// Agents send a comment and the final text as two items.
+#[tokio::test]
+async fn messages_of_the_assistant_in_a_row_are_all_kept() {
+    let client = Client::new();
+    let parts = |text: &str| json!([{"type": "output_text", "text": text}]);
+    for (first, second) in [
+        (json!("alpha beta"), json!("omega")),
+        (parts("alpha beta"), json!("omega")),
+        (json!("alpha beta"), parts("omega")),
+        (parts("alpha beta"), parts("omega")),
+    ] {
+        let input = json!([
+            {"role": "user", "content": "Time?"},
+            {"role": "assistant", "content": first},
+            {"type": "message", "role": "assistant", "content": second},
+            {"role": "assistant", "content": ""},
+            {"role": "user", "content": "Thanks."},
+        ]);
+        client.post("/v1/responses", &ask(json!({"input": input}))).await.ok();
+        let prompt = text().tokenizer.decode(&client.engine.last_prompt(), false).unwrap();
+        assert!(prompt.contains("assistant\nalpha beta\nomega<|im_end|>"), "{prompt}");
+    }
+}
+
 #[tokio::test]
 async fn state_and_foreign_tools_are_refused_by_name() {
     let client = Client::new();

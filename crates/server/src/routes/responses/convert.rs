@@ -174,7 +174,7 @@ impl Messages {
                     content => content.clone(),
                 };
                 match role {
-                    "assistant" => self.answer()["content"] = content,
+                    "assistant" => add_content(self.answer(), content),
                     _ => self.list.push(json!({"role": role, "content": content})),
                 }
             }
@@ -217,6 +217,24 @@ impl Messages {
         let last = self.list.len() - 1;
         &mut self.list[last]
     }
+}
+
+/// Adds what an item says to the answer, below what it has: agents send a comment and the final text
+/// as two items.
+fn add_content(answer: &mut Value, content: Value) {
+    let content = match (answer["content"].take(), content) {
+        (Value::String(text), content) if text.is_empty() => content,
+        (old, Value::String(text)) if text.is_empty() => old,
+        // Text parts of a message are joined with a line break.
+        (old, new) => {
+            let parts = |content: Value| match content {
+                Value::Array(parts) => parts,
+                text => vec![text],
+            };
+            Value::Array([parts(old), parts(new)].concat())
+        }
+    };
+    answer["content"] = content;
 }
 
 /// The name of a function that the model sees: behind its namespace, if it has one.
