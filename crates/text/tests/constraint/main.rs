@@ -1,6 +1,7 @@
 //! Constrained answers: random walks through the allowed tokens, checked by rules of our own.
 
 mod amid;
+mod gbnf;
 
 use std::path::Path;
 
