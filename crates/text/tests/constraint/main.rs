@@ -2,6 +2,7 @@
 
 mod amid;
 mod gbnf;
+mod size;
 
 use std::path::Path;
 
@@ -385,7 +386,11 @@ fn what_cannot_be_kept_is_refused_by_name() {
         ),
         (
             Grammar::JsonSchema(json!({"type": "array", "uniqueItems": true})),
-            "the keywords [\"uniqueItems\"] are not supported; remove them from the schema",
+            "the keyword `uniqueItems` is not supported; remove it from the schema",
+        ),
+        (
+            Grammar::JsonSchema(json!({"type": "array", "uniqueItems": true, "unevaluatedItems": false})),
+            "the keywords `unevaluatedItems`, `uniqueItems` are not supported; remove them from the schema",
         ),
     ] {
         for thinking in [Thinking::None, Thinking::Allowed(tags.clone())] {
