@@ -1,6 +1,7 @@
 //! The server as its clients see it, over an engine that recites a script.
 
 mod bounds;
+mod broken_calls;
 mod browsers;
 mod chat;
 mod client;

@@ -68,7 +68,9 @@ pub async fn create(
     .await?;
     let (stream, model) = (prepared.stream, prepared.model.clone());
     let mut generation = Generation::start(&app, prepared)?;
-    let mut reply = Reply { id, model, blocks: Blocks::default(), finish: None, usage: Usage::default() };
+    // Agents run what a `tool_use` block says: none is sent before its input is complete.
+    let blocks = Blocks::of_complete_calls();
+    let mut reply = Reply { id, model, blocks, finish: None, usage: Usage::default() };
     if stream {
         return Ok(respond(app, generation, reply));
     }
@@ -161,13 +163,13 @@ impl Reply {
     }
 }
 
-/// A whole block. The arguments of a call that broke off are no JSON; they are shown as they are.
+/// A whole block. Arguments of a complete call are a JSON object.
 fn block_json(block: &Block, text: &str) -> Value {
     match block {
         Block::Text => json!({"type": "text", "text": text}),
         Block::Reasoning => json!({"type": "thinking", "thinking": text, "signature": ""}),
         Block::Call { id, name } => {
-            let input = serde_json::from_str(text).unwrap_or_else(|_| json!({"malformed": text}));
+            let input: Value = serde_json::from_str(text).unwrap_or_default();
             json!({"type": "tool_use", "id": id, "name": name, "input": input})
         }
     }

@@ -45,7 +45,8 @@ pub async fn create(
         model: prepared.model.clone(),
         settings,
         namespaces,
-        blocks: Blocks::default(),
+        // A stream has already shown what it knows of a call that breaks off.
+        blocks: if stream { Blocks::default() } else { Blocks::of_complete_calls() },
         output: Vec::new(),
         finish: None,
         totals: Totals::default(),
@@ -124,8 +125,8 @@ impl Reply {
             }
         };
         for event in &events {
-            if let BlockEvent::Close { index, block, text } = event {
-                self.output.push(self.item(*index, block, Some(text)));
+            if let BlockEvent::Close { index, block, text, complete } = event {
+                self.output.push(self.item(*index, block, Some((text, *complete))));
             }
         }
         events
@@ -184,15 +185,16 @@ impl Reply {
         }
     }
 
-    /// An item of the output; `text` is there once it is closed. The end of the answer closes its
+    /// An item of the output; once it is closed, with its text and whether that is complete. The end of the answer closes its
     /// last item, which is as complete as the answer.
-    fn item(&self, index: usize, block: &Block, text: Option<&str>) -> Value {
+    fn item(&self, index: usize, block: &Block, closed: Option<(&str, bool)>) -> Value {
         let id = self.item_id(index, block);
-        let status = match (text, self.status()) {
+        let status = match (closed, self.status()) {
             (None, _) => "in_progress",
-            (Some(_), "completed") => "completed",
+            (Some((_, true)), "completed") => "completed",
             (Some(_), _) => "incomplete",
         };
+        let text = closed.map(|(text, _)| text);
         match block {
             Block::Reasoning => {
                 let content: Vec<Value> = text.map(|text| part(block, text)).into_iter().collect();
@@ -233,7 +235,7 @@ impl Reply {
                 self.finish_chunk(&block, &mut chunk);
                 vec![chunk]
             }
-            BlockEvent::Close { index, block, text } => {
+            BlockEvent::Close { index, block, text, complete } => {
                 let id = self.item_id(index, &block);
                 let mut done = json!({"type": format!("{}.done", event_kind(&block)), "item_id": id,
                     "output_index": index});
@@ -251,7 +253,7 @@ impl Reply {
                         "item_id": id, "output_index": index, "part": part(&block, &text)}));
                 }
                 chunks.push(json!({"type": "response.output_item.done", "output_index": index,
-                    "item": self.item(index, &block, Some(&text))}));
+                    "item": self.item(index, &block, Some((&text, complete)))}));
                 chunks
             }
         }
