@@ -1,11 +1,11 @@
 //! Tool calls and answers of a demanded form in `/v1/chat/completions`.
 
 use oscar_server::{ServerConfig, ToolCallParser};
-use oscar_text::Dialect;
+use oscar_text::{Dialect, ModelText};
 use serde_json::{Value, json};
 
 use crate::client::Client;
-use crate::fake::{Script, text};
+use crate::fake::{Script, text, text_file};
 
 fn tools() -> Value {
     json!([
@@ -191,4 +191,38 @@ async fn the_parser_can_be_named_or_switched_off() {
     assert_eq!(message["content"], "[TOOL_CALLS]now{}");
     let error = client.chat(&ask(json!({"tool_choice": "required"}))).await.error(400);
     assert_eq!(error["param"], "tool_choice");
+}
+
+/// A call in reasoning that is left in the content is a call, so the grammar must not let it pass.
+#[tokio::test]
+async fn strict_calls_in_unseparated_reasoning_are_held_too() {
+    let template = include_str!("../../../text/tests/fixtures/chat/qwen_style.jinja");
+    let config = json!({"chat_template": template}).to_string();
+    let model = ModelText::from_files(text_file("tokenizer.json"), Some(config.as_bytes()), None).unwrap();
+    let thought = format!("<think>Perhaps {} hm.</think>\n\nIt rains.", call("f", "{\"wrong\": 1}"));
+    let ids = model.tokenizer.encode(&thought, false).unwrap();
+    let client = Client::with_text(ServerConfig::default(), Script::default(), model);
+    let tool = json!({"type": "function", "function": {"name": "f", "strict": true,
+        "parameters": {"type": "object", "properties": {}, "additionalProperties": false}}});
+    for separate in [true, false] {
+        client.chat(&ask(json!({"tools": [tool], "separate_reasoning": separate}))).await.ok();
+        let mut state = client.engine.last_params().constraint.unwrap().0.start();
+        let mut fits = |&id: &u32| {
+            let allowed = state.allowed().unwrap()[id as usize / 32] >> (id % 32) & 1 == 1;
+            allowed && state.accept(id).is_ok()
+        };
+        assert_eq!(ids.iter().all(&mut fits), separate);
+    }
+}
+
+#[tokio::test]
+async fn strict_without_a_parser_is_refused() {
+    let config = ServerConfig { tool_call_parser: ToolCallParser::Off, ..ServerConfig::default() };
+    let client = Client::with(config, Script::default());
+    let tool = |strict: bool| json!({"type": "function", "function": {"name": "f", "strict": strict}});
+    client.chat(&ask(json!({"tools": [tool(false)]}))).await.ok();
+    client.chat(&ask(json!({"tools": [tool(true)], "tool_choice": "none"}))).await.ok();
+    let error = client.chat(&ask(json!({"tools": [tool(true)]}))).await.error(400);
+    assert_eq!(error["param"], "tools");
+    assert!(error["message"].as_str().unwrap().contains("strict"), "{error}");
 }

@@ -63,7 +63,12 @@ pub fn prepare(
     text.single_call = !tools.parallel;
     if let Some((param, grammar)) = demanded(app.dialect, &form, &tools)? {
         refuse_ignore_eos(&param, sampling.ignore_eos)?;
-        let thinking = thinking(app, &text.prompt_end);
+        // Reasoning that is left in the content is text, and a call in it is a call.
+        let holds_calls = matches!(grammar, Grammar::Calls(_) | Grammar::Amid(_) | Grammar::OrCalls(..));
+        let thinking = match holds_calls && !separates && !app.dialect.is_some_and(Dialect::has_channels) {
+            true => Thinking::None,
+            false => thinking(app, &text.prompt_end),
+        };
         params.constraint = Some(app.constraint(&param, &grammar, &thinking)?);
     }
     Ok(Prepared {
@@ -88,6 +93,10 @@ fn demanded(
         return match tools.must_call() {
             true => {
                 Err(ApiError::param("tool_choice", "needs a tool-call parser, which is switched off here"))
+            }
+            false if tools.may_call() && tools.any_strict() => {
+                let problem = "`strict` needs a tool-call parser, which is switched off here: leave it out";
+                Err(ApiError::param("tools", problem))
             }
             false => Ok(form),
         };
