@@ -2,19 +2,23 @@
 //! with it.
 
 use std::fmt;
-use std::sync::Arc;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use axum::body::{Body, Bytes, HttpBody};
 use axum::extract::{FromRequest, Request};
 use axum::http::{HeaderMap, HeaderValue, header};
+use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use http_body_util::BodyExt;
+use hyper::body::{Frame, SizeHint};
 use serde::Serialize;
 use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::{Map, Value};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tokio::time::{Instant, timeout_at};
+use tokio::time::{Instant, timeout, timeout_at};
 
 use crate::app::{App, Shared};
 use crate::error::ApiError;
@@ -99,6 +103,81 @@ fn reserve(app: &App, held: &mut Option<OwnedSemaphorePermit>, length: usize) ->
         None => *held = Some(more),
     }
     Ok(())
+}
+
+/// Most time that the rest of a body may take which nobody reads.
+const REST_TIME: Duration = Duration::from_secs(1);
+
+/// Reads a body away that nobody has read, because the request was answered before: an HTTP/1
+/// connection with an unread body cannot be used again. If there is too much, the answer says that the
+/// connection ends.
+pub async fn read_away(request: Request, next: Next) -> Response {
+    // Reading would ask the client for the body.
+    let waits = request.headers().contains_key(header::EXPECT);
+    let unread = Arc::new(Mutex::new(None));
+    let lend = |body| Body::new(Lent { body: Some(body), unread: unread.clone() });
+    let mut response = next.run(request.map(lend)).await;
+    let rest = unread.lock().unwrap_or_else(PoisonError::into_inner).take();
+    if let Some(rest) = rest
+        && (waits || !is_short(rest).await)
+    {
+        response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+    }
+    response
+}
+
+/// Reads a body to its end, if that is near.
+async fn is_short(mut rest: Body) -> bool {
+    if rest.size_hint().lower() > UNCOUNTED as u64 {
+        return false;
+    }
+    let reading = async {
+        let mut read = 0;
+        while let Some(frame) = rest.frame().await {
+            read += frame.ok()?.data_ref().map_or(0, Bytes::len);
+            if read > UNCOUNTED {
+                return None;
+            }
+        }
+        Some(())
+    };
+    matches!(timeout(REST_TIME, reading).await, Ok(Some(())))
+}
+
+/// A body that comes back if it is dropped before its end.
+struct Lent {
+    body: Option<Body>,
+    unread: Arc<Mutex<Option<Body>>>,
+}
+
+impl Drop for Lent {
+    fn drop(&mut self) {
+        let rest = self.body.take().filter(|body| !body.is_end_stream());
+        *self.unread.lock().unwrap_or_else(PoisonError::into_inner) = rest;
+    }
+}
+
+impl HttpBody for Lent {
+    type Data = Bytes;
+    type Error = axum::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+        match &mut self.body {
+            Some(body) => Pin::new(body).poll_frame(context),
+            None => Poll::Ready(None),
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.as_ref().is_none_or(Body::is_end_stream)
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.as_ref().map(Body::size_hint).unwrap_or_default()
+    }
 }
 
 /// The JSON object in the body, reduced to the fields that `tables` describe: others are skipped,
