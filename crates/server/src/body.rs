@@ -191,11 +191,14 @@ pub fn parse_object(
     let budget = Budget::new(memory);
     let fields = KnownFields { tables, budget: &budget };
     let parsed = fields.deserialize(&mut reader).and_then(|object| reader.end().map(|()| object));
-    let mut object = parsed.map_err(|error| match budget.is_spent() {
-        true => ApiError::invalid(format!(
+    let mut object = parsed.map_err(|error| match error.to_string() {
+        _ if budget.is_spent() => ApiError::invalid(format!(
             "the values of the body take more than {memory} bytes of memory, the server's limit: send less"
         )),
-        false => ApiError::Invalid {
+        error if error.starts_with("recursion limit exceeded") => ApiError::invalid(
+            "the body's values are nested deeper than 128 levels, the limit: send flatter ones",
+        ),
+        error => ApiError::Invalid {
             message: format!("the body is not valid JSON: {error}"),
             param: None,
             code: Some("invalid_json"),
@@ -339,6 +342,9 @@ mod tests {
                 "{bytes:?}"
             );
         }
+        let nested = format!("{{\"a\": {}{}}}", "[".repeat(200), "]".repeat(200));
+        let error = parse_object(nested.as_bytes(), &[TABLE], 1 << 20).unwrap_err();
+        assert!(error.to_string().contains("nested deeper than 128 levels"), "{error}");
         let deep = "[".repeat(100_000);
         assert!(parse_object(deep.as_bytes(), &[TABLE], 1 << 20).is_err());
         assert!(parse_object(format!("{{\"b\": {deep}").as_bytes(), &[TABLE], 1 << 20).is_err());
