@@ -70,7 +70,9 @@ pub fn conversation(
     for text in messages.iter().filter_map(|message| message.get("content")?.as_str()) {
         check_length(app, "messages", text)?;
     }
-    let mut messages = validate::messages(messages)?;
+    let own = app.text.chat.as_ref();
+    let prints = |role: &str| fields.chat_template.is_some() || own.is_some_and(|own| own.mentions(role));
+    let mut messages = validate::messages(messages, prints)?;
     let mut roles: Vec<_> =
         messages.iter().map(|message| message["role"].as_str().map(str::to_owned)).collect();
     for_template(&mut messages, app.dialect);
