@@ -211,7 +211,7 @@ pub fn build(app: Shared) -> Router {
         .layer(from_fn_with_state(app.clone(), middleware::cors))
         .layer(from_fn_with_state(app.clone(), origin::guard))
         .layer(from_fn(panics::catch))
-        .layer(from_fn(routes::anthropic_errors))
+        .layer(from_fn(routes::in_anthropics_form))
         .layer(from_fn(origin::harden))
         .layer(from_fn_with_state(app.clone(), middleware::observe))
         .layer(from_fn(body::read_away))

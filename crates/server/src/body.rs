@@ -204,18 +204,12 @@ pub fn parse_object(
             code: Some("invalid_json"),
         },
     })?;
-    if generates(tables) {
-        refused::check(&mut object, tables)?;
-    }
+    refused::check(&mut object, tables)?;
     Ok(object)
 }
 
-/// Whether a body with these fields asks for an answer of the model.
-pub fn generates(tables: &[&[Field]]) -> bool {
-    tables.iter().copied().flatten().any(|field| field.name == "temperature")
-}
-
-/// Reads an object and keeps the fields that are described and not ignored.
+/// Reads an object and keeps the fields that are described and not ignored, and those that may have
+/// to be refused.
 struct KnownFields<'a> {
     tables: &'a [&'a [Field]],
     budget: &'a Budget,
@@ -243,7 +237,7 @@ impl<'de> Visitor<'de> for KnownFields<'_> {
                 Some(field) if !field.is_ignored() => {
                     fields.insert(name, map.next_value_seed(Bounded(self.budget))?);
                 }
-                None if refused::is_refused(&name) && generates(self.tables) => {
+                None if refused::is_refused(self.tables, &name) => {
                     fields.insert(name, map.next_value_seed(Bounded(self.budget))?);
                 }
                 found => {

@@ -9,6 +9,7 @@ mod completions;
 mod connections;
 mod embeddings;
 mod fake;
+mod fields;
 mod fuzz;
 mod harmony;
 mod logs;

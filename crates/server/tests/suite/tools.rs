@@ -151,6 +151,30 @@ async fn demanded_forms_reach_the_engine() {
         .error(400);
     assert_eq!(error["param"], "response_format");
     assert!(error["message"].as_str().unwrap().contains("uniqueItems"), "{error}");
+    // What fails later fails under the name that the client used.
+    let format = json!({"type": "json_schema", "schema": {"type": "object", "properties": {}}});
+    for (path, fields, param) in [
+        ("/v1/chat/completions", json!({"response_format": format}), "response_format"),
+        (
+            "/v1/messages",
+            json!({"max_tokens": 9, "output_config": {"format": format}}),
+            "output_config.format",
+        ),
+        ("/v1/responses", json!({"input": "Hi", "text": {"format": format}}), "text.format"),
+    ] {
+        let mut body = fields;
+        if path != "/v1/responses" {
+            body["messages"] = json!([{"role": "user", "content": "Hi"}]);
+        }
+        client.post(path, &body).await.ok();
+        assert_eq!(client.engine.last_params().constraint.unwrap().0.parameter(), param);
+    }
+    let many: serde_json::Map<String, Value> = (0..2001).map(|i| (format!("f{i}"), json!({}))).collect();
+    let body = json!({"input": "Hi", "stream": true, "text": {"format": {"type": "json_schema", "schema":
+        {"type": "object", "properties": many}}}});
+    let error = client.post("/v1/responses", &body).await.error(400);
+    assert_eq!(error["param"], "text.format");
+    assert!(error["message"].as_str().unwrap().contains("`properties`"), "{error}");
 }
 
 #[tokio::test]
@@ -175,22 +199,6 @@ async fn strict_tools_are_held_to_their_schemas() {
         forbidden["tool_choice"] = json!("none");
         client.chat(&ask(forbidden)).await.ok();
     }
-}
-
-#[tokio::test]
-async fn the_parser_can_be_named_or_switched_off() {
-    let config = |parser| ServerConfig { tool_call_parser: parser, ..ServerConfig::default() };
-    let script = |reply: &str| Script { replies: vec![reply.to_owned()], ..Script::default() };
-    let mistral = ToolCallParser::Dialect(Dialect::Mistral);
-    let client = Client::with(config(mistral), script("[TOOL_CALLS]now{}"));
-    let call = client.chat(&ask(json!({}))).await.ok()["choices"][0]["message"]["tool_calls"][0].clone();
-    assert_eq!(call["function"]["name"], "now");
-    assert_eq!(call["id"].as_str().unwrap().len(), 9, "the length that Mistral's templates demand");
-    let client = Client::with(config(ToolCallParser::Off), script("[TOOL_CALLS]now{}"));
-    let message = client.chat(&ask(json!({}))).await.ok()["choices"][0]["message"].clone();
-    assert_eq!(message["content"], "[TOOL_CALLS]now{}");
-    let error = client.chat(&ask(json!({"tool_choice": "required"}))).await.error(400);
-    assert_eq!(error["param"], "tool_choice");
 }
 
 /// A call in reasoning that is left in the content is a call, so the grammar must not let it pass.
@@ -225,4 +233,20 @@ async fn strict_without_a_parser_is_refused() {
     let error = client.chat(&ask(json!({"tools": [tool(true)]}))).await.error(400);
     assert_eq!(error["param"], "tools");
     assert!(error["message"].as_str().unwrap().contains("strict"), "{error}");
+}
+
+#[tokio::test]
+async fn the_parser_can_be_named_or_switched_off() {
+    let config = |parser| ServerConfig { tool_call_parser: parser, ..ServerConfig::default() };
+    let script = |reply: &str| Script { replies: vec![reply.to_owned()], ..Script::default() };
+    let mistral = ToolCallParser::Dialect(Dialect::Mistral);
+    let client = Client::with(config(mistral), script("[TOOL_CALLS]now{}"));
+    let call = client.chat(&ask(json!({}))).await.ok()["choices"][0]["message"]["tool_calls"][0].clone();
+    assert_eq!(call["function"]["name"], "now");
+    assert_eq!(call["id"].as_str().unwrap().len(), 9, "the length that Mistral's templates demand");
+    let client = Client::with(config(ToolCallParser::Off), script("[TOOL_CALLS]now{}"));
+    let message = client.chat(&ask(json!({}))).await.ok()["choices"][0]["message"].clone();
+    assert_eq!(message["content"], "[TOOL_CALLS]now{}");
+    let error = client.chat(&ask(json!({"tool_choice": "required"}))).await.error(400);
+    assert_eq!(error["param"], "tool_choice");
 }

@@ -34,7 +34,7 @@ pub async fn create(
     let worker = app.clone();
     let id = format!("chatcmpl-{name}");
     let prepared = off_thread(&app, body, move |body| {
-        prepare::prepare(&worker, &name, caller, ChatBody::parse(body, worker.limits.value_bytes)?, false)
+        prepare::prepare(&worker, &name, caller, ChatBody::parse(body, worker.limits.value_bytes)?, None)
     })
     .await?;
     let (size, choices) = (prepared.answer_size(), prepared.params().choices);

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use oscar_text::{Dialect, Grammar, ReplyOptions, Thinking};
+use serde_json::{Map, Value};
 
 use super::kv::KvFields;
 use super::template::{Conversation, conversation};
@@ -13,19 +14,22 @@ use crate::error::ApiError;
 use crate::generate::{Prepared, requests};
 use crate::keys::Caller;
 use crate::limits::{check_logprobs, encode};
+use crate::routes::lowered::Names;
 use crate::routes::sampling::max_tokens;
+use crate::schema::RequestBody;
 use crate::tools::{FormFields, ToolUse, refuse_ignore_eos};
 
 /// Characters at the prompt's end that may show that reasoning has begun.
 const PROMPT_END: usize = 64;
 
-/// Prepares a chat. With `clamp` an answer that does not fit the context is shortened, not refused.
+/// Prepares a chat. One that is `lowered` from a request in other words is shortened where its answer
+/// does not fit the context, not refused.
 pub fn prepare(
     app: &App,
     name: &str,
     caller: Caller,
     (chat, template, form, sampling): ChatBody,
-    clamp: bool,
+    lowered: Option<&Names>,
 ) -> Result<Prepared, ApiError> {
     validate::combinations(&chat)?;
     let model = app.served_model(sampling.model.as_deref())?;
@@ -43,7 +47,7 @@ pub fn prepare(
     }
     let asked = chat.max_completion_tokens.or(sampling.max_tokens);
     params.max_tokens = max_tokens(app, tokens.len(), asked);
-    if clamp {
+    if lowered.is_some() {
         let room = app.engine.info().context.saturating_sub(tokens.len());
         params.max_tokens = params.max_tokens.min(room.max(1));
     }
@@ -62,6 +66,8 @@ pub fn prepare(
     };
     text.single_call = !tools.parallel;
     if let Some((param, grammar)) = demanded(app.dialect, &form, &tools)? {
+        // Later errors of the engine name it too.
+        let param = lowered.map_or_else(|| param.clone(), |names| names.of(&param));
         refuse_ignore_eos(&param, sampling.ignore_eos)?;
         // Reasoning that is left in the content is text, and a call in it is a call.
         let holds_calls = matches!(grammar, Grammar::Calls(_) | Grammar::Amid(_) | Grammar::OrCalls(..));
@@ -80,6 +86,14 @@ pub fn prepare(
         stream: sampling.streams(),
         include_usage: sampling.includes_usage()?,
     })
+}
+
+/// The number of tokens of a chat's prompt.
+pub fn prompt_tokens(app: &App, chat: Map<String, Value>) -> Result<usize, ApiError> {
+    let (chat, template, _, sampling) = ChatBody::from_object(chat)?;
+    app.served_model(sampling.model.as_deref())?;
+    let prompt = conversation(app, &template, chat.messages)?.prompt;
+    Ok(encode(app, "messages", &prompt, sampling.add_special_tokens.unwrap_or(false))?.len())
 }
 
 /// The form that the answer must have, and the field that asks for it.

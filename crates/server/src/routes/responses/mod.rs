@@ -10,7 +10,7 @@ use serde_json::{Map, Value, json};
 
 use self::convert::{ResponsesBody, ResponsesFields};
 use super::blocks::{Block, BlockEvent, Blocks};
-use super::chat_completions::prepare::prepare;
+use super::chat_completions::prepare::{prepare, prompt_tokens};
 use super::chat_completions::types::ChatBody;
 use super::stream::{Chunks, respond};
 use crate::app::Shared;
@@ -31,10 +31,12 @@ pub async fn create(
     let worker = app.clone();
     let id = name.clone();
     let (prepared, settings) = off_thread(&app, body, move |body| {
-        let (fields,) = ResponsesBody::parse(body, worker.limits.value_bytes)?;
-        let chat = ChatBody::from_object(fields.to_chat()?)?;
+        let (fields, passed) = ResponsesBody::parse(body, worker.limits.value_bytes)?;
+        let (chat, names) = fields.to_chat()?.finish(passed)?;
+        let prepared =
+            ChatBody::from_object(chat).and_then(|chat| prepare(&worker, &name, caller, chat, Some(&names)));
         let namespaces = fields.namespaces();
-        Ok((prepare(&worker, &name, caller, chat, true)?, (settings(fields), namespaces)))
+        Ok((prepared.map_err(|error| names.rename(error))?, (settings(fields), namespaces)))
     })
     .await?;
     let (settings, namespaces) = settings;
@@ -65,9 +67,21 @@ pub async fn create(
     Ok(Json(reply.response(reply.status())).into_response())
 }
 
+pub async fn input_tokens(State(app): State<Shared>, body: RawBody) -> Result<Json<Value>, ApiError> {
+    let worker = app.clone();
+    let count = off_thread(&app, body, move |body| {
+        let (fields, passed) = ResponsesBody::parse(body, worker.limits.value_bytes)?;
+        let (chat, names) = fields.to_chat()?.finish(passed)?;
+        prompt_tokens(&worker, chat).map_err(|error| names.rename(error))
+    })
+    .await?;
+    Ok(Json(json!({"object": "response.input_tokens", "input_tokens": count})))
+}
+
 /// The settings that a response repeats.
 fn settings(fields: ResponsesFields) -> Map<String, Value> {
     let settings = json!({
+        "tools": fields.offered(),
         "instructions": fields.instructions,
         "max_output_tokens": fields.max_output_tokens,
         "parallel_tool_calls": fields.parallel_tool_calls.unwrap_or(true),
@@ -77,11 +91,10 @@ fn settings(fields: ResponsesFields) -> Map<String, Value> {
         "temperature": fields.temperature,
         "text": fields.text.map_or_else(|| json!({"format": {"type": "text"}}), Value::Object),
         "tool_choice": fields.tool_choice.unwrap_or_else(|| json!("auto")),
-        "tools": fields.tools.unwrap_or_default(),
         "top_p": fields.top_p,
         "truncation": "disabled",
-        "user": null,
-        "metadata": {},
+        "user": fields.user,
+        "metadata": fields.metadata.unwrap_or_else(|| json!({})),
     });
     match settings {
         Value::Object(settings) => settings,
