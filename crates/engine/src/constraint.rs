@@ -19,6 +19,9 @@ const MAX_THREADS: usize = 4;
 
 /// A form that answers must have.
 pub trait Constraint: Send + Sync {
+    /// The field of the request that asked for the form; errors name it.
+    fn parameter(&self) -> &str;
+
     /// The state of a new answer.
     fn start(&self) -> Box<dyn ConstraintState>;
 }

@@ -258,6 +258,9 @@ pub enum RequestError {
     TooLarge { needed: usize, budget: usize },
     #[error("{parameter}: {problem}")]
     Invalid { parameter: &'static str, problem: String },
+    /// The form that `parameter` asked for cannot be followed any further.
+    #[error("{parameter}: {problem}")]
+    Form { parameter: String, problem: String },
     #[error("the server is shutting down")]
     ShuttingDown,
     #[error("the engine failed: {0}")]

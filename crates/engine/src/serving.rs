@@ -389,7 +389,8 @@ impl<B: Backend> Serving<B> {
         let (token, logprobs) = match choice.choose(params, scores, vocab) {
             Ok(chosen) => chosen,
             Err(problem) => {
-                let error = RequestError::Invalid { parameter: "structured_outputs", problem };
+                let parameter = params.constraint.as_ref().map_or("", |form| form.0.parameter()).to_owned();
+                let error = RequestError::Form { parameter, problem };
                 return self.fail(id.request, &error);
             }
         };

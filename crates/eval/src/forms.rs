@@ -24,6 +24,10 @@ struct Form(oscar_text::Constraint);
 struct FormState(oscar_text::ConstraintState);
 
 impl Constraint for Form {
+    fn parameter(&self) -> &str {
+        "form"
+    }
+
     fn start(&self) -> Box<dyn ConstraintState> {
         Box::new(FormState(self.0.start()))
     }

@@ -178,6 +178,7 @@ fn failure(error: RequestError) -> Status {
         RequestError::Engine(_) => Status::internal(error.to_string()),
         RequestError::ContextExceeded { .. }
         | RequestError::TooLarge { .. }
+        | RequestError::Form { .. }
         | RequestError::Invalid { .. } => Status::invalid_argument(error.to_string()),
     }
 }

@@ -19,7 +19,7 @@ use crate::keys::Caller;
 use crate::limits::Limits;
 use crate::metrics::Metrics;
 use crate::{
-    GenerationDefaults, ServerConfig, ToolCallParser, connections, middleware, origin, panics, routes,
+    GenerationDefaults, ServerConfig, ToolCallParser, body, connections, middleware, origin, panics, routes,
 };
 
 pub type Shared = Arc<App>;
@@ -211,9 +211,10 @@ pub fn build(app: Shared) -> Router {
         .layer(from_fn_with_state(app.clone(), middleware::cors))
         .layer(from_fn_with_state(app.clone(), origin::guard))
         .layer(from_fn(panics::catch))
-        .layer(from_fn(routes::anthropic_errors))
+        .layer(from_fn(routes::in_anthropics_form))
         .layer(from_fn(origin::harden))
         .layer(from_fn_with_state(app.clone(), middleware::observe))
+        .layer(from_fn(body::read_away))
         .with_state(app)
 }
 

@@ -2,19 +2,23 @@
 //! with it.
 
 use std::fmt;
-use std::sync::Arc;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use axum::body::{Body, Bytes, HttpBody};
 use axum::extract::{FromRequest, Request};
 use axum::http::{HeaderMap, HeaderValue, header};
+use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use http_body_util::BodyExt;
+use hyper::body::{Frame, SizeHint};
 use serde::Serialize;
 use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::{Map, Value};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tokio::time::{Instant, timeout_at};
+use tokio::time::{Instant, timeout, timeout_at};
 
 use crate::app::{App, Shared};
 use crate::error::ApiError;
@@ -101,6 +105,81 @@ fn reserve(app: &App, held: &mut Option<OwnedSemaphorePermit>, length: usize) ->
     Ok(())
 }
 
+/// Most time that the rest of a body may take which nobody reads.
+const REST_TIME: Duration = Duration::from_secs(1);
+
+/// Reads a body away that nobody has read, because the request was answered before: an HTTP/1
+/// connection with an unread body cannot be used again. If there is too much, the answer says that the
+/// connection ends.
+pub async fn read_away(request: Request, next: Next) -> Response {
+    // Reading would ask the client for the body.
+    let waits = request.headers().contains_key(header::EXPECT);
+    let unread = Arc::new(Mutex::new(None));
+    let lend = |body| Body::new(Lent { body: Some(body), unread: unread.clone() });
+    let mut response = next.run(request.map(lend)).await;
+    let rest = unread.lock().unwrap_or_else(PoisonError::into_inner).take();
+    if let Some(rest) = rest
+        && (waits || !is_short(rest).await)
+    {
+        response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+    }
+    response
+}
+
+/// Reads a body to its end, if that is near.
+async fn is_short(mut rest: Body) -> bool {
+    if rest.size_hint().lower() > UNCOUNTED as u64 {
+        return false;
+    }
+    let reading = async {
+        let mut read = 0;
+        while let Some(frame) = rest.frame().await {
+            read += frame.ok()?.data_ref().map_or(0, Bytes::len);
+            if read > UNCOUNTED {
+                return None;
+            }
+        }
+        Some(())
+    };
+    matches!(timeout(REST_TIME, reading).await, Ok(Some(())))
+}
+
+/// A body that comes back if it is dropped before its end.
+struct Lent {
+    body: Option<Body>,
+    unread: Arc<Mutex<Option<Body>>>,
+}
+
+impl Drop for Lent {
+    fn drop(&mut self) {
+        let rest = self.body.take().filter(|body| !body.is_end_stream());
+        *self.unread.lock().unwrap_or_else(PoisonError::into_inner) = rest;
+    }
+}
+
+impl HttpBody for Lent {
+    type Data = Bytes;
+    type Error = axum::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+        match &mut self.body {
+            Some(body) => Pin::new(body).poll_frame(context),
+            None => Poll::Ready(None),
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.as_ref().is_none_or(Body::is_end_stream)
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.as_ref().map(Body::size_hint).unwrap_or_default()
+    }
+}
+
 /// The JSON object in the body, reduced to the fields that `tables` describe: others are skipped,
 /// not stored. Their values may take `memory` bytes.
 pub fn parse_object(
@@ -112,28 +191,25 @@ pub fn parse_object(
     let budget = Budget::new(memory);
     let fields = KnownFields { tables, budget: &budget };
     let parsed = fields.deserialize(&mut reader).and_then(|object| reader.end().map(|()| object));
-    let mut object = parsed.map_err(|error| match budget.is_spent() {
-        true => ApiError::invalid(format!(
+    let mut object = parsed.map_err(|error| match error.to_string() {
+        _ if budget.is_spent() => ApiError::invalid(format!(
             "the values of the body take more than {memory} bytes of memory, the server's limit: send less"
         )),
-        false => ApiError::Invalid {
+        error if error.starts_with("recursion limit exceeded") => ApiError::invalid(
+            "the body's values are nested deeper than 128 levels, the limit: send flatter ones",
+        ),
+        error => ApiError::Invalid {
             message: format!("the body is not valid JSON: {error}"),
             param: None,
             code: Some("invalid_json"),
         },
     })?;
-    if generates(tables) {
-        refused::check(&mut object, tables)?;
-    }
+    refused::check(&mut object, tables)?;
     Ok(object)
 }
 
-/// Whether a body with these fields asks for an answer of the model.
-pub fn generates(tables: &[&[Field]]) -> bool {
-    tables.iter().copied().flatten().any(|field| field.name == "temperature")
-}
-
-/// Reads an object and keeps the fields that are described and not ignored.
+/// Reads an object and keeps the fields that are described and not ignored, and those that may have
+/// to be refused.
 struct KnownFields<'a> {
     tables: &'a [&'a [Field]],
     budget: &'a Budget,
@@ -161,7 +237,7 @@ impl<'de> Visitor<'de> for KnownFields<'_> {
                 Some(field) if !field.is_ignored() => {
                     fields.insert(name, map.next_value_seed(Bounded(self.budget))?);
                 }
-                None if refused::is_refused(&name) && generates(self.tables) => {
+                None if refused::is_refused(self.tables, &name) => {
                     fields.insert(name, map.next_value_seed(Bounded(self.budget))?);
                 }
                 found => {
@@ -260,6 +336,9 @@ mod tests {
                 "{bytes:?}"
             );
         }
+        let nested = format!("{{\"a\": {}{}}}", "[".repeat(200), "]".repeat(200));
+        let error = parse_object(nested.as_bytes(), &[TABLE], 1 << 20).unwrap_err();
+        assert!(error.to_string().contains("nested deeper than 128 levels"), "{error}");
         let deep = "[".repeat(100_000);
         assert!(parse_object(deep.as_bytes(), &[TABLE], 1 << 20).is_err());
         assert!(parse_object(format!("{{\"b\": {deep}").as_bytes(), &[TABLE], 1 << 20).is_err());

@@ -31,16 +31,24 @@ impl Constraints {
             .map_err(|error| ApiError::param(param, error))?
             .compile(grammar, thinking)
             .map_err(|error| ApiError::param(param, error))?;
-        Ok(SharedConstraint(Arc::new(TextConstraint(compiled))))
+        Ok(SharedConstraint(Arc::new(TextConstraint { compiled, param: param.to_owned() })))
     }
 }
 
-struct TextConstraint(oscar_text::Constraint);
+struct TextConstraint {
+    compiled: oscar_text::Constraint,
+    param: String,
+}
+
 struct TextState(oscar_text::ConstraintState);
 
 impl Constraint for TextConstraint {
     fn start(&self) -> Box<dyn ConstraintState> {
-        Box::new(TextState(self.0.start()))
+        Box::new(TextState(self.compiled.start()))
+    }
+
+    fn parameter(&self) -> &str {
+        &self.param
     }
 }
 

@@ -105,6 +105,7 @@ impl ApiError {
                 RequestError::QueueFull { .. } => StatusCode::TOO_MANY_REQUESTS,
                 RequestError::ContextExceeded { .. }
                 | RequestError::TooLarge { .. }
+                | RequestError::Form { .. }
                 | RequestError::Invalid { .. } => StatusCode::BAD_REQUEST,
                 RequestError::ShuttingDown => StatusCode::SERVICE_UNAVAILABLE,
                 RequestError::Engine(_) => StatusCode::INTERNAL_SERVER_ERROR,
@@ -144,6 +145,7 @@ impl ApiError {
                 RequestError::ContextExceeded { .. } => (Some("max_tokens"), Some("context_length_exceeded")),
                 RequestError::TooLarge { .. } => (None, Some("kv_cache_exceeded")),
                 RequestError::Invalid { parameter, .. } => (Some(parameter), None),
+                RequestError::Form { parameter, .. } => (Some(parameter), None),
                 RequestError::ShuttingDown => (None, Some("shutting_down")),
                 RequestError::Engine(_) => (None, Some("engine_error")),
             },

@@ -14,7 +14,8 @@
 //! [`Kind`] and an implementation of [`FieldValue`]. Fields in an `ignored` block are documented
 //! and skipped.
 //!
-//! **Invariant:** a field that is not declared is ignored. A value that is read has been checked by
+//! **Invariant:** a field that is not declared is ignored, unless it must be refused
+//! ([`crate::refused`]). A value that is read has been checked by
 //! its [`Kind`], and an error names the field, the allowed values and the value that was sent.
 
 use oscar_engine::Allowed;
@@ -52,6 +53,37 @@ impl Field {
         };
         ApiError::param(self.name, format!("must be {expected}, not {}", shown(value)))
     }
+}
+
+/// The declarations of fields that another body has: one that is not there does not compile.
+pub const fn pick<const N: usize>(names: [&str; N], tables: &[&[Field]]) -> [Field; N] {
+    let mut picked = [tables[0][0]; N];
+    let mut index = 0;
+    while index < N {
+        let (mut table, mut found) = (0, false);
+        while table < tables.len() {
+            let mut at = 0;
+            while at < tables[table].len() {
+                if same(tables[table][at].name.as_bytes(), names[index].as_bytes()) {
+                    picked[index] = tables[table][at];
+                    found = true;
+                }
+                at += 1;
+            }
+            table += 1;
+        }
+        assert!(found, "no table has a field of this name");
+        index += 1;
+    }
+    picked
+}
+
+const fn same(a: &[u8], b: &[u8]) -> bool {
+    let mut at = 0;
+    while at < a.len() && at < b.len() && a[at] == b[at] {
+        at += 1;
+    }
+    at == a.len() && at == b.len()
 }
 
 /// The values that a field may have.

@@ -257,7 +257,11 @@ impl Session<'_> {
         for event in events {
             match event {
                 ReplyEvent::CallStarted { name, .. } => calls.push((name, String::new())),
-                ReplyEvent::Arguments { index, delta } => calls[index].1 += &delta,
+                ReplyEvent::Arguments { delta, .. } => {
+                    calls.last_mut().into_iter().for_each(|call| call.1 += &delta);
+                }
+                // It is among the text that was printed.
+                ReplyEvent::CallBroken { .. } => drop(calls.pop()),
                 ReplyEvent::Text(_) | ReplyEvent::Reasoning(_) | ReplyEvent::CallFinished { .. } => {}
             }
         }

@@ -91,7 +91,7 @@ try:
     threading.Thread(target=server.stderr.read, daemon=True).start()
     provider = f'model_providers.oscar={{name="oscar",base_url="{base}/v1",wire_api="responses",env_key="OSCAR_KEY"}}'
     drive("Codex", ["codex", "exec", "--skip-git-repo-check", "--json", "-s", "read-only", "-c", provider,
-                    "-c", "model_provider=oscar", "-c", "web_search=disabled", "-m", "oscar-15m", "Who are you?"],
+                    "-c", "model_provider=oscar", "-m", "oscar-15m", "Who are you?"],
           {"OSCAR_KEY": "none"})
     # Its own system prompt and all its tools have 30 thousand tokens of this model.
     drive("Claude Code", ["claude", "-p", "Who are you?", "--output-format", "json", "--tools", "Read,Edit,Bash",

@@ -23,6 +23,10 @@ struct State {
 }
 
 impl Constraint for Remainders {
+    fn parameter(&self) -> &str {
+        "remainder"
+    }
+
     fn start(&self) -> Box<dyn ConstraintState> {
         Box::new(State { at: 0, length: self.length })
     }
@@ -129,8 +133,8 @@ fn a_form_that_fails_ends_its_request_alone() {
     let engine = Engine::start(setup().embedded(), EngineOptions::new("test")).unwrap();
     let good = submit(&engine, &tokens(30, 4), constrained(40, 60)).unwrap();
     let bad = run(&engine, &tokens(30, 3), constrained(666, 60));
-    let Some(RequestError::Invalid { problem, .. }) = bad.failed else { panic!("{bad:?}") };
-    assert_eq!(problem, "token 9 is never accepted");
+    let Some(RequestError::Form { parameter, problem }) = bad.failed else { panic!("{bad:?}") };
+    assert_eq!((parameter.as_str(), problem.as_str()), ("remainder", "token 9 is never accepted"));
     assert!(matches!(good.finish(&engine, None).answers[&0].reason, Some(FinishReason::Stop(_))));
     assert_eq!(engine.stats().failed, 1);
 }

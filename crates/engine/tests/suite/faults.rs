@@ -242,6 +242,10 @@ fn a_lost_device_ends_the_engine() {
 struct Bomb;
 
 impl Constraint for Bomb {
+    fn parameter(&self) -> &str {
+        "bomb"
+    }
+
     fn start(&self) -> Box<dyn ConstraintState> {
         panic!("expected by the test")
     }

@@ -88,7 +88,8 @@ fn shown(events: &[ReplyEvent]) -> Vec<(u8, String)> {
             ReplyEvent::Reasoning(text) => (1, text.clone()),
             ReplyEvent::CallStarted { id, name, .. } => (2, format!("{name} {id:?}")),
             ReplyEvent::Arguments { delta, .. } => (3, delta.clone()),
-            ReplyEvent::CallFinished { complete, .. } => (4, complete.to_string()),
+            ReplyEvent::CallFinished { .. } => (4, String::new()),
+            ReplyEvent::CallBroken { text, .. } => (5, text.clone()),
         };
         match joined.last_mut() {
             Some((last, so_far)) if *last == kind => so_far.push_str(&text),

@@ -96,9 +96,9 @@ impl Assembler {
         piece
     }
 
-    /// Tool calls begun, and those that were not well formed.
+    /// Complete tool calls, and those that were not well formed.
     pub fn calls(&self) -> (usize, usize) {
-        (self.parser.calls(), self.parser.malformed())
+        (self.parser.complete_calls(), self.parser.malformed())
     }
 
     fn pass_on(&mut self, text: &str) -> Piece {
@@ -110,7 +110,7 @@ impl Assembler {
             }
         };
         let mut events = self.parser.push(&text);
-        let complete = |event: &ReplyEvent| matches!(event, ReplyEvent::CallFinished { complete: true, .. });
+        let complete = |event: &ReplyEvent| matches!(event, ReplyEvent::CallFinished { .. });
         if self.single_call
             && let Some(last) = events.iter().position(complete)
         {

@@ -420,7 +420,7 @@ impl Answer {
         events
     }
 
-    /// Ends a choice. One that stopped after tool calls says so.
+    /// Ends a choice. One that stopped after complete tool calls says so.
     fn close(&mut self, index: usize, mut finish: Finish) {
         self.choices[index].open = false;
         let (calls, malformed) = self.choices[index].assembler.calls();

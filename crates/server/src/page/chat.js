@@ -159,7 +159,8 @@ const answer = async () => {
   const end = performance.now();
   draw();
   if (reason === "error" && !tokens) messages.pop();
-  else messages.push({ role: "assistant", content: reply.text, ...(reply.calls.length ? { tool_calls: reply.calls } : {}) });
+  else messages.push({ role: "assistant", content: reply.text, ...(reply.reasoning ? { reasoning_content: reply.reasoning } : {}),
+                       ...(reply.calls.length ? { tool_calls: reply.calls } : {}) });
   waiting = reason === "error" ? [] : [...reply.calls];
   hint();
   if (!reply.text && !reply.reasoning && !reply.calls.length) content.textContent = "(no text)";

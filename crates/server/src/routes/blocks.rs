@@ -29,6 +29,8 @@ pub enum BlockEvent {
         index: usize,
         block: Block,
         text: String,
+        /// False for a call that broke off.
+        complete: bool,
     },
 }
 
@@ -37,31 +39,63 @@ pub enum BlockEvent {
 pub struct Blocks {
     open: Option<(Block, String)>,
     closed: usize,
+    /// Calls are held back until they are complete; one that breaks off becomes text.
+    holds_calls: bool,
+    /// The call under way, if it is held back.
+    held: Option<(Block, String)>,
 }
 
 impl Blocks {
+    /// Blocks of an answer whose calls are all complete.
+    pub fn of_complete_calls() -> Self {
+        Self { holds_calls: true, ..Self::default() }
+    }
+
     pub fn take(&mut self, event: ReplyEvent) -> Vec<BlockEvent> {
         match event {
             ReplyEvent::Text(text) => self.text(Block::Text, text),
             ReplyEvent::Reasoning(text) => self.text(Block::Reasoning, text),
             ReplyEvent::CallStarted { id, name, .. } => {
-                self.open(Block::Call { id: id.unwrap_or_default(), name })
+                let call = Block::Call { id: id.unwrap_or_default(), name };
+                if self.holds_calls {
+                    self.held = Some((call, String::new()));
+                    return Vec::new();
+                }
+                self.open(call)
             }
-            ReplyEvent::Arguments { delta, .. } => match self.open.clone() {
-                Some((block, _)) => self.text(block, delta),
-                None => Vec::new(),
+            ReplyEvent::Arguments { delta, .. } => match (&mut self.held, self.open.clone()) {
+                (Some((_, arguments)), _) => {
+                    *arguments += &delta;
+                    Vec::new()
+                }
+                (None, Some((call, _))) => self.text(call, delta),
+                (None, None) => Vec::new(),
             },
-            ReplyEvent::CallFinished { complete: true, .. } => self.finish(),
-            // A call that broke off stays open until something follows it, or the answer ends.
-            ReplyEvent::CallFinished { complete: false, .. } => Vec::new(),
+            ReplyEvent::CallFinished { .. } => {
+                let mut events = Vec::new();
+                if let Some((call, arguments)) = self.held.take() {
+                    events = self.open(call.clone());
+                    events.extend(self.text(call, arguments));
+                }
+                events.extend(self.finish());
+                events
+            }
+            ReplyEvent::CallBroken { text, .. } => match self.held.take() {
+                Some(_) => self.text(Block::Text, text),
+                None => self.close(false),
+            },
         }
     }
 
     /// Closes the open block.
     pub fn finish(&mut self) -> Vec<BlockEvent> {
+        self.close(true)
+    }
+
+    fn close(&mut self, complete: bool) -> Vec<BlockEvent> {
         let Some((block, text)) = self.open.take() else { return Vec::new() };
         self.closed += 1;
-        vec![BlockEvent::Close { index: self.closed - 1, block, text }]
+        vec![BlockEvent::Close { index: self.closed - 1, block, text, complete }]
     }
 
     fn open(&mut self, block: Block) -> Vec<BlockEvent> {
@@ -98,18 +132,44 @@ mod tests {
             ReplyEvent::Text("c".into()),
             ReplyEvent::CallStarted { index: 0, id: Some("c".into()), name: "f".into() },
             ReplyEvent::Arguments { index: 0, delta: "{}".into() },
-            ReplyEvent::CallFinished { index: 0, complete: true },
+            ReplyEvent::CallFinished { index: 0 },
         ];
         let mut events: Vec<BlockEvent> = reply.into_iter().flat_map(|event| blocks.take(event)).collect();
         events.extend(blocks.finish());
         let closed: Vec<(usize, Block, &str)> = events
             .iter()
             .filter_map(|event| match event {
-                BlockEvent::Close { index, block, text } => Some((*index, block.clone(), text.as_str())),
+                BlockEvent::Close { index, block, text, .. } => Some((*index, block.clone(), text.as_str())),
                 _ => None,
             })
             .collect();
         assert_eq!(closed, [(0, Block::Reasoning, "ab"), (1, Block::Text, "c"), (2, call, "{}")]);
         assert_eq!(events.len(), 3 + 4 + 3);
+    }
+
+    #[test]
+    fn a_call_that_breaks_off_is_text_or_incomplete() {
+        let reply = || {
+            [
+                ReplyEvent::Text("a ".into()),
+                ReplyEvent::CallStarted { index: 0, id: Some("c".into()), name: "f".into() },
+                ReplyEvent::Arguments { index: 0, delta: "{".into() },
+                ReplyEvent::CallBroken { index: 0, text: "<f>{".into() },
+                ReplyEvent::Text("b".into()),
+            ]
+        };
+        let closed = |mut blocks: Blocks| {
+            let mut events: Vec<BlockEvent> =
+                reply().into_iter().flat_map(|event| blocks.take(event)).collect();
+            events.extend(blocks.finish());
+            let close = |event| match event {
+                BlockEvent::Close { text, complete, .. } => Some((text, complete)),
+                _ => None,
+            };
+            events.into_iter().filter_map(close).collect::<Vec<(String, bool)>>()
+        };
+        assert_eq!(closed(Blocks::of_complete_calls()), [("a <f>{b".to_owned(), true)]);
+        let streamed = [("a ".to_owned(), true), ("{".to_owned(), false), ("b".to_owned(), true)];
+        assert_eq!(closed(Blocks::default()), streamed);
     }
 }

@@ -159,7 +159,11 @@ fn prepare(app: &App, name: &str, caller: Caller, body: &[u8]) -> Result<(Prepar
         }
     };
     if prompts.iter().any(Vec::is_empty) {
-        return Err(ApiError::param("input", "has an empty text: at least one token is needed"));
+        let problem = match inputs {
+            1 => "is empty: at least one token is needed",
+            _ => "has an empty text: each needs at least one token",
+        };
+        return Err(ApiError::param("input", problem));
     }
     if let Some(tokens) = prompts.iter().map(Vec::len).find(|&tokens| tokens > context) {
         let problem = format!("{tokens} tokens are more than the {context} of the context");

@@ -8,6 +8,7 @@ mod control;
 mod embeddings;
 mod health;
 mod info;
+mod lowered;
 mod messages;
 mod models;
 mod openapi;
@@ -20,7 +21,7 @@ mod tokenize;
 pub mod transfer;
 mod usage;
 
-pub use messages::anthropic_errors;
+pub use messages::in_anthropics_form;
 
 use axum::Router;
 use axum::middleware::from_fn;
@@ -28,6 +29,7 @@ use axum::routing::{self, MethodRouter};
 
 use crate::app::Shared;
 use crate::middleware::mark_route;
+use crate::refused;
 use crate::schema::{Field, RequestBody};
 
 /// Who may call a route once keys are configured.
@@ -90,6 +92,8 @@ const ROUTES: &[Route] = &[
         "Tokens of such a conversation", messages::convert::MessagesBody),
     route!(post "/v1/responses", responses::create, Users,
         "Answer a conversation, as OpenAI's Responses have it", responses::convert::ResponsesBody),
+    route!(post "/v1/responses/input_tokens", responses::input_tokens, Users,
+        "Tokens of such a conversation", responses::convert::ResponsesBody),
     route!(post "/v1/embeddings", embeddings::create, Users,
         "Vectors of texts: the last token's hidden state, of length 1", embeddings::EmbeddingsBody),
     route!(get "/v1/models", models::list, Users, "The model and its aliases"),
@@ -122,6 +126,11 @@ const ROUTES: &[Route] = &[
 pub fn all() -> Router<Shared> {
     let add = |router: Router<Shared>, route: &Route| router.route(route.path, (route.handler)());
     ROUTES.iter().fold(Router::new(), add).route_layer(from_fn(mark_route))
+}
+
+/// Path and fields of the routes that give answers of the model.
+pub fn generating() -> impl Iterator<Item = (&'static str, &'static [&'static [Field]])> {
+    ROUTES.iter().filter(|route| refused::generates(route.fields)).map(|route| (route.path, route.fields))
 }
 
 /// Who may ask for a path; an unknown one needs a key as well.

@@ -6,7 +6,6 @@ use serde_json::{Map, Value, json};
 
 use super::{Access, ROUTES, Route};
 use crate::app::Shared;
-use crate::body::generates;
 use crate::refused;
 use crate::schema::Field;
 
@@ -73,13 +72,10 @@ fn body_schema(tables: &[&[Field]]) -> Value {
         if field.is_ignored() {
             schema["x-ignored"] = json!(true);
         }
-        properties.insert(field.name.to_owned(), schema);
+        // As in the reader of bodies, the first declaration of a name is the one that counts.
+        properties.entry(field.name).or_insert(schema);
     }
-    if generates(tables) {
-        for (name, schema) in refused::described() {
-            properties.entry(name).or_insert(schema);
-        }
-    }
+    properties.extend(refused::described(tables));
     let required: Vec<&str> = fields.iter().filter(|field| field.required).map(|field| field.name).collect();
     json!({"type": "object", "properties": properties, "required": required, "additionalProperties": true})
 }

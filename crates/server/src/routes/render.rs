@@ -101,7 +101,7 @@ pub async fn chat(
             &name,
             caller,
             ChatBody::parse(body, worker.limits.value_bytes)?,
-            false,
+            None,
         )?;
         Ok(rendered(&prepared).pop())
     });

@@ -8,6 +8,7 @@ use crate::app::App;
 use crate::error::ApiError;
 use crate::generate::{MAX_LOGPROBS, TextOptions};
 use crate::limits::check_prompts;
+use crate::refused;
 use crate::routes::transfer;
 use crate::schema::{Kind, request_fields, shown};
 
@@ -52,7 +53,8 @@ request_fields! {
         n: Option<usize> = Kind::AT_LEAST_ONE,
         /// Answer as server-sent events
         stream: Option<bool>,
-        /// `include_usage`: true adds a last chunk with the token counts
+        /// `include_usage`: true adds a last chunk with the token counts. `continuous_usage_stats`: only
+        /// false
         stream_options: Option<Map<String, Value>>,
         /// Log-probabilities of the prompt's tokens, with that many alternatives
         pub prompt_logprobs: Option<usize> = Kind::Integer { min: 0, max: MAX_LOGPROBS },
@@ -83,14 +85,24 @@ impl SamplingFields {
 
     /// Whether a stream ends with the token counts.
     pub fn includes_usage(&self) -> Result<bool, ApiError> {
-        match self.stream_options.as_ref().and_then(|options| options.get("include_usage")) {
-            None | Some(Value::Null) => Ok(false),
-            Some(Value::Bool(include)) => Ok(*include),
-            Some(other) => {
-                let problem = format!("must be true or false, not {}", shown(other));
-                Err(ApiError::param("stream_options.include_usage", problem))
+        let mut includes = false;
+        for (name, value) in self.stream_options.iter().flatten() {
+            let param = format!("stream_options.{name}");
+            match (name.as_str(), value) {
+                (_, Value::Null) => {}
+                ("include_usage", Value::Bool(include)) => includes = *include,
+                ("include_usage", other) => {
+                    let problem = format!("must be true or false, not {}", shown(other));
+                    return Err(ApiError::param(param, problem));
+                }
+                ("continuous_usage_stats", value) => {
+                    let instead = "use include_usage, which counts once at the end";
+                    refuse_unless(&param, Some(value), |value| value == false, instead)?;
+                }
+                _ => refused::skip(),
             }
         }
+        Ok(includes)
     }
 
     pub fn choices(&self) -> usize {

@@ -26,7 +26,6 @@ pub trait Chunks: Send + Unpin + 'static {
 
     /// The chunks that an output gives rise to.
     fn chunks(&mut self, output: Output) -> Vec<Self::Chunk>;
-    /// The last events of a stream.
     /// The chunks that follow when everything is done.
     fn last(&mut self) -> Vec<Self::Chunk>;
     /// The name of a chunk's event, where the endpoint names them.

@@ -95,13 +95,17 @@ impl ToolUse {
     /// The grammar of calls where any tool is strict and may be called. Arguments of the others are
     /// free.
     pub fn strict(&self, dialect: Dialect) -> Option<CallGrammar> {
-        let strict: Vec<bool> = self.tools.iter().map(|tool| tool["function"]["strict"] == true).collect();
-        (self.may_call() && strict.contains(&true)).then(|| {
+        (self.may_call() && self.any_strict()).then(|| {
             let mut grammar = self.grammar(dialect);
-            let free = grammar.tools.iter_mut().zip(strict).filter(|(_, strict)| !strict);
+            let free = grammar.tools.iter_mut().zip(&self.tools).filter(|(_, tool)| !is_strict(tool));
             free.for_each(|((_, schema), _)| *schema = Value::Null);
             grammar
         })
+    }
+
+    /// Whether the arguments of any tool must follow its schema.
+    pub fn any_strict(&self) -> bool {
+        self.tools.iter().any(is_strict)
     }
 
     pub fn schemas(&self) -> Arc<ToolSchemas> {
@@ -129,6 +133,10 @@ impl ToolUse {
     fn find(&self, name: &str) -> Option<&Value> {
         self.tools.iter().find(|tool| tool["function"]["name"] == name)
     }
+}
+
+fn is_strict(tool: &Value) -> bool {
+    tool["function"]["strict"] == true
 }
 
 fn one_tool(index: usize, tool: &Value) -> Result<Value, ApiError> {

@@ -33,8 +33,9 @@ request_fields! {
     }
 }
 
-/// Parts of `structured_outputs` that choose an implementation or white space, not a form.
-const SETTINGS: &[&str] = &["disable_fallback", "disable_any_whitespace", "whitespace_pattern", "backend"];
+/// Parts of `structured_outputs` that choose an implementation, or the white space that is written
+/// anyway.
+const SETTINGS: &[&str] = &["disable_fallback", "disable_any_whitespace", "backend", "_backend"];
 
 impl FormFields {
     /// The form that the answer must have and the field that asks for it; none if the answer is
@@ -52,7 +53,11 @@ impl FormFields {
                 match kind.as_str() {
                     _ if value.is_null() || SETTINGS.contains(&kind.as_str()) => {}
                     "json_object" if value == true => forms.push((param, Grammar::JsonObject)),
-                    "json_object" if value == false => {}
+                    "json_object" | "disable_additional_properties" if value == false => {}
+                    "whitespace_pattern" => {
+                        let problem = "is not supported; JSON is written with one space after `,` and `:`";
+                        return Err(ApiError::param(param, problem));
+                    }
                     "json" | "regex" | "choice" | "grammar" => {
                         forms.push((param.clone(), one_form(&param, kind, value)?));
                     }

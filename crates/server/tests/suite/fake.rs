@@ -62,12 +62,12 @@ struct State {
     health: Option<Health>,
 }
 
-/// The tokenizer and template of the embedded model.
 /// A file of the embedded model.
 pub fn text_file(name: &str) -> &'static [u8] {
     oscar_embedded::FILES.iter().find(|(known, _)| *known == name).map(|(_, bytes)| *bytes).unwrap()
 }
 
+/// The tokenizer and template of the embedded model.
 pub fn text() -> ModelText {
     let config = text_file("tokenizer_config.json");
     ModelText::from_files(text_file("tokenizer.json"), Some(config), None).unwrap()

@@ -1,6 +1,7 @@
 //! The server as its clients see it, over an engine that recites a script.
 
 mod bounds;
+mod broken_calls;
 mod browsers;
 mod chat;
 mod client;
@@ -8,6 +9,7 @@ mod completions;
 mod connections;
 mod embeddings;
 mod fake;
+mod fields;
 mod fuzz;
 mod harmony;
 mod logs;

@@ -119,6 +119,31 @@ async fn conversations_become_prompts() {
     }
 }
 
+/// Gateways join the billing line and the prompt into one text.
+#[tokio::test]
+async fn only_the_billing_line_is_dropped() {
+    let client = Client::new();
+    let prompt = async |system: Value| {
+        client.post("/v1/messages", &ask(json!({"system": system}))).await.ok();
+        client.engine.last_prompt()
+    };
+    let header = "x-anthropic-billing-header: cc_version=2.1; cch=1;";
+    let block = |text: &str| json!({"type": "text", "text": text});
+    let (plain, none) = (prompt(json!("Be brief.\nBe kind.")).await, prompt(json!("")).await);
+    assert_ne!(plain, none);
+    let joined = format!("{header}\nBe brief.\nBe kind.");
+    for system in [
+        json!(joined),
+        json!([block(&joined)]),
+        json!([block(header), block("Be brief.\nBe kind.")]),
+        json!([block(&format!("{header}\n")), block("Be brief."), block("Be kind.")]),
+    ] {
+        assert_eq!(prompt(system.clone()).await, plain, "{system}");
+    }
+    assert_eq!(prompt(json!(header)).await, none);
+    assert_eq!(prompt(json!([block(header)])).await, none);
+}
+
 #[tokio::test]
 async fn errors_have_anthropics_form() {
     let client = Client::new();
@@ -133,6 +158,21 @@ async fn errors_have_anthropics_form() {
         (json!({"thinking": {"type": "maybe"}}), "thinking.type"),
         (json!({"thinking": {"type": "enabled", "budget_tokens": "all"}}), "thinking.budget_tokens"),
         (json!({"kv": {"budget": 64}}), "kv"),
+        // Fields that the chat knows under other names, or at other places.
+        (json!({"stop_sequences": 5}), "stop_sequences: "),
+        (json!({"stop_sequences": ["a", 5]}), "stop_sequences[1]: "),
+        (json!({"output_config": {"format": {"type": "xml"}}}), "output_config.format.type: "),
+        (json!({"output_config": {"format": {"type": "json_schema"}}}), "output_config.format.schema: "),
+        (json!({"output_format": {"type": "json_schema", "schema": {"type": "wrong"}}}), "output_format: "),
+        (json!({"tool_choice": {"type": "tool"}}), "tool_choice.name: "),
+        (json!({"tools": [{"input_schema": {}}]}), "tools[0].name: "),
+        (json!({"tools": [{"name": "f", "input_schema": []}]}), "tools[0].input_schema: "),
+        (
+            json!({"system": "x", "messages": [{"role": "user", "content": [
+                {"type": "text", "text": "a"},
+                {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "image"}]}]}]}),
+            "messages[0].content[1].content[0]: ",
+        ),
     ] {
         let answer = client.post("/v1/messages", &ask(fields)).await;
         assert_eq!(answer.status, 400);
@@ -173,6 +213,8 @@ async fn errors_of_layers_have_anthropics_form() {
             assert_eq!(answer.status.as_u16(), status, "{found}");
             assert_eq!((&found["type"], &found["error"]["type"]), (&json!("error"), &json!(kind)));
             assert_eq!(answer.headers["content-type"], "application/json");
+            let id = answer.headers["x-request-id"].to_str().unwrap();
+            assert_eq!(answer.headers["request-id"], format!("req_{id}"));
             let length =
                 answer.headers.get("content-length").map(|length| length.to_str().unwrap().to_owned());
             assert!(length.is_none_or(|length| length == answer.body.len().to_string()));

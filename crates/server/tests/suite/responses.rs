@@ -60,7 +60,11 @@ async fn answers_are_items() {
         };
         let statuses: Vec<&Value> =
             response["output"].as_array().unwrap().iter().map(|item| &item["status"]).collect();
-        assert_eq!(statuses, ["completed", "completed", "incomplete"], "{response}");
+        // A stream has shown the call; a whole answer has it in its text.
+        match stream {
+            true => assert_eq!(statuses, ["completed", "completed", "incomplete"], "{response}"),
+            false => assert_eq!(statuses, ["completed", "incomplete"], "{response}"),
+        }
         assert!(done.is_none_or(|done| done["item"]["status"] == "incomplete"));
     }
 }
@@ -127,6 +131,30 @@ async fn items_become_a_prompt() {
     assert!(client.engine.last_params().constraint.is_some());
 }
 
+/// Agents send a comment and the final text as two items.
+#[tokio::test]
+async fn messages_of_the_assistant_in_a_row_are_all_kept() {
+    let client = Client::new();
+    let parts = |text: &str| json!([{"type": "output_text", "text": text}]);
+    for (first, second) in [
+        (json!("alpha beta"), json!("omega")),
+        (parts("alpha beta"), json!("omega")),
+        (json!("alpha beta"), parts("omega")),
+        (parts("alpha beta"), parts("omega")),
+    ] {
+        let input = json!([
+            {"role": "user", "content": "Time?"},
+            {"role": "assistant", "content": first},
+            {"type": "message", "role": "assistant", "content": second},
+            {"role": "assistant", "content": ""},
+            {"role": "user", "content": "Thanks."},
+        ]);
+        client.post("/v1/responses", &ask(json!({"input": input}))).await.ok();
+        let prompt = text().tokenizer.decode(&client.engine.last_prompt(), false).unwrap();
+        assert!(prompt.contains("assistant\nalpha beta\nomega<|im_end|>"), "{prompt}");
+    }
+}
+
 #[tokio::test]
 async fn state_and_foreign_tools_are_refused_by_name() {
     let client = Client::new();
@@ -134,7 +162,8 @@ async fn state_and_foreign_tools_are_refused_by_name() {
         (json!({"previous_response_id": "resp_1"}), "previous_response_id"),
         (json!({"conversation": "c"}), "conversation"),
         (json!({"background": true}), "background"),
-        (json!({"tools": [{"type": "web_search"}]}), "tools[0].type"),
+        (json!({"tools": [{"type": "web_search"}], "tool_choice": "required"}), "tools[0].type"),
+        (json!({"tools": [{"type": "image_generation"}]}), "tools[0].type"),
         (json!({"tools": [{"type": "namespace", "name": "n"}]}), "tools[0].tools"),
         (
             json!({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "namespace"}]}]}),
@@ -147,6 +176,29 @@ async fn state_and_foreign_tools_are_refused_by_name() {
         (json!({"tools": [{"name": "now"}]}), "tools[0].type"),
         (json!({"truncation": "auto"}), "truncation"),
         (json!({"typical_p": 0.5}), "typical_p"),
+        // Fields that the chat knows under other names, or at other places.
+        (json!({"text": {"format": {"type": "xml"}}}), "text.format.type"),
+        (json!({"text": {"format": {"type": "json_schema"}}}), "text.format.schema"),
+        (json!({"text": {"format": {"type": "json_schema", "schema": {"type": "wrong"}}}}), "text.format"),
+        (json!({"reasoning": {"effort": 5}}), "reasoning.effort"),
+        (json!({"tool_choice": {"type": "function"}}), "tool_choice.name"),
+        (json!({"tools": [{"type": "web_search"}, {"type": "function"}]}), "tools[1].name"),
+        (
+            json!({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "a b"}]}]}),
+            "tools[0].tools[0].name",
+        ),
+        (json!({"input": [{"role": "robot", "content": "x"}]}), "input[0].role"),
+        (json!({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}), "input[0].content[0]"),
+        (
+            json!({"input": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "a"},
+                {"role": "assistant", "content": [{"type": "output_text", "text": "b"}, {"type": "x"}]}]}),
+            "input[2].content[1]",
+        ),
+        (json!({"input": [{"type": "function_call_output", "call_id": "c"}]}), "input[0].output"),
+        (
+            json!({"input": [{"type": "function_call_output", "call_id": "c", "output": 5}]}),
+            "input[0].output",
+        ),
     ] {
         assert_eq!(client.post("/v1/responses", &ask(fields)).await.error(400)["param"], param);
     }
@@ -154,6 +206,30 @@ async fn state_and_foreign_tools_are_refused_by_name() {
         .post("/v1/responses", &ask(json!({"store": true, "truncation": "disabled", "include": []})))
         .await
         .ok();
+}
+
+/// Codex offers OpenAI's search unasked.
+#[tokio::test]
+async fn a_search_that_is_only_offered_is_left_out() {
+    let client = Client::new();
+    let now = json!({"type": "function", "name": "now", "parameters": {"type": "object"}});
+    let body = ask(json!({"tools": [{"type": "web_search", "external_web_access": true}, now]}));
+    let response = client.post("/v1/responses", &body).await.ok();
+    assert_eq!(response["tools"], json!([now]));
+    let prompt = text().tokenizer.decode(&client.engine.last_prompt(), false).unwrap();
+    assert!(prompt.contains("\"name\":\"now\"") && !prompt.contains("web_search"), "{prompt}");
+    client.post("/v1/responses", &ask(json!({"tools": [{"type": "web_search_preview"}]}))).await.ok();
+}
+
+#[tokio::test]
+async fn tokens_are_counted_and_settings_repeated() {
+    let client = Client::new();
+    let counted = client.post("/v1/responses/input_tokens", &ask(json!({}))).await.ok();
+    let body = ask(json!({"metadata": {"a": "b"}, "user": "me"}));
+    let response = client.post("/v1/responses", &body).await.ok();
+    assert_eq!(counted["object"], "response.input_tokens");
+    assert_eq!(counted["input_tokens"], response["usage"]["input_tokens"]);
+    assert_eq!((&response["metadata"], &response["user"]), (&json!({"a": "b"}), &json!("me")));
 }
 
 /// Codex groups functions; the model sees them with the name of the group in front.

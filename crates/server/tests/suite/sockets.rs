@@ -241,3 +241,39 @@ async fn a_body_far_too_large_still_gets_its_answer() {
     assert!(answer.starts_with("HTTP/1.1 413"), "{answer}");
     assert!(answer.contains("body_too_large"), "{answer}");
 }
+
+/// Clients send the head first. A refusal that needs no body must not cost them the connection.
+#[tokio::test]
+async fn a_refusal_before_the_body_keeps_the_connection() {
+    let keys = oscar_server::Keys::new(
+        oscar_server::ApiKey::parse_list("k", oscar_server::Role::User, "keys").unwrap(),
+    );
+    let server = Server::start(ServerConfig { keys, ..ServerConfig::default() }, Script::default()).await;
+    let mut stream = TcpStream::connect(server.address).await.unwrap();
+    let body = "{\"a\": \"some text\"}";
+    for (path, key, kind, status) in [
+        ("/v1/nothing", "k", "application/json", "404"),
+        ("/health", "k", "application/json", "405"),
+        ("/v1/completions", "wrong", "application/json", "401"),
+        ("/v1/completions", "k", "text/plain", "415"),
+        ("/v1/completions", "k", "application/json", "400"),
+    ] {
+        let length = body.len();
+        let head = format!(
+            "POST {path} HTTP/1.1\r\nhost: localhost\r\nx-api-key: {key}\r\ncontent-type: {kind}\r\ncontent-length: {length}\r\n\r\n"
+        );
+        stream.write_all(head.as_bytes()).await.unwrap();
+        // The server has the head before it gets the body.
+        tokio::time::sleep(Duration::from_millis(20)).await;
+        stream.write_all(body.as_bytes()).await.unwrap();
+        let answer = read_until(&mut stream, "}}").await;
+        assert!(answer.starts_with(&format!("HTTP/1.1 {status} ")), "{path}: {answer}");
+        assert!(!answer.to_lowercase().contains("connection: close"), "{path}: {answer}");
+    }
+    // A long body is not waited for: the answer says that the connection ends.
+    let head =
+        "POST /v1/nothing HTTP/1.1\r\nhost: localhost\r\nx-api-key: k\r\ncontent-length: 1000000\r\n\r\n";
+    stream.write_all(head.as_bytes()).await.unwrap();
+    let answer = read_until(&mut stream, "}}").await;
+    assert!(answer.to_lowercase().contains("connection: close"), "{answer}");
+}

@@ -1,11 +1,11 @@
 //! Tool calls and answers of a demanded form in `/v1/chat/completions`.
 
 use oscar_server::{ServerConfig, ToolCallParser};
-use oscar_text::Dialect;
+use oscar_text::{Dialect, ModelText};
 use serde_json::{Value, json};
 
 use crate::client::Client;
-use crate::fake::{Script, text};
+use crate::fake::{Script, text, text_file};
 
 fn tools() -> Value {
     json!([
@@ -151,6 +151,30 @@ async fn demanded_forms_reach_the_engine() {
         .error(400);
     assert_eq!(error["param"], "response_format");
     assert!(error["message"].as_str().unwrap().contains("uniqueItems"), "{error}");
+    // What fails later fails under the name that the client used.
+    let format = json!({"type": "json_schema", "schema": {"type": "object", "properties": {}}});
+    for (path, fields, param) in [
+        ("/v1/chat/completions", json!({"response_format": format}), "response_format"),
+        (
+            "/v1/messages",
+            json!({"max_tokens": 9, "output_config": {"format": format}}),
+            "output_config.format",
+        ),
+        ("/v1/responses", json!({"input": "Hi", "text": {"format": format}}), "text.format"),
+    ] {
+        let mut body = fields;
+        if path != "/v1/responses" {
+            body["messages"] = json!([{"role": "user", "content": "Hi"}]);
+        }
+        client.post(path, &body).await.ok();
+        assert_eq!(client.engine.last_params().constraint.unwrap().0.parameter(), param);
+    }
+    let many: serde_json::Map<String, Value> = (0..2001).map(|i| (format!("f{i}"), json!({}))).collect();
+    let body = json!({"input": "Hi", "stream": true, "text": {"format": {"type": "json_schema", "schema":
+        {"type": "object", "properties": many}}}});
+    let error = client.post("/v1/responses", &body).await.error(400);
+    assert_eq!(error["param"], "text.format");
+    assert!(error["message"].as_str().unwrap().contains("`properties`"), "{error}");
 }
 
 #[tokio::test]
@@ -175,6 +199,40 @@ async fn strict_tools_are_held_to_their_schemas() {
         forbidden["tool_choice"] = json!("none");
         client.chat(&ask(forbidden)).await.ok();
     }
+}
+
+/// A call in reasoning that is left in the content is a call, so the grammar must not let it pass.
+#[tokio::test]
+async fn strict_calls_in_unseparated_reasoning_are_held_too() {
+    let template = include_str!("../../../text/tests/fixtures/chat/qwen_style.jinja");
+    let config = json!({"chat_template": template}).to_string();
+    let model = ModelText::from_files(text_file("tokenizer.json"), Some(config.as_bytes()), None).unwrap();
+    let thought = format!("<think>Perhaps {} hm.</think>\n\nIt rains.", call("f", "{\"wrong\": 1}"));
+    let ids = model.tokenizer.encode(&thought, false).unwrap();
+    let client = Client::with_text(ServerConfig::default(), Script::default(), model);
+    let tool = json!({"type": "function", "function": {"name": "f", "strict": true,
+        "parameters": {"type": "object", "properties": {}, "additionalProperties": false}}});
+    for separate in [true, false] {
+        client.chat(&ask(json!({"tools": [tool], "separate_reasoning": separate}))).await.ok();
+        let mut state = client.engine.last_params().constraint.unwrap().0.start();
+        let mut fits = |&id: &u32| {
+            let allowed = state.allowed().unwrap()[id as usize / 32] >> (id % 32) & 1 == 1;
+            allowed && state.accept(id).is_ok()
+        };
+        assert_eq!(ids.iter().all(&mut fits), separate);
+    }
+}
+
+#[tokio::test]
+async fn strict_without_a_parser_is_refused() {
+    let config = ServerConfig { tool_call_parser: ToolCallParser::Off, ..ServerConfig::default() };
+    let client = Client::with(config, Script::default());
+    let tool = |strict: bool| json!({"type": "function", "function": {"name": "f", "strict": strict}});
+    client.chat(&ask(json!({"tools": [tool(false)]}))).await.ok();
+    client.chat(&ask(json!({"tools": [tool(true)], "tool_choice": "none"}))).await.ok();
+    let error = client.chat(&ask(json!({"tools": [tool(true)]}))).await.error(400);
+    assert_eq!(error["param"], "tools");
+    assert!(error["message"].as_str().unwrap().contains("strict"), "{error}");
 }
 
 #[tokio::test]

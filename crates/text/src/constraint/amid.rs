@@ -6,7 +6,11 @@
 use super::calls::{CallGrammar, Lark};
 use super::{Thinking, literal, marker, special};
 use crate::Tokenizer;
-use crate::tools::Dialect;
+use crate::tools::{Dialect, ReasoningTags};
+
+/// The white space that the reader of replies skips: `char::is_whitespace`.
+const SPACE: &str =
+    "[\\x{9}-\\x{d} \\x{85}\\x{a0}\\x{1680}\\x{2000}-\\x{200a}\\x{2028}\\x{2029}\\x{202f}\\x{205f}\\x{3000}]";
 
 /// The grammar of an answer that may hold calls anywhere, or none.
 pub(super) fn to_lark(calls: &CallGrammar, tokenizer: &Tokenizer, thinking: &Thinking) -> String {
@@ -59,12 +63,17 @@ fn around_markers(
         }
         Thinking::Allowed(tags) => {
             // Text would swallow a tag that is no special token.
-            let open = literal(&tags.open);
-            lark.text += &format!("FRESH: TEXT & ~({open} ANY)\n");
+            lark.text += &opening(tags);
+            lark.text += "FRESH: TEXT & ~(THINK ANY)\n";
             let (head, tail) = (lark.text_and("FRESH", opener), if calls.parallel { &rest } else { "TEXT?" });
-            format!("{open} {think} {rest} | FRESH? | {head} {block} {tail}")
+            format!("THINK {think} {rest} | FRESH? | {head} {block} {tail}")
         }
     }
+}
+
+/// The terminal of a tag that opens reasoning: the reader skips the white space before it.
+fn opening(tags: &ReasoningTags) -> String {
+    format!("THINK: /{SPACE}*/ {}\n", literal(&tags.open))
 }
 
 /// Calls as the whole answer, which begins with `{`, or text that does not.
@@ -76,11 +85,12 @@ fn text_or_calls(lark: &mut Lark<'_>, dialect: Dialect, calls: &str, thinking: &
         Thinking::Allowed(tags) => match special(lark.tokenizer, &tags.open) {
             Some(open) => (format!("({open} {think})?"), String::new()),
             None => {
-                (format!("({} {think})?", literal(&tags.open)), format!(" & ~({} ANY)", literal(&tags.open)))
+                lark.text += &self::opening(tags);
+                (format!("(THINK {think})?"), " & ~(THINK ANY)".to_owned())
             }
         },
     };
-    text_without(lark, dialect, &format!(" & ~(/[ \\t\\r\\n]*/ \"{{\" ANY){closed}"));
+    text_without(lark, dialect, &format!(" & ~(/{SPACE}*/ \"{{\" ANY){closed}"));
     format!("{opening} (TEXT? | {calls})")
 }
 

@@ -10,6 +10,7 @@
 mod amid;
 mod calls;
 mod gbnf;
+mod size;
 mod vocabulary;
 
 use std::collections::VecDeque;
@@ -94,6 +95,7 @@ impl Grammars {
 
     /// Compiles a grammar, or finds it compiled.
     pub fn compile(&self, grammar: &Grammar, thinking: &Thinking) -> Result<Constraint, TextError> {
+        size::check(grammar)?;
         if *thinking != Thinking::None {
             // Reasoning is always allowed, so a grammar without any answer shows only without it.
             self.compile(grammar, &Thinking::None)?;
@@ -284,10 +286,28 @@ fn explain(text: &str) -> String {
         _ if first.contains("NoExtensionBias") => {
             "no answer fits it; a rule or `$ref` that refers to itself needs an alternative that ends".to_owned()
         }
+        _ if first.contains("Current row has") || first.contains("Too many items") => {
+            "it leaves too many ways to go on at one place of the answer; split it, or make members `required`"
+                .to_owned()
+        }
+        _ if first.contains("too big (limit") || first.contains("fuel") => {
+            "it is too large to be followed; send a smaller schema or grammar".to_owned()
+        }
         _ => match first.split_once("Unimplemented keys: ") {
-            Some((_, keys)) => format!("the keywords {keys} are not supported; remove them from the schema"),
+            Some((_, keys)) => refused_keywords(keys),
             None => first.to_owned(),
         },
+    }
+}
+
+/// Names keywords that the parser lists as `["a", "b"]`.
+fn refused_keywords(list: &str) -> String {
+    let mut names: Vec<String> = serde_json::from_str(list).unwrap_or_else(|_| vec![list.to_owned()]);
+    names.sort_unstable();
+    let quoted: Vec<String> = names.iter().map(|name| format!("`{name}`")).collect();
+    match quoted.as_slice() {
+        [one] => format!("the keyword {one} is not supported; remove it from the schema"),
+        many => format!("the keywords {} are not supported; remove them from the schema", many.join(", ")),
     }
 }
 

@@ -7,6 +7,12 @@ use llguidance::{ParserFactory, earley::SlicedBiasComputer};
 
 use crate::{TextError, Tokenizer};
 
+/// Most ways to go on at one place of an answer. An object with [`MAX_OPTIONAL`] optional members
+/// needs about four for each. The parser makes some 20,000 in a millisecond.
+///
+/// [`MAX_OPTIONAL`]: super::size::MAX_OPTIONAL
+const MAX_ITEMS: usize = 10_000;
+
 /// Our tokenizer as the parser knows it.
 struct Environment {
     trie: TokTrie,
@@ -47,7 +53,10 @@ pub(super) fn factory(
     let mut factory = ParserFactory::new(&environment, InferenceCapabilities::default(), &slices)
         .map_err(|error| unusable(error.to_string()))?;
     factory.quiet();
-    factory.limits_mut().verbose_errors = false;
+    let limits = factory.limits_mut();
+    limits.verbose_errors = false;
+    limits.max_items_in_row = MAX_ITEMS;
+    limits.step_max_items = 25 * MAX_ITEMS;
     Ok(factory)
 }
 

@@ -65,7 +65,11 @@ enum State {
         name: String,
         written: String,
     },
-    Arguments(Arguments),
+    /// Arguments behind a header, which was `written`.
+    Arguments {
+        written: String,
+        arguments: Arguments,
+    },
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -127,7 +131,9 @@ impl ChannelReader {
                 match pending.peek() {
                     None if !pending.ended() => return false,
                     Some('{') if sink.start(std::mem::take(name), None) => {
-                        self.state = State::Arguments(Arguments::default());
+                        pending.record();
+                        let written = std::mem::take(written);
+                        self.state = State::Arguments { written, arguments: Arguments::default() };
                     }
                     _ => {
                         let written = std::mem::take(written);
@@ -136,15 +142,17 @@ impl ChannelReader {
                 }
                 true
             }
-            State::Arguments(arguments) => match arguments.step(pending, sink, None) {
+            State::Arguments { written, arguments } => match arguments.step(pending, sink, None) {
                 Flow::Done => {
-                    sink.finish(true);
+                    sink.finish();
+                    pending.recorded();
                     self.state = State::Between;
                     true
                 }
                 Flow::More | Flow::Again if !pending.ended() => false,
                 _ => {
-                    sink.finish(false);
+                    pending.recorded();
+                    sink.break_off(std::mem::take(written) + &pending.committed());
                     self.broken("", Body::default(), sink);
                     true
                 }

@@ -4,8 +4,8 @@
 //! - The events, with neighbours of one kind joined, do not depend on how the text was cut into
 //!   pieces.
 //! - No text is lost: what turns out to be no call is returned as text and counted. A call that
-//!   breaks off after its start keeps the arguments that went out, which are then no complete JSON;
-//!   the rest follows as text.
+//!   breaks off after its start tells what was written of it, so that a whole answer can show it as
+//!   text; the rest follows as text.
 //! - Arguments of a complete call are a JSON object.
 //!
 //! White space around calls belongs to the markup. Reasoning may open the reply and follow a call;
@@ -51,10 +51,15 @@ pub enum ReplyEvent {
         index: usize,
         delta: String,
     },
-    /// Nothing more of the call will come. An incomplete call was cut off or went wrong.
+    /// The call is complete.
     CallFinished {
         index: usize,
-        complete: bool,
+    },
+    /// The call was cut off or went wrong. The model wrote it as `text`, markup and the white space
+    /// before it included. What follows is text.
+    CallBroken {
+        index: usize,
+        text: String,
     },
 }
 
@@ -78,12 +83,13 @@ struct Sink {
     /// Calls of tools that the request does not have are no calls.
     known_only: bool,
     calls: usize,
+    complete: usize,
     open: bool,
 }
 
 impl Sink {
     fn new(tools: Arc<ToolSchemas>, known_only: bool) -> Self {
-        Self { events: Vec::new(), tools, known_only, calls: 0, open: false }
+        Self { events: Vec::new(), tools, known_only, calls: 0, complete: 0, open: false }
     }
 
     fn take(&mut self) -> Vec<ReplyEvent> {
@@ -92,6 +98,10 @@ impl Sink {
 
     fn calls(&self) -> usize {
         self.calls
+    }
+
+    fn complete(&self) -> usize {
+        self.complete
     }
 
     /// A call has started and is not finished.
@@ -117,9 +127,16 @@ impl Sink {
         true
     }
 
-    fn finish(&mut self, complete: bool) {
+    fn finish(&mut self) {
         self.open = false;
-        self.events.push(ReplyEvent::CallFinished { index: self.calls - 1, complete });
+        self.complete += 1;
+        self.events.push(ReplyEvent::CallFinished { index: self.calls - 1 });
+    }
+
+    /// The open call cannot be completed; `text` is what was written of it.
+    fn break_off(&mut self, text: String) {
+        self.open = false;
+        self.events.push(ReplyEvent::CallBroken { index: self.calls - 1, text });
     }
 
     fn arguments(&mut self, text: &str) {

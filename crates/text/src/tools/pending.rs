@@ -34,6 +34,8 @@ pub(super) struct Pending {
     /// Everything taken since [`record`](Self::record), for a call that may turn out to be ordinary
     /// text.
     recorded: Option<String>,
+    /// What stood before the recording and has become events, since `record`.
+    committed: String,
 }
 
 impl Pending {
@@ -63,6 +65,7 @@ impl Pending {
     /// Starts to keep a copy of everything taken.
     pub fn record(&mut self) {
         self.recorded = Some(String::new());
+        self.committed.clear();
     }
 
     /// Ends the recording and returns it.
@@ -73,8 +76,13 @@ impl Pending {
     /// Empties the recording but for its last `keep` bytes: the text before them has become events.
     pub fn commit(&mut self, keep: usize) {
         if let Some(recorded) = &mut self.recorded {
-            recorded.drain(..recorded.len() - keep);
+            self.committed.extend(recorded.drain(..recorded.len() - keep));
         }
+    }
+
+    /// Returns the text that has become events since the recording began, and forgets it.
+    pub fn committed(&mut self) -> String {
+        std::mem::take(&mut self.committed)
     }
 
     /// Gives back the last `bytes` taken since the last piece arrived.

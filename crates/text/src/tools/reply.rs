@@ -144,6 +144,11 @@ impl ReplyParser {
         self.sink.calls()
     }
 
+    /// Complete calls so far.
+    pub fn complete_calls(&self) -> usize {
+        self.sink.complete()
+    }
+
     /// Calls that were returned as text, or broke off after they had started.
     pub fn malformed(&self) -> usize {
         self.malformed + self.channels.as_ref().map_or(0, ChannelReader::malformed)
@@ -329,7 +334,7 @@ impl ReplyParser {
             Flow::More => self.pending.ended() && self.broken(),
             Flow::Broken => self.broken(),
             Flow::Done => {
-                self.sink.finish(true);
+                self.sink.finish();
                 self.opened.clear();
                 self.pending.record();
                 self.state = State::Tail(tail);
@@ -372,7 +377,7 @@ impl ReplyParser {
         let recorded = self.pending.recorded();
         let opened = std::mem::take(&mut self.opened);
         if self.sink.started() {
-            self.sink.finish(false);
+            self.sink.break_off(opened + &self.pending.committed());
             self.emit_text(&recorded);
         } else {
             self.emit_text(&opened);

@@ -1,7 +1,10 @@
 //! Free text with calls in it.
 
 use super::{Random, allowed, grammars_of, tokenizer, walk};
-use oscar_text::{CallGrammar, Dialect, Grammar, ModelText, ReasoningTags, Thinking, Tokenizer};
+use oscar_text::{
+    CallGrammar, Dialect, Grammar, ModelText, ReasoningTags, ReplyOptions, ReplyParser, Thinking, Tokenizer,
+    ToolSchemas,
+};
 use serde_json::{Value, json};
 use std::path::Path;
 
@@ -117,5 +120,55 @@ fn calls_keep_their_schemas(tokenizer: Tokenizer, special: bool) {
             }
         };
         assert_eq!(accepts(&none, free), Some(true), "{dialect:?}");
+    }
+}
+
+/// Text that the reader takes for a call is no text for the grammar, whatever white space and
+/// reasoning stand before it.
+#[test]
+fn what_reads_as_a_call_is_no_text() {
+    let tokenizer = tokenizer();
+    let grammars = grammars_of(&tokenizer);
+    let tags = ReasoningTags { open: "<think>".to_owned(), close: "</think>".to_owned() };
+    let parameters = json!({"type": "object", "additionalProperties": false, "required": ["days"],
+        "properties": {"days": {"type": "integer"}}});
+    let schemas = json!([{"type": "function", "function": {"name": "f", "parameters": parameters}}]);
+    let tools = std::sync::Arc::new(ToolSchemas::from_openai(schemas.as_array().unwrap()));
+    let wrong = "{\"name\": \"f\", \"parameters\": {\"day\": 1}}";
+    let white: String = ('\0'..='\u{ffff}').filter(|c| c.is_whitespace()).collect();
+    let mut befores: Vec<String> = white.chars().map(String::from).collect();
+    befores.extend(
+        ["", " \u{a0}\n", "<think>a</think>", "\n<think>a</think>\n", "\u{3000}<think>a</think>\u{a0}"]
+            .map(String::from),
+    );
+    for thinking in [Thinking::None, Thinking::Allowed(tags.clone())] {
+        let calls = CallGrammar {
+            dialect: Dialect::Llama,
+            tools: vec![("f".to_owned(), parameters.clone())],
+            parallel: true,
+        };
+        let constraint = grammars.compile(&Grammar::Amid(calls), &thinking).unwrap();
+        for before in &befores {
+            let text = format!("{before}{wrong}");
+            let mut state = constraint.start();
+            let ids = tokenizer.encode(&text, false).unwrap();
+            let passes = ids
+                .iter()
+                .all(|&id| allowed(&state.allowed().unwrap()).contains(&id) && state.accept(id).is_ok());
+            let reasoning = (thinking != Thinking::None).then(|| tags.clone());
+            let options = ReplyOptions { reasoning, dialect: Some(Dialect::Llama), tools: tools.clone() };
+            let mut parser = ReplyParser::new(&options, "");
+            parser.push(&text);
+            parser.finish();
+            assert!(!passes || parser.calls() == 0, "{thinking:?}: {text:?}");
+        }
+        let mut state = constraint.start();
+        let text = "\u{a0}It rains {\"a\": 1}.";
+        let ids = tokenizer.encode(text, false).unwrap();
+        assert!(
+            ids.iter()
+                .all(|&id| allowed(&state.allowed().unwrap()).contains(&id) && state.accept(id).is_ok()),
+            "{thinking:?}"
+        );
     }
 }

@@ -34,7 +34,7 @@ pub async fn create(
     let worker = app.clone();
     let id = format!("chatcmpl-{name}");
     let prepared = off_thread(&app, body, move |body| {
-        prepare::prepare(&worker, &name, caller, ChatBody::parse(body, worker.limits.value_bytes)?, false)
+        prepare::prepare(&worker, &name, caller, ChatBody::parse(body, worker.limits.value_bytes)?, None)
     })
     .await?;
     let (size, choices) = (prepared.answer_size(), prepared.params().choices);
@@ -91,12 +91,16 @@ impl Collected {
                 let function = FunctionCall { name: Some(name), arguments: String::new() };
                 self.calls.push(ToolCall { index: None, id, kind: Some("function"), function });
             }
-            ReplyEvent::Arguments { index, delta } => {
-                if let Some(call) = self.calls.get_mut(index) {
+            ReplyEvent::Arguments { delta, .. } => {
+                if let Some(call) = self.calls.last_mut() {
                     call.function.arguments += &delta;
                 }
             }
             ReplyEvent::CallFinished { .. } => {}
+            ReplyEvent::CallBroken { text, .. } => {
+                self.calls.pop();
+                self.content += &text;
+            }
         }
     }
 
@@ -176,7 +180,8 @@ fn delta(event: ReplyEvent) -> Option<Delta> {
             let function = FunctionCall { name: None, arguments: delta };
             call(ToolCall { index: Some(index), id: None, kind: None, function })
         }
-        ReplyEvent::CallFinished { .. } => return None,
+        // What went out of a broken call cannot be called back; the finish reason tells it.
+        ReplyEvent::CallFinished { .. } | ReplyEvent::CallBroken { .. } => return None,
     })
 }
 

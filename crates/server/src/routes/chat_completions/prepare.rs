@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use oscar_text::{Dialect, Grammar, ReplyOptions, Thinking};
+use serde_json::{Map, Value};
 
 use super::kv::KvFields;
 use super::template::{Conversation, conversation};
@@ -13,19 +14,22 @@ use crate::error::ApiError;
 use crate::generate::{Prepared, requests};
 use crate::keys::Caller;
 use crate::limits::{check_logprobs, encode};
+use crate::routes::lowered::Names;
 use crate::routes::sampling::max_tokens;
+use crate::schema::RequestBody;
 use crate::tools::{FormFields, ToolUse, refuse_ignore_eos};
 
 /// Characters at the prompt's end that may show that reasoning has begun.
 const PROMPT_END: usize = 64;
 
-/// Prepares a chat. With `clamp` an answer that does not fit the context is shortened, not refused.
+/// Prepares a chat. One that is `lowered` from a request in other words is shortened where its answer
+/// does not fit the context, not refused.
 pub fn prepare(
     app: &App,
     name: &str,
     caller: Caller,
     (chat, template, form, sampling): ChatBody,
-    clamp: bool,
+    lowered: Option<&Names>,
 ) -> Result<Prepared, ApiError> {
     validate::combinations(&chat)?;
     let model = app.served_model(sampling.model.as_deref())?;
@@ -43,7 +47,7 @@ pub fn prepare(
     }
     let asked = chat.max_completion_tokens.or(sampling.max_tokens);
     params.max_tokens = max_tokens(app, tokens.len(), asked);
-    if clamp {
+    if lowered.is_some() {
         let room = app.engine.info().context.saturating_sub(tokens.len());
         params.max_tokens = params.max_tokens.min(room.max(1));
     }
@@ -62,8 +66,15 @@ pub fn prepare(
     };
     text.single_call = !tools.parallel;
     if let Some((param, grammar)) = demanded(app.dialect, &form, &tools)? {
+        // Later errors of the engine name it too.
+        let param = lowered.map_or_else(|| param.clone(), |names| names.of(&param));
         refuse_ignore_eos(&param, sampling.ignore_eos)?;
-        let thinking = thinking(app, &text.prompt_end);
+        // Reasoning that is left in the content is text, and a call in it is a call.
+        let holds_calls = matches!(grammar, Grammar::Calls(_) | Grammar::Amid(_) | Grammar::OrCalls(..));
+        let thinking = match holds_calls && !separates && !app.dialect.is_some_and(Dialect::has_channels) {
+            true => Thinking::None,
+            false => thinking(app, &text.prompt_end),
+        };
         params.constraint = Some(app.constraint(&param, &grammar, &thinking)?);
     }
     Ok(Prepared {
@@ -77,6 +88,14 @@ pub fn prepare(
     })
 }
 
+/// The number of tokens of a chat's prompt.
+pub fn prompt_tokens(app: &App, chat: Map<String, Value>) -> Result<usize, ApiError> {
+    let (chat, template, _, sampling) = ChatBody::from_object(chat)?;
+    app.served_model(sampling.model.as_deref())?;
+    let prompt = conversation(app, &template, chat.messages)?.prompt;
+    Ok(encode(app, "messages", &prompt, sampling.add_special_tokens.unwrap_or(false))?.len())
+}
+
 /// The form that the answer must have, and the field that asks for it.
 fn demanded(
     dialect: Option<Dialect>,
@@ -88,6 +107,10 @@ fn demanded(
         return match tools.must_call() {
             true => {
                 Err(ApiError::param("tool_choice", "needs a tool-call parser, which is switched off here"))
+            }
+            false if tools.may_call() && tools.any_strict() => {
+                let problem = "`strict` needs a tool-call parser, which is switched off here: leave it out";
+                Err(ApiError::param("tools", problem))
             }
             false => Ok(form),
         };

@@ -30,7 +30,8 @@ request_fields! {
         pub chat_template_kwargs: Option<Map<String, Value>>,
         /// Short for the template variable of that name
         pub enable_thinking: Option<bool>,
-        /// Handed to the chat template
+        /// Handed to the chat template; `none` also sets `enable_thinking` to false, unless the
+        /// request says otherwise
         pub reasoning_effort: Option<String>,
         /// Open the assistant's turn; true if absent
         pub add_generation_prompt: Option<bool>,
@@ -70,7 +71,9 @@ pub fn conversation(
     for text in messages.iter().filter_map(|message| message.get("content")?.as_str()) {
         check_length(app, "messages", text)?;
     }
-    let mut messages = validate::messages(messages)?;
+    let own = app.text.chat.as_ref();
+    let prints = |role: &str| fields.chat_template.is_some() || own.is_some_and(|own| own.mentions(role));
+    let mut messages = validate::messages(messages, prints)?;
     let mut roles: Vec<_> =
         messages.iter().map(|message| message["role"].as_str().map(str::to_owned)).collect();
     for_template(&mut messages, app.dialect);
@@ -103,6 +106,9 @@ fn render(app: &App, fields: &TemplateFields, tools: &ToolUse, messages: &Value)
         extra.insert("enable_thinking".to_owned(), Value::Bool(thinking));
     }
     if let Some(effort) = &fields.reasoning_effort {
+        if effort == "none" {
+            extra.entry("enable_thinking").or_insert(Value::Bool(false));
+        }
         extra.insert("reasoning_effort".to_owned(), Value::String(effort.clone()));
     }
     let mut tools = tools.shown();

@@ -25,7 +25,8 @@ request_fields! {
         pub logprobs: Option<bool>,
         /// That many alternatives at each token; needs logprobs
         pub top_logprobs: Option<usize> = Kind::Integer { min: 0, max: MAX_LOGPROBS },
-        /// False leaves reasoning in the content
+        /// False leaves reasoning in the content. A call in it is then a call, so answers that may
+        /// hold calls of a demanded form go without free reasoning
         pub separate_reasoning: Option<bool>,
         /// Rows of the cache that the conversation keeps: `budget` (rows, or bytes such as "64M"),
         /// `evict` (`keydiff`, `snapkv`, `tova`, `recent`; `keydiff-post`, `kvzip` and `episodes`

@@ -14,22 +14,41 @@ pub fn combinations(chat: &ChatFields) -> Result<(), ApiError> {
     }
 }
 
+/// Roles that every chat template may be given.
+const ROLES: [&str; 5] = ["system", "developer", "user", "assistant", "tool"];
+
 /// Checks the messages and brings them into the form that chat templates expect: text parts joined,
-/// `developer` as `system`, the arguments of tool calls as objects.
-pub fn messages(messages: Vec<Map<String, Value>>) -> Result<Vec<Value>, ApiError> {
+/// `developer` as `system`, the arguments of tool calls as objects. `prints` tells whether the
+/// template knows another role.
+pub fn messages(
+    messages: Vec<Map<String, Value>>,
+    prints: impl Fn(&str) -> bool,
+) -> Result<Vec<Value>, ApiError> {
     if messages.is_empty() {
         return Err(ApiError::param("messages", "is empty: at least one message is needed"));
     }
-    messages.into_iter().enumerate().map(|(index, message)| one_message(index, message)).collect()
+    messages.into_iter().enumerate().map(|(index, message)| one_message(index, message, &prints)).collect()
 }
 
-fn one_message(index: usize, mut message: Map<String, Value>) -> Result<Value, ApiError> {
+fn one_message(
+    index: usize,
+    mut message: Map<String, Value>,
+    prints: &impl Fn(&str) -> bool,
+) -> Result<Value, ApiError> {
     let at = |field: &str| format!("messages[{index}].{field}");
     match message.get("role") {
         Some(Value::String(role)) if role == "developer" => {
             message.insert("role".to_owned(), json!("system"));
         }
-        Some(Value::String(role)) if !role.is_empty() => {}
+        Some(Value::String(role)) if ROLES.contains(&role.as_str()) || prints(role) => {}
+        Some(Value::String(role)) if !role.is_empty() => {
+            let role = shown(&json!(role));
+            let problem = format!(
+                "must be one of {}, or one that the chat template knows, not {role}",
+                ROLES.join(", ")
+            );
+            return Err(ApiError::param(at("role"), problem));
+        }
         Some(other) => {
             return Err(ApiError::param(
                 at("role"),
@@ -38,11 +57,17 @@ fn one_message(index: usize, mut message: Map<String, Value>) -> Result<Value, A
         }
         None => return Err(ApiError::param(at("role"), "is missing")),
     }
-    let calls_tools = matches!(message.get("tool_calls"), Some(Value::Array(calls)) if !calls.is_empty());
+    let says = |name: &str| message.get(name).and_then(Value::as_str);
+    if says("role") == Some("tool") && !message.contains_key("tool_call_id") {
+        return Err(ApiError::param(at("tool_call_id"), "is missing: whose result is this?"));
+    }
+    // An answer may consist of calls or of a refusal, and a tool may have nothing to say.
+    let may_be_empty = matches!(says("role"), Some("assistant" | "tool"));
+    let refusal = says("refusal").unwrap_or_default().to_owned();
     match message.get("content") {
         Some(Value::String(_)) => {}
-        None | Some(Value::Null) if calls_tools => {
-            message.insert("content".to_owned(), json!(""));
+        None | Some(Value::Null) if may_be_empty => {
+            message.insert("content".to_owned(), json!(refusal));
         }
         None | Some(Value::Null) => return Err(ApiError::param(at("content"), "is missing")),
         Some(Value::Array(parts)) => {
@@ -102,6 +127,9 @@ fn join_parts(index: usize, parts: &[Value]) -> Result<String, ApiError> {
             }
             let kind = part.get("type").and_then(Value::as_str);
             match (kind, part.get("text")) {
+                (Some("refusal"), _) => part["refusal"]
+                    .as_str()
+                    .ok_or_else(|| ApiError::param(format!("{}.refusal", param()), "must be a string")),
                 (Some("text" | "input_text" | "output_text"), Some(Value::String(text))) => Ok(text.as_str()),
                 (Some("text" | "input_text" | "output_text"), _) => {
                     Err(ApiError::param(format!("{}.text", param()), "must be a string"))
@@ -136,7 +164,7 @@ mod tests {
 
     fn check(message: Value) -> Result<Value, String> {
         let Value::Object(message) = message else { panic!("not an object") };
-        one_message(0, message).map_err(|error| match error {
+        one_message(0, message, &|role: &str| role == "ipython").map_err(|error| match error {
             ApiError::Invalid { param, .. } => param.unwrap_or_default(),
             other => other.to_string(),
         })
@@ -152,6 +180,16 @@ mod tests {
         let message = check(call).unwrap();
         assert_eq!(message["tool_calls"][0]["function"]["arguments"]["a"], 1);
         assert_eq!(message["content"], "");
+        for (message, content) in [
+            (json!({"role": "assistant", "content": null}), ""),
+            (json!({"role": "assistant"}), ""),
+            (json!({"role": "assistant", "content": null, "refusal": "No."}), "No."),
+            (json!({"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}), "No."),
+            (json!({"role": "tool", "tool_call_id": "c", "content": null}), ""),
+            (json!({"role": "ipython", "content": "x"}), "x"),
+        ] {
+            assert_eq!(check(message).unwrap()["content"], content);
+        }
     }
 
     #[test]
@@ -159,6 +197,12 @@ mod tests {
         let cases = [
             (json!({"content": "x"}), "messages[0].role"),
             (json!({"role": 1, "content": "x"}), "messages[0].role"),
+            (json!({"role": "robot", "content": "x"}), "messages[0].role"),
+            (json!({"role": "tool", "content": "x"}), "messages[0].tool_call_id"),
+            (
+                json!({"role": "assistant", "content": [{"type": "refusal"}]}),
+                "messages[0].content[0].refusal",
+            ),
             (json!({"role": "user"}), "messages[0].content"),
             (json!({"role": "user", "content": 5}), "messages[0].content"),
             (json!({"role": "user", "content": [{"type": "image_url"}]}), "messages[0].content[0]"),

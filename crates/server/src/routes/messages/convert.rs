@@ -4,6 +4,7 @@ use serde_json::{Map, Value, json};
 
 use crate::error::ApiError;
 use crate::refused;
+use crate::routes::lowered::{Lowered, PassedOn};
 use crate::schema::{Kind, request_fields, shown};
 
 /// Claude Code begins its system prompt with a line that changes with every request. It says
@@ -11,7 +12,7 @@ use crate::schema::{Kind, request_fields, shown};
 const BILLING_HEADER: &str = "x-anthropic-billing-header:";
 
 /// The fields of a request.
-pub type MessagesBody = (MessagesFields,);
+pub type MessagesBody = (MessagesFields, PassedOn);
 
 request_fields! {
     /// The fields of `/v1/messages`.
@@ -42,11 +43,12 @@ request_fields! {
         tool_choice: Option<Map<String, Value>>,
         /// `{"type": "enabled" | "adaptive" | "disabled"}`. `budget_tokens` is accepted, not
         /// enforced and counted in `oscar_unknown_request_fields_total`; `max_tokens` limits
-        /// reasoning and answer together
+        /// reasoning and answer together. `display`: `omitted` leaves the text of thinking blocks
+        /// empty
         thinking: Option<Map<String, Value>>,
         /// `{"type": "json_schema", "schema": …}`
         output_format: Option<Value> = Kind::Object,
-        /// `{"format": {"type": "json_schema", "schema": …}}`
+        /// `{"format": {"type": "json_schema", "schema": …}}`; `effort` is handed to the chat template
         output_config: Option<Map<String, Value>>,
         /// Not supported
         mcp_servers: Option<Value>,
@@ -57,6 +59,8 @@ request_fields! {
         /// Ignored
         metadata,
         /// Ignored
+        user,
+        /// Ignored
         service_tier,
         /// Ignored
         context_management,
@@ -64,79 +68,121 @@ request_fields! {
 }
 
 impl MessagesFields {
+    /// Thinking blocks are wanted without their text.
+    pub fn omits_thinking(&self) -> bool {
+        self.thinking.as_ref().is_some_and(|thinking| thinking.get("display") == Some(&json!("omitted")))
+    }
+
     /// The chat request of the same meaning. `counting`: only the prompt is wanted.
-    pub fn into_chat(self, counting: bool) -> Result<Map<String, Value>, ApiError> {
+    pub fn into_chat(mut self, counting: bool) -> Result<Lowered, ApiError> {
         for (name, value) in [("mcp_servers", &self.mcp_servers), ("container", &self.container)] {
             if value.as_ref().is_some_and(|value| *value != json!([])) {
                 return Err(ApiError::param(name, "is not supported"));
             }
         }
-        let mut chat = Map::new();
-        let mut set = |name: &str, value: Option<Value>| {
-            if let Some(value) = value {
-                chat.insert(name.to_owned(), value);
-            }
-        };
+        let mut chat = Lowered::default();
         if self.max_tokens.is_none() && !counting {
             return Err(ApiError::param("max_tokens", "is missing"));
         }
-        set("max_completion_tokens", self.max_tokens.map(Value::from));
-        set("model", self.model);
-        set("stop", self.stop_sequences);
-        set("stream", self.stream);
-        set("temperature", self.temperature);
-        set("top_p", self.top_p);
-        set("top_k", self.top_k);
+        chat.set("max_completion_tokens", "max_tokens", self.max_tokens.map(Value::from));
+        chat.set("model", "model", self.model.take());
+        chat.set("stop", "stop_sequences", self.stop_sequences.take());
+        chat.set("stream", "stream", self.stream.take());
+        chat.set("temperature", "temperature", self.temperature.take());
+        chat.set("top_p", "top_p", self.top_p.take());
+        chat.set("top_k", "top_k", self.top_k.take());
         if let Some(thinking) = &self.thinking {
-            let enabled = match thinking.get("type").and_then(Value::as_str) {
-                Some("enabled" | "adaptive") => true,
-                Some("disabled") => false,
-                _ => {
-                    let problem = "must be \"enabled\", \"adaptive\" or \"disabled\"";
-                    return Err(ApiError::param("thinking.type", problem));
-                }
-            };
-            match thinking.get("budget_tokens") {
-                None | Some(Value::Null) => {}
-                Some(budget) if Kind::AT_LEAST_ONE.accepts(budget) => refused::skip(),
-                Some(other) => {
-                    let problem = format!("must be {}, not {}", Kind::AT_LEAST_ONE.expected(), shown(other));
-                    return Err(ApiError::param("thinking.budget_tokens", problem));
-                }
-            }
-            set("enable_thinking", Some(Value::Bool(enabled)));
+            chat.set("enable_thinking", "thinking", Some(Value::Bool(thinks(thinking)?)));
         }
-        let format = self.output_format.or_else(|| self.output_config?.remove("format"));
-        set("response_format", format.filter(|format| !format.is_null()));
+        self.set_form(&mut chat)?;
         if let Some(choice) = &self.tool_choice {
             let (choice, single) = tool_choice(choice)?;
-            set("tool_choice", Some(choice));
-            set("parallel_tool_calls", single.then_some(Value::Bool(false)));
+            chat.set("tool_choice", "tool_choice", Some(choice));
+            chat.name("tool_choice.function", "tool_choice");
+            let name = "tool_choice.disable_parallel_tool_use";
+            chat.set("parallel_tool_calls", name, single.then_some(Value::Bool(false)));
         }
         let tools = self.tools.iter().flatten().enumerate().map(|(index, tool)| one_tool(index, tool));
         let tools: Vec<Value> = tools.collect::<Result<_, _>>()?;
-        set("tools", (!tools.is_empty()).then_some(Value::Array(tools)));
-        let mut messages = Vec::new();
+        for index in 0..tools.len() {
+            chat.name(format!("tools[{index}].function"), format!("tools[{index}]"));
+            chat.name(format!("tools[{index}].function.parameters"), format!("tools[{index}].input_schema"));
+        }
+        chat.set("tools", "tools", (!tools.is_empty()).then_some(Value::Array(tools)));
         if let Some(system) = &self.system {
             let text = system_text(system)?;
             if !text.is_empty() {
-                messages.push(json!({"role": "system", "content": text}));
+                chat.message(json!({"role": "system", "content": text}), "system");
             }
         }
         for (index, message) in self.messages.into_iter().enumerate() {
-            one_message(index, &Value::Object(message), &mut messages)?;
+            one_message(index, &Value::Object(message), &mut chat)?;
         }
         // A last message of the assistant is the beginning of the answer; an empty one is dropped.
-        if let Some(last) = messages.last().filter(|last| last["role"] == "assistant")
+        if let Some(last) = chat.last_message().filter(|last| last["role"] == "assistant")
             && last.get("tool_calls").is_none()
         {
             match last["content"].as_str().is_some_and(|text| !text.trim().is_empty()) {
-                true => set("continue_final_message", Some(Value::Bool(true))),
-                false => drop(messages.pop()),
+                true => chat.set("continue_final_message", "messages", Some(Value::Bool(true))),
+                false => chat.drop_last_message(),
             }
         }
-        set("messages", Some(Value::Array(messages)));
         Ok(chat)
+    }
+
+    /// The form of the answer and the effort of reasoning.
+    fn set_form(&mut self, chat: &mut Lowered) -> Result<(), ApiError> {
+        chat.set("response_format", "output_format", self.output_format.take());
+        for (name, value) in self.output_config.take().into_iter().flatten() {
+            let param = format!("output_config.{name}");
+            match name.as_str() {
+                "format" if chat.has("response_format") && !value.is_null() => {
+                    return Err(ApiError::param(
+                        param,
+                        "says the same as output_format: leave one of them out",
+                    ));
+                }
+                "format" => {
+                    chat.set("response_format", &param, Some(value));
+                }
+                "effort" => chat.set("reasoning_effort", &param, Some(value)),
+                _ => refused::skip(),
+            }
+        }
+        // Anthropic has the schema one level up.
+        if let Some(name) = chat.name_of("response_format") {
+            chat.name("response_format.json_schema", name);
+        }
+        Ok(())
+    }
+}
+
+/// Whether the model may think.
+fn thinks(thinking: &Map<String, Value>) -> Result<bool, ApiError> {
+    match thinking.get("budget_tokens") {
+        None | Some(Value::Null) => {}
+        Some(budget) if Kind::AT_LEAST_ONE.accepts(budget) => refused::skip(),
+        Some(other) => {
+            let problem = format!("must be {}, not {}", Kind::AT_LEAST_ONE.expected(), shown(other));
+            return Err(ApiError::param("thinking.budget_tokens", problem));
+        }
+    }
+    match thinking.get("display") {
+        None | Some(Value::Null) => {}
+        // Thoughts are shown as they are.
+        Some(Value::String(display)) if ["summarized", "omitted"].contains(&display.as_str()) => {}
+        Some(other) => {
+            let problem = format!("must be \"summarized\" or \"omitted\", not {}", shown(other));
+            return Err(ApiError::param("thinking.display", problem));
+        }
+    }
+    match thinking.get("type").and_then(Value::as_str) {
+        Some("enabled" | "adaptive") => Ok(true),
+        Some("disabled") => Ok(false),
+        _ => {
+            let problem = "must be \"enabled\", \"adaptive\" or \"disabled\"";
+            Err(ApiError::param("thinking.type", problem))
+        }
     }
 }
 
@@ -156,8 +202,18 @@ fn system_text(system: &Value) -> Result<String, ApiError> {
             return Err(ApiError::param("system", problem));
         }
     };
-    let kept: Vec<&str> = texts.into_iter().filter(|text| !text.starts_with(BILLING_HEADER)).collect();
+    let kept: Vec<&str> = texts.into_iter().filter_map(without_billing).collect();
     Ok(kept.join("\n"))
+}
+
+/// A text of the system prompt without the billing line that it may begin with; none if nothing
+/// else is in it. Gateways join the line and the prompt into one text.
+fn without_billing(text: &str) -> Option<&str> {
+    if !text.starts_with(BILLING_HEADER) {
+        return Some(text);
+    }
+    let (_, rest) = text.split_once('\n')?;
+    (!rest.is_empty()).then_some(rest)
 }
 
 fn tool_choice(choice: &Map<String, Value>) -> Result<(Value, bool), ApiError> {
@@ -196,7 +252,7 @@ fn one_tool(index: usize, tool: &Map<String, Value>) -> Result<Value, ApiError> 
     Ok(json!({"type": "function", "function": function}))
 }
 
-fn one_message(index: usize, message: &Value, messages: &mut Vec<Value>) -> Result<(), ApiError> {
+fn one_message(index: usize, message: &Value, chat: &mut Lowered) -> Result<(), ApiError> {
     let at = |path: &str| format!("messages[{index}]{path}");
     let role = match message["role"].as_str() {
         Some(role @ ("user" | "assistant" | "system")) => role,
@@ -204,7 +260,7 @@ fn one_message(index: usize, message: &Value, messages: &mut Vec<Value>) -> Resu
     };
     let blocks = match &message["content"] {
         Value::String(text) => {
-            messages.push(json!({"role": role, "content": text}));
+            chat.message(json!({"role": role, "content": text}), &at(""));
             return Ok(());
         }
         Value::Array(blocks) => blocks,
@@ -235,7 +291,7 @@ fn one_message(index: usize, message: &Value, messages: &mut Vec<Value>) -> Resu
                     content => content.clone(),
                 };
                 let id = text("tool_use_id")?;
-                messages.push(json!({"role": "tool", "tool_call_id": id, "content": content}));
+                chat.message(json!({"role": "tool", "tool_call_id": id, "content": content}), &param());
             }
             (_, kind) => {
                 let kind = kind.map_or("without a type".to_owned(), |kind| format!("of type \"{kind}\""));
@@ -254,6 +310,6 @@ fn one_message(index: usize, message: &Value, messages: &mut Vec<Value>) -> Resu
     if !calls.is_empty() {
         lowered["tool_calls"] = Value::Array(calls);
     }
-    messages.push(lowered);
+    chat.message(lowered, &at(""));
     Ok(())
 }

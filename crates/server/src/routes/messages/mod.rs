@@ -5,7 +5,7 @@ pub mod convert;
 use axum::Json;
 use axum::body::Body;
 use axum::extract::{Extension, Request, State};
-use axum::http::header;
+use axum::http::{HeaderValue, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use oscar_engine::Usage;
@@ -13,8 +13,7 @@ use serde_json::{Value, json};
 
 use self::convert::MessagesBody;
 use super::blocks::{Block, BlockEvent, Blocks};
-use super::chat_completions::prepare::prepare;
-use super::chat_completions::template::conversation;
+use super::chat_completions::prepare::{prepare, prompt_tokens};
 use super::chat_completions::types::ChatBody;
 use super::stream::{Chunks, respond};
 use crate::app::Shared;
@@ -22,16 +21,22 @@ use crate::body::{RawBody, off_thread};
 use crate::error::ApiError;
 use crate::generate::{Finish, Generation, Output};
 use crate::keys::Caller;
-use crate::limits::encode;
 use crate::middleware::RequestName;
 use crate::schema::RequestBody;
 
-/// Writes the errors of these routes in Anthropic's form, wherever they come from.
-pub async fn anthropic_errors(request: Request, next: Next) -> Response {
+/// Names the request in Anthropic's header and writes the errors of these routes in Anthropic's form,
+/// wherever they come from.
+pub async fn in_anthropics_form(request: Request, next: Next) -> Response {
     let path = request.uri().path();
-    let ours = path == "/v1/messages" || path.starts_with("/v1/messages/");
-    let response = next.run(request).await;
-    let Some(error) = response.extensions().get::<ApiError>().filter(|_| ours) else { return response };
+    if path != "/v1/messages" && !path.starts_with("/v1/messages/") {
+        return next.run(request).await;
+    }
+    let name = request.extensions().get::<RequestName>().map(|RequestName(name)| format!("req_{name}"));
+    let mut response = next.run(request).await;
+    if let Some(name) = name.and_then(|name| HeaderValue::try_from(name).ok()) {
+        response.headers_mut().insert("request-id", name);
+    }
+    let Some(error) = response.extensions().get::<ApiError>() else { return response };
     let body = error_body(error).to_string();
     let (mut parts, _) = response.into_parts();
     parts.headers.remove(header::CONTENT_LENGTH);
@@ -61,14 +66,20 @@ pub async fn create(
     let worker = app.clone();
     let id = format!("msg_{name}");
     let prepared = off_thread(&app, body, move |body| {
-        let (fields,) = MessagesBody::parse(body, worker.limits.value_bytes)?;
-        let chat = ChatBody::from_object(fields.into_chat(false)?)?;
-        prepare(&worker, &name, caller, chat, true)
+        let (fields, passed) = MessagesBody::parse(body, worker.limits.value_bytes)?;
+        let omits_thinking = fields.omits_thinking();
+        let (chat, names) = fields.into_chat(false)?.finish(passed)?;
+        let prepared =
+            ChatBody::from_object(chat).and_then(|chat| prepare(&worker, &name, caller, chat, Some(&names)));
+        Ok((prepared.map_err(|error| names.rename(error))?, omits_thinking))
     })
     .await?;
+    let (prepared, omits_thinking) = prepared;
     let (stream, model) = (prepared.stream, prepared.model.clone());
     let mut generation = Generation::start(&app, prepared)?;
-    let mut reply = Reply { id, model, blocks: Blocks::default(), finish: None, usage: Usage::default() };
+    // Agents run what a `tool_use` block says: none is sent before its input is complete.
+    let blocks = Blocks::of_complete_calls();
+    let mut reply = Reply { id, model, blocks, omits_thinking, finish: None, usage: Usage::default() };
     if stream {
         return Ok(respond(app, generation, reply));
     }
@@ -78,6 +89,9 @@ pub async fn create(
             return Err(app.engine_error(error));
         }
         content.extend(reply.take(output).into_iter().filter_map(|event| match event {
+            BlockEvent::Close { block: Block::Reasoning, .. } if omits_thinking => {
+                Some(block_json(&Block::Reasoning, ""))
+            }
             BlockEvent::Close { block, text, .. } => Some(block_json(&block, &text)),
             _ => None,
         }));
@@ -88,11 +102,9 @@ pub async fn create(
 pub async fn count_tokens(State(app): State<Shared>, body: RawBody) -> Result<Json<Value>, ApiError> {
     let worker = app.clone();
     let count = off_thread(&app, body, move |body| {
-        let (fields,) = MessagesBody::parse(body, worker.limits.value_bytes)?;
-        let (chat, template, _, sampling) = ChatBody::from_object(fields.into_chat(true)?)?;
-        worker.served_model(sampling.model.as_deref())?;
-        let prompt = conversation(&worker, &template, chat.messages)?.prompt;
-        Ok(encode(&worker, "messages", &prompt, false)?.len())
+        let (fields, passed) = MessagesBody::parse(body, worker.limits.value_bytes)?;
+        let (chat, names) = fields.into_chat(true)?.finish(passed)?;
+        prompt_tokens(&worker, chat).map_err(|error| names.rename(error))
     })
     .await?;
     Ok(Json(json!({"input_tokens": count})))
@@ -103,6 +115,8 @@ struct Reply {
     id: String,
     model: String,
     blocks: Blocks,
+    /// Thinking blocks have no text.
+    omits_thinking: bool,
     finish: Option<Finish>,
     usage: Usage,
 }
@@ -116,7 +130,13 @@ impl Reply {
                 Vec::new()
             }
             Output::Delta { events, .. } => {
-                events.into_iter().flat_map(|event| self.blocks.take(event)).collect()
+                let mut events: Vec<BlockEvent> =
+                    events.into_iter().flat_map(|event| self.blocks.take(event)).collect();
+                if self.omits_thinking {
+                    events
+                        .retain(|event| !matches!(event, BlockEvent::Delta { block: Block::Reasoning, .. }));
+                }
+                events
             }
             Output::Finished { finish, .. } => {
                 self.finish = Some(finish);
@@ -161,13 +181,13 @@ impl Reply {
     }
 }
 
-/// A whole block. The arguments of a call that broke off are no JSON; they are shown as they are.
+/// A whole block. Arguments of a complete call are a JSON object.
 fn block_json(block: &Block, text: &str) -> Value {
     match block {
         Block::Text => json!({"type": "text", "text": text}),
         Block::Reasoning => json!({"type": "thinking", "thinking": text, "signature": ""}),
         Block::Call { id, name } => {
-            let input = serde_json::from_str(text).unwrap_or_else(|_| json!({"malformed": text}));
+            let input: Value = serde_json::from_str(text).unwrap_or_default();
             json!({"type": "tool_use", "id": id, "name": name, "input": input})
         }
     }

@@ -10,7 +10,7 @@ use serde_json::{Map, Value, json};
 
 use self::convert::{ResponsesBody, ResponsesFields};
 use super::blocks::{Block, BlockEvent, Blocks};
-use super::chat_completions::prepare::prepare;
+use super::chat_completions::prepare::{prepare, prompt_tokens};
 use super::chat_completions::types::ChatBody;
 use super::stream::{Chunks, respond};
 use crate::app::Shared;
@@ -31,10 +31,12 @@ pub async fn create(
     let worker = app.clone();
     let id = name.clone();
     let (prepared, settings) = off_thread(&app, body, move |body| {
-        let (fields,) = ResponsesBody::parse(body, worker.limits.value_bytes)?;
-        let chat = ChatBody::from_object(fields.to_chat()?)?;
+        let (fields, passed) = ResponsesBody::parse(body, worker.limits.value_bytes)?;
+        let (chat, names) = fields.to_chat()?.finish(passed)?;
+        let prepared =
+            ChatBody::from_object(chat).and_then(|chat| prepare(&worker, &name, caller, chat, Some(&names)));
         let namespaces = fields.namespaces();
-        Ok((prepare(&worker, &name, caller, chat, true)?, (settings(fields), namespaces)))
+        Ok((prepared.map_err(|error| names.rename(error))?, (settings(fields), namespaces)))
     })
     .await?;
     let (settings, namespaces) = settings;
@@ -45,7 +47,8 @@ pub async fn create(
         model: prepared.model.clone(),
         settings,
         namespaces,
-        blocks: Blocks::default(),
+        // A stream has already shown what it knows of a call that breaks off.
+        blocks: if stream { Blocks::default() } else { Blocks::of_complete_calls() },
         output: Vec::new(),
         finish: None,
         totals: Totals::default(),
@@ -64,9 +67,21 @@ pub async fn create(
     Ok(Json(reply.response(reply.status())).into_response())
 }
 
+pub async fn input_tokens(State(app): State<Shared>, body: RawBody) -> Result<Json<Value>, ApiError> {
+    let worker = app.clone();
+    let count = off_thread(&app, body, move |body| {
+        let (fields, passed) = ResponsesBody::parse(body, worker.limits.value_bytes)?;
+        let (chat, names) = fields.to_chat()?.finish(passed)?;
+        prompt_tokens(&worker, chat).map_err(|error| names.rename(error))
+    })
+    .await?;
+    Ok(Json(json!({"object": "response.input_tokens", "input_tokens": count})))
+}
+
 /// The settings that a response repeats.
 fn settings(fields: ResponsesFields) -> Map<String, Value> {
     let settings = json!({
+        "tools": fields.offered(),
         "instructions": fields.instructions,
         "max_output_tokens": fields.max_output_tokens,
         "parallel_tool_calls": fields.parallel_tool_calls.unwrap_or(true),
@@ -76,11 +91,10 @@ fn settings(fields: ResponsesFields) -> Map<String, Value> {
         "temperature": fields.temperature,
         "text": fields.text.map_or_else(|| json!({"format": {"type": "text"}}), Value::Object),
         "tool_choice": fields.tool_choice.unwrap_or_else(|| json!("auto")),
-        "tools": fields.tools.unwrap_or_default(),
         "top_p": fields.top_p,
         "truncation": "disabled",
-        "user": null,
-        "metadata": {},
+        "user": fields.user,
+        "metadata": fields.metadata.unwrap_or_else(|| json!({})),
     });
     match settings {
         Value::Object(settings) => settings,
@@ -124,8 +138,8 @@ impl Reply {
             }
         };
         for event in &events {
-            if let BlockEvent::Close { index, block, text } = event {
-                self.output.push(self.item(*index, block, Some(text)));
+            if let BlockEvent::Close { index, block, text, complete } = event {
+                self.output.push(self.item(*index, block, Some((text, *complete))));
             }
         }
         events
@@ -184,15 +198,16 @@ impl Reply {
         }
     }
 
-    /// An item of the output; `text` is there once it is closed. The end of the answer closes its
+    /// An item of the output; once it is closed, with its text and whether that is complete. The end of the answer closes its
     /// last item, which is as complete as the answer.
-    fn item(&self, index: usize, block: &Block, text: Option<&str>) -> Value {
+    fn item(&self, index: usize, block: &Block, closed: Option<(&str, bool)>) -> Value {
         let id = self.item_id(index, block);
-        let status = match (text, self.status()) {
+        let status = match (closed, self.status()) {
             (None, _) => "in_progress",
-            (Some(_), "completed") => "completed",
+            (Some((_, true)), "completed") => "completed",
             (Some(_), _) => "incomplete",
         };
+        let text = closed.map(|(text, _)| text);
         match block {
             Block::Reasoning => {
                 let content: Vec<Value> = text.map(|text| part(block, text)).into_iter().collect();
@@ -233,7 +248,7 @@ impl Reply {
                 self.finish_chunk(&block, &mut chunk);
                 vec![chunk]
             }
-            BlockEvent::Close { index, block, text } => {
+            BlockEvent::Close { index, block, text, complete } => {
                 let id = self.item_id(index, &block);
                 let mut done = json!({"type": format!("{}.done", event_kind(&block)), "item_id": id,
                     "output_index": index});
@@ -251,7 +266,7 @@ impl Reply {
                         "item_id": id, "output_index": index, "part": part(&block, &text)}));
                 }
                 chunks.push(json!({"type": "response.output_item.done", "output_index": index,
-                    "item": self.item(index, &block, Some(&text))}));
+                    "item": self.item(index, &block, Some((&text, complete)))}));
                 chunks
             }
         }

@@ -299,7 +299,9 @@ fn calls_that_break_after_their_start_keep_what_went_out() {
         assert_eq!((reply.calls[0].1.as_str(), reply.text.as_str()), (arguments, rest), "{text}");
         assert!(!reply.calls[0].2);
         let options = options(dialect);
-        assert_eq!(events(&options, characters(text)), events(&options, [text]), "{text}");
+        let found = events(&options, [text]);
+        assert_eq!(events(&options, characters(text)), found, "{text}");
+        assert_eq!(content(&found.0), text);
     }
 }
 

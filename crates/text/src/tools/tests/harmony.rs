@@ -124,6 +124,9 @@ fn malformed_messages_are_text_and_counted() {
     let reply = read(&harmony(), HEADER, after);
     assert_eq!(reply.calls, [("now".to_owned(), "{\"a\": 1,".to_owned(), false)]);
     assert_eq!((reply.text.as_str(), reply.malformed), (", 2}<|call|>", 1));
+    let (one, many) = (events(&harmony(), [after]), events(&harmony(), characters(after)));
+    assert_eq!(one, many);
+    assert_eq!(content(&one.0), after);
 }
 
 /// A header without a recipient that the limit of tokens cuts off is no text.

@@ -68,14 +68,18 @@ pub(super) fn events<'a>(
                 assert!(joined.started() && index + 1 == joined.calls(), "arguments belong to the open call");
                 joined.arguments(&delta);
             }
-            ReplyEvent::CallFinished { index, complete } => {
+            ReplyEvent::CallFinished { index } => {
                 assert!(joined.started() && index + 1 == joined.calls());
-                joined.finish(complete);
+                joined.finish();
+            }
+            ReplyEvent::CallBroken { index, text } => {
+                assert!(joined.started() && index + 1 == joined.calls());
+                joined.break_off(text);
             }
         }
     }
     assert!(!joined.started(), "every call is finished");
-    assert_eq!(joined.calls(), parser.calls());
+    assert_eq!((joined.calls(), joined.complete()), (parser.calls(), parser.complete_calls()));
     (joined.take(), parser.malformed())
 }
 
@@ -87,7 +91,8 @@ pub(super) fn reply((events, malformed): (Vec<ReplyEvent>, usize)) -> Reply {
             ReplyEvent::Reasoning(text) => reply.reasoning += &text,
             ReplyEvent::CallStarted { name, .. } => reply.calls.push((name, String::new(), false)),
             ReplyEvent::Arguments { index, delta } => reply.calls[index].1 += &delta,
-            ReplyEvent::CallFinished { index, complete } => reply.calls[index].2 = complete,
+            ReplyEvent::CallFinished { index } => reply.calls[index].2 = true,
+            ReplyEvent::CallBroken { .. } => {}
         }
     }
     for (_, arguments, complete) in &reply.calls {
@@ -96,6 +101,15 @@ pub(super) fn reply((events, malformed): (Vec<ReplyEvent>, usize)) -> Reply {
         }
     }
     reply
+}
+
+/// The text of a whole answer: calls that broke off are text.
+pub(super) fn content(events: &[ReplyEvent]) -> String {
+    let text = |event: &ReplyEvent| match event {
+        ReplyEvent::Text(text) | ReplyEvent::CallBroken { text, .. } => text.clone(),
+        _ => String::new(),
+    };
+    events.iter().map(text).collect()
 }
 
 pub(super) fn whole(dialect: Dialect, text: &str) -> Reply {

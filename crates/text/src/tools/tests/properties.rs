@@ -82,7 +82,7 @@ fn shown(event: &ReplyEvent) -> String {
         ReplyEvent::Text(text) | ReplyEvent::Reasoning(text) => text.clone(),
         ReplyEvent::CallStarted { id, name, .. } => name.clone() + id.as_deref().unwrap_or_default(),
         ReplyEvent::Arguments { delta, .. } => delta.clone(),
-        ReplyEvent::CallFinished { .. } => String::new(),
+        ReplyEvent::CallFinished { .. } | ReplyEvent::CallBroken { .. } => String::new(),
     }
 }
 
@@ -117,7 +117,11 @@ proptest! {
         prop_assert_eq!(&events(&options, pieces), &expected);
         let thinks = expected.0.iter().any(|event| matches!(event, ReplyEvent::Reasoning(_)));
         let shown: String = expected.0.iter().map(shown).collect();
+        let content = content(&expected.0);
         let reply = reply(expected);
+        if dialect != Dialect::Harmony && !reply.calls.iter().any(|call| call.2) && (!reasons || !text.contains("think>")) {
+            prop_assert_eq!(&content, &text, "a whole answer without complete calls is its text");
+        }
         prop_assert!(is_subsequence(&reply.text, &text), "text out of nowhere: {:?}", reply.text);
         if reply.calls.is_empty() && dialect != Dialect::Harmony {
             prop_assert!(is_subsequence(&reply.reasoning, &text));
