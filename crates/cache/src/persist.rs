@@ -208,9 +208,10 @@ impl RadixCache {
     }
 
     /// How the longest prefix of `key` becomes resumable with the help of a store that has `stored`
-    /// of its first blocks; `None` if it is neither longer nor more exact than with the tree alone.
+    /// of its first blocks; `None` if it is neither longer nor more exact than with the tree alone. What
+    /// the tree has of the prefix counts as used: room for the rest is taken elsewhere.
     pub fn plan_restore<'a>(
-        &self,
+        &mut self,
         key: impl Into<PrefixKey<'a>>,
         stored: &[StoredKinds],
         exact: bool,
@@ -253,6 +254,7 @@ impl RadixCache {
                 wanted.push(WantedPage { block, kind });
             }
         }
+        self.touched_path(key);
         Some(RestorePlan { wanted, len, exact: coded_until == 0 })
     }
 

@@ -218,6 +218,23 @@ fn sliding_windows_come_back_with_their_ends() {
     assert_eq!(store.fetch(&mut new(), &tokens[..999], true), None);
 }
 
+/// The oldest prefix of a full cache comes back: room is not taken from the part that the tree still has.
+#[test]
+fn room_for_a_prefix_is_not_taken_from_its_beginning() {
+    let (mut world, mut store) =
+        (world(KvFormat::Bf16, Windows::new(64, 128).unwrap(), 12, false), Store::default());
+    let tokens = text(0, 500);
+    compute(&mut world, tokens.clone());
+    store.take(&world, &tokens, true);
+    compute(&mut world, text(0x5555, 256));
+    world.tree.reclaim(3 * world.layout.full_block_bytes());
+    compute(&mut world, text(0xaaaa, 256));
+    assert_eq!((world.tree.resumable_len(&tokens[..], true), world.pool.free()), (256, 0));
+    store.fetch(&mut world, &tokens[..499], true).unwrap();
+    assert_eq!(world.begin(tokens), 448);
+    world.check_accounts();
+}
+
 /// Two prompts that share a beginning: the window before the branch is stored with the second.
 #[test]
 fn a_branch_comes_back_exact() {

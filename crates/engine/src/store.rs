@@ -229,7 +229,7 @@ impl PageTiers {
         }
     }
 
-    fn take(&mut self, reply: Reply, cache: &RadixCache) {
+    fn take(&mut self, reply: Reply, cache: &mut RadixCache) {
         let is_usable = self.is_usable();
         match reply {
             Reply::Found { id, chain, kinds } => {
