@@ -6,7 +6,7 @@ use crate::options::{ModelArgs, OpenModel, parse_size, serialize_optional_size};
 use crate::progress::{bytes, note};
 use crate::transfer::TransferArgs;
 use anyhow::{Context, Result, bail};
-use oscar_backend::Backend;
+use oscar_backend::{Backend, DeltaShape};
 use oscar_models::DecoderConfig;
 use oscar_store::{
     Fingerprint, FingerprintParts, PageKind, RedisAddress, SharedAddress, Store, StoreLimits, StoreOptions,
@@ -203,7 +203,11 @@ fn fingerprint(
         let mean = head.key_mean.as_deref().unwrap_or_default();
         [head.key.matrix(), head.value.matrix(), mean].map(float_bytes)
     });
-    FingerprintParts::default()
+    let parts = match layout.has_states() {
+        true => FingerprintParts::default().text("states", DeltaShape::STATE_ORDER),
+        false => FingerprintParts::default(),
+    };
+    parts
         .note("model", model.name)
         .text("weights", &model.weights)
         .text("weights held as", args.weights.map_or("stored", |weights| weights.name()))
