@@ -66,6 +66,8 @@ struct Restore {
     fetched: VecDeque<FetchedPage>,
     /// The tier of each block that was restored.
     restored: Vec<(usize, Tier)>,
+    /// Tokens of the prompt of which the store has something.
+    known: usize,
     /// A page was missing, or there was no room: the rest is of no use.
     broken: bool,
     /// The other machine that the pages come from, if they do not come from the store.
@@ -94,6 +96,8 @@ impl Restore {
 pub struct Restored {
     pub request: RequestId,
     pub blocks: Vec<(usize, Tier)>,
+    /// Tokens of its prompt of which the store has something: other prompts may part from it there.
+    pub known: usize,
 }
 
 /// What [`PageTiers::advance`] did.
@@ -167,6 +171,7 @@ impl PageTiers {
             answered: Instant::now(),
             fetched: VecDeque::new(),
             restored: Vec::new(),
+            known: 0,
             broken: false,
             remote,
         };
@@ -205,7 +210,8 @@ impl PageTiers {
         let done = |restore: &Restore| restore.is_done();
         for (_, restore) in self.restores.extract_if(.., |_, restore| done(restore)) {
             restore.remote.iter().for_each(|remote| self.reader.release(remote));
-            advance.ready.push(Restored { request: restore.request, blocks: restore.restored });
+            let Restore { request, restored: blocks, known, .. } = restore;
+            advance.ready.push(Restored { request, blocks, known });
         }
         Ok(advance)
     }
@@ -244,6 +250,7 @@ impl PageTiers {
                         is_usable && self.reader.look_up(id, restore.salt, restore.tokens.clone(), None);
                     return;
                 }
+                restore.known = kinds.len() * PAGE_TOKENS;
                 // Another machine has what an exact resume needs, or is of no use.
                 let plan = cache.plan_restore(restore.key(), &kinds, is_remote);
                 if !is_remote && cache.lacks_state(restore.key(), &kinds, plan.as_ref()) {

@@ -50,7 +50,7 @@ impl Shared {
         pages: impl IntoIterator<Item = &'a PageName>,
     ) -> Duration {
         let states = pages.into_iter().filter(|name| name.kind == PageKind::State).count();
-        usual + Duration::from_secs_f64((states * self.most_bytes) as f64 / STATE_RATE as f64)
+        usual + Duration::from_secs_f64(states as f64 * self.most_bytes as f64 / STATE_RATE as f64)
     }
 
     /// Whether the server is left alone now.

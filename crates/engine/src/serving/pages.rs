@@ -32,9 +32,10 @@ impl<B: Backend> Serving<B> {
             Ok(())
         })?;
         self.statistics.note_reclaimed(&advance.reclaimed);
-        for Restored { request, blocks } in advance.ready {
+        for Restored { request, blocks, known } in advance.ready {
             if let Some(live) = self.live.get_mut(request) {
                 live.restored = blocks;
+                live.known = known;
             }
             self.schedule(request);
         }

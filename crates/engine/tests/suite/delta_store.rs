@@ -3,13 +3,15 @@
 
 use crate::client::{Outcome, submit};
 use crate::store::{copy_folder, counts, files, setup, store, store_of, tokens};
-use crate::support::{Setup, tiny_model};
+use crate::support::{Setup, bits, tiny_model};
+use oscar_backend::BlockId;
 use oscar_codec::KvFormat;
 use oscar_engine::{
     CachedByTier, Engine, EngineApi, EngineHandle, EngineOptions, GenerationParams, PageTransfer, PeerRules,
     SamplingParams, TokenLogprobs,
 };
 use oscar_models::{Family, ModelSource};
+use oscar_runner::{Sequence, StepOutput};
 use oscar_store::{
     DeskOptions, FingerprintParts, PageKind, Store, StoreOptions, TransferDesk, serve_desk, verify_file,
 };
@@ -124,6 +126,24 @@ fn a_branch_comes_back_after_a_restart() {
         second.shutdown();
         let cold = begin(&setup, &model, None);
         assert!(ask(&cold, &prompt(number), 12).1 == again, "{number}");
+        cold.shutdown();
+    }
+}
+
+/// A prompt that leaves what the store has keeps a state there, though the tree knows no other prompt.
+#[test]
+fn prompts_of_different_lives_part_at_a_state() {
+    let (_model, model) = tiny_model(Family::Qwen3_5);
+    let (folder, setup) = (tempfile::tempdir().unwrap(), setup(KvFormat::OSCAR2, 128));
+    for (number, cached) in [(1, 0), (2, 0), (3, 384), (4, 384)] {
+        let prompt = [tokens(400, 1), tokens(150, 20 + number)].concat();
+        let engine = begin(&setup, &model, Some(store(folder.path())));
+        let (outcome, answer) = ask(&engine, &prompt, 12);
+        assert_eq!(outcome.usage.by_tier.disk, cached, "{number}");
+        assert_eq!(counts(&engine).missing_states, u64::from(number == 2));
+        engine.shutdown();
+        let cold = begin(&setup, &model, None);
+        assert!(ask(&cold, &prompt, 12).1 == answer, "{number}");
         cold.shutdown();
     }
 }
@@ -290,6 +310,48 @@ fn a_prompt_continues_on_another_machine() {
         assert_eq!(desk.stats().tickets_refused, 1);
         [first, second, alone].iter().for_each(EngineHandle::shutdown);
     }
+}
+
+/// Stored states have this order. It is part of their fingerprint, as `DeltaShape::STATE_ORDER`.
+#[test]
+fn a_state_has_the_order_of_its_text() {
+    let (_model, model) = tiny_model(Family::Qwen3Next);
+    let mut runner = Setup { context: 256, ..Setup::default() }.runner(&model);
+    let shape = runner.config().delta.as_ref().unwrap().shape;
+    let channels = shape.channels();
+    let heads = shape.value_heads * shape.key_dim * shape.value_dim;
+    let mut state_after = |tokens: &[u32]| {
+        let (mut sequence, mut output) = (Sequence::new(), StepOutput::default());
+        runner.prefill(&mut sequence, tokens, &mut output, |_| {}).unwrap();
+        let (id, mut bytes) = (sequence.pages().states().unwrap().to, Vec::new());
+        runner.read_blocks(&mut [(BlockId::State(id), &mut bytes)]).unwrap();
+        let numbers = bytes.chunks_exact(4).map(|word| f32::from_le_bytes(word.try_into().unwrap()));
+        let numbers: Vec<f32> = numbers.collect();
+        assert_eq!(numbers.len(), heads + (shape.taps - 1) * channels, "one layer with a state");
+        numbers
+    };
+    // After one token the matrix of a head is a key times a value: its rows are multiples of each other.
+    let first = state_after(&[7]);
+    for matrix in first[..heads].chunks_exact(shape.key_dim * shape.value_dim) {
+        let norm = |row: &[f32]| row.iter().map(|x| x * x).sum::<f32>();
+        let rows: Vec<&[f32]> = matrix.chunks_exact(shape.value_dim).collect();
+        let longest = rows.iter().copied().max_by(|a, b| norm(a).total_cmp(&norm(b))).unwrap();
+        assert!(norm(longest) > 0.0);
+        for row in rows {
+            let dot: f32 = row.iter().zip(longest).map(|(a, b)| a * b).sum();
+            let factor = dot / norm(longest);
+            let left: Vec<f32> = row.iter().zip(longest).map(|(a, b)| a - factor * b).collect();
+            assert!(norm(&left) <= 1e-8 * norm(longest), "a row of another direction");
+        }
+    }
+    // The rows of the convolution are those of the last tokens, the oldest first: in the first layer
+    // nothing else shows in them.
+    let rows = |state: &[f32]| state[heads..].chunks_exact(channels).map(bits).collect::<Vec<_>>();
+    let before = rows(&state_after(&[1, 2, 3, 4]));
+    let after = rows(&state_after(&[9, 9, 9, 3, 4, 5]));
+    assert_eq!(before[1..], after[..2]);
+    assert_ne!(before[2], after[2]);
+    assert!(rows(&first)[..2].iter().flatten().all(|word| *word == 0), "before the first token");
 }
 
 /// Two engines on one directory write the same states under the same names.
