@@ -19,6 +19,11 @@ impl DeltaShape {
     /// Added to the squares of a query or key before its length divides it.
     pub const EPS: f32 = 1e-6;
 
+    /// The order of a state's numbers. DO NOT CHANGE the order without the text: stored states have it,
+    /// and their fingerprint has the text.
+    pub const STATE_ORDER: &str =
+        "f32 by layer: [value head][key channel][value channel], then [row][channel] of the convolution";
+
     /// Width of all queries, and of all keys.
     pub fn key_width(&self) -> usize {
         self.key_heads * self.key_dim

@@ -2,18 +2,19 @@
 //!
 //! A store keeps the quantized pages of every prefix, and the full-precision pages only of the sink
 //! and of the windows before an end: the end of a prompt or an answer, or a branch. The same holds for
-//! the pages of sliding layers. A prefix with all pages that a resume needs comes back exact. Without
+//! the pages of sliding layers. Of the recurrent states it keeps those at the ends. A prefix with all
+//! pages, and the state, that a resume needs comes back exact. Without
 //! the full pages of its window it comes back as an approximate hit, if the tree allows that.
 //!
 //! **Invariants:** approximate rows are never offered, so everything stored is exact. The tree
 //! decides from names and kinds alone; the owner of the device moves the bytes.
 
 use crate::events::PageHash;
-use crate::pool::{CodedPage, FullPage, SlidingPage};
+use crate::pool::{CodedPage, FullPage, SlidingPage, StateSlot};
 use crate::prefix::{BlockNeed, BlockPages, resume_point};
 use crate::radix::{Node, NodeId, ROOT, RadixCache};
 use crate::salt::PrefixKey;
-use oscar_codec::{CacheLayout, PAGE_TOKENS};
+use oscar_codec::{BlockCounts, CacheLayout, PAGE_TOKENS};
 use std::sync::Arc;
 
 /// Progress of a page whose keys and values are all quantized.
@@ -30,18 +31,46 @@ pub enum PageKind {
     Part,
     /// All rows of the sliding layers.
     Sliding,
+    /// The recurrent state after the block.
+    State,
 }
 
 impl PageKind {
-    pub const ALL: [Self; 4] = [Self::Full, Self::Coded, Self::Part, Self::Sliding];
+    pub const ALL: [Self; 5] = [Self::Full, Self::Coded, Self::Part, Self::Sliding, Self::State];
 
     /// The kinds of pages that a cache may have.
     pub fn of(layout: &CacheLayout) -> &'static [Self] {
-        match (layout.coded().is_some(), layout.sliding().is_some()) {
-            (true, true) => &Self::ALL,
-            (true, false) => &[Self::Full, Self::Coded, Self::Part],
-            (false, true) => &[Self::Full, Self::Sliding],
-            (false, false) => &[Self::Full],
+        use PageKind::{Coded, Full, Part, Sliding, State};
+        match (layout.coded().is_some(), layout.sliding().is_some(), layout.has_states()) {
+            (false, false, false) => &[Full],
+            (false, false, true) => &[Full, State],
+            (false, true, false) => &[Full, Sliding],
+            (false, true, true) => &[Full, Sliding, State],
+            (true, false, false) => &[Full, Coded, Part],
+            (true, false, true) => &[Full, Coded, Part, State],
+            (true, true, false) => &[Full, Coded, Part, Sliding],
+            (true, true, true) => &Self::ALL,
+        }
+    }
+
+    /// Bytes of a page of this kind.
+    pub fn bytes(self, layout: &CacheLayout) -> usize {
+        match self {
+            Self::Full => layout.full_block_bytes(),
+            Self::Coded | Self::Part => layout.coded_block_bytes(),
+            Self::Sliding => layout.sliding_block_bytes(),
+            Self::State => layout.state_bytes(),
+        }
+    }
+
+    /// Room for one page of this kind.
+    pub fn counts(self) -> BlockCounts {
+        let none = BlockCounts::default();
+        match self {
+            Self::Full => BlockCounts { full: 1, ..none },
+            Self::Coded | Self::Part => BlockCounts { coded: 1, ..none },
+            Self::Sliding => BlockCounts { sliding: 1, ..none },
+            Self::State => BlockCounts { states: 1, ..none },
         }
     }
 }
@@ -53,6 +82,7 @@ pub struct StoredKinds {
     pub coded: bool,
     pub part: bool,
     pub sliding: bool,
+    pub state: bool,
 }
 
 impl StoredKinds {
@@ -66,6 +96,7 @@ impl StoredKinds {
             PageKind::Coded => self.coded,
             PageKind::Part => self.part,
             PageKind::Sliding => self.sliding,
+            PageKind::State => self.state,
         }
     }
 
@@ -75,6 +106,7 @@ impl StoredKinds {
             PageKind::Coded => self.coded = true,
             PageKind::Part => self.part = true,
             PageKind::Sliding => self.sliding = true,
+            PageKind::State => self.state = true,
         }
     }
 }
@@ -89,6 +121,8 @@ pub struct BlockOffer {
     /// Complete, or a part of it if a resume needs no more.
     pub coded: Option<CodedPage>,
     pub sliding: Option<SlidingPage>,
+    /// The recurrent state after the block.
+    pub state: Option<StateSlot>,
 }
 
 /// A page to fetch from a store.
@@ -116,6 +150,7 @@ pub enum RestoredPage {
     /// Quantized as far as [`CodedPage::coded`] says.
     Coded(CodedPage),
     Sliding(SlidingPage),
+    State(StateSlot),
 }
 
 /// What the tree and a store have of one block together.
@@ -125,13 +160,15 @@ struct Available {
     /// Progress of quantization.
     coded: usize,
     sliding: bool,
+    state: bool,
 }
 
 impl Available {
     fn meets(&self, need: BlockNeed) -> bool {
-        // Recurrent states are not stored.
-        let pages = (!need.full || self.full) && (!need.sliding || self.sliding);
-        pages && !need.state && need.coded <= self.coded
+        (!need.full || self.full)
+            && (!need.sliding || self.sliding)
+            && (!need.state || self.state)
+            && need.coded <= self.coded
     }
 }
 
@@ -156,7 +193,8 @@ impl RadixCache {
     }
 
     /// Pages of `key` that a store should have, from block `from` on: complete quantized pages and,
-    /// if the key `ends` here, the pages that a resume here, at an earlier end or at a branch needs.
+    /// if the key `ends` here, the pages and states that a resume here, at an earlier end or at a branch
+    /// needs.
     pub fn offers<'a>(&self, key: impl Into<PrefixKey<'a>>, from: usize, ends: bool) -> Vec<BlockOffer> {
         let key = key.into();
         let mut path = self.path(key);
@@ -172,14 +210,15 @@ impl RadixCache {
             let coded = node.pages.coded.clone().filter(|page| page.coded() >= need.coded);
             let full = node.pages.full.clone().filter(|_| need.full);
             let sliding = node.pages.sliding.clone().filter(|_| need.sliding);
-            let any = full.is_some() || coded.is_some() || sliding.is_some();
-            any.then(|| BlockOffer { block, hash, tokens: node.tokens.clone(), full, coded, sliding })
+            let state = node.pages.state.clone().filter(|_| need.state);
+            let any = full.is_some() || coded.is_some() || sliding.is_some() || state.is_some();
+            any.then(|| BlockOffer { block, hash, tokens: node.tokens.clone(), full, coded, sliding, state })
         };
         path.iter().zip(PageHash::chain(key)).enumerate().skip(from).filter_map(offer).collect()
     }
 
-    /// Adds to `needs` the pages of the windows before the ends and branches of a path that ends
-    /// after `len` tokens.
+    /// Adds to `needs` the states at the ends and branches of a path that ends after `len` tokens, and
+    /// the pages of the windows before them.
     fn add_windows(&self, path: &[NodeId], len: usize, needs: &mut [BlockNeed]) {
         let windows = self.layout.windows();
         let sink = windows.sink().div_ceil(PAGE_TOKENS);
@@ -195,6 +234,7 @@ impl RadixCache {
                 let need = BlockNeed::at(&self.layout, end * PAGE_TOKENS, 0, block);
                 needs[block].full |= need.full;
                 needs[block].sliding |= need.sliding;
+                needs[block].state |= need.state;
                 if need.coded > 0 {
                     needs[block].coded = needs[block].coded.min(need.coded);
                 }
@@ -208,9 +248,10 @@ impl RadixCache {
     }
 
     /// How the longest prefix of `key` becomes resumable with the help of a store that has `stored`
-    /// of its first blocks; `None` if it is neither longer nor more exact than with the tree alone.
+    /// of its first blocks; `None` if it is neither longer nor more exact than with the tree alone. What
+    /// the tree has of the prefix counts as used: room for the rest is taken elsewhere.
     pub fn plan_restore<'a>(
-        &self,
+        &mut self,
         key: impl Into<PrefixKey<'a>>,
         stored: &[StoredKinds],
         exact: bool,
@@ -244,6 +285,9 @@ impl RadixCache {
             if need.sliding && pages.sliding.is_none() {
                 wanted.push(WantedPage { block, kind: PageKind::Sliding });
             }
+            if need.state && pages.state.is_none() {
+                wanted.push(WantedPage { block, kind: PageKind::State });
+            }
             if need.coded > pages.coded.as_ref().map_or(0, CodedPage::coded) {
                 let kind = if stored.get(block).is_some_and(|kinds| kinds.coded) {
                     PageKind::Coded
@@ -253,7 +297,20 @@ impl RadixCache {
                 wanted.push(WantedPage { block, kind });
             }
         }
+        self.touched_path(key);
         Some(RestorePlan { wanted, len, exact: coded_until == 0 })
+    }
+
+    /// Whether `plan` falls short of what a store has because it does not have the recurrent state there.
+    pub fn lacks_state<'a>(
+        &self,
+        key: impl Into<PrefixKey<'a>>,
+        stored: &[StoredKinds],
+        plan: Option<&RestorePlan>,
+    ) -> bool {
+        let has_state = stored.last().is_none_or(|kinds| kinds.state);
+        let reached = || plan.map_or_else(|| self.resumable_len(key, true), |plan| plan.len);
+        self.layout.has_states() && !has_state && reached() < stored.len() * PAGE_TOKENS
     }
 
     fn available(&self, node: Option<&Node>, stored: StoredKinds) -> Available {
@@ -268,7 +325,8 @@ impl RadixCache {
             _ => progress,
         };
         let sliding = pages.sliding.is_some() || stored.sliding;
-        Available { full, coded: coded.max(progress), sliding }
+        let state = pages.state.is_some() || stored.state;
+        Available { full, coded: coded.max(progress), sliding, state }
     }
 
     /// No prefix of more blocks than this can be resumable. Without this bound, every length would
@@ -343,6 +401,9 @@ impl RadixCache {
         match page {
             RestoredPage::Sliding(page) => {
                 node.pages.sliding.get_or_insert(page);
+            }
+            RestoredPage::State(slot) => {
+                node.pages.state.get_or_insert(slot);
             }
             RestoredPage::Full(page) => {
                 node.pages.full.get_or_insert(page);

@@ -2,15 +2,16 @@
 //! pages are offered, stored, lost, evicted, brought back after a restart, and every position that
 //! a query reads must hold the row of exactly its tokens.
 
-use crate::radix_world::{Live, World, layout, text};
+use crate::prefix::resume_point;
+use crate::radix_world::{Live, World, layout, text, with_states};
 use crate::{PageHash, PageKind, PrefixKey, RestorePlan, RestoredPage, StoredKinds};
-use oscar_codec::{BlockCounts, KvFormat, PAGE_TOKENS, Windows};
+use oscar_codec::{KvFormat, PAGE_TOKENS, Windows};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 
 type Rows = [u64; PAGE_TOKENS];
 
-/// Copies of pages: rows, and the progress of quantized ones.
+/// Copies of pages: rows, and the progress of quantized ones. A state is a digest, its first row.
 #[derive(Default)]
 struct Store(BTreeMap<(PageHash, PageKind), (Rows, usize)>);
 
@@ -41,6 +42,11 @@ impl Store {
                 let rows = world.memory.sliding[&page.id().0];
                 self.0.insert((offer.hash, PageKind::Sliding), (rows, 0));
             }
+            if let Some(state) = offer.state {
+                state.stored().set(true);
+                let rows = [world.memory.states[&state.id().0]; PAGE_TOKENS];
+                self.0.insert((offer.hash, PageKind::State), (rows, 0));
+            }
         }
     }
 
@@ -50,11 +56,7 @@ impl Store {
         let chain: Vec<PageHash> = PageHash::chain(PrefixKey::new(None, tokens)).collect();
         let mut is_whole = true;
         for wanted in &plan.wanted {
-            let count = match wanted.kind {
-                PageKind::Full => BlockCounts { full: 1, ..BlockCounts::default() },
-                PageKind::Coded | PageKind::Part => BlockCounts { coded: 1, ..BlockCounts::default() },
-                PageKind::Sliding => BlockCounts { sliding: 1, ..BlockCounts::default() },
-            };
+            let count = wanted.kind.counts();
             let taken = world.pool.take(count).or_else(|error| {
                 is_whole = false;
                 world.tree.reclaim(error.wanted - error.free);
@@ -73,6 +75,11 @@ impl Store {
                     world.memory.sliding.insert(page.id().0, rows);
                     RestoredPage::Sliding(page)
                 }
+                PageKind::State => {
+                    let slot = taken.states.pop().unwrap();
+                    world.memory.states.insert(slot.id().0, rows[0]);
+                    RestoredPage::State(slot)
+                }
                 PageKind::Coded | PageKind::Part => {
                     let page = taken.coded.pop().unwrap();
                     page.mark_coded(progress);
@@ -87,11 +94,24 @@ impl Store {
     }
 }
 
-/// Computes and stores a text; returns how much of it was cached.
+/// Computes and stores a text; returns how much of it was cached. As the scheduler does, a sequence with
+/// states pauses where it leaves what is stored, and at its last whole page.
 fn compute(world: &mut World, tokens: Vec<u32>) -> usize {
+    let pauses = [world.tree.stored_tokens(&tokens[..]), resume_point(tokens.len())];
     let found = world.begin(tokens);
     let last = world.live.len() - 1;
-    let is_whole = world.grow(last, usize::MAX);
+    let mut is_whole = true;
+    let has_states = world.layout.has_states();
+    for pause in pauses.into_iter().filter(|_| has_states) {
+        let count = pause.saturating_sub(world.live[last].pages.len());
+        is_whole = is_whole && (count == 0 || world.grow(last, count));
+        let Live { tokens, pages, .. } = &mut world.live[last];
+        world.tree.insert(&*tokens, pages);
+        if pages.len() == resume_point(tokens.len()) {
+            world.tree.mark_prompt(&*tokens);
+        }
+    }
+    is_whole = is_whole && world.grow(last, usize::MAX);
     let Live { tokens, mut pages, .. } = world.live.pop().unwrap();
     if is_whole {
         world.tree.insert(&tokens, &mut pages);
@@ -135,9 +155,11 @@ proptest! {
         actions in prop::collection::vec(action(), 1..60), sink in 0usize..6, recent in 1usize..150,
         blocks in 14usize..60, coded in prop::bool::weighted(0.8), approximates in any::<bool>(),
         window in prop::option::of(1usize..300), zero_width in any::<bool>(),
+        states in any::<bool>(),
     ) {
         let format = if coded { KvFormat::OSCAR2 } else { KvFormat::Bf16 };
         let layout = layout(format, Windows::new(16 * sink, recent).unwrap(), zero_width, window);
+        let layout = if states { with_states(layout) } else { layout };
         let (mut world, mut store) = (World::of(layout.clone(), blocks, approximates), Store::default());
         for action in actions {
             match action {
@@ -152,7 +174,7 @@ proptest! {
                         prop_assert!(plan.len >= before && (!exact || plan.exact));
                         let found = world.tree.resumable_len(&tokens, plan.exact);
                         prop_assert!(!is_whole || found >= plan.len, "{found} of {plan:?}");
-                        prop_assert!(approximates || plan.exact);
+                        prop_assert!(plan.exact || approximates && !states);
                     }
                 }
                 Action::Lose { which } => {
@@ -216,6 +238,79 @@ fn sliding_windows_come_back_with_their_ends() {
     let lost = store.0.keys().copied().find(|(_, kind)| *kind == PageKind::Sliding).unwrap();
     store.0.remove(&lost);
     assert_eq!(store.fetch(&mut new(), &tokens[..999], true), None);
+}
+
+/// States are stored at ends, once each, and nothing comes back beyond the last one that is there.
+#[test]
+fn states_come_back_with_their_ends() {
+    let layout = with_states(layout(KvFormat::OSCAR2, Windows::new(64, 128).unwrap(), false, None));
+    let new = || World::of(layout.clone(), 100, false);
+    let (mut before, mut store) = (new(), Store::default());
+    let tokens = text(0, 1024);
+    // A prompt of 600 tokens, and the turn that continues it.
+    compute(&mut before, tokens[..600].to_vec());
+    store.take(&before, &tokens[..600], true);
+    assert_eq!(compute(&mut before, tokens.clone()), 576);
+    store.take(&before, &tokens, true);
+    let chain: Vec<PageHash> = PageHash::chain(PrefixKey::new(None, &tokens)).collect();
+    let ends = |store: &Store| {
+        let has = |block: &usize| store.0.contains_key(&(chain[*block - 1], PageKind::State));
+        (1..=chain.len()).filter(has).map(|block| 64 * block).collect::<Vec<_>>()
+    };
+    assert_eq!(ends(&store), [576, 960, 1024]);
+    let mut after = new();
+    let (plan, is_whole) = store.fetch(&mut after, &tokens[..1023], true).unwrap();
+    assert_eq!((plan.len, plan.exact, is_whole), (960, true, true));
+    let states = plan.wanted.iter().filter(|wanted| wanted.kind == PageKind::State).count();
+    assert_eq!((states, after.begin(tokens.clone())), (1, 960));
+    assert!(!after.tree.lacks_state(&tokens[..960], &store.kinds(&tokens[..960]), Some(&plan)));
+    after.check_accounts();
+
+    // The pages of the end are there, its state is not.
+    store.0.remove(&(chain[14], PageKind::State));
+    let mut after = new();
+    assert_eq!(store.fetch(&mut after, &tokens[..1023], true).unwrap().0.len, 576);
+    assert_eq!(after.begin(tokens.clone()), 576);
+    assert!(new().tree.lacks_state(&tokens[..960], &store.kinds(&tokens[..960]), None));
+    assert!(after.tree.lacks_state(&tokens[..960], &store.kinds(&tokens[..960]), None));
+    store.0.retain(|(_, kind), _| *kind != PageKind::State);
+    assert_eq!(store.fetch(&mut new(), &tokens[..1023], true), None);
+}
+
+/// A state that memory pressure took comes back alone: the pages are still in the tree.
+#[test]
+fn a_state_comes_back_to_the_pages_of_the_tree() {
+    let layout = with_states(layout(KvFormat::OSCAR2, Windows::new(64, 128).unwrap(), false, None));
+    let (mut world, mut store) = (World::of(layout, 100, false), Store::default());
+    let tokens = text(0, 600);
+    compute(&mut world, tokens.clone());
+    store.take(&world, &tokens, true);
+    let spare = world.tree.pages().spare_full * world.layout.full_block_bytes();
+    world.tree.reclaim(spare + 1);
+    assert_eq!((world.tree.pages().states, world.tree.resumable_len(&tokens[..], true)), (0, 0));
+    let (plan, _) = store.fetch(&mut world, &tokens[..599], true).unwrap();
+    assert_eq!(plan.len, 576);
+    assert!(plan.wanted.iter().any(|wanted| wanted.kind == PageKind::State));
+    assert!(plan.wanted.iter().all(|wanted| wanted.block == 8 || wanted.kind == PageKind::Full));
+    assert_eq!(world.begin(tokens), 576);
+    world.check_accounts();
+}
+
+/// The oldest prefix of a full cache comes back: room is not taken from the part that the tree still has.
+#[test]
+fn room_for_a_prefix_is_not_taken_from_its_beginning() {
+    let (mut world, mut store) =
+        (world(KvFormat::Bf16, Windows::new(64, 128).unwrap(), 12, false), Store::default());
+    let tokens = text(0, 500);
+    compute(&mut world, tokens.clone());
+    store.take(&world, &tokens, true);
+    compute(&mut world, text(0x5555, 256));
+    world.tree.reclaim(3 * world.layout.full_block_bytes());
+    compute(&mut world, text(0xaaaa, 256));
+    assert_eq!((world.tree.resumable_len(&tokens[..], true), world.pool.free()), (256, 0));
+    store.fetch(&mut world, &tokens[..499], true).unwrap();
+    assert_eq!(world.begin(tokens), 448);
+    world.check_accounts();
 }
 
 /// Two prompts that share a beginning: the window before the branch is stored with the second.

@@ -242,6 +242,11 @@ impl StateSlot {
     pub fn is_shared(&self) -> bool {
         Arc::strong_count(&self.0) > 1
     }
+
+    /// Whether a store has this state.
+    pub fn stored(&self) -> &StoredFlag {
+        &self.0.stored
+    }
 }
 
 /// Blocks that were taken together.

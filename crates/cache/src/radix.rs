@@ -193,7 +193,7 @@ impl RadixCache {
         self.longest(&path[..exact], false)
     }
 
-    fn touched_path(&mut self, key: PrefixKey<'_>) -> Vec<NodeId> {
+    pub(crate) fn touched_path(&mut self, key: PrefixKey<'_>) -> Vec<NodeId> {
         let path = self.path(key);
         self.operations += 1;
         for &id in &path {

@@ -2,7 +2,7 @@
 //! and squeezed.
 
 use crate::prefix::resume_point;
-use crate::radix_world::{Live, World, digests, layout, text};
+use crate::radix_world::{Live, World, digests, layout, text, with_states};
 use crate::{CacheSalt, PrefixKey, SequencePages};
 use oscar_codec::{KvFormat, PAGE_TOKENS, Windows};
 use proptest::prelude::*;
@@ -39,9 +39,11 @@ proptest! {
         actions in prop::collection::vec(action(), 1..60), sink in 0usize..6, recent in 1usize..150,
         blocks in 8usize..60, coded in prop::bool::weighted(0.8),
         approximates in any::<bool>(), window in prop::option::of(1usize..300), zero_width in any::<bool>(),
+        states in any::<bool>(),
     ) {
         let format = if coded { KvFormat::OSCAR2 } else { KvFormat::Bf16 };
         let layout = layout(format, Windows::new(16 * sink, recent).unwrap(), zero_width, window);
+        let layout = if states { with_states(layout) } else { layout };
         let mut world = World::of(layout, blocks, approximates);
         for action in actions {
             let count = world.live.len();

@@ -1,5 +1,5 @@
 //! Sequences over a prefix tree beside a model of memory: every position that a query reads must hold
-//! the row of exactly its tokens.
+//! the row of exactly its tokens, and every state that a step begins from must be that of its tokens.
 
 use crate::{CacheEvent, PageHash, PagePool, RadixCache, SequencePages};
 use oscar_codec::{BlockCounts, CacheLayout, CodeLayout, FormatTable, KvFormat, PAGE_TOKENS, Windows};
@@ -12,6 +12,8 @@ pub(crate) struct Memory {
     pub full: HashMap<u32, [u64; PAGE_TOKENS]>,
     pub coded: HashMap<u32, [u64; PAGE_TOKENS]>,
     pub sliding: HashMap<u32, [u64; PAGE_TOKENS]>,
+    /// States: the digest of all tokens so far.
+    pub states: HashMap<u32, u64>,
 }
 
 pub(crate) struct World {
@@ -60,6 +62,9 @@ pub(crate) fn text(text: u64, len: usize) -> Vec<u32> {
         .collect()
 }
 
+/// Bytes of a state: more than a block.
+const STATE_BYTES: usize = 100_000;
+
 /// A small cache. `zero_width`: one of its heads stores no history. `window`: its second layer slides.
 pub(crate) fn layout(
     format: KvFormat,
@@ -77,6 +82,11 @@ pub(crate) fn layout(
         Some(window) => layout.with_sliding_layers(window, &[1]).unwrap(),
         None => layout,
     }
+}
+
+/// The same cache beside states.
+pub(crate) fn with_states(layout: CacheLayout) -> CacheLayout {
+    layout.with_states(STATE_BYTES)
 }
 
 impl World {
@@ -119,7 +129,10 @@ impl World {
         self.approximate_hits += usize::from(!pages.is_exact());
         self.live.push(Live { tokens, pages, rows });
         if len > 0 {
-            self.check_reads(&self.live[self.live.len() - 1], len);
+            let live = &self.live[self.live.len() - 1];
+            self.check_reads(live, len);
+            assert_eq!(live.pages.states().is_some(), self.layout.has_states());
+            self.check_state(&live.pages, &live.rows[..len]);
         }
         len
     }
@@ -151,6 +164,11 @@ impl World {
                     let page = pages.sliding()[p / PAGE_TOKENS].unwrap().0;
                     self.memory.sliding.entry(page).or_insert([0; PAGE_TOKENS])[p % PAGE_TOKENS] = rows[p];
                 }
+            }
+            if let Some(states) = pages.states() {
+                assert_eq!(states.from.is_some(), step.positions.start > 0);
+                self.check_state(pages, &rows[..step.positions.start]);
+                self.memory.states.insert(states.to.0, rows[step.positions.end - 1]);
             }
             for p in step.demote.clone() {
                 let (block, at) = (p / PAGE_TOKENS, p % PAGE_TOKENS);
@@ -196,6 +214,13 @@ impl World {
         }
     }
 
+    /// A sequence with these rows begins its next step from their state.
+    fn check_state(&self, pages: &SequencePages, rows: &[u64]) {
+        if let (Some(state), Some(row)) = (pages.states().and_then(|states| states.from), rows.last()) {
+            assert_eq!(self.memory.states[&state.0], *row, "the state after {} tokens", rows.len());
+        }
+    }
+
     /// Whoever follows the events knows the unsalted pages of the tree.
     pub fn check_events(&mut self) {
         for event in self.tree.take_events() {
@@ -222,21 +247,25 @@ impl World {
     /// Every page in use is held by the tree or a sequence, and by nobody else.
     pub fn check_accounts(&self) {
         let (mut full, mut coded, mut sliding) = (BTreeSet::new(), BTreeSet::new(), BTreeSet::new());
+        let mut states = BTreeSet::new();
         for node in self.tree.nodes.iter().flatten() {
             full.extend(node.pages.full.iter().map(|p| p.id().0));
             coded.extend(node.pages.coded.iter().map(|p| p.id().0));
             sliding.extend(node.pages.sliding.iter().map(|p| p.id().0));
+            states.extend(node.pages.state.iter().map(|slot| slot.id()));
         }
         for Live { pages, .. } in &self.live {
             full.extend(pages.full().iter().flatten().map(|p| p.0));
             full.extend((0..pages.full().len()).filter_map(|b| pages.block(b).full.map(|p| p.id().0)));
             coded.extend(pages.coded().iter().flatten().map(|p| p.0));
             sliding.extend((0..pages.full().len()).filter_map(|b| pages.block(b).sliding.map(|p| p.id().0)));
+            states.extend(pages.state.ids());
         }
         let usage = self.pool.usage();
         assert_eq!((usage.full_pages, usage.coded_pages), (full.len(), coded.len()));
-        assert_eq!(usage.sliding_pages, sliding.len());
-        let counts = BlockCounts { full: full.len(), coded: coded.len(), sliding: sliding.len(), states: 0 };
+        assert_eq!((usage.sliding_pages, usage.states), (sliding.len(), states.len()));
+        let (full, coded, sliding) = (full.len(), coded.len(), sliding.len());
+        let counts = BlockCounts { full, coded, sliding, states: states.len() };
         assert_eq!(usage.bytes, self.layout.bytes_of(counts));
         assert!(usage.bytes <= usage.budget);
         let pages = self.tree.pages();

@@ -59,6 +59,11 @@ impl RecurrentState {
     /// Ends a step after which the sequence has `len` tokens. With `keep` the state after a whole page is
     /// kept for a resume there.
     pub fn commit(&mut self, len: usize, keep: bool) {
+        let in_place = self.current.as_ref().filter(|_| self.next.is_none());
+        debug_assert!(
+            in_place.is_none_or(|slot| !slot.stored().is_set()),
+            "a store has copies of held states only, and nobody writes to those"
+        );
         self.current = self.next.take().or(self.current.take());
         if keep && len.is_multiple_of(PAGE_TOKENS) {
             self.kept = self.current.clone().map(|slot| (len, slot));
@@ -82,6 +87,13 @@ impl RecurrentState {
     /// Gives up a kept state that no resume at `point` or later needs.
     pub fn trim(&mut self, point: usize) {
         self.kept = self.kept.take().filter(|(at, _)| *at >= point);
+    }
+
+    /// Slots held, some of them twice.
+    #[cfg(test)]
+    pub fn ids(&self) -> impl Iterator<Item = StateId> {
+        let kept = self.kept.as_ref().map(|(_, slot)| slot);
+        [self.current.as_ref(), self.next.as_ref(), kept].into_iter().flatten().map(StateSlot::id)
     }
 
     /// Different slots held.

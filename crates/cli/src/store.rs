@@ -6,7 +6,7 @@ use crate::options::{ModelArgs, OpenModel, parse_size, serialize_optional_size};
 use crate::progress::{bytes, note};
 use crate::transfer::TransferArgs;
 use anyhow::{Context, Result, bail};
-use oscar_backend::Backend;
+use oscar_backend::{Backend, DeltaShape};
 use oscar_models::DecoderConfig;
 use oscar_store::{
     Fingerprint, FingerprintParts, PageKind, RedisAddress, SharedAddress, Store, StoreLimits, StoreOptions,
@@ -89,6 +89,23 @@ impl StoreArgs {
         Ok(redis.transpose().context("--store-redis")?.map(SharedAddress::Redis))
     }
 
+    /// Refuses a place that cannot hold a recurrent state: no prefix would ever come back from it.
+    fn check_room(&self, transfer: &TransferArgs, state: usize) -> Result<()> {
+        for (flag, room) in [
+            ("--store-ram", self.store_ram),
+            ("--store-size", self.store_size),
+            ("--kv-transfer-memory", transfer.kv_transfer_memory),
+        ] {
+            if room.is_some_and(|room| room < state) {
+                bail!(
+                    "{flag}: a prefix needs a recurrent state of {}, for which there is no room: give more",
+                    bytes(state)
+                );
+            }
+        }
+        Ok(())
+    }
+
     /// Opens the store that the flags ask for, and the desk for pages of other machines.
     pub fn open(
         &self,
@@ -121,8 +138,10 @@ impl StoreArgs {
             bail!("{flags} need the prefix cache: leave out --no-prefix-cache");
         }
         let layout = backend.held_layout(&cache.layout);
-        let sizes = [layout.full_block_bytes(), layout.coded_block_bytes(), layout.sliding_block_bytes()];
-        let largest = sizes.into_iter().max().unwrap_or(0);
+        self.check_room(transfer, layout.state_bytes())?;
+        let kinds = PageKind::of(&layout);
+        let largest = kinds.iter().map(|kind| kind.bytes(&layout)).max().unwrap_or(0);
+        let pace = pace(backend);
         let options = StoreOptions {
             ram: self.store_ram,
             directory: self.store.clone(),
@@ -130,8 +149,10 @@ impl StoreArgs {
             shared: self.shared()?,
             peers: transfer.fetches(),
             most_page_bytes: largest,
-            kinds: PageKind::of(&layout),
-            ..pace(backend)
+            kinds,
+            // A turn ends with up to two states, at the end of its prompt and of its answer.
+            queue: pace.queue.max(4 * layout.state_bytes()),
+            ..pace
         };
         let (fingerprint, about) = fingerprint(args, model, cache, backend);
         let desk = transfer.desk(fingerprint);
@@ -187,11 +208,14 @@ fn fingerprint(
         let layers = hybrid.host_layers()?.min(model.config.mixtures().count());
         (layers > 0).then(|| Some(format!("{layers}, {}", hybrid.host()?.kernels().variant())))?
     });
-    let parts = FingerprintParts::default();
-    let parts = match &on_cpu {
-        Some(layers) => parts.text("layers with experts on the CPU", layers),
-        None => parts,
-    };
+    // Only models and devices with such parts name them, so that the stores of others stay valid.
+    let mut parts = FingerprintParts::default();
+    if let Some(layers) = &on_cpu {
+        parts = parts.text("layers with experts on the CPU", layers);
+    }
+    if layout.has_states() {
+        parts = parts.text("states", DeltaShape::STATE_ORDER);
+    }
     parts
         .note("model", model.name)
         .text("weights", &model.weights)

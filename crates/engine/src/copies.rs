@@ -15,17 +15,55 @@ pub struct Copy {
     pub block: BlockId,
 }
 
-impl Copy {
-    pub fn new(page: PageRef<'_>, progress: usize, block: BlockId, bytes: usize) -> Self {
-        Self { page: Page::new(page, progress, bytes), block }
-    }
-}
-
 /// Reads the bytes of all copies at once; `false` if that failed.
 pub fn fill<B: Backend>(runner: &Runner<B>, copies: &mut [Copy]) -> bool {
     let mut blocks: Vec<_> = copies.iter_mut().map(|copy| (copy.block, copy.page.payload())).collect();
     let read = runner.read_blocks(&mut blocks);
     read.inspect_err(|error| tracing::warn!(%error, "pages could not be read for a copy")).is_ok()
+}
+
+/// A page of an offer.
+pub struct OfferedPage<'a> {
+    offer: &'a BlockOffer,
+    pub kind: PageKind,
+    progress: usize,
+    block: BlockId,
+    stored: StoredFlag,
+}
+
+/// The pages of an offer.
+pub fn pages_of(offer: &BlockOffer) -> impl Iterator<Item = OfferedPage<'_>> {
+    let page = move |kind, progress, block, stored: &StoredFlag| {
+        let stored = stored.clone();
+        OfferedPage { offer, kind, progress, block, stored }
+    };
+    let BlockOffer { full, coded, sliding, state, .. } = offer;
+    let full = full.iter().map(move |p| page(PageKind::Full, 0, BlockId::Full(p.id()), p.stored()));
+    let sliding =
+        sliding.iter().map(move |p| page(PageKind::Sliding, 0, BlockId::Sliding(p.id()), p.stored()));
+    let state = state.iter().map(move |p| page(PageKind::State, 0, BlockId::State(p.id()), p.stored()));
+    let coded = coded.iter().map(move |p| match p.is_complete() {
+        true => page(PageKind::Coded, p.coded(), BlockId::Coded(p.id()), p.stored()),
+        // A part may grow, so it is written again.
+        false => page(PageKind::Part, p.coded(), BlockId::Coded(p.id()), &StoredFlag::default()),
+    });
+    full.chain(sliding).chain(state).chain(coded)
+}
+
+impl OfferedPage<'_> {
+    /// Tokens up to the end of the block.
+    fn end(&self) -> usize {
+        (self.offer.block + 1) * PAGE_TOKENS
+    }
+
+    fn name(&self) -> PageName {
+        PageName { hash: self.offer.hash, block: self.offer.block as u32, kind: self.kind }
+    }
+
+    fn copy(&self, layout: &CacheLayout) -> Copy {
+        let page = PageRef { name: self.name(), tokens: &self.offer.tokens };
+        Copy { page: Page::new(page, self.progress, self.block.bytes(layout)), block: self.block }
+    }
 }
 
 /// Pages that are copied for the store together.
@@ -43,58 +81,44 @@ pub struct Gathered {
 }
 
 impl Gathered {
-    /// Adds a page of this kind and progress, unless the store has it.
-    pub fn add(
-        &mut self,
-        layout: &CacheLayout,
-        offer: &BlockOffer,
-        (kind, progress): (PageKind, usize),
-        block: BlockId,
-        stored: &StoredFlag,
-    ) {
-        let name = PageName { hash: offer.hash, block: offer.block as u32, kind };
-        if stored.is_set() {
-            return self.used.push((name, stored.clone()));
+    /// Adds a page, unless the store has it.
+    pub fn add(&mut self, layout: &CacheLayout, page: &OfferedPage<'_>) {
+        if page.stored.is_set() {
+            return self.used.push((page.name(), page.stored.clone()));
         }
-        let bytes = block.bytes(layout);
+        let bytes = page.block.bytes(layout);
         if self.bytes > 0 && self.bytes + bytes > OFFER_BYTES {
             self.dropped += 1;
             return;
         }
         self.bytes += bytes;
-        self.copies.push(Copy::new(PageRef { name, tokens: &offer.tokens }, progress, block, bytes));
-        self.flags.push(stored.clone());
+        self.copies.push(page.copy(layout));
+        self.flags.push(page.stored.clone());
     }
 }
 
 /// Copies of everything that a resume at the end of `key` needs, with the number of tokens that they
-/// cover. `None` if they have more bytes than `has_room` allows.
+/// cover. Of recurrent states that is the one after `resume` tokens; without it pages are of no use.
+/// `None` if they have more bytes than `has_room` allows.
 pub fn copies<B: Backend>(
     runner: &Runner<B>,
     cache: &RadixCache,
     key: PrefixKey<'_>,
+    resume: usize,
     has_room: impl FnOnce(usize) -> bool,
 ) -> Option<(Vec<Page>, usize)> {
-    let offers = cache.offers(key, 0, true);
-    let mut wanted = Vec::new();
-    for offer in &offers {
-        let full = offer.full.as_ref().map(|page| (PageKind::Full, 0, BlockId::Full(page.id())));
-        let coded = offer.coded.as_ref().map(|page| {
-            let kind = if page.is_complete() { PageKind::Coded } else { PageKind::Part };
-            (kind, page.coded(), BlockId::Coded(page.id()))
-        });
-        let sliding = offer.sliding.as_ref().map(|page| (PageKind::Sliding, 0, BlockId::Sliding(page.id())));
-        wanted.extend(full.into_iter().chain(coded).chain(sliding).map(|page| (offer, page)));
+    let (layout, offers) = (runner.layout(), cache.offers(key, 0, true));
+    let is_state = |page: &OfferedPage<'_>| page.kind == PageKind::State;
+    let mut wanted: Vec<OfferedPage<'_>> =
+        offers.iter().flat_map(pages_of).filter(|page| !is_state(page) || page.end() == resume).collect();
+    if layout.has_states() && !wanted.iter().any(is_state) {
+        wanted.clear();
     }
-    if !has_room(wanted.iter().map(|(_, (_, _, block))| block.bytes(runner.layout())).sum()) {
+    if !has_room(wanted.iter().map(|page| page.block.bytes(layout)).sum()) {
         return None;
     }
-    let page = |(offer, (kind, progress, block)): (&BlockOffer, (PageKind, usize, BlockId))| {
-        let name = PageName { hash: offer.hash, block: offer.block as u32, kind };
-        let page = PageRef { name, tokens: &offer.tokens };
-        Copy::new(page, progress, block, block.bytes(runner.layout()))
-    };
-    let mut copies: Vec<Copy> = wanted.into_iter().map(page).collect();
+    let mut copies: Vec<Copy> = wanted.iter().map(|page| page.copy(layout)).collect();
+    let tokens = wanted.iter().map(OfferedPage::end).max().unwrap_or(0);
     let pages = fill(runner, &mut copies).then(|| copies.into_iter().map(|copy| copy.page).collect())?;
-    Some((pages, offers.last().map_or(0, |offer| (offer.block + 1) * PAGE_TOKENS)))
+    Some((pages, tokens))
 }

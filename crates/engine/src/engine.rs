@@ -189,11 +189,6 @@ impl Engine {
             let why = "a page store needs the prefix cache and a device whose pages can be copied";
             return Err(std::io::Error::new(std::io::ErrorKind::Unsupported, why));
         }
-        if copies && runner.layout().has_states() {
-            let why = "the model has layers with a recurrent state (gated delta nets), which a page store does \
-                       not keep yet: leave the store and KV transfers out";
-            return Err(std::io::Error::new(std::io::ErrorKind::Unsupported, why));
-        }
         let layout = runner.layout().clone();
         let evictable = row_cap::allowed(&runner);
         let post = match &options.post {

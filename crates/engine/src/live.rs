@@ -66,6 +66,8 @@ pub struct Live {
     pub span: Span,
     /// Blocks of the prompt that the page store brought back, and from where.
     pub restored: Vec<(usize, Tier)>,
+    /// Tokens of the prompt of which the page store has something.
+    pub known: usize,
     /// Caps the quantized rows of its conversation.
     pub cap: Option<RowCap>,
     /// Its turn, if it may read a view of a history that stays whole.
@@ -121,6 +123,7 @@ impl Live {
             sink,
             span,
             restored: Vec::new(),
+            known: 0,
             cap,
             post,
         };
@@ -164,8 +167,8 @@ impl Live {
 
     /// Lengths at which its sequences pause: where they are compacted, where a turn begins to read its
     /// view, or in models with recurrent states where a state is to be kept. Those are the end of what the
-    /// tree has `stored` of the prompt, because others may branch there too, and the point from which the
-    /// same prompt would resume.
+    /// tree or the page store has `stored` of the prompt, because others may branch there too, and the
+    /// point from which the same prompt would resume.
     pub fn pauses(&self, stored: Option<usize>) -> Option<Pauses> {
         if let Some(stored) = stored {
             let end = resume_point(self.usage.prompt_tokens);

@@ -159,7 +159,7 @@ impl<B: Backend> Serving<B> {
         let cache = self.cache.as_ref().filter(|_| self.runner.layout().has_states());
         let stored =
             cache.map(|cache| cache.stored_tokens(live.choices[&0].prefix(live.usage.prompt_tokens)));
-        if let Some(pauses) = live.pauses(stored) {
+        if let Some(pauses) = live.pauses(stored.map(|stored| stored.max(live.known))) {
             self.scheduler.pause(first, pauses);
         }
     }
@@ -344,15 +344,17 @@ impl<B: Backend> Serving<B> {
         self.continue_choice(work.id, scores, vocab);
     }
 
-    /// Keeps the state at the point from which the same prompt will resume, before the sequence, which has
-    /// `stored` tokens in the prefix cache, passes it.
+    /// Keeps the state at the point from which the same prompt will resume, and where the prompt leaves what
+    /// the page store has, before the sequence, which has `stored` tokens in the prefix cache, passes it.
     fn mark_resume(&mut self, work: &Work, stored: usize) {
         let (Some(live), Some(cache)) = (self.live.get(work.id.request), &mut self.cache) else { return };
         let prompt = live.usage.prompt_tokens;
-        let is_there = work.start < prompt && stored == resume_point(prompt);
+        // Not where a hit began: its state was kept before.
+        let parts = stored == live.known && work.start < stored;
+        let is_there = work.start < prompt && (parts || stored == resume_point(prompt));
         let choice = live.choices.get(&work.id.choice);
         if let Some(choice) = choice.filter(|_| self.runner.layout().has_states() && is_there) {
-            cache.mark_prompt(choice.prefix(prompt));
+            cache.mark_prompt(choice.prefix(stored + 1));
         }
     }
 

@@ -2,7 +2,8 @@
 //!
 //! Pages go to the store when they are computed, not when they are evicted: a process that is
 //! killed has no time to save anything, and eviction never has to wait. Quantized pages go as they
-//! become complete, the full-precision pages of a window when a prompt or an answer ends.
+//! become complete, the full-precision pages of a window and the recurrent state when a prompt or an
+//! answer ends.
 //!
 //! A request whose prompt the prefix tree does not hold waits beside the scheduler while threads of
 //! the store look its pages up and read them. The engine thread copies a bounded number of bytes
@@ -14,14 +15,13 @@
 //!
 //! **Invariant:** a page that is late, gone or damaged makes a shorter prefix, never another answer.
 
-use crate::copies::{Gathered, fill};
+use crate::copies::{Gathered, OfferedPage, fill, pages_of};
 use crate::request::{CachedByTier, RequestId};
 use oscar_backend::{Backend, BlockId};
 use oscar_cache::{
-    CacheSalt, PageHash, PageKind, PrefixKey, RadixCache, Reclaimed, RestoredPage, StoredFlag, TakenPages,
-    WantedPage,
+    CacheSalt, PageHash, PageKind, PrefixKey, RadixCache, Reclaimed, RestoredPage, TakenPages, WantedPage,
 };
-use oscar_codec::{BlockCounts, CacheLayout, PAGE_TOKENS};
+use oscar_codec::{CacheLayout, PAGE_TOKENS};
 use oscar_runner::{Runner, StepError};
 use oscar_store::{FetchedPage, Loaded, PeerTicket, RemotePages, Reply, Store, StoreReader, Tier};
 use std::collections::{BTreeMap, VecDeque};
@@ -66,6 +66,8 @@ struct Restore {
     fetched: VecDeque<FetchedPage>,
     /// The tier of each block that was restored.
     restored: Vec<(usize, Tier)>,
+    /// Tokens of the prompt of which the store has something.
+    known: usize,
     /// A page was missing, or there was no room: the rest is of no use.
     broken: bool,
     /// The other machine that the pages come from, if they do not come from the store.
@@ -94,6 +96,8 @@ impl Restore {
 pub struct Restored {
     pub request: RequestId,
     pub blocks: Vec<(usize, Tier)>,
+    /// Tokens of its prompt of which the store has something: other prompts may part from it there.
+    pub known: usize,
 }
 
 /// What [`PageTiers::advance`] did.
@@ -167,6 +171,7 @@ impl PageTiers {
             answered: Instant::now(),
             fetched: VecDeque::new(),
             restored: Vec::new(),
+            known: 0,
             broken: false,
             remote,
         };
@@ -205,7 +210,8 @@ impl PageTiers {
         let done = |restore: &Restore| restore.is_done();
         for (_, restore) in self.restores.extract_if(.., |_, restore| done(restore)) {
             restore.remote.iter().for_each(|remote| self.reader.release(remote));
-            advance.ready.push(Restored { request: restore.request, blocks: restore.restored });
+            let Restore { request, restored: blocks, known, .. } = restore;
+            advance.ready.push(Restored { request, blocks, known });
         }
         Ok(advance)
     }
@@ -229,7 +235,7 @@ impl PageTiers {
         }
     }
 
-    fn take(&mut self, reply: Reply, cache: &RadixCache) {
+    fn take(&mut self, reply: Reply, cache: &mut RadixCache) {
         let is_usable = self.is_usable();
         match reply {
             Reply::Found { id, chain, kinds } => {
@@ -244,8 +250,13 @@ impl PageTiers {
                         is_usable && self.reader.look_up(id, restore.salt, restore.tokens.clone(), None);
                     return;
                 }
+                restore.known = kinds.len() * PAGE_TOKENS;
                 // Another machine has what an exact resume needs, or is of no use.
-                if let Some(plan) = cache.plan_restore(restore.key(), &kinds, is_remote) {
+                let plan = cache.plan_restore(restore.key(), &kinds, is_remote);
+                if !is_remote && cache.lacks_state(restore.key(), &kinds, plan.as_ref()) {
+                    self.store.note_missing_state();
+                }
+                if let Some(plan) = plan {
                     tracing::debug!(
                         request = restore.request.0,
                         tokens = plan.len,
@@ -289,26 +300,11 @@ impl PageTiers {
         let mut gathered = Gathered { bytes: self.offered, ..Gathered::default() };
         let layout = runner.layout();
         let offers = cache.offers(key, from, ends);
-        // Windows first: they are few, and the quantized pages of most prefixes are stored already.
-        for offer in &offers {
-            let Some(page) = &offer.full else { continue };
-            let block = BlockId::Full(page.id());
-            gathered.add(layout, offer, (PageKind::Full, 0), block, page.stored());
-        }
-        for offer in &offers {
-            let Some(page) = &offer.sliding else { continue };
-            let block = BlockId::Sliding(page.id());
-            gathered.add(layout, offer, (PageKind::Sliding, 0), block, page.stored());
-        }
-        for offer in &offers {
-            let Some(page) = &offer.coded else { continue };
-            let part = StoredFlag::default();
-            let (kind, stored) = match page.is_complete() {
-                true => (PageKind::Coded, page.stored()),
-                false => (PageKind::Part, &part),
-            };
-            gathered.add(layout, offer, (kind, page.coded()), BlockId::Coded(page.id()), stored);
-        }
+        // Windows and states first: they are few, and the quantized pages of most prefixes are stored
+        // already.
+        let is_quantized = |page: &OfferedPage<'_>| matches!(page.kind, PageKind::Coded | PageKind::Part);
+        let (quantized, first): (Vec<_>, Vec<_>) = offers.iter().flat_map(pages_of).partition(is_quantized);
+        first.iter().chain(&quantized).for_each(|page| gathered.add(layout, page));
         let Gathered { mut copies, flags, used, dropped, bytes } = gathered;
         self.offered = bytes;
         self.store.note_dropped(dropped);
@@ -335,11 +331,7 @@ fn order(reader: &StoreReader, ticket: u64, restore: &mut Restore, layout: &Cach
         while bytes < most_bytes.max(1)
             && let Some(page) = restore.wanted.pop_front()
         {
-            bytes += match page.kind {
-                PageKind::Full => layout.full_block_bytes(),
-                PageKind::Coded | PageKind::Part => layout.coded_block_bytes(),
-                PageKind::Sliding => layout.sliding_block_bytes(),
-            };
+            bytes += page.kind.bytes(layout);
             wanted.push(page);
         }
         let (chain, tokens) = (restore.chain.clone(), restore.tokens.clone());
@@ -381,6 +373,7 @@ fn load<B: Backend>(
             RestoredPage::Full(page) => (BlockId::Full(page.id()), page.stored()),
             RestoredPage::Coded(page) => (BlockId::Coded(page.id()), page.stored()),
             RestoredPage::Sliding(page) => (BlockId::Sliding(page.id()), page.stored()),
+            RestoredPage::State(state) => (BlockId::State(state.id()), state.stored()),
         };
         if loaded.payload().len() != block.bytes(runner.layout()) {
             tracing::warn!(?block, "a page of the store does not fit this cache");
@@ -415,19 +408,14 @@ fn place<B: Backend>(
     reclaimed: &mut Reclaimed,
 ) -> Result<Option<RestoredPage>, StepError> {
     let is_possible = match kind {
-        PageKind::Full | PageKind::Sliding => true,
+        PageKind::Full | PageKind::Sliding | PageKind::State => true,
         PageKind::Coded => progress == 2 * PAGE_TOKENS,
         PageKind::Part => progress < 2 * PAGE_TOKENS,
     };
     if !is_possible {
         return Ok(None);
     }
-    let mut counts = BlockCounts::default();
-    match kind {
-        PageKind::Full => counts.full = 1,
-        PageKind::Coded | PageKind::Part => counts.coded = 1,
-        PageKind::Sliding => counts.sliding = 1,
-    }
+    let counts = kind.counts();
     let mut taken = runner.pool().take(counts);
     if let Err(full) = taken {
         let missing = full.wanted - full.free;
@@ -437,11 +425,13 @@ fn place<B: Backend>(
         *reclaimed += cache.reclaim(missing);
         taken = runner.pool().take(counts);
     }
-    let Ok(TakenPages { full, coded, sliding, .. }) = taken else { return Ok(None) };
+    let Ok(TakenPages { full, coded, sliding, states }) = taken else { return Ok(None) };
     coded.iter().for_each(|page| page.mark_coded(progress));
+    let full = full.into_iter().map(RestoredPage::Full);
     let coded = coded.into_iter().map(RestoredPage::Coded);
-    let mut pages = full.into_iter().map(RestoredPage::Full).chain(coded);
-    Ok(pages.next().or_else(|| sliding.into_iter().map(RestoredPage::Sliding).next()))
+    let sliding = sliding.into_iter().map(RestoredPage::Sliding);
+    let states = states.into_iter().map(RestoredPage::State);
+    Ok(full.chain(coded).chain(sliding).chain(states).next())
 }
 
 /// Tokens of a hit of `stored` tokens that came from each tier.

@@ -234,6 +234,7 @@ fn number(block: BlockId) -> u32 {
         BlockId::Full(id) => id.0,
         BlockId::Coded(id) => id.0,
         BlockId::Sliding(id) => id.0,
+        BlockId::State(id) => id.0,
     }
 }
 
@@ -241,7 +242,7 @@ fn mirrored(block: BlockId, mirror: (u32, u32)) -> BlockId {
     match block {
         BlockId::Full(id) => BlockId::Full(FullPageId(mirror.0 - id.0)),
         BlockId::Coded(id) => BlockId::Coded(CodedPageId(mirror.1 - id.0)),
-        sliding => sliding,
+        other => other,
     }
 }
 

@@ -263,6 +263,7 @@ impl CudaPages {
             BlockId::Full(FullPageId(id)) => (&self.pieces[0], &self.full, id),
             BlockId::Coded(CodedPageId(id)) => (&self.pieces[1], &self.coded, id),
             BlockId::Sliding(_) => return Err(CudaError::lacks(Feature::SlidingWindow)),
+            BlockId::State(_) => return Err(CudaError::lacks(Feature::DeltaNet)),
         };
         match regions.iter().all(|region| (id as usize + 1) * region.page_bytes <= region.mapped) {
             true => Ok((pieces, id)),
@@ -278,6 +279,7 @@ impl CudaPages {
                 BlockId::Full(id) => full = full.max(id.0 as usize + 1),
                 BlockId::Coded(id) => coded = coded.max(id.0 as usize + 1),
                 BlockId::Sliding(_) => return Err(CudaError::lacks(Feature::SlidingWindow)),
+                BlockId::State(_) => return Err(CudaError::lacks(Feature::DeltaNet)),
             }
         }
         self.ensure(full, coded)

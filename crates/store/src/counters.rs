@@ -25,6 +25,8 @@ pub struct StoreStats {
     pub shared_hits: u64,
     /// Pages that were looked for and not there.
     pub misses: u64,
+    /// Prompts whose last stored page has no recurrent state, in models that need one.
+    pub missing_states: u64,
     /// Pages that were there at the look-up and gone when they were to be read.
     pub vanished: u64,
     pub ram_read_bytes: u64,
@@ -81,6 +83,7 @@ counters!(
     disk_hits,
     shared_hits,
     misses,
+    missing_states,
     vanished,
     ram_read_bytes,
     disk_read_bytes,

@@ -217,7 +217,8 @@ impl PageStore for DirectoryStore {
                 kinds.contains(&kind) && path.try_exists().unwrap_or(false)
             };
             let (full, coded, sliding) = (has(PageKind::Full), has(PageKind::Coded), has(PageKind::Sliding));
-            StoredKinds { full, coded, part: full && !coded && has(PageKind::Part), sliding }
+            let (part, state) = (full && !coded && has(PageKind::Part), has(PageKind::State));
+            StoredKinds { full, coded, part, sliding, state }
         };
         pages.iter().enumerate().map(found).take_while(|found| !found.is_empty()).collect()
     }

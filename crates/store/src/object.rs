@@ -10,6 +10,8 @@
 //!  80  block          u32
 //!  84  progress       u32                 all numbers little-endian
 //! ```
+//!
+//! A recurrent state is a page too: its tokens are those of the block that it follows.
 
 use crate::fingerprint::Fingerprint;
 use oscar_cache::{PageHash, PageKind};
@@ -206,15 +208,18 @@ pub(crate) fn extension(kind: PageKind) -> &'static str {
         PageKind::Coded => "coded",
         PageKind::Part => "part",
         PageKind::Sliding => "sliding",
+        PageKind::State => "state",
     }
 }
 
+/// DO NOT CHANGE: headers and questions of other machines have these numbers.
 pub(crate) fn kind_number(kind: PageKind) -> u32 {
     match kind {
         PageKind::Full => 0,
         PageKind::Coded => 1,
         PageKind::Part => 2,
         PageKind::Sliding => 3,
+        PageKind::State => 4,
     }
 }
 
@@ -269,6 +274,13 @@ mod tests {
         }
     }
 
+    /// Stored headers and names have these.
+    #[test]
+    fn kinds_keep_their_numbers_and_endings() {
+        let named = PageKind::ALL.map(|kind| (kind_number(kind), extension(kind)));
+        assert_eq!(named, [(0, "full"), (1, "coded"), (2, "part"), (3, "sliding"), (4, "state")]);
+    }
+
     #[test]
     fn other_pages_other_tokens_and_other_models_are_refused() {
         let tokens: Vec<u32> = (5..69).collect();
@@ -282,7 +294,11 @@ mod tests {
         let mut changed = tokens.clone();
         changed[63] += 1;
         assert_eq!(verify(&fingerprint, name, &changed), Some(Defect::Corrupt("the tokens are others")));
-        for name in [PageName { block: 1, ..name }, PageName { kind: PageKind::Full, ..name }] {
+        for name in [
+            PageName { block: 1, ..name },
+            PageName { kind: PageKind::Full, ..name },
+            PageName { kind: PageKind::State, ..name },
+        ] {
             assert!(matches!(verify(&fingerprint, name, &tokens), Some(Defect::Corrupt(_))));
         }
     }

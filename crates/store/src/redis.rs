@@ -18,7 +18,7 @@ use std::str::FromStr;
 use std::sync::Mutex;
 use std::time::Duration;
 
-/// How long a connection may take to be made, and an exchange to end.
+/// How long a connection may take to be made, and an exchange without states to end.
 const CONNECT: Duration = Duration::from_secs(1);
 const EXCHANGE: Duration = Duration::from_secs(2);
 /// Connections that are kept open between two uses.
@@ -135,8 +135,8 @@ impl RedisStore {
         lock(&self.idle).clear();
     }
 
-    /// Sends commands and reads their replies; `None` if the server cannot be used.
-    fn run(&self, commands: &[u8], count: usize) -> Option<Vec<Reply>> {
+    /// Sends commands and reads their replies within a time; `None` if the server cannot be used.
+    fn run(&self, commands: &[u8], count: usize, time: Duration) -> Option<Vec<Reply>> {
         if count == 0 {
             return Some(Vec::new());
         }
@@ -144,7 +144,7 @@ impl RedisStore {
             return None;
         }
         let run = |stream: TcpStream| -> io::Result<Vec<Reply>> {
-            let replies = exchange(&stream, commands, count, self.shared.most_bytes, EXCHANGE)?;
+            let replies = exchange(&stream, commands, count, self.shared.most_bytes, time)?;
             let mut idle = lock(&self.idle);
             if idle.len() < IDLE_CONNECTIONS {
                 idle.push(stream);
@@ -165,10 +165,11 @@ impl RedisStore {
         format!("oscar:{}:{}", self.shared.fingerprint.folder(), name.file_name()).into_bytes()
     }
 
-    /// Runs one command for each page.
-    fn each<'a>(
+    /// Runs one command for each page, within a time.
+    fn each(
         &self,
-        names: impl Iterator<Item = &'a PageName>,
+        names: &[PageName],
+        time: Duration,
         parts: impl Fn(&mut Vec<u8>, &[u8]),
     ) -> Option<Vec<Reply>> {
         let (mut commands, mut count) = (Vec::new(), 0);
@@ -176,13 +177,13 @@ impl RedisStore {
             parts(&mut commands, &self.key(name));
             count += 1;
         }
-        self.run(&commands, count)
+        self.run(&commands, count, time)
     }
 
     fn load(&self, page: &PageRef<'_>, bytes: Vec<u8>) -> Option<Loaded> {
         let loaded = self.shared.verify(page, bytes);
         if loaded.is_none() {
-            self.each([page.name].iter(), |to, key| command(to, &[b"DEL", key]));
+            self.each(&[page.name], EXCHANGE, |to, key| command(to, &[b"DEL", key]));
         }
         loaded
     }
@@ -193,7 +194,7 @@ impl RedisStore {
         // A part may have grown since; everything else is the same whoever writes it.
         if page.name.kind != PageKind::Part {
             command(&mut commands, &[b"EXISTS", &key]);
-            match self.run(&commands, 1).as_deref() {
+            match self.run(&commands, 1, EXCHANGE).as_deref() {
                 Some([Reply::Number(1)]) => return true,
                 Some(_) => commands.clear(),
                 None => return false,
@@ -203,7 +204,7 @@ impl RedisStore {
             Some(age) => command(&mut commands, &[b"SET", &key, &page.bytes, b"EX", age.as_bytes()]),
             None => command(&mut commands, &[b"SET", &key, &page.bytes]),
         }
-        match self.run(&commands, 1).as_deref() {
+        match self.run(&commands, 1, self.shared.time(EXCHANGE, [&page.name])).as_deref() {
             Some([Reply::Done]) => self.shared.written(page),
             Some([Reply::Refused(problem)]) if problem.starts_with("OOM") => self.shared.full(),
             Some(_) => self.shared.refused(),
@@ -218,7 +219,8 @@ impl PageStore for RedisStore {
             kinds.iter().map(move |&kind| PageName { hash, block: block as u32, kind })
         };
         let names: Vec<PageName> = pages.iter().enumerate().flat_map(names).collect();
-        let replies = self.each(names.iter(), |to, key| command(to, &[b"EXISTS", key])).unwrap_or_default();
+        let replies =
+            self.each(&names, EXCHANGE, |to, key| command(to, &[b"EXISTS", key])).unwrap_or_default();
         let there: Vec<bool> = replies.iter().map(|reply| *reply == Reply::Number(1)).collect();
         let stored = there.chunks(kinds.len().max(1)).map(|there| kinds_of(kinds, there));
         stored.take_while(|stored| !stored.is_empty()).collect()
@@ -226,7 +228,8 @@ impl PageStore for RedisStore {
 
     fn get_many(&self, pages: &[PageRef<'_>]) -> Vec<Option<Loaded>> {
         let names: Vec<PageName> = pages.iter().map(|page| page.name).collect();
-        let replies = self.each(names.iter(), |to, key| command(to, &[b"GET", key])).unwrap_or_default();
+        let time = self.shared.time(EXCHANGE, &names);
+        let replies = self.each(&names, time, |to, key| command(to, &[b"GET", key])).unwrap_or_default();
         let load = |(page, reply): (&PageRef<'_>, Option<Reply>)| match reply {
             Some(Reply::Value(Some(bytes))) => self.load(page, bytes),
             Some(Reply::Value(None)) | None => None,
@@ -243,7 +246,7 @@ impl PageStore for RedisStore {
     }
 
     fn touch_many(&self, pages: &[PageName]) -> Vec<bool> {
-        let replies = self.each(pages.iter(), |to, key| match &self.age {
+        let replies = self.each(pages, EXCHANGE, |to, key| match &self.age {
             Some(age) => command(to, &[b"EXPIRE", key, age.as_bytes()]),
             None => command(to, &[b"TOUCH", key]),
         });

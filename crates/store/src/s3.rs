@@ -17,17 +17,15 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 use ureq::Agent;
 
-/// How long a connection may take to be made, and an exchange to end.
+/// How long a connection may take to be made, and an exchange without a state to end.
 const CONNECT: Duration = Duration::from_secs(2);
 const EXCHANGE: Duration = Duration::from_secs(5);
 /// How long a signed address is valid.
 const SIGNED_FOR: Duration = Duration::from_secs(300);
 /// Exchanges at a time.
 const AT_A_TIME: usize = 16;
-/// Blocks whose objects are looked for in one round of a search.
-const BLOCKS_AT_A_TIME: usize = AT_A_TIME / PageKind::ALL.len();
-/// Blocks at each end of a prefix that are always looked up: the sink, the recent window and sliding
-/// windows of up to 1024 tokens.
+/// Blocks at each end of a prefix that are always looked up: the sink, the recent window, sliding windows
+/// of up to 1024 tokens, and the states at the last ends.
 const EDGE: usize = 20;
 const DEFAULT_REGION: &str = "us-east-1";
 
@@ -195,8 +193,10 @@ impl S3Store {
         let S3Address { bucket, credentials, .. } = &self.address;
         let object = self.object(&page.name);
         let url = bucket.get_object(Some(credentials), &object).sign(SIGNED_FOR);
+        let time = self.shared.time(EXCHANGE, [&page.name]);
         let answer = self.run(|| {
-            let mut answer = self.agent.get(url.as_str()).call()?;
+            let get = self.agent.get(url.as_str()).config().timeout_global(Some(time)).build();
+            let mut answer = get.call()?;
             let status = answer.status().as_u16();
             let most = self.shared.most_bytes as u64 + 1;
             let bytes = match status {
@@ -233,8 +233,10 @@ impl S3Store {
         }
         let S3Address { bucket, credentials, .. } = &self.address;
         let url = bucket.put_object(Some(credentials), &self.object(&page.name)).sign(SIGNED_FOR);
+        let time = self.shared.time(EXCHANGE, [&page.name]);
         let sent = self.run(|| {
-            let answer = self.agent.put(url.as_str()).send(page.bytes.as_slice())?;
+            let put = self.agent.put(url.as_str()).config().timeout_global(Some(time)).build();
+            let answer = put.send(page.bytes.as_slice())?;
             Ok((answer.status().as_u16(), Vec::new()))
         });
         match sent {
@@ -265,7 +267,7 @@ fn each<T: Sync, R: Send + Sync>(items: &[T], run: impl Fn(&T) -> R + Sync) -> V
 }
 
 /// Finds how much of a prefix of `blocks` blocks is stored. `look` returns the stored kinds of some
-/// blocks. A long prefix has thousands of objects, so few of them are looked up.
+/// blocks, `at_a_time` in one round. A long prefix has thousands of objects, so few of them are looked up.
 ///
 /// Blocks are written in order, so the end of the prefix is found by a search. Blocks between the two
 /// edges are assumed to have the kinds of `history`. A page that is missing there is a miss when it is
@@ -273,6 +275,7 @@ fn each<T: Sync, R: Send + Sync>(items: &[T], run: impl Fn(&T) -> R + Sync) -> V
 fn search(
     blocks: usize,
     history: StoredKinds,
+    at_a_time: usize,
     mut look: impl FnMut(&[usize]) -> Vec<StoredKinds>,
 ) -> Vec<StoredKinds> {
     let mut found = vec![history; blocks];
@@ -289,7 +292,7 @@ fn search(
             found[block] = kinds;
             low = block + 1;
         }
-        let (span, parts) = (high - low, BLOCKS_AT_A_TIME + 1);
+        let (span, parts) = (high - low, at_a_time.max(1) + 1);
         probes = (1..parts).map(|part| low + span * part / parts).collect();
         if span < parts {
             probes = (low..high).collect();
@@ -308,7 +311,7 @@ impl PageStore for S3Store {
     fn exists_prefix(&self, pages: &[PageHash], kinds: &[PageKind]) -> Vec<StoredKinds> {
         let mut history = StoredKinds::default();
         history.insert(if kinds.contains(&PageKind::Coded) { PageKind::Coded } else { PageKind::Full });
-        search(pages.len(), history, |blocks| {
+        search(pages.len(), history, AT_A_TIME / kinds.len().max(1), |blocks| {
             let name = |block: usize, kind| PageName { hash: pages[block], block: block as u32, kind };
             let names: Vec<PageName> =
                 blocks.iter().flat_map(|&block| kinds.iter().map(move |&kind| name(block, kind))).collect();
@@ -361,12 +364,14 @@ mod tests {
         assert_eq!(read("s3://pages", &KEYS[..1]).unwrap_err(), NoBucket::Keys);
     }
 
-    const HISTORY: StoredKinds = StoredKinds { full: false, coded: true, part: false, sliding: false };
+    const HISTORY: StoredKinds =
+        StoredKinds { full: false, coded: true, part: false, sliding: false, state: false };
 
-    /// A stored prefix: full pages in the first block and the last five, quantized pages in all.
+    /// A stored prefix: full pages in the first block and the last five, quantized pages in all, a state
+    /// at the end.
     fn stored(end: usize, block: usize) -> StoredKinds {
         let (coded, full) = (block < end, block < end && (block == 0 || block + 5 >= end));
-        StoredKinds { full, coded, ..StoredKinds::default() }
+        StoredKinds { full, coded, state: block + 1 == end, ..StoredKinds::default() }
     }
 
     #[test]
@@ -374,7 +379,7 @@ mod tests {
         for blocks in [0, 1, 2, 5, 6, 7, 16, 33, 100, 1563] {
             for end in (0..=blocks).filter(|end| *end < 40 || end % 97 == 0 || *end + 3 > blocks) {
                 let (mut rounds, mut asked) = (0, 0);
-                let found = search(blocks, HISTORY, |some| {
+                let found = search(blocks, HISTORY, AT_A_TIME / PageKind::ALL.len(), |some| {
                     (rounds, asked) = (rounds + 1, asked + some.len());
                     some.iter().map(|&block| stored(end, block)).collect()
                 });
@@ -384,7 +389,7 @@ mod tests {
             }
         }
         // A hole in the middle is found when its page is read; one at an edge, before.
-        let found = search(200, HISTORY, |some| {
+        let found = search(200, HISTORY, 4, |some| {
             some.iter()
                 .map(|&block| if block == 3 { StoredKinds::default() } else { stored(200, block) })
                 .collect()

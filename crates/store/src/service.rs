@@ -267,6 +267,11 @@ impl Store {
         add(&self.0.tiers.counters.timeouts, 1);
     }
 
+    /// Counts a prompt whose stored pages no state makes resumable.
+    pub fn note_missing_state(&self) {
+        add(&self.0.tiers.counters.missing_states, 1);
+    }
+
     /// Counts pages that were not even offered.
     pub fn note_dropped(&self, pages: usize) {
         add(&self.0.tiers.counters.dropped_writes, pages);

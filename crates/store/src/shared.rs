@@ -4,16 +4,19 @@
 use crate::counters::{Counters, add};
 use crate::fingerprint::Fingerprint;
 use crate::lock;
-use crate::object::{HEADER_BYTES, Loaded, PageRef, SealedPage};
+use crate::object::{HEADER_BYTES, Loaded, PageName, PageRef, SealedPage};
 use crate::redis::RedisAddress;
 #[cfg(feature = "s3")]
 use crate::s3::S3Address;
+use oscar_cache::PageKind;
 use std::fmt::Display;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// How long a server that failed is left alone.
 const REST: Duration = Duration::from_secs(10);
+/// Bytes of recurrent states that a server must carry in a second.
+const STATE_RATE: usize = 16 << 20;
 
 /// Where machines share pages.
 #[derive(Clone, Debug)]
@@ -37,6 +40,17 @@ impl Shared {
     pub fn new(fingerprint: Fingerprint, most_page_bytes: usize, counters: Arc<Counters>) -> Self {
         let most_bytes = most_page_bytes.saturating_add(HEADER_BYTES);
         Self { fingerprint, most_bytes, counters, rests_until: Mutex::default() }
+    }
+
+    /// How long an exchange may take that is given `usual` for pages and carries some of these. A
+    /// recurrent state is as large as many pages, and the largest of them.
+    pub(crate) fn time<'a>(
+        &self,
+        usual: Duration,
+        pages: impl IntoIterator<Item = &'a PageName>,
+    ) -> Duration {
+        let states = pages.into_iter().filter(|name| name.kind == PageKind::State).count();
+        usual + Duration::from_secs_f64(states as f64 * self.most_bytes as f64 / STATE_RATE as f64)
     }
 
     /// Whether the server is left alone now.

@@ -97,18 +97,19 @@ fn ls(dir: &Path, as_json: bool) -> Result<()> {
             .map(|page| page.used)
             .max()
             .and_then(|used| SystemTime::now().duration_since(used).ok());
-        let counts = [PageKind::Coded, PageKind::Full, PageKind::Part, PageKind::Sliding].map(count);
+        let counts =
+            [PageKind::Coded, PageKind::Full, PageKind::Part, PageKind::Sliding, PageKind::State].map(count);
         if as_json {
-            let [coded, full, part, sliding] = counts;
+            let [coded, full, part, sliding, states] = counts;
             println!(
                 "{}",
                 json!({"fingerprint": name, "model": fact("model"), "cache": fact("cache"), "device": fact("device"),
                        "coded_pages": coded, "full_pages": full, "part_pages": part,
-                       "sliding_pages": sliding, "bytes": size,
+                       "sliding_pages": sliding, "states": states, "bytes": size,
                        "idle_seconds": age.map(|age| age.as_secs())})
             );
         }
-        let [coded, full, part, sliding] = counts.map(|count| count.to_string());
+        let [coded, full, part, sliding, states] = counts.map(|count| count.to_string());
         let idle = age.map_or_else(String::new, |age| format!("{} s", age.as_secs()));
         lines.push(vec![
             name.to_owned(),
@@ -118,6 +119,7 @@ fn ls(dir: &Path, as_json: bool) -> Result<()> {
             full,
             part,
             sliding,
+            states,
             bytes(size as usize),
             idle,
         ]);
@@ -131,6 +133,7 @@ fn ls(dir: &Path, as_json: bool) -> Result<()> {
             "BF16",
             "parts",
             "sliding",
+            "states",
             "size",
             "unused for",
         ];

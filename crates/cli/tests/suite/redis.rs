@@ -2,9 +2,11 @@
 //!
 //! The server must be there in CI; elsewhere its absence is a printed note.
 
+use crate::families;
 use crate::python;
 use crate::server::{PATIENCE, Server};
 use crate::support::fail;
+use oscar_models::Family;
 use serde_json::{Value, json};
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -101,6 +103,32 @@ pub fn ask(server: &Server, number: usize) -> (String, u64) {
 
 pub fn flush(server: &Server) {
     assert_eq!(server.send("POST", "/flush_cache", None, Some(&json!({}))).status, 200);
+}
+
+/// Recurrent states are shared too, and one that is gone costs the hit.
+#[test]
+fn a_server_of_pages_shares_recurrent_states() {
+    let Some(redis) = Redis::start(None) else { return };
+    let (dir, url) = (families::folder(Family::Qwen3_5Moe), redis.url());
+    let model =
+        ["--model", dir.path().to_str().unwrap(), "--served-model-name", "oscar-15m", "--kv", "oscar2"];
+    let flags =
+        ["--device", "cpu", "--port", "0", "--context", "2048", "--threads", "1", "--store-redis", &url];
+    let serve = || Server::start_with(None, &[&model[..], &flags].concat());
+    let first = serve();
+    let expected = ask(&first, 1).0;
+    wait_until("pages are written", || first.metric("oscar_kv_store_queued_bytes") == 0.0);
+    let second = serve();
+    let (text, shared) = ask(&second, 1);
+    assert!(text == expected && shared > 400, "{shared}");
+    assert_eq!(second.metric("oscar_kv_store_missing_states_total"), 0.0);
+    let keys = redis.tell(&["KEYS oscar:*"]);
+    let states: Vec<&str> = keys.lines().filter(|line| line.ends_with(".state")).collect();
+    assert!(!states.is_empty(), "{keys}");
+    redis.tell(&[format!("DEL {}", states.join(" ")).as_str()]);
+    let third = serve();
+    assert_eq!(ask(&third, 1), (expected, 0));
+    assert_eq!(third.metric("oscar_kv_store_missing_states_total"), 1.0);
 }
 
 #[test]

@@ -1,7 +1,9 @@
 //! `oscar serve --store` and `oscar store`: conversations survive restarts and kills.
 
+use crate::families;
 use crate::server::{PATIENCE, Server, read_answer};
 use crate::support::{fail, json_lines, succeed};
+use oscar_models::Family;
 use oscar_store::PageKind;
 use serde_json::{Value, json};
 use std::path::Path;
@@ -77,6 +79,52 @@ fn a_restart_keeps_conversations_and_the_store_can_be_looked_at() {
     assert_eq!(json_lines(&["store", "prune", path, "--all", "--json"])[0]["left_bytes"], 0);
     let (code, message) = fail(&["store", "ls", "/nonexistent/folder"]);
     assert!(code == 1 && message.contains("/nonexistent/folder"), "{message}");
+}
+
+/// Recurrent states come back with the other pages. One that is damaged costs a hit and no answer.
+#[test]
+fn a_restart_keeps_recurrent_states() {
+    let (dir, folder) = (families::folder(Family::Qwen3Next), tempfile::tempdir().unwrap());
+    let (model, path) = (dir.path().to_str().unwrap(), folder.path().to_str().unwrap());
+    let on = ["--model", model, "--served-model-name", "oscar-15m", "--device", "cpu", "--port", "0"];
+    let flags =
+        [&on[..], &["--kv", "oscar2", "--context", "2048", "--threads", "1", "--store", path]].concat();
+    let serve = || Server::start_with(None, &flags);
+    let mut server = serve();
+    let (cold, _) = ask(&server, 1);
+    server.signal("-TERM");
+    server.wait();
+
+    let mut server = serve();
+    let (again, usage) = ask(&server, 1);
+    let details = &usage["prompt_tokens_details"];
+    let cached = details["cached_tokens"].as_u64().unwrap();
+    assert!(again == cold && cached > usage["prompt_tokens"].as_u64().unwrap() - 65, "{usage}");
+    assert_eq!(details["cached_tokens_by_tier"], json!({"tree": 0, "ram": 0, "disk": cached}));
+    assert_eq!(server.metric("oscar_kv_store_missing_states_total"), 0.0);
+    server.signal("-TERM");
+    server.wait();
+
+    let listed = json_lines(&["store", "ls", path, "--json"]);
+    assert_eq!(listed[0]["states"], 2, "the ends of the prompt and of the answer: {listed:?}");
+    assert_eq!(json_lines(&["store", "verify", path, "--json"])[0]["corrupt"], 0);
+    let pages = oscar_store::list(folder.path()).unwrap().pages;
+    for state in pages.iter().filter(|page| page.kind == PageKind::State) {
+        let mut bytes = std::fs::read(&state.path).unwrap();
+        *bytes.last_mut().unwrap() ^= 4;
+        std::fs::write(&state.path, bytes).unwrap();
+    }
+    assert_eq!(fail(&["store", "verify", path]).0, 1);
+    let server = serve();
+    let (again, usage) = ask(&server, 1);
+    assert_eq!((again, &usage["prompt_tokens_details"]["cached_tokens"]), (cold, &json!(0)));
+    assert_eq!(server.metric("oscar_kv_store_corrupt_total"), 1.0);
+    drop(server);
+
+    let message = fail(&[&["serve", "--store-ram", "1K"], &on[..]].concat()).1;
+    assert!(message.contains("--store-ram") && message.contains("recurrent state"), "{message}");
+    let message = fail(&[&["serve", "--kv-budget", "512"], &on[..]].concat()).1;
+    assert!(message.contains("--kv-budget") && message.contains("gated delta nets"), "{message}");
 }
 
 /// Killed in the middle of writing, again and again: no page is damaged, every answer is the same.

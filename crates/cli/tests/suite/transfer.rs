@@ -227,6 +227,15 @@ fn a_prompt_of_a_sliding_model_continues_on_another_machine() {
     assert!(pages > 8.0, "{pages}");
 }
 
+/// The recurrent state at the end of the prompt travels with the pages.
+#[test]
+fn a_prompt_of_a_delta_model_continues_on_another_machine() {
+    let dir = folder(Family::Qwen3_5);
+    let path = dir.path().to_str().unwrap();
+    let model = ["--model", path, "--served-model-name", "oscar-15m", "--kv", "oscar2", "--device", "cpu"];
+    continues_elsewhere(&model);
+}
+
 /// Latent rows travel as they are.
 #[test]
 fn a_prompt_of_a_latent_model_continues_on_another_machine() {

@@ -7,6 +7,7 @@ use crate::request::{Event, PageTransfer, RequestId};
 use crate::scheduler::SequenceId;
 use crate::store::{Advance, Restored};
 use oscar_backend::Backend;
+use oscar_cache::resume_point;
 use oscar_codec::PAGE_TOKENS;
 
 impl<B: Backend> Serving<B> {
@@ -31,9 +32,10 @@ impl<B: Backend> Serving<B> {
             Ok(())
         })?;
         self.statistics.note_reclaimed(&advance.reclaimed);
-        for Restored { request, blocks } in advance.ready {
+        for Restored { request, blocks, known } in advance.ready {
             if let Some(live) = self.live.get_mut(request) {
                 live.restored = blocks;
+                live.known = known;
             }
             self.schedule(request);
         }
@@ -50,7 +52,8 @@ impl<B: Backend> Serving<B> {
             return;
         }
         let first = &live.choices[&0];
-        let copies = copies(&self.runner, cache, first.prefix(first.published), |bytes| desk.has_room(bytes));
+        let (key, resume) = (first.prefix(first.published), resume_point(live.usage.prompt_tokens));
+        let copies = copies(&self.runner, cache, key, resume, |bytes| desk.has_room(bytes));
         let ticket = copies.and_then(|(pages, tokens)| desk.keep(pages, tokens));
         live.events.push(Event::Kept(ticket));
     }

@@ -134,7 +134,7 @@ fn hits_begin_at_kept_states_and_choices_share_them() {
 }
 
 #[test]
-fn eviction_stores_and_ranks_are_refused_by_name() {
+fn eviction_and_ranks_are_refused_by_name() {
     let (_folder, model) = tiny_model(Family::Qwen3Next);
     let mut runner = Setup { context: 256, ..Setup::default() }.runner(&model);
     let (evict, budget) = (Evict::SnapKv, "256".parse().unwrap());

@@ -4,6 +4,7 @@
 mod client;
 mod constraints;
 mod delta;
+mod delta_store;
 mod families;
 mod faults;
 mod fp8_weights;

@@ -18,7 +18,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
-fn setup(format: KvFormat, recent: usize) -> Setup {
+pub fn setup(format: KvFormat, recent: usize) -> Setup {
     let windows = Windows::new(64, recent).unwrap();
     Setup { format, windows, context: 2048, kv_memory: 64 << 20, ..Setup::default() }
 }
@@ -28,16 +28,16 @@ fn engine(setup: &Setup, store: Option<Store>, exact: bool) -> EngineHandle {
     Engine::start(setup.embedded(), options).unwrap()
 }
 
-fn store_of(model: &str, folder: &Path, options: StoreOptions) -> Store {
+pub fn store_of(model: &str, folder: &Path, options: StoreOptions) -> Store {
     let (fingerprint, about) = FingerprintParts::default().text("model", model).finish();
     Store::open(&StoreOptions { directory: Some(folder.to_owned()), ..options }, fingerprint, &about).unwrap()
 }
 
-fn store(folder: &Path) -> Store {
+pub fn store(folder: &Path) -> Store {
     store_of("test", folder, StoreOptions::default())
 }
 
-fn tokens(count: usize, seed: u32) -> Vec<u32> {
+pub fn tokens(count: usize, seed: u32) -> Vec<u32> {
     (0..count as u32).map(|i| (i.wrapping_mul(2654435761).wrapping_add(seed * 97) >> 7) % 6000 + 3).collect()
 }
 
@@ -53,21 +53,21 @@ fn ask_salted(engine: &EngineHandle, prompt: &[u32], count: usize, salt: Option<
     outcome
 }
 
-fn ask(engine: &EngineHandle, prompt: &[u32], count: usize) -> Outcome {
+pub fn ask(engine: &EngineHandle, prompt: &[u32], count: usize) -> Outcome {
     ask_salted(engine, prompt, count, None)
 }
 
-fn answer(outcome: &Outcome) -> &[u32] {
+pub fn answer(outcome: &Outcome) -> &[u32] {
     &outcome.answers[&0].tokens
 }
 
 /// The numbers of the store, which must account for the answer that was just given.
-fn counts(engine: &EngineHandle) -> StoreStats {
+pub fn counts(engine: &EngineHandle) -> StoreStats {
     engine.stats().store.unwrap()
 }
 
 /// The files of a store.
-fn files(folder: &Path) -> Vec<PathBuf> {
+pub fn files(folder: &Path) -> Vec<PathBuf> {
     oscar_store::list(folder).unwrap().pages.into_iter().map(|page| page.path).collect()
 }
 
@@ -116,7 +116,7 @@ fn answers_after_a_restart_equal_those_of_an_uninterrupted_run() {
 
 /// A conversation goes on after a restart as without one, and all its pages come from the directory.
 /// Returns its second turn and the answer to it.
-fn comes_back_after_a_restart(
+pub fn comes_back_after_a_restart(
     begin: impl Fn(Option<Store>) -> EngineHandle,
     folder: &Path,
     prompt: &[u32],
@@ -228,7 +228,7 @@ fn memory_keeps_what_the_tree_gives_up() {
     assert_eq!(ask_salted(&engine, &prompt, 12, Some("other")).usage.by_tier.ram, 448);
 }
 
-fn copy_folder(from: &Path, to: &Path) {
+pub fn copy_folder(from: &Path, to: &Path) {
     std::fs::create_dir_all(to).unwrap();
     for entry in std::fs::read_dir(from).unwrap().map(Result::unwrap) {
         let to = to.join(entry.file_name());

@@ -8,6 +8,7 @@ use oscar_models::tiny::{WriteOptions, tiny_config, write_random_model};
 use oscar_models::{DecoderConfig, Family, ModelSource, SlidingLayers, Weights};
 use oscar_runner::{KvMemory, Logits, Runner, RunnerOptions, Sequence, StepOutput, StepRequest};
 
+#[derive(Clone)]
 pub struct Setup {
     pub format: KvFormat,
     pub windows: Windows,

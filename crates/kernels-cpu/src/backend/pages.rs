@@ -9,6 +9,7 @@
 use super::region::Region;
 use oscar_backend::{BackendError, BlockId, HeadShape, Result};
 use oscar_codec::{CacheLayout, CodedPageId, FormatTable, FullPageId, RowPageCodec, SlidingPageId};
+use std::slice;
 
 /// Pages of one layer, head and format.
 pub struct HeadPages {
@@ -141,8 +142,9 @@ impl CpuPages {
     /// Appends the bytes of a block, layer by layer and head by head.
     pub fn read_block(&self, block: BlockId, out: &mut Vec<u8>) {
         let (heads, id) = match block {
-            BlockId::Full(FullPageId(id)) | BlockId::Sliding(SlidingPageId(id)) => (&self.full, id),
-            BlockId::Coded(id) => (&self.coded, id.0),
+            BlockId::Full(FullPageId(id)) | BlockId::Sliding(SlidingPageId(id)) => (&self.full[..], id),
+            BlockId::Coded(id) => (&self.coded[..], id.0),
+            BlockId::State(id) => (slice::from_ref(&self.states), id.0),
         };
         for (index, pages) in heads.iter().enumerate() {
             if has_page(&self.layout, block, index) {
@@ -161,8 +163,9 @@ impl CpuPages {
             return Err(super::shape_error("a block", format!("{} bytes, not {expected}", bytes.len())));
         }
         let (heads, id) = match block {
-            BlockId::Full(FullPageId(id)) | BlockId::Sliding(SlidingPageId(id)) => (&mut self.full, id),
-            BlockId::Coded(id) => (&mut self.coded, id.0),
+            BlockId::Full(FullPageId(id)) | BlockId::Sliding(SlidingPageId(id)) => (&mut self.full[..], id),
+            BlockId::Coded(id) => (&mut self.coded[..], id.0),
+            BlockId::State(id) => (slice::from_mut(&mut self.states), id.0),
         };
         let mut rest = bytes;
         let heads = heads.iter_mut().enumerate();
@@ -200,5 +203,11 @@ impl CpuPages {
 
 /// Whether a block has a page of this layer and head, counted together.
 fn has_page(layout: &CacheLayout, block: BlockId, index: usize) -> bool {
-    layout.slides(index / layout.kv_heads()) == matches!(block, BlockId::Sliding(_))
+    match block {
+        // A state has all layers in one piece.
+        BlockId::State(_) => true,
+        BlockId::Full(_) | BlockId::Coded(_) | BlockId::Sliding(_) => {
+            layout.slides(index / layout.kv_heads()) == matches!(block, BlockId::Sliding(_))
+        }
+    }
 }

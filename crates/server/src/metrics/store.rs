@@ -132,6 +132,11 @@ fn encode_store(stats: &EngineStats, encoder: &mut DescriptorEncoder<'_>) -> Res
     }
     let counters = [
         ("kv_store_misses", "Pages that the page store did not have", store.misses),
+        (
+            "kv_store_missing_states",
+            "Prompts whose last stored page has no recurrent state",
+            store.missing_states,
+        ),
         ("kv_store_vanished", "Pages that were gone when they were to be read", store.vanished),
         ("kv_store_written_pages", "Pages written to the directory", store.written_pages),
         ("kv_store_written_bytes", "Bytes written to the directory", store.written_bytes),

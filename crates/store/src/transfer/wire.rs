@@ -5,10 +5,10 @@
 //!    0  magic        "OSCARKV\1"               0  magic        "OSCARKV\1"
 //!    8  ticket       16 bytes                  8  verdict      u32
 //!   24  fingerprint  32 bytes                 12  count        u32
-//!   56  verb         u32                      16  FIND: for each page a byte: 1 full, 2 coded, 4 part
-//!   60  count        u32                          GET: for each page its length as u64 (0: not there)
-//!   64  FIND: page hashes, 32 bytes each              and its bytes, as in a file of a store
-//!       GET: hash, block u32, kind u32 each
+//!   56  verb         u32                      16  FIND: for each page a byte: 1 full, 2 coded, 4 part,
+//!   60  count        u32                                8 sliding, 16 state
+//!   64  FIND: page hashes, 32 bytes each          GET: for each page its length as u64 (0: not there)
+//!       GET: hash, block u32, kind u32 each           and its bytes, as in a file of a store
 //!       RELEASE: nothing                      all numbers little-endian
 //! ```
 
@@ -258,6 +258,17 @@ mod tests {
             answer_head(Verdict::NoTicket, 5),
             [b"OSCARKV\x01", &[1, 0, 0, 0, 5, 0, 0, 0][..]].concat()
         );
+    }
+
+    #[test]
+    fn kinds_are_bits_of_a_byte() {
+        for (place, kind) in PageKind::ALL.into_iter().enumerate() {
+            let mut held = StoredKinds::default();
+            held.insert(kind);
+            assert_eq!(kinds_byte(held), 1 << place);
+            assert_eq!(read_kinds(&mut &[1u8 << place][..], 1).unwrap(), [held]);
+        }
+        assert!(read_kinds(&mut &[32u8][..], 1).unwrap()[0].is_empty(), "a kind of a later version");
     }
 
     #[test]

@@ -119,7 +119,7 @@ impl LoadArgs {
         progress.begin("opening the model", 0);
         let model = self.model.open()?;
         self.kv.map_or(Ok(()), |format| model.config.check_format(format))?;
-        self.refuse_with_states(transfer, &model)?;
+        self.refuse_eviction_with_states(&model)?;
         let text = model.text_with(self.chat_template.as_deref())?;
         let generation = model.generation()?;
         let ranks = self.parallel.ranks(&self.model, &model.config)?;
@@ -186,28 +186,14 @@ impl LoadArgs {
         Ok(Loaded { model, options, runner, text, defaults, served })
     }
 
-    /// Refuses what needs rows of every layer, if the model has recurrent states.
-    fn refuse_with_states(&self, transfer: &TransferArgs, model: &OpenModel) -> Result<()> {
-        if model.config.delta.is_none() {
-            return Ok(());
-        }
-        let store = &self.store;
-        for (flag, is_given) in [
-            ("--store", store.store.is_some()),
-            ("--store-ram", store.store_ram.is_some()),
-            ("--store-redis", store.store_redis.is_some()),
-            ("--store-s3", store.s3().is_some()),
-            ("--kv-transfer-listen", transfer.kv_transfer_listen.is_some()),
-            ("--kv-transfer-peer", transfer.fetches()),
-            ("--kv-budget", self.eviction.kv_budget.is_some()),
-        ] {
-            anyhow::ensure!(
-                !is_given,
-                "{flag}: {} has layers with a recurrent state (gated delta nets), which are neither stored, sent nor \
-                 evicted: leave {flag} out",
-                model.name
-            );
-        }
+    /// Refuses eviction of rows if the model has recurrent states, which cannot forget any.
+    fn refuse_eviction_with_states(&self, model: &OpenModel) -> Result<()> {
+        anyhow::ensure!(
+            model.config.delta.is_none() || self.eviction.kv_budget.is_none(),
+            "--kv-budget: {} has layers with a recurrent state (gated delta nets), which cannot forget single rows: \
+             leave --kv-budget out",
+            model.name
+        );
         Ok(())
     }
 
