@@ -18,14 +18,8 @@ use oscar_bench::Row;
 use oscar_kernels_cpu::{Kernels, ThreadPool, bandwidth};
 use std::time::Duration;
 
-#[derive(clap::Args)]
-pub struct Args {
-    #[command(subcommand)]
-    what: What,
-}
-
 #[derive(clap::Subcommand)]
-enum What {
+pub enum What {
     /// Matrix products at BF16 and F32: GFLOP/s, and GB/s of the matrix-vector product
     Gemm(gemm::Args),
     /// One layer's attention over a cache of random pages, in decode or prefill
@@ -46,8 +40,8 @@ enum What {
     Load(load::Args),
 }
 
-pub fn run(args: &Args) -> Result<()> {
-    match &args.what {
+pub fn run(what: &What) -> Result<()> {
+    match what {
         What::Gemm(args) => gemm::run(args),
         What::Attention(args) => attention::run(args),
         What::Prefill(args) => prefill::run(args),
