@@ -1,5 +1,6 @@
 //! `oscar bench`: timings with warm-up, median, mean and spread, beside a memory-read ceiling measured in the same run.
 
+mod ask;
 mod attention;
 mod attention_gpu;
 mod gemm;
