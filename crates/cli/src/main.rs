@@ -52,11 +52,13 @@ enum Command {
     /// Show which contexts and batches fit in a given memory, for BF16 and other formats
     Plan(Box<commands::plan::Args>),
     /// Measure kernels and whole models on this machine
-    Bench(Box<commands::bench::Args>),
+    #[command(subcommand)]
+    Bench(Box<commands::bench::What>),
     /// Make the rotations (and widths) of a model's cache from a little text
     Calibrate(commands::calibrate::Args),
     /// Measure the cost of KV formats in predictions and answers
-    Eval(commands::eval::Args),
+    #[command(subcommand)]
+    Eval(commands::eval::What),
     /// Compare KV formats on one model: quality, memory and speed, with a report
     Compare(Box<commands::compare::Args>),
     /// Compare every CUDA kernel with the scalar reference and a whole model with the CPU; fails on a difference
@@ -68,9 +70,11 @@ enum Command {
     #[cfg(unix)]
     Soak(commands::soak::Args),
     /// Read, convert and verify official RotationZoo files
-    Zoo(commands::zoo::Args),
+    #[command(subcommand)]
+    Zoo(commands::zoo::What),
     /// List, verify and prune a directory of stored KV pages (`oscar serve --store`)
-    Store(commands::store::Args),
+    #[command(subcommand)]
+    Store(commands::store::What),
     /// Print completions for a shell
     Completions(commands::manual::CompletionsArgs),
     /// Write the man pages
@@ -102,16 +106,16 @@ fn main() -> ExitCode {
         Command::Doctor(args) => commands::doctor::run(&args),
         Command::Run(args) => commands::run::run(&args),
         Command::Plan(args) => commands::plan::run(&args),
-        Command::Bench(args) => commands::bench::run(&args),
+        Command::Bench(what) => commands::bench::run(&what),
         Command::Calibrate(args) => commands::calibrate::run(&args),
-        Command::Eval(args) => commands::eval::run(&args),
+        Command::Eval(what) => commands::eval::run(&what),
         Command::Compare(args) => commands::compare::run(&args),
         Command::GpuCheck(args) => commands::gpu_check::run(&args),
         Command::Kernels(args) => commands::kernels::run(&args),
         #[cfg(unix)]
         Command::Soak(args) => commands::soak::run(&args),
-        Command::Zoo(args) => commands::zoo::run(&args),
-        Command::Store(args) => commands::store::run(&args),
+        Command::Zoo(what) => commands::zoo::run(&what),
+        Command::Store(what) => commands::store::run(&what),
         Command::Completions(args) => commands::manual::completions(&args, Args::command()),
         Command::Man(args) => commands::manual::man(&args, Args::command()),
     };

@@ -24,6 +24,16 @@ pub fn render(header: &[&str], rows: &[Vec<String>]) -> String {
     out.join("\n")
 }
 
+/// A column: its header, as [`render`] takes it, and the cell of a row.
+pub type Column<'a, Row> = (&'static str, &'a dyn Fn(&Row) -> String);
+
+/// Renders a line for each of `rows`.
+pub fn by_columns<Row>(rows: &[Row], columns: &[Column<'_, Row>]) -> String {
+    let header: Vec<&str> = columns.iter().map(|(header, _)| *header).collect();
+    let line = |row: &Row| columns.iter().map(|(_, cell)| cell(row)).collect();
+    render(&header, &rows.iter().map(line).collect::<Vec<_>>())
+}
+
 #[cfg(test)]
 mod tests {
     #[test]

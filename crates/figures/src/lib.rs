@@ -15,8 +15,9 @@ mod page;
 mod scatter;
 mod style;
 
+use std::fs::{self, File};
+use std::io::{self, Write};
 use std::path::Path;
-use std::{fs, io};
 
 pub use bars::{Bar, bars};
 pub use figure::Figure;
@@ -30,7 +31,13 @@ pub use scatter::{Point, Scatter, pareto_front};
 pub fn write_whole(path: &Path, contents: impl AsRef<[u8]>) -> io::Result<()> {
     let mut partial = path.as_os_str().to_owned();
     partial.push(format!(".{}.partial", std::process::id()));
-    let result = fs::write(&partial, contents).and_then(|()| fs::rename(&partial, path));
+    let write = || {
+        let mut file = File::create(&partial)?;
+        file.write_all(contents.as_ref())?;
+        file.sync_all()?;
+        fs::rename(&partial, path)
+    };
+    let result = write();
     if result.is_err() {
         // The first error is the one worth telling.
         let _ = fs::remove_file(&partial);

@@ -68,10 +68,6 @@ impl<D: HostRows> HybridBackend<D> {
         &self.device
     }
 
-    pub fn device_mut(&mut self) -> &mut D {
-        &mut self.device
-    }
-
     /// The processor beside the device, if there is one.
     pub fn host(&self) -> Option<&CpuBackend> {
         self.host.as_ref().map(|host| &host.cpu)

@@ -195,9 +195,7 @@ struct LaneVector {
                 squares = __fmaf_rn(x[i].y, x[i].y, __fmaf_rn(x[i].x, x[i].x, squares));
                 squares = __fmaf_rn(x[i].w, x[i].w, __fmaf_rn(x[i].z, x[i].z, squares));
             }
-            squares += __shfl_xor_sync(0xffffffffu, squares, 1);
-            squares += __shfl_xor_sync(0xffffffffu, squares, 2);
-            const float scale = 1.0f / sqrtf(squares / (float)D + p.heads.eps);
+            const float scale = 1.0f / sqrtf(quad_sum(squares) / (float)D + p.heads.eps);
 #pragma unroll
             for (int i = 0; i < STEPS; i++) {
                 const float4 w = load4(norm + 16 * i + 4 * t);

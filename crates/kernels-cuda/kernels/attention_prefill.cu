@@ -166,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_prefill(PrefillP
     Cursor now = {0, false};
     context.find(now);
     start_copy(now, 0);
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    close_copies();
 
     for (u32 i = threadIdx.x; i < ROWS * (D / 8); i += THREADS) {
         u32 row = i / (D / 8), chunk = i % (D / 8), packed = min(first + row, last_row);
@@ -192,8 +192,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_prefill(PrefillP
             sum += low_bf16(q.x) + high_bf16(q.x) + low_bf16(q.y) + high_bf16(q.y);
             sum += low_bf16(q.z) + high_bf16(q.z) + low_bf16(q.w) + high_bf16(q.w);
         }
-        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-        query_sum[h] = sum + __shfl_xor_sync(0xffffffffu, sum, 2);
+        query_sum[h] = quad_sum(sum);
     }
     const u32 query_address = shared_address(queries);
     const float scale = p.scale * LOG2E;
@@ -206,8 +205,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_prefill(PrefillP
         Context::step(next);
         more = context.find(next);
         if (more) start_copy(next, stage ^ 1);
-        asm volatile("cp.async.commit_group;" ::: "memory");
-        asm volatile("cp.async.wait_group 1;" ::: "memory");
+        close_copies();
+        wait_for_copies<1>();
         __syncthreads();
         u8* tile = tiles + stage * TILE_BYTES;
         const u8* raw = raws + stage * RAW_BYTES;
@@ -266,9 +265,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_prefill(PrefillP
             float top = NEGATIVE_INFINITY;
 #pragma unroll
             for (int n = 0; n < 8; n++) top = fmaxf(top, fmaxf(score[n][2 * h], score[n][2 * h + 1]));
-            top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
-            top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
-            float before = largest[h], after = fmaxf(before, top * scale);
+            float before = largest[h], after = fmaxf(before, quad_max(top) * scale);
             // As long as every score is -infinity any finite reference gives weights of zero.
             float reference = after == NEGATIVE_INFINITY ? 0.0f : after;
             float factor = exp2_fast(before - reference);
@@ -326,11 +323,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_prefill(PrefillP
 
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        float sum = total[h], z = shift[h];
-        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-        z += __shfl_xor_sync(0xffffffffu, z, 1);
-        z += __shfl_xor_sync(0xffffffffu, z, 2);
+        const float sum = quad_sum(total[h]), z = quad_sum(shift[h]);
         u32 packed = first + warp * 16 + h * 8 + g;
         if (packed > last_row) continue;
         float norm = 1.0f / sum;

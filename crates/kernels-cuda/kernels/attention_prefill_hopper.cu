@@ -227,9 +227,7 @@ struct Consumer {
         bool grew = false;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            float t = fmaxf(top[h], __shfl_xor_sync(0xffffffffu, top[h], 1));
-            t = fmaxf(t, __shfl_xor_sync(0xffffffffu, t, 2));
-            const float before = largest[h], after = fmaxf(before, t);
+            const float before = largest[h], after = fmaxf(before, quad_max(top[h]));
             // Nothing seen yet: any finite reference will do.
             const float finite = after == NEGATIVE_INFINITY ? 0.0f : after;
             factor[h] = exp2_fast(before - finite);
@@ -368,9 +366,7 @@ struct Consumer {
         const u64 block = (((u64)blockIdx.z * gridDim.x + blockIdx.x) * p.tiles + tile) * p.splits + blockIdx.y % p.splits;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            float sum = total[h];
-            sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-            sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+            const float sum = quad_sum(total[h]);
             const u32 row = group_id * 64 + warp * 16 + h * 8 + (lane >> 2);
             if (context.first + row > context.last_row) continue;
             float* part = p.partial + (block * ROWS + row) * PART;
@@ -384,9 +380,7 @@ struct Consumer {
     DEVICE void store(u32 kv_head, u32 group) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            float sum = total[h];
-            sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-            sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+            const float sum = quad_sum(total[h]);
             const u32 row = warp * 16 + h * 8 + (lane >> 2);
             if (context.first + group_id * 64 + row > context.last_row) continue;
             const float norm = 1.0f / sum;

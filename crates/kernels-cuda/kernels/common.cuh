@@ -182,6 +182,18 @@ DEVICE void copy_to_shared(u32 to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 DEVICE void wait_for_copied_bytes() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+// Asynchronous copies are counted in groups; a group may be empty.
+DEVICE void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until all groups except the last `PENDING` are complete.
+template <int PENDING>
+DEVICE void wait_for_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+DEVICE uint4 read_shared(u32 at) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+    return v;
+}
 
 // ---- Warps. ----
 
@@ -189,6 +201,15 @@ DEVICE float warp_sum(float x) {
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
     return x;
+}
+// The sum over the four lanes that hold a row of a tensor-core product.
+DEVICE float quad_sum(float x) {
+    x += __shfl_xor_sync(0xffffffffu, x, 1);
+    return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+DEVICE float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+    return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
 // Programmatic dependent launch: wait until the previous kernel of the stream has finished, and let

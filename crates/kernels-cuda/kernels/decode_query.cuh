@@ -99,8 +99,7 @@ struct QueryRows {
             }
         }
         shared.coded_query[job * 32 + lane] = make_uint2(b[0], b[1]);
-        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+        sum = quad_sum(sum);
         if ((lane & 3) == 0) shared.query_sums[job][lane >> 2] = sum;
     }
 #endif
@@ -165,8 +164,7 @@ DEVICE float prepare_query(Shared& shared, const DecodeArgs& a, QueryRows& rows,
             coded[b] = pack_f16(v[k][b].x * up * down, v[k][b].y * up * down);
             sum += (low_f16(coded[b]) + high_f16(coded[b])) * back;
         }
-        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+        sum = quad_sum(sum);
         shared.coded_query[f * 32 + lane] = make_uint2(coded[0], coded[1]);
         if ((lane & 3) == 0) shared.query_sums[f][lane >> 2] = sum;
     }

@@ -14,18 +14,10 @@
 // before the first is used. The A operand holds each row twice, as in skinny_gemm.cu: rounded to
 // BF16 and the rounding error. The order of every sum is fixed.
 #include "experts_route.cuh"
-#include "fp8.cuh"
+#include "weights.cuh"
 
 // ---- Products. ----
 
-#ifdef FP8
-constexpr u32 VALUES = 16;  // weights in a lane's 16 bytes
-constexpr float INPUT_FACTOR = 0x1p60f, SUM_FACTOR = FP8_TOO_SMALL_BY / INPUT_FACTOR;
-#else
-constexpr u32 VALUES = 8;
-constexpr float INPUT_FACTOR = 1.0f, SUM_FACTOR = 1.0f;
-#endif
-constexpr u32 CHUNK = 4 * VALUES, ELEMENT = 16 / VALUES;
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
 
 DEVICE uint4 load_once(const void* from) {

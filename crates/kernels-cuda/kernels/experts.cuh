@@ -40,7 +40,7 @@ CHECK_LAYOUT(ExpertsParams);
 
 constexpr u32 MOST_CHOSEN = 32, MOST_EXPERTS = 256;
 
-// Asynchronous copies of 16 bytes, or of zeros. Copies are counted in groups.
+// Asynchronous copies of 16 bytes, or of zeros.
 DEVICE void copy_or_clear(u32 to, const void* from, bool there) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
 }
@@ -48,15 +48,4 @@ DEVICE void copy_or_clear(u32 to, const void* from, bool there) {
 DEVICE void copy_or_clear_once(u32 to, const void* from, bool there) {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from), "r"(there ? 16 : 0), "l"(read_once())
                  : "memory");
-}
-DEVICE void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until all groups except the last `PENDING` are complete.
-template <int PENDING>
-DEVICE void wait_for_copies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
-DEVICE uint4 read_shared(u32 at) {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
-    return v;
 }

@@ -29,8 +29,7 @@ struct RouterRows {
     }
     // Squares of row g + 8h that the lanes of the row have seen.
     DEVICE float total(int h) const {
-        const float s = squares[h] + __shfl_xor_sync(0xffffffffu, squares[h], 1);
-        return s + __shfl_xor_sync(0xffffffffu, s, 2);
+        return quad_sum(squares[h]);
     }
 };
 

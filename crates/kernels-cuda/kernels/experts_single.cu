@@ -15,16 +15,9 @@
 // B operand: a column for its values rounded to BF16 and one for the rounding errors, so that 16 bits
 // of mantissa are kept. The second stream of down has columns 2 and 3 for its inputs.
 #include "experts_choice.cuh"
-#include "fp8.cuh"
+#include "weights.cuh"
 
-#ifdef FP8
-constexpr u32 VALUES = 16;  // weights in a lane's 16 bytes
-constexpr float INPUT_FACTOR = 0x1p60f, SUM_FACTOR = FP8_TOO_SMALL_BY / INPUT_FACTOR;
-#else
-constexpr u32 VALUES = 8;
-constexpr float INPUT_FACTOR = 1.0f, SUM_FACTOR = 1.0f;
-#endif
-constexpr u32 CHUNK = 4 * VALUES, ELEMENT = 16 / VALUES, WORDS = VALUES / 2;
+constexpr u32 WORDS = VALUES / 2;
 constexpr u32 WARPS = 8, THREADS = 32 * WARPS, SLOTS = 6;
 constexpr u32 SLOT_BYTES = 2 * 16 * THREADS;
 

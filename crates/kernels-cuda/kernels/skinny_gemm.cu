@@ -20,7 +20,7 @@
 // FP8: weights are FP8 (fp8.cuh). The 16 bytes of a lane are sixteen k and become BF16 between slot
 // and product. A chunk lies within one 128 x 128 block of weights; its sums are multiplied by the
 // scale of that block.
-#include "fp8.cuh"
+#include "weights.cuh"
 
 struct SkinnyParams {
     const u8* weights;   // [outputs][inputs]: BF16, or arranged FP8
@@ -52,17 +52,6 @@ struct UnitOutputs {
     }
 };
 
-#ifdef FP8
-constexpr u32 VALUES = 16;  // weights in a lane's 16 bytes
-// Weights are 2^-120 times too small. Half of that is compensated in the inputs, half in the sums,
-// so that nothing leaves the range of f32.
-constexpr float INPUT_FACTOR = 0x1p60f, SUM_FACTOR = FP8_TOO_SMALL_BY / INPUT_FACTOR;
-#else
-constexpr u32 VALUES = 8;
-constexpr float INPUT_FACTOR = 1.0f, SUM_FACTOR = 1.0f;
-#endif
-constexpr u32 CHUNK = 4 * VALUES;  // part of the inner dimension that a warp processes at a time
-constexpr u32 ELEMENT = 16 / VALUES;  // bytes of a weight
 constexpr int EIGHTS = VALUES / 8;
 // Slots per lane: one is read while the others are filled. Together they take more than half of a
 // multiprocessor's shared memory, so two blocks never share a multiprocessor while another one is
@@ -74,21 +63,6 @@ constexpr int SLOTS_OF = TILES == 3 ? 4 : 3;
 DEVICE void copy_16_bytes(u32 to, const void* from) {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(read_once())
                  : "memory");
-}
-
-// Closes the current group of copies, which may be empty.
-DEVICE void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Waits until all groups except the last `PENDING` are complete.
-template <int PENDING>
-DEVICE void wait_for_copies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
-
-DEVICE uint4 read_slot(u32 at) {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
-    return v;
 }
 
 // Eight values of a row, for the A operand of two products.
@@ -294,7 +268,7 @@ DEVICE void skinny(const SkinnyParams& p) {
             wait_for_copies<SLOTS - 2>();
             uint4 b[TILES];
 #pragma unroll
-            for (int n = 0; n < TILES; n++) b[n] = read_slot(copies.ring + slot * LaneCopies::SLOT + n * 512);
+            for (int n = 0; n < TILES; n++) b[n] = read_shared(copies.ring + slot * LaneCopies::SLOT + n * 512);
             slot = slot + 1 == SLOTS ? 0 : slot + 1;
             copies.begin_next();
 #pragma unroll
@@ -331,8 +305,7 @@ DEVICE void skinny(const SkinnyParams& p) {
         if (NORM && unit == blockIdx.x) {
 #pragma unroll
             for (int m = 0; m < ROW_TILES; m++) {
-                float s = square[m] + __shfl_xor_sync(0xffffffffu, square[m], 1);
-                s += __shfl_xor_sync(0xffffffffu, s, 2);
+                const float s = quad_sum(square[m]);
                 if (t == 0) squares[warp][m * 8 + g] = s;
             }
         }

@@ -11,56 +11,62 @@ use oscar_backend::WeightFormat;
 pub struct Source {
     pub file: &'static str,
     pub text: &'static str,
-    /// Whether it is compiled once for each head size.
-    pub by_head_dim: bool,
+    variants: Variants,
     /// Whether it uses instructions that only Hopper has (`sm_90a`).
     pub hopper: bool,
 }
 
-macro_rules! source {
-    ($name:ident, $file:literal, by_head_dim: $by:literal) => {
-        source!($name, $file, by_head_dim: $by, hopper: false);
-    };
-    ($name:ident, $file:literal, by_head_dim: $by:literal, hopper: $hopper:literal) => {
-        pub static $name: Source = Source {
+/// What a file is compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Variants {
+    One,
+    HeadSizes,
+    /// [`weight_defines`].
+    WeightFormats,
+    /// [`simple_attention_defines`].
+    SimpleAttention,
+    /// [`Variant`].
+    Decode,
+}
+
+macro_rules! sources {
+    ($($name:ident = $file:literal, $variants:ident $(, hopper: $hopper:literal)?;)*) => {
+        $(pub static $name: Source = Source {
             file: $file,
             text: include_str!(concat!("../kernels/", $file)),
-            by_head_dim: $by,
-            hopper: $hopper,
-        };
+            variants: Variants::$variants,
+            hopper: false $(|| $hopper)?,
+        };)*
+        static ALL: &[&Source] = &[$(&$name),*];
     };
 }
 
-source!(ROWS, "rows.cu", by_head_dim: false);
-// Has a variant for each format of weights: `weight_defines`.
-source!(SKINNY_GEMM, "skinny_gemm.cu", by_head_dim: false);
-// Has a variant for each format of weights: `weight_defines`.
-source!(EXPERTS, "experts.cu", by_head_dim: false);
-// Has a variant for each format of weights: `weight_defines`.
-source!(EXPERTS_GROUPED, "experts_grouped.cu", by_head_dim: false);
-// Has a variant for each format of weights: `weight_defines`.
-source!(EXPERTS_SINGLE, "experts_single.cu", by_head_dim: false);
-source!(PREPARE_HEADS, "prepare_heads.cu", by_head_dim: false);
-source!(EXPAND, "expand.cu", by_head_dim: false);
-source!(FP8_PRODUCTS, "fp8_products.cu", by_head_dim: false, hopper: true);
-source!(BANDWIDTH, "bandwidth.cu", by_head_dim: false);
-source!(GRAM, "gram.cu", by_head_dim: false);
-source!(RANDOM, "random.cu", by_head_dim: false);
-source!(RANKS, "ranks.cu", by_head_dim: false);
-source!(COPY_BLOCKS, "copy_blocks.cu", by_head_dim: false);
-source!(PICK, "pick.cu", by_head_dim: false);
-source!(DIVERGENCE, "divergence.cu", by_head_dim: false);
-source!(VIEWS, "views.cu", by_head_dim: false);
-source!(APPEND, "append.cu", by_head_dim: true);
-// Has two variants for each head size: `simple_attention_defines`.
-source!(ATTENTION_SIMPLE, "attention_simple.cu", by_head_dim: false);
-source!(ATTENTION_PREFILL, "attention_prefill.cu", by_head_dim: true);
-source!(ATTENTION_PREFILL_HOPPER, "attention_prefill_hopper.cu", by_head_dim: true, hopper: true);
-source!(DEQUANTIZE, "dequantize.cu", by_head_dim: true, hopper: true);
-source!(DEMOTE, "demote.cu", by_head_dim: true);
-source!(ATTENTION_PLAN, "attention_plan.cu", by_head_dim: false);
-// Has variants of its own: `attention::Variant`.
-source!(ATTENTION_DECODE, "attention_decode.cu", by_head_dim: false);
+sources! {
+    ROWS = "rows.cu", One;
+    SKINNY_GEMM = "skinny_gemm.cu", WeightFormats;
+    EXPERTS = "experts.cu", WeightFormats;
+    EXPERTS_GROUPED = "experts_grouped.cu", WeightFormats;
+    EXPERTS_SINGLE = "experts_single.cu", WeightFormats;
+    PREPARE_HEADS = "prepare_heads.cu", One;
+    EXPAND = "expand.cu", One;
+    FP8_PRODUCTS = "fp8_products.cu", One, hopper: true;
+    BANDWIDTH = "bandwidth.cu", One;
+    GRAM = "gram.cu", One;
+    RANDOM = "random.cu", One;
+    RANKS = "ranks.cu", One;
+    COPY_BLOCKS = "copy_blocks.cu", One;
+    PICK = "pick.cu", One;
+    DIVERGENCE = "divergence.cu", One;
+    VIEWS = "views.cu", One;
+    APPEND = "append.cu", HeadSizes;
+    ATTENTION_SIMPLE = "attention_simple.cu", SimpleAttention;
+    ATTENTION_PREFILL = "attention_prefill.cu", HeadSizes;
+    ATTENTION_PREFILL_HOPPER = "attention_prefill_hopper.cu", HeadSizes, hopper: true;
+    DEQUANTIZE = "dequantize.cu", HeadSizes, hopper: true;
+    DEMOTE = "demote.cu", HeadSizes;
+    ATTENTION_PLAN = "attention_plan.cu", One;
+    ATTENTION_DECODE = "attention_decode.cu", Decode;
+}
 
 /// Headers that kernels include by name; `layout.cuh` is generated ([`crate::layout`]).
 pub static HEADERS: &[(&str, &str)] = &[
@@ -81,33 +87,8 @@ pub static HEADERS: &[(&str, &str)] = &[
     ("pipeline.cuh", include_str!("../kernels/pipeline.cuh")),
     ("page.cuh", include_str!("../kernels/page.cuh")),
     ("common.cuh", include_str!("../kernels/common.cuh")),
+    ("weights.cuh", include_str!("../kernels/weights.cuh")),
     ("wgmma.cuh", include_str!("../kernels/wgmma.cuh")),
-];
-
-/// Every source that has no variants, or only one for each head size.
-static PLAIN: &[&Source] = &[
-    &ROWS,
-    &SKINNY_GEMM,
-    &EXPERTS,
-    &EXPERTS_GROUPED,
-    &EXPERTS_SINGLE,
-    &PREPARE_HEADS,
-    &EXPAND,
-    &FP8_PRODUCTS,
-    &BANDWIDTH,
-    &GRAM,
-    &RANDOM,
-    &RANKS,
-    &COPY_BLOCKS,
-    &PICK,
-    &DIVERGENCE,
-    &VIEWS,
-    &APPEND,
-    &ATTENTION_PREFILL,
-    &ATTENTION_PREFILL_HOPPER,
-    &DEQUANTIZE,
-    &ATTENTION_PLAN,
-    &DEMOTE,
 ];
 
 /// Head sizes the kernels are compiled for.
@@ -135,28 +116,21 @@ pub const HOPPER: i32 = 90;
 /// Every variant that a model may need on a GPU of this compute capability (e.g. 90) with this much
 /// shared memory per block.
 pub fn variants(capability: i32, shared_memory: usize) -> Vec<(&'static Source, Defines)> {
-    let decode = Variant::all(shared_memory).map(|v| (&ATTENTION_DECODE, v.defines()));
+    let simple = |d| [false, true].map(|dequantized| simple_attention_defines(d, dequantized));
     let mut all: Vec<(&'static Source, Defines)> = Vec::new();
-    // Several group sizes may have the same variant.
-    for variant in decode {
-        if !all.contains(&variant) {
-            all.push(variant);
-        }
-    }
-    all.push((&SKINNY_GEMM, weight_defines(WeightFormat::Fp8)));
-    for source in [&EXPERTS, &EXPERTS_GROUPED, &EXPERTS_SINGLE] {
-        all.push((source, weight_defines(WeightFormat::Fp8)));
-    }
-    for d in HEAD_DIMS {
-        all.extend(
-            [false, true].map(|dequantized| (&ATTENTION_SIMPLE, simple_attention_defines(d, dequantized))),
-        );
-    }
-    for source in PLAIN.iter().filter(|source| !source.hopper || capability == HOPPER) {
-        if source.by_head_dim {
-            all.extend(HEAD_DIMS.map(|d| (*source, vec![("HEAD_DIM", d)])));
-        } else {
-            all.push((*source, Vec::new()));
+    for source in ALL.iter().filter(|source| !source.hopper || capability == HOPPER) {
+        let defines: Vec<Defines> = match source.variants {
+            Variants::One => vec![Vec::new()],
+            Variants::HeadSizes => HEAD_DIMS.map(|d| vec![("HEAD_DIM", d)]).into(),
+            Variants::WeightFormats => [WeightFormat::Bf16, WeightFormat::Fp8].map(weight_defines).into(),
+            Variants::SimpleAttention => HEAD_DIMS.into_iter().flat_map(simple).collect(),
+            Variants::Decode => Variant::all(shared_memory).map(|variant| variant.defines()).collect(),
+        };
+        for defines in defines {
+            // Several group sizes may have the same variant of decode attention.
+            if !all.contains(&(*source, defines.clone())) {
+                all.push((source, defines));
+            }
         }
     }
     all

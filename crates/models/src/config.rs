@@ -4,7 +4,7 @@
 //! Invariant: a `DecoderConfig` obtained here has passed [`DecoderConfig::validate`]; every size is
 //! positive, heads divide evenly, and a window is either masked layer by layer or masks nothing.
 
-use oscar_backend::{Feature, Gate, RouterRule};
+use oscar_backend::{Feature, Gate, RouterRule, RouterScores};
 use oscar_codec::{CacheLayout, CodeLayout, CodecError, KvFormat, Windows};
 use serde::de::DeserializeOwned;
 
@@ -133,6 +133,23 @@ fn read<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, LoadError> {
 }
 
 impl MoeConfig {
+    /// Experts chosen by a softmax, normalized, in every layer; none is shared.
+    pub(crate) fn new(experts: usize, chosen: usize, width: usize, names: ExpertNames) -> Self {
+        let scores = RouterScores::Softmax;
+        Self {
+            experts,
+            width,
+            shared_width: 0,
+            shared_gate: false,
+            rule: RouterRule { chosen, scores, normalize: true, factor: 1.0, groups: None },
+            correction: false,
+            biases: false,
+            mxfp4: false,
+            dense_layers: Vec::new(),
+            names,
+        }
+    }
+
     fn validate(&self) -> Result<(), LoadError> {
         const MOST_EXPERTS: usize = 4096;
         const LARGEST_WIDTH: usize = 1 << 26;

@@ -116,18 +116,10 @@ pub(crate) fn load<B: Backend>(
 ) -> Result<B::Experts, BuildError> {
     let names = weights.names();
     let router = weights.vector(&names.router(layer, moe))?;
-    let correction = match moe.correction {
-        true => Some(weights.vector(&names.correction(layer, moe))?),
-        false => None,
-    };
-    let router_bias = match moe.biases {
-        true => Some(weights.vector(&names.router_bias(layer))?),
-        false => None,
-    };
-    let shared_gate = match moe.shared_gate {
-        true => Some(weights.matrix(&names.shared_gate(layer))?.to_f32_vec()),
-        false => None,
-    };
+    let correction = moe.correction.then(|| weights.vector(&names.correction(layer, moe))).transpose()?;
+    let router_bias = moe.biases.then(|| weights.vector(&names.router_bias(layer))).transpose()?;
+    let shared_gate = moe.shared_gate.then(|| weights.matrix(&names.shared_gate(layer))).transpose()?;
+    let shared_gate = shared_gate.map(|gate| gate.to_f32_vec());
     let format = weights.expert_format(config, layer);
     let shape = moe.experts_shape(
         config.mixtures().filter(|&other| other > layer).count(),

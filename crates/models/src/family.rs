@@ -48,25 +48,35 @@ impl Family {
         Family::Qwen3_5Moe,
     ];
 
+    /// The class name in `architectures` and the value of `model_type`.
+    fn names(self) -> (&'static str, &'static str) {
+        match self {
+            Self::Qwen3 => qwen3::NAMES,
+            Self::Qwen2 => qwen2::NAMES,
+            Self::Llama => llama::NAMES,
+            Self::Mistral => mistral::NAMES,
+            Self::Qwen3Moe => qwen3_moe::NAMES,
+            Self::Mixtral => mixtral::NAMES,
+            Self::Glm4Moe => glm4_moe::NAMES,
+            Self::MiniMaxM2 => minimax_m2::NAMES,
+            Self::Gemma3 => gemma3::NAMES,
+            Self::GptOss => gpt_oss::NAMES,
+            Self::DeepseekV3 => deepseek_v3::NAMES,
+            Self::Glm4MoeLite => glm4_moe_lite::NAMES,
+            Self::Qwen3Next => qwen3_next::NAMES,
+            Self::Qwen3_5 => qwen3_next::NAMES_3_5,
+            Self::Qwen3_5Moe => qwen3_next::NAMES_3_5_MOE,
+        }
+    }
+
     /// The class name in `architectures`.
     pub fn architecture(self) -> &'static str {
-        match self {
-            Self::Qwen3 => qwen3::ARCHITECTURE,
-            Self::Qwen2 => qwen2::ARCHITECTURE,
-            Self::Llama => llama::ARCHITECTURE,
-            Self::Mistral => mistral::ARCHITECTURE,
-            Self::Qwen3Moe => qwen3_moe::ARCHITECTURE,
-            Self::Mixtral => mixtral::ARCHITECTURE,
-            Self::Glm4Moe => glm4_moe::ARCHITECTURE,
-            Self::MiniMaxM2 => minimax_m2::ARCHITECTURE,
-            Self::Gemma3 => gemma3::ARCHITECTURE,
-            Self::GptOss => gpt_oss::ARCHITECTURE,
-            Self::DeepseekV3 => deepseek_v3::ARCHITECTURE,
-            Self::Glm4MoeLite => glm4_moe_lite::ARCHITECTURE,
-            Self::Qwen3Next => qwen3_next::ARCHITECTURE,
-            Self::Qwen3_5 => qwen3_next::ARCHITECTURE_3_5,
-            Self::Qwen3_5Moe => qwen3_next::ARCHITECTURE_3_5_MOE,
-        }
+        self.names().0
+    }
+
+    /// The value of `model_type`.
+    pub fn model_type(self) -> &'static str {
+        self.names().1
     }
 
     /// The class and the `model_type` of a model with further towers whose `text_config` is of this
@@ -77,27 +87,6 @@ impl Family {
             Self::Qwen3_5 => Some(qwen3_next::WRAPPER_3_5),
             Self::Qwen3_5Moe => Some(qwen3_next::WRAPPER_3_5_MOE),
             _ => None,
-        }
-    }
-
-    /// The value of `model_type`.
-    pub fn model_type(self) -> &'static str {
-        match self {
-            Self::Qwen3 => qwen3::MODEL_TYPE,
-            Self::Qwen2 => qwen2::MODEL_TYPE,
-            Self::Llama => llama::MODEL_TYPE,
-            Self::Mistral => mistral::MODEL_TYPE,
-            Self::Qwen3Moe => qwen3_moe::MODEL_TYPE,
-            Self::Mixtral => mixtral::MODEL_TYPE,
-            Self::Glm4Moe => glm4_moe::MODEL_TYPE,
-            Self::MiniMaxM2 => minimax_m2::MODEL_TYPE,
-            Self::Gemma3 => gemma3::MODEL_TYPE,
-            Self::GptOss => gpt_oss::MODEL_TYPE,
-            Self::DeepseekV3 => deepseek_v3::MODEL_TYPE,
-            Self::Glm4MoeLite => glm4_moe_lite::MODEL_TYPE,
-            Self::Qwen3Next => qwen3_next::MODEL_TYPE,
-            Self::Qwen3_5 => qwen3_next::MODEL_TYPE_3_5,
-            Self::Qwen3_5Moe => qwen3_next::MODEL_TYPE_3_5_MOE,
         }
     }
 

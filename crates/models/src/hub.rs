@@ -30,17 +30,6 @@ impl DownloadProgress for () {
     fn end_file(&mut self) {}
 }
 
-/// Resolves a model locally, or downloads it when only the hub has it.
-pub fn resolve_or_download(
-    name: &str,
-    progress: &mut dyn DownloadProgress,
-) -> Result<ModelSource, LoadError> {
-    match (ModelSource::resolve(name), ModelName::parse(name)) {
-        (Err(LoadError::NotFound { .. }), Some(model)) => download(&model, progress),
-        (resolved, _) => resolved,
-    }
-}
-
 /// Downloads the files that serving needs: configuration, tokenizer, chat template and safetensors.
 pub fn download(model: &ModelName, progress: &mut dyn DownloadProgress) -> Result<ModelSource, LoadError> {
     Hub::from_environment(&model.repository)?.download(model, progress)

@@ -118,24 +118,21 @@ fn tiny_moe(family: Family) -> Option<MoeConfig> {
         Family::Qwen3_5 => return None,
         Family::Qwen3 | Family::Qwen2 | Family::Llama | Family::Mistral | Family::Gemma3 => return None,
     };
-    let rule = RouterRule {
-        chosen: 2,
-        scores: if softmax { RouterScores::Softmax } else { RouterScores::Sigmoid },
-        normalize: true,
-        factor: if family == Family::Glm4Moe { 2.5 } else { 1.0 },
-        groups: (family == Family::DeepseekV3).then_some(ExpertGroups { count: 3, kept: 2 }),
-    };
+    let experts = if family == Family::DeepseekV3 { 6 } else { 5 };
+    let plain = MoeConfig::new(experts, 2, width, names);
     Some(MoeConfig {
-        experts: if family == Family::DeepseekV3 { 6 } else { 5 },
-        width,
         shared_width,
         shared_gate: delta::has_delta(family),
-        rule,
+        rule: RouterRule {
+            scores: if softmax { RouterScores::Softmax } else { RouterScores::Sigmoid },
+            factor: if family == Family::Glm4Moe { 2.5 } else { 1.0 },
+            groups: (family == Family::DeepseekV3).then_some(ExpertGroups { count: 3, kept: 2 }),
+            ..plain.rule
+        },
         correction: !softmax,
         biases: family == Family::GptOss,
-        mxfp4: false,
         dense_layers,
-        names,
+        ..plain
     })
 }
 

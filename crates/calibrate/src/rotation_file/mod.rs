@@ -29,12 +29,12 @@ use crate::bits::{BitPlan, WIDTHS};
 use crate::options::{CodeRounding, Granularity};
 use crate::zoo::ZooError;
 use oscar_codec::format::default_clip;
-use oscar_codec::{CodecError, Composition, Feedback, HeadRotations, RotationSet, Rounding, Side};
+use oscar_codec::{CodecError, Composition, Feedback, HeadRotations, Rotation, RotationSet, Rounding, Side};
+use oscar_figures::write_whole;
 use oscar_models::DecoderConfig;
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
-use std::fs::{self, File};
-use std::io::{self, BufWriter, Write};
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 /// Header field with the means of the width tables, in hundredths of a bit.
@@ -192,23 +192,11 @@ impl RotationFile {
         }
     }
 
-    /// Writes the file, whole or not at all: it is written beside its place and renamed.
+    /// Writes the file, whole or not at all.
     pub fn save(&self, path: &Path) -> Result<(), RotationFileError> {
-        let mut partial = path.as_os_str().to_owned();
-        partial.push(format!(".{}.partial", std::process::id()));
-        let partial = PathBuf::from(partial);
-        let io_error = |source| RotationFileError::Io { path: path.to_owned(), source };
-        let result = File::create(&partial).map_err(io_error).and_then(|file| {
-            let mut writer = BufWriter::new(file);
-            self.write(&mut writer)?;
-            let file = writer.into_inner().map_err(|error| io_error(error.into_error()))?;
-            file.sync_all().and_then(|()| fs::rename(&partial, path)).map_err(io_error)
-        });
-        if result.is_err() {
-            // The first error is the one worth telling.
-            let _ = fs::remove_file(&partial);
-        }
-        result
+        let mut bytes = Vec::new();
+        self.write(&mut bytes)?;
+        write_whole(path, bytes).map_err(|source| RotationFileError::Io { path: path.to_owned(), source })
     }
 
     /// Writes the bytes of the file.
@@ -216,30 +204,39 @@ impl RotationFile {
         self.check()?;
         let shape @ [layers, kv_heads, d] = self.shape();
         let heads = self.stored_heads();
-        let (centred, coded) = (self.metadata.centred, self.bits.layers.len());
-        let mut tensors: Vec<(&str, Vec<usize>)> = vec![
-            ("key_rotation", vec![layers, heads, d, d]),
-            ("value_rotation", vec![layers, heads, d, d]),
-            ("key_clip", vec![layers, kv_heads]),
-            ("value_clip", vec![layers, kv_heads]),
+        let coded = self.bits.layers.len();
+        let matrices = |rotation: fn(&HeadRotations) -> &Rotation| -> Vec<f32> {
+            self.stored().flat_map(|head| rotation(head).matrix()).copied().collect()
+        };
+        let clips = |clips: &[f64]| clips.iter().map(|&clip| clip as f32).collect();
+        let mut tensors: Vec<(&str, Vec<usize>, Vec<f32>)> = vec![
+            ("key_rotation", vec![layers, heads, d, d], matrices(|head| &head.key)),
+            ("value_rotation", vec![layers, heads, d, d], matrices(|head| &head.value)),
+            ("key_clip", vec![layers, kv_heads], clips(&self.clips.key)),
+            ("value_clip", vec![layers, kv_heads], clips(&self.clips.value)),
         ];
-        if self.key_eigenvalues.is_some() {
-            tensors.push(("key_eigenvalues", vec![layers, heads, d]));
+        if let Some(eigenvalues) = &self.key_eigenvalues {
+            tensors.push(("key_eigenvalues", vec![layers, heads, d], eigenvalues.clone()));
         }
-        if self.value_eigenvalues.is_some() {
-            tensors.push(("value_eigenvalues", vec![layers, heads, d]));
+        if let Some(eigenvalues) = &self.value_eigenvalues {
+            tensors.push(("value_eigenvalues", vec![layers, heads, d], eigenvalues.clone()));
         }
-        if centred {
-            tensors.push(("key_mean", vec![layers, kv_heads, d]));
+        if self.metadata.centred {
+            let means = self.rotations.heads().iter().flat_map(|head| head.key_mean.iter().flatten());
+            tensors.push(("key_mean", vec![layers, kv_heads, d], means.copied().collect()));
         }
         if !self.bits.tables.is_empty() {
-            tensors.push(("widths", vec![self.bits.tables.len(), coded, kv_heads, 2]));
+            let widths = self.bits.tables.iter().flat_map(|(_, table)| table.units());
+            let shape = vec![self.bits.tables.len(), coded, kv_heads, 2];
+            tensors.push(("widths", shape, widths.map(|bits| bits as f32).collect()));
         }
         if let Some(map) = &self.bits.harm {
-            tensors.push(("harm", vec![coded, kv_heads, 2, WIDTHS.len()]));
-            tensors.push(("harm_absent", vec![coded, kv_heads]));
+            let shape = vec![coded, kv_heads, 2, WIDTHS.len()];
+            let absent = map.absent.iter().map(|harm| harm.unwrap_or(-1.0)).collect();
+            tensors.push(("harm", shape.clone(), map.harm.iter().flatten().copied().collect()));
+            tensors.push(("harm_absent", vec![coded, kv_heads], absent));
             if !map.error.is_empty() {
-                tensors.push(("harm_error", vec![coded, kv_heads, 2, WIDTHS.len()]));
+                tensors.push(("harm_error", shape, map.error.iter().flatten().copied().collect()));
             }
         }
         let mut fields = self.metadata.to_fields(shape);
@@ -254,19 +251,17 @@ impl RotationFile {
         if !self.bits.is_empty() {
             fields.insert(WIDTH_ROUNDING.into(), self.bits.rounding.to_string());
         }
-        let mut data = Vec::new();
-        self.write_data(&mut data)?;
+        let values = tensors.iter().flat_map(|(_, _, values)| values);
+        let data: Vec<u8> = values.flat_map(|value| value.to_le_bytes()).collect();
         fields.insert(CHECKSUM.into(), format!("{:x}", Sha256::digest(&data)));
         let mut header = Map::new();
         header.insert("__metadata__".into(), json!(fields));
         let mut end = 0;
-        for (name, shape) in &tensors {
+        for (name, shape, values) in &tensors {
             let start = end;
-            end += shape.iter().product::<usize>() * size_of::<f32>();
-            header.insert(
-                (*name).into(),
-                json!({"dtype": "F32", "shape": shape, "data_offsets": [start, end]}),
-            );
+            end += size_of_val(values.as_slice());
+            let about = json!({"dtype": "F32", "shape": shape, "data_offsets": [start, end]});
+            header.insert((*name).into(), about);
         }
         let mut header = Value::Object(header).to_string();
         // Data begins at a multiple of eight, as other writers do it.
@@ -275,36 +270,6 @@ impl RotationFile {
         out.write_all(header.as_bytes())?;
         out.write_all(&data)?;
         out.flush()?;
-        Ok(())
-    }
-
-    /// Writes the tensors, in the order of the header.
-    fn write_data(&self, out: &mut impl Write) -> Result<(), RotationFileError> {
-        for head in self.stored() {
-            write_floats(out, head.key.matrix().iter().copied())?;
-        }
-        for head in self.stored() {
-            write_floats(out, head.value.matrix().iter().copied())?;
-        }
-        for clips in [&self.clips.key, &self.clips.value] {
-            write_floats(out, clips.iter().map(|&v| v as f32))?;
-        }
-        for eigenvalues in [&self.key_eigenvalues, &self.value_eigenvalues].into_iter().flatten() {
-            write_floats(out, eigenvalues.iter().copied())?;
-        }
-        if self.metadata.centred {
-            for head in self.rotations.heads() {
-                write_floats(out, head.key_mean.iter().flatten().copied())?;
-            }
-        }
-        for (_, table) in &self.bits.tables {
-            write_floats(out, table.units().into_iter().map(|bits| bits as f32))?;
-        }
-        if let Some(map) = &self.bits.harm {
-            write_floats(out, map.harm.iter().flatten().copied())?;
-            write_floats(out, map.absent.iter().map(|harm| harm.unwrap_or(-1.0)))?;
-            write_floats(out, map.error.iter().flatten().copied())?;
-        }
         Ok(())
     }
 
@@ -367,13 +332,6 @@ impl RotationFile {
         }
         Ok(())
     }
-}
-
-fn write_floats(out: &mut impl Write, values: impl Iterator<Item = f32>) -> io::Result<()> {
-    for value in values {
-        out.write_all(&value.to_le_bytes())?;
-    }
-    Ok(())
 }
 
 #[cfg(test)]

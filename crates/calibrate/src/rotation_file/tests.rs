@@ -7,6 +7,7 @@ use oscar_codec::Rotation;
 use oscar_models::tiny::tiny_config;
 use oscar_models::{Family, SlidingLayers};
 use proptest::prelude::*;
+use std::fs;
 use std::io::Cursor;
 
 /// Orthogonal, and different for every seed: a Hadamard matrix with some columns turned.

@@ -57,8 +57,8 @@ pub(super) enum Node {
 }
 
 impl Node {
-    pub(super) fn kind(&self) -> &'static str {
-        match self {
+    pub(super) fn is_not(&self, expected: &'static str) -> PickleError {
+        let found = match self {
             Self::None => "None",
             Self::Bool(_) => "a bool",
             Self::Int(_) => "an int",
@@ -70,7 +70,8 @@ impl Node {
             Self::Tensor(_) => "a tensor",
             Self::Storage(_) => "a storage",
             Self::Global(_) => "a class or function name",
-        }
+        };
+        PickleError::Type { expected, found }
     }
 }
 

@@ -78,46 +78,6 @@ impl<'a> Machine<'a> {
             // FRAME announces a length that only matters to buffered readers.
             0x95 => drop(self.take(8)?),
 
-            b'N' => self.push(Node::None),
-            0x88 => self.push(Node::Bool(true)),
-            0x89 => self.push(Node::Bool(false)),
-            b'J' => {
-                let n = i32::from_le_bytes(self.array()?);
-                self.push(Node::Int(n.into()));
-            }
-            b'K' => {
-                let n = self.byte()?;
-                self.push(Node::Int(n.into()));
-            }
-            b'M' => {
-                let n = u16::from_le_bytes(self.array()?);
-                self.push(Node::Int(n.into()));
-            }
-            0x8a => {
-                let length = self.byte()?.into();
-                self.long(length)?;
-            }
-            0x8b => {
-                let length = u32::from_le_bytes(self.array()?) as usize;
-                self.long(length)?;
-            }
-            b'G' => {
-                let x = f64::from_be_bytes(self.array()?);
-                self.push(Node::Float(x));
-            }
-            0x8c => {
-                let length = self.byte()?.into();
-                self.text(length)?;
-            }
-            b'X' => {
-                let length = u32::from_le_bytes(self.array()?);
-                self.text(length.into())?;
-            }
-            0x8d => {
-                let length = u64::from_le_bytes(self.array()?);
-                self.text(length)?;
-            }
-
             b'(' => self.marks.push(self.stack.len()),
             b'0' => drop(self.pop()?),
             b'1' => drop(self.pop_mark()?),
@@ -126,11 +86,6 @@ impl<'a> Machine<'a> {
                 self.stack.extend([top, top]);
             }
 
-            b']' => self.push(Node::List(Vec::new())),
-            b'l' => {
-                let items = self.pop_mark()?;
-                self.push(Node::List(items));
-            }
             b'a' => {
                 let item = self.pop()?;
                 self.append(vec![item])?;
@@ -139,20 +94,6 @@ impl<'a> Machine<'a> {
                 let items = self.pop_mark()?;
                 self.append(items)?;
             }
-            b')' => self.push(Node::Tuple(Vec::new())),
-            b't' => {
-                let items = self.pop_mark()?;
-                self.push(Node::Tuple(items));
-            }
-            0x85..=0x87 => {
-                let mut items = Vec::with_capacity(3);
-                for _ in 0..opcode - 0x84 {
-                    items.push(self.pop()?);
-                }
-                items.reverse();
-                self.push(Node::Tuple(items));
-            }
-            b'}' => self.push(Node::Dict(Vec::new())),
             b'd' => {
                 let items = self.pop_mark()?;
                 self.push(Node::Dict(Vec::new()));
@@ -189,21 +130,63 @@ impl<'a> Machine<'a> {
                 self.recall(slot)?;
             }
 
-            b'c' => {
-                let module = self.line()?;
-                let name = self.line()?;
-                self.push(Node::Global(Global::lookup(module, name)?));
-            }
-            0x93 => {
-                let name = self.pop_str()?;
-                let module = self.pop_str()?;
-                self.push(Node::Global(Global::lookup(&module, &name)?));
-            }
             b'R' => self.reduce()?,
             b'Q' => self.persistent()?,
-            other => return Err(PickleError::Opcode(other)),
+            other => {
+                let node = self.new_node(other)?;
+                self.push(node);
+            }
         }
         Ok(())
+    }
+
+    /// The node that an opcode makes and pushes.
+    fn new_node(&mut self, opcode: u8) -> Fault<Node> {
+        Ok(match opcode {
+            b'N' => Node::None,
+            0x88 => Node::Bool(true),
+            0x89 => Node::Bool(false),
+            b'J' => Node::Int(i32::from_le_bytes(self.array()?).into()),
+            b'K' => Node::Int(self.byte()?.into()),
+            b'M' => Node::Int(u16::from_le_bytes(self.array()?).into()),
+            0x8a => {
+                let length = self.byte()?.into();
+                self.long(length)?
+            }
+            0x8b => {
+                let length = u32::from_le_bytes(self.array()?) as usize;
+                self.long(length)?
+            }
+            b'G' => Node::Float(f64::from_be_bytes(self.array()?)),
+            0x8c => {
+                let length = self.byte()?.into();
+                self.text(length)?
+            }
+            b'X' => {
+                let length = u32::from_le_bytes(self.array()?);
+                self.text(length.into())?
+            }
+            0x8d => {
+                let length = u64::from_le_bytes(self.array()?);
+                self.text(length)?
+            }
+            b']' => Node::List(Vec::new()),
+            b'l' => Node::List(self.pop_mark()?),
+            b')' => Node::Tuple(Vec::new()),
+            b't' => Node::Tuple(self.pop_mark()?),
+            0x85..=0x87 => {
+                let mut items = (0..opcode - 0x84).map(|_| self.pop()).collect::<Fault<Vec<NodeId>>>()?;
+                items.reverse();
+                Node::Tuple(items)
+            }
+            b'}' => Node::Dict(Vec::new()),
+            b'c' => Node::Global(Global::lookup(self.line()?, self.line()?)?),
+            0x93 => {
+                let name = self.pop_str()?;
+                Node::Global(Global::lookup(&self.pop_str()?, &name)?)
+            }
+            other => return Err(PickleError::Opcode(other)),
+        })
     }
 
     // ---- input ----
@@ -231,14 +214,13 @@ impl<'a> Machine<'a> {
         std::str::from_utf8(&rest[..end]).map_err(|_| PickleError::NotUtf8)
     }
 
-    fn text(&mut self, length: u64) -> Fault<()> {
+    fn text(&mut self, length: u64) -> Fault<Node> {
         let text = std::str::from_utf8(self.take(length)?).map_err(|_| PickleError::NotUtf8)?;
-        self.push(Node::Str(text.into()));
-        Ok(())
+        Ok(Node::Str(text.into()))
     }
 
     /// A little-endian two's complement integer of any length up to 8 bytes.
-    fn long(&mut self, length: usize) -> Fault<()> {
+    fn long(&mut self, length: usize) -> Fault<Node> {
         if length > 8 {
             return Err(PickleError::WideInteger(length));
         }
@@ -246,8 +228,7 @@ impl<'a> Machine<'a> {
         let negative = bytes.last().is_some_and(|b| b & 0x80 != 0);
         let mut wide = [if negative { 0xff } else { 0 }; 8];
         wide[..length].copy_from_slice(bytes);
-        self.push(Node::Int(i64::from_le_bytes(wide)));
-        Ok(())
+        Ok(Node::Int(i64::from_le_bytes(wide)))
     }
 
     // ---- stack and memo ----
@@ -258,10 +239,9 @@ impl<'a> Machine<'a> {
     }
 
     fn pop(&mut self) -> Fault<NodeId> {
-        if self.stack.len() <= self.marks.last().copied().unwrap_or(0) {
-            return Err(PickleError::StackUnderflow);
-        }
-        self.stack.pop().ok_or(PickleError::StackUnderflow)
+        let top = self.top()?;
+        self.stack.pop();
+        Ok(top)
     }
 
     fn pop_mark(&mut self) -> Fault<Vec<NodeId>> {
@@ -285,7 +265,7 @@ impl<'a> Machine<'a> {
         let top = self.top()?;
         match &mut self.nodes[top] {
             Node::List(list) => list.extend(items),
-            other => return Err(PickleError::Type { expected: "a list", found: other.kind() }),
+            other => return Err(other.is_not("a list")),
         }
         Ok(())
     }
@@ -297,7 +277,7 @@ impl<'a> Machine<'a> {
         let top = self.top()?;
         match &mut self.nodes[top] {
             Node::Dict(dict) => dict.extend(items.chunks_exact(2).map(|pair| (pair[0], pair[1]))),
-            other => return Err(PickleError::Type { expected: "a dict", found: other.kind() }),
+            other => return Err(other.is_not("a dict")),
         }
         Ok(())
     }
@@ -319,14 +299,14 @@ impl<'a> Machine<'a> {
     fn str_at(&self, id: NodeId) -> Fault<Arc<str>> {
         match &self.nodes[id] {
             Node::Str(text) => Ok(text.clone()),
-            other => Err(PickleError::Type { expected: "a string", found: other.kind() }),
+            other => Err(other.is_not("a string")),
         }
     }
 
     fn tuple_at(&self, id: NodeId) -> Fault<&[NodeId]> {
         match &self.nodes[id] {
             Node::Tuple(items) => Ok(items),
-            other => Err(PickleError::Type { expected: "a tuple", found: other.kind() }),
+            other => Err(other.is_not("a tuple")),
         }
     }
 
@@ -335,7 +315,7 @@ impl<'a> Machine<'a> {
         match &self.nodes[id] {
             Node::Int(n) => usize::try_from(*n)
                 .map_err(|_| PickleError::Tensor(format!("{what} is {n}, must be 0 or more"))),
-            other => Err(PickleError::Type { expected: "an integer", found: other.kind() }),
+            other => Err(other.is_not("an integer")),
         }
     }
 
@@ -351,17 +331,14 @@ impl<'a> Machine<'a> {
         let arguments = self.pop()?;
         let callable = self.pop()?;
         let Node::Global(global) = self.nodes[callable] else {
-            return Err(PickleError::Type {
-                expected: "an allowed function",
-                found: self.nodes[callable].kind(),
-            });
+            return Err(self.nodes[callable].is_not("an allowed function"));
         };
         let arguments = self.tuple_at(arguments)?;
         match (global, arguments) {
             (Global::OrderedDict, []) => self.push(Node::Dict(Vec::new())),
             (Global::RebuildParameter, &[data, _requires_grad, _hooks]) => {
                 if !matches!(self.nodes[data], Node::Tensor(_)) {
-                    return Err(PickleError::Type { expected: "a tensor", found: self.nodes[data].kind() });
+                    return Err(self.nodes[data].is_not("a tensor"));
                 }
                 self.stack.push(data);
             }
@@ -381,7 +358,7 @@ impl<'a> Machine<'a> {
 
     fn view(&self, storage: NodeId, offset: NodeId, shape: NodeId, strides: NodeId) -> Fault<TensorView> {
         let Node::Storage(storage) = &self.nodes[storage] else {
-            return Err(PickleError::Type { expected: "a storage", found: self.nodes[storage].kind() });
+            return Err(self.nodes[storage].is_not("a storage"));
         };
         let view = TensorView {
             dtype: storage.dtype,
@@ -418,7 +395,7 @@ impl<'a> Machine<'a> {
             return Err(PickleError::Tensor("a persistent id must begin with 'storage'".into()));
         }
         let Node::Global(Global::Storage(dtype)) = self.nodes[class] else {
-            return Err(PickleError::Type { expected: "a storage class", found: self.nodes[class].kind() });
+            return Err(self.nodes[class].is_not("a storage class"));
         };
         let key = self.str_at(key)?;
         let numel = self.count_at(numel, "storage size")?;
@@ -471,9 +448,7 @@ impl<'a> Machine<'a> {
                 }
                 Value::Dict(items)
             }
-            bare @ (Node::Storage(_) | Node::Global(_)) => {
-                return Err(PickleError::Type { expected: "plain data", found: bare.kind() });
-            }
+            bare @ (Node::Storage(_) | Node::Global(_)) => return Err(bare.is_not("plain data")),
         })
     }
 }

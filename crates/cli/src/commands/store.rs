@@ -11,14 +11,8 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-#[derive(clap::Args)]
-pub struct Args {
-    #[command(subcommand)]
-    what: What,
-}
-
 #[derive(clap::Subcommand)]
-enum What {
+pub enum What {
     /// Show the models and caches whose pages a directory holds
     Ls {
         /// Directory that `oscar serve --store` used
@@ -57,8 +51,8 @@ enum What {
     },
 }
 
-pub fn run(args: &Args) -> Result<()> {
-    match &args.what {
+pub fn run(what: &What) -> Result<()> {
+    match what {
         What::Ls { dir, json } => ls(dir, *json),
         What::Verify { dir, remove, json } => verify(dir, *remove, *json),
         What::Prune { dir, size, age, all, json } => {

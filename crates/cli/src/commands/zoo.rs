@@ -7,14 +7,8 @@ use oscar_calibrate::zoo::{self, Choice, ZooFile};
 use serde_json::json;
 use std::path::{Path, PathBuf};
 
-#[derive(clap::Args)]
-pub struct Args {
-    #[command(subcommand)]
-    what: What,
-}
-
 #[derive(clap::Subcommand)]
-enum What {
+pub enum What {
     /// What a rotation file holds (.pt of the zoo, or our .safetensors)
     Inspect {
         file: PathBuf,
@@ -67,8 +61,8 @@ enum What {
 const KEY_FILE: &str = "k_rotation_qqt_r_h_pbr.pt";
 const VALUE_FILE: &str = "v_rotation_sst_r_h_pbr.pt";
 
-pub fn run(args: &Args) -> Result<()> {
-    match &args.what {
+pub fn run(what: &What) -> Result<()> {
+    match what {
         What::Inspect { file, json } => inspect(file, *json),
         What::Find { root, model, named } => find(root.as_deref(), model, named.as_deref()),
         What::Convert { key: Some(key), value: Some(value), kv_heads, out, .. } => {

@@ -27,30 +27,6 @@ impl Calibrates for CudaBackend {
         widths: &[(u32, u32)],
         pool: &mut CudaPages,
     ) -> BackendResult<()> {
-        Ok(self.recode_pages(layer, positions, from, to, widths, pool)?)
-    }
-
-    fn divergences(
-        &self,
-        step: &mut CudaStep<'_>,
-        exact: &CudaRows,
-        other: &CudaRows,
-        out: &mut Vec<Divergence>,
-    ) -> BackendResult<()> {
-        Ok(self.compare_rows(step, exact, other, out)?)
-    }
-}
-
-impl CudaBackend {
-    fn recode_pages(
-        &self,
-        layer: usize,
-        positions: Range<usize>,
-        from: &[Option<FullPageId>],
-        to: &[Option<FullPageId>],
-        widths: &[(u32, u32)],
-        pool: &mut CudaPages,
-    ) -> Result<()> {
         let refuse = |detail: String| CudaError::Shape { what: "history to recode", detail };
         let (kv_heads, d) = (pool.layout().kv_heads(), pool.layout().head_dim());
         let known = |bits: u32| matches!(bits, 0..=4 | 8);
@@ -59,10 +35,11 @@ impl CudaBackend {
             || widths.len() != kv_heads
             || !widths.iter().all(|&(key, value)| known(key) && known(value))
         {
-            return Err(refuse(format!(
+            let detail = format!(
                 "layer {layer}, widths {widths:?} of {kv_heads} heads; the GPU knows 0 to 4 bits: leave wider codes \
                  out of --widths, or use --device cpu"
-            )));
+            );
+            return Err(refuse(detail).into());
         }
         let held = |pages: &[Option<FullPageId>], block: usize| {
             let id = pages.get(block).copied().flatten().map(|id| id.0);
@@ -111,20 +88,20 @@ impl CudaBackend {
         };
         // SAFETY: all pages have memory (ensured); heads and pages of the tables are those of the
         // grid; the layer exists.
-        unsafe { self.device.launch(function, shape, args) }
+        Ok(unsafe { self.device.launch(function, shape, args) }?)
     }
 
-    fn compare_rows(
+    fn divergences(
         &self,
         step: &mut CudaStep<'_>,
         exact: &CudaRows,
         other: &CudaRows,
         out: &mut Vec<Divergence>,
-    ) -> Result<()> {
+    ) -> BackendResult<()> {
         let (width, count, rows) = (exact.width(), exact.count(), other.count());
         if other.width() != width || count == 0 || !rows.is_multiple_of(count) {
             let detail = format!("{rows} rows of {} beside {count} of {width}", other.width());
-            return Err(CudaError::Shape { what: "rows to compare", detail });
+            return Err(CudaError::Shape { what: "rows to compare", detail }.into());
         }
         if rows == 0 {
             return Ok(());

@@ -67,23 +67,20 @@ impl CorrectedRouter {
         };
         let count = self.n_group.unwrap_or(defaults.groups);
         let kept = self.topk_group.unwrap_or(defaults.kept_groups);
+        let (experts, chosen, width) =
+            (self.n_routed_experts, self.num_experts_per_tok, self.moe_intermediate_size);
         Ok(MoeConfig {
-            experts: self.n_routed_experts,
-            width: self.moe_intermediate_size,
             shared_width,
-            shared_gate: false,
             rule: RouterRule {
-                chosen: self.num_experts_per_tok,
+                chosen,
                 scores: RouterScores::Sigmoid,
                 normalize: self.norm_topk_prob,
                 factor: self.routed_scaling_factor.unwrap_or(defaults.factor) as f32,
                 groups: (count != 1).then_some(ExpertGroups { count, kept }),
             },
             correction: true,
-            biases: false,
-            mxfp4: false,
             dense_layers,
-            names: ExpertNames::Mlp,
+            ..MoeConfig::new(experts, chosen, width, ExpertNames::Mlp)
         })
     }
 }

@@ -10,8 +10,7 @@ use super::latent_fields::LatentFields;
 use crate::config::{DecoderConfig, Family};
 use crate::error::LoadError;
 
-pub(crate) const ARCHITECTURE: &str = "DeepseekV3ForCausalLM";
-pub(crate) const MODEL_TYPE: &str = "deepseek_v3";
+pub(crate) const NAMES: (&str, &str) = ("DeepseekV3ForCausalLM", "deepseek_v3");
 
 /// Its successor, which the file of a V3.2 model names, and why it is refused.
 pub(crate) const SUCCESSOR: (&str, &str) = (

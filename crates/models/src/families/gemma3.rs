@@ -10,8 +10,7 @@ use crate::config::{DecoderConfig, Family, QkNorm, SlidingLayers};
 use crate::error::LoadError;
 use crate::rope_fields::RopeFields;
 
-pub(crate) const ARCHITECTURE: &str = "Gemma3ForCausalLM";
-pub(crate) const MODEL_TYPE: &str = "gemma3_text";
+pub(crate) const NAMES: (&str, &str) = ("Gemma3ForCausalLM", "gemma3_text");
 /// Models with a vision tower: their `text_config` is read.
 pub(crate) const WRAPPER: (&str, &str) = ("Gemma3ForConditionalGeneration", "gemma3");
 

@@ -8,8 +8,7 @@ use super::corrected_router::{CorrectedRouter, RouterDefaults};
 use crate::config::{DecoderConfig, Family, QkNorm};
 use crate::error::LoadError;
 
-pub(crate) const ARCHITECTURE: &str = "Glm4MoeForCausalLM";
-pub(crate) const MODEL_TYPE: &str = "glm4_moe";
+pub(crate) const NAMES: (&str, &str) = ("Glm4MoeForCausalLM", "glm4_moe");
 
 /// The share of a head that turns when the file names none.
 const DEFAULT_ROTARY_FACTOR: f64 = 0.5;

@@ -8,8 +8,7 @@ use super::{CommonFields, deepseek_v3};
 use crate::config::{DecoderConfig, Family};
 use crate::error::LoadError;
 
-pub(crate) const ARCHITECTURE: &str = "Glm4MoeLiteForCausalLM";
-pub(crate) const MODEL_TYPE: &str = "glm4_moe_lite";
+pub(crate) const NAMES: (&str, &str) = ("Glm4MoeLiteForCausalLM", "glm4_moe_lite");
 
 const DEFAULTS: RouterDefaults = RouterDefaults { dense_layers: 1, groups: 1, kept_groups: 1, factor: 1.8 };
 

@@ -1,7 +1,7 @@
 //! gpt-oss: attention sinks and biases, every second layer sees a sliding window; every layer has
 //! experts with a clamped gate, in BF16 or MXFP4.
 
-use oscar_backend::{Gate, MXFP4_GROUP, RouterRule, RouterScores};
+use oscar_backend::{Gate, MXFP4_GROUP};
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -10,8 +10,7 @@ use crate::config::{DecoderConfig, Family, MoeConfig, SlidingLayers};
 use crate::error::LoadError;
 use crate::tensor_names::ExpertNames;
 
-pub(crate) const ARCHITECTURE: &str = "GptOssForCausalLM";
-pub(crate) const MODEL_TYPE: &str = "gpt_oss";
+pub(crate) const NAMES: (&str, &str) = ("GptOssForCausalLM", "gpt_oss");
 
 #[derive(Debug, Deserialize)]
 pub(crate) struct GptOssConfig {
@@ -63,24 +62,12 @@ impl GptOssConfig {
                 return Err(LoadError::config_field(field, problem));
             }
         }
+        // A softmax over the logits of the chosen alone is that over all of them, normalized.
+        let (experts, chosen) = (self.num_local_experts, self.num_experts_per_tok);
         let moe = MoeConfig {
-            experts: self.num_local_experts,
-            width: base.intermediate_size,
-            shared_width: 0,
-            shared_gate: false,
-            // A softmax over the logits of the chosen alone is that over all of them, normalized.
-            rule: RouterRule {
-                chosen: self.num_experts_per_tok,
-                scores: RouterScores::Softmax,
-                normalize: true,
-                factor: 1.0,
-                groups: None,
-            },
-            correction: false,
             biases: true,
             mxfp4,
-            dense_layers: Vec::new(),
-            names: ExpertNames::Fused,
+            ..MoeConfig::new(experts, chosen, base.intermediate_size, ExpertNames::Fused)
         };
         let layers = sliding_layers(base.layers, self.layer_types, |layer| layer.is_multiple_of(2))?;
         Ok(DecoderConfig {

@@ -6,8 +6,7 @@ use super::CommonFields;
 use crate::config::{DecoderConfig, Family};
 use crate::error::LoadError;
 
-pub(crate) const ARCHITECTURE: &str = "LlamaForCausalLM";
-pub(crate) const MODEL_TYPE: &str = "llama";
+pub(crate) const NAMES: (&str, &str) = ("LlamaForCausalLM", "llama");
 
 #[derive(Debug, Deserialize)]
 pub(crate) struct LlamaConfig {

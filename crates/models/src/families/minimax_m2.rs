@@ -9,8 +9,7 @@ use crate::config::{DecoderConfig, Family, MoeConfig, QkNorm};
 use crate::error::LoadError;
 use crate::tensor_names::ExpertNames;
 
-pub(crate) const ARCHITECTURE: &str = "MiniMaxM2ForCausalLM";
-pub(crate) const MODEL_TYPE: &str = "minimax_m2";
+pub(crate) const NAMES: (&str, &str) = ("MiniMaxM2ForCausalLM", "minimax_m2");
 
 #[derive(Debug, Deserialize)]
 pub(crate) struct MiniMaxM2Config {
@@ -46,23 +45,12 @@ impl MiniMaxM2Config {
         refuse_unless(norm == "per_layer", "qk_norm_type", norm, "per_layer")?;
         let shared = self.shared_intermediate_size;
         refuse_unless(shared == 0, "shared_intermediate_size", shared, "0")?;
+        let (experts, chosen) = (self.num_local_experts, self.num_experts_per_tok);
+        let plain = MoeConfig::new(experts, chosen, base.intermediate_size, ExpertNames::BlockSparse);
         let moe = MoeConfig {
-            experts: self.num_local_experts,
-            width: base.intermediate_size,
-            shared_width: 0,
-            shared_gate: false,
-            rule: RouterRule {
-                chosen: self.num_experts_per_tok,
-                scores: RouterScores::Sigmoid,
-                normalize: true,
-                factor: 1.0,
-                groups: None,
-            },
+            rule: RouterRule { scores: RouterScores::Sigmoid, ..plain.rule },
             correction: self.use_routing_bias,
-            biases: false,
-            mxfp4: false,
-            dense_layers: Vec::new(),
-            names: ExpertNames::BlockSparse,
+            ..plain
         };
         let qk_norm = if self.use_qk_norm { QkNorm::AllHeads } else { QkNorm::None };
         Ok(DecoderConfig { qk_norm, moe: Some(moe), ..base })

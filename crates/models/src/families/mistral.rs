@@ -6,8 +6,7 @@ use super::CommonFields;
 use crate::config::{DecoderConfig, Family};
 use crate::error::LoadError;
 
-pub(crate) const ARCHITECTURE: &str = "MistralForCausalLM";
-pub(crate) const MODEL_TYPE: &str = "mistral";
+pub(crate) const NAMES: (&str, &str) = ("MistralForCausalLM", "mistral");
 
 #[derive(Debug, Deserialize)]
 pub(crate) struct MistralConfig {

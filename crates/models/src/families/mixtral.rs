@@ -1,6 +1,5 @@
 //! Mixtral: the attention of Mistral; every layer has experts chosen by softmax.
 
-use oscar_backend::{RouterRule, RouterScores};
 use serde::Deserialize;
 
 use super::CommonFields;
@@ -8,8 +7,7 @@ use crate::config::{DecoderConfig, Family, MoeConfig};
 use crate::error::LoadError;
 use crate::tensor_names::ExpertNames;
 
-pub(crate) const ARCHITECTURE: &str = "MixtralForCausalLM";
-pub(crate) const MODEL_TYPE: &str = "mixtral";
+pub(crate) const NAMES: (&str, &str) = ("MixtralForCausalLM", "mixtral");
 
 #[derive(Debug, Deserialize)]
 pub(crate) struct MixtralConfig {
@@ -32,24 +30,8 @@ fn default_chosen() -> usize {
 impl MixtralConfig {
     pub(crate) fn lower(self) -> Result<DecoderConfig, LoadError> {
         let base = self.common.lower(Family::Mixtral)?;
-        let moe = MoeConfig {
-            experts: self.num_local_experts,
-            width: base.intermediate_size,
-            shared_width: 0,
-            shared_gate: false,
-            rule: RouterRule {
-                chosen: self.num_experts_per_tok,
-                scores: RouterScores::Softmax,
-                normalize: true,
-                factor: 1.0,
-                groups: None,
-            },
-            correction: false,
-            biases: false,
-            mxfp4: false,
-            dense_layers: Vec::new(),
-            names: ExpertNames::BlockSparse,
-        };
+        let (experts, chosen) = (self.num_local_experts, self.num_experts_per_tok);
+        let moe = MoeConfig::new(experts, chosen, base.intermediate_size, ExpertNames::BlockSparse);
         Ok(DecoderConfig { moe: Some(moe), sliding_window: self.sliding_window, ..base })
     }
 }

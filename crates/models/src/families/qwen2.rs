@@ -6,8 +6,7 @@ use super::{CommonFields, QwenWindow};
 use crate::config::{DecoderConfig, Family};
 use crate::error::LoadError;
 
-pub(crate) const ARCHITECTURE: &str = "Qwen2ForCausalLM";
-pub(crate) const MODEL_TYPE: &str = "qwen2";
+pub(crate) const NAMES: (&str, &str) = ("Qwen2ForCausalLM", "qwen2");
 
 #[derive(Debug, Deserialize)]
 pub(crate) struct Qwen2Config {

@@ -6,8 +6,7 @@ use super::{CommonFields, QwenWindow};
 use crate::config::{DecoderConfig, Family, QkNorm};
 use crate::error::LoadError;
 
-pub(crate) const ARCHITECTURE: &str = "Qwen3ForCausalLM";
-pub(crate) const MODEL_TYPE: &str = "qwen3";
+pub(crate) const NAMES: (&str, &str) = ("Qwen3ForCausalLM", "qwen3");
 
 /// Qwen3 heads are 128 wide for every hidden size, unless the file says otherwise.
 const DEFAULT_HEAD_DIM: usize = 128;

@@ -1,6 +1,6 @@
 //! Qwen3-MoE: the attention of Qwen3; most layers have experts chosen by softmax.
 
-use oscar_backend::{RouterRule, RouterScores};
+use oscar_backend::RouterRule;
 use serde::Deserialize;
 
 use super::{CommonFields, QwenWindow};
@@ -8,8 +8,7 @@ use crate::config::{DecoderConfig, Family, MOST_LAYERS, MoeConfig, QkNorm};
 use crate::error::LoadError;
 use crate::tensor_names::ExpertNames;
 
-pub(crate) const ARCHITECTURE: &str = "Qwen3MoeForCausalLM";
-pub(crate) const MODEL_TYPE: &str = "qwen3_moe";
+pub(crate) const NAMES: (&str, &str) = ("Qwen3MoeForCausalLM", "qwen3_moe");
 
 #[derive(Debug, Deserialize)]
 pub(crate) struct Qwen3MoeConfig {
@@ -58,23 +57,13 @@ impl Qwen3MoeConfig {
         let dense = |layer: &usize| {
             self.mlp_only_layers.contains(layer) || !(layer + 1).is_multiple_of(self.decoder_sparse_step)
         };
+        let (experts, chosen, width) =
+            (self.num_experts, self.num_experts_per_tok, self.moe_intermediate_size);
+        let plain = MoeConfig::new(experts, chosen, width, ExpertNames::Mlp);
         let moe = MoeConfig {
-            experts: self.num_experts,
-            width: self.moe_intermediate_size,
-            shared_width: 0,
-            shared_gate: false,
-            rule: RouterRule {
-                chosen: self.num_experts_per_tok,
-                scores: RouterScores::Softmax,
-                normalize: self.norm_topk_prob,
-                factor: 1.0,
-                groups: None,
-            },
-            correction: false,
-            biases: false,
-            mxfp4: false,
+            rule: RouterRule { normalize: self.norm_topk_prob, ..plain.rule },
             dense_layers: (0..base.layers.min(MOST_LAYERS)).filter(dense).collect(),
-            names: ExpertNames::Mlp,
+            ..plain
         };
         Ok(DecoderConfig {
             qk_norm: QkNorm::EachHead,

@@ -2,7 +2,7 @@
 //! an output gate. Of Qwen3.5 the text model is read, dense or with experts; the vision tower and the
 //! layers for multi-token prediction are passed over.
 
-use oscar_backend::{DeltaShape, RouterRule, RouterScores};
+use oscar_backend::{DeltaShape, RouterRule};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -12,12 +12,9 @@ use crate::delta::DeltaConfig;
 use crate::error::LoadError;
 use crate::tensor_names::ExpertNames;
 
-pub(crate) const ARCHITECTURE: &str = "Qwen3NextForCausalLM";
-pub(crate) const MODEL_TYPE: &str = "qwen3_next";
-pub(crate) const ARCHITECTURE_3_5: &str = "Qwen3_5ForCausalLM";
-pub(crate) const MODEL_TYPE_3_5: &str = "qwen3_5_text";
-pub(crate) const ARCHITECTURE_3_5_MOE: &str = "Qwen3_5MoeForCausalLM";
-pub(crate) const MODEL_TYPE_3_5_MOE: &str = "qwen3_5_moe_text";
+pub(crate) const NAMES: (&str, &str) = ("Qwen3NextForCausalLM", "qwen3_next");
+pub(crate) const NAMES_3_5: (&str, &str) = ("Qwen3_5ForCausalLM", "qwen3_5_text");
+pub(crate) const NAMES_3_5_MOE: (&str, &str) = ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text");
 /// Models with a vision tower: their `text_config` is read.
 pub(crate) const WRAPPER_3_5: (&str, &str) = ("Qwen3_5ForConditionalGeneration", "qwen3_5");
 pub(crate) const WRAPPER_3_5_MOE: (&str, &str) = ("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe");
@@ -131,24 +128,17 @@ impl Qwen3NextConfig {
             next && (self.mlp_only_layers.contains(layer)
                 || !(layer + 1).is_multiple_of(self.decoder_sparse_step))
         };
+        let names = if next || fp8 { ExpertNames::Qwen } else { ExpertNames::QwenFused };
+        let (experts, chosen, width) =
+            (self.num_experts, self.num_experts_per_tok, self.moe_intermediate_size);
+        let plain = MoeConfig::new(experts, chosen, width, names);
         Ok(Some(MoeConfig {
-            experts: self.num_experts,
-            width: self.moe_intermediate_size,
             shared_width: self.shared_expert_intermediate_size,
             shared_gate: self.shared_expert_intermediate_size > 0,
-            rule: RouterRule {
-                chosen: self.num_experts_per_tok,
-                scores: RouterScores::Softmax,
-                // Qwen3.5 always normalizes.
-                normalize: self.norm_topk_prob || !next,
-                factor: 1.0,
-                groups: None,
-            },
-            correction: false,
-            biases: false,
-            mxfp4: false,
+            // Qwen3.5 always normalizes.
+            rule: RouterRule { normalize: self.norm_topk_prob || !next, ..plain.rule },
             dense_layers: (0..layers.min(MOST_LAYERS)).filter(dense).collect(),
-            names: if next || fp8 { ExpertNames::Qwen } else { ExpertNames::QwenFused },
+            ..plain
         }))
     }
 }

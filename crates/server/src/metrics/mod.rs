@@ -111,22 +111,25 @@ impl Metrics {
         registry.register("tool_calls", "Tool calls in answers", metrics.tool_calls.clone());
         let help = "Tool calls that were returned as text or broke off";
         registry.register("tool_calls_malformed", help, metrics.malformed_tool_calls.clone());
-        let mut histogram = |name: &str, help: &str, histogram: &Histogram| {
+        for (name, help, histogram) in metrics.histograms() {
             registry.register(name, help, histogram.clone());
-        };
-        histogram("time_to_first_token_seconds", "From submission to the first token", &metrics.first_token);
-        histogram("inter_token_latency_seconds", "Between two tokens of a choice", &metrics.inter_token);
-        histogram(
-            "request_time_per_output_token_seconds",
-            "Mean time of a request's tokens after the first",
-            &metrics.per_token,
-        );
-        histogram("e2e_request_latency_seconds", "From submission to the end", &metrics.request);
-        histogram("request_prompt_tokens", "Prompt tokens of a request", &metrics.prompt_tokens);
-        histogram("request_generation_tokens", "Generated tokens of a request", &metrics.generation_tokens);
+        }
         registry.register_collector(Box::new(EngineCollector(engine.clone())));
         let aliases = vllm::registry(&metrics, engine);
         Self { registries: vec![registry, aliases], ..metrics }
+    }
+
+    /// Name, help and values of every histogram.
+    fn histograms(&self) -> [(&'static str, &'static str, &Histogram); 6] {
+        let per_token = "Mean time of a request's tokens after the first";
+        [
+            ("time_to_first_token_seconds", "From submission to the first token", &self.first_token),
+            ("inter_token_latency_seconds", "Between two tokens of a choice", &self.inter_token),
+            ("request_time_per_output_token_seconds", per_token, &self.per_token),
+            ("e2e_request_latency_seconds", "From submission to the end", &self.request),
+            ("request_prompt_tokens", "Prompt tokens of a request", &self.prompt_tokens),
+            ("request_generation_tokens", "Generated tokens of a request", &self.generation_tokens),
+        ]
     }
 
     pub fn http(&self, method: &str, route: &str, status: u16) {
@@ -246,6 +249,34 @@ fn encode_counters<'a>(
     Ok(())
 }
 
+/// Gauges without labels: name, help and value of each.
+fn encode_gauges<'a, N>(
+    encoder: &mut DescriptorEncoder<'_>,
+    gauges: impl IntoIterator<Item = (&'a str, &'a str, N)>,
+) -> Result<(), fmt::Error>
+where
+    ConstGauge<N>: EncodeMetric,
+{
+    for (name, help, value) in gauges {
+        let gauge = ConstGauge::new(value);
+        gauge.encode(encoder.encode_descriptor(name, help, None, gauge.metric_type())?)?;
+    }
+    Ok(())
+}
+
+/// A family of counters or gauges: its labels and value for each of `values`.
+fn encode_family<M: EncodeMetric, L: EncodeLabelSet>(
+    encoder: &mut DescriptorEncoder<'_>,
+    name: &str,
+    help: &str,
+    values: impl IntoIterator<Item = (L, M)>,
+) -> Result<(), fmt::Error> {
+    let mut values = values.into_iter().peekable();
+    let Some((_, first)) = values.peek() else { return Ok(()) };
+    let mut family = encoder.encode_descriptor(name, help, None, first.metric_type())?;
+    values.try_for_each(|(labels, value)| value.encode(family.encode_family(&labels)?))
+}
+
 /// Reads the engine's snapshot at each scrape.
 struct EngineCollector(Arc<dyn EngineApi>);
 
@@ -284,10 +315,7 @@ impl Collector for EngineCollector {
             ("prefix_cache_hit_rate", "Share of prompt tokens found in the cache", hits),
             ("model_context_tokens", "Longest sequence", info.context as f64),
         ];
-        for (name, help, value) in gauges {
-            let gauge = ConstGauge::new(value);
-            gauge.encode(encoder.encode_descriptor(name, help, None, gauge.metric_type())?)?;
-        }
+        encode_gauges(&mut encoder, gauges)?;
 
         let mut pages = vec![
             ("bf16", "all", stats.full_pages),
@@ -303,20 +331,16 @@ impl Collector for EngineCollector {
             pages.push(("state", "all", stats.states));
             pages.push(("state", "prefix_cache", stats.cached_states));
         }
-        let kind = ConstGauge::new(0u64).metric_type();
         let help = "Pages by format; holder prefix_cache counts those no running request uses";
-        let mut family = encoder.encode_descriptor("kv_pages", help, None, kind)?;
-        for (format, holder, count) in pages {
-            let labels = [("format", format), ("holder", holder)];
-            ConstGauge::new(count as u64).encode(family.encode_family(&labels)?)?;
-        }
+        let pages = pages.into_iter().map(|(format, holder, count)| {
+            ([("format", format), ("holder", holder)], ConstGauge::new(count as u64))
+        });
+        encode_family(&mut encoder, "kv_pages", help, pages)?;
         let RouteCounts { episode, union, global, full } = stats.routes;
-        let kind = ConstCounter::new(0u64).metric_type();
         let help = "Turns by the view of their history that they read; full: no view was ready";
-        let mut family = encoder.encode_descriptor("kv_routes", help, None, kind)?;
-        for (name, count) in [("episode", episode), ("union", union), ("global", global), ("full", full)] {
-            ConstCounter::new(count).encode(family.encode_family(&[("kind", name)])?)?;
-        }
+        let routes = [("episode", episode), ("union", union), ("global", global), ("full", full)];
+        let routes = routes.map(|(kind, count)| ([("kind", kind)], ConstCounter::new(count)));
+        encode_family(&mut encoder, "kv_routes", help, routes)?;
         store::encode(&stats, &mut encoder)
     }
 }

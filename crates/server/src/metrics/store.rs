@@ -3,11 +3,11 @@
 use std::fmt;
 
 use oscar_engine::EngineStats;
-use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
+use prometheus_client::encoding::DescriptorEncoder;
 use prometheus_client::metrics::counter::ConstCounter;
 use prometheus_client::metrics::gauge::ConstGauge;
 
-use super::encode_counters;
+use super::{encode_counters, encode_family, encode_gauges};
 
 /// Values by tier.
 type Tiers<'a> = &'a [(&'a str, u64)];
@@ -43,12 +43,8 @@ fn encode_tiers(
     help: &str,
     values: Tiers<'_>,
 ) -> Result<(), fmt::Error> {
-    let kind = ConstCounter::new(0u64).metric_type();
-    let mut family = encoder.encode_descriptor(name, help, None, kind)?;
-    for &(tier, value) in values {
-        ConstCounter::new(value).encode(family.encode_family(&[("tier", tier)])?)?;
-    }
-    Ok(())
+    let counter = |&(tier, value): &_| ([("tier", tier)], ConstCounter::new(value));
+    encode_family(encoder, name, help, values.iter().map(counter))
 }
 
 fn encode_transfers(stats: &EngineStats, encoder: &mut DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
@@ -102,11 +98,7 @@ fn encode_transfers(stats: &EngineStats, encoder: &mut DescriptorEncoder<'_>) ->
         ]);
     }
     encode_counters(encoder, counters)?;
-    for (name, help, value) in gauges {
-        let gauge = ConstGauge::new(value);
-        gauge.encode(encoder.encode_descriptor(name, help, None, gauge.metric_type())?)?;
-    }
-    Ok(())
+    encode_gauges(encoder, gauges)
 }
 
 fn encode_store(stats: &EngineStats, encoder: &mut DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
@@ -157,13 +149,8 @@ fn encode_store(stats: &EngineStats, encoder: &mut DescriptorEncoder<'_>) -> Res
         ("kv_store_pruned_pages", "Pages removed by age or size", store.pruned_pages),
     ];
     encode_counters(encoder, counters)?;
-    let kind = ConstGauge::new(0u64).metric_type();
-    let help = "Bytes of stored pages";
-    let mut family = encoder.encode_descriptor("kv_store_bytes", help, None, kind)?;
-    for (tier, value) in [("ram", store.ram_bytes), ("disk", store.disk_bytes)] {
-        ConstGauge::new(value).encode(family.encode_family(&[("tier", tier)])?)?;
-    }
-    let help = "Bytes that wait to be written";
-    let gauge = ConstGauge::new(store.queued_bytes);
-    gauge.encode(encoder.encode_descriptor("kv_store_queued_bytes", help, None, kind)?)
+    let held = [("ram", store.ram_bytes), ("disk", store.disk_bytes)];
+    let held = held.map(|(tier, bytes)| ([("tier", tier)], ConstGauge::new(bytes)));
+    encode_family(encoder, "kv_store_bytes", "Bytes of stored pages", held)?;
+    encode_gauges(encoder, [("kv_store_queued_bytes", "Bytes that wait to be written", store.queued_bytes)])
 }

@@ -10,13 +10,13 @@ use std::sync::Arc;
 
 use oscar_engine::EngineApi;
 use prometheus_client::collector::Collector;
-use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
-use prometheus_client::metrics::counter::{ConstCounter, Counter};
+use prometheus_client::encoding::DescriptorEncoder;
+use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::registry::Registry;
 
-use super::{Metrics, ReasonLabels, usage};
+use super::{Metrics, ReasonLabels, encode_counters, encode_family, encode_gauges, usage};
 
 /// vLLM's reasons. All are there from the start, so that a rate is 0 and not absent.
 const REASONS: [&str; 4] = ["stop", "length", "abort", "error"];
@@ -47,19 +47,7 @@ pub fn registry(metrics: &Metrics, engine: Arc<dyn EngineApi>) -> Registry {
         [("model_name".into(), engine.info().model.clone().into()), ("engine".into(), "0".into())];
     let mut registry = Registry::with_labels(labels.into_iter());
     registry.register("vllm:request_success", "Ended choices by reason", metrics.vllm_finished.0.clone());
-    let histograms = [
-        ("time_to_first_token_seconds", "From submission to the first token", &metrics.first_token),
-        ("inter_token_latency_seconds", "Between two tokens of a choice", &metrics.inter_token),
-        (
-            "request_time_per_output_token_seconds",
-            "Mean time of a request's tokens after the first",
-            &metrics.per_token,
-        ),
-        ("e2e_request_latency_seconds", "From submission to the end", &metrics.request),
-        ("request_prompt_tokens", "Prompt tokens of a request", &metrics.prompt_tokens),
-        ("request_generation_tokens", "Generated tokens of a request", &metrics.generation_tokens),
-    ];
-    for (name, help, histogram) in histograms {
+    for (name, help, histogram) in metrics.histograms() {
         registry.register(format!("vllm:{name}"), help, histogram.clone());
     }
     registry.register_collector(Box::new(Engine(engine)));
@@ -86,10 +74,7 @@ impl Collector for Engine {
             ("vllm:kv_cache_usage_perc", "Used share of the KV budget, 0 to 1", used),
             ("vllm:gpu_cache_usage_perc", "Old name of vllm:kv_cache_usage_perc", used),
         ];
-        for (name, help, value) in gauges {
-            let gauge = ConstGauge::new(value);
-            gauge.encode(encoder.encode_descriptor(name, help, None, gauge.metric_type())?)?;
-        }
+        encode_gauges(&mut encoder, gauges)?;
         let (queries, hits) = (stats.prompt_tokens, stats.cached_tokens);
         let counters = [
             ("vllm:prompt_tokens", "Prompt tokens taken in", stats.prompt_tokens),
@@ -100,19 +85,13 @@ impl Collector for Engine {
             ("vllm:gpu_prefix_cache_hits", "Old name of vllm:prefix_cache_hits", hits),
             ("vllm:num_preemptions", "Requests preempted for pages", stats.preemptions),
         ];
-        for (name, help, value) in counters {
-            let counter = ConstCounter::new(value);
-            counter.encode(encoder.encode_descriptor(name, help, None, counter.metric_type())?)?;
-        }
-        let one = ConstGauge::new(1u64);
+        encode_counters(&mut encoder, counters)?;
         let help = "The cache: tokens of a block, blocks that fit if all are quantized, format";
-        let mut config =
-            encoder.encode_descriptor("vllm:cache_config_info", help, None, one.metric_type())?;
         let labels = [
             ("block_size", info.page_tokens.to_string()),
             ("num_gpu_blocks", info.most_pages().to_string()),
             ("cache_dtype", info.kv_format.clone()),
         ];
-        one.encode(config.encode_family(&labels)?)
+        encode_family(&mut encoder, "vllm:cache_config_info", help, [(labels, ConstGauge::new(1u64))])
     }
 }

@@ -3,6 +3,8 @@
 
 use oscar_text::ReplyEvent;
 
+use crate::generate::{Finish, Output, Totals};
+
 /// A kind of block.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Block {
@@ -43,6 +45,9 @@ pub struct Blocks {
     holds_calls: bool,
     /// The call under way, if it is held back.
     held: Option<(Block, String)>,
+    /// How the answer ended.
+    pub finish: Option<Finish>,
+    pub totals: Totals,
 }
 
 impl Blocks {
@@ -51,7 +56,25 @@ impl Blocks {
         Self { holds_calls: true, ..Self::default() }
     }
 
-    pub fn take(&mut self, event: ReplyEvent) -> Vec<BlockEvent> {
+    /// What an output of the only choice does to the blocks.
+    pub fn take_output(&mut self, output: Output) -> Vec<BlockEvent> {
+        match output {
+            Output::Delta { events, .. } => events.into_iter().flat_map(|event| self.take(event)).collect(),
+            Output::Finished { finish, .. } => {
+                self.finish = Some(finish);
+                self.finish()
+            }
+            Output::Done(totals) => {
+                self.totals = totals;
+                Vec::new()
+            }
+            Output::Started { .. } | Output::Kept(_) | Output::Embedding { .. } | Output::Failed(_) => {
+                Vec::new()
+            }
+        }
+    }
+
+    fn take(&mut self, event: ReplyEvent) -> Vec<BlockEvent> {
         match event {
             ReplyEvent::Text(text) => self.text(Block::Text, text),
             ReplyEvent::Reasoning(text) => self.text(Block::Reasoning, text),
@@ -88,7 +111,7 @@ impl Blocks {
     }
 
     /// Closes the open block.
-    pub fn finish(&mut self) -> Vec<BlockEvent> {
+    fn finish(&mut self) -> Vec<BlockEvent> {
         self.close(true)
     }
 

@@ -249,23 +249,22 @@ pub fn report_phase(args: &Args, rows: &[Row], ceiling: f64) {
         Value::String(text) => text.clone(),
         other => other.to_string(),
     };
-    let line = |row: &Row| {
-        let ms = |time: std::time::Duration| format!("{:.3}", time.as_secs_f64() * 1e3);
-        vec![
-            row.kv.clone(),
-            text(row, "heads"),
-            row.context.to_string(),
-            text(row, "chunk"),
-            row.batch.to_string(),
-            ms(row.timing.median),
-            ms(row.timing.min),
-            format!("{:.0} %", row.timing.spread * 100.0),
-            format!("{:.4}", row.extra["tflops"].as_f64().unwrap_or(0.0)),
-        ]
-    };
-    let lines: Vec<Vec<String>> = rows.iter().map(line).collect();
-    let header = ["kv", "heads", "context", "chunk", "batch", "median ms", "least ms", "spread", "TFLOP/s"];
-    println!("{}", crate::table::render(&header, &lines));
+    let ms = |time: std::time::Duration| format!("{:.3}", time.as_secs_f64() * 1e3);
+    let table = crate::table::by_columns(
+        rows,
+        &[
+            ("kv", &|row| row.kv.clone()),
+            ("heads", &|row| text(row, "heads")),
+            ("context", &|row| row.context.to_string()),
+            ("chunk", &|row| text(row, "chunk")),
+            ("batch", &|row| row.batch.to_string()),
+            ("median ms", &|row| ms(row.timing.median)),
+            ("least ms", &|row| ms(row.timing.min)),
+            ("spread", &|row| format!("{:.0} %", row.timing.spread * 100.0)),
+            ("TFLOP/s", &|row| format!("{:.4}", row.extra["tflops"].as_f64().unwrap_or(0.0))),
+        ],
+    );
+    println!("{table}");
 }
 
 #[cfg(test)]

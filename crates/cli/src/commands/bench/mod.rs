@@ -1,5 +1,6 @@
 //! `oscar bench`: timings with warm-up, median, mean and spread, beside a memory-read ceiling measured in the same run.
 
+mod ask;
 mod attention;
 mod attention_gpu;
 mod gemm;
@@ -18,14 +19,8 @@ use oscar_bench::Row;
 use oscar_kernels_cpu::{Kernels, ThreadPool, bandwidth};
 use std::time::Duration;
 
-#[derive(clap::Args)]
-pub struct Args {
-    #[command(subcommand)]
-    what: What,
-}
-
 #[derive(clap::Subcommand)]
-enum What {
+pub enum What {
     /// Matrix products at BF16 and F32: GFLOP/s, and GB/s of the matrix-vector product
     Gemm(gemm::Args),
     /// One layer's attention over a cache of random pages, in decode or prefill
@@ -46,8 +41,8 @@ enum What {
     Load(load::Args),
 }
 
-pub fn run(args: &Args) -> Result<()> {
-    match &args.what {
+pub fn run(what: &What) -> Result<()> {
+    match what {
         What::Gemm(args) => gemm::run(args),
         What::Attention(args) => attention::run(args),
         What::Prefill(args) => prefill::run(args),
@@ -71,40 +66,28 @@ fn report(rows: &[Row], ceiling: f64, json_output: bool) {
         rows.iter().for_each(|row| println!("{}", row.json(ceiling)));
         return;
     }
-    let mut lines = Vec::new();
-    for row in rows {
-        let us = |time: Duration| format!("{:.1}", time.as_secs_f64() * 1e6);
-        lines.push(vec![
-            row.kv.clone(),
-            row.context.to_string(),
-            row.batch.to_string(),
-            us(row.timing.median),
-            us(row.timing.mean),
-            format!("{:.1}", row.floor_us(ceiling)),
-            format!("{:.0} %", row.timing.spread * 100.0),
-            format!("{:.0}", row.tokens_per_s()),
-            first_of(row).map_or(String::new(), |f| format!("{:.2}×", row.tokens_per_s() / f)),
-            format!("{:.2}", row.gbps()),
-            format!("{:.0} %", row.of_floor(ceiling) * 100.0),
-            crate::progress::bytes(row.cache_bytes),
-        ]);
-    }
+    let us = |time: Duration| format!("{:.1}", time.as_secs_f64() * 1e6);
     println!("read ceiling measured in this run: {ceiling:.1} GB/s\n");
-    let header = [
-        "kv",
-        "context",
-        "batch",
-        "median µs",
-        "mean µs",
-        "floor µs",
-        "spread",
-        "tokens/s",
-        "× first",
-        "GB/s",
-        "of ceiling",
-        "cache",
-    ];
-    println!("{}", table::render(&header, &lines));
+    let table = table::by_columns(
+        rows,
+        &[
+            ("kv", &|row| row.kv.clone()),
+            ("context", &|row| row.context.to_string()),
+            ("batch", &|row| row.batch.to_string()),
+            ("median µs", &|row| us(row.timing.median)),
+            ("mean µs", &|row| us(row.timing.mean)),
+            ("floor µs", &|row| format!("{:.1}", row.floor_us(ceiling))),
+            ("spread", &|row| format!("{:.0} %", row.timing.spread * 100.0)),
+            ("tokens/s", &|row| format!("{:.0}", row.tokens_per_s())),
+            ("× first", &|row| {
+                first_of(row).map_or(String::new(), |f| format!("{:.2}×", row.tokens_per_s() / f))
+            }),
+            ("GB/s", &|row| format!("{:.2}", row.gbps())),
+            ("of ceiling", &|row| format!("{:.0} %", row.of_floor(ceiling) * 100.0)),
+            ("cache", &|row| crate::progress::bytes(row.cache_bytes)),
+        ],
+    );
+    println!("{table}");
 }
 
 /// Plain streaming read over a buffer far larger than the caches.

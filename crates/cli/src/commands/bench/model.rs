@@ -1,22 +1,21 @@
 //! `oscar bench decode`: steps of whole models; and the models of both benchmarks.
 
 use super::report;
-use super::subject::{Shape, shape_parser};
-use crate::cpu_experts::{self, WeightBytes};
+use super::subject::{Shape, Subject, shape_parser};
 use crate::device::{AnyBackend, On};
-use crate::options::{CacheArgs, ModelArgs, WeightsArg, formats};
+use crate::options::{CacheArgs, ModelArgs, formats};
 use crate::parallel::ParallelArgs;
 use crate::progress;
 use anyhow::{Result, bail};
-use oscar_backend::{Backend, Pick, WeightFormat};
+use oscar_backend::{Backend, Pick};
 use oscar_bench::{Row, random_tokens};
-use oscar_codec::{CacheLayout, CodeLayout, KvFormat, PAGE_TOKENS, RotationKind, RotationSet};
+use oscar_codec::{CacheLayout, KvFormat, PAGE_TOKENS};
 use oscar_hybrid::HybridExperts;
 use oscar_kernels_cpu::bandwidth;
 use oscar_kernels_cpu::bench::time_median;
 use oscar_kernels_cuda::{HostTimes, Profile};
 use oscar_models::DecoderConfig;
-use oscar_runner::{Logits, Runner, RunnerOptions, Sequence, StepOutput, StepRequest};
+use oscar_runner::{Logits, Runner, Sequence, StepOutput, StepRequest};
 use serde_json::json;
 use std::fmt;
 use std::time::Duration;
@@ -84,85 +83,47 @@ impl Args {
         context: usize,
         batch: usize,
     ) -> Result<Runner<AnyBackend>> {
-        if let Some(shape) = &self.shape {
-            return self.random_runner(&self.shortened(shape)?, format, context, batch);
+        let shape = self.shape.as_ref().map(|shape| self.shortened(shape)).transpose()?;
+        let mut subject = Subject::open(&self.model, shape.as_ref())?;
+        if let Subject::Random { routing_skew, .. } = &mut subject {
+            *routing_skew = self.routing_skew;
         }
-        let model = self.model.open()?;
-        if context > model.config.max_position_embeddings {
-            bail!(
-                "--context {context}: {} addresses {} positions",
-                model.name,
-                model.config.max_position_embeddings
-            );
+        let limit = subject.config().max_position_embeddings;
+        if matches!(subject, Subject::Open(_)) && context > limit {
+            bail!("--context {context}: {} addresses {limit} positions", subject.name());
         }
-        let cache = model.cache(format, &self.cache)?;
-        let ranks = self.parallel.ranks(&self.model, &model.config)?;
+        let cache = subject.cache(format, &self.cache)?;
+        let ranks = self.parallel.ranks(&self.model, subject.config())?;
         let backend = ranks.lead().clone();
-        if !self.json {
-            eprintln!(
-                "{format}: {}; rotations: {}",
-                backend.attention(&cache.layout).description,
-                cache.rotation_origin
-            );
-            if let Some(weights) = model.describe_weights(&cache, &backend) {
-                eprintln!("{weights}");
+        let attention = backend.attention(&cache.layout).description;
+        match &subject {
+            _ if self.json => {}
+            Subject::Open(model) => {
+                eprintln!("{format}: {attention}; rotations: {}", cache.rotation_origin);
+                model.describe_weights(&cache, &backend).inspect(|weights| eprintln!("{weights}"));
             }
+            Subject::Random { .. } => eprintln!("{format}: {}, {attention}", backend.describe()),
         }
-        cache.runner(&model, ranks, &self.cache, context, batch, |_| {})
+        subject.runner(&cache, ranks, &self.cache, context, batch)
     }
 
     /// The first `--layers` layers of a shape.
-    fn shortened(&self, shape: &Shape) -> Result<DecoderConfig> {
+    fn shortened(&self, shape: &Shape) -> Result<Shape> {
         let all = shape.config.layers;
-        let of = |layers| DecoderConfig { layers, ..shape.config.clone() };
-        let config = of(self.layers.unwrap_or(all).clamp(1, all));
-        if config.cache_layers() == 0 {
-            let least = (1..=all).find(|&layers| of(layers).cache_layers() > 0).unwrap_or(all);
+        let of = |layers| {
+            let config = DecoderConfig { layers, ..shape.config.clone() };
+            Shape { name: shape.name.clone(), config }
+        };
+        let short = of(self.layers.unwrap_or(all).clamp(1, all));
+        if short.config.cache_layers() == 0 {
+            let least = (1..=all).find(|&layers| of(layers).config.cache_layers() > 0).unwrap_or(all);
             bail!(
                 "--layers {}: no attention is among the first layers of {}; give at least {least}",
-                config.layers,
+                short.config.layers,
                 shape.name
             );
         }
-        self.model.check_experts(&config)?;
-        Ok(config)
-    }
-
-    /// A model of `--shape` with random weights and, where the cache rotates, Hadamard rotations.
-    fn random_runner(
-        &self,
-        config: &DecoderConfig,
-        format: KvFormat,
-        context: usize,
-        batch: usize,
-    ) -> Result<Runner<AnyBackend>> {
-        let ranks = self.parallel.ranks(&self.model, config)?;
-        let backend = ranks.lead().clone();
-        let (c, windows) = (config, format.windows(self.cache.sink, self.cache.recent)?);
-        let layout = c.cache_layout(format, windows, CodeLayout::Logical)?;
-        let rotations = match format.rotation() {
-            RotationKind::None => None,
-            _ => Some(RotationSet::hadamard(c.cache_layers(), c.kv_heads, c.head_dim)?),
-        };
-        let attention = backend.attention(&layout).description;
-        let options = RunnerOptions {
-            layout,
-            rotations: rotations.as_ref(),
-            context,
-            kv_memory: self.cache.kv_memory(batch, context),
-            prefill_chunk: self.cache.prefill_chunk(&backend, c),
-        };
-        let weights = WeightBytes::of_shape(c, self.weights());
-        cpu_experts::place(&backend, c, &weights, &options, batch)?;
-        if !self.json {
-            eprintln!("{format}: {}, {attention}", backend.describe());
-        }
-        Ok(Runner::random(ranks, config, self.weights(), self.routing_skew, options)?)
-    }
-
-    /// Weights of a random model.
-    fn weights(&self) -> WeightFormat {
-        self.model.weights.map_or(WeightFormat::Bf16, WeightsArg::format)
+        Ok(short)
     }
 
     /// Sequences of these lengths. A random model gets random pages where the device can make them; otherwise prefill fills them.

@@ -162,55 +162,39 @@ impl Measured {
 fn report(rows: &[Measured]) {
     let first = |row: &Measured| rows.iter().find(|r| r.context == row.context).map(Measured::tokens_per_s);
     // A CPU does a few hundred GFLOP/s, a GPU a few hundred TFLOP/s.
-    let lines: Vec<Vec<String>> = rows
-        .iter()
-        .map(|row| {
-            let rate = |tflops: f64| {
-                let of_peak = 100.0 * tflops / row.peak;
-                if tflops < 10.0 {
-                    format!("{tflops:.3} ({of_peak:.0} %)")
-                } else {
-                    format!("{tflops:.0} ({of_peak:.0} %)")
-                }
-            };
-            let [whole, products, attention] = row.tflops().map(rate);
-            let shares = row.shares().map(|share| format!("{:.1} %", 100.0 * share));
-            let ratio = first(row).map_or(String::new(), |f| format!("{:.2}×", row.tokens_per_s() / f));
-            let mut line = vec![
-                row.kv.clone(),
-                row.context.to_string(),
-                row.chunk.to_string(),
-                format!("{:.1}", row.seconds() * 1e3),
-                format!("{:.0} %", row.timing.spread * 100.0),
-                format!("{:.0}", row.tokens_per_s()),
-                ratio,
-                whole,
-                products,
-                attention,
-            ];
-            line.extend(shares);
-            line.push(progress::bytes(row.cache_bytes));
-            line
-        })
-        .collect();
-    let header = [
-        "kv",
-        "context",
-        "chunk",
-        "ms",
-        "spread",
-        "tokens/s",
-        "× first",
-        "TFLOP/s",
-        "in products",
-        "in attention",
-        "products",
-        "attention",
-        "coding",
-        "rest",
-        "cache",
-    ];
-    println!("{}", table::render(&header, &lines));
+    let rate = |row: &Measured, part: usize| {
+        let tflops = row.tflops()[part];
+        let of_peak = 100.0 * tflops / row.peak;
+        if tflops < 10.0 {
+            format!("{tflops:.3} ({of_peak:.0} %)")
+        } else {
+            format!("{tflops:.0} ({of_peak:.0} %)")
+        }
+    };
+    let share = |row: &Measured, part: usize| format!("{:.1} %", 100.0 * row.shares()[part]);
+    let table = table::by_columns(
+        rows,
+        &[
+            ("kv", &|row| row.kv.clone()),
+            ("context", &|row| row.context.to_string()),
+            ("chunk", &|row| row.chunk.to_string()),
+            ("ms", &|row| format!("{:.1}", row.seconds() * 1e3)),
+            ("spread", &|row| format!("{:.0} %", row.timing.spread * 100.0)),
+            ("tokens/s", &|row| format!("{:.0}", row.tokens_per_s())),
+            ("× first", &|row| {
+                first(row).map_or(String::new(), |f| format!("{:.2}×", row.tokens_per_s() / f))
+            }),
+            ("TFLOP/s", &|row| rate(row, 0)),
+            ("in products", &|row| rate(row, 1)),
+            ("in attention", &|row| rate(row, 2)),
+            ("products", &|row| share(row, 0)),
+            ("attention", &|row| share(row, 1)),
+            ("coding", &|row| share(row, 2)),
+            ("rest", &|row| share(row, 3)),
+            ("cache", &|row| progress::bytes(row.cache_bytes)),
+        ],
+    );
+    println!("{table}");
     if let Some(row) = rows.first() {
         println!("\npeak, a large BF16 product on this device: {:.3} TFLOP/s", row.peak);
     }

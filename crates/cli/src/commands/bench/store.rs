@@ -10,10 +10,7 @@ use anyhow::{Context, Result, bail, ensure};
 use oscar_backend::Backend;
 use oscar_bench::random_tokens;
 use oscar_codec::KvFormat;
-use oscar_engine::{
-    Engine, EngineApi, EngineHandle, EngineOptions, Event, EventSink, GenerationParams, Request, RequestId,
-    SamplingParams, Usage,
-};
+use oscar_engine::{Engine, EngineApi, EngineHandle, EngineOptions, KvRequest, RequestId, Usage};
 use oscar_store::{Store, StoreStats};
 use rustix::fs::{Advice, fadvise};
 use serde_json::json;
@@ -21,7 +18,6 @@ use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
-use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
 /// How long the store may take to write.
@@ -177,14 +173,6 @@ fn report(args: &Args, kv: KvFormat, repetition: usize, lives: &Lives) -> Vec<St
     ]
 }
 
-struct ChannelSink(Sender<Event>);
-
-impl EventSink for ChannelSink {
-    fn send(&self, event: Event) -> bool {
-        self.0.send(event).is_ok()
-    }
-}
-
 /// An engine and its store.
 struct Started {
     engine: EngineHandle,
@@ -218,29 +206,11 @@ fn start(args: &Args, subject: &Subject, kv: KvFormat, folder: &Path, with_ram: 
 
 /// Sends the prompt and waits for the whole answer.
 fn ask(args: &Args, engine: &EngineHandle, prompt: &[u32]) -> Result<Answer> {
-    let params = GenerationParams {
-        sampling: SamplingParams { temperature: 0.0, ..SamplingParams::default() },
-        max_tokens: args.output_tokens,
-        ..GenerationParams::default()
-    };
-    let request = Request::new(engine.info(), RequestId(1), prompt.to_vec(), params)?;
-    let (sender, events) = channel();
-    let began = Instant::now();
-    engine.submit(request, Box::new(ChannelSink(sender)))?;
-    let (mut first_token, mut tokens) = (None, Vec::new());
-    let usage = loop {
-        match events.recv().context("the engine stopped answering")? {
-            Event::Token { token, .. } => {
-                first_token.get_or_insert_with(|| began.elapsed().as_secs_f64());
-                tokens.push(token);
-            }
-            Event::Done(usage) => break usage,
-            Event::Failed(error) => return Err(error.into()),
-            Event::Started { .. } | Event::Embedding(_) | Event::Kept(_) | Event::Finished { .. } => {}
-        }
-    };
+    let whole = KvRequest::default();
+    let answer = super::ask::ask(engine, RequestId(1), prompt.to_vec(), args.output_tokens, whole)?;
     let store = engine.stats().store.context("the engine has no store")?;
-    Ok(Answer { first_token: first_token.context("no token came")?, tokens, usage, store })
+    let first_token = answer.first_token().as_secs_f64();
+    Ok(Answer { first_token, tokens: answer.tokens, usage: answer.usage, store })
 }
 
 /// All files below a folder.

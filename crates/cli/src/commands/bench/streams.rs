@@ -128,26 +128,20 @@ fn json_row(args: &Args, kv: KvFormat, o: &StreamsOutcome) -> serde_json::Value 
 }
 
 fn render(results: &[(KvFormat, StreamsOutcome)]) -> String {
-    let line = |(kv, o): &(KvFormat, StreamsOutcome)| {
-        vec![
-            kv.to_string(),
-            format!("{:.1}", o.alone_ttft_ms),
-            format!("{:.1}", o.beside_ttft_ms),
-            format!("{:+.0} %", (o.beside_ttft_ms / o.alone_ttft_ms - 1.0) * 100.0),
-            format!("{:.1} / {:.1}", o.quiet_ms.p50, o.quiet_ms.p99),
-            format!("{:.1} / {:.1} / {:.1}", o.busy_ms.p50, o.busy_ms.p99, o.worst_ms),
-            o.busy_tokens.to_string(),
-        ]
-    };
-    let lines: Vec<Vec<String>> = results.iter().map(line).collect();
-    let header = [
-        "kv",
-        "TTFT alone ms",
-        "beside ms",
-        "grows by",
-        "between tokens, quiet ms p50/p99",
-        "beside the prompt ms p50/p99/worst",
-        "tokens",
-    ];
-    table::render(&header, &lines)
+    table::by_columns(
+        results,
+        &[
+            ("kv", &|(kv, _)| kv.to_string()),
+            ("TTFT alone ms", &|(_, o)| format!("{:.1}", o.alone_ttft_ms)),
+            ("beside ms", &|(_, o)| format!("{:.1}", o.beside_ttft_ms)),
+            ("grows by", &|(_, o)| format!("{:+.0} %", (o.beside_ttft_ms / o.alone_ttft_ms - 1.0) * 100.0)),
+            ("between tokens, quiet ms p50/p99", &|(_, o)| {
+                format!("{:.1} / {:.1}", o.quiet_ms.p50, o.quiet_ms.p99)
+            }),
+            ("beside the prompt ms p50/p99/worst", &|(_, o)| {
+                format!("{:.1} / {:.1} / {:.1}", o.busy_ms.p50, o.busy_ms.p99, o.worst_ms)
+            }),
+            ("tokens", &|(_, o)| o.busy_tokens.to_string()),
+        ],
+    )
 }

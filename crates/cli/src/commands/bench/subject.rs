@@ -10,7 +10,7 @@ use oscar_backend::WeightFormat;
 use oscar_codec::{CodeLayout, KvFormat, RotationKind, RotationSet};
 use oscar_eval::Forms;
 use oscar_models::{DecoderConfig, ModelSource, shapes};
-use oscar_runner::{Runner, RunnerOptions};
+use oscar_runner::{Ranks, Runner, RunnerOptions};
 use oscar_text::ModelText;
 
 /// The value of `--shape`.
@@ -30,7 +30,7 @@ pub fn shape_parser() -> impl TypedValueParser<Value = Shape> {
 
 pub enum Subject {
     Open(Box<OpenModel>),
-    Random { shape: Box<Shape>, weights: WeightFormat },
+    Random { shape: Box<Shape>, weights: WeightFormat, routing_skew: f32 },
 }
 
 impl Subject {
@@ -39,7 +39,7 @@ impl Subject {
             Some(shape) => {
                 model.check_experts(&shape.config)?;
                 let weights = model.weights.map_or(WeightFormat::Bf16, WeightsArg::format);
-                Self::Random { shape: Box::new(shape.clone()), weights }
+                Self::Random { shape: Box::new(shape.clone()), weights, routing_skew: 0.0 }
             }
             None => Self::Open(Box::new(model.open()?)),
         })
@@ -115,24 +115,25 @@ impl Subject {
     pub fn runner(
         &self,
         cache: &Cache,
-        backend: AnyBackend,
+        ranks: impl Into<Ranks<AnyBackend>>,
         args: &CacheArgs,
         context: usize,
         sequences: usize,
     ) -> Result<Runner<AnyBackend>> {
+        let ranks = ranks.into();
         match self {
-            Self::Open(model) => cache.runner(model, backend, args, context, sequences, |_| {}),
-            Self::Random { shape, weights } => {
+            Self::Open(model) => cache.runner(model, ranks, args, context, sequences, |_| {}),
+            Self::Random { shape, weights, routing_skew } => {
                 let options = RunnerOptions {
                     layout: cache.layout.clone(),
                     rotations: cache.rotations.as_ref(),
                     context,
                     kv_memory: args.kv_memory(sequences, context),
-                    prefill_chunk: args.prefill_chunk(&backend, &shape.config),
+                    prefill_chunk: args.prefill_chunk(ranks.lead(), &shape.config),
                 };
                 let bytes = WeightBytes::of_shape(&shape.config, *weights);
-                cpu_experts::place(&backend, &shape.config, &bytes, &options, sequences)?;
-                let runner = Runner::random(backend, &shape.config, *weights, 0.0, options);
+                cpu_experts::place(ranks.lead(), &shape.config, &bytes, &options, sequences)?;
+                let runner = Runner::random(ranks, &shape.config, *weights, *routing_skew, options);
                 runner.with_context(|| format!("random weights of {}", shape.name))
             }
         }

@@ -1,6 +1,7 @@
 //! `oscar bench views`: the next turn of a long conversation, on a view of its history and on the whole of it. Both find
 //! the history in the prefix cache, and both are measured in turns in one run.
 
+use super::ask::Answer;
 use crate::episodes::probe;
 use crate::options::{CacheArgs, ModelArgs, OpenModel, at_least_one};
 use crate::table;
@@ -9,12 +10,10 @@ use oscar_backend::Backend;
 use oscar_bench::{Percentiles, random_tokens};
 use oscar_codec::KvFormat;
 use oscar_engine::{
-    Engine, EngineApi, EngineHandle, EngineOptions, Event, EventSink, GenerationParams, KvRequest, KvRoute,
-    PostSetting, Request, RequestId, SamplingParams, Turn, Usage,
+    Engine, EngineApi, EngineHandle, EngineOptions, KvRequest, KvRoute, PostSetting, RequestId, Turn,
 };
 use oscar_views::{Budget, EpisodeOptions, Eviction, InputEmbeddings};
 use serde_json::json;
-use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
 #[derive(clap::Args)]
@@ -130,14 +129,6 @@ struct Measured {
     kept: usize,
 }
 
-/// One answered turn.
-struct Answered {
-    first_ms: f64,
-    between_ms: f64,
-    cached: usize,
-    usage: Usage,
-}
-
 fn measure(args: &Args, model: &OpenModel, kv: KvFormat, eviction: Eviction) -> Result<Measured> {
     let cache = model.cache(kv, &args.cache)?;
     let backend = args.model.backend()?;
@@ -159,7 +150,7 @@ fn measure(args: &Args, model: &OpenModel, kv: KvFormat, eviction: Eviction) -> 
         ..KvRequest::default()
     };
     let mut asked = 0;
-    let mut ask = |view: bool| -> Result<Answered> {
+    let mut ask = |view: bool| -> Result<Answer> {
         asked += 1;
         let question = random_tokens(args.message_tokens, vocab, asked + 1);
         let utterances = (0..args.context).step_by(UTTERANCE);
@@ -167,20 +158,21 @@ fn measure(args: &Args, model: &OpenModel, kv: KvFormat, eviction: Eviction) -> 
         let prompt = [&history[..], &question].concat();
         let turn = Turn { start: args.context, utterances, question };
         let kv = if view { on_view(turn) } else { KvRequest::default() };
-        let answered = answer(args, &engine, RequestId(asked), prompt, kv)?;
+        let answered = super::ask::ask(&engine, RequestId(asked), prompt, args.output_tokens, kv)?;
         settle(&engine)?;
         Ok(answered)
     };
     // Views are made after the first turn.
     ask(true)?;
+    let ms = |time: Duration| time.as_secs_f64() * 1e3;
     let mut measured = Measured { whole: Times::default(), view: Times::default(), history: 0, kept: 0 };
     for repetition in 0..2 * args.repetitions {
         // Either kind comes first every other time.
         let view = (repetition + repetition / 2) % 2 == 1;
         let answered = ask(view)?;
         let times = if view { &mut measured.view } else { &mut measured.whole };
-        times.first_ms.push(answered.first_ms);
-        times.between_ms.push(answered.between_ms);
+        times.first_ms.push(ms(answered.first_token()));
+        times.between_ms.push(ms(answered.between_tokens()));
         times.computed = times.computed.max(args.context + args.message_tokens - answered.cached);
         if answered.cached + UTTERANCE < args.context {
             bail!(
@@ -215,48 +207,6 @@ fn settle(engine: &EngineHandle) -> Result<()> {
         std::thread::sleep(Duration::from_millis(1));
     }
     Ok(())
-}
-
-/// Sends the engine's events with their times.
-struct TimedSink(Sender<(Instant, Event)>);
-
-impl EventSink for TimedSink {
-    fn send(&self, event: Event) -> bool {
-        self.0.send((Instant::now(), event)).is_ok()
-    }
-}
-
-fn answer(
-    args: &Args,
-    engine: &EngineHandle,
-    id: RequestId,
-    prompt: Vec<u32>,
-    kv: KvRequest,
-) -> Result<Answered> {
-    let params = GenerationParams {
-        sampling: SamplingParams { temperature: 0.0, ..SamplingParams::default() },
-        max_tokens: args.output_tokens,
-        kv,
-        ..GenerationParams::default()
-    };
-    let request = Request::new(engine.info(), id, prompt, params)?;
-    let (sender, events) = channel();
-    let begun = Instant::now();
-    engine.submit(request, Box::new(TimedSink(sender)))?;
-    let (mut cached, mut times) = (0, Vec::new());
-    let usage = loop {
-        match events.recv().context("the engine stopped answering")? {
-            (_, Event::Started { cached_tokens, .. }) => cached = cached_tokens,
-            (at, Event::Token { .. }) => times.push(at),
-            (_, Event::Done(usage)) => break usage,
-            (_, Event::Failed(error)) => return Err(error.into()),
-            (_, Event::Embedding(_) | Event::Kept(_) | Event::Finished { .. }) => {}
-        }
-    };
-    let (first, last) = times.first().zip(times.last()).context("no token came")?;
-    let ms = |time: Duration| time.as_secs_f64() * 1e3;
-    let between_ms = ms(*last - *first) / (times.len() - 1).max(1) as f64;
-    Ok(Answered { first_ms: ms(*first - begun), between_ms, cached, usage })
 }
 
 fn report(args: &Args, kv: KvFormat, eviction: Eviction, measured: &Measured) -> Result<Vec<String>> {

@@ -17,14 +17,8 @@ use serde_json::json;
 use session::Format;
 use std::path::PathBuf;
 
-#[derive(clap::Args)]
-pub struct Args {
-    #[command(subcommand)]
-    what: What,
-}
-
 #[derive(clap::Subcommand)]
-enum What {
+pub enum What {
     /// Perplexity, KL and top-1 agreement against BF16 on a text file, all formats in one run
     Ppl(ppl::Args),
     /// The RULER benchmark: needles, variable tracking, word counts, and questions from your files
@@ -45,9 +39,9 @@ enum What {
     Gpqa(files::Args),
 }
 
-pub fn run(args: &Args) -> Result<()> {
+pub fn run(what: &What) -> Result<()> {
     use oscar_eval::benchmarks::Benchmark;
-    match &args.what {
+    match what {
         What::Ppl(args) => ppl::run(args),
         What::Ruler(args) => ruler::run(args),
         What::Tasks(args) => tasks::run(args),

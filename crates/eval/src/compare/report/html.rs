@@ -159,17 +159,21 @@ fn needles(comparison: &Comparison, page: &mut Page) {
     page.figures("maps", maps);
 }
 
+/// A bar for each method that has a value; `of` gives it and its text.
+fn method_bars(comparison: &Comparison, of: impl Fn(&MethodResult) -> Option<(f64, String)>) -> Vec<Bar> {
+    let bar = |m: &MethodResult| {
+        let (value, text) = of(m)?;
+        Some(Bar { label: m.kv.clone(), class: class(m), value, text })
+    };
+    comparison.methods.iter().filter_map(bar).collect()
+}
+
 fn divergence(comparison: &Comparison, page: &mut Page) {
-    let list: Vec<Bar> = comparison
-        .methods
-        .iter()
-        .filter_map(|m| {
-            let d = m.divergence?;
-            let text =
-                format!("{:.0} % · {:.0} tokens · {:.0} % same", 100.0 * d.share, d.tokens, 100.0 * d.same);
-            Some(Bar { label: m.kv.clone(), class: class(m), value: d.share, text })
-        })
-        .collect();
+    let list = method_bars(comparison, |m| {
+        let d = m.divergence?;
+        let (share, same) = (100.0 * d.share, 100.0 * d.same);
+        Some((d.share, format!("{share:.0} % · {:.0} tokens · {same:.0} % same", d.tokens)))
+    });
     if list.is_empty() {
         return;
     }
@@ -187,29 +191,19 @@ fn memory(comparison: &Comparison, page: &mut Page) {
         "Memory",
         &format!("Cache of one sequence of {} tokens: pages, windows and metadata.", tokens(last)),
     );
-    let list: Vec<Bar> = comparison
-        .methods
-        .iter()
-        .filter_map(|m| {
-            let size = m.size_at(last)?;
-            let text = format!("{} · {:.2} bits", bytes(size.bytes), size.bits);
-            Some(Bar { label: m.kv.clone(), class: class(m), value: size.bytes as f64, text })
-        })
-        .collect();
+    let list = method_bars(comparison, |m| {
+        let size = m.size_at(last)?;
+        Some((size.bytes as f64, format!("{} · {:.2} bits", bytes(size.bytes), size.bits)))
+    });
     page.figures("", [bars("Memory", &list)]);
 }
 
 fn speed(comparison: &Comparison, page: &mut Page) {
-    let list: Vec<Bar> = comparison
-        .methods
-        .iter()
-        .filter_map(|m| {
-            let s = m.speed?;
-            let note = if m.dequantized { " · dequantized first" } else { "" };
-            let text = format!("{:.2}× · {:.0} tokens/s{note}", s.ratio, s.tokens_per_s);
-            Some(Bar { label: m.kv.clone(), class: class(m), value: s.ratio, text })
-        })
-        .collect();
+    let list = method_bars(comparison, |m| {
+        let s = m.speed?;
+        let note = if m.dequantized { " · dequantized first" } else { "" };
+        Some((s.ratio, format!("{:.2}× · {:.0} tokens/s{note}", s.ratio, s.tokens_per_s)))
+    });
     if list.is_empty() {
         return;
     }

@@ -26,37 +26,34 @@ const fn units_in_16_bits(bits: u32) -> usize {
     (i16::MAX as usize / pair) / 4
 }
 
+/// Picks the instance for a width.
+macro_rules! by_bits {
+    ($bits:expr, $function:ident) => {
+        match $bits {
+            1 => $function::<1>,
+            2 => $function::<2>,
+            3 => $function::<3>,
+            4 => $function::<4>,
+            _ => $function::<5>,
+        }
+    };
+}
+
 pub(in crate::attention) fn code_stages(
     precision: AttentionPrecision,
     key_bits: u32,
     value_bits: u32,
 ) -> Stages {
-    let score: Stage = match key_bits {
-        bits if precision.one_byte(bits) => int8::score_stage(bits),
-        1 => score::<1>,
-        2 => score::<2>,
-        3 => score::<3>,
-        4 => score::<4>,
-        _ => score::<5>,
+    let score: Stage = match precision.one_byte(key_bits) {
+        true => int8::score_stage(key_bits),
+        false => by_bits!(key_bits, score),
     };
     if precision.one_byte(value_bits) {
         let (weigh, add_values) = (int8::weigh_stage(value_bits), int8::value_stage(value_bits));
         return Stages { score, weigh, add_values, find_maxima: None };
     }
-    let add_values: Stage = match value_bits {
-        1 => add_values::<1>,
-        2 => add_values::<2>,
-        3 => add_values::<3>,
-        4 => add_values::<4>,
-        _ => add_values::<5>,
-    };
-    let weigh: Stage = match value_bits {
-        1 => weigh_codes::<1>,
-        2 => weigh_codes::<2>,
-        3 => weigh_codes::<3>,
-        4 => weigh_codes::<4>,
-        _ => weigh_codes::<5>,
-    };
+    let (weigh, add_values): (Stage, Stage) =
+        (by_bits!(value_bits, weigh_codes), by_bits!(value_bits, add_values));
     Stages { score, weigh, add_values, find_maxima: None }
 }
 

@@ -15,27 +15,6 @@ use crate::attention::page::{PageView, Stage, Stages};
 use crate::attention::precision::AttentionPrecision;
 use oscar_codec::PAGE_TOKENS;
 
-pub(in crate::attention) fn code_stages(
-    precision: AttentionPrecision,
-    key_bits: u32,
-    value_bits: u32,
-    rows: usize,
-) -> Stages {
-    let score = match precision.one_byte(key_bits) {
-        true => int8::score_stage(key_bits, rows),
-        false => score_stage(key_bits, rows),
-    };
-    match precision.one_byte(value_bits) {
-        true => int8::stages(score, value_bits, rows),
-        false => Stages {
-            score,
-            weigh: weigh_stage(value_bits, rows),
-            add_values: value_stage(value_bits, rows),
-            find_maxima: None,
-        },
-    }
-}
-
 /// Picks the instance for a width and for the least number of rows that has one.
 macro_rules! by_rows {
     ($rows:expr, $function:ident $(, $bits:literal)?) => {
@@ -50,36 +29,37 @@ macro_rules! by_rows {
 }
 pub(in crate::attention) use by_rows;
 
-fn score_stage(bits: u32, rows: usize) -> Stage {
-    match bits {
-        1 => by_rows!(rows, score, 1),
-        2 => by_rows!(rows, score, 2),
-        3 => by_rows!(rows, score, 3),
-        4 => by_rows!(rows, score, 4),
-        5 => by_rows!(rows, score, 5),
-        _ => by_rows!(rows, score, 8),
-    }
+macro_rules! by_bits {
+    ($bits:expr, $rows:expr, $function:ident) => {
+        match $bits {
+            1 => by_rows!($rows, $function, 1),
+            2 => by_rows!($rows, $function, 2),
+            3 => by_rows!($rows, $function, 3),
+            4 => by_rows!($rows, $function, 4),
+            5 => by_rows!($rows, $function, 5),
+            _ => by_rows!($rows, $function, 8),
+        }
+    };
 }
 
-fn weigh_stage(bits: u32, rows: usize) -> Stage {
-    match bits {
-        1 => by_rows!(rows, weigh_codes, 1),
-        2 => by_rows!(rows, weigh_codes, 2),
-        3 => by_rows!(rows, weigh_codes, 3),
-        4 => by_rows!(rows, weigh_codes, 4),
-        5 => by_rows!(rows, weigh_codes, 5),
-        _ => by_rows!(rows, weigh_codes, 8),
-    }
-}
-
-fn value_stage(bits: u32, rows: usize) -> Stage {
-    match bits {
-        1 => by_rows!(rows, add_values, 1),
-        2 => by_rows!(rows, add_values, 2),
-        3 => by_rows!(rows, add_values, 3),
-        4 => by_rows!(rows, add_values, 4),
-        5 => by_rows!(rows, add_values, 5),
-        _ => by_rows!(rows, add_values, 8),
+pub(in crate::attention) fn code_stages(
+    precision: AttentionPrecision,
+    key_bits: u32,
+    value_bits: u32,
+    rows: usize,
+) -> Stages {
+    let score: Stage = match precision.one_byte(key_bits) {
+        true => int8::score_stage(key_bits, rows),
+        false => by_bits!(key_bits, rows, score),
+    };
+    match precision.one_byte(value_bits) {
+        true => int8::stages(score, value_bits, rows),
+        false => Stages {
+            score,
+            weigh: by_bits!(value_bits, rows, weigh_codes),
+            add_values: by_bits!(value_bits, rows, add_values),
+            find_maxima: None,
+        },
     }
 }
 

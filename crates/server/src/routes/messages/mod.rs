@@ -19,7 +19,7 @@ use super::stream::{Chunks, respond};
 use crate::app::Shared;
 use crate::body::{RawBody, off_thread};
 use crate::error::ApiError;
-use crate::generate::{Finish, Generation, Output};
+use crate::generate::{Generation, Output};
 use crate::keys::Caller;
 use crate::middleware::RequestName;
 use crate::schema::RequestBody;
@@ -78,8 +78,7 @@ pub async fn create(
     let (stream, model) = (prepared.stream, prepared.model.clone());
     let mut generation = Generation::start(&app, prepared)?;
     // Agents run what a `tool_use` block says: none is sent before its input is complete.
-    let blocks = Blocks::of_complete_calls();
-    let mut reply = Reply { id, model, blocks, omits_thinking, finish: None, usage: Usage::default() };
+    let mut reply = Reply { id, model, blocks: Blocks::of_complete_calls(), omits_thinking };
     if stream {
         return Ok(respond(app, generation, reply));
     }
@@ -117,41 +116,20 @@ struct Reply {
     blocks: Blocks,
     /// Thinking blocks have no text.
     omits_thinking: bool,
-    finish: Option<Finish>,
-    usage: Usage,
 }
 
 impl Reply {
     /// What an output does to the blocks.
     fn take(&mut self, output: Output) -> Vec<BlockEvent> {
-        match output {
-            Output::Started { usage, .. } => {
-                self.usage = usage;
-                Vec::new()
-            }
-            Output::Delta { events, .. } => {
-                let mut events: Vec<BlockEvent> =
-                    events.into_iter().flat_map(|event| self.blocks.take(event)).collect();
-                if self.omits_thinking {
-                    events
-                        .retain(|event| !matches!(event, BlockEvent::Delta { block: Block::Reasoning, .. }));
-                }
-                events
-            }
-            Output::Finished { finish, .. } => {
-                self.finish = Some(finish);
-                self.blocks.finish()
-            }
-            Output::Done(totals) => {
-                self.usage = totals.usage;
-                Vec::new()
-            }
-            Output::Kept(_) | Output::Embedding { .. } | Output::Failed(_) => Vec::new(),
+        let mut events = self.blocks.take_output(output);
+        if self.omits_thinking {
+            events.retain(|event| !matches!(event, BlockEvent::Delta { block: Block::Reasoning, .. }));
         }
+        events
     }
 
     fn stop_reason(&self) -> (&'static str, Option<&str>) {
-        let Some(finish) = &self.finish else { return ("end_turn", None) };
+        let Some(finish) = &self.blocks.finish else { return ("end_turn", None) };
         let reason = match finish.reason {
             _ if finish.stop.is_some() => "stop_sequence",
             "length" => "max_tokens",
@@ -163,19 +141,14 @@ impl Reply {
 
     /// Tokens read from the cache are not among `input_tokens`.
     fn usage(&self) -> Value {
-        let Usage { prompt_tokens, cached_tokens, completion_tokens, .. } = self.usage;
+        let Usage { prompt_tokens, cached_tokens, completion_tokens, .. } = self.blocks.totals.usage;
         json!({"input_tokens": prompt_tokens - cached_tokens.min(prompt_tokens), "output_tokens": completion_tokens,
             "cache_read_input_tokens": cached_tokens, "cache_creation_input_tokens": 0})
     }
 
     fn message(&self, content: Vec<Value>) -> Value {
-        let (reason, stop) = match self.finish {
-            Some(_) => {
-                let (reason, stop) = self.stop_reason();
-                (json!(reason), json!(stop))
-            }
-            None => (Value::Null, Value::Null),
-        };
+        let end = self.blocks.finish.as_ref().map(|_| self.stop_reason());
+        let (reason, stop) = (end.map(|(reason, _)| reason), end.and_then(|(_, stop)| stop));
         json!({"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": content,
             "stop_reason": reason, "stop_sequence": stop, "usage": self.usage()})
     }
@@ -202,12 +175,11 @@ impl Chunks for Reply {
     }
 
     fn chunks(&mut self, output: Output) -> Vec<Value> {
-        let starts = matches!(output, Output::Started { .. });
-        let mut chunks: Vec<Value> = self.take(output).into_iter().flat_map(block_chunks).collect();
-        if starts {
-            chunks.push(json!({"type": "message_start", "message": self.message(Vec::new())}));
+        if let Output::Started { usage, .. } = output {
+            self.blocks.totals.usage = usage;
+            return vec![json!({"type": "message_start", "message": self.message(Vec::new())})];
         }
-        chunks
+        self.take(output).into_iter().flat_map(block_chunks).collect()
     }
 
     fn last(&mut self) -> Vec<Value> {

@@ -16,7 +16,7 @@ use super::stream::{Chunks, respond};
 use crate::app::Shared;
 use crate::body::{RawBody, off_thread};
 use crate::error::ApiError;
-use crate::generate::{Finish, Generation, Output, Totals};
+use crate::generate::{Generation, Output};
 use crate::ids::unix_seconds;
 use crate::keys::Caller;
 use crate::middleware::RequestName;
@@ -50,8 +50,6 @@ pub async fn create(
         // A stream has already shown what it knows of a call that breaks off.
         blocks: if stream { Blocks::default() } else { Blocks::of_complete_calls() },
         output: Vec::new(),
-        finish: None,
-        totals: Totals::default(),
         sequence: 0,
     };
     let mut generation = Generation::start(&app, prepared)?;
@@ -113,30 +111,13 @@ struct Reply {
     blocks: Blocks,
     /// Complete items.
     output: Vec<Value>,
-    finish: Option<Finish>,
-    totals: Totals,
     /// Number of the next event of the stream.
     sequence: usize,
 }
 
 impl Reply {
     fn take(&mut self, output: Output) -> Vec<BlockEvent> {
-        let events = match output {
-            Output::Started { .. } | Output::Kept(_) | Output::Embedding { .. } | Output::Failed(_) => {
-                Vec::new()
-            }
-            Output::Delta { events, .. } => {
-                events.into_iter().flat_map(|event| self.blocks.take(event)).collect()
-            }
-            Output::Finished { finish, .. } => {
-                self.finish = Some(finish);
-                self.blocks.finish()
-            }
-            Output::Done(totals) => {
-                self.totals = totals;
-                Vec::new()
-            }
-        };
+        let events = self.blocks.take_output(output);
         for event in &events {
             if let BlockEvent::Close { index, block, text, complete } = event {
                 self.output.push(self.item(*index, block, Some((text, *complete))));
@@ -146,7 +127,7 @@ impl Reply {
     }
 
     fn status(&self) -> &'static str {
-        match self.finish.as_ref().map(|finish| finish.reason) {
+        match self.blocks.finish.as_ref().map(|finish| finish.reason) {
             Some("length") => "incomplete",
             Some("abort") => "cancelled",
             _ => "completed",
@@ -154,12 +135,12 @@ impl Reply {
     }
 
     fn response(&self, status: &str) -> Value {
-        let Usage { prompt_tokens, cached_tokens, completion_tokens, .. } = self.totals.usage;
+        let Usage { prompt_tokens, cached_tokens, completion_tokens, .. } = self.blocks.totals.usage;
         let usage = json!({
             "input_tokens": prompt_tokens,
             "input_tokens_details": {"cached_tokens": cached_tokens},
             "output_tokens": completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": self.totals.reasoning_tokens},
+            "output_tokens_details": {"reasoning_tokens": self.blocks.totals.reasoning_tokens},
             "total_tokens": prompt_tokens + completion_tokens,
         });
         let mut response = json!({

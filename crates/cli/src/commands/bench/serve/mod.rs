@@ -341,40 +341,24 @@ fn render(results: &[FormatResult]) -> String {
         Some(p) => format!("{:.1} / {:.1} / {:.1}", p.p50, p.p90, p.p99),
         None => "–".into(),
     };
-    let lines: Vec<Vec<String>> = results
-        .iter()
-        .map(|FormatResult { kv, outcome: o, .. }| {
-            vec![
-                kv.to_string(),
-                format!("{:.2}", o.requests_per_s()),
-                format!("{:.1}", o.tokens_per_s()),
-                format!("{:.2}×", o.tokens_per_s() / first),
-                o.decode_tokens_per_s().map_or("–".into(), |rate| format!("{rate:.1}")),
-                latency(&o.ttft_ms),
-                latency(&o.tpot_ms),
-                latency(&o.inter_token_ms),
-                o.peak_running.to_string(),
-                o.peak_held.to_string(),
-                format!("{:.1} %", o.prefix_hit_share() * 100.0),
-                o.preemptions.to_string(),
-                progress::bytes(o.peak_cache_bytes),
-            ]
-        })
-        .collect();
-    let header = [
-        "kv",
-        "requests/s",
-        "tokens/s",
-        "× first",
-        "decode/s",
-        "TTFT ms p50/p90/p99",
-        "TPOT ms p50/p90/p99",
-        "between tokens ms p50/p90/p99",
-        "running",
-        "whole prompts",
-        "prefix hits",
-        "preempted",
-        "peak cache",
-    ];
-    table::render(&header, &lines)
+    table::by_columns(
+        results,
+        &[
+            ("kv", &|r| r.kv.to_string()),
+            ("requests/s", &|r| format!("{:.2}", r.outcome.requests_per_s())),
+            ("tokens/s", &|r| format!("{:.1}", r.outcome.tokens_per_s())),
+            ("× first", &|r| format!("{:.2}×", r.outcome.tokens_per_s() / first)),
+            ("decode/s", &|r| {
+                r.outcome.decode_tokens_per_s().map_or("–".into(), |rate| format!("{rate:.1}"))
+            }),
+            ("TTFT ms p50/p90/p99", &|r| latency(&r.outcome.ttft_ms)),
+            ("TPOT ms p50/p90/p99", &|r| latency(&r.outcome.tpot_ms)),
+            ("between tokens ms p50/p90/p99", &|r| latency(&r.outcome.inter_token_ms)),
+            ("running", &|r| r.outcome.peak_running.to_string()),
+            ("whole prompts", &|r| r.outcome.peak_held.to_string()),
+            ("prefix hits", &|r| format!("{:.1} %", r.outcome.prefix_hit_share() * 100.0)),
+            ("preempted", &|r| r.outcome.preemptions.to_string()),
+            ("peak cache", &|r| progress::bytes(r.outcome.peak_cache_bytes)),
+        ],
+    )
 }
