@@ -17,8 +17,7 @@ const MEMORY: usize = 1 << 30;
 #[derive(clap::Args, Clone, Serialize)]
 pub struct TransferArgs {
     /// Compute prompts for other machines: keep copies of the pages of requests with
-    /// `kv_transfer_params.do_remote_decode` and hand them out on this address, e.g. `10.0.0.5:14579`.
-    /// CPU only
+    /// `kv_transfer_params.do_remote_decode` and hand them out on this address, e.g. `10.0.0.5:14579`
     #[arg(long, value_name = "ADDRESS:PORT")]
     pub kv_transfer_listen: Option<String>,
     /// Name or address, and port, that tickets give to other machines, if it is not the address above
@@ -32,7 +31,7 @@ pub struct TransferArgs {
     #[arg(long, value_name = "SECONDS", default_value_t = 120, value_parser = clap::value_parser!(u64).range(1..=86_400))]
     pub kv_transfer_timeout: u64,
     /// Continue prompts of this machine (HOST:PORT) or network (10.0.0.0/8:PORT): pages are fetched from
-    /// there if a request has its ticket, and from nowhere else. CPU only
+    /// there if a request has its ticket, and from nowhere else
     #[arg(long, value_name = "PEER")]
     #[serde(serialize_with = "serialize_rules")]
     pub kv_transfer_peer: Vec<PeerRule>,
