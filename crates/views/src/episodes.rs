@@ -1,9 +1,9 @@
 //! Episodes: one view for each topic of a conversation, and one for all (EpiCache in `post` mode).
 //!
 //! The history is computed once. For each topic a *probe* is then fed to a fork of it: a request to
-//! recall, and as the answer the segments closest to the topic's centroid. A row's score is the
+//! recall, and as the answer the segments closest to the topic's centroid. A row's weight is the
 //! largest softmax weight that any query of the recited segments gives it, the softmax over the
-//! history alone. Scores are maxima, so the union of episodes is the maximum of their scores, and the
+//! history alone; its score is the [blend](crate::blend) of this ranking with that of its key. Scores are maxima, so the union of episodes is the maximum of their scores, and the
 //! *global* scores are the maximum over all episodes: within one budget, without another probe.
 
 use crate::probing::Probing;

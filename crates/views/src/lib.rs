@@ -12,6 +12,7 @@
 //! **Invariant:** the same tokens, policy and format give the same rows: scores are sums of integers
 //! or maxima, and ties go to the lower position. Knows no request and no text.
 
+mod blend;
 mod budget;
 mod clusters;
 mod embedding;

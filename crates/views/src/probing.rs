@@ -2,9 +2,11 @@
 //!
 //! A probe is a list of passes. Each pass forks the history, feeds some tokens behind it and adds
 //! the attention of their queries to one of the totals. Totals are maxima of integers, so neither
-//! the pieces nor a pass that is begun again change a score.
+//! the pieces nor a pass that is begun again change a score. Afterwards the keys are compared, and
+//! the scores are [a blend](crate::blend) of both rankings.
 
-use crate::scorers::{History, Probe, Scores, ZIP_CHUNK, ZIP_CUE, fork, positions, scoring, weights};
+use crate::blend::blend;
+use crate::scorers::{History, Probe, Ranking, Scores, ZIP_CHUNK, ZIP_CUE, fork, scoring, weights};
 use crate::topics::Topics;
 use oscar_backend::{Backend, Reduce, Scoring};
 use oscar_codec::PAGE_TOKENS;
@@ -29,7 +31,7 @@ struct Pass {
 pub struct Probing {
     passes: Vec<Pass>,
     totals: Vec<Scoring>,
-    positions: Vec<Vec<u32>>,
+    keys: Ranking,
     /// Passes that are done, and the fork of the one under way with the tokens it was fed.
     done: usize,
     under_way: Option<(Sequence, usize)>,
@@ -100,15 +102,15 @@ impl Probing {
             ));
         }
         let totals = (0..totals).map(|_| scoring(runner, history.len, Reduce::Max)).collect();
-        let positions = positions(runner, history);
-        Ok(Self { passes: Vec::new(), totals, positions, done: 0, under_way: None })
+        let keys = Ranking::new(runner, history);
+        Ok(Self { passes: Vec::new(), totals, keys, done: 0, under_way: None })
     }
 
     pub fn is_done(&self) -> bool {
-        self.done == self.passes.len()
+        self.done == self.passes.len() && self.keys.is_done()
     }
 
-    /// Feeds at most `most` tokens; returns how many.
+    /// Feeds at most `most` tokens; returns how many. Once all are fed, compares the keys of one head.
     ///
     /// # Errors
     /// If a step fails. After [`StepError::OutOfPages`] it may be called again.
@@ -118,7 +120,9 @@ impl Probing {
         history: &History<'_>,
         most: usize,
     ) -> Result<usize, StepError> {
-        let Some(pass) = self.passes.get(self.done) else { return Ok(0) };
+        let Some(pass) = self.passes.get(self.done) else {
+            return self.keys.advance(runner, history).map(|_| 0);
+        };
         let (fork, fed) = match &mut self.under_way {
             Some(known) => known,
             free => free.insert((fork(runner, history, history.len)?, 0)),
@@ -141,13 +145,14 @@ impl Probing {
         self.under_way = None;
     }
 
-    /// The scores of each total, once everything is fed.
+    /// The scores of each total, once everything is done.
     pub fn scores(self) -> Vec<Scores> {
         let fed =
             |total| self.passes.iter().filter(|pass| pass.total == total).map(|pass| pass.fed.len()).sum();
+        let Scores { positions, rows: keys, .. } = self.keys.scores();
         let of = |(i, total)| Scores {
-            positions: self.positions.clone(),
-            rows: weights(total),
+            positions: positions.clone(),
+            rows: blend(&weights(total), &keys),
             probe_tokens: fed(i),
         };
         self.totals.iter().enumerate().map(of).collect()

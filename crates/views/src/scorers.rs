@@ -8,7 +8,7 @@
 //! | `h2o` | attention of all queries so far, summed |
 //! | `keydiff` | −cosine between its key and the mean of the unit keys of the head |
 //! | `expected` | attention expected of queries at the next 512 positions, times the size of its value |
-//! | `kvzip` | largest attention while the model repeats the text of its chunk |
+//! | `kvzip` | largest attention while the model repeats the text of its chunk, [blended](crate::blend) with `keydiff` |
 //!
 //! Attention is the softmax weight as `oscar_codec::scores` defines it. A scorer that needs queries
 //! feeds tokens to a fork of the sequence; the fork is dropped afterwards.
@@ -321,7 +321,11 @@ impl Ranking {
             let head = CacheHead { layer: self.rows.len() / heads, kv_head: self.rows.len() % heads };
             self.rows.push(unlike_the_mean(&head_history(runner, history, head)?.keys, d));
         }
-        Ok(self.rows.len() == self.positions.len())
+        Ok(self.is_done())
+    }
+
+    pub fn is_done(&self) -> bool {
+        self.rows.len() == self.positions.len()
     }
 
     pub fn scores(self) -> Scores {
