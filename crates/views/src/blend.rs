@@ -22,15 +22,15 @@ pub(crate) fn blend(probed: &[Vec<f64>], keys: &[Vec<f64>]) -> Vec<Vec<f64>> {
 /// Adds to each row the share of all these rows that are not before it. Ties go to the lower position,
 /// then to the lower head.
 fn add_places(heads: &[Vec<f64>], sums: &mut [f64]) {
-    let mut rows: Vec<(f64, usize, usize)> = Vec::with_capacity(sums.len());
+    let mut rows: Vec<(f64, u32, u32)> = Vec::with_capacity(sums.len());
     for head in heads {
-        let first = rows.len();
-        rows.extend(head.iter().enumerate().map(|(i, &score)| (score, i, first + i)));
+        let first = rows.len() as u32;
+        rows.extend((0..).zip(head).map(|(i, &score)| (score, i, first + i)));
     }
     rows.sort_unstable_by(|a, b| b.0.total_cmp(&a.0).then((a.1, a.2).cmp(&(b.1, b.2))));
     let count = rows.len();
     for (before, (_, _, row)) in rows.into_iter().enumerate() {
-        sums[row] += (count - before) as f64 / count as f64;
+        sums[row as usize] += (count - before) as f64 / count as f64;
     }
 }
 
