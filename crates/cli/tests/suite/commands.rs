@@ -1,4 +1,4 @@
-use crate::support::{json_lines, succeed};
+use crate::support::{fail, json_lines, succeed};
 
 #[test]
 fn doctor_shows_machine_model_and_formats() {
@@ -50,6 +50,30 @@ fn run_reads_chat_files_and_raw_prompts_from_files() {
 }
 
 #[test]
+fn run_shows_the_model_the_tools_of_a_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = |text: &str| {
+        let path = dir.path().join("tools.json");
+        std::fs::write(&path, text).unwrap();
+        path.to_str().unwrap().to_owned()
+    };
+    let ask = ["run", "--prompt", "Who are you?", "--max-tokens", "2", "--json"];
+    let plain = json_lines(&ask)[0].clone();
+    let list = r#"[{"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}]"#;
+    for text in [list.to_owned(), format!("{{\"tools\": {list}}}")] {
+        let tools = file(&text);
+        let json = &json_lines(&[&ask[..], &["--tools", &tools]].concat())[0];
+        assert!(json["prompt_tokens"].as_u64() > plain["prompt_tokens"].as_u64(), "{json}");
+        assert_eq!(json["tool_calls"], serde_json::json!([]));
+    }
+    for (text, words) in [("[]", "expected a list of"), ("[5]", "expected a list of"), ("{", "is not JSON")] {
+        let tools = file(text);
+        let (_, error) = fail(&[&ask[..], &["--tools", &tools]].concat());
+        assert!(error.contains("--tools") && error.contains(words), "{error}");
+    }
+}
+
+#[test]
 fn the_same_seed_gives_the_same_text() {
     let args = [
         "run",
@@ -91,7 +115,7 @@ fn a_plan_counts_the_memory_of_its_steps() {
     assert!((2048..=16384).contains(&gpu.0) && gpu.1 > cpu.1, "{cpu:?} {gpu:?}");
     let long = plan(&["--device", "cpu", "--prefill-chunk", "4096"]);
     assert!(long.1 > 4 * cpu.1, "{long:?} {cpu:?}");
-    let (_, message) = crate::support::fail(&["plan", "--memory", "500M", "--prefill-chunk", "1000000"]);
+    let (_, message) = fail(&["plan", "--memory", "500M", "--prefill-chunk", "1000000"]);
     assert!(message.contains("steps of up to") && message.contains("does not fit"), "{message}");
 }
 
