@@ -7,7 +7,7 @@ use oscar_cache::{PageHash, PrefixKey, StoredKinds};
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const BLOCKS: usize = 4;
 const PAYLOAD: usize = 3000;
@@ -93,6 +93,11 @@ fn pages_arrive_as_they_went_and_a_ticket_ends_when_it_is_released() {
     other[2] = PageHash::from_bytes([1; 32]);
     assert_eq!(remote.exists_prefix(&other, &PageKind::ALL), [coded; 2], "up to the first that is not there");
     assert_eq!(check(&fetch(&remote)), BLOCKS);
+    // The desk counts a page once it has sent it, which may be after its arrival.
+    let begun = Instant::now();
+    while desk.stats().sent_pages < BLOCKS as u64 && begun.elapsed() < PATIENCE {
+        std::thread::yield_now();
+    }
     let held = desk.stats();
     assert_eq!((held.tickets, held.tickets_held, held.sent_pages), (1, 1, BLOCKS as u64));
     remote.release();
