@@ -313,6 +313,8 @@ impl PageTiers {
             for (copy, stored) in copies.into_iter().zip(&flags) {
                 self.store.offer(copy.page, stored);
             }
+        } else {
+            self.store.note_dropped(flags.len());
         }
         if ends {
             self.store.touch(used);
