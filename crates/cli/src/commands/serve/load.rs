@@ -12,7 +12,7 @@ use crate::served::Served;
 use crate::sizing::{self, FixedMemory, Sizing, Wishes, parse_share};
 use crate::store::StoreArgs;
 use crate::transfer::TransferArgs;
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow};
 use oscar_backend::{Backend, BackendError};
 use oscar_codec::{CodeLayout, KvFormat};
 use oscar_engine::{Engine, EngineApi, EngineOptions, SchedulerOptions};
@@ -119,7 +119,9 @@ impl LoadArgs {
         progress.begin("opening the model", 0);
         let model = self.model.open()?;
         self.kv.map_or(Ok(()), |format| model.config.check_format(format))?;
-        self.refuse_eviction_with_states(&model)?;
+        if self.eviction.kv_budget.is_some() {
+            model.config.evicts_rows().map_err(|why| anyhow!("--kv-budget: {why}"))?;
+        }
         let text = model.text_with(self.chat_template.as_deref())?;
         let generation = model.generation()?;
         let ranks = self.parallel.ranks(&self.model, &model.config)?;
@@ -184,17 +186,6 @@ impl LoadArgs {
         let (cap, post) = (self.eviction.cap(&runner)?, self.eviction.post(&text, &model.weights)?);
         let options = EngineOptions { store, desk, cap, post, ..self.engine(&model.name) };
         Ok(Loaded { model, options, runner, text, defaults, served })
-    }
-
-    /// Refuses eviction of rows if the model has recurrent states, which cannot forget any.
-    fn refuse_eviction_with_states(&self, model: &OpenModel) -> Result<()> {
-        anyhow::ensure!(
-            model.config.delta.is_none() || self.eviction.kv_budget.is_none(),
-            "--kv-budget: {} has layers with a recurrent state (gated delta nets), which cannot forget single rows: \
-             leave --kv-budget out",
-            model.name
-        );
-        Ok(())
     }
 
     fn engine(&self, model: &str) -> EngineOptions {
