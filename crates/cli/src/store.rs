@@ -206,7 +206,8 @@ fn fingerprint(
     // Experts on the CPU round differently, and with them the rows of every later layer.
     let on_cpu = backend.as_hybrid().and_then(|hybrid| {
         let layers = hybrid.host_layers()?.min(model.config.mixtures().count());
-        (layers > 0).then(|| Some(format!("{layers}, {}", hybrid.host()?.kernels().variant())))?
+        let host = hybrid.host().filter(|_| layers > 0)?;
+        Some(format!("{layers}, {}", host.kernels().variant()))
     });
     // Only models and devices with such parts name them, so that the stores of others stay valid.
     let mut parts = FingerprintParts::default();
