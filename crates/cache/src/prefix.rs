@@ -5,8 +5,8 @@
 //! everything between. In models with sliding layers it also needs their pages of the window
 //! before `n`, in models with recurrent states the state after `n` tokens. Nothing less will do: a
 //! row can only be computed again from the full-precision rows of *its* window, those rows from the
-//! ones of theirs, and so on back to the start. A prefix is therefore *resumable* at `n` or it is not; there is no cheap repair in
-//! between.
+//! ones of theirs, and so on back to the start. A prefix is therefore *resumable* at `n` or it is not;
+//! there is no cheap repair in between.
 //!
 //! There is one exception, and it is counted. Where full pages were given up to make room, a
 //! sequence may continue after the last block that is all quantized, and read everything before it

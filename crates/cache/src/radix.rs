@@ -2,11 +2,11 @@
 //!
 //! A node is one page of tokens after its parent's. It holds the quantized page, the full-precision
 //! page, or both. In models with sliding layers it also holds their page; in models with recurrent
-//! states some nodes hold the state after them. Sequences are inserted as they grow, prompt and answer, with the full-precision rows of their windows; those rows stay beside
-//! the quantized ones while there is room for both. [`RadixCache::find`] returns the longest stored
-//! prefix that is resumable (see [`prefix`](crate::prefix)), so a hit gives the same answer as a
-//! cold run, bit for bit. The exception is an approximate hit, which reads quantized rows alone; the
-//! caller is told.
+//! states some nodes hold the state after them. Sequences are inserted as they grow, prompt and
+//! answer, with the full-precision rows of their windows; those rows stay beside the quantized ones
+//! while there is room for both. [`RadixCache::find`] returns the longest stored prefix that is
+//! resumable (see [`prefix`](crate::prefix)), so a hit gives the same answer as a cold run, bit for
+//! bit. The exception is an approximate hit, which reads quantized rows alone; the caller is told.
 //!
 //! **Invariants:** A tree has one cache layout, which is part of the meaning of its pages. All
 //! holders of a page hold the same tokens after the same context: pages in the tree are complete

@@ -3,8 +3,9 @@
 //! The history is computed once. For each topic a *probe* is then fed to a fork of it: a request to
 //! recall, and as the answer the segments closest to the topic's centroid. A row's weight is the
 //! largest softmax weight that any query of the recited segments gives it, the softmax over the
-//! history alone; its score is the [blend](crate::blend) of this ranking with that of its key. Scores are maxima, so the union of episodes is the maximum of their scores, and the
-//! *global* scores are the maximum over all episodes: within one budget, without another probe.
+//! history alone. Its score is the [blend](crate::blend) of the ranking by these weights with the
+//! ranking of keys. The union of episodes takes the larger score of each row, and the *global* scores
+//! take the largest over all episodes: within one budget, without another probe.
 
 use crate::probing::Probing;
 use crate::scorers::{History, Probe, Scores};

@@ -179,8 +179,8 @@ impl Reply {
         }
     }
 
-    /// An item of the output; once it is closed, with its text and whether that is complete. The end of the answer closes its
-    /// last item, which is as complete as the answer.
+    /// An item of the output. Once it is closed, it has a text and tells whether that is complete. The
+    /// end of the answer closes its last item, which is as complete as the answer.
     fn item(&self, index: usize, block: &Block, closed: Option<(&str, bool)>) -> Value {
         let id = self.item_id(index, block);
         let status = match (closed, self.status()) {
