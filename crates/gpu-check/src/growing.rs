@@ -200,9 +200,11 @@ impl<'a, B: Backend<Pool: Inspected>> Growing<'a, B> {
                 }
             }
         }
-        for (layer, (values, found)) in values.iter().zip(&found).enumerate() {
-            let what = format!("{}, layer {layer}", self.what);
-            let reference = Reference {
+        let references: Vec<Reference<'_>> = values
+            .iter()
+            .zip(&found)
+            .enumerate()
+            .map(|(layer, (values, found))| Reference {
                 shape: &self.shape,
                 layout: &self.layout,
                 layer,
@@ -210,13 +212,17 @@ impl<'a, B: Backend<Pool: Inspected>> Growing<'a, B> {
                 width,
                 found,
                 checks: self.checks,
-                what: &what,
-            };
+                what: format!("{}, layer {layer}", self.what),
+            })
+            .collect();
+        let mut heads = Vec::new();
+        for reference in &references {
             for (s, twins) in rows.iter().zip(&self.twins) {
-                let twins = &twins[layer * kv_heads..][..kv_heads];
-                reference.compare(s, twins, &mut self.numbers, report)?;
+                let twins = &twins[reference.layer * kv_heads..][..kv_heads];
+                reference.compared(s, twins, &mut self.numbers, &mut heads);
             }
         }
+        compare_all(&heads, report)?;
         for (pages, plan) in self.pages.iter_mut().zip(&plans) {
             pages.commit(&self.layout, plan);
         }
@@ -275,17 +281,47 @@ struct Reference<'a> {
     width: usize,
     found: &'a [f32],
     checks: Checks,
-    what: &'a str,
+    what: String,
 }
 
-impl Reference<'_> {
-    fn compare(
-        &self,
-        s: &SequenceRows<'_>,
-        twins: &[HeadTwin],
+/// The query heads of a step that share a KV head, and some of their rows.
+struct ComparedHead<'a> {
+    reference: &'a Reference<'a>,
+    sequence: &'a SequenceRows<'a>,
+    kv_head: usize,
+    twin: &'a HeadTwin,
+    chosen: Vec<usize>,
+    name: &'static str,
+}
+
+/// Compares on all cores. The report does not depend on their number.
+fn compare_all(heads: &[ComparedHead<'_>], report: &mut Report) -> Result<()> {
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let each = |heads: &[ComparedHead<'_>]| -> Result<Report> {
+        let mut report = Report::default();
+        for head in heads {
+            head.reference.compare(head, &mut report)?;
+        }
+        Ok(report)
+    };
+    let parts: Vec<Result<Report>> = std::thread::scope(|scope| {
+        let parts = heads.chunks(heads.len().div_ceil(threads).max(1));
+        let running: Vec<_> = parts.map(|part| scope.spawn(move || each(part))).collect();
+        running.into_iter().map(|part| part.join().unwrap_or_else(|e| std::panic::resume_unwind(e))).collect()
+    });
+    parts.into_iter().try_for_each(|part| Ok(report.absorb(part?)))
+}
+
+impl<'a> Reference<'a> {
+    /// Adds the heads of a sequence that are to be compared.
+    fn compared(
+        &'a self,
+        sequence: &'a SequenceRows<'a>,
+        twins: &'a [HeadTwin],
         numbers: &mut Numbers,
-        report: &mut Report,
-    ) -> Result<()> {
+        heads: &mut Vec<ComparedHead<'a>>,
+    ) {
+        let s = sequence;
         let count = s.rows.len();
         // First, last and some other rows of a prefill.
         let mut chosen: Vec<usize> = vec![0, count - 1];
@@ -297,25 +333,17 @@ impl Reference<'_> {
             1 => (decode, self.checks.decode),
             _ => (prefill, self.checks.prefill),
         };
-        if !wanted {
-            return Ok(());
+        if wanted {
+            let heads_of = twins.iter().enumerate().map(|(kv_head, twin)| {
+                let chosen = chosen.clone();
+                ComparedHead { reference: self, sequence, kv_head, twin, chosen, name }
+            });
+            heads.extend(heads_of);
         }
-        for (kv_head, twin) in twins.iter().enumerate() {
-            self.compare_head(s, kv_head, twin, &chosen, name, report)?;
-        }
-        Ok(())
     }
 
-    /// Compares the query heads that share a KV head.
-    fn compare_head(
-        &self,
-        s: &SequenceRows<'_>,
-        kv_head: usize,
-        twin: &HeadTwin,
-        chosen: &[usize],
-        name: &str,
-        report: &mut Report,
-    ) -> Result<()> {
+    fn compare(&self, head: &ComparedHead<'_>, report: &mut Report) -> Result<()> {
+        let &ComparedHead { sequence: s, kv_head, twin, ref chosen, name, .. } = head;
         let (shape, d) = (self.shape, self.shape.head_dim);
         let group = shape.query_heads / shape.kv_heads;
         let table = self.layout.coded();

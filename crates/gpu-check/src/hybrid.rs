@@ -35,10 +35,20 @@ pub fn check(extent: Extent, report: &mut Report) -> Result<()> {
     for &rows in rows {
         one_layer(rows, report).with_context(|| format!("{rows} rows"))?;
     }
+    models_on(cpu, hybrid, extent, report)
+}
+
+/// Random models on any two backends.
+pub fn models_on<C: Backend, B: Backend>(
+    cpu: impl Fn() -> Result<C>,
+    beside: impl Fn() -> Result<B>,
+    extent: Extent,
+    report: &mut Report,
+) -> Result<()> {
     for family in [Family::Qwen3Moe, Family::Glm4Moe] {
         for format in ["bf16", "oscar2"] {
             let what = || format!("{}, {format}", family.architecture());
-            model(family, format.parse()?, extent, report).with_context(what)?;
+            model((cpu()?, beside()?), family, format.parse()?, extent, report).with_context(what)?;
         }
     }
     Ok(())
@@ -95,7 +105,13 @@ fn one_layer(rows: usize, report: &mut Report) -> Result<()> {
 
 /// A random model of this family on both devices. All experts of a row are chosen, so that rounding
 /// cannot choose another one.
-fn model(family: Family, format: KvFormat, extent: Extent, report: &mut Report) -> Result<()> {
+fn model<C: Backend, B: Backend>(
+    (cpu, beside): (C, B),
+    family: Family,
+    format: KvFormat,
+    extent: Extent,
+    report: &mut Report,
+) -> Result<()> {
     let tiny = tiny_config(family);
     let moe = tiny.moe.clone().context("a family with experts")?;
     let rule = RouterRule { chosen: moe.experts, ..moe.rule };
@@ -112,8 +128,8 @@ fn model(family: Family, format: KvFormat, extent: Extent, report: &mut Report) 
     write_random_model(dir.path(), &config, WriteOptions::default(), 11)?;
     let source = ModelSource::Dir(dir.path().to_owned());
     let (config, weights) = (DecoderConfig::load(&source)?, Weights::open(&source)?);
-    let mut on_cpu = runner(cpu()?, &config, &weights, format)?;
-    let mut beside = runner(hybrid()?, &config, &weights, format)?;
+    let mut on_cpu = runner(cpu, &config, &weights, format)?;
+    let mut beside = runner(beside, &config, &weights, format)?;
     let (generated, steps) = if extent.small { (2, 3) } else { (40, 40) };
     let text: Vec<u32> = (0..300).map(|i: u32| i * 89 % 127 + 1).collect();
     for length in [1, 14, 200] {

@@ -138,19 +138,22 @@ fn open_with(attention: AttentionMode) -> Result<CudaBackend, CudaError> {
     Ok(CudaBackend::open_with(0, attention)?.with_unreleased())
 }
 
-/// Runs these parts on a GPU that [`open`] opened.
-pub fn check(gpu: &CudaBackend, parts: &[Part], extent: Extent) -> Report {
+/// Parts whose results come from the same steps.
+const TOGETHER: [Part; 3] = [Part::Demote, Part::Decode, Part::Prefill];
+
+/// Runs these parts on a GPU that [`open`] opened. `begins` gets the name of each before it runs.
+pub fn check(gpu: &CudaBackend, parts: &[Part], extent: Extent, mut begins: impl FnMut(&str)) -> Report {
     let mut report = Report::default();
-    // These parts share their inputs.
-    report.part("rows", |report| rows::check(gpu, parts, extent, report));
     let wants = |part| parts.contains(&part);
     let compared =
         Compared { history: wants(Part::Demote), decode: wants(Part::Decode), prefill: wants(Part::Prefill) };
     if compared != Compared::NOTHING {
+        begins("attention");
         let checks = Checks { e4m3_bits: gpu.e4m3_key_bits(), compared, ..attention::FAST };
         report.part("attention", |report| attention::check(gpu, checks, extent, report));
     }
-    for &part in parts {
+    for &part in parts.iter().filter(|part| !TOGETHER.contains(part)) {
+        begins(part.name());
         report.part(part.name(), |report| check_part(gpu, part, extent, report));
     }
     report
@@ -158,8 +161,12 @@ pub fn check(gpu: &CudaBackend, parts: &[Part], extent: Extent) -> Report {
 
 fn check_part(gpu: &CudaBackend, part: Part, extent: Extent, report: &mut Report) -> Result<()> {
     match part {
-        // See `check`.
-        Part::Embed | Part::Norm | Part::Gate | Part::Gemm | Part::Gram => Ok(()),
+        Part::Embed => rows::embeddings(gpu, report),
+        Part::Norm => rows::norms(gpu, report),
+        Part::Gate => rows::gates(gpu, report),
+        Part::Gemm => rows::gemm(gpu, extent, report),
+        Part::Gram => rows::grams(gpu, report),
+        // See `TOGETHER`.
         Part::Demote | Part::Decode | Part::Prefill => Ok(()),
         Part::PrefillMma => {
             let gpu = open_with(AttentionMode::Mma)?;
@@ -187,10 +194,12 @@ fn check_part(gpu: &CudaBackend, part: Part, extent: Extent, report: &mut Report
     }
 }
 
-/// Views, with every kernel of attention that may read them.
+/// Views, with every kernel of attention that may read them: all cases with the default kernels, a
+/// part of them with each of the others.
 fn check_views(gpu: &CudaBackend, extent: Extent, report: &mut Report) -> Result<()> {
     let checks = views::checks("views, decode attention", "views, prefill attention");
     views::check(gpu, checks, extent, report)?;
+    let extent = Extent { every: extent.every * 4, ..extent };
     let apart = views::checks("views, decode attention after append", "views, prefill attention");
     views::check(&open_with(AttentionMode::Apart)?, apart, extent, report)?;
     let mma = views::checks("views, decode attention", "views, prefill attention, mma.sync");

@@ -2,7 +2,8 @@
 
 use crate::growing::{Checks, Compared, Inspected};
 use crate::{
-    Extent, Report, approximate, attention, calibration, dequantized, families, model, pages, picks, views,
+    Extent, Report, approximate, attention, calibration, dequantized, families, hybrid, model, pages, picks,
+    views,
 };
 use anyhow::Result;
 use oscar_backend::CacheHead;
@@ -61,6 +62,18 @@ fn the_cpu_passes_the_check_of_families() {
         assert_eq!(f.failure, None, "{}", f.name);
     }
     assert_eq!(report.findings.len(), 32);
+}
+
+/// The same for the models that are checked with experts on the CPU.
+#[test]
+fn the_cpu_passes_the_check_of_models_with_experts() {
+    let mut report = Report::default();
+    let rounded = || Ok(CpuBackend::new(Kernels::chosen()?, 2, Mode::Fast)?);
+    hybrid::models_on(|| Ok(cpu()), rounded, Extent::WHOLE, &mut report).unwrap();
+    for f in &report.findings {
+        println!("{}: {} cases, {:.0} % of allowed", f.name, f.cases, 100.0 * f.worst);
+    }
+    assert!(report.findings.iter().all(|f| f.failure.is_none()), "{report:?}");
 }
 
 #[test]

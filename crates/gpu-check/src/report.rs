@@ -81,6 +81,18 @@ impl Report {
         }
     }
 
+    /// Adds the findings of another report, which was made after this one.
+    pub(crate) fn absorb(&mut self, other: Self) {
+        for found in other.findings {
+            let finding = self.finding(&found.name);
+            finding.cases += found.cases;
+            if found.worst.is_nan() || found.worst > finding.worst {
+                finding.worst = found.worst;
+            }
+            finding.failure = finding.failure.take().or(found.failure);
+        }
+    }
+
     /// The checks that failed.
     pub fn failures(&self) -> impl Iterator<Item = &Finding> {
         self.findings.iter().filter(|finding| finding.failure.is_some())

@@ -1,6 +1,6 @@
 //! Checks of the operations on rows; formulas in f64 are the reference.
 
-use crate::{Extent, Numbers, Part, Report, download, largest_difference, upload, without_cache};
+use crate::{Extent, Numbers, Report, download, largest_difference, upload, without_cache};
 use anyhow::Result;
 use oscar_backend::{
     Backend, Fp8Matrix, Gate, HostMatrix, HostValues, Output, Product, Step, TappedRows, WeightFormat,
@@ -14,26 +14,15 @@ use oscar_kernels_cuda::multiplies_few_rows;
 /// has multiprocessors.
 const SMALL_MATRIX: usize = 1 << 21;
 
-pub fn check(gpu: &CudaBackend, parts: &[Part], extent: Extent, report: &mut Report) -> Result<()> {
-    for part in parts {
-        match part {
-            Part::Embed => embeddings(gpu, report)?,
-            Part::Norm => norms(gpu, report)?,
-            Part::Gate => gates(gpu, report)?,
-            Part::Gemm => {
-                for format in [WeightFormat::Bf16, WeightFormat::Fp8] {
-                    products(gpu, format, extent, report)?;
-                    fused_products(gpu, format, extent, report)?;
-                }
-            }
-            Part::Gram => grams(gpu, report)?,
-            _ => {}
-        }
+pub fn gemm(gpu: &CudaBackend, extent: Extent, report: &mut Report) -> Result<()> {
+    for format in [WeightFormat::Bf16, WeightFormat::Fp8] {
+        products(gpu, format, extent, report)?;
+        fused_products(gpu, format, extent, report)?;
     }
     Ok(())
 }
 
-fn embeddings(gpu: &CudaBackend, report: &mut Report) -> Result<()> {
+pub fn embeddings(gpu: &CudaBackend, report: &mut Report) -> Result<()> {
     let mut numbers = Numbers::new(1);
     for (rows, width) in [(1, 64), (5, 384), (70, 1000)] {
         let values = numbers.vector(rows * width);
@@ -52,7 +41,7 @@ fn embeddings(gpu: &CudaBackend, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-fn norms(gpu: &CudaBackend, report: &mut Report) -> Result<()> {
+pub fn norms(gpu: &CudaBackend, report: &mut Report) -> Result<()> {
     let mut numbers = Numbers::new(2);
     for (rows, width) in [(1, 64), (3, 384), (2, 5120), (40, 2560), (1, 16384)] {
         for scale in [1.0f32, 1024.0, 1.0 / 1024.0, 0.0] {
@@ -79,7 +68,7 @@ fn normed(values: &[f32], weights: &[f32], eps: f64) -> Vec<f64> {
     values.chunks_exact(weights.len()).flat_map(row).collect()
 }
 
-fn gates(gpu: &CudaBackend, report: &mut Report) -> Result<()> {
+pub fn gates(gpu: &CudaBackend, report: &mut Report) -> Result<()> {
     let mut numbers = Numbers::new(3);
     for (rows, width, scale) in [(1, 96, 1.0f32), (7, 384, 64.0), (16, 128, 16384.0)] {
         let values: Vec<f32> = numbers.vector(rows * 2 * width).iter().map(|v| v * scale).collect();
@@ -306,7 +295,7 @@ fn scaled(gpu: &CudaBackend, x: &[f32], width: usize, factor: f32) -> Result<Cud
     Ok(out)
 }
 
-fn grams(gpu: &CudaBackend, report: &mut Report) -> Result<()> {
+pub fn grams(gpu: &CudaBackend, report: &mut Report) -> Result<()> {
     let mut numbers = Numbers::new(5);
     for (rows, stride, first, width) in [(1, 64, 0, 64), (33, 512, 128, 128), (100, 300, 7, 40)] {
         let values = numbers.vector(rows * stride);

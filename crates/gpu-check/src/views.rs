@@ -138,7 +138,10 @@ fn run<B: Backend<Pool: Inspected>>(
     let total = 3 * (case.stored + 512);
     let mut growing = Growing::new(gpu, layout, case.group, scale, n, total, seed, checks, case.describe())?;
     growing.pages.iter_mut().for_each(|pages| *pages = SequencePages::resumable());
+    // Other checks compare steps without views.
+    growing.checks.compared = Compared::NOTHING;
     growing.step(&vec![case.stored; n], Pattern::Plain, report)?;
+    growing.checks.compared = checks.compared;
     let base: Vec<SequencePages> =
         growing.pages.iter().map(|p| fork(&growing, p, None)).collect::<Result<_>>()?;
     let mut random = SplitMix64::new(seed);

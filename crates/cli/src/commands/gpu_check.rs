@@ -34,7 +34,10 @@ pub fn run(args: &Args) -> Result<()> {
         println!("{}", gpu.describe());
     }
     let parts = if args.only.is_empty() { Part::all().to_vec() } else { args.only.clone() };
-    let report = check(&gpu, &parts, if args.small { Extent::SMALL } else { Extent::WHOLE });
+    let extent = if args.small { Extent::SMALL } else { Extent::WHOLE };
+    let report = check(&gpu, &parts, extent, |part| {
+        eprintln!("{:6.1} s  {part}", started.elapsed().as_secs_f64());
+    });
     if args.json {
         for f in &report.findings {
             let ok = f.failure.is_none();
