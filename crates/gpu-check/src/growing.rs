@@ -384,7 +384,8 @@ impl<'a> Reference<'a> {
         let largest = rows.into_iter().flatten().fold(0f32, |a, v| a.max(v.abs()));
         let allowed = f64::from(largest) * self.checks.allowed + 1e-30;
         let codec = table.map(|table| table.codec(self.layer, kv_head));
-        let rounded = RoundedKeys::of(codec, twin, s, windows, self.checks.e4m3_bits);
+        let bits = if s.view.is_some() { 0 } else { self.checks.e4m3_bits };
+        let rounded = RoundedKeys::of(codec, twin, s, windows, bits);
         let mut expected = vec![0f32; d];
         for &i in chosen {
             let (row, t) = (s.rows.start + i, s.first_position + i);

@@ -197,15 +197,23 @@ fn check_part(gpu: &CudaBackend, part: Part, extent: Extent, report: &mut Report
 /// Views, with every kernel of attention that may read them: all cases with the default kernels, a
 /// part of them with each of the others.
 fn check_views(gpu: &CudaBackend, extent: Extent, report: &mut Report) -> Result<()> {
-    let checks = views::checks("views, decode attention", "views, prefill attention");
-    views::check(gpu, checks, extent, report)?;
+    let bits = gpu.e4m3_key_bits();
+    views::check(
+        gpu,
+        views::checks("views, decode attention", "views, prefill attention", bits),
+        extent,
+        report,
+    )?;
     let extent = Extent { every: extent.every * 4, ..extent };
-    let apart = views::checks("views, decode attention after append", "views, prefill attention");
-    views::check(&open_with(AttentionMode::Apart)?, apart, extent, report)?;
-    let mma = views::checks("views, decode attention", "views, prefill attention, mma.sync");
-    views::check(&open_with(AttentionMode::Mma)?, mma, extent, report)?;
-    let simple = views::checks("views, simple decode", "views, simple prefill");
-    views::check(&open_with(AttentionMode::Simple)?, simple, extent, report)
+    for (mode, decode, prefill, bits) in [
+        (AttentionMode::Apart, "views, decode attention after append", "views, prefill attention", bits),
+        (AttentionMode::F16, "views, decode attention", "views, prefill attention in FP16", 0),
+        (AttentionMode::Mma, "views, decode attention", "views, prefill attention, mma.sync", 0),
+        (AttentionMode::Simple, "views, simple decode", "views, simple prefill", 0),
+    ] {
+        views::check(&open_with(mode)?, views::checks(decode, prefill, bits), extent, report)?;
+    }
+    Ok(())
 }
 
 /// Deterministic numbers that are exact in BF16.

@@ -79,7 +79,7 @@ fn the_cpu_passes_the_check_of_models_with_experts() {
 #[test]
 fn the_cpu_passes_the_checks_of_views() {
     let mut report = Report::default();
-    let checks = views::checks("views, decode attention", "views, prefill attention");
+    let checks = views::checks("views, decode attention", "views, prefill attention", 0);
     views::check(&cpu(), checks, one_in(3), &mut report).unwrap();
     let exact = ["views, gathered codes", "views, rows read back", "views, everything kept is the base"];
     assert_passes(&report, &exact[..2]);

@@ -117,7 +117,7 @@ struct Context {
         while (c.block * 64 <= last) {
             if (wants(c)) return true;
             // Nothing lies between the sink and a view.
-            if (c.coded && history.view_end > 0 && c.block >= sink / 64 && c.block < history.first) c.block = history.first;
+            if (c.coded && history.view_end > 0 && c.block >= sink / 64 && c.block < history.first) c = {history.first, false};
             else step(c);
         }
         return false;

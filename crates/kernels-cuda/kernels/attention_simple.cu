@@ -116,7 +116,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_simple(SimplePar
     for (u32 begin = 0; begin <= position; begin += PAGE_TOKENS) {
         const u32 end = min((u32)PAGE_TOKENS, position + 1 - begin), block = begin / PAGE_TOKENS;
         if (begin >= sink && begin < kept.view_end && block < kept.first) continue;
-        const BlockReader reader(pages, p.step.full[s.table + block], kept.page(p.step, s.table, block));
+        // The blocks of a view begin at `first`; the sink lies before them.
+        const u32 coded = block < kept.first ? NO_PAGE : kept.page(p.step, s.table, block);
+        const BlockReader reader(pages, p.step.full[s.table + block], coded);
         const u32 token = threadIdx.x / LANES, lane = threadIdx.x % LANES, at = begin + token;
         float score = 0.0f;
         if (token < end) {
