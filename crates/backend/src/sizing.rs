@@ -47,14 +47,16 @@ pub struct PrefillWave {
     pub tokens: usize,
     /// Tokens of a block.
     pub block: usize,
-    /// Whether less than one wave divides its context among the idle parts of the device, so that it takes
-    /// as long as its blocks.
+    /// Whether fewer than [`PrefillWave::DIVIDED`] waves divide their contexts among the idle parts of the
+    /// device, so that they take about as long as their blocks.
     pub divides: bool,
 }
 
 impl PrefillWave {
     /// No waves: time grows linearly with the tokens.
     pub const NONE: Self = Self { tokens: 1, block: 1, divides: false };
+    /// Waves from which on contexts are not divided: a partial last wave matters little.
+    pub const DIVIDED: usize = 3;
 
     /// Waves that `tokens` tokens need.
     pub fn needed(&self, tokens: usize) -> usize {
@@ -64,7 +66,15 @@ impl PrefillWave {
     /// Tokens whose attention takes as long as that of `tokens` tokens of a prompt.
     pub fn occupied(&self, tokens: usize) -> usize {
         let blocks = tokens.next_multiple_of(self.block.max(1));
-        if self.divides && blocks < self.tokens { blocks } else { self.needed(tokens) * self.tokens }
+        match self.takes_parts(blocks) {
+            true => blocks,
+            false => self.needed(tokens) * self.tokens,
+        }
+    }
+
+    /// Whether this many tokens take about as long as their blocks.
+    pub fn takes_parts(&self, tokens: usize) -> bool {
+        self.divides && tokens < Self::DIVIDED * self.tokens
     }
 
     /// The largest number of tokens, in whole blocks, that `waves` waves hold.
@@ -107,6 +117,7 @@ mod tests {
         assert_eq!((PrefillWave::NONE.needed(7), PrefillWave::NONE.filling(7)), (7, 7));
         let divided = PrefillWave { divides: true, ..wave };
         assert_eq!([1, 49, 769, 1000].map(|n| wave.occupied(n)), [792, 792, 1584, 1584]);
-        assert_eq!([1, 49, 769, 1000].map(|n| divided.occupied(n)), [48, 96, 1584, 1584]);
+        assert_eq!([1, 49, 769, 1000, 2352].map(|n| divided.occupied(n)), [48, 96, 816, 1008, 2352]);
+        assert_eq!([2377, 3936].map(|n| divided.occupied(n)), [3168, 3960]);
     }
 }

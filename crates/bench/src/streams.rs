@@ -27,6 +27,8 @@ pub struct StreamsOutcome {
     /// The same while the long prompt is read.
     pub busy_ms: Percentiles,
     pub worst_ms: f64,
+    /// When the worst of them ended, after the prompt came.
+    pub worst_after_ms: f64,
     pub busy_tokens: usize,
 }
 
@@ -80,12 +82,12 @@ impl Streams {
             }
         };
         // A gap that began before the prompt came belongs to neither.
-        let busy: Vec<f64> = driver
-            .gaps
-            .iter()
-            .filter(|(end, ms)| *end - Duration::from_secs_f64(ms / 1e3) >= sent && *end <= first)
-            .map(|(_, ms)| *ms)
-            .collect();
+        let beside =
+            |(end, ms): &(Instant, f64)| *end - Duration::from_secs_f64(ms / 1e3) >= sent && *end <= first;
+        driver.gaps.retain(beside);
+        let busy: Vec<f64> = driver.gaps.iter().map(|(_, ms)| *ms).collect();
+        let worst = driver.gaps.iter().max_by(|a, b| a.1.total_cmp(&b.1));
+        let worst_after_ms = worst.map_or(0.0, |(end, _)| (*end - sent).as_secs_f64() * 1e3);
         for id in 0..self.prompts.len() {
             engine.cancel(RequestId(id as u64));
         }
@@ -94,7 +96,15 @@ impl Streams {
             bail!("too few tokens to measure: give a longer prompt");
         };
         let beside_ttft_ms = (first - sent).as_secs_f64() * 1e3;
-        Ok(StreamsOutcome { alone_ttft_ms, beside_ttft_ms, quiet_ms, busy_ms, worst_ms, busy_tokens })
+        Ok(StreamsOutcome {
+            alone_ttft_ms,
+            beside_ttft_ms,
+            quiet_ms,
+            busy_ms,
+            worst_ms,
+            worst_after_ms,
+            busy_tokens,
+        })
     }
 }
 

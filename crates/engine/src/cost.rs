@@ -7,6 +7,9 @@
 //! A GPU attends to prompts in waves: a last wave that is not full takes as long as a full one. So the
 //! rows of a prompt count as whole waves in its pairs, and a step is best a number of whole waves.
 //!
+//! Beside sequences that decode, predictions are multiplied by what such steps lately took beyond them:
+//! the fit may come from the long steps of a prompt alone, and a late token is worse than a short step.
+//!
 //! Only steps with prompts teach: a long time of decoding alone does not make the model forget what
 //! prompts cost, and the time of decoded rows, which read memory, is no guide to that of prompts.
 //!
@@ -28,13 +31,16 @@ impl StepCost {
         self.row * tokens as f64 + self.pair * pairs(start, tokens, wave)
     }
 
-    /// The most tokens from `start` on that take at most `seconds`, in whole waves if that many fit.
-    /// Of a single wave it takes the part that fits. If the device cannot divide its attention and the
-    /// part is less than a quarter, it takes the wave: attention takes as long for either.
+    /// The most tokens from `start` on that take at most `seconds`: whole blocks if the device divides
+    /// the attention of so few, else whole waves if one fits. Of a single wave it takes the part that
+    /// fits; if that is less than a quarter, the wave: attention takes as long for either.
     pub fn tokens_within(&self, seconds: f64, start: usize, wave: PrefillWave) -> usize {
         let tokens = self.rows_within(seconds, start);
         if wave == PrefillWave::NONE || seconds <= 0.0 {
             return tokens;
+        }
+        if wave.takes_parts(tokens) {
+            return tokens / wave.block.max(1) * wave.block.max(1);
         }
         let one = wave.filling(1).max(1);
         if tokens >= one {
@@ -42,9 +48,6 @@ impl StepCost {
             let fits = |&n: &usize| self.rows(start, n, wave) <= seconds;
             let waves = (1..=tokens / one).rev().map(|waves| wave.filling(waves));
             return waves.into_iter().find(fits).unwrap_or(one);
-        }
-        if wave.divides {
-            return tokens / wave.block.max(1) * wave.block.max(1);
         }
         // row n + pair wave (start + (n + 1) / 2) = seconds, solved for n.
         let attention = self.pair * wave.tokens as f64;
@@ -87,6 +90,8 @@ pub struct CostModel {
     times: [f64; 3],
     steps: usize,
     cost: StepCost,
+    /// How many times longer than predicted steps beside decoding took, if there was one.
+    excess: Option<f64>,
 }
 
 impl CostModel {
@@ -99,10 +104,23 @@ impl CostModel {
     /// Sweeps of coordinate descent; each is three divisions.
     const SWEEPS: usize = 50;
 
-    /// A step with prompts, of `rows` rows that read `pairs` positions, took `seconds`.
-    pub fn observe(&mut self, rows: usize, pairs: f64, seconds: f64) {
+    /// [`CostModel::excess`] before the first such step, and at most.
+    const CAUTION: f64 = 1.3;
+    const MOST_EXCESS: f64 = 2.0;
+    /// Share by which a shorter step lowers it. A longer one raises it at once.
+    const CALMING: f64 = 0.1;
+
+    /// A step with prompts, of `rows` rows that read `pairs` positions, took `seconds`. `beside`: other
+    /// sequences decoded in it.
+    pub fn observe(&mut self, rows: usize, pairs: f64, seconds: f64, beside: bool) {
         if !(seconds.is_finite() && seconds >= 0.0) {
             return;
+        }
+        if let (true, Some(cost)) = (beside, self.cost()) {
+            let ratio = seconds / (cost.fixed + cost.row * rows as f64 + cost.pair * pairs).max(1e-9);
+            let last = self.excess.unwrap_or(Self::CAUTION);
+            let next = if ratio > last { ratio } else { last + Self::CALMING * (ratio - last) };
+            self.excess = Some(next.clamp(1.0, Self::MOST_EXCESS));
         }
         let features = [1.0, rows as f64 / Self::UNITS[1], pairs / Self::UNITS[2]];
         // Relative errors matter: a slow step must not drown the fast ones.
@@ -120,6 +138,17 @@ impl CostModel {
     /// The fit, once there are enough steps for one.
     pub fn cost(&self) -> Option<StepCost> {
         (self.steps >= Self::LEAST_STEPS).then_some(self.cost)
+    }
+
+    /// The cost of steps beside sequences that decode.
+    pub fn beside(&self) -> Option<StepCost> {
+        let excess = self.excess.unwrap_or(Self::CAUTION);
+        let scaled = |cost: StepCost| StepCost {
+            fixed: excess * cost.fixed,
+            row: excess * cost.row,
+            pair: excess * cost.pair,
+        };
+        self.cost().map(scaled)
     }
 
     fn solve(&mut self) {
@@ -157,7 +186,7 @@ mod tests {
             // Prompts of several lengths, and steps of decoding between them.
             let (start, tokens) =
                 [(0, 2048), (60_000, 900), (8_000, 1), (30_000, 2_000), (98_000, 500)][i % 5];
-            model.observe(tokens, pairs(start, tokens, NONE), time_of(start, tokens));
+            model.observe(tokens, pairs(start, tokens, NONE), time_of(start, tokens), false);
         }
         let cost = model.cost().unwrap();
         for (start, tokens) in [(0, 4096), (50_000, 1024), (90_000, 256), (1_000, 1)] {
@@ -188,15 +217,36 @@ mod tests {
             for i in 0..steps {
                 let tokens = [1, 512, 64][i % 3];
                 let seconds = factor * time_of(2_000, tokens);
-                model.observe(tokens, pairs(2_000, tokens, NONE), seconds);
+                model.observe(tokens, pairs(2_000, tokens, NONE), seconds, false);
             }
         }
-        model.observe(10, 10.0, f64::NAN);
-        model.observe(10, 10.0, -1.0);
+        model.observe(10, 10.0, f64::NAN, true);
+        model.observe(10, 10.0, -1.0, true);
         let cost = model.cost().unwrap();
         let ratio = (cost.fixed + cost.rows(2_000, 512, NONE)) / time_of(2_000, 512);
         assert!((ratio - 3.0).abs() < 0.3, "{ratio}");
         assert!(cost.fixed >= 0.0 && cost.row >= 0.0 && cost.pair >= 0.0);
+    }
+
+    #[test]
+    fn steps_beside_decoding_are_predicted_with_caution_and_by_what_they_took() {
+        let mut model = CostModel::default();
+        let mut observe = |factor: f64, beside: bool, times: usize| {
+            for i in 0..times {
+                let (start, tokens) = [(0, 2048), (30_000, 900), (60_000, 500)][i % 3];
+                let seconds = factor * time_of(start, tokens);
+                model.observe(tokens, pairs(start, tokens, NONE), seconds, beside);
+            }
+            model
+                .beside()
+                .map_or(0.0, |cost| (cost.fixed + cost.rows(9_000, 700, NONE)) / time_of(9_000, 700))
+        };
+        let ratio = observe(1.0, false, 30);
+        assert!((1.25..1.35).contains(&ratio), "none was seen: {ratio}");
+        assert!(observe(1.0, true, 40) < 1.02, "as predicted");
+        assert!(observe(1.5, true, 1) > 1.4, "one step took longer");
+        assert!(observe(1.0, true, 60) < 1.1, "it was the only one");
+        assert!(observe(50.0, true, 1) < 8.0, "a step that hung");
     }
 
     #[test]

@@ -104,7 +104,10 @@ impl<B: Backend> Serving<B> {
         let store = self.tiers.as_ref().is_some_and(PageTiers::is_waiting);
         match self.post.jobs.activity() {
             _ if !self.scheduler.is_idle() => Activity::Busy,
-            Activity::Idle if store => Activity::Waiting,
+            Activity::Idle if store && !self.tiers.as_ref().is_some_and(PageTiers::moves) => {
+                Activity::Waiting
+            }
+            Activity::Idle if store => Activity::Busy,
             jobs => jobs,
         }
     }
@@ -208,7 +211,7 @@ impl<B: Backend> Serving<B> {
             jobs: &mut self.post.jobs,
             reclaimed: Reclaimed::default(),
         };
-        self.scheduler.set_cost(self.cost.cost());
+        self.scheduler.set_cost(self.cost.beside());
         let plan = self.scheduler.schedule(&mut ledger);
         let reclaimed = ledger.reclaimed;
         let number = self.statistics.counters.steps;
@@ -244,7 +247,8 @@ impl<B: Backend> Serving<B> {
         let wave = self.scheduler.options().wave;
         let pairs = plan.work.iter().map(|w| crate::cost::pairs(w.start, w.tokens, wave)).sum();
         if plan.work.iter().any(|w| w.tokens > 1) {
-            self.cost.observe(rows, pairs, seconds);
+            let beside = plan.work.iter().any(|w| w.tokens == 1);
+            self.cost.observe(rows, pairs, seconds, beside);
         }
     }
 

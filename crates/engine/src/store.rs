@@ -30,6 +30,9 @@ use std::time::{Duration, Instant};
 
 /// Bytes copied to the device between two steps while requests run.
 const LOAD_BYTES: usize = 16 << 20;
+/// Bytes copied together while none runs, if the store has more to come: a copy of few has no use for
+/// several threads.
+const LOADED_TOGETHER: usize = 32 << 20;
 /// How long a store that did not answer in time is left alone.
 const REST: Duration = Duration::from_secs(30);
 /// How long the engine waits at its end for pages to be written.
@@ -46,6 +49,8 @@ pub struct PageTiers {
     offered: usize,
     /// The store did not answer in time: it is not asked before this.
     rests_until: Option<Instant>,
+    /// The store has answered since the last step but one.
+    moves: bool,
 }
 
 /// A request that waits for pages.
@@ -86,6 +91,12 @@ impl Restore {
         PrefixKey::new(self.salt, &self.tokens)
     }
 
+    /// Bytes that have come and are not in the cache yet.
+    fn fetched_bytes(&self) -> usize {
+        let bytes = |page: &FetchedPage| page.page.as_ref().map_or(0, |(_, loaded)| loaded.payload().len());
+        self.fetched.iter().map(bytes).sum()
+    }
+
     fn is_done(&self) -> bool {
         let is_waiting = self.looks || !self.orders.is_empty();
         self.broken || !(is_waiting || !self.wanted.is_empty() || !self.fetched.is_empty())
@@ -116,6 +127,7 @@ impl PageTiers {
             tickets: 0,
             offered: 0,
             rests_until: None,
+            moves: false,
         }
     }
 
@@ -129,6 +141,11 @@ impl PageTiers {
     /// Whether requests wait for pages.
     pub fn is_waiting(&self) -> bool {
         !self.restores.is_empty()
+    }
+
+    /// Whether the store's answers come without a pause.
+    pub fn moves(&self) -> bool {
+        self.moves
     }
 
     /// Whether the store can be asked now.
@@ -191,15 +208,17 @@ impl PageTiers {
         runs: bool,
         is_open: impl Fn(RequestId) -> bool,
     ) -> Result<Advance, StepError> {
-        self.offered = 0;
+        (self.offered, self.moves) = (0, false);
         while let Some(reply) = self.reader.poll() {
             self.take(reply, cache);
+            self.moves = true;
         }
         let mut advance = Advance::default();
         let mut budget = if runs { LOAD_BYTES } else { usize::MAX };
         for (&ticket, restore) in &mut self.restores {
             restore.broken |= !is_open(restore.request);
-            if !restore.broken {
+            let is_enough = runs || restore.orders.is_empty() || restore.fetched_bytes() >= LOADED_TOGETHER;
+            if !restore.broken && is_enough {
                 load(restore, runner, cache, &mut budget, &mut advance.reclaimed)?;
             }
             if !restore.broken {
@@ -326,7 +345,7 @@ impl PageTiers {
 fn order(reader: &StoreReader, ticket: u64, restore: &mut Restore, layout: &CacheLayout, store: &Store) {
     let most_bytes = store.read_ahead();
     while restore.orders.len() < store.most_orders()
-        && restore.fetched.is_empty()
+        && restore.fetched_bytes() < LOADED_TOGETHER
         && let Some(&first) = restore.wanted.front()
     {
         let (mut wanted, mut bytes) = (Vec::new(), 0);

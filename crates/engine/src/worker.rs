@@ -17,7 +17,7 @@ use std::time::Duration;
 
 /// How long the thread waits for commands before it looks for answers of the page store, when it has
 /// nothing else to do.
-const STORE_POLL: Duration = Duration::from_millis(1);
+const STORE_POLL: Duration = Duration::from_micros(200);
 
 pub enum Command {
     Submit(Box<Submission>),

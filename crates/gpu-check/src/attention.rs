@@ -228,7 +228,16 @@ fn long_contexts() -> Result<Vec<Case>> {
     let steps = [509, 700, 3, 1, 1, 64, 1].map(|n| vec![n]).to_vec();
     let (windows, pattern) = (Windows::default(), Pattern::Outliers);
     let case = |widths| Ok(Case { windows, pattern, ..Case::new(128, 2, 4, widths, steps.clone())? });
-    [vec![], vec![(2, 2)]].into_iter().map(case).collect()
+    let alone: Vec<Case> = [vec![], vec![(2, 2)]].into_iter().map(case).collect::<Result<_>>()?;
+    // Blocks share a context of this length, also beside sequences that decode before and after it.
+    let steps = [[2, 3300, 40], [1, 70, 1], [1, 1, 1], [1, 3, 150], [1, 500, 1], [64, 260, 1]];
+    let steps = steps.map(Vec::from).to_vec();
+    let shared =
+        |(head_dim, widths)| Ok(Case { windows, ..Case::new(head_dim, 2, 4, widths, steps.clone())? });
+    let shapes =
+        [(128, vec![]), (128, vec![(2, 2), (4, 1)]), (64, vec![(2, 2)]), (256, vec![(1, 4), (0, 0)])];
+    let shared: Vec<Case> = shapes.into_iter().map(shared).collect::<Result<_>>()?;
+    Ok(alone.into_iter().chain(shared).collect())
 }
 
 /// Runs a case and compares after every step.

@@ -27,6 +27,7 @@ struct HopperPrefillParams {
     u32 query_heads;
     u32 kv_heads;
     u32 first_head;          // KV head of the blocks with blockIdx.x = 0
+    u32 first_sequence;      // of the blocks with blockIdx.z = 0
     u32 least_rows;          // sequences with fewer rows belong to the decode kernel
     u32 tiles;               // groups of ROWS rows
     u32 splits;              // blocks that share the pages of a tile
@@ -85,7 +86,7 @@ struct Context {
     History history;
 
     DEVICE Context(const HopperPrefillParams& p, const HeadPages& pages, u32 group, u32 tile) {
-        sequence = p.step.sequences[blockIdx.z];
+        sequence = p.step.sequences[p.first_sequence + blockIdx.z];
         first = tile * ROWS;
         last_row = min(first + ROWS, sequence.rows * group) - 1;
         first_query = sequence.first_position + first / group;
@@ -414,13 +415,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_prefill_hoppe
     __syncthreads();
     allow_next_kernel();
     wait_for_previous_kernel();
-    const SequenceInfo& s = p.step.sequences[blockIdx.z];
+    const SequenceInfo& s = p.step.sequences[p.first_sequence + blockIdx.z];
     // Late rows have the most to read: those of all heads go first.
     const u32 tile = p.tiles - 1 - blockIdx.y / p.splits;
     if (s.rows < p.least_rows || tile * ROWS >= s.rows * group) return;
     const HeadPages pages = p.pages[kv_head];
     const Context context(p, pages, group, tile);
-    const bool e4m3 = pages.key_bits <= p.e4m3_bits;
+    // The last page of a view may be partly filled, and a page's factor needs all of its rows.
+    const bool e4m3 = pages.key_bits <= p.e4m3_bits && s.view == NO_VIEW;
 
     if (warp >= 4 * CONSUMERS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
@@ -462,7 +464,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_prefill_hoppe
 extern "C" __global__ void __launch_bounds__(128) prefill_merge(const HopperPrefillParams p) {
     allow_next_kernel();
     wait_for_previous_kernel();
-    const SequenceInfo& s = p.step.sequences[blockIdx.z];
+    const SequenceInfo& s = p.step.sequences[p.first_sequence + blockIdx.z];
     const u32 group = p.query_heads / p.kv_heads, flat = blockIdx.y * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (s.rows < p.least_rows || flat >= s.rows * group) return;
     const u64 tile = ((u64)blockIdx.z * gridDim.x + blockIdx.x) * p.tiles + flat / ROWS;

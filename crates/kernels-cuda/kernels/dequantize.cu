@@ -14,6 +14,7 @@ struct DequantizeParams {
     u8* expanded;            // FP16 pages: [KV head - first_head][place in the page tables]
     u64 expanded_head;       // bytes of one head
     u32 first_head;
+    u32 first_sequence;      // of the blocks with blockIdx.z = 0
     u32 least_rows;          // sequences with fewer rows do not come here
     u32 e4m3_bits;           // keys of at most this many bits become E4M3
 };
@@ -149,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) dequantize_pages(const Deq
     extern __shared__ uint4 memory[];  // the expanded page
     allow_next_kernel();
     wait_for_previous_kernel();
-    const SequenceInfo s = p.step.sequences[blockIdx.z];
+    const SequenceInfo s = p.step.sequences[p.first_sequence + blockIdx.z];
     const HeadPages pages = p.pages[p.first_head + blockIdx.y];
     const u32 last = s.first_position + s.rows - 1, boundary = boundary_of(p.step, last);
     const u32 block = p.step.sink / 64 + blockIdx.x;
@@ -160,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) dequantize_pages(const Deq
     const u8* page = (const u8*)(pages.coded + (u64)history.page(p.step, s.table, block) * shape.bytes());
     const u32 lane = threadIdx.x & 31, tile = threadIdx.x >> 5;
     u16* const expanded = (u16*)memory;
-    const bool e4m3 = pages.key_bits <= p.e4m3_bits;
+    const bool e4m3 = pages.key_bits <= p.e4m3_bits && s.view == NO_VIEW;
     const u32 first = max(p.step.sink, block * 64) - block * 64, end = min(boundary - block * 64, 64u);
     if (!e4m3) expand_any<KEY>(shape, page, tile, lane, expanded);
     else if (pages.key_bits == 1) expand_e4m3<1>(shape, page, first, end, tile, lane, (u8*)memory);

@@ -18,8 +18,9 @@ use std::sync::{Mutex, PoisonError};
 
 /// Most blocks of a launch: their ids are parameters.
 const MOST_IDS: usize = 96;
-/// Bytes that a thread copies at a time, if a block has no more.
-const TURN_BYTES: usize = BUFFER_BYTES / 2;
+/// Bytes that a thread copies at a time, if a block has no more: all threads take part in a copy of some
+/// buffers.
+const TURN_BYTES: usize = BUFFER_BYTES / MOST_BUFFERS;
 
 shared_struct! {
     /// The part of a block that belongs to one layer and head.

@@ -17,8 +17,9 @@ use crate::pages::HeadPages;
 use crate::sources::{ATTENTION_PREFILL_HOPPER, DEQUANTIZE};
 use crate::step::StepTables;
 use half::{bf16, f16};
-use oscar_backend::HeadShape;
+use oscar_backend::{HeadShape, PrefillWave};
 use oscar_codec::PAGE_TOKENS;
+use std::ops::Range;
 
 /// Bytes of expanded pages at a time, unless one KV head needs more.
 pub const EXPANDED_BYTES: usize = 512 << 20;
@@ -30,7 +31,7 @@ const MERGE_ROWS: usize = 4;
 /// Fewest pages of a block that shares a context.
 const LEAST_PAGES: usize = 16;
 /// Blocks that share contexts fill the GPU at most this often.
-const SPLIT_WAVES: usize = 4;
+const SPLIT_WAVES: usize = 2 * PrefillWave::DIVIDED;
 
 /// Memory for expanded pages and for parts of rows, kept from step to step.
 #[derive(Default)]
@@ -59,6 +60,7 @@ shared_struct! {
         expanded: DevicePtr<f16>,
         expanded_head: u64,
         first_head: u32,
+        first_sequence: u32,
         least_rows: u32,
         e4m3_bits: u32,
     }
@@ -76,6 +78,7 @@ shared_struct! {
         query_heads: u32,
         kv_heads: u32,
         first_head: u32,
+        first_sequence: u32,
         least_rows: u32,
         tiles: u32,
         splits: u32,
@@ -119,10 +122,10 @@ impl HopperKernels {
             0 => None,
             _ => Some(grow(device, &mut memory.expanded, heads * head_bytes, "expanded pages")?.0.ptr()),
         };
-        // The last page of a view may be partly filled, and a page's factor needs all of its rows.
-        let e4m3_bits = if call.summary.views { 0 } else { self.e4m3_bits };
+        let e4m3_bits = self.e4m3_bits;
         let whole = block.launch(call, heads);
-        let (tiles, kv_heads, sequences) = whole.grid;
+        let prompts = work.prompts.clone();
+        let (tiles, kv_heads, sequences) = (whole.grid.0, whole.grid.1, prompts.len() as u32);
         let blocks = tiles as usize * kv_heads as usize * sequences as usize;
         let splits = splits(blocks, device.properties().multiprocessors as usize, work.pages);
         let partial = match splits {
@@ -141,11 +144,12 @@ impl HopperKernels {
                     expanded,
                     expanded_head: head_bytes as u64,
                     first_head: first_head as u32,
+                    first_sequence: prompts.start as u32,
                     least_rows: LEAST_ROWS,
                     e4m3_bits,
                 };
                 let launch = LaunchShape {
-                    grid: (work.blocks as u32, count as u32, call.summary.sequences.len() as u32),
+                    grid: (work.blocks as u32, count as u32, sequences),
                     block: DEQUANTIZE_THREADS,
                     shared: page_bytes(shape.head_dim) as u32,
                     overlap: true,
@@ -165,6 +169,7 @@ impl HopperKernels {
                 query_heads: shape.query_heads as u32,
                 kv_heads: shape.kv_heads as u32,
                 first_head: first_head as u32,
+                first_sequence: prompts.start as u32,
                 least_rows: LEAST_ROWS,
                 tiles,
                 splits: splits as u32,
@@ -193,12 +198,10 @@ impl HopperKernels {
 }
 
 /// Blocks that share the context of the same rows: as many as keep the multiprocessors busy, each with
-/// enough pages to be worth its part of the merge.
+/// enough pages to be worth its part of the merge. Of many blocks none is shared: their last wave
+/// matters little.
 fn splits(blocks: usize, multiprocessors: usize, pages: usize) -> usize {
-    if blocks == 0 || blocks >= multiprocessors {
-        return 1;
-    }
-    let most = (pages / LEAST_PAGES).min(SPLIT_WAVES * multiprocessors / blocks).max(1);
+    let most = (pages / LEAST_PAGES).min(SPLIT_WAVES * multiprocessors / blocks.max(1)).max(1);
     // Time in waves; of equals the fewest.
     let time = |splits: usize| (blocks * splits).div_ceil(multiprocessors) as f64 / splits as f64;
     (1..=most).fold(1, |best, splits| if time(splits) < 0.95 * time(best) { splits } else { best })
@@ -219,8 +222,10 @@ pub fn e4m3_bits(mode: AttentionMode) -> u32 {
     if mode == AttentionMode::F16 { 0 } else { E4M3_BITS }
 }
 
-/// The pages that a step expands, for each KV head.
+/// The prompts of a step, and the pages that it expands for each KV head.
 struct Expansion {
+    /// From the first sequence with several rows to the last.
+    prompts: Range<usize>,
     /// Pages of the longest sequence.
     pages: usize,
     /// Places of the page tables.
@@ -238,7 +243,18 @@ impl Expansion {
         let quantized = |s: &&crate::step::SequenceInfo| s.boundary > call.tables.sink;
         let blocks = prompts().filter(quantized).map(|s| (s.boundary as usize).div_ceil(PAGE_TOKENS) - first);
         let pages = prompts().map(|s| end(s).div_ceil(PAGE_TOKENS)).max();
-        Self { pages: pages.unwrap_or(0), places: places.unwrap_or(0), blocks: blocks.max().unwrap_or(0) }
+        let sequences = &call.summary.sequences;
+        let is_prompt = |s: &crate::step::SequenceInfo| s.rows >= LEAST_ROWS;
+        let prompts = match sequences.iter().position(is_prompt) {
+            Some(first) => first..sequences.iter().rposition(is_prompt).map_or(first, |last| last + 1),
+            None => 0..0,
+        };
+        Self {
+            prompts,
+            pages: pages.unwrap_or(0),
+            places: places.unwrap_or(0),
+            blocks: blocks.max().unwrap_or(0),
+        }
     }
 }
 
@@ -266,9 +282,10 @@ mod tests {
     fn few_blocks_share_long_contexts_and_fill_whole_waves() {
         // An H200 and chunks of 48 to 1000 tokens of 32/8 heads behind 90K tokens.
         let of = |tokens: usize| (8 * tokens.div_ceil(48), splits(8 * tokens.div_ceil(48), 132, 1400));
-        assert_eq!([48, 384, 500, 768, 800].map(of), [(8, 16), (64, 2), (88, 3), (128, 1), (136, 1)]);
+        assert_eq!([48, 384, 500, 768, 800].map(of), [(8, 16), (64, 2), (88, 3), (128, 1), (136, 4)]);
+        assert_eq!([1584, 1900, 7920].map(of), [(264, 1), (320, 2), (1320, 1)]);
         assert_eq!(splits(8, 132, 3), 1, "a short context is not divided");
-        assert_eq!((splits(0, 132, 100), splits(1, 132, 40)), (1, 2));
+        assert_eq!(splits(1, 132, 40), 2);
         for blocks in 1..132 {
             let splits = splits(blocks, 132, 10_000);
             assert!(blocks * splits <= SPLIT_WAVES * 132, "{blocks} × {splits} parts");

@@ -123,7 +123,7 @@ fn json_row(args: &Args, kv: KvFormat, o: &StreamsOutcome) -> serde_json::Value 
         "ttft_ratio": o.beside_ttft_ms / o.alone_ttft_ms,
         "quiet_ms_p50": o.quiet_ms.p50, "quiet_ms_p99": o.quiet_ms.p99,
         "busy_ms_p50": o.busy_ms.p50, "busy_ms_p90": o.busy_ms.p90, "busy_ms_p99": o.busy_ms.p99,
-        "busy_ms_max": o.worst_ms, "busy_tokens": o.busy_tokens,
+        "busy_ms_max": o.worst_ms, "worst_after_ms": o.worst_after_ms, "busy_tokens": o.busy_tokens,
     })
 }
 
@@ -141,6 +141,7 @@ fn render(results: &[(KvFormat, StreamsOutcome)]) -> String {
             ("beside the prompt ms p50/p99/worst", &|(_, o)| {
                 format!("{:.1} / {:.1} / {:.1}", o.busy_ms.p50, o.busy_ms.p99, o.worst_ms)
             }),
+            ("worst after s", &|(_, o)| format!("{:.2}", o.worst_after_ms / 1e3)),
             ("tokens", &|(_, o)| o.busy_tokens.to_string()),
         ],
     )
