@@ -45,6 +45,19 @@ pub fn check_pages(s: &SequenceRows<'_>, windows: &Windows, storage: Storage) ->
     Ok(())
 }
 
+/// Refuses a sequence that lacks a page which its rows write or read in layers with a sliding window.
+pub fn check_sliding_pages(s: &SequenceRows<'_>, window: usize) -> Result<()> {
+    let end = s.first_position + s.rows.len();
+    let first = (s.first_position + 1).saturating_sub(window);
+    match blocks(first..end).find(|&b| s.sliding.get(b).copied().flatten().is_none()) {
+        Some(block) => {
+            let detail = format!("block {block} has no sliding page, position {}", s.first_position);
+            Err(CudaError::Shape { what: "a sequence of the step", detail })
+        }
+        None => Ok(()),
+    }
+}
+
 fn blocks(positions: Range<usize>) -> Range<usize> {
     match positions.is_empty() {
         true => 0..0,
