@@ -36,7 +36,7 @@ pub fn check(gpu: &CudaBackend, parts: &[Part], extent: Extent, report: &mut Rep
     Ok(())
 }
 
-fn embeddings(gpu: &CudaBackend, report: &mut Report) -> Result<()> {
+pub fn embeddings<B: Backend>(gpu: &B, report: &mut Report) -> Result<()> {
     let mut numbers = Numbers::new(1);
     for (rows, width) in [(1, 64), (5, 384), (70, 1000)] {
         let values = numbers.vector(rows * width);
@@ -126,7 +126,7 @@ fn gates(gpu: &CudaBackend, report: &mut Report) -> Result<()> {
 
 /// Products whose results are normalized before they are added, and gates that no product applies by
 /// itself. Few rows and many, with a bias and without; the norm before the product too.
-fn other_outputs(gpu: &CudaBackend, report: &mut Report) -> Result<()> {
+pub fn other_outputs<B: Backend>(gpu: &B, report: &mut Report) -> Result<()> {
     let mut numbers = Numbers::new(31);
     for rows in [1, 5, 16, 17, 70] {
         for (outputs, inputs, biased) in [(64, 128, false), (192, 320, true), (1152, 256, false)] {
