@@ -124,8 +124,8 @@ fn gates(gpu: &CudaBackend, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// Products whose results are normalized before they are added, and gates that no product applies by
-/// itself. Few rows and many, with a bias and without; the norm before the product too.
+/// Products whose results are normalized before they are added, and gates that have a launch of their
+/// own. Few rows and many, with a bias and without.
 pub fn other_outputs<B: Backend>(gpu: &B, report: &mut Report) -> Result<()> {
     let mut numbers = Numbers::new(31);
     for rows in [1, 5, 16, 17, 70] {

@@ -263,7 +263,7 @@ DEVICE void attend(const SlidingParams& p) {
 constexpr int ROW_WARPS = D == 256 ? 4 : 8, TOKEN_WARPS = TOKENS / 16;
 
 // Grid: (rows times query heads of a KV head / ROWS, KV heads, sequences).
-extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS) attention_sliding(const __grid_constant__ SlidingParams p) {
+extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS, D == 64 ? 2 : 1) attention_sliding(const __grid_constant__ SlidingParams p) {
     attend<ROW_WARPS, 1>(p);
 }
 // Grid: (1, KV heads, sequences).
