@@ -49,6 +49,9 @@ impl Sliding {
         let mut config = config(self.family, self.group, self.chosen);
         config.head_dim = self.head_dim;
         config.layers = 3;
+        if self.family == Family::Gemma3 {
+            config.embedding_scale = (config.hidden_size as f32).sqrt();
+        }
         if let Some(sliding) = &mut config.sliding {
             (sliding.window, sliding.layers) = (self.window, vec![0, 2]);
         }
@@ -122,10 +125,11 @@ fn config(family: Family, group: usize, chosen: Chosen) -> DecoderConfig {
 pub fn check(extent: Extent, report: &mut Report) -> Result<()> {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let cpu = || Ok(CpuBackend::new(Kernels::chosen()?, threads, Mode::Bf16)?);
-    check_on(cpu, || Ok(crate::open()?), extent, report)
+    check_on(cpu, || Ok(crate::open()?), extent, report)?;
+    check_sliding_on(cpu, || Ok(crate::open()?), extent, report)
 }
 
-/// The same check between any two backends.
+/// The check of models with experts between any two backends.
 pub fn check_on<C: Backend, G: Backend>(
     cpu: impl Fn() -> Result<C>,
     gpu: impl Fn() -> Result<G>,
@@ -148,6 +152,17 @@ pub fn check_on<C: Backend, G: Backend>(
             compare(&cpu, &gpu, &model, &what, chosen, report)?;
         }
     }
+    Ok(())
+}
+
+/// The check of models with sliding windows between any two backends.
+pub fn check_sliding_on<C: Backend, G: Backend>(
+    cpu: impl Fn() -> Result<C>,
+    gpu: impl Fn() -> Result<G>,
+    extent: Extent,
+    report: &mut Report,
+) -> Result<()> {
+    let folder = tempfile::tempdir().context("a folder for tiny models")?;
     for (index, sliding) in SLIDING.iter().enumerate() {
         if extent.small && index % 2 == 1 || !extent.takes(index as u64) {
             continue;

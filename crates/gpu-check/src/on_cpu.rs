@@ -57,11 +57,24 @@ fn the_cpu_passes_the_check_of_families() {
     let mut report = Report::default();
     let rounded = || Ok(CpuBackend::new(Kernels::chosen()?, 2, Mode::Fast)?);
     families::check_on(|| Ok(cpu()), rounded, Extent::WHOLE, &mut report).unwrap();
+    assert_near(&report, 32);
+}
+
+/// The same for families with sliding windows.
+#[test]
+fn the_cpu_passes_the_check_of_families_with_sliding_windows() {
+    let mut report = Report::default();
+    let rounded = || Ok(CpuBackend::new(Kernels::chosen()?, 2, Mode::Fast)?);
+    families::check_sliding_on(|| Ok(cpu()), rounded, Extent::WHOLE, &mut report).unwrap();
+    assert_near(&report, 12);
+}
+
+fn assert_near(report: &Report, findings: usize) {
     for f in &report.findings {
         println!("{}: {} cases, {:.0} % of allowed", f.name, f.cases, 100.0 * f.worst);
         assert_eq!(f.failure, None, "{}", f.name);
     }
-    assert_eq!(report.findings.len(), 32 + 12);
+    assert_eq!(report.findings.len(), findings);
 }
 
 #[test]
