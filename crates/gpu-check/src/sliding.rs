@@ -56,6 +56,8 @@ struct Case {
     sinks: bool,
     /// (key bits, value bits) of the other layers by head, repeated; none for a BF16 cache.
     widths: Vec<(u32, u32)>,
+    /// Another format of these layers.
+    format: Option<&'static str>,
     /// Rows that each sequence brings to each step.
     steps: Vec<Vec<usize>>,
 }
@@ -63,17 +65,30 @@ struct Case {
 impl Case {
     fn describe(&self) -> String {
         format!(
-            "head {}, {} KV heads, group {}, window {:?}, sinks {}, widths {:?}, steps {:?}",
-            self.head_dim, self.kv_heads, self.group, self.window, self.sinks, self.widths, self.steps
+            "head {}, {} KV heads, group {}, window {:?}, sinks {}, widths {:?}, format {:?}, steps {:?}",
+            self.head_dim,
+            self.kv_heads,
+            self.group,
+            self.window,
+            self.sinks,
+            self.widths,
+            self.format,
+            self.steps
         )
     }
 
     fn layout(&self) -> Result<CacheLayout> {
         let (d, heads, order, windows) =
             (self.head_dim, self.kv_heads, CodeLayout::GpuTile, Windows::new(16, 48)?);
-        let layout = match self.widths.is_empty() {
-            true => CacheLayout::new(KvFormat::Bf16, LAYERS, heads, d, windows, order)?,
-            false => {
+        let layout = match (self.format, self.widths.is_empty()) {
+            (Some(name), _) => {
+                let format: KvFormat = name.parse()?;
+                let own = format.windows(None, None)?;
+                let windows = if own.sides_agree() { windows } else { own };
+                CacheLayout::new(format, LAYERS, heads, d, windows, order)?
+            }
+            (None, true) => CacheLayout::new(KvFormat::Bf16, LAYERS, heads, d, windows, order)?,
+            (None, false) => {
                 let widths: Vec<_> = self.widths.iter().copied().cycle().take(LAYERS * heads).collect();
                 let layout = CacheLayout::new(KvFormat::OSCAR2, LAYERS, heads, d, windows, order)?;
                 layout.with_coded_table(FormatTable::from_widths(LAYERS, heads, d, &widths, order)?)
@@ -112,7 +127,16 @@ pub fn check<B: Backend<Pool: Inspected>>(
                 vec![1, 1, 1, 1],
             ];
             let widths = if seed % 2 == 0 { vec![(2, 2), (3, 1)] } else { vec![] };
-            let case = Case { head_dim, kv_heads, group, window: Some(window), sinks: false, widths, steps };
+            let case = Case {
+                head_dim,
+                kv_heads,
+                group,
+                window: Some(window),
+                sinks: false,
+                widths,
+                format: None,
+                steps,
+            };
             run(gpu, &case, names.windows, e4m3_bits, seed, report);
         }
     }
@@ -123,9 +147,25 @@ pub fn check<B: Backend<Pool: Inspected>>(
             break;
         }
         let steps = [vec![1100, 5], vec![1, 1], vec![1500, 700], vec![1, 1], vec![1, 64]].to_vec();
-        let case =
-            Case { head_dim, kv_heads: 1, group, window: Some(window), sinks: false, widths: vec![], steps };
+        let case = Case {
+            head_dim,
+            kv_heads: 1,
+            group,
+            window: Some(window),
+            sinks: false,
+            widths: vec![],
+            format: None,
+            steps,
+        };
         run(gpu, &case, names.windows, e4m3_bits, seed, report);
+    }
+    // Formats that a GPU keeps dequantized.
+    for (name, head_dim, group) in [("kivi2", 64, 4), ("int8", 128, 2)] {
+        seed += 1;
+        let (window, steps) = (Some(24), vec![vec![150, 1], vec![1, 90], vec![1, 1], vec![40, 1]]);
+        let (sinks, widths, format) = (true, vec![], Some(name));
+        let case = Case { head_dim, kv_heads: 2, group, window, sinks, widths, format, steps };
+        run(gpu, &case, names.both, 0, seed, report);
     }
     check_sinks(gpu, names, e4m3_bits, extent, report)?;
     check_centred(gpu, names, extent, report)
@@ -156,7 +196,8 @@ pub fn check_sinks<B: Backend<Pool: Inspected>>(
                     // A short chunk behind a long context: several blocks share it.
                     steps.extend([vec![1700, 1, 1], vec![40, 1, 1], vec![1, 1, 1]]);
                 }
-                let case = Case { head_dim, kv_heads, group, window, sinks: true, widths, steps };
+                let case =
+                    Case { head_dim, kv_heads, group, window, sinks: true, widths, format: None, steps };
                 run(gpu, &case, of_window, e4m3_bits, seed, report);
             }
         }
