@@ -25,6 +25,8 @@ pub struct StepSize {
     pub fp8: bool,
     /// Whether pages are quantized.
     pub quantized: bool,
+    /// Whether results of products are normalized before they are added.
+    pub result_norms: bool,
 }
 
 impl StepSize {

@@ -194,7 +194,7 @@ impl Cache {
             prefill_chunk: args.prefill_chunk(ranks.lead(), &model.config),
         };
         // A GPU's way to hold weights, as `--cpu-experts` needs one.
-        let holding = Holding { fp8: true, fp8_experts: true, element_bytes: 2 };
+        let holding = Holding { fp8: true, fp8_experts: true, mxfp4_experts: false, element_bytes: 2 };
         let weights = WeightBytes::of(model, self.rotations.is_some(), holding);
         cpu_experts::place(ranks.lead(), &model.config, &weights, &options, sequences)?;
         Ok(Runner::load(ranks, &model.config, &model.weights, options, progress)?)

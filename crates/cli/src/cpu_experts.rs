@@ -78,14 +78,20 @@ pub struct HostExperts {
 pub struct WeightBytes {
     pub total: usize,
     pub layers: Vec<usize>,
+    /// Experts of each layer where the host keeps them: it has codes that a GPU expands.
+    pub on_host: Vec<usize>,
 }
 
 impl WeightBytes {
     pub fn of(model: &OpenModel, rotated: bool, holding: Holding) -> Self {
         let (weights, config) = (&model.weights, &model.config);
+        let layers = |holding: Holding| {
+            config.mixtures().map(|layer| weights.expert_bytes(config, layer, holding)).collect()
+        };
         Self {
             total: weights.held_bytes(config, rotated, holding) as usize,
-            layers: config.mixtures().map(|layer| weights.expert_bytes(config, layer, holding)).collect(),
+            layers: layers(holding),
+            on_host: layers(Holding { mxfp4_experts: holding.fp8_experts, ..holding }),
         }
     }
 
@@ -103,13 +109,19 @@ impl WeightBytes {
         };
         let count = config.mixtures().count();
         let total = config.bf16_bytes() - count * (layer(WeightFormat::Bf16) - layer(weights));
-        Self { total, layers: vec![layer(weights); count] }
+        let layers = vec![layer(weights); count];
+        Self { total, on_host: layers.clone(), layers }
     }
 
     /// The experts of the last `layers` layers.
     pub fn last(&self, layers: usize) -> HostExperts {
         let layers = layers.min(self.layers.len());
-        HostExperts { layers, bytes: self.layers.iter().rev().take(layers).sum() }
+        HostExperts { layers, bytes: self.on_host.iter().rev().take(layers).sum() }
+    }
+
+    /// Bytes that the device holds if these leave it.
+    pub fn without(&self, experts: HostExperts) -> usize {
+        self.total.saturating_sub(self.layers.iter().rev().take(experts.layers).sum())
     }
 
     /// The fewest of the last layers whose experts must leave the device, so that `beside` bytes fit
@@ -192,11 +204,12 @@ mod tests {
 
     #[test]
     fn as_few_layers_leave_as_memory_allows() {
-        let weights = WeightBytes { total: 100, layers: vec![10, 20, 30] };
+        let weights = WeightBytes { total: 100, layers: vec![10, 20, 30], on_host: vec![10, 20, 9] };
         let counts = [110, 109, 81, 80, 60, 50, 49, 0].map(|free| weights.fewest(10, free));
         assert_eq!(counts, [0, 1, 1, 1, 2, 3, 3, 3]);
-        assert_eq!(weights.last(2), HostExperts { layers: 2, bytes: 50 });
-        assert_eq!(weights.last(usize::MAX), HostExperts { layers: 3, bytes: 60 });
+        assert_eq!(weights.last(2), HostExperts { layers: 2, bytes: 29 });
+        assert_eq!(weights.last(usize::MAX), HostExperts { layers: 3, bytes: 39 });
+        assert_eq!((weights.without(weights.last(2)), weights.without(weights.last(0))), (50, 100));
         assert_eq!((kv_reserve(10, 100), kv_reserve(60, 100)), (10, 25));
     }
 

@@ -237,7 +237,9 @@ impl ModelArgs {
         let element_bytes = if self.precision == PrecisionArg::F32 { 4 } else { 2 };
         // The CPU keeps experts as codes unless everything is f32.
         let fp8_experts = self.precision != PrecisionArg::F32;
-        Holding { fp8: keeps_fp8, fp8_experts, element_bytes }
+        // A GPU expands MXFP4.
+        let mxfp4_experts = fp8_experts && !keeps_fp8;
+        Holding { fp8: keeps_fp8, fp8_experts, mxfp4_experts, element_bytes }
     }
 
     /// The requested device; `auto` takes a GPU if one can be used.

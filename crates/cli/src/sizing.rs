@@ -32,7 +32,7 @@ impl FixedMemory {
     /// `host_layers`: layers whose experts are in host memory.
     pub fn of(weights: &WeightBytes, host_layers: usize, step: StepMemory) -> Self {
         let host = weights.last(host_layers);
-        Self { weights: weights.total.saturating_sub(host.bytes), host, step }
+        Self { weights: weights.without(host), host, step }
     }
 
     pub fn total(&self) -> usize {

@@ -69,10 +69,10 @@ impl<'a> RoundedKeys<'a> {
         t >= self.first
     }
 
-    /// Attention of the query at `t`, and how far the kernel's weighted means may be off because of its
+    /// Attention of the query at `t` with the sink of its head, and how far the kernel's weighted means may be off because of its
     /// scores: tensor cores add E4M3 products with about 13 bits, and a mean moves by twice the error of
     /// its scores.
-    pub fn attend(&self, query: &[f32], scale: f32, t: usize) -> (Vec<f64>, f64) {
+    pub fn attend(&self, query: &[f32], scale: f32, t: usize, sink: Option<f32>) -> (Vec<f64>, f64) {
         let (d, boundary) = (self.head_dim, self.windows.boundary(t));
         let most = query.iter().fold(0f32, |most, q| most.max(q.abs()));
         let power = 2f32.powi(134 - (most.to_bits() >> 23).max(64) as i32);
@@ -90,9 +90,10 @@ impl<'a> RoundedKeys<'a> {
                 false => (dot(query, &self.twin.keys[j * d..][..d]), &self.twin.values[j * d..][..d]),
             })
             .collect();
-        let largest = rows.iter().map(|row| row.0).fold(f64::NEG_INFINITY, f64::max);
+        let sink = sink.map_or(f64::NEG_INFINITY, f64::from);
+        let largest = rows.iter().map(|row| row.0).fold(sink, f64::max);
         let most = rows.iter().map(|row| row.0.abs()).fold(0.0, f64::max);
-        let total: f64 = rows.iter().map(|row| (row.0 - largest).exp()).sum();
+        let total = rows.iter().map(|row| (row.0 - largest).exp()).sum::<f64>() + (sink - largest).exp();
         let mean = |c: usize| {
             rows.iter().map(|(score, value)| (score - largest).exp() * f64::from(value[c])).sum::<f64>()
                 / total

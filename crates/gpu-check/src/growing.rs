@@ -105,6 +105,8 @@ pub struct Growing<'a, B: Backend> {
     pub twins: Vec<Vec<HeadTwin>>,
     rope: B::Rope,
     attended: B::Rows,
+    /// Scores of query heads without a value, in all layers, and the same on the device.
+    sinks: Option<(Vec<f32>, B::Vector)>,
     numbers: Numbers,
     pub checks: Checks,
     what: String,
@@ -124,7 +126,8 @@ impl<'a, B: Backend<Pool: Inspected>> Growing<'a, B> {
     ) -> Result<Self> {
         let (d, kv_heads) = (layout.head_dim(), layout.kv_heads());
         let layout = gpu.held_layout(&layout);
-        let budget = (layout.full_block_bytes() + layout.coded_block_bytes()) * (total / PAGE_TOKENS + 24);
+        let block = layout.full_block_bytes() + layout.coded_block_bytes() + layout.sliding_block_bytes();
+        let budget = block * (total / PAGE_TOKENS + 24);
         let query_heads = kv_heads * group;
         let shape = HeadShape { query_heads, kv_heads, head_dim: d, rms_norm_eps: 1e-6, scale };
         Ok(Self {
@@ -137,10 +140,18 @@ impl<'a, B: Backend<Pool: Inspected>> Growing<'a, B> {
             attended: gpu.rows(query_heads * d),
             rope: gpu.rope(&vec![1.0; total * d / 2], &vec![0.0; total * d / 2], d)?,
             layout,
+            sinks: None,
             numbers: Numbers::new(seed),
             checks,
             what,
         })
+    }
+
+    /// Every layer has these attention sinks, one for each query head.
+    pub fn with_sinks(mut self, sinks: Vec<f32>) -> Result<Self> {
+        let on_device = self.gpu.vector(&sinks)?;
+        self.sinks = Some((sinks, on_device));
+        Ok(self)
     }
 
     /// The next steps bring the rows of this seed.
@@ -177,8 +188,8 @@ impl<'a, B: Backend<Pool: Inspected>> Growing<'a, B> {
                 qk_norm: None,
                 rope: &self.rope,
                 rotation: None,
-                window: None,
-                sinks: None,
+                window: self.layout.sliding().filter(|_| self.layout.slides(layer)).map(|s| s.window()),
+                sinks: self.sinks.as_ref().map(|(_, on_device)| on_device),
             };
             step.attend(heads, qkv, &mut self.attended, None)?;
             found.push(read_all::<B>(&mut step, &self.attended, step_rows.iter().sum())?);
@@ -192,6 +203,9 @@ impl<'a, B: Backend<Pool: Inspected>> Growing<'a, B> {
                     let at = |h: usize| &values[head.layer][row * width + h * d..][..d];
                     twin.keys.extend_from_slice(at(query_heads + head.kv_head));
                     twin.values.extend_from_slice(at(query_heads + kv_heads + head.kv_head));
+                }
+                if self.layout.slides(head.layer) {
+                    continue;
                 }
                 twin.demote(&self.layout, pool.storage(), head, [&s.demote, &s.demote_values])?;
                 if self.checks.compared.history {
@@ -211,6 +225,7 @@ impl<'a, B: Backend<Pool: Inspected>> Growing<'a, B> {
                 values,
                 width,
                 found,
+                sinks: self.sinks.as_ref().map(|(sinks, _)| sinks.as_slice()),
                 checks: self.checks,
                 what: format!("{}, layer {layer}", self.what),
             })
@@ -280,6 +295,7 @@ struct Reference<'a> {
     values: &'a [f32],
     width: usize,
     found: &'a [f32],
+    sinks: Option<&'a [f32]>,
     checks: Checks,
     what: String,
 }
@@ -346,7 +362,8 @@ impl<'a> Reference<'a> {
         let &ComparedHead { sequence: s, kv_head, twin, ref chosen, name, .. } = head;
         let (shape, d) = (self.shape, self.shape.head_dim);
         let group = shape.query_heads / shape.kv_heads;
-        let table = self.layout.coded();
+        let slides = self.layout.slides(self.layer);
+        let table = self.layout.coded().filter(|_| !slides);
         let seen = s.view.map(|view| twin.seen(view, self.layer * shape.kv_heads + kv_head, self.layout));
         let twin = seen.as_ref().unwrap_or(twin);
         let pages = TwinPages::of(twin, d, table.is_some())?;
@@ -360,7 +377,10 @@ impl<'a> Reference<'a> {
             Some(kept) if b * PAGE_TOKENS >= sink => Some(b + kept.shift(sink) / PAGE_TOKENS),
             _ => Some(b),
         };
-        let has_full = |b: usize| block(b).and_then(|b| s.full.get(b).copied().flatten()).is_some();
+        let has_full = |b: usize| match slides {
+            true => s.sliding.get(b).copied().flatten().is_some(),
+            false => block(b).and_then(|b| s.full.get(b).copied().flatten()).is_some(),
+        };
         let has_codes = |b: usize| block(b).is_none_or(|b| s.coded.get(b).copied().flatten().is_some());
         let full: Vec<Option<&[u8]>> =
             (0..blocks).map(|b| has_full(b).then_some(pages.full[b].as_slice())).collect();
@@ -379,7 +399,7 @@ impl<'a> Reference<'a> {
             coded: &coded,
             view: survivors,
         };
-        let windows: &Windows = self.layout.windows();
+        let windows: &Windows = &self.layout.layer_windows(self.layer);
         let rows = [&twin.values, &twin.coded_values];
         let largest = rows.into_iter().flatten().fold(0f32, |a, v| a.max(v.abs()));
         let allowed = f64::from(largest) * self.checks.allowed + 1e-30;
@@ -391,13 +411,18 @@ impl<'a> Reference<'a> {
             let (row, t) = (s.rows.start + i, s.first_position + i);
             for head in kv_head * group..(kv_head + 1) * group {
                 let query = &self.values[row * self.width + head * d..][..d];
+                let sink = self.sinks.map(|sinks| sinks[head]);
                 let (exact, allowed) = match rounded.as_ref().filter(|keys| keys.serve(t)) {
                     Some(keys) => {
-                        let (exact, bound) = keys.attend(query, shape.scale, t);
+                        let (exact, bound) = keys.attend(query, shape.scale, t, sink);
                         (exact, allowed + f64::from(largest) * bound)
                     }
                     None => {
-                        attend_context(query, shape.scale, t, windows, &context).finish(&mut expected);
+                        let mut state = attend_context(query, shape.scale, t, windows, &context);
+                        if let Some(sink) = sink {
+                            state.add_sink(sink);
+                        }
+                        state.finish(&mut expected);
                         (expected.iter().copied().map(f64::from).collect(), allowed)
                     }
                 };

@@ -28,6 +28,7 @@ mod picks;
 mod ranks;
 mod report;
 mod rows;
+mod sliding;
 mod twin;
 mod views;
 
@@ -59,6 +60,7 @@ pub enum Part {
     PrefillMma,
     Simple,
     Dequantized,
+    Sliding,
     Approximate,
     Pages,
     Ranks,
@@ -73,10 +75,10 @@ pub enum Part {
 
 /// Each part with the name that `oscar gpu-check --only` takes and one line for `--help`.
 #[rustfmt::skip]
-const PARTS: [(Part, &str, &str); 25] = [
-    (Part::Embed, "embed", "Embedding and row selection (rows.cu)"),
+const PARTS: [(Part, &str, &str); 26] = [
+    (Part::Embed, "embed", "Embedding, with a factor too, and row selection (rows.cu)"),
     (Part::Norm, "norm", "RMSNorm (rows.cu)"),
-    (Part::Gate, "gate", "SwiGLU (rows.cu)"),
+    (Part::Gate, "gate", "Gates, and norms of the results of products (rows.cu)"),
     (Part::Gemm, "gemm", "Matrix products, BF16 and FP8 weights (skinny_gemm.cu, expand.cu, cuBLASLt)"),
     (Part::Fp8Products, "fp8-products", "Products of FP8 weights and FP8 activations (fp8_products.cu)"),
     (Part::Experts, "experts", "Mixtures of experts: router, lists and products (experts.cu, experts_grouped.cu)"),
@@ -89,6 +91,7 @@ const PARTS: [(Part, &str, &str); 25] = [
     (Part::PrefillMma, "prefill-mma", "Attention of prompts by the kernel of every GPU (attention_prefill.cu)"),
     (Part::Simple, "simple", "Simple attention over codes and BF16 rows (attention_simple.cu)"),
     (Part::Dequantized, "dequantized", "Formats without kernels: simple attention over dequantized history (attention_simple.cu)"),
+    (Part::Sliding, "sliding", "Sliding windows and attention sinks (attention_sliding.cu, sinks.cu, all kernels of attention)"),
     (Part::Approximate, "approximate", "Attention after an approximate prefix hit"),
     (Part::Pages, "pages", "Copies of blocks to and from the host (copy_blocks.cu)"),
     (Part::Ranks, "ranks", "Sums over simulated ranks (ranks.cu), and NCCL with one rank where it is installed"),
@@ -97,7 +100,7 @@ const PARTS: [(Part, &str, &str); 25] = [
     (Part::Recode, "recode", "History as its codes dequantize it, for calibration (demote.cu)"),
     (Part::Divergence, "divergence", "KL divergence of rows of logits, for calibration (divergence.cu)"),
     (Part::Model, "model", "The embedded model against the CPU"),
-    (Part::Families, "families", "Tiny models with experts of each family against the CPU"),
+    (Part::Families, "families", "Tiny models of families with experts or sliding windows against the CPU"),
     (Part::Hybrid, "hybrid", "Experts on the CPU beside the GPU, in a random model (--cpu-experts)"),
 ];
 
@@ -163,7 +166,10 @@ fn check_part(gpu: &CudaBackend, part: Part, extent: Extent, report: &mut Report
     match part {
         Part::Embed => rows::embeddings(gpu, report),
         Part::Norm => rows::norms(gpu, report),
-        Part::Gate => rows::gates(gpu, report),
+        Part::Gate => {
+            rows::gates(gpu, report)?;
+            rows::other_outputs(gpu, report)
+        }
         Part::Gemm => rows::gemm(gpu, extent, report),
         Part::Gram => rows::grams(gpu, report),
         // See `TOGETHER`.
@@ -181,6 +187,7 @@ fn check_part(gpu: &CudaBackend, part: Part, extent: Extent, report: &mut Report
         Part::Append => heads::check(gpu, report),
         Part::FusedAppend => fused_append::check(gpu, extent, report),
         Part::Dequantized => dequantized::check(gpu, extent, report),
+        Part::Sliding => check_sliding(gpu, extent, report),
         Part::Approximate => approximate::check(gpu, gpu.e4m3_key_bits(), extent, report),
         Part::Pages => pages::check(gpu, extent, report),
         Part::Ranks => ranks::check(gpu, report),
@@ -192,6 +199,15 @@ fn check_part(gpu: &CudaBackend, part: Part, extent: Extent, report: &mut Report
         Part::Families => families::check(extent, report),
         Part::Hybrid => hybrid::check(extent, report),
     }
+}
+
+/// Sliding windows and sinks, with every kernel of attention of the other layers.
+fn check_sliding(gpu: &CudaBackend, extent: Extent, report: &mut Report) -> Result<()> {
+    sliding::check(gpu, sliding::AUTO, gpu.e4m3_key_bits(), extent, report)?;
+    // The kernels of sliding layers are the same.
+    let some = Extent { every: 3 * extent.every, ..extent };
+    sliding::check_sinks(&open_with(AttentionMode::Mma)?, sliding::MMA, 0, some, report)?;
+    sliding::check_sinks(&open_with(AttentionMode::Simple)?, sliding::SIMPLE, 0, some, report)
 }
 
 /// Views, with every kernel of attention that may read them: all cases with the default kernels, a

@@ -2,8 +2,8 @@
 
 use crate::growing::{Checks, Compared, Inspected};
 use crate::{
-    Extent, Report, approximate, attention, calibration, dequantized, families, hybrid, model, pages, picks,
-    views,
+    Extent, Report, approximate, attention, calibration, dequantized, experts, families, hybrid, model,
+    pages, picks, rows, sliding, views,
 };
 use anyhow::Result;
 use oscar_backend::CacheHead;
@@ -57,11 +57,24 @@ fn the_cpu_passes_the_check_of_families() {
     let mut report = Report::default();
     let rounded = || Ok(CpuBackend::new(Kernels::chosen()?, 2, Mode::Fast)?);
     families::check_on(|| Ok(cpu()), rounded, Extent::WHOLE, &mut report).unwrap();
+    assert_near(&report, 32);
+}
+
+/// The same for families with sliding windows.
+#[test]
+fn the_cpu_passes_the_check_of_families_with_sliding_windows() {
+    let mut report = Report::default();
+    let rounded = || Ok(CpuBackend::new(Kernels::chosen()?, 2, Mode::Fast)?);
+    families::check_sliding_on(|| Ok(cpu()), rounded, Extent::WHOLE, &mut report).unwrap();
+    assert_near(&report, 12);
+}
+
+fn assert_near(report: &Report, findings: usize) {
     for f in &report.findings {
         println!("{}: {} cases, {:.0} % of allowed", f.name, f.cases, 100.0 * f.worst);
         assert_eq!(f.failure, None, "{}", f.name);
     }
-    assert_eq!(report.findings.len(), 32);
+    assert_eq!(report.findings.len(), findings);
 }
 
 /// The same for the models that are checked with experts on the CPU.
@@ -85,6 +98,37 @@ fn the_cpu_passes_the_checks_of_views() {
     assert_passes(&report, &exact[..2]);
     assert_passes(&report, &["views, decode attention", "views, prefill attention"]);
     assert!(report.findings.iter().any(|f| f.name == exact[2]));
+}
+
+#[test]
+fn the_cpu_passes_the_checks_of_sliding_windows_and_sinks() {
+    let mut report = Report::default();
+    sliding::check(&cpu(), sliding::AUTO, 0, one_in(7), &mut report).unwrap();
+    for f in &report.findings {
+        println!("{}: {} cases, {:.0} % of allowed", f.name, f.cases, 100.0 * f.worst);
+    }
+    assert_passes(
+        &report,
+        &[
+            "sliding windows, decode",
+            "sliding windows, prefill",
+            "sinks, decode",
+            "sinks, prefill",
+            "sinks and sliding windows, decode",
+            "sinks and sliding windows, prefill",
+            "sinks under centred keys",
+        ],
+    );
+}
+
+#[test]
+fn the_cpu_passes_the_checks_of_what_some_families_need() {
+    let mut report = Report::default();
+    rows::embeddings(&cpu(), &mut report).unwrap();
+    rows::other_outputs(&cpu(), &mut report).unwrap();
+    experts::check_general(&cpu(), Extent::SMALL, &mut report).unwrap();
+    assert_passes(&report, &["product with a norm of its result", "product with a gate, Clamped"]);
+    assert!(report.findings.iter().any(|f| f.name == "experts, Mxfp4, Clamped with biases"));
 }
 
 #[test]

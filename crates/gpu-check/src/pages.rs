@@ -6,7 +6,7 @@ use crate::{Extent, Numbers, Report, read_all, upload};
 use anyhow::{Result, ensure};
 use oscar_backend::{Backend, BlockId, CacheHead, HeadShape, LayerHeads, SequenceRows, Step};
 use oscar_cache::{PagePool, SequencePages};
-use oscar_codec::{CacheLayout, CodeLayout, CodedPageId, FormatTable, FullPageId, KvFormat};
+use oscar_codec::{CacheLayout, CodeLayout, CodedPageId, FormatTable, FullPageId, KvFormat, SlidingPageId};
 
 const COPIED: &str = "copied blocks";
 const ATTENTION: &str = "attention over copied blocks";
@@ -14,8 +14,10 @@ const GROUP: usize = 4;
 const LAYERS: usize = 3;
 const KV_HEADS: usize = 2;
 
-/// Formats of every storage; `widths` has other widths in each head, and one that keeps nothing.
-const FORMATS: [&str; 8] = ["bf16", "oscar2", "oscar3", "int4", "widths", "kivi2", "int8", "turboquant3"];
+/// Formats of every storage; `widths` has other widths in each head, and one that keeps nothing. In
+/// `sliding` two of the layers slide.
+const FORMATS: [&str; 9] =
+    ["bf16", "oscar2", "oscar3", "int4", "widths", "kivi2", "int8", "turboquant3", "sliding"];
 
 pub fn check<B: Backend<Pool: Inspected>>(gpu: &B, extent: Extent, report: &mut Report) -> Result<()> {
     let mut seed = 1300;
@@ -38,13 +40,15 @@ pub fn check<B: Backend<Pool: Inspected>>(gpu: &B, extent: Extent, report: &mut 
 
 fn layout(name: &str, head_dim: usize) -> Result<CacheLayout> {
     let order = CodeLayout::GpuTile;
-    let format = if name == "widths" { KvFormat::OSCAR2 } else { name.parse()? };
+    let format = if matches!(name, "widths" | "sliding") { KvFormat::OSCAR2 } else { name.parse()? };
     let own = format.windows(None, None)?;
     // Narrow windows, unless the format has its own, so that a short context has history.
     let windows = if own.sides_agree() { format.windows(Some(16), Some(48))? } else { own };
     let layout = CacheLayout::new(format, LAYERS, KV_HEADS, head_dim, windows, order)?;
-    if name != "widths" {
-        return Ok(layout);
+    match name {
+        "widths" => {}
+        "sliding" => return Ok(layout.with_sliding_layers(100, &[0, 2])?),
+        _ => return Ok(layout),
     }
     let widths = [(2, 2), (3, 1), (0, 0), (4, 4), (1, 2), (2, 3)];
     let table = FormatTable::from_widths(LAYERS, KV_HEADS, head_dim, &widths, order)?;
@@ -61,8 +65,11 @@ struct Twins<'a, B: Backend> {
     pages: Vec<SequencePages>,
     rope: B::Rope,
     /// Ids of the second pool are these numbers less the ids of the first.
-    mirror: (u32, u32),
+    mirror: Mirror,
 }
+
+/// Of full, coded and sliding pages.
+type Mirror = [u32; 3];
 
 fn restore<B: Backend<Pool: Inspected>>(
     gpu: &B,
@@ -80,7 +87,8 @@ fn restore<B: Backend<Pool: Inspected>>(
         rms_norm_eps: 1e-6,
         scale,
     };
-    let budget = 60 * (layout.full_block_bytes() + layout.coded_block_bytes());
+    let block = layout.full_block_bytes() + layout.coded_block_bytes() + layout.sliding_block_bytes();
+    let budget = 60 * block;
     let mut twins = Twins {
         gpu,
         shape,
@@ -89,7 +97,7 @@ fn restore<B: Backend<Pool: Inspected>>(
         pages: (0..2).map(|_| SequencePages::new()).collect(),
         rope: gpu.rope(&vec![1.0; 1024 * d / 2], &vec![0.0; 1024 * d / 2], d)?,
         layout,
-        mirror: (0, 0),
+        mirror: [0; 3],
     };
     let mut numbers = Numbers::new(seed);
     // The second sequence ends in the middle of a block and of a tile.
@@ -119,20 +127,23 @@ impl<B: Backend<Pool: Inspected>> Twins<'_, B> {
         }
         let own = rows_of(&self.pages, &plans);
         let mirrored = |s: &SequenceRows<'_>| {
-            let full = s.full.iter().map(|id| id.map(|id| FullPageId(self.mirror.0 - id.0)));
-            let coded = s.coded.iter().map(|id| id.map(|id| CodedPageId(self.mirror.1 - id.0)));
-            (full.collect::<Vec<_>>(), coded.collect::<Vec<_>>())
+            let [full, coded, sliding] = self.mirror;
+            (
+                s.full.iter().map(|id| id.map(|id| FullPageId(full - id.0))).collect::<Vec<_>>(),
+                s.coded.iter().map(|id| id.map(|id| CodedPageId(coded - id.0))).collect::<Vec<_>>(),
+                s.sliding.iter().map(|id| id.map(|id| SlidingPageId(sliding - id.0))).collect::<Vec<_>>(),
+            )
         };
         let tables: Vec<_> = if both { own.iter().map(mirrored).collect() } else { Vec::new() };
         let other: Vec<SequenceRows<'_>> = own
             .iter()
             .zip(&tables)
-            .map(|(s, (full, coded))| SequenceRows {
+            .map(|(s, (full, coded, sliding))| SequenceRows {
                 rows: s.rows.clone(),
                 first_position: s.first_position,
                 full,
                 coded,
-                sliding: &[],
+                sliding,
                 demote: s.demote.clone(),
                 demote_values: s.demote_values.clone(),
                 view: None,
@@ -150,8 +161,8 @@ impl<B: Backend<Pool: Inspected>> Twins<'_, B> {
             let mut step = self.gpu.step(rows, pool)?;
             for (layer, qkv) in projected.iter_mut().enumerate() {
                 let rope = &self.rope;
-                let heads =
-                    LayerHeads { layer, qk_norm: None, rope, rotation: None, window: None, sinks: None };
+                let window = self.layout.sliding().filter(|_| self.layout.slides(layer)).map(|s| s.window());
+                let heads = LayerHeads { layer, qk_norm: None, rope, rotation: None, window, sinks: None };
                 step.attend(heads, qkv, &mut attended, None)?;
                 found.extend(read_all::<B>(&mut step, &attended, count)?);
             }
@@ -167,16 +178,17 @@ impl<B: Backend<Pool: Inspected>> Twins<'_, B> {
     fn copy(&mut self, what: &str, report: &mut Report) -> Result<()> {
         let full = self.pages.iter().flat_map(|pages| pages.full().iter().flatten());
         let coded = self.pages.iter().flat_map(|pages| pages.coded().iter().flatten());
+        let sliding = self.pages.iter().flat_map(|pages| pages.sliding().iter().flatten());
         // Kinds alternate, so that batches are cut.
         let mut blocks: Vec<BlockId> =
             full.map(|id| BlockId::Full(*id)).chain(coded.map(|id| BlockId::Coded(*id))).collect();
+        blocks.extend(sliding.map(|id| BlockId::Sliding(*id)));
         blocks.sort_by_key(|block| number(*block) % 5);
-        let largest = |coded: bool| {
-            let of_kind = blocks.iter().filter(|block| matches!(block, BlockId::Coded(_)) == coded);
-            of_kind.map(|block| number(*block)).max().unwrap_or(0)
-        };
         // Rows that come later take more pages.
-        self.mirror = (largest(false) + 9, largest(true) + 9);
+        self.mirror = [0, 1, 2].map(|wanted| {
+            let of_kind = blocks.iter().filter(|block| kind(**block) == wanted);
+            of_kind.map(|block| number(*block)).max().unwrap_or(0) + 9
+        });
         let mut copies = vec![Vec::new(); blocks.len()];
         let mut wanted: Vec<_> = blocks.iter().copied().zip(&mut copies).collect();
         self.gpu.read_blocks(&self.pools[0], &mut wanted)?;
@@ -188,11 +200,13 @@ impl<B: Backend<Pool: Inspected>> Twins<'_, B> {
         }
         // Everything in the other pool is the same byte before, so that a wrong place is seen.
         let places: Vec<BlockId> = blocks.iter().map(|block| mirrored(*block, self.mirror)).collect();
-        let is_coded = places.iter().any(|place| matches!(place, BlockId::Coded(_)));
-        let every = |mirror: u32| (0..=mirror).filter(|id| *id < 50);
-        let all: Vec<BlockId> = every(self.mirror.0)
+        let has = |wanted: usize| places.iter().any(|place| kind(*place) == wanted);
+        let every =
+            |kind: usize| (0..=self.mirror[kind]).filter(move |id| *id < 50 && (kind == 0 || has(kind)));
+        let all: Vec<BlockId> = every(0)
             .map(|id| BlockId::Full(FullPageId(id)))
-            .chain(every(self.mirror.1).filter(|_| is_coded).map(|id| BlockId::Coded(CodedPageId(id))))
+            .chain(every(1).map(|id| BlockId::Coded(CodedPageId(id))))
+            .chain(every(2).map(|id| BlockId::Sliding(SlidingPageId(id))))
             .collect();
         let plain: Vec<Vec<u8>> = all.iter().map(|block| vec![0x5a; block.bytes(&self.layout)]).collect();
         let filled: Vec<_> = all.iter().copied().zip(plain.iter().map(Vec::as_slice)).collect();
@@ -218,8 +232,13 @@ impl<B: Backend<Pool: Inspected>> Twins<'_, B> {
         let mut all = Vec::new();
         for index in 0..LAYERS * KV_HEADS {
             let head = CacheHead { layer: index / KV_HEADS, kv_head: index % KV_HEADS };
+            if self.layout.slides(head.layer) != matches!(block, BlockId::Sliding(_)) {
+                continue;
+            }
             let page = match block {
                 BlockId::Full(id) => Some(pool.full_page(head, id)?),
+                // In sliding layers the full pages are those of their group.
+                BlockId::Sliding(id) => Some(pool.full_page(head, FullPageId(id.0))?),
                 _ => pool.history_page(head, number(block))?,
             };
             let Some(page) = page else { return Ok(None) };
@@ -238,11 +257,21 @@ fn number(block: BlockId) -> u32 {
     }
 }
 
-fn mirrored(block: BlockId, mirror: (u32, u32)) -> BlockId {
+/// The place of a block's kind in a [`Mirror`].
+fn kind(block: BlockId) -> usize {
     match block {
-        BlockId::Full(id) => BlockId::Full(FullPageId(mirror.0 - id.0)),
-        BlockId::Coded(id) => BlockId::Coded(CodedPageId(mirror.1 - id.0)),
-        other => other,
+        BlockId::Full(_) | BlockId::State(_) => 0,
+        BlockId::Coded(_) => 1,
+        BlockId::Sliding(_) => 2,
+    }
+}
+
+fn mirrored(block: BlockId, [full, coded, sliding]: Mirror) -> BlockId {
+    match block {
+        BlockId::Full(id) => BlockId::Full(FullPageId(full - id.0)),
+        BlockId::Coded(id) => BlockId::Coded(CodedPageId(coded - id.0)),
+        BlockId::Sliding(id) => BlockId::Sliding(SlidingPageId(sliding - id.0)),
+        BlockId::State(_) => block,
     }
 }
 

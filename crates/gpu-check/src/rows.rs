@@ -22,7 +22,7 @@ pub fn gemm(gpu: &CudaBackend, extent: Extent, report: &mut Report) -> Result<()
     Ok(())
 }
 
-pub fn embeddings(gpu: &CudaBackend, report: &mut Report) -> Result<()> {
+pub fn embeddings<B: Backend>(gpu: &B, report: &mut Report) -> Result<()> {
     let mut numbers = Numbers::new(1);
     for (rows, width) in [(1, 64), (5, 384), (70, 1000)] {
         let values = numbers.vector(rows * width);
@@ -37,6 +37,20 @@ pub fn embeddings(gpu: &CudaBackend, report: &mut Report) -> Result<()> {
         let expected: Vec<f64> = wanted.iter().flat_map(|&r| exact[r * width..][..width].to_vec()).collect();
         let difference = largest_difference(&download(gpu, &selected, wanted.len())?, &expected);
         report.case("select", difference, 0.0, || format!("{} of {rows}×{width}", wanted.len()));
+        // A factor is one more rounding.
+        let table = gpu.matrix(HostMatrix {
+            outputs: rows,
+            inputs: width,
+            values: HostValues::F32(&values),
+            bias: None,
+        })?;
+        let (factor, tokens) = (53.1f32, (0..rows as u32).rev().collect::<Vec<_>>());
+        let mut scaled = gpu.rows(width);
+        without_cache(gpu, |step| Ok(step.embed(&table, &tokens, factor, &mut scaled)?))?;
+        let of_row = |&row: &u32| values[row as usize * width..][..width].iter();
+        let expected: Vec<f64> = tokens.iter().flat_map(of_row).map(|&v| f64::from(v * factor)).collect();
+        let difference = largest_difference(&download(gpu, &scaled, rows)?, &expected);
+        report.case("embed, scaled", difference, 0.0, || format!("{rows}×{width}"));
     }
     Ok(())
 }
@@ -70,21 +84,91 @@ fn normed(values: &[f32], weights: &[f32], eps: f64) -> Vec<f64> {
 
 pub fn gates(gpu: &CudaBackend, report: &mut Report) -> Result<()> {
     let mut numbers = Numbers::new(3);
-    for (rows, width, scale) in [(1, 96, 1.0f32), (7, 384, 64.0), (16, 128, 16384.0)] {
-        let values: Vec<f32> = numbers.vector(rows * 2 * width).iter().map(|v| v * scale).collect();
-        let x = upload(gpu, &values, 2 * width)?;
-        let mut out = gpu.rows(width);
-        without_cache(gpu, |step| Ok(step.swiglu(&x, &mut out)?))?;
-        let found = download(gpu, &out, rows)?;
-        let mut worst = 0f64;
-        for (row, found) in values.chunks_exact(2 * width).zip(found.chunks_exact(width)) {
-            for i in 0..width {
-                let (gate, up) = (f64::from(row[i]), f64::from(row[width + i]));
-                let expected = gate / (1.0 + (-gate).exp()) * up;
-                worst = worst.max((f64::from(found[i]) - expected).abs() / (1e-3 + expected.abs()));
+    for (gate, name) in
+        [(Gate::Silu, "swiglu"), (Gate::GeluTanh, "gate, GELU by tanh"), (Gate::Clamped, "gate, clamped")]
+    {
+        for (rows, width, scale) in
+            [(1, 96, 1.0f32), (7, 384, 64.0), (5, 128, 8.0), (16, 128, 16384.0), (40, 256, 8.0)]
+        {
+            let values: Vec<f32> = numbers.vector(rows * 2 * width).iter().map(|v| v * scale).collect();
+            let x = upload(gpu, &values, 2 * width)?;
+            let mut out = gpu.rows(width);
+            without_cache(gpu, |step| Ok(step.gate(gate, &x, &mut out)?))?;
+            let found = download(gpu, &out, rows)?;
+            let mut worst = 0f64;
+            for (row, found) in values.chunks_exact(2 * width).zip(found.chunks_exact(width)) {
+                for i in 0..width {
+                    let expected = gate.apply(f64::from(row[i]), f64::from(row[width + i]));
+                    worst = worst.max((f64::from(found[i]) - expected).abs() / (1e-3 + expected.abs()));
+                }
+            }
+            // The rows of a prompt are rounded to BF16.
+            let allowed = if rows > 16 { 1.0 / 256.0 } else { 2e-5 };
+            report.case(name, worst, allowed, || format!("{rows}×{width} times {scale}"));
+        }
+    }
+    Ok(())
+}
+
+/// Products whose results are normalized before they are added, and gates that have a launch of their
+/// own. Few rows and many, with a bias and without.
+pub fn other_outputs<B: Backend>(gpu: &B, report: &mut Report) -> Result<()> {
+    let mut numbers = Numbers::new(31);
+    for rows in [1, 5, 16, 17, 70] {
+        for (outputs, inputs, biased) in [(64, 128, false), (192, 320, true), (1152, 256, false)] {
+            let weights = numbers.vector(outputs * inputs);
+            let bias = biased.then(|| numbers.vector(outputs));
+            let matrix = gpu.matrix(HostMatrix {
+                outputs,
+                inputs,
+                values: HostValues::F32(&weights),
+                bias: bias.as_deref(),
+            })?;
+            let values = numbers.vector(rows * inputs);
+            let sums: Vec<f64> = values
+                .chunks_exact(inputs)
+                .flat_map(|x| {
+                    let dot = |(o, w): (usize, &[f32])| {
+                        let sum: f64 = w.iter().zip(x).map(|(&w, &x)| f64::from(w) * f64::from(x)).sum();
+                        sum + bias.as_ref().map_or(0.0, |bias| f64::from(bias[o]))
+                    };
+                    weights.chunks_exact(inputs).enumerate().map(dot).collect::<Vec<_>>()
+                })
+                .collect();
+            let what = || format!("{rows} rows, {outputs} × {inputs}, bias {biased}");
+            // Few rows keep 16 bits of activations; many are rounded to BF16.
+            let share = if rows > 16 { 1.0 / 128.0 } else { 2e-4 };
+            let x = upload(gpu, &values, inputs)?;
+
+            let (norm, before) = (numbers.vector(outputs), numbers.vector(rows * outputs));
+            let (on_gpu, mut sum) = (gpu.vector(&norm)?, upload(gpu, &before, outputs)?);
+            let product = Product::of(&matrix, Output::Add).then_norm(Some(&on_gpu), 1e-6);
+            without_cache(gpu, |step| Ok(step.product(product, &x, &mut sum)?))?;
+            let normed = sums.chunks_exact(outputs).flat_map(|row| {
+                let mean = row.iter().map(|v| v * v).sum::<f64>() / outputs as f64;
+                let factor = 1.0 / (mean + 1e-6).sqrt();
+                row.iter().zip(&norm).map(move |(v, &w)| v * factor * f64::from(w)).collect::<Vec<_>>()
+            });
+            let expected: Vec<f64> = normed.zip(&before).map(|(n, &b)| n + f64::from(b)).collect();
+            let largest = expected.iter().fold(0f64, |a, v| a.max(v.abs()));
+            let difference = largest_difference(&download(gpu, &sum, rows)?, &expected);
+            report.case("product with a norm of its result", difference, share * largest, what);
+
+            let width = outputs / 2;
+            for gate in [Gate::GeluTanh, Gate::Clamped] {
+                let mut out = gpu.rows(width);
+                let product = Product::of(&matrix, Output::Gated(gate));
+                without_cache(gpu, |step| Ok(step.product(product, &x, &mut out)?))?;
+                let gated = sums.chunks_exact(outputs).flat_map(|row| {
+                    (0..width).map(|i| gate.apply(row[i], row[width + i])).collect::<Vec<_>>()
+                });
+                let expected: Vec<f64> = gated.collect();
+                let largest = expected.iter().fold(1f64, |a, v| a.max(v.abs()));
+                let difference = largest_difference(&download(gpu, &out, rows)?, &expected);
+                let name = format!("product with a gate, {gate:?}");
+                report.case(&name, difference, 2.0 * share * largest, what);
             }
         }
-        report.case("swiglu", worst, 2e-5, || format!("{rows}×{width} times {scale}"));
     }
     Ok(())
 }

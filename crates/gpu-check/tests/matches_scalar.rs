@@ -51,6 +51,7 @@ parts! {
     prefill_attention_by_mma_matches_scalar: PrefillMma,
     simple_attention_matches_scalar: Simple,
     attention_over_dequantized_history_matches_scalar: Dequantized,
+    sliding_attention_matches_scalar: Sliding,
     attention_over_codes_in_the_window_matches_scalar: Approximate,
     copy_blocks_matches_scalar: Pages,
     sum_ranks_matches_scalar: Ranks,

@@ -28,6 +28,7 @@
 //                     The plan then gives every item its own blocks.
 //   BLOCKS            thread blocks per multiprocessor
 //   SHARED_BYTES      dynamic shared memory
+//   SINKS             the layer has attention sinks; not together with FROM_PROJECTIONS
 //   RACECHECK         adds synchronization for the racecheck tool of compute-sanitizer
 #include "decode_filler.cuh"
 #include "decode_heads.cuh"

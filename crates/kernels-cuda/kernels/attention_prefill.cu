@@ -6,6 +6,8 @@
 // are masked. Codes are unpacked into shared memory as small integers in BF16, which is exact.
 // Scale s and minimum z are applied to scores and weights: q.k = s (q.c) + z sum(q), sum(p v) =
 // sum((p s) c) + sum(p z).
+//
+// Compiled with HEAD_DIM, and SINKS=1 for layers with attention sinks.
 #include "common.cuh"
 
 struct PrefillParams {
@@ -18,6 +20,7 @@ struct PrefillParams {
     u32 kv_heads;
     u32 least_rows;          // sequences with fewer rows are left to the decode kernel
     float scale;
+    Sinks sinks;
 };
 CHECK_LAYOUT(PrefillParams);
 
@@ -323,9 +326,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_prefill(PrefillP
 
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        const float sum = quad_sum(total[h]), z = quad_sum(shift[h]);
+        float sum = quad_sum(total[h]);
+        const float z = quad_sum(shift[h]);
         u32 packed = first + warp * 16 + h * 8 + g;
         if (packed > last_row) continue;
+#ifdef SINKS
+        sum += sink_weight(p.sinks, s.first_row + packed / group, kv_head * group + packed % group, largest[h]);
+#endif
         float norm = 1.0f / sum;
         u64 at = ((u64)(s.first_row + packed / group) * p.query_heads + kv_head * group + packed % group) * D + 2 * t;
 #pragma unroll

@@ -13,6 +13,8 @@
 //
 // Few rows behind a long context do not fill the GPU. Then several blocks share the pages of the same
 // rows, each writes its sums, and a second kernel adds them up.
+//
+// Compiled with HEAD_DIM, and SINKS=1 for layers with attention sinks.
 #include "fragments.cuh"
 #include "wgmma.cuh"
 
@@ -34,6 +36,7 @@ struct HopperPrefillParams {
     u32 e4m3_bits;           // keys of at most this many bits are expanded to E4M3
     float scale;
     float* partial;          // with splits: [sequence][KV head][tile][split][row][HEAD_DIM sums, maximum, total]
+    Sinks sinks;
 };
 CHECK_LAYOUT(HopperPrefillParams);
 
@@ -381,9 +384,14 @@ struct Consumer {
     DEVICE void store(u32 kv_head, u32 group) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const float sum = quad_sum(total[h]);
+            float sum = quad_sum(total[h]);
             const u32 row = warp * 16 + h * 8 + (lane >> 2);
             if (context.first + group_id * 64 + row > context.last_row) continue;
+#ifdef SINKS
+            const u32 flat = context.first + group_id * 64 + row;
+            sum += sink_weight(p.sinks, context.sequence.first_row + flat / group, kv_head * group + flat % group,
+                               largest[h] - WEIGHT_LOG);
+#endif
             const float norm = 1.0f / sum;
             const u64 at = row_offset(row, kv_head, group) + 2 * (lane & 3);
 #pragma unroll
@@ -484,6 +492,9 @@ extern "C" __global__ void __launch_bounds__(128) prefill_merge(const HopperPref
             sum[n] = make_float2(__fmaf_rn(weight, x.x, sum[n].x), __fmaf_rn(weight, x.y, sum[n].y));
         }
     }
+#ifdef SINKS
+    total += sink_weight(p.sinks, s.first_row + flat / group, (p.first_head + blockIdx.x) * group + flat % group, largest - WEIGHT_LOG);
+#endif
     const float norm = 1.0f / total;
     const u64 at = ((u64)(s.first_row + flat / group) * p.query_heads + (p.first_head + blockIdx.x) * group + flat % group) * D + 2 * lane;
 #pragma unroll

@@ -21,6 +21,7 @@ struct SimpleParams {
     float scale;
     u32 key_recent, key_unit;
     u32 value_recent, value_unit;
+    Sinks sinks;
 };
 CHECK_LAYOUT(SimpleParams);
 
@@ -149,5 +150,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_simple(SimplePar
         }
         __syncthreads();
     }
+    if (p.sinks.scores) total += sink_weight(p.sinks, row, head, largest * LOG2E);
     if (threadIdx.x < D) p.out[((u64)row * p.query_heads + head) * D + threadIdx.x] = sum / total;
 }

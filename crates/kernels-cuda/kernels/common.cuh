@@ -91,6 +91,19 @@ DEVICE u32 boundary(u32 sink, u32 recent, u32 unit, u32 t) {
 }
 DEVICE u32 boundary_of(const StepTables& s, u32 t) { return boundary(s.sink, s.recent, s.unit, t); }
 
+// Attention sinks of a layer: one more score for each query head in the softmax, without a value.
+// `scores` is null in layers without sinks. Kernels compiled with SINKS=1 add them at their end.
+struct Sinks {
+    const float* scores;  // [row][query head] if `stride` is not 0, else [query head]
+    u32 stride;           // from row to row
+};
+CHECK_LAYOUT(Sinks);
+
+// The weight of a sink, where `largest` is the reference of the row's weights, a base-2 logarithm.
+DEVICE float sink_weight(const Sinks& sinks, u32 row, u32 head, float largest) {
+    return exp2f(__fmaf_rn(sinks.scores[(u64)row * sinks.stride + head], 1.4426950408889634f, -largest));
+}
+
 // ---- Number formats. ----
 
 DEVICE float bf16_to_f32(u16 x) { return __uint_as_float((u32)x << 16); }

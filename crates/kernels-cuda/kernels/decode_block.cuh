@@ -18,6 +18,7 @@ struct DecodeArgs {
     u32 kv_heads;
     u32 group;    // query heads per KV head
     float scale;  // of the scores, times log2(e)
+    Sinks sinks;
 };
 CHECK_LAYOUT(DecodeArgs);
 

@@ -5,6 +5,13 @@
 DEVICE void add_to(float4& v, float4 x, float f) {
     v.x = fmaf(x.x, f, v.x), v.y = fmaf(x.y, f, v.y), v.z = fmaf(x.z, f, v.z), v.w = fmaf(x.w, f, v.w);
 }
+// The sum of a head's weights with that of its sink.
+DEVICE float with_sink(const DecodeArgs& a, u32 row, u32 head, float top, float sum) {
+#ifdef SINKS
+    sum += sink_weight(a.sinks, row, head, top);
+#endif
+    return sum;
+}
 DEVICE float4 scaled(float4 v, float f) { return make_float4(v.x * f, v.y * f, v.z * f, v.w * f); }
 
 // exp2(x - top); 0 for a state that has read nothing.
@@ -148,7 +155,8 @@ DEVICE OwedMerge finish_segment(Shared& shared, const DecodeArgs& a, u32 row, u3
         const int head = e / QUADS, channel = e % QUADS * 4;
         const BlockSum sum(shared, column_of(head), channel);
         if (alone) {
-            out.store(a, head, channel, scaled(sum.v, 1.f / sum.l));
+            const float l = with_sink(a, row, head_index * a.group + head, shared.top[column_of(head)], sum.l);
+            out.store(a, head, channel, scaled(sum.v, 1.f / l));
             continue;
         }
         hand_over(&own[e].v, sum.v);
@@ -230,6 +238,9 @@ DEVICE void merge_item(const DecodeArgs& a, const OwedMerge& item) {
             auto other = [&](float x) { return __shfl_xor_sync(0xffffffffu, x, step); };
             l += other(l), v.x += other(v.x), v.y += other(v.y), v.z += other(v.z), v.w += other(v.w);
         }
-        if (e < quads && sharer == 0) out.store(a, head, e % QUADS * 4, scaled(v, 1.f / l));
+        if (e < quads && sharer == 0) {
+            l = with_sink(a, item.row, item.head * a.group + head, top, l);
+            out.store(a, head, e % QUADS * 4, scaled(v, 1.f / l));
+        }
     }
 }

@@ -146,7 +146,7 @@ DEVICE void gate(const ExpertsParams& p) {
             gate *= scales[output], up *= scales[p.width + output];
         }
 #endif
-        p.between[(u64)(tile.y + row) * p.width + output] = __fdividef(gate, 1.0f + exp2_fast(-gate * LOG2E)) * up;
+        p.between[(u64)(tile.y + row) * p.width + output] = gated_output(p, expert, output, gate, up);
     }
 }
 
@@ -202,7 +202,7 @@ DEVICE void down_tiles(const ExpertsParams& p) {
 #ifdef FP8
         if (p.channels) total *= p.down_scales[(u64)expert * p.hidden + output];
 #endif
-        p.partial[(u64)(tile.y + row) * p.hidden + output] = total;
+        p.partial[(u64)(tile.y + row) * p.hidden + output] = with_down_bias(p, expert, output, total);
     }
 }
 

@@ -1,6 +1,8 @@
 // What the kernels of a mixture of experts share: experts_route.cuh, experts.cu, experts_grouped.cu.
+//
+// Compiled with FP8 for codes, and with GENERAL=1 for layers with biases or another gate than silu.
 #pragma once
-#include "common.cuh"
+#include "gate.cuh"
 
 struct ExpertsParams {
     float* x;                  // [rows][hidden]: the residual
@@ -35,8 +37,34 @@ struct ExpertsParams {
     u32 rounded;               // 1: many rows, multiplied in BF16 (experts_grouped.cu)
     u32 tile_rows;             // most rows of a tile
     u32 stages;                // experts_grouped.cu: chunks in shared memory
+    // The rest is for GENERAL.
+    u32 gate;                  // GateKind
+    const float* router_bias;  // [experts], or null
+    const float* gate_up_bias; // [experts][gate, up][width], or null
+    const float* down_bias;    // [experts][hidden], or null
 };
 CHECK_LAYOUT(ExpertsParams);
+
+// What becomes of the gate and the up of an output of an expert.
+DEVICE float gated_output(const ExpertsParams& p, u32 expert, u32 output, float gate, float up) {
+#ifdef GENERAL
+    if (p.gate_up_bias) {
+        const float* bias = p.gate_up_bias + (u64)expert * 2 * p.width;
+        gate += bias[output], up += bias[p.width + output];
+    }
+    return gate_of(p.gate, gate, up);
+#else
+    return __fdividef(gate, 1.0f + exp2_fast(-gate * LOG2E)) * up;
+#endif
+}
+
+// An output of an expert with its bias.
+DEVICE float with_down_bias(const ExpertsParams& p, u32 expert, u32 output, float sum) {
+#ifdef GENERAL
+    if (p.down_bias) sum += p.down_bias[(u64)expert * p.hidden + output];
+#endif
+    return sum;
+}
 
 constexpr u32 MOST_CHOSEN = 32, MOST_EXPERTS = 256;
 

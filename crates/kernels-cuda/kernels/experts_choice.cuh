@@ -27,6 +27,9 @@ DEVICE Choice choose(const ExpertsParams& p, u32 row, u32 lane) {
     for (u32 i = 0; i < EACH; i++) {
         const u32 e = lane + 32 * i;
         score[i] = e < p.experts ? __ldcg(logits + e) : NEGATIVE_INFINITY;
+#ifdef GENERAL
+        if (p.router_bias && e < p.experts) score[i] += p.router_bias[e];
+#endif
         largest = fmaxf(largest, score[i]);
     }
 #pragma unroll

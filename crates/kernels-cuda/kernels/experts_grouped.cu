@@ -203,7 +203,9 @@ DEVICE void write(const ExpertsParams& p, const Unit<GATE>& u, const float (&sum
 #pragma unroll
                 for (int d = 0; d < 2; d++) {
                     v[d] = sum[i][n][2 * h + d] * scale[n][d];
-                    if (GATE) v[d] = __fdividef(v[d], 1.0f + exp2_fast(-v[d] * LOG2E)) * (sum[i][(n + 2) % 4][2 * h + d] * scale[(n + 2) % 4][d]);
+                    const u32 output = u.column * (GATE ? 64 : 128) + weight_row<GATE>(quarter, n, 2 * t + d);
+                    if (GATE) v[d] = gated_output(p, u.expert, output, v[d], sum[i][(n + 2) % 4][2 * h + d] * scale[(n + 2) % 4][d]);
+                    else v[d] = with_down_bias(p, u.expert, output, v[d]);
                 }
                 pairs[n] = pack_bf16(v[0], v[1]);
             }

@@ -274,7 +274,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) experts_single_gate(con
             gate *= scales[at], up *= scales[p.width + at];
         }
 #endif
-        p.between[n * p.width + at] = __fdividef(gate, 1.0f + exp2_fast(-gate * LOG2E)) * up;
+        p.between[n * p.width + at] = gated_output(p, chosen.experts[n], at, gate, up);
     });
 }
 
@@ -300,6 +300,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) experts_single_down(con
     }
     __syncthreads();
     stream_tiles<false>(walk, copies, tiles, inputs, [&](u32 tile, u32 output, float first, float second) {
-        p.x[tile * 8 + output] += first + second;
+        float sum = first + second;
+#ifdef GENERAL
+        if (p.down_bias)
+            for (u32 n = 0; n < p.per_row; n++)
+                sum = __fmaf_rn(chosen.weights[n], p.down_bias[(u64)chosen.experts[n] * p.hidden + tile * 8 + output], sum);
+#endif
+        p.x[tile * 8 + output] += sum;
     });
 }

@@ -1,12 +1,13 @@
-// Operations on rows of activations: embedding, RMSNorm, SwiGLU, selection of rows, rounding, bias.
+// Operations on rows of activations: embedding, RMSNorm, gates, selection of rows, rounding, bias.
 // Rows are f32. Steps with many rows also have a BF16 copy for the matrix products of cuBLASLt.
-#include "common.cuh"
+#include "gate.cuh"
 
 struct EmbedParams {
     const u16* table;  // BF16 [vocabulary][width]
     const u32* tokens;  // null: the tokens are in `few`
     float* out;
     u32 width;
+    float scale;  // factor of the embeddings
     u32 few[16];
 };
 CHECK_LAYOUT(EmbedParams);
@@ -22,10 +23,11 @@ extern "C" __global__ void embed(const __grid_constant__ EmbedParams p) {
     const u32 eights = p.width % 8 == 0 ? p.width / 8 : 0;
     for (u32 i = threadIdx.x; i < eights; i += blockDim.x) {
         uint4 v = ((const uint4*)row)[i];
-        ((float4*)out)[2 * i] = make_float4(low_bf16(v.x), high_bf16(v.x), low_bf16(v.y), high_bf16(v.y));
-        ((float4*)out)[2 * i + 1] = make_float4(low_bf16(v.z), high_bf16(v.z), low_bf16(v.w), high_bf16(v.w));
+        const float f = p.scale;
+        ((float4*)out)[2 * i] = make_float4(f * low_bf16(v.x), f * high_bf16(v.x), f * low_bf16(v.y), f * high_bf16(v.y));
+        ((float4*)out)[2 * i + 1] = make_float4(f * low_bf16(v.z), f * high_bf16(v.z), f * low_bf16(v.w), f * high_bf16(v.w));
     }
-    for (u32 i = 8 * eights + threadIdx.x; i < p.width; i += blockDim.x) out[i] = bf16_to_f32(row[i]);
+    for (u32 i = 8 * eights + threadIdx.x; i < p.width; i += blockDim.x) out[i] = p.scale * bf16_to_f32(row[i]);
 }
 
 struct RmsNormParams {
@@ -92,6 +94,27 @@ extern "C" __global__ void rms_norm(RmsNormParams p) {
     }
 }
 
+struct AddNormParams {
+    const float* x;
+    const float* weight;
+    float* out;
+    u32 width;
+    float eps;
+};
+CHECK_LAYOUT(AddNormParams);
+
+// out += norm(x). One block per row of any width.
+extern "C" __global__ void add_rms_norm(AddNormParams p) {
+    allow_next_kernel();
+    wait_for_previous_kernel();
+    const float* x = p.x + (u64)blockIdx.x * p.width;
+    float* out = p.out + (u64)blockIdx.x * p.width;
+    float squares = 0.0f;
+    for (u32 i = threadIdx.x; i < p.width; i += blockDim.x) squares = __fmaf_rn(x[i], x[i], squares);
+    const float scale = 1.0f / sqrtf(block_sum(squares) / (float)p.width + p.eps);
+    for (u32 i = threadIdx.x; i < p.width; i += blockDim.x) out[i] += x[i] * scale * p.weight[i];
+}
+
 struct SwigluParams {
     const float* gate_up;         // rows of [gate | up], or null
     const u16* rounded_gate_up;   // the same in BF16, used if `gate_up` is null
@@ -105,7 +128,8 @@ CHECK_LAYOUT(SwigluParams);
 DEVICE float gated(float gate, float up) { return gate / (1.0f + exp2f(-gate * LOG2E)) * up; }
 
 // Blocks take whole rows. The width is a multiple of 4.
-extern "C" __global__ void swiglu(SwigluParams p) {
+template <class Gate>
+DEVICE void gate_rows(const SwigluParams& p, Gate of) {
     allow_next_kernel();
     wait_for_previous_kernel();
     const u32 quads = p.width / 4;
@@ -121,10 +145,20 @@ extern "C" __global__ void swiglu(SwigluParams p) {
                 gate = make_float4(low_bf16(g.x), high_bf16(g.x), low_bf16(g.y), high_bf16(g.y));
                 up = make_float4(low_bf16(u.x), high_bf16(u.x), low_bf16(u.y), high_bf16(u.y));
             }
-            const float4 y = make_float4(gated(gate.x, up.x), gated(gate.y, up.y), gated(gate.z, up.z), gated(gate.w, up.w));
+            const float4 y = make_float4(of(gate.x, up.x), of(gate.y, up.y), of(gate.z, up.z), of(gate.w, up.w));
             if (p.out) ((float4*)(p.out + (u64)row * p.width))[i] = y;
             else ((uint2*)(p.rounded + (u64)row * p.width))[i] = make_uint2(pack_bf16(y.x, y.y), pack_bf16(y.z, y.w));
         }
+}
+
+extern "C" __global__ void swiglu(SwigluParams p) {
+    gate_rows(p, [](float gate, float up) { return gated(gate, up); });
+}
+extern "C" __global__ void gelu_tanh_rows(SwigluParams p) {
+    gate_rows(p, [](float gate, float up) { return gelu_tanh_gate(gate, up); });
+}
+extern "C" __global__ void clamped_rows(SwigluParams p) {
+    gate_rows(p, [](float gate, float up) { return clamped_gate(gate, up); });
 }
 
 struct SelectParams {

@@ -3,6 +3,8 @@
 //! Each layer and KV head has one region per format. Page `id` starts at `base + id · page bytes`.
 //! A region is address space for the whole budget. Memory is mapped only up to the largest id in
 //! use, in steps of the device's granularity. Kernels find the regions in a table of [`HeadPages`].
+//!
+//! The regions of sliding layers hold the pages of their group: BF16 rows, and no codes.
 
 use crate::attention::{AttentionMode, CacheKernels};
 use crate::blocks::Pieces;
@@ -15,7 +17,7 @@ use crate::storage::Storage;
 use cudarc::driver::sys::{self, CUresult};
 use oscar_backend::{BlockId, Feature, HeadShape};
 use oscar_codec::clip::order_index;
-use oscar_codec::{CacheLayout, CodedPageId, FormatTable, FullPageId, RowPageCodec, Side};
+use oscar_codec::{CacheLayout, CodedPageId, FormatTable, FullPageId, RowPageCodec, Side, SlidingPageId};
 
 /// Pages of one layer, KV head and format.
 pub(crate) struct Region {
@@ -91,15 +93,16 @@ pub struct CudaPages {
     shape: HeadShape,
     kernels: CacheKernels,
     storage: Storage,
-    /// `[layer][kv_head]`.
+    /// `[layer][kv_head]`; in sliding layers the pages of their group.
     full: Vec<Region>,
+    /// Without memory in sliding layers.
     coded: Vec<Region>,
     heads: Vec<HeadPages>,
     /// `heads` on the device.
     table: Buffer,
     roundings: Option<Roundings>,
-    /// The parts of a full and of a quantized block.
-    pieces: [Pieces; 2],
+    /// The parts of a full, a quantized and a sliding block.
+    pieces: [Pieces; 3],
     granularity: usize,
     /// Pages that hold random contents.
     randomized: (usize, usize),
@@ -129,9 +132,6 @@ impl CudaPages {
             let detail = format!("{shape:?} over {} KV heads of {}", layout.kv_heads(), layout.head_dim());
             return Err(CudaError::Shape { what: "a cache", detail });
         }
-        if layout.sliding().is_some() {
-            return Err(CudaError::lacks(Feature::SlidingWindow));
-        }
         let storage = Storage::of(layout)?;
         storage.check_order(layout)?;
         let layout = &Storage::held(layout);
@@ -140,27 +140,36 @@ impl CudaPages {
             return Err(device.out_of_memory("the KV pages (--kv-memory)", budget));
         }
         let granularity = granularity(device)?;
-        let regions = |table: &FormatTable, block_bytes: usize| -> Result<Vec<Region>> {
-            let pages = budget / block_bytes.max(1) + 1;
-            table
-                .codecs()
-                .iter()
-                .map(|codec| Region::reserve(device, pages, codec.page_bytes(), granularity))
-                .collect()
-        };
-        let full = regions(layout.full(), layout.full_block_bytes())?;
+        // `sliding`: bytes of a block of the sliding group, if the table's pages may be of it.
+        let regions =
+            |table: &FormatTable, block_bytes: usize, sliding: Option<usize>| -> Result<Vec<Region>> {
+                let region = |(i, codec): (usize, &RowPageCodec)| {
+                    let of = match (layout.slides(i / layout.kv_heads()), sliding) {
+                        (false, _) => block_bytes,
+                        (true, Some(bytes)) => bytes,
+                        (true, None) => return Region::reserve(device, 0, 0, granularity),
+                    };
+                    Region::reserve(device, budget / of.max(1) + 1, codec.page_bytes(), granularity)
+                };
+                table.codecs().iter().enumerate().map(region).collect()
+            };
+        let full = regions(layout.full(), layout.full_block_bytes(), Some(layout.sliding_block_bytes()))?;
         let coded = match (storage, layout.coded()) {
-            (Storage::Codes, Some(table)) => regions(table, layout.coded_block_bytes())?,
-            (Storage::Dequantized, _) => regions(layout.full(), layout.coded_block_bytes())?,
+            (Storage::Codes, Some(table)) => regions(table, layout.coded_block_bytes(), None)?,
+            (Storage::Dequantized, _) => regions(layout.full(), layout.coded_block_bytes(), None)?,
             (Storage::Bf16, _) | (_, None) => Vec::new(),
         };
         let clip = |codec: &RowPageCodec, side| {
             order_index(codec.spec(side).clip, codec.head_dim()).map_or(u32::MAX, |index| index as u32)
         };
         let read_as_code = layout.coded().filter(|_| storage == Storage::Codes);
-        // Dequantized history has the widths of full pages; zero-width heads have none.
+        // Dequantized history has the widths of full pages; zero-width heads and sliding layers have none.
         let absent = |i: usize| {
-            layout.coded().is_some_and(|t| !t.codec(i / t.kv_heads(), i % t.kv_heads()).keeps_history())
+            let slides = layout.slides(i / layout.kv_heads());
+            slides
+                || layout
+                    .coded()
+                    .is_some_and(|t| !t.codec(i / t.kv_heads(), i % t.kv_heads()).keeps_history())
         };
         let heads: Vec<HeadPages> = read_as_code
             .unwrap_or(layout.full())
@@ -177,13 +186,19 @@ impl CudaPages {
             })
             .collect();
         let table = device.upload_new(&heads, "the table of KV pages")?;
+        let group = |regions: &[Region], slides: bool| {
+            let regions = regions.iter().enumerate();
+            let of_group = regions.filter(|(i, _)| layout.slides(i / layout.kv_heads()) == slides);
+            Pieces::upload(device, of_group.map(|(_, region)| region))
+        };
+        let pieces = [group(&full, false)?, group(&coded, false)?, group(&full, true)?];
         Ok(Self {
             device: device.clone(),
             layout: layout.clone(),
             shape: *shape,
-            kernels: CacheKernels::new(device, kernels, mode, shape, storage, &heads)?,
+            kernels: CacheKernels::new(device, kernels, mode, shape, (layout, storage), &heads)?,
             storage,
-            pieces: [Pieces::upload(device, full.iter())?, Pieces::upload(device, coded.iter())?],
+            pieces,
             full,
             coded,
             heads,
@@ -226,10 +241,12 @@ impl CudaPages {
         self.roundings.as_ref().map(|r| r.table.ptr().add(layer * self.layout.kv_heads()))
     }
 
-    /// Maps memory for the first `full` and `coded` page ids.
-    pub(crate) fn ensure(&mut self, full: usize, coded: usize) -> Result<()> {
-        for region in &mut self.full {
-            region.grow(full, self.granularity)?;
+    /// Maps memory for the first page ids of each kind.
+    pub(crate) fn ensure(&mut self, full: usize, coded: usize, sliding: usize) -> Result<()> {
+        let kv_heads = self.layout.kv_heads();
+        for (i, region) in self.full.iter_mut().enumerate() {
+            let pages = if self.layout.slides(i / kv_heads) { sliding } else { full };
+            region.grow(pages, self.granularity)?;
         }
         for region in &mut self.coded {
             region.grow(coded, self.granularity)?;
@@ -237,9 +254,10 @@ impl CudaPages {
         Ok(())
     }
 
-    /// Maps memory for this many page ids and lists those that no earlier call has listed.
+    /// Maps memory for this many page ids and lists those that no earlier call has listed. Sliding layers
+    /// have none of them.
     pub(crate) fn fresh(&mut self, full: usize, coded: usize) -> Result<Vec<FreshPages>> {
-        self.ensure(full, coded)?;
+        self.ensure(full, coded, 0)?;
         let mut all = Vec::new();
         let before = self.randomized;
         self.randomized = (before.0.max(full), before.1.max(coded));
@@ -248,7 +266,10 @@ impl CudaPages {
             let count = to.saturating_sub(from);
             (count > 0).then_some(FreshPages { start, count, page_bytes: region.page_bytes, parameters })
         };
-        all.extend(self.full.iter().filter_map(|r| run(r, before.0, full, None)));
+        let kv_heads = self.layout.kv_heads();
+        let grows = |(i, _): &(usize, &Region)| !self.layout.slides(i / kv_heads);
+        let full_regions = self.full.iter().enumerate().filter(grows);
+        all.extend(full_regions.filter_map(|(_, r)| run(r, before.0, full, None)));
         for (r, h) in self.coded.iter().zip(&self.heads) {
             let codes = 8 * self.layout.head_dim() * (h.key_bits + h.value_bits) as usize;
             let parameters = (self.storage == Storage::Codes).then_some(codes);
@@ -259,13 +280,16 @@ impl CudaPages {
 
     /// The parts of a block, if its page has memory.
     pub(crate) fn pieces(&self, block: BlockId) -> Result<(&Pieces, u32)> {
-        let (pieces, regions, id) = match block {
-            BlockId::Full(FullPageId(id)) => (&self.pieces[0], &self.full, id),
-            BlockId::Coded(CodedPageId(id)) => (&self.pieces[1], &self.coded, id),
-            BlockId::Sliding(_) => return Err(CudaError::lacks(Feature::SlidingWindow)),
+        let (pieces, regions, id, slides) = match block {
+            BlockId::Full(FullPageId(id)) => (&self.pieces[0], &self.full, id, false),
+            BlockId::Coded(CodedPageId(id)) => (&self.pieces[1], &self.coded, id, false),
+            BlockId::Sliding(SlidingPageId(id)) => (&self.pieces[2], &self.full, id, true),
             BlockId::State(_) => return Err(CudaError::lacks(Feature::DeltaNet)),
         };
-        match regions.iter().all(|region| (id as usize + 1) * region.page_bytes <= region.mapped) {
+        let kv_heads = self.layout.kv_heads();
+        let of_group = |(i, _): &(usize, &Region)| self.layout.slides(i / kv_heads) == slides;
+        let mut of_block = regions.iter().enumerate().filter(of_group);
+        match of_block.all(|(_, region)| (id as usize + 1) * region.page_bytes <= region.mapped) {
             true => Ok((pieces, id)),
             false => Err(no_memory(format!("{block:?}"))),
         }
@@ -273,19 +297,19 @@ impl CudaPages {
 
     /// Maps memory for these blocks.
     pub(crate) fn ensure_blocks(&mut self, blocks: impl Iterator<Item = BlockId>) -> Result<()> {
-        let (mut full, mut coded) = (0, 0);
+        let (mut full, mut coded, mut sliding) = (0, 0, 0);
         for block in blocks {
             match block {
                 BlockId::Full(id) => full = full.max(id.0 as usize + 1),
                 BlockId::Coded(id) => coded = coded.max(id.0 as usize + 1),
-                BlockId::Sliding(_) => return Err(CudaError::lacks(Feature::SlidingWindow)),
+                BlockId::Sliding(id) => sliding = sliding.max(id.0 as usize + 1),
                 BlockId::State(_) => return Err(CudaError::lacks(Feature::DeltaNet)),
             }
         }
-        self.ensure(full, coded)
+        self.ensure(full, coded, sliding)
     }
 
-    /// Copies a page to the host (for checks).
+    /// Copies a page to the host (for checks). In sliding layers the full page is that of their group.
     pub fn read_page(&self, layer: usize, head: usize, id: u32, coded: bool) -> Result<Vec<u8>> {
         let at = self.page_at(layer, head, id, coded)?;
         let mut page = vec![0; at.map_or(0, |at| at.len())];

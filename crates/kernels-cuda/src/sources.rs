@@ -23,6 +23,10 @@ enum Variants {
     HeadSizes,
     /// [`weight_defines`].
     WeightFormats,
+    /// [`expert_defines`].
+    Experts,
+    /// [`prefill_defines`].
+    Prefill,
     /// [`simple_attention_defines`].
     SimpleAttention,
     /// [`Variant`].
@@ -44,9 +48,9 @@ macro_rules! sources {
 sources! {
     ROWS = "rows.cu", One;
     SKINNY_GEMM = "skinny_gemm.cu", WeightFormats;
-    EXPERTS = "experts.cu", WeightFormats;
-    EXPERTS_GROUPED = "experts_grouped.cu", WeightFormats;
-    EXPERTS_SINGLE = "experts_single.cu", WeightFormats;
+    EXPERTS = "experts.cu", Experts;
+    EXPERTS_GROUPED = "experts_grouped.cu", Experts;
+    EXPERTS_SINGLE = "experts_single.cu", Experts;
     PREPARE_HEADS = "prepare_heads.cu", One;
     EXPAND = "expand.cu", One;
     FP8_PRODUCTS = "fp8_products.cu", One, hopper: true;
@@ -58,10 +62,12 @@ sources! {
     PICK = "pick.cu", One;
     DIVERGENCE = "divergence.cu", One;
     VIEWS = "views.cu", One;
+    SINKS = "sinks.cu", One;
     APPEND = "append.cu", HeadSizes;
     ATTENTION_SIMPLE = "attention_simple.cu", SimpleAttention;
-    ATTENTION_PREFILL = "attention_prefill.cu", HeadSizes;
-    ATTENTION_PREFILL_HOPPER = "attention_prefill_hopper.cu", HeadSizes, hopper: true;
+    ATTENTION_SLIDING = "attention_sliding.cu", HeadSizes;
+    ATTENTION_PREFILL = "attention_prefill.cu", Prefill;
+    ATTENTION_PREFILL_HOPPER = "attention_prefill_hopper.cu", Prefill, hopper: true;
     DEQUANTIZE = "dequantize.cu", HeadSizes, hopper: true;
     DEMOTE = "demote.cu", HeadSizes;
     ATTENTION_PLAN = "attention_plan.cu", One;
@@ -83,6 +89,7 @@ pub static HEADERS: &[(&str, &str)] = &[
     ("experts_route.cuh", include_str!("../kernels/experts_route.cuh")),
     ("fp8.cuh", include_str!("../kernels/fp8.cuh")),
     ("fragments.cuh", include_str!("../kernels/fragments.cuh")),
+    ("gate.cuh", include_str!("../kernels/gate.cuh")),
     ("heads.cuh", include_str!("../kernels/heads.cuh")),
     ("pipeline.cuh", include_str!("../kernels/pipeline.cuh")),
     ("page.cuh", include_str!("../kernels/page.cuh")),
@@ -94,6 +101,8 @@ pub static HEADERS: &[(&str, &str)] = &[
 /// Head sizes the kernels are compiled for.
 pub const HEAD_DIMS: [usize; 3] = [64, 128, 256];
 
+const FORMATS: [WeightFormat; 2] = [WeightFormat::Bf16, WeightFormat::Fp8];
+
 /// Definitions of a variant, in a fixed order.
 pub type Defines = Vec<(&'static str, usize)>;
 
@@ -103,6 +112,20 @@ pub fn weight_defines(format: WeightFormat) -> Defines {
         WeightFormat::Bf16 => Vec::new(),
         WeightFormat::Fp8 => vec![("FP8", 1)],
     }
+}
+
+/// Definitions of the kernels of experts. The general form takes biases and every gate.
+pub fn expert_defines(format: WeightFormat, general: bool) -> Defines {
+    let mut defines = weight_defines(format);
+    defines.extend(general.then_some(("GENERAL", 1)));
+    defines
+}
+
+/// Definitions of prefill attention, with attention sinks or without.
+pub fn prefill_defines(head_dim: usize, sinks: bool) -> Defines {
+    let mut defines = vec![("HEAD_DIM", head_dim)];
+    defines.extend(sinks.then_some(("SINKS", 1)));
+    defines
 }
 
 /// Definitions of simple attention: `dequantized` history consists of BF16 rows instead of codes.
@@ -122,7 +145,15 @@ pub fn variants(capability: i32, shared_memory: usize) -> Vec<(&'static Source, 
         let defines: Vec<Defines> = match source.variants {
             Variants::One => vec![Vec::new()],
             Variants::HeadSizes => HEAD_DIMS.map(|d| vec![("HEAD_DIM", d)]).into(),
-            Variants::WeightFormats => [WeightFormat::Bf16, WeightFormat::Fp8].map(weight_defines).into(),
+            Variants::WeightFormats => FORMATS.map(weight_defines).into(),
+            Variants::Experts => {
+                let forms = |format| [false, true].map(|general| expert_defines(format, general));
+                FORMATS.into_iter().flat_map(forms).collect()
+            }
+            Variants::Prefill => {
+                let forms = |d| [false, true].map(|sinks| prefill_defines(d, sinks));
+                HEAD_DIMS.into_iter().flat_map(forms).collect()
+            }
             Variants::SimpleAttention => HEAD_DIMS.into_iter().flat_map(simple).collect(),
             Variants::Decode => Variant::all(shared_memory).map(|variant| variant.defines()).collect(),
         };

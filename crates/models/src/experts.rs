@@ -93,7 +93,7 @@ impl Weights {
         let bytes = |width: usize| -> usize {
             let shapes =
                 [[width, config.hidden_size], [width, config.hidden_size], [config.hidden_size, width]];
-            if format == ExpertFormat::Mxfp4 && holding.fp8_experts {
+            if format == ExpertFormat::Mxfp4 && holding.mxfp4_experts {
                 return shapes.iter().map(|&[n, k]| n * k / 2 + n * k / MXFP4_GROUP).sum();
             }
             let scales =

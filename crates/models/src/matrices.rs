@@ -116,6 +116,8 @@ pub struct Holding {
     pub fp8: bool,
     /// The same for experts.
     pub fp8_experts: bool,
+    /// Whether MXFP4 experts stay codes; a GPU expands them to BF16.
+    pub mxfp4_experts: bool,
     /// Bytes of an element of all other matrices.
     pub element_bytes: usize,
 }

@@ -141,6 +141,7 @@ impl DecoderConfig {
             vocab: self.vocab_size,
             fp8: self.fp8_weights,
             quantized: true,
+            result_norms: self.result_norms,
         }
     }
 

@@ -12,17 +12,18 @@ use std::fs;
 use std::path::Path;
 
 use half::{bf16, f16};
-use oscar_backend::{ExpertGroups, Gate, RouterRule, RouterScores};
+use oscar_backend::{ExpertGroups, Gate, MXFP4_GROUP, RouterRule, RouterScores};
 use oscar_codec::random::SplitMix64;
-use safetensors::tensor::TensorView as StoredTensor;
+use safetensors::tensor::{Dtype, TensorView as StoredTensor};
 use serde_json::{Value, json};
 
 use crate::config::{DecoderConfig, Family, MoeConfig, QkNorm, SlidingLayers};
 use crate::error::LoadError;
+use crate::fused::is_scales;
 use crate::latent::LatentConfig;
 use crate::rope::{RopeConfig, RopeScaling};
 use crate::tensor::WeightDtype;
-use crate::tensor_names::{ExpertNames, TensorNames, required_tensors};
+use crate::tensor_names::{ExpertNames, RequiredTensor, TensorNames, required_tensors};
 use crate::weights::{INDEX_FILE, SINGLE_FILE};
 
 /// A configuration that exercises its family's particulars and runs in milliseconds.
@@ -182,7 +183,7 @@ pub fn write_random_model(
         let views: Result<Vec<_>, _> = part
             .iter()
             .map(|tensor| {
-                StoredTensor::new(dtype.to_safetensors(), tensor.shape.clone(), &tensor.bytes)
+                StoredTensor::new(tensor.dtype, tensor.shape.clone(), &tensor.bytes)
                     .map(|view| (tensor.name.as_str(), view))
             })
             .collect();
@@ -232,6 +233,9 @@ fn config_json(config: &DecoderConfig) -> Value {
     });
     if matches!(config.family, Family::Qwen3 | Family::Qwen2) {
         json["use_sliding_window"] = Value::from(config.sliding_window.is_some());
+    }
+    if config.moe.as_ref().is_some_and(|moe| moe.mxfp4) {
+        json["quantization_config"] = json!({"quant_method": "mxfp4"});
     }
     let moe = config.moe.as_ref().map(|moe| moe_json(config, moe));
     let sliding = config.sliding.as_ref().map(|sliding| sliding_json(config, sliding));
@@ -350,6 +354,7 @@ fn rope_scaling_json(scaling: &RopeScaling) -> Value {
 
 struct RandomTensor {
     name: String,
+    dtype: Dtype,
     shape: Vec<usize>,
     bytes: Vec<u8>,
 }
@@ -371,6 +376,10 @@ fn random_tensors(
         .zip(seeds)
         .map(|(tensor, name_seed)| {
             let mut random = SplitMix64::new(seed ^ name_seed);
+            if tensor.packed {
+                let bytes = mxfp4_bytes(&tensor, &mut random);
+                return RandomTensor { name: tensor.name, dtype: Dtype::U8, shape: tensor.shape, bytes };
+            }
             let (center, spread) = match tensor.shape[..] {
                 _ if tensor.name.ends_with("bias") || tensor.name.ends_with("sinks") => (0.0, 0.2),
                 // The experts of gpt-oss have their inputs before their outputs.
@@ -389,9 +398,21 @@ fn random_tensors(
                     WeightDtype::F32 => bytes.extend(value.to_le_bytes()),
                 }
             }
-            RandomTensor { name: tensor.name, shape: tensor.shape, bytes }
+            RandomTensor { name: tensor.name, dtype: dtype.to_safetensors(), shape: tensor.shape, bytes }
         })
         .collect()
+}
+
+/// Random codes of MXFP4, or scales that keep the variance of a matrix's inputs.
+fn mxfp4_bytes(tensor: &RequiredTensor, random: &mut SplitMix64) -> Vec<u8> {
+    let count: usize = tensor.shape.iter().product();
+    let [.., groups] = tensor.shape[..] else { return Vec::new() };
+    if !is_scales(&tensor.name) {
+        return (0..count).map(|_| random.below(256) as u8).collect();
+    }
+    // The root mean square of a random code is 2.9.
+    let shrink = (2.9 * ((groups * MXFP4_GROUP) as f32).sqrt()).log2() as u8;
+    (0..count).map(|_| 127 - shrink - random.below(2) as u8).collect()
 }
 
 /// FNV-1a, 64 bits.

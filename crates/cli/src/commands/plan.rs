@@ -117,6 +117,9 @@ pub fn run(args: &Args) -> Result<()> {
     if target.is_gpu() && c.delta.is_some() {
         bail!("{} has gated delta nets, which GPUs do not compute: use --device cpu", model.name());
     }
+    if target.is_gpu() && c.sliding.is_some() {
+        eprintln!("note: GPUs run models with sliding windows only with OSCAR_CUDA_FAMILIES=on");
+    }
     for format in formats(c, &args.kv, &["bf16", "oscar4", "oscar"])? {
         let rotates = format.rotation() != RotationKind::None;
         let layout = layout(args, c, format, target.is_gpu())?;

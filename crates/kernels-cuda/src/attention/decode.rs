@@ -6,7 +6,7 @@
 //! addresses, so a graph can hold the launches of all steps that use the same buffers.
 
 use super::append::{HeadConstants, Projections};
-use super::{LayerCall, Variant};
+use super::{LayerCall, Sinks, Variant};
 use crate::backend::grow;
 use crate::device::{Device, Function, LaunchShape};
 use crate::error::{CudaError, Result};
@@ -20,6 +20,7 @@ use half::bf16;
 use oscar_backend::HeadShape;
 use oscar_codec::CacheLayout;
 use std::f32::consts::LOG2_E;
+use std::sync::OnceLock;
 
 /// Bytes below which another block is not worth its start.
 const LEAST_COST: u32 = 16 << 10;
@@ -63,6 +64,7 @@ shared_struct! {
         kv_heads: u32,
         group: u32,
         scale: f32,
+        sinks: Sinks,
     }
 }
 
@@ -100,6 +102,8 @@ pub struct DecodeKernels {
     apart: (Variant, Function),
     /// The form that does the work of `append` too.
     fused: Option<(Variant, Function)>,
+    /// The form of `apart` that adds attention sinks.
+    with_sinks: OnceLock<Function>,
     /// Layers whose heads have the same widths share a profile, and so a plan.
     profile_of_layer: Vec<usize>,
     /// A layer of each profile.
@@ -107,12 +111,12 @@ pub struct DecodeKernels {
 }
 
 impl DecodeKernels {
-    /// `heads` are the pages of each layer and KV head; `fuses`: the fused form may be used.
+    /// `heads` are the pages of each layer and KV head of a cache; `fuses`: the fused form may be used.
     pub fn new(
         device: &Device,
         kernels: &Kernels,
         shape: &HeadShape,
-        heads: &[HeadPages],
+        (layout, heads): (&CacheLayout, &[HeadPages]),
         fuses: bool,
     ) -> Result<Self> {
         if shape.kv_heads > MOST_HEADS {
@@ -122,20 +126,26 @@ impl DecodeKernels {
             )));
         }
         let shared_memory = device.properties().shared_memory as usize;
-        let compiled = |v: Variant| {
-            let name = c"decode_attention";
-            kernels.function(&ATTENTION_DECODE, &v.defines(), name, v.shared_bytes()).map(|f| (v, f))
-        };
+        let compiled = |v: Variant| compiled(kernels, v).map(|function| (v, function));
         let variant = Variant::fitting(shape.head_dim, shape.group(), shared_memory)?;
         let fused = variant.fused(shared_memory).filter(|_| fuses);
-        let (profile_of_layer, profiles) = profiles(heads, shape.kv_heads);
+        let (profile_of_layer, profiles) = profiles(heads, shape.kv_heads, |layer| layout.slides(layer));
         Ok(Self {
             plan: kernels.function(&ATTENTION_PLAN, &Defines::new(), c"decode_plan", 0)?,
             apart: compiled(variant)?,
             fused: fused.map(compiled).transpose()?,
+            with_sinks: OnceLock::new(),
             profile_of_layer,
             profiles,
         })
+    }
+
+    /// Compiles the form that adds attention sinks, once.
+    pub fn prepare_sinks(&self, kernels: &Kernels) -> Result<()> {
+        if self.with_sinks.get().is_none() {
+            let _ = self.with_sinks.set(compiled(kernels, Variant { sinks: true, ..self.apart.0 })?);
+        }
+        Ok(())
     }
 
     /// Whether the decode kernel can also do the work of `append` in this step. Each block that
@@ -217,10 +227,17 @@ impl DecodeMemory {
     ) -> Result<()> {
         let refuse = |detail: String| CudaError::Shape { what: "decode attention", detail };
         let ((variant, function), queries, projections) = match (call.queries, kernels.fused) {
-            (Queries::Ready(queries), _) => (kernels.apart, Some(queries), None),
-            (Queries::FromProjections(raw), Some(fused)) => (fused, None, Some(raw)),
-            (Queries::FromProjections(_), None) => {
-                return Err(refuse(format!("{:?} does not take projections", kernels.apart.0)));
+            (Queries::Ready(queries), _) => {
+                let (variant, plain) = kernels.apart;
+                ((variant, call.sinks.form(plain, &kernels.with_sinks)?), Some(queries), None)
+            }
+            (Queries::FromProjections(raw), Some(fused)) if call.sinks.is_empty() => (fused, None, Some(raw)),
+            (Queries::FromProjections(_), _) => {
+                let sinks = !call.sinks.is_empty();
+                return Err(refuse(format!(
+                    "{:?} does not take projections, sinks: {sinks}",
+                    kernels.apart.0
+                )));
             }
         };
         let (shape, workers) = (call.pages.shape(), workers(device));
@@ -247,6 +264,7 @@ impl DecodeMemory {
             kv_heads: shape.kv_heads as u32,
             group: shape.group() as u32,
             scale: shape.scale * LOG2_E,
+            sinks: call.sinks,
         };
         let grid = LaunchShape::new(workers, 32 * (variant.warps as u32 + 1));
         // SAFETY: the caller's promise; the partial results have room for all workers.
@@ -298,13 +316,26 @@ fn fill_evenly(costs: &[usize], kv_heads: usize, workers: usize) -> bool {
     slowest * workers as f64 <= total as f64 * MOST_UNEVEN
 }
 
-/// The profile of every layer, and the first layer of every profile.
-fn profiles(heads: &[HeadPages], kv_heads: usize) -> (Vec<usize>, Vec<usize>) {
+fn compiled(kernels: &Kernels, v: Variant) -> Result<Function> {
+    kernels.function(&ATTENTION_DECODE, &v.defines(), c"decode_attention", v.shared_bytes())
+}
+
+/// The profile of every layer, and the first layer of every profile. Sliding layers need none; they get
+/// the first.
+fn profiles(
+    heads: &[HeadPages],
+    kv_heads: usize,
+    slides: impl Fn(usize) -> bool,
+) -> (Vec<usize>, Vec<usize>) {
     let widths = |layer: usize| -> Vec<(u32, u32)> {
         heads[layer * kv_heads..(layer + 1) * kv_heads].iter().map(|h| (h.key_bits, h.value_bits)).collect()
     };
     let (mut of_layer, mut first): (Vec<usize>, Vec<usize>) = (Vec::new(), Vec::new());
     for layer in 0..heads.len() / kv_heads.max(1) {
+        if slides(layer) {
+            of_layer.push(0);
+            continue;
+        }
         let profile = first.iter().position(|&f| widths(f) == widths(layer)).unwrap_or_else(|| {
             first.push(layer);
             first.len() - 1
@@ -349,7 +380,8 @@ mod tests {
         };
         let heads =
             [head(2, 2), head(2, 2), head(2, 3), head(2, 2), head(2, 2), head(2, 2), head(2, 3), head(2, 2)];
-        assert_eq!(profiles(&heads, 2), (vec![0, 1, 0, 1], vec![0, 1]));
-        assert_eq!(profiles(&[], 2), (vec![], vec![]));
+        assert_eq!(profiles(&heads, 2, |_| false), (vec![0, 1, 0, 1], vec![0, 1]));
+        assert_eq!(profiles(&heads, 2, |layer| layer % 2 == 0), (vec![0, 0, 0, 0], vec![1]));
+        assert_eq!(profiles(&[], 2, |_| false), (vec![], vec![]));
     }
 }

@@ -6,7 +6,7 @@
 //! bounded: a long context is expanded and attended for a few KV heads at a time.
 
 use super::prefill::{Block, LEAST_ROWS};
-use super::{AttentionMode, LayerCall};
+use super::{AttentionMode, LayerCall, Sinks};
 use crate::backend::grow;
 use crate::device::{Device, Function, LaunchShape, Properties};
 use crate::error::Result;
@@ -14,12 +14,13 @@ use crate::kernels::Kernels;
 use crate::layout::shared_struct;
 use crate::memory::{Buffer, DevicePtr};
 use crate::pages::HeadPages;
-use crate::sources::{ATTENTION_PREFILL_HOPPER, DEQUANTIZE};
+use crate::sources::{ATTENTION_PREFILL_HOPPER, DEQUANTIZE, prefill_defines};
 use crate::step::StepTables;
 use half::{bf16, f16};
 use oscar_backend::{HeadShape, PrefillWave};
 use oscar_codec::PAGE_TOKENS;
 use std::ops::Range;
+use std::sync::OnceLock;
 
 /// Bytes of expanded pages at a time, unless one KV head needs more.
 pub const EXPANDED_BYTES: usize = 512 << 20;
@@ -50,6 +51,8 @@ pub struct HopperKernels {
     dequantize: Function,
     /// Adds up the parts of rows whose context several blocks share.
     merge: Function,
+    /// The same with attention sinks.
+    merge_with_sinks: OnceLock<Function>,
     e4m3_bits: u32,
 }
 
@@ -85,6 +88,7 @@ shared_struct! {
         e4m3_bits: u32,
         scale: f32,
         partial: Option<DevicePtr<f32>>,
+        sinks: Sinks,
     }
 }
 
@@ -93,10 +97,22 @@ impl HopperKernels {
         let defines = vec![("HEAD_DIM", head_dim)];
         Ok(Self {
             dequantize: kernels.function(&DEQUANTIZE, &defines, c"dequantize_pages", page_bytes(head_dim))?,
-            merge: kernels.function(&ATTENTION_PREFILL_HOPPER, &defines, c"prefill_merge", 0)?,
+            merge: Self::merge(kernels, head_dim, false)?,
+            merge_with_sinks: OnceLock::new(),
             // A panel of E4M3 has 128 channels.
             e4m3_bits: if head_dim >= 128 { e4m3_bits(mode) } else { 0 },
         })
+    }
+
+    fn merge(kernels: &Kernels, head_dim: usize, sinks: bool) -> Result<Function> {
+        let defines = prefill_defines(head_dim, sinks);
+        kernels.function(&ATTENTION_PREFILL_HOPPER, &defines, c"prefill_merge", 0)
+    }
+
+    /// Compiles the merge with attention sinks.
+    pub(super) fn prepare_sinks(&self, kernels: &Kernels, head_dim: usize) -> Result<()> {
+        let _ = self.merge_with_sinks.set(Self::merge(kernels, head_dim, true)?);
+        Ok(())
     }
 
     /// Attends with `function`, expanding the quantized pages of a few KV heads at a time.
@@ -112,6 +128,7 @@ impl HopperKernels {
         memory: &mut HopperMemory,
     ) -> Result<()> {
         let shape = call.pages.shape();
+        let merge = call.sinks.form(self.merge, &self.merge_with_sinks)?;
         let work = Expansion::of(call);
         let head_bytes = work.places * page_bytes(shape.head_dim);
         let heads = match work.blocks {
@@ -176,6 +193,7 @@ impl HopperKernels {
                 e4m3_bits,
                 scale: shape.scale,
                 partial,
+                sinks: call.sinks,
             };
             let grid = (count as u32, tiles * splits as u32, sequences);
             // SAFETY: the caller's promise; the kernel before has expanded the pages of these heads, and
@@ -190,7 +208,7 @@ impl HopperKernels {
                     overlap: true,
                 };
                 // SAFETY: the kernel before has written the parts.
-                unsafe { device.launch(self.merge, launch, params) }?;
+                unsafe { device.launch(merge, launch, params) }?;
             }
         }
         Ok(())

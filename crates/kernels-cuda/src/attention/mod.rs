@@ -4,6 +4,9 @@
 //! keys and values; `demote` quantizes tiles that leave the recent window; `prefill` attends for
 //! sequences with several rows and `decode` for those with one. In most steps of single tokens the
 //! decode kernel does the work of `append` too. A simple kernel stands in where there is no other.
+//!
+//! A layer with a sliding window has one kernel for all rows (`sliding`), after `append`. Layers with
+//! attention sinks use forms of `decode` and `prefill` that add them.
 
 pub(crate) mod append;
 pub mod decode;
@@ -11,8 +14,11 @@ pub(crate) mod demote;
 pub(crate) mod hopper;
 pub(crate) mod prefill;
 pub(crate) mod simple;
+pub(crate) mod sinks;
+pub(crate) mod sliding;
 mod variant;
 
+pub use sinks::Sinks;
 pub use variant::Variant;
 
 use crate::device::{Device, Function, Properties};
@@ -31,6 +37,7 @@ use hopper::HopperMemory;
 use oscar_backend::{AttentionKernels, AttentionPath, HeadShape, PrefillWave};
 use oscar_codec::CacheLayout;
 use prefill::{Prefill, PrefillKernel};
+use sliding::SlidingKernels;
 
 pub(crate) const LAYOUTS: &[Layout] = &[
     append::HeadConstants::LAYOUT,
@@ -49,6 +56,9 @@ pub(crate) const LAYOUTS: &[Layout] = &[
     hopper::HopperPrefillParams::LAYOUT,
     hopper::DequantizeParams::LAYOUT,
     simple::SimpleParams::LAYOUT,
+    sinks::Sinks::LAYOUT,
+    sinks::ShiftSinksParams::LAYOUT,
+    sliding::SlidingParams::LAYOUT,
 ];
 
 /// Which kernels attend.
@@ -100,6 +110,15 @@ impl AttentionMode {
                 None => "simple prefill kernel (too little shared memory)",
             };
             (AttentionPath::Native, format!("tensor-core decode kernel, {prefill}, head size {d}"))
+        };
+        let description = match layout.sliding() {
+            Some(group) => format!(
+                "{description}; {} of {} layers: mma.sync kernel for sliding windows, BF16 rows of the last {} tokens",
+                group.layers(),
+                layout.layers(),
+                group.window()
+            ),
+            None => description,
         };
         AttentionKernels { path, description }
     }
@@ -155,6 +174,8 @@ pub struct CacheKernels {
     simple: Option<Function>,
     prefill: Option<Prefill>,
     decode: Option<DecodeKernels>,
+    /// For the sliding layers, if there are some.
+    sliding: Option<SlidingKernels>,
 }
 
 /// The kernels that attend in one step, the same for all layers.
@@ -182,13 +203,13 @@ impl Path {
 }
 
 impl CacheKernels {
-    /// `heads` are the pages of each layer and KV head.
+    /// `heads` are the pages of each layer and KV head of a cache.
     pub fn new(
         device: &Device,
         kernels: &Kernels,
         mode: AttentionMode,
         shape: &HeadShape,
-        storage: Storage,
+        (layout, storage): (&CacheLayout, Storage),
         heads: &[HeadPages],
     ) -> Result<Self> {
         let d = shape.head_dim;
@@ -207,11 +228,18 @@ impl CacheKernels {
             decode: match native {
                 true => {
                     let fuses = mode != AttentionMode::Apart;
-                    Some(DecodeKernels::new(device, kernels, shape, heads, fuses)?)
+                    Some(DecodeKernels::new(device, kernels, shape, (layout, heads), fuses)?)
                 }
                 false => None,
             },
+            sliding: layout.sliding().map(|_| SlidingKernels::new(kernels, d)).transpose()?,
         })
+    }
+
+    /// Compiles the forms that add attention sinks, at the first layer that has some.
+    pub fn prepare_sinks(&self, kernels: &Kernels) -> Result<()> {
+        self.prefill.as_ref().map_or(Ok(()), |prefill| prefill.prepare_sinks(kernels))?;
+        self.decode.as_ref().map_or(Ok(()), |decode| decode.prepare_sinks(kernels))
     }
 
     /// The kernels for a step. With `tapped`, `append` has a launch of its own: something looks at
@@ -263,6 +291,8 @@ pub struct LayerCall<'a> {
     pub out: Option<DevicePtr<f32>>,
     /// The same in BF16, if wanted.
     pub rounded: Option<DevicePtr<bf16>>,
+    /// [`CacheKernels::prepare_sinks`] was called if there are some.
+    pub sinks: Sinks,
 }
 
 impl LayerCall<'_> {
@@ -294,6 +324,19 @@ impl LayerCall<'_> {
             unsafe { memory.attend(device, kernels.decode.as_ref().ok_or_else(missing)?, self) }?;
         }
         Ok(self.rounded.is_some() && !matches!(path, Path::Simple | Path::SimpleAndDecode))
+    }
+
+    /// Enqueues the attention of a sliding layer, whose tables name the pages of its group. Both outputs
+    /// are written, as far as they are there.
+    ///
+    /// # Safety
+    /// The tables must be on the device and of a step over `pages`, in which every page that the window
+    /// requires has memory. `queries`, both outputs and the sinks must have the step's rows of query heads.
+    pub unsafe fn slide(&self, device: &Device, window: usize) -> Result<()> {
+        let missing = || CudaError::Shape { what: "attention", detail: "no sliding layers".into() };
+        let kernels = self.pages.kernels().sliding.as_ref().ok_or_else(missing)?;
+        // SAFETY: the caller's promise.
+        unsafe { kernels.launch(device, self, window) }
     }
 
     /// The tables for the launches of this layer.

@@ -3,17 +3,18 @@
 //! [`PrefillKernel::choose`] decides by architecture and head size which kernel a cache gets.
 
 use super::hopper::{HopperKernels, HopperMemory};
-use super::{AttentionMode, LayerCall};
+use super::{AttentionMode, LayerCall, Sinks};
 use crate::device::{Device, Function, LaunchShape, Properties};
 use crate::error::Result;
 use crate::kernels::Kernels;
 use crate::layout::shared_struct;
 use crate::memory::DevicePtr;
 use crate::pages::HeadPages;
-use crate::sources::{ATTENTION_PREFILL, ATTENTION_PREFILL_HOPPER, HOPPER};
+use crate::sources::{ATTENTION_PREFILL, ATTENTION_PREFILL_HOPPER, HOPPER, prefill_defines};
 use crate::step::StepTables;
 use half::bf16;
 use oscar_backend::{HeadShape, PrefillWave};
+use std::sync::OnceLock;
 
 /// The prefill kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -125,10 +126,14 @@ pub(super) const LEAST_ROWS: u32 = 2;
 
 /// A compiled prefill kernel.
 pub struct Prefill {
+    kernel: PrefillKernel,
+    head_dim: usize,
     function: Function,
     block: Block,
     /// On Hopper: the kernels before and after it.
     hopper: Option<HopperKernels>,
+    /// The form that adds attention sinks.
+    with_sinks: OnceLock<Function>,
 }
 
 shared_struct! {
@@ -142,6 +147,7 @@ shared_struct! {
         kv_heads: u32,
         least_rows: u32,
         scale: f32,
+        sinks: Sinks,
     }
 }
 
@@ -157,17 +163,31 @@ impl Prefill {
             return Ok(None);
         };
         let block = kernel.block(head_dim);
-        let defines = vec![("HEAD_DIM", head_dim)];
-        let (source, name) = match kernel {
-            PrefillKernel::Hopper => (&ATTENTION_PREFILL_HOPPER, c"attention_prefill_hopper"),
-            PrefillKernel::Ampere => (&ATTENTION_PREFILL, c"attention_prefill"),
-        };
-        let function = kernels.function(source, &defines, name, block.shared)?;
+        let function = Self::function(kernels, kernel, head_dim, false)?;
         let hopper = match kernel {
             PrefillKernel::Hopper => Some(HopperKernels::new(kernels, head_dim, mode)?),
             PrefillKernel::Ampere => None,
         };
-        Ok(Some(Self { function, block, hopper }))
+        Ok(Some(Self { kernel, head_dim, function, block, hopper, with_sinks: OnceLock::new() }))
+    }
+
+    fn function(kernels: &Kernels, kernel: PrefillKernel, head_dim: usize, sinks: bool) -> Result<Function> {
+        let (source, name) = match kernel {
+            PrefillKernel::Hopper => (&ATTENTION_PREFILL_HOPPER, c"attention_prefill_hopper"),
+            PrefillKernel::Ampere => (&ATTENTION_PREFILL, c"attention_prefill"),
+        };
+        kernels.function(source, &prefill_defines(head_dim, sinks), name, kernel.block(head_dim).shared)
+    }
+
+    /// Compiles the form that adds attention sinks, once.
+    pub fn prepare_sinks(&self, kernels: &Kernels) -> Result<()> {
+        if self.with_sinks.get().is_none() {
+            if let Some(hopper) = &self.hopper {
+                hopper.prepare_sinks(kernels, self.head_dim)?;
+            }
+            let _ = self.with_sinks.set(Self::function(kernels, self.kernel, self.head_dim, true)?);
+        }
+        Ok(())
     }
 
     /// Attention of the sequences of a layer that bring at least two rows.
@@ -180,9 +200,10 @@ impl Prefill {
         call: &LayerCall<'_>,
         memory: &mut HopperMemory,
     ) -> Result<()> {
+        let function = call.sinks.form(self.function, &self.with_sinks)?;
         if let Some(hopper) = &self.hopper {
             // SAFETY: the caller's promise.
-            return unsafe { hopper.attend(device, call, self.function, &self.block, memory) };
+            return unsafe { hopper.attend(device, call, function, &self.block, memory) };
         }
         let shape = call.pages.shape();
         let params = PrefillParams {
@@ -195,9 +216,10 @@ impl Prefill {
             kv_heads: shape.kv_heads as u32,
             least_rows: LEAST_ROWS,
             scale: shape.scale,
+            sinks: call.sinks,
         };
         // SAFETY: the caller's promise.
-        unsafe { device.launch(self.function, self.block.launch(call, shape.kv_heads), params) }
+        unsafe { device.launch(function, self.block.launch(call, shape.kv_heads), params) }
     }
 }
 

@@ -1,6 +1,6 @@
 //! `attention_simple.cu`: a kernel for any row, over codes or over dequantized history.
 
-use super::LayerCall;
+use super::{LayerCall, Sinks};
 use crate::device::{Device, Function, LaunchShape};
 use crate::error::Result;
 use crate::kernels::Kernels;
@@ -25,6 +25,7 @@ shared_struct! {
         key_unit: u32,
         value_recent: u32,
         value_unit: u32,
+        sinks: Sinks,
     }
 }
 
@@ -52,6 +53,7 @@ pub unsafe fn launch(device: &Device, function: Function, call: &LayerCall<'_>) 
         key_unit: window(key.unit),
         value_recent: window(value.recent),
         value_unit: window(value.unit),
+        sinks: call.sinks,
     };
     let grid = LaunchShape::grid2(call.summary.rows, shape.query_heads, 256).overlapping();
     // SAFETY: the caller's promise.

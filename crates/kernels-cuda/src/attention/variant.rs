@@ -23,6 +23,8 @@ pub struct Variant {
     /// Whether it also does the work of `append`: it makes queries, and the new token's key and
     /// value, from projections.
     pub fused: bool,
+    /// Whether the layer has attention sinks; not together with `fused`.
+    pub sinks: bool,
 }
 
 impl Variant {
@@ -42,8 +44,15 @@ impl Variant {
             _ => 4,
         };
         let split_query = if head_dim == 128 && group <= 8 { group.div_ceil(4) } else { 0 };
-        let mut variant =
-            Self { head_dim, query_tiles, warps, stages: *STAGES.end(), split_query, fused: false };
+        let mut variant = Self {
+            head_dim,
+            query_tiles,
+            warps,
+            stages: *STAGES.end(),
+            split_query,
+            fused: false,
+            sinks: false,
+        };
         while variant.shared_bytes() > shared_memory {
             if variant.stages > *STAGES.start() {
                 variant.stages -= 1;
@@ -73,7 +82,7 @@ impl Variant {
     /// memory.
     pub fn fused(self, shared_memory: usize) -> Option<Self> {
         let variant = Self { fused: true, ..self };
-        let takes = self.query_tiles == 1 && self.head_dim <= 128 && self.warps >= 10;
+        let takes = !self.sinks && self.query_tiles == 1 && self.head_dim <= 128 && self.warps >= 10;
         (takes && variant.shared_bytes() <= shared_memory).then_some(variant)
     }
 
@@ -97,7 +106,7 @@ impl Variant {
     }
 
     pub fn defines(&self) -> Defines {
-        vec![
+        let mut defines = vec![
             ("HEAD_DIM", self.head_dim),
             ("QUERY_TILES", self.query_tiles),
             ("WARPS", self.warps),
@@ -106,7 +115,9 @@ impl Variant {
             ("FROM_PROJECTIONS", usize::from(self.fused)),
             ("BLOCKS", 1),
             ("SHARED_BYTES", self.shared_bytes()),
-        ]
+        ];
+        defines.extend(self.sinks.then_some(("SINKS", 1)));
+        defines
     }
 
     /// Every variant that a GPU with this much shared memory per block may need.
@@ -114,7 +125,8 @@ impl Variant {
         HEAD_DIMS.into_iter().flat_map(move |d| {
             let fitting = move |g| Self::fitting(d, g, shared_memory).ok();
             let plain = [4, 8, 16].into_iter().filter_map(fitting);
-            plain.flat_map(move |v| [Some(v), v.fused(shared_memory)].into_iter().flatten())
+            let sinks = |v| Some(Self { sinks: true, ..v });
+            plain.flat_map(move |v| [Some(v), v.fused(shared_memory), sinks(v)].into_iter().flatten())
         })
     }
 }

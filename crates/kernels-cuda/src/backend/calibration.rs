@@ -68,7 +68,7 @@ impl Calibrates for CudaBackend {
             })
             .collect();
         let last = pages.iter().map(|page| page.from.max(page.to)).max().unwrap_or(0);
-        pool.ensure(last as usize + 1, 0)?;
+        pool.ensure(last as usize + 1, 0, 0)?;
         let mut words: Vec<u32> = bytemuck::cast_slice(&heads).to_vec();
         words.extend_from_slice(bytemuck::cast_slice(&pages));
         let function = self.kernels.function(&DEMOTE, &vec![("HEAD_DIM", d)], c"recode", 0)?;

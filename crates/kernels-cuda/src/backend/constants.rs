@@ -44,6 +44,8 @@ pub struct CudaRotation {
     pub(super) head_dim: usize,
     pub(super) matrices: Buffer,
     pub(super) means: Option<Buffer>,
+    /// The means in the cache's basis.
+    pub(super) rotated_means: Option<Buffer>,
 }
 
 impl CudaRotation {
@@ -54,16 +56,30 @@ impl CudaRotation {
             let zero = vec![0.0; heads[0].key.head_dim()];
             let means: Vec<f32> =
                 heads.iter().flat_map(|h| h.key_mean.as_ref().unwrap_or(&zero).iter().copied()).collect();
-            device.upload_new(&means, "key means")
+            means
         });
+        let rotated = means.as_ref().map(|means| {
+            let d = heads[0].key.head_dim();
+            let of_head = |(head, mean): (&HeadRotations, &[f32])| rotated_mean(head.key.matrix(), mean);
+            heads.iter().zip(means.chunks_exact(d)).flat_map(of_head).collect::<Vec<f32>>()
+        });
+        let upload = |means: Vec<f32>| device.upload_new(&means, "key means");
         let (count, head_dim) = (heads.len(), heads.first().map_or(0, |h| h.key.head_dim()));
         Ok(Self {
             heads: count,
             head_dim,
             matrices: device.upload_new(&matrices, "key rotations")?,
-            means: means.transpose()?,
+            means: means.map(upload).transpose()?,
+            rotated_means: rotated.map(upload).transpose()?,
         })
     }
+}
+
+/// A mean as queries in the cache's basis meet it: with the rotation `[input][output]` of its head.
+fn rotated_mean(matrix: &[f32], mean: &[f32]) -> Vec<f32> {
+    let d = mean.len();
+    let output = |j: usize| (0..d).map(|i| f64::from(mean[i]) * f64::from(matrix[i * d + j])).sum::<f64>();
+    (0..d).map(|j| output(j) as f32).collect()
 }
 
 /// A matrix `[input][output]` in the order of `heads.cuh`: steps of 16 inputs, tiles of 8 outputs,

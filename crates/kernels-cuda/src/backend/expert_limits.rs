@@ -1,7 +1,7 @@
 //! Which mixtures of experts have kernels.
 
 use crate::error::{CudaError, Result};
-use oscar_backend::{ExpertFormat, ExpertsShape, Feature, Gate, HostMatrix, WeightFormat};
+use oscar_backend::{ExpertsShape, Feature, Gate, HostMatrix, WeightFormat};
 
 // Limits of `experts.cu`.
 const MOST_EXPERTS: usize = 256;
@@ -17,22 +17,34 @@ pub(super) fn unreleased() -> CudaError {
     )
 }
 
-/// Refuses a layer without kernels. Returns the format of its weights.
-pub(super) fn check(shape: &ExpertsShape<'_>) -> Result<WeightFormat> {
+/// The kernels of a layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Form {
+    /// The format in which they read weights.
+    pub weights: WeightFormat,
+    /// Whether they take biases and gates other than silu.
+    pub general: bool,
+}
+
+/// Refuses a layer without kernels.
+pub(super) fn check(shape: &ExpertsShape<'_>) -> Result<Form> {
     let ExpertsShape { experts, hidden, width, format, rule, .. } = *shape;
-    if shape.gate != Gate::Silu {
-        return Err(CudaError::lacks(Feature::OtherGates));
-    }
-    if shape.router_bias.is_some() {
-        return Err(CudaError::lacks(Feature::ExpertBiases));
-    }
     if rule.groups.is_some() {
         return Err(CudaError::lacks(Feature::ExpertGroups));
     }
-    let Some(weights) = format.weights() else {
-        return Err(CudaError::Unsupported("MXFP4 experts are computed with --device cpu only".into()));
-    };
-    let chunk = if format == ExpertFormat::Bf16 { 32 } else { 64 };
+    if shape.shared_gate.is_some() {
+        return Err(CudaError::lacks(Feature::SharedExpertGate));
+    }
+    // MXFP4 is expanded on arrival.
+    let weights = format.weights().unwrap_or(WeightFormat::Bf16);
+    let general = shape.gate != Gate::Silu || shape.router_bias.is_some();
+    if general && shape.shared_width > 0 {
+        return Err(CudaError::Unsupported(format!(
+            "shared experts beside experts with biases or {:?} gates are computed with --device cpu only",
+            shape.gate
+        )));
+    }
+    let chunk = if weights == WeightFormat::Bf16 { 32 } else { 64 };
     let fits = hidden.is_multiple_of(chunk) && width.is_multiple_of(chunk);
     if !fits || experts > MOST_EXPERTS || rule.chosen > MOST_CHOSEN {
         return Err(CudaError::Unsupported(format!(
@@ -41,13 +53,19 @@ pub(super) fn check(shape: &ExpertsShape<'_>) -> Result<WeightFormat> {
             rule.chosen
         )));
     }
-    Ok(weights)
+    Ok(Form { weights, general })
 }
 
-/// Refuses an expert with biases.
-pub(super) fn check_parts(parts: &[HostMatrix<'_>; 3]) -> Result<()> {
-    match parts.iter().any(|part| part.bias.is_some()) {
-        true => Err(CudaError::lacks(Feature::ExpertBiases)),
-        false => Ok(()),
+/// Refuses biases of an expert whose layer's kernels take none, or of wrong lengths.
+pub(super) fn check_parts(parts: &[HostMatrix<'_>; 3], general: bool) -> Result<()> {
+    if !general && parts.iter().any(|part| part.bias.is_some()) {
+        return Err(CudaError::lacks(Feature::ExpertBiases));
+    }
+    match parts.iter().find(|part| part.bias.is_some_and(|bias| bias.len() != part.outputs)) {
+        Some(part) => {
+            let detail = format!("{:?} biases for {} outputs", part.bias.map(<[f32]>::len), part.outputs);
+            Err(CudaError::Shape { what: "an expert", detail })
+        }
+        None => Ok(()),
     }
 }

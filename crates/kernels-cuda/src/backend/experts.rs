@@ -1,18 +1,19 @@
 //! Mixtures of experts: `experts.cu`, their weights on the device and the launches of a layer.
 
 use super::constants::CudaVector;
+use super::expert_limits::{self, Form};
 use super::experts_grouped::{GroupedKernels, Tiling};
 use super::experts_single::SingleKernels;
-use super::launches::{RandomPagesParams, RandomParams};
+use super::prepare_heads::PrepareHeadsParams;
 use super::rows::{CudaRows, grow};
-use super::{CudaBackend, State, expert_limits};
+use super::{CudaBackend, State};
 use crate::device::{Device, Function, LaunchShape};
 use crate::error::{CudaError, Result};
-use crate::gemm::{CudaMatrix, WORD_CODES, arrange, convert, random_scale};
+use crate::gemm::{CudaMatrix, WORD_CODES, arrange, convert};
 use crate::kernels::Kernels;
 use crate::layout::{Layout, shared_struct};
 use crate::memory::{Buffer, DevicePtr};
-use crate::sources::{EXPERTS, PREPARE_HEADS, weight_defines};
+use crate::sources::{EXPERTS, expert_defines};
 use crate::staging::Staging;
 use half::bf16;
 use oscar_backend::{
@@ -55,23 +56,10 @@ shared_struct! {
         rounded: u32,
         tile_rows: u32,
         stages: u32,
-    }
-}
-
-shared_struct! {
-    pub(super) struct PrepareHeadsParams {
-        pub qkv: DevicePtr<f32>,
-        pub positions: DevicePtr<u32>,
-        pub query_norm: Option<DevicePtr<f32>>,
-        pub key_norm: Option<DevicePtr<f32>>,
-        pub cosines: DevicePtr<f32>,
-        pub sines: DevicePtr<f32>,
-        pub query_heads: u32,
-        pub kv_heads: u32,
-        pub head_dim: u32,
-        pub half: u32,
-        pub all_heads: u32,
-        pub eps: f32,
+        gate: u32,
+        router_bias: Option<DevicePtr<f32>>,
+        gate_up_bias: Option<DevicePtr<f32>>,
+        down_bias: Option<DevicePtr<f32>>,
     }
 }
 
@@ -96,8 +84,8 @@ struct ExpertKernels {
 }
 
 impl ExpertKernels {
-    fn new(device: &Device, kernels: &Kernels, format: WeightFormat) -> Result<Self> {
-        let defines = weight_defines(format);
+    fn new(device: &Device, kernels: &Kernels, form: Form) -> Result<Self> {
+        let defines = expert_defines(form.weights, form.general);
         let function = |name: &'static CStr| kernels.function(&EXPERTS, &defines, name, 0);
         Ok(Self {
             route: function(c"experts_route")?,
@@ -106,8 +94,8 @@ impl ExpertKernels {
             gate_many: function(c"experts_gate_many")?,
             down_tiles: function(c"experts_down_tiles")?,
             sum: function(c"experts_sum")?,
-            grouped: GroupedKernels::new(device, kernels, format)?,
-            single: SingleKernels::new(device, kernels, format)?,
+            grouped: GroupedKernels::new(device, kernels, form)?,
+            single: SingleKernels::new(device, kernels, form)?,
         })
     }
 
@@ -120,9 +108,11 @@ impl ExpertKernels {
 }
 
 /// Codes or BF16 weights of all experts, one after the other, and their scales.
-struct Stack {
-    weights: Buffer,
-    scales: Option<Buffer>,
+pub(super) struct Stack {
+    pub weights: Buffer,
+    pub scales: Option<Buffer>,
+    /// A number for each output, in layers whose kernels take biases.
+    biases: Option<Buffer>,
 }
 
 /// The experts of one layer and their router, on the device.
@@ -133,15 +123,18 @@ pub struct CudaExperts {
     width: usize,
     shared_width: usize,
     rule: RouterRule,
+    gate: Gate,
+    general: bool,
     format: ExpertFormat,
     router: Buffer,
     correction: Option<Buffer>,
+    router_bias: Option<Buffer>,
     /// `[expert][gate, up][width][hidden]`.
-    gate_up: Stack,
+    pub(super) gate_up: Stack,
     /// `[expert][hidden][width]`.
-    down: Stack,
+    pub(super) down: Stack,
     /// Gate and up, and down, of the shared expert.
-    shared: Option<(CudaMatrix, CudaMatrix)>,
+    pub(super) shared: Option<(CudaMatrix, CudaMatrix)>,
 }
 
 /// Memory that all layers share.
@@ -163,8 +156,8 @@ pub(super) struct ExpertsMemory {
 impl CudaExperts {
     pub(super) fn new(device: &Device, kernels: &Kernels, shape: &ExpertsShape<'_>) -> Result<Self> {
         let ExpertsShape { experts, hidden, width, shared_width, format, rule, .. } = *shape;
-        let weights = expert_limits::check(shape)?;
-        let element = if format == ExpertFormat::Bf16 { 2 } else { 1 };
+        let form = expert_limits::check(shape)?;
+        let element = if form.weights == WeightFormat::Bf16 { 2 } else { 1 };
         let grid = match format {
             ExpertFormat::Bf16 | ExpertFormat::Mxfp4 => None,
             ExpertFormat::Fp8Blocks => Some(ScaleGrid::Blocks),
@@ -178,18 +171,28 @@ impl CudaExperts {
                 scales: grid
                     .map(|grid| device.alloc(4 * count(grid), "the scales of experts"))
                     .transpose()?,
+                // Zero where an expert has none.
+                biases: form
+                    .general
+                    .then(|| {
+                        device.upload_new(&vec![0f32; experts * matrices * outputs], "the biases of experts")
+                    })
+                    .transpose()?,
             })
         };
         Ok(Self {
-            kernels: ExpertKernels::new(device, kernels, weights)?,
+            kernels: ExpertKernels::new(device, kernels, form)?,
             experts,
             hidden,
             width,
             shared_width,
             rule,
+            gate: shape.gate,
+            general: form.general,
             format,
             router: device.upload_new(shape.router, "a router")?,
             correction: shape.correction.map(|c| device.upload_new(c, "a router")).transpose()?,
+            router_bias: shape.router_bias.map(|b| device.upload_new(b, "a router")).transpose()?,
             gate_up: stack(2, width, hidden)?,
             down: stack(1, hidden, width)?,
             shared: None,
@@ -198,15 +201,19 @@ impl CudaExperts {
 
     /// Bytes of one routed expert, and of the router and the shared expert.
     pub(super) fn bytes(&self) -> (usize, usize) {
-        let of = |stack: &Stack| stack.weights.bytes() + stack.scales.as_ref().map_or(0, Buffer::bytes);
+        let beside = |buffer: &Option<Buffer>| buffer.as_ref().map_or(0, Buffer::bytes);
+        let of = |stack: &Stack| stack.weights.bytes() + beside(&stack.scales) + beside(&stack.biases);
         let shared = self.shared.as_ref().map_or(0, |(gate_up, down)| gate_up.bytes() + down.bytes());
         ((of(&self.gate_up) + of(&self.down)) / self.experts, self.router.bytes() + shared)
     }
 
     /// Stores one matrix as the `index`-th of a stack.
     fn store(&self, staging: &Staging, stack: &Stack, index: usize, matrix: &HostMatrix<'_>) -> Result<()> {
-        let HostMatrix { outputs, inputs, values, .. } = *matrix;
+        let HostMatrix { outputs, inputs, values, bias } = *matrix;
         let count = outputs * inputs;
+        if let (Some(bias), Some(biases)) = (bias, &stack.biases) {
+            staging.send_plain(bias, biases.slice::<f32>().part(index * outputs..(index + 1) * outputs)?)?;
+        }
         let refuse = |detail: String| Err(CudaError::Shape { what: "an expert", detail });
         let given = match values {
             HostValues::Bf16(v) => v.len(),
@@ -225,9 +232,15 @@ impl CudaExperts {
             (HostValues::F16(v), ExpertFormat::Bf16) => {
                 convert(staging, v, 1, place()?, |x| bf16::from_f32(x[0].to_f32()))
             }
-            (HostValues::F32(v), ExpertFormat::Bf16) => {
+            // Random weights of benchmarks are no codes.
+            (HostValues::F32(v), ExpertFormat::Bf16 | ExpertFormat::Mxfp4) => {
                 convert(staging, v, 1, place()?, |x| bf16::from_f32(x[0]))
             }
+            // Every number of MXFP4 is one of BF16.
+            (HostValues::Mxfp4(v), ExpertFormat::Mxfp4) => match v.expand(outputs, inputs) {
+                Ok(v) => convert(staging, &v, 1, place()?, |x| bf16::from_f32(x[0])),
+                Err(error) => refuse(error.to_string()),
+            },
             (HostValues::Fp8(v), ExpertFormat::Fp8Blocks | ExpertFormat::Fp8Channels) => {
                 if let Err(error) = v.check(outputs, inputs) {
                     return refuse(error.to_string());
@@ -261,7 +274,7 @@ impl CudaBackend {
             _ => return Err(CudaError::Shape { what: "an expert", detail: format!("{id:?}") }),
         };
         let shapes = parts.each_ref().map(|part| [part.outputs, part.inputs]);
-        expert_limits::check_parts(parts)?;
+        expert_limits::check_parts(parts, experts.general)?;
         if shapes != [[width, hidden], [width, hidden], [hidden, width]] {
             return Err(CudaError::Shape { what: "an expert", detail: format!("{shapes:?} of {width}") });
         }
@@ -312,38 +325,6 @@ impl CudaBackend {
             self.fp8_kernels()?;
         }
         Ok(uploaded)
-    }
-
-    /// Experts of random weights, made on the device.
-    pub(super) fn random_expert_weights(&self, shape: &ExpertsShape<'_>, seed: u64) -> Result<CudaExperts> {
-        let mut experts = CudaExperts::new(&self.device, &self.kernels, shape)?;
-        let fill = |stack: &Stack, inputs: usize, seed: u64| -> Result<()> {
-            let bytes = stack.weights.bytes() as u64;
-            match &stack.scales {
-                None => {
-                    let amplitude = oscar_backend::random_amplitude(inputs);
-                    let p = RandomParams { out: stack.weights.ptr(), count: bytes / 2, seed, amplitude };
-                    // SAFETY: the buffer has `count` elements.
-                    unsafe { self.launches.random(&self.kernels, p) }
-                }
-                Some(scales) => {
-                    self.device.upload(&vec![random_scale(inputs); scales.bytes() / 4], scales.slice())?;
-                    // Any bits are valid codes: one page of codes without parameters.
-                    let pages = stack.weights.ptr();
-                    let p = RandomPagesParams { pages, page_bytes: bytes, parameters: bytes, count: 1, seed };
-                    // SAFETY: the buffer is one page of this many bytes.
-                    unsafe { self.launches.random_pages(&self.kernels, p) }
-                }
-            }
-        };
-        fill(&experts.gate_up, shape.hidden, 3 * seed + 1)?;
-        fill(&experts.down, shape.width, 3 * seed + 2)?;
-        if shape.shared_width > 0 {
-            let (format, wide) = (shape.format.weights().unwrap_or(WeightFormat::Bf16), shape.shared_width);
-            let gate_up = self.random_weights(format, 2 * wide, shape.hidden, 5 * seed + 3)?;
-            experts.shared = Some((gate_up, self.random_weights(format, shape.hidden, wide, 5 * seed + 4)?));
-        }
-        Ok(experts)
     }
 
     /// `x += experts(norm(x))`.
@@ -436,6 +417,10 @@ impl CudaBackend {
             rounded: u32::from(rounded),
             tile_rows: tiling.rows as u32,
             stages: tiling.stages as u32,
+            gate: gate_number(experts.gate),
+            router_bias: experts.router_bias.as_ref().map(|b| b.ptr()),
+            gate_up_bias: experts.gate_up.biases.as_ref().map(|b| b.ptr()),
+            down_bias: experts.down.biases.as_ref().map(|b| b.ptr()),
         })
     }
 
@@ -466,14 +451,14 @@ impl CudaBackend {
             device.launch(kernels.sum, grid(rows, (hidden / 4).div_ceil(128), 128), p)
         }
     }
+}
 
-    /// # Safety
-    /// Rows, positions, norms and tables must have the sizes that the parameters say.
-    pub(super) unsafe fn launch_prepare_heads(&self, rows: usize, p: PrepareHeadsParams) -> Result<()> {
-        let function = self.kernels.function(&PREPARE_HEADS, &Vec::new(), c"prepare_heads", 0)?;
-        let shape = LaunchShape::grid2(rows, 2, 256).overlapping();
-        // SAFETY: the caller's promise.
-        unsafe { self.device.launch(function, shape, p) }
+/// The number of a gate in `gate.cuh`.
+fn gate_number(gate: Gate) -> u32 {
+    match gate {
+        Gate::Silu => 0,
+        Gate::GeluTanh => 1,
+        Gate::Clamped => 2,
     }
 }
 

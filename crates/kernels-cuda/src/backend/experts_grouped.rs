@@ -1,10 +1,11 @@
 //! Experts of many rows: the kernels of `experts_grouped.cu`.
 
+use super::expert_limits::Form;
 use super::experts::ExpertsParams;
 use crate::device::{Device, Function, LaunchShape};
 use crate::error::Result;
 use crate::kernels::Kernels;
-use crate::sources::{EXPERTS_GROUPED, weight_defines};
+use crate::sources::{EXPERTS_GROUPED, expert_defines};
 use oscar_backend::WeightFormat;
 use std::ffi::CStr;
 
@@ -61,8 +62,8 @@ pub(super) struct GroupedKernels {
 }
 
 impl GroupedKernels {
-    pub fn new(device: &Device, kernels: &Kernels, format: WeightFormat) -> Result<Self> {
-        let (defines, p) = (weight_defines(format), device.properties());
+    pub fn new(device: &Device, kernels: &Kernels, form: Form) -> Result<Self> {
+        let (defines, p) = (expert_defines(form.weights, form.general), device.properties());
         let shared_memory = p.shared_memory as usize;
         let function =
             |name: &'static CStr, shared| kernels.function(&EXPERTS_GROUPED, &defines, name, shared);
@@ -76,7 +77,7 @@ impl GroupedKernels {
                 function(c"experts_grouped_down_few", shared_memory)?,
             ],
             sum: function(c"experts_grouped_sum", 0)?,
-            format,
+            format: form.weights,
             shared_memory,
             blocks: p.multiprocessors as usize,
         })

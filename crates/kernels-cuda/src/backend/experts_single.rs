@@ -1,11 +1,11 @@
 //! Experts of a single row: the kernels of `experts_single.cu`.
 
+use super::expert_limits::Form;
 use super::experts::ExpertsParams;
 use crate::device::{Device, Function, LaunchShape};
 use crate::error::Result;
 use crate::kernels::Kernels;
-use crate::sources::{EXPERTS_SINGLE, weight_defines};
-use oscar_backend::WeightFormat;
+use crate::sources::{EXPERTS_SINGLE, expert_defines};
 use std::ffi::CStr;
 
 // Sizes of `experts_single.cu`.
@@ -26,8 +26,8 @@ pub(super) struct SingleKernels {
 }
 
 impl SingleKernels {
-    pub fn new(device: &Device, kernels: &Kernels, format: WeightFormat) -> Result<Self> {
-        let (defines, p) = (weight_defines(format), device.properties());
+    pub fn new(device: &Device, kernels: &Kernels, form: Form) -> Result<Self> {
+        let (defines, p) = (expert_defines(form.weights, form.general), device.properties());
         // Static memory counts too.
         let shared_memory = p.shared_memory as usize - BESIDE;
         let function =

@@ -12,6 +12,7 @@ use crate::layout::{Layout, Shared, shared_struct};
 use crate::memory::DevicePtr;
 use crate::sources::{GRAM, PICK, RANDOM, ROWS, Source};
 use half::bf16;
+use oscar_backend::Gate;
 use std::ffi::CStr;
 
 /// Tokens that fit into the parameters of the launch that embeds them.
@@ -24,6 +25,7 @@ shared_struct! {
         pub tokens: Option<DevicePtr<u32>>,
         pub out: DevicePtr<f32>,
         pub width: u32,
+        pub scale: f32,
         pub few: [u32; EMBED_FEW],
     }
 }
@@ -34,6 +36,16 @@ shared_struct! {
         pub weight: DevicePtr<f32>,
         pub out: Option<DevicePtr<f32>>,
         pub rounded: Option<DevicePtr<bf16>>,
+        pub width: u32,
+        pub eps: f32,
+    }
+}
+
+shared_struct! {
+    pub struct AddNormParams {
+        pub x: DevicePtr<f32>,
+        pub weight: DevicePtr<f32>,
+        pub out: DevicePtr<f32>,
         pub width: u32,
         pub eps: f32,
     }
@@ -149,6 +161,7 @@ shared_struct! {
 pub const LAYOUTS: &[Layout] = &[
     EmbedParams::LAYOUT,
     RmsNormParams::LAYOUT,
+    AddNormParams::LAYOUT,
     SwigluParams::LAYOUT,
     SelectParams::LAYOUT,
     RoundParams::LAYOUT,
@@ -166,7 +179,9 @@ pub struct Launches {
     device: Device,
     embed: Function,
     rms_norm: Function,
-    swiglu: Function,
+    add_rms_norm: Function,
+    /// By [`Gate`]: silu, GELU, clamped.
+    gates: [Function; 3],
     select: Function,
     round: Function,
     bias: Function,
@@ -183,7 +198,8 @@ impl Launches {
             device: device.clone(),
             embed: rows(c"embed")?,
             rms_norm: rows(c"rms_norm")?,
-            swiglu: rows(c"swiglu")?,
+            add_rms_norm: rows(c"add_rms_norm")?,
+            gates: [rows(c"swiglu")?, rows(c"gelu_tanh_rows")?, rows(c"clamped_rows")?],
             select: rows(c"select_rows")?,
             round: rows(c"round_to_bf16")?,
             bias: rows(c"add_bias")?,
@@ -233,16 +249,30 @@ impl Launches {
 
     /// # Safety
     /// See the module.
-    pub unsafe fn swiglu(&self, p: SwigluParams) -> Result<()> {
+    pub unsafe fn add_rms_norm(&self, rows: usize, p: AddNormParams) -> Result<()> {
+        let threads = (p.width / 8).next_multiple_of(32).clamp(64, 1024);
+        // SAFETY: the caller's promise.
+        unsafe { self.launch(self.add_rms_norm, LaunchShape::new(rows, threads).overlapping(), p) }
+    }
+
+    /// # Safety
+    /// See the module.
+    pub unsafe fn gate(&self, gate: Gate, p: SwigluParams) -> Result<()> {
         const THREADS: u32 = 256;
         if !p.width.is_multiple_of(4) {
             let detail = format!("rows of {} elements: a multiple of 4 is needed", p.width);
             return Err(CudaError::Shape { what: "a gate", detail });
         }
+        let [silu, gelu_tanh, clamped] = self.gates;
+        let function = match gate {
+            Gate::Silu => silu,
+            Gate::GeluTanh => gelu_tanh,
+            Gate::Clamped => clamped,
+        };
         // Two blocks for a row, so that a thread has a few independent loads.
         let blocks = (p.rows as usize).min(1 << 16);
         // SAFETY: the caller's promise.
-        unsafe { self.launch(self.swiglu, LaunchShape::grid2(blocks, 2, THREADS).overlapping(), p) }
+        unsafe { self.launch(function, LaunchShape::grid2(blocks, 2, THREADS).overlapping(), p) }
     }
 
     /// # Safety

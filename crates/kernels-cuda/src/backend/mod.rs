@@ -9,10 +9,12 @@ mod experts_single;
 mod host_rows;
 mod launches;
 mod picks;
+mod prepare_heads;
 mod products;
 mod random;
 mod rows;
 mod sizing;
+mod sliding;
 mod step;
 mod tapped;
 mod unreleased;
@@ -90,6 +92,10 @@ struct State {
     /// Rows between a norm and a product, and between a product and a gate.
     normed: CudaRows,
     gate_up: CudaRows,
+    /// Rows between a product and the norm of its result.
+    result: CudaRows,
+    /// Attention sinks by row.
+    sinks: Option<Buffer>,
     /// Rows on their way to the host.
     selected: CudaRows,
     /// BF16 copies of activations, and the remainders of their rounding.
@@ -155,6 +161,8 @@ impl CudaBackend {
             queries: CudaRows::default(),
             normed: CudaRows::default(),
             gate_up: CudaRows::default(),
+            result: CudaRows::default(),
+            sinks: None,
             selected: CudaRows::default(),
             high: None,
             low: None,
@@ -286,8 +294,8 @@ impl Backend for CudaBackend {
         true
     }
 
-    fn computes(&self, _: Feature) -> bool {
-        false
+    fn computes(&self, feature: Feature) -> bool {
+        self.unreleased.families && unreleased::FAMILIES.contains(&feature)
     }
 
     fn prefill_chunk(&self, heads: &HeadShape) -> usize {

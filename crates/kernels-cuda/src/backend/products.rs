@@ -1,14 +1,14 @@
 //! Matrix products: which kernels a product runs.
 
 use super::constants::CudaVector;
-use super::launches::{BiasParams, RmsNormParams, RoundParams, SwigluParams};
+use super::launches::{AddNormParams, BiasParams, RmsNormParams, RoundParams, SwigluParams};
 use super::rows::{CudaRows, grow};
 use super::{CudaBackend, State};
 use crate::error::{CudaError, Result};
 use crate::gemm::{CudaMatrix, Fp8Kernels, Product as Gemm, Skinny, SkinnyProduct, Sums};
 use crate::memory::{Buffer, DeviceSlice};
 use half::bf16;
-use oscar_backend::{Feature, Gate, Output, Product, WeightFormat};
+use oscar_backend::{Gate, Output, Product, WeightFormat};
 
 impl CudaBackend {
     /// Norm, product and gate: in one launch if there are few rows, otherwise one after the other.
@@ -19,15 +19,15 @@ impl CudaBackend {
         x: &CudaRows,
         out: &mut CudaRows,
     ) -> Result<()> {
-        let Product { weight, norm, output, result_norm } = product;
-        if result_norm.is_some() {
-            return Err(CudaError::lacks(Feature::ResultNorm));
+        if let Some((result_norm, eps)) = product.result_norm {
+            return self.product_with_norm(state, product, (result_norm, eps), x, out);
         }
-        let gated = match output {
-            Output::Gated(Gate::Silu) => true,
-            Output::Gated(_) => return Err(CudaError::lacks(Feature::OtherGates)),
-            _ => false,
+        let Product { weight, norm, output, .. } = product;
+        let gate = match output {
+            Output::Gated(gate) => Some(gate),
+            _ => None,
         };
+        let gated = gate.is_some();
         let rows = x.count();
         let outputs = if gated { 2 * out.width() } else { out.width() };
         let fits = norm.is_none_or(|(norm, _)| norm.len == x.width())
@@ -39,23 +39,23 @@ impl CudaBackend {
         }
         // The norm before the output head has its own launch: fusing it was not tried.
         let fuses = norm.is_none() || matches!(output, Output::Replace | Output::Gated(_));
-        let gates = !gated || Skinny::gates(weight);
+        let gates = gate.is_none_or(|gate| gate == Gate::Silu && Skinny::gates(weight));
         if rows > 0 && x.values().is_some() && Skinny::takes(weight, rows) && fuses && gates {
             return self.skinny_product(weight, norm, x, out, output);
         }
-        match norm {
-            None if gated => {
+        match (norm, gate) {
+            (None, Some(gate)) => {
                 let mut gate_up = std::mem::take(&mut state.gate_up);
                 // The gated rows of a prompt are rounded anyway. A bias is added in f32.
                 let rounds = Self::rounds(rows) && weight.bias.is_none();
                 let done = self
                     .linear(state, weight, x, gate_up.set_width(outputs), Output::Replace, rounds)
-                    .and_then(|()| self.swiglu(&gate_up, out));
+                    .and_then(|()| self.gate(gate, &gate_up, out));
                 state.gate_up = gate_up;
                 done
             }
-            None => self.linear(state, weight, x, out, output, false),
-            Some((norm, eps)) => {
+            (None, None) => self.linear(state, weight, x, out, output, false),
+            (Some((norm, eps)), _) => {
                 let mut normed = std::mem::take(&mut state.normed);
                 // Only the head multiplies more than the rounded rows of a prompt.
                 let values = !Self::rounds(rows) || output == Output::Logits;
@@ -66,6 +66,41 @@ impl CudaBackend {
                 done
             }
         }
+    }
+
+    /// `out += norm(product)`: the product has rows of its own.
+    fn product_with_norm(
+        &self,
+        state: &mut State,
+        product: Product<'_, Self>,
+        (norm, eps): (&CudaVector, f32),
+        x: &CudaRows,
+        out: &mut CudaRows,
+    ) -> Result<()> {
+        let (rows, width) = (x.count(), out.width());
+        if product.output != Output::Add || out.count() != rows || norm.len != width {
+            let detail = format!("{rows} rows, a norm of {} for {} rows of {width}", norm.len, out.count());
+            return Err(CudaError::Shape { what: "a product with a norm of its result", detail });
+        }
+        let mut result = std::mem::take(&mut state.result);
+        let inner = Product { output: Output::Replace, result_norm: None, ..product };
+        let done = self.product(state, inner, x, result.set_width(width)).and_then(|()| {
+            if rows == 0 {
+                return Ok(());
+            }
+            out.drop_rounded();
+            let p = AddNormParams {
+                x: result.held_values("a product's result")?.ptr(),
+                weight: norm.values.ptr(),
+                out: out.held_values("a residual")?.ptr(),
+                width: width as u32,
+                eps,
+            };
+            // SAFETY: both have `rows` rows of `width`, and the norm has as many weights (checked).
+            unsafe { self.launches.add_rms_norm(rows, p) }
+        });
+        state.result = result;
+        done
     }
 
     /// A product of few rows in one launch, with the norm before it and the gate behind it.
@@ -197,8 +232,8 @@ impl CudaBackend {
         unsafe { self.launches.rms_norm(x.count(), p) }
     }
 
-    /// Rows of `gate_up` are `[gate | up]`; `out ← silu(gate) · up`.
-    pub(super) fn swiglu(&self, gate_up: &CudaRows, out: &mut CudaRows) -> Result<()> {
+    /// Rows of `gate_up` are `[gate | up]`; `out` gets what the gate makes of both.
+    pub(super) fn gate(&self, gate: Gate, gate_up: &CudaRows, out: &mut CudaRows) -> Result<()> {
         if gate_up.width() != 2 * out.width() {
             let detail = format!("{} for rows of {}", gate_up.width(), out.width());
             return Err(CudaError::Shape { what: "a gate", detail });
@@ -221,7 +256,7 @@ impl CudaBackend {
         }
         // SAFETY: `gate_up` has `rows` rows of 2 · `width` in one of its forms (checked), `out` as many
         // of `width`.
-        unsafe { self.launches.swiglu(p) }
+        unsafe { self.launches.gate(gate, p) }
     }
 
     /// The kernels for few rows and this matrix.

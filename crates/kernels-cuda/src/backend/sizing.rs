@@ -39,11 +39,12 @@ pub fn step_memory(gpu: &Properties, mode: AttentionMode, size: &StepSize) -> St
         + between(hidden)
         + between(2 * intermediate)
         + between(intermediate);
+    let result = if size.result_norms { f32s(rows, hidden) } else { 0 };
     let head = f32s(logits, hidden) + f32s(logits, vocab) + 2 * grown(2 * logits * hidden);
     let parts = if rows > 1 { grown(mode.partial_bytes(gpu, &size.heads)) } else { 0 };
     let expands = size.quantized && rows > 1;
     StepMemory {
-        activations: layer + head + parts,
+        activations: layer + result + head + parts,
         expanded_pages: match expands {
             true => grown(mode.expanded_bytes(gpu, &size.heads, context)),
             false => 0,

@@ -1,13 +1,12 @@
 //! One step on the GPU.
 
-use super::experts::PrepareHeadsParams;
 use super::launches::{EMBED_FEW, EmbedParams, SelectParams};
 use super::tapped::CudaTapped;
 use super::{CudaBackend, CudaExperts, CudaRows, CudaVector, Index, State};
 use crate::attention::append::{HeadConstants, Projections};
 use crate::attention::decode::Queries;
 use crate::attention::demote::Scope;
-use crate::attention::{LayerCall, Path};
+use crate::attention::{LayerCall, Path, Sinks};
 use crate::error::{CudaError, Result};
 use crate::gemm::CudaMatrix;
 use crate::nccl::NcclRank;
@@ -15,8 +14,8 @@ use crate::pages::CudaPages;
 use crate::step::{StepSummary, StepTables};
 use crate::storage::Storage;
 use oscar_backend::{
-    Candidate, DeltaStep, Feature, LayerHeads, Pick, Product, Result as BackendResult, SequenceRows, Step,
-    Tap, TappedRows, WeightFormat,
+    Candidate, DeltaStep, Gate, LayerHeads, Pick, Product, Result as BackendResult, SequenceRows, Step, Tap,
+    TappedRows, WeightFormat,
 };
 use std::sync::MutexGuard;
 use std::time::Instant;
@@ -29,17 +28,19 @@ use std::time::Instant;
 /// them.
 pub struct CudaStep<'s> {
     pub(super) backend: &'s CudaBackend,
-    state: MutexGuard<'s, State>,
+    pub(super) state: MutexGuard<'s, State>,
     sequences: &'s [SequenceRows<'s>],
-    pool: &'s mut CudaPages,
-    planned: Option<Planned>,
+    pub(super) pool: &'s mut CudaPages,
+    pub(super) planned: Option<Planned>,
 }
 
 /// The part of a step that all its layers share.
-struct Planned {
-    tables: StepTables,
-    summary: StepSummary,
-    path: Path,
+pub(super) struct Planned {
+    pub tables: StepTables,
+    /// Tables for sliding layers.
+    pub sliding: Option<StepTables>,
+    pub summary: StepSummary,
+    pub path: Path,
 }
 
 impl Drop for CudaStep<'_> {
@@ -75,7 +76,7 @@ impl<'s> CudaStep<'s> {
         // ends.
         let planned = planner.plan(device, transfers, pool, sequences)?;
         let summary = planned.summary;
-        pool.ensure(summary.full_pages, summary.coded_pages)?;
+        pool.ensure(summary.full_pages, summary.coded_pages, summary.sliding_pages)?;
         let path = pool.kernels().choose(device, &summary, pool.layout(), tapped);
         // Dequantized history goes through the host in the middle of a step, so there is no graph.
         let whole = pool.storage() != Storage::Dequantized;
@@ -99,13 +100,17 @@ impl<'s> CudaStep<'s> {
             unsafe { LayerCall::plan(device, decode, &planned.tables, pool, fused, summary.views) }?;
         }
         device.count_launches_from_here();
-        self.planned = Some(Planned { tables: planned.tables, summary, path });
+        self.planned = Some(Planned { tables: planned.tables, sliding: planned.sliding, summary, path });
         Ok(())
     }
 
     /// The rows of one layer and the constants of its heads, checked against the step and the
     /// cache.
-    fn projections(&self, heads: &LayerHeads<'_, CudaBackend>, qkv: &CudaRows) -> Result<Projections> {
+    pub(super) fn projections(
+        &self,
+        heads: &LayerHeads<'_, CudaBackend>,
+        qkv: &CudaRows,
+    ) -> Result<Projections> {
         let (shape, layout) = (self.pool.shape(), self.pool.layout());
         let d = shape.head_dim;
         let width = (shape.query_heads + 2 * shape.kv_heads) * d;
@@ -150,50 +155,6 @@ impl<'s> CudaStep<'s> {
         Ok(Projections { rows: qkv.held_values("the heads of a layer")?.ptr(), constants })
     }
 
-    fn norms_each_head(&self, (q, k): (&CudaVector, &CudaVector)) -> bool {
-        let d = self.pool.shape().head_dim;
-        q.len == d && k.len == d
-    }
-
-    fn norms_all_heads(&self, (q, k): (&CudaVector, &CudaVector)) -> bool {
-        let shape = self.pool.shape();
-        (q.len, k.len) == (shape.query_heads * shape.head_dim, shape.kv_heads * shape.head_dim)
-    }
-
-    /// Whether QK-norm and RoPE have a launch of their own: the kernels of attention norm each head
-    /// and turn whole heads.
-    fn needs_preparation(&self, heads: &LayerHeads<'_, CudaBackend>) -> bool {
-        let partial = heads.rope.rotary_dim != self.pool.shape().head_dim;
-        partial || heads.qk_norm.is_some_and(|norms| !self.norms_each_head(norms))
-    }
-
-    /// That launch. Called before `projections`, which then leaves both out.
-    fn prepare_heads(&self, heads: &LayerHeads<'_, CudaBackend>, qkv: &CudaRows) -> Result<()> {
-        let Some(Planned { tables, .. }) = &self.planned else { return Ok(()) };
-        if !self.needs_preparation(heads) || qkv.count() == 0 {
-            return Ok(());
-        }
-        // Checks the sizes.
-        self.projections(heads, qkv)?;
-        let shape = self.pool.shape();
-        let p = PrepareHeadsParams {
-            qkv: qkv.held_values("the heads of a layer")?.ptr(),
-            positions: tables.row_position,
-            query_norm: heads.qk_norm.map(|(q, _)| q.values.ptr()),
-            key_norm: heads.qk_norm.map(|(_, k)| k.values.ptr()),
-            cosines: heads.rope.cosines.ptr(),
-            sines: heads.rope.sines.ptr(),
-            query_heads: shape.query_heads as u32,
-            kv_heads: shape.kv_heads as u32,
-            head_dim: shape.head_dim as u32,
-            half: heads.rope.rotary_dim as u32 / 2,
-            all_heads: u32::from(heads.qk_norm.is_some_and(|norms| self.norms_all_heads(norms))),
-            eps: shape.rms_norm_eps,
-        };
-        // SAFETY: `projections` compared rows, norms and the table with the step and the cache.
-        unsafe { self.backend.launch_prepare_heads(qkv.count(), p) }
-    }
-
     /// The part of `attend` before attention, in a launch of its own. With `tapped`, `qkv` gets
     /// QK-norm and RoPE in place; otherwise it holds nothing of use afterwards.
     pub fn append(
@@ -208,17 +169,35 @@ impl<'s> CudaStep<'s> {
         let (shape, device) = (self.pool.shape(), &self.backend.device);
         queries.set_width(shape.query_heads * shape.head_dim).resize(device, qkv.count(), true, false)?;
         qkv.drop_rounded();
-        let Some(Planned { tables, .. }) = &self.planned else { return Ok(()) };
+        let Some(tables) = self.tables_of(heads.layer)? else { return Ok(()) };
         let append = &self.pool.kernels().append;
         let out = queries.held_values("queries")?.ptr();
         // SAFETY: `projections` were checked against the step and the cache; `queries` have as many
-        // rows; the tables are those of this step.
+        // rows; the tables are those of this step and of the layer's group.
         unsafe { append.launch(device, heads.layer, tables, self.pool, projections, out, tapped) }
     }
 
-    /// Quantizes the tiles that this layer has to.
+    /// The tables whose full pages are those of a layer's group; none before the step is planned.
+    pub(super) fn tables_of(&self, layer: usize) -> Result<Option<&StepTables>> {
+        let Some(Planned { tables, sliding, .. }) = &self.planned else { return Ok(None) };
+        match (self.pool.layout().slides(layer), sliding) {
+            (false, _) => Ok(Some(tables)),
+            (true, Some(sliding)) => Ok(Some(sliding)),
+            // Without sequences there are no pages.
+            (true, None) if tables.rows == 0 => Ok(None),
+            (true, None) => {
+                let detail = "a sliding layer in a step without sliding pages".into();
+                Err(CudaError::Shape { what: "a step", detail })
+            }
+        }
+    }
+
+    /// Quantizes the tiles that this layer has to. Sliding layers stay in BF16.
     fn demote(&mut self, layer: usize) -> Result<()> {
         let device = &self.backend.device;
+        if self.pool.layout().slides(layer) {
+            return Ok(());
+        }
         if self.pool.storage() == Storage::Dequantized {
             return crate::dequantized::demote(device, layer, self.sequences, self.pool);
         }
@@ -239,7 +218,7 @@ impl<'s> CudaStep<'s> {
             return Err(CudaError::Shape { what: "queries", detail });
         }
         let queries = Queries::Ready(queries.held_values("queries")?.ptr());
-        self.run_attention(layer, queries, rows, out, true)
+        self.run_attention(layer, queries, rows, Sinks::default(), out, true)
     }
 
     fn run_attention(
@@ -247,11 +226,12 @@ impl<'s> CudaStep<'s> {
         layer: usize,
         queries: Queries,
         rows: usize,
+        sinks: Sinks,
         out: &mut CudaRows,
         tapped: bool,
     ) -> Result<()> {
         let Self { backend, state, pool, planned, .. } = self;
-        let Some(Planned { tables, summary, path }) = planned else { return Ok(()) };
+        let Some(Planned { tables, summary, path, .. }) = planned else { return Ok(()) };
         let shape = pool.shape();
         if out.width() != shape.query_heads * shape.head_dim {
             let detail = format!("{} for {shape:?}", out.width());
@@ -261,7 +241,7 @@ impl<'s> CudaStep<'s> {
         let rounds = CudaBackend::rounds(rows);
         out.resize(&backend.device, rows, tapped || !rounds || *path != Path::Prefill, rounds)?;
         let (values, rounded) = (out.values().map(|out| out.ptr()), out.rounded_ptr());
-        let call = LayerCall { layer, tables, summary, pages: pool, queries, out: values, rounded };
+        let call = LayerCall { layer, tables, summary, pages: pool, queries, out: values, rounded, sinks };
         let State { decode, prefill, .. } = &mut **state;
         // SAFETY: the tables are of this step, over these pages; `queries` and `out` have the step's rows
         // (checked by our callers), and the plan is of this step.
@@ -282,9 +262,9 @@ impl<'s> CudaStep<'s> {
         self.backend.rms_norm(x, weight, eps, out, true)
     }
 
-    /// The gate alone, of rows of `[gate | up]`: for checks.
-    pub fn swiglu(&mut self, gate_up: &CudaRows, out: &mut CudaRows) -> Result<()> {
-        self.backend.swiglu(gate_up, out)
+    /// A gate alone, of rows of `[gate | up]`: for checks.
+    pub fn gate(&mut self, gate: Gate, gate_up: &CudaRows, out: &mut CudaRows) -> Result<()> {
+        self.backend.gate(gate, gate_up, out)
     }
 
     /// Rows as a tap sees them.
@@ -345,9 +325,6 @@ impl Step<CudaBackend> for CudaStep<'_> {
         scale: f32,
         out: &mut CudaRows,
     ) -> BackendResult<()> {
-        if scale != 1.0 {
-            return Err(CudaError::lacks(Feature::EmbeddingScale).into());
-        }
         let refuse = |detail: String| Err(CudaError::Shape { what: "an embedding", detail }.into());
         if let Some(bad) = tokens.iter().find(|&&t| t as usize >= table.outputs) {
             return refuse(format!("token {bad} of {}", table.outputs));
@@ -362,6 +339,7 @@ impl Step<CudaBackend> for CudaStep<'_> {
             tokens: None,
             out: out.held_values("an embedding")?.ptr(),
             width: out.width() as u32,
+            scale,
             few: [0; EMBED_FEW],
         };
         // Parameters of a launch that is noted for a graph should be those of the last step.
@@ -404,22 +382,19 @@ impl Step<CudaBackend> for CudaStep<'_> {
         mut tap: Option<&mut dyn Tap>,
     ) -> BackendResult<()> {
         let layer = heads.layer;
-        if heads.window.is_some() {
-            return Err(CudaError::lacks(Feature::SlidingWindow).into());
-        }
-        if heads.sinks.is_some() {
-            return Err(CudaError::lacks(Feature::AttentionSinks).into());
-        }
+        let slides = self.check_windows(&heads)?;
         if tap.as_deref_mut().is_some_and(|tap| tap.scoring().is_some()) {
             let why = "it does not add up the attention weights of single rows: use keydiff-post, keydiff or \
                        recent, or --device cpu";
             return Err(oscar_backend::eviction_refusal(self.backend, why));
         }
         let mut queries = std::mem::take(&mut self.state.queries);
-        self.plan(tap.is_some())?;
+        // The fused form adds no sinks.
+        let apart = tap.is_some() || heads.sinks.is_some();
+        self.plan(apart)?;
         self.prepare_heads(&heads, qkv)?;
         let fused = matches!(self.planned, Some(Planned { path: Path::Decode { fused: true }, .. }));
-        let queries_from = match fused && tap.is_none() {
+        let queries_from = match fused && !apart && !slides {
             true => {
                 qkv.drop_rounded();
                 Queries::FromProjections(self.projections(&heads, qkv)?)
@@ -433,7 +408,11 @@ impl Step<CudaBackend> for CudaStep<'_> {
             tap.heads(layer, &mut self.tapped(qkv))?;
         }
         self.demote(layer)?;
-        self.run_attention(layer, queries_from, qkv.count(), out, tap.is_some())?;
+        let sinks = self.sinks(&heads, &queries)?;
+        match slides {
+            true => self.slide(layer, queries_from, qkv.count(), sinks, out, tap.is_some())?,
+            false => self.run_attention(layer, queries_from, qkv.count(), sinks, out, tap.is_some())?,
+        }
         if let Some(tap) = tap {
             tap.attended(layer, &mut self.tapped(out))?;
         }

@@ -1,8 +1,20 @@
 //! Kernels that have not passed their checks on a device. They run only where somebody asks for them.
 
+use oscar_backend::Feature;
+
 /// Why rows are not evicted.
 pub(super) const VIEWS: &str = "eviction is not released on GPUs, because `oscar gpu-check --only views` has not run on \
      one: leave --kv-budget out, use --device cpu, or set OSCAR_CUDA_VIEWS=on";
+
+/// The parts of Gemma 3 and gpt-oss.
+pub(super) const FAMILIES: [Feature; 6] = [
+    Feature::SlidingWindow,
+    Feature::AttentionSinks,
+    Feature::ResultNorm,
+    Feature::EmbeddingScale,
+    Feature::OtherGates,
+    Feature::ExpertBiases,
+];
 
 /// Which of them may run.
 #[derive(Clone, Copy, Debug)]
@@ -12,14 +24,20 @@ pub(super) struct Unreleased {
     pub experts: bool,
     /// Views (`--only views`).
     pub views: bool,
+    /// What Gemma 3 and gpt-oss need ([`FAMILIES`]; `--only sliding` and `--only families`).
+    pub families: bool,
 }
 
 impl Unreleased {
-    pub const ALL: Self = Self { experts: true, views: true };
+    pub const ALL: Self = Self { experts: true, views: true, families: true };
 
     /// What the environment asks for.
     pub fn from_environment() -> Self {
         let on = |name| std::env::var(name).as_deref() == Ok("on");
-        Self { experts: on("OSCAR_CUDA_EXPERTS"), views: on("OSCAR_CUDA_VIEWS") }
+        Self {
+            experts: on("OSCAR_CUDA_EXPERTS"),
+            views: on("OSCAR_CUDA_VIEWS"),
+            families: on("OSCAR_CUDA_FAMILIES"),
+        }
     }
 }

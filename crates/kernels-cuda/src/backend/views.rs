@@ -130,7 +130,7 @@ impl CudaBackend {
             return Ok(());
         }
         let pages = jobs.iter().map(|job| job.page).chain(sources.iter().map(|row| row / PAGE_TOKENS as u32));
-        pool.ensure(0, pages.max().map_or(0, |id| id as usize + 1))?;
+        pool.ensure(0, pages.max().map_or(0, |id| id as usize + 1), 0)?;
         let mut words: Vec<u32> = bytemuck::cast_slice(&jobs).to_vec();
         words.append(&mut sources);
         let function = self.kernels.function(&VIEWS, &Vec::new(), c"gather_rows", 0)?;

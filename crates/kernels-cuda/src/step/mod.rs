@@ -41,6 +41,8 @@ pub struct StepPlanner {
 pub struct PlannedStep {
     /// Tables for the launches of each layer.
     pub tables: StepTables,
+    /// Tables for sliding layers, whose `full` names the pages of their group.
+    pub sliding: Option<StepTables>,
     /// The same tables with the tiles that are quantized in all layers before the first one.
     pub ahead: Option<StepTables>,
     pub summary: StepSummary,
@@ -57,12 +59,16 @@ impl StepPlanner {
     ) -> Result<PlannedStep> {
         let windows = pages.layout().windows();
         sequences.iter().try_for_each(|s| required::check_pages(s, windows, pages.storage()))?;
+        if let Some(group) = pages.layout().sliding() {
+            sequences.iter().try_for_each(|s| required::check_sliding_pages(s, group.window()))?;
+        }
         self.words.views = self.views.send(device, transfers, sequences)?;
         let summary = self.words.fill(windows, pages.storage(), sequences)?;
         let all = self.send(device, transfers, windows, &summary)?;
         let by_layer = if summary.quantizes_ahead { 0 } else { summary.tiles };
         let tables = StepTables { demoted_count: by_layer as u32, ..all };
-        Ok(PlannedStep { tables, ahead: summary.quantizes_ahead.then_some(all), summary })
+        let sliding = self.words.of_sliding(&tables);
+        Ok(PlannedStep { tables, sliding, ahead: summary.quantizes_ahead.then_some(all), summary })
     }
 
     fn send(

@@ -23,6 +23,7 @@ pub struct StepSummary {
     /// Largest page ids + 1.
     pub full_pages: usize,
     pub coded_pages: usize,
+    pub sliding_pages: usize,
     /// Tiles that the step quantizes.
     pub tiles: usize,
     /// Whether earlier steps wrote all of these tiles, so that they are quantized before this one.
@@ -53,6 +54,8 @@ pub struct Words {
     pub row_position: usize,
     pub full: usize,
     pub coded: usize,
+    /// Page ids of the sliding layers; nothing in models without any.
+    pub sliding: usize,
     pub demoted: usize,
     /// The view of each sequence, if there are any.
     pub views: Vec<Option<ViewPlace>>,
@@ -106,13 +109,15 @@ impl Words {
         if storage == Storage::Codes && !summary.quantizes_ahead {
             delay_shared_codes(&mut summary.sequences, &entries, sequences);
         }
-        self.lay_out(entries.len(), rows, table);
+        let slides = sequences.iter().any(|s| !s.sliding.is_empty());
+        self.lay_out(entries.len(), rows, table, slides);
         self.write_rows(&entries, &summary.sequences);
         self.write_pages(sequences);
         // One more than the largest id; `NO_PAGE` wraps around to 0.
         let count = |ids: &[u32]| ids.iter().map(|id| id.wrapping_add(1)).max().unwrap_or(0) as usize;
         summary.full_pages = count(&self.words[self.full..][..table]);
         summary.coded_pages = summary.coded_pages.max(count(&self.words[self.coded..][..table]));
+        summary.sliding_pages = count(&self.words[self.sliding..self.demoted]);
         // Dequantized history is made on the host: its positions need not be whole tiles.
         if storage == Storage::Codes {
             self.add_tiles(&mut summary, sequences)?;
@@ -122,13 +127,14 @@ impl Words {
 
     /// Says where each table begins. Places depend on rounded-up sizes alone, so that most steps
     /// have the same addresses and recorded launches stay the same.
-    fn lay_out(&mut self, entries: usize, rows: usize, table: usize) {
+    fn lay_out(&mut self, entries: usize, rows: usize, table: usize, slides: bool) {
         let room = |count: usize| count.next_power_of_two().max(16);
         self.row_sequence = room(entries) * SEQUENCE_WORDS;
         self.row_position = self.row_sequence + room(rows);
         self.full = self.row_position + room(rows);
         self.coded = self.full + room(table);
-        self.demoted = self.coded + room(table);
+        self.sliding = self.coded + room(table);
+        self.demoted = self.sliding + if slides { room(table) } else { 0 };
     }
 
     fn write_rows(&mut self, entries: &[(Range<usize>, usize)], infos: &[SequenceInfo]) {
@@ -151,12 +157,23 @@ impl Words {
         }
         self.words.resize(self.coded, 0);
         for s in sequences {
-            let blocks = blocks_of(s);
-            let held = &s.coded[..blocks.min(s.coded.len())];
-            self.words.extend(held.iter().map(|id| id.map_or(NO_PAGE, |id| id.0)));
-            self.words.extend(std::iter::repeat_n(NO_PAGE, blocks - held.len()));
+            self.write_held(s.coded.iter().map(|id| id.map(|id| id.0)), blocks_of(s));
         }
-        self.words.resize(self.demoted, 0);
+        self.words.resize(self.sliding, 0);
+        if self.sliding < self.demoted {
+            for s in sequences {
+                self.write_held(s.sliding.iter().map(|id| id.map(|id| id.0)), blocks_of(s));
+            }
+            // Page 0 is not named by what fills the table up.
+            self.words.resize(self.demoted, NO_PAGE);
+        }
+    }
+
+    /// Appends the ids of the first `blocks` blocks, of which a sequence may hold fewer.
+    fn write_held(&mut self, ids: impl Iterator<Item = Option<u32>>, blocks: usize) {
+        let end = self.words.len() + blocks;
+        self.words.extend(ids.take(blocks).map(|id| id.unwrap_or(NO_PAGE)));
+        self.words.resize(end, NO_PAGE);
     }
 
     /// Appends the tiles that are quantized, and counts their pages.
@@ -202,6 +219,15 @@ impl Words {
             recent: window(windows.recent()),
             unit: window(windows.tail(Side::Key).unit),
         }
+    }
+}
+
+impl Words {
+    /// The tables for sliding layers: the same sequences and rows, over the pages of their group. No
+    /// rows of these layers are quantized.
+    pub fn of_sliding(&self, tables: &StepTables) -> Option<StepTables> {
+        let full = tables.full.add(self.sliding - self.full);
+        (self.sliding < self.demoted).then_some(StepTables { full, demoted_count: 0, ..*tables })
     }
 }
 

@@ -45,6 +45,19 @@ pub fn check_pages(s: &SequenceRows<'_>, windows: &Windows, storage: Storage) ->
     Ok(())
 }
 
+/// Refuses a sequence that lacks a page which its rows write or read in layers with a sliding window.
+pub fn check_sliding_pages(s: &SequenceRows<'_>, window: usize) -> Result<()> {
+    let end = s.first_position + s.rows.len();
+    let first = (s.first_position + 1).saturating_sub(window);
+    match blocks(first..end).find(|&b| s.sliding.get(b).copied().flatten().is_none()) {
+        Some(block) => {
+            let detail = format!("block {block} has no sliding page, position {}", s.first_position);
+            Err(CudaError::Shape { what: "a sequence of the step", detail })
+        }
+        None => Ok(()),
+    }
+}
+
 fn blocks(positions: Range<usize>) -> Range<usize> {
     match positions.is_empty() {
         true => 0..0,
@@ -55,7 +68,31 @@ fn blocks(positions: Range<usize>) -> Range<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use oscar_codec::{CodedPageId, FullPageId};
+    use oscar_codec::{CodedPageId, FullPageId, SlidingPageId};
+
+    /// A window of 100: the query at 270 sees 171 and later.
+    #[test]
+    fn a_missing_sliding_page_is_named() {
+        let sliding: Vec<_> = (0..5).map(|b| (b > 1).then_some(SlidingPageId(b))).collect();
+        let rows = SequenceRows {
+            rows: 0..2,
+            first_position: 270,
+            full: &[],
+            coded: &[],
+            sliding: &sliding,
+            demote: 0..0,
+            demote_values: 0..0,
+            view: None,
+            states: None,
+        };
+        check_sliding_pages(&rows, 100).unwrap();
+        let missing = |window, rows: SequenceRows<'_>| {
+            check_sliding_pages(&rows, window).unwrap_err().to_string().contains("has no sliding page")
+        };
+        assert!(missing(144, rows.clone()), "position 127 is in block 1");
+        assert!(missing(100, SequenceRows { rows: 0..60, ..rows.clone() }), "block 5 is not there");
+        assert!(missing(1, SequenceRows { sliding: &[], ..rows }));
+    }
 
     /// Sink 64, recent 64: the query at 271 reads 64..208 as codes, the one at 270 likewise.
     #[test]

@@ -85,7 +85,7 @@ fn what_can_stay_fp8_does() {
     let line = weights.describe_fp8(&config, false, false).unwrap();
     assert!(line.contains("output, gate_up, down, expanded on this device"), "{line}");
 
-    let device = |fp8| Holding { fp8, fp8_experts: fp8, element_bytes: 2 };
+    let device = |fp8| Holding { fp8, fp8_experts: fp8, mxfp4_experts: false, element_bytes: 2 };
     let plain = weights.held_bytes(&config, false, device(false));
     let saved = |rotated| plain - weights.held_bytes(&config, rotated, device(true));
     // A byte an element, less four for each block.

@@ -1,5 +1,5 @@
 use super::*;
-use oscar_codec::{CodedPageId, FullPageId};
+use oscar_codec::{CodedPageId, FullPageId, SlidingPageId};
 
 #[test]
 fn tables_name_rows_pages_and_tiles() {
@@ -143,4 +143,38 @@ fn new_tokens_of_short_contexts_are_read_in_bf16() {
     let two = SequenceRows { rows: 0..2, ..rows };
     let summary = Words::default().fill(&windows, Storage::Codes, &[two]).unwrap();
     assert!(!summary.only_new_tokens(&windows));
+}
+
+/// Sliding layers read the same sequences and rows through a table of their own.
+#[test]
+fn sliding_layers_have_their_own_page_table() {
+    let windows = Windows::new(64, 64).unwrap();
+    let full: Vec<_> = (0..5).map(|b| Some(FullPageId(b))).collect();
+    let sliding = [None, None, Some(SlidingPageId(6)), Some(SlidingPageId(1)), Some(SlidingPageId(3))];
+    let rows = SequenceRows {
+        rows: 0..2,
+        first_position: 270,
+        full: &full,
+        coded: &[],
+        sliding: &sliding,
+        demote: 0..0,
+        demote_values: 0..0,
+        view: None,
+        states: None,
+    };
+    let short = SequenceRows { rows: 2..3, first_position: 9, sliding: &sliding[2..], ..rows.clone() };
+    let mut words = Words::default();
+    let summary = words.fill(&windows, Storage::Bf16, &[rows.clone(), short]).unwrap();
+    assert_eq!(words.words[words.sliding..][..7], [NO_PAGE, NO_PAGE, 6, 1, 3, 6, NO_PAGE]);
+    assert_eq!((summary.full_pages, summary.sliding_pages, words.words.len()), (5, 7, words.demoted));
+    let tables = words.tables(DevicePtr::new(1 << 20).unwrap(), None, &windows, &summary);
+    let of_sliding = words.of_sliding(&tables).unwrap();
+    assert_eq!(of_sliding.full.address(), (1 << 20) + 4 * words.sliding as u64);
+    assert_eq!(of_sliding.row_position.address(), tables.row_position.address());
+    assert_eq!((of_sliding.demoted_count, of_sliding.rows), (0, 3));
+
+    let plain = SequenceRows { sliding: &[], ..rows };
+    let summary = words.fill(&windows, Storage::Bf16, &[plain]).unwrap();
+    assert_eq!((words.sliding, summary.sliding_pages), (words.demoted, 0));
+    assert!(words.of_sliding(&tables).is_none());
 }
