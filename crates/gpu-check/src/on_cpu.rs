@@ -2,7 +2,8 @@
 
 use crate::growing::{Checks, Compared, Inspected};
 use crate::{
-    Extent, Report, approximate, attention, calibration, dequantized, families, model, pages, picks, views,
+    Extent, Report, approximate, attention, calibration, dequantized, families, model, pages, picks, scores,
+    views,
 };
 use anyhow::Result;
 use oscar_backend::CacheHead;
@@ -72,6 +73,15 @@ fn the_cpu_passes_the_checks_of_views() {
     assert_passes(&report, &exact[..2]);
     assert_passes(&report, &["views, decode attention", "views, prefill attention"]);
     assert!(report.findings.iter().any(|f| f.name == exact[2]));
+}
+
+#[test]
+fn the_cpu_passes_the_checks_of_scores() {
+    let mut report = Report::default();
+    scores::check(&cpu(), one_in(11), &mut report).unwrap();
+    let names = ["sums", "maxima", "some positions", "pieces", "views", "codes in the window"];
+    assert_passes(&report, &names.map(|name| format!("scores, {name}")).each_ref().map(String::as_str));
+    assert!(report.findings.iter().any(|f| f.name == "scores, pieces are the whole"));
 }
 
 #[test]

@@ -14,7 +14,7 @@ const LAYERS: usize = 2;
 
 /// What a view keeps of a head's positions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kept {
+pub enum Kept {
     All,
     /// Some, or none, or whole pages: different ones in each head.
     Mixed,
@@ -164,7 +164,7 @@ fn run<B: Backend<Pool: Inspected>>(
     Ok(())
 }
 
-fn fork<B: Backend<Pool: Inspected>>(
+pub fn fork<B: Backend<Pool: Inspected>>(
     growing: &Growing<'_, B>,
     pages: &SequencePages,
     view: Option<Arc<View>>,
@@ -173,7 +173,7 @@ fn fork<B: Backend<Pool: Inspected>>(
 }
 
 /// Gives a sequence a view of its history, and compares the rows of the view.
-fn derive<B: Backend<Pool: Inspected>>(
+pub fn derive<B: Backend<Pool: Inspected>>(
     growing: &mut Growing<'_, B>,
     sequence: usize,
     kept: Kept,

@@ -58,6 +58,7 @@ sources! {
     PICK = "pick.cu", One;
     DIVERGENCE = "divergence.cu", One;
     VIEWS = "views.cu", One;
+    SCORES = "scores.cu", HeadSizes;
     APPEND = "append.cu", HeadSizes;
     ATTENTION_SIMPLE = "attention_simple.cu", SimpleAttention;
     ATTENTION_PREFILL = "attention_prefill.cu", HeadSizes;

@@ -4,6 +4,10 @@
 pub(super) const VIEWS: &str = "eviction is not released on GPUs, because `oscar gpu-check --only views` has not run on \
      one: leave --kv-budget out, use --device cpu, or set OSCAR_CUDA_VIEWS=on";
 
+/// Why no weights of rows are added up.
+pub(super) const SCORES: &str = "attention weights of single rows are not released on GPUs, because `oscar gpu-check --only \
+     scores` has not run on one: use keydiff-post, keydiff or recent, use --device cpu, or set OSCAR_CUDA_SCORES=on";
+
 /// Which of them may run.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Unreleased {
@@ -12,14 +16,20 @@ pub(super) struct Unreleased {
     pub experts: bool,
     /// Views (`--only views`).
     pub views: bool,
+    /// Attention weights of single rows (`--only scores`).
+    pub scores: bool,
 }
 
 impl Unreleased {
-    pub const ALL: Self = Self { experts: true, views: true };
+    pub const ALL: Self = Self { experts: true, views: true, scores: true };
 
     /// What the environment asks for.
     pub fn from_environment() -> Self {
         let on = |name| std::env::var(name).as_deref() == Ok("on");
-        Self { experts: on("OSCAR_CUDA_EXPERTS"), views: on("OSCAR_CUDA_VIEWS") }
+        Self {
+            experts: on("OSCAR_CUDA_EXPERTS"),
+            views: on("OSCAR_CUDA_VIEWS"),
+            scores: on("OSCAR_CUDA_SCORES"),
+        }
     }
 }
