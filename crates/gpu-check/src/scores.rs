@@ -423,3 +423,28 @@ fn in_the_window<B: Backend<Pool: Inspected>>(
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_wrong_row_is_found_and_named() {
+        let mut scored = Scored::new(Reduce::Sum, 0, None);
+        for head in 0..LAYERS * KV_HEADS {
+            scored.scoring.scores[head] = vec![1 << 30; 200];
+            scored.expected[head] = vec![(2f64.powi(-10), 1e-9); 200];
+        }
+        let mut report = Report::default();
+        scored.compare("scores", None, "a case", &mut report);
+        assert_eq!(report.failures().count(), 0);
+        scored.scoring.scores[3][77] += 1 << 11;
+        scored.compare("scores", None, "a case", &mut report);
+        let failure = report.findings[0].failure.clone().unwrap();
+        assert!(failure.contains("layer 1, head 1") && failure.contains("1 wrong (Some(77)"), "{failure}");
+        scored.scoring.scores[3].pop();
+        let mut report = Report::default();
+        scored.compare("scores", None, "a case", &mut report);
+        assert!(report.findings[0].failure.as_ref().unwrap().contains("199 rows found, 200 expected"));
+    }
+}

@@ -5,7 +5,7 @@ use crate::options::{at_least_one, serialize_optional_display};
 use crate::progress::note;
 use anyhow::{Result, anyhow, bail};
 use oscar_backend::Backend;
-use oscar_engine::{Cap, DEFAULT_EVICT, EVICT_BLOCK, PostCap, PostSetting, RowCap};
+use oscar_engine::{Cap, DEFAULT_EVICT, EVICT_BLOCK, PostCap, PostSetting, RowCap, default_split};
 use oscar_models::Weights;
 use oscar_runner::Runner;
 use oscar_text::ModelText;
@@ -55,7 +55,7 @@ impl EvictionArgs {
             return Ok(None);
         };
         let eviction = self.evict.unwrap_or(Eviction::Scorer(DEFAULT_EVICT));
-        let heads = self.evict_heads.unwrap_or_else(|| eviction.default_split());
+        let heads = self.evict_heads.unwrap_or_else(|| default_split(runner.layout(), eviction));
         let cap = match eviction {
             Eviction::Scorer(evict) if !eviction.keeps_base() => {
                 RowCap::new(runner, Policy { evict, budget, heads }, self.evict_block).map(Cap::Block)
