@@ -22,11 +22,13 @@ pub struct EvictionArgs {
     pub kv_budget: Option<Budget>,
     /// Which rows a conversation keeps beyond --kv-budget: keydiff, snapkv, tova or recent; keydiff if absent.
     /// keydiff-post (or post), kvzip and episodes choose from the whole history, which stays in memory: they save
-    /// what a step reads. GPUs take keydiff, recent and keydiff-post, and only with OSCAR_CUDA_VIEWS=on
+    /// what a step reads. GPUs take keydiff, recent and keydiff-post only with OSCAR_CUDA_VIEWS=on, and snapkv,
+    /// tova, kvzip and episodes only with OSCAR_CUDA_SCORES=on beside it
     #[arg(long, value_name = "POLICY", requires = "kv_budget")]
     #[serde(serialize_with = "serialize_optional_display")]
     pub evict: Option<Eviction>,
-    /// Division of the rows among heads: uniform, adaptive or global; the policy's own if absent
+    /// Division of the rows among heads: uniform, adaptive or global; the policy's own if absent. GPUs divide
+    /// evenly
     #[arg(long, value_name = "NAME", requires = "kv_budget")]
     #[serde(serialize_with = "serialize_split")]
     pub evict_heads: Option<HeadSplit>,
