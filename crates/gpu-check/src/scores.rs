@@ -321,7 +321,7 @@ fn whole<B: Backend<Pool: Inspected>>(gpu: &B, case: &Case, seed: u64, report: &
     let mut totals = Scored::new(Reduce::Max, end, None);
     for (rows, over) in [
         (24, vec![0..64, 100..230, length..usize::MAX]),
-        (1, vec![0..length]),
+        (1, std::iter::once(0..length).collect()),
         (16, std::iter::once(64..end).collect()),
         (12, std::iter::once(90..91).collect()),
         (12, Vec::new()),

@@ -194,7 +194,7 @@ DEVICE void find_queries(const Task& task, u32 first, const float* (&query)[2]) 
     query[1] = task.query(min(first + 8 + g, last));
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) score_parts(ScoreParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS) score_parts(ScoreParams p) {
     __shared__ TileKeys keys;
     wait_for_previous_kernel();
     const Task task(p);

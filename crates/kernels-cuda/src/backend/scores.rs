@@ -64,6 +64,8 @@ pub const LAYOUTS: &[Layout] = &[KeyTile::LAYOUT, ScoredRow::LAYOUT, ScoreParams
 const THREADS: u32 = 256;
 /// Queries of a thread block of `score_softmax`.
 const SOFTMAX_QUERIES: usize = 32;
+/// As in the tables of a step.
+const MOST_POSITIONS: usize = u32::MAX as usize / 2;
 /// Bytes of scores that wait on the device, unless a single layer has more.
 const SCORES_BYTES: usize = 32 << 20;
 /// Bytes of softmaxes of single tiles, unless a single row of the step has more.
@@ -86,6 +88,10 @@ pub(super) struct ScoreMemory {
 pub(super) struct ScoredStep {
     kernels: ScoreKernels,
     tiles: usize,
+    /// Of the [`Scoring`], which every layer must repeat.
+    queries: (usize, usize),
+    until: usize,
+    reduce: Reduce,
     /// The first row of the sequence.
     first_row: usize,
     /// Rows of the step in one launch.
@@ -134,7 +140,8 @@ impl ScoreTables {
             let (begin, end) = (block * PAGE_TOKENS, (block + 1) * PAGE_TOKENS);
             let over = positions_over(scoring.over.as_deref(), begin);
             let full = begin < sink || end > first.boundary as usize;
-            let coded = block >= start && end > sink && begin < last.boundary as usize;
+            let boundary = last.boundary as usize;
+            let coded = block >= start && boundary > sink && end > sink && begin < boundary;
             for (coded, _) in [(0, full), (1, coded)].into_iter().filter(|(_, read)| *read && over != 0) {
                 tiles.push(KeyTile { block: block as u32, coded, over });
             }
@@ -170,8 +177,14 @@ impl CudaStep<'_> {
             Some(scored) => scored,
             None => self.begin_scores(queries.count(), scoring)?,
         };
-        if scored.scored != layer || scoring.scores.len() != layers * kv_heads {
-            let detail = format!("layer {layer} of {layers}, which follows {} layers", scored.scored);
+        let same = scored.queries == (scoring.queries.start, scoring.queries.end)
+            && (scored.until, scored.reduce) == (scoring.until, scoring.reduce);
+        if scored.scored != layer || !same || scoring.scores.len() != layers * kv_heads {
+            let detail = format!(
+                "layer {layer} of {layers} behind {} others, {} lists of scores for {kv_heads} heads, queries and rows as                  before: {same}",
+                scored.scored,
+                scoring.scores.len()
+            );
             return Err(refuse(detail));
         }
         if scored.tiles > 0 && scored.stride > 0 {
@@ -196,8 +209,12 @@ impl CudaStep<'_> {
         if pool.storage() != Storage::Codes {
             return Err(refuse(format!("{} has no quantized rows on the GPU", layout.format())));
         }
-        if scoring.queries.end > rows || scoring.queries.start > scoring.queries.end {
-            return Err(refuse(format!("{:?} of {rows} rows", scoring.queries)));
+        let Range { start, end } = scoring.queries;
+        if start > end || end > sequence.rows.len() || sequence.rows.end > rows {
+            return Err(refuse(format!("queries {start}..{end} of {:?}, {rows} rows", sequence.rows)));
+        }
+        if scoring.until > MOST_POSITIONS {
+            return Err(refuse(format!("rows before position {}", scoring.until)));
         }
         if scoring.over.is_some() && sequence.view.is_some() {
             return Err(refuse("a softmax over some positions of a view".into()));
@@ -231,6 +248,9 @@ impl CudaStep<'_> {
         Ok(ScoredStep {
             kernels,
             tiles: tiles.len(),
+            queries: (start, end),
+            until: scoring.until,
+            reduce: scoring.reduce,
             first_row: sequence.rows.start,
             batch,
             stride,
@@ -275,7 +295,7 @@ impl CudaStep<'_> {
             count: 0,
             query_heads: shape.query_heads as u32,
             kv_heads: shape.kv_heads as u32,
-            until: u32::try_from(scoring.until).unwrap_or(u32::MAX),
+            until: scoring.until as u32,
             stride: scored.stride as u32,
             sums: u32::from(scoring.reduce == Reduce::Sum),
             scale: shape.scale,
@@ -293,8 +313,9 @@ impl CudaStep<'_> {
             let merged = LaunchShape::grid2(count.div_ceil(SOFTMAX_QUERIES), shape.kv_heads, THREADS);
             // SAFETY: the tables are of this step, over these pages, which have memory for all ids. The
             // tiles are blocks that the step's rows read, so their pages are in the tables
-            // (`required`). The queries are rows of the step (checked). The buffers have room for
-            // every tile and query of a batch, and for the rows of history of every head.
+            // (`required`). The queries are rows of the step, and the scoring is the one that the
+            // buffers were made for (both checked): they have room for every tile and query of a
+            // batch, and for the rows of history of every head.
             unsafe {
                 device.launch(scored.kernels.parts, tiles, params)?;
                 device.launch(scored.kernels.softmax, merged, params)?;
@@ -382,6 +403,12 @@ mod tests {
         let tables = ScoreTables::new(&rows, &windows, &scoring(0..1, None));
         assert_eq!(blocks(&tables.tiles), [(0, 0), (1, 1), (2, 1), (3, 1), (4, 0)]);
         assert_eq!(tables.rows, [ScoredRow { position: 271, boundary: 256 }]);
+        // Nothing is quantized yet; the sink ends in the middle of a block.
+        rows.first_position = 70;
+        let full: Vec<_> = (0..2).map(|b| Some(FullPageId(b))).collect();
+        (rows.full, rows.coded) = (&full, &[]);
+        let tables = ScoreTables::new(&rows, &Windows::new(16, 64).unwrap(), &scoring(0..1, None));
+        assert_eq!(blocks(&tables.tiles), [(0, 0), (1, 0)]);
     }
 
     #[test]
