@@ -44,6 +44,7 @@ struct ScoreParams {
     u32 count;      // queries of a KV head: rows times query heads of its group
     u32 query_heads, kv_heads;
     u32 until;   // positions sink .. until are scored
+    u32 start;   // without a view: the position of the first row in `scores`
     u32 stride;  // rows of history that a head has room for
     u32 sums;    // 1: sums of weights, 0: maxima
     float scale;
@@ -85,7 +86,7 @@ struct Task {
 
     // Place of a scored row: those of a view first.
     DEVICE u32 place(u32 at) const {
-        if (!has_view) return at - p.step.sink;
+        if (!has_view) return at - p.start;
         const u32 first = history.first * PAGE_TOKENS;
         return at < history.view_end ? at - first : history.hole - first + (at - history.view_end);
     }

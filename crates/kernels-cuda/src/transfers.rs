@@ -59,6 +59,15 @@ impl Transfers {
 
     /// Waits for the stream and appends the values of `from` to `out`.
     pub fn download<T: bytemuck::Pod>(&mut self, from: DeviceSlice<'_, T>, out: &mut Vec<T>) -> Result<()> {
+        self.read(from, |part| out.extend_from_slice(part))
+    }
+
+    /// Waits for the stream and hands the values of `from` to `take`, in one or several parts.
+    pub fn read<T: bytemuck::Pod>(
+        &mut self,
+        from: DeviceSlice<'_, T>,
+        mut take: impl FnMut(&[T]),
+    ) -> Result<()> {
         let most = (64 << 20) / size_of::<T>();
         for first in (0..from.len()).step_by(most) {
             let from = from.part(first..from.len().min(first + most))?;
@@ -70,7 +79,7 @@ impl Transfers {
             let Some(landing) = &mut self.landing else { continue };
             let part: &mut [T] = bytemuck::cast_slice_mut(&mut landing.slice_mut()[..bytes]);
             self.device.download(from, part)?;
-            out.extend_from_slice(part);
+            take(part);
         }
         if from.is_empty() {
             self.device.synchronize()?;

@@ -52,6 +52,7 @@ shared_struct! {
         query_heads: u32,
         kv_heads: u32,
         until: u32,
+        start: u32,
         stride: u32,
         sums: u32,
         scale: f32,
@@ -79,8 +80,6 @@ pub(super) struct ScoreMemory {
     parts: Option<Buffer>,
     softmax: Option<Buffer>,
     scores: Option<Buffer>,
-    /// Scores on their way to the host.
-    landed: Vec<u64>,
 }
 
 /// What all layers of a scored step share.
@@ -96,6 +95,8 @@ pub(super) struct ScoredStep {
     first_row: usize,
     /// Rows of the step in one launch.
     batch: usize,
+    /// Without a view: the position of the first row that the buffer has room for.
+    start: usize,
     /// Rows of history that a head has room for.
     stride: usize,
     /// Layers whose scores the buffer has room for.
@@ -155,6 +156,16 @@ fn positions_over(over: Option<&[Range<usize>]>, begin: usize) -> u64 {
     let Some(over) = over else { return u64::MAX };
     let is_over = |bit: &usize| over.iter().any(|range| range.contains(&(begin + bit)));
     (0..PAGE_TOKENS).filter(is_over).map(|bit| 1u64 << bit).sum()
+}
+
+/// The positions from the sink to `until` whose blocks are among the tiles: other rows get no weight.
+fn reached(tiles: &[KeyTile], sink: usize, until: usize) -> Range<usize> {
+    let positions = |tile: &KeyTile| {
+        let begin = tile.block as usize * PAGE_TOKENS;
+        begin.max(sink)..(begin + PAGE_TOKENS).min(until)
+    };
+    let all = tiles.iter().map(positions).filter(|range| !range.is_empty());
+    all.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)).unwrap_or(sink..sink)
 }
 
 /// Rows of a head's history before `until`, those of a view first.
@@ -222,7 +233,11 @@ impl CudaStep<'_> {
         let windows = layout.windows();
         let (kv_heads, layers, group) = (layout.kv_heads(), layout.layers(), pool.shape().group());
         let ScoreTables { tiles, rows } = ScoreTables::new(sequence, windows, scoring);
-        let room = |head| scored_rows(sequence.view, head, windows.sink(), scoring.until);
+        let reached = reached(&tiles, windows.sink(), scoring.until);
+        let room = |head| match sequence.view {
+            Some(_) => scored_rows(sequence.view, head, windows.sink(), scoring.until),
+            None => reached.len(),
+        };
         let stride = (0..layers * kv_heads).map(room).max().unwrap_or(0);
         let batch = (PARTS_BYTES / (8 * kv_heads * group * tiles.len().max(1))).clamp(1, rows.len().max(1));
         let layer_bytes = 8 * kv_heads * stride.max(1);
@@ -253,6 +268,7 @@ impl CudaStep<'_> {
             reduce: scoring.reduce,
             first_row: sequence.rows.start,
             batch,
+            start: reached.start,
             stride,
             room,
             read: 0,
@@ -296,6 +312,7 @@ impl CudaStep<'_> {
             query_heads: shape.query_heads as u32,
             kv_heads: shape.kv_heads as u32,
             until: scoring.until as u32,
+            start: scored.start as u32,
             stride: scored.stride as u32,
             sums: u32::from(scoring.reduce == Reduce::Sum),
             scale: shape.scale,
@@ -331,28 +348,35 @@ impl CudaStep<'_> {
         let (kv_heads, sink) = (pool.layout().kv_heads(), pool.layout().windows().sink());
         let view = sequences.first().and_then(|s| s.view);
         let heads = scored.read * kv_heads..scored.scored * kv_heads;
-        let mut landed = std::mem::take(&mut state.scores.landed);
-        landed.clear();
-        if scored.tiles > 0 && scored.stride > 0 {
-            let State { scores, transfers, .. } = &mut **state;
-            let buffer = scores.scores.as_ref().ok_or_else(|| refuse("no scores".into()))?;
-            let held = buffer.slice::<u64>().part(0..heads.len() * scored.stride)?;
-            transfers.download(held, &mut landed)?;
+        for head in heads.clone() {
+            scoring.scores[head].resize(scored_rows(view, head, sink, scoring.until), 0);
         }
-        for (i, head) in heads.enumerate() {
-            let rows = scored_rows(view, head, sink, scoring.until);
-            let scores = &mut scoring.scores[head];
-            scores.resize(rows, 0);
-            let found = landed.get(i * scored.stride..).unwrap_or_default();
-            for (score, &found) in scores.iter_mut().zip(found) {
-                *score = match scoring.reduce {
-                    Reduce::Max => found.max(*score),
-                    Reduce::Sum => *score + found,
-                };
+        if scored.tiles == 0 || scored.stride == 0 {
+            return Ok(());
+        }
+        let State { scores, transfers, .. } = &mut **state;
+        let buffer = scores.scores.as_ref().ok_or_else(|| refuse("no scores".into()))?;
+        let held = buffer.slice::<u64>().part(0..heads.len() * scored.stride)?;
+        let first = view.map_or(scored.start - sink, |_| 0);
+        let mut at = 0;
+        transfers.read(held, |mut part| {
+            while !part.is_empty() {
+                let (head, row) = (heads.start + at / scored.stride, at % scored.stride);
+                let (found, rest) = part.split_at(part.len().min(scored.stride - row));
+                join(scoring.reduce, scoring.scores[head].iter_mut().skip(first + row), found);
+                (at, part) = (at + found.len(), rest);
             }
-        }
-        self.state.scores.landed = landed;
-        Ok(())
+        })
+    }
+}
+
+/// Joins scores with those of another step.
+fn join<'a>(reduce: Reduce, scores: impl Iterator<Item = &'a mut u64>, found: &[u64]) {
+    for (score, &found) in scores.zip(found) {
+        *score = match reduce {
+            Reduce::Max => found.max(*score),
+            Reduce::Sum => *score + found,
+        };
     }
 }
 
@@ -393,10 +417,14 @@ mod tests {
         assert_eq!(blocks(&tables.tiles), [(0, 0), (1, 1), (2, 1), (3, 0), (3, 1), (4, 0)]);
         assert!(tables.tiles.iter().all(|tile| tile.over == u64::MAX));
         let over = vec![0..64, 100..130, 280..usize::MAX];
+        assert_eq!(reached(&tables.tiles, 64, 192), 64..192);
         let tables = ScoreTables::new(&rows, &windows, &scoring(2..3, Some(over)));
         assert_eq!(blocks(&tables.tiles), [(0, 0), (1, 1), (2, 1), (4, 0)]);
         let masks: Vec<u64> = tables.tiles.iter().map(|tile| tile.over).collect();
         assert_eq!(masks, [u64::MAX, u64::MAX << 36, 3, u64::MAX << 24]);
+        assert_eq!(reached(&tables.tiles, 64, 192), 64..192);
+        assert_eq!(reached(&tables.tiles[2..], 64, 150), 128..150);
+        assert_eq!(reached(&tables.tiles[..1], 64, 192), 64..64);
         // Block 3 exists as codes alone, so everything before 256 is read as code.
         let full: Vec<_> = (0..5).map(|b| (b == 0 || b == 4).then_some(FullPageId(b))).collect();
         rows.full = &full;
