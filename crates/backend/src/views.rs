@@ -43,11 +43,22 @@ impl Scoring {
     }
 }
 
-/// A head's quantized rows before position `until`, those of a view first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Some of a head's quantized rows before position `until`.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HeadHistory {
     pub head: CacheHead,
     pub until: usize,
+    /// Which of them, those of a view first. It may end behind the last one.
+    pub rows: Range<usize>,
+    /// Whether values are read beside keys.
+    pub values: bool,
+}
+
+impl HeadHistory {
+    /// Keys and values of all rows.
+    pub fn whole(head: CacheHead, until: usize) -> Self {
+        Self { head, until, rows: 0..usize::MAX, values: true }
+    }
 }
 
 /// Dequantized rows of one head's history, in the cache's basis, one row after the other.

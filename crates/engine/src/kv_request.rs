@@ -2,7 +2,7 @@
 
 use crate::post::{PostCap, Turn};
 use crate::request::RequestError;
-use crate::row_cap::{DEFAULT_EVICT, EVICT_BLOCK, Evictable, RowCap};
+use crate::row_cap::{DEFAULT_EVICT, EVICT_BLOCK, Evictable, RowCap, default_split};
 use oscar_codec::CacheLayout;
 use oscar_views::{Budget, EpisodeOptions, Eviction, HeadSplit, Policy, Route};
 use std::fmt;
@@ -194,7 +194,7 @@ impl CapRules {
         let eviction = evict.or(server.map(Cap::eviction)).unwrap_or(Eviction::Scorer(DEFAULT_EVICT));
         let heads = match server {
             Some(cap) if cap.eviction() == eviction => cap.heads(),
-            _ => eviction.default_split(),
+            _ => default_split(&self.layout, eviction),
         };
         let refused = |problem| RequestError::Invalid { parameter: "kv", problem };
         let cache = self.evictable.as_ref().map_err(|why| refused(why.clone()))?;

@@ -45,6 +45,6 @@ pub use request::{
     Health, PageTransfer, Request, RequestError, RequestId, RouteCounts, RunningRequest, RunningView,
     TokenLogprobs, Usage,
 };
-pub use row_cap::{DEFAULT_EVICT, EVICT_BLOCK, RowCap};
+pub use row_cap::{DEFAULT_EVICT, EVICT_BLOCK, RowCap, default_split};
 pub use sampling::{Allowed, Sampler, SamplingError, SamplingParams};
 pub use scheduler::SchedulerOptions;

@@ -48,11 +48,20 @@ impl Evictable {
         }
         if self.layout.views_in_blocks() && heads != HeadSplit::Uniform {
             return Err(format!(
-                "views on this device have room for equally many rows of every head: use the division uniform, not {}",
+                "views on this device have room for equally many rows of every head: use --evict-heads uniform, not {}",
                 heads.name()
             ));
         }
         Ok(())
+    }
+}
+
+/// The division among heads of a policy that names none. A block has a page for each head, so devices whose
+/// views lie in blocks divide evenly.
+pub fn default_split(layout: &CacheLayout, eviction: Eviction) -> HeadSplit {
+    match layout.views_in_blocks() {
+        true => HeadSplit::Uniform,
+        false => eviction.default_split(),
     }
 }
 
@@ -222,4 +231,26 @@ pub(crate) fn history_rows(layout: &CacheLayout, sequence: &Sequence) -> (usize,
         view.rows() / heads + boundary.saturating_sub(view.end())
     });
     (all, kept)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use oscar_codec::{CodeLayout, KvFormat, Windows};
+
+    #[test]
+    fn views_in_blocks_are_divided_evenly_and_other_divisions_refused() {
+        let (windows, order) = (Windows::new(64, 64).unwrap(), CodeLayout::Logical);
+        let layout = CacheLayout::new(KvFormat::OSCAR2, 1, 2, 64, windows, order).unwrap();
+        let kvzip = Eviction::Scorer(Evict::KvZip);
+        assert_eq!(default_split(&layout, kvzip), HeadSplit::Global);
+        let layout = layout.with_views_in_blocks();
+        assert_eq!(default_split(&layout, kvzip), HeadSplit::Uniform);
+        let cache = Evictable { layout, by: RowEviction::ByScores };
+        cache.check(kvzip, HeadSplit::Uniform).unwrap();
+        let error = cache.check(kvzip, HeadSplit::Global).unwrap_err();
+        assert!(error.contains("--evict-heads uniform"), "{error}");
+        let keys = Evictable { by: RowEviction::ByKeys, ..cache };
+        assert!(keys.check(kvzip, HeadSplit::Uniform).unwrap_err().contains("keydiff-post"));
+    }
 }

@@ -3,13 +3,15 @@
 
 use crate::e4m3::RoundedKeys;
 pub use crate::inspected::Inspected;
+use crate::scores::Scored;
 pub use crate::twin::HeadTwin;
+use crate::twin_pages::TwinPages;
 use crate::{Numbers, Report, largest_difference, read_all, upload};
 use anyhow::Result;
-use oscar_backend::{Backend, CacheHead, HeadShape, LayerHeads, SequenceRows, Step};
+use oscar_backend::{Backend, CacheHead, HeadShape, LayerHeads, SequenceRows, Step, Tap};
 use oscar_cache::{PagePool, SequencePages, StepPages};
-use oscar_codec::attention::{PagedContext, attend_context};
-use oscar_codec::{CacheLayout, CodeLayout, PAGE_TOKENS, RowPageCodec, SideSpec, Windows};
+use oscar_codec::attention::attend_context;
+use oscar_codec::{CacheLayout, PAGE_TOKENS, Windows};
 
 /// The values of rows.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -108,6 +110,8 @@ pub struct Growing<'a, B: Backend> {
     /// Scores of query heads without a value, in all layers, and the same on the device.
     sinks: Option<(Vec<f32>, B::Vector)>,
     numbers: Numbers,
+    /// Rows of the next steps, by layer, if they are known already.
+    next: Option<Vec<Vec<f32>>>,
     pub checks: Checks,
     what: String,
 }
@@ -142,6 +146,7 @@ impl<'a, B: Backend<Pool: Inspected>> Growing<'a, B> {
             layout,
             sinks: None,
             numbers: Numbers::new(seed),
+            next: None,
             checks,
             what,
         })
@@ -159,6 +164,12 @@ impl<'a, B: Backend<Pool: Inspected>> Growing<'a, B> {
         self.numbers = Numbers::new(seed);
     }
 
+    /// The next steps bring these many rows of this seed, the same ones however the steps divide them.
+    pub fn bring(&mut self, rows: usize, seed: u64) {
+        self.reseed(seed);
+        self.next = Some((0..self.layout.layers()).map(|_| self.rows(rows, Pattern::Plain)).collect());
+    }
+
     /// Appends `step_rows[i]` rows to sequence `i`, then compares pages and attention. Returns the
     /// attention of each layer.
     pub fn step(
@@ -167,9 +178,28 @@ impl<'a, B: Backend<Pool: Inspected>> Growing<'a, B> {
         pattern: Pattern,
         report: &mut Report,
     ) -> Result<Vec<Vec<f32>>> {
+        self.step_with(step_rows, pattern, None, report)
+    }
+
+    /// [`Growing::step`] of one sequence whose queries score its history.
+    pub fn scored_step(&mut self, rows: usize, scored: &mut Scored, report: &mut Report) -> Result<()> {
+        self.step_with(&[rows], Pattern::Plain, Some(scored), report).map(|_| ())
+    }
+
+    fn step_with(
+        &mut self,
+        step_rows: &[usize],
+        pattern: Pattern,
+        mut scored: Option<&mut Scored>,
+        report: &mut Report,
+    ) -> Result<Vec<Vec<f32>>> {
         let HeadShape { query_heads, kv_heads, head_dim: d, .. } = self.shape;
         let (layers, width) = (self.layout.layers(), (query_heads + 2 * kv_heads) * d);
-        let values: Vec<Vec<f32>> = (0..layers).map(|_| self.rows(step_rows.iter().sum(), pattern)).collect();
+        let count: usize = step_rows.iter().sum();
+        let values: Vec<Vec<f32>> = match self.next.as_mut().filter(|next| next[0].len() >= count * width) {
+            Some(next) => next.iter_mut().map(|rows| rows.drain(..count * width).collect()).collect(),
+            None => (0..layers).map(|_| self.rows(count, pattern)).collect(),
+        };
         let mut plans = Vec::new();
         for (pages, &rows) in self.pages.iter_mut().zip(step_rows) {
             plans.push(pages.prepare(&self.layout, &self.page_pool, rows)?);
@@ -191,8 +221,9 @@ impl<'a, B: Backend<Pool: Inspected>> Growing<'a, B> {
                 window: self.layout.sliding().filter(|_| self.layout.slides(layer)).map(|s| s.window()),
                 sinks: self.sinks.as_ref().map(|(_, on_device)| on_device),
             };
-            step.attend(heads, qkv, &mut self.attended, None)?;
-            found.push(read_all::<B>(&mut step, &self.attended, step_rows.iter().sum())?);
+            let tap = scored.as_deref_mut().map(|scored| scored as &mut dyn Tap);
+            step.attend(heads, qkv, &mut self.attended, tap)?;
+            found.push(read_all::<B>(&mut step, &self.attended, count)?);
         }
         step.finish()?;
 
@@ -235,6 +266,10 @@ impl<'a, B: Backend<Pool: Inspected>> Growing<'a, B> {
             for (s, twins) in rows.iter().zip(&self.twins) {
                 let twins = &twins[reference.layer * kv_heads..][..kv_heads];
                 reference.compared(s, twins, &mut self.numbers, &mut heads);
+                if let Some(scored) = scored.as_deref_mut() {
+                    let rows = (reference.values, width);
+                    scored.expect(&self.shape, &self.layout, reference.layer, rows, s, twins)?;
+                }
             }
         }
         compare_all(&heads, report)?;
@@ -257,32 +292,6 @@ impl<'a, B: Backend<Pool: Inspected>> Growing<'a, B> {
             }
         }
         values
-    }
-}
-
-/// F32 pages of a twin: the codec's reference attention reads dequantized rows from them.
-struct TwinPages {
-    codec: RowPageCodec,
-    /// Blocks of rows as stored, and of dequantized rows.
-    full: Vec<Vec<u8>>,
-    coded: Vec<Vec<u8>>,
-}
-
-impl TwinPages {
-    fn of(twin: &HeadTwin, head_dim: usize, coded: bool) -> Result<Self> {
-        let codec = RowPageCodec::new(head_dim, SideSpec::F32, SideSpec::F32, CodeLayout::Logical)?;
-        let pages = |keys: &[f32], values: &[f32]| -> Result<Vec<Vec<u8>>> {
-            let page = |(keys, values): (&[f32], &[f32])| {
-                let mut page = vec![0; codec.page_bytes()];
-                codec.quantize_rows(0, keys, values, &mut page)?;
-                Ok(page)
-            };
-            let size = PAGE_TOKENS * head_dim;
-            keys.chunks(size).zip(values.chunks(size)).map(page).collect()
-        };
-        let full = pages(&twin.keys, &twin.values)?;
-        let coded = if coded { pages(&twin.coded_keys, &twin.coded_values)? } else { full.clone() };
-        Ok(Self { codec, full, coded })
     }
 }
 
@@ -362,47 +371,16 @@ impl<'a> Reference<'a> {
         let &ComparedHead { sequence: s, kv_head, twin, ref chosen, name, .. } = head;
         let (shape, d) = (self.shape, self.shape.head_dim);
         let group = shape.query_heads / shape.kv_heads;
-        let slides = self.layout.slides(self.layer);
-        let table = self.layout.coded().filter(|_| !slides);
         let seen = s.view.map(|view| twin.seen(view, self.layer * shape.kv_heads + kv_head, self.layout));
         let twin = seen.as_ref().unwrap_or(twin);
-        let pages = TwinPages::of(twin, d, table.is_some())?;
-        // The twin has the pages that the device's tables name, and no others.
-        let blocks = pages.full.len();
-        let survivors = s.view.map(|view| view.survivors(self.layer * shape.kv_heads + kv_head));
-        let sink = self.layout.windows().sink();
-        // The block of the device's tables, `None` for those of a view.
-        let block = |b: usize| match survivors {
-            Some(kept) if b * PAGE_TOKENS >= sink && b < sink / PAGE_TOKENS + kept.pages() => None,
-            Some(kept) if b * PAGE_TOKENS >= sink => Some(b + kept.shift(sink) / PAGE_TOKENS),
-            _ => Some(b),
-        };
-        let has_full = |b: usize| match slides {
-            true => s.sliding.get(b).copied().flatten().is_some(),
-            false => block(b).and_then(|b| s.full.get(b).copied().flatten()).is_some(),
-        };
-        let has_codes = |b: usize| block(b).is_none_or(|b| s.coded.get(b).copied().flatten().is_some());
-        let full: Vec<Option<&[u8]>> =
-            (0..blocks).map(|b| has_full(b).then_some(pages.full[b].as_slice())).collect();
-        let coded: Vec<Option<&[u8]>> = (0..blocks)
-            .map(|b| match table {
-                Some(_) => has_codes(b).then_some(pages.coded[b].as_slice()),
-                None => full[b],
-            })
-            .collect();
-        let zero_width = RowPageCodec::new(d, SideSpec::ABSENT, SideSpec::ABSENT, CodeLayout::Logical)?;
-        let keeps_history = table.is_none_or(|t| t.codec(self.layer, kv_head).keeps_history());
-        let context = PagedContext {
-            full_codec: &pages.codec,
-            coded_codec: if keeps_history { &pages.codec } else { &zero_width },
-            full: &full,
-            coded: &coded,
-            view: survivors,
-        };
+        let pages = TwinPages::of(twin, self.layout, CacheHead { layer: self.layer, kv_head }, s)?;
+        let context = pages.lists();
+        let context = context.context();
         let windows: &Windows = &self.layout.layer_windows(self.layer);
         let rows = [&twin.values, &twin.coded_values];
         let largest = rows.into_iter().flatten().fold(0f32, |a, v| a.max(v.abs()));
         let allowed = f64::from(largest) * self.checks.allowed + 1e-30;
+        let table = self.layout.coded().filter(|_| !self.layout.slides(self.layer));
         let codec = table.map(|table| table.codec(self.layer, kv_head));
         let bits = if s.view.is_some() { 0 } else { self.checks.e4m3_bits };
         let rounded = RoundedKeys::of(codec, twin, s, windows, bits);

@@ -28,8 +28,10 @@ mod picks;
 mod ranks;
 mod report;
 mod rows;
+mod scores;
 mod sliding;
 mod twin;
+mod twin_pages;
 mod views;
 
 pub use report::{Extent, Finding, Report};
@@ -66,6 +68,7 @@ pub enum Part {
     Ranks,
     Pick,
     Views,
+    Scores,
     Recode,
     Divergence,
     Model,
@@ -75,7 +78,7 @@ pub enum Part {
 
 /// Each part with the name that `oscar gpu-check --only` takes and one line for `--help`.
 #[rustfmt::skip]
-const PARTS: [(Part, &str, &str); 26] = [
+const PARTS: [(Part, &str, &str); 27] = [
     (Part::Embed, "embed", "Embedding, with a factor too, and row selection (rows.cu)"),
     (Part::Norm, "norm", "RMSNorm (rows.cu)"),
     (Part::Gate, "gate", "Gates, and norms of the results of products (rows.cu)"),
@@ -97,6 +100,7 @@ const PARTS: [(Part, &str, &str); 26] = [
     (Part::Ranks, "ranks", "Sums over simulated ranks (ranks.cu), and NCCL with one rank where it is installed"),
     (Part::Pick, "pick", "Choice of tokens on the device (pick.cu)"),
     (Part::Views, "views", "Views: rows gathered and read back, attention over them (views.cu and all kernels of attention)"),
+    (Part::Scores, "scores", "Attention weights of single rows, for eviction (scores.cu)"),
     (Part::Recode, "recode", "History as its codes dequantize it, for calibration (demote.cu)"),
     (Part::Divergence, "divergence", "KL divergence of rows of logits, for calibration (divergence.cu)"),
     (Part::Model, "model", "The embedded model against the CPU"),
@@ -193,6 +197,7 @@ fn check_part(gpu: &CudaBackend, part: Part, extent: Extent, report: &mut Report
         Part::Ranks => ranks::check(gpu, report),
         Part::Pick => picks::check(gpu, extent, report),
         Part::Views => check_views(gpu, extent, report),
+        Part::Scores => scores::check(gpu, extent, report),
         Part::Recode => calibration::check_recode(gpu, extent, report),
         Part::Divergence => calibration::check_divergence(gpu, extent, report),
         Part::Model => model::check(extent, report),

@@ -3,7 +3,7 @@
 use crate::growing::{Checks, Compared, Inspected};
 use crate::{
     Extent, Report, approximate, attention, calibration, dequantized, experts, families, hybrid, model,
-    pages, picks, rows, sliding, views,
+    pages, picks, rows, scores, sliding, views,
 };
 use anyhow::Result;
 use oscar_backend::CacheHead;
@@ -129,6 +129,15 @@ fn the_cpu_passes_the_checks_of_what_some_families_need() {
     experts::check_general(&cpu(), Extent::SMALL, &mut report).unwrap();
     assert_passes(&report, &["product with a norm of its result", "product with a gate, Clamped"]);
     assert!(report.findings.iter().any(|f| f.name == "experts, Mxfp4, Clamped with biases"));
+}
+
+#[test]
+fn the_cpu_passes_the_checks_of_scores() {
+    let mut report = Report::default();
+    scores::check(&cpu(), one_in(11), &mut report).unwrap();
+    let names = ["sums", "maxima", "some positions", "pieces", "views", "codes in the window"];
+    assert_passes(&report, &names.map(|name| format!("scores, {name}")).each_ref().map(String::as_str));
+    assert!(report.findings.iter().any(|f| f.name == "scores, pieces are the whole"));
 }
 
 #[test]

@@ -14,7 +14,7 @@ const LAYERS: usize = 2;
 
 /// What a view keeps of a head's positions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kept {
+pub enum Kept {
     All,
     /// Some, or none, or whole pages: different ones in each head.
     Mixed,
@@ -169,7 +169,7 @@ fn run<B: Backend<Pool: Inspected>>(
     Ok(())
 }
 
-fn fork<B: Backend<Pool: Inspected>>(
+pub fn fork<B: Backend<Pool: Inspected>>(
     growing: &Growing<'_, B>,
     pages: &SequencePages,
     view: Option<Arc<View>>,
@@ -178,7 +178,7 @@ fn fork<B: Backend<Pool: Inspected>>(
 }
 
 /// Gives a sequence a view of its history, and compares the rows of the view.
-fn derive<B: Backend<Pool: Inspected>>(
+pub fn derive<B: Backend<Pool: Inspected>>(
     growing: &mut Growing<'_, B>,
     sequence: usize,
     kept: Kept,
@@ -203,8 +203,16 @@ fn derive<B: Backend<Pool: Inspected>>(
     for head in 0..heads {
         let at = CacheHead { layer: head / layout.kv_heads(), kv_head: head % layout.kv_heads() };
         let (codec, twin) = (table.codec(at.layer, at.kv_head), &growing.twins[sequence][head]);
-        let found =
-            growing.gpu.history(&stored(&derived), HeadHistory { head: at, until: end }, &growing.pool)?;
+        let whole = HeadHistory::whole(at, end);
+        let found = growing.gpu.history(&stored(&derived), whole.clone(), &growing.pool)?;
+        let some = HeadHistory { rows: 3..90, values: false, ..whole };
+        let part = growing.gpu.history(&stored(&derived), some, &growing.pool)?;
+        let d = layout.head_dim();
+        let wanted = 3.min(view.kept(head).len())..90.min(view.kept(head).len());
+        let differs = part.keys != found.keys[wanted.start * d..wanted.end * d] || !part.values.is_empty();
+        report.case("views, some keys read back", f64::from(u8::from(differs)), 0.0, || {
+            format!("{at:?}, rows {wanted:?} of {}", view.kept(head).len())
+        });
         let rows = |side| view.kept(head).iter().flat_map(move |&p| twin.coded_row(side, p as usize, codec));
         let same = |found: &[f32], side| {
             let expected: Vec<f32> = rows(side).collect();

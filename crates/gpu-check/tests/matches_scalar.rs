@@ -57,6 +57,7 @@ parts! {
     sum_ranks_matches_scalar: Ranks,
     pick_matches_scalar: Pick,
     views_matches_scalar: Views,
+    scores_matches_scalar: Scores,
     recode_matches_scalar: Recode,
     divergence_matches_scalar: Divergence,
     model_matches_scalar: Model,

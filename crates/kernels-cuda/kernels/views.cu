@@ -69,6 +69,7 @@ struct HistoryParams {
     u32 head;       // layer * kv_heads + head
     u32 rows;
     u32 head_dim;
+    u32 sides;      // 1: keys alone, 2: values too
 };
 CHECK_LAYOUT(HistoryParams);
 
@@ -78,8 +79,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) read_history(HistoryParams
     const HeadPages head = p.heads[p.head];
     const CodedPage shape = {head.key_bits, head.value_bits, p.head_dim};
     const u32 first = blockIdx.x * PAGE_TOKENS, rows = min((u32)PAGE_TOKENS, p.rows - first);
-    for (u32 i = threadIdx.x; i < 2 * rows * p.head_dim; i += THREADS) {
-        const u32 channel = i % p.head_dim, side = i / p.head_dim & 1, row = first + i / (2 * p.head_dim);
+    for (u32 i = threadIdx.x; i < p.sides * rows * p.head_dim; i += THREADS) {
+        const u32 channel = i % p.head_dim, side = i / p.head_dim % p.sides, row = first + i / (p.sides * p.head_dim);
         const u32 at = p.sources[row], token = at % PAGE_TOKENS;
         const u8* page = (const u8*)(head.coded + (u64)(at / PAGE_TOKENS) * shape.bytes());
         const u32 pair = *(const u32*)(page + param_byte(shape, side, token));

@@ -96,6 +96,7 @@ pub(crate) fn all() -> impl Iterator<Item = Layout> {
         backend::LAYOUTS,
         backend::EXPERT_LAYOUTS,
         backend::VIEW_LAYOUTS,
+        backend::SCORE_LAYOUTS,
         bandwidth::LAYOUTS,
         blocks::LAYOUTS,
         gemm::LAYOUTS,

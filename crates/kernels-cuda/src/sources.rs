@@ -63,6 +63,7 @@ sources! {
     DIVERGENCE = "divergence.cu", One;
     VIEWS = "views.cu", One;
     SINKS = "sinks.cu", One;
+    SCORES = "scores.cu", HeadSizes;
     APPEND = "append.cu", HeadSizes;
     ATTENTION_SIMPLE = "attention_simple.cu", SimpleAttention;
     ATTENTION_SLIDING = "attention_sliding.cu", HeadSizes;

@@ -58,19 +58,28 @@ impl Transfers {
     }
 
     /// Waits for the stream and appends the values of `from` to `out`.
-    pub fn download(&mut self, from: DeviceSlice<'_, f32>, out: &mut Vec<f32>) -> Result<()> {
-        const MOST: usize = (64 << 20) / 4;
-        for first in (0..from.len()).step_by(MOST) {
-            let from = from.part(first..from.len().min(first + MOST))?;
-            let bytes = 4 * from.len();
+    pub fn download<T: bytemuck::Pod>(&mut self, from: DeviceSlice<'_, T>, out: &mut Vec<T>) -> Result<()> {
+        self.read(from, |part| out.extend_from_slice(part))
+    }
+
+    /// Waits for the stream and hands the values of `from` to `take`, in one or several parts.
+    pub fn read<T: bytemuck::Pod>(
+        &mut self,
+        from: DeviceSlice<'_, T>,
+        mut take: impl FnMut(&[T]),
+    ) -> Result<()> {
+        let most = (64 << 20) / size_of::<T>();
+        for first in (0..from.len()).step_by(most) {
+            let from = from.part(first..from.len().min(first + most))?;
+            let bytes = size_of::<T>() * from.len();
             if self.landing.as_ref().is_none_or(|b| b.bytes() < bytes) {
                 self.landing = None;
                 self.landing = Some(PinnedBuffer::new(&self.device, bytes.next_power_of_two())?);
             }
             let Some(landing) = &mut self.landing else { continue };
-            let part: &mut [f32] = bytemuck::cast_slice_mut(&mut landing.slice_mut()[..bytes]);
+            let part: &mut [T] = bytemuck::cast_slice_mut(&mut landing.slice_mut()[..bytes]);
             self.device.download(from, part)?;
-            out.extend_from_slice(part);
+            take(part);
         }
         if from.is_empty() {
             self.device.synchronize()?;

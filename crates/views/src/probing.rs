@@ -110,7 +110,8 @@ impl Probing {
         self.done == self.passes.len() && self.keys.is_done()
     }
 
-    /// Feeds at most `most` tokens; returns how many. Once all are fed, compares the keys of one head.
+    /// Feeds at most `most` tokens; returns how many. Once all are fed, compares keys: see
+    /// [`Ranking`].
     ///
     /// # Errors
     /// If a step fails. After [`StepError::OutOfPages`] it may be called again.

@@ -296,30 +296,74 @@ impl<B: Backend> Scorer<B> for KeyDiff {
     }
 }
 
-/// The scores of `keydiff`, a head at a time: the keys of one head are read and compared by each call.
+/// Elements of keys that one call of [`Ranking::advance`] reads, or compares. That takes a few milliseconds:
+/// less than a step of a model for which it matters.
+const RANKED: usize = 1 << 20;
+
+/// The scores of `keydiff`, in pieces of bounded size: each call reads some keys of a head and adds them to
+/// the mean of its unit keys, or compares some with that mean.
 pub struct Ranking {
     positions: Vec<Vec<u32>>,
     rows: Vec<Vec<f64>>,
+    /// The head under way.
+    head: HeadMean,
+    /// Rows of a call.
+    piece: usize,
+}
+
+/// The keys of a head as far as they are read, and the sum of their directions.
+#[derive(Default)]
+struct HeadMean {
+    keys: Vec<f32>,
+    sum: Vec<f64>,
+    /// Scores, once all keys are read.
+    scores: Vec<f64>,
 }
 
 impl Ranking {
     pub fn new<B: Backend>(runner: &Runner<B>, history: &History<'_>) -> Self {
-        Self { positions: positions(runner, history), rows: Vec::new() }
+        let piece = (RANKED / runner.layout().head_dim()).max(1);
+        Self { positions: positions(runner, history), rows: Vec::new(), head: HeadMean::default(), piece }
     }
 
-    /// Scores the next head. Returns whether it was the last.
+    /// The same with calls that read or compare at most so many rows.
+    pub fn in_pieces(self, rows: usize) -> Self {
+        Self { piece: rows.max(1), ..self }
+    }
+
+    /// Does the next piece of work. Returns whether it was the last.
     ///
     /// # Errors
-    /// If its keys cannot be read.
+    /// If keys cannot be read.
     pub fn advance<B: Backend>(
         &mut self,
         runner: &Runner<B>,
         history: &History<'_>,
     ) -> Result<bool, StepError> {
+        let Some(positions) = self.positions.get(self.rows.len()) else { return Ok(true) };
         let (heads, d) = (runner.layout().kv_heads(), runner.layout().head_dim());
-        if self.rows.len() < self.positions.len() {
+        let read = self.head.keys.len() / d;
+        if read < positions.len() {
+            let until = view_end(runner.layout(), history.len);
             let head = CacheHead { layer: self.rows.len() / heads, kv_head: self.rows.len() % heads };
-            self.rows.push(unlike_the_mean(&head_history(runner, history, head)?.keys, d));
+            let rows = HeadHistory { head, until, rows: read..read + self.piece, values: false };
+            let keys = read_history(runner, history, rows)?.keys;
+            if keys.is_empty() {
+                return Err(StepError::Eviction("the sequence no longer holds the keys of its history"));
+            }
+            // Memory that grows piece by piece would be copied.
+            self.head.keys.reserve_exact(positions.len() * d - read * d);
+            self.head.add(keys, d);
+        }
+        if self.head.keys.len() / d < positions.len() {
+            return Ok(false);
+        }
+        // A head that is read at once is compared at once, too.
+        if read == 0 || read == positions.len() {
+            self.head.compare(self.piece, d);
+        }
+        if self.head.scores.len() == positions.len() {
+            self.rows.push(std::mem::take(&mut self.head).scores);
         }
         Ok(self.is_done())
     }
@@ -333,18 +377,29 @@ impl Ranking {
     }
 }
 
-/// −cosine between each key and the mean of the unit keys.
-fn unlike_the_mean(keys: &[f32], d: usize) -> Vec<f64> {
-    let mut units: Vec<f64> = keys.iter().map(|&k| f64::from(k)).collect();
-    let mut mean = vec![0.0; d];
-    for unit in units.chunks_exact_mut(d) {
-        let norm = unit.iter().map(|k| k * k).sum::<f64>().sqrt().max(1e-30);
-        unit.iter_mut().for_each(|k| *k /= norm);
-        mean.iter_mut().zip(&*unit).for_each(|(m, u)| *m += u);
+impl HeadMean {
+    fn add(&mut self, mut keys: Vec<f32>, d: usize) {
+        self.sum.resize(d, 0.0);
+        for key in keys.chunks_exact(d) {
+            self.sum.iter_mut().zip(unit(key)).for_each(|(sum, u)| *sum += u);
+        }
+        self.keys.append(&mut keys);
     }
-    let norm = mean.iter().map(|m| m * m).sum::<f64>().sqrt().max(1e-30);
-    let cosine = |u: &[f64]| u.iter().zip(&mean).map(|(u, m)| u * m).sum::<f64>() / norm;
-    units.chunks_exact(d).map(|u| -cosine(u)).collect()
+
+    /// −cosine between each of the next `count` keys and the mean of the unit keys.
+    fn compare(&mut self, count: usize, d: usize) {
+        let norm = self.sum.iter().map(|m| m * m).sum::<f64>().sqrt().max(1e-30);
+        let cosine = |key: &[f32]| unit(key).zip(&self.sum).map(|(u, m)| u * m).sum::<f64>() / norm;
+        let next = self.keys.chunks_exact(d).skip(self.scores.len()).take(count);
+        let scores: Vec<f64> = next.map(|key| -cosine(key)).collect();
+        self.scores.extend(scores);
+    }
+}
+
+/// A key of length 1.
+fn unit(key: &[f32]) -> impl Iterator<Item = f64> {
+    let norm = key.iter().map(|&k| f64::from(k) * f64::from(k)).sum::<f64>().sqrt().max(1e-30);
+    key.iter().map(move |&k| f64::from(k) / norm)
 }
 
 /// Calls `work(keys, values, head size)` with the dequantized rows of every layer and head, in the
@@ -358,21 +413,23 @@ pub(crate) fn for_each_head<B: Backend>(
         (runner.layout().layers(), runner.layout().kv_heads(), runner.layout().head_dim());
     for layer in 0..layers {
         for kv_head in 0..heads {
-            let rows = head_history(runner, history, CacheHead { layer, kv_head })?;
+            let until = view_end(runner.layout(), history.len);
+            let head = HeadHistory::whole(CacheHead { layer, kv_head }, until);
+            let rows = read_history(runner, history, head)?;
             work(&rows.keys, &rows.values, d);
         }
     }
     Ok(())
 }
 
-/// The dequantized rows of one head, in the cache's basis. Keys have their mean again.
-fn head_history<B: Backend>(
+/// Dequantized rows of one head, in the cache's basis. Keys have their mean again.
+fn read_history<B: Backend>(
     runner: &Runner<B>,
     history: &History<'_>,
-    head: CacheHead,
+    rows: HeadHistory,
 ) -> Result<HistoryRows, StepError> {
-    let until = view_end(runner.layout(), history.len);
-    let mut rows = runner.history(history.sequence, HeadHistory { head, until })?;
+    let head = rows.head;
+    let mut rows = runner.history(history.sequence, rows)?;
     if let Some(mean) = rotated_key_mean(runner, head) {
         for key in rows.keys.chunks_exact_mut(runner.layout().head_dim()) {
             key.iter_mut().zip(&mean).for_each(|(k, m)| *k += m);

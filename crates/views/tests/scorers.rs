@@ -6,7 +6,7 @@ use oscar_backend::{CacheHead, HeadHistory};
 use oscar_cache::view_end;
 use oscar_codec::{CacheLayout, CodeLayout, KvFormat, Windows};
 use oscar_runner::{Sequence, StepOutput};
-use oscar_views::{Budget, Evict, HeadSplit, History, Probe, observe, score, select};
+use oscar_views::{Budget, Evict, HeadSplit, History, Probe, Ranking, observe, score, select};
 use support::{base, runner};
 
 fn tokens(count: usize) -> Vec<u32> {
@@ -83,7 +83,7 @@ fn keydiff_matches_its_definition() {
     let scores = score(&mut runner, &history, Evict::KeyDiff, &Probe::default()).unwrap();
     let head = CacheHead { layer: 3, kv_head: 1 };
     let until = view_end(runner.layout(), 640);
-    let keys = runner.history(&sequence, HeadHistory { head, until }).unwrap().keys;
+    let keys = runner.history(&sequence, HeadHistory::whole(head, until)).unwrap().keys;
     let unit = |key: &[f32]| {
         let norm = key.iter().map(|k| k * k).sum::<f32>().sqrt();
         key.iter().map(|k| k / norm).collect::<Vec<f32>>()
@@ -94,6 +94,16 @@ fn keydiff_matches_its_definition() {
     for (u, score) in units.iter().zip(&scores.rows[7]) {
         let cosine: f32 = u.iter().zip(&mean).map(|(a, b)| a * b).sum();
         assert!((f64::from(-cosine) - score).abs() < 1e-5);
+    }
+    // Pieces of any size give equal scores.
+    for (piece, calls) in [(1000, 12), (200, 12 * 4), (64, 12 * 10)] {
+        let mut ranking = Ranking::new(&runner, &history).in_pieces(piece);
+        let mut count = 1;
+        while !ranking.advance(&runner, &history).unwrap() {
+            count += 1;
+        }
+        assert!(ranking.scores() == scores, "pieces of {piece}");
+        assert_eq!((count, until - 64), (calls, 320), "pieces of {piece}");
     }
 }
 

@@ -1,8 +1,8 @@
 //! Work for conversations between their turns: replaying turns on the base, probing it, gathering
 //! views.
 //!
-//! **Invariant:** [`Job::advance`] computes at most the given number of tokens, ranks the rows of one
-//! head, or copies the rows of one view. Work that grows with the history and needs no device
+//! **Invariant:** [`Job::advance`] computes at most the given number of tokens, reads or compares a
+//! bounded number of keys, or copies the rows of one view. Work that grows with the history and needs no device
 //! (clustering, sorting scores) runs on a thread of its own. A job can give its pages back at any time
 //! and goes on later.
 

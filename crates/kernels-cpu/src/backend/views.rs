@@ -141,7 +141,7 @@ impl CpuBackend {
     pub(super) fn read_history(
         &self,
         from: &SequenceRows<'_>,
-        HeadHistory { head, until }: HeadHistory,
+        HeadHistory { head, until, rows: wanted, values }: HeadHistory,
         pool: &CpuPages,
     ) -> Result<HistoryRows> {
         let layout = pool.layout();
@@ -151,9 +151,10 @@ impl CpuBackend {
         let index = head.layer * layout.kv_heads() + head.kv_head;
         let codec = pool.coded_codec(head.layer, head.kv_head);
         let d = codec.head_dim();
-        let rows: Vec<_> = history_rows(from, index, sink, until).collect();
-        for (side, values) in [(Side::Key, &mut out.keys), (Side::Value, &mut out.values)] {
-            values.clear();
+        let rows = history_rows(from, index, sink, until).take(wanted.end).skip(wanted.start);
+        let rows: Vec<_> = rows.collect();
+        let sides = [(Side::Key, &mut out.keys), (Side::Value, &mut out.values)];
+        for (side, values) in sides.into_iter().take(1 + usize::from(values)) {
             values.resize(rows.len() * d, 0.0);
             let first = index;
             self.pool.run_chunks(values, d * PAGE_TOKENS, |chunk, values| {

@@ -13,6 +13,7 @@ mod prepare_heads;
 mod products;
 mod random;
 mod rows;
+mod scores;
 mod sizing;
 mod sliding;
 mod step;
@@ -26,6 +27,7 @@ pub(crate) use experts::LAYOUTS as EXPERT_LAYOUTS;
 pub(crate) use launches::LAYOUTS;
 pub use rows::CudaRows;
 pub(crate) use rows::grow;
+pub(crate) use scores::LAYOUTS as SCORE_LAYOUTS;
 pub use sizing::step_memory;
 pub use step::CudaStep;
 pub(crate) use views::LAYOUTS as VIEW_LAYOUTS;
@@ -53,6 +55,7 @@ use oscar_backend::{
     SequenceRows, StepMemory, StepSize, StepTimes, View, WeightFormat,
 };
 use oscar_codec::{CacheLayout, HeadRotations};
+use scores::ScoreMemory;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use unreleased::Unreleased;
 
@@ -113,6 +116,7 @@ struct State {
     /// Rows of history that are copied or read, and those that were read.
     row_sources: Option<Buffer>,
     history: Option<Buffer>,
+    scores: ScoreMemory,
     experts: ExpertsMemory,
 }
 
@@ -173,6 +177,7 @@ impl CudaBackend {
             compared: None,
             row_sources: None,
             history: None,
+            scores: ScoreMemory::default(),
             experts: ExpertsMemory::default(),
         };
         Ok(Self {
@@ -414,6 +419,7 @@ impl Backend for CudaBackend {
 
     fn evicts_rows(&self, layout: &CacheLayout) -> RowEviction {
         match Storage::of(layout) {
+            Ok(Storage::Codes) if self.unreleased.views && self.unreleased.scores => RowEviction::ByScores,
             Ok(Storage::Codes) if self.unreleased.views => RowEviction::ByKeys,
             Ok(Storage::Codes) => RowEviction::Never(unreleased::VIEWS),
             _ => RowEviction::Never(

@@ -1,8 +1,9 @@
 //! One step on the GPU.
 
 use super::launches::{EMBED_FEW, EmbedParams, SelectParams};
+use super::scores::ScoredStep;
 use super::tapped::CudaTapped;
-use super::{CudaBackend, CudaExperts, CudaRows, CudaVector, Index, State};
+use super::{CudaBackend, CudaExperts, CudaRows, CudaVector, Index, State, unreleased};
 use crate::attention::append::{HeadConstants, Projections};
 use crate::attention::decode::Queries;
 use crate::attention::demote::Scope;
@@ -29,9 +30,11 @@ use std::time::Instant;
 pub struct CudaStep<'s> {
     pub(super) backend: &'s CudaBackend,
     pub(super) state: MutexGuard<'s, State>,
-    sequences: &'s [SequenceRows<'s>],
+    pub(super) sequences: &'s [SequenceRows<'s>],
     pub(super) pool: &'s mut CudaPages,
     pub(super) planned: Option<Planned>,
+    /// Where attention weights of its rows are added up.
+    pub(super) scored: Option<ScoredStep>,
 }
 
 /// The part of a step that all its layers share.
@@ -56,12 +59,17 @@ impl<'s> CudaStep<'s> {
         sequences: &'s [SequenceRows<'s>],
         pool: &'s mut CudaPages,
     ) -> Self {
-        Self { backend, state, sequences, pool, planned: None }
+        Self { backend, state, sequences, pool, planned: None, scored: None }
     }
 
     /// Memory that is kept from step to step.
     pub(super) fn state(&mut self) -> &mut State {
         &mut self.state
+    }
+
+    /// The tables of the step, once it is planned.
+    pub(super) fn tables(&self) -> Option<StepTables> {
+        self.planned.as_ref().map(|planned| planned.tables)
     }
 
     /// Makes and sends the tables and chooses the kernels, once.
@@ -383,10 +391,8 @@ impl Step<CudaBackend> for CudaStep<'_> {
     ) -> BackendResult<()> {
         let layer = heads.layer;
         let slides = self.check_windows(&heads)?;
-        if tap.as_deref_mut().is_some_and(|tap| tap.scoring().is_some()) {
-            let why = "it does not add up the attention weights of single rows: use keydiff-post, keydiff or \
-                       recent, or --device cpu";
-            return Err(oscar_backend::eviction_refusal(self.backend, why));
+        if !self.backend.unreleased.scores && tap.as_deref_mut().is_some_and(|tap| tap.scoring().is_some()) {
+            return Err(oscar_backend::eviction_refusal(self.backend, unreleased::SCORES));
         }
         let mut queries = std::mem::take(&mut self.state.queries);
         // The fused form adds no sinks.
@@ -414,6 +420,9 @@ impl Step<CudaBackend> for CudaStep<'_> {
             false => self.run_attention(layer, queries_from, qkv.count(), sinks, out, tap.is_some())?,
         }
         if let Some(tap) = tap {
+            if let Some(scoring) = tap.scoring() {
+                self.score(layer, &queries, scoring)?;
+            }
             tap.attended(layer, &mut self.tapped(out))?;
         }
         self.state.queries = queries;

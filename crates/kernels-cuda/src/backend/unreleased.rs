@@ -16,6 +16,10 @@ pub(super) const FAMILIES: [Feature; 6] = [
     Feature::ExpertBiases,
 ];
 
+/// Why no weights of rows are added up.
+pub(super) const SCORES: &str = "attention weights of single rows are not released on GPUs, because `oscar gpu-check --only \
+     scores` has not run on one: use keydiff-post, keydiff or recent, use --device cpu, or set OSCAR_CUDA_SCORES=on";
+
 /// Which of them may run.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Unreleased {
@@ -26,10 +30,12 @@ pub(super) struct Unreleased {
     pub views: bool,
     /// What Gemma 3 and gpt-oss need ([`FAMILIES`]; `--only sliding` and `--only families`).
     pub families: bool,
+    /// Attention weights of single rows (`--only scores`).
+    pub scores: bool,
 }
 
 impl Unreleased {
-    pub const ALL: Self = Self { experts: true, views: true, families: true };
+    pub const ALL: Self = Self { experts: true, views: true, families: true, scores: true };
 
     /// What the environment asks for.
     pub fn from_environment() -> Self {
@@ -38,6 +44,7 @@ impl Unreleased {
             experts: on("OSCAR_CUDA_EXPERTS"),
             views: on("OSCAR_CUDA_VIEWS"),
             families: on("OSCAR_CUDA_FAMILIES"),
+            scores: on("OSCAR_CUDA_SCORES"),
         }
     }
 }

@@ -10,6 +10,7 @@ use crate::sources::VIEWS;
 use crate::storage::Storage;
 use oscar_backend::{HeadHistory, HistoryRows, SequenceRows, View};
 use oscar_codec::{CodedPageId, PAGE_TOKENS, RowPageCodec};
+use std::ops::Range;
 
 shared_struct! {
     /// A page of a view, and the sources of its rows.
@@ -40,6 +41,7 @@ shared_struct! {
         head: u32,
         rows: u32,
         head_dim: u32,
+        sides: u32,
     }
 }
 
@@ -91,11 +93,12 @@ impl<'a> Rows<'a> {
         Some((page as usize * PAGE_TOKENS + place) as u32)
     }
 
-    /// All rows of a head before `until`, those of the view first.
-    fn all(&self, head: usize, until: usize) -> Vec<u32> {
+    /// Some of a head's rows before `until`, those of the view first.
+    fn some(&self, head: usize, until: usize, wanted: &Range<usize>) -> Vec<u32> {
         let kept = self.sequence.view.map_or(&[][..], |view| view.kept(head));
         let positions = kept.iter().map(|&p| p as usize).chain(self.start..until);
-        positions.filter_map(|position| self.at(head, position)).collect()
+        let wanted = positions.take(wanted.end).skip(wanted.start);
+        wanted.filter_map(|position| self.at(head, position)).collect()
     }
 }
 
@@ -153,16 +156,17 @@ impl CudaBackend {
     pub(super) fn read_rows(
         &self,
         from: &SequenceRows<'_>,
-        HeadHistory { head, until }: HeadHistory,
+        HeadHistory { head, until, rows: wanted, values }: HeadHistory,
         pool: &CudaPages,
     ) -> Result<HistoryRows> {
         let (layout, mut out) = (pool.layout(), HistoryRows::default());
         let (d, index) = (layout.head_dim(), head.layer * layout.kv_heads() + head.kv_head);
-        let rows = Rows::new(from, pool, until)?.all(index, until);
+        let rows = Rows::new(from, pool, until)?.some(index, until, &wanted);
+        let (side, sides) = (rows.len() * d, 1 + usize::from(values));
         let codec = layout.coded().map(|table| table.codec(head.layer, head.kv_head));
         if rows.is_empty() || codec.is_none_or(|codec| !codec.keeps_history()) {
-            out.keys.resize(rows.len() * d, 0.0);
-            out.values.resize(rows.len() * d, 0.0);
+            out.keys.resize(side, 0.0);
+            out.values.resize((sides - 1) * side, 0.0);
             return Ok(out);
         }
         let last = rows.iter().max().map_or(0, |row| row / PAGE_TOKENS as u32);
@@ -173,23 +177,25 @@ impl CudaBackend {
         let state = &mut *state;
         let (sources, _) = grow(&self.device, &mut state.row_sources, 4 * rows.len(), "rows of a history")?;
         state.transfers.enqueue(&rows, sources.slice().part(0..rows.len())?)?;
-        let values = rows.len() * d;
-        let (buffer, _) = grow(&self.device, &mut state.history, 8 * values, "a dequantized history")?;
+        let (buffer, _) = grow(&self.device, &mut state.history, 4 * sides * side, "a dequantized history")?;
         let params = HistoryParams {
             heads: pool.layer(0),
             sources: sources.ptr(),
             keys: buffer.ptr(),
-            values: buffer.ptr().add(values),
+            values: buffer.ptr().add((sides - 1) * side),
             head: index as u32,
             rows: rows.len() as u32,
             head_dim: d as u32,
+            sides: sides as u32,
         };
         let grid = LaunchShape::new(rows.len().div_ceil(PAGE_TOKENS), THREADS);
-        // SAFETY: the head exists and its pages up to the largest id have memory (`page_at`); both
-        // halves of the buffer have a row for each source.
+        // SAFETY: the head exists and its pages up to the largest id have memory (`page_at`); the buffer
+        // has a row for each source and side, and values are written only if there are two sides.
         unsafe { self.device.launch(function, grid, params) }?;
-        state.transfers.download(buffer.slice().part(0..values)?, &mut out.keys)?;
-        state.transfers.download(buffer.slice().part(values..2 * values)?, &mut out.values)?;
+        state.transfers.download(buffer.slice().part(0..side)?, &mut out.keys)?;
+        if values {
+            state.transfers.download(buffer.slice().part(side..2 * side)?, &mut out.values)?;
+        }
         Ok(out)
     }
 }

@@ -5,7 +5,7 @@ use crate::options::{at_least_one, serialize_optional_display};
 use crate::progress::note;
 use anyhow::{Result, anyhow, bail};
 use oscar_backend::Backend;
-use oscar_engine::{Cap, DEFAULT_EVICT, EVICT_BLOCK, PostCap, PostSetting, RowCap};
+use oscar_engine::{Cap, DEFAULT_EVICT, EVICT_BLOCK, PostCap, PostSetting, RowCap, default_split};
 use oscar_models::Weights;
 use oscar_runner::Runner;
 use oscar_text::ModelText;
@@ -22,11 +22,13 @@ pub struct EvictionArgs {
     pub kv_budget: Option<Budget>,
     /// Which rows a conversation keeps beyond --kv-budget: keydiff, snapkv, tova or recent; keydiff if absent.
     /// keydiff-post (or post), kvzip and episodes choose from the whole history, which stays in memory: they save
-    /// what a step reads. GPUs take keydiff, recent and keydiff-post, and only with OSCAR_CUDA_VIEWS=on
+    /// what a step reads. GPUs take keydiff, recent and keydiff-post only with OSCAR_CUDA_VIEWS=on, and snapkv,
+    /// tova, kvzip and episodes only with OSCAR_CUDA_SCORES=on beside it
     #[arg(long, value_name = "POLICY", requires = "kv_budget")]
     #[serde(serialize_with = "serialize_optional_display")]
     pub evict: Option<Eviction>,
-    /// Division of the rows among heads: uniform, adaptive or global; the policy's own if absent
+    /// Division of the rows among heads: uniform, adaptive or global; the policy's own if absent. GPUs divide
+    /// evenly
     #[arg(long, value_name = "NAME", requires = "kv_budget")]
     #[serde(serialize_with = "serialize_split")]
     pub evict_heads: Option<HeadSplit>,
@@ -55,7 +57,7 @@ impl EvictionArgs {
             return Ok(None);
         };
         let eviction = self.evict.unwrap_or(Eviction::Scorer(DEFAULT_EVICT));
-        let heads = self.evict_heads.unwrap_or_else(|| eviction.default_split());
+        let heads = self.evict_heads.unwrap_or_else(|| default_split(runner.layout(), eviction));
         let cap = match eviction {
             Eviction::Scorer(evict) if !eviction.keeps_base() => {
                 RowCap::new(runner, Policy { evict, budget, heads }, self.evict_block).map(Cap::Block)
