@@ -6,7 +6,6 @@ pub mod template;
 pub mod types;
 pub mod validate;
 
-use axum::extract::{Extension, State};
 use axum::response::Response;
 use oscar_engine::TokenLogprobs;
 use oscar_text::ReplyEvent;
@@ -16,25 +15,17 @@ use self::types::{
     ToolCall,
 };
 use crate::app::Shared;
-use crate::body::{RawBody, json_answer, off_thread};
+use crate::body::{Asked, json_answer, off_thread};
 use crate::error::ApiError;
 use crate::generate::{ChatEntry, Finish, Generation, Output, TokenTexts, Totals};
 use crate::ids::unix_seconds;
-use crate::keys::Caller;
-use crate::middleware::RequestName;
 use crate::routes::stream::{Chunks, respond};
 use crate::schema::RequestBody;
 
-pub async fn create(
-    State(app): State<Shared>,
-    Extension(RequestName(name)): Extension<RequestName>,
-    Extension(caller): Extension<Caller>,
-    body: RawBody,
-) -> Result<Response, ApiError> {
-    let worker = app.clone();
+pub async fn create(Asked { app, name, caller, body }: Asked) -> Result<Response, ApiError> {
     let id = format!("chatcmpl-{name}");
-    let prepared = off_thread(&app, body, move |body| {
-        prepare::prepare(&worker, &name, caller, ChatBody::parse(body, worker.limits.value_bytes)?, None)
+    let prepared = off_thread(&app, body, move |app, body| {
+        prepare::prepare(app, &name, caller, ChatBody::parse(body, app.limits.value_bytes)?, None)
     })
     .await?;
     let (size, choices) = (prepared.answer_size(), prepared.params().choices);

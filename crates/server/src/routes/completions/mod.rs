@@ -4,7 +4,6 @@ pub mod prepare;
 pub mod types;
 mod validate;
 
-use axum::extract::{Extension, State};
 use axum::response::Response;
 use oscar_engine::{Request, TokenLogprobs};
 use oscar_text::ReplyEvent;
@@ -12,24 +11,16 @@ use serde_json::Value;
 
 use self::types::{CompletionChoice, CompletionLogprobs, CompletionResponse};
 use crate::app::Shared;
-use crate::body::{RawBody, json_answer, off_thread};
+use crate::body::{Asked, json_answer, off_thread};
 use crate::error::ApiError;
 use crate::generate::{Finish, Generation, Output, TokenTexts, Totals, finite};
 use crate::ids::unix_seconds;
-use crate::keys::Caller;
-use crate::middleware::RequestName;
 use crate::routes::stream::{Chunks, respond};
 
-pub async fn create(
-    State(app): State<Shared>,
-    Extension(RequestName(name)): Extension<RequestName>,
-    Extension(caller): Extension<Caller>,
-    body: RawBody,
-) -> Result<Response, ApiError> {
-    let worker = app.clone();
+pub async fn create(Asked { app, name, caller, body }: Asked) -> Result<Response, ApiError> {
     let id = format!("cmpl-{name}");
     let (prepared, echo) =
-        off_thread(&app, body, move |body| prepare::prepare(&worker, &name, caller, body)).await?;
+        off_thread(&app, body, move |app, body| prepare::prepare(app, &name, caller, body)).await?;
     let (size, stream) = (prepared.answer_size(), prepared.stream);
     let choices = prepared.params().choices;
     let prompt = |request: &Request| request.prompt().to_vec();
