@@ -294,15 +294,7 @@ fn ask(
     for &length in args.context.iter().filter(|_| args.haystacks > 0) {
         let config = RulerConfig { max_seq_length: length, reserved_tokens, seed: args.seed };
         let generator = RulerGenerator::new(config, &GrammarFiller, &count);
-        cases.extend(needle_cases(
-            &prompts,
-            &generator,
-            &args.depths,
-            length,
-            args.seed,
-            args.haystacks,
-            &mut group,
-        )?);
+        cases.extend(needle_cases(&prompts, &generator, &args.depths, args.haystacks, &mut group)?);
     }
     let methods = session.methods(formats, args.batch);
     let bar = progress::bar("tasks and needles", (cases.len() * methods.len()) as u64);

@@ -78,23 +78,10 @@ pub fn run(args: &Args) -> Result<()> {
     for &length in &args.lengths {
         for &seed in &args.seeds {
             let config = RulerConfig { max_seq_length: length, reserved_tokens, seed };
-            let mut generator = RulerGenerator::new(config, &*filler, &count);
-            if let Some(set) = &squad {
-                generator = generator.with_qa_1(set.clone());
-            }
-            if let Some(set) = &hotpot {
-                generator = generator.with_qa_2(set.clone());
-            }
-            cases.extend(ruler_cases(
-                &prompts,
-                &generator,
-                &tasks,
-                length,
-                seed,
-                args.limit,
-                args.answer_prefix,
-                || bar.inc(1),
-            )?);
+            let generator = RulerGenerator::new(config, &*filler, &count);
+            let generator = generator.with_qa_1(squad.clone()).with_qa_2(hotpot.clone());
+            let (limit, prefix) = (args.limit, args.answer_prefix);
+            cases.extend(ruler_cases(&prompts, &generator, &tasks, limit, prefix, || bar.inc(1))?);
         }
     }
     bar.finish_and_clear();
