@@ -5,7 +5,6 @@ use super::{AskArgs, check_seed, digest, filler, read_text, report};
 use crate::progress;
 use anyhow::{Context, Result, bail};
 use oscar_eval::cases::ruler_cases;
-use oscar_eval::run::run_cases;
 use oscar_eval::{Journal, Prompts};
 use oscar_tasks::{QaSet, RulerConfig, RulerGenerator, RulerTask, TaskError};
 use serde_json::json;
@@ -85,10 +84,7 @@ pub fn run(args: &Args) -> Result<()> {
         }
     }
     bar.finish_and_clear();
-    let methods = session.methods(&formats, args.ask.batch);
-    let bar = progress::bar("answering", (cases.len() * methods.len()) as u64);
-    let rows = run_cases(&cases, &methods, &prompts, None, &mut journal, |_| bar.inc(1))?;
-    bar.finish_and_clear();
+    let rows = session.ask("answering", &cases, &formats, args.ask.batch, &prompts, None, &mut journal)?;
     report(&rows, common.json, "RULER scores (string match)");
     Ok(())
 }
