@@ -20,10 +20,10 @@ pub(super) fn check_widths(option: &'static str, widths: &[u32], widest: u32) ->
     let known = widths.iter().all(|w| (1..=widest).contains(w)) && widths.is_sorted_by(|a, b| a < b);
     match known && !widths.is_empty() {
         true => Ok(()),
-        false => Err(CalibrateError::Option {
-            option,
-            problem: format!("{widths:?}: some of 1 to {widest}, each once and ascending"),
-        }),
+        false => {
+            let problem = format!("{widths:?}: some of 1 to {widest}, each once and ascending");
+            Err(CalibrateError::option(option, problem))
+        }
     }
 }
 
