@@ -46,7 +46,10 @@ pub(super) fn dequantize_page(
     codes: &mut CodeBuffer,
 ) {
     assert_eq!(rows.len(), PAGE_TOKENS * page.codec.head_dim());
-    compiled_for!(variant, dequantize_body(page: SidePage<'_>, used: u64, rows: &mut [f32], codes: &mut CodeBuffer));
+    compiled_for!(
+        variant,
+        dequantize_body(page: SidePage<'_>, used: u64, rows: &mut [f32], codes: &mut CodeBuffer)
+    );
 }
 
 #[inline(always)]
