@@ -139,11 +139,19 @@ impl Shared {
         }
     }
 
-    /// A block with the lowest free id.
-    fn take(self: &Arc<Self>, state: &mut State, format: Format) -> Arc<Block> {
-        let id = state.blocks[format as usize].take();
-        let stored = StoredFlag::default();
-        Arc::new(Block { id, format, coded: AtomicUsize::new(0), stored, shared: self.clone() })
+    /// So many blocks with the lowest free ids.
+    fn take<Id>(
+        self: &Arc<Self>,
+        state: &mut State,
+        (format, id_of): (Format, fn(u32) -> Id),
+        count: usize,
+    ) -> Vec<Hold<Id>> {
+        let mut one = || {
+            let (id, stored) = (state.blocks[format as usize].take(), StoredFlag::default());
+            let block = Block { id, format, coded: AtomicUsize::new(0), stored, shared: self.clone() };
+            Hold { id: id_of(id), block: Arc::new(block) }
+        };
+        (0..count).map(|_| one()).collect()
     }
 }
 
@@ -185,69 +193,48 @@ impl Drop for Block {
     }
 }
 
-/// A hold on a full-precision block; the block returns to its pool when the last hold is dropped.
+/// A hold on a block; the block returns to its pool when the last hold is dropped.
 #[derive(Clone, Debug)]
-pub struct FullPage(Arc<Block>);
+pub struct Hold<Id> {
+    id: Id,
+    block: Arc<Block>,
+}
 
-impl FullPage {
-    pub fn id(&self) -> FullPageId {
-        FullPageId(self.0.id)
+impl<Id: Copy> Hold<Id> {
+    pub fn id(&self) -> Id {
+        self.id
     }
 
     /// Holds on this block.
     pub(crate) fn holds(&self) -> usize {
-        Arc::strong_count(&self.0)
+        Arc::strong_count(&self.block)
     }
 
     /// Whether anyone else holds this block.
     pub fn is_shared(&self) -> bool {
-        Arc::strong_count(&self.0) > 1
+        self.holds() > 1
     }
 
+    /// Whether a store has the complete block.
     pub fn stored(&self) -> &StoredFlag {
-        &self.0.stored
+        &self.block.stored
     }
 }
 
-/// A hold on a block of the sliding layers; the block returns to its pool when the last hold is
-/// dropped.
-#[derive(Clone, Debug)]
-pub struct SlidingPage(Arc<Block>);
+/// A hold on a full-precision block.
+pub type FullPage = Hold<FullPageId>;
 
-impl SlidingPage {
-    pub fn id(&self) -> SlidingPageId {
-        SlidingPageId(self.0.id)
-    }
+/// A hold on a block of the sliding layers.
+pub type SlidingPage = Hold<SlidingPageId>;
 
-    /// Whether anyone else holds this block.
-    pub fn is_shared(&self) -> bool {
-        Arc::strong_count(&self.0) > 1
-    }
+/// A hold on the recurrent state of a sequence.
+pub type StateSlot = Hold<StateId>;
 
-    pub fn stored(&self) -> &StoredFlag {
-        &self.0.stored
-    }
-}
-
-/// A hold on the recurrent state of a sequence; the slot returns to its pool when the last hold is dropped.
-#[derive(Clone, Debug)]
-pub struct StateSlot(Arc<Block>);
-
-impl StateSlot {
-    pub fn id(&self) -> StateId {
-        StateId(self.0.id)
-    }
-
-    /// Whether anyone else holds this state.
-    pub fn is_shared(&self) -> bool {
-        Arc::strong_count(&self.0) > 1
-    }
-
-    /// Whether a store has this state.
-    pub fn stored(&self) -> &StoredFlag {
-        &self.0.stored
-    }
-}
+/// A hold on a quantized block.
+///
+/// Holders may quantize further tiles of a shared block. All of them hold the same tokens after the
+/// same context, so they write the same bytes.
+pub type CodedPage = Hold<CodedPageId>;
 
 /// Blocks that were taken together.
 #[derive(Debug, Default)]
@@ -258,39 +245,13 @@ pub struct TakenPages {
     pub states: Vec<StateSlot>,
 }
 
-/// A hold on a quantized block; the block returns to its pool when the last hold is dropped.
-///
-/// Holders may quantize further tiles of a shared block. All of them hold the same tokens after the
-/// same context, so they write the same bytes.
-#[derive(Clone, Debug)]
-pub struct CodedPage(Arc<Block>);
-
 impl CodedPage {
-    pub fn id(&self) -> CodedPageId {
-        CodedPageId(self.0.id)
-    }
-
-    /// Holds on this block.
-    pub(crate) fn holds(&self) -> usize {
-        Arc::strong_count(&self.0)
-    }
-
-    /// Whether anyone else holds this block.
-    pub fn is_shared(&self) -> bool {
-        Arc::strong_count(&self.0) > 1
-    }
-
-    /// Whether a store has the complete block.
-    pub fn stored(&self) -> &StoredFlag {
-        &self.0.stored
-    }
-
     /// Progress of quantization: the number of positions from the block's start whose keys are
     /// quantized, plus the number whose values are. Positions of the sink, which are never
     /// quantized, count as done. Both numbers only grow, and in the same order along any sequence,
     /// so the sum describes the state completely.
     pub fn coded(&self) -> usize {
-        self.0.coded.load(Ordering::Relaxed)
+        self.block.coded.load(Ordering::Relaxed)
     }
 
     /// Whether keys and values of the whole block are quantized.
@@ -300,7 +261,7 @@ impl CodedPage {
 
     /// Records progress, see [`CodedPage::coded`].
     pub fn mark_coded(&self, progress: usize) {
-        self.0.coded.fetch_max(progress, Ordering::Relaxed);
+        self.block.coded.fetch_max(progress, Ordering::Relaxed);
     }
 }
 
@@ -334,10 +295,10 @@ impl PagePool {
         let wanted = counts.iter().zip(shared.block_bytes).map(|(n, bytes)| n * bytes).sum();
         shared.admit(&state, wanted)?;
         Ok(TakenPages {
-            full: (0..full).map(|_| FullPage(shared.take(&mut state, Format::Full))).collect(),
-            coded: (0..coded).map(|_| CodedPage(shared.take(&mut state, Format::Coded))).collect(),
-            sliding: (0..sliding).map(|_| SlidingPage(shared.take(&mut state, Format::Sliding))).collect(),
-            states: (0..states).map(|_| StateSlot(shared.take(&mut state, Format::State))).collect(),
+            full: shared.take(&mut state, (Format::Full, FullPageId), full),
+            coded: shared.take(&mut state, (Format::Coded, CodedPageId), coded),
+            sliding: shared.take(&mut state, (Format::Sliding, SlidingPageId), sliding),
+            states: shared.take(&mut state, (Format::State, StateId), states),
         })
     }
 

@@ -54,3 +54,9 @@ pub enum CalibrateError {
     #[error(transparent)]
     Task(#[from] TaskError),
 }
+
+impl CalibrateError {
+    pub(crate) fn option(option: &'static str, problem: impl Into<String>) -> Self {
+        Self::Option { option, problem: problem.into() }
+    }
+}

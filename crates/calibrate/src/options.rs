@@ -165,16 +165,15 @@ impl CalibrationOptions {
     }
 
     pub fn check(&self) -> Result<(), CalibrateError> {
-        let refuse = |option, problem: String| Err(CalibrateError::Option { option, problem });
         if self.tokens == 0 {
-            return refuse("tokens", "is 0; give at least 1024".into());
+            return Err(CalibrateError::option("tokens", "is 0; give at least 1024"));
         }
         if self.sequence_len == 0 {
-            return refuse("sequence length", "is 0; give at least 64".into());
+            return Err(CalibrateError::option("sequence length", "is 0; give at least 64"));
         }
         for bits in [self.bits.0, self.bits.1] {
             if !(1..=4).contains(&bits) {
-                return refuse("bits", format!("{bits} is not a width of 1 to 4"));
+                return Err(CalibrateError::option("bits", format!("{bits} is not a width of 1 to 4")));
             }
         }
         Ok(())

@@ -60,7 +60,13 @@ pub fn lane_sum(values: impl Iterator<Item = f32>) -> f32 {
     for (i, v) in values.enumerate() {
         lanes[i % 16] += v;
     }
-    let mut half = 8;
+    halve(lanes)
+}
+
+/// Adds halves of a power of two of lanes to halves, until one is left.
+#[inline(always)]
+pub fn halve<const N: usize>(mut lanes: [f32; N]) -> f32 {
+    let mut half = N / 2;
     while half > 0 {
         for i in 0..half {
             lanes[i] += lanes[i + half];

@@ -69,7 +69,8 @@ pub fn agent_cases(
     for index in 0..count {
         for &task in tasks {
             let seed = evaluation_seed(first_seed, index);
-            cases.extend(fitted(prompts, task, context, seed, index, form, filler, *group)?);
+            let draw = Draw { prompts, task, context, seed, index, form, filler, group: *group };
+            cases.extend(draw.fitted()?);
             *group += 1;
             progress();
         }
@@ -77,76 +78,71 @@ pub fn agent_cases(
     Ok(cases)
 }
 
-/// The steps of one task, its text as large as the context allows within a few percent.
-#[allow(clippy::too_many_arguments)]
-fn fitted(
-    prompts: &Prompts<'_>,
+/// One task, and how its cases are written.
+struct Draw<'a> {
+    prompts: &'a Prompts<'a>,
     task: AgentTask,
     context: usize,
     seed: u64,
     index: usize,
     form: CallForm,
-    filler: &dyn Filler,
+    filler: &'a dyn Filler,
     group: usize,
-) -> Result<Vec<Case>> {
-    // English has about four characters a token. Later budgets follow from the cost of earlier ones.
-    let mut budget = context * 4;
-    let mut best: Option<(usize, Vec<Case>)> = None;
-    for _ in 0..8 {
-        let steps = steps(prompts, task, context, seed, index, form, filler, group, budget)?;
-        let total = steps.last().map_or(0, |case| case.prompt.len() + case.max_tokens);
-        if total <= context && best.as_ref().is_none_or(|(most, _)| *most < total) {
-            best = Some((total, steps));
-        }
-        let next = (budget as f64 * context as f64 / total.max(1) as f64 * 0.98) as usize;
-        if (total <= context && total * 20 >= context * 19) || next == budget || next == 0 {
-            break;
-        }
-        budget = next;
-    }
-    best.map(|(_, steps)| steps).ok_or(EvalError::ContextTooShort { task: task.name(), context })
 }
 
-#[allow(clippy::too_many_arguments)]
-fn steps(
-    prompts: &Prompts<'_>,
-    task: AgentTask,
-    context: usize,
-    seed: u64,
-    index: usize,
-    form: CallForm,
-    filler: &dyn Filler,
-    group: usize,
-    budget: usize,
-) -> Result<Vec<Case>> {
-    let drawn = task.case(seed, budget, filler);
-    let announcement = if form == CallForm::Json { ANNOUNCEMENT } else { "" };
-    let mut turns: Vec<Turn> = Vec::new();
-    let mut cases = Vec::with_capacity(drawn.steps.len());
-    for (number, step) in drawn.steps.iter().enumerate() {
-        let question = match number {
-            0 => format!("{announcement}{}\n{}", drawn.text, step.question),
-            _ => step.question.clone(),
-        };
-        turns.push(Turn::user(question));
-        let call = form.call(step);
-        cases.push(Case {
-            task: format!("{}#{}", task.name(), number + 1),
-            context,
-            index,
-            seed,
-            depth: None,
-            prompt: prompts.chat(&turns)?,
-            // Constrained answers end where the right one does, but may be cut into more tokens.
-            max_tokens: 2 * prompts.count(&call) + 16,
-            sampling: greedy(),
-            group: Some(group),
-            form: Some(form.regex(step)),
-            expected: Expected::Exact(call.clone()),
-        });
-        turns.push(Turn::assistant(call));
+impl Draw<'_> {
+    /// The steps of the task, its text as large as the context allows within a few percent.
+    fn fitted(&self) -> Result<Vec<Case>> {
+        let context = self.context;
+        // English has about four characters a token. Later budgets follow from the cost of earlier ones.
+        let mut budget = context * 4;
+        let mut best: Option<(usize, Vec<Case>)> = None;
+        for _ in 0..8 {
+            let steps = self.steps(budget)?;
+            let total = steps.last().map_or(0, |case| case.prompt.len() + case.max_tokens);
+            if total <= context && best.as_ref().is_none_or(|(most, _)| *most < total) {
+                best = Some((total, steps));
+            }
+            let next = (budget as f64 * context as f64 / total.max(1) as f64 * 0.98) as usize;
+            if (total <= context && total * 20 >= context * 19) || next == budget || next == 0 {
+                break;
+            }
+            budget = next;
+        }
+        best.map(|(_, steps)| steps).ok_or(EvalError::ContextTooShort { task: self.task.name(), context })
     }
-    Ok(cases)
+
+    fn steps(&self, budget: usize) -> Result<Vec<Case>> {
+        let Self { prompts, task, context, seed, index, form, filler, group } = *self;
+        let drawn = task.case(seed, budget, filler);
+        let announcement = if form == CallForm::Json { ANNOUNCEMENT } else { "" };
+        let mut turns: Vec<Turn> = Vec::new();
+        let mut cases = Vec::with_capacity(drawn.steps.len());
+        for (number, step) in drawn.steps.iter().enumerate() {
+            let question = match number {
+                0 => format!("{announcement}{}\n{}", drawn.text, step.question),
+                _ => step.question.clone(),
+            };
+            turns.push(Turn::user(question));
+            let call = form.call(step);
+            cases.push(Case {
+                task: format!("{}#{}", task.name(), number + 1),
+                context,
+                index,
+                seed,
+                depth: None,
+                prompt: prompts.chat(&turns)?,
+                // Constrained answers end where the right one does, but may be cut into more tokens.
+                max_tokens: 2 * prompts.count(&call) + 16,
+                sampling: greedy(),
+                group: Some(group),
+                form: Some(form.regex(step)),
+                expected: Expected::Exact(call.clone()),
+            });
+            turns.push(Turn::assistant(call));
+        }
+        Ok(cases)
+    }
 }
 
 /// One row for each task out of the rows of its steps: the score is 1 if every step's is.

@@ -9,7 +9,9 @@ use crate::prompts::Prompts;
 use crate::sandbox::Sandbox;
 use oscar_engine::SamplingParams;
 use oscar_tasks::score::exact_match;
-use oscar_tasks::{CALIBRATION_SEEDS_FROM, Filler, Metric, RulerCase, RulerGenerator, RulerTask, Task};
+use oscar_tasks::{
+    CALIBRATION_SEEDS_FROM, Filler, Metric, RulerCase, RulerConfig, RulerGenerator, RulerTask, Task,
+};
 
 /// The expected answer.
 #[derive(Clone, Debug)]
@@ -179,14 +181,12 @@ fn chat_case(
     best.ok_or(EvalError::ContextTooShort { task: task.name(), context })
 }
 
-/// RULER cases of one length, `count` of each task, in rounds. With `answer_prefix` chat models
+/// RULER cases, `count` of each task, in rounds. With `answer_prefix` chat models
 /// also get the beginning of the answer; base models always do.
 pub fn ruler_cases(
     prompts: &Prompts<'_>,
     generator: &RulerGenerator<'_>,
     tasks: &[RulerTask],
-    length: usize,
-    seed: u64,
     count: usize,
     answer_prefix: bool,
     mut progress: impl FnMut(),
@@ -198,21 +198,19 @@ pub fn ruler_cases(
             if !(answer_prefix || prompts.is_raw()) {
                 case.answer_prefix.clear();
             }
-            cases.push(ruler_case(prompts, case, task.name(), length, seed, None)?);
+            cases.push(ruler_case(prompts, generator, case, task.name(), None)?);
             progress();
         }
     }
     Ok(cases)
 }
 
-/// Needles at each depth (percent) of `count` haystacks of one length, with RULER's question. Only
+/// Needles at each depth (percent) of `count` haystacks, with RULER's question. Only
 /// base models get the beginning of the answer. `group` numbers the haystacks.
 pub fn needle_cases(
     prompts: &Prompts<'_>,
     generator: &RulerGenerator<'_>,
     percents: &[usize],
-    length: usize,
-    seed: u64,
     count: usize,
     group: &mut usize,
 ) -> Result<Vec<Case>> {
@@ -223,7 +221,7 @@ pub fn needle_cases(
                 case.answer_prefix.clear();
             }
             let task = format!("needle_{percent:02}");
-            let mut case = ruler_case(prompts, case, &task, length, seed, Some(*group))?;
+            let mut case = ruler_case(prompts, generator, case, &task, Some(*group))?;
             case.depth = Some(*percent as f64 / 100.0);
             // The answer has seven digits; a wrong answer need not be complete.
             case.max_tokens = case.max_tokens.min(24);
@@ -236,15 +234,15 @@ pub fn needle_cases(
 
 fn ruler_case(
     prompts: &Prompts<'_>,
+    generator: &RulerGenerator<'_>,
     case: RulerCase,
     task: &str,
-    length: usize,
-    seed: u64,
     group: Option<usize>,
 ) -> Result<Case> {
+    let RulerConfig { max_seq_length: context, seed, .. } = generator.config();
     Ok(Case {
         task: task.to_owned(),
-        context: length,
+        context,
         index: case.index,
         seed,
         depth: match case.depths.as_slice() {

@@ -10,6 +10,7 @@ use serde::de::DeserializeOwned;
 
 use crate::delta::DeltaConfig;
 use crate::error::LoadError;
+use crate::families::deepseek_v3::LatentMoeConfig;
 use crate::families::{
     deepseek_v3, gemma3, glm4_moe, glm4_moe_lite, gpt_oss, llama, minimax_m2, mistral, mixtral, qwen2, qwen3,
     qwen3_moe, qwen3_next,
@@ -214,8 +215,8 @@ impl DecoderConfig {
                 gpt_oss::demand(&read(bytes)?)?;
                 read::<gpt_oss::GptOssConfig>(bytes)?.lower(mxfp4)
             }
-            Family::DeepseekV3 => read::<deepseek_v3::DeepseekV3Config>(bytes)?.lower(),
-            Family::Glm4MoeLite => read::<glm4_moe_lite::Glm4MoeLiteConfig>(bytes)?.lower(),
+            Family::DeepseekV3 => read::<LatentMoeConfig>(bytes)?.lower(family, deepseek_v3::DEFAULTS),
+            Family::Glm4MoeLite => read::<LatentMoeConfig>(bytes)?.lower(family, glm4_moe_lite::DEFAULTS),
             Family::Qwen3Next | Family::Qwen3_5 | Family::Qwen3_5Moe => {
                 qwen3_next::read(family, read(bytes)?, fp8.is_some())
             }

@@ -2,8 +2,8 @@
 //! layer exists.
 
 use oscar_backend::{
-    Backend, BackendError, Benchmarks, ExpertFormat, ExpertId, ExpertsShape, Gate, HeldExperts, HostMatrix,
-    HostValues, MXFP4_GROUP, ScaleGrid, WeightFormat,
+    Backend, Benchmarks, ExpertFormat, ExpertId, ExpertsShape, HeldExperts, HostMatrix, HostValues,
+    MXFP4_GROUP, ScaleGrid, WeightFormat,
 };
 use oscar_codec::random::SplitMix64;
 
@@ -21,29 +21,21 @@ impl MoeConfig {
         self.experts as f64 * (1.0 - left_out.powi(rows.min(1 << 20) as i32))
     }
 
-    fn experts_shape<'a>(
-        &self,
-        following: usize,
-        hidden: usize,
-        format: ExpertFormat,
-        router: &'a [f32],
-        correction: Option<&'a [f32]>,
-        router_bias: Option<&'a [f32]>,
-        gate: Gate,
-    ) -> ExpertsShape<'a> {
+    /// The experts of a layer without their router, in BF16.
+    fn experts_shape(&self, config: &DecoderConfig, layer: usize) -> ExpertsShape<'static> {
         let Self { experts, width, shared_width, rule, .. } = *self;
         ExpertsShape {
-            following,
+            following: config.mixtures().filter(|&other| other > layer).count(),
             experts,
-            hidden,
+            hidden: config.hidden_size,
             width,
             shared_width,
-            format,
+            format: ExpertFormat::Bf16,
             rule,
-            gate,
-            router,
-            correction,
-            router_bias,
+            gate: config.gate,
+            router: &[],
+            correction: None,
+            router_bias: None,
             shared_gate: None,
         }
     }
@@ -121,16 +113,14 @@ pub(crate) fn load<B: Backend>(
     let shared_gate = moe.shared_gate.then(|| weights.matrix(&names.shared_gate(layer))).transpose()?;
     let shared_gate = shared_gate.map(|gate| gate.to_f32_vec());
     let format = weights.expert_format(config, layer);
-    let shape = moe.experts_shape(
-        config.mixtures().filter(|&other| other > layer).count(),
-        config.hidden_size,
+    let mut experts = backend.experts(&ExpertsShape {
         format,
-        &router,
-        correction.as_deref(),
-        router_bias.as_deref(),
-        config.gate,
-    );
-    let mut experts = backend.experts(&ExpertsShape { shared_gate: shared_gate.as_deref(), ..shape })?;
+        router: &router,
+        correction: correction.as_deref(),
+        router_bias: router_bias.as_deref(),
+        shared_gate: shared_gate.as_deref(),
+        ..moe.experts_shape(config, layer)
+    })?;
     if moe.names == ExpertNames::Fused {
         fused::load(backend, config, moe, weights, layer, &mut experts)?;
         return Ok(experts);
@@ -146,24 +136,19 @@ pub(crate) fn load<B: Backend>(
             MatrixView::Fp8(_) if format != ExpertFormat::Bf16 => Vec::new(),
             other => other.to_f32_vec(),
         });
-        let mut parts = Vec::with_capacity(views.len());
-        for ((view, expanded), part) in views.iter().zip(&f32s).zip(Projection::FEED_FORWARD) {
-            let values = match view {
+        let matrix = |i: usize| {
+            let values = match &views[i] {
                 MatrixView::Fp8(stored) if format != ExpertFormat::Bf16 => HostValues::Fp8(stored.blocks()),
                 MatrixView::Unquantized(view) => match view.as_bf16() {
                     Some(values) => HostValues::Bf16(values),
-                    None => HostValues::F32(expanded),
+                    None => HostValues::F32(&f32s[i]),
                 },
-                MatrixView::Fp8(_) => HostValues::F32(expanded),
+                MatrixView::Fp8(_) => HostValues::F32(&f32s[i]),
             };
-            let [outputs, inputs] = moe.shape(id, part, config.hidden_size);
-            parts.push(HostMatrix { outputs, inputs, values, bias: None });
-        }
-        let parts: [HostMatrix<'_>; 3] = parts.try_into().map_err(|_| BackendError::Shape {
-            what: "an expert".into(),
-            detail: format!("{id:?} of layer {layer} has parts that are no matrices"),
-        })?;
-        backend.load_expert(&mut experts, id, parts)?;
+            let [outputs, inputs] = moe.shape(id, Projection::FEED_FORWARD[i], config.hidden_size);
+            HostMatrix { outputs, inputs, values, bias: None }
+        };
+        backend.load_expert(&mut experts, id, [matrix(0), matrix(1), matrix(2)])?;
     }
     Ok(experts)
 }
@@ -179,7 +164,7 @@ pub(crate) fn random<B: Benchmarks>(
     skew: f32,
     layer: usize,
 ) -> Result<B::Experts, BuildError> {
-    let (hidden, gate) = (config.hidden_size, config.gate);
+    let hidden = config.hidden_size;
     let mut random = SplitMix64::new(layer as u64 ^ 0x0e1e_c7ed);
     let amplitude = oscar_backend::random_amplitude(hidden);
     let router: Vec<f32> = (0..moe.experts * hidden).map(|_| random.symmetric() * amplitude).collect();
@@ -193,10 +178,14 @@ pub(crate) fn random<B: Benchmarks>(
         WeightFormat::Bf16 => ExpertFormat::Bf16,
         WeightFormat::Fp8 => ExpertFormat::Fp8Blocks,
     };
-    let following = config.mixtures().filter(|&other| other > layer).count();
     let shared_gate = moe.shared_gate.then(|| vec![0.0; hidden]);
-    let shape = moe.experts_shape(following, hidden, format, &router, corrected, None, gate);
-    let shape = ExpertsShape { shared_gate: shared_gate.as_deref(), ..shape };
+    let shape = ExpertsShape {
+        format,
+        router: &router,
+        correction: corrected,
+        shared_gate: shared_gate.as_deref(),
+        ..moe.experts_shape(config, layer)
+    };
     let ids: Vec<ExpertId> = moe.ids().collect();
     Ok(backend.random_experts(&shape, &ids, layer as u64)?)
 }

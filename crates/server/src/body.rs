@@ -8,7 +8,7 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use axum::body::{Body, Bytes, HttpBody};
-use axum::extract::{FromRequest, Request};
+use axum::extract::{Extension, FromRequest, Request, State};
 use axum::http::{HeaderMap, HeaderValue, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
@@ -23,6 +23,8 @@ use tokio::time::{Instant, timeout, timeout_at};
 use crate::app::{App, Shared};
 use crate::error::ApiError;
 use crate::json::{Bounded, Budget};
+use crate::keys::Caller;
+use crate::middleware::RequestName;
 use crate::refused;
 use crate::schema::Field;
 
@@ -57,6 +59,25 @@ impl FromRequest<Shared> for RawBody {
             return Err(ApiError::BodyTooLarge { limit });
         }
         read(app, request.into_body(), limit, app.config.body_timeout).await
+    }
+}
+
+/// A request for an answer of the model.
+pub struct Asked {
+    pub app: Shared,
+    pub name: String,
+    pub caller: Caller,
+    pub body: RawBody,
+}
+
+impl FromRequest<Shared> for Asked {
+    type Rejection = Response;
+
+    async fn from_request(request: Request, app: &Shared) -> Result<Self, Response> {
+        type Parts = (State<Shared>, Extension<RequestName>, Extension<Caller>, RawBody);
+        let (State(app), Extension(RequestName(name)), Extension(caller), body) =
+            Parts::from_request(request, app).await?;
+        Ok(Self { app, name, caller, body })
     }
 }
 
@@ -261,11 +282,11 @@ const SMALL: usize = 16 << 10;
 pub async fn off_thread<T: Send + 'static>(
     app: &Shared,
     body: RawBody,
-    work: impl FnOnce(&[u8]) -> Result<T, ApiError> + Send + 'static,
+    work: impl FnOnce(&App, &[u8]) -> Result<T, ApiError> + Send + 'static,
 ) -> Result<T, ApiError> {
-    let size = body.bytes.len();
+    let (worker, size) = (app.clone(), body.bytes.len());
     run(&app.heavy_work, size, "preparing the request", move || {
-        let outcome = work(&body.bytes);
+        let outcome = work(&worker, &body.bytes);
         drop(body);
         outcome
     })

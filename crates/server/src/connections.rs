@@ -182,7 +182,14 @@ impl Connection {
                             Err(never) => match never {},
                         },
                     };
-                    Ok::<_, Infallible>(response.map(|body| Tracked { body, stage }))
+                    // The body holds it until it ends.
+                    let busy = Busy(stage);
+                    Ok::<_, Infallible>(response.map(|body| {
+                        body.map_err(move |error| {
+                            let _held = &busy;
+                            error
+                        })
+                    }))
                 }) as Pin<Box<dyn Future<Output = _> + Send>>
             })
         };
@@ -350,35 +357,12 @@ impl<T: Transport> AsyncWrite for Guarded<T> {
     }
 }
 
-/// A response body whose end makes the connection idle.
-struct Tracked {
-    body: Body,
-    stage: Arc<Stage>,
-}
+/// An answer under way; its end makes the connection idle.
+struct Busy(Arc<Stage>);
 
-impl Drop for Tracked {
+impl Drop for Busy {
     fn drop(&mut self) {
-        self.stage.set(Stage::IDLE);
-    }
-}
-
-impl HttpBody for Tracked {
-    type Data = Bytes;
-    type Error = axum::Error;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
-        Pin::new(&mut self.body).poll_frame(context)
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        self.body.size_hint()
+        self.0.set(Stage::IDLE);
     }
 }
 

@@ -16,95 +16,75 @@ pub enum Tier {
     Peer,
 }
 
-/// Numbers of a store. Counters only grow; those marked so are of this moment.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct StoreStats {
-    /// Pages read, by tier.
-    pub ram_hits: u64,
-    pub disk_hits: u64,
-    pub shared_hits: u64,
-    /// Pages that were looked for and not there.
-    pub misses: u64,
-    /// Prompts whose last stored page has no recurrent state, in models that need one.
-    pub missing_states: u64,
-    /// Pages that were there at the look-up and gone when they were to be read.
-    pub vanished: u64,
-    pub ram_read_bytes: u64,
-    pub disk_read_bytes: u64,
-    pub shared_read_bytes: u64,
-    pub written_pages: u64,
-    pub written_bytes: u64,
-    /// The same in the shared server.
-    pub shared_written_pages: u64,
-    pub shared_written_bytes: u64,
-    /// Pages that the server did not take because it was full.
-    pub shared_full: u64,
-    /// Exchanges with the server that failed or were late; it is left alone for a while then.
-    pub shared_errors: u64,
-    /// Pages that were not written because the queue was full.
-    pub dropped_writes: u64,
-    /// Pages that were not written because the disk was full.
-    pub disk_full: u64,
-    /// Pages that were not written or read for another reason.
-    pub io_errors: u64,
-    /// Pages that were damaged: cut off, a wrong checksum, other tokens.
-    pub corrupt: u64,
-    /// Pages of another model, cache or device under our name.
-    pub wrong_fingerprint: u64,
-    /// Requests that went on without pages because the store did not answer in time.
-    pub timeouts: u64,
-    /// Pages removed by age or size.
-    pub pruned_pages: u64,
-    /// Now: pages and bytes in RAM, bytes in the directory, bytes waiting to be written.
-    pub ram_pages: u64,
-    pub ram_bytes: u64,
-    pub disk_bytes: u64,
-    pub queued_bytes: u64,
-}
-
-macro_rules! counters {
-    ($($name:ident),*) => {
-        /// [`StoreStats`] as they are counted.
-        #[derive(Debug, Default)]
-        pub struct Counters {
-            $(pub(crate) $name: AtomicU64,)*
+/// Counters, and their values at one moment.
+macro_rules! numbers {
+    ($counters:ident, $(#[$about:meta])* $stats:ident: $($(#[$help:meta])* $name:ident),* $(,)?) => {
+        $(#[$about])*
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+        pub struct $stats {
+            $($(#[$help])* pub $name: u64,)*
         }
 
-        impl Counters {
-            pub fn snapshot(&self) -> StoreStats {
-                StoreStats { $($name: self.$name.load(Ordering::Relaxed),)* }
+        #[doc = concat!("[`", stringify!($stats), "`] as they are counted.")]
+        #[derive(Debug, Default)]
+        pub struct $counters {
+            $(pub(crate) $name: std::sync::atomic::AtomicU64,)*
+        }
+
+        impl $counters {
+            pub fn snapshot(&self) -> $stats {
+                $stats { $($name: self.$name.load(std::sync::atomic::Ordering::Relaxed),)* }
             }
         }
     };
 }
+pub(crate) use numbers;
 
-counters!(
+numbers!(
+    Counters,
+    /// Numbers of a store. Counters only grow; those marked so are of this moment.
+    StoreStats:
+    /// Pages read, by tier.
     ram_hits,
     disk_hits,
     shared_hits,
+    /// Pages that were looked for and not there.
     misses,
+    /// Prompts whose last stored page has no recurrent state, in models that need one.
     missing_states,
+    /// Pages that were there at the look-up and gone when they were to be read.
     vanished,
     ram_read_bytes,
     disk_read_bytes,
     shared_read_bytes,
-    shared_written_pages,
-    shared_written_bytes,
-    shared_full,
-    shared_errors,
     written_pages,
     written_bytes,
+    /// The same in the shared server.
+    shared_written_pages,
+    shared_written_bytes,
+    /// Pages that the server did not take because it was full.
+    shared_full,
+    /// Exchanges with the server that failed or were late; it is left alone for a while then.
+    shared_errors,
+    /// Pages that were not written because the queue was full.
     dropped_writes,
+    /// Pages that were not written because the disk was full.
     disk_full,
+    /// Pages that were not written or read for another reason.
     io_errors,
+    /// Pages that were damaged: cut off, a wrong checksum, other tokens.
     corrupt,
+    /// Pages of another model, cache or device under our name.
     wrong_fingerprint,
+    /// Requests that went on without pages because the store did not answer in time.
     timeouts,
+    /// Pages removed by age or size.
     pruned_pages,
+    /// Now: pages and bytes in RAM, bytes in the directory, bytes waiting to be written.
     ram_pages,
     ram_bytes,
     disk_bytes,
-    queued_bytes
+    queued_bytes,
 );
 
 impl Counters {

@@ -134,14 +134,11 @@ impl<B: Calibrates> Judge<'_, B> {
         let middle = end + (probe.tokens.len() - end) / 2;
         let history = self.windows.sink()..self.windows.boundary(middle).min(end);
         if history.is_empty() {
-            return Err(CalibrateError::Option {
-                option: "--bits",
-                problem: format!(
-                    "a '{}' probe of {} tokens leaves nothing to quantize outside of the BF16 windows",
-                    probe.group,
-                    probe.tokens.len()
-                ),
-            });
+            let (group, tokens) = (&probe.group, probe.tokens.len());
+            let problem = format!(
+                "a '{group}' probe of {tokens} tokens leaves nothing to quantize outside of the BF16 windows"
+            );
+            return Err(CalibrateError::option("--bits", problem));
         }
         let mut sequence = Sequence::new();
         self.prefill(&mut stage.runner, &mut sequence, &probe.tokens[..end])?;

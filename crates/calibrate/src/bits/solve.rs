@@ -153,14 +153,11 @@ pub(super) fn solve_by(
     let (least, most) = (reach(|w| w[0]), reach(|w| w[w.len() - 1]));
     if !(least..=most).contains(&budget) {
         let bits = |cost: usize| (cost * step) as f64 / (2 * heads * head_dim) as f64;
-        return Err(CalibrateError::Option {
-            option: "--bits",
-            problem: format!(
-                "{mean} bits are out of reach: heads of {head_dim} take between {:.2} and {:.2}",
-                bits(least),
-                bits(most)
-            ),
-        });
+        let (least, most) = (bits(least), bits(most));
+        let problem = format!(
+            "{mean} bits are out of reach: heads of {head_dim} take between {least:.2} and {most:.2}"
+        );
+        return Err(CalibrateError::option("--bits", problem));
     }
     let shared = least_harm(&groups, budget);
     let widths = (0..heads).map(|head| shared[head / sharing]).collect();

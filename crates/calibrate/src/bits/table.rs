@@ -2,7 +2,7 @@
 
 use crate::error::CalibrateError;
 use crate::options::CodeRounding;
-use crate::rotation_file::RotationFileError;
+use crate::rotation_file::{RotationFileError, check_values};
 use oscar_codec::{CacheLayout, CodecError, FormatTable, MeanBits};
 
 /// The widths that harms are stored for. Every device reads them.
@@ -20,10 +20,10 @@ pub(super) fn check_widths(option: &'static str, widths: &[u32], widest: u32) ->
     let known = widths.iter().all(|w| (1..=widest).contains(w)) && widths.is_sorted_by(|a, b| a < b);
     match known && !widths.is_empty() {
         true => Ok(()),
-        false => Err(CalibrateError::Option {
-            option,
-            problem: format!("{widths:?}: some of 1 to {widest}, each once and ascending"),
-        }),
+        false => {
+            let problem = format!("{widths:?}: some of 1 to {widest}, each once and ascending");
+            Err(CalibrateError::option(option, problem))
+        }
     }
 }
 
@@ -235,23 +235,10 @@ impl BitPlan {
             if !map.error.is_empty() {
                 shape("harm_error", map.error.len(), 2 * layers * kv_heads)?;
             }
-            if let Some(index) = map.error.iter().flatten().position(|v| !(v.is_finite() && *v >= 0.0)) {
-                let value = map.error[index / WIDTHS.len()][index % WIDTHS.len()];
-                return Err(RotationFileError::Value { tensor: "harm_error", index, value });
-            }
-            let bad = map.absent.iter().flatten().position(|v| !(v.is_finite() && *v >= 0.0));
-            if let Some(index) = bad {
-                let value = map.absent.iter().flatten().nth(index).copied().unwrap_or_default();
-                return Err(RotationFileError::Value { tensor: "harm_absent", index, value });
-            }
-            let bad = map.harm.iter().flatten().position(|v| !(v.is_finite() && *v >= 0.0));
-            if let Some(index) = bad {
-                return Err(RotationFileError::Value {
-                    tensor: "harm",
-                    index,
-                    value: map.harm[index / WIDTHS.len()][index % WIDTHS.len()],
-                });
-            }
+            let is_harm = |value: f32| value.is_finite() && value >= 0.0;
+            check_values("harm_error", map.error.iter().flatten(), is_harm)?;
+            check_values("harm_absent", map.absent.iter().flatten(), is_harm)?;
+            check_values("harm", map.harm.iter().flatten(), is_harm)?;
         }
         Ok(())
     }

@@ -187,8 +187,7 @@ impl WidthOptions {
     fn check<B: Backend>(&self, subject: &Subject<'_, B>) -> Result<(), CalibrateError> {
         let c = subject.config;
         if self.probes == 0 {
-            let problem = "at least 1 of each kind".into();
-            return Err(CalibrateError::Option { option: "--probes", problem });
+            return Err(CalibrateError::option("--probes", "at least 1 of each kind"));
         }
         HarmOptions { measured: self.measured.clone() }.check()?;
         let layers = WidthLayers::of(c).count();
@@ -206,12 +205,9 @@ impl WidthOptions {
         if let (Some(asked), Some(known)) = (self.rounding, known)
             && asked != known
         {
-            return Err(CalibrateError::Option {
-                option: "--rounding",
-                problem: format!(
-                    "{asked}: the harms of the file are those of {known} codes: leave out --reuse-harms"
-                ),
-            });
+            let problem =
+                format!("{asked}: the harms of the file are those of {known} codes: leave out --reuse-harms");
+            return Err(CalibrateError::option("--rounding", problem));
         }
         match self.rounding.or(known) {
             Some(rounding) => Ok((rounding, file.roundings(rounding)?)),
@@ -283,11 +279,8 @@ fn choose_widths<B: Calibrates>(
     let map = match (widths.reuse_harms, &file.bits.harm) {
         (true, Some(map)) => map.clone(),
         (true, None) => {
-            return Err(CalibrateError::Option {
-                option: "--reuse-harms",
-                problem: "the file of --rotations holds no harms: make it with `oscar calibrate --bits`"
-                    .into(),
-            });
+            let problem = "the file of --rotations holds no harms: make it with `oscar calibrate --bits`";
+            return Err(CalibrateError::option("--reuse-harms", problem));
         }
         (false, _) => search.measure_harms(&file.metadata, state, &widths.means)?,
     };

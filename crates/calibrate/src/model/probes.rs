@@ -69,10 +69,10 @@ impl FromStr for ProbeKind {
             "echo" => Ok(Self::Echo),
             name => match Task::parse(name) {
                 Ok(task) => Ok(Self::Task(task)),
-                Err(error) => Err(CalibrateError::Option {
-                    option: "--probe-kinds",
-                    problem: format!("{name} (`text`, `echo` or a task): {error}"),
-                }),
+                Err(error) => {
+                    let problem = format!("{name} (`text`, `echo` or a task): {error}");
+                    Err(CalibrateError::option("--probe-kinds", problem))
+                }
             },
         }
     }
@@ -91,7 +91,7 @@ pub(super) fn check_tokens<B: Backend>(
         }
         _ => return Ok(()),
     };
-    Err(CalibrateError::Option { option: "--probe-tokens", problem })
+    Err(CalibrateError::option("--probe-tokens", problem))
 }
 
 /// Makes probes.
@@ -164,14 +164,12 @@ impl<B: Backend> Prober<'_, B> {
         let (text, count) = (self.text, 2 * self.options.probes);
         let window = self.options.probe_tokens.min(text.len() / count.max(1));
         if window < LEAST_HISTORY + TEXT_SCORED {
-            return Err(CalibrateError::Option {
-                option: "--probes",
-                problem: format!(
-                    "the text has {} tokens, too few for {count} text probes: give more with --text, lower \
-                     --probes, or leave `text` and `echo` out of --probe-kinds",
-                    text.len()
-                ),
-            });
+            let problem = format!(
+                "the text has {} tokens, too few for {count} text probes: give more with --text, lower \
+                 --probes, or leave `text` and `echo` out of --probe-kinds",
+                text.len()
+            );
+            return Err(CalibrateError::option("--probes", problem));
         }
         Ok(&text[(2 * index + half) * window..][..window])
     }
@@ -225,14 +223,11 @@ impl<B: Backend> Prober<'_, B> {
                 return Ok(Probe { group: task.name().into(), scored, tokens });
             }
         }
-        Err(CalibrateError::Option {
-            option: "--probe-kinds",
-            problem: format!(
-                "no {task} task fits {} tokens: raise --probe-tokens, or leave {task} out of --probe-kinds",
-                options.probe_tokens,
-                task = task.name()
-            ),
-        })
+        let (task, most) = (task.name(), options.probe_tokens);
+        let problem = format!(
+            "no {task} task fits {most} tokens: raise --probe-tokens, or leave {task} out of --probe-kinds"
+        );
+        Err(CalibrateError::option("--probe-kinds", problem))
     }
 }
 

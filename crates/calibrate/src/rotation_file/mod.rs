@@ -98,6 +98,18 @@ pub enum RotationFileError {
     Codec(#[from] CodecError),
 }
 
+/// Refuses the first value that is not right.
+pub(crate) fn check_values<'a>(
+    tensor: &'static str,
+    values: impl IntoIterator<Item = &'a f32>,
+    is_right: fn(f32) -> bool,
+) -> Result<(), RotationFileError> {
+    match values.into_iter().enumerate().find(|(_, value)| !is_right(**value)) {
+        None => Ok(()),
+        Some((index, &value)) => Err(RotationFileError::Value { tensor, index, value }),
+    }
+}
+
 /// Clip ratios in `[layer][kv_head]` order.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Clips {
@@ -297,10 +309,7 @@ impl RotationFile {
         for (tensor, values) in
             [("key_eigenvalues", &self.key_eigenvalues), ("value_eigenvalues", &self.value_eigenvalues)]
         {
-            let values = values.as_deref().unwrap_or_default();
-            if let Some(index) = values.iter().position(|v| !v.is_finite()) {
-                return Err(RotationFileError::Value { tensor, index, value: values[index] });
-            }
+            check_values(tensor, values.iter().flatten(), |value| value.is_finite())?;
         }
         self.bits.check(layers, kv_heads)?;
         let all = self.rotations.heads();

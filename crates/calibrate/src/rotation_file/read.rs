@@ -2,6 +2,7 @@
 
 use super::{
     CHECKSUM, Clips, Metadata, RotationFile, RotationFileError, WIDTH_LAYERS, WIDTH_MEANS, WIDTH_ROUNDING,
+    check_values,
 };
 use crate::bits::{BitPlan, HarmMap, WIDTHS, WidthTable};
 use crate::options::CodeRounding;
@@ -113,32 +114,27 @@ fn width_means(field: Option<&str>) -> Result<Vec<MeanBits>, RotationFileError> 
     let Some(field) = field else { return Ok(Vec::new()) };
     let mean = |text: &str| (text.parse::<u16>().ok()? as f64 / 100.0).to_string().parse().ok();
     let means: Option<Vec<MeanBits>> = field.split(',').take(MOST_TABLES + 1).map(mean).collect();
-    means.filter(|m| m.len() <= MOST_TABLES).ok_or_else(|| RotationFileError::Metadata {
-        field: WIDTH_MEANS,
-        found: format!("'{}'", field.chars().take(60).collect::<String>()),
-        expected: "up to 64 means in hundredths of a bit, like 225,175",
-    })
+    let expected = "up to 64 means in hundredths of a bit, like 225,175";
+    means.filter(|m| m.len() <= MOST_TABLES).ok_or_else(|| unreadable(WIDTH_MEANS, field, expected))
 }
 
 /// The layers that have widths, from numbers separated by commas; all without such a list.
 fn width_layers(field: Option<&str>, layers: usize) -> Result<Vec<usize>, RotationFileError> {
     let Some(field) = field else { return Ok((0..layers.min(MOST_LAYERS)).collect()) };
     let list = field.split(',').take(MOST_LAYERS).map(|text| text.parse().ok());
-    list.collect::<Option<Vec<usize>>>().ok_or_else(|| RotationFileError::Metadata {
-        field: WIDTH_LAYERS,
-        found: format!("'{}'", field.chars().take(60).collect::<String>()),
-        expected: "numbers of layers like 5,11,17",
-    })
+    let list: Option<Vec<usize>> = list.collect();
+    list.ok_or_else(|| unreadable(WIDTH_LAYERS, field, "numbers of layers like 5,11,17"))
 }
 
 /// How codes of the tables are rounded. Files from before query-aware rounding round to nearest.
 fn width_rounding(field: Option<&str>) -> Result<CodeRounding, RotationFileError> {
     let Some(field) = field else { return Ok(CodeRounding::Nearest) };
-    field.parse().map_err(|_| RotationFileError::Metadata {
-        field: WIDTH_ROUNDING,
-        found: format!("'{}'", field.chars().take(60).collect::<String>()),
-        expected: "nearest or shaped",
-    })
+    field.parse().map_err(|_| unreadable(WIDTH_ROUNDING, field, "nearest or shaped"))
+}
+
+fn unreadable(field: &'static str, text: &str, expected: &'static str) -> RotationFileError {
+    let found = format!("'{}'", text.chars().take(60).collect::<String>());
+    RotationFileError::Metadata { field, found, expected }
 }
 
 /// Ratios are decimal numbers; f32 would move the order statistic they select.
@@ -237,9 +233,7 @@ impl<'a, R: Read + Seek> Source<'a, R> {
             None => return Err(missing("widths")),
         };
         let units = 2 * layers * kv_heads;
-        if let Some(index) = widths.iter().position(|width| width.fract() != 0.0) {
-            return Err(RotationFileError::Value { tensor: "widths", index, value: widths[index] });
-        }
+        check_values("widths", &widths, |width| width.fract() == 0.0)?;
         let tables = means
             .into_iter()
             .zip(widths.chunks_exact(units))
@@ -286,9 +280,7 @@ impl<'a, R: Read + Seek> Source<'a, R> {
         self.input.read_exact(&mut bytes)?;
         let values: Vec<f32> =
             bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
-        match values.iter().position(|v| !v.is_finite()) {
-            None => Ok(Some(values)),
-            Some(index) => Err(RotationFileError::Value { tensor: name, index, value: values[index] }),
-        }
+        check_values(name, &values, f32::is_finite)?;
+        Ok(Some(values))
     }
 }

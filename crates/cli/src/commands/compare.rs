@@ -14,7 +14,7 @@ use oscar_eval::compare::speed::{ROUNDS, recorded_speeds};
 use oscar_eval::compare::{Comparison, MethodResult, Size, Text};
 use oscar_eval::conversations::{Arm, Arms, ConversationRow, Unit, conversation_cases};
 use oscar_eval::ppl::{score_recorded, windows};
-use oscar_eval::run::{Row, run_cases};
+use oscar_eval::run::Row;
 use oscar_eval::{Journal, PplOptions, PplResult, Prompts};
 use oscar_figures::write_whole;
 use oscar_tasks::chat::sessions::Variant;
@@ -294,20 +294,9 @@ fn ask(
     for &length in args.context.iter().filter(|_| args.haystacks > 0) {
         let config = RulerConfig { max_seq_length: length, reserved_tokens, seed: args.seed };
         let generator = RulerGenerator::new(config, &GrammarFiller, &count);
-        cases.extend(needle_cases(
-            &prompts,
-            &generator,
-            &args.depths,
-            length,
-            args.seed,
-            args.haystacks,
-            &mut group,
-        )?);
+        cases.extend(needle_cases(&prompts, &generator, &args.depths, args.haystacks, &mut group)?);
     }
-    let methods = session.methods(formats, args.batch);
-    let bar = progress::bar("tasks and needles", (cases.len() * methods.len()) as u64);
-    let rows = run_cases(&cases, &methods, &prompts, None, journal, |_| bar.inc(1))?;
-    bar.finish_and_clear();
+    let rows = session.ask("tasks and needles", &cases, formats, args.batch, &prompts, None, journal)?;
     let long = |row: &Row| row.tokens.len() >= LONG_ANSWER;
     for (result, answers) in results.iter_mut().zip(&rows) {
         result.add_answers(answers, &rows[0], long);

@@ -3,6 +3,7 @@
 //! Invariant: the state of a row is computed from that row alone, so its numbers do not depend on
 //! the other rows of the block. Rows beyond `rows` are padding: zero queries with empty masks.
 
+use oscar_codec::affine::halve;
 use oscar_codec::{MAX_LATENT_ROW, PAGE_TOKENS};
 
 use super::precision::CREST_LIMIT;
@@ -194,9 +195,9 @@ impl RowBlock {
 
     /// Writes a row's state: largest score, sum of weights, weighted sum of values.
     pub(super) fn state(&self, row: usize, state: &mut [f32]) {
-        let shared = lane_total(&self.shared[row]);
+        let shared = halve(self.shared[row]);
         state[0] = self.max[row];
-        state[1] = lane_total(&self.sum[row]);
+        state[1] = halve(self.sum[row]);
         for (to, from) in state[2..].iter_mut().zip(&self.out[row]) {
             *to = from + shared;
         }
@@ -307,18 +308,6 @@ fn split_fixed_point(values: &[f32], inverse: f32, hi: &mut [i8], lo: &mut [i8])
         kept.high += 256 * high;
     }
     kept
-}
-
-fn lane_total(lanes: &[f32; LANES]) -> f32 {
-    let mut lanes = *lanes;
-    let mut half = LANES / 2;
-    while half > 0 {
-        for i in 0..half {
-            lanes[i] += lanes[i + half];
-        }
-        half /= 2;
-    }
-    lanes[0]
 }
 
 #[cfg(test)]

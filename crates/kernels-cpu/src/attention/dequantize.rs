@@ -46,27 +46,10 @@ pub(super) fn dequantize_page(
     codes: &mut CodeBuffer,
 ) {
     assert_eq!(rows.len(), PAGE_TOKENS * page.codec.head_dim());
-    match variant {
-        // SAFETY: a variant is only passed on by `attend`, which found it available.
-        #[cfg(target_arch = "x86_64")]
-        Variant::Avx2 => unsafe { dequantize_avx2(page, used, rows, codes) },
-        // SAFETY: as above.
-        #[cfg(target_arch = "x86_64")]
-        Variant::Avx512 | Variant::Amx => unsafe { dequantize_avx512(page, used, rows, codes) },
-        _ => dequantize_body(page, used, rows, codes),
-    }
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2")]
-fn dequantize_avx2(page: SidePage<'_>, used: u64, rows: &mut [f32], codes: &mut CodeBuffer) {
-    dequantize_body(page, used, rows, codes);
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512vl,avx512bw,avx512dq")]
-fn dequantize_avx512(page: SidePage<'_>, used: u64, rows: &mut [f32], codes: &mut CodeBuffer) {
-    dequantize_body(page, used, rows, codes);
+    compiled_for!(
+        variant,
+        dequantize_body(page: SidePage<'_>, used: u64, rows: &mut [f32], codes: &mut CodeBuffer)
+    );
 }
 
 #[inline(always)]

@@ -21,6 +21,31 @@
 //!   the tile (`avx512::dequantize`). Pages of f32, and everything in the scalar variant, are read
 //!   in f32 (`dequantized`).
 
+/// Calls an inlined body, compiled once for each instruction set, in the form for a variant.
+macro_rules! compiled_for {
+    ($variant:expr, $body:ident($($argument:ident: $kind:ty),*)) => {{
+        #[cfg(target_arch = "x86_64")]
+        #[target_feature(enable = "avx2")]
+        fn avx2($($argument: $kind),*) {
+            $body($($argument),*);
+        }
+        #[cfg(target_arch = "x86_64")]
+        #[target_feature(enable = "avx512f,avx512vl,avx512bw,avx512dq")]
+        fn avx512($($argument: $kind),*) {
+            $body($($argument),*);
+        }
+        match $variant {
+            // SAFETY: a variant is only passed on by `attend`, which found it available.
+            #[cfg(target_arch = "x86_64")]
+            Variant::Avx2 => unsafe { avx2($($argument),*) },
+            // SAFETY: as above.
+            #[cfg(target_arch = "x86_64")]
+            Variant::Avx512 | Variant::Amx => unsafe { avx512($($argument),*) },
+            _ => $body($($argument),*),
+        }
+    }};
+}
+
 #[cfg(target_arch = "x86_64")]
 mod amx;
 #[cfg(target_arch = "x86_64")]

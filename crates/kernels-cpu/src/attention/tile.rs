@@ -37,44 +37,23 @@ impl Bf16Tile {
     /// Takes keys, 64 × `d`, rounded to nearest even: `[tile][channel pair][16 tokens][2]`.
     pub(super) fn store_keys(&mut self, variant: Variant, rows: &[f32], d: usize) {
         self.lines.resize(PAGE_TOKENS * d * 2 / 64, Line::default());
-        match variant {
-            // SAFETY: a variant is only passed on by `attend`, which found it available.
-            #[cfg(target_arch = "x86_64")]
-            Variant::Avx2 => unsafe { keys_avx2(rows, d, &mut self.lines) },
-            // SAFETY: as above.
-            #[cfg(target_arch = "x86_64")]
-            Variant::Avx512 | Variant::Amx => unsafe { keys_avx512(rows, d, &mut self.lines) },
-            _ => keys_body(rows, d, &mut self.lines),
-        }
+        let lines = &mut self.lines[..];
+        compiled_for!(variant, keys_body(rows: &[f32], d: usize, lines: &mut [Line]));
     }
 
     /// Takes values, 64 × `d`, rounded to nearest even: `[token pair][channel][2]`.
     pub(super) fn store_values(&mut self, variant: Variant, rows: &[f32], d: usize) {
         self.lines.resize(PAGE_TOKENS * d * 2 / 64, Line::default());
-        match variant {
-            // SAFETY: a variant is only passed on by `attend`, which found it available.
-            #[cfg(target_arch = "x86_64")]
-            Variant::Avx2 => unsafe { values_avx2(rows, d, &mut self.lines) },
-            // SAFETY: as above.
-            #[cfg(target_arch = "x86_64")]
-            Variant::Avx512 | Variant::Amx => unsafe { values_avx512(rows, d, &mut self.lines) },
-            _ => values_body(rows, d, &mut self.lines),
-        }
+        let lines = &mut self.lines[..];
+        compiled_for!(variant, values_body(rows: &[f32], d: usize, lines: &mut [Line]));
     }
 
     /// Takes values that are the keys of a page, which lie in the order of keys.
     pub(super) fn store_values_of_keys(&mut self, variant: Variant, keys: &[u8], d: usize) {
         assert_eq!(keys.len(), PAGE_TOKENS * d * 2, "a page of keys");
         self.lines.resize(PAGE_TOKENS * d * 2 / 64, Line::default());
-        match variant {
-            // SAFETY: a variant is only passed on by `attend`, which found it available.
-            #[cfg(target_arch = "x86_64")]
-            Variant::Avx2 => unsafe { turn_avx2(keys, d, &mut self.lines) },
-            // SAFETY: as above.
-            #[cfg(target_arch = "x86_64")]
-            Variant::Avx512 | Variant::Amx => unsafe { turn_avx512(keys, d, &mut self.lines) },
-            _ => turn_body(keys, d, &mut self.lines),
-        }
+        let lines = &mut self.lines[..];
+        compiled_for!(variant, turn_body(keys: &[u8], d: usize, lines: &mut [Line]));
     }
 }
 
@@ -152,31 +131,6 @@ fn turn_body(keys: &[u8], d: usize, lines: &mut [Line]) {
         }
     }
 }
-
-macro_rules! compiled_for {
-    ($features:literal, $keys:ident, $values:ident, $turn:ident) => {
-        #[cfg(target_arch = "x86_64")]
-        #[target_feature(enable = $features)]
-        fn $turn(keys: &[u8], d: usize, lines: &mut [Line]) {
-            turn_body(keys, d, lines);
-        }
-
-        #[cfg(target_arch = "x86_64")]
-        #[target_feature(enable = $features)]
-        fn $keys(rows: &[f32], d: usize, lines: &mut [Line]) {
-            keys_body(rows, d, lines);
-        }
-
-        #[cfg(target_arch = "x86_64")]
-        #[target_feature(enable = $features)]
-        fn $values(rows: &[f32], d: usize, lines: &mut [Line]) {
-            values_body(rows, d, lines);
-        }
-    };
-}
-
-compiled_for!("avx2", keys_avx2, values_avx2, turn_avx2);
-compiled_for!("avx512f,avx512vl,avx512bw,avx512dq", keys_avx512, values_avx512, turn_avx512);
 
 #[cfg(test)]
 mod tests {

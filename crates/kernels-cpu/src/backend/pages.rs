@@ -25,16 +25,12 @@ impl HeadPages {
     pub fn page_mut(&mut self, index: u32) -> &mut [u8] {
         &mut self.region.bytes_mut()[index as usize * self.page_bytes..][..self.page_bytes]
     }
-}
 
-impl HeadPages {
-    /// Room for the states of sequences under a budget.
-    fn states(page_bytes: usize, budget: usize) -> Result<Self> {
-        let pages = budget.checked_div(page_bytes).map_or(0, |pages| pages + 1);
+    fn reserve(what: &str, pages: usize, page_bytes: usize) -> Result<Self> {
         let bytes = pages.saturating_mul(page_bytes);
         let region = Region::reserve(bytes).map_err(|error| BackendError::OutOfMemory {
             device: "cpu".into(),
-            what: format!("the states of sequences ({error})"),
+            what: format!("{what} ({error})"),
             bytes,
         })?;
         Ok(Self { region, page_bytes })
@@ -87,15 +83,9 @@ impl CpuPages {
             let heads = (0..table.layers()).flat_map(|l| (0..table.kv_heads()).map(move |h| (l, h)));
             heads
                 .map(|(l, h)| {
-                    let page_bytes = table.codec(l, h).page_bytes();
                     let pages = if layout.slides(l) { sliding } else { pages };
-                    let bytes = pages.saturating_mul(page_bytes);
-                    let region = Region::reserve(bytes).map_err(|error| BackendError::OutOfMemory {
-                        device: "cpu".into(),
-                        what: format!("the KV pages of layer {l}, head {h} ({error})"),
-                        bytes,
-                    })?;
-                    Ok(HeadPages { region, page_bytes })
+                    let what = format!("the KV pages of layer {l}, head {h}");
+                    HeadPages::reserve(&what, pages, table.codec(l, h).page_bytes())
                 })
                 .collect()
         };
@@ -105,7 +95,8 @@ impl CpuPages {
         let pages = |block_bytes: usize| budget / block_bytes.max(1) + 1;
         let (full, sliding) = (pages(layout.full_block_bytes()), pages(layout.sliding_block_bytes()));
         let full = table(layout.full(), full, sliding)?;
-        let states = HeadPages::states(layout.state_bytes(), budget)?;
+        let states = budget.checked_div(layout.state_bytes()).map_or(0, |states| states + 1);
+        let states = HeadPages::reserve("the states of sequences", states, layout.state_bytes())?;
         Ok(Self { layout: layout.clone(), heads: *heads, full, coded, states })
     }
 

@@ -5,6 +5,7 @@
 
 use half::bf16;
 use oscar_backend::Gate;
+use oscar_codec::affine;
 
 use super::DeltaRow;
 use super::convert::{f32_from_bf16, f32_to_bf16};
@@ -33,14 +34,7 @@ fn sum_of_squares(x: &[f32]) -> f32 {
     for (sum, &x) in sums.iter_mut().zip(rest) {
         *sum += x * x;
     }
-    let mut width = LANES / 2;
-    while width > 0 {
-        for lane in 0..width {
-            sums[lane] += sums[lane + width];
-        }
-        width /= 2;
-    }
-    sums[0]
+    affine::halve(sums)
 }
 
 #[inline(always)]

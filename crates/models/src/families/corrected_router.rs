@@ -4,7 +4,7 @@
 use oscar_backend::{ExpertGroups, RouterRule, RouterScores};
 use serde::Deserialize;
 
-use super::refuse_unless;
+use super::{number, refuse_unless, yes};
 use crate::config::{MOST_LAYERS, MoeConfig};
 use crate::error::LoadError;
 use crate::tensor_names::ExpertNames;
@@ -14,10 +14,10 @@ pub(crate) struct CorrectedRouter {
     n_routed_experts: usize,
     num_experts_per_tok: usize,
     moe_intermediate_size: usize,
-    #[serde(default = "one")]
+    #[serde(default = "number::<1>")]
     n_shared_experts: usize,
     first_k_dense_replace: Option<usize>,
-    #[serde(default = "one")]
+    #[serde(default = "number::<1>")]
     moe_layer_freq: usize,
     /// `dense` or `sparse` for each layer, in newer files.
     mlp_layer_types: Option<Vec<String>>,
@@ -28,13 +28,6 @@ pub(crate) struct CorrectedRouter {
     norm_topk_prob: bool,
     topk_method: Option<String>,
     scoring_func: Option<String>,
-}
-
-fn one() -> usize {
-    1
-}
-fn yes() -> bool {
-    true
 }
 
 /// What a family's file means that leaves these fields out.

@@ -19,35 +19,26 @@ pub(crate) const SUCCESSOR: (&str, &str) = (
      DeepseekV3ForCausalLM (V3, R1, V3.1) is",
 );
 
-const DEFAULTS: RouterDefaults = RouterDefaults { dense_layers: 3, groups: 8, kept_groups: 4, factor: 2.5 };
-
-#[derive(Debug, Deserialize)]
-pub(crate) struct DeepseekV3Config {
-    #[serde(flatten)]
-    common: CommonFields,
-    #[serde(flatten)]
-    latent: LatentFields,
-    #[serde(flatten)]
-    router: CorrectedRouter,
-}
-
-impl DeepseekV3Config {
-    pub(crate) fn lower(self) -> Result<DecoderConfig, LoadError> {
-        lower(Family::DeepseekV3, self.common, self.latent, self.router, DEFAULTS)
-    }
-}
+pub(crate) const DEFAULTS: RouterDefaults =
+    RouterDefaults { dense_layers: 3, groups: 8, kept_groups: 4, factor: 2.5 };
 
 /// A decoder with latent attention and corrected routers.
-pub(super) fn lower(
-    family: Family,
+#[derive(Debug, Deserialize)]
+pub(crate) struct LatentMoeConfig {
+    #[serde(flatten)]
     common: CommonFields,
+    #[serde(flatten)]
     latent: LatentFields,
+    #[serde(flatten)]
     router: CorrectedRouter,
-    defaults: RouterDefaults,
-) -> Result<DecoderConfig, LoadError> {
-    let base = latent.lower(family, common)?;
-    let moe = router.lower(base.layers, defaults)?;
-    Ok(DecoderConfig { moe: Some(moe), ..base })
+}
+
+impl LatentMoeConfig {
+    pub(crate) fn lower(self, family: Family, defaults: RouterDefaults) -> Result<DecoderConfig, LoadError> {
+        let base = self.latent.lower(family, self.common)?;
+        let moe = self.router.lower(base.layers, defaults)?;
+        Ok(DecoderConfig { moe: Some(moe), ..base })
+    }
 }
 
 #[cfg(test)]

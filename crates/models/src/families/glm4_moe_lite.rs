@@ -1,32 +1,11 @@
 //! GLM-4.7-Flash: the attention of DeepSeek-V3 with the experts of GLM-4.7.
 
-use serde::Deserialize;
-
-use super::corrected_router::{CorrectedRouter, RouterDefaults};
-use super::latent_fields::LatentFields;
-use super::{CommonFields, deepseek_v3};
-use crate::config::{DecoderConfig, Family};
-use crate::error::LoadError;
+use super::corrected_router::RouterDefaults;
 
 pub(crate) const NAMES: (&str, &str) = ("Glm4MoeLiteForCausalLM", "glm4_moe_lite");
 
-const DEFAULTS: RouterDefaults = RouterDefaults { dense_layers: 1, groups: 1, kept_groups: 1, factor: 1.8 };
-
-#[derive(Debug, Deserialize)]
-pub(crate) struct Glm4MoeLiteConfig {
-    #[serde(flatten)]
-    common: CommonFields,
-    #[serde(flatten)]
-    latent: LatentFields,
-    #[serde(flatten)]
-    router: CorrectedRouter,
-}
-
-impl Glm4MoeLiteConfig {
-    pub(crate) fn lower(self) -> Result<DecoderConfig, LoadError> {
-        deepseek_v3::lower(Family::Glm4MoeLite, self.common, self.latent, self.router, DEFAULTS)
-    }
-}
+pub(crate) const DEFAULTS: RouterDefaults =
+    RouterDefaults { dense_layers: 1, groups: 1, kept_groups: 1, factor: 1.8 };
 
 #[cfg(test)]
 mod tests {

@@ -5,7 +5,7 @@ use oscar_backend::{Gate, MXFP4_GROUP};
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::{CommonFields, refuse_unless, sliding_layers};
+use super::{CommonFields, refuse_unless, sliding_layers, yes};
 use crate::config::{DecoderConfig, Family, MoeConfig, SlidingLayers};
 use crate::error::LoadError;
 use crate::tensor_names::ExpertNames;
@@ -40,9 +40,6 @@ pub(crate) fn demand(file: &Value) -> Result<(), LoadError> {
     }
 }
 
-fn yes() -> bool {
-    true
-}
 fn default_limit() -> f64 {
     f64::from(Gate::CLAMP)
 }

@@ -4,7 +4,7 @@
 use oscar_backend::{RouterRule, RouterScores};
 use serde::Deserialize;
 
-use super::{CommonFields, refuse_unless};
+use super::{CommonFields, refuse_unless, yes};
 use crate::config::{DecoderConfig, Family, MoeConfig, QkNorm};
 use crate::error::LoadError;
 use crate::tensor_names::ExpertNames;
@@ -28,10 +28,6 @@ pub(crate) struct MiniMaxM2Config {
     shared_intermediate_size: usize,
     #[serde(default)]
     attn_type_list: Vec<u32>,
-}
-
-fn yes() -> bool {
-    true
 }
 
 impl MiniMaxM2Config {

@@ -2,7 +2,7 @@
 
 use serde::Deserialize;
 
-use super::CommonFields;
+use super::{CommonFields, number};
 use crate::config::{DecoderConfig, Family, MoeConfig};
 use crate::error::LoadError;
 use crate::tensor_names::ExpertNames;
@@ -13,18 +13,11 @@ pub(crate) const NAMES: (&str, &str) = ("MixtralForCausalLM", "mixtral");
 pub(crate) struct MixtralConfig {
     #[serde(flatten)]
     common: CommonFields,
-    #[serde(default = "default_experts")]
+    #[serde(default = "number::<8>")]
     num_local_experts: usize,
-    #[serde(default = "default_chosen")]
+    #[serde(default = "number::<2>")]
     num_experts_per_tok: usize,
     sliding_window: Option<usize>,
-}
-
-fn default_experts() -> usize {
-    8
-}
-fn default_chosen() -> usize {
-    2
 }
 
 impl MixtralConfig {

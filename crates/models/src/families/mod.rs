@@ -71,6 +71,16 @@ impl TokenIds {
     }
 }
 
+/// The default of a field that a file leaves out.
+fn number<const N: usize>() -> usize {
+    N
+}
+
+/// The same for a field that is true.
+fn yes() -> bool {
+    true
+}
+
 fn default_rms_norm_eps() -> f64 {
     1e-6
 }

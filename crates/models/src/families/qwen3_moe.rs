@@ -3,7 +3,7 @@
 use oscar_backend::RouterRule;
 use serde::Deserialize;
 
-use super::{CommonFields, QwenWindow};
+use super::{CommonFields, QwenWindow, number};
 use crate::config::{DecoderConfig, Family, MOST_LAYERS, MoeConfig, QkNorm};
 use crate::error::LoadError;
 use crate::tensor_names::ExpertNames;
@@ -19,33 +19,20 @@ pub(crate) struct Qwen3MoeConfig {
     /// On all four attention projections.
     #[serde(default)]
     attention_bias: bool,
-    #[serde(default = "default_experts")]
+    #[serde(default = "number::<128>")]
     num_experts: usize,
-    #[serde(default = "default_chosen")]
+    #[serde(default = "number::<8>")]
     num_experts_per_tok: usize,
-    #[serde(default = "default_width")]
+    #[serde(default = "number::<768>")]
     moe_intermediate_size: usize,
     /// The class default; published files state `true`.
     #[serde(default)]
     norm_topk_prob: bool,
     /// Every layer whose number, counted from 1, is a multiple has experts.
-    #[serde(default = "default_step")]
+    #[serde(default = "number::<1>")]
     decoder_sparse_step: usize,
     #[serde(default)]
     mlp_only_layers: Vec<usize>,
-}
-
-fn default_experts() -> usize {
-    128
-}
-fn default_chosen() -> usize {
-    8
-}
-fn default_width() -> usize {
-    768
-}
-fn default_step() -> usize {
-    1
 }
 
 impl Qwen3MoeConfig {

@@ -6,20 +6,18 @@
 
 use std::sync::Arc;
 
-use axum::extract::{Extension, State};
 use axum::response::Response;
 use oscar_engine::{GenerationParams, Request};
 use serde::Serialize;
 use serde_json::{Value, json};
 
 use super::completions::types::Prompt;
-use crate::app::{App, Shared};
-use crate::body::{RawBody, json_answer, off_thread};
+use crate::app::App;
+use crate::body::{Asked, json_answer, off_thread};
 use crate::error::ApiError;
 use crate::generate::{Generation, Output, Prepared, TextOptions, requests};
 use crate::keys::Caller;
 use crate::limits::{encode, too_long};
-use crate::middleware::RequestName;
 use crate::schema::{Kind, RequestBody, request_fields};
 
 /// Most inputs of a request, as OpenAI has it.
@@ -77,15 +75,9 @@ enum Vector {
     Base64(String),
 }
 
-pub async fn create(
-    State(app): State<Shared>,
-    Extension(RequestName(name)): Extension<RequestName>,
-    Extension(caller): Extension<Caller>,
-    body: RawBody,
-) -> Result<Response, ApiError> {
-    let worker = app.clone();
+pub async fn create(Asked { app, name, caller, body }: Asked) -> Result<Response, ApiError> {
     let (mut prepared, encoding) =
-        off_thread(&app, body, move |body| prepare(&worker, &name, caller, body)).await?;
+        off_thread(&app, body, move |app, body| prepare(app, &name, caller, body)).await?;
     let (model, count) = (prepared.model.clone(), prepared.requests.len());
     let mut found: Vec<Option<Vec<f32>>> = vec![None; count];
     let mut usage = oscar_engine::Usage::default();

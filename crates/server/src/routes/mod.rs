@@ -6,6 +6,7 @@ mod chat_completions;
 pub mod completions;
 mod control;
 mod embeddings;
+mod frame;
 mod health;
 mod info;
 mod lowered;

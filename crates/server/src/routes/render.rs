@@ -4,19 +4,15 @@
 //! Routers that choose a replica by its cached prefix call them (llm-d's token producer, Dynamo's
 //! endpoint picker) and read `token_ids`. The names of the answer are vLLM's.
 
-use axum::extract::{Extension, State};
 use axum::response::Response;
 use oscar_engine::{GenerationParams, Request};
 use serde::Serialize;
 
 use super::chat_completions::types::ChatBody;
 use super::{chat_completions, completions};
-use crate::app::Shared;
-use crate::body::{RawBody, json_answer, off_thread};
+use crate::body::{Asked, json_answer, off_thread};
 use crate::error::ApiError;
 use crate::generate::{Prepared, TextOptions};
-use crate::keys::Caller;
-use crate::middleware::RequestName;
 use crate::schema::RequestBody;
 
 /// One prompt, ready for an engine.
@@ -88,19 +84,14 @@ fn rendered(prepared: &Prepared) -> Vec<Rendered> {
     prepared.requests.iter().map(one).collect()
 }
 
-pub async fn chat(
-    State(app): State<Shared>,
-    Extension(RequestName(name)): Extension<RequestName>,
-    Extension(caller): Extension<Caller>,
-    body: RawBody,
-) -> Result<Response, ApiError> {
-    let (worker, size) = (app.clone(), body.bytes().len());
-    let answer = off_thread(&app, body, move |body| {
+pub async fn chat(Asked { app, name, caller, body }: Asked) -> Result<Response, ApiError> {
+    let size = body.bytes().len();
+    let answer = off_thread(&app, body, move |app, body| {
         let prepared = chat_completions::prepare::prepare(
-            &worker,
+            app,
             &name,
             caller,
-            ChatBody::parse(body, worker.limits.value_bytes)?,
+            ChatBody::parse(body, app.limits.value_bytes)?,
             None,
         )?;
         Ok(rendered(&prepared).pop())
@@ -108,15 +99,10 @@ pub async fn chat(
     json_answer(&app, size, answer.await?).await
 }
 
-pub async fn completion(
-    State(app): State<Shared>,
-    Extension(RequestName(name)): Extension<RequestName>,
-    Extension(caller): Extension<Caller>,
-    body: RawBody,
-) -> Result<Response, ApiError> {
-    let (worker, size) = (app.clone(), body.bytes().len());
-    let answer = off_thread(&app, body, move |body| {
-        let (prepared, _) = completions::prepare::prepare(&worker, &name, caller, body)?;
+pub async fn completion(Asked { app, name, caller, body }: Asked) -> Result<Response, ApiError> {
+    let size = body.bytes().len();
+    let answer = off_thread(&app, body, move |app, body| {
+        let (prepared, _) = completions::prepare::prepare(app, &name, caller, body)?;
         Ok(rendered(&prepared))
     });
     json_answer(&app, size, answer.await?).await

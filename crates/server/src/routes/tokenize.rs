@@ -53,8 +53,8 @@ request_fields! {
 }
 
 pub async fn tokenize(State(app): State<Shared>, body: RawBody) -> Result<Response, ApiError> {
-    let (worker, size) = (app.clone(), body.bytes().len());
-    let answer = off_thread(&app, body, move |body| tokenized(&worker, body)).await?;
+    let size = body.bytes().len();
+    let answer = off_thread(&app, body, tokenized).await?;
     json_answer(&app, size, answer).await
 }
 
@@ -111,8 +111,7 @@ fn tokenized(app: &App, body: &[u8]) -> Result<Tokenized, ApiError> {
 }
 
 pub async fn detokenize(State(app): State<Shared>, body: RawBody) -> Result<Json<Value>, ApiError> {
-    let worker = app.clone();
-    off_thread(&app, body, move |body| detokenized(&worker, body)).await.map(Json)
+    off_thread(&app, body, detokenized).await.map(Json)
 }
 
 fn detokenized(app: &App, body: &[u8]) -> Result<Value, ApiError> {

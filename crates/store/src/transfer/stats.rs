@@ -1,31 +1,11 @@
 //! What the two sides of a transfer count.
 
-use serde::Serialize;
-use std::sync::atomic::{AtomicU64, Ordering};
-
-macro_rules! numbers {
-    ($($(#[$help:meta])* $name:ident),* $(,)?) => {
-        /// Numbers of transfers. Counters only grow; those marked so are of this moment.
-        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-        pub struct TransferStats {
-            $($(#[$help])* pub $name: u64,)*
-        }
-
-        /// [`TransferStats`] as they are counted.
-        #[derive(Debug, Default)]
-        pub struct TransferCounters {
-            $(pub(crate) $name: AtomicU64,)*
-        }
-
-        impl TransferCounters {
-            pub fn snapshot(&self) -> TransferStats {
-                TransferStats { $($name: self.$name.load(Ordering::Relaxed),)* }
-            }
-        }
-    };
-}
+use crate::counters::numbers;
 
 numbers!(
+    TransferCounters,
+    /// Numbers of transfers. Counters only grow; those marked so are of this moment.
+    TransferStats:
     /// Prompts whose pages were kept for another machine.
     tickets,
     /// Prompts whose pages were not kept: there was no room, or there were none.

@@ -212,15 +212,19 @@ impl<'a> RulerGenerator<'a> {
         Self { config, filler, count_tokens, essay: OnceCell::new(), squad: None, hotpot: None }
     }
 
+    pub fn config(&self) -> RulerConfig {
+        self.config
+    }
+
     /// The questions of `qa_1`, from [`QaSet::squad`].
-    pub fn with_qa_1(mut self, questions: QaSet) -> Self {
-        self.squad = Some(questions);
+    pub fn with_qa_1(mut self, questions: impl Into<Option<QaSet>>) -> Self {
+        self.squad = questions.into();
         self
     }
 
     /// The questions of `qa_2`, from [`QaSet::hotpotqa`].
-    pub fn with_qa_2(mut self, questions: QaSet) -> Self {
-        self.hotpot = Some(questions);
+    pub fn with_qa_2(mut self, questions: impl Into<Option<QaSet>>) -> Self {
+        self.hotpot = questions.into();
         self
     }
 

@@ -146,49 +146,34 @@ pub(super) fn install(environment: &mut Environment<'_>) {
     }
 
     environment.add_filter("<indent>", minijinja::filters::indent);
-    environment.add_filter(
-        "indent",
-        |state: &State, value: Value, args: Rest<Value>| -> Result<Value, Error> {
-            let lines = value.as_str().map_or(0, |text| text.lines().count() + 1);
-            charge(largest_count(&args)?.saturating_mul(lines))?;
-            again(state, "<indent>", value, &args)
-        },
-    );
     environment.add_filter("<batch>", minijinja::filters::batch);
-    environment.add_filter(
-        "batch",
-        |state: &State, value: Value, args: Rest<Value>| -> Result<Value, Error> {
-            charge(largest_count(&args)?.saturating_mul(ITEM))?;
-            again(state, "<batch>", value, &args)
-        },
-    );
     environment.add_filter("<slice>", minijinja::filters::slice);
-    environment.add_filter(
-        "slice",
-        |state: &State, value: Value, args: Rest<Value>| -> Result<Value, Error> {
-            charge(largest_count(&args)?.saturating_mul(ITEM))?;
-            again(state, "<slice>", value, &args)
-        },
-    );
     environment.add_filter("<format>", minijinja::filters::format);
-    environment.add_filter(
-        "format",
-        |state: &State, value: Value, args: Rest<Value>| -> Result<Value, Error> {
-            check_format(value.as_str().unwrap_or_default())?;
-            largest_count(&args)?;
-            again(state, "<format>", value, &args)
-        },
-    );
     environment.add_filter("<replace>", minijinja::filters::replace);
-    environment.add_filter(
-        "replace",
-        |state: &State, value: Value, args: Rest<Value>| -> Result<Value, Error> {
-            if let (Some(text), [from, to, ..]) = (value.as_str(), args.as_slice()) {
-                charge_replace(text, from.as_str().unwrap_or_default(), &to.to_string())?;
-            }
-            again(state, "<replace>", value, &args)
-        },
-    );
+    let mut charged = |name: &'static str, cost: fn(&Value, &[Value]) -> Result<(), Error>| {
+        environment.add_filter(name, move |state: &State, value: Value, args: Rest<Value>| {
+            cost(&value, &args)?;
+            let all: Vec<Value> = std::iter::once(value).chain(args.iter().cloned()).collect();
+            state.apply_filter(&format!("<{name}>"), &all)
+        });
+    };
+    charged("indent", |value, args| {
+        let lines = value.as_str().map_or(0, |text| text.lines().count() + 1);
+        charge(largest_count(args)?.saturating_mul(lines))
+    });
+    for name in ["batch", "slice"] {
+        charged(name, |_, args| charge(largest_count(args)?.saturating_mul(ITEM)));
+    }
+    charged("format", |value, args| {
+        check_format(value.as_str().unwrap_or_default())?;
+        largest_count(args).map(|_| ())
+    });
+    charged("replace", |value, args| match (value.as_str(), args) {
+        (Some(text), [from, to, ..]) => {
+            charge_replace(text, from.as_str().unwrap_or_default(), &to.to_string())
+        }
+        _ => Ok(()),
+    });
 }
 
 /// The largest number among the arguments, if it is one that a filter may be given.
@@ -205,9 +190,4 @@ fn largest_count(args: &[Value]) -> Result<usize, Error> {
         largest = largest.max(value.as_usize().unwrap_or(0));
     }
     check_count(largest)
-}
-
-fn again(state: &State, filter: &str, value: Value, args: &[Value]) -> Result<Value, Error> {
-    let all: Vec<Value> = std::iter::once(value).chain(args.iter().cloned()).collect();
-    state.apply_filter(filter, &all)
 }

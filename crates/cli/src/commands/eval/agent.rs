@@ -5,7 +5,6 @@ use super::{AskArgs, check_seed, filler, report};
 use crate::progress;
 use anyhow::{Result, bail};
 use oscar_eval::agent::{CallForm, agent_cases, whole_tasks};
-use oscar_eval::run::run_cases;
 use oscar_eval::{Journal, Prompts};
 use oscar_tasks::AgentTask;
 use serde_json::json;
@@ -79,10 +78,7 @@ pub fn run(args: &Args) -> Result<()> {
         )?);
     }
     bar.finish_and_clear();
-    let methods = session.methods(&formats, args.ask.batch);
-    let bar = progress::bar("calling", (cases.len() * methods.len()) as u64);
-    let rows = run_cases(&cases, &methods, &prompts, None, &mut journal, |_| bar.inc(1))?;
-    bar.finish_and_clear();
+    let rows = session.ask("calling", &cases, &formats, args.ask.batch, &prompts, None, &mut journal)?;
     let whole: Vec<_> = rows.iter().map(|rows| whole_tasks(rows)).collect();
     report(&whole, common.json, "tasks whose calls all have exactly the right arguments");
     Ok(())

@@ -3,10 +3,8 @@
 use super::session::Session;
 use super::{AskArgs, check_seed, digest, report};
 use crate::options::{OpenModel, parse_size};
-use crate::progress;
 use anyhow::{Result, bail};
 use oscar_eval::benchmarks::Benchmark;
-use oscar_eval::run::run_cases;
 use oscar_eval::sandbox::{Limits, Sandbox};
 use oscar_eval::{Journal, Prompts};
 use serde_json::json;
@@ -105,10 +103,8 @@ pub fn run(args: &Args, benchmark: Benchmark, code: Option<Limits>) -> Result<()
     let mut journal = Journal::open(common.out.as_deref(), &format!("eval {}", benchmark.name()), &config)?;
     let seeds: Vec<u64> = (0..args.seeds as u64).collect();
     let cases = benchmark.cases(&prompts, &problems, &sampling, &seeds, context, args.max_tokens)?;
-    let methods = session.methods(&formats, args.ask.batch);
-    let bar = progress::bar("answering", (cases.len() * methods.len()) as u64);
-    let rows = run_cases(&cases, &methods, &prompts, sandbox.as_ref(), &mut journal, |_| bar.inc(1))?;
-    bar.finish_and_clear();
+    let (batch, sandbox) = (args.ask.batch, sandbox.as_ref());
+    let rows = session.ask("answering", &cases, &formats, batch, &prompts, sandbox, &mut journal)?;
     report(&rows, common.json, "pass@1 over seeds");
     Ok(())
 }

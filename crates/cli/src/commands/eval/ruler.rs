@@ -5,7 +5,6 @@ use super::{AskArgs, check_seed, digest, filler, read_text, report};
 use crate::progress;
 use anyhow::{Context, Result, bail};
 use oscar_eval::cases::ruler_cases;
-use oscar_eval::run::run_cases;
 use oscar_eval::{Journal, Prompts};
 use oscar_tasks::{QaSet, RulerConfig, RulerGenerator, RulerTask, TaskError};
 use serde_json::json;
@@ -78,30 +77,14 @@ pub fn run(args: &Args) -> Result<()> {
     for &length in &args.lengths {
         for &seed in &args.seeds {
             let config = RulerConfig { max_seq_length: length, reserved_tokens, seed };
-            let mut generator = RulerGenerator::new(config, &*filler, &count);
-            if let Some(set) = &squad {
-                generator = generator.with_qa_1(set.clone());
-            }
-            if let Some(set) = &hotpot {
-                generator = generator.with_qa_2(set.clone());
-            }
-            cases.extend(ruler_cases(
-                &prompts,
-                &generator,
-                &tasks,
-                length,
-                seed,
-                args.limit,
-                args.answer_prefix,
-                || bar.inc(1),
-            )?);
+            let generator = RulerGenerator::new(config, &*filler, &count);
+            let generator = generator.with_qa_1(squad.clone()).with_qa_2(hotpot.clone());
+            let (limit, prefix) = (args.limit, args.answer_prefix);
+            cases.extend(ruler_cases(&prompts, &generator, &tasks, limit, prefix, || bar.inc(1))?);
         }
     }
     bar.finish_and_clear();
-    let methods = session.methods(&formats, args.ask.batch);
-    let bar = progress::bar("answering", (cases.len() * methods.len()) as u64);
-    let rows = run_cases(&cases, &methods, &prompts, None, &mut journal, |_| bar.inc(1))?;
-    bar.finish_and_clear();
+    let rows = session.ask("answering", &cases, &formats, args.ask.batch, &prompts, None, &mut journal)?;
     report(&rows, common.json, "RULER scores (string match)");
     Ok(())
 }

@@ -4,13 +4,15 @@ use super::digest;
 use crate::cache::Cache;
 use crate::device::AnyBackend;
 use crate::options::{CacheArgs, ModelArgs, OpenModel, WeightsArg};
-use crate::progress::note;
+use crate::progress::{self, note};
 use crate::served::unmeasured_widths;
 use anyhow::{Context, Result, bail};
 use oscar_backend::{AttentionKernels, Backend};
 use oscar_codec::KvFormat;
-use oscar_eval::run::{Method, REFERENCE};
-use oscar_eval::{EvalError, Generator};
+use oscar_eval::cases::Case;
+use oscar_eval::run::{Method, REFERENCE, Row, run_cases};
+use oscar_eval::sandbox::Sandbox;
+use oscar_eval::{EvalError, Generator, Journal, Prompts};
 use oscar_runner::{KvMemory, Runner, RunnerOptions};
 use oscar_text::ModelText;
 use serde_json::{Value, json};
@@ -164,17 +166,30 @@ impl Session {
         Ok(same.with_cache(weights, options(self.cache_args.kv_memory(sequences.max(1), self.context)))?)
     }
 
-    /// The formats as methods that answer `batch` sequences at once.
-    pub fn methods<'a>(&'a self, formats: &'a [Prepared], batch: usize) -> Vec<Method<'a>> {
-        let method = |format: &'a Prepared| Method {
+    /// The rows of each format, which answers `batch` cases at once.
+    pub fn ask(
+        &self,
+        doing: &'static str,
+        cases: &[Case],
+        formats: &[Prepared],
+        batch: usize,
+        prompts: &Prompts<'_>,
+        sandbox: Option<&Sandbox>,
+        journal: &mut Journal,
+    ) -> Result<Vec<Vec<Row>>> {
+        let methods = formats.iter().map(|format| Method {
             kv: format.name.clone(),
             bits: format.cache.layout.page_bits(),
             start: Box::new(move || {
                 let runner = self.runner(format, batch).map_err(|e| EvalError::Start(format!("{e:#}")))?;
                 Generator::start(runner, self.stop_tokens.clone(), batch)
             }),
-        };
-        formats.iter().map(method).collect()
+        });
+        let methods: Vec<Method<'_>> = methods.collect();
+        let bar = progress::bar(doing, (cases.len() * methods.len()) as u64);
+        let rows = run_cases(cases, &methods, prompts, sandbox, journal, |_| bar.inc(1))?;
+        bar.finish_and_clear();
+        Ok(rows)
     }
 
     /// The device, the form of FP8 weights on it, and the kernels that read a format's pages.

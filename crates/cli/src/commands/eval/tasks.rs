@@ -5,7 +5,6 @@ use super::{AskArgs, check_seed, filler, report};
 use crate::progress;
 use anyhow::{Result, bail};
 use oscar_eval::cases::chat_cases;
-use oscar_eval::run::run_cases;
 use oscar_eval::{Journal, Prompts};
 use oscar_tasks::Task;
 use serde_json::json;
@@ -68,10 +67,7 @@ pub fn run(args: &Args) -> Result<()> {
         cases.extend(chat_cases(&prompts, &tasks, context, args.seed, args.limit, &*filler, || bar.inc(1))?);
     }
     bar.finish_and_clear();
-    let methods = session.methods(&formats, args.ask.batch);
-    let bar = progress::bar("answering", (cases.len() * methods.len()) as u64);
-    let rows = run_cases(&cases, &methods, &prompts, None, &mut journal, |_| bar.inc(1))?;
-    bar.finish_and_clear();
+    let rows = session.ask("answering", &cases, &formats, args.ask.batch, &prompts, None, &mut journal)?;
     report(&rows, common.json, "exact match of the whole answer");
     Ok(())
 }

@@ -13,7 +13,7 @@
 
 use std::arch::x86_64::*;
 
-use oscar_codec::affine::{SATURATION, max_code};
+use oscar_codec::affine::{self, SATURATION, max_code};
 use oscar_codec::clip::order_index;
 use oscar_codec::{RowPageCodec, Side, TILE_TOKENS};
 
@@ -436,12 +436,5 @@ pub(in crate::attention) fn halve_lanes(sum: __m512) -> f32 {
     let mut lanes = [0.0_f32; LANES];
     // SAFETY: sixteen floats.
     unsafe { _mm512_storeu_ps(lanes.as_mut_ptr(), sum) };
-    let mut half = LANES / 2;
-    while half > 0 {
-        for i in 0..half {
-            lanes[i] += lanes[i + half];
-        }
-        half /= 2;
-    }
-    lanes[0]
+    affine::halve(lanes)
 }

@@ -6,7 +6,6 @@ pub mod template;
 pub mod types;
 pub mod validate;
 
-use axum::extract::{Extension, State};
 use axum::response::Response;
 use oscar_engine::TokenLogprobs;
 use oscar_text::ReplyEvent;
@@ -16,61 +15,29 @@ use self::types::{
     ToolCall,
 };
 use crate::app::Shared;
-use crate::body::{RawBody, json_answer, off_thread};
+use crate::body::{Asked, json_answer, off_thread};
 use crate::error::ApiError;
-use crate::generate::{ChatEntry, Finish, Generation, Output, TokenTexts, Totals};
-use crate::ids::unix_seconds;
-use crate::keys::Caller;
-use crate::middleware::RequestName;
+use crate::generate::{ChatEntry, Finish, Generation, Output, Totals};
+use crate::routes::frame::Frame;
 use crate::routes::stream::{Chunks, respond};
 use crate::schema::RequestBody;
 
-pub async fn create(
-    State(app): State<Shared>,
-    Extension(RequestName(name)): Extension<RequestName>,
-    Extension(caller): Extension<Caller>,
-    body: RawBody,
-) -> Result<Response, ApiError> {
-    let worker = app.clone();
+pub async fn create(Asked { app, name, caller, body }: Asked) -> Result<Response, ApiError> {
     let id = format!("chatcmpl-{name}");
-    let prepared = off_thread(&app, body, move |body| {
-        prepare::prepare(&worker, &name, caller, ChatBody::parse(body, worker.limits.value_bytes)?, None)
+    let prepared = off_thread(&app, body, move |app, body| {
+        prepare::prepare(app, &name, caller, ChatBody::parse(body, app.limits.value_bytes)?, None)
     })
     .await?;
     let (size, choices) = (prepared.answer_size(), prepared.params().choices);
-    let (stream, include_usage) = (prepared.stream, prepared.include_usage);
-    let frame = Frame {
-        id,
-        created: unix_seconds(),
-        model: prepared.model.clone(),
-        fingerprint: app.fingerprint(),
-        texts: TokenTexts::new(&app.text.tokenizer),
-        logprobs: prepared.params().logprobs.is_some(),
-    };
+    let stream = prepared.stream;
+    let frame = Frame::new(&app, id, "chat.completion.chunk", &prepared);
     let generation = Generation::start(&app, prepared)?;
     if stream {
-        let chunks = ChatChunks { frame, choices, include_usage, totals: Totals::default() };
+        let chunks = ChatChunks { frame, choices, totals: Totals::default() };
         return Ok(respond(app, generation, chunks));
     }
     let response = collect(&app, generation, frame, choices).await?;
     json_answer(&app, size, response).await
-}
-
-/// Fields that every response and chunk of a request repeats.
-struct Frame {
-    id: String,
-    created: u64,
-    model: String,
-    fingerprint: String,
-    texts: TokenTexts,
-    logprobs: bool,
-}
-
-impl Frame {
-    fn logprobs(&self, tokens: Vec<TokenLogprobs>) -> Option<ChatLogprobs> {
-        let entries = || tokens.into_iter().map(|token| self.texts.chat_entry(token)).collect();
-        self.logprobs.then(|| ChatLogprobs { content: entries(), refusal: None })
-    }
 }
 
 #[derive(Default)]
@@ -190,27 +157,24 @@ fn delta(event: ReplyEvent) -> Option<Delta> {
 struct ChatChunks {
     frame: Frame,
     choices: usize,
-    include_usage: bool,
     totals: Totals,
 }
 
 impl ChatChunks {
-    fn chunk(&self, choices: Vec<ChunkChoice>) -> ChatChunk {
-        ChatChunk {
-            id: self.frame.id.clone(),
-            object: "chat.completion.chunk",
-            created: self.frame.created,
-            model: self.frame.model.clone(),
-            choices,
-            system_fingerprint: self.frame.fingerprint.clone(),
-            usage: self.include_usage.then_some(None),
-            prompt_logprobs: None,
-        }
+    fn logprobs(&self, tokens: Vec<TokenLogprobs>) -> Option<ChatLogprobs> {
+        let entries = || tokens.into_iter().map(|token| self.frame.texts.chat_entry(token)).collect();
+        self.frame.logprobs.then(|| ChatLogprobs { content: entries(), refusal: None })
     }
 
     fn role(&self, index: usize) -> ChatChunk {
         let delta = Delta { role: Some("assistant"), content: Some(String::new()), ..Delta::default() };
-        self.chunk(vec![ChunkChoice { index, delta, logprobs: None, finish_reason: None, stop_reason: None }])
+        self.frame.chunk(vec![ChunkChoice {
+            index,
+            delta,
+            logprobs: None,
+            finish_reason: None,
+            stop_reason: None,
+        }])
     }
 }
 
@@ -236,7 +200,7 @@ impl Chunks for ChatChunks {
                 let chunk = |delta| {
                     // The log-probabilities belong to all events of the token; the first one
                     // carries them.
-                    let logprobs = logprobs.take().and_then(|logprobs| self.frame.logprobs(logprobs));
+                    let logprobs = logprobs.take().and_then(|logprobs| self.logprobs(logprobs));
                     let choice = ChunkChoice {
                         index: choice,
                         delta,
@@ -244,7 +208,7 @@ impl Chunks for ChatChunks {
                         finish_reason: None,
                         stop_reason: None,
                     };
-                    self.chunk(vec![choice])
+                    self.frame.chunk(vec![choice])
                 };
                 deltas.into_iter().map(chunk).collect()
             }
@@ -256,7 +220,7 @@ impl Chunks for ChatChunks {
                     finish_reason: Some(finish.reason),
                     stop_reason: finish.stop,
                 };
-                vec![self.chunk(vec![end])]
+                vec![self.frame.chunk(vec![end])]
             }
             Output::Done(totals) => {
                 self.totals += totals;
@@ -267,9 +231,6 @@ impl Chunks for ChatChunks {
     }
 
     fn last(&mut self) -> Vec<ChatChunk> {
-        let last = self
-            .include_usage
-            .then(|| ChatChunk { usage: Some(Some(self.totals.into())), ..self.chunk(Vec::new()) });
-        last.into_iter().collect()
+        self.frame.last(self.totals)
     }
 }

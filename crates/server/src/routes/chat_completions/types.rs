@@ -5,6 +5,7 @@ use serde_json::{Map, Value};
 
 use super::template::TemplateFields;
 use crate::generate::{ChatEntry, MAX_LOGPROBS, PromptLogprobs};
+use crate::routes::frame::Chunk;
 use crate::routes::sampling::SamplingFields;
 use crate::routes::usage::UsageReport;
 use crate::schema::{Kind, request_fields};
@@ -101,20 +102,7 @@ pub struct ChatLogprobs {
     pub refusal: Option<Value>,
 }
 
-#[derive(Debug, Serialize)]
-pub struct ChatChunk {
-    pub id: String,
-    pub object: &'static str,
-    pub created: u64,
-    pub model: String,
-    pub choices: Vec<ChunkChoice>,
-    pub system_fingerprint: String,
-    /// Absent unless asked for; then null but in the last chunk.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub usage: Option<Option<UsageReport>>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub prompt_logprobs: Option<PromptLogprobs>,
-}
+pub type ChatChunk = Chunk<ChunkChoice>;
 
 #[derive(Debug, Serialize)]
 pub struct ChunkChoice {

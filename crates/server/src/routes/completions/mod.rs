@@ -4,7 +4,6 @@ pub mod prepare;
 pub mod types;
 mod validate;
 
-use axum::extract::{Extension, State};
 use axum::response::Response;
 use oscar_engine::{Request, TokenLogprobs};
 use oscar_text::ReplyEvent;
@@ -12,40 +11,26 @@ use serde_json::Value;
 
 use self::types::{CompletionChoice, CompletionLogprobs, CompletionResponse};
 use crate::app::Shared;
-use crate::body::{RawBody, json_answer, off_thread};
+use crate::body::{Asked, json_answer, off_thread};
 use crate::error::ApiError;
-use crate::generate::{Finish, Generation, Output, TokenTexts, Totals, finite};
-use crate::ids::unix_seconds;
-use crate::keys::Caller;
-use crate::middleware::RequestName;
+use crate::generate::{Finish, Generation, Output, Totals, finite};
+use crate::routes::frame::Frame;
 use crate::routes::stream::{Chunks, respond};
 
-pub async fn create(
-    State(app): State<Shared>,
-    Extension(RequestName(name)): Extension<RequestName>,
-    Extension(caller): Extension<Caller>,
-    body: RawBody,
-) -> Result<Response, ApiError> {
-    let worker = app.clone();
+pub async fn create(Asked { app, name, caller, body }: Asked) -> Result<Response, ApiError> {
     let id = format!("cmpl-{name}");
     let (prepared, echo) =
-        off_thread(&app, body, move |body| prepare::prepare(&worker, &name, caller, body)).await?;
+        off_thread(&app, body, move |app, body| prepare::prepare(app, &name, caller, body)).await?;
     let (size, stream) = (prepared.answer_size(), prepared.stream);
     let choices = prepared.params().choices;
     let prompt = |request: &Request| request.prompt().to_vec();
     let reply = Reply {
-        id,
-        created: unix_seconds(),
-        model: prepared.model.clone(),
-        fingerprint: app.fingerprint(),
-        texts: TokenTexts::new(&app.text.tokenizer),
-        logprobs: prepared.params().logprobs.is_some(),
+        frame: Frame::new(&app, id, "text_completion", &prepared),
         prompt_logprobs: echo.prompt_logprobs,
         offsets: vec![0; choices * prepared.requests.len()],
         prompts: echo.texts.iter().flat_map(|_| prepared.requests.iter().map(prompt)).collect(),
         echo: echo.texts,
         choices,
-        include_usage: prepared.include_usage,
         totals: Totals::default(),
         kept: None,
     };
@@ -60,12 +45,7 @@ pub async fn create(
 /// Turns outputs into pieces of choices, which are the chunks of a stream or are joined into one
 /// response.
 struct Reply {
-    id: String,
-    created: u64,
-    model: String,
-    fingerprint: String,
-    texts: TokenTexts,
-    logprobs: bool,
+    frame: Frame,
     prompt_logprobs: bool,
     /// The prompts as text and as tokens, if they are repeated.
     echo: Option<Vec<String>>,
@@ -73,26 +53,12 @@ struct Reply {
     choices: usize,
     /// Where the next token of each choice begins.
     offsets: Vec<usize>,
-    include_usage: bool,
     totals: Totals,
     /// The `kv_transfer_params` of the answer.
     kept: Option<Value>,
 }
 
 impl Reply {
-    fn response(&self, object: &'static str, choices: Vec<CompletionChoice>) -> CompletionResponse {
-        CompletionResponse {
-            id: self.id.clone(),
-            object,
-            created: self.created,
-            model: self.model.clone(),
-            choices,
-            system_fingerprint: self.fingerprint.clone(),
-            usage: None,
-            kv_transfer_params: None,
-        }
-    }
-
     fn pieces(&mut self, output: Output) -> Vec<CompletionChoice> {
         match output {
             Output::Started { prompt, prompt_logprobs, .. } => self.openings(prompt, prompt_logprobs),
@@ -101,7 +67,7 @@ impl Reply {
                 if content.is_empty() && logprobs.is_empty() {
                     return Vec::new();
                 }
-                let logprobs = self.logprobs.then(|| self.token_logprobs(choice, &logprobs));
+                let logprobs = self.frame.logprobs.then(|| self.token_logprobs(choice, &logprobs));
                 vec![CompletionChoice { logprobs, ..piece(choice, content) }]
             }
             Output::Finished { choice, finish: Finish { reason, stop, .. } } => {
@@ -137,7 +103,7 @@ impl Reply {
             if pieces.is_empty() {
                 pieces.push(piece(prompt * self.choices, String::new()));
             }
-            pieces[0].prompt_logprobs = Some(self.texts.prompt_logprobs(tokens));
+            pieces[0].prompt_logprobs = Some(self.frame.texts.prompt_logprobs(tokens));
         }
         pieces
     }
@@ -150,7 +116,7 @@ impl Reply {
         text: &str,
         found: Option<&[Option<TokenLogprobs>]>,
     ) -> CompletionChoice {
-        let found = found.filter(|_| self.logprobs);
+        let found = found.filter(|_| self.frame.logprobs);
         let logprobs = found.map(|found| self.echoed_logprobs(choice, prompt, found));
         CompletionChoice { logprobs, ..piece(choice, text.to_owned()) }
     }
@@ -184,12 +150,12 @@ impl Reply {
         token: u32,
         logprobs: Option<&TokenLogprobs>,
     ) {
-        let text = self.texts.text(token);
+        let text = self.frame.texts.text(token);
         lists.text_offset.push(self.offsets[choice]);
         self.offsets[choice] += text.chars().count();
         lists.tokens.push(text);
         lists.token_logprobs.push(logprobs.map(|logprobs| finite(logprobs.logprob)));
-        lists.top_logprobs.push(logprobs.map(|logprobs| self.texts.completion_entry(logprobs.clone())));
+        lists.top_logprobs.push(logprobs.map(|logprobs| self.frame.texts.completion_entry(logprobs.clone())));
     }
 }
 
@@ -230,13 +196,14 @@ async fn collect(
     }
     for choice in &mut choices {
         choice.finish_reason.get_or_insert("abort");
-        if reply.logprobs {
+        if reply.frame.logprobs {
             choice.logprobs.get_or_insert_default();
         }
     }
-    let usage = Some(Some(reply.totals.into()));
-    let kv_transfer_params = reply.kept.take();
-    Ok(CompletionResponse { usage, kv_transfer_params, ..reply.response("text_completion", choices) })
+    let mut response = reply.frame.chunk(choices);
+    response.usage = Some(Some(reply.totals.into()));
+    response.kv_transfer_params = reply.kept;
+    Ok(response)
 }
 
 fn join(choice: &mut CompletionChoice, piece: CompletionChoice) {
@@ -257,17 +224,10 @@ impl Chunks for Reply {
     type Chunk = CompletionResponse;
 
     fn chunks(&mut self, output: Output) -> Vec<CompletionResponse> {
-        let pieces = self.pieces(output);
-        let usage = self.include_usage.then_some(None);
-        let chunk = |piece| CompletionResponse { usage, ..self.response("text_completion", vec![piece]) };
-        pieces.into_iter().map(chunk).collect()
+        self.pieces(output).into_iter().map(|piece| self.frame.chunk(vec![piece])).collect()
     }
 
     fn last(&mut self) -> Vec<CompletionResponse> {
-        let usage = Some(Some(self.totals.into()));
-        let last = self
-            .include_usage
-            .then(|| CompletionResponse { usage, ..self.response("text_completion", Vec::new()) });
-        last.into_iter().collect()
+        self.frame.last(self.totals)
     }
 }

@@ -4,8 +4,8 @@ use serde::Serialize;
 use serde_json::Value;
 
 use crate::generate::{MAX_LOGPROBS, PromptLogprobs, TopLogprobs};
+use crate::routes::frame::Chunk;
 use crate::routes::sampling::SamplingFields;
-use crate::routes::usage::UsageReport;
 use crate::schema::{FieldValue, Kind, request_fields};
 use crate::tools::FormFields;
 
@@ -60,22 +60,7 @@ impl FieldValue for Prompt {
     }
 }
 
-#[derive(Debug, Serialize)]
-pub struct CompletionResponse {
-    pub id: String,
-    pub object: &'static str,
-    pub created: u64,
-    pub model: String,
-    pub choices: Vec<CompletionChoice>,
-    pub system_fingerprint: String,
-    /// Of a whole response: the usage. Of a chunk: absent unless asked for, then null but in the
-    /// last chunk.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub usage: Option<Option<UsageReport>>,
-    /// Where another machine fetches the prompt's pages, if that was asked for.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub kv_transfer_params: Option<Value>,
-}
+pub type CompletionResponse = Chunk<CompletionChoice>;
 
 #[derive(Debug, Serialize)]
 pub struct CompletionChoice {

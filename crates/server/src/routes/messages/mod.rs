@@ -4,7 +4,7 @@ pub mod convert;
 
 use axum::Json;
 use axum::body::Body;
-use axum::extract::{Extension, Request, State};
+use axum::extract::{Request, State};
 use axum::http::{HeaderValue, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
@@ -17,10 +17,9 @@ use super::chat_completions::prepare::{prepare, prompt_tokens};
 use super::chat_completions::types::ChatBody;
 use super::stream::{Chunks, respond};
 use crate::app::Shared;
-use crate::body::{RawBody, off_thread};
+use crate::body::{Asked, RawBody, off_thread};
 use crate::error::ApiError;
 use crate::generate::{Generation, Output};
-use crate::keys::Caller;
 use crate::middleware::RequestName;
 use crate::schema::RequestBody;
 
@@ -57,20 +56,14 @@ fn error_body(error: &ApiError) -> Value {
     json!({"type": "error", "error": {"type": kind, "message": error.to_string()}})
 }
 
-pub async fn create(
-    State(app): State<Shared>,
-    Extension(RequestName(name)): Extension<RequestName>,
-    Extension(caller): Extension<Caller>,
-    body: RawBody,
-) -> Result<Response, ApiError> {
-    let worker = app.clone();
+pub async fn create(Asked { app, name, caller, body }: Asked) -> Result<Response, ApiError> {
     let id = format!("msg_{name}");
-    let prepared = off_thread(&app, body, move |body| {
-        let (fields, passed) = MessagesBody::parse(body, worker.limits.value_bytes)?;
+    let prepared = off_thread(&app, body, move |app, body| {
+        let (fields, passed) = MessagesBody::parse(body, app.limits.value_bytes)?;
         let omits_thinking = fields.omits_thinking();
         let (chat, names) = fields.into_chat(false)?.finish(passed)?;
         let prepared =
-            ChatBody::from_object(chat).and_then(|chat| prepare(&worker, &name, caller, chat, Some(&names)));
+            ChatBody::from_object(chat).and_then(|chat| prepare(app, &name, caller, chat, Some(&names)));
         Ok((prepared.map_err(|error| names.rename(error))?, omits_thinking))
     })
     .await?;
@@ -99,11 +92,10 @@ pub async fn create(
 }
 
 pub async fn count_tokens(State(app): State<Shared>, body: RawBody) -> Result<Json<Value>, ApiError> {
-    let worker = app.clone();
-    let count = off_thread(&app, body, move |body| {
-        let (fields, passed) = MessagesBody::parse(body, worker.limits.value_bytes)?;
+    let count = off_thread(&app, body, move |app, body| {
+        let (fields, passed) = MessagesBody::parse(body, app.limits.value_bytes)?;
         let (chat, names) = fields.into_chat(true)?.finish(passed)?;
-        prompt_tokens(&worker, chat).map_err(|error| names.rename(error))
+        prompt_tokens(app, chat).map_err(|error| names.rename(error))
     })
     .await?;
     Ok(Json(json!({"input_tokens": count})))

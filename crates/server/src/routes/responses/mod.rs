@@ -3,7 +3,7 @@
 pub mod convert;
 
 use axum::Json;
-use axum::extract::{Extension, State};
+use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use oscar_engine::Usage;
 use serde_json::{Map, Value, json};
@@ -14,27 +14,19 @@ use super::chat_completions::prepare::{prepare, prompt_tokens};
 use super::chat_completions::types::ChatBody;
 use super::stream::{Chunks, respond};
 use crate::app::Shared;
-use crate::body::{RawBody, off_thread};
+use crate::body::{Asked, RawBody, off_thread};
 use crate::error::ApiError;
 use crate::generate::{Generation, Output};
 use crate::ids::unix_seconds;
-use crate::keys::Caller;
-use crate::middleware::RequestName;
 use crate::schema::RequestBody;
 
-pub async fn create(
-    State(app): State<Shared>,
-    Extension(RequestName(name)): Extension<RequestName>,
-    Extension(caller): Extension<Caller>,
-    body: RawBody,
-) -> Result<Response, ApiError> {
-    let worker = app.clone();
+pub async fn create(Asked { app, name, caller, body }: Asked) -> Result<Response, ApiError> {
     let id = name.clone();
-    let (prepared, settings) = off_thread(&app, body, move |body| {
-        let (fields, passed) = ResponsesBody::parse(body, worker.limits.value_bytes)?;
+    let (prepared, settings) = off_thread(&app, body, move |app, body| {
+        let (fields, passed) = ResponsesBody::parse(body, app.limits.value_bytes)?;
         let (chat, names) = fields.to_chat()?.finish(passed)?;
         let prepared =
-            ChatBody::from_object(chat).and_then(|chat| prepare(&worker, &name, caller, chat, Some(&names)));
+            ChatBody::from_object(chat).and_then(|chat| prepare(app, &name, caller, chat, Some(&names)));
         let namespaces = fields.namespaces();
         Ok((prepared.map_err(|error| names.rename(error))?, (settings(fields), namespaces)))
     })
@@ -66,11 +58,10 @@ pub async fn create(
 }
 
 pub async fn input_tokens(State(app): State<Shared>, body: RawBody) -> Result<Json<Value>, ApiError> {
-    let worker = app.clone();
-    let count = off_thread(&app, body, move |body| {
-        let (fields, passed) = ResponsesBody::parse(body, worker.limits.value_bytes)?;
+    let count = off_thread(&app, body, move |app, body| {
+        let (fields, passed) = ResponsesBody::parse(body, app.limits.value_bytes)?;
         let (chat, names) = fields.to_chat()?.finish(passed)?;
-        prompt_tokens(&worker, chat).map_err(|error| names.rename(error))
+        prompt_tokens(app, chat).map_err(|error| names.rename(error))
     })
     .await?;
     Ok(Json(json!({"object": "response.input_tokens", "input_tokens": count})))
