@@ -12,9 +12,7 @@
 // Each page of keys has a factor, and each row of queries, so that both use the format's range.
 //
 // Few rows behind a long context do not fill the GPU. Then several blocks share the pages of the same
-// rows, each writes its sums, and a second kernel adds them up.
-//
-// Compiled with HEAD_DIM, and SINKS=1 for layers with attention sinks.
+// rows, each writes its sums, and a second kernel adds them up. SINKS=1: the layer has attention sinks.
 #include "fragments.cuh"
 #include "wgmma.cuh"
 
@@ -41,7 +39,6 @@ struct HopperPrefillParams {
 CHECK_LAYOUT(HopperPrefillParams);
 
 constexpr int D = HEAD_DIM;
-
 constexpr int CONSUMERS = D == 256 ? 2 : 3;
 constexpr int THREADS = 128 * (CONSUMERS + 1);
 constexpr int ROWS = 64 * CONSUMERS;
@@ -389,8 +386,7 @@ struct Consumer {
             if (context.first + group_id * 64 + row > context.last_row) continue;
 #ifdef SINKS
             const u32 flat = context.first + group_id * 64 + row;
-            sum += sink_weight(p.sinks, context.sequence.first_row + flat / group, kv_head * group + flat % group,
-                               largest[h] - WEIGHT_LOG);
+            sum += sink_weight(p.sinks, context.sequence.first_row + flat / group, kv_head * group + flat % group, largest[h] - WEIGHT_LOG);
 #endif
             const float norm = 1.0f / sum;
             const u64 at = row_offset(row, kv_head, group) + 2 * (lane & 3);
