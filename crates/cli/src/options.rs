@@ -57,8 +57,7 @@ pub struct ModelArgs {
     #[serde(serialize_with = "serialize_optional_size")]
     pub gpu_memory_limit: Option<usize>,
     /// Compute the experts of N layers on the CPU, from host memory: the last layers that have experts,
-    /// or all. auto leaves as many on the GPU as fit beside the other weights and the KV pages; experts on
-    /// the GPU need OSCAR_CUDA_EXPERTS=on
+    /// or all. auto leaves as many on the GPU as fit beside the other weights and the KV pages
     #[arg(long, value_name = "auto|N|all")]
     #[serde(serialize_with = "serialize_optional_display")]
     pub cpu_experts: Option<CpuExperts>,

@@ -136,13 +136,13 @@ impl FromStr for Part {
     }
 }
 
-/// GPU 0, with kernels that are not released yet.
+/// GPU 0.
 pub fn open() -> Result<CudaBackend, CudaError> {
-    Ok(CudaBackend::open(0)?.with_unreleased())
+    CudaBackend::open(0)
 }
 
 fn open_with(attention: AttentionMode) -> Result<CudaBackend, CudaError> {
-    Ok(CudaBackend::open_with(0, attention)?.with_unreleased())
+    CudaBackend::open_with(0, attention)
 }
 
 /// Parts whose results come from the same steps.

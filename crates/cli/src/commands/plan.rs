@@ -110,15 +110,11 @@ pub fn run(args: &Args) -> Result<()> {
     let steps = SchedulerOptions { prefill_chunk: chunk, ..SchedulerOptions::default() };
     let (mut rows, mut budgets): (Vec<Vec<String>>, Vec<Budget>) = Default::default();
     let mut too_large = Vec::new();
-    let mut experts_on_gpu = false;
     if target.is_gpu() && c.latent.is_some() {
         bail!("{} has latent attention (MLA), which GPUs do not compute: use --device cpu", model.name());
     }
     if target.is_gpu() && c.delta.is_some() {
         bail!("{} has gated delta nets, which GPUs do not compute: use --device cpu", model.name());
-    }
-    if target.is_gpu() && c.sliding.is_some() {
-        eprintln!("note: GPUs run models with sliding windows only with OSCAR_CUDA_FAMILIES=on");
     }
     for format in formats(c, &args.kv, &["bf16", "oscar4", "oscar"])? {
         let rotates = format.rotation() != RotationKind::None;
@@ -145,7 +141,6 @@ pub fn run(args: &Args) -> Result<()> {
             step.total(),
             layout.working_bytes(longest, longest_step(chunk)),
         )?;
-        experts_on_gpu |= target.is_gpu() && host_layers < weights.layers.len();
         let fixed = FixedMemory::of(&weights, host_layers, step);
         let Some(free) = args.memory.checked_sub(fixed.total()).filter(|&f| f > 0) else {
             too_large.push(format!(
@@ -166,11 +161,6 @@ pub fn run(args: &Args) -> Result<()> {
     match too_large.as_slice() {
         [first, ..] if budgets.is_empty() => bail!("{first}"),
         some => some.iter().for_each(|line| eprintln!("note: {line}")),
-    }
-    if experts_on_gpu {
-        eprintln!(
-            "note: GPUs compute experts only with OSCAR_CUDA_EXPERTS=on; --cpu-experts all needs nothing"
-        );
     }
     if !args.json {
         print_budgets(args, &model, &budgets);

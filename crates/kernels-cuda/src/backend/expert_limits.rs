@@ -7,16 +7,6 @@ use oscar_backend::{ExpertsShape, Feature, Gate, HostMatrix, WeightFormat};
 const MOST_EXPERTS: usize = 256;
 const MOST_CHOSEN: usize = 32;
 
-/// The answer where nobody asked for kernels whose check of whole models has not run.
-pub(super) fn unreleased() -> CudaError {
-    CudaError::Unsupported(
-        "mixtures of experts are not released on GPUs: their layers pass `oscar gpu-check --only experts`, whole \
-         models have not passed `--only families`. Use --cpu-experts all or --device cpu, or set \
-         OSCAR_CUDA_EXPERTS=on"
-            .into(),
-    )
-}
-
 /// The kernels of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Form {

@@ -18,7 +18,6 @@ mod sizing;
 mod sliding;
 mod step;
 mod tapped;
-mod unreleased;
 mod views;
 
 pub use constants::{CudaRope, CudaRotation, CudaVector};
@@ -57,7 +56,16 @@ use oscar_backend::{
 use oscar_codec::{CacheLayout, HeadRotations};
 use scores::ScoreMemory;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
-use unreleased::Unreleased;
+
+/// The parts of models that only some families have and that GPUs compute.
+const FEATURES: [Feature; 6] = [
+    Feature::SlidingWindow,
+    Feature::AttentionSinks,
+    Feature::ResultNorm,
+    Feature::EmbeddingScale,
+    Feature::OtherGates,
+    Feature::ExpertBiases,
+];
 
 /// Runs models on one GPU.
 pub struct CudaBackend {
@@ -75,7 +83,6 @@ pub struct CudaBackend {
     copies: BlockCopies,
     /// The other GPUs of a model that is split.
     ranks: Option<NcclRank>,
-    unreleased: Unreleased,
     /// A step holds the lock until it ends.
     state: Mutex<State>,
 }
@@ -189,16 +196,10 @@ impl CudaBackend {
             staging: Staging::new(&device),
             copies: BlockCopies::default(),
             ranks: None,
-            unreleased: Unreleased::from_environment(),
             device,
             kernels,
             state: Mutex::new(state),
         })
-    }
-
-    /// Lets every kernel run, also those that have not passed their checks: for these checks.
-    pub fn with_unreleased(self) -> Self {
-        Self { unreleased: Unreleased::ALL, ..self }
     }
 
     /// Lets prompts multiply FP8 weights with activations that are quantized to FP8 as they come. Steps
@@ -300,7 +301,7 @@ impl Backend for CudaBackend {
     }
 
     fn computes(&self, feature: Feature) -> bool {
-        self.unreleased.families && unreleased::FAMILIES.contains(&feature)
+        FEATURES.contains(&feature)
     }
 
     fn prefill_chunk(&self, heads: &HeadShape) -> usize {
@@ -359,9 +360,6 @@ impl Backend for CudaBackend {
             let why = "mixtures of experts are not split over GPUs yet; use --device cpu";
             return Err(CudaError::Unsupported(why.into()).into());
         }
-        if !self.unreleased.experts {
-            return Err(expert_limits::unreleased().into());
-        }
         shape.check()?;
         Ok(CudaExperts::new(&self.device, &self.kernels, shape)?)
     }
@@ -419,9 +417,7 @@ impl Backend for CudaBackend {
 
     fn evicts_rows(&self, layout: &CacheLayout) -> RowEviction {
         match Storage::of(layout) {
-            Ok(Storage::Codes) if self.unreleased.views && self.unreleased.scores => RowEviction::ByScores,
-            Ok(Storage::Codes) if self.unreleased.views => RowEviction::ByKeys,
-            Ok(Storage::Codes) => RowEviction::Never(unreleased::VIEWS),
+            Ok(Storage::Codes) => RowEviction::ByScores,
             _ => RowEviction::Never(
                 "it keeps rows of this format dequantized, and these are not evicted: choose --kv oscar, or use --device cpu",
             ),

@@ -3,7 +3,7 @@
 use super::launches::{EMBED_FEW, EmbedParams, SelectParams};
 use super::scores::ScoredStep;
 use super::tapped::CudaTapped;
-use super::{CudaBackend, CudaExperts, CudaRows, CudaVector, Index, State, unreleased};
+use super::{CudaBackend, CudaExperts, CudaRows, CudaVector, Index, State};
 use crate::attention::append::{HeadConstants, Projections};
 use crate::attention::decode::Queries;
 use crate::attention::demote::Scope;
@@ -391,9 +391,6 @@ impl Step<CudaBackend> for CudaStep<'_> {
     ) -> BackendResult<()> {
         let layer = heads.layer;
         let slides = self.check_windows(&heads)?;
-        if !self.backend.unreleased.scores && tap.as_deref_mut().is_some_and(|tap| tap.scoring().is_some()) {
-            return Err(oscar_backend::eviction_refusal(self.backend, unreleased::SCORES));
-        }
         let mut queries = std::mem::take(&mut self.state.queries);
         // The fused form adds no sinks.
         let apart = tap.is_some() || heads.sinks.is_some();

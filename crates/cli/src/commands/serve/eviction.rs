@@ -22,8 +22,7 @@ pub struct EvictionArgs {
     pub kv_budget: Option<Budget>,
     /// Which rows a conversation keeps beyond --kv-budget: keydiff, snapkv, tova or recent; keydiff if absent.
     /// keydiff-post (or post), kvzip and episodes choose from the whole history, which stays in memory: they save
-    /// what a step reads. GPUs take keydiff, recent and keydiff-post only with OSCAR_CUDA_VIEWS=on, and snapkv,
-    /// tova, kvzip and episodes only with OSCAR_CUDA_SCORES=on beside it
+    /// what a step reads
     #[arg(long, value_name = "POLICY", requires = "kv_budget")]
     #[serde(serialize_with = "serialize_optional_display")]
     pub evict: Option<Eviction>,
