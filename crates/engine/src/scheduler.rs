@@ -93,7 +93,7 @@ impl SchedulerOptions {
     pub const MIN_PREFILL: usize = 64;
     /// Share of the target that predicted time may take: one step in a hundred takes a tenth longer than
     /// predicted, and the host needs some time between two steps.
-    const AIM: f64 = 0.88;
+    const AIM: f64 = 0.85;
 
     /// Most rows of a step.
     pub fn most_rows(&self) -> usize {
