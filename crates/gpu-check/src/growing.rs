@@ -334,7 +334,10 @@ fn compare_all(heads: &[ComparedHead<'_>], report: &mut Report) -> Result<()> {
         let running: Vec<_> = parts.map(|part| scope.spawn(move || each(part))).collect();
         running.into_iter().map(|part| part.join().unwrap_or_else(|e| std::panic::resume_unwind(e))).collect()
     });
-    parts.into_iter().try_for_each(|part| Ok(report.absorb(part?)))
+    for part in parts {
+        report.absorb(part?);
+    }
+    Ok(())
 }
 
 impl<'a> Reference<'a> {

@@ -48,6 +48,21 @@ fn tasks_are_answered_alike_in_any_batch_and_resume_without_repeating() {
     assert!(message.contains("sink was null, now it is 128") && message.contains("delete"), "{message}");
 }
 
+/// A trained model of another architecture: biases, no QK-norm, tables that nobody tuned.
+#[test]
+fn a_qwen2_model_answers_with_its_calibrated_tables() {
+    let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/oscar-8m-qwen2");
+    let common = ["eval", "tasks", "--model", text(&model), "--precision", "fast", "--json"];
+    let tasks = ["--tasks", "niah_uuid,running_sum,copy", "--context", "2048", "--limit", "1"];
+    let rows = json_lines(&[&common[..], &tasks, &["--kv", "oscar,oscar:2.00"]].concat());
+    assert_eq!(rows.len(), 9, "three formats, three tasks");
+    for row in &rows {
+        assert_eq!(row["accuracy"], 1.0, "{row}");
+    }
+    let bits: Vec<f64> = rows.iter().map(|row| row["bits"].as_f64().unwrap()).collect();
+    assert!(bits.iter().filter(|&&bits| bits <= 2.26).count() == 6, "{bits:?}");
+}
+
 #[test]
 fn ruler_scores_and_refuses() {
     let rows = json_lines(&[
