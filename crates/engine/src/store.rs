@@ -32,7 +32,7 @@ use std::time::{Duration, Instant};
 const LOAD_BYTES: usize = 16 << 20;
 /// Bytes copied together while none runs, if the store has more to come: a copy of few has no use for
 /// several threads.
-const LOADED_TOGETHER: usize = 32 << 20;
+const LOADED_TOGETHER: usize = 64 << 20;
 /// How long a store that did not answer in time is left alone.
 const REST: Duration = Duration::from_secs(30);
 /// How long the engine waits at its end for pages to be written.

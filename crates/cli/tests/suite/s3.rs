@@ -2,10 +2,12 @@
 //!
 //! It must be there in CI; elsewhere its absence is a printed note.
 
+use crate::families;
 use crate::python;
 use crate::redis::{ask, flush, wait_until};
 use crate::server::Server;
 use crate::support::command;
+use oscar_models::Family;
 use serde_json::json;
 use std::net::{TcpListener, TcpStream};
 use std::process::{Command, Stdio};
@@ -93,4 +95,36 @@ fn a_bucket_of_pages_is_shared_and_may_be_gone() {
     assert!(message.contains("AWS_SECRET_ACCESS_KEY"), "{message}");
     let message = refused("https://pages", &variables(&endpoint));
     assert!(message.contains("s3://BUCKET"), "{message}");
+}
+
+/// Recurrent states are shared too, and one that is gone costs the hit.
+#[test]
+fn a_bucket_shares_recurrent_states() {
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let endpoint = format!("http://127.0.0.1:{port}");
+    let (Some(s3), dir) = (start(port), families::folder(Family::Qwen3Next)) else { return };
+    let model = dir.path().to_str().unwrap();
+    let model = ["--model", model, "--served-model-name", "oscar-15m", "--kv", "oscar2"];
+    let flags = [&model[..], &FLAGS, &["s3://pages/kv"]].concat();
+    let serve = || Server::start_in(None, &flags, &variables(&endpoint));
+    let first = serve();
+    let expected = ask(&first, 1).0;
+    wait_until("pages are written", || {
+        let written = first.metric("oscar_kv_store_shared_written_pages_total");
+        first.metric("oscar_kv_store_queued_bytes") == 0.0 && written > 0.0
+    });
+    let second = serve();
+    let (text, shared) = ask(&second, 1);
+    assert!(text == expected && shared > 400, "{shared}");
+    assert_eq!(second.metric("oscar_kv_store_missing_states_total"), 0.0);
+    let listing = s3.get("/pages?list-type=2").body;
+    let keys = listing.split("<Key>").skip(1).filter_map(|rest| rest.split('<').next());
+    let states: Vec<&str> = keys.filter(|key| key.ends_with(".state")).collect();
+    assert!(!states.is_empty(), "{listing}");
+    for key in states {
+        assert_eq!(s3.send("DELETE", &format!("/pages/{key}"), None, None).status, 204);
+    }
+    let third = serve();
+    assert_eq!(ask(&third, 1), (expected, 0));
+    assert_eq!(third.metric("oscar_kv_store_missing_states_total"), 1.0);
 }
