@@ -55,6 +55,15 @@ DEVICE void shrink(float (&out)[2 * STEPS][4], int h, float factor) {
     for (int n = 0; n < 2 * STEPS; n++) out[n][2 * h] *= factor, out[n][2 * h + 1] *= factor;
 }
 
+// The softmax of row h: both of the above.
+template <int N>
+DEVICE float update(float (&score)[N][4], int h, float scale, float& largest, float& total,
+                    float (&out)[2 * STEPS][4]) {
+    const float factor = weigh(score, h, scale, largest, total);
+    shrink(out, h, factor);
+    return factor;
+}
+
 // The weights of tokens 16k .. 16k + 16 as the first operand of a product.
 template <int N>
 DEVICE void pack_weights(u32 (&a)[4], const float (&score)[N][4], int k) {
@@ -62,4 +71,10 @@ DEVICE void pack_weights(u32 (&a)[4], const float (&score)[N][4], int k) {
     a[1] = pack_bf16(score[2 * k][2], score[2 * k][3]);
     a[2] = pack_bf16(score[2 * k + 1][0], score[2 * k + 1][1]);
     a[3] = pack_bf16(score[2 * k + 1][2], score[2 * k + 1][3]);
+}
+
+// d[0] and d[1] += a b, for 16 columns of b.
+DEVICE void mma_pair(float (*d)[4], const u32 (&a)[4], const u32 (&b)[4]) {
+    mma_bf16(d[0], a[0], a[1], a[2], a[3], b[0], b[1]);
+    mma_bf16(d[1], a[0], a[1], a[2], a[3], b[2], b[3]);
 }
